@@ -1,0 +1,102 @@
+//! Candle's initialisation hints in PyTorch's terms.
+
+use candle_core::Shape;
+use candle_nn::Init;
+use candle_nn::init::{FanInOut, NonLinearity, NormalOrUniform};
+
+/// A hint in PyTorch's terms, within the bounds that PyTorch checks.
+#[derive(Debug, PartialEq)]
+pub(super) enum Distribution {
+    Constant(f32),
+    Uniform { lo: f32, hi: f32 },
+    Normal { mean: f64, std: f64 },
+}
+
+impl Distribution {
+    /// What PyTorch would be asked for, or what PyTorch would object to.
+    pub(super) fn of(hint: Init, shape: &Shape) -> Result<Self, String> {
+        match hint {
+            Init::Const(value) => {
+                let rounded = value as f32;
+                if value.is_finite() && rounded.is_infinite() {
+                    return Err(format!("the constant {value} is too large for f32"));
+                }
+                Ok(Self::Constant(rounded))
+            }
+            // A shape without elements draws nothing; its fan may be 0, and a bound from it infinite.
+            _ if shape.dims().contains(&0) => Ok(Self::Constant(0.0)),
+            Init::Uniform { lo, up } => Self::uniform(lo, up),
+            Init::Randn { mean, stdev } => Self::normal(mean, stdev),
+            Init::Kaiming {
+                dist: NormalOrUniform::Normal,
+                fan: FanInOut::FanIn,
+                non_linearity: NonLinearity::ReLU,
+            } => {
+                let bound = kaiming_bound(linear_gain(), FanInOut::FanIn.for_shape(shape));
+                Self::uniform(-bound, bound)
+            }
+            Init::Kaiming { dist: NormalOrUniform::Uniform, fan, non_linearity } => {
+                let bound = kaiming_bound(non_linearity.gain(), fan.for_shape(shape));
+                Self::uniform(-bound, bound)
+            }
+            Init::Kaiming { dist: NormalOrUniform::Normal, fan, non_linearity } => {
+                Self::normal(0.0, kaiming_std(non_linearity.gain(), fan.for_shape(shape)))
+            }
+        }
+    }
+
+    fn uniform(lo: f64, up: f64) -> Result<Self, String> {
+        let (lo_f32, hi_f32) = (lo as f32, up as f32);
+        if lo <= up && (hi_f32 - lo_f32).is_finite() {
+            Ok(Self::Uniform { lo: lo_f32, hi: hi_f32 })
+        } else {
+            Err(format!(
+                "a uniform distribution takes bounds lo <= up that are finite in f32, as is up - lo; found lo {lo}, up {up}"
+            ))
+        }
+    }
+
+    fn normal(mean: f64, std: f64) -> Result<Self, String> {
+        if (mean as f32).is_finite() && std >= 0.0 && (std as f32).is_finite() {
+            Ok(Self::Normal { mean, std })
+        } else {
+            Err(format!(
+                "a normal distribution takes a mean and a standard deviation >= 0 that are finite in f32; found {mean}, {std}"
+            ))
+        }
+    }
+}
+
+/// The gain of `torch.nn.Linear.reset_parameters`, a leaky ReLU of slope sqrt(5), in PyTorch's own roundings.
+fn linear_gain() -> f64 {
+    (2.0 / (1.0 + 5f64.sqrt().powi(2))).sqrt()
+}
+
+fn kaiming_std(gain: f64, fan: usize) -> f64 {
+    gain / (fan as f64).sqrt()
+}
+
+fn kaiming_bound(gain: f64, fan: usize) -> f64 {
+    3f64.sqrt() * kaiming_std(gain, fan)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_uniform_kaiming_gain_of_one_over_root_three_is_the_bound_of_a_linear_layer() {
+        for fan_in in 1..=100_000usize {
+            let shape = Shape::from((1, fan_in));
+            let hint = Init::Kaiming {
+                dist: NormalOrUniform::Uniform,
+                fan: FanInOut::FanIn,
+                non_linearity: NonLinearity::ExplicitGain(1.0 / 3f64.sqrt()),
+            };
+            let bias_bound = (1.0 / (fan_in as f64).sqrt()) as f32;
+            let expected = Ok(Distribution::Uniform { lo: -bias_bound, hi: bias_bound });
+            assert_eq!(Distribution::of(hint, &shape), expected, "fan in {fan_in}");
+            assert_eq!(Distribution::of(candle_nn::init::DEFAULT_KAIMING_NORMAL, &shape), expected, "fan in {fan_in}");
+        }
+    }
+}

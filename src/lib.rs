@@ -1,0 +1,29 @@
+//! The attention layer for Candle.
+//!
+//! # Dimensions
+//!
+//! The letters of every doc comment: B batch, T_q queries, T_kv keys, H query heads, H_kv key and value heads
+//! (H_kv divides H; query head h reads key head `h / (H / H_kv)`), D the head dimension of queries and keys, D_v that of
+//! values, E the embedding dimension (a layer's input), V the vocabulary. Tensors are (B, H, T, D) in and out of
+//! [`scaled_dot_product_attention`], and (B, T, E) in and out of a layer.
+
+mod additive;
+mod config;
+pub mod init;
+mod mask;
+mod multi_head;
+mod qk_norm;
+mod sdpa;
+pub mod text;
+pub mod weights;
+
+pub use additive::{AdditiveAttention, AdditiveAttentionConfig};
+pub use config::MultiHeadAttentionConfig;
+pub use mask::{AttentionMask, EmptyRows, KvRanges, ValidLens};
+pub use multi_head::{AttentionInput, MultiHeadAttention};
+pub use qk_norm::{QkNorm, QkNormKind, QkNormScope};
+pub use sdpa::{
+    AttentionOutput, Backend, Plan, SdpaOptions, masked_softmax, merge_attention, plan, scaled_dot_product_attention,
+    scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
+};
+pub use weights::WeightLayout;

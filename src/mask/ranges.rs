@@ -1,0 +1,162 @@
+//! A mask that has met a shape: one interval of keys for each query.
+
+use std::fmt;
+use std::ops::Range;
+
+use candle_core::{Device, Result, Tensor, bail};
+
+use super::lens::ResolvedLens;
+use super::{Alignment, AttentionMask, Relative};
+
+/// The structural constraints of an [`AttentionMask`] for given B, T_q and T_kv.
+///
+/// `Display` draws the (T_q, T_kv) matrix of each sequence: `1` a key that is seen, `.` one that is hidden.
+#[derive(Debug, Clone)]
+pub struct KvRanges {
+    b: usize,
+    t_q: usize,
+    t_kv: usize,
+    relative: Vec<RelativeBounds>,
+    ends: Vec<ResolvedLens>,
+    starts: Vec<ResolvedLens>,
+}
+
+/// One [`Relative`] with its offset worked out: query i stands at key position `i + offset`.
+#[derive(Debug, Clone)]
+struct RelativeBounds {
+    offset: i64,
+    causal: bool,
+    before: Option<i64>,
+    after: Option<i64>,
+    prefix: Vec<ResolvedLens>,
+}
+
+impl KvRanges {
+    pub(super) fn new(mask: &AttentionMask, b: usize, t_q: usize, t_kv: usize) -> Result<Self> {
+        let resolve = |what: &str, lens: &[super::ValidLens]| -> Result<Vec<ResolvedLens>> {
+            lens.iter().map(|lens| lens.resolve(what, b, t_q)).collect()
+        };
+        let relative = mask.relative.iter().map(|relative| {
+            if relative.window == Some(0) {
+                bail!("[attention_mask] window is 0, expected at least 1 (the query's own key)")
+            }
+            Ok(RelativeBounds::new(relative, resolve("prefix", &relative.prefix)?, t_q, t_kv))
+        });
+        Ok(Self {
+            b,
+            t_q,
+            t_kv,
+            relative: relative.collect::<Result<_>>()?,
+            ends: resolve("valid_lens", &mask.valid_lens)?,
+            starts: resolve("starts", &mask.starts)?,
+        })
+    }
+
+    /// The keys that query `i` of sequence `b` sees; `0..0` when it sees none, or lies outside the shape.
+    pub fn kv_range(&self, b: usize, i: usize) -> Range<usize> {
+        if b >= self.b || i >= self.t_q {
+            return 0..0;
+        }
+        let start = self.starts.iter().map(|lens| lens.get(b, i)).max().unwrap_or(0);
+        let end = self.ends.iter().map(|lens| lens.get(b, i)).fold(self.t_kv, usize::min);
+        let (mut start, mut end) = (signed(start), signed(end));
+        for relative in &self.relative {
+            start = start.max(relative.start(i));
+            end = end.min(relative.end(b, i));
+        }
+        // Both bounds lie within 0..=T_kv here unless the interval is empty.
+        match (usize::try_from(start), usize::try_from(end)) {
+            (Ok(start), Ok(end)) if start < end => start..end,
+            _ => 0..0,
+        }
+    }
+
+    /// The key position at which query `i` stands, from which windows and ALiBi distances count; negative when
+    /// T_q > T_kv and the alignment is to the end.
+    pub fn query_position(&self, i: usize) -> i64 {
+        let offset = self.relative.first().map_or(signed(self.t_kv) - signed(self.t_q), |relative| relative.offset);
+        signed(i).saturating_add(offset)
+    }
+
+    /// The intervals as u8 (B or 1, 1, T_q, T_kv), 1 = seen; `None` when no constraint was given.
+    pub(super) fn to_keep(&self, device: &Device) -> Result<Option<Tensor>> {
+        if self.relative.is_empty() && self.ends.is_empty() && self.starts.is_empty() {
+            return Ok(None);
+        }
+        let by_sequence = !self.ends.is_empty()
+            || !self.starts.is_empty()
+            || self.relative.iter().any(|relative| !relative.prefix.is_empty());
+        let b = if by_sequence { self.b } else { self.b.min(1) };
+        let Some(count) = b.checked_mul(self.t_q).and_then(|rows| rows.checked_mul(self.t_kv)) else {
+            bail!("[attention_mask] a mask of {b} × {} × {} entries does not fit in memory", self.t_q, self.t_kv)
+        };
+        let mut keep = vec![0u8; count];
+        if self.t_kv > 0 {
+            for (row, keys) in keep.chunks_exact_mut(self.t_kv).enumerate() {
+                keys[self.kv_range(row / self.t_q, row % self.t_q)].fill(1);
+            }
+        }
+        Ok(Some(Tensor::from_vec(keep, (b, 1, self.t_q, self.t_kv), device)?))
+    }
+}
+
+impl RelativeBounds {
+    fn new(relative: &Relative, prefix: Vec<ResolvedLens>, t_q: usize, t_kv: usize) -> Self {
+        let offset = match relative.causal {
+            None | Some(Alignment::End) => signed(t_kv) - signed(t_q),
+            Some(Alignment::Start) => 0,
+            Some(Alignment::Offset(n)) => signed(n),
+        };
+        let window = relative.window.map(|w| signed(w) - 1);
+        let left = relative.band.map(|(left, _)| signed(left));
+        Self {
+            offset,
+            causal: relative.causal.is_some(),
+            before: match (window, left) {
+                (Some(window), Some(left)) => Some(window.min(left)),
+                (window, left) => window.or(left),
+            },
+            after: relative.band.map(|(_, right)| signed(right)),
+            prefix,
+        }
+    }
+
+    fn start(&self, i: usize) -> i64 {
+        let position = signed(i).saturating_add(self.offset);
+        self.before.map_or(0, |before| position.saturating_sub(before)).max(0)
+    }
+
+    fn end(&self, b: usize, i: usize) -> i64 {
+        let position = signed(i).saturating_add(self.offset);
+        let mut end = i64::MAX;
+        if self.causal {
+            let prefix = self.prefix.iter().map(|lens| signed(lens.get(b, i))).min().unwrap_or(0);
+            end = position.saturating_add(1).max(prefix);
+        }
+        if let Some(after) = self.after {
+            end = end.min(position.saturating_add(after).saturating_add(1));
+        }
+        end
+    }
+}
+
+/// Lengths and offsets past `i64::MAX` hide and reveal the same keys as `i64::MAX` does.
+fn signed(n: usize) -> i64 {
+    i64::try_from(n).unwrap_or(i64::MAX)
+}
+
+impl fmt::Display for KvRanges {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for b in 0..self.b {
+            if b > 0 {
+                writeln!(f)?;
+            }
+            for i in 0..self.t_q {
+                let range = self.kv_range(b, i);
+                let row: Vec<_> = (0..self.t_kv).map(|j| if range.contains(&j) { "1" } else { "." }).collect();
+                writeln!(f, "{}", row.join(" "))?;
+            }
+        }
+        Ok(())
+    }
+}

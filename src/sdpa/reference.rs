@@ -1,0 +1,161 @@
+//! The specification: attention in Candle's own operations, differentiable, on any device.
+
+use candle_core::{DType, Result, Tensor};
+
+use super::softmax::{VisibleSoftmax, accumulation_dtype};
+use super::validate::{Call, Dims};
+use crate::init::TorchSeed;
+
+pub(super) struct Attended {
+    /// (B, H, T_q, D_v) in the dtype of the queries.
+    pub context: Tensor,
+    /// (B, H, T_q, T_kv) in the dtype of the accumulation.
+    pub weights: Tensor,
+    /// (B, H, T_q) in the dtype of the accumulation.
+    pub lse: Tensor,
+}
+
+pub(super) fn attend(call: &Call) -> Result<Attended> {
+    let Dims { b, h, t_q, t_kv, d_v, .. } = call.dims;
+    let (device, dtype) = (call.q.device(), accumulation_dtype(call.q.dtype()));
+    let keep = call.mask.keep_tensor(call.score_dims(), device)?;
+    let bias = call.mask.bias_tensor(call.score_dims(), dtype, device)?;
+    let sinks = match &call.options.sinks {
+        Some(sinks) => Some(sinks.to_dtype(dtype)?.reshape((1, h, 1, 1))?),
+        None => None,
+    };
+    if b == 0 || t_q == 0 || t_kv == 0 {
+        let lse = match &sinks {
+            Some(sinks) => sinks.squeeze(3)?.broadcast_as((b, h, t_q))?.contiguous()?,
+            None => Tensor::full(f32::NEG_INFINITY, (b, h, t_q), device)?.to_dtype(dtype)?,
+        };
+        return Ok(Attended {
+            context: Tensor::zeros((b, h, t_q, d_v), call.q.dtype(), device)?,
+            weights: Tensor::zeros((b, h, t_q, t_kv), dtype, device)?,
+            lse,
+        });
+    }
+
+    let mut scores = (grouped_matmul(&call.q.to_dtype(dtype)?, &call.k.to_dtype(dtype)?.t()?)? * call.scale())?;
+    if let Some(softcap) = call.options.softcap {
+        scores = ((scores / softcap)?.tanh()? * softcap)?;
+    }
+    if let Some(slopes) = &call.options.alibi_slopes {
+        scores = scores.broadcast_sub(&alibi_penalty(call, &slopes.to_dtype(dtype)?)?)?;
+    }
+    if let Some(bias) = bias {
+        scores = scores.broadcast_add(&bias)?;
+    }
+    let softmax = VisibleSoftmax { keep: keep.as_ref(), sinks: sinks.as_ref(), empty_rows: call.mask.empty_rows() };
+    let (weights, lse) = softmax.apply(&scores)?;
+    let weights = match Dropout::of(call) {
+        Some(drop) => dropout(&weights, drop)?,
+        None => weights,
+    };
+    let context = weighted_values(&weights, &call.v.to_dtype(dtype)?, keep.as_ref())?;
+    Ok(Attended { context: context.to_dtype(call.q.dtype())?, weights, lse })
+}
+
+/// (B, H, T, X) times (B, H_kv, X, Y): the query heads of a group are rows of one product, so that k and v are not
+/// repeated.
+fn grouped_matmul(lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
+    let (b, h, t, x) = lhs.dims4()?;
+    let (_, h_kv, _, y) = rhs.dims4()?;
+    if y == 0 {
+        return Tensor::zeros((b, h, t, y), lhs.dtype(), lhs.device());
+    }
+    let product = lhs.contiguous()?.reshape((b, h_kv, h / h_kv * t, x))?.matmul(&matmul_ready(rhs)?)?;
+    product.reshape((b, h, t, y))
+}
+
+/// Candle multiplies row- and column-major matrices in place; anything else is copied.
+fn matmul_ready(matrix: &Tensor) -> Result<Tensor> {
+    if matrix.is_contiguous() || matrix.t()?.is_contiguous() { Ok(matrix.clone()) } else { matrix.contiguous() }
+}
+
+/// `slope · |query position - key position|`, (1, H, T_q, T_kv).
+fn alibi_penalty(call: &Call, slopes: &Tensor) -> Result<Tensor> {
+    let Dims { b, h, t_q, t_kv, .. } = call.dims;
+    let ranges = call.mask.bind(b, t_q, t_kv)?;
+    let positions: Vec<_> = (0..t_q).map(|i| ranges.query_position(i) as f64).collect();
+    let queries = Tensor::from_vec(positions, (t_q, 1), slopes.device())?.to_dtype(slopes.dtype())?;
+    let keys = Tensor::arange(0, t_kv as i64, slopes.device())?.to_dtype(slopes.dtype())?.reshape((1, t_kv))?;
+    let distance = queries.broadcast_sub(&keys)?.abs()?.reshape((1, 1, t_q, t_kv))?;
+    slopes.reshape((1, h, 1, 1))?.broadcast_mul(&distance)
+}
+
+/// Dropout that is to happen.
+pub(crate) struct Dropout<'a> {
+    pub p: f64,
+    pub seed: Option<&'a TorchSeed>,
+}
+
+impl<'a> Dropout<'a> {
+    fn of(call: &'a Call) -> Option<Self> {
+        let options = call.options;
+        (options.train && options.dropout > 0.0)
+            .then_some(Self { p: options.dropout, seed: options.dropout_seed.as_ref() })
+    }
+}
+
+/// Zeroes entries with probability p and divides the others by 1 - p.
+pub(crate) fn dropout(weights: &Tensor, Dropout { p, seed }: Dropout) -> Result<Tensor> {
+    if p >= 1.0 {
+        return weights.zeros_like();
+    }
+    match seed {
+        None => candle_nn::ops::dropout(weights, p as f32),
+        Some(seed) => {
+            let keep = seed.dropout_keep(weights.shape(), p)?.to_device(weights.device())?;
+            weights.mul(&keep.to_dtype(weights.dtype())?)? / (1.0 - p)
+        }
+    }
+}
+
+/// Weights (B, H, T_q, T_kv) times values (B, H_kv, T_kv, D_v).
+///
+/// A hidden key has weight zero, but zero times NaN is NaN: values that are not finite are multiplied apart, so that
+/// they reach only the queries that see them.
+pub(crate) fn weighted_values(weights: &Tensor, v: &Tensor, keep: Option<&Tensor>) -> Result<Tensor> {
+    let Some(keep) = keep else { return grouped_matmul(weights, v) };
+    // x - x is 0 for finite x and NaN otherwise; reading the sum back is one number.
+    let all_finite =
+        v.elem_count() == 0 || v.detach().sub(&v.detach())?.sum_all()?.to_dtype(DType::F64)?.to_scalar::<f64>()? == 0.0;
+    if all_finite {
+        return grouped_matmul(weights, v);
+    }
+    let finite = v.sub(v)?.eq(&v.zeros_like()?)?;
+    let context = grouped_matmul(weights, &finite.where_cond(v, &v.zeros_like()?)?)?;
+
+    let seen = keep.broadcast_as(weights.shape())?.to_dtype(v.dtype())?;
+    let value = |x: f64| Tensor::new(x, v.device())?.to_dtype(v.dtype())?.broadcast_as(v.shape());
+    let is_nan = v.ne(v)?;
+    let is_positive = v.eq(&value(f64::INFINITY)?)?;
+    let is_negative = v.eq(&value(f64::NEG_INFINITY)?)?;
+    [(is_nan, f64::NAN), (is_positive, f64::INFINITY), (is_negative, f64::NEG_INFINITY)].into_iter().try_fold(
+        context,
+        |context, (which, special)| {
+            let reached = grouped_matmul(&seen, &which.to_dtype(v.dtype())?)?;
+            let reached = reached.ne(&reached.zeros_like()?)?;
+            let special = Tensor::new(special, v.device())?.to_dtype(v.dtype())?.broadcast_as(context.shape())?;
+            &context + reached.where_cond(&special, &context.zeros_like()?)?
+        },
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{D, Device};
+
+    #[test]
+    fn grouped_product_equals_repeated_heads() -> Result<()> {
+        let q = Tensor::randn(0f64, 1., (2, 6, 3, 4), &Device::Cpu)?;
+        let k = Tensor::randn(0f64, 1., (2, 2, 5, 4), &Device::Cpu)?;
+        let repeated = k.unsqueeze(2)?.broadcast_as((2, 2, 3, 5, 4))?.reshape((2, 6, 5, 4))?;
+        let difference = (grouped_matmul(&q, &k.t()?)? - q.matmul(&repeated.t()?)?)?;
+        let largest = difference.abs()?.flatten_all()?.max(D::Minus1)?.to_scalar::<f64>()?;
+        assert!(largest < 1e-12, "{largest}");
+        Ok(())
+    }
+}

@@ -1,0 +1,90 @@
+//! Softmax over the keys that a query sees.
+
+use candle_core::{D, DType, Result, Tensor, bail};
+
+use crate::mask::{AttentionMask, EmptyRows, ValidLens};
+
+/// A softmax over the last dimension that knows of hidden keys, sinks and rows that see nothing.
+#[derive(Default)]
+pub(crate) struct VisibleSoftmax<'a> {
+    /// u8, broadcastable to the scores; 0 hides.
+    pub keep: Option<&'a Tensor>,
+    /// One more logit a row, broadcastable to (.., T_q, 1), which takes weight but has no column.
+    pub sinks: Option<&'a Tensor>,
+    pub empty_rows: EmptyRows,
+}
+
+impl VisibleSoftmax<'_> {
+    /// Scores (.., T_q, T_kv) in f32 or f64, T_kv at least 1, to weights of the same shape and the log-sum-exp
+    /// (.., T_q). Differentiable.
+    pub(crate) fn apply(&self, scores: &Tensor) -> Result<(Tensor, Tensor)> {
+        let scores = match self.keep {
+            None => scores.clone(),
+            Some(keep) => {
+                let hidden = scalar(f64::NEG_INFINITY, scores)?;
+                keep.broadcast_as(scores.shape())?.where_cond(scores, &hidden.broadcast_as(scores.shape())?)?
+            }
+        };
+        // The softmax does not change when its row is shifted, so the maximum needs no gradient.
+        let row_max = scores.max_keepdim(D::Minus1)?.detach();
+        let empty = row_max.eq(&scalar(f64::NEG_INFINITY, &scores)?.broadcast_as(row_max.shape())?)?;
+        let shift = match self.sinks {
+            None => row_max,
+            Some(sinks) => row_max.broadcast_maximum(&sinks.detach())?,
+        };
+        // Only a row without any score above -inf has this shift; any finite one keeps -inf - shift from being NaN.
+        let lowest = shift.eq(&scalar(f64::NEG_INFINITY, &scores)?.broadcast_as(shift.shape())?)?;
+        let shift = lowest.where_cond(&shift.zeros_like()?, &shift)?;
+
+        let exponentials = scores.broadcast_sub(&shift)?.exp()?;
+        let mut sum = exponentials.sum_keepdim(D::Minus1)?;
+        if let Some(sinks) = self.sinks {
+            sum = (sum + sinks.broadcast_sub(&shift)?.exp()?)?;
+        }
+        let lse = (sum.log()? + &shift)?.squeeze(D::Minus1)?;
+        let nothing = sum.eq(&sum.zeros_like()?)?;
+        let weights = exponentials.broadcast_div(&nothing.where_cond(&sum.ones_like()?, &sum)?)?;
+        let weights = match self.empty_rows {
+            EmptyRows::Zero => weights,
+            EmptyRows::Uniform => {
+                let uniform = scalar(1.0 / scores.dim(D::Minus1)? as f64, &scores)?.broadcast_as(weights.shape())?;
+                empty.broadcast_as(weights.shape())?.where_cond(&uniform, &weights)?
+            }
+        };
+        Ok((weights, lse))
+    }
+}
+
+fn scalar(value: f64, like: &Tensor) -> Result<Tensor> {
+    Tensor::new(value, like.device())?.to_dtype(like.dtype())
+}
+
+/// d2l's `masked_softmax`: softmax over the last dimension of scores (B, T_q, T_kv), leaving out the keys at and past a
+/// valid length, given for each sequence (B,) or each query (B, T_q). The result has the shape and dtype of the scores.
+///
+/// A row whose length is 0 gives zeros with [`EmptyRows::Zero`], and 1/T_kv everywhere with [`EmptyRows::Uniform`], as
+/// d2l has it. Unlike d2l's function this one leaves its input as it is.
+///
+/// # Errors
+/// For scores of another rank or of an integer dtype, and for lengths that do not fit them.
+pub fn masked_softmax(scores: &Tensor, valid_lens: Option<&ValidLens>, empty_rows: EmptyRows) -> Result<Tensor> {
+    let &[b, t_q, t_kv] = scores.dims() else {
+        bail!("[masked_softmax] scores have shape {:?}, expected (B, T_q, T_kv)", scores.dims())
+    };
+    if !scores.dtype().is_float() {
+        bail!("[masked_softmax] scores have dtype {:?}, expected a float", scores.dtype())
+    }
+    if scores.elem_count() == 0 {
+        return Ok(scores.clone());
+    }
+    let mask = valid_lens.map_or_else(AttentionMask::none, |lens| AttentionMask::none().with_valid_lens(lens.clone()));
+    let keep = mask.keep_tensor((b, 1, t_q, t_kv), scores.device())?;
+    let softmax = VisibleSoftmax { keep: keep.as_ref(), sinks: None, empty_rows };
+    let (weights, _) = softmax.apply(&scores.unsqueeze(1)?.to_dtype(accumulation_dtype(scores.dtype()))?)?;
+    weights.squeeze(1)?.to_dtype(scores.dtype())
+}
+
+/// The dtype in which scores and weights are computed.
+pub(crate) fn accumulation_dtype(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
+}

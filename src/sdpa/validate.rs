@@ -1,0 +1,135 @@
+//! Every shape, dtype and device check of a call, once.
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use super::SdpaOptions;
+use crate::AttentionMask;
+
+/// The dimensions of a call, by the letters of the glossary.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Dims {
+    pub b: usize,
+    pub h: usize,
+    pub t_q: usize,
+    pub t_kv: usize,
+    pub d: usize,
+    pub d_v: usize,
+}
+
+/// Arguments that were found to fit together.
+pub(super) struct Call<'a> {
+    pub op: &'static str,
+    pub q: &'a Tensor,
+    pub k: &'a Tensor,
+    pub v: &'a Tensor,
+    pub mask: &'a AttentionMask,
+    pub options: &'a SdpaOptions,
+    pub dims: Dims,
+}
+
+impl<'a> Call<'a> {
+    pub(super) fn new(
+        op: &'static str,
+        (q, k, v): (&'a Tensor, &'a Tensor, &'a Tensor),
+        mask: &'a AttentionMask,
+        options: &'a SdpaOptions,
+    ) -> Result<Self> {
+        let dims = dims(op, q, k, v)?;
+        for (name, tensor) in [("k", k), ("v", v)] {
+            if tensor.dtype() != q.dtype() {
+                bail!("[{op}] {name} has dtype {:?}, expected q's {:?}", tensor.dtype(), q.dtype())
+            }
+            if !tensor.device().same_device(q.device()) {
+                bail!(
+                    "[{op}] {name} is on {:?}, expected it beside q on {:?}",
+                    tensor.device().location(),
+                    q.device().location()
+                )
+            }
+        }
+        if !matches!(q.dtype(), DType::F16 | DType::BF16 | DType::F32 | DType::F64) {
+            bail!("[{op}] q has dtype {:?}, expected F32, F16, BF16 or F64", q.dtype())
+        }
+        let call = Self { op, q, k, v, mask, options, dims };
+        call.check_options()?;
+        Ok(call)
+    }
+
+    /// (B, H, T_q, T_kv).
+    pub(super) fn score_dims(&self) -> (usize, usize, usize, usize) {
+        (self.dims.b, self.dims.h, self.dims.t_q, self.dims.t_kv)
+    }
+
+    pub(super) fn scale(&self) -> f64 {
+        self.options.scale.unwrap_or(1.0 / (self.dims.d as f64).sqrt())
+    }
+
+    fn check_options(&self) -> Result<()> {
+        let (op, options) = (self.op, self.options);
+        if let Some(scale) = options.scale.filter(|scale| !scale.is_finite()) {
+            bail!("[{op}] scale is {scale}, expected a finite number")
+        }
+        if let Some(softcap) = options.softcap.filter(|&softcap| !(softcap.is_finite() && softcap > 0.0)) {
+            bail!("[{op}] softcap is {softcap}, expected a finite number above zero")
+        }
+        if !(0.0..=1.0).contains(&options.dropout) {
+            bail!("[{op}] dropout is {}, expected a probability from 0 to 1", options.dropout)
+        }
+        for (name, tensor) in [("alibi_slopes", &options.alibi_slopes), ("sinks", &options.sinks)] {
+            let Some(tensor) = tensor else { continue };
+            if tensor.dims() != [self.dims.h] {
+                bail!(
+                    "[{op}] {name} has shape {:?}, expected one entry for each of {} heads",
+                    tensor.dims(),
+                    self.dims.h
+                )
+            }
+            if !tensor.dtype().is_float() {
+                bail!("[{op}] {name} has dtype {:?}, expected a float", tensor.dtype())
+            }
+            if !tensor.device().same_device(self.q.device()) {
+                bail!(
+                    "[{op}] {name} is on {:?}, expected it beside q on {:?}",
+                    tensor.device().location(),
+                    self.q.device().location()
+                )
+            }
+        }
+        Ok(())
+    }
+}
+
+fn dims(op: &str, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Dims> {
+    for (name, tensor, shape) in
+        [("q", q, "(B, H, T_q, D)"), ("k", k, "(B, H_kv, T_kv, D)"), ("v", v, "(B, H_kv, T_kv, D_v)")]
+    {
+        if tensor.rank() != 4 {
+            bail!("[{op}] {name} has shape {:?}, expected {shape}", tensor.dims())
+        }
+    }
+    let (b, h, t_q, d) = q.dims4()?;
+    let (b_k, h_kv, t_kv, d_k) = k.dims4()?;
+    let (b_v, h_v, t_v, d_v) = v.dims4()?;
+    if b_k != b || b_v != b {
+        bail!("[{op}] q, k and v have batch sizes {b}, {b_k} and {b_v}, expected the same")
+    }
+    if h_v != h_kv {
+        bail!("[{op}] v has {h_v} heads, expected k's {h_kv}")
+    }
+    if h == 0 || h_kv == 0 {
+        bail!("[{op}] q has {h} heads and k has {h_kv}, expected at least one")
+    }
+    if !h.is_multiple_of(h_kv) {
+        bail!("[{op}] k has {h_kv} heads, which does not divide q's {h}")
+    }
+    if t_v != t_kv {
+        bail!("[{op}] v has {t_v} positions, expected k's {t_kv}")
+    }
+    if d_k != d {
+        bail!("[{op}] k has head dimension {d_k}, expected q's {d}")
+    }
+    if d == 0 {
+        bail!("[{op}] q has head dimension 0, expected at least 1")
+    }
+    Ok(Dims { b, h, t_q, t_kv, d, d_v })
+}

@@ -1,0 +1,267 @@
+//! [`EmbeddingLayer`]: ids to vectors.
+
+use candle_core::{DType, Device, Module, Result, Tensor, bail};
+use candle_nn::{Embedding, Init, VarBuilder};
+use serde::{Deserialize, Serialize};
+
+/// The sizes of an [`EmbeddingLayer`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EmbeddingConfig {
+    /// V, the number of rows of the table.
+    pub vocab_size: usize,
+    /// E, the length of a row.
+    pub embed_dim: usize,
+    /// The number of learned positions, if positions are learned.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_positions: Option<usize>,
+    /// The id of the padding token, if its row is not to learn.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub padding_idx: Option<usize>,
+}
+
+impl EmbeddingConfig {
+    /// A table of `vocab_size` rows of `embed_dim` numbers, without positions or a padding row.
+    pub fn new(vocab_size: usize, embed_dim: usize) -> Self {
+        Self { vocab_size, embed_dim, max_positions: None, padding_idx: None }
+    }
+
+    /// Adds a learned vector for each of `max_positions` positions (GPT-2, BERT).
+    pub fn with_max_positions(mut self, max_positions: usize) -> Self {
+        self.max_positions = Some(max_positions);
+        self
+    }
+
+    /// Makes `padding_idx` the padding row, as `torch.nn.Embedding` has it: a new row starts at zero, a loaded row
+    /// is used as it is, and neither gets a gradient.
+    pub fn with_padding_idx(mut self, padding_idx: usize) -> Self {
+        self.padding_idx = Some(padding_idx);
+        self
+    }
+
+    fn validate(&self) -> Result<()> {
+        let Self { vocab_size, embed_dim, max_positions, padding_idx } = *self;
+        if vocab_size == 0 || embed_dim == 0 {
+            bail!("[embedding] vocab_size {vocab_size} and embed_dim {embed_dim} must be at least 1")
+        }
+        if max_positions == Some(0) {
+            bail!("[embedding] max_positions must be at least 1, found 0; leave it out for no positions")
+        }
+        match padding_idx {
+            Some(i) if i >= vocab_size => {
+                bail!("[embedding] padding_idx {i} is not below the vocabulary size {vocab_size}")
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Token embedding, with learned positions if the configuration has them: ids (T,) or (B, T) to vectors (T, E) or
+/// (B, T, E).
+///
+/// | parameter | shape | PyTorch |
+/// | --- | --- | --- |
+/// | `embedding.weight` | (V, E) | `self.embedding = nn.Embedding(V, E)` |
+/// | `position_embedding.weight` | (positions, E) | `self.position_embedding = nn.Embedding(positions, E)` |
+///
+/// New parameters are drawn from the standard normal distribution, as `torch.nn.Embedding` draws them.
+///
+/// ```
+/// # use candle_attention::text::{EmbeddingConfig, EmbeddingLayer};
+/// # use candle_core::{DType, Device, Module, Tensor};
+/// # use candle_nn::{VarBuilder, VarMap};
+/// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+/// let layer = EmbeddingLayer::new(&EmbeddingConfig::new(7, 4).with_max_positions(16), vb)?;
+/// let ids = Tensor::new(&[[1u32, 2, 3], [4, 5, 6]], &Device::Cpu)?;
+/// assert_eq!(layer.forward(&ids)?.dims(), [2, 3, 4]);
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct EmbeddingLayer {
+    table: Tensor,
+    positions: Option<Tensor>,
+    padding_idx: Option<usize>,
+}
+
+impl EmbeddingLayer {
+    /// Takes the parameters named above from `vb`.
+    ///
+    /// With a padding row in `cfg`, a table that `vb` does not have yet gets zeros in that row; a table that it
+    /// has, such as a file's, is left as it is.
+    ///
+    /// # Errors
+    ///
+    /// If a size is zero, `padding_idx` is not below `vocab_size`, or a parameter is missing or has another shape.
+    pub fn new(cfg: &EmbeddingConfig, vb: VarBuilder) -> Result<Self> {
+        cfg.validate()?;
+        let normal = Init::Randn { mean: 0., stdev: 1. };
+        let token_vb = vb.pp("embedding");
+        let is_new = !token_vb.contains_tensor("weight");
+        let table = token_vb.get_with_hints((cfg.vocab_size, cfg.embed_dim), "weight", normal)?;
+        if let (Some(row), true) = (cfg.padding_idx, is_new) {
+            let zeros = Tensor::zeros((1, cfg.embed_dim), table.dtype(), table.device())?;
+            // In place, because the variable that an optimiser or a saved file sees must have the zeros too.
+            table.slice_set(&zeros, 0, row)?;
+        }
+        let positions = match cfg.max_positions {
+            Some(n) => Some(vb.pp("position_embedding").get_with_hints((n, cfg.embed_dim), "weight", normal)?),
+            None => None,
+        };
+        Ok(Self { table, positions, padding_idx: cfg.padding_idx })
+    }
+
+    /// The same table with this layer's checks, without positions or a padding row.
+    ///
+    /// # Errors
+    ///
+    /// If the table is not a float tensor (V, E) with E the embedding's hidden size and neither zero.
+    pub fn from_embedding(embedding: Embedding) -> Result<Self> {
+        let table = embedding.embeddings();
+        let hidden_size = embedding.hidden_size();
+        match table.dims() {
+            &[v, e] if v > 0 && e > 0 && e == hidden_size && table.dtype().is_float() => {}
+            dims => bail!(
+                "[embedding] expected a float table (V, {hidden_size}) with V and E at least 1, found {dims:?} of {:?}",
+                table.dtype()
+            ),
+        }
+        Ok(Self { table: table.clone(), positions: None, padding_idx: None })
+    }
+
+    /// The vectors of ids that stand `offset` tokens into their sequence, as in decoding with a cache: ids (T,) or
+    /// (B, T) to (T, E) or (B, T, E). Without learned positions `offset` makes no difference.
+    ///
+    /// Ids may have any strides. The check of their range reads them on the host: on a GPU that is one transfer of
+    /// two numbers, which waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// If `ids` is not an integer tensor (T,) or (B, T) on the table's device, an id is negative or not below V, or
+    /// `offset + T` exceeds the number of positions.
+    pub fn forward_at(&self, ids: &Tensor, offset: usize) -> Result<Tensor> {
+        let t = match ids.dims() {
+            &[t] | &[_, t] => t,
+            dims => bail!("[embedding] expected ids (T,) or (B, T), found {dims:?}"),
+        };
+        if !ids.dtype().is_int() {
+            bail!("[embedding] expected ids of an integer dtype, found {:?}", ids.dtype())
+        }
+        if !ids.device().same_device(self.table.device()) {
+            bail!(
+                "[embedding] ids are on {:?} and the table is on {:?}",
+                ids.device().location(),
+                self.table.device().location()
+            )
+        }
+        let positions = self.positions_at(offset, t)?;
+        let mut dims = ids.dims().to_vec();
+        dims.push(self.embed_dim());
+        if ids.elem_count() == 0 {
+            return Tensor::zeros(dims, self.table.dtype(), self.table.device());
+        }
+        let ids = checked_ids(ids, self.vocab_size())?;
+        let vectors = self.table.contiguous()?.index_select(&ids, 0)?;
+        let vectors = self.without_padding_gradient(vectors, &ids)?.reshape(dims)?;
+        match positions {
+            Some(positions) => vectors.broadcast_add(&positions),
+            None => Ok(vectors),
+        }
+    }
+
+    fn positions_at(&self, offset: usize, t: usize) -> Result<Option<Tensor>> {
+        let Some(positions) = &self.positions else {
+            return Ok(None);
+        };
+        let n = positions.dim(0)?;
+        match offset.checked_add(t) {
+            Some(end) if end <= n => Ok(Some(positions.narrow(0, offset, t)?)),
+            _ => bail!("[embedding] {t} tokens from position {offset} on do not fit into {n} positions"),
+        }
+    }
+
+    /// The same values; those of the padding row are cut from the graph.
+    fn without_padding_gradient(&self, vectors: Tensor, ids: &Tensor) -> Result<Tensor> {
+        match self.padding_idx {
+            Some(padding_idx) if vectors.track_op() => {
+                let is_padding = ids.eq(padding_idx as i64)?;
+                is_padding.unsqueeze(1)?.broadcast_as(vectors.shape())?.where_cond(&vectors.detach(), &vectors)
+            }
+            _ => Ok(vectors),
+        }
+    }
+
+    /// The table, (V, E).
+    pub fn embeddings(&self) -> &Tensor {
+        &self.table
+    }
+
+    /// The learned positions, (positions, E), if there are any.
+    pub fn position_embeddings(&self) -> Option<&Tensor> {
+        self.positions.as_ref()
+    }
+
+    /// V, the number of ids.
+    pub fn vocab_size(&self) -> usize {
+        self.table.dims()[0]
+    }
+
+    /// E, the length of a vector.
+    pub fn embed_dim(&self) -> usize {
+        self.table.dims()[1]
+    }
+}
+
+impl Module for EmbeddingLayer {
+    /// [`EmbeddingLayer::forward_at`] from position 0: ids (T,) or (B, T) to (T, E) or (B, T, E).
+    fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        self.forward_at(ids, 0)
+    }
+}
+
+/// The ids, at least one of them, in row-major order as candle's `index_select` takes them: (T,) or (B, T) to (B * T,).
+///
+/// `index_select` gives zeros for an id that is the largest number of its dtype, and on a GPU whatever lies at the
+/// address for others out of range. For u8 that largest number is the good id 255, so narrow ids are widened.
+fn checked_ids(ids: &Tensor, vocab_size: usize) -> Result<Tensor> {
+    let wide = ids.flatten_all()?.contiguous()?.to_dtype(DType::I64)?;
+    // On a GPU two numbers come to the host instead of all ids. The cost is one wait for the device in each call, which
+    // no check can avoid that refuses an id before its row is read.
+    let in_range = !matches!(wide.device(), Device::Cpu) && extremes_in_range(&wide, vocab_size)?;
+    if !in_range {
+        let host = wide.to_vec1::<i64>()?;
+        if let Some((i, id)) = host.iter().enumerate().find(|(_, id)| !is_below(**id, vocab_size)) {
+            let place = match ids.dims() {
+                &[_, t] => format!("position {} of sequence {}", i % t, i / t),
+                _ => format!("position {i}"),
+            };
+            if *id < 0 {
+                bail!("[embedding] id {id} at {place} is negative")
+            }
+            bail!("[embedding] id {id} at {place} is not below the vocabulary size {vocab_size}")
+        }
+    }
+    Ok(wide)
+}
+
+fn extremes_in_range(ids: &Tensor, vocab_size: usize) -> Result<bool> {
+    let extremes = Tensor::stack(&[ids.min(0)?, ids.max(0)?], 0)?.to_vec1::<i64>()?;
+    Ok(extremes.iter().all(|&id| is_below(id, vocab_size)))
+}
+
+fn is_below(id: i64, vocab_size: usize) -> bool {
+    usize::try_from(id).is_ok_and(|id| id < vocab_size)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The public tests reach the extremes on a GPU only.
+    #[test]
+    fn the_extremes_tell_what_all_ids_tell() -> Result<()> {
+        for ids in [[0i64, 6, 3], [0, 7, 3], [-1, 6, 3], [i64::MIN, 0, 0], [0, 0, i64::MAX]] {
+            let all = ids.iter().all(|&id| is_below(id, 7));
+            assert_eq!(extremes_in_range(&Tensor::new(&ids, &Device::Cpu)?, 7)?, all, "{ids:?}");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,198 @@
+//! From any layout to four linear layers.
+
+use candle_core::{Result, Tensor};
+use candle_nn::{Init, Linear, VarBuilder};
+
+use super::layout::{Naming, PackedNaming, QkvOrder, Storage, WeightLayout};
+use super::pack::PackedRows;
+use super::source::{LINEAR_WEIGHT, Source, linear_bias};
+use crate::MultiHeadAttentionConfig;
+
+/// The projections of a layer: q (H·D, E), k (H_kv·D, key_size), v (H_kv·D_v, value_size), o (out_dim, H·D_v).
+pub(crate) struct Projections {
+    pub q: Linear,
+    pub k: Linear,
+    pub v: Linear,
+    pub o: Option<Linear>,
+}
+
+/// (out, in) of the query, key, value and output projections.
+pub(super) fn projection_shapes(cfg: &MultiHeadAttentionConfig) -> [(usize, usize); 4] {
+    let (h, h_kv) = (cfg.num_heads(), cfg.num_kv_heads());
+    [
+        (h * cfg.head_dim(), cfg.embed_dim()),
+        (h_kv * cfg.head_dim(), cfg.key_size()),
+        (h_kv * cfg.value_head_dim(), cfg.value_size()),
+        (cfg.out_dim(), h * cfg.value_head_dim()),
+    ]
+}
+
+pub(crate) fn load_projections(
+    cfg: &MultiHeadAttentionConfig,
+    layout: WeightLayout,
+    vb: VarBuilder,
+) -> Result<Projections> {
+    let source = Source::new("multi_head_attention", layout, vb);
+    match layout {
+        WeightLayout::StackedHeads(naming, storage) => stacked(cfg, naming, storage, &source),
+        WeightLayout::Torch => torch(cfg, &source),
+        WeightLayout::Conv1d => conv1d(cfg, &source),
+        WeightLayout::Packed(naming, order) => packed(cfg, naming, order, &source),
+        _ => separate(cfg, layout, &source),
+    }
+}
+
+fn separate(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, source: &Source) -> Result<Projections> {
+    let Some((names, storage)) = layout.separate() else { return source.fail("the projections are not apart") };
+    let shapes = projection_shapes(cfg);
+    let biases = cfg.qkv_bias();
+    let load = |i: usize, bias: bool| one(source, names[i], storage, shapes[i], bias);
+    let (q, k, v) = (load(0, biases[0])?, load(1, biases[1])?, load(2, biases[2])?);
+    let o = if cfg.out_proj() { Some(load(3, cfg.out_bias())?) } else { None };
+    if o.is_none() {
+        refuse_out_proj(source, names[3])?;
+    }
+    Ok(Projections { q, k, v, o })
+}
+
+/// One projection, whichever way it is stored.
+fn one(source: &Source, name: &str, storage: Storage, shape: (usize, usize), bias: bool) -> Result<Linear> {
+    let (out_dim, in_dim) = shape;
+    let uniform = Init::Uniform { lo: 0.0, up: 1.0 };
+    let weight = match storage {
+        Storage::Linear => return source.linear(name, shape, bias),
+        Storage::InOut => source.get((in_dim, out_dim), name, uniform)?.t()?,
+        Storage::OutIn => source.get((out_dim, in_dim), name, uniform)?,
+    };
+    if bias {
+        return source.fail(format!("the config wants a bias on {name}, which plain parameters do not have"));
+    }
+    Ok(Linear::new(weight, None))
+}
+
+fn refuse_out_proj(source: &Source, name: &str) -> Result<()> {
+    source.refuse(&format!("{name}.weight"), "the config says there is no output projection")
+}
+
+fn stacked(cfg: &MultiHeadAttentionConfig, naming: Naming, storage: Storage, source: &Source) -> Result<Projections> {
+    let h = cfg.num_heads();
+    if cfg.out_proj() {
+        return source.fail("a stack of heads has no output projection, but the config wants one");
+    }
+    if cfg.num_kv_heads() != h {
+        return source.fail(format!(
+            "a stack of heads has keys for each of its {h} heads, but the config has num_kv_heads {}",
+            cfg.num_kv_heads()
+        ));
+    }
+    let names = naming.names();
+    let shapes = projection_shapes(cfg).map(|(out_dim, in_dim)| (out_dim / h, in_dim));
+    let mut heads: [Vec<Linear>; 3] = Default::default();
+    for head in 0..h {
+        let source = source.pp("heads").pp(head);
+        for (i, part) in heads.iter_mut().enumerate() {
+            part.push(one(&source, names[i], storage, shapes[i], cfg.qkv_bias()[i])?);
+        }
+    }
+    if source.has(&format!("heads.{h}.{}.weight", names[0])) || source.has(&format!("heads.{h}.{}", names[0])) {
+        return source.fail(format!("the file has more than the {h} heads of the config"));
+    }
+    let [q, k, v] = heads;
+    Ok(Projections { q: side_by_side(&q)?, k: side_by_side(&k)?, v: side_by_side(&v)?, o: None })
+}
+
+/// The rows of several projections of the same input as one.
+fn side_by_side(parts: &[Linear]) -> Result<Linear> {
+    let weights: Vec<_> = parts.iter().map(Linear::weight).collect();
+    let biases: Option<Vec<_>> = parts.iter().map(Linear::bias).collect();
+    let bias = biases.map(|biases| Tensor::cat(&biases, 0)).transpose()?;
+    Ok(Linear::new(Tensor::cat(&weights, 0)?, bias))
+}
+
+fn torch(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<Projections> {
+    let [q, k, v, o] = projection_shapes(cfg);
+    let biases = cfg.qkv_bias();
+    if biases[0] != biases[1] || biases[0] != biases[2] {
+        return source.fail("in_proj_bias covers q, k and v, but the config wants a bias on some of them only");
+    }
+    if !cfg.out_proj() {
+        return source.fail("torch.nn.MultiheadAttention has an output projection, but the config wants none");
+    }
+    // PyTorch draws out_proj first, then the packed weight; seeded initialisation has to follow.
+    let o = {
+        let source = source.pp("out_proj");
+        let weight = source.get(o, "weight", LINEAR_WEIGHT)?;
+        let bias = if cfg.out_bias() {
+            Some(source.get_drawn_then_zeroed(o.0, "bias")?)
+        } else {
+            source.bias("bias", o.0, false, Init::Const(0.0))?
+        };
+        Linear::new(weight, bias)
+    };
+    let weights = if q.1 == k.1 && q.1 == v.1 {
+        let rows = q.0 + k.0 + v.0;
+        let packed = source.get((rows, q.1), "in_proj_weight", xavier(rows, q.1))?;
+        [packed.narrow(0, 0, q.0)?, packed.narrow(0, q.0, k.0)?, packed.narrow(0, q.0 + k.0, v.0)?]
+    } else {
+        [
+            source.get(q, "q_proj_weight", xavier(q.0, q.1))?,
+            source.get(k, "k_proj_weight", xavier(k.0, k.1))?,
+            source.get(v, "v_proj_weight", xavier(v.0, v.1))?,
+        ]
+    };
+    let bias = source.bias("in_proj_bias", q.0 + k.0 + v.0, biases[0], Init::Const(0.0))?;
+    let bias = |start: usize, len: usize| bias.as_ref().map(|bias| bias.narrow(0, start, len)).transpose();
+    let [wq, wk, wv] = weights;
+    Ok(Projections {
+        q: Linear::new(wq, bias(0, q.0)?),
+        k: Linear::new(wk, bias(q.0, k.0)?),
+        v: Linear::new(wv, bias(q.0 + k.0, v.0)?),
+        o: Some(o),
+    })
+}
+
+/// `xavier_uniform_` of a (rows, columns) matrix.
+fn xavier(rows: usize, columns: usize) -> Init {
+    let bound = 3f64.sqrt() * (2.0 / (rows + columns) as f64).sqrt();
+    Init::Uniform { lo: -bound, up: bound }
+}
+
+fn conv1d(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<Projections> {
+    let rows = PackedRows::new(cfg, QkvOrder::ByPart, source)?;
+    let init = Init::Randn { mean: 0.0, stdev: 0.02 };
+    let attn = source.pp("c_attn");
+    let weight = attn.get((cfg.embed_dim(), rows.len()), "weight", init)?.t()?.contiguous()?;
+    let bias = attn.bias("bias", rows.len(), rows.bias, Init::Const(0.0))?;
+    let [q, k, v] = rows.split(&Linear::new(weight, bias))?;
+    let o = if cfg.out_proj() {
+        let (out_dim, in_dim) = projection_shapes(cfg)[3];
+        let proj = source.pp("c_proj");
+        let weight = proj.get((in_dim, out_dim), "weight", init)?.t()?;
+        Some(Linear::new(weight, proj.bias("bias", out_dim, cfg.out_bias(), Init::Const(0.0))?))
+    } else {
+        refuse_out_proj(source, "c_proj")?;
+        None
+    };
+    Ok(Projections { q, k, v, o })
+}
+
+fn packed(
+    cfg: &MultiHeadAttentionConfig,
+    naming: PackedNaming,
+    order: QkvOrder,
+    source: &Source,
+) -> Result<Projections> {
+    let rows = PackedRows::new(cfg, order, source)?;
+    let [qkv, out] = naming.names();
+    let qkv = source.pp(qkv);
+    let weight = qkv.get((rows.len(), cfg.embed_dim()), "weight", LINEAR_WEIGHT)?;
+    let bias = qkv.bias("bias", rows.len(), rows.bias, linear_bias(cfg.embed_dim()))?;
+    let [q, k, v] = rows.split(&Linear::new(weight, bias))?;
+    let o = if cfg.out_proj() {
+        Some(source.linear(out, projection_shapes(cfg)[3], cfg.out_bias())?)
+    } else {
+        refuse_out_proj(source, out)?;
+        None
+    };
+    Ok(Projections { q, k, v, o })
+}

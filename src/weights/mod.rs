@@ -1,0 +1,31 @@
+//! Attention weights under the names that other libraries give them.
+//!
+//! A [`WeightLayout`] says how a checkpoint names, packs and transposes the four projections. The loader turns any of
+//! them into the same four linear layers, so that a model reads one kind of layer whatever its file looks like:
+//!
+//! ```no_run
+//! use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout, weights};
+//! use candle_core::{DType, Device};
+//! # fn main() -> candle_core::Result<()> {
+//! let vb = weights::open("model.safetensors", DType::F32, &Device::Cpu)?.pp("encoder.attn");
+//! let layout = WeightLayout::detect(&vb)?;
+//! let cfg = MultiHeadAttentionConfig::new(768, 12).with_bias(true);
+//! let mha = MultiHeadAttention::load(&cfg, layout, vb)?;
+//! # Ok(()) }
+//! ```
+
+mod checkpoint;
+mod detect;
+mod infer;
+mod layout;
+mod load;
+mod pack;
+mod save;
+mod source;
+
+pub use checkpoint::{Checkpoint, open};
+pub use layout::{Naming, PackedNaming, QkvOrder, Storage, WeightLayout};
+
+pub(crate) use load::{Projections, load_projections};
+pub(crate) use save::state_dict;
+pub(crate) use source::Source;

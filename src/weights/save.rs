@@ -1,0 +1,157 @@
+//! From four linear layers to any layout that can hold them.
+
+use candle_core::{Device, Result, Tensor};
+use candle_nn::{Linear, VarBuilder, VarMap};
+
+use super::layout::{Naming, QkvOrder, Storage, WeightLayout};
+use super::load::Projections;
+use super::pack::PackedRows;
+use super::source::Source;
+use crate::MultiHeadAttentionConfig;
+
+type Tensors = Vec<(String, Tensor)>;
+
+pub(crate) fn state_dict(
+    cfg: &MultiHeadAttentionConfig,
+    layout: WeightLayout,
+    projections: &Projections,
+) -> Result<Tensors> {
+    // Nothing is read: the source is only the voice of the errors.
+    let empty = VarBuilder::from_varmap(&VarMap::new(), projections.q.weight().dtype(), &Device::Cpu);
+    let errors = Source::new("state_dict", layout, empty);
+    let Projections { q, k, v, o } = projections;
+    let mut tensors = Vec::new();
+    match layout {
+        WeightLayout::StackedHeads(naming, storage) => {
+            stacked(cfg, (naming, storage), [q, k, v], &errors, &mut tensors)?;
+        }
+        WeightLayout::Torch => torch(cfg, projections, &errors, &mut tensors)?,
+        WeightLayout::Conv1d => {
+            let packed = pack(cfg, QkvOrder::ByPart, [q, k, v], &errors)?;
+            for (name, linear) in [("c_attn", Some(&packed)), ("c_proj", o.as_ref())] {
+                let Some(linear) = linear else { continue };
+                tensors.push((format!("{name}.weight"), linear.weight().t()?.contiguous()?));
+                tensors.extend(linear.bias().map(|bias| (format!("{name}.bias"), bias.clone())));
+            }
+        }
+        WeightLayout::Packed(naming, order) => {
+            let [qkv, out] = naming.names();
+            push(&mut tensors, qkv, &pack(cfg, order, [q, k, v], &errors)?, Storage::Linear, &errors)?;
+            if let Some(o) = o {
+                push(&mut tensors, out, o, Storage::Linear, &errors)?;
+            }
+        }
+        _ => {
+            let Some((names, storage)) = layout.separate() else { return errors.fail("the projections are not apart") };
+            for (name, linear) in names.into_iter().zip([Some(q), Some(k), Some(v), o.as_ref()]) {
+                if let Some(linear) = linear {
+                    push(&mut tensors, name, linear, storage, &errors)?;
+                }
+            }
+            if matches!(layout, WeightLayout::Book | WeightLayout::Short) {
+                tensors.extend(mask_buffer(cfg, q)?.map(|mask| ("mask".to_string(), mask)));
+            }
+        }
+    }
+    Ok(tensors)
+}
+
+/// One projection under its name.
+fn push(tensors: &mut Tensors, name: &str, linear: &Linear, storage: Storage, errors: &Source) -> Result<()> {
+    let weight = linear.weight();
+    match (storage, linear.bias()) {
+        (Storage::Linear, bias) => {
+            tensors.push((format!("{name}.weight"), weight.contiguous()?));
+            tensors.extend(bias.map(|bias| (format!("{name}.bias"), bias.clone())));
+        }
+        (_, Some(_)) => return errors.fail(format!("plain parameters have no bias, but {name} has one")),
+        (Storage::InOut, None) => tensors.push((name.to_string(), weight.t()?.contiguous()?)),
+        (Storage::OutIn, None) => tensors.push((name.to_string(), weight.contiguous()?)),
+    }
+    Ok(())
+}
+
+fn stacked(
+    cfg: &MultiHeadAttentionConfig,
+    (naming, storage): (Naming, Storage),
+    parts: [&Linear; 3],
+    errors: &Source,
+    tensors: &mut Tensors,
+) -> Result<()> {
+    if cfg.out_proj() {
+        return errors.fail("a stack of heads has no output projection, but the layer has one");
+    }
+    let h = cfg.num_heads();
+    if cfg.num_kv_heads() != h {
+        return errors.fail(format!(
+            "a stack of heads has keys for each of its {h} heads, but the layer has {}",
+            cfg.num_kv_heads()
+        ));
+    }
+    for head in 0..h {
+        for (name, part) in naming.names().into_iter().zip(parts) {
+            let rows = part.weight().dim(0)? / h;
+            let own = |tensor: &Tensor| tensor.narrow(0, head * rows, rows);
+            let linear = Linear::new(own(part.weight())?, part.bias().map(own).transpose()?);
+            push(tensors, &format!("heads.{head}.{name}"), &linear, storage, errors)?;
+        }
+        if matches!(naming, Naming::Book | Naming::Short) {
+            tensors.extend(mask_buffer(cfg, parts[0])?.map(|mask| (format!("heads.{head}.mask"), mask)));
+        }
+    }
+    Ok(())
+}
+
+fn torch(
+    cfg: &MultiHeadAttentionConfig,
+    projections: &Projections,
+    errors: &Source,
+    tensors: &mut Tensors,
+) -> Result<()> {
+    let Projections { q, k, v, o } = projections;
+    let Some(o) = o else {
+        return errors.fail("torch.nn.MultiheadAttention has an output projection, but the layer has none");
+    };
+    if cfg.num_kv_heads() != cfg.num_heads() || cfg.value_head_dim() != cfg.head_dim() {
+        return errors.fail("torch.nn.MultiheadAttention has as many key heads as query heads, all of one width");
+    }
+    let embed_dim = cfg.embed_dim();
+    if cfg.num_heads() * cfg.head_dim() != embed_dim || cfg.out_dim() != embed_dim {
+        return errors.fail(format!("torch.nn.MultiheadAttention has heads and an output of {embed_dim} in all"));
+    }
+    let biases = match (q.bias(), k.bias(), v.bias(), o.bias()) {
+        (None, None, None, None) => None,
+        (Some(q), Some(k), Some(v), Some(_)) => Some([q, k, v]),
+        _ => return errors.fail("torch.nn.MultiheadAttention has all four biases or none"),
+    };
+    let weights = [q.weight(), k.weight(), v.weight()];
+    if cfg.key_size() == embed_dim && cfg.value_size() == embed_dim {
+        tensors.push(("in_proj_weight".into(), Tensor::cat(&weights, 0)?));
+    } else {
+        for (name, weight) in ["q_proj_weight", "k_proj_weight", "v_proj_weight"].into_iter().zip(weights) {
+            tensors.push((name.into(), weight.contiguous()?));
+        }
+    }
+    if let Some(biases) = biases {
+        tensors.push(("in_proj_bias".into(), Tensor::cat(&biases, 0)?));
+    }
+    push(tensors, "out_proj", o, Storage::Linear, errors)
+}
+
+fn pack(cfg: &MultiHeadAttentionConfig, order: QkvOrder, [q, k, v]: [&Linear; 3], errors: &Source) -> Result<Linear> {
+    let rows = PackedRows::new(cfg, order, errors)?;
+    let weight = rows.join_rows([q.weight(), k.weight(), v.weight()])?;
+    let bias = match (q.bias(), k.bias(), v.bias()) {
+        (Some(q), Some(k), Some(v)) => Some(rows.join_rows([q, k, v])?),
+        _ => None,
+    };
+    Ok(Linear::new(weight, bias))
+}
+
+/// The book's `triu(ones(T, T), diagonal=1)`: 1 where a key is hidden.
+fn mask_buffer(cfg: &MultiHeadAttentionConfig, like: &Linear) -> Result<Option<Tensor>> {
+    let Some(t) = cfg.context_length().filter(|_| cfg.causal()) else { return Ok(None) };
+    let hidden: Vec<f32> = (0..t * t).map(|at| if at % t > at / t { 1.0 } else { 0.0 }).collect();
+    let mask = Tensor::from_vec(hidden, (t, t), like.weight().device())?;
+    Ok(Some(mask.to_dtype(like.weight().dtype())?))
+}

@@ -1,0 +1,123 @@
+//! Reading one named tensor, with errors that say what was looked for.
+
+use candle_core::{Error, Result, Shape, Tensor, bail};
+use candle_nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
+use candle_nn::{Linear, VarBuilder};
+
+/// `nn.Linear`'s initialisation of its weight: uniform within ±1/sqrt(in).
+pub(super) const LINEAR_WEIGHT: Init = Init::Kaiming {
+    dist: NormalOrUniform::Uniform,
+    fan: FanInOut::FanIn,
+    // The bound of a Kaiming uniform is sqrt(3) · gain / sqrt(fan).
+    non_linearity: NonLinearity::ExplicitGain(0.577_350_269_189_625_8),
+};
+
+/// `nn.Linear`'s initialisation of its bias.
+pub(super) fn linear_bias(in_dim: usize) -> Init {
+    let bound = 1.0 / (in_dim as f64).sqrt();
+    Init::Uniform { lo: -bound, up: bound }
+}
+
+/// A builder together with what is being read from it, for the errors.
+#[derive(Clone)]
+pub(crate) struct Source<'a> {
+    vb: VarBuilder<'a>,
+    op: &'static str,
+    layout: String,
+}
+
+impl<'a> Source<'a> {
+    pub(crate) fn new(op: &'static str, layout: impl ToString, vb: VarBuilder<'a>) -> Self {
+        Self { vb, op, layout: layout.to_string() }
+    }
+
+    pub(crate) fn pp(&self, prefix: impl ToString) -> Self {
+        Self { vb: self.vb.pp(prefix), ..self.clone() }
+    }
+
+    /// The tensor of that name and shape.
+    pub(crate) fn get(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
+        let shape = shape.into();
+        self.vb.get_with_hints(shape.clone(), name, init).map_err(|error| self.explain(name, &shape, error))
+    }
+
+    /// A parameter that PyTorch draws at random and then sets to zero.
+    pub(crate) fn get_drawn_then_zeroed(&self, shape: impl Into<Shape>, name: &str) -> Result<Tensor> {
+        let shape = shape.into();
+        // An empty range is both: seeded initialisation draws for it and gets zeros. Builders that refuse it get plain
+        // zeros.
+        match self.vb.get_with_hints(shape.clone(), name, Init::Uniform { lo: 0.0, up: 0.0 }) {
+            Ok(tensor) => Ok(tensor),
+            Err(_) => self.get(shape, name, Init::Const(0.0)),
+        }
+    }
+
+    /// `name.weight` (out, in), and `name.bias` (out) if there is to be one.
+    pub(crate) fn linear(&self, name: &str, (out_dim, in_dim): (usize, usize), bias: bool) -> Result<Linear> {
+        let source = self.pp(name);
+        let weight = source.get((out_dim, in_dim), "weight", LINEAR_WEIGHT)?;
+        Ok(Linear::new(weight, source.bias("bias", out_dim, bias, linear_bias(in_dim))?))
+    }
+
+    /// A bias that the config wants, or the assurance that the file has none.
+    pub(crate) fn bias(&self, name: &str, len: usize, wanted: bool, init: Init) -> Result<Option<Tensor>> {
+        if wanted {
+            return Ok(Some(self.get(len, name, init)?));
+        }
+        self.refuse(name, "the config says there is no such bias")?;
+        Ok(None)
+    }
+
+    /// An error if the file holds a tensor that would be left out though it changes the numbers.
+    pub(crate) fn refuse(&self, name: &str, why: &str) -> Result<()> {
+        if self.has(name) {
+            bail!("[{}] {} is in the file, but {why} (layout {})", self.op, self.full_name(name), self.layout)
+        }
+        Ok(())
+    }
+
+    /// Whether the builder holds a tensor of this name in particular: one that claims every name
+    /// (`VarBuilder::zeros`) holds none.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        has(&self.vb, name)
+    }
+
+    pub(crate) fn fail<T>(&self, message: impl std::fmt::Display) -> Result<T> {
+        bail!("[{}] {message} (layout {})", self.op, self.layout)
+    }
+
+    fn full_name(&self, name: &str) -> String {
+        match self.vb.prefix() {
+            prefix if prefix.is_empty() => name.to_string(),
+            prefix => format!("{prefix}.{name}"),
+        }
+    }
+
+    fn explain(&self, name: &str, expected: &Shape, error: Error) -> Error {
+        let (op, layout, full_name) = (self.op, &self.layout, self.full_name(name));
+        match root(&error) {
+            Error::CannotFindTensor { .. } | Error::SafeTensor(safetensors::SafeTensorError::TensorNotFound(_)) => {
+                Error::msg(format!("[{op}] {full_name} is missing, expected shape {expected:?} (layout {layout})"))
+            }
+            Error::UnexpectedShape { got, .. } => {
+                Error::msg(format!("[{op}] {full_name} has shape {got:?}, expected {expected:?} (layout {layout})"))
+            }
+            other => Error::msg(format!("[{op}] {full_name}: {other} (layout {layout})")),
+        }
+    }
+}
+
+/// See [`Source::has`].
+pub(crate) fn has(vb: &VarBuilder, name: &str) -> bool {
+    vb.contains_tensor(name) && !vb.contains_tensor("no parameter has this name")
+}
+
+/// The error below the context and backtraces that were wrapped around it.
+fn root(error: &Error) -> &Error {
+    match error {
+        Error::WithBacktrace { inner, .. } | Error::WithPath { inner, .. } | Error::Context { inner, .. } => {
+            root(inner)
+        }
+        error => error,
+    }
+}

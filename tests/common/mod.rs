@@ -1,0 +1,121 @@
+//! What the tests share: the devices, the comparison, and the folders of `models/`.
+#![allow(dead_code, reason = "each test file uses a part")]
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+use candle_core::{DType, Device, Result, Tensor};
+
+/// One test function for each device: `on_each_device!(name)` runs `fn name(&Device)` on the CPU, on CUDA and on Metal,
+/// and says so where a device is absent.
+#[macro_export]
+macro_rules! on_each_device {
+    ($($name:ident),+ $(,)?) => {
+        mod cpu { $( #[test] fn $name() { super::$name(&candle_core::Device::Cpu) } )+ }
+        mod cuda { $( #[test] fn $name() {
+            if let Some(device) = $crate::common::present("CUDA", candle_core::Device::new_cuda(0)) { super::$name(&device) }
+        } )+ }
+        mod metal { $( #[test] fn $name() {
+            if let Some(device) = $crate::common::present("Metal", candle_core::Device::new_metal(0)) { super::$name(&device) }
+        } )+ }
+    };
+}
+
+pub fn present(kind: &str, device: Result<Device>) -> Option<Device> {
+    match device {
+        Ok(device) => Some(device),
+        Err(error) => {
+            let text = error.to_string();
+            eprintln!("skipped: no {kind} device ({})", text.lines().next().unwrap_or_default());
+            None
+        }
+    }
+}
+
+/// All entries as f64, in order.
+pub fn values(tensor: &Tensor) -> Vec<f64> {
+    tensor.to_dtype(DType::F64).and_then(|t| t.flatten_all()?.to_vec1()).expect("a tensor can be read back")
+}
+
+/// The largest difference; a NaN on one side only, or different shapes, is infinite.
+pub fn max_error(got: &Tensor, expected: &Tensor) -> f64 {
+    if got.dims() != expected.dims() {
+        return f64::INFINITY;
+    }
+    let difference = |(a, b): (f64, f64)| match (a == b || (a.is_nan() && b.is_nan()), (a - b).abs()) {
+        (true, _) => 0.0,
+        (false, difference) if difference.is_nan() => f64::INFINITY,
+        (false, difference) => difference,
+    };
+    values(got).into_iter().zip(values(expected)).map(difference).fold(0.0, f64::max)
+}
+
+#[track_caller]
+pub fn assert_close(got: &Tensor, expected: &Tensor, tolerance: f64, what: &str) {
+    assert_eq!(got.dims(), expected.dims(), "{what}: shape");
+    let error = max_error(got, expected);
+    assert!(error <= tolerance, "{what}: off by {error:e}, more than {tolerance:e}");
+}
+
+/// The first line of an error: what a user reads when no backtrace is asked for.
+#[track_caller]
+pub fn error_text<T>(result: Result<T>) -> String {
+    match result {
+        Ok(_) => panic!("expected an error"),
+        Err(error) => error.to_string().lines().next().unwrap_or_default().to_string(),
+    }
+}
+
+/// One system of `models/`: its config, and its golden inputs and outputs.
+///
+/// `CANDLE_ATTENTION_MODELS` names another folder of weights and numbers in the same form to test against; configs come
+/// from `models/` all the same.
+pub struct Golden {
+    pub name: String,
+    pub config: serde_json::Value,
+    io: HashMap<String, Tensor>,
+}
+
+pub fn models() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("models")
+}
+
+fn data(name: &str) -> PathBuf {
+    let elsewhere = std::env::var_os("CANDLE_ATTENTION_MODELS").map(|root| PathBuf::from(root).join(name));
+    elsewhere.filter(|folder| folder.is_dir()).unwrap_or_else(|| models().join(name))
+}
+
+impl Golden {
+    pub fn open(name: &str) -> Self {
+        let text = std::fs::read_to_string(models().join(name).join("config.json")).expect("the folder has a config");
+        let io = candle_core::safetensors::load(data(name).join("io.safetensors"), &Device::Cpu)
+            .expect("the folder has inputs and outputs");
+        Self { name: name.into(), config: serde_json::from_str(&text).expect("the config is JSON"), io }
+    }
+
+    pub fn file(&self, file: &str) -> PathBuf {
+        data(&self.name).join(file)
+    }
+
+    /// Names of the cases that the data has, in alphabetical order.
+    pub fn cases(&self) -> Vec<String> {
+        let mut cases: Vec<_> =
+            self.io.keys().filter_map(|name| name.split_once('.')).map(|(case, _)| case.to_string()).collect();
+        cases.sort();
+        cases.dedup();
+        assert!(!cases.is_empty(), "{} has no cases", self.name);
+        cases
+    }
+
+    pub fn find(&self, case: &str, name: &str) -> Option<&Tensor> {
+        self.io.get(&format!("{case}.{name}"))
+    }
+
+    pub fn get(&self, case: &str, name: &str) -> &Tensor {
+        self.find(case, name).unwrap_or_else(|| panic!("{} has no {case}.{name}", self.name))
+    }
+
+    pub fn top(&self, name: &str) -> &Tensor {
+        &self.io[name]
+    }
+}

@@ -1,0 +1,318 @@
+//! Systems that are layers: loaded in their own layout, in f32, f16 and bf16.
+
+use candle_attention::init::TorchSeed;
+use candle_attention::text::{EmbeddingConfig, EmbeddingLayer};
+use candle_attention::weights::{self, Checkpoint};
+use candle_attention::{
+    AdditiveAttention, AttentionInput, AttentionMask, AttentionOutput, EmptyRows, MultiHeadAttention,
+    MultiHeadAttentionConfig, ValidLens, WeightLayout,
+};
+use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_nn::VarBuilder;
+
+use crate::TOLERANCE;
+use crate::common::{Golden, assert_close, max_error};
+
+macro_rules! golden_layers {
+    ($($name:ident),+ $(,)?) => {
+        pub const TESTED: &[&str] = &[$(stringify!($name)),+, "d2l_additive", "frontend_48_train", "frontend_embedding"];
+        $( mod $name {
+            #[test]
+            fn gives_pytorch_numbers() { super::check(stringify!($name)).unwrap() }
+
+            #[test]
+            fn in_half_precision_errs_at_most_twice_as_much_as_pytorch() { super::check_half(stringify!($name)).unwrap() }
+        } )+
+    };
+}
+
+golden_layers!(
+    bert_self,
+    book_causal,
+    book_mha,
+    book_mha_bias,
+    book_mha_unmasked,
+    book_self_attention_v1,
+    book_self_attention_v2,
+    book_stack,
+    book_stack_bias,
+    book_stack_exercise32,
+    d2l_mha_100,
+    d2l_mha_sizes,
+    d2l_mha_sizes_bias,
+    frontend_1536,
+    frontend_48,
+    gpt2_conv1d,
+    gqa_48,
+    mqa_48,
+    packed_by_group,
+    packed_by_head,
+    packed_by_part,
+    packed_wqkv,
+    raw_square,
+    short_mha,
+    short_stack,
+    short_stack_raw,
+    torch_mha,
+    torch_mha_bias_kv,
+    torch_mha_kdim,
+);
+
+/// A layer, and the embedding in front of it where the system starts from ids.
+struct System {
+    golden: Golden,
+    embedding: Option<EmbeddingLayer>,
+    layer: MultiHeadAttention,
+    dtype: DType,
+}
+
+impl System {
+    fn open(name: &str, dtype: DType) -> Result<Self> {
+        let golden = Golden::open(name);
+        let layout: WeightLayout = golden.config["layout"].as_str().expect("a layout").parse()?;
+        let cfg: MultiHeadAttentionConfig =
+            serde_json::from_value(golden.config["layer"].clone()).expect("`layer` is a config");
+        let vb = vb(&golden, dtype)?;
+        let embedding = match &golden.config["embedding"] {
+            serde_json::Value::Null => None,
+            table => {
+                let size = |key: &str| table[key].as_u64().expect("a size") as usize;
+                let cfg = EmbeddingConfig::new(size("vocab_size"), size("embed_dim"));
+                Some(EmbeddingLayer::new(&cfg, vb.clone())?)
+            }
+        };
+        let layer = MultiHeadAttention::load(&cfg, layout, vb)?;
+        Ok(Self { golden, embedding, layer, dtype })
+    }
+
+    fn run(&self, case: &str) -> Result<AttentionOutput> {
+        let input = |name: &str| match self.golden.find(case, name) {
+            Some(tensor) => Ok(Some(tensor.to_dtype(self.dtype)?)),
+            None => Ok::<_, candle_core::Error>(None),
+        };
+        let mask = mask(&self.golden, case)?;
+        let xs = match &self.embedding {
+            Some(embedding) => Some(embedding.forward(self.golden.get(case, "ids"))?),
+            None => input("x")?,
+        };
+        if let Some(xs) = xs {
+            return self.layer.forward_with_weights(AttentionInput::new(&xs).with_mask(&mask));
+        }
+        let [q, k, v] = match input("q")? {
+            Some(q) => [Some(q), input("k")?, input("v")?],
+            None => [input("queries")?, input("keys")?, input("values")?],
+        }
+        .map(|tensor| tensor.expect("the case has queries, keys and values"));
+        self.layer.forward_with_weights(AttentionInput::new(&q).with_key_value(&k, &v).with_mask(&mask))
+    }
+}
+
+/// The builder over a system's weights: its file, or its seed where the file would be large.
+fn vb(golden: &Golden, dtype: DType) -> Result<VarBuilder<'static>> {
+    let file = golden.file("model.safetensors");
+    if file.is_file() {
+        return weights::open(file, dtype, &Device::Cpu);
+    }
+    Ok(TorchSeed::new(golden.config["manual_seed"].as_u64().expect("a seed")).var_builder(dtype, &Device::Cpu))
+}
+
+/// The mask of a case: d2l's lengths, or PyTorch's tensors in which 1 hides.
+fn mask(golden: &Golden, case: &str) -> Result<AttentionMask> {
+    let mut mask = AttentionMask::none();
+    if let Some(lens) = golden.find(case, "valid_lens") {
+        mask = mask.with_valid_lens(ValidLens::from_tensor(lens)?).with_empty_rows(EmptyRows::Uniform);
+    }
+    if let Some(hidden) = golden.find(case, "attn_mask") {
+        mask = mask.with_keep(&hidden.eq(0u8)?);
+    }
+    if let Some(hidden) = golden.find(case, "key_padding_mask") {
+        mask = mask.and(&AttentionMask::from_attention_mask(&hidden.eq(0u8)?)?);
+    }
+    Ok(mask)
+}
+
+fn check(name: &str) -> Result<()> {
+    let system = System::open(name, DType::F32)?;
+    for case in system.golden.cases() {
+        let what = format!("{name}, {case}");
+        let AttentionOutput { context, weights } = system.run(&case)?;
+        assert_close(&context, system.golden.get(&case, "expected_f64"), TOLERANCE, &what);
+        assert_close(&context, system.golden.get(&case, "output"), TOLERANCE, &what);
+        let expected = system.golden.get(&case, "attn_weights_f64");
+        // Single heads come without the head dimension, d2l with (batch · heads).
+        assert_close(&weights.reshape(expected.dims())?, expected, TOLERANCE, &format!("{what}, weights"));
+    }
+    Ok(())
+}
+
+fn check_half(name: &str) -> Result<()> {
+    for (dtype, suffix) in [(DType::F16, "f16"), (DType::BF16, "bf16")] {
+        let system = System::open(name, dtype)?;
+        let (mut ours, mut pytorchs) = (0f64, 0f64);
+        for case in system.golden.cases() {
+            // Another folder of numbers may have none in half precision.
+            let Some(pytorch) = system.golden.find(&case, &format!("output_{suffix}")) else { continue };
+            let exact = system.golden.get(&case, "expected_f64");
+            let context = system.run(&case)?.context;
+            assert_eq!(context.dtype(), dtype);
+            ours = ours.max(max_error(&context, exact));
+            pytorchs = pytorchs.max(max_error(pytorch, exact));
+        }
+        assert!(ours <= 2.0 * pytorchs, "{name} in {suffix} is off by {ours:e}, PyTorch by {pytorchs:e}");
+    }
+    Ok(())
+}
+
+#[test]
+fn d2l_additive_gives_pytorch_numbers() -> Result<()> {
+    let golden = Golden::open("d2l_additive");
+    let cfg = serde_json::from_value(golden.config["layer"].clone()).expect("`layer` is a config");
+    let layer = AdditiveAttention::new(&cfg, vb(&golden, DType::F32)?)?;
+    for case in golden.cases() {
+        let [queries, keys, values] = ["queries", "keys", "values"].map(|name| golden.get(&case, name));
+        let output = layer.forward_with_weights(queries, keys, values, &mask(&golden, &case)?)?;
+        assert_close(&output.context, golden.get(&case, "expected_f64"), TOLERANCE, &case);
+        assert_close(&output.weights, golden.get(&case, "attn_weights_f64"), TOLERANCE, &case);
+        assert_close(&layer.forward(queries, keys, values, &mask(&golden, &case)?)?, &output.context, 0.0, &case);
+    }
+    Ok(())
+}
+
+#[test]
+fn frontend_embedding_gives_pytorch_numbers() -> Result<()> {
+    let golden = Golden::open("frontend_embedding");
+    let cfg: EmbeddingConfig = serde_json::from_value(golden.config["layer"].clone()).expect("`layer` is a config");
+    let layer = EmbeddingLayer::new(&cfg, vb(&golden, DType::F32)?)?;
+    assert_close(&layer.forward(golden.get("main", "ids"))?, golden.get("main", "output"), 0.0, "from the file");
+    let drawn = EmbeddingLayer::new(&cfg, TorchSeed::new(0).var_builder(DType::F32, &Device::Cpu))?;
+    assert_close(&drawn.forward(golden.get("main", "ids"))?, golden.get("main", "output"), 0.0, "from the seed");
+    Ok(())
+}
+
+/// Training with PyTorch's own dropout mask: seeded just before the forward pass, as the tutorial would.
+#[test]
+fn frontend_48_train_drops_what_pytorch_drops() -> Result<()> {
+    let golden = Golden::open("frontend_48_train");
+    let system = System::open("frontend_48", DType::F32)?;
+    let xs = system.embedding.as_ref().expect("an embedding").forward(golden.get("main", "ids"))?;
+    let input = AttentionInput::new(&xs).with_train(true);
+    let seed = TorchSeed::new(1);
+    let output = system.layer.forward_with_weights(input.clone().with_dropout_seed(&seed))?;
+    assert_close(&output.context, golden.get("main", "output"), TOLERANCE, "output");
+    assert_close(&output.weights, golden.get("main", "attn_weights"), TOLERANCE, "weights");
+    let kept = output.weights.ne(0f32)?;
+    assert_close(&kept, golden.get("main", "keep"), 0.0, "what is kept");
+
+    let evaluated = system.layer.forward_with(AttentionInput::new(&xs).with_dropout_seed(&seed))?;
+    assert_close(
+        &evaluated,
+        Golden::open("frontend_48").get("main", "output"),
+        TOLERANCE,
+        "no dropout outside training",
+    );
+    Ok(())
+}
+
+/// The layouts of the folders are found from the files alone, or refused where two readings remain.
+#[test]
+fn every_layout_is_detected_or_refused_as_ambiguous() -> Result<()> {
+    for name in TESTED.iter().filter(|name| !["d2l_additive", "frontend_embedding", "frontend_48_train"].contains(name))
+    {
+        let golden = Golden::open(name);
+        let file = golden.file("model.safetensors");
+        if !file.is_file() {
+            continue;
+        }
+        let expected = golden.config["layout"].as_str().expect("a layout");
+        let found = WeightLayout::detect(&weights::open(&file, DType::F32, &Device::Cpu)?);
+        let by_shape = Checkpoint::open(&file)?.detect("");
+        match *name {
+            "packed_by_head" | "packed_by_group" | "raw_square" => {
+                let text = found.expect_err("two readings").to_string();
+                assert!(text.contains(&format!("`{expected}`")) && text.contains(" or as `"), "{name}: {text}");
+                assert!(by_shape.is_err());
+            }
+            _ => {
+                assert_eq!(found?.to_string(), expected, "{name}");
+                assert_eq!(by_shape?.to_string(), expected, "{name}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What a file's shapes imply is what its config says.
+#[test]
+fn the_config_is_inferred_from_the_shapes() -> Result<()> {
+    for name in TESTED.iter().filter(|name| !["d2l_additive", "frontend_embedding", "frontend_48_train"].contains(name))
+    {
+        let golden = Golden::open(name);
+        let file = golden.file("model.safetensors");
+        if !file.is_file() {
+            continue;
+        }
+        let layout: WeightLayout = golden.config["layout"].as_str().expect("a layout").parse()?;
+        let cfg: MultiHeadAttentionConfig =
+            serde_json::from_value(golden.config["layer"].clone()).expect("`layer` is a config");
+        let inferred = Checkpoint::open(&file)?.infer_config("", layout, Some(cfg.num_heads()))?;
+        let sizes = |cfg: &MultiHeadAttentionConfig| {
+            let widths = [cfg.embed_dim(), cfg.key_size(), cfg.value_size(), cfg.out_dim()];
+            let heads = [cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()];
+            (widths, heads, cfg.qkv_bias(), cfg.out_proj(), cfg.out_bias(), cfg.bias_kv())
+        };
+        assert_eq!(sizes(&inferred), sizes(&cfg), "{name}");
+        if golden.config["parameters"].get("mask").is_some() {
+            assert_eq!((inferred.causal(), inferred.context_length()), (true, cfg.context_length()), "{name}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_pth_file_gives_the_same_layer_as_safetensors() -> Result<()> {
+    let golden = Golden::open("book_mha");
+    let cfg: MultiHeadAttentionConfig =
+        serde_json::from_value(golden.config["layer"].clone()).expect("`layer` is a config");
+    let file = crate::common::models().join("book_mha/model.pth");
+    let vb = weights::open(file, DType::F32, &Device::Cpu)?;
+    let layout = WeightLayout::detect(&vb)?;
+    let layer = MultiHeadAttention::load(&cfg, layout, vb)?;
+    let ys = layer.forward(golden.get("main", "x"))?;
+    assert_close(&ys, golden.get("main", "expected_f64"), TOLERANCE, "from model.pth");
+    Ok(())
+}
+
+/// f32, f16 and bf16 files into each of the three, also below a prefix.
+#[test]
+fn files_of_any_float_load_into_any_float() -> Result<()> {
+    let golden = Golden::open("frontend_48");
+    let cfg: MultiHeadAttentionConfig =
+        serde_json::from_value(golden.config["layer"].clone()).expect("`layer` is a config");
+    let folder = crate::common::models().join("frontend_48");
+    let whole = weights::open(folder.join("model.safetensors"), DType::F32, &Device::Cpu)?;
+    let exact = whole.get((48, 48), "q_proj.weight")?;
+    for (file, prefix, stored) in [
+        ("model.safetensors", "", DType::F32),
+        ("model-f16.safetensors", "", DType::F16),
+        ("model-bf16.safetensors", "", DType::BF16),
+        ("prefixed.safetensors", "model.layers.0.self_attn", DType::F32),
+    ] {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let vb = weights::open(folder.join(file), dtype, &Device::Cpu)?;
+            let vb = if prefix.is_empty() { vb } else { vb.pp(prefix) };
+            let layout = WeightLayout::detect(&vb)?;
+            let layer = MultiHeadAttention::load(&cfg, layout, vb)?;
+            let expected: Tensor = exact.to_dtype(stored)?.to_dtype(dtype)?;
+            assert_eq!(layer.projections().0.weight().dtype(), dtype);
+            assert_close(layer.projections().0.weight(), &expected, 0.0, &format!("{file} as {dtype:?}"));
+        }
+    }
+    let checkpoint = Checkpoint::open(folder.join("prefixed.safetensors"))?;
+    assert_eq!(checkpoint.attention_layers(), ["model.layers.0.self_attn"]);
+    Ok(())
+}
+
+/// The context that the layer of a folder gives, for folders that are one.
+pub fn computed(folder: &str, case: &str) -> Option<Result<Tensor>> {
+    TESTED.contains(&folder).then(|| Ok(System::open(folder, DType::F32)?.run(case)?.context))
+}

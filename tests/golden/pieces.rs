@@ -1,0 +1,201 @@
+//! Systems without a layer: single steps of attention.
+
+use candle_attention::init::TorchSeed;
+use candle_attention::{
+    AttentionMask, EmptyRows, SdpaOptions, ValidLens, masked_softmax, scaled_dot_product_attention,
+    scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
+};
+use candle_core::{D, Result, Tensor};
+
+use crate::TOLERANCE;
+use crate::common::{Golden, assert_close};
+
+pub const TESTED: &[&str] = &[
+    "additive_mask",
+    "batched_matmul",
+    "d2l_dot_product",
+    "d2l_masked_softmax",
+    "d2l_transpose_qkv",
+    "dropout",
+    // Tested in tests/tokenizer, which is about text.
+    "frontend_tokenizer",
+    "qkv_2x2",
+    "shiny_sun",
+];
+
+/// (T, D) as the function wants it.
+fn heads(tensor: &Tensor) -> Result<Tensor> {
+    tensor.unsqueeze(0)?.unsqueeze(0)
+}
+
+fn lens(golden: &Golden, case: &str) -> Result<Option<ValidLens>> {
+    golden.find(case, "valid_lens").map(ValidLens::from_tensor).transpose()
+}
+
+#[test]
+fn shiny_sun_attends_without_weights() -> Result<()> {
+    let golden = Golden::open("shiny_sun");
+    let options = SdpaOptions::default().with_scale(1.0);
+    let x = heads(golden.get("main", "x"))?;
+    let query = x.narrow(2, 1, 1)?;
+    let output = scaled_dot_product_attention_with_weights(&query, &x, &x, &AttentionMask::none(), &options)?;
+    assert_close(&output.context.flatten_all()?, golden.get("main", "expected_f64"), TOLERANCE, "context");
+    assert_close(&output.weights.flatten_all()?, golden.get("main", "attn_weights_f64"), TOLERANCE, "weights");
+    let x = heads(golden.get("all_queries", "x"))?;
+    let context = scaled_dot_product_attention(&x, &x, &x, &AttentionMask::none(), &options)?;
+    assert_close(&context.squeeze(0)?.squeeze(0)?, golden.get("all_queries", "expected_f64"), TOLERANCE, "all queries");
+    Ok(())
+}
+
+#[test]
+fn qkv_2x2_gives_weights_and_context() -> Result<()> {
+    let golden = Golden::open("qkv_2x2");
+    let [q, k, v] = ["q", "k", "v"].map(|name| heads(golden.get("main", name)));
+    let output =
+        scaled_dot_product_attention_with_weights(&q?, &k?, &v?, &AttentionMask::none(), &SdpaOptions::default())?;
+    assert_close(&output.context.squeeze(0)?.squeeze(0)?, golden.get("main", "expected_f64"), TOLERANCE, "context");
+    assert_close(&output.weights.squeeze(0)?.squeeze(0)?, golden.get("main", "attn_weights_f64"), TOLERANCE, "weights");
+    Ok(())
+}
+
+/// The scores that attention computes: with a single key, the log-sum-exp is the score itself.
+fn scores(q: &Tensor, k: &Tensor, scale: f64) -> Result<Tensor> {
+    let options = SdpaOptions::default().with_scale(scale);
+    let columns = (0..k.dim(2)?).map(|j| {
+        let key = k.narrow(2, j, 1)?;
+        let (_, lse) = scaled_dot_product_attention_with_lse(q, &key, &key, &AttentionMask::none(), &options)?;
+        lse.unsqueeze(D::Minus1)
+    });
+    Tensor::cat(&columns.collect::<Result<Vec<_>>>()?, D::Minus1)
+}
+
+#[test]
+fn batched_matmul_equals_the_heads_one_by_one() -> Result<()> {
+    let golden = Golden::open("batched_matmul");
+    let a = golden.get("main", "a");
+    let all = scores(a, a, 1.0)?;
+    assert_close(&all, golden.get("main", "expected_f64"), TOLERANCE, "all heads at once");
+    for head in 0..a.dim(1)? {
+        let one = a.narrow(1, head, 1)?;
+        assert_close(&scores(&one, &one, 1.0)?, &all.narrow(1, head, 1)?, 0.0, "one head");
+    }
+    Ok(())
+}
+
+/// What the crate computes for a folder's tensor, for the numbers that tutorials print.
+pub fn computed(folder: &str, tensor: &str) -> Result<Tensor> {
+    let golden = Golden::open(folder);
+    let (none, default) = (AttentionMask::none(), SdpaOptions::default());
+    match folder {
+        "batched_matmul" => scores(golden.get("main", "a"), golden.get("main", "a"), 1.0),
+        "qkv_2x2" => {
+            let [q, k, v] = ["q", "k", "v"].map(|name| heads(golden.get("main", name)));
+            let (q, k) = (q?, k?);
+            let output = scaled_dot_product_attention_with_weights(&q, &k, &v?, &none, &default)?;
+            match tensor {
+                "scores" => scores(&q, &k, 1.0),
+                "scaled" => scores(&q, &k, 0.5f64.sqrt()),
+                "attn_weights" => Ok(output.weights),
+                _ => Ok(output.context),
+            }
+        }
+        _ => {
+            let x = heads(golden.get("main", "x"))?;
+            let query = x.narrow(2, 1, 1)?;
+            let output = scaled_dot_product_attention_with_weights(&query, &x, &x, &none, &default.with_scale(1.0))?;
+            match tensor {
+                // The tutorial lists the weighted embeddings component by component.
+                "weighted" => output.weights.t()?.broadcast_mul(&x)?.t(),
+                _ => Ok(output.context),
+            }
+        }
+    }
+}
+
+/// The triangle that was meant, both as a bias and as the causal mask; `0 · -inf` never arises.
+#[test]
+fn additive_mask_is_the_causal_mask() -> Result<()> {
+    let golden = Golden::open("additive_mask");
+    let scores = golden.get("main", "scores");
+    let t = scores.dim(1)?;
+    let mask = AttentionMask::causal();
+    let additive = mask.to_additive((1, 1, t, t), scores.dtype(), scores.device())?;
+    assert_close(&additive.squeeze(0)?.squeeze(0)?, golden.get("main", "mask_meant"), 0.0, "the triangle");
+    // Queries that are the rows of the identity against keys that are the columns of the scores give the scores.
+    let q = Tensor::eye(t, scores.dtype(), scores.device())?;
+    let k = scores.squeeze(0)?.t()?;
+    let options = SdpaOptions::default().with_scale(1.0);
+    for mask in [mask, AttentionMask::none().with_bias(golden.get("main", "mask_meant"))] {
+        let output =
+            scaled_dot_product_attention_with_weights(&heads(&q.t()?)?, &heads(&k)?, &heads(&q)?, &mask, &options)?;
+        let weights = output.weights.squeeze(0)?;
+        assert_close(&weights, golden.get("main", "expected_f64"), TOLERANCE, "weights");
+    }
+    Ok(())
+}
+
+#[test]
+fn d2l_masked_softmax_gives_pytorch_numbers() -> Result<()> {
+    let golden = Golden::open("d2l_masked_softmax");
+    let scores = golden.top("scores");
+    for case in golden.cases() {
+        let lens = lens(&golden, &case)?;
+        let weights = masked_softmax(scores, lens.as_ref(), EmptyRows::Uniform)?;
+        assert_close(&weights, golden.get(&case, "expected_f64"), TOLERANCE, &case);
+        let zeros = masked_softmax(scores, lens.as_ref(), EmptyRows::Zero)?;
+        if case.starts_with("zero") {
+            let smallest = zeros.sum(D::Minus1)?.flatten_all()?.min(0)?.to_scalar::<f32>()?;
+            assert_eq!(smallest, 0.0, "{case}: a row of length 0 is zeros");
+        } else {
+            assert_close(&zeros, &weights, 0.0, &case);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn d2l_dot_product_gives_pytorch_numbers() -> Result<()> {
+    let golden = Golden::open("d2l_dot_product");
+    for case in golden.cases() {
+        let [q, k, v] = ["queries", "keys", "values"].map(|name| golden.get(&case, name).unsqueeze(1));
+        let mask = match lens(&golden, &case)? {
+            Some(lens) => AttentionMask::none().with_valid_lens(lens).with_empty_rows(EmptyRows::Uniform),
+            None => AttentionMask::none(),
+        };
+        let output = scaled_dot_product_attention_with_weights(&q?, &k?, &v?, &mask, &SdpaOptions::default())?;
+        assert_close(&output.context.squeeze(1)?, golden.get(&case, "expected_f64"), TOLERANCE, &case);
+        assert_close(&output.weights.squeeze(1)?, golden.get(&case, "attn_weights_f64"), TOLERANCE, &case);
+    }
+    Ok(())
+}
+
+/// d2l folds heads into the batch; here they are a dimension of their own, in the same order.
+#[test]
+fn d2l_transpose_qkv_is_a_view_with_the_heads_in_front() -> Result<()> {
+    let golden = Golden::open("d2l_transpose_qkv");
+    let x = golden.get("main", "x");
+    let (b, t, width) = x.dims3()?;
+    let num_heads = 3;
+    let split = x.reshape((b, t, num_heads, width / num_heads))?.transpose(1, 2)?;
+    assert_close(&split.flatten(0, 1)?, golden.get("main", "output"), 0.0, "split");
+    // A single key hands its value through, so attention shows how the layer lays out heads.
+    let value = split.narrow(2, 0, 1)?;
+    let context =
+        scaled_dot_product_attention(&split, &value, &value, &AttentionMask::none(), &SdpaOptions::default())?;
+    let merged = context.transpose(1, 2)?.reshape((b, t, width))?;
+    assert_close(&merged, &x.narrow(1, 0, 1)?.broadcast_as((b, t, width))?, TOLERANCE, "merged");
+    Ok(())
+}
+
+#[test]
+fn dropout_keeps_what_pytorch_keeps() -> Result<()> {
+    let golden = Golden::open("dropout");
+    for (case, seed, p) in [("ones", 123, 0.5), ("tenth", 7, 0.1)] {
+        let (x, expected) = (golden.get(case, "x"), golden.get(case, "output"));
+        let keep = TorchSeed::new(seed).dropout_keep(x.shape(), p)?;
+        assert_close(&keep, golden.get(case, "keep"), 0.0, case);
+        let dropped = (x.mul(&keep.to_dtype(x.dtype())?)? / (1.0 - p))?;
+        assert_close(&dropped, expected, 1e-7, case);
+    }
+    Ok(())
+}

@@ -1,0 +1,36 @@
+//! What the tutorials print, to their four digits.
+
+use candle_core::Result;
+
+use crate::common::{models, values};
+use crate::{layers, pieces};
+
+/// Wherever the tutorial's own arithmetic was right, what the crate computes rounds to the printed digits.
+#[test]
+fn printed_numbers_are_reproduced() -> Result<()> {
+    let text = std::fs::read_to_string(models().join("printed_numbers.json")).expect("the list is there");
+    let list: serde_json::Value = serde_json::from_str(&text).expect("the list is JSON");
+    let mut compared = 0;
+    for entry in list.as_array().expect("a list") {
+        let [folder, case, tensor] = ["folder", "case", "tensor"].map(|key| entry[key].as_str().expect("a name"));
+        let computed = match layers::computed(folder, case) {
+            Some(context) => values(&context?),
+            None => values(&pieces::computed(folder, tensor)?),
+        };
+        let printed = entry["values"].as_array().expect("values");
+        let equal = entry["digits_equal"].as_array().expect("flags");
+        assert_eq!(computed.len(), printed.len(), "{}", entry["what"]);
+        for ((ours, printed), equal) in computed.iter().zip(printed).zip(equal) {
+            let printed = printed.as_f64().expect("a number");
+            // The place of the last printed digit: four decimals, or five significant digits of a small number.
+            let place = if printed != 0.0 && printed.abs() < 1e-3 { printed.abs() * 1e-4 } else { 1e-4 };
+            let matches = (ours - printed).abs() <= 0.5 * place * (1.0 + 1e-3) + 1e-7;
+            if equal.as_bool().expect("a flag") {
+                assert!(matches, "{}: {ours} does not round to {printed}", entry["what"]);
+                compared += 1;
+            }
+        }
+    }
+    assert!(compared > 150, "only {compared} printed numbers were compared");
+    Ok(())
+}

@@ -1,0 +1,26 @@
+//! `TorchSeed` against PyTorch 2.15: the golden systems below `models/`, and literals with the snippet that made them.
+
+mod backend;
+mod draws;
+mod golden;
+
+use candle_core::{Device, Result, Tensor};
+use candle_nn::Init;
+use sha2::{Digest, Sha256};
+
+const CPU: Device = Device::Cpu;
+const STANDARD_NORMAL: Init = Init::Randn { mean: 0.0, stdev: 1.0 };
+
+/// SHA-256 of the elements in row-major order as little-endian f32.
+fn sha256(tensor: &Tensor) -> Result<String> {
+    let values = tensor.flatten_all()?.to_vec1::<f32>()?;
+    Ok(sha256_of_bytes(&values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>()))
+}
+
+fn sha256_of_bytes(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn message<T: std::fmt::Debug>(result: Result<T>) -> String {
+    result.expect_err("an error").to_string()
+}
