@@ -1,4 +1,4 @@
-//! The attention layer for Candle.
+#![doc = include_str!("../README.md")]
 //!
 //! # Dimensions
 //!
@@ -9,9 +9,12 @@
 
 mod additive;
 mod config;
+#[cfg(feature = "hub")]
+pub mod hub;
 pub mod init;
 mod mask;
 mod multi_head;
+pub mod plot;
 mod qk_norm;
 mod sdpa;
 pub mod text;

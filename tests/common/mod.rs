@@ -87,10 +87,14 @@ fn data(name: &str) -> PathBuf {
 
 impl Golden {
     pub fn open(name: &str) -> Self {
-        let text = std::fs::read_to_string(models().join(name).join("config.json")).expect("the folder has a config");
         let io = candle_core::safetensors::load(data(name).join("io.safetensors"), &Device::Cpu)
             .expect("the folder has inputs and outputs");
-        Self { name: name.into(), config: serde_json::from_str(&text).expect("the config is JSON"), io }
+        Self { name: name.into(), config: Self::open_config(name), io }
+    }
+
+    pub fn open_config(name: &str) -> serde_json::Value {
+        let text = std::fs::read_to_string(models().join(name).join("config.json")).expect("the folder has a config");
+        serde_json::from_str(&text).expect("the config is JSON")
     }
 
     pub fn file(&self, file: &str) -> PathBuf {

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Runs the README's main job as a user would, and compares what it prints with what the README shows.
+set -euo pipefail
+command=$(sed -n '/<!-- the main job -->/,/^```$/{/^cargo/p}' README.md)
+[ "$(printf '%s\n' "$command" | grep -c .)" = 1 ] || { echo "README.md does not mark one main job" >&2; exit 1; }
+echo "$command"
+printed=$(eval "$command")
+echo "$printed"
+# Times and the device differ from machine to machine.
+stable() { grep -vE '^(times|device) '; }
+shown=$(sed -n '/<!-- what it prints -->/,/^```$/p' README.md | sed '1,2d;$d')
+diff <(stable <<<"$shown") <(stable <<<"$printed") || { echo "README.md shows other output" >&2; exit 1; }

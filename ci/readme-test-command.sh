@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Runs the test command that the README names, so that the README cannot name another.
+set -euo pipefail
+command=$(sed -n '/<!-- the test command -->/,/^```$/{/^cargo/p}' README.md)
+[ "$(printf '%s\n' "$command" | grep -c .)" = 1 ] || {
+    echo "README.md does not mark one test command" >&2
+    exit 1
+}
+echo "$command"
+eval "$command"

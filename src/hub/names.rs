@@ -1,0 +1,122 @@
+//! Names from outside: model ids, revisions and shard names all end up in a URL and in a path of the cache, so each is
+//! checked before anything is asked of the network or the disk.
+
+use candle_core::{Error, Result};
+
+/// The longest id that the hub gives out, in characters, both parts together.
+const MAX_ID_LEN: usize = 96;
+
+/// Splits `id` or `id@revision` and checks both.
+pub(super) fn parse(spec: &str) -> Result<(&str, Option<&str>)> {
+    let (id, revision) = match spec.split_once('@') {
+        Some((id, revision)) => (id, Some(revision)),
+        None => (spec, None),
+    };
+    check_id(id)?;
+    revision.map(check_revision).transpose()?;
+    Ok((id, revision))
+}
+
+fn check_id(id: &str) -> Result<()> {
+    match id_fault(id) {
+        None => Ok(()),
+        Some(fault) => Err(Error::Msg(format!(
+            "[hub] the model id {id:?} {fault}; expected `name` or `organisation/name`, as in `google-bert/bert-base-uncased`"
+        ))),
+    }
+}
+
+/// What is wrong with a model id by the hub's own rules (`validate_repo_id` of huggingface_hub).
+fn id_fault(id: &str) -> Option<String> {
+    let slashes = id.matches('/').count();
+    if id.is_empty() {
+        return Some("is empty".to_string());
+    }
+    if slashes > 1 {
+        return Some(format!("has {slashes} slashes, where one is the most"));
+    }
+    if id.split('/').any(str::is_empty) {
+        return Some("has nothing on one side of its slash".to_string());
+    }
+    if let Some(c) = id.chars().find(|&c| !(c.is_ascii_alphanumeric() || "-_./".contains(c))) {
+        return Some(format!("has {c:?}, where only letters, digits, `-`, `_` and `.` may stand"));
+    }
+    if id.split('/').any(|part| part.starts_with(['-', '.']) || part.ends_with(['-', '.'])) {
+        return Some("has a part that begins or ends with `-` or `.`".to_string());
+    }
+    if let Some(pair) = ["--", ".."].into_iter().find(|pair| id.contains(pair)) {
+        return Some(format!("has `{pair}`"));
+    }
+    if id.ends_with(".git") {
+        return Some("ends with `.git`".to_string());
+    }
+    (id.len() > MAX_ID_LEN).then(|| format!("has {} characters, where {MAX_ID_LEN} is the most", id.len()))
+}
+
+/// Checks a branch, tag or commit by git's rules for the names of refs (`git help check-ref-format`).
+pub(super) fn check_revision(revision: &str) -> Result<()> {
+    let fault = if revision.is_empty() {
+        Some("is empty".to_string())
+    } else if let Some(c) = revision.chars().find(|&c| c.is_whitespace() || c.is_control() || "\\~^:?*[".contains(c)) {
+        Some(format!("has {c:?}"))
+    } else if revision.contains("..") {
+        Some("has `..`".to_string())
+    } else {
+        revision
+            .split('/')
+            .any(|part| part.is_empty() || part.starts_with('.'))
+            .then(|| "has a part between slashes that is empty or begins with `.`".to_string())
+    };
+    match fault {
+        None => Ok(()),
+        Some(fault) => Err(Error::Msg(format!(
+            "[hub] the revision {revision:?} {fault}; expected a branch, a tag or a commit, as in `main`"
+        ))),
+    }
+}
+
+/// What is wrong with the name of a shard, which an index file gives: a file below the index's own folder is meant.
+pub(super) fn shard_fault(name: &str, extension: &str) -> Option<String> {
+    if name.contains(['\\', ':']) || name.chars().any(char::is_control) {
+        return Some("has a character that no file of a model has".to_string());
+    }
+    if name.split('/').any(|part| matches!(part, "" | "." | "..")) {
+        return Some("does not stay in the model's own folder".to_string());
+    }
+    (!name.ends_with(extension)).then(|| format!("does not end with `{extension}`"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_and_revisions_of_real_models_pass() -> Result<()> {
+        assert_eq!(parse("gpt2")?, ("gpt2", None));
+        assert_eq!(parse("org/Name-1.5_x")?, ("org/Name-1.5_x", None));
+        assert_eq!(parse("org/name@refs/pr/1")?, ("org/name", Some("refs/pr/1")));
+        assert_eq!(parse("org/name@v1.0")?, ("org/name", Some("v1.0")));
+        Ok(())
+    }
+
+    #[test]
+    fn shard_names_stay_in_the_folder() {
+        let fault = |name| shard_fault(name, ".safetensors");
+        assert_eq!(fault("model-00001-of-00002.safetensors"), None);
+        assert_eq!(fault("parts/model-00001-of-00002.safetensors"), None);
+        for name in [
+            "../evil.safetensors",
+            "/etc/evil.safetensors",
+            "a/../../evil.safetensors",
+            "a//b.safetensors",
+            "./a.safetensors",
+            "..\\evil.safetensors",
+            "C:evil.safetensors",
+            "a\n.safetensors",
+            "model.bin",
+            "",
+        ] {
+            assert!(fault(name).is_some(), "{name:?} was let through");
+        }
+    }
+}

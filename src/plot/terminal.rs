@@ -1,0 +1,333 @@
+//! The heat map as lines of text.
+
+use candle_core::{Result, bail};
+
+use super::label::{centre, right, shorten, width, wrap};
+use super::scale::{NOT_FINITE, Rgb, Scale, contrasting, count, gradient, short, tick};
+use super::{Heads, HeatMap};
+
+/// Row labels take at most this many columns.
+const MAX_ROW_LABEL: usize = 16;
+/// Key labels take at most this many columns.
+const MAX_KEY_LABEL: usize = 10;
+/// Where keys have to be left out, labels of the others are shortened to this many columns first.
+const ELIDED_KEY_LABEL: usize = 7;
+/// The columns of the gap that stands for keys left out.
+const GAP: usize = 2;
+/// The columns of the colour bar in the legend.
+const BAR: usize = 24;
+/// A shorter colour bar shows nothing.
+const MIN_BAR: usize = 4;
+/// What cells are filled with where there is no colour, by quarters of the scale.
+const SHADES: [&str; 4] = ["░", "▒", "▓", "█"];
+/// Viridis by tenths in the xterm palette. Chosen so that lightness never falls: the nearest colour of each would be
+/// grey in places.
+const RAMP: [u8; 10] = [53, 54, 24, 30, 36, 71, 77, 148, 184, 220];
+/// The xterm colour for weights that are not finite.
+const GREY: u8 = 250;
+
+/// How cells are coloured in a terminal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Color {
+    /// 24-bit ANSI colours.
+    TrueColor,
+    /// Ten colours of the 256 that xterm knows.
+    Ansi256,
+    /// No escape sequences: cells are shaded with `░▒▓█`.
+    #[default]
+    None,
+}
+
+/// What the terminal can show. The default is plain text without limits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct TerminalOptions {
+    /// How cells are coloured.
+    pub color: Color,
+    /// The most columns a line may take; keys that do not fit are left out of the middle, and counted.
+    pub max_width: Option<usize>,
+    /// The most rows a panel may have; queries beyond are left out of the middle, and counted.
+    pub max_rows: Option<usize>,
+}
+
+impl TerminalOptions {
+    /// What the standard output can show. No colour if it is no terminal, if `NO_COLOR` is set to anything, or if `TERM`
+    /// is unset, `dumb`, or names less than 256 colours; 24-bit colour if `COLORTERM` is `truecolor` or `24bit`, or
+    /// `TERM` ends in `-direct`. At a terminal the width is that of `COLUMNS`, or 80 (most shells do not export it), and
+    /// panels have at most 64 rows; into a file or pipe everything is written.
+    pub fn detect() -> Self {
+        use std::io::IsTerminal;
+        Self::from_environment(std::io::stdout().is_terminal(), |name| std::env::var(name).ok())
+    }
+
+    fn from_environment(is_terminal: bool, variable: impl Fn(&str) -> Option<String>) -> Self {
+        if !is_terminal {
+            return Self::default();
+        }
+        let get = |name| variable(name).unwrap_or_default();
+        let term = get("TERM");
+        let color = if !get("NO_COLOR").is_empty() || term.is_empty() || term == "dumb" {
+            Color::None
+        } else if matches!(get("COLORTERM").as_str(), "truecolor" | "24bit") || term.ends_with("-direct") {
+            Color::TrueColor
+        } else if term.contains("256color") {
+            Color::Ansi256
+        } else {
+            Color::None
+        };
+        let columns = get("COLUMNS").parse().ok().filter(|&columns| columns > 0);
+        Self { color, max_width: Some(columns.unwrap_or(80)), max_rows: Some(64) }
+    }
+}
+
+impl HeatMap {
+    /// The map as text, without a newline at the end: the title, a matrix of T_q rows and T_kv columns for each panel
+    /// with its caption, and a legend.
+    ///
+    /// All lines of a matrix have the same display width. Labels that are too long end in `…`; keys and queries that do
+    /// not fit are left out of the middle and counted in the legend.
+    ///
+    /// # Errors
+    ///
+    /// If a head is out of range, `max_rows` is 0, or `max_width` has no room for one key.
+    pub fn to_terminal(&self, heads: Heads, options: &TerminalOptions) -> Result<String> {
+        let scale = self.scale(heads)?;
+        let matrix = Matrix::plan(self, &scale, options)?;
+        let max_width = options.max_width.unwrap_or(usize::MAX);
+
+        let mut lines = Vec::new();
+        if let Some(title) = &self.title {
+            lines.extend(wrap(title, max_width));
+        }
+        for panel in 0..self.panel_count(heads)? {
+            if panel > 0 {
+                lines.push(String::new());
+            }
+            lines.extend(wrap(&self.caption(heads, panel)?, max_width));
+            lines.extend(matrix.lines(&self.panel(heads, panel)?, &scale, options.color));
+        }
+        lines.extend(matrix.legend(&scale, options.color, max_width));
+        Ok(lines.join("\n"))
+    }
+}
+
+/// What of an axis is drawn: all of it, or its two ends.
+struct Axis {
+    len: usize,
+    head: usize,
+    tail: usize,
+}
+
+impl Axis {
+    /// At most `room` of `len`.
+    fn within(len: usize, room: usize) -> Self {
+        let shown = room.min(len);
+        Self {
+            len,
+            head: if shown < len { shown.div_ceil(2) } else { len },
+            tail: if shown < len { shown / 2 } else { 0 },
+        }
+    }
+
+    /// The indices drawn, with none where some are left out.
+    fn shown(&self) -> impl Iterator<Item = Option<usize>> + '_ {
+        let gap = (self.omitted() > 0).then_some(None);
+        (0..self.head).map(Some).chain(gap).chain((self.len - self.tail..self.len).map(Some))
+    }
+
+    fn omitted(&self) -> usize {
+        self.len - self.head - self.tail
+    }
+
+    /// `… 40 keys not shown (12 to 51 of 64)`
+    fn note(&self, one: &str, many: &str) -> Option<String> {
+        let omitted = self.omitted();
+        let noun = if omitted == 1 { one } else { many };
+        let last = self.head + omitted;
+        (omitted > 0).then(|| format!("… {omitted} {noun} not shown ({} to {} of {})", self.head, last - 1, self.len))
+    }
+}
+
+/// Where the rows and columns of every panel lie, with their labels cut to size.
+struct Matrix {
+    rows: Axis,
+    columns: Axis,
+    row_labels: Vec<String>,
+    header: String,
+    /// The columns of a cell, with the space that separates it from the next.
+    cell: usize,
+    /// The keys of a row in memory, T_kv.
+    stride: usize,
+}
+
+impl Matrix {
+    fn plan(map: &HeatMap, scale: &Scale, options: &TerminalOptions) -> Result<Self> {
+        let (_, queries, keys) = map.weights.dims3()?;
+        if options.max_rows == Some(0) {
+            bail!("[heat_map] max_rows is 0; expected at least 1");
+        }
+        let rows = Axis::within(queries, options.max_rows.unwrap_or(usize::MAX));
+        let label = |i: Option<usize>| i.map_or_else(|| String::from("…"), |i| map.query_label(i));
+        let longest = rows.shown().map(|i| width(&label(i))).max().unwrap_or(0);
+        let third = options.max_width.map_or(usize::MAX, |max_width| (max_width / 3).max(1));
+        let row_label = longest.min(MAX_ROW_LABEL).min(third);
+        let row_labels = rows.shown().map(|i| right(&shorten(&label(i), row_label), row_label)).collect();
+
+        let longest = (0..keys).map(|key| width(&map.key_label(key))).max().unwrap_or(0);
+        let smallest = scale.digits + 2;
+        let widest = smallest.max(longest.min(MAX_KEY_LABEL) + 1);
+        let room = options.max_width.map_or(usize::MAX, |max_width| max_width.saturating_sub(row_label + 1));
+        let (cell, columns) = if room / keys >= smallest {
+            (widest.min(room / keys), Axis::within(keys, keys))
+        } else {
+            let room = room.saturating_sub(GAP);
+            let cell = widest.min(ELIDED_KEY_LABEL + 1).max(smallest);
+            let cell = if room / cell < 2 { smallest } else { cell };
+            if room < cell {
+                bail!(
+                    "[heat_map] max_width is {} columns; the row labels and one key need {}",
+                    options.max_width.unwrap_or(usize::MAX),
+                    row_label + 1 + smallest + if keys > 1 { GAP } else { 0 }
+                );
+            }
+            (cell, Axis::within(keys, room / cell))
+        };
+
+        let mut header = " ".repeat(row_label + 1);
+        for key in columns.shown() {
+            header += &match key {
+                Some(key) => centre(&shorten(&map.key_label(key), cell - 1), cell - 1) + " ",
+                None => right("… ", GAP),
+            };
+        }
+        Ok(Self { rows, columns, row_labels, header, cell, stride: keys })
+    }
+
+    /// The header and the rows of a panel, all of the same display width.
+    fn lines(&self, weights: &[f64], scale: &Scale, color: Color) -> Vec<String> {
+        let mut lines = vec![self.header.clone()];
+        for (query, label) in self.rows.shown().zip(&self.row_labels) {
+            let row = query.and_then(|query| weights.chunks(self.stride).nth(query));
+            let mut line = format!("{label} ");
+            for key in self.columns.shown() {
+                line += &match (row, key) {
+                    (Some(row), Some(key)) => self.cell(row.get(key).copied().unwrap_or(f64::NAN), scale, color),
+                    (_, Some(_)) => centre("…", self.cell - 1) + " ",
+                    (_, None) => right("… ", GAP),
+                };
+            }
+            lines.push(line);
+        }
+        lines
+    }
+
+    fn cell(&self, weight: f64, scale: &Scale, color: Color) -> String {
+        let number = right(&short(weight), scale.digits);
+        if color == Color::None {
+            let shade = match scale.position(weight) {
+                None => "?",
+                Some(_) if weight == 0.0 => " ",
+                Some(position) => SHADES[((position * 4.0).ceil() as usize).clamp(1, 4) - 1],
+            };
+            return shade.repeat(self.cell - 1 - scale.digits) + &number + " ";
+        }
+        paint(&centre(&number, self.cell), scale.position(weight), color)
+    }
+
+    fn legend(&self, scale: &Scale, color: Color, max_width: usize) -> Vec<String> {
+        let (low, high) = (tick(scale.low), tick(scale.high));
+        let room = max_width.saturating_sub(low.len() + high.len() + 2);
+        let mut lines = Vec::new();
+        if color == Color::None {
+            let [a, b, c] = [0.25, 0.5, 0.75].map(|at| tick(scale.low * (1.0 - at) + scale.high * at));
+            let from = if scale.low < 0.0 { format!("from {low} ") } else { String::new() };
+            let text = format!("{from}░ to {a}, ▒ to {b}, ▓ to {c}, █ to {high}, blank is exactly 0");
+            lines.extend(wrap(&text, max_width));
+        } else if room < MIN_BAR {
+            lines.extend(wrap(&format!("colours from {low} to {high}"), max_width));
+        } else {
+            let bar = BAR.min(room);
+            let bar: String = (0..bar).map(|i| paint(" ", Some(i as f64 / (bar - 1) as f64), color)).collect();
+            lines.push(format!("{low} {bar} {high}"));
+        }
+        lines.extend(wrap("rows are queries, columns are keys", max_width));
+        let omitted = [self.rows.note("query", "queries"), self.columns.note("key", "keys")];
+        let not_finite = (scale.not_finite > 0).then(|| format!("{} not finite", count(scale.not_finite, "weight")));
+        for note in omitted.iter().chain([&not_finite]).flatten().chain(&scale.notes) {
+            lines.extend(wrap(note, max_width));
+        }
+        lines
+    }
+}
+
+/// `text` on the colour of a position on the scale, in black or white.
+fn paint(text: &str, position: Option<f64>, color: Color) -> String {
+    match color {
+        Color::None => text.to_string(),
+        Color::TrueColor => {
+            let [r, g, b] = position.map_or(NOT_FINITE, gradient);
+            let [fr, fg, fb] = contrasting([r, g, b]);
+            format!("\x1b[38;2;{fr};{fg};{fb};48;2;{r};{g};{b}m{text}\x1b[0m")
+        }
+        Color::Ansi256 => {
+            let step = |position: f64| ((position * RAMP.len() as f64) as usize).min(RAMP.len() - 1);
+            let background = position.map_or(GREY, |position| RAMP[step(position)]);
+            let foreground = if contrasting(xterm(background)) == [0; 3] { 16 } else { 231 };
+            format!("\x1b[38;5;{foreground};48;5;{background}m{text}\x1b[0m")
+        }
+    }
+}
+
+/// The colour of an index from 16 of the xterm palette: a cube of 6 x 6 x 6, then 24 greys.
+fn xterm(index: u8) -> Rgb {
+    const LEVELS: [u8; 6] = [0, 95, 135, 175, 215, 255];
+    match index {
+        232.. => [8 + 10 * (index - 232); 3],
+        _ => [36, 6, 1].map(|place| LEVELS[usize::from(index.saturating_sub(16) / place % 6)]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn detected(is_terminal: bool, variables: &[(&str, &str)]) -> TerminalOptions {
+        TerminalOptions::from_environment(is_terminal, |name| {
+            variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string())
+        })
+    }
+
+    #[test]
+    fn a_file_or_pipe_gets_plain_text_without_limits() {
+        let variables = [("TERM", "xterm-256color"), ("COLORTERM", "truecolor"), ("COLUMNS", "40")];
+        assert_eq!(detected(false, &variables), TerminalOptions::default());
+    }
+
+    #[test]
+    fn the_environment_says_how_many_colours_there_are() {
+        let color = |variables: &[(&str, &str)]| detected(true, variables).color;
+        assert_eq!(color(&[("TERM", "xterm-256color")]), Color::Ansi256);
+        assert_eq!(color(&[("TERM", "xterm-256color"), ("COLORTERM", "truecolor")]), Color::TrueColor);
+        assert_eq!(color(&[("TERM", "xterm"), ("COLORTERM", "24bit")]), Color::TrueColor);
+        assert_eq!(color(&[("TERM", "xterm-direct")]), Color::TrueColor);
+        assert_eq!(color(&[("TERM", "vt100")]), Color::None);
+        assert_eq!(color(&[("TERM", "dumb"), ("COLORTERM", "truecolor")]), Color::None);
+        assert_eq!(color(&[]), Color::None);
+        assert_eq!(color(&[("TERM", "xterm-256color"), ("NO_COLOR", "1")]), Color::None);
+        assert_eq!(color(&[("TERM", "xterm-256color"), ("NO_COLOR", "")]), Color::Ansi256);
+    }
+
+    #[test]
+    fn columns_gives_the_width_and_80_stands_in_for_it() {
+        let width = |columns| detected(true, &[("TERM", "xterm"), ("COLUMNS", columns)]).max_width;
+        assert_eq!([width("132"), width("0"), width("wide")], [Some(132), Some(80), Some(80)]);
+        assert_eq!(detected(true, &[]).max_width, Some(80));
+    }
+
+    #[test]
+    fn the_ramp_of_256_colours_grows_lighter() {
+        let sum =
+            |index| xterm(index).iter().zip([2126u32, 7152, 722]).map(|(&c, w)| u32::from(c).pow(2) * w).sum::<u32>();
+        assert!(RAMP.map(sum).is_sorted_by(|a, b| a < b), "{:?}", RAMP.map(sum));
+        assert_eq!([xterm(16), xterm(231), xterm(24), xterm(250)], [[0; 3], [255; 3], [0, 95, 135], [188; 3]]);
+    }
+}

@@ -1,0 +1,8 @@
+//! The examples, run as a user runs them: real processes, their output and their exit codes.
+
+mod checkpoints;
+#[path = "../common/mod.rs"]
+mod common;
+mod misuse;
+mod output;
+mod process;

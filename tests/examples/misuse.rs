@@ -1,0 +1,117 @@
+//! Bad input to `tokenize_attend` ends with one line that says what to do.
+
+use crate::process::{SENTENCE, run};
+
+/// Arguments, exit code, and a part of the one line on stderr.
+const TABLE: &[(&[&str], i32, &str)] = &[
+    (&[], 2, "the following required arguments were not provided: <TEXTS>..."),
+    (&["hello", "--bogus"], 2, "unexpected argument '--bogus' found"),
+    (&["hello", "--dtype", "f99"], 2, "expected f32, f16, bf16 or f64"),
+    (&["hello", "--device", "tpu"], 2, "invalid value 'tpu' for '--device"),
+    (&["hello", "--head", "-1"], 2, "'-1'"),
+    (&["hello", "--layout", "book"], 2, "--weights"),
+    (&["hello", "--weights", "a", "--model", "b"], 2, "cannot be used with"),
+    (&["hello", "--layout", "buch", "--weights", "a"], 2, "unknown layout \"buch\", expected one of: canonical, book,"),
+    (
+        &["hello world how are you?"],
+        1,
+        "word 4 (counted from 0), \"you?\", is not in the vocabulary: did you mean \"you\"?",
+    ),
+    (&["hello world how are you?"], 1, "or run with --punctuation, which splits it off"),
+    (&["Hello"], 1, "did you mean \"hello\"?"),
+    (&[""], 1, "text 1 is empty; give at least one word"),
+    (&["hello", "  "], 1, "text 2 is empty; give at least one word"),
+    (&["hello", "nowhere"], 1, "text 1 of the batch"),
+    (&["hello", "--head", "16"], 1, "head 16 is not below the number of heads 16"),
+    (&["hello", "--layer", "1"], 1, "--layer 1 is out of range: there are 1, numbered from 0"),
+    (&["hello", "--model", "nowhere"], 1, "there is no folder nowhere here or in models/"),
+    (&["hello", "--model", "src"], 1, "give a folder with a config.json"),
+    (&["hello", "--weights", "nowhere.safetensors"], 1, "cannot read nowhere.safetensors"),
+    (&["hello", "--weights", "README.md"], 1, "README.md is neither a safetensors file nor a .pth file"),
+    (&["hello", "--weights", "models/d2l_additive/model.safetensors"], 1, "AdditiveAttention"),
+    (
+        &["hello", "--weights", "models/book_mha/model.safetensors"],
+        1,
+        "does not tell the number of heads; say it with --heads",
+    ),
+    (&["hello", "--weights", "models/book_mha/model.safetensors", "--heads", "0"], 1, "num_heads (at least 1)"),
+    (&["hello", "--weights", "models/book_mha/model.safetensors", "--heads", "5"], 1, "no multiple of 5"),
+    (&["hello", "--weights", "models/frontend_embedding/model.safetensors"], 1, "holds no attention layer"),
+    (
+        &["hello", "--weights", "models/raw_square/model.safetensors", "--heads", "1"],
+        1,
+        "`raw:book` or as `raw-transposed:book`",
+    ),
+    (&["hello", "--tokenizer", "nowhere.json"], 1, "nowhere.json"),
+    (&["hello", "--tokenizer", "README.md"], 1, "README.md"),
+    (&["hello world how are you ? hello", "--model", "book_mha"], 1, "7 positions are more than the context length 6"),
+];
+
+#[test]
+fn mistakes_end_with_one_line_that_says_what_to_do() {
+    for (args, code, expected) in TABLE {
+        let run = run(args);
+        assert_eq!(run.code, Some(*code), "{args:?}: {}{}", run.stdout, run.stderr);
+        assert_eq!(run.stdout, "", "{args:?}");
+        assert!(run.stderr.starts_with("error: "), "{args:?}: {}", run.stderr);
+        assert_eq!(run.stderr.lines().count(), 1, "{args:?}: {}", run.stderr);
+        assert!(run.stderr.contains(expected), "{args:?}: {}", run.stderr);
+    }
+}
+
+#[test]
+fn an_absent_device_is_one_line() {
+    for device in ["cuda", "metal"] {
+        let run = run(&["hello", "--device", device]);
+        if run.code == Some(0) {
+            eprintln!("skipped: there is a {device} device");
+            continue;
+        }
+        assert_eq!((run.code, run.stderr.lines().count()), (Some(1), 1), "{}", run.stderr);
+        assert!(run.stderr.contains(&format!("no {device} device: ")), "{}", run.stderr);
+        assert!(run.stderr.contains("try `--device cpu`"), "{}", run.stderr);
+    }
+}
+
+#[test]
+fn help_is_no_error() {
+    let run = run(&["--help"]);
+    assert_eq!((run.code, run.stderr.as_str()), (Some(0), ""));
+    for option in
+        ["--model", "--weights", "--model-id", "--tokenizer", "--device", "--dtype", "--causal", "--plot", "--json"]
+    {
+        assert!(run.stdout.contains(option), "{option} is not in the help");
+    }
+}
+
+#[cfg(not(feature = "plot"))]
+#[test]
+fn pictures_name_the_feature_they_need() {
+    let run = run(&[SENTENCE, "--plot", "a.svg"]);
+    assert_eq!((run.code, run.stderr.lines().count()), (Some(1), 1));
+    assert!(run.stderr.contains("--features plot"), "{}", run.stderr);
+}
+
+#[cfg(feature = "plot")]
+#[test]
+fn a_picture_of_another_format_is_refused() {
+    let run = run(&[SENTENCE, "--plot", "a.gif"]);
+    assert_eq!((run.code, run.stderr.lines().count()), (Some(1), 1));
+    assert!(run.stderr.contains("expected svg or png"), "{}", run.stderr);
+}
+
+#[cfg(not(feature = "hub"))]
+#[test]
+fn the_hub_names_the_feature_it_needs() {
+    let run = run(&[SENTENCE, "--model-id", "google-bert/bert-base-uncased"]);
+    assert_eq!((run.code, run.stderr.lines().count()), (Some(1), 1));
+    assert!(run.stderr.contains("--features hub"), "{}", run.stderr);
+}
+
+#[cfg(feature = "hub")]
+#[test]
+fn a_malformed_model_id_is_refused_before_any_request() {
+    let run = run(&[SENTENCE, "--model-id", "../evil"]);
+    assert_eq!((run.code, run.stderr.lines().count()), (Some(1), 1));
+    assert!(run.stderr.contains("[hub]"), "{}", run.stderr);
+}

@@ -1,0 +1,83 @@
+//! Building and running `tokenize_attend`.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+use candle_core::{Device, Tensor};
+
+pub const SENTENCE: &str = "hello world how are you ?";
+
+/// What a run left behind.
+pub struct Run {
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+/// The example's executable, built with this test's features.
+fn executable() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let mut features = Vec::new();
+        for (name, on) in [("plot", cfg!(feature = "plot")), ("hub", cfg!(feature = "hub"))] {
+            if on {
+                features.push(name);
+            }
+        }
+        let test = std::env::current_exe().expect("a test knows its own path");
+        let profile = test.ancestors().nth(2).expect("tests lie in <target>/<profile>/deps");
+        let target = profile.parent().expect("a profile lies in the target folder");
+        let mut build = Command::new(env!("CARGO"));
+        build.args(["build", "--quiet", "--example", "tokenize_attend", "--features", &features.join(",")]);
+        if profile.ends_with("release") {
+            build.arg("--release");
+        }
+        let built = build.arg("--target-dir").arg(target).current_dir(env!("CARGO_MANIFEST_DIR")).status();
+        assert!(built.expect("cargo runs").success(), "the example builds");
+        profile.join("examples").join(format!("tokenize_attend{}", std::env::consts::EXE_SUFFIX))
+    })
+}
+
+/// Runs the example in the package's folder. Backtraces are asked for, since a user may have them on.
+pub fn run(args: &[&str]) -> Run {
+    let output = Command::new(executable())
+        .args(args)
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .env("RUST_BACKTRACE", "1")
+        .env_remove("NO_COLOR")
+        .output()
+        .expect("the example starts");
+    Run {
+        code: output.status.code(),
+        stdout: String::from_utf8(output.stdout).expect("output is UTF-8"),
+        stderr: String::from_utf8(output.stderr).expect("errors are UTF-8"),
+    }
+}
+
+/// A run that has to succeed, as the JSON it prints.
+#[track_caller]
+pub fn json(args: &[&str]) -> serde_json::Value {
+    let run = run(&[args, &["--json"]].concat());
+    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    assert_eq!(run.stderr, "");
+    serde_json::from_str(&run.stdout).expect("--json prints JSON")
+}
+
+/// A nested list of numbers as a tensor.
+pub fn tensor(value: &serde_json::Value) -> Tensor {
+    fn walk(value: &serde_json::Value, depth: usize, dims: &mut Vec<usize>, flat: &mut Vec<f64>) {
+        match value.as_array() {
+            Some(list) => {
+                if dims.len() == depth {
+                    dims.push(list.len());
+                }
+                list.iter().for_each(|inner| walk(inner, depth + 1, dims, flat));
+            }
+            None => flat.push(value.as_f64().expect("a number")),
+        }
+    }
+    let (mut dims, mut flat) = (Vec::new(), Vec::new());
+    walk(value, 0, &mut dims, &mut flat);
+    Tensor::from_vec(flat, dims, &Device::Cpu).expect("the list is regular")
+}

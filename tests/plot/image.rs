@@ -1,0 +1,247 @@
+//! Heat maps as SVG and PNG.
+
+use super::*;
+use std::io::Cursor;
+
+/// An element `<rect>` of an SVG: left, top, width, height, fill.
+#[derive(Debug, Clone, PartialEq)]
+struct Rect {
+    x: usize,
+    y: usize,
+    w: usize,
+    h: usize,
+    fill: String,
+}
+
+fn attribute<'a>(element: &'a str, name: &str) -> Option<&'a str> {
+    element.split_once(&format!(" {name}=\""))?.1.split('"').next()
+}
+
+fn number(element: &str, name: &str) -> usize {
+    attribute(element, name).and_then(|value| value.parse().ok()).unwrap_or(usize::MAX)
+}
+
+fn rects(svg: &str) -> Vec<Rect> {
+    let elements = svg.lines().filter(|line| line.starts_with("<rect "));
+    elements
+        .map(|line| Rect {
+            x: number(line, "x"),
+            y: number(line, "y"),
+            w: number(line, "width"),
+            h: number(line, "height"),
+            fill: attribute(line, "fill").unwrap_or_default().to_string(),
+        })
+        .collect()
+}
+
+/// Of all panels in order: what is as large as the first rectangle after the ground and the first frame.
+fn cells(svg: &str) -> Vec<Rect> {
+    let rects = rects(svg);
+    rects.iter().filter(|rect| (rect.w, rect.h) == (rects[2].w, rects[2].h)).cloned().collect()
+}
+
+/// The `<text>` elements as they are written in the file.
+fn texts(svg: &str) -> Vec<&str> {
+    svg.split("<text ").skip(1).filter_map(|text| Some(text.split_once(">\n")?.1.split_once("\n</text>")?.0)).collect()
+}
+
+fn size(svg: &str) -> (usize, usize) {
+    let root = svg.lines().next().unwrap_or_default();
+    (number(root, "width"), number(root, "height"))
+}
+
+struct Pixels {
+    size: (usize, usize),
+    rgb: Vec<u8>,
+}
+
+impl Pixels {
+    fn decode(png: &[u8]) -> Self {
+        let mut reader = png::Decoder::new(Cursor::new(png)).read_info().unwrap();
+        let mut rgb = vec![0; reader.output_buffer_size().unwrap()];
+        let info = reader.next_frame(&mut rgb).unwrap();
+        assert_eq!((info.color_type, info.bit_depth), (png::ColorType::Rgb, png::BitDepth::Eight));
+        Self { size: (info.width as usize, info.height as usize), rgb }
+    }
+
+    fn at(&self, x: usize, y: usize) -> String {
+        let start = 3 * (y * self.size.0 + x);
+        self.rgb[start..start + 3].iter().fold(String::from("#"), |hex, byte| format!("{hex}{byte:02X}"))
+    }
+}
+
+const HELLO: [&str; 6] = ["hello", "world", "how", "are", "<pad>", "\"&'\x1b"];
+
+#[test]
+fn an_svg_has_a_panel_for_each_head_with_its_cells_labels_and_title() -> Result<()> {
+    let map = HeatMap::new(&many(16, 6, 6)?)?.with_tokens(&HELLO)?.with_title("a < b & c");
+    let svg = map.to_svg(Heads::All)?;
+    assert_eq!(cells(&svg).len(), 16 * 36);
+    let texts = texts(&svg);
+    for head in 0..16 {
+        assert_eq!(texts.iter().filter(|text| **text == format!("head {head}")).count(), 1);
+    }
+    assert_eq!(texts.iter().filter(|text| **text == "a &lt; b &amp; c").count(), 1);
+    // The grid is 4 x 4: query labels at the left of 4 panels, key labels below 4.
+    for label in ["hello", "&lt;pad&gt;", "&quot;&amp;&apos;\\u{1b}"] {
+        assert_eq!(texts.iter().filter(|text| **text == label).count(), 8, "{label}");
+    }
+    assert!(!svg.contains("<pad>") && !svg.contains(|c: char| c.is_control() && c != '\n'));
+    for text in svg.split("<text ").skip(1) {
+        assert!(attribute(&format!(" {text}"), "font-family").is_some_and(|family| family.ends_with(", monospace")));
+    }
+    assert_eq!(svg.matches('<').count(), svg.matches('>').count());
+    assert!(svg.starts_with("<svg ") && svg.trim_end().ends_with("</svg>"));
+    Ok(())
+}
+
+#[test]
+fn cells_are_coloured_by_their_weight() -> Result<()> {
+    let svg = HeatMap::new(&two_heads()?)?.to_svg(Heads::All)?;
+    let fills: Vec<_> = cells(&svg).into_iter().map(|cell| cell.fill).collect();
+    let weights = [1.0, 0.0, 0.25, 0.75, 0.5, 0.5, 0.25, 0.75];
+    assert_eq!(fills, weights.map(|weight| format!("#{:X}", colorous::VIRIDIS.eval_continuous(weight))));
+
+    let nan = Tensor::new(&[[f32::NAN, 1.0]], &Device::Cpu)?;
+    let svg = HeatMap::new(&nan)?.to_svg(Heads::All)?;
+    assert_eq!(cells(&svg)[0].fill, "#BBBBBB");
+    assert!(texts(&svg).contains(&"1 weight not finite, in grey"));
+    Ok(())
+}
+
+#[test]
+fn a_png_shows_what_the_svg_says() -> Result<()> {
+    for (heads, queries, keys) in [(16, 6, 6), (5, 12, 3), (8, 40, 40), (3, 1, 70)] {
+        let map = HeatMap::new(&many(heads, queries, keys)?)?.with_title("A title");
+        let svg = map.to_svg(Heads::All)?;
+        let png = Pixels::decode(&map.to_png(Heads::All)?);
+        assert_eq!(png.size, size(&svg));
+        let cells = cells(&svg);
+        assert_eq!(cells.len(), heads * queries * keys);
+        for cell in &cells {
+            // Numbers stand in the middle of a cell.
+            assert_eq!(png.at(cell.x, cell.y), cell.fill, "{cell:?}");
+            assert_eq!(png.at(cell.x + cell.w - 1, cell.y + cell.h - 1), cell.fill, "{cell:?}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn labels_are_drawn_into_the_png() -> Result<()> {
+    let weights = many(1, 6, 6)?;
+    let map = |token: &str| HeatMap::new(&weights)?.with_tokens(&[token; 6]);
+    let svg = map("hello")?.to_svg(Heads::All)?;
+    let [hello, jello] =
+        [map("hello")?, map("jello")?].map(|map| map.to_png(Heads::All).map(|png| Pixels::decode(&png)));
+    let (hello, jello) = (hello?, jello?);
+    let first = cells(&svg)[0].clone();
+    let dark = |png: &Pixels, rows: std::ops::Range<usize>| {
+        rows.map(|y| (0..first.x - 1).filter(|&x| png.at(x, y).as_str() < "#80").count()).sum::<usize>()
+    };
+    for row in 0..6 {
+        let rows = first.y + row * first.h..first.y + (row + 1) * first.h;
+        assert!(dark(&hello, rows.clone()) > 30, "row {row} has no label");
+    }
+    assert_ne!(hello.rgb, jello.rgb);
+    Ok(())
+}
+
+#[test]
+fn characters_that_the_font_lacks_are_noted_in_the_png_and_kept_in_the_svg() -> Result<()> {
+    let map = |token: &str| HeatMap::new(&many(1, 2, 2)?)?.with_tokens(&[token; 2]);
+    for covered in ["Ġthe", "▁мир", "␣naïve…", "◌", "α→β"] {
+        let map = map(covered)?;
+        assert_eq!(Pixels::decode(&map.to_png(Heads::All)?).size, size(&map.to_svg(Heads::All)?), "{covered}");
+    }
+    let map = map("你好")?;
+    let svg = map.to_svg(Heads::All)?;
+    assert_eq!(texts(&svg).iter().filter(|text| **text == "你好").count(), 4);
+    assert!(Pixels::decode(&map.to_png(Heads::All)?).size.1 > size(&svg).1);
+    Ok(())
+}
+
+#[test]
+fn the_grid_is_nearly_square_with_few_places_empty() -> Result<()> {
+    let grids =
+        [(1, 1), (2, 2), (3, 3), (4, 2), (5, 3), (6, 3), (7, 3), (8, 4), (9, 3), (12, 4), (16, 4), (32, 8), (64, 8)];
+    for (heads, columns) in grids {
+        let map = HeatMap::new(&many(heads, 6, 6)?)?;
+        let mut lefts: Vec<_> = cells(&map.to_svg(Heads::All)?).iter().step_by(36).map(|cell| cell.x).collect();
+        assert_eq!(lefts.len(), heads);
+        lefts.sort_unstable();
+        lefts.dedup();
+        assert_eq!(lefts.len(), columns, "{heads} heads");
+    }
+    Ok(())
+}
+
+#[test]
+fn pictures_keep_to_a_sensible_size_with_nothing_outside_and_no_panel_over_another() -> Result<()> {
+    for heads in [1, 2, 5, 7, 8, 16, 64] {
+        for (queries, keys) in [(6, 6), (1, 64), (40, 3), (64, 64)] {
+            let tokens: Vec<_> = (0..keys).map(|i| format!("token{i}")).collect();
+            let map = HeatMap::new(&many(heads, queries, keys)?)?.with_key_tokens(&tokens)?;
+            let svg = map.to_svg(Heads::All)?;
+            let (w, h) = size(&svg);
+            assert!((200..=4000).contains(&w) && (150..=4000).contains(&h), "{heads} x {queries} x {keys}: {w} x {h}");
+            let cells = cells(&svg);
+            assert_eq!(cells.len(), heads * queries * keys);
+            assert!(rects(&svg).iter().all(|rect| rect.x + rect.w <= w && rect.y + rect.h <= h));
+            let mut corners: Vec<_> = cells.iter().map(|cell| (cell.x, cell.y)).collect();
+            corners.sort_unstable();
+            corners.dedup();
+            assert_eq!(corners.len(), cells.len());
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn labels_are_thinned_with_a_note_where_cells_are_small() -> Result<()> {
+    let tokens: Vec<_> = (0..64).map(|i| format!("t{i}")).collect();
+    let weights = many(64, 64, 64)?;
+    let svg = HeatMap::new(&weights)?.with_tokens(&tokens)?.to_svg(Heads::All)?;
+    let texts = texts(&svg);
+    assert!(texts.contains(&"queries: 1 token in 2 is labelled") && texts.contains(&"keys: 1 token in 2 is labelled"));
+    assert!(texts.contains(&"t0") && !texts.contains(&"t1") && texts.contains(&"t62"));
+    Ok(())
+}
+
+#[test]
+fn a_picture_that_would_be_too_large_is_an_error() -> Result<()> {
+    let wide = HeatMap::new(&many(1, 1, 4100)?)?;
+    let expected =
+        "[heat_map] 1 panel of 1 x 4100 weights do not fit in 4000 x 4000 pixels: draw fewer heads, or fewer tokens";
+    assert_eq!(error(wide.to_png(Heads::All)), expected);
+    assert_eq!(error(wide.to_svg(Heads::All)), expected);
+    let fine = HeatMap::new(&many(1, 600, 600)?)?;
+    assert_eq!(
+        error(fine.to_svg(Heads::Mean)),
+        "[heat_map] 360000 weights are too many for an SVG, which may hold 300000: make a PNG"
+    );
+    assert_eq!(error(fine.to_png(Heads::One(1))), "[heat_map] head 1 is not below the number of heads 1");
+    assert_eq!(error(fine.to_svg(Heads::One(1))), "[heat_map] head 1 is not below the number of heads 1");
+    Ok(())
+}
+
+#[test]
+fn save_takes_the_format_from_the_extension() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let map = HeatMap::new(&two_heads()?)?;
+    let path = |name: &str| folder.path().join(name);
+    map.save(path("map.PNG"), Heads::All)?;
+    assert_eq!(std::fs::read(path("map.PNG"))?, map.to_png(Heads::All)?);
+    map.save(path("map.svg"), Heads::Mean)?;
+    assert_eq!(std::fs::read_to_string(path("map.svg"))?, map.to_svg(Heads::Mean)?);
+    assert_eq!(
+        error(map.save("map.jpg", Heads::All)),
+        "[heat_map] the extension of map.jpg is \"jpg\"; expected svg or png"
+    );
+    assert_eq!(error(map.save("map", Heads::All)), "[heat_map] the extension of map is \"\"; expected svg or png");
+    let missing = path("no/map.svg");
+    assert!(
+        error(map.save(&missing, Heads::All)).starts_with(&format!("[heat_map] cannot write {}: ", missing.display()))
+    );
+    Ok(())
+}

@@ -1,0 +1,303 @@
+//! Heat maps of attention weights.
+
+#[cfg(feature = "plot")]
+mod image;
+
+use candle_attention::plot::{Color, Heads, HeatMap, TerminalOptions};
+use candle_core::{DType, Device, Result, Tensor};
+use proptest::prelude::*;
+use unicode_width::UnicodeWidthStr;
+
+const PLAIN: TerminalOptions = TerminalOptions { color: Color::None, max_width: None, max_rows: None };
+
+/// (2, 2, 2), every number exact in every float dtype.
+fn two_heads() -> Result<Tensor> {
+    Tensor::new(&[[[1f32, 0.0], [0.25, 0.75]], [[0.5, 0.5], [0.25, 0.75]]], &Device::Cpu)
+}
+
+/// (heads, queries, keys), each row a distribution with its own peak.
+fn many(heads: usize, queries: usize, keys: usize) -> Result<Tensor> {
+    let count = heads * queries * keys;
+    let scores = (0..count).map(|i| ((i * 7919 + i / keys * 31) % 101) as f32 / 12.0);
+    let scores = Tensor::from_iter(scores, &Device::Cpu)?.reshape((heads, queries, keys))?;
+    candle_nn::ops::softmax_last_dim(&scores)
+}
+
+/// The message, without the backtrace that candle adds where the environment asks for one.
+fn error<T>(result: Result<T>) -> String {
+    match result {
+        Ok(_) => String::from("no error"),
+        Err(error) => error.to_string().lines().next().unwrap_or_default().to_string(),
+    }
+}
+
+/// The lines of the only panel: the header and the rows.
+fn matrix(text: &str, rows: usize) -> Vec<&str> {
+    text.lines().skip_while(|line| !line.starts_with("mean of")).skip(1).take(rows + 1).collect()
+}
+
+#[test]
+fn a_small_map_reads_as_drawn() -> Result<()> {
+    let map = HeatMap::new(&two_heads()?)?.with_tokens(&["hello", "world"])?.with_title("Layer 0");
+    let lines = [
+        "Layer 0",
+        "mean of 2 heads",
+        "      hello world ",
+        "hello ██.75 ▒▒.25 ",
+        "world ▒▒.25 ██.75 ",
+        "░ to 0.188, ▒ to 0.375, ▓ to 0.562, █ to 0.75, blank is exactly 0",
+        "rows are queries, columns are keys",
+    ];
+    assert_eq!(map.to_terminal(Heads::Mean, &PLAIN)?, lines.join("\n"));
+    Ok(())
+}
+
+#[test]
+fn all_heads_share_one_scale_and_one_legend() -> Result<()> {
+    let text = HeatMap::new(&two_heads()?)?.to_terminal(Heads::All, &PLAIN)?;
+    let lines = [
+        "head 0 of 2",
+        "   0    1   ",
+        "0 █1.0    0 ",
+        "1 ░.25 ▓.75 ",
+        "",
+        "head 1 of 2",
+        "   0    1   ",
+        "0 ▒.50 ▒.50 ",
+        "1 ░.25 ▓.75 ",
+        "░ to 0.25, ▒ to 0.5, ▓ to 0.75, █ to 1, blank is exactly 0",
+        "rows are queries, columns are keys",
+    ];
+    assert_eq!(text, lines.join("\n"));
+    Ok(())
+}
+
+#[test]
+fn one_head_is_drawn_on_its_own_scale() -> Result<()> {
+    let text = HeatMap::new(&two_heads()?)?.to_terminal(Heads::One(1), &PLAIN)?;
+    assert!(text.starts_with("head 1 of 2\n"), "{text}");
+    assert!(text.contains("\n0 ▓.50 ▓.50 \n"), "{text}");
+    assert!(text.contains("█ to 0.75,"), "{text}");
+    Ok(())
+}
+
+#[test]
+fn an_exact_zero_is_told_from_a_small_weight() -> Result<()> {
+    let weights = Tensor::new(&[[0.0f32, 0.001, 0.999]], &Device::Cpu)?;
+    let text = HeatMap::new(&weights)?.to_terminal(Heads::Mean, &PLAIN)?;
+    assert!(text.contains("\n0    0 ░.00 █1.0 \n"), "{text}");
+    Ok(())
+}
+
+#[test]
+fn cells_have_a_ground_of_viridis_and_the_number_that_stands_out_from_it() -> Result<()> {
+    let map = HeatMap::new(&two_heads()?)?;
+    let options = TerminalOptions { color: Color::TrueColor, ..PLAIN };
+    let text = map.to_terminal(Heads::One(0), &options)?;
+    let [low, high] =
+        [0.0, 1.0].map(|t| colorous::VIRIDIS.eval_continuous(t).into_array().map(|c| c.to_string()).join(";"));
+    assert!(text.contains(&format!(
+        "\n0 \x1b[38;2;0;0;0;48;2;{high}m 1.0 \x1b[0m\x1b[38;2;255;255;255;48;2;{low}m   0 \x1b[0m\n"
+    )));
+    assert_eq!(text.lines().rev().nth(1).map(|line| line.matches('m').count()), Some(48), "24 steps of the scale");
+
+    let text = map.to_terminal(Heads::One(0), &TerminalOptions { color: Color::Ansi256, ..PLAIN })?;
+    assert!(text.contains("\n0 \x1b[38;5;16;48;5;220m 1.0 \x1b[0m\x1b[38;5;231;48;5;53m   0 \x1b[0m\n"), "{text:?}");
+    Ok(())
+}
+
+#[test]
+fn any_float_dtype_layout_and_leading_batch_of_one_give_the_same_map() -> Result<()> {
+    let weights = two_heads()?;
+    let expected = HeatMap::new(&weights)?.to_terminal(Heads::All, &PLAIN)?;
+    for dtype in [DType::F16, DType::BF16, DType::F64, DType::F8E4M3] {
+        assert_eq!(HeatMap::new(&weights.to_dtype(dtype)?)?.to_terminal(Heads::All, &PLAIN)?, expected, "{dtype:?}");
+    }
+    let strided = weights.transpose(0, 2)?.contiguous()?.transpose(0, 2)?;
+    assert!(!strided.is_contiguous());
+    assert_eq!(HeatMap::new(&strided)?.to_terminal(Heads::All, &PLAIN)?, expected);
+    assert_eq!(HeatMap::new(&strided.unsqueeze(0)?)?.to_terminal(Heads::All, &PLAIN)?, expected);
+    let batch = Tensor::stack(&[weights.zeros_like()?, weights], 0)?;
+    assert_eq!(HeatMap::from_batch(&batch, 1)?.to_terminal(Heads::All, &PLAIN)?, expected);
+    Ok(())
+}
+
+#[test]
+fn tokens_cannot_break_out_of_their_label() -> Result<()> {
+    let tokens =
+        ["a\nb", "\x1b[31m", "\u{202e}abc", "Ġthe", "▁of", " in ", "", "\\n", "\u{301}x", "e\u{301}", "\u{9b}2J"];
+    let n = tokens.len();
+    let map = HeatMap::new(&many(1, n, n)?)?.with_tokens(&tokens)?.with_title("t\x07\r\n");
+    let text = map.to_terminal(Heads::Mean, &PLAIN)?;
+    assert_eq!(text.lines().next(), Some(r"t\u{7}\r\n"));
+    assert!(!text.contains(|c: char| c.is_control() && c != '\n' || c == '\u{202e}'), "{text:?}");
+    let labels: Vec<_> =
+        matrix(&text, n).iter().skip(1).filter_map(|line| line.get(..line.find(['░', '▒', '▓', '█'])?)).collect();
+    let labels: Vec<_> = labels.into_iter().map(str::trim).collect();
+    let expected = [
+        r"a\nb",
+        r"\u{1b}[31m",
+        r"\u{202e}abc",
+        "Ġthe",
+        "▁of",
+        "␣in␣",
+        "\"\"",
+        r"\\n",
+        "◌\u{301}x",
+        "e\u{301}",
+        r"\u{9b}2J",
+    ];
+    assert_eq!(labels, expected);
+    Ok(())
+}
+
+#[test]
+fn long_and_wide_labels_are_cut_to_whole_characters() -> Result<()> {
+    let map = HeatMap::new(&many(1, 2, 2)?)?.with_tokens(&["你好世界你好世界你好", "supercalifragilistic"])?;
+    let text = map.to_terminal(Heads::Mean, &PLAIN)?;
+    let lines = matrix(&text, 2);
+    assert_eq!(lines[0], "                 你好世界…  supercali… ");
+    assert!(lines[1].starts_with(" 你好世界你好世… "), "{text}");
+    assert!(lines[2].starts_with("supercalifragil… "), "{text}");
+    Ok(())
+}
+
+proptest! {
+    #[test]
+    fn lines_of_a_matrix_are_equally_wide_and_within_the_limit(
+        tokens in prop::collection::vec(any::<String>(), 1..12),
+        max_width in prop::option::of(16usize..90),
+        max_rows in prop::option::of(1usize..12),
+    ) {
+        let n = tokens.len();
+        let options = TerminalOptions { max_width, max_rows, ..PLAIN };
+        let map = HeatMap::new(&many(1, n, n).unwrap()).unwrap().with_tokens(&tokens).unwrap();
+        let text = map.to_terminal(Heads::Mean, &options).unwrap();
+        let rows = max_rows.map_or(n, |max_rows| if max_rows < n { max_rows + 1 } else { n });
+        let lines = matrix(&text, rows);
+        prop_assert_eq!(lines.len(), rows + 1);
+        for line in &lines {
+            prop_assert_eq!(line.width(), lines[0].width(), "{}", text);
+        }
+        for line in text.lines() {
+            prop_assert!(max_width.is_none_or(|max_width| line.width() <= max_width), "{}", text);
+        }
+    }
+}
+
+#[test]
+fn keys_and_queries_that_do_not_fit_are_left_out_of_the_middle_and_counted() -> Result<()> {
+    let options = TerminalOptions { max_width: Some(34), max_rows: Some(4), ..PLAIN };
+    let text = HeatMap::new(&many(1, 64, 50)?)?.to_terminal(Heads::Mean, &options)?;
+    let lines = matrix(&text, 5);
+    assert_eq!(lines[0], "    0    1    2   …  48   49  ");
+    let labels: Vec<_> = lines.iter().skip(1).map(|line| line.get(..2).unwrap_or("…")).collect();
+    assert_eq!(labels, [" 0", " 1", "…", "62", "63"]);
+    assert!(text.contains("\n… 60 queries not shown (2 to 61 of\n64)\n… 45 keys not shown (3 to 47 of\n50)"), "{text}");
+
+    let all = HeatMap::new(&many(1, 64, 50)?)?.to_terminal(Heads::Mean, &PLAIN)?;
+    assert!(!all.contains('…'));
+    assert_eq!(matrix(&all, 64)[64].matches('.').count(), 50);
+    Ok(())
+}
+
+#[test]
+fn limits_without_room_for_anything_are_errors() -> Result<()> {
+    let map = HeatMap::new(&many(1, 2, 2)?)?.with_tokens(&["hello", "world"])?;
+    let narrow = |max_width| map.to_terminal(Heads::Mean, &TerminalOptions { max_width: Some(max_width), ..PLAIN });
+    assert_eq!(error(narrow(9)), "[heat_map] max_width is 9 columns; the row labels and one key need 11");
+    assert!(narrow(11).is_ok());
+    assert!(error(narrow(0)).starts_with("[heat_map] max_width is 0 columns;"));
+    let rows = TerminalOptions { max_rows: Some(0), ..PLAIN };
+    assert_eq!(error(map.to_terminal(Heads::Mean, &rows)), "[heat_map] max_rows is 0; expected at least 1");
+    Ok(())
+}
+
+#[test]
+fn what_cannot_be_drawn_is_an_error_that_says_why() -> Result<()> {
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu);
+    let new = |shape: &[usize]| error(zeros(shape).and_then(|weights| HeatMap::new(&weights)));
+    assert_eq!(
+        new(&[4, 2, 3, 3]),
+        "[heat_map] the weights have a batch of 4: choose one sequence, as HeatMap::from_batch(&weights, 0) does"
+    );
+    let expected = "expected (T_q, T_kv), (H, T_q, T_kv) or (1, H, T_q, T_kv)";
+    assert_eq!(new(&[3]), format!("[heat_map] the weights have shape [3]; {expected}"));
+    assert_eq!(new(&[1, 1, 1, 2, 2]), format!("[heat_map] the weights have shape [1, 1, 1, 2, 2]; {expected}"));
+    for shape in [[0, 2, 2], [2, 0, 2], [2, 2, 0]] {
+        assert_eq!(new(&shape), format!("[heat_map] nothing to draw: the weights have shape {shape:?}"));
+    }
+    let integers = Tensor::zeros((2, 2), DType::U32, &Device::Cpu)?;
+    assert_eq!(error(HeatMap::new(&integers)), "[heat_map] the weights are u32; expected a float dtype");
+    assert_eq!(
+        error(HeatMap::from_batch(&zeros(&[2, 2, 3, 3])?, 2)),
+        "[heat_map] sequence 2 is not below the batch size 2"
+    );
+    assert_eq!(
+        error(HeatMap::from_batch(&zeros(&[2, 3, 3])?, 0)),
+        "[heat_map] the weights have shape [2, 3, 3]; expected (B, H, T_q, T_kv)"
+    );
+    let map = HeatMap::new(&zeros(&[16, 2, 3])?)?;
+    assert_eq!(
+        error(map.to_terminal(Heads::One(16), &PLAIN)),
+        "[heat_map] head 16 is not below the number of heads 16"
+    );
+    assert_eq!(error(map.clone().with_query_tokens(&["a"])), "[heat_map] 1 query tokens for 2 queries");
+    assert_eq!(error(map.clone().with_key_tokens(&["a"; 4])), "[heat_map] 4 key tokens for 3 keys");
+    assert_eq!(
+        error(map.clone().with_tokens(&["a", "b"])),
+        "[heat_map] one list of 2 tokens cannot label both 2 queries and 3 keys: use with_query_tokens and with_key_tokens"
+    );
+    for max in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+        let expected = format!("[heat_map] the scale cannot end at {max}; expected a finite number above 0");
+        assert_eq!(error(map.clone().with_scale_max(max)), expected);
+    }
+    Ok(())
+}
+
+#[test]
+fn weights_outside_of_0_to_1_stretch_the_scale_and_are_named() -> Result<()> {
+    let weights = Tensor::new(&[[1.25f32, -0.5], [f32::NAN, f32::NEG_INFINITY]], &Device::Cpu)?;
+    let text = HeatMap::new(&weights)?.to_terminal(Heads::Mean, &PLAIN)?;
+    let lines = [
+        "mean of 1 head",
+        "    0     1   ",
+        "0 █ 1.2 ░-.50 ",
+        "1 ? nan ?-inf ",
+        "from -0.5 ░ to -0.0625, ▒ to 0.375, ▓ to 0.812, █ to 1.25, blank is exactly 0",
+        "rows are queries, columns are keys",
+        "2 weights not finite",
+        "weights reach 1.25: dropout in training leaves weights above 1",
+        "weights reach below 0, to -0.5",
+    ];
+    assert_eq!(text, lines.join("\n"));
+
+    let rounding = Tensor::new(&[[1.000_001f32, -1e-7]], &Device::Cpu)?;
+    let text = HeatMap::new(&rounding)?.to_terminal(Heads::Mean, &PLAIN)?;
+    assert!(!text.contains("weights reach"), "{text}");
+    Ok(())
+}
+
+#[test]
+fn a_scale_that_ends_early_counts_what_lies_above() -> Result<()> {
+    let map = HeatMap::new(&two_heads()?)?.with_scale_max(0.5)?;
+    let text = map.to_terminal(Heads::All, &PLAIN)?;
+    assert!(text.contains("▓ to 0.375, █ to 0.5,"), "{text}");
+    assert!(text.ends_with("\n3 weights above the scale's end 0.5"), "{text}");
+    assert!(text.contains("\n1 ▒.25 █.75 \n"), "{text}");
+    Ok(())
+}
+
+#[test]
+fn extreme_weights_are_drawn() -> Result<()> {
+    for row in [[0.0, 0.0], [f64::MAX, f64::MIN], [5e-324, 0.0], [f64::NAN, f64::NAN], [1e10, 3e5], [-1.0, -2.0]] {
+        let map = HeatMap::new(&Tensor::new(&[row], &Device::Cpu)?)?;
+        for color in [Color::None, Color::Ansi256, Color::TrueColor] {
+            let text = map.to_terminal(Heads::All, &TerminalOptions { color, ..PLAIN })?;
+            assert!(text.starts_with("head 0 of 1\n"), "{row:?}");
+        }
+        #[cfg(feature = "plot")]
+        assert!(map.to_svg(Heads::All)?.contains("<text") && !map.to_png(Heads::All)?.is_empty(), "{row:?}");
+    }
+    Ok(())
+}

@@ -1,0 +1,143 @@
+//! Padding, lengths and starts.
+
+use candle_attention::ValidLens;
+use candle_attention::text::{PaddingSide, SimpleTokenizer, TokenizerError};
+use candle_core::{DType, Device};
+use serde_json::json;
+
+use super::documents::{file, letters, load, padding};
+use super::{ids, message, tutorial};
+
+#[test]
+fn a_batch_is_padded_on_the_right() {
+    let batch = tutorial().encode_batch(&["hello", "how are you", ""]).unwrap();
+    assert_eq!(batch.ids(), [[1, 0, 0], [3, 4, 5], [0, 0, 0]]);
+    assert_eq!(batch.tokens()[0], ["hello", "<pad>", "<pad>"]);
+    assert_eq!(batch.lens(), [1, 3, 0]);
+    assert_eq!(batch.valid_lens().unwrap(), ValidLens::from(vec![1, 3, 0]));
+    assert_eq!(batch.starts(), ValidLens::from(vec![0, 0, 0]));
+    assert_eq!((batch.batch_size(), batch.seq_len(), batch.padding_side()), (3, 3, PaddingSide::Right));
+    let tensor = batch.ids_tensor(&Device::Cpu).unwrap();
+    assert_eq!((tensor.dtype(), tensor.dims()), (DType::U32, &[3, 3][..]));
+    assert_eq!(tensor.to_vec2::<u32>().unwrap(), batch.ids());
+}
+
+#[test]
+fn a_batch_of_one_length_needs_no_padding_token() {
+    let batch = SimpleTokenizer::from_words(["a", "b"]).unwrap().encode_batch(&["a b", "b b"]).unwrap();
+    assert_eq!(batch.ids(), [[0, 1], [1, 1]]);
+    assert_eq!(batch.valid_lens().unwrap(), ValidLens::from(vec![2, 2]));
+}
+
+#[test]
+fn texts_of_different_lengths_need_a_padding_token() {
+    assert_eq!(
+        message(SimpleTokenizer::from_words(["a", "b"]).unwrap().encode_batch(&["a", "b b b", "a a"])),
+        "[tokenizer] the batch's texts have 1 to 3 tokens, which takes a padding token: \
+         choose one with with_padding, or give texts of one length"
+    );
+}
+
+#[test]
+fn the_padding_token_is_the_usual_one_or_the_chosen_one() {
+    let pads = |words: &[&str]| SimpleTokenizer::from_words(words.to_vec()).unwrap().padding_token();
+    assert_eq!(pads(&["a", "[PAD]", "<pad>"]).as_deref(), Some("<pad>"));
+    assert_eq!(pads(&["a", "[PAD]"]).as_deref(), Some("[PAD]"));
+    assert_eq!(pads(&["a", "<PAD>"]), None);
+    let tokenizer = tutorial().with_padding("?").unwrap();
+    assert_eq!(tokenizer.encode_batch(&["you", "are you"]).unwrap().ids(), [[5, 6], [4, 5]]);
+}
+
+#[test]
+fn the_padding_token_must_be_in_the_vocabulary() {
+    assert_eq!(
+        message(tutorial().with_padding("[PAD]")),
+        "[tokenizer] the padding token \"[PAD]\" is not in the vocabulary: did you mean \"<pad>\"? Otherwise add it"
+    );
+}
+
+#[test]
+fn an_empty_batch_is_an_error() {
+    assert_eq!(message(tutorial().encode_batch::<&str>(&[])), "[tokenizer] the batch is empty: give at least one text");
+}
+
+#[test]
+fn a_batch_of_empty_texts_has_no_columns() {
+    for tokenizer in [tutorial(), SimpleTokenizer::from_words(["a"]).unwrap()] {
+        let batch = tokenizer.encode_batch(&["", " "]).unwrap();
+        assert_eq!(batch.ids_tensor(&Device::Cpu).unwrap().dims(), [2, 0]);
+        assert_eq!(batch.valid_lens().unwrap(), ValidLens::from(vec![0, 0]));
+        assert_eq!(batch.starts(), ValidLens::from(vec![0, 0]));
+    }
+}
+
+#[test]
+fn an_error_in_a_batch_names_the_first_text_that_fails() {
+    let texts: Vec<_> = (0..100).map(|i| if i < 40 { "hello" } else { "you you?" }).collect();
+    let error = tutorial().encode_batch(&texts).unwrap_err();
+    assert!(matches!(error, TokenizerError::InBatch { index: 40, .. }));
+    let text = message::<()>(Err(error));
+    assert!(text.starts_with("[tokenizer] word 1 (counted from 0), \"you?\", is not"), "{text}");
+    assert!(text.ends_with(" (text 40 of the batch, counted from 0)"), "{text}");
+}
+
+#[test]
+fn a_file_that_pads_on_the_left_gives_starts() {
+    let bytes = file(letters(), json!({"padding": padding("Left", json!("BatchLongest"), None)}));
+    let tokenizer = SimpleTokenizer::from_bytes(&bytes).unwrap();
+    let batch = tokenizer.encode_batch(&["a", "b c d", ""]).unwrap();
+    assert_eq!(batch.ids(), [[0, 0, 3], [4, 5, 6], [0, 0, 0]]);
+    assert_eq!(batch.tokens()[0], ["[PAD]", "[PAD]", "a"]);
+    assert_eq!((batch.lens(), batch.padding_side()), (&[1, 3, 0][..], PaddingSide::Left));
+    assert_eq!(batch.starts(), ValidLens::from(vec![2, 0, 3]));
+    // Also where there is no padding: the answer must not depend on the data.
+    for batch in [batch, tokenizer.encode_batch(&["a"]).unwrap()] {
+        assert_eq!(
+            message(batch.valid_lens()),
+            "[tokenizer] the batch is padded on the left, so lengths would hide the wrong tokens: \
+             use starts() for the mask, or with_padding_side(PaddingSide::Right)"
+        );
+    }
+    let right = tokenizer.with_padding_side(PaddingSide::Right).unwrap();
+    let batch = right.encode_batch(&["a", "b c d"]).unwrap();
+    assert_eq!(batch.ids(), [[3, 0, 0], [4, 5, 6]]);
+    assert_eq!(batch.valid_lens().unwrap(), ValidLens::from(vec![1, 3]));
+}
+
+#[test]
+fn a_padding_side_needs_a_padding_token() {
+    assert_eq!(
+        message(SimpleTokenizer::from_words(["a"]).unwrap().with_padding_side(PaddingSide::Left)),
+        "[tokenizer] there is no padding token to put on a side: choose one with with_padding first"
+    );
+    assert_eq!(
+        tutorial().with_padding_side(PaddingSide::Left).unwrap().encode_batch(&["you", "you ?"]).unwrap().ids(),
+        [[0, 5], [5, 6]]
+    );
+}
+
+#[test]
+fn fixed_and_multiple_padding_are_for_batches_only() {
+    let fixed = load(letters(), json!({"padding": padding("Right", json!({"Fixed": 4}), None)}));
+    assert_eq!(ids(&fixed, "a"), [3]);
+    assert_eq!(fixed.encode_batch(&["a", "b c"]).unwrap().ids(), [[3, 0, 0, 0], [4, 5, 0, 0]]);
+    assert_eq!(fixed.encode_batch(&["a", "b b b b b"]).unwrap().ids(), [[3, 0, 0, 0, 0], [4; 5]]);
+    let multiple = load(letters(), json!({"padding": padding("Right", json!("BatchLongest"), Some(4))}));
+    assert_eq!(ids(&multiple, "a"), [3]);
+    let batch = multiple.encode_batch(&["a", "b b b b b"]).unwrap();
+    assert_eq!((batch.seq_len(), batch.lens()), (8, &[1, 5][..]));
+    let zero = load(letters(), json!({"padding": padding("Right", json!("BatchLongest"), Some(0))}));
+    assert_eq!(zero.encode_batch(&["a", "b b"]).unwrap().seq_len(), 2);
+}
+
+#[test]
+fn padding_beyond_all_measure_is_refused() {
+    for padding in
+        [padding("Right", json!({"Fixed": usize::MAX}), None), padding("Right", json!("BatchLongest"), Some(1 << 25))]
+    {
+        assert!(
+            message(SimpleTokenizer::from_bytes(file(letters(), json!({"padding": padding}))))
+                .contains("beyond the limit of 16777216")
+        );
+    }
+}

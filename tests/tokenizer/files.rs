@@ -1,0 +1,139 @@
+//! To a file and back, and what a file may ask for.
+
+use candle_attention::ValidLens;
+use candle_attention::text::{PaddingSide, SimpleTokenizer, Split, TokenizerError};
+use serde_json::json;
+
+use super::documents::{assert_follows_the_crate, cls_and_sep, file, letters, load, padding, truncation};
+use super::{ids, message, save_and_load, tutorial};
+
+#[test]
+fn a_strict_tokenizer_stays_strict_through_a_file() {
+    let tokenizer = save_and_load(&SimpleTokenizer::from_words(["<unk>", "<pad>", "a"]).unwrap());
+    assert_eq!(tokenizer.words(), ["<unk>", "<pad>", "a"]);
+    assert_eq!(ids(&tokenizer, "a\x1ca"), [2, 2]);
+    assert!(matches!(tokenizer.encode("a b").unwrap_err(), TokenizerError::UnknownWord { position: 1, .. }));
+    assert!(tokenizer.encode("").unwrap().ids.is_empty());
+    assert_eq!(tokenizer.decode(&[2, 1]).unwrap(), "a <pad>");
+}
+
+#[test]
+fn all_choices_survive_a_file() {
+    let tokenizer = SimpleTokenizer::from_words(["<unk>", "<pad>", "a", "?"])
+        .unwrap()
+        .with_split(Split::Punctuation)
+        .with_unknown("<unk>")
+        .unwrap()
+        .with_padding("?")
+        .unwrap()
+        .with_padding_side(PaddingSide::Left)
+        .unwrap();
+    let loaded = save_and_load(&tokenizer);
+    for tokenizer in [&tokenizer, &loaded] {
+        let batch = tokenizer.encode_batch(&["a?x", "a"]).unwrap();
+        assert_eq!(batch.ids(), [[2, 3, 0], [3, 3, 2]]);
+        assert_eq!(batch.starts(), ValidLens::from(vec![0, 2]));
+    }
+    assert_eq!(loaded.to_string(), tokenizer.to_string());
+    assert_eq!(format!("{loaded:?}"), format!("{tokenizer:?}"));
+}
+
+#[test]
+fn a_loaded_file_is_saved_with_its_padding_and_truncation() {
+    let bytes = file(
+        letters(),
+        json!({"padding": padding("Left", json!({"Fixed": 4}), None), "truncation": truncation("Right", 5, 0)}),
+    );
+    let tokenizer = save_and_load(&SimpleTokenizer::from_bytes(&bytes).unwrap());
+    assert_eq!(tokenizer.encode_batch(&["a", "b c"]).unwrap().ids(), [[0, 0, 0, 3], [0, 0, 4, 5]]);
+    assert_eq!(ids(&tokenizer, "a a a a a a a"), [3; 5]);
+}
+
+#[test]
+fn files_that_cannot_be_read_or_written_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let missing = dir.path().join("missing/tokenizer.json");
+    assert!(
+        message(SimpleTokenizer::from_file(&missing)).starts_with(&format!("[tokenizer] cannot read {missing:?}: "))
+    );
+    assert!(message(tutorial().save(&missing)).starts_with(&format!("[tokenizer] cannot write {missing:?}: ")));
+}
+
+#[test]
+fn what_is_no_tokenizer_json_is_refused() {
+    let refused = "is not a tokenizer.json that can be used: ";
+    assert!(message(SimpleTokenizer::from_bytes(b"hello")).starts_with(&format!("[tokenizer] the input {refused}")));
+    assert!(message(SimpleTokenizer::from_bytes(br#"{"hello": 0}"#)).contains(refused));
+    assert!(message(SimpleTokenizer::from_bytes(file(json!({"type": "WordLevel"}), json!({})))).contains(refused));
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("vocab.txt");
+    std::fs::write(&path, "hello\nworld\n").unwrap();
+    assert!(message(SimpleTokenizer::from_file(&path)).starts_with(&format!("[tokenizer] {path:?} {refused}")));
+}
+
+#[test]
+fn truncation_follows_the_file() {
+    for direction in ["Right", "Left"] {
+        for max_length in 2..6 {
+            let parts = json!({"truncation": truncation(direction, max_length, 0), "post_processor": cls_and_sep()});
+            assert_follows_the_crate(&file(letters(), parts), &["a b c d", "a", ""]);
+        }
+    }
+    let parts = json!({"truncation": truncation("Left", 3, 1), "post_processor": cls_and_sep()});
+    let error = message(SimpleTokenizer::from_bytes(file(letters(), parts)));
+    assert!(error.ends_with("its truncation's stride 1 is not below the length 1 that it leaves"), "{error}");
+    let right = load(
+        letters(),
+        json!({"truncation": truncation("Right", 2, 1), "padding": padding("Right", json!("BatchLongest"), None)}),
+    );
+    assert_eq!(right.encode_batch(&["a b c d", "d"]).unwrap().ids(), [[3, 4], [6, 0]]);
+}
+
+#[test]
+fn unknown_words_are_found_from_the_side_that_truncation_keeps() {
+    let position = |direction: &str, text: &str| {
+        let tokenizer = load(letters(), json!({"truncation": truncation(direction, 3, 0)}));
+        match tokenizer.encode(text) {
+            Err(TokenizerError::UnknownWord { position, .. }) => Some(position),
+            Err(other) => panic!("{other}"),
+            Ok(_) => None,
+        }
+    };
+    assert_eq!(position("Right", "a x b x c d"), Some(1));
+    assert_eq!(position("Left", "a x b x c d"), Some(3));
+    // What is cut is not looked up, as in the crate.
+    assert_eq!(position("Right", "a b c x"), None);
+    assert_eq!(position("Left", "x a b c"), None);
+}
+
+#[test]
+fn truncation_to_fewer_tokens_than_the_special_ones_is_refused() {
+    let parts = json!({"truncation": truncation("Right", 1, 0), "post_processor": cls_and_sep()});
+    let error = message(SimpleTokenizer::from_bytes(file(letters(), parts)));
+    assert!(error.ends_with("it truncates to length 1 and adds 2 special tokens"), "{error}");
+}
+
+#[test]
+fn faults_on_which_the_crate_panics_are_errors() {
+    let mut undefined = cls_and_sep();
+    undefined["special_tokens"].as_object_mut().unwrap().remove("[SEP]");
+    let mut second = cls_and_sep();
+    second["single"][1]["Sequence"]["id"] = json!("B");
+    for post_processor in [undefined, second] {
+        let error = message(SimpleTokenizer::from_bytes(file(letters(), json!({"post_processor": post_processor}))));
+        assert!(error.contains("its post-processor cannot be applied"), "{error}");
+    }
+    let strip = load(letters(), json!({"decoder": {"type": "Strip", "content": "a", "start": 0, "stop": 2}}));
+    let error = message(strip.decode(&[3]));
+    assert!(
+        error.starts_with("[tokenizer] the file's tokenizer failed to decode: the tokenizers crate panicked: "),
+        "{error}"
+    );
+}
+
+#[test]
+fn split_and_padding_can_be_chosen_for_a_loaded_file() {
+    let tokenizer =
+        load(letters(), json!({"pre_tokenizer": null})).with_split(Split::Whitespace).with_padding("d").unwrap();
+    assert_eq!(tokenizer.encode_batch(&["a b", "c"]).unwrap().ids(), [[3, 4], [5, 6]]);
+}

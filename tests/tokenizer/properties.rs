@@ -1,0 +1,61 @@
+//! What holds for all words and all texts.
+
+use candle_attention::text::{PaddingSide, SimpleTokenizer, Split, TokenizerError};
+use proptest::prelude::*;
+
+use super::{ids, save_and_load, tutorial};
+
+fn words() -> impl Strategy<Value = Vec<String>> {
+    proptest::collection::hash_set("[^\\s\\x1c-\\x1f]{1,6}", 1..20).prop_map(|set| set.into_iter().collect())
+}
+
+proptest! {
+    #[test]
+    fn ids_come_back_from_their_text(words in words(), picks in proptest::collection::vec(any::<prop::sample::Index>(), 0..20)) {
+        let tokenizer = SimpleTokenizer::from_words(words.clone()).unwrap();
+        let ids: Vec<u32> = picks.iter().map(|pick| pick.index(words.len()) as u32).collect();
+        let text = tokenizer.decode(&ids).unwrap();
+        prop_assert_eq!(tokenizer.encode(&text).unwrap().ids, ids.clone());
+        prop_assert_eq!(save_and_load(&tokenizer).encode(&text).unwrap().ids, ids);
+    }
+
+    #[test]
+    fn any_text_gives_one_id_a_word_or_names_its_first_unknown_word(text in "[ab\\s\\x1c-\\x1f]{0,12}|\\PC{0,12}|.{0,12}") {
+        let tokenizer = SimpleTokenizer::from_words(["a", "b", "ab"]).unwrap();
+        let words: Vec<&str> = text
+            .split(|c: char| c.is_whitespace() || ('\x1c'..='\x1f').contains(&c))
+            .filter(|word| !word.is_empty())
+            .collect();
+        let first_unknown = words.iter().position(|word| !["a", "b", "ab"].contains(word));
+        match (tokenizer.encode(&text), first_unknown) {
+            (Ok(encoding), None) => prop_assert_eq!(encoding.tokens, words),
+            (Err(TokenizerError::UnknownWord { word, position, .. }), Some(first)) => {
+                prop_assert_eq!((word.as_str(), position), (words[first], first));
+            }
+            (result, _) => prop_assert!(false, "{:?}", result),
+        }
+    }
+
+    #[test]
+    fn a_batch_is_its_texts_one_by_one(
+        texts in proptest::collection::vec("(hello|you|\\?| ){0,8}", 1..8),
+        side in prop::sample::select(vec![PaddingSide::Left, PaddingSide::Right]),
+    ) {
+        let tokenizer = tutorial().with_split(Split::Punctuation).with_padding_side(side).unwrap();
+        let known: Vec<_> = texts.into_iter().filter(|text| tokenizer.encode(text).is_ok()).collect();
+        prop_assume!(!known.is_empty());
+        let batch = tokenizer.encode_batch(&known).unwrap();
+        for (i, text) in known.iter().enumerate() {
+            let single = ids(&tokenizer, text);
+            let missing = vec![0; batch.seq_len() - single.len()];
+            let row = match side {
+                PaddingSide::Left => [missing, single.clone()].concat(),
+                PaddingSide::Right => [single.clone(), missing].concat(),
+            };
+            prop_assert_eq!(&batch.ids()[i], &row);
+            prop_assert_eq!(batch.tokens()[i].len(), row.len());
+            prop_assert_eq!(batch.lens()[i], single.len());
+        }
+        prop_assert_eq!(batch.seq_len(), batch.lens().iter().copied().max().unwrap());
+    }
+}
