@@ -53,13 +53,12 @@ mod session;
 mod settings;
 mod watch;
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use candle_core::Result;
-use serde::Deserialize;
 
+use crate::weights::ShardIndex;
 use session::Session;
 
 const CONFIG: &str = "config.json";
@@ -206,8 +205,10 @@ impl HubModel {
                 }
                 Weights::Index(name, extension) => {
                     if let Some(path) = session.find(name)? {
-                        let shards = self.shards(&path, extension).map_err(|fault| session.error(name, &fault))?;
-                        return shards.iter().map(|shard| session.require(shard)).collect();
+                        let index = ShardIndex::read(&path, extension).map_err(|fault| session.error(name, &fault))?;
+                        let shards = index.shards(self.tensors.as_deref());
+                        let shards = shards.map_err(|fault| session.error(name, &fault))?;
+                        return shards.into_iter().map(|shard| session.require(shard)).collect();
                     }
                 }
             }
@@ -216,47 +217,6 @@ impl HubModel {
             Weights::Whole(name) | Weights::Index(name, _) => name,
         });
         Err(session.missing(&names.join(", ")))
-    }
-
-    /// The names of the shards that an index file asks for, or what is wrong with it.
-    fn shards(&self, index: &Path, extension: &str) -> std::result::Result<BTreeSet<String>, String> {
-        let text = std::fs::read_to_string(index).map_err(|e| format!("could not be read: {e}"))?;
-        let Index { weight_map } = serde_json::from_str(&text).map_err(|e| format!("not an index of shards: {e}"))?;
-        // All of them, also where only some are wanted: an index that points outside is not to be trusted at all.
-        for (tensor, shard) in &weight_map {
-            if let Some(fault) = names::shard_fault(shard, extension) {
-                return Err(format!("the shard {shard:?} of {tensor:?} {fault}; the index is refused"));
-            }
-        }
-        let count = weight_map.len();
-        let Some(first) = weight_map.keys().next().cloned() else {
-            return Err("names no tensors".to_string());
-        };
-        let wanted = weight_map
-            .into_iter()
-            .filter(|(tensor, _)| self.tensors.as_deref().is_none_or(|prefix| is_below(tensor, prefix)));
-        let shards: BTreeSet<String> = wanted.map(|(_, shard)| shard).collect();
-        match &self.tensors {
-            Some(prefix) if shards.is_empty() => {
-                Err(format!("none of its {count} tensors is {prefix:?} or below it; the first is {first:?}"))
-            }
-            _ => Ok(shards),
-        }
-    }
-}
-
-/// `model.safetensors.index.json` and its kin, as far as it matters here.
-#[derive(Deserialize)]
-struct Index {
-    /// The shard of each tensor.
-    weight_map: BTreeMap<String, String>,
-}
-
-/// Whether a tensor is `prefix` or below it, as a `VarBuilder` counts: the parts between dots are whole.
-fn is_below(tensor: &str, prefix: &str) -> bool {
-    match tensor.strip_prefix(prefix) {
-        Some(rest) => rest.is_empty() || rest.starts_with('.') || prefix.is_empty() || prefix.ends_with('.'),
-        None => false,
     }
 }
 

@@ -22,6 +22,7 @@ pub mod weights;
 
 pub use additive::{AdditiveAttention, AdditiveAttentionConfig};
 pub use config::MultiHeadAttentionConfig;
+pub use init::TorchSeed;
 pub use mask::{AttentionMask, EmptyRows, KvRanges, ValidLens};
 pub use multi_head::{AttentionInput, MultiHeadAttention};
 pub use qk_norm::{QkNorm, QkNormKind, QkNormScope};
@@ -29,4 +30,5 @@ pub use sdpa::{
     AttentionOutput, Backend, Plan, SdpaOptions, masked_softmax, merge_attention, plan, scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
 };
+pub use text::{EmbeddingConfig, EmbeddingLayer, SimpleTokenizer};
 pub use weights::WeightLayout;

@@ -16,6 +16,7 @@
 
 mod checkpoint;
 mod detect;
+mod index;
 mod infer;
 mod layout;
 mod load;
@@ -26,6 +27,8 @@ mod source;
 pub use checkpoint::{Checkpoint, open};
 pub use layout::{Naming, PackedNaming, QkvOrder, Storage, WeightLayout};
 
+#[cfg(feature = "hub")]
+pub(crate) use index::ShardIndex;
 pub(crate) use load::{Projections, load_projections};
 pub(crate) use save::state_dict;
 pub(crate) use source::Source;

@@ -16,7 +16,7 @@ pub struct Run {
 }
 
 /// The example's executable, built with this test's features.
-fn executable() -> &'static Path {
+pub fn executable() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
         let mut features = Vec::new();
