@@ -61,6 +61,7 @@ impl AdditiveAttention {
             bail!("[additive_attention] dropout is {}, expected a probability from 0 to 1", cfg.dropout)
         }
         let source = Source::new("additive_attention", "d2l", vb);
+        source.check_dtype()?;
         Ok(Self {
             config: cfg.clone(),
             key_proj: source.linear("W_k", (cfg.hidden_size, cfg.key_size), false)?,
@@ -125,7 +126,7 @@ impl AdditiveAttention {
         let (device, dtype) = (queries.device(), accumulation_dtype(queries.dtype()));
         let keep = mask.keep_tensor((b, 1, t_q, t_kv), device)?;
         let bias = mask.bias_tensor((b, 1, t_q, t_kv), dtype, device)?;
-        if b * t_q * t_kv * d_v == 0 {
+        if [b, t_q, t_kv].contains(&0) {
             return Ok(AttentionOutput {
                 context: Tensor::zeros((b, t_q, d_v), queries.dtype(), device)?,
                 weights: Tensor::zeros((b, t_q, t_kv), queries.dtype(), device)?,

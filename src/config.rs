@@ -367,6 +367,11 @@ impl MultiHeadAttentionConfig {
         if !h.is_multiple_of(h_kv) {
             bail!("[multi_head_attention] num_kv_heads is {h_kv}, which does not divide num_heads {h}")
         }
+        for (name, width) in [("head_dim", self.head_dim()), ("value_head_dim", self.value_head_dim())] {
+            if h.saturating_mul(width) > u32::MAX as usize {
+                bail!("[multi_head_attention] num_heads {h} times {name} {width} is more than {}", u32::MAX)
+            }
+        }
         let out_dim = self.out_dim.unwrap_or(self.embed_dim);
         if self.head_dim.is_none() && !out_dim.is_multiple_of(h) {
             let name = if self.out_dim.is_some() { "out_dim" } else { "embed_dim" };
@@ -395,7 +400,7 @@ impl MultiHeadAttentionConfig {
         if self.bias_kv && self.qk_norm.is_some() {
             bail!("[multi_head_attention] bias_kv and qk_norm are both set, but no norm is defined for a learned key")
         }
-        if let Some(norm) = self.qk_norm.filter(|norm| !(norm.eps.is_finite() && norm.eps >= 0.0)) {
+        if let Some(norm) = self.qk_norm.filter(|norm| !((norm.eps as f32).is_finite() && norm.eps >= 0.0)) {
             bail!("[multi_head_attention] qk_norm has eps {}, expected a finite number of zero or more", norm.eps)
         }
         Ok(())

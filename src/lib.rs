@@ -17,6 +17,7 @@ mod multi_head;
 pub mod plot;
 mod qk_norm;
 mod sdpa;
+mod size;
 pub mod text;
 pub mod weights;
 

@@ -1,11 +1,13 @@
 //! The layer: project, split into heads, attend, merge, project.
 
-use candle_core::{D, Module, ModuleT, Result, Tensor, bail};
+use candle_core::{D, Error, Module, ModuleT, Result, Tensor, bail};
 use candle_nn::{Init, Linear, VarBuilder};
 
 use crate::init::TorchSeed;
 use crate::qk_norm::{Norm, QkNormScope};
-use crate::weights::{Projections, Source, load_projections, state_dict};
+use crate::sdpa::accumulation_dtype;
+use crate::size::is_addressable;
+use crate::weights::{Parts, Projections, Source, load_projections, root, state_dict};
 use crate::{
     AttentionMask, AttentionOutput, Backend, MultiHeadAttentionConfig, SdpaOptions, WeightLayout,
     scaled_dot_product_attention, scaled_dot_product_attention_with_weights,
@@ -40,6 +42,7 @@ pub struct MultiHeadAttention {
     k_proj: Linear,
     v_proj: Linear,
     out_proj: Option<Linear>,
+    parts: Option<Parts>,
     qk_norm: Option<(Norm, Norm)>,
     sinks: Option<Tensor>,
     bias_kv: Option<(Tensor, Tensor)>,
@@ -117,12 +120,15 @@ impl MultiHeadAttention {
     /// As [`new`](Self::new), and for a config that the layout cannot hold.
     pub fn load(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, vb: VarBuilder) -> Result<Self> {
         cfg.validate()?;
-        let Projections { q, k, v, o } = load_projections(cfg, layout, vb.clone())?;
-        let source = Source::new("multi_head_attention", layout, vb);
+        let source = Source::new("multi_head_attention", layout, vb.clone());
+        source.check_dtype()?;
+        let Projections { q, k, v, o, parts } = load_projections(cfg, layout, vb)?;
         let (h, h_kv, d) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim());
         let qk_norm = match cfg.qk_norm() {
             None => {
-                source.refuse("q_norm.weight", "the config says there is no qk_norm")?;
+                for name in ["q_norm.weight", "k_norm.weight"] {
+                    source.refuse(name, "the config says there is no qk_norm")?;
+                }
                 None
             }
             Some(norm) => {
@@ -140,15 +146,33 @@ impl MultiHeadAttention {
             };
             Some((learned("bias_k", h_kv * d)?, learned("bias_v", h_kv * cfg.value_head_dim())?))
         } else {
-            source.refuse("bias_k", "the config says there is no bias_kv")?;
+            for name in ["bias_k", "bias_v"] {
+                source.refuse(name, "the config says there is no bias_kv")?;
+            }
             None
         };
-        let sinks = source.bias("sinks", h, cfg.sinks(), Init::Const(0.0))?;
+        let sinks = if cfg.sinks() {
+            Some(source.get(h, "sinks", Init::Const(0.0))?)
+        } else {
+            source.refuse("sinks", "the config says there are no sinks")?;
+            None
+        };
         let mut mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
         if let Some(window) = cfg.window() {
             mask = mask.with_window(window);
         }
-        Ok(Self { config: cfg.clone(), q_proj: q, k_proj: k, v_proj: v, out_proj: o, qk_norm, sinks, bias_kv, mask })
+        Ok(Self {
+            config: cfg.clone(),
+            q_proj: q,
+            k_proj: k,
+            v_proj: v,
+            out_proj: o,
+            parts,
+            qk_norm,
+            sinks,
+            bias_kv,
+            mask,
+        })
     }
 
     /// What the layer was built from.
@@ -156,7 +180,8 @@ impl MultiHeadAttention {
         &self.config
     }
 
-    /// The query, key, value and output projections.
+    /// The query, key, value and output projections, as they were loaded. Over variables in a layout that copies them (a
+    /// stack of heads, packed rows), training is seen in [`state_dict`](Self::state_dict) and in the next call only.
     pub fn projections(&self) -> (&Linear, &Linear, &Linear, Option<&Linear>) {
         (&self.q_proj, &self.k_proj, &self.v_proj, self.out_proj.as_ref())
     }
@@ -200,12 +225,8 @@ impl MultiHeadAttention {
     /// # Errors
     /// If the layout cannot hold the layer, and why.
     pub fn state_dict(&self, layout: WeightLayout) -> Result<Vec<(String, Tensor)>> {
-        let projections = Projections {
-            q: self.q_proj.clone(),
-            k: self.k_proj.clone(),
-            v: self.v_proj.clone(),
-            o: self.out_proj.clone(),
-        };
+        let [q, k, v] = self.current_projections()?;
+        let projections = Projections { q, k, v, o: self.out_proj.clone(), parts: None };
         let mut tensors = state_dict(&self.config, layout, &projections)?;
         if let Some((q_norm, k_norm)) = &self.qk_norm {
             tensors.extend(q_norm.parameters("q_norm"));
@@ -225,7 +246,17 @@ impl MultiHeadAttention {
     /// As that, and if the file cannot be written.
     pub fn save(&self, path: impl AsRef<std::path::Path>, layout: WeightLayout) -> Result<()> {
         let tensors: std::collections::HashMap<_, _> = self.state_dict(layout)?.into_iter().collect();
+        let path = path.as_ref();
         candle_core::safetensors::save(&tensors, path)
+            .map_err(|error| Error::msg(format!("[save] cannot write {}: {}", path.display(), root(&error))))
+    }
+
+    /// Query, key and value projections with what their variables hold now.
+    fn current_projections(&self) -> Result<[Linear; 3]> {
+        match &self.parts {
+            Some(parts) => parts.assemble(),
+            None => Ok([self.q_proj.clone(), self.k_proj.clone(), self.v_proj.clone()]),
+        }
     }
 
     /// (B, H, T, D_v) to (B, T, out_dim).
@@ -282,14 +313,22 @@ impl Projected {
         }
 
         let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
-        let (mut q, mut k) = (project(&layer.q_proj, &q_in)?, project(&layer.k_proj, &k_in)?);
-        let mut v = project(&layer.v_proj, &v_in)?;
+        if !is_addressable(&[b, t_q.max(t_kv), h, d.max(d_v)]) {
+            bail!(
+                "[multi_head_attention] queries {:?} and keys {:?} are more than any memory holds",
+                input.queries.dims(),
+                keys.dims()
+            )
+        }
+        let [q_proj, k_proj, v_proj] = layer.current_projections()?;
+        let (mut q, mut k) = (project(&q_proj, &q_in)?, project(&k_proj, &k_in)?);
+        let mut v = project(&v_proj, &v_in)?;
         let mut mask = match input.mask {
             Some(mask) => layer.mask.and(mask),
             None => layer.mask.clone(),
         };
         if let Some((bias_k, bias_v)) = &layer.bias_kv {
-            mask = mask.with_appended_keys(1, (b, h, t_q, t_kv), q.device())?;
+            mask = mask.with_appended_keys(1, (b, h, t_q, t_kv), accumulation_dtype(q.dtype()), q.device())?;
             k = Tensor::cat(&[&k, &bias_k.broadcast_as((b, 1, h_kv * d))?.contiguous()?], 1)?;
             v = Tensor::cat(&[&v, &bias_v.broadcast_as((b, 1, h_kv * d_v))?.contiguous()?], 1)?;
         }
@@ -317,8 +356,12 @@ impl MultiHeadAttention {
     fn checked(&self, what: &str, xs: &Tensor, width: usize, batched: bool) -> Result<Tensor> {
         let rank = if batched { 3 } else { 2 };
         if xs.rank() != rank || xs.dim(D::Minus1)? != width {
-            let expected = if batched { "(B, T, " } else { "(T, " };
-            bail!("[multi_head_attention] {what} have shape {:?}, expected {expected}{width})", xs.dims())
+            let expected = match (batched, what) {
+                (true, _) => format!("(B, T, {width})"),
+                (false, "queries") => format!("(B, T, {width}) or (T, {width})"),
+                (false, _) => format!("(T, {width}) beside queries without a batch"),
+            };
+            bail!("[multi_head_attention] {what} have shape {:?}, expected {expected}", xs.dims())
         }
         let weight = self.q_proj.weight();
         if xs.dtype() != weight.dtype() {

@@ -1,9 +1,10 @@
 //! Normalisation of queries and keys before attention.
 
-use candle_core::{Result, Tensor};
+use candle_core::{D, DType, Result, Tensor};
 use candle_nn::{Init, ops};
 use serde::{Deserialize, Serialize};
 
+use crate::sdpa::accumulation_dtype;
 use crate::weights::Source;
 
 /// Which normalisation is applied.
@@ -44,7 +45,7 @@ pub(crate) struct Norm {
     kind: QkNormKind,
     weight: Tensor,
     bias: Option<Tensor>,
-    eps: f32,
+    eps: f64,
 }
 
 impl Norm {
@@ -53,17 +54,33 @@ impl Norm {
         let source = source.pp(name);
         let weight = source.get(size, "weight", Init::Const(1.0))?;
         let bias = source.bias("bias", size, norm.kind == QkNormKind::Layer, Init::Const(0.0))?;
-        Ok(Self { kind: norm.kind, weight, bias, eps: norm.eps as f32 })
+        Ok(Self { kind: norm.kind, weight, bias, eps: norm.eps })
     }
 
-    /// (.., size) to the same shape. Candle's fused norms have no backward pass, so they run only where none is needed.
+    /// (.., size) to the same shape. Candle's fused norms have no backward pass and no f64, so they run only where
+    /// neither is needed.
     pub(crate) fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        let tracked = xs.track_op() || self.weight.track_op();
-        match (self.kind, &self.bias) {
-            (QkNormKind::Layer, Some(bias)) if tracked => ops::layer_norm_slow(xs, &self.weight, bias, self.eps),
-            (QkNormKind::Layer, Some(bias)) => ops::layer_norm(&xs.contiguous()?, &self.weight, bias, self.eps),
-            _ if tracked => ops::rms_norm_slow(xs, &self.weight, self.eps),
-            _ => ops::rms_norm(&xs.contiguous()?, &self.weight, self.eps),
+        let tracked = [Some(xs), Some(&self.weight), self.bias.as_ref()].into_iter().flatten().any(Tensor::track_op);
+        let eps = self.eps as f32;
+        match &self.bias {
+            _ if tracked || xs.dtype() == DType::F64 => self.differentiable(xs),
+            Some(bias) => ops::layer_norm(&xs.contiguous()?, &self.weight, bias, eps),
+            None => ops::rms_norm(&xs.contiguous()?, &self.weight, eps),
+        }
+    }
+
+    fn differentiable(&self, xs: &Tensor) -> Result<Tensor> {
+        let size = xs.dim(D::Minus1)? as f64;
+        let mut wide = xs.to_dtype(accumulation_dtype(xs.dtype()))?;
+        if self.kind == QkNormKind::Layer {
+            wide = wide.broadcast_sub(&(wide.sum_keepdim(D::Minus1)? / size)?)?;
+        }
+        let mean_square = (wide.sqr()?.sum_keepdim(D::Minus1)? / size)?;
+        let normed = wide.broadcast_div(&(mean_square + self.eps)?.sqrt()?)?.to_dtype(xs.dtype())?;
+        let scaled = normed.broadcast_mul(&self.weight)?;
+        match &self.bias {
+            Some(bias) => scaled.broadcast_add(bias),
+            None => Ok(scaled),
         }
     }
 

@@ -29,7 +29,7 @@ impl ValidLens {
             Ok(len) => Ok(len),
             Err(_) => bail!("[valid_lens] expected lengths of zero or more, found {len}"),
         };
-        let wide = lens.to_dtype(DType::I64)?;
+        let wide = super::readable(lens)?.to_dtype(DType::I64)?;
         match lens.rank() {
             1 => {
                 let row = wide.to_vec1::<i64>()?;

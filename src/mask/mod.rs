@@ -12,6 +12,8 @@ pub use ranges::KvRanges;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use crate::size::{fits_in_memory, is_addressable};
+
 /// What a query that sees no key receives.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum EmptyRows {
@@ -112,7 +114,8 @@ impl AttentionMask {
         if mask.rank() != 2 {
             bail!("[from_attention_mask] expected shape (B, T_kv), found {:?}", mask.shape())
         }
-        let rows = mask.to_dtype(DType::F64)?.to_vec2::<f64>()?;
+        let mask = &readable(mask)?;
+        let rows = mask.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec2::<f64>()?;
         if let Some(other) = rows.iter().flatten().find(|&&value| value != 0.0 && value != 1.0) {
             bail!("[from_attention_mask] expected ones and zeros, found {other}")
         }
@@ -222,8 +225,16 @@ impl AttentionMask {
     /// `dims` = (B, H, T_q, T_kv), in `dtype` on `device`.
     ///
     /// # Errors
-    /// As [`bind`](Self::bind), and for `keep` and `bias` tensors that do not fit.
+    /// As [`bind`](Self::bind), for `keep` and `bias` tensors that do not fit, for a dtype without -inf, and for dimensions
+    /// that no memory holds.
     pub fn to_additive(&self, dims: (usize, usize, usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
+        if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16 | DType::F64) {
+            bail!("[attention_mask] an additive mask in {dtype:?} has no -inf, expected F32, F16, BF16 or F64")
+        }
+        check_addressable(dims)?;
+        if !fits_in_memory(&[dims.2, dims.3]) {
+            bail!("[attention_mask] a mask of {} × {} entries does not fit in memory", dims.2, dims.3)
+        }
         let bias = match self.bias_tensor(dims, dtype, device)? {
             Some(bias) => bias,
             None => Tensor::zeros((1, 1, dims.2, dims.3), dtype, device)?,
@@ -236,6 +247,7 @@ impl AttentionMask {
 
     /// All that hides, as u8 broadcastable to (B, H, T_q, T_kv), 1 = seen; `None` when nothing hides.
     pub(crate) fn keep_tensor(&self, dims: (usize, usize, usize, usize), device: &Device) -> Result<Option<Tensor>> {
+        check_addressable(dims)?;
         let (b, _, t_q, t_kv) = dims;
         let mut all = self.bind(b, t_q, t_kv)?.to_keep(device)?;
         for keep in &self.keep {
@@ -275,13 +287,14 @@ impl AttentionMask {
         Ok(sum)
     }
 
-    /// The same mask for keys after which `n` more were appended that every query sees.
+    /// The same mask for keys after which `n` more were appended that every query sees, its biases in `dtype`.
     ///
     /// The interval of a query cannot say "these, and the last one", so the mask is written out as tensors.
     pub(crate) fn with_appended_keys(
         &self,
         n: usize,
         dims: (usize, usize, usize, usize),
+        dtype: DType,
         device: &Device,
     ) -> Result<Self> {
         let appended = |tensor: Tensor, fill: f64| -> Result<Tensor> {
@@ -294,7 +307,7 @@ impl AttentionMask {
         if let Some(keep) = self.keep_tensor(dims, device)? {
             all = all.with_keep(&appended(keep, 1.0)?);
         }
-        if let Some(bias) = self.bias_tensor(dims, DType::F32, device)? {
+        if let Some(bias) = self.bias_tensor(dims, dtype, device)? {
             all = all.with_bias(&appended(bias, 0.0)?);
         }
         Ok(all)
@@ -311,6 +324,14 @@ impl AttentionMask {
         let last = self.relative.len() - 1;
         &mut self.relative[last]
     }
+}
+
+fn check_addressable(dims: (usize, usize, usize, usize)) -> Result<()> {
+    let dims = [dims.0, dims.1, dims.2, dims.3];
+    if !is_addressable(&dims) {
+        bail!("[attention_mask] (B, H, T_q, T_kv) = {dims:?} is more than any memory holds")
+    }
+    Ok(())
 }
 
 /// The start and end of the one run of ones in a row, (0, 0) for a row of zeros, `None` for several runs.
@@ -338,5 +359,13 @@ fn fit(what: &str, tensor: &Tensor, dims: (usize, usize, usize, usize), device: 
     }
     let mut padded = vec![1; 4 - shape.len()];
     padded.extend_from_slice(shape);
-    tensor.reshape(padded)
+    readable(tensor)?.reshape(padded)
+}
+
+/// A view of an empty buffer may begin past its end, where Candle's copies panic; what is empty is made anew.
+fn readable(tensor: &Tensor) -> Result<Tensor> {
+    if tensor.elem_count() > 0 {
+        return Ok(tensor.clone());
+    }
+    Tensor::zeros(tensor.shape(), tensor.dtype(), tensor.device())
 }

@@ -21,13 +21,14 @@ pub struct KvRanges {
     starts: Vec<ResolvedLens>,
 }
 
-/// One [`Relative`] with its offset worked out: query i stands at key position `i + offset`.
+/// One [`Relative`] with its offset worked out: query i stands at key position `i + offset`. Sums of sizes and positions
+/// do not overflow in i128.
 #[derive(Debug, Clone)]
 struct RelativeBounds {
-    offset: i64,
+    offset: i128,
     causal: bool,
-    before: Option<i64>,
-    after: Option<i64>,
+    before: Option<i128>,
+    after: Option<i128>,
     prefix: Vec<ResolvedLens>,
 }
 
@@ -59,7 +60,7 @@ impl KvRanges {
         }
         let start = self.starts.iter().map(|lens| lens.get(b, i)).max().unwrap_or(0);
         let end = self.ends.iter().map(|lens| lens.get(b, i)).fold(self.t_kv, usize::min);
-        let (mut start, mut end) = (signed(start), signed(end));
+        let (mut start, mut end) = (start as i128, end as i128);
         for relative in &self.relative {
             start = start.max(relative.start(i));
             end = end.min(relative.end(b, i));
@@ -72,10 +73,10 @@ impl KvRanges {
     }
 
     /// The key position at which query `i` stands, from which windows and ALiBi distances count; negative when
-    /// T_q > T_kv and the alignment is to the end.
+    /// T_q > T_kv and the alignment is to the end. Positions past the ends of i64 give its ends.
     pub fn query_position(&self, i: usize) -> i64 {
-        let offset = self.relative.first().map_or(signed(self.t_kv) - signed(self.t_q), |relative| relative.offset);
-        signed(i).saturating_add(offset)
+        let offset = self.relative.first().map_or(self.t_kv as i128 - self.t_q as i128, |relative| relative.offset);
+        (i as i128 + offset).clamp(i64::MIN.into(), i64::MAX.into()) as i64
     }
 
     /// The intervals as u8 (B or 1, 1, T_q, T_kv), 1 = seen; `None` when no constraint was given.
@@ -87,10 +88,12 @@ impl KvRanges {
             || !self.starts.is_empty()
             || self.relative.iter().any(|relative| !relative.prefix.is_empty());
         let b = if by_sequence { self.b } else { self.b.min(1) };
-        let Some(count) = b.checked_mul(self.t_q).and_then(|rows| rows.checked_mul(self.t_kv)) else {
+        let mut keep = Vec::new();
+        let count = b.checked_mul(self.t_q).and_then(|rows| rows.checked_mul(self.t_kv));
+        let Some(count) = count.filter(|&count| keep.try_reserve_exact(count).is_ok()) else {
             bail!("[attention_mask] a mask of {b} × {} × {} entries does not fit in memory", self.t_q, self.t_kv)
         };
-        let mut keep = vec![0u8; count];
+        keep.resize(count, 0u8);
         if self.t_kv > 0 {
             for (row, keys) in keep.chunks_exact_mut(self.t_kv).enumerate() {
                 keys[self.kv_range(row / self.t_q, row % self.t_q)].fill(1);
@@ -103,12 +106,12 @@ impl KvRanges {
 impl RelativeBounds {
     fn new(relative: &Relative, prefix: Vec<ResolvedLens>, t_q: usize, t_kv: usize) -> Self {
         let offset = match relative.causal {
-            None | Some(Alignment::End) => signed(t_kv) - signed(t_q),
+            None | Some(Alignment::End) => t_kv as i128 - t_q as i128,
             Some(Alignment::Start) => 0,
-            Some(Alignment::Offset(n)) => signed(n),
+            Some(Alignment::Offset(n)) => n as i128,
         };
-        let window = relative.window.map(|w| signed(w) - 1);
-        let left = relative.band.map(|(left, _)| signed(left));
+        let window = relative.window.map(|w| w as i128 - 1);
+        let left = relative.band.map(|(left, _)| left as i128);
         Self {
             offset,
             causal: relative.causal.is_some(),
@@ -116,33 +119,27 @@ impl RelativeBounds {
                 (Some(window), Some(left)) => Some(window.min(left)),
                 (window, left) => window.or(left),
             },
-            after: relative.band.map(|(_, right)| signed(right)),
+            after: relative.band.map(|(_, right)| right as i128),
             prefix,
         }
     }
 
-    fn start(&self, i: usize) -> i64 {
-        let position = signed(i).saturating_add(self.offset);
-        self.before.map_or(0, |before| position.saturating_sub(before)).max(0)
+    fn start(&self, i: usize) -> i128 {
+        self.before.map_or(0, |before| i as i128 + self.offset - before).max(0)
     }
 
-    fn end(&self, b: usize, i: usize) -> i64 {
-        let position = signed(i).saturating_add(self.offset);
-        let mut end = i64::MAX;
+    fn end(&self, b: usize, i: usize) -> i128 {
+        let position = i as i128 + self.offset;
+        let mut end = i128::MAX;
         if self.causal {
-            let prefix = self.prefix.iter().map(|lens| signed(lens.get(b, i))).min().unwrap_or(0);
-            end = position.saturating_add(1).max(prefix);
+            let prefix = self.prefix.iter().map(|lens| lens.get(b, i) as i128).min().unwrap_or(0);
+            end = (position + 1).max(prefix);
         }
         if let Some(after) = self.after {
-            end = end.min(position.saturating_add(after).saturating_add(1));
+            end = end.min(position + after + 1);
         }
         end
     }
-}
-
-/// Lengths and offsets past `i64::MAX` hide and reveal the same keys as `i64::MAX` does.
-fn signed(n: usize) -> i64 {
-    i64::try_from(n).unwrap_or(i64::MAX)
 }
 
 impl fmt::Display for KvRanges {

@@ -39,20 +39,27 @@ pub fn merge_attention(parts: &[(Tensor, Tensor)]) -> Result<(Tensor, Tensor)> {
                 first_lse.dtype()
             )
         }
+        if !context.dtype().is_float() || !lse.dtype().is_float() {
+            bail!("[merge_attention] part {i} has dtypes {:?} and {:?}, expected floats", context.dtype(), lse.dtype())
+        }
         if !context.device().same_device(first.device()) || !lse.device().same_device(first.device()) {
             bail!("[merge_attention] part {i} is not on {:?} with the first", first.device().location())
         }
     }
-    if first.elem_count() == 0 {
+    if first_lse.elem_count() == 0 {
         return Ok((first.clone(), first_lse.clone()));
     }
     let dtype = accumulation_dtype(first.dtype());
     let lses = parts.iter().map(|(_, lse)| lse.to_dtype(dtype)?.unsqueeze(D::Minus1)).collect::<Result<Vec<_>>>()?;
     // A part's share of the whole is the softmax of the parts' log-sum-exps.
     let (shares, lse) = VisibleSoftmax::default().apply(&Tensor::cat(&lses, D::Minus1)?)?;
+    let lse = lse.to_dtype(first_lse.dtype())?;
+    if first.elem_count() == 0 {
+        return Ok((first.clone(), lse));
+    }
     let mut merged = first.to_dtype(dtype)?.broadcast_mul(&shares.narrow(3, 0, 1)?)?;
     for (i, (context, _)) in parts.iter().enumerate().skip(1) {
         merged = (merged + context.to_dtype(dtype)?.broadcast_mul(&shares.narrow(3, i, 1)?)?)?;
     }
-    Ok((merged.to_dtype(first.dtype())?, lse.to_dtype(first_lse.dtype())?))
+    Ok((merged.to_dtype(first.dtype())?, lse))
 }

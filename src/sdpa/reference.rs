@@ -1,8 +1,8 @@
 //! The specification: attention in Candle's own operations, differentiable, on any device.
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 
-use super::softmax::{VisibleSoftmax, accumulation_dtype};
+use super::softmax::{VisibleSoftmax, accumulation_dtype, scalar};
 use super::validate::{Call, Dims};
 use crate::init::TorchSeed;
 
@@ -78,7 +78,8 @@ fn alibi_penalty(call: &Call, slopes: &Tensor) -> Result<Tensor> {
     let Dims { b, h, t_q, t_kv, .. } = call.dims;
     let ranges = call.mask.bind(b, t_q, t_kv)?;
     let positions: Vec<_> = (0..t_q).map(|i| ranges.query_position(i) as f64).collect();
-    let queries = Tensor::from_vec(positions, (t_q, 1), slopes.device())?.to_dtype(slopes.dtype())?;
+    let queries = Tensor::from_vec(positions, (t_q, 1), &Device::Cpu)?.to_dtype(slopes.dtype())?;
+    let queries = queries.to_device(slopes.device())?;
     let keys = Tensor::arange(0, t_kv as i64, slopes.device())?.to_dtype(slopes.dtype())?.reshape((1, t_kv))?;
     let distance = queries.broadcast_sub(&keys)?.abs()?.reshape((1, 1, t_q, t_kv))?;
     slopes.reshape((1, h, 1, 1))?.broadcast_mul(&distance)
@@ -103,13 +104,12 @@ pub(crate) fn dropout(weights: &Tensor, Dropout { p, seed }: Dropout) -> Result<
     if p >= 1.0 {
         return weights.zeros_like();
     }
-    match seed {
-        None => candle_nn::ops::dropout(weights, p as f32),
-        Some(seed) => {
-            let keep = seed.dropout_keep(weights.shape(), p)?.to_device(weights.device())?;
-            weights.mul(&keep.to_dtype(weights.dtype())?)? / (1.0 - p)
-        }
-    }
+    // Not Candle's own dropout, which rounds p to f32 and refuses one that becomes 1.
+    let keep = match seed {
+        None => Tensor::rand(0f32, 1f32, weights.shape(), weights.device())?.ge(p)?,
+        Some(seed) => seed.dropout_keep(weights.shape(), p)?.to_device(weights.device())?,
+    };
+    weights.mul(&keep.to_dtype(weights.dtype())?)? / (1.0 - p)
 }
 
 /// Weights (B, H, T_q, T_kv) times values (B, H_kv, T_kv, D_v).
@@ -119,16 +119,17 @@ pub(crate) fn dropout(weights: &Tensor, Dropout { p, seed }: Dropout) -> Result<
 pub(crate) fn weighted_values(weights: &Tensor, v: &Tensor, keep: Option<&Tensor>) -> Result<Tensor> {
     let Some(keep) = keep else { return grouped_matmul(weights, v) };
     // x - x is 0 for finite x and NaN otherwise; reading the sum back is one number.
-    let all_finite =
-        v.elem_count() == 0 || v.detach().sub(&v.detach())?.sum_all()?.to_dtype(DType::F64)?.to_scalar::<f64>()? == 0.0;
-    if all_finite {
+    let residue = |v: Tensor| v.sub(&v)?.sum_all()?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_scalar::<f64>();
+    if v.elem_count() == 0 || residue(v.detach())? == 0.0 {
         return grouped_matmul(weights, v);
     }
     let finite = v.sub(v)?.eq(&v.zeros_like()?)?;
     let context = grouped_matmul(weights, &finite.where_cond(v, &v.zeros_like()?)?)?;
 
-    let seen = keep.broadcast_as(weights.shape())?.to_dtype(v.dtype())?;
-    let value = |x: f64| Tensor::new(x, v.device())?.to_dtype(v.dtype())?.broadcast_as(v.shape());
+    // Uniform rows weigh what they do not see.
+    let weighed = weights.ne(&weights.zeros_like()?)?.to_dtype(v.dtype())?;
+    let seen = (keep.broadcast_as(weights.shape())?.to_dtype(v.dtype())? + weighed)?;
+    let value = |x: f64| scalar(x, v)?.broadcast_as(v.shape());
     let is_nan = v.ne(v)?;
     let is_positive = v.eq(&value(f64::INFINITY)?)?;
     let is_negative = v.eq(&value(f64::NEG_INFINITY)?)?;
@@ -137,7 +138,7 @@ pub(crate) fn weighted_values(weights: &Tensor, v: &Tensor, keep: Option<&Tensor
         |context, (which, special)| {
             let reached = grouped_matmul(&seen, &which.to_dtype(v.dtype())?)?;
             let reached = reached.ne(&reached.zeros_like()?)?;
-            let special = Tensor::new(special, v.device())?.to_dtype(v.dtype())?.broadcast_as(context.shape())?;
+            let special = scalar(special, v)?.broadcast_as(context.shape())?;
             &context + reached.where_cond(&special, &context.zeros_like()?)?
         },
     )

@@ -1,6 +1,6 @@
 //! Softmax over the keys that a query sees.
 
-use candle_core::{D, DType, Result, Tensor, bail};
+use candle_core::{D, DType, Device, Result, Tensor, bail};
 
 use crate::mask::{AttentionMask, EmptyRows, ValidLens};
 
@@ -27,7 +27,7 @@ impl VisibleSoftmax<'_> {
         };
         // The softmax does not change when its row is shifted, so the maximum needs no gradient.
         let row_max = scores.max_keepdim(D::Minus1)?.detach();
-        let empty = row_max.eq(&scalar(f64::NEG_INFINITY, &scores)?.broadcast_as(row_max.shape())?)?;
+        let no_max = row_max.eq(&scalar(f64::NEG_INFINITY, &scores)?.broadcast_as(row_max.shape())?)?;
         let shift = match self.sinks {
             None => row_max,
             Some(sinks) => row_max.broadcast_maximum(&sinks.detach())?,
@@ -38,12 +38,17 @@ impl VisibleSoftmax<'_> {
 
         let exponentials = scores.broadcast_sub(&shift)?.exp()?;
         let mut sum = exponentials.sum_keepdim(D::Minus1)?;
+        // Candle's maximum may pass over a NaN, the sum does not: a row that sees one is not empty.
+        let empty = no_max.mul(&sum.eq(&sum.zeros_like()?)?)?;
         if let Some(sinks) = self.sinks {
             sum = (sum + sinks.broadcast_sub(&shift)?.exp()?)?;
         }
-        let lse = (sum.log()? + &shift)?.squeeze(D::Minus1)?;
+        // Put aside before the logarithm and the division, whose gradients at 0 are NaN.
         let nothing = sum.eq(&sum.zeros_like()?)?;
-        let weights = exponentials.broadcast_div(&nothing.where_cond(&sum.ones_like()?, &sum)?)?;
+        let sum = nothing.where_cond(&sum.ones_like()?, &sum)?;
+        let lowest = scalar(f64::NEG_INFINITY, &scores)?.broadcast_as(sum.shape())?;
+        let lse = nothing.where_cond(&lowest, &(sum.log()? + &shift)?)?.squeeze(D::Minus1)?;
+        let weights = exponentials.broadcast_div(&sum)?;
         let weights = match self.empty_rows {
             EmptyRows::Zero => weights,
             EmptyRows::Uniform => {
@@ -55,8 +60,9 @@ impl VisibleSoftmax<'_> {
     }
 }
 
-fn scalar(value: f64, like: &Tensor) -> Result<Tensor> {
-    Tensor::new(value, like.device())?.to_dtype(like.dtype())
+/// A constant in the dtype and on the device of a tensor; converted on the CPU, since Metal has no f64.
+pub(super) fn scalar(value: f64, like: &Tensor) -> Result<Tensor> {
+    Tensor::new(value, &Device::Cpu)?.to_dtype(like.dtype())?.to_device(like.device())
 }
 
 /// d2l's `masked_softmax`: softmax over the last dimension of scores (B, T_q, T_kv), leaving out the keys at and past a
@@ -74,11 +80,11 @@ pub fn masked_softmax(scores: &Tensor, valid_lens: Option<&ValidLens>, empty_row
     if !scores.dtype().is_float() {
         bail!("[masked_softmax] scores have dtype {:?}, expected a float", scores.dtype())
     }
+    let mask = valid_lens.map_or_else(AttentionMask::none, |lens| AttentionMask::none().with_valid_lens(lens.clone()));
+    let keep = mask.keep_tensor((b, 1, t_q, t_kv), scores.device())?;
     if scores.elem_count() == 0 {
         return Ok(scores.clone());
     }
-    let mask = valid_lens.map_or_else(AttentionMask::none, |lens| AttentionMask::none().with_valid_lens(lens.clone()));
-    let keep = mask.keep_tensor((b, 1, t_q, t_kv), scores.device())?;
     let softmax = VisibleSoftmax { keep: keep.as_ref(), sinks: None, empty_rows };
     let (weights, _) = softmax.apply(&scores.unsqueeze(1)?.to_dtype(accumulation_dtype(scores.dtype()))?)?;
     weights.squeeze(1)?.to_dtype(scores.dtype())

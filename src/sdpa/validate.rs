@@ -3,7 +3,9 @@
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::SdpaOptions;
+use super::softmax::accumulation_dtype;
 use crate::AttentionMask;
+use crate::size::is_addressable;
 
 /// The dimensions of a call, by the letters of the glossary.
 #[derive(Debug, Clone, Copy)]
@@ -66,11 +68,17 @@ impl<'a> Call<'a> {
 
     fn check_options(&self) -> Result<()> {
         let (op, options) = (self.op, self.options);
-        if let Some(scale) = options.scale.filter(|scale| !scale.is_finite()) {
-            bail!("[{op}] scale is {scale}, expected a finite number")
+        // What the scores are computed in has to hold the factors as well, and one over the softcap.
+        let dtype = accumulation_dtype(self.q.dtype());
+        let (least, most) = match dtype {
+            DType::F64 => (f64::MIN_POSITIVE, f64::MAX),
+            _ => (f32::MIN_POSITIVE.into(), f32::MAX.into()),
+        };
+        if let Some(scale) = options.scale.filter(|scale| !(-most..=most).contains(scale)) {
+            bail!("[{op}] scale is {scale:?}, expected a finite number in {dtype:?}")
         }
-        if let Some(softcap) = options.softcap.filter(|&softcap| !(softcap.is_finite() && softcap > 0.0)) {
-            bail!("[{op}] softcap is {softcap}, expected a finite number above zero")
+        if let Some(softcap) = options.softcap.filter(|softcap| !(least..=most).contains(softcap)) {
+            bail!("[{op}] softcap is {softcap:?}, expected a finite number above zero in {dtype:?}")
         }
         if !(0.0..=1.0).contains(&options.dropout) {
             bail!("[{op}] dropout is {}, expected a probability from 0 to 1", options.dropout)
@@ -130,6 +138,11 @@ fn dims(op: &str, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Dims> {
     }
     if d == 0 {
         bail!("[{op}] q has head dimension 0, expected at least 1")
+    }
+    for shape in [[b, h, t_q, t_kv], [b, h, t_q, d], [b, h, t_kv, d], [b, h, t_q.max(t_kv), d_v]] {
+        if !is_addressable(&shape) {
+            bail!("[{op}] q {:?}, k {:?} and v {:?} are more than any memory holds", q.dims(), k.dims(), v.dims())
+        }
     }
     Ok(Dims { b, h, t_q, t_kv, d, d_v })
 }

@@ -4,8 +4,11 @@ use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use candle_nn::{Embedding, Init, VarBuilder};
 use serde::{Deserialize, Serialize};
 
+use crate::weights::Source;
+
 /// The sizes of an [`EmbeddingLayer`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct EmbeddingConfig {
     /// V, the number of rows of the table.
     pub vocab_size: usize,
@@ -90,21 +93,27 @@ impl EmbeddingLayer {
     ///
     /// # Errors
     ///
-    /// If a size is zero, `padding_idx` is not below `vocab_size`, or a parameter is missing or has another shape.
+    /// If a size is zero, `padding_idx` is not below `vocab_size`, a parameter is missing or has another shape, or `vb`
+    /// holds positions that `cfg` does not have.
     pub fn new(cfg: &EmbeddingConfig, vb: VarBuilder) -> Result<Self> {
         cfg.validate()?;
         let normal = Init::Randn { mean: 0., stdev: 1. };
-        let token_vb = vb.pp("embedding");
-        let is_new = !token_vb.contains_tensor("weight");
-        let table = token_vb.get_with_hints((cfg.vocab_size, cfg.embed_dim), "weight", normal)?;
+        let source = Source::new("embedding", "embedding", vb);
+        source.check_dtype()?;
+        let tokens = source.pp("embedding");
+        let is_new = !tokens.has("weight");
+        let table = tokens.get((cfg.vocab_size, cfg.embed_dim), "weight", normal)?;
         if let (Some(row), true) = (cfg.padding_idx, is_new) {
             let zeros = Tensor::zeros((1, cfg.embed_dim), table.dtype(), table.device())?;
             // In place, because the variable that an optimiser or a saved file sees must have the zeros too.
             table.slice_set(&zeros, 0, row)?;
         }
         let positions = match cfg.max_positions {
-            Some(n) => Some(vb.pp("position_embedding").get_with_hints((n, cfg.embed_dim), "weight", normal)?),
-            None => None,
+            Some(n) => Some(source.pp("position_embedding").get((n, cfg.embed_dim), "weight", normal)?),
+            None => {
+                source.refuse("position_embedding.weight", "the config says there are no positions")?;
+                None
+            }
         };
         Ok(Self { table, positions, padding_idx: cfg.padding_idx })
     }

@@ -4,14 +4,17 @@ use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use candle_core::pickle::PthTensors;
 use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Error, Result, bail};
 use candle_nn::VarBuilder;
 
 use super::detect::{self, Names, query_suffixes};
+use super::index::ShardIndex;
+use super::pth::Pth;
+use super::source::root;
 use super::{WeightLayout, infer};
 use crate::MultiHeadAttentionConfig;
+use crate::size::is_addressable;
 
 /// A builder over the weights at `path`, converted to `dtype` as they are read: `Checkpoint::open` and
 /// [`Checkpoint::var_builder`] in one.
@@ -32,13 +35,13 @@ pub struct Checkpoint {
 #[derive(Debug, Clone)]
 enum Format {
     Safetensors(Vec<PathBuf>),
-    Pth(PathBuf),
+    Pth(Pth),
 }
 
 impl Checkpoint {
-    /// Opens a safetensors file, a `.pth` file that `torch.save` wrote of a state dict, or a folder that holds
-    /// `model.safetensors`, its shards with `model.safetensors.index.json`, `pytorch_model.bin` or `model.pth`.
-    /// The format is told by the content, not by the name.
+    /// Opens a safetensors file, a `.pth` file that `torch.save` wrote of a state dict (one that lies in a dict is found
+    /// below its key), or a folder that holds `model.safetensors`, its shards with `model.safetensors.index.json`,
+    /// `pytorch_model.bin` or `model.pth`. The format is told by the content, not by the name.
     ///
     /// # Errors
     /// If there is no such file, or it is truncated, or it is neither format; the message names the file.
@@ -56,15 +59,25 @@ impl Checkpoint {
         if let [file] = files.as_slice()
             && starts_like_a_zip(file)?
         {
-            let pth = PthTensors::new(file, None).map_err(|error| named(file, error))?;
-            let infos = pth.tensor_infos().values();
-            let shapes = infos.map(|info| (info.name.clone(), info.layout.dims().to_vec())).collect();
-            return Ok(Self { format: Format::Pth(file.clone()), shapes });
+            let pth = Pth::open(file).map_err(|error| named(file, error))?;
+            let shapes = pth.shapes().map(|(name, shape)| (name.to_string(), shape.to_vec())).collect();
+            return Ok(Self { format: Format::Pth(pth), shapes });
+        }
+        if files.is_empty() {
+            bail!("[weights] expected at least one file, found none")
         }
         let mut shapes = BTreeMap::new();
         for file in &files {
             let tensors = mapped(std::slice::from_ref(file)).map_err(|error| named(file, error))?;
-            shapes.extend(tensors.tensors().into_iter().map(|(name, view)| (name, view.shape().to_vec())));
+            for (name, view) in tensors.tensors() {
+                let shape = view.shape().to_vec();
+                if !is_addressable(&shape) {
+                    bail!("[weights] {name} in {} has shape {shape:?}, which no memory holds", file.display())
+                }
+                if shapes.insert(name.clone(), shape).is_some() {
+                    bail!("[weights] {name} is in {} and in another file before it", file.display())
+                }
+            }
         }
         Ok(Self { format: Format::Safetensors(files), shapes })
     }
@@ -77,7 +90,7 @@ impl Checkpoint {
     pub fn var_builder(&self, dtype: DType, device: &Device) -> Result<VarBuilder<'static>> {
         Ok(match &self.format {
             Format::Safetensors(files) => VarBuilder::from_backend(Box::new(mapped(files)?), dtype, device.clone()),
-            Format::Pth(file) => VarBuilder::from_pth(file, dtype, device)?,
+            Format::Pth(pth) => VarBuilder::from_backend(Box::new(pth.clone()), dtype, device.clone()),
         })
     }
 
@@ -91,7 +104,7 @@ impl Checkpoint {
         let suffixes = query_suffixes();
         let prefix_of = |name: &str| {
             let suffix = suffixes.iter().find(|suffix| name == *suffix || name.ends_with(&format!(".{suffix}")))?;
-            Some(name[..name.len() - suffix.len()].trim_end_matches('.').to_string())
+            Some(without_head(name[..name.len() - suffix.len()].trim_end_matches('.')).to_string())
         };
         let mut prefixes: Vec<_> = self.shapes.keys().filter_map(|name| prefix_of(name)).collect();
         prefixes.sort_by_key(|prefix| natural_order(prefix));
@@ -160,7 +173,8 @@ fn mapped(files: &[PathBuf]) -> Result<MmapedSafetensors> {
 }
 
 fn named(file: &Path, error: Error) -> Error {
-    let text = error.to_string();
+    // Candle's own naming of the file would say it twice.
+    let text = root(&error).to_string();
     let text = text.lines().next().unwrap_or_default();
     Error::msg(format!("[weights] cannot read {}: {text}", file.display()))
 }
@@ -190,7 +204,9 @@ fn files_in(folder: &Path) -> Result<Vec<PathBuf>> {
     }
     let index = folder.join("model.safetensors.index.json");
     if index.is_file() {
-        return Ok(shards(&index)?.iter().map(|shard| folder.join(shard)).collect());
+        let fault = |fault: String| Error::msg(format!("[weights] {} {fault}", index.display()));
+        let parsed = ShardIndex::read(&index, ".safetensors").map_err(fault)?;
+        return Ok(parsed.shards(None).map_err(fault)?.into_iter().map(|shard| folder.join(shard)).collect());
     }
     let others = ["pytorch_model.bin", "model.pth"].map(|name| folder.join(name));
     match others.into_iter().find(|file| file.is_file()) {
@@ -202,27 +218,16 @@ fn files_in(folder: &Path) -> Result<Vec<PathBuf>> {
     }
 }
 
-/// The file names in a `model.safetensors.index.json`, each once, in order.
-///
-/// # Errors
-/// For a file that is no such index, and for a name that leads out of the index's folder.
-pub(crate) fn shards(index: &Path) -> Result<Vec<String>> {
-    #[derive(serde::Deserialize)]
-    struct Index {
-        weight_map: BTreeMap<String, String>,
+/// The prefix of a stack from that of one of its heads, `heads.{i}`; any other prefix as it is.
+fn without_head(prefix: &str) -> &str {
+    let Some((stack, _)) = prefix.rsplit_once('.').filter(|(_, head)| head.parse::<usize>().is_ok()) else {
+        return prefix;
+    };
+    match stack.strip_suffix("heads") {
+        Some("") => "",
+        Some(outer) => outer.strip_suffix('.').unwrap_or(prefix),
+        None => prefix,
     }
-    let text = std::fs::read_to_string(index).map_err(|error| named(index, error.into()))?;
-    let parsed: Index = serde_json::from_str(&text).map_err(|error| named(index, Error::msg(error)))?;
-    let mut shards: Vec<_> = parsed.weight_map.into_values().collect();
-    shards.sort();
-    shards.dedup();
-    if let Some(outside) = shards.iter().find(|shard| Path::new(shard).file_name() != Some(shard.as_str().as_ref())) {
-        bail!("[weights] {} names the shard {outside:?}, expected a file beside it", index.display())
-    }
-    if shards.is_empty() {
-        bail!("[weights] {} names no shards", index.display())
-    }
-    Ok(shards)
 }
 
 /// A key that sorts `layers.2` before `layers.10`.

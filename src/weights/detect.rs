@@ -19,7 +19,13 @@ impl Names for VarBuilder<'_> {
     }
 
     fn shape(&self, name: &str) -> Result<Vec<usize>> {
-        Ok(self.get_unchecked(name)?.dims().to_vec())
+        match self.get_unchecked(name) {
+            Ok(tensor) => Ok(tensor.dims().to_vec()),
+            Err(error) => bail!(
+                "[weight_layout] the shape of {name}, which tells its layout, cannot be had from this builder ({}); name the layout",
+                source::root(&error)
+            ),
+        }
     }
 
     fn prefix(&self) -> String {

@@ -113,7 +113,7 @@ fn stacked(names: &dyn Names, naming: Naming, storage: Storage) -> Result<Shapes
     }
     let whole = |name: &str| -> Result<(usize, usize)> {
         let (out_dim, in_dim) = shape(names, &format!("heads.0.{name}"), storage)?;
-        Ok((out_dim * heads, in_dim))
+        Ok((out_dim.saturating_mul(heads), in_dim))
     };
     Ok(Shapes {
         qkv: [whole(q)?, whole(k)?, whole(v)?],
@@ -152,7 +152,8 @@ fn packed(names: &dyn Names, [qkv, out]: [&str; 2], storage: Storage, num_heads:
     let out_shape = has_projection(names, out, Storage::Linear).then(|| matrix(out)).transpose()?;
     let queries = match out_shape {
         Some((_, heads)) => heads,
-        None => divide(qkv, rows, 3)?,
+        None if num_heads == Some(1) => divide(qkv, rows, 3)?,
+        None => bail!("[weights] without {out} the rows of {qkv} do not tell which are keys; give a config"),
     };
     let Some(keys) = rows.checked_sub(queries).filter(|rest| rest.is_multiple_of(2)).map(|rest| rest / 2) else {
         bail!("[weights] {qkv} has {rows} rows, which leaves no equal keys and values beside {queries} query rows")

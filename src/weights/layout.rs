@@ -48,7 +48,7 @@ pub enum WeightLayout {
     Bert,
     /// Plain parameters without `.weight`, stored (in, out) or (out, in), without biases.
     Raw(Naming, Storage),
-    /// `heads.{i}.` and these names: one single-head module after the other, without an output projection; loads into one layer.
+    /// `heads.{i}.<names>`, one single-head module after the other, without an output projection; loads into one layer.
     StackedHeads(Naming, Storage),
     /// The packed in_proj of `torch.nn.MultiheadAttention`.
     Torch,

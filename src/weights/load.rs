@@ -14,6 +14,33 @@ pub(crate) struct Projections {
     pub k: Linear,
     pub v: Linear,
     pub o: Option<Linear>,
+    /// Where q, k and v are copies that were put together from variables.
+    pub parts: Option<Parts>,
+}
+
+/// What query, key and value projections were put together from. Training changes variables in place, which a copy made
+/// at loading does not see: a layer over variables puts its projections together for each call.
+#[derive(Debug, Clone)]
+pub(crate) enum Parts {
+    /// A projection for each head.
+    Heads([Vec<Linear>; 3]),
+    /// One projection of all rows.
+    Packed(PackedRows, Linear),
+}
+
+impl Parts {
+    pub(crate) fn assemble(&self) -> Result<[Linear; 3]> {
+        match self {
+            Self::Heads([q, k, v]) => Ok([side_by_side(q)?, side_by_side(k)?, side_by_side(v)?]),
+            Self::Packed(rows, packed) => rows.split(packed),
+        }
+    }
+
+    fn into_projections(self, o: Option<Linear>) -> Result<Projections> {
+        let [q, k, v] = self.assemble()?;
+        let has_variables = [&q, &k, &v].into_iter().any(|linear| linear.weight().track_op());
+        Ok(Projections { q, k, v, o, parts: has_variables.then_some(self) })
+    }
 }
 
 /// (out, in) of the query, key, value and output projections.
@@ -50,9 +77,9 @@ fn separate(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, source: &Sourc
     let (q, k, v) = (load(0, biases[0])?, load(1, biases[1])?, load(2, biases[2])?);
     let o = if cfg.out_proj() { Some(load(3, cfg.out_bias())?) } else { None };
     if o.is_none() {
-        refuse_out_proj(source, names[3])?;
+        refuse_out_proj(source)?;
     }
-    Ok(Projections { q, k, v, o })
+    Ok(Projections { q, k, v, o, parts: None })
 }
 
 /// One projection, whichever way it is stored.
@@ -70,8 +97,15 @@ fn one(source: &Source, name: &str, storage: Storage, shape: (usize, usize), bia
     Ok(Linear::new(weight, None))
 }
 
-fn refuse_out_proj(source: &Source, name: &str) -> Result<()> {
-    source.refuse(&format!("{name}.weight"), "the config says there is no output projection")
+/// No layout's output projection may be there, whatever its name: without it the numbers are others.
+fn refuse_out_proj(source: &Source) -> Result<()> {
+    let names = Naming::ALL.map(|naming| naming.names()[3]).into_iter().chain(PackedNaming::ALL.map(|n| n.names()[1]));
+    for name in names.chain(["output.dense", "proj"]) {
+        for name in [format!("{name}.weight"), name.to_string()] {
+            source.refuse(&name, "the config says there is no output projection")?;
+        }
+    }
+    Ok(())
 }
 
 fn stacked(cfg: &MultiHeadAttentionConfig, naming: Naming, storage: Storage, source: &Source) -> Result<Projections> {
@@ -93,12 +127,13 @@ fn stacked(cfg: &MultiHeadAttentionConfig, naming: Naming, storage: Storage, sou
         for (i, part) in heads.iter_mut().enumerate() {
             part.push(one(&source, names[i], storage, shapes[i], cfg.qkv_bias()[i])?);
         }
+        refuse_out_proj(&source)?;
     }
+    refuse_out_proj(source)?;
     if source.has(&format!("heads.{h}.{}.weight", names[0])) || source.has(&format!("heads.{h}.{}", names[0])) {
         return source.fail(format!("the file has more than the {h} heads of the config"));
     }
-    let [q, k, v] = heads;
-    Ok(Projections { q: side_by_side(&q)?, k: side_by_side(&k)?, v: side_by_side(&v)?, o: None })
+    Parts::Heads(heads).into_projections(None)
 }
 
 /// The rows of several projections of the same input as one.
@@ -110,14 +145,9 @@ fn side_by_side(parts: &[Linear]) -> Result<Linear> {
 }
 
 fn torch(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<Projections> {
+    fits_torch(cfg, source)?;
     let [q, k, v, o] = projection_shapes(cfg);
     let biases = cfg.qkv_bias();
-    if biases[0] != biases[1] || biases[0] != biases[2] {
-        return source.fail("in_proj_bias covers q, k and v, but the config wants a bias on some of them only");
-    }
-    if !cfg.out_proj() {
-        return source.fail("torch.nn.MultiheadAttention has an output projection, but the config wants none");
-    }
     // PyTorch draws out_proj first, then the packed weight; seeded initialisation has to follow.
     let o = {
         let source = source.pp("out_proj");
@@ -148,7 +178,26 @@ fn torch(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<Projections>
         k: Linear::new(wk, bias(q.0, k.0)?),
         v: Linear::new(wv, bias(q.0 + k.0, v.0)?),
         o: Some(o),
+        parts: None,
     })
+}
+
+/// An error if `torch.nn.MultiheadAttention` has no arguments for the config.
+pub(super) fn fits_torch(cfg: &MultiHeadAttentionConfig, errors: &Source) -> Result<()> {
+    if !cfg.out_proj() {
+        return errors.fail("torch.nn.MultiheadAttention has an output projection, but the config has none");
+    }
+    if cfg.num_kv_heads() != cfg.num_heads() || cfg.value_head_dim() != cfg.head_dim() {
+        return errors.fail("torch.nn.MultiheadAttention has as many key heads as query heads, all of one width");
+    }
+    let embed_dim = cfg.embed_dim();
+    if cfg.num_heads() * cfg.head_dim() != embed_dim || cfg.out_dim() != embed_dim {
+        return errors.fail(format!("torch.nn.MultiheadAttention has heads and an output of {embed_dim} in all"));
+    }
+    if cfg.qkv_bias() != [cfg.out_bias(); 3] {
+        return errors.fail("torch.nn.MultiheadAttention has all four biases or none, but the config has some");
+    }
+    Ok(())
 }
 
 /// `xavier_uniform_` of a (rows, columns) matrix.
@@ -161,19 +210,19 @@ fn conv1d(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<Projections
     let rows = PackedRows::new(cfg, QkvOrder::ByPart, source)?;
     let init = Init::Randn { mean: 0.0, stdev: 0.02 };
     let attn = source.pp("c_attn");
-    let weight = attn.get((cfg.embed_dim(), rows.len()), "weight", init)?.t()?.contiguous()?;
+    let weight = attn.get((cfg.embed_dim(), rows.len()), "weight", init)?.t()?;
     let bias = attn.bias("bias", rows.len(), rows.bias, Init::Const(0.0))?;
-    let [q, k, v] = rows.split(&Linear::new(weight, bias))?;
+    let packed = Linear::new(weight, bias);
     let o = if cfg.out_proj() {
         let (out_dim, in_dim) = projection_shapes(cfg)[3];
         let proj = source.pp("c_proj");
         let weight = proj.get((in_dim, out_dim), "weight", init)?.t()?;
         Some(Linear::new(weight, proj.bias("bias", out_dim, cfg.out_bias(), Init::Const(0.0))?))
     } else {
-        refuse_out_proj(source, "c_proj")?;
+        refuse_out_proj(source)?;
         None
     };
-    Ok(Projections { q, k, v, o })
+    Parts::Packed(rows, packed).into_projections(o)
 }
 
 fn packed(
@@ -187,12 +236,12 @@ fn packed(
     let qkv = source.pp(qkv);
     let weight = qkv.get((rows.len(), cfg.embed_dim()), "weight", LINEAR_WEIGHT)?;
     let bias = qkv.bias("bias", rows.len(), rows.bias, linear_bias(cfg.embed_dim()))?;
-    let [q, k, v] = rows.split(&Linear::new(weight, bias))?;
+    let packed = Linear::new(weight, bias);
     let o = if cfg.out_proj() {
         Some(source.linear(out, projection_shapes(cfg)[3], cfg.out_bias())?)
     } else {
-        refuse_out_proj(source, out)?;
+        refuse_out_proj(source)?;
         None
     };
-    Ok(Projections { q, k, v, o })
+    Parts::Packed(rows, packed).into_projections(o)
 }

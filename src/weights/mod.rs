@@ -21,6 +21,8 @@ mod infer;
 mod layout;
 mod load;
 mod pack;
+mod pickle;
+mod pth;
 mod save;
 mod source;
 
@@ -29,6 +31,6 @@ pub use layout::{Naming, PackedNaming, QkvOrder, Storage, WeightLayout};
 
 #[cfg(feature = "hub")]
 pub(crate) use index::ShardIndex;
-pub(crate) use load::{Projections, load_projections};
+pub(crate) use load::{Parts, Projections, load_projections};
 pub(crate) use save::state_dict;
-pub(crate) use source::Source;
+pub(crate) use source::{Source, root};

@@ -9,7 +9,8 @@ use super::source::Source;
 use crate::MultiHeadAttentionConfig;
 
 /// Where the parts of one packed weight lie.
-pub(super) struct PackedRows {
+#[derive(Debug, Clone)]
+pub(crate) struct PackedRows {
     order: QkvOrder,
     groups: usize,
     /// Rows of q, k and v in one group: all of them by part, those of one key head by head.
@@ -46,7 +47,7 @@ impl PackedRows {
 
     /// The packed projection taken apart.
     pub(super) fn split(&self, packed: &Linear) -> Result<[Linear; 3]> {
-        let weights = self.split_rows(packed.weight())?;
+        let weights = self.split_rows(&packed.weight().contiguous()?)?;
         let biases = packed.bias().map(|bias| self.split_rows(bias)).transpose()?;
         let mut biases = biases.map(|biases| biases.map(Some)).unwrap_or_default().into_iter();
         Ok(weights.map(|weight| Linear::new(weight, biases.next().flatten())))

@@ -4,7 +4,7 @@ use candle_core::{Device, Result, Tensor};
 use candle_nn::{Linear, VarBuilder, VarMap};
 
 use super::layout::{Naming, QkvOrder, Storage, WeightLayout};
-use super::load::Projections;
+use super::load::{Projections, fits_torch};
 use super::pack::PackedRows;
 use super::source::Source;
 use crate::MultiHeadAttentionConfig;
@@ -19,7 +19,7 @@ pub(crate) fn state_dict(
     // Nothing is read: the source is only the voice of the errors.
     let empty = VarBuilder::from_varmap(&VarMap::new(), projections.q.weight().dtype(), &Device::Cpu);
     let errors = Source::new("state_dict", layout, empty);
-    let Projections { q, k, v, o } = projections;
+    let Projections { q, k, v, o, .. } = projections;
     let mut tensors = Vec::new();
     match layout {
         WeightLayout::StackedHeads(naming, storage) => {
@@ -108,34 +108,24 @@ fn torch(
     errors: &Source,
     tensors: &mut Tensors,
 ) -> Result<()> {
-    let Projections { q, k, v, o } = projections;
-    let Some(o) = o else {
-        return errors.fail("torch.nn.MultiheadAttention has an output projection, but the layer has none");
-    };
-    if cfg.num_kv_heads() != cfg.num_heads() || cfg.value_head_dim() != cfg.head_dim() {
-        return errors.fail("torch.nn.MultiheadAttention has as many key heads as query heads, all of one width");
-    }
-    let embed_dim = cfg.embed_dim();
-    if cfg.num_heads() * cfg.head_dim() != embed_dim || cfg.out_dim() != embed_dim {
-        return errors.fail(format!("torch.nn.MultiheadAttention has heads and an output of {embed_dim} in all"));
-    }
-    let biases = match (q.bias(), k.bias(), v.bias(), o.bias()) {
-        (None, None, None, None) => None,
-        (Some(q), Some(k), Some(v), Some(_)) => Some([q, k, v]),
-        _ => return errors.fail("torch.nn.MultiheadAttention has all four biases or none"),
-    };
+    fits_torch(cfg, errors)?;
+    let Projections { q, k, v, o, .. } = projections;
     let weights = [q.weight(), k.weight(), v.weight()];
-    if cfg.key_size() == embed_dim && cfg.value_size() == embed_dim {
+    if cfg.key_size() == cfg.embed_dim() && cfg.value_size() == cfg.embed_dim() {
         tensors.push(("in_proj_weight".into(), Tensor::cat(&weights, 0)?));
     } else {
         for (name, weight) in ["q_proj_weight", "k_proj_weight", "v_proj_weight"].into_iter().zip(weights) {
             tensors.push((name.into(), weight.contiguous()?));
         }
     }
+    let biases: Option<Vec<_>> = [q, k, v].into_iter().map(Linear::bias).collect();
     if let Some(biases) = biases {
         tensors.push(("in_proj_bias".into(), Tensor::cat(&biases, 0)?));
     }
-    push(tensors, "out_proj", o, Storage::Linear, errors)
+    match o {
+        Some(o) => push(tensors, "out_proj", o, Storage::Linear, errors),
+        None => Ok(()),
+    }
 }
 
 fn pack(cfg: &MultiHeadAttentionConfig, order: QkvOrder, [q, k, v]: [&Linear; 3], errors: &Source) -> Result<Linear> {

@@ -1,8 +1,10 @@
 //! Reading one named tensor, with errors that say what was looked for.
 
-use candle_core::{Error, Result, Shape, Tensor, bail};
+use candle_core::{DType, Error, Result, Shape, Tensor, bail};
 use candle_nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
 use candle_nn::{Linear, VarBuilder};
+
+use crate::size::fits_in_memory;
 
 /// `nn.Linear`'s initialisation of its weight: uniform within ±1/sqrt(in).
 pub(super) const LINEAR_WEIGHT: Init = Init::Kaiming {
@@ -35,10 +37,32 @@ impl<'a> Source<'a> {
         Self { vb: self.vb.pp(prefix), ..self.clone() }
     }
 
+    /// An error if the builder gives what no attention can be computed in.
+    pub(crate) fn check_dtype(&self) -> Result<()> {
+        match self.vb.dtype() {
+            DType::F32 | DType::F16 | DType::BF16 | DType::F64 => Ok(()),
+            other => bail!("[{}] the builder gives weights as {other:?}, expected F32, F16, BF16 or F64", self.op),
+        }
+    }
+
     /// The tensor of that name and shape.
     pub(crate) fn get(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
         let shape = shape.into();
-        self.vb.get_with_hints(shape.clone(), name, init).map_err(|error| self.explain(name, &shape, error))
+        if !fits_in_memory(shape.dims()) {
+            return self.fail(format!("{} would have shape {shape:?}, which no memory holds", self.full_name(name)));
+        }
+        let got = self.vb.get_with_hints(shape.clone(), name, init);
+        let tensor = got.map_err(|error| self.explain(name, &shape, error))?;
+        // A `VarMap` gives what it has, whatever it is asked for.
+        if tensor.dtype() != self.vb.dtype() {
+            return self.fail(format!(
+                "{} has dtype {:?}, expected the builder's {:?}",
+                self.full_name(name),
+                tensor.dtype(),
+                self.vb.dtype()
+            ));
+        }
+        Ok(tensor)
     }
 
     /// A parameter that PyTorch draws at random and then sets to zero.
@@ -113,7 +137,7 @@ pub(crate) fn has(vb: &VarBuilder, name: &str) -> bool {
 }
 
 /// The error below the context and backtraces that were wrapped around it.
-fn root(error: &Error) -> &Error {
+pub(crate) fn root(error: &Error) -> &Error {
     match error {
         Error::WithBacktrace { inner, .. } | Error::WithPath { inner, .. } | Error::Context { inner, .. } => {
             root(inner)

@@ -32,9 +32,10 @@ pub fn present(kind: &str, device: Result<Device>) -> Option<Device> {
     }
 }
 
-/// All entries as f64, in order.
+/// All entries as f64, in order; converted on the CPU, since Metal has no f64.
 pub fn values(tensor: &Tensor) -> Vec<f64> {
-    tensor.to_dtype(DType::F64).and_then(|t| t.flatten_all()?.to_vec1()).expect("a tensor can be read back")
+    let read = || tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1();
+    read().expect("a tensor can be read back")
 }
 
 /// The largest difference; a NaN on one side only, or different shapes, is infinite.

@@ -1,0 +1,23 @@
+//! Shapes that no memory holds.
+
+/// Whether a tensor of these dimensions can be addressed.
+///
+/// A dimension of 0 counts as 1: Candle works out strides and the shapes of views from partial products, which overflow
+/// beside a 0 as well.
+pub(crate) fn is_addressable(dims: &[usize]) -> bool {
+    // Eight bytes are the largest element.
+    let most = isize::MAX as usize / 8;
+    let product = dims.iter().try_fold(1usize, |product, &dim| product.checked_mul(dim.max(1)));
+    product.is_some_and(|product| product <= most)
+}
+
+/// Whether a tensor of these dimensions can be made. Candle ends the program where the allocator refuses it memory; this
+/// asks first, with a byte an element, where a machine may well refuse.
+pub(crate) fn fits_in_memory(dims: &[usize]) -> bool {
+    let worth_asking = 1 << 32;
+    is_addressable(dims)
+        && match dims.iter().product() {
+            count if count < worth_asking => true,
+            count => Vec::<u8>::new().try_reserve_exact(count).is_ok(),
+        }
+}

@@ -1,0 +1,268 @@
+//! The part of Python's pickle protocol 2 in which `torch.save` writes, as data: nothing in it is run.
+//!
+//! Objects live in one list and refer to each other by their place in it. A hostile file can therefore nest or share
+//! them as it likes: memory stays proportional to the file, and nothing recurses.
+
+use std::collections::HashMap;
+
+/// The place of an [`Object`] in its [`Pickle`].
+pub(super) type Id = usize;
+
+#[derive(Debug)]
+pub(super) enum Object {
+    Int(i64),
+    Text(String),
+    /// A class or function, by its full name.
+    Global(String),
+    Tuple(Vec<Id>),
+    /// In the order of insertion; a key may stand there twice.
+    Dict(Vec<(Id, Id)>),
+    Call {
+        function: Id,
+        arguments: Id,
+    },
+    /// What the pickle leaves to its reader: a reference to a storage.
+    Persistent(Id),
+    /// None, booleans, floats, lists: nothing that a tensor is made of.
+    Other,
+}
+
+/// The objects of one pickle; [`top`](Self::top) is the one that was saved.
+#[derive(Debug)]
+pub(super) struct Pickle {
+    objects: Vec<Object>,
+    pub top: Id,
+}
+
+type Result<T> = std::result::Result<T, String>;
+
+impl Pickle {
+    /// # Errors
+    /// For an instruction that state dicts do not use, and for a pickle that ends early or does not add up.
+    pub(super) fn read(bytes: &[u8]) -> Result<Self> {
+        let mut machine = Machine { bytes, ..Machine::default() };
+        loop {
+            let opcode = machine.byte()?;
+            if opcode == b'.' {
+                let top = machine.pop()?;
+                return Ok(Self { objects: machine.objects, top });
+            }
+            machine.step(opcode)?;
+        }
+    }
+
+    pub(super) fn get(&self, id: Id) -> &Object {
+        self.objects.get(id).unwrap_or(&Object::Other)
+    }
+
+    pub(super) fn int(&self, id: Id) -> Option<i64> {
+        if let Object::Int(value) = self.get(id) { Some(*value) } else { None }
+    }
+
+    pub(super) fn text(&self, id: Id) -> Option<&str> {
+        if let Object::Text(text) = self.get(id) { Some(text) } else { None }
+    }
+
+    pub(super) fn global(&self, id: Id) -> Option<&str> {
+        if let Object::Global(name) = self.get(id) { Some(name) } else { None }
+    }
+
+    pub(super) fn tuple(&self, id: Id) -> Option<&[Id]> {
+        if let Object::Tuple(items) = self.get(id) { Some(items) } else { None }
+    }
+}
+
+/// The stack machine that a pickle is a program for.
+#[derive(Default)]
+struct Machine<'a> {
+    bytes: &'a [u8],
+    objects: Vec<Object>,
+    stack: Vec<Id>,
+    /// Heights of the stack at the open marks.
+    marks: Vec<usize>,
+    memo: HashMap<u32, Id>,
+}
+
+impl Machine<'_> {
+    fn step(&mut self, opcode: u8) -> Result<()> {
+        match opcode {
+            // PROTO
+            0x80 => match self.byte()? {
+                2 => {}
+                version => return Err(format!("pickle protocol {version}, expected torch.save's default, 2")),
+            },
+            // NONE, NEWTRUE, NEWFALSE, EMPTY_LIST
+            b'N' | 0x88 | 0x89 | b']' => self.push(Object::Other),
+            // BINFLOAT
+            b'G' => {
+                self.take(8)?;
+                self.push(Object::Other);
+            }
+            // BININT, BININT1, BININT2, LONG1
+            b'J' => {
+                let value = i32::from_le_bytes(self.array()?);
+                self.push(Object::Int(value.into()));
+            }
+            b'K' => {
+                let value = self.byte()?;
+                self.push(Object::Int(value.into()));
+            }
+            b'M' => {
+                let value = u16::from_le_bytes(self.array()?);
+                self.push(Object::Int(value.into()));
+            }
+            0x8a => {
+                let len = self.byte()?;
+                let long = little_endian(self.take(len.into())?);
+                self.push(long.map_or(Object::Other, Object::Int));
+            }
+            // BINUNICODE
+            b'X' => {
+                let len = u32::from_le_bytes(self.array()?);
+                let text = String::from_utf8(self.take(len as usize)?.to_vec()).map_err(|_| "a text is not UTF-8")?;
+                self.push(Object::Text(text));
+            }
+            // GLOBAL
+            b'c' => {
+                let name = format!("{}.{}", self.line()?, self.line()?);
+                self.push(Object::Global(name));
+            }
+            // MARK
+            b'(' => self.marks.push(self.stack.len()),
+            // EMPTY_TUPLE, TUPLE1, TUPLE2, TUPLE3, TUPLE
+            b')' => self.push(Object::Tuple(Vec::new())),
+            0x85..=0x87 => {
+                let mut items = Vec::with_capacity(3);
+                for _ in 0x85..=opcode {
+                    items.push(self.pop()?);
+                }
+                items.reverse();
+                self.push(Object::Tuple(items));
+            }
+            b't' => {
+                let items = self.pop_to_mark()?;
+                self.push(Object::Tuple(items));
+            }
+            // EMPTY_DICT, SETITEM, SETITEMS
+            b'}' => self.push(Object::Dict(Vec::new())),
+            b's' => {
+                let (value, key) = (self.pop()?, self.pop()?);
+                self.insert(&[key, value])?;
+            }
+            b'u' => {
+                let items = self.pop_to_mark()?;
+                self.insert(&items)?;
+            }
+            // APPEND, APPENDS: the list stays on the stack.
+            b'a' => {
+                self.pop()?;
+            }
+            b'e' => {
+                self.pop_to_mark()?;
+            }
+            // REDUCE, NEWOBJ
+            b'R' | 0x81 => {
+                let (arguments, function) = (self.pop()?, self.pop()?);
+                let is_dict = matches!(
+                    &self.objects[function],
+                    Object::Global(name) if name == "collections.OrderedDict" || name == "collections.defaultdict"
+                );
+                self.push(if is_dict { Object::Dict(Vec::new()) } else { Object::Call { function, arguments } });
+            }
+            // BUILD: attributes of the object below, which make no difference to what it is.
+            b'b' => {
+                self.pop()?;
+            }
+            // BINPERSID
+            b'Q' => {
+                let id = self.pop()?;
+                self.push(Object::Persistent(id));
+            }
+            // BINPUT, LONG_BINPUT, BINGET, LONG_BINGET
+            b'q' | b'r' => {
+                let key = self.memo_key(opcode == b'r')?;
+                let top = self.pop()?;
+                self.stack.push(top);
+                self.memo.insert(key, top);
+            }
+            b'h' | b'j' => {
+                let key = self.memo_key(opcode == b'j')?;
+                let id = self.memo.get(&key).ok_or("an object is used before it is made")?;
+                self.stack.push(*id);
+            }
+            other => return Err(format!("instruction {other:#04x}, which no state dict has")),
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, object: Object) {
+        self.stack.push(self.objects.len());
+        self.objects.push(object);
+    }
+
+    /// The topmost object, above the last mark.
+    fn pop(&mut self) -> Result<Id> {
+        let floor = self.marks.last().copied().unwrap_or(0);
+        if self.stack.len() <= floor {
+            return Err("an instruction finds too few objects".into());
+        }
+        self.stack.pop().ok_or_else(|| "an instruction finds no object".into())
+    }
+
+    fn pop_to_mark(&mut self) -> Result<Vec<Id>> {
+        let mark = self.marks.pop().ok_or("an instruction finds no mark")?;
+        Ok(self.stack.split_off(mark))
+    }
+
+    /// Keys and values in turn, into the dict on top of the stack.
+    fn insert(&mut self, items: &[Id]) -> Result<()> {
+        let (pairs, rest) = items.as_chunks();
+        let dict = self.stack.last().map(|&id| &mut self.objects[id]);
+        match (dict, rest) {
+            (Some(Object::Dict(entries)), []) => entries.extend(pairs.iter().map(|&[key, value]| (key, value))),
+            // A subclass of dict: what it holds is not looked at.
+            (Some(Object::Call { .. }), []) => {}
+            _ => return Err("items are set of something that is no dict".into()),
+        }
+        Ok(())
+    }
+
+    fn memo_key(&mut self, long: bool) -> Result<u32> {
+        if long { Ok(u32::from_le_bytes(self.array()?)) } else { Ok(self.byte()?.into()) }
+    }
+
+    fn take(&mut self, len: usize) -> Result<&[u8]> {
+        let (taken, rest) = self.bytes.split_at_checked(len).ok_or("the pickle ends early")?;
+        self.bytes = rest;
+        Ok(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let (taken, rest) = self.bytes.split_first_chunk().ok_or("the pickle ends early")?;
+        self.bytes = rest;
+        Ok(*taken)
+    }
+
+    fn byte(&mut self) -> Result<u8> {
+        let [byte] = self.array()?;
+        Ok(byte)
+    }
+
+    fn line(&mut self) -> Result<String> {
+        let len = self.bytes.iter().position(|&byte| byte == b'\n').ok_or("the pickle ends early")?;
+        let line = String::from_utf8_lossy(self.take(len)?).into_owned();
+        self.take(1)?;
+        Ok(line)
+    }
+}
+
+/// Two's complement of up to eight bytes.
+fn little_endian(bytes: &[u8]) -> Option<i64> {
+    if bytes.len() > 8 {
+        return None;
+    }
+    let sign = bytes.last().is_some_and(|&last| last >= 0x80);
+    let mut whole = if sign { [0xff; 8] } else { [0; 8] };
+    whole[..bytes.len()].copy_from_slice(bytes);
+    Some(i64::from_le_bytes(whole))
+}

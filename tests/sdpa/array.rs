@@ -1,0 +1,164 @@
+//! Numbers under a shape and strides: what a tensor is, without the crate's or Candle's code.
+
+use candle_core::{DType, Device, Result, Tensor};
+use half::{bf16, f16};
+
+/// One way to look at a buffer.
+#[derive(Debug, Clone)]
+pub enum View {
+    Transpose(usize, usize),
+    Narrow { dim: usize, start: usize, len: usize },
+    Broadcast(Vec<usize>),
+}
+
+/// A buffer in row-major order, and the views taken of it one after the other.
+#[derive(Debug, Clone)]
+pub struct Array {
+    pub data: Vec<f64>,
+    buffer: Vec<usize>,
+    views: Vec<View>,
+    shape: Vec<usize>,
+    strides: Vec<usize>,
+    offset: usize,
+}
+
+impl Array {
+    /// A buffer of NaN: entries that no view reaches stay so, and whoever reads them is found out.
+    pub fn new(shape: &[usize]) -> Self {
+        let mut strides = vec![1; shape.len()];
+        for dim in (1..shape.len()).rev() {
+            strides[dim - 1] = strides[dim] * shape[dim];
+        }
+        Self {
+            data: vec![f64::NAN; shape.iter().product()],
+            buffer: shape.to_vec(),
+            views: Vec::new(),
+            shape: shape.to_vec(),
+            strides,
+            offset: 0,
+        }
+    }
+
+    pub fn view(mut self, view: View) -> Self {
+        match &view {
+            View::Transpose(a, b) => {
+                self.shape.swap(*a, *b);
+                self.strides.swap(*a, *b);
+            }
+            View::Narrow { dim, start, len } => {
+                self.offset += start * self.strides[*dim];
+                self.shape[*dim] = *len;
+            }
+            View::Broadcast(shape) => {
+                for (dim, &size) in shape.iter().enumerate() {
+                    if self.shape[dim] != size {
+                        assert_eq!(self.shape[dim], 1, "only a dimension of 1 broadcasts");
+                        self.strides[dim] = 0;
+                    }
+                }
+                self.shape = shape.clone();
+            }
+        }
+        self.views.push(view);
+        self
+    }
+
+    /// Fills every entry that the views reach.
+    pub fn filled(mut self, mut value: impl FnMut() -> f64) -> Self {
+        for n in 0..self.shape.iter().product() {
+            let mut rest: usize = n;
+            let mut place = self.offset;
+            for (size, stride) in self.shape.iter().zip(&self.strides).rev() {
+                place += rest % size * stride;
+                rest /= size;
+            }
+            self.data[place] = value();
+        }
+        self
+    }
+
+    pub fn rank(&self) -> usize {
+        self.shape.len()
+    }
+
+    /// Where in `data` an entry lies; the shape's last dimensions are the index's, and a dimension of 1 broadcasts.
+    pub fn place(&self, index: [usize; 4]) -> usize {
+        let index = &index[4 - self.rank()..];
+        let steps = index.iter().zip(&self.shape).zip(&self.strides);
+        self.offset + steps.map(|((&i, &size), &stride)| if size == 1 { 0 } else { i * stride }).sum::<usize>()
+    }
+
+    pub fn at(&self, index: [usize; 4]) -> f64 {
+        self.data[self.place(index)]
+    }
+
+    /// Rounds every number to a dtype, so that a tensor of that dtype holds the same numbers.
+    pub fn rounded(mut self, dtype: DType) -> Self {
+        self.data.iter_mut().for_each(|value| *value = round(*value, dtype));
+        self
+    }
+
+    /// The buffer as a tensor, before any view.
+    pub fn leaf(&self, dtype: DType, device: &Device) -> Result<Tensor> {
+        Tensor::from_slice(&self.data, self.buffer.as_slice(), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
+    }
+
+    /// The views, taken of the buffer as [`leaf`](Self::leaf) gives it.
+    pub fn look(&self, leaf: &Tensor) -> Result<Tensor> {
+        let mut tensor = leaf.clone();
+        for view in &self.views {
+            tensor = match view {
+                View::Transpose(a, b) => tensor.transpose(*a, *b)?,
+                View::Narrow { dim, start, len } => tensor.narrow(*dim, *start, *len)?,
+                View::Broadcast(shape) => tensor.broadcast_as(shape.as_slice())?,
+            };
+        }
+        assert_eq!(tensor.dims(), self.shape, "the views give the shape");
+        Ok(tensor)
+    }
+
+    pub fn tensor(&self, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.look(&self.leaf(dtype, device)?)
+    }
+}
+
+/// A number as a dtype holds it.
+pub fn round(value: f64, dtype: DType) -> f64 {
+    match dtype {
+        DType::F32 => f64::from(value as f32),
+        DType::F16 => f16::from_f64(value).to_f64(),
+        DType::BF16 => bf16::from_f64(value).to_f64(),
+        _ => value,
+    }
+}
+
+/// SplitMix64 (Steele et al., 2014): numbers from a seed, the same everywhere.
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Uniform on [low, high).
+    pub fn between(&mut self, low: f64, high: f64) -> f64 {
+        low + (high - low) * (self.bits() >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    /// Uniform on 0..=most.
+    pub fn up_to(&mut self, most: usize) -> usize {
+        (self.bits() % (most as u64 + 1)) as usize
+    }
+
+    pub fn chance(&mut self, probability: f64) -> bool {
+        self.between(0.0, 1.0) < probability
+    }
+}

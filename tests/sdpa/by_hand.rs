@@ -1,0 +1,225 @@
+//! The layer in plain f64 loops: project, normalise, split, attend by the oracle, merge, project.
+
+use std::collections::HashMap;
+
+use candle_attention::{MultiHeadAttentionConfig, QkNorm, QkNormKind, QkNormScope};
+use candle_core::{DType, Device, Result, Tensor};
+
+use crate::array::{Array, Random};
+use crate::oracle::{Alignment, Case, Dims, Mask, Options, Part};
+
+/// A parameter or an input: its shape, and its numbers in row-major order.
+#[derive(Debug, Clone)]
+pub struct Numbers {
+    pub shape: Vec<usize>,
+    pub data: Vec<f64>,
+}
+
+impl Numbers {
+    pub fn random(shape: &[usize], random: &mut Random) -> Self {
+        let data = (0..shape.iter().product()).map(|_| f64::from(random.between(-1.0, 1.0) as f32)).collect();
+        Self { shape: shape.to_vec(), data }
+    }
+
+    pub fn tensor(&self, dtype: DType, device: &Device) -> Result<Tensor> {
+        Tensor::from_slice(&self.data, self.shape.as_slice(), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
+    }
+
+    fn width(&self) -> usize {
+        self.shape[self.shape.len() - 1]
+    }
+
+    fn row(&self, row: usize) -> &[f64] {
+        &self.data[row * self.width()..(row + 1) * self.width()]
+    }
+}
+
+pub type Parameters = HashMap<String, Numbers>;
+
+/// Random parameters for a config, under the canonical names.
+pub fn parameters(cfg: &MultiHeadAttentionConfig, seed: u64) -> Parameters {
+    let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
+    let [q_bias, k_bias, v_bias] = cfg.qkv_bias();
+    let mut shapes = vec![];
+    for (name, output, input, bias) in [
+        ("q_proj", h * d, cfg.embed_dim(), q_bias),
+        ("k_proj", h_kv * d, cfg.key_size(), k_bias),
+        ("v_proj", h_kv * d_v, cfg.value_size(), v_bias),
+        ("o_proj", cfg.out_dim(), h * d_v, cfg.out_bias()),
+    ] {
+        if name == "o_proj" && !cfg.out_proj() {
+            continue;
+        }
+        shapes.push((format!("{name}.weight"), vec![output, input]));
+        if bias {
+            shapes.push((format!("{name}.bias"), vec![output]));
+        }
+    }
+    if let Some(norm) = cfg.qk_norm() {
+        for (name, heads) in [("q_norm", h), ("k_norm", h_kv)] {
+            let size = if norm.scope == QkNormScope::PerHead { d } else { heads * d };
+            shapes.push((format!("{name}.weight"), vec![size]));
+            if norm.kind == QkNormKind::Layer {
+                shapes.push((format!("{name}.bias"), vec![size]));
+            }
+        }
+    }
+    if cfg.bias_kv() {
+        shapes.push(("bias_k".into(), vec![1, 1, h_kv * d]));
+        shapes.push(("bias_v".into(), vec![1, 1, h_kv * d_v]));
+    }
+    if cfg.sinks() {
+        shapes.push(("sinks".into(), vec![h]));
+    }
+    let mut random = Random::new(seed);
+    shapes.into_iter().map(|(name, shape)| (name, Numbers::random(&shape, &mut random))).collect()
+}
+
+pub fn tensors(parameters: &Parameters, dtype: DType, device: &Device) -> Result<HashMap<String, Tensor>> {
+    parameters.iter().map(|(name, numbers)| Ok((name.clone(), numbers.tensor(dtype, device)?))).collect()
+}
+
+/// What one call of a layer reads.
+pub struct Input {
+    /// (B, T_q, E)
+    pub queries: Numbers,
+    /// (B, T_kv, key_size)
+    pub keys: Numbers,
+    /// (B, T_kv, value_size)
+    pub values: Numbers,
+    /// The call's own.
+    pub mask: Vec<Mask>,
+}
+
+pub struct Output {
+    /// (B, T_q, out_dim)
+    pub ys: Vec<f64>,
+    /// (B, H, T_q, T_kv), or one column more with a learned key
+    pub weights: Vec<f64>,
+}
+
+pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &Input) -> Output {
+    let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
+    let (b, t_q, t_kv) = (input.queries.shape[0], input.queries.shape[1], input.keys.shape[1]);
+
+    let mut q = project(parameters, "q_proj", &input.queries);
+    let mut k = project(parameters, "k_proj", &input.keys);
+    let v = project(parameters, "v_proj", &input.values);
+    if let Some(norm) = cfg.qk_norm() {
+        normalise(parameters, "q_norm", norm, d, &mut q);
+        normalise(parameters, "k_norm", norm, d, &mut k);
+    }
+    // A learned key stands after the others, without a norm.
+    let learned = usize::from(cfg.bias_kv());
+    let append = |numbers: &Numbers, name: &str| -> Numbers {
+        let width = numbers.width();
+        let mut data = Vec::new();
+        for sequence in 0..b {
+            data.extend((0..t_kv).flat_map(|j| numbers.row(sequence * t_kv + j)));
+            if learned == 1 {
+                data.extend(&parameters[name].data);
+            }
+        }
+        Numbers { shape: vec![b, t_kv + learned, width], data }
+    };
+    let heads = |numbers: &Numbers, heads: usize, width: usize| -> Array {
+        let (b, t) = (numbers.shape[0], numbers.shape[1]);
+        let mut array = Array::new(&[b, heads, t, width]);
+        for (row, index) in rows(b, t) {
+            for (n, &value) in numbers.row(row).iter().enumerate() {
+                let place = array.place([index[0], n / width, index[1], n % width]);
+                array.data[place] = value;
+            }
+        }
+        array
+    };
+
+    let mut own = Mask { alignment: Alignment::Free, parts: cfg.window().map(Part::Window).into_iter().collect() };
+    if cfg.causal() {
+        own.alignment = Alignment::Causal;
+    }
+    let masks: Vec<Mask> = std::iter::once(own).chain(input.mask.iter().cloned()).collect();
+    let mut case = Case {
+        dims: Dims { b, h, h_kv, t_q, t_kv, d, d_v },
+        q: heads(&q, h, d),
+        k: heads(&append(&k, "bias_k"), h_kv, d),
+        v: heads(&append(&v, "bias_v"), h_kv, d_v),
+        masks,
+        uniform_empty_rows: false,
+        options: Options {
+            scale: cfg.scale(),
+            softcap: cfg.softcap(),
+            alibi_slopes: None,
+            sinks: cfg.sinks().then(|| parameters["sinks"].data.clone()),
+        },
+    };
+    if learned == 1 {
+        case = with_learned_key(case);
+    }
+    let attended = case.attend();
+
+    let mut merged = Vec::new();
+    for (_, [b, i]) in rows(b, t_q) {
+        for n in 0..h * d_v {
+            merged.push(attended.context[((b * h + n / d_v) * t_q + i) * d_v + n % d_v]);
+        }
+    }
+    let merged = Numbers { shape: vec![b, t_q, h * d_v], data: merged };
+    let ys = if cfg.out_proj() { project(parameters, "o_proj", &merged) } else { merged };
+    Output { ys: ys.data, weights: attended.weights }
+}
+
+/// The mask of T_kv keys written out for T_kv + 1, the last of which every query sees.
+fn with_learned_key(mut case: Case) -> Case {
+    let Dims { b, h, t_q, t_kv, .. } = case.dims;
+    let mut keep = Array::new(&[b, h, t_q, t_kv + 1]).filled(|| 1.0);
+    let mut bias = Array::new(&[b, h, t_q, t_kv + 1]).filled(|| 0.0);
+    for b in 0..b {
+        for h in 0..h {
+            for i in 0..t_q {
+                for j in 0..t_kv {
+                    let index = [b, h, i, j];
+                    let place = keep.place(index);
+                    keep.data[place] = f64::from(u8::from(case.sees(index)));
+                    bias.data[place] = case.bias(index);
+                }
+            }
+        }
+    }
+    case.dims.t_kv += 1;
+    case.masks = vec![Mask { alignment: Alignment::Free, parts: vec![Part::Keep(keep), Part::Bias(bias)] }];
+    case
+}
+
+fn rows(b: usize, t: usize) -> impl Iterator<Item = (usize, [usize; 2])> {
+    (0..b * t).map(move |row| (row, [row / t, row % t]))
+}
+
+fn project(parameters: &Parameters, name: &str, xs: &Numbers) -> Numbers {
+    let weight = &parameters[&format!("{name}.weight")];
+    let bias = parameters.get(&format!("{name}.bias"));
+    let mut data = Vec::new();
+    for row in 0..xs.shape[0] * xs.shape[1] {
+        for output in 0..weight.shape[0] {
+            let dot: f64 = weight.row(output).iter().zip(xs.row(row)).map(|(w, x)| w * x).sum();
+            data.push(dot + bias.map_or(0.0, |bias| bias.data[output]));
+        }
+    }
+    Numbers { shape: vec![xs.shape[0], xs.shape[1], weight.shape[0]], data }
+}
+
+fn normalise(parameters: &Parameters, name: &str, norm: QkNorm, d: usize, xs: &mut Numbers) {
+    let span = if norm.scope == QkNormScope::PerHead { d } else { xs.width() };
+    let weight = &parameters[&format!("{name}.weight")].data;
+    let bias = parameters.get(&format!("{name}.bias"));
+    for chunk in xs.data.chunks_mut(span) {
+        let mean = match norm.kind {
+            QkNormKind::Rms => 0.0,
+            QkNormKind::Layer => chunk.iter().sum::<f64>() / span as f64,
+        };
+        let spread = chunk.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / span as f64;
+        for (n, x) in chunk.iter_mut().enumerate() {
+            *x = (*x - mean) / (spread + norm.eps).sqrt() * weight[n] + bias.map_or(0.0, |bias| bias.data[n]);
+        }
+    }
+}

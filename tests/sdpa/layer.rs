@@ -1,0 +1,327 @@
+//! The layer against itself in plain loops, for everything that a config can say.
+
+use candle_attention::{
+    AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig as Config, QkNorm, QkNormKind,
+    QkNormScope,
+};
+use candle_core::{DType, Device, ModuleT, Result, Tensor};
+use candle_nn::VarBuilder;
+
+use crate::array::{Array, Random};
+use crate::by_hand::{Input, Numbers, forward, parameters, tensors};
+use crate::check::{Arguments, Outcome, compare};
+use crate::common::{assert_close, error_text, values};
+use crate::oracle::{Alignment, Case, Dims, Lens, Mask, Options, Part};
+
+crate::on_each_device!(
+    every_config_gives_the_numbers_of_plain_loops,
+    two_dimensions_are_one_sequence,
+    a_mask_of_the_call_and_the_layers_own_hold_together,
+    the_context_length_bounds_queries_and_keys,
+    dropout_happens_in_training_only,
+    inputs_that_do_not_fit_are_named,
+);
+
+/// One config for each thing that a config can say, and some that say several.
+pub fn configs() -> Vec<(&'static str, Config)> {
+    let plain = || Config::new(12, 4);
+    let norm = |kind, scope| plain().with_causal(true).with_qk_norm(QkNorm { kind, scope, eps: 1e-5 });
+    let grouped = || Config::new(12, 4).with_num_kv_heads(2);
+    vec![
+        ("plain", plain()),
+        ("one head", Config::new(5, 1)),
+        ("grouped", grouped()),
+        ("one key head", plain().with_num_kv_heads(1)),
+        ("biases", plain().with_bias(true)),
+        ("query bias", plain().with_q_bias(true)),
+        ("key bias", plain().with_k_bias(true)),
+        ("value bias", plain().with_v_bias(true)),
+        ("out bias", plain().with_out_bias(true)),
+        ("no out projection", grouped().with_out_proj(false).with_qkv_bias(true)),
+        ("head_dim", grouped().with_head_dim(5)),
+        ("value_head_dim", grouped().with_value_head_dim(7)),
+        ("value_head_dim without out projection", plain().with_value_head_dim(2).with_out_proj(false)),
+        ("out_dim", plain().with_out_dim(8).with_bias(true)),
+        ("causal", plain().with_causal(true)),
+        ("window", plain().with_window(2)),
+        ("causal window", grouped().with_causal(true).with_window(2)),
+        ("softcap", plain().with_softcap(0.7)),
+        ("scale", plain().with_scale(-1.3)),
+        ("sinks", grouped().with_sinks(true).with_causal(true)),
+        ("rms norm of heads", norm(QkNormKind::Rms, QkNormScope::PerHead)),
+        ("rms norm of projections", norm(QkNormKind::Rms, QkNormScope::Projection).with_num_kv_heads(2)),
+        ("layer norm of heads", norm(QkNormKind::Layer, QkNormScope::PerHead).with_num_kv_heads(2)),
+        ("layer norm of projections", norm(QkNormKind::Layer, QkNormScope::Projection)),
+        ("learned key", grouped().with_bias_kv(true)),
+        ("learned key, causal", plain().with_bias_kv(true).with_causal(true).with_value_head_dim(5)),
+        ("cross", plain().with_key_size(7).with_value_size(5).with_bias(true)),
+        ("cross with keys' width", grouped().with_key_size(7)),
+        ("cross with values' width", plain().with_value_size(9).with_bias_kv(true)),
+        (
+            "all at once",
+            Config::new(10, 6)
+                .with_num_kv_heads(3)
+                .with_head_dim(4)
+                .with_value_head_dim(3)
+                .with_out_dim(11)
+                .with_bias(true)
+                .with_causal(true)
+                .with_window(3)
+                .with_softcap(2.0)
+                .with_scale(0.8)
+                .with_sinks(true)
+                .with_qk_norm(QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::PerHead, eps: 1e-6 }),
+        ),
+    ]
+}
+
+fn dtypes(device: &Device) -> &'static [DType] {
+    if device.is_metal() { &[DType::F32] } else { &[DType::F64, DType::F32] }
+}
+
+/// Sums of a few dozen products of numbers up to 1, through three matrices.
+fn tolerance(dtype: DType) -> f64 {
+    if dtype == DType::F64 { 1e-12 } else { 2e-5 }
+}
+
+pub fn layer(cfg: &Config, dtype: DType, device: &Device) -> Result<MultiHeadAttention> {
+    let parameters = tensors(&parameters(cfg, 3), dtype, device)?;
+    MultiHeadAttention::new(cfg, VarBuilder::from_tensors(parameters, dtype, device))
+}
+
+/// Self-attention where keys and values have the queries' width and length, cross-attention elsewhere.
+pub fn input(cfg: &Config, [b, t_q, t_kv]: [usize; 3], mask: Vec<Mask>) -> Input {
+    let mut random = Random::new(17);
+    let queries = Numbers::random(&[b, t_q, cfg.embed_dim()], &mut random);
+    if is_self(cfg, t_q, t_kv) {
+        return Input { keys: queries.clone(), values: queries.clone(), queries, mask };
+    }
+    let keys = Numbers::random(&[b, t_kv, cfg.key_size()], &mut random);
+    let values = Numbers::random(&[b, t_kv, cfg.value_size()], &mut random);
+    Input { queries, keys, values, mask }
+}
+
+pub fn is_self(cfg: &Config, t_q: usize, t_kv: usize) -> bool {
+    t_q == t_kv && [cfg.key_size(), cfg.value_size()] == [cfg.embed_dim(); 2]
+}
+
+/// The crate's mask for the oracle's.
+pub fn mask(masks: &[Mask], dims: Dims, dtype: DType, device: &Device) -> Result<AttentionMask> {
+    let empty = || Array::new(&[0, 1, 1, 1]);
+    let case = Case {
+        dims,
+        q: empty(),
+        k: empty(),
+        v: empty(),
+        masks: masks.to_vec(),
+        uniform_empty_rows: false,
+        options: Options::default(),
+    };
+    Ok(Arguments::new(&case, dtype, device)?.mask)
+}
+
+fn call_masks([b, t_q, t_kv]: [usize; 3], h: usize) -> Vec<Vec<Mask>> {
+    let mut random = Random::new(23);
+    let free = |parts| Mask { alignment: Alignment::Free, parts };
+    let lens = Lens::PerSequence((0..b).map(|n| t_kv.saturating_sub(n)).collect());
+    let table = Lens::PerQuery((0..b).map(|b| (0..t_q).map(|i| (b + i) % (t_kv + 1)).collect()).collect());
+    let keep = Array::new(&[b, h, t_q, t_kv]).filled(|| f64::from(u8::from(random.chance(0.6))));
+    // Numbers that f32 cannot hold, so that a detour through it shows in f64.
+    let bias = Array::new(&[h, t_q, t_kv]).filled(|| random.between(-1.0, 1.0));
+    vec![
+        vec![],
+        vec![free(vec![Part::ValidLens(lens)])],
+        vec![free(vec![Part::ValidLens(table)])],
+        vec![Mask { alignment: Alignment::UpperLeft, parts: vec![Part::Window(2)] }],
+        vec![free(vec![Part::Keep(keep)]), free(vec![Part::Bias(bias), Part::Band(1, 2)])],
+    ]
+}
+
+fn run(cfg: &Config, sizes: [usize; 3], masks: Vec<Mask>, dtype: DType, device: &Device) -> Result<Outcome> {
+    let [b, t_q, t_kv] = sizes;
+    let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
+    let layer = layer(cfg, dtype, device)?;
+    let by_hand = input(cfg, sizes, masks);
+    let expected = forward(cfg, &parameters(cfg, 3), &by_hand);
+    let [xs, keys, vs] = [&by_hand.queries, &by_hand.keys, &by_hand.values].map(|x| x.tensor(dtype, device));
+    let (xs, keys, vs) = (xs?, keys?, vs?);
+    let mask = mask(&by_hand.mask, Dims { b, h, h_kv, t_q, t_kv, d, d_v }, dtype, device)?;
+    let mut call = AttentionInput::new(&xs).with_mask(&mask);
+    if !is_self(cfg, t_q, t_kv) {
+        call = call.with_key_value(&keys, &vs);
+    }
+    let output = layer.forward_with_weights(call.clone())?;
+    let ys = layer.forward_with(call)?;
+    let columns = t_kv + usize::from(cfg.bias_kv());
+    let most = |_| tolerance(dtype);
+    let compared = [
+        compare("forward_with", &ys, (&[b, t_q, cfg.out_dim()], dtype), &expected.ys, most),
+        compare("forward_with_weights", &output.context, (&[b, t_q, cfg.out_dim()], dtype), &expected.ys, most),
+        compare("weights", &output.weights, (&[b, h, t_q, columns], dtype), &expected.weights, most),
+    ];
+    if is_self(cfg, t_q, t_kv) && by_hand.mask.is_empty() {
+        let own = [layer.forward(&xs)?, layer.forward_t(&xs, false)?];
+        for ys in own {
+            assert_close(&ys, &output.context, 0.0, "forward is forward_with no mask");
+        }
+    }
+    Ok(compared.into_iter().collect())
+}
+
+fn every_config_gives_the_numbers_of_plain_loops(device: &Device) {
+    let mut calls = 0;
+    for (name, cfg) in configs() {
+        for sizes in [[2, 4, 4], [1, 3, 6], [2, 5, 3], [1, 1, 1], [0, 3, 3], [2, 0, 0], [2, 0, 3], [2, 3, 0]] {
+            for (n, masks) in call_masks(sizes, cfg.num_heads()).into_iter().enumerate() {
+                for &dtype in dtypes(device) {
+                    let outcome = run(&cfg, sizes, masks.clone(), dtype, device);
+                    let what = format!("{name}, sizes {sizes:?}, mask {n}, {dtype:?}");
+                    match outcome {
+                        Ok(Ok(())) => calls += 1,
+                        Ok(Err(difference)) => panic!("{what}: {difference}"),
+                        Err(error) => panic!("{what}: {error}"),
+                    }
+                }
+            }
+        }
+    }
+    assert!(calls >= 1000, "{calls}");
+}
+
+fn two_dimensions_are_one_sequence(device: &Device) {
+    let test = || -> Result<()> {
+        for (name, cfg) in configs() {
+            let layer = layer(&cfg, DType::F32, device)?;
+            let random = |width: usize| Tensor::randn(0f32, 1., (1, 4, width), device);
+            let (xs, keys, vs) = (random(cfg.embed_dim())?, random(cfg.key_size())?, random(cfg.value_size())?);
+            let [flat, flat_keys, flat_vs] = [&xs, &keys, &vs].map(|x| x.squeeze(0));
+            let (flat, flat_keys, flat_vs) = (flat?, flat_keys?, flat_vs?);
+            let padding = AttentionMask::none().with_valid_lens(vec![3]);
+            let batched = AttentionInput::new(&xs).with_key_value(&keys, &vs).with_mask(&padding);
+            let single = AttentionInput::new(&flat).with_key_value(&flat_keys, &flat_vs).with_mask(&padding);
+            let (batched, single) = (layer.forward_with_weights(batched)?, layer.forward_with_weights(single)?);
+            assert_close(&single.context, &batched.context.squeeze(0)?, 0.0, name);
+            assert_close(&single.weights, &batched.weights.squeeze(0)?, 0.0, name);
+            if is_self(&cfg, 4, 4) {
+                assert_close(&layer.forward(&flat)?, &layer.forward(&xs)?.squeeze(0)?, 0.0, name);
+            }
+        }
+        Ok(())
+    };
+    test().expect("the layers run");
+}
+
+fn a_mask_of_the_call_and_the_layers_own_hold_together(device: &Device) {
+    let test = || -> Result<()> {
+        let layer = layer(&Config::new(12, 4).with_causal(true).with_window(3), DType::F32, device)?;
+        let xs = Tensor::randn(0f32, 1., (2, 5, 12), device)?;
+        let padding = AttentionMask::none().with_valid_lens(vec![4, 2]).with_starts(vec![1, 0]);
+        let weights = layer.forward_with_weights(AttentionInput::new(&xs).with_mask(&padding))?.weights;
+        let drawn = AttentionMask::causal().with_window(3).and(&padding).bind(2, 5, 5)?.to_string();
+        #[rustfmt::skip]
+        assert_eq!(drawn, "\
+. . . . .
+. 1 . . .
+. 1 1 . .
+. 1 1 1 .
+. . 1 1 .
+
+1 . . . .
+1 1 . . .
+1 1 . . .
+. 1 . . .
+. . . . .
+");
+        let rows: Vec<bool> = drawn.split_whitespace().map(|entry| entry == "1").collect();
+        for (n, weight) in values(&weights).into_iter().enumerate() {
+            let (b, key) = (n / (4 * 5 * 5), n % 25);
+            assert_eq!(weight > 0.0, rows[b * 25 + key], "sequence {b}, entry {key}");
+        }
+        Ok(())
+    };
+    test().expect("the layer runs");
+}
+
+fn the_context_length_bounds_queries_and_keys(device: &Device) {
+    let cfg = Config::new(12, 4).with_context_length(4).with_causal(true);
+    let layer = layer(&cfg, DType::F32, device).expect("the config fits");
+    let xs = |t: usize| Tensor::ones((1, t, 12), DType::F32, device).expect("ones");
+    for t in [0, 1, 4] {
+        assert_eq!(layer.forward(&xs(t)).expect("not too long").dims(), [1, t, 12]);
+    }
+    assert_eq!(
+        error_text(layer.forward(&xs(5))),
+        "[multi_head_attention] 5 positions are more than the context length 4"
+    );
+    let (short, long) = (xs(1), xs(6));
+    let crossed = layer.forward_with(AttentionInput::new(&short).with_key_value(&long, &long));
+    assert_eq!(error_text(crossed), "[multi_head_attention] 6 positions are more than the context length 4");
+}
+
+fn dropout_happens_in_training_only(device: &Device) {
+    let test = || -> Result<()> {
+        let with = layer(&Config::new(12, 4).with_dropout(0.5), DType::F32, device)?;
+        let without = layer(&Config::new(12, 4), DType::F32, device)?;
+        let xs = Tensor::randn(0f32, 1., (2, 20, 12), device)?;
+        let plain = without.forward_with_weights(&xs)?;
+        assert_close(&with.forward(&xs)?, &plain.context, 0.0, "forward");
+        assert_close(&with.forward_t(&xs, false)?, &plain.context, 0.0, "forward_t in evaluation");
+        assert!(values(&with.forward_t(&xs, true)?) != values(&plain.context), "forward_t in training");
+        let trained = with.forward_with_weights(AttentionInput::new(&xs).with_train(true))?;
+        let (dropped, weights) = (values(&trained.weights), values(&plain.weights));
+        let kept = dropped.iter().filter(|&&weight| weight != 0.0).count();
+        assert!((1400..1800).contains(&kept), "{kept} of 3200 are kept, expected about 1600");
+        for (after, before) in dropped.into_iter().zip(weights) {
+            assert!(after == 0.0 || (after - 2.0 * before).abs() < 1e-6, "{before} became {after}");
+        }
+        let never = layer(&Config::new(12, 4).with_dropout(0.0), DType::F32, device)?;
+        assert_close(&never.forward_t(&xs, true)?, &plain.context, 0.0, "p = 0");
+        Ok(())
+    };
+    test().expect("the layers run");
+}
+
+fn inputs_that_do_not_fit_are_named(device: &Device) {
+    let layer = layer(&Config::new(12, 4).with_key_size(7), DType::F32, device).expect("the config fits");
+    let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, device).expect("zeros");
+    let f32 = |shape: &[usize]| zeros(shape, DType::F32);
+    for (xs, keys, vs, expected) in [
+        (f32(&[1, 2, 11]), f32(&[1, 3, 7]), f32(&[1, 3, 7]), "queries have shape [1, 2, 11], expected (B, T, 12)"),
+        (f32(&[1, 2, 12]), f32(&[1, 3, 8]), f32(&[1, 3, 7]), "keys have shape [1, 3, 8], expected (B, T, 7)"),
+        (f32(&[1, 2, 12]), f32(&[3, 7]), f32(&[1, 3, 7]), "keys have shape [3, 7], expected (B, T, 7)"),
+        (
+            f32(&[2, 12]),
+            f32(&[3, 7]),
+            f32(&[1, 3, 7]),
+            "values have shape [1, 3, 7], expected (T, 7) beside queries without a batch",
+        ),
+        (f32(&[12]), f32(&[7]), f32(&[7]), "queries have shape [12], expected (B, T, 12) or (T, 12)"),
+        (
+            zeros(&[1, 2, 12], DType::F16),
+            f32(&[1, 3, 7]),
+            f32(&[1, 3, 7]),
+            "queries have dtype F16, expected the weights' F32",
+        ),
+        (
+            f32(&[2, 2, 12]),
+            f32(&[1, 3, 7]),
+            f32(&[1, 3, 7]),
+            "queries [2, 2, 12], keys [1, 3, 7] and values [1, 3, 7] differ in batch size, or keys and values in length",
+        ),
+        (
+            f32(&[1, 2, 12]),
+            f32(&[1, 3, 7]),
+            f32(&[1, 4, 7]),
+            "queries [1, 2, 12], keys [1, 3, 7] and values [1, 4, 7] differ in batch size, or keys and values in length",
+        ),
+    ] {
+        let result = layer.forward_with(AttentionInput::new(&xs).with_key_value(&keys, &vs));
+        assert_eq!(error_text(result), format!("[multi_head_attention] {expected}"));
+    }
+    let xs = f32(&[1, 3, 12]);
+    assert_eq!(
+        error_text(layer.forward(&xs)),
+        "[multi_head_attention] keys have shape [1, 3, 12], expected (B, T, 7)",
+        "self-attention through a layer for cross-attention"
+    );
+}

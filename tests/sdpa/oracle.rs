@@ -1,0 +1,256 @@
+//! Attention in plain f64 loops, written from the design and not from the crate: what every implementation has to give.
+//!
+//! Visibility is a question about one query and one key, [`Case::sees`]; no intervals, no broadcasting, no tensors.
+
+use crate::array::Array;
+
+/// The letters of the crate's glossary.
+#[derive(Debug, Clone, Copy)]
+pub struct Dims {
+    pub b: usize,
+    pub h: usize,
+    pub h_kv: usize,
+    pub t_q: usize,
+    pub t_kv: usize,
+    pub d: usize,
+    pub d_v: usize,
+}
+
+/// One number a sequence, or one a query.
+#[derive(Debug, Clone)]
+pub enum Lens {
+    PerSequence(Vec<usize>),
+    PerQuery(Vec<Vec<usize>>),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Alignment {
+    Free,
+    Causal,
+    UpperLeft,
+    Offset(usize),
+}
+
+#[derive(Debug, Clone)]
+pub enum Part {
+    ValidLens(Lens),
+    Starts(Lens),
+    Window(usize),
+    Band(usize, usize),
+    Prefix(Lens),
+    /// Zero hides.
+    Keep(Array),
+    Bias(Array),
+}
+
+/// One mask: an alignment, and parts that hold together under it.
+#[derive(Debug, Clone)]
+pub struct Mask {
+    pub alignment: Alignment,
+    pub parts: Vec<Part>,
+}
+
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    pub scale: Option<f64>,
+    pub softcap: Option<f64>,
+    pub alibi_slopes: Option<Vec<f64>>,
+    pub sinks: Option<Vec<f64>>,
+}
+
+/// One call: what goes in.
+#[derive(Debug, Clone)]
+pub struct Case {
+    pub dims: Dims,
+    /// (B, H, T_q, D)
+    pub q: Array,
+    /// (B, H_kv, T_kv, D)
+    pub k: Array,
+    /// (B, H_kv, T_kv, D_v)
+    pub v: Array,
+    /// All of them hold.
+    pub masks: Vec<Mask>,
+    /// Rows without a key take the mean of all keys, not zeros.
+    pub uniform_empty_rows: bool,
+    pub options: Options,
+}
+
+/// What comes out, row-major, and how large the terms were from which it was summed (for bounds on rounding).
+#[derive(Debug, Clone)]
+pub struct Attended {
+    /// (B, H, T_q, D_v)
+    pub context: Vec<f64>,
+    /// (B, H, T_q, T_kv)
+    pub weights: Vec<f64>,
+    /// (B, H, T_q)
+    pub lse: Vec<f64>,
+    /// (B, H, T_q): the largest sum of absolute values behind one score of the row.
+    pub score_terms: Vec<f64>,
+    /// (B, H, T_q, D_v): the weighted sum of absolute values.
+    pub context_terms: Vec<f64>,
+}
+
+impl Lens {
+    fn get(&self, b: usize, i: usize) -> usize {
+        match self {
+            Self::PerSequence(lens) => lens[b],
+            Self::PerQuery(rows) => rows[b][i],
+        }
+    }
+}
+
+impl Mask {
+    /// The key position of query i. The last query stands at the last key unless the alignment says otherwise.
+    fn position(&self, dims: &Dims, i: usize) -> i128 {
+        match self.alignment {
+            Alignment::Free | Alignment::Causal => i as i128 + dims.t_kv as i128 - dims.t_q as i128,
+            Alignment::UpperLeft => i as i128,
+            Alignment::Offset(n) => i as i128 + n as i128,
+        }
+    }
+
+    fn is_relative(&self) -> bool {
+        let relative = |part: &Part| matches!(part, Part::Window(_) | Part::Band(..) | Part::Prefix(_));
+        self.alignment != Alignment::Free || self.parts.iter().any(relative)
+    }
+
+    fn sees(&self, dims: &Dims, [b, h, i, j]: [usize; 4]) -> bool {
+        let (key, position) = (j as i128, self.position(dims, i));
+        let later = self.alignment != Alignment::Free && key > position;
+        let prefixes = self.parts.iter().filter_map(|part| match part {
+            Part::Prefix(lens) => Some(lens),
+            _ => None,
+        });
+        // Two prefixes hold together like any two parts, so both have to lift the causal constraint.
+        let lifted = prefixes.clone().count() > 0 && prefixes.clone().all(|prefix| j < prefix.get(b, i));
+        let hidden_by = |part: &Part| match part {
+            Part::ValidLens(lens) => j >= lens.get(b, i),
+            Part::Starts(starts) => j < starts.get(b, i),
+            Part::Window(w) => position - key > *w as i128 - 1,
+            Part::Band(left, right) => key < position - *left as i128 || key > position + *right as i128,
+            Part::Keep(keep) => keep.at([b, h, i, j]) == 0.0,
+            Part::Prefix(_) | Part::Bias(_) => false,
+        };
+        (!later || lifted) && !self.parts.iter().any(hidden_by)
+    }
+}
+
+impl Case {
+    /// Whether query i of head h in sequence b sees key j.
+    pub fn sees(&self, index: [usize; 4]) -> bool {
+        self.masks.iter().all(|mask| mask.sees(&self.dims, index))
+    }
+
+    pub fn kv_head(&self, h: usize) -> usize {
+        h / (self.dims.h / self.dims.h_kv)
+    }
+
+    /// Where ALiBi's distances count from: the position of the first mask that speaks of positions.
+    fn position(&self, i: usize) -> i128 {
+        let free = Mask { alignment: Alignment::Free, parts: Vec::new() };
+        self.masks.iter().find(|mask| mask.is_relative()).unwrap_or(&free).position(&self.dims, i)
+    }
+
+    /// ALiBi and all biases.
+    pub fn bias(&self, [b, h, i, j]: [usize; 4]) -> f64 {
+        self.bias_terms([b, h, i, j]).into_iter().sum()
+    }
+
+    fn bias_terms(&self, [b, h, i, j]: [usize; 4]) -> Vec<f64> {
+        let biases = self.masks.iter().flat_map(|mask| &mask.parts).filter_map(|part| match part {
+            Part::Bias(bias) => Some(bias.at([b, h, i, j])),
+            _ => None,
+        });
+        let distance = (self.position(i) - j as i128).unsigned_abs() as f64;
+        let alibi = self.options.alibi_slopes.iter().map(|slopes| -slopes[h] * distance);
+        alibi.chain(biases).collect()
+    }
+
+    /// The score before the mask, and the sum of the absolute values behind it.
+    fn score(&self, [b, h, i, j]: [usize; 4]) -> (f64, f64) {
+        let scale = self.options.scale.unwrap_or(1.0 / (self.dims.d as f64).sqrt());
+        let (mut dot, mut terms) = (0.0, 0.0);
+        for d in 0..self.dims.d {
+            let product = self.q.at([b, h, i, d]) * self.k.at([b, self.kv_head(h), j, d]);
+            dot += product;
+            terms += product.abs();
+        }
+        let (mut score, mut terms) = (dot * scale, terms * scale.abs());
+        if let Some(softcap) = self.options.softcap {
+            score = softcap * (score / softcap).tanh();
+        }
+        for term in self.bias_terms([b, h, i, j]) {
+            score += term;
+            if term.is_finite() {
+                terms += term.abs();
+            }
+        }
+        (score, terms)
+    }
+
+    pub fn attend(&self) -> Attended {
+        let Dims { b, h, t_q, t_kv, d_v, .. } = self.dims;
+        let mut out = Attended {
+            context: Vec::new(),
+            weights: Vec::new(),
+            lse: Vec::new(),
+            score_terms: Vec::new(),
+            context_terms: Vec::new(),
+        };
+        for b in 0..b {
+            for h in 0..h {
+                for i in 0..t_q {
+                    let row = self.row(b, h, i);
+                    for d in 0..d_v {
+                        // A hidden key has no part in the sum, whatever its value.
+                        let terms = (0..t_kv).filter(|&j| row.takes_part[j]);
+                        let terms = terms.map(|j| row.weights[j] * self.v.at([b, self.kv_head(h), j, d]));
+                        out.context.push(terms.clone().sum());
+                        out.context_terms.push(terms.map(f64::abs).sum());
+                    }
+                    out.weights.extend(row.weights);
+                    out.lse.push(row.lse);
+                    out.score_terms.push(row.terms);
+                }
+            }
+        }
+        out
+    }
+
+    fn row(&self, b: usize, h: usize, i: usize) -> Row {
+        let t_kv = self.dims.t_kv;
+        let seen: Vec<bool> = (0..t_kv).map(|j| self.sees([b, h, i, j])).collect();
+        let scores: Vec<(f64, f64)> = (0..t_kv).map(|j| self.score([b, h, i, j])).collect();
+        let sink = self.options.sinks.as_ref().map(|sinks| sinks[h]);
+        let visible = || (0..t_kv).filter(|&j| seen[j]).map(|j| scores[j].0);
+        let terms =
+            (0..t_kv).filter(|&j| seen[j]).map(|j| scores[j].1).chain(sink.map(f64::abs).filter(|x| x.is_finite()));
+        let terms = terms.fold(0.0, f64::max);
+        // A score of -inf takes no weight, so a row of nothing else is as empty as one whose keys are all hidden.
+        let empty = visible().all(|score| score == f64::NEG_INFINITY);
+
+        let largest = visible().chain(sink).fold(f64::NEG_INFINITY, f64::max);
+        let (mut sum, mut lse) = (0.0, f64::NEG_INFINITY);
+        if largest > f64::NEG_INFINITY {
+            sum = visible().chain(sink).map(|score| (score - largest).exp()).sum();
+            lse = largest + sum.ln();
+        } else if visible().any(f64::is_nan) {
+            (sum, lse) = (f64::NAN, f64::NAN);
+        }
+        let uniform = empty && self.uniform_empty_rows;
+        let weight = |j: usize| match (uniform, seen[j] && !empty) {
+            (true, _) => 1.0 / t_kv as f64,
+            (false, true) => (scores[j].0 - largest).exp() / sum,
+            (false, false) => 0.0,
+        };
+        let weights = (0..t_kv).map(weight).collect();
+        Row { weights, takes_part: seen.iter().map(|&seen| seen || uniform).collect(), lse, terms }
+    }
+}
+
+struct Row {
+    weights: Vec<f64>,
+    takes_part: Vec<bool>,
+    lse: f64,
+    terms: f64,
+}

@@ -1,0 +1,96 @@
+//! `.pth` files of `torch.save`, against the same tensors in safetensors; `tests/data/make.py` makes both.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use candle_attention::weights::{self, Checkpoint};
+use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
+use candle_core::{DType, Result, Tensor};
+use candle_nn::VarBuilder;
+
+use crate::CPU;
+use crate::common::{assert_close, models};
+
+fn data(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
+}
+
+/// The tensors that `plain.safetensors` has of a file.
+fn plain(file: &str) -> Result<HashMap<String, Tensor>> {
+    let all = candle_core::safetensors::load(data("plain.safetensors"), &CPU)?;
+    let of_file =
+        |(name, tensor): (String, Tensor)| Some((name.strip_prefix(&format!("{file}."))?.to_string(), tensor));
+    Ok(all.into_iter().filter_map(of_file).collect())
+}
+
+#[test]
+fn views_of_every_kind_and_dtype_have_pytorchs_values() -> Result<()> {
+    for (file, count) in [("views", 9), ("kinds", 12), ("nested", 9)] {
+        let expected = plain(file)?;
+        assert_eq!(expected.len(), count, "{file}");
+        let checkpoint = Checkpoint::open(data(&format!("{file}.pth")))?;
+        let shapes: HashMap<_, _> =
+            checkpoint.shapes().map(|(name, shape)| (name.to_string(), shape.to_vec())).collect();
+        assert_eq!(shapes.len(), expected.len(), "{file} has tensors beside those: {shapes:?}");
+        // f64 holds every value of the other dtypes.
+        let vb = checkpoint.var_builder(DType::F64, &CPU)?;
+        for (name, tensor) in expected {
+            let what = format!("{file}, {name}");
+            assert_eq!(shapes[&name], tensor.dims(), "{what}");
+            let expected = tensor.to_dtype(DType::F64)?;
+            assert_close(&vb.get(tensor.dims(), &name)?, &expected, 0.0, &what);
+            assert_close(&vb.get_unchecked(&name)?, &expected, 0.0, &what);
+            assert!(vb.contains_tensor(&name) && !vb.contains_tensor(&format!("{name}_")));
+        }
+    }
+    Ok(())
+}
+
+fn book() -> MultiHeadAttentionConfig {
+    MultiHeadAttentionConfig::new(4, 2).with_bias(true).with_causal(true).with_context_length(6)
+}
+
+/// The layer whose tensors these are, over fixed inputs.
+fn output(vb: VarBuilder) -> Result<Tensor> {
+    let layer = MultiHeadAttention::load(&book(), WeightLayout::Book, vb)?;
+    layer.forward(&(Tensor::arange(0f32, 24f32, &CPU)?.reshape((2, 3, 4))? / 16.0)?)
+}
+
+#[test]
+fn a_layer_whose_tensors_are_views_is_detected_and_loaded() -> Result<()> {
+    let vb = weights::open(data("views.pth"), DType::F32, &CPU)?;
+    assert_eq!(WeightLayout::detect(&vb)?, WeightLayout::Book);
+    let checkpoint = Checkpoint::open(data("views.pth"))?;
+    assert_eq!(checkpoint.infer_config("", WeightLayout::Book, Some(2))?.context_length(), Some(6));
+    let expected = output(VarBuilder::from_tensors(plain("views")?, DType::F32, &CPU))?;
+    assert_close(&output(vb)?, &expected, 1e-6, "from views");
+    Ok(())
+}
+
+/// `torch.save({"model_state_dict": model.state_dict(), "optimizer_state_dict": ..., "epoch": ...}, path)`
+#[test]
+fn a_state_dict_in_a_dict_is_found_below_its_key() -> Result<()> {
+    let checkpoint = Checkpoint::open(data("nested.pth"))?;
+    let prefix = "model_state_dict.blocks.0.att";
+    assert_eq!(checkpoint.attention_layers(), [prefix]);
+    assert_eq!(checkpoint.detect(prefix)?, WeightLayout::Book);
+    let vb = checkpoint.var_builder(DType::F32, &CPU)?.pp(prefix);
+    let expected = output(VarBuilder::from_tensors(plain("views")?, DType::F32, &CPU))?;
+    assert_close(&output(vb)?, &expected, 1e-6, "from a dict in a dict");
+    Ok(())
+}
+
+#[test]
+fn a_folder_with_pytorchs_file_is_a_checkpoint() -> Result<()> {
+    for name in ["pytorch_model.bin", "model.pth"] {
+        let folder = tempfile::tempdir()?;
+        std::fs::copy(models().join("book_mha/model.pth"), folder.path().join(name))?;
+        let (zip, safetensors) = (Checkpoint::open(folder.path())?, Checkpoint::open(models().join("book_mha"))?);
+        assert_eq!(zip.shapes().collect::<Vec<_>>(), safetensors.shapes().collect::<Vec<_>>(), "{name}");
+        let (ours, theirs) = (zip.var_builder(DType::F32, &CPU)?, safetensors.var_builder(DType::F32, &CPU)?);
+        for (name, shape) in safetensors.shapes() {
+            assert_close(&ours.get(shape, name)?, &theirs.get(shape, name)?, 0.0, name);
+        }
+    }
+    Ok(())
+}

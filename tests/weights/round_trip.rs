@@ -1,0 +1,126 @@
+//! Every config in every layout: what is written is read back to the bit, or refused both ways.
+
+use std::path::Path;
+
+use candle_attention::weights::{Checkpoint, Storage};
+use candle_attention::{AttentionInput, MultiHeadAttention, WeightLayout, weights};
+use candle_core::{DType, Result, Tensor};
+use candle_nn::{VarBuilder, VarMap};
+
+use crate::common::assert_close;
+use crate::grid::{CONTEXT_LENGTH, EMBED_DIM, Extra, Facts, grid};
+use crate::{Bits, CPU, bits, invented, load, projections};
+
+/// The layer over fixed inputs, each of its own width.
+fn output(layer: &MultiHeadAttention) -> Result<Tensor> {
+    let cfg = layer.config();
+    let input = |t: usize, width: usize| -> Result<Tensor> {
+        let numbers = Tensor::arange(0, (2 * t * width) as i64, &CPU)?.to_dtype(DType::F32)?;
+        (numbers * 0.37)?.sin()?.reshape((2, t, width))
+    };
+    let (queries, keys, values) =
+        (input(4, EMBED_DIM)?, input(CONTEXT_LENGTH, cfg.key_size())?, input(CONTEXT_LENGTH, cfg.value_size())?);
+    layer.forward_with(AttentionInput::new(&queries).with_key_value(&keys, &values))
+}
+
+/// Transposed weights are multiplied from another memory layout, which may sum in another order.
+fn tolerance(layout: WeightLayout) -> f64 {
+    match layout {
+        WeightLayout::Raw(..) | WeightLayout::Conv1d => 2e-6,
+        WeightLayout::StackedHeads(_, storage) if storage != Storage::Linear => 2e-6,
+        _ => 0.0,
+    }
+}
+
+#[test]
+fn every_config_comes_back_from_every_layout_that_can_hold_it() -> Result<()> {
+    let layouts = WeightLayout::all();
+    let folder = tempfile::tempdir()?;
+    let (mut held, mut refused, mut saved) = (0, 0, 0);
+    for facts in grid() {
+        let cfg = facts.config();
+        let layer = invented(&cfg, WeightLayout::Canonical)?;
+        let (expected, expected_output) = (bits(&layer)?, output(&layer)?);
+        for &layout in &layouts {
+            let what = format!("{layout}, {facts:?}");
+            let written = layer.state_dict(layout);
+            assert_eq!(written.is_ok(), facts.fit(layout), "{what}: {written:?}");
+            let Ok(written) = written else {
+                refused += 1;
+                continue;
+            };
+            held += 1;
+            let read = load(&cfg, layout, &written)?;
+            assert_eq!(bits(&read)?, expected, "{what}");
+            for (read, written) in projections(&read).into_iter().zip(projections(&layer)) {
+                assert_eq!(read.weight().dims(), written.weight().dims(), "{what}");
+            }
+            assert_close(&output(&read)?, &expected_output, tolerance(layout), &what);
+
+            if held % 29 == 0 {
+                let path = folder.path().join(format!("{held}.safetensors"));
+                layer.save(&path, layout)?;
+                let opened = weights::open(&path, DType::F32, &CPU)?;
+                assert_eq!(bits(&MultiHeadAttention::load(&cfg, layout, opened)?)?, expected, "{what}, from a file");
+                check_inferred(&path, layout, &facts, &expected)?;
+                saved += 1;
+            }
+        }
+    }
+    println!("{held} round trips, {saved} of them through files; {refused} refused");
+    assert!(held > 5_000 && refused > 5_000 && saved > 150);
+    Ok(())
+}
+
+/// The config that the file's shapes imply loads the same layer, or they say that they imply none.
+fn check_inferred(path: &Path, layout: WeightLayout, facts: &Facts, expected: &[Bits]) -> Result<()> {
+    let what = format!("{layout}, {facts:?}");
+    let packed = matches!(layout, WeightLayout::Conv1d | WeightLayout::Packed(..));
+    let inferred = Checkpoint::open(path)?.infer_config("", layout, Some(facts.num_heads));
+    match facts.extra {
+        Extra::NormAndSinks | Extra::NormOfProjection => assert!(inferred.is_err(), "{what}: a norm has no shape"),
+        // Packed rows tell the width of a head by the output projection, if keys and values are of one width.
+        _ if packed && (facts.out_dim.is_none() || facts.value_head_dim != facts.head_dim) => {}
+        _ => {
+            let opened = weights::open(path, DType::F32, &CPU)?;
+            assert_eq!(bits(&MultiHeadAttention::load(&inferred?, layout, opened)?)?, expected, "{what}");
+        }
+    }
+    Ok(())
+}
+
+/// The same rule for loading: a layout that cannot hold a config is refused before anything is drawn for it.
+#[test]
+fn a_layout_loads_exactly_the_configs_that_it_saves() -> Result<()> {
+    let layouts = WeightLayout::all();
+    for facts in grid() {
+        let cfg = facts.config();
+        for &layout in &layouts {
+            let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &CPU);
+            let loaded = MultiHeadAttention::load(&cfg, layout, vb);
+            assert_eq!(loaded.is_ok(), facts.fit(layout), "{layout}, {facts:?}: {:?}", loaded.err());
+        }
+    }
+    Ok(())
+}
+
+/// From each layout to the next, through all that can hold the layer, and nothing is lost on the way.
+#[test]
+fn a_layer_survives_a_journey_through_all_layouts() -> Result<()> {
+    let longest: &dyn Fn(&Facts) -> usize =
+        &|facts| WeightLayout::all().into_iter().filter(|&layout| facts.fit(layout)).count();
+    let mut travellers = grid();
+    travellers.sort_by_key(|facts| std::cmp::Reverse(longest(facts)));
+    assert!(longest(&travellers[0]) > 30);
+    for facts in travellers.iter().step_by(20) {
+        let cfg = facts.config();
+        let mut layer = invented(&cfg, WeightLayout::Canonical)?;
+        let (expected, expected_output) = (bits(&layer)?, output(&layer)?);
+        for layout in WeightLayout::all().into_iter().filter(|&layout| facts.fit(layout)) {
+            layer = load(&cfg, layout, &layer.state_dict(layout)?)?;
+            assert_eq!(bits(&layer)?, expected, "{layout}, {facts:?}");
+            assert_close(&output(&layer)?, &expected_output, tolerance(layout), &format!("{layout}, {facts:?}"));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,113 @@
+//! Layers over fresh variables: PyTorch's bounds at the start, and training.
+
+use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
+use candle_core::{DType, Result, Tensor};
+use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
+
+use crate::common::{assert_close, values};
+use crate::{CPU, bits, projections};
+
+const E: usize = 64;
+
+fn fresh(layout: &str, bias: bool) -> Result<(VarMap, MultiHeadAttention)> {
+    let vars = VarMap::new();
+    let stack = layout.starts_with("stacked");
+    let cfg =
+        MultiHeadAttentionConfig::new(E, 4).with_qkv_bias(bias).with_out_bias(bias && !stack).with_out_proj(!stack);
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &CPU);
+    let layer = MultiHeadAttention::load(&cfg, layout.parse()?, vb)?;
+    Ok((vars, layer))
+}
+
+/// Within the bounds, and near to both of them.
+#[track_caller]
+fn assert_uniform(tensor: &Tensor, lo: f64, up: f64, what: &str) {
+    let values = values(tensor);
+    let (least, most) = values.iter().fold((f64::MAX, f64::MIN), |(least, most), &x| (least.min(x), most.max(x)));
+    let margin = (up - lo) * 0.2;
+    assert!(lo <= least && least < lo + margin && up - margin < most && most <= up, "{what}: from {least} to {most}");
+}
+
+fn assert_zero(bias: &Tensor, what: &str) {
+    assert!(values(bias).iter().all(|&x| x == 0.0), "{what}");
+}
+
+#[test]
+fn linear_layers_start_within_one_over_the_root_of_their_inputs() -> Result<()> {
+    let bound = 1.0 / (E as f64).sqrt();
+    for layout in ["canonical", "book", "bert", "packed:Wqkv", "packed:query_key_value:by-head", "stacked:book"] {
+        let (_, layer) = fresh(layout, true)?;
+        for linear in projections(&layer) {
+            assert_uniform(linear.weight(), -bound, bound, layout);
+            assert_uniform(linear.bias().expect("a bias"), -bound, bound, layout);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn other_modules_start_as_their_own_do() -> Result<()> {
+    // torch.nn.MultiheadAttention: Xavier over the packed weight, biases of zero; out_proj as a linear layer.
+    let (_, layer) = fresh("torch", true)?;
+    let (q, k, v, o) = layer.projections();
+    let xavier = (6.0 / (E + 3 * E) as f64).sqrt();
+    for linear in [q, k, v] {
+        assert_uniform(linear.weight(), -xavier, xavier, "in_proj");
+        assert_zero(linear.bias().expect("a bias"), "in_proj_bias");
+    }
+    let o = o.expect("an output projection");
+    let bound = 1.0 / (E as f64).sqrt();
+    assert_uniform(o.weight(), -bound, bound, "out_proj");
+    assert_zero(o.bias().expect("a bias"), "out_proj.bias");
+
+    // GPT-2: normal with a deviation of 0.02, biases of zero.
+    let (_, layer) = fresh("conv1d", true)?;
+    for linear in projections(&layer) {
+        let values = values(linear.weight());
+        let deviation = (values.iter().map(|x| x * x).sum::<f64>() / values.len() as f64).sqrt();
+        assert!((0.019..0.021).contains(&deviation), "c_attn: {deviation}");
+        assert_zero(linear.bias().expect("a bias"), "c_attn.bias");
+    }
+
+    // nn.Parameter(torch.rand(d_in, d_out))
+    for layout in ["raw:book", "raw-transposed:d2l", "stacked-raw:short"] {
+        let (_, layer) = fresh(layout, false)?;
+        for linear in projections(&layer) {
+            assert_uniform(linear.weight(), 0.0, 1.0, layout);
+        }
+    }
+    Ok(())
+}
+
+/// Self-attention learns to copy its input, in every layout: each variable gets a gradient, and a step lowers the loss.
+#[test]
+fn a_step_of_gradient_descent_lowers_the_loss() -> Result<()> {
+    let xs = (Tensor::arange(0f32, 320f32, &CPU)? * 0.61)?.sin()?.reshape((1, 5, E))?;
+    for layout in WeightLayout::all() {
+        let spelling = layout.to_string();
+        let (vars, layer) = fresh(&spelling, !spelling.contains("raw"))?;
+        let loss = || -> Result<Tensor> { (layer.forward(&xs)? - &xs)?.sqr()?.mean_all() };
+        let before = loss()?;
+        let gradients = before.backward()?;
+        let mut steepness = 0.0;
+        for (name, var) in vars.data().lock().expect("the variables").iter() {
+            let gradient = gradients.get(var).unwrap_or_else(|| panic!("{layout}: {name} has no gradient"));
+            let squared: f64 = values(gradient).iter().map(|x| x * x).sum();
+            // A bias of the keys shifts all scores of a query alike: its gradient is zero but for rounding.
+            assert!(squared > 0.0 || name.contains("bias"), "{layout}: the gradient of {name} is zero");
+            steepness += squared;
+        }
+        // Downhill by a hundredth of the loss, as far as the slope tells.
+        let rate = 0.01 * f64::from(before.to_scalar::<f32>()?) / steepness;
+        SGD::new(vars.all_vars(), rate)?.step(&gradients)?;
+        let (before, after) = (before.to_scalar::<f32>()?, loss()?.to_scalar::<f32>()?);
+        assert!(after < 0.999 * before, "{layout}: {before} became {after}");
+
+        // The layer sees what its variables are now, as one that is built over them anew does.
+        let vb = VarBuilder::from_varmap(&vars, DType::F32, &CPU);
+        let anew = MultiHeadAttention::load(layer.config(), layout, vb)?;
+        assert_close(&layer.forward(&xs)?, &anew.forward(&xs)?, 0.0, &spelling);
+        assert_eq!(bits(&layer)?, bits(&anew)?, "{layout}");
+    }
+    Ok(())
+}
