@@ -36,7 +36,9 @@ pub(super) fn attend(call: &Call) -> Result<Attended> {
         });
     }
 
-    let mut scores = (grouped_matmul(&call.q.to_dtype(dtype)?, &call.k.to_dtype(dtype)?.t()?)? * call.scale())?;
+    // Scaling the queries is scaling the scores, over T_q · D numbers and not T_q · T_kv.
+    let queries = (call.q.to_dtype(dtype)? * call.scale())?;
+    let mut scores = grouped_matmul(&queries, &call.k.to_dtype(dtype)?.t()?)?;
     if let Some(softcap) = call.options.softcap {
         scores = ((scores / softcap)?.tanh()? * softcap)?;
     }
