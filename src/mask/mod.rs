@@ -49,7 +49,7 @@ struct Relative {
 ///
 /// Position: query i stands at key position `i + T_kv - T_q`, so the last query stands at the last key, unless
 /// [`causal_upper_left`](Self::causal_upper_left) or [`causal_with_offset`](Self::causal_with_offset) says otherwise.
-/// Windows and bands count from that position.
+/// Windows and bands count from that position; after [`and`](Self::and), from that of the mask joined last.
 ///
 /// ```
 /// use candle_attention::AttentionMask;
@@ -106,7 +106,8 @@ impl AttentionMask {
     /// A tokenizer's attention mask `(B, T_kv)` of ones (a token) and zeros (padding), in any dtype.
     ///
     /// Rows that are one run of ones become starts and lengths, which cost nothing; otherwise the mask becomes a `keep`
-    /// tensor. A row without a one hides every key.
+    /// tensor. A row without a one hides every key. Starts and lengths know no width: with more keys than T_kv, the later
+    /// ones are hidden.
     ///
     /// # Errors
     /// For another rank, and for a value other than 0 and 1.

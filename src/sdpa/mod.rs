@@ -38,7 +38,9 @@ pub struct AttentionOutput {
 /// Shapes: q (B, H, T_q, D), k (B, H_kv, T_kv, D), v (B, H_kv, T_kv, D_v) give (B, H, T_q, D_v) in q's dtype, on q's
 /// device. H_kv divides H; query head h reads key head `h / (H / H_kv)`. Any strides are accepted.
 ///
-/// A query that sees no key gets zeros. NaN and infinities in keys and values reach only the queries that see them.
+/// A query that sees no key gets zeros; one whose scores are all -inf, by a bias, counts as such. NaN and infinities in
+/// keys and values reach only the queries that see them, in the forward pass; a key that only a bias of -inf suppresses
+/// is seen.
 ///
 /// ```
 /// use candle_attention::{AttentionMask, SdpaOptions, scaled_dot_product_attention};
@@ -86,7 +88,8 @@ pub fn scaled_dot_product_attention_with_weights(
 /// [`scaled_dot_product_attention`] that also returns the log-sum-exp of each query's scores: (B, H, T_q) in f32 (f64
 /// for f64 inputs), `-inf` for a query that sees no key. A sink counts as one more score.
 ///
-/// The two together are what [`merge_attention`] needs to put attention over parts of the keys back together.
+/// The two together are what [`merge_attention`] needs to put attention over parts of the keys back together. Parts take
+/// [`EmptyRows::Zero`](crate::EmptyRows::Zero): whether a row is empty shows only in the whole.
 ///
 /// # Errors
 /// As [`scaled_dot_product_attention`].

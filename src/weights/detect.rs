@@ -3,7 +3,7 @@
 use candle_core::{Result, bail};
 use candle_nn::VarBuilder;
 
-use super::layout::{Naming, PackedNaming, QkvOrder, Storage, WeightLayout};
+use super::layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 use super::source;
 
 /// The names below one prefix, and the shapes behind them.
@@ -77,15 +77,15 @@ fn readings(names: &dyn Names) -> Result<Vec<WeightLayout>> {
             found.push(naming.layout());
         }
         if names.has(query) {
-            found.extend(plain(&names.shape(query)?).iter().map(|&storage| WeightLayout::Raw(naming, storage)));
+            found.extend(plain(&names.shape(query)?).iter().map(|&way| WeightLayout::Raw(naming, way)));
         }
         let query = format!("heads.0.{query}");
         if names.has(&format!("{query}.weight")) {
             found.push(WeightLayout::StackedHeads(naming, Storage::Linear));
         }
         if names.has(&query) {
-            let storages = plain(&names.shape(&query)?);
-            found.extend(storages.iter().map(|&storage| WeightLayout::StackedHeads(naming, storage)));
+            let ways = plain(&names.shape(&query)?);
+            found.extend(ways.iter().map(|&way| WeightLayout::StackedHeads(naming, Storage::Raw(way))));
         }
     }
     if names.has("self.query.weight") {
@@ -114,10 +114,10 @@ fn readings(names: &dyn Names) -> Result<Vec<WeightLayout>> {
 }
 
 /// How a plain parameter of this shape may be stored.
-fn plain(shape: &[usize]) -> &'static [Storage] {
+fn plain(shape: &[usize]) -> &'static [Orientation] {
     match shape {
-        [rows, columns] if rows == columns => &[Storage::InOut, Storage::OutIn],
-        _ => &[Storage::InOut],
+        [rows, columns] if rows == columns => &[Orientation::InOut, Orientation::OutIn],
+        _ => &[Orientation::InOut],
     }
 }
 

@@ -3,7 +3,7 @@
 use candle_core::{Result, bail};
 
 use super::detect::Names;
-use super::layout::{Naming, Storage, WeightLayout};
+use super::layout::{Naming, Orientation, Storage, WeightLayout};
 use crate::MultiHeadAttentionConfig;
 
 /// What the shapes say: (out, in) of each projection and which have a bias.
@@ -27,7 +27,7 @@ pub(super) fn infer_config(
     let shapes = match layout {
         WeightLayout::StackedHeads(naming, storage) => stacked(names, naming, storage)?,
         WeightLayout::Torch => torch(names)?,
-        WeightLayout::Conv1d => packed(names, ["c_attn", "c_proj"], Storage::InOut, num_heads)?,
+        WeightLayout::Conv1d => packed(names, ["c_attn", "c_proj"], Storage::Raw(Orientation::InOut), num_heads)?,
         WeightLayout::Packed(naming, _) => packed(names, naming.names(), Storage::Linear, num_heads)?,
         _ => separate(names, layout)?,
     };
@@ -78,8 +78,8 @@ fn divide(what: &str, rows: usize, by: usize) -> Result<usize> {
 fn shape(names: &dyn Names, name: &str, storage: Storage) -> Result<(usize, usize)> {
     let name = if storage == Storage::Linear { format!("{name}.weight") } else { name.to_string() };
     match (names.shape(&name)?.as_slice(), storage) {
-        (&[out_dim, in_dim], Storage::Linear | Storage::OutIn) => Ok((out_dim, in_dim)),
-        (&[in_dim, out_dim], Storage::InOut) => Ok((out_dim, in_dim)),
+        (&[out_dim, in_dim], Storage::Linear | Storage::Raw(Orientation::OutIn)) => Ok((out_dim, in_dim)),
+        (&[in_dim, out_dim], Storage::Raw(Orientation::InOut)) => Ok((out_dim, in_dim)),
         (other, _) => bail!("[weights] {name} has shape {other:?}, expected a matrix"),
     }
 }
@@ -126,10 +126,10 @@ fn stacked(names: &dyn Names, naming: Naming, storage: Storage) -> Result<Shapes
 
 fn torch(names: &dyn Names) -> Result<Shapes> {
     let qkv = if names.has("in_proj_weight") {
-        let (rows, in_dim) = shape(names, "in_proj_weight", Storage::OutIn)?;
+        let (rows, in_dim) = shape(names, "in_proj_weight", Storage::Raw(Orientation::OutIn))?;
         [(divide("in_proj_weight", rows, 3)?, in_dim); 3]
     } else {
-        let part = |name| shape(names, name, Storage::OutIn);
+        let part = |name| shape(names, name, Storage::Raw(Orientation::OutIn));
         [part("q_proj_weight")?, part("k_proj_weight")?, part("v_proj_weight")?]
     };
     Ok(Shapes {
@@ -143,7 +143,7 @@ fn torch(names: &dyn Names) -> Result<Shapes> {
 
 /// A packed weight has (H + 2 · H_kv) · D rows; the input of the output projection, H · D, tells D.
 fn packed(names: &dyn Names, [qkv, out]: [&str; 2], storage: Storage, num_heads: Option<usize>) -> Result<Shapes> {
-    let transposed = storage == Storage::InOut;
+    let transposed = storage == Storage::Raw(Orientation::InOut);
     let matrix = |name: &str| {
         let (out_dim, in_dim) = shape(names, name, Storage::Linear)?;
         Ok::<_, candle_core::Error>(if transposed { (in_dim, out_dim) } else { (out_dim, in_dim) })

@@ -47,7 +47,7 @@ pub enum WeightLayout {
     /// self.query, self.key, self.value, output.dense.
     Bert,
     /// Plain parameters without `.weight`, stored (in, out) or (out, in), without biases.
-    Raw(Naming, Storage),
+    Raw(Naming, Orientation),
     /// `heads.{i}.<names>`, one single-head module after the other, without an output projection; loads into one layer.
     StackedHeads(Naming, Storage),
     /// The packed in_proj of `torch.nn.MultiheadAttention`.
@@ -76,9 +76,16 @@ pub enum Naming {
 pub enum Storage {
     /// An `nn.Linear`: `.weight` (out, in) and perhaps `.bias`.
     Linear,
-    /// The parameter itself, (in, out).
+    /// The parameter itself.
+    Raw(Orientation),
+}
+
+/// Which dimension of a plain parameter comes first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Orientation {
+    /// (in, out), for x · W.
     InOut,
-    /// The parameter itself, (out, in).
+    /// (out, in), for x · Wᵀ.
     OutIn,
 }
 
@@ -169,10 +176,10 @@ impl WeightLayout {
     /// Every layout, in the order of the table above.
     pub fn all() -> Vec<Self> {
         let mut all = vec![Self::Canonical, Self::Book, Self::Short, Self::D2l, Self::Bert];
-        for storage in [Storage::InOut, Storage::OutIn] {
-            all.extend(Naming::ALL.map(|naming| Self::Raw(naming, storage)));
+        for orientation in [Orientation::InOut, Orientation::OutIn] {
+            all.extend(Naming::ALL.map(|naming| Self::Raw(naming, orientation)));
         }
-        for storage in [Storage::Linear, Storage::InOut, Storage::OutIn] {
+        for storage in [Storage::Linear, Storage::Raw(Orientation::InOut), Storage::Raw(Orientation::OutIn)] {
             all.extend(Naming::ALL.map(|naming| Self::StackedHeads(naming, storage)));
         }
         all.extend([Self::Torch, Self::Conv1d]);
@@ -190,7 +197,7 @@ impl WeightLayout {
             Self::Short => (Naming::Short.names(), Storage::Linear),
             Self::D2l => (Naming::D2l.names(), Storage::Linear),
             Self::Bert => (["self.query", "self.key", "self.value", "output.dense"], Storage::Linear),
-            Self::Raw(naming, storage) => (naming.names(), storage),
+            Self::Raw(naming, orientation) => (naming.names(), Storage::Raw(orientation)),
             _ => return None,
         })
     }
@@ -204,10 +211,10 @@ impl fmt::Display for WeightLayout {
             Self::Short => f.write_str("short"),
             Self::D2l => f.write_str("d2l"),
             Self::Bert => f.write_str("bert"),
-            Self::Raw(naming, storage) => write!(f, "{}:{}", raw_spelling(*storage), naming.spelling()),
+            Self::Raw(naming, orientation) => write!(f, "{}:{}", orientation.spelling(), naming.spelling()),
             Self::StackedHeads(naming, Storage::Linear) => write!(f, "stacked:{}", naming.spelling()),
-            Self::StackedHeads(naming, storage) => {
-                write!(f, "stacked-{}:{}", raw_spelling(*storage), naming.spelling())
+            Self::StackedHeads(naming, Storage::Raw(orientation)) => {
+                write!(f, "stacked-{}:{}", orientation.spelling(), naming.spelling())
             }
             Self::Torch => f.write_str("torch"),
             Self::Conv1d => f.write_str("conv1d"),
@@ -217,11 +224,12 @@ impl fmt::Display for WeightLayout {
     }
 }
 
-fn raw_spelling(storage: Storage) -> &'static str {
-    match storage {
-        Storage::Linear => "linear",
-        Storage::InOut => "raw",
-        Storage::OutIn => "raw-transposed",
+impl Orientation {
+    fn spelling(self) -> &'static str {
+        match self {
+            Self::InOut => "raw",
+            Self::OutIn => "raw-transposed",
+        }
     }
 }
 

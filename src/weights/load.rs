@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 use candle_nn::{Init, Linear, VarBuilder};
 
-use super::layout::{Naming, PackedNaming, QkvOrder, Storage, WeightLayout};
+use super::layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 use super::pack::PackedRows;
 use super::source::{LINEAR_WEIGHT, Source, linear_bias};
 use crate::MultiHeadAttentionConfig;
@@ -88,8 +88,8 @@ fn one(source: &Source, name: &str, storage: Storage, shape: (usize, usize), bia
     let uniform = Init::Uniform { lo: 0.0, up: 1.0 };
     let weight = match storage {
         Storage::Linear => return source.linear(name, shape, bias),
-        Storage::InOut => source.get((in_dim, out_dim), name, uniform)?.t()?,
-        Storage::OutIn => source.get((out_dim, in_dim), name, uniform)?,
+        Storage::Raw(Orientation::InOut) => source.get((in_dim, out_dim), name, uniform)?.t()?,
+        Storage::Raw(Orientation::OutIn) => source.get((out_dim, in_dim), name, uniform)?,
     };
     if bias {
         return source.fail(format!("the config wants a bias on {name}, which plain parameters do not have"));

@@ -27,7 +27,7 @@ mod save;
 mod source;
 
 pub use checkpoint::{Checkpoint, open};
-pub use layout::{Naming, PackedNaming, QkvOrder, Storage, WeightLayout};
+pub use layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 
 #[cfg(feature = "hub")]
 pub(crate) use index::ShardIndex;

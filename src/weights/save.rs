@@ -3,7 +3,7 @@
 use candle_core::{Device, Result, Tensor};
 use candle_nn::{Linear, VarBuilder, VarMap};
 
-use super::layout::{Naming, QkvOrder, Storage, WeightLayout};
+use super::layout::{Naming, Orientation, QkvOrder, Storage, WeightLayout};
 use super::load::{Projections, fits_torch};
 use super::pack::PackedRows;
 use super::source::Source;
@@ -65,8 +65,8 @@ fn push(tensors: &mut Tensors, name: &str, linear: &Linear, storage: Storage, er
             tensors.extend(bias.map(|bias| (format!("{name}.bias"), bias.clone())));
         }
         (_, Some(_)) => return errors.fail(format!("plain parameters have no bias, but {name} has one")),
-        (Storage::InOut, None) => tensors.push((name.to_string(), weight.t()?.contiguous()?)),
-        (Storage::OutIn, None) => tensors.push((name.to_string(), weight.contiguous()?)),
+        (Storage::Raw(Orientation::InOut), None) => tensors.push((name.to_string(), weight.t()?.contiguous()?)),
+        (Storage::Raw(Orientation::OutIn), None) => tensors.push((name.to_string(), weight.contiguous()?)),
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Tensors on different devices. On a machine with one device these tests say that they were skipped.
 
-use candle_attention::weights::{Naming, Storage};
+use candle_attention::weights::{Naming, Orientation};
 use candle_attention::{
     AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig, SdpaOptions, WeightLayout,
     merge_attention, scaled_dot_product_attention,
@@ -39,7 +39,7 @@ fn check(device: &Device) -> Result<()> {
     let expected = format!("[merge_attention] part 1 is not on {there:?} with the first");
     assert_eq!(error_text(merge_attention(&parts)), expected);
 
-    let layout = WeightLayout::Raw(Naming::Book, Storage::OutIn);
+    let layout = WeightLayout::Raw(Naming::Book, Orientation::OutIn);
     let vb = VarBuilder::zeros(DType::F32, device);
     let layer = MultiHeadAttention::load(&MultiHeadAttentionConfig::new(8, 2), layout, vb)?;
     let (xs, ys) = (zeros((1, 3, 8)), zeros((1, 3, 8)).to_device(device)?);

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use candle_attention::weights::{Naming, Storage};
+use candle_attention::weights::{Naming, Orientation};
 use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
 use candle_core::{DType, Result};
 use candle_nn::{VarBuilder, VarMap};
@@ -204,7 +204,7 @@ const DETECTION: &[Misuse] = &[
         "variables, whose shapes Candle does not tell",
         || {
             let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &CPU);
-            MultiHeadAttention::load(&cfg(), WeightLayout::Raw(Naming::Book, Storage::InOut), vb.clone())?;
+            MultiHeadAttention::load(&cfg(), WeightLayout::Raw(Naming::Book, Orientation::InOut), vb.clone())?;
             WeightLayout::detect(&vb).map(drop)
         },
         "[weight_layout] the shape of W_query, which tells its layout, cannot be had from this builder (…); name the layout",

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use candle_attention::weights::{Checkpoint, Naming, Storage};
+use candle_attention::weights::{Checkpoint, Naming, Orientation, Storage};
 use candle_attention::{
     AdditiveAttention, AdditiveAttentionConfig, MultiHeadAttention, MultiHeadAttentionConfig, QkNorm, QkNormKind,
     QkNormScope, WeightLayout,
@@ -45,7 +45,7 @@ fn changed(layout: WeightLayout, changes: &[(&str, &[usize])]) -> Result<()> {
 }
 
 const BOOK_STACK: WeightLayout = WeightLayout::StackedHeads(Naming::Book, Storage::Linear);
-const RAW_STACK: WeightLayout = WeightLayout::StackedHeads(Naming::Short, Storage::InOut);
+const RAW_STACK: WeightLayout = WeightLayout::StackedHeads(Naming::Short, Storage::Raw(Orientation::InOut));
 
 const MISSING: &[Misuse] = &[
     (
@@ -255,7 +255,7 @@ const SURPLUS: &[Misuse] = &[
     ),
     (
         "a plain output projection that the config denies",
-        || load(cfg(), WeightLayout::Raw(Naming::D2l, Storage::InOut), &[], stack()),
+        || load(cfg(), WeightLayout::Raw(Naming::D2l, Orientation::InOut), &[], stack()),
         "[multi_head_attention] W_o is in the file, but the config says there is no output projection (layout raw:d2l)",
     ),
     (

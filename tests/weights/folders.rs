@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use candle_attention::weights::{Checkpoint, Naming, Storage};
+use candle_attention::weights::{Checkpoint, Naming, Orientation, Storage};
 use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout, weights};
 use candle_core::{DType, Result, Tensor};
 
@@ -62,9 +62,9 @@ fn attention_layers_are_found_in_their_natural_order() -> Result<()> {
         ("bert.encoder.layer", "attention", WeightLayout::Bert),
         ("h", "attn", WeightLayout::Conv1d),
         ("blocks", "att", WeightLayout::StackedHeads(Naming::Book, Storage::Linear)),
-        ("raw", "att", WeightLayout::StackedHeads(Naming::Short, Storage::InOut)),
+        ("raw", "att", WeightLayout::StackedHeads(Naming::Short, Storage::Raw(Orientation::InOut))),
         ("transformer.encoder.layers", "self_attn", WeightLayout::Torch),
-        ("plain", "attention", WeightLayout::Raw(Naming::D2l, Storage::InOut)),
+        ("plain", "attention", WeightLayout::Raw(Naming::D2l, Orientation::InOut)),
         ("gpt_neox.layers", "attention", "packed:query_key_value:by-head".parse()?),
         ("phi", "self_attn", "packed:qkv_proj".parse()?),
     ];

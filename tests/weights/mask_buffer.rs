@@ -1,6 +1,6 @@
 //! The persistent `mask` of the book's modules.
 
-use candle_attention::weights::{Checkpoint, Naming, Storage};
+use candle_attention::weights::{Checkpoint, Naming, Orientation, Storage};
 use candle_attention::{MultiHeadAttentionConfig, WeightLayout};
 use candle_core::{DType, Result, Tensor};
 
@@ -45,7 +45,8 @@ fn causal_layers_get_their_mask_in_the_layouts_whose_modules_register_one() -> R
 fn layers_without_causality_or_length_get_none() -> Result<()> {
     let bare = MultiHeadAttentionConfig::new(4, 2).with_out_proj(false);
     for cfg in [bare.clone(), bare.clone().with_causal(true), bare.with_context_length(3)] {
-        for layout in [WeightLayout::Book, WeightLayout::StackedHeads(Naming::Short, Storage::InOut)] {
+        for layout in [WeightLayout::Book, WeightLayout::StackedHeads(Naming::Short, Storage::Raw(Orientation::InOut))]
+        {
             assert!(masks(&cfg, layout)?.is_empty(), "{layout}");
         }
     }
