@@ -18,10 +18,10 @@ struct Case {
 }
 
 const CASES: [Case; 4] = [
-    Case { name: "tutorial: 6 tokens", b: 1, t: 6, embed_dim: 1536, num_heads: 16, dtype: DType::F32 },
+    Case { name: "the tutorial's 6 tokens", b: 1, t: 6, embed_dim: 1536, num_heads: 16, dtype: DType::F32 },
     Case { name: "sentences", b: 8, t: 128, embed_dim: 768, num_heads: 12, dtype: DType::F32 },
-    Case { name: "page", b: 1, t: 1024, embed_dim: 768, num_heads: 12, dtype: DType::F32 },
-    Case { name: "page, bf16", b: 1, t: 1024, embed_dim: 768, num_heads: 12, dtype: DType::BF16 },
+    Case { name: "a page", b: 1, t: 1024, embed_dim: 768, num_heads: 12, dtype: DType::F32 },
+    Case { name: "a page, bf16", b: 1, t: 1024, embed_dim: 768, num_heads: 12, dtype: DType::BF16 },
 ];
 const RUNS: usize = 15;
 
@@ -37,7 +37,7 @@ fn main() -> Result<()> {
         let tensors = tensors.into_iter().map(|(name, tensor)| (name, tensor.detach())).collect();
         let vb = VarBuilder::from_tensors(tensors, case.dtype, &Device::Cpu);
         let layer = MultiHeadAttention::new(&cfg, vb)?;
-        let by_hand = HandWritten::new(&layer);
+        let by_hand = HandWritten::new(&layer, case.t)?;
         let xs = Tensor::randn(0f32, 1., (case.b, case.t, case.embed_dim), &Device::Cpu)?.to_dtype(case.dtype)?;
 
         let (ours, theirs) = (layer.forward(&xs)?, by_hand.forward(&xs)?);
@@ -82,18 +82,23 @@ struct HandWritten {
     v_proj: Linear,
     o_proj: Linear,
     num_heads: usize,
+    /// Made once, as models do that cache it.
+    mask: Tensor,
 }
 
 impl HandWritten {
-    fn new(layer: &MultiHeadAttention) -> Self {
+    fn new(layer: &MultiHeadAttention, t: usize) -> Result<Self> {
         let (q, k, v, o) = layer.projections();
-        Self {
+        let hidden: Vec<f32> = (0..t * t).map(|at| if at % t > at / t { f32::NEG_INFINITY } else { 0.0 }).collect();
+        let mask = Tensor::from_vec(hidden, (1, 1, t, t), &Device::Cpu)?.to_dtype(q.weight().dtype())?;
+        Ok(Self {
             q_proj: q.clone(),
             k_proj: k.clone(),
             v_proj: v.clone(),
             o_proj: o.expect("the layer has an output projection").clone(),
             num_heads: layer.config().num_heads(),
-        }
+            mask,
+        })
     }
 
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
@@ -101,10 +106,8 @@ impl HandWritten {
         let d = e / self.num_heads;
         let heads = |proj: &Linear| proj.forward(xs)?.reshape((b, t, self.num_heads, d))?.transpose(1, 2)?.contiguous();
         let (q, k, v) = (heads(&self.q_proj)?, heads(&self.k_proj)?, heads(&self.v_proj)?);
-        let hidden: Vec<f32> = (0..t * t).map(|at| if at % t > at / t { f32::NEG_INFINITY } else { 0.0 }).collect();
-        let mask = Tensor::from_vec(hidden, (1, 1, t, t), xs.device())?.to_dtype(xs.dtype())?;
         let scores = (q.matmul(&k.transpose(D::Minus2, D::Minus1)?)? / (d as f64).sqrt())?;
-        let weights = softmax_last_dim(&scores.broadcast_add(&mask)?)?;
+        let weights = softmax_last_dim(&scores.broadcast_add(&self.mask)?)?;
         self.o_proj.forward(&weights.matmul(&v)?.transpose(1, 2)?.reshape((b, t, e))?)
     }
 }

@@ -4,10 +4,9 @@ use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::{Linear, VarBuilder};
 use serde::{Deserialize, Serialize};
 
-use crate::init::TorchSeed;
 use crate::sdpa::{Dropout, VisibleSoftmax, accumulation_dtype, dropout, weighted_values};
 use crate::weights::Source;
-use crate::{AttentionMask, AttentionOutput};
+use crate::{AttentionInput, AttentionMask, AttentionOutput, Backend};
 
 /// The shape of an [`AdditiveAttention`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -31,6 +30,26 @@ impl AdditiveAttentionConfig {
     pub fn with_dropout(mut self, dropout: f64) -> Self {
         self.dropout = dropout;
         self
+    }
+
+    /// The width of the queries.
+    pub fn query_size(&self) -> usize {
+        self.query_size
+    }
+
+    /// The width of the keys.
+    pub fn key_size(&self) -> usize {
+        self.key_size
+    }
+
+    /// The number of units that scores pass through.
+    pub fn hidden_size(&self) -> usize {
+        self.hidden_size
+    }
+
+    /// The probability with which a weight is dropped in training.
+    pub fn dropout(&self) -> f64 {
+        self.dropout
     }
 }
 
@@ -100,18 +119,19 @@ impl AdditiveAttention {
         self.attend(queries, keys, values, mask, None)
     }
 
-    /// [`forward_with_weights`](Self::forward_with_weights) in training, with dropout; drawn from PyTorch's generator
-    /// where one is given as part of `train`.
+    /// The layer over an [`AttentionInput`] of queries, keys and values: with training, dropout from PyTorch's generator,
+    /// or a mask. Without keys and values it attends to the queries themselves.
     ///
     /// # Errors
-    /// As [`forward`](Self::forward).
-    pub fn forward_train(
-        &self,
-        (queries, keys, values): (&Tensor, &Tensor, &Tensor),
-        mask: &AttentionMask,
-        seed: Option<&TorchSeed>,
-    ) -> Result<AttentionOutput> {
-        self.attend(queries, keys, values, mask, Some(Dropout { p: self.config.dropout, seed }))
+    /// As [`forward`](Self::forward), and for [`Backend::Fused`], which no path of these scores has.
+    pub fn forward_with<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<AttentionOutput> {
+        let AttentionInput { queries, key_value, mask, train, dropout_seed, backend } = input.into();
+        if backend == Backend::Fused {
+            bail!("[additive_attention] no fused path: additive scores are computed by the reference path only")
+        }
+        let (keys, values) = key_value.unwrap_or((queries, queries));
+        let drop = train.then_some(Dropout { p: self.config.dropout, seed: dropout_seed });
+        self.attend(queries, keys, values, mask.unwrap_or(&AttentionMask::none()), drop)
     }
 
     fn attend(

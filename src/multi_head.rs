@@ -49,15 +49,15 @@ pub struct MultiHeadAttention {
     mask: AttentionMask,
 }
 
-/// What one call of a [`MultiHeadAttention`] reads, apart from the layer itself. A `&Tensor` is self-attention over it.
+/// What one call of a layer reads, apart from the layer itself. A `&Tensor` is self-attention over it.
 #[derive(Debug, Clone)]
 pub struct AttentionInput<'a> {
-    queries: &'a Tensor,
-    key_value: Option<(&'a Tensor, &'a Tensor)>,
-    mask: Option<&'a AttentionMask>,
-    train: bool,
-    dropout_seed: Option<&'a TorchSeed>,
-    backend: Backend,
+    pub(crate) queries: &'a Tensor,
+    pub(crate) key_value: Option<(&'a Tensor, &'a Tensor)>,
+    pub(crate) mask: Option<&'a AttentionMask>,
+    pub(crate) train: bool,
+    pub(crate) dropout_seed: Option<&'a TorchSeed>,
+    pub(crate) backend: Backend,
 }
 
 impl<'a> AttentionInput<'a> {
@@ -72,7 +72,7 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
-    /// A mask that holds beside the layer's own.
+    /// A mask that holds beside the layer's own. A prefix in it lifts the layer's own causal constraint too.
     pub fn with_mask(mut self, mask: &'a AttentionMask) -> Self {
         self.mask = Some(mask);
         self
@@ -206,7 +206,8 @@ impl MultiHeadAttention {
         self.merge(&context, call.batched)
     }
 
-    /// [`forward_with`](Self::forward_with) that also returns the weights (B, H, T_q, T_kv), after dropout.
+    /// [`forward_with`](Self::forward_with) that also returns the weights (B, H, T_q, T_kv), after dropout; (H, T_q, T_kv)
+    /// for an input (T, E).
     ///
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
@@ -324,7 +325,7 @@ impl Projected {
         let (mut q, mut k) = (project(&q_proj, &q_in)?, project(&k_proj, &k_in)?);
         let mut v = project(&v_proj, &v_in)?;
         let mut mask = match input.mask {
-            Some(mask) => layer.mask.and(mask),
+            Some(mask) => layer.mask.lifted_by(mask).and(mask),
             None => layer.mask.clone(),
         };
         if let Some((bias_k, bias_v)) = &layer.bias_kv {

@@ -383,3 +383,17 @@ fn attention_masks_come_in_any_dtype(device: &Device) {
     assert_eq!(from(tensor(&[f32::NEG_INFINITY, 0.0], &[1, 2])), unexpected("-inf"));
     assert_eq!(from(tensor(&[1.0, 0.0], &[2])), "[from_attention_mask] expected shape (B, T_kv), found [2]");
 }
+
+#[test]
+fn an_attention_mask_keeps_its_width() {
+    let mask = Tensor::new(&[[1u8, 1, 1, 0, 0]], &Device::Cpu).expect("a mask");
+    let mask = AttentionMask::from_attention_mask(&mask).expect("ones and zeros");
+    assert!(mask.bind(1, 2, 5).is_ok());
+    for t_kv in [4, 6] {
+        let text = error_text(mask.bind(1, 2, t_kv));
+        let expected =
+            format!("[attention_mask] the attention mask has 5 columns, expected one for each of {t_kv} keys");
+        assert_eq!(text, expected);
+        assert_eq!(error_text(AttentionMask::causal().and(&mask).bind(1, 2, t_kv)), expected);
+    }
+}

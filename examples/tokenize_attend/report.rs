@@ -73,9 +73,9 @@ impl Report<'_> {
             "hidden_shape": self.hidden.dims(),
             "output_shape": self.output.context.dims(),
             "num_heads": cfg.num_heads(),
-            "output": self.output.context.to_dtype(DType::F32)?.to_vec3::<f32>()?,
+            "output": nested(&self.output.context)?,
             "attention_shape": self.output.weights.dims(),
-            "attention": self.output.weights.to_dtype(DType::F32)?.flatten(0, 1)?.to_vec3::<f32>()?,
+            "attention": nested(&self.output.weights.flatten(0, 1)?)?,
             "weights": self.system.weights,
             "embedding": self.system.embedded_by,
             "dtype": self.hidden.dtype().as_str(),
@@ -114,8 +114,16 @@ impl Report<'_> {
     /// The weights of one text, without its padding.
     fn heat_map(&self, row: usize) -> Result<HeatMap> {
         let (start, len) = self.span(row);
-        let weights = self.output.weights.narrow(0, row, 1)?.narrow(2, start, len)?.narrow(3, start, len)?;
-        HeatMap::new(&weights)?.with_tokens(&self.batch.tokens()[row][start..start + len])
+        let rows = self.output.weights.narrow(0, row, 1)?.narrow(2, start, len)?;
+        let mut weights = rows.narrow(3, start, len)?;
+        let tokens = &self.batch.tokens()[row][start..start + len];
+        let mut keys = tokens.to_vec();
+        if self.system.layer.config().bias_kv() {
+            let learned = rows.narrow(3, self.batch.seq_len(), 1)?;
+            weights = Tensor::cat(&[&weights.contiguous()?, &learned.contiguous()?], 3)?;
+            keys.push("(learned)".into());
+        }
+        HeatMap::new(&weights)?.with_query_tokens(tokens)?.with_key_tokens(&keys)
     }
 
     /// Where a text lies in its padded row.
@@ -179,6 +187,14 @@ fn save(map: &HeatMap, file: &std::path::Path, heads: Heads) -> Result<()> {
 #[cfg(not(feature = "plot"))]
 fn save(_: &HeatMap, _: &std::path::Path, _: Heads) -> Result<()> {
     candle_core::bail!("--plot draws pictures: run again with `cargo run --features plot --example tokenize_attend ..`")
+}
+
+/// A tensor of rank 3 as nested lists, with the digits that its dtype has.
+fn nested(tensor: &Tensor) -> Result<serde_json::Value> {
+    Ok(match tensor.dtype() {
+        DType::F64 => json!(tensor.to_vec3::<f64>()?),
+        _ => json!(tensor.to_dtype(DType::F32)?.to_vec3::<f32>()?),
+    })
 }
 
 fn shape(tensor: &Tensor) -> String {

@@ -2,7 +2,7 @@
 //!
 //! An [`AttentionMask`] is pure description: constraints that hold together. It meets a shape in [`AttentionMask::bind`],
 //! which checks it once and answers, for every query, with the one interval of keys that the structural constraints
-//! leave it. Kernels loop over that interval; only `keep` and `bias` tensors read memory.
+//! leave it: a kernel can loop over what is seen. Only `keep` and `bias` tensors are read from memory.
 
 mod lens;
 mod ranges;
@@ -12,6 +12,7 @@ pub use ranges::KvRanges;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use crate::sdpa::FLOATS;
 use crate::size::{fits_in_memory, is_addressable};
 
 /// What a query that sees no key receives.
@@ -49,7 +50,7 @@ struct Relative {
 ///
 /// Position: query i stands at key position `i + T_kv - T_q`, so the last query stands at the last key, unless
 /// [`causal_upper_left`](Self::causal_upper_left) or [`causal_with_offset`](Self::causal_with_offset) says otherwise.
-/// Windows and bands count from that position; after [`and`](Self::and), from that of the mask joined last.
+/// Windows and bands count from that position.
 ///
 /// ```
 /// use candle_attention::AttentionMask;
@@ -72,6 +73,8 @@ pub struct AttentionMask {
     relative: Vec<Relative>,
     valid_lens: Vec<ValidLens>,
     starts: Vec<ValidLens>,
+    /// T_kv of the attention masks that lengths were read from.
+    widths: Vec<usize>,
     keep: Vec<Tensor>,
     bias: Vec<Tensor>,
     empty_rows: EmptyRows,
@@ -105,18 +108,17 @@ impl AttentionMask {
 
     /// A tokenizer's attention mask `(B, T_kv)` of ones (a token) and zeros (padding), in any dtype.
     ///
-    /// Rows that are one run of ones become starts and lengths, which cost nothing; otherwise the mask becomes a `keep`
-    /// tensor. A row without a one hides every key. Starts and lengths know no width: with more keys than T_kv, the later
-    /// ones are hidden.
+    /// Rows that are one run of ones become starts and lengths, which leave intervals; otherwise the mask becomes a `keep`
+    /// tensor. A row without a one hides every key.
     ///
     /// # Errors
-    /// For another rank, and for a value other than 0 and 1.
+    /// For another rank, and for a value other than 0 and 1; where the mask is used, for another T_kv.
     pub fn from_attention_mask(mask: &Tensor) -> Result<Self> {
         if mask.rank() != 2 {
             bail!("[from_attention_mask] expected shape (B, T_kv), found {:?}", mask.shape())
         }
         let mask = &readable(mask)?;
-        let rows = mask.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_vec2::<f64>()?;
+        let rows = mask.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.to_vec2::<f32>()?;
         if let Some(other) = rows.iter().flatten().find(|&&value| value != 0.0 && value != 1.0) {
             bail!("[from_attention_mask] expected ones and zeros, found {other}")
         }
@@ -125,7 +127,8 @@ impl AttentionMask {
             return Ok(Self::none().with_keep(&mask.ne(&mask.zeros_like()?)?.unsqueeze(1)?.unsqueeze(1)?));
         }
         let (starts, ends): (Vec<_>, Vec<_>) = runs.into_iter().flatten().unzip();
-        let this = Self::none().with_valid_lens(ends);
+        let mut this = Self::none().with_valid_lens(ends);
+        this.widths.push(mask.dim(1)?);
         Ok(if starts.iter().any(|&start| start > 0) { this.with_starts(starts) } else { this })
     }
 
@@ -181,8 +184,8 @@ impl AttentionMask {
         self
     }
 
-    /// Both masks at once: a key is seen where both leave it, biases add up, and each mask's windows keep that mask's
-    /// own alignment. Empty rows are uniform if either asks for it.
+    /// Both masks at once: a key is seen where both leave it, biases add up, and each mask's windows and prefix stay with
+    /// that mask's own causal constraint. Empty rows are uniform if either asks for it.
     pub fn and(&self, other: &Self) -> Self {
         let mut both = self.clone();
         for relative in &other.relative {
@@ -192,12 +195,24 @@ impl AttentionMask {
         }
         both.valid_lens.extend_from_slice(&other.valid_lens);
         both.starts.extend_from_slice(&other.starts);
+        both.widths.extend_from_slice(&other.widths);
         both.keep.extend_from_slice(&other.keep);
         both.bias.extend_from_slice(&other.bias);
         if other.empty_rows == EmptyRows::Uniform {
             both.empty_rows = EmptyRows::Uniform;
         }
         both
+    }
+
+    /// This mask with its causal constraints lifted for the prefixes of another: what a layer does with its own causal
+    /// constraint when the caller's mask has a prefix.
+    pub(crate) fn lifted_by(&self, other: &Self) -> Self {
+        let prefixes: Vec<_> = other.relative.iter().flat_map(|relative| relative.prefix.iter().cloned()).collect();
+        let mut lifted = self.clone();
+        for relative in &mut lifted.relative {
+            relative.prefix.extend_from_slice(&prefixes);
+        }
+        lifted
     }
 
     /// The structural constraints for `b` sequences, `t_q` queries and `t_kv` keys, as an interval for each query.
@@ -229,7 +244,7 @@ impl AttentionMask {
     /// As [`bind`](Self::bind), for `keep` and `bias` tensors that do not fit, for a dtype without -inf, and for dimensions
     /// that no memory holds.
     pub fn to_additive(&self, dims: (usize, usize, usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
-        if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16 | DType::F64) {
+        if !FLOATS.contains(&dtype) {
             bail!("[attention_mask] an additive mask in {dtype:?} has no -inf, expected F32, F16, BF16 or F64")
         }
         check_addressable(dims)?;
@@ -273,7 +288,7 @@ impl AttentionMask {
     ) -> Result<Option<Tensor>> {
         let mut sum: Option<Tensor> = None;
         for bias in &self.bias {
-            if !bias.dtype().is_float() {
+            if !FLOATS.contains(&bias.dtype()) {
                 bail!(
                     "[attention_mask] bias has dtype {:?}, expected a float; a mask of ones and zeros is a keep",
                     bias.dtype()
@@ -336,7 +351,7 @@ fn check_addressable(dims: (usize, usize, usize, usize)) -> Result<()> {
 }
 
 /// The start and end of the one run of ones in a row, (0, 0) for a row of zeros, `None` for several runs.
-fn single_run(row: &[f64]) -> Option<(usize, usize)> {
+fn single_run(row: &[f32]) -> Option<(usize, usize)> {
     let Some(start) = row.iter().position(|&value| value == 1.0) else { return Some((0, 0)) };
     let end = row.iter().rposition(|&value| value == 1.0)? + 1;
     row[start..end].iter().all(|&value| value == 1.0).then_some((start, end))

@@ -37,6 +37,9 @@ impl KvRanges {
         let resolve = |what: &str, lens: &[super::ValidLens]| -> Result<Vec<ResolvedLens>> {
             lens.iter().map(|lens| lens.resolve(what, b, t_q)).collect()
         };
+        if let Some(width) = mask.widths.iter().find(|&&width| width != t_kv) {
+            bail!("[attention_mask] the attention mask has {width} columns, expected one for each of {t_kv} keys")
+        }
         let relative = mask.relative.iter().map(|relative| {
             if relative.window == Some(0) {
                 bail!("[attention_mask] window is 0, expected at least 1 (the query's own key)")

@@ -2,7 +2,7 @@
 
 use candle_core::{D, Result, Tensor, bail};
 
-use super::softmax::{VisibleSoftmax, accumulation_dtype};
+use super::softmax::{FLOATS, VisibleSoftmax, accumulation_dtype};
 
 /// Merges attention over disjoint parts of the keys into attention over all of them, exactly.
 ///
@@ -39,7 +39,7 @@ pub fn merge_attention(parts: &[(Tensor, Tensor)]) -> Result<(Tensor, Tensor)> {
                 first_lse.dtype()
             )
         }
-        if !context.dtype().is_float() || !lse.dtype().is_float() {
+        if !FLOATS.contains(&context.dtype()) || !FLOATS.contains(&lse.dtype()) {
             bail!("[merge_attention] part {i} has dtypes {:?} and {:?}, expected floats", context.dtype(), lse.dtype())
         }
         if !context.device().same_device(first.device()) || !lse.device().same_device(first.device()) {

@@ -17,7 +17,7 @@ pub use plan::Plan;
 pub use softmax::masked_softmax;
 
 pub(crate) use reference::{Dropout, dropout, weighted_values};
-pub(crate) use softmax::{VisibleSoftmax, accumulation_dtype};
+pub(crate) use softmax::{FLOATS, VisibleSoftmax, accumulation_dtype};
 
 use candle_core::{Result, Tensor};
 

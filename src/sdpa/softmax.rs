@@ -77,7 +77,7 @@ pub fn masked_softmax(scores: &Tensor, valid_lens: Option<&ValidLens>, empty_row
     let &[b, t_q, t_kv] = scores.dims() else {
         bail!("[masked_softmax] scores have shape {:?}, expected (B, T_q, T_kv)", scores.dims())
     };
-    if !scores.dtype().is_float() {
+    if !FLOATS.contains(&scores.dtype()) {
         bail!("[masked_softmax] scores have dtype {:?}, expected a float", scores.dtype())
     }
     let mask = valid_lens.map_or_else(AttentionMask::none, |lens| AttentionMask::none().with_valid_lens(lens.clone()));
@@ -89,6 +89,9 @@ pub fn masked_softmax(scores: &Tensor, valid_lens: Option<&ValidLens>, empty_row
     let (weights, _) = softmax.apply(&scores.unsqueeze(1)?.to_dtype(accumulation_dtype(scores.dtype()))?)?;
     weights.squeeze(1)?.to_dtype(scores.dtype())
 }
+
+/// The dtypes in which attention is computed. Candle's other floats lack what it needs: an infinity, or conversions.
+pub(crate) const FLOATS: [DType; 4] = [DType::F32, DType::F16, DType::BF16, DType::F64];
 
 /// The dtype in which scores and weights are computed.
 pub(crate) fn accumulation_dtype(dtype: DType) -> DType {

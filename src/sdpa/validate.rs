@@ -3,9 +3,9 @@
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::SdpaOptions;
-use super::softmax::accumulation_dtype;
+use super::softmax::{FLOATS, accumulation_dtype};
 use crate::AttentionMask;
-use crate::size::is_addressable;
+use crate::size::{fits_in_memory, is_addressable};
 
 /// The dimensions of a call, by the letters of the glossary.
 #[derive(Debug, Clone, Copy)]
@@ -49,7 +49,7 @@ impl<'a> Call<'a> {
                 )
             }
         }
-        if !matches!(q.dtype(), DType::F16 | DType::BF16 | DType::F32 | DType::F64) {
+        if !FLOATS.contains(&q.dtype()) {
             bail!("[{op}] q has dtype {:?}, expected F32, F16, BF16 or F64", q.dtype())
         }
         let call = Self { op, q, k, v, mask, options, dims };
@@ -92,7 +92,7 @@ impl<'a> Call<'a> {
                     self.dims.h
                 )
             }
-            if !tensor.dtype().is_float() {
+            if !FLOATS.contains(&tensor.dtype()) {
                 bail!("[{op}] {name} has dtype {:?}, expected a float", tensor.dtype())
             }
             if !tensor.device().same_device(self.q.device()) {
@@ -143,6 +143,9 @@ fn dims(op: &str, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Dims> {
         if !is_addressable(&shape) {
             bail!("[{op}] q {:?}, k {:?} and v {:?} are more than any memory holds", q.dims(), k.dims(), v.dims())
         }
+    }
+    if !fits_in_memory(&[b, h, t_q, t_kv]) {
+        bail!("[{op}] scores of {:?} for q {:?} and k {:?} do not fit in memory", [b, h, t_q, t_kv], q.dims(), k.dims())
     }
     Ok(Dims { b, h, t_q, t_kv, d, d_v })
 }

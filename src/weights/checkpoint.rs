@@ -17,7 +17,8 @@ use crate::MultiHeadAttentionConfig;
 use crate::size::is_addressable;
 
 /// A builder over the weights at `path`, converted to `dtype` as they are read: `Checkpoint::open` and
-/// [`Checkpoint::var_builder`] in one.
+/// [`Checkpoint::var_builder`] in one. Safetensors files are memory-mapped: they must not be changed while the builder
+/// lives.
 ///
 /// # Errors
 /// As those.
@@ -167,8 +168,8 @@ impl Names for Below<'_> {
 }
 
 fn mapped(files: &[PathBuf]) -> Result<MmapedSafetensors> {
-    // SAFETY: the mapping is only sound while nobody changes the files; `var_builder` hands that duty to the caller, as
-    // Candle's own constructors do.
+    // SAFETY: the mapping is sound while nobody changes the files. That cannot be enforced from here; `open` and
+    // `var_builder` ask it of their callers in their documentation.
     unsafe { MmapedSafetensors::multi(files) }
 }
 

@@ -56,8 +56,13 @@ pub(super) fn infer_config(
         .with_out_dim(shapes.out.map_or(h * value_head_dim, |out| out.0))
         .with_sinks(names.has("sinks"))
         .with_bias_kv(names.has("bias_k"));
-    let mask = ["mask", "heads.0.mask"].into_iter().find(|name| names.has(name));
-    if let Some(mask) = mask
+    // The buffer of the modules that register one; elsewhere a tensor of this name is something else.
+    let mask = match layout {
+        WeightLayout::Book | WeightLayout::Short => Some("mask"),
+        WeightLayout::StackedHeads(Naming::Book | Naming::Short, _) => Some("heads.0.mask"),
+        _ => None,
+    };
+    if let Some(mask) = mask.filter(|name| names.has(name))
         && let &[rows, columns] = names.shape(mask)?.as_slice()
         && rows == columns
     {
@@ -93,8 +98,9 @@ fn has_bias(names: &dyn Names, name: &str) -> bool {
 }
 
 fn separate(names: &dyn Names, layout: WeightLayout) -> Result<Shapes> {
-    let (parts, storage) = layout.separate().unwrap_or((Naming::Canonical.names(), Storage::Linear));
-    let [q, k, v, o] = parts;
+    let Some(([q, k, v, o], storage)) = layout.separate() else {
+        bail!("[weights] the projections of {layout} are not apart")
+    };
     let out = has_projection(names, o, storage).then(|| shape(names, o, storage)).transpose()?;
     Ok(Shapes {
         qkv: [shape(names, q, storage)?, shape(names, k, storage)?, shape(names, v, storage)?],

@@ -173,7 +173,7 @@ impl PackedNaming {
 }
 
 impl WeightLayout {
-    /// Every layout, in the order of the table above.
+    /// Every layout.
     pub fn all() -> Vec<Self> {
         let mut all = vec![Self::Canonical, Self::Book, Self::Short, Self::D2l, Self::Bert];
         for orientation in [Orientation::InOut, Orientation::OutIn] {

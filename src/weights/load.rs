@@ -5,7 +5,7 @@ use candle_nn::{Init, Linear, VarBuilder};
 
 use super::layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 use super::pack::PackedRows;
-use super::source::{LINEAR_WEIGHT, Source, linear_bias};
+use super::source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, Source, linear_bias};
 use crate::MultiHeadAttentionConfig;
 
 /// The projections of a layer: q (H·D, E), k (H_kv·D, key_size), v (H_kv·D_v, value_size), o (out_dim, H·D_v).
@@ -153,7 +153,7 @@ fn torch(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<Projections>
         let source = source.pp("out_proj");
         let weight = source.get(o, "weight", LINEAR_WEIGHT)?;
         let bias = if cfg.out_bias() {
-            Some(source.get_drawn_then_zeroed(o.0, "bias")?)
+            Some(source.get(o.0, "bias", DRAWN_THEN_ZEROED)?)
         } else {
             source.bias("bias", o.0, false, Init::Const(0.0))?
         };

@@ -126,7 +126,7 @@ impl SimpleBackend for Pth {
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
-        self.read(self.find(name)?)?.to_device(device)?.to_dtype(dtype)
+        self.read(self.find(name)?)?.to_dtype(dtype)?.to_device(device)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {

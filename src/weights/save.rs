@@ -8,6 +8,7 @@ use super::load::{Projections, fits_torch};
 use super::pack::PackedRows;
 use super::source::Source;
 use crate::MultiHeadAttentionConfig;
+use crate::size::fits_in_memory;
 
 type Tensors = Vec<(String, Tensor)>;
 
@@ -49,7 +50,7 @@ pub(crate) fn state_dict(
                 }
             }
             if matches!(layout, WeightLayout::Book | WeightLayout::Short) {
-                tensors.extend(mask_buffer(cfg, q)?.map(|mask| ("mask".to_string(), mask)));
+                tensors.extend(mask_buffer(cfg, q, &errors)?.map(|mask| ("mask".to_string(), mask)));
             }
         }
     }
@@ -88,6 +89,10 @@ fn stacked(
             cfg.num_kv_heads()
         ));
     }
+    let mask = match naming {
+        Naming::Book | Naming::Short => mask_buffer(cfg, parts[0], errors)?,
+        Naming::Canonical | Naming::D2l => None,
+    };
     for head in 0..h {
         for (name, part) in naming.names().into_iter().zip(parts) {
             let rows = part.weight().dim(0)? / h;
@@ -95,9 +100,7 @@ fn stacked(
             let linear = Linear::new(own(part.weight())?, part.bias().map(own).transpose()?);
             push(tensors, &format!("heads.{head}.{name}"), &linear, storage, errors)?;
         }
-        if matches!(naming, Naming::Book | Naming::Short) {
-            tensors.extend(mask_buffer(cfg, parts[0])?.map(|mask| (format!("heads.{head}.mask"), mask)));
-        }
+        tensors.extend(mask.iter().map(|mask| (format!("heads.{head}.mask"), mask.clone())));
     }
     Ok(())
 }
@@ -139,8 +142,12 @@ fn pack(cfg: &MultiHeadAttentionConfig, order: QkvOrder, [q, k, v]: [&Linear; 3]
 }
 
 /// The book's `triu(ones(T, T), diagonal=1)`: 1 where a key is hidden.
-fn mask_buffer(cfg: &MultiHeadAttentionConfig, like: &Linear) -> Result<Option<Tensor>> {
+fn mask_buffer(cfg: &MultiHeadAttentionConfig, like: &Linear, errors: &Source) -> Result<Option<Tensor>> {
     let Some(t) = cfg.context_length().filter(|_| cfg.causal()) else { return Ok(None) };
+    // Four bytes an entry, and a copy in the weights' own dtype.
+    if !fits_in_memory(&[8, t, t]) {
+        return errors.fail(format!("the mask buffer of a context length of {t} does not fit in memory"));
+    }
     let hidden: Vec<f32> = (0..t * t).map(|at| if at % t > at / t { 1.0 } else { 0.0 }).collect();
     let mask = Tensor::from_vec(hidden, (t, t), like.weight().device())?;
     Ok(Some(mask.to_dtype(like.weight().dtype())?))

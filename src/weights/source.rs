@@ -1,9 +1,10 @@
 //! Reading one named tensor, with errors that say what was looked for.
 
-use candle_core::{DType, Error, Result, Shape, Tensor, bail};
+use candle_core::{Error, Result, Shape, Tensor, bail};
 use candle_nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
 use candle_nn::{Linear, VarBuilder};
 
+use crate::sdpa::FLOATS;
 use crate::size::fits_in_memory;
 
 /// `nn.Linear`'s initialisation of its weight: uniform within ±1/sqrt(in).
@@ -13,6 +14,10 @@ pub(super) const LINEAR_WEIGHT: Init = Init::Kaiming {
     // The bound of a Kaiming uniform is sqrt(3) · gain / sqrt(fan).
     non_linearity: NonLinearity::ExplicitGain(0.577_350_269_189_625_8),
 };
+
+/// A parameter that PyTorch draws at random and then sets to zero. An empty range is both: seeded initialisation draws
+/// for it and gets zeros; builders that refuse it are asked for zeros.
+pub(super) const DRAWN_THEN_ZEROED: Init = Init::Uniform { lo: 0.0, up: 0.0 };
 
 /// `nn.Linear`'s initialisation of its bias.
 pub(super) fn linear_bias(in_dim: usize) -> Init {
@@ -39,10 +44,11 @@ impl<'a> Source<'a> {
 
     /// An error if the builder gives what no attention can be computed in.
     pub(crate) fn check_dtype(&self) -> Result<()> {
-        match self.vb.dtype() {
-            DType::F32 | DType::F16 | DType::BF16 | DType::F64 => Ok(()),
-            other => bail!("[{}] the builder gives weights as {other:?}, expected F32, F16, BF16 or F64", self.op),
+        let dtype = self.vb.dtype();
+        if !FLOATS.contains(&dtype) {
+            bail!("[{}] the builder gives weights as {dtype:?}, expected F32, F16, BF16 or F64", self.op)
         }
+        Ok(())
     }
 
     /// The tensor of that name and shape.
@@ -51,7 +57,12 @@ impl<'a> Source<'a> {
         if !fits_in_memory(shape.dims()) {
             return self.fail(format!("{} would have shape {shape:?}, which no memory holds", self.full_name(name)));
         }
-        let got = self.vb.get_with_hints(shape.clone(), name, init);
+        let got = match self.vb.get_with_hints(shape.clone(), name, init) {
+            Err(_) if matches!(init, Init::Uniform { lo, up } if lo == up) => {
+                self.vb.get_with_hints(shape.clone(), name, Init::Const(0.0))
+            }
+            got => got,
+        };
         let tensor = got.map_err(|error| self.explain(name, &shape, error))?;
         // A `VarMap` gives what it has, whatever it is asked for.
         if tensor.dtype() != self.vb.dtype() {
@@ -63,17 +74,6 @@ impl<'a> Source<'a> {
             ));
         }
         Ok(tensor)
-    }
-
-    /// A parameter that PyTorch draws at random and then sets to zero.
-    pub(crate) fn get_drawn_then_zeroed(&self, shape: impl Into<Shape>, name: &str) -> Result<Tensor> {
-        let shape = shape.into();
-        // An empty range is both: seeded initialisation draws for it and gets zeros. Builders that refuse it get plain
-        // zeros.
-        match self.vb.get_with_hints(shape.clone(), name, Init::Uniform { lo: 0.0, up: 0.0 }) {
-            Ok(tensor) => Ok(tensor),
-            Err(_) => self.get(shape, name, Init::Const(0.0)),
-        }
     }
 
     /// `name.weight` (out, in), and `name.bias` (out) if there is to be one.

@@ -19,23 +19,29 @@ pub struct Run {
 pub fn executable() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
-        let mut features = Vec::new();
-        for (name, on) in [("plot", cfg!(feature = "plot")), ("hub", cfg!(feature = "hub"))] {
-            if on {
-                features.push(name);
-            }
-        }
-        let test = std::env::current_exe().expect("a test knows its own path");
-        let profile = test.ancestors().nth(2).expect("tests lie in <target>/<profile>/deps");
-        let target = profile.parent().expect("a profile lies in the target folder");
-        let mut build = Command::new(env!("CARGO"));
-        build.args(["build", "--quiet", "--example", "tokenize_attend", "--features", &features.join(",")]);
-        if profile.ends_with("release") {
-            build.arg("--release");
-        }
-        let built = build.arg("--target-dir").arg(target).current_dir(env!("CARGO_MANIFEST_DIR")).status();
-        assert!(built.expect("cargo runs").success(), "the example builds");
-        profile.join("examples").join(format!("tokenize_attend{}", std::env::consts::EXE_SUFFIX))
+        let on = [
+            ("plot", cfg!(feature = "plot")),
+            ("hub", cfg!(feature = "hub")),
+            ("cuda", cfg!(feature = "cuda")),
+            ("metal", cfg!(feature = "metal")),
+            ("accelerate", cfg!(feature = "accelerate")),
+            ("mkl", cfg!(feature = "mkl")),
+        ];
+        let features: Vec<_> = on.into_iter().filter(|(_, on)| *on).map(|(name, _)| name).collect();
+        let built = Command::new(env!("CARGO"))
+            .args(["build", "--quiet", "--message-format=json", "--example", "tokenize_attend"])
+            .args(["--features", &features.join(",")])
+            .current_dir(env!("CARGO_MANIFEST_DIR"))
+            .output()
+            .expect("cargo runs");
+        assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+        let messages = String::from_utf8(built.stdout).expect("cargo writes UTF-8");
+        let mut executables = messages.lines().filter_map(|line| {
+            let message: serde_json::Value = serde_json::from_str(line).ok()?;
+            (message["target"]["name"] == "tokenize_attend")
+                .then(|| message["executable"].as_str().map(PathBuf::from))?
+        });
+        executables.next().expect("cargo names the executable")
     })
 }
 

@@ -17,6 +17,7 @@ crate::on_each_device!(
     every_config_gives_the_numbers_of_plain_loops,
     two_dimensions_are_one_sequence,
     a_mask_of_the_call_and_the_layers_own_hold_together,
+    a_prefix_of_the_call_lifts_the_layers_own_causal_constraint,
     the_context_length_bounds_queries_and_keys,
     dropout_happens_in_training_only,
     inputs_that_do_not_fit_are_named,
@@ -236,6 +237,27 @@ fn a_mask_of_the_call_and_the_layers_own_hold_together(device: &Device) {
         for (n, weight) in values(&weights).into_iter().enumerate() {
             let (b, key) = (n / (4 * 5 * 5), n % 25);
             assert_eq!(weight > 0.0, rows[b * 25 + key], "sequence {b}, entry {key}");
+        }
+        Ok(())
+    };
+    test().expect("the layer runs");
+}
+
+fn a_prefix_of_the_call_lifts_the_layers_own_causal_constraint(device: &Device) {
+    let test = || -> Result<()> {
+        let layer = layer(&Config::new(12, 4).with_causal(true).with_window(3), DType::F32, device)?;
+        let xs = Tensor::randn(0f32, 1., (1, 4, 12), device)?;
+        for mask in [AttentionMask::none(), AttentionMask::causal()] {
+            let mask = mask.with_prefix(vec![2]);
+            let weights = layer.forward_with_weights(AttentionInput::new(&xs).with_mask(&mask))?.weights;
+            let seen: Vec<_> = values(&weights)[..16].iter().map(|&weight| u8::from(weight > 0.0)).collect();
+            #[rustfmt::skip]
+            assert_eq!(seen, [
+                1, 1, 0, 0,
+                1, 1, 0, 0,
+                1, 1, 1, 0,
+                0, 1, 1, 1,
+            ]);
         }
         Ok(())
     };

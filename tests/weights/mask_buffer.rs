@@ -69,3 +69,32 @@ fn a_mask_in_the_file_is_passed_over_and_tells_the_context_length() -> Result<()
     }
     Ok(())
 }
+
+#[test]
+fn a_mask_that_no_memory_holds_is_an_error() -> Result<()> {
+    let cfg = causal(2).with_context_length(u32::MAX as usize);
+    for (layout, spelling) in
+        [(WeightLayout::Book, "book"), (WeightLayout::StackedHeads(Naming::Short, Storage::Linear), "stacked:short")]
+    {
+        let error = invented(&cfg, layout)?.state_dict(layout).expect_err("64 EiB").to_string();
+        let expected = format!(
+            "[state_dict] the mask buffer of a context length of {} does not fit in memory (layout {spelling})",
+            u32::MAX
+        );
+        assert!(error.starts_with(&expected), "{error}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_square_mask_of_another_layout_says_nothing_about_causality() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let cfg = MultiHeadAttentionConfig::new(4, 2);
+    let mut tensors = invented(&cfg, WeightLayout::Canonical)?.state_dict(WeightLayout::Canonical)?;
+    tensors.push(("mask".into(), Tensor::zeros((3, 3), DType::F32, &CPU)?));
+    let path = folder.path().join("model.safetensors");
+    candle_core::safetensors::save(&tensors.into_iter().collect(), &path)?;
+    let inferred = Checkpoint::open(&path)?.infer_config("", WeightLayout::Canonical, Some(2))?;
+    assert_eq!((inferred.causal(), inferred.context_length()), (false, None));
+    Ok(())
+}
