@@ -1,4 +1,4 @@
-//! Shapes that no memory holds.
+//! Shapes that no memory holds, and memory for those that it may hold.
 
 /// Whether a tensor of these dimensions can be addressed.
 ///
@@ -20,4 +20,16 @@ pub(crate) fn fits_in_memory(dims: &[usize]) -> bool {
             count if count < worth_asking => true,
             count => Vec::<u8>::new().try_reserve_exact(count).is_ok(),
         }
+}
+
+/// A tensor's elements, all `value`; `None` where there is no memory for them.
+pub(crate) fn filled<T: Clone>(dims: &[usize], value: T) -> Option<Vec<T>> {
+    if !is_addressable(dims) {
+        return None;
+    }
+    let count = dims.iter().product();
+    let mut values = Vec::new();
+    values.try_reserve_exact(count).ok()?;
+    values.resize(count, value);
+    Some(values)
 }

@@ -36,6 +36,8 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::size::{filled, is_addressable};
+
 /// PyTorch's CPU generator after `torch.manual_seed(seed)`, with the parameters drawn from it so far.
 ///
 /// A clone is another handle to the same generator, so that a `VarBuilder`, [`rand`](Self::rand) and
@@ -164,7 +166,9 @@ impl SimpleBackend for TorchSeed {
             }
             Entry::Vacant(entry) => {
                 let what = format!("[torch_seed] parameter `{name}`:");
-                element_count(&what, &shape)?;
+                if !is_addressable(shape.dims()) {
+                    return too_large(&what, &shape);
+                }
                 let distribution =
                     Distribution::of(hint, &shape).map_err(|problem| Error::msg(format!("{what} {problem}")))?;
                 let exact = draw(generator, &what, shape, distribution)?;
@@ -210,20 +214,8 @@ fn draw(generator: &mut Generator, what: &str, shape: Shape, distribution: Distr
 }
 
 fn buffer<T: Copy>(what: &str, shape: &Shape, value: T) -> Result<Vec<T>> {
-    let count = element_count(what, shape)?;
-    let mut values = Vec::new();
-    if values.try_reserve_exact(count).is_err() {
-        return too_large(what, shape);
-    }
-    values.resize(count, value);
-    Ok(values)
-}
-
-/// The product of the dimensions. Strides and fans are partial products, so that dimensions beside a 0 must not overflow
-/// either.
-fn element_count(what: &str, shape: &Shape) -> Result<usize> {
-    match shape.dims().iter().try_fold(1usize, |product, &dim| product.checked_mul(dim.max(1))) {
-        Some(_) => Ok(shape.elem_count()),
+    match filled(shape.dims(), value) {
+        Some(values) => Ok(values),
         None => too_large(what, shape),
     }
 }

@@ -7,6 +7,7 @@ use candle_core::{Device, Result, Tensor, bail};
 
 use super::lens::ResolvedLens;
 use super::{Alignment, AttentionMask, Relative};
+use crate::size::filled;
 
 /// The structural constraints of an [`AttentionMask`] for given B, T_q and T_kv.
 ///
@@ -91,12 +92,9 @@ impl KvRanges {
             || !self.starts.is_empty()
             || self.relative.iter().any(|relative| !relative.prefix.is_empty());
         let b = if by_sequence { self.b } else { self.b.min(1) };
-        let mut keep = Vec::new();
-        let count = b.checked_mul(self.t_q).and_then(|rows| rows.checked_mul(self.t_kv));
-        let Some(count) = count.filter(|&count| keep.try_reserve_exact(count).is_ok()) else {
+        let Some(mut keep) = filled(&[b, self.t_q, self.t_kv], 0u8) else {
             bail!("[attention_mask] a mask of {b} × {} × {} entries does not fit in memory", self.t_q, self.t_kv)
         };
-        keep.resize(count, 0u8);
         if self.t_kv > 0 {
             for (row, keys) in keep.chunks_exact_mut(self.t_kv).enumerate() {
                 keys[self.kv_range(row / self.t_q, row % self.t_q)].fill(1);

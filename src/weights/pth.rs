@@ -14,7 +14,7 @@ use candle_nn::var_builder::SimpleBackend;
 use zip::{CompressionMethod, ZipArchive};
 
 use super::pickle::{Id, Object, Pickle};
-use crate::size::is_addressable;
+use crate::size::{filled, is_addressable};
 
 /// The tensors of a file, by their names: of a nested dict as `key.name`.
 #[derive(Debug, Clone)]
@@ -106,7 +106,6 @@ impl Pth {
         let mut file = File::open(&self.path)?;
         file.seek(SeekFrom::Start(storage.start + (offset * size) as u64))?;
         let mut bytes = buffer(span * size)?;
-        bytes.resize(span * size, 0);
         file.read_exact(&mut bytes)?;
         if span != count || !is_row_major(shape, strides) {
             bytes = gather(&bytes, stored)?;
@@ -325,9 +324,9 @@ fn gather(bytes: &[u8], Stored { dtype, shape, strides, .. }: &Stored) -> Result
     let count: usize = shape.iter().product();
     let mut gathered = buffer(count * size)?;
     let mut index = vec![0; shape.len()];
-    for _ in 0..count {
+    for element in gathered.chunks_exact_mut(size) {
         let at: usize = index.iter().zip(strides).map(|(i, stride)| i * stride).sum();
-        gathered.extend_from_slice(&bytes[at * size..][..size]);
+        element.copy_from_slice(&bytes[at * size..][..size]);
         for (i, &dim) in index.iter_mut().zip(shape).rev() {
             *i += 1;
             if *i < dim {
@@ -340,9 +339,8 @@ fn gather(bytes: &[u8], Stored { dtype, shape, strides, .. }: &Stored) -> Result
 }
 
 fn buffer(len: usize) -> Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    match bytes.try_reserve_exact(len) {
-        Ok(()) => Ok(bytes),
-        Err(_) => bail!("{len} bytes do not fit in memory"),
+    match filled(&[len], 0) {
+        Some(bytes) => Ok(bytes),
+        None => bail!("{len} bytes do not fit in memory"),
     }
 }
