@@ -9,6 +9,8 @@
 
 mod additive;
 mod config;
+pub mod cpu;
+mod flash;
 #[cfg(feature = "hub")]
 pub mod hub;
 pub mod init;
@@ -28,8 +30,8 @@ pub use mask::{AttentionMask, EmptyRows, KvRanges, ValidLens};
 pub use multi_head::{AttentionInput, MultiHeadAttention};
 pub use qk_norm::{QkNorm, QkNormKind, QkNormScope};
 pub use sdpa::{
-    AttentionOutput, Backend, Plan, SdpaOptions, masked_softmax, merge_attention, plan, scaled_dot_product_attention,
-    scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
+    AttentionOutput, Backend, OutputOrder, Plan, SdpaOptions, masked_softmax, merge_attention, plan,
+    scaled_dot_product_attention, scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
 };
 pub use text::{EmbeddingConfig, EmbeddingLayer, SimpleTokenizer};
 pub use weights::WeightLayout;

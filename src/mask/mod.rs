@@ -265,7 +265,20 @@ impl AttentionMask {
     pub(crate) fn keep_tensor(&self, dims: (usize, usize, usize, usize), device: &Device) -> Result<Option<Tensor>> {
         check_addressable(dims)?;
         let (b, _, t_q, t_kv) = dims;
-        let mut all = self.bind(b, t_q, t_kv)?.to_keep(device)?;
+        let structural = self.bind(b, t_q, t_kv)?.to_keep(device)?;
+        Ok(match (structural, self.keep_beside_ranges(dims, device)?) {
+            (Some(structural), Some(keep)) => Some(structural.broadcast_mul(&keep.ne(0u8)?)?),
+            (structural, keep) => structural.or(keep),
+        })
+    }
+
+    /// The `keep` tensors alone, without the intervals of [`bind`](Self::bind); their views stay views.
+    pub(crate) fn keep_beside_ranges(
+        &self,
+        dims: (usize, usize, usize, usize),
+        device: &Device,
+    ) -> Result<Option<Tensor>> {
+        let mut all: Option<Tensor> = None;
         for keep in &self.keep {
             if keep.dtype() != DType::U8 {
                 bail!("[attention_mask] keep has dtype {:?}, expected U8 with 1 = attend", keep.dtype())
@@ -373,9 +386,12 @@ fn fit(what: &str, tensor: &Tensor, dims: (usize, usize, usize, usize), device: 
             device.location()
         )
     }
-    let mut padded = vec![1; 4 - shape.len()];
-    padded.extend_from_slice(shape);
-    readable(tensor)?.reshape(padded)
+    // Not a reshape, which would write out a view that is expanded.
+    let mut padded = readable(tensor)?;
+    while padded.rank() < 4 {
+        padded = padded.unsqueeze(0)?;
+    }
+    Ok(padded)
 }
 
 /// A view of an empty buffer may begin past its end, where Candle's copies panic; what is empty is made anew.

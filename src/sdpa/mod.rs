@@ -4,6 +4,7 @@
 //! half-precision inputs), dropout, times v. The reference path in [`reference`](self) is the specification; a fused
 //! path has to give its numbers.
 
+mod cpu;
 mod merge;
 mod options;
 mod plan;
@@ -12,7 +13,7 @@ mod softmax;
 mod validate;
 
 pub use merge::merge_attention;
-pub use options::{Backend, SdpaOptions};
+pub use options::{Backend, OutputOrder, SdpaOptions};
 pub use plan::Plan;
 pub use softmax::masked_softmax;
 
@@ -22,7 +23,8 @@ pub(crate) use softmax::{FLOATS, VisibleSoftmax, accumulation_dtype};
 use candle_core::{Result, Tensor};
 
 use crate::AttentionMask;
-use validate::Call;
+use plan::{Choice, Wanted};
+use validate::{Call, Dims};
 
 /// What attention gives when the weights are asked for too.
 #[derive(Debug, Clone)]
@@ -64,8 +66,10 @@ pub fn scaled_dot_product_attention(
     options: &SdpaOptions,
 ) -> Result<Tensor> {
     let call = Call::new("scaled_dot_product_attention", (q, k, v), mask, options)?;
-    plan::choose(&call)?;
-    Ok(reference::attend(&call)?.context)
+    match plan::choose(&call, Wanted::Context)? {
+        Choice::Reference { .. } => Ok(reference::attend(&call)?.context),
+        Choice::Cpu(tier) => Ok(cpu::attend(&call, tier, None)?),
+    }
 }
 
 /// [`scaled_dot_product_attention`] that also returns the weights.
@@ -80,7 +84,7 @@ pub fn scaled_dot_product_attention_with_weights(
     options: &SdpaOptions,
 ) -> Result<AttentionOutput> {
     let call = Call::new("scaled_dot_product_attention_with_weights", (q, k, v), mask, options)?;
-    plan::choose(&call)?;
+    plan::choose(&call, Wanted::Weights)?;
     let attended = reference::attend(&call)?;
     Ok(AttentionOutput { context: attended.context, weights: attended.weights.to_dtype(q.dtype())? })
 }
@@ -101,9 +105,18 @@ pub fn scaled_dot_product_attention_with_lse(
     options: &SdpaOptions,
 ) -> Result<(Tensor, Tensor)> {
     let call = Call::new("scaled_dot_product_attention_with_lse", (q, k, v), mask, options)?;
-    plan::choose(&call)?;
-    let attended = reference::attend(&call)?;
-    Ok((attended.context, attended.lse))
+    match plan::choose(&call, Wanted::LogSumExp)? {
+        Choice::Reference { .. } => {
+            let attended = reference::attend(&call)?;
+            Ok((attended.context, attended.lse))
+        }
+        Choice::Cpu(tier) => {
+            let mut lse = Vec::new();
+            let context = cpu::attend(&call, tier, Some(&mut lse))?;
+            let Dims { b, h, t_q, .. } = call.dims;
+            Ok((context, Tensor::from_vec(lse, (b, h, t_q), q.device())?))
+        }
+    }
 }
 
 /// The backend that [`scaled_dot_product_attention`] would run for these arguments, and why.
@@ -111,5 +124,5 @@ pub fn scaled_dot_product_attention_with_lse(
 /// # Errors
 /// As [`scaled_dot_product_attention`].
 pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-    plan::choose(&Call::new("plan", (q, k, v), mask, options)?)
+    Ok(plan::choose(&Call::new("plan", (q, k, v), mask, options)?, Wanted::Context)?.plan())
 }

@@ -2,6 +2,7 @@
 
 use candle_core::Tensor;
 
+use crate::cpu::Tier;
 use crate::init::TorchSeed;
 
 /// Which implementation runs.
@@ -16,6 +17,17 @@ pub enum Backend {
     Fused,
 }
 
+/// In which order the context lies in memory. Its shape is (B, H, T_q, D_v) either way.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum OutputOrder {
+    /// Contiguous as (B, H, T_q, D_v).
+    #[default]
+    HeadsFirst,
+    /// A transposed view of a contiguous (B, T_q, H, D_v), so that `context.transpose(1, 2)?.reshape((b, t_q, h * d_v))`
+    /// copies nothing.
+    SequenceFirst,
+}
+
 /// Options of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), built with `with_*`.
 #[derive(Debug, Clone, Default)]
 pub struct SdpaOptions {
@@ -27,6 +39,8 @@ pub struct SdpaOptions {
     pub(crate) train: bool,
     pub(crate) dropout_seed: Option<TorchSeed>,
     pub(crate) backend: Backend,
+    pub(crate) output_order: OutputOrder,
+    pub(crate) cpu_tier: Option<Tier>,
 }
 
 impl SdpaOptions {
@@ -72,6 +86,19 @@ impl SdpaOptions {
     /// Which implementation runs; [`Backend::Auto`] unless given.
     pub fn with_backend(mut self, backend: Backend) -> Self {
         self.backend = backend;
+        self
+    }
+
+    /// In which order the context lies in memory; [`OutputOrder::HeadsFirst`] unless given.
+    pub fn with_output_order(mut self, order: OutputOrder) -> Self {
+        self.output_order = order;
+        self
+    }
+
+    /// The instruction set of the fused CPU kernel, for tests and comparisons; the fastest unless given. A call fails if
+    /// the processor lacks it.
+    pub fn with_cpu_tier(mut self, tier: Tier) -> Self {
+        self.cpu_tier = Some(tier);
         self
     }
 }

@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 
+use super::OutputOrder;
 use super::softmax::{VisibleSoftmax, accumulation_dtype, scalar};
 use super::validate::{Call, Dims};
 use crate::init::TorchSeed;
@@ -55,7 +56,12 @@ pub(super) fn attend(call: &Call) -> Result<Attended> {
         None => weights,
     };
     let context = weighted_values(&weights, &call.v.to_dtype(dtype)?, keep.as_ref())?;
-    Ok(Attended { context: context.to_dtype(call.q.dtype())?, weights, lse })
+    let context = context.to_dtype(call.q.dtype())?;
+    let context = match call.options.output_order {
+        OutputOrder::HeadsFirst => context.contiguous()?,
+        OutputOrder::SequenceFirst => context.transpose(1, 2)?.contiguous()?.transpose(1, 2)?,
+    };
+    Ok(Attended { context, weights, lse })
 }
 
 /// (B, H, T, X) times (B, H_kv, X, Y): the query heads of a group are rows of one product, so that k and v are not

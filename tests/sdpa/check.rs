@@ -88,7 +88,7 @@ impl Arguments {
         let mut heads = |which: Leaf, numbers: &[f64]| {
             leaf(which, Tensor::new(numbers, &Device::Cpu)?.to_dtype(wide(dtype))?.to_device(device)?)
         };
-        let mut options = SdpaOptions::default();
+        let mut options = reference();
         if let Some(scale) = case.options.scale {
             options = options.with_scale(scale);
         }
@@ -112,9 +112,14 @@ fn valid_lens(lens: &Lens) -> ValidLens {
     }
 }
 
-/// All three functions against the oracle.
+/// All three functions of the reference path against the oracle.
 pub fn check(case: &Case, dtype: DType, device: &Device) -> Outcome {
-    check_with(case, dtype, device, Backend::Auto)
+    check_with(case, dtype, device, Backend::Reference)
+}
+
+/// Options of the reference path.
+pub fn reference() -> SdpaOptions {
+    SdpaOptions::default().with_backend(Backend::Reference)
 }
 
 pub fn check_with(case: &Case, dtype: DType, device: &Device, backend: Backend) -> Outcome {

@@ -7,6 +7,7 @@ use candle_attention::{
 };
 use candle_core::{DType, Device, Result, Tensor, Var};
 
+use crate::check::reference;
 use crate::common::{assert_close, error_text, values};
 use crate::recipe::dtypes;
 
@@ -56,7 +57,7 @@ fn each(device: &Device, test: impl Fn(&Inputs, DType) -> Result<()>) {
 }
 
 fn training(p: f64) -> SdpaOptions {
-    SdpaOptions::default().with_dropout(p, true)
+    reference().with_dropout(p, true)
 }
 
 /// One rounding of the result and one of the f32 arithmetic before it.
@@ -71,10 +72,8 @@ fn rounding(dtype: DType) -> f64 {
 
 fn without_training_nothing_is_dropped(device: &Device) {
     each(device, |inputs, _| {
-        let plain = inputs.attend(&SdpaOptions::default())?;
-        for options in
-            [SdpaOptions::default().with_dropout(0.7, false), SdpaOptions::default().with_dropout(1.0, false)]
-        {
+        let plain = inputs.attend(&reference())?;
+        for options in [reference().with_dropout(0.7, false), reference().with_dropout(1.0, false)] {
             let output = inputs.attend(&options.with_dropout_seed(&TorchSeed::new(1)))?;
             assert_close(&output.context, &plain.context, 0.0, "context");
             assert_close(&output.weights, &plain.weights, 0.0, "weights");
@@ -108,7 +107,7 @@ fn assert_dropped(dropped: &Tensor, plain: &Tensor, p: f64, dtype: DType) {
 
 fn training_drops_a_share_and_scales_the_rest(device: &Device) {
     each(device, |inputs, dtype| {
-        let plain = inputs.attend(&SdpaOptions::default())?;
+        let plain = inputs.attend(&reference())?;
         for p in [0.1, 0.5, 0.9] {
             assert_dropped(&inputs.attend(&training(p))?.weights, &plain.weights, p, dtype);
             let seeded = inputs.attend(&training(p).with_dropout_seed(&TorchSeed::new(3)))?;
@@ -120,7 +119,7 @@ fn training_drops_a_share_and_scales_the_rest(device: &Device) {
 
 fn probabilities_of_0_and_1_drop_none_and_all(device: &Device) {
     each(device, |inputs, _| {
-        let plain = inputs.attend(&SdpaOptions::default())?;
+        let plain = inputs.attend(&reference())?;
         for seeded in [false, true] {
             let options = |p| if seeded { training(p).with_dropout_seed(&TorchSeed::new(3)) } else { training(p) };
             let none = inputs.attend(&options(0.0))?;
@@ -138,7 +137,7 @@ fn probabilities_of_0_and_1_drop_none_and_all(device: &Device) {
 fn probabilities_next_to_0_and_1_drop_nearly_none_and_all(device: &Device) {
     each(device, |inputs, _| {
         let count = |tensor: &Tensor| values(tensor).into_iter().filter(|&weight| weight != 0.0).count();
-        let all = count(&inputs.attend(&SdpaOptions::default())?.weights);
+        let all = count(&inputs.attend(&reference())?.weights);
         for (p, expected) in [(1e-60, all), (1.0 - 1e-9, 0), (1.0 - f64::EPSILON / 2.0, 0)] {
             for options in [training(p), training(p).with_dropout_seed(&TorchSeed::new(3))] {
                 let kept = count(&inputs.attend(&options)?.weights);
@@ -169,7 +168,7 @@ fn the_context_mixes_the_weights_after_dropout(device: &Device) {
 fn the_log_sum_exp_is_that_before_dropout(device: &Device) {
     each(device, |inputs, _| {
         let run = |options: &SdpaOptions| with_lse(&inputs.q, &inputs.k, &inputs.v, &inputs.mask, options);
-        let (plain, dropped) = (run(&SdpaOptions::default())?, run(&training(0.5))?);
+        let (plain, dropped) = (run(&reference())?, run(&training(0.5))?);
         assert_close(&dropped.1, &plain.1, 0.0, "lse");
         assert!(values(&dropped.0) != values(&plain.0), "the context is that after dropout");
         Ok(())
@@ -204,7 +203,7 @@ fn a_seed_draws_pytorchs_mask_for_the_weights(device: &Device) {
     each(device, |inputs, _| {
         let keep = TorchSeed::new(11).dropout_keep((2, 4, 40, 50), 0.3)?;
         let output = inputs.attend(&training(0.3).with_dropout_seed(&TorchSeed::new(11)))?;
-        let plain = inputs.attend(&SdpaOptions::default())?;
+        let plain = inputs.attend(&reference())?;
         for ((keep, after), before) in
             values(&keep).into_iter().zip(values(&output.weights)).zip(values(&plain.weights))
         {
@@ -235,7 +234,7 @@ fn dropped_weights_pass_no_gradient(device: &Device) {
 fn no_probability_is_an_error(device: &Device) {
     let inputs = Inputs::new(DType::F32, device).expect("inputs");
     for (p, found) in [(-0.1, "-0.1"), (1.1, "1.1"), (f64::NAN, "NaN"), (f64::INFINITY, "inf")] {
-        for options in [training(p), SdpaOptions::default().with_dropout(p, false)] {
+        for options in [training(p), reference().with_dropout(p, false)] {
             assert_eq!(
                 error_text(inputs.context(&options)),
                 format!("[scaled_dot_product_attention] dropout is {found}, expected a probability from 0 to 1"),

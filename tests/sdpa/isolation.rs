@@ -1,13 +1,13 @@
 //! What is not a number, and what is nearly too large for one, reaches the queries that see it and nobody else.
 
 use candle_attention::{
-    AttentionMask, EmptyRows, SdpaOptions, scaled_dot_product_attention_with_lse as with_lse,
+    AttentionMask, EmptyRows, scaled_dot_product_attention_with_lse as with_lse,
     scaled_dot_product_attention_with_weights as with_weights,
 };
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::array::{Array, round};
-use crate::check::{Arguments, Bounds, check, compare_context, compare_lse};
+use crate::check::{Arguments, Bounds, check, compare_context, compare_lse, reference};
 use crate::common::values;
 use crate::oracle::{Alignment, Case, Dims, Mask, Part};
 use crate::recipe::{Chosen, Kind, Layout, Reach, Recipe, dtypes};
@@ -205,7 +205,7 @@ fn a_uniform_row_is_the_mean_of_all_values_numbers_or_not(device: &Device) {
                 let v = Tensor::new(&[[[[1f32, 2.], [3., 4.], [5., special as f32]]]], &Device::Cpu)?;
                 let v = v.to_dtype(dtype)?.to_device(device)?;
                 let k = v.ones_like()?.narrow(3, 0, 1)?.broadcast_as((1, 1, 3, 3))?;
-                let got = values(&with_weights(&q, &k, &v, &mask, &SdpaOptions::default())?.context);
+                let got = values(&with_weights(&q, &k, &v, &mask, &reference())?.context);
                 let same = got[1] == special || (got[1].is_nan() && special.is_nan());
                 assert!((got[0] - 3.0).abs() < 1e-2 && same, "the mean of 2, 4 and {special}: {got:?} in {dtype:?}");
                 assert_eq!(got[2..], [2.0, 3.0], "a row of length 2 does not see {special}");
@@ -230,8 +230,8 @@ fn a_row_whose_scores_are_no_numbers_is_not_empty(device: &Device) {
                     .with_valid_lens(vec![place + 1])
                     .with_starts(vec![place])
                     .with_empty_rows(empty_rows);
-                let output = with_weights(&q, &k, &v, &mask, &SdpaOptions::default())?;
-                let (_, lse) = with_lse(&q, &k, &v, &mask, &SdpaOptions::default())?;
+                let output = with_weights(&q, &k, &v, &mask, &reference())?;
+                let (_, lse) = with_lse(&q, &k, &v, &mask, &reference())?;
                 let got = [values(&output.context)[0], values(&output.weights)[place], values(&lse)[0]];
                 assert!(got.iter().all(|x| x.is_nan()), "{got:?} with NaN at {place} under {empty_rows:?}");
             }

@@ -1,11 +1,9 @@
 //! What masks mean for any numbers: one rule for a query and a key, however it is asked for.
 
-use candle_attention::{
-    AttentionMask, EmptyRows, SdpaOptions, ValidLens, scaled_dot_product_attention_with_weights as attend,
-};
+use candle_attention::{AttentionMask, EmptyRows, ValidLens, scaled_dot_product_attention_with_weights as attend};
 use candle_core::{DType, Device, Result, Tensor};
 
-use crate::check::Arguments;
+use crate::check::{Arguments, reference};
 use crate::common::{assert_close, error_text, values};
 use crate::oracle::{Alignment, Case, Dims, Lens, Mask, Options, Part};
 use crate::recipe::{Chosen, Kind, Layout, Recipe, for_all, recipes};
@@ -116,7 +114,7 @@ fn lengths_of_one_to_t_are_the_causal_mask(device: &Device) {
         let causal = AttentionMask::causal();
         assert_eq!(lens.bind(2, t, t)?.to_string(), causal.bind(2, t, t)?.to_string());
         let x = Tensor::randn(0f32, 1., (2, 3, t, 4), device)?;
-        let [lens, causal] = [lens, causal].map(|mask| attend(&x, &x, &x, &mask, &SdpaOptions::default()));
+        let [lens, causal] = [lens, causal].map(|mask| attend(&x, &x, &x, &mask, &reference()));
         let (lens, causal) = (lens?, causal?);
         assert_close(&lens.context, &causal.context, 0.0, "context");
         assert_close(&lens.weights, &causal.weights, 0.0, "weights");
@@ -287,7 +285,7 @@ fn empty_views_that_begin_past_their_buffer_are_read(device: &Device) {
             let mask = AttentionMask::none().with_keep(&keep).with_bias(&bias);
             assert_eq!(mask.to_additive((0, 2, 4, 5), DType::F32, device)?.dims(), [0, 1, 4, 5]);
             let (q, kv) = (view(&[0, 2, 4, 3], dtype)?, view(&[0, 2, 5, 3], dtype)?);
-            let output = attend(&q, &kv, &kv, &mask, &SdpaOptions::default())?;
+            let output = attend(&q, &kv, &kv, &mask, &reference())?;
             assert_eq!((output.context.dims(), output.weights.dims()), (&[0, 2, 4, 3][..], &[0, 2, 4, 5][..]));
         }
         Ok(())

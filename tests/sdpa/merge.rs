@@ -6,7 +6,7 @@ use candle_attention::{
 use candle_core::{DType, Device, Result, Tensor};
 use proptest::prelude::*;
 
-use crate::check::{Arguments, Bounds, compare, compare_lse};
+use crate::check::{Arguments, Bounds, compare, compare_lse, reference};
 use crate::common::{assert_close, error_text};
 use crate::oracle::{Case, Dims};
 use crate::recipe::{Recipe, dtypes, for_all, recipes, wide};
@@ -64,7 +64,7 @@ fn columns<T>(case: &Case, keys: &[usize], entry: impl Fn([usize; 4]) -> T) -> V
 
 /// Scale and softcap, which belong to every part.
 pub fn options(case: &Case) -> SdpaOptions {
-    let mut options = SdpaOptions::default();
+    let mut options = reference();
     if let Some(scale) = case.options.scale {
         options = options.with_scale(scale);
     }
@@ -141,9 +141,9 @@ fn parts_that_see_nothing_merge_to_nothing(device: &Device) {
     let test = || -> Result<()> {
         let x = Tensor::ones((1, 2, 3, 4), DType::F32, device)?;
         let hidden = AttentionMask::none().with_valid_lens(vec![0]);
-        let nothing = attend(&x, &x, &x, &hidden, &SdpaOptions::default())?;
+        let nothing = attend(&x, &x, &x, &hidden, &reference())?;
         let no_keys = x.narrow(2, 0, 0)?;
-        let without_keys = attend(&x, &no_keys, &no_keys, &AttentionMask::none(), &SdpaOptions::default())?;
+        let without_keys = attend(&x, &no_keys, &no_keys, &AttentionMask::none(), &reference())?;
         let (context, lse) = merge_attention(&[nothing, without_keys])?;
         assert_close(&context, &x.zeros_like()?, 0.0, "context");
         let lowest = Tensor::full(f32::NEG_INFINITY, (1, 2, 3), device)?;
@@ -157,7 +157,7 @@ fn one_part_merges_to_itself(device: &Device) {
     let test = || -> Result<()> {
         for &dtype in dtypes(device) {
             let x = Tensor::randn(0f32, 1., (2, 2, 3, 4), device)?.to_dtype(dtype)?;
-            let (context, lse) = attend(&x, &x, &x, &AttentionMask::causal(), &SdpaOptions::default())?;
+            let (context, lse) = attend(&x, &x, &x, &AttentionMask::causal(), &reference())?;
             let (merged, merged_lse) = merge_attention(&[(context.clone(), lse.clone())])?;
             assert_close(&merged, &context, 0.0, "context");
             assert_close(&merged_lse, &lse, 0.0, "lse");

@@ -1,0 +1,252 @@
+//! AMX: eight tile registers of 16 rows by 64 bytes, and a matrix product of bf16 tiles into f32 ones.
+//!
+//! The standard library has no stable intrinsics for it, so the instructions are written out. The compiler itself never
+//! touches a tile register; what one `asm!` leaves there the next one finds.
+
+use std::arch::asm;
+use std::sync::OnceLock;
+
+use super::avx512::Avx512;
+use super::avx512bf16;
+use crate::cpu::kernel::{Job, Kernel, Product};
+use crate::cpu::vector::Vector;
+
+pub(crate) struct Amx;
+
+/// Rows of a tile, and 32-bit words in one of its rows.
+const TILE: usize = 16;
+const PANEL: usize = 2 * TILE;
+
+/// Whether the processor has AMX in bf16 and the operating system lets this process use it.
+pub(in crate::cpu) fn is_granted() -> bool {
+    static GRANTED: OnceLock<bool> = OnceLock::new();
+    *GRANTED.get_or_init(|| has_amx_bf16() && request())
+}
+
+fn has_amx_bf16() -> bool {
+    // Leaf 7, EDX: bit 22 is AMX-BF16, bit 24 AMX-TILE.
+    const WANTED: u32 = 1 << 22 | 1 << 24;
+    let leaves = std::arch::x86_64::__cpuid(0).eax;
+    leaves >= 7 && std::arch::x86_64::__cpuid_count(7, 0).edx & WANTED == WANTED
+}
+
+/// Linux hands out the tiles' state on request, once for the process and its threads.
+#[cfg(target_os = "linux")]
+fn request() -> bool {
+    const ARCH_PRCTL: i64 = 158;
+    const ARCH_REQ_XCOMP_PERM: i64 = 0x1023;
+    const XFEATURE_XTILEDATA: i64 = 18;
+    let answer: i64;
+    // SAFETY: a system call that reads no memory of ours; the kernel overwrites rcx and r11.
+    unsafe {
+        asm!(
+            "syscall",
+            inlateout("rax") ARCH_PRCTL => answer,
+            in("rdi") ARCH_REQ_XCOMP_PERM,
+            in("rsi") XFEATURE_XTILEDATA,
+            lateout("rcx") _,
+            lateout("r11") _,
+            options(nostack),
+        );
+    }
+    answer == 0
+}
+
+#[cfg(not(target_os = "linux"))]
+fn request() -> bool {
+    false
+}
+
+/// What `ldtilecfg` reads.
+#[repr(C, align(64))]
+struct TileConfig {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    row_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+/// All eight tiles whole.
+static WHOLE_TILES: TileConfig = TileConfig {
+    palette: 1,
+    start_row: 0,
+    reserved: [0; 14],
+    row_bytes: [64, 64, 64, 64, 64, 64, 64, 64, 0, 0, 0, 0, 0, 0, 0, 0],
+    rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
+};
+
+/// Configures the tiles for as long as it lives.
+struct Tiles;
+
+impl Tiles {
+    /// # Safety
+    /// AMX was granted.
+    unsafe fn configure() -> Self {
+        // SAFETY: the caller's promise; the configuration is 64 bytes.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const WHOLE_TILES, options(nostack, readonly)) };
+        Self
+    }
+}
+
+impl Drop for Tiles {
+    fn drop(&mut self) {
+        // SAFETY: AMX was granted, or there would be no `Tiles`.
+        unsafe { asm!("tilerelease", options(nostack, nomem)) };
+    }
+}
+
+macro_rules! tile {
+    ("load", $tile:literal, $from:expr, $stride:expr) => {
+        asm!(concat!("tileloadd tmm", $tile, ", [{} + {} * 4]"), in(reg) $from, in(reg) $stride, options(nostack, readonly))
+    };
+    ("store", $tile:literal, $to:expr, $stride:expr) => {
+        asm!(concat!("tilestored [{} + {} * 4], tmm", $tile), in(reg) $to, in(reg) $stride, options(nostack))
+    };
+    ("zero", $tile:literal) => {
+        asm!(concat!("tilezero tmm", $tile), options(nostack, nomem))
+    };
+    ("multiply", $c:literal, $a:literal, $b:literal) => {
+        asm!(concat!("tdpbf16ps tmm", $c, ", tmm", $a, ", tmm", $b), options(nostack, nomem))
+    };
+}
+
+/// C (32 rows by 32 columns) in tiles 0 to 3, A in 4 and 5, B in 6 and 7.
+///
+/// # Safety
+/// As [`Kernel`], with the tiles configured.
+unsafe fn block_32_by_32(product: &Product, row: usize) {
+    // SAFETY: the caller's promise; depth is a multiple of 16 words.
+    unsafe {
+        let c = product.c.add(row * PANEL);
+        let (c01, c10, c11) = (c.add(TILE), c.add(TILE * PANEL), c.add(TILE * PANEL + TILE));
+        if product.factors.is_some() {
+            tile!("load", "0", c, PANEL);
+            tile!("load", "1", c01, PANEL);
+            tile!("load", "2", c10, PANEL);
+            tile!("load", "3", c11, PANEL);
+        } else {
+            tile!("zero", "0");
+            tile!("zero", "1");
+            tile!("zero", "2");
+            tile!("zero", "3");
+        }
+        for depth in (0..product.depth).step_by(TILE) {
+            let a = product.a.add(row * product.a_row + depth);
+            let b = product.b.add(depth * PANEL);
+            tile!("load", "6", b, PANEL);
+            tile!("load", "4", a, product.a_row);
+            tile!("multiply", "0", "4", "6");
+            tile!("load", "7", b.add(TILE), PANEL);
+            tile!("multiply", "1", "4", "7");
+            tile!("load", "5", a.add(TILE * product.a_row), product.a_row);
+            tile!("multiply", "2", "5", "6");
+            tile!("multiply", "3", "5", "7");
+        }
+        tile!("store", "0", c, PANEL);
+        tile!("store", "1", c01, PANEL);
+        tile!("store", "2", c10, PANEL);
+        tile!("store", "3", c11, PANEL);
+    }
+}
+
+/// C (16 rows by 16 columns) in tile 0.
+///
+/// # Safety
+/// As [`Kernel`], with the tiles configured.
+unsafe fn block_16_by_16(product: &Product, row: usize, column: usize) {
+    // SAFETY: the caller's promise; depth is a multiple of 16 words.
+    unsafe {
+        let c = product.c.add(row * PANEL + column);
+        if product.factors.is_some() {
+            tile!("load", "0", c, PANEL);
+        } else {
+            tile!("zero", "0");
+        }
+        for depth in (0..product.depth).step_by(TILE) {
+            tile!("load", "6", product.b.add(depth * PANEL + column), PANEL);
+            tile!("load", "4", product.a.add(row * product.a_row + depth), product.a_row);
+            tile!("multiply", "0", "4", "6");
+        }
+        tile!("store", "0", c, PANEL);
+    }
+}
+
+/// # Safety
+/// As [`Kernel`], with the tiles configured.
+#[target_feature(enable = "avx512f")]
+unsafe fn multiply(product: &Product) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if let Some(factors) = product.factors {
+            scale_columns(product, factors);
+        }
+        let mut row = 0;
+        if product.vectors == 2 {
+            while row + 2 * TILE <= product.rows {
+                block_32_by_32(product, row);
+                row += 2 * TILE;
+            }
+        }
+        while row < product.rows {
+            for vector in 0..product.vectors {
+                block_16_by_16(product, row, vector * TILE);
+            }
+            row += TILE;
+        }
+    }
+}
+
+/// `C · factors`, unless all factors are 1: tiles cannot be scaled.
+///
+/// # Safety
+/// As [`Kernel`].
+#[inline(always)]
+unsafe fn scale_columns(product: &Product, factors: *const f32) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if (0..product.vectors * TILE).all(|column| *factors.add(column) == 1.0) {
+            return;
+        }
+        for vector in 0..product.vectors {
+            let factor = Avx512::load(factors.add(vector * TILE));
+            for row in 0..product.rows {
+                let at = product.c.add(row * PANEL + vector * TILE);
+                Avx512::load(at).mul(factor).store(at);
+            }
+        }
+    }
+}
+
+impl Kernel for Amx {
+    type Vector = Avx512;
+    const ELEMENTS: usize = 2;
+    const ROWS: usize = TILE;
+    const DEPTH: usize = TILE;
+    const VECTORS: usize = 2;
+    const BLOCK: usize = 256;
+
+    #[inline(always)]
+    unsafe fn store_pairs(low: Avx512, high: Avx512, to: *mut f32) {
+        // SAFETY: the caller's promise.
+        unsafe { avx512bf16::store_pairs(low, high, to) }
+    }
+
+    unsafe fn vectorize(job: impl Job) {
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+        unsafe fn compiled(job: impl Job) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let _tiles = Tiles::configure();
+                job.run::<Amx>();
+            }
+        }
+        // SAFETY: the caller's promise.
+        unsafe { compiled(job) }
+    }
+
+    unsafe fn multiply(product: &Product) {
+        // SAFETY: the caller's promise; `vectorize` configured the tiles.
+        unsafe { multiply(product) }
+    }
+}

@@ -1,0 +1,217 @@
+//! AVX2 with FMA and F16C: sixteen registers of eight f32.
+
+use std::arch::x86_64::*;
+
+use crate::cpu::kernel::{Job, Kernel, MulAdd, Product, multiply};
+use crate::cpu::vector::{EXP2_LEAST, Vector, exp2_fraction};
+
+#[derive(Clone, Copy)]
+pub(crate) struct Avx2(__m256);
+
+/// Eight bf16 of eight f32, in the lower half of each 32-bit lane: rounded to nearest even, NaN kept a NaN.
+///
+/// # Safety
+/// The processor has AVX2.
+#[inline(always)]
+unsafe fn bf16_words(x: __m256) -> __m256i {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let bits = _mm256_castps_si256(x);
+        let odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+        let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
+        let is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+        _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16)
+    }
+}
+
+impl Vector for Avx2 {
+    const LANES: usize = 8;
+    type Mask = __m256;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self {
+        // SAFETY: the caller's promise, as in every method here.
+        unsafe { Self(_mm256_set1_ps(x)) }
+    }
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self {
+        // SAFETY: see `splat`.
+        unsafe { Self(_mm256_loadu_ps(from)) }
+    }
+    #[inline(always)]
+    unsafe fn store(self, to: *mut f32) {
+        // SAFETY: see `splat`.
+        unsafe { _mm256_storeu_ps(to, self.0) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> Self {
+        // SAFETY: see `splat`.
+        unsafe {
+            let words = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+            Self(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> Self {
+        // SAFETY: see `splat`.
+        unsafe { Self(_mm256_cvtph_ps(_mm_loadu_si128(from.cast()))) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(self, to: *mut u16) {
+        // SAFETY: see `splat`.
+        unsafe {
+            let words = bf16_words(self.0);
+            let packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0b1000);
+            _mm_storeu_si128(to.cast(), _mm256_castsi256_si128(packed));
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(self, to: *mut u16) {
+        // SAFETY: see `splat`.
+        unsafe { _mm_storeu_si128(to.cast(), _mm256_cvtps_ph(self.0, _MM_FROUND_TO_NEAREST_INT)) }
+    }
+
+    #[inline(always)]
+    unsafe fn add(self, other: Self) -> Self {
+        // SAFETY: see `splat`.
+        unsafe { Self(_mm256_add_ps(self.0, other.0)) }
+    }
+    #[inline(always)]
+    unsafe fn sub(self, other: Self) -> Self {
+        // SAFETY: see `splat`.
+        unsafe { Self(_mm256_sub_ps(self.0, other.0)) }
+    }
+    #[inline(always)]
+    unsafe fn mul(self, other: Self) -> Self {
+        // SAFETY: see `splat`.
+        unsafe { Self(_mm256_mul_ps(self.0, other.0)) }
+    }
+    #[inline(always)]
+    unsafe fn div(self, other: Self) -> Self {
+        // SAFETY: see `splat`.
+        unsafe { Self(_mm256_div_ps(self.0, other.0)) }
+    }
+    #[inline(always)]
+    unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
+        // SAFETY: see `splat`.
+        unsafe { Self(_mm256_fmadd_ps(self.0, factor.0, addend.0)) }
+    }
+    #[inline(always)]
+    unsafe fn max(self, other: Self) -> Self {
+        // SAFETY: see `splat`.
+        unsafe { Self(_mm256_max_ps(self.0, other.0)) }
+    }
+    #[inline(always)]
+    unsafe fn abs(self) -> Self {
+        // SAFETY: see `splat`.
+        unsafe { Self(_mm256_andnot_ps(_mm256_set1_ps(-0.0), self.0)) }
+    }
+    #[inline(always)]
+    unsafe fn less_than(self, other: Self) -> Self::Mask {
+        // SAFETY: see `splat`.
+        unsafe { _mm256_cmp_ps(self.0, other.0, _CMP_LT_OQ) }
+    }
+    #[inline(always)]
+    unsafe fn select(mask: Self::Mask, yes: Self, no: Self) -> Self {
+        // SAFETY: see `splat`.
+        unsafe { Self(_mm256_blendv_ps(no.0, yes.0, mask)) }
+    }
+    #[inline(always)]
+    unsafe fn sum(self) -> f32 {
+        // SAFETY: see `splat`.
+        unsafe {
+            let four = _mm_add_ps(_mm256_castps256_ps128(self.0), _mm256_extractf128_ps(self.0, 1));
+            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn exp2(self) -> Self {
+        // SAFETY: see `splat`.
+        unsafe {
+            // Adding 1.5 · 2^23 rounds to an integer, which then stands in the lowest bits.
+            let round = _mm256_set1_ps(12_582_912.0);
+            let least = _mm256_set1_ps(EXP2_LEAST);
+            let shifted = _mm256_add_ps(_mm256_max_ps(least, self.0), round);
+            let f = _mm256_sub_ps(self.0, _mm256_sub_ps(shifted, round));
+            let power = _mm256_castps_si256(exp2_fraction(Self(f)).0);
+            let scaled = _mm256_add_epi32(power, _mm256_slli_epi32(_mm256_castps_si256(shifted), 23));
+            let vanishes = _mm256_cmp_ps(self.0, least, _CMP_LT_OQ);
+            Self(_mm256_andnot_ps(vanishes, _mm256_castsi256_ps(scaled)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        // SAFETY: see `splat`; a prefetch of an address that is not valid does nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
+        // SAFETY: see `splat`.
+        unsafe {
+            let row = |r: usize| _mm256_loadu_ps(from.add(r * from_stride));
+            let mut pairs = [_mm256_setzero_ps(); 8];
+            for i in 0..4 {
+                let (a, b) = (row(2 * i), row(2 * i + 1));
+                (pairs[2 * i], pairs[2 * i + 1]) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+            }
+            let mut fours = [_mm256_setzero_ps(); 8];
+            for half in 0..2 {
+                for i in 0..2 {
+                    let (a, b) = (pairs[4 * half + i], pairs[4 * half + 2 + i]);
+                    fours[4 * half + 2 * i] = _mm256_shuffle_ps(a, b, 0b01_00_01_00);
+                    fours[4 * half + 2 * i + 1] = _mm256_shuffle_ps(a, b, 0b11_10_11_10);
+                }
+            }
+            for i in 0..4 {
+                let (a, b) = (fours[i], fours[4 + i]);
+                _mm256_storeu_ps(to.add(i * to_stride), _mm256_permute2f128_ps(a, b, 0x20));
+                _mm256_storeu_ps(to.add((4 + i) * to_stride), _mm256_permute2f128_ps(a, b, 0x31));
+            }
+        }
+    }
+}
+
+impl MulAdd for Avx2 {
+    type Vector = Self;
+
+    #[inline(always)]
+    unsafe fn mul_add(sum: Self, a: Self, b: Self) -> Self {
+        // SAFETY: the caller's promise.
+        unsafe { Vector::mul_add(a, b, sum) }
+    }
+}
+
+impl Kernel for Avx2 {
+    type Vector = Self;
+    const ELEMENTS: usize = 1;
+    const ROWS: usize = 4;
+    const DEPTH: usize = 1;
+    // Twelve sums, three columns and a broadcast word are all sixteen registers.
+    const VECTORS: usize = 3;
+
+    unsafe fn store_pairs(_: Self::Vector, _: Self::Vector, _: *mut f32) {
+        unreachable!("a word of this tier is one element")
+    }
+
+    unsafe fn vectorize(job: impl Job) {
+        #[target_feature(enable = "avx2,fma,f16c")]
+        unsafe fn compiled(job: impl Job) {
+            // SAFETY: the caller's promise.
+            unsafe { job.run::<Avx2>() }
+        }
+        // SAFETY: the caller's promise.
+        unsafe { compiled(job) }
+    }
+
+    unsafe fn multiply(product: &Product) {
+        #[target_feature(enable = "avx2,fma")]
+        unsafe fn compiled(product: &Product) {
+            // SAFETY: the caller's promise.
+            unsafe { multiply::<Avx2, 4, 3>(product) }
+        }
+        // SAFETY: the caller's promise.
+        unsafe { compiled(product) }
+    }
+}

@@ -1,0 +1,37 @@
+//! Memory that a task works in.
+
+/// 32-bit words that begin at a cache line.
+pub(crate) struct Scratch {
+    lines: Vec<Line>,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([f32; WORDS]);
+
+const WORDS: usize = 16;
+
+impl Scratch {
+    /// At least `words` zeros.
+    pub(crate) fn zeros(words: usize) -> Self {
+        Self { lines: vec![Line([0.0; WORDS]); words.div_ceil(WORDS)] }
+    }
+
+    pub(crate) fn as_ptr(&self) -> *const f32 {
+        self.lines.as_ptr().cast()
+    }
+
+    pub(crate) fn as_mut_ptr(&mut self) -> *mut f32 {
+        self.lines.as_mut_ptr().cast()
+    }
+
+    pub(crate) fn words(&self) -> &[f32] {
+        // SAFETY: a line is 16 f32 without padding.
+        unsafe { std::slice::from_raw_parts(self.lines.as_ptr().cast(), self.lines.len() * WORDS) }
+    }
+
+    pub(crate) fn words_mut(&mut self) -> &mut [f32] {
+        // SAFETY: a line is 16 f32 without padding.
+        unsafe { std::slice::from_raw_parts_mut(self.lines.as_mut_ptr().cast(), self.lines.len() * WORDS) }
+    }
+}

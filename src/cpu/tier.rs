@@ -1,0 +1,150 @@
+//! Instruction sets: which the machine has, which a call uses.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::OnceLock;
+
+use candle_core::{DType, Error, Result, bail};
+
+/// An instruction set that the CPU kernels are compiled for.
+///
+/// The best one that the processor has is chosen once; `CANDLE_ATTENTION_CPU=avx2` in the environment chooses another
+/// for the whole process, [`SdpaOptions::with_cpu_tier`](crate::SdpaOptions::with_cpu_tier) for one call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Tier {
+    /// Plain Rust, on every processor.
+    Scalar,
+    /// Arm's 128-bit vectors.
+    Neon,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// AVX-512 (F, BW, DQ, VL).
+    Avx512,
+    /// AVX-512 with bf16 dot products.
+    Avx512Bf16,
+    /// Tile matrix products in bf16, beside AVX-512; the operating system has to grant them.
+    Amx,
+}
+
+/// The variable that chooses a tier for the process.
+const VARIABLE: &str = "CANDLE_ATTENTION_CPU";
+
+impl Tier {
+    /// Every tier of every processor, the slowest first.
+    pub const ALL: [Self; 6] = [Self::Scalar, Self::Neon, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
+
+    /// The tiers that this processor has, the slowest first; [`Tier::Scalar`] is always among them.
+    pub fn available() -> Vec<Self> {
+        Self::ALL.into_iter().filter(|tier| tier.is_available()).collect()
+    }
+
+    /// Whether this processor has the tier.
+    pub fn is_available(self) -> bool {
+        match self {
+            Self::Scalar => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => has_avx2(),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => has_avx512(),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 => has_avx512() && is_x86_feature_detected!("avx512bf16"),
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => Self::Avx512Bf16.is_available() && super::arch::x86_64::amx::is_granted(),
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => std::arch::is_aarch64_feature_detected!("neon"),
+            _ => false,
+        }
+    }
+
+    /// The tier for a call over this dtype: the one asked for, else the environment's, else the fastest.
+    pub(crate) fn choose(op: &str, asked: Option<Self>, dtype: DType) -> Result<Self> {
+        if let Some(tier) = asked {
+            if !tier.is_available() {
+                bail!("[{op}] this processor lacks the CPU tier {tier}, expected one of {}", names(&Self::available()))
+            }
+            return Ok(tier);
+        }
+        static FROM_ENVIRONMENT: OnceLock<std::result::Result<Option<Tier>, String>> = OnceLock::new();
+        match FROM_ENVIRONMENT.get_or_init(from_environment) {
+            Ok(Some(tier)) => Ok(*tier),
+            Ok(None) => Ok(Self::fastest(dtype)),
+            Err(message) => bail!("[{op}] {message}"),
+        }
+    }
+
+    fn fastest(dtype: DType) -> Self {
+        static AVAILABLE: OnceLock<Vec<Tier>> = OnceLock::new();
+        let available = AVAILABLE.get_or_init(Self::available);
+        let worth = |tier: &&Self| match tier {
+            // Beside bf16 they are AVX-512.
+            Self::Avx512Bf16 | Self::Amx if dtype != DType::BF16 => false,
+            Self::Avx512Bf16 => !has_slow_dot_products(),
+            _ => true,
+        };
+        available.iter().rev().find(worth).copied().unwrap_or(Self::Scalar)
+    }
+}
+
+fn from_environment() -> std::result::Result<Option<Tier>, String> {
+    let Some(value) = std::env::var_os(VARIABLE).filter(|value| !value.is_empty()) else { return Ok(None) };
+    let value = value.to_string_lossy();
+    let tier: Tier = value.parse().map_err(|error: Error| format!("{VARIABLE}: {error}"))?;
+    if tier.is_available() {
+        return Ok(Some(tier));
+    }
+    Err(format!("{VARIABLE} is {value}, which this processor lacks, expected one of {}", names(&Tier::available())))
+}
+
+fn names(tiers: &[Tier]) -> String {
+    tiers.iter().map(Tier::to_string).collect::<Vec<_>>().join(", ")
+}
+
+impl fmt::Display for Tier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Scalar => "scalar",
+            Self::Neon => "neon",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+            Self::Avx512Bf16 => "avx512bf16",
+            Self::Amx => "amx",
+        })
+    }
+}
+
+impl FromStr for Tier {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        match Self::ALL.into_iter().find(|tier| tier.to_string() == name) {
+            Some(tier) => Ok(tier),
+            None => bail!("[cpu_tier] {name:?} is no CPU tier, expected one of {}", names(&Self::ALL)),
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn has_avx2() -> bool {
+    is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
+}
+
+#[cfg(target_arch = "x86_64")]
+fn has_avx512() -> bool {
+    has_avx2()
+        && is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl")
+}
+
+/// Intel's bf16 dot products take four cycles for what a multiply-add in f32 does in two: 150 GFLOP/s against 284 on two
+/// cores of a Xeon (family 6, model 167). AMD's take half of the time.
+fn has_slow_dot_products() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let leaf = std::arch::x86_64::__cpuid(0);
+        (leaf.ebx, leaf.edx, leaf.ecx) == (0x756e_6547, 0x4965_6e69, 0x6c65_746e)
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}

@@ -1,0 +1,98 @@
+//! What an algorithm may do with a vector register of f32.
+
+/// A vector of [`LANES`](Vector::LANES) f32.
+///
+/// # Safety
+/// Every method may only be called on a processor that has the tier's instructions, and belongs (inlined) into a function
+/// compiled for them. A pointer must be valid for `LANES` elements; none has to be aligned.
+pub(crate) trait Vector: Copy {
+    const LANES: usize;
+    type Mask: Copy;
+
+    unsafe fn splat(x: f32) -> Self;
+    unsafe fn load(from: *const f32) -> Self;
+    unsafe fn store(self, to: *mut f32);
+    /// bf16, by its bits.
+    unsafe fn load_bf16(from: *const u16) -> Self;
+    unsafe fn load_f16(from: *const u16) -> Self;
+    /// Rounded to the nearest, ties to even.
+    unsafe fn store_bf16(self, to: *mut u16);
+    unsafe fn store_f16(self, to: *mut u16);
+
+    unsafe fn add(self, other: Self) -> Self;
+    unsafe fn sub(self, other: Self) -> Self;
+    unsafe fn mul(self, other: Self) -> Self;
+    unsafe fn div(self, other: Self) -> Self;
+    /// `self · factor + addend`, rounded once (twice on the scalar tier where the processor has no FMA).
+    unsafe fn mul_add(self, factor: Self, addend: Self) -> Self;
+    /// The larger one; `other` if either is NaN.
+    unsafe fn max(self, other: Self) -> Self;
+    unsafe fn abs(self) -> Self;
+    /// False where either is NaN.
+    unsafe fn less_than(self, other: Self) -> Self::Mask;
+    /// `yes` where the mask is set.
+    unsafe fn select(mask: Self::Mask, yes: Self, no: Self) -> Self;
+    /// The sum of all lanes, in an order that does not vary.
+    unsafe fn sum(self) -> f32;
+
+    /// 2 to the power `self`, for `self` up to 127, to about an ulp: 0 below the smallest normal number, NaN for NaN.
+    ///
+    /// `2^x = 2^n · 2^f`, n the nearest integer and f within ±½, which [`exp2_fraction`] takes.
+    unsafe fn exp2(self) -> Self;
+
+    /// Asks for the cache line at an address, which need not be valid.
+    unsafe fn prefetch(at: *const u8) {
+        let _ = at;
+    }
+
+    /// A square of `LANES` by `LANES` 32-bit words, transposed; strides in words.
+    unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize);
+}
+
+/// The powers of ln 2 over factorials, moved so that the largest relative error over ±½ is the smallest: 7.5e-8 for the
+/// polynomial of degree 5, 1.3 times the rounding error of f32.
+const EXP2: [f32; 6] = [1.000_000_1, 0.693_146_94, 0.240_221_2, 0.055_507_13, 0.009_675_542, 0.001_327_647_1];
+
+/// 2 to the power of a fraction within ±½.
+///
+/// # Safety
+/// As [`Vector`].
+#[inline(always)]
+pub(crate) unsafe fn exp2_fraction<V: Vector>(f: V) -> V {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut sum = V::splat(EXP2[5]);
+        for &coefficient in EXP2[..5].iter().rev() {
+            sum = sum.mul_add(f, V::splat(coefficient));
+        }
+        sum
+    }
+}
+
+/// Below this, [`Vector::exp2`] is 0.
+pub(crate) const EXP2_LEAST: f32 = -126.0;
+
+/// Hyperbolic tangent to a few ulp: an odd polynomial (Cephes' `tanhf`) near 0, where `1 - e` would cancel, and
+/// `(1 - e) / (1 + e)` with `e = exp(-2 |x|)` elsewhere.
+///
+/// # Safety
+/// As [`Vector`].
+#[inline(always)]
+pub(crate) unsafe fn tanh<V: Vector>(x: V) -> V {
+    const NEAR_ZERO: [f32; 5] = [-0.333_332_84, 0.133_314_42, -0.053_739_716, 0.020_639_09, -0.005_704_988_6];
+    // SAFETY: the caller's promise.
+    unsafe {
+        let square = x.mul(x);
+        let mut polynomial = V::splat(NEAR_ZERO[4]);
+        for &coefficient in NEAR_ZERO[..4].iter().rev() {
+            polynomial = polynomial.mul_add(square, V::splat(coefficient));
+        }
+        let near = polynomial.mul(square).mul_add(x, x);
+        let magnitude = x.abs();
+        let e = magnitude.mul(V::splat(-2.0 * std::f32::consts::LOG2_E)).exp2();
+        let one = V::splat(1.0);
+        let far = one.sub(e).div(one.add(e));
+        let far = V::select(x.less_than(V::splat(0.0)), V::splat(0.0).sub(far), far);
+        V::select(magnitude.less_than(V::splat(0.625)), near, far)
+    }
+}

@@ -1,0 +1,76 @@
+//! How a call is cut into tasks. Every constant of the cut stands here, with its reason.
+
+use super::params::Dims;
+use crate::cpu::{Kernel, Vector, threads};
+
+/// The state of a task's queries (packed queries and context sums) in bytes: half of an L2 cache of 1 MB, beside which a
+/// block of keys and values and its scores have room.
+const STATE_BYTES: usize = 512 << 10;
+
+/// Tasks for each thread, so that unequal ones (causal masks) even out.
+const TASKS_PER_THREAD: usize = 4;
+
+/// Up to this many rows, keys are split over tasks: there are too few rows to keep the threads busy.
+const FEW_ROWS: usize = 256;
+
+/// The keys of one part then. A multiple of every block. It depends on nothing but the shape of one sequence, since
+/// where keys are cut shows in the last bits of the result.
+pub(super) const SPAN: usize = 1024;
+
+/// Multiply-adds that are worth a second thread: some tens of microseconds, a few times what waking it takes.
+const WORTH_A_THREAD: usize = 1 << 20;
+
+/// How many threads a call is worth.
+pub(super) fn workers(dims: &Dims) -> usize {
+    let products = [dims.b, dims.h, dims.t_q, dims.t_kv, dims.d + dims.d_v];
+    let products = products.into_iter().fold(1usize, usize::saturating_mul);
+    threads().min(products / WORTH_A_THREAD + 1)
+}
+
+/// How the rows and keys of each key head are cut.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Cut {
+    pub rows_per_chunk: usize,
+    pub chunks: usize,
+    pub spans: usize,
+    pub span: usize,
+}
+
+impl Cut {
+    pub fn new<K: Kernel>(dims: &Dims, threads: usize) -> Self {
+        let rows = dims.rows();
+        let (span, spans) = if rows <= FEW_ROWS { (SPAN, dims.t_kv.div_ceil(SPAN).max(1)) } else { (dims.t_kv, 1) };
+        let fit = STATE_BYTES / (4 * (Layout::new::<K>(dims).row_words()));
+        let even = (dims.b * dims.h_kv * rows).div_ceil(TASKS_PER_THREAD * threads);
+        let panels = (fit.min(even) / K::PANEL).max(1);
+        let rows_per_chunk = panels * K::PANEL;
+        Self { rows_per_chunk, chunks: rows.div_ceil(rows_per_chunk), spans, span }
+    }
+}
+
+/// The sizes of packed matrices, in 32-bit words.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Layout {
+    /// Of a query or key in depth: D in words, padded to what a product takes.
+    pub depth: usize,
+    /// The same, padded to whole transposed squares.
+    pub query: usize,
+    /// D_v, padded to rows of a product.
+    pub value: usize,
+    /// D_v, padded to whole transposed squares.
+    pub context: usize,
+}
+
+impl Layout {
+    pub fn new<K: Kernel>(dims: &Dims) -> Self {
+        let lanes = K::Vector::LANES;
+        let depth = dims.d.div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH);
+        let value = dims.d_v.next_multiple_of(K::ROWS);
+        Self { depth, query: depth.next_multiple_of(lanes), value, context: value.next_multiple_of(lanes) }
+    }
+
+    /// For one query: packed, its context, its maximum and sum.
+    pub fn row_words(&self) -> usize {
+        self.query + self.context + 2
+    }
+}

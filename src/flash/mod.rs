@@ -1,0 +1,157 @@
+//! The fused attention kernel of the CPU: scores are made, weighed and used a tile at a time, and never stand in memory
+//! as a whole. The design is in `README.md` beside this file.
+
+mod decode;
+mod finish;
+mod heuristics;
+mod online_softmax;
+mod pack;
+mod params;
+mod prefill;
+mod scores;
+mod tile;
+mod workspace;
+
+pub(crate) use params::{Alibi, Dims, Output, Problem, Scores, Strided};
+
+use std::ops::Range;
+
+use crate::cpu::arch::{self, scalar::Scalar};
+use crate::cpu::{Element, Kernel, Scratch, Tier, Vector, for_each_task};
+use decode::{Decode, DecodeScratch};
+use finish::Finish;
+use heuristics::{Cut, SPAN};
+use prefill::Prefill;
+use workspace::Workspace;
+
+/// Runs a call on the threads of the current pool.
+///
+/// # Panics
+/// If the processor lacks the tier.
+pub(crate) fn run<E: Element>(problem: &Problem<E>, tier: Tier) {
+    assert!(tier.is_available(), "the tier was checked");
+    // SAFETY: the processor has the tier.
+    unsafe {
+        match tier {
+            Tier::Scalar => attend::<Scalar, E>(problem),
+            #[cfg(target_arch = "x86_64")]
+            Tier::Avx2 => attend::<arch::x86_64::avx2::Avx2, E>(problem),
+            #[cfg(target_arch = "x86_64")]
+            Tier::Avx512Bf16 if E::IS_BF16 => attend::<arch::x86_64::avx512bf16::Avx512Bf16, E>(problem),
+            #[cfg(target_arch = "x86_64")]
+            Tier::Amx if E::IS_BF16 => attend::<arch::x86_64::amx::Amx, E>(problem),
+            #[cfg(target_arch = "x86_64")]
+            Tier::Avx512 | Tier::Avx512Bf16 | Tier::Amx => attend::<arch::x86_64::avx512::Avx512, E>(problem),
+            _ => unreachable!("tiers of other processors are not available"),
+        }
+    }
+}
+
+/// Cuts the call into tasks, the ones that see most keys first, and runs them.
+///
+/// # Safety
+/// The processor has the tier of K.
+unsafe fn attend<K: Kernel, E: Element>(problem: &Problem<E>) {
+    let dims = &problem.dims;
+    if dims.b * dims.rows() == 0 {
+        return;
+    }
+    if dims.rows() <= decode::MOST_ROWS.min(K::Vector::LANES) {
+        // SAFETY: the caller's promise.
+        return unsafe { attend_few::<K, E>(problem) };
+    }
+    let workers = heuristics::workers(dims);
+    let cut = Cut::new::<K>(dims, workers);
+    let panels = cut.rows_per_chunk.min(dims.rows()).div_ceil(K::PANEL);
+    let heads = dims.b * dims.h_kv;
+    let chunk = |index: usize| -> ((usize, usize), Range<usize>) {
+        let (chunk, head) = (cut.chunks - 1 - index / heads, index % heads);
+        let first = chunk * cut.rows_per_chunk;
+        ((head / dims.h_kv, head % dims.h_kv), first..dims.rows().min(first + cut.rows_per_chunk))
+    };
+    let workspace = || Workspace::new::<K>(dims, panels);
+    let prefill = |workspace: &mut Workspace, index: usize, keys: Range<usize>| {
+        let ((b, kv_head), rows) = chunk(index);
+        // SAFETY: the caller's promise.
+        unsafe { K::vectorize(Prefill { problem, workspace, b, kv_head, rows, keys }) };
+    };
+    let finish = |workspace: &mut Workspace, index: usize| {
+        let ((b, kv_head), rows) = chunk(index);
+        // SAFETY: the caller's promise.
+        unsafe { K::vectorize(Finish { problem, workspace, b, kv_head, rows }) };
+    };
+    let chunks = heads * cut.chunks;
+    if cut.spans == 1 {
+        return for_each_task(chunks, workers, workspace, |workspace, index| {
+            prefill(workspace, index, 0..dims.t_kv);
+            finish(workspace, index);
+        });
+    }
+    let state_words = workspace().state.words(panels).len();
+    let mut parts = Scratch::zeros(chunks * cut.spans * state_words);
+    let slots = Slots { words: parts.as_mut_ptr(), each: state_words };
+    for_each_task(chunks * cut.spans, workers, workspace, |workspace, task| {
+        let (index, first) = (task / cut.spans, task % cut.spans * cut.span);
+        prefill(workspace, index, first..dims.t_kv.min(first + cut.span));
+        // SAFETY: each task has a slot of its own.
+        unsafe { slots.get(task) }.copy_from_slice(workspace.state.words(panels));
+    });
+    for_each_task(chunks, workers, workspace, |workspace, index| {
+        workspace.state.clear(panels);
+        for span in 0..cut.spans {
+            // SAFETY: the slots are read only, now that they are filled.
+            workspace.state.merge(unsafe { slots.get(index * cut.spans + span) });
+        }
+        finish(workspace, index);
+    });
+}
+
+/// [`attend`] for few rows: a task for each part of the keys of each key head.
+///
+/// # Safety
+/// The processor has the tier of K.
+unsafe fn attend_few<K: Kernel, E: Element>(problem: &Problem<E>) {
+    let dims = &problem.dims;
+    let spans = dims.t_kv.div_ceil(SPAN).max(1);
+    let (heads, words) = (dims.b * dims.h_kv, decode::part_words(dims.d_v));
+    let mut parts = Scratch::zeros(heads * spans * words);
+    let slots = Slots { words: parts.as_mut_ptr(), each: words };
+    let scratch = || DecodeScratch::new(dims.d, SPAN.min(dims.t_kv));
+    let workers = heuristics::workers(dims);
+    for_each_task(heads * spans, workers, scratch, |scratch, task| {
+        let (head, first) = (task / spans, task % spans * SPAN);
+        let (b, kv_head) = (head / dims.h_kv, head % dims.h_kv);
+        let keys = first..dims.t_kv.min(first + SPAN);
+        // SAFETY: the caller's promise; each task has a slot of its own.
+        unsafe { K::vectorize(Decode { problem, scratch, b, kv_head, keys, part: slots.get(task) }) };
+    });
+    let of_head = Slots { words: parts.as_mut_ptr(), each: spans * words };
+    for_each_task(
+        heads,
+        workers,
+        || (),
+        |(), head| {
+            // SAFETY: each task has a slot of its own.
+            decode::finish(problem, (head / dims.h_kv, head % dims.h_kv), unsafe { of_head.get(head) });
+        },
+    );
+}
+
+/// Equal parts of one allocation, a part for each task.
+struct Slots {
+    words: *mut f32,
+    each: usize,
+}
+
+// SAFETY: a slot is used by one task at a time.
+unsafe impl Sync for Slots {}
+
+impl Slots {
+    /// # Safety
+    /// The slot exists and nobody else uses it.
+    #[expect(clippy::mut_from_ref, reason = "slots are disjoint")]
+    unsafe fn get(&self, slot: usize) -> &mut [f32] {
+        // SAFETY: the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.words.add(slot * self.each), self.each) }
+    }
+}

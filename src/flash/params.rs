@@ -1,0 +1,178 @@
+//! One call, as the kernel reads it: sizes, strided rows, ranges of keys, and what changes the scores.
+
+use std::ops::Range;
+
+use candle_core::{Layout, Result, bail};
+
+use crate::cpu::Element;
+
+/// The dimensions of a call, by the letters of the glossary.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Dims {
+    pub b: usize,
+    pub h: usize,
+    pub h_kv: usize,
+    pub t_q: usize,
+    pub t_kv: usize,
+    pub d: usize,
+    pub d_v: usize,
+}
+
+impl Dims {
+    /// The query heads that share a key head.
+    pub fn group(&self) -> usize {
+        self.h / self.h_kv
+    }
+
+    /// The query rows that share a key head: row `i · group + g` is query i of the g-th head of the group, so that
+    /// neighbours see nearly the same keys.
+    pub fn rows(&self) -> usize {
+        self.t_q * self.group()
+    }
+}
+
+/// A view into the elements of a tensor, read where it lies.
+#[derive(Clone, Copy)]
+pub(crate) struct Strided<'a, T, const N: usize> {
+    data: &'a [T],
+    start: usize,
+    strides: [usize; N],
+}
+
+impl<'a, T, const N: usize> Strided<'a, T, N> {
+    /// A view of which every index within `dims` lies in the data. A dimension of 1 in the layout may be larger in `dims`:
+    /// its entry then stands for all.
+    pub fn new(data: &'a [T], layout: &Layout, dims: [usize; N]) -> Result<Self> {
+        let mut strides = [0; N];
+        let mut last = 0;
+        for (n, &dim) in dims.iter().enumerate() {
+            if layout.dims()[n] > 1 {
+                strides[n] = layout.stride()[n];
+                last += (dim - 1) * strides[n];
+            }
+        }
+        if !dims.contains(&0) && layout.start_offset() + last >= data.len() {
+            bail!("[flash] a view of {dims:?} ends past the {} elements of its storage", data.len())
+        }
+        Ok(Self { data, start: layout.start_offset(), strides })
+    }
+
+    /// The elements from an index on. The index lies within the dimensions of the view.
+    #[inline(always)]
+    pub fn at(&self, index: [usize; N]) -> *const T {
+        let offset: usize = (0..N).map(|n| index[n] * self.strides[n]).sum();
+        self.data.as_ptr().wrapping_add(self.start + offset)
+    }
+
+    pub fn stride(&self, dimension: usize) -> usize {
+        self.strides[dimension]
+    }
+}
+
+impl<'a, T> Strided<'a, T, 4> {
+    /// The first element of each row along the last dimension.
+    pub fn first_of_last(&self) -> Strided<'a, T, 3> {
+        let [a, b, c, _] = self.strides;
+        Strided { data: self.data, start: self.start, strides: [a, b, c] }
+    }
+}
+
+/// Where the context goes: rows of D_v elements, at strides for batch, head and query.
+#[derive(Clone, Copy)]
+pub(crate) struct Output<E> {
+    pub context: *mut E,
+    pub strides: [usize; 3],
+    /// (B, H, T_q).
+    pub lse: Option<*mut f32>,
+}
+
+// SAFETY: each row is written by the one task that owns it, and read after all of them.
+unsafe impl<E> Sync for Output<E> {}
+// SAFETY: as above.
+unsafe impl<E> Send for Output<E> {}
+
+/// ALiBi's slopes (H,) and the positions of the queries (T_q,).
+#[derive(Clone, Copy)]
+pub(crate) struct Alibi<'a> {
+    pub slopes: &'a [f32],
+    pub positions: &'a [f32],
+}
+
+/// What happens to a score before the softmax, and to its sum after.
+pub(crate) struct Scores<'a> {
+    pub scale: f64,
+    pub softcap: Option<f32>,
+    pub alibi: Option<Alibi<'a>>,
+    /// (B, H, T_q, T_kv).
+    pub bias: Option<Strided<'a, f32, 4>>,
+    /// (B, H, T_q, T_kv), 0 hides.
+    pub keep: Option<Strided<'a, u8, 4>>,
+    /// (H,).
+    pub sinks: Option<&'a [f32]>,
+}
+
+/// How scores leave the product of queries and keys and reach the exponential, which takes powers of two.
+#[derive(Clone, Copy)]
+pub(crate) struct Units {
+    /// Folded into the queries.
+    pub query: f32,
+    /// Multiplied to the products before softcap and biases.
+    pub product: f32,
+    /// From there to powers of two; above 0, so that the largest stays the largest.
+    pub power: f32,
+}
+
+impl Scores<'_> {
+    /// Whether something other than a factor stands between the product and the softmax.
+    pub fn change(&self) -> bool {
+        self.softcap.is_some() || self.alibi.is_some() || self.bias.is_some()
+    }
+
+    /// `exact` says that queries stay in their own type, where only a sign or a zero may be folded into them.
+    pub fn units(&self, exact: bool) -> Units {
+        use std::f64::consts::LOG2_E;
+        let powers = (self.scale * LOG2_E) as f32;
+        let (scale, log2_e) = (self.scale as f32, LOG2_E as f32);
+        let folds_whole = !self.change() && powers.is_finite();
+        match (exact && scale != 0.0, folds_whole) {
+            (false, true) => Units { query: powers, product: 1.0, power: 1.0 },
+            (false, false) => Units { query: scale, product: 1.0, power: log2_e },
+            (true, true) if powers != 0.0 => Units { query: 1f32.copysign(scale), product: 1.0, power: powers.abs() },
+            (true, _) => Units { query: 1f32.copysign(scale), product: scale.abs(), power: log2_e },
+        }
+    }
+}
+
+/// One call.
+pub(crate) struct Problem<'a, E> {
+    pub dims: Dims,
+    /// (B, H, T_q), rows of D.
+    pub q: Strided<'a, E, 3>,
+    /// (B, H_kv, T_kv), rows of D.
+    pub k: Strided<'a, E, 3>,
+    /// (B, H_kv, T_kv), rows of D_v.
+    pub v: Strided<'a, E, 3>,
+    /// The keys that each query of each sequence sees: (B, T_q).
+    pub ranges: &'a [Range<usize>],
+    pub scores: Scores<'a>,
+    pub output: Output<E>,
+}
+
+/// A row of queries: which query of which head.
+#[derive(Clone, Copy)]
+pub(crate) struct Row {
+    pub head: usize,
+    pub query: usize,
+}
+
+impl<E: Element> Problem<'_, E> {
+    /// The row of a key head, see [`Dims::rows`].
+    pub fn row(&self, kv_head: usize, row: usize) -> Row {
+        let group = self.dims.group();
+        Row { head: kv_head * group + row % group, query: row / group }
+    }
+
+    pub fn range(&self, b: usize, query: usize) -> &Range<usize> {
+        &self.ranges[b * self.dims.t_q + query]
+    }
+}

@@ -1,0 +1,182 @@
+//! Many queries: tiles of queries against blocks of keys.
+//!
+//! ```text
+//! for each block of keys:                                  packed once for all queries of the task
+//!     for each tile of queries that sees some of it:       (queries are columns)
+//!         scores  = keys · queries                         (block, panel)
+//!         scores  = softcap, ALiBi, bias; -inf where hidden
+//!         weights = 2^(scores - largest so far)            in place
+//!         sum     = sum · factor + Σ weights               factor = 2^(largest before - largest so far)
+//!         context = context · factor + valuesᵀ · weights   (D_v, panel)
+//! context / sum, transposed, to the output
+//! ```
+
+use super::online_softmax::SoftmaxStep;
+use super::pack::{self, Block};
+use super::params::{Problem, Units};
+use super::scores::TileScores;
+use super::tile::Tile;
+use super::workspace::{PanelState, Workspace};
+use crate::cpu::{Element, Job, Kernel, MOST_COLUMNS, Product};
+use std::ops::Range;
+
+/// Some query rows of one key head against some of its keys. Leaves their state in the workspace.
+pub(super) struct Prefill<'a, 'b, E> {
+    pub problem: &'a Problem<'b, E>,
+    pub workspace: &'a mut Workspace,
+    pub b: usize,
+    pub kv_head: usize,
+    pub rows: Range<usize>,
+    pub keys: Range<usize>,
+}
+
+impl<E: Element> Job for Prefill<'_, '_, E> {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        let Self { problem, workspace, b, kv_head, rows, keys } = self;
+        let units = problem.scores.units(K::ELEMENTS == 2);
+        let tiles: Vec<_> = rows
+            .clone()
+            .step_by(K::PANEL)
+            .map(|first| Tile::new::<K, E>(problem, b, kv_head, first..rows.end.min(first + K::PANEL)))
+            .collect();
+        workspace.state.clear(tiles.len());
+        // SAFETY: the caller's promise; the workspace has a panel for each tile.
+        unsafe {
+            for (index, tile) in tiles.iter().enumerate() {
+                pack::queries::<K, E>(problem, workspace, tile, (b, kv_head), (index, units));
+            }
+            let start = tiles.iter().map(|tile| tile.some.start).min().unwrap_or(0).max(keys.start);
+            let end = tiles.iter().map(|tile| tile.some.end).max().unwrap_or(0).min(keys.end);
+            let first_block = start / K::BLOCK * K::BLOCK;
+            for first in (first_block..end).step_by(K::BLOCK) {
+                let mut block = Block::new::<K, E>(problem, workspace, (b, kv_head), first);
+                for (index, tile) in tiles.iter().enumerate() {
+                    let panel = workspace.state.panel(index);
+                    step::<K, E>(problem, workspace, &mut block, (index, tile, panel), units);
+                }
+            }
+        }
+    }
+}
+
+/// One tile against one block.
+///
+/// # Safety
+/// As [`Job`].
+#[inline(always)]
+unsafe fn step<K: Kernel, E: Element>(
+    problem: &Problem<E>,
+    workspace: &mut Workspace,
+    block: &mut Block,
+    (index, tile, panel): (usize, &Tile, PanelState),
+    units: Units,
+) {
+    let layout = workspace.layout;
+    let end = tile.some.end.min(block.first + block.keys);
+    // Rows of the products begin at whole multiples; keys before the first one seen are hidden.
+    let skipped = tile.some.start.saturating_sub(block.first) / K::ROWS * K::ROWS;
+    let first = block.first + skipped;
+    if first >= end {
+        return;
+    }
+    let keys = end - first;
+    let depth = keys.div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH);
+    let weights = if K::ELEMENTS == 1 { workspace.scores.as_mut_ptr() } else { workspace.weights.as_mut_ptr() };
+    let mut factors = [0f32; MOST_COLUMNS];
+    // SAFETY: the caller's promise; a block has `BLOCK` rows, which is a multiple of `ROWS`.
+    unsafe {
+        K::multiply(&Product {
+            a: block.k.add(skipped * block.k_row),
+            a_row: block.k_row,
+            a_step: 1,
+            b: workspace.queries.as_ptr().add(index * layout.query * K::PANEL),
+            c: workspace.scores.as_mut_ptr(),
+            rows: keys.next_multiple_of(K::ROWS),
+            depth: layout.depth,
+            vectors: tile.vectors,
+            factors: None,
+        });
+        let scores =
+            TileScores { scores: workspace.scores.as_mut_ptr(), staging: workspace.staging.as_mut_ptr(), first, keys };
+        if problem.scores.change() {
+            scores.change::<K, E>(problem, tile, block, units);
+        }
+        // The product over values reads `depth` words of keys, of which those past the end weigh nothing.
+        let read = (first + depth * K::ELEMENTS).min(block.first + block.keys);
+        let all_seen = tile.every.start <= first && read <= tile.every.end && problem.scores.keep.is_none();
+        if !all_seen {
+            scores.hide::<K, E>(problem, tile, block);
+        }
+        SoftmaxStep {
+            scores: workspace.scores.as_mut_ptr(),
+            pairs: workspace.weights.as_mut_ptr(),
+            keys,
+            depth,
+            power: units.power,
+            max: panel.max,
+            sum: panel.sum,
+            factors: factors.as_mut_ptr(),
+        }
+        .run::<K>(tile.vectors);
+        if !all_seen && block.has_non_finite_values::<K, E>(problem) {
+            let weights = SeenWeights { weights, first, keys };
+            return weights.add_to_context::<K, E>(problem, tile, block, (panel.context, &factors));
+        }
+        K::multiply(&Product {
+            a: block.v.add(skipped / K::ELEMENTS * block.v_step),
+            a_row: block.v_row,
+            a_step: block.v_step,
+            b: weights,
+            c: panel.context,
+            rows: layout.value,
+            depth,
+            vectors: tile.vectors,
+            factors: Some(factors.as_ptr()),
+        });
+    }
+}
+
+/// Weights over values that are not all finite: zero times NaN is NaN, so each query takes the keys that it sees and no
+/// others. Plain loops, since such values are rare.
+struct SeenWeights {
+    weights: *const f32,
+    first: usize,
+    keys: usize,
+}
+
+impl SeenWeights {
+    /// # Safety
+    /// As [`Job`]; the pointers are those of [`step`].
+    unsafe fn add_to_context<K: Kernel, E: Element>(
+        &self,
+        problem: &Problem<E>,
+        tile: &Tile,
+        block: &Block,
+        (context, factors): (*mut f32, &[f32; MOST_COLUMNS]),
+    ) {
+        for (column, row) in tile.rows.clone().enumerate() {
+            let row = problem.row(block.kv_head, row);
+            // SAFETY: the caller's promise.
+            unsafe {
+                let at = |d: usize| context.add(d * K::PANEL + column);
+                (0..problem.dims.d_v).for_each(|d| *at(d) *= factors[column]);
+                for key in 0..self.keys {
+                    let index = [block.b, row.head, row.query, self.first + key];
+                    let kept = problem.scores.keep.as_ref().is_none_or(|keep| *keep.at(index) != 0);
+                    if !kept || !tile.sees(column, self.first + key) {
+                        continue;
+                    }
+                    let word = *self.weights.add(key / K::ELEMENTS * K::PANEL + column);
+                    let weight = match (K::ELEMENTS, key % 2) {
+                        (1, _) => word,
+                        (_, 0) => f32::from_bits(word.to_bits() << 16),
+                        _ => f32::from_bits(word.to_bits() & 0xffff_0000),
+                    };
+                    let values = problem.v.at([block.b, block.kv_head, self.first + key]);
+                    (0..problem.dims.d_v).for_each(|d| *at(d) += weight * (*values.add(d)).to_f32());
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! The memory that one task works in.
+
+use super::heuristics::Layout;
+use super::params::Dims;
+use crate::cpu::{Kernel, Scratch, Vector};
+
+/// What the online softmax knows of a chunk of queries after some of the keys: for each panel the sums of weighted values
+/// (context, panel), the largest score and the sum of the weights (panel), the scores in powers of two.
+pub(super) struct State {
+    words: Scratch,
+    context: usize,
+    panel: usize,
+}
+
+impl State {
+    pub fn new<K: Kernel>(layout: Layout, panels: usize) -> Self {
+        let panel = K::PANEL;
+        Self { words: Scratch::zeros(panels * panel * (layout.context + 2)), context: layout.context, panel }
+    }
+
+    fn stride(&self) -> usize {
+        self.panel * (self.context + 2)
+    }
+
+    /// Nothing seen yet.
+    pub fn clear(&mut self, panels: usize) {
+        let (stride, context) = (self.stride(), self.context * self.panel);
+        for panel in self.words.words_mut().chunks_exact_mut(stride).take(panels) {
+            panel[..context].fill(0.0);
+            panel[context..context + self.panel].fill(f32::NEG_INFINITY);
+            panel[context + self.panel..].fill(0.0);
+        }
+    }
+
+    /// The state of some panels, to be put aside.
+    pub fn words(&self, panels: usize) -> &[f32] {
+        &self.words.words()[..panels * self.stride()]
+    }
+
+    /// Takes in the state of the same panels over other keys.
+    pub fn merge(&mut self, other: &[f32]) {
+        let (stride, panel) = (self.stride(), self.panel);
+        for (mine, other) in self.words.words_mut().chunks_exact_mut(stride).zip(other.chunks_exact(stride)) {
+            for column in 0..panel {
+                let (max, sum) = (stride - 2 * panel + column, stride - panel + column);
+                let most = mine[max].max(other[max]);
+                // Where neither has seen a key, both factors are of zeros.
+                let shift = if most == f32::NEG_INFINITY { 0.0 } else { most };
+                let (keep, take) = ((mine[max] - shift).exp2(), (other[max] - shift).exp2());
+                for at in (column..stride - 2 * panel).step_by(panel) {
+                    mine[at] = mine[at] * keep + other[at] * take;
+                }
+                mine[sum] = mine[sum] * keep + other[sum] * take;
+                mine[max] = most;
+            }
+        }
+    }
+
+    pub fn panel(&mut self, panel: usize) -> PanelState {
+        let (stride, context) = (self.stride(), self.context * self.panel);
+        let words = &mut self.words.words_mut()[panel * stride..(panel + 1) * stride];
+        let context_at = words.as_mut_ptr();
+        PanelState {
+            context: context_at,
+            max: words[context..].as_mut_ptr(),
+            sum: words[context + self.panel..].as_mut_ptr(),
+        }
+    }
+}
+
+/// Into the state of one panel.
+#[derive(Clone, Copy)]
+pub(super) struct PanelState {
+    pub context: *mut f32,
+    pub max: *mut f32,
+    pub sum: *mut f32,
+}
+
+/// Everything a thread needs for its tasks. Its size depends on D, D_v and the tier only, up to about a megabyte and a half
+/// at D = 128, and grows with them.
+pub(super) struct Workspace {
+    pub layout: Layout,
+    /// (panels, D, panel).
+    pub queries: Scratch,
+    pub state: State,
+    /// (block, D).
+    pub keys: Scratch,
+    /// (block, D_v) for words of one element, (D_v, block) for pairs.
+    pub values: Scratch,
+    /// (block, panel).
+    pub scores: Scratch,
+    /// (block / 2, panel), for pairs.
+    pub weights: Scratch,
+    /// Rows on their way to being transposed.
+    pub staging: Scratch,
+}
+
+impl Workspace {
+    pub fn new<K: Kernel>(dims: &Dims, panels: usize) -> Self {
+        let layout = Layout::new::<K>(dims);
+        let (block, lanes) = (K::BLOCK, K::Vector::LANES);
+        let pairs = K::ELEMENTS == 2;
+        let staging = (lanes * layout.query).max(lanes * block).max(if pairs { block / 2 * layout.context } else { 0 });
+        Self {
+            layout,
+            queries: Scratch::zeros(panels * layout.query * K::PANEL),
+            state: State::new::<K>(layout, panels),
+            keys: Scratch::zeros(block * layout.depth),
+            values: Scratch::zeros(block / K::ELEMENTS * layout.context),
+            scores: Scratch::zeros(block * K::PANEL),
+            weights: Scratch::zeros(if pairs { block / 2 * K::PANEL } else { 0 }),
+            staging: Scratch::zeros(staging),
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! The fused kernel of the CPU, as one of Candle's custom operations.
+
+use std::ops::Range;
+use std::sync::Mutex;
+
+use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, bail};
+
+use super::OutputOrder;
+use super::validate::Call;
+use crate::cpu::{Element, Tier};
+use crate::flash::{self, Alibi, Dims, Output, Problem, Scores, Strided};
+
+/// Context (B, H, T_q, D_v) in the order asked for; `lse` receives the log-sum-exp of each query, (B, H, T_q).
+pub(super) fn attend(call: &Call, tier: Tier, lse: Option<&mut Vec<f32>>) -> Result<Tensor> {
+    let dims = (call.dims.b, call.dims.h, call.dims.t_q, call.dims.t_kv);
+    let device = call.q.device();
+    let ranges = call.mask.bind(dims.0, dims.2, dims.3)?;
+    let positions = match call.options.alibi_slopes {
+        Some(_) => (0..dims.2).map(|i| ranges.query_position(i) as f32).collect(),
+        None => Vec::new(),
+    };
+    let floats = |tensor: &Option<Tensor>| -> Result<Option<Vec<f32>>> {
+        tensor.as_ref().map(|tensor| tensor.to_dtype(DType::F32)?.to_vec1()).transpose()
+    };
+    let op = Flash {
+        call,
+        tier,
+        ranges: (0..dims.0)
+            .flat_map(|b| (0..dims.2).map(move |i| (b, i)))
+            .map(|(b, i)| ranges.kv_range(b, i))
+            .collect(),
+        positions,
+        slopes: floats(&call.options.alibi_slopes)?,
+        sinks: floats(&call.options.sinks)?,
+        bias: call.mask.bias_tensor(dims, DType::F32, device)?,
+        keep: call.mask.keep_beside_ranges(dims, device)?,
+        lse: Mutex::new(lse),
+    };
+    let readable = |tensor: &Tensor| -> Result<Tensor> {
+        let dense = tensor.dim(3)? <= 1 || tensor.stride()[3] == 1;
+        if dense { Ok(tensor.clone()) } else { tensor.contiguous() }
+    };
+    let context = readable(call.q)?.apply_op3_no_bwd(&readable(call.k)?, &readable(call.v)?, &op)?;
+    match call.options.output_order {
+        OutputOrder::HeadsFirst => Ok(context),
+        OutputOrder::SequenceFirst => context.transpose(1, 2),
+    }
+}
+
+struct Flash<'a> {
+    call: &'a Call<'a>,
+    tier: Tier,
+    /// (B, T_q).
+    ranges: Vec<Range<usize>>,
+    positions: Vec<f32>,
+    slopes: Option<Vec<f32>>,
+    sinks: Option<Vec<f32>>,
+    /// Broadcastable to (B, H, T_q, T_kv).
+    bias: Option<Tensor>,
+    keep: Option<Tensor>,
+    /// Candle's operations give one tensor; the second result leaves by here.
+    lse: Mutex<Option<&'a mut Vec<f32>>>,
+}
+
+impl CustomOp3 for Flash<'_> {
+    fn name(&self) -> &'static str {
+        "flash-attention"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        q_layout: &Layout,
+        k: &CpuStorage,
+        k_layout: &Layout,
+        v: &CpuStorage,
+        v_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (q, k, v) = ((q, q_layout), (k, k_layout), (v, v_layout));
+        let context = match (q.0, k.0, v.0) {
+            (CpuStorage::F32(a), CpuStorage::F32(b), CpuStorage::F32(c)) => {
+                CpuStorage::F32(self.run((a, q.1), (b, k.1), (c, v.1))?)
+            }
+            (CpuStorage::BF16(a), CpuStorage::BF16(b), CpuStorage::BF16(c)) => {
+                CpuStorage::BF16(self.run((a, q.1), (b, k.1), (c, v.1))?)
+            }
+            (CpuStorage::F16(a), CpuStorage::F16(b), CpuStorage::F16(c)) => {
+                CpuStorage::F16(self.run((a, q.1), (b, k.1), (c, v.1))?)
+            }
+            _ => bail!("[{}] the fused CPU kernel takes F32, BF16 or F16", self.call.op),
+        };
+        let super::validate::Dims { b, h, t_q, d_v, .. } = self.call.dims;
+        let shape = match self.call.options.output_order {
+            OutputOrder::HeadsFirst => (b, h, t_q, d_v),
+            OutputOrder::SequenceFirst => (b, t_q, h, d_v),
+        };
+        Ok((context, shape.into()))
+    }
+}
+
+impl Flash<'_> {
+    fn run<E: Element>(&self, q: (&[E], &Layout), k: (&[E], &Layout), v: (&[E], &Layout)) -> Result<Vec<E>> {
+        let super::validate::Dims { b, h, t_q, t_kv, d, d_v } = self.call.dims;
+        let h_kv = self.call.k.dim(1)?;
+        let mut context = vec![E::default(); b * h * t_q * d_v];
+        let mut lse = self.lse.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        if let Some(lse) = lse.as_mut() {
+            lse.resize(b * h * t_q, f32::NEG_INFINITY);
+        }
+        if b * t_q == 0 {
+            return Ok(context);
+        }
+        let strides = match self.call.options.output_order {
+            OutputOrder::HeadsFirst => [h * t_q * d_v, t_q * d_v, d_v],
+            OutputOrder::SequenceFirst => [t_q * h * d_v, d_v, h * d_v],
+        };
+        let full = [b, h, t_q, t_kv];
+        let bias = self.bias.as_ref().map(Tensor::storage_and_layout);
+        let bias = match &bias {
+            Some((storage, layout)) => match &**storage {
+                Storage::Cpu(CpuStorage::F32(data)) => Some(Strided::new(data, layout, full)?),
+                _ => bail!("[{}] bias is not on the CPU in F32", self.call.op),
+            },
+            None => None,
+        };
+        let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
+        let keep = match &keep {
+            Some((storage, layout)) => match &**storage {
+                Storage::Cpu(CpuStorage::U8(data)) => Some(Strided::new(data, layout, full)?),
+                _ => bail!("[{}] keep is not on the CPU in U8", self.call.op),
+            },
+            None => None,
+        };
+        let problem = Problem {
+            dims: Dims { b, h, h_kv, t_q, t_kv, d, d_v },
+            q: rows(q, [b, h, t_q], d)?,
+            k: rows(k, [b, h_kv, t_kv], d)?,
+            v: rows(v, [b, h_kv, t_kv], d_v)?,
+            ranges: &self.ranges,
+            scores: Scores {
+                scale: self.call.scale(),
+                softcap: self.call.options.softcap.map(|softcap| softcap as f32),
+                alibi: self.slopes.as_ref().map(|slopes| Alibi { slopes, positions: &self.positions }),
+                bias,
+                keep,
+                sinks: self.sinks.as_deref(),
+            },
+            output: Output { context: context.as_mut_ptr(), strides, lse: lse.as_mut().map(|lse| lse.as_mut_ptr()) },
+        };
+        flash::run(&problem, self.tier);
+        Ok(context)
+    }
+}
+
+/// Rows of `width` contiguous elements.
+fn rows<'a, E>((data, layout): (&'a [E], &Layout), dims: [usize; 3], width: usize) -> Result<Strided<'a, E, 3>> {
+    let [b, h, t] = dims;
+    // With its rows' last elements, the whole view lies within the data.
+    let whole = Strided::new(data, layout, [b, h, t, width])?;
+    Ok(whole.first_of_last())
+}
