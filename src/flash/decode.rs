@@ -116,6 +116,7 @@ impl<E: Element> Decode<'_, '_, E> {
 pub(super) fn finish<E: Element>(problem: &Problem<E>, (b, kv_head): (usize, usize), parts: &[f32]) {
     let (rows, d_v) = (problem.dims.rows(), problem.dims.d_v);
     let padded = rows.next_power_of_two();
+    let mut mixed = vec![0f32; d_v];
     for r in 0..rows {
         let row = problem.row(kv_head, r);
         let parts = parts.chunks_exact(part_words(d_v)).map(|part| {
@@ -125,14 +126,20 @@ pub(super) fn finish<E: Element>(problem: &Problem<E>, (b, kv_head): (usize, usi
         let most = parts.clone().fold(f32::NEG_INFINITY, |most, (_, max, _)| most.max(max));
         // Where no part has seen a key, the factors are of zeros.
         let shift = if most == f32::NEG_INFINITY { 0.0 } else { most };
-        let factor_of = |max: f32| (max - shift).exp2();
-        let sum = parts.clone().map(|(_, max, sum)| sum * factor_of(max)).sum();
+        let mut total = 0.0;
+        mixed.fill(0.0);
+        for (context, max, sum) in parts {
+            let factor = (max - shift).exp2();
+            total += sum * factor;
+            for (mixed, value) in mixed.iter_mut().zip(context) {
+                *mixed += value * factor;
+            }
+        }
         // SAFETY: the row belongs to the problem, and this head's rows to this task.
         unsafe {
-            let whole = normalise(problem, (b, row), most, sum);
+            let whole = normalise(problem, (b, row), most, total);
             let to = context_row(problem, b, row.head, row.query);
-            for d in 0..d_v {
-                let mixed: f32 = parts.clone().map(|(context, max, _)| context[d] * factor_of(max)).sum();
+            for (d, &mixed) in mixed.iter().enumerate() {
                 *to.add(d) = E::from_f32(mixed * whole);
             }
         }
@@ -164,6 +171,7 @@ impl<E: Element, const R: usize> Part<'_, '_, E, R> {
     unsafe fn score<V: Vector>(&self, queries: *mut f32, scores: *mut f32) {
         let (d, lanes) = (self.problem.dims.d, V::LANES);
         let (width, together) = (d.next_multiple_of(lanes), V::LANES / R);
+        let stride = self.problem.k.stride(2);
         let mut square = [0f32; MOST_LANES * MOST_LANES];
         // SAFETY: the caller's promise.
         unsafe {
@@ -176,12 +184,13 @@ impl<E: Element, const R: usize> Part<'_, '_, E, R> {
                 }
             }
             for first in (0..self.keys()).step_by(together) {
-                let mut keys = [std::ptr::null::<E>(); MOST_LANES];
+                let mut keys = [self.key(self.first + first); MOST_LANES];
                 for (k, key) in keys[..together].iter_mut().enumerate() {
-                    *key = self.key((self.first + first + k).min(self.end - 1));
-                    let ahead = self.key((self.first + first + k + AHEAD).min(self.end - 1));
+                    // Past the end the last key stands in; its scores are hidden later.
+                    *key = key.wrapping_add(k.min(self.keys() - 1 - first) * stride);
+                    let ahead = key.wrapping_add(AHEAD * stride).cast::<u8>();
                     for line in (0..d * size_of::<E>()).step_by(64) {
-                        V::prefetch(ahead.cast::<u8>().add(line));
+                        V::prefetch(ahead.wrapping_add(line));
                     }
                 }
                 let mut sums = [V::splat(0.0); MOST_LANES];
@@ -210,11 +219,17 @@ impl<E: Element, const R: usize> Part<'_, '_, E, R> {
                 }
                 let mut turned = [0f32; MOST_LANES * MOST_LANES];
                 V::transpose(square.as_ptr(), lanes, turned.as_mut_ptr(), lanes);
-                let mut total = V::load(turned.as_ptr());
-                for lane in 1..lanes {
-                    total = total.add(V::load(turned.as_ptr().add(lane * lanes)));
+                for (lane, sum) in sums[..lanes].iter_mut().enumerate() {
+                    *sum = V::load(turned.as_ptr().add(lane * lanes));
                 }
-                total.store(scores.add(first * R));
+                let mut half = lanes / 2;
+                while half > 0 {
+                    for lane in 0..half {
+                        sums[lane] = sums[lane].add(sums[half + lane]);
+                    }
+                    half /= 2;
+                }
+                sums[0].store(scores.add(first * R));
             }
         }
     }
@@ -428,9 +443,9 @@ impl<E: Element, const R: usize> Part<'_, '_, E, R> {
             }
             for key in keys {
                 let from = self.value(key).add(d);
-                let ahead = self.value((key + AHEAD).min(self.end - 1)).add(d).cast::<u8>();
+                let ahead = from.wrapping_add(AHEAD * self.problem.v.stride(2)).cast::<u8>();
                 for line in (0..N * lanes * size_of::<E>()).step_by(64) {
-                    V::prefetch(ahead.add(line));
+                    V::prefetch(ahead.wrapping_add(line));
                 }
                 let mut values = [V::splat(0.0); N];
                 for (n, value) in values.iter_mut().enumerate() {
