@@ -9,12 +9,18 @@ use super::OutputOrder;
 use super::validate::Call;
 use crate::cpu::{Element, Tier};
 use crate::flash::{self, Alibi, Dims, Output, Problem, Scores, Strided};
+use crate::size::fits_in_memory;
 
 /// Context (B, H, T_q, D_v) in the order asked for; `lse` receives the log-sum-exp of each query, (B, H, T_q).
 pub(super) fn attend(call: &Call, tier: Tier, lse: Option<&mut Vec<f32>>) -> Result<Tensor> {
     let dims = (call.dims.b, call.dims.h, call.dims.t_q, call.dims.t_kv);
     let device = call.q.device();
     let ranges = call.mask.bind(dims.0, dims.2, dims.3)?;
+    let mut all = Vec::new();
+    if all.try_reserve_exact(dims.0 * dims.2).is_err() {
+        bail!("[{}] ranges for {} queries do not fit in memory", call.op, dims.0 * dims.2)
+    }
+    all.extend((0..dims.0 * dims.2).map(|row| ranges.kv_range(row / dims.2, row % dims.2)));
     let positions = match call.options.alibi_slopes {
         Some(_) => (0..dims.2).map(|i| ranges.query_position(i) as f32).collect(),
         None => Vec::new(),
@@ -25,10 +31,7 @@ pub(super) fn attend(call: &Call, tier: Tier, lse: Option<&mut Vec<f32>>) -> Res
     let op = Flash {
         call,
         tier,
-        ranges: (0..dims.0)
-            .flat_map(|b| (0..dims.2).map(move |i| (b, i)))
-            .map(|(b, i)| ranges.kv_range(b, i))
-            .collect(),
+        ranges: all,
         positions,
         slopes: floats(&call.options.alibi_slopes)?,
         sinks: floats(&call.options.sinks)?,
@@ -102,6 +105,9 @@ impl Flash<'_> {
     fn run<E: Element>(&self, q: (&[E], &Layout), k: (&[E], &Layout), v: (&[E], &Layout)) -> Result<Vec<E>> {
         let super::validate::Dims { b, h, t_q, t_kv, d, d_v } = self.call.dims;
         let h_kv = self.call.k.dim(1)?;
+        if !fits_in_memory(&[b, h, t_q, d_v]) {
+            bail!("[{}] a context of {:?} does not fit in memory", self.call.op, [b, h, t_q, d_v])
+        }
         let mut context = vec![E::default(); b * h * t_q * d_v];
         let mut lse = self.lse.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         if let Some(lse) = lse.as_mut() {

@@ -1,11 +1,12 @@
 //! The specification: attention in Candle's own operations, differentiable, on any device.
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::OutputOrder;
 use super::softmax::{VisibleSoftmax, accumulation_dtype, scalar};
 use super::validate::{Call, Dims};
 use crate::init::TorchSeed;
+use crate::size::fits_in_memory;
 
 pub(super) struct Attended {
     /// (B, H, T_q, D_v) in the dtype of the queries.
@@ -18,6 +19,15 @@ pub(super) struct Attended {
 
 pub(super) fn attend(call: &Call) -> Result<Attended> {
     let Dims { b, h, t_q, t_kv, d_v, .. } = call.dims;
+    if !fits_in_memory(&[b, h, t_q, t_kv]) {
+        bail!(
+            "[{}] scores of {:?} for q {:?} and k {:?} do not fit in memory",
+            call.op,
+            [b, h, t_q, t_kv],
+            call.q.dims(),
+            call.k.dims()
+        )
+    }
     let (device, dtype) = (call.q.device(), accumulation_dtype(call.q.dtype()));
     let keep = call.mask.keep_tensor(call.score_dims(), device)?;
     let bias = call.mask.bias_tensor(call.score_dims(), dtype, device)?;

@@ -5,7 +5,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use super::SdpaOptions;
 use super::softmax::{FLOATS, accumulation_dtype};
 use crate::AttentionMask;
-use crate::size::{fits_in_memory, is_addressable};
+use crate::size::is_addressable;
 
 /// The dimensions of a call, by the letters of the glossary.
 #[derive(Debug, Clone, Copy)]
@@ -143,9 +143,6 @@ fn dims(op: &str, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Dims> {
         if !is_addressable(&shape) {
             bail!("[{op}] q {:?}, k {:?} and v {:?} are more than any memory holds", q.dims(), k.dims(), v.dims())
         }
-    }
-    if !fits_in_memory(&[b, h, t_q, t_kv]) {
-        bail!("[{op}] scores of {:?} for q {:?} and k {:?} do not fit in memory", [b, h, t_q, t_kv], q.dims(), k.dims())
     }
     Ok(Dims { b, h, t_q, t_kv, d, d_v })
 }
