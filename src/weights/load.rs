@@ -3,12 +3,14 @@
 use candle_core::{Result, Tensor};
 use candle_nn::{Init, Linear, VarBuilder};
 
+use super::joint::Joint;
 use super::layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 use super::pack::PackedRows;
 use super::source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, Source, linear_bias};
 use crate::MultiHeadAttentionConfig;
 
 /// The projections of a layer: q (H·D, E), k (H_kv·D, key_size), v (H_kv·D_v, value_size), o (out_dim, H·D_v).
+#[derive(Debug, Clone)]
 pub(crate) struct Projections {
     pub q: Linear,
     pub k: Linear,
@@ -16,6 +18,34 @@ pub(crate) struct Projections {
     pub o: Option<Linear>,
     /// Where q, k and v are copies that were put together from variables.
     pub parts: Option<Parts>,
+    /// Where q, k and v, or k and v, are views of one weight.
+    pub joint: Option<Joint>,
+}
+
+impl Projections {
+    /// Projections over tensors of their own.
+    fn apart([q, k, v]: [Linear; 3], o: Option<Linear>) -> Self {
+        Self { q, k, v, o, parts: None, joint: None }
+    }
+
+    /// The same numbers in one weight, where that can be.
+    fn joined(self) -> Result<Self> {
+        if self.parts.is_some() || self.joint.is_some() {
+            return Ok(self);
+        }
+        let apart = [&self.q, &self.k, &self.v];
+        let Some(joint) = Joint::of(apart)? else { return Ok(self) };
+        let [q, k, v] = joint.views(apart)?;
+        Ok(Self { q, k, v, joint: Some(joint), ..self })
+    }
+
+    /// Query, key and value projections with what their variables hold now.
+    pub(crate) fn current(&self) -> Result<[Linear; 3]> {
+        match &self.parts {
+            Some(parts) => parts.assemble(),
+            None => Ok([self.q.clone(), self.k.clone(), self.v.clone()]),
+        }
+    }
 }
 
 /// What query, key and value projections were put together from. Training changes variables in place, which a copy made
@@ -37,9 +67,15 @@ impl Parts {
     }
 
     fn into_projections(self, o: Option<Linear>) -> Result<Projections> {
-        let [q, k, v] = self.assemble()?;
-        let has_variables = [&q, &k, &v].into_iter().any(|linear| linear.weight().track_op());
-        Ok(Projections { q, k, v, o, parts: has_variables.then_some(self) })
+        if let Self::Packed(rows, packed) = &self
+            && let Some(joint) = rows.joint(packed)?
+        {
+            let [q, k, v] = joint.views([packed; 3])?;
+            return Ok(Projections { q, k, v, o, parts: None, joint: Some(joint) });
+        }
+        let assembled = self.assemble()?;
+        let has_variables = assembled.iter().any(|linear| linear.weight().track_op());
+        Ok(Projections { parts: has_variables.then_some(self), ..Projections::apart(assembled, o) })
     }
 }
 
@@ -60,13 +96,14 @@ pub(crate) fn load_projections(
     vb: VarBuilder,
 ) -> Result<Projections> {
     let source = Source::new("multi_head_attention", layout, vb);
-    match layout {
+    let projections = match layout {
         WeightLayout::StackedHeads(naming, storage) => stacked(cfg, naming, storage, &source),
         WeightLayout::Torch => torch(cfg, &source),
         WeightLayout::Conv1d => conv1d(cfg, &source),
         WeightLayout::Packed(naming, order) => packed(cfg, naming, order, &source),
         _ => separate(cfg, layout, &source),
-    }
+    };
+    projections?.joined()
 }
 
 fn separate(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, source: &Source) -> Result<Projections> {
@@ -74,12 +111,12 @@ fn separate(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, source: &Sourc
     let shapes = projection_shapes(cfg);
     let biases = cfg.qkv_bias();
     let load = |i: usize, bias: bool| one(source, names[i], storage, shapes[i], bias);
-    let (q, k, v) = (load(0, biases[0])?, load(1, biases[1])?, load(2, biases[2])?);
+    let qkv = [load(0, biases[0])?, load(1, biases[1])?, load(2, biases[2])?];
     let o = if cfg.out_proj() { Some(load(3, cfg.out_bias())?) } else { None };
     if o.is_none() {
         refuse_out_proj(source)?;
     }
-    Ok(Projections { q, k, v, o, parts: None })
+    Ok(Projections::apart(qkv, o))
 }
 
 /// One projection, whichever way it is stored.
@@ -159,27 +196,24 @@ fn torch(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<Projections>
         };
         Linear::new(weight, bias)
     };
-    let weights = if q.1 == k.1 && q.1 == v.1 {
-        let rows = q.0 + k.0 + v.0;
-        let packed = source.get((rows, q.1), "in_proj_weight", xavier(rows, q.1))?;
-        [packed.narrow(0, 0, q.0)?, packed.narrow(0, q.0, k.0)?, packed.narrow(0, q.0 + k.0, v.0)?]
-    } else {
-        [
-            source.get(q, "q_proj_weight", xavier(q.0, q.1))?,
-            source.get(k, "k_proj_weight", xavier(k.0, k.1))?,
-            source.get(v, "v_proj_weight", xavier(v.0, v.1))?,
-        ]
-    };
-    let bias = source.bias("in_proj_bias", q.0 + k.0 + v.0, biases[0], Init::Const(0.0))?;
+    let in_proj_bias = |source: &Source| source.bias("in_proj_bias", q.0 + k.0 + v.0, biases[0], Init::Const(0.0));
+    if q.1 == k.1 && q.1 == v.1 {
+        let rows = PackedRows::new(cfg, QkvOrder::ByPart, source)?;
+        let weight = source.get((rows.len(), q.1), "in_proj_weight", xavier(rows.len(), q.1))?;
+        let packed = Linear::new(weight, in_proj_bias(source)?);
+        return Parts::Packed(rows, packed).into_projections(Some(o));
+    }
+    let weights = [
+        source.get(q, "q_proj_weight", xavier(q.0, q.1))?,
+        source.get(k, "k_proj_weight", xavier(k.0, k.1))?,
+        source.get(v, "v_proj_weight", xavier(v.0, v.1))?,
+    ];
+    let bias = in_proj_bias(source)?;
     let bias = |start: usize, len: usize| bias.as_ref().map(|bias| bias.narrow(0, start, len)).transpose();
     let [wq, wk, wv] = weights;
-    Ok(Projections {
-        q: Linear::new(wq, bias(0, q.0)?),
-        k: Linear::new(wk, bias(q.0, k.0)?),
-        v: Linear::new(wv, bias(q.0 + k.0, v.0)?),
-        o: Some(o),
-        parts: None,
-    })
+    let qkv =
+        [Linear::new(wq, bias(0, q.0)?), Linear::new(wk, bias(q.0, k.0)?), Linear::new(wv, bias(q.0 + k.0, v.0)?)];
+    Ok(Projections::apart(qkv, Some(o)))
 }
 
 /// An error if `torch.nn.MultiheadAttention` has no arguments for the config.

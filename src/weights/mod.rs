@@ -18,6 +18,7 @@ mod checkpoint;
 mod detect;
 mod index;
 mod infer;
+mod joint;
 mod layout;
 mod load;
 mod pack;
@@ -31,6 +32,6 @@ pub use layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLay
 
 #[cfg(feature = "hub")]
 pub(crate) use index::ShardIndex;
-pub(crate) use load::{Parts, Projections, load_projections};
+pub(crate) use load::{Projections, load_projections};
 pub(crate) use save::state_dict;
 pub(crate) use source::{Source, root};

@@ -3,6 +3,7 @@
 use candle_core::{Result, Tensor};
 use candle_nn::Linear;
 
+use super::joint::Joint;
 use super::layout::QkvOrder;
 use super::load::projection_shapes;
 use super::source::Source;
@@ -43,6 +44,14 @@ impl PackedRows {
     /// Rows in all.
     pub(super) fn len(&self) -> usize {
         self.groups * self.parts.iter().sum::<usize>()
+    }
+
+    /// The packed projection as it is, where its rows lie by part already; `None` by head, and for variables.
+    pub(super) fn joint(&self, packed: &Linear) -> Result<Option<Joint>> {
+        match self.order {
+            QkvOrder::ByPart => Joint::packed(packed, self.parts),
+            QkvOrder::ByHead => Ok(None),
+        }
     }
 
     /// The packed projection taken apart.

@@ -3,6 +3,7 @@
 use candle_core::{Device, Result, Tensor};
 use candle_nn::{Linear, VarBuilder, VarMap};
 
+use super::joint::Joint;
 use super::layout::{Naming, Orientation, QkvOrder, Storage, WeightLayout};
 use super::load::{Projections, fits_torch};
 use super::pack::PackedRows;
@@ -28,7 +29,7 @@ pub(crate) fn state_dict(
         }
         WeightLayout::Torch => torch(cfg, projections, &errors, &mut tensors)?,
         WeightLayout::Conv1d => {
-            let packed = pack(cfg, QkvOrder::ByPart, [q, k, v], &errors)?;
+            let packed = pack(cfg, QkvOrder::ByPart, projections, &errors)?;
             for (name, linear) in [("c_attn", Some(&packed)), ("c_proj", o.as_ref())] {
                 let Some(linear) = linear else { continue };
                 tensors.push((format!("{name}.weight"), linear.weight().t()?.contiguous()?));
@@ -37,7 +38,7 @@ pub(crate) fn state_dict(
         }
         WeightLayout::Packed(naming, order) => {
             let [qkv, out] = naming.names();
-            push(&mut tensors, qkv, &pack(cfg, order, [q, k, v], &errors)?, Storage::Linear, &errors)?;
+            push(&mut tensors, qkv, &pack(cfg, order, projections, &errors)?, Storage::Linear, &errors)?;
             if let Some(o) = o {
                 push(&mut tensors, out, o, Storage::Linear, &errors)?;
             }
@@ -115,15 +116,17 @@ fn torch(
     let Projections { q, k, v, o, .. } = projections;
     let weights = [q.weight(), k.weight(), v.weight()];
     if cfg.key_size() == cfg.embed_dim() && cfg.value_size() == cfg.embed_dim() {
-        tensors.push(("in_proj_weight".into(), Tensor::cat(&weights, 0)?));
+        let packed = pack(cfg, QkvOrder::ByPart, projections, errors)?;
+        tensors.push(("in_proj_weight".into(), packed.weight().clone()));
+        tensors.extend(packed.bias().map(|bias| ("in_proj_bias".into(), bias.clone())));
     } else {
         for (name, weight) in ["q_proj_weight", "k_proj_weight", "v_proj_weight"].into_iter().zip(weights) {
             tensors.push((name.into(), weight.contiguous()?));
         }
-    }
-    let biases: Option<Vec<_>> = [q, k, v].into_iter().map(Linear::bias).collect();
-    if let Some(biases) = biases {
-        tensors.push(("in_proj_bias".into(), Tensor::cat(&biases, 0)?));
+        let biases: Option<Vec<_>> = [q, k, v].into_iter().map(Linear::bias).collect();
+        if let Some(biases) = biases {
+            tensors.push(("in_proj_bias".into(), Tensor::cat(&biases, 0)?));
+        }
     }
     match o {
         Some(o) => push(tensors, "out_proj", o, Storage::Linear, errors),
@@ -131,8 +134,12 @@ fn torch(
     }
 }
 
-fn pack(cfg: &MultiHeadAttentionConfig, order: QkvOrder, [q, k, v]: [&Linear; 3], errors: &Source) -> Result<Linear> {
+fn pack(cfg: &MultiHeadAttentionConfig, order: QkvOrder, projections: &Projections, errors: &Source) -> Result<Linear> {
     let rows = PackedRows::new(cfg, order, errors)?;
+    if let (QkvOrder::ByPart, Some(packed)) = (order, projections.joint.as_ref().and_then(Joint::all)) {
+        return Ok(packed.clone());
+    }
+    let Projections { q, k, v, .. } = projections;
     let weight = rows.join_rows([q.weight(), k.weight(), v.weight()])?;
     let bias = match (q.bias(), k.bias(), v.bias()) {
         (Some(q), Some(k), Some(v)) => Some(rows.join_rows([q, k, v])?),

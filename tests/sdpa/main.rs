@@ -21,6 +21,7 @@ mod calls;
 mod dropout;
 mod gradients;
 mod isolation;
+mod joint;
 mod layer;
 mod layer_gradients;
 mod masks;

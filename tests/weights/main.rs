@@ -6,6 +6,7 @@ mod common;
 mod folders;
 mod grid;
 mod mask_buffer;
+mod one_weight;
 mod pth;
 mod round_trip;
 mod seeded;

@@ -1,0 +1,121 @@
+//! One call of a layer: its inputs checked, projected and split into heads.
+
+use candle_core::{D, Result, Tensor, bail};
+
+use super::project::{Inputs, One, split};
+use super::{AttentionInput, MultiHeadAttention};
+use crate::qk_norm::QkNormScope;
+use crate::sdpa::accumulation_dtype;
+use crate::size::is_addressable;
+use crate::{AttentionMask, OutputOrder, SdpaOptions};
+
+/// Queries, keys and values of one call, ready to attend.
+pub(super) struct Call {
+    /// (B, H, T_q, D); like k and v, a view of (B, T, ..).
+    pub q: Tensor,
+    /// (B, H_kv, T_kv, D).
+    pub k: Tensor,
+    /// (B, H_kv, T_kv, D_v).
+    pub v: Tensor,
+    pub mask: AttentionMask,
+    pub options: SdpaOptions,
+    /// Whether the input had a batch dimension.
+    pub batched: bool,
+}
+
+impl Call {
+    pub(super) fn new(layer: &MultiHeadAttention, input: &AttentionInput) -> Result<Self> {
+        let cfg = &layer.config;
+        let (keys, values) = input.key_value.unwrap_or((input.queries, input.queries));
+        let batched = input.queries.rank() == 3;
+        let q_in = layer.checked("queries", input.queries, cfg.embed_dim(), batched)?;
+        let k_in = layer.checked("keys", keys, cfg.key_size(), batched)?;
+        let v_in = layer.checked("values", values, cfg.value_size(), batched)?;
+        let ((b, t_q, _), (b_k, t_kv, _), (b_v, t_v, _)) = (q_in.dims3()?, k_in.dims3()?, v_in.dims3()?);
+        if b_k != b || b_v != b || t_v != t_kv {
+            bail!(
+                "[multi_head_attention] queries {:?}, keys {:?} and values {:?} differ in batch size, or keys and values in length",
+                input.queries.dims(),
+                keys.dims(),
+                values.dims()
+            )
+        }
+        if let Some(context_length) = cfg.context_length().filter(|&most| t_q > most || t_kv > most) {
+            bail!(
+                "[multi_head_attention] {} positions are more than the context length {context_length}",
+                t_q.max(t_kv)
+            )
+        }
+
+        let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
+        if !is_addressable(&[b, t_q.max(t_kv), h * d + h_kv * (d + d_v)]) {
+            bail!(
+                "[multi_head_attention] queries {:?} and keys {:?} are more than any memory holds",
+                input.queries.dims(),
+                keys.dims()
+            )
+        }
+        let one = One::of(input.queries, keys, values);
+        let inputs = Inputs { queries: q_in, keys: k_in, values: v_in, one };
+        let [mut q, mut k, mut v] = layer.project_inputs(&inputs)?;
+        let mut mask = match input.mask {
+            Some(mask) => layer.mask.lifted_by(mask).and(mask),
+            None => layer.mask.clone(),
+        };
+        if let Some((bias_k, bias_v)) = &layer.bias_kv {
+            mask = mask.with_appended_keys(1, (b, h, t_q, t_kv), accumulation_dtype(q.dtype()), q.device())?;
+            k = Tensor::cat(&[&k, &bias_k.broadcast_as((b, 1, h_kv * d))?.contiguous()?], 1)?;
+            v = Tensor::cat(&[&v, &bias_v.broadcast_as((b, 1, h_kv * d_v))?.contiguous()?], 1)?;
+        }
+        let norm = cfg.qk_norm().zip(layer.qk_norm.as_ref());
+        if let Some((_, (q_norm, k_norm))) = norm.filter(|(norm, _)| norm.scope == QkNormScope::Projection) {
+            (q, k) = (q_norm.forward(&q)?, k_norm.forward(&k)?);
+        }
+        (q, k, v) = (split(&q, h)?, split(&k, h_kv)?, split(&v, h_kv)?);
+        if let Some((_, (q_norm, k_norm))) = norm.filter(|(norm, _)| norm.scope == QkNormScope::PerHead) {
+            (q, k) = (q_norm.forward(&q)?, k_norm.forward(&k)?);
+        }
+
+        let mut options = SdpaOptions::default()
+            .with_dropout(cfg.dropout(), input.train)
+            .with_backend(input.backend)
+            .with_output_order(OutputOrder::SequenceFirst);
+        options.scale = cfg.scale();
+        options.softcap = cfg.softcap();
+        options.sinks = layer.sinks.clone();
+        options.dropout_seed = input.dropout_seed.cloned();
+        let heads_first = |tensor: Tensor| tensor.transpose(1, 2);
+        Ok(Self { q: heads_first(q)?, k: heads_first(k)?, v: heads_first(v)?, mask, options, batched })
+    }
+}
+
+impl MultiHeadAttention {
+    /// An input as (B, T, width), after its shape, dtype and device were checked.
+    fn checked(&self, what: &str, xs: &Tensor, width: usize, batched: bool) -> Result<Tensor> {
+        let rank = if batched { 3 } else { 2 };
+        if xs.rank() != rank || xs.dim(D::Minus1)? != width {
+            let expected = match (batched, what) {
+                (true, _) => format!("(B, T, {width})"),
+                (false, "queries") => format!("(B, T, {width}) or (T, {width})"),
+                (false, _) => format!("(T, {width}) beside queries without a batch"),
+            };
+            bail!("[multi_head_attention] {what} have shape {:?}, expected {expected}", xs.dims())
+        }
+        let weight = self.projections.q.weight();
+        if xs.dtype() != weight.dtype() {
+            bail!(
+                "[multi_head_attention] {what} have dtype {:?}, expected the weights' {:?}",
+                xs.dtype(),
+                weight.dtype()
+            )
+        }
+        if !xs.device().same_device(weight.device()) {
+            bail!(
+                "[multi_head_attention] {what} are on {:?}, expected them beside the weights on {:?}",
+                xs.device().location(),
+                weight.device().location()
+            )
+        }
+        if batched { Ok(xs.clone()) } else { xs.unsqueeze(0) }
+    }
+}

@@ -1,0 +1,61 @@
+//! What one call of a layer reads.
+
+use candle_core::Tensor;
+
+use crate::init::TorchSeed;
+use crate::{AttentionMask, Backend};
+
+/// What one call of a layer reads, apart from the layer itself. A `&Tensor` is self-attention over it.
+#[derive(Debug, Clone)]
+pub struct AttentionInput<'a> {
+    pub(crate) queries: &'a Tensor,
+    pub(crate) key_value: Option<(&'a Tensor, &'a Tensor)>,
+    pub(crate) mask: Option<&'a AttentionMask>,
+    pub(crate) train: bool,
+    pub(crate) dropout_seed: Option<&'a TorchSeed>,
+    pub(crate) backend: Backend,
+}
+
+impl<'a> AttentionInput<'a> {
+    /// Self-attention over `xs` (B, T, E), or (T, E).
+    pub fn new(xs: &'a Tensor) -> Self {
+        Self { queries: xs, key_value: None, mask: None, train: false, dropout_seed: None, backend: Backend::Auto }
+    }
+
+    /// Cross-attention: keys are projected from `keys` (B, T_kv, key_size), values from `values` (B, T_kv, value_size).
+    pub fn with_key_value(mut self, keys: &'a Tensor, values: &'a Tensor) -> Self {
+        self.key_value = Some((keys, values));
+        self
+    }
+
+    /// A mask that holds beside the layer's own. A prefix in it lifts the layer's own causal constraint too.
+    pub fn with_mask(mut self, mask: &'a AttentionMask) -> Self {
+        self.mask = Some(mask);
+        self
+    }
+
+    /// Whether dropout happens.
+    pub fn with_train(mut self, train: bool) -> Self {
+        self.train = train;
+        self
+    }
+
+    /// Draws dropout from PyTorch's generator, see
+    /// [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
+    pub fn with_dropout_seed(mut self, seed: &'a TorchSeed) -> Self {
+        self.dropout_seed = Some(seed);
+        self
+    }
+
+    /// Which implementation of attention runs.
+    pub fn with_backend(mut self, backend: Backend) -> Self {
+        self.backend = backend;
+        self
+    }
+}
+
+impl<'a> From<&'a Tensor> for AttentionInput<'a> {
+    fn from(xs: &'a Tensor) -> Self {
+        Self::new(xs)
+    }
+}

@@ -1,0 +1,213 @@
+//! The layer: project, split into heads, attend, merge, project.
+
+mod call;
+mod input;
+mod project;
+
+pub use input::AttentionInput;
+
+use candle_core::{Error, ModuleT, Result, Tensor};
+use candle_nn::{Init, Linear, VarBuilder};
+
+use crate::qk_norm::{Norm, QkNormScope};
+use crate::weights::{Projections, Source, load_projections, root, state_dict};
+use crate::{
+    AttentionMask, AttentionOutput, MultiHeadAttentionConfig, WeightLayout, scaled_dot_product_attention,
+    scaled_dot_product_attention_with_weights,
+};
+use call::Call;
+use project::project;
+
+/// Multi-head attention: self or cross, of any head count down to one.
+///
+/// ```
+/// use candle_attention::{AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig};
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// # fn main() -> candle_core::Result<()> {
+/// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+/// let cfg = MultiHeadAttentionConfig::new(64, 4).with_causal(true);
+/// let mha = MultiHeadAttention::new(&cfg, vb.pp("self_attn"))?;
+///
+/// let xs = Tensor::randn(0f32, 1., (2, 6, 64), &Device::Cpu)?;
+/// let ys = mha.forward(&xs)?;
+/// assert_eq!(ys.dims(), [2, 6, 64]);
+///
+/// let padding = AttentionMask::none().with_valid_lens(vec![6, 4]);
+/// let seen = mha.forward_with_weights(AttentionInput::new(&xs).with_mask(&padding))?;
+/// assert_eq!(seen.weights.dims(), [2, 4, 6, 6]);
+/// # Ok(()) }
+/// ```
+///
+/// A layer is a value without state. Inputs are (B, T, E), or (T, E) for one sequence, which then gives (T, out_dim).
+#[derive(Debug, Clone)]
+pub struct MultiHeadAttention {
+    config: MultiHeadAttentionConfig,
+    projections: Projections,
+    qk_norm: Option<(Norm, Norm)>,
+    sinks: Option<Tensor>,
+    bias_kv: Option<(Tensor, Tensor)>,
+    mask: AttentionMask,
+}
+
+impl MultiHeadAttention {
+    /// A layer with the canonical names `q_proj`, `k_proj`, `v_proj` and `o_proj` below the builder's prefix.
+    ///
+    /// # Errors
+    /// For a config that does not fit together, and for a missing or misshapen tensor, named with both shapes.
+    pub fn new(cfg: &MultiHeadAttentionConfig, vb: VarBuilder) -> Result<Self> {
+        Self::load(cfg, WeightLayout::Canonical, vb)
+    }
+
+    /// A layer from weights in any layout; see [`WeightLayout::detect`]. Parameters that belong to no projection
+    /// (`q_norm`, `k_norm`, `sinks`, `bias_k`, `bias_v`) have the same names in every layout.
+    ///
+    /// Plain tensors are read now, variables in every call, so that the layer learns with them.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and for a config that the layout cannot hold.
+    pub fn load(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, vb: VarBuilder) -> Result<Self> {
+        cfg.validate()?;
+        let source = Source::new("multi_head_attention", layout, vb.clone());
+        source.check_dtype()?;
+        let projections = load_projections(cfg, layout, vb)?;
+        let (h, h_kv, d) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim());
+        let qk_norm = match cfg.qk_norm() {
+            None => {
+                for name in ["q_norm.weight", "k_norm.weight"] {
+                    source.refuse(name, "the config says there is no qk_norm")?;
+                }
+                None
+            }
+            Some(norm) => {
+                let (q, k) = match norm.scope {
+                    QkNormScope::PerHead => (d, d),
+                    QkNormScope::Projection => (h * d, h_kv * d),
+                };
+                Some((Norm::load(norm, "q_norm", q, &source)?, Norm::load(norm, "k_norm", k, &source)?))
+            }
+        };
+        let bias_kv = if cfg.bias_kv() {
+            // `xavier_normal_` of a (1, 1, width) parameter.
+            let learned = |name, width: usize| {
+                source.get((1, 1, width), name, Init::Randn { mean: 0.0, stdev: (width as f64).recip().sqrt() })
+            };
+            Some((learned("bias_k", h_kv * d)?, learned("bias_v", h_kv * cfg.value_head_dim())?))
+        } else {
+            for name in ["bias_k", "bias_v"] {
+                source.refuse(name, "the config says there is no bias_kv")?;
+            }
+            None
+        };
+        let sinks = if cfg.sinks() {
+            Some(source.get(h, "sinks", Init::Const(0.0))?)
+        } else {
+            source.refuse("sinks", "the config says there are no sinks")?;
+            None
+        };
+        let mut mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
+        if let Some(window) = cfg.window() {
+            mask = mask.with_window(window);
+        }
+        Ok(Self { config: cfg.clone(), projections, qk_norm, sinks, bias_kv, mask })
+    }
+
+    /// What the layer was built from.
+    pub fn config(&self) -> &MultiHeadAttentionConfig {
+        &self.config
+    }
+
+    /// The query, key, value and output projections, as they were loaded.
+    ///
+    /// Over plain tensors, those of q, k and v that read inputs of one width are views of one weight, whose product is
+    /// theirs all at once. Over variables in a layout that copies them (a stack of heads, packed rows), training is seen
+    /// in [`state_dict`](Self::state_dict) and in the next call only.
+    pub fn projections(&self) -> (&Linear, &Linear, &Linear, Option<&Linear>) {
+        let Projections { q, k, v, o, .. } = &self.projections;
+        (q, k, v, o.as_ref())
+    }
+
+    /// Self-attention under the layer's own mask: (B, T, E) gives (B, T, out_dim). Training is
+    /// [`forward_t`](ModuleT::forward_t).
+    ///
+    /// # Errors
+    /// As [`forward_with`](Self::forward_with).
+    pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        self.forward_with(xs)
+    }
+
+    /// The layer over any input: with a mask, cross-attention, training. (B, T_q, E) gives (B, T_q, out_dim).
+    ///
+    /// # Errors
+    /// For inputs whose shape, dtype or device does not fit the layer or each other, more positions than the context
+    /// length, and a mask that does not fit.
+    pub fn forward_with<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
+        let call = Call::new(self, &input.into())?;
+        let context = scaled_dot_product_attention(&call.q, &call.k, &call.v, &call.mask, &call.options)?;
+        self.merge(&context, call.batched)
+    }
+
+    /// [`forward_with`](Self::forward_with) that also returns the weights (B, H, T_q, T_kv), after dropout; (H, T_q, T_kv)
+    /// for an input (T, E).
+    ///
+    /// # Errors
+    /// As [`forward_with`](Self::forward_with).
+    pub fn forward_with_weights<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<AttentionOutput> {
+        let call = Call::new(self, &input.into())?;
+        let output = scaled_dot_product_attention_with_weights(&call.q, &call.k, &call.v, &call.mask, &call.options)?;
+        let weights = if call.batched { output.weights } else { output.weights.squeeze(0)? };
+        Ok(AttentionOutput { context: self.merge(&output.context, call.batched)?, weights })
+    }
+
+    /// The layer's parameters under the names and in the shapes of a layout, as a state dict that PyTorch reads.
+    ///
+    /// A causal layer with a context length gets the persistent `mask` buffer in the layouts whose modules register one
+    /// (`book`, `short` and their stacks), so that a strict `load_state_dict` succeeds.
+    ///
+    /// # Errors
+    /// If the layout cannot hold the layer, and why.
+    pub fn state_dict(&self, layout: WeightLayout) -> Result<Vec<(String, Tensor)>> {
+        let [q, k, v] = self.projections.current()?;
+        let projections = Projections { q, k, v, parts: None, ..self.projections.clone() };
+        let mut tensors = state_dict(&self.config, layout, &projections)?;
+        if let Some((q_norm, k_norm)) = &self.qk_norm {
+            tensors.extend(q_norm.parameters("q_norm"));
+            tensors.extend(k_norm.parameters("k_norm"));
+        }
+        if let Some((bias_k, bias_v)) = &self.bias_kv {
+            tensors.push(("bias_k".into(), bias_k.clone()));
+            tensors.push(("bias_v".into(), bias_v.clone()));
+        }
+        tensors.extend(self.sinks.iter().map(|sinks| ("sinks".into(), sinks.clone())));
+        Ok(tensors)
+    }
+
+    /// Writes [`state_dict`](Self::state_dict) as a safetensors file.
+    ///
+    /// # Errors
+    /// As that, and if the file cannot be written.
+    pub fn save(&self, path: impl AsRef<std::path::Path>, layout: WeightLayout) -> Result<()> {
+        let tensors: std::collections::HashMap<_, _> = self.state_dict(layout)?.into_iter().collect();
+        let path = path.as_ref();
+        candle_core::safetensors::save(&tensors, path)
+            .map_err(|error| Error::msg(format!("[save] cannot write {}: {}", path.display(), root(&error))))
+    }
+
+    /// (B, H, T, D_v), a view of (B, T, H, D_v), to (B, T, out_dim).
+    fn merge(&self, context: &Tensor, batched: bool) -> Result<Tensor> {
+        let (b, h, t, d_v) = context.dims4()?;
+        let merged = context.transpose(1, 2)?.reshape((b, t, h * d_v))?;
+        let ys = match &self.projections.o {
+            Some(out_proj) => project(out_proj, &merged)?,
+            None => merged,
+        };
+        if batched { Ok(ys) } else { ys.squeeze(0) }
+    }
+}
+
+/// Not `Module`: Candle gives every `Module` a `forward_t` that ignores `train`, and dropout would be lost in silence.
+impl ModuleT for MultiHeadAttention {
+    fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
+        self.forward_with(AttentionInput::new(xs).with_train(train))
+    }
+}
