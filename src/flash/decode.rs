@@ -105,7 +105,7 @@ impl<E: Element> Decode<'_, '_, E> {
             part.hide(scores, V::LANES);
             part.weigh::<V>(scores, max, sum);
             if part.has_hidden() && part.has_non_finite_values::<V>() {
-                return part.mix_seen(scores, context);
+                return part.mix_seen::<V>(scores, context);
             }
             part.mix::<V>(scores, context);
         }
@@ -467,12 +467,13 @@ impl<E: Element, const R: usize> Part<'_, '_, E, R> {
     }
 
     /// As [`mix`](Self::mix) where values are not all finite: zero times NaN is NaN, so each row takes the keys that it
-    /// sees and no others. Plain loops, since such values are rare.
+    /// sees and no others.
     ///
     /// # Safety
     /// As [`Job`].
-    unsafe fn mix_seen(&self, weights: *const f32, context: &mut [f32]) {
-        let d_v = self.problem.dims.d_v;
+    #[inline(always)]
+    unsafe fn mix_seen<V: Vector>(&self, weights: *const f32, context: &mut [f32]) {
+        let (d_v, lanes) = (self.problem.dims.d_v, V::LANES);
         for (r, row) in self.rows.iter().enumerate() {
             for key in self.ranges[r].clone() {
                 // SAFETY: the caller's promise; the row's range lies within the keys.
@@ -481,10 +482,12 @@ impl<E: Element, const R: usize> Part<'_, '_, E, R> {
                     if keep.is_some_and(|keep| *keep.at([self.b, row.head, row.query, key]) == 0) {
                         continue;
                     }
-                    let weight = *weights.add((key - self.first) * R + r);
-                    let values = std::slice::from_raw_parts(self.value(key), d_v);
-                    for (sum, value) in context[r * d_v..].iter_mut().zip(values) {
-                        *sum += weight * value.to_f32();
+                    let weight = V::splat(*weights.add((key - self.first) * R + r));
+                    for d in (0..d_v).step_by(lanes) {
+                        let held = lanes.min(d_v - d);
+                        let at = context.as_mut_ptr().add(r * d_v + d);
+                        let value: V = load_first(self.value(key).add(d), held);
+                        store_first(weight.mul_add(value, load_first(at.cast_const(), held)), at, held);
                     }
                 }
             }

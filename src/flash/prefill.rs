@@ -17,7 +17,7 @@ use super::params::{Problem, Units};
 use super::scores::TileScores;
 use super::tile::Tile;
 use super::workspace::{PanelState, Workspace};
-use crate::cpu::{Element, Job, Kernel, MOST_COLUMNS, Product};
+use crate::cpu::{Element, Job, Kernel, MOST_COLUMNS, Product, Vector, load_first, store_first};
 use std::ops::Range;
 
 /// Some query rows of one key head against some of its keys. Leaves their state in the workspace.
@@ -138,7 +138,7 @@ unsafe fn step<K: Kernel, E: Element>(
 }
 
 /// Weights over values that are not all finite: zero times NaN is NaN, so each query takes the keys that it sees and no
-/// others. Plain loops, since such values are rare.
+/// others. One query after the other, since such values are rare; what is finite gets the same sums as ever.
 struct SeenWeights {
     weights: *const f32,
     first: usize,
@@ -148,6 +148,7 @@ struct SeenWeights {
 impl SeenWeights {
     /// # Safety
     /// As [`Job`]; the pointers are those of [`step`].
+    #[inline(always)]
     unsafe fn add_to_context<K: Kernel, E: Element>(
         &self,
         problem: &Problem<E>,
@@ -155,12 +156,13 @@ impl SeenWeights {
         block: &Block,
         (context, factors): (*mut f32, &[f32; MOST_COLUMNS]),
     ) {
+        let (d_v, lanes) = (problem.dims.d_v, K::Vector::LANES);
+        let mut sums = vec![0f32; d_v.next_multiple_of(lanes)];
         for (column, row) in tile.rows.clone().enumerate() {
             let row = problem.row(block.kv_head, row);
+            sums.fill(0.0);
             // SAFETY: the caller's promise.
             unsafe {
-                let at = |d: usize| context.add(d * K::PANEL + column);
-                (0..problem.dims.d_v).for_each(|d| *at(d) *= factors[column]);
                 for key in 0..self.keys {
                     let index = [block.b, row.head, row.query, self.first + key];
                     let kept = problem.scores.keep.as_ref().is_none_or(|keep| *keep.at(index) != 0);
@@ -168,13 +170,22 @@ impl SeenWeights {
                         continue;
                     }
                     let word = *self.weights.add(key / K::ELEMENTS * K::PANEL + column);
-                    let weight = match (K::ELEMENTS, key % 2) {
+                    let weight = K::Vector::splat(match (K::ELEMENTS, key % 2) {
                         (1, _) => word,
                         (_, 0) => f32::from_bits(word.to_bits() << 16),
                         _ => f32::from_bits(word.to_bits() & 0xffff_0000),
-                    };
+                    });
                     let values = problem.v.at([block.b, block.kv_head, self.first + key]);
-                    (0..problem.dims.d_v).for_each(|d| *at(d) += weight * (*values.add(d)).to_f32());
+                    for d in (0..d_v).step_by(lanes) {
+                        let value: K::Vector = load_first(values.add(d), lanes.min(d_v - d));
+                        let sum = K::Vector::load(sums.as_ptr().add(d));
+                        weight.mul_add(value, sum).store(sums.as_mut_ptr().add(d));
+                    }
+                }
+                let factor = K::Vector::splat(factors[column]);
+                for (d, &sum) in sums[..d_v].iter().enumerate() {
+                    let at = context.add(d * K::PANEL + column);
+                    store_first(K::Vector::splat(*at).mul_add(factor, K::Vector::splat(sum)), at, 1);
                 }
             }
         }

@@ -44,27 +44,52 @@ impl ValidLens {
         }
     }
 
+    /// The lengths of sequence `s` of `n` packed ones, which has `t_q` queries, as for a batch of one.
+    pub(super) fn of_sequence(&self, what: &str, (s, n): (usize, usize), t_q: usize) -> Result<Self> {
+        match &self.0 {
+            Lens::PerSequence(lens) => {
+                check_count(what, lens.len(), "entries", n)?;
+                Ok(Self(Lens::PerSequence(lens.get(s..=s).unwrap_or_default().to_vec())))
+            }
+            Lens::PerQuery(rows) => {
+                check_count(what, rows.len(), "rows", n)?;
+                let row = rows.get(s).map(Vec::as_slice).unwrap_or_default();
+                check_row(what, s, row, t_q)?;
+                Ok(Self(Lens::PerQuery(vec![row.to_vec()])))
+            }
+        }
+    }
+
     /// The lengths laid out for a call of `b` sequences with `t_q` queries each; `what` names them in errors.
     pub(super) fn resolve(&self, what: &str, b: usize, t_q: usize) -> Result<ResolvedLens> {
         match &self.0 {
-            Lens::PerSequence(lens) if lens.len() == b => Ok(ResolvedLens { values: lens.clone(), queries: None }),
             Lens::PerSequence(lens) => {
-                bail!("[attention_mask] {what} has {} entries, expected one for each of {b} sequences", lens.len())
+                check_count(what, lens.len(), "entries", b)?;
+                Ok(ResolvedLens { values: lens.clone(), queries: None })
             }
             Lens::PerQuery(rows) => {
-                if rows.len() != b {
-                    bail!("[attention_mask] {what} has {} rows, expected one for each of {b} sequences", rows.len())
-                }
-                if let Some((row, lens)) = rows.iter().enumerate().find(|(_, lens)| lens.len() != t_q) {
-                    bail!(
-                        "[attention_mask] row {row} of {what} has {} entries, expected one for each of {t_q} queries",
-                        lens.len()
-                    )
+                check_count(what, rows.len(), "rows", b)?;
+                for (row, lens) in rows.iter().enumerate() {
+                    check_row(what, row, lens, t_q)?;
                 }
                 Ok(ResolvedLens { values: rows.concat(), queries: Some(t_q) })
             }
         }
     }
+}
+
+fn check_count(what: &str, found: usize, unit: &str, b: usize) -> Result<()> {
+    if found != b {
+        bail!("[attention_mask] {what} has {found} {unit}, expected one for each of {b} sequences")
+    }
+    Ok(())
+}
+
+fn check_row(what: &str, row: usize, lens: &[usize], t_q: usize) -> Result<()> {
+    if lens.len() != t_q {
+        bail!("[attention_mask] row {row} of {what} has {} entries, expected one for each of {t_q} queries", lens.len())
+    }
+    Ok(())
 }
 
 impl From<Vec<usize>> for ValidLens {

@@ -5,6 +5,7 @@
 //! leave it: a kernel can loop over what is seen. Only `keep` and `bias` tensors are read from memory.
 
 mod lens;
+mod of_sequence;
 mod ranges;
 
 pub use lens::ValidLens;

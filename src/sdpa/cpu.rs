@@ -6,33 +6,61 @@ use std::sync::Mutex;
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, bail};
 
 use super::OutputOrder;
-use super::validate::Call;
+use super::packed_sequences::{PackedRanges, PackedSequences};
+use super::validate::{self, Call};
+use crate::AttentionMask;
 use crate::cpu::{Element, Tier};
 use crate::flash::{self, Alibi, Dims, Output, Problem, Scores, Strided};
 use crate::size::fits_in_memory;
 
+/// What the structural constraints of a mask leave.
+pub(super) struct Seen {
+    /// The keys that each query of each sequence sees: (B, T_q).
+    ranges: Vec<Range<usize>>,
+    /// The key positions at which the queries stand, (T_q,), which ALiBi counts from.
+    positions: Vec<i64>,
+}
+
 /// Context (B, H, T_q, D_v) in the order asked for; `lse` receives the log-sum-exp of each query, (B, H, T_q).
 pub(super) fn attend(call: &Call, tier: Tier, lse: Option<&mut Vec<f32>>) -> Result<Tensor> {
-    let dims = (call.dims.b, call.dims.h, call.dims.t_q, call.dims.t_kv);
-    let device = call.q.device();
-    let ranges = call.mask.bind(dims.0, dims.2, dims.3)?;
-    let mut all = Vec::new();
-    if all.try_reserve_exact(dims.0 * dims.2).is_err() {
-        bail!("[{}] ranges for {} queries do not fit in memory", call.op, dims.0 * dims.2)
+    let validate::Dims { b, t_q, t_kv, .. } = call.dims;
+    let bound = call.mask.bind(b, t_q, t_kv)?;
+    let mut ranges = Vec::new();
+    if ranges.try_reserve_exact(b * t_q).is_err() {
+        bail!("[{}] the ranges of {} queries do not fit in memory", call.op, b * t_q)
     }
-    all.extend((0..dims.0 * dims.2).map(|row| ranges.kv_range(row / dims.2, row % dims.2)));
+    ranges.extend((0..b * t_q).map(|row| bound.kv_range(row / t_q, row % t_q)));
     let positions = match call.options.alibi_slopes {
-        Some(_) => (0..dims.2).map(|i| ranges.query_position(i) as f32).collect(),
+        Some(_) => (0..t_q).map(|i| bound.query_position(i)).collect(),
         None => Vec::new(),
     };
+    attend_seen(call, Seen { ranges, positions }, tier, lse)
+}
+
+/// The context (1, H, total_q, D_v) and log-sum-exp (1, H, total_q) of a packed call, all sequences at once.
+pub(super) fn attend_packed(
+    call: &Call,
+    sequences: &PackedSequences,
+    tier: Tier,
+    lse: Option<&mut Vec<f32>>,
+) -> Result<Tensor> {
+    let PackedRanges { keys, positions } = sequences.ranges(call.mask)?;
+    // A list of lengths for each query has no meaning for all sequences at once; the ranges hold what it said.
+    let none = AttentionMask::none();
+    attend_seen(&Call { mask: &none, ..*call }, Seen { ranges: keys, positions }, tier, lse)
+}
+
+fn attend_seen(call: &Call, seen: Seen, tier: Tier, lse: Option<&mut Vec<f32>>) -> Result<Tensor> {
+    let dims = call.score_dims();
+    let device = call.q.device();
     let floats = |tensor: &Option<Tensor>| -> Result<Option<Vec<f32>>> {
         tensor.as_ref().map(|tensor| tensor.to_dtype(DType::F32)?.to_vec1()).transpose()
     };
     let op = Flash {
         call,
         tier,
-        ranges: all,
-        positions,
+        ranges: seen.ranges,
+        positions: seen.positions.into_iter().map(|position| position as f32).collect(),
         slopes: floats(&call.options.alibi_slopes)?,
         sinks: floats(&call.options.sinks)?,
         bias: call.mask.bias_tensor(dims, DType::F32, device)?,
@@ -92,7 +120,7 @@ impl CustomOp3 for Flash<'_> {
             }
             _ => bail!("[{}] the fused CPU kernel takes F32, BF16 or F16", self.call.op),
         };
-        let super::validate::Dims { b, h, t_q, d_v, .. } = self.call.dims;
+        let validate::Dims { b, h, t_q, d_v, .. } = self.call.dims;
         let shape = match self.call.options.output_order {
             OutputOrder::HeadsFirst => (b, h, t_q, d_v),
             OutputOrder::SequenceFirst => (b, t_q, h, d_v),
@@ -103,7 +131,7 @@ impl CustomOp3 for Flash<'_> {
 
 impl Flash<'_> {
     fn run<E: Element>(&self, q: (&[E], &Layout), k: (&[E], &Layout), v: (&[E], &Layout)) -> Result<Vec<E>> {
-        let super::validate::Dims { b, h, t_q, t_kv, d, d_v } = self.call.dims;
+        let validate::Dims { b, h, t_q, t_kv, d, d_v } = self.call.dims;
         let h_kv = self.call.k.dim(1)?;
         if !fits_in_memory(&[b, h, t_q, d_v]) {
             bail!("[{}] a context of {:?} does not fit in memory", self.call.op, [b, h, t_q, d_v])

@@ -7,15 +7,19 @@
 mod cpu;
 mod merge;
 mod options;
+mod packed_sequences;
 mod plan;
 mod reference;
 mod softmax;
 mod validate;
+mod varlen;
 
 pub use merge::merge_attention;
 pub use options::{Backend, OutputOrder, SdpaOptions};
+pub use packed_sequences::PackedSequences;
 pub use plan::Plan;
 pub use softmax::masked_softmax;
+pub use varlen::{PackedCall, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse};
 
 pub(crate) use reference::{Dropout, dropout, weighted_values};
 pub(crate) use softmax::{FLOATS, VisibleSoftmax, accumulation_dtype};

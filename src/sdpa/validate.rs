@@ -36,7 +36,24 @@ impl<'a> Call<'a> {
         mask: &'a AttentionMask,
         options: &'a SdpaOptions,
     ) -> Result<Self> {
-        let dims = dims(op, q, k, v)?;
+        let call = Self { op, q, k, v, mask, options, dims: dims(op, q, k, v)? };
+        let (b, h, t_q, t_kv) = call.score_dims();
+        check_addressable(op, [q, k, v], &[[b, h, t_q, t_kv]])?;
+        call.checked()
+    }
+
+    /// A call over packed sequences, (1, H, total, D) each: the scores of all queries with all keys are never held at once.
+    pub(super) fn packed(
+        op: &'static str,
+        (q, k, v): (&'a Tensor, &'a Tensor, &'a Tensor),
+        mask: &'a AttentionMask,
+        options: &'a SdpaOptions,
+    ) -> Result<Self> {
+        Self { op, q, k, v, mask, options, dims: dims(op, q, k, v)? }.checked()
+    }
+
+    fn checked(self) -> Result<Self> {
+        let Self { op, q, k, v, .. } = self;
         for (name, tensor) in [("k", k), ("v", v)] {
             if tensor.dtype() != q.dtype() {
                 bail!("[{op}] {name} has dtype {:?}, expected q's {:?}", tensor.dtype(), q.dtype())
@@ -52,9 +69,8 @@ impl<'a> Call<'a> {
         if !FLOATS.contains(&q.dtype()) {
             bail!("[{op}] q has dtype {:?}, expected F32, F16, BF16 or F64", q.dtype())
         }
-        let call = Self { op, q, k, v, mask, options, dims };
-        call.check_options()?;
-        Ok(call)
+        self.check_options()?;
+        Ok(self)
     }
 
     /// (B, H, T_q, T_kv).
@@ -139,10 +155,13 @@ fn dims(op: &str, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Dims> {
     if d == 0 {
         bail!("[{op}] q has head dimension 0, expected at least 1")
     }
-    for shape in [[b, h, t_q, t_kv], [b, h, t_q, d], [b, h, t_kv, d], [b, h, t_q.max(t_kv), d_v]] {
-        if !is_addressable(&shape) {
-            bail!("[{op}] q {:?}, k {:?} and v {:?} are more than any memory holds", q.dims(), k.dims(), v.dims())
-        }
-    }
+    check_addressable(op, [q, k, v], &[[b, h, t_q, d], [b, h, t_kv, d], [b, h, t_q.max(t_kv), d_v]])?;
     Ok(Dims { b, h, t_q, t_kv, d, d_v })
+}
+
+fn check_addressable(op: &str, [q, k, v]: [&Tensor; 3], shapes: &[[usize; 4]]) -> Result<()> {
+    if shapes.iter().any(|shape| !is_addressable(shape)) {
+        bail!("[{op}] q {:?}, k {:?} and v {:?} are more than any memory holds", q.dims(), k.dims(), v.dims())
+    }
+    Ok(())
 }

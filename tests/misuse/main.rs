@@ -17,6 +17,7 @@ mod masks;
 mod pth;
 mod tensors;
 mod text;
+mod varlen;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::LazyLock;

@@ -27,3 +27,4 @@ mod layer_gradients;
 mod masks;
 mod merge;
 mod planned;
+mod varlen;

@@ -1,0 +1,156 @@
+//! Attention over packed sequences: each attends to its own keys, and no padding is computed.
+
+use candle_core::{Result, Tensor, bail};
+
+use super::plan::{self, Choice, Wanted};
+use super::validate::Call;
+use super::{OutputOrder, PackedSequences, SdpaOptions, accumulation_dtype, cpu, reference};
+use crate::AttentionMask;
+
+/// What a call over packed sequences reads apart from q, k and v. A `&PackedSequences` is a call that hides nothing.
+#[derive(Debug, Clone)]
+pub struct PackedCall<'a> {
+    sequences: &'a PackedSequences,
+    mask: Option<&'a AttentionMask>,
+    options: Option<&'a SdpaOptions>,
+}
+
+impl<'a> PackedCall<'a> {
+    /// Every query sees every key of its sequence.
+    pub fn new(sequences: &'a PackedSequences) -> Self {
+        Self { sequences, mask: None, options: None }
+    }
+
+    /// A mask that holds for each sequence by itself, as for an entry of a batch: alignment, windows and bands count
+    /// within the sequence, lengths, starts and prefixes are (n,), or a list of T_q entries for each sequence. `keep` and
+    /// `bias` tensors have no shape here, and are refused.
+    pub fn with_mask(mut self, mask: &'a AttentionMask) -> Self {
+        self.mask = Some(mask);
+        self
+    }
+
+    /// How scores become weights. Dropout is drawn for one sequence after the other; the output order has no meaning here.
+    pub fn with_options(mut self, options: &'a SdpaOptions) -> Self {
+        self.options = Some(options);
+        self
+    }
+}
+
+impl<'a> From<&'a PackedSequences> for PackedCall<'a> {
+    fn from(sequences: &'a PackedSequences) -> Self {
+        Self::new(sequences)
+    }
+}
+
+/// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention) over sequences of different lengths, packed one
+/// after the other: flash-attention's `varlen`.
+///
+/// Shapes: q (total_q, H, D), k (total_kv, H_kv, D), v (total_kv, H_kv, D_v) give a contiguous (total_q, H, D_v) in q's
+/// dtype, on q's device. Any strides are accepted. The sequences say which positions belong together; each has the numbers
+/// of a call by itself.
+///
+/// ```
+/// use candle_attention::{AttentionMask, PackedCall, PackedSequences, scaled_dot_product_attention_varlen};
+/// use candle_core::{Device, Tensor};
+/// # fn main() -> candle_core::Result<()> {
+/// let sequences = PackedSequences::from_lens(&[5, 3], &[5, 3])?; // cumulative: 0, 5, 8
+/// let q = Tensor::randn(0f32, 1., (8, 4, 64), &Device::Cpu)?;
+/// let kv = Tensor::randn(0f32, 1., (8, 2, 64), &Device::Cpu)?;
+/// let causal = AttentionMask::causal();
+/// let y = scaled_dot_product_attention_varlen(&q, &kv, &kv, PackedCall::new(&sequences).with_mask(&causal))?;
+/// assert_eq!(y.dims(), [8, 4, 64]);
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// As [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), and for cumulative lengths that end elsewhere
+/// than the tensors, and for a mask with `keep` or `bias` tensors.
+pub fn scaled_dot_product_attention_varlen<'a>(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    call: impl Into<PackedCall<'a>>,
+) -> Result<Tensor> {
+    Ok(attend("scaled_dot_product_attention_varlen", [q, k, v], &call.into())?.0)
+}
+
+/// [`scaled_dot_product_attention_varlen`] that also returns the log-sum-exp of each query's scores: (H, total_q) in f32
+/// (f64 for f64 inputs), `-inf` for a query that sees no key. A sink counts as one more score.
+///
+/// # Errors
+/// As [`scaled_dot_product_attention_varlen`].
+pub fn scaled_dot_product_attention_varlen_with_lse<'a>(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    call: impl Into<PackedCall<'a>>,
+) -> Result<(Tensor, Tensor)> {
+    attend("scaled_dot_product_attention_varlen_with_lse", [q, k, v], &call.into())
+}
+
+/// The context (total_q, H, D_v) and the log-sum-exp (H, total_q).
+fn attend(op: &'static str, qkv: [&Tensor; 3], call: &PackedCall) -> Result<(Tensor, Tensor)> {
+    let shapes = ["(total_q, H, D)", "(total_kv, H_kv, D)", "(total_kv, H_kv, D_v)"];
+    for ((name, tensor), shape) in ["q", "k", "v"].into_iter().zip(qkv).zip(shapes) {
+        if tensor.rank() != 3 {
+            bail!("[{op}] {name} has shape {:?}, expected {shape}", tensor.dims())
+        }
+    }
+    let heads_first = |tensor: &Tensor| tensor.unsqueeze(0)?.transpose(1, 2);
+    let (q, k, v) = (heads_first(qkv[0])?, heads_first(qkv[1])?, heads_first(qkv[2])?);
+    let (no_mask, default) = (AttentionMask::none(), SdpaOptions::default());
+    let (mask, options) = (call.mask.unwrap_or(&no_mask), call.options.unwrap_or(&default));
+    let packed = Call::packed(op, (&q, &k, &v), mask, options)?;
+    let sequences = call.sequences;
+    let totals = [
+        ("q", packed.dims.t_q, "cu_seqlens_q", sequences.total_queries()),
+        ("k", packed.dims.t_kv, "cu_seqlens_kv", sequences.total_keys()),
+    ];
+    for (name, found, lens, expected) in totals {
+        if found != expected {
+            bail!("[{op}] {name} has {found} positions, expected the {expected} that {lens} ends with")
+        }
+    }
+    if let Some(tensor) = mask.tensor_kind() {
+        bail!("[{op}] the mask has a {tensor} tensor, expected none: packed sequences have no (B, H, T_q, T_kv)")
+    }
+    if sequences.is_empty() {
+        // No sequence binds the mask, which may be wrong all the same.
+        mask.bind(0, 0, 0)?;
+    }
+    match plan::choose(&packed, Wanted::LogSumExp)? {
+        Choice::Reference { .. } => one_by_one(&packed, sequences),
+        Choice::Cpu(tier) => {
+            let options = options.clone().with_output_order(OutputOrder::SequenceFirst);
+            let mut lse = Vec::new();
+            let context = cpu::attend_packed(&Call { options: &options, ..packed }, sequences, tier, Some(&mut lse))?;
+            let lse = Tensor::from_vec(lse, (packed.dims.h, packed.dims.t_q), q.device())?;
+            Ok((context.transpose(1, 2)?.squeeze(0)?, lse))
+        }
+    }
+}
+
+/// The reference path of each sequence by itself.
+fn one_by_one(packed: &Call, sequences: &PackedSequences) -> Result<(Tensor, Tensor)> {
+    let (op, dims) = (packed.op, packed.dims);
+    let options = packed.options.clone().with_output_order(OutputOrder::SequenceFirst);
+    let (mut contexts, mut lses) = (Vec::new(), Vec::new());
+    for s in 0..sequences.len() {
+        let (queries, keys) = (sequences.queries(s), sequences.keys(s));
+        let mask = packed.mask.of_sequence(s, sequences.len(), queries.len())?;
+        let q = packed.q.narrow(2, queries.start, queries.len())?;
+        let k = packed.k.narrow(2, keys.start, keys.len())?;
+        let v = packed.v.narrow(2, keys.start, keys.len())?;
+        let attended = reference::attend(&Call::new(op, (&q, &k, &v), &mask, &options)?)?;
+        if !queries.is_empty() {
+            contexts.push(attended.context.transpose(1, 2)?.squeeze(0)?);
+            lses.push(attended.lse.squeeze(0)?);
+        }
+    }
+    if contexts.is_empty() {
+        let (device, dtype) = (packed.q.device(), packed.q.dtype());
+        let context = Tensor::zeros((dims.t_q, dims.h, dims.d_v), dtype, device)?;
+        return Ok((context, Tensor::zeros((dims.h, dims.t_q), accumulation_dtype(dtype), device)?));
+    }
+    Ok((Tensor::cat(&contexts, 0)?.contiguous()?, Tensor::cat(&lses, 1)?.contiguous()?))
+}
