@@ -9,7 +9,6 @@ pub(crate) trait Element: Copy + Default + Send + Sync + 'static {
     /// Whether a product over pairs of bf16 can read the element as it is.
     const IS_BF16: bool = false;
 
-    fn to_f32(self) -> f32;
     fn from_f32(x: f32) -> Self;
 
     /// # Safety
@@ -22,11 +21,6 @@ pub(crate) trait Element: Copy + Default + Send + Sync + 'static {
 }
 
 impl Element for f32 {
-    #[inline(always)]
-    fn to_f32(self) -> f32 {
-        self
-    }
-
     #[inline(always)]
     fn from_f32(x: f32) -> Self {
         x
@@ -49,11 +43,6 @@ impl Element for bf16 {
     const IS_BF16: bool = true;
 
     #[inline(always)]
-    fn to_f32(self) -> f32 {
-        bf16::to_f32(self)
-    }
-
-    #[inline(always)]
     fn from_f32(x: f32) -> Self {
         bf16::from_f32(x)
     }
@@ -72,11 +61,6 @@ impl Element for bf16 {
 }
 
 impl Element for f16 {
-    #[inline(always)]
-    fn to_f32(self) -> f32 {
-        f16::to_f32(self)
-    }
-
     #[inline(always)]
     fn from_f32(x: f32) -> Self {
         f16::from_f32(x)
