@@ -45,9 +45,11 @@ pub(crate) const MOST_COLUMNS: usize = 64;
 
 /// One product over a panel of columns. Strides and sizes count words.
 ///
-/// A is (rows, depth) at `a + row · a_row + depth · a_step`; B is (depth, panel) and C (rows, panel), both contiguous.
+/// A is (rows, depth) in groups of [`ROWS`](Kernel::ROWS) rows: row r of group g begins at `a + g · a_group + r · a_row`, and
+/// its depth follows at steps of `a_step`. B is (depth, panel) and C (rows, panel), both contiguous.
 pub(crate) struct Product {
     pub a: *const f32,
+    pub a_group: usize,
     pub a_row: usize,
     pub a_step: usize,
     pub b: *const f32,
@@ -101,7 +103,7 @@ unsafe fn tile<M: MulAdd, const ROWS: usize, const N: usize>(product: &Product, 
         let panel = vectors * lanes;
         let c = product.c.add(row * panel);
         let mut sums = [[M::Vector::splat(0.0); N]; ROWS];
-        let mut a = product.a.add(row * product.a_row);
+        let mut a = product.a.add(row / ROWS * product.a_group);
         let mut b = product.b;
         for _ in 0..product.depth {
             let mut columns = [M::Vector::splat(0.0); N];

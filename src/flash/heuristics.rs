@@ -40,10 +40,12 @@ impl Cut {
     pub fn new<K: Kernel>(dims: &Dims, threads: usize) -> Self {
         let rows = dims.rows();
         let (span, spans) = if rows <= FEW_ROWS { (SPAN, dims.t_kv.div_ceil(SPAN).max(1)) } else { (dims.t_kv, 1) };
-        let fit = STATE_BYTES / (4 * (Layout::new::<K>(dims).row_words()));
+        let fit = STATE_BYTES / (4 * Layout::new::<K>(dims).row_words());
         let even = (dims.b * dims.h_kv * rows).div_ceil(TASKS_PER_THREAD * threads);
-        let panels = (fit.min(even) / K::PANEL).max(1);
-        let rows_per_chunk = panels * K::PANEL;
+        // Chunks of one length, or the last would pack all keys for few rows.
+        let panels = rows.div_ceil(K::PANEL);
+        let chunks = panels.div_ceil((fit.min(even) / K::PANEL).max(1));
+        let rows_per_chunk = panels.div_ceil(chunks) * K::PANEL;
         Self { rows_per_chunk, chunks: rows.div_ceil(rows_per_chunk), spans, span }
     }
 }

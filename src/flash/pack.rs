@@ -17,16 +17,18 @@ pub(super) struct Block {
     /// Row-major keys in words, and the words from one to the next.
     pub k: *const f32,
     pub k_row: usize,
-    /// The values in words: D_v rows at `v_row`, keys at `v_step`.
+    /// Values in words, transposed: D_v is the rows of a product, keys its depth.
     pub v: *const f32,
+    pub v_group: usize,
     pub v_row: usize,
     pub v_step: usize,
     non_finite: Option<bool>,
 }
 
 impl Block {
-    /// Makes the block ready: in place where the product can read it so, else copied into the workspace, converted to f32
-    /// where the tier multiplies f32.
+    /// Copies the block into the workspace, in the order in which products read it, converted to f32 where the tier
+    /// multiplies f32. A block serves all queries of a task, so that the copy is some hundredths of the work; read where
+    /// it lies, it would collide with itself in the first cache at the usual power-of-two strides.
     ///
     /// # Safety
     /// As [`Vector`]; `first` lies within the keys.
@@ -42,37 +44,22 @@ impl Block {
         let layout = workspace.layout;
         // SAFETY: the caller's promise; the workspace was made for these sizes.
         unsafe {
-            let as_it_is = std::mem::size_of::<E>() * K::ELEMENTS == 4 && (K::ELEMENTS == 1 || E::IS_BF16);
-            let (k, k_row) = if as_it_is
-                && keys == K::BLOCK
-                && layout.depth * K::ELEMENTS == dims.d
-                && lies_dense(problem.k.stride(2), dims.d, K::ELEMENTS)
-            {
-                (problem.k.at([b, kv_head, first]).cast(), problem.k.stride(2) / K::ELEMENTS)
-            } else {
-                let to = workspace.keys.as_mut_ptr();
-                for key in 0..keys {
-                    let row = problem.k.at([b, kv_head, first + key]);
-                    words::<K, E>(row, dims.d, to.add(key * layout.depth), layout.depth, 1.0);
-                }
-                let padded = keys.next_multiple_of(K::ROWS);
-                to.add(keys * layout.depth).write_bytes(0, (padded - keys) * layout.depth);
-                (to.cast_const(), layout.depth)
-            };
-            let (v, v_row, v_step) = if K::ELEMENTS == 2 {
+            let to = workspace.keys.as_mut_ptr();
+            for key in 0..keys {
+                let row = problem.k.at([b, kv_head, first + key]);
+                words::<K, E>(row, dims.d, to.add(key * layout.depth), layout.depth, 1.0);
+            }
+            let padded = keys.next_multiple_of(K::ROWS);
+            to.add(keys * layout.depth).write_bytes(0, (padded - keys) * layout.depth);
+            let (v_group, v_row, v_step) = if K::ELEMENTS == 2 {
                 pair_values::<K, E>(problem, workspace, (b, kv_head), first..first + keys);
-                (workspace.values.as_ptr(), K::BLOCK / 2, 1)
-            } else if as_it_is && layout.value == dims.d_v && lies_dense(problem.v.stride(2), dims.d_v, 1) {
-                (problem.v.at([b, kv_head, first]).cast(), 1, problem.v.stride(2))
+                (K::ROWS * (K::BLOCK / 2), K::BLOCK / 2, 1)
             } else {
-                let to = workspace.values.as_mut_ptr();
-                for key in 0..keys {
-                    let row = problem.v.at([b, kv_head, first + key]);
-                    words::<K, E>(row, dims.d_v, to.add(key * layout.value), layout.value, 1.0);
-                }
-                (to.cast_const(), 1, layout.value)
+                group_values::<K, E>(problem, workspace, (b, kv_head), first..first + keys);
+                (K::ROWS * K::BLOCK, 1, K::ROWS)
             };
-            Self { b, kv_head, first, keys, k, k_row, v, v_row, v_step, non_finite: None }
+            let (k, v) = (workspace.keys.as_ptr(), workspace.values.as_ptr());
+            Self { b, kv_head, first, keys, k, k_row: layout.depth, v, v_group, v_row, v_step, non_finite: None }
         }
     }
 
@@ -102,12 +89,6 @@ impl Block {
         self.non_finite = Some(found);
         found
     }
-}
-
-/// Whether rows follow each other closely enough to be read where they are: rows far apart share few cache sets and
-/// take a page each.
-fn lies_dense(stride: usize, width: usize, elements: usize) -> bool {
-    stride.is_multiple_of(elements) && stride <= 2 * width
 }
 
 /// One row of elements as words, times a factor, and zeros up to `padded` words. In pairs of bf16 the factor may only
@@ -177,6 +158,31 @@ pub(super) unsafe fn queries<K: Kernel, E: Element>(
             for depth in (0..query).step_by(lanes) {
                 let to = panel.add(depth * K::PANEL + vector * lanes);
                 K::Vector::transpose(staging.add(depth), query, to, K::PANEL);
+            }
+        }
+    }
+}
+
+/// The values of some keys in groups of as many columns as a product has rows: (D_v / rows, block, rows).
+///
+/// # Safety
+/// As [`Vector`]; at most a block of keys, all of which exist.
+#[inline(always)]
+unsafe fn group_values<K: Kernel, E: Element>(
+    problem: &Problem<E>,
+    workspace: &mut Workspace,
+    (b, kv_head): (usize, usize),
+    keys: std::ops::Range<usize>,
+) {
+    let (value, row) = (workspace.layout.value, workspace.staging.as_mut_ptr());
+    let to = workspace.values.as_mut_ptr();
+    // SAFETY: the caller's promise; staging holds a row, the values a block of rows.
+    unsafe {
+        for (at, key) in keys.enumerate() {
+            words::<K, E>(problem.v.at([b, kv_head, key]), problem.dims.d_v, row, value, 1.0);
+            for group in 0..value / K::ROWS {
+                let to = to.add((group * K::BLOCK + at) * K::ROWS);
+                std::ptr::copy_nonoverlapping(row.add(group * K::ROWS), to, K::ROWS);
             }
         }
     }

@@ -88,6 +88,7 @@ unsafe fn step<K: Kernel, E: Element>(
     unsafe {
         K::multiply(&Product {
             a: block.k.add(skipped * block.k_row),
+            a_group: K::ROWS * block.k_row,
             a_row: block.k_row,
             a_step: 1,
             b: workspace.queries.as_ptr().add(index * layout.query * K::PANEL),
@@ -125,6 +126,7 @@ unsafe fn step<K: Kernel, E: Element>(
         }
         K::multiply(&Product {
             a: block.v.add(skipped / K::ELEMENTS * block.v_step),
+            a_group: block.v_group,
             a_row: block.v_row,
             a_step: block.v_step,
             b: weights,

@@ -85,7 +85,7 @@ pub(super) struct Workspace {
     pub state: State,
     /// (block, D).
     pub keys: Scratch,
-    /// (block, D_v) for words of one element, (D_v, block) for pairs.
+    /// (D_v / rows, block, rows) for words of one element, (D_v, block / 2) for pairs.
     pub values: Scratch,
     /// (block, panel).
     pub scores: Scratch,
@@ -100,7 +100,11 @@ impl Workspace {
         let layout = Layout::new::<K>(dims);
         let (block, lanes) = (K::BLOCK, K::Vector::LANES);
         let pairs = K::ELEMENTS == 2;
-        let staging = (lanes * layout.query).max(lanes * block).max(if pairs { block / 2 * layout.context } else { 0 });
+        let staging = (lanes * layout.query.max(layout.value)).max(lanes * block).max(if pairs {
+            block / 2 * layout.context
+        } else {
+            0
+        });
         Self {
             layout,
             queries: Scratch::zeros(panels * layout.query * K::PANEL),

@@ -132,14 +132,14 @@ unsafe fn block_32_by_32(product: &Product, row: usize) {
             tile!("zero", "3");
         }
         for depth in (0..product.depth).step_by(TILE) {
-            let a = product.a.add(row * product.a_row + depth);
+            let a = product.a.add(row / TILE * product.a_group + depth);
             let b = product.b.add(depth * PANEL);
             tile!("load", "6", b, PANEL);
             tile!("load", "4", a, product.a_row);
             tile!("multiply", "0", "4", "6");
             tile!("load", "7", b.add(TILE), PANEL);
             tile!("multiply", "1", "4", "7");
-            tile!("load", "5", a.add(TILE * product.a_row), product.a_row);
+            tile!("load", "5", a.add(product.a_group), product.a_row);
             tile!("multiply", "2", "5", "6");
             tile!("multiply", "3", "5", "7");
         }
@@ -165,7 +165,7 @@ unsafe fn block_16_by_16(product: &Product, row: usize, column: usize) {
         }
         for depth in (0..product.depth).step_by(TILE) {
             tile!("load", "6", product.b.add(depth * PANEL + column), PANEL);
-            tile!("load", "4", product.a.add(row * product.a_row + depth), product.a_row);
+            tile!("load", "4", product.a.add(row / TILE * product.a_group + depth), product.a_row);
             tile!("multiply", "0", "4", "6");
         }
         tile!("store", "0", c, PANEL);
