@@ -1,0 +1,78 @@
+//! Whether an engine computes attention, before its time means anything.
+
+use candle_attention::{Backend, SdpaOptions, scaled_dot_product_attention};
+use candle_core::{DType, Result, Tensor, bail};
+
+use super::cell::Cell;
+use super::inputs::Inputs;
+
+/// Queries of each of the three blocks that are compared.
+const BLOCK: usize = 8;
+
+/// The largest gap allowed, relative to the largest entry of the block.
+///
+/// f32: a score is a sum of D products and a context one of thousands, each rounded to 2⁻²⁴, in an order of the engine's
+/// own; what is wrong by one key is wrong by far more than 1e-4. f16 and bf16: an engine may round the weights to the
+/// 11 and 8 bits of the dtype before they meet the values, and has to round the context.
+fn tolerance(dtype: DType) -> f64 {
+    match dtype {
+        DType::F16 => 5e-3,
+        DType::BF16 => 3e-2,
+        _ => 1e-4,
+    }
+}
+
+/// What the reference path gives in f64 for some queries of a cell: the first, the middle and the last.
+pub struct Expected {
+    /// The first query of each block and the block's context (B, H, BLOCK, D).
+    blocks: Vec<(usize, Tensor)>,
+}
+
+impl Expected {
+    pub fn new(cell: &Cell, inputs: &Inputs) -> Result<Self> {
+        let Some((k, v)) = inputs.kv.first() else { bail!("[check] no keys to attend to") };
+        let (k, v) = (k.to_dtype(DType::F64)?, v.to_dtype(DType::F64)?);
+        let rows = cell.t_q.min(BLOCK);
+        let mut starts = vec![0, (cell.t_q - rows) / 2, cell.t_q - rows];
+        starts.dedup();
+        let options = SdpaOptions::default().with_backend(Backend::Reference);
+        let block = |start: usize| {
+            let q = inputs.q.narrow(2, start, rows)?.to_dtype(DType::F64)?;
+            let mask = cell.mask.at(start + cell.t_kv - cell.t_q);
+            Ok((start, scaled_dot_product_attention(&q, &k, &v, &mask, &options)?))
+        };
+        Ok(Self { blocks: starts.into_iter().map(block).collect::<Result<_>>()? })
+    }
+
+    /// The largest gap of a context (B, H, T_q, D), relative to the largest entry of its block.
+    ///
+    /// # Errors
+    /// For a context that is further off than its dtype explains.
+    pub fn compare(&self, context: &Tensor) -> Result<f64> {
+        let mut worst = 0.0;
+        for (start, want) in &self.blocks {
+            let found = context.narrow(2, *start, want.dim(2)?)?.to_dtype(DType::F64)?;
+            let largest = |tensor: Tensor| tensor.abs()?.max_all()?.to_scalar::<f64>();
+            let gap = largest((&found - want)?)? / largest(want.clone())?;
+            // A maximum skips NaN, a sum does not.
+            if found.sum_all()?.to_scalar::<f64>()?.is_nan() || gap > tolerance(context.dtype()) {
+                bail!("differs from the reference by {gap:.1e} in the queries from {start}")
+            }
+            worst = gap.max(worst);
+        }
+        Ok(worst)
+    }
+}
+
+/// The same for two whole results of a layer (B, T, E): there is no f64 layer to stand between them.
+pub fn compare_outputs(ours: &Tensor, theirs: &Tensor) -> Result<()> {
+    let wide = |tensor: &Tensor| tensor.to_dtype(DType::F64);
+    let largest = |tensor: Tensor| tensor.abs()?.max_all()?.to_scalar::<f64>();
+    let gap = largest((wide(ours)? - wide(theirs)?)?)? / largest(wide(theirs)?)?;
+    // Both sides round q, k, v and the context to the dtype, each for itself.
+    let allowed = 2.0 * tolerance(ours.dtype());
+    if gap.is_nan() || gap > allowed {
+        bail!("the two sides differ by {gap:.1e}, expected at most {allowed:.0e}")
+    }
+    Ok(())
+}

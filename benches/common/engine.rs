@@ -1,0 +1,164 @@
+//! The implementations that are timed.
+
+use std::fmt;
+use std::time::Instant;
+
+use candle_attention::{AttentionMask, Backend, SdpaOptions, plan, scaled_dot_product_attention};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_nn::attention::{AttnMask, flash_attn};
+use clap::ValueEnum;
+use half::{bf16, f16};
+
+use super::cell::{Cell, Mask};
+use super::inputs::Inputs;
+
+/// The most bytes of scores that the reference path is given; it holds a few tensors of that size at once.
+const REFERENCE_BYTES: usize = 1 << 30;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Engine {
+    /// This crate, whichever path it chooses.
+    Ours,
+    /// This crate's reference path: Candle's own operations.
+    Reference,
+    /// Candle's flash attention on the CPU.
+    Flash,
+    /// A layer as Candle models usually write it.
+    HandWritten,
+}
+
+impl Engine {
+    pub const ALL: [Self; 4] = [Self::Ours, Self::Reference, Self::Flash, Self::HandWritten];
+
+    /// The name in tables and JSON.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Ours => "candle-attention",
+            Self::Reference => "reference path",
+            Self::Flash => "candle flash_attn",
+            Self::HandWritten => "hand-written",
+        }
+    }
+}
+
+/// The name on the command line.
+impl fmt::Display for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.to_possible_value() {
+            Some(value) => f.write_str(value.get_name()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A call made ready. Each run takes the next copy of the keys and values.
+pub type Call<'a> = Box<dyn FnMut() -> Result<Tensor> + 'a>;
+
+/// An engine in a cell, or why it is not in it.
+pub enum Entry<'a> {
+    Ready(Call<'a>),
+    Skipped(String),
+}
+
+/// The engine's call for a cell, its context (B, H, T_q, D); skipped if it cannot compute the cell, or if a single call
+/// took more than `patience` seconds, as far as a few of the queries tell.
+///
+/// # Errors
+/// When the engine fails in a cell that it should be able to compute.
+pub fn prepare<'a>(engine: Engine, cell: &Cell, inputs: &'a Inputs, patience: f64) -> Result<Entry<'a>> {
+    if let Some(obstacle) = obstacle(engine, cell, inputs)? {
+        return Ok(Entry::Skipped(obstacle));
+    }
+    let Some((k, v)) = inputs.kv.first() else { bail!("[prepare] no keys to attend to") };
+    let few = cell.t_q / 32;
+    if few > 0 && !runs_fused(engine, cell, inputs)? {
+        // The last queries see the most keys, so the estimate errs upwards for a causal mask; counted in pairs it does not.
+        let part = Cell { t_q: few, ..cell.clone() };
+        let q = Inputs { q: inputs.q.narrow(2, cell.t_q - few, few)?.contiguous()?, kv: vec![(k.clone(), v.clone())] };
+        let mut call = ready(engine, &part, &q)?;
+        let start = Instant::now();
+        call()?;
+        let work = cell.visible_pairs()? as f64 / part.visible_pairs()?.max(1) as f64;
+        let seconds = start.elapsed().as_secs_f64() * work;
+        if seconds > patience {
+            return Ok(Entry::Skipped(format!("about {seconds:.0} s a call")));
+        }
+    }
+    Ok(Entry::Ready(ready(engine, cell, inputs)?))
+}
+
+/// What this crate's plan for the cell is, in one line.
+pub fn our_plan(cell: &Cell, inputs: &Inputs) -> Result<String> {
+    let Some((k, v)) = inputs.kv.first() else { bail!("[our_plan] no keys to attend to") };
+    Ok(plan(&inputs.q, k, v, &cell.mask.attention(), &SdpaOptions::default())?.to_string())
+}
+
+fn runs_fused(engine: Engine, cell: &Cell, inputs: &Inputs) -> Result<bool> {
+    let Some((k, v)) = inputs.kv.first() else { bail!("[runs_fused] no keys to attend to") };
+    let plan = plan(&inputs.q, k, v, &cell.mask.attention(), &SdpaOptions::default())?;
+    Ok(engine == Engine::Ours && plan.backend == Backend::Fused)
+}
+
+fn obstacle(engine: Engine, cell: &Cell, inputs: &Inputs) -> Result<Option<String>> {
+    let reason = match engine {
+        Engine::Ours | Engine::Reference => {
+            let bytes = 4 * cell.b * cell.h * cell.t_q * cell.t_kv;
+            let too_many = bytes > REFERENCE_BYTES && !runs_fused(engine, cell, inputs)?;
+            too_many.then(|| format!("the reference path's scores take {:.1} GiB", bytes as f64 / (1u64 << 30) as f64))
+        }
+        Engine::Flash if matches!(cell.mask, Mask::Lens(_)) => Some("no lengths for each sequence".into()),
+        Engine::Flash if cell.b > 1 && cell.dtype == DType::BF16 => Some("no bf16 for more than one sequence".into()),
+        Engine::Flash => None,
+        Engine::HandWritten => Some("a layer, not a function".into()),
+    };
+    Ok(reason)
+}
+
+fn ready<'a>(engine: Engine, cell: &Cell, inputs: &'a Inputs) -> Result<Call<'a>> {
+    match engine {
+        Engine::Flash => flash(cell, inputs),
+        Engine::Reference => Ok(ours(cell, inputs, Backend::Reference)),
+        Engine::Ours | Engine::HandWritten => Ok(ours(cell, inputs, Backend::Auto)),
+    }
+}
+
+fn ours<'a>(cell: &Cell, inputs: &'a Inputs, backend: Backend) -> Call<'a> {
+    let (mask, options) = (cell.mask.attention(), SdpaOptions::default().with_backend(backend));
+    let mut copies = inputs.kv.iter().cycle();
+    Box::new(move || {
+        let Some((k, v)) = copies.next() else { bail!("[ours] no keys to attend to") };
+        scaled_dot_product_attention(&inputs.q, k, v, &mask, &options)
+    })
+}
+
+type FlashAttn = fn(&Tensor, &Tensor, &Tensor, f32, AttnMask, Option<f32>, Option<f32>) -> Result<Tensor>;
+
+/// Candle takes (B, T, H, D) and gives (B, H, T_q, D), and has no windows, so that those become an additive mask.
+fn flash(cell: &Cell, inputs: &Inputs) -> Result<Call<'static>> {
+    let flash_attn: FlashAttn = match cell.dtype {
+        DType::F32 => flash_attn::<f32>,
+        DType::BF16 => flash_attn::<bf16>,
+        DType::F16 => flash_attn::<f16>,
+        dtype => bail!("[flash_attn] no cells in {dtype:?}"),
+    };
+    let rows = |tensor: &Tensor| tensor.transpose(1, 2)?.contiguous();
+    let q = rows(&inputs.q)?;
+    let kv = inputs.kv.iter().map(|(k, v)| Ok((rows(k)?, rows(v)?))).collect::<Result<Vec<_>>>()?;
+    let scale = 1.0 / (cell.d as f32).sqrt();
+    let mask = match &cell.mask {
+        Mask::Causal => AttnMask::causal_with_offset(cell.t_kv - cell.t_q),
+        Mask::Window(_) => AttnMask::Mask(additive(&cell.mask.attention(), cell)?),
+        Mask::None | Mask::Lens(_) => AttnMask::None,
+    };
+    let mut next = 0;
+    Ok(Box::new(move || {
+        let Some((k, v)) = kv.get(next) else { bail!("[flash_attn] no keys to attend to") };
+        next = (next + 1) % kv.len();
+        flash_attn(&q, k, v, scale, mask.clone(), None, None)
+    }))
+}
+
+fn additive(mask: &AttentionMask, cell: &Cell) -> Result<Tensor> {
+    let dims = (1, 1, cell.t_q, cell.t_kv);
+    mask.to_additive(dims, cell.dtype, &Device::Cpu)?.reshape((cell.t_q, cell.t_kv))
+}

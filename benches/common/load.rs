@@ -1,0 +1,46 @@
+//! How much of the processor others use while something is timed: a time that was taken beside a build means little.
+
+use std::time::Instant;
+
+/// Linux counts processor time in hundredths of a second for programs.
+const TICKS: f64 = 100.0;
+
+/// A moment from which the use of the processor is counted.
+pub struct Load {
+    start: Instant,
+    all: f64,
+    own: f64,
+}
+
+impl Load {
+    /// `None` where the system does not say.
+    pub fn start() -> Option<Self> {
+        Some(Self { start: Instant::now(), all: all()?, own: own()? })
+    }
+
+    /// The share of the whole processor that other processes used since the start, 0 to 1.
+    pub fn others(&self) -> Option<f64> {
+        let cores = std::thread::available_parallelism().ok()?.get() as f64;
+        let others = (all()? - self.all) - (own()? - self.own);
+        Some((others / (cores * self.start.elapsed().as_secs_f64())).clamp(0.0, 1.0))
+    }
+}
+
+/// Seconds that the processor was busy, all cores together: all but idle and waiting for disks. Guests' time is in user
+/// time already.
+fn all() -> Option<f64> {
+    let stat = std::fs::read_to_string("/proc/stat").ok()?;
+    let fields = stat.lines().next()?.split_whitespace().skip(1).take(8);
+    let fields: Vec<f64> = fields.map(str::parse).collect::<Result<_, _>>().ok()?;
+    let idle = fields.get(3)? + fields.get(4)?;
+    Some((fields.iter().sum::<f64>() - idle) / TICKS)
+}
+
+/// Seconds of user and system time of this process.
+fn own() -> Option<f64> {
+    let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
+    // The name before the last parenthesis may hold spaces.
+    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+    let ticks = |at: usize| fields.get(at)?.parse::<f64>().ok();
+    Some((ticks(11)? + ticks(12)?) / TICKS)
+}

@@ -1,0 +1,13 @@
+//! What the benches share: cells, engines, the check before timing, timing in turn, the machine's own limits, reports.
+
+pub mod args;
+pub mod cell;
+pub mod check;
+pub mod engine;
+pub mod inputs;
+pub mod load;
+pub mod memory;
+pub mod peak;
+pub mod report;
+pub mod rounds;
+pub mod run;

@@ -1,0 +1,102 @@
+//! What the machine can do at most, measured: multiply-adds on registers, and reads of a buffer that no cache holds.
+
+mod bandwidth;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod tile;
+#[cfg(target_arch = "x86_64")]
+mod vector;
+
+use std::sync::Barrier;
+use std::time::Instant;
+
+use candle_attention::cpu::Tier;
+use candle_core::{DType, Result};
+
+pub use bandwidth::read_bandwidth;
+
+/// A loop of independent multiply-adds on registers.
+struct Loop {
+    name: &'static str,
+    tier: Tier,
+    /// Multiplies bf16; the others multiply f32, which serves every dtype.
+    bf16: bool,
+    available: fn() -> bool,
+    flops_per_step: f64,
+    run: fn(u64),
+}
+
+/// The best of the loops that serve a dtype.
+#[derive(Debug, Clone, Copy)]
+pub struct Peak {
+    pub name: &'static str,
+    pub gflops: f64,
+}
+
+/// The threads that a call of Candle uses.
+pub fn threads() -> usize {
+    candle_core::utils::get_num_threads()
+}
+
+/// The peak for a dtype on all threads, of the tier that `CANDLE_ATTENTION_CPU` names and those below it.
+///
+/// f16 is measured against f32: processors multiply f16 faster, but sum in f16 then, which attention may not.
+///
+/// # Errors
+/// For a variable that names no tier.
+pub fn measure(dtype: DType) -> Result<Peak> {
+    let limit = match std::env::var("CANDLE_ATTENTION_CPU") {
+        Ok(name) if !name.is_empty() => name.parse()?,
+        _ => Tier::Amx,
+    };
+    let mut best = Peak { name: "", gflops: 0.0 };
+    for candidate in loops() {
+        let serves = candidate.tier <= limit && (dtype == DType::BF16 || !candidate.bf16);
+        if serves && (candidate.available)() {
+            let gflops = candidate.gflops();
+            if gflops > best.gflops {
+                best = Peak { name: candidate.name, gflops };
+            }
+        }
+    }
+    Ok(best)
+}
+
+fn loops() -> Vec<Loop> {
+    let mut loops = vec![scalar::MULTIPLY_ADD];
+    #[cfg(target_arch = "aarch64")]
+    loops.push(neon::FMA);
+    #[cfg(target_arch = "x86_64")]
+    loops.extend([vector::AVX2_FMA, vector::AVX512_FMA, vector::AVX512_BF16, tile::AMX_BF16]);
+    loops
+}
+
+impl Loop {
+    /// The best of some runs of about 20 ms on all threads.
+    fn gflops(&self) -> f64 {
+        let mut steps = 1 << 12;
+        while self.seconds(1, steps) < 0.02 {
+            steps *= 2;
+        }
+        let threads = threads();
+        let best = (0..7).map(|_| self.seconds(threads, steps)).fold(f64::INFINITY, f64::min);
+        threads as f64 * steps as f64 * self.flops_per_step / best / 1e9
+    }
+
+    /// The time of the slowest of `threads` that run `steps` steps each at once.
+    fn seconds(&self, threads: usize, steps: u64) -> f64 {
+        let together = Barrier::new(threads);
+        let timed = || {
+            together.wait();
+            let start = Instant::now();
+            (self.run)(steps);
+            start.elapsed().as_secs_f64()
+        };
+        std::thread::scope(|scope| {
+            let handles: Vec<_> = (0..threads).map(|_| scope.spawn(timed)).collect();
+            handles.into_iter().filter_map(|handle| handle.join().ok()).fold(0.0, f64::max)
+        })
+    }
+}

@@ -1,0 +1,131 @@
+//! What a bench prints: a line of JSON for each cell and engine, or a Markdown table.
+
+use candle_core::Result;
+use serde_json::{Value, json};
+
+use super::args::Args;
+use super::cell::Cell;
+use super::engine::Engine;
+use super::peak::{self, Peak};
+use super::rounds::Times;
+
+/// What became of a cell.
+pub struct Outcome<'a> {
+    pub cell: &'a Cell,
+    /// The peak for the cell's dtype.
+    pub peak: Peak,
+    /// GB/s that reading memory reaches, where reading is what takes the time.
+    pub bandwidth: Option<f64>,
+    /// The engines that were timed.
+    pub times: Vec<(Engine, Times)>,
+    /// The engines that were not, and why.
+    pub skipped: Vec<(Engine, String)>,
+    /// Which path of this crate ran, and why.
+    pub plan: String,
+    /// The share of the processor that others used meanwhile.
+    pub others: Option<f64>,
+}
+
+/// Others' share of the processor from which times are marked as disturbed.
+const DISTURBED: f64 = 0.05;
+
+/// What stands above the table; nothing above JSON.
+pub fn header(args: &Args, bandwidth: bool) {
+    if args.json {
+        return;
+    }
+    println!("Processor: {}, {} threads.\n", processor(), peak::threads());
+    let (names, rules) = if bandwidth { (" GB/s | of reading |", " ---: | ---: |") } else { ("", "") };
+    println!("| cell | engine | ms | best ms | GFLOP/s | of peak | ps a pair |{names} times ours | remarks |");
+    println!("| --- | --- | ---: | ---: | ---: | ---: | ---: |{rules} ---: | --- |");
+}
+
+/// Prints one cell.
+pub fn print(args: &Args, outcome: &Outcome<'_>) -> Result<()> {
+    let ours = outcome.times.iter().find(|(engine, _)| *engine == Engine::Ours).map(|(_, times)| times.median);
+    for (engine, times) in &outcome.times {
+        let line = line(outcome, *engine, *times)?;
+        if args.json {
+            println!("{line}");
+        } else {
+            println!("{}", row(outcome, &line, ours.map(|ours| times.median / ours)));
+        }
+    }
+    for (engine, reason) in &outcome.skipped {
+        if args.json {
+            let mut line = outcome.cell.to_json();
+            line["name"] = json!(engine.label());
+            line["skipped"] = json!(reason);
+            println!("{line}");
+        } else {
+            let columns = if outcome.bandwidth.is_some() { 8 } else { 6 };
+            println!("| {} | {} |{} {reason} |", outcome.cell.name(), engine.label(), " |".repeat(columns));
+        }
+    }
+    Ok(())
+}
+
+fn line(outcome: &Outcome<'_>, engine: Engine, times: Times) -> Result<Value> {
+    let cell = outcome.cell;
+    let flops = cell.flops()?;
+    let seconds = times.median / 1e3;
+    let mut line = cell.to_json();
+    line["name"] = json!(engine.label());
+    line["ms"] = json!(times.median);
+    line["ms_min"] = json!(times.min);
+    line["gflops"] = json!(flops / seconds / 1e9);
+    line["peak_gflops"] = json!(outcome.peak.gflops);
+    line["peak_name"] = json!(outcome.peak.name);
+    line["ps_per_pair"] = json!(seconds * 1e12 / (cell.visible_pairs()? as f64 * cell.h as f64));
+    line["threads"] = json!(peak::threads());
+    if let Some(bandwidth) = outcome.bandwidth {
+        line["gb_s"] = json!(cell.kv_bytes() as f64 / seconds / 1e9);
+        line["peak_gb_s"] = json!(bandwidth);
+    }
+    if engine == Engine::Ours {
+        line["plan"] = json!(outcome.plan);
+    }
+    if let Some(others) = outcome.others {
+        line["others"] = json!(others);
+    }
+    Ok(line)
+}
+
+fn row(outcome: &Outcome<'_>, line: &Value, ratio: Option<f64>) -> String {
+    let number = |field: &str| line[field].as_f64().unwrap_or(f64::NAN);
+    let mut row = format!(
+        "| {} | {} | {} | {} | {:.0} | {:.0} % | {:.1} |",
+        outcome.cell.name(),
+        line["name"].as_str().unwrap_or_default(),
+        milliseconds(number("ms")),
+        milliseconds(number("ms_min")),
+        number("gflops"),
+        100.0 * number("gflops") / number("peak_gflops"),
+        number("ps_per_pair"),
+    );
+    if outcome.bandwidth.is_some() {
+        row += &format!(" {:.1} | {:.0} % |", number("gb_s"), 100.0 * number("gb_s") / number("peak_gb_s"));
+    }
+    row += &ratio.map_or_else(|| " |".into(), |ratio| format!(" {ratio:.2} |"));
+    let mut remarks = Vec::new();
+    if let Some(plan) = line["plan"].as_str().filter(|plan| plan.starts_with("Reference")) {
+        remarks.push(plan.to_string());
+    }
+    if let Some(others) = outcome.others.filter(|&others| others > DISTURBED) {
+        remarks.push(format!("others used {:.0} % of the processor", 100.0 * others));
+    }
+    format!("{row} {} |", remarks.join("; "))
+}
+
+/// Three significant digits, so that 0.0123 and 1230 are both readable.
+fn milliseconds(ms: f64) -> String {
+    let digits = (2.0 - ms.log10().floor()).clamp(0.0, 4.0) as usize;
+    format!("{ms:.digits$}")
+}
+
+/// The processor's name, where the system says.
+fn processor() -> String {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let name = info.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split_once(':'));
+    name.map_or_else(|| std::env::consts::ARCH.to_string(), |(_, name)| name.trim().to_string())
+}

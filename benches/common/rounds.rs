@@ -1,0 +1,71 @@
+//! Timing in turn: every round gives each engine one turn, so that what slows the machine slows all of them.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use candle_core::Result;
+
+use super::engine::{Call, Engine};
+
+/// A turn takes at least this long, by repeating a short call.
+const TURN: Duration = Duration::from_millis(20);
+/// The time that an engine gets in a cell before it stops early, after three turns at the least.
+const BUDGET: Duration = Duration::from_secs(12);
+/// Worker threads spin for a while after a call; they stop within this, so that they are not in the next engine's way.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// Milliseconds a call.
+#[derive(Debug, Clone, Copy)]
+pub struct Times {
+    pub median: f64,
+    pub min: f64,
+}
+
+/// The times of each engine, in the order given.
+pub fn in_turn(calls: &mut [(Engine, Call<'_>)], rounds: u64) -> Result<Vec<(Engine, Times)>> {
+    let mut turns = Vec::new();
+    for (_, call) in calls.iter_mut() {
+        let once = seconds(call, 1)?;
+        turns.push(Turns { repeat: (TURN.as_secs_f64() / once).ceil().clamp(1.0, 1e6) as u32, taken: Vec::new() });
+    }
+    for _ in 0..rounds {
+        for ((_, call), turns) in calls.iter_mut().zip(&mut turns) {
+            if turns.taken.len() >= 3 && turns.total() > BUDGET.as_secs_f64() {
+                continue;
+            }
+            std::thread::sleep(PAUSE);
+            if turns.repeat > 1 {
+                call()?;
+            }
+            turns.taken.push(seconds(call, turns.repeat)?);
+        }
+    }
+    Ok(calls.iter().zip(turns).map(|((engine, _), turns)| (*engine, turns.times())).collect())
+}
+
+struct Turns {
+    /// Calls in each turn.
+    repeat: u32,
+    /// Seconds a call, one for each turn.
+    taken: Vec<f64>,
+}
+
+impl Turns {
+    fn total(&self) -> f64 {
+        self.taken.iter().sum::<f64>() * f64::from(self.repeat)
+    }
+
+    fn times(mut self) -> Times {
+        self.taken.sort_by(f64::total_cmp);
+        let at = |index: usize| self.taken.get(index).map_or(f64::NAN, |seconds| seconds * 1e3);
+        Times { median: at(self.taken.len() / 2), min: at(0) }
+    }
+}
+
+fn seconds(call: &mut Call<'_>, repeat: u32) -> Result<f64> {
+    let start = Instant::now();
+    for _ in 0..repeat {
+        black_box(call()?);
+    }
+    Ok(start.elapsed().as_secs_f64() / f64::from(repeat))
+}

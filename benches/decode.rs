@@ -1,0 +1,36 @@
+//! A few new queries against a long cache: `cargo bench --bench decode`, and `-- --help` for how to time one cell.
+//!
+//! What takes the time is reading the keys and values. A model reads those of all its layers before it comes back to the
+//! first, so each call takes the next of many copies, `--total` MiB together.
+
+// Each bench uses its own part of what they share.
+#[allow(dead_code)]
+mod common;
+
+use candle_core::{DType, Result};
+use clap::Parser;
+
+use common::args::Args;
+use common::cell::{Cell, Mask};
+use common::run;
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let cells = args.choose(cells());
+    if args.list {
+        run::list(&args, "decode", &cells);
+        return Ok(());
+    }
+    run::attention(&args, &cells, true)
+}
+
+fn cells() -> Vec<Cell> {
+    let mut cells = Vec::new();
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let after = |t_q, t_kv| Cell { h: 32, h_kv: 8, t_q, ..Cell::square(t_kv, 128, Mask::Causal, dtype) };
+        cells.extend([after(1, 4096), after(1, 16384)]);
+        // Speculative decoding asks for several at once.
+        cells.extend([4, 8, 16].map(|t_q| after(t_q, 4096)));
+    }
+    cells
+}

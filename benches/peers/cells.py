@@ -1,0 +1,113 @@
+"""Cells: what is measured, in the words of the Rust benches, which print the list (`cargo bench -- --list --json`)."""
+
+from dataclasses import dataclass, fields
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One shape, dtype and mask. Letters: B batch, T_q queries, T_kv keys, H heads, H_kv key/value heads, D head size."""
+
+    bench: str
+    cell: str
+    dtype: str
+    b: int
+    h: int
+    h_kv: int
+    t_q: int
+    t_kv: int
+    d: int
+    mask: str
+    window: int | None = None
+    lens: tuple[int, ...] | None = None
+
+    @classmethod
+    def from_json(cls, line):
+        """The cell of one JSON object; fields that a cell does not have are left out."""
+        known = {field.name for field in fields(cls)}
+        values = {name: value for name, value in line.items() if name in known}
+        if values.get("lens") is not None:
+            values["lens"] = tuple(values["lens"])
+        return cls(**values)
+
+    @property
+    def causal(self):
+        return self.mask.startswith("causal")
+
+    @property
+    def square_causal(self):
+        """Causal, nothing else, and as many queries as keys: what every engine calls causal."""
+        return self.mask == "causal" and self.t_q == self.t_kv
+
+    @property
+    def unmasked(self):
+        """Whether every query sees every key: also one causal query, which stands at the last key."""
+        return self.mask == "none" or (self.mask == "causal" and self.t_q == 1)
+
+    def keep(self):
+        """Which keys each query sees: bool (B or 1, 1, T_q, T_kv), or None when it sees all of them."""
+        if self.unmasked:
+            return None
+        key = np.arange(self.t_kv)
+        keep = np.ones((1, 1, self.t_q, self.t_kv), dtype=bool)
+        if self.causal:
+            own = np.arange(self.t_q)[:, None] + self.t_kv - self.t_q
+            keep &= key <= own
+            if self.window is not None:
+                keep &= key > own - self.window
+        if self.lens is not None:
+            keep = keep & (key < np.array(self.lens)[:, None, None, None])
+        return keep
+
+    def additive(self):
+        """The mask as a tensor to add to the scores, in the cell's dtype; None when nothing is hidden."""
+        keep = self.keep()
+        if keep is None:
+            return None
+        return np.where(keep, np.float32(0), np.float32(-np.inf)).astype(DTYPES[self.dtype])
+
+    def kv_bytes(self):
+        """Bytes of K and V that one call reads."""
+        return 2 * self.b * self.h_kv * self.t_kv * self.d * DTYPES[self.dtype].itemsize
+
+
+class Inputs:
+    """q (B, H, T_q, D) and copies of k and v (B, H_kv, T_kv, D): several for decoding, so that no cache holds them."""
+
+    def __init__(self, cell, copies):
+        draw = np.random.default_rng(7)
+        make = lambda *shape: draw.standard_normal(shape, dtype=np.float32).astype(DTYPES[cell.dtype])
+        self.q = make(cell.b, cell.h, cell.t_q, cell.d)
+        k = make(cell.b, cell.h_kv, cell.t_kv, cell.d)
+        v = make(cell.b, cell.h_kv, cell.t_kv, cell.d)
+        self.kv = [(k, v)] + [(k.copy(), v.copy()) for _ in range(copies - 1)]
+
+
+def by_definition(cell, inputs, at):
+    """Attention in f64 by its definition, for one (sequence, head, query): (D,)."""
+    sequence, head, query = at
+    k, v = (part[sequence, head // (cell.h // cell.h_kv)].astype(np.float64) for part in inputs.kv[0])
+    scores = k @ inputs.q[sequence, head, query].astype(np.float64) / np.sqrt(cell.d)
+    keep = cell.keep()
+    if keep is not None:
+        scores = np.where(keep[sequence % keep.shape[0], 0, query], scores, -np.inf)
+    weights = np.exp(scores - scores.max())
+    return weights @ v / weights.sum()
+
+
+# The largest gap to the definition, relative to the row's largest entry. f32: sums of some thousand terms in another
+# order. f16 and bf16: the weights are rounded to 11 and 8 bits before they meet the values.
+TOLERANCE = {"f32": 1e-4, "f16": 1e-2, "bf16": 5e-2}
+
+
+def check(cell, inputs, context):
+    """Raises ArithmeticError when a context (B, H, T_q, D) is not what the definition gives, on a few rows."""
+    for at in {(0, 0, 0), (cell.b - 1, cell.h - 1, cell.t_q - 1), (cell.b // 2, cell.h // 2, cell.t_q // 2)}:
+        want = by_definition(cell, inputs, at)
+        gap = np.abs(context[at].astype(np.float64) - want).max() / np.abs(want).max()
+        if not gap <= TOLERANCE[cell.dtype]:
+            raise ArithmeticError(f"differs from the definition by {gap:.1e} at (sequence, head, query) {at}")
