@@ -12,16 +12,16 @@ use clap::Parser;
 
 use common::args::Args;
 use common::cell::{Cell, Mask};
-use common::run;
+use common::{report::Kind, run};
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let cells = args.choose(cells());
+    let cells = args.choose(cells())?;
     if args.list {
         run::list(&args, "decode", &cells);
         return Ok(());
     }
-    run::attention(&args, &cells, true)
+    run::attention(&args, &cells, Kind::Decode)
 }
 
 fn cells() -> Vec<Cell> {

@@ -17,19 +17,19 @@ use common::cell::{Cell, Mask};
 use common::check::compare_outputs;
 use common::engine::{Call, Engine};
 use common::load::Load;
-use common::report::{self, Outcome};
+use common::report::{self, Kind, Outcome};
 use common::rounds::in_turn;
 use common::run;
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let cells = args.choose(cells());
+    let cells = args.choose(cells())?;
     if args.list {
         run::list(&args, "layer", &cells);
         return Ok(());
     }
     let mut peaks = run::Peaks::default();
-    report::header(&args, false);
+    report::header(&args, Kind::Layer);
     for cell in &cells {
         let peak = peaks.of(cell.dtype)?;
         let sides = Sides::new(cell)?;
@@ -45,7 +45,8 @@ fn main() -> Result<()> {
         let times = in_turn(&mut calls, args.rounds)?;
         let others = load.and_then(|load| load.others());
         let plan = Sides::plan(cell)?;
-        report::print(&args, &Outcome { cell, peak, bandwidth: None, times, skipped: Vec::new(), plan, others })?;
+        let kind = Kind::Layer;
+        report::print(&args, &Outcome { kind, cell, peak, bandwidth: None, times, skipped: Vec::new(), plan, others })?;
         eprintln!("{}: done", cell.name());
     }
     Ok(())

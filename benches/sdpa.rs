@@ -12,11 +12,11 @@ use clap::Parser;
 
 use common::args::Args;
 use common::cell::{Cell, Mask};
-use common::{inputs::Inputs, memory, run};
+use common::{inputs::Inputs, memory, report::Kind, run};
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let cells = args.choose(if args.long { long() } else { cells() });
+    let cells = args.choose(if args.long { long() } else { cells() })?;
     if args.list {
         run::list(&args, "sdpa", &cells);
         return Ok(());
@@ -26,7 +26,7 @@ fn main() -> Result<()> {
             report_memory(cell, &args)?;
         }
     }
-    run::attention(&args, &cells, false)
+    run::attention(&args, &cells, Kind::Attention)
 }
 
 fn cells() -> Vec<Cell> {

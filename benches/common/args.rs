@@ -43,12 +43,19 @@ pub struct Args {
 
 impl Args {
     /// The cells that were asked for.
-    pub fn choose(&self, cells: Vec<Cell>) -> Vec<Cell> {
+    ///
+    /// # Errors
+    /// When no cell was, which is a slip of the pen.
+    pub fn choose(&self, cells: Vec<Cell>) -> Result<Vec<Cell>> {
         let chosen = |cell: &Cell| {
             self.only.as_ref().is_none_or(|part| cell.name().contains(part))
                 && self.dtype.is_none_or(|dtype| cell.dtype == dtype)
         };
-        cells.into_iter().filter(chosen).collect()
+        let chosen: Vec<Cell> = cells.into_iter().filter(chosen).collect();
+        if chosen.is_empty() {
+            bail!("[--only] no cell of that name and dtype, expected one of those that --list prints")
+        }
+        Ok(chosen)
     }
 
     pub fn total_bytes(&self) -> usize {

@@ -24,6 +24,8 @@ fn tolerance(dtype: DType) -> f64 {
 
 /// What the reference path gives in f64 for some queries of a cell: the first, the middle and the last.
 pub struct Expected {
+    /// The largest gap allowed in the cell's dtype, whatever dtype an engine returns.
+    tolerance: f64,
     /// The first query of each block and the block's context (B, H, BLOCK, D).
     blocks: Vec<(usize, Tensor)>,
 }
@@ -41,13 +43,14 @@ impl Expected {
             let mask = cell.mask.at(start + cell.t_kv - cell.t_q);
             Ok((start, scaled_dot_product_attention(&q, &k, &v, &mask, &options)?))
         };
-        Ok(Self { blocks: starts.into_iter().map(block).collect::<Result<_>>()? })
+        let blocks = starts.into_iter().map(block).collect::<Result<_>>()?;
+        Ok(Self { tolerance: tolerance(cell.dtype), blocks })
     }
 
     /// The largest gap of a context (B, H, T_q, D), relative to the largest entry of its block.
     ///
     /// # Errors
-    /// For a context that is further off than its dtype explains.
+    /// For a context that is further off than the cell's dtype explains.
     pub fn compare(&self, context: &Tensor) -> Result<f64> {
         let mut worst = 0.0;
         for (start, want) in &self.blocks {
@@ -55,7 +58,7 @@ impl Expected {
             let largest = |tensor: Tensor| tensor.abs()?.max_all()?.to_scalar::<f64>();
             let gap = largest((&found - want)?)? / largest(want.clone())?;
             // A maximum skips NaN, a sum does not.
-            if found.sum_all()?.to_scalar::<f64>()?.is_nan() || gap > tolerance(context.dtype()) {
+            if found.sum_all()?.to_scalar::<f64>()?.is_nan() || gap > self.tolerance {
                 bail!("differs from the reference by {gap:.1e} in the queries from {start}")
             }
             worst = gap.max(worst);

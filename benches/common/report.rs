@@ -9,8 +9,31 @@ use super::engine::Engine;
 use super::peak::{self, Peak};
 use super::rounds::Times;
 
+/// What a bench measures, which decides what its table shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Attention over sequences: the time of a visible pair.
+    Attention,
+    /// Attention to a cache: how fast it is read.
+    Decode,
+    /// A layer, most of whose work may be projections.
+    Layer,
+}
+
+impl Kind {
+    /// The columns that the other kinds do not have.
+    fn columns(self) -> &'static [&'static str] {
+        match self {
+            Self::Attention => &["ps a pair"],
+            Self::Decode => &["GB/s", "of reading"],
+            Self::Layer => &[],
+        }
+    }
+}
+
 /// What became of a cell.
 pub struct Outcome<'a> {
+    pub kind: Kind,
     pub cell: &'a Cell,
     /// The peak for the cell's dtype.
     pub peak: Peak,
@@ -30,14 +53,14 @@ pub struct Outcome<'a> {
 const DISTURBED: f64 = 0.05;
 
 /// What stands above the table; nothing above JSON.
-pub fn header(args: &Args, bandwidth: bool) {
+pub fn header(args: &Args, kind: Kind) {
     if args.json {
         return;
     }
     println!("Processor: {}, {} threads.\n", processor(), peak::threads());
-    let (names, rules) = if bandwidth { (" GB/s | of reading |", " ---: | ---: |") } else { ("", "") };
-    println!("| cell | engine | ms | best ms | GFLOP/s | of peak | ps a pair |{names} times ours | remarks |");
-    println!("| --- | --- | ---: | ---: | ---: | ---: | ---: |{rules} ---: | --- |");
+    let own: String = kind.columns().iter().map(|name| format!(" {name} |")).collect();
+    println!("| cell | engine | ms | best ms | GFLOP/s | of peak |{own} times ours | remarks |");
+    println!("| --- | --- | ---: | ---: | ---: | ---: |{} ---: | --- |", " ---: |".repeat(kind.columns().len()));
 }
 
 /// Prints one cell.
@@ -58,7 +81,7 @@ pub fn print(args: &Args, outcome: &Outcome<'_>) -> Result<()> {
             line["skipped"] = json!(reason);
             println!("{line}");
         } else {
-            let columns = if outcome.bandwidth.is_some() { 8 } else { 6 };
+            let columns = 5 + outcome.kind.columns().len();
             println!("| {} | {} |{} {reason} |", outcome.cell.name(), engine.label(), " |".repeat(columns));
         }
     }
@@ -94,18 +117,19 @@ fn line(outcome: &Outcome<'_>, engine: Engine, times: Times) -> Result<Value> {
 fn row(outcome: &Outcome<'_>, line: &Value, ratio: Option<f64>) -> String {
     let number = |field: &str| line[field].as_f64().unwrap_or(f64::NAN);
     let mut row = format!(
-        "| {} | {} | {} | {} | {:.0} | {:.0} % | {:.1} |",
+        "| {} | {} | {} | {} | {:.0} | {:.0} % |",
         outcome.cell.name(),
         line["name"].as_str().unwrap_or_default(),
         milliseconds(number("ms")),
         milliseconds(number("ms_min")),
         number("gflops"),
         100.0 * number("gflops") / number("peak_gflops"),
-        number("ps_per_pair"),
     );
-    if outcome.bandwidth.is_some() {
-        row += &format!(" {:.1} | {:.0} % |", number("gb_s"), 100.0 * number("gb_s") / number("peak_gb_s"));
-    }
+    row += &match outcome.kind {
+        Kind::Attention => format!(" {:.1} |", number("ps_per_pair")),
+        Kind::Decode => format!(" {:.1} | {:.0} % |", number("gb_s"), 100.0 * number("gb_s") / number("peak_gb_s")),
+        Kind::Layer => String::new(),
+    };
     row += &ratio.map_or_else(|| " |".into(), |ratio| format!(" {ratio:.2} |"));
     let mut remarks = Vec::new();
     if let Some(plan) = line["plan"].as_str().filter(|plan| plan.starts_with("Reference")) {

@@ -11,7 +11,7 @@ use super::engine::{Engine, Entry, our_plan, prepare};
 use super::inputs::Inputs;
 use super::load::Load;
 use super::peak::{self, Peak};
-use super::report::{self, Outcome};
+use super::report::{self, Kind, Outcome};
 use super::rounds::in_turn;
 
 /// The engines that compute attention alone.
@@ -46,19 +46,21 @@ pub fn list(args: &Args, bench: &str, cells: &[Cell]) {
     }
 }
 
-/// Times attention in each cell. With `decode`, each cell walks through so many copies of its keys and values that no
-/// cache holds them, and is measured against the bandwidth of reading.
-pub fn attention(args: &Args, cells: &[Cell], decode: bool) -> Result<()> {
+/// Times attention in each cell. To decode, each cell walks through so many copies of its keys and values that no cache
+/// holds them, and is measured against the bandwidth of reading.
+pub fn attention(args: &Args, cells: &[Cell], kind: Kind) -> Result<()> {
+    let decode = kind == Kind::Decode;
     let mut peaks = Peaks::default();
     let bandwidth = decode.then(|| peak::read_bandwidth(args.total_bytes()));
     if let Some(bandwidth) = bandwidth {
         eprintln!("reading {} MiB: {bandwidth:.1} GB/s", args.total);
     }
-    report::header(args, decode);
+    report::header(args, kind);
     for cell in cells {
         let copies = if decode { args.total_bytes().div_ceil(cell.kv_bytes()) } else { 1 };
         let inputs = Inputs::new(cell, copies)?;
         let mut outcome = Outcome {
+            kind,
             cell,
             peak: peaks.of(cell.dtype)?,
             bandwidth,
