@@ -10,7 +10,7 @@ DTYPES = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.d
 
 @dataclass(frozen=True)
 class Cell:
-    """One shape, dtype and mask. Letters: B batch, T_q queries, T_kv keys, H heads, H_kv key/value heads, D head size."""
+    """One shape, dtype and mask; B batch, T_q queries, T_kv keys, H heads, H_kv key/value heads, D head size, E of a layer."""
 
     bench: str
     cell: str
@@ -24,6 +24,7 @@ class Cell:
     mask: str
     window: int | None = None
     lens: tuple[int, ...] | None = None
+    e: int | None = None
 
     @classmethod
     def from_json(cls, line):
@@ -99,15 +100,40 @@ def by_definition(cell, inputs, at):
     return weights @ v / weights.sum()
 
 
+class LayerInputs:
+    """x (B, T, E), the packed projection (3 E, E) of q, k and v, and the output projection (E, E); no biases."""
+
+    def __init__(self, cell):
+        draw = np.random.default_rng(7)
+        make = lambda *shape: draw.standard_normal(shape, dtype=np.float32)
+        self.x = make(cell.b, cell.t_q, cell.e).astype(DTYPES[cell.dtype])
+        self.w_in = (make(3 * cell.e, cell.e) / np.sqrt(cell.e)).astype(DTYPES[cell.dtype])
+        self.w_out = (make(cell.e, cell.e) / np.sqrt(cell.e)).astype(DTYPES[cell.dtype])
+
+
+def layer_by_definition(cell, inputs, at):
+    """A causal layer in f64 by its definition, for one (sequence, query): (E,)."""
+    sequence, query = at
+    seen = inputs.x[sequence, : query + 1].astype(np.float64) @ inputs.w_in.astype(np.float64).T
+    q, k, v = (part.reshape(query + 1, cell.h, cell.d) for part in np.split(seen, 3, axis=1))
+    scores = np.einsum("hd,thd->ht", q[query], k) / np.sqrt(cell.d)
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    weights /= weights.sum(axis=1, keepdims=True)
+    return np.einsum("ht,thd->hd", weights, v).reshape(-1) @ inputs.w_out.astype(np.float64).T
+
+
 # The largest gap to the definition, relative to the row's largest entry. f32: sums of some thousand terms in another
 # order. f16 and bf16: the weights are rounded to 11 and 8 bits before they meet the values.
 TOLERANCE = {"f32": 1e-4, "f16": 1e-2, "bf16": 5e-2}
 
 
-def check(cell, inputs, context):
-    """Raises ArithmeticError when a context (B, H, T_q, D) is not what the definition gives, on a few rows."""
-    for at in {(0, 0, 0), (cell.b - 1, cell.h - 1, cell.t_q - 1), (cell.b // 2, cell.h // 2, cell.t_q // 2)}:
-        want = by_definition(cell, inputs, at)
-        gap = np.abs(context[at].astype(np.float64) - want).max() / np.abs(want).max()
+def check(cell, inputs, found):
+    """Raises ArithmeticError when a context (B, H, T_q, D), or a layer's output (B, T, E), is not what the definition
+    gives, on a few rows."""
+    last, middle = (cell.b - 1, cell.h - 1, cell.t_q - 1), (cell.b // 2, cell.h // 2, cell.t_q // 2)
+    for row in {(0, 0, 0), last, middle}:
+        at = row if cell.e is None else (row[0], row[2])
+        want = (by_definition if cell.e is None else layer_by_definition)(cell, inputs, at)
+        gap = np.abs(found[at].astype(np.float64) - want).max() / np.abs(want).max()
         if not gap <= TOLERANCE[cell.dtype]:
-            raise ArithmeticError(f"differs from the definition by {gap:.1e} at (sequence, head, query) {at}")
+            raise ArithmeticError(f"differs from the definition by {gap:.1e} at {at}")

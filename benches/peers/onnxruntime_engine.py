@@ -1,4 +1,4 @@
-"""ONNX Runtime: the contrib operators MultiHeadAttention and GroupQueryAttention.
+"""ONNX Runtime: the contrib operators MultiHeadAttention and GroupQueryAttention; Attention, which projects, in a layer.
 
 MultiHeadAttention takes f32 and as many key heads as query heads. Everything else goes to GroupQueryAttention, which is
 always causal: it reads a cache of T_kv keys whose last T_q are this call's, and has sliding windows and f16.
@@ -6,7 +6,7 @@ always causal: it reads a cache of T_kv keys whose last T_q are this call's, and
 
 import numpy as np
 import onnxruntime as ort
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 NAME = "ONNX Runtime"
 VERSION = ort.__version__
@@ -21,7 +21,7 @@ def start(threads):
 
 
 class Call:
-    """One cell made ready: `run()` attends once, over the next copy of k and v; `context()` is the first copy's result."""
+    """One cell made ready: `run()` attends once, over the next copy of k and v; `result()` is the first copy's."""
 
     def __init__(self, cell, inputs):
         if cell.dtype not in _TYPES:
@@ -51,7 +51,7 @@ class Call:
         self.next = (self.next + 1) % len(self.bindings)
         self.session.run_with_iobinding(binding)
 
-    def context(self):
+    def result(self):
         self.next = 0
         self.run()
         c = self.cell
@@ -100,14 +100,44 @@ def _group_query(cell, inputs):
 
 def _session(cell, operator, node, feed, types):
     names, outputs, attributes = node
+    node = helper.make_node(operator, names, outputs, domain="com.microsoft", **attributes)
     float_type = _TYPES[cell.dtype]
     infos = [helper.make_tensor_value_info(n, types.get(n, float_type), feed[n].shape) for n in names if n]
     out_infos = [helper.make_tensor_value_info(name, float_type, None) for name in outputs]
-    node = helper.make_node(operator, names, outputs, domain="com.microsoft", **attributes)
-    graph = helper.make_graph([node], "attention", infos, out_infos)
+    return _start(helper.make_graph([node], "attention", infos, out_infos))
+
+
+def _start(graph):
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = ort.SessionOptions()
     options.intra_op_num_threads = _threads
     options.log_severity_level = 3
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+class LayerCall:
+    """A causal layer made ready: (B, T, E) to (B, T, E), the weights constants of the model."""
+
+    def __init__(self, cell, inputs):
+        if cell.dtype != "f32":
+            raise NotImplementedError(f"no {cell.dtype} Attention operator on the CPU")
+        constants = [
+            numpy_helper.from_array(np.ascontiguousarray(inputs.w_in.T), "w_in"),
+            numpy_helper.from_array(np.zeros(3 * cell.e, np.float32), "no_bias"),
+            numpy_helper.from_array(np.ascontiguousarray(inputs.w_out.T), "w_out"),
+        ]
+        attributes = {"num_heads": cell.h, "unidirectional": 1}
+        nodes = [
+            helper.make_node("Attention", ["x", "w_in", "no_bias"], ["context"], domain="com.microsoft", **attributes),
+            helper.make_node("MatMul", ["context", "w_out"], ["y"]),
+        ]
+        ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, inputs.x.shape) for name in ("x", "y")]
+        self.session = _start(helper.make_graph(nodes, "layer", ends[:1], ends[1:], constants))
+        self.feed = {"x": inputs.x}
+
+    def run(self):
+        return self.session.run(None, self.feed)[0]
+
+    def result(self):
+        return self.run()

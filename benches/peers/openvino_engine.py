@@ -1,4 +1,4 @@
-"""OpenVINO: ScaledDotProductAttention of opset 13, with the cell's dtype as the inference precision."""
+"""OpenVINO: ScaledDotProductAttention of opset 13, also in a layer, with the cell's dtype as the inference precision."""
 
 import numpy as np
 import openvino as ov
@@ -33,7 +33,7 @@ def _compile(model, dtype):
 
 
 class Call:
-    """One cell made ready: `run()` attends once, over the next copy of k and v; `context()` is the first copy's result.
+    """One cell made ready: `run()` attends once, over the next copy of k and v; `result()` is the first copy's.
 
     The operator takes as many key heads as query heads. The queries of a key head become rows of it where no mask tells
     them apart by position, else k and v are broadcast in the model, as exported models do.
@@ -81,8 +81,35 @@ class Call:
         self.requests[self.next].infer(share_inputs=True, share_outputs=True)
         self.next = (self.next + 1) % len(self.requests)
 
-    def context(self):
+    def result(self):
         self.next = 0
         self.run()
         c = self.cell
         return np.array(self.requests[0].get_output_tensor(0).data).reshape(c.b, c.h, c.t_q, c.d)
+
+
+class LayerCall:
+    """A causal layer made ready: (B, T, E) to (B, T, E), the weights constants of the model."""
+
+    def __init__(self, cell, inputs):
+        x = op.parameter(list(inputs.x.shape), _TYPES[cell.dtype])
+        constant = lambda weight: op.constant(_tensor(weight, cell.dtype), shared_memory=False)
+        shape = lambda *sizes: op.constant(np.array(sizes, np.int64))
+        packed = op.matmul(x, constant(inputs.w_in), False, True)
+        packed = op.reshape(packed, shape(cell.b, cell.t_q, 3, cell.h, cell.d), False)
+        apart = op.split(op.transpose(packed, shape(2, 0, 3, 1, 4)), op.constant(np.int64(0)), 3)
+        q, k, v = (op.squeeze(apart.output(at), op.constant(np.int64(0))) for at in range(3))
+        context = op.transpose(op.scaled_dot_product_attention(q, k, v, causal=True), shape(0, 2, 1, 3))
+        context = op.reshape(context, shape(*inputs.x.shape), False)
+        y = op.matmul(context, constant(inputs.w_out), False, True)
+        model = ov.Model([op.result(op.convert(y, "f32"))], [x], "layer")
+        self.request = _compile(model, cell.dtype).create_infer_request()
+        self.kept = inputs
+        self.request.set_input_tensor(0, _tensor(inputs.x, cell.dtype))
+
+    def run(self):
+        self.request.infer(share_inputs=True, share_outputs=True)
+
+    def result(self):
+        self.run()
+        return np.array(self.request.get_output_tensor(0).data)

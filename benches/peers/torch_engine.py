@@ -1,4 +1,4 @@
-"""PyTorch: scaled_dot_product_attention."""
+"""PyTorch: scaled_dot_product_attention, and a layer of a packed projection around it."""
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ def _tensor(array):
 
 
 class Call:
-    """One cell made ready: `run()` attends once, over the next copy of k and v; `context()` is the first copy's result."""
+    """One cell made ready: `run()` attends once, over the next copy of k and v; `result()` is the first copy's."""
 
     def __init__(self, cell, inputs):
         self.q = _tensor(inputs.q)
@@ -39,6 +39,23 @@ class Call:
         self.next = (self.next + 1) % len(self.kv)
         return F.scaled_dot_product_attention(self.q, k, v, **self.options)
 
-    def context(self):
+    def result(self):
         self.next = 0
+        return self.run().float().numpy()
+
+
+class LayerCall:
+    """A causal layer made ready: (B, T, E) to (B, T, E)."""
+
+    def __init__(self, cell, inputs):
+        self.split = (cell.b, cell.t_q, 3, cell.h, cell.d)
+        self.x, self.w_in, self.w_out = _tensor(inputs.x), _tensor(inputs.w_in), _tensor(inputs.w_out)
+
+    @torch.inference_mode()
+    def run(self):
+        q, k, v = F.linear(self.x, self.w_in).view(self.split).permute(2, 0, 3, 1, 4)
+        context = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.linear(context.transpose(1, 2).reshape(self.x.shape), self.w_out)
+
+    def result(self):
         return self.run().float().numpy()
