@@ -1,7 +1,8 @@
 """ONNX Runtime: the contrib operators MultiHeadAttention and GroupQueryAttention; Attention, which projects, in a layer.
 
-MultiHeadAttention takes f32 and as many key heads as query heads. Everything else goes to GroupQueryAttention, which is
-always causal: it reads a cache of T_kv keys whose last T_q are this call's, and has sliding windows and f16.
+MultiHeadAttention takes f32 and as many key heads as query heads. What is causal goes to GroupQueryAttention, which always
+is, and is faster than MultiHeadAttention's `unidirectional`: it reads a cache of T_kv keys whose last T_q are this call's,
+and has sliding windows and f16.
 """
 
 import numpy as np
@@ -27,7 +28,7 @@ class Call:
         if cell.dtype not in _TYPES:
             raise NotImplementedError(f"no {cell.dtype} attention on the CPU")
         self.cell = cell
-        multi_head = cell.dtype == "f32" and cell.h == cell.h_kv and cell.t_q == cell.t_kv and cell.window is None
+        multi_head = cell.dtype == "f32" and cell.h == cell.h_kv and not cell.causal
         if not multi_head and not cell.causal:
             raise NotImplementedError("GroupQueryAttention is always causal")
         self.session, feeds = (_multi_head if multi_head else _group_query)(cell, inputs)
@@ -73,7 +74,7 @@ def _multi_head(cell, inputs):
         types["key_padding_mask"] = TensorProto.INT32
         for feed in feeds:
             feed["key_padding_mask"] = (np.arange(cell.t_kv) < np.array(cell.lens)[:, None]).astype(np.int32)
-    attributes = {"num_heads": cell.h, "unidirectional": int(cell.causal)}
+    attributes = {"num_heads": cell.h}
     return _session(cell, "MultiHeadAttention", (names, ["y"], attributes), feeds[0], types), feeds
 
 
