@@ -9,6 +9,8 @@ mod pack;
 mod params;
 mod prefill;
 mod scores;
+#[cfg(test)]
+mod tests;
 mod tile;
 mod workspace;
 

@@ -4,6 +4,9 @@
 
 use crate::cpu::{Kernel, Vector};
 
+/// Sums that take turns.
+const CHAINS: usize = 4;
+
 /// Scores of some keys (keys, panel) that become weights, and what is known of their columns.
 pub(super) struct SoftmaxStep {
     pub scores: *mut f32,
@@ -45,7 +48,8 @@ impl SoftmaxStep {
         // SAFETY: the caller's promise.
         unsafe {
             let lanes = K::Vector::LANES;
-            let column = |n: usize| (first + n) * lanes;
+            let first_column = first * lanes;
+            let column = |n: usize| first_column + n * lanes;
             let power = K::Vector::splat(self.power);
             let mut most = [K::Vector::splat(f32::NEG_INFINITY); N];
             for key in 0..self.keys {
@@ -65,18 +69,21 @@ impl SoftmaxStep {
                 *shift = K::Vector::select(seen, negative, K::Vector::splat(0.0));
                 before.add(*shift).exp2().store(self.factors.add(column(n)));
             }
-            let mut sums = [K::Vector::splat(0.0); N];
+            // Several short sums round less than a long one.
+            let mut sums = [[K::Vector::splat(0.0); N]; CHAINS];
             if K::ELEMENTS == 1 {
-                for key in 0..self.keys {
-                    for (n, sum) in sums.iter_mut().enumerate() {
-                        let weight = self.weight::<K>(key, column(n), shifts[n]);
-                        *sum = sum.add(weight);
-                        weight.store(self.scores.add(key * K::PANEL + column(n)));
+                let whole = self.keys / CHAINS * CHAINS;
+                for first in (0..whole).step_by(CHAINS) {
+                    for (chain, sums) in sums.iter_mut().enumerate() {
+                        self.weigh::<K, N>(first + chain, (first_column, &shifts), sums);
                     }
+                }
+                for key in whole..self.keys {
+                    self.weigh::<K, N>(key, (first_column, &shifts), &mut sums[0]);
                 }
             } else {
                 for pair in 0..self.keys / 2 {
-                    for (n, sum) in sums.iter_mut().enumerate() {
+                    for (n, sum) in sums[0].iter_mut().enumerate() {
                         let low = self.weight::<K>(2 * pair, column(n), shifts[n]);
                         let high = self.weight::<K>(2 * pair + 1, column(n), shifts[n]);
                         *sum = sum.add(low.add(high));
@@ -84,7 +91,7 @@ impl SoftmaxStep {
                     }
                 }
                 if self.keys % 2 == 1 {
-                    for (n, sum) in sums.iter_mut().enumerate() {
+                    for (n, sum) in sums[0].iter_mut().enumerate() {
                         let low = self.weight::<K>(self.keys - 1, column(n), shifts[n]);
                         *sum = sum.add(low);
                         let at = self.pairs.add(self.keys / 2 * K::PANEL + column(n));
@@ -97,9 +104,33 @@ impl SoftmaxStep {
                     }
                 }
             }
-            for (n, &sum) in sums.iter().enumerate() {
+            let [a, b, c, d] = sums;
+            for n in 0..N {
+                let sum = a[n].add(b[n]).add(c[n].add(d[n]));
                 let at = self.sum.add(column(n));
                 K::Vector::load(at).mul_add(K::Vector::load(self.factors.add(column(n))), sum).store(at);
+            }
+        }
+    }
+
+    /// Weights of one key in the place of its scores, added to the sums.
+    ///
+    /// # Safety
+    /// As [`run`](Self::run).
+    #[inline(always)]
+    unsafe fn weigh<K: Kernel, const N: usize>(
+        &self,
+        key: usize,
+        (first_column, shifts): (usize, &[K::Vector; N]),
+        sums: &mut [K::Vector; N],
+    ) {
+        for (n, sum) in sums.iter_mut().enumerate() {
+            let column = first_column + n * K::Vector::LANES;
+            // SAFETY: the caller's promise.
+            unsafe {
+                let weight = self.weight::<K>(key, column, shifts[n]);
+                *sum = sum.add(weight);
+                weight.store(self.scores.add(key * K::PANEL + column));
             }
         }
     }
@@ -111,7 +142,8 @@ impl SoftmaxStep {
         // SAFETY: the caller's promise.
         unsafe {
             let score = K::Vector::load(self.scores.add(key * K::PANEL + column));
-            score.mul_add(K::Vector::splat(self.power), shift).exp2()
+            // Not one rounding for both: the largest score minus itself is to be 0, so that a lone key weighs 1.
+            score.mul(K::Vector::splat(self.power)).add(shift).exp2()
         }
     }
 }

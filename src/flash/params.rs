@@ -128,18 +128,26 @@ impl Scores<'_> {
         self.softcap.is_some() || self.alibi.is_some() || self.bias.is_some()
     }
 
-    /// `exact` says that queries stay in their own type, where only a sign or a zero may be folded into them.
-    pub fn units(&self, exact: bool) -> Units {
+    /// The scale is split into a power of two and what is left, between 1 and 2: the power changes no digit of a query, and
+    /// the rest is multiplied to the products, whose rounding it does not add to. `pairs` says that queries stay bf16, where
+    /// a small one would lose digits to a power too.
+    pub fn units(&self, pairs: bool) -> Units {
         use std::f64::consts::LOG2_E;
-        let powers = (self.scale * LOG2_E) as f32;
-        let (scale, log2_e) = (self.scale as f32, LOG2_E as f32);
-        let folds_whole = !self.change() && powers.is_finite();
-        match (exact && scale != 0.0, folds_whole) {
-            (false, true) => Units { query: powers, product: 1.0, power: 1.0 },
-            (false, false) => Units { query: scale, product: 1.0, power: log2_e },
-            (true, true) if powers != 0.0 => Units { query: 1f32.copysign(scale), product: 1.0, power: powers.abs() },
-            (true, _) => Units { query: 1f32.copysign(scale), product: scale.abs(), power: log2_e },
+        let magnitude = self.scale.abs();
+        let sign = 1f64.copysign(self.scale);
+        let (query, rest) = match (magnitude == 0.0, pairs) {
+            (true, _) => (0.0, 1.0),
+            (false, true) => (sign, magnitude),
+            (false, false) => {
+                let power = magnitude.log2().floor().clamp(-126.0, 127.0).exp2();
+                (sign * power, magnitude / power)
+            }
+        };
+        let whole = (rest * LOG2_E) as f32;
+        if self.change() || !whole.is_normal() {
+            return Units { query: query as f32, product: rest as f32, power: LOG2_E as f32 };
         }
+        Units { query: query as f32, product: 1.0, power: whole }
     }
 }
 

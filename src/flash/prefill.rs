@@ -74,8 +74,10 @@ unsafe fn step<K: Kernel, E: Element>(
 ) {
     let layout = workspace.layout;
     let end = tile.some.end.min(block.first + block.keys);
-    // Rows of the products begin at whole multiples; keys before the first one seen are hidden.
-    let skipped = tile.some.start.saturating_sub(block.first) / K::ROWS * K::ROWS;
+    // Keys are rows of the first product and depth of the second, and begin at whole multiples of both; the ones before the
+    // first that is seen are hidden.
+    let whole = K::ROWS.max(K::DEPTH * K::ELEMENTS);
+    let skipped = tile.some.start.saturating_sub(block.first) / whole * whole;
     let first = block.first + skipped;
     if first >= end {
         return;

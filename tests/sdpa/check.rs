@@ -7,7 +7,7 @@
 //! its terms. Half precision adds the rounding of the result, nothing else, since scores and sums are f32 there.
 
 use candle_attention::{
-    AttentionMask, Backend, EmptyRows, SdpaOptions, ValidLens, scaled_dot_product_attention,
+    AttentionMask, Backend, EmptyRows, SdpaOptions, ValidLens, plan, scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
 };
 use candle_core::{DType, Device, Result, Tensor};
@@ -125,15 +125,23 @@ pub fn reference() -> SdpaOptions {
 pub fn check_with(case: &Case, dtype: DType, device: &Device, backend: Backend) -> Outcome {
     let Arguments { q, k, v, mask, options } = Arguments::new(case, dtype, device).map_err(|e| e.to_string())?;
     let options = options.with_backend(backend);
+    // No fused path has weights.
+    let for_weights = match backend {
+        Backend::Fused => options.clone().with_backend(Backend::Auto),
+        _ => options.clone(),
+    };
     let attend = || -> Result<_> {
         let context = scaled_dot_product_attention(&q, &k, &v, &mask, &options)?;
-        let output = scaled_dot_product_attention_with_weights(&q, &k, &v, &mask, &options)?;
+        let output = scaled_dot_product_attention_with_weights(&q, &k, &v, &mask, &for_weights)?;
         let with_lse = scaled_dot_product_attention_with_lse(&q, &k, &v, &mask, &options)?;
-        Ok((context, output, with_lse))
+        Ok((context, output, with_lse, plan(&q, &k, &v, &mask, &options)?.backend))
     };
-    let (context, output, (context_beside_lse, lse)) = attend().map_err(|error| error.to_string())?;
+    let (context, output, (context_beside_lse, lse), ran) = attend().map_err(|error| error.to_string())?;
     let expected = case.attend();
-    let bounds = Bounds::new(case, &expected, dtype);
+    let bounds = match ran {
+        Backend::Fused => Bounds::fused(case, &expected, dtype),
+        _ => Bounds::new(case, &expected, dtype),
+    };
     for (what, context) in [
         ("context", &context),
         ("context beside weights", &output.context),
@@ -184,6 +192,10 @@ pub struct Bounds<'a> {
     /// Of the result: the rounding error of one number, relative, and absolute below the smallest normal one.
     unit: f64,
     smallest: f64,
+    /// Of each weight before it meets its value, relative.
+    rounded_weights: f64,
+    /// Of each score, absolute.
+    cap: f64,
 }
 
 impl<'a> Bounds<'a> {
@@ -195,11 +207,29 @@ impl<'a> Bounds<'a> {
         };
         let epsilon = if dtype == DType::F64 { f64::EPSILON } else { f64::from(f32::EPSILON) };
         let dims = case.dims;
-        Self { expected, t_kv: dims.t_kv, d_v: dims.d_v, d: dims.d, epsilon, unit, smallest }
+        Self {
+            expected,
+            t_kv: dims.t_kv,
+            d_v: dims.d_v,
+            d: dims.d,
+            epsilon,
+            unit,
+            smallest,
+            rounded_weights: 0.0,
+            cap: 0.0,
+        }
+    }
+
+    /// For a fused kernel, which may round weights to bf16 before their product with bf16 values, as PyTorch's does, and
+    /// may take the cap's hyperbolic tangent from an exponential, so that it errs by some ε of 1 even near 0.
+    pub fn fused(case: &Case, expected: &'a Attended, dtype: DType) -> Self {
+        let bounds = Self::new(case, expected, dtype);
+        let rounded_weights = if dtype == DType::BF16 { bounds.unit } else { 0.0 };
+        Self { rounded_weights, cap: 4.0 * bounds.epsilon * case.options.softcap.unwrap_or(0.0), ..bounds }
     }
 
     fn score(&self, row: usize) -> f64 {
-        (self.d + 8) as f64 * self.epsilon * self.expected.score_terms[row]
+        (self.d + 8) as f64 * self.epsilon * self.expected.score_terms[row] + self.cap
     }
 
     /// Relative to the weight.
@@ -220,11 +250,13 @@ impl<'a> Bounds<'a> {
     pub fn merged_context(&self, n: usize, lse: &[f64]) -> f64 {
         let row = n / self.d_v;
         let lse = if lse[row].is_finite() { self.lse(row, lse[row]) } else { 0.0 };
-        self.expected.context_terms[n] * (self.share(row) + 2.0 * lse + 2.0 * self.unit) + 2.0 * self.smallest
+        let share = self.share(row) + self.rounded_weights + 2.0 * lse + 2.0 * self.unit;
+        self.expected.context_terms[n] * share + 2.0 * self.smallest
     }
 
     pub fn context(&self, n: usize, expected: f64) -> f64 {
-        self.expected.context_terms[n] * self.share(n / self.d_v) + expected.abs() * self.unit + self.smallest
+        let share = self.share(n / self.d_v) + self.rounded_weights;
+        self.expected.context_terms[n] * share + expected.abs() * self.unit + self.smallest
     }
 }
 

@@ -166,30 +166,29 @@ impl Case {
         alibi.chain(biases).collect()
     }
 
-    /// The score before the mask, and the sum of the absolute values behind it.
-    fn score(&self, [b, h, i, j]: [usize; 4]) -> (f64, f64) {
+    /// The score of query i and key j, given as their vectors, before the mask; and the sum of the absolute values
+    /// behind it.
+    fn score(&self, index: [usize; 4], query: &[f64], key: &[f64]) -> (f64, f64) {
         let scale = self.options.scale.unwrap_or(1.0 / (self.dims.d as f64).sqrt());
         let (mut dot, mut terms) = (0.0, 0.0);
-        for d in 0..self.dims.d {
-            let product = self.q.at([b, h, i, d]) * self.k.at([b, self.kv_head(h), j, d]);
+        for (x, y) in query.iter().zip(key) {
+            let product = x * y;
             dot += product;
-            terms += product.abs();
+            terms += finite(product);
         }
         let (mut score, mut terms) = (dot * scale, terms * scale.abs());
         if let Some(softcap) = self.options.softcap {
             score = softcap * (score / softcap).tanh();
         }
-        for term in self.bias_terms([b, h, i, j]) {
+        for term in self.bias_terms(index) {
             score += term;
-            if term.is_finite() {
-                terms += term.abs();
-            }
+            terms += finite(term);
         }
         (score, terms)
     }
 
     pub fn attend(&self) -> Attended {
-        let Dims { b, h, t_q, t_kv, d_v, .. } = self.dims;
+        let Dims { b, h, t_q, t_kv, d, d_v, .. } = self.dims;
         let mut out = Attended {
             context: Vec::new(),
             weights: Vec::new(),
@@ -199,15 +198,21 @@ impl Case {
         };
         for b in 0..b {
             for h in 0..h {
-                for i in 0..t_q {
-                    let row = self.row(b, h, i);
-                    for d in 0..d_v {
-                        // A hidden key has no part in the sum, whatever its value.
-                        let terms = (0..t_kv).filter(|&j| row.takes_part[j]);
-                        let terms = terms.map(|j| row.weights[j] * self.v.at([b, self.kv_head(h), j, d]));
-                        out.context.push(terms.clone().sum());
-                        out.context_terms.push(terms.map(f64::abs).sum());
+                let keys = vectors(&self.k, [b, self.kv_head(h)], t_kv, d);
+                let values = vectors(&self.v, [b, self.kv_head(h)], t_kv, d_v);
+                for (i, query) in vectors(&self.q, [b, h], t_q, d).iter().enumerate() {
+                    let row = self.row([b, h, i], query, &keys);
+                    let (mut sums, mut terms) = (vec![0.0; d_v], vec![0.0; d_v]);
+                    // A hidden key has no part in the sum, whatever its value.
+                    for j in (0..t_kv).filter(|&j| row.takes_part[j]) {
+                        for ((sum, terms), value) in sums.iter_mut().zip(&mut terms).zip(&values[j]) {
+                            let term = row.weights[j] * value;
+                            *sum += term;
+                            *terms += finite(term);
+                        }
                     }
+                    out.context.extend(sums);
+                    out.context_terms.extend(terms);
                     out.weights.extend(row.weights);
                     out.lse.push(row.lse);
                     out.score_terms.push(row.terms);
@@ -217,10 +222,12 @@ impl Case {
         out
     }
 
-    fn row(&self, b: usize, h: usize, i: usize) -> Row {
+    fn row(&self, [b, h, i]: [usize; 3], query: &[f64], keys: &[Vec<f64>]) -> Row {
         let t_kv = self.dims.t_kv;
         let seen: Vec<bool> = (0..t_kv).map(|j| self.sees([b, h, i, j])).collect();
-        let scores: Vec<(f64, f64)> = (0..t_kv).map(|j| self.score([b, h, i, j])).collect();
+        // Nobody asks for the score of a hidden key.
+        let score = |j: usize| if seen[j] { self.score([b, h, i, j], query, &keys[j]) } else { (f64::NAN, f64::NAN) };
+        let scores: Vec<(f64, f64)> = (0..t_kv).map(score).collect();
         let sink = self.options.sinks.as_ref().map(|sinks| sinks[h]);
         let visible = || (0..t_kv).filter(|&j| seen[j]).map(|j| scores[j].0);
         let terms =
@@ -253,4 +260,14 @@ struct Row {
     takes_part: Vec<bool>,
     lse: f64,
     terms: f64,
+}
+
+/// What a term adds to a bound on rounding: what is no number is not rounded.
+fn finite(term: f64) -> f64 {
+    if term.is_finite() { term.abs() } else { 0.0 }
+}
+
+/// The vectors of one head, one a position.
+fn vectors(array: &Array, [b, h]: [usize; 2], count: usize, width: usize) -> Vec<Vec<f64>> {
+    (0..count).map(|t| (0..width).map(|d| array.at([b, h, t, d])).collect()).collect()
 }

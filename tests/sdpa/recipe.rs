@@ -27,10 +27,16 @@ pub enum Layout {
     OneBatch,
     /// One head for all.
     OneHead,
+    /// A third of (B, T, 3 · H, D), as a packed projection gives it.
+    Packed,
+    /// One vector for all positions.
+    OnePosition,
+    /// One number a vector.
+    OneColumn,
 }
 
 impl Layout {
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 11] = [
         Self::Contiguous,
         Self::HeadsTransposed,
         Self::CacheHead,
@@ -39,6 +45,9 @@ impl Layout {
         Self::ColumnMajor,
         Self::OneBatch,
         Self::OneHead,
+        Self::Packed,
+        Self::OnePosition,
+        Self::OneColumn,
     ];
 
     pub fn array(self, [b, h, t, d]: [usize; 4]) -> Array {
@@ -53,6 +62,11 @@ impl Layout {
             Self::ColumnMajor => Array::new(&[b, h, d, t]).view(View::Transpose(2, 3)),
             Self::OneBatch => Array::new(&[1, h, t, d]).view(View::Broadcast(vec![b, h, t, d])),
             Self::OneHead => Array::new(&[b, 1, t, d]).view(View::Broadcast(vec![b, h, t, d])),
+            Self::Packed => Array::new(&[b, t, 3 * h, d])
+                .view(View::Narrow { dim: 2, start: h, len: h })
+                .view(View::Transpose(1, 2)),
+            Self::OnePosition => Array::new(&[b, h, 1, d]).view(View::Broadcast(vec![b, h, t, d])),
+            Self::OneColumn => Array::new(&[b, h, t, 1]).view(View::Broadcast(vec![b, h, t, d])),
         }
     }
 }

@@ -6,6 +6,9 @@ use super::{AHEAD, MOST_LANES};
 use crate::cpu::{Element, Vector, load_first, tanh};
 use crate::flash::params::{Problem, Row};
 
+/// Sums that take turns.
+const CHAINS: usize = 4;
+
 /// Up to R query rows of one key head, and the keys of one part that they see.
 pub(super) struct Part<'a, 'b, E, const R: usize> {
     pub problem: &'a Problem<'b, E>,
@@ -100,31 +103,22 @@ impl<E: Element, const R: usize> Part<'_, '_, E, R> {
         self.problem.k.at([self.b, self.kv_head, key])
     }
 
-    /// Softcap, ALiBi and bias, and then powers of two.
+    /// Softcap, ALiBi and bias, in natural units.
     ///
     /// # Safety
     /// As [`Job`](crate::cpu::Job).
     #[inline(always)]
     pub unsafe fn change<V: Vector>(&self, scores: *mut f32) {
-        let options = &self.problem.scores;
-        let units = options.units(false);
-        if !options.change() && units.power == 1.0 {
-            return;
-        }
         // SAFETY: the caller's promise.
         unsafe {
             self.cap_and_slope::<V>(scores);
-            if let Some(bias) = &options.bias {
+            if let Some(bias) = &self.problem.scores.bias {
                 for (r, row) in self.rows.iter().enumerate() {
                     let from = bias.at([self.b, row.head, row.query, self.first]);
                     for key in 0..self.keys() {
                         *scores.add(key * R + r) += *from.add(key * bias.stride(3));
                     }
                 }
-            }
-            let power = V::splat(units.power);
-            for at in (0..self.keys() * R).step_by(V::LANES) {
-                V::load(scores.add(at)).mul(power).store(scores.add(at));
             }
         }
     }
@@ -136,10 +130,16 @@ impl<E: Element, const R: usize> Part<'_, '_, E, R> {
         let options = &self.problem.scores;
         // SAFETY: the caller's promise.
         unsafe {
+            let product = options.units(false).product;
             if let Some(softcap) = options.softcap {
-                let (cap, shrink) = (V::splat(softcap), V::splat(1.0 / softcap));
+                let (cap, shrink) = (V::splat(softcap), V::splat(product / softcap));
                 for at in (0..self.keys() * R).step_by(V::LANES) {
                     tanh(V::load(scores.add(at)).mul(shrink)).mul(cap).store(scores.add(at));
+                }
+            }
+            if options.softcap.is_none() && product != 1.0 {
+                for at in (0..self.keys() * R).step_by(V::LANES) {
+                    V::load(scores.add(at)).mul(V::splat(product)).store(scores.add(at));
                 }
             }
             if let Some(alibi) = options.alibi {
@@ -204,21 +204,27 @@ impl<E: Element, const R: usize> Part<'_, '_, E, R> {
                 // A NaN is passed over here; it reaches the sum by its own exponential.
                 most = V::load(scores.add(at)).max(most);
             }
+            let power = V::splat(self.problem.scores.units(false).power);
             let mut by_lane = [0f32; MOST_LANES];
-            most.store(by_lane.as_mut_ptr());
+            most.mul(power).store(by_lane.as_mut_ptr());
             for (lane, &most) in by_lane[..V::LANES].iter().enumerate() {
                 max[lane % R] = max[lane % R].max(most);
             }
-            let shifts: [f32; MOST_LANES] =
-                std::array::from_fn(|lane| if max[lane % R] == f32::NEG_INFINITY { 0.0 } else { max[lane % R] });
+            let mut shifts = [0f32; MOST_LANES];
+            for (lane, shift) in shifts.iter_mut().enumerate() {
+                *shift = if max[lane % R] == f32::NEG_INFINITY { 0.0 } else { -max[lane % R] };
+            }
             let shifts = V::load(shifts.as_ptr());
-            let mut sums = V::splat(0.0);
+            // Several short sums round less than a long one.
+            let mut sums = [V::splat(0.0); CHAINS];
             for at in (0..words).step_by(V::LANES) {
-                let weight = V::load(scores.add(at)).sub(shifts).exp2();
-                sums = sums.add(weight);
+                // Not one rounding for both: the largest score minus itself is to be 0, so that a lone key weighs 1.
+                let weight = V::load(scores.add(at)).mul(power).add(shifts).exp2();
+                let sum = &mut sums[at / V::LANES % CHAINS];
+                *sum = sum.add(weight);
                 weight.store(scores.add(at));
             }
-            sums.store(by_lane.as_mut_ptr());
+            sums[0].add(sums[1]).add(sums[2].add(sums[3])).store(by_lane.as_mut_ptr());
             for (lane, &part) in by_lane[..V::LANES].iter().enumerate() {
                 sum[lane % R] += part;
             }

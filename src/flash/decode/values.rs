@@ -81,12 +81,8 @@ impl<E: Element, const R: usize> Part<'_, '_, E, R> {
         let held = if N == 1 { lanes.min(d_v - d) } else { lanes };
         // SAFETY: the caller's promise.
         unsafe {
+            // Sums of a few keys each, and not one over all of them, which would round more.
             let mut sums = [[V::splat(0.0); N]; R];
-            for (r, sums) in sums.iter_mut().enumerate() {
-                for (n, sum) in sums.iter_mut().enumerate() {
-                    *sum = load_first(context.as_ptr().add(r * d_v + d + n * lanes), held);
-                }
-            }
             for key in keys {
                 let from = self.value(key).add(d);
                 let ahead = from.wrapping_add(AHEAD * self.problem.v.stride(2)).cast::<u8>();
@@ -106,7 +102,8 @@ impl<E: Element, const R: usize> Part<'_, '_, E, R> {
             }
             for (r, sums) in sums.iter().enumerate() {
                 for (n, &sum) in sums.iter().enumerate() {
-                    store_first(sum, context.as_mut_ptr().add(r * d_v + d + n * lanes), held);
+                    let at = context.as_mut_ptr().add(r * d_v + d + n * lanes);
+                    store_first(sum.add(load_first(at.cast_const(), held)), at, held);
                 }
             }
         }
@@ -120,21 +117,29 @@ impl<E: Element, const R: usize> Part<'_, '_, E, R> {
     #[inline(always)]
     pub unsafe fn mix_seen<V: Vector>(&self, weights: *const f32, context: &mut [f32]) {
         let (d_v, lanes) = (self.problem.dims.d_v, V::LANES);
+        let mut sums = vec![0f32; d_v.next_multiple_of(lanes)];
         for (r, row) in self.rows.iter().enumerate() {
-            for key in self.ranges[r].clone() {
-                // SAFETY: the caller's promise; the row's range lies within the keys.
-                unsafe {
-                    let keep = self.problem.scores.keep.as_ref();
-                    if keep.is_some_and(|keep| *keep.at([self.b, row.head, row.query, key]) == 0) {
-                        continue;
+            // The same sums of a few keys each as for finite values.
+            for first in (self.first..self.end).step_by(VALUES) {
+                let own = first.max(self.ranges[r].start)..self.ranges[r].end.min(first + VALUES);
+                sums.fill(0.0);
+                for key in own {
+                    // SAFETY: the caller's promise; the row's range lies within the keys.
+                    unsafe {
+                        let keep = self.problem.scores.keep.as_ref();
+                        if keep.is_some_and(|keep| *keep.at([self.b, row.head, row.query, key]) == 0) {
+                            continue;
+                        }
+                        let weight = V::splat(*weights.add((key - self.first) * R + r));
+                        for d in (0..d_v).step_by(lanes) {
+                            let value: V = load_first(self.value(key).add(d), lanes.min(d_v - d));
+                            let at = sums.as_mut_ptr().add(d);
+                            weight.mul_add(value, V::load(at.cast_const())).store(at);
+                        }
                     }
-                    let weight = V::splat(*weights.add((key - self.first) * R + r));
-                    for d in (0..d_v).step_by(lanes) {
-                        let held = lanes.min(d_v - d);
-                        let at = context.as_mut_ptr().add(r * d_v + d);
-                        let value: V = load_first(self.value(key).add(d), held);
-                        store_first(weight.mul_add(value, load_first(at.cast_const(), held)), at, held);
-                    }
+                }
+                for (context, sum) in context[r * d_v..(r + 1) * d_v].iter_mut().zip(&sums) {
+                    *context += sum;
                 }
             }
         }
