@@ -24,7 +24,11 @@ const WORTH_A_THREAD: usize = 1 << 20;
 pub(super) fn workers(dims: &Dims) -> usize {
     let products = [dims.b, dims.h, dims.t_q, dims.t_kv, dims.d + dims.d_v];
     let products = products.into_iter().fold(1usize, usize::saturating_mul);
-    threads().min(products / WORTH_A_THREAD + 1)
+    // A call that is worth one does not start a pool.
+    match products / WORTH_A_THREAD {
+        0 => 1,
+        more => threads().min(more + 1),
+    }
 }
 
 /// How the rows and keys of each key head are cut.

@@ -114,10 +114,15 @@ fn dims(h: usize, t_q: usize, t_kv: usize, d: usize, d_v: usize) -> Dims {
 
 #[test]
 fn every_tier_gives_the_numbers_of_plain_loops() {
-    let tiers = if cfg!(miri) { vec![Tier::Scalar] } else { Tier::available() };
-    let shapes = [dims(2, 1, 9, 3, 5), dims(1, 3, 2, 8, 1), dims(2, 11, 13, 9, 4), dims(4, 5, 131, 5, 3)];
+    let shapes =
+        [dims(2, 1, 3, 3, 2), dims(2, 9, 3, 2, 3), dims(1, 3, 2, 8, 1), dims(2, 11, 13, 9, 4), dims(4, 5, 131, 5, 3)];
+    let (tiers, shapes) = match cfg!(miri) {
+        // Interpreted, a call takes seconds: one that decodes and one that fills a tile in part.
+        true => (vec![Tier::Scalar], &shapes[..2]),
+        false => (Tier::available(), &shapes[..]),
+    };
     for tier in tiers {
-        for dims in shapes {
+        for &dims in shapes {
             for (causal, everything) in [(false, false), (true, false), (true, true)] {
                 let case = Case::new(dims, causal, everything);
                 let name = format!("{tier}, {dims:?}, causal {causal}, everything {everything}");

@@ -58,13 +58,10 @@ impl State {
 
     pub fn panel(&mut self, panel: usize) -> PanelState {
         let (stride, context) = (self.stride(), self.context * self.panel);
-        let words = &mut self.words.words_mut()[panel * stride..(panel + 1) * stride];
-        let context_at = words.as_mut_ptr();
-        PanelState {
-            context: context_at,
-            max: words[context..].as_mut_ptr(),
-            sum: words[context + self.panel..].as_mut_ptr(),
-        }
+        assert!((panel + 1) * stride <= self.words.words().len(), "the state has a part for each panel");
+        // One pointer for all three: they may be used in turn.
+        let first = self.words.as_mut_ptr().wrapping_add(panel * stride);
+        PanelState { context: first, max: first.wrapping_add(context), sum: first.wrapping_add(context + self.panel) }
     }
 }
 
