@@ -4,6 +4,8 @@ pub(crate) mod arch;
 mod element;
 mod kernel;
 mod scratch;
+#[cfg(test)]
+mod tests;
 mod threads;
 mod tier;
 mod vector;

@@ -16,6 +16,8 @@ pub enum Tier {
     Scalar,
     /// Arm's 128-bit vectors.
     Neon,
+    /// NEON with bf16 dot products.
+    NeonBf16,
     /// AVX2 with FMA and F16C.
     Avx2,
     /// AVX-512 (F, BW, DQ, VL).
@@ -31,7 +33,8 @@ const VARIABLE: &str = "CANDLE_ATTENTION_CPU";
 
 impl Tier {
     /// Every tier of every processor, the slowest first.
-    pub const ALL: [Self; 6] = [Self::Scalar, Self::Neon, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
+    pub const ALL: [Self; 7] =
+        [Self::Scalar, Self::Neon, Self::NeonBf16, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
 
     /// The tiers that this processor has, the slowest first; [`Tier::Scalar`] is always among them.
     pub fn available() -> Vec<Self> {
@@ -52,6 +55,8 @@ impl Tier {
             Self::Amx => Self::Avx512Bf16.is_available() && super::arch::x86_64::amx::is_granted(),
             #[cfg(target_arch = "aarch64")]
             Self::Neon => std::arch::is_aarch64_feature_detected!("neon"),
+            #[cfg(target_arch = "aarch64")]
+            Self::NeonBf16 => Self::Neon.is_available() && std::arch::is_aarch64_feature_detected!("bf16"),
             _ => false,
         }
     }
@@ -76,8 +81,8 @@ impl Tier {
         static AVAILABLE: OnceLock<Vec<Tier>> = OnceLock::new();
         let available = AVAILABLE.get_or_init(Self::available);
         let worth = |tier: &&Self| match tier {
-            // Beside bf16 they are AVX-512.
-            Self::Avx512Bf16 | Self::Amx if dtype != DType::BF16 => false,
+            // Beside bf16 they are NEON and AVX-512.
+            Self::NeonBf16 | Self::Avx512Bf16 | Self::Amx if dtype != DType::BF16 => false,
             Self::Avx512Bf16 => !has_slow_dot_products(),
             _ => true,
         };
@@ -104,6 +109,7 @@ impl fmt::Display for Tier {
         f.pad(match self {
             Self::Scalar => "scalar",
             Self::Neon => "neon",
+            Self::NeonBf16 => "neonbf16",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
             Self::Avx512Bf16 => "avx512bf16",

@@ -44,6 +44,10 @@ pub(crate) fn run<E: Element>(problem: &Problem<E>, tier: Tier) {
             Tier::Amx if E::IS_BF16 => attend::<arch::x86_64::amx::Amx, E>(problem),
             #[cfg(target_arch = "x86_64")]
             Tier::Avx512 | Tier::Avx512Bf16 | Tier::Amx => attend::<arch::x86_64::avx512::Avx512, E>(problem),
+            #[cfg(target_arch = "aarch64")]
+            Tier::NeonBf16 if E::IS_BF16 => attend::<arch::aarch64::neonbf16::NeonBf16, E>(problem),
+            #[cfg(target_arch = "aarch64")]
+            Tier::Neon | Tier::NeonBf16 => attend::<arch::aarch64::neon::Neon, E>(problem),
             _ => unreachable!("tiers of other processors are not available"),
         }
     }

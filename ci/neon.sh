@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Tests the Arm kernels on x86-64 Linux: builds for aarch64, and runs under QEMU's user mode as an early 64-bit Arm
+# processor and as one with everything that QEMU knows, bf16 dot products among it. On Arm it runs the same tests as it is.
+#
+# usage: bash ci/neon.sh [CASES]      CASES random calls for each property, 60 unless told; a failed one shows its seed
+#
+# Compiler, linker, C library and emulator come from Debian's archive where the machine lacks them, unpacked into a cache
+# (NEON_CACHE, else ~/.cache/candle-attention-neon) and not installed; rustup adds Rust's library for aarch64. Where that
+# cannot be had, the script says why it tests nothing, and succeeds.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PROPTEST_CASES=${1:-60} RUST_BACKTRACE=${RUST_BACKTRACE:-0}
+target=aarch64-unknown-linux-gnu
+cache=${NEON_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/candle-attention-neon}
+root=$cache/root
+
+skip() {
+    echo "the Arm kernels are not tested: $*" >&2
+    exit 0
+}
+
+has() { command -v "$1" >/dev/null; }
+
+fetch() {
+    if ! has apt-get || ! has dpkg-deb; then skip "there is neither an aarch64 toolchain with QEMU nor apt-get"; fi
+    mkdir -p "$cache"/{lists,apt/archives}/partial "$root"
+    local apt=(apt-get -q -o Debug::NoLocking=1 -o APT::Sandbox::User= -o Dir::State::lists="$cache/lists" -o Dir::Cache="$cache/apt")
+    "${apt[@]}" update &>"$cache/log" || skip "the package archive cannot be reached, see $cache/log"
+    "${apt[@]}" install -y --download-only --no-install-recommends \
+        gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user &>>"$cache/log" || skip "packages are missing, see $cache/log"
+    local package
+    for package in "$cache"/apt/archives/*.deb; do dpkg-deb --extract "$package" "$root"; done
+}
+
+# A command that finds its libraries where it was unpacked.
+wrap() {
+    printf '#!/bin/sh\nLD_LIBRARY_PATH=%q exec %q %s "$@"\n' "$root/usr/lib/x86_64-linux-gnu" "$root/usr/bin/$1" "$2" >"$cache/$1"
+    chmod +x "$cache/$1"
+}
+
+case $(uname -m) in aarch64 | arm64) native=true ;; *) native=false ;; esac
+if $native; then
+    # It may lack bf16 dot products.
+    processors=("this processor") tiers=(neon)
+else
+    [ "$(uname -sm)" = "Linux x86_64" ] || skip "this is $(uname -sm), expected Linux on x86_64 or Arm"
+    if [ ! -d "$(rustc --print target-libdir --target $target)" ]; then
+        if ! has rustup || ! rustup target add $target; then skip "Rust's library for $target cannot be had"; fi
+    fi
+    gcc=aarch64-linux-gnu-gcc qemu=qemu-aarch64 library=/usr/aarch64-linux-gnu
+    if ! has $gcc || ! has $qemu; then
+        [ -e "$cache/complete" ] || fetch
+        if ! has $gcc; then
+            wrap $gcc "--sysroot=$(printf %q "$root")"
+            gcc=$cache/$gcc library=$root$library
+        fi
+        if ! has $qemu; then
+            wrap $qemu ""
+            qemu=$cache/$qemu
+        fi
+        "$qemu" --version >/dev/null && "$gcc" --version >/dev/null || skip "what was unpacked into $root does not run"
+        touch "$cache/complete"
+    fi
+    export CARGO_BUILD_TARGET=$target CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=$gcc
+    export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="$qemu -L $library"
+    processors=(cortex-a53 max) tiers=(neon neonbf16)
+fi
+
+kernels=(--lib)
+[ ! -d tests/flash ] || kernels+=(--test flash)
+for processor in "${processors[@]}"; do
+    export QEMU_CPU=$processor
+    echo "== the kernels on $processor"
+    cargo test "${kernels[@]}"
+done
+for tier in "${tiers[@]}"; do
+    echo "== everything that computes, on $tier"
+    CANDLE_ATTENTION_CPU=$tier cargo test --test golden --test sdpa
+done

@@ -1,0 +1,5 @@
+//! Arm's 64-bit instruction set.
+
+pub(crate) mod neon;
+pub(crate) mod neonbf16;
+mod tile;

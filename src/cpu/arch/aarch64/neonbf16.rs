@@ -1,0 +1,78 @@
+//! NEON with bf16 dot products: a word of two elements is multiplied and added in one instruction.
+//!
+//! `bfdot` rounds the sum of a word's two products, and then that with what was there, to odd: an inexact f32 gets 1 as its last
+//! bit. Such a sum errs by up to an ulp where rounding to nearest errs by half of one, and as little on average. Numbers
+//! below the smallest normal one are zeros to it. A program that sets `FPCR.EBF`, where the processor has it, gets one
+//! rounding less.
+
+use std::arch::aarch64::*;
+use std::arch::asm;
+
+use super::neon::Neon;
+use super::tile::{self, ByLane};
+use crate::cpu::kernel::{Job, Kernel, Product};
+
+pub(crate) struct NeonBf16;
+
+impl ByLane for NeonBf16 {
+    #[inline(always)]
+    unsafe fn mul_add<const LANE: i32>(mut sum: float32x4_t, b: float32x4_t, a: float32x4_t) -> float32x4_t {
+        // SAFETY: the caller's promise. The intrinsic is not stable.
+        unsafe {
+            asm!(
+                "bfdot {sum:v}.4s, {b:v}.8h, {a:v}.2h[{lane}]",
+                sum = inout(vreg) sum,
+                b = in(vreg) b,
+                a = in(vreg) a,
+                lane = const LANE,
+                options(pure, nomem, nostack, preserves_flags),
+            );
+        }
+        sum
+    }
+}
+
+impl Kernel for NeonBf16 {
+    type Vector = Neon;
+    const ELEMENTS: usize = 2;
+    const ROWS: usize = tile::ROWS;
+    const DEPTH: usize = 1;
+    const VECTORS: usize = tile::VECTORS;
+
+    #[inline(always)]
+    unsafe fn store_pairs(low: Neon, high: Neon, to: *mut f32) {
+        // SAFETY: the caller's promise; eight bf16 are four words. The intrinsic is not stable.
+        unsafe {
+            let mut pairs = low.0;
+            asm!(
+                "bfcvtn {low:v}.4h, {low:v}.4s",
+                "bfcvtn {high:v}.4h, {high:v}.4s",
+                "zip1 {low:v}.8h, {low:v}.8h, {high:v}.8h",
+                low = inout(vreg) pairs,
+                high = inout(vreg) high.0 => _,
+                options(pure, nomem, nostack, preserves_flags),
+            );
+            vst1q_f32(to, pairs);
+        }
+    }
+
+    unsafe fn vectorize(job: impl Job) {
+        #[target_feature(enable = "neon,bf16")]
+        unsafe fn compiled(job: impl Job) {
+            // SAFETY: the caller's promise.
+            unsafe { job.run::<NeonBf16>() }
+        }
+        // SAFETY: the caller's promise.
+        unsafe { compiled(job) }
+    }
+
+    unsafe fn multiply(product: &Product) {
+        #[target_feature(enable = "neon,bf16")]
+        unsafe fn compiled(product: &Product) {
+            // SAFETY: the caller's promise.
+            unsafe { tile::multiply::<NeonBf16>(product) }
+        }
+        // SAFETY: the caller's promise.
+        unsafe { compiled(product) }
+    }
+}

@@ -1,0 +1,174 @@
+//! f32 from and to bf16 and f16, against the `half` crate.
+
+use half::{bf16, f16};
+
+use super::on_every_tier;
+use crate::cpu::{Element, Job, Kernel, Vector, load_first, store_first};
+
+/// Half-precision numbers of either kind, by their bits.
+trait Half: Element + PartialEq + std::fmt::Debug {
+    fn of(bits: u16) -> Self;
+    fn bits(self) -> u16;
+    fn nan(self) -> bool;
+}
+
+impl Half for bf16 {
+    fn of(bits: u16) -> Self {
+        Self::from_bits(bits)
+    }
+    fn bits(self) -> u16 {
+        self.to_bits()
+    }
+    fn nan(self) -> bool {
+        self.is_nan()
+    }
+}
+
+impl Half for f16 {
+    fn of(bits: u16) -> Self {
+        Self::from_bits(bits)
+    }
+    fn bits(self) -> u16 {
+        self.to_bits()
+    }
+    fn nan(self) -> bool {
+        self.is_nan()
+    }
+}
+
+/// Every number of the type: itself, half way to the next, which is a tie, and the f32 on either side of that.
+fn around<E: Half>() -> impl Iterator<Item = f32> {
+    (0..=u16::MAX).flat_map(|bits| {
+        let (this, next) = (E::of(bits).to_f32(), E::of(bits.wrapping_add(1)).to_f32());
+        let tie = ((f64::from(this) + f64::from(next)) / 2.0) as f32;
+        [this, tie, tie.next_up(), tie.next_down()]
+    })
+}
+
+struct Load<E>(std::marker::PhantomData<E>);
+
+impl<E: Half> Job for Load<E> {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        let lanes = K::Vector::LANES;
+        let all: Vec<E> = (0..=u16::MAX).map(E::of).collect();
+        let mut got = vec![0f32; lanes];
+        for chunk in all.chunks_exact(lanes) {
+            // SAFETY: the caller's promise; a chunk is a vector.
+            unsafe { E::load::<K::Vector>(chunk.as_ptr()).store(got.as_mut_ptr()) };
+            for (got, element) in got.iter().zip(chunk) {
+                let (expected, nan) = (element.to_f32(), element.nan());
+                assert!(
+                    if nan { got.is_nan() } else { got.to_bits() == expected.to_bits() },
+                    "{element:?} became {got:e}, expected {expected:e}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn every_half_is_read_as_it_is() {
+    on_every_tier(|| Load::<bf16>(std::marker::PhantomData));
+    on_every_tier(|| Load::<f16>(std::marker::PhantomData));
+}
+
+struct Store<E>(std::marker::PhantomData<E>);
+
+impl<E: Half> Job for Store<E> {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        let lanes = K::Vector::LANES;
+        let all: Vec<f32> = around::<E>().collect();
+        let mut got = vec![E::default(); lanes];
+        for chunk in all.chunks_exact(lanes) {
+            // SAFETY: the caller's promise; a chunk is a vector.
+            unsafe { E::store(K::Vector::load(chunk.as_ptr()), got.as_mut_ptr()) };
+            for (&got, &number) in got.iter().zip(chunk) {
+                let expected = E::from_f32(number);
+                assert!(
+                    if number.is_nan() { got.nan() } else { got.bits() == expected.bits() },
+                    "{number:e} became {got:?}, expected {expected:?}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn numbers_are_rounded_to_the_nearest_half_and_ties_to_even() {
+    on_every_tier(|| Store::<bf16>(std::marker::PhantomData));
+    on_every_tier(|| Store::<f16>(std::marker::PhantomData));
+}
+
+struct Pairs;
+
+impl Job for Pairs {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        if K::ELEMENTS != 2 {
+            return;
+        }
+        let lanes = K::Vector::LANES;
+        // Dot products may take what is not normal for zero.
+        let all: Vec<f32> = around::<bf16>().filter(|x| !x.is_subnormal()).collect();
+        let mut words = vec![0f32; lanes];
+        for (low, high) in all.chunks_exact(lanes).zip(all.chunks_exact(lanes).rev()) {
+            // SAFETY: the caller's promise; chunks and words are vectors.
+            unsafe {
+                let [low, high] = [low, high].map(|chunk| K::Vector::load(chunk.as_ptr()));
+                K::store_pairs(low, high, words.as_mut_ptr());
+            }
+            for (lane, word) in words.iter().enumerate() {
+                let bits = word.to_bits();
+                for (number, got) in [(low[lane], bits as u16), (high[lane], (bits >> 16) as u16)] {
+                    let (got, expected) = (bf16::from_bits(got), bf16::from_f32(number));
+                    assert!(
+                        if number.is_nan() { got.is_nan() } else { got.to_bits() == expected.to_bits() },
+                        "{number:e} became {got:e}, expected {expected:e}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn pairs_hold_the_nearest_bf16_low_before_high() {
+    on_every_tier(|| Pairs);
+}
+
+struct First<E>(std::marker::PhantomData<E>);
+
+impl<E: Half> Job for First<E> {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        let lanes = K::Vector::LANES;
+        let from: Vec<E> = (0..lanes).map(|lane| E::from_f32(lane as f32 + 1.0)).collect();
+        for n in 0..=lanes {
+            let (mut loaded, mut stored) = (vec![f32::NAN; lanes], vec![E::from_f32(-1.0); lanes]);
+            // SAFETY: the caller's promise; `n` elements are read and written.
+            unsafe {
+                // A vector of its own, so that reading past it is not reading the rest.
+                let held: K::Vector = load_first(from[..n].to_vec().as_ptr(), n);
+                held.store(loaded.as_mut_ptr());
+                store_first(held, stored.as_mut_ptr(), n);
+            }
+            for lane in 0..lanes {
+                let expected = if lane < n { lane as f32 + 1.0 } else { 0.0 };
+                assert_eq!(loaded[lane], expected, "lane {lane} of the first {n}");
+                assert_eq!(
+                    stored[lane].to_f32(),
+                    if lane < n { expected } else { -1.0 },
+                    "lane {lane} of the first {n}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn the_first_lanes_are_read_and_written_alone() {
+    on_every_tier(|| First::<bf16>(std::marker::PhantomData));
+    on_every_tier(|| First::<f16>(std::marker::PhantomData));
+}

@@ -1,0 +1,184 @@
+//! What one vector gives, lane by lane.
+
+use super::{Sequence, on_every_tier};
+use crate::cpu::{Job, Kernel, Vector, tanh};
+
+/// Numbers beside which mistakes hide.
+const SPECIAL: [f32; 12] = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.5,
+    3.25,
+    f32::MIN_POSITIVE,
+    f32::MAX,
+    f32::MIN,
+    f32::INFINITY,
+    f32::NEG_INFINITY,
+    f32::NAN,
+    -f32::NAN,
+];
+
+/// The distance between neighbouring f32 at a normal number.
+fn ulp(exact: f64) -> f64 {
+    2f64.powi(exact.abs().log2().floor() as i32 - 23)
+}
+
+/// Applies a function of a vector to any number of f32.
+macro_rules! mapped {
+    ($V:ty, $from:expr, |$x:ident| $value:expr) => {{
+        let (lanes, from): (usize, &[f32]) = (<$V>::LANES, $from);
+        let mut to = from.to_vec();
+        to.resize(from.len().next_multiple_of(lanes), 0.0);
+        for chunk in to.chunks_exact_mut(lanes) {
+            // SAFETY: the caller's promise; a chunk is a vector.
+            unsafe {
+                let $x = <$V>::load(chunk.as_ptr());
+                $value.store(chunk.as_mut_ptr());
+            }
+        }
+        to.truncate(from.len());
+        to
+    }};
+}
+
+struct Exp2;
+
+/// The largest error of 2^x in ulp, and in parts of the result: three ulp just below a power of two are one and a half
+/// above it. The polynomial's share is 1.2e-7, since its constant term has to be an f32; the rest is rounding.
+const EXP2_ULP: f64 = 3.1;
+const EXP2_PART: f64 = 2.4e-7;
+
+impl Job for Exp2 {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        // Every so many f32 from -130 to 0 and from 0 to 127, and those about the middle between two integers.
+        let bits = |x: f32| x.to_bits();
+        let stepped = (bits(-0.0)..=bits(-130.0)).chain(0..=bits(127.0)).step_by(4_099).map(f32::from_bits);
+        let middles = (-130..127).flat_map(|n| {
+            let middle = n as f32 + 0.5;
+            [n as f32, middle, middle.next_up(), middle.next_down()]
+        });
+        let numbers: Vec<f32> = stepped.chain(middles).collect();
+        let got = mapped!(K::Vector, &numbers, |x| x.exp2());
+        let (mut most_ulp, mut most_part) = (0f64, 0f64);
+        for (&x, &got) in numbers.iter().zip(&got) {
+            if x < -126.0 {
+                assert_eq!(got, 0.0, "2^{x}");
+                continue;
+            }
+            let exact = f64::from(x).exp2();
+            let error = (f64::from(got) - exact).abs() / ulp(exact);
+            let part = (f64::from(got) - exact).abs() / exact;
+            assert!(error <= EXP2_ULP && part <= EXP2_PART, "2^{x:?} is {exact:e}, got {got:e}: {error} ulp");
+            (most_ulp, most_part) = (error.max(most_ulp), part.max(most_part));
+        }
+        println!("{} powers err by at most {most_ulp:.2} ulp, {most_part:.2e} of the result", numbers.len());
+        let special = [0.0, -0.0, -126.0, f32::NEG_INFINITY, f32::MIN, f32::NAN, 1.0, -1.0];
+        let got = mapped!(K::Vector, &special, |x| x.exp2());
+        for ((x, got), expected) in
+            special.into_iter().zip(got).zip([1.0, 1.0, f32::MIN_POSITIVE, 0.0, 0.0, f32::NAN, 2.0, 0.5])
+        {
+            let near = (got - expected).abs() <= expected * f32::EPSILON;
+            assert!(near || (expected.is_nan() && got.is_nan()), "2^{x} is {got}, expected {expected}");
+        }
+    }
+}
+
+#[test]
+fn powers_of_two_err_by_three_ulp_at_most() {
+    on_every_tier(|| Exp2);
+}
+
+struct Tanh;
+
+impl Job for Tanh {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        let mut sequence = Sequence(1);
+        let numbers: Vec<f32> = (0..200_000).map(|n| sequence.fraction() * [0.01, 1.0, 12.0, 200.0][n % 4]).collect();
+        let got = mapped!(K::Vector, &numbers, |x| tanh(x));
+        for (&x, &got) in numbers.iter().zip(&got) {
+            let exact = f64::from(x).tanh();
+            let error = (f64::from(got) - exact).abs();
+            assert!(error <= 4.0 * ulp(exact), "tanh({x:?}) is {exact:e}, got {got:e}");
+        }
+        let special = [0.0, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN];
+        assert_eq!(mapped!(K::Vector, &special, |x| tanh(x)), [0.0, 1.0, -1.0, 1.0, -1.0]);
+        assert!(mapped!(K::Vector, &[f32::NAN], |x| tanh(x))[0].is_nan());
+    }
+}
+
+#[test]
+fn hyperbolic_tangents_err_by_a_few_ulp() {
+    on_every_tier(|| Tanh);
+}
+
+struct Lanes;
+
+impl Job for Lanes {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        let lanes = K::Vector::LANES;
+        // Each number stands beside each other one, in every lane.
+        for (turn, &b) in SPECIAL.iter().enumerate() {
+            let numbers: Vec<f32> = (0..lanes * SPECIAL.len()).map(|n| SPECIAL[(n + turn) % SPECIAL.len()]).collect();
+            // SAFETY: the caller's promise.
+            let (other, one) = unsafe { (K::Vector::splat(b), K::Vector::splat(1.0)) };
+            let check = |name: &str, got: Vec<f32>, expected: &dyn Fn(f32) -> f32| {
+                for (&a, &got) in numbers.iter().zip(&got) {
+                    let expected = expected(a);
+                    let same = got.to_bits() == expected.to_bits() || (got.is_nan() && expected.is_nan());
+                    assert!(same, "{name} of {a:e} and {b:e} is {got:e}, expected {expected:e}");
+                }
+            };
+            check("sum", mapped!(K::Vector, &numbers, |x| x.add(other)), &|a| a + b);
+            check("difference", mapped!(K::Vector, &numbers, |x| x.sub(other)), &|a| a - b);
+            check("product", mapped!(K::Vector, &numbers, |x| x.mul(other)), &|a| a * b);
+            check("quotient", mapped!(K::Vector, &numbers, |x| x.div(other)), &|a| a / b);
+            check("magnitude", mapped!(K::Vector, &numbers, |x| x.abs()), &|a| a.abs());
+            check("larger", mapped!(K::Vector, &numbers, |x| x.max(other)), &|a| if a > b { a } else { b });
+            check("larger, turned", mapped!(K::Vector, &numbers, |x| other.max(x)), &|a| if b > a { b } else { a });
+            check("smaller", mapped!(K::Vector, &numbers, |x| K::Vector::select(x.less_than(other), x, other)), &|a| {
+                if a < b { a } else { b }
+            });
+            check("mul_add", mapped!(K::Vector, &numbers, |x| x.mul_add(other, one)), &|a| a * b + 1.0);
+        }
+    }
+}
+
+#[test]
+fn operations_go_lane_by_lane_through_infinities_and_nan() {
+    on_every_tier(|| Lanes);
+}
+
+struct Whole;
+
+impl Job for Whole {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        let (lanes, mut sequence) = (K::Vector::LANES, Sequence(2));
+        let numbers: Vec<f32> = (0..lanes).map(|_| sequence.whole(1000)).collect();
+        // Strides of their own, and numbers outside of the square that no transpose may touch.
+        let (from_stride, to_stride) = (lanes + 3, lanes + 5);
+        let from: Vec<f32> = (0..lanes * from_stride).map(|n| n as f32).collect();
+        let mut to = vec![-1.0; lanes * to_stride];
+        // SAFETY: the caller's promise; both are squares of vectors.
+        unsafe {
+            assert_eq!(K::Vector::load(numbers.as_ptr()).sum(), numbers.iter().sum::<f32>());
+            K::Vector::transpose(from.as_ptr(), from_stride, to.as_mut_ptr(), to_stride);
+            K::Vector::prefetch(std::ptr::null());
+            K::Vector::prefetch(from.as_ptr().wrapping_add(1 << 40).cast());
+        }
+        for (n, &got) in to.iter().enumerate() {
+            let (column, row) = (n / to_stride, n % to_stride);
+            let expected = if row < lanes { (row * from_stride + column) as f32 } else { -1.0 };
+            assert_eq!(got, expected, "row {row}, column {column}");
+        }
+    }
+}
+
+#[test]
+fn sums_transposes_and_prefetches() {
+    on_every_tier(|| Whole);
+}

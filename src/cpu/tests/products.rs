@@ -1,0 +1,155 @@
+//! Every tier's matrix product against plain loops.
+
+use half::bf16;
+
+use super::{Sequence, on_every_tier};
+use crate::cpu::{Job, Kernel, Product, Vector};
+
+/// A word of one or two elements.
+fn word<K: Kernel>(elements: [f32; 2]) -> f32 {
+    match K::ELEMENTS {
+        1 => elements[0],
+        _ => {
+            let [low, high] = elements.map(|x| u32::from(bf16::from_f32(x).to_bits()));
+            f32::from_bits(low | high << 16)
+        }
+    }
+}
+
+/// The elements of a word, which an f32 has one of.
+fn elements<K: Kernel>(word: f32) -> [f64; 2] {
+    let half = |bits: u32| f64::from(f32::from_bits(bits << 16));
+    match K::ELEMENTS {
+        1 => [f64::from(word), 0.0],
+        _ => [half(word.to_bits() & 0xffff), half(word.to_bits() >> 16)],
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    rows: usize,
+    depth: usize,
+    vectors: usize,
+    a_row: usize,
+    a_step: usize,
+    accumulates: bool,
+}
+
+impl Case {
+    /// Compares with sums in f64. What the product may not read is NaN, what it may not write is compared too.
+    ///
+    /// # Safety
+    /// As [`Kernel::multiply`].
+    unsafe fn check<K: Kernel>(self, number: &mut impl FnMut() -> f32, tolerance: f64) {
+        let Self { rows, depth, vectors, a_row, a_step, accumulates } = self;
+        let (panel, columns) = (K::PANEL, vectors * K::Vector::LANES);
+        let mut a = vec![f32::NAN; (rows - 1) * a_row + (depth - 1) * a_step + 1];
+        for row in 0..rows {
+            (0..depth).for_each(|step| a[row * a_row + step * a_step] = word::<K>([number(), number()]));
+        }
+        let mut b = vec![f32::NAN; depth * panel];
+        let mut c = vec![f32::NAN; rows * panel];
+        for row in b.chunks_exact_mut(panel) {
+            row[..columns].fill_with(|| word::<K>([number(), number()]));
+        }
+        for row in c.chunks_exact_mut(panel) {
+            // Sums are numbers of their own, unless they are overwritten.
+            (0..panel).for_each(|column| row[column] = if column < columns { number() } else { 7.0 });
+        }
+        if !accumulates {
+            c.chunks_exact_mut(panel).for_each(|row| row[..columns].fill(f32::NAN));
+        }
+        let factors: Vec<f32> = (0..panel).map(|_| number()).collect();
+        let before = c.clone();
+        let product = Product {
+            a: a.as_ptr(),
+            a_row,
+            a_step,
+            b: b.as_ptr(),
+            c: c.as_mut_ptr(),
+            rows,
+            depth,
+            vectors,
+            factors: accumulates.then_some(factors.as_ptr()),
+        };
+        // SAFETY: the caller's promise; the matrices have these sizes.
+        unsafe { K::multiply(&product) };
+        for row in 0..rows {
+            for column in 0..panel {
+                let (got, old) = (f64::from(c[row * panel + column]), f64::from(before[row * panel + column]));
+                if column >= columns {
+                    assert_eq!(got, old, "{self:?}: column {column} of row {row} was written");
+                    continue;
+                }
+                let scaled = if accumulates { old * f64::from(factors[column]) } else { 0.0 };
+                let (mut exact, mut magnitude) = (scaled, scaled.abs());
+                for step in 0..depth {
+                    let pairs = elements::<K>(a[row * a_row + step * a_step]).into_iter();
+                    for (a, b) in pairs.zip(elements::<K>(b[step * panel + column])) {
+                        (exact, magnitude) = (exact + a * b, magnitude + (a * b).abs());
+                    }
+                }
+                let error = (got - exact).abs();
+                assert!(error <= tolerance * magnitude, "{self:?}: row {row}, column {column}: {got:e}, {exact:e}");
+            }
+        }
+    }
+}
+
+/// Calls a function with products of every kind of size, A row by row and, for words of one element, column by column or
+/// neither.
+fn cases<K: Kernel>(mut each: impl FnMut(Case)) {
+    for rows in [1, 2, 3, 5].map(|n| n * K::ROWS) {
+        for depth in [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 31, 65].map(|n: usize| n.next_multiple_of(K::DEPTH)) {
+            for vectors in 1..=K::VECTORS {
+                for accumulates in [false, true] {
+                    let mut strides = vec![(depth, 1), (depth + 5, 1)];
+                    if K::ELEMENTS == 1 {
+                        strides.extend([(1, rows), (1, rows + 3), (2, 2 * rows + 1), (3 * depth + 1, 3)]);
+                    }
+                    for (a_row, a_step) in strides {
+                        each(Case { rows, depth, vectors, a_row, a_step, accumulates });
+                    }
+                }
+            }
+        }
+    }
+}
+
+struct WholeNumbers;
+
+impl Job for WholeNumbers {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        let mut sequence = Sequence(3);
+        // SAFETY: the caller's promise.
+        cases::<K>(|case| unsafe { case.check::<K>(&mut || sequence.whole(9), 0.0) });
+    }
+}
+
+/// Sums of small whole numbers are exact in any order and by any rounding.
+#[test]
+fn products_of_whole_numbers_are_exact() {
+    on_every_tier(|| WholeNumbers);
+}
+
+struct Fractions;
+
+impl Job for Fractions {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        let mut sequence = Sequence(4);
+        cases::<K>(|case| {
+            // A rounding, of up to an ulp, for each product, for each sum and for the sums that were there.
+            let roundings = 2 * case.depth * K::ELEMENTS + 2;
+            let tolerance = roundings as f64 * f64::from(f32::EPSILON);
+            // SAFETY: the caller's promise.
+            unsafe { case.check::<K>(&mut || sequence.fraction(), tolerance) };
+        });
+    }
+}
+
+#[test]
+fn products_of_fractions_err_by_their_roundings() {
+    on_every_tier(|| Fractions);
+}
