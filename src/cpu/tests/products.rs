@@ -30,6 +30,7 @@ struct Case {
     rows: usize,
     depth: usize,
     vectors: usize,
+    a_group: usize,
     a_row: usize,
     a_step: usize,
     accumulates: bool,
@@ -41,11 +42,12 @@ impl Case {
     /// # Safety
     /// As [`Kernel::multiply`].
     unsafe fn check<K: Kernel>(self, number: &mut impl FnMut() -> f32, tolerance: f64) {
-        let Self { rows, depth, vectors, a_row, a_step, accumulates } = self;
+        let Self { rows, depth, vectors, a_group, a_row, a_step, accumulates } = self;
+        let row_at = |row: usize| row / K::ROWS * a_group + row % K::ROWS * a_row;
         let (panel, columns) = (K::PANEL, vectors * K::Vector::LANES);
-        let mut a = vec![f32::NAN; (rows - 1) * a_row + (depth - 1) * a_step + 1];
+        let mut a = vec![f32::NAN; row_at(rows - 1) + (depth - 1) * a_step + 1];
         for row in 0..rows {
-            (0..depth).for_each(|step| a[row * a_row + step * a_step] = word::<K>([number(), number()]));
+            (0..depth).for_each(|step| a[row_at(row) + step * a_step] = word::<K>([number(), number()]));
         }
         let mut b = vec![f32::NAN; depth * panel];
         let mut c = vec![f32::NAN; rows * panel];
@@ -63,6 +65,7 @@ impl Case {
         let before = c.clone();
         let product = Product {
             a: a.as_ptr(),
+            a_group,
             a_row,
             a_step,
             b: b.as_ptr(),
@@ -84,7 +87,7 @@ impl Case {
                 let scaled = if accumulates { old * f64::from(factors[column]) } else { 0.0 };
                 let (mut exact, mut magnitude) = (scaled, scaled.abs());
                 for step in 0..depth {
-                    let pairs = elements::<K>(a[row * a_row + step * a_step]).into_iter();
+                    let pairs = elements::<K>(a[row_at(row) + step * a_step]).into_iter();
                     for (a, b) in pairs.zip(elements::<K>(b[step * panel + column])) {
                         (exact, magnitude) = (exact + a * b, magnitude + (a * b).abs());
                     }
@@ -96,19 +99,21 @@ impl Case {
     }
 }
 
-/// Calls a function with products of every kind of size, A row by row and, for words of one element, column by column or
-/// neither.
+/// Calls a function with products of every kind of size, A row by row, or group by group with gaps between them, and for
+/// words of one element also column by column, within groups and across them, and neither.
 fn cases<K: Kernel>(mut each: impl FnMut(Case)) {
     for rows in [1, 2, 3, 5].map(|n| n * K::ROWS) {
         for depth in [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 31, 65].map(|n: usize| n.next_multiple_of(K::DEPTH)) {
             for vectors in 1..=K::VECTORS {
                 for accumulates in [false, true] {
-                    let mut strides = vec![(depth, 1), (depth + 5, 1)];
+                    let n = K::ROWS;
+                    let mut strides =
+                        vec![(n * depth, depth, 1), (n * (depth + 5), depth + 5, 1), (n * depth + 7, depth, 1)];
                     if K::ELEMENTS == 1 {
-                        strides.extend([(1, rows), (1, rows + 3), (2, 2 * rows + 1), (3 * depth + 1, 3)]);
+                        strides.extend([(n * depth, 1, n), (n, 1, rows + 3), (2 * n, 2, 2 * rows + 1)]);
                     }
-                    for (a_row, a_step) in strides {
-                        each(Case { rows, depth, vectors, a_row, a_step, accumulates });
+                    for (a_group, a_row, a_step) in strides {
+                        each(Case { rows, depth, vectors, a_group, a_row, a_step, accumulates });
                     }
                 }
             }

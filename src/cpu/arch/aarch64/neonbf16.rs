@@ -1,9 +1,12 @@
 //! NEON with bf16 dot products: a word of two elements is multiplied and added in one instruction.
 //!
-//! `bfdot` rounds the sum of a word's two products, and then that with what was there, to odd: an inexact f32 gets 1 as its last
-//! bit. Such a sum errs by up to an ulp where rounding to nearest errs by half of one, and as little on average. Numbers
-//! below the smallest normal one are zeros to it. A program that sets `FPCR.EBF`, where the processor has it, gets one
-//! rounding less.
+//! `bfdot` rounds the two products' sum to odd, and then that sum and what was there: an inexact f32 gets 1 as its last bit.
+//! It errs by up to an ulp, in either direction alike, where rounding to nearest errs by half of one; operands of 8 bits
+//! err by 2^15 times as much. Subnormal numbers are zeros to it. The rounding would be another one if a program
+//! set `FPCR.EBF` where the processor has it; none of this needs either.
+//!
+//! The intrinsics are not stable. `.arch_extension` lets the instructions pass where a build without optimisation leaves
+//! a closure outside of the functions that are compiled for the tier.
 
 use std::arch::aarch64::*;
 use std::arch::asm;
@@ -17,9 +20,10 @@ pub(crate) struct NeonBf16;
 impl ByLane for NeonBf16 {
     #[inline(always)]
     unsafe fn mul_add<const LANE: i32>(mut sum: float32x4_t, b: float32x4_t, a: float32x4_t) -> float32x4_t {
-        // SAFETY: the caller's promise. The intrinsic is not stable.
+        // SAFETY: the caller's promise.
         unsafe {
             asm!(
+                ".arch_extension bf16",
                 "bfdot {sum:v}.4s, {b:v}.8h, {a:v}.2h[{lane}]",
                 sum = inout(vreg) sum,
                 b = in(vreg) b,
@@ -41,10 +45,11 @@ impl Kernel for NeonBf16 {
 
     #[inline(always)]
     unsafe fn store_pairs(low: Neon, high: Neon, to: *mut f32) {
-        // SAFETY: the caller's promise; eight bf16 are four words. The intrinsic is not stable.
+        // SAFETY: the caller's promise; eight bf16 are four words.
         unsafe {
             let mut pairs = low.0;
             asm!(
+                ".arch_extension bf16",
                 "bfcvtn {low:v}.4h, {low:v}.4s",
                 "bfcvtn {high:v}.4h, {high:v}.4s",
                 "zip1 {low:v}.8h, {low:v}.8h, {high:v}.8h",

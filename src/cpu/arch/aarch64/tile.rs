@@ -52,7 +52,7 @@ unsafe fn tile<M: ByLane, const N: usize>(product: &Product, row: usize) {
     // SAFETY: the caller's promise.
     unsafe {
         let mut sums: Sums<N> = [[vdupq_n_f32(0.0); ROWS]; N];
-        let (mut a, mut b) = (product.a.wrapping_add(row * a_row), product.b);
+        let (mut a, mut b) = (product.a.wrapping_add(row / ROWS * product.a_group), product.b);
         let mut left = product.depth;
         if a_row == 1 {
             while left > 0 {
