@@ -135,7 +135,7 @@ impl Vector for Avx512 {
     #[inline(always)]
     unsafe fn prefetch(at: *const u8) {
         // SAFETY: see `splat`; a prefetch of an address that is not valid does nothing.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
     }
     #[inline(always)]
     unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
