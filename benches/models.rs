@@ -39,6 +39,9 @@ struct Args {
     /// Without candle-transformers' model, to work on this one.
     #[arg(long)]
     ours: bool,
+    /// The model's config.json and the ids of the prompt, for another library; times nothing.
+    #[arg(long)]
+    list: bool,
     /// Given by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
@@ -47,8 +50,12 @@ struct Args {
 fn main() -> Result<()> {
     let args = Args::parse();
     let json = config();
-    let tensors = weights(&json)?;
     let ids: Vec<u32> = (0..args.prompt as u32).map(|i| (i * 7919 + 13) % 16_000).collect();
+    if args.list {
+        println!("{}", json!({"config": json, "ids": ids}));
+        return Ok(());
+    }
+    let tensors = weights(&json)?;
     if !args.json {
         println!("| dtype | model | prompt of {}, tokens/s | generation, tokens/s |", args.prompt);
         println!("| --- | --- | ---: | ---: |");

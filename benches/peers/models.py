@@ -8,12 +8,6 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# As in benches/models.rs.
-CONFIG = {
-    "hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 16_000, "num_hidden_layers": 12,
-    "num_attention_heads": 16, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-}
 
 
 def main():
@@ -27,9 +21,14 @@ def main():
     import torch
 
     torch.set_num_threads(args.threads)
-    command = ["cargo", "bench", "--bench", "models", "--", "--json", "--rounds", "1"]
-    command += ["--prompt", str(args.prompt), "--tokens", str(args.tokens)]
-    subprocess.run(["cargo", "bench", "--bench", "models", "--no-run"], cwd=ROOT, check=True)
+    environment = os.environ | {"RAYON_NUM_THREADS": str(args.threads)}
+
+    def bench(*arguments):
+        command = ["cargo", "bench", "--quiet", "--bench", "models", "--", "--prompt", str(args.prompt), *arguments]
+        ran = subprocess.run(command, cwd=ROOT, check=True, env=environment, stdout=subprocess.PIPE, text=True)
+        return [json.loads(line) for line in ran.stdout.splitlines()]
+
+    [listed] = bench("--list")
     best = {}
 
     def record(dtype, name, prompt, generation):
@@ -37,39 +36,38 @@ def main():
         best[dtype, name] = (max(prompt, before[0]), max(generation, before[1]))
 
     for _ in range(args.rounds):
-        environment = os.environ | {"RAYON_NUM_THREADS": str(args.threads)}
-        ran = subprocess.run(command, cwd=ROOT, check=True, env=environment, stdout=subprocess.PIPE, text=True)
-        for line in map(json.loads, ran.stdout.splitlines()):
+        for line in bench("--json", "--rounds", "1", "--tokens", str(args.tokens)):
             record(line["dtype"], line["name"], line["prompt_tokens_s"], line["generation_tokens_s"])
         for dtype in ("f32", "bf16"):
-            record(dtype, f"transformers, PyTorch {torch.__version__}", *turn(dtype, args))
+            record(dtype, f"transformers, PyTorch {torch.__version__}", *turn(dtype, listed, args.tokens))
     print(f"| dtype | model | prompt of {args.prompt}, tokens/s | generation, tokens/s |")
     print("| --- | --- | ---: | ---: |")
     for (dtype, name), (prompt, generation) in sorted(best.items(), key=lambda row: row[0][0], reverse=True):
         print(f"| {dtype} | {name} | {prompt:.0f} | {generation:.1f} |")
 
 
-def turn(dtype, args):
+def turn(dtype, listed, tokens):
     """Tokens per second of the prompt and of what follows, through a preallocated cache of its length."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
     dtype = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    config = LlamaConfig(**CONFIG, attn_implementation="sdpa")
+    config = LlamaConfig(**listed["config"], attn_implementation="sdpa")
     model = LlamaForCausalLM(config).to(dtype).eval()
-    ids = torch.tensor([[(i * 7919 + 13) % 16_000 for i in range(args.prompt)]])
+    ids = torch.tensor([listed["ids"]])
+    length = ids.shape[1]
     taken = []
     # The growing cache copies everything at each token, the preallocated one attends to all of its room: the faster counts.
-    for cache in (None, StaticCache(config, max_cache_len=args.prompt + args.tokens)):
+    for cache in (None, StaticCache(config, max_cache_len=length + tokens)):
         with torch.inference_mode():
             start = time.perf_counter()
             held = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
             prompt = time.perf_counter() - start
             start = time.perf_counter()
-            for token in range(args.tokens):
+            for token in range(tokens):
                 held = model(ids[:, token : token + 1], past_key_values=held, use_cache=True).past_key_values
             taken.append((prompt, time.perf_counter() - start))
-    return args.prompt / min(p for p, _ in taken), args.tokens / min(g for _, g in taken)
+    return length / min(p for p, _ in taken), tokens / min(g for _, g in taken)
 
 
 if __name__ == "__main__":

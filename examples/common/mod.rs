@@ -1,7 +1,10 @@
-//! What examples share: where and in which type to compute, a checkpoint's JSON, and how a run ends.
+//! What examples of whole models share: where and in which type to compute, a checkpoint's JSON, and how a run ends.
+
+mod exit;
+
+pub use exit::exit;
 
 use std::path::Path;
-use std::process::ExitCode;
 
 use candle_core::{DType, Device, Error, Result};
 use clap::ValueEnum;
@@ -53,15 +56,4 @@ pub fn read_json(example: &str, path: &Path) -> Result<Value> {
 pub fn bar(doing: &str, of: &str) -> ProgressBar {
     let style = ProgressStyle::with_template(&format!("{doing} {{bar:40}} {{pos}}/{{len}} {of}"));
     ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
-}
-
-/// Says in a line what went wrong, without the backtrace that Candle appends where `RUST_BACKTRACE` is set.
-pub fn exit(result: Result<()>) -> ExitCode {
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {}", error.to_string().lines().next().unwrap_or_default());
-            ExitCode::from(1)
-        }
-    }
 }

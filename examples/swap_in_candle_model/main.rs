@@ -8,9 +8,8 @@
 
 mod after;
 mod before;
-#[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "there is no choice of device here, and no file")]
-mod common;
+#[path = "../common/exit.rs"]
+mod exit;
 mod model;
 
 use std::process::ExitCode;
@@ -45,7 +44,7 @@ const SEQUENCES: usize = 2;
 const STEPS: [(&str, usize, usize); 3] = [("prompt", 1, 48), ("a second", 1, 16), ("one by one", 32, 1)];
 
 fn main() -> ExitCode {
-    common::exit(run(&Args::parse()))
+    exit::exit(run(&Args::parse()))
 }
 
 fn run(args: &Args) -> Result<()> {
