@@ -4,6 +4,7 @@ pub(crate) mod arch;
 mod dispatch;
 mod element;
 mod kernel;
+mod memory;
 mod scratch;
 #[cfg(test)]
 mod tests;
@@ -14,6 +15,7 @@ mod vector;
 pub(crate) use dispatch::{ForKernel, on_kernel};
 pub(crate) use element::{Element, MOST_LANES, load_first, store_first};
 pub(crate) use kernel::{Bf16Pairs, F16Rows, Job, Kernel, MOST_COLUMNS, Narrow, Product};
+pub(crate) use memory::reserve;
 pub(crate) use scratch::Scratch;
 pub(crate) use threads::{Workers, for_each_task};
 pub use tier::Tier;

@@ -1,5 +1,7 @@
 //! Memory that a task works in.
 
+use super::memory::reserve;
+
 /// 32-bit words that begin at a cache line.
 pub(crate) struct Scratch {
     lines: Vec<Line>,
@@ -23,8 +25,7 @@ impl Scratch {
     /// `write` writes every word.
     pub(crate) unsafe fn written(words: usize, write: impl FnOnce(*mut f32)) -> Option<Self> {
         let count = words.div_ceil(WORDS);
-        let mut lines = Vec::new();
-        lines.try_reserve_exact(count).ok()?;
+        let mut lines: Vec<Line> = reserve(count)?;
         // It may be longer than what is written.
         if let Some(last) = count.checked_sub(1) {
             lines.spare_capacity_mut()[last].write(Line([0.0; WORDS]));

@@ -98,11 +98,8 @@ unsafe fn step<K: Kernel, E: Element>(
             queries: workspace.queries.as_ptr().add(index * layout.query * K::PANEL),
             scores: workspace.scores.as_mut_ptr(),
         };
-        if all_seen {
-            product.multiply::<K>(&Part { keys: first..end, vectors: 0..tile.vectors });
-        } else {
-            tile.parts(first..end, whole).for_each(|part| product.multiply::<K>(&part));
-        }
+        let parts = tile.parts(first..end, whole);
+        parts.iter().for_each(|part| product.multiply::<K>(part));
         let scores =
             TileScores { scores: workspace.scores.as_mut_ptr(), staging: workspace.staging.as_mut_ptr(), first, keys };
         if problem.scores.change() {
@@ -122,23 +119,16 @@ unsafe fn step<K: Kernel, E: Element>(
             factors: factors.as_mut_ptr(),
         }
         .run::<K>(tile.vectors);
-        if !all_seen && block.has_non_finite_values::<K, E>(problem) {
-            let weights = SeenWeights { weights, first, keys };
-            return weights.add_to_context::<K, E>(problem, tile, block, (panel.context, &factors));
+        let values = ValueProduct { block, rows: layout.value, first, weights, context: panel.context };
+        let only_seen = !all_seen && block.has_non_finite_values::<K, E>(problem);
+        for part in parts.iter() {
+            match only_seen {
+                true => values.add_seen::<K, E>(problem, tile, part, &factors),
+                false => values.add::<K>(part, &factors),
+            }
+            // What is summed in the next part has been corrected.
+            factors[part.vectors.start * K::Vector::LANES..part.vectors.end * K::Vector::LANES].fill(1.0);
         }
-        // Whole, so that the values of a block are summed in one order, whatever hides some of them.
-        K::multiply(&Product {
-            a: block.v.add((first - block.first) / K::ELEMENTS * block.v_step),
-            a_group: block.v_group,
-            a_row: block.v_row,
-            a_step: block.v_step,
-            b: weights,
-            c: panel.context,
-            rows: layout.value,
-            depth,
-            vectors: tile.vectors,
-            factors: Some(factors.as_ptr()),
-        });
     }
 }
 
@@ -175,45 +165,74 @@ impl KeyProduct<'_> {
     }
 }
 
-/// Weights over values that are not all finite: zero times NaN is NaN, so each query takes the keys that it sees and no
-/// others. One query after the other, since such values are rare; what is finite gets the same sums as ever.
-struct SeenWeights {
-    weights: *const f32,
+/// The product of values and a tile's weights, over parts of both. Each part is summed from zero and added to the context
+/// times its factors.
+struct ValueProduct<'a> {
+    block: &'a Block,
+    /// D_v, as a product takes it.
+    rows: usize,
+    /// The first key of the weights.
     first: usize,
-    keys: usize,
+    weights: *const f32,
+    context: *mut f32,
 }
 
-impl SeenWeights {
+impl ValueProduct<'_> {
     /// # Safety
-    /// As [`Job`]; the pointers are those of [`step`].
+    /// As [`Job`]; the part begins at a whole step of depth.
+    unsafe fn add<K: Kernel>(&self, part: &Part, factors: &[f32; MOST_COLUMNS]) {
+        let column = part.vectors.start * K::Vector::LANES;
+        // SAFETY: the caller's promise.
+        unsafe {
+            K::multiply(&Product {
+                a: self.block.v.add((part.keys.start - self.block.first) / K::ELEMENTS * self.block.v_step),
+                a_group: self.block.v_group,
+                a_row: self.block.v_row,
+                a_step: self.block.v_step,
+                b: self.weights.add((part.keys.start - self.first) / K::ELEMENTS * K::PANEL + column),
+                c: self.context.add(column),
+                rows: self.rows,
+                depth: part.keys.len().div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH),
+                vectors: part.vectors.len(),
+                factors: Some(factors.as_ptr().add(column)),
+            });
+        }
+    }
+
+    /// The same over values that are not all finite: zero times NaN is NaN, so each query takes the keys that it sees and no
+    /// others. One query after the other, since such values are rare; what is finite gets the same sums as ever.
+    ///
+    /// # Safety
+    /// As [`add`](Self::add).
     #[inline(always)]
-    unsafe fn add_to_context<K: Kernel, E: Element>(
+    unsafe fn add_seen<K: Kernel, E: Element>(
         &self,
         problem: &Problem<E>,
         tile: &Tile,
-        block: &Block,
-        (context, factors): (*mut f32, &[f32; MOST_COLUMNS]),
+        part: &Part,
+        factors: &[f32; MOST_COLUMNS],
     ) {
-        let (d_v, lanes) = (problem.dims.d_v, K::Vector::LANES);
+        let (&Block { b, kv_head, .. }, d_v, lanes) = (self.block, problem.dims.d_v, K::Vector::LANES);
         let mut sums = vec![0f32; d_v.next_multiple_of(lanes)];
-        for (column, row) in tile.rows.clone().enumerate() {
-            let row = problem.row(block.kv_head, row);
+        let columns = part.vectors.start * lanes..tile.rows.len().min(part.vectors.end * lanes);
+        for column in columns {
+            let row = problem.row(kv_head, tile.rows.start + column);
             sums.fill(0.0);
             // SAFETY: the caller's promise.
             unsafe {
-                for key in 0..self.keys {
-                    let index = [block.b, row.head, row.query, self.first + key];
-                    let kept = problem.scores.keep.as_ref().is_none_or(|keep| *keep.at(index) != 0);
-                    if !kept || !tile.sees(column, self.first + key) {
+                for key in part.keys.clone() {
+                    let kept =
+                        problem.scores.keep.as_ref().is_none_or(|keep| *keep.at([b, row.head, row.query, key]) != 0);
+                    if !kept || !tile.sees(column, key) {
                         continue;
                     }
-                    let word = *self.weights.add(key / K::ELEMENTS * K::PANEL + column);
-                    let weight = K::Vector::splat(match (K::ELEMENTS, key % 2) {
+                    let word = *self.weights.add((key - self.first) / K::ELEMENTS * K::PANEL + column);
+                    let weight = K::Vector::splat(match (K::ELEMENTS, (key - self.first) % 2) {
                         (1, _) => word,
                         (_, 0) => f32::from_bits(word.to_bits() << 16),
                         _ => f32::from_bits(word.to_bits() & 0xffff_0000),
                     });
-                    let values = problem.v.at([block.b, block.kv_head, self.first + key]);
+                    let values = problem.v.at([b, kv_head, key]);
                     for d in (0..d_v).step_by(lanes) {
                         let value: K::Vector = load_first(values.add(d), lanes.min(d_v - d));
                         let sum = K::Vector::load(sums.as_ptr().add(d));
@@ -222,7 +241,7 @@ impl SeenWeights {
                 }
                 let factor = K::Vector::splat(factors[column]);
                 for (d, &sum) in sums[..d_v].iter().enumerate() {
-                    let at = context.add(d * K::PANEL + column);
+                    let at = self.context.add(d * K::PANEL + column);
                     store_first(K::Vector::splat(*at).mul_add(factor, K::Vector::splat(sum)), at, 1);
                 }
             }

@@ -35,6 +35,33 @@ pub(super) struct Part {
     pub vectors: Range<usize>,
 }
 
+/// Some parts, from the first key to the last.
+pub(super) struct Parts {
+    parts: [Part; MOST_PARTS],
+    count: usize,
+}
+
+impl Parts {
+    const NONE: Self = Self { parts: [const { Part { keys: 0..0, vectors: 0..0 } }; MOST_PARTS], count: 0 };
+
+    /// Adds to the last part what continues it.
+    fn push(&mut self, part: Part) {
+        match self.parts[..self.count].last_mut() {
+            Some(last) if last.vectors == part.vectors && last.keys.end == part.keys.start => {
+                last.keys.end = part.keys.end;
+            }
+            _ => {
+                self.parts[self.count] = part;
+                self.count += 1;
+            }
+        }
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = &Part> {
+        self.parts[..self.count].iter()
+    }
+}
+
 impl Tile {
     pub fn new<K: Kernel, E: Element>(problem: &Problem<E>, b: usize, kv_head: usize, rows: Range<usize>) -> Self {
         // A column without a query sees all: it asks for no masking, and is never written.
@@ -58,7 +85,12 @@ impl Tile {
 
     /// Cuts keys where the vectors that see some of them change, in multiples of `step` from the first: along the edge of a
     /// mask, products over the part of a panel that sees anything are enough. Parts that nothing sees are left out.
-    pub fn parts(&self, keys: Range<usize>, step: usize) -> impl Iterator<Item = Part> {
+    pub fn parts(&self, keys: Range<usize>, step: usize) -> Parts {
+        let mut parts = Parts::NONE;
+        if self.every.start <= keys.start && keys.end <= self.every.end {
+            parts.push(Part { keys, vectors: 0..self.vectors });
+            return parts;
+        }
         let within = |key: usize| (keys.start + key).min(keys.end);
         let mut cuts = [keys.end; MOST_PARTS + 1];
         cuts[0] = keys.start;
@@ -72,21 +104,13 @@ impl Tile {
             let first = (0..self.vectors).find(sees)?;
             Some(first..(first..self.vectors).rev().find(sees)? + 1)
         };
-        let mut parts = [const { Part { keys: 0..0, vectors: 0..0 } }; MOST_PARTS];
-        let mut count = 0;
-        for cut in cuts.windows(2) {
+        for cut in cuts.windows(2).filter(|cut| cut[0] < cut[1]) {
             let keys = cut[0]..cut[1];
-            let Some(vectors) = vectors(&keys).filter(|_| !keys.is_empty()) else { continue };
-            if let Some(last) =
-                parts[..count].last_mut().filter(|last| last.vectors == vectors && last.keys.end == keys.start)
-            {
-                last.keys.end = keys.end;
-                continue;
+            if let Some(vectors) = vectors(&keys) {
+                parts.push(Part { keys, vectors });
             }
-            parts[count] = Part { keys, vectors };
-            count += 1;
         }
-        parts.into_iter().take(count)
+        parts
     }
 
     /// Where each column begins and ends to see keys, counted from `first` and bounded by `keys`: exact in f32.
@@ -112,7 +136,7 @@ mod tests {
     }
 
     fn parts(seen: &[Range<usize>], keys: Range<usize>) -> Vec<(Range<usize>, Range<usize>)> {
-        tile(seen).parts(keys, 8).map(|part| (part.keys, part.vectors)).collect()
+        tile(seen).parts(keys, 8).iter().map(|part| (part.keys.clone(), part.vectors.clone())).collect()
     }
 
     #[test]

@@ -18,7 +18,7 @@ use std::ops::Range;
 use super::weight::{PackedWeight, Shared};
 use crate::cpu::{
     Element, ForKernel, Job, Kernel, MOST_COLUMNS, Product, Scratch, Vector, Workers, for_each_task, load_first,
-    on_kernel, store_first,
+    on_kernel, reserve, store_first,
 };
 
 /// The words of depth of a block: with 48 columns 37 KB of weight, which the second cache holds beside the rest. The sums
@@ -55,8 +55,7 @@ impl<X: Element> Projection<'_, X> {
     pub fn run(self) -> Option<Vec<X>> {
         let Self { weight, rows, .. } = self;
         let count = rows.checked_mul(self.columns.len())?;
-        let mut out = Vec::new();
-        out.try_reserve_exact(count).ok()?;
+        let mut out = reserve(count)?;
         if count == 0 {
             return Some(out);
         }

@@ -9,7 +9,7 @@ use super::OutputOrder;
 use super::packed_sequences::{PackedRanges, PackedSequences};
 use super::validate::{self, Call};
 use crate::AttentionMask;
-use crate::cpu::{Element, Tier};
+use crate::cpu::{Element, Tier, reserve};
 use crate::flash::{self, Alibi, Dims, Output, Problem, Scores, Strided};
 use crate::size::fits_in_memory;
 
@@ -137,7 +137,10 @@ impl Flash<'_> {
         if !fits_in_memory(&[b, h, t_q, d_v]) {
             bail!("[{}] a context of {:?} does not fit in memory", self.call.op, [b, h, t_q, d_v])
         }
-        let mut context = vec![E::default(); b * h * t_q * d_v];
+        let count = b * h * t_q * d_v;
+        let Some(mut context) = reserve(count) else {
+            bail!("[{}] there is no memory for a context of {:?}", self.call.op, [b, h, t_q, d_v])
+        };
         let mut lse = self.lse.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         if let Some(lse) = lse.as_mut() {
             lse.resize(b * h * t_q, f32::NEG_INFINITY);
@@ -183,6 +186,8 @@ impl Flash<'_> {
             output: Output { context: context.as_mut_ptr(), strides, lse: lse.as_mut().map(|lse| lse.as_mut_ptr()) },
         };
         flash::run(&problem, self.tier);
+        // SAFETY: every row of every head belongs to a task, which wrote it.
+        unsafe { context.set_len(count) };
         Ok(context)
     }
 }
