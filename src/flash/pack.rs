@@ -11,6 +11,12 @@ use crate::cpu::{Element, Kernel, Vector, load_first};
 /// Rows ahead that are asked for, as in decoding.
 const AHEAD: usize = 16;
 
+/// The words from one group of columns of values to the next: a cache line more than a block of keys has, since groups a power
+/// of two apart would meet in the same set of the first cache, where each row of values is written to all of them.
+pub(super) const fn value_group<K: Kernel>() -> usize {
+    K::ROWS * K::BLOCK + 16
+}
+
 /// One block of keys and values of one key head.
 pub(super) struct Block {
     pub b: usize,
@@ -62,7 +68,7 @@ impl Block {
                 (K::ROWS * (K::BLOCK / 2), K::BLOCK / 2, 1)
             } else {
                 group_values::<K, E>(problem, workspace, (b, kv_head), first..first + keys);
-                (K::ROWS * K::BLOCK, 1, K::ROWS)
+                (value_group::<K>(), 1, K::ROWS)
             };
             let (k, v) = (workspace.keys.as_ptr(), workspace.values.as_ptr());
             Self {
@@ -181,6 +187,7 @@ pub(super) unsafe fn queries<K: Kernel, E: Element>(
                 if row < tile.rows.end {
                     let row = problem.row(kv_head, row);
                     let from = problem.q.at([b, row.head, row.query]);
+                    ask_ahead::<K::Vector, E>(from, problem.q.stride(2), problem.dims.d);
                     words::<K, E>(from, problem.dims.d, to, query, units.query);
                 } else {
                     to.write_bytes(0, query);
@@ -194,7 +201,8 @@ pub(super) unsafe fn queries<K: Kernel, E: Element>(
     }
 }
 
-/// The values of some keys in groups of as many columns as a product has rows: (D_v / rows, block, rows).
+/// The values of some keys in groups of as many columns as a product has rows: (D_v / rows, block, rows), the groups
+/// [`value_group`] words apart.
 ///
 /// # Safety
 /// As [`Vector`]; at most a block of keys, all of which exist.
@@ -214,7 +222,7 @@ unsafe fn group_values<K: Kernel, E: Element>(
             ask_ahead::<K::Vector, E>(values, problem.v.stride(2), problem.dims.d_v);
             words::<K, E>(values, problem.dims.d_v, row, value, 1.0);
             for group in 0..value / K::ROWS {
-                let to = to.add((group * K::BLOCK + at) * K::ROWS);
+                let to = to.add(group * value_group::<K>() + at * K::ROWS);
                 std::ptr::copy_nonoverlapping(row.add(group * K::ROWS), to, K::ROWS);
             }
         }

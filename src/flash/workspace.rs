@@ -1,6 +1,7 @@
 //! The memory that one task works in.
 
 use super::heuristics::Layout;
+use super::pack::value_group;
 use super::params::Dims;
 use crate::cpu::{Kernel, Scratch, Vector};
 
@@ -107,7 +108,10 @@ impl Workspace {
             queries: Scratch::zeros(panels * layout.query * K::PANEL),
             state: State::new::<K>(layout, panels),
             keys: Scratch::zeros(block * layout.depth),
-            values: Scratch::zeros(block / K::ELEMENTS * layout.context),
+            values: Scratch::zeros(match K::ELEMENTS {
+                1 => layout.value / K::ROWS * value_group::<K>(),
+                elements => block / elements * layout.context,
+            }),
             scores: Scratch::zeros(block * K::PANEL),
             weights: Scratch::zeros(if pairs { block / 2 * K::PANEL } else { 0 }),
             staging: Scratch::zeros(staging),
