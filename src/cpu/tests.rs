@@ -2,6 +2,7 @@
 
 mod conversions;
 mod elementary;
+mod memory;
 mod products;
 
 use super::{ForKernel, Job, Kernel, Tier, on_kernel};
