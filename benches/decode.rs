@@ -3,8 +3,7 @@
 //! What takes the time is reading the keys and values. A model reads those of all its layers before it comes back to the
 //! first, so each call takes the next of many copies, `--total` MiB together.
 
-// Each bench uses its own part of what they share.
-#[allow(dead_code)]
+#[expect(dead_code, reason = "each bench uses its own part of what they share")]
 mod common;
 
 use candle_core::{DType, Result};

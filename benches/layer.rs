@@ -3,8 +3,7 @@
 //!
 //! Both sides share weights and input, and their outputs are compared before anything is timed.
 
-// Each bench uses its own part of what they share.
-#[allow(dead_code)]
+#[expect(dead_code, reason = "each bench uses its own part of what they share")]
 mod common;
 
 use candle_attention::{AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig, SdpaOptions, WeightLayout};

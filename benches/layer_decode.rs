@@ -4,8 +4,7 @@
 //! What takes the time is reading the weights, the keys and the values. A model reads those of all its layers before it
 //! comes back to the first, so each call takes the next of many layers, `--total` MiB together.
 
-// Each bench uses its own part of what they share.
-#[allow(dead_code)]
+#[expect(dead_code, reason = "each bench uses its own part of what they share")]
 mod common;
 
 use candle_attention::{

@@ -4,8 +4,7 @@
 //! to the first, so each call takes the next of many copies, `--total` MiB together; cells in which that is so say "from
 //! memory". The others multiply with one weight again and again.
 
-// Each bench uses its own part of what they share.
-#[allow(dead_code)]
+#[expect(dead_code, reason = "each bench uses its own part of what they share")]
 mod common;
 
 use candle_attention::PackedLinear;

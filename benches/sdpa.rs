@@ -3,8 +3,7 @@
 //! GFLOP/s count the pairs that the mask leaves, so that a mask that is skipped shows as speed and one that is computed
 //! and thrown away does not.
 
-// Each bench uses its own part of what they share.
-#[allow(dead_code)]
+#[expect(dead_code, reason = "each bench uses its own part of what they share")]
 mod common;
 
 use candle_core::{DType, Result};

@@ -10,8 +10,11 @@
 mod additive;
 mod cache;
 mod config;
-pub mod cpu;
-mod flash;
+pub mod cpu {
+    //! The instruction sets of the CPU kernels.
+
+    pub use candle_attention_kernels::{Tier, TierError};
+}
 #[cfg(any(doc, doctest))]
 pub mod guide;
 pub mod hf;

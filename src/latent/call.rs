@@ -76,7 +76,7 @@ impl<'a> Call<'a> {
             .with_scale(cfg.scale())
             .with_dropout(cfg.dropout(), input.train)
             .with_backend(input.backend)
-            .with_output_order(OutputOrder::SequenceFirst);
+            .with_output_order(OutputOrder::Bthd);
         options.dropout_seed = input.dropout_seed.cloned();
         let step = match (input.cache.take(), arrivals) {
             (Some(cache), Some(arrivals)) => {

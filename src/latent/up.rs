@@ -7,9 +7,9 @@ use candle_core::{DType, Module, Result, Tensor};
 use super::MultiHeadLatentAttentionConfig;
 use crate::PackedLinear;
 use crate::cache::Expand;
-use crate::cpu::{Workers, for_each_task};
 use crate::size::part;
 use crate::weights::Source;
+use candle_attention_kernels::{Workers, for_each_task};
 
 /// The projection `kv_b_proj` of latents to the keys and values of all heads, by its rows: for each head those of its key,
 /// then those of its value.

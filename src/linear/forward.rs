@@ -12,10 +12,9 @@ use candle_nn::Linear;
 use half::{bf16, f16};
 
 use super::OP;
-use super::product::Projection;
-use super::weight::{Packable, PackedWeight};
-use crate::cpu::{Element, Tier};
 use crate::size::fits_in_memory;
+use candle_attention_kernels::linear::{Packable, PackedWeight, Projection};
+use candle_attention_kernels::{Element, Tier};
 
 /// A packed weight and its bias.
 pub(super) struct Packed {
@@ -27,7 +26,8 @@ pub(super) struct Packed {
 impl Packed {
     /// Packs `weight` (out, in) and `bias` (out,), both of E on the CPU.
     pub fn new<E: Packable + WithDType>(weight: &Tensor, bias: Option<&Tensor>, tier: Option<Tier>) -> Result<Self> {
-        let tier = Tier::choose(OP, tier, weight.dtype())?;
+        let tier = Tier::choose(tier, weight.dtype() == DType::BF16)
+            .map_err(|error| candle_core::Error::msg(format!("[{OP}] {error}")))?;
         let bias = match bias {
             Some(bias) => Some(contiguous("bias", bias)?.to_dtype(DType::F32)?.to_vec1()?),
             None => None,

@@ -1,11 +1,6 @@
 //! Projections by the CPU's own kernels.
 
 mod forward;
-mod pack;
-mod product;
-#[cfg(test)]
-mod tests;
-mod weight;
 
 use std::ops::Range;
 use std::sync::Arc;

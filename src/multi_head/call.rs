@@ -82,7 +82,7 @@ impl<'a> Call<'a> {
         let mut options = SdpaOptions::default()
             .with_dropout(cfg.dropout(), input.train)
             .with_backend(input.backend)
-            .with_output_order(OutputOrder::SequenceFirst);
+            .with_output_order(OutputOrder::Bthd);
         options.scale = cfg.scale();
         options.softcap = cfg.softcap();
         options.sinks = layer.sinks.clone();

@@ -261,7 +261,7 @@ mod tests {
         let layer = layer(&config().with_out_proj(false))?;
         let xs = xs(8)?;
         let call = Call::new(&layer, AttentionInput::new(&xs))?;
-        assert_eq!(call.options.output_order, OutputOrder::SequenceFirst);
+        assert_eq!(call.options.output_order, OutputOrder::Bthd);
         let context = Tensor::zeros((B, T, 4, 5), DType::F32, &Device::Cpu)?;
         let merged = layer.merge(&context.transpose(1, 2)?, true)?;
         assert_eq!((merged.dims(), place(&merged).0), ([B, T, 20].as_slice(), place(&context).0));

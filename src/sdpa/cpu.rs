@@ -3,15 +3,15 @@
 use std::ops::Range;
 use std::sync::Mutex;
 
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp3, DType, Error, Layout, Result, Shape, Storage, Tensor, bail};
 
 use super::OutputOrder;
 use super::packed_sequences::{PackedRanges, PackedSequences};
 use super::validate::{self, Call};
 use crate::AttentionMask;
-use crate::cpu::{Element, Tier, reserve};
-use crate::flash::{self, Alibi, Dims, Output, Problem, Scores, Strided};
 use crate::size::fits_in_memory;
+use candle_attention_kernels::flash::{self, Alibi, Dims, Output, Problem, Scores, Strided};
+use candle_attention_kernels::{Element, Tier};
 
 /// What the structural constraints of a mask leave.
 pub(super) struct Seen {
@@ -73,8 +73,8 @@ fn attend_seen(call: &Call, seen: Seen, tier: Tier, lse: Option<&mut Vec<f32>>) 
     };
     let context = readable(call.q)?.apply_op3_no_bwd(&readable(call.k)?, &readable(call.v)?, &op)?;
     match call.options.output_order {
-        OutputOrder::HeadsFirst => Ok(context),
-        OutputOrder::SequenceFirst => context.transpose(1, 2),
+        OutputOrder::Bhtd => Ok(context),
+        OutputOrder::Bthd => context.transpose(1, 2),
     }
 }
 
@@ -123,8 +123,8 @@ impl CustomOp3 for Flash<'_> {
         };
         let validate::Dims { b, h, t_q, d_v, .. } = self.call.dims;
         let shape = match self.call.options.output_order {
-            OutputOrder::HeadsFirst => (b, h, t_q, d_v),
-            OutputOrder::SequenceFirst => (b, t_q, h, d_v),
+            OutputOrder::Bhtd => (b, h, t_q, d_v),
+            OutputOrder::Bthd => (b, t_q, h, d_v),
         };
         Ok((context, shape.into()))
     }
@@ -134,29 +134,23 @@ impl Flash<'_> {
     fn run<E: Element>(&self, q: (&[E], &Layout), k: (&[E], &Layout), v: (&[E], &Layout)) -> Result<Vec<E>> {
         let validate::Dims { b, h, t_q, t_kv, d, d_v } = self.call.dims;
         let h_kv = self.call.k.dim(1)?;
-        if !fits_in_memory(&[b, h, t_q, d_v]) {
-            bail!("[{}] a context of {:?} does not fit in memory", self.call.op, [b, h, t_q, d_v])
+        let shape = [b, h, t_q, d_v];
+        let no_room = || Error::msg(format!("[{}] a context of {shape:?} does not fit in memory", self.call.op));
+        if !fits_in_memory(&shape) {
+            return Err(no_room());
         }
-        let count = b * h * t_q * d_v;
-        let Some(mut context) = reserve(count) else {
-            bail!("[{}] there is no memory for a context of {:?}", self.call.op, [b, h, t_q, d_v])
-        };
         let mut lse = self.lse.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         if let Some(lse) = lse.as_mut() {
             lse.resize(b * h * t_q, f32::NEG_INFINITY);
         }
         if b * t_q == 0 {
-            return Ok(context);
+            return Ok(Vec::new());
         }
-        let strides = match self.call.options.output_order {
-            OutputOrder::HeadsFirst => [h * t_q * d_v, t_q * d_v, d_v],
-            OutputOrder::SequenceFirst => [t_q * h * d_v, d_v, h * d_v],
-        };
         let full = [b, h, t_q, t_kv];
         let bias = self.bias.as_ref().map(Tensor::storage_and_layout);
         let bias = match &bias {
             Some((storage, layout)) => match &**storage {
-                Storage::Cpu(CpuStorage::F32(data)) => Some(Strided::new(data, layout, full)?),
+                Storage::Cpu(CpuStorage::F32(data)) => Some(strided(data, layout, full)?),
                 _ => bail!("[{}] bias is not on the CPU in F32", self.call.op),
             },
             None => None,
@@ -164,7 +158,7 @@ impl Flash<'_> {
         let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
         let keep = match &keep {
             Some((storage, layout)) => match &**storage {
-                Storage::Cpu(CpuStorage::U8(data)) => Some(Strided::new(data, layout, full)?),
+                Storage::Cpu(CpuStorage::U8(data)) => Some(strided(data, layout, full)?),
                 _ => bail!("[{}] keep is not on the CPU in U8", self.call.op),
             },
             None => None,
@@ -183,12 +177,9 @@ impl Flash<'_> {
                 keep,
                 sinks: self.sinks.as_deref(),
             },
-            output: Output { context: context.as_mut_ptr(), strides, lse: lse.as_mut().map(|lse| lse.as_mut_ptr()) },
+            output: Output::new(self.call.options.output_order, lse.as_mut().map(|lse| lse.as_mut_ptr())),
         };
-        flash::run(&problem, self.tier);
-        // SAFETY: every row of every head belongs to a task, which wrote it.
-        unsafe { context.set_len(count) };
-        Ok(context)
+        flash::run(problem, self.tier).ok_or_else(no_room)
     }
 }
 
@@ -196,6 +187,20 @@ impl Flash<'_> {
 fn rows<'a, E>((data, layout): (&'a [E], &Layout), dims: [usize; 3], width: usize) -> Result<Strided<'a, E, 3>> {
     let [b, h, t] = dims;
     // With its rows' last elements, the whole view lies within the data.
-    let whole = Strided::new(data, layout, [b, h, t, width])?;
+    let whole = strided(data, layout, [b, h, t, width])?;
     Ok(whole.first_of_last())
+}
+
+/// A view of `dims`, in which a dimension of 1 in the layout stands for all entries.
+fn strided<'a, T, const N: usize>(data: &'a [T], layout: &Layout, dims: [usize; N]) -> Result<Strided<'a, T, N>> {
+    let mut strides = [0; N];
+    for (n, stride) in strides.iter_mut().enumerate() {
+        if layout.dims()[n] > 1 {
+            *stride = layout.stride()[n];
+        }
+    }
+    match Strided::new(data, layout.start_offset(), strides, dims) {
+        Some(view) => Ok(view),
+        None => bail!("[flash] a view of {dims:?} ends past the {} elements of its storage", data.len()),
+    }
 }

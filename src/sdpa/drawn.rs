@@ -197,8 +197,8 @@ impl Arguments {
     pub fn check(&self, context: &Tensor) -> std::result::Result<(), String> {
         let expected = reference::attend(&self.call().map_err(|e| e.to_string())?).map_err(|e| e.to_string())?.context;
         let lies = match self.options.output_order {
-            OutputOrder::HeadsFirst => context.is_contiguous(),
-            OutputOrder::SequenceFirst => context.transpose(1, 2).is_ok_and(|context| context.is_contiguous()),
+            OutputOrder::Bhtd => context.is_contiguous(),
+            OutputOrder::Bthd => context.transpose(1, 2).is_ok_and(|context| context.is_contiguous()),
         };
         if !lies {
             return Err(format!("strides {:?} in {:?}", context.stride(), self.options.output_order));

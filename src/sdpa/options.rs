@@ -17,16 +17,7 @@ pub enum Backend {
     Fused,
 }
 
-/// In which order the context lies in memory. Its shape is (B, H, T_q, D_v) either way.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum OutputOrder {
-    /// Contiguous as (B, H, T_q, D_v).
-    #[default]
-    HeadsFirst,
-    /// A transposed view of a contiguous (B, T_q, H, D_v), so that `context.transpose(1, 2)?.reshape((b, t_q, h * d_v))`
-    /// copies nothing.
-    SequenceFirst,
-}
+pub use candle_attention_kernels::flash::OutputOrder;
 
 /// Options of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), built with `with_*`.
 #[derive(Debug, Clone, Default)]
@@ -89,7 +80,7 @@ impl SdpaOptions {
         self
     }
 
-    /// In which order the context lies in memory; [`OutputOrder::HeadsFirst`] unless given.
+    /// In which order the context lies in memory; [`OutputOrder::Bhtd`] unless given.
     pub fn with_output_order(mut self, order: OutputOrder) -> Self {
         self.output_order = order;
         self

@@ -71,7 +71,10 @@ fn choose_by(call: &Call, wanted: Wanted, facts: impl FnOnce() -> Result<Facts>)
         (None, Device::Cpu) if call.q.dtype() == DType::F64 => {
             Err("the CPU kernel computes in f32, and the inputs are F64".into())
         }
-        (None, Device::Cpu) => Ok(Choice::Cpu(Tier::choose(call.op, call.options.cpu_tier, call.q.dtype())?)),
+        (None, Device::Cpu) => Ok(Choice::Cpu(
+            Tier::choose(call.options.cpu_tier, call.q.dtype() == DType::BF16)
+                .map_err(|error| candle_core::Error::msg(format!("[{}] {error}", call.op)))?,
+        )),
         (None, Device::Cuda(_)) => flash_attn::decide(&facts()?)
             .and_then(|plan| flash_attn::obstacle(call.q.device()).map_or(Ok(Choice::FlashAttn(plan)), Err)),
         (None, Device::Metal(_)) => metal::decide(&facts()?).map(Choice::Metal),

@@ -68,8 +68,8 @@ pub(super) fn attend(call: &Call) -> Result<Attended> {
     let context = weighted_values(&weights, &call.v.to_dtype(dtype)?, keep.as_ref())?;
     let context = context.to_dtype(call.q.dtype())?;
     let context = match call.options.output_order {
-        OutputOrder::HeadsFirst => context.contiguous()?,
-        OutputOrder::SequenceFirst => context.transpose(1, 2)?.contiguous()?.transpose(1, 2)?,
+        OutputOrder::Bhtd => context.contiguous()?,
+        OutputOrder::Bthd => context.transpose(1, 2)?.contiguous()?.transpose(1, 2)?,
     };
     Ok(Attended { context, weights, lse })
 }

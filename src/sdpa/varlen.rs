@@ -162,7 +162,7 @@ fn on_cpu(packed: &Call, sequences: &PackedSequences, tier: Tier, lse: Option<&m
 }
 
 fn in_sequence_order(options: &SdpaOptions) -> SdpaOptions {
-    options.clone().with_output_order(OutputOrder::SequenceFirst)
+    options.clone().with_output_order(OutputOrder::Bthd)
 }
 
 /// (1, H, total_q, D_v) to (total_q, H, D_v).

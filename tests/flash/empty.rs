@@ -35,7 +35,7 @@ fn sizes_of_zero_give_empty_results_or_zeros() -> Result<()> {
                 (ones([b, 4, t_q, 6], dtype)?, ones([b, 2, t_kv, 6], dtype)?, ones([b, 2, t_kv, d_v], dtype)?);
             for tier in Tier::available() {
                 for mask in [AttentionMask::none(), AttentionMask::causal().with_window(2)] {
-                    for order in [OutputOrder::HeadsFirst, OutputOrder::SequenceFirst] {
+                    for order in [OutputOrder::Bhtd, OutputOrder::Bthd] {
                         let call = Call::plain(&q, &k, &v, &mask).on_tier(tier).in_order(order);
                         let (context, lse) = call.with_lse()?;
                         assert_eq!((context.dims(), context.dtype()), ([b, 4, t_q, d_v].as_slice(), dtype));

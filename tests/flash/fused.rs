@@ -90,14 +90,14 @@ pub fn check_on(tiers: &[Tier], case: &Case, dtype: DType) -> Outcome {
         let call = call.on_tier(tier);
         let run = || -> Result<_> {
             let heads_first = call.context()?;
-            let (sequence_first, lse) = call.in_order(OutputOrder::SequenceFirst).with_lse()?;
+            let (sequence_first, lse) = call.in_order(OutputOrder::Bthd).with_lse()?;
             Ok((heads_first, sequence_first, lse))
         };
         let (heads_first, sequence_first, lse) = run().map_err(|error| format!("{tier}: {error}"))?;
         compare_context("context", &heads_first, case, &expected, &bounds, dtype)
             .and_then(|()| compare_lse("lse", &lse, case, &expected, &bounds, dtype))
-            .and_then(|()| lies_in(&heads_first, OutputOrder::HeadsFirst))
-            .and_then(|()| lies_in(&sequence_first, OutputOrder::SequenceFirst))
+            .and_then(|()| lies_in(&heads_first, OutputOrder::Bhtd))
+            .and_then(|()| lies_in(&sequence_first, OutputOrder::Bthd))
             .map_err(|difference| format!("{tier}: {difference}"))?;
         if bits(&heads_first) != bits(&sequence_first) {
             return Err(format!("{tier}: another context beside the log-sum-exp, in the other order"));
@@ -108,8 +108,8 @@ pub fn check_on(tiers: &[Tier], case: &Case, dtype: DType) -> Outcome {
 
 fn lies_in(context: &Tensor, order: OutputOrder) -> Outcome {
     let lies = match order {
-        OutputOrder::HeadsFirst => context.is_contiguous(),
-        OutputOrder::SequenceFirst => context.transpose(1, 2).is_ok_and(|context| context.is_contiguous()),
+        OutputOrder::Bhtd => context.is_contiguous(),
+        OutputOrder::Bthd => context.transpose(1, 2).is_ok_and(|context| context.is_contiguous()),
     };
     if lies { Ok(()) } else { Err(format!("strides {:?} of {:?} in {order:?}", context.stride(), context.dims())) }
 }

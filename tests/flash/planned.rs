@@ -206,7 +206,7 @@ fn bad_arguments_are_named_before_the_kernel() -> Result<()> {
 /// The order of memory is the reference path's too.
 #[test]
 fn the_reference_path_gives_the_same_orders() -> Result<()> {
-    for order in [OutputOrder::HeadsFirst, OutputOrder::SequenceFirst] {
+    for order in [OutputOrder::Bhtd, OutputOrder::Bthd] {
         let (fused, reference) = (call(DType::F32).in_order(order), call(DType::F32).in_order(order).on_reference());
         assert_eq!(fused.context()?.stride(), reference.context()?.stride());
     }

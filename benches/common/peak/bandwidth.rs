@@ -20,10 +20,8 @@ fn read_pages(bytes: usize, large: bool) -> f64 {
     // Each thread writes its own part first, so that it lies in the memory next to it.
     let together = Barrier::new(threads);
     let part = || {
-        let mut part = Vec::with_capacity(words);
-        if large {
-            ask_for_large_pages(&mut part);
-        }
+        let room = if large { candle_attention_kernels::reserve(words) } else { None };
+        let mut part = room.unwrap_or_default();
         part.resize(words, black_box(1u64));
         let once = || {
             together.wait();
@@ -41,18 +39,6 @@ fn read_pages(bytes: usize, large: bool) -> f64 {
     let best = (0..7).map(slowest).fold(f64::INFINITY, f64::min);
     (8 * words * threads) as f64 / best / 1e9
 }
-
-#[cfg(target_os = "linux")]
-fn ask_for_large_pages(part: &mut Vec<u64>) {
-    let page = 2 << 20;
-    let before = part.as_ptr().align_offset(page) * size_of::<u64>();
-    let bytes = (part.capacity() * size_of::<u64>()).saturating_sub(before) / page * page;
-    // SAFETY: whole pages within the allocation; advice changes no content.
-    unsafe { libc::madvise(part.as_mut_ptr().wrapping_byte_add(before).cast(), bytes, libc::MADV_HUGEPAGE) };
-}
-
-#[cfg(not(target_os = "linux"))]
-fn ask_for_large_pages(_: &mut Vec<u64>) {}
 
 fn sum(words: &[u64]) -> u64 {
     let stream = words.len() / STREAMS;

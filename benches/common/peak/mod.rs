@@ -48,7 +48,7 @@ pub fn threads() -> usize {
 /// For a variable that names no tier.
 pub fn measure(dtype: DType) -> Result<Peak> {
     let limit = match std::env::var("CANDLE_ATTENTION_CPU") {
-        Ok(name) if !name.is_empty() => name.parse()?,
+        Ok(name) if !name.is_empty() => name.parse().map_err(candle_core::Error::wrap)?,
         _ => Tier::Amx,
     };
     let mut best = Peak { name: "", gflops: 0.0 };

@@ -21,7 +21,10 @@ use super::band::Window;
 use super::validate::{Call, Dims};
 
 /// What happens to scores.
-#[cfg_attr(not(feature = "flash-attn"), allow(dead_code, reason = "read by candle-flash-attn and by the tests"))]
+#[cfg_attr(
+    not(any(feature = "flash-attn", test)),
+    expect(dead_code, reason = "read by candle-flash-attn and by the tests")
+)]
 pub(super) struct Scores {
     pub scale: f32,
     pub softcap: Option<f32>,
@@ -40,7 +43,10 @@ pub(super) trait Kernel {
 }
 
 /// [`Lengths`] on the device: (n + 1,) in u32.
-#[cfg_attr(not(feature = "flash-attn"), allow(dead_code, reason = "read by candle-flash-attn and by the tests"))]
+#[cfg_attr(
+    not(any(feature = "flash-attn", test)),
+    expect(dead_code, reason = "read by candle-flash-attn and by the tests")
+)]
 pub(super) struct Cumulative {
     pub cu_seqlens_q: Tensor,
     pub cu_seqlens_kv: Tensor,
@@ -86,8 +92,8 @@ pub(super) fn attend(call: &Call, plan: &Plan, kernel: &impl Kernel) -> Result<T
     };
     let context = context.transpose(1, 2)?;
     match options.output_order {
-        OutputOrder::HeadsFirst => context.contiguous(),
-        OutputOrder::SequenceFirst => Ok(context),
+        OutputOrder::Bhtd => context.contiguous(),
+        OutputOrder::Bthd => Ok(context),
     }
 }
 

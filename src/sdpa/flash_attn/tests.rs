@@ -230,7 +230,7 @@ fn what_is_taken_has_the_reference_paths_numbers() {
     let taken = std::cell::Cell::new((0, 0, 0));
     run(800, drawn(12, HALVES, &[8, 16, 40]), |drawn| {
         let arguments = drawn.arguments().map_err(|error| error.to_string())?;
-        for order in [OutputOrder::HeadsFirst, OutputOrder::SequenceFirst] {
+        for order in [OutputOrder::Bhtd, OutputOrder::Bthd] {
             let arguments = arguments.clone().in_order(order);
             let check = || -> Result<Option<Tensor>> {
                 let call = arguments.call()?;
@@ -316,7 +316,7 @@ fn packed_sequences_are_taken_as_they_lie() {
                 packed.unsqueeze(0)?.transpose(1, 2)
             };
             let (q, kv) = (draw(queries.iter().sum(), 4)?, draw(keys.iter().sum(), 2)?);
-            let mut options = SdpaOptions::default().with_output_order(OutputOrder::SequenceFirst);
+            let mut options = SdpaOptions::default().with_output_order(OutputOrder::Bthd);
             if alibi {
                 options = options.with_alibi_slopes(&Tensor::new(&[0.1f32, 0.5, 1.0, 0.0], &Device::Cpu)?);
             }

@@ -77,13 +77,13 @@ pub(super) fn attend(call: &Call, plan: &Plan, kernel: &impl Kernel) -> Result<T
     if plan.rest > 0 {
         let q = call.q.narrow(2, call.dims.t_q - plan.rest, plan.rest)?;
         let causal = AttentionMask::causal();
-        let options = SdpaOptions { output_order: OutputOrder::HeadsFirst, ..call.options.clone() };
+        let options = SdpaOptions { output_order: OutputOrder::Bhtd, ..call.options.clone() };
         let rest = reference::attend(&Call::new(call.op, (&q, &all_k, &all_v), &causal, &options)?)?;
         context = Tensor::cat(&[&context, &rest.context], 2)?.contiguous()?;
     }
     match call.options.output_order {
-        OutputOrder::HeadsFirst => Ok(context),
-        OutputOrder::SequenceFirst => context.transpose(1, 2)?.contiguous()?.transpose(1, 2),
+        OutputOrder::Bhtd => Ok(context),
+        OutputOrder::Bthd => context.transpose(1, 2)?.contiguous()?.transpose(1, 2),
     }
 }
 

@@ -193,7 +193,7 @@ fn what_is_taken_has_the_reference_paths_numbers() {
     let config = Config { cases: 1_200, rng_seed: RngSeed::Fixed(7), failure_persistence: None, ..Config::default() };
     let outcome = TestRunner::new(config).run(&drawn(12, DTYPES, &[32, 64, 72]), |drawn| {
         let arguments = drawn.arguments().map_err(|error| TestCaseError::fail(error.to_string()))?;
-        for order in [OutputOrder::HeadsFirst, OutputOrder::SequenceFirst] {
+        for order in [OutputOrder::Bhtd, OutputOrder::Bthd] {
             holds(&arguments.clone().in_order(order), &Counting(&taken)).map_err(TestCaseError::fail)?;
         }
         Ok(())
@@ -232,12 +232,8 @@ fn causal_masks_are_right_around_blocks() -> Result<()> {
     let (mut wrong, mut split) = (0, 0);
     for d in [64, 128] {
         for (n, (t_q, before)) in QUERIES.into_iter().flat_map(|t_q| BEFORE.map(|n| (t_q, n))).enumerate() {
-            let arguments = causal(
-                t_q,
-                t_q + before,
-                d,
-                if n % 2 == 0 { OutputOrder::HeadsFirst } else { OutputOrder::SequenceFirst },
-            );
+            let arguments =
+                causal(t_q, t_q + before, d, if n % 2 == 0 { OutputOrder::Bhtd } else { OutputOrder::Bthd });
             holds(&arguments, &Emulated).unwrap_or_else(|error| panic!("{t_q} after {before}, D {d}: {error}"));
             let whole = Plan { copies: Copies([true; 3]), ..taken(0..t_q + before, Masking::Causal) };
             let exact = arguments.check(&attend(&arguments.call()?, &whole, &Emulated)?).is_ok();

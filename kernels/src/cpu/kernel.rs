@@ -43,7 +43,6 @@ pub(crate) trait Narrow {
     /// The steps of depth that lie together; the depth of a product is a multiple.
     const STEPS: usize;
     /// Whether the columns are f32 as they are.
-    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "the AVX2 tile asks"))]
     const IS_WIDE: bool = false;
 
     /// The vectors of `STEPS` steps that begin at a column.

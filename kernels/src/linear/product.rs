@@ -35,7 +35,7 @@ const SUMS_BYTES: usize = 256 << 10;
 const TASKS_PER_THREAD: usize = 8;
 
 /// `xs · weightᵀ + bias` for some of the weight's outputs.
-pub(super) struct Projection<'a, X> {
+pub struct Projection<'a, X> {
     pub weight: &'a PackedWeight,
     /// One for each output of the weight.
     pub bias: Option<&'a [f32]>,

@@ -5,7 +5,7 @@
 /// # Safety
 /// Every method may only be called on a processor that has the tier's instructions, and belongs (inlined) into a function
 /// compiled for them. A pointer must be valid for `LANES` elements; none has to be aligned.
-pub(crate) trait Vector: Copy {
+pub trait Vector: Copy {
     const LANES: usize;
     type Mask: Copy;
 

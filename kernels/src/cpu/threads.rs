@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// How many threads a call is worth, and how they come together.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Workers {
-    pub count: usize,
+pub struct Workers {
+    pub(crate) count: usize,
     /// The call is over in about the time in which a thread wakes: the caller works too, instead of waiting for the pool.
     is_brief: bool,
 }
@@ -34,7 +34,7 @@ impl Workers {
 ///
 /// A thread takes the next index when it is done with its last, so that tasks of unequal size even out. What an index
 /// computes may not depend on the thread; then the result does not depend on their number.
-pub(crate) fn for_each_task<S>(
+pub fn for_each_task<S>(
     tasks: usize,
     workers: Workers,
     state: impl Fn() -> S + Sync,

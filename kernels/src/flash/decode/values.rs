@@ -2,9 +2,10 @@
 
 use std::ops::Range;
 
+use super::MOST_LANES;
 use super::scores::Part;
-use super::{AHEAD, MOST_LANES};
 use crate::cpu::{Element, Vector, load_first, store_first};
+use crate::flash::ahead::ask_ahead;
 
 /// Keys whose values are read for all of D_v before the next ones: they stay in the first cache meanwhile.
 const VALUES: usize = 32;
@@ -85,10 +86,7 @@ impl<E: Element, const R: usize> Part<'_, '_, E, R> {
             let mut sums = [[V::splat(0.0); N]; R];
             for key in keys {
                 let from = self.value(key).add(d);
-                let ahead = from.wrapping_add(AHEAD * self.problem.v.stride(2)).cast::<u8>();
-                for line in (0..N * lanes * size_of::<E>()).step_by(64) {
-                    V::prefetch(ahead.wrapping_add(line));
-                }
+                ask_ahead::<V, E>(from, self.problem.v.stride(2), N * lanes);
                 let mut values = [V::splat(0.0); N];
                 for (n, value) in values.iter_mut().enumerate() {
                     *value = load_first(from.add(n * lanes), held);

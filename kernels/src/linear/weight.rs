@@ -6,14 +6,13 @@ use half::{bf16, f16};
 
 use super::pack::PackPanel;
 use crate::cpu::{
-    Bf16Pairs, Element, F16Rows, ForKernel, Kernel, Narrow, Product, Scratch, Tier, Vector, Workers, for_each_task,
-    on_kernel,
+    Bf16Pairs, Element, F16Rows, ForKernel, Kernel, Narrow, Product, Scratch, Tier, Vector, Workers, filled,
+    for_each_task, on_kernel,
 };
-use crate::size::{filled, is_addressable};
 
 /// The type of a weight's elements, which decides how they are packed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub enum Kind {
     F32,
     /// Pairs of neighbouring inputs, whether the tier multiplies them as they are or widens them: both take an instruction.
     Bf16,
@@ -32,7 +31,7 @@ impl Kind {
 
 /// (out, in) as panels of outputs: each is (in, panel), so that the sums of a panel's outputs are the lanes of vectors and
 /// the panel is read from its beginning to its end, whether for one row of input or for thousands.
-pub(super) struct PackedWeight {
+pub struct PackedWeight {
     words: Scratch,
     pub kind: Kind,
     /// The tier that the panel is as wide as.
@@ -79,9 +78,7 @@ impl PackedWeight {
         let step = K::ELEMENTS * K::DEPTH;
         let padded = inputs.next_multiple_of(if kind == Kind::Bf16 { step.max(2) } else { step });
         let panels = outputs.div_ceil(panel);
-        if !is_addressable(&[panels, padded, panel]) {
-            return None;
-        }
+        panels.checked_mul(padded)?.checked_mul(panel)?.checked_mul(size_of::<f32>())?;
         let each = padded * panel / kind.elements_of_word();
         let pack = |words: *mut f32| {
             let words = Shared(words);
@@ -108,7 +105,7 @@ impl PackedWeight {
     /// The rows as they were packed; `None` where there is no memory for them.
     pub fn unpack<E: Element>(&self) -> Option<Vec<E>> {
         let &Self { inputs, outputs, panel, padded, .. } = self;
-        let mut rows = filled(&[outputs, inputs], E::default())?;
+        let mut rows = filled(outputs.checked_mul(inputs)?, E::default())?;
         let to = Shared(rows.as_mut_ptr());
         let tasks = if inputs == 0 { 0 } else { outputs.div_ceil(panel) };
         for_each_task(
@@ -145,7 +142,12 @@ impl PackedWeight {
     /// # Safety
     /// As [`Kernel`]; the panel exists; the inputs lie within [`padded`](Self::padded), and `first` is even.
     #[inline(always)]
-    pub unsafe fn multiply<K: Kernel>(&self, (panel, first): (usize, usize), room: *mut f32, mut product: Product) {
+    pub(super) unsafe fn multiply<K: Kernel>(
+        &self,
+        (panel, first): (usize, usize),
+        room: *mut f32,
+        mut product: Product,
+    ) {
         let from = panel * self.padded * self.panel + first * self.panel;
         let is_few = product.rows <= 2 * K::ROWS && self.panel == K::PANEL;
         // SAFETY: the caller's promise.
@@ -219,7 +221,7 @@ impl<E> Shared<E> {
 }
 
 /// Elements that can be packed.
-pub(super) trait Packable: Element {
+pub trait Packable: Element {
     const KIND: Kind;
 }
 

@@ -2,14 +2,12 @@
 
 use std::cell::Cell;
 
+use super::ahead::ask_ahead;
 use super::heuristics::Layout;
 use super::params::{Problem, Units};
 use super::tile::Tile;
 use super::workspace::Workspace;
 use crate::cpu::{Element, Kernel, Vector, load_first};
-
-/// Rows ahead that are asked for, as in decoding.
-const AHEAD: usize = 16;
 
 /// The words from one group of columns of values to the next: a cache line more than a block of keys has, since groups a power
 /// of two apart would meet in the same set of the first cache, where each row of values is written to all of them.
@@ -112,19 +110,6 @@ impl Block {
         };
         self.non_finite.set(Some(found));
         found
-    }
-}
-
-/// Asks for the row that is read some rows after this one.
-///
-/// # Safety
-/// As [`Vector`].
-#[inline(always)]
-unsafe fn ask_ahead<V: Vector, E>(row: *const E, stride: usize, width: usize) {
-    let ahead = row.wrapping_add(AHEAD * stride).cast::<u8>();
-    for line in (0..width * size_of::<E>()).step_by(64) {
-        // SAFETY: the caller's promise.
-        unsafe { V::prefetch(ahead.wrapping_add(line)) };
     }
 }
 

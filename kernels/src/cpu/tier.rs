@@ -4,12 +4,10 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
-use candle_core::{DType, Error, Result, bail};
-
 /// An instruction set that the CPU kernels are compiled for.
 ///
 /// The best one that the processor has is chosen once; `CANDLE_ATTENTION_CPU=avx2` in the environment chooses another
-/// for the whole process, [`SdpaOptions::with_cpu_tier`](crate::SdpaOptions::with_cpu_tier) for one call.
+/// for the whole process, a caller may choose one for a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Tier {
     /// Plain Rust, on every processor.
@@ -61,34 +59,35 @@ impl Tier {
         }
     }
 
-    /// The tier for a call over this dtype: the one asked for, else the environment's, else the fastest.
-    pub(crate) fn choose(op: &str, asked: Option<Self>, dtype: DType) -> Result<Self> {
+    /// The tier for a call: the one asked for, else the environment's, else the fastest for products over bf16 or over
+    /// other types.
+    ///
+    /// # Errors
+    /// If this processor lacks the tier, or the environment names none.
+    pub fn choose(asked: Option<Self>, is_bf16: bool) -> Result<Self, TierError> {
         if let Some(tier) = asked {
-            if !tier.is_available() {
-                bail!("[{op}] this processor lacks the CPU tier {tier}, expected one of {}", names(&Self::available()))
-            }
-            return Ok(tier);
+            return if tier.is_available() { Ok(tier) } else { Err(TierError::Unavailable(tier)) };
         }
-        static FROM_ENVIRONMENT: OnceLock<std::result::Result<Option<Tier>, String>> = OnceLock::new();
+        static FROM_ENVIRONMENT: OnceLock<Result<Option<Tier>, TierError>> = OnceLock::new();
         match FROM_ENVIRONMENT.get_or_init(from_environment) {
             Ok(Some(tier)) => Ok(*tier),
-            Ok(None) => Ok(Self::fastest(dtype)),
-            Err(message) => bail!("[{op}] {message}"),
+            Ok(None) => Ok(Self::fastest(is_bf16)),
+            Err(error) => Err(error.clone()),
         }
     }
 
-    fn fastest(dtype: DType) -> Self {
+    fn fastest(is_bf16: bool) -> Self {
         // Once: a virtual machine answers what processor it has by a trap, and the projections of a token ask each time.
         static FASTEST: OnceLock<[Tier; 2]> = OnceLock::new();
-        let [of_bf16, of_others] =
-            FASTEST.get_or_init(|| [DType::BF16, DType::F32].map(|dtype| Self::fastest_of(&Self::available(), dtype)));
-        if dtype == DType::BF16 { *of_bf16 } else { *of_others }
+        let fastest =
+            FASTEST.get_or_init(|| [false, true].map(|is_bf16| Self::fastest_of(&Self::available(), is_bf16)));
+        fastest[usize::from(is_bf16)]
     }
 
-    fn fastest_of(available: &[Self], dtype: DType) -> Self {
+    fn fastest_of(available: &[Self], is_bf16: bool) -> Self {
         let worth = |tier: &&Self| match tier {
             // Beside bf16 they are NEON and AVX-512.
-            Self::NeonBf16 | Self::Avx512Bf16 | Self::Amx if dtype != DType::BF16 => false,
+            Self::NeonBf16 | Self::Avx512Bf16 | Self::Amx if !is_bf16 => false,
             Self::Avx512Bf16 => !has_slow_dot_products(),
             _ => true,
         };
@@ -96,15 +95,41 @@ impl Tier {
     }
 }
 
-fn from_environment() -> std::result::Result<Option<Tier>, String> {
+fn from_environment() -> Result<Option<Tier>, TierError> {
     let Some(value) = std::env::var_os(VARIABLE).filter(|value| !value.is_empty()) else { return Ok(None) };
     let value = value.to_string_lossy();
-    let tier: Tier = value.parse().map_err(|error: Error| format!("{VARIABLE}: {error}"))?;
-    if tier.is_available() {
-        return Ok(Some(tier));
+    match value.parse::<Tier>() {
+        Ok(tier) if tier.is_available() => Ok(Some(tier)),
+        Ok(tier) => Err(TierError::Environment(format!("is {tier}, which this processor lacks"))),
+        Err(_) => Err(TierError::Environment(format!("is {value:?}, which is no CPU tier"))),
     }
-    Err(format!("{VARIABLE} is {value}, which this processor lacks, expected one of {}", names(&Tier::available())))
 }
+
+/// Why there is no tier for a call.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TierError {
+    /// The processor lacks it.
+    Unavailable(Tier),
+    /// No tier has this name.
+    Unknown(String),
+    /// What is wrong with `CANDLE_ATTENTION_CPU`.
+    Environment(String),
+}
+
+impl fmt::Display for TierError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let available = names(&Tier::available());
+        match self {
+            Self::Unavailable(tier) => {
+                write!(f, "this processor lacks the CPU tier {tier}, expected one of {available}")
+            }
+            Self::Unknown(name) => write!(f, "{name:?} is no CPU tier, expected one of {}", names(&Tier::ALL)),
+            Self::Environment(what) => write!(f, "{VARIABLE} {what}, expected one of {available}"),
+        }
+    }
+}
+
+impl std::error::Error for TierError {}
 
 fn names(tiers: &[Tier]) -> String {
     tiers.iter().map(Tier::to_string).collect::<Vec<_>>().join(", ")
@@ -125,13 +150,11 @@ impl fmt::Display for Tier {
 }
 
 impl FromStr for Tier {
-    type Err = Error;
+    type Err = TierError;
 
-    fn from_str(name: &str) -> Result<Self> {
-        match Self::ALL.into_iter().find(|tier| tier.to_string() == name) {
-            Some(tier) => Ok(tier),
-            None => bail!("[cpu_tier] {name:?} is no CPU tier, expected one of {}", names(&Self::ALL)),
-        }
+    fn from_str(name: &str) -> Result<Self, TierError> {
+        let known = Self::ALL.into_iter().find(|tier| tier.to_string() == name);
+        known.ok_or_else(|| TierError::Unknown(name.into()))
     }
 }
 

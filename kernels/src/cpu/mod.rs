@@ -13,10 +13,12 @@ mod tier;
 mod vector;
 
 pub(crate) use dispatch::{ForKernel, on_kernel};
-pub(crate) use element::{Element, MOST_LANES, load_first, store_first};
+pub use element::Element;
+pub(crate) use element::{MOST_LANES, load_first, store_first};
 pub(crate) use kernel::{Bf16Pairs, F16Rows, Job, Kernel, MOST_COLUMNS, Narrow, Product};
-pub(crate) use memory::reserve;
+pub(crate) use memory::filled;
+pub use memory::reserve;
 pub(crate) use scratch::Scratch;
-pub(crate) use threads::{Workers, for_each_task};
-pub use tier::Tier;
+pub use threads::{Workers, for_each_task};
+pub use tier::{Tier, TierError};
 pub(crate) use vector::{Vector, tanh};

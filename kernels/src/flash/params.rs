@@ -2,13 +2,21 @@
 
 use std::ops::Range;
 
-use candle_core::{Layout, Result, bail};
-
 use crate::cpu::Element;
+
+/// In which order the context lies in memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum OutputOrder {
+    /// Contiguous as (B, H, T, D).
+    #[default]
+    Bhtd,
+    /// Contiguous as (B, T, H, D), as a layer merges its heads: transposed and reshaped to (B, T, H·D) without a copy.
+    Bthd,
+}
 
 /// The dimensions of a call, by the letters of the glossary.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Dims {
+pub struct Dims {
     pub b: usize,
     pub h: usize,
     pub h_kv: usize,
@@ -33,28 +41,21 @@ impl Dims {
 
 /// A view into the elements of a tensor, read where it lies.
 #[derive(Clone, Copy)]
-pub(crate) struct Strided<'a, T, const N: usize> {
+pub struct Strided<'a, T, const N: usize> {
     data: &'a [T],
     start: usize,
     strides: [usize; N],
 }
 
 impl<'a, T, const N: usize> Strided<'a, T, N> {
-    /// A view of which every index within `dims` lies in the data. A dimension of 1 in the layout may be larger in `dims`:
-    /// its entry then stands for all.
-    pub fn new(data: &'a [T], layout: &Layout, dims: [usize; N]) -> Result<Self> {
-        let mut strides = [0; N];
-        let mut last = 0;
-        for (n, &dim) in dims.iter().enumerate() {
-            if layout.dims()[n] > 1 {
-                strides[n] = layout.stride()[n];
-                last += (dim - 1) * strides[n];
-            }
+    /// A view of `data` from `start` on, with these strides, of which every index within `dims` lies in the data; `None` if
+    /// one does not. A dimension whose stride is 0 stands for one entry, repeated.
+    pub fn new(data: &'a [T], start: usize, strides: [usize; N], dims: [usize; N]) -> Option<Self> {
+        let mut last = start;
+        for (&dim, &stride) in dims.iter().zip(&strides) {
+            last = last.checked_add(dim.saturating_sub(1).checked_mul(stride)?)?;
         }
-        if !dims.contains(&0) && layout.start_offset() + last >= data.len() {
-            bail!("[flash] a view of {dims:?} ends past the {} elements of its storage", data.len())
-        }
-        Ok(Self { data, start: layout.start_offset(), strides })
+        (dims.contains(&0) || last < data.len()).then_some(Self { data, start, strides })
     }
 
     /// The elements from an index on. The index lies within the dimensions of the view.
@@ -77,13 +78,21 @@ impl<'a, T> Strided<'a, T, 4> {
     }
 }
 
-/// Where the context goes: rows of D_v elements, at strides for batch, head and query.
+/// Where results go.
 #[derive(Clone, Copy)]
-pub(crate) struct Output<E> {
-    pub context: *mut E,
-    pub strides: [usize; 3],
+pub struct Output<E> {
+    /// Rows of D_v elements, one beside another.
+    pub(super) context: *mut E,
+    order: OutputOrder,
     /// (B, H, T_q).
-    pub lse: Option<*mut f32>,
+    pub(super) lse: Option<*mut f32>,
+}
+
+impl<E> Output<E> {
+    /// A context in this order, which [`run`](super::run) makes room for, and a log-sum-exp for each query, (B, H, T_q).
+    pub fn new(order: OutputOrder, lse: Option<*mut f32>) -> Self {
+        Self { context: std::ptr::null_mut(), order, lse }
+    }
 }
 
 // SAFETY: each row is written by the one task that owns it, and read after all of them.
@@ -93,7 +102,7 @@ unsafe impl<E> Send for Output<E> {}
 
 /// ALiBi's slopes (H,) and the positions of the queries (B, T_q).
 #[derive(Clone, Copy)]
-pub(crate) struct Alibi<'a> {
+pub struct Alibi<'a> {
     pub slopes: &'a [f32],
     pub positions: &'a [f32],
 }
@@ -106,7 +115,7 @@ impl Alibi<'_> {
 }
 
 /// What happens to a score before the softmax, and to its sum after.
-pub(crate) struct Scores<'a> {
+pub struct Scores<'a> {
     pub scale: f64,
     pub softcap: Option<f32>,
     pub alibi: Option<Alibi<'a>>,
@@ -120,7 +129,7 @@ pub(crate) struct Scores<'a> {
 
 /// How scores leave the product of queries and keys and reach the exponential, which takes powers of two.
 #[derive(Clone, Copy)]
-pub(crate) struct Units {
+pub struct Units {
     /// Folded into the queries.
     pub query: f32,
     /// Multiplied to the products before softcap and biases.
@@ -159,7 +168,7 @@ impl Scores<'_> {
 }
 
 /// One call.
-pub(crate) struct Problem<'a, E> {
+pub struct Problem<'a, E> {
     pub dims: Dims,
     /// (B, H, T_q), rows of D.
     pub q: Strided<'a, E, 3>,
@@ -175,7 +184,7 @@ pub(crate) struct Problem<'a, E> {
 
 /// A row of queries: which query of which head.
 #[derive(Clone, Copy)]
-pub(crate) struct Row {
+pub struct Row {
     pub head: usize,
     pub query: usize,
 }
@@ -185,6 +194,21 @@ impl<E: Element> Problem<'_, E> {
     pub fn row(&self, kv_head: usize, row: usize) -> Row {
         let group = self.dims.group();
         Row { head: kv_head * group + row % group, query: row / group }
+    }
+
+    /// Where the context of a row begins.
+    ///
+    /// # Safety
+    /// The row belongs to the problem, for whose context there is room.
+    #[inline(always)]
+    pub(super) unsafe fn context_row(&self, b: usize, Row { head, query }: Row) -> *mut E {
+        let Dims { h, t_q, d_v, .. } = self.dims;
+        let row = match self.output.order {
+            OutputOrder::Bhtd => (b * h + head) * t_q + query,
+            OutputOrder::Bthd => (b * t_q + query) * h + head,
+        };
+        // SAFETY: the caller's promise.
+        unsafe { self.output.context.add(row * d_v) }
     }
 
     pub fn range(&self, b: usize, query: usize) -> &Range<usize> {

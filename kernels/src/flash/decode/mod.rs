@@ -16,16 +16,13 @@ mod values;
 use std::ops::Range;
 
 use crate::cpu::{Element, Job, Kernel, Scratch, Vector};
-use crate::flash::finish::{context_row, normalise};
+use crate::flash::finish::normalise;
 use crate::flash::params::Problem;
 use scores::Part;
 
 /// The most rows that one part takes, and lanes of a vector.
 pub(super) const MOST_ROWS: usize = 8;
 const MOST_LANES: usize = 16;
-
-/// Rows ahead that are asked for: enough to cover the way to memory at a row every few dozen cycles.
-const AHEAD: usize = 16;
 
 /// What a thread needs: queries (R, D) and scores (span, R).
 pub(super) struct DecodeScratch {
@@ -139,7 +136,7 @@ pub(super) fn finish<E: Element>(problem: &Problem<E>, (b, kv_head): (usize, usi
         // SAFETY: the row belongs to the problem, and this head's rows to this task.
         unsafe {
             let whole = normalise(problem, (b, row), most, total);
-            let to = context_row(problem, b, row.head, row.query);
+            let to = problem.context_row(b, row);
             for (d, &mixed) in mixed.iter().enumerate() {
                 *to.add(d) = E::from_f32(mixed * whole);
             }

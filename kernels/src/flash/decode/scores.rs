@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
-use super::{AHEAD, MOST_LANES};
+use super::MOST_LANES;
 use crate::cpu::{Element, Vector, load_first, tanh};
+use crate::flash::ahead::ask_ahead;
 use crate::flash::params::{Problem, Row};
 
 /// Sums that take turns.
@@ -52,10 +53,7 @@ impl<E: Element, const R: usize> Part<'_, '_, E, R> {
                 for (k, key) in keys[..together].iter_mut().enumerate() {
                     // Past the end the last key stands in; its scores are hidden later.
                     *key = key.wrapping_add(k.min(self.keys() - 1 - first) * stride);
-                    let ahead = key.wrapping_add(AHEAD * stride).cast::<u8>();
-                    for line in (0..d * size_of::<E>()).step_by(64) {
-                        V::prefetch(ahead.wrapping_add(line));
-                    }
+                    ask_ahead::<V, E>(*key, stride, d);
                 }
                 let mut sums = [V::splat(0.0); MOST_LANES];
                 let whole = d / lanes * lanes;

@@ -36,8 +36,7 @@ impl<E: Element> Job for Finish<'_, '_, E> {
                     let from = panel.context.add(d * K::PANEL + column);
                     K::Vector::transpose(from, K::PANEL, square.as_mut_ptr(), lanes);
                     for (lane, &factor) in factors[..held].iter().enumerate() {
-                        let Row { head, query } = problem.row(kv_head, first + lane);
-                        let to = context_row(problem, b, head, query).add(d);
+                        let to = problem.context_row(b, problem.row(kv_head, first + lane)).add(d);
                         let values = K::Vector::load(square.as_ptr().add(lane * lanes));
                         store_first::<E, _>(values.mul(K::Vector::splat(factor)), to, lanes.min(d_v - d));
                     }
@@ -75,13 +74,4 @@ pub(super) unsafe fn normalise<E: Element>(problem: &Problem<E>, (b, row): (usiz
         (false, true) => 1.0 / whole,
         (false, false) => (max - shift).exp2() / whole,
     }
-}
-
-/// # Safety
-/// The row belongs to the problem.
-#[inline(always)]
-pub(super) unsafe fn context_row<E>(problem: &Problem<E>, b: usize, head: usize, query: usize) -> *mut E {
-    let [by_batch, by_head, by_query] = problem.output.strides;
-    // SAFETY: the caller's promise.
-    unsafe { problem.output.context.add(b * by_batch + head * by_head + query * by_query) }
 }

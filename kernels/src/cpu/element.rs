@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use super::vector::Vector;
 
 /// f32, bf16 or f16: read as f32, written from f32.
-pub(crate) trait Element: Copy + Default + Send + Sync + 'static {
+pub trait Element: Copy + Default + Send + Sync + 'static {
     /// Whether a product over pairs of bf16 can read the element as it is.
     const IS_BF16: bool = false;
 

@@ -1,6 +1,7 @@
 //! The fused attention kernel of the CPU: scores are made, weighed and used a tile at a time, and never stand in memory
 //! as a whole. The design is in `README.md` beside this file.
 
+mod ahead;
 mod decode;
 mod finish;
 mod heuristics;
@@ -14,22 +15,23 @@ mod tests;
 mod tile;
 mod workspace;
 
-pub(crate) use params::{Alibi, Dims, Output, Problem, Scores, Strided};
+pub use params::{Alibi, Dims, Output, OutputOrder, Problem, Scores, Strided};
 
 use std::ops::Range;
 
-use crate::cpu::{Element, ForKernel, Kernel, Scratch, Tier, Vector, for_each_task, on_kernel};
+use crate::cpu::{Element, ForKernel, Kernel, Scratch, Tier, Vector, for_each_task, on_kernel, reserve};
 use decode::{Decode, DecodeScratch};
 use finish::Finish;
 use heuristics::{Cut, SPAN};
 use prefill::Prefill;
 use workspace::Workspace;
 
-/// Runs a call on the threads of the current pool.
+/// Runs a call on the threads of the current pool. Gives the context in the order asked for; `None` where there is no memory
+/// for it.
 ///
 /// # Panics
 /// If the processor lacks the tier.
-pub(crate) fn run<E: Element>(problem: &Problem<E>, tier: Tier) {
+pub fn run<E: Element>(mut problem: Problem<E>, tier: Tier) -> Option<Vec<E>> {
     struct Attend<'a, 'b, E>(&'a Problem<'b, E>);
     impl<E: Element> ForKernel for Attend<'_, '_, E> {
         unsafe fn run<K: Kernel>(self) {
@@ -37,7 +39,14 @@ pub(crate) fn run<E: Element>(problem: &Problem<E>, tier: Tier) {
             unsafe { attend::<K, E>(self.0) }
         }
     }
-    on_kernel(tier, E::IS_BF16, Attend(problem));
+    let Dims { b, h, t_q, d_v, .. } = problem.dims;
+    let count = b * h * t_q * d_v;
+    let mut context = reserve(count)?;
+    problem.output.context = context.as_mut_ptr();
+    on_kernel(tier, E::IS_BF16, Attend(&problem));
+    // SAFETY: every query of every head belongs to a task, which wrote its row.
+    unsafe { context.set_len(count) };
+    Some(context)
 }
 
 /// Cuts the call into tasks, the ones that see most keys first, and runs them.
