@@ -5,5 +5,7 @@
 mod cpu;
 pub mod flash;
 pub mod linear;
+mod scalar;
 
 pub use cpu::{Element, Tier, TierError, Workers, for_each_task, reserve};
+pub use scalar::Scalar;

@@ -13,8 +13,8 @@ use half::{bf16, f16};
 
 use super::OP;
 use crate::size::fits_in_memory;
-use candle_attention_kernels::linear::{Packable, PackedWeight, Projection};
-use candle_attention_kernels::{Element, Tier};
+use candle_attention_kernels::linear::{PackedWeight, Projection};
+use candle_attention_kernels::{Scalar, Tier};
 
 /// A packed weight and its bias.
 pub(super) struct Packed {
@@ -25,7 +25,7 @@ pub(super) struct Packed {
 
 impl Packed {
     /// Packs `weight` (out, in) and `bias` (out,), both of E on the CPU.
-    pub fn new<E: Packable + WithDType>(weight: &Tensor, bias: Option<&Tensor>, tier: Option<Tier>) -> Result<Self> {
+    pub fn new<E: Scalar + WithDType>(weight: &Tensor, bias: Option<&Tensor>, tier: Option<Tier>) -> Result<Self> {
         let tier = Tier::choose(tier, weight.dtype() == DType::BF16)
             .map_err(|error| candle_core::Error::msg(format!("[{OP}] {error}")))?;
         let bias = match bias {
@@ -68,7 +68,7 @@ impl Packed {
         }
     }
 
-    fn rows_of<E: Element + WithDType>(&self) -> Result<Tensor> {
+    fn rows_of<E: Scalar + WithDType>(&self) -> Result<Tensor> {
         match self.weight.unpack::<E>() {
             Some(rows) => Tensor::from_vec(rows, self.shape(), &Device::Cpu),
             None => bail!("[{OP}] a weight of {:?} does not fit in memory", self.shape()),
@@ -123,7 +123,7 @@ impl CustomOp1 for Columns {
 }
 
 impl Columns {
-    fn run<X: Element>(&self, xs: &[X], layout: &Layout) -> Result<Vec<X>> {
+    fn run<X: Scalar>(&self, xs: &[X], layout: &Layout) -> Result<Vec<X>> {
         let Packed { weight, bias, .. } = &*self.packed;
         let Some(xs_row) = row_stride(layout) else { bail!("[{OP}] rows of the input are not evenly spaced") };
         let rows = layout.dims()[..layout.dims().len() - 1].iter().product();

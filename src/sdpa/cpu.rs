@@ -11,7 +11,7 @@ use super::validate::{self, Call};
 use crate::AttentionMask;
 use crate::size::fits_in_memory;
 use candle_attention_kernels::flash::{self, Alibi, Dims, Output, Problem, Scores, Strided};
-use candle_attention_kernels::{Element, Tier};
+use candle_attention_kernels::{Scalar, Tier};
 
 /// What the structural constraints of a mask leave.
 pub(super) struct Seen {
@@ -131,7 +131,7 @@ impl CustomOp3 for Flash<'_> {
 }
 
 impl Flash<'_> {
-    fn run<E: Element>(&self, q: (&[E], &Layout), k: (&[E], &Layout), v: (&[E], &Layout)) -> Result<Vec<E>> {
+    fn run<E: Scalar>(&self, q: (&[E], &Layout), k: (&[E], &Layout), v: (&[E], &Layout)) -> Result<Vec<E>> {
         let validate::Dims { b, h, t_q, t_kv, d, d_v } = self.call.dims;
         let h_kv = self.call.k.dim(1)?;
         let shape = [b, h, t_q, d_v];

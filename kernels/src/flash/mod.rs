@@ -19,6 +19,7 @@ pub use params::{Alibi, Dims, Output, OutputOrder, Problem, Scores, Strided};
 
 use std::ops::Range;
 
+use crate::Scalar;
 use crate::cpu::{Element, ForKernel, Kernel, Scratch, Tier, Vector, for_each_task, on_kernel, reserve};
 use decode::{Decode, DecodeScratch};
 use finish::Finish;
@@ -31,7 +32,11 @@ use workspace::Workspace;
 ///
 /// # Panics
 /// If the processor lacks the tier.
-pub fn run<E: Element>(mut problem: Problem<E>, tier: Tier) -> Option<Vec<E>> {
+pub fn run<E: Scalar>(problem: Problem<E>, tier: Tier) -> Option<Vec<E>> {
+    E::attend(problem, tier)
+}
+
+pub(crate) fn run_generic<E: Element>(mut problem: Problem<E>, tier: Tier) -> Option<Vec<E>> {
     struct Attend<'a, 'b, E>(&'a Problem<'b, E>);
     impl<E: Element> ForKernel for Attend<'_, '_, E> {
         unsafe fn run<K: Kernel>(self) {

@@ -6,6 +6,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 use super::{Alibi, Dims, Output, OutputOrder, Problem, Scores, Strided, run};
+use crate::Scalar;
 use crate::cpu::{Element, Tier};
 
 /// Numbers between -1 and 1 in no order.
@@ -28,7 +29,7 @@ impl Case {
     }
 
     /// The largest difference between the kernel and plain loops in f64, on one tier.
-    fn difference<E: Element + Into<f32>>(&self, tier: Tier) -> f64 {
+    fn difference<E: Scalar + Into<f32>>(&self, tier: Tier) -> f64 {
         let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = self.dims;
         let (q, k, v) = (
             numbers::<E>(b * h * t_q * d, 1),

@@ -16,6 +16,7 @@
 use std::ops::Range;
 
 use super::weight::{PackedWeight, Shared};
+use crate::Scalar;
 use crate::cpu::{
     Element, ForKernel, Job, Kernel, MOST_COLUMNS, Product, Scratch, Vector, Workers, for_each_task, load_first,
     on_kernel, reserve, store_first,
@@ -52,7 +53,14 @@ impl<X: Element> Projection<'_, X> {
     ///
     /// # Panics
     /// If a row lies outside of its slice, or the columns outside of the weight.
-    pub fn run(self) -> Option<Vec<X>> {
+    pub fn run(self) -> Option<Vec<X>>
+    where
+        X: Scalar,
+    {
+        X::project(self)
+    }
+
+    pub(crate) fn run_generic(self) -> Option<Vec<X>> {
         let Self { weight, rows, .. } = self;
         let count = rows.checked_mul(self.columns.len())?;
         let mut out = reserve(count)?;

@@ -6,7 +6,8 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 use super::product::Projection;
-use super::weight::{Packable, PackedWeight};
+use super::weight::PackedWeight;
+use crate::Scalar;
 use crate::cpu::{Element, Tier};
 
 /// Numbers between -1 and 1 in no order.
@@ -28,7 +29,7 @@ struct Case {
 
 impl Case {
     /// The largest difference between a product and plain loops in f64, relative to the sum of the magnitudes.
-    fn difference<W: Packable + PartialEq + Into<f32>, X: Element + Into<f32>>(&self, tier: Tier) -> f64 {
+    fn difference<W: Scalar + PartialEq + Into<f32>, X: Scalar + Into<f32>>(&self, tier: Tier) -> f64 {
         let Self { rows, inputs, outputs, ref columns, gap, bias } = *self;
         let weight: Vec<W> = numbers(outputs * inputs, 1);
         let xs_row = inputs + gap;

@@ -5,6 +5,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 use super::pack::PackPanel;
+use crate::Scalar;
 use crate::cpu::{
     Bf16Pairs, Element, F16Rows, ForKernel, Kernel, Narrow, Product, Scratch, Tier, Vector, Workers, filled,
     for_each_task, on_kernel,
@@ -46,7 +47,11 @@ pub struct PackedWeight {
 
 impl PackedWeight {
     /// Packs rows of `inputs` elements, an output each; `None` where there is no memory for them.
-    pub fn new<E: Packable>(rows: &[E], (outputs, inputs): (usize, usize), tier: Tier) -> Option<Self> {
+    pub fn new<E: Scalar>(rows: &[E], shape: (usize, usize), tier: Tier) -> Option<Self> {
+        E::pack(rows, shape, tier)
+    }
+
+    pub(crate) fn new_generic<E: Packable>(rows: &[E], (outputs, inputs): (usize, usize), tier: Tier) -> Option<Self> {
         assert_eq!(rows.len(), outputs * inputs);
         struct Pack<'a, E> {
             rows: &'a [E],
@@ -103,7 +108,11 @@ impl PackedWeight {
     }
 
     /// The rows as they were packed; `None` where there is no memory for them.
-    pub fn unpack<E: Element>(&self) -> Option<Vec<E>> {
+    pub fn unpack<E: Scalar>(&self) -> Option<Vec<E>> {
+        E::unpack(self)
+    }
+
+    pub(crate) fn unpack_generic<E: Element>(&self) -> Option<Vec<E>> {
         let &Self { inputs, outputs, panel, padded, .. } = self;
         let mut rows = filled(outputs.checked_mul(inputs)?, E::default())?;
         let to = Shared(rows.as_mut_ptr());
