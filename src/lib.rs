@@ -49,10 +49,9 @@ pub use position::{
 };
 pub use qk_norm::{QkNorm, QkNormKind, QkNormScope};
 pub use sdpa::{
-    AttentionOutput, Backend, OutputOrder, PackedCall, PackedSequences, Plan, SdpaOptions, masked_softmax,
-    merge_attention, plan, scaled_dot_product_attention, scaled_dot_product_attention_varlen,
-    scaled_dot_product_attention_varlen_with_lse, scaled_dot_product_attention_with_lse,
-    scaled_dot_product_attention_with_weights,
+    AttentionOutput, Backend, OutputOrder, PackedSequences, Plan, SdpaOptions, masked_softmax, merge_attention, plan,
+    scaled_dot_product_attention, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse,
+    scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
 };
 pub use shard::HeadShard;
 pub use text::{EmbeddingConfig, EmbeddingLayer, SimpleTokenizer};

@@ -20,7 +20,7 @@ fn matrix(text: &str) -> String {
 
 #[track_caller]
 fn assert_drawn(mask: &AttentionMask, (t_q, t_kv): (usize, usize), expected: &str) {
-    let drawn = mask.bind(1, t_q, t_kv).expect("the mask fits").to_string();
+    let drawn = mask.resolve(1, t_q, t_kv).expect("the mask fits").to_string();
     assert_eq!(drawn, matrix(expected), "{mask:?}\ndrawn:\n{drawn}expected:\n{}", matrix(expected));
 }
 
@@ -89,8 +89,8 @@ fn causal_upper_left_is_aligned_to_the_start() {
             ",
         ],
     );
-    let upper_left = AttentionMask::causal_upper_left().bind(1, 4, 6).expect("fits").to_string();
-    assert_eq!(AttentionMask::causal_with_offset(0).bind(1, 4, 6).expect("fits").to_string(), upper_left);
+    let upper_left = AttentionMask::causal_upper_left().resolve(1, 4, 6).expect("fits").to_string();
+    assert_eq!(AttentionMask::causal_with_offset(0).resolve(1, 4, 6).expect("fits").to_string(), upper_left);
 }
 
 #[test]
@@ -293,7 +293,7 @@ fn a_prefix_is_seen_by_all() {
 #[test]
 fn sequences_are_drawn_one_below_the_other() {
     let mask = AttentionMask::causal().with_valid_lens(vec![3, 1]).with_starts(vec![1, 0]);
-    let drawn = mask.bind(2, 3, 3).expect("the mask fits").to_string();
+    let drawn = mask.resolve(2, 3, 3).expect("the mask fits").to_string();
     assert_eq!(drawn, ". . .\n. 1 .\n. 1 1\n\n1 . .\n1 . .\n1 . .\n");
 }
 
@@ -311,7 +311,7 @@ fn joined_masks_keep_their_own_alignments() {
 
 #[test]
 fn positions_follow_the_alignment() {
-    let position = |mask: AttentionMask, (t_q, t_kv)| mask.bind(1, t_q, t_kv).expect("fits").query_position(1);
+    let position = |mask: AttentionMask, (t_q, t_kv)| mask.resolve(1, t_q, t_kv).expect("fits").query_position(1);
     assert_eq!(position(AttentionMask::none(), (2, 5)), 4);
     assert_eq!(position(AttentionMask::causal(), (5, 2)), -2);
     assert_eq!(position(AttentionMask::causal_upper_left(), (2, 5)), 1);
@@ -323,7 +323,7 @@ fn attention_masks_become_starts_and_lengths(device: &Device) {
         let flat = Tensor::from_slice(rows.as_flattened(), (rows.len(), 4), device).expect("a tensor");
         AttentionMask::from_attention_mask(&flat).expect("ones and zeros")
     };
-    let drawn = |mask: &AttentionMask, b| mask.bind(b, 1, 4).expect("the mask fits").to_string();
+    let drawn = |mask: &AttentionMask, b| mask.resolve(b, 1, 4).expect("the mask fits").to_string();
     assert_eq!(drawn(&from(&[[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]), 3), "1 1 1 .\n\n1 . . .\n\n1 1 1 1\n");
     assert_eq!(drawn(&from(&[[0, 1, 1, 1], [0, 0, 0, 1]]), 2), ". 1 1 1\n\n. . . 1\n");
     assert_eq!(drawn(&from(&[[0, 1, 1, 0], [1, 1, 0, 0]]), 2), ". 1 1 .\n\n1 1 . .\n");
@@ -388,12 +388,12 @@ fn attention_masks_come_in_any_dtype(device: &Device) {
 fn an_attention_mask_keeps_its_width() {
     let mask = Tensor::new(&[[1u8, 1, 1, 0, 0]], &Device::Cpu).expect("a mask");
     let mask = AttentionMask::from_attention_mask(&mask).expect("ones and zeros");
-    assert!(mask.bind(1, 2, 5).is_ok());
+    assert!(mask.resolve(1, 2, 5).is_ok());
     for t_kv in [4, 6] {
-        let text = error_text(mask.bind(1, 2, t_kv));
+        let text = error_text(mask.resolve(1, 2, t_kv));
         let expected =
             format!("[attention_mask] the attention mask has 5 columns, expected one for each of {t_kv} keys");
         assert_eq!(text, expected);
-        assert_eq!(error_text(AttentionMask::causal().and(&mask).bind(1, 2, t_kv)), expected);
+        assert_eq!(error_text(AttentionMask::causal().and(&mask).resolve(1, 2, t_kv)), expected);
     }
 }

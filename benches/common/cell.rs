@@ -93,7 +93,7 @@ impl Cell {
 
     /// (query, key) pairs in which the query sees the key, over all sequences; heads are not counted.
     pub fn visible_pairs(&self) -> Result<u64> {
-        let ranges = self.mask.attention().bind(self.b, self.t_q, self.t_kv)?;
+        let ranges = self.mask.attention().resolve(self.b, self.t_q, self.t_kv)?;
         let of_query = |b: usize, i: usize| ranges.kv_range(b, i).len() as u64;
         Ok((0..self.b).map(|b| (0..self.t_q).map(|i| of_query(b, i)).sum::<u64>()).sum())
     }

@@ -2,7 +2,7 @@
 
 use candle_attention::init::TorchSeed;
 use candle_attention::{
-    AttentionMask, Backend, PackedCall, PackedSequences, SdpaOptions, scaled_dot_product_attention_varlen,
+    AttentionMask, Backend, PackedSequences, SdpaOptions, scaled_dot_product_attention_varlen,
     scaled_dot_product_attention_varlen_with_lse,
 };
 use candle_core::{DType, Device, Result, Tensor};
@@ -41,12 +41,11 @@ fn compare(mask: &AttentionMask, with_lse: bool, (dtype, device): (DType, &Devic
         let [q, k, v] = &inputs;
         let (q, k, v) = (moved(q)?, moved(k)?, moved(v)?);
         let options = SdpaOptions::default().with_backend(backend);
-        let call = PackedCall::new(&sequences).with_mask(mask).with_options(&options);
         if with_lse {
-            let (context, lse) = scaled_dot_product_attention_varlen_with_lse(&q, &k, &v, call)?;
+            let (context, lse) = scaled_dot_product_attention_varlen_with_lse(&q, &k, &v, &sequences, mask, &options)?;
             return Ok(vec![context, lse]);
         }
-        Ok(vec![scaled_dot_product_attention_varlen(&q, &k, &v, call)?])
+        Ok(vec![scaled_dot_product_attention_varlen(&q, &k, &v, &sequences, mask, &options)?])
     };
     let (found, expected) = (run(device, dtype, Backend::Auto)?, run(&Device::Cpu, DType::F64, Backend::Reference)?);
     let errors = found.iter().zip(&expected).map(|(found, expected)| relative_error(found, expected));

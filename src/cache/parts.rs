@@ -24,7 +24,7 @@ impl Step<'_> {
         check(mask, options)?;
         let (rows, whole) = self.whole(q, mask)?;
         let (b, _, t_q, _) = q.dims4()?;
-        let ranges = whole.bind(b, t_q, rows.end)?;
+        let ranges = whole.resolve(b, t_q, rows.end)?;
         let seen = (0..b * t_q).map(|row| ranges.kv_range(row / t_q, row % t_q)).filter(|seen| !seen.is_empty());
         let seen = seen.reduce(|all, seen| all.start.min(seen.start)..all.end.max(seen.end)).unwrap_or(0..0);
 

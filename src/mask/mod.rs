@@ -1,6 +1,6 @@
 //! Which keys each query sees.
 //!
-//! An [`AttentionMask`] is pure description: constraints that hold together. It meets a shape in [`AttentionMask::bind`],
+//! An [`AttentionMask`] is pure description: constraints that hold together. It meets a shape in [`AttentionMask::resolve`],
 //! which checks it once and answers, for every query, with the one interval of keys that the structural constraints
 //! leave it: a kernel can loop over what is seen. Only `keep` and `bias` tensors are read from memory.
 
@@ -64,7 +64,7 @@ struct Relative {
 /// use candle_attention::AttentionMask;
 /// # fn main() -> candle_core::Result<()> {
 /// let mask = AttentionMask::causal().with_window(3);
-/// let ranges = mask.bind(1, 4, 5)?;
+/// let ranges = mask.resolve(1, 4, 5)?;
 /// assert_eq!(ranges.to_string(), "\
 /// 1 1 . . .
 /// 1 1 1 . .
@@ -75,7 +75,7 @@ struct Relative {
 /// # Ok(()) }
 /// ```
 ///
-/// Shapes are checked where the mask is used (or by [`bind`](Self::bind)), since only there B, T_q and T_kv are known.
+/// Shapes are checked where the mask is used (or by [`resolve`](Self::resolve)), since only there B, T_q and T_kv are known.
 #[derive(Debug, Clone, Default)]
 pub struct AttentionMask {
     relative: Vec<Relative>,
@@ -227,7 +227,7 @@ impl AttentionMask {
     ///
     /// # Errors
     /// For lengths whose shape is neither (B,) nor (B, T_q), and for a window of 0.
-    pub fn bind(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KvRanges> {
+    pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KvRanges> {
         KvRanges::new(self, b, t_q, t_kv)
     }
 
@@ -259,7 +259,7 @@ impl AttentionMask {
     /// `dims` = (B, H, T_q, T_kv), in `dtype` on `device`.
     ///
     /// # Errors
-    /// As [`bind`](Self::bind), for `keep` and `bias` tensors that do not fit, for a dtype without -inf, and for dimensions
+    /// As [`resolve`](Self::resolve), for `keep` and `bias` tensors that do not fit, for a dtype without -inf, and for dimensions
     /// that no memory holds.
     pub fn to_additive(&self, dims: (usize, usize, usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
         if !FLOATS.contains(&dtype) {
@@ -283,14 +283,14 @@ impl AttentionMask {
     pub(crate) fn keep_tensor(&self, dims: (usize, usize, usize, usize), device: &Device) -> Result<Option<Tensor>> {
         check_addressable(dims)?;
         let (b, _, t_q, t_kv) = dims;
-        let structural = self.bind(b, t_q, t_kv)?.to_keep(device)?;
+        let structural = self.resolve(b, t_q, t_kv)?.to_keep(device)?;
         Ok(match (structural, self.keep_beside_ranges(dims, device)?) {
             (Some(structural), Some(keep)) => Some(structural.broadcast_mul(&keep.ne(0u8)?)?),
             (structural, keep) => structural.or(keep),
         })
     }
 
-    /// The `keep` tensors alone, without the intervals of [`bind`](Self::bind); their views stay views.
+    /// The `keep` tensors alone, without the intervals of [`resolve`](Self::resolve); their views stay views.
     pub(crate) fn keep_beside_ranges(
         &self,
         dims: (usize, usize, usize, usize),

@@ -33,11 +33,11 @@ impl AttentionMask {
     /// this mask is the length of the longest sequence, and what is aligned to the end is aligned to that of each sequence.
     ///
     /// # Errors
-    /// As [`bind`](Self::bind), and for `keep` and `bias` tensors that do not fit.
+    /// As [`resolve`](Self::resolve), and for `keep` and `bias` tensors that do not fit.
     pub(crate) fn placed(&self, placements: &[Placement], dims: PlacedDims, device: &Device) -> Result<Self> {
         let b = placements.len();
         let t_kv = longest(placements);
-        self.bind(b, dims.t_q, t_kv)?;
+        self.resolve(b, dims.t_q, t_kv)?;
         let (first, whole) = (placements.first(), 0..dims.t_q);
         let alike = placements.iter().all(|placement| Some(placement) == first && placement.tokens == whole);
         let at_end = placements.iter().all(|placement| placement.keys.end == placement.end);
@@ -113,7 +113,7 @@ impl AttentionMask {
         let whole: Vec<_> =
             placements.iter().map(|placed| Placement { keys: 0..placed.end, ..placed.clone() }).collect();
         let ranges =
-            self.placed(&whole, PlacedDims { rows: t_kv, ..dims }, device)?.bind(whole.len(), dims.t_q, t_kv)?;
+            self.placed(&whole, PlacedDims { rows: t_kv, ..dims }, device)?.resolve(whole.len(), dims.t_q, t_kv)?;
         let seen = (0..whole.len()).flat_map(|b| (0..dims.t_q).map(move |i| (b, i)));
         Ok(seen
             .map(|(b, i)| (b, ranges.kv_range(b, i)))

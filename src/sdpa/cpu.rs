@@ -24,7 +24,7 @@ pub(super) struct Seen {
 /// Context (B, H, T_q, D_v) in the order asked for; `lse` receives the log-sum-exp of each query, (B, H, T_q).
 pub(super) fn attend(call: &Call, tier: Tier, lse: Option<&mut Vec<f32>>) -> Result<Tensor> {
     let validate::Dims { b, t_q, t_kv, .. } = call.dims;
-    let bound = call.mask.bind(b, t_q, t_kv)?;
+    let bound = call.mask.resolve(b, t_q, t_kv)?;
     let mut ranges = Vec::new();
     if ranges.try_reserve_exact(b * t_q).is_err() {
         bail!("[{}] the ranges of {} queries do not fit in memory", call.op, b * t_q)

@@ -49,10 +49,10 @@ pub(super) struct Place {
 
 impl Facts {
     /// # Errors
-    /// As [`AttentionMask::bind`].
+    /// As [`AttentionMask::resolve`].
     pub fn new(call: &Call, wanted: Wanted) -> Result<Self> {
         let Dims { b, t_q, t_kv, .. } = call.dims;
-        let bound = call.mask.bind(b, t_q, t_kv)?;
+        let bound = call.mask.resolve(b, t_q, t_kv)?;
         let spans = (0..b).map(|b| Ok(Span { t_q, t_kv, outline: bound.outline(b)? }));
         Self::with_spans(call, wanted, spans.collect::<std::result::Result<_, &str>>().map_err(String::from))
     }
@@ -60,13 +60,13 @@ impl Facts {
     /// Of a call over packed sequences, (1, H, total, D) each.
     ///
     /// # Errors
-    /// As [`AttentionMask::bind`] for each sequence.
+    /// As [`AttentionMask::resolve`] for each sequence.
     pub fn packed(call: &Call, sequences: &PackedSequences, wanted: Wanted) -> Result<Self> {
         let mut spans = Ok(Vec::with_capacity(sequences.len()));
         for s in 0..sequences.len() {
             let (t_q, t_kv) = (sequences.queries(s).len(), sequences.keys(s).len());
             let own: AttentionMask = call.mask.of_sequence(s, sequences.len(), t_q)?;
-            match (own.bind(1, t_q, t_kv)?.outline(0), &mut spans) {
+            match (own.resolve(1, t_q, t_kv)?.outline(0), &mut spans) {
                 (Ok(outline), Ok(spans)) => spans.push(Span { t_q, t_kv, outline }),
                 (Err(reason), Ok(_)) => spans = Err(reason.to_string()),
                 (_, Err(_)) => {}

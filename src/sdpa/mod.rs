@@ -25,7 +25,7 @@ pub use options::{Backend, OutputOrder, SdpaOptions};
 pub use packed_sequences::PackedSequences;
 pub use plan::Plan;
 pub use softmax::masked_softmax;
-pub use varlen::{PackedCall, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse};
+pub use varlen::{scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse};
 
 pub(crate) use merge::shares_of_parts;
 pub(crate) use reference::{Dropout, dropout, weighted_values};

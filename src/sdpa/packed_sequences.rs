@@ -117,7 +117,7 @@ impl PackedSequences {
     /// The structural constraints of a mask, whose batch entries are the sequences, for a kernel over all keys at once.
     ///
     /// # Errors
-    /// As [`AttentionMask::bind`] for each sequence.
+    /// As [`AttentionMask::resolve`] for each sequence.
     pub(crate) fn ranges(&self, mask: &AttentionMask) -> Result<PackedRanges> {
         let total = self.total_queries();
         if !fits_in_memory(&[total, size_of::<Range<usize>>() + size_of::<i64>()]) {
@@ -127,7 +127,7 @@ impl PackedSequences {
         for s in 0..self.len() {
             let (own_queries, own_keys) = (self.queries(s), self.keys(s));
             let own = mask.of_sequence(s, self.len(), own_queries.len())?;
-            let bound = own.bind(1, own_queries.len(), own_keys.len())?;
+            let bound = own.resolve(1, own_queries.len(), own_keys.len())?;
             let first = own_keys.start;
             for i in 0..own_queries.len() {
                 let seen = bound.kv_range(0, i);

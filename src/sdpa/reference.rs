@@ -94,7 +94,7 @@ fn matmul_ready(matrix: &Tensor) -> Result<Tensor> {
 /// `slope · |query position - key position|`, (B or 1, H, T_q, T_kv).
 fn alibi_penalty(call: &Call, slopes: &Tensor) -> Result<Tensor> {
     let Dims { b, h, t_q, t_kv, .. } = call.dims;
-    let ranges = call.mask.bind(b, t_q, t_kv)?;
+    let ranges = call.mask.resolve(b, t_q, t_kv)?;
     let b = if ranges.positions_differ() { b } else { 1 };
     let positions: Vec<_> = (0..b * t_q).map(|row| ranges.position(row / t_q, row % t_q) as f64).collect();
     let queries = Tensor::from_vec(positions, (b, 1, t_q, 1), &Device::Cpu)?.to_dtype(slopes.dtype())?;

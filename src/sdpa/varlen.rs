@@ -9,41 +9,6 @@ use super::{OutputOrder, PackedSequences, SdpaOptions, accumulation_dtype, cpu, 
 use crate::AttentionMask;
 use crate::cpu::Tier;
 
-/// What a call over packed sequences reads apart from q, k and v. A `&PackedSequences` is a call that hides nothing.
-#[derive(Debug, Clone)]
-pub struct PackedCall<'a> {
-    sequences: &'a PackedSequences,
-    mask: Option<&'a AttentionMask>,
-    options: Option<&'a SdpaOptions>,
-}
-
-impl<'a> PackedCall<'a> {
-    /// Every query sees every key of its sequence.
-    pub fn new(sequences: &'a PackedSequences) -> Self {
-        Self { sequences, mask: None, options: None }
-    }
-
-    /// A mask that holds for each sequence by itself, as for an entry of a batch: alignment, windows and bands count
-    /// within the sequence, lengths, starts and prefixes are (n,), or a list of T_q entries for each sequence. `keep` and
-    /// `bias` tensors have no shape here, and are refused.
-    pub fn with_mask(mut self, mask: &'a AttentionMask) -> Self {
-        self.mask = Some(mask);
-        self
-    }
-
-    /// How scores become weights. Dropout is drawn for one sequence after the other; the output order has no meaning here.
-    pub fn with_options(mut self, options: &'a SdpaOptions) -> Self {
-        self.options = Some(options);
-        self
-    }
-}
-
-impl<'a> From<&'a PackedSequences> for PackedCall<'a> {
-    fn from(sequences: &'a PackedSequences) -> Self {
-        Self::new(sequences)
-    }
-}
-
 /// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention) over sequences of different lengths, packed one
 /// after the other: flash-attention's `varlen`.
 ///
@@ -51,15 +16,20 @@ impl<'a> From<&'a PackedSequences> for PackedCall<'a> {
 /// dtype, on q's device. Any strides are accepted. The sequences say which positions belong together; each has the numbers
 /// of a call by itself.
 ///
+/// The mask holds for each sequence by itself, as for an entry of a batch: alignment, windows and bands count within the
+/// sequence; lengths, starts and prefixes are (n,), or a list of T_q entries for each of the n sequences. `keep` and `bias`
+/// tensors have no shape here, and are refused. Dropout is drawn for one sequence after the other; the output order of the
+/// options has no meaning here.
+///
 /// ```
-/// use candle_attention::{AttentionMask, PackedCall, PackedSequences, scaled_dot_product_attention_varlen};
+/// use candle_attention::{AttentionMask, PackedSequences, SdpaOptions, scaled_dot_product_attention_varlen};
 /// use candle_core::{Device, Tensor};
 /// # fn main() -> candle_core::Result<()> {
 /// let sequences = PackedSequences::from_lens(&[5, 3], &[5, 3])?; // cumulative: 0, 5, 8
 /// let q = Tensor::randn(0f32, 1., (8, 4, 64), &Device::Cpu)?;
 /// let kv = Tensor::randn(0f32, 1., (8, 2, 64), &Device::Cpu)?;
 /// let causal = AttentionMask::causal();
-/// let y = scaled_dot_product_attention_varlen(&q, &kv, &kv, PackedCall::new(&sequences).with_mask(&causal))?;
+/// let y = scaled_dot_product_attention_varlen(&q, &kv, &kv, &sequences, &causal, &SdpaOptions::default())?;
 /// assert_eq!(y.dims(), [8, 4, 64]);
 /// # Ok(()) }
 /// ```
@@ -67,13 +37,18 @@ impl<'a> From<&'a PackedSequences> for PackedCall<'a> {
 /// # Errors
 /// As [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), and for cumulative lengths that end elsewhere
 /// than the tensors, and for a mask with `keep` or `bias` tensors.
-pub fn scaled_dot_product_attention_varlen<'a>(
+pub fn scaled_dot_product_attention_varlen(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    call: impl Into<PackedCall<'a>>,
+    sequences: &PackedSequences,
+    mask: &AttentionMask,
+    options: &SdpaOptions,
 ) -> Result<Tensor> {
-    checked("scaled_dot_product_attention_varlen", [q, k, v], &call.into(), context)
+    let [q, k, v] = heads_first("scaled_dot_product_attention_varlen", [q, k, v])?;
+    let packed = Call::packed("scaled_dot_product_attention_varlen", (&q, &k, &v), mask, options)?;
+    check_fit(&packed, sequences)?;
+    context(&packed, sequences)
 }
 
 /// [`scaled_dot_product_attention_varlen`] that also returns the log-sum-exp of each query's scores: (H, total_q) in f32
@@ -81,34 +56,34 @@ pub fn scaled_dot_product_attention_varlen<'a>(
 ///
 /// # Errors
 /// As [`scaled_dot_product_attention_varlen`].
-pub fn scaled_dot_product_attention_varlen_with_lse<'a>(
+pub fn scaled_dot_product_attention_varlen_with_lse(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    call: impl Into<PackedCall<'a>>,
+    sequences: &PackedSequences,
+    mask: &AttentionMask,
+    options: &SdpaOptions,
 ) -> Result<(Tensor, Tensor)> {
-    checked("scaled_dot_product_attention_varlen_with_lse", [q, k, v], &call.into(), context_and_lse)
+    let [q, k, v] = heads_first("scaled_dot_product_attention_varlen_with_lse", [q, k, v])?;
+    let packed = Call::packed("scaled_dot_product_attention_varlen_with_lse", (&q, &k, &v), mask, options)?;
+    check_fit(&packed, sequences)?;
+    context_and_lse(&packed, sequences)
 }
 
-/// Runs a call over packed sequences once its arguments were found to fit together.
-fn checked<T>(
-    op: &'static str,
-    qkv: [&Tensor; 3],
-    call: &PackedCall,
-    run: impl FnOnce(&Call, &PackedSequences) -> Result<T>,
-) -> Result<T> {
+/// (total, H, D) each to (1, H, total, D).
+fn heads_first(op: &str, qkv: [&Tensor; 3]) -> Result<[Tensor; 3]> {
     let shapes = ["(total_q, H, D)", "(total_kv, H_kv, D)", "(total_kv, H_kv, D_v)"];
     for ((name, tensor), shape) in ["q", "k", "v"].into_iter().zip(qkv).zip(shapes) {
         if tensor.rank() != 3 {
             bail!("[{op}] {name} has shape {:?}, expected {shape}", tensor.dims())
         }
     }
-    let heads_first = |tensor: &Tensor| tensor.unsqueeze(0)?.transpose(1, 2);
-    let (q, k, v) = (heads_first(qkv[0])?, heads_first(qkv[1])?, heads_first(qkv[2])?);
-    let (no_mask, default) = (AttentionMask::none(), SdpaOptions::default());
-    let (mask, options) = (call.mask.unwrap_or(&no_mask), call.options.unwrap_or(&default));
-    let packed = Call::packed(op, (&q, &k, &v), mask, options)?;
-    let sequences = call.sequences;
+    let [q, k, v] = qkv.map(|tensor| tensor.unsqueeze(0)?.transpose(1, 2));
+    Ok([q?, k?, v?])
+}
+
+fn check_fit(packed: &Call, sequences: &PackedSequences) -> Result<()> {
+    let op = packed.op;
     let totals = [
         ("q", packed.dims.t_q, "cu_seqlens_q", sequences.total_queries()),
         ("k", packed.dims.t_kv, "cu_seqlens_kv", sequences.total_keys()),
@@ -118,14 +93,14 @@ fn checked<T>(
             bail!("[{op}] {name} has {found} positions, expected the {expected} that {lens} ends with")
         }
     }
-    if let Some(tensor) = mask.tensor_kind() {
+    if let Some(tensor) = packed.mask.tensor_kind() {
         bail!("[{op}] the mask has a {tensor} tensor, expected none: packed sequences have no (B, H, T_q, T_kv)")
     }
     if sequences.is_empty() {
-        // No sequence binds the mask, which may be wrong all the same.
-        mask.bind(0, 0, 0)?;
+        // No sequence resolves the mask, which may be wrong all the same.
+        packed.mask.resolve(0, 0, 0)?;
     }
-    run(&packed, sequences)
+    Ok(())
 }
 
 /// (total_q, H, D_v).

@@ -97,7 +97,7 @@ fn numbers_without_end_mean_no_limit() -> Result<()> {
     }
     let starts = AttentionMask::none().with_starts(vec![usize::MAX; 2]);
     assert_close(&attend(&q, &k, &k, &starts, &options)?, &open.zeros_like()?, 0.0, "starts behind all keys");
-    let ranges = AttentionMask::causal_with_offset(usize::MAX).bind(usize::MAX, usize::MAX, usize::MAX)?;
+    let ranges = AttentionMask::causal_with_offset(usize::MAX).resolve(usize::MAX, usize::MAX, usize::MAX)?;
     assert_eq!(ranges.kv_range(usize::MAX - 1, 7), 0..usize::MAX);
     assert_eq!((ranges.kv_range(usize::MAX, 0), ranges.query_position(usize::MAX)), (0..0, i64::MAX));
     Ok(())

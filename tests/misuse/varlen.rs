@@ -1,7 +1,7 @@
 //! Packed sequences that do not fit each other, their tensors or their mask.
 
 use candle_attention::{
-    AttentionMask, PackedCall, PackedSequences, SdpaOptions, scaled_dot_product_attention_varlen,
+    AttentionMask, PackedSequences, SdpaOptions, scaled_dot_product_attention_varlen,
     scaled_dot_product_attention_varlen_with_lse,
 };
 use candle_core::{DType, Result, Shape, Tensor};
@@ -13,15 +13,20 @@ fn sequences() -> Result<PackedSequences> {
     PackedSequences::new(vec![0, 2, 3], vec![0, 4, 6])
 }
 
+/// Every query sees every key of its sequence.
+fn plain(q: &Tensor, k: &Tensor, v: &Tensor, sequences: &PackedSequences) -> Result<()> {
+    let (mask, options) = (AttentionMask::none(), SdpaOptions::default());
+    scaled_dot_product_attention_varlen(q, k, v, sequences, &mask, &options).map(drop)
+}
+
 fn attend(q: impl Into<Shape>, k: impl Into<Shape>, v: impl Into<Shape>) -> Result<()> {
-    scaled_dot_product_attention_varlen(&zeros(q), &zeros(k), &zeros(v), &sequences()?).map(drop)
+    plain(&zeros(q), &zeros(k), &zeros(v), &sequences()?)
 }
 
 /// q (3, 4, 8) and k, v (6, 2, 8).
 fn with(mask: AttentionMask, options: SdpaOptions) -> Result<()> {
     let (sequences, q, kv) = (sequences()?, zeros((3, 4, 8)), zeros((6, 2, 8)));
-    let call = PackedCall::new(&sequences).with_mask(&mask).with_options(&options);
-    scaled_dot_product_attention_varlen(&q, &kv, &kv, call).map(drop)
+    scaled_dot_product_attention_varlen(&q, &kv, &kv, &sequences, &mask, &options).map(drop)
 }
 
 fn masked(mask: AttentionMask) -> Result<()> {
@@ -145,7 +150,7 @@ const TENSORS: &[Misuse] = &[
         "keys in half precision",
         || {
             let (q, v) = (zeros((3, 4, 8)), zeros((6, 2, 8)));
-            scaled_dot_product_attention_varlen(&q, &of(DType::F16, (6, 2, 8)), &v, &sequences()?).map(drop)
+            plain(&q, &of(DType::F16, (6, 2, 8)), &v, &sequences()?)
         },
         "[scaled_dot_product_attention_varlen] k has dtype F16, expected q's F32",
     ),
@@ -154,7 +159,7 @@ const TENSORS: &[Misuse] = &[
         || {
             let sequences = PackedSequences::from_lens(&[], &[])?;
             let (q, kv) = (zeros((1, 4, 8)), zeros((0, 2, 8)));
-            scaled_dot_product_attention_varlen(&q, &kv, &kv, &sequences).map(drop)
+            plain(&q, &kv, &kv, &sequences)
         },
         "[scaled_dot_product_attention_varlen] q has 1 positions, expected the 0 that cu_seqlens_q ends with",
     ),
@@ -162,7 +167,8 @@ const TENSORS: &[Misuse] = &[
         "the same through the log-sum-exp",
         || {
             let (q, kv) = (zeros((4, 4, 8)), zeros((6, 2, 8)));
-            scaled_dot_product_attention_varlen_with_lse(&q, &kv, &kv, &sequences()?).map(drop)
+            let (mask, options) = (AttentionMask::none(), SdpaOptions::default());
+            scaled_dot_product_attention_varlen_with_lse(&q, &kv, &kv, &sequences()?, &mask, &options).map(drop)
         },
         "[scaled_dot_product_attention_varlen_with_lse] q has 4 positions, expected the 3 that cu_seqlens_q ends with",
     ),
@@ -225,8 +231,8 @@ const MASKS: &[Misuse] = &[
             let (sequences, mask) =
                 (PackedSequences::from_lens(&[], &[])?, AttentionMask::none().with_valid_lens(vec![1]));
             let (q, kv) = (zeros((0, 4, 8)), zeros((0, 2, 8)));
-            let call = PackedCall::new(&sequences).with_mask(&mask);
-            scaled_dot_product_attention_varlen(&q, &kv, &kv, call).map(drop)
+            let options = SdpaOptions::default();
+            scaled_dot_product_attention_varlen(&q, &kv, &kv, &sequences, &mask, &options).map(drop)
         },
         "[attention_mask] valid_lens has 1 entries, expected one for each of 0 sequences",
     ),

@@ -249,7 +249,7 @@ fn a_mask_of_the_call_and_the_layers_own_hold_together(device: &Device) {
         let xs = Tensor::randn(0f32, 1., (2, 5, 12), device)?;
         let padding = AttentionMask::none().with_valid_lens(vec![4, 2]).with_starts(vec![1, 0]);
         let weights = layer.forward_with_weights(AttentionInput::new(&xs).with_mask(&padding))?.weights;
-        let drawn = AttentionMask::causal().with_window(3).and(&padding).bind(2, 5, 5)?.to_string();
+        let drawn = AttentionMask::causal().with_window(3).and(&padding).resolve(2, 5, 5)?.to_string();
         #[rustfmt::skip]
         assert_eq!(drawn, "\
 . . . . .

@@ -35,7 +35,7 @@ fn random_masks_have_one_meaning(device: &Device) {
         let additive = || -> Result<_> {
             let (case, mask) = both(&recipe, device)?;
             let additive = mask.to_additive((b, h, t_q, t_kv), recipe.dtype, device)?;
-            Ok((case, mask.bind(b, t_q, t_kv)?, values(&additive.broadcast_as((b, h, t_q, t_kv))?)))
+            Ok((case, mask.resolve(b, t_q, t_kv)?, values(&additive.broadcast_as((b, h, t_q, t_kv))?)))
         };
         let (case, ranges, additive) = additive().map_err(|error| error.to_string())?;
         let mut structural = case.clone();
@@ -89,7 +89,7 @@ fn joining_masks_commutes() {
                 let additive = values(&additive.broadcast_as((b, h, t_q, t_kv))?);
                 // Sums of the same biases in another order.
                 let rounded: Vec<_> = additive.into_iter().map(|bias| (bias * 1e9).round()).collect();
-                Ok((rounded, mask.bind(b, t_q, t_kv)?.to_string(), mask.empty_rows()))
+                Ok((rounded, mask.resolve(b, t_q, t_kv)?.to_string(), mask.empty_rows()))
             };
             let none = AttentionMask::none();
             Ok([
@@ -97,7 +97,10 @@ fn joining_masks_commutes() {
                 ("associates", written(&one.and(&other.and(&one)))? == written(&one.and(&other).and(&one))?),
                 ("with nothing on the right", written(&one.and(&none))? == written(&one)?),
                 ("with nothing on the left", written(&none.and(&one))? == written(&one)?),
-                ("with itself", one.and(&one).bind(b, t_q, t_kv)?.to_string() == one.bind(b, t_q, t_kv)?.to_string()),
+                (
+                    "with itself",
+                    one.and(&one).resolve(b, t_q, t_kv)?.to_string() == one.resolve(b, t_q, t_kv)?.to_string(),
+                ),
             ])
         };
         match compare().map_err(|error| error.to_string())?.into_iter().find(|(_, holds)| !holds) {
@@ -112,7 +115,7 @@ fn lengths_of_one_to_t_are_the_causal_mask(device: &Device) {
         let t = 6;
         let lens = AttentionMask::none().with_valid_lens(vec![(1..=t).collect::<Vec<_>>(); 2]);
         let causal = AttentionMask::causal();
-        assert_eq!(lens.bind(2, t, t)?.to_string(), causal.bind(2, t, t)?.to_string());
+        assert_eq!(lens.resolve(2, t, t)?.to_string(), causal.resolve(2, t, t)?.to_string());
         let x = Tensor::randn(0f32, 1., (2, 3, t, 4), device)?;
         let [lens, causal] = [lens, causal].map(|mask| attend(&x, &x, &x, &mask, &reference()));
         let (lens, causal) = (lens?, causal?);
@@ -219,7 +222,7 @@ fn huge_numbers_do_not_overflow() {
                         let mut case = recipe.case();
                         case.masks = vec![Mask { alignment, parts: vec![first.clone(), second.clone()] }];
                         let mask = Arguments::new(&case, DType::F32, &Device::Cpu).expect("a mask").mask;
-                        let ranges = mask.bind(1, t_q, t_kv).expect("the mask fits");
+                        let ranges = mask.resolve(1, t_q, t_kv).expect("the mask fits");
                         for i in 0..t_q {
                             let seen: Vec<usize> = (0..t_kv).filter(|&j| case.sees([0, 0, i, j])).collect();
                             let range = ranges.kv_range(0, i).collect::<Vec<_>>();
@@ -232,12 +235,12 @@ fn huge_numbers_do_not_overflow() {
         }
     }
     assert!(compared > 10_000, "{compared}");
-    let far = AttentionMask::causal_with_offset(usize::MAX).bind(1, 2, 2).expect("fits");
+    let far = AttentionMask::causal_with_offset(usize::MAX).resolve(1, 2, 2).expect("fits");
     assert_eq!(far.query_position(1), i64::MAX);
-    let long = AttentionMask::causal().bind(1, usize::MAX, 2).expect("fits");
+    let long = AttentionMask::causal().resolve(1, usize::MAX, 2).expect("fits");
     assert_eq!((long.query_position(0), long.kv_range(0, 0)), (i64::MIN, 0..0));
     assert_eq!((long.query_position(usize::MAX - 1), long.kv_range(0, usize::MAX - 1)), (1, 0..2));
-    let wide = AttentionMask::causal().with_window(3).bind(1, 2, usize::MAX).expect("fits");
+    let wide = AttentionMask::causal().with_window(3).resolve(1, 2, usize::MAX).expect("fits");
     assert_eq!(wide.kv_range(0, 1), usize::MAX - 3..usize::MAX);
 }
 
@@ -274,7 +277,9 @@ fn empty_views_that_begin_past_their_buffer_are_read(device: &Device) {
         };
         for dtype in [DType::U8, DType::U32, DType::I64] {
             assert_eq!(ValidLens::from_tensor(&view(&[0, 3], dtype)?)?, ValidLens::from(Vec::<Vec<usize>>::new()));
-            assert!(AttentionMask::from_attention_mask(&view(&[0, 3], dtype)?)?.bind(0, 1, 3)?.to_string().is_empty());
+            assert!(
+                AttentionMask::from_attention_mask(&view(&[0, 3], dtype)?)?.resolve(0, 1, 3)?.to_string().is_empty()
+            );
         }
         assert_eq!(ValidLens::from_tensor(&view(&[0], DType::U32)?)?, ValidLens::from(Vec::<usize>::new()));
         let no_queries = ValidLens::from(vec![vec![]; 2]);

@@ -1,7 +1,7 @@
 //! Packed sequences against each sequence by itself.
 
 use candle_attention::{
-    AttentionMask, Backend, EmptyRows, PackedCall, PackedSequences, SdpaOptions, scaled_dot_product_attention_varlen,
+    AttentionMask, Backend, EmptyRows, PackedSequences, SdpaOptions, scaled_dot_product_attention_varlen,
     scaled_dot_product_attention_varlen_with_lse, scaled_dot_product_attention_with_lse,
 };
 use candle_core::{DType, Device, Result, Tensor, Var};
@@ -131,15 +131,14 @@ fn one_by_one(
 fn check(qkv: &[Tensor; 3], (name, mask, own): &Mask, options: &SdpaOptions) -> Result<()> {
     let (sequences, options) = (sequences(), options.clone().with_backend(Backend::Reference));
     let [q, k, v] = qkv;
-    let call = PackedCall::new(&sequences).with_mask(mask).with_options(&options);
-    let (context, lse) = scaled_dot_product_attention_varlen_with_lse(q, k, v, call.clone())?;
+    let (context, lse) = scaled_dot_product_attention_varlen_with_lse(q, k, v, &sequences, mask, &options)?;
     let (expected, expected_lse) = one_by_one(qkv, &sequences, own, &options)?;
     let what = format!("{name}, {:?}", q.dtype());
     assert!(context.is_contiguous() && lse.is_contiguous(), "{what}");
     assert_eq!((context.dtype(), lse.dtype()), (q.dtype(), expected_lse.dtype()), "{what}");
     assert_close(&context, &expected, 0.0, &what);
     assert_close(&lse, &expected_lse, 0.0, &what);
-    assert_close(&scaled_dot_product_attention_varlen(q, k, v, call)?, &expected, 0.0, &what);
+    assert_close(&scaled_dot_product_attention_varlen(q, k, v, &sequences, mask, &options)?, &expected, 0.0, &what);
     Ok(())
 }
 
@@ -181,6 +180,11 @@ fn every_option_holds_for_each_sequence_by_itself(device: &Device) {
     test().expect("the calls run");
 }
 
+/// Every query sees every key of its sequence.
+fn plain(q: &Tensor, k: &Tensor, v: &Tensor, sequences: &PackedSequences) -> Result<Tensor> {
+    scaled_dot_product_attention_varlen(q, k, v, sequences, &AttentionMask::none(), &SdpaOptions::default())
+}
+
 /// Columns of one product, and heads before positions.
 fn any_strides_are_read(device: &Device) {
     let test = || -> Result<()> {
@@ -189,9 +193,9 @@ fn any_strides_are_read(device: &Device) {
         let product = random((7, H + 2 * H_KV, D), DType::F32, device)?;
         let (q, k) = (product.narrow(1, 0, H)?, product.narrow(1, H, H_KV)?);
         let v = random((H_KV, 7, D_V), DType::F32, device)?.transpose(0, 1)?;
-        let got = scaled_dot_product_attention_varlen(&q, &k, &v, &sequences)?;
+        let got = plain(&q, &k, &v, &sequences)?;
         let copies = [q.contiguous()?, k.contiguous()?, v.contiguous()?];
-        let expected = scaled_dot_product_attention_varlen(&copies[0], &copies[1], &copies[2], &sequences)?;
+        let expected = plain(&copies[0], &copies[1], &copies[2], &sequences)?;
         // Products of sums of three, which another layout may take in another order.
         assert_close(&got, &expected, 1e-5, "strides");
         Ok(())
@@ -209,7 +213,10 @@ fn no_sequences_and_empty_ones_give_what_there_is(device: &Device) {
             let q = random((total_q, H, D), DType::F32, device)?;
             let k = random((total_kv, H_KV, D), DType::F32, device)?;
             let v = random((total_kv, H_KV, D_V), DType::F32, device)?;
-            let (context, lse) = scaled_dot_product_attention_varlen_with_lse(&q, &k, &v, &sequences)?;
+            let (context, lse) = {
+                let (mask, options) = (AttentionMask::none(), SdpaOptions::default());
+                scaled_dot_product_attention_varlen_with_lse(&q, &k, &v, &sequences, &mask, &options)?
+            };
             assert_eq!((context.dims(), lse.dims()), ([total_q, H, D_V].as_slice(), [H, total_q].as_slice()));
             assert!(values(&context).iter().all(|&x| x == 0.0) && values(&lse).iter().all(|&x| x == f64::NEG_INFINITY));
         }
@@ -224,8 +231,8 @@ fn a_sequence_that_is_no_number_reaches_no_other(device: &Device) {
         let qkv = random((6, H, D), DType::F32, device)?;
         let nan = Tensor::full(f32::NAN, (3, H, D), device)?;
         let mixed = Tensor::cat(&[&qkv.narrow(0, 0, 2)?, &nan, &qkv.narrow(0, 5, 1)?], 0)?;
-        let expected = scaled_dot_product_attention_varlen(&qkv, &qkv, &qkv, &sequences)?;
-        let got = scaled_dot_product_attention_varlen(&mixed, &mixed, &mixed, &sequences)?;
+        let expected = plain(&qkv, &qkv, &qkv, &sequences)?;
+        let got = plain(&mixed, &mixed, &mixed, &sequences)?;
         for (start, len) in [(0, 2), (5, 1)] {
             assert_close(&got.narrow(0, start, len)?, &expected.narrow(0, start, len)?, 0.0, "the others");
         }
@@ -245,8 +252,8 @@ fn gradients_flow_to_the_sequences_that_are_read(device: &Device) {
         let tracked: [Tensor; 3] = std::array::from_fn(|n| vars[n].as_tensor().clone());
         let (sequences, causal) = (sequences(), AttentionMask::causal());
         let factors = random((sequences.total_queries(), H, D_V), dtype, device)?;
-        let call = PackedCall::new(&sequences).with_mask(&causal).with_options(&options);
-        let packed = scaled_dot_product_attention_varlen(&tracked[0], &tracked[1], &tracked[2], call)?;
+        let [q, k, v] = &tracked;
+        let packed = scaled_dot_product_attention_varlen(q, k, v, &sequences, &causal, &options)?;
         let packed = (packed * &factors)?.sum_all()?.backward()?;
         let (apart, _) = one_by_one(&tracked, &sequences, &|_| AttentionMask::causal(), &options)?;
         let apart = (apart * &factors)?.sum_all()?.backward()?;
@@ -271,9 +278,8 @@ fn a_fused_kernel_that_is_not_there_is_an_error(device: &Device) {
         let [q, k, v] = qkv(DType::F32, device)?;
         let q = Var::from_tensor(&q)?;
         let (sequences, options) = (sequences(), SdpaOptions::default().with_backend(Backend::Fused));
-        let call = PackedCall::new(&sequences).with_options(&options);
         assert_eq!(
-            error_text(scaled_dot_product_attention_varlen(&q, &k, &v, call)),
+            error_text(scaled_dot_product_attention_varlen(&q, &k, &v, &sequences, &AttentionMask::none(), &options)),
             "[scaled_dot_product_attention_varlen] no fused path: an input is tracked for gradients, which only the reference path has"
         );
         Ok(())

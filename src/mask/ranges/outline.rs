@@ -100,7 +100,7 @@ mod tests {
     fn an_outline_is_the_interval_of_each_query() -> Result<()> {
         for mask in masks() {
             for (t_q, t_kv) in [(1, 1), (1, 6), (4, 4), (3, 6), (6, 3), (2, 0), (0, 2)] {
-                let bound = mask.bind(2, t_q, t_kv)?;
+                let bound = mask.resolve(2, t_q, t_kv)?;
                 for b in 0..2 {
                     let Outline { queries, keys, first, last, position } = bound.outline(b).expect("only intervals");
                     assert_eq!((queries, position), (0..t_q, i128::from(bound.position(b, 0))));
@@ -127,17 +127,17 @@ mod tests {
             (AttentionMask::none().with_valid_lens(rows.clone()), "the mask has a length for each query"),
             (AttentionMask::none().with_starts(rows), "the mask has a length for each query"),
         ] {
-            assert_eq!(mask.bind(1, 2, 4)?.outline(0), Err(reason));
+            assert_eq!(mask.resolve(1, 2, 4)?.outline(0), Err(reason));
         }
         // One query has one interval whatever the mask, and a prefix without a causal constraint lifts nothing.
         let one = AttentionMask::causal().with_prefix(vec![2]).with_valid_lens(vec![vec![3]]);
         let free = |queries, keys, position| Ok(Outline { queries, keys, first: None, last: None, position });
-        assert_eq!(one.bind(1, 1, 4)?.outline(0), free(0..1, 0..3, 3));
+        assert_eq!(one.resolve(1, 1, 4)?.outline(0), free(0..1, 0..3, 3));
         let nothing = AttentionMask::none().with_prefix(vec![2]);
-        assert_eq!(nothing.bind(1, 2, 4)?.outline(0), free(0..2, 0..4, 2));
+        assert_eq!(nothing.resolve(1, 2, 4)?.outline(0), free(0..2, 0..4, 2));
         // Queries of padding see nothing, and all others the same.
         let padded = AttentionMask::none().with_valid_lens(vec![vec![0, 3, 3, 0], vec![0; 4], vec![9; 4]]);
-        let bound = padded.with_starts(vec![1; 3]).bind(3, 4, 5)?;
+        let bound = padded.with_starts(vec![1; 3]).resolve(3, 4, 5)?;
         assert_eq!(bound.outline(0), free(1..3, 1..3, 1));
         assert_eq!(bound.outline(1), free(0..0, 0..0, 1));
         assert_eq!(bound.outline(2), free(0..4, 1..5, 1));

@@ -51,7 +51,7 @@ fn masked(mask: &AttentionMask, t_q: usize, t_kv: usize) -> Facts {
     changed(|facts| {
         (facts.dims.t_q, facts.dims.t_kv) = (t_q, t_kv);
         facts.places = [[2, 4, t_q, 64], [2, 2, t_kv, 64], [2, 2, t_kv, 64]].map(Place::contiguous);
-        let bound = mask.bind(2, t_q, t_kv).expect("the mask fits");
+        let bound = mask.resolve(2, t_q, t_kv).expect("the mask fits");
         let span = |b| Ok(Span { t_q, t_kv, outline: bound.outline(b)? });
         facts.spans = (0..2).map(span).collect::<std::result::Result<_, &str>>().map_err(String::from);
     })

@@ -15,7 +15,7 @@ use crate::{AttentionMask, OutputOrder};
 
 /// A plain call in f16: B 2, H 4 and 4, T_q and T_kv as given, D 64, contiguous, under a mask.
 fn masked(mask: &AttentionMask, t_q: usize, t_kv: usize) -> Facts {
-    let bound = mask.bind(2, t_q, t_kv).expect("the mask fits");
+    let bound = mask.resolve(2, t_q, t_kv).expect("the mask fits");
     let span = |b| Ok(Span { t_q, t_kv, outline: bound.outline(b)? });
     Facts {
         dtype: DType::F16,
