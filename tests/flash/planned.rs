@@ -2,7 +2,7 @@
 
 use candle_attention::cpu::Tier;
 use candle_attention::{
-    AttentionMask, Backend, EmptyRows, OutputOrder, SdpaOptions, plan, scaled_dot_product_attention,
+    AttentionMask, Backend, EmptyRows, OutputOrder, plan, scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
 };
 use candle_core::{DType, Result, Tensor, Var};
@@ -167,39 +167,6 @@ fn a_tier_that_the_processor_lacks_is_an_error() -> Result<()> {
             }
         }
     }
-    Ok(())
-}
-
-/// Shapes that no backend can run are errors of the call, not of the kernel.
-#[test]
-fn bad_arguments_are_named_before_the_kernel() -> Result<()> {
-    let Call { q, k, v, mask, options } = call(DType::F32);
-    let three = k.narrow(1, 0, 1)?.repeat((1, 3, 1, 1))?;
-    let error = error_text(scaled_dot_product_attention(&q, &three, &three, &mask, &options));
-    assert_eq!(error, "[scaled_dot_product_attention] k has 3 heads, which does not divide q's 4");
-    let attend = |mask: &AttentionMask, options: &SdpaOptions| {
-        error_text(scaled_dot_product_attention(&q, &k, &v, mask, options))
-    };
-    let wrong = Tensor::zeros((7, 9), DType::F32, &CPU)?;
-    let expected =
-        "[attention_mask] bias has shape [7, 9], which does not broadcast to (B, H, T_q, T_kv) = [2, 4, 5, 9]";
-    assert_eq!(attend(&AttentionMask::none().with_bias(&wrong), &options), expected);
-    let expected =
-        "[attention_mask] keep has shape [7, 9], which does not broadcast to (B, H, T_q, T_kv) = [2, 4, 5, 9]";
-    assert_eq!(attend(&AttentionMask::none().with_keep(&wrong.to_dtype(DType::U8)?), &options), expected);
-    let expected = "[attention_mask] keep has dtype F32, expected U8 with 1 = attend";
-    assert_eq!(attend(&AttentionMask::none().with_keep(&wrong.narrow(0, 0, 5)?), &options), expected);
-    let ones = wrong.narrow(0, 0, 5)?.to_dtype(DType::U32)?;
-    let expected = "[attention_mask] bias has dtype U32, expected a float; a mask of ones and zeros is a keep";
-    assert_eq!(attend(&AttentionMask::none().with_bias(&ones), &options), expected);
-    let expected = "[attention_mask] valid_lens has 3 entries, expected one for each of 2 sequences";
-    assert_eq!(attend(&AttentionMask::none().with_valid_lens(vec![1; 3]), &options), expected);
-    let expected = "[attention_mask] window is 0, expected at least 1 (the query's own key)";
-    assert_eq!(attend(&AttentionMask::causal().with_window(0), &options), expected);
-    let expected = "[scaled_dot_product_attention] softcap is 0.0, expected a finite number above zero in F32";
-    assert_eq!(attend(&mask, &options.clone().with_softcap(0.0)), expected);
-    let expected = "[scaled_dot_product_attention] sinks has shape [3], expected one entry for each of 4 heads";
-    assert_eq!(attend(&mask, &options.clone().with_sinks(&Tensor::zeros(3, DType::F32, &CPU)?)), expected);
     Ok(())
 }
 

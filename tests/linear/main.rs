@@ -28,7 +28,6 @@ mod gradients;
 mod grid;
 mod invariance;
 mod isolation;
-mod misuse;
 mod precision;
 mod threads;
 mod views;

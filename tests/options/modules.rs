@@ -194,48 +194,11 @@ fn an_adapter_gives_the_numbers_of_merged_weights_and_its_own_gradient() -> Resu
 }
 
 #[test]
-fn a_module_that_does_not_fit_is_an_error() -> Result<()> {
-    let cfg = Config::new(8, 2);
-    let linear = |out: usize| Linear::new(Tensor::zeros((out, 8), DType::F32, &CPU).expect("memory"), None);
-    let from =
-        |cfg: &Config, modules| MultiHeadAttention::from_modules(cfg, modules, VarBuilder::zeros(DType::F32, &CPU));
-    let three = || ProjectionModules::new(linear(8), linear(8), linear(8));
-    assert_eq!(
-        error_text(from(&cfg, three())),
-        "[multi_head_attention] no module was given for the output projection that the config wants"
-    );
-    let bare = cfg.clone().with_out_proj(false);
-    assert_eq!(
-        error_text(from(&bare, three().with_output(linear(8)))),
-        "[multi_head_attention] a module was given for the output projection, but the config says there is none"
-    );
-    assert_eq!(
-        error_text(from(&bare, three())?.map_projection(ProjectionPlace::Output, Ok)),
-        "[multi_head_attention] the config says there is no output projection, so none can be changed"
-    );
-    let failing = from(&bare, three())?.map_projection(ProjectionPlace::Key, |_| Err(Error::msg("no adapter")));
-    assert_eq!(error_text(failing), "no adapter");
-
-    let xs = Tensor::zeros((1, 3, 8), DType::F32, &CPU)?;
-    let narrow = from(&cfg, ProjectionModules::new(linear(8), linear(6), linear(8)).with_output(linear(8)))?;
-    assert_eq!(
-        error_text(narrow.forward(&xs)),
-        "[multi_head_attention] the key projection gives [1, 3, 6] of F32 on Cpu, expected [1, 3, 8] of F32 on Cpu"
-    );
+fn a_module_is_not_called_where_there_is_nothing_to_project() -> Result<()> {
+    let linear = || Linear::new(Tensor::zeros((8, 8), DType::F32, &CPU).expect("memory"), None);
     let double = |xs: &Tensor| xs.to_dtype(DType::F64);
-    let wide = from(&cfg, three().with_output(double))?;
-    assert_eq!(
-        error_text(wide.forward(&xs)),
-        "[multi_head_attention] the output projection gives [1, 3, 8] of F64 on Cpu, expected [1, 3, 8] of F32 on Cpu"
-    );
-    let stray = Tensor::zeros(8, DType::F32, &CPU)?;
-    let refused = MultiHeadAttention::from_modules(&bare, three(), builder([("sinks".into(), stray)].into()));
-    assert_eq!(
-        error_text(refused),
-        "[multi_head_attention] sinks is in the file, but the config says there are no sinks (layout of modules)"
-    );
-    // Nothing is asked of a module where there is nothing to project.
-    let layer = from(&cfg, three().with_output(double))?;
+    let modules = ProjectionModules::new(linear(), linear(), linear()).with_output(double);
+    let layer = MultiHeadAttention::from_modules(&Config::new(8, 2), modules, VarBuilder::zeros(DType::F32, &CPU))?;
     let none = Tensor::zeros((2, 0, 8), DType::F32, &CPU)?;
     let mask = AttentionMask::causal();
     assert_eq!(layer.forward_with(AttentionInput::new(&none).with_mask(&mask))?.dims(), [2, 0, 8]);

@@ -9,7 +9,7 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 
 use crate::by_hand::{parameters, tensors};
-use crate::common::{assert_close, error_text};
+use crate::common::assert_close;
 use crate::{CPU, Tensors, builder};
 
 fn config(kind: QkNormKind, scope: QkNormScope) -> Config {
@@ -89,46 +89,6 @@ fn a_list_of_variables_is_read_in_every_call() -> Result<()> {
     for (name, var) in varmap.data().lock().expect("one thread").iter() {
         assert!(store.get(var).is_some(), "{name} has no gradient");
     }
-    Ok(())
-}
-
-#[test]
-fn norms_that_do_not_fit_the_config_are_named() -> Result<()> {
-    let cfg = config(QkNormKind::LayerNoBias, QkNormScope::PerHeadWeights);
-    let list = renamed(&weights(&cfg)?, ["q_layernorm.norms.{}", "k_layernorm.norms.{}"])?;
-    let expect = |cfg: &Config, change: &dyn Fn(&mut Tensors), expected: &str| {
-        let mut list = list.clone();
-        change(&mut list);
-        assert_eq!(error_text(MultiHeadAttention::new(cfg, builder(list))), expected);
-    };
-    let norm = Tensor::zeros(3, DType::F32, &CPU)?;
-    expect(
-        &cfg,
-        &|list| drop(list.insert("q_layernorm.norms.4.weight".into(), norm.clone())),
-        "[multi_head_attention] q_layernorm.norms.4.weight is in the file, but there are 4 heads (layout canonical)",
-    );
-    expect(
-        &cfg,
-        &|list| drop(list.remove("k_layernorm.norms.1.weight")),
-        "[multi_head_attention] k_layernorm.norms.1.weight is missing, expected shape [3] (layout canonical)",
-    );
-    expect(
-        &cfg,
-        &|list| drop(list.insert("k_layernorm.norms.1.bias".into(), norm.clone())),
-        "[multi_head_attention] k_layernorm.norms.1.bias is in the file, but the config says there is no such bias \
-         (layout canonical)",
-    );
-    expect(
-        &config(QkNormKind::LayerNoBias, QkNormScope::PerHead),
-        &|_| {},
-        "[multi_head_attention] q_layernorm.weight is missing, expected shape [3] (layout canonical)",
-    );
-    expect(
-        &Config::new(12, 4).with_num_kv_heads(2),
-        &|_| {},
-        "[multi_head_attention] q_layernorm.norms.0.weight is in the file, but the config says there is no qk_norm \
-         (layout canonical)",
-    );
     Ok(())
 }
 

@@ -20,7 +20,6 @@ crate::on_each_device!(
     a_prefix_of_the_call_lifts_the_layers_own_causal_constraint,
     the_context_length_bounds_queries_and_keys,
     dropout_happens_in_training_only,
-    inputs_that_do_not_fit_are_named,
 );
 
 /// One config for each thing that a config can say, and some that say several.
@@ -332,49 +331,4 @@ fn dropout_happens_in_training_only(device: &Device) {
         Ok(())
     };
     test().expect("the layers run");
-}
-
-fn inputs_that_do_not_fit_are_named(device: &Device) {
-    let layer = layer(&Config::new(12, 4).with_key_size(7), DType::F32, device).expect("the config fits");
-    let zeros = |shape: &[usize], dtype| Tensor::zeros(shape, dtype, device).expect("zeros");
-    let f32 = |shape: &[usize]| zeros(shape, DType::F32);
-    for (xs, keys, vs, expected) in [
-        (f32(&[1, 2, 11]), f32(&[1, 3, 7]), f32(&[1, 3, 7]), "queries have shape [1, 2, 11], expected (B, T, 12)"),
-        (f32(&[1, 2, 12]), f32(&[1, 3, 8]), f32(&[1, 3, 7]), "keys have shape [1, 3, 8], expected (B, T, 7)"),
-        (f32(&[1, 2, 12]), f32(&[3, 7]), f32(&[1, 3, 7]), "keys have shape [3, 7], expected (B, T, 7)"),
-        (
-            f32(&[2, 12]),
-            f32(&[3, 7]),
-            f32(&[1, 3, 7]),
-            "values have shape [1, 3, 7], expected (T, 7) beside queries without a batch",
-        ),
-        (f32(&[12]), f32(&[7]), f32(&[7]), "queries have shape [12], expected (B, T, 12) or (T, 12)"),
-        (
-            zeros(&[1, 2, 12], DType::F16),
-            f32(&[1, 3, 7]),
-            f32(&[1, 3, 7]),
-            "queries have dtype F16, expected the weights' F32",
-        ),
-        (
-            f32(&[2, 2, 12]),
-            f32(&[1, 3, 7]),
-            f32(&[1, 3, 7]),
-            "queries [2, 2, 12], keys [1, 3, 7] and values [1, 3, 7] differ in batch size, or keys and values in length",
-        ),
-        (
-            f32(&[1, 2, 12]),
-            f32(&[1, 3, 7]),
-            f32(&[1, 4, 7]),
-            "queries [1, 2, 12], keys [1, 3, 7] and values [1, 4, 7] differ in batch size, or keys and values in length",
-        ),
-    ] {
-        let result = layer.forward_with(AttentionInput::new(&xs).with_key_value(&keys, &vs));
-        assert_eq!(error_text(result), format!("[multi_head_attention] {expected}"));
-    }
-    let xs = f32(&[1, 3, 12]);
-    assert_eq!(
-        error_text(layer.forward(&xs)),
-        "[multi_head_attention] keys have shape [1, 3, 12], expected (B, T, 7)",
-        "self-attention through a layer for cross-attention"
-    );
 }

@@ -4,7 +4,7 @@ use candle_attention::{AttentionMask, EmptyRows, ValidLens, scaled_dot_product_a
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::check::{Arguments, reference};
-use crate::common::{assert_close, error_text, values};
+use crate::common::{assert_close, values};
 use crate::oracle::{Alignment, Case, Dims, Lens, Mask, Options, Part};
 use crate::recipe::{Chosen, Kind, Layout, Recipe, for_all, recipes};
 
@@ -12,7 +12,6 @@ crate::on_each_device!(
     random_masks_have_one_meaning,
     lengths_of_one_to_t_are_the_causal_mask,
     lengths_come_from_lists_and_tensors,
-    tensors_that_do_not_fit_are_named,
     empty_views_that_begin_past_their_buffer_are_read,
 );
 
@@ -139,51 +138,6 @@ fn lengths_come_from_lists_and_tensors(device: &Device) {
         Ok(())
     };
     test().expect("the lengths are read");
-    let error = |lens: Tensor| error_text(ValidLens::from_tensor(&lens));
-    let tensor = |data: &[i64], shape: &[usize]| Tensor::from_slice(data, shape, device).expect("a tensor");
-    assert_eq!(error(tensor(&[3, -1], &[2])), "[valid_lens] expected lengths of zero or more, found -1");
-    assert_eq!(error(tensor(&[3, -1], &[1, 2])), "[valid_lens] expected lengths of zero or more, found -1");
-    assert_eq!(error(tensor(&[3], &[1, 1, 1])), "[valid_lens] expected shape (B,) or (B, T_q), found [1, 1, 1]");
-    assert_eq!(error(tensor(&[3], &[])), "[valid_lens] expected shape (B,) or (B, T_q), found []");
-    let float = Tensor::new(&[1f32], device).expect("a tensor");
-    assert_eq!(error(float), "[valid_lens] expected an integer tensor, found F32");
-}
-
-fn tensors_that_do_not_fit_are_named(device: &Device) {
-    let zeros = |shape: &[usize], dtype: DType| Tensor::zeros(shape, dtype, device).expect("zeros");
-    let error = |mask: AttentionMask| error_text(mask.to_additive((2, 3, 4, 5), DType::F32, device));
-    let fits = "which does not broadcast to (B, H, T_q, T_kv) = [2, 3, 4, 5]";
-    for shape in [&[4][..], &[5, 4], &[2, 4, 5], &[3, 3, 4, 5], &[1, 2, 3, 4, 5], &[0]] {
-        let keep = AttentionMask::none().with_keep(&zeros(shape, DType::U8));
-        assert_eq!(error(keep), format!("[attention_mask] keep has shape {shape:?}, {fits}"));
-        let bias = AttentionMask::none().with_bias(&zeros(shape, DType::F32));
-        assert_eq!(error(bias), format!("[attention_mask] bias has shape {shape:?}, {fits}"));
-    }
-    assert_eq!(
-        error(AttentionMask::none().with_keep(&zeros(&[5], DType::F32))),
-        "[attention_mask] keep has dtype F32, expected U8 with 1 = attend"
-    );
-    assert_eq!(
-        error(AttentionMask::none().with_bias(&zeros(&[5], DType::U8))),
-        "[attention_mask] bias has dtype U8, expected a float; a mask of ones and zeros is a keep"
-    );
-    for (mask, expected) in [
-        (
-            AttentionMask::none().with_valid_lens(vec![1; 3]),
-            "valid_lens has 3 entries, expected one for each of 2 sequences",
-        ),
-        (
-            AttentionMask::none().with_starts(vec![vec![1; 4]; 3]),
-            "starts has 3 rows, expected one for each of 2 sequences",
-        ),
-        (
-            AttentionMask::causal().with_prefix(vec![vec![1; 4], vec![1; 5]]),
-            "row 1 of prefix has 5 entries, expected one for each of 4 queries",
-        ),
-        (AttentionMask::causal().with_window(0), "window is 0, expected at least 1 (the query's own key)"),
-    ] {
-        assert_eq!(error(mask), format!("[attention_mask] {expected}"));
-    }
 }
 
 /// Numbers at the end of `usize` and around `i64::MAX`, alone and in pairs, mean what they say.

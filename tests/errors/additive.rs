@@ -1,0 +1,60 @@
+//! `AdditiveAttention`.
+
+use candle_attention::{AdditiveAttention, AdditiveAttentionConfig, AttentionMask};
+use candle_core::{DType, Result, Shape, Tensor};
+use candle_nn::VarBuilder;
+
+use crate::common::models;
+use crate::{CPU, Case, of, zeros};
+
+fn new(cfg: AdditiveAttentionConfig) -> Result<AdditiveAttention> {
+    AdditiveAttention::new(&cfg, VarBuilder::zeros(DType::F32, &CPU))
+}
+
+fn attend(queries: impl Into<Shape>, keys: impl Into<Shape>, values: impl Into<Shape>) -> Result<()> {
+    attend_to(&zeros(queries), &zeros(keys), &zeros(values), &AttentionMask::none())
+}
+
+/// Queries of width 4 and keys of width 3.
+fn attend_to(queries: &Tensor, keys: &Tensor, values: &Tensor, mask: &AttentionMask) -> Result<()> {
+    new(AdditiveAttentionConfig::new(4, 3, 5))?.forward(queries, keys, values, mask).map(drop)
+}
+
+fn json(text: &str) -> Result<()> {
+    serde_json::from_str::<AdditiveAttentionConfig>(text).map(drop).map_err(candle_core::Error::wrap)
+}
+
+pub const CASES: &[Case] = &[
+    ("queries without a batch", || attend((2, 4), (1, 6, 3), (1, 6, 7))),
+    ("keys with heads", || attend((1, 2, 4), (1, 1, 6, 3), (1, 6, 7))),
+    ("values without a width", || attend((1, 2, 4), (1, 6, 3), (1, 6))),
+    ("queries and keys in each other's place", || attend((1, 2, 3), (1, 6, 4), (1, 6, 7))),
+    ("fewer values than keys", || attend((1, 2, 4), (1, 6, 3), (1, 5, 7))),
+    ("a larger batch of keys", || attend((1, 2, 4), (2, 6, 3), (2, 6, 7))),
+    ("inputs in half precision", || {
+        let values = of(DType::F16, (1, 6, 7));
+        attend_to(&zeros((1, 2, 4)), &zeros((1, 6, 3)), &values, &AttentionMask::none())
+    }),
+    ("lengths for another batch, with no queries", || {
+        let mask = AttentionMask::none().with_valid_lens(vec![1, 2]);
+        attend_to(&zeros((1, 0, 4)), &zeros((1, 6, 3)), &zeros((1, 6, 7)), &mask)
+    }),
+    ("a keep for several heads", || {
+        let mask = AttentionMask::none().with_keep(&of(DType::U8, (1, 4, 2, 6)));
+        attend_to(&zeros((1, 2, 4)), &zeros((1, 6, 3)), &zeros((1, 6, 7)), &mask)
+    }),
+    ("queries of no width", || new(AdditiveAttentionConfig::new(0, 3, 5)).map(drop)),
+    ("no hidden units", || new(AdditiveAttentionConfig::new(4, 3, 0)).map(drop)),
+    ("sizes beyond memory", || new(AdditiveAttentionConfig::new(4, usize::MAX, usize::MAX)).map(drop)),
+    ("dropout in percent", || new(AdditiveAttentionConfig::new(4, 3, 5).with_dropout(10.0)).map(drop)),
+    ("integer weights", || {
+        let vb = VarBuilder::zeros(DType::U8, &CPU);
+        AdditiveAttention::new(&AdditiveAttentionConfig::new(4, 3, 5), vb).map(drop)
+    }),
+    ("the weights of a multi-head layer", || {
+        let path = models().join("d2l_mha_100/model.safetensors");
+        let vb = candle_attention::weights::open(path, DType::F32, &CPU)?;
+        AdditiveAttention::new(&AdditiveAttentionConfig::new(100, 100, 100), vb).map(drop)
+    }),
+    ("an unknown field", || json(r#"{"query_size": 4, "key_size": 3, "hidden_size": 5, "bias": true}"#)),
+];

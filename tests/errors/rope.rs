@@ -1,0 +1,35 @@
+//! Inputs and positions that rotary embeddings cannot take.
+
+use candle_attention::{RopeConfig, RotaryEmbedding};
+use candle_core::{DType, Result, Shape, Tensor};
+
+use crate::{CPU, Case, of, zeros};
+
+fn rotary() -> Result<RotaryEmbedding> {
+    RotaryEmbedding::new(&RopeConfig::new(10_000.0), 4)
+}
+
+fn rotate(xs: &Tensor) -> Result<()> {
+    rotary()?.apply_from(xs, 0).map(drop)
+}
+
+/// Two sequences of three tokens at these positions.
+fn at(positions: &Tensor) -> Result<()> {
+    rotary()?.apply(&zeros((2, 1, 3, 4)), positions).map(drop)
+}
+
+fn at_zeros(shape: impl Into<Shape>) -> Result<()> {
+    at(&of(DType::I64, shape))
+}
+
+pub const CASES: &[Case] = &[
+    ("inputs without heads", || rotate(&zeros((2, 3, 4)))),
+    ("wider heads", || rotate(&zeros((2, 1, 3, 6)))),
+    ("integers", || rotate(&of(DType::U32, (2, 1, 3, 4)))),
+    ("positions of another length", || at_zeros(4)),
+    ("positions of another batch", || at_zeros((1, 3))),
+    ("positions that are no integers", || at(&zeros(3))),
+    ("a negative position", || at(&Tensor::new(&[0i64, -1, 2], &CPU)?)),
+    ("a position that f32 cannot tell from the next", || at(&Tensor::new(&[0i64, 1, 1 << 24], &CPU)?)),
+    ("positions beyond counting", || rotary()?.apply_from(&zeros((2, 1, 3, 4)), usize::MAX).map(drop)),
+];
