@@ -137,7 +137,7 @@ impl AdditiveAttention {
             dropout_seed,
             backend,
             cache,
-            tokens,
+            padding,
         } = input.into();
         if positions.or(key_positions).is_some() {
             bail!("[additive_attention] positions are given, but additive scores know of none")
@@ -148,8 +148,8 @@ impl AdditiveAttention {
         if memory.is_some() {
             bail!("[additive_attention] a memory was given, which belongs to multi-head attention")
         }
-        if cache.is_some() || tokens.lens.is_some() || tokens.starts.is_some() {
-            bail!("[additive_attention] a cache or token lengths were given, which belong to multi-head attention")
+        if cache.is_some() || padding.valid_lens.is_some() || padding.starts.is_some() {
+            bail!("[additive_attention] a cache or its padding was given, which belong to multi-head attention")
         }
         let (keys, values) = key_value.unwrap_or((queries, queries));
         let drop = train.then_some(Dropout { p: self.config.dropout, seed: dropout_seed });

@@ -193,7 +193,7 @@ impl Block {
         let normed = optional(&self.before_attention, xs)?;
         let mut input = AttentionInput::new(&normed).with_cache(cache);
         if let Some(lens) = lens {
-            input = input.with_token_lens(lens);
+            input = input.with_valid_lens(lens);
         }
         let attended = optional(&self.after_attention, &self.attention.forward_with(input)?)?;
         let xs = self.add(xs, attended)?;

@@ -54,7 +54,7 @@ impl Layers {
         let mut cache = AttentionCache::default();
         let prompt = here.narrow(1, 0, longest)?;
         let mut calls =
-            vec![self.here.forward_with(AttentionInput::new(&prompt).with_cache(&mut cache).with_token_lens(&lens))?];
+            vec![self.here.forward_with(AttentionInput::new(&prompt).with_cache(&mut cache).with_valid_lens(&lens))?];
         for t in longest..longest + TOKENS {
             let token = here.narrow(1, t, 1)?;
             calls.push(self.here.forward_with(AttentionInput::new(&token).with_cache(&mut cache))?);

@@ -117,13 +117,13 @@ impl AttentionCacheConfig {
     pub fn most_held(&self) -> Option<usize> {
         match (self.window, self.growth) {
             (_, false) => Some(self.capacity),
-            (Some(window), true) => Some(self.capacity_at_first().max(window.saturating_mul(2))),
+            (Some(window), true) => Some(self.first_capacity().max(window.saturating_mul(2))),
             (None, true) => None,
         }
     }
 
     /// The capacity with which the first call begins, if it does not bring more.
-    pub(super) fn capacity_at_first(&self) -> usize {
+    pub(super) fn first_capacity(&self) -> usize {
         match self.window {
             // The default is more than a short window needs.
             Some(window) if self.growth && self.capacity == FIRST_CAPACITY => {

@@ -1,33 +1,32 @@
-//! Keys and values of the positions that a layer has seen.
+//! Keys and values of the positions that a layer has seen: [`StagedAppend`] is one call with a cache.
 
-mod arrivals;
+mod buffers;
 mod config;
-mod edit;
-mod parts;
-mod q8;
-mod step;
-mod store;
+mod new_tokens;
+mod staged;
 #[cfg(test)]
 mod tests;
 
 pub use config::AttentionCacheConfig;
 
-pub(crate) use arrivals::{Arrivals, Tokens};
-pub(crate) use step::{Expand, Step};
-pub(crate) use store::Values;
+pub(crate) use buffers::Values;
+pub(crate) use new_tokens::{NewTokens, Padding};
+pub(crate) use staged::{Expand, StagedAppend};
+
+use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::sdpa::FLOATS;
-use store::{Form, Store};
+use buffers::{KvBuffers, KvFormat};
 
-/// The keys and values of the positions that one layer has seen, for one sequence or a batch of them; or the latents that a
-/// layer works them out from.
+/// The keys and values of the positions that one layer has seen, for one sequence or a batch of them; or the latents from
+/// which a layer computes them.
 ///
-/// A call with a cache ([`AttentionInput::with_cache`](crate::AttentionInput::with_cache)) brings new positions: their keys
-/// and values are written behind those of the calls before, in place, and its queries attend to all of them where they
-/// lie. A prompt, pieces of it and single tokens give the numbers of one call over everything. A call that fails leaves the
-/// cache as it was.
+/// A call with a cache ([`AttentionInput::with_cache`](crate::AttentionInput::with_cache)) appends its keys and values to
+/// those of the calls before, in place, and its queries attend to all of them without a copy. A prompt, pieces of it and
+/// single tokens give the numbers of one call over everything. A call that fails leaves the cache as it was. A call whose
+/// output is tracked for gradients leaves its buffers to the graph, and the cache goes on with a copy.
 ///
 /// ```
 /// use candle_attention::{AttentionCache, AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig};
@@ -40,58 +39,36 @@ use store::{Form, Store};
 ///
 /// let prompt = Tensor::randn(0f32, 1., (2, 5, 64), &Device::Cpu)?;
 /// let lens = [5, 3]; // the second sequence has two positions of padding
-/// mha.forward_with(AttentionInput::new(&prompt).with_cache(&mut cache).with_token_lens(&lens))?;
+/// mha.forward_with(AttentionInput::new(&prompt).with_cache(&mut cache).with_valid_lens(&lens))?;
 /// let token = Tensor::randn(0f32, 1., (2, 1, 64), &Device::Cpu)?;
 /// let y = mha.forward_with(AttentionInput::new(&token).with_cache(&mut cache))?;
 /// assert_eq!((y.dims(), cache.lens()), ([2, 1, 64].as_slice(), vec![6, 4]));
 /// # Ok(()) }
 /// ```
 ///
-/// Each sequence of a batch has a length of its own. Padding, on the left or on the right, is said at the call and is not
-/// kept: position n is the n-th token of its sequence, in masks too, and those that are aligned to the end are aligned to
-/// the end of each sequence. Positions are taken back by [`truncate`](Self::truncate), beams are chosen by
-/// [`reorder`](Self::reorder), and [`fork`](Self::fork) goes two ways from one prompt.
+/// Each sequence of a batch has a length of its own. Padding, on the left or on the right, is given at the call and is not
+/// stored: position n is the n-th token of its sequence, in masks too, and masks that are aligned to the end are aligned to
+/// the end of each sequence. [`truncate`](Self::truncate) drops positions, [`reorder`](Self::reorder) selects beams, and
+/// [`fork`](Self::fork) continues one prompt in two ways.
 ///
-/// Keys are kept as rotary positions left them. Scalings whose frequencies depend on the length of a call
+/// Keys are stored after their rotation. Scalings whose frequencies depend on the length of a call
 /// ([`RopeScaling::Dynamic`](crate::RopeScaling::Dynamic), [`RopeScaling::LongRope`](crate::RopeScaling::LongRope)) take
-/// that of the longest sequence with the call, and keys stay as the call that brought them rotated them: what
-/// transformers does with a cache. Its Phi 3 reads everything again in the call that first passes the original context;
-/// a model that follows it calls [`reset`](Self::reset) there.
+/// that of the longest sequence with the call, and keys of earlier calls are not rotated again: what transformers does with
+/// a cache. Its Phi 3 computes everything again in the call that first exceeds the original context; a model that follows it
+/// calls [`reset`](Self::reset) there.
 ///
 /// Buffers are (B, H_kv, capacity, D) and (B, H_kv, capacity, D_v), made in the first call; for
-/// [latent attention](crate::MultiHeadLatentAttention) one of (B, 1, capacity, `kv_lora_rank + rope_head_dim`). Candle's own
-/// caches (`candle_nn::kv_cache`) keep one length for a whole batch, and add room by one constant amount, with a copy of
-/// everything each time; its rotating cache does not keep keys in the order of their positions, so that a mask has to be
-/// written out for every call; a clone of one writes to the buffers of the other. So this one stands on the same
-/// `slice_set`, beside them.
+/// [latent attention](crate::MultiHeadLatentAttention) one of (B, 1, capacity, `kv_lora_rank + rope_head_dim`). The caches of
+/// `candle_nn::kv_cache` have one length for a whole batch and grow by a constant amount.
 #[derive(Debug, Default)]
 pub struct AttentionCache {
     config: AttentionCacheConfig,
-    store: Option<Store>,
-    /// Of each sequence; empty before the first call.
-    held: Vec<Held>,
-    /// The dtype of the keys that come, which may differ from that in which they are kept.
+    buffers: Option<KvBuffers>,
+    /// Of each sequence, the positions that the buffers hold: all but those that a sliding cache has dropped. Empty before
+    /// the first call.
+    held: Vec<Range<usize>>,
+    /// The dtype of the keys of earlier calls, which may differ from that in which they are stored.
     dtype: Option<DType>,
-}
-
-/// What is held of one sequence: the positions from `dropped` on.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Held {
-    dropped: usize,
-    len: usize,
-}
-
-impl Held {
-    /// One past the last position.
-    fn end(&self) -> usize {
-        self.dropped + self.len
-    }
-
-    /// The last n positions, or all.
-    fn last(&self, n: usize) -> Self {
-        let len = self.len.min(n);
-        Self { dropped: self.end() - len, len }
-    }
 }
 
 impl AttentionCache {
@@ -104,19 +81,19 @@ impl AttentionCache {
         Ok(Self { config: cfg.clone(), ..Self::default() })
     }
 
-    /// What the cache was made from.
+    /// The config that the cache was made from.
     pub fn config(&self) -> &AttentionCacheConfig {
         &self.config
     }
 
     /// The length of the longest sequence: all of its tokens, also those that a sliding cache no longer holds.
     pub fn len(&self) -> usize {
-        self.held.iter().map(Held::end).max().unwrap_or(0)
+        self.held.iter().map(|held| held.end).max().unwrap_or(0)
     }
 
     /// The length of each sequence, and so the position of its next token; empty before the first call.
     pub fn lens(&self) -> Vec<usize> {
-        self.held.iter().map(Held::end).collect()
+        self.held.iter().map(|held| held.end).collect()
     }
 
     /// Whether no sequence has a token.
@@ -124,14 +101,14 @@ impl AttentionCache {
         self.len() == 0
     }
 
-    /// The positions of each sequence for which there is room; 0 before the first call.
+    /// How many positions of each sequence the buffers can hold; 0 before the first call.
     pub fn capacity(&self) -> usize {
-        self.store.as_ref().map_or(0, Store::capacity)
+        self.buffers.as_ref().map_or(0, KvBuffers::capacity)
     }
 
     /// The bytes of all buffers.
     pub fn memory(&self) -> usize {
-        self.store.as_ref().map_or(0, Store::bytes)
+        self.buffers.as_ref().map_or(0, KvBuffers::bytes)
     }
 
     /// Forgets all sequences. The buffers stay for the next, which may be a batch of another size.
@@ -140,25 +117,127 @@ impl AttentionCache {
         self.dtype = None;
     }
 
-    /// What a call of `b` sequences and `t` positions brings.
+    /// Takes back all positions from `len` on, of every sequence, as after speculative decoding. Copies nothing.
     ///
     /// # Errors
-    /// For another number of sequences than the cache holds, and for token lengths or starts that do not fit.
-    pub(crate) fn arrivals(&self, (b, t): (usize, usize), tokens: Tokens) -> Result<Arrivals> {
-        Arrivals::new(&self.lens(), (b, t), tokens)
+    /// As [`truncate_to`](Self::truncate_to).
+    pub fn truncate(&mut self, len: usize) -> Result<()> {
+        if self.held.is_empty() && len > 0 {
+            bail!("[attention_cache] an empty cache is to be truncated to {len} positions, expected 0")
+        }
+        self.truncate_to(&vec![len; self.held.len()])
     }
 
-    /// Puts the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of a call beside what is held. Values that are columns of
-    /// the keys take no room of their own.
+    /// Takes back the positions of each sequence from its entry of `lens` on. The next token of a sequence then has that
+    /// position.
+    ///
+    /// A sliding cache goes back as far as it holds positions, and to 0. Where it has dropped a key that the next query
+    /// sees, that call is an error. To go back by up to n positions of earlier calls, it needs a window that is n longer than
+    /// the layer's. What the last call brought can always be taken back, if the capacity holds that beside the window.
+    ///
+    /// # Errors
+    /// For another number of sequences, for more positions than a sequence has, and for fewer than a sliding cache has
+    /// dropped. The cache is as it was then.
+    pub fn truncate_to(&mut self, lens: &[usize]) -> Result<()> {
+        if lens.len() != self.held.len() {
+            bail!(
+                "[attention_cache] {} lengths were given, expected one for each of {} sequences",
+                lens.len(),
+                self.held.len()
+            )
+        }
+        for (sequence, (&len, held)) in lens.iter().zip(&self.held).enumerate() {
+            if len > held.end {
+                bail!(
+                    "[attention_cache] sequence {sequence} is to be truncated to {len} positions, expected at most its {}",
+                    held.end
+                )
+            }
+            if len > 0 && len < held.start {
+                bail!(
+                    "[attention_cache] sequence {sequence} is to be truncated to {len} positions, expected 0 or at least \
+                     the {} that the window has dropped",
+                    held.start
+                )
+            }
+        }
+        for (held, &len) in self.held.iter_mut().zip(lens) {
+            *held = if len == 0 { 0..0 } else { held.start..len };
+        }
+        Ok(())
+    }
+
+    /// Makes sequence n of the batch what sequence `sequences[n]` was, as beam search does between its steps; a sequence may
+    /// come several times, or not at all, and the batch may grow or shrink. No sequences is a [`reset`](Self::reset).
+    ///
+    /// In a batch of the same size, sequences that stay at their place are not copied.
+    ///
+    /// # Errors
+    /// For a sequence that is not there, and for buffers that do not fit in memory. The cache is as it was then.
+    pub fn reorder(&mut self, sequences: &[usize]) -> Result<()> {
+        if let Some(sequence) = sequences.iter().find(|&&sequence| sequence >= self.held.len()) {
+            bail!(
+                "[attention_cache] sequence {sequence} was asked for, expected one of the {} that the cache holds",
+                self.held.len()
+            )
+        }
+        if sequences.is_empty() {
+            self.reset();
+            return Ok(());
+        }
+        let rows = |buffers: &KvBuffers, sequence: usize| buffers.rows(sequence, 0..self.held[sequence].len());
+        if let Some(buffers) = &self.buffers {
+            if sequences.len() == self.held.len() {
+                let moved = sequences.iter().enumerate().filter(|&(n, &from)| n != from && !self.held[from].is_empty());
+                // All are read before one is written.
+                let copies = moved.map(|(n, &from)| Ok((n, rows(buffers, from)?.copy()?)));
+                for (n, copy) in copies.collect::<Result<Vec<_>>>()? {
+                    buffers.write_sequence(n, 0, &copy)?;
+                }
+            } else {
+                let gathered = buffers.empty_like(sequences.len(), buffers.capacity())?;
+                for (n, &from) in sequences.iter().enumerate() {
+                    gathered.write_sequence(n, 0, &rows(buffers, from)?)?;
+                }
+                self.buffers = Some(gathered);
+            }
+        }
+        self.held = sequences.iter().map(|&sequence| self.held[sequence].clone()).collect();
+        Ok(())
+    }
+
+    /// A second cache with the same sequences, in buffers of its own: what is added to one is not in the other.
+    ///
+    /// # Errors
+    /// For buffers that do not fit in memory.
+    pub fn fork(&self) -> Result<Self> {
+        let buffers = self.buffers.as_ref().filter(|_| !self.held.is_empty());
+        Ok(Self {
+            config: self.config.clone(),
+            buffers: buffers.map(KvBuffers::copy).transpose()?,
+            held: self.held.clone(),
+            dtype: self.dtype,
+        })
+    }
+
+    /// The tokens of a call of `dims` (B, T).
+    ///
+    /// # Errors
+    /// For another number of sequences than the cache holds, and for padding that does not fit.
+    pub(crate) fn new_tokens(&self, dims: (usize, usize), padding: Padding) -> Result<NewTokens> {
+        NewTokens::new(self.lens(), dims, padding)
+    }
+
+    /// Stages the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of a call behind what is held.
     ///
     /// # Errors
     /// For keys and values that do not fit each other or those before, that are tracked for gradients, and for more
     /// positions than there may be.
-    pub(crate) fn stage(&mut self, arrivals: Arrivals, k: &Tensor, values: Values<&Tensor>) -> Result<Step<'_>> {
+    pub(crate) fn stage(&mut self, new: NewTokens, k: &Tensor, values: Values<&Tensor>) -> Result<StagedAppend<'_>> {
         let v = values.own().copied().unwrap_or(k);
         let (b, h, t, _) = k.dims4()?;
         let (b_v, h_v, t_v, _) = v.dims4()?;
-        if [b, h, t] != [b_v, h_v, t_v] || [b, t] != [arrivals.sequences.len(), arrivals.t] {
+        if [b, h, t] != [b_v, h_v, t_v] || [b, t] != [new.tokens.len(), new.t] {
             bail!(
                 "[attention_cache] keys {:?} and values {:?} differ in more than the last dimension",
                 k.dims(),
@@ -177,17 +256,17 @@ impl AttentionCache {
                  are plain tensors, or a cache made `with_detached(true)`"
             )
         }
-        let form = match self.config.q8() {
-            true => Form::Q8,
-            false => Form::Float(self.config.dtype().unwrap_or(k.dtype())),
+        let format = match self.config.q8() {
+            true => KvFormat::Q8,
+            false => KvFormat::Float(self.config.dtype().unwrap_or(k.dtype())),
         };
-        let new = Store::encode(k, values, form)?;
-        if let Some(store) = self.store.as_ref().filter(|store| !self.held.is_empty() && !store.takes(&new)) {
-            let [(k_is, v_is), (k_was, v_was)] = [&new, store].map(Store::shapes);
+        let kv = KvBuffers::encode(k, values, format)?;
+        if let Some(buffers) = self.buffers.as_ref().filter(|own| !self.held.is_empty() && !own.accepts(&kv)) {
+            let [(k_is, v_is), (k_was, v_was)] = [&kv, buffers].map(KvBuffers::shapes);
             bail!(
                 "[attention_cache] keys {k_is} and values {v_is} do not fit those of the calls before, {k_was} and {v_was}"
             )
         }
-        Step::new(self, arrivals, &new, k.dtype())
+        StagedAppend::new(self, new, &kv, k.dtype())
     }
 }

@@ -1,8 +1,9 @@
-//! Where keys and values lie.
+//! Where the cache stores keys and values, 8 bits, and attention in parts.
 
 use candle_core::{DType, Device, Result, Storage, Tensor};
 
-use super::{AttentionCache, AttentionCacheConfig, Tokens, Values};
+use super::buffers::{dequantize, quantize};
+use super::{AttentionCache, AttentionCacheConfig, Padding, StagedAppend, Values};
 use crate::{AttentionMask, Backend, SdpaOptions, scaled_dot_product_attention};
 
 const B: usize = 2;
@@ -29,15 +30,19 @@ fn place(tensor: &Tensor) -> (usize, Vec<usize>) {
     (storage.as_slice::<f32>().expect("f32").as_ptr() as usize, layout.stride().to_vec())
 }
 
-/// What a call reads, after it was kept.
-fn append(cache: &mut AttentionCache, t: usize, first: usize, tokens: Tokens) -> Result<(Tensor, Tensor)> {
+fn stage<'c>(cache: &'c mut AttentionCache, k: &Tensor, v: &Tensor, padding: Padding) -> Result<StagedAppend<'c>> {
+    let new = cache.new_tokens((B, k.dim(2)?), padding)?;
+    cache.stage(new, k, Values::Own(v))
+}
+
+/// What a call reads, after it was committed.
+fn append(cache: &mut AttentionCache, t: usize, first: usize, padding: Padding) -> Result<(Tensor, Tensor)> {
     let (k, v) = new(t, first)?;
-    let arrivals = cache.arrivals((B, t), tokens)?;
-    let step = cache.stage(arrivals, &k, Values::Own(&v))?;
+    let staged = stage(cache, &k, &v, padding)?;
     // A mask that sees no key which a sliding cache has dropped.
-    let rows = step.whole(&k, &AttentionMask::causal().with_window(1))?.0;
-    let views = step.read(&rows)?;
-    step.commit();
+    let rows = staged.whole(&k, &AttentionMask::causal().with_window(1))?.0;
+    let views = staged.read(&rows)?;
+    staged.commit()?;
     Ok(views)
 }
 
@@ -53,7 +58,7 @@ fn positions_are_written_behind_the_others_in_one_buffer() -> Result<()> {
     let mut places = None;
     for (n, t) in [3, 1, 0, 2, 1, 1].into_iter().enumerate() {
         expected.push(new(t, n)?);
-        let (k, v) = append(&mut cache, t, n, Tokens::default())?;
+        let (k, v) = append(&mut cache, t, n, Padding::default())?;
         let len = cache.len();
         assert_eq!((k.dims(), v.dims()), ([B, H_KV, len, D].as_slice(), [B, H_KV, len, D_V].as_slice()));
         let parts = |part: fn(&(Tensor, Tensor)) -> &Tensor| {
@@ -67,7 +72,7 @@ fn positions_are_written_behind_the_others_in_one_buffer() -> Result<()> {
         assert_eq!(*places.get_or_insert(now.clone()), now, "nothing moves");
     }
     let (before, memory) = (places.expect("calls"), cache.memory());
-    let (k, _) = append(&mut cache, 1, 6, Tokens::default())?;
+    let (k, _) = append(&mut cache, 1, 6, Padding::default())?;
     assert!(place(&k).0 != before.0.0 && cache.capacity() == 16 && cache.memory() == 2 * memory, "doubled");
     assert_eq!(memory, B * H_KV * 8 * (D + D_V) * 4);
     Ok(())
@@ -79,7 +84,7 @@ fn a_sliding_cache_keeps_its_place_between_slides() -> Result<()> {
     let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_window(4))?;
     let (mut moves, mut at) = (0, 0);
     for n in 0..41 {
-        let (k, _) = append(&mut cache, 1, n, Tokens::default())?;
+        let (k, _) = append(&mut cache, 1, n, Padding::default())?;
         assert!(cache.capacity() <= 8 && k.dim(2)? >= 4.min(n + 1), "{:?}", k.dims());
         // The first number of each position is that of its call.
         let firsts = numbers(&k.narrow(0, 0, 1)?.narrow(1, 0, 1)?.narrow(3, 0, 1)?)?;
@@ -96,8 +101,8 @@ fn a_sliding_cache_keeps_its_place_between_slides() -> Result<()> {
 #[test]
 fn each_sequence_is_written_at_its_own_end() -> Result<()> {
     let mut cache = AttentionCache::default();
-    append(&mut cache, 3, 0, Tokens { lens: Some(&[3, 1]), starts: None })?;
-    let (k, _) = append(&mut cache, 2, 1, Tokens { lens: Some(&[1, 2]), starts: Some(&[0, 1]) })?;
+    append(&mut cache, 3, 0, Padding { valid_lens: Some(&[3, 1]), starts: None })?;
+    let (k, _) = append(&mut cache, 2, 1, Padding { valid_lens: Some(&[1, 2]), starts: Some(&[0, 1]) })?;
     assert_eq!((cache.lens(), k.dim(2)?), (vec![4, 2], 4));
     let (first, second) = (new(3, 0)?.0, new(2, 1)?.0);
     let of = |b: usize, tensor: &Tensor, start, len| numbers(&tensor.get(b)?.narrow(1, start, len)?);
@@ -116,16 +121,15 @@ fn what_is_staged_and_not_kept_leaves_no_trace() -> Result<()> {
         AttentionCacheConfig::new().with_window(2),
     ] {
         let mut cache = AttentionCache::new(&cfg)?;
-        append(&mut cache, 3, 0, Tokens::default())?;
+        append(&mut cache, 3, 0, Padding::default())?;
         let held = |cache: &AttentionCache| -> Result<Vec<f32>> {
-            let (k, v) = cache.store.as_ref().expect("a store").read(&(0..cache.held[0].len), DType::F32)?;
+            let (k, v) = cache.buffers.as_ref().expect("buffers").read(&(0..cache.held[0].len()), DType::F32)?;
             Ok([numbers(&k)?, numbers(&v)?].concat())
         };
         let (before, capacity, memory) = (held(&cache)?, cache.capacity(), cache.memory());
         for t in [1, 2, 9] {
             let (k, v) = new(t, 1)?;
-            let arrivals = cache.arrivals((B, t), Tokens::default())?;
-            drop(cache.stage(arrivals, &k, Values::Own(&v))?);
+            drop(stage(&mut cache, &k, &v, Padding::default())?);
             assert_eq!((cache.lens(), cache.capacity(), cache.memory()), (vec![3, 3], capacity, memory));
             assert_eq!(held(&cache)?, before);
         }
@@ -137,7 +141,7 @@ fn what_is_staged_and_not_kept_leaves_no_trace() -> Result<()> {
 fn dtypes_are_those_of_the_config() -> Result<()> {
     for dtype in [DType::F64, DType::BF16, DType::F16] {
         let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_capacity(8).with_dtype(dtype))?;
-        let (k, _) = append(&mut cache, 1, 0, Tokens::default())?;
+        let (k, _) = append(&mut cache, 1, 0, Padding::default())?;
         assert_eq!(k.dtype(), dtype);
         assert_eq!(cache.memory(), B * H_KV * 8 * (D + D_V) * dtype.size_in_bytes());
     }
@@ -161,15 +165,14 @@ fn alibi_counts_in_each_sequence_by_itself() -> Result<()> {
             let mut cache = AttentionCache::new(&cfg)?;
             // The prompts but for one token, on the left of their padding, and then that token of each.
             let before = lens.map(|len| len - 1);
-            let arrivals = cache.arrivals((B, t), Tokens { lens: Some(&before), starts: None })?;
-            cache.stage(arrivals, &k, Values::Own(&v))?.commit();
+            let padding = Padding { valid_lens: Some(&before), starts: None };
+            stage(&mut cache, &k, &v, padding)?.commit()?;
             let last = |tensor: &Tensor| -> Result<Tensor> {
                 let own = |(b, &len): (usize, &usize)| tensor.narrow(0, b, 1)?.narrow(2, len - 1, 1);
                 Tensor::cat(&lens.iter().enumerate().map(own).collect::<Result<Vec<_>>>()?, 0)
             };
-            let arrivals = cache.arrivals((B, 1), Tokens::default())?;
-            let found =
-                cache.stage(arrivals, &last(&k)?, Values::Own(&last(&v)?))?.attend(&last(&q)?, &mask, &options)?;
+            let staged = stage(&mut cache, &last(&k)?, &last(&v)?, Padding::default())?;
+            let found = staged.attend(&last(&q)?, &mask, &options)?;
             for (b, &len) in lens.iter().enumerate() {
                 let own = |tensor: &Tensor| tensor.narrow(0, b, 1)?.narrow(2, 0, len);
                 let plain = options.clone().with_backend(Backend::Reference);
@@ -179,6 +182,164 @@ fn alibi_counts_in_each_sequence_by_itself() -> Result<()> {
                 for (found, expected) in found.into_iter().zip(expected) {
                     assert!((found - expected).abs() < 1e-5 * expected.abs().max(1.0), "{b}: {found}, not {expected}");
                 }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn round_trip(rows: &Tensor) -> Result<Vec<Vec<f32>>> {
+    let (numbers, scales) = quantize(rows)?;
+    assert_eq!((numbers.dtype(), scales.dtype()), (DType::U8, DType::F32));
+    dequantize(&numbers, &scales, DType::F32)?.to_vec2()
+}
+
+#[test]
+fn a_number_errs_by_a_254th_of_its_row_s_largest() -> Result<()> {
+    for (width, factor) in [(1, 1.0), (7, 1e-3), (64, 1.0), (64, 1e-34), (128, 1e37), (256, 100.0)] {
+        let rows = (Tensor::randn(0f32, 1.0, (500, width), &Device::Cpu)? * factor)?;
+        let mut worst = 0f64;
+        for (row, found) in rows.to_vec2::<f32>()?.iter().zip(round_trip(&rows)?) {
+            let largest = row.iter().fold(0f32, |most, x| most.max(x.abs()));
+            for (x, found) in row.iter().zip(found) {
+                let error = f64::from(x - found).abs() / f64::from(largest);
+                assert!(error <= 1.0001 / 254.0, "{x} of at most {largest} became {found}");
+                worst = worst.max(error);
+            }
+        }
+        // The bound is reached, but where a row holds its largest number alone.
+        assert!(width == 1 || worst > 0.9 / 254.0, "{width}: {worst}");
+    }
+    Ok(())
+}
+
+#[test]
+fn zeros_and_extremes_come_back_as_they_were() -> Result<()> {
+    let rows =
+        Tensor::new(&[[0f32, -0.0, 0.0], [1.27, -1.27, 0.0], [127.0, -126.0, 1.0], [0.0, -3e38, 3e38]], &Device::Cpu)?;
+    let found = round_trip(&rows)?;
+    for (row, found) in rows.to_vec2::<f32>()?.iter().zip(found) {
+        for (x, found) in row.iter().zip(found) {
+            assert!((x - found).abs() <= x.abs() * 1e-6, "{x} became {found}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_row_that_is_not_finite_is_nan_and_one_of_tiny_numbers_zero() -> Result<()> {
+    let rows = Tensor::new(
+        &[[1f32, f32::NAN], [f32::INFINITY, 0.0], [1.0, f32::NEG_INFINITY], [1e-40, -1e-37]],
+        &Device::Cpu,
+    )?;
+    let found = round_trip(&rows)?;
+    assert!(found[..3].iter().flatten().all(|x| x.is_nan()), "{found:?}");
+    assert_eq!(found[3], [0.0, 0.0]);
+    let wide = Tensor::new(&[[1e300f64, 1.0]], &Device::Cpu)?;
+    assert!(round_trip(&wide)?.iter().flatten().all(|x| x.is_nan()));
+    Ok(())
+}
+
+/// Query heads, and new positions of a call.
+const H: usize = 4;
+const T: usize = 3;
+const LENS: [usize; B] = [8, 5];
+
+fn random(shape: (usize, usize, usize, usize)) -> Result<Tensor> {
+    Tensor::randn(0f32, 1.0, shape, &Device::Cpu)
+}
+
+/// Calls with the tokens of each sequence: eight positions of the first, five of the second.
+fn calls() -> [(usize, [usize; B], [usize; B]); 3] {
+    [(4, [0, 0], [4, 3]), (1, [0, 1], [1, 1]), (T, [0, 1], [3, 3])]
+}
+
+fn masks() -> Result<Vec<AttentionMask>> {
+    let (none, causal) = (AttentionMask::none, AttentionMask::causal);
+    let t_kv = LENS[0];
+    let keep = random((B, 1, T, t_kv))?.ge(-0.3f32)?;
+    let bias = random((1, H, T, t_kv))?;
+    let hidden = (random((B, H, 1, t_kv))?.ge(0.3f32)?.to_dtype(DType::F32)? * -1e30)?;
+    Ok(vec![
+        none(),
+        causal(),
+        causal().with_window(2),
+        none().with_band(1, 1),
+        causal().with_prefix(vec![3, 7]),
+        AttentionMask::causal_upper_left(),
+        AttentionMask::causal_with_offset(4),
+        none().with_starts(vec![3, 0]),
+        none().with_valid_lens(vec![2, 4]),
+        none().with_valid_lens(vec![vec![0, 1, 8], vec![5, 0, 2]]),
+        causal().with_keep(&keep),
+        causal().with_bias(&bias).with_starts(vec![1, 1]),
+        none().with_bias(&(hidden * 1e30)?),
+    ])
+}
+
+fn options() -> Result<Vec<SdpaOptions>> {
+    let by_head = |of: [f32; H]| Tensor::new(&of, &Device::Cpu);
+    Ok(vec![
+        SdpaOptions::default(),
+        SdpaOptions::default().with_softcap(1.5).with_scale(0.7),
+        SdpaOptions::default().with_sinks(&by_head([0.0, 1.0, -1.0, 2.0])?),
+        SdpaOptions::default().with_alibi_slopes(&by_head([0.5, 0.25, 0.1, 1.0])?),
+    ])
+}
+
+fn assert_close(found: &Tensor, expected: &Tensor, what: &str) -> Result<()> {
+    assert_eq!(found.dims(), expected.dims(), "{what}");
+    let (found, expected) = (found.flatten_all()?.to_vec1::<f32>()?, expected.flatten_all()?.to_vec1::<f32>()?);
+    for (found, expected) in found.into_iter().zip(expected) {
+        assert!((found - expected).abs() <= 2e-6 * expected.abs().max(1.0), "{what}: {found}, not {expected}");
+    }
+    Ok(())
+}
+
+/// Compared with a cache of f32 whose keys and values went through 8 bits before, in which attention is one call.
+#[test]
+fn parts_give_the_numbers_of_the_whole() -> Result<()> {
+    let growing = AttentionCacheConfig::new().with_capacity(2);
+    for (cfg, slides) in [(growing.clone(), false), (growing.with_window(4), true)] {
+        let mut small = AttentionCache::new(&cfg.clone().with_q8())?;
+        let mut plain = AttentionCache::new(&cfg)?;
+        for (n, (t, starts, lens)) in calls().into_iter().enumerate() {
+            let (k, v) = (random((B, 2, t, 6))?, random((B, 2, t, 5))?);
+            let rounded = |rows: &Tensor| {
+                let (numbers, scales) = quantize(rows)?;
+                dequantize(&numbers, &scales, DType::F32)
+            };
+            let padding = Padding { valid_lens: Some(&lens), starts: Some(&starts) };
+            let staged_q8 = stage(&mut small, &k, &v, padding)?;
+            let staged = stage(&mut plain, &rounded(&k)?, &rounded(&v)?, padding)?;
+            if n == 2 {
+                compare(&staged_q8, &staged, slides)?;
+            }
+            staged_q8.commit()?;
+            staged.commit()?;
+        }
+        assert_eq!(small.lens(), LENS);
+    }
+    Ok(())
+}
+
+fn compare(small: &StagedAppend, plain: &StagedAppend, slides: bool) -> Result<()> {
+    let q = random((B, H, T, 6))?;
+    let window = AttentionMask::causal().with_window(3);
+    for (n, mask) in masks()?.into_iter().enumerate() {
+        let mask = if slides { mask.and(&window) } else { mask };
+        for options in options()? {
+            let expected = plain.attend_with_weights(&q, &mask, &options)?;
+            for most in [1, 2, 3, 7, 8, usize::MAX] {
+                let what = format!("mask {n}, {options:?}, {most} at a time");
+                for backend in [Backend::Auto, Backend::Reference] {
+                    let options = options.clone().with_backend(backend);
+                    let found = small.attend_in_parts(&q, &mask, &options, most)?;
+                    assert_close(&found, &expected.context, &what)?;
+                }
+                let found = small.attend_in_parts_with_weights(&q, &mask, &options, most)?;
+                assert_close(&found.context, &expected.context, &what)?;
+                assert_close(&found.weights, &expected.weights, &what)?;
             }
         }
     }

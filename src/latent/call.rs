@@ -4,7 +4,7 @@ use candle_core::{Module, Result, Tensor, bail};
 
 use super::form::Form;
 use super::{MultiHeadLatentAttention, OP};
-use crate::cache::{Arrivals, Expand, Step, Values};
+use crate::cache::{Expand, NewTokens, StagedAppend, Values};
 use crate::multi_head::Expected;
 use crate::position::Positions;
 use crate::size::{is_addressable, part};
@@ -24,7 +24,7 @@ pub(super) struct Call<'a> {
     mask: AttentionMask,
     options: SdpaOptions,
     /// The rows of this call beside those of the calls before.
-    step: Option<Step<'a>>,
+    staged: Option<StagedAppend<'a>>,
     /// Whether the input had a batch dimension.
     batched: bool,
 }
@@ -43,14 +43,14 @@ impl<'a> Call<'a> {
         let (dtype, device) = (layer.down.dtype(), layer.down.device());
         let xs = Expected { op: OP, width: cfg.embed_dim(), batched, dtype, device }.check("queries", input.queries)?;
         let (b, t, _) = xs.dims3()?;
-        let arrivals = input.arrivals(OP, (b, t))?;
-        let positions = positions(&input, (b, t), arrivals.as_ref())?;
+        let new_tokens = input.new_tokens(OP, (b, t))?;
+        let positions = positions(&input, (b, t), new_tokens.as_ref())?;
         let (h, rank, nope) = (cfg.num_heads(), cfg.kv_lora_rank(), cfg.nope_head_dim());
         if !is_addressable(&[b, t, h * (2 * cfg.head_dim() + cfg.value_head_dim() + rank)]) {
             bail!("[{OP}] queries {:?} are more than any memory holds", input.queries.dims())
         }
-        let form = form.unwrap_or_else(|| match &arrivals {
-            Some(arrivals) => Form::of(cfg, t, arrivals.longest()),
+        let form = form.unwrap_or_else(|| match &new_tokens {
+            Some(new_tokens) => Form::of(cfg, t, new_tokens.longest()),
             None => Form::Expanded,
         });
 
@@ -78,20 +78,20 @@ impl<'a> Call<'a> {
             .with_backend(input.backend)
             .with_output_order(OutputOrder::Bthd);
         options.dropout_seed = input.dropout_seed.cloned();
-        let step = match (input.cache.take(), arrivals) {
-            (Some(cache), Some(arrivals)) => {
-                let step = cache.stage(arrivals, &rows, Values::OfKeys(rank))?;
-                Some(if form == Form::Expanded { step.expanded_by(&layer.up) } else { step })
+        let staged = match (input.cache.take(), new_tokens) {
+            (Some(cache), Some(new_tokens)) => {
+                let staged = cache.stage(new_tokens, &rows, Values::KeyColumns(rank))?;
+                Some(if form == Form::Expanded { staged.expanded_by(&layer.up) } else { staged })
             }
             _ => None,
         };
-        Ok(Self { layer, form, q, rows, mask, options, step, batched })
+        Ok(Self { layer, form, q, rows, mask, options, staged, batched })
     }
 
     /// The context (B, H, T, D_v), or of latents (B, H, T, rank).
     pub fn attend(&self) -> Result<Tensor> {
-        match &self.step {
-            Some(step) => step.attend(&self.q, &self.mask, &self.options),
+        match &self.staged {
+            Some(staged) => staged.attend(&self.q, &self.mask, &self.options),
             None => {
                 let (k, v) = self.keys_and_values()?;
                 scaled_dot_product_attention(&self.q, &k, &v, &self.mask, &self.options)
@@ -101,8 +101,8 @@ impl<'a> Call<'a> {
 
     /// [`attend`](Self::attend), and the weights (B, H, T_q, T_kv), or (H, T_q, T_kv) for one sequence.
     pub fn attend_with_weights(&self) -> Result<AttentionOutput> {
-        let AttentionOutput { context, weights } = match &self.step {
-            Some(step) => step.attend_with_weights(&self.q, &self.mask, &self.options)?,
+        let AttentionOutput { context, weights } = match &self.staged {
+            Some(staged) => staged.attend_with_weights(&self.q, &self.mask, &self.options)?,
             None => {
                 let (k, v) = self.keys_and_values()?;
                 scaled_dot_product_attention_with_weights(&self.q, &k, &v, &self.mask, &self.options)?
@@ -130,17 +130,17 @@ impl<'a> Call<'a> {
         let (b, t, h, d_v) = context.dims4()?;
         let ys = self.layer.out.forward(&context.reshape((b, t, h * d_v))?)?;
         let ys = if self.batched { ys } else { ys.squeeze(0)? };
-        if let Some(step) = self.step {
-            step.commit();
+        if let Some(staged) = self.staged {
+            staged.commit()?;
         }
         Ok(ys)
     }
 }
 
-fn positions(input: &AttentionInput, (b, t): (usize, usize), arrivals: Option<&Arrivals>) -> Result<Positions> {
-    match (input.positions, arrivals) {
+fn positions(input: &AttentionInput, (b, t): (usize, usize), new_tokens: Option<&NewTokens>) -> Result<Positions> {
+    match (input.positions, new_tokens) {
         (Some(given), _) => Positions::from_tensor("positions", given, b, t),
-        (None, Some(arrivals)) => arrivals.positions(),
+        (None, Some(new_tokens)) => new_tokens.positions(),
         (None, None) => Positions::starting_at(&[0], t),
     }
 }

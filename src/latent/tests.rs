@@ -121,10 +121,10 @@ fn check(case: &Case) -> Result<()> {
         let mut outputs = Vec::new();
         for (form, cache) in [Form::Expanded, Form::Absorbed].into_iter().zip(&mut caches) {
             let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
-            let input = input.with_cache(&mut *cache).with_token_starts(&starts).with_token_lens(&ends);
+            let input = input.with_cache(&mut *cache).with_starts(&starts).with_valid_lens(&ends);
             let with_weights = Call::new(&layer, input, Some(form))?.attend_with_weights()?.weights;
             let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
-            let input = input.with_cache(cache).with_token_starts(&starts).with_token_lens(&ends);
+            let input = input.with_cache(cache).with_starts(&starts).with_valid_lens(&ends);
             let call = Call::new(&layer, input, Some(form))?;
             let context = call.attend()?;
             outputs.push((call.finish(&context)?, with_weights));

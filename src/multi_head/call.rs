@@ -6,7 +6,7 @@ use super::memory::CallKeys;
 use super::modules::ProjectionPlace;
 use super::project::Inputs;
 use super::{AttentionInput, Expected, MultiHeadAttention, ProjectedMemory};
-use crate::cache::{Arrivals, Step, Values};
+use crate::cache::{NewTokens, StagedAppend, Values};
 use crate::position::{Alibi, Positions};
 use crate::sdpa::accumulation_dtype;
 use crate::size::is_addressable;
@@ -28,7 +28,7 @@ pub(super) struct Call<'a> {
     pub mask: AttentionMask,
     pub options: SdpaOptions,
     /// The keys and values of this call beside those of the calls before.
-    step: Option<Step<'a>>,
+    staged: Option<StagedAppend<'a>>,
     /// Whether the input had a batch dimension.
     pub batched: bool,
 }
@@ -48,8 +48,8 @@ impl<'a> Call<'a> {
                 "[multi_head_attention] the config has a relative bias, expected the stack's one in `with_relative_bias`"
             )
         }
-        let arrivals = layer.arrivals(&input, (b, t_q))?;
-        let positions = layer.positions(&input, (b, t_q, t_kv), arrivals.as_ref())?;
+        let new_tokens = layer.new_tokens(&input, (b, t_q))?;
+        let positions = layer.positions(&input, (b, t_q, t_kv), new_tokens.as_ref())?;
 
         let at = |positions: &Positions| layer.rotary.as_ref().map(|rotary| rotary.at(positions));
         let at_queries = positions.as_ref().and_then(|positions| at(&positions.queries));
@@ -90,53 +90,51 @@ impl<'a> Call<'a> {
             options.alibi_slopes = Some(slopes.clone());
         }
         options.dropout_seed = input.dropout_seed.cloned();
-        let step = match (input.cache.take(), arrivals) {
-            (Some(cache), Some(arrivals)) => Some(cache.stage(arrivals, &k, Values::Own(&v))?),
+        let staged = match (input.cache.take(), new_tokens) {
+            (Some(cache), Some(new_tokens)) => Some(cache.stage(new_tokens, &k, Values::Own(&v))?),
             _ => None,
         };
-        Ok(Self { q, k, v, mask, options, step, batched })
+        Ok(Self { q, k, v, mask, options, staged, batched })
     }
 
     /// The context (B, H, T_q, D_v), in the order of the options.
     pub(super) fn attend(&self) -> Result<Tensor> {
-        match &self.step {
-            Some(step) => step.attend(&self.q, &self.mask, &self.options),
+        match &self.staged {
+            Some(staged) => staged.attend(&self.q, &self.mask, &self.options),
             None => scaled_dot_product_attention(&self.q, &self.k, &self.v, &self.mask, &self.options),
         }
     }
 
     /// [`attend`](Self::attend), and the weights (B, H, T_q, T_kv).
     pub(super) fn attend_with_weights(&self) -> Result<AttentionOutput> {
-        match &self.step {
-            Some(step) => step.attend_with_weights(&self.q, &self.mask, &self.options),
+        match &self.staged {
+            Some(staged) => staged.attend_with_weights(&self.q, &self.mask, &self.options),
             None => scaled_dot_product_attention_with_weights(&self.q, &self.k, &self.v, &self.mask, &self.options),
         }
     }
 
     /// Keeps the call's keys and values, if there is a cache: the last thing that is done.
-    pub(super) fn commit(self) {
-        if let Some(step) = self.step {
-            step.commit();
-        }
+    pub(super) fn commit(self) -> Result<()> {
+        self.staged.map_or(Ok(()), StagedAppend::commit)
     }
 }
 
 impl MultiHeadAttention {
-    /// What a call brings to its cache, if it has one.
-    fn arrivals(&self, input: &AttentionInput, (b, t): (usize, usize)) -> Result<Option<Arrivals>> {
-        let Some(arrivals) = input.arrivals(OP, (b, t))? else { return Ok(None) };
+    /// The tokens that a call of `dims` (B, T) adds to its cache, if it has one.
+    fn new_tokens(&self, input: &AttentionInput, dims: (usize, usize)) -> Result<Option<NewTokens>> {
+        let Some(new_tokens) = input.new_tokens(OP, dims)? else { return Ok(None) };
         if self.bias_kv.is_some() {
             bail!(
                 "[multi_head_attention] the layer has a learned key (bias_kv), which stands behind the last of a call, not in a cache"
             )
         }
-        if let Some(context_length) = self.config.context_length().filter(|&most| arrivals.longest() > most) {
+        if let Some(context_length) = self.config.context_length().filter(|&most| new_tokens.longest() > most) {
             bail!(
                 "[attention_cache] {} positions with those of the calls before are more than the context length {context_length}",
-                arrivals.longest()
+                new_tokens.longest()
             )
         }
-        Ok(Some(arrivals))
+        Ok(Some(new_tokens))
     }
 
     /// Of B sequences with T positions of queries or keys; `what` they are is worked out for an error.

@@ -3,7 +3,7 @@
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
 use super::ProjectedMemory;
-use crate::cache::{Arrivals, AttentionCache, Tokens};
+use crate::cache::{AttentionCache, NewTokens, Padding};
 use crate::init::TorchSeed;
 use crate::{AttentionMask, Backend};
 
@@ -20,7 +20,7 @@ pub struct AttentionInput<'a> {
     pub(crate) dropout_seed: Option<&'a TorchSeed>,
     pub(crate) backend: Backend,
     pub(crate) cache: Option<&'a mut AttentionCache>,
-    pub(crate) tokens: Tokens<'a>,
+    pub(crate) padding: Padding<'a>,
 }
 
 impl<'a> AttentionInput<'a> {
@@ -37,7 +37,7 @@ impl<'a> AttentionInput<'a> {
             dropout_seed: None,
             backend: Backend::Auto,
             cache: None,
-            tokens: Tokens::default(),
+            padding: Padding::default(),
         }
     }
 
@@ -101,17 +101,17 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
-    /// Right padding in a call with a cache: how many of the T positions of each sequence are tokens. The others are not
-    /// added to the cache, see nothing, and are seen by nothing.
-    pub fn with_token_lens(mut self, lens: &'a [usize]) -> Self {
-        self.tokens.lens = Some(lens);
+    /// Right padding in a call with a cache: of each sequence, the length up to which the T positions are tokens. The others
+    /// are not added to the cache, see nothing, and are seen by nothing. Without a cache, and for lengths that count the
+    /// positions of earlier calls too, see [`AttentionMask::with_valid_lens`].
+    pub fn with_valid_lens(mut self, valid_lens: &'a [usize]) -> Self {
+        self.padding.valid_lens = Some(valid_lens);
         self
     }
 
-    /// Left padding in a call with a cache: the first of the T positions of each sequence that is a token; with lengths
-    /// too, those are where the tokens end.
-    pub fn with_token_starts(mut self, starts: &'a [usize]) -> Self {
-        self.tokens.starts = Some(starts);
+    /// Left padding in a call with a cache: of each sequence, the first of the T positions that is a token.
+    pub fn with_starts(mut self, starts: &'a [usize]) -> Self {
+        self.padding.starts = Some(starts);
         self
     }
 
@@ -121,18 +121,18 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
-    /// What a call of `b` sequences and `t` positions brings to its cache, if it has one.
-    pub(crate) fn arrivals(&self, op: &str, (b, t): (usize, usize)) -> Result<Option<Arrivals>> {
+    /// The tokens that a call of `dims` (B, T) adds to its cache, if it has one.
+    pub(crate) fn new_tokens(&self, op: &str, dims: (usize, usize)) -> Result<Option<NewTokens>> {
         let Some(cache) = &self.cache else {
-            if self.tokens.lens.is_some() || self.tokens.starts.is_some() {
-                bail!("[{op}] token lengths or starts were given without a cache; expected padding in the mask")
+            if self.padding.valid_lens.is_some() || self.padding.starts.is_some() {
+                bail!("[{op}] valid_lens or starts were given to a call without a cache; expected padding in the mask")
             }
             return Ok(None);
         };
         if self.is_cross() {
             bail!("[{op}] keys and values were given beside a cache, expected self-attention")
         }
-        cache.arrivals((b, t), self.tokens).map(Some)
+        cache.new_tokens(dims, self.padding).map(Some)
     }
 }
 

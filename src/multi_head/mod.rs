@@ -201,7 +201,7 @@ impl MultiHeadAttention {
     pub fn forward_with<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
         let call = Call::new(self, input.into())?;
         let ys = self.merge(&call.attend()?, call.batched)?;
-        call.commit();
+        call.commit()?;
         Ok(ys)
     }
 
@@ -215,7 +215,7 @@ impl MultiHeadAttention {
         let output = call.attend_with_weights()?;
         let weights = if call.batched { output.weights } else { output.weights.squeeze(0)? };
         let context = self.merge(&output.context, call.batched)?;
-        call.commit();
+        call.commit()?;
         Ok(AttentionOutput { context, weights })
     }
 

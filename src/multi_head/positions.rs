@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor, bail};
 
 use super::{AttentionInput, MultiHeadAttention};
 use crate::AttentionMask;
-use crate::cache::Arrivals;
+use crate::cache::NewTokens;
 use crate::position::{Alibi, Positions};
 use crate::sdpa::accumulation_dtype;
 
@@ -23,7 +23,7 @@ impl MultiHeadAttention {
         &self,
         input: &AttentionInput,
         (b, t_q, t_kv): (usize, usize, usize),
-        arrivals: Option<&Arrivals>,
+        new_tokens: Option<&NewTokens>,
     ) -> Result<Option<CallPositions>> {
         let given =
             |name, given: Option<&Tensor>, t| given.map(|given| Positions::from_tensor(name, given, b, t)).transpose();
@@ -37,8 +37,8 @@ impl MultiHeadAttention {
             return Ok(None);
         }
         let or_default = |given: Option<Positions>, t| given.map_or_else(|| Positions::starting_at(&[0], t), Ok);
-        let queries = match (queries, arrivals) {
-            (None, Some(arrivals)) => arrivals.positions()?,
+        let queries = match (queries, new_tokens) {
+            (None, Some(new_tokens)) => new_tokens.positions()?,
             (given, _) => or_default(given, t_q)?,
         };
         let keys = input.is_cross().then(|| or_default(keys, t_kv)).transpose()?;
@@ -46,8 +46,8 @@ impl MultiHeadAttention {
         if let Some(context_length) = self.config.context_length().filter(|&most| length > most) {
             bail!("[multi_head_attention] position {} is not below the context length {context_length}", length - 1)
         }
-        let all_cached = |arrivals: &Arrivals| Positions::starting_at(&[0], arrivals.longest());
-        let cached = arrivals.filter(|_| adds_bias).map(all_cached).transpose()?;
+        let all_cached = |new: &NewTokens| Positions::starting_at(&[0], new.longest());
+        let cached = new_tokens.filter(|_| adds_bias).map(all_cached).transpose()?;
         Ok(Some(CallPositions { queries, keys, cached }))
     }
 

@@ -62,10 +62,10 @@ impl Run<'_> {
             let starts: Vec<_> = call.tokens.iter().map(|own| own.start).collect();
             let mut input = AttentionInput::new(&xs).with_mask(&mask).with_backend(self.backend).with_cache(cache);
             if lens.iter().any(|&len| len < call.t) {
-                input = input.with_token_lens(&lens);
+                input = input.with_valid_lens(&lens);
             }
             if starts.iter().any(|&start| start > 0) {
-                input = input.with_token_starts(&starts);
+                input = input.with_starts(&starts);
             }
             let ys = self.layer.forward_with(input)?;
             for (b, own) in call.tokens.iter().enumerate() {

@@ -82,7 +82,7 @@ impl Program<'_> {
         }
         let xs = Tensor::from_vec(data, (own.len(), t, EMBED_DIM), &Device::Cpu)?.to_device(self.device)?;
         let starts: Vec<_> = own.iter().map(|own| own.start).collect();
-        let input = AttentionInput::new(&xs).with_cache(&mut self.cache).with_token_starts(&starts);
+        let input = AttentionInput::new(&xs).with_cache(&mut self.cache).with_starts(&starts);
         let ys = self.layer.forward_with(input)?;
         let mut most = 0.0f64;
         for (b, (sequence, own)) in self.sequences.iter().zip(&own).enumerate().filter(|(_, (_, own))| !own.is_empty())

@@ -40,10 +40,10 @@ fn tokens(lens: Option<&[usize]>, starts: Option<&[usize]>, cache: &mut Attentio
     let xs = xs(2, 2);
     let mut input = AttentionInput::new(&xs).with_cache(cache);
     if let Some(lens) = lens {
-        input = input.with_token_lens(lens);
+        input = input.with_valid_lens(lens);
     }
     if let Some(starts) = starts {
-        input = input.with_token_starts(starts);
+        input = input.with_starts(starts);
     }
     own()?.forward_with(input).map(drop)
 }
@@ -116,17 +116,17 @@ const ATTEMPTS: &[Attempt] = &[
     (
         "token lengths of another batch",
         |cache| tokens(Some(&[1, 2, 1]), None, cache),
-        "[attention_cache] 3 token lengths were given, expected one for each of 2 sequences",
+        "[attention_cache] valid_lens has 3 entries, expected one for each of 2 sequences",
     ),
     (
         "token starts of another batch",
         |cache| tokens(None, Some(&[1]), cache),
-        "[attention_cache] 1 token starts were given, expected one for each of 2 sequences",
+        "[attention_cache] starts has 1 entries, expected one for each of 2 sequences",
     ),
     (
         "more tokens than positions",
         |cache| tokens(Some(&[2, 3]), None, cache),
-        "[attention_cache] sequence 1 has 3 among the token lengths, expected at most the call's 2",
+        "[attention_cache] valid_lens has 3 for sequence 1, expected at most the call's 2",
     ),
     (
         "a start past the end",
@@ -168,7 +168,7 @@ const ATTEMPTS: &[Attempt] = &[
         |cache| {
             let mask = AttentionMask::none().with_empty_rows(EmptyRows::Uniform);
             let xs = xs(2, 2);
-            let input = AttentionInput::new(&xs).with_mask(&mask).with_token_lens(&[2, 1]);
+            let input = AttentionInput::new(&xs).with_mask(&mask).with_valid_lens(&[2, 1]);
             own()?.forward_with(input.with_cache(cache)).map(drop)
         },
         "[attention_mask] uniform empty rows weigh all keys alike, expected every sequence to hold all of its keys",
@@ -291,15 +291,14 @@ fn a_buffer_that_no_memory_holds_is_an_error() -> Result<()> {
 #[test]
 fn padding_is_said_only_beside_a_cache() -> Result<()> {
     let xs = xs(2, 2);
-    let expected =
-        "[multi_head_attention] token lengths or starts were given without a cache; expected padding in the mask";
-    assert_eq!(error_text(own()?.forward_with(AttentionInput::new(&xs).with_token_lens(&[2, 1]))), expected);
-    assert_eq!(error_text(own()?.forward_with(AttentionInput::new(&xs).with_token_starts(&[0, 1]))), expected);
+    let expected = "[multi_head_attention] valid_lens or starts were given to a call without a cache; expected padding in the mask";
+    assert_eq!(error_text(own()?.forward_with(AttentionInput::new(&xs).with_valid_lens(&[2, 1]))), expected);
+    assert_eq!(error_text(own()?.forward_with(AttentionInput::new(&xs).with_starts(&[0, 1]))), expected);
     let additive = AdditiveAttention::new(&AdditiveAttentionConfig::new(8, 8, 4), VarBuilder::zeros(DType::F32, &CPU))?;
-    let expected = "[additive_attention] a cache or token lengths were given, which belong to multi-head attention";
+    let expected = "[additive_attention] a cache or its padding was given, which belong to multi-head attention";
     let mut cache = AttentionCache::default();
     assert_eq!(error_text(additive.forward_with(AttentionInput::new(&xs).with_cache(&mut cache))), expected);
-    assert_eq!(error_text(additive.forward_with(AttentionInput::new(&xs).with_token_lens(&[2, 2]))), expected);
+    assert_eq!(error_text(additive.forward_with(AttentionInput::new(&xs).with_valid_lens(&[2, 2]))), expected);
     Ok(())
 }
 
@@ -341,6 +340,44 @@ fn gradients_that_pass_no_cached_key_stay() -> Result<()> {
     for var in [&q_proj, &bias] {
         let gradient = gradients.get(var).expect("a gradient");
         assert!(values(gradient).iter().any(|&entry| entry != 0.0));
+    }
+    Ok(())
+}
+
+/// A graph keeps the keys of its own call, whatever is done with the cache before `backward`.
+#[test]
+fn gradients_are_those_of_the_call_when_its_cache_is_used_again() -> Result<()> {
+    type Use = fn(&MultiHeadAttention, &mut AttentionCache) -> Result<()>;
+    fn append(layer: &MultiHeadAttention, cache: &mut AttentionCache, t: usize) -> Result<()> {
+        layer.forward_with(AttentionInput::new(&(xs(1, t) * -3.0)?).with_cache(cache)).map(drop)
+    }
+    let uses: [(&str, Use); 3] = [
+        ("reset", |layer, cache| {
+            cache.reset();
+            append(layer, cache, 4)
+        }),
+        ("truncated", |layer, cache| {
+            cache.truncate(1)?;
+            append(layer, cache, 3)
+        }),
+        ("appended to", |layer, cache| append(layer, cache, 3)),
+    ];
+    for kv_heads in [1, 2] {
+        let cfg = config().with_num_kv_heads(kv_heads);
+        let mut weights = crate::by_hand::tensors(&crate::by_hand::parameters(&cfg, 3), DType::F32, &CPU)?;
+        let q_proj = Var::from_tensor(&weights["q_proj.weight"])?;
+        weights.insert("q_proj.weight".into(), q_proj.as_tensor().clone());
+        let layer = MultiHeadAttention::new(&cfg, VarBuilder::from_tensors(weights, DType::F32, &CPU))?;
+        let gradient = |again: Option<Use>| -> Result<Tensor> {
+            let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_capacity(16))?;
+            let ys = layer.forward_with(AttentionInput::new(&xs(1, 4)).with_cache(&mut cache))?;
+            again.map_or(Ok(()), |again| again(&layer, &mut cache))?;
+            Ok(ys.sqr()?.sum_all()?.backward()?.get(&q_proj).expect("a gradient").clone())
+        };
+        let expected = gradient(None)?;
+        for (what, again) in uses {
+            assert_close(&gradient(Some(again))?, &expected, 0.0, &format!("{kv_heads} key heads, {what}"));
+        }
     }
     Ok(())
 }

@@ -42,7 +42,7 @@ fn scalings_by_length_give_transformers_numbers() -> Result<()> {
         let (mut at, mut found) = (0, Vec::new());
         for (t, padding) in CALLS {
             let xs = tensors["xs"].narrow(1, at, t)?;
-            let ys = layer.forward_with(AttentionInput::new(&xs).with_cache(&mut cache).with_token_starts(&padding))?;
+            let ys = layer.forward_with(AttentionInput::new(&xs).with_cache(&mut cache).with_starts(&padding))?;
             // The numbers have zeros where padding stands.
             let own: Vec<f32> =
                 padding.iter().flat_map(|&padding| (0..t).map(move |i| f32::from(u8::from(i >= padding)))).collect();
@@ -77,7 +77,7 @@ fn positions_that_are_given_go_before_those_that_are_counted() -> Result<()> {
         let mut cache = AttentionCache::default();
         let mut last = None;
         for (xs, positions) in [&prompt, &token].into_iter().zip(&positions) {
-            let mut input = AttentionInput::new(xs).with_cache(&mut cache).with_token_lens(match xs.dim(1)? {
+            let mut input = AttentionInput::new(xs).with_cache(&mut cache).with_valid_lens(match xs.dim(1)? {
                 1 => &[1, 1],
                 _ => &[4, 2],
             });
@@ -104,9 +104,9 @@ fn a_sequence_that_gets_no_token_takes_no_position() -> Result<()> {
         let layer = layer(&cfg, DType::F32, &CPU)?;
         let (prompt, token) = (xs(2, 4)?, xs(2, 1)?);
         let mut cache = AttentionCache::default();
-        let input = AttentionInput::new(&prompt).with_cache(&mut cache).with_token_lens(&[4, 2]);
+        let input = AttentionInput::new(&prompt).with_cache(&mut cache).with_valid_lens(&[4, 2]);
         layer.forward_with(input)?;
-        let ys = layer.forward_with(AttentionInput::new(&token).with_cache(&mut cache).with_token_lens(&[0, 1]))?;
+        let ys = layer.forward_with(AttentionInput::new(&token).with_cache(&mut cache).with_valid_lens(&[0, 1]))?;
         let alone = Tensor::cat(&[&prompt.narrow(0, 1, 1)?.narrow(1, 0, 2)?, &token.narrow(0, 1, 1)?], 1)?;
         let expected = layer.forward(&alone)?.narrow(1, 2, 1)?;
         assert_close(&ys.narrow(0, 1, 1)?, &expected, 1e-5, "the other sequence");

@@ -52,7 +52,7 @@ fn cached(
         let starts: Vec<_> = call.tokens.iter().map(|own| own.start).collect();
         let lens: Vec<_> = call.tokens.iter().map(|own| own.end).collect();
         let input = AttentionInput::new(&xs).with_mask(mask).with_backend(backend).with_cache(cache);
-        let ys = layer.forward_with(input.with_token_starts(&starts).with_token_lens(&lens))?;
+        let ys = layer.forward_with(input.with_starts(&starts).with_valid_lens(&lens))?;
         for (b, own) in call.tokens.iter().enumerate() {
             outputs[b].push(ys.i(b)?.narrow(0, own.start, own.len())?.contiguous()?);
         }

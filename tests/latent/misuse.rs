@@ -140,8 +140,8 @@ fn inputs_that_do_not_fit_are_named() -> Result<()> {
         "[multi_head_latent_attention] key positions are given, but the keys are the queries"
     );
     assert_eq!(
-        error_text(layer.forward_with(AttentionInput::new(&xs).with_token_lens(&[1, 2]))),
-        "[multi_head_latent_attention] token lengths or starts were given without a cache; expected padding in the mask"
+        error_text(layer.forward_with(AttentionInput::new(&xs).with_valid_lens(&[1, 2]))),
+        "[multi_head_latent_attention] valid_lens or starts were given to a call without a cache; expected padding in the mask"
     );
     assert_eq!(
         error_text(layer.forward_with(AttentionInput::new(&xs).with_positions(&Tensor::zeros(2, DType::U32, &CPU)?))),
