@@ -62,11 +62,11 @@ export CUDARC_CUDA_VERSION=13000 CUDA_COMPUTE_CAP=80
 export LD_LIBRARY_PATH=$toolkit/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
 echo "== clippy with cuda"
-cargo clippy --all-targets --features cuda -- -D warnings
+cargo clippy -p candle-attention --all-targets --features cuda -- -D warnings
 echo "== clippy with cuda and flash-attn"
-cargo clippy --all-targets --features flash-attn -- -D warnings
+cargo clippy -p candle-attention --all-targets --features flash-attn -- -D warnings
 echo "== tests with cuda and flash-attn, where no device is present"
 # Not optimised, which builds in half the time.
 quick=(--config profile.dev.opt-level=0)
 for package in candle-core candle-nn; do quick+=(--config "profile.dev.package.$package.opt-level=0"); done
-cargo test "${quick[@]}" --features flash-attn --lib --test sdpa -- sdpa:: planned::
+cargo test "${quick[@]}" -p candle-attention --features flash-attn --lib --test sdpa -- sdpa:: planned::

@@ -3,7 +3,6 @@
 mod checkpoints;
 #[path = "../common/mod.rs"]
 mod common;
-mod device_check;
 mod misuse;
 mod output;
 mod process;

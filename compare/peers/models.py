@@ -1,4 +1,4 @@
-"""Times a whole model of `cargo bench --bench models` beside transformers on PyTorch, in turn: see README.md."""
+"""Times a whole model of `cargo bench -p candle-attention-compare --bench models` beside transformers on PyTorch, in turn: see README.md."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ def main():
     environment = os.environ | {"RAYON_NUM_THREADS": str(args.threads)}
 
     def bench(*arguments):
-        command = ["cargo", "bench", "--quiet", "--bench", "models", "--", "--prompt", str(args.prompt), *arguments]
+        command = ["cargo", "bench", "--quiet", "-p", "candle-attention-compare", "--bench", "models", "--", "--prompt", str(args.prompt), *arguments]
         ran = subprocess.run(command, cwd=ROOT, check=True, env=environment, stdout=subprocess.PIPE, text=True)
         return [json.loads(line) for line in ran.stdout.splitlines()]
 

@@ -1,9 +1,9 @@
 //! Attention on every device of a machine: right or not, and how fast.
 //!
 //! ```sh
-//! cargo run --release --example device_check                                # the CPU
-//! cargo run --release --features flash-attn --example device_check -- --bench # CUDA
-//! cargo run --release --features metal --example device_check -- --bench      # Metal
+//! cargo run --release -p candle-attention-compare                                  # the CPU
+//! cargo run --release -p candle-attention-compare --features flash-attn -- --bench # CUDA
+//! cargo run --release -p candle-attention-compare --features metal -- --bench      # Metal
 //! ```
 
 mod args;

@@ -1,13 +1,19 @@
 //! The program that checks devices, on the CPU.
 
-use std::path::PathBuf;
-use std::sync::OnceLock;
+use std::process::Command;
 
-use crate::process::{Run, build, run_built};
+/// What a run left behind.
+struct Run {
+    code: Option<i32>,
+    stdout: String,
+    stderr: String,
+}
 
 fn run(args: &[&str]) -> Run {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    run_built(BUILT.get_or_init(|| build("device_check")), args)
+    let mut command = Command::new(env!("CARGO_BIN_EXE_device_check"));
+    let output = command.args(args).env("RUST_BACKTRACE", "1").output().expect("the program starts");
+    let text = |bytes| String::from_utf8(bytes).expect("output is UTF-8");
+    Run { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) }
 }
 
 /// The counts of a row: passed, skipped, failed; and the errors in f32, f16 and bf16.

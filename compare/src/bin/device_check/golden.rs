@@ -39,7 +39,7 @@ pub fn check(device: &Device, tolerance: f64, progress: &Progress) -> Result<Row
 }
 
 fn folders() -> Result<Vec<PathBuf>> {
-    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("models");
+    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models");
     let mut folders: Vec<_> = std::fs::read_dir(&models)?.map(|entry| Ok(entry?.path())).collect::<Result<_>>()?;
     folders.retain(|folder| folder.join("config.json").is_file() && folder.join("io.safetensors").is_file());
     folders.sort();

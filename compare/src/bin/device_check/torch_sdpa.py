@@ -1,7 +1,7 @@
 """PyTorch's scaled_dot_product_attention on the shapes that `device_check --bench` times, in the same units.
 
-    cargo run --release --example device_check -- --list > cells.jsonl
-    python examples/device_check/torch_sdpa.py cells.jsonl
+    cargo run --release -p candle-attention-compare -- --list > cells.jsonl
+    python compare/src/bin/device_check/torch_sdpa.py cells.jsonl
 
 Every backend that takes a shape is timed by itself. The error is relative to the largest entry of the same call in f32, as
 the math backend computes it for one sequence and one group of heads.

@@ -160,7 +160,7 @@ def limits(lines):
 
 
 def command_line():
-    return "python benches/peers/run.py" + "".join(f" {argument}" for argument in sys.argv[1:])
+    return "python compare/peers/run.py" + "".join(f" {argument}" for argument in sys.argv[1:])
 
 
 def say(text):

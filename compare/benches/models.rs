@@ -1,9 +1,9 @@
 //! A whole model of 168 million random parameters in the shape of Llama, beside candle-transformers' own, in turn in one
-//! run: `cargo bench --bench models`. The model on this crate is that of `examples/causal_lm`.
+//! run: `cargo bench -p candle-attention-compare --bench models`. The model on this crate is that of `examples/causal_lm`.
 //!
 //! Both read the same weights; their logits are compared before anything is timed.
 
-#[path = "../examples/causal_lm/model.rs"]
+#[path = "../../examples/causal_lm/model.rs"]
 #[allow(dead_code, reason = "a bench needs no batches")]
 mod model;
 

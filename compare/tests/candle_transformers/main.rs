@@ -2,15 +2,15 @@
 //! random weights. `differs.rs` holds where candle-transformers is not what transformers is: each test there fails once it
 //! becomes so.
 
-#[path = "../common/mod.rs"]
+#[path = "../../../tests/common/mod.rs"]
 mod common;
 mod decoders;
 mod differs;
 mod encoder;
 mod equal;
-#[path = "../../examples/causal_lm/model.rs"]
+#[path = "../../../examples/causal_lm/model.rs"]
 mod our_decoder;
-#[path = "../../examples/sentence_embedding/model.rs"]
+#[path = "../../../examples/sentence_embedding/model.rs"]
 #[allow(dead_code, reason = "its size is asked for by the example alone")]
 mod our_encoder;
 

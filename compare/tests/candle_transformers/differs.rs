@@ -22,7 +22,7 @@ struct Golden {
 
 impl Golden {
     fn open(model: &str) -> Result<Self> {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/causal_lm/models").join(model);
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/causal_lm/models").join(model);
         let json = std::fs::read_to_string(folder.join("config.json")).expect("a config");
         let mut golden = candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu)?;
         let mut take = |name: &str| golden.remove(name).expect(name);
