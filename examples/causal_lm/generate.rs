@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use candle_attention::AttentionCache;
 use candle_core::{Device, Result, Tensor, bail};
-use candle_transformers::generation::{LogitsProcessor, Sampling};
 
 use crate::model::CausalLm;
+use crate::sampler::{Sampler, Sampling};
 
 /// How tokens are chosen, and when it ends.
 pub struct Options {
@@ -43,11 +43,11 @@ pub fn generate(
         bail!("[causal_lm] prompt {} has no token", empty + 1)
     }
     let mut times = Times { prompt_tokens: prompts.iter().map(Vec::len).sum(), ..Times::default() };
-    let mut samplers: Vec<_> = (0..prompts.len())
-        .map(|sequence| LogitsProcessor::from_sampling(options.seed + sequence as u64, options.sampling.clone()))
+    let samplers: Vec<_> = (0..prompts.len())
+        .map(|sequence| Sampler::new(options.sampling, options.seed.wrapping_add(sequence as u64)))
         .collect();
     let start = Instant::now();
-    let mut next = sample(&mut samplers, &prefill(model, prompts, caches, (options.chunk, device))?)?;
+    let mut next = sample(&samplers, &prefill(model, prompts, caches, (options.chunk, device))?)?;
     times.prompt = start.elapsed();
 
     let start = Instant::now();
@@ -66,7 +66,7 @@ pub fn generate(
         // A sequence that has ended brings no token.
         let lens: Vec<usize> = goes_on.iter().map(|&goes_on| usize::from(goes_on)).collect();
         let ids = Tensor::from_vec(next, (prompts.len(), 1), device)?;
-        next = sample(&mut samplers, &model.next_logits(&ids, &lens, caches)?)?;
+        next = sample(&samplers, &model.next_logits(&ids, &lens, caches)?)?;
     }
     times.made = start.elapsed();
     Ok(times)
@@ -107,6 +107,6 @@ pub fn padded(prompts: &[Vec<u32>], part: std::ops::Range<usize>, device: &Devic
     Ok((Tensor::from_vec(rows.collect::<Vec<_>>(), (prompts.len(), t), device)?, lens))
 }
 
-fn sample(samplers: &mut [LogitsProcessor], logits: &Tensor) -> Result<Vec<u32>> {
-    samplers.iter_mut().enumerate().map(|(sequence, sampler)| sampler.sample(&logits.get(sequence)?)).collect()
+fn sample(samplers: &[Sampler], logits: &Tensor) -> Result<Vec<u32>> {
+    samplers.iter().enumerate().map(|(sequence, sampler)| sampler.sample(&logits.get(sequence)?)).collect()
 }

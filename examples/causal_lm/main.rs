@@ -11,13 +11,13 @@ mod checkpoint;
 mod common;
 mod generate;
 mod model;
+mod sampler;
 
 use std::collections::HashMap;
 use std::io::Write;
 use std::process::ExitCode;
 
 use candle_core::{Device, Error, Result, bail};
-use candle_transformers::generation::Sampling;
 use clap::Parser;
 use tokenizers::Tokenizer;
 
@@ -25,6 +25,7 @@ use args::{Args, KvCache};
 use checkpoint::Files;
 use generate::{Options, generate, padded};
 use model::CausalLm;
+use sampler::Sampling;
 
 fn main() -> ExitCode {
     common::exit(run(&Args::parse()))
@@ -53,10 +54,9 @@ fn run(args: &Args) -> Result<()> {
         }
     }
     let options = Options {
-        sampling: match (args.temperature, args.top_p) {
-            (0.0, _) => Sampling::ArgMax,
-            (temperature, None) => Sampling::All { temperature },
-            (temperature, Some(p)) => Sampling::TopP { p, temperature },
+        sampling: match args.temperature {
+            0.0 => Sampling::Greedy,
+            temperature => Sampling::TopP { temperature, top_p: args.top_p.unwrap_or(1.0) },
         },
         seed: args.seed,
         max_tokens: args.max_tokens.unwrap_or(100),
