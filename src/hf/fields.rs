@@ -8,37 +8,45 @@ use serde_json::{Map, Value};
 /// Other names under which a configuration may give a field: (other, own), as `attribute_map` in transformers.
 pub(super) type Aliases = &'static [(&'static str, &'static str)];
 
-static NOTHING: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
+static EMPTY: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
 
 /// The fields of one object of a `config.json`. Every error names the model and the field, and says what was expected and
 /// what was found.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) struct Fields<'a> {
     model: &'static str,
-    /// What stands before the fields' names in errors, for an object within the config.
-    within: &'static str,
+    /// The prefix of the fields' names in errors, for an object in the config.
+    within: String,
     object: &'a Map<String, Value>,
-    aliases: Aliases,
+    aliases: Vec<(&'static str, &'static str)>,
 }
 
 impl<'a> Fields<'a> {
-    pub(super) fn new(model: &'static str, object: &'a Map<String, Value>, aliases: Aliases) -> Self {
-        Self { model, within: "", object, aliases }
+    pub(super) fn new(
+        model: &'static str,
+        object: &'a Map<String, Value>,
+        aliases: Vec<(&'static str, &'static str)>,
+    ) -> Self {
+        Self { model, within: String::new(), object, aliases }
     }
 
-    /// The object in a field; nothing where it is absent, null or empty.
-    pub(super) fn object(&self, name: &str, within: &'static str) -> Result<Option<Self>> {
+    /// The object in a field; `None` where it is absent, null or empty.
+    pub(super) fn object(&self, name: &str) -> Result<Option<Self>> {
         match self.get(name) {
             Some(Value::Object(object)) if object.is_empty() => Ok(None),
-            Some(Value::Object(object)) => Ok(Some(Self { within, object, aliases: &[], ..*self })),
+            Some(Value::Object(object)) => Ok(Some(self.within(name, object))),
             Some(value) => self.expected(name, value, "an object"),
             None => Ok(None),
         }
     }
 
     /// The object in a field; one without fields where it is absent or null.
-    pub(super) fn section(&self, name: &str, within: &'static str) -> Result<Self> {
-        Ok(self.object(name, within)?.unwrap_or(Self { within, object: &NOTHING, aliases: &[], ..*self }))
+    pub(super) fn section(&self, name: &str) -> Result<Self> {
+        Ok(self.object(name)?.unwrap_or_else(|| self.within(name, &EMPTY)))
+    }
+
+    fn within(&self, name: &str, object: &'a Map<String, Value>) -> Self {
+        Self { within: format!("{}{name}.", self.within), object, aliases: Vec::new(), model: self.model }
     }
 
     pub(super) fn fail<T>(&self, message: impl std::fmt::Display) -> Result<T> {
@@ -163,18 +171,19 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// An error for any value but this one, where there is a value.
+    /// An error for any other value, where there is one that is not null.
     pub(super) fn only(&self, name: &str, accepted: impl Into<Value>) -> Result<()> {
         let accepted = accepted.into();
+        let same = |value: &Value| *value == accepted || (value.is_f64() && value.as_f64() == accepted.as_f64());
         match self.get(name) {
-            Some(value) if *value != accepted => {
+            Some(value) if !same(value) => {
                 self.fail(format!("{}{name} is {value}, which is not supported, expected {accepted}", self.within))
             }
             _ => Ok(()),
         }
     }
 
-    /// An error where a field that the architecture does not read says something else than the ones that it does read.
+    /// An error where a field that the family does not read contradicts those that it reads.
     pub(super) fn agrees(&self, name: &str, actual: usize) -> Result<()> {
         match self.get(name) {
             Some(value) if value.as_u64() != Some(actual as u64) => {

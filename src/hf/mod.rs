@@ -78,26 +78,11 @@
 //! # Ok(()) }
 //! ```
 
-mod alibi;
-mod architecture;
-mod bert;
-mod cohere;
-mod decoder;
-mod deepseek;
-mod falcon;
+mod families;
+mod family;
 mod fields;
-mod gemma;
-mod glm;
-mod gpt;
-mod heads;
-mod llama;
-mod neox;
-mod phi;
-mod place;
-mod qwen;
+mod names;
 mod rope;
-mod t5;
-mod window;
 
 use candle_core::{Result, bail};
 use candle_nn::VarBuilder;
@@ -109,11 +94,12 @@ use crate::{
     HeadShard, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig,
     RelativeBias, WeightLayout,
 };
-use architecture::{ARCHITECTURES, Architecture};
+use families::FAMILIES;
+use family::Family;
 
 /// The values of `model_type` that are known, in alphabetical order.
 pub fn architectures() -> impl Iterator<Item = &'static str> {
-    ARCHITECTURES.iter().map(|architecture| architecture.model_type)
+    FAMILIES.iter().map(|family| family.model_type)
 }
 
 /// The config of one layer's attention, from a `config.json`; layers count from 0.
@@ -123,7 +109,7 @@ pub fn architectures() -> impl Iterator<Item = &'static str> {
 /// the wrong type, contradicts others, or asks for what is not supported, named with its value. DeepSeek V2 and V3 are for
 /// [`latent_attention_config`].
 pub fn attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttentionConfig> {
-    Architecture::of(json)?.attention(json, layer)
+    Family::of(json)?.attention(json, layer)
 }
 
 /// One layer's attention, from a `config.json` and a builder at the model's root; layers count from 0.
@@ -136,7 +122,7 @@ pub fn attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttention
 /// DeepSeek V2 and V3 are for [`load_latent_attention`].
 pub fn load_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
     let load = |cfg: &_, layout, module: &str| MultiHeadAttention::load(cfg, layout, vb.pp(module));
-    with_its_bias((json, layer), &vb, load, Ok)
+    load_with_bias(json, layer, &vb, load, Ok)
 }
 
 /// One process's heads of a layer's attention, from a `config.json` and Candle's sharded builder at the model's root; layers
@@ -151,24 +137,25 @@ pub fn load_attention_shard(
     vb: &ShardedVarBuilder<'static>,
 ) -> Result<MultiHeadAttention> {
     let load = |cfg: &_, layout, module: &str| MultiHeadAttention::load_shard(cfg, layout, shard, &vb.pp(module));
-    with_its_bias((json, layer), &whole(vb), load, |bias| bias.shard(shard))
+    load_with_bias(json, layer, &whole(vb), load, |bias| bias.shard(shard))
 }
 
-/// What `load` makes of a layer of the `config.json`, and `of_heads` of the relative bias that it needs, if any.
-fn with_its_bias(
-    (json, layer): (&Value, usize),
+/// The layer that `load` gives, with the heads of the relative bias that `shard` gives, if it needs one.
+fn load_with_bias(
+    json: &Value,
+    layer: usize,
     vb: &VarBuilder,
     load: impl Fn(&MultiHeadAttentionConfig, WeightLayout, &str) -> Result<MultiHeadAttention>,
-    of_heads: impl FnOnce(RelativeBias) -> Result<RelativeBias>,
+    shard: impl FnOnce(RelativeBias) -> Result<RelativeBias>,
 ) -> Result<MultiHeadAttention> {
-    let architecture = Architecture::of(json)?;
-    let cfg = architecture.attention(json, layer)?;
-    architecture.refuse_quantized(json)?;
-    let attention = place::load(architecture.places, layer, vb, |layout, module| load(&cfg, layout, module))?;
+    let family = Family::of(json)?;
+    let cfg = family.attention(json, layer)?;
+    family.refuse_quantized(json)?;
+    let attention = names::load(family.modules, layer, vb, |layout, module| load(&cfg, layout, module))?;
     match cfg.relative_bias() {
         Some(buckets) => {
-            let bias = place::load_relative_bias(architecture.places, buckets, cfg.num_heads(), vb)?;
-            attention.with_relative_bias(of_heads(bias)?)
+            let bias = names::load_relative_bias(family.modules, buckets, cfg.num_heads(), vb)?;
+            attention.with_relative_bias(shard(bias)?)
         }
         None => Ok(attention),
     }
@@ -179,7 +166,7 @@ fn with_its_bias(
 /// # Errors
 /// As that, and for an architecture of another kind.
 pub fn latent_attention_config(json: &Value, layer: usize) -> Result<MultiHeadLatentAttentionConfig> {
-    Architecture::of(json)?.latent_attention(json, layer)
+    Family::of(json)?.latent_attention(json, layer)
 }
 
 /// [`load_attention`] for DeepSeek V2 and V3.
@@ -187,10 +174,10 @@ pub fn latent_attention_config(json: &Value, layer: usize) -> Result<MultiHeadLa
 /// # Errors
 /// As that, and for an architecture of another kind.
 pub fn load_latent_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadLatentAttention> {
-    let architecture = Architecture::of(json)?;
-    let cfg = architecture.latent_attention(json, layer)?;
-    architecture.refuse_quantized(json)?;
-    place::load(architecture.places, layer, &vb, |_, module| MultiHeadLatentAttention::new(&cfg, vb.pp(module)))
+    let family = Family::of(json)?;
+    let cfg = family.latent_attention(json, layer)?;
+    family.refuse_quantized(json)?;
+    names::load(family.modules, layer, &vb, |_, module| MultiHeadLatentAttention::new(&cfg, vb.pp(module)))
 }
 
 /// The relative bias that all layers of a stack have together, from a `config.json` and a builder at the model's root.
@@ -201,11 +188,11 @@ pub fn load_latent_attention(json: &Value, layer: usize, vb: VarBuilder) -> Resu
 /// # Errors
 /// As [`load_attention`], and for an architecture without one.
 pub fn load_relative_bias(json: &Value, vb: VarBuilder) -> Result<RelativeBias> {
-    let architecture = Architecture::of(json)?;
-    let cfg = architecture.attention(json, 0)?;
-    architecture.refuse_quantized(json)?;
+    let family = Family::of(json)?;
+    let cfg = family.attention(json, 0)?;
+    family.refuse_quantized(json)?;
     let Some(buckets) = cfg.relative_bias() else {
-        bail!("[hf] {}: there is no relative bias in this architecture", architecture.model_type)
+        bail!("[hf] {}: there is no relative bias in this architecture", family.model_type)
     };
-    place::load_relative_bias(architecture.places, buckets, cfg.num_heads(), &vb)
+    names::load_relative_bias(family.modules, buckets, cfg.num_heads(), &vb)
 }

@@ -1,0 +1,286 @@
+//! One row of the table of model families, and the config of a layer that it gives.
+
+use candle_core::{Result, bail};
+use serde_json::Value;
+
+use super::families::{FAMILIES, SIZE_NAMES};
+use super::fields::{Aliases, Fields};
+use super::names::ModuleNames;
+use super::rope::Rope;
+use crate::{MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig, QkNorm, QkNormKind, QkNormScope};
+
+/// A value of `model_type`: how its `config.json` describes attention, and where its checkpoints keep it. A default is that
+/// of the class in transformers.
+pub(super) struct Family {
+    pub model_type: &'static str,
+    pub aliases: Aliases,
+    /// The field with the text's config, in a model that has other parts too.
+    pub section: Option<&'static str>,
+    pub modules: &'static [ModuleNames],
+    /// The fields of the number of layers, of `embed_dim` and of `num_heads`, where [`SIZE_NAMES`] become aliases.
+    pub names: [&'static str; 3],
+    /// Their defaults.
+    pub sizes: [usize; 3],
+    pub heads: Heads,
+    /// Whether heads are always `embed_dim / num_heads` wide, whatever `head_dim` is.
+    pub head_dim_follows: bool,
+    /// The field with the dropout of the weights, and its default; null is 0.
+    pub dropout: (&'static str, f64),
+    pub bias: Bias,
+    pub rope: Rotary,
+    pub qk_norm: Option<Norm>,
+    /// The window of a layer.
+    pub window: fn(&Fields, usize) -> Result<Option<usize>>,
+    pub mask: Mask,
+    /// The scale of the scores as a power of a field: its name, its default and the exponent.
+    pub scale: Option<(&'static str, f64, f64)>,
+    /// Fields that change the numbers, and the one value that is supported.
+    pub only: &'static [(&'static str, Only)],
+    /// What no column says.
+    pub adjust: fn(&Fields, usize, MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig>,
+    /// In place of most columns, for latent attention.
+    pub latent: Option<fn(&Fields) -> Result<MultiHeadLatentAttentionConfig>>,
+}
+
+/// How many key heads there are, and how wide heads are.
+pub(super) enum Heads {
+    /// A key head for each query head, `embed_dim / num_heads` wide; other fields may only agree.
+    Equal,
+    /// `num_key_value_heads` and `head_dim`; without a default they follow from the other sizes.
+    Grouped(Option<usize>, Option<usize>),
+    /// So many key heads, for so many query heads.
+    KeyHeads(fn(&Fields, usize) -> Result<usize>),
+}
+
+/// Which projections have biases: by a field and its default, or always.
+pub(super) enum Bias {
+    None,
+    All,
+    AllIf(&'static str, bool),
+    Qkv,
+    QkvIf(&'static str, bool),
+}
+
+/// Which layers have rotary positions.
+pub(super) enum Rotary {
+    None,
+    All(Rope),
+    /// Layers with a window.
+    Windowed(Rope),
+    /// Layers with a window, and layers without. Whether `rope_scaling` of older configurations is for the former too.
+    ByKind {
+        windowed: Rope,
+        full: Rope,
+        scales_windowed: bool,
+    },
+    If(fn(&Fields, usize) -> Result<bool>, Rope),
+}
+
+/// Norms of queries and keys.
+pub(super) struct Norm {
+    /// The field that turns them on.
+    pub flag: Option<&'static str>,
+    pub kind: QkNormKind,
+    pub scope: QkNormScope,
+    /// The epsilon of the model's other norms, and its default.
+    pub eps: (&'static str, f64),
+}
+
+/// Which keys a layer sees.
+pub(super) enum Mask {
+    /// Causal unless `is_causal` is false, which makes an encoder of any decoder: its window is on both sides then, and one
+    /// key wider.
+    Causal,
+    CausalIf(&'static str),
+    /// As `Causal`, or with `use_bidirectional_attention` half of the window on each side.
+    CausalOrBidirectional,
+    /// All keys, or so many on each side.
+    Encoder,
+}
+
+/// The one value of a field that is supported.
+pub(super) enum Only {
+    Flag(bool),
+    Text(&'static str),
+    Number(u64),
+    Null,
+}
+
+impl Family {
+    /// The family that a configuration names.
+    pub fn of(json: &Value) -> Result<&'static Self> {
+        let expected = || FAMILIES.iter().map(|family| family.model_type).collect::<Vec<_>>().join(", ");
+        let Some(object) = json.as_object() else { bail!("[hf] the config is {json}, expected an object") };
+        let Some(model_type) = object.get("model_type") else {
+            bail!("[hf] the config has no model_type, expected one of: {}", expected())
+        };
+        match FAMILIES.iter().find(|family| model_type == family.model_type) {
+            Some(family) => Ok(family),
+            None => bail!("[hf] unknown model_type {model_type}, expected one of: {}", expected()),
+        }
+    }
+
+    /// The attention of one layer.
+    pub fn attention(&self, json: &Value, layer: usize) -> Result<MultiHeadAttentionConfig> {
+        let fields = &self.fields(json, layer)?;
+        if self.latent.is_some() {
+            return fields
+                .fail("attention is latent, expected a call of `latent_attention_config` or `load_latent_attention`");
+        }
+        for (name, only) in self.only {
+            fields.only(
+                name,
+                match *only {
+                    Only::Flag(flag) => flag.into(),
+                    Only::Text(text) => text.into(),
+                    Only::Number(number) => number.into(),
+                    Only::Null => Value::Null,
+                },
+            )?;
+        }
+        let window = (self.window)(fields, layer)?;
+        let cfg = self.bias(fields, self.heads(fields)?)?;
+        let cfg = cfg.with_dropout(fields.number_or_null(self.dropout.0, Some(self.dropout.1))?.unwrap_or(0.0));
+        let cfg = self.rope(fields, layer, window, cfg)?;
+        let cfg = match &self.qk_norm {
+            Some(norm) if norm.flag.map_or(Ok(true), |flag| fields.flag(flag, false))? => cfg.with_qk_norm(QkNorm {
+                kind: norm.kind,
+                scope: norm.scope,
+                eps: fields.number(norm.eps.0, norm.eps.1)?,
+            }),
+            _ => cfg,
+        };
+        let cfg = match self.scale {
+            Some((name, default, exponent)) => cfg.with_scale(fields.number(name, default)?.powf(exponent)),
+            None => cfg,
+        };
+        let cfg = (self.adjust)(fields, layer, self.mask(fields, window, cfg)?)?;
+        cfg.validate()?;
+        Ok(cfg)
+    }
+
+    /// The latent attention of one layer.
+    pub fn latent_attention(&self, json: &Value, layer: usize) -> Result<MultiHeadLatentAttentionConfig> {
+        let fields = self.fields(json, layer)?;
+        let Some(latent) = self.latent else {
+            return fields.fail("attention is not latent, expected a call of `attention_config` or `load_attention`");
+        };
+        let cfg = latent(&fields)?;
+        cfg.validate()?;
+        Ok(cfg)
+    }
+
+    fn fields<'a>(&self, json: &'a Value, layer: usize) -> Result<Fields<'a>> {
+        let Some(object) = json.as_object() else { bail!("[hf] the config is {json}, expected an object") };
+        let renamed = SIZE_NAMES.into_iter().zip(self.names).filter(|(usual, own)| usual != own);
+        let fields = Fields::new(self.model_type, object, self.aliases.iter().copied().chain(renamed).collect());
+        let fields = match self.section {
+            Some(name) => fields.section(name)?,
+            None => fields,
+        };
+        if fields.get("per_layer_config").is_some() {
+            return fields.fail("per_layer_config is not supported");
+        }
+        let (name, layers) = (self.names[0], fields.size(self.names[0], self.sizes[0])?);
+        if layer >= layers {
+            return fields.fail(format!("there is no layer {layer}, {name} is {layers}"));
+        }
+        Ok(fields)
+    }
+
+    fn heads(&self, fields: &Fields) -> Result<MultiHeadAttentionConfig> {
+        let [embed_dim, num_heads] = [1, 2].map(|i| fields.size(self.names[i], self.sizes[i]));
+        let (embed_dim, num_heads) = (embed_dim?, num_heads?);
+        let cfg = MultiHeadAttentionConfig::new(embed_dim, num_heads);
+        if self.head_dim_follows || matches!(self.heads, Heads::Equal) {
+            fields.agrees("head_dim", embed_dim / num_heads)?;
+        }
+        Ok(match self.heads {
+            Heads::Equal => {
+                fields.agrees("num_key_value_heads", num_heads)?;
+                cfg
+            }
+            Heads::KeyHeads(key_heads) => cfg.with_num_kv_heads(key_heads(fields, num_heads)?),
+            Heads::Grouped(num_kv_heads, head_dim) => {
+                let num_kv_heads = fields.size_or_null("num_key_value_heads", num_kv_heads)?.unwrap_or(num_heads);
+                let cfg = cfg.with_num_kv_heads(num_kv_heads);
+                match fields.size_or_null("head_dim", head_dim)? {
+                    Some(head_dim) => cfg.with_head_dim(head_dim),
+                    // Where there is a remainder, the config's own check finds it.
+                    None if embed_dim.is_multiple_of(num_heads) => cfg.with_head_dim(embed_dim / num_heads),
+                    None => cfg,
+                }
+            }
+        })
+    }
+
+    fn bias(&self, fields: &Fields, cfg: MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig> {
+        Ok(match self.bias {
+            Bias::None => cfg,
+            Bias::All => cfg.with_bias(true),
+            Bias::AllIf(name, default) => cfg.with_bias(fields.flag(name, default)?),
+            Bias::Qkv => cfg.with_qkv_bias(true),
+            Bias::QkvIf(name, default) => cfg.with_qkv_bias(fields.flag(name, default)?),
+        })
+    }
+
+    fn rope(
+        &self,
+        fields: &Fields,
+        layer: usize,
+        window: Option<usize>,
+        cfg: MultiHeadAttentionConfig,
+    ) -> Result<MultiHeadAttentionConfig> {
+        let head_dim = cfg.head_dim();
+        let rope = match &self.rope {
+            Rotary::All(rope) => rope.config(fields, head_dim)?,
+            Rotary::Windowed(rope) if window.is_some() => rope.config(fields, head_dim)?,
+            Rotary::If(rotates, rope) if rotates(fields, layer)? => rope.config(fields, head_dim)?,
+            Rotary::ByKind { windowed, scales_windowed, .. } if window.is_some() => {
+                windowed.of_kind(fields, "sliding_attention", *scales_windowed, head_dim)?
+            }
+            Rotary::ByKind { full, .. } => full.of_kind(fields, "full_attention", true, head_dim)?,
+            Rotary::None | Rotary::Windowed(_) | Rotary::If(..) => return Ok(cfg),
+        };
+        Ok(cfg.with_rope(rope))
+    }
+
+    fn mask(
+        &self,
+        fields: &Fields,
+        window: Option<usize>,
+        cfg: MultiHeadAttentionConfig,
+    ) -> Result<MultiHeadAttentionConfig> {
+        let band = |cfg: MultiHeadAttentionConfig, side: Option<usize>| match side {
+            Some(side) => cfg.with_band(side, side),
+            None => cfg,
+        };
+        match self.mask {
+            Mask::Encoder => return Ok(band(cfg, window)),
+            Mask::CausalIf(name) if !fields.flag(name, false)? => return Ok(band(cfg, window)),
+            Mask::CausalOrBidirectional if fields.flag("use_bidirectional_attention", false)? => {
+                fields.only("is_causal", true)?;
+                return Ok(band(cfg, window.map(|window| window / 2)));
+            }
+            _ => {}
+        }
+        let causal = fields.flag("is_causal", true)?;
+        let cfg = cfg.with_causal(causal);
+        Ok(match window {
+            Some(window) if causal => cfg.with_window(window),
+            side => band(cfg, side),
+        })
+    }
+
+    /// An error for weights that are quantised, but for MXFP4, where experts are and attention is not.
+    pub fn refuse_quantized(&self, json: &Value) -> Result<()> {
+        match json.get("quantization_config") {
+            None | Some(Value::Null) => Ok(()),
+            Some(quantization) if quantization["quant_method"] == "mxfp4" => Ok(()),
+            Some(quantization) => bail!(
+                "[hf] {}: quantization_config is {quantization}, expected weights that are not quantised",
+                self.model_type
+            ),
+        }
+    }
+}
