@@ -1,32 +1,34 @@
-//! Shapes that no memory holds, memory for those that it may hold, and views of nothing.
+//! Checks that a tensor's size can be addressed and allocated, and views of empty tensors.
 
 use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
-/// Whether a tensor of these dimensions can be addressed.
+/// From how many bytes on the allocator is asked before Candle is: smaller requests are not refused in practice.
+const LARGE: u64 = 1 << 32;
+
+/// Whether the bytes of a tensor of these dimensions can be addressed.
 ///
-/// A dimension of 0 counts as 1: Candle works out strides and the shapes of views from partial products, which overflow
-/// beside a 0 as well.
+/// A dimension of 0 counts as 1: Candle computes strides and the shapes of views from products of some of the dimensions,
+/// which overflow next to a 0 too.
 pub(crate) fn is_addressable(dims: &[usize]) -> bool {
-    // Eight bytes are the largest element.
+    // The largest element has eight bytes.
     let most = isize::MAX as usize / 8;
     let product = dims.iter().try_fold(1usize, |product, &dim| product.checked_mul(dim.max(1)));
     product.is_some_and(|product| product <= most)
 }
 
-/// Whether a tensor of these dimensions can be made. Candle ends the program where the allocator refuses it memory; this
-/// asks first, with a byte an element, where a machine may well refuse.
+/// Whether a tensor of these dimensions can be allocated. Candle aborts the program where the allocator refuses; this asks
+/// the allocator first, for one byte an element.
 pub(crate) fn fits_in_memory(dims: &[usize]) -> bool {
-    let worth_asking = 1 << 32;
     is_addressable(dims)
-        && match dims.iter().product() {
-            count if count < worth_asking => true,
+        && match dims.iter().product::<usize>() {
+            count if (count as u64) < LARGE => true,
             count => Vec::<u8>::new().try_reserve_exact(count).is_ok(),
         }
 }
 
-/// A tensor's elements, all `value`; `None` where there is no memory for them.
+/// A vector of as many elements as the dimensions have, all `value`; `None` where it cannot be allocated.
 pub(crate) fn filled<T: Clone>(dims: &[usize], value: T) -> Option<Vec<T>> {
     if !is_addressable(dims) {
         return None;
@@ -38,8 +40,8 @@ pub(crate) fn filled<T: Clone>(dims: &[usize], value: T) -> Option<Vec<T>> {
     Some(values)
 }
 
-/// Some of a tensor's entries along a dimension: a view. One of a tensor without any would begin past the end of its buffer,
-/// where Candle's copies panic, and is made anew.
+/// `tensor.narrow` along a dimension, which an empty tensor allows too: a view of one may start past the end of its buffer,
+/// where Candle's copies panic, so that it becomes a new tensor.
 pub(crate) fn part(tensor: &Tensor, dim: usize, range: Range<usize>) -> Result<Tensor> {
     if tensor.elem_count() > 0 {
         return tensor.narrow(dim, range.start, range.len());

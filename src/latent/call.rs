@@ -47,7 +47,7 @@ impl<'a> Call<'a> {
         let positions = positions(&input, (b, t), new_tokens.as_ref())?;
         let (h, rank, nope) = (cfg.num_heads(), cfg.kv_lora_rank(), cfg.nope_head_dim());
         if !is_addressable(&[b, t, h * (2 * cfg.head_dim() + cfg.value_head_dim() + rank)]) {
-            bail!("[{OP}] queries {:?} are more than any memory holds", input.queries.dims())
+            bail!("[{OP}] queries {:?} are too large to address", input.queries.dims())
         }
         let form = form.unwrap_or_else(|| match &new_tokens {
             Some(new_tokens) => Form::of(cfg, t, new_tokens.longest()),

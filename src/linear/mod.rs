@@ -94,7 +94,7 @@ impl PackedLinear {
             bail!("[{OP}] weight has shape {:?}, expected (out, in)", weight.dims())
         };
         if !is_addressable(&[outputs, inputs]) {
-            bail!("[{OP}] weight has shape {:?}, which is more than any memory holds", weight.dims())
+            bail!("[{OP}] weight has shape {:?}, which is too large to address", weight.dims())
         }
         if let Some(bias) = bias {
             if bias.dims() != [outputs] {
@@ -211,7 +211,7 @@ impl PackedLinear {
             )
         }
         if !is_addressable(xs.dims()) {
-            bail!("[{OP}] input has shape {:?}, which is more than any memory holds", xs.dims())
+            bail!("[{OP}] input has shape {:?}, which is too large to address", xs.dims())
         }
         let rows: usize = xs.dims()[..xs.rank() - 1].iter().product();
         if !fits_in_memory(&[rows, columns.len()]) {

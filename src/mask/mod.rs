@@ -259,8 +259,8 @@ impl AttentionMask {
     /// `dims` = (B, H, T_q, T_kv), in `dtype` on `device`.
     ///
     /// # Errors
-    /// As [`resolve`](Self::resolve), for `keep` and `bias` tensors that do not fit, for a dtype without -inf, and for dimensions
-    /// that no memory holds.
+    /// As [`resolve`](Self::resolve), for `keep` and `bias` tensors that do not fit, for a dtype without -inf, and for
+    /// dimensions that are too large to address.
     pub fn to_additive(&self, dims: (usize, usize, usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
         if !FLOATS.contains(&dtype) {
             bail!("[attention_mask] an additive mask in {dtype:?} has no -inf, expected F32, F16, BF16 or F64")
@@ -376,7 +376,7 @@ impl AttentionMask {
 fn check_addressable(dims: (usize, usize, usize, usize)) -> Result<()> {
     let dims = [dims.0, dims.1, dims.2, dims.3];
     if !is_addressable(&dims) {
-        bail!("[attention_mask] (B, H, T_q, T_kv) = {dims:?} is more than any memory holds")
+        bail!("[attention_mask] (B, H, T_q, T_kv) = {dims:?} is too large to address")
     }
     Ok(())
 }

@@ -145,7 +145,7 @@ impl MultiHeadAttention {
         }
         let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
         if !is_addressable(&[b, t, h * d + h_kv * (d + d_v)]) {
-            bail!("[multi_head_attention] {} are more than any memory holds", what())
+            bail!("[multi_head_attention] {} are too large to address", what())
         }
         Ok(())
     }

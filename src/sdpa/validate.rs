@@ -161,7 +161,7 @@ fn dims(op: &str, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Dims> {
 
 fn check_addressable(op: &str, [q, k, v]: [&Tensor; 3], shapes: &[[usize; 4]]) -> Result<()> {
     if shapes.iter().any(|shape| !is_addressable(shape)) {
-        bail!("[{op}] q {:?}, k {:?} and v {:?} are more than any memory holds", q.dims(), k.dims(), v.dims())
+        bail!("[{op}] q {:?}, k {:?} and v {:?} are too large to address", q.dims(), k.dims(), v.dims())
     }
     Ok(())
 }

@@ -73,7 +73,7 @@ impl Checkpoint {
             for (name, view) in tensors.tensors() {
                 let shape = view.shape().to_vec();
                 if !is_addressable(&shape) {
-                    bail!("[weights] {name} in {} has shape {shape:?}, which no memory holds", file.display())
+                    bail!("[weights] {name} in {} has shape {shape:?}, which is too large to address", file.display())
                 }
                 if shapes.insert(name.clone(), shape).is_some() {
                     bail!("[weights] {name} is in {} and in another file before it", file.display())

@@ -223,7 +223,7 @@ impl Reader {
             return Err(malformed());
         }
         if !is_addressable(&shape) {
-            bail!("the tensor {name} has shape {shape:?}, which no memory holds")
+            bail!("the tensor {name} has shape {shape:?}, which is too large to address")
         }
         let key = key.to_string();
         let storage = self.storage(&key)?;
@@ -301,7 +301,7 @@ fn dtype(class: &str) -> Option<DType> {
     })
 }
 
-/// Elements from the first of a view to its last; `None` for a view without elements, or one that no memory holds.
+/// Elements from the first of a view to its last; `None` for a view without elements, or one too large to address.
 fn span(shape: &[usize], strides: &[usize]) -> Option<usize> {
     shape
         .iter()

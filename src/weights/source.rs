@@ -59,7 +59,7 @@ impl<'a> Source<'a> {
     pub(crate) fn get(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
         let shape = shape.into();
         if !fits_in_memory(shape.dims()) {
-            return self.fail(format!("{} would have shape {shape:?}, which no memory holds", self.full_name(name)));
+            return self.fail(format!("{} would have shape {shape:?}, which is too large to address", self.full_name(name)));
         }
         let got = match self.vb.get_with_hints(shape.clone(), name, init) {
             Err(_) if matches!(init, Init::Uniform { lo, up } if lo == up) => {

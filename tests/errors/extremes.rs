@@ -103,14 +103,14 @@ fn numbers_without_end_mean_no_limit() -> Result<()> {
     Ok(())
 }
 
-/// Tensors without elements whose other sizes no memory holds.
+/// Tensors without elements whose other sizes are too large to address.
 #[test]
 fn empty_tensors_beyond_counting_are_refused() -> Result<()> {
     let (none, options) = (AttentionMask::causal(), SdpaOptions::default());
     for dims in [[usize::MAX, 1, 0, 4], [0, 2, 1 << 31, 1 << 30]] {
         let q = Tensor::zeros(&dims, DType::F32, &CPU)?;
         let expected = format!(
-            "[scaled_dot_product_attention] q {dims:?}, k {dims:?} and v {dims:?} are more than any memory holds"
+            "[scaled_dot_product_attention] q {dims:?}, k {dims:?} and v {dims:?} are too large to address"
         );
         assert_eq!(error_text(attend(&q, &q, &q, &none, &options)), expected);
     }
@@ -118,7 +118,7 @@ fn empty_tensors_beyond_counting_are_refused() -> Result<()> {
     for dims in [[usize::MAX, 0, 4], [0, 1 << 60, 4]] {
         let xs = Tensor::zeros(&dims, DType::F32, &CPU)?;
         let expected =
-            format!("[multi_head_attention] queries {dims:?} and keys {dims:?} are more than any memory holds");
+            format!("[multi_head_attention] queries {dims:?} and keys {dims:?} are too large to address");
         assert_eq!(error_text(layer.forward(&xs)), expected);
     }
     Ok(())

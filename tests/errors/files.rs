@@ -159,7 +159,7 @@ const SAFETENSORS: &[Misuse] = &[
     (
         "a shape beyond counting beside a zero",
         || headed("zero", r#"{"a":{"dtype":"F32","shape":[0,18446744073709551615,2],"data_offsets":[0,0]}}"#, 0),
-        "[weights] a in DIR/zero has shape [0, 18446744073709551615, 2], which no memory holds",
+        "[weights] a in DIR/zero has shape [0, 18446744073709551615, 2], which is too large to address",
     ),
     (
         "one name for two tensors",

@@ -167,7 +167,7 @@ const TENSORS: &[Misuse] = &[
     (
         "a shape beyond counting beside a zero",
         || tensor("zero.pth", b"K\0K\0\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7fK\x09\x87K\0K\0K\0\x87"),
-        "[weights] cannot read DIR/zero.pth: the tensor t has shape [0, 9223372036854775807, 9], which no memory holds",
+        "[weights] cannot read DIR/zero.pth: the tensor t has shape [0, 9223372036854775807, 9], which is too large to address",
     ),
     (
         "a shape of few elements that claims many",
