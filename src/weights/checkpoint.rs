@@ -3,22 +3,22 @@
 use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use candle_core::safetensors::MmapedSafetensors;
-use candle_core::{DType, Device, Error, Result, bail};
-use candle_nn::VarBuilder;
+use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
+use candle_nn::var_builder::SimpleBackend;
+use candle_nn::{Init, VarBuilder};
 
 use super::detect::{self, Names, query_suffixes};
 use super::index::ShardIndex;
-use super::pth::Pth;
 use super::source::root;
-use super::{WeightLayout, infer};
+use super::stored::{Entry, SCALES, Scale, Stored};
+use super::{WeightLayout, header, infer, pth};
 use crate::MultiHeadAttentionConfig;
-use crate::size::is_addressable;
 
-/// A builder over the weights at `path`, converted to `dtype` as they are read: `Checkpoint::open` and
-/// [`Checkpoint::var_builder`] in one. Safetensors files are memory-mapped: they must not be changed while the builder
-/// lives.
+/// A builder over the weights at `path`, converted to `dtype` as they are read: [`Checkpoint::open`] and
+/// [`Checkpoint::var_builder`] in one.
 ///
 /// # Errors
 /// As those.
@@ -26,99 +26,133 @@ pub fn open(path: impl AsRef<Path>, dtype: DType, device: &Device) -> Result<Var
     Checkpoint::open(path)?.var_builder(dtype, device)
 }
 
+/// [`open`], with safetensors files mapped into memory instead of read; files of `torch.save` are read.
+///
+/// # Safety
+/// As [`VarBuilder::from_mmaped_safetensors`]: while the builder lives, no process may write to the files or truncate
+/// them.
+///
+/// # Errors
+/// As [`open`].
+pub unsafe fn open_mmaped(path: impl AsRef<Path>, dtype: DType, device: &Device) -> Result<VarBuilder<'static>> {
+    let checkpoint = Checkpoint::open(path)?;
+    // SAFETY: the files do not change while they are mapped, which this function requires of its caller.
+    let mapped = unsafe { MmapedSafetensors::multi(&checkpoint.safetensors)? };
+    Ok(checkpoint.builder(Some(mapped), dtype, device))
+}
+
 /// The names and shapes of a checkpoint's tensors; their values are read when a builder asks for them.
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
-    format: Format,
-    shapes: BTreeMap<String, Vec<usize>>,
+    entries: Arc<BTreeMap<String, Entry>>,
+    /// Those of the files that are safetensors.
+    safetensors: Vec<PathBuf>,
+    /// config.json next to the files, if it is there.
+    config: PathBuf,
 }
 
-#[derive(Debug, Clone)]
-enum Format {
-    Safetensors(Vec<PathBuf>),
-    Pth(Pth),
-}
+/// What a folder may hold, in the order in which it is looked for.
+const FILES: [&str; 8] = [
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "model.pth",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json",
+    "diffusion_pytorch_model.bin",
+];
 
 impl Checkpoint {
-    /// Opens a safetensors file, a `.pth` file that `torch.save` wrote of a state dict (one that lies in a dict is found
-    /// below its key), or a folder that holds `model.safetensors`, its shards with `model.safetensors.index.json`,
-    /// `pytorch_model.bin` or `model.pth`. The format is told by the content, not by the name.
+    /// Opens a safetensors file, a file that `torch.save` wrote of a state dict (one in a dict is found below its key),
+    /// the index of a checkpoint's shards (`model.safetensors.index.json`, `pytorch_model.bin.index.json`), or a folder
+    /// with one of these under its usual name. The format of weights is told by their content, not by the name.
     ///
     /// # Errors
     /// If there is no such file, or it is truncated, or it is neither format; the message names the file.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        if path.is_dir() { Self::from_files(&files_in(path)?) } else { Self::from_files(&[path]) }
+        if !path.is_dir() {
+            return if path.extension().is_some_and(|extension| extension == "json") {
+                Self::from_files(&shards(path)?)
+            } else {
+                Self::from_files(&[path])
+            };
+        }
+        match FILES.iter().map(|name| path.join(name)).find(|file| file.is_file()) {
+            Some(file) => Self::open(file),
+            None => bail!("[weights] {} holds none of {}", path.display(), FILES.join(", ")),
+        }
     }
 
-    /// Opens one file, or the safetensors shards of one checkpoint.
+    /// Opens one file, or the shards of one checkpoint.
     ///
     /// # Errors
-    /// As [`open`](Self::open), and for several files of which one is not safetensors.
+    /// As [`open`](Self::open), and for a tensor that is in two files.
     pub fn from_files<P: AsRef<Path>>(files: &[P]) -> Result<Self> {
-        let files: Vec<_> = files.iter().map(|file| file.as_ref().to_path_buf()).collect();
-        if let [file] = files.as_slice()
-            && starts_like_a_zip(file)?
-        {
-            let pth = Pth::open(file).map_err(|error| named(file, error))?;
-            let shapes = pth.shapes().map(|(name, shape)| (name.to_string(), shape.to_vec())).collect();
-            return Ok(Self { format: Format::Pth(pth), shapes });
-        }
-        if files.is_empty() {
-            bail!("[weights] expected at least one file, found none")
-        }
-        let mut shapes = BTreeMap::new();
-        for file in &files {
-            let tensors = mapped(std::slice::from_ref(file)).map_err(|error| named(file, error))?;
-            for (name, view) in tensors.tensors() {
-                let shape = view.shape().to_vec();
-                if !is_addressable(&shape) {
-                    bail!("[weights] {name} in {} has shape {shape:?}, which is too large to address", file.display())
-                }
-                if shapes.insert(name.clone(), shape).is_some() {
+        let [first, ..] = files else { bail!("[weights] expected at least one file, found none") };
+        let (mut entries, mut safetensors) = (BTreeMap::new(), Vec::new());
+        for file in files.iter().map(AsRef::as_ref) {
+            let own = if starts_like_a_zip(file)? {
+                pth::entries(file)
+            } else {
+                safetensors.push(file.to_path_buf());
+                header::entries(file)
+            };
+            for (name, entry) in own.map_err(|error| cannot_read(file, &error))? {
+                if entries.contains_key(&name) {
                     bail!("[weights] {name} is in {} and in another file before it", file.display())
                 }
+                entries.insert(name, entry);
             }
         }
-        Ok(Self { format: Format::Safetensors(files), shapes })
+        Ok(Self { entries: Arc::new(entries), safetensors, config: first.as_ref().with_file_name("config.json") })
     }
 
-    /// A builder at the root of the checkpoint. Safetensors files are memory-mapped: they must not be changed while the
-    /// builder lives.
+    /// A builder at the root of the checkpoint, which reads a tensor from its file when the tensor is asked for.
+    ///
+    /// float8 (E4M3) weights come multiplied by their scale, `<name>_scale_inv` or `<name>_scale`: one number, one for
+    /// each row, or one for each block of 128 by 128. The scales are not tensors of the builder. A builder of
+    /// [`DType::F8E4M3`] gives what is stored.
     ///
     /// # Errors
-    /// If the file can no longer be read.
+    /// None at present.
     pub fn var_builder(&self, dtype: DType, device: &Device) -> Result<VarBuilder<'static>> {
-        Ok(match &self.format {
-            Format::Safetensors(files) => VarBuilder::from_backend(Box::new(mapped(files)?), dtype, device.clone()),
-            Format::Pth(pth) => VarBuilder::from_backend(Box::new(pth.clone()), dtype, device.clone()),
-        })
+        Ok(self.builder(None, dtype, device))
+    }
+
+    fn builder(&self, mapped: Option<MmapedSafetensors>, dtype: DType, device: &Device) -> VarBuilder<'static> {
+        VarBuilder::from_backend(Box::new(Backend { checkpoint: self.clone(), mapped }), dtype, device.clone())
     }
 
     /// Names and shapes of all tensors, in alphabetical order.
     pub fn shapes(&self) -> impl Iterator<Item = (&str, &[usize])> {
-        self.shapes.iter().map(|(name, shape)| (name.as_str(), shape.as_slice()))
+        self.entries.iter().filter_map(|(name, entry)| Some((name.as_str(), entry.shape()?)))
     }
 
     /// The prefixes below which there is an attention layer, numbers in their natural order; the root is "".
+    #[must_use]
     pub fn attention_layers(&self) -> Vec<String> {
         let suffixes = query_suffixes();
         let prefix_of = |name: &str| {
-            let suffix = suffixes.iter().find(|suffix| name == *suffix || name.ends_with(&format!(".{suffix}")))?;
-            Some(without_head(name[..name.len() - suffix.len()].trim_end_matches('.')).to_string())
+            let below =
+                |suffix: &String| name.strip_suffix(suffix.as_str()).filter(|p| p.is_empty() || p.ends_with('.'));
+            Some(without_head(suffixes.iter().find_map(below)?.trim_end_matches('.')).to_string())
         };
-        let mut prefixes: Vec<_> = self.shapes.keys().filter_map(|name| prefix_of(name)).collect();
+        let mut prefixes: Vec<_> = self.shapes().filter_map(|(name, _)| prefix_of(name)).collect();
         prefixes.sort_by_key(|prefix| natural_order(prefix));
         prefixes.dedup();
         prefixes
     }
 
-    /// [`WeightLayout::detect`] below a prefix, from the names and shapes alone.
+    /// [`WeightLayout::detect`] below a prefix, from the names and shapes alone. Where they leave two readings, the
+    /// `config.json` next to the files decides, if it does: by its `model_type`, or by `layout`.
     ///
     /// # Errors
     /// As [`WeightLayout::detect`].
     pub fn detect(&self, prefix: &str) -> Result<WeightLayout> {
-        detect::detect(&Below { checkpoint: self, prefix })
+        let config = std::fs::read(&self.config).ok().and_then(|text| serde_json::from_slice(&text).ok());
+        detect::detect(&Below { checkpoint: self, prefix: prefix.to_string() }, config.as_ref())
     }
 
     /// The config that the shapes below a prefix imply: widths, key heads, biases, output projection; and, where a
@@ -133,14 +167,114 @@ impl Checkpoint {
         layout: WeightLayout,
         num_heads: Option<usize>,
     ) -> Result<MultiHeadAttentionConfig> {
-        infer::infer_config(&Below { checkpoint: self, prefix }, layout, num_heads)
+        infer::infer_config(&Below { checkpoint: self, prefix: prefix.to_string() }, layout, num_heads)
+    }
+
+    /// Whether a tensor is the scale of a float8 weight.
+    fn is_scale(&self, name: &str) -> bool {
+        let weight = SCALES.iter().find_map(|suffix| name.strip_suffix(suffix));
+        weight.and_then(|weight| self.entries.get(weight)).is_some_and(Entry::is_float8)
+    }
+
+    /// What there is instead of a tensor that is missing, as the end of an error: the layers of the checkpoint, or the
+    /// names next to where it would be, most similar first.
+    fn hint(&self, missing: &str) -> String {
+        let parents = std::iter::successors(missing.rsplit_once('.'), |(parent, _)| parent.rsplit_once('.'));
+        let next_to = |parent: &str| -> Vec<&str> {
+            let below = |name: &'_ String| name.strip_prefix(parent).is_some_and(|rest| rest.starts_with('.'));
+            self.entries.keys().filter(|name| parent.is_empty() || below(name)).map(String::as_str).collect()
+        };
+        let found = parents.map(|(parent, _)| (parent, next_to(parent))).find(|(_, names)| !names.is_empty());
+        let layers = self.attention_layers();
+        if found.is_none() && layers.first().is_some_and(|layer| !layer.is_empty()) {
+            return format!("attention weights are below {}", listed(&layers));
+        }
+        let (parent, mut names) = found.unwrap_or_else(|| ("", next_to("")));
+        let last = &missing[parent.len()..];
+        names.sort_by_cached_key(|name| strsim::damerau_levenshtein(last, &name[parent.len()..]));
+        if names.is_empty() { "the file has no tensors".to_string() } else { format!("there are {}", listed(&names)) }
+    }
+}
+
+/// The first few names of a list, and how many there are.
+fn listed<S: AsRef<str>>(names: &[S]) -> String {
+    let first: Vec<_> = names.iter().take(4).map(|name| format!("{:?}", name.as_ref())).collect();
+    let more = if names.len() > 4 { format!(", .. ({} in all)", names.len()) } else { String::new() };
+    format!("{}{more}", first.join(", "))
+}
+
+/// Reads a checkpoint's tensors for a `VarBuilder`.
+struct Backend {
+    checkpoint: Checkpoint,
+    mapped: Option<MmapedSafetensors>,
+}
+
+impl Backend {
+    fn find(&self, name: &str) -> Result<&Stored> {
+        match self.checkpoint.entries.get(name) {
+            Some(Entry::Stored(stored)) => Ok(stored),
+            Some(Entry::Unreadable { what, .. }) => Err(Error::msg(what)),
+            None => {
+                let missing = Error::CannotFindTensor { path: name.to_string() };
+                Err(missing.context(format!("[weights] {name} is missing; {}", self.checkpoint.hint(name))))
+            }
+        }
+    }
+
+    fn read(&self, name: &str, stored: &Stored, dtype: DType, device: &Device) -> Result<Tensor> {
+        let scale = if stored.dtype == DType::F8E4M3 && dtype != DType::F8E4M3 {
+            Some(self.scale(name, &stored.shape)?)
+        } else {
+            None
+        };
+        let view = self.mapped.as_ref().and_then(|mapped| mapped.get(name).ok());
+        stored.read(view.as_ref().map(|view| view.data()), scale.as_ref(), dtype, device)
+    }
+
+    fn scale(&self, weight: &str, shape: &[usize]) -> Result<Scale> {
+        let named = SCALES.map(|suffix| format!("{weight}{suffix}"));
+        let Some(name) = named.iter().find(|name| self.checkpoint.entries.contains_key(*name)) else {
+            bail!(
+                "{weight} is float8, and the file has no {} for it; a builder of F8E4M3 gives what is stored",
+                named.join(" or ")
+            )
+        };
+        let stored = self.find(name)?;
+        let numbers = self.read(name, stored, DType::F32, &Device::Cpu)?;
+        match Scale::new(shape, &numbers)? {
+            Some(scale) => Ok(scale),
+            None => bail!(
+                "{weight} is float8 of shape {shape:?} and {name} has shape {:?}, expected one number, one for each row, or one for each block of 128 by 128",
+                stored.shape
+            ),
+        }
+    }
+}
+
+impl SimpleBackend for Backend {
+    fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
+        let stored = self.find(name)?;
+        let got = Shape::from(stored.shape.as_slice());
+        if got != shape {
+            let msg = format!("shape mismatch for {name}");
+            return Err(Error::UnexpectedShape { msg, expected: shape, got }.bt());
+        }
+        self.read(name, stored, dtype, device)
+    }
+
+    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.read(name, self.find(name)?, dtype, device)
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.checkpoint.entries.contains_key(name) && !self.checkpoint.is_scale(name)
     }
 }
 
 /// A checkpoint seen from below a prefix.
 struct Below<'a> {
     checkpoint: &'a Checkpoint,
-    prefix: &'a str,
+    prefix: String,
 }
 
 impl Below<'_> {
@@ -151,33 +285,34 @@ impl Below<'_> {
 
 impl Names for Below<'_> {
     fn has(&self, name: &str) -> bool {
-        self.checkpoint.shapes.contains_key(&self.full_name(name))
+        self.checkpoint.entries.get(&self.full_name(name)).is_some_and(|entry| entry.shape().is_some())
     }
 
     fn shape(&self, name: &str) -> Result<Vec<usize>> {
         let name = self.full_name(name);
-        match self.checkpoint.shapes.get(&name) {
-            Some(shape) => Ok(shape.clone()),
-            None => bail!("[weights] {name} is missing"),
+        match self.checkpoint.entries.get(&name).and_then(Entry::shape) {
+            Some(shape) => Ok(shape.to_vec()),
+            None => bail!("[weights] {name} is missing; {}", self.checkpoint.hint(&name)),
         }
     }
 
     fn prefix(&self) -> String {
-        self.prefix.to_string()
+        self.prefix.clone()
+    }
+
+    fn below(&self, prefix: &str) -> Box<dyn Names + '_> {
+        Box::new(Below { checkpoint: self.checkpoint, prefix: prefix.to_string() })
+    }
+
+    fn hint(&self) -> String {
+        self.checkpoint.hint(&self.full_name("q_proj.weight"))
     }
 }
 
-fn mapped(files: &[PathBuf]) -> Result<MmapedSafetensors> {
-    // SAFETY: the mapping is sound while nobody changes the files. That cannot be enforced from here; `open` and
-    // `var_builder` ask it of their callers in their documentation.
-    unsafe { MmapedSafetensors::multi(files) }
-}
-
-fn named(file: &Path, error: Error) -> Error {
+fn cannot_read(file: &Path, error: &Error) -> Error {
     // Candle's own naming of the file would say it twice.
-    let text = root(&error).to_string();
-    let text = text.lines().next().unwrap_or_default();
-    Error::msg(format!("[weights] cannot read {}: {text}", file.display()))
+    let text = root(error).to_string();
+    Error::msg(format!("[weights] cannot read {}: {}", file.display(), text.lines().next().unwrap_or_default()))
 }
 
 /// `torch.save` writes zip archives; a safetensors file opens with the length of its JSON header.
@@ -185,7 +320,7 @@ fn starts_like_a_zip(file: &Path) -> Result<bool> {
     let mut head = Vec::new();
     std::fs::File::open(file)
         .and_then(|open| open.take(9).read_to_end(&mut head))
-        .map_err(|error| named(file, error.into()))?;
+        .map_err(|error| cannot_read(file, &error.into()))?;
     if head.get(8) == Some(&b'{') {
         return Ok(false);
     }
@@ -198,25 +333,12 @@ fn starts_like_a_zip(file: &Path) -> Result<bool> {
     Ok(true)
 }
 
-fn files_in(folder: &Path) -> Result<Vec<PathBuf>> {
-    let single = folder.join("model.safetensors");
-    if single.is_file() {
-        return Ok(vec![single]);
-    }
-    let index = folder.join("model.safetensors.index.json");
-    if index.is_file() {
-        let fault = |fault: String| Error::msg(format!("[weights] {} {fault}", index.display()));
-        let parsed = ShardIndex::read(&index, ".safetensors").map_err(fault)?;
-        return Ok(parsed.shards(None).map_err(fault)?.into_iter().map(|shard| folder.join(shard)).collect());
-    }
-    let others = ["pytorch_model.bin", "model.pth"].map(|name| folder.join(name));
-    match others.into_iter().find(|file| file.is_file()) {
-        Some(file) => Ok(vec![file]),
-        None => bail!(
-            "[weights] {} holds no model.safetensors, model.safetensors.index.json, pytorch_model.bin or model.pth",
-            folder.display()
-        ),
-    }
+/// The files that an index names.
+fn shards(index: &Path) -> Result<Vec<PathBuf>> {
+    let fault = |fault: String| Error::msg(format!("[weights] {} {fault}", index.display()));
+    let is_bin = index.file_name().is_some_and(|name| name.to_string_lossy().contains(".bin."));
+    let parsed = ShardIndex::read(index, if is_bin { ".bin" } else { ".safetensors" }).map_err(fault)?;
+    Ok(parsed.shards(None).map_err(fault)?.into_iter().map(|shard| index.with_file_name(shard)).collect())
 }
 
 /// The prefix of a stack from that of one of its heads, `heads.{i}`; any other prefix as it is.

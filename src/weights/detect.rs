@@ -1,4 +1,4 @@
-//! Which layout a checkpoint is in, by the names and shapes it holds.
+//! Which layout a checkpoint is in, by the names and shapes in it.
 
 use candle_core::{Result, bail};
 use candle_nn::VarBuilder;
@@ -6,11 +6,18 @@ use candle_nn::VarBuilder;
 use super::layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 use super::source;
 
+/// What training loops and compilers put in front of a model's names.
+const WRAPPERS: [&str; 5] = ["module", "_orig_mod", "model", "state_dict", "model_state_dict"];
+
 /// The names below one prefix, and the shapes behind them.
 pub(super) trait Names {
     fn has(&self, name: &str) -> bool;
     fn shape(&self, name: &str) -> Result<Vec<usize>>;
     fn prefix(&self) -> String;
+    /// The names below another prefix of the same checkpoint.
+    fn below(&self, prefix: &str) -> Box<dyn Names + '_>;
+    /// What is there, where nothing that was looked for is: the end of an error, or nothing.
+    fn hint(&self) -> String;
 }
 
 impl Names for VarBuilder<'_> {
@@ -31,6 +38,14 @@ impl Names for VarBuilder<'_> {
     fn prefix(&self) -> String {
         VarBuilder::prefix(self)
     }
+
+    fn below(&self, prefix: &str) -> Box<dyn Names + '_> {
+        Box::new(self.root().pp(prefix))
+    }
+
+    fn hint(&self) -> String {
+        self.get_unchecked("q_proj.weight").err().map(|error| source::hint(&error)).unwrap_or_default()
+    }
 }
 
 impl WeightLayout {
@@ -42,12 +57,14 @@ impl WeightLayout {
     /// # Errors
     /// If nothing there looks like attention; and where names and shapes leave two readings (a square plain parameter, a
     /// packed weight whose name is used for two row orders), an error that names both.
+    /// [`Checkpoint::detect`](crate::weights::Checkpoint::detect) asks the checkpoint's config.json too.
     pub fn detect(vb: &VarBuilder) -> Result<Self> {
-        detect(vb)
+        detect(vb, None)
     }
 }
 
-pub(super) fn detect(names: &dyn Names) -> Result<WeightLayout> {
+/// `config` is that of the checkpoint, for what names and shapes leave open.
+pub(super) fn detect(names: &dyn Names, config: Option<&serde_json::Value>) -> Result<WeightLayout> {
     let place = match names.prefix() {
         prefix if prefix.is_empty() => "at the root of the file".to_string(),
         prefix => format!("below {prefix:?}"),
@@ -55,23 +72,70 @@ pub(super) fn detect(names: &dyn Names) -> Result<WeightLayout> {
     if names.has("w_v.weight") && names.has("W_q.weight") {
         bail!("[weight_layout] {place} are the weights of an AdditiveAttention (w_v), not of a multi-head layer")
     }
-    match readings(names)?.as_slice() {
-        [layout] => Ok(*layout),
-        [] => bail!(
-            "[weight_layout] no attention weights {place}: looked for the query projections {}; is a prefix missing (`vb.pp(..)`)?",
-            query_names().join(", ")
+    let readings = readings(names)?;
+    let chosen = config.and_then(|config| readings.iter().find(|layout| says(config, **layout)));
+    match (readings.as_slice(), chosen) {
+        ([layout], _) | (_, Some(layout)) => Ok(*layout),
+        ([], _) => bail!(
+            "[weight_layout] no attention weights {place}: looked for the query projections {}; {}",
+            query_names().join(", "),
+            elsewhere(names)?
         ),
-        several => {
-            let several: Vec<_> = several.iter().map(|layout| format!("`{layout}`")).collect();
-            bail!("[weight_layout] the weights {place} can be read as {}; name the one meant", several.join(" or as "))
+        _ => {
+            let readings: Vec<_> = readings.iter().map(|layout| format!("`{layout}`{}", used_by(*layout))).collect();
+            bail!("[weight_layout] the weights {place} can be read as {}; name the one meant", readings.join(" or as "))
         }
     }
 }
 
+/// Whether a checkpoint's config.json says that it is in this layout: by `layout`, this crate's own key, or by the
+/// architecture, of those whose packed rows are in an order that their names do not tell.
+fn says(config: &serde_json::Value, layout: WeightLayout) -> bool {
+    if let Some(spelling) = config["layout"].as_str() {
+        return spelling == layout.to_string();
+    }
+    let WeightLayout::Packed(_, order) = layout else { return false };
+    match config["model_type"].as_str() {
+        Some("bloom" | "falcon" | "gpt_bigcode" | "gpt_neox" | "RefinedWeb" | "RefinedWebModel") => {
+            order == QkvOrder::ByHead
+        }
+        Some("chatglm") => order == QkvOrder::ByPart,
+        _ => false,
+    }
+}
+
+/// Who uses one of two orders, for the error that asks.
+fn used_by(layout: WeightLayout) -> &'static str {
+    match layout {
+        WeightLayout::Packed(PackedNaming::CAttn, QkvOrder::ByPart) => " (nanoGPT)",
+        WeightLayout::Packed(PackedNaming::CAttn, QkvOrder::ByHead) => " (GPT-BigCode)",
+        WeightLayout::Packed(PackedNaming::QueryKeyValue, QkvOrder::ByPart) => " (ChatGLM)",
+        WeightLayout::Packed(PackedNaming::QueryKeyValue, QkvOrder::ByHead) => " (GPT-NeoX, Bloom, Falcon)",
+        _ => "",
+    }
+}
+
+/// Where attention weights are instead: behind a wrapper's prefix, without the first part of this one, or as the builder
+/// tells.
+fn elsewhere(names: &dyn Names) -> Result<String> {
+    let prefix = names.prefix();
+    let mut wrappers: Vec<_> = WRAPPERS.iter().map(ToString::to_string).collect();
+    wrappers.extend(WRAPPERS.iter().flat_map(|outer| WRAPPERS.map(|inner| format!("{outer}.{inner}"))));
+    let mut candidates: Vec<_> =
+        wrappers.iter().map(|wrapper| format!("{wrapper}.{prefix}").trim_end_matches('.').to_string()).collect();
+    candidates.extend(prefix.split_once('.').map(|(_, rest)| rest.to_string()));
+    for candidate in candidates {
+        if !readings(&*names.below(&candidate))?.is_empty() {
+            return Ok(format!("they are below {candidate:?}, from the root of the file"));
+        }
+    }
+    let hint = names.hint();
+    Ok(if hint.is_empty() { "is a prefix missing (`vb.pp(..)`)?".to_string() } else { hint })
+}
+
 /// Every layout that the names and shapes allow.
 fn readings(names: &dyn Names) -> Result<Vec<WeightLayout>> {
-    let mut found = Vec::new();
-    found.extend(linear(names));
+    let mut found = separate(names);
     for naming in Naming::ALL {
         let query = naming.names()[0];
         if names.has(query) {
@@ -89,40 +153,44 @@ fn readings(names: &dyn Names) -> Result<Vec<WeightLayout>> {
     if names.has("in_proj_weight") || names.has("q_proj_weight") {
         found.push(WeightLayout::Torch);
     }
-    if names.has("c_attn.weight") {
-        match names.shape("c_attn.weight")?.as_slice() {
-            [rows, columns] if rows > columns => found.extend(both_orders(PackedNaming::CAttn)),
-            _ => found.push(WeightLayout::Conv1d),
+    let packed = PackedNaming::all().map(|naming| (naming, naming.names()[0], naming.names()[1])).collect();
+    for naming in present(names, packed) {
+        let by_part = WeightLayout::Packed(naming, QkvOrder::ByPart);
+        let both = [by_part, WeightLayout::Packed(naming, QkvOrder::ByHead)];
+        match naming {
+            PackedNaming::QueryKeyValue => found.extend(both),
+            PackedNaming::CAttn => match names.shape("c_attn.weight")?.as_slice() {
+                [rows, columns] if rows > columns => found.extend(both),
+                _ => found.push(WeightLayout::Conv1d),
+            },
+            _ => found.push(by_part),
         }
-    }
-    if names.has("qkv_proj.weight") {
-        found.push(WeightLayout::Packed(PackedNaming::QkvProj, QkvOrder::ByPart));
-    }
-    if names.has("Wqkv.weight") {
-        let naming = if names.has("Wo.weight") { PackedNaming::WqkvWo } else { PackedNaming::Wqkv };
-        found.push(WeightLayout::Packed(naming, QkvOrder::ByPart));
-    }
-    if names.has("query_key_value.weight") {
-        found.extend(both_orders(PackedNaming::QueryKeyValue));
     }
     Ok(found)
 }
 
-/// The layouts whose query projection is there; of those that share its name, the ones whose output projection is there
-/// too, or the first where none is.
-fn linear(names: &dyn Names) -> Vec<WeightLayout> {
+fn separate(names: &dyn Names) -> Vec<WeightLayout> {
+    let rows = WeightLayout::all_linear().filter_map(|layout| {
+        let ([query, .., out], _) = layout.separate()?;
+        // `query` alone is the inner module of BERT and its kin, whose output projection is outside.
+        (layout != WeightLayout::MinGpt || names.has("proj.weight")).then_some((layout, query, out))
+    });
+    present(names, rows.collect())
+}
+
+/// Of (layout, query name, output name), those whose query projection is there; of several that share its name, the ones
+/// whose output projection is there too, or the first where none is.
+fn present<T: Copy>(names: &dyn Names, rows: Vec<(T, &str, &str)>) -> Vec<T> {
     let has = |name: &str| names.has(&format!("{name}.weight"));
-    let with_query: Vec<_> = WeightLayout::LINEAR
-        .into_iter()
-        .filter_map(|layout| layout.separate().map(|([query, .., out], _)| (layout, query, out)))
-        .filter(|(_, query, _)| has(query))
-        .collect();
-    let without_out = |of: &str| with_query.iter().filter(|(_, query, _)| *query == of).all(|(.., out)| !has(out));
-    let is_first = |i: usize, of: &str| with_query[..i].iter().all(|(_, query, _)| *query != of);
-    let chosen = |(i, &(layout, query, out)): (usize, &(WeightLayout, &str, &str))| {
-        (has(out) || (without_out(query) && is_first(i, query))).then_some(layout)
-    };
-    with_query.iter().enumerate().filter_map(chosen).collect()
+    let rows: Vec<_> = rows.into_iter().filter(|(_, query, _)| has(query)).collect();
+    let with_out = |query: &str| rows.iter().any(|(_, other, out)| *other == query && has(out));
+    let is_first = |i: usize, query: &str| rows[..i].iter().all(|(_, other, _)| *other != query);
+    let chosen = rows.iter().enumerate().filter(
+        |&(i, (_, query, out))| {
+            if with_out(query) { has(out) } else { is_first(i, query) }
+        },
+    );
+    chosen.map(|(_, (layout, ..))| *layout).collect()
 }
 
 /// How a plain parameter of this shape may be stored.
@@ -133,31 +201,26 @@ fn plain(shape: &[usize]) -> &'static [Orientation] {
     }
 }
 
-fn both_orders(naming: PackedNaming) -> [WeightLayout; 2] {
-    [QkvOrder::ByPart, QkvOrder::ByHead].map(|order| WeightLayout::Packed(naming, order))
-}
-
+/// The names of query projections, each once, as an error lists them.
 fn query_names() -> Vec<String> {
-    let mut all: Vec<_> = Naming::ALL.iter().map(|naming| naming.names()[0].to_string()).collect();
-    all.push(format!("heads.0.{{{}}}", all.join(", ")));
-    all.extend(["self.query", "q_lin", "q", "in_proj_weight", "q_proj_weight"].map(String::from));
-    let packed = PackedNaming::ALL.map(|naming| naming.names()[0].to_string());
-    all.extend(packed);
-    all.dedup();
+    let stacked = Naming::ALL.map(|naming| naming.names()[0]).join(", ");
+    let linear = WeightLayout::all_linear().filter_map(|layout| Some(layout.separate()?.0[0].to_string()));
+    let others = [format!("heads.0.{{{stacked}}}"), "in_proj_weight".into(), "q_proj_weight".into()];
+    let mut all: Vec<String> = Vec::new();
+    for name in linear.chain(others).chain(PackedNaming::all().map(|naming| naming.names()[0].to_string())) {
+        if !all.contains(&name) {
+            all.push(name);
+        }
+    }
     all
 }
 
-/// The last part of a parameter's name that marks the query projection of some layout, for finding layers in a file.
+/// The last part of a parameter's name that marks the query projection of some layout, for finding layers in a file; a
+/// name that ends with another comes before it.
 pub(super) fn query_suffixes() -> Vec<String> {
-    let mut suffixes = Vec::new();
-    for naming in Naming::ALL {
-        let query = naming.names()[0];
-        for query in [format!("heads.0.{query}"), query.to_string()] {
-            suffixes.extend([format!("{query}.weight"), query]);
-        }
-    }
-    let others = ["self.query.weight", "q_lin.weight", "q.weight", "in_proj_weight", "q_proj_weight"];
-    suffixes.extend(others.map(String::from));
-    suffixes.extend(PackedNaming::ALL.map(|naming| format!("{}.weight", naming.names()[0])));
+    let mut suffixes: Vec<_> = WeightLayout::all().into_iter().map(WeightLayout::query_parameter).collect();
+    suffixes.push("q_proj_weight".to_string());
+    suffixes.sort_by(|a, b| b.len().cmp(&a.len()).then(a.cmp(b)));
+    suffixes.dedup();
     suffixes
 }

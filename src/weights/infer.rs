@@ -6,11 +6,18 @@ use super::detect::Names;
 use super::layout::{Naming, Orientation, Storage, WeightLayout};
 use crate::MultiHeadAttentionConfig;
 
-/// What the shapes say: (out, in) of each projection and which have a bias.
+/// Rows (out) and columns (in) of a projection, as an `nn.Linear` has them.
+#[derive(Clone, Copy)]
+struct Matrix {
+    rows: usize,
+    columns: usize,
+}
+
+/// What the shapes say.
 struct Shapes {
-    qkv: [(usize, usize); 3],
+    qkv: [Matrix; 3],
     qkv_bias: [bool; 3],
-    out: Option<(usize, usize)>,
+    out: Option<Matrix>,
     out_bias: bool,
     /// Set by a stack of heads.
     heads: Option<usize>,
@@ -27,8 +34,8 @@ pub(super) fn infer_config(
     let shapes = match layout {
         WeightLayout::StackedHeads(naming, storage) => stacked(names, naming, storage)?,
         WeightLayout::Torch => torch(names)?,
-        WeightLayout::Conv1d => packed(names, ["c_attn", "c_proj"], Storage::Raw(Orientation::InOut), num_heads)?,
-        WeightLayout::Packed(naming, _) => packed(names, naming.names(), Storage::Linear, num_heads)?,
+        WeightLayout::Conv1d => packed(names, ["c_attn", "c_proj"], true, num_heads)?,
+        WeightLayout::Packed(naming, _) => packed(names, naming.names(), false, num_heads)?,
         _ => separate(names, layout)?,
     };
     let h = match (shapes.heads, num_heads) {
@@ -39,21 +46,24 @@ pub(super) fn infer_config(
         _ => bail!("[weights] shapes do not tell the number of heads; give num_heads (at least 1)"),
     };
     let [q, k, v] = shapes.qkv;
-    let head_dim = divide("the query projection", q.0, h)?;
-    let h_kv = divide("the key projection", k.0, head_dim)?;
-    let value_head_dim = divide("the value projection", v.0, h_kv)?;
-    let mut cfg = MultiHeadAttentionConfig::new(q.1, h)
+    let head_dim = divide("the query projection", q.rows, h)?;
+    let h_kv = divide("the key projection", k.rows, head_dim)?;
+    let value_head_dim = divide("the value projection", v.rows, h_kv)?;
+    let Some(heads_dim) = h.checked_mul(value_head_dim) else {
+        bail!("[weights] {h} heads of {value_head_dim} values are too large to address")
+    };
+    let mut cfg = MultiHeadAttentionConfig::new(q.columns, h)
         .with_num_kv_heads(h_kv)
         .with_head_dim(head_dim)
         .with_value_head_dim(value_head_dim)
-        .with_key_size(k.1)
-        .with_value_size(v.1)
+        .with_key_size(k.columns)
+        .with_value_size(v.columns)
         .with_q_bias(shapes.qkv_bias[0])
         .with_k_bias(shapes.qkv_bias[1])
         .with_v_bias(shapes.qkv_bias[2])
         .with_out_proj(shapes.out.is_some())
         .with_out_bias(shapes.out_bias)
-        .with_out_dim(shapes.out.map_or(h * value_head_dim, |out| out.0))
+        .with_out_dim(shapes.out.map_or(heads_dim, |out| out.rows))
         .with_sinks(names.has("sinks"))
         .with_bias_kv(names.has("bias_k"));
     // The buffer of the modules that register one; elsewhere a tensor of this name is something else.
@@ -79,18 +89,17 @@ fn divide(what: &str, rows: usize, by: usize) -> Result<usize> {
     Ok(rows / by)
 }
 
-/// (out, in) of a projection.
-fn shape(names: &dyn Names, name: &str, storage: Storage) -> Result<(usize, usize)> {
-    let name = if storage == Storage::Linear { format!("{name}.weight") } else { name.to_string() };
+fn matrix(names: &dyn Names, name: &str, storage: Storage) -> Result<Matrix> {
+    let name = parameter(name, storage);
     match (names.shape(&name)?.as_slice(), storage) {
-        (&[out_dim, in_dim], Storage::Linear | Storage::Raw(Orientation::OutIn)) => Ok((out_dim, in_dim)),
-        (&[in_dim, out_dim], Storage::Raw(Orientation::InOut)) => Ok((out_dim, in_dim)),
+        (&[columns, rows], Storage::Raw(Orientation::InOut)) => Ok(Matrix { rows, columns }),
+        (&[rows, columns], _) => Ok(Matrix { rows, columns }),
         (other, _) => bail!("[weights] {name} has shape {other:?}, expected a matrix"),
     }
 }
 
-fn has_projection(names: &dyn Names, name: &str, storage: Storage) -> bool {
-    if storage == Storage::Linear { names.has(&format!("{name}.weight")) } else { names.has(name) }
+fn parameter(name: &str, storage: Storage) -> String {
+    if storage == Storage::Linear { format!("{name}.weight") } else { name.to_string() }
 }
 
 fn has_bias(names: &dyn Names, name: &str) -> bool {
@@ -101,29 +110,27 @@ fn separate(names: &dyn Names, layout: WeightLayout) -> Result<Shapes> {
     let Some(([q, k, v, o], storage)) = layout.separate() else {
         bail!("[weights] the projections of {layout} are not apart")
     };
-    let out = has_projection(names, o, storage).then(|| shape(names, o, storage)).transpose()?;
+    let has_out = names.has(&parameter(o, storage));
     Ok(Shapes {
-        qkv: [shape(names, q, storage)?, shape(names, k, storage)?, shape(names, v, storage)?],
+        qkv: [matrix(names, q, storage)?, matrix(names, k, storage)?, matrix(names, v, storage)?],
         qkv_bias: [q, k, v].map(|name| has_bias(names, name)),
-        out,
+        out: if has_out { Some(matrix(names, o, storage)?) } else { None },
         out_bias: has_bias(names, o),
         heads: None,
     })
 }
 
 fn stacked(names: &dyn Names, naming: Naming, storage: Storage) -> Result<Shapes> {
-    let [q, k, v, _] = naming.names();
-    let mut heads = 0;
-    while has_projection(names, &format!("heads.{heads}.{q}"), storage) {
-        heads += 1;
-    }
-    let whole = |name: &str| -> Result<(usize, usize)> {
-        let (out_dim, in_dim) = shape(names, &format!("heads.0.{name}"), storage)?;
-        Ok((out_dim.saturating_mul(heads), in_dim))
+    let [q, k, v, _] = naming.names().map(|name| format!("heads.0.{name}"));
+    let of_head = |head: usize| parameter(&format!("heads.{head}.{}", naming.names()[0]), storage);
+    let heads = (0..).take_while(|&head| names.has(&of_head(head))).count();
+    let whole = |name: &str| -> Result<Matrix> {
+        let Matrix { rows, columns } = matrix(names, name, storage)?;
+        Ok(Matrix { rows: rows.saturating_mul(heads), columns })
     };
     Ok(Shapes {
-        qkv: [whole(q)?, whole(k)?, whole(v)?],
-        qkv_bias: [q, k, v].map(|name| has_bias(names, &format!("heads.0.{name}"))),
+        qkv: [whole(&q)?, whole(&k)?, whole(&v)?],
+        qkv_bias: [q, k, v].map(|name| has_bias(names, &name)),
         out: None,
         out_bias: false,
         heads: Some(heads),
@@ -131,33 +138,33 @@ fn stacked(names: &dyn Names, naming: Naming, storage: Storage) -> Result<Shapes
 }
 
 fn torch(names: &dyn Names) -> Result<Shapes> {
+    let part = |name| matrix(names, name, Storage::Raw(Orientation::OutIn));
     let qkv = if names.has("in_proj_weight") {
-        let (rows, in_dim) = shape(names, "in_proj_weight", Storage::Raw(Orientation::OutIn))?;
-        [(divide("in_proj_weight", rows, 3)?, in_dim); 3]
+        let Matrix { rows, columns } = part("in_proj_weight")?;
+        [Matrix { rows: divide("in_proj_weight", rows, 3)?, columns }; 3]
     } else {
-        let part = |name| shape(names, name, Storage::Raw(Orientation::OutIn));
         [part("q_proj_weight")?, part("k_proj_weight")?, part("v_proj_weight")?]
     };
     Ok(Shapes {
         qkv,
         qkv_bias: [names.has("in_proj_bias"); 3],
-        out: Some(shape(names, "out_proj", Storage::Linear)?),
+        out: Some(matrix(names, "out_proj", Storage::Linear)?),
         out_bias: has_bias(names, "out_proj"),
         heads: None,
     })
 }
 
 /// A packed weight has (H + 2 · H_kv) · D rows; the input of the output projection, H · D, tells D.
-fn packed(names: &dyn Names, [qkv, out]: [&str; 2], storage: Storage, num_heads: Option<usize>) -> Result<Shapes> {
-    let transposed = storage == Storage::Raw(Orientation::InOut);
-    let matrix = |name: &str| {
-        let (out_dim, in_dim) = shape(names, name, Storage::Linear)?;
-        Ok::<_, candle_core::Error>(if transposed { (in_dim, out_dim) } else { (out_dim, in_dim) })
+fn packed(names: &dyn Names, projections: [&str; 2], transposed: bool, num_heads: Option<usize>) -> Result<Shapes> {
+    let [qkv, out] = projections;
+    let matrix = |name: &str| -> Result<Matrix> {
+        let Matrix { rows, columns } = matrix(names, name, Storage::Linear)?;
+        Ok(if transposed { Matrix { rows: columns, columns: rows } } else { Matrix { rows, columns } })
     };
-    let (rows, in_dim) = matrix(qkv)?;
-    let out_shape = has_projection(names, out, Storage::Linear).then(|| matrix(out)).transpose()?;
-    let queries = match out_shape {
-        Some((_, heads)) => heads,
+    let Matrix { rows, columns } = matrix(qkv)?;
+    let out_matrix = if names.has(&parameter(out, Storage::Linear)) { Some(matrix(out)?) } else { None };
+    let queries = match out_matrix {
+        Some(out) => out.columns,
         None if num_heads == Some(1) => divide(qkv, rows, 3)?,
         None => bail!("[weights] without {out} the rows of {qkv} do not tell which are keys; give a config"),
     };
@@ -168,9 +175,9 @@ fn packed(names: &dyn Names, [qkv, out]: [&str; 2], storage: Storage, num_heads:
         divide(qkv, keys, divide(qkv, queries, h)?)?;
     }
     Ok(Shapes {
-        qkv: [(queries, in_dim), (keys, in_dim), (keys, in_dim)],
+        qkv: [queries, keys, keys].map(|rows| Matrix { rows, columns }),
         qkv_bias: [has_bias(names, qkv); 3],
-        out: out_shape,
+        out: out_matrix,
         out_bias: has_bias(names, out),
         heads: None,
     })

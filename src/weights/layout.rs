@@ -16,10 +16,15 @@ use candle_core::{Error, Result};
 /// | `short` | Wq, Wk, Wv, Wo | |
 /// | `d2l` | W_q, W_k, W_v, W_o | Dive into Deep Learning |
 /// | `bert` | self.query, self.key, self.value, output.dense | BERT and its kin |
+/// | `vit` | attention.query, attention.key, attention.value, output.dense | ViT and its kin in transformers |
 /// | `distilbert` | q_lin, k_lin, v_lin, out_lin | DistilBERT |
 /// | `opt` | q_proj, k_proj, v_proj, out_proj | OPT, GPT-J, and many others |
 /// | `phi` | q_proj, k_proj, v_proj, dense | Phi and Phi-2 |
 /// | `t5` | q, k, v, o | T5 and its kin |
+/// | `meta` | wq, wk, wv, wo | Meta's own Llama files; their rotary positions are interleaved ([`RopeStyle::Interleaved`]) |
+/// | `diffusers` | to_q, to_k, to_v, to_out.0 | diffusers, latent diffusion |
+/// | `x-transformers` | to_q, to_k, to_v, to_out | x-transformers |
+/// | `mingpt` | query, key, value, proj | minGPT |
 /// | `raw:book` (`:short`, `:d2l`, `:canonical`) | the same names as plain (in, out) parameters, x · W | `nn.Parameter(torch.rand(d_in, d_out))` |
 /// | `raw-transposed:book` .. | plain (out, in) parameters, x · Wᵀ | |
 /// | `stacked:book` .. | heads.{i}.W_query .., no output projection | a `ModuleList` of single heads |
@@ -32,11 +37,16 @@ use candle_core::{Error, Result};
 /// | `packed:Wqkv-Wo` | Wqkv, Wo; rows by part | ModernBERT |
 /// | `packed:query_key_value` | query_key_value, dense; rows by part | ChatGLM |
 /// | `packed:query_key_value:by-head` | query_key_value, dense; rows by head | GPT-NeoX, Bloom, Falcon |
-/// | `packed:c_attn` | c_attn, c_proj, not transposed; rows by part | GPT-BigCode |
+/// | `packed:c_attn` | c_attn, c_proj, not transposed; rows by part | nanoGPT, GPT-BigCode with one key head |
+/// | `packed:c_attn:by-head` | c_attn, c_proj, not transposed; rows by head | GPT-BigCode |
+/// | `packed:qkv` | qkv, proj; rows by part | timm |
+/// | `packed:to_qkv` | to_qkv, to_out; rows by part | lucidrains' vit-pytorch (`SimpleViT`) and others |
+/// | `packed:to_qkv-to_out.0` | to_qkv, to_out.0; rows by part | lucidrains' vit-pytorch |
 ///
 /// Any packed spelling takes `:by-head`. A persistent `mask` buffer in the file is passed over.
 ///
 /// [`MultiHeadAttention::new`]: crate::MultiHeadAttention::new
+/// [`RopeStyle::Interleaved`]: crate::RopeStyle::Interleaved
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum WeightLayout {
@@ -50,6 +60,8 @@ pub enum WeightLayout {
     D2l,
     /// self.query, self.key, self.value, output.dense.
     Bert,
+    /// attention.query, attention.key, attention.value, output.dense.
+    Vit,
     /// q_lin, k_lin, v_lin, out_lin.
     DistilBert,
     /// q_proj, k_proj, v_proj, out_proj.
@@ -58,6 +70,14 @@ pub enum WeightLayout {
     Phi,
     /// q, k, v, o.
     T5,
+    /// wq, wk, wv, wo.
+    Meta,
+    /// to_q, to_k, to_v, to_out.0.
+    Diffusers,
+    /// to_q, to_k, to_v, to_out.
+    XTransformers,
+    /// query, key, value, proj.
+    MinGpt,
     /// Plain parameters without `.weight`, stored (in, out) or (out, in), without biases.
     Raw(Naming, Orientation),
     /// `heads.{i}.<names>`, one single-head module after the other, without an output projection; loads into one layer.
@@ -72,6 +92,7 @@ pub enum WeightLayout {
 
 /// Parameter names of the query, key, value and output projections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Naming {
     /// q_proj, k_proj, v_proj, o_proj.
     Canonical,
@@ -103,6 +124,7 @@ pub enum Orientation {
 
 /// Parameter names of a packed projection and its output projection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum PackedNaming {
     /// qkv_proj, o_proj.
     QkvProj,
@@ -114,6 +136,12 @@ pub enum PackedNaming {
     QueryKeyValue,
     /// c_attn, c_proj.
     CAttn,
+    /// qkv, proj.
+    Qkv,
+    /// to_qkv, to_out.
+    ToQkv,
+    /// to_qkv, to_out.0.
+    ToQkvToOut0,
 }
 
 /// The order of rows in a packed weight.
@@ -126,71 +154,80 @@ pub enum QkvOrder {
     ByHead,
 }
 
+/// The layouts of four linear layers: spelling, and the names of query, key, value and output.
+const LINEAR: [(WeightLayout, &str, [&str; 4]); 14] = [
+    (WeightLayout::Canonical, "canonical", ["q_proj", "k_proj", "v_proj", "o_proj"]),
+    (WeightLayout::Book, "book", ["W_query", "W_key", "W_value", "out_proj"]),
+    (WeightLayout::Short, "short", ["Wq", "Wk", "Wv", "Wo"]),
+    (WeightLayout::D2l, "d2l", ["W_q", "W_k", "W_v", "W_o"]),
+    (WeightLayout::Bert, "bert", ["self.query", "self.key", "self.value", "output.dense"]),
+    (WeightLayout::Vit, "vit", ["attention.query", "attention.key", "attention.value", "output.dense"]),
+    (WeightLayout::DistilBert, "distilbert", ["q_lin", "k_lin", "v_lin", "out_lin"]),
+    (WeightLayout::Opt, "opt", ["q_proj", "k_proj", "v_proj", "out_proj"]),
+    (WeightLayout::Phi, "phi", ["q_proj", "k_proj", "v_proj", "dense"]),
+    (WeightLayout::T5, "t5", ["q", "k", "v", "o"]),
+    (WeightLayout::Meta, "meta", ["wq", "wk", "wv", "wo"]),
+    (WeightLayout::Diffusers, "diffusers", ["to_q", "to_k", "to_v", "to_out.0"]),
+    (WeightLayout::XTransformers, "x-transformers", ["to_q", "to_k", "to_v", "to_out"]),
+    (WeightLayout::MinGpt, "mingpt", ["query", "key", "value", "proj"]),
+];
+
+/// The packed namings: spelling, and the names of the packed and the output projection.
+const PACKED: [(PackedNaming, &str, [&str; 2]); 8] = [
+    (PackedNaming::QkvProj, "qkv_proj", ["qkv_proj", "o_proj"]),
+    (PackedNaming::Wqkv, "Wqkv", ["Wqkv", "out_proj"]),
+    (PackedNaming::WqkvWo, "Wqkv-Wo", ["Wqkv", "Wo"]),
+    (PackedNaming::QueryKeyValue, "query_key_value", ["query_key_value", "dense"]),
+    (PackedNaming::CAttn, "c_attn", ["c_attn", "c_proj"]),
+    (PackedNaming::Qkv, "qkv", ["qkv", "proj"]),
+    (PackedNaming::ToQkv, "to_qkv", ["to_qkv", "to_out"]),
+    (PackedNaming::ToQkvToOut0, "to_qkv-to_out.0", ["to_qkv", "to_out.0"]),
+];
+
 impl Naming {
     pub(crate) const ALL: [Self; 4] = [Self::Canonical, Self::Book, Self::Short, Self::D2l];
 
-    /// Query, key, value, output.
-    pub(crate) fn names(self) -> [&'static str; 4] {
+    fn layout(self) -> WeightLayout {
         match self {
-            Self::Canonical => ["q_proj", "k_proj", "v_proj", "o_proj"],
-            Self::Book => ["W_query", "W_key", "W_value", "out_proj"],
-            Self::Short => ["Wq", "Wk", "Wv", "Wo"],
-            Self::D2l => ["W_q", "W_k", "W_v", "W_o"],
+            Self::Canonical => WeightLayout::Canonical,
+            Self::Book => WeightLayout::Book,
+            Self::Short => WeightLayout::Short,
+            Self::D2l => WeightLayout::D2l,
         }
     }
 
-    fn spelling(self) -> &'static str {
-        match self {
-            Self::Canonical => "canonical",
-            Self::Book => "book",
-            Self::Short => "short",
-            Self::D2l => "d2l",
-        }
+    /// Query, key, value, output.
+    pub(crate) fn names(self) -> [&'static str; 4] {
+        self.layout().linear().map_or_else(Default::default, |(_, names)| names)
     }
 }
 
 impl PackedNaming {
-    pub(crate) const ALL: [Self; 5] = [Self::QkvProj, Self::Wqkv, Self::WqkvWo, Self::QueryKeyValue, Self::CAttn];
+    pub(crate) fn all() -> impl Iterator<Item = Self> {
+        PACKED.iter().map(|(naming, ..)| *naming)
+    }
 
     /// The packed projection and the output projection.
     pub(crate) fn names(self) -> [&'static str; 2] {
-        match self {
-            Self::QkvProj => ["qkv_proj", "o_proj"],
-            Self::Wqkv => ["Wqkv", "out_proj"],
-            Self::WqkvWo => ["Wqkv", "Wo"],
-            Self::QueryKeyValue => ["query_key_value", "dense"],
-            Self::CAttn => ["c_attn", "c_proj"],
-        }
-    }
-
-    fn spelling(self) -> &'static str {
-        match self {
-            Self::QkvProj => "qkv_proj",
-            Self::Wqkv => "Wqkv",
-            Self::WqkvWo => "Wqkv-Wo",
-            Self::QueryKeyValue => "query_key_value",
-            Self::CAttn => "c_attn",
-        }
+        PACKED.iter().find(|(naming, ..)| *naming == self).map_or_else(Default::default, |(.., names)| *names)
     }
 }
 
 impl WeightLayout {
     /// The layouts of four linear layers, each under a name of its own.
-    pub(super) const LINEAR: [Self; 9] = [
-        Self::Canonical,
-        Self::Book,
-        Self::Short,
-        Self::D2l,
-        Self::Bert,
-        Self::DistilBert,
-        Self::Opt,
-        Self::Phi,
-        Self::T5,
-    ];
+    pub(super) fn all_linear() -> impl Iterator<Item = Self> {
+        LINEAR.iter().map(|(layout, ..)| *layout)
+    }
+
+    /// The names of every layout's output projection.
+    pub(super) fn output_names() -> impl Iterator<Item = &'static str> {
+        LINEAR.iter().map(|(.., names)| names[3]).chain(PACKED.iter().map(|(.., names)| names[1]))
+    }
 
     /// Every layout.
+    #[must_use]
     pub fn all() -> Vec<Self> {
-        let mut all = Self::LINEAR.to_vec();
+        let mut all: Vec<_> = Self::all_linear().collect();
         for orientation in [Orientation::InOut, Orientation::OutIn] {
             all.extend(Naming::ALL.map(|naming| Self::Raw(naming, orientation)));
         }
@@ -199,73 +236,61 @@ impl WeightLayout {
         }
         all.extend([Self::Torch, Self::Conv1d]);
         for order in [QkvOrder::ByPart, QkvOrder::ByHead] {
-            all.extend(PackedNaming::ALL.map(|naming| Self::Packed(naming, order)));
+            all.extend(PackedNaming::all().map(|naming| Self::Packed(naming, order)));
         }
         all
     }
 
+    /// Spelling and names of a layout of four linear layers.
+    fn linear(self) -> Option<(&'static str, [&'static str; 4])> {
+        LINEAR.iter().find(|(layout, ..)| *layout == self).map(|(_, spelling, names)| (*spelling, *names))
+    }
+
     /// A parameter that every layer in this layout has: its query projection, or the first part of it.
     pub(crate) fn query_parameter(self) -> String {
-        match (self, self.separate()) {
-            (_, Some(([query, ..], Storage::Linear))) => format!("{query}.weight"),
-            (_, Some(([query, ..], Storage::Raw(_)))) => query.to_string(),
-            (Self::StackedHeads(naming, Storage::Linear), _) => format!("heads.0.{}.weight", naming.names()[0]),
-            (Self::StackedHeads(naming, _), _) => format!("heads.0.{}", naming.names()[0]),
-            (Self::Packed(naming, _), _) => format!("{}.weight", naming.names()[0]),
-            (Self::Conv1d, _) => "c_attn.weight".to_string(),
-            // `torch.nn.MultiheadAttention` over one input width.
-            _ => "in_proj_weight".to_string(),
+        match self {
+            Self::Raw(naming, _) => naming.names()[0].to_string(),
+            Self::StackedHeads(naming, Storage::Linear) => format!("heads.0.{}.weight", naming.names()[0]),
+            Self::StackedHeads(naming, _) => format!("heads.0.{}", naming.names()[0]),
+            Self::Packed(naming, _) => format!("{}.weight", naming.names()[0]),
+            Self::Conv1d => "c_attn.weight".to_string(),
+            _ => match self.linear() {
+                Some((_, [query, ..])) => format!("{query}.weight"),
+                // `torch.nn.MultiheadAttention` over one input width.
+                None => "in_proj_weight".to_string(),
+            },
         }
     }
 
     /// Query, key, value and output names of a layout that keeps the four apart, and how each is stored.
     pub(crate) fn separate(self) -> Option<([&'static str; 4], Storage)> {
-        Some(match self {
-            Self::Canonical => (Naming::Canonical.names(), Storage::Linear),
-            Self::Book => (Naming::Book.names(), Storage::Linear),
-            Self::Short => (Naming::Short.names(), Storage::Linear),
-            Self::D2l => (Naming::D2l.names(), Storage::Linear),
-            Self::Bert => (["self.query", "self.key", "self.value", "output.dense"], Storage::Linear),
-            Self::DistilBert => (["q_lin", "k_lin", "v_lin", "out_lin"], Storage::Linear),
-            Self::Opt => (["q_proj", "k_proj", "v_proj", "out_proj"], Storage::Linear),
-            Self::Phi => (["q_proj", "k_proj", "v_proj", "dense"], Storage::Linear),
-            Self::T5 => (["q", "k", "v", "o"], Storage::Linear),
-            Self::Raw(naming, orientation) => (naming.names(), Storage::Raw(orientation)),
-            _ => return None,
-        })
+        match self {
+            Self::Raw(naming, orientation) => Some((naming.names(), Storage::Raw(orientation))),
+            _ => self.linear().map(|(_, names)| (names, Storage::Linear)),
+        }
     }
 }
 
 impl fmt::Display for WeightLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let raw = |orientation: &Orientation| match orientation {
+            Orientation::InOut => "raw",
+            Orientation::OutIn => "raw-transposed",
+        };
         match self {
-            Self::Canonical => f.write_str("canonical"),
-            Self::Book => f.write_str("book"),
-            Self::Short => f.write_str("short"),
-            Self::D2l => f.write_str("d2l"),
-            Self::Bert => f.write_str("bert"),
-            Self::DistilBert => f.write_str("distilbert"),
-            Self::Opt => f.write_str("opt"),
-            Self::Phi => f.write_str("phi"),
-            Self::T5 => f.write_str("t5"),
-            Self::Raw(naming, orientation) => write!(f, "{}:{}", orientation.spelling(), naming.spelling()),
-            Self::StackedHeads(naming, Storage::Linear) => write!(f, "stacked:{}", naming.spelling()),
+            Self::Raw(naming, orientation) => write!(f, "{}:{}", raw(orientation), naming.layout()),
+            Self::StackedHeads(naming, Storage::Linear) => write!(f, "stacked:{}", naming.layout()),
             Self::StackedHeads(naming, Storage::Raw(orientation)) => {
-                write!(f, "stacked-{}:{}", orientation.spelling(), naming.spelling())
+                write!(f, "stacked-{}:{}", raw(orientation), naming.layout())
             }
             Self::Torch => f.write_str("torch"),
             Self::Conv1d => f.write_str("conv1d"),
-            Self::Packed(naming, QkvOrder::ByPart) => write!(f, "packed:{}", naming.spelling()),
-            Self::Packed(naming, QkvOrder::ByHead) => write!(f, "packed:{}:by-head", naming.spelling()),
-        }
-    }
-}
-
-impl Orientation {
-    fn spelling(self) -> &'static str {
-        match self {
-            Self::InOut => "raw",
-            Self::OutIn => "raw-transposed",
+            Self::Packed(naming, order) => {
+                let spelling =
+                    PACKED.iter().find(|(other, ..)| other == naming).map_or("", |(_, spelling, _)| spelling);
+                write!(f, "packed:{spelling}{}", if *order == QkvOrder::ByHead { ":by-head" } else { "" })
+            }
+            linear => f.write_str(linear.linear().map_or("", |(spelling, _)| spelling)),
         }
     }
 }

@@ -136,8 +136,7 @@ fn one(source: &Source, name: &str, storage: Storage, shape: (usize, usize), bia
 
 /// No layout's output projection may be there, whatever its name: without it the numbers are others.
 pub(super) fn refuse_out_proj(source: &Source) -> Result<()> {
-    let linear = WeightLayout::LINEAR.into_iter().filter_map(WeightLayout::separate).map(|(names, _)| names[3]);
-    for name in linear.chain(PackedNaming::ALL.map(|naming| naming.names()[1])).chain(["proj"]) {
+    for name in WeightLayout::output_names() {
         for name in [format!("{name}.weight"), name.to_string()] {
             source.refuse(&name, "the config says there is no output projection")?;
         }

@@ -16,6 +16,7 @@
 
 mod checkpoint;
 mod detect;
+mod header;
 mod index;
 mod infer;
 mod joint;
@@ -27,8 +28,9 @@ mod pth;
 mod save;
 mod shard;
 mod source;
+mod stored;
 
-pub use checkpoint::{Checkpoint, open};
+pub use checkpoint::{Checkpoint, open, open_mmaped};
 pub use layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 
 #[cfg(feature = "hub")]

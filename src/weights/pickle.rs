@@ -5,6 +5,9 @@
 
 use std::collections::HashMap;
 
+/// Bytes of the name of a class or a tensor, several times those of the longest in use.
+pub(super) const MAX_NAME: usize = 1 << 10;
+
 /// The place of an [`Object`] in its [`Pickle`].
 pub(super) type Id = usize;
 
@@ -250,6 +253,9 @@ impl Machine<'_> {
 
     fn line(&mut self) -> Result<String> {
         let len = self.bytes.iter().position(|&byte| byte == b'\n').ok_or("the pickle ends early")?;
+        if len > MAX_NAME {
+            return Err(format!("a name of {len} bytes, expected at most {MAX_NAME}"));
+        }
         let line = String::from_utf8_lossy(self.take(len)?).into_owned();
         self.take(1)?;
         Ok(line)

@@ -2,42 +2,53 @@
 //!
 //! Candle's own reader takes well-meant files only: it panics on pickles that are not as expected, reads no tensor with
 //! gaps between its elements, and passes over dtypes it does not know.
+//!
+//! A pickle can refer to one object many times, so that a small file describes many tensors with long names and shapes:
+//! names and ranks are bounded.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
-use std::io::{BufReader, Read, Seek, SeekFrom};
-use std::path::{Path, PathBuf};
+use std::io::{BufReader, Read};
+use std::path::Path;
+use std::sync::Arc;
 
-use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
-use candle_nn::Init;
-use candle_nn::var_builder::SimpleBackend;
+use candle_core::{DType, Error, Result, bail};
 use zip::{CompressionMethod, ZipArchive};
 
-use super::pickle::{Id, Object, Pickle};
-use crate::size::{filled, is_addressable};
+use super::pickle::{Id, MAX_NAME, Object, Pickle};
+use super::stored::{Entry, Stored, is_row_major, span};
+use crate::size::is_addressable;
+
+/// Bytes of all names, several times those of the largest checkpoints.
+const MAX_NAMES: usize = 1 << 26;
+/// Dimensions of a tensor.
+const MAX_RANK: usize = 16;
 
 /// The tensors of a file, by their names: of a nested dict as `key.name`.
-#[derive(Debug, Clone)]
-pub(super) struct Pth {
-    path: PathBuf,
-    tensors: BTreeMap<String, Entry>,
-}
-
-#[derive(Debug, Clone)]
-enum Entry {
-    Stored(Stored),
-    /// Something that this crate does not read, and what it is: an error for those who ask for it only.
-    Unreadable(String),
-}
-
-/// A view into a storage, in elements.
-#[derive(Debug, Clone)]
-struct Stored {
-    dtype: DType,
-    shape: Vec<usize>,
-    strides: Vec<usize>,
-    offset: usize,
-    storage: Storage,
+///
+/// # Errors
+/// For a file that is no such archive, or whose tensors do not lie within their storages.
+pub(super) fn entries(path: &Path) -> Result<BTreeMap<String, Entry>> {
+    let file = File::open(path)?;
+    let file_len = file.metadata()?.len();
+    let mut archive = ZipArchive::new(BufReader::new(file)).map_err(Error::msg)?;
+    let root_of = |name: &str| {
+        let root = name.strip_suffix("data.pkl")?;
+        (root.is_empty() || root.ends_with('/')).then(|| root.to_string())
+    };
+    let roots: Vec<_> = archive.file_names().flatten().filter_map(|name| root_of(&name)).collect();
+    let [root] = roots.as_slice() else {
+        bail!("a zip archive with {} files named data.pkl, expected the one of torch.save", roots.len())
+    };
+    let root = root.clone();
+    if let Ok(order) = contents(&mut archive, &format!("{root}byteorder"))
+        && order != b"little"
+    {
+        bail!("byte order {:?}, expected \"little\"", String::from_utf8_lossy(&order))
+    }
+    let pickle = contents(&mut archive, &format!("{root}data.pkl"))?;
+    let pickle = Pickle::read(&pickle).map_err(|problem| Error::msg(format!("data.pkl: {problem}")))?;
+    Reader { path: path.into(), archive, file_len, root, pickle, storages: HashMap::new() }.state_dict()
 }
 
 /// Where the bytes of a storage lie in the file.
@@ -47,94 +58,9 @@ struct Storage {
     len: usize,
 }
 
-impl Pth {
-    /// # Errors
-    /// For a file that is no such archive, or whose tensors do not lie within their storages.
-    pub(super) fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path)?;
-        let file_len = file.metadata()?.len();
-        let mut archive = ZipArchive::new(BufReader::new(file)).map_err(Error::msg)?;
-        let root_of = |name: &str| {
-            let root = name.strip_suffix("data.pkl")?;
-            (root.is_empty() || root.ends_with('/')).then(|| root.to_string())
-        };
-        let roots: Vec<_> = archive.file_names().flatten().filter_map(|name| root_of(&name)).collect();
-        let [root] = roots.as_slice() else {
-            bail!("a zip archive with {} files named data.pkl, expected the one of torch.save", roots.len())
-        };
-        let root = root.clone();
-        if let Ok(order) = contents(&mut archive, &format!("{root}byteorder"))
-            && order != b"little"
-        {
-            bail!("byte order {:?}, expected \"little\"", String::from_utf8_lossy(&order))
-        }
-        let pickle = contents(&mut archive, &format!("{root}data.pkl"))?;
-        let pickle = Pickle::read(&pickle).map_err(|problem| Error::msg(format!("data.pkl: {problem}")))?;
-        let mut reader = Reader { archive, file_len, root, pickle, storages: HashMap::new() };
-        let tensors = reader.state_dict()?;
-        Ok(Self { path: path.to_path_buf(), tensors })
-    }
-
-    /// Names and shapes of the tensors that can be read.
-    pub(super) fn shapes(&self) -> impl Iterator<Item = (&str, &[usize])> {
-        self.tensors.iter().filter_map(|(name, entry)| match entry {
-            Entry::Stored(stored) => Some((name.as_str(), stored.shape.as_slice())),
-            Entry::Unreadable(_) => None,
-        })
-    }
-
-    fn find(&self, name: &str) -> Result<&Stored> {
-        match self.tensors.get(name) {
-            Some(Entry::Stored(stored)) => Ok(stored),
-            Some(Entry::Unreadable(what)) => bail!("{} holds {what}, which cannot be read", self.path.display()),
-            None => Err(Error::CannotFindTensor { path: name.to_string() }.bt()),
-        }
-    }
-
-    /// The elements of a view, in the order of its shape.
-    fn read(&self, stored: &Stored) -> Result<Tensor> {
-        let Stored { dtype, shape, strides, offset, storage } = stored;
-        let size = dtype.size_in_bytes();
-        let count: usize = shape.iter().product();
-        let Some(span) = span(shape, strides) else { return Tensor::zeros(shape.as_slice(), *dtype, &Device::Cpu) };
-        if count > storage.len / size {
-            bail!(
-                "shape {shape:?} repeats the {} elements of a storage (an expanded tensor); save it after .contiguous()",
-                storage.len / size
-            )
-        }
-        let mut file = File::open(&self.path)?;
-        file.seek(SeekFrom::Start(storage.start + (offset * size) as u64))?;
-        let mut bytes = buffer(span * size)?;
-        file.read_exact(&mut bytes)?;
-        if span != count || !is_row_major(shape, strides) {
-            bytes = gather(&bytes, stored)?;
-        }
-        Tensor::from_raw_buffer(&bytes, *dtype, shape, &Device::Cpu)
-    }
-}
-
-impl SimpleBackend for Pth {
-    fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
-        let got = Shape::from(self.find(name)?.shape.as_slice());
-        if got != shape {
-            let msg = format!("shape mismatch for {name}");
-            return Err(Error::UnexpectedShape { msg, expected: shape, got }.bt());
-        }
-        self.get_unchecked(name, dtype, device)
-    }
-
-    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
-        self.read(self.find(name)?)?.to_dtype(dtype)?.to_device(device)
-    }
-
-    fn contains_tensor(&self, name: &str) -> bool {
-        self.tensors.contains_key(name)
-    }
-}
-
 /// An archive that is being opened.
 struct Reader {
+    path: Arc<Path>,
     archive: ZipArchive<BufReader<File>>,
     file_len: u64,
     root: String,
@@ -148,7 +74,7 @@ impl Reader {
         if !matches!(self.pickle.get(self.pickle.top), Object::Dict(_)) {
             bail!("{} was saved, expected a state dict (`module.state_dict()`)", self.describe(self.pickle.top))
         }
-        let mut tensors = BTreeMap::new();
+        let (mut tensors, mut names_len) = (BTreeMap::new(), 0);
         // A dict can stand in itself: each is looked at once.
         let mut seen = HashSet::from([self.pickle.top]);
         let mut open = vec![(String::new(), self.pickle.top)];
@@ -156,10 +82,18 @@ impl Reader {
             let Object::Dict(entries) = self.pickle.get(dict) else { continue };
             for (key, value) in entries.clone() {
                 let name = match self.pickle.get(key) {
-                    Object::Text(text) => format!("{prefix}{text}"),
-                    Object::Int(number) => format!("{prefix}{number}"),
+                    Object::Text(text) => text.clone(),
+                    Object::Int(number) => number.to_string(),
                     _ => continue,
                 };
+                if prefix.len() + name.len() > MAX_NAME {
+                    bail!("a name of {} bytes, expected at most {MAX_NAME}", prefix.len() + name.len())
+                }
+                let name = format!("{prefix}{name}");
+                names_len += name.len();
+                if names_len > MAX_NAMES {
+                    bail!("names of more than {MAX_NAMES} bytes in all")
+                }
                 match self.pickle.get(value) {
                     Object::Dict(_) if seen.insert(value) => open.push((format!("{name}."), value)),
                     Object::Call { function, arguments } => {
@@ -194,7 +128,7 @@ impl Reader {
                 _ => None,
             };
             let Some(inner) = inner else {
-                return Ok(Entry::Unreadable(format!("{name} as {}", self.describe(function))));
+                return Ok(self.unreadable(name, &self.describe(function)));
             };
             (function, arguments) = inner;
         }
@@ -213,9 +147,12 @@ impl Reader {
         else {
             return Err(malformed());
         };
-        let Some(dtype) = dtype(class) else { return Ok(Entry::Unreadable(format!("{name} as {class}"))) };
+        let Some(dtype) = dtype(class) else { return Ok(self.unreadable(name, class)) };
         let size = |id: Id| self.pickle.int(id).and_then(|value| usize::try_from(value).ok());
-        let sizes = |id: Id| self.pickle.tuple(id)?.iter().map(|&id| size(id)).collect::<Option<Vec<_>>>();
+        let sizes = |id: Id| {
+            let ids = self.pickle.tuple(id).filter(|ids| ids.len() <= MAX_RANK)?;
+            ids.iter().map(|&id| size(id)).collect::<Option<Vec<_>>>()
+        };
         let (Some(offset), Some(shape), Some(strides)) = (size(offset), sizes(shape), sizes(strides)) else {
             return Err(malformed());
         };
@@ -227,17 +164,25 @@ impl Reader {
         }
         let key = key.to_string();
         let storage = self.storage(&key)?;
-        let elements = storage.len / dtype.size_in_bytes();
+        let size = dtype.size_in_bytes();
+        let storage_len = storage.len / size;
         let within = match span(&shape, &strides) {
-            Some(span) => offset.checked_add(span).is_some_and(|end| end <= elements),
+            Some(span) => offset.checked_add(span).is_some_and(|end| end <= storage_len),
             None => shape.contains(&0),
         };
         if !within {
             bail!(
-                "the tensor {name} of shape {shape:?}, strides {strides:?} and offset {offset} reaches beyond its storage of {elements} elements"
+                "the tensor {name} of shape {shape:?}, strides {strides:?} and offset {offset} reaches beyond its storage of {storage_len} elements"
             )
         }
-        Ok(Entry::Stored(Stored { dtype, shape, strides, offset, storage }))
+        let strides = (!is_row_major(&shape, &strides)).then_some(strides);
+        let start = storage.start.saturating_add((offset as u64).saturating_mul(size as u64));
+        Ok(Entry::Stored(Stored { file: self.path.clone(), dtype, shape, strides, start, storage_len }))
+    }
+
+    fn unreadable(&self, name: &str, kind: &str) -> Entry {
+        let what = format!("{} holds {name} as {kind}, which cannot be read", self.path.display());
+        Entry::Unreadable { shape: None, what }
     }
 
     fn storage(&mut self, key: &str) -> Result<Storage> {
@@ -299,48 +244,4 @@ fn dtype(class: &str) -> Option<DType> {
         "torch.LongStorage" => DType::I64,
         _ => return None,
     })
-}
-
-/// Elements from the first of a view to its last; `None` for a view without elements, or one too large to address.
-fn span(shape: &[usize], strides: &[usize]) -> Option<usize> {
-    shape
-        .iter()
-        .zip(strides)
-        .try_fold(1usize, |span, (&dim, &stride)| span.checked_add(dim.checked_sub(1)?.checked_mul(stride)?))
-}
-
-fn is_row_major(shape: &[usize], strides: &[usize]) -> bool {
-    let mut expected = 1;
-    shape.iter().zip(strides).rev().all(|(&dim, &stride)| {
-        let fits = dim == 1 || stride == expected;
-        expected *= dim;
-        fits
-    })
-}
-
-/// The elements of a view, without the gaps between them.
-fn gather(bytes: &[u8], Stored { dtype, shape, strides, .. }: &Stored) -> Result<Vec<u8>> {
-    let size = dtype.size_in_bytes();
-    let count: usize = shape.iter().product();
-    let mut gathered = buffer(count * size)?;
-    let mut index = vec![0; shape.len()];
-    for element in gathered.chunks_exact_mut(size) {
-        let at: usize = index.iter().zip(strides).map(|(i, stride)| i * stride).sum();
-        element.copy_from_slice(&bytes[at * size..][..size]);
-        for (i, &dim) in index.iter_mut().zip(shape).rev() {
-            *i += 1;
-            if *i < dim {
-                break;
-            }
-            *i = 0;
-        }
-    }
-    Ok(gathered)
-}
-
-fn buffer(len: usize) -> Result<Vec<u8>> {
-    match filled(&[len], 0) {
-        Some(bytes) => Ok(bytes),
-        None => bail!("{len} bytes do not fit in memory"),
-    }
 }

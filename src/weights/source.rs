@@ -4,6 +4,7 @@ use candle_core::{Device, Error, Result, Shape, Tensor, bail};
 use candle_nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
 use candle_nn::{Linear, VarBuilder};
 
+use super::stored::SCALES;
 use crate::sdpa::FLOATS;
 use crate::size::fits_in_memory;
 
@@ -58,8 +59,10 @@ impl<'a> Source<'a> {
     /// The tensor of that name and shape.
     pub(crate) fn get(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
         let shape = shape.into();
+        self.refuse_scale(name)?;
         if !fits_in_memory(shape.dims()) {
-            return self.fail(format!("{} would have shape {shape:?}, which is too large to address", self.full_name(name)));
+            return self
+                .fail(format!("{} would have shape {shape:?}, which is too large to address", self.full_name(name)));
         }
         let got = match self.vb.get_with_hints(shape.clone(), name, init) {
             Err(_) if matches!(init, Init::Uniform { lo, up } if lo == up) => {
@@ -104,6 +107,19 @@ impl<'a> Source<'a> {
         Ok(())
     }
 
+    /// An error if the weight is quantized to float8 and the builder gives it without its scale; a `Checkpoint`'s applies
+    /// the scale, and has no tensor of that name.
+    pub(crate) fn refuse_scale(&self, name: &str) -> Result<()> {
+        match SCALES.map(|suffix| format!("{name}{suffix}")).iter().find(|scale| self.has(scale)) {
+            Some(scale) => self.fail(format!(
+                "{} is to be multiplied by {}, which this builder does not do; that of weights::open does",
+                self.full_name(name),
+                self.full_name(scale)
+            )),
+            None => Ok(()),
+        }
+    }
+
     /// Whether the builder holds a tensor of this name in particular: one that claims every name
     /// (`VarBuilder::zeros`) holds none.
     pub(crate) fn has(&self, name: &str) -> bool {
@@ -125,7 +141,13 @@ impl<'a> Source<'a> {
         let (op, layout, full_name) = (self.op, &self.layout, self.full_name(name));
         match root(&error) {
             Error::CannotFindTensor { .. } | Error::SafeTensor(safetensors::SafeTensorError::TensorNotFound(_)) => {
-                Error::msg(format!("[{op}] {full_name} is missing, expected shape {expected:?} (layout {layout})"))
+                let hint = match hint(&error) {
+                    hint if hint.is_empty() => hint,
+                    hint => format!("; {hint}"),
+                };
+                Error::msg(format!(
+                    "[{op}] {full_name} is missing, expected shape {expected:?} (layout {layout}){hint}"
+                ))
             }
             Error::UnexpectedShape { got, .. } => {
                 Error::msg(format!("[{op}] {full_name} has shape {got:?}, expected {expected:?} (layout {layout})"))
@@ -138,6 +160,19 @@ impl<'a> Source<'a> {
 /// See [`Source::has`].
 pub(crate) fn has(vb: &VarBuilder, name: &str) -> bool {
     vb.contains_tensor(name) && !vb.contains_tensor("no parameter has this name")
+}
+
+/// What a [`Checkpoint`](super::Checkpoint) has instead of a tensor that is missing, from the error for it; or nothing.
+pub(super) fn hint(error: &Error) -> String {
+    match error {
+        Error::Context { inner, context } if matches!(root(inner), Error::CannotFindTensor { .. }) => {
+            context.to_string().split_once(" is missing; ").map_or_else(String::new, |(_, hint)| hint.to_string())
+        }
+        Error::WithBacktrace { inner, .. } | Error::WithPath { inner, .. } | Error::Context { inner, .. } => {
+            hint(inner)
+        }
+        _ => String::new(),
+    }
 }
 
 /// The error below the context and backtraces that were wrapped around it.

@@ -109,16 +109,14 @@ fn empty_tensors_beyond_counting_are_refused() -> Result<()> {
     let (none, options) = (AttentionMask::causal(), SdpaOptions::default());
     for dims in [[usize::MAX, 1, 0, 4], [0, 2, 1 << 31, 1 << 30]] {
         let q = Tensor::zeros(&dims, DType::F32, &CPU)?;
-        let expected = format!(
-            "[scaled_dot_product_attention] q {dims:?}, k {dims:?} and v {dims:?} are too large to address"
-        );
+        let expected =
+            format!("[scaled_dot_product_attention] q {dims:?}, k {dims:?} and v {dims:?} are too large to address");
         assert_eq!(error_text(attend(&q, &q, &q, &none, &options)), expected);
     }
     let layer = MultiHeadAttention::new(&MultiHeadAttentionConfig::new(4, 2), zero_weights(DType::F32))?;
     for dims in [[usize::MAX, 0, 4], [0, 1 << 60, 4]] {
         let xs = Tensor::zeros(&dims, DType::F32, &CPU)?;
-        let expected =
-            format!("[multi_head_attention] queries {dims:?} and keys {dims:?} are too large to address");
+        let expected = format!("[multi_head_attention] queries {dims:?} and keys {dims:?} are too large to address");
         assert_eq!(error_text(layer.forward(&xs)), expected);
     }
     Ok(())

@@ -67,7 +67,7 @@ const FILES: &[Misuse] = &[
     (
         "a folder without weights",
         || open("folder/README.md", b"").or_else(|_| Checkpoint::open(crate::DIR.path().join("folder")).map(drop)),
-        "[weights] DIR/folder holds no model.safetensors, model.safetensors.index.json, pytorch_model.bin or model.pth",
+        "[weights] DIR/folder holds none of model.safetensors, model.safetensors.index.json, pytorch_model.bin, pytorch_model.bin.index.json, model.pth, diffusion_pytorch_model.safetensors, diffusion_pytorch_model.safetensors.index.json, diffusion_pytorch_model.bin",
     ),
     (
         "the same file twice",
@@ -83,7 +83,7 @@ const FILES: &[Misuse] = &[
             let pth = models().join("book_mha/model.pth");
             Checkpoint::from_files(&[file("first.safetensors", &valid()), pth]).map(drop)
         },
-        "[weights] cannot read …models/book_mha/model.pth: …",
+        "[weights] W_key.weight is in …models/book_mha/model.pth and in another file before it",
     ),
 ];
 
@@ -159,7 +159,7 @@ const SAFETENSORS: &[Misuse] = &[
     (
         "a shape beyond counting beside a zero",
         || headed("zero", r#"{"a":{"dtype":"F32","shape":[0,18446744073709551615,2],"data_offsets":[0,0]}}"#, 0),
-        "[weights] a in DIR/zero has shape [0, 18446744073709551615, 2], which is too large to address",
+        "[weights] cannot read DIR/zero: a has shape [0, 18446744073709551615, 2], which is too large to address",
     ),
     (
         "one name for two tensors",
@@ -176,7 +176,7 @@ const SAFETENSORS: &[Misuse] = &[
             let vb = weights::open(file("bool", &safetensors(header, 4)), DType::F32, &CPU)?;
             MultiHeadAttention::new(&MultiHeadAttentionConfig::new(2, 1), vb).map(drop)
         },
-        "[multi_head_attention] q_proj.weight: unsupported safetensor dtype BOOL (layout canonical)",
+        "[multi_head_attention] q_proj.weight: unsupported safetensors dtype BOOL (layout canonical)",
     ),
     (
         "weights of four bits",
@@ -185,7 +185,7 @@ const SAFETENSORS: &[Misuse] = &[
             let vb = weights::open(file("four_bits", &safetensors(header, 2)), DType::F32, &CPU)?;
             MultiHeadAttention::load(&MultiHeadAttentionConfig::new(2, 1), WeightLayout::Short, vb).map(drop)
         },
-        "[multi_head_attention] Wq.weight: unsupported dtype F4 for op to_dtype (layout short)",
+        "[multi_head_attention] Wq.weight: unsupported safetensors dtype F4 (layout short)",
     ),
 ];
 

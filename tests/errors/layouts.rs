@@ -141,7 +141,7 @@ const DETECTION: &[Misuse] = &[
     (
         "nothing of attention",
         || detect(&[("mlp.weight", &[8, 8])]),
-        "[weight_layout] no attention weights at the root of the file: looked for the query projections q_proj, W_query, Wq, W_q, heads.0.{q_proj, W_query, Wq, W_q}, self.query, q_lin, q, in_proj_weight, q_proj_weight, qkv_proj, Wqkv, query_key_value, c_attn; is a prefix missing (`vb.pp(..)`)?",
+        "[weight_layout] no attention weights at the root of the file: looked for the query projections q_proj, W_query, Wq, W_q, self.query, attention.query, q_lin, q, wq, to_q, query, heads.0.{q_proj, W_query, Wq, W_q}, in_proj_weight, q_proj_weight, qkv_proj, Wqkv, query_key_value, c_attn, qkv, to_qkv; is a prefix missing (`vb.pp(..)`)?",
     ),
     (
         "a wrong prefix",
@@ -150,7 +150,7 @@ const DETECTION: &[Misuse] = &[
             let vb = candle_attention::weights::open(path, DType::F32, &CPU)?;
             WeightLayout::detect(&vb.pp("model").pp("attn")).map(drop)
         },
-        "[weight_layout] no attention weights below \"model.attn\": looked for the query projections …; is a prefix missing (`vb.pp(..)`)?",
+        "[weight_layout] no attention weights below \"model.attn\": looked for the query projections …; there are \"model.layers.0.self_attn.q_proj.weight\", …, .. (8 in all)",
     ),
     (
         "a wrong prefix of a checkpoint",
@@ -178,12 +178,12 @@ const DETECTION: &[Misuse] = &[
     (
         "a packed weight that two families order otherwise",
         || detect(&[("query_key_value.weight", &[24, 8])]),
-        "[weight_layout] the weights at the root of the file can be read as `packed:query_key_value` or as `packed:query_key_value:by-head`; name the one meant",
+        "[weight_layout] the weights at the root of the file can be read as `packed:query_key_value` (ChatGLM) or as `packed:query_key_value:by-head` (GPT-NeoX, Bloom, Falcon); name the one meant",
     ),
     (
         "a tall c_attn",
         || detect(&[("c_attn.weight", &[24, 8])]),
-        "[weight_layout] the weights at the root of the file can be read as `packed:c_attn` or as `packed:c_attn:by-head`; name the one meant",
+        "[weight_layout] the weights at the root of the file can be read as `packed:c_attn` (nanoGPT) or as `packed:c_attn:by-head` (GPT-BigCode); name the one meant",
     ),
     (
         "two output projections",
@@ -217,7 +217,7 @@ const DETECTION: &[Misuse] = &[
     (
         "an unknown layout",
         || "llama".parse::<WeightLayout>().map(drop),
-        "[weight_layout] unknown layout \"llama\", expected one of: canonical, book, short, d2l, bert, distilbert, opt, phi, t5, raw:canonical, …",
+        "[weight_layout] unknown layout \"llama\", expected one of: canonical, book, short, d2l, bert, vit, distilbert, opt, phi, t5, meta, diffusers, x-transformers, mingpt, raw:canonical, …",
     ),
     (
         "a layout in capitals",

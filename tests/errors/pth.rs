@@ -294,6 +294,19 @@ fn pickles_that_nest_or_share_without_end_are_read_in_proportion() -> Result<()>
     // Each tuple holds the one before it twice.
     let doubled = b"q\0h\0\x86".repeat(10_000);
     pickled("doubled.pth", &[b"}K\x01)".as_slice(), &doubled, b"s"].concat())?;
+    // Few bytes that describe long names, many times: a key of a kilobyte shared by nested dicts, and by many entries.
+    let key = [b"X\x90\x01\0\0".as_slice(), &[b'k'; 400], b"q\0"].concat();
+    let nested = [b"}".as_slice(), &key, b"}", &b"h\0}".repeat(100_000), &b"s".repeat(100_001)].concat();
+    let error = crate::common::error_text(pickled("long_names.pth", &nested));
+    assert!(error.ends_with("long_names.pth: a name of 1202 bytes, expected at most 1024"), "{error}");
+    // Tensors of a hundred thousand dimensions that share one shape.
+    let shape = [b"(".as_slice(), &b"K\x01".repeat(100_000), b"tq\0"].concat();
+    let error = crate::common::error_text(tensor("rank.pth", &[b"K\0", shape.as_slice(), b"h\0"].concat()));
+    assert!(error.ends_with("rank.pth: the tensor t is not described as torch.save does"), "{error}");
+    // One long name of a class that many entries share.
+    let class = [b"c".as_slice(), &[b'c'; 100_000], b"\nd\n)Rq\0"].concat();
+    let error = crate::common::error_text(pickled("class.pth", &[b"}K\x01".as_slice(), &class, b"s"].concat()));
+    assert!(error.ends_with("class.pth: data.pkl: a name of 100000 bytes, expected at most 1024"), "{error}");
     // A dict in itself, and two in each other.
     pickled("itself.pth", b"}q\0X\x01\0\0\0ah\0s")?;
     pickled("each_other.pth", b"}q\0X\x01\0\0\0a}q\x01X\x01\0\0\0bh\0ss")?;

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use candle_attention::weights::{Checkpoint, Naming, Orientation, Storage};
+use candle_attention::weights::{Checkpoint, Naming, Orientation, QkvOrder, Storage};
 use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout, weights};
 use candle_core::{DType, Result, Tensor};
 
@@ -57,7 +57,7 @@ fn a_layer_is_written_with_the_names_and_values_it_was_read_from() -> Result<()>
 fn attention_layers_are_found_in_their_natural_order() -> Result<()> {
     let mha = MultiHeadAttentionConfig::new(4, 2);
     let stack = mha.clone().with_out_proj(false);
-    let kinds: [(&str, &str, WeightLayout); 13] = [
+    let kinds: [(&str, &str, WeightLayout); 22] = [
         ("model.layers", "self_attn", WeightLayout::Canonical),
         ("bert.encoder.layer", "attention", WeightLayout::Bert),
         ("distilbert.transformer.layer", "attention", WeightLayout::DistilBert),
@@ -71,6 +71,15 @@ fn attention_layers_are_found_in_their_natural_order() -> Result<()> {
         ("plain", "attention", WeightLayout::Raw(Naming::D2l, Orientation::InOut)),
         ("gpt_neox.layers", "attention", "packed:query_key_value:by-head".parse()?),
         ("phi", "self_attn", "packed:qkv_proj".parse()?),
+        ("vit.encoder.layer", "attention", WeightLayout::Vit),
+        ("layers", "attention", WeightLayout::Meta),
+        ("unet.blocks", "attn1", WeightLayout::Diffusers),
+        ("attn_layers", "1", WeightLayout::XTransformers),
+        ("module.blocks", "attn", WeightLayout::MinGpt),
+        ("_orig_mod.blocks", "attn", "packed:qkv".parse()?),
+        ("simple_vit", "0", "packed:to_qkv".parse()?),
+        ("vit_pytorch", "0.fn", "packed:to_qkv-to_out.0".parse()?),
+        ("modern.layers", "attn", "packed:Wqkv-Wo".parse()?),
     ];
     let mut tensors =
         HashMap::from([("model.embed_tokens.weight".to_string(), Tensor::zeros((7, 4), DType::F32, &CPU)?)]);
@@ -100,7 +109,7 @@ fn attention_layers_are_found_in_their_natural_order() -> Result<()> {
         assert_eq!(of_kind, in_order);
         let last = checkpoint.detect(in_order[11]);
         match layout {
-            WeightLayout::Raw(..) | WeightLayout::Packed(..) if outer != "phi" => {
+            WeightLayout::Raw(..) | WeightLayout::Packed(_, QkvOrder::ByHead) => {
                 assert!(last.is_err(), "{layout} is ambiguous")
             }
             _ => assert_eq!(last?, layout),

@@ -8,6 +8,7 @@ mod grid;
 mod mask_buffer;
 mod one_weight;
 mod pth;
+mod reading;
 mod round_trip;
 mod seeded;
 mod shards;

@@ -1,0 +1,265 @@
+//! Files are read a tensor at a time: what changes them afterwards is an error; float8 comes with its scales.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use candle_attention::weights::{self, Checkpoint};
+use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
+use candle_core::{DType, Result, Tensor};
+use candle_nn::VarBuilder;
+
+use crate::common::{assert_close, error_text, models};
+use crate::{CPU, bits, invented};
+
+fn save(path: &Path, tensors: Vec<(&str, Tensor)>) -> Result<()> {
+    candle_core::safetensors::save(&tensors.into_iter().collect::<HashMap<_, _>>(), path)
+}
+
+/// -1 to 1 in steps that float8 holds only roughly.
+fn wave(rows: usize, columns: usize) -> Result<Tensor> {
+    (Tensor::arange(0f32, (rows * columns) as f32, &CPU)? * 0.61)?.sin()?.reshape((rows, columns))
+}
+
+#[test]
+fn a_file_that_is_truncated_after_it_was_opened_is_an_error() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    for name in ["model.safetensors", "model.pth"] {
+        let path = folder.path().join(name);
+        std::fs::copy(models().join("book_mha").join(name), &path)?;
+        let (checkpoint, vb) = (Checkpoint::open(&path)?, weights::open(&path, DType::F32, &CPU)?);
+        std::fs::OpenOptions::new().write(true).open(&path)?.set_len(100)?;
+        for (name, shape) in checkpoint.shapes() {
+            let error = error_text(vb.get(shape, name));
+            let expected = format!("{} ends before the tensor does; it was whole when it was opened", path.display());
+            assert_eq!(error, format!("[weights] {expected}"), "{name}");
+        }
+        std::fs::remove_file(&path)?;
+        assert!(error_text(vb.get_unchecked("W_query.weight")).starts_with("[weights] cannot read "));
+    }
+    Ok(())
+}
+
+/// More elements than are converted at once, in every dtype and from each kind of builder.
+#[test]
+fn large_tensors_are_read_whole_and_mapped_ones_are_the_same() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("model.safetensors");
+    let large = wave(1031, 2053)?;
+    save(
+        &path,
+        vec![("f32", large.clone()), ("bf16", large.to_dtype(DType::BF16)?), ("none", large.narrow(0, 0, 0)?)],
+    )?;
+    for dtype in [DType::F32, DType::F16, DType::F64] {
+        let read = weights::open(&path, dtype, &CPU)?;
+        // SAFETY: nobody changes the file of this test.
+        let mapped = unsafe { weights::open_mmaped(&path, dtype, &CPU)? };
+        for name in ["f32", "bf16"] {
+            let stored = if name == "f32" { large.clone() } else { large.to_dtype(DType::BF16)? };
+            let tensor = read.get((1031, 2053), name)?;
+            assert_close(&tensor, &stored.to_dtype(dtype)?, 0.0, name);
+            assert_close(&tensor, &mapped.get((1031, 2053), name)?, 0.0, name);
+        }
+        assert_eq!(read.get((0, 2053), "none")?.dims(), [0, 2053]);
+    }
+    // SAFETY: as above.
+    let pth = unsafe { weights::open_mmaped(models().join("book_mha/model.pth"), DType::F32, &CPU)? };
+    assert_eq!(WeightLayout::detect(&pth)?, WeightLayout::Book);
+    Ok(())
+}
+
+#[test]
+fn float8_weights_are_multiplied_by_their_scales() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("model.safetensors");
+    let weight = wave(300, 260)?.to_dtype(DType::F8E4M3)?;
+    let exact = weight.to_dtype(DType::F32)?;
+    let rows = (wave(300, 1)? + 1.5)?;
+    let blocks = (wave(3, 3)? + 1.5)?;
+    let index = |len: u32| Tensor::from_iter((0..len).map(|i| i / 128), &CPU);
+    let of_blocks = blocks.index_select(&index(300)?, 0)?.index_select(&index(260)?, 1)?;
+    let scalar = Tensor::new(0.37f32, &CPU)?;
+    save(
+        &path,
+        vec![
+            ("number.weight", weight.clone()),
+            ("number.weight_scale", scalar.clone()),
+            ("inverse.weight", weight.clone()),
+            ("inverse.weight_scale_inv", scalar.reshape(1)?.to_dtype(DType::BF16)?),
+            ("rows.weight", weight.clone()),
+            ("rows.weight_scale", rows.clone()),
+            ("flat_rows.weight", weight.clone()),
+            ("flat_rows.weight_scale", rows.flatten_all()?),
+            ("blocks.weight", weight.clone()),
+            ("blocks.weight_scale_inv", blocks),
+            ("none.weight", weight.clone()),
+            ("other.weight", weight.clone()),
+            ("other.weight_scale", wave(2, 2)?),
+            ("plain.weight", exact.clone()),
+            ("plain.weight_scale", scalar.clone()),
+        ],
+    )?;
+    let number = exact.broadcast_mul(&scalar)?;
+    let inverse = exact.broadcast_mul(&scalar.to_dtype(DType::BF16)?.to_dtype(DType::F32)?)?;
+    let rows = exact.broadcast_mul(&rows)?;
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        // SAFETY: nobody changes the file of this test.
+        let mapped = unsafe { weights::open_mmaped(&path, dtype, &CPU)? };
+        for vb in [weights::open(&path, dtype, &CPU)?, mapped] {
+            for (name, expected) in [
+                ("number", &number),
+                ("inverse", &inverse),
+                ("rows", &rows),
+                ("flat_rows", &rows),
+                ("blocks", &(&exact * &of_blocks)?),
+                ("plain", &exact),
+            ] {
+                let got = vb.pp(name).get((300, 260), "weight")?;
+                assert_close(&got, &expected.to_dtype(dtype)?, 0.0, &format!("{name} as {dtype:?}"));
+            }
+            assert!(vb.contains_tensor("plain.weight_scale") && !vb.contains_tensor("blocks.weight_scale_inv"));
+            assert_eq!(
+                error_text(vb.get((300, 260), "none.weight")),
+                "none.weight is float8, and the file has no none.weight_scale_inv or none.weight_scale for it; a builder of F8E4M3 gives what is stored"
+            );
+            assert_eq!(
+                error_text(vb.get((300, 260), "other.weight")),
+                "other.weight is float8 of shape [300, 260] and other.weight_scale has shape [2, 2], expected one number, one for each row, or one for each block of 128 by 128"
+            );
+        }
+    }
+    let stored = weights::open(&path, DType::F8E4M3, &CPU)?.get((300, 260), "none.weight")?;
+    assert_eq!(stored.dtype(), DType::F8E4M3);
+    assert_close(&stored.to_dtype(DType::F32)?, &exact, 0.0, "as it is stored");
+    Ok(())
+}
+
+/// A layer from float8, and the refusal of builders that know nothing of scales.
+#[test]
+fn a_layer_is_loaded_from_float8_or_refused() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("model.safetensors");
+    let cfg = MultiHeadAttentionConfig::new(8, 2);
+    let tensors = invented(&cfg, WeightLayout::Canonical)?.state_dict(WeightLayout::Canonical)?;
+    let (mut stored, mut expected) = (HashMap::new(), HashMap::new());
+    for (name, tensor) in tensors {
+        let weight = tensor.to_dtype(DType::F8E4M3)?;
+        expected.insert(name.clone(), (weight.to_dtype(DType::F32)? * 0.25)?);
+        stored.insert(format!("{name}_scale_inv"), Tensor::new(0.25f32, &CPU)?);
+        stored.insert(name, weight);
+    }
+    candle_core::safetensors::save(&stored, &path)?;
+    let layer = MultiHeadAttention::new(&cfg, weights::open(&path, DType::F32, &CPU)?)?;
+    let expected = MultiHeadAttention::new(&cfg, VarBuilder::from_tensors(expected, DType::F32, &CPU))?;
+    assert_eq!(bits(&layer)?, bits(&expected)?);
+    // SAFETY: nobody changes the file of this test.
+    let candle = unsafe { VarBuilder::from_mmaped_safetensors(&[&path], DType::F32, &CPU)? };
+    assert_eq!(
+        error_text(MultiHeadAttention::new(&cfg, candle)),
+        "[multi_head_attention] q_proj.weight is to be multiplied by q_proj.weight_scale_inv, which this builder does not do; that of weights::open does (layout canonical)"
+    );
+    Ok(())
+}
+
+/// The names next to a tensor that is missing, and the layers where nothing is next to it.
+#[test]
+fn errors_about_names_say_what_is_there() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let cfg = MultiHeadAttentionConfig::new(8, 2);
+    let layer = invented(&cfg, WeightLayout::Canonical)?.state_dict(WeightLayout::Book)?;
+    for (wrapper, what) in [("module.", "model"), ("_orig_mod.", "model"), ("state_dict.module.", "model"), ("", "net")]
+    {
+        let path = folder.path().join("model.safetensors");
+        let full_name = |name: &str| format!("{wrapper}{what}.layers.0.attn.{name}");
+        let tensors: HashMap<_, _> = layer.iter().map(|(name, tensor)| (full_name(name), tensor.clone())).collect();
+        candle_core::safetensors::save(&tensors, &path)?;
+        let at = full_name("").trim_end_matches('.').to_string();
+        let (checkpoint, vb) = (Checkpoint::open(&path)?, weights::open(&path, DType::F32, &CPU)?);
+        assert_eq!(checkpoint.attention_layers(), [at.as_str()]);
+        // A builder that lists no names, which is asked for the prefixes that are usual.
+        let candle = VarBuilder::from_tensors(tensors, DType::F32, &CPU);
+        let wrong = "model.layers.0.attn";
+        for error in [
+            error_text(checkpoint.detect(wrong)),
+            error_text(WeightLayout::detect(&vb.pp(wrong))),
+            error_text(WeightLayout::detect(&candle.pp(wrong))),
+        ] {
+            if wrapper.is_empty() {
+                continue;
+            }
+            assert!(error.ends_with(&format!("; they are below {at:?}, from the root of the file")), "{error}");
+        }
+        for error in [error_text(checkpoint.detect("")), error_text(WeightLayout::detect(&vb))] {
+            assert!(error.ends_with(&format!("; attention weights are below {at:?}")), "{error}");
+        }
+        let error = error_text(MultiHeadAttention::new(&cfg, vb.pp(&at)));
+        let expected = format!(
+            "[multi_head_attention] {at}.q_proj.weight is missing, expected shape [8, 8] (layout canonical); there are \"{at}."
+        );
+        assert!(
+            error.starts_with(&expected) && error.contains(&format!("{:?}", full_name("out_proj.weight"))),
+            "{error}"
+        );
+    }
+    Ok(())
+}
+
+/// Without its name, a file in which two layouts are possible is decided by the config.json next to it.
+#[test]
+fn the_config_next_to_a_checkpoint_decides_between_two_readings() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let cfg = MultiHeadAttentionConfig::new(8, 2);
+    for (naming, models) in [
+        ("query_key_value", [("gpt_neox", "by-head"), ("bloom", "by-head"), ("chatglm", "by-part"), ("unknown", "")]),
+        ("c_attn", [("gpt_bigcode", "by-head"), ("falcon", "by-head"), ("gpt2", ""), ("", "")]),
+    ] {
+        let path = folder.path().join("model.safetensors");
+        invented(&cfg, WeightLayout::Canonical)?.save(&path, format!("packed:{naming}").parse()?)?;
+        for (model_type, order) in models {
+            let config = serde_json::json!({ "model_type": model_type });
+            std::fs::write(folder.path().join("config.json"), config.to_string())?;
+            let detected = Checkpoint::open(&path)?.detect("");
+            match order {
+                "by-head" => assert_eq!(detected?.to_string(), format!("packed:{naming}:by-head"), "{model_type}"),
+                "by-part" => assert_eq!(detected?.to_string(), format!("packed:{naming}"), "{model_type}"),
+                _ => {
+                    let error = error_text(detected);
+                    let users = if naming == "c_attn" { "nanoGPT" } else { "ChatGLM" };
+                    assert!(error.contains(&format!("`packed:{naming}` ({users}) or as `packed:{naming}:by-head` (")));
+                    assert!(error.ends_with("; name the one meant"), "{error}");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// `pytorch_model.bin.index.json`, the folder it is in, and the index of safetensors by its path.
+#[test]
+fn an_index_is_opened_by_its_path_and_shards_may_be_pytorchs() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let shards = [("book_mha/model.pth", "pytorch_model-00001-of-00002.bin"), ("../tests/data/nested.pth", "b.bin")];
+    let mut weight_map = serde_json::Map::new();
+    let mut expected = Vec::new();
+    for (from, to) in shards {
+        std::fs::copy(models().join(from), folder.path().join(to))?;
+        for (name, shape) in Checkpoint::open(models().join(from))?.shapes() {
+            weight_map.insert(name.to_string(), to.into());
+            expected.push((name.to_string(), shape.to_vec()));
+        }
+    }
+    let index = folder.path().join("pytorch_model.bin.index.json");
+    std::fs::write(&index, serde_json::json!({ "weight_map": weight_map }).to_string())?;
+    expected.sort();
+    for path in [folder.path(), &index] {
+        let checkpoint = Checkpoint::open(path)?;
+        let found: Vec<_> = checkpoint.shapes().map(|(name, shape)| (name.to_string(), shape.to_vec())).collect();
+        assert_eq!(found, expected);
+        let vb = checkpoint.var_builder(DType::F32, &CPU)?;
+        expected.iter().try_for_each(|(name, shape)| vb.get(shape.as_slice(), name).map(drop))?;
+    }
+    std::fs::rename(folder.path().join("pytorch_model-00001-of-00002.bin"), folder.path().join("model.safetensors"))?;
+    let index = folder.path().join("model.safetensors.index.json");
+    std::fs::write(&index, r#"{"weight_map": {"W_query.weight": "model.safetensors"}}"#)?;
+    assert_eq!(Checkpoint::open(&index)?.detect("")?, WeightLayout::Book);
+    Ok(())
+}
