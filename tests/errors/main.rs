@@ -48,6 +48,15 @@ const CASES: &[(&str, &[Case])] = &[
     ("sdpa dtypes", function::DTYPES),
     ("sdpa options", function::OPTIONS),
     ("pieces", function::PIECES),
+    ("files", files::FILES),
+    ("safetensors", files::SAFETENSORS),
+    ("shards", files::SHARDS),
+    ("pth archives", pth::ARCHIVES),
+    ("pth tensors", pth::TENSORS),
+    ("pickles", pth::PICKLES),
+    ("loading a layout", layouts::LOADING),
+    ("saving a layout", layouts::SAVING),
+    ("detection", layouts::DETECTION),
     ("layer", layer::CASES),
     ("linear weights", linear::WEIGHTS),
     ("linear inputs", linear::INPUTS),
@@ -107,21 +116,6 @@ fn every_error_reads_as_it_was_reviewed() {
     }
     assert!(differences.is_empty(), "{} texts differ:\n{}", differences.len(), differences.join("\n"));
     assert!(reviewed.is_empty(), "the snapshot has texts of cases that went: {:?}", reviewed.keys());
-}
-
-/// What is done wrong, how, and the error it gives.
-type Misuse = (&'static str, fn() -> Result<()>, &'static str);
-
-/// Runs every row and reports all that went otherwise.
-#[track_caller]
-fn check(rows: &[Misuse]) {
-    let otherwise: Vec<_> = rows
-        .iter()
-        .map(|(what, run, expected)| (what, expected, found(*run)))
-        .filter(|(_, expected, found)| !matches(expected, found))
-        .map(|(what, expected, found)| format!("{what}\n   expected: {expected}\n      found: {found}"))
-        .collect();
-    assert!(otherwise.is_empty(), "{} of {} rows:\n{}", otherwise.len(), rows.len(), otherwise.join("\n"));
 }
 
 fn matches(pattern: &str, text: &str) -> bool {
