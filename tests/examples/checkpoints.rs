@@ -59,16 +59,24 @@ fn a_stack_of_heads_counts_itself() {
 
 #[test]
 fn an_ambiguous_export_runs_once_its_layout_is_named() {
-    let file = ["--weights", "models/packed_by_head/model.safetensors", "--heads", "3"];
-    let refused = run(&[&[SENTENCE], &file[..]].concat());
-    assert_eq!(refused.code, Some(1));
-    assert!(
-        refused.stderr.contains("`packed:query_key_value` or as `packed:query_key_value:by-head`"),
-        "{}",
-        refused.stderr
-    );
-    let by_head = [&[SENTENCE], &file[..], &["--layout", "packed:query_key_value:by-head"]].concat();
-    assert_eq!(json(&by_head)["output_shape"], serde_json::json!([1, 6, 12]));
+    let folder = tempfile::tempdir().expect("a folder");
+    for (name, heads, readings) in [
+        ("packed_by_head", "3", "`packed:query_key_value` (ChatGLM) or as `packed:query_key_value:by-head` ("),
+        ("raw_square", "1", "`raw:book` or as `raw-transposed:book`"),
+    ] {
+        // Next to the config.json of models/, which says what it is, and away from it.
+        let beside = format!("models/{name}/model.safetensors");
+        let alone = folder.path().join(format!("{name}.safetensors"));
+        std::fs::copy(models().join(name).join("model.safetensors"), &alone).expect("a copy");
+        let file = ["hello", "--weights", alone.to_str().expect("a path"), "--heads", heads];
+        let refused = run(&file);
+        assert_eq!((refused.code, refused.stderr.lines().count()), (Some(1), 1), "{}", refused.stderr);
+        assert!(refused.stderr.contains(readings), "{}", refused.stderr);
+        let layout = Golden::open_config(name)["layout"].as_str().expect("a layout").to_string();
+        let named = json(&[&file[..], &["--layout", &layout]].concat());
+        let known = json(&["hello", "--weights", &beside, "--heads", heads]);
+        assert_close(&tensor(&named["output"]), &tensor(&known["output"]), 0.0, name);
+    }
 }
 
 #[test]

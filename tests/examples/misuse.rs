@@ -37,11 +37,6 @@ const TABLE: &[(&[&str], i32, &str)] = &[
     (&["hello", "--weights", "models/book_mha/model.safetensors", "--heads", "0"], 1, "num_heads (at least 1)"),
     (&["hello", "--weights", "models/book_mha/model.safetensors", "--heads", "5"], 1, "no multiple of 5"),
     (&["hello", "--weights", "models/frontend_embedding/model.safetensors"], 1, "holds no attention layer"),
-    (
-        &["hello", "--weights", "models/raw_square/model.safetensors", "--heads", "1"],
-        1,
-        "`raw:book` or as `raw-transposed:book`",
-    ),
     (&["hello", "--tokenizer", "nowhere.json"], 1, "nowhere.json"),
     (&["hello", "--tokenizer", "README.md"], 1, "README.md"),
     (&["hello world how are you ? hello", "--model", "book_mha"], 1, "7 positions are more than the context length 6"),
