@@ -179,7 +179,27 @@ pub const INFERENCE: &[Case] = &[
         Checkpoint::open(path)?.infer_config("", "packed:Wqkv".parse()?, Some(4)).map(drop)
     }),
     ("another layout", || infer("book_mha", WeightLayout::Short, Some(2))),
+    // Each without an element, so that the file is small.
+    ("values beyond counting", || infer_empty("values", 1, [[1, 4], [1, 4], [1 << 59, 0]])),
+    ("values beyond counting for each head", || infer_empty("each_head", 64, [[64, 0], [1, 0], [1 << 59, 0]])),
+    ("queries beyond counting", || infer_empty("queries", 2, [[1 << 59, 0], [2, 0], [2, 0]])),
+    ("keys beyond counting", || infer_empty("keys", 2, [[2, 0], [1 << 59, 0], [1 << 59, 0]])),
+    ("inputs beyond counting", || infer_empty("inputs", 1, [[0, 1 << 59], [0, 1 << 59], [0, 1 << 59]])),
 ];
+
+fn infer_empty(name: &str, num_heads: usize, shapes: [[usize; 2]; 3]) -> Result<()> {
+    let (mut header, mut end) = (String::new(), 0);
+    for (name, [rows, columns]) in ["q_proj", "k_proj", "v_proj"].iter().zip(shapes) {
+        let start = end;
+        end += rows * columns * 4;
+        let entry = format!(r#""{name}.weight":{{"dtype":"F32","shape":[{rows},{columns}],"data_offsets":[{start},{end}]}}"#);
+        header = if header.is_empty() { entry } else { format!("{header},{entry}") };
+    }
+    let path = crate::file(name, &crate::files::safetensors(&format!("{{{header}}}"), end));
+    let cfg = Checkpoint::open(&path)?.infer_config("", WeightLayout::Canonical, Some(num_heads))?;
+    let vb = candle_attention::weights::open(&path, DType::F32, &CPU)?;
+    MultiHeadAttention::new(&cfg, vb).map(drop)
+}
 
 fn infer(folder: &str, layout: WeightLayout, num_heads: Option<usize>) -> Result<()> {
     let checkpoint = Checkpoint::open(models().join(folder).join("model.safetensors"))?;
