@@ -57,7 +57,7 @@ itself.
 | tokenizer, embedding and attention | `frontend_tokenizer`, `_embedding`, `frontend_48`, `frontend_1536` | `tokenizer`, `golden::layers::frontend_*` |
 | grouped and single key heads | `gqa_48`, `mqa_48` | `golden::layers::gqa_48`, `mqa_48` |
 | layouts of GPT-2, Phi-3, MPT, GPT-NeoX, Falcon, BERT | `gpt2_conv1d`, `packed_*`, `bert_self` | `golden::layers::*` |
-| a layout with two readings | `raw_square` | `golden::layers::every_layout_is_detected_or_refused_as_ambiguous` |
+| a layout with two readings | `raw_square` | `weights::folders::every_folder_is_detected_inferred_and_written_as_it_was_read` |
 | seeded initialisation, every parameter bit for bit | all with a `manual_seed` | `init` |
 | what the tutorials print, to their digits | `printed_numbers.json` | `golden::printed` |
 

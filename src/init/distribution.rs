@@ -27,20 +27,20 @@ impl Distribution {
             _ if shape.dims().contains(&0) => Ok(Self::Constant(0.0)),
             Init::Uniform { lo, up } => Self::uniform(lo, up),
             Init::Randn { mean, stdev } => Self::normal(mean, stdev),
-            Init::Kaiming {
-                dist: NormalOrUniform::Normal,
-                fan: FanInOut::FanIn,
-                non_linearity: NonLinearity::ReLU,
-            } => {
-                let bound = kaiming_bound(linear_gain(), FanInOut::FanIn.for_shape(shape));
-                Self::uniform(-bound, bound)
-            }
-            Init::Kaiming { dist: NormalOrUniform::Uniform, fan, non_linearity } => {
-                let bound = kaiming_bound(non_linearity.gain(), fan.for_shape(shape));
-                Self::uniform(-bound, bound)
-            }
-            Init::Kaiming { dist: NormalOrUniform::Normal, fan, non_linearity } => {
-                Self::normal(0.0, kaiming_std(non_linearity.gain(), fan.for_shape(shape)))
+            Init::Kaiming { dist, fan, non_linearity } => {
+                // Candle's default hint: that of its linear layers and convolutions.
+                let is_default = matches!(
+                    (dist, fan, non_linearity),
+                    (NormalOrUniform::Normal, FanInOut::FanIn, NonLinearity::ReLU)
+                );
+                let gain = if is_default { linear_gain() } else { non_linearity.gain() };
+                let std = gain / (fan.for_shape(shape) as f64).sqrt();
+                if is_default || matches!(dist, NormalOrUniform::Uniform) {
+                    let bound = 3f64.sqrt() * std;
+                    Self::uniform(-bound, bound)
+                } else {
+                    Self::normal(0.0, std)
+                }
             }
         }
     }
@@ -70,14 +70,6 @@ impl Distribution {
 /// The gain of `torch.nn.Linear.reset_parameters`, a leaky ReLU of slope sqrt(5), in PyTorch's own roundings.
 fn linear_gain() -> f64 {
     (2.0 / (1.0 + 5f64.sqrt().powi(2))).sqrt()
-}
-
-fn kaiming_std(gain: f64, fan: usize) -> f64 {
-    gain / (fan as f64).sqrt()
-}
-
-fn kaiming_bound(gain: f64, fan: usize) -> f64 {
-    3f64.sqrt() * kaiming_std(gain, fan)
 }
 
 #[cfg(test)]

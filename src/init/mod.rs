@@ -96,7 +96,7 @@ impl TorchSeed {
     ///
     /// If `shape` has more elements than memory can hold.
     pub fn rand<S: Into<Shape>>(&self, shape: S) -> Result<Tensor> {
-        self.draw("[rand]", shape.into(), Distribution::Uniform { lo: 0.0, hi: 1.0 })
+        draw(&mut self.lock().generator, "[rand]", shape.into(), Distribution::Uniform { lo: 0.0, hi: 1.0 })
     }
 
     /// `torch.randn(shape)`: mean 0 and standard deviation 1, f32 on the CPU.
@@ -105,7 +105,7 @@ impl TorchSeed {
     ///
     /// If `shape` has more elements than memory can hold.
     pub fn randn<S: Into<Shape>>(&self, shape: S) -> Result<Tensor> {
-        self.draw("[randn]", shape.into(), Distribution::Normal { mean: 0.0, std: 1.0 })
+        draw(&mut self.lock().generator, "[randn]", shape.into(), Distribution::Normal { mean: 0.0, std: 1.0 })
     }
 
     /// The elements that `torch.nn.Dropout(p)` keeps in train mode: u8 on the CPU, 1 = kept. PyTorch divides the kept
@@ -129,11 +129,7 @@ impl TorchSeed {
         Tensor::from_vec(keep, shape, &Device::Cpu)
     }
 
-    fn draw(&self, what: &str, shape: Shape, distribution: Distribution) -> Result<Tensor> {
-        draw(&mut self.lock().generator, what, shape, distribution)
-    }
-
-    /// A thread that panicked with the lock held leaves a generator that is as good as before, only further on.
+    /// A thread that panicked with the lock held leaves a valid generator, only further on in its stream.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

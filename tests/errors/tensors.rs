@@ -192,7 +192,8 @@ fn infer_empty(name: &str, num_heads: usize, shapes: [[usize; 2]; 3]) -> Result<
     for (name, [rows, columns]) in ["q_proj", "k_proj", "v_proj"].iter().zip(shapes) {
         let start = end;
         end += rows * columns * 4;
-        let entry = format!(r#""{name}.weight":{{"dtype":"F32","shape":[{rows},{columns}],"data_offsets":[{start},{end}]}}"#);
+        let entry =
+            format!(r#""{name}.weight":{{"dtype":"F32","shape":[{rows},{columns}],"data_offsets":[{start},{end}]}}"#);
         header = if header.is_empty() { entry } else { format!("{header},{entry}") };
     }
     let path = crate::file(name, &crate::files::safetensors(&format!("{{{header}}}"), end));

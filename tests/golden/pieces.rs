@@ -2,7 +2,7 @@
 
 use candle_attention::init::TorchSeed;
 use candle_attention::{
-    AttentionMask, EmptyRows, SdpaOptions, ValidLens, masked_softmax, scaled_dot_product_attention,
+    AttentionMask, AttentionOutput, EmptyRows, SdpaOptions, ValidLens, masked_softmax, scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
 };
 use candle_core::{D, Result, Tensor};
@@ -10,6 +10,7 @@ use candle_core::{D, Result, Tensor};
 use crate::TOLERANCE;
 use crate::common::{Golden, assert_close};
 
+/// `frontend_tokenizer` is tested in tests/tokenizer, which is about text.
 pub const TESTED: &[&str] = &[
     "additive_mask",
     "batched_matmul",
@@ -17,32 +18,47 @@ pub const TESTED: &[&str] = &[
     "d2l_masked_softmax",
     "d2l_transpose_qkv",
     "dropout",
-    // Tested in tests/tokenizer, which is about text.
     "frontend_tokenizer",
     "qkv_2x2",
     "shiny_sun",
 ];
 
-/// (T, D) as the function wants it.
+/// (T, D) as (1, 1, T, D).
 fn heads(tensor: &Tensor) -> Result<Tensor> {
     tensor.unsqueeze(0)?.unsqueeze(0)
 }
 
-fn lens(golden: &Golden, case: &str) -> Result<Option<ValidLens>> {
-    golden.find(case, "valid_lens").map(ValidLens::from_tensor).transpose()
+fn attend(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, scale: Option<f64>) -> Result<AttentionOutput> {
+    let options = scale.map_or_else(SdpaOptions::default, |scale| SdpaOptions::default().with_scale(scale));
+    scaled_dot_product_attention_with_weights(q, k, v, mask, &options)
+}
+
+/// Both outputs are the case's, whatever dimensions of 1 they have more.
+fn assert_golden(output: &AttentionOutput, golden: &Golden, case: &str) -> Result<()> {
+    for (got, name) in [(&output.context, "expected_f64"), (&output.weights, "attn_weights_f64")] {
+        let expected = golden.get(case, name);
+        assert_close(&got.reshape(expected.dims())?, expected, TOLERANCE, &format!("{}, {case}, {name}", golden.name));
+    }
+    Ok(())
+}
+
+fn qkv_2x2(golden: &Golden) -> Result<[Tensor; 3]> {
+    let [q, k, v] = ["q", "k", "v"].map(|name| heads(golden.get("main", name)));
+    Ok([q?, k?, v?])
+}
+
+fn shiny_sun(golden: &Golden) -> Result<(Tensor, AttentionOutput)> {
+    let x = heads(golden.get("main", "x"))?;
+    let output = attend(&x.narrow(2, 1, 1)?, &x, &x, &AttentionMask::none(), Some(1.0))?;
+    Ok((x, output))
 }
 
 #[test]
 fn shiny_sun_attends_without_weights() -> Result<()> {
     let golden = Golden::open("shiny_sun");
-    let options = SdpaOptions::default().with_scale(1.0);
-    let x = heads(golden.get("main", "x"))?;
-    let query = x.narrow(2, 1, 1)?;
-    let output = scaled_dot_product_attention_with_weights(&query, &x, &x, &AttentionMask::none(), &options)?;
-    assert_close(&output.context.flatten_all()?, golden.get("main", "expected_f64"), TOLERANCE, "context");
-    assert_close(&output.weights.flatten_all()?, golden.get("main", "attn_weights_f64"), TOLERANCE, "weights");
+    assert_golden(&shiny_sun(&golden)?.1, &golden, "main")?;
     let x = heads(golden.get("all_queries", "x"))?;
-    let context = scaled_dot_product_attention(&x, &x, &x, &AttentionMask::none(), &options)?;
+    let context = attend(&x, &x, &x, &AttentionMask::none(), Some(1.0))?.context;
     assert_close(&context.squeeze(0)?.squeeze(0)?, golden.get("all_queries", "expected_f64"), TOLERANCE, "all queries");
     Ok(())
 }
@@ -50,12 +66,8 @@ fn shiny_sun_attends_without_weights() -> Result<()> {
 #[test]
 fn qkv_2x2_gives_weights_and_context() -> Result<()> {
     let golden = Golden::open("qkv_2x2");
-    let [q, k, v] = ["q", "k", "v"].map(|name| heads(golden.get("main", name)));
-    let output =
-        scaled_dot_product_attention_with_weights(&q?, &k?, &v?, &AttentionMask::none(), &SdpaOptions::default())?;
-    assert_close(&output.context.squeeze(0)?.squeeze(0)?, golden.get("main", "expected_f64"), TOLERANCE, "context");
-    assert_close(&output.weights.squeeze(0)?.squeeze(0)?, golden.get("main", "attn_weights_f64"), TOLERANCE, "weights");
-    Ok(())
+    let [q, k, v] = qkv_2x2(&golden)?;
+    assert_golden(&attend(&q, &k, &v, &AttentionMask::none(), None)?, &golden, "main")
 }
 
 /// The scores that attention computes: with a single key, the log-sum-exp is the score itself.
@@ -85,13 +97,11 @@ fn batched_matmul_equals_the_heads_one_by_one() -> Result<()> {
 /// What the crate computes for a folder's tensor, for the numbers that tutorials print.
 pub fn computed(folder: &str, tensor: &str) -> Result<Tensor> {
     let golden = Golden::open(folder);
-    let (none, default) = (AttentionMask::none(), SdpaOptions::default());
-    match folder {
-        "batched_matmul" => scores(golden.get("main", "a"), golden.get("main", "a"), 1.0),
-        "qkv_2x2" => {
-            let [q, k, v] = ["q", "k", "v"].map(|name| heads(golden.get("main", name)));
-            let (q, k) = (q?, k?);
-            let output = scaled_dot_product_attention_with_weights(&q, &k, &v?, &none, &default)?;
+    match (folder, tensor) {
+        ("batched_matmul", _) => scores(golden.get("main", "a"), golden.get("main", "a"), 1.0),
+        ("qkv_2x2", _) => {
+            let [q, k, v] = qkv_2x2(&golden)?;
+            let output = attend(&q, &k, &v, &AttentionMask::none(), None)?;
             match tensor {
                 "scores" => scores(&q, &k, 1.0),
                 "scaled" => scores(&q, &k, 0.5f64.sqrt()),
@@ -99,16 +109,12 @@ pub fn computed(folder: &str, tensor: &str) -> Result<Tensor> {
                 _ => Ok(output.context),
             }
         }
-        _ => {
-            let x = heads(golden.get("main", "x"))?;
-            let query = x.narrow(2, 1, 1)?;
-            let output = scaled_dot_product_attention_with_weights(&query, &x, &x, &none, &default.with_scale(1.0))?;
-            match tensor {
-                // The tutorial lists the weighted embeddings component by component.
-                "weighted" => output.weights.t()?.broadcast_mul(&x)?.t(),
-                _ => Ok(output.context),
-            }
+        // The tutorial lists the weighted embeddings component by component.
+        (_, "weighted") => {
+            let (x, output) = shiny_sun(&golden)?;
+            output.weights.t()?.broadcast_mul(&x)?.t()
         }
+        _ => Ok(shiny_sun(&golden)?.1.context),
     }
 }
 
@@ -116,22 +122,22 @@ pub fn computed(folder: &str, tensor: &str) -> Result<Tensor> {
 #[test]
 fn additive_mask_is_the_causal_mask() -> Result<()> {
     let golden = Golden::open("additive_mask");
-    let scores = golden.get("main", "scores");
+    let (scores, meant) = (golden.get("main", "scores"), golden.get("main", "mask_meant"));
     let t = scores.dim(1)?;
-    let mask = AttentionMask::causal();
-    let additive = mask.to_additive((1, 1, t, t), scores.dtype(), scores.device())?;
-    assert_close(&additive.squeeze(0)?.squeeze(0)?, golden.get("main", "mask_meant"), 0.0, "the triangle");
+    let additive = AttentionMask::causal().to_additive((1, 1, t, t), scores.dtype(), scores.device())?;
+    assert_close(&additive.squeeze(0)?.squeeze(0)?, meant, 0.0, "the triangle");
     // Queries that are the rows of the identity against keys that are the columns of the scores give the scores.
-    let q = Tensor::eye(t, scores.dtype(), scores.device())?;
-    let k = scores.squeeze(0)?.t()?;
-    let options = SdpaOptions::default().with_scale(1.0);
-    for mask in [mask, AttentionMask::none().with_bias(golden.get("main", "mask_meant"))] {
-        let output =
-            scaled_dot_product_attention_with_weights(&heads(&q.t()?)?, &heads(&k)?, &heads(&q)?, &mask, &options)?;
-        let weights = output.weights.squeeze(0)?;
+    let q = heads(&Tensor::eye(t, scores.dtype(), scores.device())?)?;
+    let k = heads(&scores.squeeze(0)?.t()?)?;
+    for mask in [AttentionMask::causal(), AttentionMask::none().with_bias(meant)] {
+        let weights = attend(&q, &k, &q, &mask, Some(1.0))?.weights.squeeze(0)?;
         assert_close(&weights, golden.get("main", "expected_f64"), TOLERANCE, "weights");
     }
     Ok(())
+}
+
+fn lens(golden: &Golden, case: &str) -> Result<Option<ValidLens>> {
+    golden.find(case, "valid_lens").map(ValidLens::from_tensor).transpose()
 }
 
 #[test]
@@ -158,13 +164,10 @@ fn d2l_dot_product_gives_pytorch_numbers() -> Result<()> {
     let golden = Golden::open("d2l_dot_product");
     for case in golden.cases() {
         let [q, k, v] = ["queries", "keys", "values"].map(|name| golden.get(&case, name).unsqueeze(1));
-        let mask = match lens(&golden, &case)? {
-            Some(lens) => AttentionMask::none().with_valid_lens(lens).with_empty_rows(EmptyRows::Uniform),
-            None => AttentionMask::none(),
-        };
-        let output = scaled_dot_product_attention_with_weights(&q?, &k?, &v?, &mask, &SdpaOptions::default())?;
-        assert_close(&output.context.squeeze(1)?, golden.get(&case, "expected_f64"), TOLERANCE, &case);
-        assert_close(&output.weights.squeeze(1)?, golden.get(&case, "attn_weights_f64"), TOLERANCE, &case);
+        let mask = lens(&golden, &case)?.map_or_else(AttentionMask::none, |lens| {
+            AttentionMask::none().with_valid_lens(lens).with_empty_rows(EmptyRows::Uniform)
+        });
+        assert_golden(&attend(&q?, &k?, &v?, &mask, None)?, &golden, &case)?;
     }
     Ok(())
 }
@@ -175,13 +178,11 @@ fn d2l_transpose_qkv_is_a_view_with_the_heads_in_front() -> Result<()> {
     let golden = Golden::open("d2l_transpose_qkv");
     let x = golden.get("main", "x");
     let (b, t, width) = x.dims3()?;
-    let num_heads = 3;
-    let split = x.reshape((b, t, num_heads, width / num_heads))?.transpose(1, 2)?;
+    let split = x.reshape((b, t, 3, width / 3))?.transpose(1, 2)?;
     assert_close(&split.flatten(0, 1)?, golden.get("main", "output"), 0.0, "split");
     // A single key hands its value through, so attention shows how the layer lays out heads.
-    let value = split.narrow(2, 0, 1)?;
-    let context =
-        scaled_dot_product_attention(&split, &value, &value, &AttentionMask::none(), &SdpaOptions::default())?;
+    let (value, none) = (split.narrow(2, 0, 1)?, AttentionMask::none());
+    let context = scaled_dot_product_attention(&split, &value, &value, &none, &SdpaOptions::default())?;
     let merged = context.transpose(1, 2)?.reshape((b, t, width))?;
     assert_close(&merged, &x.narrow(1, 0, 1)?.broadcast_as((b, t, width))?, TOLERANCE, "merged");
     Ok(())
@@ -194,8 +195,7 @@ fn dropout_keeps_what_pytorch_keeps() -> Result<()> {
         let (x, expected) = (golden.get(case, "x"), golden.get(case, "output"));
         let keep = TorchSeed::new(seed).dropout_keep(x.shape(), p)?;
         assert_close(&keep, golden.get(case, "keep"), 0.0, case);
-        let dropped = (x.mul(&keep.to_dtype(x.dtype())?)? / (1.0 - p))?;
-        assert_close(&dropped, expected, 1e-7, case);
+        assert_close(&(x.mul(&keep.to_dtype(x.dtype())?)? / (1.0 - p))?, expected, 1e-7, case);
     }
     Ok(())
 }

@@ -6,7 +6,7 @@ use candle_attention::weights::{Checkpoint, Naming, Orientation, QkvOrder, Stora
 use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout, weights};
 use candle_core::{DType, Result, Tensor};
 
-use crate::common::models;
+use crate::common::{error_text, models};
 use crate::{CPU, assert_same_tensors, invented};
 
 /// A folder with a layer in one of the layouts: name, config of the folder, config of the layer, layout.
@@ -38,12 +38,33 @@ pub fn layer_tensors(name: &str) -> Result<Option<HashMap<String, Tensor>>> {
     Ok(Some(tensors.into_iter().filter(|(name, _)| !name.starts_with("embedding.")).collect()))
 }
 
+/// Found from the file alone, or refused where two readings remain and no config.json is next to it; inferred, loaded,
+/// and written as it stood.
 #[test]
-fn a_layer_is_written_with_the_names_and_values_it_was_read_from() -> Result<()> {
+fn every_folder_is_detected_inferred_and_written_as_it_was_read() -> Result<()> {
     let mut compared = 0;
-    for (name, _, cfg, layout) in folders() {
+    for (name, config, cfg, layout) in folders() {
         let Some(expected) = layer_tensors(&name)? else { continue };
-        let vb = weights::open(models().join(&name).join("model.safetensors"), DType::F32, &CPU)?;
+        let file = models().join(&name).join("model.safetensors");
+        let (checkpoint, vb) = (Checkpoint::open(&file)?, weights::open(&file, DType::F32, &CPU)?);
+        let found = WeightLayout::detect(&vb);
+        if ["packed_by_head", "packed_by_group", "raw_square"].contains(&name.as_str()) {
+            let text = error_text(found);
+            assert!(text.contains(&format!("`{layout}`")) && text.contains(" or as `"), "{name}: {text}");
+        } else {
+            assert_eq!(found?, layout, "{name}");
+        }
+        assert_eq!(checkpoint.detect("")?, layout, "{name}");
+        let inferred = checkpoint.infer_config("", layout, Some(cfg.num_heads()))?;
+        let sizes = |cfg: &MultiHeadAttentionConfig| {
+            let widths = [cfg.embed_dim(), cfg.key_size(), cfg.value_size(), cfg.out_dim()];
+            let heads = [cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()];
+            (widths, heads, cfg.qkv_bias(), cfg.out_proj(), cfg.out_bias(), cfg.bias_kv())
+        };
+        assert_eq!(sizes(&inferred), sizes(&cfg), "{name}");
+        if config["parameters"].get("mask").is_some() {
+            assert_eq!((inferred.causal(), inferred.context_length()), (true, cfg.context_length()), "{name}");
+        }
         let layer = MultiHeadAttention::load(&cfg, layout, vb)?;
         assert_same_tensors(&layer.state_dict(layout)?, &expected, &name);
         compared += 1;
