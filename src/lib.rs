@@ -21,12 +21,12 @@ pub mod hf;
 #[cfg(feature = "hub")]
 pub mod hub;
 pub mod init;
-mod latent;
+mod layer;
 mod linear;
 mod mask;
-mod multi_head;
 pub mod plot;
 mod position;
+mod projection;
 mod qk_norm;
 mod sdpa;
 mod shard;
@@ -38,15 +38,15 @@ pub use additive::{AdditiveAttention, AdditiveAttentionConfig};
 pub use cache::{AttentionCache, AttentionCacheConfig};
 pub use config::MultiHeadAttentionConfig;
 pub use init::TorchSeed;
-pub use latent::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
+pub use layer::{
+    AttentionInput, MultiHeadAttention, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, ProjectedMemory,
+};
 pub use linear::{PackedLinear, packed_linear, packed_linear_b, packed_linear_no_bias};
 pub use mask::{AttentionMask, EmptyRows, KvRanges, ValidLens};
-pub use multi_head::{
-    AttentionInput, MultiHeadAttention, ProjectedMemory, ProjectionModule, ProjectionModules, ProjectionPlace,
-};
 pub use position::{
     AlibiConfig, RelativeBias, RelativeBiasConfig, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, alibi_slopes,
 };
+pub use projection::{ProjectionModule, ProjectionModules, ProjectionPlace};
 pub use qk_norm::{QkNorm, QkNormKind, QkNormScope};
 pub use sdpa::{
     AttentionOutput, Backend, OutputOrder, PackedSequences, Plan, SdpaOptions, masked_softmax, merge_attention, plan,

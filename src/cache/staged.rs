@@ -11,7 +11,7 @@ use super::{AttentionCache, NewTokens};
 use crate::mask::{PlacedDims, Placement};
 use crate::sdpa::{accumulation_dtype, attend_with_weights_and_lse, shares_of_parts};
 use crate::{
-    AttentionMask, AttentionOutput, EmptyRows, SdpaOptions, merge_attention, scaled_dot_product_attention,
+    AttentionMask, AttentionOutput, EmptyRows, Plan, SdpaOptions, merge_attention, plan, scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
 };
 
@@ -142,6 +142,18 @@ impl<'c> StagedAppend<'c> {
             }
         };
         Ok(AttentionOutput { context: context.to_dtype(q.dtype())?, weights: weights.to_dtype(q.dtype())? })
+    }
+
+    /// The path that [`attend`](Self::attend) takes, and why; of 8 bits, that of the first part of the keys.
+    pub fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
+        let query = self.query(q)?;
+        let (mut rows, _) = self.whole(q, mask)?;
+        if self.read.buffers.format() == KvFormat::Q8 {
+            check_parts(mask, options)?;
+            rows.end = rows.end.min(Q8_POSITIONS);
+        }
+        let (k, v) = self.read(&rows)?;
+        plan(&query, &k, &v, &self.mask_of_rows(q, mask, &rows)?, options)
     }
 
     /// Makes the call's keys and values part of the cache.

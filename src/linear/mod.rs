@@ -39,11 +39,11 @@ const OP: &str = "packed_linear";
 /// ```
 #[derive(Debug, Clone)]
 pub struct PackedLinear {
-    held: Held,
+    kind: Kind,
 }
 
 #[derive(Debug, Clone)]
-enum Held {
+enum Kind {
     Packed(Arc<Packed>),
     Plain(Linear),
 }
@@ -110,11 +110,11 @@ impl PackedLinear {
                 )
             }
         }
-        let is_tracked = weight.track_op() || bias.is_some_and(Tensor::track_op);
-        let held = match (weight.device(), weight.dtype()) {
-            (Device::Cpu, DType::F32) if !is_tracked => Held::Packed(Packed::new::<f32>(weight, bias, tier)?.into()),
-            (Device::Cpu, DType::BF16) if !is_tracked => Held::Packed(Packed::new::<bf16>(weight, bias, tier)?.into()),
-            (Device::Cpu, DType::F16) if !is_tracked => Held::Packed(Packed::new::<f16>(weight, bias, tier)?.into()),
+        let is_tracked = tracks_gradients(weight, bias);
+        let kind = match (weight.device(), weight.dtype()) {
+            (Device::Cpu, DType::F32) if !is_tracked => Kind::Packed(Packed::new::<f32>(weight, bias, tier)?.into()),
+            (Device::Cpu, DType::BF16) if !is_tracked => Kind::Packed(Packed::new::<bf16>(weight, bias, tier)?.into()),
+            (Device::Cpu, DType::F16) if !is_tracked => Kind::Packed(Packed::new::<f16>(weight, bias, tier)?.into()),
             (device, dtype @ (DType::F32 | DType::BF16 | DType::F16 | DType::F64)) => {
                 if let Some(tier) = tier {
                     let tracked = if is_tracked { ", tracked for gradients," } else { "" };
@@ -123,11 +123,16 @@ impl PackedLinear {
                         device.location()
                     )
                 }
-                Held::Plain(Linear::new(weight.clone(), bias.cloned()))
+                Kind::Plain(Linear::new(weight.clone(), bias.cloned()))
             }
             (_, dtype) => bail!("[{OP}] weight has dtype {dtype:?}, expected F32, BF16, F16 or F64"),
         };
-        Ok(Self { held })
+        Ok(Self { kind })
+    }
+
+    /// A [`Linear`] as it is, for one that training changes.
+    pub(crate) fn unpacked(linear: Linear) -> Self {
+        Self { kind: Kind::Plain(linear) }
     }
 
     /// Packs a [`Linear`].
@@ -143,47 +148,47 @@ impl PackedLinear {
     /// # Errors
     /// If memory is short.
     pub fn to_linear(&self) -> Result<Linear> {
-        match &self.held {
-            Held::Plain(linear) => Ok(linear.clone()),
-            Held::Packed(packed) => packed.to_linear(),
+        match &self.kind {
+            Kind::Plain(linear) => Ok(linear.clone()),
+            Kind::Packed(packed) => packed.to_linear(),
         }
     }
 
     /// The width of the output.
     pub fn out_dim(&self) -> usize {
-        match &self.held {
-            Held::Plain(linear) => linear.weight().dims()[0],
-            Held::Packed(packed) => packed.shape().0,
+        match &self.kind {
+            Kind::Plain(linear) => linear.weight().dims()[0],
+            Kind::Packed(packed) => packed.shape().0,
         }
     }
 
     /// The width of the input.
     pub fn in_dim(&self) -> usize {
-        match &self.held {
-            Held::Plain(linear) => linear.weight().dims()[1],
-            Held::Packed(packed) => packed.shape().1,
+        match &self.kind {
+            Kind::Plain(linear) => linear.weight().dims()[1],
+            Kind::Packed(packed) => packed.shape().1,
         }
     }
 
     /// The weight's dtype.
     pub fn dtype(&self) -> DType {
-        match &self.held {
-            Held::Plain(linear) => linear.weight().dtype(),
-            Held::Packed(packed) => packed.dtype(),
+        match &self.kind {
+            Kind::Plain(linear) => linear.weight().dtype(),
+            Kind::Packed(packed) => packed.dtype(),
         }
     }
 
     /// Where the weight is.
     pub fn device(&self) -> &Device {
-        match &self.held {
-            Held::Plain(linear) => linear.weight().device(),
-            Held::Packed(_) => &Device::Cpu,
+        match &self.kind {
+            Kind::Plain(linear) => linear.weight().device(),
+            Kind::Packed(_) => &Device::Cpu,
         }
     }
 
     /// Whether the weight is packed, or else a [`Linear`].
     pub fn is_packed(&self) -> bool {
-        matches!(self.held, Held::Packed(_))
+        matches!(self.kind, Kind::Packed(_))
     }
 
     /// Some of the outputs only, with the bits that [`forward`](Module::forward) gives them: (.., in) gives
@@ -217,11 +222,20 @@ impl PackedLinear {
         if !fits_in_memory(&[rows, columns.len()]) {
             bail!("[{OP}] an output of {rows} rows of {} does not fit in memory", columns.len())
         }
-        match &self.held {
-            Held::Packed(packed) => packed.forward(xs, columns),
-            Held::Plain(linear) => plain(linear, xs, columns),
+        match &self.kind {
+            Kind::Packed(packed) => packed.forward(xs, columns),
+            Kind::Plain(linear) => plain(linear, xs, columns),
         }
     }
+}
+
+/// Whether training changes a linear layer in place, so that a copy would not follow it.
+pub(crate) fn is_tracked(linear: &Linear) -> bool {
+    tracks_gradients(linear.weight(), linear.bias())
+}
+
+fn tracks_gradients(weight: &Tensor, bias: Option<&Tensor>) -> bool {
+    weight.track_op() || bias.is_some_and(Tensor::track_op)
 }
 
 /// (.., in) gives (.., out) in the input's dtype, which is the weight's, or f32 over a weight in half precision.

@@ -19,12 +19,11 @@ mod detect;
 mod header;
 mod index;
 mod infer;
-mod joint;
 mod layout;
 mod load;
-mod pack;
 mod pickle;
 mod pth;
+mod rows;
 mod save;
 mod shard;
 mod source;
@@ -35,7 +34,8 @@ pub use layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLay
 
 #[cfg(feature = "hub")]
 pub(crate) use index::ShardIndex;
-pub(crate) use load::{Projections, load_projections, projection_shapes};
+pub(crate) use load::{Linears, LoadedProjections, load_projections, projection_shapes};
+pub(crate) use rows::ProjectionRows;
 pub(crate) use save::state_dict;
 pub(crate) use shard::{load_shard, whole};
 pub(crate) use source::{Source, has, root};

@@ -3,10 +3,9 @@
 use candle_core::{Device, Result, Tensor};
 use candle_nn::{Linear, VarBuilder, VarMap};
 
-use super::joint::Joint;
 use super::layout::{Naming, Orientation, QkvOrder, Storage, WeightLayout};
-use super::load::{Projections, fits_torch};
-use super::pack::PackedRows;
+use super::load::{Linears, fits_torch};
+use super::rows::PackedQkv;
 use super::source::Source;
 use crate::MultiHeadAttentionConfig;
 use crate::size::fits_in_memory;
@@ -16,12 +15,12 @@ type Tensors = Vec<(String, Tensor)>;
 pub(crate) fn state_dict(
     cfg: &MultiHeadAttentionConfig,
     layout: WeightLayout,
-    projections: &Projections,
+    projections: &Linears,
 ) -> Result<Tensors> {
     // Nothing is read: the source is only the voice of the errors.
     let empty = VarBuilder::from_varmap(&VarMap::new(), projections.q.weight().dtype(), &Device::Cpu);
     let errors = Source::new("state_dict", layout, empty);
-    let Projections { q, k, v, o, .. } = projections;
+    let Linears { q, k, v, o } = projections;
     let mut tensors = Vec::new();
     match layout {
         WeightLayout::StackedHeads(naming, storage) => {
@@ -106,14 +105,9 @@ fn stacked(
     Ok(())
 }
 
-fn torch(
-    cfg: &MultiHeadAttentionConfig,
-    projections: &Projections,
-    errors: &Source,
-    tensors: &mut Tensors,
-) -> Result<()> {
+fn torch(cfg: &MultiHeadAttentionConfig, projections: &Linears, errors: &Source, tensors: &mut Tensors) -> Result<()> {
     fits_torch(cfg, errors)?;
-    let Projections { q, k, v, o, .. } = projections;
+    let Linears { q, k, v, o } = projections;
     let weights = [q.weight(), k.weight(), v.weight()];
     if cfg.key_size() == cfg.embed_dim() && cfg.value_size() == cfg.embed_dim() {
         let packed = pack(cfg, QkvOrder::ByPart, projections, errors)?;
@@ -134,15 +128,12 @@ fn torch(
     }
 }
 
-fn pack(cfg: &MultiHeadAttentionConfig, order: QkvOrder, projections: &Projections, errors: &Source) -> Result<Linear> {
-    let rows = PackedRows::new(cfg, order, errors)?;
-    if let (QkvOrder::ByPart, Some(packed)) = (order, projections.joint.as_ref().and_then(Joint::all)) {
-        return Ok(packed.clone());
-    }
-    let Projections { q, k, v, .. } = projections;
-    let weight = rows.join_rows([q.weight(), k.weight(), v.weight()])?;
+fn pack(cfg: &MultiHeadAttentionConfig, order: QkvOrder, projections: &Linears, errors: &Source) -> Result<Linear> {
+    let rows = PackedQkv::new(cfg, order, errors)?;
+    let Linears { q, k, v, .. } = projections;
+    let weight = rows.join([q.weight(), k.weight(), v.weight()])?;
     let bias = match (q.bias(), k.bias(), v.bias()) {
-        (Some(q), Some(k), Some(v)) => Some(rows.join_rows([q, k, v])?),
+        (Some(q), Some(k), Some(v)) => Some(rows.join([q, k, v])?),
         _ => None,
     };
     Ok(Linear::new(weight, bias))

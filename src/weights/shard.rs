@@ -7,7 +7,8 @@ use candle_nn::var_builder::{Shard, ShardedVarBuilder, SimpleBackend};
 use candle_nn::{Init, Linear, VarBuilder};
 
 use super::layout::{Orientation, Storage, WeightLayout};
-use super::load::{Projections, load_projections, projection_shapes, refuse_out_proj};
+use super::load::{LoadedProjections, load_projections, output, projection_shapes};
+use super::rows::ProjectionRows;
 use super::source::Source;
 use crate::MultiHeadAttentionConfig;
 use crate::shard::{HeadShard, share};
@@ -42,37 +43,35 @@ pub(crate) fn load_shard(
     layout: WeightLayout,
     shard: HeadShard,
     vb: &ShardedVarBuilder<'static>,
-) -> Result<Projections> {
+) -> Result<LoadedProjections> {
     let (queries, keys) = (shard.query_share(), shard.key_share(cfg.num_kv_heads()));
     let shares = [queries, keys, keys];
+    let source = Source::new("multi_head_attention", layout, whole(vb));
     let (qkv, o) = match layout.separate() {
         Some((names, storage)) => {
-            let reader = Reader { source: Source::new("multi_head_attention", layout, whole(vb)), vb, storage };
+            let reader = Reader { source, vb, storage };
             let (shapes, biases) = (projection_shapes(cfg), cfg.qkv_bias());
             let rows = |i: usize| -> Result<Linear> {
-                let weight = reader.weight(names[i], shapes[i], (0, shares[i]))?;
+                let weight = reader.weight(names[i], shapes[i], Part { dim: 0, share: shares[i] })?;
                 let bias = reader.bias(names[i], shapes[i].0, biases[i])?;
                 Ok(Linear::new(weight, bias.map(|bias| share(&bias, 0, shares[i])).transpose()?))
             };
             let qkv = [rows(0)?, rows(1)?, rows(2)?];
-            let o = if cfg.out_proj() {
-                let weight = reader.weight(names[3], shapes[3], (1, queries))?;
-                Some(Linear::new(weight, reader.bias(names[3], shapes[3].0, cfg.out_bias())?))
-            } else {
-                refuse_out_proj(&reader.source)?;
-                None
-            };
+            let o = output(cfg, &reader.source, || {
+                let weight = reader.weight(names[3], shapes[3], Part { dim: 1, share: queries })?;
+                Ok(Linear::new(weight, reader.bias(names[3], shapes[3].0, cfg.out_bias())?))
+            })?;
             (qkv, o)
         }
         None => {
-            let loaded = load_projections(cfg, layout, whole(vb))?;
-            let [q, k, v] = loaded.current()?;
-            let rows = |linear: Linear, i: usize| -> Result<Linear> {
+            let LoadedProjections { qkv: [q, k, v], o } = load_projections(cfg, layout, &source)?;
+            let rows = |rows: ProjectionRows, i: usize| -> Result<Linear> {
+                let linear = rows.to_linear()?;
                 let bias = linear.bias().map(|bias| share(bias, 0, shares[i])).transpose()?;
                 Ok(Linear::new(share(linear.weight(), 0, shares[i])?, bias))
             };
             let columns = |o: Linear| Ok::<_, Error>(Linear::new(share(o.weight(), 1, queries)?, o.bias().cloned()));
-            ([rows(q, 0)?, rows(k, 1)?, rows(v, 2)?], loaded.o.map(columns).transpose()?)
+            ([rows(q, 0)?, rows(k, 1)?, rows(v, 2)?], o.map(columns).transpose()?)
         }
     };
     // Each process's output is added to the others': one of them adds the bias.
@@ -80,7 +79,14 @@ pub(crate) fn load_shard(
         Some(bias) if shard.rank() > 0 => Ok::<_, Error>(Linear::new(o.weight().clone(), Some(bias.zeros_like()?))),
         _ => Ok(o),
     });
-    Projections::apart(qkv, o.transpose()?).joined()
+    Ok(LoadedProjections { qkv: qkv.map(ProjectionRows::from), o: o.transpose()? })
+}
+
+/// A share of dimension 0 (rows) or 1 (columns) of a weight (out, in).
+#[derive(Clone, Copy)]
+struct Part {
+    dim: usize,
+    share: (usize, usize),
 }
 
 /// Reads projections that are apart.
@@ -91,20 +97,15 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// A share of the rows (dimension 0 of (out, in)) or columns of a weight.
-    fn weight(
-        &self,
-        name: &str,
-        (out_dim, in_dim): (usize, usize),
-        (dim, share_of): (usize, (usize, usize)),
-    ) -> Result<Tensor> {
+    fn weight(&self, name: &str, shape: (usize, usize), part: Part) -> Result<Tensor> {
+        let (out_dim, in_dim) = shape;
         let (name, shape, transposed) = match self.storage {
             Storage::Linear => (format!("{name}.weight"), (out_dim, in_dim), false),
             Storage::Raw(Orientation::OutIn) => (name.to_string(), (out_dim, in_dim), false),
             Storage::Raw(Orientation::InOut) => (name.to_string(), (in_dim, out_dim), true),
         };
-        let dim = if transposed { 1 - dim } else { dim };
-        let (rank, world_size) = share_of;
+        let dim = if transposed { 1 - part.dim } else { part.dim };
+        let (rank, world_size) = part.share;
         let mut expected = [shape.0, shape.1];
         expected[dim] /= world_size;
         let hint = Shard { dim, rank, world_size };
@@ -113,7 +114,7 @@ impl Reader<'_> {
         let own = match read {
             Ok(Ok(own)) if own.dims() == expected => own,
             // Reading all of it says what is wrong.
-            _ => share(&self.source.get(shape, &name, Init::Const(0.0))?, dim, share_of)?,
+            _ => share(&self.source.get(shape, &name, Init::Const(0.0))?, dim, part.share)?,
         };
         if transposed { own.t() } else { Ok(own) }
     }

@@ -82,8 +82,7 @@ fn every_layout_is_loaded_into_one_weight() -> Result<()> {
     Ok(())
 }
 
-/// A checkpoint whose rows lie by part already is not copied, and neither is what is written from it, in f64, which is not
-/// packed.
+/// A checkpoint whose rows are by part already is not copied, in f64, which is not packed.
 #[test]
 fn packed_rows_are_used_where_they_lie() -> Result<()> {
     let cfg = MultiHeadAttentionConfig::new(8, 4).with_bias(true);
@@ -100,9 +99,6 @@ fn packed_rows_are_used_where_they_lie() -> Result<()> {
             assert_eq!(place(linear.weight()).0, place(&file[weight]).0, "{layout}");
             assert_eq!(place(linear.bias().expect("a bias")).0, place(&file[bias]).0, "{layout}");
         }
-        let written = by_name(layer.state_dict(layout)?);
-        assert_eq!(place(&written[weight]), place(&file[weight]), "{layout}");
-        assert_eq!(place(&written[bias]), place(&file[bias]), "{layout}");
         let canonical = by_name(layer.state_dict(WeightLayout::Canonical)?);
         assert_eq!(place(&canonical["k_proj.weight"]), place(k.weight()), "{layout}");
     }

@@ -10,7 +10,7 @@ use crate::shard::{HeadShard, bounds, share};
 use crate::weights::Source;
 
 /// Norms of queries and keys, a learned key and value, sinks, and what ALiBi adds: what the config wants of them.
-pub(super) struct Parts {
+pub(super) struct Parameters {
     pub qk_norm: Option<QkNorms>,
     /// (1, 1, H_kv·D) and (1, 1, H_kv·D_v).
     pub bias_kv: Option<(Tensor, Tensor)>,
@@ -19,7 +19,7 @@ pub(super) struct Parts {
     pub alibi: Option<Alibi>,
 }
 
-impl Parts {
+impl Parameters {
     pub fn load(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<Self> {
         let (h, h_kv, d) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim());
         let qk_norm = match cfg.qk_norm() {

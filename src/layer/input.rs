@@ -5,7 +5,7 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use super::ProjectedMemory;
 use crate::cache::{AttentionCache, NewTokens, Padding};
 use crate::init::TorchSeed;
-use crate::{AttentionMask, Backend};
+use crate::{AttentionMask, Backend, OutputOrder, SdpaOptions};
 
 /// What one call of a layer reads, apart from the layer itself. A `&Tensor` is self-attention over it.
 #[derive(Debug)]
@@ -42,6 +42,7 @@ impl<'a> AttentionInput<'a> {
     }
 
     /// Cross-attention: keys are projected from `keys` (B, T_kv, key_size), values from `values` (B, T_kv, value_size).
+    #[must_use]
     pub fn with_key_value(mut self, keys: &'a Tensor, values: &'a Tensor) -> Self {
         self.key_value = Some((keys, values));
         self
@@ -49,6 +50,7 @@ impl<'a> AttentionInput<'a> {
 
     /// Cross-attention to keys and values that the layer projected before
     /// ([`project_memory`](crate::MultiHeadAttention::project_memory)).
+    #[must_use]
     pub fn with_memory(mut self, memory: &'a ProjectedMemory) -> Self {
         self.memory = Some(memory);
         self
@@ -59,6 +61,7 @@ impl<'a> AttentionInput<'a> {
     }
 
     /// A mask that holds beside the layer's own. A prefix in it lifts the layer's own causal constraint too.
+    #[must_use]
     pub fn with_mask(mut self, mask: &'a AttentionMask) -> Self {
         self.mask = Some(mask);
         self
@@ -69,18 +72,21 @@ impl<'a> AttentionInput<'a> {
     /// given they are 0..T, and beside a cache they go on from the length of each sequence. They are read back from their
     /// device. A layer without these checks their shape and has no other use for them: masks and slopes count by the place
     /// of a key.
+    #[must_use]
     pub fn with_positions(mut self, positions: &'a Tensor) -> Self {
         self.positions = Some(positions);
         self
     }
 
     /// Where the keys of cross-attention stand: integers (T_kv,) or (B, T_kv); 0..T_kv unless given.
+    #[must_use]
     pub fn with_key_positions(mut self, positions: &'a Tensor) -> Self {
         self.key_positions = Some(positions);
         self
     }
 
     /// Whether dropout happens.
+    #[must_use]
     pub fn with_train(mut self, train: bool) -> Self {
         self.train = train;
         self
@@ -88,6 +94,7 @@ impl<'a> AttentionInput<'a> {
 
     /// Draws dropout from PyTorch's generator, see
     /// [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
+    #[must_use]
     pub fn with_dropout_seed(mut self, seed: &'a TorchSeed) -> Self {
         self.dropout_seed = Some(seed);
         self
@@ -96,6 +103,7 @@ impl<'a> AttentionInput<'a> {
     /// Self-attention to the positions in the cache and those of `xs`, which are added to it. Positions are counted in each
     /// sequence by itself, from its first call on: T_kv of a mask is the length of the longest sequence with this call, and
     /// a causal constraint is aligned to the end of each.
+    #[must_use]
     pub fn with_cache(mut self, cache: &'a mut AttentionCache) -> Self {
         self.cache = Some(cache);
         self
@@ -104,21 +112,76 @@ impl<'a> AttentionInput<'a> {
     /// Right padding in a call with a cache: of each sequence, the length up to which the T positions are tokens. The others
     /// are not added to the cache, see nothing, and are seen by nothing. Without a cache, and for lengths that count the
     /// positions of earlier calls too, see [`AttentionMask::with_valid_lens`].
+    #[must_use]
     pub fn with_valid_lens(mut self, valid_lens: &'a [usize]) -> Self {
         self.padding.valid_lens = Some(valid_lens);
         self
     }
 
     /// Left padding in a call with a cache: of each sequence, the first of the T positions that is a token.
+    #[must_use]
     pub fn with_starts(mut self, starts: &'a [usize]) -> Self {
         self.padding.starts = Some(starts);
         self
     }
 
     /// Which implementation of attention runs.
+    #[must_use]
     pub fn with_backend(mut self, backend: Backend) -> Self {
         self.backend = backend;
         self
+    }
+
+    /// The layer's mask and the call's: both hold, and a prefix of the call's lifts the layer's causal constraint too.
+    pub(super) fn mask_with(&self, own: &AttentionMask) -> AttentionMask {
+        match self.mask {
+            Some(mask) => own.lifted_by(mask).and(mask),
+            None => own.clone(),
+        }
+    }
+
+    /// What the call says of how scores become weights.
+    pub(super) fn options(&self, dropout: f64) -> SdpaOptions {
+        let options = SdpaOptions::default()
+            .with_dropout(dropout, self.train)
+            .with_backend(self.backend)
+            .with_output_order(OutputOrder::Bthd);
+        SdpaOptions { dropout_seed: self.dropout_seed.cloned(), ..options }
+    }
+
+    /// A copy of the cache, for a call that is not to change it.
+    pub(super) fn fork_cache(&self) -> Result<Option<AttentionCache>> {
+        self.cache.as_deref().map(AttentionCache::fork).transpose()
+    }
+
+    /// The same input with another cache.
+    pub(super) fn with_other_cache<'b>(&'b self, cache: Option<&'b mut AttentionCache>) -> AttentionInput<'b> {
+        let &Self {
+            queries,
+            key_value,
+            memory,
+            mask,
+            positions,
+            key_positions,
+            train,
+            dropout_seed,
+            backend,
+            padding,
+            ..
+        } = self;
+        AttentionInput {
+            queries,
+            key_value,
+            memory,
+            mask,
+            positions,
+            key_positions,
+            train,
+            dropout_seed,
+            backend,
+            cache,
+            padding,
+        }
     }
 
     /// The tokens that a call of `dims` (B, T) adds to its cache, if it has one.

@@ -2,7 +2,6 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::project::One;
 use super::{AttentionInput, MultiHeadAttention};
 use crate::position::Positions;
 
@@ -50,8 +49,8 @@ impl MultiHeadAttention {
     pub fn project_memory(&self, keys: &Tensor, values: &Tensor) -> Result<ProjectedMemory> {
         let cfg = &self.config;
         let batched = keys.rank() != 2;
-        let k_in = self.checked("keys", keys, cfg.key_size(), batched)?;
-        let v_in = self.checked("values", values, cfg.value_size(), batched)?;
+        let k_in = self.expected(cfg.key_size(), batched).check("keys", keys)?;
+        let mut v_in = self.expected(cfg.value_size(), batched).check("values", values)?;
         let ((b, t_kv, _), (b_v, t_v, _)) = (k_in.dims3()?, v_in.dims3()?);
         if (b, t_kv) != (b_v, t_v) {
             bail!(
@@ -60,105 +59,55 @@ impl MultiHeadAttention {
                 values.dims()
             )
         }
-        self.check_lengths((b, t_kv), || format!("keys {:?} and values {:?}", keys.dims(), values.dims()))?;
+        if keys.id() == values.id() {
+            v_in = k_in.clone();
+        }
+        self.check_lengths(b, t_kv, || format!("keys {:?} and values {:?}", keys.dims(), values.dims()))?;
         let rotation = match &self.rotary {
             Some(rotary) => Some(rotary.at(&Positions::starting_at(&[0], t_kv)?)),
             None => None,
         };
-        let [k, v] = self.projections.project_keys_and_values(&k_in, &v_in, keys.id() == values.id())?;
+        let [k, v] = self.projections.key_value(&k_in, &v_in)?;
         let (k, v) = self.key_value_heads(k, v, rotation.as_ref())?;
         // Read in every call from now on: each head's positions side by side.
         Ok(ProjectedMemory { k: k.contiguous()?, v: v.contiguous()?, t_kv, batched })
     }
 
-    /// What the keys and values of a call are made from.
-    pub(super) fn call_keys<'a>(
-        &self,
-        input: &AttentionInput<'a>,
-        (b, batched): (usize, bool),
-    ) -> Result<CallKeys<'a>> {
-        let Some(memory) = input.memory else {
-            let (keys, values) = input.key_value.unwrap_or((input.queries, input.queries));
-            let k_in = self.checked("keys", keys, self.config.key_size(), batched)?;
-            let v_in = self.checked("values", values, self.config.value_size(), batched)?;
-            if [k_in.dim(0)?, v_in.dim(0)?] != [b, b] || k_in.dim(1)? != v_in.dim(1)? {
-                bail!(
-                    "[multi_head_attention] queries {:?}, keys {:?} and values {:?} differ in batch size, or keys and values in length",
-                    input.queries.dims(),
-                    keys.dims(),
-                    values.dims()
-                )
-            }
-            return Ok(CallKeys::Inputs { given: keys, k_in, v_in, one: One::of(input.queries, keys, values) });
-        };
+    /// That a memory is this layer's, and of the queries' batch.
+    pub(super) fn check_memory(&self, input: &AttentionInput, memory: &ProjectedMemory, b: usize) -> Result<()> {
+        let batched = input.queries.rank() == 3;
         if input.key_value.is_some() {
             bail!("[multi_head_attention] keys and values were given beside a memory, expected one of the two")
         }
         if input.key_positions.is_some() && self.rotary.is_some() {
             bail!("[multi_head_attention] key positions were given beside a memory, whose keys stand at 0..T_kv")
         }
-        memory.check(self, (b, batched))?;
-        Ok(CallKeys::Memory(memory))
-    }
-}
-
-/// What the keys and values of a call are made from.
-pub(super) enum CallKeys<'a> {
-    /// (B, T_kv, key_size) and (B, T_kv, value_size), and the keys without B where they came so.
-    Inputs {
-        given: &'a Tensor,
-        k_in: Tensor,
-        v_in: Tensor,
-        one: One,
-    },
-    Memory(&'a ProjectedMemory),
-}
-
-impl CallKeys<'_> {
-    pub fn t_kv(&self) -> usize {
-        match self {
-            Self::Inputs { k_in, .. } => k_in.dims()[1],
-            Self::Memory(memory) => memory.t_kv,
-        }
-    }
-
-    /// As they were given.
-    pub fn dims(&self) -> &[usize] {
-        match self {
-            Self::Inputs { given, .. } => given.dims(),
-            Self::Memory(memory) => memory.k.dims(),
-        }
-    }
-}
-
-impl ProjectedMemory {
-    fn check(&self, layer: &MultiHeadAttention, (b, batched): (usize, bool)) -> Result<()> {
-        let cfg = &layer.config;
-        let rows = self.t_kv + usize::from(cfg.bias_kv());
+        let cfg = &self.config;
+        let rows = memory.t_kv + usize::from(cfg.bias_kv());
         let shapes = [cfg.head_dim(), cfg.value_head_dim()].map(|width| [b, cfg.num_kv_heads(), rows, width]);
-        if self.batched != batched {
+        if memory.batched != batched {
             let of = |batched| if batched { "a batch" } else { "one sequence without a batch" };
             bail!(
                 "[multi_head_attention] the memory is of {}, expected {} as the queries",
-                of(self.batched),
+                of(memory.batched),
                 of(batched)
             )
         }
-        if [self.k.dims(), self.v.dims()] != [&shapes[0], &shapes[1]] {
+        if [memory.k.dims(), memory.v.dims()] != [&shapes[0], &shapes[1]] {
             bail!(
                 "[multi_head_attention] the memory holds keys {:?} and values {:?}, expected {:?} and {:?} of this layer and batch",
-                self.k.dims(),
-                self.v.dims(),
+                memory.k.dims(),
+                memory.v.dims(),
                 shapes[0],
                 shapes[1]
             )
         }
-        let (dtype, device) = (layer.projections.dtype(), layer.projections.device());
-        if self.k.dtype() != dtype || !self.k.device().same_device(device) {
+        let (dtype, device) = (self.projections.dtype(), self.projections.device());
+        if memory.k.dtype() != dtype || !memory.k.device().same_device(device) {
             bail!(
                 "[multi_head_attention] the memory is {:?} on {:?}, expected the weights' {dtype:?} on {:?}",
-                self.k.dtype(),
-                self.k.device().location(),
+                memory.k.dtype(),
+                memory.k.device().location(),
                 device.location()
             )
         }

@@ -8,8 +8,8 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::{Config as Runs, RngSeed, TestRunner};
 
-use super::form::Form;
-use super::{Call, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig as Config};
+use super::forward::Form;
+use super::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig as Config};
 use crate::{AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, RopeConfig, RopeStyle};
 
 const CPU: Device = Device::Cpu;
@@ -122,12 +122,13 @@ fn check(case: &Case) -> Result<()> {
         for (form, cache) in [Form::Expanded, Form::Absorbed].into_iter().zip(&mut caches) {
             let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
             let input = input.with_cache(&mut *cache).with_starts(&starts).with_valid_lens(&ends);
-            let with_weights = Call::new(&layer, input, Some(form))?.attend_with_weights()?.weights;
+            let with_weights = layer.call(input, Some(form))?.0.attend_with_weights()?.weights;
             let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
             let input = input.with_cache(cache).with_starts(&starts).with_valid_lens(&ends);
-            let call = Call::new(&layer, input, Some(form))?;
-            let context = call.attend()?;
-            outputs.push((call.finish(&context)?, with_weights));
+            let (call, form) = layer.call(input, Some(form))?;
+            let ys = layer.output(&call.attend()?, form, true)?;
+            call.commit()?;
+            outputs.push((ys, with_weights));
         }
         let [(expanded, expanded_weights), (absorbed, absorbed_weights)] = &outputs[..] else { unreachable!() };
         for (found, expected) in [(absorbed, expanded), (absorbed_weights, expanded_weights)] {
@@ -154,9 +155,8 @@ fn both_forms_give_the_same_without_a_cache() -> Result<()> {
     let layer = layer(&cfg, DType::F64)?;
     let mut found = Vec::new();
     for form in [Form::Expanded, Form::Absorbed] {
-        let call = Call::new(&layer, AttentionInput::new(&xs), Some(form))?;
-        let context = call.attend()?;
-        let ys = call.finish(&context)?;
+        let (call, form) = layer.call(AttentionInput::new(&xs), Some(form))?;
+        let ys = layer.output(&call.attend()?, form, true)?;
         let gradient = ys.sqr()?.sum_all()?.backward()?.get(&xs).expect("the input is a variable").clone();
         found.push([ys, gradient]);
     }
@@ -182,10 +182,11 @@ fn the_fused_kernel_attends_to_latents_of_full_width() -> Result<()> {
             let ways = [(Backend::Fused, Form::Absorbed), (Backend::Reference, Form::Expanded)];
             for ((backend, form), cache) in ways.into_iter().zip(&mut caches) {
                 let input = AttentionInput::new(&xs).with_backend(backend).with_cache(cache);
-                let call = Call::new(&layer, input, Some(form))?;
+                let (call, form) = layer.call(input, Some(form))?;
                 let context = call.attend()?;
                 assert_eq!(context.dims(), [2, 2, t, if form == Form::Absorbed { 512 } else { 8 }]);
-                outputs.push(call.finish(&context)?);
+                outputs.push(layer.output(&context, form, true)?);
+                call.commit()?;
             }
             let difference = difference(&outputs[0], &outputs[1])?;
             assert!(difference <= if dtype == DType::F32 { 1e-5 } else { 4e-2 }, "{dtype:?}: off by {difference:e}");

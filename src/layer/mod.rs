@@ -1,32 +1,32 @@
-//! The layer: project, split into heads, attend, merge, project.
+//! Layers: project, split into heads, attend, merge, project. [`forward`] is the order of a call; latent attention ends in
+//! the same [`call`].
 
 mod call;
-mod heads;
+mod forward;
 mod input;
+mod latent;
 mod memory;
-mod modules;
-mod packed;
-mod parts;
-mod positions;
-mod project;
-mod shard;
+mod parameters;
+#[cfg(test)]
+mod tests;
 
 pub use input::AttentionInput;
-pub(crate) use input::Expected;
+pub use latent::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
 pub use memory::ProjectedMemory;
-pub use modules::{ProjectionModule, ProjectionModules, ProjectionPlace};
 
 use candle_core::{Error, ModuleT, Result, Tensor, bail};
+use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Linear, VarBuilder};
 
 use crate::position::Alibi;
+use crate::projection::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
 use crate::qk_norm::QkNorms;
-use crate::weights::{Projections, Source, load_projections, root, state_dict};
-use crate::{AttentionMask, AttentionOutput, MultiHeadAttentionConfig, RelativeBias, RotaryEmbedding, WeightLayout};
-use call::Call;
-use modules::Modules;
-use parts::Parts;
-use project::Projector;
+use crate::weights::{Linears, Source, load_projections, load_shard, root, state_dict, whole};
+use crate::{AttentionMask, HeadShard, MultiHeadAttentionConfig, RelativeBias, RotaryEmbedding, WeightLayout};
+use input::Expected;
+use parameters::Parameters;
+
+const OP: &str = "multi_head_attention";
 
 /// Multi-head attention: self or cross, of any head count down to one.
 ///
@@ -53,7 +53,7 @@ use project::Projector;
 #[derive(Debug, Clone)]
 pub struct MultiHeadAttention {
     config: MultiHeadAttentionConfig,
-    projections: Projector,
+    projections: Projections,
     qk_norm: Option<QkNorms>,
     rotary: Option<RotaryEmbedding>,
     alibi: Option<Alibi>,
@@ -81,9 +81,10 @@ impl MultiHeadAttention {
     /// As [`new`](Self::new), and for a config that the layout cannot hold.
     pub fn load(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, vb: VarBuilder) -> Result<Self> {
         cfg.validate()?;
-        let source = Source::new("multi_head_attention", layout, vb.clone());
+        let source = Source::new(OP, layout, vb);
         source.check_dtype()?;
-        Self::around(cfg, Projector::new(load_projections(cfg, layout, vb)?)?, Parts::load(cfg, &source)?)
+        let projections = Projections::new(load_projections(cfg, layout, &source)?)?;
+        Self::around(cfg, projections, Parameters::load(cfg, &source)?)
     }
 
     /// A layer whose projections are modules of any kind, such as Candle's `QMatMul` over a quantised checkpoint, or one
@@ -100,15 +101,57 @@ impl MultiHeadAttention {
     /// As [`new`](Self::new), and for an output projection that the config does not want, or a missing one.
     pub fn from_modules(cfg: &MultiHeadAttentionConfig, modules: ProjectionModules, vb: VarBuilder) -> Result<Self> {
         cfg.validate()?;
-        let source = Source::new("multi_head_attention", "of modules", vb.clone());
+        let source = Source::new(OP, "of modules", vb.clone());
         source.check_dtype()?;
-        let modules = Modules::new(cfg, modules, (vb.dtype(), vb.device()))?;
-        Self::around(cfg, Projector::Modules(modules), Parts::load(cfg, &source)?)
+        let projections = Projections::from_modules(cfg, modules, vb.dtype(), vb.device())?;
+        Self::around(cfg, projections, Parameters::load(cfg, &source)?)
+    }
+
+    /// The heads of one process of several, from weights in any layout and Candle's sharded builder: tensor parallelism.
+    ///
+    /// The sum of what all processes give for an input is what the whole layer gives: after each call the caller adds them
+    /// up, by NCCL through `cudarc` for example, as Candle's own multi-process Llama does. The bias of the output
+    /// projection is that of rank 0. Without an output projection a process gives the columns of its own heads.
+    ///
+    /// Weights that are apart are read in part; of those that are packed in one tensor, all of it is read and a part kept.
+    /// [`config`](Self::config) is that of the process's own layer, with ALiBi as the slopes of its heads, but for Falcon's. A
+    /// relative bias is divided by [`RelativeBias::shard`](crate::RelativeBias::shard).
+    ///
+    /// ```no_run
+    /// use candle_attention::{HeadShard, MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
+    /// use candle_core::{DType, Device};
+    /// use candle_nn::var_builder::ShardedSafeTensors;
+    /// # fn main() -> candle_core::Result<()> {
+    /// # let (rank, world_size) = (0, 2);
+    /// let cfg = MultiHeadAttentionConfig::new(4096, 32).with_num_kv_heads(8).with_causal(true);
+    /// // SAFETY: nobody writes to the file while it is mapped.
+    /// let vb = unsafe { ShardedSafeTensors::var_builder(&["model.safetensors"], DType::BF16, &Device::Cpu)? };
+    /// let shard = HeadShard::new(rank, world_size)?;
+    /// let vb = vb.pp("model.layers.0.self_attn");
+    /// let mha = MultiHeadAttention::load_shard(&cfg, WeightLayout::Canonical, shard, &vb)?;
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`load`](Self::load); for a world size that does not divide the query heads, or that neither divides the key heads
+    /// nor is a multiple of them; and for norms of whole projections, which no process can compute alone.
+    pub fn load_shard(
+        cfg: &MultiHeadAttentionConfig,
+        layout: WeightLayout,
+        shard: HeadShard,
+        vb: &ShardedVarBuilder<'static>,
+    ) -> Result<Self> {
+        cfg.validate()?;
+        let own = shard.config(cfg)?;
+        let source = Source::new(OP, layout, whole(vb));
+        source.check_dtype()?;
+        let parameters = Parameters::load(cfg, &source)?.shard(cfg, shard)?;
+        Self::around(&own, Projections::new(load_shard(cfg, layout, shard, vb)?)?, parameters)
     }
 
     /// The rest of a layer around its projections.
-    fn around(cfg: &MultiHeadAttentionConfig, projections: Projector, parts: Parts) -> Result<Self> {
-        let Parts { qk_norm, bias_kv, sinks, alibi } = parts;
+    fn around(cfg: &MultiHeadAttentionConfig, projections: Projections, parameters: Parameters) -> Result<Self> {
+        let Parameters { qk_norm, bias_kv, sinks, alibi } = parameters;
         let rotary = cfg.rope().map(|rope| RotaryEmbedding::new(rope, cfg.head_dim())).transpose()?;
         let mut mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
         if let Some(window) = cfg.window() {
@@ -167,6 +210,47 @@ impl MultiHeadAttention {
         Ok(self)
     }
 
+    /// The same layer with another module in a projection's place, made by `change` from the one that is there: an adapter
+    /// around it, as in LoRA (arXiv:2106.09685), or something else altogether.
+    ///
+    /// What `change` is given computes the layer's own projection without a copy of its weights. The module gets contiguous
+    /// inputs in the dtype of the layer's weights, and gives the shape of [`ProjectionPlace`] in the same dtype. Its
+    /// parameters are its own: [`state_dict`](Self::state_dict), [`projections`](Self::projections) and
+    /// [`save`](Self::save) are errors from now on.
+    ///
+    /// # Errors
+    /// For the output projection of a layer without one, and those of `change`.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    ///
+    /// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, ProjectionPlace};
+    /// use candle_core::{DType, Device, Module, Result, Tensor};
+    /// use candle_nn::{VarBuilder, VarMap};
+    /// # fn main() -> Result<()> {
+    /// let cfg = MultiHeadAttentionConfig::new(64, 4);
+    /// let mha = MultiHeadAttention::new(&cfg, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+    ///
+    /// let vars = VarMap::new();
+    /// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    /// let down = candle_nn::linear_no_bias(64, 8, vb.pp("lora_a"))?;
+    /// let up = candle_nn::linear_no_bias(8, 64, vb.pp("lora_b"))?;
+    /// let mha = mha.map_projection(ProjectionPlace::Query, |own| {
+    ///     Ok(Arc::new(move |xs: &Tensor| own.forward(xs)? + up.forward(&down.forward(xs)?)? * 0.5))
+    /// })?;
+    /// # let xs = Tensor::randn(0f32, 1., (2, 6, 64), &Device::Cpu)?;
+    /// # assert_eq!(mha.forward(&xs)?.dims(), [2, 6, 64]);
+    /// # Ok(()) }
+    /// ```
+    pub fn map_projection(
+        mut self,
+        place: ProjectionPlace,
+        change: impl FnOnce(ProjectionModule) -> Result<ProjectionModule>,
+    ) -> Result<Self> {
+        self.projections = self.projections.map(&self.config, place, change)?;
+        Ok(self)
+    }
+
     /// What the layer was built from.
     pub fn config(&self) -> &MultiHeadAttentionConfig {
         &self.config
@@ -180,43 +264,8 @@ impl MultiHeadAttention {
     /// # Errors
     /// If a projection is a module of the caller's, and if memory is short.
     pub fn projections(&self) -> Result<(Linear, Linear, Linear, Option<Linear>)> {
-        let Projections { q, k, v, o, .. } = self.projections.linears()?;
+        let Linears { q, k, v, o } = self.projections.to_linears()?;
         Ok((q, k, v, o))
-    }
-
-    /// Self-attention under the layer's own mask: (B, T, E) gives (B, T, out_dim). Training is
-    /// [`forward_t`](ModuleT::forward_t).
-    ///
-    /// # Errors
-    /// As [`forward_with`](Self::forward_with).
-    pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        self.forward_with(xs)
-    }
-
-    /// The layer over any input: with a mask, cross-attention, training. (B, T_q, E) gives (B, T_q, out_dim).
-    ///
-    /// # Errors
-    /// For inputs whose shape, dtype or device does not fit the layer or each other, more positions than the context
-    /// length, a mask that does not fit, and a cache that does not take what the call brings.
-    pub fn forward_with<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
-        let call = Call::new(self, input.into())?;
-        let ys = self.merge(&call.attend()?, call.batched)?;
-        call.commit()?;
-        Ok(ys)
-    }
-
-    /// [`forward_with`](Self::forward_with) that also returns the weights (B, H, T_q, T_kv), after dropout; (H, T_q, T_kv)
-    /// for an input (T, E).
-    ///
-    /// # Errors
-    /// As [`forward_with`](Self::forward_with).
-    pub fn forward_with_weights<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<AttentionOutput> {
-        let call = Call::new(self, input.into())?;
-        let output = call.attend_with_weights()?;
-        let weights = if call.batched { output.weights } else { output.weights.squeeze(0)? };
-        let context = self.merge(&output.context, call.batched)?;
-        call.commit()?;
-        Ok(AttentionOutput { context, weights })
     }
 
     /// The layer's parameters under the names and in the shapes of a layout, as a state dict that PyTorch reads.
@@ -229,7 +278,7 @@ impl MultiHeadAttention {
     /// # Errors
     /// If the layout cannot hold the layer, and why; and if a projection is a module of the caller's.
     pub fn state_dict(&self, layout: WeightLayout) -> Result<Vec<(String, Tensor)>> {
-        let mut tensors = state_dict(&self.config, layout, &self.projections.linears()?)?;
+        let mut tensors = state_dict(&self.config, layout, &self.projections.to_linears()?)?;
         if let Some(norms) = &self.qk_norm {
             tensors.extend(norms.parameters()?);
         }
@@ -252,12 +301,9 @@ impl MultiHeadAttention {
             .map_err(|error| Error::msg(format!("[save] cannot write {}: {}", path.display(), root(&error))))
     }
 
-    /// (B, H, T, D_v), a view of (B, T, H, D_v), to (B, T, out_dim).
-    fn merge(&self, context: &Tensor, batched: bool) -> Result<Tensor> {
-        let (b, h, t, d_v) = context.dims4()?;
-        let merged = context.transpose(1, 2)?.reshape((b, t, h * d_v))?;
-        let ys = self.projections.project_output(merged)?;
-        if batched { Ok(ys) } else { ys.squeeze(0) }
+    /// What an input of that width has to be like.
+    fn expected(&self, width: usize, batched: bool) -> Expected<'_> {
+        Expected { op: OP, width, batched, dtype: self.projections.dtype(), device: self.projections.device() }
     }
 }
 

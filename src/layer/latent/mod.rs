@@ -1,8 +1,7 @@
-//! Multi-head latent attention: keys and values are worked out from one narrow latent for each token.
+//! Multi-head latent attention: keys and values are computed from one narrow latent for each token.
 
-mod call;
 mod config;
-mod form;
+mod forward;
 #[cfg(test)]
 mod tests;
 mod up;
@@ -12,10 +11,10 @@ pub use config::MultiHeadLatentAttentionConfig;
 use candle_core::{Module, ModuleT, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
+use super::AttentionInput;
 use crate::qk_norm::Norm;
 use crate::weights::Source;
-use crate::{AttentionInput, AttentionMask, AttentionOutput, PackedLinear, RotaryEmbedding};
-use call::Call;
+use crate::{AttentionMask, PackedLinear, RotaryEmbedding};
 use up::UpProjection;
 
 const OP: &str = "multi_head_latent_attention";
@@ -140,36 +139,6 @@ impl MultiHeadLatentAttention {
     /// What the layer was built from.
     pub fn config(&self) -> &MultiHeadLatentAttentionConfig {
         &self.config
-    }
-
-    /// Self-attention under the layer's own mask: (B, T, E) gives (B, T, E). Training is [`forward_t`](ModuleT::forward_t).
-    ///
-    /// # Errors
-    /// As [`forward_with`](Self::forward_with).
-    pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        self.forward_with(xs)
-    }
-
-    /// The layer with a mask, a cache, positions, in training: (B, T, E) gives (B, T, E).
-    ///
-    /// # Errors
-    /// For an input whose shape, dtype or device does not fit the layer, keys and values of their own, a mask that does not
-    /// fit, and a cache that does not take what the call brings.
-    pub fn forward_with<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
-        let call = Call::new(self, input.into(), None)?;
-        let context = call.attend()?;
-        call.finish(&context)
-    }
-
-    /// [`forward_with`](Self::forward_with) that also returns the weights (B, H, T_q, T_kv), after dropout; (H, T_q, T_kv)
-    /// for an input (T, E).
-    ///
-    /// # Errors
-    /// As [`forward_with`](Self::forward_with).
-    pub fn forward_with_weights<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<AttentionOutput> {
-        let call = Call::new(self, input.into(), None)?;
-        let AttentionOutput { context, weights } = call.attend_with_weights()?;
-        Ok(AttentionOutput { context: call.finish(&context)?, weights })
     }
 }
 

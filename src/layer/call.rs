@@ -1,0 +1,68 @@
+//! A call of a layer when its queries, keys and values are ready.
+
+use candle_core::{Result, Tensor};
+
+use crate::cache::StagedAppend;
+use crate::{
+    AttentionMask, AttentionOutput, Plan, SdpaOptions, plan, scaled_dot_product_attention,
+    scaled_dot_product_attention_with_weights,
+};
+
+/// The arguments of [`scaled_dot_product_attention`] that a layer makes of an input.
+pub(super) struct AttentionCall<'a> {
+    /// (B, H, T_q, D); like k and v a view of (B, T, ..).
+    pub q: Tensor,
+    pub keys: CallKeys<'a>,
+    pub mask: AttentionMask,
+    pub options: SdpaOptions,
+    /// Whether the input had a batch dimension.
+    pub batched: bool,
+}
+
+/// The keys and values of a call.
+pub(super) enum CallKeys<'a> {
+    /// Keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v).
+    Own { k: Tensor, v: Tensor },
+    /// Those of the call after those of the calls before.
+    Cached(StagedAppend<'a>),
+}
+
+impl AttentionCall<'_> {
+    /// The context (B, H, T_q, D_v), in the order of the options.
+    pub fn attend(&self) -> Result<Tensor> {
+        match &self.keys {
+            CallKeys::Own { k, v } => scaled_dot_product_attention(&self.q, k, v, &self.mask, &self.options),
+            CallKeys::Cached(staged) => staged.attend(&self.q, &self.mask, &self.options),
+        }
+    }
+
+    /// [`attend`](Self::attend), and the weights (B, H, T_q, T_kv), or (H, T_q, T_kv) for one sequence.
+    pub fn attend_with_weights(&self) -> Result<AttentionOutput> {
+        let AttentionOutput { context, weights } = match &self.keys {
+            CallKeys::Own { k, v } => {
+                scaled_dot_product_attention_with_weights(&self.q, k, v, &self.mask, &self.options)?
+            }
+            CallKeys::Cached(staged) => staged.attend_with_weights(&self.q, &self.mask, &self.options)?,
+        };
+        Ok(AttentionOutput { context, weights: if self.batched { weights } else { weights.squeeze(0)? } })
+    }
+
+    /// The path that [`attend`](Self::attend) takes, and why.
+    pub fn plan(&self) -> Result<Plan> {
+        match &self.keys {
+            CallKeys::Own { k, v } => plan(&self.q, k, v, &self.mask, &self.options),
+            CallKeys::Cached(staged) => staged.plan(&self.q, &self.mask, &self.options),
+        }
+    }
+
+    /// Keeps the call's keys and values, if there is a cache: the last thing that is done.
+    ///
+    /// # Errors
+    /// As [`StagedAppend::commit`].
+    pub fn commit(self) -> Result<()> {
+        match self.keys {
+            CallKeys::Own { .. } => Ok(()),
+            CallKeys::Cached(staged) => staged.commit(),
+        }
+    }
+}

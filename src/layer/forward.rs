@@ -1,0 +1,338 @@
+//! A forward pass: check, project, normalise and rotate, mask, cache, attend, project.
+
+use candle_core::{Result, Tensor, bail};
+
+use super::call::{AttentionCall, CallKeys};
+use super::{AttentionInput, MultiHeadAttention, OP, ProjectedMemory};
+use crate::cache::{NewTokens, Values};
+use crate::position::{Alibi, Positions, Rotation};
+use crate::qk_norm::Norm;
+use crate::sdpa::accumulation_dtype;
+use crate::size::is_addressable;
+use crate::{AttentionMask, AttentionOutput, Plan, SdpaOptions};
+
+/// The inputs of a call, checked.
+struct Inputs<'a> {
+    /// (B, T_q, embed_dim).
+    queries: Tensor,
+    keys: Keys<'a>,
+    /// The tokens that the call adds to its cache, if it has one.
+    new_tokens: Option<NewTokens>,
+    b: usize,
+    t_q: usize,
+    t_kv: usize,
+}
+
+/// What keys and values are made from.
+enum Keys<'a> {
+    /// (B, T_kv, key_size) and (B, T_kv, value_size): clones of the queries or of each other where the caller's are one
+    /// tensor.
+    Inputs {
+        keys: Tensor,
+        values: Tensor,
+    },
+    Memory(&'a ProjectedMemory),
+}
+
+/// Where the tokens of a call stand.
+struct CallPositions {
+    queries: Positions,
+    /// Those that the call brings; `None` where they are the queries'.
+    keys: Option<Positions>,
+    /// Those of the calls before too; `None` where there are none.
+    cached: Option<Positions>,
+}
+
+impl MultiHeadAttention {
+    /// Self-attention under the layer's own mask: (B, T, E) gives (B, T, out_dim). Training is
+    /// [`forward_t`](candle_core::ModuleT::forward_t).
+    ///
+    /// # Errors
+    /// As [`forward_with`](Self::forward_with).
+    pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        self.forward_with(xs)
+    }
+
+    /// The layer over any input: with a mask, cross-attention, training. (B, T_q, E) gives (B, T_q, out_dim).
+    ///
+    /// # Errors
+    /// For inputs whose shape, dtype or device does not fit the layer or each other, more positions than the context
+    /// length, a mask that does not fit, and a cache that does not take what the call brings.
+    pub fn forward_with<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
+        let call = self.call(input.into())?;
+        let ys = self.output(&call.attend()?, call.batched)?;
+        call.commit()?;
+        Ok(ys)
+    }
+
+    /// [`forward_with`](Self::forward_with) that also returns the weights (B, H, T_q, T_kv), after dropout; (H, T_q, T_kv)
+    /// for an input (T, E).
+    ///
+    /// # Errors
+    /// As [`forward_with`](Self::forward_with).
+    pub fn forward_with_weights<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<AttentionOutput> {
+        let call = self.call(input.into())?;
+        let AttentionOutput { context, weights } = call.attend_with_weights()?;
+        let context = self.output(&context, call.batched)?;
+        call.commit()?;
+        Ok(AttentionOutput { context, weights })
+    }
+
+    /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's projections and a
+    /// copy of its cache, which stays as it is.
+    ///
+    /// ```
+    /// use candle_attention::{AttentionInput, Backend, MultiHeadAttention, MultiHeadAttentionConfig};
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::VarBuilder;
+    /// # fn main() -> candle_core::Result<()> {
+    /// let cfg = MultiHeadAttentionConfig::new(64, 4);
+    /// let mha = MultiHeadAttention::new(&cfg, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+    /// let xs = Tensor::randn(0f32, 1., (2, 6, 64), &Device::Cpu)?;
+    /// let plan = mha.plan(&AttentionInput::new(&xs))?;
+    /// assert_eq!(plan.backend, Backend::Fused);
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`forward_with`](Self::forward_with).
+    pub fn plan(&self, input: &AttentionInput) -> Result<Plan> {
+        let mut cache = input.fork_cache()?;
+        self.call(input.with_other_cache(cache.as_mut()))?.plan()
+    }
+
+    /// Everything before attention.
+    pub(super) fn call<'a>(&self, mut input: AttentionInput<'a>) -> Result<AttentionCall<'a>> {
+        let inputs = self.check(&input)?;
+        let positions = self.positions(&input, &inputs)?;
+        let (q, k, v) = self.project(&inputs, positions.as_ref())?;
+        let mask = self.mask(&input, &inputs, positions.as_ref())?;
+        let keys = match (input.cache.take(), inputs.new_tokens) {
+            (Some(cache), Some(new_tokens)) => CallKeys::Cached(cache.stage(new_tokens, &k, Values::Own(&v))?),
+            _ => CallKeys::Own { k, v },
+        };
+        let batched = input.queries.rank() == 3;
+        Ok(AttentionCall { q, keys, mask, options: self.options(&input), batched })
+    }
+
+    fn check<'a>(&self, input: &AttentionInput<'a>) -> Result<Inputs<'a>> {
+        let cfg = &self.config;
+        let batched = input.queries.rank() == 3;
+        let queries = self.expected(cfg.embed_dim(), batched).check("queries", input.queries)?;
+        let (b, t_q, _) = queries.dims3()?;
+        let (keys, t_kv, key_dims) = match input.memory {
+            Some(memory) => {
+                self.check_memory(input, memory, b)?;
+                (Keys::Memory(memory), memory.t_kv, memory.k.dims())
+            }
+            None => {
+                let (given_keys, given_values) = input.key_value.unwrap_or((input.queries, input.queries));
+                let mut keys = self.expected(cfg.key_size(), batched).check("keys", given_keys)?;
+                let mut values = self.expected(cfg.value_size(), batched).check("values", given_values)?;
+                if [keys.dim(0)?, values.dim(0)?] != [b, b] || keys.dim(1)? != values.dim(1)? {
+                    bail!(
+                        "[multi_head_attention] queries {:?}, keys {:?} and values {:?} differ in batch size, or keys and values in length",
+                        input.queries.dims(),
+                        given_keys.dims(),
+                        given_values.dims()
+                    )
+                }
+                if given_keys.id() == input.queries.id() {
+                    keys = queries.clone();
+                }
+                if given_values.id() == given_keys.id() {
+                    values = keys.clone();
+                }
+                let t_kv = keys.dim(1)?;
+                (Keys::Inputs { keys, values }, t_kv, given_keys.dims())
+            }
+        };
+        let what = || format!("queries {:?} and keys {key_dims:?}", input.queries.dims());
+        self.check_lengths(b, t_q.max(t_kv), what)?;
+        if cfg.relative_bias().is_some() && self.relative_bias.is_none() {
+            bail!(
+                "[multi_head_attention] the config has a relative bias, expected the stack's one in `with_relative_bias`"
+            )
+        }
+        let new_tokens = input.new_tokens(OP, (b, t_q))?;
+        if let Some(new_tokens) = &new_tokens {
+            self.check_cached(new_tokens)?;
+        }
+        Ok(Inputs { queries, keys, new_tokens, b, t_q, t_kv })
+    }
+
+    fn check_cached(&self, new_tokens: &NewTokens) -> Result<()> {
+        if self.bias_kv.is_some() {
+            bail!(
+                "[multi_head_attention] the layer has a learned key (bias_kv), which stands behind the last of a call, not in a cache"
+            )
+        }
+        if let Some(context_length) = self.config.context_length().filter(|&most| new_tokens.longest() > most) {
+            bail!(
+                "[attention_cache] {} positions with those of the calls before are more than the context length {context_length}",
+                new_tokens.longest()
+            )
+        }
+        Ok(())
+    }
+
+    /// Of `b` sequences with `t` positions of queries or keys; `what` they are is for an error.
+    pub(super) fn check_lengths(&self, b: usize, t: usize, what: impl Fn() -> String) -> Result<()> {
+        let cfg = &self.config;
+        if let Some(context_length) = cfg.context_length().filter(|&most| t > most) {
+            bail!("[multi_head_attention] {t} positions are more than the context length {context_length}")
+        }
+        let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
+        if !is_addressable(&[b, t, h * d + h_kv * (d + d_v)]) {
+            bail!("[multi_head_attention] {} are too large to address", what())
+        }
+        Ok(())
+    }
+
+    /// `None` for a layer that has no use for positions; their shape is checked all the same.
+    fn positions(&self, input: &AttentionInput, inputs: &Inputs) -> Result<Option<CallPositions>> {
+        let Inputs { b, t_q, t_kv, .. } = *inputs;
+        let given =
+            |name, given: Option<&Tensor>, t| given.map(|given| Positions::from_tensor(name, given, b, t)).transpose();
+        let queries = given("positions", input.positions, t_q)?;
+        let keys = given("key positions", input.key_positions, t_kv)?;
+        if keys.is_some() && !input.is_cross() {
+            bail!("[multi_head_attention] key positions are given, but the keys are the queries")
+        }
+        let adds_bias = matches!(self.alibi, Some(Alibi::Falcon(_))) || self.relative_bias.is_some();
+        if self.rotary.is_none() && !adds_bias {
+            return Ok(None);
+        }
+        let or_default = |given: Option<Positions>, t| given.map_or_else(|| Positions::starting_at(&[0], t), Ok);
+        let new_tokens = inputs.new_tokens.as_ref();
+        let queries = match (queries, new_tokens) {
+            (None, Some(new_tokens)) => new_tokens.positions()?,
+            (given, _) => or_default(given, t_q)?,
+        };
+        let keys = input.is_cross().then(|| or_default(keys, t_kv)).transpose()?;
+        let length = keys.iter().map(Positions::length).fold(queries.length(), usize::max);
+        if let Some(context_length) = self.config.context_length().filter(|&most| length > most) {
+            bail!("[multi_head_attention] position {} is not below the context length {context_length}", length - 1)
+        }
+        let all_cached = |new_tokens: &NewTokens| Positions::starting_at(&[0], new_tokens.longest());
+        let cached = new_tokens.filter(|_| adds_bias).map(all_cached).transpose()?;
+        Ok(Some(CallPositions { queries, keys, cached }))
+    }
+
+    /// q (B, H, T_q, D), k (B, H_kv, T_kv, D) and v (B, H_kv, T_kv, D_v), normalised and rotated.
+    fn project(&self, inputs: &Inputs, positions: Option<&CallPositions>) -> Result<(Tensor, Tensor, Tensor)> {
+        let at = |positions: &Positions| self.rotary.as_ref().map(|rotary| rotary.at(positions));
+        let at_queries = positions.and_then(|positions| at(&positions.queries));
+        let at_keys = positions.and_then(|positions| positions.keys.as_ref()).and_then(at);
+        let (q, k, v) = match &inputs.keys {
+            Keys::Inputs { keys, values } => {
+                let [q, k, v] = self.projections.query_key_value(&inputs.queries, keys, values)?;
+                let (k, v) = self.key_value_heads(k, v, at_keys.as_ref().or(at_queries.as_ref()))?;
+                (q, k, v)
+            }
+            Keys::Memory(memory) => (self.projections.query(&inputs.queries)?, memory.k.clone(), memory.v.clone()),
+        };
+        let norm = self.qk_norm.as_ref().map(|norms| &norms.q);
+        let q = self.heads(self.normed_projection(q, norm)?, self.config.num_heads(), norm, at_queries.as_ref())?;
+        Ok((q, k, v))
+    }
+
+    /// Projected keys (B, T_kv, H_kv·D) and values (B, T_kv, H_kv·D_v), and the layer's learned ones behind them, as heads.
+    pub(super) fn key_value_heads(
+        &self,
+        k: Tensor,
+        v: Tensor,
+        rotation: Option<&Rotation>,
+    ) -> Result<(Tensor, Tensor)> {
+        let norm = self.qk_norm.as_ref().map(|norms| &norms.k);
+        let (mut k, mut v) = (self.normed_projection(k, norm)?, self.normed_projection(v, None)?);
+        if let Some((bias_k, bias_v)) = &self.bias_kv {
+            let append = |rows: &Tensor, learned: &Tensor| {
+                let (b, _, width) = rows.dims3()?;
+                Tensor::cat(&[rows, &learned.broadcast_as((b, 1, width))?.contiguous()?], 1)
+            };
+            (k, v) = (append(&k, bias_k)?, append(&v, bias_v)?);
+        }
+        let h_kv = self.config.num_kv_heads();
+        Ok((self.heads(k, h_kv, norm, rotation)?, self.heads(v, h_kv, None, None)?))
+    }
+
+    /// What happens to a projection before it is split into heads.
+    fn normed_projection(&self, mut xs: Tensor, norm: Option<&Norm>) -> Result<Tensor> {
+        if let Some(norm) = norm.filter(|_| self.qk_norm.as_ref().is_some_and(|norms| norms.of_projections())) {
+            xs = norm.forward(&xs)?;
+        }
+        match self.config.clip_qkv() {
+            Some(clip) => xs.clamp(-clip, clip),
+            None => Ok(xs),
+        }
+    }
+
+    /// (B, T, heads · width) as heads (B, heads, T, width), a view of (B, T, ..), normalised and rotated.
+    fn heads(&self, xs: Tensor, heads: usize, norm: Option<&Norm>, rotation: Option<&Rotation>) -> Result<Tensor> {
+        let mut xs = split_heads(&xs, heads)?;
+        let norm = norm.filter(|_| self.qk_norm.as_ref().is_some_and(|norms| !norms.of_projections()));
+        if let Some(norm) = norm.filter(|_| !self.config.norm_after_rope()) {
+            xs = norm.forward(&xs)?;
+        }
+        if let Some(rotation) = rotation {
+            xs = rotation.apply(&xs)?;
+        }
+        if let Some(norm) = norm.filter(|_| self.config.norm_after_rope()) {
+            xs = norm.forward(&xs)?;
+        }
+        xs.transpose(1, 2)
+    }
+
+    /// The layer's own mask and the call's, and the biases that follow from positions.
+    fn mask(&self, input: &AttentionInput, inputs: &Inputs, at: Option<&CallPositions>) -> Result<AttentionMask> {
+        let mut mask = input.mask_with(&self.mask);
+        let (dtype, device) = (accumulation_dtype(self.projections.dtype()), self.projections.device());
+        if self.bias_kv.is_some() {
+            let dims = (inputs.b, self.config.num_heads(), inputs.t_q, inputs.t_kv);
+            mask = mask.with_appended_keys(1, dims, dtype, device)?;
+        }
+        let Some(at) = at else { return Ok(mask) };
+        let keys = at.cached.as_ref().or(at.keys.as_ref()).unwrap_or(&at.queries);
+        if let Some(Alibi::Falcon(bias)) = &self.alibi {
+            mask = mask.with_bias(&bias.at(keys, dtype)?);
+        }
+        if let Some(bias) = &self.relative_bias {
+            mask = mask.with_bias(&bias.between(&at.queries, keys)?);
+        }
+        Ok(mask)
+    }
+
+    fn options(&self, input: &AttentionInput) -> SdpaOptions {
+        let mut options = input.options(self.config.dropout());
+        options.scale = self.config.scale();
+        options.softcap = self.config.softcap();
+        options.sinks = self.sinks.clone();
+        if let Some(Alibi::Distances(slopes)) = &self.alibi {
+            options.alibi_slopes = Some(slopes.clone());
+        }
+        options
+    }
+
+    /// (B, H, T, D_v), a view of (B, T, H, D_v), to (B, T, out_dim).
+    pub(super) fn output(&self, context: &Tensor, batched: bool) -> Result<Tensor> {
+        let (b, h, t, d_v) = context.dims4()?;
+        let merged = context.transpose(1, 2)?.reshape((b, t, h * d_v))?;
+        let ys = self.projections.output(merged)?;
+        if batched { Ok(ys) } else { ys.squeeze(0) }
+    }
+}
+
+/// (B, T, heads · width) to (B, T, heads, width): a view, also of columns of a wider product.
+pub(super) fn split_heads(xs: &Tensor, heads: usize) -> Result<Tensor> {
+    let (b, t, columns) = xs.dims3()?;
+    let split = [b, t, heads, columns / heads];
+    if !xs.is_contiguous() {
+        let view = xs.unfold(2, split[3], split[3])?;
+        // Candle counts the heads in f32, which holds no more than 2^24 columns.
+        if view.dims() == split {
+            return Ok(view);
+        }
+    }
+    xs.reshape(&split)
+}
