@@ -5,8 +5,9 @@ use candle_nn::{Linear, VarBuilder};
 use serde::{Deserialize, Serialize};
 
 use crate::sdpa::{Dropout, VisibleSoftmax, accumulation_dtype, dropout, weighted_values};
+use crate::size::fits_in_memory;
 use crate::weights::Source;
-use crate::{AttentionInput, AttentionMask, AttentionOutput, Backend};
+use crate::{AttentionMask, AttentionOutput, TorchSeed};
 
 /// The shape of an [`AdditiveAttention`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -27,6 +28,7 @@ impl AdditiveAttentionConfig {
     }
 
     /// The probability with which a weight is dropped in training.
+    #[must_use]
     pub fn with_dropout(mut self, dropout: f64) -> Self {
         self.dropout = dropout;
         self
@@ -50,6 +52,46 @@ impl AdditiveAttentionConfig {
     /// The probability with which a weight is dropped in training.
     pub fn dropout(&self) -> f64 {
         self.dropout
+    }
+}
+
+/// What one call of [`AdditiveAttention`] reads.
+#[derive(Debug, Clone, Copy)]
+pub struct AdditiveInput<'a> {
+    queries: &'a Tensor,
+    keys: &'a Tensor,
+    values: &'a Tensor,
+    mask: Option<&'a AttentionMask>,
+    train: bool,
+    dropout_seed: Option<&'a TorchSeed>,
+}
+
+impl<'a> AdditiveInput<'a> {
+    /// Queries (B, T_q, query_size), keys (B, T_kv, key_size) and values (B, T_kv, D_v).
+    pub fn new(queries: &'a Tensor, keys: &'a Tensor, values: &'a Tensor) -> Self {
+        Self { queries, keys, values, mask: None, train: false, dropout_seed: None }
+    }
+
+    /// A mask of one head: `keep` and `bias` broadcast to (B, 1, T_q, T_kv).
+    #[must_use]
+    pub fn with_mask(mut self, mask: &'a AttentionMask) -> Self {
+        self.mask = Some(mask);
+        self
+    }
+
+    /// Whether dropout happens.
+    #[must_use]
+    pub fn with_train(mut self, train: bool) -> Self {
+        self.train = train;
+        self
+    }
+
+    /// Draws dropout from PyTorch's generator, see
+    /// [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
+    #[must_use]
+    pub fn with_dropout_seed(mut self, seed: &'a TorchSeed) -> Self {
+        self.dropout_seed = Some(seed);
+        self
     }
 }
 
@@ -100,9 +142,9 @@ impl AdditiveAttention {
     /// The scores pass through a tensor (B, T_q, T_kv, hidden).
     ///
     /// # Errors
-    /// For shapes, dtypes or a mask that do not fit together.
+    /// For shapes, dtypes or a mask that do not fit together, and for scores that do not fit in memory.
     pub fn forward(&self, queries: &Tensor, keys: &Tensor, values: &Tensor, mask: &AttentionMask) -> Result<Tensor> {
-        Ok(self.attend(queries, keys, values, mask, None)?.context)
+        Ok(self.forward_with(AdditiveInput::new(queries, keys, values).with_mask(mask))?.context)
     }
 
     /// [`forward`](Self::forward) that also returns the weights (B, T_q, T_kv).
@@ -116,56 +158,19 @@ impl AdditiveAttention {
         values: &Tensor,
         mask: &AttentionMask,
     ) -> Result<AttentionOutput> {
-        self.attend(queries, keys, values, mask, None)
+        self.forward_with(AdditiveInput::new(queries, keys, values).with_mask(mask))
     }
 
-    /// The layer over an [`AttentionInput`] of queries, keys and values: with training, dropout from PyTorch's generator,
-    /// or a mask. Without keys and values it attends to the queries themselves.
+    /// The layer with a mask, in training, with dropout from PyTorch's generator: the context (B, T_q, D_v) and the weights
+    /// (B, T_q, T_kv).
     ///
     /// # Errors
-    /// As [`forward`](Self::forward), for [`Backend::Fused`], which no path of these scores has, for positions, for a
-    /// memory and for a cache.
-    pub fn forward_with<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<AttentionOutput> {
-        let AttentionInput {
-            queries,
-            key_value,
-            memory,
-            mask,
-            positions,
-            key_positions,
-            train,
-            dropout_seed,
-            backend,
-            cache,
-            padding,
-        } = input.into();
-        if positions.or(key_positions).is_some() {
-            bail!("[additive_attention] positions are given, but additive scores know of none")
-        }
-        if backend == Backend::Fused {
-            bail!("[additive_attention] no fused path: additive scores are computed by the reference path only")
-        }
-        if memory.is_some() {
-            bail!("[additive_attention] a memory was given, which belongs to multi-head attention")
-        }
-        if cache.is_some() || padding.valid_lens.is_some() || padding.starts.is_some() {
-            bail!("[additive_attention] a cache or its padding was given, which belong to multi-head attention")
-        }
-        let (keys, values) = key_value.unwrap_or((queries, queries));
-        let drop = train.then_some(Dropout { p: self.config.dropout, seed: dropout_seed });
-        self.attend(queries, keys, values, mask.unwrap_or(&AttentionMask::none()), drop)
-    }
-
-    fn attend(
-        &self,
-        queries: &Tensor,
-        keys: &Tensor,
-        values: &Tensor,
-        mask: &AttentionMask,
-        drop: Option<Dropout>,
-    ) -> Result<AttentionOutput> {
-        let (b, t_q, t_kv, d_v) = self.check(queries, keys, values)?;
+    /// As [`forward`](Self::forward).
+    pub fn forward_with(&self, input: AdditiveInput) -> Result<AttentionOutput> {
+        let AdditiveInput { queries, keys, values, train, dropout_seed, .. } = input;
+        let AdditiveDims { b, t_q, t_kv, d_v } = self.check(queries, keys, values)?;
         let (device, dtype) = (queries.device(), accumulation_dtype(queries.dtype()));
+        let mask = input.mask.cloned().unwrap_or_default();
         let keep = mask.keep_tensor((b, 1, t_q, t_kv), device)?;
         let bias = mask.bias_tensor((b, 1, t_q, t_kv), dtype, device)?;
         if [b, t_q, t_kv].contains(&0) {
@@ -183,16 +188,15 @@ impl AdditiveAttention {
         }
         let softmax = VisibleSoftmax { keep: keep.as_ref(), sinks: None, empty_rows: mask.empty_rows() };
         let (mut weights, _) = softmax.apply(&scores)?;
-        if let Some(drop) = drop.filter(|drop| drop.p > 0.0) {
-            weights = dropout(&weights, drop)?;
+        if train && self.config.dropout > 0.0 {
+            weights = dropout(&weights, Dropout { p: self.config.dropout, seed: dropout_seed })?;
         }
         let context = weighted_values(&weights, &values.to_dtype(dtype)?.unsqueeze(1)?, keep.as_ref())?;
         let one_head = |tensor: Tensor| tensor.squeeze(1)?.to_dtype(queries.dtype());
         Ok(AttentionOutput { context: one_head(context)?, weights: one_head(weights)? })
     }
 
-    /// (B, T_q, T_kv, D_v).
-    fn check(&self, queries: &Tensor, keys: &Tensor, values: &Tensor) -> Result<(usize, usize, usize, usize)> {
+    fn check(&self, queries: &Tensor, keys: &Tensor, values: &Tensor) -> Result<AdditiveDims> {
         let &[b, t_q, query_size] = queries.dims() else {
             bail!("[additive_attention] queries have shape {:?}, expected (B, T_q, query_size)", queries.dims())
         };
@@ -229,6 +233,20 @@ impl AdditiveAttention {
                 )
             }
         }
-        Ok((b, t_q, t_kv, d_v))
+        // Four bytes an entry.
+        if !fits_in_memory(&[4, b, t_q, t_kv, self.config.hidden_size]) {
+            bail!(
+                "[additive_attention] scores of {t_q} queries and {t_kv} keys through {} units do not fit in memory",
+                self.config.hidden_size
+            )
+        }
+        Ok(AdditiveDims { b, t_q, t_kv, d_v })
     }
+}
+
+struct AdditiveDims {
+    b: usize,
+    t_q: usize,
+    t_kv: usize,
+    d_v: usize,
 }

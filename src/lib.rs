@@ -34,7 +34,7 @@ mod size;
 pub mod text;
 pub mod weights;
 
-pub use additive::{AdditiveAttention, AdditiveAttentionConfig};
+pub use additive::{AdditiveAttention, AdditiveAttentionConfig, AdditiveInput};
 pub use cache::{AttentionCache, AttentionCacheConfig};
 pub use config::MultiHeadAttentionConfig;
 pub use init::TorchSeed;

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 
 class Head(NamedTuple):
-    """The three projections of one query head, and an extra (key, value) row where the layer has one."""
+    """The three projections of one query head, and the extra (key, value) rows of the layer."""
 
     query: tuple
     key: tuple
     value: tuple
-    extra: tuple | None = None
+    extra: tuple = ()
 
 
 def dot(a, b):
@@ -90,8 +90,8 @@ def multi_head(heads, out, queries, keys, values, hidden=nothing_hidden, fill=-m
         contexts, weights = [], []
         for h, head in enumerate(heads):
             q, k, v = project(xq, head.query), project(xk, head.key), project(xv, head.value)
-            if head.extra:
-                k, v = k + [head.extra[0]], v + [head.extra[1]]
+            for key, value in head.extra:
+                k, v = [*k, key], [*v, value]
             w = weigh(dot_product_scores(q, k), lambda i, j: hidden(b, i, j), fill)
             if keep:
                 w = [

@@ -247,6 +247,7 @@ def multi_head_config(facts):
         "causal": False,
         "context_length": None,
         "bias_kv": False,
+        "add_zero_attn": False,
         "dropout": 0.0,
     }
     layer |= {name: facts[name] for name, default in defaults.items() if facts.get(name, default) != default}

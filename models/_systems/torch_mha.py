@@ -1,4 +1,6 @@
-"""torch.nn.MultiheadAttention: packed, with kdim and vdim, and with the extra key and value row."""
+"""torch.nn.MultiheadAttention: packed, with kdim and vdim, and with extra key and value rows, learnt and of zeros."""
+
+from functools import partial
 
 import torch
 from torch import nn
@@ -42,7 +44,7 @@ def call(module, inputs):
     )
 
 
-def run_loops(state, inputs):
+def run_loops(state, inputs, add_zero_attn=False):
     bias = state["in_proj_bias"]
     if "in_proj_weight" in state:
         heads = loops.packed_by_part((state["in_proj_weight"], bias), NUM_HEADS)
@@ -53,8 +55,12 @@ def run_loops(state, inputs):
     if "bias_k" in state:
         rows = [state[name][0][0] for name in ("bias_k", "bias_v")]
         heads = [
-            head._replace(extra=tuple(row[h * WIDTH : (h + 1) * WIDTH] for row in rows)) for h, head in enumerate(heads)
+            head._replace(extra=(tuple(row[h * WIDTH : (h + 1) * WIDTH] for row in rows),))
+            for h, head in enumerate(heads)
         ]
+    if add_zero_attn:
+        zeros = ([0.0] * WIDTH, [0.0] * WIDTH)
+        heads = [head._replace(extra=(*head.extra, zeros)) for head in heads]
     hidden = loops.by_masks(inputs["attn_mask"], inputs["key_padding_mask"])
     return loops.multi_head(heads, loops.linear(state, "out_proj"), inputs["q"], inputs["k"], inputs["v"], hidden)
 
@@ -70,9 +76,8 @@ def multi_head(name, summary, args, conventions, case_inputs, **other):
         class_name=SOURCE,
         args=args,
         call=call,
-        loops=run_loops,
         cases=case_inputs,
-        **{"make": lambda: nn.MultiheadAttention(**args), "layer": facts} | other,
+        **{"make": lambda: nn.MultiheadAttention(**args), "layer": facts, "loops": run_loops} | other,
     )
 
 
@@ -87,6 +92,7 @@ def systems():
     args = {"embed_dim": EMBED_DIM, "num_heads": NUM_HEADS, "bias": True, "batch_first": True}
     apart = args | {"kdim": 6, "vdim": 7}
     extra = args | {"add_bias_kv": True}
+    zeros = extra | {"add_zero_attn": True}
     packed = multi_head(
         "torch_mha",
         "Two heads, one packed input projection",
@@ -122,4 +128,18 @@ def systems():
         make=lambda: randomise(nn.MultiheadAttention(**extra), 2024),
         layer=packed.layer | {"bias_kv": True},
     )
-    return [packed, with_kdim, bias_kv]
+    zero_attn = multi_head(
+        "torch_mha_zero_attn",
+        "A key and value of zeros after the learnt row",
+        zeros,
+        (
+            "bias_k and bias_v are one more key and value, and a key and value of zeros follow; no mask hides either.",
+            "The state dict does not tell add_zero_attn.",
+            "Every parameter, biases too, is uniform in (-0.5, 0.5), from a torch.Generator with seed 2024.",
+        ),
+        cases(names=("none", "causal", "padding")),
+        make=lambda: randomise(nn.MultiheadAttention(**zeros), 2024),
+        layer=packed.layer | {"bias_kv": True, "add_zero_attn": True},
+        loops=partial(run_loops, add_zero_attn=True),
+    )
+    return [packed, with_kdim, bias_kv, zero_attn]

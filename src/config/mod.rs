@@ -48,6 +48,8 @@ pub struct MultiHeadAttentionConfig {
     #[serde(default)]
     bias_kv: bool,
     #[serde(default)]
+    add_zero_attn: bool,
+    #[serde(default)]
     causal: bool,
     #[serde(default)]
     context_length: Option<usize>,
@@ -99,6 +101,7 @@ impl MultiHeadAttentionConfig {
             out_bias: false,
             out_proj: true,
             bias_kv: false,
+            add_zero_attn: false,
             causal: false,
             context_length: None,
             window: None,

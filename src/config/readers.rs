@@ -70,6 +70,16 @@ impl MultiHeadAttentionConfig {
         self.bias_kv
     }
 
+    /// Whether a key and value of zeros are appended.
+    pub fn add_zero_attn(&self) -> bool {
+        self.add_zero_attn
+    }
+
+    /// How many keys and values of its own the layer appends to those of a call.
+    pub(crate) fn appended_keys(&self) -> usize {
+        usize::from(self.bias_kv) + usize::from(self.add_zero_attn)
+    }
+
     /// Whether later keys are hidden.
     pub fn causal(&self) -> bool {
         self.causal

@@ -70,32 +70,37 @@ impl MultiHeadAttentionConfig {
         if let Some(scale) = self.scale.filter(|scale| !scale.is_finite()) {
             bail!("[multi_head_attention] scale is {scale}, expected a finite number")
         }
-        if self.bias_kv && self.qk_norm.is_some() {
-            bail!("[multi_head_attention] bias_kv and qk_norm are both set, but no norm is defined for a learned key")
-        }
         if let Some(norm) = self.qk_norm.filter(|norm| !((norm.eps as f32).is_finite() && norm.eps >= 0.0)) {
             bail!("[multi_head_attention] qk_norm has eps {}, expected a finite number of zero or more", norm.eps)
         }
         if let Some(rope) = &self.rope {
             rope.validate(self.head_dim())?;
-            if self.bias_kv {
-                bail!("[multi_head_attention] bias_kv and rope are both set, but a learned key has no position")
-            }
         }
-        self.validate_biases()?;
-        self.validate_order()
-    }
-
-    fn validate_biases(&self) -> Result<()> {
         if let Some(alibi) = &self.alibi {
             alibi.validate(self.num_heads)?;
         }
         if let Some(relative_bias) = &self.relative_bias {
             relative_bias.validate()?;
         }
-        for (name, is_set) in [("alibi", self.alibi.is_some()), ("relative_bias", self.relative_bias.is_some())] {
-            if is_set && self.bias_kv {
-                bail!("[multi_head_attention] bias_kv and {name} are both set, but a learned key has no position")
+        self.validate_appended()?;
+        self.validate_order()
+    }
+
+    /// Keys of the layer's own come after those of a call, whose norms and positions they do not have.
+    fn validate_appended(&self) -> Result<()> {
+        let appended =
+            [("bias_kv", "a learned key", self.bias_kv), ("add_zero_attn", "a key of zeros", self.add_zero_attn)];
+        for (option, key, _) in appended.into_iter().filter(|&(.., is_set)| is_set) {
+            if self.qk_norm.is_some() {
+                bail!("[multi_head_attention] {option} and qk_norm are both set, but no norm is defined for {key}")
+            }
+            let positions = [
+                ("rope", self.rope.is_some()),
+                ("alibi", self.alibi.is_some()),
+                ("relative_bias", self.relative_bias.is_some()),
+            ];
+            if let Some((name, _)) = positions.into_iter().find(|&(_, is_set)| is_set) {
+                bail!("[multi_head_attention] {option} and {name} are both set, but {key} has no position")
             }
         }
         Ok(())

@@ -167,6 +167,11 @@ impl MultiHeadAttention {
                 "[multi_head_attention] the layer has a learned key (bias_kv), which stands behind the last of a call, not in a cache"
             )
         }
+        if self.config.add_zero_attn() {
+            bail!(
+                "[multi_head_attention] the layer has a key of zeros (add_zero_attn), which stands behind the last of a call, not in a cache"
+            )
+        }
         if let Some(context_length) = self.config.context_length().filter(|&most| new_tokens.longest() > most) {
             bail!(
                 "[attention_cache] {} positions with those of the calls before are more than the context length {context_length}",
@@ -237,7 +242,8 @@ impl MultiHeadAttention {
         Ok((q, k, v))
     }
 
-    /// Projected keys (B, T_kv, H_kv·D) and values (B, T_kv, H_kv·D_v), and the layer's learned ones behind them, as heads.
+    /// Projected keys (B, T_kv, H_kv·D) and values (B, T_kv, H_kv·D_v), followed by those that the layer
+    /// appends, as heads.
     pub(super) fn key_value_heads(
         &self,
         k: Tensor,
@@ -246,15 +252,23 @@ impl MultiHeadAttention {
     ) -> Result<(Tensor, Tensor)> {
         let norm = self.qk_norm.as_ref().map(|norms| &norms.k);
         let (mut k, mut v) = (self.normed_projection(k, norm)?, self.normed_projection(v, None)?);
-        if let Some((bias_k, bias_v)) = &self.bias_kv {
-            let append = |rows: &Tensor, learned: &Tensor| {
-                let (b, _, width) = rows.dims3()?;
-                Tensor::cat(&[rows, &learned.broadcast_as((b, 1, width))?.contiguous()?], 1)
-            };
-            (k, v) = (append(&k, bias_k)?, append(&v, bias_v)?);
+        if self.config.appended_keys() > 0 {
+            let (learned_k, learned_v) = self.bias_kv.as_ref().map_or((None, None), |(k, v)| (Some(k), Some(v)));
+            (k, v) = (self.append_rows(k, learned_k)?, self.append_rows(v, learned_v)?);
         }
         let h_kv = self.config.num_kv_heads();
         Ok((self.heads(k, h_kv, norm, rotation)?, self.heads(v, h_kv, None, None)?))
+    }
+
+    /// (B, T, width) and the rows that the layer appends to each sequence: the learned one, then that of zeros.
+    fn append_rows(&self, xs: Tensor, learned: Option<&Tensor>) -> Result<Tensor> {
+        let (b, _, width) = xs.dims3()?;
+        let zeros = match self.config.add_zero_attn() {
+            true => Some(Tensor::zeros((b, 1, width), xs.dtype(), xs.device())?),
+            false => None,
+        };
+        let learned = learned.map(|row| row.broadcast_as((b, 1, width))?.contiguous()).transpose()?;
+        Tensor::cat(&[Some(xs), learned, zeros].into_iter().flatten().collect::<Vec<_>>(), 1)
     }
 
     /// What happens to a projection before it is split into heads.
@@ -288,9 +302,10 @@ impl MultiHeadAttention {
     fn mask(&self, input: &AttentionInput, inputs: &Inputs, at: Option<&CallPositions>) -> Result<AttentionMask> {
         let mut mask = input.mask_with(&self.mask);
         let (dtype, device) = (accumulation_dtype(self.projections.dtype()), self.projections.device());
-        if self.bias_kv.is_some() {
+        let appended = self.config.appended_keys();
+        if appended > 0 {
             let dims = (inputs.b, self.config.num_heads(), inputs.t_q, inputs.t_kv);
-            mask = mask.with_appended_keys(1, dims, dtype, device)?;
+            mask = mask.with_appended_keys(appended, dims, dtype, device)?;
         }
         let Some(at) = at else { return Ok(mask) };
         let keys = at.cached.as_ref().or(at.keys.as_ref()).unwrap_or(&at.queries);

@@ -9,10 +9,10 @@ use crate::position::Positions;
 /// ([`MultiHeadAttention::project_memory`]), for as many calls as there are queries to come.
 #[derive(Debug, Clone)]
 pub struct ProjectedMemory {
-    /// With a layer's learned key behind them, if it has one.
+    /// Followed by those that the layer appends.
     pub(super) k: Tensor,
     pub(super) v: Tensor,
-    /// T_kv without it.
+    /// T_kv without these.
     pub(super) t_kv: usize,
     batched: bool,
 }
@@ -83,7 +83,7 @@ impl MultiHeadAttention {
             bail!("[multi_head_attention] key positions were given beside a memory, whose keys stand at 0..T_kv")
         }
         let cfg = &self.config;
-        let rows = memory.t_kv + usize::from(cfg.bias_kv());
+        let rows = memory.t_kv + cfg.appended_keys();
         let shapes = [cfg.head_dim(), cfg.value_head_dim()].map(|width| [b, cfg.num_kv_heads(), rows, width]);
         if memory.batched != batched {
             let of = |batched| if batched { "a batch" } else { "one sequence without a batch" };

@@ -1,8 +1,8 @@
 //! What does not fit a cache is an error that says so, and the cache stays as it was.
 
 use candle_attention::{
-    AdditiveAttention, AdditiveAttentionConfig, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask,
-    Backend, EmptyRows, MultiHeadAttention, MultiHeadAttentionConfig as Config, TorchSeed,
+    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, EmptyRows, MultiHeadAttention,
+    MultiHeadAttentionConfig as Config, TorchSeed,
 };
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
@@ -99,6 +99,11 @@ const ATTEMPTS: &[Attempt] = &[
         "a learned key",
         |cache| call(layer(&config().with_bias_kv(true), DType::F32, &CPU), &xs(2, 1), cache),
         "[multi_head_attention] the layer has a learned key (bias_kv), which stands behind the last of a call, not in a cache",
+    ),
+    (
+        "a key of zeros",
+        |cache| call(layer(&config().with_add_zero_attn(true), DType::F32, &CPU), &xs(2, 1), cache),
+        "[multi_head_attention] the layer has a key of zeros (add_zero_attn), which stands behind the last of a call, not in a cache",
     ),
     (
         "a layer of variables",
@@ -294,11 +299,6 @@ fn padding_is_said_only_beside_a_cache() -> Result<()> {
     let expected = "[multi_head_attention] valid_lens or starts were given to a call without a cache; expected padding in the mask";
     assert_eq!(error_text(own()?.forward_with(AttentionInput::new(&xs).with_valid_lens(&[2, 1]))), expected);
     assert_eq!(error_text(own()?.forward_with(AttentionInput::new(&xs).with_starts(&[0, 1]))), expected);
-    let additive = AdditiveAttention::new(&AdditiveAttentionConfig::new(8, 8, 4), VarBuilder::zeros(DType::F32, &CPU))?;
-    let expected = "[additive_attention] a cache or its padding was given, which belong to multi-head attention";
-    let mut cache = AttentionCache::default();
-    assert_eq!(error_text(additive.forward_with(AttentionInput::new(&xs).with_cache(&mut cache))), expected);
-    assert_eq!(error_text(additive.forward_with(AttentionInput::new(&xs).with_valid_lens(&[2, 2]))), expected);
     Ok(())
 }
 

@@ -39,6 +39,11 @@ pub const CASES: &[Case] = &[
         let mask = AttentionMask::none().with_valid_lens(vec![1, 2]);
         attend_to(&zeros((1, 0, 4)), &zeros((1, 6, 3)), &zeros((1, 6, 7)), &mask)
     }),
+    ("more scores than fit in memory", || {
+        let wide = |width| zeros((1, 1, width)).broadcast_as((1, 1 << 20, width));
+        let queries = wide(4)?;
+        attend_to(&queries, &wide(3)?, &wide(7)?, &AttentionMask::causal())
+    }),
     ("a keep for several heads", || {
         let mask = AttentionMask::none().with_keep(&of(DType::U8, (1, 4, 2, 6)));
         attend_to(&zeros((1, 2, 4)), &zeros((1, 6, 3)), &zeros((1, 6, 7)), &mask)

@@ -111,6 +111,8 @@ pub const CASES: &[Case] = &[
     ("slopes of other heads", || cfg().with_alibi(AlibiConfig::Slopes(vec![0.5; 3])).validate()),
     ("a slope that is no number", || cfg().with_alibi(AlibiConfig::Slopes(vec![0.5, 0.5, f32::NAN, 0.5])).validate()),
     ("a largest exponent of zero", || cfg().with_alibi(AlibiConfig::BiasMax(0.0)).validate()),
+    ("a norm of keys of zeros", || cfg().with_add_zero_attn(true).with_qk_norm(norm(1e-6)).validate()),
+    ("a position of keys of zeros", || cfg().with_add_zero_attn(true).with_rope(RopeConfig::new(10_000.0)).validate()),
     ("slopes of learned keys", || cfg().with_alibi(AlibiConfig::Standard).with_bias_kv(true).validate()),
     ("relative positions of learned keys", || {
         cfg().with_relative_bias(RelativeBiasConfig::new(true)).with_bias_kv(true).validate()

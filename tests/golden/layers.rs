@@ -4,8 +4,8 @@ use candle_attention::init::TorchSeed;
 use candle_attention::text::{EmbeddingConfig, EmbeddingLayer};
 use candle_attention::weights::{self, Checkpoint};
 use candle_attention::{
-    AdditiveAttention, AdditiveAttentionConfig, AttentionInput, AttentionMask, AttentionOutput, EmptyRows,
-    MultiHeadAttention, MultiHeadAttentionConfig, ValidLens, WeightLayout,
+    AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionInput, AttentionMask, AttentionOutput,
+    EmptyRows, MultiHeadAttention, MultiHeadAttentionConfig, ValidLens, WeightLayout,
 };
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -58,6 +58,7 @@ golden_layers!(
     torch_mha,
     torch_mha_bias_kv,
     torch_mha_kdim,
+    torch_mha_zero_attn,
 );
 
 /// A layer, and the embedding in front of it where the system starts from ids.
@@ -225,7 +226,7 @@ fn d2l_additive_in_half_precision_errs_at_most_twice_as_much_as_pytorch() -> Res
 fn additive_attention_trains_with_dropout() -> Result<()> {
     let golden = Golden::open("d2l_additive");
     let [queries, keys, values] = ["queries", "keys", "values"].map(|name| golden.get("none", name));
-    let input = || AttentionInput::new(queries).with_key_value(keys, values);
+    let input = || AdditiveInput::new(queries, keys, values);
     let layer = |dropout: f64| {
         let cfg = AdditiveAttentionConfig::new(5, 6, 8).with_dropout(dropout);
         AdditiveAttention::new(&cfg, vb(&golden, DType::F32, &Device::Cpu)?)

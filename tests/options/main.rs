@@ -18,6 +18,7 @@ mod oracle;
 #[allow(dead_code, reason = "a part is for the cache's own tests")]
 mod plan;
 
+mod layer;
 mod models;
 mod modules;
 mod norms;

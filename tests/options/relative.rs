@@ -1,10 +1,10 @@
 //! T5's biases of relative positions: transformers' numbers, and what the layer makes of them.
 
 use candle_attention::{
-    AttentionCache, AttentionInput, AttentionMask, Backend, MultiHeadAttention, MultiHeadAttentionConfig as Config,
-    RelativeBias, RelativeBiasConfig,
+    AttentionCache, AttentionInput, AttentionMask, Backend, HeadShard, MultiHeadAttention,
+    MultiHeadAttentionConfig as Config, RelativeBias, RelativeBiasConfig,
 };
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use serde::Deserialize;
 
@@ -153,6 +153,22 @@ fn a_stack_trains_its_bias() -> Result<()> {
         weight.set(&(&before - &step)?)?;
         let difference = (above - loss()?.to_scalar::<f64>()?) / 2e-6;
         assert!((gradient[n] - difference).abs() <= 1e-6 * (1.0 + difference.abs()), "entry {n}");
+    }
+    Ok(())
+}
+
+/// One process's heads of a bias that is trained.
+#[test]
+fn a_share_of_a_bias_follows_its_variable() -> Result<()> {
+    let weight = Var::from_tensor(bias(&few(true), DType::F32, &CPU)?.weight())?;
+    let tensors = [("relative_attention_bias.weight".to_string(), weight.as_tensor().clone())].into();
+    let whole = RelativeBias::new(&few(true), HEADS, VarBuilder::from_tensors(tensors, DType::F32, &CPU))?;
+    let share = whole.shard(HeadShard::new(1, 2)?)?;
+    for _ in 0..2 {
+        assert_close(&share.forward(5, 6, 1)?, &whole.forward(5, 6, 1)?.narrow(1, 2, 2)?, 0.0, "its heads");
+        let gradients = share.forward(5, 6, 1)?.sum_all()?.backward()?;
+        assert!(gradients.get(&weight).is_some());
+        weight.set(&(weight.as_tensor() * 3.0)?.detach())?;
     }
     Ok(())
 }

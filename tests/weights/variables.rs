@@ -1,11 +1,11 @@
 //! Layers over fresh variables: PyTorch's bounds at the start, and training.
 
 use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, Var};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 
-use crate::common::{assert_close, values};
-use crate::{CPU, bits, projections};
+use crate::common::{assert_close, max_error, values};
+use crate::{CPU, bits, invented, load, projections};
 
 const E: usize = 64;
 
@@ -108,6 +108,36 @@ fn a_step_of_gradient_descent_lowers_the_loss() -> Result<()> {
         let anew = MultiHeadAttention::load(layer.config(), layout, vb)?;
         assert_close(&layer.forward(&xs)?, &anew.forward(&xs)?, 0.0, &spelling);
         assert_eq!(bits(&layer)?, bits(&anew)?, "{layout}");
+    }
+    Ok(())
+}
+
+/// Biases that are variables beside weights that are not (BitFit), in layouts whose rows are views and in those whose rows
+/// are put together.
+#[test]
+fn a_layer_follows_biases_that_are_trained_alone() -> Result<()> {
+    let xs = (Tensor::arange(0f32, 40f32, &CPU)? * 0.61)?.sin()?.reshape((1, 5, 8))?;
+    for layout in ["canonical", "torch", "packed:Wqkv", "packed:query_key_value:by-head", "stacked:book"] {
+        let stack = layout.starts_with("stacked");
+        let cfg = MultiHeadAttentionConfig::new(8, 4).with_qkv_bias(true).with_out_bias(!stack).with_out_proj(!stack);
+        let layout: WeightLayout = layout.parse()?;
+        let mut tensors = invented(&cfg, layout)?.state_dict(layout)?;
+        let mut biases = Vec::new();
+        for (name, tensor) in tensors.iter_mut().filter(|(name, _)| name.ends_with("bias")) {
+            let bias = Var::from_tensor(tensor)?;
+            *tensor = bias.as_tensor().clone();
+            biases.push((name.clone(), bias));
+        }
+        let layer = load(&cfg, layout, &tensors)?;
+        let before = layer.forward(&xs)?;
+        let gradients = before.sqr()?.sum_all()?.backward()?;
+        for (name, bias) in &biases {
+            assert!(gradients.get(bias).is_some(), "{layout}: {name} has no gradient");
+            bias.set(&(bias.as_tensor() * -1.5)?.detach())?;
+        }
+        let after = layer.forward(&xs)?;
+        assert!(max_error(&after, &before) > 1e-2, "{layout}: the layer does not follow its biases");
+        assert_close(&after, &load(&cfg, layout, &tensors)?.forward(&xs)?, 0.0, &layout.to_string());
     }
     Ok(())
 }
