@@ -1,13 +1,25 @@
 #!/usr/bin/env bash
-# What `cargo publish` would upload: complete, small, and without what only the repository needs.
+# What `cargo publish` would upload of each package: complete, small, and without what only the repository needs.
 set -euo pipefail
-list=$(cargo package --list --allow-dirty)
-for needed in Cargo.toml README.md CHANGELOG.md docs/attention.png LICENSE-MIT LICENSE-APACHE src/lib.rs models/frontend_48/model.safetensors; do
-    grep -qx "$needed" <<<"$list" || { echo "the package lacks $needed" >&2; exit 1; }
-done
-for unwanted in '^\.ci/' '^ci/' '^target/'; do
-    if grep -q "$unwanted" <<<"$list"; then echo "the package holds $unwanted" >&2; exit 1; fi
-done
+cd "$(dirname "$0")/.."
+
+# The package's files, after a check that those named are among them.
+check() {
+    local package=$1 list file
+    shift
+    list=$(cargo package --list --allow-dirty -p "$package")
+    for file in Cargo.toml README.md LICENSE-MIT LICENSE-APACHE src/lib.rs "$@"; do
+        grep -qx "$file" <<<"$list" || { echo "the package $package lacks $file" >&2; exit 1; }
+    done
+    if grep -E '^(\.ci|\.github|ci|compare|fuzz|kernels|target)/' <<<"$list"; then
+        echo "the package $package holds what only the repository needs" >&2
+        exit 1
+    fi
+    echo "$package: $(wc -l <<<"$list") files"
+}
+
+check candle-attention-kernels
+check candle-attention CHANGELOG.md docs/attention.png models/frontend_48/model.safetensors
 size=$(du -sb models | cut -f1)
 [ "$size" -lt 3000000 ] || { echo "models/ has $size bytes, expected less than 3 MB" >&2; exit 1; }
-echo "$(wc -l <<<"$list") files, models/ $size bytes"
+echo "models/: $size bytes"

@@ -1,10 +1,6 @@
-#!/usr/bin/env bash
-# Checks the features `cuda` and `flash-attn` where there is neither CUDA nor a GPU: clippy, and tests that link and run, for
-# which every device is absent. A stand-in for the CUDA toolkit is made for it: an nvcc that compiles nothing, and one
-# library in which every function of the driver and of the kernels fails.
-set -euo pipefail
-cd "$(dirname "$0")/.."
-[ "$(uname -s)" = Linux ] || { echo "not checked: CUDA's crates are built on Linux, and this is $(uname -s)"; exit 0; }
+# To be sourced: lets the features `cuda` and `flash-attn` build, link and run where there is neither CUDA nor a GPU, so that
+# every device is absent. It makes an nvcc that compiles nothing, and one library in which every function of the driver and of
+# the kernels fails. CUDA's crates build on Linux.
 toolkit=$PWD/target/stand-in-cuda
 mkdir -p "$toolkit"/{bin,include,lib}
 ln -sfn lib "$toolkit/lib64"
@@ -60,13 +56,3 @@ git init --quiet "$cutlass" && echo "$commit" >"$cutlass/.git/HEAD"
 export NVCC=$toolkit/bin/nvcc CUDA_HOME=$toolkit CUDAFORGE_HOME=$toolkit/cudaforge
 export CUDARC_CUDA_VERSION=13000 CUDA_COMPUTE_CAP=80
 export LD_LIBRARY_PATH=$toolkit/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-
-echo "== clippy with cuda"
-cargo clippy -p candle-attention --all-targets --features cuda -- -D warnings
-echo "== clippy with cuda and flash-attn"
-cargo clippy -p candle-attention --all-targets --features flash-attn -- -D warnings
-echo "== tests with cuda and flash-attn, where no device is present"
-# Not optimised, which builds in half the time.
-quick=(--config profile.dev.opt-level=0)
-for package in candle-core candle-nn; do quick+=(--config "profile.dev.package.$package.opt-level=0"); done
-cargo test "${quick[@]}" -p candle-attention --features flash-attn --lib --test sdpa -- sdpa:: planned::
