@@ -3,17 +3,12 @@
 //!
 //! Random plans come from fixed seeds; `CACHE_CASES` sets another number of them for every test.
 
-#[path = "../sdpa/array.rs"]
-#[allow(dead_code, reason = "a part is for the function's own tests")]
-mod array;
-#[path = "../sdpa/by_hand.rs"]
+#[path = "../attention/by_hand.rs"]
 #[allow(dead_code, reason = "only its parameters are needed")]
 mod by_hand;
 #[path = "../common/mod.rs"]
 mod common;
-#[path = "../sdpa/oracle.rs"]
-#[allow(dead_code, reason = "a part is for the function's own tests")]
-mod oracle;
+use attention_oracle::{array, attention as oracle};
 
 // What the tests stand on: positions cut into calls, and the comparison with the layer without a cache.
 mod compare;

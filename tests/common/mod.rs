@@ -9,19 +9,43 @@ use std::path::PathBuf;
 
 use candle_core::{DType, Device, Result, Tensor};
 
-/// One test function for each device: `on_each_device!(name)` runs `fn name(&Device)` on the CPU, on CUDA and on Metal,
-/// and says so where a device is absent.
+/// One test function for each device: `on_each_device!(name)` runs `fn name(&Device)`, which gives nothing or a `Result<()>`,
+/// on the CPU, on CUDA and on Metal, and says so where a device is absent.
 #[macro_export]
 macro_rules! on_each_device {
     ($($name:ident),+ $(,)?) => {
-        mod cpu { $( #[test] fn $name() { super::$name(&candle_core::Device::Cpu) } )+ }
+        mod cpu { $( #[test] fn $name() { $crate::common::passed(super::$name(&candle_core::Device::Cpu)) } )+ }
         mod cuda { $( #[test] fn $name() {
-            if let Some(device) = $crate::common::present("CUDA", candle_core::Device::new_cuda(0)) { super::$name(&device) }
+            if let Some(device) = $crate::common::present("CUDA", candle_core::Device::new_cuda(0)) {
+                $crate::common::passed(super::$name(&device))
+            }
         } )+ }
         mod metal { $( #[test] fn $name() {
-            if let Some(device) = $crate::common::present("Metal", candle_core::Device::new_metal(0)) { super::$name(&device) }
+            if let Some(device) = $crate::common::present("Metal", candle_core::Device::new_metal(0)) {
+                $crate::common::passed(super::$name(&device))
+            }
         } )+ }
     };
+}
+
+/// What a test gives.
+pub trait Outcome {
+    fn pass(self);
+}
+
+impl Outcome for () {
+    fn pass(self) {}
+}
+
+impl Outcome for Result<()> {
+    fn pass(self) {
+        self.expect("the calls run");
+    }
+}
+
+#[track_caller]
+pub fn passed(outcome: impl Outcome) {
+    outcome.pass();
 }
 
 pub fn present(kind: &str, device: Result<Device>) -> Option<Device> {
@@ -41,6 +65,11 @@ pub fn present(kind: &str, device: Result<Device>) -> Option<Device> {
 pub fn values(tensor: &Tensor) -> Vec<f64> {
     let read = || tensor.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1();
     read().expect("a tensor can be read back")
+}
+
+/// The bits of every number, in row-major order; a NaN is a NaN, whatever its sign and payload.
+pub fn bits(tensor: &Tensor) -> Vec<u64> {
+    values(tensor).into_iter().map(|x| if x.is_nan() { f64::NAN.to_bits() } else { x.to_bits() }).collect()
 }
 
 /// The largest difference; a NaN on one side only, or different shapes, is infinite.

@@ -1,0 +1,99 @@
+//! `CANDLE_ATTENTION_CPU`, in processes of their own: it is read once, and a test cannot change its own environment.
+
+use std::process::Command;
+
+use candle_attention::PackedLinear;
+use candle_attention::cpu::Tier;
+use candle_core::{Result, Tensor};
+
+use crate::call::Call;
+use crate::flash::draw::Draw;
+use crate::flash::fused::{CPU, DTYPES};
+use crate::oracle::Dims;
+use crate::planned::has_word;
+
+const VARIABLE: &str = "CANDLE_ATTENTION_CPU";
+
+/// Asks the child for its answers.
+const ASKED: &str = "ATTENTION_TEST_TIER";
+
+const MARK: &str = "answer: ";
+
+/// What the child processes run; by itself it does nothing. It says how a call of each dtype and a projection run.
+#[test]
+fn answer() -> Result<()> {
+    let Ok(asked) = std::env::var(ASKED) else { return Ok(()) };
+    for dtype in DTYPES {
+        let dims = Dims { b: 1, h: 2, h_kv: 1, t_q: 3, t_kv: 5, d: 8, d_v: 8 };
+        let mut call = Call::fused(&Draw::plain(dims, vec![], dtype).case(), dtype)?;
+        if asked == "scalar" {
+            call = call.on_tier(Tier::Scalar);
+        }
+        let planned = call.plan().and_then(|plan| call.context().map(|_| plan.to_string()));
+        let packed = PackedLinear::new(&Tensor::ones((3, 4), dtype, &CPU)?, None).map(|packed| format!("{packed:?}"));
+        for answer in [planned, packed] {
+            let answer = answer.unwrap_or_else(|error| error.to_string());
+            println!("\n{MARK}{}", answer.lines().next().unwrap_or_default());
+        }
+    }
+    Ok(())
+}
+
+/// The child's answers: of a call and of a projection, for each dtype.
+fn answers(value: &str, asked: &str) -> Vec<[String; 2]> {
+    let mut child = Command::new(std::env::current_exe().expect("a path to this test"));
+    child.args(["environment::answer", "--exact", "--nocapture"]).env(VARIABLE, value).env(ASKED, asked);
+    let output = child.output().expect("the child runs");
+    assert!(output.status.success(), "{output:?}");
+    let text = String::from_utf8(output.stdout).expect("text");
+    let answers: Vec<_> = text.lines().filter_map(|line| line.strip_prefix(MARK)).collect();
+    assert_eq!(answers.len(), 2 * DTYPES.len(), "{text}");
+    answers.chunks(2).map(|pair| [pair[0].to_string(), pair[1].to_string()]).collect()
+}
+
+fn names(tiers: &[Tier]) -> String {
+    tiers.iter().map(Tier::to_string).collect::<Vec<_>>().join(", ")
+}
+
+#[test]
+fn a_tier_of_the_environment_is_what_calls_run_on() {
+    for tier in Tier::available() {
+        for [planned, packed] in answers(&tier.to_string(), "as it comes") {
+            assert!(planned.starts_with("Fused: ") && has_word(&planned, &tier.to_string()), "{tier}: {planned}");
+            assert!(packed.contains(&format!(", {tier})")), "{tier}: {packed}");
+        }
+    }
+}
+
+#[test]
+fn an_empty_value_is_no_value() {
+    for [planned, _] in answers("", "as it comes") {
+        assert!(planned.starts_with("Fused: "), "{planned}");
+    }
+}
+
+#[test]
+fn an_option_overrides_the_environment() {
+    for value in [names(&Tier::available()[Tier::available().len() - 1..]), "no tier".to_string()] {
+        for [planned, _] in answers(&value, "scalar") {
+            assert!(planned.starts_with("Fused: ") && has_word(&planned, "scalar"), "{planned}");
+        }
+    }
+}
+
+#[test]
+fn a_wrong_value_is_an_error() {
+    let assert_errors = |value: &str, expected: &str| {
+        for answers in answers(value, "as it comes") {
+            assert_eq!(answers, ["plan", "packed_linear"].map(|op| format!("[{op}] {VARIABLE}{expected}")));
+        }
+    };
+    let available = names(&Tier::available());
+    for value in ["avx3", "AVX2", "avx2 ", "scalar,avx2", "0"] {
+        assert_errors(value, &format!(" is {value:?}, which is no CPU tier, expected one of {available}"));
+    }
+    for tier in Tier::ALL.into_iter().filter(|tier| !tier.is_available()) {
+        let lacks = format!(" is {tier}, which this processor lacks, expected one of {available}");
+        assert_errors(&tier.to_string(), &lacks);
+    }
+}

@@ -1,0 +1,60 @@
+//! A case through the fused kernel on every tier, held against the oracle.
+
+use std::io::Write;
+
+use candle_attention::OutputOrder;
+use candle_attention::cpu::Tier;
+use candle_core::{DType, Device, Result, Tensor};
+
+pub use crate::call::Call;
+use crate::call::{Expected, Outcome};
+pub use crate::common::bits;
+use crate::oracle::Case;
+
+pub const CPU: Device = Device::Cpu;
+
+/// The dtypes that the kernel computes in.
+pub const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
+/// The context, beside the log-sum-exp and alone and in both orders of memory, on every tier.
+pub fn check(case: &Case, dtype: DType) -> Outcome {
+    let expected = Expected::fused(case, dtype);
+    let call = Call::fused(case, dtype).map_err(|error| error.to_string())?;
+    for tier in Tier::available() {
+        let call = call.on_tier(tier);
+        let run = || -> Result<_> { Ok((call.context()?, call.in_order(OutputOrder::Bthd).with_lse()?)) };
+        let (heads_first, (sequence_first, lse)) = run().map_err(|error| format!("{tier}: {error}"))?;
+        expected
+            .context("context", &heads_first)
+            .and_then(|()| expected.lse("lse", &lse))
+            .and_then(|()| lies_in(&heads_first, OutputOrder::Bhtd))
+            .and_then(|()| lies_in(&sequence_first, OutputOrder::Bthd))
+            .map_err(|difference| format!("{tier}: {difference}"))?;
+        if bits(&heads_first) != bits(&sequence_first) {
+            return Err(format!("{tier}: another context beside the log-sum-exp, in the other order"));
+        }
+    }
+    Ok(())
+}
+
+fn lies_in(context: &Tensor, order: OutputOrder) -> Outcome {
+    let lies = match order {
+        OutputOrder::Bhtd => context.is_contiguous(),
+        OutputOrder::Bthd => context.transpose(1, 2).is_ok_and(|context| context.is_contiguous()),
+    };
+    if lies { Ok(()) } else { Err(format!("strides {:?} of {:?} in {order:?}", context.stride(), context.dims())) }
+}
+
+/// Skipped tiers show in the output of every run. Not by `eprintln!`, which the test runner keeps to itself where tests
+/// pass.
+#[test]
+fn tiers_that_this_processor_lacks_are_skipped() {
+    let available = Tier::available();
+    for tier in Tier::ALL {
+        assert_eq!(tier.is_available(), available.contains(&tier));
+        if !tier.is_available() {
+            let _ = writeln!(std::io::stderr(), "skipped: this processor lacks the CPU tier {tier}");
+        }
+    }
+    assert!(available.contains(&Tier::Scalar) && available.is_sorted(), "{available:?}");
+}

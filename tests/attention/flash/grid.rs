@@ -1,0 +1,189 @@
+//! Every size, layout, mask and option, on every tier: at random, and each pair of sizes once.
+
+use candle_core::DType;
+
+use crate::array::{Array, Random, round};
+use crate::call::Outcome;
+use crate::flash::draw::{Draw, LENGTHS, WIDTHS, draws};
+use crate::flash::fused::{DTYPES, check};
+use crate::oracle::{Alignment, Dims, Lens, Mask, Part};
+use crate::recipe::{Chosen, Kind, Layout, for_all};
+
+fn holds(draw: &Draw) -> Outcome {
+    check(&draw.case(), draw.dtype())
+}
+
+#[track_caller]
+fn assert_holds(draw: &Draw) {
+    holds(draw).unwrap_or_else(|difference| panic!("{difference}\n{draw:?}"));
+}
+
+const DIMS: Dims = Dims { b: 1, h: 1, h_kv: 1, t_q: 1, t_kv: 1, d: 8, d_v: 8 };
+
+#[test]
+fn random_calls_agree_with_the_oracle() {
+    for_all(2_500, draws(), |draw| holds(&draw));
+}
+
+/// Masks of intervals alone, which a kernel turns into bounds of its loops.
+#[test]
+fn random_intervals_agree_with_the_oracle() {
+    let structural = Kind::ALL.into_iter().filter(|kind| !matches!(kind, Kind::Keep(_) | Kind::Bias(_)));
+    let structural: Vec<_> = structural.collect();
+    let kinds = move || proptest::collection::vec(proptest::sample::select(structural.clone()), 1..=3);
+    let strategy = (draws(), kinds(), proptest::option::of(kinds()));
+    for_all(1_000, strategy, |(mut draw, first, second)| {
+        draw.recipe.masks = [Some(first), second].into_iter().flatten().collect();
+        holds(&draw)
+    });
+}
+
+/// One query or a few against many keys, whose sums a kernel may split.
+#[test]
+fn random_long_keys_agree_with_the_oracle() {
+    let t_kv = proptest::sample::select(&[511, 512, 513, 1023, 1025, 2047, 2049, 4099][..]);
+    for_all(150, (draws(), t_kv, 1..=3usize), |(mut draw, t_kv, t_q)| {
+        let dims = draw.recipe.dims;
+        let (h_kv, group) = (dims.h_kv.min(2), dims.h / dims.h_kv);
+        let width = |d: usize| d.min(96);
+        draw.recipe.dims =
+            Dims { b: dims.b.min(2), h: h_kv * group, h_kv, t_q, t_kv, d: width(dims.d), d_v: width(dims.d_v) };
+        holds(&draw)
+    });
+}
+
+#[test]
+fn every_pair_of_lengths() {
+    let masks: [&[Kind]; 4] = [&[], &[Kind::Causal], &[Kind::UpperLeft], &[Kind::Causal, Kind::Window]];
+    for (n, &t_q) in LENGTHS.iter().enumerate() {
+        for (m, &t_kv) in LENGTHS.iter().enumerate() {
+            let dims = Dims { t_q, t_kv, d: WIDTHS[(n + m) % 9], d_v: WIDTHS[(n + 2 * m) % 9], ..DIMS };
+            assert_holds(&Draw::plain(dims, masks[(n / 3 + m) % 4].to_vec(), DTYPES[(n + m) % 3]));
+        }
+    }
+}
+
+#[test]
+fn every_pair_of_widths() {
+    for &d in &WIDTHS {
+        for &d_v in &WIDTHS {
+            for dtype in DTYPES {
+                let dims = Dims { h: 2, t_q: 5, t_kv: 19, d, d_v, ..DIMS };
+                assert_holds(&Draw::plain(dims, vec![Kind::Causal], dtype));
+            }
+        }
+    }
+}
+
+#[test]
+fn every_pair_of_constraints() {
+    for (n, first) in Kind::ALL.into_iter().enumerate() {
+        for (m, second) in Kind::ALL.into_iter().enumerate() {
+            let dims = Dims { b: 2, h: 2, t_q: 37, t_kv: 70, ..DIMS };
+            let mut draw = Draw::plain(dims, vec![first, second], DTYPES[(n + m) % 3]);
+            draw.runs = n % 2 == 0;
+            assert_holds(&draw);
+        }
+    }
+}
+
+#[test]
+fn every_triple_of_layouts() {
+    for (n, q) in Layout::ALL.into_iter().enumerate() {
+        for k in Layout::ALL {
+            for (m, v) in Layout::ALL.into_iter().enumerate() {
+                let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 9, t_kv: 21, d: 17, d_v: 16 };
+                let mut draw = Draw::plain(dims, vec![], DTYPES[(n + m) % 3]);
+                draw.recipe.layouts = [q, k, v];
+                assert_holds(&draw);
+            }
+        }
+    }
+}
+
+/// Half-precision rows that begin at an odd element: a word of two of them is not aligned there.
+#[test]
+fn rows_at_odd_elements() {
+    for dtype in DTYPES {
+        for d in [32, 64, 128] {
+            for layout in [Layout::NarrowRows, Layout::CacheMiddle, Layout::Packed] {
+                let dims = Dims { t_q: 40, t_kv: 300, d, d_v: d, ..DIMS };
+                let mut draw = Draw::plain(dims, vec![], dtype);
+                draw.recipe.layouts = [layout; 3];
+                assert_holds(&draw);
+            }
+        }
+    }
+}
+
+/// Blocks of which the first keys are hidden from all queries, as by left padding.
+#[test]
+fn keys_that_begin_within_a_block() {
+    for dtype in DTYPES {
+        for t_kv in [31, 64, 127, 128, 200, 256, 300, 511] {
+            for start in (1..72).step_by(5).chain([8, 16, 32, 48, 64, t_kv - 1]).filter(|&start| start < t_kv) {
+                let mut case = Draw::plain(Dims { t_q: 17, t_kv, ..DIMS }, vec![], dtype).case();
+                let parts = vec![Part::Starts(Lens::PerSequence(vec![start]))];
+                case.masks = vec![Mask { alignment: Alignment::Free, parts }];
+                check(&case, dtype).unwrap_or_else(|error| panic!("{error}: {start}..{t_kv} in {dtype:?}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn every_set_of_options_under_every_constraint() {
+    for set in 0..16 {
+        let [scale, softcap, alibi, sinks] = [1, 2, 4, 8].map(|bit| set & bit != 0);
+        for (n, kind) in Kind::ALL.into_iter().enumerate() {
+            let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 18, t_kv: 35, ..DIMS };
+            let mut draw = Draw::plain(dims, vec![kind], DTYPES[(n + set) % 3]);
+            draw.recipe.chosen = Chosen { scale, softcap, alibi, sinks };
+            assert_holds(&draw);
+        }
+    }
+}
+
+/// Each dimension of a `keep` and of a `bias` full or 1, in every combination.
+#[test]
+fn every_broadcast_shape() {
+    let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 18, t_kv: 35, ..DIMS };
+    for (n, set) in (0..16).enumerate() {
+        let full = [dims.b, dims.h, dims.t_q, dims.t_kv];
+        let shape: Vec<_> = (0..4).map(|dim| if set & (1 << dim) != 0 { full[dim] } else { 1 }).collect();
+        for skipped in 0..=shape.iter().take_while(|&&size| size == 1).count() {
+            let mut random = Random::new(set + 1);
+            let keep = Array::new(&shape[skipped..]).filled(|| if random.chance(0.3) { 0.0 } else { 1.0 });
+            let bias = Array::new(&shape[skipped..]).filled(|| round(random.between(-3.0, 3.0), DType::F32));
+            for parts in [
+                vec![Part::Keep(keep.clone())],
+                vec![Part::Bias(bias.clone())],
+                vec![Part::Keep(keep), Part::Bias(bias)],
+            ] {
+                let draw = Draw::plain(dims, vec![], DTYPES[(n + skipped) % 3]);
+                let mut case = draw.case();
+                case.masks = vec![Mask { alignment: Alignment::Causal, parts }];
+                check(&case, draw.dtype()).unwrap_or_else(|difference| panic!("{difference}: {:?}", &shape[skipped..]));
+            }
+        }
+    }
+}
+
+/// A few cases of a model's size, which fill every tile and every worker.
+#[test]
+fn large_calls_agree_with_the_oracle() {
+    for (n, (t_q, t_kv, d, kinds)) in [
+        (300, 300, 64, vec![Kind::Causal]),
+        (257, 513, 128, vec![Kind::Causal, Kind::Window]),
+        (129, 700, 96, vec![Kind::ValidLens]),
+        (300, 129, 80, vec![Kind::Starts, Kind::UpperLeft]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        for dtype in DTYPES {
+            let dims = Dims { b: 1 + n % 2, h: 2, h_kv: 1, t_q, t_kv, d, d_v: d };
+            assert_holds(&Draw::plain(dims, kinds.clone(), dtype));
+        }
+    }
+}

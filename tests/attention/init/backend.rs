@@ -1,0 +1,201 @@
+//! `TorchSeed` as the backend of a `VarBuilder`.
+
+use super::{CPU, STANDARD_NORMAL, message, sha256};
+use candle_attention::init::TorchSeed;
+use candle_core::{DType, Result};
+use candle_nn::Init;
+use candle_nn::init::{DEFAULT_KAIMING_NORMAL, DEFAULT_KAIMING_UNIFORM, FanInOut, NonLinearity, NormalOrUniform};
+use candle_nn::var_builder::{SimpleBackend, VarBuilder};
+
+#[test]
+fn hints_are_read_as_pytorchs_initialisers() -> Result<()> {
+    let kaiming = |dist, fan, non_linearity| Init::Kaiming { dist, fan, non_linearity };
+    // Each hash: torch.manual_seed(9), then the call in the comment, hashed as above.
+    for (hint, shape, expected) in [
+        // torch.empty(1000).uniform_(1e6, 1e6 + 1): values that round up to the bound
+        (
+            Init::Uniform { lo: 1e6, up: 1e6 + 1.0 },
+            vec![1000],
+            "fc5e5ab42b8e89356858f648185b6d1bae33eeaf5364f6e541127864d4d6b37c",
+        ),
+        // torch.empty(1000).uniform_(1e-10, 1)
+        (
+            Init::Uniform { lo: 1e-10, up: 1.0 },
+            vec![1000],
+            "92586decbb21b831cb51f5501b804729740605f9a9f6bf06a0e541878322de1a",
+        ),
+        // torch.empty(1000).uniform_(100, 200): one rounding or two make a difference
+        (
+            Init::Uniform { lo: 100.0, up: 200.0 },
+            vec![1000],
+            "ca9fcfc885da77ee01cb778c48fd8bdcea113412a1aaf8edf98d078e0cc5e7c7",
+        ),
+        // torch.empty(1000).normal_(0.3, 0.02)
+        (
+            Init::Randn { mean: 0.3, stdev: 0.02 },
+            vec![1000],
+            "5b57b58e8bcc257579a3872771ee86e8829d8a19bcd555e4c00006107b6c9ec4",
+        ),
+        // torch.empty(5).normal_(0.3, 0.02)
+        (
+            Init::Randn { mean: 0.3, stdev: 0.02 },
+            vec![5],
+            "5fa3dc09ec37f383a48fe00f6e7ea7ae2747b4aefce967dd74bec0218b2e8164",
+        ),
+        // torch.nn.init.kaiming_uniform_(torch.empty(7, 9), nonlinearity='relu')
+        (
+            kaiming(NormalOrUniform::Uniform, FanInOut::FanIn, NonLinearity::ReLU),
+            vec![7, 9],
+            "ab67f460b0388646b2cf29f3609a92e5eab7803b9f06dced046dc9405b60aa39",
+        ),
+        // torch.nn.init.kaiming_normal_(torch.empty(7, 9), mode='fan_out', nonlinearity='tanh')
+        (
+            kaiming(NormalOrUniform::Normal, FanInOut::FanOut, NonLinearity::Tanh),
+            vec![7, 9],
+            "1ea7c6b7c32fbcbfe1b97e480e014d169d804ec0a81559c063e36ce136f218af",
+        ),
+        // torch.nn.Conv2d(3, 4, 5, bias=False).weight
+        (DEFAULT_KAIMING_NORMAL, vec![4, 3, 5, 5], "9a0a162c70c02eab8dd8df1ac033fe52452c48dea89178aac9cb425a8fb6c582"),
+    ] {
+        let drawn = TorchSeed::new(9).var_builder(DType::F32, &CPU).get_with_hints(shape, "w", hint)?;
+        assert_eq!(sha256(&drawn)?, expected, "{hint:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn equal_bounds_draw_and_constants_do_not() -> Result<()> {
+    let draws = TorchSeed::new(3).rand(8)?.to_vec1::<f32>()?;
+    let seed = TorchSeed::new(3);
+    let vb = seed.var_builder(DType::F32, &CPU);
+    let zeros = vb.get_with_hints(5, "bias", Init::Uniform { lo: 0.0, up: 0.0 })?;
+    assert_eq!(zeros.to_vec1::<f32>()?, [0.0; 5]);
+    assert_eq!(vb.get_with_hints(2, "gain", Init::Const(1.5))?.to_vec1::<f32>()?, [1.5; 2]);
+    assert_eq!(vb.get_with_hints((0, 4), "none", STANDARD_NORMAL)?.dims(), [0, 4]);
+    assert_eq!(seed.rand(3)?.to_vec1::<f32>()?, draws[5..]);
+    Ok(())
+}
+
+#[test]
+fn a_name_is_drawn_once() -> Result<()> {
+    let seed = TorchSeed::new(1);
+    let vb = seed.var_builder(DType::F32, &CPU);
+    let embedding = candle_nn::embedding(7, 4, vb.pp("wte"))?;
+    let tied = vb.pp("wte").get((7, 4), "weight")?;
+    assert_eq!(tied.id(), embedding.embeddings().id());
+
+    // Another dtype in between changes nothing about the draw.
+    let half = vb.to_dtype(DType::BF16).get((7, 4), "wte.weight")?;
+    assert_eq!(half.to_vec2::<half::bf16>()?, tied.to_dtype(DType::BF16)?.to_vec2::<half::bf16>()?);
+    assert_eq!(vb.get((7, 4), "wte.weight")?.to_vec2::<f32>()?, tied.to_vec2::<f32>()?);
+
+    let fresh = TorchSeed::new(1);
+    fresh.randn((7, 4))?;
+    assert_eq!(seed.rand(4)?.to_vec1::<f32>()?, fresh.rand(4)?.to_vec1::<f32>()?);
+    Ok(())
+}
+
+#[test]
+fn parameters_come_in_the_builders_dtype() -> Result<()> {
+    let expected = TorchSeed::new(1).randn((4, 5))?;
+    for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+        let vb = TorchSeed::new(1).var_builder(dtype, &CPU);
+        let drawn = vb.get_with_hints((4, 5), "w", STANDARD_NORMAL)?;
+        assert_eq!((drawn.dtype(), drawn.device().is_cpu()), (dtype, true));
+        let difference = drawn.to_dtype(DType::F64)?.sub(&expected.to_dtype(dtype)?.to_dtype(DType::F64)?)?;
+        assert_eq!(difference.abs()?.sum_all()?.to_scalar::<f64>()?, 0.0, "{dtype:?}");
+    }
+    let vb = TorchSeed::new(1).var_builder(DType::U8, &CPU);
+    let error = message(vb.get_with_hints(4, "w", STANDARD_NORMAL));
+    assert!(error.contains("[torch_seed] parameter `w`") && error.contains("U8"), "{error}");
+    Ok(())
+}
+
+#[test]
+fn another_shape_for_the_same_name_is_an_error_with_both_shapes() -> Result<()> {
+    let vb = TorchSeed::new(1).var_builder(DType::F32, &CPU);
+    vb.pp("a").get_with_hints((2, 3), "w", STANDARD_NORMAL)?;
+    let error = message(vb.pp("a").get_with_hints((3, 2), "w", STANDARD_NORMAL));
+    for part in ["[torch_seed]", "`a.w`", "[2, 3]", "[3, 2]"] {
+        assert!(error.contains(part), "{error}");
+    }
+    Ok(())
+}
+
+#[test]
+fn only_drawn_names_are_contained_and_can_do_without_a_shape() -> Result<()> {
+    let seed = TorchSeed::new(1);
+    let vb = seed.var_builder(DType::F64, &CPU);
+    assert!(!vb.contains_tensor("w"));
+    let error = message(vb.get_unchecked("w"));
+    assert!(error.contains("[torch_seed] parameter `w`") && error.contains("shape"), "{error}");
+
+    let drawn = vb.get_with_hints(3, "w", STANDARD_NORMAL)?;
+    assert!(vb.contains_tensor("w") && seed.contains_tensor("w") && !vb.pp("a").contains_tensor("w"));
+    assert_eq!(vb.get_unchecked("w")?.id(), drawn.id());
+    assert_eq!(seed.get_unchecked("w", DType::F32, &CPU)?.dtype(), DType::F32);
+    Ok(())
+}
+
+#[test]
+fn drawn_parameters_can_start_a_var_map() -> Result<()> {
+    let seeded = TorchSeed::new(123).var_builder(DType::F32, &CPU);
+    let expected = candle_nn::linear(3, 2, seeded.pp("proj"))?;
+    let variables = candle_nn::VarMap::new();
+    let trainable = candle_nn::linear(3, 2, VarBuilder::from_varmap(&variables, DType::F32, &CPU).pp("proj"))?;
+    for (name, variable) in variables.data().lock().expect("the lock").iter() {
+        variable.set(&seeded.get_unchecked(name)?)?;
+    }
+    assert!(trainable.weight().is_variable());
+    assert_eq!(trainable.weight().to_vec2::<f32>()?, expected.weight().to_vec2::<f32>()?);
+    Ok(())
+}
+
+#[test]
+fn what_pytorch_refuses_is_an_error_that_draws_nothing() -> Result<()> {
+    let seed = TorchSeed::new(1);
+    let vb = seed.var_builder(DType::F32, &CPU);
+    for hint in [
+        Init::Uniform { lo: 2.0, up: 1.0 },
+        Init::Uniform { lo: f64::NAN, up: 1.0 },
+        Init::Uniform { lo: f64::NEG_INFINITY, up: 1.0 },
+        Init::Uniform { lo: -3e38, up: 3e38 },
+        Init::Randn { mean: 0.0, stdev: -1.0 },
+        Init::Randn { mean: 0.0, stdev: 1e300 },
+        Init::Randn { mean: f64::NAN, stdev: 1.0 },
+        Init::Const(1e300),
+        Init::Kaiming {
+            dist: NormalOrUniform::Uniform,
+            fan: FanInOut::FanIn,
+            non_linearity: NonLinearity::ExplicitGain(-1.0),
+        },
+    ] {
+        let error = message(vb.get_with_hints((2, 2), "w", hint));
+        assert!(error.starts_with("[torch_seed] parameter `w`:"), "{error}");
+    }
+    assert!(!vb.contains_tensor("w"));
+    assert_eq!(seed.rand(4)?.to_vec1::<f32>()?, TorchSeed::new(1).rand(4)?.to_vec1::<f32>()?);
+    Ok(())
+}
+
+#[test]
+fn shapes_beyond_memory_are_errors() {
+    let seed = TorchSeed::new(1);
+    for shape in [vec![usize::MAX, 2], vec![2, usize::MAX, 3], vec![0, usize::MAX, 3], vec![usize::MAX], vec![1 << 60]]
+    {
+        for result in [seed.rand(shape.clone()), seed.randn(shape.clone())] {
+            let error = message(result);
+            assert!(error.contains("more elements than memory can hold"), "{error}");
+        }
+        let vb = seed.var_builder(DType::F32, &CPU);
+        let default = DEFAULT_KAIMING_NORMAL;
+        for hint in [default, STANDARD_NORMAL, DEFAULT_KAIMING_UNIFORM] {
+            let error = message(vb.get_with_hints(shape.clone(), "w", hint));
+            assert!(
+                error.starts_with("[torch_seed] parameter `w`:") && error.contains("than memory can hold"),
+                "{error}"
+            );
+        }
+    }
+    assert!(seed.dropout_keep(vec![usize::MAX, 2], 0.5).is_err());
+}

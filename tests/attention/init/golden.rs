@@ -1,0 +1,138 @@
+//! Every seeded system below `models/`, replayed draw by draw.
+
+use super::{CPU, sha256};
+use candle_attention::init::TorchSeed;
+use candle_core::{DType, Result, Tensor};
+use candle_nn::{Init, VarBuilder};
+use serde_json::Value;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+/// Where the golden systems are: one folder each, with a `config.json`.
+fn root() -> PathBuf {
+    let default = Path::new(env!("CARGO_MANIFEST_DIR")).join("models");
+    std::env::var_os("CANDLE_ATTENTION_MODELS").map_or(default, PathBuf::from)
+}
+
+fn config(folder: &Path) -> Option<Value> {
+    let text = std::fs::read_to_string(folder.join("config.json")).ok()?;
+    Some(serde_json::from_str(&text).unwrap_or_else(|e| panic!("{}: {e}", folder.display())))
+}
+
+fn folders_below(folder: &Path, found: &mut Vec<PathBuf>) {
+    let entries = std::fs::read_dir(folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
+    for path in entries.map(|entry| entry.unwrap().path()).filter(|path| path.is_dir()) {
+        folders_below(&path, found);
+        found.push(path);
+    }
+}
+
+fn size(step: &Value, index: usize) -> usize {
+    step[index].as_u64().unwrap_or_else(|| panic!("{step}: no size at {index}")) as usize
+}
+
+/// Builds the module of one entry of `draw_order`, as PyTorch's constructor draws it.
+fn replay(step: &Value, vb: &VarBuilder, drawn: &mut HashMap<String, Tensor>) -> Result<()> {
+    let name = step[1].as_str().unwrap_or_else(|| panic!("{step}: no name"));
+    let mut keep = |name: String, tensor: &Tensor| drawn.insert(name, tensor.clone());
+    match step[0].as_str() {
+        Some("linear") => {
+            let (inputs, outputs) = (size(step, 2), size(step, 3));
+            let linear = if step[4] == true {
+                candle_nn::linear(inputs, outputs, vb.pp(name))?
+            } else {
+                candle_nn::linear_no_bias(inputs, outputs, vb.pp(name))?
+            };
+            keep(format!("{name}.weight"), linear.weight());
+            linear.bias().map(|bias| keep(format!("{name}.bias"), bias));
+        }
+        Some("embedding") => {
+            let embedding = candle_nn::embedding(size(step, 2), size(step, 3), vb.pp(name))?;
+            keep(format!("{name}.weight"), embedding.embeddings());
+        }
+        Some("rand") => {
+            let hint = Init::Uniform { lo: 0.0, up: 1.0 };
+            let shape = (size(step, 2), size(step, 3));
+            keep(name.to_string(), &vb.get_with_hints(shape, name, hint)?);
+        }
+        Some("xavier") => {
+            let (rows, cols) = (size(step, 2), size(step, 3));
+            let up = 3f64.sqrt() * (2.0 / (rows + cols) as f64).sqrt();
+            let hint = Init::Uniform { lo: -up, up };
+            keep(name.to_string(), &vb.get_with_hints((rows, cols), name, hint)?);
+        }
+        // A parameter that exists already is set to 0 after its draw.
+        Some("zeros") => {
+            let zeros = Tensor::zeros(size(step, 2), DType::F32, &CPU)?;
+            keep(name.to_string(), &zeros);
+        }
+        Some("causal_mask") => {
+            let n = size(step, 2);
+            let visible = Tensor::tril2(n, DType::F32, &CPU)?;
+            keep(name.to_string(), &(1.0 - visible)?);
+        }
+        _ => panic!("unknown entry of draw_order: {step}"),
+    }
+    Ok(())
+}
+
+#[test]
+fn every_seeded_system_has_pytorchs_parameters_bit_for_bit() -> Result<()> {
+    let mut folders = Vec::new();
+    folders_below(&root(), &mut folders);
+    let (mut systems, mut checked) = (0, 0);
+    for folder in folders {
+        let at = folder.display();
+        let Some(config) = config(&folder) else {
+            continue;
+        };
+        let Some(draw_order) = config["draw_order"].as_array() else {
+            continue;
+        };
+        let Some(seed) = config["manual_seed"].as_u64() else { panic!("{at}: a draw_order without a manual_seed") };
+        let vb = TorchSeed::new(seed).var_builder(DType::F32, &CPU);
+        let mut drawn = HashMap::new();
+        for step in draw_order {
+            replay(step, &vb, &mut drawn)?;
+        }
+        let mut compared = 0;
+        for (name, parameter) in config["parameters"].as_object().into_iter().flatten() {
+            let found = drawn.get(name).unwrap_or_else(|| panic!("{at}: {name} is not in draw_order"));
+            assert_eq!(serde_json::json!(found.dims()), parameter["shape"], "{at}: {name}");
+            assert_eq!(sha256(found)?, parameter["sha256_f32_le"], "{at}: {name}");
+            compared += 1;
+        }
+        let state_dict = folder.join("model.safetensors");
+        if state_dict.exists() {
+            for (name, expected) in candle_core::safetensors::load(state_dict, &CPU)? {
+                let found = drawn.get(&name).unwrap_or_else(|| panic!("{at}: {name} is not in draw_order"));
+                assert_eq!(found.dims(), expected.dims(), "{at}: {name}");
+                assert_eq!(sha256(found)?, sha256(&expected)?, "{at}: {name}");
+                compared += 1;
+            }
+        }
+        assert!(compared > 0, "{at} has a draw_order and nothing to compare with");
+        systems += 1;
+        checked += compared;
+    }
+    assert!(systems >= 15, "{systems} systems with a draw_order below {}", root().display());
+    println!("{systems} systems, {checked} comparisons");
+    Ok(())
+}
+
+#[test]
+fn dropout_keeps_what_pytorch_keeps() -> Result<()> {
+    let folder = root().join("dropout");
+    let config = config(&folder).unwrap_or_else(|| panic!("no config in {}", folder.display()));
+    let tensors = candle_core::safetensors::load(folder.join("io.safetensors"), &CPU)?;
+    for case in ["ones", "tenth"] {
+        let arguments = &config["cases"][case];
+        let p = arguments["p"].as_f64().expect("p");
+        let seed = arguments["manual_seed"].as_u64().expect("a seed");
+        let expected = &tensors[&format!("{case}.keep")];
+        let keep = TorchSeed::new(seed).dropout_keep(expected.dims(), p)?;
+        assert_eq!((keep.dtype(), keep.dims()), (DType::U8, expected.dims()));
+        assert_eq!(keep.flatten_all()?.to_vec1::<u8>()?, expected.flatten_all()?.to_vec1::<u8>()?, "{case}");
+    }
+    Ok(())
+}

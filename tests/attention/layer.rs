@@ -1,0 +1,307 @@
+//! The layer against itself in plain loops, for everything that a config can say.
+
+use candle_attention::{
+    AlibiConfig, AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig as Config, QkNorm,
+    QkNormKind, QkNormScope, RopeConfig, RopeStyle,
+};
+use candle_core::{DType, Device, ModuleT, Result, Tensor};
+use candle_nn::VarBuilder;
+
+use crate::array::{Array, Random};
+use crate::by_hand::{Input, Numbers, forward, parameters, tensors};
+use crate::call::{Outcome, attention_mask, compare};
+use crate::common::{assert_close, error_text, values};
+use crate::oracle::{Alignment, Lens, Mask, Part};
+
+crate::on_each_device!(
+    every_config_gives_the_numbers_of_plain_loops,
+    two_dimensions_are_one_sequence,
+    a_mask_of_the_call_and_the_layers_own_hold_together,
+    a_prefix_of_the_call_lifts_the_layers_own_causal_constraint,
+    the_context_length_bounds_queries_and_keys,
+    dropout_happens_in_training_only,
+);
+
+/// One config for each thing that a config can say, and some that say several.
+pub fn configs() -> Vec<(&'static str, Config)> {
+    let plain = || Config::new(12, 4);
+    let norm = |kind, scope| plain().with_causal(true).with_qk_norm(QkNorm { kind, scope, eps: 1e-5 });
+    let grouped = || Config::new(12, 4).with_num_kv_heads(2);
+    let interleaved = || RopeConfig::new(100.0).with_style(RopeStyle::Interleaved).with_rotary_dim(4);
+    vec![
+        ("plain", plain()),
+        ("one head", Config::new(5, 1)),
+        ("grouped", grouped()),
+        ("one key head", plain().with_num_kv_heads(1)),
+        ("biases", plain().with_bias(true)),
+        ("query bias", plain().with_q_bias(true)),
+        ("key bias", plain().with_k_bias(true)),
+        ("value bias", plain().with_v_bias(true)),
+        ("out bias", plain().with_out_bias(true)),
+        ("no out projection", grouped().with_out_proj(false).with_qkv_bias(true)),
+        ("head_dim", grouped().with_head_dim(5)),
+        ("value_head_dim", grouped().with_value_head_dim(7)),
+        ("value_head_dim without out projection", plain().with_value_head_dim(2).with_out_proj(false)),
+        ("out_dim", plain().with_out_dim(8).with_bias(true)),
+        ("causal", plain().with_causal(true)),
+        ("window", plain().with_window(2)),
+        ("causal window", grouped().with_causal(true).with_window(2)),
+        ("softcap", plain().with_softcap(0.7)),
+        ("scale", plain().with_scale(-1.3)),
+        ("sinks", grouped().with_sinks(true).with_causal(true)),
+        ("rms norm of heads", norm(QkNormKind::Rms, QkNormScope::PerHead)),
+        ("rms norm of projections", norm(QkNormKind::Rms, QkNormScope::Projection).with_num_kv_heads(2)),
+        ("layer norm of heads", norm(QkNormKind::Layer, QkNormScope::PerHead).with_num_kv_heads(2)),
+        ("layer norm of projections", norm(QkNormKind::Layer, QkNormScope::Projection)),
+        ("norm of heads, 1 + weight", norm(QkNormKind::RmsPlusOne, QkNormScope::PerHead)),
+        ("norm of projections, 1 + weight", norm(QkNormKind::RmsPlusOne, QkNormScope::Projection)),
+        ("layer norm without bias", norm(QkNormKind::LayerNoBias, QkNormScope::PerHead)),
+        ("a layer norm for each head", norm(QkNormKind::LayerNoBias, QkNormScope::PerHeadWeights).with_num_kv_heads(2)),
+        (
+            "a biased layer norm for each head",
+            norm(QkNormKind::Layer, QkNormScope::PerHeadWeights).with_num_kv_heads(1),
+        ),
+        ("clip", plain().with_bias(true).with_clip_qkv(0.4)),
+        ("clip after a norm", norm(QkNormKind::Rms, QkNormScope::Projection).with_clip_qkv(0.3)),
+        ("clip before a norm", norm(QkNormKind::Rms, QkNormScope::PerHead).with_clip_qkv(0.3)),
+        ("clip and a learned key", plain().with_bias_kv(true).with_clip_qkv(0.3)),
+        ("band", grouped().with_band(1, 2)),
+        ("causal band", plain().with_causal(true).with_band(2, 9).with_window(2)),
+        ("alibi", Config::new(12, 6).with_causal(true).with_alibi(AlibiConfig::Standard)),
+        ("alibi on both sides", Config::new(12, 3).with_alibi(AlibiConfig::BiasMax(3.0))),
+        ("alibi in a window", grouped().with_alibi(AlibiConfig::Slopes(vec![0.5, 0.0, -0.25, 2.0])).with_window(2)),
+        ("alibi of Falcon", Config::new(12, 6).with_causal(true).with_alibi(AlibiConfig::Falcon)),
+        ("alibi of Falcon, scaled", grouped().with_alibi(AlibiConfig::Falcon).with_scale(0.9).with_softcap(2.0)),
+        ("rope", grouped().with_head_dim(6).with_causal(true).with_rope(RopeConfig::new(10_000.0))),
+        ("rope of pairs", plain().with_head_dim(6).with_rope(interleaved())),
+        (
+            "rope before norms",
+            norm(QkNormKind::Rms, QkNormScope::PerHead)
+                .with_head_dim(4)
+                .with_rope(interleaved())
+                .with_norm_after_rope(true),
+        ),
+        ("rope after norms", norm(QkNormKind::Rms, QkNormScope::PerHead).with_head_dim(4).with_rope(interleaved())),
+        ("learned key", grouped().with_bias_kv(true)),
+        ("learned key, causal", plain().with_bias_kv(true).with_causal(true).with_value_head_dim(5)),
+        ("cross", plain().with_key_size(7).with_value_size(5).with_bias(true)),
+        ("cross with keys' width", grouped().with_key_size(7)),
+        ("cross with values' width", plain().with_value_size(9).with_bias_kv(true)),
+        (
+            "all at once",
+            Config::new(10, 6)
+                .with_num_kv_heads(3)
+                .with_head_dim(4)
+                .with_value_head_dim(3)
+                .with_out_dim(11)
+                .with_bias(true)
+                .with_causal(true)
+                .with_window(3)
+                .with_softcap(2.0)
+                .with_scale(0.8)
+                .with_sinks(true)
+                .with_qk_norm(QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::PerHead, eps: 1e-6 })
+                .with_rope(RopeConfig::new(5_000.0).with_rotary_dim(2)),
+        ),
+    ]
+}
+
+fn dtypes(device: &Device) -> &'static [DType] {
+    if device.is_metal() { &[DType::F32] } else { &[DType::F64, DType::F32] }
+}
+
+/// Sums of a few dozen products of numbers up to 1, through three matrices.
+fn tolerance(dtype: DType) -> f64 {
+    if dtype == DType::F64 { 1e-12 } else { 2e-5 }
+}
+
+pub fn layer(cfg: &Config, dtype: DType, device: &Device) -> Result<MultiHeadAttention> {
+    let parameters = tensors(&parameters(cfg, 3), dtype, device)?;
+    MultiHeadAttention::new(cfg, VarBuilder::from_tensors(parameters, dtype, device))
+}
+
+/// Self-attention where keys and values have the queries' width and length, cross-attention elsewhere.
+pub fn input(cfg: &Config, [b, t_q, t_kv]: [usize; 3], mask: Vec<Mask>) -> Input {
+    let mut random = Random::new(17);
+    let queries = Numbers::random(&[b, t_q, cfg.embed_dim()], &mut random);
+    if is_self(cfg, t_q, t_kv) {
+        return Input { keys: queries.clone(), values: queries.clone(), queries, mask };
+    }
+    let keys = Numbers::random(&[b, t_kv, cfg.key_size()], &mut random);
+    let values = Numbers::random(&[b, t_kv, cfg.value_size()], &mut random);
+    Input { queries, keys, values, mask }
+}
+
+pub fn is_self(cfg: &Config, t_q: usize, t_kv: usize) -> bool {
+    t_q == t_kv && [cfg.key_size(), cfg.value_size()] == [cfg.embed_dim(); 2]
+}
+
+fn call_masks([b, t_q, t_kv]: [usize; 3], h: usize) -> Vec<Vec<Mask>> {
+    let mut random = Random::new(23);
+    let free = |parts| Mask { alignment: Alignment::Free, parts };
+    let lens = Lens::PerSequence((0..b).map(|n| t_kv.saturating_sub(n)).collect());
+    let table = Lens::PerQuery((0..b).map(|b| (0..t_q).map(|i| (b + i) % (t_kv + 1)).collect()).collect());
+    let keep = Array::new(&[b, h, t_q, t_kv]).filled(|| f64::from(u8::from(random.chance(0.6))));
+    // Numbers that f32 cannot hold, so that a detour through it shows in f64.
+    let bias = Array::new(&[h, t_q, t_kv]).filled(|| random.between(-1.0, 1.0));
+    vec![
+        vec![],
+        vec![free(vec![Part::ValidLens(lens)])],
+        vec![free(vec![Part::ValidLens(table)])],
+        vec![Mask { alignment: Alignment::UpperLeft, parts: vec![Part::Window(2)] }],
+        vec![free(vec![Part::Keep(keep)]), free(vec![Part::Bias(bias), Part::Band(1, 2)])],
+    ]
+}
+
+fn run(cfg: &Config, sizes: [usize; 3], masks: Vec<Mask>, dtype: DType, device: &Device) -> Result<Outcome> {
+    let [b, t_q, t_kv] = sizes;
+    let h = cfg.num_heads();
+    let layer = layer(cfg, dtype, device)?;
+    let by_hand = input(cfg, sizes, masks);
+    let expected = forward(cfg, &parameters(cfg, 3), &by_hand);
+    let [xs, keys, vs] = [&by_hand.queries, &by_hand.keys, &by_hand.values].map(|x| x.tensor(dtype, device));
+    let (xs, keys, vs) = (xs?, keys?, vs?);
+    let mask = attention_mask(&by_hand.mask, device, |_, _, bias| bias.tensor(dtype, device))?;
+    let call = || {
+        let own = AttentionInput::new(&xs).with_mask(&mask);
+        if is_self(cfg, t_q, t_kv) { own } else { own.with_key_value(&keys, &vs) }
+    };
+    let output = layer.forward_with_weights(call())?;
+    let ys = layer.forward_with(call())?;
+    let columns = t_kv + usize::from(cfg.bias_kv());
+    let most = |_| tolerance(dtype);
+    let compared = [
+        compare("forward_with", &ys, (&[b, t_q, cfg.out_dim()], dtype), &expected.ys, most),
+        compare("forward_with_weights", &output.context, (&[b, t_q, cfg.out_dim()], dtype), &expected.ys, most),
+        compare("weights", &output.weights, (&[b, h, t_q, columns], dtype), &expected.weights, most),
+    ];
+    if is_self(cfg, t_q, t_kv) && by_hand.mask.is_empty() {
+        let own = [layer.forward(&xs)?, layer.forward_t(&xs, false)?];
+        for own in own {
+            assert_close(&own, &ys, 0.0, "forward is forward_with no mask");
+        }
+    }
+    Ok(compared.into_iter().collect())
+}
+
+fn every_config_gives_the_numbers_of_plain_loops(device: &Device) {
+    let mut calls = 0;
+    for (name, cfg) in configs() {
+        for sizes in [[2, 4, 4], [1, 3, 6], [2, 5, 3], [1, 1, 1], [0, 3, 3], [2, 0, 0], [2, 0, 3], [2, 3, 0]] {
+            for (n, masks) in call_masks(sizes, cfg.num_heads()).into_iter().enumerate() {
+                for &dtype in dtypes(device) {
+                    let outcome = run(&cfg, sizes, masks.clone(), dtype, device);
+                    let what = format!("{name}, sizes {sizes:?}, mask {n}, {dtype:?}");
+                    match outcome {
+                        Ok(Ok(())) => calls += 1,
+                        Ok(Err(difference)) => panic!("{what}: {difference}"),
+                        Err(error) => panic!("{what}: {error}"),
+                    }
+                }
+            }
+        }
+    }
+    assert!(calls >= 1000, "{calls}");
+}
+
+fn two_dimensions_are_one_sequence(device: &Device) -> Result<()> {
+    for (name, cfg) in configs() {
+        let layer = layer(&cfg, DType::F32, device)?;
+        let random = |width: usize| Tensor::randn(0f32, 1., (1, 4, width), device);
+        let (xs, keys, vs) = (random(cfg.embed_dim())?, random(cfg.key_size())?, random(cfg.value_size())?);
+        let [flat, flat_keys, flat_vs] = [&xs, &keys, &vs].map(|x| x.squeeze(0));
+        let (flat, flat_keys, flat_vs) = (flat?, flat_keys?, flat_vs?);
+        let padding = AttentionMask::none().with_valid_lens(vec![3]);
+        let batched = AttentionInput::new(&xs).with_key_value(&keys, &vs).with_mask(&padding);
+        let single = AttentionInput::new(&flat).with_key_value(&flat_keys, &flat_vs).with_mask(&padding);
+        let (batched, single) = (layer.forward_with_weights(batched)?, layer.forward_with_weights(single)?);
+        assert_close(&single.context, &batched.context.squeeze(0)?, 0.0, name);
+        assert_close(&single.weights, &batched.weights.squeeze(0)?, 0.0, name);
+        if is_self(&cfg, 4, 4) {
+            assert_close(&layer.forward(&flat)?, &layer.forward(&xs)?.squeeze(0)?, 0.0, name);
+        }
+    }
+    Ok(())
+}
+
+fn a_mask_of_the_call_and_the_layers_own_hold_together(device: &Device) -> Result<()> {
+    let layer = layer(&Config::new(12, 4).with_causal(true).with_window(3), DType::F32, device)?;
+    let xs = Tensor::randn(0f32, 1., (2, 5, 12), device)?;
+    let padding = AttentionMask::none().with_valid_lens(vec![4, 2]).with_starts(vec![1, 0]);
+    let weights = layer.forward_with_weights(AttentionInput::new(&xs).with_mask(&padding))?.weights;
+    let drawn = AttentionMask::causal().with_window(3).and(&padding).resolve(2, 5, 5)?.to_string();
+    #[rustfmt::skip]
+    assert_eq!(drawn, "\
+. . . . .
+. 1 . . .
+. 1 1 . .
+. 1 1 1 .
+. . 1 1 .
+
+1 . . . .
+1 1 . . .
+1 1 . . .
+. 1 . . .
+. . . . .
+");
+    let rows: Vec<bool> = drawn.split_whitespace().map(|entry| entry == "1").collect();
+    for (n, weight) in values(&weights).into_iter().enumerate() {
+        let (b, key) = (n / (4 * 5 * 5), n % 25);
+        assert_eq!(weight > 0.0, rows[b * 25 + key], "sequence {b}, entry {key}");
+    }
+    Ok(())
+}
+
+fn a_prefix_of_the_call_lifts_the_layers_own_causal_constraint(device: &Device) -> Result<()> {
+    let layer = layer(&Config::new(12, 4).with_causal(true).with_window(3), DType::F32, device)?;
+    let xs = Tensor::randn(0f32, 1., (1, 4, 12), device)?;
+    for mask in [AttentionMask::none(), AttentionMask::causal()] {
+        let mask = mask.with_prefix(vec![2]);
+        let weights = layer.forward_with_weights(AttentionInput::new(&xs).with_mask(&mask))?.weights;
+        let seen: Vec<_> = values(&weights)[..16].iter().map(|&weight| u8::from(weight > 0.0)).collect();
+        #[rustfmt::skip]
+        assert_eq!(seen, [
+            1, 1, 0, 0,
+            1, 1, 0, 0,
+            1, 1, 1, 0,
+            0, 1, 1, 1,
+        ]);
+    }
+    Ok(())
+}
+
+fn the_context_length_bounds_queries_and_keys(device: &Device) {
+    let cfg = Config::new(12, 4).with_context_length(4).with_causal(true);
+    let layer = layer(&cfg, DType::F32, device).expect("the config fits");
+    let xs = |t: usize| Tensor::ones((1, t, 12), DType::F32, device).expect("ones");
+    for t in [0, 1, 4] {
+        assert_eq!(layer.forward(&xs(t)).expect("not too long").dims(), [1, t, 12]);
+    }
+    assert_eq!(
+        error_text(layer.forward(&xs(5))),
+        "[multi_head_attention] 5 positions are more than the context length 4"
+    );
+    let (short, long) = (xs(1), xs(6));
+    let crossed = layer.forward_with(AttentionInput::new(&short).with_key_value(&long, &long));
+    assert_eq!(error_text(crossed), "[multi_head_attention] 6 positions are more than the context length 4");
+}
+
+fn dropout_happens_in_training_only(device: &Device) -> Result<()> {
+    let with = layer(&Config::new(12, 4).with_dropout(0.5), DType::F32, device)?;
+    let without = layer(&Config::new(12, 4), DType::F32, device)?;
+    let xs = Tensor::randn(0f32, 1., (2, 20, 12), device)?;
+    let plain = without.forward_with_weights(&xs)?;
+    assert_close(&with.forward(&xs)?, &without.forward(&xs)?, 0.0, "forward");
+    assert_close(&with.forward_t(&xs, false)?, &without.forward(&xs)?, 0.0, "forward_t in evaluation");
+    assert!(values(&with.forward_t(&xs, true)?) != values(&plain.context), "forward_t in training");
+    let trained = with.forward_with_weights(AttentionInput::new(&xs).with_train(true))?;
+    let (dropped, weights) = (values(&trained.weights), values(&plain.weights));
+    let kept = dropped.iter().filter(|&&weight| weight != 0.0).count();
+    assert!((1400..1800).contains(&kept), "{kept} of 3200 are kept, expected about 1600");
+    for (after, before) in dropped.into_iter().zip(weights) {
+        assert!(after == 0.0 || (after - 2.0 * before).abs() < 1e-6, "{before} became {after}");
+    }
+    let never = layer(&Config::new(12, 4).with_dropout(0.0), DType::F32, device)?;
+    assert_close(&never.forward_t(&xs, true)?, &without.forward(&xs)?, 0.0, "p = 0");
+    Ok(())
+}

@@ -1,0 +1,278 @@
+//! One projection, and what plain loops in f64 make of it.
+
+use candle_attention::PackedLinear;
+use candle_attention::cpu::Tier;
+use candle_core::{DType, Device, Module, Result, Tensor};
+
+use crate::array::{Array, Random, View};
+pub use crate::common::bits;
+use crate::common::values;
+
+pub const CPU: Device = Device::Cpu;
+
+/// The weight's type, and the input's.
+pub type Types = (DType, DType);
+
+/// Every pair of types that is multiplied.
+pub const TYPES: [Types; 5] = [
+    (DType::F32, DType::F32),
+    (DType::BF16, DType::BF16),
+    (DType::F16, DType::F16),
+    (DType::BF16, DType::F32),
+    (DType::F16, DType::F32),
+];
+
+pub type Outcome = std::result::Result<(), String>;
+
+/// How the input lies in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Layout {
+    Contiguous,
+    /// Columns in the middle of wider rows.
+    Wider,
+    /// Every third row, as one head of several.
+    EveryThird,
+    /// (a, b, in) of (b, a, in).
+    LeadingTransposed,
+    /// (rows, in) of (in, rows).
+    ColumnMajor,
+    /// One row, again and again.
+    OneRow,
+    /// (a, b, in) of (1, b, in).
+    LeadingBroadcast,
+    /// (a, 2, b, in).
+    RankFour,
+    /// (in,), if there is one row.
+    RankOne,
+}
+
+impl Layout {
+    pub const ALL: [Self; 9] = [
+        Self::Contiguous,
+        Self::Wider,
+        Self::EveryThird,
+        Self::LeadingTransposed,
+        Self::ColumnMajor,
+        Self::OneRow,
+        Self::LeadingBroadcast,
+        Self::RankFour,
+        Self::RankOne,
+    ];
+
+    /// An array of NaN as a view of about so many rows of `width`: as many as the layout allows, one at least.
+    fn array(self, rows: usize, width: usize) -> Array {
+        let narrow = |dim, start, len| View::Narrow { dim, start, len };
+        let a = [5, 3, 2].into_iter().find(|a| rows.is_multiple_of(*a)).unwrap_or(1);
+        let b = rows / a;
+        match self {
+            Self::Contiguous => Array::new(&[rows, width]),
+            Self::Wider => Array::new(&[rows, width + 5]).view(narrow(1, 3, width)),
+            Self::EveryThird => Array::new(&[rows, 3, width]).view(narrow(1, 1, 1)),
+            Self::LeadingTransposed => Array::new(&[b, a, width]).view(View::Transpose(0, 1)),
+            Self::ColumnMajor => Array::new(&[width, rows]).view(View::Transpose(0, 1)),
+            Self::OneRow => Array::new(&[1, width]).view(View::Broadcast(vec![rows, width])),
+            Self::LeadingBroadcast => Array::new(&[1, b, width]).view(View::Broadcast(vec![a, b, width])),
+            Self::RankFour if rows.is_multiple_of(2 * a) => Array::new(&[a, 2, b / 2, width]),
+            Self::RankFour => Array::new(&[a, 1, b, width]),
+            Self::RankOne if rows == 1 => Array::new(&[width]),
+            Self::RankOne => Array::new(&[rows, 1, width]),
+        }
+    }
+}
+
+/// How the weight lies in memory before it is packed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WeightLayout {
+    Contiguous,
+    /// (out, in) of (in, out), as GPT-2 has it.
+    Transposed,
+    /// Rows of a wider and longer matrix, as a part of a packed projection.
+    Part,
+}
+
+impl WeightLayout {
+    pub const ALL: [Self; 3] = [Self::Contiguous, Self::Transposed, Self::Part];
+
+    fn array(self, outputs: usize, inputs: usize) -> Array {
+        match self {
+            Self::Contiguous => Array::new(&[outputs, inputs]),
+            Self::Transposed => Array::new(&[inputs, outputs]).view(View::Transpose(0, 1)),
+            Self::Part => Array::new(&[outputs + 2, inputs + 3])
+                .view(View::Narrow { dim: 0, start: 1, len: outputs })
+                .view(View::Narrow { dim: 1, start: 2, len: inputs }),
+        }
+    }
+}
+
+/// What a case is made of.
+#[derive(Debug, Clone)]
+pub struct Recipe {
+    pub types: Types,
+    pub rows: usize,
+    pub inputs: usize,
+    pub outputs: usize,
+    pub bias: bool,
+    pub layout: Layout,
+    pub weight_layout: WeightLayout,
+    /// Where some of the columns begin and end, as fractions of all.
+    pub part: (f64, f64),
+    /// The largest entry of the weight.
+    pub size: f64,
+    pub seed: u64,
+}
+
+impl Recipe {
+    pub fn plain(types: Types, rows: usize, (inputs, outputs): (usize, usize)) -> Self {
+        Self {
+            types,
+            rows,
+            inputs,
+            outputs,
+            bias: (rows + outputs).is_multiple_of(2),
+            layout: Layout::Contiguous,
+            weight_layout: WeightLayout::Contiguous,
+            part: (0.3, 0.8),
+            size: 1.0,
+            seed: (rows * 10_000 + inputs * 100 + outputs) as u64,
+        }
+    }
+
+    /// Entries are uniform, and what no view reaches is NaN.
+    pub fn case(&self) -> Case {
+        let mut random = Random::new(self.seed);
+        let (of_weight, of_input) = self.types;
+        let mut filled = |array: Array, most: f64, dtype| array.filled(|| random.between(-most, most)).rounded(dtype);
+        let bias = self.bias.then(|| filled(Array::new(&[self.outputs]), 2.0 * self.size, of_weight));
+        Case {
+            types: self.types,
+            weight: filled(self.weight_layout.array(self.outputs, self.inputs), self.size, of_weight),
+            bias,
+            xs: filled(self.layout.array(self.rows, self.inputs), 1.0, of_input),
+        }
+    }
+
+    /// Some of the columns.
+    pub fn columns(&self) -> std::ops::Range<usize> {
+        let at = |fraction: f64| (fraction * self.outputs as f64).round() as usize;
+        let (start, end) = (at(self.part.0), at(self.part.1));
+        start.min(end)..start.max(end)
+    }
+}
+
+/// A weight, a bias and an input, as numbers.
+#[derive(Debug, Clone)]
+pub struct Case {
+    pub types: Types,
+    pub weight: Array,
+    pub bias: Option<Array>,
+    pub xs: Array,
+}
+
+/// The outputs in f64, and the sums of the magnitudes of all that was added for each.
+pub struct Expected {
+    pub ys: Vec<f64>,
+    sizes: Vec<f64>,
+    terms: usize,
+}
+
+impl Case {
+    pub fn tensors(&self) -> Result<(Tensor, Option<Tensor>, Tensor)> {
+        let (of_weight, of_input) = self.types;
+        let bias = self.bias.as_ref().map(|bias| bias.tensor(of_weight, &CPU)).transpose()?;
+        Ok((self.weight.tensor(of_weight, &CPU)?, bias, self.xs.tensor(of_input, &CPU)?))
+    }
+
+    pub fn packed(&self, tier: Tier) -> Result<PackedLinear> {
+        let (weight, bias, _) = self.tensors()?;
+        PackedLinear::with_tier(&weight, bias.as_ref(), Some(tier))
+    }
+
+    pub fn input(&self) -> Result<Tensor> {
+        self.xs.tensor(self.types.1, &CPU)
+    }
+
+    pub fn forward(&self, tier: Tier) -> Result<Tensor> {
+        self.packed(tier)?.forward(&self.input()?)
+    }
+
+    pub fn expected(&self) -> Result<Expected> {
+        let (weight, bias, xs) = self.tensors()?;
+        let ((outputs, inputs), xs) = (weight.dims2()?, values(&xs));
+        let (weight, bias) = (values(&weight), bias.map_or(vec![0.0; outputs], |bias| values(&bias)));
+        let (mut ys, mut sizes) = (Vec::new(), Vec::new());
+        for row in xs.chunks_exact(inputs) {
+            for (column, &bias) in weight.chunks_exact(inputs).zip(&bias) {
+                let terms = row.iter().zip(column).map(|(x, w)| x * w);
+                let (y, size) = terms.fold((bias, bias.abs()), |(y, size), term| (y + term, size + term.abs()));
+                ys.push(y);
+                sizes.push(size);
+            }
+        }
+        Ok(Expected { ys, sizes, terms: inputs + 1 })
+    }
+}
+
+impl Expected {
+    /// How far a correctly rounded sum may be off: sums of f32 err by an ulp of the magnitude at every one of the terms
+    /// at the very worst, and in practice by its root; the output is rounded once more.
+    pub fn bound(&self, at: usize, dtype: DType) -> f64 {
+        let f32_ulp = 2f64.powi(-23);
+        let sum = (8.0 + (self.terms as f64).sqrt()) * f32_ulp * self.sizes[at] + f64::from(f32::MIN_POSITIVE);
+        let (ulp, least) = match dtype {
+            DType::BF16 => (2f64.powi(-8), 0.0),
+            // Numbers below 2^-14 have a fixed spacing.
+            DType::F16 => (2f64.powi(-11), 2f64.powi(-24)),
+            _ => (0.0, 0.0),
+        };
+        sum + (self.ys[at].abs() + sum) * ulp + least
+    }
+
+    /// Holds an output (.., out) to these numbers; what is infinite or NaN has to be so.
+    pub fn compare(&self, found: &Tensor) -> Outcome {
+        let (numbers, dtype) = (values(found), found.dtype());
+        if numbers.len() != self.ys.len() {
+            return Err(format!("{} numbers, expected {}", numbers.len(), self.ys.len()));
+        }
+        for (at, (&found, &expected)) in numbers.iter().zip(&self.ys).enumerate() {
+            let same = found == expected || (found.is_nan() && expected.is_nan());
+            let bound = self.bound(at, dtype);
+            let is_close = expected.is_finite() && (found - expected).abs() <= bound;
+            if !same && !is_close {
+                return Err(format!("output {at} is {found:e}, expected {expected:e} within {bound:e}"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The whole product, some of its columns, and the way back, on every tier.
+pub fn check(recipe: &Recipe) -> Outcome {
+    let text = |error: candle_core::Error| error.to_string();
+    let case = recipe.case();
+    let expected = case.expected().map_err(text)?;
+    let (weight, bias, xs) = case.tensors().map_err(text)?;
+    let columns = recipe.columns();
+    for tier in Tier::available() {
+        let run = || -> Result<_> {
+            let packed = PackedLinear::with_tier(&weight, bias.as_ref(), Some(tier))?;
+            Ok((packed.forward(&xs)?, packed.forward_columns(&xs, columns.clone())?, packed))
+        };
+        let (ys, some, packed) = run().map_err(|error| format!("{tier}: {error}"))?;
+        let mut dims = xs.dims().to_vec();
+        dims[xs.rank() - 1] = recipe.outputs;
+        if ys.dims() != dims || ys.dtype() != xs.dtype() || !ys.is_contiguous() {
+            return Err(format!("{tier}: {ys:?}, expected {dims:?}"));
+        }
+        expected.compare(&ys).map_err(|difference| format!("{tier}: {difference}"))?;
+        let narrowed = ys.narrow(xs.rank() - 1, columns.start, columns.len()).map_err(text)?;
+        if some.dims() != narrowed.dims() || bits(&some) != bits(&narrowed) {
+            return Err(format!("{tier}: columns {columns:?} differ from those of the whole"));
+        }
+        let linear = packed.to_linear().map_err(text)?;
+        let same = |one: Option<&Tensor>, other: Option<&Tensor>| one.map(bits) == other.map(bits);
+        if !same(Some(linear.weight()), Some(&weight)) || !same(linear.bias(), bias.as_ref()) {
+            return Err(format!("{tier}: another weight or bias than was packed"));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,72 @@
+//! Every size, type and layout, on every tier: at random, and each size of one kind once.
+
+use crate::common::property::for_all;
+use crate::linear::case::{Layout, Recipe, TYPES, WeightLayout, check};
+use crate::linear::draw::{INPUTS, OUTPUTS, ROWS, recipes};
+
+#[track_caller]
+fn assert_holds(recipe: &Recipe) {
+    check(recipe).unwrap_or_else(|difference| panic!("{difference}\n{recipe:?}"));
+}
+
+#[test]
+fn random_products_agree_with_f64() {
+    for_all(1_500, recipes(), |recipe| check(&recipe));
+}
+
+#[test]
+fn every_number_of_rows() {
+    for rows in ROWS {
+        for types in TYPES {
+            assert_holds(&Recipe::plain(types, rows, (37, 53)));
+        }
+    }
+}
+
+#[test]
+fn every_pair_of_inputs_and_outputs() {
+    for (n, inputs) in INPUTS.into_iter().enumerate() {
+        for (m, outputs) in OUTPUTS.into_iter().enumerate() {
+            let rows = ROWS[(n + 3 * m) % 20];
+            let types = TYPES[(n + m) % 5];
+            assert_holds(&Recipe::plain(types, rows, (inputs, outputs)));
+        }
+    }
+}
+
+#[test]
+fn every_pair_of_layouts_in_every_type() {
+    for layout in Layout::ALL {
+        for weight_layout in WeightLayout::ALL {
+            for types in TYPES {
+                for rows in [1, 2, 7, 30] {
+                    assert_holds(&Recipe { layout, weight_layout, ..Recipe::plain(types, rows, (19, 50)) });
+                }
+            }
+        }
+    }
+}
+
+/// Every beginning and end, which may lie within panels and vectors.
+#[test]
+fn every_range_of_columns() {
+    let outputs = 67;
+    for (n, start) in (0..=outputs).step_by(3).enumerate() {
+        for (m, end) in (start..=outputs).step_by(4).enumerate() {
+            let part = (start as f64 / outputs as f64, end as f64 / outputs as f64);
+            let recipe = Recipe { part, ..Recipe::plain(TYPES[(n + m) % 5], 1 + (n + m) % 3, (9, outputs)) };
+            assert_eq!(recipe.columns(), start..end);
+            assert_holds(&recipe);
+        }
+    }
+}
+
+/// A few products of a model's size, which fill every task and every worker.
+#[test]
+fn large_products_agree_with_f64() {
+    for types in TYPES {
+        for (rows, inputs, outputs) in [(1, 2048, 1536), (19, 1030, 1000), (400, 300, 777)] {
+            assert_holds(&Recipe::plain(types, rows, (inputs, outputs)));
+        }
+    }
+}

@@ -1,0 +1,14 @@
+//! [`PackedLinear`](candle_attention::PackedLinear) against plain loops in f64, on every tier that this processor has.
+
+// What the tests stand on: random cases, and the comparison on every tier.
+pub mod case;
+pub mod draw;
+
+mod builder;
+mod conversion;
+mod empty;
+mod gradients;
+mod grid;
+mod invariance;
+mod isolation;
+mod views;

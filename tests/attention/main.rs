@@ -1,0 +1,51 @@
+//! Everything that computes, as a sceptic would test it: the reference path and the fused kernel against an oracle of plain
+//! loops, layers against themselves in plain loops, projections against f64, and options against transformers' numbers. The
+//! kernels run on every tier that this processor has; tiers that it lacks are named as skipped.
+//!
+//! Properties draw a fixed number of random cases from a fixed seed. `PROPTEST_CASES` sets another number for every
+//! property, and `PROPTEST_RNG_SEED` another seed; a failure prints both, and the smallest case that still fails. A long
+//! run:
+//!
+//! ```text
+//! PROPTEST_CASES=100000 PROPTEST_RNG_SEED=7 cargo test --test attention flash::grid
+//! ```
+
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../cache/compare.rs"]
+#[allow(dead_code, reason = "a part is for caches of other dtypes")]
+mod compare;
+#[path = "../cache/plan.rs"]
+#[allow(dead_code, reason = "a part is for the cache's own tests")]
+mod plan;
+
+// What the tests stand on: numbers, the oracle, random calls, the comparison, and the layer in plain loops.
+mod by_hand;
+mod call;
+mod recipe;
+use attention_oracle::{array, attention as oracle};
+
+mod calls;
+mod dropout;
+mod gradients;
+mod isolation;
+mod joint;
+mod layer;
+mod layer_gradients;
+mod masks;
+mod matrices;
+mod merge;
+mod planned;
+mod varlen;
+
+// Of the kernels alone.
+mod environment;
+mod flash;
+mod linear;
+mod precision;
+mod threads;
+
+mod embedding;
+mod init;
+mod options;
+mod rope;

@@ -1,0 +1,242 @@
+//! What masks mean for any numbers: one rule for a query and a key, however it is asked for.
+
+use candle_attention::{AttentionMask, EmptyRows, ValidLens, scaled_dot_product_attention_with_weights as attend};
+use candle_core::{DType, Device, Result, Tensor};
+
+use crate::call::{Call, reference};
+use crate::common::{assert_close, values};
+use crate::oracle::{Alignment, Case, Dims, Lens, Mask, Options, Part};
+use crate::recipe::{Chosen, Kind, Layout, Recipe, for_all, recipes};
+
+crate::on_each_device!(
+    random_masks_have_one_meaning,
+    lengths_of_one_to_t_are_the_causal_mask,
+    lengths_come_from_lists_and_tensors,
+    empty_views_that_begin_past_their_buffer_are_read,
+);
+
+/// A random mask as the oracle has it and as the crate has it.
+fn both(recipe: &Recipe, device: &Device) -> Result<(Case, AttentionMask)> {
+    let case = recipe.case();
+    let mask = Call::new(&case, recipe.dtype, device)?.mask;
+    Ok((case, mask))
+}
+
+fn is_tensor(part: &Part) -> bool {
+    matches!(part, Part::Keep(_) | Part::Bias(_))
+}
+
+/// `kv_range`, `Display` and `to_additive` against the oracle's rule for one query and one key.
+fn random_masks_have_one_meaning(device: &Device) {
+    let dtypes: &[DType] = if device.is_metal() { &[DType::F32] } else { &[DType::F32, DType::F64] };
+    for_all(10_000, recipes(dtypes), |recipe| {
+        let dims @ Dims { b, h, t_q, t_kv, .. } = recipe.dims;
+        let additive = || -> Result<_> {
+            let (case, mask) = both(&recipe, device)?;
+            let additive = mask.to_additive((b, h, t_q, t_kv), recipe.dtype, device)?;
+            Ok((case, mask.resolve(b, t_q, t_kv)?, values(&additive.broadcast_as((b, h, t_q, t_kv))?)))
+        };
+        let (case, ranges, additive) = additive().map_err(|error| error.to_string())?;
+        let mut structural = case.clone();
+        structural.masks.iter_mut().for_each(|mask| mask.parts.retain(|part| !is_tensor(part)));
+        structural.options.alibi_slopes = None;
+        let biases = Case { options: Options::default(), ..case.clone() };
+        let mut entries = additive.into_iter();
+        let mut drawn = String::new();
+        for b in 0..b {
+            drawn.push_str(if b > 0 { "\n" } else { "" });
+            for i in 0..t_q {
+                let seen: Vec<usize> = (0..t_kv).filter(|&j| structural.sees([b, 0, i, j])).collect();
+                let range = ranges.kv_range(b, i);
+                if range.clone().collect::<Vec<_>>() != seen {
+                    return Err(format!("query {i} of {b} sees {seen:?}, not {range:?}"));
+                }
+                if seen.is_empty() && range != (0..0) {
+                    return Err(format!("nothing is {range:?}"));
+                }
+                let row: Vec<_> = (0..t_kv).map(|j| if seen.contains(&j) { "1" } else { "." }).collect();
+                drawn.push_str(&format!("{}\n", row.join(" ")));
+            }
+            for index in (0..h).flat_map(|h| (0..t_q).flat_map(move |i| (0..t_kv).map(move |j| [b, h, i, j]))) {
+                let expected = if case.sees(index) { biases.bias(index) } else { f64::NEG_INFINITY };
+                let got = entries.next().expect("an entry for each");
+                let close = (got - expected).abs() <= 1e-6 * (1.0 + expected.abs());
+                if got != expected && !close {
+                    return Err(format!("to_additive has {got} at {index:?}, expected {expected}"));
+                }
+            }
+        }
+        if ranges.to_string() != drawn || ranges.kv_range(b, 0) != (0..0) || ranges.kv_range(0, t_q) != (0..0) {
+            return Err(format!("drawn as\n{ranges}expected\n{drawn}for {dims:?}"));
+        }
+        Ok(())
+    });
+}
+
+/// Joined in either order, with itself and with nothing, a mask hides and adds the same. Which mask comes first decides
+/// only where ALiBi counts from.
+#[test]
+fn joining_masks_commutes() {
+    let device = Device::Cpu;
+    for_all(5_000, (recipes(&[DType::F64]), recipes(&[DType::F64])), |(one, other)| {
+        let other = Recipe { dims: one.dims, dtype: one.dtype, ..other };
+        let Dims { b, h, t_q, t_kv, .. } = one.dims;
+        let compare = || -> Result<_> {
+            let (one, other) = (both(&one, &device)?.1, both(&other, &device)?.1);
+            let written = |mask: &AttentionMask| -> Result<_> {
+                let additive = mask.to_additive((b, h, t_q, t_kv), DType::F64, &device)?;
+                let additive = values(&additive.broadcast_as((b, h, t_q, t_kv))?);
+                // Sums of the same biases in another order.
+                let rounded: Vec<_> = additive.into_iter().map(|bias| (bias * 1e9).round()).collect();
+                Ok((rounded, mask.resolve(b, t_q, t_kv)?.to_string(), mask.empty_rows()))
+            };
+            let none = AttentionMask::none();
+            Ok([
+                ("commutes", written(&one.and(&other))? == written(&other.and(&one))?),
+                ("associates", written(&one.and(&other.and(&one)))? == written(&one.and(&other).and(&one))?),
+                ("with nothing on the right", written(&one.and(&none))? == written(&one)?),
+                ("with nothing on the left", written(&none.and(&one))? == written(&one)?),
+                (
+                    "with itself",
+                    one.and(&one).resolve(b, t_q, t_kv)?.to_string() == one.resolve(b, t_q, t_kv)?.to_string(),
+                ),
+            ])
+        };
+        match compare().map_err(|error| error.to_string())?.into_iter().find(|(_, holds)| !holds) {
+            Some((what, _)) => Err(format!("`and` {what}: no")),
+            None => Ok(()),
+        }
+    });
+}
+
+fn lengths_of_one_to_t_are_the_causal_mask(device: &Device) -> Result<()> {
+    let t = 6;
+    let lens = AttentionMask::none().with_valid_lens(vec![(1..=t).collect::<Vec<_>>(); 2]);
+    let causal = AttentionMask::causal();
+    assert_eq!(lens.resolve(2, t, t)?.to_string(), causal.resolve(2, t, t)?.to_string());
+    let x = Tensor::randn(0f32, 1., (2, 3, t, 4), device)?;
+    let [lens, causal] = [lens, causal].map(|mask| attend(&x, &x, &x, &mask, &reference()));
+    let (lens, causal) = (lens?, causal?);
+    assert_close(&lens.context, &causal.context, 0.0, "context");
+    assert_close(&lens.weights, &causal.weights, 0.0, "weights");
+    Ok(())
+}
+
+fn lengths_come_from_lists_and_tensors(device: &Device) -> Result<()> {
+    for dtype in [DType::U8, DType::U32, DType::I64] {
+        let one = Tensor::new(&[3u8, 0], device)?.to_dtype(dtype)?;
+        assert_eq!(ValidLens::from_tensor(&one)?, ValidLens::from(vec![3, 0]));
+        let table = Tensor::new(&[[3u8, 0, 9], [1, 2, 3]], device)?.to_dtype(dtype)?;
+        assert_eq!(ValidLens::try_from(&table)?, ValidLens::from(vec![vec![3, 0, 9], vec![1, 2, 3]]));
+        let strided = table.t()?;
+        assert_eq!(ValidLens::from_tensor(&strided)?, ValidLens::from(vec![vec![3, 1], vec![0, 2], vec![9, 3]]));
+    }
+    Ok(())
+}
+
+/// Numbers at the end of `usize` and around `i64::MAX`, alone and in pairs, mean what they say.
+#[test]
+fn huge_numbers_do_not_overflow() {
+    const HUGE: [usize; 6] =
+        [usize::MAX, usize::MAX - 1, usize::MAX / 2 + 2, usize::MAX / 2 + 1, usize::MAX / 2, usize::MAX / 2 - 1];
+    let lens = |n: usize| Lens::PerSequence(vec![n]);
+    let parts = |n: usize| {
+        [
+            Part::ValidLens(lens(n)),
+            Part::Starts(lens(n)),
+            Part::Prefix(lens(n)),
+            Part::Window(n),
+            Part::Band(n, 0),
+            Part::Band(0, n),
+            Part::Band(n, n),
+        ]
+    };
+    let mut compared = 0;
+    for n in HUGE {
+        for alignment in [Alignment::Free, Alignment::Causal, Alignment::UpperLeft, Alignment::Offset(n)] {
+            for first in parts(n) {
+                for second in HUGE.into_iter().flat_map(parts) {
+                    for (t_q, t_kv) in [(3, 3), (2, 4), (4, 2)] {
+                        let dims = Dims { b: 1, h: 1, h_kv: 1, t_q, t_kv, d: 1, d_v: 1 };
+                        let recipe = Recipe {
+                            dims,
+                            layouts: [Layout::Contiguous; 3],
+                            masks: vec![],
+                            uniform_empty_rows: false,
+                            chosen: Chosen::default(),
+                            dtype: DType::F32,
+                            seed: 0,
+                        };
+                        let mut case = recipe.case();
+                        case.masks = vec![Mask { alignment, parts: vec![first.clone(), second.clone()] }];
+                        let mask = Call::new(&case, DType::F32, &Device::Cpu).expect("a mask").mask;
+                        let ranges = mask.resolve(1, t_q, t_kv).expect("the mask fits");
+                        for i in 0..t_q {
+                            let seen: Vec<usize> = (0..t_kv).filter(|&j| case.sees([0, 0, i, j])).collect();
+                            let range = ranges.kv_range(0, i).collect::<Vec<_>>();
+                            assert_eq!(range, seen, "query {i} of {t_q}, {t_kv} keys: {:?}", case.masks);
+                            compared += 1;
+                        }
+                    }
+                }
+            }
+        }
+    }
+    assert!(compared > 10_000, "{compared}");
+    let far = AttentionMask::causal_with_offset(usize::MAX).resolve(1, 2, 2).expect("fits");
+    assert_eq!(far.query_position(1), i64::MAX);
+    let long = AttentionMask::causal().resolve(1, usize::MAX, 2).expect("fits");
+    assert_eq!((long.query_position(0), long.kv_range(0, 0)), (i64::MIN, 0..0));
+    assert_eq!((long.query_position(usize::MAX - 1), long.kv_range(0, usize::MAX - 1)), (1, 0..2));
+    let wide = AttentionMask::causal().with_window(3).resolve(1, 2, usize::MAX).expect("fits");
+    assert_eq!(wide.kv_range(0, 1), usize::MAX - 3..usize::MAX);
+}
+
+/// The list of the enumerated kinds is the list of all: a new constraint has to join it.
+#[test]
+fn every_constraint_is_enumerated_once() {
+    for (n, kind) in Kind::ALL.iter().enumerate() {
+        assert!(!Kind::ALL[..n].contains(kind), "{kind:?} is listed twice");
+    }
+}
+
+#[test]
+fn empty_rows_are_uniform_if_either_mask_asks_for_it() {
+    let (zero, uniform) = (AttentionMask::causal(), AttentionMask::none().with_empty_rows(EmptyRows::Uniform));
+    assert_eq!(AttentionMask::none().empty_rows(), EmptyRows::Zero);
+    for (one, other, expected) in [
+        (&zero, &zero, EmptyRows::Zero),
+        (&zero, &uniform, EmptyRows::Uniform),
+        (&uniform, &zero, EmptyRows::Uniform),
+        (&uniform, &uniform, EmptyRows::Uniform),
+    ] {
+        assert_eq!(one.and(other).empty_rows(), expected);
+    }
+}
+
+/// A batch of none, cut from a longer buffer: the view's offset lies outside the storage, where Candle's copies panic.
+fn empty_views_that_begin_past_their_buffer_are_read(device: &Device) -> Result<()> {
+    let view = |shape: &[usize], dtype| {
+        let mut shape = shape.to_vec();
+        let last = shape.len() - 1;
+        shape[last] += 3;
+        Tensor::zeros(shape.as_slice(), dtype, device)?.narrow(last, 2, shape[last] - 3)
+    };
+    for dtype in [DType::U8, DType::U32, DType::I64] {
+        assert_eq!(ValidLens::from_tensor(&view(&[0, 3], dtype)?)?, ValidLens::from(Vec::<Vec<usize>>::new()));
+        assert!(AttentionMask::from_attention_mask(&view(&[0, 3], dtype)?)?.resolve(0, 1, 3)?.to_string().is_empty());
+    }
+    assert_eq!(ValidLens::from_tensor(&view(&[0], DType::U32)?)?, ValidLens::from(Vec::<usize>::new()));
+    let no_queries = ValidLens::from(vec![vec![]; 2]);
+    assert_eq!(ValidLens::from_tensor(&view(&[2, 0], DType::U32)?)?, no_queries);
+    for dtype in [DType::F32, DType::F16] {
+        let bias = view(&[0, 1, 4, 5], dtype)?;
+        let keep = view(&[0, 1, 4, 5], DType::U8)?;
+        let mask = AttentionMask::none().with_keep(&keep).with_bias(&bias);
+        assert_eq!(mask.to_additive((0, 2, 4, 5), DType::F32, device)?.dims(), [0, 1, 4, 5]);
+        let (q, kv) = (view(&[0, 2, 4, 3], dtype)?, view(&[0, 2, 5, 3], dtype)?);
+        let output = attend(&q, &kv, &kv, &mask, &reference())?;
+        assert_eq!((output.context.dims(), output.weights.dims()), (&[0, 2, 4, 3][..], &[0, 2, 4, 5][..]));
+    }
+    Ok(())
+}

@@ -1,0 +1,203 @@
+//! The vocabulary of masks: each as a user writes it, as the oracle has it, and drawn as a matrix of a row for each query, with
+//! `1` for a key that it sees.
+
+use candle_attention::{AttentionMask, Backend};
+use candle_core::{DType, Device, Result, Tensor};
+
+use crate::call::{Call, check_with};
+use crate::common::{assert_close, error_text, values};
+use crate::oracle::Alignment::{Causal, Free, Offset, UpperLeft};
+use crate::oracle::Lens::{PerQuery, PerSequence};
+use crate::oracle::Part::{Band, Prefix, Starts, ValidLens, Window};
+use crate::oracle::{Case, Dims, Mask, Part};
+use crate::recipe::Recipe;
+
+crate::on_each_device!(
+    every_mask_is_what_is_drawn,
+    attention_masks_become_starts_and_lengths,
+    attention_masks_with_holes_become_keep,
+    attention_masks_come_in_any_dtype,
+);
+
+/// A mask, and its matrices for some numbers of queries and keys: rows from top to bottom.
+struct Drawn {
+    mask: AttentionMask,
+    oracle: Vec<Mask>,
+    matrices: &'static [&'static str],
+}
+
+fn drawn<const N: usize>(mask: AttentionMask, oracle: [Mask; N], matrices: &'static [&'static str]) -> Drawn {
+    Drawn { mask, oracle: oracle.into(), matrices }
+}
+
+fn free(parts: impl Into<Vec<Part>>) -> [Mask; 1] {
+    [Mask::new(Free, parts)]
+}
+
+fn causal(parts: impl Into<Vec<Part>>) -> [Mask; 1] {
+    [Mask::new(Causal, parts)]
+}
+
+fn upper_left(parts: impl Into<Vec<Part>>) -> [Mask; 1] {
+    [Mask::new(UpperLeft, parts)]
+}
+
+fn lens(n: usize) -> Part {
+    ValidLens(PerSequence(vec![n]))
+}
+
+fn prefix(n: usize) -> Part {
+    Prefix(PerSequence(vec![n]))
+}
+
+/// As many queries as keys, fewer, and more; then what is special about the mask.
+#[rustfmt::skip]
+fn vocabulary() -> Vec<Drawn> {
+    let none = AttentionMask::none;
+    let lower_right = AttentionMask::causal;
+    let top_left = AttentionMask::causal_upper_left;
+    let offset = AttentionMask::causal_with_offset;
+    vec![
+        drawn(none(), free([]), &["1111 1111 1111 1111", "11111 11111", "11 11 11 11 11"]),
+        // Aligned to the end, and to the start.
+        drawn(lower_right(), causal([]), &["1... 11.. 111. 1111", "1111. 11111", ".. .. .. 1. 11"]),
+        drawn(top_left(), upper_left([]), &["1... 11.. 111. 1111", "1.... 11...", "1. 11 11 11 11", "1..... 11.... 111... 1111.."]),
+        drawn(offset(0), [Mask::new(Offset(0), [])], &["1..... 11.... 111... 1111.."]),
+        drawn(offset(1), [Mask::new(Offset(1), [])], &["11.. 111. 1111 1111", "11... 111..", "11 11 11 11 11"]),
+        drawn(none().with_valid_lens(vec![3]), free([lens(3)]), &["111. 111. 111. 111.", "111.. 111..", "11 11 11 11 11"]),
+        drawn(none().with_valid_lens(vec![vec![0, 3, 1]]), free([ValidLens(PerQuery(vec![vec![0, 3, 1]]))]),
+            &["... 111 1..", ".. 11 1.", ".... 111. 1..."]),
+        drawn(none().with_starts(vec![2]), free([Starts(PerSequence(vec![2]))]), &["..11 ..11 ..11 ..11", "..111 ..111", ".. .. .. .. .."]),
+        drawn(none().with_starts(vec![vec![0, 1, 3]]), free([Starts(PerQuery(vec![vec![0, 1, 3]]))]), &["111 .11 ..."]),
+        // A window counts the query's own key.
+        drawn(lower_right().with_window(2), causal([Window(2)]), &["1... 11.. .11. ..11", "..11. ...11", ".. .. .. 1. 11"]),
+        drawn(none().with_window(1), free([Window(1)]), &["1111 .111 ..11 ...1", "...11 ....1", "11 11 11 11 .1"]),
+        drawn(top_left().with_window(2), upper_left([Window(2)]), &["1.... 11... .11.."]),
+        drawn(offset(2).with_window(2), [Mask::new(Offset(2), [Window(2)])], &[".11.. ..11. ...11"]),
+        drawn(none().with_band(1, 2), free([Band(1, 2)]), &["111. 1111 .111 ..11", "..111 ...11", ".. 1. 11 11 11"]),
+        drawn(none().with_band(0, 0), free([Band(0, 0)]), &["1.. .1. ..1"]),
+        drawn(lower_right().with_band(1, 2), causal([Band(1, 2)]), &["1.. 11. .11"]),
+        drawn(none().with_band(2, 0).with_band(0, 2), free([Band(2, 0), Band(0, 2)]), &["1.. .1. ..1"]),
+        // A prefix lifts the causal constraint and no other; two hold together like any two constraints.
+        drawn(lower_right().with_prefix(vec![3]), causal([prefix(3)]), &["111. 111. 111. 1111", "1111. 11111", "11 11 11 11 11"]),
+        drawn(lower_right().with_prefix(vec![3]).with_valid_lens(vec![2]), causal([prefix(3), lens(2)]), &["11. 11. 11."]),
+        drawn(lower_right().with_prefix(vec![3]).with_window(2), causal([prefix(3), Window(2)]), &["111 111 .11"]),
+        drawn(lower_right().with_prefix(vec![vec![0, 3, 0]]), causal([Prefix(PerQuery(vec![vec![0, 3, 0]]))]), &["1.. 111 111"]),
+        drawn(none().with_prefix(vec![1]), free([prefix(1)]), &["11 11"]),
+        drawn(lower_right().with_prefix(vec![1]).with_prefix(vec![3]), causal([prefix(1), prefix(3)]), &["1.. 11. 111"]),
+        // Joined masks keep their own alignments, and a prefix lifts the causal constraint of its own mask.
+        drawn(lower_right().and(&top_left()), [Mask::new(Causal, []), Mask::new(UpperLeft, [])], &["1.... 11... 111..", ".. .. 1. 11"]),
+        drawn(none().with_window(2).and(&top_left()), [Mask::new(Free, [Window(2)]), Mask::new(UpperLeft, [])], &["1.... .1... ..1.. ...1."]),
+        drawn(lower_right().with_prefix(vec![2]).and(&offset(0)), [Mask::new(Causal, [prefix(2)]), Mask::new(Offset(0), [])], &["1.. 11. 111"]),
+    ]
+}
+
+/// The oracle's rule, the intervals of keys, and what both paths compute.
+fn every_mask_is_what_is_drawn(device: &Device) -> Result<()> {
+    for Drawn { mask, oracle, matrices } in vocabulary() {
+        for matrix in matrices {
+            let rows: Vec<&str> = matrix.split(' ').collect();
+            let (t_q, t_kv) = (rows.len(), rows[0].len());
+            let spaced = |row: &&str| row.chars().map(String::from).collect::<Vec<_>>().join(" ") + "\n";
+            let expected: String = rows.iter().map(spaced).collect();
+            let found = mask.resolve(1, t_q, t_kv)?.to_string();
+            assert_eq!(found, expected, "{mask:?}\ndrawn:\n{found}expected:\n{expected}");
+            let dims = Dims { b: 1, h: 2, h_kv: 1, t_q, t_kv, d: 3, d_v: 2 };
+            let case = Case { masks: oracle.clone(), ..Recipe::plain(dims, vec![], DType::F32).case() };
+            for (i, row) in rows.iter().enumerate() {
+                let seen: String = (0..t_kv).map(|j| if case.sees([0, 0, i, j]) { '1' } else { '.' }).collect();
+                assert_eq!(seen, *row, "the oracle's row {i} of {mask:?}");
+            }
+            for backend in [Backend::Reference, Backend::Auto] {
+                check_with(&case, DType::F32, device, backend).unwrap_or_else(|error| panic!("{error}: {mask:?}"));
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn nothing_is_none_but_none() {
+    assert!(AttentionMask::none().is_none() && !AttentionMask::causal().is_none());
+}
+
+#[test]
+fn sequences_are_drawn_one_below_the_other() {
+    let mask = AttentionMask::causal().with_valid_lens(vec![3, 1]).with_starts(vec![1, 0]);
+    let drawn = mask.resolve(2, 3, 3).expect("the mask fits").to_string();
+    assert_eq!(drawn, ". . .\n. 1 .\n. 1 1\n\n1 . .\n1 . .\n1 . .\n");
+}
+
+#[test]
+fn positions_follow_the_alignment() {
+    let position = |mask: AttentionMask, (t_q, t_kv)| mask.resolve(1, t_q, t_kv).expect("fits").query_position(1);
+    assert_eq!(position(AttentionMask::none(), (2, 5)), 4);
+    assert_eq!(position(AttentionMask::causal(), (5, 2)), -2);
+    assert_eq!(position(AttentionMask::causal_upper_left(), (2, 5)), 1);
+    assert_eq!(position(AttentionMask::causal_with_offset(7), (2, 5)), 8);
+}
+
+fn attention_masks_become_starts_and_lengths(device: &Device) {
+    let from = |rows: &[[u8; 4]]| {
+        let flat = Tensor::from_slice(rows.as_flattened(), (rows.len(), 4), device).expect("a tensor");
+        AttentionMask::from_attention_mask(&flat).expect("ones and zeros")
+    };
+    let drawn = |mask: &AttentionMask, b| mask.resolve(b, 1, 4).expect("the mask fits").to_string();
+    assert_eq!(drawn(&from(&[[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]), 3), "1 1 1 .\n\n1 . . .\n\n1 1 1 1\n");
+    assert_eq!(drawn(&from(&[[0, 1, 1, 1], [0, 0, 0, 1]]), 2), ". 1 1 1\n\n. . . 1\n");
+    assert_eq!(drawn(&from(&[[0, 1, 1, 0], [1, 1, 0, 0]]), 2), ". 1 1 .\n\n1 1 . .\n");
+    assert_eq!(drawn(&from(&[[0, 0, 0, 0], [0, 1, 0, 0]]), 2), ". . . .\n\n. 1 . .\n");
+    assert_eq!(drawn(&from(&[[0, 0, 0, 0]]), 1), ". . . .\n");
+    assert_eq!(drawn(&from(&[]), 0), "");
+    // Nothing is left to read from memory.
+    for mask in [from(&[[0, 1, 1, 0]]), from(&[[0, 0, 0, 0]]), from(&[[1, 1, 1, 1]])] {
+        let text = format!("{mask:?}");
+        assert!(text.contains("keep: []") && text.contains("bias: []"), "{text}");
+    }
+}
+
+fn attention_masks_with_holes_become_keep(device: &Device) -> Result<()> {
+    let rows = Tensor::new(&[[1i64, 0, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], device)?;
+    let mask = AttentionMask::from_attention_mask(&rows)?;
+    let hidden = values(&mask.to_additive((3, 2, 1, 4), DType::F32, device)?.broadcast_as((3, 2, 1, 4))?);
+    let lowest = f64::NEG_INFINITY;
+    let expected = [[0.0, lowest, 0.0, 0.0], [lowest; 4], [0.0, 0.0, lowest, lowest]];
+    let expected: Vec<f64> = expected.iter().flat_map(|row| [row, row]).flatten().copied().collect();
+    assert_eq!(hidden, expected);
+    let x = Tensor::randn(0f32, 1., (3, 2, 4, 5), device)?;
+    let output = Call::plain(&x, &x, &x, &mask).on(Backend::Auto).with_weights()?;
+    assert_close(&output.context.narrow(0, 1, 1)?, &x.narrow(0, 1, 1)?.zeros_like()?, 0.0, "a row of zeros");
+    for (n, weight) in values(&output.weights).into_iter().enumerate() {
+        let (b, j) = (n / (2 * 4 * 4), n % 4);
+        assert_eq!(weight > 0.0, [[1, 0, 1, 1], [0; 4], [1, 1, 0, 0]][b][j] == 1, "sequence {b}, key {j}");
+    }
+    Ok(())
+}
+
+fn attention_masks_come_in_any_dtype(device: &Device) -> Result<()> {
+    for rows in [[[1u8, 1, 0], [0, 1, 1]], [[1, 0, 1], [0, 0, 0]]] {
+        let bytes = Tensor::new(&rows, device)?;
+        let written = |mask: &Tensor| -> Result<_> {
+            let mask = AttentionMask::from_attention_mask(mask)?;
+            Ok(values(&mask.to_additive((2, 1, 1, 3), DType::F32, device)?))
+        };
+        for dtype in [DType::U32, DType::I64, DType::F32, DType::F16, DType::BF16] {
+            assert_eq!(written(&bytes.to_dtype(dtype)?)?, written(&bytes)?, "{dtype:?}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn an_attention_mask_keeps_its_width() {
+    let mask = Tensor::new(&[[1u8, 1, 1, 0, 0]], &Device::Cpu).expect("a mask");
+    let mask = AttentionMask::from_attention_mask(&mask).expect("ones and zeros");
+    assert!(mask.resolve(1, 2, 5).is_ok());
+    for t_kv in [4, 6] {
+        let text = error_text(mask.resolve(1, 2, t_kv));
+        let expected =
+            format!("[attention_mask] the attention mask has 5 columns, expected one for each of {t_kv} keys");
+        assert_eq!(text, expected);
+        assert_eq!(error_text(AttentionMask::causal().and(&mask).resolve(1, 2, t_kv)), expected);
+    }
+}

@@ -1,0 +1,209 @@
+//! Keys cut into parts, each attended alone, merge to what all keys together give.
+
+use candle_attention::cpu::Tier;
+use candle_attention::{AttentionMask, Backend, EmptyRows, SdpaOptions, merge_attention};
+use candle_core::{DType, Device, Result, Tensor};
+use proptest::prelude::*;
+
+use crate::call::{Call, Expected, Outcome, reference};
+use crate::common::{assert_close, values};
+use crate::flash::draw::{Draw, draws};
+use crate::flash::fused::{CPU, DTYPES};
+use crate::oracle::{Case, Dims};
+use crate::recipe::{Recipe, dtypes, for_all, recipes, wide};
+
+crate::on_each_device!(
+    random_parts_merge_to_the_whole,
+    parts_that_see_nothing_merge_to_nothing,
+    one_part_merges_to_itself,
+);
+
+/// A call, and the part that each key goes to.
+#[derive(Debug, Clone)]
+struct Split {
+    recipe: Recipe,
+    parts: usize,
+    sinks_in: usize,
+    /// Side by side, or scattered.
+    assigned: Vec<usize>,
+}
+
+fn splits(dtypes: &'static [DType]) -> impl Strategy<Value = Split> {
+    (recipes(dtypes), 1..=5usize).prop_flat_map(|(recipe, parts)| {
+        let assigned = proptest::collection::vec(0..parts, recipe.dims.t_kv);
+        (Just(recipe), Just(parts), 0..parts, any::<bool>(), assigned).prop_map(
+            |(recipe, parts, sinks_in, in_order, mut assigned)| {
+                if in_order {
+                    assigned.sort_unstable();
+                }
+                Split { recipe, parts, sinks_in, assigned }
+            },
+        )
+    })
+}
+
+fn columns<T>(case: &Case, keys: &[usize], entry: impl Fn([usize; 4]) -> T) -> Vec<T> {
+    let Dims { b, h, t_q, .. } = case.dims;
+    let rows = (0..b).flat_map(|b| (0..h).flat_map(move |h| (0..t_q).map(move |i| [b, h, i])));
+    rows.flat_map(|[b, h, i]| keys.iter().map(move |&j| [b, h, i, j])).map(entry).collect()
+}
+
+/// The columns `keys` of the mask.
+pub fn keep_columns(case: &Case, keys: &[usize], device: &Device) -> Result<Tensor> {
+    let entries = columns(case, keys, |index| u8::from(case.sees(index)));
+    Tensor::from_vec(entries, (case.dims.b, case.dims.h, case.dims.t_q, keys.len()), device)
+}
+
+/// Scale and softcap, which belong to every part.
+pub fn options(case: &Case) -> SdpaOptions {
+    let mut options = reference();
+    if let Some(scale) = case.options.scale {
+        options = options.with_scale(scale);
+    }
+    if let Some(softcap) = case.options.softcap {
+        options = options.with_softcap(softcap);
+    }
+    options
+}
+
+/// These keys of a call as a call of their own, on the reference path. What is hidden and added is written out, since
+/// positions, and ALiBi's distances, count in the whole.
+fn part(whole: &Call, case: &Case, keys: &[usize], with_sinks: bool) -> Result<Call> {
+    let (dtype, device) = (whole.q.dtype(), whole.q.device());
+    let in_order = keys.windows(2).all(|pair| pair[1] == pair[0] + 1);
+    let take = |tensor: &Tensor| match keys.first() {
+        Some(&first) if in_order => tensor.narrow(2, first, keys.len()),
+        // Candle copies no view of an empty buffer that begins past its end.
+        Some(_) if tensor.elem_count() == 0 => {
+            let (b, h, _, d) = tensor.dims4()?;
+            Tensor::zeros((b, h, keys.len(), d), dtype, device)
+        }
+        Some(_) => {
+            let index: Vec<u32> = keys.iter().map(|&j| j as u32).collect();
+            tensor.contiguous()?.index_select(&Tensor::new(index, device)?, 2)
+        }
+        None => tensor.narrow(2, 0, 0),
+    };
+    let on_device = |tensor: Tensor| tensor.to_dtype(wide(dtype))?.to_device(device);
+    let bias = columns(case, keys, |index| case.bias(index));
+    let bias = Tensor::from_vec(bias, (case.dims.b, case.dims.h, case.dims.t_q, keys.len()), &CPU)?;
+    let mask = AttentionMask::none().with_keep(&keep_columns(case, keys, device)?).with_bias(&on_device(bias)?);
+    let mut options = options(case);
+    if let Some(sinks) = case.options.sinks.as_ref().filter(|_| with_sinks) {
+        options = options.with_sinks(&on_device(Tensor::new(sinks.as_slice(), &CPU)?)?);
+    }
+    Ok(Call { q: whole.q.clone(), k: take(&whole.k)?, v: take(&whole.v)?, mask, options })
+}
+
+fn random_parts_merge_to_the_whole(device: &Device) {
+    for_all(4_000, splits(dtypes(device)), |split| {
+        let Split { recipe, parts, sinks_in, assigned } = &split;
+        let mut case = recipe.case();
+        let run = || -> Result<_> {
+            let whole = Call::new(&case, recipe.dtype, device)?;
+            let part = |n: usize| {
+                let keys: Vec<usize> = (0..case.dims.t_kv).filter(|&j| assigned[j] == n).collect();
+                let mut part = part(&whole, &case, &keys, n == *sinks_in)?;
+                // The mean of a part's keys must not enter the whole's; with a sink it would, which no merge can tell.
+                if recipe.uniform_empty_rows && case.options.sinks.is_none() {
+                    part.mask = part.mask.with_empty_rows(EmptyRows::Uniform);
+                }
+                part.with_lse()
+            };
+            let parts = (0..*parts).map(part).collect::<Result<Vec<_>>>()?;
+            // Two stages, as a tree of machines would do it.
+            let (front, back) = parts.split_at(*sinks_in);
+            let halves = [front, back].into_iter().filter(|half| !half.is_empty());
+            let in_stages = merge_attention(&halves.map(merge_attention).collect::<Result<Vec<_>>>()?)?;
+            Ok([merge_attention(&parts)?, in_stages])
+        };
+        let merged = run().map_err(|error| error.to_string())?;
+        case.uniform_empty_rows = false;
+        let expected = Expected::new(&case, recipe.dtype);
+        for (what, (context, lse)) in ["at once", "in stages"].into_iter().zip(&merged) {
+            expected.merged_context(what, context, 2.0)?;
+            expected.lse(&format!("lse {what}"), lse)?;
+        }
+        Ok(())
+    });
+}
+
+fn parts_that_see_nothing_merge_to_nothing(device: &Device) -> Result<()> {
+    let x = Tensor::ones((1, 2, 3, 4), DType::F32, device)?;
+    let nothing = Call::plain(&x, &x, &x, &AttentionMask::none().with_valid_lens(vec![0])).on_reference();
+    let no_keys = x.narrow(2, 0, 0)?;
+    let without_keys = Call::plain(&x, &no_keys, &no_keys, &AttentionMask::none()).on_reference();
+    let (context, lse) = merge_attention(&[nothing.with_lse()?, without_keys.with_lse()?])?;
+    assert_close(&context, &x.zeros_like()?, 0.0, "context");
+    assert_close(&lse, &Tensor::full(f32::NEG_INFINITY, (1, 2, 3), device)?, 0.0, "lse");
+    Ok(())
+}
+
+fn one_part_merges_to_itself(device: &Device) -> Result<()> {
+    for &dtype in dtypes(device) {
+        let x = Tensor::randn(0f32, 1., (2, 2, 3, 4), device)?.to_dtype(dtype)?;
+        let (context, lse) = Call::plain(&x, &x, &x, &AttentionMask::causal()).on_reference().with_lse()?;
+        let (merged, merged_lse) = merge_attention(&[(context.clone(), lse.clone())])?;
+        assert_close(&merged, &context, 0.0, "context");
+        assert_close(&merged_lse, &lse, 0.0, "lse");
+    }
+    Ok(())
+}
+
+/// Cut at random places, and at some of them twice, which leaves an empty part between.
+#[test]
+fn random_cuts_of_the_kernel_merge_to_the_whole() {
+    let cuts = proptest::collection::vec(0.0..1.0f64, 0..5);
+    for_all(200, (draws(), cuts, any::<bool>()), |(draw, cuts, doubled)| {
+        let case = draw.case();
+        let mut cuts: Vec<_> = cuts.into_iter().map(|cut| (cut * (case.dims.t_kv + 1) as f64) as usize).collect();
+        if doubled {
+            cuts.extend(cuts.clone());
+        }
+        cuts.sort_unstable();
+        let ends = [&[0], cuts.as_slice(), &[case.dims.t_kv]].concat();
+        let expected = Expected::fused(&case, draw.dtype());
+        for tier in Tier::available() {
+            let run = || -> Result<_> {
+                let whole = Call::fused(&case, draw.dtype())?;
+                let parts = ends.windows(2).enumerate().map(|(n, ends)| {
+                    let keys: Vec<_> = (ends[0]..ends[1]).collect();
+                    part(&whole, &case, &keys, n == 0)?.on(Backend::Fused).on_tier(tier).with_lse()
+                });
+                merge_attention(&parts.collect::<Result<Vec<_>>>()?)
+            };
+            let compare = |(context, lse): (Tensor, Tensor)| -> Outcome {
+                expected.merged_context("context", &context, 1.0)?;
+                expected.lse("lse", &lse)
+            };
+            let merged = run().map_err(|error| format!("{tier}: {error}"))?;
+            compare(merged).map_err(|difference| format!("{tier}, cut at {cuts:?}: {difference}"))?;
+        }
+        Ok(())
+    });
+}
+
+/// Without a mask a part is a plain call; parts of no keys and of hidden keys take nothing away.
+#[test]
+fn empty_parts_of_the_kernel_merge_to_nothing() -> Result<()> {
+    for dtype in DTYPES {
+        let draw = Draw::plain(Dims { b: 1, h: 2, h_kv: 1, t_q: 5, t_kv: 40, d: 16, d_v: 16 }, vec![], dtype);
+        let call = Call::fused(&draw.case(), dtype)?;
+        for tier in Tier::available() {
+            let call = call.on_tier(tier);
+            let whole = call.with_lse()?;
+            let none = Call { k: call.k.narrow(2, 0, 0)?, v: call.v.narrow(2, 0, 0)?, ..call.clone() }.with_lse()?;
+            let hidden = Call { mask: AttentionMask::none().with_valid_lens(vec![0]), ..call.clone() }.with_lse()?;
+            for parts in [vec![none.clone(), hidden.clone()], vec![hidden.clone(), none.clone(), hidden.clone()]] {
+                let (context, lse) = merge_attention(&parts)?;
+                assert!(values(&context).iter().all(|&x| x == 0.0), "{tier}");
+                assert!(values(&lse).iter().all(|&x| x == f64::NEG_INFINITY), "{tier}");
+            }
+            let (context, lse) = merge_attention(&[none, whole.clone(), hidden])?;
+            let most = if dtype == DType::F32 { 1e-6 } else { 0.0 };
+            assert_close(&context, &whole.0, most, &format!("{tier} {dtype:?}"));
+            assert_close(&lse, &whole.1, 1e-6, &format!("{tier} {dtype:?}"));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,107 @@
+//! The path that a layer's call takes, and a key of zeros.
+
+use candle_attention::{
+    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, EmptyRows, MultiHeadAttention,
+    MultiHeadAttentionConfig as Config, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, Plan,
+};
+use candle_core::{DType, Result, Tensor};
+use candle_nn::{VarBuilder, VarMap};
+
+use super::CPU;
+use crate::common::{assert_close, error_text, values};
+use crate::compare::layer;
+
+fn assert_plan(plan: &Plan, backend: Backend, why: &str) {
+    assert_eq!(plan.backend, backend, "{plan}");
+    assert!(plan.reason.contains(why), "{plan}: expected {why:?}");
+}
+
+#[test]
+fn a_plan_names_the_path_of_a_call_and_why() -> Result<()> {
+    let cfg = Config::new(12, 4).with_causal(true);
+    let xs = Tensor::randn(0f32, 1.0, (2, 5, 12), &CPU)?;
+    let plain = layer(&cfg, DType::F32, &CPU)?;
+    assert_plan(&plain.plan(&AttentionInput::new(&xs))?, Backend::Fused, "the CPU kernel");
+    assert_plan(&plain.plan(&AttentionInput::new(&xs).with_key_value(&xs, &xs))?, Backend::Fused, "the CPU kernel");
+    let memory = plain.project_memory(&xs, &xs)?;
+    assert_plan(&plain.plan(&AttentionInput::new(&xs).with_memory(&memory))?, Backend::Fused, "the CPU kernel");
+    let asked = AttentionInput::new(&xs).with_backend(Backend::Reference);
+    assert_plan(&plain.plan(&asked)?, Backend::Reference, "asked for");
+    let uniform = AttentionMask::none().with_empty_rows(EmptyRows::Uniform);
+    assert_plan(&plain.plan(&AttentionInput::new(&xs).with_mask(&uniform))?, Backend::Reference, "see nothing");
+
+    let wide = xs.to_dtype(DType::F64)?;
+    let layer_f64 = layer(&cfg, DType::F64, &CPU)?;
+    assert_plan(&layer_f64.plan(&AttentionInput::new(&wide))?, Backend::Reference, "F64");
+    let fused = || AttentionInput::new(&wide).with_backend(Backend::Fused);
+    assert!(error_text(layer_f64.plan(&fused())).contains("no fused path"));
+    assert!(error_text(layer_f64.forward_with(fused())).contains("no fused path"));
+    let dropped = layer(&cfg.clone().with_dropout(0.5), DType::F32, &CPU)?;
+    assert_plan(&dropped.plan(&AttentionInput::new(&xs))?, Backend::Fused, "the CPU kernel");
+    let trained = AttentionInput::new(&xs).with_train(true);
+    assert_plan(&dropped.plan(&trained)?, Backend::Reference, "dropout");
+    assert!(error_text(plain.plan(&AttentionInput::new(&wide))).contains("queries have dtype F64"));
+    Ok(())
+}
+
+/// With a cache, whose sequences it leaves as they are.
+#[test]
+fn a_plan_leaves_a_cache_as_it_is() -> Result<()> {
+    let cfg = Config::new(12, 4).with_causal(true);
+    let of_heads = layer(&cfg, DType::F32, &CPU)?;
+    let cfg = MultiHeadLatentAttentionConfig::new(12, 2).with_kv_lora_rank(6).with_rope_head_dim(4);
+    let variables = VarMap::new();
+    MultiHeadLatentAttention::new(&cfg, VarBuilder::from_varmap(&variables, DType::F32, &CPU))?;
+    let tensors = variables.data().lock().expect("one thread").clone();
+    let plain = tensors.into_iter().map(|(name, var)| (name, var.as_detached_tensor())).collect();
+    let latents = MultiHeadLatentAttention::new(&cfg, VarBuilder::from_tensors(plain, DType::F32, &CPU))?;
+    let xs = Tensor::randn(0f32, 1.0, (2, 5, 12), &CPU)?;
+    for config in [AttentionCacheConfig::new(), AttentionCacheConfig::new().with_q8()] {
+        let caches = &mut [AttentionCache::new(&config)?, AttentionCache::new(&config)?];
+        for (n, cache) in caches.iter_mut().enumerate() {
+            for t in [5, 1, 2] {
+                let xs = xs.narrow(1, 0, t)?;
+                let before = cache.lens();
+                let input = AttentionInput::new(&xs).with_cache(cache);
+                let plan = if n == 0 { of_heads.plan(&input)? } else { latents.plan(&input)? };
+                assert_plan(&plan, Backend::Fused, "the CPU kernel");
+                assert_eq!(cache.lens(), before);
+                let input = AttentionInput::new(&xs).with_cache(cache);
+                if n == 0 {
+                    of_heads.forward_with(input)?
+                } else {
+                    latents.forward_with(input)?
+                };
+            }
+            assert_eq!(cache.lens(), [8, 8]);
+        }
+    }
+    Ok(())
+}
+
+/// Its score is 0 and its value nothing: what a sink of 0 is, in groups of heads, under any mask, and for queries that see
+/// nothing else.
+#[test]
+fn a_key_of_zeros_is_a_sink_of_zero() -> Result<()> {
+    let cfg = Config::new(12, 4).with_num_kv_heads(2).with_bias(true).with_softcap(3.0);
+    let zeros = layer(&cfg.clone().with_add_zero_attn(true), DType::F32, &CPU)?;
+    let mut tensors = zeros.state_dict(candle_attention::WeightLayout::Canonical)?;
+    tensors.push(("sinks".into(), Tensor::zeros(4, DType::F32, &CPU)?));
+    let vb = VarBuilder::from_tensors(tensors.into_iter().collect(), DType::F32, &CPU);
+    let sinks = MultiHeadAttention::new(&cfg.with_sinks(true), vb)?;
+    let (xs, memory) = (Tensor::randn(0f32, 1.0, (2, 5, 12), &CPU)?, Tensor::randn(0f32, 1.0, (2, 7, 12), &CPU)?);
+    for mask in [AttentionMask::none(), AttentionMask::causal(), AttentionMask::none().with_valid_lens(vec![0, 3])] {
+        for backend in [Backend::Auto, Backend::Reference] {
+            let input = || AttentionInput::new(&xs).with_key_value(&memory, &memory).with_mask(&mask);
+            let output = zeros.forward_with_weights(input().with_backend(backend))?;
+            assert_close(&output.context, &sinks.forward_with(input())?, 1e-5, "a sink");
+            assert_close(&output.context, &zeros.forward_with(input().with_backend(backend))?, 1e-5, "no weights");
+            assert_eq!(output.weights.dims(), [2, 4, 5, 8]);
+            assert!(values(&output.weights.sum(3)?).iter().all(|sum| (sum - 1.0).abs() < 1e-5));
+            let projected = zeros.project_memory(&memory, &memory)?;
+            let of_memory = zeros.forward_with(AttentionInput::new(&xs).with_memory(&projected).with_mask(&mask))?;
+            assert_close(&of_memory, &output.context, 1e-5, "a memory");
+        }
+    }
+    Ok(())
+}

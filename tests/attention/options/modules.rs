@@ -1,0 +1,206 @@
+//! Modules in the places of projections.
+
+use std::sync::Arc;
+
+use candle_attention::{
+    AttentionCache, AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig as Config,
+    ProjectionModules, ProjectionPlace, QkNorm, QkNormKind, QkNormScope, RopeConfig, WeightLayout,
+};
+use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
+use candle_core::{DType, Error, Module, Result, Tensor, Var};
+use candle_nn::{Linear, VarBuilder, VarMap};
+
+use super::{CPU, Tensors, builder};
+use crate::by_hand::{parameters, tensors};
+use crate::common::{assert_near, error_text, values};
+
+const PLACES: [ProjectionPlace; 4] =
+    [ProjectionPlace::Query, ProjectionPlace::Key, ProjectionPlace::Value, ProjectionPlace::Output];
+const NAMES: [&str; 4] = ["q_proj", "k_proj", "v_proj", "o_proj"];
+
+fn configs() -> Vec<Config> {
+    let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::PerHead, eps: 1e-6 };
+    let grouped = || Config::new(64, 4).with_num_kv_heads(2).with_head_dim(32);
+    vec![
+        grouped().with_causal(true).with_qk_norm(norm).with_rope(RopeConfig::new(100.0)),
+        grouped().with_sinks(true).with_value_head_dim(64).with_causal(true),
+        grouped().with_key_size(32).with_value_size(32),
+        grouped().with_key_size(32).with_value_size(96).with_bias_kv(true),
+        grouped().with_out_proj(false).with_causal(true),
+    ]
+}
+
+fn weights(cfg: &Config) -> Result<Tensors> {
+    tensors(&parameters(cfg, 5), DType::F32, &CPU)
+}
+
+/// Small numbers, so that softmax does not pick one key.
+fn random(dims: &[usize]) -> Result<Tensor> {
+    Tensor::randn(0f32, 0.1, dims, &CPU)
+}
+
+/// Queries and, where their widths are others, keys and values of one call.
+struct Inputs {
+    queries: Tensor,
+    crossed: Option<(Tensor, Tensor)>,
+}
+
+impl Inputs {
+    fn new(cfg: &Config) -> Result<Self> {
+        let widths = [cfg.key_size(), cfg.value_size()];
+        let of = |width: usize| random(&[2, 7, width]);
+        let keys = of(widths[0])?;
+        let values = if widths[0] == widths[1] { keys.clone() } else { of(widths[1])? };
+        let crossed = (widths != [cfg.embed_dim(); 2]).then_some((keys, values));
+        Ok(Self { queries: of(cfg.embed_dim())?, crossed })
+    }
+
+    fn call(&self) -> AttentionInput<'_> {
+        let input = AttentionInput::new(&self.queries);
+        match &self.crossed {
+            Some((keys, values)) => input.with_key_value(keys, values),
+            None => input,
+        }
+    }
+}
+
+/// A layer over quantised weights, and the layer over the numbers that they stand for.
+fn quantized(cfg: &Config, dtype: GgmlDType) -> Result<[MultiHeadAttention; 2]> {
+    let mut plain = weights(cfg)?;
+    let mut module = |name: &str| {
+        let name = format!("{name}.weight");
+        let quantized = QTensor::quantize(&plain[&name], dtype)?;
+        plain.insert(name, quantized.dequantize(&CPU)?);
+        QMatMul::from_qtensor(quantized)
+    };
+    let modules = ProjectionModules::new(module("q_proj")?, module("k_proj")?, module("v_proj")?);
+    let modules = if cfg.out_proj() { modules.with_output(module("o_proj")?) } else { modules };
+    let others: Tensors =
+        plain.iter().filter(|(name, _)| !name.contains("_proj")).map(|(n, t)| (n.clone(), t.clone())).collect();
+    Ok([
+        MultiHeadAttention::from_modules(cfg, modules, builder(others))?,
+        MultiHeadAttention::new(cfg, builder(plain))?,
+    ])
+}
+
+/// Candle rounds the inputs of a product with a quantised weight to 8 bits too.
+#[test]
+fn a_quantised_layer_gives_the_numbers_of_its_weights() -> Result<()> {
+    for cfg in configs() {
+        for (dtype, tolerance) in [(GgmlDType::F32, 1e-5), (GgmlDType::Q8_0, 0.03), (GgmlDType::Q4_0, 0.03)] {
+            let [layer, plain] = quantized(&cfg, dtype)?;
+            let inputs = Inputs::new(&cfg)?;
+            let what = format!("{cfg:?} in {dtype:?}");
+            let expected = plain.forward_with_weights(inputs.call())?;
+            let found = layer.forward_with_weights(inputs.call())?;
+            assert_near(&found.context, &expected.context, tolerance, &what);
+            assert_near(&layer.forward_with(inputs.call())?, &expected.context, tolerance, &what);
+            let Some((keys, values)) = &inputs.crossed else { continue };
+            let memory = layer.project_memory(keys, values)?;
+            let found = layer.forward_with(AttentionInput::new(&inputs.queries).with_memory(&memory))?;
+            assert_near(&found, &expected.context, tolerance, &what);
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_quantised_layer_decodes_with_a_cache() -> Result<()> {
+    for cfg in configs().into_iter().filter(Config::causal) {
+        let [layer, _] = quantized(&cfg, GgmlDType::Q8_0)?;
+        let xs = random(&[2, 7, 64])?;
+        let expected = layer.forward(&xs)?;
+        let mut cache = AttentionCache::default();
+        for (start, t) in [(0, 3), (3, 1), (4, 3)] {
+            let own = |all: &Tensor| all.narrow(1, start, t)?.force_contiguous();
+            let found = layer.forward_with(AttentionInput::new(&own(&xs)?).with_cache(&mut cache))?;
+            assert_near(&found, &own(&expected)?, 1e-5, &format!("{cfg:?} at {start}"));
+        }
+    }
+    Ok(())
+}
+
+struct Adapter {
+    own: Arc<dyn Module + Send + Sync>,
+    down: Tensor,
+    up: Tensor,
+}
+
+impl Module for Adapter {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        self.own.forward(xs)? + xs.broadcast_matmul(&self.down.t()?)?.broadcast_matmul(&self.up.t()?)?
+    }
+}
+
+/// Around packed weights, variables, and variables of one weight in PyTorch's layout.
+#[test]
+fn an_adapter_gives_the_numbers_of_merged_weights_and_its_own_gradient() -> Result<()> {
+    let cfg = Config::new(16, 4).with_bias(true).with_causal(true);
+    let xs = random(&[2, 5, 16])?;
+    let plain = weights(&cfg)?;
+    let joint = MultiHeadAttention::new(&cfg, builder(plain.clone()))?.state_dict(WeightLayout::Torch)?;
+    let variables = |tensors: &Tensors| -> Result<VarMap> {
+        let vars = VarMap::new();
+        for (name, tensor) in tensors {
+            vars.data().lock().expect("one thread").insert(name.clone(), Var::from_tensor(tensor)?);
+        }
+        Ok(vars)
+    };
+    let (apart, joint) = (variables(&plain)?, variables(&joint.into_iter().collect())?);
+    let of = |vars: &VarMap| VarBuilder::from_varmap(vars, DType::F32, &CPU);
+    let layers = [
+        MultiHeadAttention::new(&cfg, builder(plain.clone()))?,
+        MultiHeadAttention::new(&cfg, of(&apart))?,
+        MultiHeadAttention::load(&cfg, WeightLayout::Torch, of(&joint))?,
+    ];
+    for places in [&[0][..], &[1], &[2], &[3], &[0, 2], &[1, 2], &[0, 1, 2, 3], &[2, 2]] {
+        let mut merged = plain.clone();
+        let adapters: Vec<_> = places
+            .iter()
+            .map(|&place| {
+                let (down, up) = (Var::from_tensor(&random(&[3, 16])?)?, Var::from_tensor(&random(&[16, 3])?)?);
+                let name = format!("{}.weight", NAMES[place]);
+                let weight = (&merged[&name] + up.matmul(&down)?)?.detach();
+                merged.insert(name, weight);
+                Ok::<_, Error>((place, down, up))
+            })
+            .collect::<Result<_>>()?;
+        let expected = MultiHeadAttention::new(&cfg, builder(merged))?.forward(&xs)?;
+        for (n, layer) in layers.iter().enumerate() {
+            let mut layer = layer.clone();
+            for (place, down, up) in &adapters {
+                let (down, up) = (down.as_tensor().clone(), up.as_tensor().clone());
+                layer = layer.map_projection(PLACES[*place], |own| Ok(Arc::new(Adapter { own, down, up })))?;
+            }
+            let found = layer.forward(&xs)?;
+            assert_near(&found, &expected, 1e-5, &format!("layer {n}, places {places:?}"));
+            let gradients = found.sqr()?.sum_all()?.backward()?;
+            for (place, down, up) in &adapters {
+                for var in [down, up] {
+                    let gradient = gradients.get(var).expect("a gradient");
+                    assert!(values(gradient).iter().any(|&x| x != 0.0), "layer {n}, place {place}");
+                }
+            }
+            assert_eq!(
+                error_text(layer.state_dict(WeightLayout::Canonical)),
+                format!(
+                    "[multi_head_attention] the {} projection is a module of the caller's, whose weights the layer does not know",
+                    PLACES[*places.iter().min().expect("a place")]
+                )
+            );
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_module_is_not_called_where_there_is_nothing_to_project() -> Result<()> {
+    let linear = || Linear::new(Tensor::zeros((8, 8), DType::F32, &CPU).expect("memory"), None);
+    let double = |xs: &Tensor| xs.to_dtype(DType::F64);
+    let modules = ProjectionModules::new(linear(), linear(), linear()).with_output(double);
+    let layer = MultiHeadAttention::from_modules(&Config::new(8, 2), modules, VarBuilder::zeros(DType::F32, &CPU))?;
+    let none = Tensor::zeros((2, 0, 8), DType::F32, &CPU)?;
+    let mask = AttentionMask::causal();
+    assert_eq!(layer.forward_with(AttentionInput::new(&none).with_mask(&mask))?.dims(), [2, 0, 8]);
+    Ok(())
+}

@@ -1,0 +1,168 @@
+//! T5's biases of relative positions: transformers' numbers, and what the layer makes of them.
+
+use candle_attention::{
+    AttentionCache, AttentionInput, AttentionMask, Backend, HeadShard, MultiHeadAttention,
+    MultiHeadAttentionConfig as Config, RelativeBias, RelativeBiasConfig,
+};
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
+use serde::Deserialize;
+
+use super::{CPU, builder, data, numbers};
+use crate::array::Random;
+use crate::common::{assert_close, max_error, values};
+use crate::compare::{Masks, Run, layer, tokens, tolerance};
+use crate::plan::{Plan, cases};
+
+#[derive(Deserialize)]
+struct Recorded {
+    buckets: Vec<(usize, usize, bool)>,
+    calls: Vec<(usize, usize, usize)>,
+}
+
+fn recorded() -> Recorded {
+    let text = std::fs::read_to_string(data("numbers.json")).expect("the numbers are there");
+    serde_json::from_str(&text).expect("they are JSON")
+}
+
+fn buckets((num_buckets, max_distance, bidirectional): (usize, usize, bool)) -> RelativeBiasConfig {
+    RelativeBiasConfig::new(bidirectional).with_num_buckets(num_buckets).with_max_distance(max_distance)
+}
+
+#[test]
+fn biases_are_those_of_transformers() -> Result<()> {
+    let Recorded { buckets: all, calls } = recorded();
+    for (n, case) in all.into_iter().enumerate() {
+        let numbers = numbers(&format!("t5.{n}."));
+        let bias = RelativeBias::new(&buckets(case), 3, builder(numbers.clone()))?;
+        for (call, &(t_q, t_kv, offset)) in calls.iter().enumerate() {
+            let found = bias.forward(t_q, t_kv, offset)?;
+            assert_close(&found, &numbers[&format!("bias.{call}")], 0.0, &format!("{case:?}, call {call}"));
+        }
+    }
+    Ok(())
+}
+
+/// Borders between buckets lie where transformers' arithmetic in f32 puts them.
+#[test]
+fn every_distance_is_in_transformers_bucket() -> Result<()> {
+    for (n, case) in recorded().buckets.into_iter().enumerate() {
+        let expected = &numbers(&format!("t5.{n}."))["buckets"];
+        // A bias that is its bucket's number, for a query at 900 and keys from 0 on.
+        let weight = Tensor::arange(0f32, case.0 as f32, &CPU)?.unsqueeze(1)?;
+        let tensors = [("relative_attention_bias.weight".to_string(), weight)].into();
+        let bias = RelativeBias::new(&buckets(case), 1, builder(tensors))?.forward(1, 1801, 900)?;
+        let found: Vec<_> = values(&bias).into_iter().rev().collect();
+        assert_eq!(found, values(expected), "{case:?}");
+    }
+    Ok(())
+}
+
+const HEADS: usize = 4;
+
+fn config() -> Config {
+    Config::new(12, HEADS).with_scale(1.0).with_relative_bias(few(true))
+}
+
+fn few(bidirectional: bool) -> RelativeBiasConfig {
+    RelativeBiasConfig::new(bidirectional).with_num_buckets(8).with_max_distance(6)
+}
+
+fn bias(config: &RelativeBiasConfig, dtype: DType, device: &Device) -> Result<RelativeBias> {
+    let random = &mut Random::new(11);
+    let weight: Vec<f32> = (0..8 * HEADS).map(|_| random.between(-2.0, 2.0) as f32).collect();
+    let weight = Tensor::from_vec(weight, (8, HEADS), &CPU)?.to_dtype(dtype)?.to_device(device)?;
+    let tensors = [("relative_attention_bias.weight".to_string(), weight)].into();
+    RelativeBias::new(config, HEADS, VarBuilder::from_tensors(tensors, dtype, device))
+}
+
+fn layer_and_its_bias_give_the_numbers_of_a_mask(device: &Device) -> Result<()> {
+    let dtypes = [DType::F32, DType::BF16, DType::F64];
+    for dtype in dtypes.into_iter().filter(|dtype| device.is_cpu() || *dtype == DType::F32) {
+        let bias = bias(&few(true), dtype, device)?;
+        let own = layer(&config(), dtype, device)?.with_relative_bias(bias.clone())?;
+        let plain = layer(&Config::new(12, HEADS).with_scale(1.0), dtype, device)?;
+        let xs = Tensor::randn(0f32, 1.0, (2, 9, 12), device)?.to_dtype(dtype)?;
+        let memory = Tensor::randn(0f32, 1.0, (2, 5, 12), device)?.to_dtype(dtype)?;
+        let positions = Tensor::new(&[[3u32, 4, 5, 6, 7, 8, 9, 10, 11], [0, 0, 0, 1, 2, 3, 4, 5, 6]], device)?;
+        let mask = AttentionMask::none().with_bias(&bias.forward(9, 9, 0)?);
+        let expected = plain.forward_with(AttentionInput::new(&xs).with_mask(&mask))?;
+        assert_close(&own.forward(&xs)?, &expected, 0.0, "self-attention");
+        let given = own.forward_with(AttentionInput::new(&xs).with_positions(&positions))?;
+        assert_close(&given.get(0)?, &expected.get(0)?, 1e-6, "moved together");
+        assert!(max_error(&given.get(1)?, &expected.get(1)?) > 1e-2, "the second has other distances");
+        let mask = AttentionMask::none().with_bias(&bias.forward(9, 5, 3)?);
+        let cross = || AttentionInput::new(&xs).with_key_value(&memory, &memory);
+        let expected = plain.forward_with(cross().with_mask(&mask))?;
+        let found = own.forward_with(cross().with_positions(&positions.get(0)?))?;
+        assert_close(&found, &expected, 0.0, "cross-attention");
+    }
+    Ok(())
+}
+
+fn cached_calls_give_the_numbers_of_one(device: &Device) -> Result<()> {
+    for (bidirectional, backend) in [(false, Backend::Auto), (true, Backend::Auto), (true, Backend::Reference)] {
+        let cfg = config().with_causal(true).with_relative_bias(few(bidirectional));
+        let layer =
+            layer(&cfg, DType::F32, device)?.with_relative_bias(bias(&few(bidirectional), DType::F32, device)?)?;
+        for seed in 0..cases(20) {
+            let plan = Plan::random(&mut Random::new(seed), seed % 2 == 0);
+            let random = &mut Random::new(seed);
+            let of = |t| tokens(random, (t, 12), DType::F32, device);
+            let tokens = plan.lens().into_iter().map(of).collect::<Result<Vec<_>>>()?;
+            let none = |_| Ok(AttentionMask::none());
+            let masks = Masks { of_call: &none, of_sequence: &none };
+            let run = Run { layer: &layer, plan: &plan, tokens: &tokens, masks, backend };
+            let found = run.difference(&mut AttentionCache::default())?;
+            assert!(found <= tolerance(DType::F32), "seed {seed}, {plan:?}: off by {found:e}");
+        }
+    }
+    Ok(())
+}
+
+crate::on_each_device!(layer_and_its_bias_give_the_numbers_of_a_mask, cached_calls_give_the_numbers_of_one);
+
+/// A stack trains one weight, whose gradient comes from all layers, and whose new numbers the next call sees.
+#[test]
+fn a_stack_trains_its_bias() -> Result<()> {
+    let varmap = VarMap::new();
+    let vb = VarBuilder::from_varmap(&varmap, DType::F64, &CPU);
+    let bias = RelativeBias::new(&few(true), HEADS, vb.clone())?;
+    let layers = [0, 1].map(|n| MultiHeadAttention::new(&config(), vb.pp(n))?.with_relative_bias(bias.clone()));
+    let [first, second] = layers;
+    let (first, second) = (first?, second?);
+    let xs = Tensor::randn(0f64, 1.0, (1, 5, 12), &CPU)?;
+    let loss = || second.forward(&first.forward(&xs)?)?.sqr()?.sum_all();
+    let variables = varmap.data().lock().expect("one thread").clone();
+    let weight = &variables["relative_attention_bias.weight"];
+    let store = loss()?.backward()?;
+    let gradient = values(store.get(weight).expect("the bias has a gradient"));
+    let before = weight.as_tensor().copy()?;
+    for n in [0, 3, 9, 22] {
+        let mut step = vec![0.0; 8 * HEADS];
+        step[n] = 1e-6;
+        let step = Tensor::from_vec(step, (8, HEADS), &CPU)?;
+        weight.set(&(&before + &step)?)?;
+        let above = loss()?.to_scalar::<f64>()?;
+        weight.set(&(&before - &step)?)?;
+        let difference = (above - loss()?.to_scalar::<f64>()?) / 2e-6;
+        assert!((gradient[n] - difference).abs() <= 1e-6 * (1.0 + difference.abs()), "entry {n}");
+    }
+    Ok(())
+}
+
+/// One process's heads of a bias that is trained.
+#[test]
+fn a_share_of_a_bias_follows_its_variable() -> Result<()> {
+    let weight = Var::from_tensor(bias(&few(true), DType::F32, &CPU)?.weight())?;
+    let tensors = [("relative_attention_bias.weight".to_string(), weight.as_tensor().clone())].into();
+    let whole = RelativeBias::new(&few(true), HEADS, VarBuilder::from_tensors(tensors, DType::F32, &CPU))?;
+    let share = whole.shard(HeadShard::new(1, 2)?)?;
+    for _ in 0..2 {
+        assert_close(&share.forward(5, 6, 1)?, &whole.forward(5, 6, 1)?.narrow(1, 2, 2)?, 0.0, "its heads");
+        let gradients = share.forward(5, 6, 1)?.sum_all()?.backward()?;
+        assert!(gradients.get(&weight).is_some());
+        weight.set(&(weight.as_tensor() * 3.0)?.detach())?;
+    }
+    Ok(())
+}

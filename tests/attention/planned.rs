@@ -1,0 +1,235 @@
+//! What `plan` says is what happens.
+//!
+//! Written for any set of fused kernels: where there is none for a call, `Fused` gives the reason that `plan` gave.
+
+use candle_attention::cpu::Tier;
+use candle_attention::{AttentionMask, Backend, EmptyRows, OutputOrder};
+use candle_core::{DType, Device, Result, Tensor, Var};
+
+use crate::call::{Call, check_with};
+use crate::common::{error_text, max_error};
+use crate::flash::draw::{Draw, draws};
+use crate::flash::fused::DTYPES;
+use crate::oracle::Dims;
+use crate::recipe::{Chosen, Kind, Reach, Recipe, dtypes, for_all};
+
+crate::on_each_device!(
+    auto_names_a_backend_and_a_reason,
+    reference_is_what_runs_where_it_is_asked_for,
+    fused_runs_or_says_why_not,
+    every_tracked_input_leads_to_the_reference_path,
+);
+
+fn recipes(device: &Device) -> Vec<Recipe> {
+    let all = Chosen { scale: true, softcap: true, alibi: true, sinks: true };
+    let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 3, t_kv: 5, d: 8, d_v: 8 };
+    let mut recipes = Vec::new();
+    for &dtype in dtypes(device) {
+        for masks in [vec![], vec![vec![Kind::Causal, Kind::Keep(Reach::Keys), Kind::Bias(Reach::Square)]]] {
+            for chosen in [Chosen::default(), all] {
+                recipes.push(Recipe { chosen, seed: 1, ..Recipe::plain(dims, masks.clone(), dtype) });
+            }
+        }
+    }
+    recipes
+}
+
+fn calls(device: &Device, backend: Backend) -> Result<Vec<Call>> {
+    let call = |recipe: Recipe| Ok(Call::new(&recipe.case(), recipe.dtype, device)?.on(backend));
+    recipes(device).into_iter().map(call).collect()
+}
+
+/// Whether a sentence has the word, and not only a longer one.
+pub fn has_word(sentence: &str, word: &str) -> bool {
+    sentence.split(|c: char| !c.is_ascii_alphanumeric()).any(|other| other == word)
+}
+
+fn auto_names_a_backend_and_a_reason(device: &Device) -> Result<()> {
+    for call in calls(device, Backend::Auto)? {
+        let plan = call.plan()?;
+        assert_ne!(plan.backend, Backend::Auto, "{plan}");
+        assert!(!plan.reason.is_empty());
+        assert_eq!(plan.to_string(), format!("{:?}: {}", plan.backend, plan.reason));
+        call.context()?;
+    }
+    Ok(())
+}
+
+fn reference_is_what_runs_where_it_is_asked_for(device: &Device) -> Result<()> {
+    for (call, recipe) in calls(device, Backend::Reference)?.iter().zip(recipes(device)) {
+        let plan = call.plan()?;
+        assert_eq!((plan.backend, plan.reason.as_str()), (Backend::Reference, "asked for"));
+        check_with(&recipe.case(), recipe.dtype, device, Backend::Reference).expect("the oracle's numbers");
+    }
+    Ok(())
+}
+
+fn fused_runs_or_says_why_not(device: &Device) -> Result<()> {
+    for call in calls(device, Backend::Auto)? {
+        let (auto, call) = (call.plan()?, call.on(Backend::Fused));
+        for (op, result) in [
+            ("plan", call.plan().map(drop)),
+            ("scaled_dot_product_attention", call.context().map(drop)),
+            ("scaled_dot_product_attention_with_lse", call.with_lse().map(drop)),
+        ] {
+            match auto.backend {
+                // The fused operations of GPUs give the context alone, which `plan` speaks of.
+                _ if op.ends_with("_with_lse") && !device.is_cpu() => {
+                    assert!(error_text(result).starts_with(&format!("[{op}] no fused path: ")));
+                }
+                Backend::Fused => result.unwrap_or_else(|error| panic!("{op}: {error}")),
+                _ => assert_eq!(error_text(result), format!("[{op}] no fused path: {}", auto.reason)),
+            }
+        }
+        let error = error_text(call.with_weights());
+        let start = "[scaled_dot_product_attention_with_weights] no fused path: ";
+        assert!(error.starts_with(start) && error.contains("weights"), "no fused kernel has weights: {error}");
+    }
+    Ok(())
+}
+
+/// A call that only the reference path can run, for a reason that holds this word.
+#[track_caller]
+fn assert_reference(what: &str, call: &Call, word: &str) {
+    let auto = call.on(Backend::Auto);
+    let planned = auto.plan().expect("the arguments fit");
+    assert_eq!(planned.backend, Backend::Reference, "{what}: {planned}");
+    let reason = planned.reason;
+    assert!(reason.to_lowercase().contains(word), "{what}: the reason is {reason:?}, and does not speak of {word}");
+    auto.context().and_then(|_| auto.with_lse()).expect("the call runs");
+    let fused = call.on(Backend::Fused);
+    for (op, error) in [
+        ("plan", error_text(fused.plan())),
+        ("scaled_dot_product_attention", error_text(fused.context())),
+        ("scaled_dot_product_attention_with_lse", error_text(fused.with_lse())),
+    ] {
+        assert_eq!(error, format!("[{op}] no fused path: {reason}"), "{what}");
+    }
+}
+
+fn every_tracked_input_leads_to_the_reference_path(device: &Device) -> Result<()> {
+    let var = |tensor: &Tensor| Var::from_tensor(tensor).expect("a variable").into_inner();
+    let heads = var(&Tensor::ones(4, DType::F32, device)?);
+    let bias = var(&Tensor::zeros((3, 5), DType::F32, device)?);
+    let biased = AttentionMask::none().with_bias(&bias);
+    for plain in calls(device, Backend::Auto)? {
+        let plain = || plain.clone();
+        for (what, call) in [
+            ("q", Call { q: var(&plain().q), ..plain() }),
+            ("k", Call { k: var(&plain().k), ..plain() }),
+            ("v", Call { v: var(&plain().v), ..plain() }),
+            ("bias", Call { mask: biased.clone(), ..plain() }),
+            ("joined bias", Call { mask: AttentionMask::causal().and(&biased), ..plain() }),
+            ("slopes", plain().with(|options| options.with_alibi_slopes(&heads))),
+            ("sinks", plain().with(|options| options.with_sinks(&heads))),
+            // Not a variable itself, but computed from one.
+            ("result", Call { q: (var(&plain().q) * 2.0)?, ..plain() }),
+        ] {
+            // f64 has the reference path only, for a reason of its own.
+            if plain().q.dtype() != DType::F64 {
+                assert_reference(what, &call, "an input is tracked for gradients, which only the reference path has");
+            }
+            assert!(call.context()?.track_op(), "{what} leaves a trace in the context");
+        }
+        assert!(!plain().context()?.track_op(), "nothing tracked, nothing recorded");
+    }
+    Ok(())
+}
+
+fn of_kernel(dtype: DType) -> Call {
+    let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 5, t_kv: 9, d: 16, d_v: 8 };
+    Call::fused(&Draw::plain(dims, vec![Kind::Causal], dtype).case(), dtype).expect("tensors")
+}
+
+/// Every random call that the kernel takes, asked for or not; the reason names the tier, forced or chosen.
+#[test]
+fn whatever_the_kernel_can_do_is_planned_for_it() {
+    for_all(300, draws(), |draw| {
+        let call = Call::fused(&draw.case(), draw.dtype()).map_err(|error| error.to_string())?;
+        for backend in [Backend::Auto, Backend::Fused] {
+            let call = call.on(backend);
+            let chosen = call.plan().map_err(|error| error.to_string())?;
+            let names_one = Tier::available().into_iter().any(|tier| has_word(&chosen.reason, &tier.to_string()));
+            if chosen.backend != Backend::Fused || !names_one {
+                return Err(format!("{backend:?} is planned as {chosen}"));
+            }
+            for tier in Tier::available() {
+                let forced = call.on_tier(tier).plan().map_err(|error| error.to_string())?;
+                if forced.backend != Backend::Fused || !has_word(&forced.reason, &tier.to_string()) {
+                    return Err(format!("{backend:?} on {tier} is planned as {forced}"));
+                }
+            }
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn auto_runs_the_kernel_and_weights_come_from_the_reference_path() -> Result<()> {
+    for dtype in DTYPES {
+        let call = of_kernel(dtype);
+        let (auto, fused) = (call.on(Backend::Auto).with_lse()?, call.with_lse()?);
+        assert_eq!((max_error(&auto.0, &fused.0), max_error(&auto.1, &fused.1)), (0.0, 0.0), "{dtype:?}");
+        let (got, expected) = (call.on(Backend::Auto).with_weights()?, call.on_reference().with_weights()?);
+        assert_eq!(max_error(&got.weights, &expected.weights), 0.0);
+        assert_eq!(max_error(&got.context, &expected.context), 0.0);
+    }
+    Ok(())
+}
+
+#[test]
+fn what_the_kernel_cannot_do_falls_back_for_a_reason() {
+    assert_reference("f64", &of_kernel(DType::F64), "f64");
+    for dtype in DTYPES {
+        let dropped = of_kernel(dtype).with(|options| options.with_dropout(0.1, true));
+        assert_reference("dropout", &dropped, "dropout");
+        // Forcing a tier does not change what the kernel can do.
+        assert_reference("dropout on a tier", &dropped.on_tier(Tier::Scalar), "dropout");
+        let uniform = AttentionMask::causal().with_empty_rows(EmptyRows::Uniform);
+        assert_reference("uniform rows", &Call { mask: uniform, ..of_kernel(dtype) }, "see nothing");
+    }
+}
+
+/// Dropout that is not in training, or of probability 0, drops nothing.
+#[test]
+fn dropout_that_does_not_happen_is_no_obstacle() -> Result<()> {
+    for dtype in DTYPES {
+        for (p, train) in [(0.5, false), (0.0, true)] {
+            let call = of_kernel(dtype).with(|options| options.with_dropout(p, train));
+            assert_eq!(call.plan()?.backend, Backend::Fused);
+            call.context()?;
+        }
+    }
+    Ok(())
+}
+
+/// Whatever is asked for: a tier that the processor lacks is an error of the call, on any backend that would use it.
+#[test]
+fn a_tier_that_the_processor_lacks_is_an_error() {
+    let available = Tier::available().iter().map(Tier::to_string).collect::<Vec<_>>().join(", ");
+    let lacking: Vec<_> = Tier::ALL.into_iter().filter(|tier| !tier.is_available()).collect();
+    assert!(!lacking.is_empty(), "no processor has both Arm's and Intel's instructions");
+    for tier in lacking {
+        for (dtype, backend) in DTYPES.into_iter().flat_map(|dtype| [(dtype, Backend::Auto), (dtype, Backend::Fused)]) {
+            let call = of_kernel(dtype).on_tier(tier).on(backend);
+            for (op, error) in [
+                ("plan", error_text(call.plan())),
+                ("scaled_dot_product_attention", error_text(call.context())),
+                ("scaled_dot_product_attention_with_lse", error_text(call.with_lse())),
+            ] {
+                let expected = format!("[{op}] this processor lacks the CPU tier {tier}, expected one of {available}");
+                assert_eq!(error, expected);
+            }
+        }
+    }
+}
+
+/// The order of memory is the reference path's too.
+#[test]
+fn the_reference_path_gives_the_same_orders() -> Result<()> {
+    for order in [OutputOrder::Bhtd, OutputOrder::Bthd] {
+        let fused = of_kernel(DType::F32).in_order(order);
+        assert_eq!(fused.context()?.stride(), fused.on_reference().context()?.stride());
+    }
+    Ok(())
+}

@@ -1,0 +1,153 @@
+//! The kernels err no more than PyTorch does on the same inputs: `precision_attention.json` and `precision_linear.json`, by
+//! the scripts of those names.
+//!
+//! The root mean square is compared case by case. A maximum over some thousands of numbers is luck to a third of its
+//! size, so maxima are compared over all cases of a family together: a dtype, and for attention a spread of scores.
+
+use std::collections::BTreeMap;
+
+use attention_oracle::attention::{exact_attention, exact_linear};
+use candle_attention::cpu::Tier;
+use candle_attention::init::TorchSeed;
+use candle_attention::{AttentionMask, PackedLinear};
+use candle_core::{DType, Module, Result, Tensor};
+use rayon::prelude::*;
+use serde::Deserialize;
+
+use crate::call::Call;
+use crate::common::values;
+
+/// How much worse than PyTorch a kernel may be. Plain Rust has no fused multiply-add on every target, and rounds a product
+/// and a sum where the others round once.
+fn most(tier: Tier) -> f64 {
+    if tier == Tier::Scalar { 1.1 * 2f64.sqrt() } else { 1.1 }
+}
+
+/// NaN exceeds everything.
+fn exceeds(tier: Tier, error: f64, pytorch: f64) -> bool {
+    error.is_nan() || error > most(tier) * pytorch
+}
+
+#[derive(Deserialize)]
+struct Measured {
+    cases: Vec<Case>,
+}
+
+/// PyTorch's errors in one case, of attention (B, H, T_q, T_kv, D) or of a projection (rows, inputs, outputs).
+#[derive(Deserialize)]
+struct Case {
+    seed: u64,
+    shape: Vec<usize>,
+    #[serde(default)]
+    causal: bool,
+    dtype: String,
+    #[serde(default)]
+    widening: u32,
+    checksums: [u64; 3],
+    max: f64,
+    rms: f64,
+}
+
+impl Case {
+    fn name(&self) -> String {
+        let Self { shape, causal, dtype, widening, .. } = self;
+        format!("{shape:?}, causal {causal}, {dtype}, scores of deviation {widening}")
+    }
+
+    /// Random tensors of these shapes, bit for bit those of the script.
+    fn draw(&self, shapes: [&[usize]; 3], widening: f64) -> Result<[Tensor; 3]> {
+        let dtype = match self.dtype.as_str() {
+            "f32" => DType::F32,
+            "bf16" => DType::BF16,
+            "f16" => DType::F16,
+            other => panic!("{other} is no dtype of the scripts"),
+        };
+        let seed = TorchSeed::new(self.seed);
+        let first = (seed.randn(shapes[0])? * widening)?.to_dtype(dtype)?;
+        let drawn = [first, seed.randn(shapes[1])?.to_dtype(dtype)?, seed.randn(shapes[2])?.to_dtype(dtype)?];
+        for (tensor, expected) in drawn.iter().zip(self.checksums) {
+            assert_eq!(checksum(tensor)?, expected, "{}: other inputs than the script's", self.name());
+        }
+        Ok(drawn)
+    }
+}
+
+/// As the scripts have it.
+fn checksum(tensor: &Tensor) -> Result<u64> {
+    let numbers = tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+    let terms = numbers.iter().zip(0u64..).map(|(x, n)| u64::from(x.to_bits()).wrapping_mul(2 * n + 1));
+    Ok(terms.fold(0, u64::wrapping_add))
+}
+
+/// Maximum and root mean square of the differences.
+fn errors(got: &Tensor, exact: &[f64]) -> (f64, f64) {
+    let got = values(got);
+    let differences = || got.iter().zip(exact).map(|(got, exact)| (got - exact).abs());
+    let squares: f64 = differences().map(|difference| difference * difference).sum();
+    // Unlike f64::max, this keeps a NaN.
+    let largest = differences().fold(0.0, |most: f64, difference| if difference <= most { most } else { difference });
+    (largest, (squares / exact.len() as f64).sqrt())
+}
+
+/// Holds every tier to PyTorch's errors; `run` gives a case's exact numbers, and what a tier makes of it.
+fn compare(text: &str, run: impl Fn(&Case) -> Result<(Vec<f64>, Vec<(Tier, Tensor)>)>) -> Result<()> {
+    let measured: Measured = serde_json::from_str(text).expect("the file is what it says");
+    assert!(measured.cases.len() > 35, "{} cases", measured.cases.len());
+    let mut failures = Vec::new();
+    // PyTorch's largest error and each tier's.
+    let mut largest: BTreeMap<(&str, u32), (f64, BTreeMap<Tier, f64>)> = BTreeMap::new();
+    for case in &measured.cases {
+        let (exact, results) = run(case)?;
+        let family = largest.entry((&case.dtype, case.widening)).or_default();
+        family.0 = family.0.max(case.max);
+        for (tier, got) in results {
+            let (max, rms) = errors(&got, &exact);
+            let of_tier = family.1.entry(tier).or_default();
+            *of_tier = if max <= *of_tier { *of_tier } else { max };
+            // What rounds nothing has to be exact here too.
+            if exceeds(tier, rms, case.rms) {
+                failures.push(format!("{tier}: {}: rms {rms:e}, PyTorch's {:e}", case.name(), case.rms));
+            }
+        }
+    }
+    for ((dtype, widening), (pytorch, tiers)) in largest {
+        for (tier, max) in tiers {
+            println!("{dtype}, scores of deviation {widening}, {tier}: at most {max:.2e}, PyTorch {pytorch:.2e}");
+            if exceeds(tier, max, pytorch) {
+                failures.push(format!("{tier}: {dtype}, deviation {widening}: maximum {max:e}, PyTorch's {pytorch:e}"));
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{} of the comparisons:\n{}", failures.len(), failures.join("\n"));
+    Ok(())
+}
+
+#[test]
+fn attention_errs_no_more_than_pytorchs() -> Result<()> {
+    compare(include_str!("precision_attention.json"), |case| {
+        let [b, h, t_q, t_kv, d] = case.shape[..] else { panic!("{:?} is no shape of attention", case.shape) };
+        let [q, k, v] = case.draw([&[b, h, t_q, d], &[b, h, t_kv, d], &[b, h, t_kv, d]], f64::from(case.widening))?;
+        let mask = if case.causal { AttentionMask::causal_upper_left() } else { AttentionMask::none() };
+        let call = Call::plain(&q, &k, &v, &mask);
+        let results = Tier::available().into_iter().map(|tier| Ok((tier, call.on_tier(tier).context()?)));
+        let [q, k, v] = [&q, &k, &v].map(values);
+        let row = |(n, query): (usize, &[f64])| {
+            let keys = if case.causal { n % t_q + 1 } else { t_kv };
+            let start = n / t_q * t_kv * d;
+            exact_attention(query, &k[start..start + keys * d], &v[start..start + keys * d])
+        };
+        Ok((q.par_chunks_exact(d).enumerate().flat_map_iter(row).collect(), results.collect::<Result<_>>()?))
+    })
+}
+
+#[test]
+fn projections_err_no_more_than_pytorchs() -> Result<()> {
+    compare(include_str!("precision_linear.json"), |case| {
+        let [rows, inputs, outputs] = case.shape[..] else { panic!("{:?} is no shape of a product", case.shape) };
+        let [xs, weight, bias] = case.draw([&[rows, inputs], &[outputs, inputs], &[outputs]], 1.0)?;
+        let run = |tier| Ok((tier, PackedLinear::with_tier(&weight, Some(&bias), Some(tier))?.forward(&xs)?));
+        let results = Tier::available().into_iter().map(run).collect::<Result<_>>()?;
+        let [xs, weight, bias] = [&xs, &weight, &bias].map(values);
+        Ok((xs.par_chunks_exact(inputs).flat_map_iter(|row| exact_linear(row, &weight, &bias)).collect(), results))
+    })
+}

@@ -1,0 +1,315 @@
+//! Random calls: a recipe is small, prints on one line and shrinks; its case holds the numbers.
+
+use candle_core::{DType, Device};
+use proptest::prelude::*;
+use proptest::sample::select;
+
+use crate::array::{Array, Random, View, round};
+pub use crate::common::property::for_all;
+use crate::oracle::{Alignment, Case, Dims, Lens, Mask, Options, Part};
+
+/// How q, k or v lies in memory.
+#[derive(Debug, Clone, Copy)]
+pub enum Layout {
+    Contiguous,
+    /// (B, T, H, D), as a projection gives it.
+    HeadsTransposed,
+    /// The first positions of a longer buffer.
+    CacheHead,
+    /// Positions from the middle of a longer buffer of transposed heads.
+    CacheMiddle,
+    /// A part of wider rows.
+    NarrowRows,
+    /// (B, H, D, T): the last dimension is not contiguous.
+    ColumnMajor,
+    /// One sequence for all.
+    OneBatch,
+    /// One head for all.
+    OneHead,
+    /// A third of (B, T, 3 · H, D), as a packed projection gives it.
+    Packed,
+    /// One vector for all positions.
+    OnePosition,
+    /// One number a vector.
+    OneColumn,
+}
+
+impl Layout {
+    pub const ALL: [Self; 11] = [
+        Self::Contiguous,
+        Self::HeadsTransposed,
+        Self::CacheHead,
+        Self::CacheMiddle,
+        Self::NarrowRows,
+        Self::ColumnMajor,
+        Self::OneBatch,
+        Self::OneHead,
+        Self::Packed,
+        Self::OnePosition,
+        Self::OneColumn,
+    ];
+
+    pub fn array(self, [b, h, t, d]: [usize; 4]) -> Array {
+        match self {
+            Self::Contiguous => Array::new(&[b, h, t, d]),
+            Self::HeadsTransposed => Array::new(&[b, t, h, d]).view(View::Transpose(1, 2)),
+            Self::CacheHead => Array::new(&[b, h, t + 3, d]).view(View::Narrow { dim: 2, start: 0, len: t }),
+            Self::CacheMiddle => Array::new(&[b, t + 3, h, d])
+                .view(View::Narrow { dim: 1, start: 2, len: t })
+                .view(View::Transpose(1, 2)),
+            Self::NarrowRows => Array::new(&[b, h, t, d + 2]).view(View::Narrow { dim: 3, start: 1, len: d }),
+            Self::ColumnMajor => Array::new(&[b, h, d, t]).view(View::Transpose(2, 3)),
+            Self::OneBatch => Array::new(&[1, h, t, d]).view(View::Broadcast(vec![b, h, t, d])),
+            Self::OneHead => Array::new(&[b, 1, t, d]).view(View::Broadcast(vec![b, h, t, d])),
+            Self::Packed => Array::new(&[b, t, 3 * h, d])
+                .view(View::Narrow { dim: 2, start: h, len: h })
+                .view(View::Transpose(1, 2)),
+            Self::OnePosition => Array::new(&[b, h, 1, d]).view(View::Broadcast(vec![b, h, t, d])),
+            Self::OneColumn => Array::new(&[b, h, t, 1]).view(View::Broadcast(vec![b, h, t, d])),
+        }
+    }
+}
+
+/// The shape in which a `keep` or `bias` is given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reach {
+    Scalar,
+    Keys,
+    Queries,
+    Square,
+    Sequence,
+    Head,
+    Whole,
+    /// A whole one that is a view with strides of 0.
+    Expanded,
+}
+
+impl Reach {
+    fn array(self, dims: &Dims) -> Array {
+        let Dims { b, h, t_q, t_kv, .. } = *dims;
+        match self {
+            Self::Scalar => Array::new(&[]),
+            Self::Keys => Array::new(&[t_kv]),
+            Self::Queries => Array::new(&[t_q, 1]),
+            Self::Square => Array::new(&[t_q, t_kv]),
+            Self::Sequence => Array::new(&[b, 1, 1, t_kv]),
+            Self::Head => Array::new(&[h, t_q, t_kv]),
+            Self::Whole => Array::new(&[b, h, t_q, t_kv]),
+            Self::Expanded => Array::new(&[b, 1, 1, t_kv]).view(View::Broadcast(vec![b, h, t_q, t_kv])),
+        }
+    }
+}
+
+/// One constraint, without its numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Causal,
+    UpperLeft,
+    Offset,
+    ValidLens,
+    ValidLensPerQuery,
+    Starts,
+    StartsPerQuery,
+    Window,
+    Band,
+    Prefix,
+    PrefixPerQuery,
+    Keep(Reach),
+    Bias(Reach),
+}
+
+impl Kind {
+    pub const ALL: [Self; 27] = [
+        Self::Causal,
+        Self::UpperLeft,
+        Self::Offset,
+        Self::ValidLens,
+        Self::ValidLensPerQuery,
+        Self::Starts,
+        Self::StartsPerQuery,
+        Self::Window,
+        Self::Band,
+        Self::Prefix,
+        Self::PrefixPerQuery,
+        Self::Keep(Reach::Scalar),
+        Self::Keep(Reach::Keys),
+        Self::Keep(Reach::Queries),
+        Self::Keep(Reach::Square),
+        Self::Keep(Reach::Sequence),
+        Self::Keep(Reach::Head),
+        Self::Keep(Reach::Whole),
+        Self::Keep(Reach::Expanded),
+        Self::Bias(Reach::Scalar),
+        Self::Bias(Reach::Keys),
+        Self::Bias(Reach::Queries),
+        Self::Bias(Reach::Square),
+        Self::Bias(Reach::Sequence),
+        Self::Bias(Reach::Head),
+        Self::Bias(Reach::Whole),
+        Self::Bias(Reach::Expanded),
+    ];
+
+    fn is_alignment(self) -> bool {
+        matches!(self, Self::Causal | Self::UpperLeft | Self::Offset)
+    }
+
+    fn part(self, dims: &Dims, dtype: DType, random: &mut Random) -> Option<Part> {
+        let t_kv = dims.t_kv;
+        let mut rows = |most: usize| Lens::PerSequence((0..dims.b).map(|_| random.up_to(most)).collect());
+        let mut random = match self {
+            Self::ValidLens => return Some(Part::ValidLens(rows(t_kv + 2))),
+            Self::Starts => return Some(Part::Starts(rows(t_kv + 1))),
+            Self::Prefix => return Some(Part::Prefix(rows(t_kv + 1))),
+            _ => random,
+        };
+        let mut table =
+            |most| Lens::PerQuery((0..dims.b).map(|_| (0..dims.t_q).map(|_| random.up_to(most)).collect()).collect());
+        random = match self {
+            Self::ValidLensPerQuery => return Some(Part::ValidLens(table(t_kv + 2))),
+            Self::StartsPerQuery => return Some(Part::Starts(table(t_kv + 1))),
+            Self::PrefixPerQuery => return Some(Part::Prefix(table(t_kv + 1))),
+            _ => random,
+        };
+        Some(match self {
+            Self::Window => Part::Window(1 + random.up_to(t_kv + 1)),
+            Self::Band => Part::Band(random.up_to(3), random.up_to(3)),
+            // Any entry but 0 keeps.
+            Self::Keep(reach) => Part::Keep(reach.array(dims).filled(|| match random.up_to(9) {
+                0..4 => 0.0,
+                4 => 255.0,
+                5 => 2.0,
+                _ => 1.0,
+            })),
+            Self::Bias(reach) => Part::Bias(
+                reach
+                    .array(dims)
+                    .filled(|| if random.chance(0.15) { f64::NEG_INFINITY } else { random.between(-3.0, 3.0) })
+                    .rounded(wide(dtype)),
+            ),
+            _ => return None,
+        })
+    }
+}
+
+/// Which options are set.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Chosen {
+    pub scale: bool,
+    pub softcap: bool,
+    pub alibi: bool,
+    pub sinks: bool,
+}
+
+#[derive(Debug, Clone)]
+pub struct Recipe {
+    pub dims: Dims,
+    pub layouts: [Layout; 3],
+    /// One mask each, joined by `and`; two alignments cannot stand in one.
+    pub masks: Vec<Vec<Kind>>,
+    pub uniform_empty_rows: bool,
+    pub chosen: Chosen,
+    pub dtype: DType,
+    /// What the numbers are drawn from.
+    pub seed: u64,
+}
+
+/// The dtype of biases, slopes and sinks: that of the scores.
+pub fn wide(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
+}
+
+impl Recipe {
+    /// Contiguous tensors without options.
+    pub fn plain(dims: Dims, masks: Vec<Vec<Kind>>, dtype: DType) -> Self {
+        let (layouts, chosen) = ([Layout::Contiguous; 3], Chosen::default());
+        Self { dims, layouts, masks, uniform_empty_rows: false, chosen, dtype, seed: 0 }
+    }
+
+    pub fn case(&self) -> Case {
+        let mut random = Random::new(self.seed);
+        let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = self.dims;
+        let shapes = [[b, h, t_q, d], [b, h_kv, t_kv, d], [b, h_kv, t_kv, d_v]];
+        let mut draw =
+            |n: usize| self.layouts[n].array(shapes[n]).filled(|| random.between(-2.0, 2.0)).rounded(self.dtype);
+        let (q, k, v) = (draw(0), draw(1), draw(2));
+        let masks = self.masks.iter().flat_map(|kinds| self.masks(kinds, &mut random)).collect();
+        let mut heads = |low: f64, high: f64| -> Vec<f64> {
+            (0..h).map(|_| round(random.between(low, high), wide(self.dtype))).collect()
+        };
+        let options = Options {
+            scale: self.chosen.scale.then(|| heads(-1.5, 1.5)[0]),
+            softcap: self.chosen.softcap.then(|| heads(0.5, 6.0)[0]),
+            alibi_slopes: self.chosen.alibi.then(|| heads(-0.1, 1.0)),
+            sinks: self.chosen.sinks.then(|| heads(-4.0, 4.0)),
+        };
+        Case { dims: self.dims, q, k, v, masks, uniform_empty_rows: self.uniform_empty_rows, options }
+    }
+
+    fn masks(&self, kinds: &[Kind], random: &mut Random) -> Vec<Mask> {
+        let free = || Mask { alignment: Alignment::Free, parts: Vec::new() };
+        let mut masks = vec![free()];
+        for &kind in kinds {
+            let alignment = match kind {
+                Kind::Causal => Alignment::Causal,
+                Kind::UpperLeft => Alignment::UpperLeft,
+                Kind::Offset => Alignment::Offset(random.up_to(self.dims.t_kv + 1)),
+                _ => Alignment::Free,
+            };
+            if kind.is_alignment() && masks.last().is_some_and(|mask| mask.alignment != Alignment::Free) {
+                masks.push(free());
+            }
+            let mask = masks.last_mut().expect("there is at least one");
+            if kind.is_alignment() {
+                mask.alignment = alignment;
+            }
+            mask.parts.extend(kind.part(&self.dims, self.dtype, random));
+        }
+        masks
+    }
+}
+
+/// Sizes up to `most`, now and then 0 or 1.
+fn size(most: usize) -> impl Strategy<Value = usize> {
+    prop_oneof![1 => Just(0), 2 => Just(1), 27 => 1..=most]
+}
+
+pub fn dims() -> impl Strategy<Value = Dims> {
+    (size(3), 1..=3usize, 1..=3usize, size(7), size(9), 1..=9usize, size(9))
+        .prop_map(|(b, h_kv, group, t_q, t_kv, d, d_v)| Dims { b, h: h_kv * group, h_kv, t_q, t_kv, d, d_v })
+}
+
+pub fn chosen() -> impl Strategy<Value = Chosen> {
+    any::<[bool; 4]>().prop_map(|[scale, softcap, alibi, sinks]| Chosen { scale, softcap, alibi, sinks })
+}
+
+pub fn recipes(dtypes: &'static [DType]) -> impl Strategy<Value = Recipe> {
+    let kinds = proptest::collection::vec(select(&Kind::ALL[..]), 0..=3);
+    let layout = || select(&Layout::ALL[..]);
+    (
+        dims(),
+        [layout(), layout(), layout()],
+        proptest::collection::vec(kinds, 0..=2),
+        proptest::bool::weighted(0.2),
+        chosen(),
+        select(dtypes),
+        any::<u64>().no_shrink(),
+    )
+        .prop_map(|(dims, layouts, masks, uniform_empty_rows, chosen, dtype, seed)| Recipe {
+            dims,
+            layouts,
+            masks,
+            uniform_empty_rows,
+            chosen,
+            dtype,
+            seed,
+        })
+}
+
+/// The dtypes in which a device attends.
+pub fn dtypes(device: &Device) -> &'static [DType] {
+    if device.is_metal() {
+        &[DType::F32, DType::F16, DType::BF16]
+    } else {
+        &[DType::F64, DType::F32, DType::F16, DType::BF16]
+    }
+}

@@ -1,0 +1,4 @@
+//! Rotary positions against transformers' numbers, and in the layer. `make.py` writes the numbers.
+
+mod layer;
+mod numbers;

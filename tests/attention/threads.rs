@@ -1,0 +1,177 @@
+//! However many threads there are, and whoever calls: the same bits.
+
+use std::sync::Barrier;
+use std::thread;
+
+use candle_attention::PackedLinear;
+use candle_attention::cpu::Tier;
+use candle_core::{Module, Result, Tensor};
+use rayon::prelude::*;
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use crate::call::{Call, Outcome};
+use crate::common::bits;
+use crate::flash::draw::{Draw, draws};
+use crate::flash::fused::DTYPES;
+use crate::linear::case::{Recipe, TYPES};
+use crate::linear::draw::recipes;
+use crate::oracle::Dims;
+use crate::recipe::{Kind, Reach, for_all};
+
+/// One call of attention or of a projection.
+enum Work {
+    Attention(Call),
+    Projection(PackedLinear, Tensor),
+}
+
+impl Work {
+    fn run(&self) -> Vec<u64> {
+        let run = || -> Result<_> {
+            Ok(match self {
+                Self::Attention(call) => {
+                    let (context, lse) = call.with_lse()?;
+                    [bits(&context), bits(&lse)].concat()
+                }
+                Self::Projection(packed, xs) => bits(&packed.forward(xs)?),
+            })
+        };
+        run().unwrap_or_else(|error| panic!("{error}: {}", self.name()))
+    }
+
+    fn name(&self) -> String {
+        match self {
+            Self::Attention(call) => {
+                format!("{:?} {:?} {:?} {:?}", call.q.dims(), call.k.dims(), call.q.dtype(), call.options)
+            }
+            Self::Projection(packed, xs) => format!("{packed:?} over {:?} in {:?}", xs.dims(), xs.dtype()),
+        }
+    }
+}
+
+/// Prefill, decoding, split keys, groups, few and many heads; one row and many, few outputs and many.
+fn all() -> Result<Vec<Work>> {
+    let mut all = Vec::new();
+    for (b, h, h_kv, t_q, t_kv, kinds) in [
+        (1, 2, 2, 300, 300, vec![Kind::Causal]),
+        (2, 4, 2, 129, 257, vec![Kind::Causal, Kind::Window]),
+        (1, 8, 1, 1, 5000, vec![]),
+        (1, 1, 1, 1, 9001, vec![Kind::ValidLens]),
+        (3, 8, 2, 1, 700, vec![Kind::Starts]),
+        (1, 1, 1, 17, 2049, vec![Kind::Causal]),
+        (5, 3, 1, 7, 33, vec![Kind::Bias(Reach::Head)]),
+        (1, 2, 1, 700, 31, vec![Kind::Keep(Reach::Square)]),
+    ] {
+        for dtype in DTYPES {
+            let dims = Dims { b, h, h_kv, t_q, t_kv, d: 64, d_v: 48 };
+            let call = Call::fused(&Draw::plain(dims, kinds.clone(), dtype).case(), dtype)?;
+            all.extend(Tier::available().into_iter().map(|tier| Work::Attention(call.on_tier(tier))));
+        }
+    }
+    for (rows, inputs, outputs) in [(1, 2050, 1600), (12, 1030, 500), (16, 3001, 48), (400, 300, 100), (193, 40, 700)] {
+        for types in TYPES {
+            let case = Recipe::plain(types, rows, (inputs, outputs)).case();
+            for tier in Tier::available() {
+                all.push(Work::Projection(case.packed(tier)?, case.input()?));
+            }
+        }
+    }
+    Ok(all)
+}
+
+fn pool(threads: usize) -> ThreadPool {
+    ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool")
+}
+
+#[test]
+fn pools_of_any_size_give_the_same_bits() -> Result<()> {
+    let all = all()?;
+    let expected: Vec<_> = pool(1).install(|| all.iter().map(Work::run).collect());
+    for threads in [2, 3, 5, 8] {
+        let got: Vec<_> = pool(threads).install(|| all.iter().map(Work::run).collect());
+        for ((got, expected), work) in got.iter().zip(&expected).zip(&all) {
+            assert!(got == expected, "{threads} threads: {}", work.name());
+        }
+    }
+    for (expected, work) in expected.iter().zip(&all) {
+        assert!(work.run() == *expected, "outside of any pool: {}", work.name());
+    }
+    Ok(())
+}
+
+/// Runs something on every tier, in pools of several sizes.
+fn the_same_in_each(pools: &[ThreadPool], work: impl Fn(Tier) -> Result<Work> + Sync) -> Outcome {
+    for tier in Tier::available() {
+        // Packing is split over threads as well.
+        let run = |pool: &ThreadPool| pool.install(|| work(tier).map(|work| work.run()));
+        let results: Vec<_> =
+            pools.iter().map(run).collect::<Result<_>>().map_err(|error| format!("{tier}: {error}"))?;
+        if let Some(n) = results.iter().position(|result| *result != results[0]) {
+            return Err(format!("{tier}: pool {n} gives other bits than one thread"));
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn random_calls_give_the_same_bits_in_pools_of_any_size() {
+    let pools: Vec<_> = [1, 2, 3, 5, 8].into_iter().map(pool).collect();
+    for_all(200, draws(), |draw| {
+        let call = Call::fused(&draw.case(), draw.dtype()).map_err(|error| error.to_string())?;
+        the_same_in_each(&pools, |tier| Ok(Work::Attention(call.on_tier(tier))))
+    });
+}
+
+#[test]
+fn random_projections_give_the_same_bits_in_pools_of_any_size() {
+    let pools: Vec<_> = [1, 2, 3, 7].into_iter().map(pool).collect();
+    for_all(150, recipes(), |mut recipe| {
+        // Large enough for several threads, packing included.
+        (recipe.inputs, recipe.outputs) = (1500 + recipe.inputs, 600 + recipe.outputs);
+        recipe.rows = recipe.rows.min(9);
+        let case = recipe.case();
+        the_same_in_each(&pools, |tier| Ok(Work::Projection(case.packed(tier)?, case.input()?)))
+    });
+}
+
+#[test]
+fn many_threads_call_at_once() -> Result<()> {
+    let all = all()?;
+    let expected: Vec<_> = all.iter().map(Work::run).collect();
+    const CALLERS: usize = 8;
+    let start = Barrier::new(CALLERS);
+    thread::scope(|scope| {
+        for caller in 0..CALLERS {
+            let (all, expected, start) = (&all, &expected, &start);
+            scope.spawn(move || {
+                start.wait();
+                for n in (caller..all.len()).step_by(3) {
+                    assert!(all[n].run() == expected[n], "caller {caller}: {}", all[n].name());
+                }
+            });
+        }
+    });
+    Ok(())
+}
+
+/// Calls nested in parallel loops of somebody else's pool, where a worker that waits may pick up another call: scratch
+/// memory of a thread must not be in use twice.
+#[test]
+fn calls_nest_in_parallel_loops_of_another_pool() -> Result<()> {
+    let all = all()?;
+    let expected: Vec<_> = all.iter().map(Work::run).collect();
+    for threads in [1, 2, 5] {
+        pool(threads).install(|| {
+            (0..2 * all.len()).into_par_iter().with_max_len(1).for_each(|n| {
+                let n = n % all.len();
+                assert!(all[n].run() == expected[n], "{threads} threads: {}", all[n].name());
+                // And one level further down.
+                let m = (n + 7) % all.len();
+                let (one, other) = rayon::join(|| all[m].run(), || all[n].run());
+                for (got, n) in [(one, m), (other, n)] {
+                    assert!(got == expected[n], "{threads} threads, joined: {}", all[n].name());
+                }
+            });
+        });
+    }
+    Ok(())
+}

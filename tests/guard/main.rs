@@ -1,0 +1,188 @@
+//! The fused kernel and the projections under an allocator that puts a forbidden page beside every buffer: a stray read or
+//! write beyond q, k, v, keep, bias, a weight, an input, the output or scratch memory ends the process. Linux only.
+//!
+//! The page lies behind the buffers in this process, and before them in a child process. `PROPTEST_CASES` and
+//! `PROPTEST_RNG_SEED` are those of the `flash` and `linear` tests.
+#![cfg(target_os = "linux")]
+
+mod allocator;
+#[path = "../attention/call.rs"]
+#[allow(dead_code, reason = "a part is for weights and gradients")]
+mod call;
+#[path = "../common/mod.rs"]
+mod common;
+mod last_words;
+mod projections;
+#[path = "../attention/recipe.rs"]
+#[allow(dead_code, reason = "a part is for other sizes")]
+mod recipe;
+use attention_oracle::{array, attention as oracle};
+
+#[path = "../attention/flash"]
+#[allow(dead_code, reason = "a part is for the grid")]
+mod flash {
+    pub mod draw;
+    pub mod fused;
+}
+
+#[path = "../attention/linear"]
+#[allow(dead_code, reason = "a part is for other properties")]
+mod linear {
+    pub mod case;
+    pub mod draw;
+}
+
+use std::hint::black_box;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, Output};
+use std::sync::atomic::Ordering;
+
+use allocator::{GUARDED, GuardedAllocator, guard_is_before};
+use candle_attention::cpu::Tier;
+use proptest::sample::select;
+
+use flash::draw::{Draw, LENGTHS, WIDTHS, draws};
+use flash::fused::{DTYPES, check};
+use oracle::{Alignment, Dims, Lens, Mask, Part};
+use recipe::{Kind, Layout, Reach, for_all};
+
+#[global_allocator]
+static ALLOCATOR: GuardedAllocator = GuardedAllocator;
+
+/// Layouts whose tensor ends, or begins, where its buffer does.
+const TIGHT: [Layout; 5] =
+    [Layout::Contiguous, Layout::HeadsTransposed, Layout::ColumnMajor, Layout::OneBatch, Layout::OneHead];
+
+/// A pool of its own for each case, so that no scratch memory is left that is larger than the case needs.
+fn holds(draw: &Draw) -> Result<(), String> {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().map_err(|error| error.to_string())?;
+    last_words::name(format!("an access outside of the buffers, on one of the tiers, in\n{draw:#?}\n"));
+    pool.install(|| check(&draw.case(), draw.dtype()))
+}
+
+fn tight(mut draw: Draw, layouts: [Layout; 3]) -> Draw {
+    draw.recipe.layouts = layouts;
+    draw
+}
+
+#[test]
+fn random_calls_stay_in_their_buffers() {
+    let layout = || select(&TIGHT[..]);
+    let strategy = (draws(), [layout(), layout(), layout()]);
+    for_all(300, strategy, |(draw, layouts)| holds(&tight(draw, layouts)));
+}
+
+#[test]
+fn every_edge_stays_in_its_buffers() {
+    let masks: [&[Kind]; 6] = [
+        &[],
+        &[Kind::Causal],
+        &[Kind::Keep(Reach::Keys)],
+        &[Kind::Bias(Reach::Square)],
+        &[Kind::Keep(Reach::Whole), Kind::Bias(Reach::Keys)],
+        &[Kind::Bias(Reach::Head), Kind::Causal],
+    ];
+    for (n, &width) in WIDTHS.iter().enumerate() {
+        for (m, &length) in LENGTHS.iter().enumerate().filter(|(_, length)| **length <= 129) {
+            let other = LENGTHS[(5 * m + n) % 17];
+            let dims = Dims { b: 1, h: 2, h_kv: 1, t_q: other, t_kv: length, d: width, d_v: WIDTHS[(n + m) % 13] };
+            let draw = Draw::plain(dims, masks[(n + m) % 6].to_vec(), DTYPES[(n + m) % 3]);
+            let draw = tight(draw, [TIGHT[m % 5], TIGHT[n % 5], TIGHT[(n + m) % 5]]);
+            holds(&draw).unwrap_or_else(|difference| panic!("{difference}\n{draw:?}"));
+        }
+    }
+}
+
+/// Left padding of each length, which products of whole tiles have to skip and not to overrun for.
+#[test]
+fn keys_that_begin_within_a_block_stay_in_their_buffers() {
+    for dtype in DTYPES {
+        for t_kv in [64, 128, 256, 300] {
+            for start in (0..t_kv).step_by(8) {
+                let dims = Dims { b: 1, h: 1, h_kv: 1, t_q: 17, t_kv, d: 8, d_v: 16 };
+                let draw = Draw::plain(dims, vec![], dtype);
+                let mut case = draw.case();
+                let parts = vec![Part::Starts(Lens::PerSequence(vec![start]))];
+                case.masks = vec![Mask { alignment: Alignment::Free, parts }];
+                last_words::name(format!("an access outside of the buffers: keys {start}..{t_kv} in {dtype:?}\n"));
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a pool");
+                pool.install(|| check(&case, dtype)).unwrap_or_else(|error| panic!("{error}: {start}..{t_kv}"));
+            }
+        }
+    }
+}
+
+/// Runs one test of this file in a process of its own.
+fn child(test: &str, side: &str) -> Output {
+    let mut command = Command::new(std::env::current_exe().expect("a path to this test"));
+    command.args([test, "--exact", "--include-ignored", "--nocapture"]).env("FLASH_GUARD", side);
+    command.output().expect("the child runs")
+}
+
+#[test]
+fn the_same_with_the_page_before_each_buffer() {
+    if guard_is_before() {
+        return;
+    }
+    for test in [
+        "random_calls_stay_in_their_buffers",
+        "every_edge_stays_in_its_buffers",
+        "keys_that_begin_within_a_block_stay_in_their_buffers",
+        "projections::random_projections_stay_in_their_buffers",
+        "projections::every_edge_of_a_projection_stays_in_its_buffers",
+        "buffers_are_guarded",
+    ] {
+        let output = child(test, "before");
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("1 passed"), "{test}: {output:?}");
+    }
+}
+
+#[test]
+fn buffers_are_guarded() {
+    let before = GUARDED.load(Ordering::Relaxed);
+    let numbers = black_box(vec![1f32; 1000]);
+    assert!(GUARDED.load(Ordering::Relaxed) > before);
+    let address = numbers.as_ptr() as usize;
+    let edge = if guard_is_before() { address } else { address + size_of_val(numbers.as_slice()) };
+    assert_eq!(edge % 4096, 0, "the buffer touches a page's edge");
+    assert!(Tier::available().contains(&Tier::Scalar));
+}
+
+/// A child that reads or writes where it must not.
+#[test]
+#[ignore = "ends the process, as it should"]
+fn stray() {
+    let numbers = black_box(vec![1f32; 1000]);
+    let pointer = numbers.as_ptr();
+    // SAFETY: none, on purpose: the page beside the buffer is there to end the process.
+    let read =
+        unsafe { if guard_is_before() { pointer.sub(1).read_volatile() } else { pointer.add(1000).read_volatile() } };
+    println!("read {read}");
+}
+
+#[test]
+#[ignore = "ends the process, as it should"]
+fn stray_write_into_the_gap() {
+    let mut numbers = black_box(vec![1f32; 1000]);
+    let pointer = numbers.as_mut_ptr();
+    // SAFETY: the bytes beside the buffer are of its own mapping, and hold the canary.
+    unsafe {
+        if guard_is_before() { pointer.add(1000).write_volatile(0.0) } else { pointer.sub(1).write_volatile(0.0) }
+    };
+}
+
+/// The guards guard: without this the tests above could pass under an allocator that does nothing.
+#[test]
+fn a_stray_access_ends_the_process() {
+    if guard_is_before() {
+        return;
+    }
+    for side in ["behind", "before"] {
+        assert_eq!(child("stray", side).status.signal(), Some(libc::SIGSEGV), "a read with the page {side}");
+        let output = child("stray_write_into_the_gap", side);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.signal(), Some(libc::SIGABRT), "a write with the page {side}: {text}");
+        assert!(text.contains("a write beside an allocation"), "{text}");
+    }
+}

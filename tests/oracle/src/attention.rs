@@ -1,0 +1,330 @@
+//! Attention in plain f64 loops, written from the design and not from the crate: what every implementation has to give.
+//!
+//! Visibility is a question about one query and one key, [`Case::sees`]; no intervals, no broadcasting, no tensors.
+
+use crate::array::Array;
+
+/// The letters of the crate's glossary.
+#[derive(Debug, Clone, Copy)]
+pub struct Dims {
+    pub b: usize,
+    pub h: usize,
+    pub h_kv: usize,
+    pub t_q: usize,
+    pub t_kv: usize,
+    pub d: usize,
+    pub d_v: usize,
+}
+
+/// One number a sequence, or one a query.
+#[derive(Debug, Clone)]
+pub enum Lens {
+    PerSequence(Vec<usize>),
+    PerQuery(Vec<Vec<usize>>),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Alignment {
+    Free,
+    Causal,
+    UpperLeft,
+    Offset(usize),
+}
+
+#[derive(Debug, Clone)]
+pub enum Part {
+    ValidLens(Lens),
+    Starts(Lens),
+    Window(usize),
+    Band(usize, usize),
+    Prefix(Lens),
+    /// Zero hides.
+    Keep(Array),
+    Bias(Array),
+}
+
+/// One mask: an alignment, and parts that hold together under it.
+#[derive(Debug, Clone)]
+pub struct Mask {
+    pub alignment: Alignment,
+    pub parts: Vec<Part>,
+}
+
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    pub scale: Option<f64>,
+    pub softcap: Option<f64>,
+    pub alibi_slopes: Option<Vec<f64>>,
+    pub sinks: Option<Vec<f64>>,
+}
+
+/// One call: what goes in.
+#[derive(Debug, Clone)]
+pub struct Case {
+    pub dims: Dims,
+    /// (B, H, T_q, D)
+    pub q: Array,
+    /// (B, H_kv, T_kv, D)
+    pub k: Array,
+    /// (B, H_kv, T_kv, D_v)
+    pub v: Array,
+    /// All of them hold.
+    pub masks: Vec<Mask>,
+    /// Rows without a key take the mean of all keys, not zeros.
+    pub uniform_empty_rows: bool,
+    pub options: Options,
+}
+
+/// What comes out, row-major, and how large the terms were from which it was summed (for bounds on rounding).
+#[derive(Debug, Clone)]
+pub struct Attended {
+    /// (B, H, T_q, D_v)
+    pub context: Vec<f64>,
+    /// (B, H, T_q, T_kv)
+    pub weights: Vec<f64>,
+    /// (B, H, T_q)
+    pub lse: Vec<f64>,
+    /// (B, H, T_q): the largest sum of absolute values behind one score of the row.
+    pub score_terms: Vec<f64>,
+    /// (B, H, T_q, D_v): the weighted sum of absolute values.
+    pub context_terms: Vec<f64>,
+}
+
+impl Lens {
+    /// Those of one sequence.
+    fn of_sequence(&self, b: usize) -> Self {
+        match self {
+            Self::PerSequence(lens) => Self::PerSequence(vec![lens[b]]),
+            Self::PerQuery(rows) => Self::PerQuery(vec![rows[b].clone()]),
+        }
+    }
+
+    fn get(&self, b: usize, i: usize) -> usize {
+        match self {
+            Self::PerSequence(lens) => lens[b],
+            Self::PerQuery(rows) => rows[b][i],
+        }
+    }
+}
+
+impl Mask {
+    /// One constraint, without an alignment.
+    pub fn of(part: Part) -> Self {
+        Self { alignment: Alignment::Free, parts: vec![part] }
+    }
+
+    pub fn new(alignment: Alignment, parts: impl Into<Vec<Part>>) -> Self {
+        Self { alignment, parts: parts.into() }
+    }
+
+    /// The mask of one sequence. `keep` and `bias` stay as they are: they have to fit any.
+    pub fn of_sequence(&self, b: usize) -> Self {
+        let part = |part: &Part| match part {
+            Part::ValidLens(lens) => Part::ValidLens(lens.of_sequence(b)),
+            Part::Starts(lens) => Part::Starts(lens.of_sequence(b)),
+            Part::Prefix(lens) => Part::Prefix(lens.of_sequence(b)),
+            other => other.clone(),
+        };
+        Self { alignment: self.alignment, parts: self.parts.iter().map(part).collect() }
+    }
+
+    /// The key position of query i. The last query stands at the last key unless the alignment says otherwise.
+    fn position(&self, dims: &Dims, i: usize) -> i128 {
+        match self.alignment {
+            Alignment::Free | Alignment::Causal => i as i128 + dims.t_kv as i128 - dims.t_q as i128,
+            Alignment::UpperLeft => i as i128,
+            Alignment::Offset(n) => i as i128 + n as i128,
+        }
+    }
+
+    fn is_relative(&self) -> bool {
+        let relative = |part: &Part| matches!(part, Part::Window(_) | Part::Band(..) | Part::Prefix(_));
+        self.alignment != Alignment::Free || self.parts.iter().any(relative)
+    }
+
+    fn sees(&self, dims: &Dims, [b, h, i, j]: [usize; 4]) -> bool {
+        let (key, position) = (j as i128, self.position(dims, i));
+        let later = self.alignment != Alignment::Free && key > position;
+        let prefixes = self.parts.iter().filter_map(|part| match part {
+            Part::Prefix(lens) => Some(lens),
+            _ => None,
+        });
+        // Two prefixes hold together like any two parts, so both have to lift the causal constraint.
+        let lifted = prefixes.clone().count() > 0 && prefixes.clone().all(|prefix| j < prefix.get(b, i));
+        let hidden_by = |part: &Part| match part {
+            Part::ValidLens(lens) => j >= lens.get(b, i),
+            Part::Starts(starts) => j < starts.get(b, i),
+            Part::Window(w) => position - key > *w as i128 - 1,
+            Part::Band(left, right) => key < position - *left as i128 || key > position + *right as i128,
+            Part::Keep(keep) => keep.at([b, h, i, j]) == 0.0,
+            Part::Prefix(_) | Part::Bias(_) => false,
+        };
+        (!later || lifted) && !self.parts.iter().any(hidden_by)
+    }
+}
+
+impl Case {
+    /// Whether query i of head h in sequence b sees key j.
+    pub fn sees(&self, index: [usize; 4]) -> bool {
+        self.masks.iter().all(|mask| mask.sees(&self.dims, index))
+    }
+
+    pub fn kv_head(&self, h: usize) -> usize {
+        h / (self.dims.h / self.dims.h_kv)
+    }
+
+    /// Where ALiBi's distances count from: the position of the first mask that speaks of positions.
+    fn position(&self, i: usize) -> i128 {
+        let free = Mask { alignment: Alignment::Free, parts: Vec::new() };
+        self.masks.iter().find(|mask| mask.is_relative()).unwrap_or(&free).position(&self.dims, i)
+    }
+
+    /// ALiBi and all biases.
+    pub fn bias(&self, [b, h, i, j]: [usize; 4]) -> f64 {
+        self.bias_terms([b, h, i, j]).into_iter().sum()
+    }
+
+    fn bias_terms(&self, [b, h, i, j]: [usize; 4]) -> Vec<f64> {
+        let biases = self.masks.iter().flat_map(|mask| &mask.parts).filter_map(|part| match part {
+            Part::Bias(bias) => Some(bias.at([b, h, i, j])),
+            _ => None,
+        });
+        let distance = (self.position(i) - j as i128).unsigned_abs() as f64;
+        let alibi = self.options.alibi_slopes.iter().map(|slopes| -slopes[h] * distance);
+        alibi.chain(biases).collect()
+    }
+
+    /// The score of query i and key j, given as their vectors, before the mask; and the sum of the absolute values
+    /// behind it.
+    fn score(&self, index: [usize; 4], query: &[f64], key: &[f64]) -> (f64, f64) {
+        let scale = self.options.scale.unwrap_or(1.0 / (self.dims.d as f64).sqrt());
+        let (mut dot, mut terms) = (0.0, 0.0);
+        for (x, y) in query.iter().zip(key) {
+            let product = x * y;
+            dot += product;
+            terms += finite(product);
+        }
+        let (mut score, mut terms) = (dot * scale, terms * scale.abs());
+        if let Some(softcap) = self.options.softcap {
+            score = softcap * (score / softcap).tanh();
+        }
+        for term in self.bias_terms(index) {
+            score += term;
+            terms += finite(term);
+        }
+        (score, terms)
+    }
+
+    pub fn attend(&self) -> Attended {
+        let Dims { b, h, t_q, t_kv, d, d_v, .. } = self.dims;
+        let mut out = Attended {
+            context: Vec::new(),
+            weights: Vec::new(),
+            lse: Vec::new(),
+            score_terms: Vec::new(),
+            context_terms: Vec::new(),
+        };
+        for b in 0..b {
+            for h in 0..h {
+                let keys = vectors(&self.k, [b, self.kv_head(h)], t_kv, d);
+                let values = vectors(&self.v, [b, self.kv_head(h)], t_kv, d_v);
+                for (i, query) in vectors(&self.q, [b, h], t_q, d).iter().enumerate() {
+                    let row = self.row([b, h, i], query, &keys);
+                    let (mut sums, mut terms) = (vec![0.0; d_v], vec![0.0; d_v]);
+                    // A hidden key has no part in the sum, whatever its value.
+                    for j in (0..t_kv).filter(|&j| row.takes_part[j]) {
+                        for ((sum, terms), value) in sums.iter_mut().zip(&mut terms).zip(&values[j]) {
+                            let term = row.weights[j] * value;
+                            *sum += term;
+                            *terms += finite(term);
+                        }
+                    }
+                    out.context.extend(sums);
+                    out.context_terms.extend(terms);
+                    out.weights.extend(row.weights);
+                    out.lse.push(row.lse);
+                    out.score_terms.push(row.terms);
+                }
+            }
+        }
+        out
+    }
+
+    fn row(&self, [b, h, i]: [usize; 3], query: &[f64], keys: &[Vec<f64>]) -> Row {
+        let t_kv = self.dims.t_kv;
+        let seen: Vec<bool> = (0..t_kv).map(|j| self.sees([b, h, i, j])).collect();
+        // Nobody asks for the score of a hidden key.
+        let score = |j: usize| if seen[j] { self.score([b, h, i, j], query, &keys[j]) } else { (f64::NAN, f64::NAN) };
+        let scores: Vec<(f64, f64)> = (0..t_kv).map(score).collect();
+        let sink = self.options.sinks.as_ref().map(|sinks| sinks[h]);
+        let visible = || (0..t_kv).filter(|&j| seen[j]).map(|j| scores[j].0);
+        let terms =
+            (0..t_kv).filter(|&j| seen[j]).map(|j| scores[j].1).chain(sink.map(f64::abs).filter(|x| x.is_finite()));
+        let terms = terms.fold(0.0, f64::max);
+        // A score of -inf takes no weight, so a row of nothing else is as empty as one whose keys are all hidden.
+        let empty = visible().all(|score| score == f64::NEG_INFINITY);
+
+        let largest = visible().chain(sink).fold(f64::NEG_INFINITY, f64::max);
+        let (mut sum, mut lse) = (0.0, f64::NEG_INFINITY);
+        if largest > f64::NEG_INFINITY {
+            sum = visible().chain(sink).map(|score| (score - largest).exp()).sum();
+            lse = largest + sum.ln();
+        } else if visible().any(f64::is_nan) {
+            (sum, lse) = (f64::NAN, f64::NAN);
+        }
+        let uniform = empty && self.uniform_empty_rows;
+        let weight = |j: usize| match (uniform, seen[j] && !empty) {
+            (true, _) => 1.0 / t_kv as f64,
+            (false, true) => (scores[j].0 - largest).exp() / sum,
+            (false, false) => 0.0,
+        };
+        let weights = (0..t_kv).map(weight).collect();
+        Row { weights, takes_part: seen.iter().map(|&seen| seen || uniform).collect(), lse, terms }
+    }
+}
+
+struct Row {
+    weights: Vec<f64>,
+    takes_part: Vec<bool>,
+    lse: f64,
+    terms: f64,
+}
+
+/// What a term adds to a bound on rounding: what is no number is not rounded.
+fn finite(term: f64) -> f64 {
+    if term.is_finite() { term.abs() } else { 0.0 }
+}
+
+/// The vectors of one head, one a position.
+fn vectors(array: &Array, [b, h]: [usize; 2], count: usize, width: usize) -> Vec<Vec<f64>> {
+    (0..count).map(|t| (0..width).map(|d| array.at([b, h, t, d])).collect()).collect()
+}
+
+/// One query (D) against keys and values (T, D), scaled by 1/√D: what is fast enough for a model's sizes.
+pub fn exact_attention(query: &[f64], keys: &[f64], values: &[f64]) -> Vec<f64> {
+    let d = query.len();
+    let scale = 1.0 / (d as f64).sqrt();
+    let scores: Vec<f64> = keys.chunks_exact(d).map(|key| scale * dot(query, key)).collect();
+    let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let (mut sum, mut context) = (0.0, vec![0.0; d]);
+    for (score, value) in scores.iter().zip(values.chunks_exact(d)) {
+        let weight = (score - largest).exp();
+        sum += weight;
+        context.iter_mut().zip(value).for_each(|(context, value)| *context += weight * value);
+    }
+    context.into_iter().map(|x| x / sum).collect()
+}
+
+/// One row through a weight (out, in) and its bias.
+pub fn exact_linear(row: &[f64], weight: &[f64], bias: &[f64]) -> Vec<f64> {
+    weight.chunks_exact(row.len()).zip(bias).map(|(weight, bias)| bias + dot(row, weight)).collect()
+}
+
+/// In eight sums, since one waits for itself.
+fn dot(x: &[f64], y: &[f64]) -> f64 {
+    let mut sums = [0.0; 8];
+    for (x, y) in x.chunks(8).zip(y.chunks(8)) {
+        sums.iter_mut().zip(x.iter().zip(y)).for_each(|(sum, (x, y))| *sum += x * y);
+    }
+    sums.iter().sum()
+}
