@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 
-use super::detect::{self, Names, query_suffixes};
+use super::detect::{self, query_suffixes};
 use super::index::ShardIndex;
 use super::source::root;
 use super::stored::{Entry, SCALES, Scale, Stored};
@@ -152,7 +152,7 @@ impl Checkpoint {
     /// As [`WeightLayout::detect`].
     pub fn detect(&self, prefix: &str) -> Result<WeightLayout> {
         let config = std::fs::read(&self.config).ok().and_then(|text| serde_json::from_slice(&text).ok());
-        detect::detect(&Below { checkpoint: self, prefix: prefix.to_string() }, config.as_ref())
+        detect::detect(&self.below(prefix), config.as_ref())
     }
 
     /// The config that the shapes below a prefix imply: widths, key heads, biases, output projection; and, where a
@@ -167,7 +167,13 @@ impl Checkpoint {
         layout: WeightLayout,
         num_heads: Option<usize>,
     ) -> Result<MultiHeadAttentionConfig> {
-        infer::infer_config(&Below { checkpoint: self, prefix: prefix.to_string() }, layout, num_heads)
+        infer::infer_config(&self.below(prefix), layout, num_heads)
+    }
+
+    /// A builder for names and shapes.
+    fn below(&self, prefix: &str) -> VarBuilder<'static> {
+        let root = self.builder(None, DType::F32, &Device::Cpu);
+        if prefix.is_empty() { root } else { root.pp(prefix) }
     }
 
     /// Whether a tensor is the scale of a float8 weight.
@@ -253,13 +259,13 @@ impl Backend {
 
 impl SimpleBackend for Backend {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
-        let stored = self.find(name)?;
-        let got = Shape::from(stored.shape.as_slice());
-        if got != shape {
+        if let Some(got) = self.checkpoint.entries.get(name).and_then(Entry::shape)
+            && got != shape.dims()
+        {
             let msg = format!("shape mismatch for {name}");
-            return Err(Error::UnexpectedShape { msg, expected: shape, got }.bt());
+            return Err(Error::UnexpectedShape { msg, expected: shape, got: got.into() }.bt());
         }
-        self.read(name, stored, dtype, device)
+        self.read(name, self.find(name)?, dtype, device)
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
@@ -268,44 +274,6 @@ impl SimpleBackend for Backend {
 
     fn contains_tensor(&self, name: &str) -> bool {
         self.checkpoint.entries.contains_key(name) && !self.checkpoint.is_scale(name)
-    }
-}
-
-/// A checkpoint seen from below a prefix.
-struct Below<'a> {
-    checkpoint: &'a Checkpoint,
-    prefix: String,
-}
-
-impl Below<'_> {
-    fn full_name(&self, name: &str) -> String {
-        if self.prefix.is_empty() { name.to_string() } else { format!("{}.{name}", self.prefix) }
-    }
-}
-
-impl Names for Below<'_> {
-    fn has(&self, name: &str) -> bool {
-        self.checkpoint.entries.get(&self.full_name(name)).is_some_and(|entry| entry.shape().is_some())
-    }
-
-    fn shape(&self, name: &str) -> Result<Vec<usize>> {
-        let name = self.full_name(name);
-        match self.checkpoint.entries.get(&name).and_then(Entry::shape) {
-            Some(shape) => Ok(shape.to_vec()),
-            None => bail!("[weights] {name} is missing; {}", self.checkpoint.hint(&name)),
-        }
-    }
-
-    fn prefix(&self) -> String {
-        self.prefix.clone()
-    }
-
-    fn below(&self, prefix: &str) -> Box<dyn Names + '_> {
-        Box::new(Below { checkpoint: self.checkpoint, prefix: prefix.to_string() })
-    }
-
-    fn hint(&self) -> String {
-        self.checkpoint.hint(&self.full_name("q_proj.weight"))
     }
 }
 

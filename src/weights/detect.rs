@@ -1,50 +1,29 @@
 //! Which layout a checkpoint is in, by the names and shapes in it.
 
-use candle_core::{Result, bail};
+use candle_core::{Error, Result, bail};
 use candle_nn::VarBuilder;
 
 use super::layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
-use super::source;
+use super::source::{self, has};
 
 /// What training loops and compilers put in front of a model's names.
 const WRAPPERS: [&str; 5] = ["module", "_orig_mod", "model", "state_dict", "model_state_dict"];
 
-/// The names below one prefix, and the shapes behind them.
-pub(super) trait Names {
-    fn has(&self, name: &str) -> bool;
-    fn shape(&self, name: &str) -> Result<Vec<usize>>;
-    fn prefix(&self) -> String;
-    /// The names below another prefix of the same checkpoint.
-    fn below(&self, prefix: &str) -> Box<dyn Names + '_>;
-    /// What is there, where nothing that was looked for is: the end of an error, or nothing.
-    fn hint(&self) -> String;
-}
+/// A shape that no tensor has: asking for it gives an error with the true one, and reads nothing.
+const NO_SHAPE: [usize; 17] = [0; 17];
 
-impl Names for VarBuilder<'_> {
-    fn has(&self, name: &str) -> bool {
-        source::has(self, name)
-    }
-
-    fn shape(&self, name: &str) -> Result<Vec<usize>> {
-        match self.get_unchecked(name) {
-            Ok(tensor) => Ok(tensor.dims().to_vec()),
-            Err(error) => bail!(
-                "[weight_layout] the shape of {name}, which tells its layout, cannot be had from this builder ({}); name the layout",
-                source::root(&error)
-            ),
-        }
-    }
-
-    fn prefix(&self) -> String {
-        VarBuilder::prefix(self)
-    }
-
-    fn below(&self, prefix: &str) -> Box<dyn Names + '_> {
-        Box::new(self.root().pp(prefix))
-    }
-
-    fn hint(&self) -> String {
-        self.get_unchecked("q_proj.weight").err().map(|error| source::hint(&error)).unwrap_or_default()
+/// The shape of a tensor that the builder has.
+pub(super) fn shape(vb: &VarBuilder, name: &str) -> Result<Vec<usize>> {
+    let error = match vb.get(NO_SHAPE.to_vec(), name) {
+        Ok(tensor) => return Ok(tensor.dims().to_vec()),
+        Err(error) => error,
+    };
+    match source::root(&error) {
+        Error::UnexpectedShape { got, .. } => Ok(got.dims().to_vec()),
+        Error::CannotFindTensor { .. } => Err(error),
+        other => bail!(
+            "[weight_layout] the shape of {name}, which tells its layout, cannot be had from this builder ({other}); name the layout"
+        ),
     }
 }
 
@@ -64,22 +43,22 @@ impl WeightLayout {
 }
 
 /// `config` is that of the checkpoint, for what names and shapes leave open.
-pub(super) fn detect(names: &dyn Names, config: Option<&serde_json::Value>) -> Result<WeightLayout> {
-    let place = match names.prefix() {
+pub(super) fn detect(vb: &VarBuilder, config: Option<&serde_json::Value>) -> Result<WeightLayout> {
+    let place = match vb.prefix() {
         prefix if prefix.is_empty() => "at the root of the file".to_string(),
         prefix => format!("below {prefix:?}"),
     };
-    if names.has("w_v.weight") && names.has("W_q.weight") {
+    if has(vb, "w_v.weight") && has(vb, "W_q.weight") {
         bail!("[weight_layout] {place} are the weights of an AdditiveAttention (w_v), not of a multi-head layer")
     }
-    let readings = readings(names)?;
+    let readings = readings(vb)?;
     let chosen = config.and_then(|config| readings.iter().find(|layout| says(config, **layout)));
     match (readings.as_slice(), chosen) {
         ([layout], _) | (_, Some(layout)) => Ok(*layout),
         ([], _) => bail!(
             "[weight_layout] no attention weights {place}: looked for the query projections {}; {}",
             query_names().join(", "),
-            elsewhere(names)?
+            elsewhere(vb)?
         ),
         _ => {
             let readings: Vec<_> = readings.iter().map(|layout| format!("`{layout}`{}", used_by(*layout))).collect();
@@ -117,49 +96,49 @@ fn used_by(layout: WeightLayout) -> &'static str {
 
 /// Where attention weights are instead: behind a wrapper's prefix, without the first part of this one, or as the builder
 /// tells.
-fn elsewhere(names: &dyn Names) -> Result<String> {
-    let prefix = names.prefix();
+fn elsewhere(vb: &VarBuilder) -> Result<String> {
+    let prefix = vb.prefix();
     let mut wrappers: Vec<_> = WRAPPERS.iter().map(ToString::to_string).collect();
     wrappers.extend(WRAPPERS.iter().flat_map(|outer| WRAPPERS.map(|inner| format!("{outer}.{inner}"))));
     let mut candidates: Vec<_> =
         wrappers.iter().map(|wrapper| format!("{wrapper}.{prefix}").trim_end_matches('.').to_string()).collect();
     candidates.extend(prefix.split_once('.').map(|(_, rest)| rest.to_string()));
     for candidate in candidates {
-        if !readings(&*names.below(&candidate))?.is_empty() {
+        if !readings(&vb.root().pp(&candidate))?.is_empty() {
             return Ok(format!("they are below {candidate:?}, from the root of the file"));
         }
     }
-    let hint = names.hint();
+    let hint = vb.get_unchecked("q_proj.weight").err().map(|error| source::hint(&error)).unwrap_or_default();
     Ok(if hint.is_empty() { "is a prefix missing (`vb.pp(..)`)?".to_string() } else { hint })
 }
 
 /// Every layout that the names and shapes allow.
-fn readings(names: &dyn Names) -> Result<Vec<WeightLayout>> {
-    let mut found = separate(names);
+fn readings(vb: &VarBuilder) -> Result<Vec<WeightLayout>> {
+    let mut found = separate(vb);
     for naming in Naming::ALL {
         let query = naming.names()[0];
-        if names.has(query) {
-            found.extend(plain(&names.shape(query)?).iter().map(|&way| WeightLayout::Raw(naming, way)));
+        if has(vb, query) {
+            found.extend(plain(&shape(vb, query)?).iter().map(|&way| WeightLayout::Raw(naming, way)));
         }
         let query = format!("heads.0.{query}");
-        if names.has(&format!("{query}.weight")) {
+        if has(vb, &format!("{query}.weight")) {
             found.push(WeightLayout::StackedHeads(naming, Storage::Linear));
         }
-        if names.has(&query) {
-            let ways = plain(&names.shape(&query)?);
+        if has(vb, &query) {
+            let ways = plain(&shape(vb, &query)?);
             found.extend(ways.iter().map(|&way| WeightLayout::StackedHeads(naming, Storage::Raw(way))));
         }
     }
-    if names.has("in_proj_weight") || names.has("q_proj_weight") {
+    if has(vb, "in_proj_weight") || has(vb, "q_proj_weight") {
         found.push(WeightLayout::Torch);
     }
     let packed = PackedNaming::all().map(|naming| (naming, naming.names()[0], naming.names()[1])).collect();
-    for naming in present(names, packed) {
+    for naming in present(vb, packed) {
         let by_part = WeightLayout::Packed(naming, QkvOrder::ByPart);
         let both = [by_part, WeightLayout::Packed(naming, QkvOrder::ByHead)];
         match naming {
             PackedNaming::QueryKeyValue => found.extend(both),
-            PackedNaming::CAttn => match names.shape("c_attn.weight")?.as_slice() {
+            PackedNaming::CAttn => match shape(vb, "c_attn.weight")?.as_slice() {
                 [rows, columns] if rows > columns => found.extend(both),
                 _ => found.push(WeightLayout::Conv1d),
             },
@@ -169,19 +148,19 @@ fn readings(names: &dyn Names) -> Result<Vec<WeightLayout>> {
     Ok(found)
 }
 
-fn separate(names: &dyn Names) -> Vec<WeightLayout> {
+fn separate(vb: &VarBuilder) -> Vec<WeightLayout> {
     let rows = WeightLayout::all_linear().filter_map(|layout| {
         let ([query, .., out], _) = layout.separate()?;
         // `query` alone is the inner module of BERT and its kin, whose output projection is outside.
-        (layout != WeightLayout::MinGpt || names.has("proj.weight")).then_some((layout, query, out))
+        (layout != WeightLayout::MinGpt || has(vb, "proj.weight")).then_some((layout, query, out))
     });
-    present(names, rows.collect())
+    present(vb, rows.collect())
 }
 
 /// Of (layout, query name, output name), those whose query projection is there; of several that share its name, the ones
 /// whose output projection is there too, or the first where none is.
-fn present<T: Copy>(names: &dyn Names, rows: Vec<(T, &str, &str)>) -> Vec<T> {
-    let has = |name: &str| names.has(&format!("{name}.weight"));
+fn present<T: Copy>(vb: &VarBuilder, rows: Vec<(T, &str, &str)>) -> Vec<T> {
+    let has = |name: &str| has(vb, &format!("{name}.weight"));
     let rows: Vec<_> = rows.into_iter().filter(|(_, query, _)| has(query)).collect();
     let with_out = |query: &str| rows.iter().any(|(_, other, out)| *other == query && has(out));
     let is_first = |i: usize, query: &str| rows[..i].iter().all(|(_, other, _)| *other != query);

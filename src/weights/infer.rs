@@ -1,9 +1,11 @@
 //! A config from the shapes of a checkpoint.
 
 use candle_core::{Result, bail};
+use candle_nn::VarBuilder;
 
-use super::detect::Names;
+use super::detect::shape;
 use super::layout::{Naming, Orientation, Storage, WeightLayout};
+use super::source::has;
 use crate::MultiHeadAttentionConfig;
 
 /// Rows (out) and columns (in) of a projection, as an `nn.Linear` has them.
@@ -24,19 +26,19 @@ struct Shapes {
 }
 
 pub(super) fn infer_config(
-    names: &dyn Names,
+    vb: &VarBuilder,
     layout: WeightLayout,
     num_heads: Option<usize>,
 ) -> Result<MultiHeadAttentionConfig> {
-    if names.has("q_norm.weight") || names.has("k_norm.weight") {
+    if has(vb, "q_norm.weight") || has(vb, "k_norm.weight") {
         bail!("[weights] the layer normalises queries and keys (q_norm); shapes do not tell how, so give a config")
     }
     let shapes = match layout {
-        WeightLayout::StackedHeads(naming, storage) => stacked(names, naming, storage)?,
-        WeightLayout::Torch => torch(names)?,
-        WeightLayout::Conv1d => packed(names, ["c_attn", "c_proj"], true, num_heads)?,
-        WeightLayout::Packed(naming, _) => packed(names, naming.names(), false, num_heads)?,
-        _ => separate(names, layout)?,
+        WeightLayout::StackedHeads(naming, storage) => stacked(vb, naming, storage)?,
+        WeightLayout::Torch => torch(vb)?,
+        WeightLayout::Conv1d => packed(vb, ["c_attn", "c_proj"], true, num_heads)?,
+        WeightLayout::Packed(naming, _) => packed(vb, naming.names(), false, num_heads)?,
+        _ => separate(vb, layout)?,
     };
     let h = match (shapes.heads, num_heads) {
         (Some(counted), Some(said)) if counted != said => {
@@ -64,16 +66,16 @@ pub(super) fn infer_config(
         .with_out_proj(shapes.out.is_some())
         .with_out_bias(shapes.out_bias)
         .with_out_dim(shapes.out.map_or(heads_dim, |out| out.rows))
-        .with_sinks(names.has("sinks"))
-        .with_bias_kv(names.has("bias_k"));
+        .with_sinks(has(vb, "sinks"))
+        .with_bias_kv(has(vb, "bias_k"));
     // The buffer of the modules that register one; elsewhere a tensor of this name is something else.
     let mask = match layout {
         WeightLayout::Book | WeightLayout::Short => Some("mask"),
         WeightLayout::StackedHeads(Naming::Book | Naming::Short, _) => Some("heads.0.mask"),
         _ => None,
     };
-    if let Some(mask) = mask.filter(|name| names.has(name))
-        && let &[rows, columns] = names.shape(mask)?.as_slice()
+    if let Some(mask) = mask.filter(|name| has(vb, name))
+        && let &[rows, columns] = shape(vb, mask)?.as_slice()
         && rows == columns
     {
         cfg = cfg.with_causal(true).with_context_length(rows);
@@ -89,9 +91,9 @@ fn divide(what: &str, rows: usize, by: usize) -> Result<usize> {
     Ok(rows / by)
 }
 
-fn matrix(names: &dyn Names, name: &str, storage: Storage) -> Result<Matrix> {
+fn matrix(vb: &VarBuilder, name: &str, storage: Storage) -> Result<Matrix> {
     let name = parameter(name, storage);
-    match (names.shape(&name)?.as_slice(), storage) {
+    match (shape(vb, &name)?.as_slice(), storage) {
         (&[columns, rows], Storage::Raw(Orientation::InOut)) => Ok(Matrix { rows, columns }),
         (&[rows, columns], _) => Ok(Matrix { rows, columns }),
         (other, _) => bail!("[weights] {name} has shape {other:?}, expected a matrix"),
@@ -102,44 +104,44 @@ fn parameter(name: &str, storage: Storage) -> String {
     if storage == Storage::Linear { format!("{name}.weight") } else { name.to_string() }
 }
 
-fn has_bias(names: &dyn Names, name: &str) -> bool {
-    names.has(&format!("{name}.bias"))
+fn has_bias(vb: &VarBuilder, name: &str) -> bool {
+    has(vb, &format!("{name}.bias"))
 }
 
-fn separate(names: &dyn Names, layout: WeightLayout) -> Result<Shapes> {
+fn separate(vb: &VarBuilder, layout: WeightLayout) -> Result<Shapes> {
     let Some(([q, k, v, o], storage)) = layout.separate() else {
         bail!("[weights] the projections of {layout} are not apart")
     };
-    let has_out = names.has(&parameter(o, storage));
+    let has_out = has(vb, &parameter(o, storage));
     Ok(Shapes {
-        qkv: [matrix(names, q, storage)?, matrix(names, k, storage)?, matrix(names, v, storage)?],
-        qkv_bias: [q, k, v].map(|name| has_bias(names, name)),
-        out: if has_out { Some(matrix(names, o, storage)?) } else { None },
-        out_bias: has_bias(names, o),
+        qkv: [matrix(vb, q, storage)?, matrix(vb, k, storage)?, matrix(vb, v, storage)?],
+        qkv_bias: [q, k, v].map(|name| has_bias(vb, name)),
+        out: if has_out { Some(matrix(vb, o, storage)?) } else { None },
+        out_bias: has_bias(vb, o),
         heads: None,
     })
 }
 
-fn stacked(names: &dyn Names, naming: Naming, storage: Storage) -> Result<Shapes> {
+fn stacked(vb: &VarBuilder, naming: Naming, storage: Storage) -> Result<Shapes> {
     let [q, k, v, _] = naming.names().map(|name| format!("heads.0.{name}"));
     let of_head = |head: usize| parameter(&format!("heads.{head}.{}", naming.names()[0]), storage);
-    let heads = (0..).take_while(|&head| names.has(&of_head(head))).count();
+    let heads = (0..).take_while(|&head| has(vb, &of_head(head))).count();
     let whole = |name: &str| -> Result<Matrix> {
-        let Matrix { rows, columns } = matrix(names, name, storage)?;
+        let Matrix { rows, columns } = matrix(vb, name, storage)?;
         Ok(Matrix { rows: rows.saturating_mul(heads), columns })
     };
     Ok(Shapes {
         qkv: [whole(&q)?, whole(&k)?, whole(&v)?],
-        qkv_bias: [q, k, v].map(|name| has_bias(names, &name)),
+        qkv_bias: [q, k, v].map(|name| has_bias(vb, &name)),
         out: None,
         out_bias: false,
         heads: Some(heads),
     })
 }
 
-fn torch(names: &dyn Names) -> Result<Shapes> {
-    let part = |name| matrix(names, name, Storage::Raw(Orientation::OutIn));
-    let qkv = if names.has("in_proj_weight") {
+fn torch(vb: &VarBuilder) -> Result<Shapes> {
+    let part = |name| matrix(vb, name, Storage::Raw(Orientation::OutIn));
+    let qkv = if has(vb, "in_proj_weight") {
         let Matrix { rows, columns } = part("in_proj_weight")?;
         [Matrix { rows: divide("in_proj_weight", rows, 3)?, columns }; 3]
     } else {
@@ -147,22 +149,22 @@ fn torch(names: &dyn Names) -> Result<Shapes> {
     };
     Ok(Shapes {
         qkv,
-        qkv_bias: [names.has("in_proj_bias"); 3],
-        out: Some(matrix(names, "out_proj", Storage::Linear)?),
-        out_bias: has_bias(names, "out_proj"),
+        qkv_bias: [has(vb, "in_proj_bias"); 3],
+        out: Some(matrix(vb, "out_proj", Storage::Linear)?),
+        out_bias: has_bias(vb, "out_proj"),
         heads: None,
     })
 }
 
 /// A packed weight has (H + 2 · H_kv) · D rows; the input of the output projection, H · D, tells D.
-fn packed(names: &dyn Names, projections: [&str; 2], transposed: bool, num_heads: Option<usize>) -> Result<Shapes> {
+fn packed(vb: &VarBuilder, projections: [&str; 2], transposed: bool, num_heads: Option<usize>) -> Result<Shapes> {
     let [qkv, out] = projections;
     let matrix = |name: &str| -> Result<Matrix> {
-        let Matrix { rows, columns } = matrix(names, name, Storage::Linear)?;
+        let Matrix { rows, columns } = matrix(vb, name, Storage::Linear)?;
         Ok(if transposed { Matrix { rows: columns, columns: rows } } else { Matrix { rows, columns } })
     };
     let Matrix { rows, columns } = matrix(qkv)?;
-    let out_matrix = if names.has(&parameter(out, Storage::Linear)) { Some(matrix(out)?) } else { None };
+    let out_matrix = if has(vb, &parameter(out, Storage::Linear)) { Some(matrix(out)?) } else { None };
     let queries = match out_matrix {
         Some(out) => out.columns,
         None if num_heads == Some(1) => divide(qkv, rows, 3)?,
@@ -176,9 +178,9 @@ fn packed(names: &dyn Names, projections: [&str; 2], transposed: bool, num_heads
     }
     Ok(Shapes {
         qkv: [queries, keys, keys].map(|rows| Matrix { rows, columns }),
-        qkv_bias: [has_bias(names, qkv); 3],
+        qkv_bias: [has_bias(vb, qkv); 3],
         out: out_matrix,
-        out_bias: has_bias(names, out),
+        out_bias: has_bias(vb, out),
         heads: None,
     })
 }

@@ -102,22 +102,15 @@ impl Machine<'_> {
                 self.push(Object::Other);
             }
             // BININT, BININT1, BININT2, LONG1
-            b'J' => {
-                let value = i32::from_le_bytes(self.array()?);
-                self.push(Object::Int(value.into()));
-            }
-            b'K' => {
-                let value = self.byte()?;
-                self.push(Object::Int(value.into()));
-            }
-            b'M' => {
-                let value = u16::from_le_bytes(self.array()?);
-                self.push(Object::Int(value.into()));
-            }
-            0x8a => {
-                let len = self.byte()?;
-                let long = little_endian(self.take(len.into())?);
-                self.push(long.map_or(Object::Other, Object::Int));
+            b'J' | b'K' | b'M' | 0x8a => {
+                let (len, signed) = match opcode {
+                    b'J' => (4, true),
+                    b'K' => (1, false),
+                    b'M' => (2, false),
+                    _ => (self.byte()?.into(), true),
+                };
+                let value = little_endian(self.take(len)?, signed);
+                self.push(value.map_or(Object::Other, Object::Int));
             }
             // BINUNICODE
             b'X' => {
@@ -262,12 +255,12 @@ impl Machine<'_> {
     }
 }
 
-/// Two's complement of up to eight bytes.
-fn little_endian(bytes: &[u8]) -> Option<i64> {
+/// Up to eight bytes, of which a signed number has the two's complement.
+fn little_endian(bytes: &[u8], signed: bool) -> Option<i64> {
     if bytes.len() > 8 {
         return None;
     }
-    let sign = bytes.last().is_some_and(|&last| last >= 0x80);
+    let sign = signed && bytes.last().is_some_and(|&last| last >= 0x80);
     let mut whole = if sign { [0xff; 8] } else { [0; 8] };
     whole[..bytes.len()].copy_from_slice(bytes);
     Some(i64::from_le_bytes(whole))
