@@ -10,143 +10,141 @@ use super::source::Source;
 use crate::MultiHeadAttentionConfig;
 use crate::size::fits_in_memory;
 
-type Tensors = Vec<(String, Tensor)>;
-
 pub(crate) fn state_dict(
     cfg: &MultiHeadAttentionConfig,
     layout: WeightLayout,
     projections: &Linears,
-) -> Result<Tensors> {
-    // Nothing is read: the source is only the voice of the errors.
+) -> Result<Vec<(String, Tensor)>> {
+    // Nothing is read: the source words the errors.
     let empty = VarBuilder::from_varmap(&VarMap::new(), projections.q.weight().dtype(), &Device::Cpu);
     let errors = Source::new("state_dict", layout, empty);
-    let Linears { q, k, v, o } = projections;
-    let mut tensors = Vec::new();
+    let mut writer = Writer { cfg, projections, errors, tensors: Vec::new() };
+    let o = projections.o.as_ref();
     match layout {
-        WeightLayout::StackedHeads(naming, storage) => {
-            stacked(cfg, (naming, storage), [q, k, v], &errors, &mut tensors)?;
-        }
-        WeightLayout::Torch => torch(cfg, projections, &errors, &mut tensors)?,
+        WeightLayout::StackedHeads(naming, storage) => writer.stacked(naming, storage)?,
+        WeightLayout::Torch => writer.torch()?,
         WeightLayout::Conv1d => {
-            let packed = pack(cfg, QkvOrder::ByPart, projections, &errors)?;
-            for (name, linear) in [("c_attn", Some(&packed)), ("c_proj", o.as_ref())] {
+            let packed = writer.packed(QkvOrder::ByPart)?;
+            for (name, linear) in [("c_attn", Some(&packed)), ("c_proj", o)] {
                 let Some(linear) = linear else { continue };
-                tensors.push((format!("{name}.weight"), linear.weight().t()?.contiguous()?));
-                tensors.extend(linear.bias().map(|bias| (format!("{name}.bias"), bias.clone())));
+                let transposed = Linear::new(linear.weight().t()?, linear.bias().cloned());
+                writer.push(name, Some(&transposed), Storage::Linear)?;
             }
         }
         WeightLayout::Packed(naming, order) => {
             let [qkv, out] = naming.names();
-            push(&mut tensors, qkv, &pack(cfg, order, projections, &errors)?, Storage::Linear, &errors)?;
-            if let Some(o) = o {
-                push(&mut tensors, out, o, Storage::Linear, &errors)?;
-            }
+            let packed = writer.packed(order)?;
+            writer.push(qkv, Some(&packed), Storage::Linear)?;
+            writer.push(out, o, Storage::Linear)?;
         }
         _ => {
-            let Some((names, storage)) = layout.separate() else { return errors.fail("the projections are not apart") };
+            let Some((names, storage)) = layout.separate() else {
+                return writer.errors.fail("the projections are not apart");
+            };
+            let Linears { q, k, v, o } = projections;
             for (name, linear) in names.into_iter().zip([Some(q), Some(k), Some(v), o.as_ref()]) {
-                if let Some(linear) = linear {
-                    push(&mut tensors, name, linear, storage, &errors)?;
-                }
+                writer.push(name, linear, storage)?;
             }
             if matches!(layout, WeightLayout::Book | WeightLayout::Short) {
-                tensors.extend(mask_buffer(cfg, q, &errors)?.map(|mask| ("mask".to_string(), mask)));
+                let mask = writer.mask_buffer()?;
+                writer.tensors.extend(mask.map(|mask| ("mask".to_string(), mask)));
             }
         }
     }
-    Ok(tensors)
+    Ok(writer.tensors)
 }
 
-/// One projection under its name.
-fn push(tensors: &mut Tensors, name: &str, linear: &Linear, storage: Storage, errors: &Source) -> Result<()> {
-    let weight = linear.weight();
-    match (storage, linear.bias()) {
-        (Storage::Linear, bias) => {
-            tensors.push((format!("{name}.weight"), weight.contiguous()?));
-            tensors.extend(bias.map(|bias| (format!("{name}.bias"), bias.clone())));
+struct Writer<'a> {
+    cfg: &'a MultiHeadAttentionConfig,
+    projections: &'a Linears,
+    errors: Source<'static>,
+    tensors: Vec<(String, Tensor)>,
+}
+
+impl Writer<'_> {
+    /// One projection under its name.
+    fn push(&mut self, name: &str, linear: Option<&Linear>, storage: Storage) -> Result<()> {
+        let Some(linear) = linear else { return Ok(()) };
+        let (weight, bias) = (linear.weight(), linear.bias());
+        match storage {
+            Storage::Linear => self.tensors.push((format!("{name}.weight"), weight.contiguous()?)),
+            Storage::Raw(_) if bias.is_some() => {
+                return self.errors.fail(format!("plain parameters have no bias, but {name} has one"));
+            }
+            Storage::Raw(Orientation::InOut) => self.tensors.push((name.to_string(), weight.t()?.contiguous()?)),
+            Storage::Raw(Orientation::OutIn) => self.tensors.push((name.to_string(), weight.contiguous()?)),
         }
-        (_, Some(_)) => return errors.fail(format!("plain parameters have no bias, but {name} has one")),
-        (Storage::Raw(Orientation::InOut), None) => tensors.push((name.to_string(), weight.t()?.contiguous()?)),
-        (Storage::Raw(Orientation::OutIn), None) => tensors.push((name.to_string(), weight.contiguous()?)),
+        self.tensors.extend(bias.map(|bias| (format!("{name}.bias"), bias.clone())));
+        Ok(())
     }
-    Ok(())
-}
 
-fn stacked(
-    cfg: &MultiHeadAttentionConfig,
-    (naming, storage): (Naming, Storage),
-    parts: [&Linear; 3],
-    errors: &Source,
-    tensors: &mut Tensors,
-) -> Result<()> {
-    if cfg.out_proj() {
-        return errors.fail("a stack of heads has no output projection, but the layer has one");
-    }
-    let h = cfg.num_heads();
-    if cfg.num_kv_heads() != h {
-        return errors.fail(format!(
-            "a stack of heads has keys for each of its {h} heads, but the layer has {}",
-            cfg.num_kv_heads()
-        ));
-    }
-    let mask = match naming {
-        Naming::Book | Naming::Short => mask_buffer(cfg, parts[0], errors)?,
-        Naming::Canonical | Naming::D2l => None,
-    };
-    for head in 0..h {
-        for (name, part) in naming.names().into_iter().zip(parts) {
-            let rows = part.weight().dim(0)? / h;
-            let own = |tensor: &Tensor| tensor.narrow(0, head * rows, rows);
-            let linear = Linear::new(own(part.weight())?, part.bias().map(own).transpose()?);
-            push(tensors, &format!("heads.{head}.{name}"), &linear, storage, errors)?;
+    fn stacked(&mut self, naming: Naming, storage: Storage) -> Result<()> {
+        if self.cfg.out_proj() {
+            return self.errors.fail("a stack of heads has no output projection, but the layer has one");
         }
-        tensors.extend(mask.iter().map(|mask| (format!("heads.{head}.mask"), mask.clone())));
-    }
-    Ok(())
-}
-
-fn torch(cfg: &MultiHeadAttentionConfig, projections: &Linears, errors: &Source, tensors: &mut Tensors) -> Result<()> {
-    fits_torch(cfg, errors)?;
-    let Linears { q, k, v, o } = projections;
-    let weights = [q.weight(), k.weight(), v.weight()];
-    if cfg.key_size() == cfg.embed_dim() && cfg.value_size() == cfg.embed_dim() {
-        let packed = pack(cfg, QkvOrder::ByPart, projections, errors)?;
-        tensors.push(("in_proj_weight".into(), packed.weight().clone()));
-        tensors.extend(packed.bias().map(|bias| ("in_proj_bias".into(), bias.clone())));
-    } else {
-        for (name, weight) in ["q_proj_weight", "k_proj_weight", "v_proj_weight"].into_iter().zip(weights) {
-            tensors.push((name.into(), weight.contiguous()?));
+        let (h, h_kv) = (self.cfg.num_heads(), self.cfg.num_kv_heads());
+        if h_kv != h {
+            let problem = format!("a stack of heads has keys for each of its {h} heads, but the layer has {h_kv}");
+            return self.errors.fail(problem);
         }
-        let biases: Option<Vec<_>> = [q, k, v].into_iter().map(Linear::bias).collect();
-        if let Some(biases) = biases {
-            tensors.push(("in_proj_bias".into(), Tensor::cat(&biases, 0)?));
+        let mask = match naming {
+            Naming::Book | Naming::Short => self.mask_buffer()?,
+            Naming::Canonical | Naming::D2l => None,
+        };
+        let Linears { q, k, v, .. } = self.projections;
+        for head in 0..h {
+            for (name, part) in naming.names().into_iter().zip([q, k, v]) {
+                let rows = part.weight().dim(0)? / h;
+                let own = |tensor: &Tensor| tensor.narrow(0, head * rows, rows);
+                let linear = Linear::new(own(part.weight())?, part.bias().map(own).transpose()?);
+                self.push(&format!("heads.{head}.{name}"), Some(&linear), storage)?;
+            }
+            self.tensors.extend(mask.iter().map(|mask| (format!("heads.{head}.mask"), mask.clone())));
         }
+        Ok(())
     }
-    match o {
-        Some(o) => push(tensors, "out_proj", o, Storage::Linear, errors),
-        None => Ok(()),
-    }
-}
 
-fn pack(cfg: &MultiHeadAttentionConfig, order: QkvOrder, projections: &Linears, errors: &Source) -> Result<Linear> {
-    let rows = PackedQkv::new(cfg, order, errors)?;
-    let Linears { q, k, v, .. } = projections;
-    let weight = rows.join([q.weight(), k.weight(), v.weight()])?;
-    let bias = match (q.bias(), k.bias(), v.bias()) {
-        (Some(q), Some(k), Some(v)) => Some(rows.join([q, k, v])?),
-        _ => None,
-    };
-    Ok(Linear::new(weight, bias))
-}
-
-/// The book's `triu(ones(T, T), diagonal=1)`: 1 where a key is hidden.
-fn mask_buffer(cfg: &MultiHeadAttentionConfig, like: &Linear, errors: &Source) -> Result<Option<Tensor>> {
-    let Some(t) = cfg.context_length().filter(|_| cfg.causal()) else { return Ok(None) };
-    // Four bytes an entry, and a copy in the weights' own dtype.
-    if !fits_in_memory(&[8, t, t]) {
-        return errors.fail(format!("the mask buffer of a context length of {t} does not fit in memory"));
+    fn torch(&mut self) -> Result<()> {
+        fits_torch(self.cfg, &self.errors)?;
+        let Linears { q, k, v, o } = self.projections;
+        let width = self.cfg.embed_dim();
+        if self.cfg.key_size() == width && self.cfg.value_size() == width {
+            let packed = self.packed(QkvOrder::ByPart)?;
+            self.tensors.push(("in_proj_weight".into(), packed.weight().clone()));
+            self.tensors.extend(packed.bias().map(|bias| ("in_proj_bias".into(), bias.clone())));
+        } else {
+            for (name, linear) in [("q_proj_weight", q), ("k_proj_weight", k), ("v_proj_weight", v)] {
+                self.tensors.push((name.into(), linear.weight().contiguous()?));
+            }
+            let biases: Option<Vec<_>> = [q, k, v].into_iter().map(Linear::bias).collect();
+            if let Some(biases) = biases {
+                self.tensors.push(("in_proj_bias".into(), Tensor::cat(&biases, 0)?));
+            }
+        }
+        self.push("out_proj", o.as_ref(), Storage::Linear)
     }
-    let hidden: Vec<f32> = (0..t * t).map(|at| if at % t > at / t { 1.0 } else { 0.0 }).collect();
-    let mask = Tensor::from_vec(hidden, (t, t), like.weight().device())?;
-    Ok(Some(mask.to_dtype(like.weight().dtype())?))
+
+    fn packed(&self, order: QkvOrder) -> Result<Linear> {
+        let rows = PackedQkv::new(self.cfg, order, &self.errors)?;
+        let Linears { q, k, v, .. } = self.projections;
+        let weight = rows.join([q.weight(), k.weight(), v.weight()])?;
+        let bias = match (q.bias(), k.bias(), v.bias()) {
+            (Some(q), Some(k), Some(v)) => Some(rows.join([q, k, v])?),
+            _ => None,
+        };
+        Ok(Linear::new(weight, bias))
+    }
+
+    /// The book's `triu(ones(T, T), diagonal=1)`: 1 where a key is hidden.
+    fn mask_buffer(&self) -> Result<Option<Tensor>> {
+        let Some(t) = self.cfg.context_length().filter(|_| self.cfg.causal()) else { return Ok(None) };
+        // Four bytes an entry, and a copy in the weights' own dtype.
+        if !fits_in_memory(&[8, t, t]) {
+            let problem = format!("the mask buffer of a context length of {t} does not fit in memory");
+            return self.errors.fail(problem);
+        }
+        let hidden: Vec<f32> = (0..t * t).map(|at| if at % t > at / t { 1.0 } else { 0.0 }).collect();
+        let like = self.projections.q.weight();
+        Ok(Some(Tensor::from_vec(hidden, (t, t), like.device())?.to_dtype(like.dtype())?))
+    }
 }

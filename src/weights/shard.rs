@@ -109,6 +109,7 @@ impl Reader<'_> {
         let mut expected = [shape.0, shape.1];
         expected[dim] /= world_size;
         let hint = Shard { dim, rank, world_size };
+        self.source.refuse_scale(&name)?;
         // Candle indexes the shape in the file, and panics where it has fewer dimensions.
         let read = catch_unwind(AssertUnwindSafe(|| self.vb.get_with_hints(shape, &name, hint)));
         let own = match read {

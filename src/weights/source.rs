@@ -83,11 +83,11 @@ impl<'a> Source<'a> {
         Ok(tensor)
     }
 
-    /// `name.weight` (out, in), and `name.bias` (out) if there is to be one.
-    pub(crate) fn linear(&self, name: &str, (out_dim, in_dim): (usize, usize), bias: bool) -> Result<Linear> {
+    /// `name.weight` of shape (out, in), and `name.bias` (out) if there is to be one.
+    pub(crate) fn linear(&self, name: &str, shape: (usize, usize), bias: bool) -> Result<Linear> {
         let source = self.pp(name);
-        let weight = source.get((out_dim, in_dim), "weight", LINEAR_WEIGHT)?;
-        Ok(Linear::new(weight, source.bias("bias", out_dim, bias, linear_bias(in_dim))?))
+        let weight = source.get(shape, "weight", LINEAR_WEIGHT)?;
+        Ok(Linear::new(weight, source.bias("bias", shape.0, bias, linear_bias(shape.1))?))
     }
 
     /// A bias that the config wants, or the assurance that the file has none.

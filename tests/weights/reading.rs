@@ -4,9 +4,10 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use candle_attention::weights::{self, Checkpoint};
-use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
+use candle_attention::{HeadShard, MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
+use candle_nn::var_builder::ShardedSafeTensors;
 
 use crate::common::{assert_close, error_text, models};
 use crate::{CPU, bits, invented};
@@ -153,10 +154,15 @@ fn a_layer_is_loaded_from_float8_or_refused() -> Result<()> {
     assert_eq!(bits(&layer)?, bits(&expected)?);
     // SAFETY: nobody changes the file of this test.
     let candle = unsafe { VarBuilder::from_mmaped_safetensors(&[&path], DType::F32, &CPU)? };
-    assert_eq!(
-        error_text(MultiHeadAttention::new(&cfg, candle)),
-        "[multi_head_attention] q_proj.weight is to be multiplied by q_proj.weight_scale_inv, which this builder does not do; that of weights::open does (layout canonical)"
-    );
+    // SAFETY: as above.
+    let sharded = unsafe { ShardedSafeTensors::var_builder(&[&path], DType::F32, &CPU)? };
+    let shard = MultiHeadAttention::load_shard(&cfg, WeightLayout::Canonical, HeadShard::new(0, 2)?, &sharded);
+    for refused in [MultiHeadAttention::new(&cfg, candle), shard] {
+        assert_eq!(
+            error_text(refused),
+            "[multi_head_attention] q_proj.weight is to be multiplied by q_proj.weight_scale_inv, which this builder does not do; that of weights::open does (layout canonical)"
+        );
+    }
     Ok(())
 }
 
