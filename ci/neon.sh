@@ -81,7 +81,7 @@ if ! $native && [ ! -e /proc/sys/fs/binfmt_misc/qemu-aarch64 ]; then
 fi
 
 echo "== a build without optimisation, which inlines less"
-cargo rustc --lib -- -C opt-level=0
+cargo rustc -p candle-attention-kernels --lib -- -C opt-level=0
 for processor in "${processors[@]}"; do
     echo "== the kernels on $processor"
     QEMU_CPU=$processor cargo test "${kernels[@]}" -- "${skips[@]}"

@@ -19,7 +19,7 @@ check() {
 }
 
 check candle-attention-kernels
-check candle-attention CHANGELOG.md docs/attention.png models/frontend_48/model.safetensors
+check candle-attention CHANGELOG.md docs/pictures.md models/frontend_48/model.safetensors
 size=$(du -sb models | cut -f1)
 [ "$size" -lt 3000000 ] || { echo "models/ has $size bytes, expected less than 3 MB" >&2; exit 1; }
 echo "models/: $size bytes"

@@ -1,3 +1,5 @@
+// Of two definitions of a link the first holds: pictures of the README with their bytes.
+#![cfg_attr(doc, doc = include_str!("../docs/pictures.md"))]
 #![doc = include_str!("../README.md")]
 //!
 //! # Dimensions

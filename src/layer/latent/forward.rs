@@ -35,7 +35,7 @@ impl Form {
 }
 
 impl MultiHeadLatentAttention {
-    /// Self-attention under the layer's own mask: (B, T, E) gives (B, T, E). Training is [`forward_t`](ModuleT::forward_t).
+    /// Self-attention under the layer's own mask: (B, T, E) gives (B, T, E). Training is [`forward_t`](candle_core::ModuleT::forward_t).
     ///
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
