@@ -27,15 +27,9 @@ fn random_calls_give_the_oracles_numbers(device: &Device) {
 const LENGTHS: [(usize, usize); 3] = [(3, 6), (4, 4), (6, 3)];
 
 fn recipe(lengths: (usize, usize), masks: Vec<Vec<Kind>>, seed: u64) -> Recipe {
-    Recipe {
-        dims: Dims { b: 2, h: 4, h_kv: 2, t_q: lengths.0, t_kv: lengths.1, d: 3, d_v: 2 },
-        layouts: [Layout::HeadsTransposed, Layout::CacheHead, Layout::CacheMiddle],
-        masks,
-        uniform_empty_rows: false,
-        chosen: Chosen::default(),
-        dtype: DType::F32,
-        seed,
-    }
+    let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: lengths.0, t_kv: lengths.1, d: 3, d_v: 2 };
+    let layouts = [Layout::HeadsTransposed, Layout::CacheHead, Layout::CacheMiddle];
+    Recipe { layouts, seed, ..Recipe::plain(dims, masks, DType::F32) }
 }
 
 #[track_caller]

@@ -210,15 +210,8 @@ fn what_sees_nothing_and_is_not_seen_has_gradients_of_zero() {
     let lens = Lens::PerQuery(vec![vec![0, 2, 3], vec![0, 0, 0]]);
     for uniform_empty_rows in [false, true] {
         for sinks in [false, true] {
-            let recipe = Recipe {
-                dims,
-                layouts: [Layout::Contiguous; 3],
-                masks: vec![],
-                uniform_empty_rows,
-                chosen: Chosen { sinks, ..Chosen::default() },
-                dtype: DType::F64,
-                seed: 11,
-            };
+            let chosen = Chosen { sinks, ..Chosen::default() };
+            let recipe = Recipe { uniform_empty_rows, chosen, seed: 11, ..Recipe::plain(dims, vec![], DType::F64) };
             let mut case = recipe.case();
             case.masks.push(Mask::of(Part::ValidLens(lens.clone())));
             let mut functions = vec![Function::Context, Function::Weights, Function::Lse];
@@ -253,13 +246,10 @@ fn every_option_has_its_gradient() {
     for bits in 0..16u8 {
         let [scale, softcap, alibi, sinks] = [1, 2, 4, 8].map(|bit| bits & bit > 0);
         let recipe = Recipe {
-            dims,
             layouts: [Layout::HeadsTransposed, Layout::OneBatch, Layout::CacheMiddle],
-            masks: vec![vec![Kind::Causal]],
-            uniform_empty_rows: false,
             chosen: Chosen { scale, softcap, alibi, sinks },
-            dtype: DType::F64,
             seed: u64::from(bits),
+            ..Recipe::plain(dims, vec![vec![Kind::Causal]], DType::F64)
         };
         let case = recipe.case();
         for function in [Function::Context, Function::Weights, Function::Lse] {

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use crate::call::{Call, reference};
 use crate::common::{assert_close, values};
 use crate::oracle::{Alignment, Case, Dims, Lens, Mask, Options, Part};
-use crate::recipe::{Chosen, Kind, Layout, Recipe, for_all, recipes};
+use crate::recipe::{Kind, Recipe, for_all, recipes};
 
 crate::on_each_device!(
     random_masks_have_one_meaning,
@@ -158,16 +158,7 @@ fn huge_numbers_do_not_overflow() {
                 for second in HUGE.into_iter().flat_map(parts) {
                     for (t_q, t_kv) in [(3, 3), (2, 4), (4, 2)] {
                         let dims = Dims { b: 1, h: 1, h_kv: 1, t_q, t_kv, d: 1, d_v: 1 };
-                        let recipe = Recipe {
-                            dims,
-                            layouts: [Layout::Contiguous; 3],
-                            masks: vec![],
-                            uniform_empty_rows: false,
-                            chosen: Chosen::default(),
-                            dtype: DType::F32,
-                            seed: 0,
-                        };
-                        let mut case = recipe.case();
+                        let mut case = Recipe::plain(dims, vec![], DType::F32).case();
                         case.masks = vec![Mask { alignment, parts: vec![first.clone(), second.clone()] }];
                         let mask = Call::new(&case, DType::F32, &Device::Cpu).expect("a mask").mask;
                         let ranges = mask.resolve(1, t_q, t_kv).expect("the mask fits");
@@ -190,6 +181,9 @@ fn huge_numbers_do_not_overflow() {
     assert_eq!((long.query_position(usize::MAX - 1), long.kv_range(0, usize::MAX - 1)), (1, 0..2));
     let wide = AttentionMask::causal().with_window(3).resolve(1, 2, usize::MAX).expect("fits");
     assert_eq!(wide.kv_range(0, 1), usize::MAX - 3..usize::MAX);
+    let all = AttentionMask::causal_with_offset(usize::MAX).resolve(usize::MAX, usize::MAX, usize::MAX).expect("fits");
+    assert_eq!(all.kv_range(usize::MAX - 1, 7), 0..usize::MAX);
+    assert_eq!((all.kv_range(usize::MAX, 0), all.query_position(usize::MAX)), (0..0, i64::MAX));
 }
 
 /// The list of the enumerated kinds is the list of all: a new constraint has to join it.

@@ -229,8 +229,7 @@ impl Recipe {
         let mut random = Random::new(self.seed);
         let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = self.dims;
         let shapes = [[b, h, t_q, d], [b, h_kv, t_kv, d], [b, h_kv, t_kv, d_v]];
-        let mut draw =
-            |n: usize| self.layouts[n].array(shapes[n]).filled(|| random.between(-2.0, 2.0)).rounded(self.dtype);
+        let mut draw = |n: usize| self.layouts[n].array(shapes[n]).uniform(&mut random, 2.0, self.dtype);
         let (q, k, v) = (draw(0), draw(1), draw(2));
         let masks = self.masks.iter().flat_map(|kinds| self.masks(kinds, &mut random)).collect();
         let mut heads = |low: f64, high: f64| -> Vec<f64> {

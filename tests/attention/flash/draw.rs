@@ -35,15 +35,8 @@ pub struct Draw {
 
 impl Draw {
     pub fn plain(dims: Dims, masks: Vec<Kind>, dtype: DType) -> Self {
-        let recipe = Recipe {
-            dims,
-            layouts: [Layout::Contiguous; 3],
-            masks: vec![masks],
-            uniform_empty_rows: false,
-            chosen: crate::recipe::Chosen::default(),
-            dtype,
-            seed: (dims.t_q * 1000 + dims.t_kv * 100 + dims.d * 10 + dims.d_v) as u64,
-        };
+        let seed = (dims.t_q * 1000 + dims.t_kv * 100 + dims.d * 10 + dims.d_v) as u64;
+        let recipe = Recipe { seed, ..Recipe::plain(dims, vec![masks], dtype) };
         Self { recipe, scale: Scale::Default, runs: true }
     }
 

@@ -1,5 +1,6 @@
 //! One projection, and what plain loops in f64 make of it.
 
+use attention_oracle::attention::linear_with_sizes;
 use candle_attention::PackedLinear;
 use candle_attention::cpu::Tier;
 use candle_core::{DType, Device, Module, Result, Tensor};
@@ -141,7 +142,7 @@ impl Recipe {
     pub fn case(&self) -> Case {
         let mut random = Random::new(self.seed);
         let (of_weight, of_input) = self.types;
-        let mut filled = |array: Array, most: f64, dtype| array.filled(|| random.between(-most, most)).rounded(dtype);
+        let mut filled = |array: Array, most: f64, dtype| array.uniform(&mut random, most, dtype);
         let bias = self.bias.then(|| filled(Array::new(&[self.outputs]), 2.0 * self.size, of_weight));
         Case {
             types: self.types,
@@ -199,15 +200,7 @@ impl Case {
         let (weight, bias, xs) = self.tensors()?;
         let ((outputs, inputs), xs) = (weight.dims2()?, values(&xs));
         let (weight, bias) = (values(&weight), bias.map_or(vec![0.0; outputs], |bias| values(&bias)));
-        let (mut ys, mut sizes) = (Vec::new(), Vec::new());
-        for row in xs.chunks_exact(inputs) {
-            for (column, &bias) in weight.chunks_exact(inputs).zip(&bias) {
-                let terms = row.iter().zip(column).map(|(x, w)| x * w);
-                let (y, size) = terms.fold((bias, bias.abs()), |(y, size), term| (y + term, size + term.abs()));
-                ys.push(y);
-                sizes.push(size);
-            }
-        }
+        let (ys, sizes) = linear_with_sizes(&xs, &weight, &bias, inputs);
         Ok(Expected { ys, sizes, terms: inputs + 1 })
     }
 }

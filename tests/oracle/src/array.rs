@@ -77,6 +77,11 @@ impl Array {
         self
     }
 
+    /// Fills every entry that the views reach uniformly on [-most, most), rounded to a dtype.
+    pub fn uniform(self, random: &mut Random, most: f64, dtype: DType) -> Self {
+        self.filled(|| round(random.between(-most, most), dtype))
+    }
+
     pub fn rank(&self) -> usize {
         self.shape.len()
     }
@@ -130,6 +135,11 @@ pub fn round(value: f64, dtype: DType) -> f64 {
         DType::BF16 => bf16::from_f64(value).to_f64(),
         _ => value,
     }
+}
+
+/// The bits of every number; a NaN is a NaN, whatever its sign and payload.
+pub fn bits(values: &[f64]) -> Vec<u64> {
+    values.iter().map(|x| if x.is_nan() { f64::NAN.to_bits() } else { x.to_bits() }).collect()
 }
 
 /// SplitMix64 (Steele et al., 2014): numbers from a seed, the same everywhere.
