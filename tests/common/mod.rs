@@ -69,7 +69,7 @@ pub fn values(tensor: &Tensor) -> Vec<f64> {
 
 /// The bits of every number, in row-major order; a NaN is a NaN, whatever its sign and payload.
 pub fn bits(tensor: &Tensor) -> Vec<u64> {
-    attention_oracle::array::bits(&values(tensor))
+    values(tensor).into_iter().map(|x| if x.is_nan() { f64::NAN.to_bits() } else { x.to_bits() }).collect()
 }
 
 /// The largest difference; a NaN on one side only, or different shapes, is infinite.

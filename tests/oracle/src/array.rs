@@ -137,11 +137,6 @@ pub fn round(value: f64, dtype: DType) -> f64 {
     }
 }
 
-/// The bits of every number; a NaN is a NaN, whatever its sign and payload.
-pub fn bits(values: &[f64]) -> Vec<u64> {
-    values.iter().map(|x| if x.is_nan() { f64::NAN.to_bits() } else { x.to_bits() }).collect()
-}
-
 /// SplitMix64 (Steele et al., 2014): numbers from a seed, the same everywhere.
 pub struct Random(u64);
 
