@@ -6,7 +6,7 @@ use clap::{Parser, ValueEnum};
 
 use crate::common::{DeviceChoice, Precision};
 
-/// Generates text with a decoder of the Llama family, GPT-2 or GPT BigCode.
+/// Generates text with a decoder: Llama, Gemma, Mixtral, GPT-2, GPT-NeoX, Falcon and others.
 ///
 /// Text goes to stdout as it is made, everything else to stderr. Prompts are given to the model as they are: a chat
 /// template is yours to apply.

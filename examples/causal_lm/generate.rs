@@ -17,6 +17,7 @@ pub struct Options {
     pub end: Vec<u32>,
     /// Prompt tokens that go through the model at a time.
     pub chunk: usize,
+    pub device: Device,
 }
 
 /// How long it took.
@@ -36,7 +37,7 @@ pub fn generate(
     model: &CausalLm,
     prompts: &[Vec<u32>],
     caches: &mut [AttentionCache],
-    (options, device): (&Options, &Device),
+    options: &Options,
     mut made: impl FnMut(usize, u32) -> Result<()>,
 ) -> Result<Times> {
     if let Some(empty) = prompts.iter().position(Vec::is_empty) {
@@ -47,7 +48,7 @@ pub fn generate(
         .map(|sequence| Sampler::new(options.sampling, options.seed.wrapping_add(sequence as u64)))
         .collect();
     let start = Instant::now();
-    let mut next = sample(&samplers, &prefill(model, prompts, caches, (options.chunk, device))?)?;
+    let mut next = sample(&samplers, &prefill(model, prompts, caches, options)?)?;
     times.prompt = start.elapsed();
 
     let start = Instant::now();
@@ -65,7 +66,8 @@ pub fn generate(
         }
         // A sequence that has ended brings no token.
         let lens: Vec<usize> = goes_on.iter().map(|&goes_on| usize::from(goes_on)).collect();
-        let ids = Tensor::from_vec(next, (prompts.len(), 1), device)?;
+        let ids = Tensor::from_vec(next, (prompts.len(), 1), &options.device)?;
+        note_crossing(model, caches, &lens);
         next = sample(&samplers, &model.next_logits(&ids, &lens, caches)?)?;
     }
     times.made = start.elapsed();
@@ -73,16 +75,12 @@ pub fn generate(
 }
 
 /// The logits (B, V) after each prompt, which goes through the model in chunks.
-fn prefill(
-    model: &CausalLm,
-    prompts: &[Vec<u32>],
-    caches: &mut [AttentionCache],
-    (chunk, device): (usize, &Device),
-) -> Result<Tensor> {
+fn prefill(model: &CausalLm, prompts: &[Vec<u32>], caches: &mut [AttentionCache], options: &Options) -> Result<Tensor> {
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     let mut last = vec![None; prompts.len()];
-    for first in (0..longest).step_by(chunk) {
-        let (ids, lens) = padded(prompts, first..longest.min(first + chunk), device)?;
+    for first in (0..longest).step_by(options.chunk) {
+        let (ids, lens) = padded(prompts, first..longest.min(first + options.chunk), &options.device)?;
+        note_crossing(model, caches, &lens);
         let hidden = model.forward(&ids, Some(&lens), caches)?;
         for (sequence, prompt) in prompts.iter().enumerate() {
             // The chunk that brings a prompt's last token.
@@ -92,6 +90,21 @@ fn prefill(
         }
     }
     model.logits(&Tensor::stack(&last.into_iter().flatten().collect::<Vec<_>>(), 0)?)
+}
+
+/// Says on stderr when a call of so many tokens first exceeds the original context of a scaling that changes its frequencies
+/// there.
+fn note_crossing(model: &CausalLm, caches: &[AttentionCache], lens: &[usize]) {
+    let Some((original, scaling)) = model.original_context() else { return };
+    let before = caches.first().map(AttentionCache::lens).unwrap_or_default();
+    let cached = before.iter().copied().max().unwrap_or(0);
+    let longest = lens.iter().enumerate().map(|(i, len)| before.get(i).unwrap_or(&0) + len).max().unwrap_or(0);
+    if cached <= original && longest > original {
+        eprintln!(
+            "note: {longest} positions exceed the original context of {original}: {scaling} scaling changes the rotary \
+             frequencies from this call on; {cached} cached positions keep those of their own calls, as in transformers"
+        );
+    }
 }
 
 /// Part of each prompt as a batch (B, T), right-padded with 0, and how many of each are tokens.

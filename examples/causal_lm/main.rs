@@ -1,5 +1,5 @@
-//! Text from a decoder of the Llama family (llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite, smollm3),
-//! GPT-2 or GPT BigCode, on this crate's attention layer: `model.rs` is the model, and short.
+//! Text from a decoder (Llama, Gemma, Mixtral, GPT-NeoX, Falcon and others: all that `hf::load_attention` knows but GPT-OSS) on
+//! this crate's attention layer: `model.rs` is the model, in one file.
 //!
 //! ```sh
 //! cargo run --release --example causal_lm -- --model path/to/checkpoint --prompt "The capital of France is"
@@ -62,8 +62,9 @@ fn run(args: &Args) -> Result<()> {
         max_tokens: args.max_tokens.unwrap_or(100),
         end: files.end_tokens(&json)?,
         chunk: args.chunk,
+        device,
     };
-    answer(&model, &prompts, (args, &options, &device), tokenizer.as_ref())
+    answer(&model, &prompts, args, &options, tokenizer.as_ref())
 }
 
 fn encode(tokenizer: &Tokenizer, texts: &[String]) -> Result<Vec<Vec<u32>>> {
@@ -75,7 +76,8 @@ fn encode(tokenizer: &Tokenizer, texts: &[String]) -> Result<Vec<Vec<u32>>> {
 fn answer(
     model: &CausalLm,
     prompts: &[Vec<u32>],
-    (args, options, device): (&Args, &Options, &Device),
+    args: &Args,
+    options: &Options,
     tokenizer: Option<&Tokenizer>,
 ) -> Result<()> {
     let mut caches = model.caches(|config| match args.kv_cache {
@@ -91,7 +93,7 @@ fn answer(
     if let (Some(_), [prompt]) = (&stream, args.prompt.as_slice()) {
         write!(out, "{prompt}")?;
     }
-    let times = generate(model, prompts, &mut caches, (options, device), |sequence, token| {
+    let times = generate(model, prompts, &mut caches, options, |sequence, token| {
         made[sequence].push(token);
         if let Some(stream) = &mut stream
             && !options.end.contains(&token)

@@ -15,23 +15,15 @@ use candle_core::{DType, Device, Result, Tensor};
 use common::assert_near;
 use process::{Run, build, run_built};
 
-const MODELS: [&str; 15] = [
-    "gemma2",
-    "gemma3_scaled",
-    "gemma3_text",
-    "gpt2",
-    "gpt_bigcode",
-    "granite",
-    "llama",
-    "llama_tied",
-    "mistral",
-    "olmo2",
-    "phi3",
-    "phi3_scaled",
-    "qwen2",
-    "qwen3",
-    "smollm3",
-];
+/// Every folder of `models/`.
+fn models() -> Vec<String> {
+    let folders = std::fs::read_dir(folder("")).expect("the folder of models is there");
+    let mut names: Vec<_> =
+        folders.map(|entry| entry.expect("it can be listed").file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    assert_eq!(names.len(), 34, "{names:?}");
+    names
+}
 
 fn executable() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
@@ -68,7 +60,7 @@ fn spelled(ids: &[u32]) -> String {
 #[test]
 fn logits_are_those_of_transformers() -> Result<()> {
     let out = tempfile::tempdir().expect("a folder");
-    for model in MODELS {
+    for model in &models() {
         let golden = Golden::of(model)?;
         let file = out.path().join(model);
         let rows: Vec<String> = golden.ids.iter().map(|row| spelled(row)).collect();
@@ -83,7 +75,7 @@ fn logits_are_those_of_transformers() -> Result<()> {
 /// Alone, as a batch of one length, and as a batch of two; in one piece and in chunks that no length is a multiple of.
 #[test]
 fn generation_gives_the_tokens_of_transformers() -> Result<()> {
-    for model in MODELS {
+    for model in &models() {
         let golden = Golden::of(model)?;
         let prompts: Vec<String> = golden.ids.iter().map(|row| spelled(&row[..7])).collect();
         let expected: Vec<String> = golden.greedy.iter().map(|row| spelled(row)).collect();
@@ -162,4 +154,31 @@ fn half_precision_is_near() -> Result<()> {
         assert_near(&written["logits"], &expected, most, dtype);
     }
     Ok(())
+}
+
+/// Phi 3 with an original context of 16: what changes there is said once, when it is exceeded.
+#[test]
+fn crossing_the_original_context_is_said_when_it_happens() {
+    let generate = |max_tokens: &str| run("phi3_scaled", &["--ids", "5,7,9,11,13,15,17", "--max-tokens", max_tokens]);
+    let note = "note: 17 positions exceed the original context of 16: longrope scaling changes the rotary frequencies from \
+                this call on; 16 cached positions keep those of their own calls, as in transformers";
+    let (within, beyond) = (generate("10"), generate("14"));
+    assert!(!within.stderr.contains("note:"), "{}", within.stderr);
+    assert_eq!(beyond.stderr.matches("note:").count(), 1, "{}", beyond.stderr);
+    assert!(beyond.stderr.contains(note), "{}", beyond.stderr);
+}
+
+#[test]
+fn every_decoder_of_the_library_is_known() {
+    // Encoders; and latent attention, which is a layer of another type, and GPT-OSS, whose experts are published in MXFP4.
+    let others =
+        ["bert", "deepseek_v2", "deepseek_v3", "distilbert", "gpt_oss", "modernbert", "nomic_bert", "roberta", "t5"];
+    let unknown = tempfile::tempdir().expect("a folder");
+    std::fs::write(unknown.path().join("config.json"), r#"{"model_type": "rwkv"}"#).expect("it can be written");
+    let weights = HashMap::from([("x".to_string(), Tensor::zeros(1, DType::F32, &Device::Cpu).expect("a tensor"))]);
+    candle_core::safetensors::save(&weights, unknown.path().join("model.safetensors")).expect("it can be written");
+    let ran = run_built(executable(), &["--model", unknown.path().to_str().expect("UTF-8"), "--ids", "1"]);
+    let known: Vec<_> = candle_attention::hf::architectures().filter(|name| !others.contains(name)).collect();
+    let expected = format!("[causal_lm] model_type is \"rwkv\", expected one of {}", known.join(", "));
+    assert!(ran.stderr.contains(&expected), "{}", ran.stderr);
 }

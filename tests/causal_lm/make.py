@@ -1,6 +1,6 @@
 """Makes `models/`: tiny random decoders, whole, with the logits that transformers gives.
 
-python tests/causal_lm/make.py     (packages: tests/hf/requirements.txt)
+python tests/causal_lm/make.py [FOLDER ..]     (packages: tests/hf/requirements.txt)
 
 A folder holds `config.json` and `model.safetensors` as `save_pretrained` writes them, and `golden.safetensors`: `ids`
 (2, 11), `logits` (2, 11, V), and `greedy` (2, 6), the tokens that follow the first 7 of each row. Eager attention, f32.
@@ -68,13 +68,36 @@ MODELS = {
     "smollm3": {"no_rope_layers": [1, 0]},
     "gpt2": GPT_SIZES,
     "gpt_bigcode": GPT_SIZES,
+    "gptj": {**GPT_SIZES, "rotary_dim": 2},
+    "gemma": {"head_dim": 6, "num_key_value_heads": 1},
+    "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 4},
+    "stablelm": {"partial_rotary_factor": 0.5, "use_qkv_bias": True},
+    "stablelm_parallel": {"model_type": "stablelm", "partial_rotary_factor": 0.5, "use_parallel_residual": True},
+    "gpt_neox": {"num_key_value_heads": 4, "rotary_pct": 0.5},
+    "gpt_neox_sequential": {
+        "model_type": "gpt_neox", "num_key_value_heads": 4, "rotary_pct": 0.5, "use_parallel_residual": False,
+    },
+    "phi": {"partial_rotary_factor": 0.5},
+    "falcon": {"num_key_value_heads": 1},
+    "falcon_grouped": {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+    "falcon_sequential": {"model_type": "falcon", "parallel_attn": False, "num_key_value_heads": 1},
+    "bloom": {"n_layer": 2, "n_head": 4, "num_key_value_heads": 4},
+    "mpt": {
+        "d_model": 16, "n_heads": 4, "n_layers": 2, "max_seq_len": 32, "expansion_ratio": 2, "num_key_value_heads": 4,
+    },
+    "opt": {"num_key_value_heads": 4, "ffn_dim": 20, "word_embed_proj_dim": 16},
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": {**WINDOWS, "logit_scale": 0.5},
+    "glm": {"head_dim": 8},
+    "glm4": {"head_dim": 8},
+    "starcoder2": {"sliding_window": 4},
 }
 
 
 def main():
     torch.set_num_threads(1)
-    for name, options in MODELS.items():
-        options = dict(options)
+    for name in sys.argv[1:] or MODELS:
+        options = dict(MODELS[name])
         model_type = options.pop("model_type", name)
         sizes = {} if "n_embd" in options else SIZES
         torch.manual_seed(sum(map(ord, name)))
