@@ -3,6 +3,7 @@
 //!
 //! Both read the same weights; their logits are compared before anything is timed.
 
+#[allow(dead_code, reason = "a part is for the command line")]
 #[path = "../../examples/causal_lm/model.rs"]
 #[allow(dead_code, reason = "a bench needs no batches")]
 mod model;

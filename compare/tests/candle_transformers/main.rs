@@ -8,6 +8,7 @@ mod decoders;
 mod differs;
 mod encoder;
 mod equal;
+#[allow(dead_code, reason = "a part is for the command line")]
 #[path = "../../../examples/causal_lm/model.rs"]
 mod our_decoder;
 #[path = "../../../examples/sentence_embedding/model.rs"]
