@@ -76,7 +76,7 @@ impl HeadShard {
             .with_key_size(cfg.key_size())
             .with_value_size(cfg.value_size());
         if let Some(alibi) = cfg.alibi().filter(|&alibi| *alibi != AlibiConfig::Falcon) {
-            own = own.with_alibi(AlibiConfig::Slopes(alibi.slopes(h)[bounds(h, self.query_share())].to_vec()));
+            own = own.with_alibi(AlibiConfig::Slopes(alibi.slopes(h)?[bounds(h, self.query_share())].to_vec()));
         }
         Ok(own.with_heads(h / n, h_kv / shares))
     }

@@ -7,6 +7,7 @@ use half::bf16;
 use serde::{Deserialize, Serialize};
 
 use super::Positions;
+use crate::size::fits_in_memory;
 
 /// The slopes' largest exponent in the paper, and in every model but some of MPT.
 const BIAS_MAX: f64 = 8.0;
@@ -15,6 +16,7 @@ const BIAS_MAX: f64 = 8.0;
 /// `slope · |query position - key position|`, where positions are those of the mask.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum AlibiConfig {
     /// The slopes of the paper, [`alibi_slopes`]: BLOOM, MPT as a rule.
     #[default]
@@ -30,11 +32,14 @@ pub enum AlibiConfig {
 
 impl AlibiConfig {
     /// The slope of each of so many query heads; Falcon's before they are rounded.
-    pub fn slopes(&self, num_heads: usize) -> Vec<f32> {
+    ///
+    /// # Errors
+    /// As [`alibi_slopes`].
+    pub fn slopes(&self, num_heads: usize) -> Result<Vec<f32>> {
         match self {
             Self::Standard | Self::Falcon => alibi_slopes(num_heads),
             Self::BiasMax(bias_max) => series(num_heads, *bias_max),
-            Self::Slopes(slopes) => slopes.clone(),
+            Self::Slopes(slopes) => Ok(slopes.clone()),
         }
     }
 
@@ -66,31 +71,36 @@ impl AlibiConfig {
 /// The slope of each of so many heads: `2^(-8/n)`, its square, its cube and so on for n heads, where n is a power of two.
 /// For other numbers, those of the power of two below, then every other one of the power of two above.
 ///
+/// # Errors
+/// For more heads than memory holds.
+///
 /// ```
 /// use candle_attention::{SdpaOptions, alibi_slopes};
 /// use candle_core::{Device, Tensor};
 /// # fn main() -> candle_core::Result<()> {
-/// assert_eq!(alibi_slopes(4), [0.25, 0.0625, 0.015625, 0.00390625]);
-/// assert_eq!(alibi_slopes(6), [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]);
-/// let options = SdpaOptions::default().with_alibi_slopes(&Tensor::from_vec(alibi_slopes(6), 6, &Device::Cpu)?);
+/// assert_eq!(alibi_slopes(4)?, [0.25, 0.0625, 0.015625, 0.00390625]);
+/// assert_eq!(alibi_slopes(6)?, [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]);
+/// let options = SdpaOptions::default().with_alibi_slopes(&Tensor::from_vec(alibi_slopes(6)?, 6, &Device::Cpu)?);
 /// # Ok(()) }
 /// ```
-pub fn alibi_slopes(num_heads: usize) -> Vec<f32> {
+pub fn alibi_slopes(num_heads: usize) -> Result<Vec<f32>> {
     series(num_heads, BIAS_MAX)
 }
 
 /// What the paper says for powers of two, and MPT's rule elsewhere, which is the paper's: of the power of two above, the
 /// even ones are the slopes of the power of two below.
-fn series(num_heads: usize, bias_max: f64) -> Vec<f32> {
+fn series(num_heads: usize, bias_max: f64) -> Result<Vec<f32>> {
+    if !fits_in_memory(&[num_heads, size_of::<f32>()]) {
+        bail!("[alibi] the slopes of {num_heads} heads do not fit in memory")
+    }
     let slope = |i: usize, n: usize| (-(i as f64) * bias_max / n as f64).exp2() as f32;
-    // More heads than that are in no memory.
-    let n = num_heads.checked_next_power_of_two().unwrap_or(usize::MAX);
+    let n = num_heads.next_power_of_two();
     if n == num_heads {
-        return (1..=n).map(|i| slope(i, n)).collect();
+        return Ok((1..=n).map(|i| slope(i, n)).collect());
     }
     let even = (2..=n).step_by(2);
     let odd = (1..=n).step_by(2);
-    even.chain(odd).take(num_heads).map(|i| slope(i, n)).collect()
+    Ok(even.chain(odd).take(num_heads).map(|i| slope(i, n)).collect())
 }
 
 /// What a layer adds to its scores.
@@ -104,7 +114,7 @@ pub(crate) enum Alibi {
 impl Alibi {
     /// For scores that are multiplied by `scale`.
     pub(crate) fn new(config: &AlibiConfig, num_heads: usize, scale: f64, device: &Device) -> Result<Self> {
-        let slopes = config.slopes(num_heads);
+        let slopes = config.slopes(num_heads)?;
         if *config == AlibiConfig::Falcon {
             let slopes = slopes.into_iter().map(round).collect();
             return Ok(Self::Falcon(KeyBias { slopes, scale, device: device.clone() }));
@@ -172,12 +182,16 @@ mod tests {
     #[test]
     fn slopes_are_those_of_the_paper_for_every_number_of_heads() {
         for n in 1..200 {
-            let (found, expected) = (alibi_slopes(n), recipe(n));
+            let (found, expected) = (alibi_slopes(n).expect("few heads"), recipe(n));
             assert_eq!(found.len(), n);
             for (found, expected) in found.iter().zip(expected) {
                 assert!((f64::from(*found) / expected - 1.0).abs() < 1e-6, "{n} heads: {found}, expected {expected}");
             }
         }
-        assert!(alibi_slopes(0).is_empty());
+        assert!(alibi_slopes(0).expect("no heads").is_empty());
+        for n in [usize::MAX, 1 << 62] {
+            let error = alibi_slopes(n).expect_err("no memory holds them").to_string();
+            assert!(error.starts_with(&format!("[alibi] the slopes of {n} heads do not fit in memory")), "{error}");
+        }
     }
 }

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use super::Positions;
 use super::config::RopeConfig;
 use super::frequencies::{Regime, attention_factor, frequencies};
-use super::on_device::Copied;
+use super::rotate::DeviceAngles;
 
 /// The most entries of a table, 32 MB each of cosines and of sines: positions up to 131,072 of heads of 128.
 const TABLE_ENTRIES: usize = 1 << 23;
@@ -21,7 +21,7 @@ pub(super) struct Angles {
     pub cos: Vec<f32>,
     pub sin: Vec<f32>,
     pub half: usize,
-    copies: Mutex<Vec<Copied>>,
+    copies: Mutex<Vec<DeviceAngles>>,
 }
 
 impl Angles {
@@ -44,7 +44,7 @@ impl Angles {
     }
 
     /// The copies on devices.
-    pub fn copies(&self) -> MutexGuard<'_, Vec<Copied>> {
+    pub fn copies(&self) -> MutexGuard<'_, Vec<DeviceAngles>> {
         self.copies.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -104,7 +104,7 @@ impl Tables {
         let table = match regime {
             Regime::Short => Some(&self.regular[0]),
             Regime::Long => Some(&self.regular[1]),
-            Regime::Stretched(_) => None,
+            Regime::DynamicNtk(_) => None,
         };
         if let Some(angles) = table.and_then(|table| self.table(table, regime, positions)) {
             return Rows { angles, index: positions.entries().into() };
@@ -141,13 +141,13 @@ impl Tables {
         {
             return angles.clone();
         }
-        let stretched;
+        let scaled;
         let frequencies = match regime {
             Regime::Short => self.frequencies(&self.regular[0], regime),
             Regime::Long => self.frequencies(&self.regular[1], regime),
-            Regime::Stretched(_) => {
-                stretched = frequencies(&self.config, self.head_dim, regime);
-                &stretched
+            Regime::DynamicNtk(_) => {
+                scaled = frequencies(&self.config, self.head_dim, regime);
+                &scaled
             }
         };
         let angles = Arc::new(Angles::of(positions.entries(), frequencies, self.factor()));

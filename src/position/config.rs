@@ -18,6 +18,7 @@ pub enum RopeStyle {
 /// `modeling_rope_utils.py` in Hugging Face's transformers; positions count from 0.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
+#[non_exhaustive]
 pub enum RopeScaling {
     /// No change.
     #[default]
@@ -52,10 +53,10 @@ pub enum RopeScaling {
         factor: f64,
         /// The positions of the training.
         original_context: usize,
-        /// Pairs that turn more often than this within `original_context` stay.
+        /// Pairs that rotate more often than this within `original_context` stay.
         #[serde(default = "beta_fast")]
         beta_fast: f64,
-        /// Pairs that turn less often than this are divided by `factor`.
+        /// Pairs that rotate less often than this are divided by `factor`.
         #[serde(default = "beta_slow")]
         beta_slow: f64,
         /// The factor on cosines and sines; worked out from `factor` and the two below unless given.
@@ -68,7 +69,7 @@ pub enum RopeScaling {
         /// See `mscale`.
         #[serde(default)]
         mscale_all_dim: Option<f64>,
-        /// Whether the borders between kinds of pairs are whole numbers.
+        /// Whether the boundaries between kinds of pairs are rounded to whole numbers.
         #[serde(default = "yes")]
         truncate: bool,
     },
@@ -89,11 +90,11 @@ pub enum RopeScaling {
         #[serde(default)]
         attention_factor: Option<f64>,
     },
-    /// Pairs of the whole head, of which only the first, fastest ones turn.
+    /// Pairs of the whole head, of which only the first, fastest ones are rotated.
     Proportional {
         /// How many times longer the context is than in training; 1 for no change.
         factor: f64,
-        /// The part of the pairs that turns, from 0 to 1.
+        /// The part of the pairs that is rotated, from 0 to 1.
         proportion: f64,
     },
 }
@@ -144,6 +145,7 @@ impl RopeConfig {
     }
 
     /// Which entries are pairs; [`RopeStyle::Halves`] unless given.
+    #[must_use]
     pub fn with_style(mut self, style: RopeStyle) -> Self {
         self.style = style;
         self
@@ -151,12 +153,14 @@ impl RopeConfig {
 
     /// r, the number of entries at the beginning of each head that are rotated (Hugging Face's `partial_rotary_factor`
     /// times D); all D unless given.
+    #[must_use]
     pub fn with_rotary_dim(mut self, rotary_dim: usize) -> Self {
         self.rotary_dim = Some(rotary_dim);
         self
     }
 
     /// For contexts longer than those of the training; [`RopeScaling::None`] unless given.
+    #[must_use]
     pub fn with_scaling(mut self, scaling: RopeScaling) -> Self {
         self.scaling = scaling;
         self

@@ -15,20 +15,20 @@ pub(super) enum Regime {
     /// Those of all calls beyond the original context.
     Long,
     /// Those of calls of exactly this length.
-    Stretched(usize),
+    DynamicNtk(usize),
 }
 
 impl Regime {
     pub(super) fn of(scaling: &RopeScaling, length: usize) -> Self {
         match scaling {
-            RopeScaling::Dynamic { original_context, .. } if length > *original_context => Self::Stretched(length),
+            RopeScaling::Dynamic { original_context, .. } if length > *original_context => Self::DynamicNtk(length),
             RopeScaling::LongRope { original_context, .. } if length > *original_context => Self::Long,
             _ => Self::Short,
         }
     }
 }
 
-/// The angle by which each pair turns from one position to the next, (r/2,). The config fits the heads.
+/// The angle between one position and the next for each pair, (r/2,). The config fits the heads.
 pub(super) fn frequencies(config: &RopeConfig, head_dim: usize, regime: Regime) -> Vec<f32> {
     let r = config.rotary_dim(head_dim);
     let base = config.base() as f32;
@@ -37,7 +37,7 @@ pub(super) fn frequencies(config: &RopeConfig, head_dim: usize, regime: Regime) 
         RopeScaling::None => plain().collect(),
         RopeScaling::Linear { factor } => plain().map(|frequency| frequency / *factor as f32).collect(),
         RopeScaling::Dynamic { factor, original_context } => {
-            let Regime::Stretched(length) = regime else { return plain().collect() };
+            let Regime::DynamicNtk(length) = regime else { return plain().collect() };
             let stretch = *factor as f32 * length as f32 / *original_context as f32 - (factor - 1.0) as f32;
             let base = base * power(stretch, r as f64 / (r as f64 - 2.0));
             periods(base, r).map(f32::recip).collect()
@@ -47,11 +47,11 @@ pub(super) fn frequencies(config: &RopeConfig, head_dim: usize, regime: Regime) 
             plain().map(|frequency| bands.scale(frequency)).collect()
         }
         &RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, truncate, .. } => {
-            let border = |turns: f64| {
-                let numerator = r as f64 * (original_context as f64 / (turns * 2.0 * PI)).ln();
+            let boundary = |rotations: f64| {
+                let numerator = r as f64 * (original_context as f64 / (rotations * 2.0 * PI)).ln();
                 numerator / (2.0 * config.base().ln())
             };
-            let (mut low, mut high) = (border(beta_fast), border(beta_slow));
+            let (mut low, mut high) = (boundary(beta_fast), boundary(beta_slow));
             if truncate {
                 (low, high) = (low.floor(), high.ceil());
             }
@@ -72,9 +72,9 @@ pub(super) fn frequencies(config: &RopeConfig, head_dim: usize, regime: Regime) 
             periods(base, r).zip(divisors).map(scale).collect()
         }
         RopeScaling::Proportional { factor, proportion } => {
-            let turning = (proportion * r as f64 / 2.0).floor() as usize;
-            let turns = |(i, frequency)| if i < turning { frequency / *factor as f32 } else { 0.0 };
-            plain().enumerate().map(turns).collect()
+            let rotated = (proportion * r as f64 / 2.0).floor() as usize;
+            let scale = |(i, frequency)| if i < rotated { frequency / *factor as f32 } else { 0.0 };
+            plain().enumerate().map(scale).collect()
         }
     }
 }

@@ -1,11 +1,9 @@
-//! Where a token stands: rotary embeddings of queries and keys, and biases by distance.
+//! Positions: rotary embeddings of queries and keys, and biases by distance.
 
 mod alibi;
 mod angles;
 mod config;
 mod frequencies;
-mod on_device;
-mod positions;
 mod rope;
 mod rotate;
 mod t5;
@@ -17,5 +15,5 @@ pub use t5::{RelativeBias, RelativeBiasConfig};
 
 pub(crate) use alibi::Alibi;
 pub(crate) use frequencies::score_factor;
-pub(crate) use positions::Positions;
+pub(crate) use rope::Positions;
 pub(crate) use rotate::Rotation;

@@ -49,12 +49,14 @@ impl RelativeBiasConfig {
     }
 
     /// The number of buckets (`relative_attention_num_buckets`).
+    #[must_use]
     pub fn with_num_buckets(mut self, num_buckets: usize) -> Self {
         self.num_buckets = num_buckets;
         self
     }
 
     /// The distance from which on all are in one bucket (`relative_attention_max_distance`).
+    #[must_use]
     pub fn with_max_distance(mut self, max_distance: usize) -> Self {
         self.max_distance = max_distance;
         self

@@ -190,16 +190,17 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
 /// Slopes for the distance of query and key.
 fn slopes(cfg: &MultiHeadAttentionConfig) -> Option<Vec<f32>> {
     let alibi = cfg.alibi().filter(|&alibi| *alibi != AlibiConfig::Falcon)?;
-    Some(alibi.slopes(cfg.num_heads()))
+    alibi.slopes(cfg.num_heads()).ok()
 }
 
 /// Falcon's biases of keys.
 fn falcon(cfg: &MultiHeadAttentionConfig, t_q: usize, t_kv: usize) -> Option<Part> {
     let alibi = cfg.alibi().filter(|&alibi| *alibi == AlibiConfig::Falcon)?;
+    let slopes = alibi.slopes(cfg.num_heads()).expect("few heads");
     let scale = cfg.scale().unwrap_or(1.0 / (cfg.head_dim() as f64).sqrt());
     let mut bias = Array::new(&[cfg.num_heads(), t_q, t_kv]);
     for (n, bias) in bias.data.iter_mut().enumerate() {
-        let slope = alibi.slopes(cfg.num_heads())[n / (t_q * t_kv)];
+        let slope = slopes[n / (t_q * t_kv)];
         let product = bf16::from_f32(slope).to_f32() * bf16::from_f32((n % t_kv) as f32).to_f32();
         *bias = bf16::from_f32(product).to_f64() * scale;
     }
