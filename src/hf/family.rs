@@ -272,11 +272,12 @@ impl Family {
         })
     }
 
-    /// An error for weights that are quantised, but for MXFP4, where experts are and attention is not.
+    /// An error for quantised weights, but for MXFP4, in which experts are and attention is not, and for float8, whose scales
+    /// are applied where tensors are read (or refused there).
     pub fn refuse_quantized(&self, json: &Value) -> Result<()> {
         match json.get("quantization_config") {
             None | Some(Value::Null) => Ok(()),
-            Some(quantization) if quantization["quant_method"] == "mxfp4" => Ok(()),
+            Some(quantization) if ["mxfp4", "fp8"].iter().any(|known| quantization["quant_method"] == *known) => Ok(()),
             Some(quantization) => bail!(
                 "[hf] {}: quantization_config is {quantization}, expected weights that are not quantised",
                 self.model_type

@@ -118,7 +118,8 @@ pub fn attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttention
 /// below a head (`model.layers.0.self_attn` or `layers.0.self_attn`).
 ///
 /// # Errors
-/// As [`attention_config`], for a quantised checkpoint, and for a missing or misshapen tensor, named with both shapes.
+/// As [`attention_config`], for a quantised checkpoint (but for float8, which [`weights::open`](crate::weights::open) reads
+/// with its scales), and for a missing or misshapen tensor, named with both shapes.
 /// DeepSeek V2 and V3 are for [`load_latent_attention`].
 pub fn load_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
     let load = |cfg: &_, layout, module: &str| MultiHeadAttention::load(cfg, layout, vb.pp(module));

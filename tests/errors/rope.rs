@@ -1,6 +1,6 @@
 //! Inputs and positions that rotary embeddings cannot take.
 
-use candle_attention::{RopeConfig, RotaryEmbedding};
+use candle_attention::{RopeConfig, RotaryEmbedding, alibi_slopes};
 use candle_core::{DType, Result, Shape, Tensor};
 
 use crate::{CPU, Case, of, zeros};
@@ -31,5 +31,7 @@ pub const CASES: &[Case] = &[
     ("positions that are no integers", || at(&zeros(3))),
     ("a negative position", || at(&Tensor::new(&[0i64, -1, 2], &CPU)?)),
     ("a position that f32 cannot tell from the next", || at(&Tensor::new(&[0i64, 1, 1 << 24], &CPU)?)),
+    ("inputs too large to address", || rotate(&zeros((1, 1, 1, 4)).broadcast_as((1 << 61, 1, 1, 4))?)),
+    ("slopes of too many heads", || alibi_slopes(usize::MAX).map(drop)),
     ("positions beyond counting", || rotary()?.apply_from(&zeros((2, 1, 3, 4)), usize::MAX).map(drop)),
 ];

@@ -168,9 +168,9 @@ fn fields_of_latent_attention_are_named_too() {
         error_text(hf::latent_attention_config(&dropout, 0)),
         "[multi_head_latent_attention] dropout is 2, expected a probability from 0 to 1"
     );
-    let quantised = json!({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}});
+    let quantised = json!({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "awq"}});
     assert_eq!(
         error_text(hf::load_latent_attention(&quantised, 0, builder(Tensors::new()))),
-        "[hf] deepseek_v3: quantization_config is {\"quant_method\":\"fp8\"}, expected weights that are not quantised"
+        "[hf] deepseek_v3: quantization_config is {\"quant_method\":\"awq\"}, expected weights that are not quantised"
     );
 }

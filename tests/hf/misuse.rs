@@ -1,10 +1,12 @@
 //! Configurations that say nothing, contradict themselves, or ask for what is not supported.
 
-use candle_attention::hf;
+use candle_attention::{AttentionInput, hf, weights};
+use candle_core::{DType, Result, Tensor};
+use candle_nn::VarBuilder;
 use serde_json::{Value, json};
 
-use crate::Model;
-use crate::common::error_text;
+use crate::common::{error_text, values};
+use crate::{CPU, LATENT, Model, Tensors, builder};
 
 /// What is wrong, the architecture, its fields, and the error after `[hf] ` and the architecture's name.
 pub type Misuse = (&'static str, &'static str, fn() -> Value, &'static str);
@@ -303,4 +305,43 @@ fn quantised_weights_are_refused() {
     // Experts alone.
     model.config["quantization_config"] = json!({"quant_method": "mxfp4"});
     assert!(hf::load_attention(&model.config, 0, model.vb()).is_ok());
+}
+
+/// A float8 checkpoint gives the layer of its weights times their scales, or an error where a builder ignores scales.
+#[test]
+fn float8_weights_are_read_with_their_scales_or_refused() -> Result<()> {
+    for name in ["llama", "deepseek_v3"] {
+        let mut model = Model::named(name);
+        model.config["quantization_config"] = json!({"quant_method": "fp8", "weight_block_size": [128, 128]});
+        let (mut stored, mut exact) = (Tensors::new(), Tensors::new());
+        for (name, tensor) in &model.weights {
+            if !name.ends_with("weight") || tensor.rank() < 2 {
+                stored.insert(name.clone(), tensor.clone());
+                exact.insert(name.clone(), tensor.clone());
+                continue;
+            }
+            let weight = tensor.to_dtype(DType::F8E4M3)?;
+            let blocks = weight.dims().iter().map(|dim| dim.div_ceil(128)).collect::<Vec<_>>();
+            exact.insert(name.clone(), (weight.to_dtype(DType::F32)? * 0.75)?);
+            stored.insert(format!("{name}_scale_inv"), Tensor::full(0.75f32, blocks, &CPU)?);
+            stored.insert(name.clone(), weight);
+        }
+        let folder = tempfile::tempdir()?;
+        let path = folder.path().join("model.safetensors");
+        candle_core::safetensors::save(&stored, &path)?;
+        let run = |vb: VarBuilder| {
+            let input = AttentionInput::new(&model.golden["layer0.in"]);
+            match LATENT.contains(&model.model_type()) {
+                true => hf::load_latent_attention(&model.config, 0, vb)?.forward_with(input),
+                false => hf::load_attention(&model.config, 0, vb)?.forward_with(input),
+            }
+        };
+        let found = run(weights::open(&path, DType::F32, &CPU)?)?;
+        assert_eq!(values(&found), values(&run(builder(exact))?), "{name}");
+        // SAFETY: nothing writes to the file after it was saved.
+        let without_scales = unsafe { VarBuilder::from_mmaped_safetensors(&[&path], DType::F32, &CPU)? };
+        let error = error_text(run(without_scales));
+        assert!(error.contains("weight_scale_inv, which this builder does not do"), "{name}: {error}");
+    }
+    Ok(())
 }
