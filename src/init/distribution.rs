@@ -13,7 +13,7 @@ pub(super) enum Distribution {
 }
 
 impl Distribution {
-    /// What PyTorch would be asked for, or what PyTorch would object to.
+    /// The arguments of PyTorch's function, or what PyTorch would object to.
     pub(super) fn of(hint: Init, shape: &Shape) -> Result<Self, String> {
         match hint {
             Init::Const(value) => {

@@ -1,7 +1,7 @@
 //! PyTorch's seeded initialisation on the CPU, as a [`VarBuilder`] backend.
 //!
 //! `torch.manual_seed(123)` fixes the parameters of a tutorial. [`TorchSeed`] gives the same parameters bit for bit, on any
-//! machine, as long as they are asked for in the order in which PyTorch's modules draw them:
+//! machine, as long as they are requested in the order in which PyTorch's modules draw them:
 //!
 //! ```
 //! use candle_attention::init::TorchSeed;
@@ -66,7 +66,7 @@ struct State {
     parameters: HashMap<String, Parameter>,
 }
 
-/// A drawn parameter: exact, and as it was last asked for, so that tied weights share one tensor.
+/// A drawn parameter: exact, and in the dtype and on the device last requested, so that tied weights share one tensor.
 struct Parameter {
     exact: Tensor,
     served: Tensor,
@@ -85,7 +85,7 @@ impl TorchSeed {
         self.lock().generator = Generator::new(seed);
     }
 
-    /// A builder that draws each parameter when it is first asked for, and gives it in `dtype` on `device`.
+    /// A builder that draws each parameter when it is first requested, and gives it in `dtype` on `device`.
     pub fn var_builder(&self, dtype: DType, device: &Device) -> VarBuilder<'static> {
         VarBuilder::from_backend(Box::new(self.clone()), dtype, device.clone())
     }

@@ -41,7 +41,7 @@ pub unsafe fn open_mmaped(path: impl AsRef<Path>, dtype: DType, device: &Device)
     Ok(checkpoint.builder(Some(mapped), dtype, device))
 }
 
-/// The names and shapes of a checkpoint's tensors; their values are read when a builder asks for them.
+/// The names and shapes of a checkpoint's tensors; a builder over it reads their values.
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
     entries: Arc<BTreeMap<String, Entry>>,
@@ -109,7 +109,7 @@ impl Checkpoint {
         Ok(Self { entries: Arc::new(entries), safetensors, config: first.as_ref().with_file_name("config.json") })
     }
 
-    /// A builder at the root of the checkpoint, which reads a tensor from its file when the tensor is asked for.
+    /// A builder at the root of the checkpoint, which reads each tensor from its file when a layer requests it.
     ///
     /// float8 (E4M3) weights come multiplied by their scale, `<name>_scale_inv` or `<name>_scale`: one number, one for
     /// each row, or one for each block of 128 by 128. The scales are not tensors of the builder. A builder of

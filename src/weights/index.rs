@@ -16,7 +16,7 @@ impl ShardIndex {
     ///
     /// # Errors
     /// What is wrong with the file, as the end of a sentence: unreadable, no index, without tensors, or with a shard that
-    /// lies outside the index's own folder, in which case none of it is to be trusted.
+    /// is outside the index's own folder, in which case none of it is to be trusted.
     pub(crate) fn read(file: &Path, extension: &str) -> Result<Self, String> {
         let text = std::fs::read_to_string(file).map_err(|error| format!("could not be read: {error}"))?;
         let index: Self = serde_json::from_str(&text).map_err(|error| format!("is not an index of shards: {error}"))?;

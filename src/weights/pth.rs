@@ -27,7 +27,7 @@ const MAX_RANK: usize = 16;
 /// The tensors of a file, by their names: of a nested dict as `key.name`.
 ///
 /// # Errors
-/// For a file that is no such archive, or whose tensors do not lie within their storages.
+/// For a file that is no such archive, or whose tensors reach beyond their storages.
 pub(super) fn entries(path: &Path) -> Result<BTreeMap<String, Entry>> {
     let file = File::open(path)?;
     let file_len = file.metadata()?.len();
@@ -51,7 +51,7 @@ pub(super) fn entries(path: &Path) -> Result<BTreeMap<String, Entry>> {
     Reader { path: path.into(), archive, file_len, root, pickle, storages: HashMap::new() }.state_dict()
 }
 
-/// Where the bytes of a storage lie in the file.
+/// The bytes of a storage in the file.
 #[derive(Debug, Clone, Copy)]
 struct Storage {
     start: u64,

@@ -17,7 +17,7 @@ pub(super) const LINEAR_WEIGHT: Init = Init::Kaiming {
 };
 
 /// A parameter that PyTorch draws at random and then sets to zero. An empty range is both: seeded initialisation draws
-/// for it and gets zeros; builders that refuse it are asked for zeros.
+/// for it and gets zeros; other builders may refuse it, and then get zeros requested.
 pub(super) const DRAWN_THEN_ZEROED: Init = Init::Uniform { lo: 0.0, up: 0.0 };
 
 /// `nn.Linear`'s initialisation of its bias.
@@ -71,7 +71,7 @@ impl<'a> Source<'a> {
             got => got,
         };
         let tensor = got.map_err(|error| self.explain(name, &shape, error))?;
-        // A `VarMap` gives what it has, whatever it is asked for.
+        // A `VarMap` gives what it has, whatever the dtype requested.
         if tensor.dtype() != self.vb.dtype() {
             return self.fail(format!(
                 "{} has dtype {:?}, expected the builder's {:?}",
@@ -107,8 +107,8 @@ impl<'a> Source<'a> {
         Ok(())
     }
 
-    /// An error if the weight is quantized to float8 and the builder gives it without its scale; a `Checkpoint`'s applies
-    /// the scale, and has no tensor of that name.
+    /// An error if the builder has a scale for the weight: it would give float8 without it. The builder of a `Checkpoint`
+    /// applies scales, and has no tensors of their names.
     pub(crate) fn refuse_scale(&self, name: &str) -> Result<()> {
         match SCALES.map(|suffix| format!("{name}{suffix}")).iter().find(|scale| self.has(scale)) {
             Some(scale) => self.fail(format!(

@@ -4,7 +4,7 @@ use candle_attention::weights::Storage;
 use candle_attention::{MultiHeadAttentionConfig, QkNorm, QkNormKind, QkNormScope, WeightLayout};
 
 /// What a config says, apart from the type that is tested.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub struct Facts {
     pub num_heads: usize,
     pub num_kv_heads: usize,
@@ -20,8 +20,9 @@ pub struct Facts {
 }
 
 /// What is beside the projections, under the same names in every layout.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub enum Extra {
+    #[default]
     Nothing,
     Causal,
     NormAndSinks,
@@ -32,40 +33,34 @@ pub enum Extra {
 pub const EMBED_DIM: usize = 8;
 pub const CONTEXT_LENGTH: usize = 5;
 
+const EXTRAS: [Extra; 5] =
+    [Extra::Nothing, Extra::Causal, Extra::NormAndSinks, Extra::NormOfProjection, Extra::LearnedKey];
+/// Query heads, key heads, width of a head.
+const HEADS: [(usize, usize, usize); 5] = [(1, 1, 8), (4, 4, 2), (4, 2, 2), (4, 1, 2), (2, 2, 3)];
+/// Key and value sizes.
+const INPUTS: [(usize, usize); 4] = [(8, 8), (6, 6), (8, 3), (6, 8)];
+const BIASES: [[bool; 4]; 6] = [
+    [false, false, false, false],
+    [true, true, true, true],
+    [true, true, true, false],
+    [false, false, false, true],
+    [true, false, true, true],
+    [true, false, false, false],
+];
+
 /// Every combination of the shapes and biases; the extras take turns.
 pub fn grid() -> Vec<Facts> {
-    let extras = [Extra::Nothing, Extra::Causal, Extra::NormAndSinks, Extra::NormOfProjection, Extra::LearnedKey];
     let mut all = Vec::new();
-    for (num_heads, num_kv_heads, head_dim) in [(1, 1, 8), (4, 4, 2), (4, 2, 2), (4, 1, 2), (2, 2, 3)] {
-        for value_head_dim in [head_dim, 5] {
-            for (key_size, value_size) in [(8, 8), (6, 6), (8, 3), (6, 8)] {
-                for out_dim in [None, Some(8), Some(7)] {
-                    for biases in [
-                        [false, false, false, false],
-                        [true, true, true, true],
-                        [true, true, true, false],
-                        [false, false, false, true],
-                        [true, false, true, true],
-                        [true, false, false, false],
-                    ] {
-                        if out_dim.is_none() && biases[3] {
-                            continue;
-                        }
-                        let extra = extras[all.len() % extras.len()];
-                        all.push(Facts {
-                            num_heads,
-                            num_kv_heads,
-                            head_dim,
-                            value_head_dim,
-                            out_dim,
-                            biases,
-                            key_size,
-                            value_size,
-                            extra,
-                        });
-                    }
-                }
-            }
+    for n in 0..HEADS.len() * 2 * INPUTS.len() * 3 * BIASES.len() {
+        let (num_heads, num_kv_heads, head_dim) = HEADS[n / 144];
+        let value_head_dim = [head_dim, 5][n / 72 % 2];
+        let (key_size, value_size) = INPUTS[n / 18 % 4];
+        let (out_dim, biases) = ([None, Some(8), Some(7)][n / 6 % 3], BIASES[n % 6]);
+        if out_dim.is_some() || !biases[3] {
+            let extra = EXTRAS[all.len() % EXTRAS.len()];
+            let sizes =
+                Facts { num_heads, num_kv_heads, head_dim, value_head_dim, key_size, value_size, ..Facts::default() };
+            all.push(Facts { out_dim, biases, extra, ..sizes });
         }
     }
     all
