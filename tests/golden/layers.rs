@@ -28,38 +28,13 @@ macro_rules! golden_layers {
     };
 }
 
-golden_layers!(
-    bert_self,
-    book_causal,
-    book_mha,
-    book_mha_bias,
-    book_mha_unmasked,
-    book_self_attention_v1,
-    book_self_attention_v2,
-    book_stack,
-    book_stack_bias,
-    book_stack_exercise32,
-    d2l_mha_100,
-    d2l_mha_sizes,
-    d2l_mha_sizes_bias,
-    frontend_1536,
-    frontend_48,
-    gpt2_conv1d,
-    gqa_48,
-    mqa_48,
-    packed_by_group,
-    packed_by_head,
-    packed_by_part,
-    packed_wqkv,
-    raw_square,
-    short_mha,
-    short_stack,
-    short_stack_raw,
-    torch_mha,
-    torch_mha_bias_kv,
-    torch_mha_kdim,
-    torch_mha_zero_attn,
-);
+golden_layers! {
+    bert_self, book_causal, book_mha, book_mha_bias, book_mha_unmasked, book_self_attention_v1,
+    book_self_attention_v2, book_stack, book_stack_bias, book_stack_exercise32, d2l_mha_100, d2l_mha_sizes,
+    d2l_mha_sizes_bias, frontend_1536, frontend_48, gpt2_conv1d, gqa_48, mqa_48, packed_by_group,
+    packed_by_head, packed_by_part, packed_wqkv, raw_square, short_mha, short_stack, short_stack_raw, torch_mha,
+    torch_mha_bias_kv, torch_mha_kdim, torch_mha_zero_attn,
+}
 
 /// A layer, and the embedding in front of it where the system starts from ids.
 struct System {
@@ -74,8 +49,7 @@ impl System {
     fn open(name: &str, dtype: DType, device: &Device) -> Result<Self> {
         let golden = Golden::open(name);
         let layout: WeightLayout = golden.config["layout"].as_str().expect("a layout").parse()?;
-        let cfg: MultiHeadAttentionConfig =
-            serde_json::from_value(golden.config["layer"].clone()).expect("`layer` is a config");
+        let cfg: MultiHeadAttentionConfig = config(&golden);
         let vb = vb(&golden, dtype, device)?;
         let embedding = match &golden.config["embedding"] {
             serde_json::Value::Null => None,
@@ -109,6 +83,11 @@ impl System {
         .map(|tensor| tensor.expect("the case has queries, keys and values"));
         self.layer.forward_with_weights(AttentionInput::new(&q).with_key_value(&k, &v).with_mask(&mask))
     }
+}
+
+/// The config of the crate's layer.
+fn config<T: serde::de::DeserializeOwned>(golden: &Golden) -> T {
+    serde_json::from_value(golden.config["layer"].clone()).expect("`layer` is a config")
 }
 
 /// The builder over a system's weights: its file, or its seed where the file would be large.
@@ -189,29 +168,18 @@ fn assert_half(golden: &Golden, dtype: DType, run: impl Fn(&str) -> Result<Tenso
 #[test]
 fn d2l_additive_gives_pytorch_numbers() -> Result<()> {
     let golden = Golden::open("d2l_additive");
-    let cfg = serde_json::from_value(golden.config["layer"].clone()).expect("`layer` is a config");
-    let layer = AdditiveAttention::new(&cfg, vb(&golden, DType::F32, &Device::Cpu)?)?;
+    let layer = |dtype: DType| AdditiveAttention::new(&config(&golden), vb(&golden, dtype, &Device::Cpu)?);
+    let exact = layer(DType::F32)?;
     for case in golden.cases() {
         let [queries, keys, values] = ["queries", "keys", "values"].map(|name| golden.get(&case, name));
-        let output = layer.forward_with_weights(queries, keys, values, &mask(&golden, &case, &Device::Cpu)?)?;
+        let mask = mask(&golden, &case, &Device::Cpu)?;
+        let output = exact.forward_with_weights(queries, keys, values, &mask)?;
         assert_close(&output.context, golden.get(&case, "expected_f64"), TOLERANCE, &case);
         assert_close(&output.weights, golden.get(&case, "attn_weights_f64"), TOLERANCE, &case);
-        assert_close(
-            &layer.forward(queries, keys, values, &mask(&golden, &case, &Device::Cpu)?)?,
-            &output.context,
-            0.0,
-            &case,
-        );
+        assert_close(&exact.forward(queries, keys, values, &mask)?, &output.context, 0.0, &case);
     }
-    Ok(())
-}
-
-#[test]
-fn d2l_additive_in_half_precision_errs_at_most_twice_as_much_as_pytorch() -> Result<()> {
-    let golden = Golden::open("d2l_additive");
-    let cfg = serde_json::from_value(golden.config["layer"].clone()).expect("`layer` is a config");
     for dtype in [DType::F16, DType::BF16] {
-        let layer = AdditiveAttention::new(&cfg, vb(&golden, dtype, &Device::Cpu)?)?;
+        let layer = layer(dtype)?;
         assert_half(&golden, dtype, |case| {
             let [queries, keys, values] =
                 ["queries", "keys", "values"].map(|name| golden.get(case, name).to_dtype(dtype));
@@ -247,7 +215,7 @@ fn additive_attention_trains_with_dropout() -> Result<()> {
 #[test]
 fn frontend_embedding_gives_pytorch_numbers() -> Result<()> {
     let golden = Golden::open("frontend_embedding");
-    let cfg: EmbeddingConfig = serde_json::from_value(golden.config["layer"].clone()).expect("`layer` is a config");
+    let cfg: EmbeddingConfig = config(&golden);
     let layer = EmbeddingLayer::new(&cfg, vb(&golden, DType::F32, &Device::Cpu)?)?;
     assert_close(&layer.forward(golden.get("main", "ids"))?, golden.get("main", "output"), 0.0, "from the file");
     let drawn = EmbeddingLayer::new(&cfg, TorchSeed::new(0).var_builder(DType::F32, &Device::Cpu))?;
@@ -283,8 +251,7 @@ fn frontend_48_train_drops_what_pytorch_drops() -> Result<()> {
 #[test]
 fn files_of_any_float_load_into_any_float() -> Result<()> {
     let golden = Golden::open("frontend_48");
-    let cfg: MultiHeadAttentionConfig =
-        serde_json::from_value(golden.config["layer"].clone()).expect("`layer` is a config");
+    let cfg: MultiHeadAttentionConfig = config(&golden);
     let folder = crate::common::models().join("frontend_48");
     let whole = weights::open(folder.join("model.safetensors"), DType::F32, &Device::Cpu)?;
     let exact = whole.get((48, 48), "q_proj.weight")?;
