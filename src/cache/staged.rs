@@ -8,7 +8,7 @@ use candle_core::{D, DType, Result, Tensor, bail};
 
 use super::buffers::{KvBuffers, KvFormat};
 use super::{AttentionCache, NewTokens};
-use crate::mask::{PlacedDims, Placement};
+use crate::mask::{Placement, RebaseDims};
 use crate::sdpa::{accumulation_dtype, attend_with_weights_and_lse, shares_of_parts};
 use crate::{
     AttentionMask, AttentionOutput, EmptyRows, Plan, SdpaOptions, merge_attention, plan, scaled_dot_product_attention,
@@ -200,8 +200,7 @@ impl<'c> StagedAppend<'c> {
         let held = &self.read.held;
         let rows = 0..longest(held);
         if held.iter().any(|held| held.start > 0)
-            && let Some((sequence, position)) =
-                mask.missing_key(&self.placements(&rows), dims_of(q, &rows)?, q.device())?
+            && let Some((sequence, position)) = mask.missing_key(&self.placements(&rows), q.dim(2)?)?
         {
             bail!(
                 "[attention_cache] a query of sequence {sequence} sees the key at position {position}, but the cache \
@@ -214,7 +213,7 @@ impl<'c> StagedAppend<'c> {
     }
 
     fn mask_of_rows(&self, q: &Tensor, mask: &AttentionMask, rows: &Range<usize>) -> Result<AttentionMask> {
-        mask.placed(&self.placements(rows), dims_of(q, rows)?, q.device())
+        mask.rebase(&self.placements(rows), dims_of(q, rows)?, q.device())
     }
 
     fn placements(&self, rows: &Range<usize>) -> Vec<Placement> {
@@ -320,9 +319,9 @@ fn check_parts(mask: &AttentionMask, options: &SdpaOptions) -> Result<()> {
     Ok(())
 }
 
-fn dims_of(q: &Tensor, rows: &Range<usize>) -> Result<PlacedDims> {
+fn dims_of(q: &Tensor, rows: &Range<usize>) -> Result<RebaseDims> {
     let (_, h, t_q, _) = q.dims4()?;
-    Ok(PlacedDims { h, t_q, rows: rows.len() })
+    Ok(RebaseDims { h, t_q, rows: rows.len() })
 }
 
 /// A range in pieces of at most `most`; one that is empty is one piece.

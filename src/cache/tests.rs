@@ -329,7 +329,11 @@ fn compare(small: &StagedAppend, plain: &StagedAppend, slides: bool) -> Result<(
     for (n, mask) in masks()?.into_iter().enumerate() {
         let mask = if slides { mask.and(&window) } else { mask };
         for options in options()? {
-            let expected = plain.attend_with_weights(&q, &mask, &options)?;
+            let expected = match plain.attend_with_weights(&q, &mask, &options) {
+                // Joined masks that count from different positions leave ALiBi none.
+                Err(error) if slides && error.to_string().contains("ALiBi counts") => continue,
+                expected => expected?,
+            };
             for most in [1, 2, 3, 7, 8, usize::MAX] {
                 let what = format!("mask {n}, {options:?}, {most} at a time");
                 for backend in [Backend::Auto, Backend::Reference] {

@@ -1,26 +1,27 @@
 //! Which keys each query sees.
 //!
-//! An [`AttentionMask`] is pure description: constraints that hold together. It meets a shape in [`AttentionMask::resolve`],
-//! which checks it once and answers, for every query, with the one interval of keys that the structural constraints
-//! leave it: a kernel can loop over what is seen. Only `keep` and `bias` tensors are read from memory.
+//! An [`AttentionMask`] is pure description: constraints that hold together. [`AttentionMask::resolve`] checks it against a
+//! shape and gives, for every query, the one interval of keys that the structural constraints leave it, so that a kernel can
+//! loop over what is seen. Only `keep` and `bias` tensors are read from memory.
 
+mod constraint;
 mod lens;
-mod of_sequence;
-mod placed;
 mod ranges;
+mod rebase;
+mod tensors;
 
+pub(crate) use constraint::Placement;
 pub use lens::ValidLens;
-pub(crate) use placed::{PlacedDims, Placement};
 pub use ranges::KvRanges;
-pub(crate) use ranges::Outline;
+pub(crate) use rebase::RebaseDims;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
-
-use crate::sdpa::FLOATS;
-use crate::size::{fits_in_memory, is_addressable};
+use constraint::{Alignment, Constraint};
+use ranges::Frames;
 
 /// What a query that sees no key receives.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum EmptyRows {
     /// Zero weights, and so a context of zeros.
     #[default]
@@ -28,30 +29,6 @@ pub enum EmptyRows {
     /// The same weight, 1/T_kv, for every key, hidden or not: what d2l's `masked_softmax` gives, which fills with -1e6
     /// instead of leaving keys out. For parity with it; see <https://d2l.ai>, "Attention Scoring Functions".
     Uniform,
-}
-
-/// At which key position a query stands.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-enum Alignment {
-    /// The last query stands at the last key.
-    #[default]
-    End,
-    /// Query i stands at key i.
-    Start,
-    /// Query i stands at key i + n.
-    Offset(usize),
-    /// Query i of sequence b stands at key i + n[b], which padding before the first token may make negative.
-    Each(Vec<i128>),
-}
-
-/// Constraints that are relative to a query's own position, and so share one alignment.
-#[derive(Debug, Clone, Default, PartialEq)]
-struct Relative {
-    alignment: Alignment,
-    causal: bool,
-    window: Option<usize>,
-    band: Option<(usize, usize)>,
-    prefix: Vec<ValidLens>,
 }
 
 /// Constraints on which keys a query sees; all of them hold together.
@@ -78,13 +55,9 @@ struct Relative {
 /// Shapes are checked where the mask is used (or by [`resolve`](Self::resolve)), since only there B, T_q and T_kv are known.
 #[derive(Debug, Clone, Default)]
 pub struct AttentionMask {
-    relative: Vec<Relative>,
-    valid_lens: Vec<ValidLens>,
-    starts: Vec<ValidLens>,
-    /// T_kv of the attention masks that lengths were read from.
-    widths: Vec<usize>,
-    keep: Vec<Tensor>,
-    bias: Vec<Tensor>,
+    constraints: Vec<Constraint>,
+    /// Where the sequences stand, unless each is a whole of T_q queries and T_kv keys.
+    frames: Option<Frames>,
     empty_rows: EmptyRows,
 }
 
@@ -102,7 +75,7 @@ impl AttentionMask {
 
     /// Query i sees keys `0..=i` whatever T_kv is: `is_causal` of PyTorch's `scaled_dot_product_attention`.
     pub fn causal_upper_left() -> Self {
-        Self::aligned(Alignment::Start)
+        Self::aligned(Alignment::Offset(0))
     }
 
     /// Query i sees keys `0..=i + n`.
@@ -111,7 +84,7 @@ impl AttentionMask {
     }
 
     fn aligned(alignment: Alignment) -> Self {
-        Self { relative: vec![Relative { alignment, causal: true, ..Default::default() }], ..Default::default() }
+        Self::none().with(Constraint::Causal { alignment, prefix: Vec::new() })
     }
 
     /// A tokenizer's attention mask `(B, T_kv)` of ones (a token) and zeros (padding), in any dtype.
@@ -125,7 +98,7 @@ impl AttentionMask {
         if mask.rank() != 2 {
             bail!("[from_attention_mask] expected shape (B, T_kv), found {:?}", mask.shape())
         }
-        let mask = &readable(mask)?;
+        let mask = &tensors::readable(mask)?;
         let rows = mask.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.to_vec2::<f32>()?;
         if let Some(other) = rows.iter().flatten().find(|&&value| value != 0.0 && value != 1.0) {
             bail!("[from_attention_mask] expected ones and zeros, found {other}")
@@ -135,58 +108,70 @@ impl AttentionMask {
             return Ok(Self::none().with_keep(&mask.ne(&mask.zeros_like()?)?.unsqueeze(1)?.unsqueeze(1)?));
         }
         let (starts, ends): (Vec<_>, Vec<_>) = runs.into_iter().flatten().unzip();
-        let mut this = Self::none().with_valid_lens(ends);
-        this.widths.push(mask.dim(1)?);
+        let this = Self::none().with_valid_lens(ends).with(Constraint::Columns(mask.dim(1)?));
         Ok(if starts.iter().any(|&start| start > 0) { this.with_starts(starts) } else { this })
     }
 
     /// Hides the keys at and past a length: `(B,)`, or `(B, T_q)` for each query. d2l's `valid_lens`.
-    pub fn with_valid_lens(mut self, lens: impl Into<ValidLens>) -> Self {
-        self.valid_lens.push(lens.into());
-        self
+    #[must_use]
+    pub fn with_valid_lens(self, lens: impl Into<ValidLens>) -> Self {
+        self.with(Constraint::ValidLens(lens.into()))
     }
 
     /// Hides the keys before a start: left padding, packed documents.
-    pub fn with_starts(mut self, starts: impl Into<ValidLens>) -> Self {
-        self.starts.push(starts.into());
-        self
+    #[must_use]
+    pub fn with_starts(self, starts: impl Into<ValidLens>) -> Self {
+        self.with(Constraint::Starts(starts.into()))
     }
 
     /// Hides the keys further back than `w - 1`: `w` keys with the query's own, Hugging Face's `sliding_window`.
-    /// Keys after the query's own stay as they are. A window of 0 is an error where the mask is used.
-    pub fn with_window(mut self, w: usize) -> Self {
-        let relative = self.relative_mut();
-        relative.window = Some(relative.window.map_or(w, |other| other.min(w)));
-        self
+    /// Keys after the query's own stay as they are. An error where the mask is used: a window of 0, and a window on joined
+    /// masks (see [`and`](Self::and)) in which queries stand at different positions.
+    #[must_use]
+    pub fn with_window(self, w: usize) -> Self {
+        self.with_aligned("with_window", |alignment| Constraint::Window { alignment, size: w })
     }
 
-    /// Leaves a query the keys from `left` before its position to `right` after it: local attention in encoders.
-    pub fn with_band(mut self, left: usize, right: usize) -> Self {
-        let relative = self.relative_mut();
-        relative.band = Some(relative.band.map_or((left, right), |(l, r)| (l.min(left), r.min(right))));
-        self
+    /// Leaves a query the keys from `left` before its position to `right` after it: local attention in encoders. An error
+    /// where the mask is used: a band on joined masks in which queries stand at different positions.
+    #[must_use]
+    pub fn with_band(self, left: usize, right: usize) -> Self {
+        self.with_aligned("with_band", |alignment| Constraint::Band { alignment, left, right })
     }
 
     /// Lifts the causal constraint for the keys before the prefix length, which all queries see then (prefix LM).
-    /// Windows, bands, lengths and starts still hold; without a causal constraint there is nothing to lift.
+    /// Windows, bands, lengths and starts still hold; without a causal constraint there is nothing to lift but that of a
+    /// layer to which the mask is given. An error where the mask is used: a prefix on joined masks whose causal constraints
+    /// differ.
+    #[must_use]
     pub fn with_prefix(mut self, prefix: impl Into<ValidLens>) -> Self {
-        self.relative_mut().prefix.push(prefix.into());
+        let causal = |constraint: &Constraint| match constraint {
+            Constraint::Causal { alignment, prefix } => Some((*alignment, prefix.clone())),
+            _ => None,
+        };
+        let mut causals = self.constraints.iter().filter_map(causal);
+        let Some(first) = causals.next() else { return self.with(Constraint::Prefix(prefix.into())) };
+        if causals.any(|other| other != first) {
+            return self.with(Constraint::Unclear { builder: "with_prefix" });
+        }
+        self.lift(&[prefix.into()]);
         self
     }
 
     /// Hides every key whose entry is 0: u8, broadcastable to (B, H, T_q, T_kv).
-    pub fn with_keep(mut self, keep: &Tensor) -> Self {
-        self.keep.push(keep.clone());
-        self
+    #[must_use]
+    pub fn with_keep(self, keep: &Tensor) -> Self {
+        self.with(Constraint::Keep(keep.clone()))
     }
 
     /// Adds a float tensor to the scores, broadcastable to (B, H, T_q, T_kv). Gradients flow into it.
-    pub fn with_bias(mut self, bias: &Tensor) -> Self {
-        self.bias.push(bias.clone());
-        self
+    #[must_use]
+    pub fn with_bias(self, bias: &Tensor) -> Self {
+        self.with(Constraint::Bias(bias.clone()))
     }
 
     /// What a query that sees no key receives; zeros unless said otherwise.
+    #[must_use]
     pub fn with_empty_rows(mut self, empty_rows: EmptyRows) -> Self {
         self.empty_rows = empty_rows;
         self
@@ -194,18 +179,14 @@ impl AttentionMask {
 
     /// Both masks at once: a key is seen where both leave it, biases add up, and each mask's windows and prefix stay with
     /// that mask's own causal constraint. Empty rows are uniform if either asks for it.
+    ///
+    /// Where the two let a query stand at different positions, ALiBi has none to count from and is an error, as are a
+    /// window and a band that are given afterwards.
+    #[must_use]
     pub fn and(&self, other: &Self) -> Self {
         let mut both = self.clone();
-        for relative in &other.relative {
-            if !both.relative.contains(relative) {
-                both.relative.push(relative.clone());
-            }
-        }
-        both.valid_lens.extend_from_slice(&other.valid_lens);
-        both.starts.extend_from_slice(&other.starts);
-        both.widths.extend_from_slice(&other.widths);
-        both.keep.extend_from_slice(&other.keep);
-        both.bias.extend_from_slice(&other.bias);
+        both.constraints.extend_from_slice(&other.constraints);
+        both.frames = both.frames.or_else(|| other.frames.clone());
         if other.empty_rows == EmptyRows::Uniform {
             both.empty_rows = EmptyRows::Uniform;
         }
@@ -214,40 +195,28 @@ impl AttentionMask {
 
     /// This mask with its causal constraints lifted for the prefixes of another: what a layer does with its own causal
     /// constraint when the caller's mask has a prefix.
-    pub(crate) fn lifted_by(&self, other: &Self) -> Self {
-        let prefixes: Vec<_> = other.relative.iter().flat_map(|relative| relative.prefix.iter().cloned()).collect();
+    pub(crate) fn with_prefixes_of(&self, other: &Self) -> Self {
+        let prefixes = other.constraints.iter().filter_map(|constraint| match constraint.lens() {
+            ("prefix", prefixes) => Some(prefixes),
+            _ => None,
+        });
         let mut lifted = self.clone();
-        for relative in &mut lifted.relative {
-            relative.prefix.extend_from_slice(&prefixes);
-        }
+        lifted.lift(&prefixes.flatten().cloned().collect::<Vec<_>>());
         lifted
     }
 
     /// The structural constraints for `b` sequences, `t_q` queries and `t_kv` keys, as an interval for each query.
     ///
     /// # Errors
-    /// For lengths whose shape is neither (B,) nor (B, T_q), and for a window of 0.
+    /// For lengths whose shape is neither (B,) nor (B, T_q), for a window of 0, and for what was built on joined masks that
+    /// let it mean several things.
     pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KvRanges> {
         KvRanges::new(self, b, t_q, t_kv)
     }
 
     /// Whether nothing is hidden and nothing added, whatever the shape.
     pub fn is_none(&self) -> bool {
-        self.relative.is_empty()
-            && self.valid_lens.is_empty()
-            && self.starts.is_empty()
-            && self.keep.is_empty()
-            && self.bias.is_empty()
-    }
-
-    /// Whether a tensor hides keys.
-    pub(crate) fn has_keep(&self) -> bool {
-        !self.keep.is_empty()
-    }
-
-    /// Whether a tensor is added to the scores.
-    pub(crate) fn has_bias(&self) -> bool {
-        !self.bias.is_empty()
+        self.constraints.is_empty() && self.frames.is_none()
     }
 
     /// What a query that sees no key receives.
@@ -255,130 +224,49 @@ impl AttentionMask {
         self.empty_rows
     }
 
-    /// The mask as one tensor to add to scores: the biases, and -inf where a key is hidden. Shape broadcastable to
-    /// `dims` = (B, H, T_q, T_kv), in `dtype` on `device`.
-    ///
-    /// # Errors
-    /// As [`resolve`](Self::resolve), for `keep` and `bias` tensors that do not fit, for a dtype without -inf, and for
-    /// dimensions that are too large to address.
-    pub fn to_additive(&self, dims: (usize, usize, usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
-        if !FLOATS.contains(&dtype) {
-            bail!("[attention_mask] an additive mask in {dtype:?} has no -inf, expected F32, F16, BF16 or F64")
-        }
-        check_addressable(dims)?;
-        if !fits_in_memory(&[dims.2, dims.3]) {
-            bail!("[attention_mask] a mask of {} × {} entries does not fit in memory", dims.2, dims.3)
-        }
-        let bias = match self.bias_tensor(dims, dtype, device)? {
-            Some(bias) => bias,
-            None => Tensor::zeros((1, 1, dims.2, dims.3), dtype, device)?,
-        };
-        let Some(keep) = self.keep_tensor(dims, device)? else { return Ok(bias) };
-        let shape = keep.shape().broadcast_shape_binary_op(bias.shape(), "to_additive")?;
-        let hidden = Tensor::new(f32::NEG_INFINITY, device)?.to_dtype(dtype)?.broadcast_as(&shape)?;
-        keep.broadcast_as(&shape)?.where_cond(&bias.broadcast_as(&shape)?, &hidden)
-    }
-
-    /// All that hides, as u8 broadcastable to (B, H, T_q, T_kv), 1 = seen; `None` when nothing hides.
-    pub(crate) fn keep_tensor(&self, dims: (usize, usize, usize, usize), device: &Device) -> Result<Option<Tensor>> {
-        check_addressable(dims)?;
-        let (b, _, t_q, t_kv) = dims;
-        let structural = self.resolve(b, t_q, t_kv)?.to_keep(device)?;
-        Ok(match (structural, self.keep_beside_ranges(dims, device)?) {
-            (Some(structural), Some(keep)) => Some(structural.broadcast_mul(&keep.ne(0u8)?)?),
-            (structural, keep) => structural.or(keep),
-        })
-    }
-
-    /// The `keep` tensors alone, without the intervals of [`resolve`](Self::resolve); their views stay views.
-    pub(crate) fn keep_beside_ranges(
-        &self,
-        dims: (usize, usize, usize, usize),
-        device: &Device,
-    ) -> Result<Option<Tensor>> {
-        let mut all: Option<Tensor> = None;
-        for keep in &self.keep {
-            if keep.dtype() != DType::U8 {
-                bail!("[attention_mask] keep has dtype {:?}, expected U8 with 1 = attend", keep.dtype())
-            }
-            let keep = fit("keep", keep, dims, device)?;
-            all = Some(match all {
-                None => keep,
-                Some(all) => all.broadcast_mul(&keep.ne(0u8)?)?,
-            });
-        }
-        Ok(all)
-    }
-
-    /// The sum of all biases in `dtype`, broadcastable to (B, H, T_q, T_kv); `None` when there is none.
-    pub(crate) fn bias_tensor(
-        &self,
-        dims: (usize, usize, usize, usize),
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Option<Tensor>> {
-        let mut sum: Option<Tensor> = None;
-        for bias in &self.bias {
-            if !FLOATS.contains(&bias.dtype()) {
-                bail!(
-                    "[attention_mask] bias has dtype {:?}, expected a float; a mask of ones and zeros is a keep",
-                    bias.dtype()
-                )
-            }
-            let bias = fit("bias", bias, dims, device)?.to_dtype(dtype)?;
-            sum = Some(match sum {
-                None => bias,
-                Some(sum) => sum.broadcast_add(&bias)?,
-            });
-        }
-        Ok(sum)
-    }
-
-    /// The same mask for keys after which `n` more were appended that every query sees, its biases in `dtype`.
-    ///
-    /// The interval of a query cannot say "these, and the last one", so the mask is written out as tensors.
-    pub(crate) fn with_appended_keys(
-        &self,
-        n: usize,
-        dims: (usize, usize, usize, usize),
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Self> {
-        let appended = |tensor: Tensor, fill: f64| -> Result<Tensor> {
-            let (b, h, t_q, _) = tensor.dims4()?;
-            let tensor = tensor.broadcast_as((b, h, t_q, dims.3))?;
-            let fill = (Tensor::zeros((b, h, t_q, n), tensor.dtype(), device)? + fill)?;
-            Tensor::cat(&[&tensor.contiguous()?, &fill], 3)
-        };
-        let mut all = Self::none().with_empty_rows(self.empty_rows);
-        if let Some(keep) = self.keep_tensor(dims, device)? {
-            all = all.with_keep(&appended(keep, 1.0)?);
-        }
-        if let Some(bias) = self.bias_tensor(dims, dtype, device)? {
-            all = all.with_bias(&appended(bias, 0.0)?);
-        }
-        Ok(all)
+    /// What kind of tensor hides or adds, if any does: a mask without one is structural.
+    pub(crate) fn tensor_kind(&self) -> Option<&'static str> {
+        self.keeps().next().map(|_| "keep").or_else(|| self.biases().next().map(|_| "bias"))
     }
 
     pub(crate) fn tracks_gradients(&self) -> bool {
-        self.bias.iter().any(Tensor::track_op)
+        self.biases().any(Tensor::track_op)
     }
 
-    fn relative_mut(&mut self) -> &mut Relative {
-        if self.relative.is_empty() {
-            self.relative.push(Relative::default());
+    fn keeps(&self) -> impl Iterator<Item = &Tensor> {
+        self.constraints.iter().filter_map(|constraint| match constraint {
+            Constraint::Keep(keep) => Some(keep),
+            _ => None,
+        })
+    }
+
+    fn biases(&self) -> impl Iterator<Item = &Tensor> {
+        self.constraints.iter().filter_map(|constraint| match constraint {
+            Constraint::Bias(bias) => Some(bias),
+            _ => None,
+        })
+    }
+
+    fn with(mut self, constraint: Constraint) -> Self {
+        self.constraints.push(constraint);
+        self
+    }
+
+    /// A constraint that counts from the positions of the mask's others, which count from the end where there is none.
+    fn with_aligned(self, builder: &'static str, constraint: impl FnOnce(Alignment) -> Constraint) -> Self {
+        let mut alignments = self.constraints.iter().filter_map(Constraint::alignment);
+        let alignment = alignments.next().unwrap_or(Alignment::End);
+        let clear = alignments.all(|other| other == alignment);
+        self.with(if clear { constraint(alignment) } else { Constraint::Unclear { builder } })
+    }
+
+    fn lift(&mut self, prefixes: &[ValidLens]) {
+        for constraint in &mut self.constraints {
+            if let Constraint::Causal { prefix, .. } = constraint {
+                prefix.extend_from_slice(prefixes);
+            }
         }
-        let last = self.relative.len() - 1;
-        &mut self.relative[last]
     }
-}
-
-fn check_addressable(dims: (usize, usize, usize, usize)) -> Result<()> {
-    let dims = [dims.0, dims.1, dims.2, dims.3];
-    if !is_addressable(&dims) {
-        bail!("[attention_mask] (B, H, T_q, T_kv) = {dims:?} is too large to address")
-    }
-    Ok(())
 }
 
 /// The start and end of the one run of ones in a row, (0, 0) for a row of zeros, `None` for several runs.
@@ -386,36 +274,4 @@ fn single_run(row: &[f32]) -> Option<(usize, usize)> {
     let Some(start) = row.iter().position(|&value| value == 1.0) else { return Some((0, 0)) };
     let end = row.iter().rposition(|&value| value == 1.0)? + 1;
     row[start..end].iter().all(|&value| value == 1.0).then_some((start, end))
-}
-
-/// A mask tensor as rank 4 with every dimension 1 or that of `dims`, on the device of the call.
-fn fit(what: &str, tensor: &Tensor, dims: (usize, usize, usize, usize), device: &Device) -> Result<Tensor> {
-    let full = [dims.0, dims.1, dims.2, dims.3];
-    let shape = tensor.dims();
-    let fits =
-        shape.len() <= 4 && shape.iter().rev().zip(full.iter().rev()).all(|(&have, &want)| have == want || have == 1);
-    if !fits {
-        bail!("[attention_mask] {what} has shape {shape:?}, which does not broadcast to (B, H, T_q, T_kv) = {full:?}")
-    }
-    if !tensor.device().same_device(device) {
-        bail!(
-            "[attention_mask] {what} is on {:?}, expected it beside the queries on {:?}",
-            tensor.device().location(),
-            device.location()
-        )
-    }
-    // Not a reshape, which would write out a view that is expanded.
-    let mut padded = readable(tensor)?;
-    while padded.rank() < 4 {
-        padded = padded.unsqueeze(0)?;
-    }
-    Ok(padded)
-}
-
-/// A view of an empty buffer may begin past its end, where Candle's copies panic; what is empty is made anew.
-fn readable(tensor: &Tensor) -> Result<Tensor> {
-    if tensor.elem_count() > 0 {
-        return Ok(tensor.clone());
-    }
-    Tensor::zeros(tensor.shape(), tensor.dtype(), tensor.device())
 }

@@ -1,16 +1,13 @@
-//! A mask that has met a shape: one interval of keys for each query.
+//! A mask resolved for a shape: one interval of keys for each query.
 
-mod outline;
-
-pub(crate) use outline::Outline;
-
+use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
 
 use candle_core::{Device, Result, Tensor, bail};
 
-use super::lens::ResolvedLens;
-use super::{Alignment, AttentionMask, Relative};
+use super::AttentionMask;
+use super::constraint::{Alignment, Constraint, Placement};
 use crate::size::filled;
 
 /// The structural constraints of an [`AttentionMask`] for given B, T_q and T_kv.
@@ -21,46 +18,36 @@ pub struct KvRanges {
     b: usize,
     t_q: usize,
     t_kv: usize,
-    relative: Vec<RelativeBounds>,
-    ends: Vec<ResolvedLens>,
-    starts: Vec<ResolvedLens>,
+    constraints: Vec<Constraint>,
+    frames: Option<Frames>,
 }
 
-/// One [`Relative`] with its offsets worked out: query i stands at key position `i + offset`. Sums of sizes and positions
-/// do not overflow in i128.
+/// Sequences that stand at positions of their own: beside a cache, or packed.
 #[derive(Debug, Clone)]
-struct RelativeBounds {
-    offset: i128,
-    /// One for each sequence where they differ.
-    offsets: Option<Vec<i128>>,
-    causal: bool,
-    before: Option<i128>,
-    after: Option<i128>,
-    prefix: Vec<ResolvedLens>,
+pub(super) struct Frames {
+    pub placements: Vec<Placement>,
+    /// The sequence of the first placement, of so many that lengths are given for.
+    pub first: usize,
+    pub of: usize,
 }
 
 impl KvRanges {
     pub(super) fn new(mask: &AttentionMask, b: usize, t_q: usize, t_kv: usize) -> Result<Self> {
-        let resolve = |what: &str, lens: &[super::ValidLens]| -> Result<Vec<ResolvedLens>> {
-            lens.iter().map(|lens| lens.resolve(what, b, t_q)).collect()
-        };
-        if let Some(width) = mask.widths.iter().find(|&&width| width != t_kv) {
-            bail!("[attention_mask] the attention mask has {width} columns, expected one for each of {t_kv} keys")
-        }
-        let relative = mask.relative.iter().map(|relative| {
-            if relative.window == Some(0) {
-                bail!("[attention_mask] window is 0, expected at least 1 (the query's own key)")
+        let (sequences, of) = match &mask.frames {
+            None => (0..b, b),
+            Some(frames) if frames.placements.len() == b => (frames.first..frames.first + b, frames.of),
+            Some(frames) => {
+                bail!("[attention_mask] positions of {} sequences were given, expected {b}", frames.placements.len())
             }
-            RelativeBounds::new(relative, resolve("prefix", &relative.prefix)?, (b, t_q, t_kv))
-        });
-        Ok(Self {
-            b,
-            t_q,
-            t_kv,
-            relative: relative.collect::<Result<_>>()?,
-            ends: resolve("valid_lens", &mask.valid_lens)?,
-            starts: resolve("starts", &mask.starts)?,
-        })
+        };
+        for constraint in &mask.constraints {
+            constraint.check(t_kv)?;
+            let (what, lens) = constraint.lens();
+            lens.iter().try_for_each(|lens| lens.check(what, of, sequences.clone(), t_q))?;
+        }
+        let structural = |constraint: &&Constraint| constraint.bounds_keys();
+        let constraints = mask.constraints.iter().filter(structural).cloned().collect();
+        Ok(Self { b, t_q, t_kv, constraints, frames: mask.frames.clone() })
     }
 
     /// The keys that query `i` of sequence `b` sees; `0..0` when it sees none, or lies outside the shape.
@@ -68,46 +55,67 @@ impl KvRanges {
         if b >= self.b || i >= self.t_q {
             return 0..0;
         }
-        let start = self.starts.iter().map(|lens| lens.get(b, i)).max().unwrap_or(0);
-        let end = self.ends.iter().map(|lens| lens.get(b, i)).fold(self.t_kv, usize::min);
-        let (mut start, mut end) = (start as i128, end as i128);
-        for relative in &self.relative {
-            start = start.max(relative.start(b, i));
-            end = end.min(relative.end(b, i));
+        let (placement, sequence) = self.placement(b);
+        if !placement.tokens.contains(&i) {
+            return 0..0;
         }
-        // Both bounds lie within 0..=T_kv here unless the interval is empty.
-        match (usize::try_from(start), usize::try_from(end)) {
-            (Ok(start), Ok(end)) if start < end => start..end,
-            _ => 0..0,
+        let (mut start, mut end) = (placement.keys.start as i128, placement.keys.end as i128);
+        for constraint in &self.constraints {
+            let keys = constraint.keys(sequence, i, &placement);
+            (start, end) = (start.max(keys.start), end.min(keys.end));
         }
+        let first = placement.keys.start;
+        if start < end { start as usize - first..end as usize - first } else { 0..0 }
     }
 
     /// The key position at which query `i` stands, from which windows and ALiBi distances count; negative when
-    /// T_q > T_kv and the alignment is to the end. Positions past the ends of i64 give its ends.
+    /// T_q > T_kv and the alignment is to the end. Positions past the ends of i64 give its ends. Of joined masks, the
+    /// position of the first that has one.
     pub fn query_position(&self, i: usize) -> i64 {
         self.position(0, i)
     }
 
     /// [`query_position`](Self::query_position) in sequence `b`, where sequences stand at positions of their own.
     pub(crate) fn position(&self, b: usize, i: usize) -> i64 {
-        let end = self.t_kv as i128 - self.t_q as i128;
-        let offset = self.relative.first().map_or(end, |relative| relative.offset(b));
-        (i as i128 + offset).clamp(i64::MIN.into(), i64::MAX.into()) as i64
+        self.position_by(self.alignments().next().unwrap_or(Alignment::End), b, i)
+    }
+
+    /// The positions of all queries of the first `b` sequences, (b, T_q), for ALiBi.
+    ///
+    /// # Errors
+    /// For joined masks that give a query different positions, and where memory is short.
+    pub(crate) fn positions(&self, b: usize) -> Result<Vec<i64>> {
+        for b in 0..b {
+            let of = |alignment| self.position_by(alignment, b, 0);
+            let first = self.position(b, 0);
+            if let Some(other) = self.alignments().map(of).find(|&other| other != first) {
+                bail!(
+                    "[attention_mask] ALiBi counts from a query's position, and the joined masks give query 0 of sequence \
+                     {b} the positions {first} and {other}, expected one"
+                )
+            }
+        }
+        let Some(mut positions) = filled(&[b, self.t_q], 0) else {
+            bail!("[attention_mask] the positions of {b} × {} queries do not fit in memory", self.t_q)
+        };
+        for (row, position) in positions.iter_mut().enumerate() {
+            *position = self.position(row / self.t_q, row % self.t_q);
+        }
+        Ok(positions)
     }
 
     /// Whether sequences stand at positions of their own.
     pub(crate) fn positions_differ(&self) -> bool {
-        self.relative.first().is_some_and(|relative| relative.offsets.is_some())
+        self.frames.is_some()
     }
 
     /// The intervals as u8 (B or 1, 1, T_q, T_kv), 1 = seen; `None` when no constraint was given.
     pub(super) fn to_keep(&self, device: &Device) -> Result<Option<Tensor>> {
-        if self.relative.is_empty() && self.ends.is_empty() && self.starts.is_empty() {
+        let is_part = |placement: &Placement| placement.tokens != (0..self.t_q) || placement.keys.len() != self.t_kv;
+        if self.constraints.is_empty() && !self.frames.iter().flat_map(|frames| &frames.placements).any(is_part) {
             return Ok(None);
         }
-        let by_sequence = !self.ends.is_empty()
-            || !self.starts.is_empty()
-            || self.relative.iter().any(|relative| !relative.prefix.is_empty() || relative.offsets.is_some());
+        let by_sequence = self.frames.is_some() || self.constraints.iter().any(|one| !one.lens().1.is_empty());
         let b = if by_sequence { self.b } else { self.b.min(1) };
         let Some(mut keep) = filled(&[b, self.t_q, self.t_kv], 0u8) else {
             bail!("[attention_mask] a mask of {b} × {} × {} entries does not fit in memory", self.t_q, self.t_kv)
@@ -119,54 +127,23 @@ impl KvRanges {
         }
         Ok(Some(Tensor::from_vec(keep, (b, 1, self.t_q, self.t_kv), device)?))
     }
-}
 
-impl RelativeBounds {
-    fn new(relative: &Relative, prefix: Vec<ResolvedLens>, (b, t_q, t_kv): (usize, usize, usize)) -> Result<Self> {
-        let end = t_kv as i128 - t_q as i128;
-        let (offset, offsets) = match &relative.alignment {
-            Alignment::End => (end, None),
-            Alignment::Start => (0, None),
-            &Alignment::Offset(n) => (n as i128, None),
-            Alignment::Each(offsets) if offsets.len() != b => {
-                bail!("[attention_mask] positions of {} sequences were given, expected {b}", offsets.len())
-            }
-            Alignment::Each(offsets) => (end, Some(offsets.clone())),
-        };
-        let window = relative.window.map(|w| w as i128 - 1);
-        let left = relative.band.map(|(left, _)| left as i128);
-        Ok(Self {
-            offset,
-            offsets,
-            causal: relative.causal,
-            before: match (window, left) {
-                (Some(window), Some(left)) => Some(window.min(left)),
-                (window, left) => window.or(left),
-            },
-            after: relative.band.map(|(_, right)| right as i128),
-            prefix,
-        })
-    }
-
-    fn offset(&self, b: usize) -> i128 {
-        self.offsets.as_ref().and_then(|offsets| offsets.get(b)).copied().unwrap_or(self.offset)
-    }
-
-    fn start(&self, b: usize, i: usize) -> i128 {
-        self.before.map_or(0, |before| i as i128 + self.offset(b) - before).max(0)
-    }
-
-    fn end(&self, b: usize, i: usize) -> i128 {
-        let position = i as i128 + self.offset(b);
-        let mut end = i128::MAX;
-        if self.causal {
-            let prefix = self.prefix.iter().map(|lens| lens.get(b, i) as i128).min().unwrap_or(0);
-            end = (position + 1).max(prefix);
+    /// Where sequence `b` stands, and the number that its lengths go by.
+    fn placement(&self, b: usize) -> (Cow<'_, Placement>, usize) {
+        match self.frames.as_ref().and_then(|frames| Some((frames.placements.get(b)?, frames.first))) {
+            Some((placement, first)) => (Cow::Borrowed(placement), first + b),
+            None => (Cow::Owned(Placement::whole(self.t_q, self.t_kv)), b),
         }
-        if let Some(after) = self.after {
-            end = end.min(position + after + 1);
-        }
-        end
+    }
+
+    fn alignments(&self) -> impl Iterator<Item = Alignment> {
+        self.constraints.iter().filter_map(Constraint::alignment)
+    }
+
+    fn position_by(&self, alignment: Alignment, b: usize, i: usize) -> i64 {
+        let (placement, _) = self.placement(b);
+        let position = alignment.position(&placement, i) - placement.keys.start as i128;
+        position.clamp(i64::MIN.into(), i64::MAX.into()) as i64
     }
 }
 

@@ -6,35 +6,17 @@ use std::sync::Mutex;
 use candle_core::{CpuStorage, CustomOp3, DType, Error, Layout, Result, Shape, Storage, Tensor, bail};
 
 use super::OutputOrder;
-use super::packed_sequences::{PackedRanges, PackedSequences};
+use super::PackedSequences;
+use super::rows::RowRanges;
 use super::validate::{self, Call};
 use crate::AttentionMask;
 use crate::size::fits_in_memory;
 use candle_attention_kernels::flash::{self, Alibi, Dims, Output, Problem, Scores, Strided};
 use candle_attention_kernels::{Scalar, Tier};
 
-/// What the structural constraints of a mask leave.
-pub(super) struct Seen {
-    /// The keys that each query of each sequence sees: (B, T_q).
-    ranges: Vec<Range<usize>>,
-    /// The key positions at which the queries of each sequence stand, (B, T_q), which ALiBi counts from.
-    positions: Vec<i64>,
-}
-
 /// Context (B, H, T_q, D_v) in the order asked for; `lse` receives the log-sum-exp of each query, (B, H, T_q).
 pub(super) fn attend(call: &Call, tier: Tier, lse: Option<&mut Vec<f32>>) -> Result<Tensor> {
-    let validate::Dims { b, t_q, t_kv, .. } = call.dims;
-    let bound = call.mask.resolve(b, t_q, t_kv)?;
-    let mut ranges = Vec::new();
-    if ranges.try_reserve_exact(b * t_q).is_err() {
-        bail!("[{}] the ranges of {} queries do not fit in memory", call.op, b * t_q)
-    }
-    ranges.extend((0..b * t_q).map(|row| bound.kv_range(row / t_q, row % t_q)));
-    let positions = match call.options.alibi_slopes {
-        Some(_) => (0..b * t_q).map(|row| bound.position(row / t_q, row % t_q)).collect(),
-        None => Vec::new(),
-    };
-    attend_seen(call, Seen { ranges, positions }, tier, lse)
+    attend_rows(call, RowRanges::new(call, None)?, tier, lse)
 }
 
 /// The context (1, H, total_q, D_v) and log-sum-exp (1, H, total_q) of a packed call, all sequences at once.
@@ -44,13 +26,19 @@ pub(super) fn attend_packed(
     tier: Tier,
     lse: Option<&mut Vec<f32>>,
 ) -> Result<Tensor> {
-    let PackedRanges { keys, positions } = sequences.ranges(call.mask)?;
+    let rows = RowRanges::new(call, Some(sequences))?;
     // A list of lengths for each query has no meaning for all sequences at once; the ranges hold what it said.
     let none = AttentionMask::none();
-    attend_seen(&Call { mask: &none, ..*call }, Seen { ranges: keys, positions }, tier, lse)
+    attend_rows(&Call { mask: &none, ..*call }, rows, tier, lse)
 }
 
-fn attend_seen(call: &Call, seen: Seen, tier: Tier, lse: Option<&mut Vec<f32>>) -> Result<Tensor> {
+fn attend_rows(call: &Call, rows: RowRanges, tier: Tier, mut lse: Option<&mut Vec<f32>>) -> Result<Tensor> {
+    let validate::Dims { b, h, t_q, .. } = call.dims;
+    if let Some(lse) = &mut lse
+        && (!fits_in_memory(&[b, h, t_q]) || lse.try_reserve_exact(b * h * t_q).is_err())
+    {
+        bail!("[{}] a log-sum-exp of {:?} does not fit in memory", call.op, [b, h, t_q])
+    }
     let dims = call.score_dims();
     let device = call.q.device();
     let floats = |tensor: &Option<Tensor>| -> Result<Option<Vec<f32>>> {
@@ -59,12 +47,12 @@ fn attend_seen(call: &Call, seen: Seen, tier: Tier, lse: Option<&mut Vec<f32>>) 
     let op = Flash {
         call,
         tier,
-        ranges: seen.ranges,
-        positions: seen.positions.into_iter().map(|position| position as f32).collect(),
+        ranges: rows.keys,
+        positions: rows.positions.into_iter().map(|position| position as f32).collect(),
         slopes: floats(&call.options.alibi_slopes)?,
         sinks: floats(&call.options.sinks)?,
         bias: call.mask.bias_tensor(dims, DType::F32, device)?,
-        keep: call.mask.keep_beside_ranges(dims, device)?,
+        keep: call.mask.explicit_keep(dims, device)?,
         lse: Mutex::new(lse),
     };
     let readable = |tensor: &Tensor| -> Result<Tensor> {

@@ -4,18 +4,15 @@
 //! half-precision inputs), dropout, times v. The reference path in [`reference`](self) is the specification; a fused
 //! path has to give its numbers.
 
-mod band;
 mod cpu;
-#[cfg(test)]
-mod drawn;
-mod facts;
-mod flash_attn;
+mod cuda;
 mod merge;
 mod metal;
 mod options;
 mod packed_sequences;
 mod plan;
 mod reference;
+mod rows;
 mod softmax;
 mod validate;
 mod varlen;
@@ -31,11 +28,11 @@ pub(crate) use merge::shares_of_parts;
 pub(crate) use reference::{Dropout, dropout, weighted_values};
 pub(crate) use softmax::{FLOATS, VisibleSoftmax, accumulation_dtype};
 
+use std::sync::Once;
+
 use candle_core::{Result, Tensor, bail};
 
 use crate::AttentionMask;
-use flash_attn::CandleFlashAttn;
-use metal::CandleSdpa;
 use plan::{Choice, Wanted};
 use validate::{Call, Dims};
 
@@ -81,11 +78,11 @@ pub fn scaled_dot_product_attention(
 ) -> Result<Tensor> {
     let call = Call::new("scaled_dot_product_attention", (q, k, v), mask, options)?;
     let reference = || Ok(reference::attend(&call)?.context);
-    match plan::choose(&call, Wanted::Context)? {
+    match plan::choose(&call, None, Wanted::Context)? {
         Choice::Reference { .. } => reference(),
         Choice::Cpu(tier) => cpu::attend(&call, tier, None),
-        Choice::FlashAttn(plan) => or_reference(&call, flash_attn::attend(&call, &plan, &CandleFlashAttn), reference),
-        Choice::Metal(plan) => or_reference(&call, metal::attend(&call, &plan, &CandleSdpa), reference),
+        Choice::FlashAttn(plan) => or_reference(&call, cuda::attend(&call, &plan, cuda::flash_attn), reference),
+        Choice::Metal(plan) => or_reference(&call, metal::attend(&call, &plan, metal::sdpa), reference),
     }
 }
 
@@ -111,7 +108,7 @@ pub(crate) fn attend_with_weights_and_lse(
     options: &SdpaOptions,
 ) -> Result<(AttentionOutput, Tensor)> {
     let call = Call::new("scaled_dot_product_attention_with_weights", (q, k, v), mask, options)?;
-    plan::choose(&call, Wanted::Weights)?;
+    plan::choose(&call, None, Wanted::Weights)?;
     let attended = reference::attend(&call)?;
     let output = AttentionOutput { context: attended.context, weights: attended.weights.to_dtype(q.dtype())? };
     Ok((output, attended.lse))
@@ -133,7 +130,7 @@ pub fn scaled_dot_product_attention_with_lse(
     options: &SdpaOptions,
 ) -> Result<(Tensor, Tensor)> {
     let call = Call::new("scaled_dot_product_attention_with_lse", (q, k, v), mask, options)?;
-    match plan::choose(&call, Wanted::LogSumExp)? {
+    match plan::choose(&call, None, Wanted::LogSumExp)? {
         // The operations of GPUs have no log-sum-exp, and are not chosen for one.
         Choice::Reference { .. } | Choice::FlashAttn(_) | Choice::Metal(_) => {
             let attended = reference::attend(&call)?;
@@ -148,12 +145,17 @@ pub fn scaled_dot_product_attention_with_lse(
     }
 }
 
-/// What a GPU's fused operation gave; where it failed and another path was allowed, that of the reference path.
+/// What a GPU's fused operation gave; where it failed and another path was allowed, what the reference path gives.
 fn or_reference<T>(call: &Call, fused: Result<T>, reference: impl FnOnce() -> Result<T>) -> Result<T> {
     let Err(cause) = fused else { return fused };
     if call.options.backend == Backend::Fused {
         bail!("[{}] the fused operation failed: {}", call.op, first_line(&cause))
     }
+    // Once, since a model would say the same for every layer and token.
+    static LOGGED: Once = Once::new();
+    LOGGED.call_once(|| {
+        log::warn!("[{}] the fused operation failed, the reference path runs instead: {}", call.op, first_line(&cause));
+    });
     reference().map_err(|error| error.context(format!("after the fused operation failed: {}", first_line(&cause))))
 }
 
@@ -167,7 +169,7 @@ fn first_line(error: &candle_core::Error) -> String {
 /// # Errors
 /// As [`scaled_dot_product_attention`].
 pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-    Ok(plan::choose(&Call::new("plan", (q, k, v), mask, options)?, Wanted::Context)?.plan())
+    Ok(plan::choose(&Call::new("plan", (q, k, v), mask, options)?, None, Wanted::Context)?.plan())
 }
 
 #[cfg(test)]

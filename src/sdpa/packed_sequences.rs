@@ -4,9 +4,6 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use crate::AttentionMask;
-use crate::size::fits_in_memory;
-
 /// Where each sequence of a packed batch begins and ends, among the queries and among the keys.
 ///
 /// Sequence s has the queries `cu_seqlens_q[s]..cu_seqlens_q[s + 1]` and the keys `cu_seqlens_kv[s]..cu_seqlens_kv[s + 1]`:
@@ -24,15 +21,6 @@ use crate::size::fits_in_memory;
 pub struct PackedSequences {
     cu_seqlens_q: Vec<usize>,
     cu_seqlens_kv: Vec<usize>,
-}
-
-/// What a kernel reads in the place of a mask: for each packed query, in terms of packed keys.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct PackedRanges {
-    /// The keys that a query sees; empty where it sees none.
-    pub keys: Vec<Range<usize>>,
-    /// The key position at which a query stands, which ALiBi counts from. It may lie outside of the query's own sequence.
-    pub positions: Vec<i64>,
 }
 
 impl PackedSequences {
@@ -113,30 +101,6 @@ impl PackedSequences {
     pub fn total_keys(&self) -> usize {
         self.cu_seqlens_kv.last().copied().unwrap_or(0)
     }
-
-    /// The structural constraints of a mask, whose batch entries are the sequences, for a kernel over all keys at once.
-    ///
-    /// # Errors
-    /// As [`AttentionMask::resolve`] for each sequence.
-    pub(crate) fn ranges(&self, mask: &AttentionMask) -> Result<PackedRanges> {
-        let total = self.total_queries();
-        if !fits_in_memory(&[total, size_of::<Range<usize>>() + size_of::<i64>()]) {
-            bail!("[packed_sequences] the ranges of {total} queries do not fit in memory")
-        }
-        let (mut keys, mut positions) = (Vec::with_capacity(total), Vec::with_capacity(total));
-        for s in 0..self.len() {
-            let (own_queries, own_keys) = (self.queries(s), self.keys(s));
-            let own = mask.of_sequence(s, self.len(), own_queries.len())?;
-            let bound = own.resolve(1, own_queries.len(), own_keys.len())?;
-            let first = own_keys.start;
-            for i in 0..own_queries.len() {
-                let seen = bound.kv_range(0, i);
-                keys.push(first + seen.start..first + seen.end);
-                positions.push(bound.query_position(i).saturating_add(i64::try_from(first).unwrap_or(i64::MAX)));
-            }
-        }
-        Ok(PackedRanges { keys, positions })
-    }
 }
 
 fn check(name: &str, cu_seqlens: &[usize]) -> Result<()> {
@@ -199,39 +163,6 @@ fn range(cu_seqlens: &[usize], s: usize) -> Range<usize> {
 mod tests {
     use super::*;
 
-    /// Two sequences of 2 and 3 queries against 4 and 2 keys, with an empty one of each kind between them.
-    fn sequences() -> Result<PackedSequences> {
-        PackedSequences::from_lens(&[2, 0, 1, 3], &[4, 3, 0, 2])
-    }
-
-    #[test]
-    fn ranges_are_those_of_each_sequence_moved_to_its_keys() -> Result<()> {
-        let PackedRanges { keys, positions } = sequences()?.ranges(&AttentionMask::none())?;
-        assert_eq!(keys, [0..4, 0..4, 7..7, 7..9, 7..9, 7..9]);
-        // The last query of a sequence stands at its last key.
-        assert_eq!(positions, [2, 3, 6, 6, 7, 8]);
-
-        let PackedRanges { keys, positions } = sequences()?.ranges(&AttentionMask::causal())?;
-        assert_eq!(keys, [0..3, 0..4, 7..7, 7..7, 7..8, 7..9]);
-        assert_eq!(positions, [2, 3, 6, 6, 7, 8]);
-
-        let PackedRanges { keys, positions } = sequences()?.ranges(&AttentionMask::causal_upper_left())?;
-        assert_eq!(keys, [0..1, 0..2, 7..7, 7..8, 7..9, 7..9]);
-        assert_eq!(positions, [0, 1, 7, 7, 8, 9]);
-        Ok(())
-    }
-
-    #[test]
-    fn lengths_of_a_mask_are_of_each_sequence() -> Result<()> {
-        let each = AttentionMask::none().with_valid_lens(vec![3, 1, 1, 1]).with_starts(vec![1, 0, 0, 0]);
-        assert_eq!(sequences()?.ranges(&each)?.keys, [1..3, 1..3, 7..7, 7..8, 7..8, 7..8]);
-        let rows = AttentionMask::none().with_valid_lens(vec![vec![1, 2], vec![], vec![5], vec![0, 1, 2]]);
-        assert_eq!(sequences()?.ranges(&rows)?.keys, [0..1, 0..2, 7..7, 7..7, 7..8, 7..9]);
-        let prefix = AttentionMask::causal_upper_left().with_prefix(vec![3, 0, 0, 2]);
-        assert_eq!(sequences()?.ranges(&prefix)?.keys, [0..3, 0..3, 7..7, 7..9, 7..9, 7..9]);
-        Ok(())
-    }
-
     #[test]
     fn tensors_of_any_integer_dtype_are_lists() -> Result<()> {
         let expected = PackedSequences::new(vec![0, 2, 2, 7], vec![0, 1, 4, 4])?;
@@ -241,14 +172,6 @@ mod tests {
         }
         assert_eq!((expected.len(), expected.total_queries(), expected.total_keys()), (3, 7, 4));
         assert_eq!((expected.queries(1), expected.keys(2), expected.queries(3)), (2..2, 4..4, 0..0));
-        Ok(())
-    }
-
-    #[test]
-    fn more_queries_than_any_memory_holds_are_an_error() -> Result<()> {
-        let sequences = PackedSequences::from_lens(&[usize::MAX], &[1])?;
-        let error = sequences.ranges(&AttentionMask::none()).expect_err("too many").to_string();
-        assert!(error.contains("[packed_sequences] the ranges of 18446744073709551615 queries do not fit in memory"));
         Ok(())
     }
 }

@@ -4,14 +4,14 @@ use std::fmt;
 
 use candle_core::{DType, Device, Result, bail};
 
-use super::facts::Facts;
 use super::validate::Call;
-use super::{Backend, PackedSequences, flash_attn, metal};
+use super::{Backend, PackedSequences, cuda, metal};
 use crate::EmptyRows;
 use crate::cpu::Tier;
 
 /// The backend chosen for a call: never [`Backend::Auto`].
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Plan {
     /// [`Backend::Reference`] or [`Backend::Fused`].
     pub backend: Backend,
@@ -25,7 +25,7 @@ impl fmt::Display for Plan {
     }
 }
 
-/// What a caller wants beside the context.
+/// What a caller wants next to the context.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Wanted {
     Context,
@@ -37,7 +37,7 @@ pub(super) enum Wanted {
 pub(super) enum Choice {
     Reference { reason: String },
     Cpu(Tier),
-    FlashAttn(flash_attn::Plan),
+    FlashAttn(cuda::Plan),
     Metal(metal::Plan),
 }
 
@@ -53,16 +53,8 @@ impl Choice {
     }
 }
 
-pub(super) fn choose(call: &Call, wanted: Wanted) -> Result<Choice> {
-    choose_by(call, wanted, || Facts::new(call, wanted))
-}
-
-/// The same for a call over packed sequences.
-pub(super) fn choose_packed(call: &Call, sequences: &PackedSequences, wanted: Wanted) -> Result<Choice> {
-    choose_by(call, wanted, || Facts::packed(call, sequences, wanted))
-}
-
-fn choose_by(call: &Call, wanted: Wanted, facts: impl FnOnce() -> Result<Facts>) -> Result<Choice> {
+/// The choice for a call, over packed sequences if those are given.
+pub(super) fn choose(call: &Call, packed: Option<&PackedSequences>, wanted: Wanted) -> Result<Choice> {
     if call.options.backend == Backend::Reference {
         return Ok(Choice::Reference { reason: "asked for".into() });
     }
@@ -75,9 +67,9 @@ fn choose_by(call: &Call, wanted: Wanted, facts: impl FnOnce() -> Result<Facts>)
             Tier::choose(call.options.cpu_tier, call.q.dtype() == DType::BF16)
                 .map_err(|error| candle_core::Error::msg(format!("[{}] {error}", call.op)))?,
         )),
-        (None, Device::Cuda(_)) => flash_attn::decide(&facts()?)
-            .and_then(|plan| flash_attn::obstacle(call.q.device()).map_or(Ok(Choice::FlashAttn(plan)), Err)),
-        (None, Device::Metal(_)) => metal::decide(&facts()?).map(Choice::Metal),
+        (None, Device::Cuda(_)) => cuda::decide(call, packed, wanted)?
+            .and_then(|plan| cuda::obstacle(call.q.device()).map_or(Ok(Choice::FlashAttn(plan)), Err)),
+        (None, Device::Metal(_)) => metal::decide(call, packed, wanted)?.map(Choice::Metal),
     };
     match chosen {
         Ok(choice) => Ok(choice),

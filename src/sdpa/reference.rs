@@ -96,7 +96,7 @@ fn alibi_penalty(call: &Call, slopes: &Tensor) -> Result<Tensor> {
     let Dims { b, h, t_q, t_kv, .. } = call.dims;
     let ranges = call.mask.resolve(b, t_q, t_kv)?;
     let b = if ranges.positions_differ() { b } else { 1 };
-    let positions: Vec<_> = (0..b * t_q).map(|row| ranges.position(row / t_q, row % t_q) as f64).collect();
+    let positions: Vec<_> = ranges.positions(b)?.into_iter().map(|position| position as f64).collect();
     let queries = Tensor::from_vec(positions, (b, 1, t_q, 1), &Device::Cpu)?.to_dtype(slopes.dtype())?;
     let queries = queries.to_device(slopes.device())?;
     let keys = Tensor::arange(0, t_kv as i64, slopes.device())?.to_dtype(slopes.dtype())?.reshape((1, t_kv))?;

@@ -2,10 +2,9 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::flash_attn::CandleFlashAttn;
 use super::plan::{self, Choice, Wanted};
 use super::validate::Call;
-use super::{OutputOrder, PackedSequences, SdpaOptions, accumulation_dtype, cpu, flash_attn, or_reference, reference};
+use super::{OutputOrder, PackedSequences, SdpaOptions, accumulation_dtype, cpu, cuda, or_reference, reference};
 use crate::AttentionMask;
 use crate::cpu::Tier;
 
@@ -106,13 +105,13 @@ fn check_fit(packed: &Call, sequences: &PackedSequences) -> Result<()> {
 /// (total_q, H, D_v).
 fn context(packed: &Call, sequences: &PackedSequences) -> Result<Tensor> {
     let reference = || Ok(one_by_one(packed, sequences)?.0);
-    match plan::choose_packed(packed, sequences, Wanted::Context)? {
+    match plan::choose(packed, Some(sequences), Wanted::Context)? {
         // Metal's operation takes no packed sequences, and is not chosen for them.
         Choice::Reference { .. } | Choice::Metal(_) => reference(),
         Choice::Cpu(tier) => on_cpu(packed, sequences, tier, None),
         Choice::FlashAttn(plan) => {
             let options = in_sequence_order(packed.options);
-            let fused = flash_attn::attend(&Call { options: &options, ..*packed }, &plan, &CandleFlashAttn);
+            let fused = cuda::attend(&Call { options: &options, ..*packed }, &plan, cuda::flash_attn);
             or_reference(packed, fused.and_then(without_batch), reference)
         }
     }
@@ -120,7 +119,7 @@ fn context(packed: &Call, sequences: &PackedSequences) -> Result<Tensor> {
 
 /// The context (total_q, H, D_v) and the log-sum-exp (H, total_q).
 fn context_and_lse(packed: &Call, sequences: &PackedSequences) -> Result<(Tensor, Tensor)> {
-    match plan::choose_packed(packed, sequences, Wanted::LogSumExp)? {
+    match plan::choose(packed, Some(sequences), Wanted::LogSumExp)? {
         // The operations of GPUs have no log-sum-exp, and are not chosen for one.
         Choice::Reference { .. } | Choice::FlashAttn(_) | Choice::Metal(_) => one_by_one(packed, sequences),
         Choice::Cpu(tier) => {
@@ -152,7 +151,7 @@ pub(super) fn one_by_one(packed: &Call, sequences: &PackedSequences) -> Result<(
     let (mut contexts, mut lses) = (Vec::new(), Vec::new());
     for s in 0..sequences.len() {
         let (queries, keys) = (sequences.queries(s), sequences.keys(s));
-        let mask = packed.mask.of_sequence(s, sequences.len(), queries.len())?;
+        let mask = packed.mask.of_sequence(s, sequences.len(), queries.len(), keys.len());
         let q = packed.q.narrow(2, queries.start, queries.len())?;
         let k = packed.k.narrow(2, keys.start, keys.len())?;
         let v = packed.v.narrow(2, keys.start, keys.len())?;

@@ -185,7 +185,7 @@ fn run(cfg: &Config, sizes: [usize; 3], masks: Vec<Mask>, dtype: DType, device: 
 }
 
 fn every_config_gives_the_numbers_of_plain_loops(device: &Device) {
-    let mut calls = 0;
+    let (mut calls, mut disagree) = (0, 0);
     for (name, cfg) in configs() {
         for sizes in [[2, 4, 4], [1, 3, 6], [2, 5, 3], [1, 1, 1], [0, 3, 3], [2, 0, 0], [2, 0, 3], [2, 3, 0]] {
             for (n, masks) in call_masks(sizes, cfg.num_heads()).into_iter().enumerate() {
@@ -195,13 +195,17 @@ fn every_config_gives_the_numbers_of_plain_loops(device: &Device) {
                     match outcome {
                         Ok(Ok(())) => calls += 1,
                         Ok(Err(difference)) => panic!("{what}: {difference}"),
+                        // The call's mask counts from elsewhere than the layer's, and ALiBi has no position to count from.
+                        Err(error) if name.starts_with("alibi") && error.to_string().contains("ALiBi counts") => {
+                            disagree += 1
+                        }
                         Err(error) => panic!("{what}: {error}"),
                     }
                 }
             }
         }
     }
-    assert!(calls >= 1000, "{calls}");
+    assert!(calls >= 1000 && disagree < 40, "{calls} {disagree}");
 }
 
 fn two_dimensions_are_one_sequence(device: &Device) -> Result<()> {

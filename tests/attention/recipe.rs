@@ -241,7 +241,12 @@ impl Recipe {
             alibi_slopes: self.chosen.alibi.then(|| heads(-0.1, 1.0)),
             sinks: self.chosen.sinks.then(|| heads(-4.0, 4.0)),
         };
-        Case { dims: self.dims, q, k, v, masks, uniform_empty_rows: self.uniform_empty_rows, options }
+        let mut case = Case { dims: self.dims, q, k, v, masks, uniform_empty_rows: self.uniform_empty_rows, options };
+        if !case.positions_agree() {
+            // ALiBi has no position to count from, which is an error.
+            case.options.alibi_slopes = None;
+        }
+        case
     }
 
     fn masks(&self, kinds: &[Kind], random: &mut Random) -> Vec<Mask> {

@@ -150,8 +150,13 @@ fn every_option_holds_for_each_sequence_by_itself(device: &Device) -> Result<()>
     ];
     for &dtype in dtypes(device) {
         let qkv = qkv(dtype, device)?;
-        for options in &options {
-            for mask in masks() {
+        for (n, options) in options.iter().enumerate() {
+            // Joined masks that count from different positions leave ALiBi none.
+            let agree = |mask: &Packed| {
+                ![2, 4].contains(&n)
+                    || !mask.masks.iter().any(|mask| mask.alignment == UpperLeft && mask.parts.len() == 1)
+            };
+            for mask in masks().into_iter().filter(agree) {
                 check(&qkv, &mask, options)?;
             }
         }

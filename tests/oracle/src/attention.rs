@@ -138,7 +138,7 @@ impl Mask {
     }
 
     fn is_relative(&self) -> bool {
-        let relative = |part: &Part| matches!(part, Part::Window(_) | Part::Band(..) | Part::Prefix(_));
+        let relative = |part: &Part| matches!(part, Part::Window(_) | Part::Band(..));
         self.alignment != Alignment::Free || self.parts.iter().any(relative)
     }
 
@@ -173,7 +173,15 @@ impl Case {
         h / (self.dims.h / self.dims.h_kv)
     }
 
-    /// Where ALiBi's distances count from: the position of the first mask that speaks of positions.
+    /// Whether all masks that speak of positions give a query the same one.
+    pub fn positions_agree(&self) -> bool {
+        let mut positions =
+            self.masks.iter().filter(|mask| mask.is_relative()).map(|mask| mask.position(&self.dims, 0));
+        let first = positions.next();
+        positions.all(|position| Some(position) == first)
+    }
+
+    /// Where ALiBi's distances count from: the position of the masks that speak of positions.
     fn position(&self, i: usize) -> i128 {
         let free = Mask { alignment: Alignment::Free, parts: Vec::new() };
         self.masks.iter().find(|mask| mask.is_relative()).unwrap_or(&free).position(&self.dims, i)
