@@ -1,17 +1,21 @@
 //! Encoded texts: one, and a padded batch of them.
 
 use candle_core::{Device, Result, Tensor};
+use tokenizers::{PaddingDirection, PaddingParams};
 
 use super::error::TokenizerError;
 use crate::mask::ValidLens;
 
 /// One text as ids and tokens; both have the same length T.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Encoding {
     /// The ids, (T,).
     pub ids: Vec<u32>,
     /// The word, or the part of a word, that each id stands for.
     pub tokens: Vec<String>,
+    /// The number of tokens at the end of the text that truncation left out.
+    pub num_truncated: usize,
 }
 
 /// The side of a row on which padding stands.
@@ -23,47 +27,41 @@ pub enum PaddingSide {
     Right,
 }
 
-/// How to make rows of one length.
-pub(super) struct Padding {
-    pub id: u32,
-    pub token: String,
-    pub side: PaddingSide,
-    /// Rows are at least this long.
-    pub at_least: usize,
-    /// Row lengths are a multiple of this.
-    pub multiple_of: usize,
-}
-
-/// A batch of B texts, padded to one length T.
-///
-/// Without texts of different lengths there is no padding: T is then the length of each. If all texts
-/// are empty, T is 0.
+/// A batch of B texts, padded to one length T, that of the longest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
     ids: Vec<Vec<u32>>,
     tokens: Vec<Vec<String>>,
     lens: Vec<usize>,
+    num_truncated: Vec<usize>,
     seq_len: usize,
     side: PaddingSide,
 }
 
 impl Batch {
-    pub(super) fn new(mut rows: Vec<Encoding>, padding: Option<Padding>) -> std::result::Result<Self, TokenizerError> {
+    pub(super) fn new(
+        mut rows: Vec<Encoding>,
+        padding: Option<PaddingParams>,
+    ) -> std::result::Result<Self, TokenizerError> {
         let lens: Vec<usize> = rows.iter().map(|row| row.ids.len()).collect();
         let (Some(&shortest), Some(&longest)) = (lens.iter().min(), lens.iter().max()) else {
             return Err(TokenizerError::EmptyBatch);
         };
-        let (seq_len, side) = match padding {
-            Some(padding) => {
-                let seq_len = longest.max(padding.at_least).next_multiple_of(padding.multiple_of.max(1));
-                rows.iter_mut().for_each(|row| pad(row, seq_len, &padding));
-                (seq_len, padding.side)
+        let mut side = PaddingSide::Right;
+        if let Some(padding) = padding {
+            side = padding.direction.into();
+            for row in &mut rows {
+                let at = if side == PaddingSide::Left { 0 } else { row.ids.len() };
+                let missing = longest - row.ids.len();
+                row.ids.splice(at..at, std::iter::repeat_n(padding.pad_id, missing));
+                row.tokens.splice(at..at, std::iter::repeat_n(padding.pad_token.clone(), missing));
             }
-            None if shortest == longest => (longest, PaddingSide::Right),
-            None => return Err(TokenizerError::NoPadding { shortest, longest }),
-        };
+        } else if shortest < longest {
+            return Err(TokenizerError::NoPadding { shortest, longest });
+        }
+        let num_truncated = rows.iter().map(|row| row.num_truncated).collect();
         let (ids, tokens) = rows.into_iter().map(|row| (row.ids, row.tokens)).unzip();
-        Ok(Self { ids, tokens, lens, seq_len, side })
+        Ok(Self { ids, tokens, lens, num_truncated, seq_len: longest, side })
     }
 
     /// The ids with padding, (B, T).
@@ -81,12 +79,17 @@ impl Batch {
         &self.lens
     }
 
+    /// The number of tokens that truncation left out of each text, (B,).
+    pub fn num_truncated(&self) -> &[usize] {
+        &self.num_truncated
+    }
+
     /// B, the number of texts; at least 1.
     pub fn batch_size(&self) -> usize {
         self.ids.len()
     }
 
-    /// T, the length of each row with its padding.
+    /// T, the length of each row with its padding; 0 where all texts are empty.
     pub fn seq_len(&self) -> usize {
         self.seq_len
     }
@@ -122,19 +125,16 @@ impl Batch {
     /// The position of each text's first token, (B,), for `AttentionMask::with_starts`: keys before it are padding.
     /// All zero if the padding is on the right.
     pub fn starts(&self) -> ValidLens {
-        ValidLens::from(match self.side {
-            PaddingSide::Right => vec![0; self.lens.len()],
-            PaddingSide::Left => self.lens.iter().map(|len| self.seq_len - len).collect(),
-        })
+        let is_left = self.side == PaddingSide::Left;
+        ValidLens::from(self.lens.iter().map(|len| if is_left { self.seq_len - len } else { 0 }).collect::<Vec<_>>())
     }
 }
 
-fn pad(row: &mut Encoding, seq_len: usize, padding: &Padding) {
-    let missing = seq_len - row.ids.len();
-    let at = match padding.side {
-        PaddingSide::Left => 0,
-        PaddingSide::Right => row.ids.len(),
-    };
-    row.ids.splice(at..at, std::iter::repeat_n(padding.id, missing));
-    row.tokens.splice(at..at, std::iter::repeat_n(padding.token.clone(), missing));
+impl From<PaddingDirection> for PaddingSide {
+    fn from(direction: PaddingDirection) -> Self {
+        match direction {
+            PaddingDirection::Left => Self::Left,
+            PaddingDirection::Right => Self::Right,
+        }
+    }
 }

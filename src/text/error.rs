@@ -1,9 +1,9 @@
 //! What can go wrong between a text and its ids.
 
-use std::collections::HashMap;
 use std::path::PathBuf;
 
 use thiserror::Error;
+use tokenizers::Tokenizer;
 
 /// The error type of the `tokenizers` crate.
 pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
@@ -11,7 +11,8 @@ pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// An error of [`SimpleTokenizer`](super::SimpleTokenizer) or of a [`Batch`](super::Batch).
 ///
 /// It converts into [`candle_core::Error`], so that `?` works in functions that return [`candle_core::Result`].
-/// All positions count from 0. In a message a long word is cut; the field holds all of it.
+/// Fields are indices, from 0; messages count words and texts from 1. In a message a long word is cut; the field holds all
+/// of it.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum TokenizerError {
@@ -21,7 +22,7 @@ pub enum TokenizerError {
 
     /// The empty string cannot be a word: no text splits into it.
     #[error(
-        "[tokenizer] the vocabulary's word {position} (counted from 0) is empty, and no text contains an empty word: remove it"
+        "[tokenizer] the vocabulary's word {} is empty, and no text contains an empty word: remove it", .position + 1
     )]
     EmptyWord {
         /// Where the empty word stands in the list.
@@ -29,7 +30,7 @@ pub enum TokenizerError {
     },
 
     /// A word stands in the vocabulary twice, so it would have two ids.
-    #[error("[tokenizer] the word {} is in the vocabulary twice, at positions {first} and {second} (counted from 0): remove one", quoted(.word))]
+    #[error("[tokenizer] the word {} is in the vocabulary twice, as word {} and word {}: remove one", quoted(.word), .first + 1, .second + 1)]
     DuplicateWord {
         /// The word.
         word: String,
@@ -39,12 +40,8 @@ pub enum TokenizerError {
         second: usize,
     },
 
-    /// More words than `u32` has ids.
-    #[error("[tokenizer] the vocabulary has more words than there are 32-bit ids: use at most 4294967296")]
-    TooManyWords,
-
     /// A token that was to play a part (unknown token, padding token) is not in the vocabulary.
-    #[error("[tokenizer] the {part} token {} is not in the vocabulary: {}", quoted(.token), suggestion(.nearest, "add it"))]
+    #[error("[tokenizer] the {part} token {} is not in the vocabulary: {}", quoted(.token), suggestion(.nearest, .vocabulary, "add it"))]
     NotInVocabulary {
         /// The part: `unknown` or `padding`.
         part: &'static str,
@@ -52,6 +49,8 @@ pub enum TokenizerError {
         token: String,
         /// The nearest words of the vocabulary, best first, at most three.
         nearest: Vec<String>,
+        /// The first words of the vocabulary, at most ten.
+        vocabulary: Vec<String>,
     },
 
     /// Only a word-level vocabulary lets its unknown token be chosen afterwards.
@@ -64,7 +63,7 @@ pub enum TokenizerError {
     },
 
     /// A word of the text is not in the vocabulary, and there is no unknown token to stand for it.
-    #[error("[tokenizer] word {position} (counted from 0), {}, is not in the vocabulary: {}", quoted(.word), suggestion(.nearest, "add it, or choose a word for all unknown ones with with_unknown"))]
+    #[error("[tokenizer] word {}, {}, is not in the vocabulary: {}", .position + 1, quoted(.word), suggestion(.nearest, .vocabulary, "add it, or choose a word for all unknown ones with with_unknown"))]
     UnknownWord {
         /// The word, as the vocabulary was asked for it (after a loaded file's normalisation).
         word: String,
@@ -72,11 +71,13 @@ pub enum TokenizerError {
         position: usize,
         /// The nearest words of the vocabulary, best first, at most three.
         nearest: Vec<String>,
+        /// The first words of the vocabulary, at most ten.
+        vocabulary: Vec<String>,
     },
 
     /// The model has no token for a part of a word and no unknown token. The `tokenizers` crate would leave that
     /// part out and say nothing.
-    #[error("[tokenizer] word {position} (counted from 0), {}, has characters that the file's {model} model has no token for: remove them, or use a file with an unknown token or byte fallback", quoted(.word))]
+    #[error("[tokenizer] word {}, {}, has characters that the file's {model} model has no token for: remove them, or use a file with an unknown token or byte fallback", .position + 1, quoted(.word))]
     DroppedCharacters {
         /// The word, after the file's normalisation.
         word: String,
@@ -88,7 +89,7 @@ pub enum TokenizerError {
 
     /// An id to decode is not in the vocabulary.
     #[error(
-        "[tokenizer] id {id} at position {position} (counted from 0) is not in the vocabulary of {vocab_size} words: give ids that this tokenizer made"
+        "[tokenizer] id {id}, number {} of the list, is not in the vocabulary of {vocab_size} words: give ids that this tokenizer made", .position + 1
     )]
     UnknownId {
         /// The id.
@@ -97,6 +98,15 @@ pub enum TokenizerError {
         position: usize,
         /// The number of words in the vocabulary.
         vocab_size: usize,
+    },
+
+    /// Truncation to so few tokens would leave no room for text.
+    #[error("[tokenizer] texts are cut at {max_tokens} tokens, expected more than the {num_special} that are added")]
+    NoRoomForText {
+        /// The most tokens of a text.
+        max_tokens: usize,
+        /// How many special tokens the file adds to each.
+        num_special: usize,
     },
 
     /// A batch needs at least one text.
@@ -125,7 +135,7 @@ pub enum TokenizerError {
     PaddedOnTheLeft,
 
     /// A text of a batch failed.
-    #[error("{source} (text {index} of the batch, counted from 0)")]
+    #[error("{source} (text {} of the batch)", .index + 1)]
     InBatch {
         /// The index of the text.
         index: usize,
@@ -178,44 +188,46 @@ fn quoted(word: &str) -> String {
     }
 }
 
-fn suggestion(nearest: &[String], otherwise: &str) -> String {
+fn suggestion(nearest: &[String], vocabulary: &[String], otherwise: &str) -> String {
+    let list = |words: &[String], between| words.iter().map(|word| quoted(word)).collect::<Vec<_>>().join(between);
     if nearest.is_empty() {
-        return otherwise.to_owned();
+        return format!("{otherwise}; its words begin with {}", list(vocabulary, ", "));
     }
-    let words: Vec<_> = nearest.iter().map(|word| quoted(word)).collect();
-    format!("did you mean {}? Otherwise {otherwise}", words.join(" or "))
+    format!("did you mean {}? Otherwise {otherwise}", list(nearest, " or "))
 }
 
 fn one_line(error: &BoxError) -> String {
     error.to_string().split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// The (at most three) words of `vocab` nearest to `word`: by the Damerau-Levenshtein distance without regard to
-/// case, then with regard to it, then by id.
-///
-/// A word that takes more edits than half its length is no neighbour. Words over 128 characters are not compared, because
-/// the distance takes the product of the lengths in time and memory.
-pub(super) fn nearest_words(word: &str, vocab: &HashMap<String, u32>) -> Vec<String> {
-    const LONGEST: usize = 128;
-    let lower = word.to_lowercase();
-    let len = lower.chars().count();
-    if len > LONGEST {
-        return Vec::new();
-    }
-    let mut near: Vec<_> = vocab
-        .iter()
-        .filter_map(|(candidate, &id)| {
-            let candidate_lower = candidate.to_lowercase();
-            let candidate_len = candidate_lower.chars().count();
-            let longer = len.max(candidate_len);
+/// What of a vocabulary helps somebody who gave a word that is not in it.
+pub(super) struct Vocabulary {
+    /// The nearest words, at most three: by the Damerau-Levenshtein distance without regard to case, then with regard to
+    /// it, then by id. A word that takes more edits than half its length is not among them.
+    pub(super) nearest: Vec<String>,
+    /// The first words by id, at most ten.
+    pub(super) first: Vec<String>,
+}
+
+impl Vocabulary {
+    pub(super) fn near(word: &str, tokenizer: &Tokenizer) -> Self {
+        /// The distance takes the product of the lengths in time and memory, so longer words are not compared.
+        const LONGEST: usize = 128;
+        let mut words: Vec<_> = tokenizer.get_vocab(true).into_iter().map(|(word, id)| (id, word)).collect();
+        words.sort_unstable();
+        let lower = word.to_lowercase();
+        let len = lower.chars().count();
+        let distance = |candidate: &str| {
+            let candidate = candidate.to_lowercase();
+            let longer = len.max(candidate.chars().count());
             // The difference in length is a lower bound of the distance, and far cheaper.
-            if longer > LONGEST || 2 * len.abs_diff(candidate_len) > longer {
-                return None;
-            }
-            let distance = strsim::damerau_levenshtein(&lower, &candidate_lower);
-            (2 * distance <= longer).then_some((distance, candidate, id))
-        })
-        .collect();
-    near.sort_by_cached_key(|(distance, candidate, id)| (*distance, strsim::damerau_levenshtein(word, candidate), *id));
-    near.into_iter().take(3).map(|(_, candidate, _)| candidate.clone()).collect()
+            let is_near = longer <= LONGEST && 2 * len.abs_diff(candidate.chars().count()) <= longer;
+            let distance = is_near.then(|| strsim::damerau_levenshtein(&lower, &candidate))?;
+            (2 * distance <= longer).then_some(distance)
+        };
+        let mut near: Vec<_> = words.iter().filter_map(|(id, near)| Some((distance(near)?, near, id))).collect();
+        near.sort_by_cached_key(|(distance, near, id)| (*distance, strsim::damerau_levenshtein(word, near), **id));
+        let nearest = near.into_iter().take(3).map(|(_, near, _)| near.clone()).collect();
+        Self { nearest, first: words.into_iter().take(10).map(|(_, word)| word).collect() }
+    }
 }

@@ -3,13 +3,10 @@
 mod batch;
 mod embedding;
 mod error;
-mod file;
-mod options;
 mod pipeline;
 mod tokenizer;
 
 pub use batch::{Batch, Encoding, PaddingSide};
 pub use embedding::{EmbeddingConfig, EmbeddingLayer};
 pub use error::TokenizerError;
-pub use options::{SpecialTokens, Split};
-pub use tokenizer::SimpleTokenizer;
+pub use tokenizer::{SimpleTokenizer, SpecialTokens, Split};

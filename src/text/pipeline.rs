@@ -4,25 +4,49 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use tokenizers::models::{ModelWrapper, bpe, unigram::UnigramError, wordlevel, wordpiece};
 use tokenizers::{
-    Model, NormalizedString, OffsetReferential, OffsetType, PaddingParams, PaddingStrategy, PostProcessor,
-    PreTokenizedString, PreTokenizer, Token, Tokenizer, TruncationDirection, TruncationStrategy,
+    Model, NormalizedString, OffsetReferential, OffsetType, PaddingParams, PostProcessor, PreTokenizedString,
+    PreTokenizer, Token, Tokenizer, TruncationDirection,
 };
 
 use super::batch::Encoding;
-use super::error::{BoxError, TokenizerError, nearest_words};
-
-/// Fixed padding beyond this many tokens is a mistake in the file, and would only exhaust the memory.
-const LONGEST_ROW: usize = 1 << 24;
+use super::error::{BoxError, TokenizerError, Vocabulary};
 
 /// Stands for the error that the BPE model should give where it leaves characters out.
 #[derive(Debug, thiserror::Error)]
 #[error("characters without a token")]
 struct Dropped;
 
-/// Encodes as [`Tokenizer::encode`] does, but that characters which the model leaves out are an error.
-pub(super) fn encode(tokenizer: &Tokenizer, text: &str, add_special_tokens: bool) -> Result<Encoding, TokenizerError> {
+/// A tokenizer without truncation and padding, which are the caller's, and the file's padding.
+///
+/// # Errors
+///
+/// For a file whose post-processor has tokens that it does not define, on which the crate would panic later.
+pub(super) fn load(bytes: &[u8]) -> Result<(Tokenizer, Option<PaddingParams>), BoxError> {
+    let mut tokenizer = catch_panic(|| Tokenizer::from_bytes(bytes))?;
+    let padding = tokenizer.get_padding().cloned();
+    tokenizer.with_truncation(None)?.with_padding(None);
+    for add_special_tokens in [true, false] {
+        catch_panic(|| tokenizer.post_process(tokenizers::Encoding::default(), None, add_special_tokens))
+            .map_err(|error| format!("its post-processor cannot be applied: {error}"))?;
+    }
+    Ok((tokenizer, padding))
+}
+
+/// How many special tokens a text gets.
+pub(super) fn num_special_tokens(tokenizer: &Tokenizer) -> usize {
+    tokenizer.get_post_processor().map_or(0, |processor| processor.added_tokens(false))
+}
+
+/// Encodes as [`Tokenizer::encode`] does, but that characters which the model leaves out are an error. The text keeps at
+/// most `max_tokens` tokens, special ones included.
+pub(super) fn encode(
+    tokenizer: &Tokenizer,
+    text: &str,
+    add_special_tokens: bool,
+    max_tokens: Option<usize>,
+) -> Result<Encoding, TokenizerError> {
     let failed = |source| TokenizerError::Pipeline { action: "encode", source };
-    let mut pieces = shielded(|| {
+    let mut pieces = catch_panic(|| {
         let mut pieces = tokenizer.get_added_vocabulary().extract_and_normalize(tokenizer.get_normalizer(), text);
         if let Some(pre_tokenizer) = tokenizer.get_pre_tokenizer() {
             pre_tokenizer.pre_tokenize(&mut pieces)?;
@@ -30,16 +54,6 @@ pub(super) fn encode(tokenizer: &Tokenizer, text: &str, add_special_tokens: bool
         Ok(pieces)
     })
     .map_err(failed)?;
-    shielded(|| tokenize(tokenizer, &mut pieces)).map_err(|source| explain(tokenizer, &pieces, source))?;
-    let encoding = shielded(|| {
-        let encoding = pieces.into_encoding(None, 0, OffsetType::Byte)?;
-        tokenizer.post_process(encoding, None, add_special_tokens)
-    })
-    .map_err(failed)?;
-    Ok(Encoding { ids: encoding.get_ids().to_vec(), tokens: encoding.get_tokens().to_vec() })
-}
-
-fn tokenize(tokenizer: &Tokenizer, pieces: &mut PreTokenizedString) -> Result<(), BoxError> {
     let model = tokenizer.get_model();
     let complete = |piece: &NormalizedString| -> Result<Vec<Token>, BoxError> {
         let tokens = model.tokenize(piece.get())?;
@@ -47,35 +61,43 @@ fn tokenize(tokenizer: &Tokenizer, pieces: &mut PreTokenizedString) -> Result<()
         let covered = tokens.iter().map(|token| token.offsets.1).max().unwrap_or(0);
         if covered < piece.get().len() { Err(Box::new(Dropped)) } else { Ok(tokens) }
     };
-    match tokenizer.get_truncation() {
-        // As the crate has it: what truncation would cut is not even looked up.
-        Some(params) if params.strategy != TruncationStrategy::OnlySecond => {
-            pieces.tokenize_with_limit(complete, params.max_length, params.direction)
-        }
-        _ => pieces.tokenize(complete),
-    }
+    catch_panic(|| pieces.tokenize(complete)).map_err(|source| explain(tokenizer, &pieces, source))?;
+    let (encoding, num_truncated) = catch_panic(|| {
+        let mut encoding = pieces.into_encoding(None, 0, OffsetType::Byte)?;
+        let added = if add_special_tokens { num_special_tokens(tokenizer) } else { 0 };
+        let room = max_tokens.map_or(usize::MAX, |most| most.saturating_sub(added));
+        let num_truncated = encoding.len().saturating_sub(room);
+        encoding.truncate(room, 0, TruncationDirection::Right);
+        encoding.take_overflowing();
+        Ok((tokenizer.post_process(encoding, None, add_special_tokens)?, num_truncated))
+    })
+    .map_err(failed)?;
+    Ok(Encoding { ids: encoding.get_ids().to_vec(), tokens: encoding.get_tokens().to_vec(), num_truncated })
+}
+
+/// The pieces into which `pre_tokenizer` splits a text.
+pub(super) fn split(pre_tokenizer: &impl PreTokenizer, text: &str) -> Result<Vec<String>, BoxError> {
+    let mut pieces = PreTokenizedString::from(text);
+    pre_tokenizer.pre_tokenize(&mut pieces)?;
+    let splits = pieces.get_splits(OffsetReferential::Original, OffsetType::None);
+    Ok(splits.into_iter().map(|(word, ..)| word.to_owned()).collect())
 }
 
 /// Names the piece at which the model stopped.
 fn explain(tokenizer: &Tokenizer, pieces: &PreTokenizedString, source: BoxError) -> TokenizerError {
     let splits = pieces.get_splits(OffsetReferential::Original, OffsetType::None);
-    let mut untouched = splits.iter().enumerate().filter(|(_, (_, _, tokens))| tokens.is_none());
-    let from_the_end = tokenizer.get_truncation().is_some_and(|params| {
-        params.strategy != TruncationStrategy::OnlySecond && params.direction == TruncationDirection::Left
-    });
-    let stopped_at = if from_the_end { untouched.next_back() } else { untouched.next() };
-    match stopped_at {
-        Some((position, (word, _, _))) if source.is::<Dropped>() => TokenizerError::DroppedCharacters {
-            word: (*word).to_owned(),
-            position,
-            model: model_kind(tokenizer.get_model()),
-        },
-        Some((position, (word, _, _))) if is_unknown_word(&source) => TokenizerError::UnknownWord {
-            word: (*word).to_owned(),
-            position,
-            nearest: nearest_words(word, &tokenizer.get_vocab(true)),
-        },
-        _ => TokenizerError::Pipeline { action: "encode", source },
+    let stopped_at = splits.iter().enumerate().find(|(_, (_, _, tokens))| tokens.is_none());
+    let Some((position, (word, ..))) = stopped_at else {
+        return TokenizerError::Pipeline { action: "encode", source };
+    };
+    let (word, model) = ((*word).to_owned(), model_kind(tokenizer.get_model()));
+    if source.is::<Dropped>() {
+        TokenizerError::DroppedCharacters { word, position, model }
+    } else if is_unknown_word(&source) {
+        let Vocabulary { nearest, first } = Vocabulary::near(&word, tokenizer);
+        TokenizerError::UnknownWord { word, position, nearest, vocabulary: first }
+    } else {
+        TokenizerError::Pipeline { action: "encode", source }
     }
 }
 
@@ -84,39 +106,6 @@ fn is_unknown_word(error: &BoxError) -> bool {
         || matches!(error.downcast_ref(), Some(wordpiece::Error::MissingUnkToken))
         || matches!(error.downcast_ref(), Some(bpe::Error::UnkTokenOutOfVocabulary(_)))
         || matches!(error.downcast_ref(), Some(UnigramError::MissingUnkId))
-}
-
-/// Refuses a file whose settings the crate would panic on or, in a release build, silently misread.
-pub(super) fn validate(tokenizer: &Tokenizer, padding: Option<&PaddingParams>) -> Result<(), BoxError> {
-    if let Some(params) = tokenizer.get_truncation() {
-        let added = tokenizer.get_post_processor().map_or(0, |processor| processor.added_tokens(false));
-        let room = params
-            .max_length
-            .checked_sub(added)
-            .ok_or_else(|| format!("it truncates to length {} and adds {added} special tokens", params.max_length))?;
-        if [room, params.max_length].iter().any(|&room| room > 0 && params.stride >= room) {
-            return Err(format!(
-                "its truncation's stride {} is not below the length {room} that it leaves",
-                params.stride
-            )
-            .into());
-        }
-    }
-    if let Some(params) = padding {
-        let fixed = match params.strategy {
-            PaddingStrategy::Fixed(len) => len,
-            PaddingStrategy::BatchLongest => 0,
-        };
-        let len = fixed.max(params.pad_to_multiple_of.unwrap_or(0));
-        if len > LONGEST_ROW {
-            return Err(format!("it pads to {len} tokens, beyond the limit of {LONGEST_ROW}").into());
-        }
-    }
-    for add_special_tokens in [true, false] {
-        shielded(|| tokenizer.post_process(tokenizers::Encoding::default(), None, add_special_tokens))
-            .map_err(|error| format!("its post-processor cannot be applied: {error}"))?;
-    }
-    Ok(())
 }
 
 /// The model's kind, as tokenizer.json names it.
@@ -133,13 +122,9 @@ pub(super) fn model_kind(model: &ModelWrapper) -> &'static str {
 ///
 /// The steps run under it only read the tokenizer and write what is thrown away on an error; the crate's caches hold
 /// complete entries only. Hence the assertion.
-pub(super) fn shielded<T>(step: impl FnOnce() -> Result<T, BoxError>) -> Result<T, BoxError> {
+pub(super) fn catch_panic<T>(step: impl FnOnce() -> Result<T, BoxError>) -> Result<T, BoxError> {
     catch_unwind(AssertUnwindSafe(step)).unwrap_or_else(|panic| {
-        let reason = panic
-            .downcast_ref::<String>()
-            .map(String::as_str)
-            .or_else(|| panic.downcast_ref::<&str>().copied())
-            .unwrap_or("no reason given");
-        Err(format!("the tokenizers crate panicked: {reason}").into())
+        let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref().copied());
+        Err(format!("the tokenizers crate panicked: {}", text.unwrap_or("no reason given")).into())
     })
 }

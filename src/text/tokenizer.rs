@@ -1,15 +1,21 @@
-//! [`SimpleTokenizer`]: a learner's tokenizer, and a thin door to any Hugging Face `tokenizer.json`.
+//! [`SimpleTokenizer`]: a learner's tokenizer, and a thin layer over any Hugging Face `tokenizer.json`.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
+use std::path::Path;
 
 use tokenizers::models::{ModelWrapper, wordlevel::WordLevel};
 use tokenizers::parallelism::MaybeParallelRefIterator;
-use tokenizers::{Decoder, Model, PaddingDirection, PaddingParams, PaddingStrategy, Tokenizer};
+use tokenizers::pre_tokenizers::delimiter::CharDelimiterSplit;
+use tokenizers::pre_tokenizers::punctuation::Punctuation;
+use tokenizers::pre_tokenizers::sequence::Sequence;
+use tokenizers::pre_tokenizers::whitespace::WhitespaceSplit;
+use tokenizers::{
+    Decoder, Model, PaddingDirection, PaddingParams, PaddingStrategy, PreTokenizerWrapper, Tokenizer, TruncationParams,
+};
 
-use super::batch::{Batch, Encoding, Padding, PaddingSide};
-use super::error::{TokenizerError, nearest_words};
-use super::options::{SpecialTokens, Split};
+use super::batch::{Batch, Encoding, PaddingSide};
+use super::error::{TokenizerError, Vocabulary};
 use super::pipeline;
 
 type Result<T> = std::result::Result<T, TokenizerError>;
@@ -17,14 +23,49 @@ type Result<T> = std::result::Result<T, TokenizerError>;
 /// Padding tokens that are recognised without being chosen, best first.
 const USUAL_PADDING: [&str; 2] = ["<pad>", "[PAD]"];
 
+/// Where a text splits into words.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Split {
+    /// At white space and nowhere else, as Python's `str.split()` does: "you?" is one word.
+    #[default]
+    Whitespace,
+    /// At white space, and each punctuation character is a word of its own: "you?" is "you" and "?". Punctuation is
+    /// what Unicode calls so and all of ASCII's, which also cuts a word like `<pad>` into three.
+    Punctuation,
+}
+
+impl Split {
+    fn pre_tokenizer(self) -> Sequence {
+        let mut steps: Vec<PreTokenizerWrapper> = vec![WhitespaceSplit.into()];
+        // Python's white space is Unicode's and ASCII's four separators: FS, GS, RS, US.
+        steps.extend(('\x1c'..='\x1f').map(|c| CharDelimiterSplit::new(c).into()));
+        if self == Self::Punctuation {
+            steps.push(Punctuation::default().into());
+        }
+        Sequence::new(steps)
+    }
+}
+
+/// Whether tokens such as `[CLS]` and `<s>`, which belong to a model's input and not to its text, take part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SpecialTokens {
+    /// Encoding adds what the file's post-processor adds; decoding writes them out.
+    With,
+    /// Encoding adds none; decoding leaves out the file's special tokens and the padding token.
+    Without,
+}
+
 /// Text to ids and back.
 ///
 /// From a list of words it is the tokenizer of the PyTorch tutorials: `text.split()`, case sensitive, an id for each
 /// word, and an error for an unknown word. From a `tokenizer.json` (word-level, BPE, WordPiece or Unigram) it does
-/// what the file says, with three differences from the `tokenizers` crate, which stands below it:
+/// what the file says, with these differences from the `tokenizers` crate below it:
 ///
-/// - Nothing is dropped in silence. A character without a token is an error where the crate leaves it out.
-/// - Padding is for batches: [`encode`](Self::encode) never pads, whatever the file says.
+/// - Nothing is dropped in silence. A character without a token is an error where the crate leaves it out, and texts are
+///   cut only [`with_truncation`](Self::with_truncation), which counts what it cuts.
+/// - Padding is for batches, to the longest text of each. Of the file's padding it takes the token and the side; a length
+///   in the file pads nothing. (`AutoTokenizer` of transformers has the same defaults.)
 /// - A file's faults are errors; the crate panics on some.
 ///
 /// It is `Send` and `Sync`. A batch is encoded on all cores, unless the environment variable
@@ -46,10 +87,12 @@ const USUAL_PADDING: [&str; 2] = ["<pad>", "[PAD]"];
 /// ```
 #[derive(Clone)]
 pub struct SimpleTokenizer {
-    /// Without padding parameters, which would make it pad single texts too.
-    pub(super) inner: Tokenizer,
-    /// As chosen, or as in the file.
-    pub(super) padding: Option<PaddingParams>,
+    /// Without truncation and padding, which it would apply to single texts too.
+    inner: Tokenizer,
+    /// The token and the side, as chosen or as in the file.
+    padding: Option<PaddingParams>,
+    /// The most tokens of a text, special ones included.
+    max_tokens: Option<usize>,
 }
 
 impl SimpleTokenizer {
@@ -67,27 +110,102 @@ impl SimpleTokenizer {
             if word.is_empty() {
                 return Err(TokenizerError::EmptyWord { position });
             }
-            let id = u32::try_from(position).map_err(|_| TokenizerError::TooManyWords)?;
-            if let Some(first) = vocab.get(&word) {
-                let first = *first as usize;
-                return Err(TokenizerError::DuplicateWord { word, first, second: position });
+            if let Some(&first) = vocab.get(&word) {
+                return Err(TokenizerError::DuplicateWord { word, first: first as usize, second: position });
             }
-            vocab.insert(word, id);
+            vocab.insert(word, position as u32);
         }
         if vocab.is_empty() {
             return Err(TokenizerError::EmptyVocabulary);
         }
         // The model takes words that it does not know for its unknown token wherever the vocabulary has it, and its
         // default is "<unk>". The empty word is never in the vocabulary, also not after a round trip through a file.
-        let model = WordLevel::builder()
-            .vocab(vocab.into_iter().collect())
-            .unk_token(String::new())
-            .build()
-            .map_err(|source| TokenizerError::Load { path: None, source })?;
-        Ok(Self { inner: Tokenizer::new(model), padding: None }.with_split(Split::default()))
+        let model = WordLevel::builder().vocab(vocab.into_iter().collect()).unk_token(String::new()).build();
+        let model = model.map_err(|source| TokenizerError::Load { path: None, source })?;
+        Ok(Self { inner: Tokenizer::new(model), padding: None, max_tokens: None }.with_split(Split::default()))
+    }
+
+    /// A tokenizer of the words of some texts, as tutorials build theirs: `<pad>` has id 0, and each word the next id where
+    /// it first appears.
+    ///
+    /// ```
+    /// # use candle_attention::text::{SimpleTokenizer, Split};
+    /// let tokenizer = SimpleTokenizer::from_texts(&["the cat sat on the mat"], Split::Whitespace)?;
+    /// assert_eq!(tokenizer.encode("the cat sat on the mat")?.ids, [1, 2, 3, 4, 1, 5]);
+    /// # Ok::<(), candle_attention::text::TokenizerError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// If a text cannot be split.
+    pub fn from_texts<S: AsRef<str>>(texts: &[S], split: Split) -> Result<Self> {
+        let mut words = vec![USUAL_PADDING[0].to_owned()];
+        for text in texts {
+            let pieces = pipeline::split(&split.pre_tokenizer(), text.as_ref());
+            words.extend(pieces.map_err(|source| TokenizerError::Pipeline { action: "split", source })?);
+        }
+        let mut seen = HashSet::new();
+        words.retain(|word| seen.insert(word.clone()));
+        Ok(Self::from_words(words)?.with_split(split))
+    }
+
+    /// Reads a Hugging Face `tokenizer.json`, or what [`save`](Self::save) has written.
+    ///
+    /// # Errors
+    ///
+    /// If the file cannot be read, is not a `tokenizer.json`, or has a post-processor with tokens that it does not define.
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let bytes = std::fs::read(path).map_err(|source| TokenizerError::File {
+            action: "read",
+            path: path.to_owned(),
+            source,
+        })?;
+        Self::load(&bytes, Some(path))
+    }
+
+    /// [`from_file`](Self::from_file) with the file's bytes.
+    ///
+    /// # Errors
+    ///
+    /// As there, but for the reading.
+    pub fn from_bytes(bytes: impl AsRef<[u8]>) -> Result<Self> {
+        Self::load(bytes.as_ref(), None)
+    }
+
+    fn load(bytes: &[u8], path: Option<&Path>) -> Result<Self> {
+        let loaded = pipeline::load(bytes);
+        let (inner, padding) =
+            loaded.map_err(|source| TokenizerError::Load { path: path.map(Path::to_owned), source })?;
+        let padding = padding.map(|params| PaddingParams {
+            strategy: PaddingStrategy::BatchLongest,
+            pad_to_multiple_of: None,
+            ..params
+        });
+        Ok(Self { inner, padding, max_tokens: None })
+    }
+
+    /// Writes a `tokenizer.json` with everything chosen here. Read again it behaves the same, but for truncation, which a
+    /// reader asks for anew.
+    ///
+    /// # Errors
+    ///
+    /// If the file cannot be written.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        let mut whole = self.inner.clone();
+        let failed = |source| TokenizerError::Pipeline { action: "save", source };
+        let truncation = self.max_tokens.map(|max_length| TruncationParams { max_length, ..Default::default() });
+        whole.with_truncation(truncation).map_err(failed)?.with_padding(self.padding.clone());
+        std::fs::write(path, whole.to_string(true).map_err(failed)?).map_err(|source| TokenizerError::File {
+            action: "write",
+            path: path.to_owned(),
+            source,
+        })
     }
 
     /// Splits texts at `split`, in place of what a loaded file does before its model.
+    #[must_use]
     pub fn with_split(mut self, split: Split) -> Self {
         self.inner.with_pre_tokenizer(Some(split.pre_tokenizer()));
         self
@@ -100,7 +218,7 @@ impl SimpleTokenizer {
     /// If it is not, or if this is not a word-level vocabulary.
     pub fn with_unknown(mut self, token: &str) -> Result<Self> {
         let ModelWrapper::WordLevel(model) = self.inner.get_model() else {
-            return Err(TokenizerError::NotWordLevel { model: self.model_kind() });
+            return Err(TokenizerError::NotWordLevel { model: pipeline::model_kind(self.inner.get_model()) });
         };
         let mut model = model.clone();
         self.id_of("unknown", token)?;
@@ -137,8 +255,23 @@ impl SimpleTokenizer {
         Ok(self)
     }
 
-    /// The ids and tokens of `text`, with the special tokens of the file and truncated as the file says. The text "" has
-    /// no ids but those.
+    /// Cuts the end of texts that have more than `max_tokens` tokens, special ones included;
+    /// [`Encoding::num_truncated`] and [`Batch::num_truncated`] say by how much. Without it nothing is cut, whatever the
+    /// file says.
+    ///
+    /// # Errors
+    ///
+    /// If so many tokens leave no room beside the special ones.
+    pub fn with_truncation(mut self, max_tokens: usize) -> Result<Self> {
+        let num_special = pipeline::num_special_tokens(&self.inner);
+        if max_tokens <= num_special {
+            return Err(TokenizerError::NoRoomForText { max_tokens, num_special });
+        }
+        self.max_tokens = Some(max_tokens);
+        Ok(self)
+    }
+
+    /// The ids and tokens of `text`, with the special tokens of the file. The text "" has no ids but those.
     ///
     /// # Errors
     ///
@@ -154,10 +287,10 @@ impl SimpleTokenizer {
     ///
     /// As there.
     pub fn encode_with(&self, text: &str, special: SpecialTokens) -> Result<Encoding> {
-        pipeline::encode(&self.inner, text, special == SpecialTokens::With)
+        pipeline::encode(&self.inner, text, special == SpecialTokens::With, self.max_tokens)
     }
 
-    /// The texts' ids (B, T), padded to the longest text, or to what the file says if that is longer.
+    /// The texts' ids (B, T), padded to the longest text.
     ///
     /// # Errors
     ///
@@ -173,26 +306,11 @@ impl SimpleTokenizer {
     /// As there.
     pub fn encode_batch_with<S: AsRef<str> + Sync>(&self, texts: &[S], special: SpecialTokens) -> Result<Batch> {
         let rows: Vec<_> = texts.maybe_par_iter().map(|text| self.encode_with(text.as_ref(), special)).collect();
+        let in_batch = |(index, row): (usize, Result<_>)| {
+            row.map_err(|error| TokenizerError::InBatch { index, source: Box::new(error) })
+        };
         // Collected first, so that the error is always that of the first text that fails.
-        let rows = rows
-            .into_iter()
-            .enumerate()
-            .map(|(index, row)| row.map_err(|error| TokenizerError::InBatch { index, source: Box::new(error) }))
-            .collect::<Result<Vec<_>>>()?;
-        let padding = self.padding_params().map(|params| Padding {
-            id: params.pad_id,
-            token: params.pad_token,
-            side: match params.direction {
-                PaddingDirection::Left => PaddingSide::Left,
-                PaddingDirection::Right => PaddingSide::Right,
-            },
-            at_least: match params.strategy {
-                PaddingStrategy::BatchLongest => 0,
-                PaddingStrategy::Fixed(len) => len,
-            },
-            multiple_of: params.pad_to_multiple_of.unwrap_or(1),
-        });
-        Batch::new(rows, padding)
+        Batch::new(rows.into_iter().enumerate().map(in_batch).collect::<Result<_>>()?, self.padding_params())
     }
 
     /// The text of `ids`, special tokens and padding included: words joined by a space, or what the file's decoder does.
@@ -210,25 +328,20 @@ impl SimpleTokenizer {
     ///
     /// As there; ids that are left out count too.
     pub fn decode_with(&self, ids: &[u32], special: SpecialTokens) -> Result<String> {
-        let added = self.inner.get_added_vocabulary();
         // By its text, since a file's padding id can be that of another word.
         let padding = self.padding_token();
-        let mut tokens = Vec::with_capacity(ids.len());
-        for (position, &id) in ids.iter().enumerate() {
-            let token = self.inner.id_to_token(id).ok_or_else(|| TokenizerError::UnknownId {
-                id,
-                position,
-                vocab_size: self.vocab_size(),
-            })?;
-            if special == SpecialTokens::With
-                || !(added.is_special_token(&token) || padding.as_deref() == Some(token.as_str()))
-            {
-                tokens.push(token);
-            }
-        }
+        let is_special = |token: &String| {
+            self.inner.get_added_vocabulary().is_special_token(token) || padding.as_ref() == Some(token)
+        };
+        let vocab_size = self.vocab_size();
+        let token = |(position, &id): (usize, &u32)| {
+            self.inner.id_to_token(id).ok_or(TokenizerError::UnknownId { id, position, vocab_size })
+        };
+        let mut tokens = ids.iter().enumerate().map(token).collect::<Result<Vec<_>>>()?;
+        tokens.retain(|token| special == SpecialTokens::With || !is_special(token));
         match self.inner.get_decoder() {
             // Some decoders count down from the number of tokens.
-            Some(decoder) if !tokens.is_empty() => pipeline::shielded(|| decoder.decode(tokens))
+            Some(decoder) if !tokens.is_empty() => pipeline::catch_panic(|| decoder.decode(tokens))
                 .map_err(|source| TokenizerError::Pipeline { action: "decode", source }),
             _ => Ok(tokens.join(" ")),
         }
@@ -253,9 +366,9 @@ impl SimpleTokenizer {
 
     /// All words, added tokens included, in the order of their ids.
     pub fn words(&self) -> Vec<String> {
-        let mut words: Vec<_> = self.inner.get_vocab(true).into_iter().collect();
-        words.sort_by(|(a, a_id), (b, b_id)| (a_id, a).cmp(&(b_id, b)));
-        words.into_iter().map(|(word, _)| word).collect()
+        let mut words: Vec<_> = self.inner.get_vocab(true).into_iter().map(|(word, id)| (id, word)).collect();
+        words.sort_unstable();
+        words.into_iter().map(|(_, word)| word).collect()
     }
 
     /// The token that batches are padded with, if there is one.
@@ -266,53 +379,23 @@ impl SimpleTokenizer {
     /// The word that all unknown words of a word-level vocabulary are taken for. `None` if they are errors, and for models
     /// of other kinds, which have their own ways.
     pub fn unknown_token(&self) -> Option<&str> {
-        match self.inner.get_model() {
-            ModelWrapper::WordLevel(model) => {
-                let token = model.unk_token.as_str();
-                model.token_to_id(token).map(|_| token)
-            }
-            _ => None,
-        }
-    }
-
-    fn model_kind(&self) -> &'static str {
-        pipeline::model_kind(self.inner.get_model())
+        let ModelWrapper::WordLevel(model) = self.inner.get_model() else { return None };
+        model.token_to_id(&model.unk_token).map(|_| model.unk_token.as_str())
     }
 
     fn padding_params(&self) -> Option<PaddingParams> {
-        self.padding.clone().or_else(|| {
-            USUAL_PADDING.iter().find_map(|&token| {
-                Some(PaddingParams {
-                    pad_id: self.token_to_id(token)?,
-                    pad_token: token.to_owned(),
-                    ..PaddingParams::default()
-                })
-            })
-        })
+        let usual = |token: &&str| {
+            let pad_id = self.token_to_id(token)?;
+            Some(PaddingParams { pad_id, pad_token: (*token).to_owned(), ..PaddingParams::default() })
+        };
+        self.padding.clone().or_else(|| USUAL_PADDING.iter().find_map(usual))
     }
 
     fn id_of(&self, part: &'static str, token: &str) -> Result<u32> {
-        self.token_to_id(token).ok_or_else(|| TokenizerError::NotInVocabulary {
-            part,
-            token: token.to_owned(),
-            nearest: nearest_words(token, &self.inner.get_vocab(true)),
+        self.token_to_id(token).ok_or_else(|| {
+            let Vocabulary { nearest, first } = Vocabulary::near(token, &self.inner);
+            TokenizerError::NotInVocabulary { part, token: token.to_owned(), nearest, vocabulary: first }
         })
-    }
-}
-
-impl fmt::Display for SimpleTokenizer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "SimpleTokenizer ({}, vocabulary of {}", self.model_kind(), self.vocab_size())?;
-        if let ModelWrapper::WordLevel(_) = self.inner.get_model() {
-            match self.unknown_token() {
-                Some(token) => write!(f, ", unknown words are {token:?}")?,
-                None => write!(f, ", unknown words are errors")?,
-            }
-        }
-        match self.padding_params() {
-            Some(params) => write!(f, ", padding {:?} on the {})", params.pad_token, params.direction.as_ref()),
-            None => write!(f, ", no padding)"),
-        }
     }
 }
 
@@ -320,11 +403,11 @@ impl fmt::Debug for SimpleTokenizer {
     /// Without the vocabulary, which can have a quarter of a million words.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("SimpleTokenizer")
-            .field("model", &self.model_kind())
+            .field("model", &pipeline::model_kind(self.inner.get_model()))
             .field("vocab_size", &self.vocab_size())
             .field("unknown_token", &self.unknown_token())
             .field("padding", &self.padding_params())
-            .field("truncation", &self.inner.get_truncation())
+            .field("max_tokens", &self.max_tokens)
             .finish_non_exhaustive()
     }
 }

@@ -1,11 +1,11 @@
 //! Padding, lengths and starts.
 
 use candle_attention::ValidLens;
-use candle_attention::text::{PaddingSide, SimpleTokenizer, TokenizerError};
+use candle_attention::text::{PaddingSide, SimpleTokenizer, SpecialTokens, TokenizerError};
 use candle_core::{DType, Device};
 use serde_json::json;
 
-use super::documents::{file, letters, load, padding};
+use super::documents::{cls_and_sep, file, letters, load, padding, truncation};
 use super::{ids, message, tutorial};
 
 #[test]
@@ -77,8 +77,8 @@ fn an_error_in_a_batch_names_the_first_text_that_fails() {
     let error = tutorial().encode_batch(&texts).unwrap_err();
     assert!(matches!(error, TokenizerError::InBatch { index: 40, .. }));
     let text = message::<()>(Err(error));
-    assert!(text.starts_with("[tokenizer] word 1 (counted from 0), \"you?\", is not"), "{text}");
-    assert!(text.ends_with(" (text 40 of the batch, counted from 0)"), "{text}");
+    assert!(text.starts_with("[tokenizer] word 2, \"you?\", is not"), "{text}");
+    assert!(text.ends_with(" (text 41 of the batch)"), "{text}");
 }
 
 #[test]
@@ -116,28 +116,37 @@ fn a_padding_side_needs_a_padding_token() {
     );
 }
 
+/// As the file of all-MiniLM-L6-v2: padding to 128 tokens and truncation to 128.
 #[test]
-fn fixed_and_multiple_padding_are_for_batches_only() {
-    let fixed = load(letters(), json!({"padding": padding("Right", json!({"Fixed": 4}), None)}));
-    assert_eq!(ids(&fixed, "a"), [3]);
-    assert_eq!(fixed.encode_batch(&["a", "b c"]).unwrap().ids(), [[3, 0, 0, 0], [4, 5, 0, 0]]);
-    assert_eq!(fixed.encode_batch(&["a", "b b b b b"]).unwrap().ids(), [[3, 0, 0, 0, 0], [4; 5]]);
-    let multiple = load(letters(), json!({"padding": padding("Right", json!("BatchLongest"), Some(4))}));
-    assert_eq!(ids(&multiple, "a"), [3]);
-    let batch = multiple.encode_batch(&["a", "b b b b b"]).unwrap();
-    assert_eq!((batch.seq_len(), batch.lens()), (8, &[1, 5][..]));
-    let zero = load(letters(), json!({"padding": padding("Right", json!("BatchLongest"), Some(0))}));
-    assert_eq!(zero.encode_batch(&["a", "b b"]).unwrap().seq_len(), 2);
+fn a_length_in_the_file_neither_pads_nor_cuts() {
+    for strategy in [json!({"Fixed": 4}), json!({"Fixed": usize::MAX}), json!("BatchLongest")] {
+        let parts = json!({
+            "padding": padding("Right", strategy, Some(8)), "truncation": truncation("Right", 3, 5),
+            "post_processor": cls_and_sep(),
+        });
+        let tokenizer = load(letters(), parts);
+        assert_eq!(ids(&tokenizer, "a"), [1, 3, 2]);
+        let long = vec!["a"; 600].join(" ");
+        assert_eq!(ids(&tokenizer, &long).len(), 602);
+        assert_eq!(tokenizer.encode_batch(&["a", "b c"]).unwrap().ids(), [[1, 3, 2, 0], [1, 4, 5, 2]]);
+        assert_eq!(tokenizer.encode_batch(&["a", &long]).unwrap().num_truncated(), [0, 0]);
+    }
 }
 
 #[test]
-fn padding_beyond_all_measure_is_refused() {
-    for padding in
-        [padding("Right", json!({"Fixed": usize::MAX}), None), padding("Right", json!("BatchLongest"), Some(1 << 25))]
-    {
-        assert!(
-            message(SimpleTokenizer::from_bytes(file(letters(), json!({"padding": padding}))))
-                .contains("beyond the limit of 16777216")
+fn a_cut_is_counted() {
+    let tokenizer = load(letters(), json!({"post_processor": cls_and_sep()})).with_truncation(4).unwrap();
+    let encoding = tokenizer.encode("a b c d a").unwrap();
+    assert_eq!((encoding.ids, encoding.num_truncated), (vec![1, 3, 4, 2], 3));
+    let encoding = tokenizer.encode_with("a b c d a", SpecialTokens::Without).unwrap();
+    assert_eq!((encoding.ids, encoding.num_truncated), (vec![3, 4, 5, 6], 1));
+    let batch = tokenizer.encode_batch(&["a", "a b", "a b c"]).unwrap();
+    assert_eq!((batch.ids()[0].as_slice(), batch.num_truncated()), (&[1, 3, 2, 0][..], &[0, 0, 1][..]));
+    for most in [0, 1, 2] {
+        assert_eq!(
+            message(tokenizer.clone().with_truncation(most)),
+            format!("[tokenizer] texts are cut at {most} tokens, expected more than the 2 that are added")
         );
     }
+    assert_eq!(ids(&tutorial().with_truncation(1).unwrap(), "how are you"), [3]);
 }

@@ -7,10 +7,10 @@ mod models;
 mod properties;
 mod words;
 
-use candle_attention::text::{SimpleTokenizer, SpecialTokens, TokenizerError};
+use candle_attention::text::{SimpleTokenizer, SpecialTokens, Split, TokenizerError};
 use serde_json::json;
 
-use documents::{bpe, letters, load, padding, special};
+use documents::{letters, load, padding, special};
 
 const WORDS: [&str; 7] = ["<pad>", "hello", "world", "how", "are", "you", "?"];
 
@@ -60,7 +60,7 @@ fn an_unknown_id_names_itself_its_place_and_the_vocabularys_size() {
     for special in [SpecialTokens::With, SpecialTokens::Without] {
         assert_eq!(
             message(tutorial().decode_with(&[1, 0, 7], special)),
-            "[tokenizer] id 7 at position 2 (counted from 0) is not in the vocabulary of 7 words: give ids that this tokenizer made"
+            "[tokenizer] id 7, number 3 of the list, is not in the vocabulary of 7 words: give ids that this tokenizer made"
         );
     }
 }
@@ -86,7 +86,7 @@ fn errors_pass_through_candles_result() {
         Ok(tutorial().encode("you you?")?.ids)
     }
     let error = model_code().unwrap_err().to_string();
-    assert!(error.starts_with("[tokenizer] word 1 (counted from 0), \"you?\", is not in the vocabulary"), "{error}");
+    assert!(error.starts_with("[tokenizer] word 2, \"you?\", is not in the vocabulary"), "{error}");
 }
 
 #[test]
@@ -105,16 +105,17 @@ fn it_can_be_shared_between_threads() {
 
 #[test]
 fn it_shows_what_it_is_and_not_its_vocabulary() {
-    assert_eq!(
-        tutorial().to_string(),
-        "SimpleTokenizer (WordLevel, vocabulary of 7, unknown words are errors, padding \"<pad>\" on the right)"
-    );
-    let unknown = SimpleTokenizer::from_words(["<unk>"]).unwrap().with_unknown("<unk>").unwrap();
-    assert_eq!(
-        unknown.to_string(),
-        "SimpleTokenizer (WordLevel, vocabulary of 1, unknown words are \"<unk>\", no padding)"
-    );
-    assert_eq!(load(bpe(None), json!({})).to_string(), "SimpleTokenizer (BPE, vocabulary of 9, no padding)");
     let debug = format!("{:?}", tutorial());
     assert!(debug.contains("vocab_size: 7") && !debug.contains("hello"), "{debug}");
+}
+
+#[test]
+fn the_words_of_texts_can_be_the_vocabulary() {
+    let tokenizer =
+        SimpleTokenizer::from_texts(&["the cat sat on the mat", "", "a\u{3000}mat <pad>"], Split::Whitespace).unwrap();
+    assert_eq!(tokenizer.words(), ["<pad>", "the", "cat", "sat", "on", "mat", "a"]);
+    assert_eq!(ids(&tokenizer, "the cat sat on the mat"), [1, 2, 3, 4, 1, 5]);
+    let tokenizer = SimpleTokenizer::from_texts(&["you?"], Split::Punctuation).unwrap();
+    assert_eq!(ids(&tokenizer, "?you"), [2, 1]);
+    assert_eq!(SimpleTokenizer::from_texts::<&str>(&[], Split::Whitespace).unwrap().vocab_size(), 1);
 }
