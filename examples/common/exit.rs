@@ -2,15 +2,23 @@
 
 use std::process::ExitCode;
 
-use candle_core::Result;
+use candle_core::{Error, Result};
 
-/// Says in a line what went wrong, without the backtrace that Candle appends where `RUST_BACKTRACE` is set.
+/// Says in a line what went wrong.
 pub fn exit(result: Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {}", error.to_string().lines().next().unwrap_or_default());
+            eprintln!("error: {}", one_line(&error));
             ExitCode::from(1)
         }
+    }
+}
+
+/// The message without the backtrace that Candle appends where `RUST_BACKTRACE` is set.
+pub fn one_line(error: &Error) -> String {
+    match error {
+        Error::WithBacktrace { inner, .. } => one_line(inner),
+        error => error.to_string().lines().map(str::trim).collect::<Vec<_>>().join(" "),
     }
 }

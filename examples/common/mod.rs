@@ -2,7 +2,7 @@
 
 mod exit;
 
-pub use exit::exit;
+pub use exit::*;
 
 use std::path::Path;
 

@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 #[cfg(feature = "hub")]
 use candle_attention::hub::{HubFiles, HubModel};
+use candle_attention::text::SimpleTokenizer;
 use candle_attention::weights::Checkpoint;
-use candle_core::{DType, Device, Error, Result, bail};
+use candle_core::{DType, Device, Result, bail};
 use candle_nn::VarBuilder;
 use serde_json::Value;
-use tokenizers::{PostProcessor, Tokenizer, TruncationParams};
 
 use crate::args::Args;
 use crate::common::read_json;
@@ -37,20 +37,13 @@ impl Files {
         read_json("sentence_embedding", &self.folder.join("config.json"))
     }
 
-    /// Cuts texts at the recipe's length, and does not pad: batches are made later, by length.
-    pub fn tokenizer(&self, recipe: &Recipe) -> Result<Tokenizer> {
-        let path = self.folder.join("tokenizer.json");
-        let failed = |error| Error::Msg(format!("[sentence_embedding] {}: {error}", path.display()));
-        let mut tokenizer = Tokenizer::from_file(&path).map_err(failed)?;
-        let added = tokenizer.get_post_processor().map_or(0, |processor| processor.added_tokens(false));
-        if let Some(most) = recipe.max_tokens.filter(|&most| most <= added) {
-            // In tokenizers this would be an overflow.
-            bail!("[sentence_embedding] texts are cut at {most} tokens, expected more than the {added} that are added")
-        }
-        let cut = recipe.max_tokens.map(|max_length| TruncationParams { max_length, ..TruncationParams::default() });
-        tokenizer.with_truncation(cut).map_err(failed)?;
-        tokenizer.with_padding(None);
-        Ok(tokenizer)
+    /// Cuts texts at the recipe's length.
+    pub fn tokenizer(&self, recipe: &Recipe) -> Result<SimpleTokenizer> {
+        let tokenizer = SimpleTokenizer::from_file(self.folder.join("tokenizer.json"))?;
+        Ok(match recipe.max_tokens {
+            Some(max_tokens) => tokenizer.with_truncation(max_tokens)?,
+            None => tokenizer,
+        })
     }
 
     pub fn var_builder(&self, dtype: DType, device: &Device) -> Result<VarBuilder<'static>> {

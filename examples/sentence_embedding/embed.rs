@@ -1,8 +1,8 @@
 //! Sentences through the model in batches, and their hidden states to one vector each.
 
-use candle_core::{DType, Device, Error, IndexOp, Result, Tensor, bail};
+use candle_attention::text::SimpleTokenizer;
+use candle_core::{DType, Device, IndexOp, Result, Tensor, bail};
 use indicatif::ProgressBar;
-use tokenizers::Tokenizer;
 
 use crate::model::Encoder;
 use crate::recipe::{Pooling, Recipe};
@@ -17,17 +17,18 @@ pub struct Tokens {
 impl Tokens {
     /// # Errors
     /// For a sentence without a token.
-    pub fn of(sentences: &[String], tokenizer: &Tokenizer, recipe: &Recipe) -> Result<Self> {
-        let texts = sentences.iter().map(|sentence| {
+    pub fn of(sentences: &[String], tokenizer: &SimpleTokenizer, recipe: &Recipe) -> Result<Self> {
+        let mut tokens = Self { ids: Vec::with_capacity(sentences.len()), cut: 0 };
+        for (i, sentence) in sentences.iter().enumerate() {
             let text = format!("{}{sentence}", recipe.prompt);
-            if recipe.lowercase { text.to_lowercase() } else { text }
-        });
-        let encodings = tokenizer.encode_batch(texts.collect(), true).map_err(Error::wrap)?;
-        if let Some(empty) = encodings.iter().position(|encoding| encoding.is_empty()) {
-            bail!("[sentence_embedding] sentence {} has no token", empty + 1)
+            let encoding = tokenizer.encode(&if recipe.lowercase { text.to_lowercase() } else { text })?;
+            if encoding.ids.is_empty() {
+                bail!("[sentence_embedding] sentence {} has no token", i + 1)
+            }
+            tokens.cut += usize::from(encoding.num_truncated > 0);
+            tokens.ids.push(encoding.ids);
         }
-        let cut = encodings.iter().filter(|encoding| !encoding.get_overflowing().is_empty()).count();
-        Ok(Self { ids: encodings.iter().map(|encoding| encoding.get_ids().to_vec()).collect(), cut })
+        Ok(tokens)
     }
 }
 

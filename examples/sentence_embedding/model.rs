@@ -3,6 +3,7 @@
 //! Attention is `hf::load_attention`, whatever the architecture: its names, biases, rotary positions and bands come from
 //! `config.json`. What remains of a model is its embeddings, its norms and its MLP, and that is what stands here.
 
+use candle_attention::text::EmbeddingLayer;
 use candle_attention::{AttentionInput, AttentionMask, MultiHeadAttention, PackedLinear, hf, packed_linear_b};
 use candle_core::{D, DType, Module, Result, Tensor, bail};
 use candle_nn::{Activation, Embedding, LayerNorm, LayerNormConfig, VarBuilder, layer_norm};
@@ -236,7 +237,8 @@ impl Positions {
 
 /// An encoder: token ids to a hidden state of each.
 pub struct Encoder {
-    words: Embedding,
+    /// Which refuses ids that it has no row for.
+    words: EmbeddingLayer,
     positions: Option<Positions>,
     /// The vector of segment 0 (E,), which all tokens of a single text are in.
     segment: Option<Tensor>,
@@ -302,7 +304,7 @@ impl Encoder {
             None => size(json, &most).ok(),
         };
         Ok(Self {
-            words: table(family.words, &["vocab_size"])?,
+            words: EmbeddingLayer::from_embedding(table(family.words, &["vocab_size"])?)?,
             positions,
             segment,
             embedding_norm: norm(inner.pp(family.embedding_norm))?,

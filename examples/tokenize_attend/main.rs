@@ -8,7 +8,9 @@
 //! after `torch.manual_seed(0)`. `--help` lists the other sources.
 
 mod args;
-mod checkpoint;
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "what other examples use")]
+mod common;
 mod hugging_face;
 mod report;
 mod system;
@@ -17,8 +19,8 @@ use std::io::Write;
 use std::process::ExitCode;
 use std::time::Instant;
 
+use candle_attention::AttentionMask;
 use candle_attention::text::{PaddingSide, TokenizerError};
-use candle_attention::{AttentionInput, AttentionMask};
 use candle_core::{Device, Error, Result, bail};
 
 use args::{Args, DeviceChoice};
@@ -30,13 +32,7 @@ fn main() -> ExitCode {
         Ok(args) => args,
         Err(exit) => return exit,
     };
-    match run(&args).and_then(|text| print(&text)) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {}", one_line(&error));
-            ExitCode::from(1)
-        }
-    }
+    common::exit(run(&args).and_then(|text| print(&text)))
 }
 
 fn run(args: &Args) -> Result<String> {
@@ -46,9 +42,13 @@ fn run(args: &Args) -> Result<String> {
     let start = Instant::now();
     let system = System::open(args, &device)?;
     times.weights = start.elapsed();
+    let (heads, ..) = system.layer.heads();
+    if let Some(head) = args.head.filter(|&head| head >= heads) {
+        bail!("--head {head} is out of range: there are {heads}, numbered from 0")
+    }
 
     let start = Instant::now();
-    let batch = system.tokenizer.encode_batch(&args.texts).map_err(|error| unknown_word(error, args))?;
+    let batch = system.words.tokenizer.encode_batch(&args.texts).map_err(|error| in_options(error, args))?;
     if let Some(empty) = batch.lens().iter().position(|&len| len == 0) {
         bail!("text {} is empty; give at least one word", empty + 1)
     }
@@ -68,7 +68,7 @@ fn run(args: &Args) -> Result<String> {
         };
     }
     let start = Instant::now();
-    let output = system.layer.forward_with_weights(AttentionInput::new(&hidden).with_mask(&mask))?;
+    let output = system.layer.attend(&hidden, &mask)?;
     device.synchronize()?;
     times.attention = start.elapsed();
 
@@ -77,25 +77,41 @@ fn run(args: &Args) -> Result<String> {
     if args.json { report.to_json() } else { report.to_text() }
 }
 
-/// The tokenizer's error; with one text its number is left out, and with a word that ends in punctuation the remedy stands.
-fn unknown_word(error: TokenizerError, args: &Args) -> Error {
-    let error = match error {
-        TokenizerError::InBatch { source, .. } if args.texts.len() == 1 => *source,
-        error => error,
+/// The tokenizer's error in the words of the command line.
+fn in_options(error: TokenizerError, args: &Args) -> Error {
+    let (text, error) = match error {
+        TokenizerError::InBatch { index, source } => (index + 1, *source),
+        error => (1, error),
     };
-    let splits = matches!(&error, TokenizerError::UnknownWord { word, .. }
-        if word.len() > 1 && word.ends_with(|c: char| c.is_ascii_punctuation()));
-    if splits && !args.punctuation && args.tokenizer.is_none() {
-        return Error::msg(format!("{error}; or run with --punctuation, which splits it off"));
-    }
-    error.into()
+    let of = if args.texts.len() == 1 { String::new() } else { format!(" of text {text}") };
+    Error::msg(match error {
+        TokenizerError::UnknownWord { word, position, nearest, vocabulary, .. } => {
+            let list = |words: &[String], between| {
+                words.iter().map(|word| format!("{word:?}")).collect::<Vec<_>>().join(between)
+            };
+            let hint = match nearest.as_slice() {
+                [] => format!("its words begin with {};", list(&vocabulary, ", ")),
+                nearest => format!("did you mean {}?", list(nearest, " or ")),
+            };
+            let ends = word.len() > 1 && word.ends_with(|c: char| c.is_ascii_punctuation()) && !args.punctuation;
+            let split = if ends { "--punctuation splits punctuation off, " } else { "" };
+            let (position, word) = (position + 1, word.chars().take(60).collect::<String>());
+            format!(
+                "word {position}{of}, {word:?}, is not in the tokenizer's vocabulary: {hint} {split}--tokenizer gives another tokenizer"
+            )
+        }
+        TokenizerError::NoPadding { shortest, longest } => format!(
+            "the texts have {shortest} to {longest} tokens, and the tokenizer has no token to pad with; give texts of one length, or another --tokenizer"
+        ),
+        error => format!("{error}{}", if of.is_empty() { of } else { format!(" ({})", of.trim_start_matches(" of ")) }),
+    })
 }
 
 fn device(choice: DeviceChoice) -> Result<Device> {
     let absent = |name: &str, error: Error| {
         Error::msg(format!(
             "no {name} device: {}; try `--device cpu`, or build with `--features {name}`",
-            one_line(&error)
+            common::one_line(&error)
         ))
     };
     match choice {
@@ -111,13 +127,5 @@ fn print(text: &str) -> Result<()> {
     match std::io::stdout().write_all(text.as_bytes()) {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(()),
-    }
-}
-
-/// The message without the backtrace that Candle appends where `RUST_BACKTRACE` is set.
-fn one_line(error: &Error) -> String {
-    match error {
-        Error::WithBacktrace { inner, .. } => one_line(inner),
-        error => error.to_string().lines().map(str::trim).collect::<Vec<_>>().join(" "),
     }
 }

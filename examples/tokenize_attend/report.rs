@@ -36,16 +36,15 @@ impl Report<'_> {
         for row in 0..self.args.texts.len() {
             text.push_str(&self.token_table(row));
         }
-        let cfg = self.system.layer.config();
-        let kv = if cfg.num_kv_heads() == cfg.num_heads() {
-            String::new()
-        } else {
-            format!(", {} of keys and values", cfg.num_kv_heads())
-        };
-        let heads = if cfg.num_heads() == 1 { "1 head".to_string() } else { format!("{} heads", cfg.num_heads()) };
+        if let Some(said_by) = self.system.words.said_by {
+            let _ = writeln!(text, "words     {said_by}");
+        }
+        let (num_heads, num_kv_heads, head_dim) = self.system.layer.heads();
+        let kv = if num_kv_heads == num_heads { String::new() } else { format!(", {num_kv_heads} of keys and values") };
+        let heads = if num_heads == 1 { "1 head".to_string() } else { format!("{num_heads} heads") };
         let lines = [
             ("hidden", format!("{} {}", shape(self.hidden), self.hidden.dtype().as_str())),
-            ("output", format!("{}, {heads}{kv} of width {}", shape(&self.output.context), cfg.head_dim())),
+            ("output", format!("{}, {heads}{kv} of width {head_dim}", shape(&self.output.context))),
             ("", format!("[0, 0, ..] = {}", self.first_numbers()?)),
             ("mask", self.mask_line()),
             ("weights", self.system.weights.clone()),
@@ -64,15 +63,15 @@ impl Report<'_> {
     }
 
     pub fn to_json(&self) -> Result<String> {
-        let cfg = self.system.layer.config();
         let milliseconds = |time: Duration| time.as_secs_f64() * 1e3;
         let value = json!({
             "tokens": self.batch.tokens(),
             "ids": self.batch.ids(),
             "lens": self.batch.lens(),
+            "words": self.system.words.said_by,
             "hidden_shape": self.hidden.dims(),
             "output_shape": self.output.context.dims(),
-            "num_heads": cfg.num_heads(),
+            "num_heads": self.system.layer.heads().0,
             "output": nested(&self.output.context)?,
             "attention_shape": self.output.weights.dims(),
             "attention": nested(&self.output.weights.flatten(0, 1)?)?,
@@ -118,7 +117,7 @@ impl Report<'_> {
         let mut weights = rows.narrow(3, start, len)?;
         let tokens = &self.batch.tokens()[row][start..start + len];
         let mut keys = tokens.to_vec();
-        if self.system.layer.config().bias_kv() {
+        if self.system.layer.has_learned_key() {
             let learned = rows.narrow(3, self.batch.seq_len(), 1)?;
             weights = Tensor::cat(&[&weights.contiguous()?, &learned.contiguous()?], 3)?;
             keys.push("(learned)".into());
@@ -152,7 +151,7 @@ impl Report<'_> {
 
     /// What is hidden from a token.
     fn mask_line(&self) -> String {
-        let causal = self.args.causal || self.system.layer.config().causal();
+        let causal = self.args.causal || self.system.layer.is_causal();
         let padded = self.batch.lens().iter().any(|&len| len < self.batch.seq_len());
         let lens = || self.batch.lens().iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
         match (causal, padded) {
@@ -182,6 +181,7 @@ impl Report<'_> {
 #[cfg(feature = "plot")]
 fn save(map: &HeatMap, file: &std::path::Path, heads: Heads) -> Result<()> {
     map.save(file, heads)
+        .map_err(|error| candle_core::Error::msg(format!("--plot: {}", crate::common::one_line(&error))))
 }
 
 #[cfg(not(feature = "plot"))]

@@ -1,76 +1,145 @@
 //! What runs: a tokenizer, an embedding and an attention layer, from whichever source was named.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use candle_attention::init::TorchSeed;
 use candle_attention::text::{EmbeddingConfig, EmbeddingLayer, SimpleTokenizer, Split};
 use candle_attention::weights::Checkpoint;
-use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
+use candle_attention::{
+    AttentionInput, AttentionMask, AttentionOutput, MultiHeadAttention, MultiHeadAttentionConfig,
+    MultiHeadLatentAttention, WeightLayout,
+};
 use candle_core::{Device, Error, Module, Result, Tensor, bail};
-use candle_nn::VarBuilder;
+use candle_nn::{LayerNorm, VarBuilder};
 use serde::Deserialize;
+use serde_json::Value;
 
 use crate::args::Args;
-use crate::{checkpoint, hugging_face};
+use crate::common::{one_line, read_json};
+use crate::hugging_face;
 
 /// The front end of the tutorial: its vocabulary and its layer.
 const VOCABULARY: [&str; 7] = ["<pad>", "hello", "world", "how", "are", "you", "?"];
 const HIDDEN_SIZE: usize = 1536;
 const NUM_HEADS: usize = 16;
+/// The last part of the name under which models keep their token embedding.
+pub const TABLES: [&str; 10] = [
+    "embed_tokens",
+    "wte",
+    "word_embeddings",
+    "tok_embeddings",
+    "embed_in",
+    "shared",
+    "tok_emb",
+    "token_embedding",
+    "embedding",
+    "embeddings",
+];
 
 pub struct System {
-    pub tokenizer: SimpleTokenizer,
-    pub layer: MultiHeadAttention,
+    pub words: Words,
+    pub layer: Layer,
     /// Where the attention weights came from.
     pub weights: String,
     /// Where the hidden states come from.
     pub embedded_by: String,
-    pub(crate) embedding: EmbeddingLayer,
-    pub(crate) norm: Option<candle_nn::LayerNorm>,
+    pub embedding: EmbeddingLayer,
+    /// Between the embedding and the layer, in order.
+    pub norms: Vec<LayerNorm>,
+}
+
+pub struct Words {
+    pub tokenizer: SimpleTokenizer,
+    /// Where the vocabulary comes from, if from no file and not from the tutorial.
+    pub said_by: Option<&'static str>,
+}
+
+pub enum Layer {
+    MultiHead(MultiHeadAttention),
+    Latent(MultiHeadLatentAttention),
 }
 
 impl System {
     pub fn open(args: &Args, device: &Device) -> Result<Self> {
         if let Some(model) = &args.model {
-            return folder(args, model, device);
+            folder(args, model, device)
+        } else if let Some(file) = &args.weights {
+            exported(args, file, device)
+        } else if let Some(id) = &args.model_id {
+            hub(args, id, device)
+        } else {
+            seeded(args, device)
         }
-        if let Some(file) = &args.weights {
-            return checkpoint::file(args, file, device);
-        }
-        if let Some(id) = &args.model_id {
-            return hub(args, id, device);
-        }
-        seeded(args, device)
     }
 
     /// Ids (B, T) to the layer's input (B, T, E).
     pub fn hidden_states(&self, ids: &Tensor) -> Result<Tensor> {
-        let hidden = self.embedding.forward(ids)?;
-        match &self.norm {
-            Some(norm) => norm.forward(&hidden),
-            None => Ok(hidden),
+        self.norms.iter().try_fold(self.embedding.forward(ids)?, |hidden, norm| norm.forward(&hidden))
+    }
+}
+
+impl Layer {
+    pub fn attend(&self, xs: &Tensor, mask: &AttentionMask) -> Result<AttentionOutput> {
+        let input = AttentionInput::new(xs).with_mask(mask);
+        match self {
+            Self::MultiHead(layer) => layer.forward_with_weights(input),
+            Self::Latent(layer) => layer.forward_with_weights(input),
         }
+    }
+
+    pub fn embed_dim(&self) -> usize {
+        match self {
+            Self::MultiHead(layer) => layer.config().embed_dim(),
+            Self::Latent(layer) => layer.config().embed_dim(),
+        }
+    }
+
+    /// Heads of queries and of keys, and the width of a head.
+    pub fn heads(&self) -> (usize, usize, usize) {
+        match self {
+            Self::MultiHead(layer) => {
+                let cfg = layer.config();
+                (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim())
+            }
+            Self::Latent(layer) => {
+                let cfg = layer.config();
+                (cfg.num_heads(), cfg.num_heads(), cfg.head_dim())
+            }
+        }
+    }
+
+    pub fn is_causal(&self) -> bool {
+        match self {
+            Self::MultiHead(layer) => layer.config().causal(),
+            Self::Latent(layer) => layer.config().causal(),
+        }
+    }
+
+    /// Whether a learned key follows those of the tokens.
+    pub fn has_learned_key(&self) -> bool {
+        matches!(self, Self::MultiHead(layer) if layer.config().bias_kv())
     }
 }
 
 /// The tutorial's own layer, its weights drawn in PyTorch's order: embedding first.
 fn seeded(args: &Args, device: &Device) -> Result<System> {
     refuse_layer(args, 1)?;
-    let tokenizer = tokenizer(args, None)?;
+    let words = words(args, None)?;
     let seed = TorchSeed::new(args.seed);
     let vb = seed.var_builder(args.dtype, device);
     let cfg = MultiHeadAttentionConfig::new(HIDDEN_SIZE, NUM_HEADS).with_qkv_bias(true).with_dropout(0.1);
-    let embedding = EmbeddingLayer::new(&EmbeddingConfig::new(tokenizer.vocab_size(), HIDDEN_SIZE), vb.clone())?;
-    let layer = MultiHeadAttention::new(&cfg, vb)?;
+    let embedding = EmbeddingLayer::new(&EmbeddingConfig::new(words.tokenizer.vocab_size(), HIDDEN_SIZE), vb.clone())?;
+    let layer = Layer::MultiHead(MultiHeadAttention::new(&cfg, vb)?);
     let drawn = format!("drawn as PyTorch draws them after torch.manual_seed({})", args.seed);
-    Ok(System { tokenizer, layer, embedded_by: drawn.clone(), weights: drawn, embedding, norm: None })
+    Ok(System { words, layer, embedded_by: drawn.clone(), weights: drawn, embedding, norms: vec![] })
 }
 
 /// The part of a `config.json` of `models/` that says how to run the folder.
 #[derive(Deserialize)]
 struct FolderConfig {
     layout: String,
-    layer: serde_json::Value,
+    layer: Value,
     embedding: Option<EmbeddingTable>,
     manual_seed: Option<u64>,
     weights: Option<String>,
@@ -83,40 +152,39 @@ struct EmbeddingTable {
 
 /// A folder of `models/`, or a Hugging Face checkpoint.
 fn folder(args: &Args, model: &Path, device: &Device) -> Result<System> {
-    let named = [
-        model.to_path_buf(),
-        Path::new("models").join(model),
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("models").join(model),
-    ];
+    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("models");
+    let named = [model.to_path_buf(), Path::new("models").join(model), models.join(model)];
     let Some(model) = named.into_iter().find(|folder| folder.is_dir()) else {
-        bail!("there is no folder {} here or in models/", model.display())
+        let mut there: Vec<_> = std::fs::read_dir(models).into_iter().flatten().flatten().collect();
+        there.retain(|entry| entry.path().join("config.json").is_file());
+        let mut there: Vec<_> = there.iter().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+        there.sort_unstable();
+        bail!("--model: there is no folder {} here or in models/, which has {}", model.display(), there.join(", "))
     };
     let config = model.join("config.json");
-    let text = std::fs::read_to_string(&config).map_err(|error| {
-        Error::msg(format!("cannot read {}: {error}; give a folder with a config.json", config.display()))
-    })?;
-    let json: serde_json::Value =
-        serde_json::from_str(&text).map_err(|error| Error::msg(format!("{} is no JSON: {error}", config.display())))?;
-    let own_tokenizer = Some(model.join("tokenizer.json")).filter(|file| file.is_file());
-    if json.get("model_type").is_some() {
-        let tokenizer = tokenizer(args, own_tokenizer)?;
-        return hugging_face::open(args, &json, &Checkpoint::open(&model)?, tokenizer, device);
+    if !config.is_file() {
+        bail!("--model: {} has no config.json; give a folder with a config.json", model.display())
     }
-    let folder: FolderConfig = serde_json::from_value(json).map_err(|error| {
-        Error::msg(format!("{} describes no attention layer ({error}); choose another folder", config.display()))
-    })?;
-    let layout: WeightLayout = folder.layout.parse().map_err(|_| {
-        Error::msg(format!(
-            "{} holds no multi-head layer but `{}`; choose another folder",
-            model.display(),
-            folder.layout
-        ))
-    })?;
-    let cfg: MultiHeadAttentionConfig =
-        serde_json::from_value(folder.layer).map_err(|error| Error::msg(format!("{}: {error}", config.display())))?;
+    let json = read_json("--model", &config)?;
+    let own_tokenizer = Some(model.join("tokenizer.json")).filter(|file| file.is_file());
+    let words = words(args, own_tokenizer)?;
+    if json.get("model_type").is_some() {
+        let mut system = hugging_face::open(args, &json, &Checkpoint::open(&model)?, words, device)?;
+        system.weights = format!("{}, {}", model.display(), system.weights);
+        return Ok(system);
+    }
+    let refused = |error| {
+        let path = config.display();
+        Error::msg(format!("--model: {path} describes no attention layer ({error}); choose another folder"))
+    };
+    let folder: FolderConfig = serde_json::from_value(json).map_err(refused)?;
+    let Ok(layout) = folder.layout.parse::<WeightLayout>() else {
+        let (path, layout) = (model.display(), folder.layout);
+        bail!("--model: {path} holds no multi-head layer but `{layout}`; choose another folder")
+    };
+    let cfg: MultiHeadAttentionConfig = serde_json::from_value(folder.layer).map_err(refused)?;
     refuse_cross_attention(&cfg)?;
     refuse_layer(args, 1)?;
-    let tokenizer = tokenizer(args, own_tokenizer)?;
 
     let file = match folder.weights.as_deref().and_then(|weights| weights.strip_suffix("/model.safetensors")) {
         Some(sibling) => model.with_file_name(sibling).join("model.safetensors"),
@@ -137,20 +205,76 @@ fn folder(args: &Args, model: &Path, device: &Device) -> Result<System> {
             let cfg = EmbeddingConfig::new(table.vocab_size, cfg.embed_dim());
             (EmbeddingLayer::new(&cfg, vb.clone())?, "the model's own embedding".to_string())
         }
-        None => drawn_embedding(args, &tokenizer, cfg.embed_dim(), device)?,
+        None => drawn_embedding(args, &words, cfg.embed_dim(), device)?,
     };
-    check_vocabulary(&tokenizer, &embedding)?;
-    let layer = MultiHeadAttention::load(&cfg, layout, vb)?;
-    Ok(System { tokenizer, layer, weights, embedded_by, embedding, norm: None })
+    check_vocabulary(&words, &embedding)?;
+    let layer = Layer::MultiHead(MultiHeadAttention::load(&cfg, layout, vb)?);
+    Ok(System { words, layer, weights, embedded_by, embedding, norms: vec![] })
+}
+
+/// A file that somebody exported: the layer is found by its names and shapes.
+fn exported(args: &Args, file: &Path, device: &Device) -> Result<System> {
+    let checkpoint = Checkpoint::open(file)?;
+    let layers = checkpoint.attention_layers();
+    if layers.is_empty() {
+        let names: Vec<_> = checkpoint.shapes().map(|(name, _)| name).take(5).collect();
+        let (path, names) = (file.display(), names.join(", "));
+        bail!("{path} holds no attention layer that any layout names; its tensors begin with {names}")
+    }
+    refuse_layer(args, layers.len())?;
+    let prefix = &layers[args.layer];
+    let layout = match args.layout {
+        Some(layout) => layout,
+        None => checkpoint
+            .detect(prefix)
+            .map_err(|error| Error::msg(format!("{}; --layout chooses one", one_line(&error))))?,
+    };
+    if args.heads.is_none() && !matches!(layout, WeightLayout::StackedHeads(..)) {
+        bail!("{} does not tell the number of heads; say it with --heads", file.display())
+    }
+    let cfg = checkpoint.infer_config(prefix, layout, args.heads).map_err(|error| match args.heads {
+        Some(heads) => Error::msg(format!("--heads {heads}: {}", one_line(&error))),
+        None => error,
+    })?;
+    refuse_cross_attention(&cfg)?;
+    let words = words(args, None)?;
+    let vb = checkpoint.var_builder(args.dtype, device)?;
+    let (embedding, embedded_by) = embedding(args, &checkpoint, &vb, &words, cfg.embed_dim())?;
+    check_vocabulary(&words, &embedding)?;
+    let below = if prefix.is_empty() { vb } else { vb.pp(prefix) };
+    let layer = Layer::MultiHead(MultiHeadAttention::load(&cfg, layout, below)?);
+    let place = if prefix.is_empty() { String::new() } else { format!(", {prefix}") };
+    let causal = if cfg.causal() { ", causal by its mask buffer" } else { "" };
+    let weights = format!("{}{place} (layout {layout}{causal})", file.display());
+    Ok(System { words, layer, weights, embedded_by, embedding, norms: vec![] })
+}
+
+/// The file's own table of width E, or a drawn one.
+fn embedding(
+    args: &Args,
+    checkpoint: &Checkpoint,
+    vb: &VarBuilder,
+    words: &Words,
+    embed_dim: usize,
+) -> Result<(EmbeddingLayer, String)> {
+    let is_table = |name: &str, shape: &[usize]| {
+        let table = name.strip_suffix(".weight").and_then(|table| table.rsplit('.').next());
+        table.is_some_and(|table| TABLES.contains(&table)) && shape.len() == 2 && shape[1] == embed_dim
+    };
+    let Some((name, shape)) = checkpoint.shapes().find(|(name, shape)| is_table(name, shape)) else {
+        return drawn_embedding(args, words, embed_dim, vb.device());
+    };
+    let table = vb.get((shape[0], embed_dim), name)?;
+    let vb = VarBuilder::from_tensors(HashMap::from([("embedding.weight".into(), table)]), vb.dtype(), vb.device());
+    Ok((EmbeddingLayer::new(&EmbeddingConfig::new(shape[0], embed_dim), vb)?, name.to_string()))
 }
 
 #[cfg(feature = "hub")]
 fn hub(args: &Args, id: &str, device: &Device) -> Result<System> {
     let files = candle_attention::hub::HubModel::new(id)?.fetch()?;
-    let text = std::fs::read_to_string(&files.config)?;
-    let json = serde_json::from_str(&text).map_err(|error| Error::msg(format!("config.json of {id}: {error}")))?;
-    let tokenizer = tokenizer(args, files.tokenizer)?;
-    let mut system = hugging_face::open(args, &json, &Checkpoint::from_files(&files.weights)?, tokenizer, device)?;
+    let json = read_json("--model-id", &files.config)?;
+    let words = words(args, files.tokenizer)?;
+    let mut system = hugging_face::open(args, &json, &Checkpoint::from_files(&files.weights)?, words, device)?;
     system.weights = format!("{id} at {}, {}", files.commit, system.weights);
     Ok(system)
 }
@@ -160,33 +284,37 @@ fn hub(_: &Args, _: &str, _: &Device) -> Result<System> {
     bail!("--model-id needs the hub: run again with `cargo run --features hub --example tokenize_attend ..`")
 }
 
-/// --tokenizer, else the source's own, else the tutorial's seven words.
-pub fn tokenizer(args: &Args, own: Option<PathBuf>) -> Result<SimpleTokenizer> {
-    let tokenizer = match args.tokenizer.as_ref().or(own.as_ref()) {
-        Some(file) => SimpleTokenizer::from_file(file)?,
-        None => SimpleTokenizer::from_words(VOCABULARY)?,
-    };
-    if !args.punctuation {
-        return Ok(tokenizer);
+/// --tokenizer, else the source's own, else the tutorial's seven words, else the words of the texts.
+fn words(args: &Args, own: Option<PathBuf>) -> Result<Words> {
+    let split = if args.punctuation { Split::Punctuation } else { Split::Whitespace };
+    if let Some(file) = args.tokenizer.as_ref().or(own.as_ref()) {
+        let tokenizer = SimpleTokenizer::from_file(file)?;
+        let tokenizer = if args.punctuation { tokenizer.with_split(split) } else { tokenizer };
+        return Ok(Words { tokenizer, said_by: None });
     }
-    Ok(tokenizer.with_split(Split::Punctuation))
+    let tutorial = SimpleTokenizer::from_words(VOCABULARY)?.with_split(split);
+    if args.texts.iter().all(|text| tutorial.encode(text).is_ok()) {
+        return Ok(Words { tokenizer: tutorial, said_by: None });
+    }
+    let said_by = Some("the words of the text are the vocabulary, since no file gives one");
+    Ok(Words { tokenizer: SimpleTokenizer::from_texts(&args.texts, split)?, said_by })
 }
 
 /// An embedding for a layer that came without one.
 pub fn drawn_embedding(
     args: &Args,
-    tokenizer: &SimpleTokenizer,
+    words: &Words,
     embed_dim: usize,
     device: &Device,
 ) -> Result<(EmbeddingLayer, String)> {
     let vb: VarBuilder = TorchSeed::new(args.seed).var_builder(args.dtype, device);
-    let embedding = EmbeddingLayer::new(&EmbeddingConfig::new(tokenizer.vocab_size(), embed_dim), vb)?;
+    let embedding = EmbeddingLayer::new(&EmbeddingConfig::new(words.tokenizer.vocab_size(), embed_dim), vb)?;
     Ok((embedding, format!("drawn after torch.manual_seed({}), since the weights hold none", args.seed)))
 }
 
 /// An error if the tokenizer has ids for which the embedding has no row.
-pub fn check_vocabulary(tokenizer: &SimpleTokenizer, embedding: &EmbeddingLayer) -> Result<()> {
-    let (words, rows) = (tokenizer.vocab_size(), embedding.vocab_size());
+pub fn check_vocabulary(words: &Words, embedding: &EmbeddingLayer) -> Result<()> {
+    let (words, rows) = (words.tokenizer.vocab_size(), embedding.vocab_size());
     if words > rows {
         bail!("the tokenizer has {words} tokens, but the embedding {rows} rows; give the model's own with --tokenizer")
     }
@@ -194,7 +322,7 @@ pub fn check_vocabulary(tokenizer: &SimpleTokenizer, embedding: &EmbeddingLayer)
 }
 
 /// An error for a layer that attends to another kind of input than it attends from.
-pub fn refuse_cross_attention(cfg: &MultiHeadAttentionConfig) -> Result<()> {
+fn refuse_cross_attention(cfg: &MultiHeadAttentionConfig) -> Result<()> {
     let widths = [cfg.embed_dim(), cfg.key_size(), cfg.value_size()];
     if widths.iter().any(|&width| width != widths[0]) {
         bail!(
@@ -205,7 +333,7 @@ pub fn refuse_cross_attention(cfg: &MultiHeadAttentionConfig) -> Result<()> {
 }
 
 /// An error if --layer names a layer that a source of `count` layers does not have.
-pub fn refuse_layer(args: &Args, count: usize) -> Result<()> {
+fn refuse_layer(args: &Args, count: usize) -> Result<()> {
     if args.layer >= count {
         bail!("--layer {} is out of range: there are {count}, numbered from 0", args.layer)
     }

@@ -158,24 +158,55 @@ fn a_hugging_face_folder_runs_with_the_models_own_embedding() -> Result<()> {
         let expected = layer.forward_with(candle_attention::AttentionInput::new(&hidden).with_mask(&mask))?;
         assert_close(&tensor(&value["output"]), &expected, 1e-6, model_type);
         let refused = run(&[SENTENCE, "--model", path(folder.path()), "--layer", "1"]);
-        assert_eq!(refused.stderr, "error: --layer 1 is out of range: there are 1, numbered from 0\n");
+        assert!(refused.stderr.starts_with("error: --layer 1: [hf] "), "{}", refused.stderr);
     }
     Ok(())
 }
 
+/// The models of the tests of `hf` hold attention and no embedding, which is drawn then.
 #[test]
-fn an_architecture_that_would_come_out_wrong_is_refused() -> Result<()> {
-    let HuggingFace { folder, .. } = checkpoint("gpt2", serde_json::json!({"model_type": "llama"}))?;
+fn every_architecture_runs() {
+    let models = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/hf/models");
+    let mut types = std::collections::HashSet::new();
+    for entry in std::fs::read_dir(models).expect("the models of the tests") {
+        let folder = entry.expect("can be listed").path();
+        let value = json(&["the cat sat", "--model", path(&folder)]);
+        let (weights, embedding) = (value["weights"].as_str().unwrap(), value["embedding"].as_str().unwrap());
+        assert!(embedding.contains("drawn after torch.manual_seed(0)"), "{folder:?}: {embedding}");
+        types.insert(weights.rsplit(' ').next().unwrap().to_string());
+    }
+    let missing: Vec<_> = candle_attention::hf::architectures().filter(|name| !types.contains(*name)).collect();
+    assert!(missing.iter().all(|name| *name == "gemma3"), "{missing:?} ran in no folder");
+}
+
+#[test]
+fn a_variant_that_is_not_supported_is_refused() -> Result<()> {
+    let variant = serde_json::json!({
+        "model_type": "bert", "hidden_size": WIDTH, "num_attention_heads": HEADS, "position_embedding_type": "relative_key",
+    });
+    let HuggingFace { folder, .. } = checkpoint("bert", variant)?;
     let refused = run(&[SENTENCE, "--model", path(folder.path())]);
     assert_eq!(refused.code, Some(1));
-    assert_eq!(
-        refused.stderr,
-        "error: models of type \"llama\" are not supported here; those of type bert and gpt2 are\n"
-    );
-    let variant =
-        serde_json::json!({"model_type": "gpt2", "n_embd": WIDTH, "n_head": HEADS, "scale_attn_weights": false});
-    let HuggingFace { folder, .. } = checkpoint("gpt2", variant)?;
-    let refused = run(&[SENTENCE, "--model", path(folder.path())]);
-    assert_eq!(refused.stderr, "error: config.json has scale_attn_weights false, and only true is supported here\n");
+    assert!(refused.stderr.starts_with("error: [hf] bert: position_embedding_type is"), "{}", refused.stderr);
+    Ok(())
+}
+
+/// As the tokenizer.json of all-MiniLM-L6-v2, which cuts and pads at 128 tokens.
+#[test]
+fn a_length_in_a_tokenizer_file_neither_pads_nor_cuts() -> Result<()> {
+    let mut tokenizer: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(models().join("frontend_48/tokenizer.json"))?).expect("JSON");
+    tokenizer["padding"] = serde_json::json!({
+        "strategy": {"Fixed": 128}, "direction": "Right", "pad_to_multiple_of": null, "pad_id": 0, "pad_type_id": 0,
+        "pad_token": "<pad>",
+    });
+    tokenizer["truncation"] =
+        serde_json::json!({"direction": "Right", "max_length": 128, "strategy": "LongestFirst", "stride": 0});
+    let folder = tempfile::tempdir()?;
+    let file = folder.path().join("tokenizer.json");
+    std::fs::write(&file, tokenizer.to_string())?;
+    assert_eq!(json(&["hello", "--tokenizer", path(&file)])["ids"], serde_json::json!([[1]]));
+    let long = json(&[&vec!["you"; 200].join(" "), "--tokenizer", path(&file), "--model", "mqa_48"]);
+    assert_eq!(long["lens"], serde_json::json!([200]));
     Ok(())
 }

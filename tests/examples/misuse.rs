@@ -13,18 +13,22 @@ const TABLE: &[(&[&str], i32, &str)] = &[
     (&["hello", "--weights", "a", "--model", "b"], 2, "cannot be used with"),
     (&["hello", "--layout", "buch", "--weights", "a"], 2, "unknown layout \"buch\", expected one of: canonical, book,"),
     (
-        &["hello world how are you?"],
+        &["hello world how are you?", "--model", "frontend_48"],
         1,
-        "word 4 (counted from 0), \"you?\", is not in the vocabulary: did you mean \"you\"?",
+        "error: word 5, \"you?\", is not in the tokenizer's vocabulary: did you mean \"you\"? --punctuation splits punctuation off",
     ),
-    (&["hello world how are you?"], 1, "or run with --punctuation, which splits it off"),
-    (&["Hello"], 1, "did you mean \"hello\"?"),
+    (&["Hello", "--model", "frontend_48"], 1, "did you mean \"hello\"? --tokenizer gives another tokenizer"),
+    (&["zzzz", "--model", "frontend_48"], 1, "its words begin with \"<pad>\", \"hello\", \"world\", \"how\""),
     (&[""], 1, "text 1 is empty; give at least one word"),
     (&["hello", "  "], 1, "text 2 is empty; give at least one word"),
-    (&["hello", "nowhere"], 1, "text 1 of the batch"),
-    (&["hello", "--head", "16"], 1, "head 16 is not below the number of heads 16"),
+    (&["hello", "you nowhere", "--model", "frontend_48"], 1, "word 2 of text 2, \"nowhere\", is"),
+    (&["hello", "--head", "16"], 1, "--head 16 is out of range: there are 16, numbered from 0"),
     (&["hello", "--layer", "1"], 1, "--layer 1 is out of range: there are 1, numbered from 0"),
-    (&["hello", "--model", "nowhere"], 1, "there is no folder nowhere here or in models/"),
+    (
+        &["hello", "--model", "nowhere"],
+        1,
+        "--model: there is no folder nowhere here or in models/, which has additive_mask, batched_matmul",
+    ),
     (&["hello", "--model", "src"], 1, "give a folder with a config.json"),
     (&["hello", "--weights", "nowhere.safetensors"], 1, "cannot read nowhere.safetensors"),
     (&["hello", "--weights", "README.md"], 1, "README.md is neither a safetensors file nor a .pth file"),
@@ -34,8 +38,16 @@ const TABLE: &[(&[&str], i32, &str)] = &[
         1,
         "does not tell the number of heads; say it with --heads",
     ),
-    (&["hello", "--weights", "models/book_mha/model.safetensors", "--heads", "0"], 1, "num_heads (at least 1)"),
-    (&["hello", "--weights", "models/book_mha/model.safetensors", "--heads", "5"], 1, "no multiple of 5"),
+    (
+        &["hello", "--weights", "models/book_mha/model.safetensors", "--heads", "0"],
+        1,
+        "--heads 0: [weights] shapes do not tell",
+    ),
+    (
+        &["hello", "--weights", "models/book_mha/model.safetensors", "--heads", "5"],
+        1,
+        "--heads 5: [weights] the query projection has 2 rows, which is no multiple of 5",
+    ),
     (&["hello", "--weights", "models/frontend_embedding/model.safetensors"], 1, "holds no attention layer"),
     (&["hello", "--tokenizer", "nowhere.json"], 1, "nowhere.json"),
     (&["hello", "--tokenizer", "README.md"], 1, "README.md"),
@@ -92,7 +104,11 @@ fn pictures_name_the_feature_they_need() {
 fn a_picture_of_another_format_is_refused() {
     let run = run(&[SENTENCE, "--plot", "a.gif"]);
     assert_eq!((run.code, run.stderr.lines().count()), (Some(1), 1));
-    assert!(run.stderr.contains("expected svg or png"), "{}", run.stderr);
+    assert!(
+        run.stderr.contains("error: --plot: [heat_map] the extension of a.gif is \"gif\"; expected svg or png"),
+        "{}",
+        run.stderr
+    );
 }
 
 #[cfg(not(feature = "hub"))]

@@ -113,6 +113,23 @@ fn punctuation_may_be_split_off() {
     assert_eq!(value["ids"], serde_json::json!([[1, 2, 3, 4, 5, 6]]));
 }
 
+#[test]
+fn without_a_vocabulary_the_words_of_the_text_are_it() {
+    let note = "the words of the text are the vocabulary, since no file gives one";
+    let mut unknown = vec![vec!["the cat sat on the mat"]];
+    unknown.push(vec!["the cat sat on the mat", "--weights", "models/book_mha/model.safetensors", "--heads", "2"]);
+    unknown.push(vec!["the cat sat on the mat", "--model", "book_mha"]);
+    for args in unknown {
+        let value = json(&args);
+        assert_eq!(value["ids"], serde_json::json!([[1, 2, 3, 4, 1, 5]]), "{args:?}");
+        assert_eq!(value["words"], note);
+        assert!(run(&args).stdout.contains(&format!("\nwords     {note}\n")));
+    }
+    let value = json(&["the cat?", "a cat", "--punctuation"]);
+    assert_eq!(value["ids"], serde_json::json!([[1, 2, 3], [4, 2, 0]]));
+    assert_eq!(json(&["how are you"])["words"], serde_json::Value::Null, "the tutorial has these");
+}
+
 #[cfg(unix)]
 #[test]
 fn a_reader_that_goes_away_is_no_error() {

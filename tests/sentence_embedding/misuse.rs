@@ -160,9 +160,25 @@ fn a_prompt_that_is_not_there_and_a_length_that_leaves_no_room_are_errors() {
     for length in ["1", "2"] {
         let settings = format!(r#"{{"max_seq_length": {length}}}"#);
         fs::write(copy.path().join("sentence_bert_config.json"), settings).unwrap();
-        let message = format!("texts are cut at {length} tokens, expected more than the 2 that are added");
-        fails(copy.path(), &["man"], &format!("[sentence_embedding] {message}"));
+        let message = format!("[tokenizer] texts are cut at {length} tokens, expected more than the 2 that are added");
+        fails(copy.path(), &["man"], &message);
     }
+}
+
+#[test]
+fn a_token_that_the_model_has_no_row_for_is_named() {
+    let copy = copy("distilbert");
+    let file = copy.path().join("tokenizer.json");
+    let mut json: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    json["model"]["vocab"]["extra"] = json!(1000);
+    fs::write(&file, json.to_string()).unwrap();
+    let rows =
+        json!(serde_json::from_str::<Value>(&fs::read_to_string(copy.path().join("config.json")).unwrap()).unwrap());
+    let message = format!(
+        "[embedding] id 1000 at position 1 of sequence 0 is not below the vocabulary size {}",
+        rows["vocab_size"]
+    );
+    fails(copy.path(), &["extra"], &message);
 }
 
 #[test]
