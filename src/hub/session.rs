@@ -1,4 +1,15 @@
-//! One fetch at work: a model at a revision, its part of the cache, and hf-hub's handle on it.
+//! One fetch at work: the environment, the model's part of the cache, hf-hub's handle on it, and what went wrong.
+//!
+//! The cache on disk is as all Hugging Face libraries lay it out:
+//!
+//! ```text
+//! models--organisation--name/refs/main                      the commit that a branch was at
+//! models--organisation--name/snapshots/<commit>/config.json the file, most often a link into blobs/
+//! models--organisation--name/.no_exist/<commit>/config.json a mark: this commit is known not to have the file
+//! ```
+//!
+//! hf-hub can look there too, but only with an HTTP client, which it cannot set up on a machine without certificates: the
+//! very place where offline mode is at home.
 
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
@@ -8,75 +19,124 @@ use candle_core::{Error, Result};
 use hf_hub::{HFClient, HFClientSync, HFError, HFRepositorySync, RepoTypeModel, split_id};
 
 use super::HubModel;
-use super::cache::{Cache, Cached, is_commit};
-use super::message;
-use super::settings::Settings;
-use super::watch::{Silence, Watch};
+use super::download::{Answer, Silence, watched};
 
 /// Three more tries after a failure that may pass (no connection, 429, 5xx), with at most 0.4 + 0.8 + 1.6 s between them:
 /// a machine without a network hears about it in seconds, a hub that hiccups is given time.
 const RETRIES: usize = 3;
 const RETRY_DELAY: Duration = Duration::from_millis(200);
 
-/// A model at a revision, opened for look-ups.
-pub(super) struct Session<'a> {
-    pub(super) model: &'a HubModel,
-    pub(super) cache: Cache,
-    pub(super) source: Source,
-    settings: Settings,
-    /// The revision to look at: the one asked for, and the commit it stands for once that is known.
-    revision: String,
-    /// Whether the first file was found, and with it that the model and the revision exist.
-    pub(super) pinned: bool,
+/// What the environment says. hf-hub reads it in part, and from version 1.1 on not at all.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct Settings {
+    /// What asks for offline mode, as a half sentence for messages.
+    pub(super) offline: Option<&'static str>,
+    /// Whether a progress bar may be drawn.
+    pub(super) progress: bool,
+    /// The limit on the wait for the first answer about a file.
+    pub(super) answer: Duration,
+    /// The limit on the wait for the next byte.
+    pub(super) stall: Duration,
+    pub(super) endpoint: Option<String>,
+    pub(super) token: Option<String>,
+    pub(super) cache_dir: Option<PathBuf>,
 }
 
-/// Where a file comes from that is not in the cache.
-pub(super) enum Source {
-    /// From nowhere; the half sentence says what asks for that.
-    Offline(&'static str),
-    Hub(Hub),
+impl Settings {
+    /// By huggingface_hub's rules (its `constants.py`): a flag is up at 1, ON, YES and TRUE in any case, a variable that is
+    /// empty is unset (but for `HF_ENDPOINT`), and a timeout of 0 means the default.
+    fn read(var: impl Fn(&str) -> Option<String>, home: Option<PathBuf>) -> Result<Self> {
+        let value = |name: &str| var(name).filter(|value| !value.is_empty());
+        let path = |name: &str| value(name).map(PathBuf::from);
+        let is_true = |flag: String| matches!(flag.to_uppercase().as_str(), "1" | "ON" | "YES" | "TRUE");
+        let offline = match value("HF_HUB_OFFLINE") {
+            Some(flag) => is_true(flag).then_some("HF_HUB_OFFLINE is set"),
+            None => value("TRANSFORMERS_OFFLINE")
+                .filter(|flag| is_true(flag.clone()))
+                .map(|_| "TRANSFORMERS_OFFLINE is set"),
+        };
+        let seconds = |name: &str, default| match value(name).map(|text| text.trim().parse::<u32>().map_err(|_| text)) {
+            None | Some(Ok(0)) => Ok(Duration::from_secs(default)),
+            Some(Ok(seconds)) => Ok(Duration::from_secs(seconds.into())),
+            Some(Err(text)) => Err(Error::Msg(format!("[hub] {name} is {text:?}, expected a whole number of seconds"))),
+        };
+        let hf_home = path("HF_HOME")
+            .or_else(|| path("XDG_CACHE_HOME").map(|cache| cache.join("huggingface")))
+            .or_else(|| home.map(|home| home.join(".cache").join("huggingface")));
+        let token_file = path("HF_TOKEN_PATH").or_else(|| hf_home.as_ref().map(|home| home.join("token")));
+        let token = || value("HF_TOKEN").or_else(|| std::fs::read_to_string(token_file?).ok());
+        let token = if value("HF_HUB_DISABLE_IMPLICIT_TOKEN").is_some_and(is_true) { None } else { token() };
+        Ok(Self {
+            offline,
+            progress: !value("HF_HUB_DISABLE_PROGRESS_BARS").is_some_and(is_true) && std::io::stderr().is_terminal(),
+            answer: seconds("HF_HUB_ETAG_TIMEOUT", 30)?,
+            stall: seconds("HF_HUB_DOWNLOAD_TIMEOUT", 60)?,
+            endpoint: var("HF_ENDPOINT"),
+            token: token.map(|token| token.trim().to_string()).filter(|token| !token.is_empty()),
+            cache_dir: path("HF_HUB_CACHE")
+                .or_else(|| path("HUGGINGFACE_HUB_CACHE"))
+                .or_else(|| hf_home.map(|home| home.join("hub"))),
+        })
+    }
+}
+
+/// A model at a revision, opened for look-ups.
+pub(super) struct Session<'a> {
+    model: &'a HubModel,
+    settings: Settings,
+    /// The model's part of the cache.
+    folder: PathBuf,
+    /// `None` offline.
+    hub: Option<Hub>,
+    /// The revision to look at: that of the model, and the commit it stands for once that is known.
+    revision: String,
+    /// Whether the first file was found, and with it that the model and the revision exist.
+    is_pinned: bool,
 }
 
 /// The model on a server.
-pub(super) struct Hub {
+struct Hub {
     repo: HFRepositorySync<RepoTypeModel>,
-    pub(super) endpoint: String,
+    endpoint: String,
+}
+
+/// What the cache knows about a file at a revision.
+#[derive(Debug, PartialEq)]
+enum Cached {
+    Found(PathBuf),
+    /// The revision does not have the file.
+    Absent,
+    Unknown,
 }
 
 impl<'a> Session<'a> {
-    /// Reads the environment and, online, sets hf-hub up; asks nothing of the network.
+    /// Reads the environment and, online, sets hf-hub up; requests nothing yet.
     pub(super) fn open(model: &'a HubModel) -> Result<Self> {
-        let mut settings = Settings::from_env()?;
-        settings.progress &= model.progress && std::io::stderr().is_terminal();
-        let cache_dir = match (&model.cache_dir, Settings::cache_dir()) {
-            (Some(cache_dir), _) => cache_dir.clone(),
-            (None, Some(cache_dir)) => cache_dir,
-            (None, None) => {
-                return Err(Error::Msg(format!("[hub] {model}: there is no home folder for the cache; set HF_HOME")));
-            }
+        let mut settings = Settings::read(|name| std::env::var(name).ok(), std::env::home_dir())?;
+        settings.progress &= model.progress;
+        settings.endpoint = model.endpoint.clone().or(settings.endpoint);
+        settings.token = model.token.clone().or(settings.token);
+        settings.offline = settings.offline.or(model.offline.then_some("offline mode was asked for"));
+        let Some(cache_dir) = model.cache_dir.clone().or(settings.cache_dir.take()) else {
+            return Err(Error::Msg(format!("[hub] {model}: there is no home folder for the cache; set HF_HOME")));
         };
-        let source = match settings.offline {
-            Some(why) => Source::Offline(why),
-            None if model.offline => Source::Offline("offline mode was asked for"),
-            None => Source::Hub(Hub::open(model, &cache_dir)?),
-        };
-        let cache = Cache::new(&cache_dir, &model.id);
-        Ok(Self { model, cache, source, settings, revision: model.revision.clone(), pinned: false })
+        let hub = if settings.offline.is_some() { None } else { Some(Hub::open(model, &settings, &cache_dir)?) };
+        let folder = cache_dir.join(format!("models--{}", model.id.replace('/', "--")));
+        Ok(Self { model, settings, folder, hub, revision: model.revision.clone(), is_pinned: false })
     }
 
     /// Finds the file that every model has, and fixes all further look-ups to the commit that it came from: a branch may
-    /// move between two files, and what is in the cache for a commit is never asked for again. Returns the commit too.
+    /// move between two files, and what is in the cache for a commit is never requested again. Returns the commit too.
     pub(super) fn pin(&mut self, file: &str) -> Result<(PathBuf, String)> {
         let path = self.require(file)?;
-        let commit = path
-            .parent()
-            .and_then(Path::file_name)
-            .map(|name| name.to_string_lossy().into_owned())
-            .ok_or_else(|| self.error(file, &format!("hf-hub gave {path:?}, which is in no snapshot")))?;
+        let Some(commit) = path.parent().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned())
+        else {
+            return Err(self.error(file, &format!("hf-hub gave {path:?}, which is in no snapshot")));
+        };
         if is_commit(&commit) {
             self.revision.clone_from(&commit);
         }
-        self.pinned = true;
+        self.is_pinned = true;
         Ok((path, commit))
     }
 
@@ -88,52 +148,54 @@ impl<'a> Session<'a> {
     /// The path of a file in the cache, downloaded where needed; `None` where the repository does not have it or, offline,
     /// where the cache does not.
     pub(super) fn find(&self, file: &str) -> Result<Option<PathBuf>> {
-        match &self.source {
-            Source::Offline(_) => match self.cached(file) {
-                Cached::Found(path) => Ok(Some(path)),
-                Cached::Absent | Cached::Unknown => Ok(None),
-            },
-            Source::Hub(hub) if is_commit(&self.revision) => match self.cached(file) {
-                Cached::Found(path) => Ok(Some(path)),
-                Cached::Absent => Ok(None),
-                Cached::Unknown => self.download(hub, file),
-            },
-            Source::Hub(hub) => self.download(hub, file),
+        match (&self.hub, self.cached(file)) {
+            (None, Cached::Found(path)) => Ok(Some(path)),
+            (None, _) => Ok(None),
+            (Some(_), Cached::Found(path)) if is_commit(&self.revision) => Ok(Some(path)),
+            (Some(_), Cached::Absent) if is_commit(&self.revision) => Ok(None),
+            (Some(hub), cached) => self.download(hub, file, cached),
         }
     }
 
-    /// What the cache knows about a file at the session's revision.
-    pub(super) fn cached(&self, file: &str) -> Cached {
-        self.cache.find(&self.revision, file)
+    /// Looks for `file` at a branch or a tag, in the commit that it was last known to be at, or at a full commit.
+    fn cached(&self, file: &str) -> Cached {
+        let known = || std::fs::read_to_string(self.folder.join("refs").join(&self.revision)).ok();
+        let commit = if is_commit(&self.revision) { Some(self.revision.clone()) } else { known() };
+        let Some(commit) = commit.as_deref().map(str::trim).filter(|commit| !commit.is_empty()) else {
+            return Cached::Unknown;
+        };
+        let at = |kind: &str| self.folder.join(kind).join(commit).join(file);
+        match (at("snapshots"), at(".no_exist")) {
+            (path, _) if path.exists() => Cached::Found(path),
+            (_, mark) if mark.exists() => Cached::Absent,
+            _ => Cached::Unknown,
+        }
     }
 
-    fn download(&self, hub: &Hub, file: &str) -> Result<Option<PathBuf>> {
-        let watch = Watch::new(file, self.settings, self.settings.progress);
+    fn download(&self, hub: &Hub, file: &str, cached: Cached) -> Result<Option<PathBuf>> {
         let (repo, revision, name) = (hub.repo.clone(), self.revision.clone(), file.to_string());
-        let progress = watch.clone();
-        let work = move || repo.download_file().filename(name).revision(revision).progress(progress).send();
-        match watch.over(work) {
-            Ok(Ok(path)) => {
-                if let Some(size) = watch.announced() {
+        let answer = watched(file, &self.settings, move |events| {
+            repo.download_file().filename(name).revision(revision).progress(events).send()
+        });
+        match (answer, cached) {
+            (Ok(Answer { result: Ok(path), announced }), _) => {
+                if let Some(size) = announced {
                     self.check_size(hub, file, &path, size)?;
                 }
                 Ok(Some(path))
             }
-            Ok(Err(HFError::EntryNotFound { .. })) => Ok(None),
-            Ok(Err(e)) => Err(self.explain(hub, file, &e)),
-            // What hf-hub does when there is no connection, it would do here: the cache is better than nothing.
-            Err(silence @ Silence::NoAnswer(_)) => match self.cached(file) {
-                Cached::Found(path) => Ok(Some(path)),
-                Cached::Absent | Cached::Unknown => Err(self.explain_silence(hub, file, &silence)),
-            },
-            Err(silence) => Err(self.explain_silence(hub, file, &silence)),
+            (Ok(Answer { result: Err(HFError::EntryNotFound { .. }), .. }), _) => Ok(None),
+            (Ok(Answer { result: Err(e), .. }), _) => Err(self.error(file, &self.explain(hub, &e))),
+            // As hf-hub does where there is no connection.
+            (Err(Silence::NoAnswer(_)), Cached::Found(path)) => Ok(Some(path)),
+            (Err(silence), _) => Err(self.error(file, &self.explain_silence(hub, &silence))),
         }
     }
 
     /// hf-hub 1.0 does not look at the status of the answer that carries the file, so the page of an error can end up in
     /// the cache under the file's name. Such a file is taken out again, or every later fetch would find it there.
     fn check_size(&self, hub: &Hub, file: &str, path: &Path, announced: u64) -> Result<()> {
-        let io = |e: std::io::Error| self.explain(hub, file, &HFError::Io(e));
+        let io = |e: std::io::Error| self.error(file, &self.explain(hub, &HFError::Io(e)));
         let found = std::fs::metadata(path).map_err(io)?.len();
         if found == announced {
             return Ok(());
@@ -148,39 +210,219 @@ impl<'a> Session<'a> {
         Err(self.error(file, &what))
     }
 
-    /// Whether the hub knows the model, as far as it says.
-    pub(super) fn exists(&self, hub: &Hub) -> Option<bool> {
-        let watch = Watch::new("", self.settings, false);
-        let repo = hub.repo.clone();
-        watch.over(move || repo.exists().send()).ok()?.ok()
+    /// A message about `file`, in one line: text from a server is shown in a terminal.
+    pub(super) fn error(&self, file: &str, what: &str) -> Error {
+        message(&format!("{file} of {}: {what}", self.model))
+    }
+
+    /// The error for a file, or several to choose from, that was found neither in the cache nor, online, on the hub.
+    pub(super) fn missing(&self, file: &str) -> Error {
+        let (id, revision) = (&self.model.id, &self.model.revision);
+        let Some(Hub { endpoint, repo }) = &self.hub else {
+            let (folder, why) = (self.folder.display(), self.settings.offline.unwrap_or_default());
+            let what =
+                format!("not in the cache {folder}, and {why}, so nothing was requested; fetch it once while online");
+            return self.error(file, &what);
+        };
+        let what = if self.is_pinned || self.cached(file) == Cached::Absent {
+            format!("{endpoint}/{id} has no such file at {revision}")
+        } else {
+            let repo = repo.clone();
+            match watched("", &self.settings, move |_| repo.exists().send()).map(|answer| answer.result) {
+                Ok(Ok(true)) => format!("{endpoint}/{id} has no revision {revision}, or not this file in it"),
+                Ok(Ok(false)) => format!("{endpoint} has no model {id}; check the id"),
+                _ => format!(
+                    "{endpoint} has no model {id} that may be read, or no revision {revision}; check both, and for a private model set HF_TOKEN"
+                ),
+            }
+        };
+        self.error(file, &format!("not found: {what}"))
+    }
+
+    /// An error of hf-hub in words.
+    fn explain(&self, Hub { endpoint, .. }: &Hub, error: &HFError) -> String {
+        let in_brackets = |text: Option<&str>| text.map(|text| format!(" ({text})")).unwrap_or_default();
+        match error {
+            HFError::AuthRequired { context } | HFError::Forbidden { context } => {
+                let (id, status) = (&self.model.id, context.status.as_u16());
+                match context.error_code.as_deref() {
+                    Some("GatedRepo") => format!(
+                        "the model is gated ({status}); accept its terms at {endpoint}/{id}, then set HF_TOKEN to a token of that account"
+                    ),
+                    Some("RepoNotFound") | None if status == 401 => format!(
+                        "{endpoint} answered 401: there is no such model, or it is private, or HF_TOKEN is not valid; check the id, and set HF_TOKEN to a token that may read it"
+                    ),
+                    code => format!(
+                        "{endpoint} answered {status}{}: HF_TOKEN is missing or may not read it; set it to a token that may",
+                        in_brackets(code)
+                    ),
+                }
+            }
+            HFError::RateLimited { retry_after, .. } => format!(
+                "{endpoint} answers too many requests (429); try again {}, or set HF_TOKEN for a higher limit",
+                retry_after.map_or("later".to_string(), |delay| format!("in {} s", delay.as_secs()))
+            ),
+            HFError::Http { context } => {
+                let server = in_brackets(context.server_message.as_deref());
+                format!("{endpoint} answered {}{server}; try again later", context.status)
+            }
+            HFError::Request { source, .. } if source.is_connect() || source.is_timeout() => {
+                self.unreachable(&format!("no connection to {endpoint} ({})", root(source)))
+            }
+            HFError::Request { source, .. } => {
+                format!("the connection to {endpoint} broke off ({}); try again", root(source))
+            }
+            HFError::Io(e) => format!("the cache {} could not be read or written: {e}", self.folder.display()),
+            e => with_root(e),
+        }
+    }
+
+    fn explain_silence(&self, Hub { endpoint, .. }: &Hub, silence: &Silence) -> String {
+        match silence {
+            Silence::NoAnswer(waited) => self.unreachable(&format!("no answer from {endpoint} in {waited:?}")),
+            Silence::Stalled { bytes, waited } => format!(
+                "the download from {endpoint} stood still for {waited:?} after {bytes} bytes; try again (HF_HUB_DOWNLOAD_TIMEOUT sets the patience in seconds)"
+            ),
+            Silence::Broken(why) => why.clone(),
+        }
+    }
+
+    fn unreachable(&self, what: &str) -> String {
+        let folder = self.folder.display();
+        format!("{what}, and it is not in the cache {folder}; check the network, the proxy and HF_ENDPOINT")
     }
 }
 
 impl Hub {
-    fn open(model: &HubModel, cache_dir: &Path) -> Result<Self> {
-        let failed = |what: &str| Error::Msg(format!("[hub] {model}: {what}"));
-        let setup = |e: HFError| failed(&format!("hf-hub could not be set up: {}", message::line(&e)));
-
-        let mut builder =
-            HFClient::builder().retry_max_attempts(RETRIES).retry_base_delay(RETRY_DELAY).cache_dir(cache_dir);
-        if let Some(endpoint) = &model.endpoint {
-            builder = builder.endpoint(endpoint);
-        }
-        if let Some(token) = &model.token {
+    fn open(model: &HubModel, settings: &Settings, cache_dir: &Path) -> Result<Self> {
+        let failed = |what: &str| message(&format!("{model}: {what}"));
+        let setup = |e: HFError| match e {
+            HFError::Url(e) => failed(&format!("the endpoint is no URL ({e}); correct HF_ENDPOINT")),
+            e => failed(&format!("hf-hub could not be set up: {}", with_root(&e))),
+        };
+        let endpoint = settings.endpoint.as_deref().unwrap_or("https://huggingface.co");
+        let mut builder = HFClient::builder()
+            .retry_max_attempts(RETRIES)
+            .retry_base_delay(RETRY_DELAY)
+            .cache_dir(cache_dir)
+            .endpoint(endpoint);
+        if let Some(token) = &settings.token {
             builder = builder.token(token);
         }
-        let client = builder.build().map_err(|e| match e {
-            HFError::Url(e) => failed(&format!("the endpoint is no URL ({e}); correct HF_ENDPOINT")),
-            e => setup(e),
-        })?;
+        let client = builder.build().map_err(setup)?;
         let endpoint = client.endpoint().to_string();
         if !(endpoint.starts_with("https://") || endpoint.starts_with("http://")) {
-            let what =
-                format!("the endpoint {endpoint:?} begins with neither https:// nor http://; correct HF_ENDPOINT");
-            return Err(failed(&what));
+            return Err(failed("the endpoint begins with neither https:// nor http://; correct HF_ENDPOINT"));
         }
         let (owner, name) = split_id(&model.id);
         let repo = HFClientSync::from_inner(client).map_err(setup)?.model(owner, name);
         Ok(Self { repo, endpoint })
+    }
+}
+
+/// Whether a revision is a full commit, whose files never change.
+fn is_commit(revision: &str) -> bool {
+    revision.len() == 40 && revision.bytes().all(|b| b.is_ascii_hexdigit())
+}
+
+/// An error in one line, without control characters and without the credentials of an address.
+fn message(text: &str) -> Error {
+    Error::Msg(format!("[hub] {}", without_credentials(&text.replace(|c: char| c.is_control(), " "))))
+}
+
+/// `text` without what stands before the `@` of addresses: `https://name:secret@host` is `https://host`.
+pub(super) fn without_credentials(text: &str) -> String {
+    let mut parts = text.split("://");
+    let mut shown = parts.next().unwrap_or_default().to_string();
+    for part in parts {
+        let end = part.find(|c: char| c.is_whitespace() || c == '"').unwrap_or(part.len());
+        let host = part[..end].rfind('@').map_or(0, |at| at + 1);
+        shown = format!("{shown}://{}", &part[host..]);
+    }
+    shown
+}
+
+/// An error with its innermost cause, which is what says something: reqwest's own text is only that a request failed.
+fn with_root(error: &(dyn std::error::Error + 'static)) -> String {
+    let (outer, inner) = (error.to_string(), root(error));
+    if outer.contains(&inner) { outer } else { format!("{outer} ({inner})") }
+}
+
+fn root(error: &(dyn std::error::Error + 'static)) -> String {
+    error.source().map_or_else(|| error.to_string(), root)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(vars: &[(&str, &str)]) -> Result<Settings> {
+        let var = |name: &str| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string());
+        Settings::read(var, Some(PathBuf::from("home")))
+    }
+
+    #[test]
+    fn flags_and_timeouts_are_read_as_python_reads_them() -> Result<()> {
+        for value in ["1", "ON", "on", "Yes", "TRUE", "true"] {
+            assert_eq!(read(&[("HF_HUB_OFFLINE", value)])?.offline, Some("HF_HUB_OFFLINE is set"), "{value}");
+        }
+        for value in ["", "0", "OFF", "no", "False", " 1", "2"] {
+            assert_eq!(read(&[("HF_HUB_OFFLINE", value)])?.offline, None, "{value}");
+        }
+        let theirs = ("TRANSFORMERS_OFFLINE", "1");
+        assert_eq!(read(&[theirs])?.offline, Some("TRANSFORMERS_OFFLINE is set"));
+        assert!(read(&[("HF_HUB_OFFLINE", ""), theirs])?.offline.is_some());
+        assert_eq!(read(&[("HF_HUB_OFFLINE", "0"), theirs])?.offline, None);
+        assert!(!read(&[("HF_HUB_DISABLE_PROGRESS_BARS", "1")])?.progress);
+
+        let settings = read(&[("HF_HUB_ETAG_TIMEOUT", "3"), ("HF_HUB_DOWNLOAD_TIMEOUT", "0")])?;
+        assert_eq!((settings.answer, settings.stall), (Duration::from_secs(3), Duration::from_secs(60)));
+        let message = read(&[("HF_HUB_ETAG_TIMEOUT", "soon")]).unwrap_err().to_string();
+        assert_eq!(message, "[hub] HF_HUB_ETAG_TIMEOUT is \"soon\", expected a whole number of seconds");
+        Ok(())
+    }
+
+    #[test]
+    fn the_cache_is_where_all_libraries_have_it() -> Result<()> {
+        let mut vars = Vec::new();
+        for (variable, value, folder) in [
+            ("HOME", "unused", "home/.cache/huggingface/hub"),
+            ("XDG_CACHE_HOME", "xdg", "xdg/huggingface/hub"),
+            ("HF_HOME", "hf", "hf/hub"),
+            ("HUGGINGFACE_HUB_CACHE", "old", "old"),
+            ("HF_HUB_CACHE", "new", "new"),
+        ] {
+            // Each comes before those above it.
+            vars.push((variable, value));
+            assert_eq!(read(&vars)?.cache_dir, Some(PathBuf::from(folder)), "{vars:?}");
+        }
+        assert_eq!(read(&[("HF_HUB_CACHE", ""), ("HF_HOME", "hf")])?.cache_dir, Some(PathBuf::from("hf/hub")));
+        assert_eq!(Settings::read(|_| None, None)?.cache_dir, None);
+        Ok(())
+    }
+
+    #[test]
+    fn the_token_is_that_of_the_variable_or_of_a_file() -> Result<()> {
+        let dir = tempfile::TempDir::new()?;
+        std::fs::write(dir.path().join("token"), "hf_file\n")?;
+        let (home, file) = (dir.path().display().to_string(), dir.path().join("token").display().to_string());
+        let token = |vars: &[(&str, &str)]| Ok::<_, Error>(read(vars)?.token.unwrap_or_default());
+        assert_eq!(token(&[("HF_HOME", &home)])?, "hf_file");
+        assert_eq!(token(&[("HF_TOKEN_PATH", &file)])?, "hf_file");
+        assert_eq!(token(&[("HF_HOME", &home), ("HF_TOKEN", " hf_variable ")])?, "hf_variable");
+        assert_eq!(token(&[("HF_HOME", &home), ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")])?, "");
+        Ok(())
+    }
+
+    #[test]
+    fn credentials_of_an_address_are_not_shown() {
+        for (text, shown) in [
+            ("at https://user:secret@host:8080/a, and http://b", "at https://host:8080/a, and http://b"),
+            ("\"http://t(o),k'en@host\" e@mail", "\"http://host\" e@mail"),
+            ("https://a:b/c@d@host?x", "https://host?x"),
+            ("no address", "no address"),
+        ] {
+            assert_eq!(without_credentials(text), shown);
+        }
     }
 }

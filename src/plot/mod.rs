@@ -141,6 +141,7 @@ impl HeatMap {
     }
 
     /// A title above the map.
+    #[must_use]
     pub fn with_title(mut self, title: impl AsRef<str>) -> Self {
         self.title = Some(label::safe(title.as_ref()));
         self

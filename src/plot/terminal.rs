@@ -28,6 +28,7 @@ const GREY: u8 = 250;
 
 /// How cells are coloured in a terminal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum Color {
     /// 24-bit ANSI colours.
     TrueColor,

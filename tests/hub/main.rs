@@ -431,9 +431,31 @@ fn offline_needs_no_certificates() -> TestResult {
 #[test]
 fn an_endpoint_that_is_no_url_is_named() -> TestResult {
     let home = TempDir::new()?;
-    for endpoint in ["", "huggingface.co", "localhost:8080", "ftp://hub"] {
+    for endpoint in ["", "huggingface.co", "localhost:8080", "ftp://hub", "user:secret@hub", "ftp://user:secret@hub"] {
         let result = Child::new(home.path(), "org/name")?.env("HF_ENDPOINT", endpoint).fetch();
+        assert!(!result.as_ref().unwrap_err().contains("secret"), "{result:?}");
         assert_fails(result, &["HF_ENDPOINT"]);
+    }
+    Ok(())
+}
+
+#[test]
+fn credentials_of_the_endpoint_are_not_printed() -> TestResult {
+    let (home, endpoint) = cut_off()?;
+    let with_credentials = |endpoint: &str| endpoint.replace("http://", "http://user:secret@");
+    let model = HubModel::new("org/name")?.with_endpoint(&with_credentials(&endpoint));
+    assert!(!format!("{model:?}").contains("secret"), "{model:?}");
+    let server = Server::start("org/name", &[("README.md", b"")], Mood::Open)?;
+    let gated = Server::start("org/name", &FILES, Mood::Refuses(403, "GatedRepo"))?;
+    for (endpoint, part) in [
+        (&endpoint, "no connection to http://127"),
+        (&server.endpoint, "not found: http://127"),
+        (&gated.endpoint, "accept its terms at http://127"),
+    ] {
+        let child = Child::new(home.path(), "org/other")?.env("HF_ENDPOINT", &with_credentials(endpoint));
+        let result = child.fetch();
+        assert!(!result.as_ref().unwrap_err().contains("secret"), "{result:?}");
+        assert_fails(result, &[part]);
     }
     Ok(())
 }

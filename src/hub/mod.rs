@@ -26,18 +26,19 @@
 //!
 //! # Environment
 //!
-//! | variable | meaning | read by |
-//! | --- | --- | --- |
-//! | `HF_HUB_CACHE` | where the cache is; else the folder `hub` in `HF_HOME` | this module |
-//! | `HF_HOME` | where all libraries of Hugging Face keep things; by default `~/.cache/huggingface` | both |
-//! | `HF_ENDPOINT` | another server than `https://huggingface.co` | hf-hub |
-//! | `HF_TOKEN`, `HF_TOKEN_PATH` | the token for private and gated models; else the file `token` in `HF_HOME` | hf-hub |
-//! | `HF_HUB_OFFLINE` | 1, ON, YES or TRUE in any case: the cache only, no request at all | this module |
-//! | `TRANSFORMERS_OFFLINE` | the same, where `HF_HUB_OFFLINE` is unset | this module |
-//! | `HF_HUB_ETAG_TIMEOUT` | seconds to wait for the first answer about a file, all tries together; 30 by default | this module |
-//! | `HF_HUB_DOWNLOAD_TIMEOUT` | seconds that a download may stand still; 60 by default, five times that from xet storage | this module |
-//! | `HF_HUB_DISABLE_PROGRESS_BARS` | no progress bars, which are drawn on stderr where that is a terminal | this module |
-//! | `HF_HUB_DISABLE_TELEMETRY` | no report of a transfer's speed to xet storage | hf-xet |
+//! | variable | meaning |
+//! | --- | --- |
+//! | `HF_HUB_CACHE` | where the cache is; else the folder `hub` in `HF_HOME` |
+//! | `HF_HOME` | where all libraries of Hugging Face keep things; by default `~/.cache/huggingface` |
+//! | `HF_ENDPOINT` | another server than `https://huggingface.co`; credentials in it are never printed |
+//! | `HF_TOKEN`, `HF_TOKEN_PATH` | the token for private and gated models; else the file `token` in `HF_HOME` |
+//! | `HF_HUB_DISABLE_IMPLICIT_TOKEN` | no token but that of [`HubModel::with_token`] |
+//! | `HF_HUB_OFFLINE` | 1, ON, YES or TRUE in any case: the cache only, no request at all |
+//! | `TRANSFORMERS_OFFLINE` | the same, where `HF_HUB_OFFLINE` is unset |
+//! | `HF_HUB_ETAG_TIMEOUT` | seconds to wait for the first answer about a file, all tries together; 30 by default |
+//! | `HF_HUB_DOWNLOAD_TIMEOUT` | seconds that a download may stand still; 60 by default, five times that from xet storage |
+//! | `HF_HUB_DISABLE_PROGRESS_BARS` | no progress bars, which are drawn on stderr where that is a terminal |
+//! | `HF_HUB_DISABLE_TELEMETRY` | no report of a transfer's speed to xet storage (read by hf-xet) |
 //!
 //! # Online, and not
 //!
@@ -46,38 +47,29 @@
 //! request, and one for a full commit makes none. Without an answer from the hub, the cache's own idea of the revision is
 //! used, as Python's huggingface_hub does.
 
-mod cache;
-mod message;
-mod names;
+mod download;
 mod session;
-mod settings;
-mod watch;
 
 use std::fmt;
 use std::path::PathBuf;
 
-use candle_core::Result;
+use candle_core::{Error, Result};
 
 use crate::weights::ShardIndex;
-use session::Session;
+use session::{Session, without_credentials};
 
 const CONFIG: &str = "config.json";
 const TOKENIZER: &str = "tokenizer.json";
 
-/// The names that weights go by, best first. An index names the shards.
-const WEIGHTS: [Weights; 4] = [
-    Weights::Whole("model.safetensors"),
-    Weights::Index("model.safetensors.index.json", ".safetensors"),
-    Weights::Whole("pytorch_model.bin"),
-    Weights::Index("pytorch_model.bin.index.json", ".bin"),
+/// The names that weights go by, best first; of an index, the extension of the shards that it names.
+const WEIGHTS: [(&str, Option<&str>); 4] = [
+    ("model.safetensors", None),
+    ("model.safetensors.index.json", Some(".safetensors")),
+    ("pytorch_model.bin", None),
+    ("pytorch_model.bin.index.json", Some(".bin")),
 ];
-
-#[derive(Clone, Copy)]
-enum Weights {
-    Whole(&'static str),
-    /// The name of the index, and the extension of the shards that it names.
-    Index(&'static str, &'static str),
-}
+/// The longest id that the hub gives out, in characters, both parts together.
+const MAX_ID_LEN: usize = 96;
 
 /// A model on the hub at a revision.
 ///
@@ -121,10 +113,11 @@ impl HubModel {
     /// The id or the revision breaks the hub's rules: empty, a character that may not stand there, more than one slash,
     /// `..`, and so on.
     pub fn new(id: &str) -> Result<Self> {
-        let (id, revision) = names::parse(id)?;
-        Ok(Self {
+        let (id, revision) = id.split_once('@').unwrap_or((id, "main"));
+        check("model id", id, id_fault(id), "`name` or `organisation/name`, as in `google-bert/bert-base-uncased`")?;
+        Self {
             id: id.to_string(),
-            revision: revision.unwrap_or("main").to_string(),
+            revision: String::new(),
             tensors: None,
             files: Vec::new(),
             cache_dir: None,
@@ -132,7 +125,8 @@ impl HubModel {
             token: None,
             offline: false,
             progress: true,
-        })
+        }
+        .with_revision(revision)
     }
 
     /// Takes a branch, a tag or a commit instead of `main`. Only a full commit of 40 digits needs no request once cached.
@@ -141,7 +135,7 @@ impl HubModel {
     ///
     /// The name breaks git's rules for the names of branches and tags.
     pub fn with_revision(mut self, revision: &str) -> Result<Self> {
-        names::check_revision(revision)?;
+        check("revision", revision, revision_fault(revision), "a branch, a tag or a commit, as in `main`")?;
         self.revision = revision.to_string();
         Ok(self)
     }
@@ -149,6 +143,7 @@ impl HubModel {
     /// Fetches, of a sharded checkpoint, only the shards with tensors of that name or below it: `model.layers.0.self_attn`
     /// means `model.layers.0.self_attn.q_proj.weight`, not `model.layers.0.self_attn_norm.weight`. Weights in one file
     /// are fetched whole all the same.
+    #[must_use]
     pub fn with_tensors(mut self, prefix: &str) -> Self {
         self.tensors = Some(prefix.to_string());
         self
@@ -161,36 +156,41 @@ impl HubModel {
     ///
     /// The path is empty or leads out of the model.
     pub fn with_file(mut self, path: &str) -> Result<Self> {
-        names::check_file(path)?;
+        check("file", path, file_fault(path), "a path within the model, as in `1_Pooling/config.json`")?;
         self.files.push(path.to_string());
         Ok(self)
     }
 
     /// Uses that cache folder (the one with the `models--` folders) rather than the one that the environment names.
+    #[must_use]
     pub fn with_cache_dir(mut self, cache_dir: impl Into<PathBuf>) -> Self {
         self.cache_dir = Some(cache_dir.into());
         self
     }
 
     /// Asks that server rather than `HF_ENDPOINT` or `https://huggingface.co`.
+    #[must_use]
     pub fn with_endpoint(mut self, endpoint: &str) -> Self {
         self.endpoint = Some(endpoint.to_string());
         self
     }
 
     /// Uses that token rather than `HF_TOKEN` or the one stored by `hf auth login`.
+    #[must_use]
     pub fn with_token(mut self, token: &str) -> Self {
         self.token = Some(token.to_string());
         self
     }
 
     /// Takes only what is in the cache and makes no request, as `HF_HUB_OFFLINE` does. Nothing overrides that variable.
+    #[must_use]
     pub fn offline(mut self) -> Self {
         self.offline = true;
         self
     }
 
     /// Draws no progress bar, as `HF_HUB_DISABLE_PROGRESS_BARS` does.
+    #[must_use]
     pub fn without_progress(mut self) -> Self {
         self.progress = false;
         self
@@ -213,28 +213,72 @@ impl HubModel {
     }
 
     fn weights(&self, session: &Session<'_>) -> Result<Vec<PathBuf>> {
-        for kind in WEIGHTS {
-            match kind {
-                Weights::Whole(name) => {
-                    if let Some(path) = session.find(name)? {
-                        return Ok(vec![path]);
-                    }
-                }
-                Weights::Index(name, extension) => {
-                    if let Some(path) = session.find(name)? {
-                        let index = ShardIndex::read(&path, extension).map_err(|fault| session.error(name, &fault))?;
-                        let shards = index.shards(self.tensors.as_deref());
-                        let shards = shards.map_err(|fault| session.error(name, &fault))?;
-                        return shards.into_iter().map(|shard| session.require(shard)).collect();
-                    }
-                }
-            }
+        for (name, extension) in WEIGHTS {
+            let Some(path) = session.find(name)? else { continue };
+            let Some(extension) = extension else { return Ok(vec![path]) };
+            let faulty = |fault: String| session.error(name, &fault);
+            let index = ShardIndex::read(&path, extension).map_err(faulty)?;
+            let shards = index.shards(self.tensors.as_deref()).map_err(faulty)?;
+            return shards.into_iter().map(|shard| session.require(shard)).collect();
         }
-        let names = WEIGHTS.map(|kind| match kind {
-            Weights::Whole(name) | Weights::Index(name, _) => name,
-        });
-        Err(session.missing(&names.join(", ")))
+        Err(session.missing(&WEIGHTS.map(|(name, _)| name).join(", ")))
     }
+}
+
+/// Model ids, revisions and file names end up in a URL and in a path of the cache, so each is checked before anything is
+/// requested.
+fn check(what: &str, value: &str, fault: Option<String>, expected: &str) -> Result<()> {
+    match fault {
+        None => Ok(()),
+        Some(fault) => Err(Error::Msg(format!("[hub] the {what} {value:?} {fault}; expected {expected}"))),
+    }
+}
+
+/// What is wrong with a model id by the hub's own rules (`validate_repo_id` of huggingface_hub).
+fn id_fault(id: &str) -> Option<String> {
+    let slashes = id.matches('/').count();
+    let bad = id.chars().find(|&c| !(c.is_ascii_alphanumeric() || "-_./".contains(c)));
+    if id.is_empty() {
+        Some("is empty".into())
+    } else if slashes > 1 {
+        Some(format!("has {slashes} slashes, where one is the most"))
+    } else if id.split('/').any(str::is_empty) {
+        Some("has nothing on one side of its slash".into())
+    } else if let Some(c) = bad {
+        Some(format!("has {c:?}, where only letters, digits, `-`, `_` and `.` may stand"))
+    } else if id.split('/').any(|part| part.starts_with(['-', '.']) || part.ends_with(['-', '.'])) {
+        Some("has a part that begins or ends with `-` or `.`".into())
+    } else if let Some(pair) = ["--", ".."].into_iter().find(|pair| id.contains(pair)) {
+        Some(format!("has `{pair}`"))
+    } else if id.ends_with(".git") {
+        Some("ends with `.git`".into())
+    } else {
+        (id.len() > MAX_ID_LEN).then(|| format!("has {} characters, where {MAX_ID_LEN} is the most", id.len()))
+    }
+}
+
+/// What is wrong with a branch, tag or commit by git's rules for the names of refs (`git help check-ref-format`).
+fn revision_fault(revision: &str) -> Option<String> {
+    let bad = revision.chars().find(|&c| c.is_whitespace() || c.is_control() || "\\~^:?*[".contains(c));
+    if revision.is_empty() {
+        Some("is empty".into())
+    } else if let Some(c) = bad {
+        Some(format!("has {c:?}"))
+    } else if revision.contains("..") {
+        Some("has `..`".into())
+    } else {
+        let is_bad = revision.split('/').any(|part| part.is_empty() || part.starts_with('.'));
+        is_bad.then(|| "has a part between slashes that is empty or begins with `.`".into())
+    }
+}
+
+/// What is wrong with the name of a file within a model, which may lie in folders of it.
+fn file_fault(name: &str) -> Option<String> {
+    if let Some(c) = name.chars().find(|&c| c.is_control() || "\\:".contains(c)) {
+        return Some(format!("has {c:?}"));
+    }
+    let leads_away = name.split('/').any(|part| matches!(part, "" | "." | ".."));
+    leads_away.then(|| "has a part between slashes that is empty, `.` or `..`".into())
 }
 
 impl fmt::Display for HubModel {
@@ -243,19 +287,15 @@ impl fmt::Display for HubModel {
     }
 }
 
-/// All but the token, which is a secret.
+/// Without secrets: neither the token nor credentials of the endpoint.
 impl fmt::Debug for HubModel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("HubModel")
             .field("id", &self.id)
             .field("revision", &self.revision)
-            .field("tensors", &self.tensors)
-            .field("files", &self.files)
-            .field("cache_dir", &self.cache_dir)
-            .field("endpoint", &self.endpoint)
+            .field("endpoint", &self.endpoint.as_deref().map(without_credentials))
             .field("has_token", &self.token.is_some())
             .field("offline", &self.offline)
-            .field("progress", &self.progress)
-            .finish()
+            .finish_non_exhaustive()
     }
 }
