@@ -15,10 +15,10 @@ pub fn exit(result: Result<()>) -> ExitCode {
     }
 }
 
-/// The message without the backtrace that Candle appends where `RUST_BACKTRACE` is set.
+/// The message, without its cause and without the backtrace that Candle appends where `RUST_BACKTRACE` is set.
 pub fn one_line(error: &Error) -> String {
     match error {
         Error::WithBacktrace { inner, .. } => one_line(inner),
-        error => error.to_string().lines().map(str::trim).collect::<Vec<_>>().join(" "),
+        error => error.to_string().lines().next().unwrap_or_default().to_string(),
     }
 }
