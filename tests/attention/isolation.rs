@@ -50,12 +50,10 @@ struct Subject {
     tier: Option<Tier>,
 }
 
-/// The bits of context, log-sum-exp and, where the path has them, weights.
-#[derive(PartialEq)]
+/// Context, log-sum-exp and, where the path has them, weights; and their bits.
 struct Results {
-    context: Vec<u64>,
-    lse: Vec<u64>,
-    weights: Vec<u64>,
+    tensors: Vec<Tensor>,
+    bits: Vec<Vec<u64>>,
 }
 
 impl Subject {
@@ -103,53 +101,46 @@ impl Subject {
         }
     }
 
-    fn tensors(&self, case: &Case) -> Result<[Tensor; 2]> {
-        let call = Call::new(case, self.recipe.dtype, &self.device)?;
-        let call = self.tier.map_or(call.clone(), |tier| call.on(Backend::Fused).on_tier(tier));
-        let (context, lse) = call.with_lse()?;
-        Ok([context, lse])
-    }
-
     fn run(&self, case: &Case) -> Results {
         let run = || -> Result<_> {
-            let [context, lse] = self.tensors(case)?;
-            let mut weights = Vec::new();
-            if self.tier.is_none() {
-                let output = Call::new(case, self.recipe.dtype, &self.device)?.with_weights()?;
-                assert_eq!(bits(&context), bits(&output.context), "the same context beside weights and beside lse");
-                weights = bits(&output.weights);
+            let call = Call::new(case, self.recipe.dtype, &self.device)?;
+            let call = self.tier.map_or(call.clone(), |tier| call.on(Backend::Fused).on_tier(tier));
+            let (context, lse) = call.with_lse()?;
+            if self.tier.is_some() {
+                return Ok(vec![context, lse]);
             }
-            Ok(Results { context: bits(&context), lse: bits(&lse), weights })
+            let output = call.with_weights()?;
+            assert_eq!(bits(&context), bits(&output.context), "the same context beside weights and beside lse");
+            Ok(vec![context, lse, output.weights])
         };
-        run().unwrap_or_else(|error| panic!("{error}: {}", self.name()))
+        let tensors = run().unwrap_or_else(|error| panic!("{error}: {}", self.name()));
+        Results { bits: tensors.iter().map(bits).collect(), tensors }
     }
 
     fn name(&self) -> String {
         format!("{:?}, {:?}", self.tier, self.recipe)
     }
 
-    /// The oracle's numbers: the bound leaves no room around what is infinite or NaN.
-    fn agrees(&self, case: &Case) -> Outcome {
-        let [context, lse] = self.tensors(case).map_err(|error| error.to_string())?;
-        let dtype = self.recipe.dtype;
+    /// The results, held to the oracle's numbers: the bound leaves no room around what is infinite or NaN.
+    #[track_caller]
+    fn checked(&self, case: &Case, what: &str) -> Results {
+        let (results, dtype) = (self.run(case), self.recipe.dtype);
         let mut expected = if self.tier.is_some() { Expected::fused(case, dtype) } else { Expected::new(case, dtype) };
-        expected.context("context", &context)?;
-        expected.lse("lse", &lse)?;
-        match self.tier {
-            Some(_) => Ok(()),
-            None => {
-                let output = Call::new(case, dtype, &self.device).and_then(|call| call.with_weights());
-                let weights = output.map_err(|error| error.to_string())?.weights;
-                // What a hidden key weighs in a row of NaN is nobody's business.
-                let Attended { weights: of_oracle, lse, .. } = &mut expected.attended;
-                for (n, (expected, got)) in of_oracle.iter_mut().zip(values(&weights)).enumerate() {
-                    if lse[n / self.recipe.dims.t_kv].is_nan() && !expected.is_nan() {
-                        *expected = got;
-                    }
+        let mut compare = || -> Outcome {
+            expected.context("context", &results.tensors[0])?;
+            expected.lse("lse", &results.tensors[1])?;
+            let Some(weights) = results.tensors.get(2) else { return Ok(()) };
+            // What a hidden key weighs in a row of NaN is nobody's business.
+            let Attended { weights: of_oracle, lse, .. } = &mut expected.attended;
+            for (n, (expected, got)) in of_oracle.iter_mut().zip(values(weights)).enumerate() {
+                if lse[n / self.recipe.dims.t_kv].is_nan() && !expected.is_nan() {
+                    *expected = got;
                 }
-                expected.weights("weights", &weights)
             }
-        }
+            expected.weights("weights", weights)
+        };
+        compare().unwrap_or_else(|difference| panic!("{difference}: {what}, {}", self.name()));
+        results
     }
 
     /// Keys and queries at the edges of tiles, or all of them.
@@ -170,10 +161,9 @@ impl Subject {
 }
 
 impl Results {
-    fn row(&self, row: usize, dims: &Dims) -> [&[u64]; 3] {
-        let rows = dims.b * dims.h * dims.t_q;
-        let of = |bits: &'_ [u64]| (row * (bits.len() / rows), (row + 1) * (bits.len() / rows));
-        [&self.context, &self.lse, &self.weights].map(|bits| &bits[of(bits).0..of(bits).1])
+    fn row(&self, row: usize, dims: &Dims) -> Vec<&[u64]> {
+        let width = |bits: &[u64]| bits.len() / (dims.b * dims.h * dims.t_q);
+        self.bits.iter().map(|bits| &bits[row * width(bits)..(row + 1) * width(bits)]).collect()
     }
 }
 
@@ -201,14 +191,12 @@ fn poison_each(subject: &Subject) {
             let array = which(&mut poisoned);
             let place = array.place([key[0], key[1], key[2], n % width]);
             array.data[place] = special;
-            let what = || format!("{special} at {key:?}, {}", subject.name());
-            subject.agrees(&poisoned).unwrap_or_else(|difference| panic!("{difference}: {}", what()));
-            let got = subject.run(&poisoned);
+            let what = format!("{special} at {key:?}");
+            let got = subject.checked(&poisoned, &what);
             let of_values = std::ptr::fn_addr_eq(which, arrays[1].0);
-            let same = got.weights == clean.weights && got.lse == clean.lse;
-            assert!(!of_values || same, "no weight depends on a value: {}", what());
+            assert!(!of_values || got.bits[1..] == clean.bits[1..], "no weight depends on a value: {what}");
             for (row, query) in queries(&dims).filter(|&(_, query)| !sees(&case, query, key)) {
-                assert!(got.row(row, &dims) == clean.row(row, &dims), "{query:?} changes: {}", what());
+                assert!(got.row(row, &dims) == clean.row(row, &dims), "{query:?} changes: {what}, {}", subject.name());
             }
         }
     }
@@ -216,8 +204,7 @@ fn poison_each(subject: &Subject) {
         let mut poisoned = case.clone();
         let place = poisoned.q.place([b, h, i, n % dims.d]);
         poisoned.q.data[place] = SPECIALS[n % 3];
-        subject.agrees(&poisoned).unwrap_or_else(|difference| panic!("{difference}: query {i}, {}", subject.name()));
-        let got = subject.run(&poisoned);
+        let got = subject.checked(&poisoned, &format!("query {i}"));
         for (row, _) in queries(&dims).filter(|&(_, query)| query != [b, h, i]) {
             assert!(got.row(row, &dims) == clean.row(row, &dims), "row {row} with query {i}: {}", subject.name());
         }
@@ -243,7 +230,7 @@ fn infinite_values_add_up() {
                 let place = case.v.place([1, 1, j, 17]);
                 case.v.data[place] = special;
             }
-            subject.agrees(&case).unwrap_or_else(|difference| panic!("{difference}: {}", subject.name()));
+            subject.checked(&case, "two infinities");
         }
     }
 }
@@ -267,7 +254,7 @@ fn what_nobody_sees_may_be_anything() {
                     places.into_iter().for_each(|place| array.data[place] = special);
                 }
             }
-            assert!(subject.run(&poisoned) == clean, "{special}: {}", subject.name());
+            assert!(subject.run(&poisoned).bits == clean.bits, "{special}: {}", subject.name());
         }
     }
     assert!(hidden > 500, "{hidden}");
@@ -288,7 +275,7 @@ fn a_bias_that_is_no_number_reaches_only_the_queries_that_see_it() {
                 bias.data[place] = SPECIALS[(m / 4 + n) % 3];
             }
             case.masks.push(Mask::of(Part::Bias(bias)));
-            subject.agrees(&case).unwrap_or_else(|what| panic!("{what}: a bias {shape:?}, {}", subject.name()));
+            subject.checked(&case, &format!("a bias {shape:?}"));
         }
     }
 }
@@ -311,10 +298,10 @@ fn nan_appears_where_the_reference_path_has_it() -> Result<()> {
             }
             let nan = |tensor: &Tensor| values(tensor).into_iter().map(f64::is_nan).collect::<Vec<_>>();
             let (context, lse) = Call::new(&case, subject.recipe.dtype, &Device::Cpu)?.with_lse()?;
-            let [got, got_lse] = subject.tensors(&case)?;
-            assert!(nan(&got_lse) == nan(&lse), "NaN elsewhere in the log-sum-exp: {}", subject.name());
+            let Results { tensors, .. } = subject.run(&case);
+            assert!(nan(&tensors[1]) == nan(&lse), "NaN elsewhere in the log-sum-exp: {}", subject.name());
             // An infinite value of weight zero is NaN to some and infinite to others: both reach the query.
-            assert!(!special.is_nan() || nan(&got) == nan(&context), "NaN elsewhere: {}", subject.name());
+            assert!(!special.is_nan() || nan(&tensors[0]) == nan(&context), "NaN elsewhere: {}", subject.name());
         }
     }
     Ok(())
