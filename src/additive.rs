@@ -12,6 +12,7 @@ use crate::{AttentionMask, AttentionOutput, TorchSeed};
 /// The shape of an [`AdditiveAttention`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[must_use]
 pub struct AdditiveAttentionConfig {
     query_size: usize,
     key_size: usize,
@@ -28,7 +29,6 @@ impl AdditiveAttentionConfig {
     }
 
     /// The probability with which a weight is dropped in training.
-    #[must_use]
     pub fn with_dropout(mut self, dropout: f64) -> Self {
         self.dropout = dropout;
         self
@@ -57,6 +57,7 @@ impl AdditiveAttentionConfig {
 
 /// What one call of [`AdditiveAttention`] reads.
 #[derive(Debug, Clone, Copy)]
+#[must_use]
 pub struct AdditiveInput<'a> {
     queries: &'a Tensor,
     keys: &'a Tensor,
@@ -73,14 +74,12 @@ impl<'a> AdditiveInput<'a> {
     }
 
     /// A mask of one head: `keep` and `bias` broadcast to (B, 1, T_q, T_kv).
-    #[must_use]
     pub fn with_mask(mut self, mask: &'a AttentionMask) -> Self {
         self.mask = Some(mask);
         self
     }
 
     /// Whether dropout happens.
-    #[must_use]
     pub fn with_train(mut self, train: bool) -> Self {
         self.train = train;
         self
@@ -88,7 +87,6 @@ impl<'a> AdditiveInput<'a> {
 
     /// Draws dropout from PyTorch's generator, see
     /// [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
-    #[must_use]
     pub fn with_dropout_seed(mut self, seed: &'a TorchSeed) -> Self {
         self.dropout_seed = Some(seed);
         self

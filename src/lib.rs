@@ -26,10 +26,10 @@ pub mod init;
 mod layer;
 mod linear;
 mod mask;
+mod norm;
 pub mod plot;
 mod position;
 mod projection;
-mod qk_norm;
 mod sdpa;
 mod shard;
 mod size;
@@ -45,11 +45,11 @@ pub use layer::{
 };
 pub use linear::{PackedLinear, packed_linear, packed_linear_b, packed_linear_no_bias};
 pub use mask::{AttentionMask, EmptyRows, KvRanges, ValidLens};
+pub use norm::{QkNorm, QkNormKind, QkNormScope};
 pub use position::{
     AlibiConfig, RelativeBias, RelativeBiasConfig, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, alibi_slopes,
 };
 pub use projection::{ProjectionModule, ProjectionModules, ProjectionPlace};
-pub use qk_norm::{QkNorm, QkNormKind, QkNormScope};
 pub use sdpa::{
     AttentionOutput, Backend, OutputOrder, PackedSequences, Plan, SdpaOptions, masked_softmax, merge_attention, plan,
     scaled_dot_product_attention, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse,

@@ -41,6 +41,7 @@ pub type ProjectionModule = Arc<dyn Module + Send + Sync>;
 /// Modules for all projections of a layer ([`MultiHeadAttention::from_modules`](crate::MultiHeadAttention::from_modules)),
 /// biases included.
 #[derive(Clone)]
+#[must_use]
 pub struct ProjectionModules {
     query: ProjectionModule,
     key: ProjectionModule,
@@ -59,7 +60,6 @@ impl ProjectionModules {
     }
 
     /// With an output projection.
-    #[must_use]
     pub fn with_output(mut self, output: impl Module + Send + Sync + 'static) -> Self {
         self.output = Some(Arc::new(output));
         self

@@ -38,15 +38,15 @@ impl HeadShard {
         self.world_size
     }
 
-    /// Which share of the query heads, of how many.
-    pub(crate) fn query_share(&self) -> (usize, usize) {
-        (self.rank, self.world_size)
+    /// The share of the query heads.
+    pub(crate) fn query_share(&self) -> Share {
+        Share { index: self.rank, of: self.world_size }
     }
 
-    /// Which share of the key heads, of how many.
-    pub(crate) fn key_share(&self, num_kv_heads: usize) -> (usize, usize) {
-        let shares = self.world_size.min(num_kv_heads);
-        (self.rank * shares / self.world_size, shares)
+    /// The share of the key heads.
+    pub(crate) fn key_share(&self, num_kv_heads: usize) -> Share {
+        let of = self.world_size.min(num_kv_heads);
+        Share { index: self.rank * of / self.world_size, of }
     }
 
     /// The config of a process's own layer.
@@ -66,7 +66,7 @@ impl HeadShard {
         if cfg.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection) && n > 1 {
             bail!("[multi_head_attention] norms of whole projections span the heads of all processes")
         }
-        let shares = self.key_share(h_kv).1;
+        let shares = self.key_share(h_kv).of;
         // What follows from the number of heads is as in the whole layer.
         let mut own = cfg
             .clone()
@@ -76,22 +76,31 @@ impl HeadShard {
             .with_key_size(cfg.key_size())
             .with_value_size(cfg.value_size());
         if let Some(alibi) = cfg.alibi().filter(|&alibi| *alibi != AlibiConfig::Falcon) {
-            own = own.with_alibi(AlibiConfig::Slopes(alibi.slopes(h)?[bounds(h, self.query_share())].to_vec()));
+            own = own.with_alibi(AlibiConfig::Slopes(alibi.slopes(h)?[self.query_share().range(h)].to_vec()));
         }
         Ok(own.with_heads(h / n, h_kv / shares))
     }
 }
 
-/// A share of a dimension.
-pub(crate) fn share(tensor: &Tensor, dim: usize, (share, shares): (usize, usize)) -> Result<Tensor> {
-    let Range { start, end } = bounds(tensor.dim(dim)?, (share, shares));
-    tensor.narrow(dim, start, end - start)?.force_contiguous()
+/// One of several equal parts of a dimension.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Share {
+    pub index: usize,
+    pub of: usize,
 }
 
-/// Where a share of `len` lies.
-pub(crate) fn bounds(len: usize, (share, shares): (usize, usize)) -> Range<usize> {
-    let each = len / shares;
-    share * each..(share + 1) * each
+impl Share {
+    /// The entries of a dimension of `len`.
+    pub fn range(self, len: usize) -> Range<usize> {
+        let each = len / self.of;
+        self.index * each..(self.index + 1) * each
+    }
+
+    /// A copy of the entries of a tensor along a dimension.
+    pub fn copy(self, tensor: &Tensor, dim: usize) -> Result<Tensor> {
+        let Range { start, end } = self.range(tensor.dim(dim)?);
+        tensor.narrow(dim, start, end - start)?.force_contiguous()
+    }
 }
 
 #[cfg(test)]
@@ -103,8 +112,8 @@ mod tests {
         for (h, h_kv, world_size) in [(8, 8, 4), (8, 4, 2), (8, 2, 4), (8, 1, 8), (6, 3, 6), (12, 4, 2), (5, 5, 1)] {
             for rank in 0..world_size {
                 let shard = HeadShard::new(rank, world_size)?;
-                let queries = bounds(h, shard.query_share());
-                let keys = bounds(h_kv, shard.key_share(h_kv));
+                let queries = shard.query_share().range(h);
+                let keys = shard.key_share(h_kv).range(h_kv);
                 let own = shard.config(&MultiHeadAttentionConfig::new(h * 2, h).with_num_kv_heads(h_kv))?;
                 assert_eq!((own.num_heads(), own.num_kv_heads()), (queries.len(), keys.len()));
                 for (n, query) in queries.clone().enumerate() {

@@ -1,12 +1,11 @@
 //! What belongs to the architecture of an attention layer.
 
-mod builders;
-mod readers;
-mod validate;
+mod options;
 
+use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::{AlibiConfig, QkNorm, RelativeBiasConfig, RopeConfig};
+use crate::{AlibiConfig, QkNorm, QkNormScope, RelativeBiasConfig, RopeConfig};
 
 /// The shape and options of a [`MultiHeadAttention`](crate::MultiHeadAttention): everything that belongs to the
 /// architecture. What belongs to the data (lengths, padding, bias) is given at the call.
@@ -20,20 +19,15 @@ use crate::{AlibiConfig, QkNorm, RelativeBiasConfig, RopeConfig};
 /// Numbers that do not fit together are found by [`validate`](Self::validate), which every constructor of a layer calls.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[must_use]
 pub struct MultiHeadAttentionConfig {
     embed_dim: usize,
     num_heads: usize,
-    #[serde(default)]
     num_kv_heads: Option<usize>,
-    #[serde(default)]
     head_dim: Option<usize>,
-    #[serde(default)]
     value_head_dim: Option<usize>,
-    #[serde(default)]
     out_dim: Option<usize>,
-    #[serde(default)]
     key_size: Option<usize>,
-    #[serde(default)]
     value_size: Option<usize>,
     #[serde(default)]
     q_bias: bool,
@@ -51,29 +45,19 @@ pub struct MultiHeadAttentionConfig {
     add_zero_attn: bool,
     #[serde(default)]
     causal: bool,
-    #[serde(default)]
     context_length: Option<usize>,
-    #[serde(default)]
     window: Option<usize>,
-    #[serde(default)]
     band: Option<(usize, usize)>,
-    #[serde(default)]
     clip_qkv: Option<f64>,
-    #[serde(default)]
     softcap: Option<f64>,
-    #[serde(default)]
     scale: Option<f64>,
     #[serde(default)]
     sinks: bool,
-    #[serde(default)]
     qk_norm: Option<QkNorm>,
-    #[serde(default)]
     rope: Option<RopeConfig>,
     #[serde(default)]
     norm_after_rope: bool,
-    #[serde(default)]
     alibi: Option<AlibiConfig>,
-    #[serde(default)]
     relative_bias: Option<RelativeBiasConfig>,
     #[serde(default)]
     dropout: f64,
@@ -116,6 +100,123 @@ impl MultiHeadAttentionConfig {
             alibi: None,
             relative_bias: None,
             dropout: 0.0,
+        }
+    }
+}
+
+impl MultiHeadAttentionConfig {
+    /// Checks that the numbers fit together.
+    ///
+    /// # Errors
+    /// Names the option, what was expected and what was found.
+    pub fn validate(&self) -> Result<()> {
+        let sizes = [
+            ("embed_dim", Some(self.embed_dim)),
+            ("num_heads", Some(self.num_heads)),
+            ("num_kv_heads", self.num_kv_heads),
+            ("head_dim", self.head_dim),
+            ("value_head_dim", self.value_head_dim),
+            ("out_dim", self.out_dim),
+            ("key_size", self.key_size),
+            ("value_size", self.value_size),
+            ("context_length", self.context_length),
+            ("window", self.window),
+        ];
+        for (name, size) in sizes {
+            match size {
+                Some(0) => bail!("[multi_head_attention] {name} is 0, expected at least 1"),
+                // Products of two sizes must fit a tensor's shape.
+                Some(size) if size > u32::MAX as usize => {
+                    bail!("[multi_head_attention] {name} is {size}, expected at most {}", u32::MAX)
+                }
+                _ => {}
+            }
+        }
+        let (h, h_kv) = (self.num_heads, self.num_kv_heads());
+        if !h.is_multiple_of(h_kv) {
+            bail!("[multi_head_attention] num_kv_heads is {h_kv}, which does not divide num_heads {h}")
+        }
+        for (name, width) in [("head_dim", self.head_dim()), ("value_head_dim", self.value_head_dim())] {
+            if h.saturating_mul(width) > u32::MAX as usize {
+                bail!("[multi_head_attention] num_heads {h} times {name} {width} is more than {}", u32::MAX)
+            }
+        }
+        let out_dim = self.out_dim.unwrap_or(self.embed_dim);
+        if self.head_dim.is_none() && !out_dim.is_multiple_of(h) {
+            let name = if self.out_dim.is_some() { "out_dim" } else { "embed_dim" };
+            bail!("[multi_head_attention] num_heads is {h}, which does not divide {name} {out_dim}; give head_dim")
+        }
+        let heads = h.saturating_mul(self.value_head_dim());
+        if !self.out_proj && self.out_dim() != heads {
+            bail!(
+                "[multi_head_attention] out_dim is {}, but without an output projection the {h} heads of width {} give {heads}",
+                self.out_dim(),
+                self.value_head_dim()
+            )
+        }
+        if !self.out_proj && self.out_bias {
+            bail!("[multi_head_attention] out_bias is set, but there is no output projection")
+        }
+        if !(0.0..=1.0).contains(&self.dropout) {
+            bail!("[multi_head_attention] dropout is {}, expected a probability from 0 to 1", self.dropout)
+        }
+        if let Some(softcap) = self.softcap.filter(|&softcap| !(softcap.is_finite() && softcap > 0.0)) {
+            bail!("[multi_head_attention] softcap is {softcap}, expected a finite number above zero")
+        }
+        if let Some(clip) = self.clip_qkv.filter(|&clip| !(clip.is_finite() && clip > 0.0)) {
+            bail!("[multi_head_attention] clip_qkv is {clip}, expected a finite number above zero")
+        }
+        if let Some(scale) = self.scale.filter(|scale| !scale.is_finite()) {
+            bail!("[multi_head_attention] scale is {scale}, expected a finite number")
+        }
+        if let Some(norm) = self.qk_norm.filter(|norm| !((norm.eps as f32).is_finite() && norm.eps >= 0.0)) {
+            bail!("[multi_head_attention] qk_norm has eps {}, expected a finite number of zero or more", norm.eps)
+        }
+        if let Some(rope) = &self.rope {
+            rope.validate(self.head_dim())?;
+        }
+        if let Some(alibi) = &self.alibi {
+            alibi.validate(self.num_heads)?;
+        }
+        if let Some(relative_bias) = &self.relative_bias {
+            relative_bias.validate()?;
+        }
+        self.validate_appended()?;
+        self.validate_order()
+    }
+
+    /// Keys of the layer's own come after those of a call, whose norms and positions they do not have.
+    fn validate_appended(&self) -> Result<()> {
+        let appended =
+            [("bias_kv", "a learned key", self.bias_kv), ("add_zero_attn", "a key of zeros", self.add_zero_attn)];
+        for (option, key, _) in appended.into_iter().filter(|&(.., is_set)| is_set) {
+            if self.qk_norm.is_some() {
+                bail!("[multi_head_attention] {option} and qk_norm are both set, but no norm is defined for {key}")
+            }
+            let positions = [
+                ("rope", self.rope.is_some()),
+                ("alibi", self.alibi.is_some()),
+                ("relative_bias", self.relative_bias.is_some()),
+            ];
+            if let Some((name, _)) = positions.into_iter().find(|&(_, is_set)| is_set) {
+                bail!("[multi_head_attention] {option} and {name} are both set, but {key} has no position")
+            }
+        }
+        Ok(())
+    }
+
+    fn validate_order(&self) -> Result<()> {
+        if !self.norm_after_rope {
+            return Ok(());
+        }
+        match (&self.rope, self.qk_norm) {
+            (Some(_), Some(norm)) if norm.scope == QkNormScope::Projection => {
+                bail!(
+                    "[multi_head_attention] norm_after_rope is set, but a norm of whole projections comes before heads"
+                )
+            }
+            (Some(_), Some(_)) => Ok(()),
+            _ => bail!("[multi_head_attention] norm_after_rope is set, expected both qk_norm and rope"),
         }
     }
 }

@@ -5,11 +5,11 @@ use candle_core::{Result, Tensor, bail};
 use super::call::{AttentionCall, CallKeys};
 use super::{AttentionInput, MultiHeadAttention, OP, ProjectedMemory};
 use crate::cache::{NewTokens, Values};
+use crate::norm::Norm;
 use crate::position::{Alibi, Positions, Rotation};
-use crate::qk_norm::Norm;
 use crate::sdpa::accumulation_dtype;
 use crate::size::is_addressable;
-use crate::{AttentionMask, AttentionOutput, Plan, SdpaOptions};
+use crate::{AttentionCache, AttentionMask, AttentionOutput, Plan, SdpaOptions};
 
 /// The inputs of a call, checked.
 struct Inputs<'a> {
@@ -97,7 +97,7 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn plan(&self, input: &AttentionInput) -> Result<Plan> {
-        let mut cache = input.fork_cache()?;
+        let mut cache = input.cache.as_deref().map(AttentionCache::fork).transpose()?;
         self.call(input.with_other_cache(cache.as_mut()))?.plan()
     }
 

@@ -9,18 +9,19 @@ use crate::{AttentionMask, Backend, OutputOrder, SdpaOptions};
 
 /// What one call of a layer reads, apart from the layer itself. A `&Tensor` is self-attention over it.
 #[derive(Debug)]
+#[must_use]
 pub struct AttentionInput<'a> {
-    pub(crate) queries: &'a Tensor,
-    pub(crate) key_value: Option<(&'a Tensor, &'a Tensor)>,
-    pub(crate) memory: Option<&'a ProjectedMemory>,
-    pub(crate) mask: Option<&'a AttentionMask>,
-    pub(crate) positions: Option<&'a Tensor>,
-    pub(crate) key_positions: Option<&'a Tensor>,
-    pub(crate) train: bool,
-    pub(crate) dropout_seed: Option<&'a TorchSeed>,
-    pub(crate) backend: Backend,
-    pub(crate) cache: Option<&'a mut AttentionCache>,
-    pub(crate) padding: Padding<'a>,
+    pub(super) queries: &'a Tensor,
+    pub(super) key_value: Option<(&'a Tensor, &'a Tensor)>,
+    pub(super) memory: Option<&'a ProjectedMemory>,
+    pub(super) mask: Option<&'a AttentionMask>,
+    pub(super) positions: Option<&'a Tensor>,
+    pub(super) key_positions: Option<&'a Tensor>,
+    pub(super) train: bool,
+    pub(super) dropout_seed: Option<&'a TorchSeed>,
+    pub(super) backend: Backend,
+    pub(super) cache: Option<&'a mut AttentionCache>,
+    pub(super) padding: Padding<'a>,
 }
 
 impl<'a> AttentionInput<'a> {
@@ -42,7 +43,6 @@ impl<'a> AttentionInput<'a> {
     }
 
     /// Cross-attention: keys are projected from `keys` (B, T_kv, key_size), values from `values` (B, T_kv, value_size).
-    #[must_use]
     pub fn with_key_value(mut self, keys: &'a Tensor, values: &'a Tensor) -> Self {
         self.key_value = Some((keys, values));
         self
@@ -50,18 +50,16 @@ impl<'a> AttentionInput<'a> {
 
     /// Cross-attention to keys and values that the layer projected before
     /// ([`project_memory`](crate::MultiHeadAttention::project_memory)).
-    #[must_use]
     pub fn with_memory(mut self, memory: &'a ProjectedMemory) -> Self {
         self.memory = Some(memory);
         self
     }
 
-    pub(crate) fn is_cross(&self) -> bool {
+    pub(super) fn is_cross(&self) -> bool {
         self.key_value.is_some() || self.memory.is_some()
     }
 
     /// A mask that holds beside the layer's own. A prefix in it lifts the layer's own causal constraint too.
-    #[must_use]
     pub fn with_mask(mut self, mask: &'a AttentionMask) -> Self {
         self.mask = Some(mask);
         self
@@ -72,21 +70,18 @@ impl<'a> AttentionInput<'a> {
     /// given they are 0..T, and beside a cache they go on from the length of each sequence. They are read back from their
     /// device. A layer without these checks their shape and has no other use for them: masks and slopes count by the place
     /// of a key.
-    #[must_use]
     pub fn with_positions(mut self, positions: &'a Tensor) -> Self {
         self.positions = Some(positions);
         self
     }
 
     /// Where the keys of cross-attention stand: integers (T_kv,) or (B, T_kv); 0..T_kv unless given.
-    #[must_use]
     pub fn with_key_positions(mut self, positions: &'a Tensor) -> Self {
         self.key_positions = Some(positions);
         self
     }
 
     /// Whether dropout happens.
-    #[must_use]
     pub fn with_train(mut self, train: bool) -> Self {
         self.train = train;
         self
@@ -94,7 +89,6 @@ impl<'a> AttentionInput<'a> {
 
     /// Draws dropout from PyTorch's generator, see
     /// [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
-    #[must_use]
     pub fn with_dropout_seed(mut self, seed: &'a TorchSeed) -> Self {
         self.dropout_seed = Some(seed);
         self
@@ -103,7 +97,6 @@ impl<'a> AttentionInput<'a> {
     /// Self-attention to the positions in the cache and those of `xs`, which are added to it. Positions are counted in each
     /// sequence by itself, from its first call on: T_kv of a mask is the length of the longest sequence with this call, and
     /// a causal constraint is aligned to the end of each.
-    #[must_use]
     pub fn with_cache(mut self, cache: &'a mut AttentionCache) -> Self {
         self.cache = Some(cache);
         self
@@ -112,21 +105,18 @@ impl<'a> AttentionInput<'a> {
     /// Right padding in a call with a cache: of each sequence, the length up to which the T positions are tokens. The others
     /// are not added to the cache, see nothing, and are seen by nothing. Without a cache, and for lengths that count the
     /// positions of earlier calls too, see [`AttentionMask::with_valid_lens`].
-    #[must_use]
     pub fn with_valid_lens(mut self, valid_lens: &'a [usize]) -> Self {
         self.padding.valid_lens = Some(valid_lens);
         self
     }
 
     /// Left padding in a call with a cache: of each sequence, the first of the T positions that is a token.
-    #[must_use]
     pub fn with_starts(mut self, starts: &'a [usize]) -> Self {
         self.padding.starts = Some(starts);
         self
     }
 
     /// Which implementation of attention runs.
-    #[must_use]
     pub fn with_backend(mut self, backend: Backend) -> Self {
         self.backend = backend;
         self
@@ -149,43 +139,13 @@ impl<'a> AttentionInput<'a> {
         SdpaOptions { dropout_seed: self.dropout_seed.cloned(), ..options }
     }
 
-    /// A copy of the cache, for a call that is not to change it.
-    pub(super) fn fork_cache(&self) -> Result<Option<AttentionCache>> {
-        self.cache.as_deref().map(AttentionCache::fork).transpose()
-    }
-
     /// The same input with another cache.
     pub(super) fn with_other_cache<'b>(&'b self, cache: Option<&'b mut AttentionCache>) -> AttentionInput<'b> {
-        let &Self {
-            queries,
-            key_value,
-            memory,
-            mask,
-            positions,
-            key_positions,
-            train,
-            dropout_seed,
-            backend,
-            padding,
-            ..
-        } = self;
-        AttentionInput {
-            queries,
-            key_value,
-            memory,
-            mask,
-            positions,
-            key_positions,
-            train,
-            dropout_seed,
-            backend,
-            cache,
-            padding,
-        }
+        AttentionInput { cache, ..*self }
     }
 
     /// The tokens that a call of `dims` (B, T) adds to its cache, if it has one.
-    pub(crate) fn new_tokens(&self, op: &str, dims: (usize, usize)) -> Result<Option<NewTokens>> {
+    pub(super) fn new_tokens(&self, op: &str, dims: (usize, usize)) -> Result<Option<NewTokens>> {
         let Some(cache) = &self.cache else {
             if self.padding.valid_lens.is_some() || self.padding.starts.is_some() {
                 bail!("[{op}] valid_lens or starts were given to a call without a cache; expected padding in the mask")
@@ -200,7 +160,7 @@ impl<'a> AttentionInput<'a> {
 }
 
 /// What the inputs of a layer have to be like.
-pub(crate) struct Expected<'a> {
+pub(super) struct Expected<'a> {
     pub op: &'static str,
     pub width: usize,
     pub batched: bool,

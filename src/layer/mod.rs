@@ -18,9 +18,9 @@ use candle_core::{Error, ModuleT, Result, Tensor, bail};
 use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Linear, VarBuilder};
 
+use crate::norm::QkNorms;
 use crate::position::Alibi;
 use crate::projection::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
-use crate::qk_norm::QkNorms;
 use crate::weights::{Linears, Source, load_projections, load_shard, root, state_dict, whole};
 use crate::{AttentionMask, HeadShard, MultiHeadAttentionConfig, RelativeBias, RotaryEmbedding, WeightLayout};
 use input::Expected;

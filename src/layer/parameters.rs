@@ -1,12 +1,12 @@
 //! The parameters of a layer that belong to no projection.
 
-use candle_core::{Error, Result, Tensor};
+use candle_core::{Result, Tensor};
 use candle_nn::Init;
 
 use crate::MultiHeadAttentionConfig;
+use crate::norm::{NormDims, QkNorms};
 use crate::position::Alibi;
-use crate::qk_norm::{NormDims, QkNorms};
-use crate::shard::{HeadShard, bounds, share};
+use crate::shard::HeadShard;
 use crate::weights::Source;
 
 /// Norms of queries and keys, a learned key and value, sinks, and what ALiBi adds: what the config wants of them.
@@ -54,12 +54,15 @@ impl Parameters {
     /// Those of one process's heads; the config is the whole layer's.
     pub fn shard(self, cfg: &MultiHeadAttentionConfig, shard: HeadShard) -> Result<Self> {
         let (queries, keys) = (shard.query_share(), shard.key_share(cfg.num_kv_heads()));
-        let of_keys = |(k, v): (Tensor, Tensor)| Ok::<_, Error>((share(&k, 2, keys)?, share(&v, 2, keys)?));
+        let bias_kv = match &self.bias_kv {
+            Some((k, v)) => Some((keys.copy(k, 2)?, keys.copy(v, 2)?)),
+            None => None,
+        };
         Ok(Self {
             qk_norm: self.qk_norm.map(|norms| norms.shard(queries, keys)).transpose()?,
-            bias_kv: self.bias_kv.map(of_keys).transpose()?,
-            sinks: self.sinks.map(|sinks| share(&sinks, 0, queries)).transpose()?,
-            alibi: self.alibi.map(|alibi| alibi.heads(bounds(cfg.num_heads(), queries))).transpose()?,
+            bias_kv,
+            sinks: self.sinks.map(|sinks| queries.copy(&sinks, 0)).transpose()?,
+            alibi: self.alibi.map(|alibi| alibi.heads(queries.range(cfg.num_heads()))).transpose()?,
         })
     }
 }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Positions;
 use crate::sdpa::accumulation_dtype;
-use crate::shard::{HeadShard, bounds, share};
+use crate::shard::HeadShard;
 use crate::size::fits_in_memory;
 use crate::weights::Source;
 
@@ -190,11 +190,11 @@ impl RelativeBias {
         if !h.is_multiple_of(n) {
             bail!("[relative_bias] a world size of {n} does not divide the {h} heads")
         }
-        let heads = bounds(h, shard.query_share());
+        let heads = shard.query_share().range(h);
         // A view of a variable, which training changes in place.
         let weight = match self.weight.track_op() {
             true => self.weight.narrow(1, heads.start, heads.len())?,
-            false => share(&self.weight, 1, shard.query_share())?,
+            false => shard.query_share().copy(&self.weight, 1)?,
         };
         Ok(Self { config: self.config.clone(), weight, latest: Arc::default() })
     }

@@ -11,7 +11,7 @@ use super::load::{LoadedProjections, load_projections, output, projection_shapes
 use super::rows::ProjectionRows;
 use super::source::Source;
 use crate::MultiHeadAttentionConfig;
-use crate::shard::{HeadShard, share};
+use crate::shard::{HeadShard, Share};
 
 /// Whole tensors through a sharded builder.
 struct Whole(ShardedVarBuilder<'static>);
@@ -49,16 +49,16 @@ pub(crate) fn load_shard(
     let source = Source::new("multi_head_attention", layout, whole(vb));
     let (qkv, o) = match layout.separate() {
         Some((names, storage)) => {
-            let reader = Reader { source, vb, storage };
+            let reader = ShardReader { source, vb, storage };
             let (shapes, biases) = (projection_shapes(cfg), cfg.qkv_bias());
             let rows = |i: usize| -> Result<Linear> {
-                let weight = reader.weight(names[i], shapes[i], Part { dim: 0, share: shares[i] })?;
+                let weight = reader.weight(names[i], shapes[i], WeightPart { dim: 0, share: shares[i] })?;
                 let bias = reader.bias(names[i], shapes[i].0, biases[i])?;
-                Ok(Linear::new(weight, bias.map(|bias| share(&bias, 0, shares[i])).transpose()?))
+                Ok(Linear::new(weight, bias.map(|bias| shares[i].copy(&bias, 0)).transpose()?))
             };
             let qkv = [rows(0)?, rows(1)?, rows(2)?];
             let o = output(cfg, &reader.source, || {
-                let weight = reader.weight(names[3], shapes[3], Part { dim: 1, share: queries })?;
+                let weight = reader.weight(names[3], shapes[3], WeightPart { dim: 1, share: queries })?;
                 Ok(Linear::new(weight, reader.bias(names[3], shapes[3].0, cfg.out_bias())?))
             })?;
             (qkv, o)
@@ -67,10 +67,10 @@ pub(crate) fn load_shard(
             let LoadedProjections { qkv: [q, k, v], o } = load_projections(cfg, layout, &source)?;
             let rows = |rows: ProjectionRows, i: usize| -> Result<Linear> {
                 let linear = rows.to_linear()?;
-                let bias = linear.bias().map(|bias| share(bias, 0, shares[i])).transpose()?;
-                Ok(Linear::new(share(linear.weight(), 0, shares[i])?, bias))
+                let bias = linear.bias().map(|bias| shares[i].copy(bias, 0)).transpose()?;
+                Ok(Linear::new(shares[i].copy(linear.weight(), 0)?, bias))
             };
-            let columns = |o: Linear| Ok::<_, Error>(Linear::new(share(o.weight(), 1, queries)?, o.bias().cloned()));
+            let columns = |o: Linear| Ok::<_, Error>(Linear::new(queries.copy(o.weight(), 1)?, o.bias().cloned()));
             ([rows(q, 0)?, rows(k, 1)?, rows(v, 2)?], o.map(columns).transpose()?)
         }
     };
@@ -84,20 +84,20 @@ pub(crate) fn load_shard(
 
 /// A share of dimension 0 (rows) or 1 (columns) of a weight (out, in).
 #[derive(Clone, Copy)]
-struct Part {
+struct WeightPart {
     dim: usize,
-    share: (usize, usize),
+    share: Share,
 }
 
 /// Reads projections that are apart.
-struct Reader<'a> {
+struct ShardReader<'a> {
     source: Source<'static>,
     vb: &'a ShardedVarBuilder<'static>,
     storage: Storage,
 }
 
-impl Reader<'_> {
-    fn weight(&self, name: &str, shape: (usize, usize), part: Part) -> Result<Tensor> {
+impl ShardReader<'_> {
+    fn weight(&self, name: &str, shape: (usize, usize), part: WeightPart) -> Result<Tensor> {
         let (out_dim, in_dim) = shape;
         let (name, shape, transposed) = match self.storage {
             Storage::Linear => (format!("{name}.weight"), (out_dim, in_dim), false),
@@ -105,7 +105,7 @@ impl Reader<'_> {
             Storage::Raw(Orientation::InOut) => (name.to_string(), (in_dim, out_dim), true),
         };
         let dim = if transposed { 1 - part.dim } else { part.dim };
-        let (rank, world_size) = part.share;
+        let Share { index: rank, of: world_size } = part.share;
         let mut expected = [shape.0, shape.1];
         expected[dim] /= world_size;
         let hint = Shard { dim, rank, world_size };
@@ -115,7 +115,7 @@ impl Reader<'_> {
         let own = match read {
             Ok(Ok(own)) if own.dims() == expected => own,
             // Reading all of it says what is wrong.
-            _ => share(&self.source.get(shape, &name, Init::Const(0.0))?, dim, part.share)?,
+            _ => part.share.copy(&self.source.get(shape, &name, Init::Const(0.0))?, dim)?,
         };
         if transposed { own.t() } else { Ok(own) }
     }

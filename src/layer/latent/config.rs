@@ -22,10 +22,10 @@ use crate::{RopeConfig, RopeStyle};
 /// Numbers that do not fit together are found by [`validate`](Self::validate), which the constructor of the layer calls.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[must_use]
 pub struct MultiHeadLatentAttentionConfig {
     embed_dim: usize,
     num_heads: usize,
-    #[serde(default)]
     q_lora_rank: Option<usize>,
     kv_lora_rank: usize,
     nope_head_dim: usize,
@@ -34,7 +34,6 @@ pub struct MultiHeadLatentAttentionConfig {
     #[serde(default)]
     bias: bool,
     rope: RopeConfig,
-    #[serde(default)]
     scale: Option<f64>,
     #[serde(default = "norm_eps")]
     norm_eps: f64,

@@ -8,7 +8,7 @@ use crate::layer::call::{AttentionCall, CallKeys};
 use crate::layer::input::Expected;
 use crate::position::Positions;
 use crate::size::{is_addressable, part};
-use crate::{AttentionInput, AttentionOutput, Plan};
+use crate::{AttentionCache, AttentionInput, AttentionOutput, Plan};
 
 /// How queries meet the latents. With W_k and W_v for what makes a head's key and value of a latent c, a score is
 /// `q · (W_k c) = (W_kᵀ q) · c`, and a context `Σ w (W_v c) = W_v (Σ w c)`.
@@ -74,7 +74,7 @@ impl MultiHeadLatentAttention {
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn plan(&self, input: &AttentionInput) -> Result<Plan> {
-        let mut cache = input.fork_cache()?;
+        let mut cache = input.cache.as_deref().map(AttentionCache::fork).transpose()?;
         self.call(input.with_other_cache(cache.as_mut()), None)?.0.plan()
     }
 

@@ -12,7 +12,7 @@ use candle_core::{Module, ModuleT, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 
 use super::AttentionInput;
-use crate::qk_norm::Norm;
+use crate::norm::Norm;
 use crate::weights::Source;
 use crate::{AttentionMask, PackedLinear, RotaryEmbedding};
 use up::UpProjection;

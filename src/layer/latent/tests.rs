@@ -72,7 +72,7 @@ fn cases() -> impl Strategy<Value = Case> {
     )
 }
 
-fn mask_of(case: &Case, (b, t, t_kv): (usize, usize, usize)) -> Result<AttentionMask> {
+fn mask_of(case: &Case, b: usize, t: usize, t_kv: usize) -> Result<AttentionMask> {
     let of_each = |lens: [usize; 3]| lens[..b].to_vec();
     Ok(match case.mask {
         0 | 1 => AttentionMask::none(),
@@ -116,7 +116,7 @@ fn check(case: &Case) -> Result<()> {
         let before = if n == 0 { vec![0; case.b] } else { caches[0].lens() };
         let own = starts.iter().zip(&ends).map(|(start, end)| end - start);
         let t_kv = before.iter().zip(own).map(|(before, own)| before + own).max().unwrap_or(0);
-        let mask = mask_of(case, (case.b, *t, t_kv))?;
+        let mask = mask_of(case, case.b, *t, t_kv)?;
         let xs = Tensor::randn(0f32, 1.0, (case.b, *t, 6), &CPU)?.to_dtype(case.dtype)?;
         let mut outputs = Vec::new();
         for (form, cache) in [Form::Expanded, Form::Absorbed].into_iter().zip(&mut caches) {

@@ -1,4 +1,4 @@
-//! Builders of a config.
+//! Builders and readers of a config.
 
 use super::MultiHeadAttentionConfig;
 use crate::{AlibiConfig, QkNorm, RelativeBiasConfig, RopeConfig};
@@ -6,7 +6,6 @@ use crate::{AlibiConfig, QkNorm, RelativeBiasConfig, RopeConfig};
 /// Builders: each takes the config and gives it back with one thing changed.
 impl MultiHeadAttentionConfig {
     /// Grouped-query attention: fewer key and value heads, each shared by `num_heads / num_kv_heads` query heads.
-    #[must_use]
     pub fn with_num_kv_heads(mut self, num_kv_heads: usize) -> Self {
         self.num_kv_heads = Some(num_kv_heads);
         self
@@ -19,82 +18,70 @@ impl MultiHeadAttentionConfig {
     }
 
     /// D, the width of one query and key head; `out_dim / num_heads` unless given.
-    #[must_use]
     pub fn with_head_dim(mut self, head_dim: usize) -> Self {
         self.head_dim = Some(head_dim);
         self
     }
 
     /// D_v, the width of one value head; D unless given.
-    #[must_use]
     pub fn with_value_head_dim(mut self, value_head_dim: usize) -> Self {
         self.value_head_dim = Some(value_head_dim);
         self
     }
 
     /// The width of the layer's output (the book's `d_out`, d2l's `num_hiddens`); `embed_dim` unless given.
-    #[must_use]
     pub fn with_out_dim(mut self, out_dim: usize) -> Self {
         self.out_dim = Some(out_dim);
         self
     }
 
     /// The width of the keys' input in cross-attention (PyTorch's `kdim`); `embed_dim` unless given.
-    #[must_use]
     pub fn with_key_size(mut self, key_size: usize) -> Self {
         self.key_size = Some(key_size);
         self
     }
 
     /// The width of the values' input in cross-attention (PyTorch's `vdim`); `key_size` unless given.
-    #[must_use]
     pub fn with_value_size(mut self, value_size: usize) -> Self {
         self.value_size = Some(value_size);
         self
     }
 
     /// Biases on all four projections.
-    #[must_use]
     pub fn with_bias(self, bias: bool) -> Self {
         self.with_qkv_bias(bias).with_out_bias(bias)
     }
 
     /// Biases on the query, key and value projections.
-    #[must_use]
     pub fn with_qkv_bias(self, bias: bool) -> Self {
         self.with_q_bias(bias).with_k_bias(bias).with_v_bias(bias)
     }
 
     /// A bias on the query projection.
-    #[must_use]
     pub fn with_q_bias(mut self, bias: bool) -> Self {
         self.q_bias = bias;
         self
     }
 
     /// A bias on the key projection.
-    #[must_use]
     pub fn with_k_bias(mut self, bias: bool) -> Self {
         self.k_bias = bias;
         self
     }
 
     /// A bias on the value projection.
-    #[must_use]
     pub fn with_v_bias(mut self, bias: bool) -> Self {
         self.v_bias = bias;
         self
     }
 
     /// A bias on the output projection.
-    #[must_use]
     pub fn with_out_bias(mut self, bias: bool) -> Self {
         self.out_bias = bias;
         self
     }
 
     /// Whether there is an output projection; without one the heads' contexts stand side by side.
-    #[must_use]
     pub fn with_out_proj(mut self, out_proj: bool) -> Self {
         self.out_proj = out_proj;
         self
@@ -102,7 +89,6 @@ impl MultiHeadAttentionConfig {
 
     /// One more key and value, learned (`bias_k`, `bias_v`), which every query sees: `add_bias_kv` of
     /// `torch.nn.MultiheadAttention`. The weights have T_kv + 1 columns then.
-    #[must_use]
     pub fn with_bias_kv(mut self, bias_kv: bool) -> Self {
         self.bias_kv = bias_kv;
         self
@@ -110,21 +96,18 @@ impl MultiHeadAttentionConfig {
 
     /// One more key and value, of zeros, after the learned ones, which every query sees: `add_zero_attn` of
     /// `torch.nn.MultiheadAttention`, which no state dict tells. The weights have one more column then.
-    #[must_use]
     pub fn with_add_zero_attn(mut self, add_zero_attn: bool) -> Self {
         self.add_zero_attn = add_zero_attn;
         self
     }
 
     /// No query sees a later key; aligned to the end, see [`AttentionMask::causal`](crate::AttentionMask::causal).
-    #[must_use]
     pub fn with_causal(mut self, causal: bool) -> Self {
         self.causal = causal;
         self
     }
 
     /// The most positions that a call may have; more are an error.
-    #[must_use]
     pub fn with_context_length(mut self, context_length: usize) -> Self {
         self.context_length = Some(context_length);
         self
@@ -132,7 +115,6 @@ impl MultiHeadAttentionConfig {
 
     /// The number of keys that a query sees back from its own, see
     /// [`AttentionMask::with_window`](crate::AttentionMask::with_window).
-    #[must_use]
     pub fn with_window(mut self, window: usize) -> Self {
         self.window = Some(window);
         self
@@ -141,7 +123,6 @@ impl MultiHeadAttentionConfig {
     /// A window on both sides: a query sees the keys from `left` before its own to `right` after it, see
     /// [`AttentionMask::with_band`](crate::AttentionMask::with_band). Local attention of encoders (ModernBERT) has as many
     /// on either side.
-    #[must_use]
     pub fn with_band(mut self, left: usize, right: usize) -> Self {
         self.band = Some((left, right));
         self
@@ -149,56 +130,48 @@ impl MultiHeadAttentionConfig {
 
     /// Bounds queries, keys and values to ±`clip_qkv` as they leave their projections, norms of whole projections
     /// included (MPT, OLMo).
-    #[must_use]
     pub fn with_clip_qkv(mut self, clip_qkv: f64) -> Self {
         self.clip_qkv = Some(clip_qkv);
         self
     }
 
     /// Bounds the scores, see [`SdpaOptions::with_softcap`](crate::SdpaOptions::with_softcap).
-    #[must_use]
     pub fn with_softcap(mut self, softcap: f64) -> Self {
         self.softcap = Some(softcap);
         self
     }
 
     /// The factor on q kᵀ; 1/sqrt(D) unless given.
-    #[must_use]
     pub fn with_scale(mut self, scale: f64) -> Self {
         self.scale = Some(scale);
         self
     }
 
     /// Learned attention sinks (parameter `sinks`), see [`SdpaOptions::with_sinks`](crate::SdpaOptions::with_sinks).
-    #[must_use]
     pub fn with_sinks(mut self, sinks: bool) -> Self {
         self.sinks = sinks;
         self
     }
 
     /// Normalises queries and keys before attention.
-    #[must_use]
     pub fn with_qk_norm(mut self, qk_norm: QkNorm) -> Self {
         self.qk_norm = Some(qk_norm);
         self
     }
 
     /// Rotates queries and keys by their positions, after their norms.
-    #[must_use]
     pub fn with_rope(mut self, rope: RopeConfig) -> Self {
         self.rope = Some(rope);
         self
     }
 
     /// Normalises heads after they were rotated, and not before (HunYuan).
-    #[must_use]
     pub fn with_norm_after_rope(mut self, norm_after_rope: bool) -> Self {
         self.norm_after_rope = norm_after_rope;
         self
     }
 
     /// Adds ALiBi's biases to the scores.
-    #[must_use]
     pub fn with_alibi(mut self, alibi: AlibiConfig) -> Self {
         self.alibi = Some(alibi);
         self
@@ -206,16 +179,167 @@ impl MultiHeadAttentionConfig {
 
     /// Adds T5's biases of relative positions to the scores. They belong to the stack of layers: give each layer
     /// [the one](crate::MultiHeadAttention::with_relative_bias).
-    #[must_use]
     pub fn with_relative_bias(mut self, relative_bias: RelativeBiasConfig) -> Self {
         self.relative_bias = Some(relative_bias);
         self
     }
 
     /// The probability with which a weight is dropped in training.
-    #[must_use]
     pub fn with_dropout(mut self, dropout: f64) -> Self {
         self.dropout = dropout;
         self
+    }
+}
+
+/// Readers, with what was not given worked out.
+impl MultiHeadAttentionConfig {
+    /// E, the width of the layer's input.
+    pub fn embed_dim(&self) -> usize {
+        self.embed_dim
+    }
+
+    /// H, the number of query heads.
+    pub fn num_heads(&self) -> usize {
+        self.num_heads
+    }
+
+    /// H_kv, the number of key and value heads.
+    pub fn num_kv_heads(&self) -> usize {
+        self.num_kv_heads.unwrap_or(self.num_heads)
+    }
+
+    /// D, the width of one query and key head.
+    pub fn head_dim(&self) -> usize {
+        let out_dim = self.out_dim.unwrap_or(self.embed_dim);
+        self.head_dim.unwrap_or_else(|| out_dim.checked_div(self.num_heads).unwrap_or(0))
+    }
+
+    /// D_v, the width of one value head.
+    pub fn value_head_dim(&self) -> usize {
+        self.value_head_dim.unwrap_or_else(|| self.head_dim())
+    }
+
+    /// The width of the layer's output.
+    pub fn out_dim(&self) -> usize {
+        match (self.out_dim, self.out_proj) {
+            (Some(out_dim), _) => out_dim,
+            (None, true) => self.embed_dim,
+            (None, false) => self.num_heads.saturating_mul(self.value_head_dim()),
+        }
+    }
+
+    /// The width of the keys' input.
+    pub fn key_size(&self) -> usize {
+        self.key_size.unwrap_or(self.embed_dim)
+    }
+
+    /// The width of the values' input.
+    pub fn value_size(&self) -> usize {
+        self.value_size.unwrap_or_else(|| self.key_size())
+    }
+
+    /// Whether the query, key and value projections have biases.
+    pub fn qkv_bias(&self) -> [bool; 3] {
+        [self.q_bias, self.k_bias, self.v_bias]
+    }
+
+    /// Whether the output projection has a bias.
+    pub fn out_bias(&self) -> bool {
+        self.out_bias
+    }
+
+    /// Whether there is an output projection.
+    pub fn out_proj(&self) -> bool {
+        self.out_proj
+    }
+
+    /// Whether a learned key and value are appended.
+    pub fn bias_kv(&self) -> bool {
+        self.bias_kv
+    }
+
+    /// Whether a key and value of zeros are appended.
+    pub fn add_zero_attn(&self) -> bool {
+        self.add_zero_attn
+    }
+
+    /// How many keys and values of its own the layer appends to those of a call.
+    pub(crate) fn appended_keys(&self) -> usize {
+        usize::from(self.bias_kv) + usize::from(self.add_zero_attn)
+    }
+
+    /// Whether later keys are hidden.
+    pub fn causal(&self) -> bool {
+        self.causal
+    }
+
+    /// The most positions that a call may have.
+    pub fn context_length(&self) -> Option<usize> {
+        self.context_length
+    }
+
+    /// The number of keys that a query sees back from its own.
+    pub fn window(&self) -> Option<usize> {
+        self.window
+    }
+
+    /// The numbers of keys that a query sees before its own and after it.
+    pub fn band(&self) -> Option<(usize, usize)> {
+        self.band
+    }
+
+    /// The bound of queries, keys and values.
+    pub fn clip_qkv(&self) -> Option<f64> {
+        self.clip_qkv
+    }
+
+    /// The bound of the scores.
+    pub fn softcap(&self) -> Option<f64> {
+        self.softcap
+    }
+
+    /// The factor on q kᵀ where it is not 1/sqrt(D).
+    pub fn scale(&self) -> Option<f64> {
+        self.scale
+    }
+
+    /// What scores are multiplied by: the [`scale`](Self::scale), or 1 / sqrt(D).
+    pub(crate) fn score_scale(&self) -> f64 {
+        self.scale.unwrap_or(1.0 / (self.head_dim() as f64).sqrt())
+    }
+
+    /// Whether there are learned attention sinks.
+    pub fn sinks(&self) -> bool {
+        self.sinks
+    }
+
+    /// The normalisation of queries and keys.
+    pub fn qk_norm(&self) -> Option<QkNorm> {
+        self.qk_norm
+    }
+
+    /// The rotary positions of queries and keys.
+    pub fn rope(&self) -> Option<&RopeConfig> {
+        self.rope.as_ref()
+    }
+
+    /// Whether heads are normalised after they were rotated.
+    pub fn norm_after_rope(&self) -> bool {
+        self.norm_after_rope
+    }
+
+    /// ALiBi's biases of the scores.
+    pub fn alibi(&self) -> Option<&AlibiConfig> {
+        self.alibi.as_ref()
+    }
+
+    /// T5's biases of relative positions.
+    pub fn relative_bias(&self) -> Option<&RelativeBiasConfig> {
+        self.relative_bias.as_ref()
+    }
+
+    /// The probability with which a weight is dropped in training.
+    pub fn dropout(&self) -> f64 {
+        self.dropout
     }
 }

@@ -7,9 +7,9 @@ use candle_nn::{Init, ops};
 use serde::{Deserialize, Serialize};
 
 use crate::sdpa::accumulation_dtype;
-use crate::shard::share;
+use crate::shard::Share;
 use crate::weights::Source;
-use rows::Rows;
+use rows::RowNorm;
 
 /// Which normalisation is applied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -75,8 +75,8 @@ impl QkNorms {
     pub(crate) fn load(norm: QkNorm, dims: NormDims, source: &Source) -> Result<Self> {
         Ok(Self {
             scope: norm.scope,
-            q: Norm::load(norm, OF_QUERIES, (dims.h, dims.d), source)?,
-            k: Norm::load(norm, OF_KEYS, (dims.h_kv, dims.d), source)?,
+            q: Norm::load(norm, OF_QUERIES, dims.h, dims.d, source)?,
+            k: Norm::load(norm, OF_KEYS, dims.h_kv, dims.d, source)?,
         })
     }
 
@@ -96,7 +96,7 @@ impl QkNorms {
     }
 
     /// Those of a share of the query heads and a share of the key heads. Norms of whole projections have none.
-    pub(crate) fn shard(self, queries: (usize, usize), keys: (usize, usize)) -> Result<Self> {
+    pub(crate) fn shard(self, queries: Share, keys: Share) -> Result<Self> {
         if self.scope != QkNormScope::PerHeadWeights {
             return Ok(self);
         }
@@ -128,7 +128,7 @@ pub(crate) struct Norm {
     weight: Parameter,
     bias: Option<Parameter>,
     /// Where nothing is a variable, on a CPU.
-    rows: Option<Rows>,
+    rows: Option<RowNorm>,
 }
 
 /// A weight or bias: (size,), or (H, D) with a row for each head.
@@ -159,10 +159,10 @@ impl Norm {
     /// The root mean square of rows of one width, by itself: the weight `name.weight` (size,).
     pub(crate) fn rms(name: &str, size: usize, eps: f64, source: &Source) -> Result<Self> {
         let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::Projection, eps };
-        Self::load(norm, [name; 3], (1, size), source)
+        Self::load(norm, [name; 3], 1, size, source)
     }
 
-    fn load(norm: QkNorm, names: [&str; 3], (heads, d): (usize, usize), source: &Source) -> Result<Self> {
+    fn load(norm: QkNorm, names: [&str; 3], heads: usize, d: usize, source: &Source) -> Result<Self> {
         let has = |name: &&str| source.has(&format!("{name}.weight")) || source.has(&first_of_list(name));
         let name = names.into_iter().find(has).unwrap_or(names[0]);
         let initial = Init::Const(if norm.kind == QkNormKind::RmsPlusOne { 0.0 } else { 1.0 });
@@ -196,14 +196,14 @@ impl Norm {
         if !self.has_variables() {
             self.weight = Parameter::Whole(self.weight.tensor()?);
             self.bias = self.bias.map(|bias| bias.tensor().map(Parameter::Whole)).transpose()?;
-            self.rows = Rows::new(&self)?;
+            self.rows = RowNorm::new(&self)?;
         }
         Ok(self)
     }
 
     /// A share of the heads that have weights of their own.
-    fn shard(self, heads: (usize, usize)) -> Result<Self> {
-        let own = |parameter: &Parameter| Ok::<_, Error>(Parameter::Whole(share(&parameter.tensor()?, 0, heads)?));
+    fn shard(self, heads: Share) -> Result<Self> {
+        let own = |parameter: &Parameter| Ok::<_, Error>(Parameter::Whole(heads.copy(&parameter.tensor()?, 0)?));
         let (weight, bias) = (own(&self.weight)?, self.bias.as_ref().map(own).transpose()?);
         Self { weight, bias, rows: None, ..self }.prepared()
     }

@@ -20,7 +20,7 @@ const LANES: usize = 16;
 
 /// A norm whose parameters are plain numbers.
 #[derive(Debug, Clone)]
-pub(super) struct Rows {
+pub(super) struct RowNorm {
     subtracts_mean: bool,
     eps: f32,
     /// One row, or one for each head, as is the bias.
@@ -28,7 +28,7 @@ pub(super) struct Rows {
     bias: Option<Arc<[f32]>>,
 }
 
-impl Rows {
+impl RowNorm {
     /// `None` on other devices and in f64.
     pub fn new(norm: &Norm) -> Result<Option<Self>> {
         let weight = norm.weight.tensor()?;
@@ -113,7 +113,7 @@ fn sum(row: &[f32], of: impl Fn(f32) -> f32) -> f32 {
     lanes.iter().sum()
 }
 
-impl CustomOp1 for Rows {
+impl CustomOp1 for RowNorm {
     fn name(&self) -> &'static str {
         "qk-norm"
     }
