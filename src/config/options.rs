@@ -81,7 +81,7 @@ impl MultiHeadAttentionConfig {
         self
     }
 
-    /// Whether there is an output projection; without one the heads' contexts stand side by side.
+    /// Whether there is an output projection; without one the output is the heads' contexts, concatenated.
     pub fn with_out_proj(mut self, out_proj: bool) -> Self {
         self.out_proj = out_proj;
         self
@@ -191,7 +191,7 @@ impl MultiHeadAttentionConfig {
     }
 }
 
-/// Readers, with what was not given worked out.
+/// Readers, with defaults filled in.
 impl MultiHeadAttentionConfig {
     /// E, the width of the layer's input.
     pub fn embed_dim(&self) -> usize {

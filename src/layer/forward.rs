@@ -34,10 +34,10 @@ enum Keys<'a> {
     Memory(&'a ProjectedMemory),
 }
 
-/// Where the tokens of a call stand.
+/// The positions of a call's tokens.
 struct CallPositions {
     queries: Positions,
-    /// Those that the call brings; `None` where they are the queries'.
+    /// Those of the call's own keys; `None` where they are the queries'.
     keys: Option<Positions>,
     /// Those of the calls before too; `None` where there are none.
     cached: Option<Positions>,
@@ -57,7 +57,7 @@ impl MultiHeadAttention {
     ///
     /// # Errors
     /// For inputs whose shape, dtype or device does not fit the layer or each other, more positions than the context
-    /// length, a mask that does not fit, and a cache that does not take what the call brings.
+    /// length, a mask that does not fit, and a cache that does not take the call's keys.
     pub fn forward_with<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
         let call = self.call(input.into())?;
         let ys = self.output(&call.attend()?, call.batched)?;

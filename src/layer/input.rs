@@ -7,7 +7,7 @@ use crate::cache::{AttentionCache, NewTokens, Padding};
 use crate::init::TorchSeed;
 use crate::{AttentionMask, Backend, OutputOrder, SdpaOptions};
 
-/// What one call of a layer reads, apart from the layer itself. A `&Tensor` is self-attention over it.
+/// What one call of a layer reads besides the layer's parameters. A `&Tensor` is self-attention over it.
 #[derive(Debug)]
 #[must_use]
 pub struct AttentionInput<'a> {
@@ -59,15 +59,15 @@ impl<'a> AttentionInput<'a> {
         self.key_value.is_some() || self.memory.is_some()
     }
 
-    /// A mask that holds beside the layer's own. A prefix in it lifts the layer's own causal constraint too.
+    /// A mask that holds together with the layer's own. A prefix in it lifts the layer's own causal constraint too.
     pub fn with_mask(mut self, mask: &'a AttentionMask) -> Self {
         self.mask = Some(mask);
         self
     }
 
-    /// Where the queries stand, and in self-attention the keys, for rotary positions, relative biases and Falcon's ALiBi:
+    /// The positions of the queries, and in self-attention of the keys, for rotary positions, relative biases and Falcon's ALiBi:
     /// integers (T,) for all sequences or (B, T) for each by itself, as ragged batches and padding on the left need. Unless
-    /// given they are 0..T, and beside a cache they go on from the length of each sequence. They are read back from their
+    /// given they are 0..T, and with a cache they continue from the length of each sequence. They are read back from their
     /// device. A layer without these checks their shape and has no other use for them: masks and slopes count by the place
     /// of a key.
     pub fn with_positions(mut self, positions: &'a Tensor) -> Self {
@@ -75,7 +75,7 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
-    /// Where the keys of cross-attention stand: integers (T_kv,) or (B, T_kv); 0..T_kv unless given.
+    /// The positions of the keys of cross-attention: integers (T_kv,) or (B, T_kv); 0..T_kv unless given.
     pub fn with_key_positions(mut self, positions: &'a Tensor) -> Self {
         self.key_positions = Some(positions);
         self

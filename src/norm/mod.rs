@@ -191,7 +191,7 @@ impl Norm {
         Self { kind: norm.kind, eps: norm.eps, weight, bias, rows: None }.prepared()
     }
 
-    /// With what is worked out once, where nothing is a variable.
+    /// With what is computed once, where nothing is a variable.
     fn prepared(mut self) -> Result<Self> {
         if !self.has_variables() {
             self.weight = Parameter::Whole(self.weight.tensor()?);

@@ -1,4 +1,4 @@
-//! A norm on a CPU, in one pass over queries or keys where they lie.
+//! A norm on a CPU, in one pass over queries or keys of any strides.
 //!
 //! Candle's own norms want contiguous inputs and a weight (D,), and its layer norm finds the variance as a difference of
 //! squares, which loses the digits of numbers that are far from zero.
@@ -15,7 +15,7 @@ use super::Norm;
 /// The fewest elements that are worth a task of their own.
 const TASK_ELEMENTS: usize = 1 << 14;
 
-/// Sums are kept apart in so many lanes, which the compiler makes vectors of.
+/// Sums are kept in this many lanes, so that the compiler vectorises them.
 const LANES: usize = 16;
 
 /// A norm whose parameters are plain numbers.

@@ -89,7 +89,7 @@ struct WeightPart {
     share: Share,
 }
 
-/// Reads projections that are apart.
+/// Reads projections of separate tensors.
 struct ShardReader<'a> {
     source: Source<'static>,
     vb: &'a ShardedVarBuilder<'static>,

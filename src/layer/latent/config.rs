@@ -82,7 +82,7 @@ impl MultiHeadLatentAttentionConfig {
         self
     }
 
-    /// The width of the latent that keys and values are worked out from (`kv_lora_rank`).
+    /// The width of the latent that keys and values are computed from (`kv_lora_rank`).
     pub fn with_kv_lora_rank(mut self, rank: usize) -> Self {
         self.kv_lora_rank = rank;
         self
@@ -120,7 +120,7 @@ impl MultiHeadLatentAttentionConfig {
         self
     }
 
-    /// The factor on the scores, in place of what [`scale`](Self::scale) works out.
+    /// The factor on the scores, in place of the default of [`scale`](Self::scale).
     pub fn with_scale(mut self, scale: f64) -> Self {
         self.scale = Some(scale);
         self
@@ -145,7 +145,7 @@ impl MultiHeadLatentAttentionConfig {
     }
 }
 
-/// Readers, with what was not given worked out.
+/// Readers, with defaults filled in.
 impl MultiHeadLatentAttentionConfig {
     /// E, the width of the layer's input and output.
     pub fn embed_dim(&self) -> usize {

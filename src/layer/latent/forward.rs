@@ -10,18 +10,18 @@ use crate::position::Positions;
 use crate::size::{is_addressable, part};
 use crate::{AttentionCache, AttentionInput, AttentionOutput, Plan};
 
-/// How queries meet the latents. With W_k and W_v for what makes a head's key and value of a latent c, a score is
+/// How queries attend to latents. With W_k and W_v for the maps from a latent c to a head's key and value, a score is
 /// `q · (W_k c) = (W_kᵀ q) · c`, and a context `Σ w (W_v c) = W_v (Σ w c)`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
-    /// Keys and values of each head are worked out of the latents.
+    /// Keys and values of each head are computed from the latents.
     Expanded,
     /// Queries take W_k to themselves and contexts W_v, so that latents are the keys and values of all heads.
     Absorbed,
 }
 
 impl Form {
-    /// The form that takes fewer multiplications for `t_q` queries beside `t_kv` keys.
+    /// The form that takes fewer multiplications for `t_q` queries and `t_kv` keys.
     pub fn of(cfg: &MultiHeadLatentAttentionConfig, t_q: usize, t_kv: usize) -> Self {
         let widths = [cfg.kv_lora_rank(), cfg.nope_head_dim(), cfg.rope_head_dim(), cfg.value_head_dim()];
         let [rank, nope, rope, value] = widths.map(|width| width as f64);
@@ -47,7 +47,7 @@ impl MultiHeadLatentAttention {
     ///
     /// # Errors
     /// For an input whose shape, dtype or device does not fit the layer, keys and values of their own, a mask that does not
-    /// fit, and a cache that does not take what the call brings.
+    /// fit, and a cache that does not take the call's rows.
     pub fn forward_with<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
         let (call, form) = self.call(input.into(), None)?;
         let ys = self.output(&call.attend()?, form, call.batched)?;

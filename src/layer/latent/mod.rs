@@ -37,15 +37,15 @@ const OP: &str = "multi_head_latent_attention";
 /// let mut cache = AttentionCache::default();
 /// let ys = layer.forward_with(AttentionInput::new(&prompt).with_cache(&mut cache))?;
 /// assert_eq!(ys.dims(), [2, 5, 64]);
-/// // In bytes: sequences, positions, the latent beside the shared key, f32.
+/// // In bytes: sequences, positions, the latent and the shared key, f32.
 /// assert_eq!(cache.memory(), 2 * cache.capacity() * (32 + 8) * 4);
 /// # Ok(()) }
 /// ```
 ///
 /// Beside a cache, a short call takes the key's part of `kv_b_proj` into its queries and the value's part into its contexts
-/// (the paper's "absorbed" matrices), so that all heads attend to the latents where they lie, as to one key head of width
+/// (the paper's "absorbed" matrices), so that all heads attend to the latents in place, as to one key head of width
 /// `kv_lora_rank + rope_head_dim` whose values are its own first `kv_lora_rank` columns. A long one, and any call without a
-/// cache, works keys and values of each head out of the latents first. A call beside a cache goes the way that takes fewer
+/// cache, computes keys and values of each head from the latents first. A call with a cache takes the form that needs fewer
 /// multiplications; both give the same numbers, but for rounding.
 ///
 /// A cache of 8 bits has one scale for the latent and the shared key of a token together.
