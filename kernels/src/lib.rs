@@ -1,11 +1,17 @@
-//! Attention and packed matrix products for CPUs: slices in, slices out.
+#![doc = include_str!("../README.md")]
 
-#![expect(missing_docs, reason = "written with the final surface")]
+#[cfg(target_endian = "big")]
+compile_error!(
+    "candle-attention-kernels needs a little-endian target: products read a 32-bit word as two 16-bit numbers, the first in \
+     its lower half, and would give wrong results in half precision"
+);
 
 mod cpu;
+mod element;
+mod error;
 pub mod flash;
 pub mod linear;
-mod scalar;
 
-pub use cpu::{Element, Tier, TierError, Workers, for_each_task, reserve};
-pub use scalar::Scalar;
+pub use cpu::{Tier, TierError, Workers, for_each_task, large_page_vec};
+pub use element::Element;
+pub use error::Error;

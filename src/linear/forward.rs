@@ -13,8 +13,8 @@ use half::{bf16, f16};
 
 use super::OP;
 use crate::size::fits_in_memory;
-use candle_attention_kernels::linear::{PackedWeight, Projection};
-use candle_attention_kernels::{Scalar, Tier};
+use candle_attention_kernels::linear::{self, PackedWeight, Projection};
+use candle_attention_kernels::{Element, Tier};
 
 /// A packed weight and its bias.
 pub(super) struct Packed {
@@ -25,7 +25,7 @@ pub(super) struct Packed {
 
 impl Packed {
     /// Packs `weight` (out, in) and `bias` (out,), both of E on the CPU.
-    pub fn new<E: Scalar + WithDType>(weight: &Tensor, bias: Option<&Tensor>, tier: Option<Tier>) -> Result<Self> {
+    pub fn new<E: Element + WithDType>(weight: &Tensor, bias: Option<&Tensor>, tier: Option<Tier>) -> Result<Self> {
         let tier = Tier::choose(tier, weight.dtype() == DType::BF16)
             .map_err(|error| candle_core::Error::msg(format!("[{OP}] {error}")))?;
         let bias = match bias {
@@ -38,15 +38,13 @@ impl Packed {
         let (elements, shape) = (storage.as_slice::<E>()?, weight.dims2()?);
         // A view of nothing may begin anywhere.
         let start = layout.start_offset().min(elements.len());
-        match PackedWeight::new(&elements[start..][..shape.0 * shape.1], shape, tier) {
-            Some(packed) => Ok(Self { weight: packed, dtype: weight.dtype(), bias }),
-            None => bail!("[{OP}] a packed weight of {shape:?} does not fit in memory"),
-        }
+        let packed = PackedWeight::new(&elements[start..][..shape.0 * shape.1], shape, tier).map_err(kernel_error)?;
+        Ok(Self { weight: packed, dtype: weight.dtype(), bias })
     }
 
     /// (out, in).
     pub fn shape(&self) -> (usize, usize) {
-        (self.weight.outputs, self.weight.inputs)
+        (self.weight.outputs(), self.weight.inputs())
     }
 
     pub fn dtype(&self) -> DType {
@@ -68,11 +66,8 @@ impl Packed {
         }
     }
 
-    fn rows_of<E: Scalar + WithDType>(&self) -> Result<Tensor> {
-        match self.weight.unpack::<E>() {
-            Some(rows) => Tensor::from_vec(rows, self.shape(), &Device::Cpu),
-            None => bail!("[{OP}] a weight of {:?} does not fit in memory", self.shape()),
-        }
+    fn rows_of<E: Element + WithDType>(&self) -> Result<Tensor> {
+        Tensor::from_vec(self.weight.unpack::<E>().map_err(kernel_error)?, self.shape(), &Device::Cpu)
     }
 
     /// `columns` of the product with `xs` (.., in), all of which were checked.
@@ -86,8 +81,7 @@ impl Packed {
 
 impl fmt::Debug for Packed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let PackedWeight { outputs, inputs, tier, .. } = &self.weight;
-        write!(f, "{outputs} x {inputs}, {:?}, {tier}", self.dtype)
+        self.weight.fmt(f)
     }
 }
 
@@ -123,7 +117,7 @@ impl CustomOp1 for Columns {
 }
 
 impl Columns {
-    fn run<X: Scalar>(&self, xs: &[X], layout: &Layout) -> Result<Vec<X>> {
+    fn run<X: Element>(&self, xs: &[X], layout: &Layout) -> Result<Vec<X>> {
         let Packed { weight, bias, .. } = &*self.packed;
         let Some(xs_row) = row_stride(layout) else { bail!("[{OP}] rows of the input are not evenly spaced") };
         let rows = layout.dims()[..layout.dims().len() - 1].iter().product();
@@ -135,11 +129,12 @@ impl Columns {
             rows,
             columns: self.columns.clone(),
         };
-        match projection.run() {
-            Some(out) => Ok(out),
-            None => bail!("[{OP}] an output of {rows} rows of {} does not fit in memory", self.columns.len()),
-        }
+        linear::project_vec(&projection).map_err(kernel_error)
     }
+}
+
+fn kernel_error(error: candle_attention_kernels::Error) -> candle_core::Error {
+    candle_core::Error::msg(format!("[{OP}] {error}"))
 }
 
 /// The stride between rows, if all dimensions before the last count rows at one distance. Rows of nothing are anywhere.

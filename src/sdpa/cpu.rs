@@ -11,8 +11,8 @@ use super::rows::RowRanges;
 use super::validate::{self, Call};
 use crate::AttentionMask;
 use crate::size::fits_in_memory;
-use candle_attention_kernels::flash::{self, Alibi, Dims, Output, Problem, Scores, Strided};
-use candle_attention_kernels::{Scalar, Tier};
+use candle_attention_kernels::flash::{self, Alibi, Dims, Problem, ScoreOptions, Strided};
+use candle_attention_kernels::{Element, Tier};
 
 /// Context (B, H, T_q, D_v) in the order asked for; `lse` receives the log-sum-exp of each query, (B, H, T_q).
 pub(super) fn attend(call: &Call, tier: Tier, lse: Option<&mut Vec<f32>>) -> Result<Tensor> {
@@ -119,7 +119,7 @@ impl CustomOp3 for Flash<'_> {
 }
 
 impl Flash<'_> {
-    fn run<E: Scalar>(&self, q: (&[E], &Layout), k: (&[E], &Layout), v: (&[E], &Layout)) -> Result<Vec<E>> {
+    fn run<E: Element>(&self, q: (&[E], &Layout), k: (&[E], &Layout), v: (&[E], &Layout)) -> Result<Vec<E>> {
         let validate::Dims { b, h, t_q, t_kv, d, d_v } = self.call.dims;
         let h_kv = self.call.k.dim(1)?;
         let shape = [b, h, t_q, d_v];
@@ -128,17 +128,10 @@ impl Flash<'_> {
             return Err(no_room());
         }
         let mut lse = self.lse.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        if let Some(lse) = lse.as_mut() {
-            lse.resize(b * h * t_q, f32::NEG_INFINITY);
-        }
-        if b * t_q == 0 {
-            return Ok(Vec::new());
-        }
-        let full = [b, h, t_q, t_kv];
         let bias = self.bias.as_ref().map(Tensor::storage_and_layout);
         let bias = match &bias {
             Some((storage, layout)) => match &**storage {
-                Storage::Cpu(CpuStorage::F32(data)) => Some(strided(data, layout, full)?),
+                Storage::Cpu(CpuStorage::F32(data)) => Some(strided(data, layout)),
                 _ => bail!("[{}] bias is not on the CPU in F32", self.call.op),
             },
             None => None,
@@ -146,18 +139,18 @@ impl Flash<'_> {
         let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
         let keep = match &keep {
             Some((storage, layout)) => match &**storage {
-                Storage::Cpu(CpuStorage::U8(data)) => Some(strided(data, layout, full)?),
+                Storage::Cpu(CpuStorage::U8(data)) => Some(strided(data, layout)),
                 _ => bail!("[{}] keep is not on the CPU in U8", self.call.op),
             },
             None => None,
         };
         let problem = Problem {
             dims: Dims { b, h, h_kv, t_q, t_kv, d, d_v },
-            q: rows(q, [b, h, t_q], d)?,
-            k: rows(k, [b, h_kv, t_kv], d)?,
-            v: rows(v, [b, h_kv, t_kv], d_v)?,
+            q: strided(q.0, q.1),
+            k: strided(k.0, k.1),
+            v: strided(v.0, v.1),
             ranges: &self.ranges,
-            scores: Scores {
+            scores: ScoreOptions {
                 scale: self.call.scale(),
                 softcap: self.call.options.softcap.map(|softcap| softcap as f32),
                 alibi: self.slopes.as_ref().map(|slopes| Alibi { slopes, positions: &self.positions }),
@@ -165,30 +158,16 @@ impl Flash<'_> {
                 keep,
                 sinks: self.sinks.as_deref(),
             },
-            output: Output::new(self.call.options.output_order, lse.as_mut().map(|lse| lse.as_mut_ptr())),
+            output_order: self.call.options.output_order,
         };
-        flash::run(problem, self.tier).ok_or_else(no_room)
+        flash::attend_vec(&problem, self.tier, lse.as_deref_mut())
+            .map_err(|error| Error::msg(format!("[{}] {error}", self.call.op)))
     }
 }
 
-/// Rows of `width` contiguous elements.
-fn rows<'a, E>((data, layout): (&'a [E], &Layout), dims: [usize; 3], width: usize) -> Result<Strided<'a, E, 3>> {
-    let [b, h, t] = dims;
-    // With its rows' last elements, the whole view lies within the data.
-    let whole = strided(data, layout, [b, h, t, width])?;
-    Ok(whole.first_of_last())
-}
-
-/// A view of `dims`, in which a dimension of 1 in the layout stands for all entries.
-fn strided<'a, T, const N: usize>(data: &'a [T], layout: &Layout, dims: [usize; N]) -> Result<Strided<'a, T, N>> {
-    let mut strides = [0; N];
-    for (n, stride) in strides.iter_mut().enumerate() {
-        if layout.dims()[n] > 1 {
-            *stride = layout.stride()[n];
-        }
-    }
-    match Strided::new(data, layout.start_offset(), strides, dims) {
-        Some(view) => Ok(view),
-        None => bail!("[flash] a view of {dims:?} ends past the {} elements of its storage", data.len()),
-    }
+/// A view of the first N dimensions, in which a dimension of 1 in the layout stands for all entries.
+fn strided<'a, T, const N: usize>(data: &'a [T], layout: &Layout) -> Strided<'a, T, N> {
+    let stride = |n: usize| if layout.dims()[n] > 1 { layout.stride()[n] } else { 0 };
+    // A view of nothing may begin anywhere.
+    Strided { data: &data[layout.start_offset().min(data.len())..], strides: std::array::from_fn(stride) }
 }

@@ -20,8 +20,8 @@ fn read_pages(bytes: usize, large: bool) -> f64 {
     // Each thread writes its own part first, so that it lies in the memory next to it.
     let together = Barrier::new(threads);
     let part = || {
-        let room = if large { candle_attention_kernels::reserve(words) } else { None };
-        let mut part = room.unwrap_or_default();
+        let in_large_pages = if large { candle_attention_kernels::large_page_vec(words) } else { None };
+        let mut part = in_large_pages.unwrap_or_default();
         part.resize(words, black_box(1u64));
         let once = || {
             together.wait();

@@ -1,24 +1,34 @@
-//! What the CPU kernels stand on: the instruction sets and which of them a call uses.
+//! What the algorithms are written in: instruction sets, vectors, matrix products, threads and memory. Knows nothing of
+//! attention or layers.
 
-pub(crate) mod arch;
-mod dispatch;
-mod element;
+pub(crate) mod arch {
+    //! One file for each instruction set.
+
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) mod amx;
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) mod avx2;
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) mod avx512;
+    #[cfg(target_arch = "aarch64")]
+    pub(crate) mod neon;
+    #[cfg(target_arch = "aarch64")]
+    mod neon_tile;
+    pub(crate) mod scalar;
+}
 mod kernel;
 mod memory;
-mod scratch;
+mod product;
 #[cfg(test)]
 mod tests;
 mod threads;
 mod tier;
 mod vector;
 
-pub(crate) use dispatch::{ForKernel, on_kernel};
-pub use element::Element;
-pub(crate) use element::{MOST_LANES, load_first, store_first};
-pub(crate) use kernel::{Bf16Pairs, F16Rows, Job, Kernel, MOST_COLUMNS, Narrow, Product};
-pub(crate) use memory::filled;
-pub use memory::reserve;
-pub(crate) use scratch::Scratch;
+pub(crate) use kernel::{Kernel, SimdTask, dispatch_bf16, dispatch_f32};
+pub use memory::large_page_vec;
+pub(crate) use memory::{Scratch, SharedPtr};
+pub(crate) use product::{Bf16Pairs, Columns, F16Rows, MAX_COLUMNS, Product, Words};
 pub use threads::{Workers, for_each_task};
 pub use tier::{Tier, TierError};
-pub(crate) use vector::{Vector, tanh};
+pub(crate) use vector::{MAX_LANES, Vector, tanh};

@@ -2,23 +2,26 @@
 
 mod conversions;
 mod elementary;
-mod memory;
 mod products;
 
-use super::{ForKernel, Job, Kernel, Tier, on_kernel};
+use super::{Kernel, SimdTask, Tier, dispatch_bf16, dispatch_f32};
 
-/// Runs the job on every tier of this processor. The tier on which it fails is the last one that was printed.
-fn on_every_tier<J: Job>(job: impl Fn() -> J) {
-    struct Compiled<J>(J);
-    impl<J: Job> ForKernel for Compiled<J> {
+/// Runs the task on the kernels of every tier of this processor. The tier on which it fails is the last one that was printed.
+fn on_every_tier<T: SimdTask>(task: impl Fn() -> T) {
+    struct Compiled<T>(T);
+    impl<T: SimdTask> SimdTask for Compiled<T> {
         unsafe fn run<K: Kernel>(self) {
-            // SAFETY: the caller's promise.
-            unsafe { K::vectorize(self.0) }
+            // SAFETY: the processor has the tier of K; tiles are configured for as long as the task runs.
+            unsafe {
+                let _tiles = K::configure_tiles();
+                K::run_simd(self.0);
+            }
         }
     }
     for tier in Tier::available() {
         println!("{tier}");
-        on_kernel(tier, true, Compiled(job()));
+        dispatch_f32(tier, Compiled(task()));
+        dispatch_bf16(tier, Compiled(task()));
     }
 }
 

@@ -50,7 +50,7 @@ impl Tier {
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Bf16 => has_avx512() && is_x86_feature_detected!("avx512bf16"),
             #[cfg(target_arch = "x86_64")]
-            Self::Amx => Self::Avx512Bf16.is_available() && super::arch::x86_64::amx::is_granted(),
+            Self::Amx => Self::Avx512Bf16.is_available() && super::arch::amx::is_granted(),
             #[cfg(target_arch = "aarch64")]
             Self::Neon => std::arch::is_aarch64_feature_detected!("neon"),
             #[cfg(target_arch = "aarch64")]

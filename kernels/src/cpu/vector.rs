@@ -3,10 +3,12 @@
 /// A vector of [`LANES`](Vector::LANES) f32.
 ///
 /// # Safety
-/// Every method may only be called on a processor that has the tier's instructions, and belongs (inlined) into a function
-/// compiled for them. A pointer must be valid for `LANES` elements; none has to be aligned.
+/// Every method needs a processor that has the tier's instructions, and belongs (inlined) into a function compiled for them.
+/// A pointer must be valid for `LANES` elements; none has to be aligned.
 pub trait Vector: Copy {
+    /// The f32 in a vector, at most [`MAX_LANES`].
     const LANES: usize;
+    /// A truth value for each lane.
     type Mask: Copy;
 
     unsafe fn splat(x: f32) -> Self;
@@ -43,7 +45,7 @@ pub trait Vector: Copy {
     /// `2^x = 2^n · 2^f`, n the nearest integer and f within ±½, which [`exp2_fraction`] takes.
     unsafe fn exp2(self) -> Self;
 
-    /// Asks for the cache line at an address, which need not be valid.
+    /// Prefetches the cache line at an address, which need not be valid.
     unsafe fn prefetch(at: *const u8) {
         let _ = at;
     }
@@ -51,6 +53,22 @@ pub trait Vector: Copy {
     /// A square of `LANES` by `LANES` 32-bit words, transposed; strides in words.
     unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize);
 }
+
+/// The most lanes that a vector of any tier has.
+pub(crate) const MAX_LANES: usize = 16;
+
+/// The methods of a [`Vector`], which all have the same attributes and the same reason to be sound.
+macro_rules! simd_fns {
+    ($(fn $name:ident($($args:tt)*) $(-> $out:ty)? $body:block)*) => {$(
+        #[inline(always)]
+        #[allow(unused_unsafe, reason = "the scalar tier's arithmetic is safe")]
+        unsafe fn $name($($args)*) $(-> $out)? {
+            // SAFETY: by the contract of `Vector`, the processor has the tier and pointers are valid for a vector.
+            unsafe { $body }
+        }
+    )*};
+}
+pub(super) use simd_fns;
 
 /// The powers of ln 2 over factorials, moved so that the largest relative error over ±½ is the smallest: 9.1e-8 for the
 /// polynomial of degree 5, 1.5 times the rounding error of f32. The first is 1, so that 2^0 is 1: running sums that keep
@@ -63,7 +81,7 @@ const EXP2: [f32; 6] = [1.0, std::f32::consts::LN_2, 0.240_222_42, 0.055_507_336
 /// As [`Vector`].
 #[inline(always)]
 pub(crate) unsafe fn exp2_fraction<V: Vector>(f: V) -> V {
-    // SAFETY: the caller's promise.
+    // SAFETY: the processor has the tier of V.
     unsafe {
         let mut sum = V::splat(EXP2[5]);
         for &coefficient in EXP2[..5].iter().rev() {
@@ -74,7 +92,7 @@ pub(crate) unsafe fn exp2_fraction<V: Vector>(f: V) -> V {
 }
 
 /// Below this, [`Vector::exp2`] is 0.
-pub(crate) const EXP2_LEAST: f32 = -126.0;
+pub(crate) const EXP2_MIN: f32 = -126.0;
 
 /// Hyperbolic tangent to a few ulp: an odd polynomial (Cephes' `tanhf`) near 0, where `1 - e` would cancel, and
 /// `(1 - e) / (1 + e)` with `e = exp(-2 |x|)` elsewhere.
@@ -84,7 +102,7 @@ pub(crate) const EXP2_LEAST: f32 = -126.0;
 #[inline(always)]
 pub(crate) unsafe fn tanh<V: Vector>(x: V) -> V {
     const NEAR_ZERO: [f32; 5] = [-0.333_332_84, 0.133_314_42, -0.053_739_716, 0.020_639_09, -0.005_704_988_6];
-    // SAFETY: the caller's promise.
+    // SAFETY: the processor has the tier of V.
     unsafe {
         let square = x.mul(x);
         let mut polynomial = V::splat(NEAR_ZERO[4]);

@@ -1,54 +1,56 @@
-//! How a call is cut into tasks. Every constant of the cut stands here, with its reason.
+//! How a call is split into tasks. Every constant of the split stands here, with its reason.
 
-use super::params::Dims;
+use super::problem::Dims;
 use crate::cpu::{Kernel, Vector, Workers};
 
-/// The state of a task's queries (packed queries and context sums) in bytes: half of an L2 cache of 1 MB, beside which a
-/// block of keys and values and its scores have room.
+/// The state of a task's queries (packed queries and context sums) in bytes: half of an L2 cache of 1 MB, whose other half
+/// holds a block of keys and values and its scores.
 const STATE_BYTES: usize = 512 << 10;
 
 /// Tasks for each thread, so that unequal ones (causal masks) even out.
 const TASKS_PER_THREAD: usize = 4;
 
 /// Up to this many rows, keys are split over tasks: there are too few rows to keep the threads busy.
-const FEW_ROWS: usize = 256;
+const KV_SPLIT_MAX_ROWS: usize = 256;
 
 /// The keys of one part then. A multiple of every block. It depends on nothing but the shape of one sequence, since
-/// where keys are cut shows in the last bits of the result.
-pub(super) const SPAN: usize = 1024;
+/// where keys are split shows in the last bits of the result.
+pub(super) const KV_SPLIT: usize = 1024;
 
 /// How many threads a call is worth.
 pub(super) fn workers(dims: &Dims) -> Workers {
-    let products = [dims.b, dims.h, dims.t_q, dims.t_kv, dims.d + dims.d_v];
+    let products = [dims.b, dims.h, dims.t_q, dims.t_kv, dims.d.saturating_add(dims.d_v)];
     Workers::of(products.into_iter().fold(1usize, usize::saturating_mul))
 }
 
-/// How the rows and keys of each key head are cut.
+/// How the rows and keys of each key head are split.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Cut {
+pub(super) struct TaskSplit {
     pub rows_per_chunk: usize,
-    pub chunks: usize,
-    pub spans: usize,
-    pub span: usize,
+    pub row_chunks: usize,
+    pub keys_per_chunk: usize,
+    pub key_chunks: usize,
 }
 
-impl Cut {
+impl TaskSplit {
     pub fn new<K: Kernel>(dims: &Dims, threads: usize) -> Self {
         let rows = dims.rows();
-        let (span, spans) = if rows <= FEW_ROWS { (SPAN, dims.t_kv.div_ceil(SPAN).max(1)) } else { (dims.t_kv, 1) };
-        let fit = STATE_BYTES / (4 * Layout::new::<K>(dims).row_words());
-        let even = (dims.b * dims.h_kv * rows * spans).div_ceil(TASKS_PER_THREAD * threads);
+        let split_keys = rows <= KV_SPLIT_MAX_ROWS;
+        let keys_per_chunk = if split_keys { KV_SPLIT } else { dims.t_kv };
+        let key_chunks = if split_keys { dims.t_kv.div_ceil(KV_SPLIT).max(1) } else { 1 };
+        let fit = STATE_BYTES / (4 * PackedSizes::new::<K>(dims).row_words());
+        let even = (dims.b * dims.h_kv * rows).saturating_mul(key_chunks).div_ceil(TASKS_PER_THREAD * threads);
         // Chunks of one length, or the last would pack all keys for few rows.
         let panels = rows.div_ceil(K::PANEL);
-        let chunks = panels.div_ceil((fit.min(even) / K::PANEL).max(1));
-        let rows_per_chunk = panels.div_ceil(chunks) * K::PANEL;
-        Self { rows_per_chunk, chunks: rows.div_ceil(rows_per_chunk), spans, span }
+        let row_chunks = panels.div_ceil((fit.min(even) / K::PANEL).max(1));
+        let rows_per_chunk = panels.div_ceil(row_chunks) * K::PANEL;
+        Self { rows_per_chunk, row_chunks: rows.div_ceil(rows_per_chunk), keys_per_chunk, key_chunks }
     }
 }
 
 /// The sizes of packed matrices, in 32-bit words.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Layout {
+pub(super) struct PackedSizes {
     /// Of a query or key in depth: D in words, padded to what a product takes.
     pub depth: usize,
     /// The same, padded to whole transposed squares.
@@ -59,7 +61,7 @@ pub(super) struct Layout {
     pub context: usize,
 }
 
-impl Layout {
+impl PackedSizes {
     pub fn new<K: Kernel>(dims: &Dims) -> Self {
         let lanes = K::Vector::LANES;
         let depth = dims.d.div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH);

@@ -1,164 +1,182 @@
-//! The fused attention kernel of the CPU: scores are made, weighed and used a tile at a time, and never stand in memory
-//! as a whole. The design is in `README.md` beside this file.
+//! Fused attention: scores are computed, normalised and used a tile at a time, and are never in memory as a whole. The
+//! design is in this package's README.
 
-mod ahead;
 mod decode;
-mod finish;
+mod epilogue;
 mod heuristics;
-mod online_softmax;
 mod pack;
-mod params;
 mod prefill;
-mod scores;
+mod problem;
+mod softmax;
 #[cfg(test)]
 mod tests;
 mod tile;
 mod workspace;
 
-pub use params::{Alibi, Dims, Output, OutputOrder, Problem, Scores, Strided};
+pub(crate) use problem::Call;
+pub use problem::{Alibi, Dims, OutputOrder, Problem, ScoreOptions, Strided};
 
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use crate::Scalar;
-use crate::cpu::{Element, ForKernel, Kernel, Scratch, Tier, Vector, for_each_task, on_kernel, reserve};
-use decode::{Decode, DecodeScratch};
-use finish::Finish;
-use heuristics::{Cut, SPAN};
+use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Tier, Vector, for_each_task, large_page_vec};
+use crate::element::Kernels;
+use crate::error::check_tier;
+use crate::{Element, Error};
+use epilogue::Epilogue;
+use heuristics::TaskSplit;
 use prefill::Prefill;
+use problem::KvHead;
 use workspace::Workspace;
 
-/// Runs a call on the threads of the current pool. Gives the context in the order asked for; `None` where there is no memory
-/// for it.
+/// Attention of every query of a call, on the threads of the current rayon pool: the context, B·H·T_q·D_v elements in the
+/// order that the problem names, and the log-sum-exp of each query's scores, (B, H, T_q), if `lse` is given. On success every
+/// element of both is initialised.
 ///
-/// # Panics
-/// If the processor lacks the tier.
-pub fn run<E: Scalar>(problem: Problem<E>, tier: Tier) -> Option<Vec<E>> {
-    E::attend(problem, tier)
+/// # Errors
+/// [`Error::Shape`] if a slice is shorter than the dimensions need, a range ends past the keys, or the query heads are no
+/// multiple of the key heads; [`Error::Tier`] if the processor lacks the tier; [`Error::Memory`] if there is none for
+/// intermediate results.
+///
+/// ```
+/// use candle_attention_kernels::Tier;
+/// use candle_attention_kernels::flash::{self, Dims, OutputOrder, Problem, ScoreOptions, Strided};
+///
+/// // One sequence and head: two queries over two keys of width 2, causal.
+/// let (q, k, v) = ([1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0], [1.0, 2.0]);
+/// let rows = |data, width| Strided { data, strides: [2 * width, 2 * width, width] };
+/// let problem = Problem {
+///     dims: Dims { b: 1, h: 1, h_kv: 1, t_q: 2, t_kv: 2, d: 2, d_v: 1 },
+///     q: rows(&q, 2),
+///     k: rows(&k, 2),
+///     v: rows(&v, 1),
+///     ranges: &[0..1, 0..2],
+///     scores: ScoreOptions { scale: 0.5f64.sqrt(), ..Default::default() },
+///     output_order: OutputOrder::Bhtd,
+/// };
+/// let mut context = Box::new_uninit_slice(2);
+/// flash::attend(&problem, Tier::choose(None, false)?, &mut context, None)?;
+///
+/// // The same into vectors of their own, with the log-sum-exp.
+/// let mut lse = Vec::new();
+/// let context: Vec<f32> = flash::attend_vec(&problem, Tier::Scalar, Some(&mut lse))?;
+/// let weight = (0.5f32.sqrt()).exp() / (1.0 + (0.5f32.sqrt()).exp());
+/// assert_eq!(context[0], 1.0);
+/// assert!((context[1] - (1.0 - weight + 2.0 * weight)).abs() < 1e-6);
+/// assert!((lse[1] - (1.0 + (0.5f32.sqrt()).exp()).ln()).abs() < 1e-6);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn attend<E: Element>(
+    problem: &Problem<E>,
+    tier: Tier,
+    context: &mut [MaybeUninit<E>],
+    lse: Option<&mut [MaybeUninit<f32>]>,
+) -> Result<(), Error> {
+    check_tier(tier)?;
+    let call = Call::new(problem, context, lse)?;
+    E::attend(&call, tier).ok_or_else(|| Error::Memory("what attention keeps between its steps".into()))
 }
 
-pub(crate) fn run_generic<E: Element>(mut problem: Problem<E>, tier: Tier) -> Option<Vec<E>> {
-    struct Attend<'a, 'b, E>(&'a Problem<'b, E>);
-    impl<E: Element> ForKernel for Attend<'_, '_, E> {
+/// [`attend`] into a vector that it allocates, in large pages if it is large, and into `lse`, whose elements are replaced.
+///
+/// # Errors
+/// As [`attend`], and [`Error::Memory`] if there is none for the results.
+pub fn attend_vec<E: Element>(problem: &Problem<E>, tier: Tier, lse: Option<&mut Vec<f32>>) -> Result<Vec<E>, Error> {
+    let Dims { b, h, t_q, d_v, .. } = problem.dims;
+    let (count, queries) = (problem.context_len()?, b * h * t_q);
+    let no_memory = || Error::Memory(format!("a context of {:?}", [b, h, t_q, d_v]));
+    let mut context = large_page_vec(count).ok_or_else(no_memory)?;
+    let mut new_lse = Vec::new();
+    if lse.is_some() {
+        new_lse.try_reserve_exact(queries).map_err(|_| no_memory())?;
+    }
+    let lse_out = lse.is_some().then(|| &mut new_lse.spare_capacity_mut()[..queries]);
+    attend(problem, tier, &mut context.spare_capacity_mut()[..count], lse_out)?;
+    // SAFETY: `attend` initialised every element of both.
+    unsafe { context.set_len(count) };
+    if let Some(lse) = lse {
+        // SAFETY: as above.
+        unsafe { new_lse.set_len(queries) };
+        *lse = new_lse;
+    }
+    Ok(context)
+}
+
+/// A call on a tier that the processor has. `None` where there is no memory for intermediate results.
+pub(crate) fn run<E: Kernels>(call: &Call<E>, tier: Tier) -> Option<()> {
+    struct Attend<'a, 'b, E> {
+        call: &'a Call<'b, E>,
+        done: &'a mut Option<()>,
+    }
+    impl<E: Kernels> SimdTask for Attend<'_, '_, E> {
         unsafe fn run<K: Kernel>(self) {
-            // SAFETY: the caller's promise.
-            unsafe { attend::<K, E>(self.0) }
+            // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
+            *self.done = unsafe { attend_on::<K, E>(self.call) };
         }
     }
-    let Dims { b, h, t_q, d_v, .. } = problem.dims;
-    let count = b * h * t_q * d_v;
-    let mut context = reserve(count)?;
-    problem.output.context = context.as_mut_ptr();
-    on_kernel(tier, E::IS_BF16, Attend(&problem));
-    // SAFETY: every query of every head belongs to a task, which wrote its row.
-    unsafe { context.set_len(count) };
-    Some(context)
+    let mut done = None;
+    E::dispatch(tier, Attend { call, done: &mut done });
+    done
 }
 
-/// Cuts the call into tasks, the ones that see most keys first, and runs them.
+/// Splits the call into tasks, the ones that see most keys first, and runs them.
 ///
 /// # Safety
 /// The processor has the tier of K.
-unsafe fn attend<K: Kernel, E: Element>(problem: &Problem<E>) {
-    let dims = &problem.dims;
+unsafe fn attend_on<K: Kernel, E: Kernels>(call: &Call<E>) -> Option<()> {
+    let dims = &call.inputs.dims;
     if dims.b * dims.rows() == 0 {
-        return;
+        return Some(());
     }
-    if dims.rows() <= decode::MOST_ROWS.min(K::Vector::LANES) {
-        // SAFETY: the caller's promise.
-        return unsafe { attend_few::<K, E>(problem) };
+    if dims.rows() <= decode::MAX_ROWS.min(K::Vector::LANES) {
+        // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
+        return unsafe { decode::run::<K::F32, E>(call) };
     }
     let workers = heuristics::workers(dims);
-    let cut = Cut::new::<K>(dims, workers.count);
-    let panels = cut.rows_per_chunk.min(dims.rows()).div_ceil(K::PANEL);
+    let split = TaskSplit::new::<K>(dims, workers.count);
+    let panels = split.rows_per_chunk.min(dims.rows()).div_ceil(K::PANEL);
     let heads = dims.b * dims.h_kv;
-    let chunk = |index: usize| -> ((usize, usize), Range<usize>) {
-        let (chunk, head) = (cut.chunks - 1 - index / heads, index % heads);
-        let first = chunk * cut.rows_per_chunk;
-        ((head / dims.h_kv, head % dims.h_kv), first..dims.rows().min(first + cut.rows_per_chunk))
+    let chunk = |index: usize| -> (KvHead, Range<usize>) {
+        let first = (split.row_chunks - 1 - index / heads) * split.rows_per_chunk;
+        (dims.kv_head(index % heads), first..dims.rows().min(first + split.rows_per_chunk))
     };
     let workspace = || Workspace::new::<K>(dims, panels);
     let prefill = |workspace: &mut Workspace, index: usize, keys: Range<usize>| {
-        let ((b, kv_head), rows) = chunk(index);
-        // SAFETY: the caller's promise.
-        unsafe { K::vectorize(Prefill { problem, workspace, b, kv_head, rows, keys }) };
+        let (kv, rows) = chunk(index);
+        // SAFETY: the processor has the tier of K.
+        unsafe { K::run_simd(Prefill { call, workspace, kv, rows, keys }) };
     };
-    let finish = |workspace: &mut Workspace, index: usize| {
-        let ((b, kv_head), rows) = chunk(index);
-        // SAFETY: the caller's promise.
-        unsafe { K::vectorize(Finish { problem, workspace, b, kv_head, rows }) };
+    let epilogue = |workspace: &mut Workspace, index: usize| {
+        let (kv, rows) = chunk(index);
+        let task = Epilogue { call, state: &mut workspace.state, kv, rows };
+        // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
+        unsafe { K::F32::run_simd(task) };
     };
-    let chunks = heads * cut.chunks;
-    if cut.spans == 1 {
-        return for_each_task(chunks, workers, workspace, |workspace, index| {
+    let chunks = heads.checked_mul(split.row_chunks)?;
+    if split.key_chunks == 1 {
+        for_each_task(chunks, workers, workspace, |workspace, index| {
             prefill(workspace, index, 0..dims.t_kv);
-            finish(workspace, index);
+            epilogue(workspace, index);
         });
+        return Some(());
     }
     let state_words = workspace().state.words(panels).len();
-    let mut parts = Scratch::zeros(chunks * cut.spans * state_words);
-    let slots = Slots { words: parts.as_mut_ptr(), each: state_words };
-    for_each_task(chunks * cut.spans, workers, workspace, |workspace, task| {
-        let (index, first) = (task / cut.spans, task % cut.spans * cut.span);
-        prefill(workspace, index, first..dims.t_kv.min(first + cut.span));
-        // SAFETY: each task has a slot of its own.
-        unsafe { slots.get(task) }.copy_from_slice(workspace.state.words(panels));
+    let mut partials = Scratch::try_zeros(&[chunks, split.key_chunks, state_words])?;
+    let slots = SharedPtr(partials.as_mut_ptr());
+    for_each_task(chunks * split.key_chunks, workers, workspace, |workspace, task| {
+        let (index, first) = (task / split.key_chunks, task % split.key_chunks * split.keys_per_chunk);
+        prefill(workspace, index, first..dims.t_kv.min(first + split.keys_per_chunk));
+        // SAFETY: the partial states are initialised, and each task writes one of its own.
+        unsafe { slots.slice(task * state_words, state_words) }.copy_from_slice(workspace.state.words(panels));
     });
+    let partials = partials.words();
     for_each_task(chunks, workers, workspace, |workspace, index| {
         workspace.state.clear(panels);
-        for span in 0..cut.spans {
-            // SAFETY: the slots are read only, now that they are filled.
-            workspace.state.merge(unsafe { slots.get(index * cut.spans + span) });
+        let own = &partials[index * split.key_chunks * state_words..][..split.key_chunks * state_words];
+        for partial in own.chunks_exact(state_words) {
+            workspace.state.merge(partial, call.inputs.options.exponent_unit());
         }
-        finish(workspace, index);
+        epilogue(workspace, index);
     });
-}
-
-/// [`attend`] for few rows: a task for each part of the keys of each key head.
-///
-/// # Safety
-/// The processor has the tier of K.
-unsafe fn attend_few<K: Kernel, E: Element>(problem: &Problem<E>) {
-    let dims = &problem.dims;
-    let spans = dims.t_kv.div_ceil(SPAN).max(1);
-    let (heads, words) = (dims.b * dims.h_kv, decode::part_words(dims.d_v));
-    let mut parts = Scratch::zeros(heads * spans * words);
-    let slots = Slots { words: parts.as_mut_ptr(), each: words };
-    let scratch = || DecodeScratch::new(dims.d, SPAN.min(dims.t_kv));
-    let workers = heuristics::workers(dims);
-    for_each_task(heads * spans, workers, scratch, |scratch, task| {
-        let (head, first) = (task / spans, task % spans * SPAN);
-        let (b, kv_head) = (head / dims.h_kv, head % dims.h_kv);
-        let keys = first..dims.t_kv.min(first + SPAN);
-        // SAFETY: the caller's promise; each task has a slot of its own.
-        unsafe { K::vectorize(Decode { problem, scratch, b, kv_head, keys, part: slots.get(task) }) };
-    });
-    let of_head = Slots { words: parts.as_mut_ptr(), each: spans * words };
-    for_each_task(
-        heads,
-        workers,
-        || (),
-        |(), head| {
-            // SAFETY: each task has a slot of its own.
-            decode::finish(problem, (head / dims.h_kv, head % dims.h_kv), unsafe { of_head.get(head) });
-        },
-    );
-}
-
-/// Equal parts of one allocation, a part for each task.
-struct Slots {
-    words: *mut f32,
-    each: usize,
-}
-
-// SAFETY: a slot is used by one task at a time.
-unsafe impl Sync for Slots {}
-
-impl Slots {
-    /// # Safety
-    /// The slot exists and nobody else uses it.
-    #[expect(clippy::mut_from_ref, reason = "slots are disjoint")]
-    unsafe fn get(&self, slot: usize) -> &mut [f32] {
-        // SAFETY: the caller's promise.
-        unsafe { std::slice::from_raw_parts_mut(self.words.add(slot * self.each), self.each) }
-    }
+    Some(())
 }

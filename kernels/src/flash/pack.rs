@@ -1,28 +1,82 @@
 //! Queries, keys and values on their way into matrix products.
 
 use std::cell::Cell;
+use std::ops::Range;
 
-use super::ahead::ask_ahead;
-use super::heuristics::Layout;
-use super::params::{Problem, Units};
+use super::heuristics::PackedSizes;
+use super::problem::{Call, KvHead, ScoreUnits};
 use super::tile::Tile;
 use super::workspace::Workspace;
-use crate::cpu::{Element, Kernel, Vector, load_first};
+use crate::cpu::{Kernel, SimdTask, Vector};
+use crate::element::{Kernels, load_first, widen_row};
+
+/// How many rows ahead are prefetched: enough to cover the latency of memory at a row every few dozen cycles.
+const PREFETCH_ROWS: usize = 16;
+
+/// Prefetches `width` elements of the row [`PREFETCH_ROWS`] rows after this one, which need not exist.
+///
+/// # Safety
+/// The processor has the tier of V.
+#[inline(always)]
+pub(super) unsafe fn prefetch_row<V: Vector, E>(row: *const E, stride: usize, width: usize) {
+    let ahead = row.wrapping_add(PREFETCH_ROWS * stride).cast::<u8>();
+    for line in (0..width * size_of::<E>()).step_by(64) {
+        // SAFETY: the processor has the tier, and an address to prefetch need not be valid.
+        unsafe { V::prefetch(ahead.wrapping_add(line)) };
+    }
+}
+
+/// Whether a value of some keys is infinite or NaN, which a weight of zero does not silence.
+///
+/// # Safety
+/// The processor has the tier of K; the keys belong to the call.
+pub(super) unsafe fn has_non_finite_values<K: Kernel, E: Kernels>(
+    call: &Call<E>,
+    kv: KvHead,
+    keys: Range<usize>,
+) -> bool {
+    struct Find<'a, 'b, E> {
+        call: &'a Call<'b, E>,
+        kv: KvHead,
+        keys: Range<usize>,
+        found: &'a mut bool,
+    }
+    impl<E: Kernels> SimdTask for Find<'_, '_, E> {
+        #[inline(always)]
+        unsafe fn run<K: Kernel>(self) {
+            let (d_v, lanes) = (self.call.inputs.dims.d_v, K::Vector::LANES);
+            // SAFETY: the processor has the tier of K; a row of values has D_v elements.
+            unsafe {
+                let mut residue = K::Vector::splat(0.0);
+                for key in self.keys {
+                    let row = self.call.v_row(self.kv, key);
+                    for d in (0..d_v).step_by(lanes) {
+                        let value: K::Vector = load_first(row.add(d), lanes.min(d_v - d));
+                        // 0 for what is finite, NaN for the rest.
+                        residue = residue.add(value.sub(value));
+                    }
+                }
+                *self.found = residue.sum().is_nan();
+            }
+        }
+    }
+    let mut found = false;
+    // SAFETY: as this function's contract; the tier includes that of its kernel for f32.
+    unsafe { K::F32::run_simd(Find { call, kv, keys, found: &mut found }) };
+    found
+}
 
 /// The words from one group of columns of values to the next: a cache line more than a block of keys has, since groups a power
-/// of two apart would meet in the same set of the first cache, where each row of values is written to all of them.
+/// of two apart would share a set of the first cache, where each row of values is written to all of them.
 pub(super) const fn value_group<K: Kernel>() -> usize {
     K::ROWS * K::BLOCK + 16
 }
 
-/// One block of keys and values of one key head.
+/// One block of keys and values of one key head, packed.
 pub(super) struct Block {
-    pub b: usize,
-    pub kv_head: usize,
-    /// The first key, a multiple of the block's length.
-    pub first: usize,
-    /// The keys of the block, fewer than its length only at the end.
-    pub keys: usize,
+    pub kv: KvHead,
+    /// The keys, from a multiple of the block's length on; fewer than its length only at the end.
+    pub keys: Range<usize>,
     /// Row-major keys in words, and the words from one to the next.
     pub k: *const f32,
     pub k_row: usize,
@@ -36,80 +90,54 @@ pub(super) struct Block {
 
 impl Block {
     /// Copies the block into the workspace, in the order in which products read it, converted to f32 where the tier
-    /// multiplies f32. A block serves all queries of a task, so that the copy is some hundredths of the work; read where
-    /// it lies, it would collide with itself in the first cache at the usual power-of-two strides.
+    /// multiplies f32. A block serves all queries of a task, so that the copy is some hundredths of the work; read in place,
+    /// its rows would share few sets of the first cache at the usual power-of-two strides.
     ///
     /// # Safety
-    /// As [`Vector`]; `first` lies within the keys.
+    /// The processor has the tier of K; `first` lies within the keys; the workspace was made for the call.
     #[inline(always)]
-    pub unsafe fn new<K: Kernel, E: Element>(
-        problem: &Problem<E>,
+    pub unsafe fn new<K: Kernel, E: Kernels>(
+        call: &Call<E>,
         workspace: &mut Workspace,
-        (b, kv_head): (usize, usize),
+        kv: KvHead,
         first: usize,
     ) -> Self {
-        let dims = &problem.dims;
-        let keys = K::BLOCK.min(dims.t_kv - first);
-        let layout = workspace.layout;
-        // SAFETY: the caller's promise; the workspace was made for these sizes.
+        let dims = &call.inputs.dims;
+        let keys = first..dims.t_kv.min(first + K::BLOCK);
+        let depth = workspace.sizes.depth;
+        // SAFETY: as this function's contract; the workspace holds a block of keys and of values.
         unsafe {
             let to = workspace.keys.as_mut_ptr();
-            for key in 0..keys {
-                let row = problem.k.at([b, kv_head, first + key]);
-                ask_ahead::<K::Vector, E>(row, problem.k.stride(2), dims.d);
-                words::<K, E>(row, dims.d, to.add(key * layout.depth), layout.depth, 1.0);
+            for (index, key) in keys.clone().enumerate() {
+                let row = call.k_row(kv, key);
+                prefetch_row::<K::Vector, E>(row, call.k.strides[2], dims.d);
+                pack_row::<K, E>(row, dims.d, to.add(index * depth), depth, 1.0);
             }
-            let padded = keys.next_multiple_of(K::ROWS);
-            to.add(keys * layout.depth).write_bytes(0, (padded - keys) * layout.depth);
+            let padded = keys.len().next_multiple_of(K::ROWS);
+            to.add(keys.len() * depth).write_bytes(0, (padded - keys.len()) * depth);
             let (v_group, v_row, v_step) = if K::ELEMENTS == 2 {
-                pair_values::<K, E>(problem, workspace, (b, kv_head), first..first + keys);
+                pack_value_pairs::<K, E>(call, workspace, kv, keys.clone());
                 (K::ROWS * (K::BLOCK / 2), K::BLOCK / 2, 1)
             } else {
-                group_values::<K, E>(problem, workspace, (b, kv_head), first..first + keys);
+                pack_value_groups::<K, E>(call, workspace, kv, keys.clone());
                 (value_group::<K>(), 1, K::ROWS)
             };
             let (k, v) = (workspace.keys.as_ptr(), workspace.values.as_ptr());
-            Self {
-                b,
-                kv_head,
-                first,
-                keys,
-                k,
-                k_row: layout.depth,
-                v,
-                v_group,
-                v_row,
-                v_step,
-                non_finite: Cell::new(None),
-            }
+            Self { kv, keys, k, k_row: depth, v, v_group, v_row, v_step, non_finite: Cell::new(None) }
         }
     }
 
-    /// Whether a value of the block is infinite or NaN, which a weight of zero does not silence.
+    /// [`has_non_finite_values`], found out once.
     ///
     /// # Safety
-    /// As [`Vector`].
-    #[inline(always)]
-    pub unsafe fn has_non_finite_values<K: Kernel, E: Element>(&self, problem: &Problem<E>) -> bool {
-        if let Some(known) = self.non_finite.get() {
-            return known;
-        }
-        let (d_v, lanes) = (problem.dims.d_v, K::Vector::LANES);
-        // SAFETY: the caller's promise; rows have D_v elements.
-        let found = unsafe {
-            let mut residue = K::Vector::splat(0.0);
-            for key in self.first..self.first + self.keys {
-                let row = problem.v.at([self.b, self.kv_head, key]);
-                for d in (0..d_v).step_by(lanes) {
-                    let value: K::Vector = load_first(row.add(d), lanes.min(d_v - d));
-                    // 0 for what is finite, NaN for the rest.
-                    residue = residue.add(value.sub(value));
-                }
-            }
-            residue.sum().is_nan()
-        };
-        self.non_finite.set(Some(found));
-        found
+    /// The processor has the tier of K; the block is of this call.
+    pub unsafe fn has_non_finite_values<K: Kernel, E: Kernels>(&self, call: &Call<E>) -> bool {
+        self.non_finite.get().unwrap_or_else(|| {
+            // SAFETY: as this method's contract; the block's keys belong to the call.
+            let found = unsafe { has_non_finite_values::<K, E>(call, self.kv, self.keys.clone()) };
+            self.non_finite.set(Some(found));
+            found
+        })
     }
 }
 
@@ -117,63 +145,50 @@ impl Block {
 /// change the sign or be zero.
 ///
 /// # Safety
-/// As [`Vector`]; `row` has `width` elements, `to` takes `padded` words.
+/// The processor has the tier of K; `row` is valid for `width` elements, `to` for writes of `padded` words.
 #[inline(always)]
-unsafe fn words<K: Kernel, E: Element>(row: *const E, width: usize, to: *mut f32, padded: usize, factor: f32) {
-    // SAFETY: the caller's promise.
+unsafe fn pack_row<K: Kernel, E: Kernels>(row: *const E, width: usize, to: *mut f32, padded: usize, factor: f32) {
+    // SAFETY: as this function's contract; pairs are two elements of 16 bits.
     unsafe {
-        if K::ELEMENTS == 2 {
-            let pairs: *mut E = to.cast();
-            std::ptr::copy_nonoverlapping(row, pairs, width);
-            pairs.add(width).write_bytes(0, 2 * padded - width);
-            if factor != 1.0 {
-                let bits: *mut u16 = to.cast();
-                for i in 0..width {
-                    *bits.add(i) = if factor == 0.0 { *bits.add(i) & 0x8000 } else { *bits.add(i) ^ 0x8000 };
-                }
+        if K::ELEMENTS == 1 {
+            return widen_row::<E, K::Vector>(row, width, to, padded, factor);
+        }
+        let pairs: *mut E = to.cast();
+        std::ptr::copy_nonoverlapping(row, pairs, width);
+        pairs.add(width).write_bytes(0, 2 * padded - width);
+        if factor != 1.0 {
+            let bits: *mut u16 = to.cast();
+            for i in 0..width {
+                *bits.add(i) = if factor == 0.0 { *bits.add(i) & 0x8000 } else { *bits.add(i) ^ 0x8000 };
             }
-            return;
         }
-        let (lanes, factor) = (K::Vector::LANES, K::Vector::splat(factor));
-        let mut at = 0;
-        while at + lanes <= width {
-            E::load::<K::Vector>(row.add(at)).mul(factor).store(to.add(at));
-            at += lanes;
-        }
-        for rest in at..width {
-            // One element at a time through the same conversion.
-            let value: K::Vector = load_first(row.add(rest), 1);
-            crate::cpu::store_first(value.mul(factor), to.add(rest), 1);
-        }
-        to.add(width).write_bytes(0, padded - width);
     }
 }
 
-/// The queries of a tile, transposed into a panel (D, panel) and multiplied by the unit of the scores.
+/// The queries of a tile, transposed into a panel (D, panel) of the workspace and multiplied by the unit of the scores.
 ///
 /// # Safety
-/// As [`Vector`]; the workspace has room for panel `index`.
+/// The processor has the tier of K; the workspace was made for the call and has a panel `index`.
 #[inline(always)]
-pub(super) unsafe fn queries<K: Kernel, E: Element>(
-    problem: &Problem<E>,
+pub(super) unsafe fn pack_queries<K: Kernel, E: Kernels>(
+    call: &Call<E>,
     workspace: &mut Workspace,
     tile: &Tile,
-    (b, kv_head): (usize, usize),
-    (index, units): (usize, Units),
+    index: usize,
+    units: ScoreUnits,
 ) {
-    let (lanes, Layout { query, .. }) = (K::Vector::LANES, workspace.layout);
-    let staging = workspace.staging.as_mut_ptr();
-    // SAFETY: the caller's promise; staging holds `lanes` rows of `query` words.
+    let (lanes, PackedSizes { query, .. }) = (K::Vector::LANES, workspace.sizes);
+    let (dims, staging) = (&call.inputs.dims, workspace.staging.as_mut_ptr());
+    // SAFETY: as this function's contract; the staging memory holds `lanes` rows of `query` words.
     unsafe {
         let panel = workspace.queries.as_mut_ptr().add(index * query * K::PANEL);
         for vector in 0..tile.vectors {
             for lane in 0..lanes {
                 let (row, to) = (tile.rows.start + vector * lanes + lane, staging.add(lane * query));
                 if row < tile.rows.end {
-                    let row = problem.row(kv_head, row);
-                    let from = problem.q.at([b, row.head, row.query]);
-                    ask_ahead::<K::Vector, E>(from, problem.q.stride(2), problem.dims.d);
-                    words::<K, E>(from, problem.dims.d, to, query, units.query);
+                    let from = call.q_row(dims.row(tile.kv, row));
+                    prefetch_row::<K::Vector, E>(from, call.q.strides[2], dims.d);
+                    pack_row::<K, E>(from, dims.d, to, query, units.query);
                 } else {
                     to.write_bytes(0, query);
                 }
@@ -190,22 +205,22 @@ pub(super) unsafe fn queries<K: Kernel, E: Element>(
 /// [`value_group`] words apart.
 ///
 /// # Safety
-/// As [`Vector`]; at most a block of keys, all of which exist.
+/// The processor has the tier of K; the keys are at most a block of the call; the workspace was made for it.
 #[inline(always)]
-unsafe fn group_values<K: Kernel, E: Element>(
-    problem: &Problem<E>,
+unsafe fn pack_value_groups<K: Kernel, E: Kernels>(
+    call: &Call<E>,
     workspace: &mut Workspace,
-    (b, kv_head): (usize, usize),
-    keys: std::ops::Range<usize>,
+    kv: KvHead,
+    keys: Range<usize>,
 ) {
-    let (value, row) = (workspace.layout.value, workspace.staging.as_mut_ptr());
-    let to = workspace.values.as_mut_ptr();
-    // SAFETY: the caller's promise; staging holds a row, the values a block of rows.
+    let (value, d_v) = (workspace.sizes.value, call.inputs.dims.d_v);
+    let (row, to) = (workspace.staging.as_mut_ptr(), workspace.values.as_mut_ptr());
+    // SAFETY: as this function's contract; the staging memory holds a row, the values a block of rows.
     unsafe {
         for (at, key) in keys.enumerate() {
-            let values = problem.v.at([b, kv_head, key]);
-            ask_ahead::<K::Vector, E>(values, problem.v.stride(2), problem.dims.d_v);
-            words::<K, E>(values, problem.dims.d_v, row, value, 1.0);
+            let values = call.v_row(kv, key);
+            prefetch_row::<K::Vector, E>(values, call.v.strides[2], d_v);
+            pack_row::<K, E>(values, d_v, row, value, 1.0);
             for group in 0..value / K::ROWS {
                 let to = to.add(group * value_group::<K>() + at * K::ROWS);
                 std::ptr::copy_nonoverlapping(row.add(group * K::ROWS), to, K::ROWS);
@@ -218,25 +233,25 @@ unsafe fn group_values<K: Kernel, E: Element>(
 /// block.
 ///
 /// # Safety
-/// As [`Vector`]; E is bf16; at most a block of keys, all of which exist.
+/// As [`pack_value_groups`]; E is bf16.
 #[inline(always)]
-unsafe fn pair_values<K: Kernel, E: Element>(
-    problem: &Problem<E>,
+unsafe fn pack_value_pairs<K: Kernel, E: Kernels>(
+    call: &Call<E>,
     workspace: &mut Workspace,
-    (b, kv_head): (usize, usize),
-    keys: std::ops::Range<usize>,
+    kv: KvHead,
+    keys: Range<usize>,
 ) {
-    let (d_v, context, lanes) = (problem.dims.d_v, workspace.layout.context, K::Vector::LANES);
+    let (d_v, context, lanes) = (call.inputs.dims.d_v, workspace.sizes.context, K::Vector::LANES);
     let (pairs, half) = (workspace.staging.as_mut_ptr(), K::BLOCK / 2);
-    let row = |key: usize| problem.v.at([b, kv_head, key]).cast::<u16>();
-    // SAFETY: the caller's promise; staging holds half a block of rows of `context` words.
+    let row = |key: usize| call.v_row(kv, key).cast::<u16>();
+    // SAFETY: as this function's contract; the staging memory holds half a block of rows of `context` words.
     unsafe {
         for pair in 0..half {
             let (first, to) = (keys.start + 2 * pair, pairs.add(pair * context).cast::<u32>());
             if first + 1 < keys.end {
                 let (low, high) = (row(first), row(first + 1));
-                ask_ahead::<K::Vector, _>(low, problem.v.stride(2), d_v);
-                ask_ahead::<K::Vector, _>(high, problem.v.stride(2), d_v);
+                prefetch_row::<K::Vector, _>(low, call.v.strides[2], d_v);
+                prefetch_row::<K::Vector, _>(high, call.v.strides[2], d_v);
                 for d in 0..d_v {
                     *to.add(d) = u32::from(*low.add(d)) | u32::from(*high.add(d)) << 16;
                 }

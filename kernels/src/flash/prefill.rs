@@ -5,55 +5,52 @@
 //!     for each tile of queries that sees some of it:       (queries are columns)
 //!         scores  = keys · queries                         (block, panel)
 //!         scores  = softcap, ALiBi, bias; -inf where hidden
-//!         weights = 2^(scores - largest so far)            in place
+//!         weights = 2^(scores - largest so far)            in place of the scores
 //!         sum     = sum · factor + Σ weights               factor = 2^(largest before - largest so far)
 //!         context = context · factor + valuesᵀ · weights   (D_v, panel)
 //! context / sum, transposed, to the output
 //! ```
 
-use super::online_softmax::SoftmaxStep;
-use super::pack::{self, Block};
-use super::params::{Problem, Units};
-use super::scores::TileScores;
-use super::tile::{Part, Tile};
-use super::workspace::{PanelState, Workspace};
-use crate::cpu::{Element, Job, Kernel, MOST_COLUMNS, Product, Vector, load_first, store_first};
 use std::ops::Range;
+
+use super::pack::{Block, pack_queries};
+use super::problem::{Call, KvHead, ScoreUnits};
+use super::softmax::TileSoftmax;
+use super::tile::{Part, Tile};
+use super::workspace::Workspace;
+use crate::cpu::{Kernel, MAX_COLUMNS, Product, SimdTask, Vector, Words};
+use crate::element::{Kernels, load_first, store_first};
 
 /// Some query rows of one key head against some of its keys. Leaves their state in the workspace.
 pub(super) struct Prefill<'a, 'b, E> {
-    pub problem: &'a Problem<'b, E>,
+    pub call: &'a Call<'b, E>,
     pub workspace: &'a mut Workspace,
-    pub b: usize,
-    pub kv_head: usize,
+    pub kv: KvHead,
     pub rows: Range<usize>,
     pub keys: Range<usize>,
 }
 
-impl<E: Element> Job for Prefill<'_, '_, E> {
+impl<E: Kernels> SimdTask for Prefill<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let Self { problem, workspace, b, kv_head, rows, keys } = self;
-        let units = problem.scores.units(K::ELEMENTS == 2);
-        let tiles: Vec<_> = rows
-            .clone()
-            .step_by(K::PANEL)
-            .map(|first| Tile::new::<K, E>(problem, b, kv_head, first..rows.end.min(first + K::PANEL)))
-            .collect();
+        let Self { call, workspace, kv, rows, keys } = self;
+        let units = call.inputs.options.units(K::ELEMENTS == 2);
+        let tile = |first| Tile::new(&call.inputs, kv, first..rows.end.min(first + K::PANEL), K::Vector::LANES);
+        let tiles: Vec<_> = rows.clone().step_by(K::PANEL).map(tile).collect();
         workspace.state.clear(tiles.len());
-        // SAFETY: the caller's promise; the workspace has a panel for each tile.
+        // SAFETY: the processor has the tier of K; the workspace was made for the call and has a panel for each tile.
         unsafe {
+            let _tiles = K::configure_tiles();
             for (index, tile) in tiles.iter().enumerate() {
-                pack::queries::<K, E>(problem, workspace, tile, (b, kv_head), (index, units));
+                pack_queries::<K, E>(call, workspace, tile, index, units);
             }
             let start = tiles.iter().map(|tile| tile.some.start).min().unwrap_or(0).max(keys.start);
             let end = tiles.iter().map(|tile| tile.some.end).max().unwrap_or(0).min(keys.end);
             let first_block = start / K::BLOCK * K::BLOCK;
             for first in (first_block..end).step_by(K::BLOCK) {
-                let block = Block::new::<K, E>(problem, workspace, (b, kv_head), first);
+                let block = Block::new::<K, E>(call, workspace, kv, first);
                 for (index, tile) in tiles.iter().enumerate() {
-                    let panel = workspace.state.panel(index);
-                    step::<K, E>(problem, workspace, &block, (index, tile, panel), units);
+                    Step { call, block: &block, tile, index, units }.run::<K>(workspace);
                 }
             }
         }
@@ -61,73 +58,70 @@ impl<E: Element> Job for Prefill<'_, '_, E> {
 }
 
 /// One tile against one block.
-///
-/// # Safety
-/// As [`Job`].
-#[inline(always)]
-unsafe fn step<K: Kernel, E: Element>(
-    problem: &Problem<E>,
-    workspace: &mut Workspace,
-    block: &Block,
-    (index, tile, panel): (usize, &Tile, PanelState),
-    units: Units,
-) {
-    let end = tile.some.end.min(block.first + block.keys);
-    // Keys are rows of the first product and depth of the second, and begin at whole multiples of both; the ones before the
-    // first that is seen are hidden.
-    let whole = K::ROWS.max(K::DEPTH * K::ELEMENTS);
-    let skipped = tile.some.start.saturating_sub(block.first) / whole * whole;
-    let first = block.first + skipped;
-    if first >= end {
-        return;
-    }
-    let keys = end - first;
-    let depth = keys.div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH);
-    // The product over values reads `depth` words of keys, of which those past the end weigh nothing.
-    let read = (first + depth * K::ELEMENTS).min(block.first + block.keys);
-    let all_seen = tile.every.start <= first && read <= tile.every.end && problem.scores.keep.is_none();
-    let layout = workspace.layout;
-    let weights = if K::ELEMENTS == 1 { workspace.scores.as_mut_ptr() } else { workspace.weights.as_mut_ptr() };
-    let mut factors = [0f32; MOST_COLUMNS];
-    // SAFETY: the caller's promise; a block has `BLOCK` rows, which is a multiple of `ROWS`.
-    unsafe {
-        let product = KeyProduct {
-            block,
-            depth: layout.depth,
-            first,
-            queries: workspace.queries.as_ptr().add(index * layout.query * K::PANEL),
-            scores: workspace.scores.as_mut_ptr(),
-        };
-        let parts = tile.parts(first..end, whole);
-        parts.iter().for_each(|part| product.multiply::<K>(part));
-        let scores =
-            TileScores { scores: workspace.scores.as_mut_ptr(), staging: workspace.staging.as_mut_ptr(), first, keys };
-        if problem.scores.change() {
-            scores.change::<K, E>(problem, tile, block, units);
+struct Step<'a, 'b, E> {
+    call: &'a Call<'b, E>,
+    block: &'a Block,
+    tile: &'a Tile,
+    /// The tile's panel in the workspace.
+    index: usize,
+    units: ScoreUnits,
+}
+
+impl<E: Kernels> Step<'_, '_, E> {
+    /// # Safety
+    /// The processor has the tier of K, whose tiles are configured; the workspace holds the block and the tile's queries.
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(&self, workspace: &mut Workspace) {
+        let &Self { call, block, tile, index, units } = self;
+        let end = tile.some.end.min(block.keys.end);
+        // Keys are rows of the first product and depth of the second, and begin at whole multiples of both; the ones before
+        // the first that is seen are hidden.
+        let whole = K::ROWS.max(K::DEPTH * K::ELEMENTS);
+        let skipped = tile.some.start.saturating_sub(block.keys.start) / whole * whole;
+        let first = block.keys.start + skipped;
+        if first >= end {
+            return;
         }
-        if !all_seen {
-            scores.hide::<K, E>(problem, tile, block);
-        }
-        SoftmaxStep {
-            scores: workspace.scores.as_mut_ptr(),
-            pairs: workspace.weights.as_mut_ptr(),
-            keys,
-            depth,
-            power: units.power,
-            max: panel.max,
-            sum: panel.sum,
-            factors: factors.as_mut_ptr(),
-        }
-        .run::<K>(tile.vectors);
-        let values = ValueProduct { block, rows: layout.value, first, weights, context: panel.context };
-        let only_seen = !all_seen && block.has_non_finite_values::<K, E>(problem);
-        for part in parts.iter() {
-            match only_seen {
-                true => values.add_seen::<K, E>(problem, tile, part, &factors),
-                false => values.add::<K>(part, &factors),
+        let keys = end - first;
+        let depth = keys.div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH);
+        // The product over values reads `depth` words of keys, of which those past the end weigh nothing.
+        let read = (first + depth * K::ELEMENTS).min(block.keys.end);
+        let all_seen = tile.every.start <= first && read <= tile.every.end && call.inputs.options.keep.is_none();
+        let sizes = workspace.sizes;
+        let (scores, pairs) = (workspace.scores.as_mut_ptr(), workspace.weights.as_mut_ptr());
+        let state = workspace.state.of_panel(index);
+        let mut factors = [0f32; MAX_COLUMNS];
+        // SAFETY: as this method's contract; a block has `BLOCK` rows, which is a multiple of `ROWS`.
+        unsafe {
+            let queries = workspace.queries.as_ptr().add(index * sizes.query * K::PANEL);
+            let product = KeyProduct { block, depth: sizes.depth, first, queries, scores };
+            let parts = tile.parts(first..end, whole);
+            parts.iter().for_each(|part| product.multiply::<K>(part));
+            K::run_simd(TileSoftmax {
+                inputs: call.inputs,
+                tile,
+                units,
+                first,
+                keys,
+                depth,
+                is_masked: !all_seen,
+                scores,
+                pairs,
+                staging: workspace.staging.as_mut_ptr(),
+                state,
+                factors: factors.as_mut_ptr(),
+            });
+            let weights = if K::ELEMENTS == 1 { scores } else { pairs };
+            let values = ValueProduct { block, rows: sizes.value, first, weights, context: state.context };
+            let only_seen = !all_seen && block.has_non_finite_values::<K, E>(call);
+            for part in parts.iter() {
+                match only_seen {
+                    true => values.add_seen::<K, E>(call, tile, part, &factors),
+                    false => values.add::<K>(part, &factors),
+                }
+                // The first part of a vector corrected its context; the next ones only add.
+                factors[part.vectors.start * K::Vector::LANES..part.vectors.end * K::Vector::LANES].fill(1.0);
             }
-            // What is summed in the next part has been corrected.
-            factors[part.vectors.start * K::Vector::LANES..part.vectors.end * K::Vector::LANES].fill(1.0);
         }
     }
 }
@@ -144,13 +138,13 @@ struct KeyProduct<'a> {
 
 impl KeyProduct<'_> {
     /// # Safety
-    /// As [`Job`]; the part begins at a whole group of keys.
+    /// As [`Step::run`]; the part begins at a whole group of keys.
     unsafe fn multiply<K: Kernel>(&self, part: &Part) {
         let column = part.vectors.start * K::Vector::LANES;
-        // SAFETY: the caller's promise.
+        // SAFETY: as this method's contract.
         unsafe {
-            K::multiply(&Product {
-                a: self.block.k.add((part.keys.start - self.block.first) * self.block.k_row),
+            K::multiply::<Words>(&Product {
+                a: self.block.k.add((part.keys.start - self.block.keys.start) * self.block.k_row),
                 a_group: K::ROWS * self.block.k_row,
                 a_row: self.block.k_row,
                 a_step: 1,
@@ -179,13 +173,13 @@ struct ValueProduct<'a> {
 
 impl ValueProduct<'_> {
     /// # Safety
-    /// As [`Job`]; the part begins at a whole step of depth.
-    unsafe fn add<K: Kernel>(&self, part: &Part, factors: &[f32; MOST_COLUMNS]) {
+    /// As [`Step::run`]; the part begins at a whole step of depth.
+    unsafe fn add<K: Kernel>(&self, part: &Part, factors: &[f32; MAX_COLUMNS]) {
         let column = part.vectors.start * K::Vector::LANES;
-        // SAFETY: the caller's promise.
+        // SAFETY: as this method's contract.
         unsafe {
-            K::multiply(&Product {
-                a: self.block.v.add((part.keys.start - self.block.first) / K::ELEMENTS * self.block.v_step),
+            K::multiply::<Words>(&Product {
+                a: self.block.v.add((part.keys.start - self.block.keys.start) / K::ELEMENTS * self.block.v_step),
                 a_group: self.block.v_group,
                 a_row: self.block.v_row,
                 a_step: self.block.v_step,
@@ -199,31 +193,30 @@ impl ValueProduct<'_> {
         }
     }
 
-    /// The same over values that are not all finite: zero times NaN is NaN, so each query takes the keys that it sees and no
-    /// others. One query after the other, since such values are rare; what is finite gets the same sums as ever.
+    /// The same over values that are not all finite: zero times NaN is NaN, so each query sums the keys that it sees and no
+    /// others. One query after the other, since such values are rare; finite values get the same sums as elsewhere.
     ///
     /// # Safety
     /// As [`add`](Self::add).
     #[inline(always)]
-    unsafe fn add_seen<K: Kernel, E: Element>(
+    unsafe fn add_seen<K: Kernel, E: Kernels>(
         &self,
-        problem: &Problem<E>,
+        call: &Call<E>,
         tile: &Tile,
         part: &Part,
-        factors: &[f32; MOST_COLUMNS],
+        factors: &[f32; MAX_COLUMNS],
     ) {
-        let (&Block { b, kv_head, .. }, d_v, lanes) = (self.block, problem.dims.d_v, K::Vector::LANES);
+        let (kv, dims, lanes) = (self.block.kv, &call.inputs.dims, K::Vector::LANES);
+        let d_v = dims.d_v;
         let mut sums = vec![0f32; d_v.next_multiple_of(lanes)];
         let columns = part.vectors.start * lanes..tile.rows.len().min(part.vectors.end * lanes);
         for column in columns {
-            let row = problem.row(kv_head, tile.rows.start + column);
+            let row = dims.row(kv, tile.rows.start + column);
             sums.fill(0.0);
-            // SAFETY: the caller's promise.
+            // SAFETY: as this method's contract.
             unsafe {
                 for key in part.keys.clone() {
-                    let kept =
-                        problem.scores.keep.as_ref().is_none_or(|keep| *keep.at([b, row.head, row.query, key]) != 0);
-                    if !kept || !tile.sees(column, key) {
+                    if !tile.sees(column, key) || !call.inputs.is_kept(row, key) {
                         continue;
                     }
                     let word = *self.weights.add((key - self.first) / K::ELEMENTS * K::PANEL + column);
@@ -232,7 +225,7 @@ impl ValueProduct<'_> {
                         (_, 0) => f32::from_bits(word.to_bits() << 16),
                         _ => f32::from_bits(word.to_bits() & 0xffff_0000),
                     });
-                    let values = problem.v.at([b, kv_head, key]);
+                    let values = call.v_row(kv, key);
                     for d in (0..d_v).step_by(lanes) {
                         let value: K::Vector = load_first(values.add(d), lanes.min(d_v - d));
                         let sum = K::Vector::load(sums.as_ptr().add(d));

@@ -5,9 +5,9 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::{Alibi, Dims, Output, OutputOrder, Problem, Scores, Strided, run};
-use crate::Scalar;
-use crate::cpu::{Element, Tier};
+use super::{Alibi, Dims, OutputOrder, Problem, ScoreOptions, Strided, attend, attend_vec};
+use crate::cpu::Tier;
+use crate::{Element, Error};
 
 /// Numbers between -1 and 1 in no order.
 fn numbers<E: Element>(count: usize, salt: u64) -> Vec<E> {
@@ -29,7 +29,7 @@ impl Case {
     }
 
     /// The largest difference between the kernel and plain loops in f64, on one tier.
-    fn difference<E: Scalar + Into<f32>>(&self, tier: Tier) -> f64 {
+    fn difference<E: Element + Into<f32>>(&self, tier: Tier) -> f64 {
         let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = self.dims;
         let (q, k, v) = (
             numbers::<E>(b * h * t_q * d, 1),
@@ -43,33 +43,28 @@ impl Case {
         let positions: Vec<f32> =
             (0..b * t_q).map(|row| (row % t_q + t_kv) as f32 - (t_q + row / t_q) as f32).collect();
         let rows = |data, heads, t, width| -> Strided<E, 3> {
-            let whole =
-                Strided::new(data, 0, [heads * t * width, t * width, width, 1], [b, heads, t, width]).expect("it fits");
-            whole.first_of_last()
+            Strided { data, strides: [heads * t * width, t * width, width] }
         };
-        let full = [b, h, t_q, t_kv];
-        let mut lse = vec![0f32; b * h * t_q];
+        let mut lse = Vec::new();
         let everything = self.everything;
-        let scores = Scores {
+        let scores = ScoreOptions {
             scale: 0.7,
             softcap: everything.then_some(2.0),
             alibi: everything.then_some(Alibi { slopes: &slopes, positions: &positions }),
-            bias: everything.then(|| Strided::new(&bias, 0, [0, 0, t_kv, 1], full).expect("it fits")),
-            keep: everything.then(|| Strided::new(&keep, 0, [0, 0, 0, 1], full).expect("it fits")),
+            bias: everything.then_some(Strided { data: &bias, strides: [0, 0, t_kv, 1] }),
+            keep: everything.then_some(Strided { data: &keep, strides: [0, 0, 0, 1] }),
             sinks: everything.then_some(&sinks),
         };
-        let output = Output::new(OutputOrder::Bhtd, Some(lse.as_mut_ptr()));
-        let (q_rows, k_rows) = (rows(&q, h, t_q, d), rows(&k, h_kv, t_kv, d));
         let problem = Problem {
             dims: self.dims,
-            q: q_rows,
-            k: k_rows,
+            q: rows(&q, h, t_q, d),
+            k: rows(&k, h_kv, t_kv, d),
             v: rows(&v, h_kv, t_kv, d_v),
             ranges: &self.ranges,
             scores,
-            output,
+            output_order: OutputOrder::Bhtd,
         };
-        let context = run(problem, tier).expect("a few rows");
+        let context = attend_vec(&problem, tier, Some(&mut lse)).expect("a few rows");
 
         let number = |x: E| f64::from(x.into());
         let mut largest = 0f64;
@@ -127,4 +122,180 @@ fn every_tier_gives_the_numbers_of_plain_loops() {
             }
         }
     }
+}
+
+/// Masks hold the least number of f32 or bf16 where PyTorch's users mean "hidden": such biases compare as numbers do, and a row
+/// that has nothing else gets the mean.
+fn check_extreme_biases<E: Element + Into<f32>>(tier: Tier, t_q: usize, repeats: usize) {
+    let bf16_min = bf16::MIN.to_f32();
+    // The biases of three keys, the weights that they leave, and the largest.
+    let cases = [
+        ([f32::MIN; 3], [1.0 / 3.0; 3], f32::MIN),
+        ([bf16_min; 3], [1.0 / 3.0; 3], bf16_min),
+        ([-3.4e38, -3.0e38, -3.4e38], [0.0, 1.0, 0.0], -3.0e38),
+        ([0.0, 3e38, 0.0], [0.0, 1.0, 0.0], 3e38),
+        ([f32::MAX, f32::MAX, f32::MIN], [0.5, 0.5, 0.0], f32::MAX),
+        ([f32::MIN, f32::NEG_INFINITY, f32::MIN], [0.5, 0.0, 0.5], f32::MIN),
+        ([f32::MIN, 0.0, 0.0], [0.0, 0.5, 0.5], 0.0),
+    ];
+    let (t_kv, d) = (3 * repeats, 4);
+    let (q, k): (Vec<E>, Vec<E>) = (vec![E::from_f32(0.25); t_q * d], vec![E::from_f32(0.5); t_kv * d]);
+    let v: Vec<E> = (0..t_kv).map(|key| E::from_f32([1.0, 2.0, 4.0][key % 3])).collect();
+    for (biases, weights, most) in cases {
+        let bias: Vec<f32> = biases.repeat(repeats);
+        let problem = Problem {
+            dims: Dims { b: 1, h: 1, h_kv: 1, t_q, t_kv, d, d_v: 1 },
+            q: Strided { data: &q, strides: [0, d, d] },
+            k: Strided { data: &k, strides: [0, 0, d] },
+            v: Strided { data: &v, strides: [0, 0, 1] },
+            ranges: &vec![0..t_kv; t_q],
+            scores: ScoreOptions { bias: Some(Strided { data: &bias, strides: [0, 0, 0, 1] }), ..Default::default() },
+            output_order: OutputOrder::Bhtd,
+        };
+        let mut lse = Vec::new();
+        let context = attend_vec(&problem, tier, Some(&mut lse)).expect("a few rows");
+        let expected = weights[0] + 2.0 * weights[1] + 4.0 * weights[2];
+        let what = format!("{tier}, {t_q} queries, {t_kv} keys, biases {biases:?}");
+        for got in context {
+            let got: f32 = got.into();
+            assert!((got - expected).abs() < 2e-2, "{what}: {got}, expected {expected}");
+        }
+        // The score of 0.5 and the logarithm of the number of keys show only beside small biases.
+        let keys = (repeats * weights.iter().filter(|&&weight| weight > 0.0).count()) as f32;
+        let expected = most + if most == 0.0 { 0.5 + keys.ln() } else { 0.0 };
+        for got in lse {
+            assert!(
+                (got - expected).abs() <= 3e-7 * expected.abs(),
+                "{what}: log-sum-exp {got:e}, expected {expected:e}"
+            );
+        }
+    }
+}
+
+#[test]
+fn biases_at_the_ends_of_f32_give_what_pytorch_gives() {
+    let tiers = if cfg!(miri) { vec![Tier::Scalar] } else { Tier::available() };
+    for tier in tiers {
+        // Decoding and tiles, within one part of the keys and over several.
+        let shapes = [(1, 1), (9, 1), (3, 2), (40, 50), (1, 500), (17, 500)];
+        for &(t_q, repeats) in if cfg!(miri) { &shapes[..2] } else { &shapes[..] } {
+            check_extreme_biases::<f32>(tier, t_q, repeats);
+            check_extreme_biases::<bf16>(tier, t_q, repeats);
+            check_extreme_biases::<f16>(tier, t_q, repeats);
+        }
+    }
+}
+
+/// A call of one query that is in order, for tests to change.
+fn small<'a>(data: &'a [f32], ranges: &'a [Range<usize>]) -> Problem<'a, f32> {
+    let rows = Strided { data, strides: [8, 4, 2] };
+    Problem {
+        dims: Dims { b: 1, h: 2, h_kv: 2, t_q: 1, t_kv: 2, d: 2, d_v: 2 },
+        q: rows,
+        k: rows,
+        v: rows,
+        ranges,
+        scores: ScoreOptions::default(),
+        output_order: OutputOrder::Bhtd,
+    }
+}
+
+#[test]
+fn sizes_that_do_not_fit_are_errors() {
+    let (data, ranges) = ([1f32; 8], [0..2]);
+    let good = small(&data, &ranges);
+    assert_eq!(attend_vec(&good, Tier::Scalar, None).expect("a good call"), [1.0; 4]);
+    let dims = good.dims;
+    let short = Strided { data: &data[..7], ..good.k };
+    let (entries, kept) = ([0f32; 3], [1u8; 3]);
+    let scores = good.scores;
+    let alibi = |slopes, positions| ScoreOptions { alibi: Some(Alibi { slopes, positions }), ..scores };
+    let huge = usize::MAX / 2;
+    let cases = [
+        (
+            Problem { dims: Dims { h_kv: 0, ..dims }, ..good },
+            "expected key heads that divide the 2 query heads, found 0",
+        ),
+        (Problem { dims: Dims { h: 3, ..dims }, ..good }, "expected key heads that divide the 3 query heads, found 2"),
+        (
+            Problem { k: short, ..good },
+            "k of [1, 2, 2] entries of 2 elements with strides [8, 4, 2] ends past the 7 elements of its slice",
+        ),
+        (
+            Problem { v: Strided { strides: [8, usize::MAX, 2], ..good.v }, ..good },
+            "v of [1, 2, 2] entries of 2 elements with strides [8, 18446744073709551615, 2] ends past the 8 elements of its slice",
+        ),
+        (
+            Problem { dims: Dims { t_q: 3, ..dims }, ..good },
+            "q of [1, 2, 3] entries of 2 elements with strides [8, 4, 2] ends past the 8 elements of its slice",
+        ),
+        (Problem { ranges: &[], ..good }, "ranges has 0 elements, expected 1"),
+        (Problem { ranges: &[0..3], ..good }, "expected ranges within 2 keys, found 0..3"),
+        (Problem { scores: alibi(&[1.0], &[0.0]), ..good }, "slopes has 1 elements, expected 2"),
+        (Problem { scores: alibi(&[1.0, 1.0], &[]), ..good }, "positions has 0 elements, expected 1"),
+        (
+            Problem { scores: ScoreOptions { sinks: Some(&[0.0]), ..scores }, ..good },
+            "sinks has 1 elements, expected 2",
+        ),
+        (
+            Problem {
+                scores: ScoreOptions { bias: Some(Strided { data: &entries, strides: [0, 2, 2, 1] }), ..scores },
+                ..good
+            },
+            "bias of [1, 2, 1, 2] entries of 1 elements with strides [0, 2, 2, 1] ends past the 3 elements of its slice",
+        ),
+        (
+            Problem {
+                scores: ScoreOptions { keep: Some(Strided { data: &kept, strides: [0, 2, 2, 1] }), ..scores },
+                ..good
+            },
+            "keep of [1, 2, 1, 2] entries of 1 elements with strides [0, 2, 2, 1] ends past the 3 elements of its slice",
+        ),
+        (
+            Problem { dims: Dims { d_v: huge, ..dims }, ..good },
+            "a context of [1, 2, 1, 9223372036854775807] does not fit in memory",
+        ),
+        // Counts overflow without a byte of output.
+        (
+            Problem { dims: Dims { b: huge, d_v: 0, ..dims }, ..good },
+            "a context of [9223372036854775807, 2, 1, 0] does not fit in memory",
+        ),
+    ];
+    for (problem, expected) in cases {
+        for tier in Tier::available() {
+            let error = attend_vec(&problem, tier, None).expect_err(expected);
+            if usize::BITS == 64 {
+                assert_eq!(error.to_string(), expected);
+            }
+        }
+    }
+    let error = |context: usize, lse: usize| {
+        let (mut context, mut lse) = (Box::new_uninit_slice(context), Box::new_uninit_slice(lse));
+        attend(&good, Tier::Scalar, &mut context, Some(&mut lse)).expect_err("a wrong length").to_string()
+    };
+    assert_eq!(error(3, 2), "context has 3 elements, expected 4");
+    assert_eq!(error(4, 1), "lse has 1 elements, expected 2");
+    let missing = Tier::ALL.into_iter().find(|tier| !tier.is_available()).expect("of another processor");
+    assert!(matches!(attend_vec(&good, missing, None), Err(Error::Tier(_))));
+}
+
+/// Ranges that are empty may stand anywhere, and keys that are repeated may be as many as addresses.
+#[test]
+fn empty_ranges_and_repeated_keys_are_in_order() {
+    let data = [1f32; 8];
+    for range in [usize::MAX..0, 7..7, 2..1] {
+        for t_q in [1, 9] {
+            let mut problem = small(&data, &[]);
+            let ranges = vec![range.clone(); t_q];
+            (problem.dims.t_q, problem.ranges, problem.q.strides) = (t_q, &ranges, [0; 3]);
+            for tier in Tier::available() {
+                let context = attend_vec(&problem, tier, None).expect("a query that sees nothing");
+                assert!(context.iter().all(|&x| x == 0.0), "{tier}: {range:?}");
+            }
+        }
+    }
+    let mut problem = small(&data, &[]);
+    (problem.dims.t_kv, problem.k.strides, problem.v.strides) = (usize::MAX / 4, [0; 3], [0; 3]);
+    let error = attend_vec(&Problem { ranges: &[0..3], ..problem }, Tier::Scalar, None).expect_err("no memory");
+    assert_eq!(error.to_string(), "what attention keeps between its steps does not fit in memory");
 }

@@ -2,12 +2,13 @@
 
 use std::ops::Range;
 
-use super::params::{Problem, Row};
-use crate::cpu::{Element, Kernel, MOST_COLUMNS, Vector};
+use super::problem::{KvHead, ScoreInputs};
+use crate::cpu::MAX_COLUMNS;
 
 /// The queries of one panel.
 pub(super) struct Tile {
-    /// Rows of the key head, see [`Dims::rows`](super::params::Dims::rows).
+    pub kv: KvHead,
+    /// Rows of the key head, see [`Dims::rows`](super::problem::Dims::rows).
     pub rows: Range<usize>,
     /// The vectors of the panel that hold a query.
     pub vectors: usize,
@@ -16,17 +17,17 @@ pub(super) struct Tile {
     /// The keys that every query sees.
     pub every: Range<usize>,
     /// The keys that some query of each vector sees.
-    seen: [Range<usize>; MOST_VECTORS],
-    starts: [usize; MOST_COLUMNS],
-    ends: [usize; MOST_COLUMNS],
+    seen: [Range<usize>; MAX_VECTORS],
+    starts: [usize; MAX_COLUMNS],
+    ends: [usize; MAX_COLUMNS],
 }
 
 /// What the least and the largest of keys begin with.
 const NOTHING: Range<usize> = Range { start: usize::MAX, end: 0 };
 /// The most vectors that a panel of any kernel has.
-const MOST_VECTORS: usize = 4;
+const MAX_VECTORS: usize = 4;
 /// The most parts between the starts and ends of what as many vectors see.
-const MOST_PARTS: usize = 2 * MOST_VECTORS + 1;
+const MAX_PARTS: usize = 2 * MAX_VECTORS + 1;
 
 /// Keys, and the vectors of a tile of which some query sees one of them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -37,12 +38,12 @@ pub(super) struct Part {
 
 /// Some parts, from the first key to the last.
 pub(super) struct Parts {
-    parts: [Part; MOST_PARTS],
+    parts: [Part; MAX_PARTS],
     count: usize,
 }
 
 impl Parts {
-    const NONE: Self = Self { parts: [const { Part { keys: 0..0, vectors: 0..0 } }; MOST_PARTS], count: 0 };
+    const NONE: Self = Self { parts: [const { Part { keys: 0..0, vectors: 0..0 } }; MAX_PARTS], count: 0 };
 
     /// Adds to the last part what continues it.
     fn push(&mut self, part: Part) {
@@ -63,27 +64,26 @@ impl Parts {
 }
 
 impl Tile {
-    pub fn new<K: Kernel, E: Element>(problem: &Problem<E>, b: usize, kv_head: usize, rows: Range<usize>) -> Self {
-        // A column without a query sees all: it asks for no masking, and is never written.
-        let (mut starts, mut ends) = ([0; MOST_COLUMNS], [usize::MAX; MOST_COLUMNS]);
+    pub fn new(inputs: &ScoreInputs, kv: KvHead, rows: Range<usize>, lanes: usize) -> Self {
+        // A column without a query sees all keys: it needs no masking, and is never written.
+        let (mut starts, mut ends) = ([0; MAX_COLUMNS], [usize::MAX; MAX_COLUMNS]);
         let (mut first, mut end, mut every) = (usize::MAX, 0, 0..usize::MAX);
-        let mut seen = [NOTHING; MOST_VECTORS];
+        let mut seen = [NOTHING; MAX_VECTORS];
         for (column, row) in rows.clone().enumerate() {
-            let Row { query, .. } = problem.row(kv_head, row);
-            let range = problem.range(b, query);
+            let range = inputs.range(inputs.dims.row(kv, row));
             (starts[column], ends[column]) = (range.start, range.end);
             if !range.is_empty() {
                 (first, end) = (first.min(range.start), end.max(range.end));
-                let seen = &mut seen[column / K::Vector::LANES];
+                let seen = &mut seen[column / lanes];
                 *seen = seen.start.min(range.start)..seen.end.max(range.end);
             }
             every = every.start.max(range.start)..every.end.min(range.end);
         }
-        let vectors = rows.len().div_ceil(K::Vector::LANES);
-        Self { rows, vectors, some: first.min(end)..end, every, seen, starts, ends }
+        let vectors = rows.len().div_ceil(lanes);
+        Self { kv, rows, vectors, some: first.min(end)..end, every, seen, starts, ends }
     }
 
-    /// Cuts keys where the vectors that see some of them change, in multiples of `step` from the first: along the edge of a
+    /// Splits keys where the vectors that see some of them change, in multiples of `step` from the first: along the edge of a
     /// mask, products over the part of a panel that sees anything are enough. Parts that nothing sees are left out.
     pub fn parts(&self, keys: Range<usize>, step: usize) -> Parts {
         let mut parts = Parts::NONE;
@@ -92,20 +92,20 @@ impl Tile {
             return parts;
         }
         let within = |key: usize| (keys.start + key).min(keys.end);
-        let mut cuts = [keys.end; MOST_PARTS + 1];
-        cuts[0] = keys.start;
+        let mut edges = [keys.end; MAX_PARTS + 1];
+        edges[0] = keys.start;
         for (vector, seen) in self.seen[..self.vectors].iter().enumerate() {
-            cuts[1 + 2 * vector] = within(seen.start.saturating_sub(keys.start) / step * step);
-            cuts[2 + 2 * vector] = within(seen.end.saturating_sub(keys.start).next_multiple_of(step));
+            edges[1 + 2 * vector] = within(seen.start.saturating_sub(keys.start) / step * step);
+            edges[2 + 2 * vector] = within(seen.end.saturating_sub(keys.start).next_multiple_of(step));
         }
-        cuts.sort_unstable();
+        edges.sort_unstable();
         let vectors = |keys: &Range<usize>| {
             let sees = |vector: &usize| self.seen[*vector].start < keys.end && keys.start < self.seen[*vector].end;
             let first = (0..self.vectors).find(sees)?;
             Some(first..(first..self.vectors).rev().find(sees)? + 1)
         };
-        for cut in cuts.windows(2).filter(|cut| cut[0] < cut[1]) {
-            let keys = cut[0]..cut[1];
+        for edge in edges.windows(2).filter(|edge| edge[0] < edge[1]) {
+            let keys = edge[0]..edge[1];
             if let Some(vectors) = vectors(&keys) {
                 parts.push(Part { keys, vectors });
             }
@@ -114,7 +114,7 @@ impl Tile {
     }
 
     /// Where each column begins and ends to see keys, counted from `first` and bounded by `keys`: exact in f32.
-    pub fn bounds(&self, first: usize, keys: usize) -> ([f32; MOST_COLUMNS], [f32; MOST_COLUMNS]) {
+    pub fn bounds(&self, first: usize, keys: usize) -> ([f32; MAX_COLUMNS], [f32; MAX_COLUMNS]) {
         let within = |key: usize| key.saturating_sub(first).min(keys) as f32;
         (self.starts.map(within), self.ends.map(within))
     }
@@ -129,10 +129,11 @@ mod tests {
     use super::*;
 
     fn tile(seen: &[Range<usize>]) -> Tile {
-        let mut whole = [NOTHING; MOST_VECTORS];
+        let mut whole = [NOTHING; MAX_VECTORS];
         whole[..seen.len()].clone_from_slice(seen);
-        let (starts, ends) = ([0; MOST_COLUMNS], [usize::MAX; MOST_COLUMNS]);
-        Tile { rows: 0..1, vectors: seen.len(), some: 0..0, every: 0..0, seen: whole, starts, ends }
+        let (starts, ends) = ([0; MAX_COLUMNS], [usize::MAX; MAX_COLUMNS]);
+        let kv = KvHead { b: 0, head: 0 };
+        Tile { kv, rows: 0..1, vectors: seen.len(), some: 0..0, every: 0..0, seen: whole, starts, ends }
     }
 
     fn parts(seen: &[Range<usize>], keys: Range<usize>) -> Vec<(Range<usize>, Range<usize>)> {

@@ -1,29 +1,30 @@
 //! The memory that one task works in.
 
-use super::heuristics::Layout;
+use super::heuristics::PackedSizes;
 use super::pack::value_group;
-use super::params::Dims;
+use super::problem::Dims;
 use crate::cpu::{Kernel, Scratch, Vector};
 
 /// What the online softmax knows of a chunk of queries after some of the keys: for each panel the sums of weighted values
-/// (context, panel), the largest score and the sum of the weights (panel), the scores in powers of two.
+/// (context, panel), the largest exponent and the sum of the weights (panel).
 pub(super) struct State {
     words: Scratch,
     context: usize,
-    panel: usize,
+    /// The columns of a panel.
+    pub panel: usize,
 }
 
 impl State {
-    pub fn new<K: Kernel>(layout: Layout, panels: usize) -> Self {
+    pub fn new<K: Kernel>(sizes: PackedSizes, panels: usize) -> Self {
         let panel = K::PANEL;
-        Self { words: Scratch::zeros(panels * panel * (layout.context + 2)), context: layout.context, panel }
+        Self { words: Scratch::zeros(panels * panel * (sizes.context + 2)), context: sizes.context, panel }
     }
 
     fn stride(&self) -> usize {
         self.panel * (self.context + 2)
     }
 
-    /// Nothing seen yet.
+    /// The state before any key.
     pub fn clear(&mut self, panels: usize) {
         let (stride, context) = (self.stride(), self.context * self.panel);
         for panel in self.words.words_mut().chunks_exact_mut(stride).take(panels) {
@@ -33,13 +34,15 @@ impl State {
         }
     }
 
-    /// The state of some panels, to be put aside.
+    /// The state of some panels, to be copied.
     pub fn words(&self, panels: usize) -> &[f32] {
         &self.words.words()[..panels * self.stride()]
     }
 
-    /// Takes in the state of the same panels over other keys.
-    pub fn merge(&mut self, other: &[f32]) {
+    /// Merges the state of the same panels over other keys into this one. `unit` is [`ScoreUnits::exponent_unit`].
+    ///
+    /// [`ScoreUnits::exponent_unit`]: super::problem::ScoreUnits::exponent_unit
+    pub fn merge(&mut self, other: &[f32], unit: f32) {
         let (stride, panel) = (self.stride(), self.panel);
         for (mine, other) in self.words.words_mut().chunks_exact_mut(stride).zip(other.chunks_exact(stride)) {
             for column in 0..panel {
@@ -47,7 +50,7 @@ impl State {
                 let most = mine[max].max(other[max]);
                 // Where neither has seen a key, both factors are of zeros.
                 let shift = if most == f32::NEG_INFINITY { 0.0 } else { most };
-                let (keep, take) = ((mine[max] - shift).exp2(), (other[max] - shift).exp2());
+                let (keep, take) = (((mine[max] - shift) * unit).exp2(), ((other[max] - shift) * unit).exp2());
                 for at in (column..stride - 2 * panel).step_by(panel) {
                     mine[at] = mine[at] * keep + other[at] * take;
                 }
@@ -57,16 +60,17 @@ impl State {
         }
     }
 
-    pub fn panel(&mut self, panel: usize) -> PanelState {
+    /// The state of one panel.
+    pub fn of_panel(&mut self, panel: usize) -> PanelState {
         let (stride, context) = (self.stride(), self.context * self.panel);
         assert!((panel + 1) * stride <= self.words.words().len(), "the state has a part for each panel");
-        // One pointer for all three: they may be used in turn.
+        // Derived from one pointer, so that each may be used after the others.
         let first = self.words.as_mut_ptr().wrapping_add(panel * stride);
         PanelState { context: first, max: first.wrapping_add(context), sum: first.wrapping_add(context + self.panel) }
     }
 }
 
-/// Into the state of one panel.
+/// Pointers to the state of one panel.
 #[derive(Clone, Copy)]
 pub(super) struct PanelState {
     pub context: *mut f32,
@@ -77,7 +81,7 @@ pub(super) struct PanelState {
 /// Everything a thread needs for its tasks. Its size depends on D, D_v and the tier only, up to about a megabyte and a half
 /// at D = 128, and grows with them.
 pub(super) struct Workspace {
-    pub layout: Layout,
+    pub sizes: PackedSizes,
     /// (panels, D, panel).
     pub queries: Scratch,
     pub state: State,
@@ -95,22 +99,22 @@ pub(super) struct Workspace {
 
 impl Workspace {
     pub fn new<K: Kernel>(dims: &Dims, panels: usize) -> Self {
-        let layout = Layout::new::<K>(dims);
+        let sizes = PackedSizes::new::<K>(dims);
         let (block, lanes) = (K::BLOCK, K::Vector::LANES);
         let pairs = K::ELEMENTS == 2;
-        let staging = (lanes * layout.query.max(layout.value)).max(lanes * block).max(if pairs {
-            block / 2 * layout.context
+        let staging = (lanes * sizes.query.max(sizes.value)).max(lanes * block).max(if pairs {
+            block / 2 * sizes.context
         } else {
             0
         });
         Self {
-            layout,
-            queries: Scratch::zeros(panels * layout.query * K::PANEL),
-            state: State::new::<K>(layout, panels),
-            keys: Scratch::zeros(block * layout.depth),
+            sizes,
+            queries: Scratch::zeros(panels * sizes.query * K::PANEL),
+            state: State::new::<K>(sizes, panels),
+            keys: Scratch::zeros(block * sizes.depth),
             values: Scratch::zeros(match K::ELEMENTS {
-                1 => layout.value / K::ROWS * value_group::<K>(),
-                elements => block / elements * layout.context,
+                1 => sizes.value / K::ROWS * value_group::<K>(),
+                elements => block / elements * sizes.context,
             }),
             scores: Scratch::zeros(block * K::PANEL),
             weights: Scratch::zeros(if pairs { block / 2 * K::PANEL } else { 0 }),

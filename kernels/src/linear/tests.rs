@@ -5,10 +5,9 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::product::Projection;
-use super::weight::PackedWeight;
-use crate::Scalar;
-use crate::cpu::{Element, Tier};
+use super::{PackedWeight, Projection, project, project_vec};
+use crate::cpu::Tier;
+use crate::{Element, Error};
 
 /// Numbers between -1 and 1 in no order.
 fn numbers<E: Element>(count: usize, salt: u64) -> Vec<E> {
@@ -29,7 +28,7 @@ struct Case {
 
 impl Case {
     /// The largest difference between a product and plain loops in f64, relative to the sum of the magnitudes.
-    fn difference<W: Scalar + PartialEq + Into<f32>, X: Scalar + Into<f32>>(&self, tier: Tier) -> f64 {
+    fn difference<W: Element + PartialEq + Into<f32>, X: Element + Into<f32>>(&self, tier: Tier) -> f64 {
         let Self { rows, inputs, outputs, ref columns, gap, bias } = *self;
         let weight: Vec<W> = numbers(outputs * inputs, 1);
         let xs_row = inputs + gap;
@@ -39,7 +38,7 @@ impl Case {
         assert!(packed.unpack::<W>().expect("memory") == weight, "{tier}: {self:?} is not unpacked as it was");
         let projection =
             Projection { weight: &packed, bias: bias.as_deref(), xs: &xs, xs_row, rows, columns: columns.clone() };
-        let out = projection.run().expect("memory");
+        let out = project_vec(&projection).expect("memory");
         assert_eq!(out.len(), rows * columns.len());
         let number = |x: f32| f64::from(x);
         let entry = |(at, &found): (usize, &X)| {
@@ -81,4 +80,34 @@ fn every_tier_gives_the_numbers_of_plain_loops() {
             }
         }
     }
+}
+
+#[test]
+fn sizes_that_do_not_fit_are_errors() {
+    let rows = [1f32, 2.0, 3.0, 4.0, 5.0, 6.0];
+    let weight = PackedWeight::new(&rows, (3, 2), Tier::Scalar).expect("a small weight");
+    let good = Projection { weight: &weight, bias: None, xs: &rows, xs_row: 2, rows: 3, columns: 0..3 };
+    assert_eq!(project_vec(&good).expect("a good call").len(), 9);
+    let (start, end) = (2, 1);
+    let cases = [
+        (Projection { columns: 1..4, ..good.clone() }, "expected columns within 3 outputs, found 1..4"),
+        (Projection { columns: start..end, ..good.clone() }, "expected columns within 3 outputs, found 2..1"),
+        (Projection { bias: Some(&rows[..2]), ..good.clone() }, "bias has 2 elements, expected 3"),
+        (Projection { rows: 4, ..good.clone() }, "expected 4 rows of 2 elements, 2 apart, found 6 elements"),
+        (Projection { xs_row: 3, ..good.clone() }, "expected 3 rows of 2 elements, 3 apart, found 6 elements"),
+        (
+            Projection { rows: usize::MAX, xs_row: 0, ..good.clone() },
+            &format!("an output of {} rows of 3 does not fit in memory", usize::MAX),
+        ),
+    ];
+    for (projection, expected) in cases {
+        assert_eq!(project_vec(&projection).expect_err(expected).to_string(), expected);
+    }
+    let error = project(&good, &mut Box::new_uninit_slice(8)).expect_err("too short");
+    assert_eq!(error.to_string(), "output has 8 elements, expected 9");
+    let error = PackedWeight::new(&rows, (2, 2), Tier::Scalar).expect_err("a wrong shape");
+    assert_eq!(error.to_string(), "the weight has 6 elements, expected 4");
+    assert_eq!(weight.unpack::<bf16>().expect_err("f32").to_string(), "expected a weight of BF16, found F32");
+    let missing = Tier::ALL.into_iter().find(|tier| !tier.is_available()).expect("of another processor");
+    assert!(matches!(PackedWeight::new(&rows, (3, 2), missing), Err(Error::Tier(_))));
 }

@@ -207,3 +207,31 @@ fn caps_of_any_size() {
         }
     }
 }
+
+/// `torch.finfo(dtype).min`, which Hugging Face's masks hold, is a number: a row of nothing else gets the mean, as in PyTorch and on
+/// the reference path, and the larger of two such numbers wins.
+#[test]
+fn the_least_numbers_of_a_bias_compare_as_numbers() -> Result<()> {
+    for (dtype, t_q) in DTYPES.into_iter().flat_map(|dtype| [(dtype, 1), (dtype, 30)]) {
+        let q = Tensor::ones((1, 1, t_q, 8), dtype, &CPU)?;
+        let k = Tensor::ones((1, 1, 3, 8), dtype, &CPU)?;
+        let v = Tensor::new(&[[[[1f32], [2.], [6.]]]], &CPU)?.to_dtype(dtype)?;
+        for (bias, expected, most) in [
+            ([f32::MIN; 3], 3.0, f32::MIN),
+            ([-3.389_531_4e38; 3], 3.0, -3.389_531_4e38),
+            ([-3.4e38, -3.0e38, -3.4e38], 2.0, -3.0e38),
+            ([0.0, 3e38, 0.0], 2.0, 3e38),
+        ] {
+            let mask = AttentionMask::none().with_bias(&Tensor::new(&[[[bias]]], &CPU)?);
+            let call = Call::plain(&q, &k, &v, &mask);
+            let tiers = Tier::available().into_iter().map(|tier| (tier.to_string(), call.on_tier(tier).with_lse()));
+            for (path, found) in tiers.chain([("reference".into(), call.on_reference().with_lse())]) {
+                let (context, lse) = found?;
+                let context_agrees = values(&context).iter().all(|x| (x - expected).abs() < 0.02);
+                let lse_agrees = values(&lse).iter().all(|x| (x / f64::from(most) - 1.0).abs() < 1e-6);
+                assert!(context_agrees && lse_agrees, "{path}, {dtype:?}, bias {bias:?}: {context} {lse}");
+            }
+        }
+    }
+    Ok(())
+}

@@ -3,10 +3,11 @@
 use half::{bf16, f16};
 
 use super::on_every_tier;
-use crate::cpu::{Element, Job, Kernel, Vector, load_first, store_first};
+use crate::cpu::{Kernel, SimdTask, Vector};
+use crate::element::{Kernels, load_first, store_first};
 
 /// Numbers of 16 bits, as the `half` crate has them.
-trait Half: Element + std::fmt::Debug {
+trait Half: Kernels + std::fmt::Debug {
     fn of(bits: u16) -> Self;
     fn bits(self) -> u16;
     fn wide(self) -> f32;
@@ -42,14 +43,14 @@ fn around<E: Half>() -> impl Iterator<Item = f32> {
 
 struct Load<E>(std::marker::PhantomData<E>);
 
-impl<E: Half> Job for Load<E> {
+impl<E: Half> SimdTask for Load<E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let lanes = K::Vector::LANES;
         let all: Vec<E> = (0..=u16::MAX).map(E::of).collect();
         let mut got = vec![0f32; lanes];
         for chunk in all.chunks_exact(lanes) {
-            // SAFETY: the caller's promise; a chunk is a vector.
+            // SAFETY: the processor has the tier of K; a chunk is a vector.
             unsafe { E::load::<K::Vector>(chunk.as_ptr()).store(got.as_mut_ptr()) };
             for (got, element) in got.iter().zip(chunk) {
                 let expected = element.wide();
@@ -70,14 +71,14 @@ fn every_half_is_read_as_it_is() {
 
 struct Store<E>(std::marker::PhantomData<E>);
 
-impl<E: Half> Job for Store<E> {
+impl<E: Half> SimdTask for Store<E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let lanes = K::Vector::LANES;
         let all: Vec<f32> = around::<E>().collect();
         let mut got = vec![E::default(); lanes];
         for chunk in all.chunks_exact(lanes) {
-            // SAFETY: the caller's promise; a chunk is a vector.
+            // SAFETY: the processor has the tier of K; a chunk is a vector.
             unsafe { E::store(K::Vector::load(chunk.as_ptr()), got.as_mut_ptr()) };
             for (&got, &number) in got.iter().zip(chunk) {
                 let expected = E::from_f32(number);
@@ -98,7 +99,7 @@ fn numbers_are_rounded_to_the_nearest_half_and_ties_to_even() {
 
 struct Pairs;
 
-impl Job for Pairs {
+impl SimdTask for Pairs {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         if K::ELEMENTS != 2 {
@@ -109,7 +110,7 @@ impl Job for Pairs {
         let all: Vec<f32> = around::<bf16>().filter(|x| !x.is_subnormal()).collect();
         let mut words = vec![0f32; lanes];
         for (low, high) in all.chunks_exact(lanes).zip(all.chunks_exact(lanes).rev()) {
-            // SAFETY: the caller's promise; chunks and words are vectors.
+            // SAFETY: the processor has the tier of K; chunks and words are vectors.
             unsafe {
                 let [low, high] = [low, high].map(|chunk| K::Vector::load(chunk.as_ptr()));
                 K::store_pairs(low, high, words.as_mut_ptr());
@@ -135,14 +136,14 @@ fn pairs_hold_the_nearest_bf16_low_before_high() {
 
 struct First<E>(std::marker::PhantomData<E>);
 
-impl<E: Half> Job for First<E> {
+impl<E: Half> SimdTask for First<E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let lanes = K::Vector::LANES;
         let from: Vec<E> = (0..lanes).map(|lane| E::from_f32(lane as f32 + 1.0)).collect();
         for n in 0..=lanes {
             let (mut loaded, mut stored) = (vec![f32::NAN; lanes], vec![E::from_f32(-1.0); lanes]);
-            // SAFETY: the caller's promise; `n` elements are read and written.
+            // SAFETY: the processor has the tier of K; `n` elements are read and written.
             unsafe {
                 // A vector of its own, so that reading past it is not reading the rest.
                 let held: K::Vector = load_first(from[..n].to_vec().as_ptr(), n);

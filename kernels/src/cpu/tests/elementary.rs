@@ -1,7 +1,7 @@
 //! What one vector gives, lane by lane.
 
 use super::{Sequence, on_every_tier};
-use crate::cpu::{Job, Kernel, Vector, tanh};
+use crate::cpu::{Kernel, SimdTask, Vector, tanh};
 
 /// Numbers beside which mistakes hide.
 const SPECIAL: [f32; 12] = [
@@ -31,7 +31,7 @@ macro_rules! mapped {
         let mut to = from.to_vec();
         to.resize(from.len().next_multiple_of(lanes), 0.0);
         for chunk in to.chunks_exact_mut(lanes) {
-            // SAFETY: the caller's promise; a chunk is a vector.
+            // SAFETY: the processor has the tier of K; a chunk is a vector.
             unsafe {
                 let $x = <$V>::load(chunk.as_ptr());
                 $value.store(chunk.as_mut_ptr());
@@ -49,7 +49,7 @@ struct Exp2;
 const EXP2_ULP: f64 = 4.0;
 const EXP2_PART: f64 = 3e-7;
 
-impl Job for Exp2 {
+impl SimdTask for Exp2 {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         // Every so many f32 from -130 to 0 and from 0 to 127, and those about the middle between two integers.
@@ -92,7 +92,7 @@ fn powers_of_two_err_by_four_ulp_at_most() {
 
 struct Tanh;
 
-impl Job for Tanh {
+impl SimdTask for Tanh {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let mut sequence = Sequence(1);
@@ -116,14 +116,14 @@ fn hyperbolic_tangents_err_by_a_few_ulp() {
 
 struct Lanes;
 
-impl Job for Lanes {
+impl SimdTask for Lanes {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let lanes = K::Vector::LANES;
         // Each number stands beside each other one, in every lane.
         for (turn, &b) in SPECIAL.iter().enumerate() {
             let numbers: Vec<f32> = (0..lanes * SPECIAL.len()).map(|n| SPECIAL[(n + turn) % SPECIAL.len()]).collect();
-            // SAFETY: the caller's promise.
+            // SAFETY: the processor has the tier of K.
             let (other, one) = unsafe { (K::Vector::splat(b), K::Vector::splat(1.0)) };
             let check = |name: &str, got: Vec<f32>, expected: &dyn Fn(f32) -> f32| {
                 for (&a, &got) in numbers.iter().zip(&got) {
@@ -154,7 +154,7 @@ fn operations_go_lane_by_lane_through_infinities_and_nan() {
 
 struct Whole;
 
-impl Job for Whole {
+impl SimdTask for Whole {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let (lanes, mut sequence) = (K::Vector::LANES, Sequence(2));
@@ -163,7 +163,7 @@ impl Job for Whole {
         let (from_stride, to_stride) = (lanes + 3, lanes + 5);
         let from: Vec<f32> = (0..lanes * from_stride).map(|n| n as f32).collect();
         let mut to = vec![-1.0; lanes * to_stride];
-        // SAFETY: the caller's promise; both are squares of vectors.
+        // SAFETY: the processor has the tier of K; both are squares of vectors.
         unsafe {
             assert_eq!(K::Vector::load(numbers.as_ptr()).sum(), numbers.iter().sum::<f32>());
             K::Vector::transpose(from.as_ptr(), from_stride, to.as_mut_ptr(), to_stride);

@@ -3,7 +3,7 @@
 use half::bf16;
 
 use super::{Sequence, on_every_tier};
-use crate::cpu::{Job, Kernel, Product, Vector};
+use crate::cpu::{Kernel, Product, SimdTask, Vector, Words};
 
 /// A word of one or two elements.
 fn word<K: Kernel>(elements: [f32; 2]) -> f32 {
@@ -75,8 +75,8 @@ impl Case {
             vectors,
             factors: accumulates.then_some(factors.as_ptr()),
         };
-        // SAFETY: the caller's promise; the matrices have these sizes.
-        unsafe { K::multiply(&product) };
+        // SAFETY: the processor has the tier of K; the matrices have these sizes.
+        unsafe { K::multiply::<Words>(&product) };
         for row in 0..rows {
             for column in 0..panel {
                 let (got, old) = (f64::from(c[row * panel + column]), f64::from(before[row * panel + column]));
@@ -102,7 +102,7 @@ impl Case {
 /// Calls a function with products of every kind of size, A row by row, or group by group with gaps between them, and for
 /// words of one element also column by column, within groups and across them, and neither.
 fn cases<K: Kernel>(mut each: impl FnMut(Case)) {
-    let least = K::LEAST_ROWS;
+    let least = K::MIN_ROWS;
     let some = [K::ROWS, 2 * K::ROWS, 3 * K::ROWS, 5 * K::ROWS, least, 2 * least, 3 * least, K::ROWS + 7 * least];
     for rows in some {
         for depth in [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 31, 65].map(|n: usize| n.next_multiple_of(K::DEPTH)) {
@@ -125,11 +125,11 @@ fn cases<K: Kernel>(mut each: impl FnMut(Case)) {
 
 struct WholeNumbers;
 
-impl Job for WholeNumbers {
+impl SimdTask for WholeNumbers {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let mut sequence = Sequence(3);
-        // SAFETY: the caller's promise.
+        // SAFETY: the processor has the tier of K.
         cases::<K>(|case| unsafe { case.check::<K>(&mut || sequence.whole(9), 0.0) });
     }
 }
@@ -142,7 +142,7 @@ fn products_of_whole_numbers_are_exact() {
 
 struct Fractions;
 
-impl Job for Fractions {
+impl SimdTask for Fractions {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let mut sequence = Sequence(4);
@@ -150,7 +150,7 @@ impl Job for Fractions {
             // A rounding, of up to an ulp, for each product, for each sum and for the sums that were there.
             let roundings = 2 * case.depth * K::ELEMENTS + 2;
             let tolerance = roundings as f64 * f64::from(f32::EPSILON);
-            // SAFETY: the caller's promise.
+            // SAFETY: the processor has the tier of K.
             unsafe { case.check::<K>(&mut || sequence.fraction(), tolerance) };
         });
     }

@@ -1,7 +1,7 @@
 //! Few queries against many keys: a call that waits for memory, so keys and values are read once, in order, in place.
 //!
-//! Lanes run along D, and nothing is packed. One part of the keys goes through whole before the next step, since its
-//! scores fit beside it:
+//! Lanes run along D, and nothing is packed. One part of the keys goes through each step as a whole, since its scores fit
+//! the first cache:
 //!
 //! ```text
 //! scores  = keys · queries          (keys, R): R is the number of rows, up to a power of two
@@ -10,114 +10,164 @@
 //! context = weightsᵀ · values       (R, D_v)
 //! ```
 
-mod scores;
-mod values;
+mod products;
+mod softmax;
 
 use std::ops::Range;
 
-use crate::cpu::{Element, Job, Kernel, Scratch, Vector};
-use crate::flash::finish::normalise;
-use crate::flash::params::Problem;
-use scores::Part;
+use super::epilogue::normalise;
+use super::heuristics::{self, KV_SPLIT};
+use super::pack::has_non_finite_values;
+use super::problem::{Call, KvHead, Row, ScoreInputs};
+use crate::cpu::{Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, for_each_task};
+use crate::element::Kernels;
+use products::{AccumulateSeen, RowProducts};
+use softmax::RowSoftmax;
 
-/// The most rows that one part takes, and lanes of a vector.
-pub(super) const MOST_ROWS: usize = 8;
-const MOST_LANES: usize = 16;
+/// The most rows that are decoded; fewer than the lanes of a vector decide otherwise.
+pub(super) const MAX_ROWS: usize = 8;
 
-/// What a thread needs: queries (R, D) and scores (span, R).
-pub(super) struct DecodeScratch {
+/// Attention of up to [`MAX_ROWS`] rows for each key head: a task for each part of its keys. `None` where there is no memory
+/// for the parts' results.
+///
+/// # Safety
+/// The processor has the tier of K, whose words are f32.
+pub(super) unsafe fn run<K: Kernel, E: Kernels>(call: &Call<E>) -> Option<()> {
+    let dims = &call.inputs.dims;
+    let (heads, key_chunks) = (dims.b * dims.h_kv, dims.t_kv.div_ceil(KV_SPLIT).max(1));
+    // Of each part: contexts (R, D_v), maxima (R,) and sums (R,).
+    let words = MAX_ROWS * (dims.d_v + 2);
+    let mut partials = Scratch::try_zeros(&[heads, key_chunks, words])?;
+    let slots = SharedPtr(partials.as_mut_ptr());
+    let scratch = || DecodeScratch::new(dims.d, KV_SPLIT.min(dims.t_kv));
+    let workers = heuristics::workers(dims);
+    for_each_task(heads * key_chunks, workers, scratch, |scratch, task| {
+        let first = task % key_chunks * KV_SPLIT;
+        let keys = first..dims.t_kv.min(first + KV_SPLIT);
+        // SAFETY: the processor has the tier of K; the partial results are initialised, and each task writes one of its own.
+        unsafe {
+            let partial = slots.slice(task * words, words);
+            K::run_simd(Decode { call, scratch, kv: dims.kv_head(task / key_chunks), keys, partial });
+        }
+    });
+    let partials = partials.words();
+    for_each_task(
+        heads,
+        workers,
+        || (),
+        |(), head| {
+            let own = &partials[head * key_chunks * words..][..key_chunks * words];
+            merge(call, dims.kv_head(head), own.chunks_exact(words));
+        },
+    );
+    Some(())
+}
+
+/// What a thread needs: queries (R, D) and scores (keys, R).
+struct DecodeScratch {
     queries: Scratch,
     scores: Scratch,
 }
 
 impl DecodeScratch {
-    pub fn new(d: usize, span: usize) -> Self {
+    fn new(d: usize, keys: usize) -> Self {
         Self {
-            queries: Scratch::zeros(MOST_ROWS * d.next_multiple_of(MOST_LANES)),
-            scores: Scratch::zeros((span + MOST_LANES) * MOST_ROWS),
+            queries: Scratch::zeros(MAX_ROWS * d.next_multiple_of(MAX_LANES)),
+            scores: Scratch::zeros((keys + MAX_LANES) * MAX_ROWS),
         }
     }
 }
 
-/// The words of a part's result: contexts (R, D_v), maxima (R,) and sums (R,).
-pub(super) fn part_words(d_v: usize) -> usize {
-    MOST_ROWS * (d_v + 2)
-}
-
 /// The query rows of one key head against a part of its keys.
-pub(super) struct Decode<'a, 'b, E> {
-    pub problem: &'a Problem<'b, E>,
-    pub scratch: &'a mut DecodeScratch,
-    pub b: usize,
-    pub kv_head: usize,
-    pub keys: Range<usize>,
-    /// [`part_words`] words, all of which are written that matter.
-    pub part: &'a mut [f32],
+struct Decode<'a, 'b, E> {
+    call: &'a Call<'b, E>,
+    scratch: &'a mut DecodeScratch,
+    kv: KvHead,
+    keys: Range<usize>,
+    partial: &'a mut [f32],
 }
 
-impl<E: Element> Job for Decode<'_, '_, E> {
+impl<E: Kernels> SimdTask for Decode<'_, '_, E> {
     #[inline(always)]
-    unsafe fn run<K: Kernel>(mut self) {
-        // SAFETY: the caller's promise.
+    unsafe fn run<K: Kernel>(self) {
+        let seen = SeenRows::new(&self.call.inputs, self.kv, self.keys.clone());
+        // SAFETY: the processor has the tier of K; there are at most R rows.
         unsafe {
-            match self.problem.dims.rows() {
-                1 => self.rows::<K::Vector, 1>(),
-                2 => self.rows::<K::Vector, 2>(),
-                3 | 4 => self.rows::<K::Vector, 4>(),
-                _ => self.rows::<K::Vector, 8>(),
+            match seen.padded {
+                1 => self.rows::<K, 1>(&seen),
+                2 => self.rows::<K, 2>(&seen),
+                4 => self.rows::<K, 4>(&seen),
+                _ => self.rows::<K, 8>(&seen),
             }
         }
     }
 }
 
-impl<E: Element> Decode<'_, '_, E> {
-    /// # Safety
-    /// As [`Job`].
-    #[inline(always)]
-    unsafe fn rows<V: Vector, const R: usize>(&mut self) {
-        let Self { problem, b, kv_head, .. } = *self;
-        let rows = problem.dims.rows();
-        // Rows that pad a power of two do as the first.
-        let row = |r: usize| problem.row(kv_head, if r < rows { r } else { 0 });
-        let ranges: [Range<usize>; R] = std::array::from_fn(|r| {
-            let range = problem.range(b, row(r).query);
-            range.start.max(self.keys.start)..range.end.min(self.keys.end)
+/// The query rows of a key head, and what they see of some keys.
+struct SeenRows {
+    /// The number of rows, up to a power of two. Rows that pad it repeat the first.
+    padded: usize,
+    rows: [Row; MAX_ROWS],
+    ranges: [Range<usize>; MAX_ROWS],
+    /// The keys from the first to the last that some row sees.
+    keys: Range<usize>,
+}
+
+impl SeenRows {
+    fn new(inputs: &ScoreInputs, kv: KvHead, keys: Range<usize>) -> Self {
+        let count = inputs.dims.rows();
+        let rows = std::array::from_fn(|r| inputs.dims.row(kv, if r < count { r } else { 0 }));
+        let ranges: [Range<usize>; MAX_ROWS] = rows.map(|row| {
+            let range = inputs.range(row);
+            range.start.max(keys.start)..range.end.min(keys.end)
         });
-        let seen = ranges.iter().filter(|range| range.start < range.end);
+        let seen = ranges.iter().filter(|range| !range.is_empty());
         let first = seen.clone().map(|range| range.start).min().unwrap_or(0);
         let end = seen.map(|range| range.end).max().unwrap_or(0);
-        let (context, rest) = self.part.split_at_mut(R * problem.dims.d_v);
+        Self { padded: count.next_power_of_two(), rows, ranges, keys: first..end }
+    }
+}
+
+impl<E: Kernels> Decode<'_, '_, E> {
+    /// # Safety
+    /// As [`SimdTask::run`]; R is the padded number of rows.
+    #[inline(always)]
+    unsafe fn rows<K: Kernel, const R: usize>(self, seen: &SeenRows) {
+        let Self { call, kv, .. } = self;
+        let SeenRows { rows, ranges, keys, .. } = seen;
+        let (rows, ranges, keys) = (&rows[..R], &ranges[..R], keys.clone());
+        let (context, rest) = self.partial.split_at_mut(R * call.inputs.dims.d_v);
         let (max, sum) = rest[..2 * R].split_at_mut(R);
         context.fill(0.0);
         max.fill(f32::NEG_INFINITY);
         sum.fill(0.0);
-        if first >= end {
+        if keys.is_empty() {
             return;
         }
-        let part = Part::<E, R> { problem, b, kv_head, rows: std::array::from_fn(row), ranges, first, end };
+        let is_masked = call.inputs.options.keep.is_some() || ranges.iter().any(|range| *range != keys);
         let scores = self.scratch.scores.as_mut_ptr();
-        // SAFETY: the caller's promise; the scratch was made for these sizes.
+        let products = RowProducts::<E, R> { call, kv, rows, keys: keys.clone() };
+        // SAFETY: the processor has the tier of K; the scratch was made for these sizes.
         unsafe {
-            part.score::<V>(self.scratch.queries.as_mut_ptr(), scores);
-            part.change::<V>(scores);
-            part.hide(scores, V::LANES);
-            part.weigh::<V>(scores, max, sum);
-            if part.has_hidden() && part.has_non_finite_values::<V>() {
-                return part.mix_seen::<V>(scores, context);
+            products.scores::<K::Vector>(self.scratch.queries.as_mut_ptr(), scores);
+            K::run_simd(RowSoftmax { inputs: call.inputs, rows, ranges, keys: keys.clone(), scores, max, sum });
+            if is_masked && has_non_finite_values::<K, E>(call, kv, keys.clone()) {
+                K::run_simd(AccumulateSeen { call, kv, rows, ranges, keys, weights: scores, context });
+            } else {
+                products.accumulate::<K::Vector>(scores, context);
             }
-            part.mix::<V>(scores, context);
         }
     }
 }
 
-/// Puts the parts of one key head together, in order, and writes its rows.
-pub(super) fn finish<E: Element>(problem: &Problem<E>, (b, kv_head): (usize, usize), parts: &[f32]) {
-    let (rows, d_v) = (problem.dims.rows(), problem.dims.d_v);
-    let padded = rows.next_power_of_two();
-    let mut mixed = vec![0f32; d_v];
-    for r in 0..rows {
-        let row = problem.row(kv_head, r);
-        let parts = parts.chunks_exact(part_words(d_v)).map(|part| {
+/// Merges the parts of one key head, in order, and writes its rows.
+fn merge<'a, E: Kernels>(call: &Call<E>, kv: KvHead, parts: impl Iterator<Item = &'a [f32]> + Clone) {
+    let (dims, unit) = (&call.inputs.dims, call.inputs.options.exponent_unit());
+    let (d_v, padded) = (dims.d_v, dims.rows().next_power_of_two());
+    let mut sums = vec![0f32; d_v];
+    for r in 0..dims.rows() {
+        let row = dims.row(kv, r);
+        let parts = parts.clone().map(|part| {
             let (context, rest) = part.split_at(padded * d_v);
             (&context[r * d_v..(r + 1) * d_v], rest[r], rest[padded + r])
         });
@@ -125,20 +175,20 @@ pub(super) fn finish<E: Element>(problem: &Problem<E>, (b, kv_head): (usize, usi
         // Where no part has seen a key, the factors are of zeros.
         let shift = if most == f32::NEG_INFINITY { 0.0 } else { most };
         let mut total = 0.0;
-        mixed.fill(0.0);
+        sums.fill(0.0);
         for (context, max, sum) in parts {
-            let factor = (max - shift).exp2();
+            let factor = ((max - shift) * unit).exp2();
             total += sum * factor;
-            for (mixed, value) in mixed.iter_mut().zip(context) {
-                *mixed += value * factor;
+            for (sum, value) in sums.iter_mut().zip(context) {
+                *sum += value * factor;
             }
         }
-        // SAFETY: the row belongs to the problem, and this head's rows to this task.
+        // SAFETY: the row belongs to the call, and this head's rows to this task.
         unsafe {
-            let whole = normalise(problem, (b, row), most, total);
-            let to = problem.context_row(b, row);
-            for (d, &mixed) in mixed.iter().enumerate() {
-                *to.add(d) = E::from_f32(mixed * whole);
+            let whole = normalise(call, row, most, total);
+            let to = call.context_row(row);
+            for (d, &sum) in sums.iter().enumerate() {
+                to.add(d).write(E::from_f32(sum * whole));
             }
         }
     }

@@ -7,7 +7,7 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-use crate::cpu::kernel::{MulAdd, Product, rest};
+use crate::cpu::product::{MulAdd, Product, Words, remaining_rows};
 
 /// Eight rows by three vectors are 24 sums, which hide the latency of four multiply-adds a cycle; three or four words of
 /// A and one to three of B fill the other registers.
@@ -36,7 +36,7 @@ type Sums<const N: usize> = [[float32x4_t; ROWS]; N];
 pub(super) unsafe fn multiply<M: ByLane>(product: &Product) {
     let whole = product.rows / ROWS * ROWS;
     for row in (0..whole).step_by(ROWS) {
-        // SAFETY: the caller's promise; `row + ROWS` rows exist.
+        // SAFETY: as this function's contract; `row + ROWS` rows exist.
         unsafe {
             match product.vectors {
                 1 => tile::<M, 1>(product, row),
@@ -46,37 +46,41 @@ pub(super) unsafe fn multiply<M: ByLane>(product: &Product) {
         }
     }
     if whole < product.rows {
-        // SAFETY: the caller's promise.
-        unsafe { rest::<M, ROWS, VECTORS>(product) };
+        // SAFETY: as this function's contract.
+        unsafe { remaining_rows::<M, Words, ROWS, VECTORS>(product) };
     }
 }
 
+/// The eight rows from `row`, for N vectors of the panel.
+///
+/// # Safety
+/// As [`multiply`]; the rows exist.
 #[inline(always)]
 unsafe fn tile<M: ByLane, const N: usize>(product: &Product, row: usize) {
     let a_row = product.a_row;
-    // SAFETY: the caller's promise.
+    // SAFETY: as this function's contract.
     unsafe {
         let mut sums: Sums<N> = [[vdupq_n_f32(0.0); ROWS]; N];
         let (mut a, mut b) = (product.a.wrapping_add(row / ROWS * product.a_group), product.b);
         let mut left = product.depth;
         if a_row == 1 {
             while left > 0 {
-                eight_rows::<M, N>(&mut sums, (a, b));
+                eight_rows::<M, N>(&mut sums, a, b);
                 (a, b, left) = (a.wrapping_add(product.a_step), b.add(PANEL), left - 1);
             }
         } else if product.a_step == 1 {
             while left >= 4 {
-                four_steps::<M, N, 0>(&mut sums, (a, a_row), b);
+                four_steps::<M, N, 0>(&mut sums, a, a_row, b);
                 // Read again: what both halves share would not fit beside the sums, and the compiler would spill it.
                 let mut again = b;
                 asm!("/* {} */", inout(reg) again, options(pure, readonly, nostack, preserves_flags));
-                four_steps::<M, N, 4>(&mut sums, (a.add(4 * a_row), a_row), again);
+                four_steps::<M, N, 4>(&mut sums, a.add(4 * a_row), a_row, again);
                 (a, b, left) = (a.wrapping_add(4), b.add(4 * PANEL), left - 4);
             }
         }
         while left > 0 {
-            one_step::<M, N, 0>(&mut sums, (a, a_row), b);
-            one_step::<M, N, 4>(&mut sums, (a.add(4 * a_row), a_row), b);
+            one_step::<M, N, 0>(&mut sums, a, a_row, b);
+            one_step::<M, N, 4>(&mut sums, a.add(4 * a_row), a_row, b);
             (a, b, left) = (a.wrapping_add(product.a_step), b.add(PANEL), left - 1);
         }
         let c = product.c.add(row * PANEL);
@@ -97,8 +101,8 @@ unsafe fn tile<M: ByLane, const N: usize>(product: &Product, row: usize) {
 /// # Safety
 /// As [`multiply`].
 #[inline(always)]
-unsafe fn eight_rows<M: ByLane, const N: usize>(sums: &mut Sums<N>, (a, b): (*const f32, *const f32)) {
-    // SAFETY: the caller's promise.
+unsafe fn eight_rows<M: ByLane, const N: usize>(sums: &mut Sums<N>, a: *const f32, b: *const f32) {
+    // SAFETY: as this function's contract.
     unsafe {
         let (above, below) = (vld1q_f32(a), vld1q_f32(a.add(4)));
         for (n, sums) in sums.iter_mut().enumerate() {
@@ -122,10 +126,11 @@ unsafe fn eight_rows<M: ByLane, const N: usize>(sums: &mut Sums<N>, (a, b): (*co
 #[inline(always)]
 unsafe fn four_steps<M: ByLane, const N: usize, const FIRST: usize>(
     sums: &mut Sums<N>,
-    (a, a_row): (*const f32, usize),
+    a: *const f32,
+    a_row: usize,
     b: *const f32,
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: as this function's contract.
     unsafe {
         let words = [0, 1, 2, 3].map(|r| vld1q_f32(a.add(r * a_row)));
         step::<M, N, FIRST, 0>(sums, words, b);
@@ -142,16 +147,19 @@ unsafe fn four_steps<M: ByLane, const N: usize, const FIRST: usize>(
 #[inline(always)]
 unsafe fn one_step<M: ByLane, const N: usize, const FIRST: usize>(
     sums: &mut Sums<N>,
-    (a, a_row): (*const f32, usize),
+    a: *const f32,
+    a_row: usize,
     b: *const f32,
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: as this function's contract.
     unsafe {
         let words = [0, 1, 2, 3].map(|r| vld1q_dup_f32(a.add(r * a_row)));
         step::<M, N, FIRST, 0>(sums, words, b);
     }
 }
 
+/// One step of the depth for four rows, whose words are in the given lane.
+///
 /// # Safety
 /// As [`multiply`].
 #[inline(always)]
@@ -160,7 +168,7 @@ unsafe fn step<M: ByLane, const N: usize, const FIRST: usize, const LANE: i32>(
     words: [float32x4_t; 4],
     b: *const f32,
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: as this function's contract.
     unsafe {
         for (n, sums) in sums.iter_mut().enumerate() {
             let column = vld1q_f32(b.add(n * LANES));

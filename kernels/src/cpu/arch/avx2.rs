@@ -3,8 +3,9 @@
 use std::arch::asm;
 use std::arch::x86_64::*;
 
-use crate::cpu::kernel::{Job, Kernel, MulAdd, Narrow, Product, accumulate, multiply, multiply_columns};
-use crate::cpu::vector::{EXP2_LEAST, Vector, exp2_fraction};
+use crate::cpu::kernel::{Kernel, compiled_for};
+use crate::cpu::product::{Columns, MulAdd, Product, accumulate, multiply};
+use crate::cpu::vector::{EXP2_MIN, Vector, exp2_fraction, simd_fns};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(__m256);
@@ -15,7 +16,7 @@ pub(crate) struct Avx2(__m256);
 /// The processor has AVX2.
 #[inline(always)]
 unsafe fn bf16_words(x: __m256) -> __m256i {
-    // SAFETY: the caller's promise.
+    // SAFETY: the processor has AVX2, by this function's contract.
     unsafe {
         let bits = _mm256_castps_si256(x);
         let odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -30,119 +31,45 @@ impl Vector for Avx2 {
     const LANES: usize = 8;
     type Mask = __m256;
 
-    #[inline(always)]
-    unsafe fn splat(x: f32) -> Self {
-        // SAFETY: the caller's promise, as in every method here.
-        unsafe { Self(_mm256_set1_ps(x)) }
-    }
-    #[inline(always)]
-    unsafe fn load(from: *const f32) -> Self {
-        // SAFETY: see `splat`.
-        unsafe { Self(_mm256_loadu_ps(from)) }
-    }
-    #[inline(always)]
-    unsafe fn store(self, to: *mut f32) {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_storeu_ps(to, self.0) }
-    }
-    #[inline(always)]
-    unsafe fn load_bf16(from: *const u16) -> Self {
-        // SAFETY: see `splat`.
-        unsafe {
+    simd_fns! {
+        fn splat(x: f32) -> Self { Self(_mm256_set1_ps(x)) }
+        fn load(from: *const f32) -> Self { Self(_mm256_loadu_ps(from)) }
+        fn store(self, to: *mut f32) { _mm256_storeu_ps(to, self.0) }
+        fn load_bf16(from: *const u16) -> Self {
             let words = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
             Self(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)))
         }
-    }
-    #[inline(always)]
-    unsafe fn load_pairs(from: *const f32) -> (Self, Self) {
-        // SAFETY: see `splat`.
-        unsafe {
+        fn load_pairs(from: *const f32) -> (Self, Self) {
             let words = _mm256_loadu_si256(from.cast());
             let upper = _mm256_and_si256(words, _mm256_set1_epi32(0xffff_0000_u32 as i32));
             (Self(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16))), Self(_mm256_castsi256_ps(upper)))
         }
-    }
-    #[inline(always)]
-    unsafe fn load_f16(from: *const u16) -> Self {
-        // SAFETY: see `splat`.
-        unsafe { Self(_mm256_cvtph_ps(_mm_loadu_si128(from.cast()))) }
-    }
-    #[inline(always)]
-    unsafe fn store_bf16(self, to: *mut u16) {
-        // SAFETY: see `splat`.
-        unsafe {
+        fn load_f16(from: *const u16) -> Self { Self(_mm256_cvtph_ps(_mm_loadu_si128(from.cast()))) }
+        fn store_bf16(self, to: *mut u16) {
             let words = bf16_words(self.0);
             let packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0b1000);
             _mm_storeu_si128(to.cast(), _mm256_castsi256_si128(packed));
         }
-    }
-    #[inline(always)]
-    unsafe fn store_f16(self, to: *mut u16) {
-        // SAFETY: see `splat`.
-        unsafe { _mm_storeu_si128(to.cast(), _mm256_cvtps_ph(self.0, _MM_FROUND_TO_NEAREST_INT)) }
-    }
+        fn store_f16(self, to: *mut u16) { _mm_storeu_si128(to.cast(), _mm256_cvtps_ph(self.0, _MM_FROUND_TO_NEAREST_INT)) }
 
-    #[inline(always)]
-    unsafe fn add(self, other: Self) -> Self {
-        // SAFETY: see `splat`.
-        unsafe { Self(_mm256_add_ps(self.0, other.0)) }
-    }
-    #[inline(always)]
-    unsafe fn sub(self, other: Self) -> Self {
-        // SAFETY: see `splat`.
-        unsafe { Self(_mm256_sub_ps(self.0, other.0)) }
-    }
-    #[inline(always)]
-    unsafe fn mul(self, other: Self) -> Self {
-        // SAFETY: see `splat`.
-        unsafe { Self(_mm256_mul_ps(self.0, other.0)) }
-    }
-    #[inline(always)]
-    unsafe fn div(self, other: Self) -> Self {
-        // SAFETY: see `splat`.
-        unsafe { Self(_mm256_div_ps(self.0, other.0)) }
-    }
-    #[inline(always)]
-    unsafe fn mul_add(self, factor: Self, addend: Self) -> Self {
-        // SAFETY: see `splat`.
-        unsafe { Self(_mm256_fmadd_ps(self.0, factor.0, addend.0)) }
-    }
-    #[inline(always)]
-    unsafe fn max(self, other: Self) -> Self {
-        // SAFETY: see `splat`.
-        unsafe { Self(_mm256_max_ps(self.0, other.0)) }
-    }
-    #[inline(always)]
-    unsafe fn abs(self) -> Self {
-        // SAFETY: see `splat`.
-        unsafe { Self(_mm256_andnot_ps(_mm256_set1_ps(-0.0), self.0)) }
-    }
-    #[inline(always)]
-    unsafe fn less_than(self, other: Self) -> Self::Mask {
-        // SAFETY: see `splat`.
-        unsafe { _mm256_cmp_ps(self.0, other.0, _CMP_LT_OQ) }
-    }
-    #[inline(always)]
-    unsafe fn select(mask: Self::Mask, yes: Self, no: Self) -> Self {
-        // SAFETY: see `splat`.
-        unsafe { Self(_mm256_blendv_ps(no.0, yes.0, mask)) }
-    }
-    #[inline(always)]
-    unsafe fn sum(self) -> f32 {
-        // SAFETY: see `splat`.
-        unsafe {
+        fn add(self, other: Self) -> Self { Self(_mm256_add_ps(self.0, other.0)) }
+        fn sub(self, other: Self) -> Self { Self(_mm256_sub_ps(self.0, other.0)) }
+        fn mul(self, other: Self) -> Self { Self(_mm256_mul_ps(self.0, other.0)) }
+        fn div(self, other: Self) -> Self { Self(_mm256_div_ps(self.0, other.0)) }
+        fn mul_add(self, factor: Self, addend: Self) -> Self { Self(_mm256_fmadd_ps(self.0, factor.0, addend.0)) }
+        fn max(self, other: Self) -> Self { Self(_mm256_max_ps(self.0, other.0)) }
+        fn abs(self) -> Self { Self(_mm256_andnot_ps(_mm256_set1_ps(-0.0), self.0)) }
+        fn less_than(self, other: Self) -> Self::Mask { _mm256_cmp_ps(self.0, other.0, _CMP_LT_OQ) }
+        fn select(mask: Self::Mask, yes: Self, no: Self) -> Self { Self(_mm256_blendv_ps(no.0, yes.0, mask)) }
+        fn sum(self) -> f32 {
             let four = _mm_add_ps(_mm256_castps256_ps128(self.0), _mm256_extractf128_ps(self.0, 1));
             let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
             _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
         }
-    }
-    #[inline(always)]
-    unsafe fn exp2(self) -> Self {
-        // SAFETY: see `splat`.
-        unsafe {
+        fn exp2(self) -> Self {
             // Adding 1.5 · 2^23 rounds to an integer, which then stands in the lowest bits.
             let round = _mm256_set1_ps(12_582_912.0);
-            let least = _mm256_set1_ps(EXP2_LEAST);
+            let least = _mm256_set1_ps(EXP2_MIN);
             let shifted = _mm256_add_ps(_mm256_max_ps(least, self.0), round);
             let f = _mm256_sub_ps(self.0, _mm256_sub_ps(shifted, round));
             let power = _mm256_castps_si256(exp2_fraction(Self(f)).0);
@@ -150,16 +77,8 @@ impl Vector for Avx2 {
             let vanishes = _mm256_cmp_ps(self.0, least, _CMP_LT_OQ);
             Self(_mm256_andnot_ps(vanishes, _mm256_castsi256_ps(scaled)))
         }
-    }
-    #[inline(always)]
-    unsafe fn prefetch(at: *const u8) {
-        // SAFETY: see `splat`; a prefetch of an address that is not valid does nothing.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
-    }
-    #[inline(always)]
-    unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
-        // SAFETY: see `splat`.
-        unsafe {
+        fn prefetch(at: *const u8) { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+        fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
             let row = |r: usize| _mm256_loadu_ps(from.add(r * from_stride));
             let mut pairs = [_mm256_setzero_ps(); 8];
             for i in 0..4 {
@@ -183,25 +102,28 @@ impl Vector for Avx2 {
     }
 }
 
-impl MulAdd for Avx2 {
-    type Vector = Self;
+/// Multiply-adds of f32, with the whole tile in assembly.
+struct Fma;
+
+impl MulAdd for Fma {
+    type Vector = Avx2;
 
     #[inline(always)]
-    unsafe fn mul_add(sum: Self, a: Self, b: Self) -> Self {
-        // SAFETY: the caller's promise.
-        unsafe { Vector::mul_add(a, b, sum) }
+    unsafe fn mul_add(sum: Avx2, a: Avx2, b: Avx2) -> Avx2 {
+        // SAFETY: the processor has the tier, by the contract of `MulAdd`.
+        unsafe { a.mul_add(b, sum) }
     }
 
     #[inline(always)]
-    unsafe fn accumulate<B: Narrow, const R: usize, const N: usize>(
-        sums: &mut [[Self; N]; R],
+    unsafe fn accumulate<B: Columns, const R: usize, const N: usize>(
+        sums: &mut [[Avx2; N]; R],
         product: &Product,
         a: *const f32,
         panel: usize,
     ) {
-        // SAFETY: the caller's promise.
+        // SAFETY: as this method's contract; the assembly takes twelve sums and a depth of one at least.
         unsafe {
-            if B::IS_WIDE && (R, N) == (4, 3) && product.depth > 0 {
+            if B::IS_WORDS && (R, N) == (4, 3) && product.depth > 0 {
                 return four_rows_by_three(sums.as_flattened_mut(), product, a);
             }
             accumulate::<Self, B, R, N>(sums, product, a, panel);
@@ -218,7 +140,8 @@ impl MulAdd for Avx2 {
 #[target_feature(enable = "avx2,fma")]
 unsafe fn four_rows_by_three(sums: &mut [Avx2], product: &Product, a: *const f32) {
     let row = 4 * product.a_row;
-    // SAFETY: the caller's promise; the loop reads `depth` steps.
+    // SAFETY: the loop reads `depth` steps of four rows of A and of three vectors of B, which are valid by this function's
+    // contract.
     unsafe {
         asm!(
             "2:",
@@ -274,43 +197,14 @@ unsafe fn four_rows_by_three(sums: &mut [Avx2], product: &Product, a: *const f32
 
 impl Kernel for Avx2 {
     type Vector = Self;
+    type F32 = Self;
+    type Tiles = ();
     const ELEMENTS: usize = 1;
     const ROWS: usize = 4;
-    const DEPTH: usize = 1;
     // Twelve sums, three columns and a broadcast word are all sixteen registers.
     const VECTORS: usize = 3;
 
-    unsafe fn store_pairs(_: Self::Vector, _: Self::Vector, _: *mut f32) {
-        unreachable!("a word of this tier is one element")
-    }
+    unsafe fn configure_tiles() {}
 
-    unsafe fn vectorize(job: impl Job) {
-        #[target_feature(enable = "avx2,fma,f16c")]
-        unsafe fn compiled(job: impl Job) {
-            // SAFETY: the caller's promise.
-            unsafe { job.run::<Avx2>() }
-        }
-        // SAFETY: the caller's promise.
-        unsafe { compiled(job) }
-    }
-
-    unsafe fn multiply(product: &Product) {
-        #[target_feature(enable = "avx2,fma")]
-        unsafe fn compiled(product: &Product) {
-            // SAFETY: the caller's promise.
-            unsafe { multiply::<Avx2, 4, 3>(product) }
-        }
-        // SAFETY: the caller's promise.
-        unsafe { compiled(product) }
-    }
-
-    unsafe fn multiply_narrow<B: Narrow>(product: &Product) {
-        #[target_feature(enable = "avx2,fma,f16c")]
-        unsafe fn compiled<B: Narrow>(product: &Product) {
-            // SAFETY: the caller's promise.
-            unsafe { multiply_columns::<Avx2, B, 4, 3>(product) }
-        }
-        // SAFETY: the caller's promise.
-        unsafe { compiled::<B>(product) }
-    }
+    compiled_for!("avx2,fma,f16c", |product, B| multiply::<Fma, B, 4, 3>(product));
 }

@@ -6,9 +6,9 @@
 use std::arch::asm;
 use std::sync::OnceLock;
 
-use super::avx512::Avx512;
-use super::avx512bf16;
-use crate::cpu::kernel::{Job, Kernel, Narrow, Product};
+use super::avx512::{self, Avx512};
+use crate::cpu::kernel::{Kernel, compiled_for};
+use crate::cpu::product::Product;
 use crate::cpu::vector::Vector;
 
 pub(crate) struct Amx;
@@ -77,13 +77,13 @@ static WHOLE_TILES: TileConfig = TileConfig {
 };
 
 /// Configures the tiles for as long as it lives.
-struct Tiles;
+pub(crate) struct Tiles;
 
 impl Tiles {
     /// # Safety
     /// AMX was granted.
     unsafe fn configure() -> Self {
-        // SAFETY: the caller's promise; the configuration is 64 bytes.
+        // SAFETY: AMX was granted, by this function's contract, and the configuration is 64 bytes.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const WHOLE_TILES, options(nostack, readonly)) };
         Self
     }
@@ -114,9 +114,9 @@ macro_rules! tile {
 /// C (32 rows by 32 columns) in tiles 0 to 3, A in 4 and 5, B in 6 and 7.
 ///
 /// # Safety
-/// As [`Kernel`], with the tiles configured.
+/// As [`Kernel::multiply`].
 unsafe fn block_32_by_32(product: &Product, row: usize) {
-    // SAFETY: the caller's promise; depth is a multiple of 16 words.
+    // SAFETY: the tiles are configured and the pointers valid; depth is a multiple of 16 words.
     unsafe {
         let c = product.c.add(row * PANEL);
         let (c01, c10, c11) = (c.add(TILE), c.add(TILE * PANEL), c.add(TILE * PANEL + TILE));
@@ -153,9 +153,9 @@ unsafe fn block_32_by_32(product: &Product, row: usize) {
 /// C (16 rows by 16 columns) in tile 0.
 ///
 /// # Safety
-/// As [`Kernel`], with the tiles configured.
+/// As [`Kernel::multiply`].
 unsafe fn block_16_by_16(product: &Product, row: usize, column: usize) {
-    // SAFETY: the caller's promise; depth is a multiple of 16 words.
+    // SAFETY: the tiles are configured and the pointers valid; depth is a multiple of 16 words.
     unsafe {
         let c = product.c.add(row * PANEL + column);
         if product.factors.is_some() {
@@ -173,10 +173,10 @@ unsafe fn block_16_by_16(product: &Product, row: usize, column: usize) {
 }
 
 /// # Safety
-/// As [`Kernel`], with the tiles configured.
+/// As [`Kernel::multiply`].
 #[target_feature(enable = "avx512f")]
 unsafe fn multiply(product: &Product) {
-    // SAFETY: the caller's promise.
+    // SAFETY: as this function's contract; rows are a multiple of a tile's, and the factors are a panel.
     unsafe {
         if let Some(factors) = product.factors {
             scale_columns(product, factors);
@@ -200,10 +200,10 @@ unsafe fn multiply(product: &Product) {
 /// `C · factors`, unless all factors are 1: tiles cannot be scaled.
 ///
 /// # Safety
-/// As [`Kernel`].
+/// As [`Kernel::multiply`]; the factors are those of the product.
 #[inline(always)]
 unsafe fn scale_columns(product: &Product, factors: *const f32) {
-    // SAFETY: the caller's promise.
+    // SAFETY: C has `rows` rows of a panel, and the factors a panel.
     unsafe {
         if (0..product.vectors * TILE).all(|column| *factors.add(column) == 1.0) {
             return;
@@ -220,38 +220,28 @@ unsafe fn scale_columns(product: &Product, factors: *const f32) {
 
 impl Kernel for Amx {
     type Vector = Avx512;
+    type F32 = Avx512;
+    type Tiles = Tiles;
     const ELEMENTS: usize = 2;
     const ROWS: usize = TILE;
-    const LEAST_ROWS: usize = TILE;
+    const MIN_ROWS: usize = TILE;
     const DEPTH: usize = TILE;
     const VECTORS: usize = 2;
     const BLOCK: usize = 256;
 
     #[inline(always)]
     unsafe fn store_pairs(low: Avx512, high: Avx512, to: *mut f32) {
-        // SAFETY: the caller's promise.
-        unsafe { avx512bf16::store_pairs(low, high, to) }
+        // SAFETY: as this method's contract; the tier includes AVX-512 with BF16.
+        unsafe { avx512::store_pairs(low, high, to) }
     }
 
-    unsafe fn vectorize(job: impl Job) {
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
-        unsafe fn compiled(job: impl Job) {
-            // SAFETY: the caller's promise.
-            unsafe {
-                let _tiles = Tiles::configure();
-                job.run::<Amx>();
-            }
-        }
-        // SAFETY: the caller's promise.
-        unsafe { compiled(job) }
+    unsafe fn configure_tiles() -> Tiles {
+        // SAFETY: the processor has the tier, which includes that AMX was granted.
+        unsafe { Tiles::configure() }
     }
 
-    unsafe fn multiply(product: &Product) {
-        // SAFETY: the caller's promise; `vectorize` configured the tiles.
-        unsafe { multiply(product) }
-    }
-
-    unsafe fn multiply_narrow<B: Narrow>(_: &Product) {
-        unreachable!("a word of this tier is two elements")
-    }
+    compiled_for!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c", |product, B| {
+        assert!(B::IS_WORDS, "columns of this kernel are pairs of bf16");
+        multiply(product)
+    });
 }

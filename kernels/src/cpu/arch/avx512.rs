@@ -1,0 +1,186 @@
+//! AVX-512: thirty-two registers of sixteen f32, and its bf16 dot products, which multiply a word of two elements and add in
+//! one instruction.
+
+use std::arch::x86_64::*;
+
+use crate::cpu::kernel::{Kernel, compiled_for};
+use crate::cpu::product::{MulAdd, Words, multiply};
+use crate::cpu::vector::{EXP2_MIN, Vector, exp2_fraction, simd_fns};
+
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512(__m512);
+
+/// Sixteen bf16 of sixteen f32, in the lower half of each 32-bit lane: rounded to nearest even, NaN kept a NaN.
+///
+/// # Safety
+/// The processor has AVX-512.
+#[inline(always)]
+unsafe fn bf16_words(x: __m512) -> __m512i {
+    // SAFETY: the processor has AVX-512, by this function's contract.
+    unsafe {
+        let bits = _mm512_castps_si512(x);
+        let odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+        let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
+        let is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+        _mm512_srli_epi32(_mm512_mask_blend_epi32(is_nan, rounded, quiet), 16)
+    }
+}
+
+impl Vector for Avx512 {
+    const LANES: usize = 16;
+    type Mask = __mmask16;
+
+    simd_fns! {
+        fn splat(x: f32) -> Self { Self(_mm512_set1_ps(x)) }
+        fn load(from: *const f32) -> Self { Self(_mm512_loadu_ps(from)) }
+        fn store(self, to: *mut f32) { _mm512_storeu_ps(to, self.0) }
+        fn load_bf16(from: *const u16) -> Self {
+            let words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+            Self(_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)))
+        }
+        fn load_pairs(from: *const f32) -> (Self, Self) {
+            let words = _mm512_loadu_si512(from.cast());
+            let upper = _mm512_and_si512(words, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+            (Self(_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))), Self(_mm512_castsi512_ps(upper)))
+        }
+        fn load_f16(from: *const u16) -> Self { Self(_mm512_cvtph_ps(_mm256_loadu_si256(from.cast()))) }
+        fn store_bf16(self, to: *mut u16) { _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(bf16_words(self.0))) }
+        fn store_f16(self, to: *mut u16) {
+            _mm256_storeu_si256(to.cast(), _mm512_cvtps_ph(self.0, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+        }
+
+        fn add(self, other: Self) -> Self { Self(_mm512_add_ps(self.0, other.0)) }
+        fn sub(self, other: Self) -> Self { Self(_mm512_sub_ps(self.0, other.0)) }
+        fn mul(self, other: Self) -> Self { Self(_mm512_mul_ps(self.0, other.0)) }
+        fn div(self, other: Self) -> Self { Self(_mm512_div_ps(self.0, other.0)) }
+        fn mul_add(self, factor: Self, addend: Self) -> Self { Self(_mm512_fmadd_ps(self.0, factor.0, addend.0)) }
+        fn max(self, other: Self) -> Self { Self(_mm512_max_ps(self.0, other.0)) }
+        fn abs(self) -> Self { Self(_mm512_abs_ps(self.0)) }
+        fn less_than(self, other: Self) -> Self::Mask { _mm512_cmp_ps_mask(self.0, other.0, _CMP_LT_OQ) }
+        fn select(mask: Self::Mask, yes: Self, no: Self) -> Self { Self(_mm512_mask_blend_ps(mask, no.0, yes.0)) }
+        fn sum(self) -> f32 { _mm512_reduce_add_ps(self.0) }
+        fn exp2(self) -> Self {
+            // `vreduceps` leaves what is beyond the nearest integer, 0 for infinities, and `vscalefps` multiplies by the
+            // power of two: of ten instructions none builds an exponent by hand.
+            let f = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEAREST_INT }>(self.0);
+            let n = _mm512_sub_ps(self.0, f);
+            let stays = _mm512_cmp_ps_mask(self.0, _mm512_set1_ps(EXP2_MIN), _CMP_NLT_UQ);
+            Self(_mm512_maskz_scalef_ps(stays, exp2_fraction(Self(f)).0, n))
+        }
+        fn prefetch(at: *const u8) { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+        fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
+            // Rows r and r + 1, then r and r + 2, trade within 128-bit quarters; then quarters trade places.
+            let row = |r: usize| _mm512_loadu_ps(from.add(r * from_stride));
+            let mut pairs = [_mm512_setzero_ps(); 16];
+            for i in 0..8 {
+                let (a, b) = (row(2 * i), row(2 * i + 1));
+                (pairs[2 * i], pairs[2 * i + 1]) = (_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            }
+            // fours[4 q + c] holds column c of each quarter for rows 4 q to 4 q + 3.
+            let mut fours = [_mm512_setzero_ps(); 16];
+            for q in 0..4 {
+                for i in 0..2 {
+                    let (a, b) = (pairs[4 * q + i], pairs[4 * q + 2 + i]);
+                    fours[4 * q + 2 * i] = _mm512_shuffle_ps(a, b, 0b01_00_01_00);
+                    fours[4 * q + 2 * i + 1] = _mm512_shuffle_ps(a, b, 0b11_10_11_10);
+                }
+            }
+            for c in 0..4 {
+                let even = _mm512_shuffle_f32x4(fours[c], fours[4 + c], 0b10_00_10_00);
+                let odd = _mm512_shuffle_f32x4(fours[c], fours[4 + c], 0b11_01_11_01);
+                let even_below = _mm512_shuffle_f32x4(fours[8 + c], fours[12 + c], 0b10_00_10_00);
+                let odd_below = _mm512_shuffle_f32x4(fours[8 + c], fours[12 + c], 0b11_01_11_01);
+                let store = |column: usize, a, b, order: bool| {
+                    let whole = if order {
+                        _mm512_shuffle_f32x4(a, b, 0b11_01_11_01)
+                    } else {
+                        _mm512_shuffle_f32x4(a, b, 0b10_00_10_00)
+                    };
+                    _mm512_storeu_ps(to.add(column * to_stride), whole);
+                };
+                store(c, even, even_below, false);
+                store(4 + c, odd, odd_below, false);
+                store(8 + c, even, even_below, true);
+                store(12 + c, odd, odd_below, true);
+            }
+        }
+    }
+}
+
+impl Kernel for Avx512 {
+    type Vector = Self;
+    type F32 = Self;
+    type Tiles = ();
+    const ELEMENTS: usize = 1;
+    const ROWS: usize = 8;
+    const VECTORS: usize = 3;
+
+    unsafe fn configure_tiles() {}
+
+    compiled_for!("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", |product, B| multiply::<Avx512, B, 8, 3>(
+        product
+    ));
+}
+
+/// The kernel for pairs of bf16.
+pub(crate) struct Avx512Bf16;
+
+impl MulAdd for Avx512Bf16 {
+    type Vector = Avx512;
+
+    #[inline(always)]
+    unsafe fn mul_add(sum: Avx512, a: Avx512, b: Avx512) -> Avx512 {
+        // SAFETY: the processor has the tier; both types are 512 bits of any content.
+        unsafe {
+            let pairs = |words: Avx512| std::mem::transmute::<__m512, __m512bh>(words.0);
+            Avx512(_mm512_dpbf16_ps(sum.0, pairs(a), pairs(b)))
+        }
+    }
+}
+
+/// [`Kernel::store_pairs`], by AVX-512 with BW and BF16.
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+pub(super) unsafe fn store_pairs(low: Avx512, high: Avx512, to: *mut f32) {
+    const INTERLEAVE: [u16; 32] = {
+        let mut order = [0; 32];
+        let mut i = 0;
+        while i < 16 {
+            (order[2 * i], order[2 * i + 1]) = (i as u16, 16 + i as u16);
+            i += 1;
+        }
+        order
+    };
+    // SAFETY: the processor has the instructions and `to` takes 16 words, by this function's contract; both types of the
+    // transmutation are 512 bits of any content.
+    unsafe {
+        let concatenated = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high.0, low.0));
+        let order = _mm512_loadu_si512(INTERLEAVE.as_ptr().cast());
+        _mm512_storeu_si512(to.cast(), _mm512_permutexvar_epi16(order, concatenated));
+    }
+}
+
+impl Kernel for Avx512Bf16 {
+    type Vector = Avx512;
+    type F32 = Avx512;
+    type Tiles = ();
+    const ELEMENTS: usize = 2;
+    const ROWS: usize = 8;
+    const VECTORS: usize = 3;
+
+    #[inline(always)]
+    unsafe fn store_pairs(low: Avx512, high: Avx512, to: *mut f32) {
+        // SAFETY: as this method's contract.
+        unsafe { store_pairs(low, high, to) }
+    }
+
+    unsafe fn configure_tiles() {}
+
+    compiled_for!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c", |product, B| {
+        assert!(B::IS_WORDS, "columns of this kernel are pairs of bf16");
+        multiply::<Avx512Bf16, Words, 8, 3>(product)
+    });
+}

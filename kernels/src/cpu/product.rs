@@ -1,0 +1,266 @@
+//! The matrix product that both halves of attention and every projection consist of.
+
+use super::vector::Vector;
+
+/// One product over a panel of columns. Strides and sizes count 32-bit words.
+///
+/// A is (rows, depth) in groups of [`ROWS`](super::Kernel::ROWS) rows, the last of which may be short: row r of group g
+/// begins at `a + g · a_group + r · a_row`, and its depth follows at steps of `a_step`. B is (depth, panel) and C (rows,
+/// panel), both contiguous.
+pub struct Product {
+    pub a: *const f32,
+    pub a_group: usize,
+    pub a_row: usize,
+    pub a_step: usize,
+    pub b: *const f32,
+    pub c: *mut f32,
+    pub rows: usize,
+    pub depth: usize,
+    /// The vectors of the panel that are computed; the columns beyond are left as they are.
+    pub vectors: usize,
+    /// A factor for each column of what C held, or nothing if C is to be overwritten.
+    pub factors: Option<*const f32>,
+}
+
+/// The most columns that a panel of any kernel has.
+pub(crate) const MAX_COLUMNS: usize = 64;
+
+/// How the columns of B are stored. `Product::b` points to them.
+pub trait Columns {
+    /// The steps of depth that are stored together; the depth of a product is a multiple.
+    const STEPS: usize = 1;
+    /// Whether the columns are words that are multiplied as they are.
+    const IS_WORDS: bool = false;
+
+    /// The vectors of `STEPS` steps that begin at a column.
+    ///
+    /// # Safety
+    /// As [`Vector::load`], for `STEPS` vectors.
+    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> [V; 2];
+
+    /// The address `STEPS` steps on, in a panel of so many columns.
+    fn next(b: *const f32, panel: usize) -> *const f32 {
+        b.wrapping_add(panel)
+    }
+}
+
+/// Words as the kernel multiplies them.
+pub(crate) struct Words;
+
+impl Columns for Words {
+    const IS_WORDS: bool = true;
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> [V; 2] {
+        // SAFETY: the panel holds a vector of words from this column on.
+        unsafe { [V::load(b.add(column)); 2] }
+    }
+}
+
+/// Pairs of bf16 of neighbouring steps.
+pub(crate) struct Bf16Pairs;
+
+impl Columns for Bf16Pairs {
+    const STEPS: usize = 2;
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> [V; 2] {
+        // SAFETY: the panel holds a vector of pairs from this column on.
+        unsafe { V::load_pairs(b.add(column)).into() }
+    }
+}
+
+/// Rows of f16.
+pub(crate) struct F16Rows;
+
+impl Columns for F16Rows {
+    #[inline(always)]
+    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> [V; 2] {
+        // SAFETY: the panel holds a vector of f16 from this column on.
+        unsafe { [V::load_f16(b.cast::<u16>().add(column)); 2] }
+    }
+
+    #[inline(always)]
+    fn next(b: *const f32, panel: usize) -> *const f32 {
+        b.cast::<u16>().wrapping_add(panel).cast()
+    }
+}
+
+/// How a tier multiplies two words and adds.
+pub(crate) trait MulAdd {
+    type Vector: Vector;
+
+    /// `sum + a · b`, over both elements of a word where there are two.
+    ///
+    /// # Safety
+    /// The processor has the tier.
+    unsafe fn mul_add(sum: Self::Vector, a: Self::Vector, b: Self::Vector) -> Self::Vector;
+
+    /// Adds the products of `R` rows, whose first word is at `a`, with the columns of B to `sums`. A tier writes its own
+    /// where the compiler keeps the sums elsewhere than in registers.
+    ///
+    /// # Safety
+    /// The processor has the tier, and the product's pointers are valid for R rows from `a` on.
+    #[inline(always)]
+    unsafe fn accumulate<B: Columns, const R: usize, const N: usize>(
+        sums: &mut [[Self::Vector; N]; R],
+        product: &Product,
+        a: *const f32,
+        panel: usize,
+    ) {
+        // SAFETY: as this method's contract.
+        unsafe { accumulate::<Self, B, R, N>(sums, product, a, panel) }
+    }
+}
+
+/// Vectors of f32 multiply and add by themselves.
+impl<V: Vector> MulAdd for V {
+    type Vector = V;
+
+    #[inline(always)]
+    unsafe fn mul_add(sum: V, a: V, b: V) -> V {
+        // SAFETY: the processor has the tier, by the contract of `MulAdd`.
+        unsafe { Vector::mul_add(a, b, sum) }
+    }
+}
+
+/// From so many rows on, a step of the depth takes longer than its columns take from memory, and the processor's own
+/// prefetching falls behind: prefetching narrow columns made eight rows of f16 1.35 times as fast on a Zen 4, and one row from
+/// the cache slower by a tenth (`cargo bench --bench linear -- --engines ours --dtype f16`).
+const PREFETCH_MIN_ROWS: usize = 4;
+
+/// How many bytes ahead columns are prefetched; 4 to 12 KB are alike.
+const PREFETCH_BYTES: usize = 6 << 10;
+
+/// [`MulAdd::accumulate`] in plain loops.
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+pub(crate) unsafe fn accumulate<M: MulAdd + ?Sized, B: Columns, const R: usize, const N: usize>(
+    sums: &mut [[M::Vector; N]; R],
+    product: &Product,
+    mut a: *const f32,
+    panel: usize,
+) {
+    let mut b = product.b;
+    for _ in 0..product.depth / B::STEPS {
+        let next = B::next(b, panel);
+        // SAFETY: the processor has the tier; A has R rows of `depth` words from `a` on, and B as many rows of N vectors.
+        unsafe {
+            if !B::IS_WORDS && R >= PREFETCH_MIN_ROWS {
+                for line in (0..next.addr() - b.addr()).step_by(64) {
+                    M::Vector::prefetch(b.cast::<u8>().wrapping_add(PREFETCH_BYTES + line));
+                }
+            }
+            let mut columns = [[M::Vector::splat(0.0); 2]; N];
+            for (n, column) in columns.iter_mut().enumerate() {
+                *column = B::load(b, n * M::Vector::LANES);
+            }
+            for step in 0..B::STEPS {
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    let word = M::Vector::splat(*a.wrapping_add(r * product.a_row));
+                    for (sum, column) in sums.iter_mut().zip(&columns) {
+                        *sum = M::mul_add(*sum, word, column[step]);
+                    }
+                }
+                a = a.wrapping_add(product.a_step);
+            }
+        }
+        b = next;
+    }
+}
+
+/// [`Kernel::multiply`](super::Kernel::multiply) by multiply-adds in registers, for panels of up to `VECTORS` vectors.
+///
+/// A tile of `ROWS × VECTORS` sums stays in registers; each step of the depth loads `VECTORS` vectors of B and broadcasts
+/// `ROWS` words of A. Three vectors by eight rows are 24 sums, which hide the latency of two multiply-adds a cycle,
+/// with 11 loads for 24 multiply-adds.
+///
+/// # Safety
+/// The processor has the tier, and the product's pointers are valid for its sizes.
+#[inline(always)]
+pub(crate) unsafe fn multiply<M: MulAdd, B: Columns, const ROWS: usize, const VECTORS: usize>(product: &Product) {
+    let whole = product.rows / ROWS * ROWS;
+    for row in (0..whole).step_by(ROWS) {
+        // SAFETY: as this function's contract; `row + ROWS` rows exist.
+        unsafe { tile_rows::<M, B, ROWS, VECTORS>(product, row, product.a.add(row / ROWS * product.a_group)) };
+    }
+    if whole < product.rows {
+        // SAFETY: as this function's contract.
+        unsafe { remaining_rows::<M, B, ROWS, VECTORS>(product) };
+    }
+}
+
+/// The rows of a product beyond the last whole group, fewer than eight.
+///
+/// # Safety
+/// As [`multiply`].
+#[inline(always)]
+pub(super) unsafe fn remaining_rows<M: MulAdd, B: Columns, const ROWS: usize, const VECTORS: usize>(product: &Product) {
+    let (mut row, rest) = (product.rows / ROWS * ROWS, product.rows % ROWS);
+    let mut a = product.a.wrapping_add(row / ROWS * product.a_group);
+    for rows in [4, 2, 1] {
+        if rest & rows == 0 {
+            continue;
+        }
+        // SAFETY: as this function's contract; `row + rows` rows exist.
+        unsafe {
+            match rows {
+                4 => tile_rows::<M, B, 4, VECTORS>(product, row, a),
+                2 => tile_rows::<M, B, 2, VECTORS>(product, row, a),
+                _ => tile_rows::<M, B, 1, VECTORS>(product, row, a),
+            }
+        }
+        (row, a) = (row + rows, a.wrapping_add(rows * product.a_row));
+    }
+}
+
+/// `R` rows from `row`, whose first word of A is at `a`.
+///
+/// # Safety
+/// As [`multiply`]; the rows exist.
+#[inline(always)]
+unsafe fn tile_rows<M: MulAdd, B: Columns, const R: usize, const VECTORS: usize>(
+    product: &Product,
+    row: usize,
+    a: *const f32,
+) {
+    // SAFETY: as this function's contract.
+    unsafe {
+        match product.vectors {
+            1 => tile::<M, B, R, 1, VECTORS>(product, row, a),
+            2 if VECTORS >= 2 => tile::<M, B, R, 2, VECTORS>(product, row, a),
+            _ => tile::<M, B, R, VECTORS, VECTORS>(product, row, a),
+        }
+    }
+}
+
+/// # Safety
+/// As [`tile_rows`]; the product has N vectors.
+#[inline(always)]
+unsafe fn tile<M: MulAdd, B: Columns, const R: usize, const N: usize, const VECTORS: usize>(
+    product: &Product,
+    row: usize,
+    a: *const f32,
+) {
+    // SAFETY: the processor has the tier; C has R rows of a panel from `row` on, and the factors a panel.
+    unsafe {
+        let lanes = M::Vector::LANES;
+        let panel = VECTORS * lanes;
+        let c = product.c.add(row * panel);
+        let mut sums = [[M::Vector::splat(0.0); N]; R];
+        M::accumulate::<B, R, N>(&mut sums, product, a, panel);
+        for (r, sums) in sums.iter().enumerate() {
+            for (n, &sum) in sums.iter().enumerate() {
+                let at = c.add(r * panel + n * lanes);
+                match product.factors {
+                    None => sum.store(at),
+                    Some(factors) => {
+                        M::Vector::load(at).mul_add(M::Vector::load(factors.add(n * lanes)), sum).store(at)
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! The types that tensors hold.
+
+use half::{bf16, f16};
+
+use crate::cpu::{MAX_LANES, SimdTask, Tier, Vector, dispatch_bf16, dispatch_f32};
+use crate::flash::{self, Call};
+use crate::linear::{self, CheckedProjection, PackedWeight};
+
+/// f32, bf16 or f16: read as f32, written from f32. There are no other implementations.
+pub trait Element: Kernels {}
+
+impl<E: Kernels> Element for E {}
+
+/// The type of an element.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dtype {
+    F32,
+    BF16,
+    F16,
+}
+
+/// What the algorithms need of an element, and the algorithms for it. These are compiled here, in this package: generic code
+/// would be compiled again, and perhaps without optimisation, wherever it is used.
+pub trait Kernels: Copy + Default + Send + Sync + 'static {
+    const DTYPE: Dtype;
+
+    fn from_f32(x: f32) -> Self;
+
+    /// # Safety
+    /// As [`Vector::load`].
+    unsafe fn load<V: Vector>(from: *const Self) -> V;
+
+    /// # Safety
+    /// As [`Vector::store`].
+    unsafe fn store<V: Vector>(vector: V, to: *mut Self);
+
+    /// Runs a task on a tier's kernel, over pairs of bf16 if this is bf16 and the tier multiplies them.
+    fn dispatch(tier: Tier, task: impl SimdTask);
+
+    fn attend(call: &Call<Self>, tier: Tier) -> Option<()>;
+    fn project(projection: &CheckedProjection<Self>);
+    fn pack(rows: &[Self], outputs: usize, inputs: usize, tier: Tier) -> Option<PackedWeight>;
+    fn unpack(weight: &PackedWeight) -> Option<Vec<Self>>;
+}
+
+macro_rules! element {
+    ($type:ty, $dtype:ident, $load:ident, $store:ident, $from_f32:expr, $dispatch:path) => {
+        impl Kernels for $type {
+            const DTYPE: Dtype = Dtype::$dtype;
+
+            #[inline(always)]
+            fn from_f32(x: f32) -> Self {
+                $from_f32(x)
+            }
+
+            #[inline(always)]
+            unsafe fn load<V: Vector>(from: *const Self) -> V {
+                // SAFETY: as this method's contract; bf16 and f16 are stored as their bits.
+                unsafe { V::$load(from.cast()) }
+            }
+
+            #[inline(always)]
+            unsafe fn store<V: Vector>(vector: V, to: *mut Self) {
+                // SAFETY: as this method's contract; bf16 and f16 are stored as their bits.
+                unsafe { vector.$store(to.cast()) }
+            }
+
+            fn dispatch(tier: Tier, task: impl SimdTask) {
+                $dispatch(tier, task)
+            }
+
+            fn attend(call: &Call<Self>, tier: Tier) -> Option<()> {
+                flash::run(call, tier)
+            }
+
+            fn project(projection: &CheckedProjection<Self>) {
+                linear::run(projection)
+            }
+
+            fn pack(rows: &[Self], outputs: usize, inputs: usize, tier: Tier) -> Option<PackedWeight> {
+                linear::pack_weight(rows, outputs, inputs, tier)
+            }
+
+            fn unpack(weight: &PackedWeight) -> Option<Vec<Self>> {
+                linear::unpack_weight(weight)
+            }
+        }
+    };
+}
+
+element!(f32, F32, load, store, std::convert::identity, dispatch_f32);
+element!(bf16, BF16, load_bf16, store_bf16, bf16::from_f32, dispatch_bf16);
+element!(f16, F16, load_f16, store_f16, f16::from_f32, dispatch_f32);
+
+/// The first `n` lanes, the others 0.
+///
+/// # Safety
+/// The processor has the tier of V; `from` is valid for `n` elements, at most `LANES`.
+#[inline(always)]
+pub(crate) unsafe fn load_first<E: Kernels, V: Vector>(from: *const E, n: usize) -> V {
+    // SAFETY: as this function's contract; the copy has as many elements as any vector.
+    unsafe {
+        if n == V::LANES {
+            return E::load(from);
+        }
+        let mut whole = [E::default(); MAX_LANES];
+        std::ptr::copy_nonoverlapping(from, whole.as_mut_ptr(), n);
+        E::load(whole.as_ptr())
+    }
+}
+
+/// Stores the first `n` lanes.
+///
+/// # Safety
+/// The processor has the tier of V; `to` is valid for writes of `n` elements, at most `LANES`.
+#[inline(always)]
+pub(crate) unsafe fn store_first<E: Kernels, V: Vector>(vector: V, to: *mut E, n: usize) {
+    // SAFETY: as this function's contract; the copy has as many elements as any vector.
+    unsafe {
+        if n == V::LANES {
+            return E::store(vector, to);
+        }
+        let mut whole = [E::default(); MAX_LANES];
+        E::store(vector, whole.as_mut_ptr());
+        std::ptr::copy_nonoverlapping(whole.as_ptr(), to, n);
+    }
+}
+
+/// One row of elements widened to f32 and multiplied by a factor, with zeros up to `padded`.
+///
+/// # Safety
+/// The processor has the tier of V; `from` is valid for `width` elements and `to` for writes of `padded`, at least `width`.
+#[inline(always)]
+pub(crate) unsafe fn widen_row<E: Kernels, V: Vector>(
+    from: *const E,
+    width: usize,
+    to: *mut f32,
+    padded: usize,
+    factor: f32,
+) {
+    let whole = width / V::LANES * V::LANES;
+    // SAFETY: as this function's contract.
+    unsafe {
+        let factor = V::splat(factor);
+        for at in (0..whole).step_by(V::LANES) {
+            E::load::<V>(from.add(at)).mul(factor).store(to.add(at));
+        }
+        if whole < width {
+            let rest: V = load_first(from.add(whole), width - whole);
+            store_first(rest.mul(factor), to.add(whole), width - whole);
+        }
+        to.add(width).write_bytes(0, padded - width);
+    }
+}

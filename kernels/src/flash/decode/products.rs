@@ -1,0 +1,206 @@
+//! The two products of decoding: queries times keys, and weights times values. Both read their elements once.
+
+use std::ops::Range;
+
+use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector};
+use crate::element::{Kernels, load_first, store_first};
+use crate::flash::pack::prefetch_row;
+use crate::flash::problem::{Call, KvHead, Row};
+
+/// Keys whose values are read for all of D_v before the next ones: they stay in the first cache meanwhile.
+const VALUE_BLOCK: usize = 32;
+
+/// R query rows of one key head, and the keys of one part that they see.
+pub(super) struct RowProducts<'a, 'b, E, const R: usize> {
+    pub call: &'a Call<'b, E>,
+    pub kv: KvHead,
+    pub rows: &'a [Row],
+    /// The keys from the first to the last that some row sees.
+    pub keys: Range<usize>,
+}
+
+impl<E: Kernels, const R: usize> RowProducts<'_, '_, E, R> {
+    /// Scores (keys, R), as many keys at a time as fill a vector with their products.
+    ///
+    /// # Safety
+    /// The processor has the tier of V; `queries` is valid for R rows of D, rounded up to vectors, and `scores` for R scores
+    /// of each key, rounded up to a vector.
+    #[inline(always)]
+    pub unsafe fn scores<V: Vector>(&self, queries: *mut f32, scores: *mut f32) {
+        let (call, keys) = (self.call, &self.keys);
+        let (d, lanes) = (call.inputs.dims.d, V::LANES);
+        let (width, together) = (d.next_multiple_of(lanes), V::LANES / R);
+        let stride = call.k.strides[2];
+        let mut square = [0f32; MAX_LANES * MAX_LANES];
+        // SAFETY: as this method's contract; the rows and keys belong to the call, and their rows have D elements.
+        unsafe {
+            let factor = V::splat(call.inputs.options.units(false).query);
+            for (r, &row) in self.rows.iter().enumerate() {
+                let from = call.q_row(row);
+                for at in (0..d).step_by(lanes) {
+                    let query: V = load_first(from.add(at), lanes.min(d - at));
+                    query.mul(factor).store(queries.add(r * width + at));
+                }
+            }
+            for first in (0..keys.len()).step_by(together) {
+                let mut from = [call.k_row(self.kv, keys.start + first); MAX_LANES];
+                for (k, from) in from[..together].iter_mut().enumerate() {
+                    // Past the end the last key is repeated; its scores are hidden later.
+                    *from = from.wrapping_add(k.min(keys.len() - 1 - first) * stride);
+                    prefetch_row::<V, E>(*from, stride, d);
+                }
+                let mut sums = [V::splat(0.0); MAX_LANES];
+                let whole = d / lanes * lanes;
+                for at in (0..whole).step_by(lanes) {
+                    for k in 0..together {
+                        let key = E::load::<V>(from[k].add(at));
+                        for r in 0..R {
+                            let query = V::load(queries.add(r * width + at));
+                            sums[k * R + r] = key.mul_add(query, sums[k * R + r]);
+                        }
+                    }
+                }
+                if whole < d {
+                    for k in 0..together {
+                        let key: V = load_first(from[k].add(whole), d - whole);
+                        for r in 0..R {
+                            let query = V::load(queries.add(r * width + whole));
+                            sums[k * R + r] = key.mul_add(query, sums[k * R + r]);
+                        }
+                    }
+                }
+                // The lanes of each sum are added up by transposing them: all sums at once.
+                for (lane, sum) in sums[..lanes].iter().enumerate() {
+                    sum.store(square.as_mut_ptr().add(lane * lanes));
+                }
+                let mut transposed = [0f32; MAX_LANES * MAX_LANES];
+                V::transpose(square.as_ptr(), lanes, transposed.as_mut_ptr(), lanes);
+                for (lane, sum) in sums[..lanes].iter_mut().enumerate() {
+                    *sum = V::load(transposed.as_ptr().add(lane * lanes));
+                }
+                let mut half = lanes / 2;
+                while half > 0 {
+                    for lane in 0..half {
+                        sums[lane] = sums[lane].add(sums[half + lane]);
+                    }
+                    half /= 2;
+                }
+                sums[0].store(scores.add(first * R));
+            }
+        }
+    }
+
+    /// Adds weighted values to the contexts (R, D_v).
+    ///
+    /// # Safety
+    /// The processor has the tier of V; there is a weight for each key and row, and `context` has R rows of D_v.
+    #[inline(always)]
+    pub unsafe fn accumulate<V: Vector>(&self, weights: *const f32, context: &mut [f32]) {
+        let (d_v, lanes) = (self.call.inputs.dims.d_v, V::LANES);
+        for first in self.keys.clone().step_by(VALUE_BLOCK) {
+            let keys = first..self.keys.end.min(first + VALUE_BLOCK);
+            let mut d = 0;
+            // SAFETY: as this method's contract; `d` counts whole vectors within D_v, then the rest of it.
+            unsafe {
+                // Eight sums hide the latency of a multiply-add; registers for sixteen halve the loads of weights.
+                while d + 4 * lanes <= d_v && (R <= 2 || (R == 4 && lanes == MAX_LANES)) {
+                    self.accumulate_columns::<V, 4>(weights, context, keys.clone(), d);
+                    d += 4 * lanes;
+                }
+                while d + 2 * lanes <= d_v && (R <= 4 || lanes == MAX_LANES) {
+                    self.accumulate_columns::<V, 2>(weights, context, keys.clone(), d);
+                    d += 2 * lanes;
+                }
+                while d < d_v {
+                    self.accumulate_columns::<V, 1>(weights, context, keys.clone(), d);
+                    d += lanes;
+                }
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`accumulate`](Self::accumulate); N whole vectors from `d` on, or for N = 1 what is left of D_v.
+    #[inline(always)]
+    unsafe fn accumulate_columns<V: Vector, const N: usize>(
+        &self,
+        weights: *const f32,
+        context: &mut [f32],
+        keys: Range<usize>,
+        d: usize,
+    ) {
+        let (call, lanes) = (self.call, V::LANES);
+        let d_v = call.inputs.dims.d_v;
+        let filled = if N == 1 { lanes.min(d_v - d) } else { lanes };
+        // SAFETY: as this method's contract.
+        unsafe {
+            // Sums of a few keys each, and not one over all of them, which would round more.
+            let mut sums = [[V::splat(0.0); N]; R];
+            for key in keys {
+                let from = call.v_row(self.kv, key).add(d);
+                prefetch_row::<V, E>(from, call.v.strides[2], N * lanes);
+                let mut values = [V::splat(0.0); N];
+                for (n, value) in values.iter_mut().enumerate() {
+                    *value = load_first(from.add(n * lanes), filled);
+                }
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    let weight = V::splat(*weights.add((key - self.keys.start) * R + r));
+                    for (sum, &value) in sums.iter_mut().zip(&values) {
+                        *sum = weight.mul_add(value, *sum);
+                    }
+                }
+            }
+            for (r, sums) in sums.iter().enumerate() {
+                for (n, &sum) in sums.iter().enumerate() {
+                    let at = context.as_mut_ptr().add(r * d_v + d + n * lanes);
+                    store_first(sum.add(load_first(at.cast_const(), filled)), at, filled);
+                }
+            }
+        }
+    }
+}
+
+/// [`RowProducts::accumulate`] where values are not all finite: zero times NaN is NaN, so each row sums the keys that it sees and
+/// no others.
+pub(super) struct AccumulateSeen<'a, 'b, E> {
+    pub call: &'a Call<'b, E>,
+    pub kv: KvHead,
+    pub rows: &'a [Row],
+    /// What each row sees of the keys.
+    pub ranges: &'a [Range<usize>],
+    pub keys: Range<usize>,
+    /// (keys, rows).
+    pub weights: *const f32,
+    /// (rows, D_v).
+    pub context: &'a mut [f32],
+}
+
+impl<E: Kernels> SimdTask for AccumulateSeen<'_, '_, E> {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        let Self { call, kv, rows, keys, .. } = self;
+        let (d_v, lanes) = (call.inputs.dims.d_v, K::Vector::LANES);
+        let mut sums = vec![0f32; d_v.next_multiple_of(lanes)];
+        for (r, (&row, range)) in rows.iter().zip(self.ranges).enumerate() {
+            // The same sums of a few keys each as for finite values.
+            for first in keys.clone().step_by(VALUE_BLOCK) {
+                let own = first.max(range.start)..range.end.min(first + VALUE_BLOCK);
+                sums.fill(0.0);
+                for key in own.filter(|&key| call.inputs.is_kept(row, key)) {
+                    // SAFETY: the processor has the tier of K; the row's range lies within the keys, which have weights.
+                    unsafe {
+                        let weight = K::Vector::splat(*self.weights.add((key - keys.start) * rows.len() + r));
+                        for d in (0..d_v).step_by(lanes) {
+                            let value: K::Vector = load_first(call.v_row(kv, key).add(d), lanes.min(d_v - d));
+                            let at = sums.as_mut_ptr().add(d);
+                            weight.mul_add(value, K::Vector::load(at.cast_const())).store(at);
+                        }
+                    }
+                }
+                for (context, sum) in self.context[r * d_v..(r + 1) * d_v].iter_mut().zip(&sums) {
+                    *context += sum;
+                }
+            }
+        }
+    }
+}
