@@ -283,7 +283,7 @@ impl StagedAppend<'_> {
             let (k, v) = self.read(&rows)?;
             let options = if contexts.is_empty() { options } else { &without_sinks };
             let mask = self.mask_of_rows(q, mask, &rows)?;
-            let (output, lse) = attend_with_weights_and_lse((q, &k, &v), &mask, options)?;
+            let (output, lse) = attend_with_weights_and_lse([q, &k, &v], &mask, options)?;
             contexts.push((output.context, lse));
             weights.push(output.weights);
         }

@@ -29,7 +29,7 @@ pub(super) fn attend_packed(
     let rows = RowRanges::new(call, Some(sequences))?;
     // A list of lengths for each query has no meaning for all sequences at once; the ranges hold what it said.
     let none = AttentionMask::none();
-    attend_rows(&Call { mask: &none, ..*call }, rows, tier, lse)
+    attend_rows(&Call { mask: &none, ..call.clone() }, rows, tier, lse)
 }
 
 fn attend_rows(call: &Call, rows: RowRanges, tier: Tier, mut lse: Option<&mut Vec<f32>>) -> Result<Tensor> {
@@ -59,7 +59,7 @@ fn attend_rows(call: &Call, rows: RowRanges, tier: Tier, mut lse: Option<&mut Ve
         let dense = tensor.dim(3)? <= 1 || tensor.stride()[3] == 1;
         if dense { Ok(tensor.clone()) } else { tensor.contiguous() }
     };
-    let context = readable(call.q)?.apply_op3_no_bwd(&readable(call.k)?, &readable(call.v)?, &op)?;
+    let context = readable(&call.q)?.apply_op3_no_bwd(&readable(&call.k)?, &readable(&call.v)?, &op)?;
     match call.options.output_order {
         OutputOrder::Bhtd => Ok(context),
         OutputOrder::Bthd => context.transpose(1, 2),

@@ -196,7 +196,7 @@ pub(super) fn attend(call: &Call, plan: &Plan, op: impl Fn(&Inputs) -> Result<Te
     let (qkv, lengths, window) = match plan {
         Plan::Dense { keys, window } => {
             let keys = |tensor: &Tensor| sequence_first(&tensor.narrow(2, keys.start, keys.len())?);
-            ([sequence_first(call.q)?, keys(call.k)?, keys(call.v)?], None, *window)
+            ([sequence_first(&call.q)?, keys(&call.k)?, keys(&call.v)?], None, *window)
         }
         Plan::Varlen { cu_seqlens_q, cu_seqlens_kv, window } => {
             let joined = |tensor: &Tensor| sequence_first(tensor)?.flatten(0, 1);
@@ -207,7 +207,7 @@ pub(super) fn attend(call: &Call, plan: &Plan, op: impl Fn(&Inputs) -> Result<Te
                 cu_seqlens: [tensor(cu_seqlens_q)?, tensor(cu_seqlens_kv)?],
                 max: [longest(cu_seqlens_q), longest(cu_seqlens_kv)],
             };
-            ([joined(call.q)?, joined(call.k)?, joined(call.v)?], Some(lengths), *window)
+            ([joined(&call.q)?, joined(&call.k)?, joined(&call.v)?], Some(lengths), *window)
         }
     };
     let context = op(&Inputs {
@@ -325,7 +325,7 @@ mod tests {
     }
 
     fn reason(qkv: &[Tensor; 3], mask: &AttentionMask, options: &SdpaOptions, wanted: Wanted) -> Result<String> {
-        let call = Call::new("test", (&qkv[0], &qkv[1], &qkv[2]), mask, options)?;
+        let call = Call::new("test", qkv.each_ref(), mask, options)?;
         Ok(decide(&call, None, wanted)?.expect_err("refused"))
     }
 
@@ -395,7 +395,7 @@ mod tests {
                 assert!(x.stride()[..3].iter().all(|n| n % 8 == 0) && x.stride()[3] == 1, "{:?}", x.layout());
             }
             let [q, k, v] = qkv.map(|x| x.transpose(1, 2));
-            let call = Call::new("test", (&q?, &k?, &v?), &mask, &options).map(|call| reference::attend(&call));
+            let call = Call::new("test", [&q?, &k?, &v?], &mask, &options).map(|call| reference::attend(&call));
             call??.context.transpose(1, 2)?.contiguous()
         };
         let Some(Lengths { cu_seqlens, max }) = &inputs.lengths else {
@@ -446,7 +446,7 @@ mod tests {
             (AttentionMask::causal().with_window(2).with_starts(vec![0, 3]), (9, 9), plain(), true),
         ] {
             let qkv = qkv(t_q, t_kv)?;
-            let call = Call::new("test", (&qkv[0], &qkv[1], &qkv[2]), &mask, &options)?;
+            let call = Call::new("test", qkv.each_ref(), &mask, &options)?;
             let plan = decide(&call, None, Wanted::Context)?.expect("taken");
             assert_eq!(matches!(plan, Plan::Varlen { .. }), varlen, "{mask:?}");
             taken[usize::from(varlen)] += 1;
@@ -469,7 +469,7 @@ mod tests {
         let (q, kv) = (draw(6, 4)?, draw(8, 2)?);
         for mask in [AttentionMask::none(), AttentionMask::causal(), AttentionMask::causal().with_window(2)] {
             let options = SdpaOptions::default().with_output_order(OutputOrder::Bthd);
-            let call = Call::packed("test", (&q, &kv, &kv), &mask, &options)?;
+            let call = Call::packed("test", [&q, &kv, &kv], &mask, &options)?;
             let plan = decide(&call, Some(&sequences), Wanted::Context)?.expect("taken");
             let context = attend(&call, &plan, stand_in)?.transpose(1, 2)?.squeeze(0)?;
             let (expected, _) = super::super::varlen::one_by_one(&call, &sequences)?;

@@ -115,7 +115,7 @@ pub(super) fn sdpa(inputs: &Inputs) -> Result<Tensor> {
 pub(super) fn attend(call: &Call, plan: &Plan, op: impl Fn(&Inputs) -> Result<Tensor>) -> Result<Tensor> {
     let t_q = call.dims.t_q - plan.rest;
     let keys = |tensor: &Tensor| tensor.narrow(2, plan.keys.start, plan.keys.len());
-    let (k, v) = (keys(call.k)?, keys(call.v)?);
+    let (k, v) = (keys(&call.k)?, keys(&call.v)?);
     let head = |tensor: &Tensor, t: usize| contiguous(&tensor.narrow(2, 0, t)?, t_q == 1);
     let t_kv = plan.keys.len() - plan.rest;
     let qkv = [contiguous(&call.q.narrow(2, 0, t_q)?, false)?, head(&k, t_kv)?, head(&v, t_kv)?];
@@ -124,7 +124,7 @@ pub(super) fn attend(call: &Call, plan: &Plan, op: impl Fn(&Inputs) -> Result<Te
         let q = call.q.narrow(2, t_q, plan.rest)?;
         let causal = AttentionMask::causal();
         let options = SdpaOptions { output_order: OutputOrder::Bhtd, ..call.options.clone() };
-        let rest = reference::attend(&Call::new(call.op, (&q, &k, &v), &causal, &options)?)?;
+        let rest = reference::attend(&Call::new(call.op, [&q, &k, &v], &causal, &options)?)?;
         context = Tensor::cat(&[&context, &rest.context], 2)?.contiguous()?;
     }
     match call.options.output_order {
@@ -158,7 +158,7 @@ mod tests {
         mask: &AttentionMask,
         options: &SdpaOptions,
     ) -> Result<std::result::Result<Plan, String>> {
-        decide(&Call::new("test", (q, k, v), mask, options)?, None, Wanted::Context)
+        decide(&Call::new("test", [q, k, v], mask, options)?, None, Wanted::Context)
     }
 
     #[test]
@@ -200,7 +200,7 @@ mod tests {
         let hidden = planned(&usual()?, &none.clone().with_valid_lens(vec![0, 0]), &plain)?;
         assert_eq!(hidden, Err("no query sees a key".into()));
         let [q, k, v] = usual()?;
-        let call = Call::new("test", (&q, &k, &v), &none, &plain)?;
+        let call = Call::new("test", [&q, &k, &v], &none, &plain)?;
         let lse = decide(&call, None, Wanted::LogSumExp)?;
         assert_eq!(lse, Err("candle_nn::ops::sdpa has no log-sum-exp".into()));
         let sequences = PackedSequences::from_lens(&[5], &[9])?;
@@ -218,7 +218,7 @@ mod tests {
         if inputs.causal {
             assert!(q.dim(2)?.is_multiple_of(BLOCK) && k.dim(2)?.is_multiple_of(BLOCK));
         }
-        reference::attend(&Call::new("test", (q, k, v), &mask, &options)?).map(|attended| attended.context)
+        reference::attend(&Call::new("test", [q, k, v], &mask, &options)?).map(|attended| attended.context)
     }
 
     #[test]
@@ -238,7 +238,7 @@ mod tests {
                 let q = draw([2, t_q, 4, 32], DType::F32)?.transpose(1, 2)?;
                 let kv = draw([2, 2, t_kv + 3, 32], DType::F32)?.narrow(2, 0, t_kv)?;
                 let options = SdpaOptions::default().with_output_order(order);
-                let call = Call::new("test", (&q, &kv, &kv), &mask, &options)?;
+                let call = Call::new("test", [&q, &kv, &kv], &mask, &options)?;
                 let plan = decide(&call, None, Wanted::Context)?.expect("taken");
                 assert_eq!(plan.rest, rest, "{mask:?}");
                 let context = attend(&call, &plan, stand_in)?;

@@ -48,7 +48,9 @@ pub struct AttentionOutput {
 /// Attends from queries to keys and mixes their values.
 ///
 /// Shapes: q (B, H, T_q, D), k (B, H_kv, T_kv, D), v (B, H_kv, T_kv, D_v) give (B, H, T_q, D_v) in q's dtype, on q's
-/// device. H_kv divides H; query head h reads key head `h / (H / H_kv)`. Any strides are accepted.
+/// device. H_kv divides H; query head h reads key head `h / (H / H_kv)`. Any strides are accepted. k and v may have a batch of
+/// 1 next to a larger B, which is read in place for all of it. As in PyTorch, all three may come without B, (H, T, D), or
+/// without B and H, (T, D), and so does the result; masks keep the shape (B, H, T_q, T_kv) that they broadcast to.
 ///
 /// A query that sees no key gets zeros; one whose scores are all -inf, by a bias, counts as such. NaN and infinities in
 /// keys and values reach only the queries that see them, in the forward pass; a key that only a bias of -inf suppresses
@@ -76,14 +78,15 @@ pub fn scaled_dot_product_attention(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<Tensor> {
-    let call = Call::new("scaled_dot_product_attention", (q, k, v), mask, options)?;
+    let call = Call::new("scaled_dot_product_attention", [q, k, v], mask, options)?;
     let reference = || Ok(reference::attend(&call)?.context);
-    match plan::choose(&call, None, Wanted::Context)? {
+    let context = match plan::choose(&call, None, Wanted::Context)? {
         Choice::Reference { .. } => reference(),
         Choice::Cpu(tier) => cpu::attend(&call, tier, None),
         Choice::FlashAttn(plan) => or_reference(&call, cuda::attend(&call, &plan, cuda::flash_attn), reference),
         Choice::Metal(plan) => or_reference(&call, metal::attend(&call, &plan, metal::sdpa), reference),
-    }
+    };
+    call.in_rank_of_q(context?)
 }
 
 /// [`scaled_dot_product_attention`] that also returns the weights.
@@ -97,21 +100,24 @@ pub fn scaled_dot_product_attention_with_weights(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<AttentionOutput> {
-    Ok(attend_with_weights_and_lse((q, k, v), mask, options)?.0)
+    Ok(attend_with_weights_and_lse([q, k, v], mask, options)?.0)
 }
 
 /// [`scaled_dot_product_attention_with_weights`] that also returns the log-sum-exp, as
 /// [`scaled_dot_product_attention_with_lse`] does.
 pub(crate) fn attend_with_weights_and_lse(
-    (q, k, v): (&Tensor, &Tensor, &Tensor),
+    [q, k, v]: [&Tensor; 3],
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<(AttentionOutput, Tensor)> {
-    let call = Call::new("scaled_dot_product_attention_with_weights", (q, k, v), mask, options)?;
+    let call = Call::new("scaled_dot_product_attention_with_weights", [q, k, v], mask, options)?;
     plan::choose(&call, None, Wanted::Weights)?;
     let attended = reference::attend(&call)?;
-    let output = AttentionOutput { context: attended.context, weights: attended.weights.to_dtype(q.dtype())? };
-    Ok((output, attended.lse))
+    let output = AttentionOutput {
+        context: call.in_rank_of_q(attended.context)?,
+        weights: call.in_rank_of_q(attended.weights.to_dtype(q.dtype())?)?,
+    };
+    Ok((output, call.in_rank_of_q(attended.lse)?))
 }
 
 /// [`scaled_dot_product_attention`] that also returns the log-sum-exp of each query's scores: (B, H, T_q) in f32 (f64
@@ -129,20 +135,21 @@ pub fn scaled_dot_product_attention_with_lse(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<(Tensor, Tensor)> {
-    let call = Call::new("scaled_dot_product_attention_with_lse", (q, k, v), mask, options)?;
-    match plan::choose(&call, None, Wanted::LogSumExp)? {
+    let call = Call::new("scaled_dot_product_attention_with_lse", [q, k, v], mask, options)?;
+    let (context, lse) = match plan::choose(&call, None, Wanted::LogSumExp)? {
         // The operations of GPUs have no log-sum-exp, and are not chosen for one.
         Choice::Reference { .. } | Choice::FlashAttn(_) | Choice::Metal(_) => {
             let attended = reference::attend(&call)?;
-            Ok((attended.context, attended.lse))
+            (attended.context, attended.lse)
         }
         Choice::Cpu(tier) => {
             let mut lse = Vec::new();
             let context = cpu::attend(&call, tier, Some(&mut lse))?;
             let Dims { b, h, t_q, .. } = call.dims;
-            Ok((context, Tensor::from_vec(lse, (b, h, t_q), q.device())?))
+            (context, Tensor::from_vec(lse, (b, h, t_q), q.device())?)
         }
-    }
+    };
+    Ok((call.in_rank_of_q(context)?, call.in_rank_of_q(lse)?))
 }
 
 /// What a GPU's fused operation gave; where it failed and another path was allowed, what the reference path gives.
@@ -169,7 +176,7 @@ fn first_line(error: &candle_core::Error) -> String {
 /// # Errors
 /// As [`scaled_dot_product_attention`].
 pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-    Ok(plan::choose(&Call::new("plan", (q, k, v), mask, options)?, None, Wanted::Context)?.plan())
+    Ok(plan::choose(&Call::new("plan", [q, k, v], mask, options)?, None, Wanted::Context)?.plan())
 }
 
 #[cfg(test)]
@@ -177,13 +184,81 @@ mod tests {
     use super::*;
     use candle_core::{DType, Device, Error};
 
+    /// (H, T, D), (T, D) and a batch of one for k and v, against the call with all four dimensions written out.
+    #[test]
+    fn missing_dimensions_and_a_shared_batch_are_those_of_the_whole_call() -> Result<()> {
+        let draw = |dims: (usize, usize, usize, usize)| Tensor::randn(0f32, 1., dims, &Device::Cpu);
+        let mask = AttentionMask::causal();
+        for backend in [Backend::Auto, Backend::Reference] {
+            for t_q in [1, 5] {
+                let options = SdpaOptions::default().with_backend(backend);
+                let run = |q: &Tensor, k: &Tensor, v: &Tensor| -> Result<[Tensor; 5]> {
+                    let (context, lse) = scaled_dot_product_attention_with_lse(q, k, v, &mask, &options)?;
+                    let output = scaled_dot_product_attention_with_weights(q, k, v, &mask, &options)?;
+                    let plain = scaled_dot_product_attention(q, k, v, &mask, &options)?;
+                    Ok([plain, context, lse, output.context, output.weights])
+                };
+                let same = |got: [Tensor; 5], expected: [Tensor; 5]| -> Result<()> {
+                    for (got, expected) in got.iter().zip(&expected) {
+                        assert_eq!(got.dims(), expected.dims());
+                        let numbers = |x: &Tensor| x.flatten_all()?.to_vec1::<f32>();
+                        // Copies of keys are multiplied in another order than views.
+                        let pairs = numbers(got)?.into_iter().zip(numbers(expected)?);
+                        assert!(pairs.into_iter().all(|(got, expected)| (got - expected).abs() < 1e-5));
+                    }
+                    Ok(())
+                };
+                let (q, k, v) = (draw((1, 4, t_q, 8))?, draw((1, 2, 7, 8))?, draw((1, 2, 7, 6))?);
+                let without = |x: &Tensor| x.squeeze(0);
+                let whole = run(&q, &k, &v)?;
+                same(
+                    run(&without(&q)?, &without(&k)?, &without(&v)?)?,
+                    whole.map(|x| without(&x).expect("one batch")),
+                )?;
+
+                let head = |x: &Tensor| x.narrow(1, 0, 1);
+                let (q1, k1, v1) = (head(&q)?, head(&k)?, head(&v)?);
+                let whole = run(&q1, &k1, &v1)?;
+                let without = |x: &Tensor| x.squeeze(0)?.squeeze(0);
+                same(
+                    run(&without(&q1)?, &without(&k1)?, &without(&v1)?)?,
+                    whole.map(|x| without(&x).expect("one head")),
+                )?;
+
+                let q = draw((3, 4, t_q, 8))?;
+                let repeated = |x: &Tensor| x.repeat((3, 1, 1, 1));
+                same(run(&q, &k, &v)?, run(&q, &repeated(&k)?, &repeated(&v)?)?)?;
+                same(run(&q, &repeated(&k)?, &v)?, run(&q, &repeated(&k)?, &repeated(&v)?)?)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Expanded views hold any number of heads in one number; results do not.
+    #[test]
+    fn results_that_no_memory_holds_are_errors() -> Result<()> {
+        let one = Tensor::zeros(1, DType::F32, &Device::Cpu)?;
+        let q = one.broadcast_as((1, 1 << 50, 1, 1))?;
+        for (t_kv, d_v) in [(1, 0), (0, 0), (0, 1)] {
+            let k = Tensor::zeros((1, 1, t_kv, 1), DType::F32, &Device::Cpu)?;
+            let v = Tensor::zeros((1, 1, t_kv, d_v), DType::F32, &Device::Cpu)?;
+            for backend in [Backend::Auto, Backend::Reference] {
+                let options = SdpaOptions::default().with_backend(backend);
+                let result = scaled_dot_product_attention_with_lse(&q, &k, &v, &AttentionMask::none(), &options);
+                let text = result.expect_err("too large").to_string();
+                assert!(text.contains("not fit in memory"), "{text}");
+            }
+        }
+        Ok(())
+    }
+
     #[test]
     fn an_operation_that_fails_is_replaced_or_named() -> Result<()> {
         let q = Tensor::zeros((1, 1, 2, 8), DType::F32, &Device::Cpu)?;
         let mask = AttentionMask::none();
         let run = |backend, fused: Result<u8>, reference: Result<u8>| {
             let options = SdpaOptions::default().with_backend(backend);
-            let call = Call::new("attention", (&q, &q, &q), &mask, &options)?;
+            let call = Call::new("attention", [&q, &q, &q], &mask, &options)?;
             or_reference(&call, fused, || reference)
         };
         let text = |result: Result<u8>| result.expect_err("both failed").to_string();

@@ -81,7 +81,7 @@ pub(super) fn choose(call: &Call, packed: Option<&PackedSequences>, wanted: Want
 /// What keeps the call from every fused kernel.
 fn obstacle_of_every_kernel(call: &Call, wanted: Wanted) -> Option<String> {
     let options = call.options;
-    let tracked = [Some(call.q), Some(call.k), Some(call.v), options.alibi_slopes.as_ref(), options.sinks.as_ref()];
+    let tracked = [Some(&call.q), Some(&call.k), Some(&call.v), options.alibi_slopes.as_ref(), options.sinks.as_ref()];
     if tracked.into_iter().flatten().any(|tensor| tensor.track_op()) || call.mask.tracks_gradients() {
         return Some("an input is tracked for gradients, which only the reference path has".into());
     }

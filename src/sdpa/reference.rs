@@ -36,6 +36,11 @@ pub(super) fn attend(call: &Call) -> Result<Attended> {
         None => None,
     };
     if b == 0 || t_q == 0 || t_kv == 0 {
+        for shape in [&[b, h, t_q][..], &[b, h, t_q, d_v]] {
+            if !fits_in_memory(shape) {
+                bail!("[{}] a result of {shape:?} does not fit in memory", call.op)
+            }
+        }
         let lse = match &sinks {
             Some(sinks) => sinks.squeeze(3)?.broadcast_as((b, h, t_q))?.contiguous()?,
             None => Tensor::full(f32::NEG_INFINITY, (b, h, t_q), device)?.to_dtype(dtype)?,

@@ -164,7 +164,7 @@ mod tests {
     fn packed_rows(mask: &AttentionMask) -> Result<RowRanges> {
         let options = SdpaOptions::default().with_alibi_slopes(&Tensor::zeros(1, DType::F32, &Device::Cpu)?);
         let (q, kv) = (zeros((1, 1, 6, 8))?, zeros((1, 1, 9, 8))?);
-        RowRanges::new(&Call::packed("test", (&q, &kv, &kv), mask, &options)?, Some(&sequences()))
+        RowRanges::new(&Call::packed("test", [&q, &kv, &kv], mask, &options)?, Some(&sequences()))
     }
 
     fn zeros(shape: (usize, usize, usize, usize)) -> Result<Tensor> {
@@ -223,7 +223,7 @@ mod tests {
         for mask in masks.iter().flat_map(|a| masks.iter().map(|b| a.and(b))) {
             for (t_q, t_kv) in [(1, 1), (1, 6), (3, 3), (3, 6), (3, 2), (3, 0), (0, 2)] {
                 let (q, kv, options) = (zeros((2, 1, t_q, 8))?, zeros((2, 1, t_kv, 8))?, SdpaOptions::default());
-                let Ok(call) = Call::new("test", (&q, &kv, &kv), &mask, &options) else { continue };
+                let Ok(call) = Call::new("test", [&q, &kv, &kv], &mask, &options) else { continue };
                 let Ok(ranges) = mask.resolve(2, t_q, t_kv) else { continue };
                 let Some(Bands { spans, window }) = Bands::new(&call, None)? else {
                     others += 1;

@@ -19,40 +19,60 @@ pub(super) struct Dims {
 }
 
 /// Arguments that were found to fit together.
+#[derive(Clone)]
 pub(super) struct Call<'a> {
     pub op: &'static str,
-    pub q: &'a Tensor,
-    pub k: &'a Tensor,
-    pub v: &'a Tensor,
+    /// (B, H, T_q, D)
+    pub q: Tensor,
+    /// (B, H_kv, T_kv, D); a batch of one is expanded to B, which copies nothing.
+    pub k: Tensor,
+    pub v: Tensor,
     pub mask: &'a AttentionMask,
     pub options: &'a SdpaOptions,
     pub dims: Dims,
+    /// Of q as it was given: 4, 3 without B, or 2 without B and H.
+    pub rank: usize,
 }
 
 impl<'a> Call<'a> {
     pub(super) fn new(
         op: &'static str,
-        (q, k, v): (&'a Tensor, &'a Tensor, &'a Tensor),
+        qkv: [&Tensor; 3],
         mask: &'a AttentionMask,
         options: &'a SdpaOptions,
     ) -> Result<Self> {
-        let call = Self { op, q, k, v, mask, options, dims: dims(op, q, k, v)? };
+        let call = Self::packed(op, qkv, mask, options)?;
         let (b, h, t_q, t_kv) = call.score_dims();
-        check_addressable(op, [q, k, v], &[[b, h, t_q, t_kv]])?;
-        call.checked()
+        check_addressable(op, qkv, &[[b, h, t_q, t_kv]])?;
+        Ok(call)
     }
 
     /// A call over packed sequences, (1, H, total, D) each: the scores of all queries with all keys are never held at once.
     pub(super) fn packed(
         op: &'static str,
-        (q, k, v): (&'a Tensor, &'a Tensor, &'a Tensor),
+        qkv: [&Tensor; 3],
         mask: &'a AttentionMask,
         options: &'a SdpaOptions,
     ) -> Result<Self> {
-        Self { op, q, k, v, mask, options, dims: dims(op, q, k, v)? }.checked()
+        let rank = qkv[0].rank();
+        let [q, k, v] = with_batch(op, qkv)?;
+        let dims = dims(op, [&q, &k, &v])?;
+        let expanded = |tensor: Tensor| -> Result<Tensor> {
+            let (b, h_kv, t, d) = tensor.dims4()?;
+            if b == dims.b { Ok(tensor) } else { tensor.broadcast_as((dims.b, h_kv, t, d)) }
+        };
+        let call = Self { op, q, k: expanded(k)?, v: expanded(v)?, mask, options, dims, rank };
+        call.check_tensors()?;
+        call.check_options()?;
+        Ok(call)
     }
 
-    fn checked(self) -> Result<Self> {
+    /// A result (B, H, ..) in the rank of q: without B, or without B and H, where q came without them.
+    pub(super) fn in_rank_of_q(&self, result: Tensor) -> Result<Tensor> {
+        (self.rank..4).try_fold(result, |result, _| result.squeeze(0))
+    }
+
+    fn check_tensors(&self) -> Result<()> {
         let Self { op, q, k, v, .. } = self;
         for (name, tensor) in [("k", k), ("v", v)] {
             if tensor.dtype() != q.dtype() {
@@ -69,8 +89,7 @@ impl<'a> Call<'a> {
         if !FLOATS.contains(&q.dtype()) {
             bail!("[{op}] q has dtype {:?}, expected F32, F16, BF16 or F64", q.dtype())
         }
-        self.check_options()?;
-        Ok(self)
+        Ok(())
     }
 
     /// (B, H, T_q, T_kv).
@@ -123,19 +142,31 @@ impl<'a> Call<'a> {
     }
 }
 
-fn dims(op: &str, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Dims> {
-    for (name, tensor, shape) in
-        [("q", q, "(B, H, T_q, D)"), ("k", k, "(B, H_kv, T_kv, D)"), ("v", v, "(B, H_kv, T_kv, D_v)")]
-    {
-        if tensor.rank() != 4 {
+/// (H, T, D) and (T, D) as (1, H, T, D).
+fn with_batch(op: &str, qkv: [&Tensor; 3]) -> Result<[Tensor; 3]> {
+    let rank = qkv[0].rank();
+    let shapes = match rank {
+        2 => ["(T_q, D)", "(T_kv, D)", "(T_kv, D_v)"],
+        3 => ["(H, T_q, D)", "(H_kv, T_kv, D)", "(H_kv, T_kv, D_v)"],
+        4 => ["(B, H, T_q, D)", "(B, H_kv, T_kv, D)", "(B, H_kv, T_kv, D_v)"],
+        _ => bail!("[{op}] q has shape {:?}, expected (B, H, T_q, D), (H, T_q, D) or (T_q, D)", qkv[0].dims()),
+    };
+    for ((name, tensor), shape) in ["q", "k", "v"].into_iter().zip(qkv).zip(shapes) {
+        if tensor.rank() != rank {
             bail!("[{op}] {name} has shape {:?}, expected {shape}", tensor.dims())
         }
     }
+    let [q, k, v] = qkv.map(|tensor| (rank..4).try_fold(tensor.clone(), |tensor, _| tensor.unsqueeze(0)));
+    Ok([q?, k?, v?])
+}
+
+fn dims(op: &str, [q, k, v]: [&Tensor; 3]) -> Result<Dims> {
     let (b, h, t_q, d) = q.dims4()?;
     let (b_k, h_kv, t_kv, d_k) = k.dims4()?;
     let (b_v, h_v, t_v, d_v) = v.dims4()?;
-    if b_k != b || b_v != b {
-        bail!("[{op}] q, k and v have batch sizes {b}, {b_k} and {b_v}, expected the same")
+    let fits = |size: usize| size == b || (size == 1 && b > 0);
+    if !fits(b_k) || !fits(b_v) {
+        bail!("[{op}] q, k and v have batch sizes {b}, {b_k} and {b_v}, expected the same, or 1 for k and v")
     }
     if h_v != h_kv {
         bail!("[{op}] v has {h_v} heads, expected k's {h_kv}")

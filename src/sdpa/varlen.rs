@@ -45,7 +45,7 @@ pub fn scaled_dot_product_attention_varlen(
     options: &SdpaOptions,
 ) -> Result<Tensor> {
     let [q, k, v] = heads_first("scaled_dot_product_attention_varlen", [q, k, v])?;
-    let packed = Call::packed("scaled_dot_product_attention_varlen", (&q, &k, &v), mask, options)?;
+    let packed = Call::packed("scaled_dot_product_attention_varlen", [&q, &k, &v], mask, options)?;
     check_fit(&packed, sequences)?;
     context(&packed, sequences)
 }
@@ -64,7 +64,7 @@ pub fn scaled_dot_product_attention_varlen_with_lse(
     options: &SdpaOptions,
 ) -> Result<(Tensor, Tensor)> {
     let [q, k, v] = heads_first("scaled_dot_product_attention_varlen_with_lse", [q, k, v])?;
-    let packed = Call::packed("scaled_dot_product_attention_varlen_with_lse", (&q, &k, &v), mask, options)?;
+    let packed = Call::packed("scaled_dot_product_attention_varlen_with_lse", [&q, &k, &v], mask, options)?;
     check_fit(&packed, sequences)?;
     context_and_lse(&packed, sequences)
 }
@@ -111,7 +111,7 @@ fn context(packed: &Call, sequences: &PackedSequences) -> Result<Tensor> {
         Choice::Cpu(tier) => on_cpu(packed, sequences, tier, None),
         Choice::FlashAttn(plan) => {
             let options = in_sequence_order(packed.options);
-            let fused = cuda::attend(&Call { options: &options, ..*packed }, &plan, cuda::flash_attn);
+            let fused = cuda::attend(&Call { options: &options, ..packed.clone() }, &plan, cuda::flash_attn);
             or_reference(packed, fused.and_then(without_batch), reference)
         }
     }
@@ -132,7 +132,7 @@ fn context_and_lse(packed: &Call, sequences: &PackedSequences) -> Result<(Tensor
 
 fn on_cpu(packed: &Call, sequences: &PackedSequences, tier: Tier, lse: Option<&mut Vec<f32>>) -> Result<Tensor> {
     let options = in_sequence_order(packed.options);
-    without_batch(cpu::attend_packed(&Call { options: &options, ..*packed }, sequences, tier, lse)?)
+    without_batch(cpu::attend_packed(&Call { options: &options, ..packed.clone() }, sequences, tier, lse)?)
 }
 
 fn in_sequence_order(options: &SdpaOptions) -> SdpaOptions {
@@ -155,7 +155,7 @@ pub(super) fn one_by_one(packed: &Call, sequences: &PackedSequences) -> Result<(
         let q = packed.q.narrow(2, queries.start, queries.len())?;
         let k = packed.k.narrow(2, keys.start, keys.len())?;
         let v = packed.v.narrow(2, keys.start, keys.len())?;
-        let attended = reference::attend(&Call::new(op, (&q, &k, &v), &mask, &options)?)?;
+        let attended = reference::attend(&Call::new(op, [&q, &k, &v], &mask, &options)?)?;
         if !queries.is_empty() {
             contexts.push(attended.context.transpose(1, 2)?.squeeze(0)?);
             lses.push(attended.lse.squeeze(0)?);
