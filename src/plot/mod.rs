@@ -13,6 +13,8 @@
 #[cfg(feature = "plot")]
 mod image;
 mod label;
+#[cfg(feature = "plot")]
+mod layout;
 mod scale;
 mod terminal;
 

@@ -1,5 +1,7 @@
 //! Where everything in a picture lies, in pixels.
 
+use super::label::{shorten, width};
+
 /// The largest side of a picture, but for a title and notes beyond the room reserved for them.
 pub(super) const MAX_SIDE: i32 = 4000;
 /// Kept free above and below the grid for the title and the notes, whose lines are counted once the width is known.
@@ -34,45 +36,60 @@ const SHORT_AXIS_CELL: i32 = 16;
 /// Notes and titles need some room even beside a tiny panel.
 const MIN_WIDTH: i32 = 320;
 const BAR_HEIGHT: (i32, i32) = (120, 600);
+/// Labels take at most this many display columns.
+const MAX_LABEL: usize = 20;
 
 /// What a picture has to hold.
 pub(super) struct Content {
     pub(super) panels: usize,
-    pub(super) queries: usize,
-    pub(super) keys: usize,
-    /// Display columns of the longest query label, key label, caption and number at the colour bar.
-    pub(super) query_columns: usize,
-    pub(super) key_columns: usize,
+    pub(super) queries: Axis,
+    pub(super) keys: Axis,
+    /// Display columns of the longest caption and of the longest number at the colour bar.
     pub(super) caption_columns: usize,
     pub(super) tick_columns: usize,
-    /// Whether labels are tokens; indices can be thinned to round numbers and need no note.
-    pub(super) query_tokens: bool,
-    pub(super) key_tokens: bool,
 }
 
-/// The labels of one axis.
+/// The queries or the keys.
+pub(super) struct Axis {
+    pub(super) labels: Vec<String>,
+    /// Display columns of the longest label.
+    columns: usize,
+    /// Whether labels are tokens; indices can be thinned to round numbers and need no note.
+    pub(super) tokens: bool,
+}
+
+impl Axis {
+    pub(super) fn new(len: usize, tokens: bool, label: impl Fn(usize) -> String) -> Self {
+        let labels: Vec<_> = (0..len).map(|i| shorten(&label(i), MAX_LABEL)).collect();
+        Self { columns: labels.iter().map(|label| width(label)).max().unwrap_or(0), labels, tokens }
+    }
+}
+
+/// How the labels of an axis are written.
 pub(super) struct Labels {
     pub(super) em: i32,
     /// Every `stride`-th label is drawn.
     pub(super) stride: usize,
     pub(super) vertical: bool,
-    /// The room they take beside the panel.
-    pub(super) depth: i32,
+    /// The pixels they take beside the panel.
+    depth: i32,
 }
 
 /// A grid of panels of equal size, with labels at its left and bottom, and a colour bar at its right.
 pub(super) struct Layout {
     pub(super) cell: (i32, i32),
     pub(super) columns: usize,
-    pub(super) rows: usize,
-    pub(super) panels: usize,
+    rows: usize,
     pub(super) panel: (i32, i32),
+    /// A panel with its caption.
     slot: (i32, i32),
     pub(super) query_labels: Labels,
     pub(super) key_labels: Labels,
-    tick_width: i32,
-    /// Moves the grid to the middle of a picture that is wider than what it holds.
-    inset: i32,
+    /// Of the picture.
+    pub(super) width: i32,
+    /// The left end of the panels.
+    left: i32,
+    /// The top of the captions of the first row.
     pub(super) top: i32,
 }
 
@@ -80,105 +97,69 @@ impl Layout {
     /// The layout whose picture is nearest to a square, with few empty places and cells of a good size; none if the
     /// cells would be smaller than a pixel.
     pub(super) fn fit(content: &Content) -> Option<Self> {
+        let preferred = preferred_cell(content);
         let badness = |layout: &Layout| {
-            let (w, h) = layout.size(0);
-            let aspect = (f64::from(w) / f64::from(h)).ln();
+            let aspect = (f64::from(layout.width) / f64::from(layout.height(0))).ln();
             // Screens and pages with text around it suit a wide picture more than a tall one.
             let aspect = if aspect < 0.0 { -1.5 * aspect } else { aspect };
-            let places = (layout.columns * layout.rows) as f64;
-            let empty = 1.0 - content.panels as f64 / places;
-            let shrunk = (f64::from(preferred_cell(content)) / f64::from(layout.cell.0.min(layout.cell.1))).ln();
+            let empty = 1.0 - content.panels as f64 / (layout.columns * layout.rows) as f64;
+            let shrunk = (f64::from(preferred) / f64::from(layout.cell.0.min(layout.cell.1))).ln();
             // Weighted so that 8 heads are 4 x 2 and not 3 x 3 with a hole, and 5 heads are 3 x 2.
             aspect + 5.75 * empty + shrunk
         };
         // More columns than this have no room for their captions.
         let most = content.panels.min((MAX_SIDE / (CAPTION_EM + GAP)) as usize);
-        (1..=most)
-            .filter_map(|columns| Self::with_columns(content, columns))
-            .min_by(|a, b| badness(a).total_cmp(&badness(b)))
+        let largest = |columns| (1..=preferred).rev().find_map(|cell| Self::new(content, columns, cell));
+        (1..=most).filter_map(largest).min_by(|a, b| badness(a).total_cmp(&badness(b)))
     }
 
-    fn with_columns(content: &Content, columns: usize) -> Option<Self> {
+    /// None if the picture would be too large.
+    fn new(content: &Content, columns: usize, cell: i32) -> Option<Self> {
         let rows = content.panels.div_ceil(columns);
-        (1..=preferred_cell(content)).rev().find_map(|cell| {
-            let layout = Self::with_cell(content, (columns, rows), cell)?;
-            let (w, h) = layout.size(0);
-            (w <= MAX_SIDE && h <= MAX_SIDE - TEXT_ROOM).then_some(layout)
-        })
-    }
-
-    fn with_cell(content: &Content, (columns, rows): (usize, usize), cell: i32) -> Option<Self> {
-        let (queries, keys) = (i32::try_from(content.queries).ok()?, i32::try_from(content.keys).ok()?);
+        let [queries, keys] = [&content.queries, &content.keys].map(|axis| i32::try_from(axis.labels.len()));
+        let (queries, keys) = (queries.ok()?, keys.ok()?);
         let short = cell.max(SHORT_AXIS_CELL.min(4 * cell));
         let cell = (if keys < queries { short } else { cell }, if queries < keys { short } else { cell });
         let panel = (cell.0.checked_mul(keys)?, cell.1.checked_mul(queries)?);
         if panel.0 > MAX_SIDE || panel.1 > MAX_SIDE || columns.max(rows) > MAX_SIDE as usize {
             return None;
         }
-        let caption = text_width(content.caption_columns, CAPTION_EM);
+        let slot = (panel.0.max(text_width(content.caption_columns, CAPTION_EM)), CAPTION_LINE + panel.1);
+        let query_labels = query_labels(&content.queries, cell.1);
+        let key_labels = key_labels(&content.keys, cell.0);
+
+        let left = MARGIN + AXIS_NAME + query_labels.depth;
         let tick_width = text_width(content.tick_columns, SMALL_EM);
-        let bar_name = text_width(BAR_NAME.len(), SMALL_EM) - BAR_WIDTH - LABEL_GAP;
-        Some(
-            Self {
-                cell,
-                columns,
-                rows,
-                panels: content.panels,
-                panel,
-                slot: (panel.0.max(caption), CAPTION_LINE + panel.1),
-                query_labels: query_labels(content, cell.1),
-                key_labels: key_labels(content, cell.0),
-                tick_width: tick_width.max(bar_name),
-                inset: 0,
-                top: MARGIN,
-            }
-            .centred(),
-        )
+        let bar = (BAR_WIDTH + LABEL_GAP + tick_width).max(text_width(BAR_NAME.len(), SMALL_EM));
+        let width = left + columns as i32 * (slot.0 + GAP) + bar + MARGIN;
+        // The grid stands in the middle of a picture that is wider than what it holds.
+        let inset = (MIN_WIDTH - width).max(0) / 2;
+        let (width, left) = (width + 2 * inset, left + inset);
+        let layout = Self { cell, columns, rows, panel, slot, query_labels, key_labels, width, left, top: MARGIN };
+        (width <= MAX_SIDE && layout.height(0) <= MAX_SIDE - TEXT_ROOM).then_some(layout)
     }
 
-    fn centred(mut self) -> Self {
-        self.inset = (MIN_WIDTH - self.width()).max(0) / 2;
-        self
-    }
-
-    pub(super) fn width(&self) -> i32 {
-        self.bar().0 + BAR_WIDTH + LABEL_GAP + self.tick_width + MARGIN + self.inset
-    }
-
-    /// Width and height of the picture.
-    pub(super) fn size(&self, note_lines: usize) -> (i32, i32) {
-        (self.width(), self.notes_top() + note_lines as i32 * SMALL_LINE + MARGIN)
-    }
-
-    /// The left end of the row labels' room.
-    fn left(&self) -> i32 {
-        MARGIN + self.inset + AXIS_NAME
+    /// Of the picture.
+    pub(super) fn height(&self, note_lines: usize) -> i32 {
+        self.notes_top() + note_lines as i32 * SMALL_LINE + MARGIN
     }
 
     /// The middle line of the name beside the query axis.
     pub(super) fn query_name(&self) -> i32 {
-        MARGIN + self.inset + SMALL_LINE / 2
+        self.left - self.query_labels.depth - AXIS_NAME + SMALL_LINE / 2
     }
 
     /// The grid's left, top, width and height.
     pub(super) fn grid(&self) -> (i32, i32, i32, i32) {
         let (columns, rows) = (self.columns as i32, self.rows as i32);
-        (
-            self.left() + self.query_labels.depth,
-            self.top,
-            columns * self.slot.0 + (columns - 1) * GAP,
-            rows * self.slot.1 + (rows - 1) * GAP,
-        )
+        (self.left, self.top, columns * (self.slot.0 + GAP) - GAP, rows * (self.slot.1 + GAP) - GAP)
     }
 
     /// The upper left corner of a panel's cells.
     pub(super) fn panel_origin(&self, panel: usize) -> (i32, i32) {
-        let (x, y, ..) = self.grid();
         let (column, row) = ((panel % self.columns) as i32, (panel / self.columns) as i32);
-        (
-            x + column * (self.slot.0 + GAP) + (self.slot.0 - self.panel.0) / 2,
-            y + row * (self.slot.1 + GAP) + CAPTION_LINE,
-        )
+        let x = self.left + column * (self.slot.0 + GAP) + (self.slot.0 - self.panel.0) / 2;
+        (x, self.top + row * (self.slot.1 + GAP) + CAPTION_LINE)
     }
 
     /// The colour bar's left, top and height.
@@ -211,44 +192,33 @@ fn preferred_cell(content: &Content) -> i32 {
         10..=16 => 240,
         _ => 180,
     };
-    let tokens = content.queries.max(content.keys).min(panel);
-    let least = if content.query_tokens || content.key_tokens { TOKEN_CELL } else { INDEX_CELL };
-    ((panel / tokens.max(1)) as i32).clamp(least, LARGEST_CELL)
+    let tokens = content.queries.labels.len().max(content.keys.labels.len()).clamp(1, panel);
+    let least = if content.queries.tokens || content.keys.tokens { TOKEN_CELL } else { INDEX_CELL };
+    ((panel / tokens) as i32).clamp(least, LARGEST_CELL)
 }
 
-fn query_labels(content: &Content, cell: i32) -> Labels {
+fn query_labels(axis: &Axis, cell: i32) -> Labels {
     let em = (cell - 1).clamp(SMALLEST_LABEL_EM, LARGEST_LABEL_EM);
-    let depth = text_width(content.query_columns, em) + LABEL_GAP;
-    let tokens = content.query_tokens;
-    // Once numbers are thinned they are read as an axis, with room between; tokens are read one by one.
-    let room = if tokens || cell > em { em + 1 } else { 2 * em };
-    Labels { em, stride: stride(room, cell, tokens), vertical: false, depth }
+    // Once numbers are thinned they are read as an axis, with space between; tokens are read one by one.
+    let height = if axis.tokens || cell > em { em + 1 } else { 2 * em };
+    let depth = text_width(axis.columns, em) + LABEL_GAP;
+    Labels { em, stride: stride(height, cell, axis.tokens), vertical: false, depth }
 }
 
-fn key_labels(content: &Content, cell: i32) -> Labels {
+fn key_labels(axis: &Axis, cell: i32) -> Labels {
     let em = (cell - 1).clamp(SMALLEST_LABEL_EM, LARGEST_LABEL_EM);
-    let length = text_width(content.key_columns, em);
+    let length = text_width(axis.columns, em) + LABEL_GAP;
     // Numbers are thinned before they are turned, as a reader can count; tokens are turned before any is left out.
-    if !content.key_tokens || length + LABEL_GAP <= cell {
-        let stride = stride(length + LABEL_GAP, cell, content.key_tokens);
-        return Labels { em, stride, vertical: false, depth: em + LABEL_GAP };
-    }
-    Labels { em, stride: stride(em + 1, cell, true), vertical: true, depth: length + LABEL_GAP }
+    let vertical = axis.tokens && length > cell;
+    let (along, depth) = if vertical { (em + 1, length) } else { (length, em + LABEL_GAP) };
+    Labels { em, stride: stride(along, cell, axis.tokens), vertical, depth }
 }
 
-/// How many cells apart labels that take `room` pixels are; indices at 1, 2, 5, 10, 20 and so on.
-fn stride(room: i32, cell: i32, tokens: bool) -> usize {
-    let least = room.max(1).unsigned_abs().div_ceil(cell.max(1).unsigned_abs()) as usize;
-    if tokens {
-        return least;
-    }
-    let mut step = 1;
-    loop {
-        if let Some(round) = [step, 2 * step, 5 * step].into_iter().find(|&round| round >= least) {
-            return round;
-        }
-        step *= 10;
-    }
+/// How many cells apart labels of `length` pixels are; indices at 1, 2, 5, 10, 20 and so on.
+fn stride(length: i32, cell: i32, tokens: bool) -> usize {
+    let least = length.unsigned_abs().div_ceil(cell.unsigned_abs()) as usize;
+    let mut round = (0..).flat_map(|power| [1, 2, 5].map(|digit| digit * 10usize.pow(power)));
+    if tokens { least } else { round.find(|&round| round >= least).unwrap_or(least) }
 }
 
 /// The width of `columns` terminal columns of the embedded font: each glyph of Hack advances 1233/2048 em.
