@@ -11,10 +11,10 @@ use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 
 use super::detect::{self, query_suffixes};
-use super::index::ShardIndex;
+use super::safetensors::{self, ShardIndex};
 use super::source::root;
 use super::stored::{Entry, SCALES, Scale, Stored};
-use super::{WeightLayout, header, infer, pth};
+use super::{WeightLayout, infer, pth};
 use crate::MultiHeadAttentionConfig;
 
 /// A builder over the weights at `path`, converted to `dtype` as they are read: [`Checkpoint::open`] and
@@ -97,7 +97,7 @@ impl Checkpoint {
                 pth::entries(file)
             } else {
                 safetensors.push(file.to_path_buf());
-                header::entries(file)
+                safetensors::entries(file)
             };
             for (name, entry) in own.map_err(|error| cannot_read(file, &error))? {
                 if entries.contains_key(&name) {

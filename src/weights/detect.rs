@@ -149,8 +149,7 @@ fn readings(vb: &VarBuilder) -> Result<Vec<WeightLayout>> {
 }
 
 fn separate(vb: &VarBuilder) -> Vec<WeightLayout> {
-    let rows = WeightLayout::all_linear().filter_map(|layout| {
-        let ([query, .., out], _) = layout.separate()?;
+    let rows = WeightLayout::all_linear().filter_map(|(layout, [query, .., out])| {
         // `query` alone is the inner module of BERT and its kin, whose output projection is outside.
         (layout != WeightLayout::MinGpt || has(vb, "proj.weight")).then_some((layout, query, out))
     });
@@ -183,7 +182,7 @@ fn plain(shape: &[usize]) -> &'static [Orientation] {
 /// The names of query projections, each once, as an error lists them.
 fn query_names() -> Vec<String> {
     let stacked = Naming::ALL.map(|naming| naming.names()[0]).join(", ");
-    let linear = WeightLayout::all_linear().filter_map(|layout| Some(layout.separate()?.0[0].to_string()));
+    let linear = WeightLayout::all_linear().map(|(_, [query, ..])| query.to_string());
     let others = [format!("heads.0.{{{stacked}}}"), "in_proj_weight".into(), "q_proj_weight".into()];
     let mut all: Vec<String> = Vec::new();
     for name in linear.chain(others).chain(PackedNaming::all().map(|naming| naming.names()[0].to_string())) {

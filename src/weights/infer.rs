@@ -4,7 +4,7 @@ use candle_core::{Result, bail};
 use candle_nn::VarBuilder;
 
 use super::detect::shape;
-use super::layout::{Naming, Orientation, Storage, WeightLayout};
+use super::layout::{Form, Kind, Orientation, WeightLayout};
 use super::source::has;
 use crate::MultiHeadAttentionConfig;
 
@@ -33,12 +33,11 @@ pub(super) fn infer_config(
     if has(vb, "q_norm.weight") || has(vb, "k_norm.weight") {
         bail!("[weights] the layer normalises queries and keys (q_norm); shapes do not tell how, so give a config")
     }
-    let shapes = match layout {
-        WeightLayout::StackedHeads(naming, storage) => stacked(vb, naming, storage)?,
-        WeightLayout::Torch => torch(vb)?,
-        WeightLayout::Conv1d => packed(vb, ["c_attn", "c_proj"], true, num_heads)?,
-        WeightLayout::Packed(naming, _) => packed(vb, naming.names(), false, num_heads)?,
-        _ => separate(vb, layout)?,
+    let shapes = match layout.form() {
+        Form::Separate(names, kind) => separate(vb, names, kind)?,
+        Form::Stacked(names, kind) => stacked(vb, names, kind)?,
+        Form::Packed(names, kind, _) => packed(vb, names, kind, num_heads)?,
+        Form::Torch => torch(vb)?,
     };
     let h = match (shapes.heads, num_heads) {
         (Some(counted), Some(said)) if counted != said => {
@@ -68,13 +67,9 @@ pub(super) fn infer_config(
         .with_out_dim(shapes.out.map_or(heads_dim, |out| out.rows))
         .with_sinks(has(vb, "sinks"))
         .with_bias_kv(has(vb, "bias_k"));
-    // The buffer of the modules that register one; elsewhere a tensor of this name is something else.
-    let mask = match layout {
-        WeightLayout::Book | WeightLayout::Short => Some("mask"),
-        WeightLayout::StackedHeads(Naming::Book | Naming::Short, _) => Some("heads.0.mask"),
-        _ => None,
-    };
-    if let Some(mask) = mask.filter(|name| has(vb, name))
+    let mask = if shapes.heads.is_some() { "heads.0.mask" } else { "mask" };
+    if layout.has_mask_buffer()
+        && has(vb, mask)
         && let &[rows, columns] = shape(vb, mask)?.as_slice()
         && rows == columns
     {
@@ -91,56 +86,45 @@ fn divide(what: &str, rows: usize, by: usize) -> Result<usize> {
     Ok(rows / by)
 }
 
-fn matrix(vb: &VarBuilder, name: &str, storage: Storage) -> Result<Matrix> {
-    let name = parameter(name, storage);
-    match (shape(vb, &name)?.as_slice(), storage) {
-        (&[columns, rows], Storage::Raw(Orientation::InOut)) => Ok(Matrix { rows, columns }),
-        (&[rows, columns], _) => Ok(Matrix { rows, columns }),
-        (other, _) => bail!("[weights] {name} has shape {other:?}, expected a matrix"),
+fn matrix(vb: &VarBuilder, name: &str, kind: Kind) -> Result<Matrix> {
+    let name = kind.weight(name);
+    match *shape(vb, &name)?.as_slice() {
+        [columns, rows] if kind.is_transposed() => Ok(Matrix { rows, columns }),
+        [rows, columns] => Ok(Matrix { rows, columns }),
+        ref other => bail!("[weights] {name} has shape {other:?}, expected a matrix"),
     }
 }
 
-fn parameter(name: &str, storage: Storage) -> String {
-    if storage == Storage::Linear { format!("{name}.weight") } else { name.to_string() }
+/// The matrix of an output projection, if there is one.
+fn output(vb: &VarBuilder, name: &str, kind: Kind) -> Result<Option<Matrix>> {
+    if has(vb, &kind.weight(name)) { matrix(vb, name, kind).map(Some) } else { Ok(None) }
 }
 
 fn has_bias(vb: &VarBuilder, name: &str) -> bool {
     has(vb, &format!("{name}.bias"))
 }
 
-fn separate(vb: &VarBuilder, layout: WeightLayout) -> Result<Shapes> {
-    let Some(([q, k, v, o], storage)) = layout.separate() else {
-        bail!("[weights] the projections of {layout} are not apart")
-    };
-    let has_out = has(vb, &parameter(o, storage));
+fn separate(vb: &VarBuilder, names: [&str; 4], kind: Kind) -> Result<Shapes> {
+    let [q, k, v, o] = names;
     Ok(Shapes {
-        qkv: [matrix(vb, q, storage)?, matrix(vb, k, storage)?, matrix(vb, v, storage)?],
+        qkv: [matrix(vb, q, kind)?, matrix(vb, k, kind)?, matrix(vb, v, kind)?],
         qkv_bias: [q, k, v].map(|name| has_bias(vb, name)),
-        out: if has_out { Some(matrix(vb, o, storage)?) } else { None },
+        out: output(vb, o, kind)?,
         out_bias: has_bias(vb, o),
         heads: None,
     })
 }
 
-fn stacked(vb: &VarBuilder, naming: Naming, storage: Storage) -> Result<Shapes> {
-    let [q, k, v, _] = naming.names().map(|name| format!("heads.0.{name}"));
-    let of_head = |head: usize| parameter(&format!("heads.{head}.{}", naming.names()[0]), storage);
-    let heads = (0..).take_while(|&head| has(vb, &of_head(head))).count();
-    let whole = |name: &str| -> Result<Matrix> {
-        let Matrix { rows, columns } = matrix(vb, name, storage)?;
-        Ok(Matrix { rows: rows.saturating_mul(heads), columns })
-    };
-    Ok(Shapes {
-        qkv: [whole(&q)?, whole(&k)?, whole(&v)?],
-        qkv_bias: [q, k, v].map(|name| has_bias(vb, &name)),
-        out: None,
-        out_bias: false,
-        heads: Some(heads),
-    })
+fn stacked(vb: &VarBuilder, names: [&str; 4], kind: Kind) -> Result<Shapes> {
+    let heads = (0..).take_while(|head| has(vb, &kind.weight(&format!("heads.{head}.{}", names[0])))).count();
+    let [q, k, v, o] = names.map(|name| format!("heads.0.{name}"));
+    let first = separate(vb, [&q, &k, &v, &o], kind)?;
+    let qkv = first.qkv.map(|Matrix { rows, columns }| Matrix { rows: rows.saturating_mul(heads), columns });
+    Ok(Shapes { qkv, out: None, out_bias: false, heads: Some(heads), ..first })
 }
 
 fn torch(vb: &VarBuilder) -> Result<Shapes> {
-    let part = |name| matrix(vb, name, Storage::Raw(Orientation::OutIn));
+    let part = |name| matrix(vb, name, Kind::Raw(Orientation::OutIn));
     let qkv = if has(vb, "in_proj_weight") {
         let Matrix { rows, columns } = part("in_proj_weight")?;
         [Matrix { rows: divide("in_proj_weight", rows, 3)?, columns }; 3]
@@ -150,21 +134,17 @@ fn torch(vb: &VarBuilder) -> Result<Shapes> {
     Ok(Shapes {
         qkv,
         qkv_bias: [has(vb, "in_proj_bias"); 3],
-        out: Some(matrix(vb, "out_proj", Storage::Linear)?),
+        out: Some(matrix(vb, "out_proj", Kind::Linear)?),
         out_bias: has_bias(vb, "out_proj"),
         heads: None,
     })
 }
 
 /// A packed weight has (H + 2 · H_kv) · D rows; the input of the output projection, H · D, tells D.
-fn packed(vb: &VarBuilder, projections: [&str; 2], transposed: bool, num_heads: Option<usize>) -> Result<Shapes> {
-    let [qkv, out] = projections;
-    let matrix = |name: &str| -> Result<Matrix> {
-        let Matrix { rows, columns } = matrix(vb, name, Storage::Linear)?;
-        Ok(if transposed { Matrix { rows: columns, columns: rows } } else { Matrix { rows, columns } })
-    };
-    let Matrix { rows, columns } = matrix(qkv)?;
-    let out_matrix = if has(vb, &parameter(out, Storage::Linear)) { Some(matrix(out)?) } else { None };
+fn packed(vb: &VarBuilder, names: [&str; 2], kind: Kind, num_heads: Option<usize>) -> Result<Shapes> {
+    let [qkv, out] = names;
+    let Matrix { rows, columns } = matrix(vb, qkv, kind)?;
+    let out_matrix = output(vb, out, kind)?;
     let queries = match out_matrix {
         Some(out) => out.columns,
         None if num_heads == Some(1) => divide(qkv, rows, 3)?,

@@ -214,9 +214,9 @@ impl PackedNaming {
 }
 
 impl WeightLayout {
-    /// The layouts of four linear layers, each under a name of its own.
-    pub(super) fn all_linear() -> impl Iterator<Item = Self> {
-        LINEAR.iter().map(|(layout, ..)| *layout)
+    /// The layouts of four linear layers, each under a name of its own, and these names.
+    pub(super) fn all_linear() -> impl Iterator<Item = (Self, [&'static str; 4])> {
+        LINEAR.iter().map(|(layout, _, names)| (*layout, *names))
     }
 
     /// The names of every layout's output projection.
@@ -227,7 +227,7 @@ impl WeightLayout {
     /// Every layout.
     #[must_use]
     pub fn all() -> Vec<Self> {
-        let mut all: Vec<_> = Self::all_linear().collect();
+        let mut all: Vec<_> = Self::all_linear().map(|(layout, _)| layout).collect();
         for orientation in [Orientation::InOut, Orientation::OutIn] {
             all.extend(Naming::ALL.map(|naming| Self::Raw(naming, orientation)));
         }
@@ -246,28 +246,68 @@ impl WeightLayout {
         LINEAR.iter().find(|(layout, ..)| *layout == self).map(|(_, spelling, names)| (*spelling, *names))
     }
 
-    /// A parameter that every layer in this layout has: its query projection, or the first part of it.
-    pub(crate) fn query_parameter(self) -> String {
+    /// How the layout keeps its projections: what detection, inference, loading and saving go by.
+    pub(super) fn form(self) -> Form {
         match self {
-            Self::Raw(naming, _) => naming.names()[0].to_string(),
-            Self::StackedHeads(naming, Storage::Linear) => format!("heads.0.{}.weight", naming.names()[0]),
-            Self::StackedHeads(naming, _) => format!("heads.0.{}", naming.names()[0]),
-            Self::Packed(naming, _) => format!("{}.weight", naming.names()[0]),
-            Self::Conv1d => "c_attn.weight".to_string(),
-            _ => match self.linear() {
-                Some((_, [query, ..])) => format!("{query}.weight"),
-                // `torch.nn.MultiheadAttention` over one input width.
-                None => "in_proj_weight".to_string(),
-            },
+            Self::Raw(naming, orientation) => Form::Separate(naming.names(), Kind::Raw(orientation)),
+            Self::StackedHeads(naming, Storage::Linear) => Form::Stacked(naming.names(), Kind::Linear),
+            Self::StackedHeads(naming, Storage::Raw(way)) => Form::Stacked(naming.names(), Kind::Raw(way)),
+            Self::Conv1d => Form::Packed(["c_attn", "c_proj"], Kind::Conv1d, QkvOrder::ByPart),
+            Self::Packed(naming, order) => Form::Packed(naming.names(), Kind::Linear, order),
+            _ => self.linear().map_or(Form::Torch, |(_, names)| Form::Separate(names, Kind::Linear)),
         }
     }
 
-    /// Query, key, value and output names of a layout that keeps the four apart, and how each is stored.
-    pub(crate) fn separate(self) -> Option<([&'static str; 4], Storage)> {
-        match self {
-            Self::Raw(naming, orientation) => Some((naming.names(), Storage::Raw(orientation))),
-            _ => self.linear().map(|(_, names)| (names, Storage::Linear)),
+    /// A parameter that every layer in this layout has: its query projection, or the first part of it.
+    pub(crate) fn query_parameter(self) -> String {
+        match self.form() {
+            Form::Separate([query, ..], kind) => kind.weight(query),
+            Form::Stacked([query, ..], kind) => kind.weight(&format!("heads.0.{query}")),
+            Form::Packed([qkv, _], kind, _) => kind.weight(qkv),
+            // `torch.nn.MultiheadAttention` over one input width.
+            Form::Torch => "in_proj_weight".to_string(),
         }
+    }
+
+    /// Whether the modules of this layout register their causal mask as a buffer, `mask`; elsewhere a tensor of that
+    /// name is something else.
+    pub(super) fn has_mask_buffer(self) -> bool {
+        matches!(self, Self::Book | Self::Short | Self::StackedHeads(Naming::Book | Naming::Short, _))
+    }
+}
+
+/// How a layout keeps its projections.
+pub(super) enum Form {
+    /// Query, key, value and output, each under its name.
+    Separate([&'static str; 4], Kind),
+    /// Query, key and value of each head below `heads.{i}`; no output projection.
+    Stacked([&'static str; 4], Kind),
+    /// Query, key and value in one, and the output projection.
+    Packed([&'static str; 2], Kind, QkvOrder),
+    /// That of `torch.nn.MultiheadAttention`.
+    Torch,
+}
+
+/// How one projection is stored: a [`Storage`], or GPT-2's.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// `.weight` (out, in) and perhaps `.bias`.
+    Linear,
+    /// `.weight` (in, out) and perhaps `.bias`.
+    Conv1d,
+    /// The weight itself.
+    Raw(Orientation),
+}
+
+impl Kind {
+    /// The name of the weight of a projection.
+    pub fn weight(self, projection: &str) -> String {
+        if let Self::Raw(_) = self { projection.to_string() } else { format!("{projection}.weight") }
+    }
+
+    /// Whether the weight is (in, out).
+    pub fn is_transposed(self) -> bool {
+        matches!(self, Self::Conv1d | Self::Raw(Orientation::InOut))
     }
 }
 

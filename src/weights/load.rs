@@ -1,12 +1,14 @@
-//! From any layout to the rows of four projections.
+//! From any layout to the rows of four projections, of a whole layer or of one process's heads.
 
-use candle_core::Result;
+use candle_core::{Error, Result};
+use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Init, Linear};
 
-use super::layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
+use super::layout::{Form, Kind, QkvOrder, WeightLayout};
 use super::rows::{PackedQkv, ProjectionRows};
-use super::source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, Source, linear_bias};
+use super::source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, Part, Source, linear_bias};
 use crate::MultiHeadAttentionConfig;
+use crate::shard::HeadShard;
 
 /// The four projections of a layer as linear layers: q (H·D, E), k (H_kv·D, key_size), v (H_kv·D_v, value_size), o
 /// (out_dim, H·D_v).
@@ -44,51 +46,120 @@ pub(crate) fn load_projections(
     layout: WeightLayout,
     source: &Source,
 ) -> Result<LoadedProjections> {
-    match layout {
-        WeightLayout::StackedHeads(naming, storage) => stacked(cfg, naming, storage, source),
-        WeightLayout::Torch => torch(cfg, source),
-        WeightLayout::Conv1d => conv1d(cfg, source),
-        WeightLayout::Packed(naming, order) => packed(cfg, naming, order, source),
-        _ => separate(cfg, layout, source),
+    match layout.form() {
+        Form::Separate(names, kind) => separate(cfg, names, kind, [None; 4], source),
+        Form::Stacked(names, kind) => stacked(cfg, names, kind, source),
+        Form::Packed([qkv, out], kind, order) => {
+            let rows = PackedQkv::new(cfg, order, source)?;
+            let shape = (rows.len(), cfg.embed_dim());
+            let packed = Projection { name: qkv, kind, shape, bias: rows.bias, part: None }.load(source)?;
+            let shape = projection_shapes(cfg)[3];
+            let out = Projection { name: out, kind, shape, bias: cfg.out_bias(), part: None };
+            Ok(LoadedProjections { qkv: rows.split(&packed), o: output(cfg, source, &out)? })
+        }
+        Form::Torch => torch(cfg, source),
     }
 }
 
-fn separate(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, source: &Source) -> Result<LoadedProjections> {
-    let Some((names, storage)) = layout.separate() else { return source.fail("the projections are not apart") };
+/// The part of each projection that is one process's, of a config of the whole layer.
+///
+/// # Errors
+/// As [`load_projections`].
+pub(crate) fn load_shard(
+    cfg: &MultiHeadAttentionConfig,
+    layout: WeightLayout,
+    shard: HeadShard,
+    vb: &ShardedVarBuilder<'static>,
+) -> Result<LoadedProjections> {
+    let source = Source::sharded("multi_head_attention", layout, vb);
+    let (queries, keys) = (shard.query_share(), shard.key_share(cfg.num_kv_heads()));
+    let rows = [queries, keys, keys].map(|share| Part { dim: 0, share });
+    let columns = Part { dim: 1, share: queries };
+    let mut own = match layout.form() {
+        Form::Separate(names, kind) => {
+            let parts = [Some(rows[0]), Some(rows[1]), Some(rows[2]), Some(columns)];
+            separate(cfg, names, kind, parts, &source)?
+        }
+        _ => {
+            let LoadedProjections { qkv: [q, k, v], o } = load_projections(cfg, layout, &source)?;
+            let own = |whole: ProjectionRows, part: Part| Ok::<_, Error>(part.of(&whole.to_linear()?)?.into());
+            let qkv = [own(q, rows[0])?, own(k, rows[1])?, own(v, rows[2])?];
+            LoadedProjections { qkv, o: o.map(|o| columns.of(&o)).transpose()? }
+        }
+    };
+    // Each process's output is added to the others': one of them adds the bias.
+    if let Some(o) = own.o.as_mut().filter(|_| shard.rank() > 0)
+        && let Some(bias) = o.bias()
+    {
+        *o = Linear::new(o.weight().clone(), Some(bias.zeros_like()?));
+    }
+    Ok(own)
+}
+
+/// One projection of a file.
+struct Projection<'a> {
+    name: &'a str,
+    kind: Kind,
+    /// (out, in).
+    shape: (usize, usize),
+    bias: bool,
+    /// What is wanted of it, if not the whole.
+    part: Option<Part>,
+}
+
+impl Projection<'_> {
+    fn load(&self, source: &Source) -> Result<Linear> {
+        let (out_dim, in_dim) = self.shape;
+        let (weight_init, bias_init) = match self.kind {
+            Kind::Linear => (LINEAR_WEIGHT, linear_bias(in_dim)),
+            Kind::Conv1d => (Init::Randn { mean: 0.0, stdev: 0.02 }, Init::Const(0.0)),
+            Kind::Raw(_) => (Init::Uniform { lo: 0.0, up: 1.0 }, Init::Const(0.0)),
+        };
+        let name = self.kind.weight(self.name);
+        let weight = if self.kind.is_transposed() {
+            source.get_part((in_dim, out_dim), &name, weight_init, self.part.map(Part::transposed))?.t()?
+        } else {
+            source.get_part((out_dim, in_dim), &name, weight_init, self.part)?
+        };
+        if let Kind::Raw(_) = self.kind {
+            if self.bias {
+                let name = self.name;
+                return source.fail(format!("the config wants a bias on {name}, which plain parameters do not have"));
+            }
+            return Ok(Linear::new(weight, None));
+        }
+        let bias = source.bias(&format!("{}.bias", self.name), out_dim, self.bias, bias_init)?;
+        let bias = match self.part {
+            Some(part) => bias.map(|bias| part.of_bias(&bias)).transpose()?,
+            None => bias,
+        };
+        Ok(Linear::new(weight, bias))
+    }
+}
+
+/// `parts` is what is wanted of query, key, value and output, if not the whole.
+fn separate(
+    cfg: &MultiHeadAttentionConfig,
+    names: [&str; 4],
+    kind: Kind,
+    parts: [Option<Part>; 4],
+    source: &Source,
+) -> Result<LoadedProjections> {
     let shapes = projection_shapes(cfg);
-    let biases = cfg.qkv_bias();
-    let load = |i: usize, bias: bool| one(source, names[i], storage, shapes[i], bias);
-    let qkv = [load(0, biases[0])?.into(), load(1, biases[1])?.into(), load(2, biases[2])?.into()];
-    let o = output(cfg, source, || load(3, cfg.out_bias()))?;
-    Ok(LoadedProjections { qkv, o })
+    let [q_bias, k_bias, v_bias] = cfg.qkv_bias();
+    let projection = |i: usize, bias: bool| Projection { name: names[i], kind, shape: shapes[i], bias, part: parts[i] };
+    let load = |i, bias| Ok::<_, Error>(projection(i, bias).load(source)?.into());
+    let qkv = [load(0, q_bias)?, load(1, k_bias)?, load(2, v_bias)?];
+    Ok(LoadedProjections { qkv, o: output(cfg, source, &projection(3, cfg.out_bias()))? })
 }
 
 /// The output projection, if the config wants one.
-pub(super) fn output(
-    cfg: &MultiHeadAttentionConfig,
-    source: &Source,
-    load: impl FnOnce() -> Result<Linear>,
-) -> Result<Option<Linear>> {
+fn output(cfg: &MultiHeadAttentionConfig, source: &Source, out: &Projection) -> Result<Option<Linear>> {
     if cfg.out_proj() {
-        return load().map(Some);
+        return out.load(source).map(Some);
     }
     refuse_out_proj(source)?;
     Ok(None)
-}
-
-/// One projection, whichever way it is stored.
-fn one(source: &Source, name: &str, storage: Storage, shape: (usize, usize), bias: bool) -> Result<Linear> {
-    let (out_dim, in_dim) = shape;
-    let uniform = Init::Uniform { lo: 0.0, up: 1.0 };
-    let weight = match storage {
-        Storage::Linear => return source.linear(name, shape, bias),
-        Storage::Raw(Orientation::InOut) => source.get((in_dim, out_dim), name, uniform)?.t()?,
-        Storage::Raw(Orientation::OutIn) => source.get((out_dim, in_dim), name, uniform)?,
-    };
-    if bias {
-        return source.fail(format!("the config wants a bias on {name}, which plain parameters do not have"));
-    }
-    Ok(Linear::new(weight, None))
 }
 
 /// No layout's output projection may be there, whatever its name: without it the numbers are others.
@@ -101,12 +172,7 @@ fn refuse_out_proj(source: &Source) -> Result<()> {
     Ok(())
 }
 
-fn stacked(
-    cfg: &MultiHeadAttentionConfig,
-    naming: Naming,
-    storage: Storage,
-    source: &Source,
-) -> Result<LoadedProjections> {
+fn stacked(cfg: &MultiHeadAttentionConfig, names: [&str; 4], kind: Kind, source: &Source) -> Result<LoadedProjections> {
     let h = cfg.num_heads();
     if cfg.out_proj() {
         return source.fail("a stack of heads has no output projection, but the config wants one");
@@ -117,13 +183,13 @@ fn stacked(
             cfg.num_kv_heads()
         ));
     }
-    let names = naming.names();
     let shapes = projection_shapes(cfg).map(|(out_dim, in_dim)| (out_dim / h, in_dim));
     let mut heads: [Vec<Linear>; 3] = Default::default();
     for head in 0..h {
         let source = source.pp("heads").pp(head);
         for (i, part) in heads.iter_mut().enumerate() {
-            part.push(one(&source, names[i], storage, shapes[i], cfg.qkv_bias()[i])?);
+            let (name, shape, bias) = (names[i], shapes[i], cfg.qkv_bias()[i]);
+            part.push(Projection { name, kind, shape, bias, part: None }.load(&source)?);
         }
         refuse_out_proj(&source)?;
     }
@@ -194,36 +260,4 @@ pub(super) fn fits_torch(cfg: &MultiHeadAttentionConfig, errors: &Source) -> Res
 fn xavier(rows: usize, columns: usize) -> Init {
     let bound = 3f64.sqrt() * (2.0 / (rows + columns) as f64).sqrt();
     Init::Uniform { lo: -bound, up: bound }
-}
-
-fn conv1d(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<LoadedProjections> {
-    let rows = PackedQkv::new(cfg, QkvOrder::ByPart, source)?;
-    let init = Init::Randn { mean: 0.0, stdev: 0.02 };
-    let attn = source.pp("c_attn");
-    let weight = attn.get((cfg.embed_dim(), rows.len()), "weight", init)?.t()?;
-    let bias = attn.bias("bias", rows.len(), rows.bias, Init::Const(0.0))?;
-    let packed = Linear::new(weight, bias);
-    let o = output(cfg, source, || {
-        let (out_dim, in_dim) = projection_shapes(cfg)[3];
-        let proj = source.pp("c_proj");
-        let weight = proj.get((in_dim, out_dim), "weight", init)?.t()?;
-        Ok(Linear::new(weight, proj.bias("bias", out_dim, cfg.out_bias(), Init::Const(0.0))?))
-    })?;
-    Ok(LoadedProjections { qkv: rows.split(&packed), o })
-}
-
-fn packed(
-    cfg: &MultiHeadAttentionConfig,
-    naming: PackedNaming,
-    order: QkvOrder,
-    source: &Source,
-) -> Result<LoadedProjections> {
-    let rows = PackedQkv::new(cfg, order, source)?;
-    let [qkv, out] = naming.names();
-    let qkv = source.pp(qkv);
-    let weight = qkv.get((rows.len(), cfg.embed_dim()), "weight", LINEAR_WEIGHT)?;
-    let bias = qkv.bias("bias", rows.len(), rows.bias, linear_bias(cfg.embed_dim()))?;
-    let packed = Linear::new(weight, bias);
-    let o = output(cfg, source, || source.linear(out, projection_shapes(cfg)[3], cfg.out_bias()))?;
-    Ok(LoadedProjections { qkv: rows.split(&packed), o })
 }

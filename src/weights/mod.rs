@@ -16,16 +16,14 @@
 
 mod checkpoint;
 mod detect;
-mod header;
-mod index;
 mod infer;
 mod layout;
 mod load;
 mod pickle;
 mod pth;
 mod rows;
+mod safetensors;
 mod save;
-mod shard;
 mod source;
 mod stored;
 
@@ -33,9 +31,8 @@ pub use checkpoint::{Checkpoint, open, open_mmaped};
 pub use layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 
 #[cfg(feature = "hub")]
-pub(crate) use index::ShardIndex;
-pub(crate) use load::{Linears, LoadedProjections, load_projections, projection_shapes};
+pub(crate) use self::safetensors::ShardIndex;
+pub(crate) use load::{Linears, LoadedProjections, load_projections, load_shard, projection_shapes};
 pub(crate) use rows::ProjectionRows;
 pub(crate) use save::state_dict;
-pub(crate) use shard::{load_shard, whole};
-pub(crate) use source::{Source, has, root};
+pub(crate) use source::{Source, has, root, whole};

@@ -3,7 +3,7 @@
 use candle_core::{Device, Result, Tensor};
 use candle_nn::{Linear, VarBuilder, VarMap};
 
-use super::layout::{Naming, Orientation, QkvOrder, Storage, WeightLayout};
+use super::layout::{Form, Kind, QkvOrder, WeightLayout};
 use super::load::{Linears, fits_torch};
 use super::rows::PackedQkv;
 use super::source::Source;
@@ -19,36 +19,21 @@ pub(crate) fn state_dict(
     let empty = VarBuilder::from_varmap(&VarMap::new(), projections.q.weight().dtype(), &Device::Cpu);
     let errors = Source::new("state_dict", layout, empty);
     let mut writer = Writer { cfg, projections, errors, tensors: Vec::new() };
-    let o = projections.o.as_ref();
-    match layout {
-        WeightLayout::StackedHeads(naming, storage) => writer.stacked(naming, storage)?,
-        WeightLayout::Torch => writer.torch()?,
-        WeightLayout::Conv1d => {
-            let packed = writer.packed(QkvOrder::ByPart)?;
-            for (name, linear) in [("c_attn", Some(&packed)), ("c_proj", o)] {
-                let Some(linear) = linear else { continue };
-                let transposed = Linear::new(linear.weight().t()?, linear.bias().cloned());
-                writer.push(name, Some(&transposed), Storage::Linear)?;
-            }
-        }
-        WeightLayout::Packed(naming, order) => {
-            let [qkv, out] = naming.names();
+    let mask = if layout.has_mask_buffer() { writer.mask_buffer()? } else { None };
+    let Linears { q, k, v, o } = projections;
+    match layout.form() {
+        Form::Stacked(names, kind) => writer.stacked(names, kind, mask.as_ref())?,
+        Form::Torch => writer.torch()?,
+        Form::Packed([qkv, out], kind, order) => {
             let packed = writer.packed(order)?;
-            writer.push(qkv, Some(&packed), Storage::Linear)?;
-            writer.push(out, o, Storage::Linear)?;
+            writer.push(qkv, Some(&packed), kind)?;
+            writer.push(out, o.as_ref(), kind)?;
         }
-        _ => {
-            let Some((names, storage)) = layout.separate() else {
-                return writer.errors.fail("the projections are not apart");
-            };
-            let Linears { q, k, v, o } = projections;
+        Form::Separate(names, kind) => {
             for (name, linear) in names.into_iter().zip([Some(q), Some(k), Some(v), o.as_ref()]) {
-                writer.push(name, linear, storage)?;
+                writer.push(name, linear, kind)?;
             }
-            if matches!(layout, WeightLayout::Book | WeightLayout::Short) {
-                let mask = writer.mask_buffer()?;
-                writer.tensors.extend(mask.map(|mask| ("mask".to_string(), mask)));
-            }
+            writer.tensors.extend(mask.map(|mask| ("mask".to_string(), mask)));
         }
     }
     Ok(writer.tensors)
@@ -63,22 +48,18 @@ struct Writer<'a> {
 
 impl Writer<'_> {
     /// One projection under its name.
-    fn push(&mut self, name: &str, linear: Option<&Linear>, storage: Storage) -> Result<()> {
+    fn push(&mut self, name: &str, linear: Option<&Linear>, kind: Kind) -> Result<()> {
         let Some(linear) = linear else { return Ok(()) };
-        let (weight, bias) = (linear.weight(), linear.bias());
-        match storage {
-            Storage::Linear => self.tensors.push((format!("{name}.weight"), weight.contiguous()?)),
-            Storage::Raw(_) if bias.is_some() => {
-                return self.errors.fail(format!("plain parameters have no bias, but {name} has one"));
-            }
-            Storage::Raw(Orientation::InOut) => self.tensors.push((name.to_string(), weight.t()?.contiguous()?)),
-            Storage::Raw(Orientation::OutIn) => self.tensors.push((name.to_string(), weight.contiguous()?)),
+        if matches!(kind, Kind::Raw(_)) && linear.bias().is_some() {
+            return self.errors.fail(format!("plain parameters have no bias, but {name} has one"));
         }
-        self.tensors.extend(bias.map(|bias| (format!("{name}.bias"), bias.clone())));
+        let weight = if kind.is_transposed() { linear.weight().t()? } else { linear.weight().clone() };
+        self.tensors.push((kind.weight(name), weight.contiguous()?));
+        self.tensors.extend(linear.bias().map(|bias| (format!("{name}.bias"), bias.clone())));
         Ok(())
     }
 
-    fn stacked(&mut self, naming: Naming, storage: Storage) -> Result<()> {
+    fn stacked(&mut self, names: [&str; 4], kind: Kind, mask: Option<&Tensor>) -> Result<()> {
         if self.cfg.out_proj() {
             return self.errors.fail("a stack of heads has no output projection, but the layer has one");
         }
@@ -87,19 +68,15 @@ impl Writer<'_> {
             let problem = format!("a stack of heads has keys for each of its {h} heads, but the layer has {h_kv}");
             return self.errors.fail(problem);
         }
-        let mask = match naming {
-            Naming::Book | Naming::Short => self.mask_buffer()?,
-            Naming::Canonical | Naming::D2l => None,
-        };
         let Linears { q, k, v, .. } = self.projections;
         for head in 0..h {
-            for (name, part) in naming.names().into_iter().zip([q, k, v]) {
+            for (name, part) in names.into_iter().zip([q, k, v]) {
                 let rows = part.weight().dim(0)? / h;
                 let own = |tensor: &Tensor| tensor.narrow(0, head * rows, rows);
                 let linear = Linear::new(own(part.weight())?, part.bias().map(own).transpose()?);
-                self.push(&format!("heads.{head}.{name}"), Some(&linear), storage)?;
+                self.push(&format!("heads.{head}.{name}"), Some(&linear), kind)?;
             }
-            self.tensors.extend(mask.iter().map(|mask| (format!("heads.{head}.mask"), mask.clone())));
+            self.tensors.extend(mask.map(|mask| (format!("heads.{head}.mask"), mask.clone())));
         }
         Ok(())
     }
@@ -121,7 +98,7 @@ impl Writer<'_> {
                 self.tensors.push(("in_proj_bias".into(), Tensor::cat(&biases, 0)?));
             }
         }
-        self.push("out_proj", o.as_ref(), Storage::Linear)
+        self.push("out_proj", o.as_ref(), Kind::Linear)
     }
 
     fn packed(&self, order: QkvOrder) -> Result<Linear> {

@@ -1,11 +1,15 @@
 //! Reading one named tensor, with errors that say what was looked for.
 
-use candle_core::{Device, Error, Result, Shape, Tensor, bail};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
 use candle_nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
+use candle_nn::var_builder::{Shard, ShardedVarBuilder, SimpleBackend};
 use candle_nn::{Linear, VarBuilder};
 
 use super::stored::SCALES;
 use crate::sdpa::FLOATS;
+use crate::shard::Share;
 use crate::size::fits_in_memory;
 
 /// `nn.Linear`'s initialisation of its weight: uniform within ±1/sqrt(in).
@@ -32,11 +36,18 @@ pub(crate) struct Source<'a> {
     vb: VarBuilder<'a>,
     op: &'static str,
     layout: String,
+    /// The root of a builder that reads parts of the same tensors.
+    sharded: Option<ShardedVarBuilder<'static>>,
 }
 
 impl<'a> Source<'a> {
     pub(crate) fn new(op: &'static str, layout: impl ToString, vb: VarBuilder<'a>) -> Self {
-        Self { vb, op, layout: layout.to_string() }
+        Self { vb, op, layout: layout.to_string(), sharded: None }
+    }
+
+    /// One that reads only the parts that [`get_part`](Self::get_part) is called for.
+    pub(super) fn sharded(op: &'static str, layout: impl ToString, vb: &ShardedVarBuilder<'static>) -> Self {
+        Self { sharded: Some(vb.root()), ..Self::new(op, layout, whole(vb)) }
     }
 
     pub(crate) fn pp(&self, prefix: impl ToString) -> Self {
@@ -83,6 +94,26 @@ impl<'a> Source<'a> {
         Ok(tensor)
     }
 
+    /// A part of the tensor of that name and shape, or all of it.
+    pub(super) fn get_part(&self, shape: (usize, usize), name: &str, init: Init, part: Option<Part>) -> Result<Tensor> {
+        let Some(Part { dim, share }) = part else { return self.get(shape, name, init) };
+        if let Some(sharded) = &self.sharded {
+            self.refuse_scale(name)?;
+            let mut expected = [shape.0, shape.1];
+            expected[dim] /= share.of;
+            let hint = Shard { dim, rank: share.index, world_size: share.of };
+            // Candle indexes the shape in the file, and panics where it has fewer dimensions.
+            let read = || sharded.get_with_hints(shape, &self.full_name(name), hint);
+            if let Ok(Ok(own)) = catch_unwind(AssertUnwindSafe(read))
+                && own.dims() == expected
+            {
+                return Ok(own);
+            }
+        }
+        // Reading all of it says what is wrong.
+        share.copy(&self.get(shape, name, init)?, dim)
+    }
+
     /// `name.weight` of shape (out, in), and `name.bias` (out) if there is to be one.
     pub(crate) fn linear(&self, name: &str, shape: (usize, usize), bias: bool) -> Result<Linear> {
         let source = self.pp(name);
@@ -109,7 +140,7 @@ impl<'a> Source<'a> {
 
     /// An error if the builder has a scale for the weight: it would give float8 without it. The builder of a `Checkpoint`
     /// applies scales, and has no tensors of their names.
-    pub(crate) fn refuse_scale(&self, name: &str) -> Result<()> {
+    fn refuse_scale(&self, name: &str) -> Result<()> {
         match SCALES.map(|suffix| format!("{name}{suffix}")).iter().find(|scale| self.has(scale)) {
             Some(scale) => self.fail(format!(
                 "{} is to be multiplied by {}, which this builder does not do; that of weights::open does",
@@ -154,6 +185,55 @@ impl<'a> Source<'a> {
             }
             other => Error::msg(format!("[{op}] {full_name}: {other} (layout {layout})")),
         }
+    }
+}
+
+/// A share of dimension 0 (rows) or 1 (columns) of a weight (out, in).
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Part {
+    pub dim: usize,
+    pub share: Share,
+}
+
+impl Part {
+    /// The same of a weight (in, out).
+    pub fn transposed(self) -> Self {
+        Self { dim: 1 - self.dim, ..self }
+    }
+
+    /// A copy of this part of a layer.
+    pub fn of(self, linear: &Linear) -> Result<Linear> {
+        let bias = linear.bias().map(|bias| self.of_bias(bias)).transpose()?;
+        Ok(Linear::new(self.share.copy(linear.weight(), self.dim)?, bias))
+    }
+
+    /// The bias that belongs to it: columns have all of it.
+    pub fn of_bias(self, bias: &Tensor) -> Result<Tensor> {
+        if self.dim == 0 { self.share.copy(bias, 0) } else { Ok(bias.clone()) }
+    }
+}
+
+/// The same tensors from an ordinary builder, whole.
+pub(crate) fn whole(vb: &ShardedVarBuilder<'static>) -> VarBuilder<'static> {
+    let (prefix, dtype, device) = (vb.prefix(), vb.dtype(), vb.device().clone());
+    let root = VarBuilder::from_backend(Box::new(Whole(vb.root())), dtype, device);
+    if prefix.is_empty() { root } else { root.pp(prefix) }
+}
+
+/// Whole tensors through a sharded builder.
+struct Whole(ShardedVarBuilder<'static>);
+
+impl SimpleBackend for Whole {
+    fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.0.clone().set_dtype(dtype).set_device(device.clone()).get_with_hints(shape, name, Shard::default())
+    }
+
+    fn get_unchecked(&self, name: &str, dtype: DType, _: &Device) -> Result<Tensor> {
+        self.0.get_unchecked_dtype(name, dtype)
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.0.contains_tensor(name)
     }
 }
 

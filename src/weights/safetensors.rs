@@ -1,9 +1,82 @@
-//! `model.safetensors.index.json`: which file of a checkpoint holds which tensor.
+//! Safetensors: the header of a file, with names, types, shapes and places of its tensors, and the index of shards
+//! (`model.safetensors.index.json`), which says what file holds which tensor.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
+use std::sync::Arc;
 
+use candle_core::{DType, Result, bail};
+use safetensors::SafeTensorError;
+use safetensors::tensor::{Metadata, TensorInfo};
 use serde::Deserialize;
+
+use super::stored::{Entry, Stored};
+use crate::size::is_addressable;
+
+/// The format's own limit.
+const MAX_HEADER: u64 = 100_000_000;
+
+#[derive(Deserialize)]
+struct Header {
+    #[serde(rename = "__metadata__")]
+    _metadata: Option<HashMap<String, String>>,
+    #[serde(flatten)]
+    tensors: HashMap<String, TensorInfo>,
+}
+
+/// The tensors of a safetensors file. Only the header is read.
+///
+/// # Errors
+/// If the header is no such header, or its tensors do not fill the rest of the file.
+pub(super) fn entries(path: &Path) -> Result<BTreeMap<String, Entry>> {
+    let mut file = File::open(path)?;
+    let file_len = file.metadata()?.len();
+    let mut len = [0; 8];
+    file.read_exact(&mut len).map_err(|_| SafeTensorError::HeaderTooSmall)?;
+    let len = u64::from_le_bytes(len);
+    if len > MAX_HEADER {
+        return Err(SafeTensorError::HeaderTooLarge.into());
+    }
+    let data_start = len + 8;
+    let Some(data_len) = file_len.checked_sub(data_start) else {
+        return Err(SafeTensorError::InvalidHeaderLength.into());
+    };
+    let mut text = Vec::new();
+    file.take(len).read_to_end(&mut text)?;
+    let header: Header = serde_json::from_slice(&text).map_err(SafeTensorError::InvalidHeaderDeserialization)?;
+    let mut tensors: Vec<_> = header.tensors.into_iter().collect();
+    tensors.sort_by_key(|(_, info)| info.data_offsets);
+    let end = tensors.last().map_or(0, |(_, info)| info.data_offsets.1);
+    // Checks that the tensors follow each other, each as long as its shape says.
+    Metadata::new(None, tensors.clone())?;
+    if end as u64 != data_len {
+        return Err(SafeTensorError::MetadataIncompleteBuffer.into());
+    }
+    let file: Arc<Path> = path.into();
+    let mut entries = BTreeMap::new();
+    for (name, TensorInfo { dtype, shape, data_offsets, .. }) in tensors {
+        if !is_addressable(&shape) {
+            bail!("{name} has shape {shape:?}, which is too large to address")
+        }
+        let entry = match DType::try_from(dtype) {
+            Ok(DType::F4 | DType::F6E2M3 | DType::F6E3M2 | DType::F8E8M0) | Err(_) => {
+                Entry::Unreadable { shape: Some(shape), what: format!("unsupported safetensors dtype {dtype:?}") }
+            }
+            Ok(dtype) => Entry::Stored(Stored {
+                file: file.clone(),
+                dtype,
+                storage_len: shape.iter().product(),
+                shape,
+                strides: None,
+                start: data_start + data_offsets.0 as u64,
+            }),
+        };
+        entries.insert(name, entry);
+    }
+    Ok(entries)
+}
 
 /// The shards of a checkpoint, by the tensors they hold.
 #[derive(Deserialize)]
@@ -17,7 +90,7 @@ impl ShardIndex {
     /// # Errors
     /// What is wrong with the file, as the end of a sentence: unreadable, no index, without tensors, or with a shard that
     /// is outside the index's own folder, in which case none of it is to be trusted.
-    pub(crate) fn read(file: &Path, extension: &str) -> Result<Self, String> {
+    pub(crate) fn read(file: &Path, extension: &str) -> std::result::Result<Self, String> {
         let text = std::fs::read_to_string(file).map_err(|error| format!("could not be read: {error}"))?;
         let index: Self = serde_json::from_str(&text).map_err(|error| format!("is not an index of shards: {error}"))?;
         if index.weight_map.is_empty() {
@@ -35,7 +108,7 @@ impl ShardIndex {
     ///
     /// # Errors
     /// If no tensor is there.
-    pub(crate) fn shards(&self, prefix: Option<&str>) -> Result<BTreeSet<&str>, String> {
+    pub(crate) fn shards(&self, prefix: Option<&str>) -> std::result::Result<BTreeSet<&str>, String> {
         let wanted = |tensor: &str| prefix.is_none_or(|prefix| is_below(tensor, prefix));
         let shards: BTreeSet<_> =
             self.weight_map.iter().filter(|(tensor, _)| wanted(tensor)).map(|(_, shard)| shard.as_str()).collect();
