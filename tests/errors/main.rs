@@ -8,6 +8,7 @@
 mod common;
 
 mod additive;
+mod cache;
 mod configs;
 mod devices;
 mod embedding;
@@ -15,6 +16,7 @@ mod extremes;
 mod files;
 mod function;
 mod fuzz;
+mod hf;
 mod layer;
 mod layouts;
 mod linear;
@@ -42,6 +44,8 @@ type Case = (&'static str, fn() -> Result<()>);
 /// Every case, by what it is about.
 const CASES: &[(&str, &[Case])] = &[
     ("additive", additive::CASES),
+    ("calls with a cache", cache::CALLS),
+    ("cache config", cache::CONFIGS),
     ("config", configs::CASES),
     ("embedding", embedding::CASES),
     ("sdpa shapes", function::SHAPES),
@@ -54,6 +58,8 @@ const CASES: &[(&str, &[Case])] = &[
     ("pth archives", pth::ARCHIVES),
     ("pth tensors", pth::TENSORS),
     ("pickles", pth::PICKLES),
+    ("hf", hf::CASES),
+    ("hf latent", hf::LATENT),
     ("loading a layout", layouts::LOADING),
     ("saving a layout", layouts::SAVING),
     ("detection", layouts::DETECTION),

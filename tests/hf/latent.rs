@@ -6,7 +6,6 @@ use serde_json::json;
 
 use crate::common::{error_text, relative_error, values};
 use crate::golden::{TOLERANCE, models_of};
-use crate::misuse::Misuse;
 use crate::names::renamed;
 use crate::{LATENT, Model, Tensors, builder};
 
@@ -80,94 +79,8 @@ fn latent_attention_is_read_by_functions_of_its_own() {
     assert_eq!(error_text(hf::load_latent_attention(&config, 0, builder(Tensors::new()))), expected);
 }
 
-const LATENT_FIELDS: &[Misuse] = &[
-    (
-        "key heads",
-        "deepseek_v3",
-        || json!({"num_attention_heads": 4, "num_key_value_heads": 2}),
-        "num_key_value_heads is 2, but deepseek_v3 has 4 by its other fields",
-    ),
-    (
-        "a width of heads",
-        "deepseek_v3",
-        || json!({"qk_rope_head_dim": 32, "head_dim": 64}),
-        "head_dim is 64, but deepseek_v3 has 32 by its other fields",
-    ),
-    (
-        "both widths",
-        "deepseek_v3",
-        || json!({"qk_head_dim": 128}),
-        "qk_head_dim is 128, but deepseek_v3 has 192 by its other fields",
-    ),
-    (
-        "no latent",
-        "deepseek_v3",
-        || json!({"kv_lora_rank": null}),
-        "kv_lora_rank is null, expected a whole number of at least 1",
-    ),
-    (
-        "no width",
-        "deepseek_v3",
-        || json!({"q_lora_rank": 0}),
-        "q_lora_rank is 0, expected a whole number of at least 1",
-    ),
-    (
-        "a flag as text",
-        "deepseek_v3",
-        || json!({"rope_interleave": "no"}),
-        "rope_interleave is \"no\", expected true or false",
-    ),
-    (
-        "part of the part that rotates",
-        "deepseek_v3",
-        || json!({"partial_rotary_factor": 0.5}),
-        "partial_rotary_factor is 0.5, which is not supported, expected 1",
-    ),
-    (
-        "scores corrected without yarn",
-        "deepseek_v3",
-        || json!({"rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}}),
-        "rope_scaling.mscale_all_dim is 1.0, which is not supported, expected 0",
-    ),
-    (
-        "a scaling without its factor",
-        "deepseek_v3",
-        || json!({"rope_parameters": {"rope_type": "yarn", "mscale_all_dim": 1.0}}),
-        "rope_parameters.factor is missing, expected a number",
-    ),
-    (
-        "a config for each layer",
-        "deepseek_v3",
-        || json!({"per_layer_config": {"0": {}}}),
-        "per_layer_config is not supported",
-    ),
-    (
-        "too few layers",
-        "deepseek_v3",
-        || json!({"num_hidden_layers": 1}),
-        "there is no layer 1, num_hidden_layers is 1",
-    ),
-    (
-        "halves",
-        "deepseek_v2",
-        || json!({"rope_interleave": false}),
-        "rope_interleave is false, which is not supported, expected true",
-    ),
-];
-
 #[test]
-fn fields_of_latent_attention_are_named_too() {
-    for (what, model_type, fields, expected) in LATENT_FIELDS {
-        let mut config = fields();
-        config["model_type"] = json!(model_type);
-        let found = error_text(hf::latent_attention_config(&config, 1));
-        assert_eq!(found, format!("[hf] {model_type}: {expected}"), "{what}");
-    }
-    let dropout = json!({"model_type": "deepseek_v2", "attention_dropout": 2});
-    assert_eq!(
-        error_text(hf::latent_attention_config(&dropout, 0)),
-        "[multi_head_latent_attention] dropout is 2, expected a probability from 0 to 1"
-    );
+fn quantised_weights_are_refused() {
     let quantised = json!({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "awq"}});
     assert_eq!(
         error_text(hf::load_latent_attention(&quantised, 0, builder(Tensors::new()))),
