@@ -22,6 +22,7 @@ mod layouts;
 mod linear;
 mod masks;
 mod modules;
+mod plot;
 mod pth;
 mod rope;
 mod tensors;
@@ -67,6 +68,7 @@ const CASES: &[(&str, &[Case])] = &[
     ("linear weights", linear::WEIGHTS),
     ("linear inputs", linear::INPUTS),
     ("linear sizes", linear::SIZES),
+    ("heat map", plot::CASES),
     ("lengths", masks::LENGTHS),
     ("mask tensors", masks::TENSORS),
     ("modules", modules::MODULES),

@@ -14,8 +14,8 @@ use crate::server::COMMIT;
 pub struct Child(Command, TempDir);
 
 impl Child {
-    pub fn new(home: &Path, model: &str) -> Result<Self, Box<dyn Error>> {
-        let mut command = Command::new(std::env::current_exe()?);
+    pub fn new(home: &Path, model: &str) -> Self {
+        let mut command = Command::new(std::env::current_exe().expect("this test"));
         command.args(["--exact", "child::fetch_as_told", "--quiet", "--nocapture"]);
         for (name, _) in std::env::vars_os() {
             let upper = name.to_string_lossy().to_uppercase();
@@ -26,7 +26,11 @@ impl Child {
             }
         }
         command.env("HF_HOME", home).env("RUST_BACKTRACE", "1").env("HUB_TEST_MODEL", model);
-        Ok(Self(command, TempDir::new()?))
+        Self(command, TempDir::new().expect("a temporary folder"))
+    }
+
+    pub fn at(self, endpoint: &str) -> Self {
+        self.env("HF_ENDPOINT", endpoint)
     }
 
     pub fn env(mut self, name: &str, value: &str) -> Self {

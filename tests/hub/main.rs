@@ -216,9 +216,9 @@ const FILES: [(&str, &[u8]); 3] =
 fn a_model_is_downloaded_once_and_then_found_offline() -> TestResult {
     let server = Server::start("org/name", &FILES, Mood::Open)?;
     let home = TempDir::new()?;
-    let child = || Ok::<_, Box<dyn Error>>(Child::new(home.path(), "org/name")?.env("HF_ENDPOINT", &server.endpoint));
+    let child = || Child::new(home.path(), "org/name").at(&server.endpoint);
 
-    let first = child()?.env("HF_TOKEN", "hf_test").fetch()?;
+    let first = child().env("HF_TOKEN", "hf_test").fetch()?;
     let folder = home.path().join("hub/models--org--name/snapshots").join(COMMIT);
     for (path, (name, bytes)) in first.iter().zip(FILES) {
         assert_eq!(Path::new(path), folder.join(name));
@@ -234,15 +234,15 @@ fn a_model_is_downloaded_once_and_then_found_offline() -> TestResult {
     requests.push("GET /store/model.safetensors token".to_string());
     assert_eq!(server.requests(), requests);
 
-    assert_eq!(child()?.fetch()?, first);
+    assert_eq!(child().fetch()?, first);
     assert_eq!(server.requests(), ["HEAD /org/name/resolve/main/config.json"]);
 
     for (variable, value) in [("HF_HUB_OFFLINE", "1"), ("HF_HUB_OFFLINE", "yes"), ("TRANSFORMERS_OFFLINE", "1")] {
-        assert_eq!(child()?.env(variable, value).fetch()?, first);
+        assert_eq!(child().env(variable, value).fetch()?, first);
     }
     let elsewhere = home.path().join("elsewhere");
     let cache = elsewhere.display().to_string();
-    let lost = child()?.env("HF_HUB_OFFLINE", "True").env("HF_HUB_CACHE", &cache).fetch();
+    let lost = child().env("HF_HUB_OFFLINE", "True").env("HF_HUB_CACHE", &cache).fetch();
     assert_fails(lost, &["config.json of org/name@main", &cache, "HF_HUB_OFFLINE is set"]);
     assert_eq!(server.requests(), [""; 0]);
     Ok(())
@@ -252,7 +252,7 @@ fn a_model_is_downloaded_once_and_then_found_offline() -> TestResult {
 fn a_model_that_was_renamed_is_found() -> TestResult {
     let server = Server::start("org/name", &FILES, Mood::Open)?;
     let home = TempDir::new()?;
-    let result = Child::new(home.path(), "old/name")?.env("HF_ENDPOINT", &server.endpoint).fetch();
+    let result = Child::new(home.path(), "old/name").at(&server.endpoint).fetch();
     assert_eq!(found(result)?, FILES.map(|(name, _)| name));
     Ok(())
 }
@@ -262,11 +262,10 @@ fn a_file_known_to_be_absent_is_not_asked_for_again() -> TestResult {
     let files = [("config.json", &b"{}"[..]), ("pytorch_model.bin", b"w")];
     let server = Server::start("name", &files, Mood::Open)?;
     let home = TempDir::new()?;
-    let child =
-        || Ok::<_, Box<dyn Error>>(Child::new(home.path(), "name@refs/pr/1")?.env("HF_ENDPOINT", &server.endpoint));
-    assert_eq!(found(child()?.fetch())?, ["config.json", "pytorch_model.bin"]);
+    let child = || Child::new(home.path(), "name@refs/pr/1").at(&server.endpoint);
+    assert_eq!(found(child().fetch())?, ["config.json", "pytorch_model.bin"]);
     assert_eq!(server.requests().len(), 7);
-    assert_eq!(found(child()?.fetch())?, ["config.json", "pytorch_model.bin"]);
+    assert_eq!(found(child().fetch())?, ["config.json", "pytorch_model.bin"]);
     assert_eq!(server.requests(), ["HEAD /name/resolve/refs%2Fpr%2F1/config.json"]);
     Ok(())
 }
@@ -278,10 +277,10 @@ fn a_further_file_is_downloaded_once_and_its_absence_remembered() -> TestResult 
     let server = Server::start("org/name", &files, Mood::Open)?;
     let home = TempDir::new()?;
     let child = || {
-        let child = Child::new(home.path(), "org/name")?.env("HF_ENDPOINT", &server.endpoint);
-        Ok::<_, Box<dyn Error>>(child.env("HUB_TEST_FILES", "modules.json,1_Pooling/config.json"))
+        let child = Child::new(home.path(), "org/name").at(&server.endpoint);
+        child.env("HUB_TEST_FILES", "modules.json,1_Pooling/config.json")
     };
-    let paths = child()?.fetch()?;
+    let paths = child().fetch()?;
     let folder = home.path().join("hub/models--org--name/snapshots").join(COMMIT);
     assert_eq!(Path::new(&paths[1]), folder.join(pooling));
     assert_eq!(fs::read(&paths[1])?, b"{\"a\": 1}");
@@ -290,7 +289,7 @@ fn a_further_file_is_downloaded_once_and_its_absence_remembered() -> TestResult 
         ["config.json", "config.json", "model.safetensors"]
     );
     server.requests();
-    assert_eq!(child()?.fetch()?, paths);
+    assert_eq!(child().fetch()?, paths);
     assert_eq!(server.requests(), ["HEAD /org/name/resolve/main/config.json"]);
     Ok(())
 }
@@ -306,7 +305,7 @@ fn only_the_shards_of_the_tensors_wanted_are_downloaded() -> TestResult {
     ];
     let server = Server::start("org/name", &files, Mood::Open)?;
     let home = TempDir::new()?;
-    let child = Child::new(home.path(), "org/name")?.env("HF_ENDPOINT", &server.endpoint);
+    let child = Child::new(home.path(), "org/name").at(&server.endpoint);
     let found = found(child.env("HUB_TEST_TENSORS", "layers.01").fetch())?;
     assert_eq!(found, ["config.json", "model-00003-of-00003.safetensors"]);
     assert!(!server.requests().iter().any(|line| line.contains("00001") || line.contains("00002")));
@@ -317,14 +316,13 @@ fn only_the_shards_of_the_tensors_wanted_are_downloaded() -> TestResult {
 fn what_the_hub_does_not_have_is_told_apart() -> TestResult {
     let server = Server::start("org/name", &[("README.md", b"")], Mood::Open)?;
     let home = TempDir::new()?;
-    let ask =
-        |model| Ok::<_, Box<dyn Error>>(Child::new(home.path(), model)?.env("HF_ENDPOINT", &server.endpoint).fetch());
-    assert_fails(ask("org/name")?, &["config.json of org/name@main: not found", "has no such file at main"]);
-    assert_fails(ask("org/name@v9")?, &["config.json of org/name@v9: not found", "has no revision v9"]);
-    assert_fails(ask("org/nome")?, &["config.json of org/nome@main: not found", "has no model org/nome"]);
+    let ask = |model| Child::new(home.path(), model).at(&server.endpoint).fetch();
+    assert_fails(ask("org/name"), &["config.json of org/name@main: not found", "has no such file at main"]);
+    assert_fails(ask("org/name@v9"), &["config.json of org/name@v9: not found", "has no revision v9"]);
+    assert_fails(ask("org/nome"), &["config.json of org/nome@main: not found", "has no model org/nome"]);
 
     let bare = Server::start("org/name", &[("config.json", b"{}")], Mood::Open)?;
-    let child = Child::new(home.path(), "org/name")?.env("HF_ENDPOINT", &bare.endpoint);
+    let child = Child::new(home.path(), "org/name").at(&bare.endpoint);
     assert_fails(child.fetch(), &["model.safetensors, model.safetensors.index.json", "has no such file at main"]);
     Ok(())
 }
@@ -347,7 +345,7 @@ fn a_gated_or_private_model_says_what_is_needed() -> TestResult {
     ] {
         let server = Server::start("org/name", &FILES, mood)?;
         let home = TempDir::new()?;
-        let result = Child::new(home.path(), "org/name")?.env("HF_ENDPOINT", &server.endpoint).fetch();
+        let result = Child::new(home.path(), "org/name").at(&server.endpoint).fetch();
         assert_fails(result, &[&parts[..], &["config.json of org/name@main"]].concat());
     }
     Ok(())
@@ -357,7 +355,7 @@ fn a_gated_or_private_model_says_what_is_needed() -> TestResult {
 fn cut_off() -> Result<(TempDir, String), Box<dyn Error>> {
     let server = Server::start("org/name", &FILES, Mood::Open)?;
     let home = TempDir::new()?;
-    Child::new(home.path(), "org/name")?.env("HF_ENDPOINT", &server.endpoint).fetch()?;
+    Child::new(home.path(), "org/name").at(&server.endpoint).fetch()?;
     Ok((home, server.endpoint.clone()))
 }
 
@@ -366,9 +364,9 @@ fn without_a_network_the_cache_is_used_and_a_miss_fails_soon() -> TestResult {
     let (home, endpoint) = cut_off()?;
     let start = Instant::now();
     let names = ["config.json", "tokenizer.json", "model.safetensors"];
-    let cached = Child::new(home.path(), "org/name")?.env("HF_ENDPOINT", &endpoint);
+    let cached = Child::new(home.path(), "org/name").at(&endpoint);
     assert_eq!(found(cached.fetch())?, names);
-    let result = Child::new(home.path(), "org/other")?.env("HF_ENDPOINT", &endpoint).fetch();
+    let result = Child::new(home.path(), "org/other").at(&endpoint).fetch();
     assert_fails(result, &["config.json of org/other@main: no connection to http://127", "check the network"]);
     assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
     Ok(())
@@ -379,11 +377,11 @@ fn a_silent_hub_is_not_waited_for() -> TestResult {
     let (home, _) = cut_off()?;
     let server = Server::start("org/name", &FILES, Mood::Silent)?;
     let ask = |model| {
-        let child = Child::new(home.path(), model)?.env("HF_ENDPOINT", &server.endpoint);
-        Ok::<_, Box<dyn Error>>(child.env("HF_HUB_ETAG_TIMEOUT", "1").fetch())
+        let child = Child::new(home.path(), model).at(&server.endpoint);
+        child.env("HF_HUB_ETAG_TIMEOUT", "1").fetch()
     };
-    assert_eq!(found(ask("org/name")?)?.len(), FILES.len());
-    assert_fails(ask("org/other")?, &["config.json of org/other@main: no answer from http://127", "in 1s"]);
+    assert_eq!(found(ask("org/name"))?.len(), FILES.len());
+    assert_fails(ask("org/other"), &["config.json of org/other@main: no answer from http://127", "in 1s"]);
     Ok(())
 }
 
@@ -391,7 +389,7 @@ fn a_silent_hub_is_not_waited_for() -> TestResult {
 fn a_download_that_stands_still_is_given_up() -> TestResult {
     let server = Server::start("org/name", &FILES, Mood::Stalls)?;
     let home = TempDir::new()?;
-    let child = Child::new(home.path(), "org/name")?.env("HF_ENDPOINT", &server.endpoint);
+    let child = Child::new(home.path(), "org/name").at(&server.endpoint);
     let result = child.env("HF_HUB_DOWNLOAD_TIMEOUT", "2").fetch();
     assert_fails(result, &["config.json of org/name@main", "stood still for 2s after 9 bytes"]);
     Ok(())
@@ -401,14 +399,14 @@ fn a_download_that_stands_still_is_given_up() -> TestResult {
 fn the_page_of_an_error_does_not_stay_in_the_cache() -> TestResult {
     let server = Server::start("org/name", &FILES, Mood::ErrorPage)?;
     let home = TempDir::new()?;
-    let child = || Ok::<_, Box<dyn Error>>(Child::new(home.path(), "org/name")?.env("HF_ENDPOINT", &server.endpoint));
+    let child = || Child::new(home.path(), "org/name").at(&server.endpoint);
     let parts = ["config.json of org/name@main", "announced 18 bytes and sent 34", "not kept"];
-    assert_fails(child()?.fetch(), &parts);
-    let offline = child()?.env("HF_HUB_OFFLINE", "1").fetch();
+    assert_fails(child().fetch(), &parts);
+    let offline = child().env("HF_HUB_OFFLINE", "1").fetch();
     assert_fails(offline, &["config.json of org/name@main: not in the cache"]);
 
     let healed = Server::start("org/name", &FILES, Mood::Open)?;
-    let again = Child::new(home.path(), "org/name")?.env("HF_ENDPOINT", &healed.endpoint);
+    let again = Child::new(home.path(), "org/name").at(&healed.endpoint);
     let paths = again.fetch()?;
     assert_eq!(fs::read(&paths[0])?, FILES[0].1);
     Ok(())
@@ -420,11 +418,11 @@ fn the_page_of_an_error_does_not_stay_in_the_cache() -> TestResult {
 fn offline_needs_no_certificates() -> TestResult {
     let (home, endpoint) = cut_off()?;
     let child = || {
-        let child = Child::new(home.path(), "org/name")?.env("HF_ENDPOINT", &endpoint);
-        Ok::<_, Box<dyn Error>>(child.env("SSL_CERT_FILE", "/dev/null").env("SSL_CERT_DIR", "/nowhere"))
+        let child = Child::new(home.path(), "org/name").at(&endpoint);
+        child.env("SSL_CERT_FILE", "/dev/null").env("SSL_CERT_DIR", "/nowhere")
     };
-    assert_fails(child()?.fetch(), &["org/name@main", "CA certificates"]);
-    assert_eq!(found(child()?.env("HF_HUB_OFFLINE", "1").fetch())?.len(), FILES.len());
+    assert_fails(child().fetch(), &["org/name@main", "CA certificates"]);
+    assert_eq!(found(child().env("HF_HUB_OFFLINE", "1").fetch())?.len(), FILES.len());
     Ok(())
 }
 
@@ -432,7 +430,7 @@ fn offline_needs_no_certificates() -> TestResult {
 fn an_endpoint_that_is_no_url_is_named() -> TestResult {
     let home = TempDir::new()?;
     for endpoint in ["", "huggingface.co", "localhost:8080", "ftp://hub", "user:secret@hub", "ftp://user:secret@hub"] {
-        let result = Child::new(home.path(), "org/name")?.env("HF_ENDPOINT", endpoint).fetch();
+        let result = Child::new(home.path(), "org/name").env("HF_ENDPOINT", endpoint).fetch();
         assert!(!result.as_ref().unwrap_err().contains("secret"), "{result:?}");
         assert_fails(result, &["HF_ENDPOINT"]);
     }
@@ -452,7 +450,7 @@ fn credentials_of_the_endpoint_are_not_printed() -> TestResult {
         (&server.endpoint, "not found: http://127"),
         (&gated.endpoint, "accept its terms at http://127"),
     ] {
-        let child = Child::new(home.path(), "org/other")?.env("HF_ENDPOINT", &with_credentials(endpoint));
+        let child = Child::new(home.path(), "org/other").at(&with_credentials(endpoint));
         let result = child.fetch();
         assert!(!result.as_ref().unwrap_err().contains("secret"), "{result:?}");
         assert_fails(result, &[part]);

@@ -14,7 +14,7 @@ fn write(folder: &Path, file: &str, value: &Value) {
     fs::write(folder.join(file), value.to_string()).expect(file);
 }
 
-fn edit(folder: &Path, file: &str, change: impl FnOnce(&mut Value)) {
+pub fn edit(folder: &Path, file: &str, change: impl FnOnce(&mut Value)) {
     let mut value = serde_json::from_str(&fs::read_to_string(folder.join(file)).expect(file)).expect(file);
     change(&mut value);
     write(folder, file, &value);

@@ -3,8 +3,9 @@
 use std::fs;
 use std::path::Path;
 
-use serde_json::{Value, json};
+use serde_json::Value;
 
+use crate::checkpoints::edit;
 use crate::{copy, folder, run};
 
 #[track_caller]
@@ -49,136 +50,54 @@ fn files_that_are_not_there_are_named() {
     fails(copy.path(), &["man"], &format!("[sentence_embedding] {path} has no tokenizer.json"));
 }
 
-/// A file of the checkpoint with one field changed, and what is said of it.
-fn cases() -> Vec<(&'static str, &'static str, &'static str, Value, &'static str)> {
-    let known = "expected one of bert, distilbert, modernbert, nomic_bert, roberta";
-    let unknown: &'static str = Box::leak(format!("[encoder] model_type is \"llama\", {known}").into_boxed_str());
-    vec![
-        ("bert", "config.json", "/model_type", json!("llama"), unknown),
-        (
-            "bert",
-            "config.json",
-            "/hidden_act",
-            json!("magic"),
-            "[encoder] the activation \"magic\" is not one of Candle's",
-        ),
-        (
-            "bert",
-            "config.json",
-            "/position_embedding_type",
-            json!("relative_key"),
-            "[hf] bert: position_embedding_type is \"relative_key\", which is not supported, expected \"absolute\"",
-        ),
-        (
-            "bert",
-            "config.json",
-            "/intermediate_size",
-            json!(0),
-            "[encoder] config.json has no intermediate_size or hidden_dim or n_inner, or it is no number above 0",
-        ),
-        (
-            "nomic_bert",
-            "config.json",
-            "/prenorm",
-            json!(true),
-            "[encoder] prenorm is true, which is not supported, expected false",
-        ),
-        (
-            "bert",
-            "sentence_bert_config.json",
-            "/max_seq_length",
-            json!("many"),
-            "[sentence_embedding] max_seq_length is \"many\", expected a number of tokens",
-        ),
-        (
-            "bert",
-            "sentence_bert_config.json",
-            "/max_seq_length",
-            json!(99),
-            "[encoder] 21 tokens are more than the model's 16 positions",
-        ),
-        (
-            "roberta",
-            "sentence_bert_config.json",
-            "/max_seq_length",
-            json!(17),
-            "[encoder] 17 tokens are more than the model's 16 positions",
-        ),
-        (
-            "bert",
-            "modules.json",
-            "/2/type",
-            json!("sentence_transformers.models.Dense"),
-            "[sentence_embedding] modules.json has Transformer, Pooling, Dense, expected Transformer, Pooling and perhaps Normalize",
-        ),
-        (
-            "bert",
-            "modules.json",
-            "/0/path",
-            json!("0_Transformer"),
-            "[sentence_embedding] modules.json has its Transformer in \"0_Transformer\", expected it beside modules.json",
-        ),
-        (
-            "bert",
-            "1_Pooling/config.json",
-            "/pooling_mode_max_tokens",
-            json!(true),
-            "[sentence_embedding] 1_Pooling/config.json pools by max_tokens and mean_tokens, expected mean or cls",
-        ),
-        (
-            "bert",
-            "1_Pooling/config.json",
-            "/pooling_mode",
-            json!("lasttoken"),
-            "[sentence_embedding] 1_Pooling/config.json pools by lasttoken, expected mean or cls",
-        ),
-    ]
-}
+/// A checkpoint, its file, a field of it, the value that it gets, and what is said of that.
+const CASES: &str = r#"
+bert config.json /model_type "llama" => [encoder] model_type is "llama", expected one of bert, distilbert, modernbert, nomic_bert, roberta
+bert config.json /hidden_act "magic" => [encoder] the activation "magic" is not one of Candle's
+bert config.json /position_embedding_type "relative_key" => [hf] bert: position_embedding_type is "relative_key", which is not supported, expected "absolute"
+bert config.json /intermediate_size 0 => [encoder] config.json has no intermediate_size or hidden_dim or n_inner, or it is no number above 0
+nomic_bert config.json /prenorm true => [encoder] prenorm is true, which is not supported, expected false
+bert sentence_bert_config.json /max_seq_length "many" => [sentence_embedding] max_seq_length is "many", expected a number of tokens
+bert sentence_bert_config.json /max_seq_length 99 => [encoder] 21 tokens are more than the model's 16 positions
+bert sentence_bert_config.json /max_seq_length 1 => [tokenizer] texts are cut at 1 tokens, expected more than the 2 that are added
+bert sentence_bert_config.json /max_seq_length 2 => [tokenizer] texts are cut at 2 tokens, expected more than the 2 that are added
+roberta sentence_bert_config.json /max_seq_length 17 => [encoder] 17 tokens are more than the model's 16 positions
+bert modules.json /2/type "sentence_transformers.models.Dense" => [sentence_embedding] modules.json has Transformer, Pooling, Dense, expected Transformer, Pooling and perhaps Normalize
+bert modules.json /0/path "0_Transformer" => [sentence_embedding] modules.json has its Transformer in "0_Transformer", expected it beside modules.json
+bert 1_Pooling/config.json /pooling_mode_max_tokens true => [sentence_embedding] 1_Pooling/config.json pools by max_tokens and mean_tokens, expected mean or cls
+bert 1_Pooling/config.json /pooling_mode "lasttoken" => [sentence_embedding] 1_Pooling/config.json pools by lasttoken, expected mean or cls
+"#;
 
 #[test]
 fn what_a_checkpoint_asks_for_and_is_not_supported_is_named() {
-    for (model, file, field, value, message) in cases() {
+    for (case, message) in CASES.trim().lines().map(|line| line.split_once(" => ").unwrap()) {
+        let [model, file, field, value] = case.split(' ').collect::<Vec<_>>()[..] else { panic!("{case}") };
         let copy = copy(model);
-        let path = copy.path().join(file);
-        let mut json: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
-        let (parent, key) = field.rsplit_once('/').unwrap();
-        json.pointer_mut(parent).unwrap()[key] = value;
-        fs::write(&path, json.to_string()).unwrap();
+        edit(copy.path(), file, |json| {
+            let (parent, key) = field.rsplit_once('/').unwrap();
+            json.pointer_mut(parent).unwrap()[key] = serde_json::from_str(value).unwrap();
+        });
         fails(copy.path(), &["--file", crate::SENTENCES], message);
     }
 }
 
 #[test]
-fn a_prompt_that_is_not_there_and_a_length_that_leaves_no_room_are_errors() {
+fn a_prompt_that_is_not_there_is_an_error() {
     let copy = copy("bert");
     let prompts = copy.path().join("config_sentence_transformers.json");
     fs::write(&prompts, r#"{"prompts": {}, "default_prompt_name": "query"}"#).unwrap();
     let message =
         "[sentence_embedding] config_sentence_transformers.json has no prompt \"query\", which it names as the default";
     fails(copy.path(), &["man"], message);
-    fs::remove_file(prompts).unwrap();
-    for length in ["1", "2"] {
-        let settings = format!(r#"{{"max_seq_length": {length}}}"#);
-        fs::write(copy.path().join("sentence_bert_config.json"), settings).unwrap();
-        let message = format!("[tokenizer] texts are cut at {length} tokens, expected more than the 2 that are added");
-        fails(copy.path(), &["man"], &message);
-    }
 }
 
 #[test]
 fn a_token_that_the_model_has_no_row_for_is_named() {
     let copy = copy("distilbert");
-    let file = copy.path().join("tokenizer.json");
-    let mut json: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
-    json["model"]["vocab"]["extra"] = json!(1000);
-    fs::write(&file, json.to_string()).unwrap();
-    let rows =
-        json!(serde_json::from_str::<Value>(&fs::read_to_string(copy.path().join("config.json")).unwrap()).unwrap());
-    let message = format!(
-        "[embedding] id 1000 at position 1 of sequence 0 is not below the vocabulary size {}",
-        rows["vocab_size"]
-    );
-    fails(copy.path(), &["extra"], &message);
+    edit(copy.path(), "tokenizer.json", |json| json["model"]["vocab"]["extra"] = 1000.into());
+    let config: Value = serde_json::from_str(&fs::read_to_string(copy.path().join("config.json")).unwrap()).unwrap();
+    let message = "[embedding] id 1000 at position 1 of sequence 0 is not below the vocabulary size";
+    fails(copy.path(), &["extra"], &format!("{message} {}", config["vocab_size"]));
 }
 
 #[test]

@@ -30,15 +30,6 @@ fn a_batch_of_one_length_needs_no_padding_token() {
 }
 
 #[test]
-fn texts_of_different_lengths_need_a_padding_token() {
-    assert_eq!(
-        message(SimpleTokenizer::from_words(["a", "b"]).unwrap().encode_batch(&["a", "b b b", "a a"])),
-        "[tokenizer] the batch's texts have 1 to 3 tokens, which takes a padding token: \
-         choose one with with_padding, or give texts of one length"
-    );
-}
-
-#[test]
 fn the_padding_token_is_the_usual_one_or_the_chosen_one() {
     let pads = |words: &[&str]| SimpleTokenizer::from_words(words.to_vec()).unwrap().padding_token();
     assert_eq!(pads(&["a", "[PAD]", "<pad>"]).as_deref(), Some("<pad>"));
@@ -46,19 +37,6 @@ fn the_padding_token_is_the_usual_one_or_the_chosen_one() {
     assert_eq!(pads(&["a", "<PAD>"]), None);
     let tokenizer = tutorial().with_padding("?").unwrap();
     assert_eq!(tokenizer.encode_batch(&["you", "are you"]).unwrap().ids(), [[5, 6], [4, 5]]);
-}
-
-#[test]
-fn the_padding_token_must_be_in_the_vocabulary() {
-    assert_eq!(
-        message(tutorial().with_padding("[PAD]")),
-        "[tokenizer] the padding token \"[PAD]\" is not in the vocabulary: did you mean \"<pad>\"? Otherwise add it"
-    );
-}
-
-#[test]
-fn an_empty_batch_is_an_error() {
-    assert_eq!(message(tutorial().encode_batch::<&str>(&[])), "[tokenizer] the batch is empty: give at least one text");
 }
 
 #[test]
@@ -92,11 +70,7 @@ fn a_file_that_pads_on_the_left_gives_starts() {
     assert_eq!(batch.starts(), ValidLens::from(vec![2, 0, 3]));
     // Also where there is no padding: the answer must not depend on the data.
     for batch in [batch, tokenizer.encode_batch(&["a"]).unwrap()] {
-        assert_eq!(
-            message(batch.valid_lens()),
-            "[tokenizer] the batch is padded on the left, so lengths would hide the wrong tokens: \
-             use starts() for the mask, or with_padding_side(PaddingSide::Right)"
-        );
+        assert!(message(batch.valid_lens()).starts_with("[tokenizer] the batch is padded on the left"));
     }
     let right = tokenizer.with_padding_side(PaddingSide::Right).unwrap();
     let batch = right.encode_batch(&["a", "b c d"]).unwrap();
@@ -105,11 +79,7 @@ fn a_file_that_pads_on_the_left_gives_starts() {
 }
 
 #[test]
-fn a_padding_side_needs_a_padding_token() {
-    assert_eq!(
-        message(SimpleTokenizer::from_words(["a"]).unwrap().with_padding_side(PaddingSide::Left)),
-        "[tokenizer] there is no padding token to put on a side: choose one with with_padding first"
-    );
+fn padding_goes_to_the_chosen_side() {
     assert_eq!(
         tutorial().with_padding_side(PaddingSide::Left).unwrap().encode_batch(&["you", "you ?"]).unwrap().ids(),
         [[0, 5], [5, 6]]

@@ -5,7 +5,7 @@ use candle_attention::text::{PaddingSide, SimpleTokenizer, Split, TokenizerError
 use serde_json::json;
 
 use super::documents::{cls_and_sep, file, letters, load, padding};
-use super::{ids, message, save_and_load, tutorial};
+use super::{ids, message, save_and_load};
 
 #[test]
 fn a_strict_tokenizer_stays_strict_through_a_file() {
@@ -42,28 +42,6 @@ fn a_loaded_file_is_saved_with_its_padding() {
     let bytes = file(letters(), json!({"padding": padding("Left", json!({"Fixed": 4}), None)}));
     let tokenizer = save_and_load(&SimpleTokenizer::from_bytes(&bytes).unwrap());
     assert_eq!(tokenizer.encode_batch(&["a", "b c"]).unwrap().ids(), [[0, 3], [4, 5]]);
-}
-
-#[test]
-fn files_that_cannot_be_read_or_written_are_named() {
-    let dir = tempfile::tempdir().unwrap();
-    let missing = dir.path().join("missing/tokenizer.json");
-    assert!(
-        message(SimpleTokenizer::from_file(&missing)).starts_with(&format!("[tokenizer] cannot read {missing:?}: "))
-    );
-    assert!(message(tutorial().save(&missing)).starts_with(&format!("[tokenizer] cannot write {missing:?}: ")));
-}
-
-#[test]
-fn what_is_no_tokenizer_json_is_refused() {
-    let refused = "is not a tokenizer.json that can be used: ";
-    assert!(message(SimpleTokenizer::from_bytes(b"hello")).starts_with(&format!("[tokenizer] the input {refused}")));
-    assert!(message(SimpleTokenizer::from_bytes(br#"{"hello": 0}"#)).contains(refused));
-    assert!(message(SimpleTokenizer::from_bytes(file(json!({"type": "WordLevel"}), json!({})))).contains(refused));
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("vocab.txt");
-    std::fs::write(&path, "hello\nworld\n").unwrap();
-    assert!(message(SimpleTokenizer::from_file(&path)).starts_with(&format!("[tokenizer] {path:?} {refused}")));
 }
 
 #[test]
