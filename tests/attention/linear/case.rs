@@ -1,9 +1,11 @@
 //! One projection, and what plain loops in f64 make of it.
 
+use std::ops::Range;
+
 use attention_oracle::attention::linear_with_sizes;
 use candle_attention::PackedLinear;
 use candle_attention::cpu::Tier;
-use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_core::{DType, Device, Error, Module, Result, Tensor, bail};
 
 use crate::array::{Array, Random, View};
 pub use crate::common::bits;
@@ -115,7 +117,7 @@ pub struct Recipe {
     pub bias: bool,
     pub layout: Layout,
     pub weight_layout: WeightLayout,
-    /// Where some of the columns begin and end, as fractions of all.
+    /// Where some of the rows and of the columns begin and end, as fractions of all.
     pub part: (f64, f64),
     /// The largest entry of the weight.
     pub size: f64,
@@ -152,9 +154,9 @@ impl Recipe {
         }
     }
 
-    /// Some of the columns.
-    pub fn columns(&self) -> std::ops::Range<usize> {
-        let at = |fraction: f64| (fraction * self.outputs as f64).round() as usize;
+    /// Some of so many rows or columns.
+    pub fn some(&self, of: usize) -> Range<usize> {
+        let at = |fraction: f64| (fraction * of as f64).round() as usize;
         let (start, end) = (at(self.part.0), at(self.part.1));
         start.min(end)..start.max(end)
     }
@@ -198,9 +200,10 @@ impl Case {
 
     pub fn expected(&self) -> Result<Expected> {
         let (weight, bias, xs) = self.tensors()?;
-        let ((outputs, inputs), xs) = (weight.dims2()?, values(&xs));
-        let (weight, bias) = (values(&weight), bias.map_or(vec![0.0; outputs], |bias| values(&bias)));
-        let (ys, sizes) = linear_with_sizes(&xs, &weight, &bias, inputs);
+        let (outputs, inputs) = weight.dims2()?;
+        let rows = xs.dims()[..xs.rank() - 1].iter().product();
+        let bias = bias.map_or(vec![0.0; outputs], |bias| values(&bias));
+        let (ys, sizes) = linear_with_sizes(&values(&xs), &values(&weight), &bias, rows);
         Ok(Expected { ys, sizes, terms: inputs + 1 })
     }
 }
@@ -238,34 +241,58 @@ impl Expected {
     }
 }
 
-/// The whole product, some of its columns, and the way back, on every tier.
+/// The whole product to f64; to the bit, some of its columns, the product of a copy of the input, and of rows alone; and
+/// the weight that comes back. On every tier.
 pub fn check(recipe: &Recipe) -> Outcome {
-    let text = |error: candle_core::Error| error.to_string();
-    let case = recipe.case();
-    let expected = case.expected().map_err(text)?;
-    let (weight, bias, xs) = case.tensors().map_err(text)?;
-    let columns = recipe.columns();
-    for tier in Tier::available() {
-        let run = || -> Result<_> {
-            let packed = PackedLinear::with_tier(&weight, bias.as_ref(), Some(tier))?;
-            Ok((packed.forward(&xs)?, packed.forward_columns(&xs, columns.clone())?, packed))
-        };
-        let (ys, some, packed) = run().map_err(|error| format!("{tier}: {error}"))?;
-        let mut dims = xs.dims().to_vec();
-        dims[xs.rank() - 1] = recipe.outputs;
-        if ys.dims() != dims || ys.dtype() != xs.dtype() || !ys.is_contiguous() {
-            return Err(format!("{tier}: {ys:?}, expected {dims:?}"));
+    let run = || -> Result<()> {
+        let case = recipe.case();
+        let expected = case.expected()?;
+        for tier in Tier::available() {
+            check_tier(recipe, &case, &expected, tier).map_err(|error| Error::msg(format!("{tier}: {error}")))?;
         }
-        expected.compare(&ys).map_err(|difference| format!("{tier}: {difference}"))?;
-        let narrowed = ys.narrow(xs.rank() - 1, columns.start, columns.len()).map_err(text)?;
-        if some.dims() != narrowed.dims() || bits(&some) != bits(&narrowed) {
-            return Err(format!("{tier}: columns {columns:?} differ from those of the whole"));
+        Ok(())
+    };
+    run().map_err(|error| error.to_string())
+}
+
+fn check_tier(recipe: &Recipe, case: &Case, expected: &Expected, tier: Tier) -> Result<()> {
+    let (weight, bias, xs) = case.tensors()?;
+    let packed = PackedLinear::with_tier(&weight, bias.as_ref(), Some(tier))?;
+    let ys = packed.forward(&xs)?;
+    let mut dims = xs.dims().to_vec();
+    dims[xs.rank() - 1] = recipe.outputs;
+    if ys.dims() != dims || ys.dtype() != xs.dtype() || !ys.is_contiguous() {
+        bail!("{ys:?}, expected {dims:?}");
+    }
+    expected.compare(&ys).map_err(Error::msg)?;
+
+    let columns = recipe.some(recipe.outputs);
+    let (some, narrowed) =
+        (packed.forward_columns(&xs, columns.clone())?, ys.narrow(xs.rank() - 1, columns.start, columns.len())?);
+    if some.dims() != narrowed.dims() || some.dtype() != ys.dtype() || bits(&some) != bits(&narrowed) {
+        bail!("columns {columns:?} differ from those of the whole");
+    }
+
+    let xs = xs.force_contiguous()?.reshape((recipe.rows, recipe.inputs))?;
+    let whole = packed.forward(&xs)?;
+    if bits(&whole) != bits(&ys) {
+        bail!("a copy of the input gives other bits");
+    }
+    let last = recipe.rows.saturating_sub(1);
+    for rows in [recipe.some(recipe.rows), 0..1.min(recipe.rows), last..recipe.rows] {
+        let alone = packed.forward(&xs.narrow(0, rows.start, rows.len())?)?;
+        if bits(&alone) != bits(&whole.narrow(0, rows.start, rows.len())?) {
+            bail!("rows {rows:?} alone differ from those in their batch");
         }
-        let linear = packed.to_linear().map_err(text)?;
-        let same = |one: Option<&Tensor>, other: Option<&Tensor>| one.map(bits) == other.map(bits);
-        if !same(Some(linear.weight()), Some(&weight)) || !same(linear.bias(), bias.as_ref()) {
-            return Err(format!("{tier}: another weight or bias than was packed"));
-        }
+    }
+
+    let linear = packed.to_linear()?;
+    let same = |one: Option<&Tensor>, other: Option<&Tensor>| one.map(bits) == other.map(bits);
+    if linear.weight().dims() != weight.dims()
+        || !same(Some(linear.weight()), Some(&weight))
+        || !same(linear.bias(), bias.as_ref())
+    {
+        bail!("another weight or bias than was packed");
     }
     Ok(())
 }

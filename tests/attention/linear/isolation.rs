@@ -11,27 +11,30 @@ const SPECIALS: [f64; 3] = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
 /// Sizes that leave something over everywhere: tiles of rows, vectors, panels and blocks.
 const SIZES: [(usize, usize, usize); 4] = [(1, 9, 19), (5, 261, 50), (21, 67, 97), (195, 33, 13)];
 
-/// Outputs of each tier for a case.
-fn outputs(case: &Case) -> Result<Vec<(Tier, Vec<u64>)>> {
-    Tier::available().into_iter().map(|tier| Ok((tier, bits(&case.forward(tier)?)))).collect()
+/// A case whose numbers are changed one by one, and what each tier makes of it as it is.
+struct Subject {
+    recipe: Recipe,
+    case: Case,
+    clean: Vec<(Tier, Vec<u64>)>,
 }
 
-/// Puts something into a case, and holds what it reaches to f64 and the rest to the bits that it had.
-fn poison(recipe: &Recipe, change: impl Fn(&mut Case), is_reached: impl Fn(usize, usize) -> bool) -> Result<()> {
-    let case = recipe.case();
-    let mut poisoned = case.clone();
-    change(&mut poisoned);
-    let expected = poisoned.expected()?;
-    for ((tier, clean), (_, found)) in outputs(&case)?.into_iter().zip(outputs(&poisoned)?) {
-        for (at, (clean, found)) in clean.iter().zip(&found).enumerate() {
-            let (row, column) = (at / recipe.outputs, at % recipe.outputs);
-            if !is_reached(row, column) {
-                assert_eq!(found, clean, "{tier}: row {row}, column {column}\n{recipe:?}");
+impl Subject {
+    /// Puts something into the case, and holds what it reaches to f64 and the rest to the bits that it had.
+    fn poison(&self, change: impl Fn(&mut Case), is_reached: impl Fn(usize, usize) -> bool) -> Result<()> {
+        let mut poisoned = self.case.clone();
+        change(&mut poisoned);
+        let expected = poisoned.expected()?;
+        let (recipe, outputs) = (&self.recipe, self.recipe.outputs);
+        for (tier, clean) in &self.clean {
+            let ys = poisoned.forward(*tier)?;
+            for (at, (clean, found)) in clean.iter().zip(bits(&ys)).enumerate() {
+                let same = is_reached(at / outputs, at % outputs) || found == *clean;
+                assert!(same, "{tier}: row {}, column {}\n{recipe:?}", at / outputs, at % outputs);
             }
+            expected.compare(&ys).unwrap_or_else(|error| panic!("{tier}: {error}\n{recipe:?}"));
         }
-        expected.compare(&poisoned.forward(tier)?).unwrap_or_else(|error| panic!("{tier}: {error}\n{recipe:?}"));
+        Ok(())
     }
-    Ok(())
 }
 
 fn set(array: &mut Array, at: [usize; 2], value: f64) {
@@ -40,65 +43,56 @@ fn set(array: &mut Array, at: [usize; 2], value: f64) {
 }
 
 /// Every size in every type, with a special number and a counter.
-fn each(test: impl Fn(&Recipe, f64, usize) -> Result<()>) -> Result<()> {
+fn each(test: impl Fn(&Subject, f64, usize) -> Result<()>) -> Result<()> {
     let mut n = 0;
     for types in TYPES {
         for (rows, inputs, outputs) in SIZES {
+            let recipe = Recipe { bias: true, ..Recipe::plain(types, rows, (inputs, outputs)) };
+            let case = recipe.case();
+            let clean = |tier| Ok((tier, bits(&case.forward(tier)?)));
+            let clean = Tier::available().into_iter().map(clean).collect::<Result<_>>()?;
+            let subject = Subject { recipe, case, clean };
             for special in SPECIALS {
                 n += 1;
-                test(&Recipe { bias: true, ..Recipe::plain(types, rows, (inputs, outputs)) }, special, n)?;
+                test(&subject, special, n)?;
             }
         }
     }
     Ok(())
 }
 
+/// Of the input its row, of the weight and the bias their column.
 #[test]
-fn an_input_that_is_no_number_reaches_only_its_row() -> Result<()> {
-    each(|recipe, special, n| {
-        for row in [0, recipe.rows / 2, recipe.rows - 1] {
-            for input in [0, 37 * n % recipe.inputs, recipe.inputs - 1] {
-                poison(recipe, |case| set(&mut case.xs, [row, input], special), |at, _| at == row)?;
+fn what_is_no_number_reaches_only_its_row_or_column() -> Result<()> {
+    each(|subject, special, n| {
+        let Recipe { rows, inputs, outputs, .. } = subject.recipe;
+        let other = 17 * n % outputs;
+        for input in [0, 37 * n % inputs, inputs - 1] {
+            for row in [0, rows / 2, rows - 1] {
+                subject.poison(|case| set(&mut case.xs, [row, input], special), |at, _| at == row)?;
+            }
+            for column in [0, other, outputs - 1] {
+                subject.poison(|case| set(&mut case.weight, [column, input], special), |_, at| at == column)?;
             }
         }
-        Ok(())
-    })
-}
-
-#[test]
-fn a_weight_that_is_no_number_reaches_only_its_column() -> Result<()> {
-    each(|recipe, special, n| {
-        for column in [0, 17 * n % recipe.outputs, recipe.outputs - 1] {
-            for input in [0, 37 * n % recipe.inputs, recipe.inputs - 1] {
-                poison(recipe, |case| set(&mut case.weight, [column, input], special), |_, at| at == column)?;
-            }
-        }
-        Ok(())
-    })
-}
-
-#[test]
-fn a_bias_that_is_no_number_reaches_only_its_column() -> Result<()> {
-    each(|recipe, special, n| {
-        let column = 17 * n % recipe.outputs;
-        let change = |case: &mut Case| case.bias.as_mut().expect("a bias").data[column] = special;
-        poison(recipe, change, |_, at| at == column)
+        let change = |case: &mut Case| case.bias.as_mut().expect("a bias").data[other] = special;
+        subject.poison(change, |_, at| at == other)
     })
 }
 
 /// Infinities of both signs in one sum make a NaN; infinite inputs over a zero weight too.
 #[test]
 fn infinities_add_up() -> Result<()> {
-    each(|recipe, special, _| {
+    each(|subject, special, _| {
         let both = |case: &mut Case| {
             set(&mut case.xs, [0, 0], special);
-            set(&mut case.xs, [0, recipe.inputs - 1], -special);
+            set(&mut case.xs, [0, subject.recipe.inputs - 1], -special);
         };
-        poison(recipe, both, |row, _| row == 0)?;
+        subject.poison(both, |row, _| row == 0)?;
         let zero = |case: &mut Case| {
             set(&mut case.xs, [0, 2], special);
             set(&mut case.weight, [1, 2], 0.0);
         };
-        poison(recipe, zero, |row, column| row == 0 || column == 1)
+        subject.poison(zero, |row, column| row == 0 || column == 1)
     })
 }

@@ -6,9 +6,7 @@ pub mod draw;
 
 mod builder;
 mod conversion;
-mod empty;
 mod gradients;
 mod grid;
 mod invariance;
 mod isolation;
-mod views;

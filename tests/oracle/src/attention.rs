@@ -338,15 +338,13 @@ fn dot(x: &[f64], y: &[f64]) -> f64 {
 }
 
 /// Rows (.., in) through a weight (out, in) and its bias, and the sums of the magnitudes of all that was added for each output.
-pub fn linear_with_sizes(xs: &[f64], weight: &[f64], bias: &[f64], inputs: usize) -> (Vec<f64>, Vec<f64>) {
-    let (mut ys, mut sizes) = (Vec::new(), Vec::new());
-    for row in xs.chunks_exact(inputs) {
-        for (column, &bias) in weight.chunks_exact(inputs).zip(bias) {
-            let terms = row.iter().zip(column).map(|(x, w)| x * w);
-            let (y, size) = terms.fold((bias, bias.abs()), |(y, size), term| (y + term, size + term.abs()));
-            ys.push(y);
-            sizes.push(size);
-        }
-    }
-    (ys, sizes)
+pub fn linear_with_sizes(xs: &[f64], weight: &[f64], bias: &[f64], rows: usize) -> (Vec<f64>, Vec<f64>) {
+    let inputs = xs.len() / rows.max(1);
+    let one = |n: usize| {
+        let (row, column) = (n / bias.len(), n % bias.len());
+        let (row, weights) = (&xs[row * inputs..][..inputs], &weight[column * inputs..][..inputs]);
+        let terms = row.iter().zip(weights).map(|(x, w)| x * w);
+        terms.fold((bias[column], bias[column].abs()), |(y, size), term| (y + term, size + term.abs()))
+    };
+    (0..rows * bias.len()).map(one).unzip()
 }
