@@ -7,10 +7,10 @@ use candle_attention::cpu::Tier;
 use candle_core::{Result, Tensor};
 
 use crate::call::Call;
-use crate::flash::draw::Draw;
-use crate::flash::fused::{CPU, DTYPES};
+use crate::flash::fused::CPU;
 use crate::oracle::Dims;
 use crate::planned::has_word;
+use crate::recipe::{DTYPES, Recipe};
 
 const VARIABLE: &str = "CANDLE_ATTENTION_CPU";
 
@@ -25,7 +25,7 @@ fn answer() -> Result<()> {
     let Ok(asked) = std::env::var(ASKED) else { return Ok(()) };
     for dtype in DTYPES {
         let dims = Dims { b: 1, h: 2, h_kv: 1, t_q: 3, t_kv: 5, d: 8, d_v: 8 };
-        let mut call = Call::fused(&Draw::plain(dims, vec![], dtype).case(), dtype)?;
+        let mut call = Call::fused(&Recipe::of_kernel(dims, vec![], dtype).case(), dtype)?;
         if asked == "scalar" {
             call = call.on_tier(Tier::Scalar);
         }

@@ -8,10 +8,8 @@ use candle_core::{DType, Device, Result, Tensor};
 use crate::array::{Array, round};
 use crate::call::{Call, Expected, Outcome, check};
 use crate::common::{bits, values};
-use crate::flash::draw::Draw;
-use crate::flash::fused::DTYPES;
 use crate::oracle::{Attended, Case, Dims, Mask, Part};
-use crate::recipe::{Chosen, Kind, Layout, Reach, Recipe, dtypes};
+use crate::recipe::{Chosen, DTYPES, Kind, Layout, Reach, Recipe, dtypes};
 
 crate::on_each_device!(
     what_is_no_number_reaches_only_what_sees_it,
@@ -83,22 +81,13 @@ impl Subject {
                         layouts: [Layout::HeadsTransposed, Layout::CacheMiddle, Layout::Packed],
                         chosen: Chosen { alibi: n % 2 == 0, sinks: n % 3 == 0, softcap: n % 5 == 4, scale: false },
                         seed: n as u64,
-                        ..Draw::plain(dims, kinds.to_vec(), dtype).recipe
+                        ..Recipe::of_kernel(dims, kinds.to_vec(), dtype)
                     };
                     subjects.push(Self { recipe, device: Device::Cpu, tier: Some(tier) });
                 }
             }
         }
         subjects
-    }
-
-    fn case(&self) -> Case {
-        match self.tier {
-            Some(_) => {
-                Draw { recipe: self.recipe.clone(), scale: crate::flash::draw::Scale::Default, runs: true }.case()
-            }
-            None => self.recipe.case(),
-        }
     }
 
     fn run(&self, case: &Case) -> Results {
@@ -180,7 +169,7 @@ fn sees(case: &Case, [b, h, i]: [usize; 3], [key_b, key_h, j]: [usize; 3]) -> bo
 /// Puts a special number into each key, value and query in turn; the results agree with the oracle, and the rows that do not
 /// see it keep their bits.
 fn poison_each(subject: &Subject) {
-    let (case, dims) = (subject.case(), subject.recipe.dims);
+    let (case, dims) = (subject.recipe.case(), subject.recipe.dims);
     let clean = subject.run(&case);
     type Which = (fn(&mut Case) -> &mut Array, usize);
     let arrays: [Which; 2] = [(|case| &mut case.k, dims.d), (|case| &mut case.v, dims.d_v)];
@@ -225,7 +214,7 @@ fn what_is_no_number_reaches_only_what_sees_it_in_the_kernel() {
 fn infinite_values_add_up() {
     for subject in Subject::of_kernel() {
         for (first, second) in [(f64::INFINITY, f64::NEG_INFINITY), (f64::INFINITY, f64::INFINITY)] {
-            let mut case = subject.case();
+            let mut case = subject.recipe.case();
             for (j, special) in [(3, first), (64, second)] {
                 let place = case.v.place([1, 1, j, 17]);
                 case.v.data[place] = special;
@@ -240,7 +229,7 @@ fn infinite_values_add_up() {
 fn what_nobody_sees_may_be_anything() {
     let mut hidden = 0;
     for subject in Subject::of_kernel() {
-        let (case, Dims { b, h_kv, t_kv, d, d_v, .. }) = (subject.case(), subject.recipe.dims);
+        let (case, Dims { b, h_kv, t_kv, d, d_v, .. }) = (subject.recipe.case(), subject.recipe.dims);
         let clean = subject.run(&case);
         let keys = (0..b * h_kv * t_kv).map(|n| [n / (t_kv * h_kv), n / t_kv % h_kv, n % t_kv]);
         let seen = |key| queries(&subject.recipe.dims).any(|(_, query)| sees(&case, query, key));
@@ -268,7 +257,7 @@ fn a_bias_that_is_no_number_reaches_only_the_queries_that_see_it() {
         let shapes: [&[usize]; 6] =
             [&[t_kv], &[t_q, t_kv], &[b, 1, 1, t_kv], &[h, t_q, t_kv], &[b, h, t_q, t_kv], &[t_q, 1]];
         for (n, shape) in shapes.into_iter().enumerate() {
-            let mut case = subject.case();
+            let mut case = subject.recipe.case();
             let mut bias = Array::new(shape).filled(|| 0.25);
             for (m, j) in EDGES.into_iter().enumerate().filter(|(m, _)| m % 4 == n % 4) {
                 let place = bias.place([m % b, m % h, (5 * m) % t_q, j]);
@@ -286,7 +275,7 @@ fn a_bias_that_is_no_number_reaches_only_the_queries_that_see_it() {
 fn nan_appears_where_the_reference_path_has_it() -> Result<()> {
     for subject in Subject::of_kernel() {
         for special in [f64::NAN, f64::INFINITY] {
-            let mut case = subject.case();
+            let mut case = subject.recipe.case();
             let mut rows = 1..;
             let suppressed = || if rows.next().is_some_and(|i| i % 5 == 0) { f64::NEG_INFINITY } else { 0.0 };
             case.masks.push(Mask::of(Part::Bias(Array::new(&[subject.recipe.dims.t_q, 1]).filled(suppressed))));

@@ -7,10 +7,9 @@ use proptest::prelude::*;
 
 use crate::call::{Call, Expected, Outcome, reference};
 use crate::common::{assert_close, values};
-use crate::flash::draw::{Draw, draws};
-use crate::flash::fused::{CPU, DTYPES};
+use crate::flash::fused::CPU;
 use crate::oracle::{Case, Dims};
-use crate::recipe::{Recipe, dtypes, for_all, recipes, wide};
+use crate::recipe::{DTYPES, Recipe, dtypes, for_all, kernel_recipes, recipes, wide};
 
 crate::on_each_device!(
     random_parts_merge_to_the_whole,
@@ -154,7 +153,7 @@ fn one_part_merges_to_itself(device: &Device) -> Result<()> {
 #[test]
 fn random_cuts_of_the_kernel_merge_to_the_whole() {
     let cuts = proptest::collection::vec(0.0..1.0f64, 0..5);
-    for_all(200, (draws(), cuts, any::<bool>()), |(draw, cuts, doubled)| {
+    for_all(64, (kernel_recipes(), cuts, any::<bool>()), |(draw, cuts, doubled)| {
         let case = draw.case();
         let mut cuts: Vec<_> = cuts.into_iter().map(|cut| (cut * (case.dims.t_kv + 1) as f64) as usize).collect();
         if doubled {
@@ -162,10 +161,10 @@ fn random_cuts_of_the_kernel_merge_to_the_whole() {
         }
         cuts.sort_unstable();
         let ends = [&[0], cuts.as_slice(), &[case.dims.t_kv]].concat();
-        let expected = Expected::fused(&case, draw.dtype());
+        let expected = Expected::fused(&case, draw.dtype);
         for tier in Tier::available() {
             let run = || -> Result<_> {
-                let whole = Call::fused(&case, draw.dtype())?;
+                let whole = Call::fused(&case, draw.dtype)?;
                 let parts = ends.windows(2).enumerate().map(|(n, ends)| {
                     let keys: Vec<_> = (ends[0]..ends[1]).collect();
                     part(&whole, &case, &keys, n == 0)?.on(Backend::Fused).on_tier(tier).with_lse()
@@ -187,7 +186,7 @@ fn random_cuts_of_the_kernel_merge_to_the_whole() {
 #[test]
 fn empty_parts_of_the_kernel_merge_to_nothing() -> Result<()> {
     for dtype in DTYPES {
-        let draw = Draw::plain(Dims { b: 1, h: 2, h_kv: 1, t_q: 5, t_kv: 40, d: 16, d_v: 16 }, vec![], dtype);
+        let draw = Recipe::of_kernel(Dims { b: 1, h: 2, h_kv: 1, t_q: 5, t_kv: 40, d: 16, d_v: 16 }, vec![], dtype);
         let call = Call::fused(&draw.case(), dtype)?;
         for tier in Tier::available() {
             let call = call.on_tier(tier);

@@ -8,10 +8,8 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 
 use crate::call::{Call, check_with};
 use crate::common::{error_text, max_error};
-use crate::flash::draw::{Draw, draws};
-use crate::flash::fused::DTYPES;
 use crate::oracle::Dims;
-use crate::recipe::{Chosen, Kind, Reach, Recipe, dtypes, for_all};
+use crate::recipe::{Chosen, DTYPES, Kind, Reach, Recipe, dtypes, for_all, kernel_recipes};
 
 crate::on_each_device!(
     auto_names_a_backend_and_a_reason,
@@ -138,14 +136,14 @@ fn every_tracked_input_leads_to_the_reference_path(device: &Device) -> Result<()
 
 fn of_kernel(dtype: DType) -> Call {
     let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 5, t_kv: 9, d: 16, d_v: 8 };
-    Call::fused(&Draw::plain(dims, vec![Kind::Causal], dtype).case(), dtype).expect("tensors")
+    Call::fused(&Recipe::of_kernel(dims, vec![Kind::Causal], dtype).case(), dtype).expect("tensors")
 }
 
 /// Every random call that the kernel takes, asked for or not; the reason names the tier, forced or chosen.
 #[test]
 fn whatever_the_kernel_can_do_is_planned_for_it() {
-    for_all(300, draws(), |draw| {
-        let call = Call::fused(&draw.case(), draw.dtype()).map_err(|error| error.to_string())?;
+    for_all(64, kernel_recipes(), |draw| {
+        let call = Call::fused(&draw.case(), draw.dtype).map_err(|error| error.to_string())?;
         for backend in [Backend::Auto, Backend::Fused] {
             let call = call.on(backend);
             let chosen = call.plan().map_err(|error| error.to_string())?;

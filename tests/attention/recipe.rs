@@ -6,6 +6,7 @@ use proptest::sample::select;
 
 use crate::array::{Array, Random, View, round};
 pub use crate::common::property::for_all;
+use crate::common::property::within;
 use crate::oracle::{Alignment, Case, Dims, Lens, Mask, Options, Part};
 
 /// How q, k or v lies in memory.
@@ -208,6 +209,10 @@ pub struct Recipe {
     pub masks: Vec<Vec<Kind>>,
     pub uniform_empty_rows: bool,
     pub chosen: Chosen,
+    /// Instead of a random one.
+    pub scale: Option<f64>,
+    /// Hidden entries of `keep`, and -inf of `bias`, lie in runs that cover whole tiles.
+    pub runs: bool,
     pub dtype: DType,
     /// What the numbers are drawn from.
     pub seed: u64,
@@ -222,7 +227,13 @@ impl Recipe {
     /// Contiguous tensors without options.
     pub fn plain(dims: Dims, masks: Vec<Vec<Kind>>, dtype: DType) -> Self {
         let (layouts, chosen) = ([Layout::Contiguous; 3], Chosen::default());
-        Self { dims, layouts, masks, uniform_empty_rows: false, chosen, dtype, seed: 0 }
+        Self { dims, layouts, masks, uniform_empty_rows: false, chosen, scale: None, runs: false, dtype, seed: 0 }
+    }
+
+    /// Of one mask, whose tensors hide whole tiles.
+    pub fn of_kernel(dims: Dims, mask: Vec<Kind>, dtype: DType) -> Self {
+        let seed = (dims.t_q * 1000 + dims.t_kv * 100 + dims.d * 10 + dims.d_v) as u64;
+        Self { runs: true, seed, ..Self::plain(dims, vec![mask], dtype) }
     }
 
     pub fn case(&self) -> Case {
@@ -236,7 +247,7 @@ impl Recipe {
             (0..h).map(|_| round(random.between(low, high), wide(self.dtype))).collect()
         };
         let options = Options {
-            scale: self.chosen.scale.then(|| heads(-1.5, 1.5)[0]),
+            scale: self.scale.or_else(|| self.chosen.scale.then(|| heads(-1.5, 1.5)[0])),
             softcap: self.chosen.softcap.then(|| heads(0.5, 6.0)[0]),
             alibi_slopes: self.chosen.alibi.then(|| heads(-0.1, 1.0)),
             sinks: self.chosen.sinks.then(|| heads(-4.0, 4.0)),
@@ -245,6 +256,14 @@ impl Recipe {
         if !case.positions_agree() {
             // ALiBi has no position to count from, which is an error.
             case.options.alibi_slopes = None;
+        }
+        let parts = case.masks.iter_mut().flat_map(|mask| &mut mask.parts).filter(|_| self.runs);
+        for part in parts {
+            match part {
+                Part::Keep(keep) => hide_runs(keep, 0.0, &mut random),
+                Part::Bias(bias) => hide_runs(bias, f64::NEG_INFINITY, &mut random),
+                _ => {}
+            }
         }
         case
     }
@@ -272,6 +291,21 @@ impl Recipe {
     }
 }
 
+/// Runs of up to 400 entries, every other one of them of `hidden`.
+fn hide_runs(array: &mut Array, hidden: f64, random: &mut Random) {
+    let mut rest = array.data.as_mut_slice();
+    while !rest.is_empty() {
+        let longest = [40, 400][random.up_to(1)];
+        let (shown, tail) = rest.split_at_mut(random.up_to(longest).min(rest.len()));
+        if random.chance(0.5) {
+            shown.fill(if hidden == 0.0 { 1.0 } else { 0.5 });
+        }
+        let (run, tail) = tail.split_at_mut((1 + random.up_to(longest)).min(tail.len()));
+        run.fill(hidden);
+        rest = tail;
+    }
+}
+
 /// Sizes up to `most`, now and then 0 or 1.
 fn size(most: usize) -> impl Strategy<Value = usize> {
     prop_oneof![1 => Just(0), 2 => Just(1), 27 => 1..=most]
@@ -282,32 +316,66 @@ pub fn dims() -> impl Strategy<Value = Dims> {
         .prop_map(|(b, h_kv, group, t_q, t_kv, d, d_v)| Dims { b, h: h_kv * group, h_kv, t_q, t_kv, d, d_v })
 }
 
-pub fn chosen() -> impl Strategy<Value = Chosen> {
-    any::<[bool; 4]>().prop_map(|[scale, softcap, alibi, sinks]| Chosen { scale, softcap, alibi, sinks })
-}
-
-pub fn recipes(dtypes: &'static [DType]) -> impl Strategy<Value = Recipe> {
+fn recipes_of(dims: impl Strategy<Value = Dims>, dtypes: &'static [DType]) -> impl Strategy<Value = Recipe> {
     let kinds = proptest::collection::vec(select(&Kind::ALL[..]), 0..=3);
     let layout = || select(&Layout::ALL[..]);
-    (
-        dims(),
-        [layout(), layout(), layout()],
-        proptest::collection::vec(kinds, 0..=2),
-        proptest::bool::weighted(0.2),
-        chosen(),
-        select(dtypes),
-        any::<u64>().no_shrink(),
-    )
-        .prop_map(|(dims, layouts, masks, uniform_empty_rows, chosen, dtype, seed)| Recipe {
-            dims,
+    let chosen = any::<[bool; 4]>();
+    let chosen = chosen.prop_map(|[scale, softcap, alibi, sinks]| Chosen { scale, softcap, alibi, sinks });
+    let masks = proptest::collection::vec(kinds, 0..=2);
+    let layouts = [layout(), layout(), layout()];
+    (dims, layouts, masks, chosen, select(dtypes), any::<u64>().no_shrink()).prop_map(
+        |(dims, layouts, masks, chosen, dtype, seed)| Recipe {
             layouts,
-            masks,
-            uniform_empty_rows,
             chosen,
-            dtype,
             seed,
-        })
+            ..Recipe::plain(dims, masks, dtype)
+        },
+    )
 }
+
+/// Small calls, empty ones among them.
+pub fn recipes(dtypes: &'static [DType]) -> impl Strategy<Value = Recipe> {
+    (recipes_of(dims(), dtypes), proptest::bool::weighted(0.2))
+        .prop_map(|(recipe, uniform_empty_rows)| Recipe { uniform_empty_rows, ..recipe })
+}
+
+/// Lengths around multiples of 16, and primes.
+pub const LENGTHS: [usize; 34] = [
+    1, 2, 3, 5, 7, 8, 11, 13, 15, 16, 17, 29, 31, 32, 33, 47, 48, 49, 53, 63, 64, 65, 97, 101, 127, 128, 129, 191, 211,
+    255, 256, 257, 300, 307,
+];
+
+pub const WIDTHS: [usize; 17] = [1, 3, 7, 8, 16, 17, 32, 40, 64, 72, 80, 96, 128, 192, 256, 257, 512];
+
+/// Sizes at the edges of tiles and vectors, of an amount of work that the oracle can do.
+fn kernel_dims() -> impl Strategy<Value = Dims> {
+    const LISTS: [&[usize]; 7] = [&[1, 2, 3], &[1, 2, 3], &[1, 2, 3, 8], &LENGTHS, &LENGTHS, &WIDTHS, &WIDTHS];
+    // Single queries are what decoding asks.
+    let queries = prop_oneof![1 => 1..=3usize, 4 => select(&LENGTHS[..])];
+    let [b, h_kv, group, _, t_kv, d, d_v] = LISTS.map(select);
+    let most = prop_oneof![24 => Just(1_000_000), 1 => Just(12_000_000)];
+    let dims = |[b, h_kv, group, t_q, t_kv, d, d_v]: [usize; 7]| Dims { b, h: h_kv * group, h_kv, t_q, t_kv, d, d_v };
+    // Multiplications, with something for the questions about each query and key.
+    let work = |dims: Dims| dims.b * dims.h * dims.t_q * dims.t_kv * (dims.d + dims.d_v + 64);
+    ((b, h_kv, group, queries, t_kv, d, d_v), most, 0..LISTS.len()).prop_map(
+        move |((b, h_kv, group, t_q, t_kv, d, d_v), most, first)| {
+            dims(within([b, h_kv, group, t_q, t_kv, d, d_v], LISTS, first, |sizes| work(dims(sizes)) <= most))
+        },
+    )
+}
+
+/// Calls of a kernel's sizes and dtypes.
+pub fn kernel_recipes() -> impl Strategy<Value = Recipe> {
+    let scale = prop_oneof![3 => Just(None), 1 => select(&[0.0, -0.3, 12.0, -300.0][..]).prop_map(Some)];
+    (recipes_of(kernel_dims(), &DTYPES), scale, any::<bool>()).prop_map(|(recipe, scale, runs)| Recipe {
+        scale,
+        runs,
+        ..recipe
+    })
+}
+
+/// The dtypes that the fused CPU kernel computes in.
+pub const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
 /// The dtypes in which a device attends.
 pub fn dtypes(device: &Device) -> &'static [DType] {

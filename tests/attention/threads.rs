@@ -11,12 +11,10 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::call::{Call, Outcome};
 use crate::common::bits;
-use crate::flash::draw::{Draw, draws};
-use crate::flash::fused::DTYPES;
-use crate::linear::case::{Recipe, TYPES};
-use crate::linear::draw::recipes;
+use crate::linear::case::{Product, TYPES};
+use crate::linear::draw::products;
 use crate::oracle::Dims;
-use crate::recipe::{Kind, Reach, for_all};
+use crate::recipe::{DTYPES, Kind, Reach, Recipe, for_all, kernel_recipes};
 
 /// One call of attention or of a projection.
 enum Work {
@@ -63,13 +61,13 @@ fn all() -> Result<Vec<Work>> {
     ] {
         for dtype in DTYPES {
             let dims = Dims { b, h, h_kv, t_q, t_kv, d: 64, d_v: 48 };
-            let call = Call::fused(&Draw::plain(dims, kinds.clone(), dtype).case(), dtype)?;
+            let call = Call::fused(&Recipe::of_kernel(dims, kinds.clone(), dtype).case(), dtype)?;
             all.extend(Tier::available().into_iter().map(|tier| Work::Attention(call.on_tier(tier))));
         }
     }
     for (rows, inputs, outputs) in [(1, 2050, 1600), (12, 1030, 500), (16, 3001, 48), (400, 300, 100), (193, 40, 700)] {
         for types in TYPES {
-            let case = Recipe::plain(types, rows, (inputs, outputs)).case();
+            let case = Product::plain(types, rows, (inputs, outputs)).case();
             for tier in Tier::available() {
                 all.push(Work::Projection(case.packed(tier)?, case.input()?));
             }
@@ -115,8 +113,8 @@ fn the_same_in_each(pools: &[ThreadPool], work: impl Fn(Tier) -> Result<Work> + 
 #[test]
 fn random_calls_give_the_same_bits_in_pools_of_any_size() {
     let pools: Vec<_> = [1, 2, 3, 5, 8].into_iter().map(pool).collect();
-    for_all(200, draws(), |draw| {
-        let call = Call::fused(&draw.case(), draw.dtype()).map_err(|error| error.to_string())?;
+    for_all(64, kernel_recipes(), |draw| {
+        let call = Call::fused(&draw.case(), draw.dtype).map_err(|error| error.to_string())?;
         the_same_in_each(&pools, |tier| Ok(Work::Attention(call.on_tier(tier))))
     });
 }
@@ -124,11 +122,11 @@ fn random_calls_give_the_same_bits_in_pools_of_any_size() {
 #[test]
 fn random_projections_give_the_same_bits_in_pools_of_any_size() {
     let pools: Vec<_> = [1, 2, 3, 7].into_iter().map(pool).collect();
-    for_all(150, recipes(), |mut recipe| {
+    for_all(64, products(), |mut product| {
         // Large enough for several threads, packing included.
-        (recipe.inputs, recipe.outputs) = (1500 + recipe.inputs, 600 + recipe.outputs);
-        recipe.rows = recipe.rows.min(9);
-        let case = recipe.case();
+        (product.inputs, product.outputs) = (1500 + product.inputs, 600 + product.outputs);
+        product.rows = product.rows.min(9);
+        let case = product.case();
         the_same_in_each(&pools, |tier| Ok(Work::Projection(case.packed(tier)?, case.input()?)))
     });
 }

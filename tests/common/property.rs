@@ -19,3 +19,22 @@ pub fn for_all<S: Strategy>(cases: u32, strategy: S, test: impl Fn(S::Value) -> 
         panic!("{error}\nto run it again: PROPTEST_CASES={cases} PROPTEST_RNG_SEED={rng_seed}");
     }
 }
+
+/// Sizes from lists that rise, lowered until they fit: the size at `first` gives way first, then the next.
+pub fn within<const N: usize>(
+    mut sizes: [usize; N],
+    lists: [&[usize]; N],
+    first: usize,
+    fits: impl Fn([usize; N]) -> bool,
+) -> [usize; N] {
+    for at in (first..first + N).map(|at| at % N) {
+        let given = sizes[at];
+        for &size in lists[at].iter().rev().filter(|&&size| size < given) {
+            if fits(sizes) {
+                return sizes;
+            }
+            sizes[at] = size;
+        }
+    }
+    sizes
+}

@@ -21,7 +21,6 @@ use attention_oracle::{array, attention as oracle};
 #[path = "../attention/flash"]
 #[allow(dead_code, reason = "a part is for the grid")]
 mod flash {
-    pub mod draw;
     pub mod fused;
 }
 
@@ -41,10 +40,9 @@ use allocator::{GUARDED, GuardedAllocator, guard_is_before};
 use candle_attention::cpu::Tier;
 use proptest::sample::select;
 
-use flash::draw::{Draw, LENGTHS, WIDTHS, draws};
-use flash::fused::{DTYPES, check};
+use flash::fused::check;
 use oracle::{Alignment, Dims, Lens, Mask, Part};
-use recipe::{Kind, Layout, Reach, for_all};
+use recipe::{DTYPES, Kind, LENGTHS, Layout, Reach, Recipe, WIDTHS, for_all, kernel_recipes};
 
 #[global_allocator]
 static ALLOCATOR: GuardedAllocator = GuardedAllocator;
@@ -54,22 +52,22 @@ const TIGHT: [Layout; 5] =
     [Layout::Contiguous, Layout::HeadsTransposed, Layout::ColumnMajor, Layout::OneBatch, Layout::OneHead];
 
 /// A pool of its own for each case, so that no scratch memory is left that is larger than the case needs.
-fn holds(draw: &Draw) -> Result<(), String> {
+fn holds(draw: &Recipe) -> Result<(), String> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().map_err(|error| error.to_string())?;
     last_words::name(format!("an access outside of the buffers, on one of the tiers, in\n{draw:#?}\n"));
-    pool.install(|| check(&draw.case(), draw.dtype()))
+    pool.install(|| check(&draw.case(), draw.dtype))
 }
 
-fn tight(mut draw: Draw, layouts: [Layout; 3]) -> Draw {
-    draw.recipe.layouts = layouts;
+fn tight(mut draw: Recipe, layouts: [Layout; 3]) -> Recipe {
+    draw.layouts = layouts;
     draw
 }
 
 #[test]
 fn random_calls_stay_in_their_buffers() {
     let layout = || select(&TIGHT[..]);
-    let strategy = (draws(), [layout(), layout(), layout()]);
-    for_all(300, strategy, |(draw, layouts)| holds(&tight(draw, layouts)));
+    let strategy = (kernel_recipes(), [layout(), layout(), layout()]);
+    for_all(64, strategy, |(draw, layouts)| holds(&tight(draw, layouts)));
 }
 
 #[test]
@@ -86,7 +84,7 @@ fn every_edge_stays_in_its_buffers() {
         for (m, &length) in LENGTHS.iter().enumerate().filter(|(_, length)| **length <= 129) {
             let other = LENGTHS[(5 * m + n) % 17];
             let dims = Dims { b: 1, h: 2, h_kv: 1, t_q: other, t_kv: length, d: width, d_v: WIDTHS[(n + m) % 13] };
-            let draw = Draw::plain(dims, masks[(n + m) % 6].to_vec(), DTYPES[(n + m) % 3]);
+            let draw = Recipe::of_kernel(dims, masks[(n + m) % 6].to_vec(), DTYPES[(n + m) % 3]);
             let draw = tight(draw, [TIGHT[m % 5], TIGHT[n % 5], TIGHT[(n + m) % 5]]);
             holds(&draw).unwrap_or_else(|difference| panic!("{difference}\n{draw:?}"));
         }
@@ -100,7 +98,7 @@ fn keys_that_begin_within_a_block_stay_in_their_buffers() {
         for t_kv in [64, 128, 256, 300] {
             for start in (0..t_kv).step_by(8) {
                 let dims = Dims { b: 1, h: 1, h_kv: 1, t_q: 17, t_kv, d: 8, d_v: 16 };
-                let draw = Draw::plain(dims, vec![], dtype);
+                let draw = Recipe::of_kernel(dims, vec![], dtype);
                 let mut case = draw.case();
                 let parts = vec![Part::Starts(Lens::PerSequence(vec![start]))];
                 case.masks = vec![Mask { alignment: Alignment::Free, parts }];

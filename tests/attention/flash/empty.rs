@@ -6,10 +6,9 @@ use candle_core::{DType, Result, Tensor};
 
 use crate::array::Array;
 use crate::common::values;
-use crate::flash::draw::Draw;
-use crate::flash::fused::{CPU, Call, DTYPES, check};
+use crate::flash::fused::{CPU, Call, check};
 use crate::oracle::{Alignment, Dims, Lens, Mask, Part};
-use crate::recipe::{Chosen, Kind};
+use crate::recipe::{Chosen, DTYPES, Kind, Recipe};
 
 const SIZES: [[usize; 4]; 9] = [
     [0, 3, 4, 5],
@@ -56,8 +55,11 @@ fn sizes_of_zero_give_empty_results_or_zeros() -> Result<()> {
 #[test]
 fn values_of_no_width_leave_the_sums() -> Result<()> {
     for dtype in DTYPES {
-        let draw =
-            Draw::plain(Dims { b: 2, h: 4, h_kv: 2, t_q: 19, t_kv: 40, d: 24, d_v: 0 }, vec![Kind::Causal], dtype);
+        let draw = Recipe::of_kernel(
+            Dims { b: 2, h: 4, h_kv: 2, t_q: 19, t_kv: 40, d: 24, d_v: 0 },
+            vec![Kind::Causal],
+            dtype,
+        );
         check(&draw.case(), dtype).unwrap_or_else(|difference| panic!("{difference} in {dtype:?}"));
     }
     Ok(())
@@ -91,8 +93,8 @@ fn empty_rows_are_zeros() {
     for (what, mask) in masks {
         for dtype in DTYPES {
             for [sinks, alibi] in [[false, false], [true, false], [true, true]] {
-                let mut draw = Draw::plain(dims, vec![], dtype);
-                draw.recipe.chosen = Chosen { sinks, alibi, ..Chosen::default() };
+                let mut draw = Recipe::of_kernel(dims, vec![], dtype);
+                draw.chosen = Chosen { sinks, alibi, ..Chosen::default() };
                 let mut case = draw.case();
                 case.masks.push(mask.clone());
                 let expected = case.attend();
@@ -111,7 +113,7 @@ fn queries_before_the_first_key_are_empty() {
         for dtype in DTYPES {
             let dims = Dims { b: 1, h: 2, h_kv: 2, t_q, t_kv, d: 32, d_v: 32 };
             for kinds in [vec![Kind::Causal], vec![Kind::Band]] {
-                let draw = Draw::plain(dims, kinds, dtype);
+                let draw = Recipe::of_kernel(dims, kinds, dtype);
                 check(&draw.case(), dtype).unwrap_or_else(|difference| panic!("{difference}\n{draw:?}"));
             }
         }

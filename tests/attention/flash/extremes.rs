@@ -6,16 +6,15 @@ use candle_core::{DType, Result, Tensor};
 
 use crate::array::{Array, round};
 use crate::common::values;
-use crate::flash::draw::{Draw, Scale};
-use crate::flash::fused::{CPU, Call, DTYPES, check};
+use crate::flash::fused::{CPU, Call, check};
 use crate::oracle::{Case, Dims, Mask, Part};
-use crate::recipe::{Chosen, Kind, Layout};
+use crate::recipe::{Chosen, DTYPES, Kind, Layout, Recipe};
 
 const DIMS: Dims = Dims { b: 1, h: 2, h_kv: 1, t_q: 19, t_kv: 67, d: 16, d_v: 8 };
 
-fn draws() -> Vec<Draw> {
+fn draws() -> Vec<Recipe> {
     let masks: [&[Kind]; 4] = [&[], &[Kind::Causal], &[Kind::ValidLens], &[Kind::Band]];
-    masks.into_iter().flat_map(|kinds| DTYPES.map(|dtype| Draw::plain(DIMS, kinds.to_vec(), dtype))).collect()
+    masks.into_iter().flat_map(|kinds| DTYPES.map(|dtype| Recipe::of_kernel(DIMS, kinds.to_vec(), dtype))).collect()
 }
 
 fn set(array: &mut Array, dtype: DType, value: impl Fn(f64) -> f64) {
@@ -53,13 +52,13 @@ fn scores_of_ten_thousand_do_not_overflow() {
             for bias in [0.0, 1e4, -1e4] {
                 let mut case = draw.case();
                 case.options.scale = Some(scale);
-                set(&mut case.q, draw.dtype(), |x| x.signum() * size);
-                set(&mut case.k, draw.dtype(), |x| x.signum() * size);
+                set(&mut case.q, draw.dtype, |x| x.signum() * size);
+                set(&mut case.k, draw.dtype, |x| x.signum() * size);
                 let biases = Array::new(&[DIMS.t_kv]).filled(|| bias);
                 case.masks.push(Mask::of(Part::Bias(biases)));
                 let what = format!("size {size}, scale {scale}, bias {bias}");
-                assert_agrees(&case, draw.dtype(), &what);
-                assert_sums_to_one(&case, draw.dtype(), &what);
+                assert_agrees(&case, draw.dtype, &what);
+                assert_sums_to_one(&case, draw.dtype, &what);
             }
         }
     }
@@ -68,7 +67,7 @@ fn scores_of_ten_thousand_do_not_overflow() {
 /// Products of up to 1e36 under a scale that brings them back to a few units, and the reverse.
 #[test]
 fn the_scale_meets_products_of_any_size() {
-    for draw in draws().iter().filter(|draw| draw.dtype() != DType::F16) {
+    for draw in draws().iter().filter(|draw| draw.dtype != DType::F16) {
         for (q, k, scale) in [
             (1e15, 1e15, 1e-30),
             (1e30, 1.0, 1e-30),
@@ -81,11 +80,11 @@ fn the_scale_meets_products_of_any_size() {
         ] {
             let mut case = draw.case();
             case.options.scale = Some(scale);
-            set(&mut case.q, draw.dtype(), |x| x * q);
-            set(&mut case.k, draw.dtype(), |x| x * k);
+            set(&mut case.q, draw.dtype, |x| x * q);
+            set(&mut case.k, draw.dtype, |x| x * k);
             let what = format!("q around {q:e}, k around {k:e}, scale {scale:e}");
-            assert_agrees(&case, draw.dtype(), &what);
-            assert_sums_to_one(&case, draw.dtype(), &what);
+            assert_agrees(&case, draw.dtype, &what);
+            assert_sums_to_one(&case, draw.dtype, &what);
         }
     }
 }
@@ -94,7 +93,7 @@ fn the_scale_meets_products_of_any_size() {
 #[test]
 fn the_running_maximum_may_move_at_every_key() {
     for mut draw in draws() {
-        draw.scale = Scale::Given(1.0);
+        draw.scale = Some(1.0);
         for slope in [30.0, -30.0, 0.3, -0.3] {
             let mut case = draw.case();
             let mut j = 0.0;
@@ -103,7 +102,7 @@ fn the_running_maximum_may_move_at_every_key() {
                 slope * j
             });
             case.masks.push(Mask::of(Part::Bias(ramp)));
-            assert_agrees(&case, draw.dtype(), &format!("a slope of {slope}"));
+            assert_agrees(&case, draw.dtype, &format!("a slope of {slope}"));
         }
     }
 }
@@ -112,13 +111,13 @@ fn the_running_maximum_may_move_at_every_key() {
 #[test]
 fn large_values_do_not_overflow() {
     for draw in draws() {
-        let most = match draw.dtype() {
+        let most = match draw.dtype {
             DType::F16 => 30_000.0,
             _ => 1e36,
         };
         let mut case = draw.case();
-        set(&mut case.v, draw.dtype(), |x| x * most);
-        assert_agrees(&case, draw.dtype(), "large values");
+        set(&mut case.v, draw.dtype, |x| x * most);
+        assert_agrees(&case, draw.dtype, "large values");
     }
 }
 
@@ -170,10 +169,10 @@ fn subnormal_keys_are_kept() -> Result<()> {
 /// A sink of -inf is no sink; one of 1e4 takes all; one of +inf or NaN leaves what the reference path leaves.
 #[test]
 fn sinks_of_any_size() -> Result<()> {
-    let mut draw = Draw::plain(DIMS, vec![Kind::Causal], DType::F32);
-    draw.recipe.chosen = Chosen { sinks: true, ..Chosen::default() };
+    let mut draw = Recipe::of_kernel(DIMS, vec![Kind::Causal], DType::F32);
+    draw.chosen = Chosen { sinks: true, ..Chosen::default() };
     for dtype in DTYPES {
-        draw.recipe.dtype = dtype;
+        draw.dtype = dtype;
         for sinks in [[f64::NEG_INFINITY, 0.0], [1e4, -1e4], [f64::NEG_INFINITY; 2]] {
             let mut case = draw.case();
             case.options.sinks = Some(sinks.to_vec());
@@ -199,11 +198,11 @@ fn sinks_of_any_size() -> Result<()> {
 #[test]
 fn caps_of_any_size() {
     for mut draw in draws() {
-        draw.recipe.layouts = [Layout::Packed, Layout::HeadsTransposed, Layout::CacheHead];
+        draw.layouts = [Layout::Packed, Layout::HeadsTransposed, Layout::CacheHead];
         for (softcap, scale) in [(1e-3, 1.0), (30.0, 10.0), (50.0, 1e-3), (1e4, 1.0), (1e-20, 1e10), (1.0, 1e30)] {
             let mut case = draw.case();
             (case.options.softcap, case.options.scale) = (Some(softcap), Some(scale));
-            assert_agrees(&case, draw.dtype(), &format!("cap {softcap}, scale {scale}"));
+            assert_agrees(&case, draw.dtype, &format!("cap {softcap}, scale {scale}"));
         }
     }
 }

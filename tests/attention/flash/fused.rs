@@ -13,9 +13,6 @@ use crate::oracle::Case;
 
 pub const CPU: Device = Device::Cpu;
 
-/// The dtypes that the kernel computes in.
-pub const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
-
 /// The context, beside the log-sum-exp and alone and in both orders of memory, on every tier.
 pub fn check(case: &Case, dtype: DType) -> Outcome {
     let expected = Expected::fused(case, dtype);

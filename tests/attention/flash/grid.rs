@@ -4,17 +4,16 @@ use candle_core::DType;
 
 use crate::array::{Array, Random, round};
 use crate::call::Outcome;
-use crate::flash::draw::{Draw, LENGTHS, WIDTHS, draws};
-use crate::flash::fused::{DTYPES, check};
+use crate::flash::fused::check;
 use crate::oracle::{Alignment, Dims, Lens, Mask, Part};
-use crate::recipe::{Chosen, Kind, Layout, for_all};
+use crate::recipe::{Chosen, DTYPES, Kind, LENGTHS, Layout, Recipe, WIDTHS, for_all, kernel_recipes};
 
-fn holds(draw: &Draw) -> Outcome {
-    check(&draw.case(), draw.dtype())
+fn holds(draw: &Recipe) -> Outcome {
+    check(&draw.case(), draw.dtype)
 }
 
 #[track_caller]
-fn assert_holds(draw: &Draw) {
+fn assert_holds(draw: &Recipe) {
     holds(draw).unwrap_or_else(|difference| panic!("{difference}\n{draw:?}"));
 }
 
@@ -22,7 +21,7 @@ const DIMS: Dims = Dims { b: 1, h: 1, h_kv: 1, t_q: 1, t_kv: 1, d: 8, d_v: 8 };
 
 #[test]
 fn random_calls_agree_with_the_oracle() {
-    for_all(2_500, draws(), |draw| holds(&draw));
+    for_all(256, kernel_recipes(), |draw| holds(&draw));
 }
 
 /// Masks of intervals alone, which a kernel turns into bounds of its loops.
@@ -31,9 +30,9 @@ fn random_intervals_agree_with_the_oracle() {
     let structural = Kind::ALL.into_iter().filter(|kind| !matches!(kind, Kind::Keep(_) | Kind::Bias(_)));
     let structural: Vec<_> = structural.collect();
     let kinds = move || proptest::collection::vec(proptest::sample::select(structural.clone()), 1..=3);
-    let strategy = (draws(), kinds(), proptest::option::of(kinds()));
-    for_all(1_000, strategy, |(mut draw, first, second)| {
-        draw.recipe.masks = [Some(first), second].into_iter().flatten().collect();
+    let strategy = (kernel_recipes(), kinds(), proptest::option::of(kinds()));
+    for_all(128, strategy, |(mut draw, first, second)| {
+        draw.masks = [Some(first), second].into_iter().flatten().collect();
         holds(&draw)
     });
 }
@@ -42,12 +41,11 @@ fn random_intervals_agree_with_the_oracle() {
 #[test]
 fn random_long_keys_agree_with_the_oracle() {
     let t_kv = proptest::sample::select(&[511, 512, 513, 1023, 1025, 2047, 2049, 4099][..]);
-    for_all(150, (draws(), t_kv, 1..=3usize), |(mut draw, t_kv, t_q)| {
-        let dims = draw.recipe.dims;
+    for_all(64, (kernel_recipes(), t_kv, 1..=3usize), |(mut draw, t_kv, t_q)| {
+        let dims = draw.dims;
         let (h_kv, group) = (dims.h_kv.min(2), dims.h / dims.h_kv);
         let width = |d: usize| d.min(96);
-        draw.recipe.dims =
-            Dims { b: dims.b.min(2), h: h_kv * group, h_kv, t_q, t_kv, d: width(dims.d), d_v: width(dims.d_v) };
+        draw.dims = Dims { b: dims.b.min(2), h: h_kv * group, h_kv, t_q, t_kv, d: width(dims.d), d_v: width(dims.d_v) };
         holds(&draw)
     });
 }
@@ -58,7 +56,7 @@ fn every_pair_of_lengths() {
     for (n, &t_q) in LENGTHS.iter().enumerate() {
         for (m, &t_kv) in LENGTHS.iter().enumerate() {
             let dims = Dims { t_q, t_kv, d: WIDTHS[(n + m) % 9], d_v: WIDTHS[(n + 2 * m) % 9], ..DIMS };
-            assert_holds(&Draw::plain(dims, masks[(n / 3 + m) % 4].to_vec(), DTYPES[(n + m) % 3]));
+            assert_holds(&Recipe::of_kernel(dims, masks[(n / 3 + m) % 4].to_vec(), DTYPES[(n + m) % 3]));
         }
     }
 }
@@ -69,7 +67,7 @@ fn every_pair_of_widths() {
         for &d_v in &WIDTHS {
             for dtype in DTYPES {
                 let dims = Dims { h: 2, t_q: 5, t_kv: 19, d, d_v, ..DIMS };
-                assert_holds(&Draw::plain(dims, vec![Kind::Causal], dtype));
+                assert_holds(&Recipe::of_kernel(dims, vec![Kind::Causal], dtype));
             }
         }
     }
@@ -80,7 +78,7 @@ fn every_pair_of_constraints() {
     for (n, first) in Kind::ALL.into_iter().enumerate() {
         for (m, second) in Kind::ALL.into_iter().enumerate() {
             let dims = Dims { b: 2, h: 2, t_q: 37, t_kv: 70, ..DIMS };
-            let mut draw = Draw::plain(dims, vec![first, second], DTYPES[(n + m) % 3]);
+            let mut draw = Recipe::of_kernel(dims, vec![first, second], DTYPES[(n + m) % 3]);
             draw.runs = n % 2 == 0;
             assert_holds(&draw);
         }
@@ -93,8 +91,8 @@ fn every_triple_of_layouts() {
         for k in Layout::ALL {
             for (m, v) in Layout::ALL.into_iter().enumerate() {
                 let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 9, t_kv: 21, d: 17, d_v: 16 };
-                let mut draw = Draw::plain(dims, vec![], DTYPES[(n + m) % 3]);
-                draw.recipe.layouts = [q, k, v];
+                let mut draw = Recipe::of_kernel(dims, vec![], DTYPES[(n + m) % 3]);
+                draw.layouts = [q, k, v];
                 assert_holds(&draw);
             }
         }
@@ -108,8 +106,8 @@ fn rows_at_odd_elements() {
         for d in [32, 64, 128] {
             for layout in [Layout::NarrowRows, Layout::CacheMiddle, Layout::Packed] {
                 let dims = Dims { t_q: 40, t_kv: 300, d, d_v: d, ..DIMS };
-                let mut draw = Draw::plain(dims, vec![], dtype);
-                draw.recipe.layouts = [layout; 3];
+                let mut draw = Recipe::of_kernel(dims, vec![], dtype);
+                draw.layouts = [layout; 3];
                 assert_holds(&draw);
             }
         }
@@ -122,7 +120,7 @@ fn keys_that_begin_within_a_block() {
     for dtype in DTYPES {
         for t_kv in [31, 64, 127, 128, 200, 256, 300, 511] {
             for start in (1..72).step_by(5).chain([8, 16, 32, 48, 64, t_kv - 1]).filter(|&start| start < t_kv) {
-                let mut case = Draw::plain(Dims { t_q: 17, t_kv, ..DIMS }, vec![], dtype).case();
+                let mut case = Recipe::of_kernel(Dims { t_q: 17, t_kv, ..DIMS }, vec![], dtype).case();
                 let parts = vec![Part::Starts(Lens::PerSequence(vec![start]))];
                 case.masks = vec![Mask { alignment: Alignment::Free, parts }];
                 check(&case, dtype).unwrap_or_else(|error| panic!("{error}: {start}..{t_kv} in {dtype:?}"));
@@ -137,8 +135,8 @@ fn every_set_of_options_under_every_constraint() {
         let [scale, softcap, alibi, sinks] = [1, 2, 4, 8].map(|bit| set & bit != 0);
         for (n, kind) in Kind::ALL.into_iter().enumerate() {
             let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 18, t_kv: 35, ..DIMS };
-            let mut draw = Draw::plain(dims, vec![kind], DTYPES[(n + set) % 3]);
-            draw.recipe.chosen = Chosen { scale, softcap, alibi, sinks };
+            let mut draw = Recipe::of_kernel(dims, vec![kind], DTYPES[(n + set) % 3]);
+            draw.chosen = Chosen { scale, softcap, alibi, sinks };
             assert_holds(&draw);
         }
     }
@@ -160,10 +158,10 @@ fn every_broadcast_shape() {
                 vec![Part::Bias(bias.clone())],
                 vec![Part::Keep(keep), Part::Bias(bias)],
             ] {
-                let draw = Draw::plain(dims, vec![], DTYPES[(n + skipped) % 3]);
+                let draw = Recipe::of_kernel(dims, vec![], DTYPES[(n + skipped) % 3]);
                 let mut case = draw.case();
                 case.masks = vec![Mask { alignment: Alignment::Causal, parts }];
-                check(&case, draw.dtype()).unwrap_or_else(|difference| panic!("{difference}: {:?}", &shape[skipped..]));
+                check(&case, draw.dtype).unwrap_or_else(|difference| panic!("{difference}: {:?}", &shape[skipped..]));
             }
         }
     }
@@ -183,7 +181,7 @@ fn large_calls_agree_with_the_oracle() {
     {
         for dtype in DTYPES {
             let dims = Dims { b: 1 + n % 2, h: 2, h_kv: 1, t_q, t_kv, d, d_v: d };
-            assert_holds(&Draw::plain(dims, kinds.clone(), dtype));
+            assert_holds(&Recipe::of_kernel(dims, kinds.clone(), dtype));
         }
     }
 }

@@ -1,7 +1,5 @@
 //! The fused CPU kernel against the oracle, on every tier.
 
-// What the tests stand on: random calls of a kernel's sizes.
-pub mod draw;
 pub mod fused;
 
 mod empty;

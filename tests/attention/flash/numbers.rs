@@ -5,9 +5,9 @@ use candle_attention::cpu::Tier;
 use candle_core::{DType, Result, Tensor};
 
 use crate::common::max_error;
-use crate::flash::draw::Draw;
-use crate::flash::fused::{CPU, Call, DTYPES, bits};
+use crate::flash::fused::{CPU, Call, bits};
 use crate::oracle::Dims;
+use crate::recipe::{DTYPES, Recipe};
 
 const DIMS: Dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 19, t_kv: 67, d: 16, d_v: 24 };
 
@@ -20,7 +20,7 @@ fn wave(shape: &[usize]) -> Result<Tensor> {
 #[test]
 fn biases_slopes_and_sinks_come_in_any_float() -> Result<()> {
     for dtype in DTYPES {
-        let plain = Call::fused(&Draw::plain(DIMS, vec![], dtype).case(), dtype)?;
+        let plain = Call::fused(&Recipe::of_kernel(DIMS, vec![], dtype).case(), dtype)?;
         for given in [DType::F16, DType::BF16, DType::F64] {
             let call = |convert: &dyn Fn(Tensor) -> Result<Tensor>| -> Result<Call> {
                 let bias = convert(wave(&[DIMS.h, DIMS.t_q, DIMS.t_kv])?.to_dtype(given)?)?;
@@ -54,7 +54,7 @@ fn mask_tensors_lie_anyhow() -> Result<()> {
         ("one number", wave(&[1])?.broadcast_as((b, 1, t_q, t_kv))?),
     ];
     for dtype in DTYPES {
-        let plain = Call::fused(&Draw::plain(DIMS, vec![], dtype).case(), dtype)?;
+        let plain = Call::fused(&Recipe::of_kernel(DIMS, vec![], dtype).case(), dtype)?;
         for (what, view) in &views {
             let keep = view.gt(-1.5)?;
             let keep_view = match *what {

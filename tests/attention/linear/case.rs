@@ -109,7 +109,7 @@ impl WeightLayout {
 
 /// What a case is made of.
 #[derive(Debug, Clone)]
-pub struct Recipe {
+pub struct Product {
     pub types: Types,
     pub rows: usize,
     pub inputs: usize,
@@ -124,7 +124,7 @@ pub struct Recipe {
     pub seed: u64,
 }
 
-impl Recipe {
+impl Product {
     pub fn plain(types: Types, rows: usize, (inputs, outputs): (usize, usize)) -> Self {
         Self {
             types,
@@ -243,43 +243,43 @@ impl Expected {
 
 /// The whole product to f64; to the bit, some of its columns, the product of a copy of the input, and of rows alone; and
 /// the weight that comes back. On every tier.
-pub fn check(recipe: &Recipe) -> Outcome {
+pub fn check(product: &Product) -> Outcome {
     let run = || -> Result<()> {
-        let case = recipe.case();
+        let case = product.case();
         let expected = case.expected()?;
         for tier in Tier::available() {
-            check_tier(recipe, &case, &expected, tier).map_err(|error| Error::msg(format!("{tier}: {error}")))?;
+            check_tier(product, &case, &expected, tier).map_err(|error| Error::msg(format!("{tier}: {error}")))?;
         }
         Ok(())
     };
     run().map_err(|error| error.to_string())
 }
 
-fn check_tier(recipe: &Recipe, case: &Case, expected: &Expected, tier: Tier) -> Result<()> {
+fn check_tier(product: &Product, case: &Case, expected: &Expected, tier: Tier) -> Result<()> {
     let (weight, bias, xs) = case.tensors()?;
     let packed = PackedLinear::with_tier(&weight, bias.as_ref(), Some(tier))?;
     let ys = packed.forward(&xs)?;
     let mut dims = xs.dims().to_vec();
-    dims[xs.rank() - 1] = recipe.outputs;
+    dims[xs.rank() - 1] = product.outputs;
     if ys.dims() != dims || ys.dtype() != xs.dtype() || !ys.is_contiguous() {
         bail!("{ys:?}, expected {dims:?}");
     }
     expected.compare(&ys).map_err(Error::msg)?;
 
-    let columns = recipe.some(recipe.outputs);
+    let columns = product.some(product.outputs);
     let (some, narrowed) =
         (packed.forward_columns(&xs, columns.clone())?, ys.narrow(xs.rank() - 1, columns.start, columns.len())?);
     if some.dims() != narrowed.dims() || some.dtype() != ys.dtype() || bits(&some) != bits(&narrowed) {
         bail!("columns {columns:?} differ from those of the whole");
     }
 
-    let xs = xs.force_contiguous()?.reshape((recipe.rows, recipe.inputs))?;
+    let xs = xs.force_contiguous()?.reshape((product.rows, product.inputs))?;
     let whole = packed.forward(&xs)?;
     if bits(&whole) != bits(&ys) {
         bail!("a copy of the input gives other bits");
     }
-    let last = recipe.rows.saturating_sub(1);
-    for rows in [recipe.some(recipe.rows), 0..1.min(recipe.rows), last..recipe.rows] {
+    let last = product.rows.saturating_sub(1);
+    for rows in [product.some(product.rows), 0..1.min(product.rows), last..product.rows] {
         let alone = packed.forward(&xs.narrow(0, rows.start, rows.len())?)?;
         if bits(&alone) != bits(&whole.narrow(0, rows.start, rows.len())?) {
             bail!("rows {rows:?} alone differ from those in their batch");

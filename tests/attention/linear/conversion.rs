@@ -8,7 +8,7 @@ use half::{bf16, f16};
 
 use crate::array::Random;
 use crate::common::assert_close;
-use crate::linear::case::{CPU, Recipe, TYPES, bits};
+use crate::linear::case::{CPU, Product, TYPES, bits};
 
 /// The bits of a tensor's elements, NaN's sign and payload included.
 fn raw(tensor: &Tensor) -> Result<Vec<u32>> {
@@ -65,7 +65,7 @@ fn a_weight_comes_back_to_the_bit() -> Result<()> {
 #[test]
 fn both_conversions_agree_and_say_what_they_hold() -> Result<()> {
     for (of_weight, of_input) in TYPES {
-        let (weight, bias, xs) = Recipe::plain((of_weight, of_input), 4, (30, 20)).case().tensors()?;
+        let (weight, bias, xs) = Product::plain((of_weight, of_input), 4, (30, 20)).case().tensors()?;
         let linear = Linear::new(weight, bias);
         let packed = PackedLinear::from_linear(&linear)?;
         assert_eq!((packed.in_dim(), packed.out_dim(), packed.dtype()), (30, 20, of_weight));

@@ -3,7 +3,8 @@
 use proptest::prelude::*;
 use proptest::sample::select;
 
-use crate::linear::case::{Layout, Recipe, TYPES, WeightLayout};
+use crate::common::property::within;
+use crate::linear::case::{Layout, Product, TYPES, WeightLayout};
 
 /// Groups of 2, 4, 8 and 16 rows, and tasks of 192.
 pub const ROWS: [usize; 27] =
@@ -21,32 +22,22 @@ pub const OUTPUTS: [usize; 33] = [
     144, 145, 199,
 ];
 
-fn lower(list: &[usize], value: &mut usize) -> bool {
-    let below = list.iter().rev().find(|&&other| other < *value);
-    below.inspect(|&&below| *value = below).is_some()
-}
-
-/// (rows, inputs, outputs) of at most so many products: the size at `gives` gives way first.
-fn within(mut sizes: [usize; 3], most: usize, gives: usize) -> [usize; 3] {
-    let lists: [&[usize]; 3] = [&ROWS, &INPUTS, &OUTPUTS];
-    let order = [gives, (gives + 1) % 3, (gives + 2) % 3];
-    while sizes.iter().product::<usize>() > most && order.into_iter().any(|at| lower(lists[at], &mut sizes[at])) {}
-    sizes
-}
-
 fn sizes() -> impl Strategy<Value = [usize; 3]> {
     let most = prop_oneof![20 => Just(300_000), 1 => Just(8_000_000)];
     let each = (select(&ROWS[..]), select(&INPUTS[..]), select(&OUTPUTS[..]));
-    (each, most, 0..3usize)
-        .prop_map(|((rows, inputs, outputs), most, gives)| within([rows, inputs, outputs], most, gives))
+    (each, most, 0..3usize).prop_map(|((rows, inputs, outputs), most, first)| {
+        within([rows, inputs, outputs], [&ROWS, &INPUTS, &OUTPUTS], first, |sizes| {
+            sizes.iter().product::<usize>() <= most
+        })
+    })
 }
 
-pub fn recipes() -> impl Strategy<Value = Recipe> {
+pub fn products() -> impl Strategy<Value = Product> {
     let layouts = (select(&Layout::ALL[..]), select(&WeightLayout::ALL[..]));
     let size = select(&[1.0, 1.0, 1.0, 1.0 / 64.0, 16.0][..]);
     let part = (0.0..=1.0, 0.0..=1.0);
     (select(&TYPES[..]), sizes(), any::<bool>(), layouts, part, size, any::<u64>().no_shrink()).prop_map(
-        |(types, [rows, inputs, outputs], bias, (layout, weight_layout), part, size, seed)| Recipe {
+        |(types, [rows, inputs, outputs], bias, (layout, weight_layout), part, size, seed)| Product {
             types,
             rows,
             inputs,

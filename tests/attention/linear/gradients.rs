@@ -6,7 +6,7 @@ use candle_core::{DType, Module, Result, Tensor, Var};
 use candle_nn::Linear;
 
 use crate::common::{assert_close, values};
-use crate::linear::case::{CPU, Recipe, TYPES};
+use crate::linear::case::{CPU, Product, TYPES};
 
 /// The gradient of `sum(ys · weights)`, for `weights` that differ from entry to entry.
 fn gradient(ys: &Tensor, of: &Tensor) -> Result<Tensor> {
@@ -21,7 +21,7 @@ fn gradient(ys: &Tensor, of: &Tensor) -> Result<Tensor> {
 fn an_input_has_the_gradient_that_candles_linear_gives() -> Result<()> {
     for (of_weight, of_input) in TYPES {
         for dims in [vec![13], vec![1, 13], vec![6, 13], vec![2, 3, 13], vec![2, 1, 3, 13]] {
-            let (weight, bias, _) = Recipe::plain((of_weight, of_input), 2, (13, 21)).case().tensors()?;
+            let (weight, bias, _) = Product::plain((of_weight, of_input), 2, (13, 21)).case().tensors()?;
             let xs = Var::from_tensor(&Tensor::randn(0f32, 1., dims.as_slice(), &CPU)?.to_dtype(of_input)?)?;
             let wide = |tensor: &Tensor| tensor.to_dtype(of_input);
             let linear = Linear::new(wide(&weight)?, bias.as_ref().map(wide).transpose()?);
@@ -46,7 +46,7 @@ fn an_input_has_the_gradient_that_candles_linear_gives() -> Result<()> {
 /// Through a view, each entry gets its own; rows that are one row get the sum.
 #[test]
 fn views_of_an_input_have_gradients() -> Result<()> {
-    let (weight, _, _) = Recipe::plain(TYPES[0], 2, (5, 7)).case().tensors()?;
+    let (weight, _, _) = Product::plain(TYPES[0], 2, (5, 7)).case().tensors()?;
     let (packed, linear) = (PackedLinear::new(&weight, None)?, Linear::new(weight, None));
     let xs = Var::from_tensor(&Tensor::randn(0f32, 1., (4, 3, 10), &CPU)?)?;
     let one = Var::from_tensor(&Tensor::randn(0f32, 1., (1, 5), &CPU)?)?;

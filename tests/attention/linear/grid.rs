@@ -5,24 +5,24 @@ use candle_attention::cpu::Tier;
 use candle_core::{Module, Result, Tensor};
 
 use crate::common::property::for_all;
-use crate::linear::case::{CPU, Layout, Recipe, TYPES, WeightLayout, check};
-use crate::linear::draw::{INPUTS, OUTPUTS, ROWS, recipes};
+use crate::linear::case::{CPU, Layout, Product, TYPES, WeightLayout, check};
+use crate::linear::draw::{INPUTS, OUTPUTS, ROWS, products};
 
 #[track_caller]
-fn assert_holds(recipe: &Recipe) {
-    check(recipe).unwrap_or_else(|difference| panic!("{difference}\n{recipe:?}"));
+fn assert_holds(product: &Product) {
+    check(product).unwrap_or_else(|difference| panic!("{difference}\n{product:?}"));
 }
 
 #[test]
 fn random_products_agree_with_f64() {
-    for_all(256, recipes(), |recipe| check(&recipe));
+    for_all(256, products(), |product| check(&product));
 }
 
 #[test]
 fn every_number_of_rows() {
     for rows in ROWS {
         for types in TYPES {
-            assert_holds(&Recipe::plain(types, rows, (37, 53)));
+            assert_holds(&Product::plain(types, rows, (37, 53)));
         }
     }
 }
@@ -33,7 +33,7 @@ fn every_pair_of_inputs_and_outputs() {
         for (m, outputs) in OUTPUTS.into_iter().enumerate() {
             let rows = ROWS[(n + 3 * m) % 20];
             let types = TYPES[(n + m) % 5];
-            assert_holds(&Recipe::plain(types, rows, (inputs, outputs)));
+            assert_holds(&Product::plain(types, rows, (inputs, outputs)));
         }
     }
 }
@@ -44,7 +44,7 @@ fn every_pair_of_layouts_in_every_type() {
         for weight_layout in WeightLayout::ALL {
             for types in TYPES {
                 for rows in [1, 2, 7, 30] {
-                    assert_holds(&Recipe { layout, weight_layout, ..Recipe::plain(types, rows, (19, 50)) });
+                    assert_holds(&Product { layout, weight_layout, ..Product::plain(types, rows, (19, 50)) });
                 }
             }
         }
@@ -58,9 +58,9 @@ fn every_range_of_columns() {
     for (n, start) in (0..=outputs).step_by(3).enumerate() {
         for (m, end) in (start..=outputs).step_by(4).enumerate() {
             let part = (start as f64 / outputs as f64, end as f64 / outputs as f64);
-            let recipe = Recipe { part, ..Recipe::plain(TYPES[(n + m) % 5], 1 + (n + m) % 3, (9, outputs)) };
-            assert_eq!(recipe.some(outputs), start..end);
-            assert_holds(&recipe);
+            let product = Product { part, ..Product::plain(TYPES[(n + m) % 5], 1 + (n + m) % 3, (9, outputs)) };
+            assert_eq!(product.some(outputs), start..end);
+            assert_holds(&product);
         }
     }
 }
@@ -70,7 +70,7 @@ fn every_range_of_columns() {
 fn large_products_agree_with_f64() {
     for types in TYPES {
         for (rows, inputs, outputs) in [(1, 2048, 1536), (19, 1030, 1000), (400, 300, 777)] {
-            assert_holds(&Recipe::plain(types, rows, (inputs, outputs)));
+            assert_holds(&Product::plain(types, rows, (inputs, outputs)));
         }
     }
 }
@@ -84,8 +84,8 @@ fn every_set_of_empty_sizes() {
                 for weight_layout in WeightLayout::ALL {
                     for bias in [false, true] {
                         let [rows, inputs, outputs] = sizes;
-                        let plain = Recipe::plain(types, rows, (inputs, outputs));
-                        assert_holds(&Recipe { bias, layout, weight_layout, ..plain });
+                        let plain = Product::plain(types, rows, (inputs, outputs));
+                        assert_holds(&Product { bias, layout, weight_layout, ..plain });
                     }
                 }
             }

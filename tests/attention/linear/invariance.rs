@@ -5,14 +5,14 @@ use candle_attention::PackedLinear;
 use candle_attention::cpu::Tier;
 use candle_core::{Module, Result, Tensor};
 
-use crate::linear::case::{Recipe, TYPES, bits};
+use crate::linear::case::{Product, TYPES, bits};
 
 /// Every batch size at which another tile, way to widen the weight or cut into tasks may be taken.
 #[test]
 fn the_first_row_is_the_same_in_every_batch() -> Result<()> {
     for types in TYPES {
         for (inputs, outputs) in [(1030, 49), (577, 100), (64, 17)] {
-            let case = Recipe::plain(types, 400, (inputs, outputs)).case();
+            let case = Product::plain(types, 400, (inputs, outputs)).case();
             let xs = case.input()?;
             for tier in Tier::available() {
                 let packed = case.packed(tier)?;
@@ -33,7 +33,7 @@ fn the_first_row_is_the_same_in_every_batch() -> Result<()> {
 fn an_output_does_not_feel_the_others() -> Result<()> {
     for types in TYPES {
         for rows in [1, 17, 40] {
-            let (weight, bias, xs) = Recipe::plain(types, rows, (520, 131)).case().tensors()?;
+            let (weight, bias, xs) = Product::plain(types, rows, (520, 131)).case().tensors()?;
             for tier in Tier::available() {
                 let pack = |first, count| -> Result<Tensor> {
                     let bias = bias.as_ref().map(|bias| bias.narrow(0, first, count)).transpose()?;

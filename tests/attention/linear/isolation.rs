@@ -4,7 +4,7 @@ use candle_attention::cpu::Tier;
 use candle_core::Result;
 
 use crate::array::Array;
-use crate::linear::case::{Case, Recipe, TYPES, bits};
+use crate::linear::case::{Case, Product, TYPES, bits};
 
 const SPECIALS: [f64; 3] = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
 
@@ -13,7 +13,7 @@ const SIZES: [(usize, usize, usize); 4] = [(1, 9, 19), (5, 261, 50), (21, 67, 97
 
 /// A case whose numbers are changed one by one, and what each tier makes of it as it is.
 struct Subject {
-    recipe: Recipe,
+    product: Product,
     case: Case,
     clean: Vec<(Tier, Vec<u64>)>,
 }
@@ -24,14 +24,14 @@ impl Subject {
         let mut poisoned = self.case.clone();
         change(&mut poisoned);
         let expected = poisoned.expected()?;
-        let (recipe, outputs) = (&self.recipe, self.recipe.outputs);
+        let (product, outputs) = (&self.product, self.product.outputs);
         for (tier, clean) in &self.clean {
             let ys = poisoned.forward(*tier)?;
             for (at, (clean, found)) in clean.iter().zip(bits(&ys)).enumerate() {
                 let same = is_reached(at / outputs, at % outputs) || found == *clean;
-                assert!(same, "{tier}: row {}, column {}\n{recipe:?}", at / outputs, at % outputs);
+                assert!(same, "{tier}: row {}, column {}\n{product:?}", at / outputs, at % outputs);
             }
-            expected.compare(&ys).unwrap_or_else(|error| panic!("{tier}: {error}\n{recipe:?}"));
+            expected.compare(&ys).unwrap_or_else(|error| panic!("{tier}: {error}\n{product:?}"));
         }
         Ok(())
     }
@@ -47,11 +47,11 @@ fn each(test: impl Fn(&Subject, f64, usize) -> Result<()>) -> Result<()> {
     let mut n = 0;
     for types in TYPES {
         for (rows, inputs, outputs) in SIZES {
-            let recipe = Recipe { bias: true, ..Recipe::plain(types, rows, (inputs, outputs)) };
-            let case = recipe.case();
+            let product = Product { bias: true, ..Product::plain(types, rows, (inputs, outputs)) };
+            let case = product.case();
             let clean = |tier| Ok((tier, bits(&case.forward(tier)?)));
             let clean = Tier::available().into_iter().map(clean).collect::<Result<_>>()?;
-            let subject = Subject { recipe, case, clean };
+            let subject = Subject { product, case, clean };
             for special in SPECIALS {
                 n += 1;
                 test(&subject, special, n)?;
@@ -65,7 +65,7 @@ fn each(test: impl Fn(&Subject, f64, usize) -> Result<()>) -> Result<()> {
 #[test]
 fn what_is_no_number_reaches_only_its_row_or_column() -> Result<()> {
     each(|subject, special, n| {
-        let Recipe { rows, inputs, outputs, .. } = subject.recipe;
+        let Product { rows, inputs, outputs, .. } = subject.product;
         let other = 17 * n % outputs;
         for input in [0, 37 * n % inputs, inputs - 1] {
             for row in [0, rows / 2, rows - 1] {
@@ -86,7 +86,7 @@ fn infinities_add_up() -> Result<()> {
     each(|subject, special, _| {
         let both = |case: &mut Case| {
             set(&mut case.xs, [0, 0], special);
-            set(&mut case.xs, [0, subject.recipe.inputs - 1], -special);
+            set(&mut case.xs, [0, subject.product.inputs - 1], -special);
         };
         subject.poison(both, |row, _| row == 0)?;
         let zero = |case: &mut Case| {
