@@ -17,6 +17,7 @@ mod files;
 mod function;
 mod fuzz;
 mod hf;
+mod latent;
 mod layer;
 mod layouts;
 mod linear;
@@ -64,6 +65,9 @@ const CASES: &[(&str, &[Case])] = &[
     ("loading a layout", layouts::LOADING),
     ("saving a layout", layouts::SAVING),
     ("detection", layouts::DETECTION),
+    ("latent config", latent::CONFIGS),
+    ("latent tensors", latent::TENSORS),
+    ("latent inputs", latent::INPUTS),
     ("layer", layer::CASES),
     ("linear weights", linear::WEIGHTS),
     ("linear inputs", linear::INPUTS),

@@ -15,5 +15,4 @@ mod layers;
 mod cached;
 mod edit;
 mod gradients;
-mod misuse;
 mod numbers;

@@ -159,6 +159,8 @@ fn dropout_happens_in_training_alone() -> Result<()> {
     assert!(max_error(&dropping.forward_t(&xs, true)?, &plain.forward(&xs)?) > 1e-3);
     let weights = dropping.forward_with_weights(AttentionInput::new(&xs).with_train(true))?.weights;
     assert!(values(&weights).iter().filter(|&&weight| weight == 0.0).count() > 2 * 36);
+    let fused = AttentionInput::new(&xs).with_train(true).with_backend(Backend::Fused);
+    assert!(plain.forward_with(fused).is_ok(), "without dropout the kernel runs in training too");
     Ok(())
 }
 
