@@ -1,13 +1,13 @@
 //! Keys and values that are projected once, beside those that are projected in every call.
 
 use candle_attention::{
-    AlibiConfig, AttentionCache, AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig as Config,
-    ProjectedMemory, QkNorm, QkNormKind, QkNormScope, RopeConfig, RopeScaling,
+    AlibiConfig, AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig as Config, QkNorm,
+    QkNormKind, QkNormScope, RopeConfig, RopeScaling,
 };
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 
-use crate::common::{assert_close, error_text, values};
+use crate::common::{assert_close, values};
 use crate::compare::layer;
 
 const CPU: Device = Device::Cpu;
@@ -99,82 +99,5 @@ fn an_empty_memory_gives_what_no_keys_give() -> Result<()> {
     let found = layer.forward_with(AttentionInput::new(&queries).with_memory(&memory))?;
     let expected = layer.forward_with(AttentionInput::new(&queries).with_key_value(&none, &none))?;
     assert_close(&found, &expected, 0.0, "no keys");
-    Ok(())
-}
-
-#[test]
-fn what_does_not_fit_a_memory_is_an_error() -> Result<()> {
-    let own = layer(&base().with_context_length(9), DType::F32, &CPU)?;
-    let (queries, encoded) = (xs(&[2, 3, 8], 0.0), xs(&[2, T, 8], 1.0));
-    let projected = |keys: &[usize], values: &[usize]| own.project_memory(&xs(keys, 0.0), &xs(values, 0.0));
-    for (found, expected) in [
-        (projected(&[2, T, 7], &[2, T, 8]), "keys have shape [2, 7, 7], expected (B, T, 8)"),
-        (projected(&[8], &[8]), "keys have shape [8], expected (B, T, 8)"),
-        (projected(&[2, T, 8], &[T, 8]), "values have shape [7, 8], expected (B, T, 8)"),
-        (projected(&[2, T, 8], &[2, 6, 8]), "keys [2, 7, 8] and values [2, 6, 8] differ in batch size or length"),
-        (projected(&[1, T, 8], &[2, T, 8]), "keys [1, 7, 8] and values [2, 7, 8] differ in batch size or length"),
-        (projected(&[2, 10, 8], &[2, 10, 8]), "10 positions are more than the context length 9"),
-        (
-            own.project_memory(&encoded.to_dtype(DType::F64)?, &encoded),
-            "keys have dtype F64, expected the weights' F32",
-        ),
-    ] {
-        assert_eq!(error_text(found), format!("[multi_head_attention] {expected}"));
-    }
-
-    let memory = own.project_memory(&encoded, &encoded)?;
-    let of = |cfg: Config, dtype| -> Result<ProjectedMemory> {
-        let encoded = encoded.to_dtype(dtype)?;
-        layer(&cfg, dtype, &CPU)?.project_memory(&encoded, &encoded)
-    };
-    let other = [
-        (of(base().with_num_kv_heads(4), DType::F32)?, "keys [2, 4, 7, 2] and values [2, 4, 7, 2]"),
-        (of(base().with_value_head_dim(3), DType::F32)?, "keys [2, 2, 7, 2] and values [2, 2, 7, 3]"),
-        (of(base().with_bias_kv(true), DType::F32)?, "keys [2, 2, 8, 2] and values [2, 2, 8, 2]"),
-    ];
-    for (memory, holds) in &other {
-        assert_eq!(
-            error_text(own.forward_with(AttentionInput::new(&queries).with_memory(memory))),
-            format!(
-                "[multi_head_attention] the memory holds {holds}, expected [2, 2, 7, 2] and [2, 2, 7, 2] of this layer and batch"
-            )
-        );
-    }
-    let mut cache = AttentionCache::default();
-    let positions = Tensor::arange(0u32, T as u32, &CPU)?;
-    let (three, single) = (xs(&[3, 3, 8], 0.0), xs(&[3, 8], 0.0));
-    let wide = of(base(), DType::F64)?;
-    for (input, expected) in [
-        (
-            AttentionInput::new(&three).with_memory(&memory),
-            "the memory holds keys [2, 2, 7, 2] and values [2, 2, 7, 2], expected [3, 2, 7, 2] and [3, 2, 7, 2] of this layer and batch",
-        ),
-        (
-            AttentionInput::new(&single).with_memory(&memory),
-            "the memory is of a batch, expected one sequence without a batch as the queries",
-        ),
-        (
-            AttentionInput::new(&queries).with_memory(&wide),
-            "the memory is F64 on Cpu, expected the weights' F32 on Cpu",
-        ),
-        (
-            AttentionInput::new(&queries).with_memory(&memory).with_key_value(&encoded, &encoded),
-            "keys and values were given beside a memory, expected one of the two",
-        ),
-        (
-            AttentionInput::new(&queries).with_memory(&memory).with_cache(&mut cache),
-            "keys and values were given beside a cache, expected self-attention",
-        ),
-    ] {
-        assert_eq!(error_text(own.forward_with(input)), format!("[multi_head_attention] {expected}"));
-    }
-
-    let rotary = layer(&Config::new(8, 2).with_rope(RopeConfig::new(100.0)), DType::F32, &CPU)?;
-    let memory = rotary.project_memory(&encoded, &encoded)?;
-    let input = AttentionInput::new(&queries).with_memory(&memory).with_key_positions(&positions);
-    assert_eq!(
-        error_text(rotary.forward_with(input)),
-        "[multi_head_attention] key positions were given beside a memory, whose keys stand at 0..T_kv"
-    );
     Ok(())
 }

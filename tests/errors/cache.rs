@@ -150,6 +150,17 @@ pub const CALLS: &[Case] = &[
     }),
 ];
 
+pub const EDITS: &[Case] = &[
+    ("longer than it is", || rejected(GROWING, |cache| cache.truncate(6))),
+    ("one sequence longer than it is", || rejected(GROWING, |cache| cache.truncate_to(&[5, 6]))),
+    ("too few lengths", || rejected(GROWING, |cache| cache.truncate_to(&[5]))),
+    ("too many lengths", || rejected(GROWING, |cache| cache.truncate_to(&[1, 2, 3]))),
+    ("a sequence that it does not have", || rejected(GROWING, |cache| cache.reorder(&[0, 2]))),
+    ("an empty cache, longer", || AttentionCache::default().truncate(1)),
+    ("an empty cache, a length", || AttentionCache::default().truncate_to(&[0])),
+    ("an empty cache, a sequence", || AttentionCache::default().reorder(&[0])),
+];
+
 fn new(cfg: AttentionCacheConfig) -> Result<()> {
     AttentionCache::new(&cfg).map(drop)
 }

@@ -22,10 +22,12 @@ mod layer;
 mod layouts;
 mod linear;
 mod masks;
+mod memory;
 mod modules;
 mod plot;
 mod pth;
 mod rope;
+mod shards;
 mod tensors;
 mod text;
 mod varlen;
@@ -47,7 +49,11 @@ type Case = (&'static str, fn() -> Result<()>);
 const CASES: &[(&str, &[Case])] = &[
     ("additive", additive::CASES),
     ("calls with a cache", cache::CALLS),
+    ("edits of a cache", cache::EDITS),
     ("cache config", cache::CONFIGS),
+    ("projected memory", memory::PROJECTIONS),
+    ("calls with a memory", memory::CALLS),
+    ("tensor parallel", shards::CASES),
     ("config", configs::CASES),
     ("embedding", embedding::CASES),
     ("sdpa shapes", function::SHAPES),

@@ -9,7 +9,7 @@ use candle_nn::VarBuilder;
 use candle_nn::var_builder::{ShardedSafeTensors, ShardedVarBuilder};
 use tempfile::TempDir;
 
-use crate::common::{assert_close, assert_near, error_text};
+use crate::common::{assert_close, assert_near};
 use crate::grid::{EMBED_DIM, grid};
 use crate::{CPU, Invented, invented};
 
@@ -146,56 +146,6 @@ fn a_shard_holds_its_own_weights() -> Result<()> {
         assert_close(&own["o_proj.weight"], &whole["o_proj.weight"].narrow(1, 2 * rank, 2)?, 0.0, "outputs");
         let bias = if rank == 0 { whole["o_proj.bias"].clone() } else { whole["o_proj.bias"].zeros_like()? };
         assert_close(&own["o_proj.bias"], &bias, 0.0, "the bias");
-    }
-    Ok(())
-}
-
-#[test]
-fn what_cannot_be_divided_is_an_error() -> Result<()> {
-    let weights = |cfg: &Config| invented(cfg, WeightLayout::Canonical)?.state_dict(WeightLayout::Canonical);
-    let load = |cfg: &Config, tensors, world_size| -> Result<MultiHeadAttention> {
-        let shard = HeadShard::new(0, world_size)?;
-        MultiHeadAttention::load_shard(cfg, WeightLayout::Canonical, shard, &File::new(tensors)?.open()?)
-    };
-    let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::Projection, eps: 1e-5 };
-    let cfg = Config::new(12, 6).with_num_kv_heads(3);
-    let whole = cfg.clone().with_qk_norm(norm);
-    for (cfg, world_size, expected) in [
-        (&cfg, 4, "a world size of 4 does not divide the 6 query heads"),
-        (&cfg, 2, "a world size of 2 does not divide the 3 key heads, and is no multiple of them"),
-        (&whole, 3, "norms of whole projections span the heads of all processes"),
-    ] {
-        let error = error_text(load(cfg, weights(cfg)?, world_size));
-        assert_eq!(error, format!("[multi_head_attention] {expected}"));
-    }
-    assert_eq!(error_text(HeadShard::new(2, 2)), "[head_shard] rank is 2, expected less than the world size 2");
-    assert_eq!(error_text(HeadShard::new(0, 0)), "[head_shard] rank is 0, expected less than the world size 0");
-    let bias = RelativeBias::new(&RelativeBiasConfig::new(true), 4, VarBuilder::zeros(DType::F32, &CPU))?;
-    assert_eq!(
-        error_text(bias.shard(HeadShard::new(0, 3)?)),
-        "[relative_bias] a world size of 3 does not divide the 4 heads"
-    );
-
-    let with = |name: &str, shape: &[usize]| -> Result<Vec<(String, Tensor)>> {
-        let mut tensors = weights(&cfg)?;
-        tensors.retain(|(other, _)| other != name);
-        if !shape.contains(&0) {
-            tensors.push((name.into(), Tensor::zeros(shape, DType::F32, &CPU)?));
-        }
-        Ok(tensors)
-    };
-    for (tensors, expected) in [
-        (with("q_proj.weight", &[0])?, "layer.q_proj.weight is missing, expected shape [12, 12]"),
-        (with("k_proj.weight", &[12, 12])?, "layer.k_proj.weight has shape [12, 12], expected [6, 12]"),
-        (with("v_proj.weight", &[5, 12])?, "layer.v_proj.weight has shape [5, 12], expected [6, 12]"),
-        (with("o_proj.weight", &[12, 9])?, "layer.o_proj.weight has shape [12, 9], expected [12, 12]"),
-        (with("o_proj.weight", &[12])?, "layer.o_proj.weight has shape [12], expected [12, 12]"),
-        (with("q_proj.weight", &[])?, "layer.q_proj.weight has shape [], expected [12, 12]"),
-        (with("q_proj.bias", &[12])?, "layer.q_proj.bias is in the file, but the config says there is no such bias"),
-        (with("sinks", &[6])?, "layer.sinks is in the file, but the config says there are no sinks"),
-    ] {
-        let error = error_text(load(&cfg, tensors, 3));
-        assert_eq!(error, format!("[multi_head_attention] {expected} (layout canonical)"));
     }
     Ok(())
 }
