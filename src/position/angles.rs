@@ -1,6 +1,6 @@
 //! Cosines and sines of positions: computed once, in a table that grows.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use rayon::prelude::*;
 
@@ -74,15 +74,9 @@ pub(super) struct Tables {
     config: RopeConfig,
     head_dim: usize,
     /// For calls within the original context, and beyond it.
-    regular: [Table; 2],
+    regular: [RwLock<Arc<Angles>>; 2],
     /// What was last computed for positions that no table holds: the layers of a model ask for the same one by one.
     latest: Mutex<Option<(Regime, Positions, Arc<Angles>)>>,
-}
-
-#[derive(Debug, Default)]
-struct Table {
-    frequencies: OnceLock<Vec<f32>>,
-    angles: RwLock<Arc<Angles>>,
 }
 
 impl Tables {
@@ -113,21 +107,20 @@ impl Tables {
     }
 
     /// A table that reaches to the last position, unless most of it would be computed for a few far positions.
-    fn table(&self, table: &Table, regime: Regime, positions: &Positions) -> Option<Arc<Angles>> {
-        let angles = table.angles.read().unwrap_or_else(PoisonError::into_inner).clone();
+    fn table(&self, table: &RwLock<Arc<Angles>>, regime: Regime, positions: &Positions) -> Option<Arc<Angles>> {
+        let angles = table.read().unwrap_or_else(PoisonError::into_inner).clone();
         let (length, rows) = (positions.length(), angles.rows());
         if length <= rows {
             return Some(angles);
         }
-        let frequencies = self.frequencies(table, regime);
-        let most = TABLE_ENTRIES / frequencies.len();
+        let most = TABLE_ENTRIES / (self.config.rotary_dim(self.head_dim) / 2);
         if length > most || length > (4 * positions.entries().len()).max(2 * rows).max(256) {
             return None;
         }
         // Not under the lock: a thread that computes rows may meanwhile take up other work that wants the table.
         let rows: Vec<_> = (0..length.next_power_of_two().min(most) as u32).collect();
-        let grown = Arc::new(Angles::of(&rows, frequencies, self.factor()));
-        let mut current = table.angles.write().unwrap_or_else(PoisonError::into_inner);
+        let grown = self.angles(regime, &rows);
+        let mut current = table.write().unwrap_or_else(PoisonError::into_inner);
         if grown.rows() > current.rows() {
             *current = grown;
         }
@@ -141,26 +134,14 @@ impl Tables {
         {
             return angles.clone();
         }
-        let scaled;
-        let frequencies = match regime {
-            Regime::Short => self.frequencies(&self.regular[0], regime),
-            Regime::Long => self.frequencies(&self.regular[1], regime),
-            Regime::DynamicNtk(_) => {
-                scaled = frequencies(&self.config, self.head_dim, regime);
-                &scaled
-            }
-        };
-        let angles = Arc::new(Angles::of(positions.entries(), frequencies, self.factor()));
+        let angles = self.angles(regime, positions.entries());
         *latest() = Some((regime, positions.clone(), angles.clone()));
         angles
     }
 
-    fn frequencies<'a>(&self, table: &'a Table, regime: Regime) -> &'a [f32] {
-        table.frequencies.get_or_init(|| frequencies(&self.config, self.head_dim, regime))
-    }
-
-    fn factor(&self) -> f32 {
-        attention_factor(self.config.scaling()) as f32
+    fn angles(&self, regime: Regime, positions: &[u32]) -> Arc<Angles> {
+        let frequencies = frequencies(&self.config, self.head_dim, regime);
+        Arc::new(Angles::of(positions, &frequencies, attention_factor(self.config.scaling()) as f32))
     }
 }
 

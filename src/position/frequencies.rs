@@ -37,14 +37,29 @@ pub(super) fn frequencies(config: &RopeConfig, head_dim: usize, regime: Regime) 
         RopeScaling::None => plain().collect(),
         RopeScaling::Linear { factor } => plain().map(|frequency| frequency / *factor as f32).collect(),
         RopeScaling::Dynamic { factor, original_context } => {
-            let Regime::DynamicNtk(length) = regime else { return plain().collect() };
+            let Regime::DynamicNtk(length) = regime else {
+                return plain().collect();
+            };
             let stretch = *factor as f32 * length as f32 / *original_context as f32 - (factor - 1.0) as f32;
             let base = base * power(stretch, r as f64 / (r as f64 - 2.0));
             periods(base, r).map(f32::recip).collect()
         }
         &RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
-            let bands = Bands { factor, low_freq_factor, high_freq_factor, context: original_context as f64 };
-            plain().map(|frequency| bands.scale(frequency)).collect()
+            let context = original_context as f64;
+            let scale = |frequency: f32| {
+                // PyTorch divides a number by a tensor as its product with the reciprocals.
+                let wavelength = frequency.recip() * (2.0 * PI) as f32;
+                if wavelength > (context / low_freq_factor) as f32 {
+                    return frequency / factor as f32;
+                }
+                if wavelength < (context / high_freq_factor) as f32 {
+                    return frequency;
+                }
+                let range = (high_freq_factor - low_freq_factor) as f32;
+                let smooth = (wavelength.recip() * context as f32 - low_freq_factor as f32) / range;
+                (1.0 - smooth) * frequency / factor as f32 + smooth * frequency
+            };
+            plain().map(scale).collect()
         }
         &RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, truncate, .. } => {
             let boundary = |rotations: f64| {
@@ -73,7 +88,9 @@ pub(super) fn frequencies(config: &RopeConfig, head_dim: usize, regime: Regime) 
         }
         RopeScaling::Proportional { factor, proportion } => {
             let rotated = (proportion * r as f64 / 2.0).floor() as usize;
-            let scale = |(i, frequency)| if i < rotated { frequency / *factor as f32 } else { 0.0 };
+            let scale = |(i, frequency)| {
+                if i < rotated { frequency / *factor as f32 } else { 0.0 }
+            };
             plain().enumerate().map(scale).collect()
         }
     }
@@ -115,28 +132,4 @@ fn periods(base: f32, r: usize) -> impl Iterator<Item = f32> {
 
 fn power(base: f32, exponent: f64) -> f32 {
     f64::from(base).powf(exponent) as f32
-}
-
-/// Llama 3's bands of wavelengths.
-struct Bands {
-    factor: f64,
-    low_freq_factor: f64,
-    high_freq_factor: f64,
-    context: f64,
-}
-
-impl Bands {
-    fn scale(&self, frequency: f32) -> f32 {
-        // PyTorch divides a number by a tensor as its product with the reciprocals.
-        let wavelength = frequency.recip() * (2.0 * PI) as f32;
-        if wavelength > (self.context / self.low_freq_factor) as f32 {
-            return frequency / self.factor as f32;
-        }
-        if wavelength < (self.context / self.high_freq_factor) as f32 {
-            return frequency;
-        }
-        let range = (self.high_freq_factor - self.low_freq_factor) as f32;
-        let smooth = (wavelength.recip() * self.context as f32 - self.low_freq_factor as f32) / range;
-        (1.0 - smooth) * frequency / self.factor as f32 + smooth * frequency
-    }
 }

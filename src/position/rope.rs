@@ -87,12 +87,12 @@ impl RotaryEmbedding {
     /// B and T.
     fn check(&self, xs: &Tensor) -> Result<(usize, usize)> {
         let d = self.head_dim();
-        let &[b, _, t, width] = xs.dims() else {
-            bail!("[rope] xs have shape {:?}, expected (B, H, T, D) with D = {d}", xs.dims())
+        let (b, t) = match *xs.dims() {
+            [b, _, t, width] if width == d => (b, t),
+            ref other => {
+                bail!("[rope] xs have shape {other:?}, expected (B, H, T, D) with D = {d}")
+            }
         };
-        if width != d {
-            bail!("[rope] xs have shape {:?}, expected (B, H, T, D) with D = {d}", xs.dims())
-        }
         if !FLOATS.contains(&xs.dtype()) {
             bail!("[rope] xs have dtype {:?}, expected F32, F16, BF16 or F64", xs.dtype())
         }

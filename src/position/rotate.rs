@@ -136,49 +136,36 @@ trait Rotate: Copy + Default + Send + Sync {
     fn rotate(xs: &[Self], ys: &mut [Self], rotate: impl Fn(&mut [Self::Wide]), scratch: &mut Vec<Self::Wide>);
 }
 
-impl Rotate for f32 {
-    type Wide = f32;
+macro_rules! rotate_in_own_type {
+    ($($float:ty),+) => {$(
+        impl Rotate for $float {
+            type Wide = Self;
 
-    fn rotate(xs: &[f32], ys: &mut [f32], rotate: impl Fn(&mut [f32]), _: &mut Vec<f32>) {
-        ys.copy_from_slice(xs);
-        rotate(ys);
-    }
+            fn rotate(xs: &[Self], ys: &mut [Self], rotate: impl Fn(&mut [Self]), _: &mut Vec<Self>) {
+                ys.copy_from_slice(xs);
+                rotate(ys);
+            }
+        }
+    )+};
 }
 
-impl Rotate for f64 {
-    type Wide = f64;
+macro_rules! rotate_in_f32 {
+    ($($float:ty),+) => {$(
+        impl Rotate for $float {
+            type Wide = f32;
 
-    fn rotate(xs: &[f64], ys: &mut [f64], rotate: impl Fn(&mut [f64]), _: &mut Vec<f64>) {
-        ys.copy_from_slice(xs);
-        rotate(ys);
-    }
+            fn rotate(xs: &[Self], ys: &mut [Self], rotate: impl Fn(&mut [f32]), scratch: &mut Vec<f32>) {
+                scratch.resize(xs.len(), 0.0);
+                xs.convert_to_f32_slice(scratch);
+                rotate(scratch);
+                ys.convert_from_f32_slice(scratch);
+            }
+        }
+    )+};
 }
 
-impl Rotate for bf16 {
-    type Wide = f32;
-
-    fn rotate(xs: &[bf16], ys: &mut [bf16], rotate: impl Fn(&mut [f32]), scratch: &mut Vec<f32>) {
-        widened(xs, ys, rotate, scratch);
-    }
-}
-
-impl Rotate for f16 {
-    type Wide = f32;
-
-    fn rotate(xs: &[f16], ys: &mut [f16], rotate: impl Fn(&mut [f32]), scratch: &mut Vec<f32>) {
-        widened(xs, ys, rotate, scratch);
-    }
-}
-
-fn widened<E>(xs: &[E], ys: &mut [E], rotate: impl Fn(&mut [f32]), scratch: &mut Vec<f32>)
-where
-    [E]: HalfFloatSliceExt,
-{
-    scratch.resize(xs.len(), 0.0);
-    xs.convert_to_f32_slice(scratch);
-    rotate(scratch);
-    ys.convert_from_f32_slice(scratch);
-}
+rotate_in_own_type!(f32, f64);
+rotate_in_f32!(bf16, f16);
 
 /// A copy of some angles on a device: cosines and sines, (rows, r/2) each in f32.
 #[derive(Debug, Clone)]
