@@ -85,6 +85,7 @@ pub fn tensors(parameters: &Parameters, dtype: DType, device: &Device) -> Result
 }
 
 /// What one call of a layer reads.
+#[derive(Clone)]
 pub struct Input {
     /// (B, T_q, E)
     pub queries: Numbers,

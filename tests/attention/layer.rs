@@ -187,7 +187,8 @@ fn run(cfg: &Config, sizes: [usize; 3], masks: Vec<Mask>, dtype: DType, device: 
 fn every_config_gives_the_numbers_of_plain_loops(device: &Device) {
     let (mut calls, mut disagree) = (0, 0);
     for (name, cfg) in configs() {
-        for sizes in [[2, 4, 4], [1, 3, 6], [2, 5, 3], [1, 1, 1], [0, 3, 3], [2, 0, 0], [2, 0, 3], [2, 3, 0]] {
+        for sizes in [[2, 4, 4], [1, 3, 6], [2, 5, 3], [1, 1, 1], [0, 3, 3], [2, 0, 0], [0, 0, 0], [2, 0, 3], [2, 3, 0]]
+        {
             for (n, masks) in call_masks(sizes, cfg.num_heads()).into_iter().enumerate() {
                 for &dtype in dtypes(device) {
                     let outcome = run(&cfg, sizes, masks.clone(), dtype, device);

@@ -92,7 +92,7 @@ fn every_parameter_and_input_has_the_gradient_of_plain_loops() {
                 let count = gradient.len();
                 for n in [0, count / 3, count / 2, count - 1] {
                     let loss_at = |step: f64| {
-                        let (mut parameters, mut input) = (parameters.clone(), clone(&input));
+                        let (mut parameters, mut input) = (parameters.clone(), input.clone());
                         match which.as_str() {
                             "queries" => {
                                 input.queries.data[n] += step;
@@ -119,15 +119,6 @@ fn every_parameter_and_input_has_the_gradient_of_plain_loops() {
         }
     }
     assert!(probes > 1000, "{probes}");
-}
-
-fn clone(input: &Input) -> Input {
-    Input {
-        queries: input.queries.clone(),
-        keys: input.keys.clone(),
-        values: input.values.clone(),
-        mask: input.mask.clone(),
-    }
 }
 
 /// In every dtype that trains, not only in that of the differences. A bias of keys alone moves all scores of a query

@@ -1,5 +1,5 @@
 //! The kernel alone, without tensors: small enough for Miri, which finds what reads or writes out of bounds on the scalar
-//! tier. `tests/flash` holds every tier to the oracle.
+//! tier. `tests/attention/flash` holds every tier to the oracle.
 
 use std::ops::Range;
 

@@ -15,11 +15,16 @@ fn gradient(layer: &EmbeddingLayer, ids: &Tensor, of: &Tensor) -> Vec<Vec<f32>> 
     loss.backward().unwrap().get(of).unwrap().to_vec2().unwrap()
 }
 
+/// A layer over new variables.
+fn trained(cfg: &EmbeddingConfig) -> (VarMap, EmbeddingLayer) {
+    let map = VarMap::new();
+    let layer = EmbeddingLayer::new(cfg, VarBuilder::from_varmap(&map, DType::F32, &CPU)).unwrap();
+    (map, layer)
+}
+
 #[test]
 fn new_tables_are_drawn_from_the_standard_normal_distribution() {
-    let map = VarMap::new();
-    let vb = VarBuilder::from_varmap(&map, DType::F32, &CPU);
-    let layer = EmbeddingLayer::new(&EmbeddingConfig::new(400, 50).with_max_positions(300), vb).unwrap();
+    let (map, layer) = trained(&EmbeddingConfig::new(400, 50).with_max_positions(300));
     let mut names: Vec<_> = map.data().lock().unwrap().keys().cloned().collect();
     names.sort();
     assert_eq!(names, ["embedding.weight", "position_embedding.weight"]);
@@ -45,10 +50,7 @@ fn gradients_flow_into_the_rows_that_were_used() {
 
 #[test]
 fn gradients_flow_into_the_positions_too() {
-    let map = VarMap::new();
-    let vb = VarBuilder::from_varmap(&map, DType::F32, &CPU);
-    let cfg = EmbeddingConfig::new(4, 3).with_max_positions(3).with_padding_idx(0);
-    let layer = EmbeddingLayer::new(&cfg, vb).unwrap();
+    let (_map, layer) = trained(&EmbeddingConfig::new(4, 3).with_max_positions(3).with_padding_idx(0));
     let batch = Tensor::new(&[[1u32, 0], [1, 2]], &CPU).unwrap();
     // The padding token's position learns, as in PyTorch: only its row of the token table does not.
     assert_eq!(
@@ -85,9 +87,7 @@ fn the_padding_row_of_a_loaded_table_is_the_files() {
 
 #[test]
 fn the_padding_row_gets_no_gradient() {
-    let map = VarMap::new();
-    let vb = VarBuilder::from_varmap(&map, DType::F32, &CPU);
-    let layer = EmbeddingLayer::new(&EmbeddingConfig::new(4, 3).with_padding_idx(1), vb).unwrap();
+    let (map, layer) = trained(&EmbeddingConfig::new(4, 3).with_padding_idx(1));
     // Values that would spoil a product with zero.
     let row = Tensor::new(&[[f32::NAN, f32::INFINITY, 1.]], &CPU).unwrap();
     layer.embeddings().slice_set(&row, 0, 1).unwrap();
@@ -104,9 +104,7 @@ fn the_padding_row_gets_no_gradient() {
 
 #[test]
 fn training_moves_the_layer_and_its_variables_together() {
-    let map = VarMap::new();
-    let vb = VarBuilder::from_varmap(&map, DType::F32, &CPU);
-    let layer = EmbeddingLayer::new(&EmbeddingConfig::new(3, 2), vb).unwrap();
+    let (map, layer) = trained(&EmbeddingConfig::new(3, 2));
     let before = layer.forward(&ids(&[1])).unwrap().to_vec2::<f32>().unwrap();
     let var = map.all_vars().remove(0);
     var.set(&(var.as_tensor() + 1.).unwrap()).unwrap();

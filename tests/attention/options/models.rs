@@ -7,42 +7,28 @@ use candle_attention::{
 use candle_core::Result;
 
 use super::{builder, numbers};
-use crate::common::{assert_close, values};
+use crate::common::assert_near;
 
-fn check(name: &str, cfg: &Config) -> Result<()> {
-    let numbers = numbers(&format!("{name}."));
-    let layer = MultiHeadAttention::new(cfg, builder(numbers.clone()))?;
-    let largest = values(&numbers["out"]).into_iter().map(f64::abs).fold(0.0, f64::max);
-    for backend in [Backend::Auto, Backend::Reference] {
-        let ys = layer.forward_with(AttentionInput::new(&numbers["in"]).with_backend(backend))?;
-        assert_close(&ys, &numbers["out"], 1e-5 * largest, &format!("{name}, {backend:?}"));
+#[test]
+fn layers_are_those_of_whole_models() -> Result<()> {
+    let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::PerHead, eps: 1e-5 };
+    let llama = Config::new(24, 6).with_num_kv_heads(3).with_causal(true).with_rope(RopeConfig::new(10_000.0));
+    for (name, cfg) in [
+        ("hunyuan", llama.clone().with_qk_norm(norm).with_norm_after_rope(true)),
+        ("olmo", llama.with_clip_qkv(0.4)),
+        // Six heads, with an exponent of its own.
+        ("mpt", Config::new(24, 6).with_causal(true).with_clip_qkv(0.6).with_alibi(AlibiConfig::BiasMax(3.0))),
+        // Six heads, over positions that bf16 rounds.
+        ("falcon", Config::new(12, 6).with_causal(true).with_alibi(AlibiConfig::Falcon)),
+    ] {
+        let numbers = numbers(&format!("{name}."));
+        let layer = MultiHeadAttention::new(&cfg, builder(numbers.clone()))?;
+        for backend in [Backend::Auto, Backend::Reference] {
+            let ys = layer.forward_with(AttentionInput::new(&numbers["in"]).with_backend(backend))?;
+            assert_near(&ys, &numbers["out"], 1e-5, &format!("{name}, {backend:?}"));
+        }
     }
     Ok(())
-}
-
-#[test]
-fn norms_after_rotation_are_those_of_hunyuan() -> Result<()> {
-    let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::PerHead, eps: 1e-5 };
-    let cfg = Config::new(24, 6).with_num_kv_heads(3).with_causal(true).with_rope(RopeConfig::new(10_000.0));
-    check("hunyuan", &cfg.with_qk_norm(norm).with_norm_after_rope(true))
-}
-
-#[test]
-fn clipped_projections_are_those_of_olmo() -> Result<()> {
-    let cfg = Config::new(24, 6).with_num_kv_heads(3).with_causal(true).with_rope(RopeConfig::new(10_000.0));
-    check("olmo", &cfg.with_clip_qkv(0.4))
-}
-
-/// Six heads, with an exponent of its own.
-#[test]
-fn slopes_and_clip_are_those_of_mpt() -> Result<()> {
-    check("mpt", &Config::new(24, 6).with_causal(true).with_clip_qkv(0.6).with_alibi(AlibiConfig::BiasMax(3.0)))
-}
-
-/// Six heads, over positions that bf16 rounds.
-#[test]
-fn rounded_biases_are_those_of_falcon() -> Result<()> {
-    check("falcon", &Config::new(12, 6).with_causal(true).with_alibi(AlibiConfig::Falcon))
 }
 
 #[test]
