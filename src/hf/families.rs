@@ -140,7 +140,7 @@ pub(super) const FAMILIES: &[Family] = &[
     },
     Family {
         model_type: "falcon", sizes: [32, 4544, 71], aliases: &[("n_embed", HIDDEN)], modules: names::FALCON,
-        heads: Heads::KeyHeads(falcon_key_heads), head_dim_follows: true, bias: Bias::AllIf("bias", false),
+        heads: Heads::Computed(falcon_key_heads), head_dim_follows: true, bias: Bias::AllIf("bias", false),
         rope: Rotary::If(|fields, _| Ok(!fields.flag("alibi", false)?), rope(10_000.0, 2048)),
         adjust: |fields, _, cfg| {
             Ok(if fields.flag("alibi", false)? { cfg.with_alibi(AlibiConfig::Falcon) } else { cfg })
@@ -165,7 +165,7 @@ pub(super) const FAMILIES: &[Family] = &[
     },
     Family {
         model_type: "gpt_bigcode", modules: names::GPT_BIGCODE,
-        heads: Heads::KeyHeads(|fields, num_heads| {
+        heads: Heads::Computed(|fields, num_heads| {
             let key_heads = if fields.flag("multi_query", true)? { 1 } else { num_heads };
             fields.agrees("num_key_value_heads", key_heads)?;
             Ok(key_heads)
@@ -273,7 +273,7 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         model_type: "t5", names: ["num_layers", "d_model", "num_heads"], sizes: [6, 512, 8],
         aliases: &[("head_dim", "d_kv")], modules: names::T5,
-        heads: Heads::KeyHeads(|fields, num_heads| {
+        heads: Heads::Computed(|fields, num_heads| {
             fields.agrees("num_key_value_heads", num_heads)?;
             Ok(num_heads)
         }),

@@ -49,7 +49,7 @@ pub(super) enum Heads {
     /// `num_key_value_heads` and `head_dim`; without a default they follow from the other sizes.
     Grouped(Option<usize>, Option<usize>),
     /// So many key heads, for so many query heads.
-    KeyHeads(fn(&Fields, usize) -> Result<usize>),
+    Computed(fn(&Fields, usize) -> Result<usize>),
 }
 
 /// Which projections have biases: by a field and its default, or always.
@@ -200,7 +200,7 @@ impl Family {
                 fields.agrees("num_key_value_heads", num_heads)?;
                 cfg
             }
-            Heads::KeyHeads(key_heads) => cfg.with_num_kv_heads(key_heads(fields, num_heads)?),
+            Heads::Computed(key_heads) => cfg.with_num_kv_heads(key_heads(fields, num_heads)?),
             Heads::Grouped(num_kv_heads, head_dim) => {
                 let num_kv_heads = fields.size_or_null("num_key_value_heads", num_kv_heads)?.unwrap_or(num_heads);
                 let cfg = cfg.with_num_kv_heads(num_kv_heads);
@@ -251,24 +251,22 @@ impl Family {
         window: Option<usize>,
         cfg: MultiHeadAttentionConfig,
     ) -> Result<MultiHeadAttentionConfig> {
-        let band = |cfg: MultiHeadAttentionConfig, side: Option<usize>| match side {
-            Some(side) => cfg.with_band(side, side),
-            None => cfg,
-        };
-        match self.mask {
-            Mask::Encoder => return Ok(band(cfg, window)),
-            Mask::CausalIf(name) if !fields.flag(name, false)? => return Ok(band(cfg, window)),
+        // What an encoder sees on each side, if not all keys.
+        let encoder = match self.mask {
+            Mask::Encoder => Some(window),
+            Mask::CausalIf(name) => (!fields.flag(name, false)?).then_some(window),
             Mask::CausalOrBidirectional if fields.flag("use_bidirectional_attention", false)? => {
                 fields.only("is_causal", true)?;
-                return Ok(band(cfg, window.map(|window| window / 2)));
+                Some(window.map(|window| window / 2))
             }
-            _ => {}
-        }
-        let causal = fields.flag("is_causal", true)?;
+            Mask::Causal | Mask::CausalOrBidirectional => None,
+        };
+        let causal = encoder.is_none() && fields.flag("is_causal", true)?;
         let cfg = cfg.with_causal(causal);
-        Ok(match window {
+        Ok(match encoder.unwrap_or(window) {
             Some(window) if causal => cfg.with_window(window),
-            side => band(cfg, side),
+            Some(side) => cfg.with_band(side, side),
+            None => cfg,
         })
     }
 

@@ -13,6 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Error, Result, bail};
+use zip::read::ZipFile;
 use zip::{CompressionMethod, ZipArchive};
 
 use super::pickle::{Id, MAX_NAME, Object, Pickle};
@@ -190,10 +191,7 @@ impl Reader {
             return Ok(*storage);
         }
         let name = format!("{}data/{key}", self.root);
-        let file = self.archive.by_name(&name).map_err(|error| Error::msg(format!("{name}: {error}")))?;
-        if file.compression() != CompressionMethod::Stored {
-            bail!("{name} is compressed, expected it as torch.save writes it")
-        }
+        let file = uncompressed(&mut self.archive, &name)?;
         let end = file.data_start().and_then(|start| start.checked_add(file.size()));
         let (Some(start), Ok(len), true) =
             (file.data_start(), usize::try_from(file.size()), end.is_some_and(|end| end <= self.file_len))
@@ -222,14 +220,18 @@ impl Reader {
 
 /// A small file of the archive.
 fn contents(archive: &mut ZipArchive<BufReader<File>>, name: &str) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    uncompressed(archive, name)?.read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// A file of the archive, as it stands there.
+fn uncompressed<'a>(archive: &'a mut ZipArchive<BufReader<File>>, name: &str) -> Result<ZipFile<'a, BufReader<File>>> {
     let file = archive.by_name(name).map_err(|error| Error::msg(format!("{name}: {error}")))?;
     if file.compression() != CompressionMethod::Stored {
         bail!("{name} is compressed, expected it as torch.save writes it")
     }
-    let mut bytes = Vec::new();
-    let mut reader = file;
-    reader.read_to_end(&mut bytes)?;
-    Ok(bytes)
+    Ok(file)
 }
 
 fn dtype(class: &str) -> Option<DType> {
