@@ -1,6 +1,6 @@
 //! Bad input to `tokenize_attend` ends with one line that says what to do.
 
-use crate::process::{SENTENCE, run};
+use crate::process::run;
 
 /// Arguments, exit code, and a part of the one line on stderr.
 const TABLE: &[(&[&str], i32, &str)] = &[
@@ -52,6 +52,14 @@ const TABLE: &[(&[&str], i32, &str)] = &[
     (&["hello", "--tokenizer", "nowhere.json"], 1, "nowhere.json"),
     (&["hello", "--tokenizer", "README.md"], 1, "README.md"),
     (&["hello world how are you ? hello", "--model", "book_mha"], 1, "7 positions are more than the context length 6"),
+    #[cfg(feature = "plot")]
+    (&["hello", "--plot", "a.gif"], 1, "--plot: [heat_map] the extension of a.gif is \"gif\"; expected svg or png"),
+    #[cfg(not(feature = "plot"))]
+    (&["hello", "--plot", "a.svg"], 1, "--features plot"),
+    #[cfg(feature = "hub")]
+    (&["hello", "--model-id", "../evil"], 1, "[hub]"),
+    #[cfg(not(feature = "hub"))]
+    (&["hello", "--model-id", "google-bert/bert-base-uncased"], 1, "--features hub"),
 ];
 
 #[test]
@@ -89,40 +97,4 @@ fn help_is_no_error() {
     {
         assert!(run.stdout.contains(option), "{option} is not in the help");
     }
-}
-
-#[cfg(not(feature = "plot"))]
-#[test]
-fn pictures_name_the_feature_they_need() {
-    let run = run(&[SENTENCE, "--plot", "a.svg"]);
-    assert_eq!((run.code, run.stderr.lines().count()), (Some(1), 1));
-    assert!(run.stderr.contains("--features plot"), "{}", run.stderr);
-}
-
-#[cfg(feature = "plot")]
-#[test]
-fn a_picture_of_another_format_is_refused() {
-    let run = run(&[SENTENCE, "--plot", "a.gif"]);
-    assert_eq!((run.code, run.stderr.lines().count()), (Some(1), 1));
-    assert!(
-        run.stderr.contains("error: --plot: [heat_map] the extension of a.gif is \"gif\"; expected svg or png"),
-        "{}",
-        run.stderr
-    );
-}
-
-#[cfg(not(feature = "hub"))]
-#[test]
-fn the_hub_names_the_feature_it_needs() {
-    let run = run(&[SENTENCE, "--model-id", "google-bert/bert-base-uncased"]);
-    assert_eq!((run.code, run.stderr.lines().count()), (Some(1), 1));
-    assert!(run.stderr.contains("--features hub"), "{}", run.stderr);
-}
-
-#[cfg(feature = "hub")]
-#[test]
-fn a_malformed_model_id_is_refused_before_any_request() {
-    let run = run(&[SENTENCE, "--model-id", "../evil"]);
-    assert_eq!((run.code, run.stderr.lines().count()), (Some(1), 1));
-    assert!(run.stderr.contains("[hub]"), "{}", run.stderr);
 }

@@ -215,11 +215,10 @@ const FILES: [(&str, &[u8]); 3] =
 #[test]
 fn a_model_is_downloaded_once_and_then_found_offline() -> TestResult {
     let server = Server::start("org/name", &FILES, Mood::Open)?;
-    let home = TempDir::new()?;
-    let child = || Child::new(home.path(), "org/name").at(&server.endpoint);
+    let child = || server.child("org/name");
 
     let first = child().env("HF_TOKEN", "hf_test").fetch()?;
-    let folder = home.path().join("hub/models--org--name/snapshots").join(COMMIT);
+    let folder = server.home.path().join("hub/models--org--name/snapshots").join(COMMIT);
     for (path, (name, bytes)) in first.iter().zip(FILES) {
         assert_eq!(Path::new(path), folder.join(name));
         assert_eq!(fs::read(path)?, bytes);
@@ -240,7 +239,7 @@ fn a_model_is_downloaded_once_and_then_found_offline() -> TestResult {
     for (variable, value) in [("HF_HUB_OFFLINE", "1"), ("HF_HUB_OFFLINE", "yes"), ("TRANSFORMERS_OFFLINE", "1")] {
         assert_eq!(child().env(variable, value).fetch()?, first);
     }
-    let elsewhere = home.path().join("elsewhere");
+    let elsewhere = server.home.path().join("elsewhere");
     let cache = elsewhere.display().to_string();
     let lost = child().env("HF_HUB_OFFLINE", "True").env("HF_HUB_CACHE", &cache).fetch();
     assert_fails(lost, &["config.json of org/name@main", &cache, "HF_HUB_OFFLINE is set"]);
@@ -251,8 +250,7 @@ fn a_model_is_downloaded_once_and_then_found_offline() -> TestResult {
 #[test]
 fn a_model_that_was_renamed_is_found() -> TestResult {
     let server = Server::start("org/name", &FILES, Mood::Open)?;
-    let home = TempDir::new()?;
-    let result = Child::new(home.path(), "old/name").at(&server.endpoint).fetch();
+    let result = server.child("old/name").fetch();
     assert_eq!(found(result)?, FILES.map(|(name, _)| name));
     Ok(())
 }
@@ -261,8 +259,7 @@ fn a_model_that_was_renamed_is_found() -> TestResult {
 fn a_file_known_to_be_absent_is_not_asked_for_again() -> TestResult {
     let files = [("config.json", &b"{}"[..]), ("pytorch_model.bin", b"w")];
     let server = Server::start("name", &files, Mood::Open)?;
-    let home = TempDir::new()?;
-    let child = || Child::new(home.path(), "name@refs/pr/1").at(&server.endpoint);
+    let child = || server.child("name@refs/pr/1");
     assert_eq!(found(child().fetch())?, ["config.json", "pytorch_model.bin"]);
     assert_eq!(server.requests().len(), 7);
     assert_eq!(found(child().fetch())?, ["config.json", "pytorch_model.bin"]);
@@ -275,13 +272,12 @@ fn a_further_file_is_downloaded_once_and_its_absence_remembered() -> TestResult 
     let pooling = "1_Pooling/config.json";
     let files = [("config.json", &b"{}"[..]), (pooling, b"{\"a\": 1}"), ("model.safetensors", b"w")];
     let server = Server::start("org/name", &files, Mood::Open)?;
-    let home = TempDir::new()?;
     let child = || {
-        let child = Child::new(home.path(), "org/name").at(&server.endpoint);
+        let child = server.child("org/name");
         child.env("HUB_TEST_FILES", "modules.json,1_Pooling/config.json")
     };
     let paths = child().fetch()?;
-    let folder = home.path().join("hub/models--org--name/snapshots").join(COMMIT);
+    let folder = server.home.path().join("hub/models--org--name/snapshots").join(COMMIT);
     assert_eq!(Path::new(&paths[1]), folder.join(pooling));
     assert_eq!(fs::read(&paths[1])?, b"{\"a\": 1}");
     assert_eq!(
@@ -304,8 +300,7 @@ fn only_the_shards_of_the_tensors_wanted_are_downloaded() -> TestResult {
         ("model-00003-of-00003.safetensors", b"3"),
     ];
     let server = Server::start("org/name", &files, Mood::Open)?;
-    let home = TempDir::new()?;
-    let child = Child::new(home.path(), "org/name").at(&server.endpoint);
+    let child = server.child("org/name");
     let found = found(child.env("HUB_TEST_TENSORS", "layers.01").fetch())?;
     assert_eq!(found, ["config.json", "model-00003-of-00003.safetensors"]);
     assert!(!server.requests().iter().any(|line| line.contains("00001") || line.contains("00002")));
@@ -315,37 +310,30 @@ fn only_the_shards_of_the_tensors_wanted_are_downloaded() -> TestResult {
 #[test]
 fn what_the_hub_does_not_have_is_told_apart() -> TestResult {
     let server = Server::start("org/name", &[("README.md", b"")], Mood::Open)?;
-    let home = TempDir::new()?;
-    let ask = |model| Child::new(home.path(), model).at(&server.endpoint).fetch();
+    let ask = |model| server.child(model).fetch();
     assert_fails(ask("org/name"), &["config.json of org/name@main: not found", "has no such file at main"]);
     assert_fails(ask("org/name@v9"), &["config.json of org/name@v9: not found", "has no revision v9"]);
     assert_fails(ask("org/nome"), &["config.json of org/nome@main: not found", "has no model org/nome"]);
 
     let bare = Server::start("org/name", &[("config.json", b"{}")], Mood::Open)?;
-    let child = Child::new(home.path(), "org/name").at(&bare.endpoint);
+    let child = bare.child("org/name");
     assert_fails(child.fetch(), &["model.safetensors, model.safetensors.index.json", "has no such file at main"]);
     Ok(())
 }
 
 #[test]
 fn a_gated_or_private_model_says_what_is_needed() -> TestResult {
+    let terms = ["accept its terms at http://", "/org/name, then set HF_TOKEN"];
     for (mood, parts) in [
-        (
-            Mood::Refuses(403, "GatedRepo"),
-            ["gated (403)", "accept its terms at http://", "/org/name, then set HF_TOKEN"],
-        ),
-        (
-            Mood::Refuses(401, "GatedRepo"),
-            ["gated (401)", "accept its terms at http://", "/org/name, then set HF_TOKEN"],
-        ),
+        (Mood::Refuses(403, "GatedRepo"), ["gated (403)", terms[0], terms[1]]),
+        (Mood::Refuses(401, "GatedRepo"), ["gated (401)", terms[0], terms[1]]),
         (Mood::Refuses(401, "RepoNotFound"), ["answered 401", "no such model, or it is private", "set HF_TOKEN"]),
         (Mood::Refuses(403, "Other"), ["answered 403 (Other)", "HF_TOKEN is missing or may not", "token that may"]),
         (Mood::Refuses(429, ""), ["too many requests", "try again later", "HF_TOKEN"]),
         (Mood::Refuses(502, ""), ["answered 502", "Bad Gateway", "try again later"]),
     ] {
         let server = Server::start("org/name", &FILES, mood)?;
-        let home = TempDir::new()?;
-        let result = Child::new(home.path(), "org/name").at(&server.endpoint).fetch();
+        let result = server.child("org/name").fetch();
         assert_fails(result, &[&parts[..], &["config.json of org/name@main"]].concat());
     }
     Ok(())
@@ -388,8 +376,7 @@ fn a_silent_hub_is_not_waited_for() -> TestResult {
 #[test]
 fn a_download_that_stands_still_is_given_up() -> TestResult {
     let server = Server::start("org/name", &FILES, Mood::Stalls)?;
-    let home = TempDir::new()?;
-    let child = Child::new(home.path(), "org/name").at(&server.endpoint);
+    let child = server.child("org/name");
     let result = child.env("HF_HUB_DOWNLOAD_TIMEOUT", "2").fetch();
     assert_fails(result, &["config.json of org/name@main", "stood still for 2s after 9 bytes"]);
     Ok(())
@@ -398,15 +385,14 @@ fn a_download_that_stands_still_is_given_up() -> TestResult {
 #[test]
 fn the_page_of_an_error_does_not_stay_in_the_cache() -> TestResult {
     let server = Server::start("org/name", &FILES, Mood::ErrorPage)?;
-    let home = TempDir::new()?;
-    let child = || Child::new(home.path(), "org/name").at(&server.endpoint);
+    let child = || server.child("org/name");
     let parts = ["config.json of org/name@main", "announced 18 bytes and sent 34", "not kept"];
     assert_fails(child().fetch(), &parts);
     let offline = child().env("HF_HUB_OFFLINE", "1").fetch();
     assert_fails(offline, &["config.json of org/name@main: not in the cache"]);
 
     let healed = Server::start("org/name", &FILES, Mood::Open)?;
-    let again = Child::new(home.path(), "org/name").at(&healed.endpoint);
+    let again = Child::new(server.home.path(), "org/name").at(&healed.endpoint);
     let paths = again.fetch()?;
     assert_eq!(fs::read(&paths[0])?, FILES[0].1);
     Ok(())

@@ -8,6 +8,10 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use tempfile::TempDir;
+
+use crate::child::Child;
+
 /// The commit that all branches of the model are at.
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
@@ -29,6 +33,8 @@ pub enum Mood {
 /// A running server; it ends when dropped.
 pub struct Server {
     pub endpoint: String,
+    /// Where its callers have their cache.
+    pub home: TempDir,
     requests: Arc<Mutex<Vec<String>>>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -72,7 +78,12 @@ impl Server {
                 }
             }
         });
-        Ok(Self { endpoint, requests, stop, thread: Some(thread) })
+        Ok(Self { endpoint, home: TempDir::new()?, requests, stop, thread: Some(thread) })
+    }
+
+    /// A process that fetches this model from here.
+    pub fn child(&self, model: &str) -> Child {
+        Child::new(self.home.path(), model).at(&self.endpoint)
     }
 
     /// The requests since the last call, as `METHOD path`, with ` token` for those that carry the token of the tests.
