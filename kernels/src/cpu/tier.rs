@@ -172,12 +172,20 @@ fn has_avx512() -> bool {
         && is_x86_feature_detected!("avx512vl")
 }
 
+/// What the processor says of itself under `leaf`, the first part of it.
+#[cfg(target_arch = "x86_64")]
+#[allow(unused_unsafe, reason = "unsafe in older versions of Rust that are allowed")]
+pub(crate) fn cpuid(leaf: u32) -> std::arch::x86_64::CpuidResult {
+    // SAFETY: every x86-64 processor has the instruction.
+    unsafe { std::arch::x86_64::__cpuid_count(leaf, 0) }
+}
+
 /// Intel's bf16 dot products take four cycles for what a multiply-add in f32 does in two: 150 GFLOP/s against 284 on two
 /// cores of a Xeon (family 6, model 167). AMD's take half of the time.
 fn has_slow_dot_products() -> bool {
     #[cfg(target_arch = "x86_64")]
     {
-        let leaf = std::arch::x86_64::__cpuid(0);
+        let leaf = cpuid(0);
         (leaf.ebx, leaf.edx, leaf.ecx) == (0x756e_6547, 0x4965_6e69, 0x6c65_746e)
     }
     #[cfg(not(target_arch = "x86_64"))]

@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 use super::avx512::{self, Avx512};
 use crate::cpu::kernel::{Kernel, compiled_for};
 use crate::cpu::product::Product;
+use crate::cpu::tier::cpuid;
 use crate::cpu::vector::Vector;
 
 pub(crate) struct Amx;
@@ -26,8 +27,8 @@ pub(in crate::cpu) fn is_granted() -> bool {
 fn has_amx_bf16() -> bool {
     // Leaf 7, EDX: bit 22 is AMX-BF16, bit 24 AMX-TILE.
     const WANTED: u32 = 1 << 22 | 1 << 24;
-    let leaves = std::arch::x86_64::__cpuid(0).eax;
-    leaves >= 7 && std::arch::x86_64::__cpuid_count(7, 0).edx & WANTED == WANTED
+    let leaves = cpuid(0).eax;
+    leaves >= 7 && cpuid(7).edx & WANTED == WANTED
 }
 
 /// Linux hands out the tiles' state on request, once for the process and its threads.
