@@ -78,7 +78,7 @@ pub(super) fn decide(
     }
     let rows = b.checked_mul(t_q.max(t_kv)).is_some_and(|rows| i32::try_from(rows).is_ok());
     let strides = t_q.max(t_kv).checked_mul(h).and_then(|rows| rows.checked_mul(d));
-    if !rows || !strides.is_some_and(|stride| u32::try_from(stride).is_ok()) {
+    if !rows || strides.is_none_or(|stride| u32::try_from(stride).is_err()) {
         return refuse("counts in 32 bits, and the call is larger".into());
     }
     let Some(bands) = Bands::new(call, packed)? else {
