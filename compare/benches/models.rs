@@ -5,7 +5,6 @@
 
 #[allow(dead_code, reason = "a part is for the command line")]
 #[path = "../../examples/causal_lm/model.rs"]
-#[allow(dead_code, reason = "a bench needs no batches")]
 mod model;
 
 use std::collections::HashMap;

@@ -55,6 +55,7 @@ pub struct Words {
     pub said_by: Option<&'static str>,
 }
 
+#[expect(clippy::large_enum_variant, reason = "a program has one")]
 pub enum Layer {
     MultiHead(MultiHeadAttention),
     Latent(MultiHeadLatentAttention),

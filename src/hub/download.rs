@@ -137,7 +137,10 @@ mod tests {
     use super::*;
     use hf_hub::HFError;
 
-    fn run(answer: u64, stall: u64, request: fn(&dyn Fn(Option<u64>, u64, bool))) -> Result<Answer<u8>, Silence> {
+    /// Gets a function that reports a size, so many bytes, and whether they came by xet.
+    type Request = fn(&dyn Fn(Option<u64>, u64, bool));
+
+    fn run(answer: u64, stall: u64, request: Request) -> Result<Answer<u8>, Silence> {
         let [answer, stall] = [answer, stall].map(Duration::from_millis);
         let settings = Settings { answer, stall, ..Settings::default() };
         watched("model.safetensors", &settings, move |events| {

@@ -89,20 +89,26 @@ fn errors(got: &Tensor, exact: &[f64]) -> (f64, f64) {
     (largest, (squares / exact.len() as f64).sqrt())
 }
 
+/// The largest errors of the cases of one dtype and deviation.
+#[derive(Default)]
+struct LargestErrors {
+    pytorch: f64,
+    tiers: BTreeMap<Tier, f64>,
+}
+
 /// Holds every tier to PyTorch's errors; `run` gives a case's exact numbers, and what a tier makes of it.
 fn compare(text: &str, run: impl Fn(&Case) -> Result<(Vec<f64>, Vec<(Tier, Tensor)>)>) -> Result<()> {
     let measured: Measured = serde_json::from_str(text).expect("the file is what it says");
     assert!(measured.cases.len() > 35, "{} cases", measured.cases.len());
     let mut failures = Vec::new();
-    // PyTorch's largest error and each tier's.
-    let mut largest: BTreeMap<(&str, u32), (f64, BTreeMap<Tier, f64>)> = BTreeMap::new();
+    let mut largest: BTreeMap<(&str, u32), LargestErrors> = BTreeMap::new();
     for case in &measured.cases {
         let (exact, results) = run(case)?;
         let family = largest.entry((&case.dtype, case.widening)).or_default();
-        family.0 = family.0.max(case.max);
+        family.pytorch = family.pytorch.max(case.max);
         for (tier, got) in results {
             let (max, rms) = errors(&got, &exact);
-            let of_tier = family.1.entry(tier).or_default();
+            let of_tier = family.tiers.entry(tier).or_default();
             *of_tier = if max <= *of_tier { *of_tier } else { max };
             // What rounds nothing has to be exact here too.
             if exceeds(tier, rms, case.rms) {
@@ -110,7 +116,7 @@ fn compare(text: &str, run: impl Fn(&Case) -> Result<(Vec<f64>, Vec<(Tier, Tenso
             }
         }
     }
-    for ((dtype, widening), (pytorch, tiers)) in largest {
+    for ((dtype, widening), LargestErrors { pytorch, tiers }) in largest {
         for (tier, max) in tiers {
             println!("{dtype}, scores of deviation {widening}, {tier}: at most {max:.2e}, PyTorch {pytorch:.2e}");
             if exceeds(tier, max, pytorch) {

@@ -9,6 +9,11 @@ mod prefill;
 mod problem;
 mod softmax;
 #[cfg(test)]
+#[expect(
+    clippy::single_range_in_vec_init,
+    clippy::reversed_empty_ranges,
+    reason = "calls with one row, and with empty ones"
+)]
 mod tests;
 mod tile;
 mod workspace;
