@@ -36,6 +36,8 @@ pub fn build(example: &str) -> PathBuf {
     let built = Command::new(env!("CARGO"))
         .args(["build", "--quiet", "--message-format=json", "--example", example])
         .args(["--features", &features.join(",")])
+        // Those that this test was built with, so that nothing is compiled twice.
+        .args(std::env::var("EXAMPLE_BUILD_ARGS").unwrap_or_default().split_whitespace())
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .output()
         .expect("cargo runs");
