@@ -72,7 +72,7 @@ impl EmbeddingConfig {
 ///
 /// ```
 /// # use candle_attention::text::{EmbeddingConfig, EmbeddingLayer};
-/// # use candle_core::{DType, Module, Tensor};
+/// # use candle_core::{DType, Device, Module, Tensor};
 /// # use candle_nn::{VarBuilder, VarMap};
 /// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
 /// let layer = EmbeddingLayer::new(&EmbeddingConfig::new(7, 4).with_max_positions(16), vb)?;
