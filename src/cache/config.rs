@@ -21,6 +21,7 @@ const FIRST_CAPACITY: usize = 256;
 /// # Ok(()) }
 /// ```
 #[derive(Debug, Clone, PartialEq)]
+#[must_use]
 pub struct AttentionCacheConfig {
     capacity: usize,
     growth: bool,

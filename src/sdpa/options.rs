@@ -21,6 +21,7 @@ pub use candle_attention_kernels::flash::OutputOrder;
 
 /// Options of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), built with `with_*`.
 #[derive(Debug, Clone, Default)]
+#[must_use]
 pub struct SdpaOptions {
     pub(crate) scale: Option<f64>,
     pub(crate) softcap: Option<f64>,
