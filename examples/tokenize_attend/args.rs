@@ -1,7 +1,6 @@
 //! The command line.
 
 use std::path::PathBuf;
-use std::process::ExitCode;
 
 use candle_attention::WeightLayout;
 use candle_core::DType;
@@ -86,21 +85,6 @@ pub enum DeviceChoice {
     Metal,
     /// CUDA or Metal where there is one, else the CPU
     Auto,
-}
-
-/// The arguments, or how to exit: help is no error, and a mistake is one line.
-pub fn parse() -> Result<Args, ExitCode> {
-    Args::try_parse().map_err(|error| {
-        if !error.use_stderr() {
-            let _ = error.print();
-            return ExitCode::SUCCESS;
-        }
-        let text = error.to_string();
-        let summary: Vec<_> = text.lines().take_while(|line| !line.starts_with("Usage")).map(str::trim).collect();
-        let summary = summary.join(" ");
-        eprintln!("{}; see --help", summary.trim_end());
-        ExitCode::from(2)
-    })
 }
 
 fn dtype(name: &str) -> Result<DType, String> {

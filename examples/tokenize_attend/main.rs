@@ -12,6 +12,8 @@ mod args;
 #[allow(dead_code, reason = "what other examples use")]
 mod common;
 mod hugging_face;
+#[path = "../common/parse.rs"]
+mod parse;
 mod report;
 mod system;
 
@@ -28,7 +30,7 @@ use report::{Report, Times};
 use system::System;
 
 fn main() -> ExitCode {
-    let args = match args::parse() {
+    let args: Args = match parse::parse() {
         Ok(args) => args,
         Err(exit) => return exit,
     };

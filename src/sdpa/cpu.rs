@@ -122,11 +122,6 @@ impl Flash<'_> {
     fn run<E: Element>(&self, q: (&[E], &Layout), k: (&[E], &Layout), v: (&[E], &Layout)) -> Result<Vec<E>> {
         let validate::Dims { b, h, t_q, t_kv, d, d_v } = self.call.dims;
         let h_kv = self.call.k.dim(1)?;
-        let shape = [b, h, t_q, d_v];
-        let no_room = || Error::msg(format!("[{}] a context of {shape:?} does not fit in memory", self.call.op));
-        if !fits_in_memory(&shape) {
-            return Err(no_room());
-        }
         let mut lse = self.lse.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let bias = self.bias.as_ref().map(Tensor::storage_and_layout);
         let bias = match &bias {

@@ -1,7 +1,5 @@
 //! The command line.
 
-use std::process::ExitCode;
-
 use clap::{Parser, ValueEnum};
 
 /// Attention on every device of this machine, held to the CPU's reference path in f64.
@@ -51,20 +49,6 @@ pub enum DeviceChoice {
     Metal,
     /// Those that are present; the CPU is not timed beside another
     All,
-}
-
-/// The arguments, or how to exit: help is no error, and a mistake is one line.
-pub fn parse() -> Result<Args, ExitCode> {
-    Args::try_parse().map_err(|error| {
-        if !error.use_stderr() {
-            let _ = error.print();
-            return ExitCode::SUCCESS;
-        }
-        let text = error.to_string();
-        let summary: Vec<_> = text.lines().take_while(|line| !line.starts_with("Usage")).map(str::trim).collect();
-        eprintln!("{}; see --help", summary.join(" ").trim_end());
-        ExitCode::from(2)
-    })
 }
 
 fn factor(text: &str) -> Result<f64, String> {

@@ -14,6 +14,8 @@ mod golden;
 mod grid;
 mod layer;
 mod packed;
+#[path = "../../../../examples/common/parse.rs"]
+mod parse;
 mod progress;
 mod table;
 
@@ -27,7 +29,7 @@ use progress::Progress;
 use table::{Row, Totals};
 
 fn main() -> ExitCode {
-    let args = match args::parse() {
+    let args: Args = match parse::parse() {
         Ok(args) => args,
         Err(exit) => return exit,
     };
