@@ -24,42 +24,38 @@ fn json(text: &str) -> Result<()> {
     serde_json::from_str::<AdditiveAttentionConfig>(text).map(drop).map_err(candle_core::Error::wrap)
 }
 
-pub const CASES: &[Case] = &[
-    ("queries without a batch", || attend((2, 4), (1, 6, 3), (1, 6, 7))),
-    ("keys with heads", || attend((1, 2, 4), (1, 1, 6, 3), (1, 6, 7))),
-    ("values without a width", || attend((1, 2, 4), (1, 6, 3), (1, 6))),
-    ("queries and keys in each other's place", || attend((1, 2, 3), (1, 6, 4), (1, 6, 7))),
-    ("fewer values than keys", || attend((1, 2, 4), (1, 6, 3), (1, 5, 7))),
-    ("a larger batch of keys", || attend((1, 2, 4), (2, 6, 3), (2, 6, 7))),
-    ("inputs in half precision", || {
-        let values = of(DType::F16, (1, 6, 7));
-        attend_to(&zeros((1, 2, 4)), &zeros((1, 6, 3)), &values, &AttentionMask::none())
-    }),
-    ("lengths for another batch, with no queries", || {
+pub const CASES: &[Case] = cases! {
+    "queries without a batch" => attend((2, 4), (1, 6, 3), (1, 6, 7)),
+    "keys with heads" => attend((1, 2, 4), (1, 1, 6, 3), (1, 6, 7)),
+    "values without a width" => attend((1, 2, 4), (1, 6, 3), (1, 6)),
+    "queries and keys in each other's place" => attend((1, 2, 3), (1, 6, 4), (1, 6, 7)),
+    "fewer values than keys" => attend((1, 2, 4), (1, 6, 3), (1, 5, 7)),
+    "a larger batch of keys" => attend((1, 2, 4), (2, 6, 3), (2, 6, 7)),
+    "inputs in half precision" =>
+        attend_to(&zeros((1, 2, 4)), &zeros((1, 6, 3)), &of(DType::F16, (1, 6, 7)), &AttentionMask::none()),
+    "lengths for another batch, with no queries" => {
         let mask = AttentionMask::none().with_valid_lens(vec![1, 2]);
         attend_to(&zeros((1, 0, 4)), &zeros((1, 6, 3)), &zeros((1, 6, 7)), &mask)
-    }),
-    ("more scores than fit in memory", || {
+    },
+    "more scores than fit in memory" => {
         let wide = |width| zeros((1, 1, width)).broadcast_as((1, 1 << 20, width));
         let queries = wide(4)?;
         attend_to(&queries, &wide(3)?, &wide(7)?, &AttentionMask::causal())
-    }),
-    ("a keep for several heads", || {
+    },
+    "a keep for several heads" => {
         let mask = AttentionMask::none().with_keep(&of(DType::U8, (1, 4, 2, 6)));
         attend_to(&zeros((1, 2, 4)), &zeros((1, 6, 3)), &zeros((1, 6, 7)), &mask)
-    }),
-    ("queries of no width", || new(AdditiveAttentionConfig::new(0, 3, 5)).map(drop)),
-    ("no hidden units", || new(AdditiveAttentionConfig::new(4, 3, 0)).map(drop)),
-    ("sizes beyond memory", || new(AdditiveAttentionConfig::new(4, usize::MAX, usize::MAX)).map(drop)),
-    ("dropout in percent", || new(AdditiveAttentionConfig::new(4, 3, 5).with_dropout(10.0)).map(drop)),
-    ("integer weights", || {
-        let vb = VarBuilder::zeros(DType::U8, &CPU);
-        AdditiveAttention::new(&AdditiveAttentionConfig::new(4, 3, 5), vb).map(drop)
-    }),
-    ("the weights of a multi-head layer", || {
+    },
+    "queries of no width" => new(AdditiveAttentionConfig::new(0, 3, 5)),
+    "no hidden units" => new(AdditiveAttentionConfig::new(4, 3, 0)),
+    "sizes beyond memory" => new(AdditiveAttentionConfig::new(4, usize::MAX, usize::MAX)),
+    "dropout in percent" => new(AdditiveAttentionConfig::new(4, 3, 5).with_dropout(10.0)),
+    "integer weights" =>
+        AdditiveAttention::new(&AdditiveAttentionConfig::new(4, 3, 5), VarBuilder::zeros(DType::U8, &CPU)),
+    "the weights of a multi-head layer" => {
         let path = models().join("d2l_mha_100/model.safetensors");
         let vb = candle_attention::weights::open(path, DType::F32, &CPU)?;
-        AdditiveAttention::new(&AdditiveAttentionConfig::new(100, 100, 100), vb).map(drop)
-    }),
-    ("an unknown field", || json(r#"{"query_size": 4, "key_size": 3, "hidden_size": 5, "bias": true}"#)),
-];
+        AdditiveAttention::new(&AdditiveAttentionConfig::new(100, 100, 100), vb)
+    },
+    "an unknown field" => json(r#"{"query_size": 4, "key_size": 3, "hidden_size": 5, "bias": true}"#),
+};

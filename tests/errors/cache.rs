@@ -54,11 +54,9 @@ fn tokens(lens: Option<&[usize]>, starts: Option<&[usize]>, cache: &mut Attentio
     own()?.forward_with(input).map(drop)
 }
 
-/// Capacities and whether the cache may grow: one with space for the call, and one that would have to grow.
-const GROWING: &[(usize, bool)] = &[(10, true), (5, true)];
-
-/// The error of a call with a cache that holds five positions of two sequences; it leaves no trace.
-fn rejected(capacities: &[(usize, bool)], attempt: fn(&mut AttentionCache) -> Result<()>) -> Result<()> {
+/// The error of a call with a cache of each of these capacities, which may grow or not, and which holds five positions of
+/// two sequences; it leaves no trace.
+fn rejected<T>(capacities: &[(usize, bool)], attempt: fn(&mut AttentionCache) -> Result<T>) -> Result<()> {
     let mut errors = Vec::new();
     for &(capacity, growth) in capacities {
         let cfg = AttentionCacheConfig::new().with_capacity(capacity).with_growth(growth);
@@ -68,7 +66,7 @@ fn rejected(capacities: &[(usize, bool)], attempt: fn(&mut AttentionCache) -> Re
             own.forward_with(AttentionInput::new(&xs(2, 5)).with_cache(cache))?;
         }
         let before = (cache.lens(), cache.capacity(), cache.memory());
-        errors.push(attempt(&mut cache).expect_err("the call does not fit"));
+        errors.push(attempt(&mut cache).map(drop).expect_err("the call does not fit"));
         assert_eq!((cache.lens(), cache.capacity(), cache.memory()), before);
         let ys = own.forward_with(AttentionInput::new(&xs(2, 1)).with_cache(&mut cache))?;
         let expected = own.forward_with(AttentionInput::new(&xs(2, 1)).with_cache(&mut untouched))?;
@@ -79,100 +77,89 @@ fn rejected(capacities: &[(usize, bool)], attempt: fn(&mut AttentionCache) -> Re
     Err(last)
 }
 
-pub const CALLS: &[Case] = &[
-    ("another batch", || rejected(GROWING, |cache| call(own(), &xs(3, 1), cache))),
-    ("one sequence without a batch", || rejected(GROWING, |cache| call(own(), &xs(1, 1).squeeze(0)?, cache))),
-    ("a layer of another dtype", || {
-        rejected(GROWING, |cache| {
+/// With a cache that has space for the call, and with one that would have to grow.
+fn growing<T>(attempt: fn(&mut AttentionCache) -> Result<T>) -> Result<()> {
+    rejected(&[(10, true), (5, true)], attempt)
+}
+
+pub const CALLS: &[Case] = cases! {
+    "another batch" => growing(|cache| call(own(), &xs(3, 1), cache)),
+    "one sequence without a batch" => growing(|cache| call(own(), &xs(1, 1).squeeze(0)?, cache)),
+    "a layer of another dtype" => {
+        growing(|cache| {
             call(MultiHeadAttention::new(&config(), weights(DType::BF16)), &xs(2, 1).to_dtype(DType::BF16)?, cache)
         })
-    }),
-    ("a layer of other heads", || {
-        rejected(GROWING, |cache| call(layer(&config().with_num_kv_heads(1)), &xs(2, 1), cache))
-    }),
-    ("a layer of wider values", || {
-        rejected(GROWING, |cache| call(layer(&config().with_value_head_dim(3)), &xs(2, 1), cache))
-    }),
-    ("more than the context length", || rejected(GROWING, |cache| call(own(), &xs(2, 5), cache))),
-    ("more than the capacity", || {
-        rejected(&[(10, false)], |cache| call(layer(&config().with_context_length(99)), &xs(2, 6), cache))
-    }),
-    ("keys and values of another input", || {
-        rejected(GROWING, |cache| {
+    },
+    "a layer of other heads" => growing(|cache| call(layer(&config().with_num_kv_heads(1)), &xs(2, 1), cache)),
+    "a layer of wider values" => growing(|cache| call(layer(&config().with_value_head_dim(3)), &xs(2, 1), cache)),
+    "more than the context length" => growing(|cache| call(own(), &xs(2, 5), cache)),
+    "more than the capacity" =>
+        rejected(&[(10, false)], |cache| call(layer(&config().with_context_length(99)), &xs(2, 6), cache)),
+    "keys and values of another input" => {
+        growing(|cache| {
             let (xs, other) = (xs(2, 1), xs(2, 3));
-            own()?.forward_with(AttentionInput::new(&xs).with_key_value(&other, &other).with_cache(cache)).map(drop)
+            own()?.forward_with(AttentionInput::new(&xs).with_key_value(&other, &other).with_cache(cache))
         })
-    }),
-    ("a learned key", || rejected(GROWING, |cache| call(layer(&config().with_bias_kv(true)), &xs(2, 1), cache))),
-    ("a key of zeros", || rejected(GROWING, |cache| call(layer(&config().with_add_zero_attn(true)), &xs(2, 1), cache))),
-    ("a layer of variables", || {
-        rejected(GROWING, |cache| {
+    },
+    "a learned key" => growing(|cache| call(layer(&config().with_bias_kv(true)), &xs(2, 1), cache)),
+    "a key of zeros" => growing(|cache| call(layer(&config().with_add_zero_attn(true)), &xs(2, 1), cache)),
+    "a layer of variables" => {
+        growing(|cache| {
             let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &CPU);
             call(MultiHeadAttention::new(&config(), vb), &xs(2, 1), cache)
         })
-    }),
-    ("an input that is tracked", || {
-        rejected(GROWING, |cache| call(own(), Var::from_tensor(&xs(2, 1))?.as_tensor(), cache))
-    }),
-    ("token lengths of another batch", || rejected(GROWING, |cache| tokens(Some(&[1, 2, 1]), None, cache))),
-    ("token starts of another batch", || rejected(GROWING, |cache| tokens(None, Some(&[1]), cache))),
-    ("more tokens than positions", || rejected(GROWING, |cache| tokens(Some(&[2, 3]), None, cache))),
-    ("a start past the end", || rejected(GROWING, |cache| tokens(Some(&[1, 1]), Some(&[0, 2]), cache))),
-    ("a mask of the new positions only", || {
-        rejected(GROWING, |cache| {
-            masked(&AttentionMask::none().with_keep(&Tensor::ones((2, 2), DType::U8, &CPU)?), cache)
-        })
-    }),
-    ("a tokenizer's mask of another length", || {
-        rejected(GROWING, |cache| {
-            masked(&AttentionMask::from_attention_mask(&Tensor::ones((2, 2), DType::U8, &CPU)?)?, cache)
-        })
-    }),
-    ("lengths of another batch", || {
-        rejected(GROWING, |cache| masked(&AttentionMask::none().with_valid_lens(vec![7]), cache))
-    }),
-    ("a window of nothing", || rejected(GROWING, |cache| masked(&AttentionMask::none().with_window(0), cache))),
-    ("a backend that cannot run the call", || {
-        rejected(GROWING, |cache| {
+    },
+    "an input that is tracked" => growing(|cache| call(own(), Var::from_tensor(&xs(2, 1))?.as_tensor(), cache)),
+    "token lengths of another batch" => growing(|cache| tokens(Some(&[1, 2, 1]), None, cache)),
+    "token starts of another batch" => growing(|cache| tokens(None, Some(&[1]), cache)),
+    "more tokens than positions" => growing(|cache| tokens(Some(&[2, 3]), None, cache)),
+    "a start past the end" => growing(|cache| tokens(Some(&[1, 1]), Some(&[0, 2]), cache)),
+    "a mask of the new positions only" =>
+        growing(|cache| masked(&AttentionMask::none().with_keep(&Tensor::ones((2, 2), DType::U8, &CPU)?), cache)),
+    "a tokenizer's mask of another length" =>
+        growing(|cache| masked(&AttentionMask::from_attention_mask(&Tensor::ones((2, 2), DType::U8, &CPU)?)?, cache)),
+    "lengths of another batch" => growing(|cache| masked(&AttentionMask::none().with_valid_lens(vec![7]), cache)),
+    "a window of nothing" => growing(|cache| masked(&AttentionMask::none().with_window(0), cache)),
+    "a backend that cannot run the call" => {
+        growing(|cache| {
             let mask = AttentionMask::none().with_empty_rows(EmptyRows::Uniform);
             let xs = xs(2, 1);
             let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(Backend::Fused);
-            own()?.forward_with(input.with_cache(cache)).map(drop)
+            own()?.forward_with(input.with_cache(cache))
         })
-    }),
-    ("uniform rows among padding", || {
-        rejected(GROWING, |cache| {
+    },
+    "uniform rows among padding" => {
+        growing(|cache| {
             let mask = AttentionMask::none().with_empty_rows(EmptyRows::Uniform);
             let xs = xs(2, 2);
             let input = AttentionInput::new(&xs).with_mask(&mask).with_valid_lens(&[2, 1]);
-            own()?.forward_with(input.with_cache(cache)).map(drop)
+            own()?.forward_with(input.with_cache(cache))
         })
-    }),
-];
+    },
+};
 
-pub const EDITS: &[Case] = &[
-    ("longer than it is", || rejected(GROWING, |cache| cache.truncate(6))),
-    ("one sequence longer than it is", || rejected(GROWING, |cache| cache.truncate_to(&[5, 6]))),
-    ("too few lengths", || rejected(GROWING, |cache| cache.truncate_to(&[5]))),
-    ("too many lengths", || rejected(GROWING, |cache| cache.truncate_to(&[1, 2, 3]))),
-    ("a sequence that it does not have", || rejected(GROWING, |cache| cache.reorder(&[0, 2]))),
-    ("an empty cache, longer", || AttentionCache::default().truncate(1)),
-    ("an empty cache, a length", || AttentionCache::default().truncate_to(&[0])),
-    ("an empty cache, a sequence", || AttentionCache::default().reorder(&[0])),
-];
+pub const EDITS: &[Case] = cases! {
+    "longer than it is" => growing(|cache| cache.truncate(6)),
+    "one sequence longer than it is" => growing(|cache| cache.truncate_to(&[5, 6])),
+    "too few lengths" => growing(|cache| cache.truncate_to(&[5])),
+    "too many lengths" => growing(|cache| cache.truncate_to(&[1, 2, 3])),
+    "a sequence that it does not have" => growing(|cache| cache.reorder(&[0, 2])),
+    "an empty cache, longer" => AttentionCache::default().truncate(1),
+    "an empty cache, a length" => AttentionCache::default().truncate_to(&[0]),
+    "an empty cache, a sequence" => AttentionCache::default().reorder(&[0]),
+};
 
 fn new(cfg: AttentionCacheConfig) -> Result<()> {
     AttentionCache::new(&cfg).map(drop)
 }
 
-pub const CONFIGS: &[Case] = &[
-    ("no capacity", || new(AttentionCacheConfig::new().with_capacity(0).with_growth(false))),
-    ("a capacity beyond counting", || new(AttentionCacheConfig::new().with_capacity(usize::MAX))),
-    ("a window of nothing", || new(AttentionCacheConfig::new().with_window(0))),
-    ("a window beyond counting", || new(AttentionCacheConfig::new().with_window(1 << 40))),
-    ("a capacity below the window", || {
-        new(AttentionCacheConfig::new().with_window(9).with_capacity(8).with_growth(false))
-    }),
-    ("two dtypes", || new(AttentionCacheConfig::new().with_dtype(DType::BF16).with_q8())),
-    ("integers", || new(AttentionCacheConfig::new().with_dtype(DType::I64))),
-];
+pub const CONFIGS: &[Case] = cases! {
+    "no capacity" => new(AttentionCacheConfig::new().with_capacity(0).with_growth(false)),
+    "a capacity beyond counting" => new(AttentionCacheConfig::new().with_capacity(usize::MAX)),
+    "a window of nothing" => new(AttentionCacheConfig::new().with_window(0)),
+    "a window beyond counting" => new(AttentionCacheConfig::new().with_window(1 << 40)),
+    "a capacity below the window" =>
+        new(AttentionCacheConfig::new().with_window(9).with_capacity(8).with_growth(false)),
+    "two dtypes" => new(AttentionCacheConfig::new().with_dtype(DType::BF16).with_q8()),
+    "integers" => new(AttentionCacheConfig::new().with_dtype(DType::I64)),
+};

@@ -34,39 +34,35 @@ fn wrap(table: Tensor, hidden_size: usize) -> Result<()> {
     EmbeddingLayer::from_embedding(Embedding::new(table, hidden_size)).map(drop)
 }
 
-pub const CASES: &[Case] = &[
-    ("no words", || embedding(EmbeddingConfig::new(0, 4)).map(drop)),
-    ("vectors of no width", || embedding(EmbeddingConfig::new(7, 0)).map(drop)),
-    ("a padding row behind the table", || embedding(EmbeddingConfig::new(7, 4).with_padding_idx(7)).map(drop)),
-    ("no positions", || embedding(EmbeddingConfig::new(7, 4).with_max_positions(0)).map(drop)),
-    ("an id behind the table", || embed(&Tensor::new(&[[0u32, 6], [7, 0]], &CPU)?)),
-    ("a negative id", || embed(&Tensor::new(&[3i64, -1], &CPU)?)),
-    ("the id that Candle takes for padding", || embed(&Tensor::new(&[u32::MAX], &CPU)?)),
-    ("vectors for ids", || embed(&zeros((1, 3)))),
-    ("ids with heads", || embed(&of(DType::U32, (1, 2, 3)))),
-    ("more tokens than positions", || {
-        embedding(EmbeddingConfig::new(7, 4).with_max_positions(2))?.forward(&of(DType::U32, 3)).map(drop)
-    }),
-    ("positions beyond counting", || {
-        let layer = embedding(EmbeddingConfig::new(7, 4).with_max_positions(2))?;
-        layer.forward_at(&of(DType::U32, 1), usize::MAX).map(drop)
-    }),
-    ("integer vectors from a seed", || {
-        EmbeddingLayer::new(&EmbeddingConfig::new(7, 4), TorchSeed::new(0).var_builder(DType::U32, &CPU)).map(drop)
-    }),
-    ("an id behind the table, in one sequence", || embed(&Tensor::new(&[1u32, 2, 7], &CPU)?)),
-    ("an id behind the table, in a view", || embed(&Tensor::new(&[[1u32, 2, 3], [4, 9, 8]], &CPU)?.t()?)),
-    ("the largest byte", || embed(&Tensor::new(&[u8::MAX], &CPU)?)),
-    ("the largest id", || embed(&Tensor::new(&[i64::MAX], &CPU)?)),
-    ("one id", || embed(&Tensor::new(1u32, &CPU)?)),
-    ("more tokens than positions, from 0 on", || embed_at(5, 0)),
-    ("more tokens than positions, from 3 on", || embed_at(2, 3)),
-    ("no tokens behind the last position", || embed_at(0, 5)),
-    ("a file without a table", || load(false, &[("weight", [7, 3])])),
-    ("a table of another size", || load(false, &[("embedding.weight", [8, 3])])),
-    ("a file without positions", || load(true, &[("embedding.weight", [7, 3])])),
-    ("a table of another width than it says", || wrap(zeros((7, 3)), 4)),
-    ("a table with a batch", || wrap(zeros((1, 7, 3)), 3)),
-    ("a table of ids", || wrap(of(DType::U32, (7, 3)), 3)),
-    ("a table of no words", || wrap(zeros((0, 3)), 3)),
-];
+pub const CASES: &[Case] = cases! {
+    "no words" => embedding(EmbeddingConfig::new(0, 4)),
+    "vectors of no width" => embedding(EmbeddingConfig::new(7, 0)),
+    "a padding row behind the table" => embedding(EmbeddingConfig::new(7, 4).with_padding_idx(7)),
+    "no positions" => embedding(EmbeddingConfig::new(7, 4).with_max_positions(0)),
+    "an id behind the table" => embed(&Tensor::new(&[[0u32, 6], [7, 0]], &CPU)?),
+    "a negative id" => embed(&Tensor::new(&[3i64, -1], &CPU)?),
+    "the id that Candle takes for padding" => embed(&Tensor::new(&[u32::MAX], &CPU)?),
+    "vectors for ids" => embed(&zeros((1, 3))),
+    "ids with heads" => embed(&of(DType::U32, (1, 2, 3))),
+    "more tokens than positions" =>
+        embedding(EmbeddingConfig::new(7, 4).with_max_positions(2))?.forward(&of(DType::U32, 3)),
+    "positions beyond counting" =>
+        embedding(EmbeddingConfig::new(7, 4).with_max_positions(2))?.forward_at(&of(DType::U32, 1), usize::MAX),
+    "integer vectors from a seed" =>
+        EmbeddingLayer::new(&EmbeddingConfig::new(7, 4), TorchSeed::new(0).var_builder(DType::U32, &CPU)),
+    "an id behind the table, in one sequence" => embed(&Tensor::new(&[1u32, 2, 7], &CPU)?),
+    "an id behind the table, in a view" => embed(&Tensor::new(&[[1u32, 2, 3], [4, 9, 8]], &CPU)?.t()?),
+    "the largest byte" => embed(&Tensor::new(&[u8::MAX], &CPU)?),
+    "the largest id" => embed(&Tensor::new(&[i64::MAX], &CPU)?),
+    "one id" => embed(&Tensor::new(1u32, &CPU)?),
+    "more tokens than positions, from 0 on" => embed_at(5, 0),
+    "more tokens than positions, from 3 on" => embed_at(2, 3),
+    "no tokens behind the last position" => embed_at(0, 5),
+    "a file without a table" => load(false, &[("weight", [7, 3])]),
+    "a table of another size" => load(false, &[("embedding.weight", [8, 3])]),
+    "a file without positions" => load(true, &[("embedding.weight", [7, 3])]),
+    "a table of another width than it says" => wrap(zeros((7, 3)), 4),
+    "a table with a batch" => wrap(zeros((1, 7, 3)), 3),
+    "a table of ids" => wrap(of(DType::U32, (7, 3)), 3),
+    "a table of no words" => wrap(zeros((0, 3)), 3),
+};

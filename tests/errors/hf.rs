@@ -12,72 +12,65 @@ fn layer(model_type: &str, mut fields: Value) -> Result<()> {
     hf::attention_config(&fields, 1).map(drop)
 }
 
-pub const CASES: &[Case] = &[
-    ("a size of none", || layer("gpt2", json!({"n_embd": null}))),
-    ("no heads", || layer("gpt2", json!({"n_head": 0}))),
-    ("half a head", || layer("bert", json!({"num_attention_heads": 1.5}))),
-    ("a size as text", || layer("opt", json!({"hidden_size": "768"}))),
-    ("a flag as text", || layer("opt", json!({"enable_bias": "yes"}))),
-    ("a number as a flag", || layer("gpt2", json!({"attn_pdrop": true}))),
-    ("an alias of the wrong type", || layer("gpt2", json!({"hidden_size": []}))),
-    ("too few layers", || layer("bert", json!({"num_hidden_layers": 1}))),
-    ("heads of another width", || layer("gpt2", json!({"head_dim": 32}))),
-    ("fewer key heads", || layer("bert", json!({"num_key_value_heads": 4}))),
-    ("more key heads", || layer("gpt_bigcode", json!({"num_key_value_heads": 12}))),
-    ("relative positions", || layer("bert", json!({"position_embedding_type": "relative_key"}))),
-    ("a config for each layer", || layer("opt", json!({"per_layer_config": {"0": {}}}))),
-    ("a scaling that is not known", || layer("llama", json!({"rope_scaling": {"type": "ntk", "factor": 2.0}}))),
-    ("a scaling without its factor", || layer("mistral", json!({"rope_scaling": {"type": "linear"}}))),
-    ("a scaling by null", || layer("llama", json!({"rope_parameters": {"rope_type": "llama3", "factor": null}}))),
-    ("a scaling as text", || layer("qwen2", json!({"rope_parameters": "linear"}))),
-    ("a list of a number", || layer("phi3", json!({"rope_scaling": {"type": "su", "short_factor": 1.0}}))),
-    ("a list that is not there", || {
-        layer("phi3", json!({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}))
-    }),
-    ("another scaling than the architecture has", || {
-        layer("phi3", json!({"rope_scaling": {"type": "linear", "factor": 2.0}}))
-    }),
-    ("a rope for each kind of layer", || {
-        layer("qwen3", json!({"rope_parameters": {"full_attention": {"rope_type": "default"}}}))
-    }),
-    ("a rope for all kinds of layers", || {
-        layer("gemma3_text", json!({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}))
-    }),
-    ("two ropes", || {
+pub const CASES: &[Case] = cases! {
+    "a size of none" => layer("gpt2", json!({"n_embd": null})),
+    "no heads" => layer("gpt2", json!({"n_head": 0})),
+    "half a head" => layer("bert", json!({"num_attention_heads": 1.5})),
+    "a size as text" => layer("opt", json!({"hidden_size": "768"})),
+    "a flag as text" => layer("opt", json!({"enable_bias": "yes"})),
+    "a number as a flag" => layer("gpt2", json!({"attn_pdrop": true})),
+    "an alias of the wrong type" => layer("gpt2", json!({"hidden_size": []})),
+    "too few layers" => layer("bert", json!({"num_hidden_layers": 1})),
+    "heads of another width" => layer("gpt2", json!({"head_dim": 32})),
+    "fewer key heads" => layer("bert", json!({"num_key_value_heads": 4})),
+    "more key heads" => layer("gpt_bigcode", json!({"num_key_value_heads": 12})),
+    "relative positions" => layer("bert", json!({"position_embedding_type": "relative_key"})),
+    "a config for each layer" => layer("opt", json!({"per_layer_config": {"0": {}}})),
+    "a scaling that is not known" => layer("llama", json!({"rope_scaling": {"type": "ntk", "factor": 2.0}})),
+    "a scaling without its factor" => layer("mistral", json!({"rope_scaling": {"type": "linear"}})),
+    "a scaling by null" => layer("llama", json!({"rope_parameters": {"rope_type": "llama3", "factor": null}})),
+    "a scaling as text" => layer("qwen2", json!({"rope_parameters": "linear"})),
+    "a list of a number" => layer("phi3", json!({"rope_scaling": {"type": "su", "short_factor": 1.0}})),
+    "a list that is not there" => layer("phi3", json!({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}})),
+    "another scaling than the architecture has" =>
+        layer("phi3", json!({"rope_scaling": {"type": "linear", "factor": 2.0}})),
+    "a rope for each kind of layer" =>
+        layer("qwen3", json!({"rope_parameters": {"full_attention": {"rope_type": "default"}}})),
+    "a rope for all kinds of layers" =>
+        layer("gemma3_text", json!({"rope_parameters": {"rope_type": "linear", "factor": 2.0}})),
+    "two ropes" => {
         layer(
             "gemma3_text",
             json!({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"full_attention": {}}}),
         )
-    }),
-    ("a wrong rope of one kind of layer", || {
-        layer("gemma3_text", json!({"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}))
-    }),
-    ("a softcap that is not applied", || layer("gemma3_text", json!({"attn_logit_softcapping": 50.0}))),
-    ("text of another model", || layer("gemma3", json!({"text_config": {"model_type": "llama"}}))),
-    ("slopes that transformers does not have", || layer("mpt", json!({"attn_config": {"alibi_bias_max": 6}}))),
-    ("norms that transformers does not have", || layer("mpt", json!({"attn_config": {"qk_ln": true}}))),
-    ("biases that transformers does not have", || layer("mpt", json!({"no_bias": false}))),
-    ("two windows", || layer("modernbert", json!({"local_attention": 128, "sliding_window": 128}))),
-    ("a decoder", || layer("t5", json!({"is_decoder": true}))),
-    ("part of heads", || layer("llama", json!({"partial_rotary_factor": 0.5}))),
-    ("no part of heads", || layer("phi", json!({"partial_rotary_factor": 0}))),
-    ("more than heads", || layer("gpt_neox", json!({"rotary_pct": 1.5}))),
-    ("a kind of layer that is not known", || {
-        layer("gemma2", json!({"layer_types": ["full_attention", "chunked_attention"]}))
-    }),
-    ("too few kinds of layers", || layer("gpt_oss", json!({"layer_types": ["full_attention"]}))),
-    ("no window", || layer("smollm3", json!({"layer_types": ["full_attention", "sliding_attention"]}))),
-    ("a window that is not used", || layer("qwen2", json!({"layer_types": ["full_attention", "sliding_attention"]}))),
-    ("a mask that depends on the implementation", || layer("gemma", json!({"use_bidirectional_attention": true}))),
-    ("neither with positions nor without", || layer("smollm3", json!({"no_rope_layers": [1, 2]}))),
-    ("heads of a width that is not read", || layer("cohere2", json!({"head_dim": 64}))),
-    ("key heads that are not read", || layer("falcon", json!({"multi_query": false, "num_kv_heads": 8}))),
-    ("a scaling of its own", || layer("nomic_bert", json!({"rotary_scaling_factor": 2}))),
-    ("part of heads by another name", || layer("nomic_bert", json!({"rotary_emb_fraction": 0.5}))),
-    ("heads that do not divide the width", || layer("bert", json!({"hidden_size": 10, "num_attention_heads": 4}))),
-    ("dropout of two", || layer("gpt2", json!({"attn_pdrop": 2}))),
-    ("a list", || hf::attention_config(&json!(["llama"]), 0).map(drop)),
-];
+    },
+    "a wrong rope of one kind of layer" =>
+        layer("gemma3_text", json!({"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}})),
+    "a softcap that is not applied" => layer("gemma3_text", json!({"attn_logit_softcapping": 50.0})),
+    "text of another model" => layer("gemma3", json!({"text_config": {"model_type": "llama"}})),
+    "slopes that transformers does not have" => layer("mpt", json!({"attn_config": {"alibi_bias_max": 6}})),
+    "norms that transformers does not have" => layer("mpt", json!({"attn_config": {"qk_ln": true}})),
+    "biases that transformers does not have" => layer("mpt", json!({"no_bias": false})),
+    "two windows" => layer("modernbert", json!({"local_attention": 128, "sliding_window": 128})),
+    "a decoder" => layer("t5", json!({"is_decoder": true})),
+    "part of heads" => layer("llama", json!({"partial_rotary_factor": 0.5})),
+    "no part of heads" => layer("phi", json!({"partial_rotary_factor": 0})),
+    "more than heads" => layer("gpt_neox", json!({"rotary_pct": 1.5})),
+    "a kind of layer that is not known" =>
+        layer("gemma2", json!({"layer_types": ["full_attention", "chunked_attention"]})),
+    "too few kinds of layers" => layer("gpt_oss", json!({"layer_types": ["full_attention"]})),
+    "no window" => layer("smollm3", json!({"layer_types": ["full_attention", "sliding_attention"]})),
+    "a window that is not used" => layer("qwen2", json!({"layer_types": ["full_attention", "sliding_attention"]})),
+    "a mask that depends on the implementation" => layer("gemma", json!({"use_bidirectional_attention": true})),
+    "neither with positions nor without" => layer("smollm3", json!({"no_rope_layers": [1, 2]})),
+    "heads of a width that is not read" => layer("cohere2", json!({"head_dim": 64})),
+    "key heads that are not read" => layer("falcon", json!({"multi_query": false, "num_kv_heads": 8})),
+    "a scaling of its own" => layer("nomic_bert", json!({"rotary_scaling_factor": 2})),
+    "part of heads by another name" => layer("nomic_bert", json!({"rotary_emb_fraction": 0.5})),
+    "heads that do not divide the width" => layer("bert", json!({"hidden_size": 10, "num_attention_heads": 4})),
+    "dropout of two" => layer("gpt2", json!({"attn_pdrop": 2})),
+    "a list" => hf::attention_config(&json!(["llama"]), 0),
+};
 
 /// The same of latent attention.
 fn latent(model_type: &str, mut fields: Value) -> Result<()> {
@@ -85,22 +78,20 @@ fn latent(model_type: &str, mut fields: Value) -> Result<()> {
     hf::latent_attention_config(&fields, 1).map(drop)
 }
 
-pub const LATENT: &[Case] = &[
-    ("key heads", || latent("deepseek_v3", json!({"num_attention_heads": 4, "num_key_value_heads": 2}))),
-    ("a width of heads", || latent("deepseek_v3", json!({"qk_rope_head_dim": 32, "head_dim": 64}))),
-    ("both widths", || latent("deepseek_v3", json!({"qk_head_dim": 128}))),
-    ("no latent", || latent("deepseek_v3", json!({"kv_lora_rank": null}))),
-    ("no width", || latent("deepseek_v3", json!({"q_lora_rank": 0}))),
-    ("a flag as text", || latent("deepseek_v3", json!({"rope_interleave": "no"}))),
-    ("part of the part that rotates", || latent("deepseek_v3", json!({"partial_rotary_factor": 0.5}))),
-    ("scores corrected without yarn", || {
-        latent("deepseek_v3", json!({"rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}}))
-    }),
-    ("a scaling without its factor", || {
-        latent("deepseek_v3", json!({"rope_parameters": {"rope_type": "yarn", "mscale_all_dim": 1.0}}))
-    }),
-    ("a config for each layer", || latent("deepseek_v3", json!({"per_layer_config": {"0": {}}}))),
-    ("too few layers", || latent("deepseek_v3", json!({"num_hidden_layers": 1}))),
-    ("halves", || latent("deepseek_v2", json!({"rope_interleave": false}))),
-    ("dropout of two", || latent("deepseek_v2", json!({"attention_dropout": 2}))),
-];
+pub const LATENT: &[Case] = cases! {
+    "key heads" => latent("deepseek_v3", json!({"num_attention_heads": 4, "num_key_value_heads": 2})),
+    "a width of heads" => latent("deepseek_v3", json!({"qk_rope_head_dim": 32, "head_dim": 64})),
+    "both widths" => latent("deepseek_v3", json!({"qk_head_dim": 128})),
+    "no latent" => latent("deepseek_v3", json!({"kv_lora_rank": null})),
+    "no width" => latent("deepseek_v3", json!({"q_lora_rank": 0})),
+    "a flag as text" => latent("deepseek_v3", json!({"rope_interleave": "no"})),
+    "part of the part that rotates" => latent("deepseek_v3", json!({"partial_rotary_factor": 0.5})),
+    "scores corrected without yarn" =>
+        latent("deepseek_v3", json!({"rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}})),
+    "a scaling without its factor" =>
+        latent("deepseek_v3", json!({"rope_parameters": {"rope_type": "yarn", "mscale_all_dim": 1.0}})),
+    "a config for each layer" => latent("deepseek_v3", json!({"per_layer_config": {"0": {}}})),
+    "too few layers" => latent("deepseek_v3", json!({"num_hidden_layers": 1})),
+    "halves" => latent("deepseek_v2", json!({"rope_interleave": false})),
+    "dropout of two" => latent("deepseek_v2", json!({"attention_dropout": 2})),
+};

@@ -28,53 +28,50 @@ fn cross(queries: &Tensor, keys: &Tensor, values: &Tensor) -> Result<()> {
     layer.forward_with(AttentionInput::new(queries).with_key_value(keys, values)).map(drop)
 }
 
-pub const CASES: &[Case] = &[
-    ("inputs of another width", || layer()?.forward(&zeros((1, 3, 12))).map(drop)),
-    ("one sequence of another width", || layer()?.forward(&zeros((3, 12))).map(drop)),
-    ("inputs that have heads already", || layer()?.forward(&zeros((1, 4, 3, 8))).map(drop)),
-    ("one token", || layer()?.forward(&zeros(8)).map(drop)),
-    ("a scalar", || layer()?.forward(&zeros(())).map(drop)),
-    ("ids in place of vectors", || layer()?.forward(&of(DType::I64, (1, 3, 8))).map(drop)),
-    ("inputs in half precision", || layer()?.forward_t(&of(DType::BF16, (1, 3, 8)), true).map(drop)),
-    ("more positions than the context length", || layer()?.forward(&zeros((1, 7, 8))).map(drop)),
-    ("more keys than the context length", || {
+pub const CASES: &[Case] = cases! {
+    "inputs of another width" => layer()?.forward(&zeros((1, 3, 12))),
+    "one sequence of another width" => layer()?.forward(&zeros((3, 12))),
+    "inputs that have heads already" => layer()?.forward(&zeros((1, 4, 3, 8))),
+    "one token" => layer()?.forward(&zeros(8)),
+    "a scalar" => layer()?.forward(&zeros(())),
+    "ids in place of vectors" => layer()?.forward(&of(DType::I64, (1, 3, 8))),
+    "inputs in half precision" => layer()?.forward_t(&of(DType::BF16, (1, 3, 8)), true),
+    "more positions than the context length" => layer()?.forward(&zeros((1, 7, 8))),
+    "more keys than the context length" => {
         let (xs, keys) = (zeros((1, 2, 8)), zeros((1, 9, 8)));
-        layer()?.forward_with(AttentionInput::new(&xs).with_key_value(&keys, &keys)).map(drop)
-    }),
-    ("self-attention of a layer whose keys are others", || {
-        let layer = load(MultiHeadAttentionConfig::new(8, 4).with_key_size(5))?;
-        layer.forward(&zeros((1, 3, 8))).map(drop)
-    }),
-    ("keys and values in each other's place", || cross(&zeros((1, 3, 8)), &zeros((1, 4, 7)), &zeros((1, 4, 5)))),
-    ("values of another width", || cross(&zeros((1, 3, 8)), &zeros((1, 4, 5)), &zeros((1, 4, 5)))),
-    ("a batch of keys for queries without one", || cross(&zeros((3, 8)), &zeros((1, 4, 5)), &zeros((1, 4, 7)))),
-    ("keys of another batch", || cross(&zeros((2, 3, 8)), &zeros((1, 4, 5)), &zeros((1, 4, 7)))),
-    ("fewer values than keys", || cross(&zeros((1, 3, 8)), &zeros((1, 4, 5)), &zeros((1, 3, 7)))),
-    ("values of another dtype", || cross(&zeros((1, 3, 8)), &zeros((1, 4, 5)), &of(DType::F64, (1, 4, 7)))),
-    ("lengths for another batch", || {
+        layer()?.forward_with(AttentionInput::new(&xs).with_key_value(&keys, &keys))
+    },
+    "self-attention of a layer whose keys are others" =>
+        load(MultiHeadAttentionConfig::new(8, 4).with_key_size(5))?.forward(&zeros((1, 3, 8))),
+    "keys and values in each other's place" => cross(&zeros((1, 3, 8)), &zeros((1, 4, 7)), &zeros((1, 4, 5))),
+    "values of another width" => cross(&zeros((1, 3, 8)), &zeros((1, 4, 5)), &zeros((1, 4, 5))),
+    "a batch of keys for queries without one" => cross(&zeros((3, 8)), &zeros((1, 4, 5)), &zeros((1, 4, 7))),
+    "keys of another batch" => cross(&zeros((2, 3, 8)), &zeros((1, 4, 5)), &zeros((1, 4, 7))),
+    "fewer values than keys" => cross(&zeros((1, 3, 8)), &zeros((1, 4, 5)), &zeros((1, 3, 7))),
+    "values of another dtype" => cross(&zeros((1, 3, 8)), &zeros((1, 4, 5)), &of(DType::F64, (1, 4, 7))),
+    "lengths for another batch" => {
         let (xs, mask) = (zeros((2, 3, 8)), AttentionMask::none().with_valid_lens(vec![3]));
-        layer()?.forward_with(AttentionInput::new(&xs).with_mask(&mask)).map(drop)
-    }),
-    ("a mask for the learned key as well", || {
+        layer()?.forward_with(AttentionInput::new(&xs).with_mask(&mask))
+    },
+    "a mask for the learned key as well" => {
         let (xs, mask) = (zeros((2, 3, 8)), AttentionMask::none().with_keep(&of(DType::U8, (3, 4))));
         let layer = load(MultiHeadAttentionConfig::new(8, 4).with_bias_kv(true))?;
-        layer.forward_with(AttentionInput::new(&xs).with_mask(&mask)).map(drop)
-    }),
-    ("positions of another length", || rotated(&Tensor::zeros(2, DType::I64, &CPU)?)),
-    ("positions that are no integers", || rotated(&zeros(3))),
-    ("a negative position", || rotated(&Tensor::new(&[[0i64, -7, 1]], &CPU)?)),
-    ("a position past the context length", || rotated(&Tensor::new(&[0u32, 6, 1], &CPU)?)),
-    ("positions of keys that are the queries", || {
+        layer.forward_with(AttentionInput::new(&xs).with_mask(&mask))
+    },
+    "positions of another length" => rotated(&Tensor::zeros(2, DType::I64, &CPU)?),
+    "positions that are no integers" => rotated(&zeros(3)),
+    "a negative position" => rotated(&Tensor::new(&[[0i64, -7, 1]], &CPU)?),
+    "a position past the context length" => rotated(&Tensor::new(&[0u32, 6, 1], &CPU)?),
+    "positions of keys that are the queries" => {
         let (xs, positions) = (zeros((1, 3, 8)), Tensor::arange(0u32, 3, &CPU)?);
-        layer()?.forward_with(AttentionInput::new(&xs).with_key_positions(&positions)).map(drop)
-    }),
-    ("a softcap that f32 does not hold", || {
-        load(MultiHeadAttentionConfig::new(8, 4).with_softcap(1e-300))?.forward(&zeros((1, 3, 8))).map(drop)
-    }),
-    ("a fused kernel in training", || {
+        layer()?.forward_with(AttentionInput::new(&xs).with_key_positions(&positions))
+    },
+    "a softcap that f32 does not hold" =>
+        load(MultiHeadAttentionConfig::new(8, 4).with_softcap(1e-300))?.forward(&zeros((1, 3, 8))),
+    "a fused kernel in training" => {
         let vars = candle_nn::VarMap::new();
         let vb = VarBuilder::from_varmap(&vars, DType::F32, &CPU);
         let layer = MultiHeadAttention::new(&MultiHeadAttentionConfig::new(8, 4), vb)?;
-        layer.forward_with(AttentionInput::new(&zeros((1, 3, 8))).with_backend(Backend::Fused)).map(drop)
-    }),
-];
+        layer.forward_with(AttentionInput::new(&zeros((1, 3, 8))).with_backend(Backend::Fused))
+    },
+};

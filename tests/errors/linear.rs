@@ -44,41 +44,38 @@ fn load(prefix: &str, in_dim: usize) -> Result<()> {
     packed_linear(in_dim, 6, VarBuilder::from_tensors(tensors.into(), F32, &CPU).pp(prefix)).map(drop)
 }
 
-pub const WEIGHTS: &[Case] = &[
-    ("rank 0", || new(ones((), F32), None)),
-    ("rank 1", || new(ones(4, F32), None)),
-    ("rank 3", || new(ones((1, 3, 4), F32), None)),
-    ("whole numbers", || new(ones((3, 4), DType::U32), None)),
-    ("a bias as long as the input", || new(ones((3, 4), F32), Some(ones(4, F32)))),
-    ("a bias of rank 2", || new(ones((3, 4), F32), Some(ones((1, 3), F32)))),
-    ("a bias of rank 0", || new(ones((1, 4), F32), Some(ones((), F32)))),
-    ("a bias of another dtype", || new(ones((3, 4), DType::BF16), Some(ones(3, F32)))),
-    ("a tier for f64", || on_scalar(&ones((3, 4), DType::F64)?)),
-    ("a tier for variables", || on_scalar(&var((3, 4))?)),
-    ("a file without the weight", || load("down", 4)),
-    ("a file with another weight", || load("up", 5)),
-];
+pub const WEIGHTS: &[Case] = cases! {
+    "rank 0" => new(ones((), F32), None),
+    "rank 1" => new(ones(4, F32), None),
+    "rank 3" => new(ones((1, 3, 4), F32), None),
+    "whole numbers" => new(ones((3, 4), DType::U32), None),
+    "a bias as long as the input" => new(ones((3, 4), F32), Some(ones(4, F32))),
+    "a bias of rank 2" => new(ones((3, 4), F32), Some(ones((1, 3), F32))),
+    "a bias of rank 0" => new(ones((1, 4), F32), Some(ones((), F32))),
+    "a bias of another dtype" => new(ones((3, 4), DType::BF16), Some(ones(3, F32))),
+    "a tier for f64" => on_scalar(&ones((3, 4), DType::F64)?),
+    "a tier for variables" => on_scalar(&var((3, 4))?),
+    "a file without the weight" => load("down", 4),
+    "a file with another weight" => load("up", 5),
+};
 
-pub const INPUTS: &[Case] = &[
-    ("rank 0", || forward(F32, ones((), F32))),
-    ("too narrow", || forward(F32, ones((2, 3), F32))),
-    ("too wide", || forward(F32, ones((2, 5), F32))),
-    ("no inputs", || forward(F32, ones((2, 0), F32))),
-    ("transposed", || forward(F32, ones((4, 3), F32))),
-    ("half precision over f32", || forward(F32, ones((2, 4), DType::BF16))),
-    ("f16 over bf16", || forward(DType::BF16, ones((2, 4), DType::F16))),
-    ("bf16 over f16", || forward(DType::F16, ones((2, 4), DType::BF16))),
-    ("f64", || forward(DType::BF16, ones((2, 4), DType::F64))),
-    ("whole numbers", || forward(F32, ones((2, 4), DType::I64))),
-    ("f32 over f64, which is not packed", || forward(DType::F64, ones((2, 4), F32))),
-    ("columns past the end", || columns(1, 4)),
-    ("columns beyond the end", || columns(4, 4)),
-    ("columns backwards", || columns(2, 1)),
-    ("columns of variables", || {
-        let packed = PackedLinear::new(&var((3, 4))?, None)?;
-        packed.forward_columns(&ones((2, 4), F32)?, 2..7).map(drop)
-    }),
-];
+pub const INPUTS: &[Case] = cases! {
+    "rank 0" => forward(F32, ones((), F32)),
+    "too narrow" => forward(F32, ones((2, 3), F32)),
+    "too wide" => forward(F32, ones((2, 5), F32)),
+    "no inputs" => forward(F32, ones((2, 0), F32)),
+    "transposed" => forward(F32, ones((4, 3), F32)),
+    "half precision over f32" => forward(F32, ones((2, 4), DType::BF16)),
+    "f16 over bf16" => forward(DType::BF16, ones((2, 4), DType::F16)),
+    "bf16 over f16" => forward(DType::F16, ones((2, 4), DType::BF16)),
+    "f64" => forward(DType::BF16, ones((2, 4), DType::F64)),
+    "whole numbers" => forward(F32, ones((2, 4), DType::I64)),
+    "f32 over f64, which is not packed" => forward(DType::F64, ones((2, 4), F32)),
+    "columns past the end" => columns(1, 4),
+    "columns beyond the end" => columns(4, 4),
+    "columns backwards" => columns(2, 1),
+    "columns of variables" => PackedLinear::new(&var((3, 4))?, None)?.forward_columns(&ones((2, 4), F32)?, 2..7),
+};
 
 const HUGE: usize = 1 << 40;
 
@@ -91,16 +88,16 @@ fn wide(weight: &Tensor) -> Result<()> {
     PackedLinear::new(weight, None)?.forward_columns(&view(&[1 << 30, 1 << 20], F32)?, 1..2).map(drop)
 }
 
-pub const SIZES: &[Case] = &[
-    ("a weight beyond counting", || new(view(&[HUGE, HUGE], F32), None)),
-    ("a weight beyond memory", || new(view(&[1 << 24, HUGE >> 8], DType::BF16), None)),
-    ("an empty weight beyond counting", || new(Tensor::zeros((0, usize::MAX), F32, &CPU), None)),
-    ("a bias beyond memory", || new(Tensor::zeros((1 << 56, 0), F32, &CPU), Some(view(&[1 << 56], F32)))),
-    ("an input beyond counting", || forward(F32, ones(4, F32)?.broadcast_as((HUGE, HUGE, 4)))),
-    ("an output beyond memory", || forward(F32, ones(4, F32)?.broadcast_as((1 << 54, 4)))),
-    ("a copy of an input beyond memory", || wide(&ones((3, 1 << 20), F32)?)),
-    ("a copy of an input for variables", || wide(&var((3, 1 << 20))?)),
-];
+pub const SIZES: &[Case] = cases! {
+    "a weight beyond counting" => new(view(&[HUGE, HUGE], F32), None),
+    "a weight beyond memory" => new(view(&[1 << 24, HUGE >> 8], DType::BF16), None),
+    "an empty weight beyond counting" => new(Tensor::zeros((0, usize::MAX), F32, &CPU), None),
+    "a bias beyond memory" => new(Tensor::zeros((1 << 56, 0), F32, &CPU), Some(view(&[1 << 56], F32))),
+    "an input beyond counting" => forward(F32, ones(4, F32)?.broadcast_as((HUGE, HUGE, 4))),
+    "an output beyond memory" => forward(F32, ones(4, F32)?.broadcast_as((1 << 54, 4))),
+    "a copy of an input beyond memory" => wide(&ones((3, 1 << 20), F32)?),
+    "a copy of an input for variables" => wide(&var((3, 1 << 20))?),
+};
 
 /// A weight of no inputs has no entries, however many outputs: packing it takes no time.
 #[test]

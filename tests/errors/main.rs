@@ -7,6 +7,16 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+/// Cases as data: what is done wrong, and the call that has to fail for it.
+macro_rules! cases {
+    ($($name:literal => $call:expr,)*) => {
+        &[$(($name, || {
+            let _ = $call?;
+            Ok(())
+        })),*]
+    };
+}
+
 mod additive;
 mod cache;
 mod configs;

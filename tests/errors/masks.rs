@@ -23,49 +23,44 @@ fn additive(dims: (usize, usize, usize, usize), dtype: DType) -> Result<()> {
     AttentionMask::causal().to_additive(dims, dtype, &CPU).map(drop)
 }
 
-pub const LENGTHS: &[Case] = &[
-    ("lengths for another batch", || with(AttentionMask::none().with_valid_lens(vec![5, 4, 3]))),
-    ("no lengths", || with(AttentionMask::none().with_valid_lens(Vec::<usize>::new()))),
-    ("lengths for each key in place of each query", || {
-        with(AttentionMask::none().with_valid_lens(vec![vec![1; 5]; 2]))
-    }),
-    ("ragged lengths", || with(AttentionMask::none().with_valid_lens(vec![vec![1, 2, 3], vec![1, 2]]))),
-    ("rows of lengths for another batch", || with(AttentionMask::none().with_valid_lens(vec![vec![1, 2, 3]]))),
-    ("starts for another batch", || with(AttentionMask::none().with_starts(vec![0]))),
-    ("prefixes for another batch", || with(AttentionMask::causal().with_prefix(vec![1, 1, 1, 1]))),
-    ("lengths of each head", || ValidLens::from_tensor(&of(DType::I64, (2, 4, 3))).map(drop)),
-    ("one length", || ValidLens::try_from(&of(DType::U32, ())).map(drop)),
-    ("float lengths", || ValidLens::from_tensor(&zeros(2)).map(drop)),
-    ("a negative length", || ValidLens::from_tensor(&Tensor::new(&[3i64, -1], &CPU)?).map(drop)),
-    ("a negative length of a query", || ValidLens::from_tensor(&Tensor::new(&[[3i32, -7]], &CPU)?).map(drop)),
-    ("a window of no keys", || with(AttentionMask::causal().with_window(0))),
-    ("a window of no keys in the other mask", || {
-        with(AttentionMask::causal().and(&AttentionMask::none().with_window(0)))
-    }),
-];
+pub const LENGTHS: &[Case] = cases! {
+    "lengths for another batch" => with(AttentionMask::none().with_valid_lens(vec![5, 4, 3])),
+    "no lengths" => with(AttentionMask::none().with_valid_lens(Vec::<usize>::new())),
+    "lengths for each key in place of each query" => with(AttentionMask::none().with_valid_lens(vec![vec![1; 5]; 2])),
+    "ragged lengths" => with(AttentionMask::none().with_valid_lens(vec![vec![1, 2, 3], vec![1, 2]])),
+    "rows of lengths for another batch" => with(AttentionMask::none().with_valid_lens(vec![vec![1, 2, 3]])),
+    "starts for another batch" => with(AttentionMask::none().with_starts(vec![0])),
+    "prefixes for another batch" => with(AttentionMask::causal().with_prefix(vec![1, 1, 1, 1])),
+    "lengths of each head" => ValidLens::from_tensor(&of(DType::I64, (2, 4, 3))),
+    "one length" => ValidLens::try_from(&of(DType::U32, ())),
+    "float lengths" => ValidLens::from_tensor(&zeros(2)),
+    "a negative length" => ValidLens::from_tensor(&Tensor::new(&[3i64, -1], &CPU)?),
+    "a negative length of a query" => ValidLens::from_tensor(&Tensor::new(&[[3i32, -7]], &CPU)?),
+    "a window of no keys" => with(AttentionMask::causal().with_window(0)),
+    "a window of no keys in the other mask" => with(AttentionMask::causal().and(&AttentionMask::none().with_window(0))),
+};
 
-pub const TENSORS: &[Case] = &[
-    ("a float keep", || with(AttentionMask::none().with_keep(&zeros((3, 5))))),
-    ("an integer keep of another width", || with(AttentionMask::none().with_keep(&of(DType::I64, (3, 5))))),
-    ("a keep for the keys turned round", || keep((5, 3))),
-    ("a keep of each sequence without the head dimension", || keep((2, 3, 5))),
-    ("a keep for each key head", || keep((2, 2, 3, 5))),
-    ("a keep with five dimensions", || keep((1, 2, 4, 3, 5))),
-    ("an empty keep", || keep((3, 0))),
-    ("a mask of ones and zeros as a bias", || with(AttentionMask::none().with_bias(&of(DType::U8, (3, 5))))),
-    ("a bias for another length", || with(AttentionMask::none().with_bias(&zeros((3, 6))))),
-    ("an attention mask of one sequence", || AttentionMask::from_attention_mask(&zeros(5)).map(drop)),
-    ("an attention mask for each query", || AttentionMask::from_attention_mask(&zeros((2, 3, 5))).map(drop)),
-    ("an additive mask as an attention mask", || padding(&[[0.0, 0.0, f32::NEG_INFINITY], [0.0; 3]])),
-    ("segment ids as an attention mask", || padding(&[[1.0, 1.0, 2.0], [1.0; 3]])),
-    ("an attention mask that is no number", || padding(&[[1.0, f32::NAN, 1.0], [1.0; 3]])),
-    ("an attention mask for another length", || {
-        with(AttentionMask::from_attention_mask(&Tensor::new(&[[1u8, 0, 1], [1, 1, 1]], &CPU)?)?)
-    }),
-    ("an additive mask of integers", || additive((1, 1, 2, 2), DType::I64)),
-    ("an additive mask of bytes", || additive((1, 1, 2, 2), DType::U8)),
-    ("an additive mask of eight bits", || additive((1, 1, 2, 2), DType::F8E4M3)),
-    ("an additive mask beyond counting", || additive((1, 1, 1 << 40, 1 << 40), DType::F32)),
-    ("an additive mask beyond memory", || additive((1, 1, 1 << 30, 1 << 29), DType::F32)),
-    ("sizes beyond counting beside a zero", || additive((usize::MAX, 2, 0, 5), DType::F32)),
-];
+pub const TENSORS: &[Case] = cases! {
+    "a float keep" => with(AttentionMask::none().with_keep(&zeros((3, 5)))),
+    "an integer keep of another width" => with(AttentionMask::none().with_keep(&of(DType::I64, (3, 5)))),
+    "a keep for the keys turned round" => keep((5, 3)),
+    "a keep of each sequence without the head dimension" => keep((2, 3, 5)),
+    "a keep for each key head" => keep((2, 2, 3, 5)),
+    "a keep with five dimensions" => keep((1, 2, 4, 3, 5)),
+    "an empty keep" => keep((3, 0)),
+    "a mask of ones and zeros as a bias" => with(AttentionMask::none().with_bias(&of(DType::U8, (3, 5)))),
+    "a bias for another length" => with(AttentionMask::none().with_bias(&zeros((3, 6)))),
+    "an attention mask of one sequence" => AttentionMask::from_attention_mask(&zeros(5)),
+    "an attention mask for each query" => AttentionMask::from_attention_mask(&zeros((2, 3, 5))),
+    "an additive mask as an attention mask" => padding(&[[0.0, 0.0, f32::NEG_INFINITY], [0.0; 3]]),
+    "segment ids as an attention mask" => padding(&[[1.0, 1.0, 2.0], [1.0; 3]]),
+    "an attention mask that is no number" => padding(&[[1.0, f32::NAN, 1.0], [1.0; 3]]),
+    "an attention mask for another length" =>
+        with(AttentionMask::from_attention_mask(&Tensor::new(&[[1u8, 0, 1], [1, 1, 1]], &CPU)?)?),
+    "an additive mask of integers" => additive((1, 1, 2, 2), DType::I64),
+    "an additive mask of bytes" => additive((1, 1, 2, 2), DType::U8),
+    "an additive mask of eight bits" => additive((1, 1, 2, 2), DType::F8E4M3),
+    "an additive mask beyond counting" => additive((1, 1, 1 << 40, 1 << 40), DType::F32),
+    "an additive mask beyond memory" => additive((1, 1, 1 << 30, 1 << 29), DType::F32),
+    "sizes beyond counting beside a zero" => additive((usize::MAX, 2, 0, 5), DType::F32),
+};

@@ -35,37 +35,37 @@ fn call(queries: &[usize], cfg: &Config, dtype: DType) -> Result<()> {
     own()?.forward_with(AttentionInput::new(&zeros(queries)).with_memory(&memory(cfg, dtype)?)).map(drop)
 }
 
-pub const PROJECTIONS: &[Case] = &[
-    ("keys of another width", || project(&[2, 7, 7], &[2, 7, 8])),
-    ("keys of one dimension", || project(&[8], &[8])),
-    ("values without a batch", || project(&[2, 7, 8], &[7, 8])),
-    ("fewer values than keys", || project(&[2, 7, 8], &[2, 6, 8])),
-    ("a larger batch of values", || project(&[1, 7, 8], &[2, 7, 8])),
-    ("more than the context length", || project(&[2, 10, 8], &[2, 10, 8])),
-    ("keys in double precision", || own()?.project_memory(&of(DType::F64, (2, 7, 8)), &zeros((2, 7, 8))).map(drop)),
-];
+pub const PROJECTIONS: &[Case] = cases! {
+    "keys of another width" => project(&[2, 7, 7], &[2, 7, 8]),
+    "keys of one dimension" => project(&[8], &[8]),
+    "values without a batch" => project(&[2, 7, 8], &[7, 8]),
+    "fewer values than keys" => project(&[2, 7, 8], &[2, 6, 8]),
+    "a larger batch of values" => project(&[1, 7, 8], &[2, 7, 8]),
+    "more than the context length" => project(&[2, 10, 8], &[2, 10, 8]),
+    "keys in double precision" => own()?.project_memory(&of(DType::F64, (2, 7, 8)), &zeros((2, 7, 8))),
+};
 
-pub const CALLS: &[Case] = &[
-    ("more key heads", || call(&[2, 3, 8], &base().with_num_kv_heads(4), DType::F32)),
-    ("wider values", || call(&[2, 3, 8], &base().with_value_head_dim(3), DType::F32)),
-    ("a learned key", || call(&[2, 3, 8], &base().with_bias_kv(true), DType::F32)),
-    ("queries of another batch", || call(&[3, 3, 8], &base(), DType::F32)),
-    ("queries without a batch", || call(&[3, 8], &base(), DType::F32)),
-    ("another dtype", || call(&[2, 3, 8], &base(), DType::F64)),
-    ("keys and values too", || {
+pub const CALLS: &[Case] = cases! {
+    "more key heads" => call(&[2, 3, 8], &base().with_num_kv_heads(4), DType::F32),
+    "wider values" => call(&[2, 3, 8], &base().with_value_head_dim(3), DType::F32),
+    "a learned key" => call(&[2, 3, 8], &base().with_bias_kv(true), DType::F32),
+    "queries of another batch" => call(&[3, 3, 8], &base(), DType::F32),
+    "queries without a batch" => call(&[3, 8], &base(), DType::F32),
+    "another dtype" => call(&[2, 3, 8], &base(), DType::F64),
+    "keys and values too" => {
         let (queries, encoded, memory) = (zeros((2, 3, 8)), zeros((2, 7, 8)), memory(&base(), DType::F32)?);
         let input = AttentionInput::new(&queries).with_memory(&memory).with_key_value(&encoded, &encoded);
-        own()?.forward_with(input).map(drop)
-    }),
-    ("a cache too", || {
+        own()?.forward_with(input)
+    },
+    "a cache too" => {
         let (queries, memory, mut cache) = (zeros((2, 3, 8)), memory(&base(), DType::F32)?, AttentionCache::default());
-        own()?.forward_with(AttentionInput::new(&queries).with_memory(&memory).with_cache(&mut cache)).map(drop)
-    }),
-    ("key positions too", || {
+        own()?.forward_with(AttentionInput::new(&queries).with_memory(&memory).with_cache(&mut cache))
+    },
+    "key positions too" => {
         let cfg = Config::new(8, 2).with_rope(RopeConfig::new(100.0));
         let (queries, memory) = (zeros((2, 3, 8)), memory(&cfg, DType::F32)?);
         let positions = Tensor::arange(0u32, 7, &CPU)?;
         let input = AttentionInput::new(&queries).with_memory(&memory).with_key_positions(&positions);
-        layer(&cfg, DType::F32)?.forward_with(input).map(drop)
-    }),
-];
+        layer(&cfg, DType::F32)?.forward_with(input)
+    },
+};

@@ -29,29 +29,22 @@ fn from(out_proj: bool, modules: ProjectionModules) -> Result<MultiHeadAttention
     MultiHeadAttention::from_modules(&cfg, modules, VarBuilder::zeros(DType::F32, &CPU))
 }
 
-pub const MODULES: &[Case] = &[
-    ("no output module", || from(true, three()).map(drop)),
-    ("an output module that the config denies", || from(false, three().with_output(linear(8))).map(drop)),
-    ("an output module to change where there is none", || {
-        from(false, three())?.map_projection(ProjectionPlace::Output, Ok).map(drop)
-    }),
-    ("a change that fails", || {
-        let fail = |_| Err(Error::msg("no adapter"));
-        from(false, three())?.map_projection(ProjectionPlace::Key, fail).map(drop)
-    }),
-    ("a module of another width", || {
+pub const MODULES: &[Case] = cases! {
+    "no output module" => from(true, three()),
+    "an output module that the config denies" => from(false, three().with_output(linear(8))),
+    "an output module to change where there is none" =>
+        from(false, three())?.map_projection(ProjectionPlace::Output, Ok),
+    "a change that fails" =>
+        from(false, three())?.map_projection(ProjectionPlace::Key, |_| Err(Error::msg("no adapter"))),
+    "a module of another width" => {
         let modules = ProjectionModules::new(linear(8), linear(6), linear(8)).with_output(linear(8));
-        from(true, modules)?.forward(&zeros((1, 3, 8))).map(drop)
-    }),
-    ("a module of another dtype", || {
-        let double = |xs: &Tensor| xs.to_dtype(DType::F64);
-        from(true, three().with_output(double))?.forward(&zeros((1, 3, 8))).map(drop)
-    }),
-    ("sinks that the config denies", || {
-        let cfg = Config::new(8, 2).with_out_proj(false);
-        MultiHeadAttention::from_modules(&cfg, three(), builder(&[("sinks", &[8])])).map(drop)
-    }),
-];
+        from(true, modules)?.forward(&zeros((1, 3, 8)))
+    },
+    "a module of another dtype" =>
+        from(true, three().with_output(|xs: &Tensor| xs.to_dtype(DType::F64)))?.forward(&zeros((1, 3, 8))),
+    "sinks that the config denies" =>
+        MultiHeadAttention::from_modules(&Config::new(8, 2).with_out_proj(false), three(), builder(&[("sinks", &[8])])),
+};
 
 /// A layer of 4 heads over 2, with the lists of norms that some checkpoints have, changed.
 fn normed(scope: Option<QkNormScope>, change: impl Fn(&mut HashMap<String, Tensor>)) -> Result<()> {
@@ -72,17 +65,15 @@ fn normed(scope: Option<QkNormScope>, change: impl Fn(&mut HashMap<String, Tenso
 
 const PER_HEAD: Option<QkNormScope> = Some(QkNormScope::PerHeadWeights);
 
-pub const NORMS: &[Case] = &[
-    ("more norms than heads", || {
-        normed(PER_HEAD, |list| drop(list.insert("q_layernorm.norms.4.weight".into(), zeros(3))))
-    }),
-    ("fewer norms than heads", || normed(PER_HEAD, |list| drop(list.remove("k_layernorm.norms.1.weight")))),
-    ("a bias that the config denies", || {
-        normed(PER_HEAD, |list| drop(list.insert("k_layernorm.norms.1.bias".into(), zeros(3))))
-    }),
-    ("a list where the config has one norm", || normed(Some(QkNormScope::PerHead), |_| {})),
-    ("a list where the config has none", || normed(None, |_| {})),
-];
+pub const NORMS: &[Case] = cases! {
+    "more norms than heads" =>
+        normed(PER_HEAD, |list| drop(list.insert("q_layernorm.norms.4.weight".into(), zeros(3)))),
+    "fewer norms than heads" => normed(PER_HEAD, |list| drop(list.remove("k_layernorm.norms.1.weight"))),
+    "a bias that the config denies" =>
+        normed(PER_HEAD, |list| drop(list.insert("k_layernorm.norms.1.bias".into(), zeros(3)))),
+    "a list where the config has one norm" => normed(Some(QkNormScope::PerHead), |_| {}),
+    "a list where the config has none" => normed(None, |_| {}),
+};
 
 fn few(bidirectional: bool) -> RelativeBiasConfig {
     RelativeBiasConfig::new(bidirectional).with_num_buckets(8).with_max_distance(6)
@@ -96,17 +87,17 @@ fn biased() -> Result<MultiHeadAttention> {
     MultiHeadAttention::new(&Config::new(12, 4).with_relative_bias(few(true)), VarBuilder::zeros(DType::F32, &CPU))
 }
 
-pub const RELATIVE: &[Case] = &[
-    ("biases beyond memory", || bias(true, 3, DType::F32)?.forward(1 << 24, 1 << 24, 0).map(drop)),
-    ("keys beyond counting", || bias(true, 3, DType::F32)?.forward(1, usize::MAX, 0).map(drop)),
-    ("no bias", || biased()?.forward(&zeros((1, 3, 12))).map(drop)),
-    ("a bias that the config denies", || {
+pub const RELATIVE: &[Case] = cases! {
+    "biases beyond memory" => bias(true, 3, DType::F32)?.forward(1 << 24, 1 << 24, 0),
+    "keys beyond counting" => bias(true, 3, DType::F32)?.forward(1, usize::MAX, 0),
+    "no bias" => biased()?.forward(&zeros((1, 3, 12))),
+    "a bias that the config denies" => {
         let plain = MultiHeadAttention::new(&Config::new(12, 4), VarBuilder::zeros(DType::F32, &CPU))?;
-        plain.with_relative_bias(bias(true, 4, DType::F32)?).map(drop)
-    }),
-    ("another bias", || biased()?.with_relative_bias(bias(false, 4, DType::F32)?).map(drop)),
-    ("a bias of more heads", || biased()?.with_relative_bias(bias(true, 5, DType::F32)?).map(drop)),
-    ("a bias in another dtype", || biased()?.with_relative_bias(bias(true, 4, DType::F64)?).map(drop)),
-    ("a bias of no heads", || bias(true, 0, DType::F32).map(drop)),
-    ("a bias that is not in the file", || RelativeBias::new(&few(true), 4, builder(&[])).map(drop)),
-];
+        plain.with_relative_bias(bias(true, 4, DType::F32)?)
+    },
+    "another bias" => biased()?.with_relative_bias(bias(false, 4, DType::F32)?),
+    "a bias of more heads" => biased()?.with_relative_bias(bias(true, 5, DType::F32)?),
+    "a bias in another dtype" => biased()?.with_relative_bias(bias(true, 4, DType::F64)?),
+    "a bias of no heads" => bias(true, 0, DType::F32),
+    "a bias that is not in the file" => RelativeBias::new(&few(true), 4, builder(&[])),
+};

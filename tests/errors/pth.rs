@@ -54,72 +54,64 @@ fn stored(name: &str, class: &[u8], key: &[u8], view: &[u8]) -> Result<()> {
     pickled(name, &[b"}X\x01\0\0\0t", call.as_slice(), b"s"].concat())
 }
 
-pub const ARCHIVES: &[Case] = &[
-    ("a truncated file", || open("truncated.pth", &valid()[..valid().len() / 2])),
-    ("a file of two letters", || open("two.pth", b"PK")),
-    ("a file of before PyTorch 1.6", || {
-        open("before_1_6.pth", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.")
-    }),
-    ("an archive of something else", || open("arrays.npz", &archive(&[("weight.npy", b"")]))),
-    ("an archive of two pickles", || open("two_pickles.pth", &archive(&[("a/data.pkl", b""), ("b/data.pkl", b"")]))),
-    ("numbers in the other byte order", || {
-        open("order.pth", &archive(&[("a/data.pkl", b"\x80\x02}."), ("a/byteorder", b"big")]))
-    }),
-    ("a whole module", || Checkpoint::open(data("module.pth")).map(drop)),
-    ("one tensor", || Checkpoint::open(data("tensor.pth")).map(drop)),
-    ("another pickle protocol", || Checkpoint::open(data("protocol_4.pth")).map(drop)),
-    ("the folder of a training loop in place of its layer", || {
-        candle_attention::WeightLayout::detect(&weights::open(data("nested.pth"), DType::F32, &CPU)?).map(drop)
-    }),
-];
+pub const ARCHIVES: &[Case] = cases! {
+    "a truncated file" => open("truncated.pth", &valid()[..valid().len() / 2]),
+    "a file of two letters" => open("two.pth", b"PK"),
+    "a file of before PyTorch 1.6" =>
+        open("before_1_6.pth", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03."),
+    "an archive of something else" => open("arrays.npz", &archive(&[("weight.npy", b"")])),
+    "an archive of two pickles" => open("two_pickles.pth", &archive(&[("a/data.pkl", b""), ("b/data.pkl", b"")])),
+    "numbers in the other byte order" =>
+        open("order.pth", &archive(&[("a/data.pkl", b"\x80\x02}."), ("a/byteorder", b"big")])),
+    "a whole module" => Checkpoint::open(data("module.pth")),
+    "one tensor" => Checkpoint::open(data("tensor.pth")),
+    "another pickle protocol" => Checkpoint::open(data("protocol_4.pth")),
+    "the folder of a training loop in place of its layer" =>
+        candle_attention::WeightLayout::detect(&weights::open(data("nested.pth"), DType::F32, &CPU)?),
+};
 
-pub const TENSORS: &[Case] = &[
-    ("a bias of eight-bit integers that the config denies", || odd(MultiHeadAttentionConfig::new(4, 1))),
-    ("a bias of eight-bit integers", || odd(MultiHeadAttentionConfig::new(4, 1).with_q_bias(true))),
-    ("a sparse weight", || odd_tensor("k_proj.weight")),
-    ("a weight in a dtype of newer PyTorch", || odd_tensor("v_proj.weight")),
-    ("an expanded weight", || odd_tensor("o_proj.weight")),
-    ("a storage that is not there", || {
-        stored("no_storage.pth", b"ctorch\nFloatStorage\n", b"X\x01\0\0\x001", b"K\0K\x04\x85K\x01\x85")
-    }),
-    ("a storage above the archive", || {
-        stored("outside.pth", b"ctorch\nFloatStorage\n", b"X\x05\0\0\0../../", b"K\0K\x04\x85K\x01\x85")
-    }),
-    ("more elements than the storage has", || tensor("more.pth", b"K\0K\x05\x85K\x01\x85")),
-    ("an offset beyond the storage", || tensor("offset.pth", b"K\x01K\x04\x85K\x01\x85")),
-    ("an offset before the storage", || tensor("negative.pth", b"J\xff\xff\xff\xffK\x04\x85K\x01\x85")),
-    ("an offset beyond counting", || {
-        tensor("largest.pth", b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7fK\x04\x85K\x01\x85")
-    }),
-    ("strides beyond counting", || tensor("strides.pth", b"K\0K\x03\x85\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f\x85")),
-    ("a shape beyond counting beside a zero", || {
-        tensor("zero.pth", b"K\0K\0\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7fK\x09\x87K\0K\0K\0\x87")
-    }),
-    ("a shape of few elements that claims many", || tensor("claim.pth", b"K\0J\0\0\0\x40J\0\0\0\x10\x86K\0K\0\x86")),
-    ("fewer strides than dimensions", || tensor("ranks.pth", b"K\0K\x02K\x02\x86K\x01\x85")),
-    ("texts for sizes", || tensor("texts.pth", b"K\0X\x01\0\0\0a\x85K\x01\x85")),
-    ("no shape", || tensor("short.pth", b"")),
-    ("a call without arguments", || pickled("bare.pth", b"}X\x01\0\0\0tctorch._utils\n_rebuild_tensor_v2\n)Rs")),
-    ("a call without a tuple", || pickled("untupled.pth", b"}X\x01\0\0\0tctorch._utils\n_rebuild_tensor_v2\nNRs")),
-    ("one name for two tensors", || {
+pub const TENSORS: &[Case] = cases! {
+    "a bias of eight-bit integers that the config denies" => odd(MultiHeadAttentionConfig::new(4, 1)),
+    "a bias of eight-bit integers" => odd(MultiHeadAttentionConfig::new(4, 1).with_q_bias(true)),
+    "a sparse weight" => odd_tensor("k_proj.weight"),
+    "a weight in a dtype of newer PyTorch" => odd_tensor("v_proj.weight"),
+    "an expanded weight" => odd_tensor("o_proj.weight"),
+    "a storage that is not there" =>
+        stored("no_storage.pth", b"ctorch\nFloatStorage\n", b"X\x01\0\0\x001", b"K\0K\x04\x85K\x01\x85"),
+    "a storage above the archive" =>
+        stored("outside.pth", b"ctorch\nFloatStorage\n", b"X\x05\0\0\0../../", b"K\0K\x04\x85K\x01\x85"),
+    "more elements than the storage has" => tensor("more.pth", b"K\0K\x05\x85K\x01\x85"),
+    "an offset beyond the storage" => tensor("offset.pth", b"K\x01K\x04\x85K\x01\x85"),
+    "an offset before the storage" => tensor("negative.pth", b"J\xff\xff\xff\xffK\x04\x85K\x01\x85"),
+    "an offset beyond counting" => tensor("largest.pth", b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7fK\x04\x85K\x01\x85"),
+    "strides beyond counting" => tensor("strides.pth", b"K\0K\x03\x85\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f\x85"),
+    "a shape beyond counting beside a zero" =>
+        tensor("zero.pth", b"K\0K\0\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7fK\x09\x87K\0K\0K\0\x87"),
+    "a shape of few elements that claims many" => tensor("claim.pth", b"K\0J\0\0\0\x40J\0\0\0\x10\x86K\0K\0\x86"),
+    "fewer strides than dimensions" => tensor("ranks.pth", b"K\0K\x02K\x02\x86K\x01\x85"),
+    "texts for sizes" => tensor("texts.pth", b"K\0X\x01\0\0\0a\x85K\x01\x85"),
+    "no shape" => tensor("short.pth", b""),
+    "a call without arguments" => pickled("bare.pth", b"}X\x01\0\0\0tctorch._utils\n_rebuild_tensor_v2\n)Rs"),
+    "a call without a tuple" => pickled("untupled.pth", b"}X\x01\0\0\0tctorch._utils\n_rebuild_tensor_v2\nNRs"),
+    "one name for two tensors" => {
         let call = b"ctorch._utils\n_rebuild_parameter\n)R";
         let twice = [b"}(X\x01\0\0\0t".as_slice(), call, b"X\x01\0\0\0t", call, b"u"].concat();
         pickled("same.pth", &twice)
-    }),
-];
+    },
+};
 
-pub const PICKLES: &[Case] = &[
-    ("an empty pickle", || open("no_pickle.pth", &archive(&[("a/data.pkl", b"")]))),
-    ("a pickle of nothing", || pickled("nothing.pth", b"")),
-    ("a pickle of None", || pickled("none.pth", b"N")),
-    ("a text longer than the pickle", || pickled("text.pth", b"X\xff\xff\xff\xffabc")),
-    ("an instruction of another protocol", || pickled("frame.pth", b"\x95\0\0\0\0\0\0\0\0")),
-    ("a pop below the mark", || pickled("mark.pth", b"}(\x85")),
-    ("a tuple without a mark", || pickled("unmarked.pth", b"}t")),
-    ("a key without a value", || pickled("odd_items.pth", b"}(K\x01u")),
-    ("items of a number", || pickled("number.pth", b"K\x01K\x02K\x03s")),
-    ("an object before it is made", || pickled("memo.pth", b"h\x07")),
-];
+pub const PICKLES: &[Case] = cases! {
+    "an empty pickle" => open("no_pickle.pth", &archive(&[("a/data.pkl", b"")])),
+    "a pickle of nothing" => pickled("nothing.pth", b""),
+    "a pickle of None" => pickled("none.pth", b"N"),
+    "a text longer than the pickle" => pickled("text.pth", b"X\xff\xff\xff\xffabc"),
+    "an instruction of another protocol" => pickled("frame.pth", b"\x95\0\0\0\0\0\0\0\0"),
+    "a pop below the mark" => pickled("mark.pth", b"}(\x85"),
+    "a tuple without a mark" => pickled("unmarked.pth", b"}t"),
+    "a key without a value" => pickled("odd_items.pth", b"}(K\x01u"),
+    "items of a number" => pickled("number.pth", b"K\x01K\x02K\x03s"),
+    "an object before it is made" => pickled("memo.pth", b"h\x07"),
+};
 
 fn odd(cfg: MultiHeadAttentionConfig) -> Result<()> {
     MultiHeadAttention::new(&cfg, weights::open(data("odd.pth"), DType::F32, &CPU)?).map(drop)

@@ -22,16 +22,16 @@ fn at_zeros(shape: impl Into<Shape>) -> Result<()> {
     at(&of(DType::I64, shape))
 }
 
-pub const CASES: &[Case] = &[
-    ("inputs without heads", || rotate(&zeros((2, 3, 4)))),
-    ("wider heads", || rotate(&zeros((2, 1, 3, 6)))),
-    ("integers", || rotate(&of(DType::U32, (2, 1, 3, 4)))),
-    ("positions of another length", || at_zeros(4)),
-    ("positions of another batch", || at_zeros((1, 3))),
-    ("positions that are no integers", || at(&zeros(3))),
-    ("a negative position", || at(&Tensor::new(&[0i64, -1, 2], &CPU)?)),
-    ("a position that f32 cannot tell from the next", || at(&Tensor::new(&[0i64, 1, 1 << 24], &CPU)?)),
-    ("inputs too large to address", || rotate(&zeros((1, 1, 1, 4)).broadcast_as((1 << 61, 1, 1, 4))?)),
-    ("slopes of too many heads", || alibi_slopes(usize::MAX).map(drop)),
-    ("positions beyond counting", || rotary()?.apply_from(&zeros((2, 1, 3, 4)), usize::MAX).map(drop)),
-];
+pub const CASES: &[Case] = cases! {
+    "inputs without heads" => rotate(&zeros((2, 3, 4))),
+    "wider heads" => rotate(&zeros((2, 1, 3, 6))),
+    "integers" => rotate(&of(DType::U32, (2, 1, 3, 4))),
+    "positions of another length" => at_zeros(4),
+    "positions of another batch" => at_zeros((1, 3)),
+    "positions that are no integers" => at(&zeros(3)),
+    "a negative position" => at(&Tensor::new(&[0i64, -1, 2], &CPU)?),
+    "a position that f32 cannot tell from the next" => at(&Tensor::new(&[0i64, 1, 1 << 24], &CPU)?),
+    "inputs too large to address" => rotate(&zeros((1, 1, 1, 4)).broadcast_as((1 << 61, 1, 1, 4))?),
+    "slopes of too many heads" => alibi_slopes(usize::MAX),
+    "positions beyond counting" => rotary()?.apply_from(&zeros((2, 1, 3, 4)), usize::MAX),
+};

@@ -42,25 +42,25 @@ fn with(name: &str, shape: &[usize]) -> Result<()> {
     load(&config(), 3, Some((name, Some(shape))))
 }
 
-pub const CASES: &[Case] = &[
-    ("more processes than query heads divide by", || load(&config(), 4, None)),
-    ("more processes than key heads divide by", || load(&config(), 2, None)),
-    ("norms of whole projections", || {
+pub const CASES: &[Case] = cases! {
+    "more processes than query heads divide by" => load(&config(), 4, None),
+    "more processes than key heads divide by" => load(&config(), 2, None),
+    "norms of whole projections" => {
         let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::Projection, eps: 1e-5 };
         load(&config().with_qk_norm(norm), 3, None)
-    }),
-    ("a rank past the last", || HeadShard::new(2, 2).map(drop)),
-    ("no processes", || HeadShard::new(0, 0).map(drop)),
-    ("a relative bias of other heads", || {
+    },
+    "a rank past the last" => HeadShard::new(2, 2),
+    "no processes" => HeadShard::new(0, 0),
+    "a relative bias of other heads" => {
         let bias = RelativeBias::new(&RelativeBiasConfig::new(true), 4, VarBuilder::zeros(DType::F32, &CPU))?;
-        bias.shard(HeadShard::new(0, 3)?).map(drop)
-    }),
-    ("no queries", || load(&config(), 3, Some(("q_proj.weight", None)))),
-    ("too many keys", || with("k_proj.weight", &[12, 12])),
-    ("too few values", || with("v_proj.weight", &[5, 12])),
-    ("too few columns", || with("o_proj.weight", &[12, 9])),
-    ("a vector", || with("o_proj.weight", &[12])),
-    ("a number", || with("q_proj.weight", &[])),
-    ("a bias that the config does not have", || with("q_proj.bias", &[12])),
-    ("sinks that the config does not have", || with("sinks", &[6])),
-];
+        bias.shard(HeadShard::new(0, 3)?)
+    },
+    "no queries" => load(&config(), 3, Some(("q_proj.weight", None))),
+    "too many keys" => with("k_proj.weight", &[12, 12]),
+    "too few values" => with("v_proj.weight", &[5, 12]),
+    "too few columns" => with("o_proj.weight", &[12, 9]),
+    "a vector" => with("o_proj.weight", &[12]),
+    "a number" => with("q_proj.weight", &[]),
+    "a bias that the config does not have" => with("q_proj.bias", &[12]),
+    "sinks that the config does not have" => with("sinks", &[6]),
+};
