@@ -6,39 +6,30 @@ use std::sync::Mutex;
 use candle_core::{CpuStorage, CustomOp3, DType, Error, Layout, Result, Shape, Storage, Tensor, bail};
 
 use super::OutputOrder;
-use super::PackedSequences;
 use super::rows::RowRanges;
 use super::validate::{self, Call};
-use crate::AttentionMask;
 use crate::size::fits_in_memory;
 use candle_attention_kernels::flash::{self, Alibi, Dims, Problem, ScoreOptions, Strided};
 use candle_attention_kernels::{Element, Tier};
 
-/// Context (B, H, T_q, D_v) in the order asked for; `lse` receives the log-sum-exp of each query, (B, H, T_q).
-pub(super) fn attend(call: &Call, tier: Tier, lse: Option<&mut Vec<f32>>) -> Result<Tensor> {
-    attend_rows(call, RowRanges::new(call, None)?, tier, lse)
+/// Context (B, H, T_q, D_v) in the call's order.
+pub(super) fn attend(call: &Call, tier: Tier) -> Result<Tensor> {
+    attend_into(call, tier, None)
 }
 
-/// The context (1, H, total_q, D_v) and log-sum-exp (1, H, total_q) of a packed call, all sequences at once.
-pub(super) fn attend_packed(
-    call: &Call,
-    sequences: &PackedSequences,
-    tier: Tier,
-    lse: Option<&mut Vec<f32>>,
-) -> Result<Tensor> {
-    let rows = RowRanges::new(call, Some(sequences))?;
-    // A list of lengths for each query has no meaning for all sequences at once; the ranges hold what it said.
-    let none = AttentionMask::none();
-    attend_rows(&Call { mask: &none, ..call.clone() }, rows, tier, lse)
-}
-
-fn attend_rows(call: &Call, rows: RowRanges, tier: Tier, mut lse: Option<&mut Vec<f32>>) -> Result<Tensor> {
+/// The context, and the log-sum-exp (B, H, T_q) of each query.
+pub(super) fn attend_with_lse(call: &Call, tier: Tier) -> Result<(Tensor, Tensor)> {
     let validate::Dims { b, h, t_q, .. } = call.dims;
-    if let Some(lse) = &mut lse
-        && (!fits_in_memory(&[b, h, t_q]) || lse.try_reserve_exact(b * h * t_q).is_err())
-    {
+    let mut lse = Vec::new();
+    if !fits_in_memory(&[b, h, t_q]) || lse.try_reserve_exact(b * h * t_q).is_err() {
         bail!("[{}] a log-sum-exp of {:?} does not fit in memory", call.op, [b, h, t_q])
     }
+    let context = attend_into(call, tier, Some(&mut lse))?;
+    Ok((context, Tensor::from_vec(lse, (b, h, t_q), call.q.device())?))
+}
+
+fn attend_into(call: &Call, tier: Tier, lse: Option<&mut Vec<f32>>) -> Result<Tensor> {
+    let rows = RowRanges::new(call)?;
     let dims = call.score_dims();
     let device = call.q.device();
     let floats = |tensor: &Option<Tensor>| -> Result<Option<Vec<f32>>> {
@@ -60,7 +51,7 @@ fn attend_rows(call: &Call, rows: RowRanges, tier: Tier, mut lse: Option<&mut Ve
         if dense { Ok(tensor.clone()) } else { tensor.contiguous() }
     };
     let context = readable(&call.q)?.apply_op3_no_bwd(&readable(&call.k)?, &readable(&call.v)?, &op)?;
-    match call.options.output_order {
+    match call.output_order {
         OutputOrder::Bhtd => Ok(context),
         OutputOrder::Bthd => context.transpose(1, 2),
     }
@@ -110,7 +101,7 @@ impl CustomOp3 for Flash<'_> {
             _ => bail!("[{}] the fused CPU kernel takes F32, BF16 or F16", self.call.op),
         };
         let validate::Dims { b, h, t_q, d_v, .. } = self.call.dims;
-        let shape = match self.call.options.output_order {
+        let shape = match self.call.output_order {
             OutputOrder::Bhtd => (b, h, t_q, d_v),
             OutputOrder::Bthd => (b, t_q, h, d_v),
         };
@@ -153,7 +144,7 @@ impl Flash<'_> {
                 keep,
                 sinks: self.sinks.as_deref(),
             },
-            output_order: self.call.options.output_order,
+            output_order: self.call.output_order,
         };
         flash::attend_vec(&problem, self.tier, lse.as_deref_mut())
             .map_err(|error| Error::msg(format!("[{}] {error}", self.call.op)))

@@ -8,10 +8,10 @@ use std::sync::{Mutex, PoisonError};
 
 use candle_core::{DType, Device, DeviceLocation, Result, Tensor};
 
-use super::plan::Wanted;
+use super::plan::{Wanted, obstacle_of_every_gpu};
 use super::rows::{Bands, Window};
 use super::validate::{Call, Dims};
-use super::{OutputOrder, PackedSequences, first_line};
+use super::{OutputOrder, first_line};
 
 /// A call that the operation takes.
 #[derive(Debug, PartialEq, Eq)]
@@ -38,27 +38,11 @@ const GRID: usize = 65_535;
 ///
 /// # Errors
 /// As [`AttentionMask::resolve`](crate::AttentionMask::resolve).
-pub(super) fn decide(
-    call: &Call,
-    packed: Option<&PackedSequences>,
-    wanted: Wanted,
-) -> Result<std::result::Result<Plan, String>> {
+pub(super) fn decide(call: &Call, wanted: Wanted) -> Result<std::result::Result<Plan, String>> {
     let refuse = |reason: String| Ok(Err(format!("candle-flash-attn {reason}")));
-    let (Dims { b, h, t_q, t_kv, d, d_v }, options, scale) = (call.dims, call.options, call.scale());
-    if !matches!(call.q.dtype(), DType::F16 | DType::BF16) {
-        return refuse(format!("computes in F16 and BF16, and the inputs are {:?}", call.q.dtype()));
-    }
-    if wanted == Wanted::LogSumExp {
-        return refuse("has no log-sum-exp".into());
-    }
-    if options.sinks.is_some() {
-        return refuse("has no sinks".into());
-    }
-    if let Some(kind) = call.mask.tensor_kind() {
-        return refuse(format!("has no {kind} tensor"));
-    }
-    if d_v != d {
-        return refuse(format!("takes values as wide as keys, and D_v is {d_v} where D is {d}"));
+    let (Dims { b, h, t_q, t_kv, d, .. }, options, scale) = (call.dims, call.options, call.scale());
+    if let Some(obstacle) = obstacle_of_every_gpu(call, wanted, &[DType::F16, DType::BF16]) {
+        return refuse(obstacle);
     }
     if !d.is_multiple_of(8) || d > 256 {
         return refuse(format!("takes D in multiples of 8 up to 256, and D is {d}"));
@@ -73,7 +57,7 @@ pub(super) fn decide(
         return refuse(format!("drops a softcap of {softcap:?} at a scale of {scale:?}"));
     }
     // A launch that fails is not noticed: the result would be whatever lay in memory.
-    if h > GRID || b > GRID || packed.is_some_and(|packed| packed.len() > GRID) {
+    if h > GRID || b > GRID || call.sequences.is_some_and(|sequences| sequences.len() > GRID) {
         return refuse(format!("launches {GRID} sequences and heads at most, and there are {b} and {h}"));
     }
     let rows = b.checked_mul(t_q.max(t_kv)).is_some_and(|rows| i32::try_from(rows).is_ok());
@@ -81,14 +65,14 @@ pub(super) fn decide(
     if !rows || strides.is_none_or(|stride| u32::try_from(stride).is_err()) {
         return refuse("counts in 32 bits, and the call is larger".into());
     }
-    let Some(bands) = Bands::new(call, packed)? else {
+    let Some(bands) = Bands::new(call)? else {
         return refuse("takes causal masks and windows that end with the last query and key, ALiBi from there".into());
     };
     let window = bands.window;
     if bands.spans.is_empty() {
         return Ok(Err("no query sees a key".into()));
     }
-    if let (None, Some(keys)) = (packed, bands.common_keys(call)) {
+    if let (None, Some(keys)) = (call.sequences, bands.common_keys(call)) {
         return Ok(Ok(Plan::Dense { keys, window }));
     }
     let (cu_seqlens_q, cu_seqlens_kv) = cumulative(&bands, b * t_q, b * t_kv);
@@ -219,7 +203,7 @@ pub(super) fn attend(call: &Call, plan: &Plan, op: impl Fn(&Inputs) -> Result<Te
         window,
     })?;
     let context = context.reshape(shape)?.transpose(1, 2)?;
-    match options.output_order {
+    match call.output_order {
         OutputOrder::Bhtd => context.contiguous(),
         OutputOrder::Bthd => Ok(context),
     }
@@ -309,7 +293,7 @@ fn capability(_: &Device) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sdpa::{SdpaOptions, reference};
+    use crate::sdpa::{PackedSequences, SdpaOptions, reference};
     use crate::{AttentionMask, ValidLens};
 
     /// B 2, H 4 and 2, D 16 in f16: a transposed q, and views of longer buffers, k at an odd offset.
@@ -326,7 +310,7 @@ mod tests {
 
     fn reason(qkv: &[Tensor; 3], mask: &AttentionMask, options: &SdpaOptions, wanted: Wanted) -> Result<String> {
         let call = Call::new("test", qkv.each_ref(), mask, options)?;
-        Ok(decide(&call, None, wanted)?.expect_err("refused"))
+        Ok(decide(&call, wanted)?.expect_err("refused"))
     }
 
     #[test]
@@ -338,7 +322,7 @@ mod tests {
         let (q, kv) = ([2, 4, 5, 64], [2, 2, 9, 64]);
         let narrow = [usual[0].clone(), usual[1].clone(), usual[2].narrow(3, 0, 32)?];
         for (qkv, options, expected) in [
-            (shaped(q, kv, DType::F32)?, plain.clone(), "computes in F16 and BF16, and the inputs are F32"),
+            (shaped(q, kv, DType::F32)?, plain.clone(), "computes in [F16, BF16], and the inputs are F32"),
             (usual.clone(), plain.clone().with_sinks(&heads), "has no sinks"),
             (narrow, plain.clone(), "takes values as wide as keys, and D_v is 32 where D is 64"),
             (half([1, 1, 2, 60], [1, 1, 2, 60])?, plain.clone(), "takes D in multiples of 8 up to 256, and D is 60"),
@@ -364,8 +348,8 @@ mod tests {
         let ones = Tensor::ones((5, 9), DType::U8, &Device::Cpu)?;
         let bands = "takes causal masks and windows that end with the last query and key, ALiBi from there";
         for (mask, expected) in [
-            (none.clone().with_keep(&ones), "has no keep tensor"),
-            (none.clone().with_bias(&ones.to_dtype(DType::F32)?), "has no bias tensor"),
+            (none.clone().with_keep(&ones), "takes no keep tensor"),
+            (none.clone().with_bias(&ones.to_dtype(DType::F32)?), "takes no bias tensor"),
             (AttentionMask::causal().with_prefix(vec![7, 8]), bands),
             // Right padding moves the key from which the operation counts.
             (AttentionMask::causal().with_valid_lens(vec![5, 7]), bands),
@@ -447,7 +431,7 @@ mod tests {
         ] {
             let qkv = qkv(t_q, t_kv)?;
             let call = Call::new("test", qkv.each_ref(), &mask, &options)?;
-            let plan = decide(&call, None, Wanted::Context)?.expect("taken");
+            let plan = decide(&call, Wanted::Context)?.expect("taken");
             assert_eq!(matches!(plan, Plan::Varlen { .. }), varlen, "{mask:?}");
             taken[usize::from(varlen)] += 1;
             let context = attend(&call, &plan, stand_in)?;
@@ -465,15 +449,15 @@ mod tests {
     #[test]
     fn packed_sequences_are_taken() -> Result<()> {
         let sequences = PackedSequences::from_lens(&[3, 1, 0, 2], &[5, 1, 2, 0])?;
-        let draw = |t: usize, h: usize| Tensor::randn(0f32, 1., (1, h, t, 16), &Device::Cpu)?.to_dtype(DType::F16);
+        let draw = |t: usize, h: usize| Tensor::randn(0f32, 1., (t, h, 16), &Device::Cpu)?.to_dtype(DType::F16);
         let (q, kv) = (draw(6, 4)?, draw(8, 2)?);
         for mask in [AttentionMask::none(), AttentionMask::causal(), AttentionMask::causal().with_window(2)] {
-            let options = SdpaOptions::default().with_output_order(OutputOrder::Bthd);
-            let call = Call::packed("test", [&q, &kv, &kv], &mask, &options)?;
-            let plan = decide(&call, Some(&sequences), Wanted::Context)?.expect("taken");
-            let context = attend(&call, &plan, stand_in)?.transpose(1, 2)?.squeeze(0)?;
-            let (expected, _) = super::super::varlen::one_by_one(&call, &sequences)?;
-            assert_near(&context, &expected, &format!("{mask:?}"))?;
+            let options = SdpaOptions::default();
+            let call = Call::packed("test", [&q, &kv, &kv], &sequences, &mask, &options)?;
+            let plan = decide(&call, Wanted::Context)?.expect("taken");
+            let context = attend(&call, &plan, stand_in)?;
+            assert!(context.transpose(1, 2)?.is_contiguous());
+            assert_near(&context, &reference::attend(&call)?.context, &format!("{mask:?}"))?;
         }
         Ok(())
     }

@@ -9,10 +9,10 @@ use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor};
 
-use super::plan::Wanted;
+use super::plan::{Wanted, obstacle_of_every_gpu};
 use super::rows::{Bands, Window};
 use super::validate::{Call, Dims};
-use super::{OutputOrder, PackedSequences, SdpaOptions, reference};
+use super::{OutputOrder, reference};
 use crate::AttentionMask;
 
 /// A call that the operation takes.
@@ -39,20 +39,16 @@ const BLOCK: usize = 32;
 ///
 /// # Errors
 /// As [`AttentionMask::resolve`].
-pub(super) fn decide(
-    call: &Call,
-    packed: Option<&PackedSequences>,
-    wanted: Wanted,
-) -> Result<std::result::Result<Plan, String>> {
+pub(super) fn decide(call: &Call, wanted: Wanted) -> Result<std::result::Result<Plan, String>> {
     let refuse = |reason: String| Ok(Err(format!("candle_nn::ops::sdpa {reason}")));
-    let (Dims { t_q, d, d_v, .. }, options, scale) = (call.dims, call.options, call.scale());
-    if !matches!(call.q.dtype(), DType::F32 | DType::F16 | DType::BF16) {
-        return refuse(format!("computes in F32, F16 and BF16, and the inputs are {:?}", call.q.dtype()));
+    let (Dims { t_q, d, .. }, options, scale) = (call.dims, call.options, call.scale());
+    // Of one query it ignores mask tensors. Of more, a bias is multiplied by log2 e, and rows without a key are NaN
+    // (#3690, #3388).
+    if let Some(obstacle) = obstacle_of_every_gpu(call, wanted, &[DType::F32, DType::F16, DType::BF16]) {
+        return refuse(obstacle);
     }
     for (given, what) in [
-        (packed.is_some(), "packed sequences"),
-        (wanted == Wanted::LogSumExp, "log-sum-exp"),
-        (options.sinks.is_some(), "sinks"),
+        (call.sequences.is_some(), "packed sequences"),
         (options.alibi_slopes.is_some(), "ALiBi"),
         // It has one for one query, and takes 1.0 for none.
         (options.softcap.is_some(), "softcap for several queries"),
@@ -60,13 +56,6 @@ pub(super) fn decide(
         if given {
             return refuse(format!("has no {what}"));
         }
-    }
-    // One query: ignored. More: a bias is multiplied by log2 e, and rows without a key are NaN (#3690, #3388).
-    if let Some(kind) = call.mask.tensor_kind() {
-        return refuse(format!("has no {kind} tensor for every call"));
-    }
-    if d_v != d {
-        return refuse(format!("writes rows of D, and D_v is {d_v} where D is {d}"));
     }
     // Of 72 and 80 there is a kernel for several queries only; 512 has none in F32.
     if !(matches!(d, 32 | 64 | 96 | 128 | 256) || matches!(d, 72 | 80) && t_q > 1) {
@@ -76,7 +65,7 @@ pub(super) fn decide(
     if !(1e-4..=1.0).contains(&scale) {
         return refuse(format!("scales queries in {:?}, where {scale:?} may be out of range", call.q.dtype()));
     }
-    let bands = Bands::new(call, None)?;
+    let bands = Bands::new(call)?;
     if bands.as_ref().is_some_and(|bands| bands.spans.is_empty()) {
         return Ok(Err("no query sees a key".into()));
     }
@@ -123,11 +112,10 @@ pub(super) fn attend(call: &Call, plan: &Plan, op: impl Fn(&Inputs) -> Result<Te
     if plan.rest > 0 {
         let q = call.q.narrow(2, t_q, plan.rest)?;
         let causal = AttentionMask::causal();
-        let options = SdpaOptions { output_order: OutputOrder::Bhtd, ..call.options.clone() };
-        let rest = reference::attend(&Call::new(call.op, [&q, &k, &v], &causal, &options)?)?;
+        let rest = reference::attend(&Call::new(call.op, [&q, &k, &v], &causal, call.options)?)?;
         context = Tensor::cat(&[&context, &rest.context], 2)?.contiguous()?;
     }
-    match call.options.output_order {
+    match call.output_order {
         OutputOrder::Bhtd => Ok(context),
         OutputOrder::Bthd => context.transpose(1, 2)?.contiguous()?.transpose(1, 2),
     }
@@ -147,6 +135,7 @@ fn contiguous(tensor: &Tensor, rows_of_heads: bool) -> Result<Tensor> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{PackedSequences, SdpaOptions};
     use candle_core::Device;
 
     fn draw(dims: [usize; 4], dtype: DType) -> Result<Tensor> {
@@ -158,7 +147,7 @@ mod tests {
         mask: &AttentionMask,
         options: &SdpaOptions,
     ) -> Result<std::result::Result<Plan, String>> {
-        decide(&Call::new("test", [q, k, v], mask, options)?, None, Wanted::Context)
+        decide(&Call::new("test", [q, k, v], mask, options)?, Wanted::Context)
     }
 
     #[test]
@@ -171,11 +160,11 @@ mod tests {
         let heads = Tensor::zeros(4, DType::F32, &Device::Cpu)?;
         let [q, k, v] = usual()?;
         for (qkv, options, expected) in [
-            (with(5, 64, DType::F64)?, plain.clone(), "computes in F32, F16 and BF16, and the inputs are F64"),
+            (with(5, 64, DType::F64)?, plain.clone(), "computes in [F32, F16, BF16], and the inputs are F64"),
             (usual()?, plain.clone().with_sinks(&heads), "has no sinks"),
             (usual()?, plain.clone().with_alibi_slopes(&heads), "has no ALiBi"),
             (usual()?, plain.clone().with_softcap(30.0), "has no softcap for several queries"),
-            ([q, k, v.narrow(3, 0, 32)?], plain.clone(), "writes rows of D, and D_v is 32 where D is 64"),
+            ([q, k, v.narrow(3, 0, 32)?], plain.clone(), "takes values as wide as keys, and D_v is 32 where D is 64"),
             (with(5, 48, DType::F32)?, plain.clone(), "has no kernel for D of 48 and 5 queries"),
             (with(1, 72, DType::F32)?, plain.clone(), "has no kernel for D of 72 and 1 queries"),
             (with(5, 512, DType::F32)?, plain.clone(), "has no kernel for D of 512 and 5 queries"),
@@ -187,8 +176,8 @@ mod tests {
         let others = "takes no mask and causal masks, and all sequences have to see the same keys";
         let blocks = "has causal masks of 32 queries or more after a multiple of 32 keys";
         for (t_q, mask, expected) in [
-            (5, none.clone().with_keep(&keep), "has no keep tensor for every call"),
-            (5, none.clone().with_bias(&keep.to_dtype(DType::F32)?), "has no bias tensor for every call"),
+            (5, none.clone().with_keep(&keep), "takes no keep tensor"),
+            (5, none.clone().with_bias(&keep.to_dtype(DType::F32)?), "takes no bias tensor"),
             (1, none.clone().with_valid_lens(vec![3, 4]), others),
             (5, AttentionMask::causal().with_window(4), others),
             (9, AttentionMask::causal().with_starts(vec![2, 0]), others),
@@ -201,10 +190,12 @@ mod tests {
         assert_eq!(hidden, Err("no query sees a key".into()));
         let [q, k, v] = usual()?;
         let call = Call::new("test", [&q, &k, &v], &none, &plain)?;
-        let lse = decide(&call, None, Wanted::LogSumExp)?;
+        let lse = decide(&call, Wanted::LogSumExp)?;
         assert_eq!(lse, Err("candle_nn::ops::sdpa has no log-sum-exp".into()));
         let sequences = PackedSequences::from_lens(&[5], &[9])?;
-        let packed = decide(&call, Some(&sequences), Wanted::Context)?;
+        let [q, k] = [&q, &k].map(|x| x.get(0)?.transpose(0, 1));
+        let (q, k) = (q?, k?);
+        let packed = decide(&Call::packed("test", [&q, &k, &k], &sequences, &none, &plain)?, Wanted::Context)?;
         assert_eq!(packed, Err("candle_nn::ops::sdpa has no packed sequences".into()));
         Ok(())
     }
@@ -239,7 +230,7 @@ mod tests {
                 let kv = draw([2, 2, t_kv + 3, 32], DType::F32)?.narrow(2, 0, t_kv)?;
                 let options = SdpaOptions::default().with_output_order(order);
                 let call = Call::new("test", [&q, &kv, &kv], &mask, &options)?;
-                let plan = decide(&call, None, Wanted::Context)?.expect("taken");
+                let plan = decide(&call, Wanted::Context)?.expect("taken");
                 assert_eq!(plan.rest, rest, "{mask:?}");
                 let context = attend(&call, &plan, stand_in)?;
                 let difference = (&context - reference::attend(&call)?.context)?.abs()?.flatten_all()?.max(0)?;

@@ -6,10 +6,7 @@
 
 mod cpu;
 mod cuda;
-mod merge;
 mod metal;
-mod options;
-mod packed_sequences;
 mod plan;
 mod reference;
 mod rows;
@@ -17,16 +14,12 @@ mod softmax;
 mod validate;
 mod varlen;
 
-pub use merge::merge_attention;
-pub use options::{Backend, OutputOrder, SdpaOptions};
-pub use packed_sequences::PackedSequences;
-pub use plan::Plan;
-pub use softmax::masked_softmax;
-pub use varlen::{scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse};
+pub use plan::{Backend, OutputOrder, Plan, SdpaOptions};
+pub use softmax::{masked_softmax, merge_attention};
+pub use varlen::{PackedSequences, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse};
 
-pub(crate) use merge::shares_of_parts;
 pub(crate) use reference::{Dropout, dropout, weighted_values};
-pub(crate) use softmax::{FLOATS, VisibleSoftmax, accumulation_dtype};
+pub(crate) use softmax::{FLOATS, VisibleSoftmax, accumulation_dtype, shares_of_parts};
 
 use std::sync::Once;
 
@@ -34,7 +27,7 @@ use candle_core::{Result, Tensor, bail};
 
 use crate::AttentionMask;
 use plan::{Choice, Wanted};
-use validate::{Call, Dims};
+use validate::Call;
 
 /// What attention gives when the weights are asked for too.
 #[derive(Debug, Clone)]
@@ -79,14 +72,7 @@ pub fn scaled_dot_product_attention(
     options: &SdpaOptions,
 ) -> Result<Tensor> {
     let call = Call::new("scaled_dot_product_attention", [q, k, v], mask, options)?;
-    let reference = || Ok(reference::attend(&call)?.context);
-    let context = match plan::choose(&call, None, Wanted::Context)? {
-        Choice::Reference { .. } => reference(),
-        Choice::Cpu(tier) => cpu::attend(&call, tier, None),
-        Choice::FlashAttn(plan) => or_reference(&call, cuda::attend(&call, &plan, cuda::flash_attn), reference),
-        Choice::Metal(plan) => or_reference(&call, metal::attend(&call, &plan, metal::sdpa), reference),
-    };
-    call.in_rank_of_q(context?)
+    call.in_rank_of_q(context(&call)?)
 }
 
 /// [`scaled_dot_product_attention`] that also returns the weights.
@@ -111,7 +97,7 @@ pub(crate) fn attend_with_weights_and_lse(
     options: &SdpaOptions,
 ) -> Result<(AttentionOutput, Tensor)> {
     let call = Call::new("scaled_dot_product_attention_with_weights", [q, k, v], mask, options)?;
-    plan::choose(&call, None, Wanted::Weights)?;
+    plan::choose(&call, Wanted::Weights)?;
     let attended = reference::attend(&call)?;
     let output = AttentionOutput {
         context: call.in_rank_of_q(attended.context)?,
@@ -136,20 +122,31 @@ pub fn scaled_dot_product_attention_with_lse(
     options: &SdpaOptions,
 ) -> Result<(Tensor, Tensor)> {
     let call = Call::new("scaled_dot_product_attention_with_lse", [q, k, v], mask, options)?;
-    let (context, lse) = match plan::choose(&call, None, Wanted::LogSumExp)? {
+    let (context, lse) = context_and_lse(&call)?;
+    Ok((call.in_rank_of_q(context)?, call.in_rank_of_q(lse)?))
+}
+
+/// (B, H, T_q, D_v) in the call's order.
+fn context(call: &Call) -> Result<Tensor> {
+    let reference = || Ok(reference::attend(call)?.context);
+    match plan::choose(call, Wanted::Context)? {
+        Choice::Reference { .. } => reference(),
+        Choice::Cpu(tier) => cpu::attend(call, tier),
+        Choice::FlashAttn(plan) => or_reference(call, cuda::attend(call, &plan, cuda::flash_attn), reference),
+        Choice::Metal(plan) => or_reference(call, metal::attend(call, &plan, metal::sdpa), reference),
+    }
+}
+
+/// The context, and the log-sum-exp (B, H, T_q).
+fn context_and_lse(call: &Call) -> Result<(Tensor, Tensor)> {
+    match plan::choose(call, Wanted::LogSumExp)? {
         // The operations of GPUs have no log-sum-exp, and are not chosen for one.
         Choice::Reference { .. } | Choice::FlashAttn(_) | Choice::Metal(_) => {
-            let attended = reference::attend(&call)?;
-            (attended.context, attended.lse)
+            let attended = reference::attend(call)?;
+            Ok((attended.context, attended.lse))
         }
-        Choice::Cpu(tier) => {
-            let mut lse = Vec::new();
-            let context = cpu::attend(&call, tier, Some(&mut lse))?;
-            let Dims { b, h, t_q, .. } = call.dims;
-            (context, Tensor::from_vec(lse, (b, h, t_q), q.device())?)
-        }
-    };
-    Ok((call.in_rank_of_q(context)?, call.in_rank_of_q(lse)?))
+        Choice::Cpu(tier) => cpu::attend_with_lse(call, tier),
+    }
 }
 
 /// What a GPU's fused operation gave; where it failed and another path was allowed, what the reference path gives.
@@ -176,13 +173,14 @@ fn first_line(error: &candle_core::Error) -> String {
 /// # Errors
 /// As [`scaled_dot_product_attention`].
 pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-    Ok(plan::choose(&Call::new("plan", [q, k, v], mask, options)?, None, Wanted::Context)?.plan())
+    Ok(plan::choose(&Call::new("plan", [q, k, v], mask, options)?, Wanted::Context)?.plan())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use candle_core::{DType, Device, Error};
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     /// (H, T, D), (T, D) and a batch of one for k and v, against the call with all four dimensions written out.
     #[test]
@@ -252,8 +250,30 @@ mod tests {
         Ok(())
     }
 
+    /// Counts the warnings of [`or_reference`].
+    struct Warnings(AtomicUsize);
+
+    impl log::Log for Warnings {
+        fn enabled(&self, metadata: &log::Metadata) -> bool {
+            metadata.level() == log::Level::Warn
+        }
+
+        fn log(&self, record: &log::Record) {
+            let text = record.args().to_string();
+            if self.enabled(record.metadata()) && text.contains("the fused operation failed") {
+                assert!(text.ends_with("runs instead: DriverError(CUDA_ERROR_OUT_OF_MEMORY)"), "{text}");
+                self.0.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+
+        fn flush(&self) {}
+    }
+
     #[test]
-    fn an_operation_that_fails_is_replaced_or_named() -> Result<()> {
+    fn an_operation_that_fails_is_named_or_replaced_and_logged_once() -> Result<()> {
+        static WARNINGS: Warnings = Warnings(AtomicUsize::new(0));
+        log::set_logger(&WARNINGS).expect("no other test has a logger");
+        log::set_max_level(log::LevelFilter::Warn);
         let q = Tensor::zeros((1, 1, 2, 8), DType::F32, &Device::Cpu)?;
         let mask = AttentionMask::none();
         let run = |backend, fused: Result<u8>, reference: Result<u8>| {
@@ -263,13 +283,17 @@ mod tests {
         };
         let text = |result: Result<u8>| result.expect_err("both failed").to_string();
         let failed = || Err(Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY)\n  backtrace".into()));
-        assert_eq!(run(Backend::Auto, Ok(1), Ok(2))?, 1);
-        assert_eq!(run(Backend::Auto, failed(), Ok(2))?, 2);
+        let warnings = || WARNINGS.0.load(Ordering::Relaxed);
+        assert_eq!((run(Backend::Auto, Ok(1), Ok(2))?, warnings()), (1, 0));
+        for _ in 0..3 {
+            assert_eq!((run(Backend::Auto, failed(), Ok(2))?, warnings()), (2, 1));
+        }
         let expected = "[attention] the fused operation failed: DriverError(CUDA_ERROR_OUT_OF_MEMORY)";
         assert!(text(run(Backend::Fused, failed(), Ok(2))).starts_with(expected));
         let both = text(run(Backend::Auto, failed(), Err(Error::Msg("the reference path too".into()))));
         assert!(both.contains("after the fused operation failed: DriverError(CUDA_ERROR_OUT_OF_MEMORY)"), "{both}");
         assert!(both.contains("the reference path too"), "{both}");
+        assert_eq!(warnings(), 1);
         Ok(())
     }
 }

@@ -2,9 +2,9 @@
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::OutputOrder;
 use super::softmax::{VisibleSoftmax, accumulation_dtype, scalar};
 use super::validate::{Call, Dims};
+use super::{OutputOrder, PackedSequences};
 use crate::init::TorchSeed;
 use crate::size::fits_in_memory;
 
@@ -18,6 +18,41 @@ pub(super) struct Attended {
 }
 
 pub(super) fn attend(call: &Call) -> Result<Attended> {
+    match call.sequences {
+        None => attend_batch(call),
+        Some(sequences) => attend_sequences(call, sequences),
+    }
+}
+
+/// Each sequence by itself. No weights: they have no one shape.
+fn attend_sequences(packed: &Call, sequences: &PackedSequences) -> Result<Attended> {
+    let (Dims { h, t_q, d_v, .. }, device) = (packed.dims, packed.q.device());
+    let (mut contexts, mut lses) = (Vec::new(), Vec::new());
+    for s in 0..sequences.len() {
+        let (queries, keys) = (sequences.queries(s), sequences.keys(s));
+        let mask = packed.mask.of_sequence(s, sequences.len(), queries.len(), keys.len());
+        let q = packed.q.narrow(2, queries.start, queries.len())?;
+        let k = packed.k.narrow(2, keys.start, keys.len())?;
+        let v = packed.v.narrow(2, keys.start, keys.len())?;
+        let call = Call::new(packed.op, [&q, &k, &v], &mask, packed.options)?;
+        let own = attend_batch(&Call { output_order: packed.output_order, ..call })?;
+        if !queries.is_empty() {
+            contexts.push(own.context.transpose(1, 2)?);
+            lses.push(own.lse);
+        }
+    }
+    let dtype = accumulation_dtype(packed.q.dtype());
+    let (context, lse) = match contexts.is_empty() {
+        true => {
+            let context = Tensor::zeros((1, t_q, h, d_v), packed.q.dtype(), device)?;
+            (context, Tensor::zeros((1, h, t_q), dtype, device)?)
+        }
+        false => (Tensor::cat(&contexts, 1)?.contiguous()?, Tensor::cat(&lses, 2)?.contiguous()?),
+    };
+    Ok(Attended { context: context.transpose(1, 2)?, weights: Tensor::zeros(0, dtype, device)?, lse })
+}
+
+fn attend_batch(call: &Call) -> Result<Attended> {
     let Dims { b, h, t_q, t_kv, d_v, .. } = call.dims;
     if !fits_in_memory(&[b, h, t_q, t_kv]) {
         bail!(
@@ -72,7 +107,7 @@ pub(super) fn attend(call: &Call) -> Result<Attended> {
     };
     let context = weighted_values(&weights, &call.v.to_dtype(dtype)?, keep.as_ref())?;
     let context = context.to_dtype(call.q.dtype())?;
-    let context = match call.options.output_order {
+    let context = match call.output_order {
         OutputOrder::Bhtd => context.contiguous()?,
         OutputOrder::Bthd => context.transpose(1, 2)?.contiguous()?.transpose(1, 2)?,
     };

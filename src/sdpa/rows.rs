@@ -22,8 +22,8 @@ pub(super) struct RowRanges {
 impl RowRanges {
     /// # Errors
     /// As [`AttentionMask::resolve`](crate::AttentionMask::resolve), and where memory is short.
-    pub fn new(call: &Call, packed: Option<&PackedSequences>) -> Result<Self> {
-        match packed {
+    pub fn new(call: &Call) -> Result<Self> {
+        match call.sequences {
             None => Self::of_batch(call),
             Some(sequences) => Self::of_sequences(call, sequences),
         }
@@ -91,10 +91,10 @@ impl Bands {
     ///
     /// # Errors
     /// As [`RowRanges::new`].
-    pub fn new(call: &Call, packed: Option<&PackedSequences>) -> Result<Option<Self>> {
-        let rows = RowRanges::new(call, packed)?;
+    pub fn new(call: &Call) -> Result<Option<Self>> {
+        let rows = RowRanges::new(call)?;
         let Dims { b, t_q, t_kv, .. } = call.dims;
-        let sequences: Vec<_> = match packed {
+        let sequences: Vec<_> = match call.sequences {
             None => (0..b).map(|b| (b * t_q..(b + 1) * t_q, b * t_kv)).collect(),
             // The intervals of packed sequences count all keys.
             Some(packed) => (0..packed.len()).map(|s| (packed.queries(s), 0)).collect(),
@@ -163,11 +163,11 @@ mod tests {
 
     fn packed_rows(mask: &AttentionMask) -> Result<RowRanges> {
         let options = SdpaOptions::default().with_alibi_slopes(&Tensor::zeros(1, DType::F32, &Device::Cpu)?);
-        let (q, kv) = (zeros((1, 1, 6, 8))?, zeros((1, 1, 9, 8))?);
-        RowRanges::new(&Call::packed("test", [&q, &kv, &kv], mask, &options)?, Some(&sequences()))
+        let (q, kv) = (zeros(&[6, 1, 8])?, zeros(&[9, 1, 8])?);
+        RowRanges::new(&Call::packed("test", [&q, &kv, &kv], &sequences(), mask, &options)?)
     }
 
-    fn zeros(shape: (usize, usize, usize, usize)) -> Result<Tensor> {
+    fn zeros(shape: &[usize]) -> Result<Tensor> {
         Tensor::zeros(shape, DType::F32, &Device::Cpu)
     }
 
@@ -222,10 +222,10 @@ mod tests {
         let (mut bands, mut others) = (0, 0);
         for mask in masks.iter().flat_map(|a| masks.iter().map(|b| a.and(b))) {
             for (t_q, t_kv) in [(1, 1), (1, 6), (3, 3), (3, 6), (3, 2), (3, 0), (0, 2)] {
-                let (q, kv, options) = (zeros((2, 1, t_q, 8))?, zeros((2, 1, t_kv, 8))?, SdpaOptions::default());
+                let (q, kv, options) = (zeros(&[2, 1, t_q, 8])?, zeros(&[2, 1, t_kv, 8])?, SdpaOptions::default());
                 let Ok(call) = Call::new("test", [&q, &kv, &kv], &mask, &options) else { continue };
                 let Ok(ranges) = mask.resolve(2, t_q, t_kv) else { continue };
-                let Some(Bands { spans, window }) = Bands::new(&call, None)? else {
+                let Some(Bands { spans, window }) = Bands::new(&call)? else {
                     others += 1;
                     continue;
                 };

@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::SdpaOptions;
 use super::softmax::{FLOATS, accumulation_dtype};
+use super::{OutputOrder, PackedSequences, SdpaOptions};
 use crate::AttentionMask;
 use crate::size::is_addressable;
 
@@ -29,6 +29,9 @@ pub(super) struct Call<'a> {
     pub v: Tensor,
     pub mask: &'a AttentionMask,
     pub options: &'a SdpaOptions,
+    /// Of a packed call, whose q, k and v are (1, H, total, D).
+    pub sequences: Option<&'a PackedSequences>,
+    pub output_order: OutputOrder,
     pub dims: Dims,
     /// Of q as it was given: 4, 3 without B, or 2 without B and H.
     pub rank: usize,
@@ -41,19 +44,47 @@ impl<'a> Call<'a> {
         mask: &'a AttentionMask,
         options: &'a SdpaOptions,
     ) -> Result<Self> {
-        let call = Self::packed(op, qkv, mask, options)?;
+        let call = Self::checked(op, qkv, mask, options)?;
         let (b, h, t_q, t_kv) = call.score_dims();
         check_addressable(op, qkv, &[[b, h, t_q, t_kv]])?;
         Ok(call)
     }
 
-    /// A call over packed sequences, (1, H, total, D) each: the scores of all queries with all keys are never held at once.
+    /// A call over packed sequences: q (total_q, H, D), k (total_kv, H_kv, D), v (total_kv, H_kv, D_v), and the context
+    /// (1, H, total_q, D_v), a view of (1, total_q, H, D_v).
+    ///
+    /// The scores of all queries with all keys are never held at once.
     pub(super) fn packed(
         op: &'static str,
         qkv: [&Tensor; 3],
+        sequences: &'a PackedSequences,
         mask: &'a AttentionMask,
         options: &'a SdpaOptions,
     ) -> Result<Self> {
+        let shapes = ["(total_q, H, D)", "(total_kv, H_kv, D)", "(total_kv, H_kv, D_v)"];
+        check_ranks(op, qkv, 3, shapes)?;
+        let [q, k, v] = qkv.map(|tensor| tensor.unsqueeze(0)?.transpose(1, 2));
+        let call = Self::checked(op, [&q?, &k?, &v?], mask, options)?;
+        let totals = [
+            ("q", call.dims.t_q, "cu_seqlens_q", sequences.total_queries()),
+            ("k", call.dims.t_kv, "cu_seqlens_kv", sequences.total_keys()),
+        ];
+        for (name, found, lens, expected) in totals {
+            if found != expected {
+                bail!("[{op}] {name} has {found} positions, expected the {expected} that {lens} ends with")
+            }
+        }
+        if let Some(tensor) = mask.tensor_kind() {
+            bail!("[{op}] the mask has a {tensor} tensor, expected none: packed sequences have no (B, H, T_q, T_kv)")
+        }
+        if sequences.is_empty() {
+            // No sequence resolves the mask, which may be wrong all the same.
+            mask.resolve(0, 0, 0)?;
+        }
+        Ok(Self { sequences: Some(sequences), output_order: OutputOrder::Bthd, ..call })
+    }
+
+    fn checked(op: &'static str, qkv: [&Tensor; 3], mask: &'a AttentionMask, options: &'a SdpaOptions) -> Result<Self> {
         let rank = qkv[0].rank();
         let [q, k, v] = with_batch(op, qkv)?;
         let dims = dims(op, [&q, &k, &v])?;
@@ -61,7 +92,8 @@ impl<'a> Call<'a> {
             let (b, h_kv, t, d) = tensor.dims4()?;
             if b == dims.b { Ok(tensor) } else { tensor.broadcast_as((dims.b, h_kv, t, d)) }
         };
-        let call = Self { op, q, k: expanded(k)?, v: expanded(v)?, mask, options, dims, rank };
+        let (k, v, output_order) = (expanded(k)?, expanded(v)?, options.output_order);
+        let call = Self { op, q, k, v, mask, options, sequences: None, output_order, dims, rank };
         call.check_tensors()?;
         call.check_options()?;
         Ok(call)
@@ -151,13 +183,18 @@ fn with_batch(op: &str, qkv: [&Tensor; 3]) -> Result<[Tensor; 3]> {
         4 => ["(B, H, T_q, D)", "(B, H_kv, T_kv, D)", "(B, H_kv, T_kv, D_v)"],
         _ => bail!("[{op}] q has shape {:?}, expected (B, H, T_q, D), (H, T_q, D) or (T_q, D)", qkv[0].dims()),
     };
+    check_ranks(op, qkv, rank, shapes)?;
+    let [q, k, v] = qkv.map(|tensor| (rank..4).try_fold(tensor.clone(), |tensor, _| tensor.unsqueeze(0)));
+    Ok([q?, k?, v?])
+}
+
+fn check_ranks(op: &str, qkv: [&Tensor; 3], rank: usize, shapes: [&str; 3]) -> Result<()> {
     for ((name, tensor), shape) in ["q", "k", "v"].into_iter().zip(qkv).zip(shapes) {
         if tensor.rank() != rank {
             bail!("[{op}] {name} has shape {:?}, expected {shape}", tensor.dims())
         }
     }
-    let [q, k, v] = qkv.map(|tensor| (rank..4).try_fold(tensor.clone(), |tensor, _| tensor.unsqueeze(0)));
-    Ok([q?, k?, v?])
+    Ok(())
 }
 
 fn dims(op: &str, [q, k, v]: [&Tensor; 3]) -> Result<Dims> {

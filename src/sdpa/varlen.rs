@@ -1,12 +1,13 @@
-//! Attention over packed sequences: each attends to its own keys, and no padding is computed.
+//! Attention over packed sequences, one after the other in one tensor: each attends to its own keys, and no padding is
+//! computed.
 
-use candle_core::{Result, Tensor, bail};
+use std::ops::Range;
 
-use super::plan::{self, Choice, Wanted};
+use candle_core::{DType, Device, Result, Tensor, bail};
+
 use super::validate::Call;
-use super::{OutputOrder, PackedSequences, SdpaOptions, accumulation_dtype, cpu, cuda, or_reference, reference};
+use super::{SdpaOptions, context, context_and_lse};
 use crate::AttentionMask;
-use crate::cpu::Tier;
 
 /// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention) over sequences of different lengths, packed one
 /// after the other: flash-attention's `varlen`.
@@ -44,10 +45,8 @@ pub fn scaled_dot_product_attention_varlen(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<Tensor> {
-    let [q, k, v] = heads_first("scaled_dot_product_attention_varlen", [q, k, v])?;
-    let packed = Call::packed("scaled_dot_product_attention_varlen", [&q, &k, &v], mask, options)?;
-    check_fit(&packed, sequences)?;
-    context(&packed, sequences)
+    let op = "scaled_dot_product_attention_varlen";
+    context(&Call::packed(op, [q, k, v], sequences, mask, options)?)?.transpose(1, 2)?.squeeze(0)
 }
 
 /// [`scaled_dot_product_attention_varlen`] that also returns the log-sum-exp of each query's scores: (H, total_q) in f32
@@ -63,108 +62,179 @@ pub fn scaled_dot_product_attention_varlen_with_lse(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<(Tensor, Tensor)> {
-    let [q, k, v] = heads_first("scaled_dot_product_attention_varlen_with_lse", [q, k, v])?;
-    let packed = Call::packed("scaled_dot_product_attention_varlen_with_lse", [&q, &k, &v], mask, options)?;
-    check_fit(&packed, sequences)?;
-    context_and_lse(&packed, sequences)
+    let op = "scaled_dot_product_attention_varlen_with_lse";
+    let (context, lse) = context_and_lse(&Call::packed(op, [q, k, v], sequences, mask, options)?)?;
+    Ok((context.transpose(1, 2)?.squeeze(0)?, lse.squeeze(0)?))
 }
 
-/// (total, H, D) each to (1, H, total, D).
-fn heads_first(op: &str, qkv: [&Tensor; 3]) -> Result<[Tensor; 3]> {
-    let shapes = ["(total_q, H, D)", "(total_kv, H_kv, D)", "(total_kv, H_kv, D_v)"];
-    for ((name, tensor), shape) in ["q", "k", "v"].into_iter().zip(qkv).zip(shapes) {
-        if tensor.rank() != 3 {
-            bail!("[{op}] {name} has shape {:?}, expected {shape}", tensor.dims())
-        }
-    }
-    let [q, k, v] = qkv.map(|tensor| tensor.unsqueeze(0)?.transpose(1, 2));
-    Ok([q?, k?, v?])
+/// Where each sequence of a packed batch begins and ends, among the queries and among the keys.
+///
+/// Sequence s has the queries `cu_seqlens_q[s]..cu_seqlens_q[s + 1]` and the keys `cu_seqlens_kv[s]..cu_seqlens_kv[s + 1]`:
+/// the cumulative lengths of flash-attention's variable-length calls. A sequence may be without queries or without keys.
+///
+/// ```
+/// use candle_attention::PackedSequences;
+/// # fn main() -> candle_core::Result<()> {
+/// let sequences = PackedSequences::from_lens(&[3, 1], &[5, 1])?;
+/// assert_eq!(sequences, PackedSequences::new(vec![0, 3, 4], vec![0, 5, 6])?);
+/// assert_eq!((sequences.queries(1), sequences.keys(1)), (3..4, 5..6));
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PackedSequences {
+    cu_seqlens_q: Vec<usize>,
+    cu_seqlens_kv: Vec<usize>,
 }
 
-fn check_fit(packed: &Call, sequences: &PackedSequences) -> Result<()> {
-    let op = packed.op;
-    let totals = [
-        ("q", packed.dims.t_q, "cu_seqlens_q", sequences.total_queries()),
-        ("k", packed.dims.t_kv, "cu_seqlens_kv", sequences.total_keys()),
-    ];
-    for (name, found, lens, expected) in totals {
-        if found != expected {
-            bail!("[{op}] {name} has {found} positions, expected the {expected} that {lens} ends with")
+impl PackedSequences {
+    /// From cumulative lengths: 0, and then the end of each sequence.
+    ///
+    /// # Errors
+    /// For lengths that do not begin with 0 or that decrease, and if there are more sequences of one kind than of the other.
+    pub fn new(cu_seqlens_q: Vec<usize>, cu_seqlens_kv: Vec<usize>) -> Result<Self> {
+        check("cu_seqlens_q", &cu_seqlens_q)?;
+        check("cu_seqlens_kv", &cu_seqlens_kv)?;
+        if cu_seqlens_q.len() != cu_seqlens_kv.len() {
+            bail!(
+                "[packed_sequences] cu_seqlens_q has {} entries and cu_seqlens_kv has {}, expected the same",
+                cu_seqlens_q.len(),
+                cu_seqlens_kv.len()
+            )
         }
+        Ok(Self { cu_seqlens_q, cu_seqlens_kv })
     }
-    if let Some(tensor) = packed.mask.tensor_kind() {
-        bail!("[{op}] the mask has a {tensor} tensor, expected none: packed sequences have no (B, H, T_q, T_kv)")
+
+    /// Self-attention: queries and keys have the same cumulative lengths.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn self_attention(cu_seqlens: Vec<usize>) -> Result<Self> {
+        Self::new(cu_seqlens.clone(), cu_seqlens)
     }
-    if sequences.is_empty() {
-        // No sequence resolves the mask, which may be wrong all the same.
-        packed.mask.resolve(0, 0, 0)?;
+
+    /// From integer tensors (n + 1,) of cumulative lengths. They are read back from their device.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), for another rank, for a float tensor and for a negative entry.
+    pub fn from_tensors(cu_seqlens_q: &Tensor, cu_seqlens_kv: &Tensor) -> Result<Self> {
+        Self::new(read("cu_seqlens_q", cu_seqlens_q)?, read("cu_seqlens_kv", cu_seqlens_kv)?)
+    }
+
+    /// From the length of each sequence.
+    ///
+    /// # Errors
+    /// For more lengths of one kind than of the other, and for a sum that no tensor has.
+    pub fn from_lens(lens_q: &[usize], lens_kv: &[usize]) -> Result<Self> {
+        if lens_q.len() != lens_kv.len() {
+            bail!(
+                "[packed_sequences] lens_q has {} entries and lens_kv has {}, expected the same",
+                lens_q.len(),
+                lens_kv.len()
+            )
+        }
+        Self::new(accumulate("lens_q", lens_q)?, accumulate("lens_kv", lens_kv)?)
+    }
+
+    /// n, the number of sequences.
+    pub fn len(&self) -> usize {
+        self.cu_seqlens_q.len() - 1
+    }
+
+    /// Whether there is no sequence.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The packed queries of sequence `s`; `0..0` where there is no such sequence.
+    pub fn queries(&self, s: usize) -> Range<usize> {
+        range(&self.cu_seqlens_q, s)
+    }
+
+    /// The packed keys of sequence `s`; `0..0` where there is no such sequence.
+    pub fn keys(&self, s: usize) -> Range<usize> {
+        range(&self.cu_seqlens_kv, s)
+    }
+
+    /// The queries of all sequences.
+    pub fn total_queries(&self) -> usize {
+        self.cu_seqlens_q.last().copied().unwrap_or(0)
+    }
+
+    /// The keys of all sequences.
+    pub fn total_keys(&self) -> usize {
+        self.cu_seqlens_kv.last().copied().unwrap_or(0)
+    }
+}
+
+fn check(name: &str, cu_seqlens: &[usize]) -> Result<()> {
+    match cu_seqlens.first() {
+        Some(0) => {}
+        Some(first) => bail!("[packed_sequences] {name} begins with {first}, expected 0"),
+        None => bail!("[packed_sequences] {name} is empty, expected 0 and then the end of each sequence"),
+    }
+    if let Some((i, pair)) = cu_seqlens.windows(2).enumerate().find(|(_, pair)| pair[1] < pair[0]) {
+        bail!(
+            "[packed_sequences] entry {} of {name} is {}, expected at least the {} before it",
+            i + 1,
+            pair[1],
+            pair[0]
+        )
     }
     Ok(())
 }
 
-/// (total_q, H, D_v).
-fn context(packed: &Call, sequences: &PackedSequences) -> Result<Tensor> {
-    let reference = || Ok(one_by_one(packed, sequences)?.0);
-    match plan::choose(packed, Some(sequences), Wanted::Context)? {
-        // Metal's operation takes no packed sequences, and is not chosen for them.
-        Choice::Reference { .. } | Choice::Metal(_) => reference(),
-        Choice::Cpu(tier) => on_cpu(packed, sequences, tier, None),
-        Choice::FlashAttn(plan) => {
-            let options = in_sequence_order(packed.options);
-            let fused = cuda::attend(&Call { options: &options, ..packed.clone() }, &plan, cuda::flash_attn);
-            or_reference(packed, fused.and_then(without_batch), reference)
+fn accumulate(name: &str, lens: &[usize]) -> Result<Vec<usize>> {
+    let mut cu_seqlens = vec![0];
+    let mut sum = 0usize;
+    for &len in lens {
+        let Some(next) = sum.checked_add(len) else {
+            bail!("[packed_sequences] {name} add up to more than {}", usize::MAX)
+        };
+        sum = next;
+        cu_seqlens.push(sum);
+    }
+    Ok(cu_seqlens)
+}
+
+fn read(name: &str, cu_seqlens: &Tensor) -> Result<Vec<usize>> {
+    if cu_seqlens.dtype().is_float() {
+        bail!("[packed_sequences] {name} has dtype {:?}, expected integers", cu_seqlens.dtype())
+    }
+    let &[len] = cu_seqlens.dims() else {
+        bail!("[packed_sequences] {name} has shape {:?}, expected (n + 1,)", cu_seqlens.dims())
+    };
+    // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
+    if len == 0 {
+        return Ok(Vec::new());
+    }
+    let entries = cu_seqlens.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+    let non_negative = |(i, entry): (usize, i64)| match usize::try_from(entry) {
+        Ok(entry) => Ok(entry),
+        Err(_) => bail!("[packed_sequences] entry {i} of {name} is {entry}, expected zero or more"),
+    };
+    entries.into_iter().enumerate().map(non_negative).collect()
+}
+
+fn range(cu_seqlens: &[usize], s: usize) -> Range<usize> {
+    match cu_seqlens.get(s..).unwrap_or_default() {
+        [start, end, ..] => *start..*end,
+        _ => 0..0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tensors_of_any_integer_dtype_are_lists() -> Result<()> {
+        let expected = PackedSequences::new(vec![0, 2, 2, 7], vec![0, 1, 4, 4])?;
+        for dtype in [DType::U8, DType::U32, DType::I16, DType::I32, DType::I64] {
+            let tensor = |list: [u32; 4]| Tensor::new(&list, &Device::Cpu)?.to_dtype(dtype);
+            assert_eq!(PackedSequences::from_tensors(&tensor([0, 2, 2, 7])?, &tensor([0, 1, 4, 4])?)?, expected);
         }
+        assert_eq!((expected.len(), expected.total_queries(), expected.total_keys()), (3, 7, 4));
+        assert_eq!((expected.queries(1), expected.keys(2), expected.queries(3)), (2..2, 4..4, 0..0));
+        Ok(())
     }
-}
-
-/// The context (total_q, H, D_v) and the log-sum-exp (H, total_q).
-fn context_and_lse(packed: &Call, sequences: &PackedSequences) -> Result<(Tensor, Tensor)> {
-    match plan::choose(packed, Some(sequences), Wanted::LogSumExp)? {
-        // The operations of GPUs have no log-sum-exp, and are not chosen for one.
-        Choice::Reference { .. } | Choice::FlashAttn(_) | Choice::Metal(_) => one_by_one(packed, sequences),
-        Choice::Cpu(tier) => {
-            let mut lse = Vec::new();
-            let context = on_cpu(packed, sequences, tier, Some(&mut lse))?;
-            Ok((context, Tensor::from_vec(lse, (packed.dims.h, packed.dims.t_q), packed.q.device())?))
-        }
-    }
-}
-
-fn on_cpu(packed: &Call, sequences: &PackedSequences, tier: Tier, lse: Option<&mut Vec<f32>>) -> Result<Tensor> {
-    let options = in_sequence_order(packed.options);
-    without_batch(cpu::attend_packed(&Call { options: &options, ..packed.clone() }, sequences, tier, lse)?)
-}
-
-fn in_sequence_order(options: &SdpaOptions) -> SdpaOptions {
-    options.clone().with_output_order(OutputOrder::Bthd)
-}
-
-/// (1, H, total_q, D_v) to (total_q, H, D_v).
-fn without_batch(context: Tensor) -> Result<Tensor> {
-    context.transpose(1, 2)?.squeeze(0)
-}
-
-/// The reference path of each sequence by itself.
-pub(super) fn one_by_one(packed: &Call, sequences: &PackedSequences) -> Result<(Tensor, Tensor)> {
-    let (op, dims) = (packed.op, packed.dims);
-    let options = in_sequence_order(packed.options);
-    let (mut contexts, mut lses) = (Vec::new(), Vec::new());
-    for s in 0..sequences.len() {
-        let (queries, keys) = (sequences.queries(s), sequences.keys(s));
-        let mask = packed.mask.of_sequence(s, sequences.len(), queries.len(), keys.len());
-        let q = packed.q.narrow(2, queries.start, queries.len())?;
-        let k = packed.k.narrow(2, keys.start, keys.len())?;
-        let v = packed.v.narrow(2, keys.start, keys.len())?;
-        let attended = reference::attend(&Call::new(op, [&q, &k, &v], &mask, &options)?)?;
-        if !queries.is_empty() {
-            contexts.push(attended.context.transpose(1, 2)?.squeeze(0)?);
-            lses.push(attended.lse.squeeze(0)?);
-        }
-    }
-    if contexts.is_empty() {
-        let (device, dtype) = (packed.q.device(), packed.q.dtype());
-        let context = Tensor::zeros((dims.t_q, dims.h, dims.d_v), dtype, device)?;
-        return Ok((context, Tensor::zeros((dims.h, dims.t_q), accumulation_dtype(dtype), device)?));
-    }
-    Ok((Tensor::cat(&contexts, 0)?.contiguous()?, Tensor::cat(&lses, 1)?.contiguous()?))
 }

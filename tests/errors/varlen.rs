@@ -61,6 +61,10 @@ pub const TENSORS: &[Case] = cases! {
     "keys without heads" => attend((3, 4, 8), (6, 8), (6, 2, 8)),
     "values without heads" => attend((3, 4, 8), (6, 2, 8), (6, 8)),
     "more queries than sequences hold" => attend((4, 4, 8), (6, 2, 8), (6, 2, 8)),
+    "more queries than any memory holds" => {
+        let sequences = PackedSequences::from_lens(&[1 << 59], &[1])?;
+        plain(&zeros(1).broadcast_as((1 << 59, 1, 1))?, &zeros((1, 1, 1)), &zeros((1, 1, 1)), &sequences)
+    },
     "fewer keys than sequences hold" => attend((3, 4, 8), (5, 2, 8), (5, 2, 8)),
     "fewer values than keys" => attend((3, 4, 8), (6, 2, 8), (5, 2, 8)),
     "three key heads for four query heads" => attend((3, 4, 8), (6, 3, 8), (6, 3, 8)),
