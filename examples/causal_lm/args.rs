@@ -6,7 +6,7 @@ use clap::{Parser, ValueEnum};
 
 use crate::common::{DeviceChoice, Precision};
 
-/// Generates text with a decoder: Llama, Gemma, Mixtral, GPT-2, GPT-NeoX, Falcon and others.
+/// Generates text with a decoder: Llama, Gemma, DeepSeek, GPT-OSS, GPT-2, Falcon and others.
 ///
 /// Text goes to stdout as it is made, everything else to stderr. Prompts are given to the model as they are: a chat
 /// template is yours to apply.

@@ -1,5 +1,5 @@
-//! Text from a decoder (Llama, Gemma, Mixtral, GPT-NeoX, Falcon and others: all that `hf::load_attention` knows but GPT-OSS) on
-//! this crate's attention layer: `model.rs` is the model, in one file.
+//! Text from a decoder (Llama, Gemma, DeepSeek, GPT-OSS, Falcon and others: all that `hf` knows) on this crate's attention
+//! layer: `model/` is the model.
 //!
 //! ```sh
 //! cargo run --release --example causal_lm -- --model path/to/checkpoint --prompt "The capital of France is"

@@ -1,0 +1,183 @@
+//! A block: attention and an MLP, each with its norms and a residual.
+
+use candle_attention::{
+    AttentionCache, AttentionCacheConfig, AttentionInput, MultiHeadAttention, MultiHeadLatentAttention, RopeConfig,
+    RotaryEmbedding, hf,
+};
+use candle_core::{DType, Module, Result, Tensor};
+use candle_nn::{LayerNorm, RmsNorm, VarBuilder};
+use serde_json::Value;
+
+use super::family::{Family, MlpKind, NormKind};
+use super::mlp::{Between, LLAMA_MLP, Mlp, linear, transposed_linear};
+use super::size;
+
+pub enum Norm {
+    Rms(RmsNorm),
+    Layer(LayerNorm),
+}
+
+impl Module for Norm {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Rms(norm) if norm.weight().dtype() != xs.dtype() => {
+                norm.forward(&xs.to_dtype(norm.weight().dtype())?)?.to_dtype(xs.dtype())
+            }
+            Self::Rms(norm) => norm.forward(xs),
+            Self::Layer(norm) => norm.forward(xs),
+        }
+    }
+}
+
+pub fn optional(norm: &Option<Norm>, xs: &Tensor) -> Result<Tensor> {
+    norm.as_ref().map_or_else(|| Ok(xs.clone()), |norm| norm.forward(xs))
+}
+
+pub enum Attention {
+    MultiHead(MultiHeadAttention),
+    Latent(MultiHeadLatentAttention),
+}
+
+impl Attention {
+    /// The layer with the rotary tables of an earlier one that has the same, or with its own, which are then among `tables`.
+    fn sharing(self, tables: &mut Vec<RotaryEmbedding>) -> Result<Self> {
+        let Some((rope, width)) = self.rope() else { return Ok(self) };
+        let known = tables.iter().find(|table| table.config() == rope && table.head_dim() == width).cloned();
+        let table = match known {
+            Some(table) => table,
+            None => {
+                tables.push(RotaryEmbedding::new(rope, width)?);
+                tables[tables.len() - 1].clone()
+            }
+        };
+        Ok(match self {
+            Self::MultiHead(attention) => Self::MultiHead(attention.with_rotary(table)?),
+            Self::Latent(attention) => Self::Latent(attention.with_rotary(table)?),
+        })
+    }
+
+    /// Rotary positions, and the width of the heads that they rotate.
+    pub fn rope(&self) -> Option<(&RopeConfig, usize)> {
+        match self {
+            Self::MultiHead(attention) => attention.config().rope().map(|rope| (rope, attention.config().head_dim())),
+            Self::Latent(attention) => Some((attention.config().rope(), attention.config().rope_head_dim())),
+        }
+    }
+
+    pub fn cache_config(&self) -> AttentionCacheConfig {
+        match self {
+            Self::MultiHead(attention) => AttentionCacheConfig::for_layer(attention.config()),
+            Self::Latent(_) => AttentionCacheConfig::new(),
+        }
+    }
+
+    fn forward(&self, input: AttentionInput) -> Result<Tensor> {
+        match self {
+            Self::MultiHead(attention) => attention.forward_with(input),
+            Self::Latent(attention) => attention.forward_with(input),
+        }
+    }
+}
+
+/// What the blocks of a model are loaded from.
+pub struct Loader<'a> {
+    pub family: Family,
+    pub json: &'a Value,
+    /// At the checkpoint's root.
+    pub vb: VarBuilder<'a>,
+    /// The tables of rotary positions so far; layers that have the same share them.
+    pub tables: Vec<RotaryEmbedding>,
+    /// E.
+    pub width: usize,
+    /// Of norms.
+    pub eps: f64,
+}
+
+impl Loader<'_> {
+    pub fn norm(&self, vb: VarBuilder) -> Result<Norm> {
+        let (width, eps) = (self.width, self.eps);
+        Ok(match self.family.norm {
+            NormKind::Rms => Norm::Rms(RmsNorm::new(vb.get(width, "weight")?, eps)),
+            NormKind::RmsPlusOne => {
+                // In f32: half precision would lose a weight near zero in the sum.
+                let weight = vb.get_with_hints_dtype(width, "weight", Default::default(), DType::F32)?;
+                Norm::Rms(RmsNorm::new((weight + 1.0)?, eps))
+            }
+            NormKind::Layer => Norm::Layer(match vb.contains_tensor("bias") {
+                true => LayerNorm::new(vb.get(width, "weight")?, vb.get(width, "bias")?, eps),
+                false => LayerNorm::new_no_bias(vb.get(width, "weight")?, eps),
+            }),
+        })
+    }
+
+    /// A layer's block from a builder at its prefix.
+    pub fn block(&mut self, layer: usize, at: VarBuilder) -> Result<Block> {
+        let attention = match self.family.latent {
+            false => Attention::MultiHead(hf::load_attention(self.json, layer, self.vb.clone())?),
+            true => Attention::Latent(hf::load_latent_attention(self.json, layer, self.vb.clone())?),
+        };
+        let attention = attention.sharing(&mut self.tables)?;
+        let norm = |name: Option<&str>| name.map(|name| self.norm(at.pp(name))).transpose();
+        let [before_attention, after_attention, before_mlp, after_mlp] = self.family.norms;
+        Ok(Block {
+            before_attention: norm(before_attention)?,
+            attention,
+            after_attention: norm(after_attention)?,
+            before_mlp: norm(before_mlp)?,
+            mlp: self.mlp(layer, &at)?,
+            after_mlp: norm(after_mlp)?,
+            parallel: self.family.parallel,
+            residual_scale: self.json["residual_multiplier"].as_f64().unwrap_or(1.0),
+        })
+    }
+
+    fn mlp(&self, layer: usize, vb: &VarBuilder) -> Result<Box<dyn Module>> {
+        let activation = self.family.activation(self.json)?;
+        let plain = Between::Plain(activation);
+        Ok(Box::new(match self.family.mlp {
+            MlpKind::Plain { up, down } => Mlp::new(&linear(&vb.pp(up))?, plain, &linear(&vb.pp(down))?)?,
+            MlpKind::Conv1d { up, down } => {
+                Mlp::new(&transposed_linear(&vb.pp(up))?, plain, &transposed_linear(&vb.pp(down))?)?
+            }
+            MlpKind::Experts { load, dense_layers }
+                if layer >= size(self.json, "first_k_dense_replace").unwrap_or(dense_layers) =>
+            {
+                return Ok(Box::new(load(self.json, vb, activation)?));
+            }
+            MlpKind::Gated | MlpKind::Experts { .. } => Mlp::gated(&vb.pp("mlp"), LLAMA_MLP, activation)?,
+        }))
+    }
+}
+
+pub struct Block {
+    before_attention: Option<Norm>,
+    pub attention: Attention,
+    after_attention: Option<Norm>,
+    before_mlp: Option<Norm>,
+    mlp: Box<dyn Module>,
+    after_mlp: Option<Norm>,
+    parallel: bool,
+    residual_scale: f64,
+}
+
+impl Block {
+    pub fn forward(&self, xs: &Tensor, lens: Option<&[usize]>, cache: &mut AttentionCache) -> Result<Tensor> {
+        let normed = optional(&self.before_attention, xs)?;
+        let mut input = AttentionInput::new(&normed).with_cache(cache);
+        if let Some(lens) = lens {
+            input = input.with_valid_lens(lens);
+        }
+        let attended = optional(&self.after_attention, &self.attention.forward(input)?)?;
+        let sum = self.add(xs, attended)?;
+        let mlp_input = match (&self.before_mlp, self.parallel) {
+            (None, true) => normed,
+            (norm, true) => optional(norm, xs)?,
+            (norm, false) => optional(norm, &sum)?,
+        };
+        self.add(&sum, optional(&self.after_mlp, &self.mlp.forward(&mlp_input)?)?)
+    }
+
+    fn add(&self, xs: &Tensor, branch: Tensor) -> Result<Tensor> {
+        if self.residual_scale == 1.0 { xs + branch } else { xs + (branch * self.residual_scale)? }
+    }
+}

@@ -1,0 +1,249 @@
+//! Mixtures of experts: a router gives each token a few MLPs, and each of them a weight.
+
+use candle_attention::PackedLinear;
+use candle_core::{D, DType, IndexOp, Module, Result, Tensor, bail};
+use candle_nn::{Activation, Linear, VarBuilder, ops};
+use serde_json::Value;
+
+use super::mlp::{Between, LLAMA_MLP, Mlp, linear};
+use super::{mxfp4, required};
+
+pub struct Experts {
+    router: Router,
+    experts: Vec<Mlp>,
+    /// What every token goes through as well, with a weight of 1.
+    shared: Option<Mlp>,
+}
+
+struct Router {
+    linear: PackedLinear,
+    scoring: Scoring,
+    /// Added to the scores where experts are compared, and not to their weights.
+    correction: Option<Vec<f32>>,
+    groups: Option<Groups>,
+    /// Experts of a token.
+    chosen: usize,
+    /// Whether the weights of a token are divided by their sum.
+    normalized: bool,
+    /// What weights are multiplied by.
+    scale: f32,
+}
+
+enum Scoring {
+    Softmax,
+    Sigmoid,
+}
+
+/// The experts of a token are those of a few groups only, the ones whose `best` highest scores have the largest sums.
+struct Groups {
+    /// Experts of a group.
+    size: usize,
+    /// Groups of a token.
+    chosen: usize,
+    best: usize,
+}
+
+impl Experts {
+    pub fn mixtral(json: &Value, vb: &VarBuilder, activation: Activation) -> Result<Self> {
+        let vb = vb.pp("block_sparse_moe");
+        let experts = (0..required(json, "num_local_experts")?)
+            .map(|expert| Mlp::gated(&vb.pp("experts").pp(expert), ["w1", "w3", "w2"], activation));
+        Self::new(Router::softmax(json, &vb.pp("gate"))?, experts.collect::<Result<_>>()?, None)
+    }
+
+    pub fn deepseek_v2(json: &Value, vb: &VarBuilder, activation: Activation) -> Result<Self> {
+        let gate = vb.pp("mlp.gate");
+        let groups = match json["topk_method"].as_str().unwrap_or("greedy") {
+            "greedy" => None,
+            "group_limited_greedy" => Some(Groups::read(json, 1)?),
+            other => bail!("[causal_lm] topk_method is {other:?}, expected \"greedy\" or \"group_limited_greedy\""),
+        };
+        let scale = json["routed_scaling_factor"].as_f64().unwrap_or(1.0) as f32;
+        let router = Router { groups, normalized: false, scale, ..Router::softmax(json, &gate)? };
+        Self::deepseek(json, vb, activation, router)
+    }
+
+    pub fn deepseek_v3(json: &Value, vb: &VarBuilder, activation: Activation) -> Result<Self> {
+        let gate = vb.pp("mlp.gate");
+        let correction = gate.get_unchecked_dtype("e_score_correction_bias", DType::F32)?.to_vec1()?;
+        let router = Router {
+            scoring: Scoring::Sigmoid,
+            correction: Some(correction),
+            groups: Some(Groups::read(json, 2)?),
+            normalized: json["norm_topk_prob"].as_bool().unwrap_or(true),
+            scale: json["routed_scaling_factor"].as_f64().unwrap_or(2.5) as f32,
+            ..Router::softmax(json, &gate)?
+        };
+        Self::deepseek(json, vb, activation, router)
+    }
+
+    fn deepseek(json: &Value, vb: &VarBuilder, activation: Activation, router: Router) -> Result<Self> {
+        let vb = vb.pp("mlp");
+        let experts = (0..required(json, "n_routed_experts")?)
+            .map(|expert| Mlp::gated(&vb.pp("experts").pp(expert), LLAMA_MLP, activation));
+        let shared = Mlp::gated(&vb.pp("shared_experts"), LLAMA_MLP, activation)?;
+        Self::new(router, experts.collect::<Result<_>>()?, Some(shared))
+    }
+
+    /// Experts that are one tensor, stored as (in, out), with the columns of gate and up in turn.
+    pub fn gpt_oss(json: &Value, vb: &VarBuilder, _: Activation) -> Result<Self> {
+        let number = |key: &str, default| json[key].as_f64().unwrap_or(default);
+        let between = Between::Clamped { alpha: number("swiglu_alpha", 1.702), limit: number("swiglu_limit", 7.0) };
+        let (router, vb) = (Router::softmax(json, &vb.pp("mlp.router"))?, vb.pp("mlp.experts"));
+        let (up, down) = (PackedExperts::read(&vb, "gate_up_proj")?, PackedExperts::read(&vb, "down_proj")?);
+        let expert = |expert: usize| {
+            let (up, down) = (up.linear(expert)?, down.linear(expert)?);
+            // The rows of gate, and then those of up.
+            let split = |rows: &Tensor| {
+                let (outputs, dims) = (rows.dim(0)?, &rows.dims()[1..]);
+                rows.reshape([&[outputs / 2, 2], dims].concat())?.transpose(0, 1)?.contiguous()?.reshape(rows.shape())
+            };
+            Mlp::new(&Linear::new(split(up.weight())?, up.bias().map(split).transpose()?), between, &down)
+        };
+        let experts = (0..required(json, "num_local_experts")?).map(expert);
+        Self::new(router, experts.collect::<Result<_>>()?, None)
+    }
+
+    fn new(router: Router, experts: Vec<Mlp>, shared: Option<Mlp>) -> Result<Self> {
+        router.check(experts.len())?;
+        Ok(Self { router, experts, shared })
+    }
+}
+
+impl Module for Experts {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        let tokens = xs.flatten_to(D::Minus2)?;
+        // The tokens of each expert, and their weights.
+        let mut routes = vec![(Vec::new(), Vec::new()); self.experts.len()];
+        for (token, scores) in self.router.scores(&tokens)?.iter().enumerate() {
+            for (expert, weight) in self.router.route(scores) {
+                routes[expert].0.push(token as u32);
+                routes[expert].1.push(weight);
+            }
+        }
+        let mut ys = match &self.shared {
+            Some(shared) => shared.forward(&tokens)?,
+            None => tokens.zeros_like()?,
+        };
+        for (expert, (rows, weights)) in self.experts.iter().zip(routes).filter(|(_, (rows, _))| !rows.is_empty()) {
+            let weights = Tensor::from_vec(weights, (rows.len(), 1), xs.device())?.to_dtype(xs.dtype())?;
+            let rows = Tensor::new(rows, xs.device())?;
+            let own = expert.forward(&tokens.index_select(&rows, 0)?)?.broadcast_mul(&weights)?;
+            ys = ys.index_add(&rows, &own, 0)?;
+        }
+        ys.reshape(xs.shape())
+    }
+}
+
+impl Router {
+    /// A router whose weights are the softmax of the highest scores.
+    fn softmax(json: &Value, vb: &VarBuilder) -> Result<Self> {
+        Ok(Self {
+            linear: PackedLinear::from_linear(&linear(vb)?)?,
+            scoring: Scoring::Softmax,
+            correction: None,
+            groups: None,
+            chosen: required(json, "num_experts_per_tok")?,
+            normalized: true,
+            scale: 1.0,
+        })
+    }
+
+    fn check(&self, experts: usize) -> Result<()> {
+        let corrected = self.correction.as_ref().map_or(experts, Vec::len);
+        if self.linear.out_dim() != experts || corrected != experts {
+            bail!(
+                "[causal_lm] the router has {} scores and corrects {corrected}, expected {experts}",
+                self.linear.out_dim()
+            )
+        }
+        let of_groups =
+            self.groups.as_ref().map_or(experts, |groups| groups.size.saturating_mul(groups.chosen).min(experts));
+        if self.chosen > of_groups {
+            bail!("[causal_lm] num_experts_per_tok is {}, expected at most {of_groups}", self.chosen)
+        }
+        Ok(())
+    }
+
+    /// The score of each expert for each of the tokens (N, E), in f32.
+    fn scores(&self, tokens: &Tensor) -> Result<Vec<Vec<f32>>> {
+        let logits = self.linear.forward(&tokens.to_dtype(DType::F32)?)?;
+        match self.scoring {
+            Scoring::Softmax => ops::softmax_last_dim(&logits)?,
+            Scoring::Sigmoid => ops::sigmoid(&logits)?,
+        }
+        .to_vec2()
+    }
+
+    /// The experts of a token with these scores, and their weights.
+    fn route(&self, scores: &[f32]) -> Vec<(usize, f32)> {
+        let ranks: Vec<f32> = match &self.correction {
+            Some(correction) => scores.iter().zip(correction).map(|(score, correction)| score + correction).collect(),
+            None => scores.to_vec(),
+        };
+        let mut experts = by_rank(&ranks);
+        if let Some(groups) = &self.groups {
+            let of_group = |ranks: &[f32]| by_rank(ranks).into_iter().take(groups.best).map(|i| ranks[i]).sum();
+            let sums: Vec<f32> = ranks.chunks(groups.size).map(of_group).collect();
+            let kept = &by_rank(&sums)[..groups.chosen.min(sums.len())];
+            experts.retain(|expert| kept.contains(&(expert / groups.size)));
+        }
+        experts.truncate(self.chosen);
+        let sum = if self.normalized { experts.iter().map(|&expert| scores[expert]).sum() } else { 1.0 };
+        experts.into_iter().map(|expert| (expert, scores[expert] / sum * self.scale)).collect()
+    }
+}
+
+impl Groups {
+    fn read(json: &Value, best: usize) -> Result<Self> {
+        let (experts, groups) = (required(json, "n_routed_experts")?, required(json, "n_group")?);
+        if groups == 0 || !experts.is_multiple_of(groups) {
+            bail!("[causal_lm] n_group is {groups}, expected a divisor of n_routed_experts, {experts}")
+        }
+        Ok(Self { size: experts / groups, chosen: required(json, "topk_group")?, best })
+    }
+}
+
+/// The weights of all experts of GPT-OSS as one tensor, and their biases (experts, out).
+struct PackedExperts {
+    weights: PackedWeights,
+    biases: Tensor,
+}
+
+enum PackedWeights {
+    /// (experts, in, out).
+    Plain(Tensor),
+    /// As published: (experts, out, blocks of a row, 16) and a scale for each block.
+    Mxfp4 { blocks: Tensor, scales: Tensor },
+}
+
+impl PackedExperts {
+    fn read(vb: &VarBuilder, name: &str) -> Result<Self> {
+        let blocks = format!("{name}_blocks");
+        let weights = if vb.contains_tensor(&blocks) {
+            let bytes = |name: &str| vb.get_unchecked_dtype(name, DType::U8);
+            PackedWeights::Mxfp4 { blocks: bytes(&blocks)?, scales: bytes(&format!("{name}_scales"))? }
+        } else {
+            PackedWeights::Plain(vb.get_unchecked(name)?)
+        };
+        Ok(Self { weights, biases: vb.get_unchecked(&format!("{name}_bias"))? })
+    }
+
+    fn linear(&self, expert: usize) -> Result<Linear> {
+        let bias = self.biases.i(expert)?;
+        let weight = match &self.weights {
+            PackedWeights::Plain(weights) => weights.i(expert)?.t()?.contiguous()?,
+            PackedWeights::Mxfp4 { blocks, scales } => mxfp4::dequantize(&blocks.i(expert)?, &scales.i(expert)?)?
+                .to_dtype(bias.dtype())?
+                .to_device(bias.device())?,
+        };
+        Ok(Linear::new(weight, Some(bias)))
+    }
+}
+
+/// Indices in the order of their numbers, the largest first.
+fn by_rank(ranks: &[f32]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..ranks.len()).collect();
+    order.sort_by(|&a, &b| ranks[b].total_cmp(&ranks[a]));
+    order
+}
