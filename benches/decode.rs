@@ -15,11 +15,7 @@ use common::{report::Kind, run};
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let cells = args.choose(cells())?;
-    if args.list {
-        run::list(&args, "decode", &cells);
-        return Ok(());
-    }
+    let Some(cells) = run::cells(&args, "decode", cells())? else { return Ok(()) };
     run::attention(&args, &cells, Kind::Decode)
 }
 

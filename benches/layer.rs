@@ -14,39 +14,26 @@ use clap::Parser;
 use common::args::Args;
 use common::cell::{Cell, Describe, Mask};
 use common::check::compare_outputs;
-use common::engine::{Call, Engine};
-use common::load::Load;
-use common::report::{self, Kind, Outcome};
-use common::rounds::in_turn;
+use common::engine::{Engine, Entry};
+use common::report::Kind;
 use common::run;
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let cells = args.choose(cells())?;
-    if args.list {
-        run::list(&args, "layer", &cells);
-        return Ok(());
-    }
-    let mut peaks = run::Peaks::default();
-    report::header(&args, Kind::Layer);
+    let Some(cells) = run::cells(&args, "layer", cells())? else { return Ok(()) };
+    let mut bench = run::Bench::start(&args, Kind::Layer);
     for cell in &cells {
-        let peak = peaks.of(cell.dtype)?;
         let sides = Sides::new(cell)?;
         let (ours, theirs) = (sides.layer.forward(&sides.xs)?, sides.by_hand.forward(&sides.xs)?);
         compare_outputs(&ours, &theirs).map_err(|error| error.context(cell.name()))?;
 
-        let mut calls: Vec<(Engine, Call<'_>)> = vec![
-            (Engine::Ours, Box::new(|| sides.layer.forward(&sides.xs))),
-            (Engine::HandWritten, Box::new(|| sides.by_hand.forward(&sides.xs))),
-        ];
-        calls.retain(|(engine, _)| args.engines.contains(engine));
-        let load = Load::start();
-        let times = in_turn(&mut calls, args.rounds)?;
-        let others = load.and_then(|load| load.others());
-        let plan = Sides::plan(cell)?;
-        let kind = Kind::Layer;
-        report::print(&args, &Outcome { kind, cell, peak, bandwidth: None, times, skipped: Vec::new(), plan, others })?;
-        eprintln!("{}: done", cell.name());
+        let calls = bench.calls(cell, &[Engine::Ours, Engine::HandWritten], |engine| {
+            Ok(Entry::Ready(match engine {
+                Engine::Ours => Box::new(|| sides.layer.forward(&sides.xs)),
+                _ => Box::new(|| sides.by_hand.forward(&sides.xs)),
+            }))
+        })?;
+        bench.time(cell, Sides::plan(cell)?, calls)?;
     }
     Ok(())
 }

@@ -10,7 +10,7 @@ mod common;
 use candle_attention::{
     AttentionCache, AttentionCacheConfig, AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig,
 };
-use candle_core::{D, DType, Device, Module, Result, Shape, Tensor};
+use candle_core::{D, DType, Device, Module, Result, Tensor};
 use candle_nn::{Linear, VarBuilder, ops::softmax_last_dim};
 use clap::Parser;
 use serde_json::{Value, json};
@@ -19,44 +19,30 @@ use common::args::Args;
 use common::cell::{Describe, Work, dtype_name};
 use common::check::compare_outputs;
 use common::engine::{Call, Engine};
-use common::load::Load;
-use common::report::{self, Kind, Outcome};
-use common::rounds::in_turn;
-use common::{peak, run};
+use common::inputs::random;
+use common::report::Kind;
+use common::run::{self, Calls};
 
 const NAMES: [&str; 4] = ["q_proj", "k_proj", "v_proj", "o_proj"];
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let cells = args.choose(cells())?;
-    if args.list {
-        run::list(&args, "layer_decode", &cells);
-        return Ok(());
-    }
-    let mut peaks = run::Peaks::default();
-    let bandwidth = peak::read_bandwidth(args.total_bytes());
-    eprintln!("reading {} MiB: {bandwidth:.1} GB/s", args.total);
-    report::header(&args, Kind::Decode);
+    let Some(cells) = run::cells(&args, "layer_decode", cells())? else { return Ok(()) };
+    let mut bench = run::Bench::start(&args, Kind::Decode);
     for cell in &cells {
-        let peak = peaks.of(cell.dtype)?;
-        let xs = cell.random((1, 1, cell.embed_dim), 1.0)?;
+        let xs = random((1, 1, cell.embed_dim), 1.0, cell.dtype)?;
         let Layers { mut ours, mut theirs } = Layers::new(cell, &args)?;
         if let (Some(ours), Some(theirs)) = (ours.first_mut(), theirs.first()) {
             compare_outputs(&ours.step(&xs)?, &theirs.step(&xs)?).map_err(|error| error.context(cell.name()))?;
         }
-        let mut calls: Vec<(Engine, Call<'_>)> = Vec::new();
+        let mut calls = Calls::default();
         if !ours.is_empty() {
-            calls.push((Engine::Ours, each_in_turn(&mut ours, |layer| layer.step(&xs))));
+            calls.ready.push((Engine::Ours, each_in_turn(&mut ours, |layer| layer.step(&xs))));
         }
         if !theirs.is_empty() {
-            calls.push((Engine::HandWritten, each_in_turn(&mut theirs, |layer| layer.step(&xs))));
+            calls.ready.push((Engine::HandWritten, each_in_turn(&mut theirs, |layer| layer.step(&xs))));
         }
-        let load = Load::start();
-        let times = in_turn(&mut calls, args.rounds)?;
-        let others = load.and_then(|load| load.others());
-        let (kind, skipped, plan) = (Kind::Decode, Vec::new(), "a layer with its cache".to_string());
-        report::print(&args, &Outcome { kind, cell, peak, bandwidth: Some(bandwidth), times, skipped, plan, others })?;
-        eprintln!("{}: done", cell.name());
+        bench.time(cell, "a layer with its cache".into(), calls)?;
     }
     Ok(())
 }
@@ -104,10 +90,6 @@ impl Cell {
         let weights: usize = self.shapes().iter().map(|(o, i)| o * i).sum();
         (weights + 2 * self.h_kv * self.t_kv * self.head_dim()) * self.dtype.size_in_bytes()
     }
-
-    fn random(&self, shape: impl Into<Shape>, deviation: f64) -> Result<Tensor> {
-        Tensor::randn(0f32, 1., shape, &Device::Cpu)?.affine(deviation, 0.0)?.to_dtype(self.dtype)
-    }
 }
 
 impl Describe for Cell {
@@ -145,10 +127,10 @@ impl Layers {
     fn new(cell: &Cell, args: &Args) -> Result<Self> {
         let mut weights = Vec::with_capacity(NAMES.len());
         for (o, i) in cell.shapes() {
-            weights.push(cell.random((o, i), (i as f64).recip().sqrt())?);
+            weights.push(random((o, i), (i as f64).recip().sqrt(), cell.dtype)?);
         }
         // Keys and values come from hidden states, so that both sides hold the same.
-        let before = cell.random((1, cell.t_kv, cell.embed_dim), 1.0)?;
+        let before = random((1, cell.t_kv, cell.embed_dim), 1.0, cell.dtype)?;
         let (mut ours, mut theirs) = (Vec::new(), Vec::new());
         for _ in 0..args.total_bytes().div_ceil(cell.bytes()) {
             if args.engines.contains(&Engine::Ours) {

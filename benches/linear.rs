@@ -8,7 +8,7 @@
 mod common;
 
 use candle_attention::PackedLinear;
-use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::Linear;
 use clap::Parser;
 use serde_json::{Value, json};
@@ -16,46 +16,24 @@ use serde_json::{Value, json};
 use common::args::Args;
 use common::cell::{Describe, Work, dtype_name};
 use common::check::compare_rows;
-use common::engine::{Call, Engine};
-use common::load::Load;
-use common::report::{self, Kind, Outcome};
-use common::rounds::in_turn;
-use common::{peak, run};
+use common::engine::{Call, Engine, Entry};
+use common::inputs::random;
+use common::report::Kind;
+use common::run;
 
 /// Rows of each of the three blocks that are compared.
 const BLOCK: usize = 8;
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let cells = args.choose(cells())?;
-    if args.list {
-        run::list(&args, "linear", &cells);
-        return Ok(());
-    }
-    let mut peaks = run::Peaks::default();
-    let bandwidth = peak::read_bandwidth(args.total_bytes());
-    eprintln!("reading {} MiB: {bandwidth:.1} GB/s", args.total);
-    report::header(&args, Kind::Linear);
+    let Some(cells) = run::cells(&args, "linear", cells())? else { return Ok(()) };
+    let mut bench = run::Bench::start(&args, Kind::Linear);
     for cell in &cells {
         let sides = Sides::new(cell, &args)?;
-        let mut skipped = Vec::new();
-        let mut calls = Vec::new();
-        for engine in [Engine::Ours, Engine::Linear].into_iter().filter(|engine| args.engines.contains(engine)) {
-            match sides.checked(engine) {
-                Ok(call) => calls.push((engine, call)),
-                // What this crate gets wrong ends the bench; what another engine does is a row that says so.
-                Err(error) if engine == Engine::Ours => return Err(error.context(cell.name())),
-                Err(error) => skipped.push((engine, run::first_line(&error))),
-            }
-        }
-        let peak = peaks.of(cell.dtype)?;
-        let load = Load::start();
-        let times = in_turn(&mut calls, args.rounds)?;
-        let others = load.and_then(|load| load.others());
+        let calls =
+            bench.calls(cell, &[Engine::Ours, Engine::Linear], |engine| Ok(Entry::Ready(sides.checked(engine)?)))?;
         let plan = sides.packed.first().map_or_else(String::new, |packed| format!("{packed:?}"));
-        let kind = Kind::Linear;
-        report::print(&args, &Outcome { kind, cell, peak, bandwidth: Some(bandwidth), times, skipped, plan, others })?;
-        eprintln!("{}: done", cell.name());
+        bench.time(cell, plan, calls)?;
     }
     Ok(())
 }
@@ -121,11 +99,8 @@ struct Sides {
 
 impl Sides {
     fn new(cell: &Cell, args: &Args) -> Result<Self> {
-        let normal = |shape, deviation: f64| {
-            Tensor::randn(0f32, 1., shape, &Device::Cpu)?.affine(deviation, 0.0)?.to_dtype(cell.dtype)
-        };
-        let xs = normal((cell.rows, cell.inputs), 1.0)?;
-        let weight = normal((cell.outputs, cell.inputs), (cell.inputs as f64).recip().sqrt())?;
+        let xs = random((cell.rows, cell.inputs), 1.0, cell.dtype)?;
+        let weight = random((cell.outputs, cell.inputs), (cell.inputs as f64).recip().sqrt(), cell.dtype)?;
         let copies = if cell.from_memory { args.total_bytes().div_ceil(cell.weight_bytes()) } else { 1 };
         let (mut packed, mut linears) = (Vec::new(), Vec::new());
         for _ in 0..copies {

@@ -15,11 +15,7 @@ use common::{inputs::Inputs, memory, report::Kind, run};
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let cells = args.choose(if args.long { long() } else { cells() })?;
-    if args.list {
-        run::list(&args, "sdpa", &cells);
-        return Ok(());
-    }
+    let Some(cells) = run::cells(&args, "sdpa", if args.long { long() } else { cells() })? else { return Ok(()) };
     if args.long {
         for cell in &cells {
             report_memory(cell, &args)?;

@@ -1,6 +1,6 @@
 //! The tensors that a cell is timed on.
 
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Shape, Tensor};
 
 use super::cell::Cell;
 
@@ -12,8 +12,7 @@ pub struct Inputs {
 
 impl Inputs {
     pub fn new(cell: &Cell, copies: usize) -> Result<Self> {
-        let normal =
-            |h: usize, t: usize| Tensor::randn(0f32, 1., (cell.b, h, t, cell.d), &Device::Cpu)?.to_dtype(cell.dtype);
+        let normal = |h: usize, t: usize| random((cell.b, h, t, cell.d), 1.0, cell.dtype);
         let q = normal(cell.h, cell.t_q)?;
         let (k, v) = (normal(cell.h_kv, cell.t_kv)?, normal(cell.h_kv, cell.t_kv)?);
         let mut kv = vec![(k.clone(), v.clone())];
@@ -22,4 +21,9 @@ impl Inputs {
         }
         Ok(Self { q, kv })
     }
+}
+
+/// Normally distributed numbers.
+pub fn random(shape: impl Into<Shape>, deviation: f64, dtype: DType) -> Result<Tensor> {
+    Tensor::randn(0f32, 1., shape, &Device::Cpu)?.affine(deviation, 0.0)?.to_dtype(dtype)
 }

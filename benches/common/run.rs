@@ -7,7 +7,7 @@ use candle_core::{DType, Result};
 use super::args::Args;
 use super::cell::{Cell, Describe};
 use super::check::Expected;
-use super::engine::{Engine, Entry, our_plan, prepare};
+use super::engine::{Call, Engine, Entry, our_plan, prepare};
 use super::inputs::Inputs;
 use super::load::Load;
 use super::peak::{self, Peak};
@@ -19,10 +19,10 @@ const ENGINES: [Engine; 3] = [Engine::Ours, Engine::Reference, Engine::Flash];
 
 /// Peaks that were measured in this run, each at its first use.
 #[derive(Default)]
-pub struct Peaks(HashMap<&'static str, Peak>);
+struct Peaks(HashMap<&'static str, Peak>);
 
 impl Peaks {
-    pub fn of(&mut self, dtype: DType) -> Result<Peak> {
+    fn of(&mut self, dtype: DType) -> Result<Peak> {
         if let Some(peak) = self.0.get(dtype.as_str()) {
             return Ok(*peak);
         }
@@ -33,9 +33,13 @@ impl Peaks {
     }
 }
 
-/// Prints the names of the cells, or their descriptions as JSON.
-pub fn list(args: &Args, bench: &str, cells: &[impl Describe]) {
-    for cell in cells {
+/// The cells that were asked for; none where they were only to be named, or described as JSON.
+pub fn cells<C: Describe>(args: &Args, bench: &str, cells: Vec<C>) -> Result<Option<Vec<C>>> {
+    let cells = args.choose(cells)?;
+    if !args.list {
+        return Ok(Some(cells));
+    }
+    for cell in &cells {
         if args.json {
             let mut line = cell.to_json();
             line["bench"] = bench.into();
@@ -44,65 +48,90 @@ pub fn list(args: &Args, bench: &str, cells: &[impl Describe]) {
             println!("{}", cell.name());
         }
     }
+    Ok(None)
+}
+
+/// A bench, and the limits of the machine as measured in this run.
+pub struct Bench<'a> {
+    args: &'a Args,
+    kind: Kind,
+    peaks: Peaks,
+    bandwidth: Option<f64>,
+}
+
+/// What is timed in a cell.
+#[derive(Default)]
+pub struct Calls<'a> {
+    pub ready: Vec<(Engine, Call<'a>)>,
+    /// The engines that have no call, and why.
+    pub skipped: Vec<(Engine, String)>,
+}
+
+impl<'a> Bench<'a> {
+    /// Measures what reading memory reaches, where it takes the time, and prints the head of the table.
+    pub fn start(args: &'a Args, kind: Kind) -> Self {
+        let reads = matches!(kind, Kind::Decode | Kind::Linear);
+        let bandwidth = reads.then(|| peak::read_bandwidth(args.total_bytes()));
+        if let Some(bandwidth) = bandwidth {
+            eprintln!("reading {} MiB: {bandwidth:.1} GB/s", args.total);
+        }
+        report::header(args, kind);
+        Self { args, kind, peaks: Peaks::default(), bandwidth }
+    }
+
+    /// The calls of those of the engines that were asked for.
+    pub fn calls<'c>(
+        &self,
+        cell: &dyn Describe,
+        engines: &[Engine],
+        call: impl Fn(Engine) -> Result<Entry<'c>>,
+    ) -> Result<Calls<'c>> {
+        let mut calls = Calls::default();
+        for &engine in engines.iter().filter(|engine| self.args.engines.contains(engine)) {
+            match call(engine) {
+                Ok(Entry::Ready(call)) => calls.ready.push((engine, call)),
+                Ok(Entry::Skipped(reason)) => calls.skipped.push((engine, reason)),
+                // What this crate gets wrong ends the bench; what another engine does is a row that says so.
+                Err(error) if engine == Engine::Ours => return Err(error.context(cell.name())),
+                Err(error) => {
+                    let error = error.to_string();
+                    calls.skipped.push((engine, error.lines().next().unwrap_or_default().into()));
+                }
+            }
+        }
+        Ok(calls)
+    }
+
+    /// Times a cell's calls in turn and prints the outcome. `plan` is the path of this crate.
+    pub fn time(&mut self, cell: &dyn Describe, plan: String, mut calls: Calls<'_>) -> Result<()> {
+        let peak = self.peaks.of(cell.dtype())?;
+        let load = Load::start();
+        let times = in_turn(&mut calls.ready, self.args.rounds)?;
+        let others = load.and_then(|load| load.others());
+        let (kind, bandwidth, skipped) = (self.kind, self.bandwidth, calls.skipped);
+        report::print(self.args, &Outcome { kind, cell, peak, bandwidth, times, skipped, plan, others })?;
+        eprintln!("{}: done", cell.name());
+        Ok(())
+    }
 }
 
 /// Times attention in each cell. To decode, each cell walks through so many copies of its keys and values that no cache
 /// holds them, and is measured against the bandwidth of reading.
 pub fn attention(args: &Args, cells: &[Cell], kind: Kind) -> Result<()> {
-    let decode = kind == Kind::Decode;
-    let mut peaks = Peaks::default();
-    let bandwidth = decode.then(|| peak::read_bandwidth(args.total_bytes()));
-    if let Some(bandwidth) = bandwidth {
-        eprintln!("reading {} MiB: {bandwidth:.1} GB/s", args.total);
-    }
-    report::header(args, kind);
+    let mut bench = Bench::start(args, kind);
     for cell in cells {
-        let copies = if decode { args.total_bytes().div_ceil(cell.kv_bytes()) } else { 1 };
+        let copies = if kind == Kind::Decode { args.total_bytes().div_ceil(cell.kv_bytes()) } else { 1 };
         let inputs = Inputs::new(cell, copies)?;
-        let mut outcome = Outcome {
-            kind,
-            cell,
-            peak: peaks.of(cell.dtype)?,
-            bandwidth,
-            times: Vec::new(),
-            skipped: Vec::new(),
-            plan: our_plan(cell, &inputs)?,
-            others: None,
-        };
         let expected = Expected::new(cell, &inputs)?;
-        let mut calls = Vec::new();
-        for engine in ENGINES.into_iter().filter(|engine| args.engines.contains(engine)) {
-            match checked(engine, cell, &inputs, (&expected, args.patience)) {
-                Ok(Entry::Ready(call)) => calls.push((engine, call)),
-                Ok(Entry::Skipped(reason)) => outcome.skipped.push((engine, reason)),
-                // What this crate gets wrong ends the bench; what another engine does is a row that says so.
-                Err(error) if engine == Engine::Ours => return Err(error.context(cell.name())),
-                Err(error) => outcome.skipped.push((engine, first_line(&error))),
+        let calls = bench.calls(cell, &ENGINES, |engine| {
+            let mut entry = prepare(engine, cell, &inputs, args.patience)?;
+            if let Entry::Ready(call) = &mut entry {
+                let gap = expected.compare(&call()?)?;
+                eprintln!("{}: {} is within {gap:.1e} of the reference in f64", cell.name(), engine.label());
             }
-        }
-        let load = Load::start();
-        outcome.times = in_turn(&mut calls, args.rounds)?;
-        outcome.others = load.and_then(|load| load.others());
-        report::print(args, &outcome)?;
-        eprintln!("{}: done", cell.name());
+            Ok(entry)
+        })?;
+        bench.time(cell, our_plan(cell, &inputs)?, calls)?;
     }
     Ok(())
-}
-
-/// The engine's call, once it has given the right numbers.
-pub fn checked<'a>(
-    engine: Engine,
-    cell: &Cell,
-    inputs: &'a Inputs,
-    (expected, patience): (&Expected, f64),
-) -> Result<Entry<'a>> {
-    let entry = prepare(engine, cell, inputs, patience)?;
-    let Entry::Ready(mut call) = entry else { return Ok(entry) };
-    let gap = expected.compare(&call()?)?;
-    eprintln!("{}: {} is within {gap:.1e} of the reference in f64", cell.name(), engine.label());
-    Ok(Entry::Ready(call))
-}
-
-pub fn first_line(error: &candle_core::Error) -> String {
-    error.to_string().lines().next().unwrap_or_default().to_string()
 }
