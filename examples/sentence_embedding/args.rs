@@ -33,7 +33,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
 
-    /// Sentences that go through the model at a time, those of about one length together
+    /// Sentences that go through the model at a time
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = batch)]
     pub batch: usize,
 

@@ -1,29 +1,86 @@
 //! Sentences through the model in batches, and their hidden states to one vector each.
 
+use std::sync::mpsc;
+use std::thread;
+
 use candle_attention::text::SimpleTokenizer;
-use candle_core::{DType, Device, IndexOp, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 use indicatif::ProgressBar;
 
 use crate::model::Encoder;
 use crate::recipe::{Pooling, Recipe};
 
-/// Sentences as tokens.
-pub struct Tokens {
-    pub ids: Vec<Vec<u32>>,
+/// Batches of tokens that are ready while the model computes another.
+const READY: usize = 2;
+
+/// What sentences have become.
+pub struct Embeddings {
+    /// (N, E) in f32, in the order of the sentences.
+    pub vectors: Tensor,
+    /// The number of tokens of each sentence.
+    pub lens: Vec<usize>,
     /// How many of the sentences were cut.
     pub cut: usize,
 }
 
+/// The vectors of the sentences, `batch` of them at a time. They are tokenised on another thread while the model computes.
+///
+/// # Errors
+/// As the model, and for a sentence without a token.
+pub fn embed(
+    model: &Encoder,
+    tokenizer: &SimpleTokenizer,
+    recipe: &Recipe,
+    sentences: &[String],
+    (batch, bar): (usize, &ProgressBar),
+) -> Result<Embeddings> {
+    bar.set_length(sentences.len() as u64);
+    let (mut vectors, mut lens, mut cut) = (Vec::new(), Vec::new(), 0);
+    thread::scope(|scope| {
+        let (sender, batches) = mpsc::sync_channel(READY);
+        scope.spawn(move || {
+            for (i, batch) in sentences.chunks(batch).enumerate().map(|(i, sentences)| (i * batch, sentences)) {
+                // The other end is gone after an error.
+                if sender.send(Tokens::of(batch, i, tokenizer, recipe)).is_err() {
+                    break;
+                }
+            }
+        });
+        for tokens in batches {
+            let tokens = tokens?;
+            let texts: Vec<_> = tokens.ids.iter().map(Vec::as_slice).collect();
+            let hidden = model.forward(&texts)?;
+            let mut start = 0;
+            for len in texts.iter().map(|text| text.len()) {
+                vectors.push(pool(&hidden.narrow(0, start, len)?, recipe.pooling)?);
+                lens.push(len);
+                start += len;
+            }
+            cut += tokens.cut;
+            bar.inc(texts.len() as u64);
+        }
+        Ok::<_, candle_core::Error>(())
+    })?;
+    let vectors = Tensor::stack(&vectors, 0)?;
+    Ok(Embeddings { vectors: if recipe.normalize { normalized(&vectors)? } else { vectors }, lens, cut })
+}
+
+/// A batch of sentences as tokens.
+struct Tokens {
+    ids: Vec<Vec<u32>>,
+    /// How many of the sentences were cut.
+    cut: usize,
+}
+
 impl Tokens {
-    /// # Errors
-    /// For a sentence without a token.
-    pub fn of(sentences: &[String], tokenizer: &SimpleTokenizer, recipe: &Recipe) -> Result<Self> {
+    /// `first` is the index of the first of the sentences.
+    fn of(sentences: &[String], first: usize, tokenizer: &SimpleTokenizer, recipe: &Recipe) -> Result<Self> {
         let mut tokens = Self { ids: Vec::with_capacity(sentences.len()), cut: 0 };
         for (i, sentence) in sentences.iter().enumerate() {
             let text = format!("{}{sentence}", recipe.prompt);
             let encoding = tokenizer.encode(&if recipe.lowercase { text.to_lowercase() } else { text })?;
             if encoding.ids.is_empty() {
-                bail!("[sentence_embedding] sentence {} has no token", i + 1)
+                bail!("[sentence_embedding] sentence {} has no token", first + i + 1)
             }
             tokens.cut += usize::from(encoding.num_truncated > 0);
             tokens.ids.push(encoding.ids);
@@ -32,41 +89,7 @@ impl Tokens {
     }
 }
 
-/// The vectors (N, E) of the sentences in f32, in their order.
-///
-/// # Errors
-/// As the model.
-pub fn embed(
-    model: &Encoder,
-    ids: &[Vec<u32>],
-    recipe: &Recipe,
-    (batch, device): (usize, &Device),
-    bar: &ProgressBar,
-) -> Result<Tensor> {
-    // Neighbours in length share a batch, so that little of it is padding.
-    let mut order: Vec<usize> = (0..ids.len()).collect();
-    order.sort_by_key(|&sentence| std::cmp::Reverse(ids[sentence].len()));
-    bar.set_length(ids.len() as u64);
-    let mut vectors = vec![None; ids.len()];
-    for batch in order.chunks(batch) {
-        let lens: Vec<usize> = batch.iter().map(|&sentence| ids[sentence].len()).collect();
-        let longest = lens.iter().copied().max().unwrap_or(0);
-        let rows = batch.iter().flat_map(|&sentence| {
-            let padding = longest - ids[sentence].len();
-            ids[sentence].iter().copied().chain(std::iter::repeat_n(0, padding))
-        });
-        let padded = Tensor::from_vec(rows.collect::<Vec<_>>(), (batch.len(), longest), device)?;
-        let hidden = model.forward(&padded, &lens)?;
-        for (row, (&sentence, &len)) in batch.iter().zip(&lens).enumerate() {
-            vectors[sentence] = Some(pool(&hidden.i((row, ..len))?, recipe.pooling)?);
-        }
-        bar.inc(batch.len() as u64);
-    }
-    let vectors = Tensor::stack(&vectors.into_iter().flatten().collect::<Vec<_>>(), 0)?;
-    if recipe.normalize { normalized(&vectors) } else { Ok(vectors) }
-}
-
-/// The vector (E,) of one sentence's hidden states (T, E), without padding.
+/// The vector (E,) of one sentence's hidden states (T, E).
 fn pool(hidden: &Tensor, pooling: Pooling) -> Result<Tensor> {
     match pooling {
         Pooling::Mean => hidden.to_dtype(DType::F32)?.mean(0),

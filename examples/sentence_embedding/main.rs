@@ -25,7 +25,7 @@ use clap::Parser;
 
 use args::Args;
 use checkpoint::Files;
-use embed::{Tokens, embed};
+use embed::{Embeddings, embed};
 use model::Encoder;
 use recipe::{Pooling, Recipe};
 
@@ -47,9 +47,9 @@ fn run(args: &Args) -> Result<()> {
     bar.finish_and_clear();
 
     let recipe = Recipe::read(&files.folder, model.max_tokens())?;
-    let tokens = Tokens::of(&sentences, &files.tokenizer(&recipe)?, &recipe)?;
+    let tokenizer = files.tokenizer(&recipe)?;
     let bar = common::bar("embedding", "sentences");
-    let vectors = embed(&model, &tokens.ids, &recipe, (args.batch, &device), &bar)?;
+    let Embeddings { vectors, lens, cut } = embed(&model, &tokenizer, &recipe, &sentences, (args.batch, &bar))?;
     bar.finish_and_clear();
     if let Some(path) = &args.out {
         write_vectors(&vectors, &sentences, path)?;
@@ -61,9 +61,8 @@ fn run(args: &Args) -> Result<()> {
         Pooling::Cls => "first token",
     };
     let normalized = if recipe.normalize { ", normalised" } else { "" };
-    let lens = tokens.ids.iter().map(Vec::len);
-    let (shortest, longest) = (lens.clone().min().unwrap_or(0), lens.max().unwrap_or(0));
-    let most = recipe.max_tokens.map_or(String::new(), |most| format!(", {} cut at {most}", tokens.cut));
+    let (shortest, longest) = (lens.iter().min().unwrap_or(&0), lens.iter().max().unwrap_or(&0));
+    let most = recipe.max_tokens.map_or(String::new(), |most| format!(", {cut} cut at {most}"));
     let prompt = if recipe.prompt.is_empty() { String::new() } else { format!(", each after {:?}", recipe.prompt) };
     let model_type = json["model_type"].as_str().unwrap_or_default();
     let text = format!(

@@ -4,8 +4,8 @@
 //! `config.json`. What remains of a model is its embeddings, its norms and its MLP, and that is what stands here.
 
 use candle_attention::text::EmbeddingLayer;
-use candle_attention::{AttentionInput, AttentionMask, MultiHeadAttention, PackedLinear, hf, packed_linear_b};
-use candle_core::{D, DType, Module, Result, Tensor, bail};
+use candle_attention::{AttentionInput, MultiHeadAttention, PackedLinear, PackedSequences, hf, packed_linear_b};
+use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::{Activation, Embedding, LayerNorm, LayerNormConfig, VarBuilder, layer_norm};
 use serde_json::Value;
 
@@ -199,8 +199,8 @@ struct Block {
 }
 
 impl Block {
-    fn forward(&self, xs: &Tensor, mask: &AttentionMask) -> Result<Tensor> {
-        let attend = |xs: &Tensor| self.attention.forward_with(AttentionInput::new(xs).with_mask(mask));
+    fn forward(&self, xs: &Tensor, sequences: &PackedSequences) -> Result<Tensor> {
+        let attend = |xs: &Tensor| self.attention.forward_with(AttentionInput::new(xs).with_packed(sequences));
         if self.norms_first {
             let xs = (xs + attend(&optional(&self.attention_norm, xs)?)?)?;
             return &xs + self.mlp.forward(&self.mlp_norm.forward(&xs)?)?;
@@ -222,16 +222,24 @@ impl Positions {
         Ok(self.table.embeddings().dim(0)?.saturating_sub(self.padding.map_or(0, |padding| padding as usize + 1)))
     }
 
-    /// Of ids (B, T), as (T, E) or (B, T, E).
-    fn of(&self, ids: &Tensor) -> Result<Tensor> {
-        let t = ids.dim(D::Minus1)?;
-        if t > self.most()? {
-            bail!("[encoder] {t} tokens are more than the model's {} positions", self.most()?)
+    /// Of the tokens of each text, one text after the other: (total, E).
+    fn of(&self, texts: &[&[u32]]) -> Result<Tensor> {
+        let mut positions = Vec::with_capacity(texts.iter().map(|ids| ids.len()).sum());
+        for ids in texts {
+            if ids.len() > self.most()? {
+                bail!("[encoder] {} tokens are more than the model's {} positions", ids.len(), self.most()?)
+            }
+            let Some(padding) = self.padding else {
+                positions.extend(0..ids.len() as u32);
+                continue;
+            };
+            let mut last = padding;
+            positions.extend(ids.iter().map(|&id| {
+                last += u32::from(id != padding);
+                if id == padding { padding } else { last }
+            }));
         }
-        let Some(padding) = self.padding else { return self.table.embeddings().narrow(0, 0, t) };
-        let counts = ids.ne(padding)?.to_dtype(DType::F32)?;
-        let positions = ((counts.cumsum(D::Minus1)? * counts)? + f64::from(padding))?;
-        self.table.forward(&positions.to_dtype(DType::U32)?)
+        self.table.forward(&Tensor::new(positions, self.table.embeddings().device())?)
     }
 }
 
@@ -324,21 +332,20 @@ impl Encoder {
         self.max_tokens
     }
 
-    /// Ids (B, T), right-padded, of which each sequence has its number in `lens`, to hidden states (B, T, E); those of
-    /// padding mean nothing.
-    pub fn forward(&self, ids: &Tensor, lens: &[usize]) -> Result<Tensor> {
-        let mut xs = self.words.forward(ids)?;
+    /// The tokens of each text to their hidden states (total, E), one text after the other: there is no padding.
+    pub fn forward(&self, texts: &[&[u32]]) -> Result<Tensor> {
+        let lens: Vec<_> = texts.iter().map(|ids| ids.len()).collect();
+        let sequences = PackedSequences::from_lens(&lens, &lens)?;
+        let mut xs = self.words.forward(&Tensor::new(texts.concat(), self.words.embeddings().device())?)?;
         if let Some(positions) = &self.positions {
-            xs = xs.broadcast_add(&positions.of(ids)?)?;
+            xs = (xs + positions.of(texts)?)?;
         }
         if let Some(segment) = &self.segment {
             xs = xs.broadcast_add(segment)?;
         }
         xs = self.embedding_norm.forward(&xs)?;
-        // Padding is hidden by its length: nothing of it is computed with, and no large negative number is added.
-        let mask = AttentionMask::none().with_valid_lens(lens.to_vec());
         for block in &self.blocks {
-            xs = block.forward(&xs, &mask)?;
+            xs = block.forward(&xs, &sequences)?;
         }
         optional(&self.last_norm, &xs)
     }

@@ -1,11 +1,12 @@
 //! A call of a layer when its queries, keys and values are ready.
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 
 use crate::cache::StagedAppend;
+use crate::sdpa::plan_varlen;
 use crate::{
-    AttentionMask, AttentionOutput, Plan, SdpaOptions, plan, scaled_dot_product_attention,
-    scaled_dot_product_attention_with_weights,
+    AttentionMask, AttentionOutput, PackedSequences, Plan, SdpaOptions, plan, scaled_dot_product_attention,
+    scaled_dot_product_attention_varlen, scaled_dot_product_attention_with_weights,
 };
 
 /// The arguments of [`scaled_dot_product_attention`] that a layer makes of an input.
@@ -23,6 +24,8 @@ pub(super) struct AttentionCall<'a> {
 pub(super) enum CallKeys<'a> {
     /// Keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v).
     Own { k: Tensor, v: Tensor },
+    /// Those of packed sequences, with a batch of one.
+    Packed { k: Tensor, v: Tensor, sequences: &'a PackedSequences },
     /// Those of the call after those of the calls before.
     Cached(StagedAppend<'a>),
 }
@@ -32,6 +35,11 @@ impl AttentionCall<'_> {
     pub fn attend(&self) -> Result<Tensor> {
         match &self.keys {
             CallKeys::Own { k, v } => scaled_dot_product_attention(&self.q, k, v, &self.mask, &self.options),
+            CallKeys::Packed { k, v, sequences } => {
+                let [q, k, v] = packed([&self.q, k, v])?;
+                let context = scaled_dot_product_attention_varlen(&q, &k, &v, sequences, &self.mask, &self.options)?;
+                context.unsqueeze(0)?.transpose(1, 2)
+            }
             CallKeys::Cached(staged) => staged.attend(&self.q, &self.mask, &self.options),
         }
     }
@@ -42,6 +50,11 @@ impl AttentionCall<'_> {
             CallKeys::Own { k, v } => {
                 scaled_dot_product_attention_with_weights(&self.q, k, v, &self.mask, &self.options)?
             }
+            CallKeys::Packed { .. } => {
+                bail!(
+                    "[multi_head_attention] weights (B, H, T_q, T_kv) are asked for, which packed sequences do not have"
+                )
+            }
             CallKeys::Cached(staged) => staged.attend_with_weights(&self.q, &self.mask, &self.options)?,
         };
         Ok(AttentionOutput { context, weights: if self.batched { weights } else { weights.squeeze(0)? } })
@@ -51,6 +64,10 @@ impl AttentionCall<'_> {
     pub fn plan(&self) -> Result<Plan> {
         match &self.keys {
             CallKeys::Own { k, v } => plan(&self.q, k, v, &self.mask, &self.options),
+            CallKeys::Packed { k, v, sequences } => {
+                let [q, k, v] = packed([&self.q, k, v])?;
+                plan_varlen(&q, &k, &v, sequences, &self.mask, &self.options)
+            }
             CallKeys::Cached(staged) => staged.plan(&self.q, &self.mask, &self.options),
         }
     }
@@ -61,8 +78,14 @@ impl AttentionCall<'_> {
     /// As [`StagedAppend::commit`].
     pub fn commit(self) -> Result<()> {
         match self.keys {
-            CallKeys::Own { .. } => Ok(()),
+            CallKeys::Own { .. } | CallKeys::Packed { .. } => Ok(()),
             CallKeys::Cached(staged) => staged.commit(),
         }
     }
+}
+
+/// (1, H, total, D) each to (total, H, D).
+fn packed(qkv: [&Tensor; 3]) -> Result<[Tensor; 3]> {
+    let [q, k, v] = qkv.map(|tensor| tensor.squeeze(0)?.transpose(0, 1));
+    Ok([q?, k?, v?])
 }

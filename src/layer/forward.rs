@@ -9,7 +9,7 @@ use crate::norm::Norm;
 use crate::position::{Alibi, Positions, Rotation};
 use crate::sdpa::accumulation_dtype;
 use crate::size::is_addressable;
-use crate::{AttentionCache, AttentionMask, AttentionOutput, Plan, SdpaOptions};
+use crate::{AttentionCache, AttentionMask, AttentionOutput, PackedSequences, Plan, SdpaOptions};
 
 /// The inputs of a call, checked.
 struct Inputs<'a> {
@@ -109,7 +109,10 @@ impl MultiHeadAttention {
         let mask = self.mask(&input, &inputs, positions.as_ref())?;
         let keys = match (input.cache.take(), inputs.new_tokens) {
             (Some(cache), Some(new_tokens)) => CallKeys::Cached(cache.stage(new_tokens, &k, Values::Own(&v))?),
-            _ => CallKeys::Own { k, v },
+            _ => match input.packed {
+                Some(sequences) => CallKeys::Packed { k, v, sequences },
+                None => CallKeys::Own { k, v },
+            },
         };
         let batched = input.queries.rank() == 3;
         Ok(AttentionCall { q, keys, mask, options: self.options(&input), batched })
@@ -148,7 +151,8 @@ impl MultiHeadAttention {
             }
         };
         let what = || format!("queries {:?} and keys {key_dims:?}", input.queries.dims());
-        self.check_lengths(b, t_q.max(t_kv), what)?;
+        self.check_lengths(b, [t_q.max(t_kv), input.longest(t_q, t_kv)], what)?;
+        input.check_packed(OP, &queries, t_kv)?;
         if cfg.relative_bias().is_some() && self.relative_bias.is_none() {
             bail!(
                 "[multi_head_attention] the config has a relative bias, expected the stack's one in `with_relative_bias`"
@@ -181,11 +185,11 @@ impl MultiHeadAttention {
         Ok(())
     }
 
-    /// Of `b` sequences with `t` positions of queries or keys; `what` they are is for an error.
-    pub(super) fn check_lengths(&self, b: usize, t: usize, what: impl Fn() -> String) -> Result<()> {
+    /// Of `b` rows with `t` queries or keys, of which a sequence has at most `longest`; `what` they are is for an error.
+    pub(super) fn check_lengths(&self, b: usize, [t, longest]: [usize; 2], what: impl Fn() -> String) -> Result<()> {
         let cfg = &self.config;
-        if let Some(context_length) = cfg.context_length().filter(|&most| t > most) {
-            bail!("[multi_head_attention] {t} positions are more than the context length {context_length}")
+        if let Some(context_length) = cfg.context_length().filter(|&most| longest > most) {
+            bail!("[multi_head_attention] {longest} positions are more than the context length {context_length}")
         }
         let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
         if !is_addressable(&[b, t, h * d + h_kv * (d + d_v)]) {
@@ -205,16 +209,22 @@ impl MultiHeadAttention {
             bail!("[multi_head_attention] key positions are given, but the keys are the queries")
         }
         let adds_bias = matches!(self.alibi, Some(Alibi::Falcon(_))) || self.relative_bias.is_some();
+        if input.packed.is_some() && (adds_bias || self.config.appended_keys() > 0) {
+            let part =
+                if adds_bias { "a bias (T_q, T_kv) that follows from positions" } else { "keys that it appends" };
+            bail!("[multi_head_attention] the layer has {part}, which packed sequences do not take")
+        }
         if self.rotary.is_none() && !adds_bias {
             return Ok(None);
         }
-        let or_default = |given: Option<Positions>, t| given.map_or_else(|| Positions::starting_at(&[0], t), Ok);
         let new_tokens = inputs.new_tokens.as_ref();
         let queries = match (queries, new_tokens) {
             (None, Some(new_tokens)) => new_tokens.positions()?,
-            (given, _) => or_default(given, t_q)?,
+            (Some(given), _) => given,
+            (None, None) => input.default_positions(PackedSequences::queries, t_q)?,
         };
-        let keys = input.is_cross().then(|| or_default(keys, t_kv)).transpose()?;
+        let or_default = || input.default_positions(PackedSequences::keys, t_kv);
+        let keys = input.is_cross().then(|| keys.map_or_else(or_default, Ok)).transpose()?;
         let length = keys.iter().map(Positions::length).fold(queries.length(), usize::max);
         if let Some(context_length) = self.config.context_length().filter(|&most| length > most) {
             bail!("[multi_head_attention] position {} is not below the context length {context_length}", length - 1)

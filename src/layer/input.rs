@@ -1,11 +1,14 @@
 //! What one call of a layer reads.
 
+use std::ops::Range;
+
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
 use super::ProjectedMemory;
 use crate::cache::{AttentionCache, NewTokens, Padding};
 use crate::init::TorchSeed;
-use crate::{AttentionMask, Backend, OutputOrder, SdpaOptions};
+use crate::position::Positions;
+use crate::{AttentionMask, Backend, OutputOrder, PackedSequences, SdpaOptions};
 
 /// What one call of a layer reads besides the layer's parameters. A `&Tensor` is self-attention over it.
 #[derive(Debug)]
@@ -22,6 +25,7 @@ pub struct AttentionInput<'a> {
     pub(super) backend: Backend,
     pub(super) cache: Option<&'a mut AttentionCache>,
     pub(super) padding: Padding<'a>,
+    pub(super) packed: Option<&'a PackedSequences>,
 }
 
 impl<'a> AttentionInput<'a> {
@@ -39,6 +43,7 @@ impl<'a> AttentionInput<'a> {
             backend: Backend::Auto,
             cache: None,
             padding: Padding::default(),
+            packed: None,
         }
     }
 
@@ -116,6 +121,33 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
+    /// Sequences of different lengths without padding, one after the other in `xs` (total_q, E): each attends to its own keys,
+    /// and the output is (total_q, out_dim). Keys and values of cross-attention are (total_kv, ..) likewise.
+    ///
+    /// Everything else is as for a batch of them: positions count from 0 in each sequence unless [`with_positions`] gives
+    /// them as (total_q,), the mask holds for each sequence by itself, and its lengths are (n,). What has no shape here is an
+    /// error: a cache, weights, `keep` and `bias` tensors, and layers with a relative bias, Falcon's ALiBi or appended keys.
+    ///
+    /// ```
+    /// use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, PackedSequences};
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::VarBuilder;
+    /// # fn main() -> candle_core::Result<()> {
+    /// let cfg = MultiHeadAttentionConfig::new(64, 4);
+    /// let mha = MultiHeadAttention::new(&cfg, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+    /// let sequences = PackedSequences::from_lens(&[5, 3, 9], &[5, 3, 9])?;
+    /// let xs = Tensor::randn(0f32, 1., (17, 64), &Device::Cpu)?;
+    /// let ys = mha.forward_with(AttentionInput::new(&xs).with_packed(&sequences))?;
+    /// assert_eq!(ys.dims(), [17, 64]);
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// [`with_positions`]: Self::with_positions
+    pub fn with_packed(mut self, sequences: &'a PackedSequences) -> Self {
+        self.packed = Some(sequences);
+        self
+    }
+
     /// Which implementation of attention runs.
     pub fn with_backend(mut self, backend: Backend) -> Self {
         self.backend = backend;
@@ -137,6 +169,57 @@ impl<'a> AttentionInput<'a> {
             .with_backend(self.backend)
             .with_output_order(OutputOrder::Bthd);
         SdpaOptions { dropout_seed: self.dropout_seed.cloned(), ..options }
+    }
+
+    /// That packed sequences fit the queries (1, total_q, ..) and `t_kv` keys, and that nothing else is asked for that has no
+    /// shape for them.
+    pub(super) fn check_packed(&self, op: &str, queries: &Tensor, t_kv: usize) -> Result<()> {
+        let Some(sequences) = self.packed else { return Ok(()) };
+        if self.queries.rank() != 2 {
+            bail!("[{op}] packed queries have shape {:?}, expected (total_q, E)", self.queries.dims())
+        }
+        if self.cache.is_some() {
+            bail!("[{op}] packed sequences were given with a cache, expected one of the two")
+        }
+        let totals = (sequences.total_queries(), sequences.total_keys());
+        let t_q = queries.dim(1)?;
+        if totals != (t_q, t_kv) {
+            bail!(
+                "[{op}] the packed sequences have {} queries and {} keys, expected the {t_q} and {t_kv} of the inputs",
+                totals.0,
+                totals.1
+            )
+        }
+        let is_of_both = |s| sequences.queries(s) == sequences.keys(s);
+        if let Some(s) = (0..sequences.len()).find(|&s| !self.is_cross() && !is_of_both(s)) {
+            bail!(
+                "[{op}] packed sequence {s} has queries {:?} and keys {:?}, expected the same in self-attention",
+                sequences.queries(s),
+                sequences.keys(s)
+            )
+        }
+        Ok(())
+    }
+
+    /// Those of `t` queries or keys, which are `ranges` of the packed sequences where there are such.
+    pub(super) fn default_positions(
+        &self,
+        ranges: fn(&PackedSequences, usize) -> Range<usize>,
+        t: usize,
+    ) -> Result<Positions> {
+        match self.packed {
+            Some(sequences) => {
+                Positions::of_each((0..sequences.len()).flat_map(|s| 0..ranges(sequences, s).len()).collect(), t)
+            }
+            None => Positions::starting_at(&[0], t),
+        }
+    }
+
+    /// The most positions that a sequence of `t` queries and `t_kv` keys has.
+    pub(super) fn longest(&self, t_q: usize, t_kv: usize) -> usize {
+        let Some(sequences) = self.packed else { return t_q.max(t_kv) };
+        let lens = (0..sequences.len()).flat_map(|s| [sequences.queries(s).len(), sequences.keys(s).len()]);
+        lens.max().unwrap_or(0)
     }
 
     /// The same input with another cache.

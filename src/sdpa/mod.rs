@@ -20,6 +20,7 @@ pub use varlen::{PackedSequences, scaled_dot_product_attention_varlen, scaled_do
 
 pub(crate) use reference::{Dropout, dropout, weighted_values};
 pub(crate) use softmax::{FLOATS, VisibleSoftmax, accumulation_dtype, shares_of_parts};
+pub(crate) use varlen::plan_varlen;
 
 use std::sync::Once;
 

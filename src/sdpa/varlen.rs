@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+use super::plan::{self, Plan, Wanted};
 use super::validate::Call;
 use super::{SdpaOptions, context, context_and_lse};
 use crate::AttentionMask;
@@ -65,6 +66,18 @@ pub fn scaled_dot_product_attention_varlen_with_lse(
     let op = "scaled_dot_product_attention_varlen_with_lse";
     let (context, lse) = context_and_lse(&Call::packed(op, [q, k, v], sequences, mask, options)?)?;
     Ok((context.transpose(1, 2)?.squeeze(0)?, lse.squeeze(0)?))
+}
+
+/// The backend that [`scaled_dot_product_attention_varlen`] would run for these arguments, and why.
+pub(crate) fn plan_varlen(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    sequences: &PackedSequences,
+    mask: &AttentionMask,
+    options: &SdpaOptions,
+) -> Result<Plan> {
+    Ok(plan::choose(&Call::packed("plan", [q, k, v], sequences, mask, options)?, Wanted::Context)?.plan())
 }
 
 /// Where each sequence of a packed batch begins and ends, among the queries and among the keys.

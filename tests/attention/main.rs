@@ -32,6 +32,7 @@ mod isolation;
 mod joint;
 mod layer;
 mod layer_gradients;
+mod layer_packed;
 mod masks;
 mod matrices;
 mod merge;

@@ -1,7 +1,8 @@
 //! Inputs that do not fit a layer.
 
 use candle_attention::{
-    AttentionInput, AttentionMask, Backend, MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig,
+    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, MultiHeadAttention,
+    MultiHeadAttentionConfig, PackedSequences, RopeConfig,
 };
 use candle_core::{DType, ModuleT, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -28,6 +29,11 @@ fn cross(queries: &Tensor, keys: &Tensor, values: &Tensor) -> Result<()> {
     layer.forward_with(AttentionInput::new(queries).with_key_value(keys, values)).map(drop)
 }
 
+fn packed(xs: &Tensor, lens_q: &[usize], lens_kv: &[usize]) -> Result<()> {
+    let sequences = PackedSequences::from_lens(lens_q, lens_kv)?;
+    layer()?.forward_with(AttentionInput::new(xs).with_packed(&sequences)).map(drop)
+}
+
 pub const CASES: &[Case] = cases! {
     "inputs of another width" => layer()?.forward(&zeros((1, 3, 12))),
     "one sequence of another width" => layer()?.forward(&zeros((3, 12))),
@@ -49,6 +55,28 @@ pub const CASES: &[Case] = cases! {
     "keys of another batch" => cross(&zeros((2, 3, 8)), &zeros((1, 4, 5)), &zeros((1, 4, 7))),
     "fewer values than keys" => cross(&zeros((1, 3, 8)), &zeros((1, 4, 5)), &zeros((1, 3, 7))),
     "values of another dtype" => cross(&zeros((1, 3, 8)), &zeros((1, 4, 5)), &of(DType::F64, (1, 4, 7))),
+    "packed sequences of a batch" => packed(&zeros((2, 3, 8)), &[3], &[3]),
+    "packed sequences of another total" => packed(&zeros((5, 8)), &[3, 3], &[3, 3]),
+    "packed self-attention with other lengths of keys" => packed(&zeros((5, 8)), &[3, 2], &[2, 3]),
+    "packed sequences with a cache" => {
+        let (sequences, xs) = (PackedSequences::from_lens(&[3], &[3])?, zeros((3, 8)));
+        let mut cache = AttentionCache::new(&AttentionCacheConfig::new())?;
+        layer()?.forward_with(AttentionInput::new(&xs).with_packed(&sequences).with_cache(&mut cache))
+    },
+    "weights of packed sequences" => {
+        let (sequences, xs) = (PackedSequences::from_lens(&[3], &[3])?, zeros((3, 8)));
+        layer()?.forward_with_weights(AttentionInput::new(&xs).with_packed(&sequences))
+    },
+    "a bias for packed sequences" => {
+        let (sequences, xs) = (PackedSequences::from_lens(&[3], &[3])?, zeros((3, 8)));
+        let mask = AttentionMask::none().with_bias(&zeros((3, 3)));
+        layer()?.forward_with(AttentionInput::new(&xs).with_packed(&sequences).with_mask(&mask))
+    },
+    "packed sequences and a learned key" => {
+        let (sequences, xs) = (PackedSequences::from_lens(&[3], &[3])?, zeros((3, 8)));
+        let layer = load(MultiHeadAttentionConfig::new(8, 4).with_bias_kv(true))?;
+        layer.forward_with(AttentionInput::new(&xs).with_packed(&sequences))
+    },
     "lengths for another batch" => {
         let (xs, mask) = (zeros((2, 3, 8)), AttentionMask::none().with_valid_lens(vec![3]));
         layer()?.forward_with(AttentionInput::new(&xs).with_mask(&mask))

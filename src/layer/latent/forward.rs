@@ -8,7 +8,7 @@ use crate::layer::call::{AttentionCall, CallKeys};
 use crate::layer::input::Expected;
 use crate::position::Positions;
 use crate::size::{is_addressable, part};
-use crate::{AttentionCache, AttentionInput, AttentionOutput, Plan};
+use crate::{AttentionCache, AttentionInput, AttentionOutput, PackedSequences, Plan};
 
 /// How queries attend to latents. With W_k and W_v for the maps from a latent c to a head's key and value, a score is
 /// `q · (W_k c) = (W_kᵀ q) · c`, and a context `Σ w (W_v c) = W_v (Σ w c)`.
@@ -96,6 +96,7 @@ impl MultiHeadLatentAttention {
         let (dtype, device) = (self.down.dtype(), self.down.device());
         let xs = Expected { op: OP, width: cfg.embed_dim(), batched, dtype, device }.check("queries", input.queries)?;
         let (b, t, _) = xs.dims3()?;
+        input.check_packed(OP, &xs, t)?;
         let new_tokens = input.new_tokens(OP, (b, t))?;
         let positions = positions(&input, b, t, new_tokens.as_ref())?;
         let (h, rank, nope) = (cfg.num_heads(), cfg.kv_lora_rank(), cfg.nope_head_dim());
@@ -132,7 +133,10 @@ impl MultiHeadLatentAttention {
             }
             (_, _, Form::Expanded) => {
                 let (k, v) = self.up.expand(&rows)?;
-                CallKeys::Own { k, v }
+                match input.packed {
+                    Some(sequences) => CallKeys::Packed { k, v, sequences },
+                    None => CallKeys::Own { k, v },
+                }
             }
             (_, _, Form::Absorbed) => CallKeys::Own { v: part(&rows, 3, 0..rank)?, k: rows },
         };
@@ -156,7 +160,7 @@ fn positions(input: &AttentionInput, b: usize, t: usize, new_tokens: Option<&New
     match (input.positions, new_tokens) {
         (Some(given), _) => Positions::from_tensor("positions", given, b, t),
         (None, Some(new_tokens)) => new_tokens.positions(),
-        (None, None) => Positions::starting_at(&[0], t),
+        (None, None) => input.default_positions(PackedSequences::queries, t),
     }
 }
 
