@@ -160,11 +160,10 @@ impl MultiHeadAttentionConfig {
         if !(0.0..=1.0).contains(&self.dropout) {
             bail!("[multi_head_attention] dropout is {}, expected a probability from 0 to 1", self.dropout)
         }
-        if let Some(softcap) = self.softcap.filter(|&softcap| !(softcap.is_finite() && softcap > 0.0)) {
-            bail!("[multi_head_attention] softcap is {softcap}, expected a finite number above zero")
-        }
-        if let Some(clip) = self.clip_qkv.filter(|&clip| !(clip.is_finite() && clip > 0.0)) {
-            bail!("[multi_head_attention] clip_qkv is {clip}, expected a finite number above zero")
+        for (name, number) in [("softcap", self.softcap), ("clip_qkv", self.clip_qkv)] {
+            if let Some(number) = number.filter(|number| !number.is_finite() || *number <= 0.0) {
+                bail!("[multi_head_attention] {name} is {number}, expected a finite number above zero")
+            }
         }
         if let Some(scale) = self.scale.filter(|scale| !scale.is_finite()) {
             bail!("[multi_head_attention] scale is {scale}, expected a finite number")
@@ -187,22 +186,21 @@ impl MultiHeadAttentionConfig {
 
     /// Keys of the layer's own come after those of a call, whose norms and positions they do not have.
     fn validate_appended(&self) -> Result<()> {
-        let appended =
-            [("bias_kv", "a learned key", self.bias_kv), ("add_zero_attn", "a key of zeros", self.add_zero_attn)];
-        for (option, key, _) in appended.into_iter().filter(|&(.., is_set)| is_set) {
-            if self.qk_norm.is_some() {
-                bail!("[multi_head_attention] {option} and qk_norm are both set, but no norm is defined for {key}")
-            }
-            let positions = [
-                ("rope", self.rope.is_some()),
-                ("alibi", self.alibi.is_some()),
-                ("relative_bias", self.relative_bias.is_some()),
-            ];
-            if let Some((name, _)) = positions.into_iter().find(|&(_, is_set)| is_set) {
-                bail!("[multi_head_attention] {option} and {name} are both set, but {key} has no position")
-            }
+        let (option, key) = match (self.bias_kv, self.add_zero_attn) {
+            (true, _) => ("bias_kv", "a learned key"),
+            (false, true) => ("add_zero_attn", "a key of zeros"),
+            (false, false) => return Ok(()),
+        };
+        let others = [
+            ("qk_norm", self.qk_norm.is_some(), format!("no norm is defined for {key}")),
+            ("rope", self.rope.is_some(), format!("{key} has no position")),
+            ("alibi", self.alibi.is_some(), format!("{key} has no position")),
+            ("relative_bias", self.relative_bias.is_some(), format!("{key} has no position")),
+        ];
+        match others.into_iter().find(|&(_, is_set, _)| is_set) {
+            Some((other, _, why)) => bail!("[multi_head_attention] {option} and {other} are both set, but {why}"),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     fn validate_order(&self) -> Result<()> {

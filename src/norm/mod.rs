@@ -14,6 +14,7 @@ use rows::RowNorm;
 /// Which normalisation is applied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum QkNormKind {
     /// Root mean square, a weight and no bias.
     Rms,
@@ -28,6 +29,7 @@ pub enum QkNormKind {
 /// What one normalisation spans.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum QkNormScope {
     /// Each head by itself; the weight (D,) is shared by all heads (Qwen 3).
     PerHead,

@@ -14,6 +14,7 @@ pub use candle_attention_kernels::flash::OutputOrder;
 
 /// Which implementation runs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Backend {
     /// The fastest that gives the right numbers for the call; never fails for want of a feature.
     #[default]

@@ -62,6 +62,7 @@ pub fn parameters(cfg: &MultiHeadAttentionConfig, seed: u64) -> Parameters {
                 QkNormScope::PerHead => vec![d],
                 QkNormScope::PerHeadWeights => vec![heads, d],
                 QkNormScope::Projection => vec![heads * d],
+                other => unimplemented!("no shape of {other:?}"),
             };
             shapes.push((format!("{name}.weight"), shape.clone()));
             if norm.kind == QkNormKind::Layer {
@@ -256,6 +257,7 @@ fn normalise(parameters: &Parameters, name: &str, norm: QkNorm, d: usize, xs: &m
         let mean = match norm.kind {
             QkNormKind::Rms | QkNormKind::RmsPlusOne => 0.0,
             QkNormKind::Layer | QkNormKind::LayerNoBias => chunk.iter().sum::<f64>() / span as f64,
+            other => unimplemented!("no mean of {other:?}"),
         };
         let more = if norm.kind == QkNormKind::RmsPlusOne { 1.0 } else { 0.0 };
         let spread = chunk.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / span as f64;
