@@ -205,7 +205,6 @@ impl Projections {
     /// If memory is short.
     pub fn new(loaded: LoadedProjections) -> Result<Self> {
         let LoadedProjections { qkv: [q, k, v], o } = loaded;
-        let o = o.map(ProjectionRows::from);
         let (dtype, device) = (q.weight().dtype(), q.weight().device().clone());
         let trains_qkv = [&q, &k, &v].into_iter().any(ProjectionRows::is_tracked);
         let trains = trains_qkv || o.as_ref().is_some_and(ProjectionRows::is_tracked);

@@ -1,13 +1,17 @@
 //! One row of the table of model families, and the config of a layer that it gives.
 
-use candle_core::{Result, bail};
+use candle_core::{Error, Result, bail};
+use candle_nn::VarBuilder;
 use serde_json::Value;
 
 use super::families::{FAMILIES, SIZE_NAMES};
 use super::fields::{Aliases, Fields};
-use super::names::ModuleNames;
 use super::rope::Rope;
-use crate::{MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig, QkNorm, QkNormKind, QkNormScope};
+use crate::weights::has;
+use crate::{
+    MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig, QkNorm, QkNormKind, QkNormScope, RelativeBias,
+    RelativeBiasConfig, WeightLayout,
+};
 
 /// A value of `model_type`: how its `config.json` describes attention, and where its checkpoints keep it. A default is that
 /// of the class in transformers.
@@ -140,18 +144,18 @@ impl Family {
         }
         let window = (self.window)(fields, layer)?;
         let cfg = self.bias(fields, self.heads(fields)?)?;
-        let cfg = cfg.with_dropout(fields.number_or_null(self.dropout.0, Some(self.dropout.1))?.unwrap_or(0.0));
+        let cfg = cfg.with_dropout(fields.nullable(self.dropout.0, Some(self.dropout.1))?.unwrap_or(0.0));
         let cfg = self.rope(fields, layer, window, cfg)?;
         let cfg = match &self.qk_norm {
             Some(norm) if norm.flag.map_or(Ok(true), |flag| fields.flag(flag, false))? => cfg.with_qk_norm(QkNorm {
                 kind: norm.kind,
                 scope: norm.scope,
-                eps: fields.number(norm.eps.0, norm.eps.1)?,
+                eps: fields.get_or(norm.eps.0, norm.eps.1)?,
             }),
             _ => cfg,
         };
         let cfg = match self.scale {
-            Some((name, default, exponent)) => cfg.with_scale(fields.number(name, default)?.powf(exponent)),
+            Some((name, default, exponent)) => cfg.with_scale(fields.get_or(name, default)?.powf(exponent)),
             None => cfg,
         };
         let cfg = (self.adjust)(fields, layer, self.mask(fields, window, cfg)?)?;
@@ -181,7 +185,7 @@ impl Family {
         if fields.get("per_layer_config").is_some() {
             return fields.fail("per_layer_config is not supported");
         }
-        let (name, layers) = (self.names[0], fields.size(self.names[0], self.sizes[0])?);
+        let (name, layers) = (self.names[0], fields.get_or(self.names[0], self.sizes[0])?);
         if layer >= layers {
             return fields.fail(format!("there is no layer {layer}, {name} is {layers}"));
         }
@@ -189,7 +193,7 @@ impl Family {
     }
 
     fn heads(&self, fields: &Fields) -> Result<MultiHeadAttentionConfig> {
-        let [embed_dim, num_heads] = [1, 2].map(|i| fields.size(self.names[i], self.sizes[i]));
+        let [embed_dim, num_heads] = [1, 2].map(|i| fields.get_or(self.names[i], self.sizes[i]));
         let (embed_dim, num_heads) = (embed_dim?, num_heads?);
         let cfg = MultiHeadAttentionConfig::new(embed_dim, num_heads);
         if self.head_dim_follows || matches!(self.heads, Heads::Equal) {
@@ -202,9 +206,9 @@ impl Family {
             }
             Heads::Computed(key_heads) => cfg.with_num_kv_heads(key_heads(fields, num_heads)?),
             Heads::Grouped(num_kv_heads, head_dim) => {
-                let num_kv_heads = fields.size_or_null("num_key_value_heads", num_kv_heads)?.unwrap_or(num_heads);
+                let num_kv_heads = fields.nullable("num_key_value_heads", num_kv_heads)?.unwrap_or(num_heads);
                 let cfg = cfg.with_num_kv_heads(num_kv_heads);
-                match fields.size_or_null("head_dim", head_dim)? {
+                match fields.nullable("head_dim", head_dim)? {
                     Some(head_dim) => cfg.with_head_dim(head_dim),
                     // Where there is a remainder, the config's own check finds it.
                     None if embed_dim.is_multiple_of(num_heads) => cfg.with_head_dim(embed_dim / num_heads),
@@ -282,4 +286,70 @@ impl Family {
             ),
         }
     }
+}
+
+/// The names of the attention modules of a model.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ModuleNames {
+    /// The possible prefixes of `path`, that of new checkpoints first: as a rule the name of the base model in a model with
+    /// a head, then none.
+    pub prefixes: &'static [&'static str],
+    /// The attention module, with `{}` for the layer.
+    pub path: &'static str,
+    pub layout: WeightLayout,
+    /// The parameter whose presence shows that a module is there, if it is not the layout's query.
+    pub parameter: Option<&'static str>,
+}
+
+pub(super) const fn at(prefixes: &'static [&'static str], path: &'static str, layout: WeightLayout) -> ModuleNames {
+    ModuleNames { prefixes, path, layout, parameter: None }
+}
+
+impl ModuleNames {
+    /// The layer's module with each prefix.
+    fn modules(&self, layer: usize) -> impl Iterator<Item = String> {
+        let path = self.path.replace("{}", &layer.to_string());
+        self.prefixes.iter().map(move |prefix| format!("{prefix}{path}"))
+    }
+
+    fn parameter(&self, module: &str) -> String {
+        let [query, _] = self.layout.query_and_output();
+        format!("{module}.{}", self.parameter.unwrap_or(&query))
+    }
+}
+
+/// Calls `load` with the layout and the name of a layer's attention: the first that the builder has. A builder that claims
+/// every name (zeros, fresh variables) gets the first of all.
+pub(super) fn load_module<T>(
+    names: &[ModuleNames],
+    layer: usize,
+    vb: &VarBuilder,
+    load: impl Fn(WeightLayout, &str) -> Result<T>,
+) -> Result<T> {
+    let candidates: Vec<_> =
+        names.iter().flat_map(|names| names.modules(layer).map(move |module| (module, names))).collect();
+    if let Some((module, names)) = candidates.iter().find(|(module, names)| has(vb, &names.parameter(module))) {
+        return load(names.layout, module);
+    }
+    let Some((module, names)) = candidates.first() else { bail!("[hf] there is no name for layer {layer}") };
+    load(names.layout, module).map_err(|_| {
+        let looked: Vec<_> = candidates.iter().map(|(module, names)| names.parameter(module)).collect();
+        Error::msg(format!(
+            "[hf] no attention of layer {layer} in the checkpoint, looked for {}; is the builder at the model's root?",
+            looked.join(", ")
+        ))
+    })
+}
+
+/// The relative bias that all layers share, which is stored with the first.
+pub(super) fn load_relative_bias(
+    names: &[ModuleNames],
+    buckets: &RelativeBiasConfig,
+    num_heads: usize,
+    vb: &VarBuilder,
+) -> Result<RelativeBias> {
+    let modules: Vec<_> = names.iter().flat_map(|names| names.modules(0)).collect();
+    let found = modules.iter().find(|module| has(vb, &format!("{module}.relative_attention_bias.weight")));
+    let Some(module) = found.or(modules.first()) else { bail!("[hf] there is no name for a relative bias") };
+    RelativeBias::new(buckets, num_heads, vb.pp(module))
 }

@@ -3,6 +3,7 @@
 use std::sync::LazyLock;
 
 use candle_core::{Result, bail};
+use serde::Deserialize;
 use serde_json::{Map, Value};
 
 /// Other names under which a configuration may give a field: (other, own), as `attribute_map` in transformers.
@@ -73,102 +74,51 @@ impl<'a> Fields<'a> {
         self.raw(name).filter(|value| !value.is_null())
     }
 
-    /// A number of things, at least 1.
-    pub(super) fn size(&self, name: &str, default: usize) -> Result<usize> {
-        self.raw(name).map_or(Ok(default), |value| self.whole(name, value))
-    }
-
-    fn whole(&self, name: &str, value: &Value) -> Result<usize> {
-        match value.as_u64().and_then(|value| usize::try_from(value).ok()) {
-            Some(size) if size > 0 => Ok(size),
-            _ => self.expected(name, value, "a whole number of at least 1"),
+    fn read<T: Field<'a>>(&self, name: &str, value: &'a Value) -> Result<T> {
+        match T::deserialize(value) {
+            Ok(read) if read.is_valid() => Ok(read),
+            _ => self.expected(name, value, T::EXPECTED),
         }
     }
 
-    /// A number of things, or nothing where it is absent or null.
-    pub(super) fn optional_size(&self, name: &str) -> Result<Option<usize>> {
-        self.get(name).map(|value| self.whole(name, value)).transpose()
+    /// A value, which may not be null, or its default where it is absent.
+    pub(super) fn get_or<T: Field<'a>>(&self, name: &str, default: T) -> Result<T> {
+        self.raw(name).map_or(Ok(default), |value| self.read(name, value))
     }
 
-    /// A number of things, or nothing where it is null.
-    pub(super) fn size_or_null(&self, name: &str, default: Option<usize>) -> Result<Option<usize>> {
-        if self.has(name) { self.optional_size(name) } else { Ok(default) }
-    }
-
-    pub(super) fn number(&self, name: &str, default: f64) -> Result<f64> {
-        self.raw(name).map_or(Ok(default), |value| self.real(name, value))
-    }
-
-    fn real(&self, name: &str, value: &Value) -> Result<f64> {
-        match value.as_f64() {
-            Some(number) => Ok(number),
-            None => self.expected(name, value, "a number"),
-        }
-    }
-
-    /// A number that has to be there.
-    pub(super) fn required(&self, name: &str) -> Result<f64> {
+    /// A value that has to be there.
+    pub(super) fn required<T: Field<'a>>(&self, name: &str) -> Result<T> {
         match self.raw(name) {
-            Some(value) => self.real(name, value),
-            None => self.fail(format!("{}{name} is missing, expected a number", self.within)),
+            Some(value) => self.read(name, value),
+            None => self.fail(format!("{}{name} is missing, expected {}", self.within, T::EXPECTED)),
         }
     }
 
-    /// A number, or nothing where it is absent or null.
-    pub(super) fn optional_number(&self, name: &str) -> Result<Option<f64>> {
-        self.get(name).map(|value| self.real(name, value)).transpose()
+    /// A value, or nothing where it is absent or null.
+    pub(super) fn optional<T: Field<'a>>(&self, name: &str) -> Result<Option<T>> {
+        self.get(name).map(|value| self.read(name, value)).transpose()
     }
 
-    /// A number, or nothing where it is null.
-    pub(super) fn number_or_null(&self, name: &str, default: Option<f64>) -> Result<Option<f64>> {
-        if self.has(name) { self.optional_number(name) } else { Ok(default) }
+    /// A value, nothing where it is null, or its default where it is absent.
+    pub(super) fn nullable<T: Field<'a>>(&self, name: &str, default: Option<T>) -> Result<Option<T>> {
+        if self.has(name) { self.optional(name) } else { Ok(default) }
     }
 
-    /// A list of numbers that has to be there.
-    pub(super) fn numbers(&self, name: &str) -> Result<Vec<f64>> {
-        match self.list(name)? {
-            Some(list) => list.iter().map(|value| self.real(name, value)).collect(),
-            None => self.fail(format!("{}{name} is missing, expected a list of numbers", self.within)),
-        }
-    }
-
-    /// A list, or nothing where it is absent or null.
-    fn list(&self, name: &str) -> Result<Option<&'a [Value]>> {
+    /// The entry of a layer in a list, or nothing where the list is absent or null.
+    pub(super) fn of_layer(&self, name: &str, layer: usize) -> Result<Option<&'a Value>> {
         match self.get(name) {
-            Some(Value::Array(list)) => Ok(Some(list)),
+            Some(Value::Array(list)) if layer >= list.len() => {
+                self.fail(format!("{name} has {} entries, expected one for each layer", list.len()))
+            }
+            Some(Value::Array(list)) => Ok(Some(&list[layer])),
             Some(value) => self.expected(name, value, "a list"),
             None => Ok(None),
         }
     }
 
-    /// The entry of a layer in a list, or nothing where the list is absent or null.
-    pub(super) fn of_layer(&self, name: &str, layer: usize) -> Result<Option<&'a Value>> {
-        match self.list(name)? {
-            Some(list) if layer >= list.len() => {
-                self.fail(format!("{name} has {} entries, expected one for each layer", list.len()))
-            }
-            Some(list) => Ok(Some(&list[layer])),
-            None => Ok(None),
-        }
-    }
-
-    /// A name, or nothing where it is absent or null.
-    pub(super) fn text(&self, name: &str) -> Result<Option<&'a str>> {
-        match self.get(name) {
-            Some(Value::String(text)) => Ok(Some(text)),
-            Some(value) => self.expected(name, value, "text"),
-            None => Ok(None),
-        }
-    }
-
-    /// Yes or no; null is no, as in Python.
+    /// Yes or no, or its default where it is absent; null is no, as in Python.
     pub(super) fn flag(&self, name: &str, default: bool) -> Result<bool> {
-        match self.raw(name) {
-            None => Ok(default),
-            Some(Value::Null) => Ok(false),
-            Some(Value::Bool(flag)) => Ok(*flag),
-            Some(value) => self.expected(name, value, "true or false"),
-        }
+        Ok(self.nullable(name, Some(default))?.unwrap_or(false))
     }
 
     /// An error for any other value, where there is one that is not null.
@@ -192,4 +142,38 @@ impl<'a> Fields<'a> {
             _ => Ok(()),
         }
     }
+}
+
+/// What a field may hold.
+pub(super) trait Field<'a>: Deserialize<'a> {
+    /// For errors.
+    const EXPECTED: &'static str;
+
+    fn is_valid(&self) -> bool {
+        true
+    }
+}
+
+impl Field<'_> for usize {
+    const EXPECTED: &'static str = "a whole number of at least 1";
+
+    fn is_valid(&self) -> bool {
+        *self > 0
+    }
+}
+
+impl Field<'_> for f64 {
+    const EXPECTED: &'static str = "a number";
+}
+
+impl Field<'_> for Vec<f64> {
+    const EXPECTED: &'static str = "a list of numbers";
+}
+
+impl Field<'_> for bool {
+    const EXPECTED: &'static str = "true or false";
+}
+
+impl<'a> Field<'a> for &'a str {
+    const EXPECTED: &'static str = "text";
 }

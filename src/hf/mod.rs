@@ -81,8 +81,8 @@
 mod families;
 mod family;
 mod fields;
-mod names;
 mod rope;
+mod rules;
 
 use candle_core::{Result, bail};
 use candle_nn::VarBuilder;
@@ -152,10 +152,10 @@ fn load_with_bias(
     let family = Family::of(json)?;
     let cfg = family.attention(json, layer)?;
     family.refuse_quantized(json)?;
-    let attention = names::load(family.modules, layer, vb, |layout, module| load(&cfg, layout, module))?;
+    let attention = family::load_module(family.modules, layer, vb, |layout, module| load(&cfg, layout, module))?;
     match cfg.relative_bias() {
         Some(buckets) => {
-            let bias = names::load_relative_bias(family.modules, buckets, cfg.num_heads(), vb)?;
+            let bias = family::load_relative_bias(family.modules, buckets, cfg.num_heads(), vb)?;
             attention.with_relative_bias(shard(bias)?)
         }
         None => Ok(attention),
@@ -178,7 +178,7 @@ pub fn load_latent_attention(json: &Value, layer: usize, vb: VarBuilder) -> Resu
     let family = Family::of(json)?;
     let cfg = family.latent_attention(json, layer)?;
     family.refuse_quantized(json)?;
-    names::load(family.modules, layer, &vb, |_, module| MultiHeadLatentAttention::new(&cfg, vb.pp(module)))
+    family::load_module(family.modules, layer, &vb, |_, module| MultiHeadLatentAttention::new(&cfg, vb.pp(module)))
 }
 
 /// The relative bias that all layers of a stack have together, from a `config.json` and a builder at the model's root.
@@ -195,5 +195,5 @@ pub fn load_relative_bias(json: &Value, vb: VarBuilder) -> Result<RelativeBias> 
     let Some(buckets) = cfg.relative_bias() else {
         bail!("[hf] {}: there is no relative bias in this architecture", family.model_type)
     };
-    names::load_relative_bias(family.modules, buckets, cfg.num_heads(), &vb)
+    family::load_relative_bias(family.modules, buckets, cfg.num_heads(), &vb)
 }

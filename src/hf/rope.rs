@@ -83,15 +83,15 @@ impl Rope {
     }
 
     fn read(&self, fields: &Fields, parameters: Option<Fields>, head_dim: usize) -> Result<RopeConfig> {
-        let given = |name| parameters.as_ref().map_or(Ok(None), |parameters| parameters.optional_number(name));
+        let given = |name| parameters.as_ref().map_or(Ok(None), |parameters| parameters.optional(name));
         let base = match given("rope_theta")? {
             Some(base) => base,
-            None => fields.number(self.theta.0, self.theta.1)?,
+            None => fields.get_or(self.theta.0, self.theta.1)?,
         };
         let (name, default) = self.partial.unwrap_or(("partial_rotary_factor", 1.0));
         let part = match given("partial_rotary_factor")? {
             Some(part) => part,
-            None => fields.optional_number(name)?.unwrap_or(default),
+            None => fields.optional(name)?.unwrap_or(default),
         };
         let scaling = match &parameters {
             Some(parameters) => self.scaling(fields, parameters, part)?,
@@ -112,8 +112,8 @@ impl Rope {
     }
 
     fn scaling(&self, fields: &Fields, object: &Fields, part: f64) -> Result<RopeScaling> {
-        let kind = match object.text("rope_type")? {
-            None => object.text("type")?.unwrap_or("default"),
+        let kind = match object.optional::<&str>("rope_type")? {
+            None => object.optional::<&str>("type")?.unwrap_or("default"),
             Some(kind) => kind,
         };
         let kind = match kind {
@@ -124,14 +124,14 @@ impl Rope {
             }
             _ => kind,
         };
-        let context = fields.size("max_position_embeddings", self.context)?;
+        let context = fields.get_or("max_position_embeddings", self.context)?;
         let original = || -> Result<usize> {
             const NAME: &str = "original_max_position_embeddings";
-            match fields.optional_size(NAME)? {
+            match fields.optional(NAME)? {
                 Some(original) => Ok(original),
                 // Phi 3's class has a default of its own.
                 None if self.long_rope_only => Ok(self.context),
-                None => Ok(object.optional_size(NAME)?.unwrap_or(context)),
+                None => Ok(object.optional(NAME)?.unwrap_or(context)),
             }
         };
         Ok(match kind {
@@ -152,32 +152,32 @@ impl Rope {
                 };
                 // transformers treats 0 as absent.
                 let beta = |name: &str, default: f64| -> Result<f64> {
-                    Ok(object.optional_number(name)?.filter(|&beta| beta != 0.0).unwrap_or(default))
+                    Ok(object.optional(name)?.filter(|&beta| beta != 0.0).unwrap_or(default))
                 };
                 RopeScaling::Yarn {
                     factor,
                     original_context,
                     beta_fast: beta("beta_fast", 32.0)?,
                     beta_slow: beta("beta_slow", 1.0)?,
-                    attention_factor: object.optional_number("attention_factor")?,
-                    mscale: object.optional_number("mscale")?,
-                    mscale_all_dim: object.optional_number("mscale_all_dim")?,
+                    attention_factor: object.optional("attention_factor")?,
+                    mscale: object.optional("mscale")?,
+                    mscale_all_dim: object.optional("mscale_all_dim")?,
                     truncate: object.flag("truncate", true)?,
                 }
             }
             "longrope" => {
                 let original_context = original()?;
-                let factor = object.optional_number("factor")?;
+                let factor = object.optional("factor")?;
                 RopeScaling::LongRope {
-                    short_factor: object.numbers("short_factor")?,
-                    long_factor: object.numbers("long_factor")?,
+                    short_factor: object.required("short_factor")?,
+                    long_factor: object.required("long_factor")?,
                     original_context,
                     factor: Some(factor.unwrap_or(context as f64 / original_context as f64)),
-                    attention_factor: object.optional_number("attention_factor")?,
+                    attention_factor: object.optional("attention_factor")?,
                 }
             }
             "proportional" if self.partial.is_none() => {
-                RopeScaling::Proportional { factor: object.number("factor", 1.0)?, proportion: part }
+                RopeScaling::Proportional { factor: object.get_or("factor", 1.0)?, proportion: part }
             }
             _ => {
                 return fields.fail(format!(

@@ -21,7 +21,7 @@ use candle_nn::{Linear, VarBuilder};
 use crate::norm::QkNorms;
 use crate::position::Alibi;
 use crate::projection::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
-use crate::weights::{Linears, Source, load_projections, load_shard, root, state_dict, whole};
+use crate::weights::{Linears, Source, load_projections, root, state_dict};
 use crate::{AttentionMask, HeadShard, MultiHeadAttentionConfig, RelativeBias, RotaryEmbedding, WeightLayout};
 use input::Expected;
 use parameters::Parameters;
@@ -83,7 +83,7 @@ impl MultiHeadAttention {
         cfg.validate()?;
         let source = Source::new(OP, layout, vb);
         source.check_dtype()?;
-        let projections = Projections::new(load_projections(cfg, layout, &source)?)?;
+        let projections = Projections::new(load_projections(cfg, layout, None, &source)?)?;
         Self::around(cfg, projections, Parameters::load(cfg, &source)?)
     }
 
@@ -143,10 +143,10 @@ impl MultiHeadAttention {
     ) -> Result<Self> {
         cfg.validate()?;
         let own = shard.config(cfg)?;
-        let source = Source::new(OP, layout, whole(vb));
+        let source = Source::sharded(OP, layout, vb);
         source.check_dtype()?;
         let parameters = Parameters::load(cfg, &source)?.shard(cfg, shard)?;
-        Self::around(&own, Projections::new(load_shard(cfg, layout, shard, vb)?)?, parameters)
+        Self::around(&own, Projections::new(load_projections(cfg, layout, Some(shard), &source)?)?, parameters)
     }
 
     /// The rest of a layer around its projections.

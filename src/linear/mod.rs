@@ -230,10 +230,6 @@ impl PackedLinear {
 }
 
 /// Whether training changes a linear layer in place, so that a copy would not follow it.
-pub(crate) fn is_tracked(linear: &Linear) -> bool {
-    tracks_gradients(linear.weight(), linear.bias())
-}
-
 fn tracks_gradients(weight: &Tensor, bias: Option<&Tensor>) -> bool {
     weight.track_op() || bias.is_some_and(Tensor::track_op)
 }

@@ -9,12 +9,13 @@ use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
+use serde_json::{Value, json};
 
-use super::detect::{self, query_suffixes};
+use super::detect::{self, query_weights};
 use super::safetensors::{self, ShardIndex};
 use super::source::root;
 use super::stored::{Entry, SCALES, Scale, Stored};
-use super::{WeightLayout, infer, pth};
+use super::{WeightLayout, pth};
 use crate::MultiHeadAttentionConfig;
 
 /// A builder over the weights at `path`, converted to `dtype` as they are read: [`Checkpoint::open`] and
@@ -47,12 +48,12 @@ pub struct Checkpoint {
     entries: Arc<BTreeMap<String, Entry>>,
     /// Those of the files that are safetensors.
     safetensors: Vec<PathBuf>,
-    /// config.json next to the files, if it is there.
-    config: PathBuf,
+    /// What nanoGPT saves with its weights, or else config.json next to the files; null without either.
+    config: Value,
 }
 
 /// What a folder may hold, in the order in which it is looked for.
-const FILES: [&str; 8] = [
+const FILES: [&str; 10] = [
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -61,6 +62,8 @@ const FILES: [&str; 8] = [
     "diffusion_pytorch_model.safetensors",
     "diffusion_pytorch_model.safetensors.index.json",
     "diffusion_pytorch_model.bin",
+    "consolidated.safetensors",
+    "consolidated.00.pth",
 ];
 
 impl Checkpoint {
@@ -91,10 +94,14 @@ impl Checkpoint {
     /// As [`open`](Self::open), and for a tensor that is in two files.
     pub fn from_files<P: AsRef<Path>>(files: &[P]) -> Result<Self> {
         let [first, ..] = files else { bail!("[weights] expected at least one file, found none") };
-        let (mut entries, mut safetensors) = (BTreeMap::new(), Vec::new());
+        let (mut entries, mut safetensors, mut n_head) = (BTreeMap::new(), Vec::new(), None);
         for file in files.iter().map(AsRef::as_ref) {
+            refuse_cut_tensors(file)?;
             let own = if starts_like_a_zip(file)? {
-                pth::entries(file)
+                pth::entries(file).map(|(own, heads)| {
+                    n_head = n_head.or(heads);
+                    own
+                })
             } else {
                 safetensors.push(file.to_path_buf());
                 safetensors::entries(file)
@@ -106,7 +113,14 @@ impl Checkpoint {
                 entries.insert(name, entry);
             }
         }
-        Ok(Self { entries: Arc::new(entries), safetensors, config: first.as_ref().with_file_name("config.json") })
+        let config = match n_head {
+            Some(n_head) => json!({"model_args": {"n_head": n_head}}),
+            None => {
+                let text = std::fs::read(first.as_ref().with_file_name("config.json")).unwrap_or_default();
+                serde_json::from_slice(&text).unwrap_or_default()
+            }
+        };
+        Ok(Self { entries: Arc::new(entries), safetensors, config })
     }
 
     /// A builder at the root of the checkpoint, which reads each tensor from its file when a layer requests it.
@@ -133,7 +147,9 @@ impl Checkpoint {
     /// The prefixes below which there is an attention layer, numbers in their natural order; the root is "".
     #[must_use]
     pub fn attention_layers(&self) -> Vec<String> {
-        let suffixes = query_suffixes();
+        let mut suffixes = Vec::from_iter(query_weights());
+        // A name that ends with another comes before it.
+        suffixes.sort_by_key(|name| std::cmp::Reverse(name.len()));
         let prefix_of = |name: &str| {
             let below =
                 |suffix: &String| name.strip_suffix(suffix.as_str()).filter(|p| p.is_empty() || p.ends_with('.'));
@@ -145,19 +161,19 @@ impl Checkpoint {
         prefixes
     }
 
-    /// [`WeightLayout::detect`] below a prefix, from the names and shapes alone. Where they leave two readings, the
-    /// `config.json` next to the files decides, if it does: by its `model_type`, or by `layout`.
+    /// [`WeightLayout::detect`] below a prefix, from the names and shapes alone. Where they leave two readings, what the
+    /// checkpoint says of itself decides, if it does: the `model_args` that nanoGPT saves with its weights, or the
+    /// `config.json` next to the files, by its `model_type` or by `layout`.
     ///
     /// # Errors
     /// As [`WeightLayout::detect`].
     pub fn detect(&self, prefix: &str) -> Result<WeightLayout> {
-        let config = std::fs::read(&self.config).ok().and_then(|text| serde_json::from_slice(&text).ok());
-        detect::detect(&self.below(prefix), config.as_ref())
+        detect::detect(&self.below(prefix), &self.config)
     }
 
     /// The config that the shapes below a prefix imply: widths, key heads, biases, output projection; and, where a
     /// causal `mask` buffer (T, T) was saved with the layer, causality and the context length. `num_heads` has to be
-    /// said, except for a stack of heads, which counts itself.
+    /// said, except for a stack of heads, which counts itself, and for nanoGPT's checkpoints, which say it.
     ///
     /// # Errors
     /// If a tensor is missing, or the shapes do not fit `num_heads`.
@@ -167,7 +183,8 @@ impl Checkpoint {
         layout: WeightLayout,
         num_heads: Option<usize>,
     ) -> Result<MultiHeadAttentionConfig> {
-        infer::infer_config(&self.below(prefix), layout, num_heads)
+        let said = || self.config["model_args"]["n_head"].as_u64().and_then(|heads| heads.try_into().ok());
+        detect::infer_config(&self.below(prefix), layout, num_heads.or_else(said))
     }
 
     /// A builder for names and shapes.
@@ -281,6 +298,20 @@ fn cannot_read(file: &Path, error: &Error) -> Error {
     // Candle's own naming of the file would say it twice.
     let text = root(error).to_string();
     Error::msg(format!("[weights] cannot read {}: {}", file.display(), text.lines().next().unwrap_or_default()))
+}
+
+/// An error for a part of a Llama checkpoint by Meta for several processes, each of whose tensors is cut.
+fn refuse_cut_tensors(file: &Path) -> Result<()> {
+    let Some(name) = file.file_name().and_then(|name| name.to_str()) else { return Ok(()) };
+    let is_part = name.strip_prefix("consolidated.").is_some_and(|rest| rest.ends_with(".pth"));
+    if is_part && ["consolidated.00.pth", "consolidated.01.pth"].iter().all(|part| file.with_file_name(part).is_file())
+    {
+        bail!(
+            "[weights] {} is one of several files that each hold a part of every tensor, consolidated.00.pth and on, expected tensors that are whole; merge them first, as transformers' convert_llama_weights_to_hf.py does",
+            file.display()
+        )
+    }
+    Ok(())
 }
 
 /// `torch.save` writes zip archives; a safetensors file opens with the length of its JSON header.

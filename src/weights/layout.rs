@@ -172,7 +172,7 @@ const LINEAR: [(WeightLayout, &str, [&str; 4]); 14] = [
     (WeightLayout::MinGpt, "mingpt", ["query", "key", "value", "proj"]),
 ];
 
-/// The packed namings: spelling, and the names of the packed and the output projection.
+/// The packed namings, in the order of their type: spelling, and the names of the packed and the output projection.
 const PACKED: [(PackedNaming, &str, [&str; 2]); 8] = [
     (PackedNaming::QkvProj, "qkv_proj", ["qkv_proj", "o_proj"]),
     (PackedNaming::Wqkv, "Wqkv", ["Wqkv", "out_proj"]),
@@ -187,38 +187,13 @@ const PACKED: [(PackedNaming, &str, [&str; 2]); 8] = [
 impl Naming {
     pub(crate) const ALL: [Self; 4] = [Self::Canonical, Self::Book, Self::Short, Self::D2l];
 
-    fn layout(self) -> WeightLayout {
-        match self {
-            Self::Canonical => WeightLayout::Canonical,
-            Self::Book => WeightLayout::Book,
-            Self::Short => WeightLayout::Short,
-            Self::D2l => WeightLayout::D2l,
-        }
-    }
-
-    /// Query, key, value, output.
-    pub(crate) fn names(self) -> [&'static str; 4] {
-        self.layout().linear().map_or_else(Default::default, |(_, names)| names)
-    }
-}
-
-impl PackedNaming {
-    pub(crate) fn all() -> impl Iterator<Item = Self> {
-        PACKED.iter().map(|(naming, ..)| *naming)
-    }
-
-    /// The packed projection and the output projection.
-    pub(crate) fn names(self) -> [&'static str; 2] {
-        PACKED.iter().find(|(naming, ..)| *naming == self).map_or_else(Default::default, |(.., names)| *names)
+    /// Its layout of linear layers, spelling, and names of query, key, value and output: the first rows of [`LINEAR`].
+    fn row(self) -> (WeightLayout, &'static str, [&'static str; 4]) {
+        LINEAR[self as usize]
     }
 }
 
 impl WeightLayout {
-    /// The layouts of four linear layers, each under a name of its own, and these names.
-    pub(super) fn all_linear() -> impl Iterator<Item = (Self, [&'static str; 4])> {
-        LINEAR.iter().map(|(layout, _, names)| (*layout, *names))
-    }
-
     /// The names of every layout's output projection.
     pub(super) fn output_names() -> impl Iterator<Item = &'static str> {
         LINEAR.iter().map(|(.., names)| names[3]).chain(PACKED.iter().map(|(.., names)| names[1]))
@@ -227,7 +202,7 @@ impl WeightLayout {
     /// Every layout.
     #[must_use]
     pub fn all() -> Vec<Self> {
-        let mut all: Vec<_> = Self::all_linear().map(|(layout, _)| layout).collect();
+        let mut all: Vec<_> = LINEAR.iter().map(|(layout, ..)| *layout).collect();
         for orientation in [Orientation::InOut, Orientation::OutIn] {
             all.extend(Naming::ALL.map(|naming| Self::Raw(naming, orientation)));
         }
@@ -236,36 +211,35 @@ impl WeightLayout {
         }
         all.extend([Self::Torch, Self::Conv1d]);
         for order in [QkvOrder::ByPart, QkvOrder::ByHead] {
-            all.extend(PackedNaming::all().map(|naming| Self::Packed(naming, order)));
+            all.extend(PACKED.iter().map(|(naming, ..)| Self::Packed(*naming, order)));
         }
         all
-    }
-
-    /// Spelling and names of a layout of four linear layers.
-    fn linear(self) -> Option<(&'static str, [&'static str; 4])> {
-        LINEAR.iter().find(|(layout, ..)| *layout == self).map(|(_, spelling, names)| (*spelling, *names))
     }
 
     /// How the layout keeps its projections: what detection, inference, loading and saving go by.
     pub(super) fn form(self) -> Form {
         match self {
-            Self::Raw(naming, orientation) => Form::Separate(naming.names(), Kind::Raw(orientation)),
-            Self::StackedHeads(naming, Storage::Linear) => Form::Stacked(naming.names(), Kind::Linear),
-            Self::StackedHeads(naming, Storage::Raw(way)) => Form::Stacked(naming.names(), Kind::Raw(way)),
+            Self::Raw(naming, orientation) => Form::Separate(naming.row().2, Kind::Raw(orientation)),
+            Self::StackedHeads(naming, Storage::Linear) => Form::Stacked(naming.row().2, Kind::Linear),
+            Self::StackedHeads(naming, Storage::Raw(way)) => Form::Stacked(naming.row().2, Kind::Raw(way)),
             Self::Conv1d => Form::Packed(["c_attn", "c_proj"], Kind::Conv1d, QkvOrder::ByPart),
-            Self::Packed(naming, order) => Form::Packed(naming.names(), Kind::Linear, order),
-            _ => self.linear().map_or(Form::Torch, |(_, names)| Form::Separate(names, Kind::Linear)),
+            Self::Packed(naming, order) => Form::Packed(PACKED[naming as usize].2, Kind::Linear, order),
+            _ => match LINEAR.iter().find(|(layout, ..)| *layout == self) {
+                Some((.., names)) => Form::Separate(*names, Kind::Linear),
+                None => Form::Torch,
+            },
         }
     }
 
-    /// A parameter that every layer in this layout has: its query projection, or the first part of it.
-    pub(crate) fn query_parameter(self) -> String {
+    /// The weights of the query projection, or the first of them, and of the output projection.
+    pub(crate) fn query_and_output(self) -> [String; 2] {
         match self.form() {
-            Form::Separate([query, ..], kind) => kind.weight(query),
-            Form::Stacked([query, ..], kind) => kind.weight(&format!("heads.0.{query}")),
-            Form::Packed([qkv, _], kind, _) => kind.weight(qkv),
-            // `torch.nn.MultiheadAttention` over one input width.
-            Form::Torch => "in_proj_weight".to_string(),
+            Form::Separate([query, .., out], kind) | Form::Packed([query, out], kind, _) => {
+                [kind.weight(query), kind.weight(out)]
+            }
+            Form::Stacked([query, .., out], kind) => [query, out].map(|name| kind.weight(&format!("heads.0.{name}"))),
+            // Over one input width; over several there is `q_proj_weight` in its place.
+            Form::Torch => ["in_proj_weight".to_string(), "out_proj.weight".to_string()],
         }
     }
 
@@ -288,7 +262,7 @@ pub(super) enum Form {
     Torch,
 }
 
-/// How one projection is stored: a [`Storage`], or GPT-2's.
+/// How one projection is stored: a [`Storage`], or as GPT-2 or `torch.nn.MultiheadAttention` has it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// `.weight` (out, in) and perhaps `.bias`.
@@ -297,12 +271,23 @@ pub(super) enum Kind {
     Conv1d,
     /// The weight itself.
     Raw(Orientation),
+    /// `_weight` (out, in), and perhaps `in_proj_bias` for all of q, k and v.
+    InProj,
 }
 
 impl Kind {
     /// The name of the weight of a projection.
     pub fn weight(self, projection: &str) -> String {
-        if let Self::Raw(_) = self { projection.to_string() } else { format!("{projection}.weight") }
+        match self {
+            Self::Linear | Self::Conv1d => format!("{projection}.weight"),
+            Self::Raw(_) => projection.to_string(),
+            Self::InProj => format!("{projection}_weight"),
+        }
+    }
+
+    /// The name of its bias.
+    pub fn bias(self, projection: &str) -> String {
+        if self == Self::InProj { "in_proj_bias".to_string() } else { format!("{projection}.bias") }
     }
 
     /// Whether the weight is (in, out).
@@ -318,19 +303,15 @@ impl fmt::Display for WeightLayout {
             Orientation::OutIn => "raw-transposed",
         };
         match self {
-            Self::Raw(naming, orientation) => write!(f, "{}:{}", raw(orientation), naming.layout()),
-            Self::StackedHeads(naming, Storage::Linear) => write!(f, "stacked:{}", naming.layout()),
-            Self::StackedHeads(naming, Storage::Raw(orientation)) => {
-                write!(f, "stacked-{}:{}", raw(orientation), naming.layout())
-            }
-            Self::Torch => f.write_str("torch"),
+            Self::Raw(naming, orientation) => write!(f, "{}:{}", raw(orientation), naming.row().1),
+            Self::StackedHeads(naming, Storage::Linear) => write!(f, "stacked:{}", naming.row().1),
+            Self::StackedHeads(naming, Storage::Raw(way)) => write!(f, "stacked-{}:{}", raw(way), naming.row().1),
             Self::Conv1d => f.write_str("conv1d"),
             Self::Packed(naming, order) => {
-                let spelling =
-                    PACKED.iter().find(|(other, ..)| other == naming).map_or("", |(_, spelling, _)| spelling);
-                write!(f, "packed:{spelling}{}", if *order == QkvOrder::ByHead { ":by-head" } else { "" })
+                let order = if *order == QkvOrder::ByHead { ":by-head" } else { "" };
+                write!(f, "packed:{}{order}", PACKED[*naming as usize].1)
             }
-            linear => f.write_str(linear.linear().map_or("", |(spelling, _)| spelling)),
+            _ => f.write_str(LINEAR.iter().find(|(layout, ..)| layout == self).map_or("torch", |(_, name, _)| name)),
         }
     }
 }

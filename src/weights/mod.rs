@@ -16,23 +16,22 @@
 
 mod checkpoint;
 mod detect;
-mod infer;
 mod layout;
 mod load;
 mod pickle;
 mod pth;
 mod rows;
 mod safetensors;
-mod save;
 mod source;
 mod stored;
+mod tensors;
 
 pub use checkpoint::{Checkpoint, open, open_mmaped};
 pub use layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 
 #[cfg(feature = "hub")]
 pub(crate) use self::safetensors::ShardIndex;
-pub(crate) use load::{Linears, LoadedProjections, load_projections, load_shard, projection_shapes};
+pub(crate) use load::{Linears, LoadedProjections, load_projections, state_dict};
 pub(crate) use rows::ProjectionRows;
-pub(crate) use save::state_dict;
 pub(crate) use source::{Source, has, root, whole};
+pub(crate) use tensors::projection_shapes;

@@ -25,11 +25,12 @@ const MAX_NAMES: usize = 1 << 26;
 /// Dimensions of a tensor.
 const MAX_RANK: usize = 16;
 
-/// The tensors of a file, by their names: of a nested dict as `key.name`.
+/// The tensors of a file, by their names: of a nested dict as `key.name`; and `n_head` of the `model_args` that nanoGPT saves
+/// with its state dict.
 ///
 /// # Errors
 /// For a file that is no such archive, or whose tensors reach beyond their storages.
-pub(super) fn entries(path: &Path) -> Result<BTreeMap<String, Entry>> {
+pub(super) fn entries(path: &Path) -> Result<(BTreeMap<String, Entry>, Option<i64>)> {
     let file = File::open(path)?;
     let file_len = file.metadata()?.len();
     let mut archive = ZipArchive::new(BufReader::new(file)).map_err(Error::msg)?;
@@ -49,7 +50,8 @@ pub(super) fn entries(path: &Path) -> Result<BTreeMap<String, Entry>> {
     }
     let pickle = contents(&mut archive, &format!("{root}data.pkl"))?;
     let pickle = Pickle::read(&pickle).map_err(|problem| Error::msg(format!("data.pkl: {problem}")))?;
-    Reader { path: path.into(), archive, file_len, root, pickle, storages: HashMap::new() }.state_dict()
+    let mut reader = Reader { path: path.into(), archive, file_len, root, pickle, storages: HashMap::new() };
+    Ok((reader.state_dict()?, reader.n_head()))
 }
 
 /// The bytes of a storage in the file.
@@ -71,6 +73,17 @@ struct Reader {
 }
 
 impl Reader {
+    fn n_head(&self) -> Option<i64> {
+        let pickle = &self.pickle;
+        let value = |dict: Id, key: &str| match pickle.get(dict) {
+            Object::Dict(entries) => {
+                entries.iter().find(|&&(name, _)| pickle.text(name) == Some(key)).map(|entry| entry.1)
+            }
+            _ => None,
+        };
+        value(value(pickle.top, "model_args")?, "n_head").and_then(|n_head| pickle.int(n_head))
+    }
+
     fn state_dict(&mut self) -> Result<BTreeMap<String, Entry>> {
         if !matches!(self.pickle.get(self.pickle.top), Object::Dict(_)) {
             bail!("{} was saved, expected a state dict (`module.state_dict()`)", self.describe(self.pickle.top))

@@ -46,7 +46,7 @@ impl<'a> Source<'a> {
     }
 
     /// One that reads only the parts that [`get_part`](Self::get_part) is called for.
-    pub(super) fn sharded(op: &'static str, layout: impl ToString, vb: &ShardedVarBuilder<'static>) -> Self {
+    pub(crate) fn sharded(op: &'static str, layout: impl ToString, vb: &ShardedVarBuilder<'static>) -> Self {
         Self { sharded: Some(vb.root()), ..Self::new(op, layout, whole(vb)) }
     }
 
@@ -95,11 +95,11 @@ impl<'a> Source<'a> {
     }
 
     /// A part of the tensor of that name and shape, or all of it.
-    pub(super) fn get_part(&self, shape: (usize, usize), name: &str, init: Init, part: Option<Part>) -> Result<Tensor> {
+    pub(super) fn get_part(&self, shape: &[usize], name: &str, init: Init, part: Option<Part>) -> Result<Tensor> {
         let Some(Part { dim, share }) = part else { return self.get(shape, name, init) };
         if let Some(sharded) = &self.sharded {
             self.refuse_scale(name)?;
-            let mut expected = [shape.0, shape.1];
+            let mut expected = shape.to_vec();
             expected[dim] /= share.of;
             let hint = Shard { dim, rank: share.index, world_size: share.of };
             // Candle indexes the shape in the file, and panics where it has fewer dimensions.
@@ -188,29 +188,11 @@ impl<'a> Source<'a> {
     }
 }
 
-/// A share of dimension 0 (rows) or 1 (columns) of a weight (out, in).
+/// A share of a dimension of a tensor.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Part {
     pub dim: usize,
     pub share: Share,
-}
-
-impl Part {
-    /// The same of a weight (in, out).
-    pub fn transposed(self) -> Self {
-        Self { dim: 1 - self.dim, ..self }
-    }
-
-    /// A copy of this part of a layer.
-    pub fn of(self, linear: &Linear) -> Result<Linear> {
-        let bias = linear.bias().map(|bias| self.of_bias(bias)).transpose()?;
-        Ok(Linear::new(self.share.copy(linear.weight(), self.dim)?, bias))
-    }
-
-    /// The bias that belongs to it: columns have all of it.
-    pub fn of_bias(self, bias: &Tensor) -> Result<Tensor> {
-        if self.dim == 0 { self.share.copy(bias, 0) } else { Ok(bias.clone()) }
-    }
 }
 
 /// The same tensors from an ordinary builder, whole.
@@ -244,15 +226,9 @@ pub(crate) fn has(vb: &VarBuilder, name: &str) -> bool {
 
 /// What a [`Checkpoint`](super::Checkpoint) has instead of a tensor that is missing, from the error for it; or nothing.
 pub(super) fn hint(error: &Error) -> String {
-    match error {
-        Error::Context { inner, context } if matches!(root(inner), Error::CannotFindTensor { .. }) => {
-            context.to_string().split_once(" is missing; ").map_or_else(String::new, |(_, hint)| hint.to_string())
-        }
-        Error::WithBacktrace { inner, .. } | Error::WithPath { inner, .. } | Error::Context { inner, .. } => {
-            hint(inner)
-        }
-        _ => String::new(),
-    }
+    let text = error.to_string();
+    let hint = text.lines().find_map(|line| line.split_once(" is missing; ")).map(|(_, hint)| hint);
+    hint.unwrap_or_default().to_string()
 }
 
 /// The error below the context and backtraces that were wrapped around it.

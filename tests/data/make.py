@@ -68,6 +68,19 @@ def nested():
     }
 
 
+def nanogpt():
+    """What nanoGPT's train.py saves, of one layer."""
+    layer = {"c_attn.weight": numbers(24, 8), "c_proj.weight": numbers(8, 8, start=50)}
+    return {
+        "model": {f"_orig_mod.transformer.h.0.attn.{name}": tensor for name, tensor in layer.items()},
+        "optimizer": {"state": {}, "param_groups": []},
+        "model_args": dict(n_layer=1, n_head=2, n_embd=8, block_size=16, bias=False, vocab_size=None, dropout=0.0),
+        "iter_num": 5,
+        "best_val_loss": torch.tensor(1.5),
+        "config": {"n_head": 2, "device": "cpu"},
+    }
+
+
 def odd():
     """A layer beside tensors that Candle has no dtype or no layout for."""
     return {
@@ -96,6 +109,7 @@ def main():
             plain[full_name] = tensor.detach().clone(memory_format=torch.contiguous_format)
     save_file(plain, HERE / "plain.safetensors")
     (HERE / "plain.safetensors").chmod(0o644)
+    torch.save(nanogpt(), HERE / "nanogpt.pth")
     torch.save(odd(), HERE / "odd.pth")
     module = torch.nn.Linear(2, 2, bias=False)
     torch.nn.init.eye_(module.weight)

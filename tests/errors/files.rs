@@ -50,6 +50,12 @@ pub const FILES: &[Case] = cases! {
         open("folder/README.md", b"").or_else(|_| Checkpoint::open(crate::DIR.path().join("folder")).map(drop)),
     "the same file twice" =>
         Checkpoint::from_files(&[file("once.safetensors", &valid()), file("twice.safetensors", &valid())]),
+    "a part of Meta's Llama" => {
+        for part in ["parts/consolidated.00.pth", "parts/consolidated.01.pth"] {
+            file(part, &std::fs::read(models().join("book_mha/model.pth"))?);
+        }
+        Checkpoint::open(crate::DIR.path().join("parts"))
+    },
     "a .pth file among shards" =>
         Checkpoint::from_files(&[file("first.safetensors", &valid()), models().join("book_mha/model.pth")]),
 };

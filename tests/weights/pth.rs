@@ -9,7 +9,7 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 
 use crate::CPU;
-use crate::common::{assert_close, models};
+use crate::common::{assert_close, error_text, models};
 
 fn data(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
@@ -92,5 +92,25 @@ fn a_folder_with_pytorchs_file_is_a_checkpoint() -> Result<()> {
             assert_close(&ours.get(shape, name)?, &theirs.get(shape, name)?, 0.0, name);
         }
     }
+    Ok(())
+}
+
+/// c_attn's rows are by part in nanoGPT and by head in GPT-BigCode: what the file says of itself decides.
+#[test]
+fn nanogpts_own_arguments_decide_the_order_of_its_rows() -> Result<()> {
+    let prefix = "model._orig_mod.transformer.h.0.attn";
+    let checkpoint = Checkpoint::open(data("nanogpt.pth"))?;
+    assert_eq!(checkpoint.attention_layers(), [prefix]);
+    let layout = checkpoint.detect(prefix)?;
+    assert_eq!(layout.to_string(), "packed:c_attn");
+    let cfg = checkpoint.infer_config(prefix, layout, None)?;
+    assert_eq!((cfg.num_heads(), cfg.num_kv_heads(), cfg.embed_dim(), cfg.qkv_bias()), (2, 2, 8, [false; 3]));
+    let vb = checkpoint.var_builder(DType::F32, &CPU)?.pp(prefix);
+    let (_, k, ..) = MultiHeadAttention::load(&cfg, layout, vb.clone())?.projections()?;
+    assert_close(k.weight(), &vb.get((24, 8), "c_attn.weight")?.narrow(0, 8, 8)?, 0.0, "the keys");
+
+    // A state dict alone says nothing.
+    let error = error_text(WeightLayout::detect(&vb));
+    assert!(error.contains("`packed:c_attn` (nanoGPT) or as `packed:c_attn:by-head` (GPT-BigCode)"), "{error}");
     Ok(())
 }

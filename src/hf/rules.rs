@@ -1,0 +1,147 @@
+//! What a row of the table cannot say with a field and its default.
+
+use candle_core::Result;
+
+use super::families::{HEADS, HIDDEN};
+use super::fields::Fields;
+use super::rope::Rope;
+use crate::{AlibiConfig, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig, RopeScaling};
+
+/// The window of a layer that has one by `layer_types`, or else by the family's own rule.
+pub(super) fn sliding(fields: &Fields, layer: usize, otherwise: bool, default: Option<usize>) -> Result<Option<usize>> {
+    if !is_sliding(fields, layer, otherwise)? {
+        return Ok(None);
+    }
+    match fields.nullable("sliding_window", default)? {
+        Some(window) => Ok(Some(window)),
+        None => fields.fail("a layer has sliding_attention, but sliding_window is not given"),
+    }
+}
+
+fn is_sliding(fields: &Fields, layer: usize, otherwise: bool) -> Result<bool> {
+    match fields.of_layer("layer_types", layer)? {
+        None => Ok(otherwise),
+        Some(kind) if kind == "sliding_attention" => Ok(true),
+        Some(kind) if kind == "full_attention" || kind == "attention" => Ok(false),
+        Some(kind) => fields.fail(format!(
+            "layer_types has {kind} for layer {layer}, expected \"full_attention\" or \"sliding_attention\""
+        )),
+    }
+}
+
+/// Every n-th layer has no window.
+pub(super) fn all_but_each(fields: &Fields, layer: usize, n: usize) -> Result<Option<usize>> {
+    let n = fields.get_or("sliding_window_pattern", n)?;
+    sliding(fields, layer, !(layer + 1).is_multiple_of(n), Some(4096))
+}
+
+/// Layers from `max_window_layers` on have a window, if windows are used at all: many configurations that give a
+/// `sliding_window` turn them off.
+pub(super) fn qwen_window(fields: &Fields, layer: usize) -> Result<Option<usize>> {
+    let used = fields.flag("use_sliding_window", false)?;
+    let given = used && fields.nullable("sliding_window", Some(4096))?.is_some();
+    // Zero is a valid number of layers here.
+    let none = fields.get("max_window_layers").is_some_and(|layers| *layers == 0);
+    let full = if none { 0 } else { fields.get_or("max_window_layers", 28)? };
+    let window = sliding(fields, layer, given && layer >= full, Some(4096))?;
+    if window.is_some() && !used {
+        return fields.fail(format!("layer {layer} has sliding_attention, but use_sliding_window is false"));
+    }
+    Ok(window)
+}
+
+/// Every so many layers see all keys, the others a band of `local_attention` of them.
+pub(super) fn modernbert_side(fields: &Fields, layer: usize) -> Result<Option<usize>> {
+    let side = fields.get_or("local_attention", 128)? / 2;
+    fields.agrees("sliding_window", side)?;
+    let interval = fields.get_or("global_attn_every_n_layers", 3)?;
+    Ok(is_sliding(fields, layer, !layer.is_multiple_of(interval))?.then_some(side))
+}
+
+/// Every so many layers have no positions.
+pub(super) fn smollm3_rotates(fields: &Fields, layer: usize) -> Result<bool> {
+    let interval = fields.get_or("no_rope_layer_interval", 4)?;
+    match fields.of_layer("no_rope_layers", layer)? {
+        None => Ok(!(layer + 1).is_multiple_of(interval)),
+        Some(flag) if *flag == 1 || *flag == true => Ok(true),
+        Some(flag) if *flag == 0 || *flag == false => Ok(false),
+        Some(flag) => fields.fail(format!("no_rope_layers has {flag} for layer {layer}, expected 0 or 1")),
+    }
+}
+
+/// One key head for all query heads (`multi_query`), one for each, or one for each group (`new_decoder_architecture`).
+pub(super) fn falcon_key_heads(fields: &Fields, num_heads: usize) -> Result<usize> {
+    let grouped = fields.flag("new_decoder_architecture", false)?;
+    if !grouped && fields.flag("multi_query", true)? {
+        return Ok(1);
+    }
+    let key_heads = fields.nullable("num_kv_heads", None)?.unwrap_or(num_heads);
+    if !grouped && key_heads != 1 {
+        fields.agrees("num_kv_heads", num_heads)?;
+    }
+    Ok(key_heads)
+}
+
+/// `attn_config`. Options that the model's first implementation has and transformers ignores are refused.
+pub(super) fn mpt(attention: &Fields, cfg: MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig> {
+    attention.only("attn_type", "multihead_attention")?;
+    attention.only("alibi", true)?;
+    for name in ["prefix_lm", "qk_ln", "attn_uses_sequence_id"] {
+        attention.only(name, false)?;
+    }
+    attention.only("alibi_bias_max", 8)?;
+    let mut cfg = cfg.with_alibi(AlibiConfig::Standard).with_dropout(attention.get_or("attn_pdrop", 0.0)?);
+    // transformers treats 0 as absent.
+    if let Some(clip) = attention.optional("clip_qkv")?.filter(|&clip| clip != 0.0) {
+        cfg = cfg.with_clip_qkv(clip);
+    }
+    if let Some(scale) = attention.optional("softmax_scale")? {
+        cfg = cfg.with_scale(scale);
+    }
+    Ok(cfg)
+}
+
+/// The scaling of the published checkpoints, for a config that gives none.
+pub(super) fn gpt_oss_scaling(fields: &Fields) -> Result<RopeScaling> {
+    Ok(RopeScaling::Yarn {
+        factor: 32.0,
+        original_context: fields.optional("original_max_position_embeddings")?.unwrap_or(4096),
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        attention_factor: None,
+        mscale: None,
+        mscale_all_dim: None,
+        truncate: false,
+    })
+}
+
+/// `sizes` are the defaults of `embed_dim` and `num_heads`.
+pub(super) fn deepseek(fields: &Fields, sizes: [usize; 2], rope: Rope) -> Result<MultiHeadLatentAttentionConfig> {
+    let num_heads = fields.get_or(HEADS, sizes[1])?;
+    let (nope, rotated) = (fields.get_or("qk_nope_head_dim", 128)?, fields.get_or("qk_rope_head_dim", 64)?);
+    fields.agrees("num_key_value_heads", num_heads)?;
+    fields.agrees("head_dim", rotated)?;
+    fields.agrees("qk_head_dim", nope.saturating_add(rotated))?;
+    let rope = rope.config(fields, rotated)?;
+    if !matches!(rope.scaling(), RopeScaling::None | RopeScaling::Yarn { .. }) {
+        // transformers corrects the scale of the scores with any scaling, but only models with YaRN have been checked.
+        for name in ["rope_scaling", "rope_parameters"] {
+            fields.section(name)?.only("mscale_all_dim", 0)?;
+        }
+    }
+    let cfg = MultiHeadLatentAttentionConfig::new(fields.get_or(HIDDEN, sizes[0])?, num_heads)
+        .with_kv_lora_rank(fields.get_or("kv_lora_rank", 512)?)
+        .with_nope_head_dim(nope)
+        .with_rope_head_dim(rotated)
+        .with_value_head_dim(fields.get_or("v_head_dim", 128)?)
+        .with_bias(fields.flag("attention_bias", false)?)
+        .with_rope(rope)
+        // transformers ignores `rms_norm_eps` in the norms of the latents.
+        .with_norm_eps(1e-6)
+        .with_causal(fields.flag("is_causal", true)?)
+        .with_dropout(fields.optional("attention_dropout")?.unwrap_or(0.0));
+    Ok(match fields.nullable("q_lora_rank", Some(1536))? {
+        Some(rank) => cfg.with_q_lora_rank(rank),
+        None => cfg,
+    })
+}
