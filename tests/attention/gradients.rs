@@ -1,7 +1,5 @@
 //! Gradients of the functions against central differences of the oracle, in f64.
 
-use std::collections::HashMap;
-
 use candle_attention::{
     AttentionMask, SdpaOptions, merge_attention, scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse as with_lse, scaled_dot_product_attention_with_weights as with_weights,
@@ -13,8 +11,8 @@ use crate::array::Random;
 use crate::call::{Call, Leaf, Outcome};
 use crate::common::values;
 use crate::merge::{keep_columns, options};
-use crate::oracle::{Attended, Case, Dims, Lens, Mask, Options, Part};
-use crate::recipe::{Chosen, Kind, Layout, Recipe, for_all, recipes};
+use crate::oracle::{Attended, Case, Dims, Part};
+use crate::recipe::{Recipe, for_all, recipes};
 
 /// The step of a difference: its own error is about the square of this times a third derivative, and rounding adds the
 /// last digit of the loss over the step. Both stay far below `TOLERANCE`.
@@ -173,7 +171,8 @@ fn check(case: &Case, function: Function, seed: u64) -> Outcome {
             };
             let value = numbers(&mut case.clone(), leaf)[n];
             let difference = (loss_at(value + STEP) - loss_at(value - STEP)) / (2.0 * STEP);
-            let most = TOLERANCE * (1.0 + difference.abs());
+            // What has no part in the loss has a gradient of nothing but rounding.
+            let most = if difference == 0.0 { 1e-9 } else { TOLERANCE * (1.0 + difference.abs()) };
             if (gradient[n] - difference).abs() > most || difference.is_nan() {
                 return Err(format!("{leaf:?}: the gradient of entry {n} is {}, expected {difference}", gradient[n]));
             }
@@ -193,7 +192,7 @@ fn functions() -> impl Strategy<Value = Function> {
 
 #[test]
 fn random_gradients_equal_differences() {
-    for_all(500, (recipes(&[DType::F64]), functions()), |(mut recipe, function): (Recipe, Function)| {
+    for_all(400, (recipes(&[DType::F64]), functions()), |(mut recipe, function): (Recipe, Function)| {
         if let Function::Merged(..) = function {
             // Parts have distances of their own, and an empty row of a part is no empty row of the whole.
             recipe.chosen.alibi = false;
@@ -201,64 +200,4 @@ fn random_gradients_equal_differences() {
         }
         check(&recipe.case(), function, recipe.seed)
     });
-}
-
-/// Rows without a key, keys without a query, and parts of both kinds.
-#[test]
-fn what_sees_nothing_and_is_not_seen_has_gradients_of_zero() {
-    let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 3, t_kv: 4, d: 3, d_v: 2 };
-    let lens = Lens::PerQuery(vec![vec![0, 2, 3], vec![0, 0, 0]]);
-    for uniform_empty_rows in [false, true] {
-        for sinks in [false, true] {
-            let chosen = Chosen { sinks, ..Chosen::default() };
-            let recipe = Recipe { uniform_empty_rows, chosen, seed: 11, ..Recipe::plain(dims, vec![], DType::F64) };
-            let mut case = recipe.case();
-            case.masks.push(Mask::of(Part::ValidLens(lens.clone())));
-            let mut functions = vec![Function::Context, Function::Weights, Function::Lse];
-            if !uniform_empty_rows {
-                functions.extend([(0, 0), (1, 3), (2, 4), (4, 4)].map(|(a, b)| Function::Merged(a, b)));
-            }
-            for function in functions {
-                check(&case, function, 3).unwrap_or_else(|problem| panic!("{problem} in {function:?}"));
-                let factors = Factors::new(&case, function, 3);
-                let all: HashMap<_, _> = gradients(&case, function, &factors)
-                    .expect("backward runs")
-                    .into_iter()
-                    .map(|(leaf, gradient)| (format!("{leaf:?}"), gradient))
-                    .collect();
-                for b in 0..dims.b {
-                    for h in 0..dims.h {
-                        for d in 0..dims.d {
-                            let of_query = all["Q"][case.q.place([b, h, 0, d])];
-                            let of_key = all["K"][case.k.place([b, case.kv_head(h), 3, d])];
-                            assert_eq!([of_query, of_key], [0.0, 0.0], "{function:?}");
-                        }
-                    }
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn every_option_has_its_gradient() {
-    let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 4, t_kv: 5, d: 3, d_v: 2 };
-    for bits in 0..16u8 {
-        let [scale, softcap, alibi, sinks] = [1, 2, 4, 8].map(|bit| bits & bit > 0);
-        let recipe = Recipe {
-            layouts: [Layout::HeadsTransposed, Layout::OneBatch, Layout::CacheMiddle],
-            chosen: Chosen { scale, softcap, alibi, sinks },
-            seed: u64::from(bits),
-            ..Recipe::plain(dims, vec![vec![Kind::Causal]], DType::F64)
-        };
-        let case = recipe.case();
-        for function in [Function::Context, Function::Weights, Function::Lse] {
-            check(&case, function, 5).unwrap_or_else(|problem| panic!("{problem} in {function:?}\n{recipe:?}"));
-            let factors = Factors::new(&case, function, 5);
-            for (leaf, gradient) in gradients(&case, function, &factors).expect("backward runs") {
-                assert!(gradient.iter().any(|&entry| entry != 0.0), "{leaf:?} has no gradient in {function:?}");
-            }
-        }
-        assert_eq!(matches!(case.options, Options { sinks: Some(_), .. }), sinks);
-    }
 }

@@ -1,8 +1,8 @@
 //! The layer against itself in plain loops, for everything that a config can say.
 
 use candle_attention::{
-    AlibiConfig, AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig as Config, QkNorm,
-    QkNormKind, QkNormScope, RopeConfig, RopeStyle,
+    AlibiConfig, AttentionInput, AttentionMask, Backend, MultiHeadAttention, MultiHeadAttentionConfig as Config,
+    QkNorm, QkNormKind, QkNormScope, RopeConfig, RopeStyle,
 };
 use candle_core::{DType, Device, ModuleT, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -15,6 +15,7 @@ use crate::oracle::{Alignment, Lens, Mask, Part};
 
 crate::on_each_device!(
     every_config_gives_the_numbers_of_plain_loops,
+    one_product_for_all_gives_the_bits_of_three,
     two_dimensions_are_one_sequence,
     a_mask_of_the_call_and_the_layers_own_hold_together,
     a_prefix_of_the_call_lifts_the_layers_own_causal_constraint,
@@ -120,7 +121,8 @@ pub fn layer(cfg: &Config, dtype: DType, device: &Device) -> Result<MultiHeadAtt
     MultiHeadAttention::new(cfg, VarBuilder::from_tensors(parameters, dtype, device))
 }
 
-/// Self-attention where keys and values have the queries' width and length, cross-attention elsewhere.
+/// Self-attention where keys and values have the queries' width and length, cross-attention elsewhere: to one sequence of
+/// keys and values if there are more of them than queries.
 pub fn input(cfg: &Config, [b, t_q, t_kv]: [usize; 3], mask: Vec<Mask>) -> Input {
     let mut random = Random::new(17);
     let queries = Numbers::random(&[b, t_q, cfg.embed_dim()], &mut random);
@@ -128,7 +130,11 @@ pub fn input(cfg: &Config, [b, t_q, t_kv]: [usize; 3], mask: Vec<Mask>) -> Input
         return Input { keys: queries.clone(), values: queries.clone(), queries, mask };
     }
     let keys = Numbers::random(&[b, t_kv, cfg.key_size()], &mut random);
-    let values = Numbers::random(&[b, t_kv, cfg.value_size()], &mut random);
+    let values = if t_kv > t_q && cfg.key_size() == cfg.value_size() {
+        keys.clone()
+    } else {
+        Numbers::random(&[b, t_kv, cfg.value_size()], &mut random)
+    };
     Input { queries, keys, values, mask }
 }
 
@@ -164,7 +170,9 @@ fn run(cfg: &Config, sizes: [usize; 3], masks: Vec<Mask>, dtype: DType, device: 
     let mask = attention_mask(&by_hand.mask, device, |_, _, bias| bias.tensor(dtype, device))?;
     let call = || {
         let own = AttentionInput::new(&xs).with_mask(&mask);
-        if is_self(cfg, t_q, t_kv) { own } else { own.with_key_value(&keys, &vs) }
+        let shared = (&by_hand.keys.shape, &by_hand.keys.data) == (&by_hand.values.shape, &by_hand.values.data);
+        let vs = if shared { &keys } else { &vs };
+        if is_self(cfg, t_q, t_kv) { own } else { own.with_key_value(&keys, vs) }
     };
     let output = layer.forward_with_weights(call())?;
     let ys = layer.forward_with(call())?;
@@ -207,6 +215,41 @@ fn every_config_gives_the_numbers_of_plain_loops(device: &Device) {
         }
     }
     assert!(calls >= 1000 && disagree < 40, "{calls} {disagree}");
+}
+
+/// Inputs that are one tensor are projected at once, equal copies of it apart. Sums of small whole numbers are exact in any
+/// order, and so the products are the same to the bit, in every dtype.
+fn one_product_for_all_gives_the_bits_of_three(device: &Device) -> Result<()> {
+    let grouped = || Config::new(12, 4).with_num_kv_heads(2).with_causal(true);
+    for cfg in [
+        Config::new(12, 4),
+        grouped().with_qkv_bias(true),
+        grouped().with_k_bias(true).with_value_head_dim(5),
+        grouped().with_v_bias(true).with_sinks(true).with_head_dim(5),
+        grouped().with_qk_norm(QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::Projection, eps: 1e-5 }),
+        grouped().with_bias_kv(true).with_out_proj(false),
+    ] {
+        for &dtype in crate::recipe::dtypes(device) {
+            let whole = |tensor: &Tensor| (tensor * 3.0)?.round();
+            let mut weights = tensors(&parameters(&cfg, 3), dtype, device)?;
+            for (_, tensor) in weights.iter_mut().filter(|(name, _)| !name.starts_with("o_proj")) {
+                *tensor = whole(tensor)?;
+            }
+            let layer = MultiHeadAttention::new(&cfg, VarBuilder::from_tensors(weights, dtype, device))?;
+            for [b, t] in [[2, 4], [1, 1], [3, 1], [1, 6], [2, 17]] {
+                let xs = whole(&Tensor::randn(0f32, 1., (b, t, 12), device)?.to_dtype(dtype)?)?;
+                let (keys, vs) = (xs.force_contiguous()?, xs.force_contiguous()?);
+                let one = || AttentionInput::new(&xs).with_backend(Backend::Reference);
+                let expected = layer.forward_with_weights(one().with_key_value(&keys, &vs))?;
+                for input in [one(), one().with_key_value(&keys, &keys)] {
+                    let (output, what) = (layer.forward_with_weights(input)?, format!("{cfg:?}, {b} × {t}, {dtype:?}"));
+                    assert_close(&output.weights, &expected.weights, 0.0, &what);
+                    assert_close(&output.context, &expected.context, 0.0, &what);
+                }
+            }
+        }
+    }
+    Ok(())
 }
 
 fn two_dimensions_are_one_sequence(device: &Device) -> Result<()> {

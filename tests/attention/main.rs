@@ -29,7 +29,6 @@ mod calls;
 mod dropout;
 mod gradients;
 mod isolation;
-mod joint;
 mod layer;
 mod layer_gradients;
 mod layer_packed;

@@ -4,13 +4,12 @@ use candle_attention::{AttentionMask, EmptyRows, ValidLens, scaled_dot_product_a
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::call::{Call, reference};
-use crate::common::{assert_close, values};
+use crate::common::values;
 use crate::oracle::{Alignment, Case, Dims, Lens, Mask, Options, Part};
-use crate::recipe::{Kind, Recipe, for_all, recipes};
+use crate::recipe::{Recipe, for_all, recipes};
 
 crate::on_each_device!(
     random_masks_have_one_meaning,
-    lengths_of_one_to_t_are_the_causal_mask,
     lengths_come_from_lists_and_tensors,
     empty_views_that_begin_past_their_buffer_are_read,
 );
@@ -22,14 +21,10 @@ fn both(recipe: &Recipe, device: &Device) -> Result<(Case, AttentionMask)> {
     Ok((case, mask))
 }
 
-fn is_tensor(part: &Part) -> bool {
-    matches!(part, Part::Keep(_) | Part::Bias(_))
-}
-
 /// `kv_range`, `Display` and `to_additive` against the oracle's rule for one query and one key.
 fn random_masks_have_one_meaning(device: &Device) {
     let dtypes: &[DType] = if device.is_metal() { &[DType::F32] } else { &[DType::F32, DType::F64] };
-    for_all(10_000, recipes(dtypes), |recipe| {
+    for_all(5_000, recipes(dtypes), |recipe| {
         let dims @ Dims { b, h, t_q, t_kv, .. } = recipe.dims;
         let additive = || -> Result<_> {
             let (case, mask) = both(&recipe, device)?;
@@ -38,7 +33,10 @@ fn random_masks_have_one_meaning(device: &Device) {
         };
         let (case, ranges, additive) = additive().map_err(|error| error.to_string())?;
         let mut structural = case.clone();
-        structural.masks.iter_mut().for_each(|mask| mask.parts.retain(|part| !is_tensor(part)));
+        structural
+            .masks
+            .iter_mut()
+            .for_each(|mask| mask.parts.retain(|part| !matches!(part, Part::Keep(_) | Part::Bias(_))));
         structural.options.alibi_slopes = None;
         let biases = Case { options: Options::default(), ..case.clone() };
         let mut entries = additive.into_iter();
@@ -78,7 +76,7 @@ fn random_masks_have_one_meaning(device: &Device) {
 #[test]
 fn joining_masks_commutes() {
     let device = Device::Cpu;
-    for_all(5_000, (recipes(&[DType::F64]), recipes(&[DType::F64])), |(one, other)| {
+    for_all(2_000, (recipes(&[DType::F64]), recipes(&[DType::F64])), |(one, other)| {
         let other = Recipe { dims: one.dims, dtype: one.dtype, ..other };
         let Dims { b, h, t_q, t_kv, .. } = one.dims;
         let compare = || -> Result<_> {
@@ -107,19 +105,6 @@ fn joining_masks_commutes() {
             None => Ok(()),
         }
     });
-}
-
-fn lengths_of_one_to_t_are_the_causal_mask(device: &Device) -> Result<()> {
-    let t = 6;
-    let lens = AttentionMask::none().with_valid_lens(vec![(1..=t).collect::<Vec<_>>(); 2]);
-    let causal = AttentionMask::causal();
-    assert_eq!(lens.resolve(2, t, t)?.to_string(), causal.resolve(2, t, t)?.to_string());
-    let x = Tensor::randn(0f32, 1., (2, 3, t, 4), device)?;
-    let [lens, causal] = [lens, causal].map(|mask| attend(&x, &x, &x, &mask, &reference()));
-    let (lens, causal) = (lens?, causal?);
-    assert_close(&lens.context, &causal.context, 0.0, "context");
-    assert_close(&lens.weights, &causal.weights, 0.0, "weights");
-    Ok(())
 }
 
 fn lengths_come_from_lists_and_tensors(device: &Device) -> Result<()> {
@@ -184,14 +169,6 @@ fn huge_numbers_do_not_overflow() {
     let all = AttentionMask::causal_with_offset(usize::MAX).resolve(usize::MAX, usize::MAX, usize::MAX).expect("fits");
     assert_eq!(all.kv_range(usize::MAX - 1, 7), 0..usize::MAX);
     assert_eq!((all.kv_range(usize::MAX, 0), all.query_position(usize::MAX)), (0..0, i64::MAX));
-}
-
-/// The list of the enumerated kinds is the list of all: a new constraint has to join it.
-#[test]
-fn every_constraint_is_enumerated_once() {
-    for (n, kind) in Kind::ALL.iter().enumerate() {
-        assert!(!Kind::ALL[..n].contains(kind), "{kind:?} is listed twice");
-    }
 }
 
 #[test]

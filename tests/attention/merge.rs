@@ -11,11 +11,7 @@ use crate::flash::fused::CPU;
 use crate::oracle::{Case, Dims};
 use crate::recipe::{DTYPES, Recipe, dtypes, for_all, kernel_recipes, recipes, wide};
 
-crate::on_each_device!(
-    random_parts_merge_to_the_whole,
-    parts_that_see_nothing_merge_to_nothing,
-    one_part_merges_to_itself,
-);
+crate::on_each_device!(random_parts_merge_to_the_whole, one_part_merges_to_itself);
 
 /// A call, and the part that each key goes to.
 #[derive(Debug, Clone)]
@@ -95,7 +91,7 @@ fn part(whole: &Call, case: &Case, keys: &[usize], with_sinks: bool) -> Result<C
 }
 
 fn random_parts_merge_to_the_whole(device: &Device) {
-    for_all(4_000, splits(dtypes(device)), |split| {
+    for_all(2_000, splits(dtypes(device)), |split| {
         let Split { recipe, parts, sinks_in, assigned } = &split;
         let mut case = recipe.case();
         let run = || -> Result<_> {
@@ -125,17 +121,6 @@ fn random_parts_merge_to_the_whole(device: &Device) {
         }
         Ok(())
     });
-}
-
-fn parts_that_see_nothing_merge_to_nothing(device: &Device) -> Result<()> {
-    let x = Tensor::ones((1, 2, 3, 4), DType::F32, device)?;
-    let nothing = Call::plain(&x, &x, &x, &AttentionMask::none().with_valid_lens(vec![0])).on_reference();
-    let no_keys = x.narrow(2, 0, 0)?;
-    let without_keys = Call::plain(&x, &no_keys, &no_keys, &AttentionMask::none()).on_reference();
-    let (context, lse) = merge_attention(&[nothing.with_lse()?, without_keys.with_lse()?])?;
-    assert_close(&context, &x.zeros_like()?, 0.0, "context");
-    assert_close(&lse, &Tensor::full(f32::NEG_INFINITY, (1, 2, 3), device)?, 0.0, "lse");
-    Ok(())
 }
 
 fn one_part_merges_to_itself(device: &Device) -> Result<()> {

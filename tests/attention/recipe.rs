@@ -50,6 +50,12 @@ impl Layout {
         Self::OneColumn,
     ];
 
+    /// Layouts of q, k and v in which each pair stands in each two places: a Latin square, since 11 is prime.
+    pub fn triples() -> impl Iterator<Item = [Self; 3]> {
+        let count = Self::ALL.len();
+        (0..count * count).map(move |n| [n / count, n % count, (n / count + n) % count].map(|n| Self::ALL[n]))
+    }
+
     pub fn array(self, [b, h, t, d]: [usize; 4]) -> Array {
         match self {
             Self::Contiguous => Array::new(&[b, h, t, d]),
@@ -83,9 +89,18 @@ pub enum Reach {
     Whole,
     /// A whole one that is a view with strides of 0.
     Expanded,
+    /// A whole one whose keys are not contiguous.
+    Transposed,
+    /// Heads, queries and keys in the middle of more of each.
+    Narrowed,
 }
 
 impl Reach {
+    const ALL: [Self; 10] = {
+        use Reach::*;
+        [Scalar, Keys, Queries, Square, Sequence, Head, Whole, Expanded, Transposed, Narrowed]
+    };
+
     fn array(self, dims: &Dims) -> Array {
         let Dims { b, h, t_q, t_kv, .. } = *dims;
         match self {
@@ -97,6 +112,11 @@ impl Reach {
             Self::Head => Array::new(&[h, t_q, t_kv]),
             Self::Whole => Array::new(&[b, h, t_q, t_kv]),
             Self::Expanded => Array::new(&[b, 1, 1, t_kv]).view(View::Broadcast(vec![b, h, t_q, t_kv])),
+            Self::Transposed => Array::new(&[b, h, t_kv, t_q]).view(View::Transpose(2, 3)),
+            Self::Narrowed => Array::new(&[h + 2, t_q + 4, t_kv + 3])
+                .view(View::Narrow { dim: 0, start: 1, len: h })
+                .view(View::Narrow { dim: 1, start: 3, len: t_q })
+                .view(View::Narrow { dim: 2, start: 2, len: t_kv }),
         }
     }
 }
@@ -120,35 +140,16 @@ pub enum Kind {
 }
 
 impl Kind {
-    pub const ALL: [Self; 27] = [
-        Self::Causal,
-        Self::UpperLeft,
-        Self::Offset,
-        Self::ValidLens,
-        Self::ValidLensPerQuery,
-        Self::Starts,
-        Self::StartsPerQuery,
-        Self::Window,
-        Self::Band,
-        Self::Prefix,
-        Self::PrefixPerQuery,
-        Self::Keep(Reach::Scalar),
-        Self::Keep(Reach::Keys),
-        Self::Keep(Reach::Queries),
-        Self::Keep(Reach::Square),
-        Self::Keep(Reach::Sequence),
-        Self::Keep(Reach::Head),
-        Self::Keep(Reach::Whole),
-        Self::Keep(Reach::Expanded),
-        Self::Bias(Reach::Scalar),
-        Self::Bias(Reach::Keys),
-        Self::Bias(Reach::Queries),
-        Self::Bias(Reach::Square),
-        Self::Bias(Reach::Sequence),
-        Self::Bias(Reach::Head),
-        Self::Bias(Reach::Whole),
-        Self::Bias(Reach::Expanded),
-    ];
+    pub fn all() -> Vec<Self> {
+        use Kind::*;
+        let intervals = [Causal, UpperLeft, Offset, ValidLens, ValidLensPerQuery, Starts, StartsPerQuery, Window, Band];
+        let intervals = intervals.into_iter().chain([Prefix, PrefixPerQuery]);
+        intervals.chain(Reach::ALL.map(Keep)).chain(Reach::ALL.map(Bias)).collect()
+    }
+
+    pub fn is_tensor(self) -> bool {
+        matches!(self, Self::Keep(_) | Self::Bias(_))
+    }
 
     fn is_alignment(self) -> bool {
         matches!(self, Self::Causal | Self::UpperLeft | Self::Offset)
@@ -199,6 +200,14 @@ pub struct Chosen {
     pub softcap: bool,
     pub alibi: bool,
     pub sinks: bool,
+}
+
+impl Chosen {
+    /// One of the 16 sets of options.
+    pub fn set(bits: usize) -> Self {
+        let [scale, softcap, alibi, sinks] = [1, 2, 4, 8].map(|bit| bits & bit != 0);
+        Self { scale, softcap, alibi, sinks }
+    }
 }
 
 #[derive(Debug, Clone)]
@@ -317,10 +326,9 @@ pub fn dims() -> impl Strategy<Value = Dims> {
 }
 
 fn recipes_of(dims: impl Strategy<Value = Dims>, dtypes: &'static [DType]) -> impl Strategy<Value = Recipe> {
-    let kinds = proptest::collection::vec(select(&Kind::ALL[..]), 0..=3);
+    let kinds = proptest::collection::vec(select(Kind::all()), 0..=3);
     let layout = || select(&Layout::ALL[..]);
-    let chosen = any::<[bool; 4]>();
-    let chosen = chosen.prop_map(|[scale, softcap, alibi, sinks]| Chosen { scale, softcap, alibi, sinks });
+    let chosen = (0..16usize).prop_map(Chosen::set);
     let masks = proptest::collection::vec(kinds, 0..=2);
     let layouts = [layout(), layout(), layout()];
     (dims, layouts, masks, chosen, select(dtypes), any::<u64>().no_shrink()).prop_map(

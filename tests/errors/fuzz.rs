@@ -3,6 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
+use attention_oracle::array::Random;
 use candle_attention::weights::Checkpoint;
 use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
 use candle_core::{DType, Result};
@@ -10,23 +11,7 @@ use candle_core::{DType, Result};
 use crate::common::models;
 use crate::{CPU, DIR};
 
-const ROUNDS: u64 = 20_000;
-
-/// Steele and Vigna's splitmix64.
-struct Draws(u64);
-
-impl Draws {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, n: usize) -> usize {
-        (self.next() % n.max(1) as u64) as usize
-    }
-}
+const ROUNDS: u64 = 6_000;
 
 fn files() -> Vec<PathBuf> {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data");
@@ -38,25 +23,25 @@ fn files() -> Vec<PathBuf> {
 }
 
 /// One to four changes, most of them where the names and sizes stand.
-fn damage(bytes: &mut Vec<u8>, draws: &mut Draws) {
-    for _ in 0..=draws.below(4) {
+fn damage(bytes: &mut Vec<u8>, draws: &mut Random) {
+    for _ in 0..=draws.up_to(3) {
         if bytes.is_empty() {
             return;
         }
         let zip = bytes.starts_with(b"PK");
-        let at = match draws.below(4) {
-            0 => draws.below(bytes.len()),
+        let at = match draws.up_to(3) {
+            0 => draws.up_to(bytes.len() - 1),
             // A zip archive has its directory at the end.
-            1 if zip => bytes.len() - 1 - draws.below(bytes.len().min(900)),
-            _ => draws.below(bytes.len().min(900)),
+            1 if zip => bytes.len() - 1 - draws.up_to(bytes.len().min(900) - 1),
+            _ => draws.up_to(bytes.len().min(900) - 1),
         };
-        match draws.below(7) {
-            0 => bytes[at] ^= 1 << draws.below(8),
-            1 => bytes[at] = draws.next() as u8,
-            2 => bytes[at] = [0, 1, 0x7f, 0x80, 0xff][draws.below(5)],
-            3 => bytes[at] = b"0123456789()tRQ.[]{}\",:"[draws.below(23)],
+        match draws.up_to(6) {
+            0 => bytes[at] ^= 1 << draws.up_to(7),
+            1 => bytes[at] = draws.bits() as u8,
+            2 => bytes[at] = [0, 1, 0x7f, 0x80, 0xff][draws.up_to(4)],
+            3 => bytes[at] = b"0123456789()tRQ.[]{}\",:"[draws.up_to(22)],
             4 => {
-                let end = bytes.len().min(at + 1 + draws.below(8));
+                let end = bytes.len().min(at + 1 + draws.up_to(7));
                 bytes[at..end].fill(0xff);
             }
             5 => drop(bytes.remove(at)),
@@ -91,7 +76,7 @@ fn damaged_files_never_panic() -> Result<()> {
     let path = DIR.path().join("damaged");
     let mut readable = 0;
     for seed in 0..ROUNDS {
-        let mut draws = Draws(seed);
+        let mut draws = Random::new(seed);
         let mut bytes = originals[seed as usize % originals.len()].clone();
         damage(&mut bytes, &mut draws);
         // A new file each time: file systems wait for the disk where one is written over.

@@ -13,14 +13,20 @@ use crate::oracle::Case;
 
 pub const CPU: Device = Device::Cpu;
 
-/// The context, beside the log-sum-exp and alone and in both orders of memory, on every tier.
+/// The context alone, that in the other order of memory, and the log-sum-exp beside it, on every tier.
+pub fn run(case: &Case, dtype: DType) -> Result<Vec<(Tier, [Tensor; 3])>> {
+    let call = Call::fused(case, dtype)?;
+    let run = |tier: Tier| {
+        let call = call.on_tier(tier);
+        let (sequence_first, lse) = call.in_order(OutputOrder::Bthd).with_lse()?;
+        Ok((tier, [call.context()?, sequence_first, lse]))
+    };
+    Tier::available().into_iter().map(run).collect()
+}
+
 pub fn check(case: &Case, dtype: DType) -> Outcome {
     let expected = Expected::fused(case, dtype);
-    let call = Call::fused(case, dtype).map_err(|error| error.to_string())?;
-    for tier in Tier::available() {
-        let call = call.on_tier(tier);
-        let run = || -> Result<_> { Ok((call.context()?, call.in_order(OutputOrder::Bthd).with_lse()?)) };
-        let (heads_first, (sequence_first, lse)) = run().map_err(|error| format!("{tier}: {error}"))?;
+    for (tier, [heads_first, sequence_first, lse]) in run(case, dtype).map_err(|error| error.to_string())? {
         expected
             .context("context", &heads_first)
             .and_then(|()| expected.lse("lse", &lse))

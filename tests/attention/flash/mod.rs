@@ -2,8 +2,6 @@
 
 pub mod fused;
 
-mod empty;
 mod extremes;
 mod grid;
 mod invariance;
-mod numbers;

@@ -10,55 +10,27 @@ use candle_nn::var_builder::{SimpleBackend, VarBuilder};
 #[test]
 fn hints_are_read_as_pytorchs_initialisers() -> Result<()> {
     let kaiming = |dist, fan, non_linearity| Init::Kaiming { dist, fan, non_linearity };
-    // Each hash: torch.manual_seed(9), then the call in the comment, hashed as above.
+    // Each hash: torch.manual_seed(9), then the call in the comment, hashed as above, and the beginning of the hash.
     for (hint, shape, expected) in [
         // torch.empty(1000).uniform_(1e6, 1e6 + 1): values that round up to the bound
-        (
-            Init::Uniform { lo: 1e6, up: 1e6 + 1.0 },
-            vec![1000],
-            "fc5e5ab42b8e89356858f648185b6d1bae33eeaf5364f6e541127864d4d6b37c",
-        ),
+        (Init::Uniform { lo: 1e6, up: 1e6 + 1.0 }, vec![1000], "fc5e5ab42b8e8935"),
         // torch.empty(1000).uniform_(1e-10, 1)
-        (
-            Init::Uniform { lo: 1e-10, up: 1.0 },
-            vec![1000],
-            "92586decbb21b831cb51f5501b804729740605f9a9f6bf06a0e541878322de1a",
-        ),
+        (Init::Uniform { lo: 1e-10, up: 1.0 }, vec![1000], "92586decbb21b831"),
         // torch.empty(1000).uniform_(100, 200): one rounding or two make a difference
-        (
-            Init::Uniform { lo: 100.0, up: 200.0 },
-            vec![1000],
-            "ca9fcfc885da77ee01cb778c48fd8bdcea113412a1aaf8edf98d078e0cc5e7c7",
-        ),
+        (Init::Uniform { lo: 100.0, up: 200.0 }, vec![1000], "ca9fcfc885da77ee"),
         // torch.empty(1000).normal_(0.3, 0.02)
-        (
-            Init::Randn { mean: 0.3, stdev: 0.02 },
-            vec![1000],
-            "5b57b58e8bcc257579a3872771ee86e8829d8a19bcd555e4c00006107b6c9ec4",
-        ),
+        (Init::Randn { mean: 0.3, stdev: 0.02 }, vec![1000], "5b57b58e8bcc2575"),
         // torch.empty(5).normal_(0.3, 0.02)
-        (
-            Init::Randn { mean: 0.3, stdev: 0.02 },
-            vec![5],
-            "5fa3dc09ec37f383a48fe00f6e7ea7ae2747b4aefce967dd74bec0218b2e8164",
-        ),
+        (Init::Randn { mean: 0.3, stdev: 0.02 }, vec![5], "5fa3dc09ec37f383"),
         // torch.nn.init.kaiming_uniform_(torch.empty(7, 9), nonlinearity='relu')
-        (
-            kaiming(NormalOrUniform::Uniform, FanInOut::FanIn, NonLinearity::ReLU),
-            vec![7, 9],
-            "ab67f460b0388646b2cf29f3609a92e5eab7803b9f06dced046dc9405b60aa39",
-        ),
+        (kaiming(NormalOrUniform::Uniform, FanInOut::FanIn, NonLinearity::ReLU), vec![7, 9], "ab67f460b0388646"),
         // torch.nn.init.kaiming_normal_(torch.empty(7, 9), mode='fan_out', nonlinearity='tanh')
-        (
-            kaiming(NormalOrUniform::Normal, FanInOut::FanOut, NonLinearity::Tanh),
-            vec![7, 9],
-            "1ea7c6b7c32fbcbfe1b97e480e014d169d804ec0a81559c063e36ce136f218af",
-        ),
+        (kaiming(NormalOrUniform::Normal, FanInOut::FanOut, NonLinearity::Tanh), vec![7, 9], "1ea7c6b7c32fbcbf"),
         // torch.nn.Conv2d(3, 4, 5, bias=False).weight
-        (DEFAULT_KAIMING_NORMAL, vec![4, 3, 5, 5], "9a0a162c70c02eab8dd8df1ac033fe52452c48dea89178aac9cb425a8fb6c582"),
+        (DEFAULT_KAIMING_NORMAL, vec![4, 3, 5, 5], "9a0a162c70c02eab"),
     ] {
         let drawn = TorchSeed::new(9).var_builder(DType::F32, &CPU).get_with_hints(shape, "w", hint)?;
-        assert_eq!(sha256(&drawn)?, expected, "{hint:?}");
+        assert!(sha256(&drawn)?.starts_with(expected), "{hint:?}");
     }
     Ok(())
 }

@@ -241,8 +241,8 @@ impl Expected {
     }
 }
 
-/// The whole product to f64; to the bit, some of its columns, the product of a copy of the input, and of rows alone; and
-/// the weight that comes back. On every tier.
+/// The whole product to f64; to the bit, some of its columns, from the whole weight and from one of their own, the product of
+/// a copy of the input, and of rows alone; and the weight that comes back. On every tier.
 pub fn check(product: &Product) -> Outcome {
     let run = || -> Result<()> {
         let case = product.case();
@@ -271,6 +271,12 @@ fn check_tier(product: &Product, case: &Case, expected: &Expected, tier: Tier) -
         (packed.forward_columns(&xs, columns.clone())?, ys.narrow(xs.rank() - 1, columns.start, columns.len())?);
     if some.dims() != narrowed.dims() || some.dtype() != ys.dtype() || bits(&some) != bits(&narrowed) {
         bail!("columns {columns:?} differ from those of the whole");
+    }
+    let own = |tensor: &Tensor| tensor.narrow(0, columns.start, columns.len());
+    let own_bias = bias.as_ref().map(own).transpose()?;
+    let alone = PackedLinear::with_tier(&own(&weight)?, own_bias.as_ref(), Some(tier))?.forward(&xs)?;
+    if bits(&alone) != bits(&some) {
+        bail!("columns {columns:?} as a weight of their own differ from those among others");
     }
 
     let xs = xs.force_contiguous()?.reshape((product.rows, product.inputs))?;

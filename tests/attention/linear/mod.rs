@@ -4,9 +4,6 @@
 pub mod case;
 pub mod draw;
 
-mod builder;
-mod conversion;
-mod gradients;
+mod candle;
 mod grid;
-mod invariance;
 mod isolation;
