@@ -11,12 +11,7 @@ use crate::common::{error_text, max_error};
 use crate::oracle::Dims;
 use crate::recipe::{Chosen, DTYPES, Kind, Reach, Recipe, dtypes, for_all, kernel_recipes};
 
-crate::on_each_device!(
-    auto_names_a_backend_and_a_reason,
-    reference_is_what_runs_where_it_is_asked_for,
-    fused_runs_or_says_why_not,
-    every_tracked_input_leads_to_the_reference_path,
-);
+crate::on_each_device!(what_is_planned_is_what_runs, every_tracked_input_leads_to_the_reference_path);
 
 fn recipes(device: &Device) -> Vec<Recipe> {
     let all = Chosen { scale: true, softcap: true, alibi: true, sinks: true };
@@ -32,39 +27,23 @@ fn recipes(device: &Device) -> Vec<Recipe> {
     recipes
 }
 
-fn calls(device: &Device, backend: Backend) -> Result<Vec<Call>> {
-    let call = |recipe: Recipe| Ok(Call::new(&recipe.case(), recipe.dtype, device)?.on(backend));
-    recipes(device).into_iter().map(call).collect()
-}
-
 /// Whether a sentence has the word, and not only a longer one.
 pub fn has_word(sentence: &str, word: &str) -> bool {
     sentence.split(|c: char| !c.is_ascii_alphanumeric()).any(|other| other == word)
 }
 
-fn auto_names_a_backend_and_a_reason(device: &Device) -> Result<()> {
-    for call in calls(device, Backend::Auto)? {
-        let plan = call.plan()?;
-        assert_ne!(plan.backend, Backend::Auto, "{plan}");
-        assert!(!plan.reason.is_empty());
-        assert_eq!(plan.to_string(), format!("{:?}: {}", plan.backend, plan.reason));
-        call.context()?;
-    }
-    Ok(())
-}
-
-fn reference_is_what_runs_where_it_is_asked_for(device: &Device) -> Result<()> {
-    for (call, recipe) in calls(device, Backend::Reference)?.iter().zip(recipes(device)) {
-        let plan = call.plan()?;
-        assert_eq!((plan.backend, plan.reason.as_str()), (Backend::Reference, "asked for"));
+/// What `Auto` plans it runs; the reference path is what runs where it is asked for; and `Fused` runs or says why not.
+fn what_is_planned_is_what_runs(device: &Device) -> Result<()> {
+    for recipe in recipes(device) {
+        let call = Call::new(&recipe.case(), recipe.dtype, device)?;
+        let asked = call.on_reference().plan()?;
+        assert_eq!((asked.backend, asked.reason.as_str()), (Backend::Reference, "asked for"));
         check_with(&recipe.case(), recipe.dtype, device, Backend::Reference).expect("the oracle's numbers");
-    }
-    Ok(())
-}
 
-fn fused_runs_or_says_why_not(device: &Device) -> Result<()> {
-    for call in calls(device, Backend::Auto)? {
-        let (auto, call) = (call.plan()?, call.on(Backend::Fused));
+        let (auto, call) = (call.on(Backend::Auto).plan()?, call.on(Backend::Fused));
+        assert!(auto.backend != Backend::Auto && !auto.reason.is_empty(), "{auto}");
+        assert_eq!(auto.to_string(), format!("{:?}: {}", auto.backend, auto.reason));
+        call.on(Backend::Auto).context()?;
         for (op, result) in [
             ("plan", call.plan().map(drop)),
             ("scaled_dot_product_attention", call.context().map(drop)),
@@ -110,7 +89,8 @@ fn every_tracked_input_leads_to_the_reference_path(device: &Device) -> Result<()
     let heads = var(&Tensor::ones(4, DType::F32, device)?);
     let bias = var(&Tensor::zeros((3, 5), DType::F32, device)?);
     let biased = AttentionMask::none().with_bias(&bias);
-    for plain in calls(device, Backend::Auto)? {
+    for recipe in recipes(device) {
+        let plain = Call::new(&recipe.case(), recipe.dtype, device)?.on(Backend::Auto);
         let plain = || plain.clone();
         for (what, call) in [
             ("q", Call { q: var(&plain().q), ..plain() }),
