@@ -30,6 +30,7 @@ mod norm;
 pub mod plot;
 mod position;
 mod projection;
+mod rowwise;
 mod sdpa;
 mod shard;
 mod size;

@@ -16,34 +16,14 @@ pub(super) enum KvFormat {
     Q8,
 }
 
-/// Where the values of a cache come from.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Values<T> {
-    /// They have buffers of their own.
-    Own(T),
-    /// They are the first so many columns of the keys (latent attention).
-    KeyColumns(usize),
-}
-
-impl<T> Values<T> {
-    fn try_map<U>(&self, f: impl FnOnce(&T) -> Result<U>) -> Result<Values<U>> {
-        Ok(match self {
-            Self::Own(own) => Values::Own(f(own)?),
-            Self::KeyColumns(width) => Values::KeyColumns(*width),
-        })
-    }
-
-    pub(super) fn own(&self) -> Option<&T> {
-        if let Self::Own(own) = self { Some(own) } else { None }
-    }
-}
-
 /// Keys (B, H_kv, capacity, D) and values (B, H_kv, capacity, D_v). Views made by [`rows`](Self::rows) share the storage:
 /// what is written to one is written to all.
 #[derive(Debug, Clone)]
 pub(super) struct KvBuffers {
     keys: Rows,
-    values: Values<Rows>,
+    /// `None` where they are the first columns of the keys.
+    values: Option<Rows>,
+    d_v: usize,
 }
 
 /// Numbers (B, H_kv, T, width), and in 8 bits the scales (B, H_kv, T, 1) of their rows.
@@ -83,9 +63,10 @@ impl Rows {
 }
 
 impl KvBuffers {
-    /// Keys and values of any strides, as a cache stores them.
-    pub fn encode(k: &Tensor, v: Values<&Tensor>, format: KvFormat) -> Result<Self> {
-        Ok(Self { keys: Rows::encode(k, format)?, values: v.try_map(|v| Rows::encode(v, format))? })
+    /// Keys and values of any strides, as a cache stores them; without values, these are the first `d_v` columns of the
+    /// keys.
+    pub fn encode(k: &Tensor, v: Option<&Tensor>, d_v: usize, format: KvFormat) -> Result<Self> {
+        Ok(Self { keys: Rows::encode(k, format)?, values: v.map(|v| Rows::encode(v, format)).transpose()?, d_v })
     }
 
     /// Empty buffers like these, for `b` sequences of `capacity` positions.
@@ -125,12 +106,8 @@ impl KvBuffers {
                 && own.dtype() == other.dtype()
                 && own.device().same_device(other.device())
         };
-        let values = match (&self.values, &other.values) {
-            (Values::Own(_), Values::Own(_)) => true,
-            (Values::KeyColumns(own), Values::KeyColumns(other)) => own == other,
-            _ => false,
-        };
-        values && self.format() == other.format() && self.tensors().zip(other.tensors()).all(fits)
+        (self.values.is_some(), self.d_v, self.format()) == (other.values.is_some(), other.d_v, other.format())
+            && self.tensors().zip(other.tensors()).all(fits)
     }
 
     /// The shapes of keys and values, for errors.
@@ -140,8 +117,8 @@ impl KvBuffers {
             other => format!("{other:?}"),
         };
         let values = match &self.values {
-            Values::Own(values) => shape(values),
-            Values::KeyColumns(width) => format!("in their first {width} columns"),
+            Some(values) => shape(values),
+            None => format!("in their first {} columns", self.d_v),
         };
         (shape(&self.keys), values)
     }
@@ -154,8 +131,8 @@ impl KvBuffers {
     pub fn read(&self, rows: &Range<usize>, floats: DType) -> Result<(Tensor, Tensor)> {
         let keys = self.keys.read(rows, floats)?;
         let values = match &self.values {
-            Values::Own(values) => values.read(rows, floats)?,
-            Values::KeyColumns(width) => part(&keys, 3, 0..*width)?,
+            Some(values) => values.read(rows, floats)?,
+            None => part(&keys, 3, 0..self.d_v)?,
         };
         Ok((keys, values))
     }
@@ -181,11 +158,12 @@ impl KvBuffers {
     }
 
     fn try_map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        Ok(Self { keys: self.keys.try_map(&f)?, values: self.values.try_map(|own| own.try_map(&f))? })
+        let values = self.values.as_ref().map(|values| values.try_map(&f)).transpose()?;
+        Ok(Self { keys: self.keys.try_map(&f)?, values, d_v: self.d_v })
     }
 
     fn tensors(&self) -> impl Iterator<Item = &Tensor> {
-        self.keys.tensors().chain(self.values.own().into_iter().flat_map(Rows::tensors))
+        self.keys.tensors().chain(self.values.iter().flat_map(Rows::tensors))
     }
 }
 

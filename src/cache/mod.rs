@@ -2,21 +2,19 @@
 
 mod buffers;
 mod config;
-mod new_tokens;
 mod staged;
 #[cfg(test)]
 mod tests;
 
 pub use config::AttentionCacheConfig;
 
-pub(crate) use buffers::Values;
-pub(crate) use new_tokens::{NewTokens, Padding};
 pub(crate) use staged::{Expand, StagedAppend};
 
 use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor, bail};
 
+use crate::position::Positions;
 use crate::sdpa::FLOATS;
 use buffers::{KvBuffers, KvFormat};
 
@@ -231,12 +229,42 @@ impl AttentionCache {
     /// Stages the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of a call behind what is held.
     ///
     /// # Errors
+    /// As [`stage_rows`](Self::stage_rows).
+    pub(crate) fn stage(&mut self, new: NewTokens, k: &Tensor, v: &Tensor) -> Result<StagedAppend<'_>> {
+        self.stage_rows(new, k, Some(v), v.dim(3)?)
+    }
+
+    /// [`stage`](Self::stage) of rows whose first `d_v` columns are the values. `expansion`, if there is one, computes the
+    /// keys and values that are attended to from what the cache holds of them.
+    ///
+    /// # Errors
+    /// As [`stage_rows`](Self::stage_rows).
+    pub(crate) fn stage_latents<'c>(
+        &'c mut self,
+        new: NewTokens,
+        rows: &Tensor,
+        d_v: usize,
+        expansion: Option<&'c dyn Expand>,
+    ) -> Result<StagedAppend<'c>> {
+        let mut staged = self.stage_rows(new, rows, None, d_v)?;
+        staged.expansion = expansion;
+        Ok(staged)
+    }
+
+    /// Without `own_v`, values are the first `d_v` columns of the keys.
+    ///
+    /// # Errors
     /// For keys and values that do not fit each other or those before, that are tracked for gradients, and for more
     /// positions than there may be.
-    pub(crate) fn stage(&mut self, new: NewTokens, k: &Tensor, values: Values<&Tensor>) -> Result<StagedAppend<'_>> {
-        let v = values.own().copied().unwrap_or(k);
-        let (b, h, t, _) = k.dims4()?;
-        let (b_v, h_v, t_v, _) = v.dims4()?;
+    fn stage_rows(
+        &mut self,
+        new: NewTokens,
+        k: &Tensor,
+        own_v: Option<&Tensor>,
+        d_v: usize,
+    ) -> Result<StagedAppend<'_>> {
+        let v = own_v.unwrap_or(k);
+        let ((b, h, t, _), (b_v, h_v, t_v, _)) = (k.dims4()?, v.dims4()?);
         if [b, h, t] != [b_v, h_v, t_v] || [b, t] != [new.tokens.len(), new.t] {
             bail!(
                 "[attention_cache] keys {:?} and values {:?} differ in more than the last dimension",
@@ -260,7 +288,7 @@ impl AttentionCache {
             true => KvFormat::Q8,
             false => KvFormat::Float(self.config.dtype().unwrap_or(k.dtype())),
         };
-        let kv = KvBuffers::encode(k, values, format)?;
+        let kv = KvBuffers::encode(k, own_v, d_v, format)?;
         if let Some(buffers) = self.buffers.as_ref().filter(|own| !self.held.is_empty() && !own.accepts(&kv)) {
             let [(k_is, v_is), (k_was, v_was)] = [&kv, buffers].map(KvBuffers::shapes);
             bail!(
@@ -268,5 +296,85 @@ impl AttentionCache {
             )
         }
         StagedAppend::new(self, new, &kv, k.dtype())
+    }
+}
+
+/// The padding of a batch (B, T): sequence b has its tokens at `starts[b]..valid_lens[b]`.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Padding<'a> {
+    pub valid_lens: Option<&'a [usize]>,
+    pub starts: Option<&'a [usize]>,
+}
+
+/// The tokens of a call (B, T), checked against what the cache holds.
+#[derive(Debug, Clone)]
+pub(crate) struct NewTokens {
+    pub t: usize,
+    /// Of each sequence, its length before the call: the position of its first new token.
+    pub before: Vec<usize>,
+    /// Of each sequence, which of the T are tokens; the others are padding.
+    pub tokens: Vec<Range<usize>>,
+}
+
+impl NewTokens {
+    /// `before` are the lengths of the sequences of the cache, empty before the first call; `dims` are (B, T).
+    pub fn new(before: Vec<usize>, dims: (usize, usize), padding: Padding) -> Result<Self> {
+        let (b, t) = dims;
+        if !before.is_empty() && before.len() != b {
+            bail!("[attention_cache] the call has {b} sequences, expected the {} that the cache holds", before.len())
+        }
+        let entries = |name, given: Option<&[usize]>, default| match given {
+            None => Ok(vec![default; b]),
+            Some(entries) if entries.len() != b => {
+                bail!("[attention_cache] {name} has {} entries, expected one for each of {b} sequences", entries.len())
+            }
+            Some(entries) => match entries.iter().position(|&entry| entry > t) {
+                Some(sequence) => bail!(
+                    "[attention_cache] {name} has {} for sequence {sequence}, expected at most the call's {t}",
+                    entries[sequence]
+                ),
+                None => Ok(entries.to_vec()),
+            },
+        };
+        let ends = entries("valid_lens", padding.valid_lens, t)?;
+        let starts = entries("starts", padding.starts, 0)?;
+        let tokens: Vec<_> = starts.into_iter().zip(ends).map(|(start, end)| start..end).collect();
+        if let Some(sequence) = tokens.iter().position(|tokens| tokens.start > tokens.end) {
+            let Range { start, end } = tokens[sequence];
+            bail!("[attention_cache] the tokens of sequence {sequence} start at {start}, after their end at {end}")
+        }
+        Ok(Self { t, before: if before.is_empty() { vec![0; b] } else { before }, tokens })
+    }
+
+    /// The length of each sequence with this call.
+    pub fn ends(&self) -> impl Iterator<Item = usize> {
+        self.before.iter().zip(&self.tokens).map(|(before, tokens)| before + tokens.len())
+    }
+
+    /// The length of the longest sequence with this call.
+    pub fn longest(&self) -> usize {
+        self.ends().max().unwrap_or(0)
+    }
+
+    /// Whether nothing is padding.
+    pub fn all_valid(&self) -> bool {
+        self.tokens.iter().all(|tokens| *tokens == (0..self.t))
+    }
+
+    /// The position of each of the T in its sequence. Padding gets that of the nearest token, so that it makes no sequence
+    /// longer.
+    pub fn positions(&self) -> Result<Positions> {
+        if self.all_valid() {
+            let first = self.before.first().copied().unwrap_or(0);
+            return match self.before.iter().all(|&before| before == first) {
+                true => Positions::starting_at(&[first], self.t),
+                false => Positions::starting_at(&self.before, self.t),
+            };
+        }
+        let of_sequence = |(&before, tokens): (&usize, &Range<usize>)| {
+            let (start, last) = (tokens.start, (before + tokens.len()).saturating_sub(1));
+            (0..self.t).map(move |i| (before + i.saturating_sub(start)).min(last))
+        };
+        Positions::of_each(self.before.iter().zip(&self.tokens).flat_map(of_sequence).collect(), self.t)
     }
 }

@@ -4,12 +4,12 @@ use std::cell::Cell;
 use std::fmt;
 use std::ops::Range;
 
-use candle_core::{D, DType, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 
 use super::buffers::{KvBuffers, KvFormat};
 use super::{AttentionCache, NewTokens};
 use crate::mask::{Placement, RebaseDims};
-use crate::sdpa::{accumulation_dtype, attend_with_weights_and_lse, shares_of_parts};
+use crate::sdpa::accumulation_dtype;
 use crate::{
     AttentionMask, AttentionOutput, EmptyRows, Plan, SdpaOptions, merge_attention, plan, scaled_dot_product_attention,
     scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
@@ -42,7 +42,7 @@ pub(crate) struct StagedAppend<'c> {
     read: HeldKv,
     /// What the cache keeps: less, where a call brings more than a sliding cache holds.
     kept: HeldKv,
-    expansion: Option<&'c dyn Expand>,
+    pub(super) expansion: Option<&'c dyn Expand>,
     /// Whether a graph refers to the buffers that are read.
     in_graph: Cell<bool>,
 }
@@ -102,11 +102,6 @@ impl<'c> StagedAppend<'c> {
         Ok(Self { cache, new, dtype, read, kept, expansion: None, in_graph: Cell::new(false) })
     }
 
-    /// Attention to keys and values that `expansion` computes from what the cache holds.
-    pub fn expanded_by(self, expansion: &'c dyn Expand) -> Self {
-        Self { expansion: Some(expansion), ..self }
-    }
-
     /// Attention from the call's queries (B, H, T_q, D) to all keys; the mask counts positions in the sequence.
     pub fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Tensor> {
         let query = self.query(q)?;
@@ -123,24 +118,22 @@ impl<'c> StagedAppend<'c> {
         context.to_dtype(q.dtype())
     }
 
-    /// [`attend`](Self::attend) that also returns the weights (B, H, T_q, T_kv) over the keys that the cache holds.
+    /// [`attend`](Self::attend) that also returns the weights (B, H, T_q, T_kv) over the keys that the cache holds, in one
+    /// call over all of them.
     pub fn attend_with_weights(
         &self,
         q: &Tensor,
         mask: &AttentionMask,
         options: &SdpaOptions,
     ) -> Result<AttentionOutput> {
-        let query = self.query(q)?;
-        let AttentionOutput { context, weights } = match self.read.buffers.format() {
-            KvFormat::Q8 => self.attend_in_parts_with_weights(&query, mask, options, Q8_POSITIONS)?,
-            KvFormat::Float(_) => {
-                let (rows, mask) = self.whole(q, mask)?;
-                let (k, v) = self.read(&rows)?;
-                let output = scaled_dot_product_attention_with_weights(&query, &k, &v, &mask, options)?;
-                self.in_graph.set(output.context.track_op());
-                output
-            }
-        };
+        if self.read.buffers.format() == KvFormat::Q8 {
+            check_parts(mask, options)?;
+        }
+        let (rows, mask) = self.whole(q, mask)?;
+        let (k, v) = self.read(&rows)?;
+        let AttentionOutput { context, weights } =
+            scaled_dot_product_attention_with_weights(&self.query(q)?, &k, &v, &mask, options)?;
+        self.in_graph.set(context.track_op());
         Ok(AttentionOutput { context: context.to_dtype(q.dtype())?, weights: weights.to_dtype(q.dtype())? })
     }
 
@@ -265,40 +258,6 @@ impl StagedAppend<'_> {
             merged = merge_attention(&[merged, part])?;
         }
         Ok(merged.0)
-    }
-
-    /// [`attend_in_parts`](Self::attend_in_parts) over all positions, with the weights of each.
-    pub(super) fn attend_in_parts_with_weights(
-        &self,
-        q: &Tensor,
-        mask: &AttentionMask,
-        options: &SdpaOptions,
-        most: usize,
-    ) -> Result<AttentionOutput> {
-        check_parts(mask, options)?;
-        let (rows, _) = self.whole(q, mask)?;
-        let without_sinks = SdpaOptions { sinks: None, ..options.clone() };
-        let (mut contexts, mut weights) = (Vec::new(), Vec::new());
-        for rows in split(rows, most) {
-            let (k, v) = self.read(&rows)?;
-            let options = if contexts.is_empty() { options } else { &without_sinks };
-            let mask = self.mask_of_rows(q, mask, &rows)?;
-            let (output, lse) = attend_with_weights_and_lse([q, &k, &v], &mask, options)?;
-            contexts.push((output.context, lse));
-            weights.push(output.weights);
-        }
-        if let ([(context, _)], [weights]) = (contexts.as_slice(), weights.as_slice()) {
-            return Ok(AttentionOutput { context: context.clone(), weights: weights.clone() });
-        }
-        let (context, lse) = merge_attention(&contexts)?;
-        if lse.elem_count() > 0 {
-            let lses: Vec<_> = contexts.iter().map(|(_, lse)| lse).collect();
-            let (shares, _) = shares_of_parts(&lses, lse.dtype())?;
-            for (part, weights) in weights.iter_mut().enumerate() {
-                *weights = weights.broadcast_mul(&shares.narrow(D::Minus1, part, 1)?)?;
-            }
-        }
-        Ok(AttentionOutput { context, weights: Tensor::cat(&weights, 3)? })
     }
 }
 

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor, bail};
 
 use super::call::{AttentionCall, CallKeys};
 use super::{AttentionInput, MultiHeadAttention, OP, ProjectedMemory};
-use crate::cache::{NewTokens, Values};
+use crate::cache::NewTokens;
 use crate::norm::Norm;
 use crate::position::{Alibi, Positions, Rotation};
 use crate::sdpa::accumulation_dtype;
@@ -108,7 +108,7 @@ impl MultiHeadAttention {
         let (q, k, v) = self.project(&inputs, positions.as_ref())?;
         let mask = self.mask(&input, &inputs, positions.as_ref())?;
         let keys = match (input.cache.take(), inputs.new_tokens) {
-            (Some(cache), Some(new_tokens)) => CallKeys::Cached(cache.stage(new_tokens, &k, Values::Own(&v))?),
+            (Some(cache), Some(new_tokens)) => CallKeys::Cached(cache.stage(new_tokens, &k, &v)?),
             _ => match input.packed {
                 Some(sequences) => CallKeys::Packed { k, v, sequences },
                 None => CallKeys::Own { k, v },

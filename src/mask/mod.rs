@@ -5,15 +5,14 @@
 //! loop over what is seen. Only `keep` and `bias` tensors are read from memory.
 
 mod constraint;
-mod lens;
 mod ranges;
-mod rebase;
 mod tensors;
 
-pub(crate) use constraint::Placement;
-pub use lens::ValidLens;
+pub use constraint::ValidLens;
 pub use ranges::KvRanges;
-pub(crate) use rebase::RebaseDims;
+
+pub(crate) use constraint::Placement;
+pub(crate) use ranges::RebaseDims;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use constraint::{Alignment, Constraint};

@@ -8,6 +8,7 @@ use candle_core::{CpuStorage, CustomOp3, DType, Error, Layout, Result, Shape, St
 use super::OutputOrder;
 use super::rows::RowRanges;
 use super::validate::{self, Call};
+use crate::rowwise::with_contiguous_rows;
 use crate::size::fits_in_memory;
 use candle_attention_kernels::flash::{self, Alibi, Dims, Problem, ScoreOptions, Strided};
 use candle_attention_kernels::{Element, Tier};
@@ -46,11 +47,8 @@ fn attend_into(call: &Call, tier: Tier, lse: Option<&mut Vec<f32>>) -> Result<Te
         keep: call.mask.explicit_keep(dims, device)?,
         lse: Mutex::new(lse),
     };
-    let readable = |tensor: &Tensor| -> Result<Tensor> {
-        let dense = tensor.dim(3)? <= 1 || tensor.stride()[3] == 1;
-        if dense { Ok(tensor.clone()) } else { tensor.contiguous() }
-    };
-    let context = readable(&call.q)?.apply_op3_no_bwd(&readable(&call.k)?, &readable(&call.v)?, &op)?;
+    let (k, v) = (with_contiguous_rows(&call.k)?, with_contiguous_rows(&call.v)?);
+    let context = with_contiguous_rows(&call.q)?.apply_op3_no_bwd(&k, &v, &op)?;
     match call.output_order {
         OutputOrder::Bhtd => Ok(context),
         OutputOrder::Bthd => context.transpose(1, 2),

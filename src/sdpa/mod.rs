@@ -19,7 +19,7 @@ pub use softmax::{masked_softmax, merge_attention};
 pub use varlen::{PackedSequences, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse};
 
 pub(crate) use reference::{Dropout, dropout, weighted_values};
-pub(crate) use softmax::{FLOATS, VisibleSoftmax, accumulation_dtype, shares_of_parts};
+pub(crate) use softmax::{FLOATS, VisibleSoftmax, accumulation_dtype};
 pub(crate) use varlen::plan_varlen;
 
 use std::sync::Once;
@@ -87,24 +87,13 @@ pub fn scaled_dot_product_attention_with_weights(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<AttentionOutput> {
-    Ok(attend_with_weights_and_lse([q, k, v], mask, options)?.0)
-}
-
-/// [`scaled_dot_product_attention_with_weights`] that also returns the log-sum-exp, as
-/// [`scaled_dot_product_attention_with_lse`] does.
-pub(crate) fn attend_with_weights_and_lse(
-    [q, k, v]: [&Tensor; 3],
-    mask: &AttentionMask,
-    options: &SdpaOptions,
-) -> Result<(AttentionOutput, Tensor)> {
     let call = Call::new("scaled_dot_product_attention_with_weights", [q, k, v], mask, options)?;
     plan::choose(&call, Wanted::Weights)?;
     let attended = reference::attend(&call)?;
-    let output = AttentionOutput {
+    Ok(AttentionOutput {
         context: call.in_rank_of_q(attended.context)?,
         weights: call.in_rank_of_q(attended.weights.to_dtype(q.dtype())?)?,
-    };
-    Ok((output, call.in_rank_of_q(attended.lse)?))
+    })
 }
 
 /// [`scaled_dot_product_attention`] that also returns the log-sum-exp of each query's scores: (B, H, T_q) in f32 (f64

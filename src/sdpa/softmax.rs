@@ -144,8 +144,9 @@ pub fn merge_attention(parts: &[(Tensor, Tensor)]) -> Result<(Tensor, Tensor)> {
         return Ok((first.clone(), first_lse.clone()));
     }
     let dtype = accumulation_dtype(first.dtype());
-    let lses: Vec<_> = parts.iter().map(|(_, lse)| lse).collect();
-    let (shares, lse) = shares_of_parts(&lses, dtype)?;
+    let lses = parts.iter().map(|(_, lse)| lse.to_dtype(dtype)?.unsqueeze(D::Minus1)).collect::<Result<Vec<_>>>()?;
+    // The shares (.., parts) of the parts in the whole are the softmax of their log-sum-exps.
+    let (shares, lse) = VisibleSoftmax::default().apply(&Tensor::cat(&lses, D::Minus1)?)?;
     let lse = lse.to_dtype(first_lse.dtype())?;
     if first.elem_count() == 0 {
         return Ok((first.clone(), lse));
@@ -155,11 +156,4 @@ pub fn merge_attention(parts: &[(Tensor, Tensor)]) -> Result<(Tensor, Tensor)> {
         merged = (merged + context.to_dtype(dtype)?.broadcast_mul(&shares.narrow(3, i, 1)?)?)?;
     }
     Ok((merged.to_dtype(first.dtype())?, lse))
-}
-
-/// The share (.., parts) of each part in the whole, and the whole's log-sum-exp, from those (..) of the parts: the softmax of
-/// them.
-pub(crate) fn shares_of_parts(lses: &[&Tensor], dtype: DType) -> Result<(Tensor, Tensor)> {
-    let lses = lses.iter().map(|lse| lse.to_dtype(dtype)?.unsqueeze(D::Minus1)).collect::<Result<Vec<_>>>()?;
-    VisibleSoftmax::default().apply(&Tensor::cat(&lses, D::Minus1)?)
 }

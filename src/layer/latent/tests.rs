@@ -8,8 +8,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::{Config as Runs, RngSeed, TestRunner};
 
-use super::forward::Form;
-use super::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig as Config};
+use super::{Form, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig as Config};
 use crate::{AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, RopeConfig, RopeStyle};
 
 const CPU: Device = Device::Cpu;
@@ -193,4 +192,21 @@ fn the_fused_kernel_attends_to_latents_of_full_width() -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[test]
+fn long_prompts_expand_and_short_calls_absorb() {
+    let cfg = Config::new(2048, 16);
+    for (t_q, t_kv, expected) in [
+        (1, 2, Form::Absorbed),
+        (1, 100_000, Form::Absorbed),
+        (100, 4096, Form::Absorbed),
+        (170, 1_000_000, Form::Absorbed),
+        (171, 1_000_000, Form::Expanded),
+        (200, 4096, Form::Expanded),
+        (512, 512, Form::Expanded),
+        (4096, 4096, Form::Expanded),
+    ] {
+        assert_eq!(Form::of(&cfg, t_q, t_kv), expected, "{t_q} queries, {t_kv} keys");
+    }
 }

@@ -1,15 +1,18 @@
 //! Normalisation of queries and keys before attention.
 
-mod rows;
+use std::sync::Arc;
 
-use candle_core::{D, DType, Error, Result, Tensor};
+use candle_core::{CpuStorage, CustomOp1, D, DType, Error, Layout, Result, Shape, Tensor, bail};
 use candle_nn::{Init, ops};
 use serde::{Deserialize, Serialize};
 
+use crate::rowwise::{Element, map_heads, with_contiguous_rows};
 use crate::sdpa::accumulation_dtype;
 use crate::shard::Share;
 use crate::weights::Source;
-use rows::RowNorm;
+
+/// Sums are kept in this many lanes, so that the compiler vectorises them.
+const LANES: usize = 16;
 
 /// Which normalisation is applied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -256,5 +259,94 @@ impl Norm {
 
     fn subtracts_mean(&self) -> bool {
         matches!(self.kind, QkNormKind::Layer | QkNormKind::LayerNoBias)
+    }
+}
+
+/// A norm whose parameters are plain numbers, on a CPU: one pass over queries or keys of any strides.
+///
+/// Candle's own norms want contiguous inputs and a weight (D,), and its layer norm finds the variance as a difference of
+/// squares, which loses the digits of numbers that are far from zero.
+#[derive(Debug, Clone)]
+struct RowNorm {
+    subtracts_mean: bool,
+    eps: f32,
+    /// One row, or one for each head, as is the bias.
+    factors: Arc<[f32]>,
+    bias: Option<Arc<[f32]>>,
+}
+
+impl RowNorm {
+    /// `None` on other devices and in f64.
+    fn new(norm: &Norm) -> Result<Option<Self>> {
+        let weight = norm.weight.tensor()?;
+        if !weight.device().is_cpu() || weight.dtype() == DType::F64 {
+            return Ok(None);
+        }
+        let numbers =
+            |tensor: Tensor| tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>().map(Arc::<[f32]>::from);
+        let bias = norm.bias.as_ref().map(|bias| numbers(bias.tensor()?)).transpose()?;
+        let subtracts_mean = norm.subtracts_mean();
+        Ok(Some(Self { subtracts_mean, eps: norm.eps as f32, factors: numbers(norm.factors(DType::F32)?)?, bias }))
+    }
+
+    /// A view (B, T, size) or (B, T, H, D) to a contiguous tensor of the same shape and dtype.
+    fn apply(&self, xs: &Tensor) -> Result<Tensor> {
+        let split = if xs.rank() == 3 { xs.unsqueeze(2)? } else { xs.clone() };
+        let normed = with_contiguous_rows(&split)?.apply_op1_no_bwd(self)?;
+        if xs.rank() == 3 { normed.squeeze(2) } else { Ok(normed) }
+    }
+
+    fn run<E: Element<Wide = f32>>(&self, xs: &[E], layout: &Layout) -> Result<Vec<E>> {
+        let (_, _, h, d) = layout.shape().dims4()?;
+        if layout.shape().elem_count() > 0 && self.factors.len() != d && self.factors.len() != h * d {
+            bail!("[qk_norm] there are {} weights, expected {d}, or {h} times {d}", self.factors.len())
+        }
+        map_heads(xs, layout, |_| |head, row: &mut [f32]| self.normalise(row, head))
+    }
+
+    fn normalise(&self, row: &mut [f32], head: usize) {
+        let d = row.len();
+        if self.subtracts_mean {
+            let mean = sum(row, |x| x) / d as f32;
+            row.iter_mut().for_each(|x| *x -= mean);
+        }
+        let factor = (sum(row, |x| x * x) / d as f32 + self.eps).sqrt().recip();
+        let own = |parameters: &[f32]| if parameters.len() == d { 0..d } else { head * d..(head + 1) * d };
+        for (x, weight) in row.iter_mut().zip(&self.factors[own(&self.factors)]) {
+            *x = *x * factor * weight;
+        }
+        if let Some(bias) = &self.bias {
+            row.iter_mut().zip(&bias[own(bias)]).for_each(|(x, bias)| *x += bias);
+        }
+    }
+}
+
+fn sum(row: &[f32], of: impl Fn(f32) -> f32) -> f32 {
+    let mut lanes = [0.0; LANES];
+    let (chunks, rest) = row.as_chunks::<LANES>();
+    for chunk in chunks {
+        for (lane, &x) in lanes.iter_mut().zip(chunk) {
+            *lane += of(x);
+        }
+    }
+    for (lane, &x) in lanes.iter_mut().zip(rest) {
+        *lane += of(x);
+    }
+    lanes.iter().sum()
+}
+
+impl CustomOp1 for RowNorm {
+    fn name(&self) -> &'static str {
+        "qk-norm"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let ys = match storage {
+            CpuStorage::F32(xs) => CpuStorage::F32(self.run(xs, layout)?),
+            CpuStorage::BF16(xs) => CpuStorage::BF16(self.run(xs, layout)?),
+            CpuStorage::F16(xs) => CpuStorage::F16(self.run(xs, layout)?),
+            _ => bail!("[qk_norm] the fused norm takes F32, BF16 or F16"),
+        };
+        Ok((ys, layout.shape().clone()))
     }
 }

@@ -1,19 +1,114 @@
-//! The rotation of one call's queries or keys: in one pass over a view of them on the CPU, in Candle's operations elsewhere.
+//! Rotary embeddings of queries and keys: in one pass over a view of them on the CPU, in Candle's operations elsewhere.
 
 use std::ops::{Add, Mul, Sub};
+use std::sync::Arc;
 
 use candle_core::{CpuStorage, CustomOp1, D, Device, DeviceLocation, Layout, Result, Shape, Tensor, bail};
 use candle_nn::rotary_emb;
-use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
-use rayon::prelude::*;
 
-use super::RopeStyle;
-use super::angles::{Angles, Rows};
-use crate::sdpa::accumulation_dtype;
+use super::angles::{Angles, Rows, Tables};
+use super::{Positions, RopeConfig, RopeStyle};
+use crate::rowwise::{Element, map_heads, with_contiguous_rows};
+use crate::sdpa::{FLOATS, accumulation_dtype};
+use crate::size::fits_in_memory;
 
-/// The fewest elements that are worth a task of their own.
-const TASK_ELEMENTS: usize = 1 << 14;
+/// The cosines and sines of a [`RopeConfig`] for heads of one width, and the rotation of queries and keys by them.
+///
+/// Cosines and sines are computed once, in f32, and kept in a table that grows with the positions; a clone shares it.
+/// A model makes one for all layers that have the same config:
+///
+/// ```
+/// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig, RotaryEmbedding};
+/// use candle_core::{DType, Device};
+/// use candle_nn::{VarBuilder, VarMap};
+/// # fn main() -> candle_core::Result<()> {
+/// # let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+/// let rope = RopeConfig::new(10_000.0);
+/// let cfg = MultiHeadAttentionConfig::new(64, 4).with_causal(true).with_rope(rope.clone());
+/// let rotary = RotaryEmbedding::new(&rope, cfg.head_dim())?;
+/// let layers = (0..2).map(|i| MultiHeadAttention::new(&cfg, vb.pp(i))?.with_rotary(rotary.clone()));
+/// let layers = layers.collect::<candle_core::Result<Vec<_>>>()?;
+/// # assert_eq!(layers.len(), 2);
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone)]
+pub struct RotaryEmbedding {
+    tables: Arc<Tables>,
+}
+
+impl RotaryEmbedding {
+    /// For heads of width `head_dim`. Nothing is computed yet.
+    ///
+    /// # Errors
+    /// As [`RopeConfig::validate`].
+    pub fn new(config: &RopeConfig, head_dim: usize) -> Result<Self> {
+        config.validate(head_dim)?;
+        Ok(Self { tables: Arc::new(Tables::new(config, head_dim)) })
+    }
+
+    /// What the tables were made for.
+    pub fn config(&self) -> &RopeConfig {
+        &self.tables.config
+    }
+
+    /// D, the width of a head.
+    pub fn head_dim(&self) -> usize {
+        self.tables.head_dim
+    }
+
+    /// Queries or keys (B, H, T, D) rotated by integer positions (T,) or (B, T), in the same shape and dtype. The rotation
+    /// is computed in f32 (f64 for f64). Differentiable.
+    ///
+    /// # Errors
+    /// For another rank, width or dtype, for a result that does not fit in memory, and for positions of another shape,
+    /// below 0, or of 2^24 and more, where f32 cannot tell them apart.
+    pub fn apply(&self, xs: &Tensor, positions: &Tensor) -> Result<Tensor> {
+        let (b, t) = self.check(xs)?;
+        self.rotate(xs, &Positions::from_tensor("positions", positions, b, t)?)
+    }
+
+    /// [`apply`](Self::apply) at the positions `offset`, `offset + 1` and so on.
+    ///
+    /// # Errors
+    /// As that.
+    pub fn apply_from(&self, xs: &Tensor, offset: usize) -> Result<Tensor> {
+        let (_, t) = self.check(xs)?;
+        self.rotate(xs, &Positions::starting_at(&[offset], t)?)
+    }
+
+    fn rotate(&self, xs: &Tensor, positions: &Positions) -> Result<Tensor> {
+        self.at(positions).apply(&xs.transpose(1, 2)?)?.transpose(1, 2)
+    }
+
+    /// The rotation of one call, whose tensors have their sequences before their heads.
+    pub(crate) fn at(&self, positions: &Positions) -> Rotation {
+        let config = self.config();
+        Rotation {
+            rows: self.tables.rows(positions),
+            t: positions.per_sequence(),
+            style: config.style(),
+            inverse: false,
+        }
+    }
+
+    /// B and T.
+    fn check(&self, xs: &Tensor) -> Result<(usize, usize)> {
+        let d = self.head_dim();
+        let (b, t) = match *xs.dims() {
+            [b, _, t, width] if width == d => (b, t),
+            ref other => {
+                bail!("[rope] xs have shape {other:?}, expected (B, H, T, D) with D = {d}")
+            }
+        };
+        if !FLOATS.contains(&xs.dtype()) {
+            bail!("[rope] xs have dtype {:?}, expected F32, F16, BF16 or F64", xs.dtype())
+        }
+        if !fits_in_memory(&[xs.dims(), &[xs.dtype().size_in_bytes()]].concat()) {
+            bail!("[rope] xs of shape {:?} are too large to address or allocate", xs.dims())
+        }
+        Ok((b, t))
+    }
+}
 
 /// Which angles each token of a call is rotated by.
 #[derive(Debug, Clone)]
@@ -27,53 +122,25 @@ pub(crate) struct Rotation {
 }
 
 impl Rotation {
-    pub(super) fn new(rows: Rows, t: usize, style: RopeStyle) -> Self {
-        Self { rows, t, style, inverse: false }
-    }
-
     /// A view (B, T, H, D) of queries or keys to a contiguous tensor of the same shape and dtype. Differentiable.
     pub(crate) fn apply(&self, xs: &Tensor) -> Result<Tensor> {
         if !xs.device().is_cpu() {
             return self.on_device(xs);
         }
-        let dense = xs.dim(3)? <= 1 || xs.stride()[3] == 1;
-        let xs = if dense { xs.clone() } else { xs.contiguous()? };
+        let xs = with_contiguous_rows(xs)?;
         if xs.track_op() { xs.apply_op1(self.clone()) } else { xs.apply_op1_no_bwd(self) }
     }
 
-    /// The row of angles of token `t` of sequence `b`.
-    fn row(&self, b: usize, t: usize) -> (&[f32], &[f32]) {
-        let n = if self.rows.index.len() == self.t { t } else { b * self.t + t };
-        self.rows.angles.row(self.rows.index[n] as usize)
-    }
-
-    fn run<E: Rotate>(&self, xs: &[E], layout: &Layout) -> Result<Vec<E>> {
-        let (b, t, h, d) = layout.shape().dims4()?;
-        let count = b * t * h * d;
-        let mut ys = vec![E::default(); count];
-        if count == 0 {
-            return Ok(ys);
+    fn run<E: Element<Wide: Number>>(&self, xs: &[E], layout: &Layout) -> Result<Vec<E>> {
+        let (b, t, ..) = layout.shape().dims4()?;
+        let Rows { angles, index } = &self.rows;
+        if layout.shape().elem_count() > 0 && (t != self.t || ![t, b * t].contains(&index.len())) {
+            bail!("[rope] there are {} positions, expected {t}, or {b} times {t}", index.len())
         }
-        if t != self.t || ![t, b * t].contains(&self.rows.index.len()) {
-            bail!("[rope] there are {} positions, expected {t}, or {b} times {t}", self.rows.index.len())
-        }
-        let stride = layout.stride();
-        let rotate = |scratch: &mut Vec<E::Wide>, (token, ys): (usize, &mut [E])| {
-            let angles = self.row(token / t, token % t);
-            let start = layout.start_offset() + token / t * stride[0] + token % t * stride[1];
-            for (head, ys) in ys.chunks_exact_mut(d).enumerate() {
-                let start = start + head * stride[2];
-                E::rotate(&xs[start..start + d], ys, |pairs| self.rotate_pairs(pairs, angles), scratch);
-            }
-        };
-        if count <= TASK_ELEMENTS {
-            let mut scratch = Vec::new();
-            ys.chunks_mut(h * d).enumerate().for_each(|token| rotate(&mut scratch, token));
-        } else {
-            let least = TASK_ELEMENTS.div_ceil(h * d);
-            ys.par_chunks_mut(h * d).enumerate().with_min_len(least).for_each_init(Vec::new, rotate);
-        }
-        Ok(ys)
+        map_heads(xs, layout, |token| {
+            let angles = angles.row(index[token % index.len()] as usize);
+            move |_, head: &mut [E::Wide]| self.rotate_pairs(head, angles)
+        })
     }
 
     /// `angles` are cosines and sines.
@@ -127,45 +194,6 @@ trait Number: Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self
 
 impl Number for f32 {}
 impl Number for f64 {}
-
-/// The types that tensors hold.
-trait Rotate: Copy + Default + Send + Sync {
-    type Wide: Number;
-
-    /// One head, rotated in the wide type. `scratch` belongs to the task.
-    fn rotate(xs: &[Self], ys: &mut [Self], rotate: impl Fn(&mut [Self::Wide]), scratch: &mut Vec<Self::Wide>);
-}
-
-macro_rules! rotate_in_own_type {
-    ($($float:ty),+) => {$(
-        impl Rotate for $float {
-            type Wide = Self;
-
-            fn rotate(xs: &[Self], ys: &mut [Self], rotate: impl Fn(&mut [Self]), _: &mut Vec<Self>) {
-                ys.copy_from_slice(xs);
-                rotate(ys);
-            }
-        }
-    )+};
-}
-
-macro_rules! rotate_in_f32 {
-    ($($float:ty),+) => {$(
-        impl Rotate for $float {
-            type Wide = f32;
-
-            fn rotate(xs: &[Self], ys: &mut [Self], rotate: impl Fn(&mut [f32]), scratch: &mut Vec<f32>) {
-                scratch.resize(xs.len(), 0.0);
-                xs.convert_to_f32_slice(scratch);
-                rotate(scratch);
-                ys.convert_from_f32_slice(scratch);
-            }
-        }
-    )+};
-}
-
-rotate_in_own_type!(f32, f64);
-rotate_in_f32!(bf16, f16);
 
 /// A copy of some angles on a device: cosines and sines, (rows, r/2) each in f32.
 #[derive(Debug, Clone)]
@@ -255,7 +283,6 @@ impl Rotation {
 mod tests {
     use super::*;
     use crate::position::Positions;
-    use crate::{RopeConfig, RotaryEmbedding};
     use candle_core::{DType, Var};
 
     /// Candle's operations run on the CPU too: all three ways give the same numbers and gradients.
