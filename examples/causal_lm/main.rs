@@ -6,8 +6,8 @@
 //! ```
 
 mod args;
-mod checkpoint;
 #[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "what other examples use")]
 mod common;
 mod generate;
 mod model;
@@ -15,32 +15,36 @@ mod sampler;
 
 use std::collections::HashMap;
 use std::io::Write;
+use std::path::Path;
 use std::process::ExitCode;
 
+use candle_attention::text::{SimpleTokenizer, SpecialTokens};
+use candle_attention::weights::Checkpoint;
 use candle_core::{Device, Error, Result, bail};
-use clap::Parser;
-use tokenizers::Tokenizer;
+use serde_json::Value;
 
 use args::{Args, KvCache};
-use checkpoint::Files;
+use common::{checkpoint, read_json};
 use generate::{Options, generate, padded};
 use model::CausalLm;
 use sampler::Sampling;
 
 fn main() -> ExitCode {
-    common::exit(run(&Args::parse()))
+    common::main(run)
 }
 
-fn run(args: &Args) -> Result<()> {
+fn run(args: Args) -> Result<()> {
     let device = args.device.open()?;
-    let files = Files::of(args)?;
-    let tokenizer = if args.ids.is_empty() { Some(files.tokenizer()?) } else { None };
+    let (model, id) = (args.model.as_deref(), args.model_id.as_deref());
+    let folder = checkpoint("causal_lm", model, id, &["generation_config.json".to_string()])?;
+    let tokenizer = if args.ids.is_empty() { Some(tokenizer(&folder)?) } else { None };
     let prompts = match &tokenizer {
-        Some(tokenizer) => encode(tokenizer, &args.prompt)?,
-        None => args.ids.iter().map(|ids| ids.0.clone()).collect(),
+        Some(tokenizer) => args.prompt.iter().map(|text| Ok(tokenizer.encode(text)?.ids)).collect::<Result<_>>()?,
+        None => args.ids.iter().map(|ids| ids.0.clone()).collect::<Vec<_>>(),
     };
-    let json = files.config()?;
-    let (bar, vb) = (common::bar("loading", "blocks"), files.var_builder(args.dtype.dtype(), &device)?);
+    let json = read_json("causal_lm", &folder.join("config.json"))?;
+    let vb = Checkpoint::open(&folder)?.var_builder(args.dtype.dtype(), &device)?;
+    let bar = common::bar("loading", "blocks");
     let model = CausalLm::load(&json, vb, |layer, layers| {
         bar.set_length(layers as u64);
         bar.set_position(layer as u64);
@@ -60,16 +64,39 @@ fn run(args: &Args) -> Result<()> {
         },
         seed: args.seed,
         max_tokens: args.max_tokens.unwrap_or(100),
-        end: files.end_tokens(&json)?,
+        end: end_tokens(&folder, &json)?,
         chunk: args.chunk,
         device,
     };
-    answer(&model, &prompts, args, &options, tokenizer.as_ref())
+    answer(&model, &prompts, &args, &options, tokenizer.as_ref())
 }
 
-fn encode(tokenizer: &Tokenizer, texts: &[String]) -> Result<Vec<Vec<u32>>> {
-    let ids = |text: &String| Ok(tokenizer.encode(text.as_str(), true).map_err(Error::wrap)?.get_ids().to_vec());
-    texts.iter().map(ids).collect()
+fn tokenizer(folder: &Path) -> Result<SimpleTokenizer> {
+    let file = folder.join("tokenizer.json");
+    if !file.is_file() {
+        bail!("[causal_lm] the checkpoint has no tokenizer.json; give --ids instead of --prompt")
+    }
+    Ok(SimpleTokenizer::from_file(file)?)
+}
+
+/// The tokens that end a text: those of generation_config.json, else of config.json.
+fn end_tokens(folder: &Path, config: &Value) -> Result<Vec<u32>> {
+    let file = folder.join("generation_config.json");
+    let generation = if file.is_file() { read_json("causal_lm", &file)? } else { Value::Null };
+    let end = [&generation["eos_token_id"], &config["eos_token_id"]].into_iter().find(|end| !end.is_null());
+    let ids = match end {
+        Some(Value::Array(ids)) => ids.clone(),
+        Some(id) => vec![id.clone()],
+        None => Vec::new(),
+    };
+    Ok(ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect())
+}
+
+/// What the tokens made add to the text of a prompt: decoded after it, since a decoder drops the space before a first word.
+fn continuation(tokenizer: &SimpleTokenizer, prompt: &[u32], made: &[u32]) -> Result<String> {
+    let decode = |ids: &[u32]| tokenizer.decode_with(ids, SpecialTokens::Without);
+    let (before, whole) = (decode(prompt)?, decode(&[prompt, made].concat())?);
+    Ok(whole.strip_prefix(&before).unwrap_or(&whole).to_string())
 }
 
 /// Streams the text of one prompt, or prints that of several when all have ended.
@@ -78,7 +105,7 @@ fn answer(
     prompts: &[Vec<u32>],
     args: &Args,
     options: &Options,
-    tokenizer: Option<&Tokenizer>,
+    tokenizer: Option<&SimpleTokenizer>,
 ) -> Result<()> {
     let mut caches = model.caches(|config| match args.kv_cache {
         None => config,
@@ -89,26 +116,31 @@ fn answer(
     })?;
     let mut made = vec![Vec::new(); prompts.len()];
     let mut out = std::io::stdout().lock();
-    let mut stream = tokenizer.filter(|_| prompts.len() == 1).map(|tokenizer| tokenizer.decode_stream(true));
-    if let (Some(_), [prompt]) = (&stream, args.prompt.as_slice()) {
-        write!(out, "{prompt}")?;
+    let streamed = tokenizer.filter(|_| prompts.len() == 1);
+    let mut shown = 0;
+    if streamed.is_some() {
+        write!(out, "{}", args.prompt[0])?;
     }
     let times = generate(model, prompts, &mut caches, options, |sequence, token| {
         made[sequence].push(token);
-        if let Some(stream) = &mut stream
+        if let Some(tokenizer) = streamed
             && !options.end.contains(&token)
-            && let Some(text) = stream.step(token).map_err(Error::wrap)?
         {
-            write!(out, "{text}")?;
-            out.flush()?;
+            let text = continuation(tokenizer, &prompts[0], &made[0])?;
+            // A character may take several tokens.
+            if let (Some(new), false) = (text.get(shown..), text.ends_with('\u{fffd}')) {
+                write!(out, "{new}")?;
+                out.flush()?;
+                shown = text.len();
+            }
         }
         Ok(())
     })?;
     match tokenizer {
-        Some(_) if prompts.len() == 1 => writeln!(out)?,
+        Some(_) if streamed.is_some() => writeln!(out)?,
         Some(tokenizer) => {
-            for (prompt, made) in args.prompt.iter().zip(&made) {
-                writeln!(out, "{prompt}{}", tokenizer.decode(made, true).map_err(Error::wrap)?)?;
+            for ((text, prompt), made) in args.prompt.iter().zip(prompts).zip(&made) {
+                writeln!(out, "{text}{}", continuation(tokenizer, prompt, made)?)?;
             }
         }
         None => {
@@ -132,7 +164,7 @@ fn answer(
 }
 
 /// The logits of all prompt tokens as one tensor (B, T, V); of a shorter prompt, those past its end mean nothing.
-fn write_logits(model: &CausalLm, prompts: &[Vec<u32>], path: &std::path::Path, device: &Device) -> Result<()> {
+fn write_logits(model: &CausalLm, prompts: &[Vec<u32>], path: &Path, device: &Device) -> Result<()> {
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     if longest == 0 {
         bail!("[causal_lm] no prompt has a token")

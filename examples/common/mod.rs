@@ -1,12 +1,13 @@
-//! What examples of whole models share: where and in which type to compute, a checkpoint's JSON, and how a run ends.
+//! What examples of whole models share: the command line, where and in which type to compute, and a checkpoint's files.
 
-mod exit;
+mod command_line;
 
-pub use exit::*;
+pub use command_line::*;
 
-use std::path::Path;
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device, Error, Result};
+use candle_core::{DType, Device, Error, Result, bail};
 use clap::ValueEnum;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
@@ -16,15 +17,22 @@ pub enum DeviceChoice {
     Cpu,
     Cuda,
     Metal,
+    /// CUDA or Metal where there is one, else the CPU
+    Auto,
 }
 
 impl DeviceChoice {
     pub fn open(self) -> Result<Device> {
-        match self {
-            Self::Cpu => Ok(Device::Cpu),
-            Self::Cuda => Device::new_cuda(0),
-            Self::Metal => Device::new_metal(0),
-        }
+        let (name, device) = match self {
+            Self::Cpu => return Ok(Device::Cpu),
+            Self::Auto => return Ok(Device::new_cuda(0).or_else(|_| Device::new_metal(0)).unwrap_or(Device::Cpu)),
+            Self::Cuda => ("cuda", Device::new_cuda(0)),
+            Self::Metal => ("metal", Device::new_metal(0)),
+        };
+        device.map_err(|error| {
+            let reason = one_line(&error);
+            Error::Msg(format!("no {name} device: {reason}; try `--device cpu`, or build with `--features {name}`"))
+        })
     }
 }
 
@@ -45,6 +53,32 @@ impl Precision {
     }
 }
 
+/// The folder of a checkpoint: that of --model, or where the hub's cache has --model-id with some more files.
+pub fn checkpoint(example: &str, model: Option<&Path>, model_id: Option<&str>, files: &[String]) -> Result<PathBuf> {
+    let folder = match (model, model_id) {
+        (Some(folder), _) => folder.to_path_buf(),
+        (None, Some(id)) => fetch(example, id, files)?,
+        (None, None) => bail!("[{example}] expected --model or --model-id"),
+    };
+    if !folder.join("config.json").is_file() {
+        bail!("[{example}] {} has no config.json", folder.display())
+    }
+    Ok(folder)
+}
+
+/// A checkpoint of the hub with some more files: its folder in the cache, whose name is the commit.
+#[cfg(feature = "hub")]
+pub fn fetch(_: &str, id: &str, files: &[String]) -> Result<PathBuf> {
+    let model = candle_attention::hub::HubModel::new(id)?;
+    let files = files.iter().try_fold(model, |model, file| model.with_file(file))?.fetch()?;
+    Ok(files.config.parent().unwrap_or(Path::new("")).to_path_buf())
+}
+
+#[cfg(not(feature = "hub"))]
+pub fn fetch(example: &str, _: &str, _: &[String]) -> Result<PathBuf> {
+    bail!("--model-id needs the hub: run again with `cargo run --features hub --example {example} ..`")
+}
+
 /// A file of JSON; the example's name stands before what went wrong.
 pub fn read_json(example: &str, path: &Path) -> Result<Value> {
     let text = std::fs::read_to_string(path)
@@ -56,4 +90,12 @@ pub fn read_json(example: &str, path: &Path) -> Result<Value> {
 pub fn bar(doing: &str, of: &str) -> ProgressBar {
     let style = ProgressStyle::with_template(&format!("{doing} {{bar:40}} {{pos}}/{{len}} {of}"));
     ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+/// Writes a report at once; a reader that went away (`| head`) is no error.
+pub fn print(text: &str) -> Result<()> {
+    match std::io::stdout().write_all(text.as_bytes()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),
+        _ => Ok(()),
+    }
 }

@@ -7,7 +7,6 @@
 //! ```
 
 mod args;
-mod checkpoint;
 #[path = "../common/mod.rs"]
 mod common;
 mod embed;
@@ -16,29 +15,29 @@ mod recipe;
 mod report;
 
 use std::collections::HashMap;
-use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use candle_attention::text::SimpleTokenizer;
+use candle_attention::weights::Checkpoint;
 use candle_core::{Error, Result, Tensor, bail};
-use clap::Parser;
 
 use args::Args;
-use checkpoint::Files;
+use common::{checkpoint, fetch, read_json};
 use embed::{Embeddings, embed};
 use model::Encoder;
-use recipe::{Pooling, Recipe};
+use recipe::{EXAMPLE, Pooling, Recipe};
 
 fn main() -> ExitCode {
-    common::exit(run(&Args::parse()))
+    common::main(|args| common::print(&run(&args)?))
 }
 
-fn run(args: &Args) -> Result<()> {
+fn run(args: &Args) -> Result<String> {
     let sentences = sentences(args)?;
     let device = args.device.open()?;
-    let files = Files::of(args)?;
-    let json = files.config()?;
-    let vb = files.var_builder(args.dtype.dtype(), &device)?;
+    let folder = folder(args)?;
+    let json = read_json(EXAMPLE, &folder.join("config.json"))?;
+    let vb = Checkpoint::open(&folder)?.var_builder(args.dtype.dtype(), &device)?;
     let bar = common::bar("loading", "blocks");
     let model = Encoder::load(&json, vb, |layer, layers| {
         bar.set_length(layers as u64);
@@ -46,8 +45,11 @@ fn run(args: &Args) -> Result<()> {
     })?;
     bar.finish_and_clear();
 
-    let recipe = Recipe::read(&files.folder, model.max_tokens())?;
-    let tokenizer = files.tokenizer(&recipe)?;
+    let recipe = Recipe::read(&folder, model.max_tokens())?;
+    let mut tokenizer = SimpleTokenizer::from_file(folder.join("tokenizer.json"))?;
+    if let Some(max_tokens) = recipe.max_tokens {
+        tokenizer = tokenizer.with_truncation(max_tokens)?;
+    }
     let bar = common::bar("embedding", "sentences");
     let Embeddings { vectors, lens, cut } = embed(&model, &tokenizer, &recipe, &sentences, (args.batch, &bar))?;
     bar.finish_and_clear();
@@ -65,7 +67,7 @@ fn run(args: &Args) -> Result<()> {
     let most = recipe.max_tokens.map_or(String::new(), |most| format!(", {cut} cut at {most}"));
     let prompt = if recipe.prompt.is_empty() { String::new() } else { format!(", each after {:?}", recipe.prompt) };
     let model_type = json["model_type"].as_str().unwrap_or_default();
-    let text = format!(
+    Ok(format!(
         "model       {model_type}, {layers} layers of width {width}\n\
          pooling     {pooling}{normalized} ({})\n\
          sentences   {} of {shortest} to {longest} tokens{most}{prompt}\n\
@@ -74,12 +76,21 @@ fn run(args: &Args) -> Result<()> {
         sentences.len(),
         vectors.dims2()?,
         report::similarity(&vectors, &sentences)?
-    );
-    match std::io::stdout().write_all(text.as_bytes()) {
-        // A reader that went away (`| head`) is no error.
-        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),
-        _ => Ok(()),
+    ))
+}
+
+/// The folder of the checkpoint, which has a tokenizer and, from the hub, the files that its modules.json names.
+fn folder(args: &Args) -> Result<PathBuf> {
+    let (model, id) = (args.model.as_deref(), args.model_id.as_deref());
+    let mut folder = checkpoint(EXAMPLE, model, id, &recipe::FILES.map(str::to_string))?;
+    if let Some(id) = id {
+        let (id, commit) = (id.split('@').next().unwrap_or(id), folder.file_name().unwrap_or_default());
+        folder = fetch(EXAMPLE, &format!("{id}@{}", commit.display()), &recipe::module_files(&folder)?)?;
     }
+    if !folder.join("tokenizer.json").is_file() {
+        bail!("[{EXAMPLE}] {} has no tokenizer.json", folder.display())
+    }
+    Ok(folder)
 }
 
 /// The arguments, then the lines of the file.
@@ -87,18 +98,18 @@ fn sentences(args: &Args) -> Result<Vec<String>> {
     let mut sentences = args.sentences.clone();
     if let Some(path) = &args.file {
         let text = std::fs::read_to_string(path)
-            .map_err(|error| Error::Msg(format!("[sentence_embedding] cannot read {}: {error}", path.display())))?;
+            .map_err(|error| Error::Msg(format!("[{EXAMPLE}] cannot read {}: {error}", path.display())))?;
         sentences.extend(text.lines().filter(|line| !line.trim().is_empty()).map(str::to_string));
     }
     if sentences.is_empty() {
-        bail!("[sentence_embedding] there is no sentence")
+        bail!("[{EXAMPLE}] there is no sentence")
     }
     Ok(sentences)
 }
 
 fn write_vectors(vectors: &Tensor, sentences: &[String], path: &Path) -> Result<()> {
-    let Ok(list) = serde_json::to_string(sentences) else { bail!("[sentence_embedding] sentences as JSON") };
+    let Ok(list) = serde_json::to_string(sentences) else { bail!("[{EXAMPLE}] sentences as JSON") };
     let metadata = HashMap::from([("sentences".to_string(), list)]);
     safetensors::serialize_to_file([("embeddings", vectors)], Some(metadata), path)
-        .map_err(|error| Error::Msg(format!("[sentence_embedding] cannot write {}: {error}", path.display())))
+        .map_err(|error| Error::Msg(format!("[{EXAMPLE}] cannot write {}: {error}", path.display())))
 }

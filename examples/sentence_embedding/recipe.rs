@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::common::read_json;
 
-const EXAMPLE: &str = "sentence_embedding";
+pub const EXAMPLE: &str = "sentence_embedding";
 const MODULES: &str = "modules.json";
 const PROMPTS: &str = "config_sentence_transformers.json";
 const TOKENIZER: &str = "tokenizer_config.json";
@@ -16,7 +16,6 @@ const TOKENIZER: &str = "tokenizer_config.json";
 const SETTINGS: [&str; 3] =
     ["sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json"];
 /// All files, none of which a checkpoint needs, beside those that modules.json names.
-#[cfg(feature = "hub")]
 pub const FILES: [&str; 6] = [MODULES, PROMPTS, TOKENIZER, SETTINGS[0], SETTINGS[1], SETTINGS[2]];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,7 +80,6 @@ fn modules(folder: &Path) -> Result<Option<Vec<Module>>> {
 }
 
 /// The files that modules.json names.
-#[cfg(feature = "hub")]
 pub fn module_files(folder: &Path) -> Result<Vec<String>> {
     let modules = modules(folder)?.unwrap_or_default();
     let pooling = modules.iter().filter(|module| module.kind == "Pooling");

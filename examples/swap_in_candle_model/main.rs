@@ -8,8 +8,8 @@
 
 mod after;
 mod before;
-#[path = "../common/exit.rs"]
-mod exit;
+#[path = "../common/command_line.rs"]
+mod command_line;
 mod model;
 
 use std::process::ExitCode;
@@ -44,10 +44,10 @@ const SEQUENCES: usize = 2;
 const STEPS: [(&str, usize, usize); 3] = [("prompt", 1, 48), ("a second", 1, 16), ("one by one", 32, 1)];
 
 fn main() -> ExitCode {
-    exit::exit(run(&Args::parse()))
+    command_line::main(run)
 }
 
-fn run(args: &Args) -> Result<()> {
+fn run(args: Args) -> Result<()> {
     // A name that was asked for before gives the same tensor again.
     let vb = TorchSeed::new(0).var_builder(DType::F32, &Device::Cpu);
     let mut before = Model::<before::Attention>::new(&CONFIG, vb.clone())?;

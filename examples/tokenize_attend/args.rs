@@ -4,7 +4,9 @@ use std::path::PathBuf;
 
 use candle_attention::WeightLayout;
 use candle_core::DType;
-use clap::{Parser, ValueEnum};
+use clap::Parser;
+
+use crate::common::DeviceChoice;
 
 /// Runs text through one attention layer and shows what attends to what.
 ///
@@ -76,15 +78,6 @@ pub struct Args {
     /// Print JSON: tokens, ids, output, weights, times
     #[arg(long)]
     pub json: bool,
-}
-
-#[derive(Debug, Clone, Copy, ValueEnum)]
-pub enum DeviceChoice {
-    Cpu,
-    Cuda,
-    Metal,
-    /// CUDA or Metal where there is one, else the CPU
-    Auto,
 }
 
 fn dtype(name: &str) -> Result<DType, String> {

@@ -12,34 +12,27 @@ mod args;
 #[allow(dead_code, reason = "what other examples use")]
 mod common;
 mod hugging_face;
-#[path = "../common/parse.rs"]
-mod parse;
 mod report;
 mod system;
 
-use std::io::Write;
 use std::process::ExitCode;
 use std::time::Instant;
 
 use candle_attention::AttentionMask;
 use candle_attention::text::{PaddingSide, TokenizerError};
-use candle_core::{Device, Error, Result, bail};
+use candle_core::{Error, Result, bail};
 
-use args::{Args, DeviceChoice};
+use args::Args;
 use report::{Report, Times};
 use system::System;
 
 fn main() -> ExitCode {
-    let args: Args = match parse::parse() {
-        Ok(args) => args,
-        Err(exit) => return exit,
-    };
-    common::exit(run(&args).and_then(|text| print(&text)))
+    common::main(|args| common::print(&run(&args)?))
 }
 
 fn run(args: &Args) -> Result<String> {
     let mut times = Times::default();
-    let device = device(args.device)?;
+    let device = args.device.open()?;
 
     let start = Instant::now();
     let system = System::open(args, &device)?;
@@ -107,27 +100,4 @@ fn in_options(error: TokenizerError, args: &Args) -> Error {
         ),
         error => format!("{error}{}", if of.is_empty() { of } else { format!(" ({})", of.trim_start_matches(" of ")) }),
     })
-}
-
-fn device(choice: DeviceChoice) -> Result<Device> {
-    let absent = |name: &str, error: Error| {
-        Error::msg(format!(
-            "no {name} device: {}; try `--device cpu`, or build with `--features {name}`",
-            common::one_line(&error)
-        ))
-    };
-    match choice {
-        DeviceChoice::Cpu => Ok(Device::Cpu),
-        DeviceChoice::Cuda => Device::new_cuda(0).map_err(|error| absent("cuda", error)),
-        DeviceChoice::Metal => Device::new_metal(0).map_err(|error| absent("metal", error)),
-        DeviceChoice::Auto => Ok(Device::new_cuda(0).or_else(|_| Device::new_metal(0)).unwrap_or(Device::Cpu)),
-    }
-}
-
-/// Writes the report at once; a reader that went away (`| head`) is no error.
-fn print(text: &str) -> Result<()> {
-    match std::io::stdout().write_all(text.as_bytes()) {
-        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),
-        _ => Ok(()),
-    }
 }

@@ -16,7 +16,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::args::Args;
-use crate::common::{one_line, read_json};
+use crate::common::{fetch, one_line, read_json};
 use crate::hugging_face;
 
 /// The front end of the tutorial: its vocabulary and its layer.
@@ -270,19 +270,15 @@ fn embedding(
     Ok((EmbeddingLayer::new(&EmbeddingConfig::new(shape[0], embed_dim), vb)?, name.to_string()))
 }
 
-#[cfg(feature = "hub")]
+/// A checkpoint of the hub, from its folder in the cache.
 fn hub(args: &Args, id: &str, device: &Device) -> Result<System> {
-    let files = candle_attention::hub::HubModel::new(id)?.fetch()?;
-    let json = read_json("--model-id", &files.config)?;
-    let words = words(args, files.tokenizer)?;
-    let mut system = hugging_face::open(args, &json, &Checkpoint::from_files(&files.weights)?, words, device)?;
-    system.weights = format!("{id} at {}, {}", files.commit, system.weights);
+    let folder = fetch("tokenize_attend", id, &[])?;
+    let json = read_json("--model-id", &folder.join("config.json"))?;
+    let words = words(args, Some(folder.join("tokenizer.json")).filter(|file| file.is_file()))?;
+    let mut system = hugging_face::open(args, &json, &Checkpoint::open(&folder)?, words, device)?;
+    let commit = folder.file_name().unwrap_or_default();
+    system.weights = format!("{id} at {}, {}", commit.display(), system.weights);
     Ok(system)
-}
-
-#[cfg(not(feature = "hub"))]
-fn hub(_: &Args, _: &str, _: &Device) -> Result<System> {
-    bail!("--model-id needs the hub: run again with `cargo run --features hub --example tokenize_attend ..`")
 }
 
 /// --tokenizer, else the source's own, else the tutorial's seven words, else the words of the texts.

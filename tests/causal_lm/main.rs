@@ -10,6 +10,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
+use candle_attention::SimpleTokenizer;
 use candle_core::{DType, Device, Result, Tensor};
 
 use common::assert_near;
@@ -117,6 +118,29 @@ fn a_seed_draws_the_same_tokens_again() {
     };
     assert_eq!(draw("1"), draw("1"));
     assert_ne!(draw("1"), draw("2"));
+}
+
+/// With a vocabulary of `w0`, `w1` and so on, text says what its ids say, streamed or in a batch.
+#[test]
+fn text_goes_on_as_its_ids_do() -> Result<()> {
+    let (copy, words) = (tempfile::tempdir().expect("a folder"), Golden::of("llama")?.logits.dim(2)?);
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(folder("llama").join(file), copy.path().join(file)).expect(file);
+    }
+    let tokenizer = SimpleTokenizer::from_words((0..words).map(|id| format!("w{id}")))?;
+    tokenizer.save(copy.path().join("tokenizer.json"))?;
+    let model = copy.path().to_str().expect("UTF-8");
+    for prompts in [&["5,7,9"][..], &["5,7,9", "3,4"]] {
+        let spelled = |text: &str| text.split(',').map(|id| format!("w{id}")).collect::<Vec<_>>().join(" ");
+        let texts: Vec<_> = prompts.iter().map(|ids| spelled(ids)).collect();
+        let ids = prompts.iter().flat_map(|ids| ["--ids", ids]);
+        let ids = run("llama", &ids.chain(["--max-tokens", "5"]).collect::<Vec<_>>()).stdout;
+        let expected = texts.iter().zip(ids.lines()).map(|(text, made)| format!("{text} {}\n", spelled(made)));
+        let args = texts.iter().flat_map(|text| ["--prompt", text]).chain(["--model", model, "--max-tokens", "5"]);
+        let ran = run_built(executable(), &args.collect::<Vec<_>>());
+        assert_eq!(ran.stdout, expected.collect::<String>(), "{}", ran.stderr);
+    }
+    Ok(())
 }
 
 #[test]

@@ -10,12 +10,12 @@ mod args;
 mod bench;
 mod case;
 mod check;
+#[path = "../../../../examples/common/command_line.rs"]
+mod command_line;
 mod golden;
 mod grid;
 mod layer;
 mod packed;
-#[path = "../../../../examples/common/parse.rs"]
-mod parse;
 mod progress;
 mod table;
 
@@ -25,26 +25,18 @@ use candle_core::{Device, Error, Result};
 
 use args::{Args, DeviceChoice};
 use check::{DTYPES, allowed};
+use command_line::one_line;
 use progress::Progress;
 use table::{Row, Totals};
 
 fn main() -> ExitCode {
-    let args: Args = match parse::parse() {
-        Ok(args) => args,
-        Err(exit) => return exit,
-    };
-    if args.list {
-        bench::cells(args.longest).into_iter().for_each(|cell| println!("{}", cell.to_json()));
-        return ExitCode::SUCCESS;
-    }
-    match run(&args) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::from(1),
-        Err(error) => {
-            eprintln!("error: {}", one_line(&error));
-            ExitCode::from(1)
+    command_line::main(|args: Args| {
+        if args.list {
+            bench::cells(args.longest).into_iter().for_each(|cell| println!("{}", cell.to_json()));
+            return Ok(ExitCode::SUCCESS);
         }
-    }
+        Ok(if run(&args)? { ExitCode::SUCCESS } else { ExitCode::from(1) })
+    })
 }
 
 /// Whether everything passed.
@@ -108,12 +100,4 @@ fn check_device(device: &Device, args: &Args) -> Result<Vec<Row>> {
     progress.step("a layer");
     rows.push(layer::check(device, args.short, (args.tolerance, &progress))?);
     Ok(rows)
-}
-
-/// The message without the backtrace that Candle appends where `RUST_BACKTRACE` is set.
-pub fn one_line(error: &Error) -> String {
-    match error {
-        Error::WithBacktrace { inner, .. } => one_line(inner),
-        error => error.to_string().lines().map(str::trim).collect::<Vec<_>>().join(" "),
-    }
 }

@@ -52,7 +52,7 @@ impl Row {
                 let off = error.is_nan() || error > allowed;
                 off.then(|| format!("off by {error:.1e}, more than {allowed:.1e}"))
             }
-            Err(error) => Some(super::one_line(&error)),
+            Err(error) => Some(crate::command_line::one_line(&error)),
         };
         match outcome {
             None => self.passed += 1,

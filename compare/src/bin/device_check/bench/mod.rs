@@ -10,8 +10,8 @@ use candle_attention::{Backend, SdpaOptions, plan, scaled_dot_product_attention}
 use candle_core::{Device, Result, Tensor};
 
 use super::args::Args;
-use super::one_line;
 use super::progress::Progress;
+use crate::command_line::one_line;
 
 /// Calls of a turn take this long together, so that starting and waiting for them does not count.
 const TURN: Duration = Duration::from_millis(60);

@@ -1,0 +1,38 @@
+//! How a program reads its command line and how it ends: help is no error, and every mistake is one line.
+
+use std::process::{ExitCode, Termination};
+
+use candle_core::{Error, Result};
+use clap::Parser;
+
+/// Runs a program on its arguments.
+pub fn main<A: Parser, T: Termination>(run: impl FnOnce(A) -> Result<T>) -> ExitCode {
+    let args = match A::try_parse() {
+        Ok(args) => args,
+        Err(help) if !help.use_stderr() => {
+            let _ = help.print();
+            return ExitCode::SUCCESS;
+        }
+        Err(mistake) => {
+            let text = mistake.to_string();
+            let summary: Vec<_> = text.lines().take_while(|line| !line.starts_with("Usage")).map(str::trim).collect();
+            eprintln!("{}; see --help", summary.join(" ").trim_end());
+            return ExitCode::from(2);
+        }
+    };
+    match run(args) {
+        Ok(done) => done.report(),
+        Err(error) => {
+            eprintln!("error: {}", one_line(&error));
+            ExitCode::from(1)
+        }
+    }
+}
+
+/// The message, without its cause and without the backtrace that Candle appends where `RUST_BACKTRACE` is set.
+pub fn one_line(error: &Error) -> String {
+    match error {
+        Error::WithBacktrace { inner, .. } => one_line(inner),
+        error => error.to_string().lines().next().unwrap_or_default().to_string(),
+    }
+}
