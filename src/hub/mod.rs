@@ -47,7 +47,7 @@
 //! request, and one for a full commit makes none. Without an answer from the hub, the cache's own idea of the revision is
 //! used, as Python's huggingface_hub does.
 
-mod download;
+mod request;
 mod session;
 
 use std::fmt;
@@ -56,10 +56,7 @@ use std::path::PathBuf;
 use candle_core::{Error, Result};
 
 use crate::weights::ShardIndex;
-use session::{Session, without_credentials};
-
-const CONFIG: &str = "config.json";
-const TOKENIZER: &str = "tokenizer.json";
+use session::{Session, Settings, without_credentials};
 
 /// The names that weights go by, best first; of an index, the extension of the shards that it names.
 const WEIGHTS: [(&str, Option<&str>); 4] = [
@@ -80,11 +77,7 @@ pub struct HubModel {
     revision: String,
     tensors: Option<String>,
     files: Vec<String>,
-    cache_dir: Option<PathBuf>,
-    endpoint: Option<String>,
-    token: Option<String>,
-    offline: bool,
-    progress: bool,
+    settings: Settings,
 }
 
 /// The files of a model, all in the cache and of one commit.
@@ -114,17 +107,13 @@ impl HubModel {
     /// `..`, and so on.
     pub fn new(id: &str) -> Result<Self> {
         let (id, revision) = id.split_once('@').unwrap_or((id, "main"));
-        check("model id", id, id_fault(id), "`name` or `organisation/name`, as in `google-bert/bert-base-uncased`")?;
+        check("model id", id, id_faults(id), "`name` or `organisation/name`, as in `google-bert/bert-base-uncased`")?;
         Self {
             id: id.to_string(),
             revision: String::new(),
             tensors: None,
             files: Vec::new(),
-            cache_dir: None,
-            endpoint: None,
-            token: None,
-            offline: false,
-            progress: true,
+            settings: Settings::default(),
         }
         .with_revision(revision)
     }
@@ -135,7 +124,7 @@ impl HubModel {
     ///
     /// The name breaks git's rules for the names of branches and tags.
     pub fn with_revision(mut self, revision: &str) -> Result<Self> {
-        check("revision", revision, revision_fault(revision), "a branch, a tag or a commit, as in `main`")?;
+        check("revision", revision, revision_faults(revision), "a branch, a tag or a commit, as in `main`")?;
         self.revision = revision.to_string();
         Ok(self)
     }
@@ -150,13 +139,13 @@ impl HubModel {
     }
 
     /// Fetches a further file too where the model has it, as `generation_config.json` or `1_Pooling/config.json`: in the
-    /// cache it lies in the folder of `config.json`, under its own path.
+    /// cache it is in the folder of `config.json`, under its own path.
     ///
     /// # Errors
     ///
     /// The path is empty or leads out of the model.
     pub fn with_file(mut self, path: &str) -> Result<Self> {
-        check("file", path, file_fault(path), "a path within the model, as in `1_Pooling/config.json`")?;
+        check("file", path, file_faults(path), "a path within the model, as in `1_Pooling/config.json`")?;
         self.files.push(path.to_string());
         Ok(self)
     }
@@ -164,35 +153,35 @@ impl HubModel {
     /// Uses that cache folder (the one with the `models--` folders) rather than the one that the environment names.
     #[must_use]
     pub fn with_cache_dir(mut self, cache_dir: impl Into<PathBuf>) -> Self {
-        self.cache_dir = Some(cache_dir.into());
+        self.settings.cache_dir = Some(cache_dir.into());
         self
     }
 
     /// Asks that server rather than `HF_ENDPOINT` or `https://huggingface.co`.
     #[must_use]
     pub fn with_endpoint(mut self, endpoint: &str) -> Self {
-        self.endpoint = Some(endpoint.to_string());
+        self.settings.endpoint = Some(endpoint.to_string());
         self
     }
 
     /// Uses that token rather than `HF_TOKEN` or the one stored by `hf auth login`.
     #[must_use]
     pub fn with_token(mut self, token: &str) -> Self {
-        self.token = Some(token.to_string());
+        self.settings.token = Some(token.to_string());
         self
     }
 
     /// Takes only what is in the cache and makes no request, as `HF_HUB_OFFLINE` does. Nothing overrides that variable.
     #[must_use]
     pub fn offline(mut self) -> Self {
-        self.offline = true;
+        self.settings.offline = Some("offline mode was asked for");
         self
     }
 
     /// Draws no progress bar, as `HF_HUB_DISABLE_PROGRESS_BARS` does.
     #[must_use]
     pub fn without_progress(mut self) -> Self {
-        self.progress = false;
+        self.settings.hides_progress = true;
         self
     }
 
@@ -205,8 +194,8 @@ impl HubModel {
     /// written; an index whose shards are not in the model's own folder, or none of whose tensors has the name asked for.
     pub fn fetch(&self) -> Result<HubFiles> {
         let mut session = Session::open(self)?;
-        let (config, commit) = session.pin(CONFIG)?;
-        let tokenizer = session.find(TOKENIZER)?;
+        let (config, commit) = session.pin("config.json")?;
+        let tokenizer = session.find("tokenizer.json")?;
         let files = self.files.iter().filter_map(|file| session.find(file).transpose()).collect::<Result<_>>()?;
         let weights = self.weights(&session)?;
         Ok(HubFiles { commit, config, tokenizer, files, weights })
@@ -226,59 +215,56 @@ impl HubModel {
 }
 
 /// Model ids, revisions and file names end up in a URL and in a path of the cache, so each is checked before anything is
-/// requested.
-fn check(what: &str, value: &str, fault: Option<String>, expected: &str) -> Result<()> {
-    match fault {
+/// requested: the first fault that is there is an error.
+fn check<const N: usize>(what: &str, value: &str, faults: [(bool, String); N], expected: &str) -> Result<()> {
+    match faults.into_iter().find(|(is_there, _)| *is_there) {
         None => Ok(()),
-        Some(fault) => Err(Error::Msg(format!("[hub] the {what} {value:?} {fault}; expected {expected}"))),
+        Some((_, fault)) => Err(Error::Msg(format!("[hub] the {what} {value:?} {fault}; expected {expected}"))),
     }
 }
 
-/// What is wrong with a model id by the hub's own rules (`validate_repo_id` of huggingface_hub).
-fn id_fault(id: &str) -> Option<String> {
+/// What a model id may not be by the hub's own rules (`validate_repo_id` of huggingface_hub).
+fn id_faults(id: &str) -> [(bool, String); 9] {
     let slashes = id.matches('/').count();
     let bad = id.chars().find(|&c| !(c.is_ascii_alphanumeric() || "-_./".contains(c)));
-    if id.is_empty() {
-        Some("is empty".into())
-    } else if slashes > 1 {
-        Some(format!("has {slashes} slashes, where one is the most"))
-    } else if id.split('/').any(str::is_empty) {
-        Some("has nothing on one side of its slash".into())
-    } else if let Some(c) = bad {
-        Some(format!("has {c:?}, where only letters, digits, `-`, `_` and `.` may stand"))
-    } else if id.split('/').any(|part| part.starts_with(['-', '.']) || part.ends_with(['-', '.'])) {
-        Some("has a part that begins or ends with `-` or `.`".into())
-    } else if let Some(pair) = ["--", ".."].into_iter().find(|pair| id.contains(pair)) {
-        Some(format!("has `{pair}`"))
-    } else if id.ends_with(".git") {
-        Some("ends with `.git`".into())
-    } else {
-        (id.len() > MAX_ID_LEN).then(|| format!("has {} characters, where {MAX_ID_LEN} is the most", id.len()))
-    }
+    let any_part = |is_bad: fn(&str) -> bool| id.split('/').any(is_bad);
+    let has_bad_end = any_part(|part| part.starts_with(['-', '.']) || part.ends_with(['-', '.']));
+    [
+        (id.is_empty(), "is empty".into()),
+        (slashes > 1, format!("has {slashes} slashes, where one is the most")),
+        (any_part(str::is_empty), "has nothing on one side of its slash".into()),
+        (
+            bad.is_some(),
+            format!("has {:?}, where only letters, digits, `-`, `_` and `.` may stand", bad.unwrap_or(' ')),
+        ),
+        (has_bad_end, "has a part that begins or ends with `-` or `.`".into()),
+        (id.contains("--"), "has `--`".into()),
+        (id.contains(".."), "has `..`".into()),
+        (id.ends_with(".git"), "ends with `.git`".into()),
+        (id.len() > MAX_ID_LEN, format!("has {} characters, where {MAX_ID_LEN} is the most", id.len())),
+    ]
 }
 
-/// What is wrong with a branch, tag or commit by git's rules for the names of refs (`git help check-ref-format`).
-fn revision_fault(revision: &str) -> Option<String> {
+/// What a branch, tag or commit may not be by git's rules for the names of refs (`git help check-ref-format`).
+fn revision_faults(revision: &str) -> [(bool, String); 4] {
     let bad = revision.chars().find(|&c| c.is_whitespace() || c.is_control() || "\\~^:?*[".contains(c));
-    if revision.is_empty() {
-        Some("is empty".into())
-    } else if let Some(c) = bad {
-        Some(format!("has {c:?}"))
-    } else if revision.contains("..") {
-        Some("has `..`".into())
-    } else {
-        let is_bad = revision.split('/').any(|part| part.is_empty() || part.starts_with('.'));
-        is_bad.then(|| "has a part between slashes that is empty or begins with `.`".into())
-    }
+    let has_bad_part = revision.split('/').any(|part| part.is_empty() || part.starts_with('.'));
+    [
+        (revision.is_empty(), "is empty".into()),
+        (bad.is_some(), format!("has {:?}", bad.unwrap_or(' '))),
+        (revision.contains(".."), "has `..`".into()),
+        (has_bad_part, "has a part between slashes that is empty or begins with `.`".into()),
+    ]
 }
 
-/// What is wrong with the name of a file within a model, which may lie in folders of it.
-fn file_fault(name: &str) -> Option<String> {
-    if let Some(c) = name.chars().find(|&c| c.is_control() || "\\:".contains(c)) {
-        return Some(format!("has {c:?}"));
-    }
+/// What the name of a file within a model, which may be in folders of it, may not be.
+fn file_faults(name: &str) -> [(bool, String); 2] {
+    let bad = name.chars().find(|&c| c.is_control() || "\\:".contains(c));
     let leads_away = name.split('/').any(|part| matches!(part, "" | "." | ".."));
-    leads_away.then(|| "has a part between slashes that is empty, `.` or `..`".into())
+    [
+        (bad.is_some(), format!("has {:?}", bad.unwrap_or(' '))),
+        (leads_away, "has a part between slashes that is empty, `.` or `..`".into()),
+    ]
 }
 
 impl fmt::Display for HubModel {
@@ -293,9 +279,9 @@ impl fmt::Debug for HubModel {
         f.debug_struct("HubModel")
             .field("id", &self.id)
             .field("revision", &self.revision)
-            .field("endpoint", &self.endpoint.as_deref().map(without_credentials))
-            .field("has_token", &self.token.is_some())
-            .field("offline", &self.offline)
+            .field("endpoint", &self.settings.endpoint.as_deref().map(without_credentials))
+            .field("has_token", &self.settings.token.is_some())
+            .field("offline", &self.settings.offline.is_some())
             .finish_non_exhaustive()
     }
 }

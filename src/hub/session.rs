@@ -19,20 +19,19 @@ use candle_core::{Error, Result};
 use hf_hub::{HFClient, HFClientSync, HFError, HFRepositorySync, RepoTypeModel, split_id};
 
 use super::HubModel;
-use super::download::{Answer, Silence, watched};
+use super::request::{Failure, watched};
 
 /// Three more tries after a failure that may pass (no connection, 429, 5xx), with at most 0.4 + 0.8 + 1.6 s between them:
 /// a machine without a network hears about it in seconds, a hub that hiccups is given time.
 const RETRIES: usize = 3;
 const RETRY_DELAY: Duration = Duration::from_millis(200);
 
-/// What the environment says. hf-hub reads it in part, and from version 1.1 on not at all.
-#[derive(Debug, Default, PartialEq)]
+/// What the environment says, or a [`HubModel`]. hf-hub reads it in part, and from version 1.1 on not at all.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Settings {
     /// What asks for offline mode, as a half sentence for messages.
     pub(super) offline: Option<&'static str>,
-    /// Whether a progress bar may be drawn.
-    pub(super) progress: bool,
+    pub(super) hides_progress: bool,
     /// The limit on the wait for the first answer about a file.
     pub(super) answer: Duration,
     /// The limit on the wait for the next byte.
@@ -48,12 +47,12 @@ impl Settings {
     fn read(var: impl Fn(&str) -> Option<String>, home: Option<PathBuf>) -> Result<Self> {
         let value = |name: &str| var(name).filter(|value| !value.is_empty());
         let path = |name: &str| value(name).map(PathBuf::from);
-        let is_true = |flag: String| matches!(flag.to_uppercase().as_str(), "1" | "ON" | "YES" | "TRUE");
+        let is_up = |name: &str| {
+            value(name).is_some_and(|flag| ["1", "ON", "YES", "TRUE"].contains(&flag.to_uppercase().as_str()))
+        };
         let offline = match value("HF_HUB_OFFLINE") {
-            Some(flag) => is_true(flag).then_some("HF_HUB_OFFLINE is set"),
-            None => value("TRANSFORMERS_OFFLINE")
-                .filter(|flag| is_true(flag.clone()))
-                .map(|_| "TRANSFORMERS_OFFLINE is set"),
+            Some(_) => is_up("HF_HUB_OFFLINE").then_some("HF_HUB_OFFLINE is set"),
+            None => is_up("TRANSFORMERS_OFFLINE").then_some("TRANSFORMERS_OFFLINE is set"),
         };
         let seconds = |name: &str, default| match value(name).map(|text| text.trim().parse::<u32>().map_err(|_| text)) {
             None | Some(Ok(0)) => Ok(Duration::from_secs(default)),
@@ -65,10 +64,10 @@ impl Settings {
             .or_else(|| home.map(|home| home.join(".cache").join("huggingface")));
         let token_file = path("HF_TOKEN_PATH").or_else(|| hf_home.as_ref().map(|home| home.join("token")));
         let token = || value("HF_TOKEN").or_else(|| std::fs::read_to_string(token_file?).ok());
-        let token = if value("HF_HUB_DISABLE_IMPLICIT_TOKEN").is_some_and(is_true) { None } else { token() };
+        let token = if is_up("HF_HUB_DISABLE_IMPLICIT_TOKEN") { None } else { token() };
         Ok(Self {
             offline,
-            progress: !value("HF_HUB_DISABLE_PROGRESS_BARS").is_some_and(is_true) && std::io::stderr().is_terminal(),
+            hides_progress: is_up("HF_HUB_DISABLE_PROGRESS_BARS") || !std::io::stderr().is_terminal(),
             answer: seconds("HF_HUB_ETAG_TIMEOUT", 30)?,
             stall: seconds("HF_HUB_DOWNLOAD_TIMEOUT", 60)?,
             endpoint: var("HF_ENDPOINT"),
@@ -112,12 +111,13 @@ enum Cached {
 impl<'a> Session<'a> {
     /// Reads the environment and, online, sets hf-hub up; requests nothing yet.
     pub(super) fn open(model: &'a HubModel) -> Result<Self> {
+        let own = model.settings.clone();
         let mut settings = Settings::read(|name| std::env::var(name).ok(), std::env::home_dir())?;
-        settings.progress &= model.progress;
-        settings.endpoint = model.endpoint.clone().or(settings.endpoint);
-        settings.token = model.token.clone().or(settings.token);
-        settings.offline = settings.offline.or(model.offline.then_some("offline mode was asked for"));
-        let Some(cache_dir) = model.cache_dir.clone().or(settings.cache_dir.take()) else {
+        settings.hides_progress |= own.hides_progress;
+        settings.endpoint = own.endpoint.or(settings.endpoint);
+        settings.token = own.token.or(settings.token);
+        settings.offline = settings.offline.or(own.offline);
+        let Some(cache_dir) = own.cache_dir.or(settings.cache_dir.take()) else {
             return Err(Error::Msg(format!("[hub] {model}: there is no home folder for the cache; set HF_HOME")));
         };
         let hub = if settings.offline.is_some() { None } else { Some(Hub::open(model, &settings, &cache_dir)?) };
@@ -159,13 +159,11 @@ impl<'a> Session<'a> {
 
     /// Looks for `file` at a branch or a tag, in the commit that it was last known to be at, or at a full commit.
     fn cached(&self, file: &str) -> Cached {
-        let known = || std::fs::read_to_string(self.folder.join("refs").join(&self.revision)).ok();
-        let commit = if is_commit(&self.revision) { Some(self.revision.clone()) } else { known() };
-        let Some(commit) = commit.as_deref().map(str::trim).filter(|commit| !commit.is_empty()) else {
-            return Cached::Unknown;
-        };
-        let at = |kind: &str| self.folder.join(kind).join(commit).join(file);
+        let known = || std::fs::read_to_string(self.folder.join("refs").join(&self.revision)).unwrap_or_default();
+        let commit = if is_commit(&self.revision) { self.revision.clone() } else { known().trim().to_string() };
+        let at = |kind: &str| self.folder.join(kind).join(&commit).join(file);
         match (at("snapshots"), at(".no_exist")) {
+            _ if commit.is_empty() => Cached::Unknown,
             (path, _) if path.exists() => Cached::Found(path),
             (_, mark) if mark.exists() => Cached::Absent,
             _ => Cached::Unknown,
@@ -178,24 +176,19 @@ impl<'a> Session<'a> {
             repo.download_file().filename(name).revision(revision).progress(events).send()
         });
         match (answer, cached) {
-            (Ok(Answer { result: Ok(path), announced }), _) => {
-                if let Some(size) = announced {
-                    self.check_size(hub, file, &path, size)?;
-                }
-                Ok(Some(path))
-            }
-            (Ok(Answer { result: Err(HFError::EntryNotFound { .. }), .. }), _) => Ok(None),
-            (Ok(Answer { result: Err(e), .. }), _) => Err(self.error(file, &self.explain(hub, &e))),
+            (Ok((path, None)), _) => Ok(Some(path)),
+            (Ok((path, Some(announced))), _) => self.check_size(hub, file, &path, announced).map(|()| Some(path)),
+            (Err(Failure::Hub(HFError::EntryNotFound { .. })), _) => Ok(None),
             // As hf-hub does where there is no connection.
-            (Err(Silence::NoAnswer(_)), Cached::Found(path)) => Ok(Some(path)),
-            (Err(silence), _) => Err(self.error(file, &self.explain_silence(hub, &silence))),
+            (Err(Failure::NoAnswer(_)), Cached::Found(path)) => Ok(Some(path)),
+            (Err(failure), _) => Err(self.error(file, &self.explain(hub, &failure))),
         }
     }
 
     /// hf-hub 1.0 does not look at the status of the answer that carries the file, so the page of an error can end up in
     /// the cache under the file's name. Such a file is taken out again, or every later fetch would find it there.
     fn check_size(&self, hub: &Hub, file: &str, path: &Path, announced: u64) -> Result<()> {
-        let io = |e: std::io::Error| self.error(file, &self.explain(hub, &HFError::Io(e)));
+        let io = |e: std::io::Error| self.error(file, &self.explain(hub, &Failure::Hub(HFError::Io(e))));
         let found = std::fs::metadata(path).map_err(io)?.len();
         if found == announced {
             return Ok(());
@@ -228,9 +221,9 @@ impl<'a> Session<'a> {
             format!("{endpoint}/{id} has no such file at {revision}")
         } else {
             let repo = repo.clone();
-            match watched("", &self.settings, move |_| repo.exists().send()).map(|answer| answer.result) {
-                Ok(Ok(true)) => format!("{endpoint}/{id} has no revision {revision}, or not this file in it"),
-                Ok(Ok(false)) => format!("{endpoint} has no model {id}; check the id"),
+            match watched("", &self.settings, move |_| repo.exists().send()) {
+                Ok((true, _)) => format!("{endpoint}/{id} has no revision {revision}, or not this file in it"),
+                Ok((false, _)) => format!("{endpoint} has no model {id}; check the id"),
                 _ => format!(
                     "{endpoint} has no model {id} that may be read, or no revision {revision}; check both, and for a private model set HF_TOKEN"
                 ),
@@ -239,12 +232,26 @@ impl<'a> Session<'a> {
         self.error(file, &format!("not found: {what}"))
     }
 
-    /// An error of hf-hub in words.
-    fn explain(&self, Hub { endpoint, .. }: &Hub, error: &HFError) -> String {
+    /// In words, why a request gave no result.
+    fn explain(&self, Hub { endpoint, .. }: &Hub, failure: &Failure) -> String {
         let in_brackets = |text: Option<&str>| text.map(|text| format!(" ({text})")).unwrap_or_default();
+        let (id, folder) = (&self.model.id, self.folder.display());
+        let unreachable = |what: String| {
+            format!("{what}, and it is not in the cache {folder}; check the network, the proxy and HF_ENDPOINT")
+        };
+        let error = match failure {
+            Failure::NoAnswer(waited) => return unreachable(format!("no answer from {endpoint} in {waited:?}")),
+            Failure::Stalled { bytes, waited } => {
+                return format!(
+                    "the download from {endpoint} stood still for {waited:?} after {bytes} bytes; try again (HF_HUB_DOWNLOAD_TIMEOUT sets the patience in seconds)"
+                );
+            }
+            Failure::Broken(why) => return why.clone(),
+            Failure::Hub(error) => error,
+        };
         match error {
             HFError::AuthRequired { context } | HFError::Forbidden { context } => {
-                let (id, status) = (&self.model.id, context.status.as_u16());
+                let status = context.status.as_u16();
                 match context.error_code.as_deref() {
                     Some("GatedRepo") => format!(
                         "the model is gated ({status}); accept its terms at {endpoint}/{id}, then set HF_TOKEN to a token of that account"
@@ -267,29 +274,14 @@ impl<'a> Session<'a> {
                 format!("{endpoint} answered {}{server}; try again later", context.status)
             }
             HFError::Request { source, .. } if source.is_connect() || source.is_timeout() => {
-                self.unreachable(&format!("no connection to {endpoint} ({})", root(source)))
+                unreachable(format!("no connection to {endpoint} ({})", root(source)))
             }
             HFError::Request { source, .. } => {
                 format!("the connection to {endpoint} broke off ({}); try again", root(source))
             }
-            HFError::Io(e) => format!("the cache {} could not be read or written: {e}", self.folder.display()),
+            HFError::Io(e) => format!("the cache {folder} could not be read or written: {e}"),
             e => with_root(e),
         }
-    }
-
-    fn explain_silence(&self, Hub { endpoint, .. }: &Hub, silence: &Silence) -> String {
-        match silence {
-            Silence::NoAnswer(waited) => self.unreachable(&format!("no answer from {endpoint} in {waited:?}")),
-            Silence::Stalled { bytes, waited } => format!(
-                "the download from {endpoint} stood still for {waited:?} after {bytes} bytes; try again (HF_HUB_DOWNLOAD_TIMEOUT sets the patience in seconds)"
-            ),
-            Silence::Broken(why) => why.clone(),
-        }
-    }
-
-    fn unreachable(&self, what: &str) -> String {
-        let folder = self.folder.display();
-        format!("{what}, and it is not in the cache {folder}; check the network, the proxy and HF_ENDPOINT")
     }
 }
 
@@ -373,7 +365,7 @@ mod tests {
         assert_eq!(read(&[theirs])?.offline, Some("TRANSFORMERS_OFFLINE is set"));
         assert!(read(&[("HF_HUB_OFFLINE", ""), theirs])?.offline.is_some());
         assert_eq!(read(&[("HF_HUB_OFFLINE", "0"), theirs])?.offline, None);
-        assert!(!read(&[("HF_HUB_DISABLE_PROGRESS_BARS", "1")])?.progress);
+        assert!(read(&[("HF_HUB_DISABLE_PROGRESS_BARS", "1")])?.hides_progress);
 
         let settings = read(&[("HF_HUB_ETAG_TIMEOUT", "3"), ("HF_HUB_DOWNLOAD_TIMEOUT", "0")])?;
         assert_eq!((settings.answer, settings.stall), (Duration::from_secs(3), Duration::from_secs(60)));

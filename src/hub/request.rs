@@ -7,9 +7,9 @@
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
-use hf_hub::HFResult;
 use hf_hub::progress::{DownloadEvent, ProgressEvent, ProgressHandler};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use hf_hub::{HFError, HFResult};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressFinish, ProgressStyle};
 
 use super::session::Settings;
 
@@ -36,16 +36,11 @@ enum Message<T> {
 /// Passes a download's progress on.
 pub(super) struct Events<T>(Sender<Message<T>>);
 
-/// A request that was answered.
-pub(super) struct Answer<T> {
-    pub(super) result: HFResult<T>,
-    /// The size that the server announced, in bytes, if a transfer began and there was one.
-    pub(super) announced: Option<u64>,
-}
-
 /// Why a request gave no result.
 #[derive(Debug)]
-pub(super) enum Silence {
+pub(super) enum Failure {
+    /// hf-hub's own reason.
+    Hub(HFError),
     /// The server has not answered within this time.
     NoAnswer(Duration),
     /// The transfer began, brought `bytes` bytes, and then nothing more for `waited`.
@@ -54,8 +49,9 @@ pub(super) enum Silence {
     Broken(String),
 }
 
-/// Runs `request` on a thread of its own and waits for its result for as long as it is heard from.
-pub(super) fn watched<T, F>(file: &str, settings: &Settings, request: F) -> Result<Answer<T>, Silence>
+/// Runs `request` on a thread of its own and waits for its result for as long as it is heard from. Returns the result, and
+/// the size in bytes that the server announced, if a transfer began and there was one.
+pub(super) fn watched<T, F>(file: &str, settings: &Settings, request: F) -> Result<(T, Option<u64>), Failure>
 where
     T: Send + 'static,
     F: FnOnce(Events<T>) -> HFResult<T> + Send + 'static,
@@ -63,11 +59,13 @@ where
     let (sender, receiver) = mpsc::channel();
     let events = Events(sender.clone());
     std::thread::Builder::new()
-        .name("hub-download".to_string())
+        .name("hub-request".to_string())
         // Nobody receives any more once the wait is over: then the result has no use.
         .spawn(move || drop(sender.send(Message::Done(request(events)))))
-        .map_err(|e| Silence::Broken(format!("no thread could be started: {e}")))?;
+        .map_err(|e| Failure::Broken(format!("no thread could be started: {e}")))?;
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden()).with_message(file.to_string());
+    // A bar that is dropped before its end stays as it is.
+    let bar = bar.with_finish(ProgressFinish::Abandon);
     let (mut limit, mut heard, mut transfer, mut announced) = (settings.answer, Instant::now(), None, None);
     loop {
         match receiver.recv_timeout(limit.saturating_sub(heard.elapsed())) {
@@ -79,7 +77,7 @@ where
                 }
                 bar.set_length(size);
                 bar.reset_elapsed();
-                if settings.progress {
+                if !settings.hides_progress {
                     bar.set_draw_target(ProgressDrawTarget::stderr());
                 }
             }
@@ -94,19 +92,17 @@ where
                 }
             }
             Ok(Message::Done(result)) => {
-                if result.is_ok() {
-                    bar.finish()
-                } else {
-                    bar.abandon()
-                }
-                return Ok(Answer { result, announced });
+                let result = result.map_err(Failure::Hub)?;
+                bar.finish();
+                return Ok((result, announced));
             }
-            Err(error) => {
-                bar.abandon();
-                return Err(match (error, transfer) {
-                    (RecvTimeoutError::Disconnected, _) => Silence::Broken("the request ended without a result".into()),
-                    (RecvTimeoutError::Timeout, None) => Silence::NoAnswer(limit),
-                    (RecvTimeoutError::Timeout, Some(bytes)) => Silence::Stalled { bytes, waited: limit },
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(Failure::Broken("the request ended without a result".into()));
+            }
+            Err(RecvTimeoutError::Timeout) => {
+                return Err(match transfer {
+                    None => Failure::NoAnswer(limit),
+                    Some(bytes) => Failure::Stalled { bytes, waited: limit },
                 });
             }
         }
@@ -115,17 +111,16 @@ where
 
 impl<T: Send> ProgressHandler for Events<T> {
     fn on_progress(&self, event: &ProgressEvent) {
-        let ProgressEvent::Download(event) = event else { return };
         let message = match event {
-            DownloadEvent::Start { total_bytes, .. } => Message::Start(*total_bytes),
-            DownloadEvent::Progress { files } => {
+            ProgressEvent::Download(DownloadEvent::Start { total_bytes, .. }) => Message::Start(*total_bytes),
+            ProgressEvent::Download(DownloadEvent::Progress { files }) => {
                 let bytes = files.iter().map(|file| file.bytes_completed).max().unwrap_or(0);
                 Message::Bytes { bytes, is_xet: false }
             }
-            DownloadEvent::AggregateProgress { bytes_completed, .. } => {
+            ProgressEvent::Download(DownloadEvent::AggregateProgress { bytes_completed, .. }) => {
                 Message::Bytes { bytes: *bytes_completed, is_xet: true }
             }
-            DownloadEvent::Complete => return,
+            _ => return,
         };
         // As above: nobody may be waiting any more.
         let _ = self.0.send(message);
@@ -135,12 +130,11 @@ impl<T: Send> ProgressHandler for Events<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use hf_hub::HFError;
 
     /// Gets a function that reports a size, so many bytes, and whether they came by xet.
     type Request = fn(&dyn Fn(Option<u64>, u64, bool));
 
-    fn run(answer: u64, stall: u64, request: Request) -> Result<Answer<u8>, Silence> {
+    fn run(answer: u64, stall: u64, request: Request) -> Result<(u8, Option<u64>), Failure> {
         let [answer, stall] = [answer, stall].map(Duration::from_millis);
         let settings = Settings { answer, stall, ..Settings::default() };
         watched("model.safetensors", &settings, move |events| {
@@ -173,23 +167,23 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_transfer_that_moves_is_waited_for_and_its_size_is_told() -> Result<(), Silence> {
-        let answer = run(60_000, 2000, |progress| {
+    fn a_slow_transfer_that_moves_is_waited_for_and_its_size_is_told() -> Result<(), Failure> {
+        let (result, announced) = run(60_000, 2000, |progress| {
             progress(Some(100), 0, false);
             for bytes in 1..=30 {
                 sleep(100);
                 progress(None, bytes, false);
             }
         })?;
-        assert_eq!((answer.result.ok(), answer.announced), (Some(7), Some(100)));
+        assert_eq!((result, announced), (7, Some(100)));
         // A size of 0 is none.
-        assert_eq!(run(60_000, 60_000, |progress| progress(Some(0), 7, false))?.announced, None);
+        assert_eq!(run(60_000, 60_000, |progress| progress(Some(0), 7, false))?.1, None);
         Ok(())
     }
 
     #[test]
     fn silence_ends_the_wait_before_an_answer_and_in_a_transfer() {
-        assert!(matches!(run(50, 60_000, |_| sleep(5000)), Err(Silence::NoAnswer(_))));
+        assert!(matches!(run(50, 60_000, |_| sleep(5000)), Err(Failure::NoAnswer(_))));
         let stalled = run(60_000, 50, |progress| {
             progress(Some(100), 40, false);
             for _ in 0..250 {
@@ -198,7 +192,7 @@ mod tests {
                 progress(None, 40, false);
             }
         });
-        assert!(matches!(stalled, Err(Silence::Stalled { bytes: 40, .. })));
+        assert!(matches!(stalled, Err(Failure::Stalled { bytes: 40, .. })));
     }
 
     #[test]
@@ -214,8 +208,8 @@ mod tests {
     fn an_error_is_handed_on_and_a_panic_is_a_broken_request() {
         let settings = Settings { answer: Duration::from_secs(60), ..Settings::default() };
         let failed = watched::<u8, _>("", &settings, |_| Err(HFError::CacheNotEnabled));
-        assert!(matches!(failed, Ok(Answer { result: Err(HFError::CacheNotEnabled), .. })));
+        assert!(matches!(failed, Err(Failure::Hub(HFError::CacheNotEnabled))));
         let broken = watched::<u8, _>("", &settings, |_| std::panic::resume_unwind(Box::new(())));
-        assert!(matches!(broken, Err(Silence::Broken(_))));
+        assert!(matches!(broken, Err(Failure::Broken(_))));
     }
 }
