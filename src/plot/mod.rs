@@ -11,16 +11,14 @@
 //! ```
 
 #[cfg(feature = "plot")]
-mod image;
-mod label;
+mod canvas;
 #[cfg(feature = "plot")]
-mod layout;
-mod scale;
+mod picture;
+mod style;
 mod terminal;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use scale::{Extent, Scale};
 pub use terminal::{Color, TerminalOptions};
 
 /// The attention weights of one sequence with what is needed to read them: labels on both axes and a title.
@@ -145,7 +143,7 @@ impl HeatMap {
     /// A title above the map.
     #[must_use]
     pub fn with_title(mut self, title: impl AsRef<str>) -> Self {
-        self.title = Some(label::safe(title.as_ref()));
+        self.title = Some(style::safe(title.as_ref()));
         self
     }
 
@@ -178,21 +176,18 @@ impl HeatMap {
     /// The weights of a panel, (T_q, T_kv) in row-major order. One panel at a time is held in f64, so that a long
     /// sequence does not cost the memory of all its heads.
     fn panel(&self, heads: Heads, panel: usize) -> Result<Vec<f64>> {
-        match heads {
-            Heads::One(h) => self.head(h),
-            Heads::All => self.head(panel),
-            Heads::Mean => {
-                let count = self.weights.dim(0)?;
-                let mut sum = self.head(0)?;
-                for h in 1..count {
-                    for (s, w) in sum.iter_mut().zip(self.head(h)?) {
-                        *s += w;
-                    }
-                }
-                sum.iter_mut().for_each(|s| *s /= count as f64);
-                Ok(sum)
-            }
+        let heads = match heads {
+            Heads::One(h) => h..h + 1,
+            Heads::All => panel..panel + 1,
+            Heads::Mean => 0..self.weights.dim(0)?,
+        };
+        let count = heads.len() as f64;
+        let mut sum = self.head(heads.start)?;
+        for h in heads.skip(1) {
+            sum.iter_mut().zip(self.head(h)?).for_each(|(sum, weight)| *sum += weight);
         }
+        sum.iter_mut().for_each(|sum| *sum /= count);
+        Ok(sum)
     }
 
     fn head(&self, h: usize) -> Result<Vec<f64>> {
@@ -208,19 +203,10 @@ impl HeatMap {
     fn caption(&self, heads: Heads, panel: usize) -> Result<String> {
         let count = self.weights.dim(0)?;
         Ok(match heads {
-            Heads::Mean => format!("mean of {}", scale::count(count, "head")),
+            Heads::Mean => format!("mean of {}", style::count(count, "head")),
             Heads::One(h) => format!("head {h} of {count}"),
             Heads::All => format!("head {panel} of {count}"),
         })
-    }
-
-    /// The colour scale that all panels share.
-    fn scale(&self, heads: Heads) -> Result<Scale> {
-        let mut extent = Extent::new(self.scale_max);
-        for panel in 0..self.panel_count(heads)? {
-            extent.add(&self.panel(heads, panel)?);
-        }
-        Ok(Scale::over(&extent))
     }
 
     fn query_label(&self, i: usize) -> String {
@@ -240,5 +226,5 @@ fn labels<S: AsRef<str>>(tokens: &[S], len: usize, one: &str, many: &str) -> Res
     if tokens.len() != len {
         bail!("[heat_map] {} {one} tokens for {len} {many}", tokens.len());
     }
-    Ok(tokens.iter().map(|token| label::token(token.as_ref())).collect())
+    Ok(tokens.iter().map(|token| style::token(token.as_ref())).collect())
 }

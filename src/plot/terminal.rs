@@ -1,9 +1,12 @@
 //! The heat map as lines of text.
 
+use std::ops::Range;
+
 use candle_core::{Result, bail};
 
-use super::label::{centre, right, shorten, width, wrap};
-use super::scale::{NOT_FINITE, Rgb, Scale, contrasting, count, gradient, short, tick};
+use super::style::{
+    NOT_FINITE, Rgb, Scale, centre, contrasting, count, gradient, right, short, shorten, tick, width, wrap,
+};
 use super::{Heads, HeatMap};
 
 /// Row labels take at most this many columns.
@@ -66,14 +69,13 @@ impl TerminalOptions {
         }
         let get = |name| variable(name).unwrap_or_default();
         let term = get("TERM");
-        let color = if !get("NO_COLOR").is_empty() || term.is_empty() || term == "dumb" {
-            Color::None
-        } else if matches!(get("COLORTERM").as_str(), "truecolor" | "24bit") || term.ends_with("-direct") {
-            Color::TrueColor
-        } else if term.contains("256color") {
-            Color::Ansi256
-        } else {
-            Color::None
+        let color = match (term.as_str(), get("COLORTERM").as_str()) {
+            ("" | "dumb", _) => Color::None,
+            _ if !get("NO_COLOR").is_empty() => Color::None,
+            (_, "truecolor" | "24bit") => Color::TrueColor,
+            _ if term.ends_with("-direct") => Color::TrueColor,
+            _ if term.contains("256color") => Color::Ansi256,
+            _ => Color::None,
         };
         let columns = get("COLUMNS").parse().ok().filter(|&columns| columns > 0);
         Self { color, max_width: Some(columns.unwrap_or(80)), max_rows: Some(64) }
@@ -91,7 +93,7 @@ impl HeatMap {
     ///
     /// If a head is out of range, `max_rows` is 0, or `max_width` has no room for one key.
     pub fn to_terminal(&self, heads: Heads, options: &TerminalOptions) -> Result<String> {
-        let scale = self.scale(heads)?;
+        let scale = Scale::of(self, heads)?;
         let matrix = Matrix::plan(self, &scale, options)?;
         let max_width = options.max_width.unwrap_or(usize::MAX);
 
@@ -111,44 +113,35 @@ impl HeatMap {
     }
 }
 
-/// What of an axis is drawn: all of it, or its two ends.
+/// What of an axis is drawn: all of it, or its two ends with a gap between them.
 struct Axis {
     len: usize,
-    head: usize,
-    tail: usize,
+    omitted: Range<usize>,
 }
 
 impl Axis {
-    /// At most `room` of `len`.
-    fn within(len: usize, room: usize) -> Self {
-        let shown = room.min(len);
-        Self {
-            len,
-            head: if shown < len { shown.div_ceil(2) } else { len },
-            tail: if shown < len { shown / 2 } else { 0 },
-        }
+    /// At most `most` of `len`.
+    fn within(len: usize, most: usize) -> Self {
+        let shown = most.min(len);
+        Self { len, omitted: shown.div_ceil(2)..len - shown / 2 }
     }
 
-    /// The indices drawn, with none where some are left out.
+    /// The indices drawn, with none for the gap.
     fn shown(&self) -> impl Iterator<Item = Option<usize>> + '_ {
-        let gap = (self.omitted() > 0).then_some(None);
-        (0..self.head).map(Some).chain(gap).chain((self.len - self.tail..self.len).map(Some))
-    }
-
-    fn omitted(&self) -> usize {
-        self.len - self.head - self.tail
+        let gap = (!self.omitted.is_empty()).then_some(None);
+        (0..self.omitted.start).map(Some).chain(gap).chain((self.omitted.end..self.len).map(Some))
     }
 
     /// `… 40 keys not shown (12 to 51 of 64)`
     fn note(&self, one: &str, many: &str) -> Option<String> {
-        let omitted = self.omitted();
+        let Range { start, end } = self.omitted;
+        let (omitted, len) = (self.omitted.len(), self.len);
         let noun = if omitted == 1 { one } else { many };
-        let last = self.head + omitted;
-        (omitted > 0).then(|| format!("… {omitted} {noun} not shown ({} to {} of {})", self.head, last - 1, self.len))
+        (omitted > 0).then(|| format!("… {omitted} {noun} not shown ({start} to {} of {len})", end - 1))
     }
 }
 
-/// Where the rows and columns of every panel lie, with their labels cut to size.
+/// What all panels have in common: their rows and columns, and labels cut to size.
 struct Matrix {
     rows: Axis,
     columns: Axis,
@@ -166,33 +159,31 @@ impl Matrix {
         if options.max_rows == Some(0) {
             bail!("[heat_map] max_rows is 0; expected at least 1");
         }
+        let max_width = options.max_width.unwrap_or(usize::MAX);
         let rows = Axis::within(queries, options.max_rows.unwrap_or(usize::MAX));
-        let label = |i: Option<usize>| i.map_or_else(|| String::from("…"), |i| map.query_label(i));
-        let longest = rows.shown().map(|i| width(&label(i))).max().unwrap_or(0);
-        let third = options.max_width.map_or(usize::MAX, |max_width| (max_width / 3).max(1));
-        let row_label = longest.min(MAX_ROW_LABEL).min(third);
-        let row_labels = rows.shown().map(|i| right(&shorten(&label(i), row_label), row_label)).collect();
+        let labels = rows.shown().map(|i| i.map_or_else(|| String::from("…"), |i| map.query_label(i)));
+        let labels: Vec<_> = labels.collect();
+        let longest = labels.iter().map(|label| width(label)).max().unwrap_or(0);
+        let row_label = longest.min(MAX_ROW_LABEL).min((max_width / 3).max(1));
 
         let longest = (0..keys).map(|key| width(&map.key_label(key))).max().unwrap_or(0);
         let smallest = scale.digits + 2;
         let widest = smallest.max(longest.min(MAX_KEY_LABEL) + 1);
-        let room = options.max_width.map_or(usize::MAX, |max_width| max_width.saturating_sub(row_label + 1));
-        let (cell, columns) = if room / keys >= smallest {
-            (widest.min(room / keys), Axis::within(keys, keys))
+        let room = max_width.saturating_sub(row_label + 1);
+        let (cell, shown) = if room / keys >= smallest {
+            (widest.min(room / keys), keys)
         } else {
             let room = room.saturating_sub(GAP);
             let cell = widest.min(ELIDED_KEY_LABEL + 1).max(smallest);
             let cell = if room / cell < 2 { smallest } else { cell };
-            if room < cell {
-                bail!(
-                    "[heat_map] max_width is {} columns; the row labels and one key need {}",
-                    options.max_width.unwrap_or(usize::MAX),
-                    row_label + 1 + smallest + if keys > 1 { GAP } else { 0 }
-                );
-            }
-            (cell, Axis::within(keys, room / cell))
+            (cell, room / cell)
         };
+        if shown == 0 {
+            let needed = row_label + 1 + smallest + if keys > 1 { GAP } else { 0 };
+            bail!("[heat_map] max_width is {max_width} columns; the row labels and one key need {needed}");
+        }
 
+        let columns = Axis::within(keys, shown);
         let mut header = " ".repeat(row_label + 1);
         for key in columns.shown() {
             header += &match key {
@@ -200,6 +191,7 @@ impl Matrix {
                 None => right("… ", GAP),
             };
         }
+        let row_labels = labels.iter().map(|label| right(&shorten(label, row_label), row_label)).collect();
         Ok(Self { rows, columns, row_labels, header, cell, stride: keys })
     }
 
@@ -207,12 +199,11 @@ impl Matrix {
     fn lines(&self, weights: &[f64], scale: &Scale, color: Color) -> Vec<String> {
         let mut lines = vec![self.header.clone()];
         for (query, label) in self.rows.shown().zip(&self.row_labels) {
-            let row = query.and_then(|query| weights.chunks(self.stride).nth(query));
             let mut line = format!("{label} ");
             for key in self.columns.shown() {
-                line += &match (row, key) {
-                    (Some(row), Some(key)) => self.cell(row.get(key).copied().unwrap_or(f64::NAN), scale, color),
-                    (_, Some(_)) => centre("…", self.cell - 1) + " ",
+                line += &match (query, key) {
+                    (Some(query), Some(key)) => self.cell(weights[query * self.stride + key], scale, color),
+                    (None, Some(_)) => centre("…", self.cell - 1) + " ",
                     (_, None) => right("… ", GAP),
                 };
             }
@@ -223,15 +214,15 @@ impl Matrix {
 
     fn cell(&self, weight: f64, scale: &Scale, color: Color) -> String {
         let number = right(&short(weight), scale.digits);
-        if color == Color::None {
-            let shade = match scale.position(weight) {
-                None => "?",
-                Some(_) if weight == 0.0 => " ",
-                Some(position) => SHADES[((position * 4.0).ceil() as usize).clamp(1, 4) - 1],
-            };
-            return shade.repeat(self.cell - 1 - scale.digits) + &number + " ";
+        if color != Color::None {
+            return paint(&centre(&number, self.cell), scale.position(weight), color);
         }
-        paint(&centre(&number, self.cell), scale.position(weight), color)
+        let shade = match scale.position(weight) {
+            None => "?",
+            Some(_) if weight == 0.0 => " ",
+            Some(position) => SHADES[((position * 4.0).ceil() as usize).clamp(1, 4) - 1],
+        };
+        shade.repeat(self.cell - 1 - scale.digits) + &number + " "
     }
 
     fn legend(&self, scale: &Scale, color: Color, max_width: usize) -> Vec<String> {
@@ -250,12 +241,12 @@ impl Matrix {
             let bar: String = (0..bar).map(|i| paint(" ", Some(i as f64 / (bar - 1) as f64), color)).collect();
             lines.push(format!("{low} {bar} {high}"));
         }
-        lines.extend(wrap("rows are queries, columns are keys", max_width));
-        let omitted = [self.rows.note("query", "queries"), self.columns.note("key", "keys")];
-        let not_finite = (scale.not_finite > 0).then(|| format!("{} not finite", count(scale.not_finite, "weight")));
-        for note in omitted.iter().chain([&not_finite]).flatten().chain(&scale.notes) {
-            lines.extend(wrap(note, max_width));
-        }
+        let mut notes = vec![String::from("rows are queries, columns are keys")];
+        notes.extend(self.rows.note("query", "queries"));
+        notes.extend(self.columns.note("key", "keys"));
+        notes.extend((scale.not_finite > 0).then(|| format!("{} not finite", count(scale.not_finite, "weight"))));
+        notes.extend(scale.notes.iter().cloned());
+        lines.extend(notes.iter().flat_map(|note| wrap(note, max_width)));
         lines
     }
 }
@@ -298,30 +289,23 @@ mod tests {
     }
 
     #[test]
-    fn a_file_or_pipe_gets_plain_text_without_limits() {
-        let variables = [("TERM", "xterm-256color"), ("COLORTERM", "truecolor"), ("COLUMNS", "40")];
-        assert_eq!(detected(false, &variables), TerminalOptions::default());
-    }
-
-    #[test]
-    fn the_environment_says_how_many_colours_there_are() {
-        let color = |variables: &[(&str, &str)]| detected(true, variables).color;
-        assert_eq!(color(&[("TERM", "xterm-256color")]), Color::Ansi256);
-        assert_eq!(color(&[("TERM", "xterm-256color"), ("COLORTERM", "truecolor")]), Color::TrueColor);
-        assert_eq!(color(&[("TERM", "xterm"), ("COLORTERM", "24bit")]), Color::TrueColor);
-        assert_eq!(color(&[("TERM", "xterm-direct")]), Color::TrueColor);
-        assert_eq!(color(&[("TERM", "vt100")]), Color::None);
-        assert_eq!(color(&[("TERM", "dumb"), ("COLORTERM", "truecolor")]), Color::None);
-        assert_eq!(color(&[]), Color::None);
-        assert_eq!(color(&[("TERM", "xterm-256color"), ("NO_COLOR", "1")]), Color::None);
-        assert_eq!(color(&[("TERM", "xterm-256color"), ("NO_COLOR", "")]), Color::Ansi256);
-    }
-
-    #[test]
-    fn columns_gives_the_width_and_80_stands_in_for_it() {
-        let width = |columns| detected(true, &[("TERM", "xterm"), ("COLUMNS", columns)]).max_width;
-        assert_eq!([width("132"), width("0"), width("wide")], [Some(132), Some(80), Some(80)]);
-        assert_eq!(detected(true, &[]).max_width, Some(80));
+    fn the_environment_says_how_many_colours_and_columns_there_are() {
+        let (xterm, full, wide) = (("TERM", "xterm-256color"), ("COLORTERM", "truecolor"), ("COLUMNS", "132"));
+        assert_eq!(detected(false, &[xterm, full, wide]), TerminalOptions::default(), "a file or pipe");
+        for (variables, color, width) in [
+            (&[xterm][..], Color::Ansi256, 80),
+            (&[xterm, full, wide], Color::TrueColor, 132),
+            (&[("TERM", "xterm"), ("COLORTERM", "24bit"), ("COLUMNS", "0")], Color::TrueColor, 80),
+            (&[("TERM", "xterm-direct"), ("COLUMNS", "wide")], Color::TrueColor, 80),
+            (&[("TERM", "vt100")], Color::None, 80),
+            (&[("TERM", "dumb"), full], Color::None, 80),
+            (&[], Color::None, 80),
+            (&[xterm, ("NO_COLOR", "1")], Color::None, 80),
+            (&[xterm, ("NO_COLOR", "")], Color::Ansi256, 80),
+        ] {
+            let expected = TerminalOptions { color, max_width: Some(width), max_rows: Some(64) };
+            assert_eq!(detected(true, variables), expected, "{variables:?}");
+        }
     }
 
     #[test]

@@ -1,0 +1,170 @@
+//! What a picture is drawn on: rectangles and lines of text, in pixels, as SVG or as pixels.
+
+use ab_glyph::{Font, FontRef, GlyphId, PxScale, ScaleFont, point};
+use candle_core::{Error, Result};
+
+use super::style::Rgb;
+
+/// Monospaced, so that a label's width is known whichever of these the viewer has.
+const FAMILIES: &str = "Hack, 'DejaVu Sans Mono', Menlo, Consolas, monospace";
+/// Half the height of a capital or digit of Hack, in em: text is centred on it.
+const HALF_CAPITAL: f32 = 0.36;
+
+pub(super) trait Canvas {
+    fn rect(&mut self, place: [i32; 4], color: Rgb);
+    /// A line of text; `at` is halfway up its capitals, at its anchor.
+    fn text(&mut self, text: &str, at: [i32; 2], style: Style);
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Style {
+    pub(super) em: i32,
+    pub(super) anchor: Anchor,
+    pub(super) color: Rgb,
+    /// Written upwards.
+    pub(super) vertical: bool,
+}
+
+/// Which end of a text its point marks.
+#[derive(Clone, Copy)]
+pub(super) enum Anchor {
+    Start,
+    Middle,
+    End,
+}
+
+/// An SVG document.
+pub(super) struct Svg(String);
+
+impl Svg {
+    pub(super) fn new([w, h]: [i32; 2]) -> Self {
+        // Without crisp edges, cells are blurred where the picture is scaled, and the ground shines through.
+        Self(format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{w}\" height=\"{h}\" viewBox=\"0 0 {w} {h}\" \
+             shape-rendering=\"crispEdges\" font-family=\"{FAMILIES}\">\n"
+        ))
+    }
+
+    pub(super) fn finish(self) -> String {
+        self.0 + "</svg>\n"
+    }
+}
+
+fn hex([r, g, b]: Rgb) -> String {
+    format!("#{r:02X}{g:02X}{b:02X}")
+}
+
+impl Canvas for Svg {
+    fn rect(&mut self, [x, y, w, h]: [i32; 4], color: Rgb) {
+        let fill = hex(color);
+        self.0 += &format!("<rect x=\"{x}\" y=\"{y}\" width=\"{w}\" height=\"{h}\" fill=\"{fill}\"/>\n");
+    }
+
+    fn text(&mut self, text: &str, [x, y]: [i32; 2], Style { em, anchor, color, vertical }: Style) {
+        let anchor = match anchor {
+            Anchor::Start => "start",
+            Anchor::Middle => "middle",
+            Anchor::End => "end",
+        };
+        let (fill, baseline) = (hex(color), y + (HALF_CAPITAL * em as f32).round() as i32);
+        let turn = if vertical { format!(" transform=\"rotate(270 {x} {y})\"") } else { String::new() };
+        let text = text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+        self.0 += &format!(
+            "<text x=\"{x}\" y=\"{baseline}\" font-size=\"{em}\" text-anchor=\"{anchor}\" fill=\"{fill}\"{turn}>{text}</text>\n"
+        );
+    }
+}
+
+/// The embedded font (Hack: Latin, Greek, Cyrillic, symbols).
+pub(super) struct Hack(FontRef<'static>);
+
+impl Hack {
+    pub(super) fn new() -> Result<Self> {
+        let failed = |error| Error::Msg(format!("[heat_map] the font cannot be read: {error}"));
+        FontRef::try_from_slice(epaint_default_fonts::HACK_REGULAR).map_err(failed).map(Self)
+    }
+
+    /// Whether the font can write all of a text.
+    pub(super) fn covers(&self, text: &str) -> bool {
+        text.chars().all(|c| self.glyph_id(c).0 != 0)
+    }
+
+    /// Hack has no open box, which labels show a space by; the undertie comes near.
+    fn glyph_id(&self, c: char) -> GlyphId {
+        self.0.glyph_id(if c == '␣' { '‿' } else { c })
+    }
+}
+
+/// A picture of pixels, three bytes each.
+pub(super) struct Bitmap {
+    font: Hack,
+    size: [i32; 2],
+    pixels: Vec<u8>,
+}
+
+impl Bitmap {
+    pub(super) fn new(font: Hack, size: [i32; 2]) -> Self {
+        Self { font, size, pixels: vec![0; 3 * size[0] as usize * size[1] as usize] }
+    }
+
+    pub(super) fn to_png(&self) -> Result<Vec<u8>> {
+        let failed = |error| Error::Msg(format!("[heat_map] the PNG cannot be encoded: {error}"));
+        let mut bytes = Vec::new();
+        let mut encoder = png::Encoder::new(&mut bytes, self.size[0].unsigned_abs(), self.size[1].unsigned_abs());
+        encoder.set_color(png::ColorType::Rgb);
+        encoder.set_depth(png::BitDepth::Eight);
+        let mut writer = encoder.write_header().map_err(failed)?;
+        writer.write_image_data(&self.pixels).map_err(failed)?;
+        writer.finish().map_err(failed)?;
+        Ok(bytes)
+    }
+
+    /// The bytes of `w` pixels from (x, y), without those outside of the picture.
+    fn row(&mut self, x: i32, y: i32, w: i32) -> &mut [u8] {
+        let [width, height] = self.size;
+        if !(0..height).contains(&y) {
+            return &mut [];
+        }
+        let [start, end] = [x, x + w].map(|x| 3 * (y as usize * width as usize + x.clamp(0, width) as usize));
+        &mut self.pixels[start..end]
+    }
+}
+
+impl Canvas for Bitmap {
+    fn rect(&mut self, [x, y, w, h]: [i32; 4], color: Rgb) {
+        for y in y..y + h {
+            self.row(x, y, w).chunks_exact_mut(3).for_each(|pixel| pixel.copy_from_slice(&color));
+        }
+    }
+
+    fn text(&mut self, text: &str, [x, y]: [i32; 2], Style { em, anchor, color, vertical }: Style) {
+        let em = em as f32;
+        let glyphs: Vec<_> = text.chars().map(|c| self.font.glyph_id(c)).collect();
+        // A scale is the height of the font's line; an em is what the SVG calls the font size.
+        let font = self.font.0.clone();
+        let scale = PxScale::from(em * font.height_unscaled() / font.units_per_em().unwrap_or(2048.0));
+        let font = font.as_scaled(scale);
+        let advance: f32 = glyphs.iter().map(|&id| font.h_advance(id)).sum();
+        let mut pen = match anchor {
+            Anchor::Start => 0.0,
+            Anchor::Middle => -(advance / 2.0).round(),
+            Anchor::End => -advance.round(),
+        };
+        let baseline = (HALF_CAPITAL * em).round();
+        for id in glyphs {
+            let outline = font.outline_glyph(id.with_scale_and_position(scale, point(pen, baseline)));
+            pen += font.h_advance(id);
+            let Some(outline) = outline else { continue };
+            let corner = outline.px_bounds().min;
+            outline.draw(|dx, dy, coverage| {
+                let (dx, dy) = (dx as i32 + corner.x as i32, dy as i32 + corner.y as i32);
+                // A quarter turn anticlockwise takes the pixel from x to x + 1 to the one from -x - 1 to -x.
+                let (dx, dy) = if vertical { (dy, -dx - 1) } else { (dx, dy) };
+                let alpha = (256.0 * coverage.clamp(0.0, 1.0)).round() as i32;
+                for (byte, ink) in self.row(x + dx, y + dy, 1).iter_mut().zip(color) {
+                    *byte = (i32::from(*byte) + (i32::from(ink) - i32::from(*byte)) * alpha / 256) as u8;
+                }
+            });
+        }
+    }
+}

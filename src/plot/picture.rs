@@ -1,0 +1,449 @@
+//! The heat map as SVG and PNG: one layout, drawn on either canvas. All lengths are pixels.
+
+use std::path::Path;
+
+use candle_core::{Error, Result, bail};
+
+use super::canvas::{Anchor, Bitmap, Canvas, Hack, Style, Svg};
+use super::style::{NOT_FINITE, Rgb, Scale, contrasting, count, gradient, short, shorten, tick, width, wrap};
+use super::{Heads, HeatMap};
+
+/// The largest side of a picture, but for a title and notes beyond `TEXT_SPACE`.
+const MAX_SIDE: i32 = 4000;
+/// Kept free for the title and the notes, whose lines are counted once the width is known.
+const TEXT_SPACE: i32 = 240;
+const MAX_TITLE_LINES: usize = 4;
+/// Viewers take long over more elements than this; it holds 64 heads of 64 x 64 weights.
+const MAX_SVG_WEIGHTS: usize = 300_000;
+
+const MARGIN: i32 = 24;
+/// Between panels, and between the panels and the colour bar.
+const GAP: i32 = 20;
+const TITLE_LINE: i32 = 26;
+const CAPTION_LINE: i32 = 22;
+/// Of axis names, the scale and the notes.
+const SMALL_LINE: i32 = 18;
+/// Takes the name of the query axis, at the left.
+const AXIS_NAME_SPACE: i32 = 24;
+/// Between a panel and its labels.
+const LABEL_GAP: i32 = 6;
+/// Notes and titles need a picture of some width even with a tiny panel.
+const MIN_WIDTH: i32 = 320;
+
+const BAR_NAME: &str = "weight";
+const BAR_WIDTH: i32 = 16;
+const BAR_HEIGHT: (i32, i32) = (120, 600);
+/// Rectangles of the colour bar.
+const BAR_STEPS: i32 = 120;
+
+/// The least side of a cell where nothing forces it to be smaller: with tokens there is space for a label each.
+const TOKEN_CELL: i32 = 12;
+const INDEX_CELL: i32 = 6;
+const LARGEST_CELL: i32 = 64;
+/// A short axis (one query, say) has cells at least this long, so that a strip is more than a line.
+const SHORT_AXIS_CELL: i32 = 16;
+/// Numbers are written into cells of at least this width and height.
+const NUMBERED_CELL: (i32, i32) = (30, 20);
+/// Labels take at most this many display columns.
+const MAX_LABEL: usize = 20;
+const LABEL_EM: (i32, i32) = (9, 13);
+
+const WHITE: Rgb = [255; 3];
+const INK: Rgb = [34; 3];
+/// For what is read second: axis names, notes.
+const FAINT: Rgb = [96; 3];
+const FRAME: Rgb = [150; 3];
+
+const TITLE: Style = Style { em: 18, anchor: Anchor::Middle, color: INK, vertical: false };
+const CAPTION: Style = Style { em: 13, ..TITLE };
+const AXIS_NAME: Style = Style { em: 12, color: FAINT, ..TITLE };
+const NOTE: Style = Style { anchor: Anchor::Start, ..AXIS_NAME };
+const TICK: Style = Style { color: INK, ..NOTE };
+const NUMBER: Style = Style { em: 12, ..TITLE };
+
+impl HeatMap {
+    /// Writes the map to `path` as SVG or PNG, by the extension. See [`HeatMap::to_svg`] and [`HeatMap::to_png`].
+    ///
+    /// # Errors
+    ///
+    /// If the extension is neither, the file cannot be written, or the picture cannot be made.
+    pub fn save(&self, path: impl AsRef<Path>, heads: Heads) -> Result<()> {
+        let path = path.as_ref();
+        let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
+        let bytes = match extension.to_ascii_lowercase().as_str() {
+            "svg" => self.to_svg(heads)?.into_bytes(),
+            "png" => self.to_png(heads)?,
+            _ => bail!("[heat_map] the extension of {} is {extension:?}; expected svg or png", path.display()),
+        };
+        std::fs::write(path, bytes)
+            .map_err(|error| Error::Msg(format!("[heat_map] cannot write {}: {error}", path.display())))
+    }
+
+    /// The map as an SVG document: the title, a grid of panels (one for each head drawn) of T_q rows and T_kv columns,
+    /// labels at the left and below, and one colour bar for all panels. Text stays text, in a monospaced font of the
+    /// viewer's; the layout is that of [`HeatMap::to_png`].
+    ///
+    /// # Errors
+    ///
+    /// As in [`HeatMap::to_png`], and if the panels have more than 300,000 weights, which viewers are slow to show.
+    pub fn to_svg(&self, heads: Heads) -> Result<String> {
+        let (_, queries, keys) = self.weights.dims3()?;
+        let weights = self.panel_count(heads)? * queries * keys;
+        if weights > MAX_SVG_WEIGHTS {
+            bail!("[heat_map] {weights} weights are too many for an SVG, which may hold {MAX_SVG_WEIGHTS}: make a PNG");
+        }
+        let picture = Picture::new(self, heads, |_| true)?;
+        let mut svg = Svg::new(picture.size);
+        picture.draw(&mut svg)?;
+        Ok(svg.finish())
+    }
+
+    /// The map as a PNG file: the same picture as [`HeatMap::to_svg`], with no side much over 4000 pixels.
+    ///
+    /// Cells shrink as heads and tokens grow in number. Cells of at least 30 x 20 pixels have their weight written in.
+    /// Where cells are too small for a label each, every n-th is labelled, and a note in the picture says so. Labels
+    /// over 20 columns end in `…`. Characters that the embedded font (Hack: Latin, Greek, Cyrillic, symbols) lacks are
+    /// drawn as empty boxes, with a note; the SVG shows them.
+    ///
+    /// # Errors
+    ///
+    /// If a head is out of range, or the panels do not fit at one pixel a weight.
+    pub fn to_png(&self, heads: Heads) -> Result<Vec<u8>> {
+        let font = Hack::new()?;
+        let picture = Picture::new(self, heads, |text| font.covers(text))?;
+        let mut bitmap = Bitmap::new(font, picture.size);
+        picture.draw(&mut bitmap)?;
+        bitmap.to_png()
+    }
+}
+
+/// The queries or the keys.
+struct Axis {
+    labels: Vec<String>,
+    /// Display columns of the longest label.
+    columns: usize,
+    /// Whether labels are tokens; indices can be thinned to round numbers and need no note.
+    tokens: bool,
+}
+
+impl Axis {
+    fn new(len: usize, tokens: bool, label: impl Fn(usize) -> String) -> Self {
+        let labels: Vec<_> = (0..len).map(|i| shorten(&label(i), MAX_LABEL)).collect();
+        Self { columns: labels.iter().map(|label| width(label)).max().unwrap_or(0), labels, tokens }
+    }
+}
+
+/// How the labels of an axis are written.
+struct Labels {
+    em: i32,
+    /// Every `stride`-th label is drawn.
+    stride: usize,
+    vertical: bool,
+    /// What they take of the picture, from the panel on.
+    depth: i32,
+}
+
+impl Labels {
+    fn new(axis: &Axis, cell: i32, is_key: bool) -> Self {
+        let em = (cell - 1).clamp(LABEL_EM.0, LABEL_EM.1);
+        let length = text_width(axis.columns, em) + LABEL_GAP;
+        // Numbers are thinned before they are turned, as a reader can count; tokens are turned before any is left out.
+        let vertical = is_key && axis.tokens && length > cell;
+        let along = match is_key && !vertical {
+            true => length,
+            // Once numbers are thinned they are read as an axis, with space between; tokens are read one by one.
+            false if !axis.tokens && cell <= em => 2 * em,
+            false => em + 1,
+        };
+        let least = along.unsigned_abs().div_ceil(cell.unsigned_abs()) as usize;
+        // Indices at 1, 2, 5, 10, 20 and so on.
+        let mut round = (0..).flat_map(|power| [1, 2, 5].map(|digit| digit * 10usize.pow(power)));
+        let stride = if axis.tokens { least } else { round.find(|&round| round >= least).unwrap_or(least) };
+        Self { em, stride, vertical, depth: if is_key && !vertical { em + LABEL_GAP } else { length } }
+    }
+}
+
+/// What decides on a grid.
+struct Content {
+    panels: usize,
+    queries: Axis,
+    keys: Axis,
+    caption_width: i32,
+    /// Of the colour bar with its name and numbers.
+    bar_width: i32,
+}
+
+/// A grid of panels of equal size, with labels at its left and bottom, and a colour bar at its right.
+struct Grid {
+    cell: [i32; 2],
+    columns: usize,
+    rows: usize,
+    panel: [i32; 2],
+    /// From one panel to the next.
+    step: [i32; 2],
+    /// Of all panels.
+    size: [i32; 2],
+    query_labels: Labels,
+    key_labels: Labels,
+    /// The left end of the panels in the picture, and the picture's width.
+    left: i32,
+    width: i32,
+    /// Of the colour bar: its top, from that of the grid, and its height.
+    bar: (i32, i32),
+    /// From the top of the grid: the middle line of the name under the key axis, and where the notes begin.
+    key_name: i32,
+    notes: i32,
+}
+
+impl Grid {
+    /// The grid whose picture is nearest to a square, with few empty places and cells of a good size; none if the cells
+    /// would be smaller than a pixel.
+    fn fit(content: &Content) -> Option<Self> {
+        let preferred = preferred_cell(content);
+        let badness = |grid: &Grid| {
+            let aspect = (f64::from(grid.width) / f64::from(grid.notes + 2 * MARGIN)).ln();
+            // Screens and pages with text around it suit a wide picture more than a tall one.
+            let aspect = if aspect < 0.0 { -1.5 * aspect } else { aspect };
+            let empty = 1.0 - content.panels as f64 / (grid.columns * grid.rows) as f64;
+            let shrunk = (f64::from(preferred) / f64::from(grid.cell[0].min(grid.cell[1]))).ln();
+            // Weighted so that 8 heads are 4 x 2 and not 3 x 3 with a hole, and 5 heads are 3 x 2.
+            aspect + 5.75 * empty + shrunk
+        };
+        // More columns than this have no space for their captions.
+        let most = content.panels.min((MAX_SIDE / (CAPTION.em + GAP)) as usize);
+        let largest = |columns| (1..=preferred).rev().find_map(|cell| Self::new(content, columns, cell));
+        (1..=most).filter_map(largest).min_by(|a, b| badness(a).total_cmp(&badness(b)))
+    }
+
+    /// None if the picture would be too large.
+    fn new(content: &Content, columns: usize, cell: i32) -> Option<Self> {
+        let rows = content.panels.div_ceil(columns);
+        let [queries, keys] = [&content.queries, &content.keys].map(|axis| i32::try_from(axis.labels.len()));
+        let (queries, keys) = (queries.ok()?, keys.ok()?);
+        let short = cell.max(SHORT_AXIS_CELL.min(4 * cell));
+        let cell = [if keys < queries { short } else { cell }, if queries < keys { short } else { cell }];
+        let panel = [cell[0].checked_mul(keys)?, cell[1].checked_mul(queries)?];
+        if panel[0].max(panel[1]) > MAX_SIDE || columns.max(rows) > MAX_SIDE as usize {
+            return None;
+        }
+        let step = [panel[0].max(content.caption_width) + GAP, CAPTION_LINE + panel[1] + GAP];
+        let size = [columns as i32 * step[0] - GAP, rows as i32 * step[1] - GAP];
+        let query_labels = Labels::new(&content.queries, cell[1], false);
+        let key_labels = Labels::new(&content.keys, cell[0], true);
+
+        let left = MARGIN + AXIS_NAME_SPACE + query_labels.depth;
+        let width = left + size[0] + GAP + content.bar_width + MARGIN;
+        // The grid stands in the middle of a picture that is wider than what it holds.
+        let inset = (MIN_WIDTH - width).max(0) / 2;
+        let bar_height = (size[1] - CAPTION_LINE).clamp(BAR_HEIGHT.0, BAR_HEIGHT.1);
+        let bar_top = CAPTION_LINE + (size[1] - CAPTION_LINE - bar_height).max(0) / 2;
+        let key_name = size[1] + key_labels.depth + LABEL_GAP + SMALL_LINE / 2;
+        let notes = (key_name + SMALL_LINE).max(bar_top + bar_height + SMALL_LINE / 2);
+        let (left, width, bar) = (left + inset, width + 2 * inset, (bar_top, bar_height));
+        let fits = width <= MAX_SIDE && notes + 2 * MARGIN <= MAX_SIDE - TEXT_SPACE;
+        let grid = Self {
+            cell,
+            columns,
+            rows,
+            panel,
+            step,
+            size,
+            query_labels,
+            key_labels,
+            left,
+            width,
+            bar,
+            key_name,
+            notes,
+        };
+        fits.then_some(grid)
+    }
+}
+
+/// The side of a cell where nothing forces it to be smaller: panels get smaller the more there are.
+fn preferred_cell(content: &Content) -> i32 {
+    let panel = match content.panels {
+        1 => 480,
+        2..=4 => 360,
+        5..=9 => 280,
+        10..=16 => 240,
+        _ => 180,
+    };
+    let tokens = content.queries.labels.len().max(content.keys.labels.len()).clamp(1, panel);
+    let least = if content.queries.tokens || content.keys.tokens { TOKEN_CELL } else { INDEX_CELL };
+    ((panel / tokens) as i32).clamp(least, LARGEST_CELL)
+}
+
+/// A picture before it is drawn.
+struct Picture<'a> {
+    map: &'a HeatMap,
+    heads: Heads,
+    scale: Scale,
+    content: Content,
+    grid: Grid,
+    title: Vec<String>,
+    notes: Vec<String>,
+    size: [i32; 2],
+}
+
+impl<'a> Picture<'a> {
+    /// `is_covered`: whether the font can write all of a text; what it cannot write needs a note.
+    fn new(map: &'a HeatMap, heads: Heads, is_covered: impl Fn(&str) -> bool) -> Result<Self> {
+        let panels = map.panel_count(heads)?;
+        let (_, queries, keys) = map.weights.dims3()?;
+        let scale = Scale::of(map, heads)?;
+        let tick_columns = ticks(&scale, 0.0).iter().map(|(_, tick)| tick.len()).max().unwrap_or(0);
+        let content = Content {
+            panels,
+            queries: Axis::new(queries, map.query_labels.is_some(), |i| map.query_label(i)),
+            keys: Axis::new(keys, map.key_labels.is_some(), |i| map.key_label(i)),
+            caption_width: text_width(caption(map, heads, panels - 1)?.len(), CAPTION.em),
+            bar_width: (BAR_WIDTH + LABEL_GAP + text_width(tick_columns, TICK.em))
+                .max(text_width(BAR_NAME.len(), NOTE.em)),
+        };
+        let Some(grid) = Grid::fit(&content) else {
+            bail!(
+                "[heat_map] {} of {queries} x {keys} weights do not fit in {MAX_SIDE} x {MAX_SIDE} pixels: \
+                 draw fewer heads, or fewer tokens",
+                count(panels, "panel")
+            );
+        };
+
+        let columns = |em| columns_in(grid.width - 2 * MARGIN, em);
+        let title = map
+            .title
+            .iter()
+            .flat_map(|title| wrap(&shorten(title, columns(TITLE.em) * MAX_TITLE_LINES), columns(TITLE.em)));
+        let title: Vec<_> = title.collect();
+        let Content { queries, keys, .. } = &content;
+        let mut notes = Vec::new();
+        if !queries.labels.iter().chain(&keys.labels).chain(&title).all(|text| is_covered(text)) {
+            notes.push(String::from("empty boxes: characters that the picture's font lacks; the SVG shows them"));
+        }
+        for (name, axis, labels) in [("queries", queries, &grid.query_labels), ("keys", keys, &grid.key_labels)] {
+            if axis.tokens && labels.stride > 1 {
+                notes.push(format!("{name}: 1 token in {} is labelled", labels.stride));
+            }
+        }
+        if scale.not_finite > 0 {
+            notes.push(format!("{} not finite, in grey", count(scale.not_finite, "weight")));
+        }
+        notes.extend(scale.notes.iter().cloned());
+        let notes: Vec<_> = notes.iter().flat_map(|note| wrap(note, columns(NOTE.em))).collect();
+        let text_height = title.len() as i32 * TITLE_LINE + notes.len() as i32 * SMALL_LINE;
+        let size = [grid.width, grid.notes + text_height + 2 * MARGIN];
+        Ok(Self { map, heads, scale, content, grid, title, notes, size })
+    }
+
+    fn draw(&self, canvas: &mut dyn Canvas) -> Result<()> {
+        let ([w, h], grid) = (self.size, &self.grid);
+        canvas.rect([0, 0, w, h], WHITE);
+        for (text, y) in self.title.iter().zip((MARGIN + TITLE.em / 2..).step_by(TITLE_LINE as usize)) {
+            canvas.text(text, [w / 2, y], TITLE);
+        }
+        let top = MARGIN + self.title.len() as i32 * TITLE_LINE;
+        for panel in 0..self.content.panels {
+            self.draw_panel(canvas, panel, top)?;
+        }
+        canvas.text("keys", [grid.left + grid.size[0] / 2, top + grid.key_name], AXIS_NAME);
+        let left = grid.left - grid.query_labels.depth - AXIS_NAME_SPACE + SMALL_LINE / 2;
+        let middle = top + (grid.size[1] + CAPTION_LINE) / 2;
+        canvas.text("queries", [left, middle], Style { vertical: true, ..AXIS_NAME });
+        self.draw_bar(canvas, top + grid.bar.0);
+        let first = top + grid.notes + SMALL_LINE / 2;
+        for (text, y) in self.notes.iter().zip((first..).step_by(SMALL_LINE as usize)) {
+            canvas.text(text, [MARGIN, y], NOTE);
+        }
+        Ok(())
+    }
+
+    fn draw_panel(&self, canvas: &mut dyn Canvas, panel: usize, top: i32) -> Result<()> {
+        let Grid { cell: [w, h], columns, panel: [width, height], step, .. } = self.grid;
+        let left = self.grid.left + (panel % columns) as i32 * step[0] + (step[0] - GAP - width) / 2;
+        let top = top + (panel / columns) as i32 * step[1] + CAPTION_LINE;
+        canvas.text(&caption(self.map, self.heads, panel)?, [left + width / 2, top - CAPTION_LINE / 2], CAPTION);
+        canvas.rect([left - 1, top - 1, width + 2, height + 2], FRAME);
+
+        let numbered = w >= NUMBERED_CELL.0 && h >= NUMBERED_CELL.1;
+        let weights = self.map.panel(self.heads, panel)?;
+        for (y, row) in (top..).step_by(h as usize).zip(weights.chunks(self.content.keys.labels.len())) {
+            for (x, &weight) in (left..).step_by(w as usize).zip(row) {
+                let color = self.scale.position(weight).map_or(NOT_FINITE, gradient);
+                canvas.rect([x, y, w, h], color);
+                let text = short(weight);
+                if numbered && text_width(text.len(), NUMBER.em) + 4 <= w {
+                    canvas.text(&text, [x + w / 2, y + h / 2], Style { color: contrasting(color), ..NUMBER });
+                }
+            }
+        }
+
+        if panel.is_multiple_of(columns) {
+            let labels = &self.grid.query_labels;
+            let style = Style { em: labels.em, anchor: Anchor::End, ..TITLE };
+            for (i, text) in self.content.queries.labels.iter().enumerate().step_by(labels.stride) {
+                canvas.text(text, [left - LABEL_GAP, top + i as i32 * h + h / 2], style);
+            }
+        }
+        // The last panel of each column, which in a grid with empty places is not always in the last row.
+        if panel + columns >= self.content.panels {
+            let labels = &self.grid.key_labels;
+            let (anchor, drop) = if labels.vertical { (Anchor::End, 0) } else { (Anchor::Middle, labels.em / 2) };
+            let style = Style { em: labels.em, anchor, vertical: labels.vertical, ..TITLE };
+            for (j, text) in self.content.keys.labels.iter().enumerate().step_by(labels.stride) {
+                canvas.text(text, [left + j as i32 * w + w / 2, top + height + LABEL_GAP + drop], style);
+            }
+        }
+        Ok(())
+    }
+
+    fn draw_bar(&self, canvas: &mut dyn Canvas, y: i32) {
+        let (x, height) = (self.grid.left + self.grid.size[0] + GAP, self.grid.bar.1);
+        canvas.text(BAR_NAME, [x, y - CAPTION_LINE / 2], NOTE);
+        canvas.rect([x - 1, y - 1, BAR_WIDTH + 2, height + 2], FRAME);
+        for step in 0..BAR_STEPS {
+            let [top, bottom] = [step, step + 1].map(|step| y + height * step / BAR_STEPS);
+            let color = gradient(1.0 - f64::from(step) / f64::from(BAR_STEPS - 1));
+            canvas.rect([x, top, BAR_WIDTH, bottom - top], color);
+        }
+        for (position, text) in &ticks(&self.scale, 1.5 * f64::from(TICK.em) / f64::from(height)) {
+            // The numbers at the ends stay within the bar's length, out of the way of its name.
+            let up = ((position * f64::from(height)).round() as i32).clamp(TICK.em / 2, height - TICK.em / 2);
+            canvas.text(text, [x + BAR_WIDTH + LABEL_GAP, y + height - up], TICK);
+        }
+    }
+}
+
+/// In a grid the number of heads is plain to see.
+fn caption(map: &HeatMap, heads: Heads, panel: usize) -> Result<String> {
+    match heads {
+        Heads::All => Ok(format!("head {panel}")),
+        Heads::Mean | Heads::One(_) => map.caption(heads, panel),
+    }
+}
+
+/// The positions and texts of the numbers at the colour bar: its ends, and round numbers between that are more than
+/// `clear` from them.
+fn ticks(scale: &Scale, clear: f64) -> Vec<(f64, String)> {
+    let mut ticks = vec![(0.0, tick(scale.low)), (1.0, tick(scale.high))];
+    let length = scale.high - scale.low;
+    let magnitude = 10f64.powf((length / 5.0).log10().floor());
+    let step = [1.0, 2.0, 5.0, 10.0].map(|round| round * magnitude).into_iter().find(|step| length / step <= 5.0);
+    if let Some(step) = step.filter(|step| step.is_normal()) {
+        let first = (scale.low / step).ceil();
+        // At most 6 are between the ends, however the quotient rounds.
+        let values = (0..7).map(|i| (first + f64::from(i)) * step);
+        let inner = values.map(|value| ((value - scale.low) / length, tick(value)));
+        ticks.extend(inner.filter(|(position, _)| *position > clear && *position < 1.0 - clear));
+    }
+    ticks
+}
+
+/// The width of `columns` terminal columns of the embedded font: each glyph of Hack advances 1233/2048 em.
+fn text_width(columns: usize, em: i32) -> i32 {
+    (columns as f64 * f64::from(em) * 1233.0 / 2048.0).ceil() as i32
+}
+
+/// The columns that fit in `pixels`.
+fn columns_in(pixels: i32, em: i32) -> usize {
+    (f64::from(pixels.max(0)) * 2048.0 / 1233.0 / f64::from(em)) as usize
+}

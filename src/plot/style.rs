@@ -1,0 +1,233 @@
+//! What all drawings have in common: the colour scale, weights as numbers, and text that came from outside, made safe to
+//! print and measured in terminal columns.
+
+use candle_core::Result;
+use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
+
+use super::{Heads, HeatMap};
+
+/// How far a weight may leave \[0, 1\] by rounding: one step of bf16 above 1 is 0.0078.
+const ROUNDING: f64 = 0.01;
+
+/// A colour as red, green and blue.
+pub(super) type Rgb = [u8; 3];
+
+/// The colour of a weight that is not finite: viridis has no grey.
+pub(super) const NOT_FINITE: Rgb = [187, 187, 187];
+
+/// A linear colour scale from `low` to `high`.
+pub(super) struct Scale {
+    pub(super) low: f64,
+    pub(super) high: f64,
+    /// The most characters that [`short`] takes for a weight of this scale.
+    pub(super) digits: usize,
+    pub(super) not_finite: usize,
+    /// What a reader has to know beyond the two ends.
+    pub(super) notes: Vec<String>,
+}
+
+impl Scale {
+    /// Over the weights of all panels of a drawing.
+    pub(super) fn of(map: &HeatMap, heads: Heads) -> Result<Self> {
+        let (mut min, mut max, mut not_finite, mut above, mut longest) = (0f64, 0f64, 0, 0, 3);
+        for panel in 0..map.panel_count(heads)? {
+            for weight in map.panel(heads, panel)? {
+                if weight.is_finite() {
+                    (min, max) = (min.min(weight), max.max(weight));
+                    above += usize::from(map.scale_max.is_some_and(|end| weight > end));
+                } else {
+                    not_finite += 1;
+                }
+                if weight < 0.0 {
+                    longest = 4;
+                }
+            }
+        }
+        let mut notes = Vec::new();
+        if max > 1.0 + ROUNDING {
+            notes.push(format!("weights reach {}: dropout in training leaves weights above 1", tick(max)));
+        }
+        if min < -ROUNDING {
+            notes.push(format!("weights reach below 0, to {}", tick(min)));
+        }
+        if let (Some(end), 1..) = (map.scale_max, above) {
+            notes.push(format!("{} above the scale's end {}", count(above, "weight"), tick(end)));
+        }
+        let low = if min < -ROUNDING { min } else { 0.0 };
+        let high = map.scale_max.unwrap_or(max);
+        let digits = longest.max(short(min).len()).max(short(max).len());
+        // With no weight but 0 the scale still needs a length.
+        Ok(Self { low, high: if high > low { high } else { 1.0 }, digits, not_finite, notes })
+    }
+
+    /// The position of a weight on the scale, from 0 to 1; none if it is not finite.
+    pub(super) fn position(&self, weight: f64) -> Option<f64> {
+        // Halved, so that a scale over nearly all of f64 has a finite length.
+        let length = self.high / 2.0 - self.low / 2.0;
+        let position = if self.low == 0.0 { weight / self.high } else { (weight / 2.0 - self.low / 2.0) / length };
+        weight.is_finite().then(|| position.clamp(0.0, 1.0))
+    }
+}
+
+/// The colour at a position from 0 to 1: viridis, whose lightness grows evenly, also for the colour-blind.
+pub(super) fn gradient(position: f64) -> Rgb {
+    colorous::VIRIDIS.eval_continuous(position).into_array()
+}
+
+/// Black or white, whichever stands out more from `background` (the contrast ratio of WCAG 2.2).
+pub(super) fn contrasting(background: Rgb) -> Rgb {
+    let [r, g, b] = background.map(|channel| {
+        let c = f64::from(channel) / 255.0;
+        if c <= 0.04045 { c / 12.92 } else { ((c + 0.055) / 1.055).powf(2.4) }
+    });
+    let luminance = 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) { [0; 3] } else { [255; 3] }
+}
+
+/// A weight in two digits, `.27` or `1.3`; `0` only for exactly 0.
+pub(super) fn short(weight: f64) -> String {
+    let size = weight.abs();
+    if weight.is_nan() {
+        String::from("nan")
+    } else if size.is_infinite() || weight == 0.0 {
+        format!("{}", if weight == 0.0 { 0.0 } else { weight })
+    } else if size < 0.995 {
+        format!("{weight:.2}").replacen("0.", ".", 1)
+    } else if size < 9.95 {
+        format!("{weight:.1}")
+    } else if size < 999.5 {
+        format!("{weight:.0}")
+    } else {
+        format!("{weight:.0e}")
+    }
+}
+
+/// A number of the scale in at most three significant digits, `0.813`.
+pub(super) fn tick(value: f64) -> String {
+    let rounded = format!("{value:.2e}");
+    match rounded.parse::<f64>() {
+        Ok(v) if v == 0.0 || (1e-4..1e6).contains(&v.abs()) => format!("{v}"),
+        _ => rounded,
+    }
+}
+
+/// `1 head`, `16 heads`.
+pub(super) fn count(n: usize, noun: &str) -> String {
+    format!("{n} {noun}{}", if n == 1 { "" } else { "s" })
+}
+
+/// Marks that may stack on one character: no script needs more, and a pile of them runs over the lines around it.
+const MAX_MARKS: usize = 3;
+
+/// `text` with everything written out that would not print as itself.
+pub(super) fn safe(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    // Marks on the character before, or none where there is no character that could carry one.
+    let mut marks = None;
+    for c in text.chars() {
+        if c == '\\' || is_unprintable(c) {
+            out.extend(c.escape_default());
+            marks = None;
+        } else if c.width() != Some(0) {
+            out.push(c);
+            marks = Some(0);
+        } else {
+            // A dotted circle carries a mark that stands alone, as is the custom.
+            let stacked = marks.unwrap_or_else(|| {
+                out.push('◌');
+                0
+            });
+            if stacked < MAX_MARKS {
+                out.push(c);
+                marks = Some(stacked + 1);
+            } else {
+                out.extend(c.escape_default());
+            }
+        }
+    }
+    out
+}
+
+/// A token as it labels an axis: [`safe`], and with what is invisible made visible.
+pub(super) fn token(text: &str) -> String {
+    if text.is_empty() {
+        return String::from("\"\"");
+    }
+    let inner = text.trim_matches(' ');
+    let before = text.len() - text.trim_start_matches(' ').len();
+    let after = text.len() - inner.len() - before;
+    format!("{}{}{}", "␣".repeat(before), safe(inner), "␣".repeat(after))
+}
+
+/// Whether `c` moves the cursor, changes the direction of writing, is invisible, or is no character at all.
+fn is_unprintable(c: char) -> bool {
+    // Default_Ignorable_Code_Point of Unicode's DerivedCoreProperties, the separators U+2028 and U+2029, the
+    // bidirectional and interlinear controls, and the noncharacters, which XML forbids.
+    c.is_control()
+        || matches!(c,
+            '\u{ad}' | '\u{34f}' | '\u{61c}' | '\u{115f}'..='\u{1160}' | '\u{17b4}'..='\u{17b5}'
+            | '\u{180b}'..='\u{180f}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}'
+            | '\u{3164}' | '\u{fdd0}'..='\u{fdef}' | '\u{fe00}'..='\u{fe0f}' | '\u{feff}' | '\u{ffa0}'
+            | '\u{fff0}'..='\u{fffb}' | '\u{1bca0}'..='\u{1bca3}' | '\u{1d173}'..='\u{1d17a}'
+            | '\u{e0000}'..='\u{e0fff}')
+        || u32::from(c) & 0xfffe == 0xfffe
+}
+
+/// The columns that `text` takes in a terminal.
+pub(super) fn width(text: &str) -> usize {
+    text.width()
+}
+
+/// `text`, or as much of it as fits in `columns` with a `…` at the end.
+pub(super) fn shorten(text: &str, columns: usize) -> String {
+    if width(text) <= columns {
+        return text.to_string();
+    }
+    let mut end = 0;
+    for (start, c) in text.char_indices() {
+        let next = start + c.len_utf8();
+        if width(&text[..next]) + 1 > columns {
+            break;
+        }
+        end = next;
+    }
+    format!("{}…", &text[..end])
+}
+
+/// `text` in the middle of `columns`; what is left over by an odd number goes to the right.
+pub(super) fn centre(text: &str, columns: usize) -> String {
+    let space = columns.saturating_sub(width(text));
+    format!("{}{text}{}", " ".repeat(space / 2), " ".repeat(space - space / 2))
+}
+
+/// `text` at the right of `columns`.
+pub(super) fn right(text: &str, columns: usize) -> String {
+    format!("{}{text}", " ".repeat(columns.saturating_sub(width(text))))
+}
+
+/// `text` broken between words into lines of at most `columns`; a word that is longer by itself is broken inside.
+pub(super) fn wrap(text: &str, columns: usize) -> Vec<String> {
+    let columns = columns.max(2);
+    let mut lines = Vec::new();
+    let (mut line, mut used) = (String::new(), 0);
+    for word in text.split(' ') {
+        if used > 0 && columns - used < 1 + width(word) {
+            lines.push(std::mem::take(&mut line));
+            used = 0;
+        } else if used > 0 {
+            line.push(' ');
+            used += 1;
+        }
+        for c in word.chars() {
+            let c_width = c.width().unwrap_or(0);
+            if used + c_width > columns {
+                lines.push(std::mem::take(&mut line));
+                used = 0;
+            }
+            line.push(c);
+            used += c_width;
+        }
+    }
+    lines.push(line);
+    lines
+}
