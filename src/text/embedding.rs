@@ -51,12 +51,10 @@ impl EmbeddingConfig {
         if max_positions == Some(0) {
             bail!("[embedding] max_positions must be at least 1, found 0; leave it out for no positions")
         }
-        match padding_idx {
-            Some(i) if i >= vocab_size => {
-                bail!("[embedding] padding_idx {i} is not below the vocabulary size {vocab_size}")
-            }
-            _ => Ok(()),
+        if let Some(i) = padding_idx.filter(|&i| i >= vocab_size) {
+            bail!("[embedding] padding_idx {i} is not below the vocabulary size {vocab_size}")
         }
+        Ok(())
     }
 }
 
@@ -110,13 +108,11 @@ impl EmbeddingLayer {
             // In place, because the variable that an optimiser or a saved file sees must have the zeros too.
             table.slice_set(&zeros, 0, row)?;
         }
-        let positions = match cfg.max_positions {
-            Some(n) => Some(source.pp("position_embedding").get((n, cfg.embed_dim), "weight", normal)?),
-            None => {
-                source.refuse("position_embedding.weight", "the config says there are no positions")?;
-                None
-            }
-        };
+        let positions = |n| source.pp("position_embedding").get((n, cfg.embed_dim), "weight", normal);
+        if cfg.max_positions.is_none() {
+            source.refuse("position_embedding.weight", "the config says there are no positions")?;
+        }
+        let positions = cfg.max_positions.map(positions).transpose()?;
         Ok(Self { table, positions, padding_idx: cfg.padding_idx })
     }
 
@@ -126,14 +122,12 @@ impl EmbeddingLayer {
     ///
     /// If the table is not a float tensor (V, E) with E the embedding's hidden size and neither zero.
     pub fn from_embedding(embedding: Embedding) -> Result<Self> {
-        let table = embedding.embeddings();
-        let hidden_size = embedding.hidden_size();
-        match table.dims() {
-            &[v, e] if v > 0 && e > 0 && e == hidden_size && table.dtype().is_float() => {}
-            dims => bail!(
-                "[embedding] expected a float table (V, {hidden_size}) with V and E at least 1, found {dims:?} of {:?}",
-                table.dtype()
-            ),
+        let (table, hidden_size) = (embedding.embeddings(), embedding.hidden_size());
+        let (dims, dtype) = (table.dims(), table.dtype());
+        if !matches!(*dims, [v, e] if v > 0 && e > 0 && e == hidden_size) || !dtype.is_float() {
+            bail!(
+                "[embedding] expected a float table (V, {hidden_size}) with V and E at least 1, found {dims:?} of {dtype:?}"
+            )
         }
         Ok(Self { table: table.clone(), positions: None, padding_idx: None })
     }
@@ -156,46 +150,30 @@ impl EmbeddingLayer {
             bail!("[embedding] expected ids of an integer dtype, found {:?}", ids.dtype())
         }
         if !ids.device().same_device(self.table.device()) {
-            bail!(
-                "[embedding] ids are on {:?} and the table is on {:?}",
-                ids.device().location(),
-                self.table.device().location()
-            )
+            let [here, there] = [ids, &self.table].map(|tensor| tensor.device().location());
+            bail!("[embedding] ids are on {here:?} and the table is on {there:?}")
         }
-        let positions = self.positions_at(offset, t)?;
+        if let Some(n) = self.positions.as_ref().map(|positions| positions.dims()[0])
+            && offset.checked_add(t).is_none_or(|end| end > n)
+        {
+            bail!("[embedding] {t} tokens from position {offset} on do not fit into {n} positions")
+        }
         let mut dims = ids.dims().to_vec();
         dims.push(self.embed_dim());
         if ids.elem_count() == 0 {
             return Tensor::zeros(dims, self.table.dtype(), self.table.device());
         }
         let ids = checked_ids(ids, self.vocab_size())?;
-        let vectors = self.table.contiguous()?.index_select(&ids, 0)?;
-        let vectors = self.without_padding_gradient(vectors, &ids)?.reshape(dims)?;
-        match positions {
-            Some(positions) => vectors.broadcast_add(&positions),
+        let mut vectors = self.table.contiguous()?.index_select(&ids, 0)?;
+        if let (Some(padding_idx), true) = (self.padding_idx, vectors.track_op()) {
+            // The same values; those of the padding row are cut from the graph.
+            let is_padding = ids.eq(padding_idx as i64)?.unsqueeze(1)?.broadcast_as(vectors.shape())?;
+            vectors = is_padding.where_cond(&vectors.detach(), &vectors)?;
+        }
+        let vectors = vectors.reshape(dims)?;
+        match &self.positions {
+            Some(positions) => vectors.broadcast_add(&positions.narrow(0, offset, t)?),
             None => Ok(vectors),
-        }
-    }
-
-    fn positions_at(&self, offset: usize, t: usize) -> Result<Option<Tensor>> {
-        let Some(positions) = &self.positions else {
-            return Ok(None);
-        };
-        let n = positions.dim(0)?;
-        match offset.checked_add(t) {
-            Some(end) if end <= n => Ok(Some(positions.narrow(0, offset, t)?)),
-            _ => bail!("[embedding] {t} tokens from position {offset} on do not fit into {n} positions"),
-        }
-    }
-
-    /// The same values; those of the padding row are cut from the graph.
-    fn without_padding_gradient(&self, vectors: Tensor, ids: &Tensor) -> Result<Tensor> {
-        match self.padding_idx {
-            Some(padding_idx) if vectors.track_op() => {
-                let is_padding = ids.eq(padding_idx as i64)?;
-                is_padding.unsqueeze(1)?.broadcast_as(vectors.shape())?.where_cond(&vectors.detach(), &vectors)
-            }
-            _ => Ok(vectors),
         }
     }
 
@@ -236,12 +214,12 @@ fn checked_ids(ids: &Tensor, vocab_size: usize) -> Result<Tensor> {
     let is_bad = |id: &i64| !usize::try_from(*id).is_ok_and(|id| id < vocab_size);
     let host = wide.to_vec1::<i64>()?;
     let Some(i) = host.iter().position(is_bad) else { return Ok(wide) };
-    let (id, place) = match ids.dims() {
-        &[_, t] => (host[i], format!("position {} of sequence {}", i % t, i / t)),
-        _ => (host[i], format!("position {i}")),
+    let place = match ids.dims() {
+        &[_, t] => format!("position {} of sequence {}", i % t, i / t),
+        _ => format!("position {i}"),
     };
-    if id < 0 {
-        bail!("[embedding] id {id} at {place} is negative")
+    match host[i] {
+        id @ ..0 => bail!("[embedding] id {id} at {place} is negative"),
+        id => bail!("[embedding] id {id} at {place} is not below the vocabulary size {vocab_size}"),
     }
-    bail!("[embedding] id {id} at {place} is not below the vocabulary size {vocab_size}")
 }

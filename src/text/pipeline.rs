@@ -8,8 +8,8 @@ use tokenizers::{
     PreTokenizer, Token, Tokenizer, TruncationDirection,
 };
 
-use super::batch::Encoding;
-use super::error::{BoxError, TokenizerError, Vocabulary};
+use super::Encoding;
+use super::error::{BoxError, TokenizerError, nearest_and_first};
 
 /// Stands for the error that the BPE model should give where it leaves characters out.
 #[derive(Debug, thiserror::Error)]
@@ -94,8 +94,8 @@ fn explain(tokenizer: &Tokenizer, pieces: &PreTokenizedString, source: BoxError)
     if source.is::<Dropped>() {
         TokenizerError::DroppedCharacters { word, position, model }
     } else if is_unknown_word(&source) {
-        let Vocabulary { nearest, first } = Vocabulary::near(&word, tokenizer);
-        TokenizerError::UnknownWord { word, position, nearest, vocabulary: first }
+        let [nearest, vocabulary] = nearest_and_first(&word, tokenizer);
+        TokenizerError::UnknownWord { word, position, nearest, vocabulary }
     } else {
         TokenizerError::Pipeline { action: "encode", source }
     }

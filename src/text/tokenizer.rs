@@ -14,9 +14,8 @@ use tokenizers::{
     Decoder, Model, PaddingDirection, PaddingParams, PaddingStrategy, PreTokenizerWrapper, Tokenizer, TruncationParams,
 };
 
-use super::batch::{Batch, Encoding, PaddingSide};
-use super::error::{TokenizerError, Vocabulary};
-use super::pipeline;
+use super::error::{TokenizerError, nearest_and_first};
+use super::{Batch, Encoding, PaddingSide, pipeline};
 
 type Result<T> = std::result::Result<T, TokenizerError>;
 
@@ -393,8 +392,8 @@ impl SimpleTokenizer {
 
     fn id_of(&self, part: &'static str, token: &str) -> Result<u32> {
         self.token_to_id(token).ok_or_else(|| {
-            let Vocabulary { nearest, first } = Vocabulary::near(token, &self.inner);
-            TokenizerError::NotInVocabulary { part, token: token.to_owned(), nearest, vocabulary: first }
+            let [nearest, vocabulary] = nearest_and_first(token, &self.inner);
+            TokenizerError::NotInVocabulary { part, token: token.to_owned(), nearest, vocabulary }
         })
     }
 }

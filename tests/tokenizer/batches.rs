@@ -1,16 +1,20 @@
-//! Padding, lengths and starts.
+//! Padding, lengths, starts and cuts.
 
 use candle_attention::ValidLens;
-use candle_attention::text::{PaddingSide, SimpleTokenizer, SpecialTokens, TokenizerError};
+use candle_attention::text::{Batch, PaddingSide, SimpleTokenizer, SpecialTokens, TokenizerError};
 use candle_core::{DType, Device};
 use serde_json::json;
 
-use super::documents::{cls_and_sep, file, letters, load, padding, truncation};
-use super::{ids, message, tutorial};
+use super::documents::{cls_and_sep, letters, load, padding, truncation};
+use super::{ids, message, tutorial, words};
+
+fn batch(tokenizer: &SimpleTokenizer, texts: &[&str]) -> Batch {
+    tokenizer.encode_batch(texts).unwrap()
+}
 
 #[test]
 fn a_batch_is_padded_on_the_right() {
-    let batch = tutorial().encode_batch(&["hello", "how are you", ""]).unwrap();
+    let batch = batch(&tutorial(), &["hello", "how are you", ""]);
     assert_eq!(batch.ids(), [[1, 0, 0], [3, 4, 5], [0, 0, 0]]);
     assert_eq!(batch.tokens()[0], ["hello", "<pad>", "<pad>"]);
     assert_eq!(batch.lens(), [1, 3, 0]);
@@ -23,29 +27,44 @@ fn a_batch_is_padded_on_the_right() {
 }
 
 #[test]
-fn a_batch_of_one_length_needs_no_padding_token() {
-    let batch = SimpleTokenizer::from_words(["a", "b"]).unwrap().encode_batch(&["a b", "b b"]).unwrap();
-    assert_eq!(batch.ids(), [[0, 1], [1, 1]]);
-    assert_eq!(batch.valid_lens().unwrap(), ValidLens::from(vec![2, 2]));
+fn a_file_that_pads_on_the_left_gives_starts() {
+    let tokenizer = load(letters(), json!({"padding": padding("Left", json!("BatchLongest"), None)}));
+    let left = batch(&tokenizer, &["a", "b c d", ""]);
+    assert_eq!(left.ids(), [[0, 0, 3], [4, 5, 6], [0, 0, 0]]);
+    assert_eq!(left.tokens()[0], ["[PAD]", "[PAD]", "a"]);
+    assert_eq!((left.lens(), left.padding_side()), (&[1, 3, 0][..], PaddingSide::Left));
+    assert_eq!(left.starts(), ValidLens::from(vec![2, 0, 3]));
+    // Also where there is no padding: the answer must not depend on the data.
+    for batch in [left, batch(&tokenizer, &["a"])] {
+        assert!(message(batch.valid_lens()).starts_with("[tokenizer] the batch is padded on the left"));
+    }
+    let right = batch(&tokenizer.with_padding_side(PaddingSide::Right).unwrap(), &["a", "b c d"]);
+    assert_eq!(right.ids(), [[3, 0, 0], [4, 5, 6]]);
+    assert_eq!(right.valid_lens().unwrap(), ValidLens::from(vec![1, 3]));
 }
 
 #[test]
-fn the_padding_token_is_the_usual_one_or_the_chosen_one() {
-    let pads = |words: &[&str]| SimpleTokenizer::from_words(words.to_vec()).unwrap().padding_token();
+fn the_padding_token_and_its_side_are_the_usual_ones_or_the_chosen_ones() {
+    let pads = |vocab: &[&str]| words(vocab).padding_token();
     assert_eq!(pads(&["a", "[PAD]", "<pad>"]).as_deref(), Some("<pad>"));
     assert_eq!(pads(&["a", "[PAD]"]).as_deref(), Some("[PAD]"));
     assert_eq!(pads(&["a", "<PAD>"]), None);
-    let tokenizer = tutorial().with_padding("?").unwrap();
-    assert_eq!(tokenizer.encode_batch(&["you", "are you"]).unwrap().ids(), [[5, 6], [4, 5]]);
+    let left = tutorial().with_padding_side(PaddingSide::Left).unwrap();
+    for (tokenizer, expected) in [(tutorial().with_padding("?").unwrap(), [5, 6]), (left, [0, 5])] {
+        assert_eq!(batch(&tokenizer, &["you", "are you"]).ids(), [expected, [4, 5]]);
+    }
 }
 
 #[test]
-fn a_batch_of_empty_texts_has_no_columns() {
-    for tokenizer in [tutorial(), SimpleTokenizer::from_words(["a"]).unwrap()] {
-        let batch = tokenizer.encode_batch(&["", " "]).unwrap();
-        assert_eq!(batch.ids_tensor(&Device::Cpu).unwrap().dims(), [2, 0]);
-        assert_eq!(batch.valid_lens().unwrap(), ValidLens::from(vec![0, 0]));
-        assert_eq!(batch.starts(), ValidLens::from(vec![0, 0]));
+fn texts_of_one_length_need_no_padding_token_and_may_be_empty() {
+    let one_length = batch(&words(&["a", "b"]), &["a b", "b b"]);
+    assert_eq!(one_length.ids(), [[0, 1], [1, 1]]);
+    assert_eq!(one_length.valid_lens().unwrap(), ValidLens::from(vec![2, 2]));
+    for tokenizer in [tutorial(), words(&["a"])] {
+        let empty = batch(&tokenizer, &["", " "]);
+        assert_eq!(empty.ids_tensor(&Device::Cpu).unwrap().dims(), [2, 0]);
+        assert_eq!(empty.valid_lens().unwrap(), ValidLens::from(vec![0, 0]));
+        assert_eq!(empty.starts(), ValidLens::from(vec![0, 0]));
     }
 }
 
@@ -57,33 +76,6 @@ fn an_error_in_a_batch_names_the_first_text_that_fails() {
     let text = message::<()>(Err(error));
     assert!(text.starts_with("[tokenizer] word 2, \"you?\", is not"), "{text}");
     assert!(text.ends_with(" (text 41 of the batch)"), "{text}");
-}
-
-#[test]
-fn a_file_that_pads_on_the_left_gives_starts() {
-    let bytes = file(letters(), json!({"padding": padding("Left", json!("BatchLongest"), None)}));
-    let tokenizer = SimpleTokenizer::from_bytes(&bytes).unwrap();
-    let batch = tokenizer.encode_batch(&["a", "b c d", ""]).unwrap();
-    assert_eq!(batch.ids(), [[0, 0, 3], [4, 5, 6], [0, 0, 0]]);
-    assert_eq!(batch.tokens()[0], ["[PAD]", "[PAD]", "a"]);
-    assert_eq!((batch.lens(), batch.padding_side()), (&[1, 3, 0][..], PaddingSide::Left));
-    assert_eq!(batch.starts(), ValidLens::from(vec![2, 0, 3]));
-    // Also where there is no padding: the answer must not depend on the data.
-    for batch in [batch, tokenizer.encode_batch(&["a"]).unwrap()] {
-        assert!(message(batch.valid_lens()).starts_with("[tokenizer] the batch is padded on the left"));
-    }
-    let right = tokenizer.with_padding_side(PaddingSide::Right).unwrap();
-    let batch = right.encode_batch(&["a", "b c d"]).unwrap();
-    assert_eq!(batch.ids(), [[3, 0, 0], [4, 5, 6]]);
-    assert_eq!(batch.valid_lens().unwrap(), ValidLens::from(vec![1, 3]));
-}
-
-#[test]
-fn padding_goes_to_the_chosen_side() {
-    assert_eq!(
-        tutorial().with_padding_side(PaddingSide::Left).unwrap().encode_batch(&["you", "you ?"]).unwrap().ids(),
-        [[0, 5], [5, 6]]
-    );
 }
 
 /// As the file of all-MiniLM-L6-v2: padding to 128 tokens and truncation to 128.
@@ -98,25 +90,23 @@ fn a_length_in_the_file_neither_pads_nor_cuts() {
         assert_eq!(ids(&tokenizer, "a"), [1, 3, 2]);
         let long = vec!["a"; 600].join(" ");
         assert_eq!(ids(&tokenizer, &long).len(), 602);
-        assert_eq!(tokenizer.encode_batch(&["a", "b c"]).unwrap().ids(), [[1, 3, 2, 0], [1, 4, 5, 2]]);
-        assert_eq!(tokenizer.encode_batch(&["a", &long]).unwrap().num_truncated(), [0, 0]);
+        assert_eq!(batch(&tokenizer, &["a", "b c"]).ids(), [[1, 3, 2, 0], [1, 4, 5, 2]]);
+        assert_eq!(batch(&tokenizer, &["a", &long]).num_truncated(), [0, 0]);
     }
 }
 
 #[test]
 fn a_cut_is_counted() {
     let tokenizer = load(letters(), json!({"post_processor": cls_and_sep()})).with_truncation(4).unwrap();
-    let encoding = tokenizer.encode("a b c d a").unwrap();
-    assert_eq!((encoding.ids, encoding.num_truncated), (vec![1, 3, 4, 2], 3));
-    let encoding = tokenizer.encode_with("a b c d a", SpecialTokens::Without).unwrap();
-    assert_eq!((encoding.ids, encoding.num_truncated), (vec![3, 4, 5, 6], 1));
-    let batch = tokenizer.encode_batch(&["a", "a b", "a b c"]).unwrap();
+    for (special, expected) in [(SpecialTokens::With, ([1, 3, 4, 2], 3)), (SpecialTokens::Without, ([3, 4, 5, 6], 1))] {
+        let encoding = tokenizer.encode_with("a b c d a", special).unwrap();
+        assert_eq!((encoding.ids.as_slice(), encoding.num_truncated), (&expected.0[..], expected.1));
+    }
+    let batch = batch(&tokenizer, &["a", "a b", "a b c"]);
     assert_eq!((batch.ids()[0].as_slice(), batch.num_truncated()), (&[1, 3, 2, 0][..], &[0, 0, 1][..]));
     for most in [0, 1, 2] {
-        assert_eq!(
-            message(tokenizer.clone().with_truncation(most)),
-            format!("[tokenizer] texts are cut at {most} tokens, expected more than the 2 that are added")
-        );
+        let expected = format!("[tokenizer] texts are cut at {most} tokens, expected more than the 2 that are added");
+        assert_eq!(message(tokenizer.clone().with_truncation(most)), expected);
     }
     assert_eq!(ids(&tutorial().with_truncation(1).unwrap(), "how are you"), [3]);
 }

@@ -79,12 +79,15 @@ pub fn reference(file: &[u8], text: &str, special: bool) -> (Vec<u32>, Vec<Strin
     (encoding.get_ids().to_vec(), encoding.get_tokens().to_vec())
 }
 
-pub fn assert_follows_the_crate(file: &[u8], texts: &[&str]) {
-    let tokenizer = SimpleTokenizer::from_bytes(file).unwrap();
+/// The tokenizer of such a file, which gives what the crate gives.
+pub fn assert_follows_the_crate(model: Value, parts: Value, texts: &[&str]) -> SimpleTokenizer {
+    let file = file(model, parts);
+    let tokenizer = SimpleTokenizer::from_bytes(&file).unwrap();
     for text in texts {
         for (special, flag) in [(SpecialTokens::With, true), (SpecialTokens::Without, false)] {
             let Encoding { ids, tokens, .. } = tokenizer.encode_with(text, special).unwrap();
-            assert_eq!((ids, tokens), reference(file, text, flag), "{text:?} {special:?}");
+            assert_eq!((ids, tokens), reference(&file, text, flag), "{text:?} {special:?}");
         }
     }
+    tokenizer
 }
