@@ -96,7 +96,7 @@ fn a_token_that_the_model_has_no_row_for_is_named() {
     let copy = copy("distilbert");
     edit(copy.path(), "tokenizer.json", |json| json["model"]["vocab"]["extra"] = 1000.into());
     let config: Value = serde_json::from_str(&fs::read_to_string(copy.path().join("config.json")).unwrap()).unwrap();
-    let message = "[embedding] id 1000 at position 1 of sequence 0 is not below the vocabulary size";
+    let message = "[embedding] id 1000 at position 1 is not below the vocabulary size";
     fails(copy.path(), &["extra"], &format!("{message} {}", config["vocab_size"]));
 }
 
