@@ -12,7 +12,6 @@ mod call;
 #[path = "../common/mod.rs"]
 mod common;
 mod last_words;
-mod projections;
 #[path = "../attention/recipe.rs"]
 #[allow(dead_code, reason = "a part is for other sizes")]
 mod recipe;
@@ -38,9 +37,12 @@ use std::sync::atomic::Ordering;
 
 use allocator::{GUARDED, GuardedAllocator, guard_is_before};
 use candle_attention::cpu::Tier;
+use proptest::prelude::*;
 use proptest::sample::select;
 
 use flash::fused::run;
+use linear::case::{Layout as Rows, Outcome, Product, TYPES, check};
+use linear::draw::{INPUTS, OUTPUTS, ROWS, products};
 use oracle::{Dims, Lens, Mask, Part};
 use recipe::{DTYPES, Kind, LENGTHS, Layout, Reach, Recipe, WIDTHS, for_all, kernel_recipes};
 
@@ -52,10 +54,14 @@ const TIGHT: [Layout; 5] =
     [Layout::Contiguous, Layout::HeadsTransposed, Layout::ColumnMajor, Layout::OneBatch, Layout::OneHead];
 
 /// A pool of its own for each case, so that no scratch memory is left that is larger than the case needs.
-fn holds(draw: &Recipe) -> Result<(), String> {
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().map_err(|error| error.to_string())?;
-    last_words::name(format!("an access outside of the buffers, on one of the tiers, in\n{draw:#?}\n"));
-    pool.install(|| run(&draw.case(), draw.dtype)).map(drop).map_err(|error| error.to_string())
+fn isolated<T: Send>(case: String, run: impl FnOnce() -> T + Send) -> T {
+    last_words::name(format!("an access outside of the buffers, on one of the tiers, in\n{case}\n"));
+    rayon::ThreadPoolBuilder::new().num_threads(2).build().expect("a pool").install(run)
+}
+
+fn holds(draw: &Recipe) -> Outcome {
+    let case = draw.case();
+    isolated(format!("{draw:#?}"), || run(&case, draw.dtype)).map(drop).map_err(|error| error.to_string())
 }
 
 fn tight(mut draw: Recipe, layouts: [Layout; 3]) -> Recipe {
@@ -100,9 +106,36 @@ fn keys_that_begin_within_a_block_stay_in_their_buffers() {
             let dtype = DTYPES[n % 3];
             let mut case = Recipe::of_kernel(dims, vec![], dtype).case();
             case.masks = vec![Mask::of(Part::Starts(Lens::PerSequence(vec![start])))];
-            last_words::name(format!("an access outside of the buffers: keys {start}..{t_kv} in {dtype:?}\n"));
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a pool");
-            pool.install(|| run(&case, dtype)).unwrap_or_else(|error| panic!("{error}: {start}..{t_kv}"));
+            let what = format!("keys {start}..{t_kv} in {dtype:?}");
+            isolated(what.clone(), || run(&case, dtype)).unwrap_or_else(|error| panic!("{error}: {what}"));
+        }
+    }
+}
+
+/// Layouts whose input ends, and begins, where its buffer does.
+const TIGHT_ROWS: [Rows; 5] =
+    [Rows::Contiguous, Rows::LeadingTransposed, Rows::ColumnMajor, Rows::OneRow, Rows::RankFour];
+
+fn product_holds(product: &Product) -> Outcome {
+    isolated(format!("{product:#?}"), || check(product))
+}
+
+#[test]
+fn random_projections_stay_in_their_buffers() {
+    let strategy = (products(), prop_oneof![3 => select(&TIGHT_ROWS[..]), 1 => select(&Rows::ALL[..])]);
+    for_all(64, strategy, |(product, layout)| product_holds(&Product { layout, ..product }));
+}
+
+/// Each number of inputs beside a third of the numbers of outputs, and the reverse.
+#[test]
+fn every_edge_of_a_projection_stays_in_its_buffers() {
+    for (n, &inputs) in INPUTS.iter().enumerate() {
+        let some = |&(m, &outputs): &(usize, &usize)| outputs <= 101 && (n + m).is_multiple_of(3);
+        for (m, &outputs) in OUTPUTS.iter().enumerate().filter(some) {
+            let rows = ROWS[(2 * n + m) % 23];
+            let product = Product::plain(TYPES[(n + m) % 5], rows, (inputs, outputs));
+            let product = Product { layout: TIGHT_ROWS[(n + m / 5) % 5], ..product };
+            product_holds(&product).unwrap_or_else(|difference| panic!("{difference}\n{product:?}"));
         }
     }
 }
@@ -123,8 +156,8 @@ fn the_same_with_the_page_before_each_buffer() {
         "random_calls_stay_in_their_buffers",
         "every_edge_stays_in_its_buffers",
         "keys_that_begin_within_a_block_stay_in_their_buffers",
-        "projections::random_projections_stay_in_their_buffers",
-        "projections::every_edge_of_a_projection_stays_in_its_buffers",
+        "random_projections_stay_in_their_buffers",
+        "every_edge_of_a_projection_stays_in_its_buffers",
         "buffers_are_guarded",
     ] {
         let output = child(test, "before");
