@@ -1,7 +1,7 @@
 //! The table of model families. One that needs nothing new is one row: its fields and defaults are those of its
 //! configuration class in transformers, and a column that a row leaves out is as in the row it extends.
 
-use super::family::{Bias, Family, Heads, Mask, ModuleNames, Norm, Only, Rotary, at};
+use super::family::{Bias, Family, Heads, Mask, ModuleNames, Norm, Rotary, at};
 use super::fields::Aliases;
 use super::rope::rope;
 use super::rules::{
@@ -57,7 +57,7 @@ const GEMMA: Family = Family {
     model_type: "gemma", sizes: [28, 3072, 16], heads: Heads::Grouped(Some(16), Some(256)),
     rope: Rotary::All(rope(10_000.0, 8192)),
     // What it does depends on the implementation of attention that transformers uses: some keep the causal mask.
-    only: &[("use_bidirectional_attention", Only::Flag(false))], ..LLAMA
+    only: &[("use_bidirectional_attention", "false")], ..LLAMA
 };
 #[rustfmt::skip]
 const GEMMA2: Family = Family {
@@ -79,7 +79,7 @@ const GEMMA3_TEXT: Family = Family {
     },
     qk_norm: Some(Norm { kind: QkNormKind::RmsPlusOne, ..rms_norm(QkNormScope::PerHead, 1e-6) }),
     window: |fields, layer| all_but_each(fields, layer, 6), mask: Mask::CausalOrBidirectional,
-    only: &[("model_type", Only::Text("gemma3_text")), ("attn_logit_softcapping", Only::Null)],
+    only: &[("model_type", "\"gemma3_text\""), ("attn_logit_softcapping", "null")],
     adjust: |_, _, cfg| Ok(cfg), ..GEMMA2
 };
 #[rustfmt::skip]
@@ -106,7 +106,7 @@ const BERT: Family = Family {
     modules: &[at(&["bert.", ""], "encoder.layer.{}.attention", WeightLayout::Bert)],
     dropout: ("attention_probs_dropout_prob", 0.1), mask: Mask::CausalIf("is_decoder"),
     // Relative positions between queries and keys, which older versions of transformers had.
-    only: &[("position_embedding_type", Only::Text("absolute"))], ..DECODER
+    only: &[("position_embedding_type", "\"absolute\"")], ..DECODER
 };
 #[rustfmt::skip]
 const DEEPSEEK_V2: Family = Family {
@@ -237,7 +237,7 @@ pub(super) const FAMILIES: &[Family] = &[
     Family {
         model_type: "mpt", names: ["n_layers", "d_model", "n_heads"], sizes: [24, 2048, 16],
         modules: &[at(TRANSFORMER, "blocks.{}.attn", WQKV)],
-        heads: Heads::Equal, only: &[("no_bias", Only::Flag(true))],
+        heads: Heads::Equal, only: &[("no_bias", "true")],
         adjust: |fields, _, cfg| mpt(&fields.section("attn_config")?, cfg), ..DECODER
     },
     Family {
@@ -249,9 +249,9 @@ pub(super) const FAMILIES: &[Family] = &[
         heads: Heads::Grouped(None, None), bias: Bias::None, dropout: ("attention_probs_dropout_prob", 0.0),
         rope: Rotary::All(rope(1000.0, 2048)), mask: Mask::Encoder,
         only: &[
-            ("causal", Only::Flag(false)), ("qkv_proj_bias", Only::Flag(false)),
-            ("rotary_emb_interleaved", Only::Flag(false)), ("rotary_emb_fraction", Only::Number(1)),
-            ("rotary_emb_scale_base", Only::Null), ("rotary_scaling_factor", Only::Null),
+            ("causal", "false"), ("qkv_proj_bias", "false"),
+            ("rotary_emb_interleaved", "false"), ("rotary_emb_fraction", "1"),
+            ("rotary_emb_scale_base", "null"), ("rotary_scaling_factor", "null"),
         ],
         adjust: |fields, _, cfg| fields.agrees("num_key_value_heads", cfg.num_heads()).map(|()| cfg), ..BERT
     },
@@ -312,7 +312,7 @@ pub(super) const FAMILIES: &[Family] = &[
             fields.agrees("num_key_value_heads", num_heads)?;
             Ok(num_heads)
         }),
-        dropout: ("dropout_rate", 0.1), mask: Mask::Encoder, only: &[("is_decoder", Only::Flag(false))],
+        dropout: ("dropout_rate", 0.1), mask: Mask::Encoder, only: &[("is_decoder", "false")],
         adjust: |fields, _, cfg| {
             let buckets = RelativeBiasConfig::new(true)
                 .with_num_buckets(fields.get_or("relative_attention_num_buckets", 32)?)

@@ -38,8 +38,8 @@ pub(super) struct Family {
     pub mask: Mask,
     /// The scale of the scores as a power of a field: its name, its default and the exponent.
     pub scale: Option<(&'static str, f64, f64)>,
-    /// Fields that change the numbers, and the one value that is supported.
-    pub only: &'static [(&'static str, Only)],
+    /// Fields that change the numbers, and the one value that is supported, in JSON.
+    pub only: &'static [(&'static str, &'static str)],
     /// What no column says.
     pub adjust: fn(&Fields, usize, MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig>,
     /// In place of most columns, for latent attention.
@@ -102,14 +102,6 @@ pub(super) enum Mask {
     Encoder,
 }
 
-/// The one value of a field that is supported.
-pub(super) enum Only {
-    Flag(bool),
-    Text(&'static str),
-    Number(u64),
-    Null,
-}
-
 impl Family {
     /// The family that a configuration names.
     pub fn of(json: &Value) -> Result<&'static Self> {
@@ -132,15 +124,7 @@ impl Family {
                 .fail("attention is latent, expected a call of `latent_attention_config` or `load_latent_attention`");
         }
         for (name, only) in self.only {
-            fields.only(
-                name,
-                match *only {
-                    Only::Flag(flag) => flag.into(),
-                    Only::Text(text) => text.into(),
-                    Only::Number(number) => number.into(),
-                    Only::Null => Value::Null,
-                },
-            )?;
+            fields.only(name, only.parse::<Value>().unwrap_or_default())?;
         }
         let window = (self.window)(fields, layer)?;
         let cfg = self.bias(fields, self.heads(fields)?)?;

@@ -23,7 +23,6 @@
 //! The tensors are constants. To train from them, copy them into a [`VarMap`](candle_nn::VarMap): for each of its
 //! variables, `var.set(&vb.get_unchecked(name)?)` with the builder from which a model of the same names was built.
 
-mod box_muller;
 mod distribution;
 mod generator;
 

@@ -20,7 +20,6 @@ mod layout;
 mod load;
 mod pickle;
 mod pth;
-mod rows;
 mod safetensors;
 mod source;
 mod stored;
@@ -31,7 +30,6 @@ pub use layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLay
 
 #[cfg(feature = "hub")]
 pub(crate) use self::safetensors::ShardIndex;
-pub(crate) use load::{Linears, LoadedProjections, load_projections, state_dict};
-pub(crate) use rows::ProjectionRows;
+pub(crate) use load::{Linears, LoadedProjections, ProjectionRows, load_projections, state_dict};
 pub(crate) use source::{Source, has, root, whole};
 pub(crate) use tensors::projection_shapes;

@@ -12,12 +12,12 @@ use std::io::{BufReader, Read};
 use std::path::Path;
 use std::sync::Arc;
 
-use candle_core::{DType, Error, Result, bail};
+use candle_core::{DType, Error, Result, Shape, bail};
 use zip::read::ZipFile;
 use zip::{CompressionMethod, ZipArchive};
 
 use super::pickle::{Id, MAX_NAME, Object, Pickle};
-use super::stored::{Entry, Stored, is_row_major, span};
+use super::stored::{Entry, Stored, span};
 use crate::size::is_addressable;
 
 /// Bytes of all names, several times those of the largest checkpoints.
@@ -189,7 +189,7 @@ impl Reader {
                 "the tensor {name} of shape {shape:?}, strides {strides:?} and offset {offset} reaches beyond its storage of {storage_len} elements"
             )
         }
-        let strides = (!is_row_major(&shape, &strides)).then_some(strides);
+        let strides = (!Shape::from(shape.as_slice()).is_contiguous(&strides)).then_some(strides);
         let start = storage.start.saturating_add((offset as u64).saturating_mul(size as u64));
         Ok(Entry::Stored(Stored { file: self.path.clone(), dtype, shape, strides, start, storage_len }))
     }

@@ -178,16 +178,6 @@ pub(super) fn span(shape: &[usize], strides: &[usize]) -> Option<usize> {
         .try_fold(1usize, |span, (&dim, &stride)| span.checked_add(dim.checked_sub(1)?.checked_mul(stride)?))
 }
 
-/// Whether these are the strides of a row-major tensor; those of dimensions of 1 have no bearing.
-pub(super) fn is_row_major(shape: &[usize], strides: &[usize]) -> bool {
-    let mut expected = 1;
-    shape.iter().zip(strides).rev().all(|(&dim, &stride)| {
-        let fits = dim == 1 || stride == expected;
-        expected *= dim;
-        fits
-    })
-}
-
 /// The elements of a view, without the gaps between them.
 fn gather(view: &[u8], size: usize, shape: &[usize], strides: &[usize]) -> Result<Vec<u8>> {
     let mut gathered = bytes(shape.iter().product::<usize>() * size)?;

@@ -4,12 +4,9 @@ use candle_core::{Result, Tensor};
 use candle_nn::Init;
 
 use super::layout::{Form, Kind, Orientation, QkvOrder, WeightLayout};
-use super::rows::Piece;
+use super::load::Piece;
 use super::source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, linear_bias};
 use crate::MultiHeadAttentionConfig;
-
-/// Or why the layout cannot hold the config.
-type Fits<T> = std::result::Result<T, String>;
 
 /// A weight or a bias as a checkpoint has it.
 pub(super) struct ProjectionTensor {
@@ -87,77 +84,100 @@ pub(crate) fn projection_shapes(cfg: &MultiHeadAttentionConfig) -> [(usize, usiz
     ]
 }
 
-/// The tensors of a layer, in the order in which PyTorch draws them.
+/// The tensors of a layer, in the order in which PyTorch draws them: one after the other, since a config may claim more heads
+/// than any file has.
 ///
 /// # Errors
 /// Says why the layout cannot hold the config.
-pub(super) fn projection_tensors(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Fits<Vec<ProjectionTensor>> {
+pub(super) fn projection_tensors(
+    cfg: &MultiHeadAttentionConfig,
+    layout: WeightLayout,
+) -> std::result::Result<Box<dyn Iterator<Item = ProjectionTensor>>, String> {
+    fits(cfg, layout)?;
     let shapes = projection_shapes(cfg);
-    let [q_bias, k_bias, v_bias] = cfg.qkv_bias();
+    let ([q_bias, k_bias, v_bias], [q, k, v, _]) = (cfg.qkv_bias(), shapes);
     let biases = [q_bias, k_bias, v_bias, cfg.out_bias()];
-    let list = match layout.form() {
-        Form::Separate(names, kind) => (0..if cfg.out_proj() { 4 } else { 3 })
-            .map(|i| Module { name: names[i], kind, rows: Rows::Projection(i), shape: shapes[i] }.tensors(biases[i]))
-            .collect::<Fits<Vec<_>>>()?,
+    let projection = move |i: usize, name, kind| Module { name, kind, rows: Rows::Projection(i), shape: shapes[i] };
+    let packed = |name, kind, order| Module { name, kind, rows: Rows::qkv(cfg, order), shape: (q.0 + k.0 + v.0, q.1) };
+    Ok(match layout.form() {
+        Form::Separate(names, kind) => {
+            let count = if cfg.out_proj() { 4 } else { 3 };
+            Box::new((0..count).flat_map(move |i| projection(i, names[i], kind).tensors(biases[i])))
+        }
         Form::Stacked(names, kind) => {
-            let h = cfg.num_heads();
-            if cfg.out_proj() {
-                return Err("a stack of heads has no output projection, but the config has one".into());
-            }
-            if cfg.num_kv_heads() != h {
-                let found = cfg.num_kv_heads();
-                return Err(format!(
-                    "a stack of heads has keys for each of its {h} heads, but num_kv_heads is {found}"
-                ));
-            }
-            let of_head = |head| {
-                (0..3).map(move |projection| {
-                    let (name, rows) =
-                        (format!("heads.{head}.{}", names[projection]), Rows::Head { projection, head, heads: h });
-                    let (out_dim, in_dim) = shapes[projection];
-                    Module { name: &name, kind, rows, shape: (out_dim / h, in_dim) }.tensors(biases[projection])
-                })
+            let heads = cfg.num_heads();
+            let of_head = move |projection: usize, head| {
+                let (out_dim, in_dim) = shapes[projection];
+                let (name, rows) =
+                    (format!("heads.{head}.{}", names[projection]), Rows::Head { projection, head, heads });
+                Module { name: &name, kind, rows, shape: (out_dim / heads, in_dim) }.tensors(biases[projection])
             };
-            (0..h).flat_map(of_head).collect::<Fits<Vec<_>>>()?
+            Box::new((0..heads).flat_map(move |head| (0..3).flat_map(move |projection| of_head(projection, head))))
         }
         Form::Packed([qkv, out], kind, order) => {
-            let [q, k, v, o] = shapes;
-            if q.1 != k.1 || q.1 != v.1 {
-                return Err(format!(
-                    "one packed weight reads one input, but the config has input widths {}, {} and {}",
-                    q.1, k.1, v.1
-                ));
-            }
-            if q_bias != k_bias || q_bias != v_bias {
-                return Err("one packed bias covers q, k and v, but the config wants some of them only".into());
-            }
-            let shape = (q.0 + k.0 + v.0, q.1);
-            let mut list = vec![Module { name: qkv, kind, rows: Rows::qkv(cfg, order), shape }.tensors(q_bias)?];
-            if cfg.out_proj() {
-                list.push(Module { name: out, kind, rows: Rows::Projection(3), shape: o }.tensors(biases[3])?);
-            }
-            list
+            let out = cfg.out_proj().then(|| projection(3, out, kind).tensors(biases[3]));
+            Box::new(packed(qkv, kind, order).tensors(q_bias).into_iter().chain(out.into_iter().flatten()))
         }
         Form::Torch => {
-            fits_torch(cfg)?;
-            let [q, k, v, o] = shapes;
-            let out = Module { name: "out_proj", kind: Kind::Linear, rows: Rows::Projection(3), shape: o };
+            let out = projection(3, "out_proj", Kind::Linear);
             let mut list = vec![out.weight(), ProjectionTensor { init: DRAWN_THEN_ZEROED, ..out.bias(biases[3]) }];
-            let shape = (q.0 + k.0 + v.0, q.1);
-            let packed = Module { name: "in_proj", kind: Kind::InProj, rows: Rows::qkv(cfg, QkvOrder::ByPart), shape };
+            let qkv = packed("in_proj", Kind::InProj, QkvOrder::ByPart);
             if q.1 == k.1 && q.1 == v.1 {
-                list.push(packed.weight());
+                list.push(qkv.weight());
             } else {
-                for (i, name) in ["q_proj", "k_proj", "v_proj"].into_iter().enumerate() {
-                    let rows = Rows::Projection(i);
-                    list.push(Module { name, kind: Kind::InProj, rows, shape: shapes[i] }.weight());
-                }
+                let names = ["q_proj", "k_proj", "v_proj"].into_iter().enumerate();
+                list.extend(names.map(|(i, name)| projection(i, name, Kind::InProj).weight()));
             }
-            list.push(packed.bias(q_bias));
-            return Ok(list);
+            list.push(qkv.bias(q_bias));
+            Box::new(list.into_iter())
         }
-    };
-    Ok(list.into_iter().flatten().collect())
+    })
+}
+
+/// An error if the layout cannot hold the config.
+fn fits(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> std::result::Result<(), String> {
+    let (h, h_kv, embed_dim) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.embed_dim());
+    let ([q_bias, k_bias, v_bias], [q, k, v, _]) = (cfg.qkv_bias(), projection_shapes(cfg));
+    let form = layout.form();
+    if let Form::Stacked(..) = form {
+        if cfg.out_proj() {
+            return Err("a stack of heads has no output projection, but the config has one".into());
+        }
+        if h_kv != h {
+            return Err(format!("a stack of heads has keys for each of its {h} heads, but num_kv_heads is {h_kv}"));
+        }
+    }
+    match form {
+        Form::Separate(names, Kind::Raw(_)) | Form::Stacked(names, Kind::Raw(_)) => {
+            let biases = [q_bias, k_bias, v_bias, cfg.out_bias()];
+            match names.into_iter().zip(biases).find(|&(_, bias)| bias) {
+                Some((name, _)) => {
+                    Err(format!("the config wants a bias on {name}, which plain parameters do not have"))
+                }
+                None => Ok(()),
+            }
+        }
+        Form::Packed(..) if q.1 != k.1 || q.1 != v.1 => Err(format!(
+            "one packed weight reads one input, but the config has input widths {}, {} and {}",
+            q.1, k.1, v.1
+        )),
+        Form::Packed(..) if q_bias != k_bias || q_bias != v_bias => {
+            Err("one packed bias covers q, k and v, but the config wants some of them only".into())
+        }
+        Form::Torch if !cfg.out_proj() => {
+            Err("torch.nn.MultiheadAttention has an output projection, but the config has none".into())
+        }
+        Form::Torch if h_kv != h || cfg.value_head_dim() != cfg.head_dim() => {
+            Err("torch.nn.MultiheadAttention has as many key heads as query heads, all of one width".into())
+        }
+        Form::Torch if h * cfg.head_dim() != embed_dim || cfg.out_dim() != embed_dim => {
+            Err(format!("torch.nn.MultiheadAttention has heads and an output of {embed_dim} in all"))
+        }
+        Form::Torch if cfg.qkv_bias() != [cfg.out_bias(); 3] => {
+            Err("torch.nn.MultiheadAttention has all four biases or none, but the config has some".into())
+        }
+        _ => Ok(()),
+    }
 }
 
 /// A linear layer of a file, or a plain parameter.
@@ -170,13 +190,11 @@ struct Module<'a> {
 }
 
 impl Module<'_> {
-    fn tensors(&self, bias: bool) -> Fits<Vec<ProjectionTensor>> {
+    /// The weight, and the bias where there may be one.
+    fn tensors(&self, bias: bool) -> Vec<ProjectionTensor> {
         match self.kind {
-            Kind::Raw(_) if bias => {
-                Err(format!("the config wants a bias on {}, which plain parameters do not have", self.name))
-            }
-            Kind::Raw(_) => Ok(vec![self.weight()]),
-            _ => Ok(vec![self.weight(), self.bias(bias)]),
+            Kind::Raw(_) => vec![self.weight()],
+            _ => vec![self.weight(), self.bias(bias)],
         }
     }
 
@@ -203,22 +221,4 @@ impl Module<'_> {
         let (name, shape, rows) = (self.kind.bias(self.name), vec![self.shape.0], self.rows);
         ProjectionTensor { name, shape, is_transposed: false, is_bias: true, rows, init, is_wanted }
     }
-}
-
-/// An error if `torch.nn.MultiheadAttention` has no arguments for the config.
-fn fits_torch(cfg: &MultiHeadAttentionConfig) -> Fits<()> {
-    let embed_dim = cfg.embed_dim();
-    if !cfg.out_proj() {
-        return Err("torch.nn.MultiheadAttention has an output projection, but the config has none".into());
-    }
-    if cfg.num_kv_heads() != cfg.num_heads() || cfg.value_head_dim() != cfg.head_dim() {
-        return Err("torch.nn.MultiheadAttention has as many key heads as query heads, all of one width".into());
-    }
-    if cfg.num_heads() * cfg.head_dim() != embed_dim || cfg.out_dim() != embed_dim {
-        return Err(format!("torch.nn.MultiheadAttention has heads and an output of {embed_dim} in all"));
-    }
-    if cfg.qkv_bias() != [cfg.out_bias(); 3] {
-        return Err("torch.nn.MultiheadAttention has all four biases or none, but the config has some".into());
-    }
-    Ok(())
 }

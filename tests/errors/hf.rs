@@ -1,10 +1,13 @@
 //! Hugging Face configurations that say nothing, contradict themselves, or name what is not supported.
 
+use std::collections::HashMap;
+
 use candle_attention::hf;
-use candle_core::Result;
+use candle_core::{DType, Result};
+use candle_nn::VarBuilder;
 use serde_json::{Value, json};
 
-use crate::Case;
+use crate::{CPU, Case};
 
 /// Layer 1 of an architecture with these fields.
 fn layer(model_type: &str, mut fields: Value) -> Result<()> {
@@ -70,7 +73,25 @@ pub const CASES: &[Case] = cases! {
     "heads that do not divide the width" => layer("bert", json!({"hidden_size": 10, "num_attention_heads": 4})),
     "dropout of two" => layer("gpt2", json!({"attn_pdrop": 2})),
     "a list" => hf::attention_config(&json!(["llama"]), 0),
+    "an architecture that is not known" => layer("rwkv", json!({"hidden_size": 8})),
+    "a number for an architecture" => hf::attention_config(&json!({"model_type": 3}), 0),
+    "no architecture" => hf::attention_config(&json!({"hidden_size": 8}), 0),
+    "latent attention" => layer("deepseek_v2", json!({})),
+    "latent attention that is loaded" => load("deepseek_v3", json!({})),
+    "quantised weights" => load("opt", json!({"quantization_config": {"quant_method": "gptq", "bits": 4}})),
+    "nothing in the checkpoint" => load("opt", json!({})),
+    "no relative bias" => hf::load_relative_bias(&json!({"model_type": "opt"}), nothing()),
 };
+
+fn nothing() -> VarBuilder<'static> {
+    VarBuilder::from_tensors(HashMap::new(), DType::F32, &CPU)
+}
+
+/// Layer 3 of an architecture with these fields, from a checkpoint without tensors.
+fn load(model_type: &str, mut fields: Value) -> Result<()> {
+    fields["model_type"] = json!(model_type);
+    hf::load_attention(&fields, 3, nothing()).map(drop)
+}
 
 /// The same of latent attention.
 fn latent(model_type: &str, mut fields: Value) -> Result<()> {
@@ -94,4 +115,13 @@ pub const LATENT: &[Case] = cases! {
     "too few layers" => latent("deepseek_v3", json!({"num_hidden_layers": 1})),
     "halves" => latent("deepseek_v2", json!({"rope_interleave": false})),
     "dropout of two" => latent("deepseek_v2", json!({"attention_dropout": 2})),
+    "attention that is not latent" => latent("llama", json!({})),
+    "attention that is not latent and is loaded" => load_latent("llama", json!({})),
+    "quantised weights" => load_latent("deepseek_v3", json!({"quantization_config": {"quant_method": "awq"}})),
+    "nothing in the checkpoint" => load_latent("deepseek_v2", json!({})),
 };
+
+fn load_latent(model_type: &str, mut fields: Value) -> Result<()> {
+    fields["model_type"] = json!(model_type);
+    hf::load_latent_attention(&fields, 3, nothing()).map(drop)
+}

@@ -55,6 +55,8 @@ pub const MISSING: &[Case] = cases! {
         load(cfg(), WeightLayout::Torch, &[("out_proj.bias", &[8])], cfg().with_bias(true)),
     "fewer heads than the config" =>
         load(stack(), BOOK_STACK, &[], MultiHeadAttentionConfig::new(8, 3).with_head_dim(4).with_out_proj(false)),
+    "more heads than any memory holds the names of" =>
+        load(stack(), BOOK_STACK, &[], MultiHeadAttentionConfig::new(8, 1 << 31).with_head_dim(1).with_out_proj(false)),
     "a head without keys" => changed(BOOK_STACK, &[("heads.1.W_key.weight", &[])]),
     "sinks that are not there" => load(cfg(), WeightLayout::Canonical, &[], cfg().with_sinks(true)),
     "a learned key that is not there" => load(cfg(), WeightLayout::Torch, &[], cfg().with_bias_kv(true)),

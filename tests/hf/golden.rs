@@ -18,45 +18,11 @@ macro_rules! architectures {
     };
 }
 
-architectures![
-    bert,
-    bloom,
-    cohere,
-    cohere2,
-    deepseek_v2,
-    deepseek_v3,
-    distilbert,
-    falcon,
-    gemma,
-    gemma2,
-    gemma3,
-    gemma3_text,
-    glm,
-    glm4,
-    gpt2,
-    gpt_bigcode,
-    gpt_neox,
-    gpt_oss,
-    gptj,
-    granite,
-    llama,
-    mistral,
-    mixtral,
-    modernbert,
-    mpt,
-    nomic_bert,
-    olmo2,
-    opt,
-    phi,
-    phi3,
-    qwen2,
-    qwen3,
-    roberta,
-    smollm3,
-    stablelm,
-    starcoder2,
-    t5,
-];
+architectures! {
+    bert, bloom, cohere, cohere2, deepseek_v2, deepseek_v3, distilbert, falcon, gemma, gemma2, gemma3, gemma3_text,
+    glm, glm4, gpt2, gpt_bigcode, gpt_neox, gpt_oss, gptj, granite, llama, mistral, mixtral, modernbert, mpt,
+    nomic_bert, olmo2, opt, phi, phi3, qwen2, qwen3, roberta, smollm3, stablelm, starcoder2, t5,
+}
 
 #[test]
 fn every_architecture_has_a_test() {

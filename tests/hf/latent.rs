@@ -2,12 +2,11 @@
 
 use candle_attention::{AttentionCache, AttentionInput, Backend, hf};
 use candle_core::{Result, Tensor};
-use serde_json::json;
 
 use crate::common::{error_text, relative_error, values};
 use crate::golden::{TOLERANCE, models_of};
 use crate::names::renamed;
-use crate::{LATENT, Model, Tensors, builder};
+use crate::{LATENT, Model, builder};
 
 /// Token by token, beside what the cache holds of latents.
 #[test]
@@ -54,36 +53,5 @@ fn latent_attention_is_found_with_and_without_a_head() -> Result<()> {
              (layout latent)"
         );
     }
-    assert_eq!(
-        error_text(hf::load_latent_attention(&json!({"model_type": "deepseek_v2"}), 3, builder(Tensors::new()))),
-        "[hf] no attention of layer 3 in the checkpoint, looked for model.layers.3.self_attn.kv_a_proj_with_mqa.weight, \
-         layers.3.self_attn.kv_a_proj_with_mqa.weight; is the builder at the model's root?"
-    );
     Ok(())
-}
-
-#[test]
-fn latent_attention_is_read_by_functions_of_its_own() {
-    for model_type in LATENT {
-        let config = json!({"model_type": model_type});
-        let expected = format!(
-            "[hf] {model_type}: attention is latent, expected a call of `latent_attention_config` or `load_latent_attention`"
-        );
-        assert_eq!(error_text(hf::attention_config(&config, 0)), expected);
-        assert_eq!(error_text(hf::load_attention(&config, 0, builder(Tensors::new()))), expected);
-    }
-    let config = json!({"model_type": "llama"});
-    let expected =
-        "[hf] llama: attention is not latent, expected a call of `attention_config` or `load_attention`".to_string();
-    assert_eq!(error_text(hf::latent_attention_config(&config, 0)), expected);
-    assert_eq!(error_text(hf::load_latent_attention(&config, 0, builder(Tensors::new()))), expected);
-}
-
-#[test]
-fn quantised_weights_are_refused() {
-    let quantised = json!({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "awq"}});
-    assert_eq!(
-        error_text(hf::load_latent_attention(&quantised, 0, builder(Tensors::new()))),
-        "[hf] deepseek_v3: quantization_config is {\"quant_method\":\"awq\"}, expected weights that are not quantised"
-    );
 }

@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, DType, Result, Storage, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 
 use crate::common::assert_close;
-use crate::grid::grid;
+use crate::grid::{grid, layouts_of};
 use crate::{CPU, invented, load};
 
 /// Where a tensor's buffer lies, and where in it the tensor begins.
@@ -36,16 +36,15 @@ fn by_name(tensors: Vec<(String, Tensor)>) -> HashMap<String, Tensor> {
 #[test]
 fn every_layout_is_loaded_into_one_weight() -> Result<()> {
     let (mut all, mut two, mut none) = (0, 0, 0);
-    for facts in grid().into_iter().step_by(7) {
-        let cfg = facts.config();
+    for cfg in grid().into_iter().step_by(7) {
         let canonical = invented(&cfg, WeightLayout::Canonical)?;
-        for layout in WeightLayout::all().into_iter().filter(|&layout| facts.fit(layout)) {
-            let what = format!("{layout}, {facts:?}");
+        for layout in layouts_of(&cfg) {
+            let what = format!("{layout}, {cfg:?}");
             let layer = load(&cfg, layout, &canonical.state_dict(layout)?)?;
             let (q, k, v, _) = &layer.projections()?;
             let [wq, wk, wv] = [q, k, v].map(|linear| place(linear.weight()));
             let sizes = [q, k, v].map(|linear| linear.weight().elem_count());
-            for (linear, bias) in [q, k, v].into_iter().zip(facts.biases) {
+            for (linear, bias) in [q, k, v].into_iter().zip(cfg.qkv_bias()) {
                 assert_eq!(linear.bias().is_some(), bias, "{what}");
             }
             let joined = match (cfg.embed_dim() == cfg.key_size(), cfg.key_size() == cfg.value_size()) {

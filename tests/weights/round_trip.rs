@@ -3,12 +3,12 @@
 use std::path::Path;
 
 use candle_attention::weights::{Checkpoint, Storage};
-use candle_attention::{AttentionInput, MultiHeadAttention, WeightLayout, weights};
+use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout, weights};
 use candle_core::{DType, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 
 use crate::common::assert_close;
-use crate::grid::{CONTEXT_LENGTH, EMBED_DIM, Extra, Facts, grid};
+use crate::grid::{CONTEXT_LENGTH, EMBED_DIM, fits, grid};
 use crate::{Bits, CPU, bits, invented, load, projections};
 
 /// The layer over fixed inputs, each of its own width.
@@ -37,16 +37,18 @@ fn every_config_comes_back_from_every_layout_that_can_hold_it() -> Result<()> {
     let layouts = WeightLayout::all();
     let folder = tempfile::tempdir()?;
     let (mut held, mut refused, mut saved) = (0, 0, 0);
-    for facts in grid() {
-        let cfg = facts.config();
+    for cfg in grid() {
         let layer = invented(&cfg, WeightLayout::Canonical)?;
         let (expected, expected_output) = (bits(&layer)?, output(&layer)?);
         for &layout in &layouts {
-            let what = format!("{layout}, {facts:?}");
+            let what = format!("{layout}, {cfg:?}");
             let written = layer.state_dict(layout);
-            assert_eq!(written.is_ok(), facts.fit(layout), "{what}: {written:?}");
+            assert_eq!(written.is_ok(), fits(&cfg, layout), "{what}: {written:?}");
             let Ok(written) = written else {
                 refused += 1;
+                // Before anything is drawn for it.
+                let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &CPU);
+                assert!(MultiHeadAttention::load(&cfg, layout, vb).is_err(), "{what}");
                 continue;
             };
             held += 1;
@@ -62,7 +64,7 @@ fn every_config_comes_back_from_every_layout_that_can_hold_it() -> Result<()> {
                 layer.save(&path, layout)?;
                 let opened = weights::open(&path, DType::F32, &CPU)?;
                 assert_eq!(bits(&MultiHeadAttention::load(&cfg, layout, opened)?)?, expected, "{what}, from a file");
-                check_inferred(&path, layout, &facts, &expected)?;
+                check_inferred(&path, layout, &cfg, &expected)?;
                 saved += 1;
             }
         }
@@ -73,53 +75,17 @@ fn every_config_comes_back_from_every_layout_that_can_hold_it() -> Result<()> {
 }
 
 /// The config that the file's shapes imply loads the same layer, or they say that they imply none.
-fn check_inferred(path: &Path, layout: WeightLayout, facts: &Facts, expected: &[Bits]) -> Result<()> {
-    let what = format!("{layout}, {facts:?}");
+fn check_inferred(path: &Path, layout: WeightLayout, cfg: &MultiHeadAttentionConfig, expected: &[Bits]) -> Result<()> {
+    let what = format!("{layout}, {cfg:?}");
     let packed = matches!(layout, WeightLayout::Conv1d | WeightLayout::Packed(..));
-    let inferred = Checkpoint::open(path)?.infer_config("", layout, Some(facts.num_heads));
-    match facts.extra {
-        Extra::NormAndSinks | Extra::NormOfProjection => assert!(inferred.is_err(), "{what}: a norm has no shape"),
+    let inferred = Checkpoint::open(path)?.infer_config("", layout, Some(cfg.num_heads()));
+    match cfg.qk_norm() {
+        Some(_) => assert!(inferred.is_err(), "{what}: a norm has no shape"),
         // Packed rows tell the width of a head by the output projection, if keys and values are of one width.
-        _ if packed && (facts.out_dim.is_none() || facts.value_head_dim != facts.head_dim) => {}
-        _ => {
+        None if packed && (!cfg.out_proj() || cfg.value_head_dim() != cfg.head_dim()) => {}
+        None => {
             let opened = weights::open(path, DType::F32, &CPU)?;
             assert_eq!(bits(&MultiHeadAttention::load(&inferred?, layout, opened)?)?, expected, "{what}");
-        }
-    }
-    Ok(())
-}
-
-/// The same rule for loading: a layout that cannot hold a config is refused before anything is drawn for it.
-#[test]
-fn a_layout_loads_exactly_the_configs_that_it_saves() -> Result<()> {
-    let layouts = WeightLayout::all();
-    for facts in grid() {
-        let cfg = facts.config();
-        for &layout in &layouts {
-            let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &CPU);
-            let loaded = MultiHeadAttention::load(&cfg, layout, vb);
-            assert_eq!(loaded.is_ok(), facts.fit(layout), "{layout}, {facts:?}: {:?}", loaded.err());
-        }
-    }
-    Ok(())
-}
-
-/// From each layout to the next, through all that can hold the layer, and nothing is lost on the way.
-#[test]
-fn a_layer_survives_a_journey_through_all_layouts() -> Result<()> {
-    let longest: &dyn Fn(&Facts) -> usize =
-        &|facts| WeightLayout::all().into_iter().filter(|&layout| facts.fit(layout)).count();
-    let mut travellers = grid();
-    travellers.sort_by_key(|facts| std::cmp::Reverse(longest(facts)));
-    assert!(longest(&travellers[0]) > 30);
-    for facts in travellers.iter().step_by(20) {
-        let cfg = facts.config();
-        let mut layer = invented(&cfg, WeightLayout::Canonical)?;
-        let (expected, expected_output) = (bits(&layer)?, output(&layer)?);
-        for layout in WeightLayout::all().into_iter().filter(|&layout| facts.fit(layout)) {
-            layer = load(&cfg, layout, &layer.state_dict(layout)?)?;
-            assert_eq!(bits(&layer)?, expected, "{layout}, {facts:?}");
-            assert_close(&output(&layer)?, &expected_output, tolerance(layout), &format!("{layout}, {facts:?}"));
         }
     }
     Ok(())

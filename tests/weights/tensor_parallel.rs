@@ -10,7 +10,7 @@ use candle_nn::var_builder::{ShardedSafeTensors, ShardedVarBuilder};
 use tempfile::TempDir;
 
 use crate::common::{assert_close, assert_near};
-use crate::grid::{EMBED_DIM, grid};
+use crate::grid::{EMBED_DIM, grid, layouts_of};
 use crate::{CPU, Invented, invented};
 
 /// A file that holds these tensors below `layer.`, opened as each process opens it.
@@ -53,26 +53,24 @@ fn xs(width: usize) -> Result<Tensor> {
 #[test]
 fn shards_sum_to_the_whole_in_every_layout() -> Result<()> {
     let mut count = 0;
-    for (n, facts) in grid().iter().enumerate() {
-        let cfg = facts.config();
+    for (n, cfg) in grid().into_iter().enumerate() {
         let world_size = [1, 2, 4][n % 3];
         let spans = cfg.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection);
-        if !facts.num_heads.is_multiple_of(world_size) || spans {
+        if !cfg.num_heads().is_multiple_of(world_size) || spans {
             continue;
         }
-        let all = WeightLayout::all();
-        let layouts: Vec<_> = all.iter().filter(|&&layout| facts.fit(layout)).collect();
+        let layouts = layouts_of(&cfg);
         // Two of them, others for each config.
         for at in [n, n / 2 + 5] {
-            let layout = *layouts[at % layouts.len()];
+            let layout = layouts[at % layouts.len()];
             let whole = invented(&cfg, layout)?;
             let file = File::new(whole.state_dict(layout)?)?;
-            let (queries, keys, values) = (xs(EMBED_DIM)?, xs(facts.key_size)?, xs(facts.value_size)?);
+            let (queries, keys, values) = (xs(EMBED_DIM)?, xs(cfg.key_size())?, xs(cfg.value_size())?);
             let call = |layer: &MultiHeadAttention| {
                 layer.forward_with(AttentionInput::new(&queries).with_key_value(&keys, &values))
             };
             let outputs = shards(&cfg, layout, world_size, &file)?.iter().map(call).collect::<Result<Vec<_>>>()?;
-            let what = format!("{facts:?} as {layout} in {world_size}");
+            let what = format!("{cfg:?} as {layout} in {world_size}");
             assert_near(&together(&cfg, &outputs)?, &call(&whole)?, 1e-5, &what);
             count += 1;
         }
