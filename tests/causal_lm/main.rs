@@ -96,15 +96,17 @@ fn generation_gives_the_tokens_of_transformers() -> Result<()> {
 
 #[test]
 fn every_dtype_and_cache_runs() -> Result<()> {
-    let golden = Golden::of("llama")?;
-    let prompt = spelled(&golden.ids[0][..7]);
-    for dtype in ["f32", "bf16", "f16"] {
-        for cache in ["f32", "bf16", "f16", "q8"] {
-            let args = ["--ids", &prompt, "--max-tokens", "4", "--dtype", dtype, "--kv-cache", cache];
-            let ran = run("llama", &args);
-            assert_eq!(ran.code, Some(0), "{dtype}, {cache}: {}", ran.stderr);
-            assert_eq!(ran.stdout.trim().split(',').count(), 4, "{dtype}, {cache}");
-            assert!(ran.stderr.contains("tokens/s"), "{dtype}, {cache}");
+    for model in ["llama", "deepseek_v3", "gpt_oss_mxfp4"] {
+        let golden = Golden::of(model)?;
+        let prompt = spelled(&golden.ids[0][..7]);
+        for dtype in ["f32", "bf16", "f16"] {
+            for cache in ["f32", "bf16", "f16", "q8"] {
+                let args = ["--ids", &prompt, "--max-tokens", "4", "--dtype", dtype, "--kv-cache", cache];
+                let ran = run(model, &args);
+                assert_eq!(ran.code, Some(0), "{model}, {dtype}, {cache}: {}", ran.stderr);
+                assert_eq!(ran.stdout.trim().split(',').count(), 4, "{model}, {dtype}, {cache}");
+                assert!(ran.stderr.contains("tokens/s"), "{model}, {dtype}, {cache}");
+            }
         }
     }
     Ok(())
