@@ -136,27 +136,18 @@ pub(crate) struct Norm {
     rows: Option<RowNorm>,
 }
 
-/// A weight or bias: (size,), or (H, D) with a row for each head.
+/// A weight or bias: (size,) or (H, D), or a row (1, D) for each head, which may be views of variables that training changes
+/// in place.
 #[derive(Debug, Clone)]
-enum Parameter {
-    Whole(Tensor),
-    /// A variable (D,) for each head, which training changes in its own place.
-    Heads(Vec<Tensor>),
-}
+struct Parameter(Vec<Tensor>);
 
 impl Parameter {
     fn tensor(&self) -> Result<Tensor> {
-        match self {
-            Self::Whole(tensor) => Ok(tensor.clone()),
-            Self::Heads(heads) => Tensor::stack(heads, 0),
-        }
+        if let [whole] = self.0.as_slice() { Ok(whole.clone()) } else { Tensor::cat(&self.0, 0) }
     }
 
     fn is_tracked(&self) -> bool {
-        match self {
-            Self::Whole(tensor) => tensor.track_op(),
-            Self::Heads(heads) => heads.iter().any(Tensor::track_op),
-        }
+        self.0.iter().any(Tensor::track_op)
     }
 }
 
@@ -178,10 +169,12 @@ impl Norm {
             let (mut weights, mut biases) = (Vec::new(), Vec::new());
             for head in 0..heads {
                 let one = list.pp(head);
-                weights.push(one.get(d, "weight", initial)?);
-                biases.extend(one.bias("bias", d, has_bias, Init::Const(0.0))?);
+                weights.push(one.get(d, "weight", initial)?.unsqueeze(0)?);
+                if let Some(bias) = one.bias("bias", d, has_bias, Init::Const(0.0))? {
+                    biases.push(bias.unsqueeze(0)?);
+                }
             }
-            (Parameter::Heads(weights), has_bias.then_some(Parameter::Heads(biases)))
+            (weights, has_bias.then_some(biases))
         } else {
             let shape = match norm.scope {
                 QkNormScope::PerHead => vec![d],
@@ -191,16 +184,17 @@ impl Norm {
             let source = source.pp(name);
             let weight = source.get(shape.clone(), "weight", initial)?;
             let bias = source.bias("bias", shape, has_bias, Init::Const(0.0))?;
-            (Parameter::Whole(weight), bias.map(Parameter::Whole))
+            (vec![weight], bias.map(|bias| vec![bias]))
         };
+        let (weight, bias) = (Parameter(weight), bias.map(Parameter));
         Self { kind: norm.kind, eps: norm.eps, weight, bias, rows: None }.prepared()
     }
 
     /// With what is computed once, where nothing is a variable.
     fn prepared(mut self) -> Result<Self> {
         if !self.has_variables() {
-            self.weight = Parameter::Whole(self.weight.tensor()?);
-            self.bias = self.bias.map(|bias| bias.tensor().map(Parameter::Whole)).transpose()?;
+            self.weight = Parameter(vec![self.weight.tensor()?]);
+            self.bias = self.bias.map(|bias| Ok::<_, Error>(Parameter(vec![bias.tensor()?]))).transpose()?;
             self.rows = RowNorm::new(&self)?;
         }
         Ok(self)
@@ -208,7 +202,7 @@ impl Norm {
 
     /// A share of the heads that have weights of their own.
     fn shard(self, heads: Share) -> Result<Self> {
-        let own = |parameter: &Parameter| Ok::<_, Error>(Parameter::Whole(heads.copy(&parameter.tensor()?, 0)?));
+        let own = |parameter: &Parameter| Ok::<_, Error>(Parameter(vec![heads.copy(&parameter.tensor()?, 0)?]));
         let (weight, bias) = (own(&self.weight)?, self.bias.as_ref().map(own).transpose()?);
         Self { weight, bias, rows: None, ..self }.prepared()
     }

@@ -5,7 +5,7 @@ use candle_core::{DType, Result, bail};
 use crate::MultiHeadAttentionConfig;
 use crate::sdpa::FLOATS;
 
-/// Positions for which there is room at first, unless said otherwise: less than what a prompt takes.
+/// The capacity at first, in positions, unless said otherwise: less than what a prompt takes.
 const FIRST_CAPACITY: usize = 256;
 
 /// How an [`AttentionCache`](crate::AttentionCache) keeps keys and values, built with `with_*`.
@@ -14,7 +14,7 @@ const FIRST_CAPACITY: usize = 256;
 /// use candle_attention::{AttentionCache, AttentionCacheConfig};
 /// use candle_core::DType;
 /// # fn main() -> candle_core::Result<()> {
-/// // Room for 4,096 positions at once, in half of the memory of f32; an error beyond them.
+/// // 4,096 positions at once, in half of the memory of f32; an error beyond them.
 /// let cfg = AttentionCacheConfig::new().with_capacity(4096).with_growth(false).with_dtype(DType::BF16);
 /// let cache = AttentionCache::new(&cfg)?;
 /// assert!(cache.is_empty());
@@ -38,7 +38,7 @@ impl Default for AttentionCacheConfig {
 }
 
 impl AttentionCacheConfig {
-    /// A cache that begins with room for 256 positions and grows by doubling, in the dtype of the keys.
+    /// A cache that begins with a capacity of 256 positions and grows by doubling, in the dtype of the keys.
     pub fn new() -> Self {
         Self::default()
     }
@@ -48,7 +48,7 @@ impl AttentionCacheConfig {
         Self { window: cfg.window(), ..Self::default() }
     }
 
-    /// The positions of each sequence for which there is room from the first call on.
+    /// The positions of each sequence that the buffers hold from the first call on.
     pub fn with_capacity(mut self, capacity: usize) -> Self {
         self.capacity = capacity;
         self

@@ -131,7 +131,7 @@ impl AttentionCache {
     ///
     /// A sliding cache goes back as far as it holds positions, and to 0. Where it has dropped a key that the next query
     /// sees, that call is an error. To go back by up to n positions of earlier calls, it needs a window that is n longer than
-    /// the layer's. What the last call brought can always be taken back, if the capacity holds that beside the window.
+    /// the layer's. What the last call brought can always be taken back, if the capacity holds that and the window.
     ///
     /// # Errors
     /// For another number of sequences, for more positions than a sequence has, and for fewer than a sliding cache has

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result, Storage, Tensor};
 
 use super::buffers::{dequantize, quantize};
 use super::{AttentionCache, AttentionCacheConfig, Padding, StagedAppend};
-use crate::{AttentionMask, Backend, SdpaOptions, scaled_dot_product_attention};
+use crate::{AttentionMask, Backend, SdpaOptions};
 
 const B: usize = 2;
 const H_KV: usize = 3;
@@ -99,21 +99,6 @@ fn a_sliding_cache_keeps_its_place_between_slides() -> Result<()> {
 }
 
 #[test]
-fn each_sequence_is_written_at_its_own_end() -> Result<()> {
-    let mut cache = AttentionCache::default();
-    append(&mut cache, 3, 0, Padding { valid_lens: Some(&[3, 1]), starts: None })?;
-    let (k, _) = append(&mut cache, 2, 1, Padding { valid_lens: Some(&[1, 2]), starts: Some(&[0, 1]) })?;
-    assert_eq!((cache.lens(), k.dim(2)?), (vec![4, 2], 4));
-    let (first, second) = (new(3, 0)?.0, new(2, 1)?.0);
-    let of = |b: usize, tensor: &Tensor, start, len| numbers(&tensor.get(b)?.narrow(1, start, len)?);
-    assert_eq!(of(0, &k, 0, 3)?, of(0, &first, 0, 3)?);
-    assert_eq!(of(0, &k, 3, 1)?, of(0, &second, 0, 1)?);
-    assert_eq!(of(1, &k, 0, 1)?, of(1, &first, 0, 1)?);
-    assert_eq!(of(1, &k, 1, 1)?, of(1, &second, 1, 1)?);
-    Ok(())
-}
-
-#[test]
 fn what_is_staged_and_not_kept_leaves_no_trace() -> Result<()> {
     for cfg in [
         AttentionCacheConfig::new().with_capacity(16),
@@ -132,57 +117,6 @@ fn what_is_staged_and_not_kept_leaves_no_trace() -> Result<()> {
             drop(stage(&mut cache, &k, &v, Padding::default())?);
             assert_eq!((cache.lens(), cache.capacity(), cache.memory()), (vec![3, 3], capacity, memory));
             assert_eq!(held(&cache)?, before);
-        }
-    }
-    Ok(())
-}
-
-#[test]
-fn dtypes_are_those_of_the_config() -> Result<()> {
-    for dtype in [DType::F64, DType::BF16, DType::F16] {
-        let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_capacity(8).with_dtype(dtype))?;
-        let (k, _) = append(&mut cache, 1, 0, Padding::default())?;
-        assert_eq!(k.dtype(), dtype);
-        assert_eq!(cache.memory(), B * H_KV * 8 * (D + D_V) * dtype.size_in_bytes());
-    }
-    Ok(())
-}
-
-/// ALiBi counts from the position of each query in its own sequence, also where the first positions are gone.
-#[test]
-fn alibi_counts_in_each_sequence_by_itself() -> Result<()> {
-    let slopes = Tensor::new(&[0.5f32, 0.25, 0.125], &Device::Cpu)?;
-    let (lens, t) = ([7, 4], 7);
-    let ((k, v), (q, _)) = (new(t, 0)?, new(t, 0)?);
-    let (q, k, v) = ((q / 100.0)?.sin()?, (k / 50.0)?.sin()?, v);
-    for (cfg, mask) in [
-        (AttentionCacheConfig::new(), AttentionMask::causal()),
-        (AttentionCacheConfig::new(), AttentionMask::none()),
-        (AttentionCacheConfig::new().with_window(2), AttentionMask::causal().with_window(2)),
-    ] {
-        for backend in [Backend::Auto, Backend::Reference] {
-            let options = SdpaOptions::default().with_alibi_slopes(&slopes).with_backend(backend);
-            let mut cache = AttentionCache::new(&cfg)?;
-            // The prompts but for one token, on the left of their padding, and then that token of each.
-            let before = lens.map(|len| len - 1);
-            let padding = Padding { valid_lens: Some(&before), starts: None };
-            stage(&mut cache, &k, &v, padding)?.commit()?;
-            let last = |tensor: &Tensor| -> Result<Tensor> {
-                let own = |(b, &len): (usize, &usize)| tensor.narrow(0, b, 1)?.narrow(2, len - 1, 1);
-                Tensor::cat(&lens.iter().enumerate().map(own).collect::<Result<Vec<_>>>()?, 0)
-            };
-            let staged = stage(&mut cache, &last(&k)?, &last(&v)?, Padding::default())?;
-            let found = staged.attend(&last(&q)?, &mask, &options)?;
-            for (b, &len) in lens.iter().enumerate() {
-                let own = |tensor: &Tensor| tensor.narrow(0, b, 1)?.narrow(2, 0, len);
-                let plain = options.clone().with_backend(Backend::Reference);
-                let whole = scaled_dot_product_attention(&own(&q)?, &own(&k)?, &own(&v)?, &mask, &plain)?;
-                let expected = numbers(&whole.narrow(2, len - 1, 1)?)?;
-                let found = numbers(&found.narrow(0, b, 1)?)?;
-                for (found, expected) in found.into_iter().zip(expected) {
-                    assert!((found - expected).abs() < 1e-5 * expected.abs().max(1.0), "{b}: {found}, not {expected}");
-                }
-            }
         }
     }
     Ok(())

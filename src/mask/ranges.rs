@@ -24,7 +24,7 @@ pub struct KvRanges {
     frames: Option<Frames>,
 }
 
-/// Sequences that stand at positions of their own: beside a cache, or packed.
+/// Sequences that stand at positions of their own: with a cache, or packed.
 #[derive(Debug, Clone)]
 pub(super) struct Frames {
     placements: Vec<Placement>,

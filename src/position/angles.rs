@@ -5,13 +5,13 @@
 //! builds differ in the last digit of about one power in eighty, and not all in the same ones.
 
 use std::f64::consts::PI;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
+use candle_core::{Device, DeviceLocation, Result, Tensor};
 use rayon::prelude::*;
 
 use super::Positions;
 use super::config::{RopeConfig, RopeScaling};
-use super::rotary::DeviceAngles;
 
 /// The most entries of a table, 32 MB each of cosines and of sines: positions up to 131,072 of heads of 128.
 const TABLE_ENTRIES: usize = 1 << 23;
@@ -47,9 +47,18 @@ impl Angles {
         Self { cos, sin, half, copies: Mutex::default() }
     }
 
-    /// The copies on devices.
-    pub fn copies(&self) -> MutexGuard<'_, Vec<DeviceAngles>> {
-        self.copies.lock().unwrap_or_else(PoisonError::into_inner)
+    /// On a device, where they are copied once.
+    pub fn on(&self, device: &Device) -> Result<DeviceAngles> {
+        let location = device.location();
+        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(copy) = copies.iter().find(|copy| copy.location == location) {
+            return Ok(copy.clone());
+        }
+        let shape = (self.rows(), self.half);
+        let [cos, sin] = [&self.cos, &self.sin].map(|entries| Tensor::from_slice(entries, shape, device));
+        let copy = DeviceAngles { location, cos: cos?, sin: sin? };
+        copies.push(copy.clone());
+        Ok(copy)
     }
 
     pub fn rows(&self) -> usize {
@@ -62,6 +71,14 @@ impl Angles {
         let row = row * self.half..(row + 1) * self.half;
         (&self.cos[row.clone()], &self.sin[row])
     }
+}
+
+/// Cosines and sines on a device, (rows, r/2) each in f32.
+#[derive(Debug, Clone)]
+pub(super) struct DeviceAngles {
+    location: DeviceLocation,
+    pub cos: Tensor,
+    pub sin: Tensor,
 }
 
 /// Where the angles of one call stand.
@@ -271,7 +288,6 @@ fn power(base: f32, exponent: f64) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::Result;
 
     fn tables(scaling: RopeScaling) -> Tables {
         Tables::new(&RopeConfig::new(10_000.0).with_scaling(scaling), 8)

@@ -196,6 +196,7 @@ impl RopeConfig {
             bail!("[rope] rotary_dim is {r}, expected an even number from 2 to head_dim {head_dim}")
         }
         above_zero("base", self.base)?;
+        let all_above_zero = |of: &[(&str, f64)]| of.iter().try_for_each(|&(name, value)| above_zero(name, value));
         match &self.scaling {
             RopeScaling::None => {}
             RopeScaling::Linear { factor } => above_zero("factor", *factor)?,
@@ -208,37 +209,16 @@ impl RopeConfig {
                     bail!("[rope] rotary_dim is 2, expected at least 4 with dynamic scaling")
                 }
             }
-            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
-                context(*original_context)?;
-                above_zero("factor", *factor)?;
-                above_zero("low_freq_factor", *low_freq_factor)?;
-                above_zero("high_freq_factor", *high_freq_factor)?;
-                if high_freq_factor <= low_freq_factor {
-                    bail!(
-                        "[rope] high_freq_factor is {high_freq_factor}, expected more than low_freq_factor {low_freq_factor}"
-                    )
+            &RopeScaling::Llama3 { factor, low_freq_factor: low, high_freq_factor: high, original_context } => {
+                context(original_context)?;
+                all_above_zero(&[("factor", factor), ("low_freq_factor", low), ("high_freq_factor", high)])?;
+                if high <= low {
+                    bail!("[rope] high_freq_factor is {high}, expected more than low_freq_factor {low}")
                 }
             }
-            RopeScaling::Yarn {
-                factor,
-                original_context,
-                beta_fast,
-                beta_slow,
-                attention_factor,
-                mscale,
-                mscale_all_dim,
-                truncate: _,
-            } => {
-                context(*original_context)?;
-                let given = [
-                    ("factor", Some(*factor)),
-                    ("beta_fast", Some(*beta_fast)),
-                    ("beta_slow", Some(*beta_slow)),
-                    ("attention_factor", *attention_factor),
-                ];
-                for (name, value) in given {
-                    value.map_or(Ok(()), |value| above_zero(name, value))?;
-                }
+            &RopeScaling::Yarn { factor, original_context, beta_fast, beta_slow, mscale, mscale_all_dim, .. } => {
+                context(original_context)?;
+                all_above_zero(&[("factor", factor), ("beta_fast", beta_fast), ("beta_slow", beta_slow)])?;
                 for (name, value) in [("mscale", mscale), ("mscale_all_dim", mscale_all_dim)] {
                     if let Some(value) = value.filter(|value| !(value.is_finite() && *value >= 0.0)) {
                         bail!("[rope] {name} is {value}, expected a finite number of zero or more")
@@ -251,7 +231,7 @@ impl RopeConfig {
                     bail!("[rope] base is 1, whose frequencies are all the same, expected another with yarn scaling")
                 }
             }
-            RopeScaling::LongRope { short_factor, long_factor, original_context, factor, attention_factor } => {
+            RopeScaling::LongRope { short_factor, long_factor, original_context, factor, .. } => {
                 context(*original_context)?;
                 for (name, list) in [("short_factor", short_factor), ("long_factor", long_factor)] {
                     if list.len() != r / 2 {
@@ -259,9 +239,7 @@ impl RopeConfig {
                     }
                     list.iter().try_for_each(|&value| above_zero(name, value))?;
                 }
-                for (name, value) in [("factor", factor), ("attention_factor", attention_factor)] {
-                    value.map_or(Ok(()), |value| above_zero(name, value))?;
-                }
+                factor.map_or(Ok(()), |factor| above_zero("factor", factor))?;
             }
             RopeScaling::Proportional { factor, proportion } => {
                 above_zero("factor", *factor)?;
@@ -272,6 +250,11 @@ impl RopeConfig {
                     bail!("[rope] rotary_dim is {r}, but proportional scaling has pairs of whole heads of {head_dim}")
                 }
             }
+        }
+        if let RopeScaling::Yarn { attention_factor: Some(factor), .. }
+        | RopeScaling::LongRope { attention_factor: Some(factor), .. } = &self.scaling
+        {
+            above_zero("attention_factor", *factor)?;
         }
         Ok(())
     }

@@ -3,10 +3,10 @@
 use std::ops::{Add, Mul, Sub};
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp1, D, Device, DeviceLocation, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor, bail};
 use candle_nn::rotary_emb;
 
-use super::angles::{Angles, Rows, Tables};
+use super::angles::{Rows, Tables};
 use super::{Positions, RopeConfig, RopeStyle};
 use crate::rowwise::{Element, map_heads, with_contiguous_rows};
 use crate::sdpa::{FLOATS, accumulation_dtype};
@@ -195,29 +195,6 @@ trait Number: Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self
 impl Number for f32 {}
 impl Number for f64 {}
 
-/// A copy of some angles on a device: cosines and sines, (rows, r/2) each in f32.
-#[derive(Debug, Clone)]
-pub(super) struct DeviceAngles {
-    location: DeviceLocation,
-    cos: Tensor,
-    sin: Tensor,
-}
-
-impl Angles {
-    /// Copied once for each device.
-    fn on(&self, device: &Device) -> Result<DeviceAngles> {
-        let location = device.location();
-        if let Some(copy) = self.copies().iter().find(|copy| copy.location == location) {
-            return Ok(copy.clone());
-        }
-        let shape = (self.rows(), self.half);
-        let [cos, sin] = [&self.cos, &self.sin].map(|entries| Tensor::from_slice(entries, shape, device));
-        let copy = DeviceAngles { location, cos: cos?, sin: sin? };
-        self.copies().push(copy.clone());
-        Ok(copy)
-    }
-}
-
 impl Rotation {
     /// As [`apply`](Self::apply), on any device. Candle's fused operations have no backward pass, so they serve where
     /// nothing is tracked.
@@ -283,7 +260,7 @@ impl Rotation {
 mod tests {
     use super::*;
     use crate::position::Positions;
-    use candle_core::{DType, Var};
+    use candle_core::{DType, Device, Var};
 
     /// Candle's operations run on the CPU too: all three ways give the same numbers and gradients.
     #[test]

@@ -112,7 +112,7 @@ fn cumulative(bands: &Bands, total_q: usize, total_kv: usize) -> (Vec<u32>, Vec<
     expect(dead_code, reason = "read by candle-flash-attn and by the tests")
 )]
 pub(super) struct Inputs {
-    /// (B, T_q, H, D) and twice (B, T_kv, H_kv, D), or without B beside cumulative lengths.
+    /// (B, T_q, H, D) and twice (B, T_kv, H_kv, D), or without B where there are cumulative lengths.
     qkv: [Tensor; 3],
     lengths: Option<Lengths>,
     /// (H,) in f32.

@@ -110,16 +110,19 @@ impl<'a> Call<'a> {
             if tensor.dtype() != q.dtype() {
                 bail!("[{op}] {name} has dtype {:?}, expected q's {:?}", tensor.dtype(), q.dtype())
             }
-            if !tensor.device().same_device(q.device()) {
-                bail!(
-                    "[{op}] {name} is on {:?}, expected it beside q on {:?}",
-                    tensor.device().location(),
-                    q.device().location()
-                )
-            }
+            self.check_device(name, tensor)?;
         }
         if !FLOATS.contains(&q.dtype()) {
             bail!("[{op}] q has dtype {:?}, expected F32, F16, BF16 or F64", q.dtype())
+        }
+        Ok(())
+    }
+
+    fn check_device(&self, name: &str, tensor: &Tensor) -> Result<()> {
+        let (device, expected) = (tensor.device(), self.q.device());
+        if !device.same_device(expected) {
+            let (op, found, expected) = (self.op, device.location(), expected.location());
+            bail!("[{op}] {name} is on {found:?}, expected it beside q on {expected:?}")
         }
         Ok(())
     }
@@ -162,13 +165,7 @@ impl<'a> Call<'a> {
             if !FLOATS.contains(&tensor.dtype()) {
                 bail!("[{op}] {name} has dtype {:?}, expected a float", tensor.dtype())
             }
-            if !tensor.device().same_device(self.q.device()) {
-                bail!(
-                    "[{op}] {name} is on {:?}, expected it beside q on {:?}",
-                    tensor.device().location(),
-                    self.q.device().location()
-                )
-            }
+            self.check_device(name, tensor)?;
         }
         Ok(())
     }

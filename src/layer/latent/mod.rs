@@ -45,7 +45,7 @@ const OP: &str = "multi_head_latent_attention";
 /// # Ok(()) }
 /// ```
 ///
-/// Beside a cache, a short call takes the key's part of `kv_b_proj` into its queries and the value's part into its contexts
+/// With a cache, a short call takes the key's part of `kv_b_proj` into its queries and the value's part into its contexts
 /// (the paper's "absorbed" matrices), so that all heads attend to the latents in place, as to one key head of width
 /// `kv_lora_rank + rope_head_dim` whose values are its own first `kv_lora_rank` columns. A long one, and any call without a
 /// cache, computes keys and values of each head from the latents first. A call with a cache takes the form that needs fewer

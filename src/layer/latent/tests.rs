@@ -166,7 +166,7 @@ fn both_forms_give_the_same_without_a_cache() -> Result<()> {
     Ok(())
 }
 
-/// The widths of DeepSeek: keys of 576, beside values of 512 that are columns of them; and enough queries for several
+/// The widths of DeepSeek: keys of 576, and values of 512 that are columns of them; and enough queries for several
 /// threads.
 #[test]
 fn the_fused_kernel_attends_to_latents_of_full_width() -> Result<()> {
