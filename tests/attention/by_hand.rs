@@ -26,7 +26,7 @@ impl Numbers {
         Tensor::from_slice(&self.data, self.shape.as_slice(), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
     }
 
-    fn width(&self) -> usize {
+    pub fn width(&self) -> usize {
         self.shape[self.shape.len() - 1]
     }
 
@@ -142,17 +142,6 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
         }
         Numbers { shape: vec![b, t_kv + learned, width], data }
     };
-    let heads = |numbers: &Numbers, heads: usize, width: usize| -> Array {
-        let (b, t) = (numbers.shape[0], numbers.shape[1]);
-        let mut array = Array::new(&[b, heads, t, width]);
-        for (row, index) in rows(b, t) {
-            for (n, &value) in numbers.row(row).iter().enumerate() {
-                let place = array.place([index[0], n / width, index[1], n % width]);
-                array.data[place] = value;
-            }
-        }
-        array
-    };
 
     let window = cfg.window().map(Part::Window);
     let band = cfg.band().map(|(left, right)| Part::Band(left, right));
@@ -178,15 +167,31 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
     }
     let attended = case.attend();
 
-    let mut merged = Vec::new();
-    for (_, [b, i]) in rows(b, t_q) {
-        for n in 0..h * d_v {
-            merged.push(attended.context[((b * h + n / d_v) * t_q + i) * d_v + n % d_v]);
-        }
-    }
-    let merged = Numbers { shape: vec![b, t_q, h * d_v], data: merged };
+    let merged = merged(&attended.context, [b, h, t_q, d_v]);
     let ys = if cfg.out_proj() { project(parameters, "o_proj", &merged) } else { merged };
     Output { ys: ys.data, weights: attended.weights }
+}
+
+/// (B, T, H · width) to (B, H, T, width).
+pub fn heads(numbers: &Numbers, heads: usize, width: usize) -> Array {
+    let (b, t) = (numbers.shape[0], numbers.shape[1]);
+    let mut array = Array::new(&[b, heads, t, width]);
+    for (row, index) in rows(b, t) {
+        for (n, &value) in numbers.row(row).iter().enumerate() {
+            let place = array.place([index[0], n / width, index[1], n % width]);
+            array.data[place] = value;
+        }
+    }
+    array
+}
+
+/// (B, H, T, D_v) to (B, T, H · D_v).
+pub fn merged(context: &[f64], [b, h, t, d_v]: [usize; 4]) -> Numbers {
+    let mut data = Vec::new();
+    for (_, [b, i]) in rows(b, t) {
+        data.extend((0..h * d_v).map(|n| context[((b * h + n / d_v) * t + i) * d_v + n % d_v]));
+    }
+    Numbers { shape: vec![b, t, h * d_v], data }
 }
 
 /// Slopes for the distance of query and key.
@@ -235,7 +240,7 @@ fn rows(b: usize, t: usize) -> impl Iterator<Item = (usize, [usize; 2])> {
     (0..b * t).map(move |row| (row, [row / t, row % t]))
 }
 
-fn project(parameters: &Parameters, name: &str, xs: &Numbers) -> Numbers {
+pub fn project(parameters: &Parameters, name: &str, xs: &Numbers) -> Numbers {
     let weight = &parameters[&format!("{name}.weight")];
     let bias = parameters.get(&format!("{name}.bias"));
     let mut data = Vec::new();
@@ -248,7 +253,7 @@ fn project(parameters: &Parameters, name: &str, xs: &Numbers) -> Numbers {
     Numbers { shape: vec![xs.shape[0], xs.shape[1], weight.shape[0]], data }
 }
 
-fn normalise(parameters: &Parameters, name: &str, norm: QkNorm, d: usize, xs: &mut Numbers) {
+pub fn normalise(parameters: &Parameters, name: &str, norm: QkNorm, d: usize, xs: &mut Numbers) {
     let (width, span) = (xs.width(), if norm.scope == QkNormScope::Projection { xs.width() } else { d });
     let weight = &parameters[&format!("{name}.weight")].data;
     let bias = parameters.get(&format!("{name}.bias"));
@@ -269,7 +274,7 @@ fn normalise(parameters: &Parameters, name: &str, norm: QkNorm, d: usize, xs: &m
 }
 
 /// By positions 0..T, with angles, cosines and sines rounded to f32.
-fn rotate(rope: &RopeConfig, d: usize, xs: &mut Numbers) {
+pub fn rotate(rope: &RopeConfig, d: usize, xs: &mut Numbers) {
     let (t, width) = (xs.shape[1], xs.width());
     let r = rope.rotary_dim(d);
     for (n, head) in xs.data.chunks_mut(d).enumerate() {

@@ -26,18 +26,18 @@ fn count(size: usize) {
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: `System` asks what this function's caller grants: a layout whose size is not zero.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         count(layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: as in `alloc`.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise.
+        // SAFETY: `ptr` came from `System` by one of the functions above, with this layout.
         unsafe { System.dealloc(ptr, layout) }
     }
 }
@@ -62,20 +62,20 @@ fn asked(cfg: &Config, cache: &mut AttentionCache, device: &Device) -> Result<us
     Ok(most)
 }
 
-/// Keys and values are read where they lie, and no buffer is made while there is room.
+/// Keys and values are read in place, and no buffer is made while the capacity is enough.
 #[test]
 fn a_call_copies_nothing_that_is_cached() -> Result<()> {
     let cfg = Config::new(512, 4).with_num_kv_heads(2).with_causal(true);
-    let room = || AttentionCacheConfig::new().with_capacity(1024);
+    let full = || AttentionCacheConfig::new().with_capacity(1024);
     for (cfg, cache) in [
-        (cfg.clone(), room()),
-        (cfg.clone(), room().with_dtype(DType::BF16)),
-        (cfg.clone().with_window(600), room().with_window(600)),
+        (cfg.clone(), full()),
+        (cfg.clone(), full().with_dtype(DType::BF16)),
+        (cfg.clone().with_window(600), full().with_window(600)),
     ] {
         let mut cache = AttentionCache::new(&cache)?;
         let most = asked(&cfg, &mut cache, &Device::Cpu)?;
         // The kernel's scratch, whatever is cached.
-        assert!(most < cache.memory() / 25, "{most} bytes beside {} that are cached", cache.memory());
+        assert!(most < cache.memory() / 25, "{most} bytes, and {} are cached", cache.memory());
     }
     Ok(())
 }

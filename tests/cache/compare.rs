@@ -1,8 +1,8 @@
-//! A layer with a cache beside the same layer without one.
+//! A layer with a cache against the same layer without one.
 
 use candle_attention::{
     AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, MultiHeadAttention,
-    MultiHeadAttentionConfig,
+    MultiHeadAttentionConfig, MultiHeadLatentAttention,
 };
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -16,6 +16,23 @@ use crate::plan::Plan;
 pub fn layer(cfg: &MultiHeadAttentionConfig, dtype: DType, device: &Device) -> Result<MultiHeadAttention> {
     let weights = tensors(&parameters(cfg, 3), dtype, device)?;
     MultiHeadAttention::new(cfg, VarBuilder::from_tensors(weights, dtype, device))
+}
+
+/// Either kind of layer.
+pub trait Layer {
+    fn run(&self, input: AttentionInput) -> Result<Tensor>;
+}
+
+impl Layer for MultiHeadAttention {
+    fn run(&self, input: AttentionInput) -> Result<Tensor> {
+        self.forward_with(input)
+    }
+}
+
+impl Layer for MultiHeadLatentAttention {
+    fn run(&self, input: AttentionInput) -> Result<Tensor> {
+        self.forward_with(input)
+    }
 }
 
 /// Random tokens (T, width), uniform on [-1, 1).
@@ -32,7 +49,7 @@ pub struct Masks<'a> {
 
 /// The tokens of each sequence, through a layer and its cache.
 pub struct Run<'a> {
-    pub layer: &'a MultiHeadAttention,
+    pub layer: &'a dyn Layer,
     pub plan: &'a Plan,
     /// (T, E) for each sequence.
     pub tokens: &'a [Tensor],
@@ -67,7 +84,7 @@ impl Run<'_> {
             if starts.iter().any(|&start| start > 0) {
                 input = input.with_starts(&starts);
             }
-            let ys = self.layer.forward_with(input)?;
+            let ys = self.layer.run(input)?;
             for (b, own) in call.tokens.iter().enumerate() {
                 outputs[b].push(ys.i(b)?.narrow(0, own.start, own.len())?.contiguous()?);
                 for i in (0..call.t).filter(|i| !own.contains(i)) {
@@ -82,7 +99,7 @@ impl Run<'_> {
     pub fn uncached(&self) -> Result<Vec<Tensor>> {
         let whole = |(b, xs): (usize, &Tensor)| {
             let mask = (self.masks.of_sequence)(b)?;
-            self.layer.forward_with(AttentionInput::new(xs).with_mask(&mask).with_backend(Backend::Reference))
+            self.layer.run(AttentionInput::new(xs).with_mask(&mask).with_backend(Backend::Reference))
         };
         self.tokens.iter().enumerate().map(whole).collect()
     }
@@ -90,12 +107,13 @@ impl Run<'_> {
     /// The largest difference, relative to the largest output where that is above 1.
     pub fn difference(&self, cache: &mut AttentionCache) -> Result<f64> {
         let (found, expected) = (self.cached(cache)?, self.uncached()?);
-        let relative = |(found, expected): (&Tensor, &Tensor)| {
-            let largest = values(expected).into_iter().map(f64::abs).fold(1.0, f64::max);
-            max_error(found, expected) / largest
-        };
-        Ok(found.iter().zip(&expected).map(relative).fold(0.0, f64::max))
+        Ok(found.iter().zip(&expected).map(|(found, expected)| difference(found, expected)).fold(0.0, f64::max))
     }
+}
+
+/// The largest difference, relative to the largest number that is expected where that is above 1.
+pub fn difference(found: &Tensor, expected: &Tensor) -> f64 {
+    max_error(found, expected) / values(expected).into_iter().map(f64::abs).fold(1.0, f64::max)
 }
 
 /// How far a dtype may be off.
@@ -108,7 +126,7 @@ pub fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// How far a layer in a dtype may be off beside a cache.
+/// How far a layer in a dtype may be off with a cache.
 pub fn tolerance_of(dtype: DType, cache: &AttentionCacheConfig) -> f64 {
     let kept = match cache.q8() {
         true => 3e-2,

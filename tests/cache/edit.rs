@@ -3,14 +3,14 @@
 use std::ops::Range;
 
 use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionInput, Backend, MultiHeadAttention,
-    MultiHeadAttentionConfig as Config, RopeConfig,
+    AttentionCache, AttentionCacheConfig, AttentionInput, Backend, MultiHeadAttentionConfig as Config, RopeConfig,
 };
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
 
 use crate::array::Random;
-use crate::common::{assert_close, error_text, max_error, values};
-use crate::compare::{layer, tolerance_of};
+use crate::common::{assert_close, error_text, values};
+use crate::compare::{Layer, difference, layer, tolerance_of};
+use crate::latent_layers as latent;
 use crate::plan::cases;
 
 const EMBED_DIM: usize = 8;
@@ -58,7 +58,7 @@ impl Sequence {
 }
 
 struct Program<'a> {
-    layer: &'a MultiHeadAttention,
+    layer: &'a dyn Layer,
     cache: AttentionCache,
     slides: bool,
     sequences: Vec<Sequence>,
@@ -83,15 +83,15 @@ impl Program<'_> {
         let xs = Tensor::from_vec(data, (own.len(), t, EMBED_DIM), &Device::Cpu)?.to_device(self.device)?;
         let starts: Vec<_> = own.iter().map(|own| own.start).collect();
         let input = AttentionInput::new(&xs).with_cache(&mut self.cache).with_starts(&starts);
-        let ys = self.layer.forward_with(input)?;
+        let ys = self.layer.run(input)?;
         let mut most = 0.0f64;
         for (b, (sequence, own)) in self.sequences.iter().zip(&own).enumerate().filter(|(_, (_, own))| !own.is_empty())
         {
             let whole = Tensor::from_slice(&sequence.tokens, (sequence.len(), EMBED_DIM), &Device::Cpu)?;
             let whole = whole.to_device(self.device)?;
-            let expected = self.layer.forward_with(AttentionInput::new(&whole).with_backend(Backend::Reference))?;
+            let expected = self.layer.run(AttentionInput::new(&whole).with_backend(Backend::Reference))?;
             let expected = expected.narrow(0, sequence.len() - own.len(), own.len())?;
-            most = most.max(max_error(&ys.i(b)?.narrow(0, own.start, own.len())?, &expected));
+            most = most.max(difference(&ys.i(b)?.narrow(0, own.start, own.len())?, &expected));
         }
         Ok(most)
     }
@@ -153,28 +153,49 @@ impl Program<'_> {
     }
 }
 
+impl<'a> Program<'a> {
+    /// Random steps over random sequences: the largest difference.
+    fn run(layer: &'a dyn Layer, kept: (&AttentionCacheConfig, bool), seed: u64, device: &'a Device) -> Result<f64> {
+        let random = &mut Random::new(seed);
+        let sequences = vec![Sequence::default(); 1 + random.up_to(2)];
+        let cache = AttentionCache::new(kept.0)?;
+        let mut program = Self { layer, cache, slides: kept.1, sequences, device };
+        let mut most = program.call(random)?;
+        for _ in 0..16 {
+            most = most.max(program.step(random)?);
+        }
+        Ok(most)
+    }
+}
+
 fn sequences_go_on_from_what_they_were_made(device: &Device) {
     for (cfg, cache, slides) in setups() {
         let layer = layer(&cfg, DType::F32, device).expect("the config fits");
         for seed in 0..cases(60) {
-            let random = &mut Random::new(seed);
-            let sequences = vec![Sequence::default(); 1 + random.up_to(2)];
-            let new = AttentionCache::new(&cache).expect("the cache fits");
-            let mut program = Program { layer: &layer, cache: new, slides, sequences, device };
-            let mut found = program.call(random);
-            for step in 0..16 {
-                let off = found.unwrap_or_else(|error| panic!("{cfg:?}, {cache:?}, seed {seed}, step {step}: {error}"));
-                assert!(
-                    off <= tolerance_of(DType::F32, &cache),
-                    "{cfg:?}, {cache:?}, seed {seed}, step {step}: off by {off:e}"
-                );
-                found = program.step(random);
-            }
+            let off = Program::run(&layer, (&cache, slides), seed, device);
+            let off = off.unwrap_or_else(|error| panic!("{cfg:?}, {cache:?}, seed {seed}: {error}"));
+            assert!(off <= tolerance_of(DType::F32, &cache), "{cfg:?}, {cache:?}, seed {seed}: off by {off:e}");
         }
     }
 }
 
-crate::on_each_device!(sequences_go_on_from_what_they_were_made);
+fn sequences_of_latents_go_on_from_what_they_were_made(device: &Device) {
+    for seed in 0..cases(25) {
+        let random = &mut Random::new(seed);
+        let cfg = latent::config_of(EMBED_DIM, random);
+        let layer =
+            latent::layer(&cfg, &latent::parameters(&cfg, random), DType::F32, device).expect("the config fits");
+        for cache in [AttentionCacheConfig::new().with_capacity(2), AttentionCacheConfig::new().with_q8()] {
+            let off = Program::run(&layer, (&cache, false), seed, device);
+            let off = off.unwrap_or_else(|error| panic!("{cfg:?}, {cache:?}, seed {seed}: {error}"));
+            // A random layer's scale of the scores can be large, which makes more of what 8 bits lose.
+            let most = if cache.q8() { 6e-2 } else { 1e-5 };
+            assert!(off <= most, "{cfg:?}, {cache:?}, seed {seed}: off by {off:e}");
+        }
+    }
+}
+
+crate::on_each_device!(sequences_go_on_from_what_they_were_made, sequences_of_latents_go_on_from_what_they_were_made,);
 
 fn xs(b: usize, t: usize) -> Result<Tensor> {
     Tensor::randn(0f32, 1.0, (b, t, EMBED_DIM), &Device::Cpu)

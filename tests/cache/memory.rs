@@ -1,4 +1,4 @@
-//! Keys and values that are projected once, beside those that are projected in every call.
+//! Keys and values that are projected once, against those that are projected in every call.
 
 use candle_attention::{
     AlibiConfig, AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig as Config, QkNorm,

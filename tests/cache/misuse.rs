@@ -16,10 +16,6 @@ fn config() -> Config {
     Config::new(8, 4).with_num_kv_heads(2).with_causal(true).with_context_length(9)
 }
 
-fn own() -> Result<MultiHeadAttention> {
-    layer(&config(), DType::F32, &CPU)
-}
-
 fn xs(b: usize, t: usize) -> Tensor {
     let data: Vec<f32> = (0..b * t * 8).map(|n| (n as f32 * 0.7).sin()).collect();
     Tensor::from_vec(data, (b, t, 8), &CPU).expect("as many numbers")
@@ -78,29 +74,6 @@ fn what_8_bits_have_no_parts_for_is_an_error() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn a_buffer_that_no_memory_holds_is_an_error() -> Result<()> {
-    let cfg = AttentionCacheConfig::new().with_capacity(u32::MAX as usize);
-    let large = layer(&Config::new(4096, 64).with_causal(true), DType::F32, &CPU)?;
-    let mut cache = AttentionCache::new(&cfg)?;
-    let xs = Tensor::zeros((64, 1, 4096), DType::F32, &CPU)?;
-    assert_eq!(
-        error_text(large.forward_with(AttentionInput::new(&xs).with_cache(&mut cache))),
-        "[attention_cache] a buffer of [64, 64, 4294967295, 64] does not fit in memory"
-    );
-    assert!(cache.is_empty() && cache.capacity() == 0);
-    Ok(())
-}
-
-#[test]
-fn padding_is_said_only_beside_a_cache() -> Result<()> {
-    let xs = xs(2, 2);
-    let expected = "[multi_head_attention] valid_lens or starts were given to a call without a cache; expected padding in the mask";
-    assert_eq!(error_text(own()?.forward_with(AttentionInput::new(&xs).with_valid_lens(&[2, 1]))), expected);
-    assert_eq!(error_text(own()?.forward_with(AttentionInput::new(&xs).with_starts(&[0, 1]))), expected);
-    Ok(())
-}
-
 /// Generation with a model in training: the numbers of plain weights, and no gradient but that of the output projection.
 #[test]
 fn a_detached_cache_takes_variables() -> Result<()> {
@@ -123,13 +96,18 @@ fn a_detached_cache_takes_variables() -> Result<()> {
     Ok(())
 }
 
+/// A layer of plain weights but for one variable, its query projection.
+fn with_trained_queries(cfg: &Config) -> Result<(MultiHeadAttention, Var)> {
+    let mut weights = crate::by_hand::tensors(&crate::by_hand::parameters(cfg, 3), DType::F32, &CPU)?;
+    let q_proj = Var::from_tensor(&weights["q_proj.weight"])?;
+    weights.insert("q_proj.weight".into(), q_proj.as_tensor().clone());
+    Ok((MultiHeadAttention::new(cfg, VarBuilder::from_tensors(weights, DType::F32, &CPU))?, q_proj))
+}
+
 /// Gradients that nothing loses stay: of a bias that is added to the scores, and of the query projection.
 #[test]
 fn gradients_that_pass_no_cached_key_stay() -> Result<()> {
-    let mut weights = crate::by_hand::tensors(&crate::by_hand::parameters(&config(), 3), DType::F32, &CPU)?;
-    let q_proj = Var::from_tensor(&weights["q_proj.weight"])?;
-    weights.insert("q_proj.weight".into(), q_proj.as_tensor().clone());
-    let layer = MultiHeadAttention::new(&config(), VarBuilder::from_tensors(weights, DType::F32, &CPU))?;
+    let (layer, q_proj) = with_trained_queries(&config())?;
     let mut cache = AttentionCache::default();
     layer.forward_with(AttentionInput::new(&xs(2, 3)).with_cache(&mut cache))?;
     let bias = Var::zeros((4, 2, 5), DType::F32, &CPU)?;
@@ -162,11 +140,7 @@ fn gradients_are_those_of_the_call_when_its_cache_is_used_again() -> Result<()> 
         ("appended to", |layer, cache| append(layer, cache, 3)),
     ];
     for kv_heads in [1, 2] {
-        let cfg = config().with_num_kv_heads(kv_heads);
-        let mut weights = crate::by_hand::tensors(&crate::by_hand::parameters(&cfg, 3), DType::F32, &CPU)?;
-        let q_proj = Var::from_tensor(&weights["q_proj.weight"])?;
-        weights.insert("q_proj.weight".into(), q_proj.as_tensor().clone());
-        let layer = MultiHeadAttention::new(&cfg, VarBuilder::from_tensors(weights, DType::F32, &CPU))?;
+        let (layer, q_proj) = with_trained_queries(&config().with_num_kv_heads(kv_heads))?;
         let gradient = |again: Option<Use>| -> Result<Tensor> {
             let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_capacity(16))?;
             let ys = layer.forward_with(AttentionInput::new(&xs(1, 4)).with_cache(&mut cache))?;

@@ -138,6 +138,12 @@ pub const CALLS: &[Case] = cases! {
     },
 };
 
+/// Padding of a call has no meaning without a cache.
+pub const WITHOUT: &[Case] = cases! {
+    "lengths" => own()?.forward_with(AttentionInput::new(&xs(2, 2)).with_valid_lens(&[2, 1])),
+    "starts" => own()?.forward_with(AttentionInput::new(&xs(2, 2)).with_starts(&[0, 1])),
+};
+
 pub const EDITS: &[Case] = cases! {
     "longer than it is" => growing(|cache| cache.truncate(6)),
     "one sequence longer than it is" => growing(|cache| cache.truncate_to(&[5, 6])),
@@ -162,4 +168,11 @@ pub const CONFIGS: &[Case] = cases! {
         new(AttentionCacheConfig::new().with_window(9).with_capacity(8).with_growth(false)),
     "two dtypes" => new(AttentionCacheConfig::new().with_dtype(DType::BF16).with_q8()),
     "integers" => new(AttentionCacheConfig::new().with_dtype(DType::I64)),
+    "a buffer that no memory holds" => {
+        let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_capacity(u32::MAX as usize))?;
+        let wide = layer(&Config::new(4096, 64).with_causal(true));
+        let outcome = call(wide, &Tensor::zeros((64, 1, 4096), DType::F32, &CPU)?, &mut cache);
+        assert!(cache.is_empty() && cache.capacity() == 0);
+        outcome
+    },
 };

@@ -106,6 +106,11 @@ pub const INPUTS: &[Case] = cases! {
     },
     "a cache of other latents" =>
         with_cache(|input| layer(&base().with_kv_lora_rank(3).with_rope_head_dim(4))?.forward_with(input)),
+    "variables with a cache" => {
+        let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &CPU);
+        let trained = MultiHeadLatentAttention::new(&base(), vb)?;
+        trained.forward_with(AttentionInput::new(&zeros((2, 3, 6))).with_cache(&mut AttentionCache::default()))
+    },
     "a cache of latents for heads" => {
         let cfg = MultiHeadAttentionConfig::new(6, 2).with_num_kv_heads(1).with_head_dim(7).with_value_head_dim(5);
         let other = MultiHeadAttention::new(&cfg, VarBuilder::zeros(DType::F32, &CPU))?;

@@ -59,6 +59,7 @@ type Case = (&'static str, fn() -> Result<()>);
 const CASES: &[(&str, &[Case])] = &[
     ("additive", additive::CASES),
     ("calls with a cache", cache::CALLS),
+    ("padding without a cache", cache::WITHOUT),
     ("edits of a cache", cache::EDITS),
     ("cache config", cache::CONFIGS),
     ("projected memory", memory::PROJECTIONS),

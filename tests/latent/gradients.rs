@@ -8,8 +8,8 @@ use candle_core::{DType, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 
 use crate::array::Random;
-use crate::common::{assert_close, error_text, max_error, values};
-use crate::layers::{CPU, layer, parameters, rows, tensor};
+use crate::common::{assert_close, max_error, values};
+use crate::layers::{CPU, draw, layer, parameters};
 
 fn config() -> Config {
     Config::new(5, 2)
@@ -28,8 +28,7 @@ fn trained(dtype: DType) -> Result<(MultiHeadLatentAttention, Vec<(String, Var)>
     let parameters = parameters(&config(), &mut Random::new(31));
     let mut named = Vec::new();
     for (name, variable) in variables.data().lock().expect("no panic before").iter() {
-        let parameter = &parameters[name];
-        variable.set(&Tensor::from_slice(&parameter.numbers, parameter.shape.as_slice(), &CPU)?.to_dtype(dtype)?)?;
+        variable.set(&parameters[name].tensor(dtype, &CPU)?)?;
         named.push((name.clone(), variable.clone()));
     }
     assert_eq!(named.len(), parameters.len());
@@ -40,8 +39,8 @@ fn trained(dtype: DType) -> Result<(MultiHeadLatentAttention, Vec<(String, Var)>
 fn gradients_are_those_of_finite_differences() -> Result<()> {
     let (layer, variables) = trained(DType::F64)?;
     let random = &mut Random::new(32);
-    let xs = tensor(&rows(random, 4, 5), 5, DType::F64)?;
-    let factors = tensor(&rows(random, 4, 5), 5, DType::F64)?;
+    let xs = draw(random, &[4, 5], DType::F64)?;
+    let factors = draw(random, &[4, 5], DType::F64)?;
     let loss = || layer.forward(&xs)?.mul(&factors)?.sum_all();
     let gradients = loss()?.backward()?;
     for (name, variable) in &variables {
@@ -68,7 +67,7 @@ fn gradients_are_those_of_finite_differences() -> Result<()> {
 fn variables_are_read_in_every_call() -> Result<()> {
     let random = &mut Random::new(33);
     let (layer, variables) = trained(DType::F32)?;
-    let xs = tensor(&rows(random, 4, 5), 5, DType::F32)?;
+    let xs = draw(random, &[4, 5], DType::F32)?;
     let detached = AttentionCacheConfig::new().with_detached(true);
     let decoded = || -> Result<Tensor> {
         let mut cache = AttentionCache::new(&detached)?;
@@ -91,7 +90,7 @@ fn variables_are_read_in_every_call() -> Result<()> {
 #[test]
 fn gradients_end_at_a_detached_cache() -> Result<()> {
     let (layer, _) = trained(DType::F32)?;
-    let xs = tensor(&rows(&mut Random::new(36), 4, 5), 5, DType::F32)?;
+    let xs = draw(&mut Random::new(36), &[4, 5], DType::F32)?;
     let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_detached(true))?;
     for t in [4, 1, 1, 4] {
         let part = xs.narrow(0, 0, t)?;
@@ -101,26 +100,13 @@ fn gradients_end_at_a_detached_cache() -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn a_cache_refuses_latents_whose_gradient_it_would_lose() -> Result<()> {
-    let (layer, _) = trained(DType::F32)?;
-    let xs = tensor(&rows(&mut Random::new(34), 4, 5), 5, DType::F32)?;
-    let mut cache = AttentionCache::default();
-    assert_eq!(
-        error_text(layer.forward_with(AttentionInput::new(&xs).with_cache(&mut cache))),
-        "[attention_cache] keys or values are tracked for gradients, which a cache would lose; expected weights that are \
-         plain tensors, or a cache made `with_detached(true)`"
-    );
-    Ok(())
-}
-
 /// Packed weights have no gradient of their own, and pass that of the input on.
 #[test]
 fn an_input_s_gradient_passes_through_plain_weights() -> Result<()> {
     let random = &mut Random::new(35);
     let (trained, _) = trained(DType::F32)?;
-    let plain = layer(&config(), &parameters(&config(), &mut Random::new(31)), DType::F32)?;
-    let xs = Var::from_tensor(&tensor(&rows(random, 4, 5), 5, DType::F32)?)?;
+    let plain = layer(&config(), &parameters(&config(), &mut Random::new(31)), DType::F32, &CPU)?;
+    let xs = Var::from_tensor(&draw(random, &[4, 5], DType::F32)?)?;
     let gradient = |layer: &MultiHeadLatentAttention| {
         let gradients = layer.forward(&xs)?.sqr()?.sum_all()?.backward()?;
         Ok::<_, candle_core::Error>(gradients.get(&xs).expect("the input is a variable").clone())

@@ -1,28 +1,24 @@
 //! Random layers.
 
-use std::collections::{BTreeMap, HashMap};
-
 use candle_attention::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig as Config, RopeConfig, RopeStyle};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 
 use crate::array::Random;
+use crate::by_hand::{Numbers, Parameters, tensors};
 
 pub const CPU: Device = Device::Cpu;
 
-/// A parameter, row by row.
-#[derive(Debug, Clone)]
-pub struct Parameter {
-    pub shape: Vec<usize>,
-    pub numbers: Vec<f64>,
-}
-
-pub type Parameters = BTreeMap<String, Parameter>;
-
 /// A layer with small, uneven widths.
 pub fn config(random: &mut Random) -> Config {
+    let embed_dim = 1 + random.up_to(11);
+    config_of(embed_dim, random)
+}
+
+/// [`config`] for inputs of a width.
+pub fn config_of(embed_dim: usize, random: &mut Random) -> Config {
     let style = if random.chance(0.5) { RopeStyle::Halves } else { RopeStyle::Interleaved };
-    let mut cfg = Config::new(1 + random.up_to(11), 1 + random.up_to(3))
+    let mut cfg = Config::new(embed_dim, 1 + random.up_to(3))
         .with_kv_lora_rank(1 + random.up_to(17))
         .with_nope_head_dim(1 + random.up_to(7))
         .with_rope_head_dim(2 + 2 * random.up_to(2))
@@ -61,50 +57,15 @@ pub fn parameters(cfg: &Config, random: &mut Random) -> Parameters {
         shapes.push(("o_proj.bias", vec![e]));
         shapes.extend(cfg.q_lora_rank().map(|q_rank| ("q_a_proj.bias", vec![q_rank])));
     }
-    let draw = |(name, shape): (&str, Vec<usize>)| {
-        let count = shape.iter().product();
-        let numbers = (0..count).map(|_| f64::from(random.between(-1.0, 1.0) as f32)).collect();
-        (name.to_string(), Parameter { shape, numbers })
-    };
-    shapes.into_iter().map(draw).collect()
+    shapes.into_iter().map(|(name, shape)| (name.to_string(), Numbers::random(&shape, random))).collect()
 }
 
-pub fn tensors(parameters: &Parameters, dtype: DType) -> Result<HashMap<String, Tensor>> {
-    let tensor = |(name, parameter): (&String, &Parameter)| {
-        let tensor = Tensor::from_slice(&parameter.numbers, parameter.shape.as_slice(), &CPU)?;
-        Ok((name.clone(), tensor.to_dtype(dtype)?))
-    };
-    parameters.iter().map(tensor).collect()
+/// Over plain tensors.
+pub fn layer(cfg: &Config, parameters: &Parameters, dtype: DType, device: &Device) -> Result<MultiHeadLatentAttention> {
+    MultiHeadLatentAttention::new(cfg, VarBuilder::from_tensors(tensors(parameters, dtype, device)?, dtype, device))
 }
 
-/// Over plain tensors, on a CPU.
-pub fn layer(cfg: &Config, parameters: &Parameters, dtype: DType) -> Result<MultiHeadLatentAttention> {
-    layer_on(cfg, parameters, dtype, &CPU)
-}
-
-pub fn layer_on(
-    cfg: &Config,
-    parameters: &Parameters,
-    dtype: DType,
-    device: &Device,
-) -> Result<MultiHeadLatentAttention> {
-    MultiHeadLatentAttention::new(cfg, VarBuilder::from_tensors(tensors(parameters, dtype)?, dtype, device))
-}
-
-/// Rows (T, width) of numbers that f32 holds.
-pub fn rows(random: &mut Random, t: usize, width: usize) -> Vec<Vec<f64>> {
-    (0..t).map(|_| (0..width).map(|_| f64::from(random.between(-1.0, 1.0) as f32)).collect()).collect()
-}
-
-pub fn tensor(rows: &[Vec<f64>], width: usize, dtype: DType) -> Result<Tensor> {
-    Tensor::from_vec(rows.concat(), (rows.len(), width), &CPU)?.to_dtype(dtype)
-}
-
-/// How far a dtype may be off, as a part of the largest number.
-pub fn tolerance(dtype: DType) -> f64 {
-    match dtype {
-        DType::F64 => 1e-12,
-        DType::F32 => 1e-5,
-        _ => 4e-2,
-    }
+/// Numbers that f32 holds.
+pub fn draw(random: &mut Random, shape: &[usize], dtype: DType) -> Result<Tensor> {
+    Numbers::random(shape, random).tensor(dtype, &CPU)
 }

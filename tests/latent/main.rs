@@ -1,18 +1,16 @@
-//! Multi-head latent attention: the numbers of plain loops, whatever is cached and however positions are cut into calls.
-//! `tests/hf` compares the layers of real architectures with transformers.
+//! Multi-head latent attention: the numbers of plain loops, and gradients. `tests/cache` has its caches, and `tests/hf` compares
+//! the layers of real architectures with transformers.
 
+#[path = "../attention/by_hand.rs"]
+#[allow(dead_code, reason = "a part is for the other layer")]
+mod by_hand;
 #[path = "../common/mod.rs"]
 mod common;
-#[path = "../cache/plan.rs"]
-#[allow(dead_code, reason = "a part is for the tests of the cache")]
-mod plan;
-use attention_oracle::array;
+use attention_oracle::{array, attention as oracle};
 
 // What the tests stand on: random layers, and the same in plain loops.
-mod by_hand;
 mod layers;
+mod plain_loops;
 
-mod cached;
-mod edit;
 mod gradients;
 mod numbers;

@@ -8,15 +8,18 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::{ModuleT, VarBuilder};
 
 use crate::array::Random;
-use crate::by_hand::{Attended, attend};
+use crate::by_hand::{Numbers, tensors};
 use crate::common::{assert_close, max_error, values};
-use crate::layers::{CPU, config, layer, parameters, rows, tensor, tensors, tolerance};
+use crate::layers::{CPU, config, draw, layer, parameters};
+use crate::oracle::{Alignment, Lens, Mask, Part};
+use crate::plain_loops::forward;
 
-/// Cosines and sines are of f32, those of the loops are not; in bf16 parameters are rounded too.
+/// In bf16 parameters are rounded too.
 fn most(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 0.1,
-        _ => tolerance(dtype).max(1e-6),
+        DType::F32 => 1e-5,
+        _ => 1e-6,
     }
 }
 
@@ -28,29 +31,25 @@ fn random_layers_give_the_numbers_of_plain_loops() -> Result<()> {
         let cfg = config(random).with_causal(causal);
         let parameters = parameters(&cfg, random);
         let (b, t) = (1 + random.up_to(2), 1 + random.up_to(8));
-        let sequences: Vec<_> = (0..b).map(|_| rows(random, t, cfg.embed_dim())).collect();
+        let xs = Numbers::random(&[b, t, cfg.embed_dim()], random);
         let lens: Vec<_> = (0..b).map(|_| random.up_to(t)).collect();
         let mask = AttentionMask::none().with_valid_lens(lens.clone());
+        let alignment = if causal { Alignment::Causal } else { Alignment::Free };
+        let by_hand = Mask::new(alignment, [Part::ValidLens(Lens::PerSequence(lens))]);
+        let expected = forward(&cfg, &parameters, &xs, by_hand);
+        let ys = Tensor::from_vec(expected.ys, (b, t, cfg.embed_dim()), &CPU)?;
+        let weights = Tensor::from_vec(expected.weights, (b, cfg.num_heads(), t, t), &CPU)?;
+        let largest = values(&ys).into_iter().map(f64::abs).fold(1.0, f64::max);
         for dtype in [DType::F32, DType::F64, DType::BF16] {
-            let layer = layer(&cfg, &parameters, dtype)?;
-            let xs = sequences.iter().map(|xs| tensor(xs, cfg.embed_dim(), dtype)).collect::<Result<Vec<_>>>()?;
-            let xs = Tensor::stack(&xs, 0)?;
+            let (layer, xs) = (layer(&cfg, &parameters, dtype, &CPU)?, xs.tensor(dtype, &CPU)?);
             for backend in [Backend::Auto, Backend::Reference] {
                 let input = || AttentionInput::new(&xs).with_mask(&mask).with_backend(backend);
-                let (ys, with_weights) = (layer.forward_with(input())?, layer.forward_with_weights(input())?);
-                assert_eq!(with_weights.weights.dims(), [b, cfg.num_heads(), t, t]);
-                for (n, (xs, &len)) in sequences.iter().zip(&lens).enumerate() {
-                    let Attended { ys: expected, weights } =
-                        attend(&cfg, &parameters, xs, |i, j| j < len && (!causal || j <= i));
-                    let expected = tensor(&expected, cfg.embed_dim(), DType::F64)?;
-                    let what = format!("case {case}, sequence {n}, {dtype:?}, {backend:?}");
-                    let largest = values(&expected).into_iter().map(f64::abs).fold(1.0, f64::max);
-                    for ys in [&ys, &with_weights.context] {
-                        assert_close(&ys.get(n)?, &expected, most(dtype) * largest, &what);
-                    }
-                    let weights = Tensor::new(weights, &CPU)?;
-                    assert_close(&with_weights.weights.get(n)?, &weights, most(dtype), &what);
+                let (found, with_weights) = (layer.forward_with(input())?, layer.forward_with_weights(input())?);
+                let what = format!("case {case}, {dtype:?}, {backend:?}");
+                for found in [&found, &with_weights.context] {
+                    assert_close(found, &ys, most(dtype) * largest, &what);
                 }
+                assert_close(&with_weights.weights, &weights, most(dtype), &what);
             }
         }
     }
@@ -61,8 +60,8 @@ fn random_layers_give_the_numbers_of_plain_loops() -> Result<()> {
 fn one_sequence_needs_no_batch() -> Result<()> {
     let random = &mut Random::new(2);
     let cfg = config(random);
-    let layer = layer(&cfg, &parameters(&cfg, random), DType::F32)?;
-    let xs = tensor(&rows(random, 4, cfg.embed_dim()), cfg.embed_dim(), DType::F32)?;
+    let layer = layer(&cfg, &parameters(&cfg, random), DType::F32, &CPU)?;
+    let xs = draw(random, &[4, cfg.embed_dim()], DType::F32)?;
     let batch = layer.forward(&xs.unsqueeze(0)?)?;
     assert_eq!(values(&layer.forward(&xs)?), values(&batch));
     assert_eq!(layer.forward(&xs)?.dims(), [4, cfg.embed_dim()]);
@@ -76,7 +75,7 @@ fn nothing_gives_nothing() -> Result<()> {
     let cfg = Config::new(6, 2).with_q_lora_rank(3).with_bias(true).with_kv_lora_rank(5);
     let parameters = parameters(&cfg, random);
     for dtype in [DType::F32, DType::F64] {
-        let layer = layer(&cfg, &parameters, dtype)?;
+        let layer = layer(&cfg, &parameters, dtype, &CPU)?;
         for (b, t) in [(0, 3), (2, 0), (0, 0)] {
             let xs = Tensor::zeros((b, t, 6), dtype, &CPU)?;
             for backend in [Backend::Auto, Backend::Reference] {
@@ -93,20 +92,16 @@ fn positions_are_those_that_are_given() -> Result<()> {
     let random = &mut Random::new(4);
     let cfg = config(random);
     let parameters = parameters(&cfg, random);
-    let layer = layer(&cfg, &parameters, DType::F64)?;
-    let xs = rows(random, 6, cfg.embed_dim());
+    let layer = layer(&cfg, &parameters, DType::F64, &CPU)?;
+    let xs = Numbers::random(&[1, 6, cfg.embed_dim()], random);
     // The first two see nothing of the others and are seen by none: the rest begins anew.
-    let expected = attend(&cfg, &parameters, &xs[2..].to_vec(), |i, j| j <= i).ys;
+    let rest = Numbers { shape: vec![1, 4, cfg.embed_dim()], data: xs.data[2 * cfg.embed_dim()..].to_vec() };
+    let expected = forward(&cfg, &parameters, &rest, Mask::new(Alignment::Causal, []));
+    let expected = Tensor::from_vec(expected.ys, rest.shape, &CPU)?;
     let positions = Tensor::new(&[9u32, 9, 0, 1, 2, 3], &CPU)?;
-    let mask = AttentionMask::none().with_starts(vec![2]);
-    let xs = tensor(&xs, cfg.embed_dim(), DType::F64)?;
+    let (xs, mask) = (xs.tensor(DType::F64, &CPU)?, AttentionMask::none().with_starts(vec![2]));
     let ys = layer.forward_with(AttentionInput::new(&xs).with_mask(&mask).with_positions(&positions))?;
-    assert_close(
-        &ys.narrow(0, 2, 4)?,
-        &tensor(&expected, cfg.embed_dim(), DType::F64)?,
-        most(DType::F64),
-        "given positions",
-    );
+    assert_close(&ys.narrow(1, 2, 4)?, &expected, most(DType::F64), "given positions");
     Ok(())
 }
 
@@ -114,9 +109,9 @@ fn positions_are_those_that_are_given() -> Result<()> {
 fn layers_share_the_tables_of_their_rotary_positions() -> Result<()> {
     let random = &mut Random::new(5);
     let cfg = config(random);
-    let layer = layer(&cfg, &parameters(&cfg, random), DType::F32)?;
+    let layer = layer(&cfg, &parameters(&cfg, random), DType::F32, &CPU)?;
     let shared = layer.clone().with_rotary(RotaryEmbedding::new(cfg.rope(), cfg.rope_head_dim())?)?;
-    let xs = tensor(&rows(random, 5, cfg.embed_dim()), cfg.embed_dim(), DType::F32)?;
+    let xs = draw(random, &[5, cfg.embed_dim()], DType::F32)?;
     assert_eq!(values(&layer.forward(&xs)?), values(&shared.forward(&xs)?));
     Ok(())
 }
@@ -150,11 +145,11 @@ fn dropout_happens_in_training_alone() -> Result<()> {
     let random = &mut Random::new(6);
     let cfg = Config::new(6, 2).with_kv_lora_rank(5).with_dropout(0.5);
     let parameters = parameters(&cfg, random);
-    let weights = VarBuilder::from_tensors(tensors(&parameters, DType::F32)?, DType::F32, &CPU);
+    let weights = VarBuilder::from_tensors(tensors(&parameters, DType::F32, &CPU)?, DType::F32, &CPU);
     let [dropping, plain] =
         [cfg.clone(), cfg.with_dropout(0.0)].map(|cfg| MultiHeadLatentAttention::new(&cfg, weights.clone()));
     let (dropping, plain) = (dropping?, plain?);
-    let xs = tensor(&rows(random, 9, 6), 6, DType::F32)?;
+    let xs = draw(random, &[9, 6], DType::F32)?;
     assert_eq!(values(&dropping.forward_t(&xs, false)?), values(&plain.forward(&xs)?));
     assert!(max_error(&dropping.forward_t(&xs, true)?, &plain.forward(&xs)?) > 1e-3);
     let weights = dropping.forward_with_weights(AttentionInput::new(&xs).with_train(true))?.weights;
