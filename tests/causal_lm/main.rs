@@ -8,13 +8,12 @@ mod process;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 
 use candle_attention::SimpleTokenizer;
 use candle_core::{DType, Device, Result, Tensor};
 
 use common::assert_near;
-use process::{Run, build, run_built};
+use process::{Run, run_example};
 
 /// Every folder of `models/`.
 fn models() -> Vec<String> {
@@ -26,18 +25,13 @@ fn models() -> Vec<String> {
     names
 }
 
-fn executable() -> &'static Path {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| build("causal_lm"))
-}
-
 fn folder(model: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/causal_lm/models").join(model)
 }
 
 fn run(model: &str, args: &[&str]) -> Run {
     let folder = folder(model);
-    run_built(executable(), &[&["--model", folder.to_str().expect("UTF-8")], args].concat())
+    run_example("causal_lm", &[&["--model", folder.to_str().expect("UTF-8")], args].concat())
 }
 
 struct Golden {
@@ -139,7 +133,7 @@ fn text_goes_on_as_its_ids_do() -> Result<()> {
         let ids = run("llama", &ids.chain(["--max-tokens", "5"]).collect::<Vec<_>>()).stdout;
         let expected = texts.iter().zip(ids.lines()).map(|(text, made)| format!("{text} {}\n", spelled(made)));
         let args = texts.iter().flat_map(|text| ["--prompt", text]).chain(["--model", model, "--max-tokens", "5"]);
-        let ran = run_built(executable(), &args.collect::<Vec<_>>());
+        let ran = run_example("causal_lm", &args.collect::<Vec<_>>());
         assert_eq!(ran.stdout, expected.collect::<String>(), "{}", ran.stderr);
     }
     Ok(())
@@ -161,7 +155,7 @@ fn mistakes_are_said_in_a_line() {
         assert_ne!(ran.code, Some(0), "{args:?}");
         assert!(ran.stderr.contains(message), "{args:?}: {}", ran.stderr);
     }
-    let nowhere = run_built(executable(), &["--model", "/nowhere", "--ids", "1"]);
+    let nowhere = run_example("causal_lm", &["--model", "/nowhere", "--ids", "1"]);
     assert_eq!(nowhere.stderr.trim(), "error: [causal_lm] /nowhere has no config.json");
 }
 
@@ -201,7 +195,7 @@ fn every_decoder_of_the_library_is_known() {
     std::fs::write(unknown.path().join("config.json"), r#"{"model_type": "rwkv"}"#).expect("it can be written");
     let weights = HashMap::from([("x".to_string(), Tensor::zeros(1, DType::F32, &Device::Cpu).expect("a tensor"))]);
     candle_core::safetensors::save(&weights, unknown.path().join("model.safetensors")).expect("it can be written");
-    let ran = run_built(executable(), &["--model", unknown.path().to_str().expect("UTF-8"), "--ids", "1"]);
+    let ran = run_example("causal_lm", &["--model", unknown.path().to_str().expect("UTF-8"), "--ids", "1"]);
     let known: Vec<_> = candle_attention::hf::architectures().filter(|name| !encoders.contains(name)).collect();
     let expected = format!("[causal_lm] model_type is \"rwkv\", expected one of {}", known.join(", "));
     assert!(ran.stderr.contains(&expected), "{}", ran.stderr);

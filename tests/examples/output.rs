@@ -136,7 +136,7 @@ fn a_reader_that_goes_away_is_no_error() {
     // The long JSON does not fit a pipe's buffer, so the write fails once the reader has left.
     let run = std::process::Command::new("sh")
         .args(["-c", "\"$0\" 'hello world how are you ?' --json | head -c 10"])
-        .arg(executable())
+        .arg(executable("tokenize_attend"))
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .output()
         .expect("a shell");

@@ -1,8 +1,9 @@
 //! Building and running the examples.
 
-use std::path::{Path, PathBuf};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::process::Command;
-use std::sync::OnceLock;
+use std::sync::Mutex;
 
 use candle_core::{Device, Tensor};
 
@@ -15,14 +16,14 @@ pub struct Run {
     pub stderr: String,
 }
 
-/// `tokenize_attend`, built with this test's features.
-pub fn executable() -> &'static Path {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| build("tokenize_attend"))
+/// An example's executable, built once with this test's features.
+pub fn executable(example: &str) -> PathBuf {
+    static BUILT: Mutex<BTreeMap<String, PathBuf>> = Mutex::new(BTreeMap::new());
+    let mut built = BUILT.lock().expect("every example is built");
+    built.entry(example.to_string()).or_insert_with(|| build(example)).clone()
 }
 
-/// An example's executable, built with this test's features.
-pub fn build(example: &str) -> PathBuf {
+fn build(example: &str) -> PathBuf {
     let on = [
         ("plot", cfg!(feature = "plot")),
         ("hub", cfg!(feature = "hub")),
@@ -50,14 +51,13 @@ pub fn build(example: &str) -> PathBuf {
     executables.next().expect("cargo names the executable")
 }
 
-/// Runs `tokenize_attend` in the package's folder.
 pub fn run(args: &[&str]) -> Run {
-    run_built(executable(), args)
+    run_example("tokenize_attend", args)
 }
 
-/// Runs an executable in the package's folder. Backtraces are asked for, since a user may have them on.
-pub fn run_built(executable: &Path, args: &[&str]) -> Run {
-    let output = Command::new(executable)
+/// Runs an example in the package's folder. Backtraces are on, since a user may have them on.
+pub fn run_example(example: &str, args: &[&str]) -> Run {
+    let output = Command::new(executable(example))
         .args(args)
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .env("RUST_BACKTRACE", "1")

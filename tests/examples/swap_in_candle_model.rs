@@ -1,13 +1,11 @@
 //! The program that swaps the attention of a Candle model: equal logits, and what is left of the code.
 
 use std::path::PathBuf;
-use std::sync::OnceLock;
 
-use crate::process::{Run, build, run_built};
+use crate::process::{Run, run_example};
 
 fn run(args: &[&str]) -> Run {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    run_built(BUILT.get_or_init(|| build("swap_in_candle_model")), args)
+    run_example("swap_in_candle_model", args)
 }
 
 /// The largest logit, the largest difference, and their ratio, as a row ends with them.

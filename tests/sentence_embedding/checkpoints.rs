@@ -184,7 +184,7 @@ fn a_checkpoint_of_the_hub_comes_with_its_files() {
     fs::write(repo.join("refs/main"), COMMIT).expect("a file");
     fs::rename(model.path(), repo.join("snapshots").join(COMMIT)).expect("one file system");
     let file = out.path().join("out.safetensors");
-    let output = std::process::Command::new(crate::process::build("sentence_embedding"))
+    let output = std::process::Command::new(crate::process::executable("sentence_embedding"))
         .args(["--model-id", "org/name", "--file", SENTENCES, "--out", file.to_str().expect("UTF-8")])
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .env("HF_HUB_CACHE", cache.path())

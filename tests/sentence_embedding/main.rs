@@ -10,11 +10,10 @@ mod process;
 mod vectors;
 
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 
 use candle_core::{Device, Tensor};
 
-use process::{Run, build, run_built};
+use process::{Run, run_example};
 
 const MODELS: [&str; 5] = ["bert", "distilbert", "modernbert", "nomic_bert", "roberta"];
 const SENTENCES: &str = "tests/sentence_embedding/sentences.txt";
@@ -30,9 +29,7 @@ fn golden(model: &str, name: &str) -> Tensor {
 }
 
 fn run(model: &Path, args: &[&str]) -> Run {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    let built = BUILT.get_or_init(|| build("sentence_embedding"));
-    run_built(built, &[&["--model", model.to_str().expect("UTF-8")], args].concat())
+    run_example("sentence_embedding", &[&["--model", model.to_str().expect("UTF-8")], args].concat())
 }
 
 /// The vectors (N, E) that a run with these arguments writes.

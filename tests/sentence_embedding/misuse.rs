@@ -125,8 +125,7 @@ fn weights_that_are_not_there_are_named() {
 #[cfg(not(feature = "hub"))]
 #[test]
 fn without_the_feature_the_hub_is_refused_with_the_way_to_it() {
-    let built = crate::process::build("sentence_embedding");
-    let run = crate::process::run_built(&built, &["man", "--model-id", "org/name"]);
+    let run = crate::process::run_example("sentence_embedding", &["man", "--model-id", "org/name"]);
     let expected =
         "error: --model-id needs the hub: run again with `cargo run --features hub --example sentence_embedding ..`\n";
     assert_eq!((run.code, run.stderr.as_str()), (Some(1), expected));
