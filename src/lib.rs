@@ -17,6 +17,7 @@ pub mod cpu {
 
     pub use candle_attention_kernels::{Tier, TierError};
 }
+pub mod gguf;
 #[cfg(any(doc, doctest))]
 pub mod guide;
 pub mod hf;

@@ -72,6 +72,14 @@ impl fmt::Debug for ProjectionModules {
     }
 }
 
+/// A projection that nothing trains, as a file has it.
+pub(crate) enum LoadedProjection {
+    /// A weight, to be packed.
+    Rows(ProjectionRows),
+    /// A product of another kind, its bias included.
+    Module(ProjectionModule),
+}
+
 /// One projection, (B, T, in) to (B, T, out).
 #[derive(Clone)]
 enum Projection {
@@ -226,8 +234,7 @@ impl Projections {
         } else {
             columns(&[&q, &k, &v])?
         };
-        let Ok([q, k, v]) = <[Projection; 3]>::try_from(qkv) else { bail!("[projection] expected three projections") };
-        Ok(Self { q, k, v, o: o.and_then(|mut o| o.pop()), dtype, device })
+        Self::of_list(qkv, o, dtype, device)
     }
 
     /// Of modules, for inputs of a dtype on a device.
@@ -240,7 +247,6 @@ impl Projections {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        use ProjectionPlace::{Key, Output, Query, Value};
         let ProjectionModules { query, key, value, output } = modules;
         match (cfg.out_proj(), &output) {
             (true, None) => {
@@ -251,18 +257,47 @@ impl Projections {
             ),
             _ => {}
         }
-        let in_place = |place, module| {
-            let width = projection_shapes(cfg)[place as usize].0;
-            Projection::Module { module, expected: ModuleOutput { place, width, dtype, device: device.clone() } }
+        let [query, key, value] = [query, key, value].map(LoadedProjection::Module);
+        Self::of_parts(cfg, [query, key, value], output.map(LoadedProjection::Module), dtype, device)
+    }
+
+    /// Of weights and modules, for inputs of a dtype on a device.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn of_parts(
+        cfg: &MultiHeadAttentionConfig,
+        qkv: [LoadedProjection; 3],
+        output: Option<LoadedProjection>,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        use LoadedProjection::{Module, Rows};
+        use ProjectionPlace::{Key, Output, Query, Value};
+        let packed = |all: &[&ProjectionRows]| Projection::columns(all, PackedLinear::try_from);
+        let alone = |place, projection| match projection {
+            Rows(rows) => packed(&[&rows]),
+            Module(module) => {
+                let width = projection_shapes(cfg)[place as usize].0;
+                let expected = ModuleOutput { place, width, dtype, device: device.clone() };
+                Ok(vec![Projection::Module { module, expected }])
+            }
         };
-        Ok(Self {
-            q: in_place(Query, query),
-            k: in_place(Key, key),
-            v: in_place(Value, value),
-            o: output.map(|output| in_place(Output, output)),
-            dtype,
-            device: device.clone(),
-        })
+        let same = |a: &ProjectionRows, b: &ProjectionRows| {
+            (a.in_dim(), a.weight().dtype()) == (b.in_dim(), b.weight().dtype())
+        };
+        let qkv = match qkv {
+            [Rows(q), Rows(k), Rows(v)] if same(&q, &k) && same(&k, &v) => packed(&[&q, &k, &v])?,
+            [q, k, v] => [alone(Query, q)?, alone(Key, k)?, alone(Value, v)?].concat(),
+        };
+        let o = output.map(|output| alone(Output, output)).transpose()?;
+        Self::of_list(qkv, o, dtype, device.clone())
+    }
+
+    /// Query, key and value, and the output projection.
+    fn of_list(qkv: Vec<Projection>, o: Option<Vec<Projection>>, dtype: DType, device: Device) -> Result<Self> {
+        let Ok([q, k, v]) = <[Projection; 3]>::try_from(qkv) else { bail!("[projection] expected three projections") };
+        Ok(Self { q, k, v, o: o.and_then(|mut o| o.pop()), dtype, device })
     }
 
     /// The same with a module in one place, made from what is there.

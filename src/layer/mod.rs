@@ -105,6 +105,11 @@ impl MultiHeadAttention {
         Self::around(cfg, projections, Parameters::load(cfg, &source)?)
     }
 
+    /// A layer of a GGUF file, whose other parameters are in the builder.
+    pub(crate) fn of_gguf(cfg: &MultiHeadAttentionConfig, projections: Projections, vb: VarBuilder) -> Result<Self> {
+        Self::around(cfg, projections, Parameters::load(cfg, &Source::new(OP, "gguf", vb))?)
+    }
+
     /// The heads of one process of several, from weights in any layout and Candle's sharded builder: tensor parallelism.
     ///
     /// The sum of what all processes give for an input is what the whole layer gives: after each call the caller adds them

@@ -86,6 +86,13 @@ impl Piece {
     }
 }
 
+impl From<Linear> for ProjectionRows {
+    fn from(linear: Linear) -> Self {
+        let bias = linear.bias().cloned().map(Piece::whole).into_iter().collect();
+        Self { weight: vec![Piece::whole(linear.weight().clone())], bias }
+    }
+}
+
 impl ProjectionRows {
     /// More rows, of the weight or of the bias.
     pub(super) fn push(&mut self, piece: Piece, is_bias: bool) {

@@ -26,6 +26,7 @@ mod extremes;
 mod files;
 mod function;
 mod fuzz;
+mod gguf;
 mod hf;
 mod latent;
 mod layer;
@@ -77,6 +78,8 @@ const CASES: &[(&str, &[Case])] = &[
     ("pth archives", pth::ARCHIVES),
     ("pth tensors", pth::TENSORS),
     ("pickles", pth::PICKLES),
+    ("gguf metadata", gguf::METADATA),
+    ("gguf tensors", gguf::TENSORS),
     ("hf", hf::CASES),
     ("hf latent", hf::LATENT),
     ("loading a layout", layouts::LOADING),

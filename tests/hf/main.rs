@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod gguf;
 mod golden;
 mod latent;
 mod misuse;

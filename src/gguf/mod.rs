@@ -1,0 +1,309 @@
+//! The attention of a GGUF file, by llama.cpp's names and metadata.
+//!
+//! ```no_run
+//! use candle_attention::gguf;
+//! use candle_core::Device;
+//! use candle_core::quantized::gguf_file::Content;
+//! # fn main() -> candle_core::Result<()> {
+//! let mut file = std::fs::File::open("model.gguf")?;
+//! let content = Content::read(&mut file)?;
+//! let attention = gguf::load_attention(&content, &mut file, 0, &Device::Cpu)?;
+//! # Ok(()) }
+//! ```
+//!
+//! The metadata become the fields of a `config.json`, which [`hf`] reads: a layer computes what the
+//! architecture of the same name computes there, and [`architectures`] names those that are known. Three things differ, since
+//! llama.cpp's converter changes weights: where it reorders the rows of q and k, rotary pairs are neighbours
+//! ([`RopeStyle::Interleaved`]); Gemma's norms have 1 added to their weights; packed projections have their rows by part.
+//!
+//! Inputs and outputs are f32, as in llama.cpp. Weights in f32, f16 and bf16 are packed as they are
+//! ([`PackedLinear`]); K-quants (Q2_K to Q6_K) are multiplied by Candle's `QMatMul`,
+//! whose inputs are rounded to 8 bits; Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are held in f32, which loses nothing.
+
+mod metadata;
+
+use std::collections::HashMap;
+use std::io::{Read, Seek};
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::quantized::gguf_file::Content;
+use candle_core::quantized::{GgmlDType, QMatMul, QStorage, QTensor};
+use candle_core::{DType, Device, Module, Result, Tensor, bail};
+use candle_nn::{Linear, VarBuilder};
+use serde_json::Value;
+
+use crate::projection::{LoadedProjection, ProjectionModule, Projections};
+use crate::size::fits_in_memory;
+use crate::weights::{projection_shapes, root};
+use crate::{
+    MultiHeadAttention, MultiHeadAttentionConfig, PackedLinear, QkNorm, QkNormKind, RopeConfig, RopeScaling, RopeStyle,
+    hf,
+};
+use metadata::{ARCHITECTURES, Metadata};
+
+/// The values of `general.architecture` that are known, in alphabetical order.
+pub fn architectures() -> impl Iterator<Item = &'static str> {
+    ARCHITECTURES.iter().map(|architecture| architecture.name)
+}
+
+/// The `config.json` of a file's model, as far as its metadata tell it: what a model reads beside its attention.
+///
+/// # Errors
+/// For an architecture that is not known, naming those that are, and for metadata that are missing, of the wrong type or not
+/// supported.
+pub fn hf_config(content: &Content) -> Result<Value> {
+    Metadata::of(content)?.config()
+}
+
+/// The config of the first layer's attention. Where layers differ, as Gemma's do, each layer has
+/// [its own](MultiHeadAttention::config).
+///
+/// # Errors
+/// As [`hf_config`] and [`hf::attention_config`], and where tensors hold a part of the config (the factors of rotary
+/// frequencies of Llama 3.1 and Phi 3), which [`load_attention`] reads.
+pub fn attention_config(content: &Content) -> Result<MultiHeadAttentionConfig> {
+    let cfg = layer_config(&Metadata::of(content)?, 0)?;
+    if let Some(name) = ROPE_FACTORS.iter().find(|name| content.tensor_infos.contains_key(**name)) {
+        bail!("[gguf] {name} is a part of the config: expected a call of `load_attention`, whose layer has the config")
+    }
+    cfg.validate()?;
+    Ok(cfg)
+}
+
+/// One layer's attention; layers count from 0. Inputs are f32.
+///
+/// # Errors
+/// As [`hf_config`] and [`hf::attention_config`], for a missing or misshapen tensor, named with both shapes, and if the file
+/// cannot be read.
+pub fn load_attention<R: Read + Seek>(
+    content: &Content,
+    reader: &mut R,
+    layer: usize,
+    device: &Device,
+) -> Result<MultiHeadAttention> {
+    let metadata = Metadata::of(content)?;
+    let mut file = File { content, reader, device };
+    let cfg = file.with_rope_factors(&metadata, layer_config(&metadata, layer)?)?;
+    cfg.validate()?;
+
+    let [q, k, v, o] = projection_shapes(&cfg);
+    let at = |name: &str| format!("blk.{layer}.{name}");
+    let qkv = if file.has(&at("attn_qkv.weight")) {
+        let biases = cfg.qkv_bias();
+        file.weight(&at("attn_qkv"), (q.0 + k.0 + v.0, q.1), biases.contains(&true))?.split([q.0, k.0, v.0])?
+    } else {
+        let [q_bias, k_bias, v_bias] = cfg.qkv_bias();
+        let mut weight = |name, shape, bias| file.weight(&at(name), shape, bias);
+        [weight("attn_q", q, q_bias)?, weight("attn_k", k, k_bias)?, weight("attn_v", v, v_bias)?]
+    };
+    let [q, k, v] = qkv.map(Weight::into_projection);
+    let output = file.weight(&at("attn_output"), o, cfg.out_bias())?.into_projection()?;
+    let projections = Projections::of_parts(&cfg, [q?, k?, v?], Some(output), DType::F32, device)?;
+
+    let mut parameters = HashMap::new();
+    for (own, name, wanted) in [
+        ("q_norm.weight", "attn_q_norm.weight", cfg.qk_norm().is_some()),
+        ("k_norm.weight", "attn_k_norm.weight", cfg.qk_norm().is_some()),
+        ("q_norm.bias", "attn_q_norm.bias", false),
+        ("k_norm.bias", "attn_k_norm.bias", false),
+        ("sinks", "attn_sinks.weight", cfg.sinks()),
+    ] {
+        if wanted || file.has(&at(name)) {
+            parameters.insert(own.to_string(), file.tensor(&at(name))?.dequantize(device)?);
+        }
+    }
+    let vb = VarBuilder::from_tensors(parameters, DType::F32, device);
+    MultiHeadAttention::of_gguf(&cfg, projections, vb)
+}
+
+/// A linear layer of any type, `name.weight` (out, in) and `name.bias` if the file has it, as [`load_attention`] holds its
+/// own: (.., in) gives (.., out), in f32.
+///
+/// # Errors
+/// For a missing or misshapen tensor, and if the file cannot be read.
+pub fn load_linear<R: Read + Seek>(
+    content: &Content,
+    reader: &mut R,
+    name: &str,
+    device: &Device,
+) -> Result<ProjectionModule> {
+    let mut file = File { content, reader, device };
+    let (weight, bias) = (format!("{name}.weight"), file.has(&format!("{name}.bias")));
+    match content.tensor_infos.get(&weight).map(|info| info.shape.dims()) {
+        Some(&[out_dim, in_dim]) => match file.weight(name, (out_dim, in_dim), bias)?.into_projection()? {
+            LoadedProjection::Rows(rows) => Ok(Arc::new(PackedLinear::from_linear(&rows.to_linear()?)?)),
+            LoadedProjection::Module(module) => Ok(module),
+        },
+        Some(found) => bail!("[gguf] {weight} has shape {found:?}, expected (out, in)"),
+        None => bail!("[gguf] {weight} is missing"),
+    }
+}
+
+/// What the metadata, the architecture and the presence of tensors tell of a layer.
+fn layer_config(metadata: &Metadata, layer: usize) -> Result<MultiHeadAttentionConfig> {
+    let cfg = hf::attention_config(&metadata.config()?, layer).map_err(|error| {
+        let error = root(&error).to_string();
+        let error = error.lines().next().unwrap_or_default();
+        candle_core::Error::msg(format!("[gguf] as a config.json: {}", error.trim_start_matches("[hf] ")))
+    })?;
+    let has = |name: &str| metadata.content.tensor_infos.contains_key(&format!("blk.{layer}.{name}.bias"));
+    let [q, k, v] = cfg.qkv_bias();
+    let (packed, out) = (has("attn_qkv"), cfg.out_bias() || has("attn_output"));
+    let mut cfg = cfg
+        .with_q_bias(q || packed || has("attn_q"))
+        .with_k_bias(k || packed || has("attn_k"))
+        .with_v_bias(v || packed || has("attn_v"))
+        .with_out_bias(out);
+    if let Some(norm @ QkNorm { kind: QkNormKind::RmsPlusOne, .. }) = cfg.qk_norm() {
+        cfg = cfg.with_qk_norm(QkNorm { kind: QkNormKind::Rms, ..norm });
+    }
+    if let Some(rope) = cfg.rope() {
+        let style = if metadata.architecture.reorders_rotary { RopeStyle::Interleaved } else { rope.style() };
+        let mut rope = RopeConfig::new(rope.base()).with_style(style).with_scaling(rope.scaling().clone());
+        if let Some(r) = metadata.size("rope.dimension_count")?.filter(|&r| r != cfg.head_dim()) {
+            rope = rope.with_rotary_dim(r);
+        }
+        cfg = cfg.with_rope(rope);
+    }
+    if let Some(scale) = metadata.number("attention.scale")? {
+        cfg = cfg.with_scale(scale);
+    }
+    match metadata.size("attention.value_length")? {
+        Some(width) if width != cfg.head_dim() => Ok(cfg.with_value_head_dim(width)),
+        _ => Ok(cfg),
+    }
+}
+
+/// The tensors that divide rotary frequencies: of calls of any length, of short and of long ones.
+const ROPE_FACTORS: [&str; 3] = ["rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"];
+
+/// A file being read.
+struct File<'a, R> {
+    content: &'a Content,
+    reader: &'a mut R,
+    device: &'a Device,
+}
+
+impl<R: Read + Seek> File<'_, R> {
+    fn has(&self, name: &str) -> bool {
+        self.content.tensor_infos.contains_key(name)
+    }
+
+    fn tensor(&mut self, name: &str) -> Result<QTensor> {
+        let Some(info) = self.content.tensor_infos.get(name) else { bail!("[gguf] {name} is missing") };
+        if !fits_in_memory(info.shape.dims()) {
+            bail!("[gguf] {name} has shape {:?}, which is too large to address", info.shape)
+        }
+        self.content
+            .tensor(self.reader, name, self.device)
+            .map_err(|error| candle_core::Error::msg(format!("[gguf] {name}: {}", root(&error))))
+    }
+
+    /// `name.weight` (out, in), and `name.bias` (out,) if there is to be one.
+    fn weight(&mut self, name: &str, (out_dim, in_dim): (usize, usize), bias: bool) -> Result<Weight> {
+        let weight = self.shaped(&format!("{name}.weight"), &[out_dim, in_dim])?;
+        let bias = match bias {
+            true => Some(self.shaped(&format!("{name}.bias"), &[out_dim])?.dequantize(self.device)?),
+            false => None,
+        };
+        Ok(Weight { weight, bias })
+    }
+
+    fn shaped(&mut self, name: &str, shape: &[usize]) -> Result<QTensor> {
+        match self.content.tensor_infos.get(name) {
+            None => bail!("[gguf] {name} is missing, expected shape {shape:?}"),
+            Some(info) if info.shape.dims() != shape => {
+                bail!("[gguf] {name} has shape {:?}, expected {shape:?}", info.shape)
+            }
+            Some(_) => self.tensor(name),
+        }
+    }
+
+    /// The config with the factors of rotary frequencies that the file has.
+    fn with_rope_factors(
+        &mut self,
+        metadata: &Metadata,
+        cfg: MultiHeadAttentionConfig,
+    ) -> Result<MultiHeadAttentionConfig> {
+        let Some(rope) = cfg.rope() else { return Ok(cfg) };
+        let [of_all, short, long] = ROPE_FACTORS;
+        let names = match (self.has(of_all), self.has(short) || self.has(long)) {
+            (true, false) => [of_all, of_all],
+            (false, true) => [short, long],
+            (true, true) => return metadata.fail(format!("{of_all} and {long} are both in the file, expected one")),
+            (false, false) => return Ok(cfg),
+        };
+        if *rope.scaling() != RopeScaling::None {
+            return metadata.fail(format!("{} is in the file, but the metadata scale frequencies too", names[0]));
+        }
+        let mut factors =
+            |name| self.tensor(name)?.dequantize(&Device::Cpu)?.flatten_all()?.to_dtype(DType::F64)?.to_vec1();
+        let context = match metadata.size("rope.scaling.original_context_length")? {
+            None => metadata.size("context_length")?,
+            original => original,
+        };
+        let scaling = RopeScaling::LongRope {
+            short_factor: factors(names[0])?,
+            long_factor: factors(names[1])?,
+            original_context: context.unwrap_or(u32::MAX as usize),
+            factor: None,
+            attention_factor: Some(metadata.number("rope.scaling.attn_factor")?.unwrap_or(1.0)),
+        };
+        let rope = rope.clone().with_scaling(scaling);
+        Ok(cfg.with_rope(rope))
+    }
+}
+
+/// A weight (out, in) as a file has it, and its bias (out,) in f32.
+struct Weight {
+    weight: QTensor,
+    bias: Option<Tensor>,
+}
+
+impl Weight {
+    /// The rows of q, k and v, which follow each other.
+    fn split(self, [q, k, v]: [usize; 3]) -> Result<[Self; 3]> {
+        let rows = |range: Range<usize>| -> Result<Self> {
+            let dtype = self.weight.dtype();
+            let (_, in_dim) = self.weight.shape().dims2()?;
+            let row = in_dim / dtype.block_size() * dtype.type_size();
+            let data = self.weight.data()?;
+            let own = data[range.start * row..range.end * row].into();
+            let storage = QStorage::from_data(own, &self.weight.device(), dtype)?;
+            let bias = self.bias.as_ref().map(|bias| bias.narrow(0, range.start, range.len())).transpose()?;
+            Ok(Self { weight: QTensor::new(storage, (range.len(), in_dim))?, bias })
+        };
+        Ok([rows(0..q)?, rows(q..q + k)?, rows(q + k..q + k + v)?])
+    }
+
+    fn into_projection(self) -> Result<LoadedProjection> {
+        let Self { weight, bias } = self;
+        let device = weight.device();
+        let dtype = match weight.dtype() {
+            GgmlDType::F16 => DType::F16,
+            GgmlDType::BF16 => DType::BF16,
+            GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K => {
+                let product = QMatMul::from_qtensor(weight)?;
+                return Ok(LoadedProjection::Module(with_bias(move |xs: &Tensor| product.forward(xs), bias)));
+            }
+            _ => DType::F32,
+        };
+        let rows = weight.dequantize(&device)?.to_dtype(dtype)?;
+        match bias {
+            // A bias is f32 whatever the weight is, which a linear layer's is not.
+            Some(bias) if dtype != DType::F32 => {
+                let product = PackedLinear::new(&rows, None)?;
+                Ok(LoadedProjection::Module(with_bias(move |xs: &Tensor| product.forward(xs), Some(bias))))
+            }
+            bias => Ok(LoadedProjection::Rows(Linear::new(rows, bias).into())),
+        }
+    }
+}
+
+fn with_bias(product: impl Module + Send + Sync + 'static, bias: Option<Tensor>) -> ProjectionModule {
+    match bias {
+        Some(bias) => Arc::new(move |xs: &Tensor| product.forward(xs)?.broadcast_add(&bias)),
+        None => Arc::new(product),
+    }
+}
