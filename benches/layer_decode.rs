@@ -65,10 +65,18 @@ struct Cell {
     t_kv: usize,
 }
 
-/// The layer of a model of 7 billion parameters, and one whose query heads share key heads.
+/// The layer of a model of 7 billion parameters, one whose query heads share key heads, and the layers of small models
+/// (E 576 is SmolLM2-135M's), in which what a call costs besides its reading shows.
 fn cells() -> Vec<Cell> {
-    let layer = |h_kv, dtype| Cell { dtype, embed_dim: 4096, h: 32, h_kv, t_kv: 2048 };
-    [DType::F32, DType::BF16, DType::F16].into_iter().flat_map(|dtype| [32, 8].map(|h_kv| layer(h_kv, dtype))).collect()
+    let mut cells = Vec::new();
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        for (embed_dim, h, h_kv, t_kv) in
+            [(4096, 32, 32, 2048), (4096, 32, 8, 2048), (2048, 32, 8, 512), (1024, 16, 4, 512), (576, 9, 3, 256)]
+        {
+            cells.push(Cell { dtype, embed_dim, h, h_kv, t_kv });
+        }
+    }
+    cells
 }
 
 impl Cell {

@@ -17,6 +17,7 @@ pub mod cpu {
 
     pub use candle_attention_kernels::{Tier, TierError};
 }
+mod executor;
 pub mod gguf;
 #[cfg(any(doc, doctest))]
 pub mod guide;
@@ -45,7 +46,7 @@ pub use init::TorchSeed;
 pub use layer::{
     AttentionInput, MultiHeadAttention, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, ProjectedMemory,
 };
-pub use linear::{PackedLinear, packed_linear, packed_linear_b, packed_linear_no_bias};
+pub use linear::{PackedGatedLinear, PackedLinear, packed_linear, packed_linear_b, packed_linear_no_bias};
 pub use mask::{AttentionMask, EmptyRows, KvRanges, ValidLens};
 pub use norm::{QkNorm, QkNormKind, QkNormScope};
 pub use position::{

@@ -150,13 +150,21 @@ impl Projection {
     }
 }
 
+impl Projection {
+    /// Plus a residual (B, T, out), if there is one.
+    fn product(&self, xs: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
+        match (self, residual) {
+            (Self::Columns(Columns { weight, range, .. }), _) => weight.product(xs, range.clone(), residual),
+            (own, Some(residual)) => own.product(xs, None)? + residual,
+            (Self::Variables(rows), None) => PackedLinear::unpacked(rows.to_linear()?).forward(xs),
+            (Self::Module { module, expected }, None) => expected.of(module, xs),
+        }
+    }
+}
+
 impl Module for Projection {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        match self {
-            Self::Columns(Columns { weight, range, .. }) => weight.forward_columns(xs, range.clone()),
-            Self::Variables(rows) => PackedLinear::unpacked(rows.to_linear()?).forward(xs),
-            Self::Module { module, expected } => expected.of(module, xs),
-        }
+        self.product(xs, None)
     }
 }
 
@@ -370,11 +378,12 @@ impl Projections {
         Ok([self.k.forward(keys)?, self.v.forward(values)?])
     }
 
-    /// The output projection of merged heads (B, T_q, H·D_v), or the heads as they are.
-    pub fn output(&self, merged: Tensor) -> Result<Tensor> {
-        match &self.o {
-            Some(o) => o.forward(&merged),
-            None => Ok(merged),
+    /// The output projection of merged heads (B, T_q, H·D_v), or the heads as they are, plus a residual of that shape.
+    pub fn output(&self, merged: Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
+        match (&self.o, residual) {
+            (Some(o), _) => o.product(&merged, residual),
+            (None, Some(residual)) => merged + residual,
+            (None, None) => Ok(merged),
         }
     }
 

@@ -1,4 +1,5 @@
-//! How much of the processor others use while something is timed: a time that was taken beside a build means little.
+//! How much of the processor this process and others use while something is timed: a time that was taken beside a build
+//! means little.
 
 use std::time::Instant;
 
@@ -15,13 +16,13 @@ pub struct Load {
 impl Load {
     /// `None` where the system does not say.
     pub fn start() -> Option<Self> {
-        Some(Self { start: Instant::now(), all: all()?, own: own()? })
+        Some(Self { start: Instant::now(), all: all()?, own: own_seconds()? })
     }
 
     /// The share of the whole processor that other processes used since the start, 0 to 1.
     pub fn others(&self) -> Option<f64> {
         let cores = std::thread::available_parallelism().ok()?.get() as f64;
-        let others = (all()? - self.all) - (own()? - self.own);
+        let others = (all()? - self.all) - (own_seconds()? - self.own);
         Some((others / (cores * self.start.elapsed().as_secs_f64())).clamp(0.0, 1.0))
     }
 }
@@ -36,11 +37,23 @@ fn all() -> Option<f64> {
     Some((fields.iter().sum::<f64>() - idle) / TICKS)
 }
 
-/// Seconds of user and system time of this process.
-fn own() -> Option<f64> {
-    let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
-    // The name before the last parenthesis may hold spaces.
-    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
-    let ticks = |at: usize| fields.get(at)?.parse::<f64>().ok();
-    Some((ticks(11)? + ticks(12)?) / TICKS)
+/// Seconds of user and system time of this process, all its threads together.
+#[cfg(unix)]
+pub fn own_seconds() -> Option<f64> {
+    let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: the call writes one `rusage`, for which any bytes, zeros too, are valid.
+    let usage = unsafe {
+        if libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr()) != 0 {
+            return None;
+        }
+        usage.assume_init()
+    };
+    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 / 1e6;
+    Some(seconds(usage.ru_utime) + seconds(usage.ru_stime))
+}
+
+/// Other systems are not asked.
+#[cfg(not(unix))]
+pub fn own_seconds() -> Option<f64> {
+    None
 }

@@ -61,8 +61,8 @@ pub fn header(args: &Args, kind: Kind) {
     }
     println!("Processor: {}, {} threads.\n", processor(), peak::threads());
     let own: String = kind.columns().iter().map(|name| format!(" {name} |")).collect();
-    println!("| cell | engine | ms | best ms | GFLOP/s | of peak |{own} times ours | remarks |");
-    println!("| --- | --- | ---: | ---: | ---: | ---: |{} ---: | --- |", " ---: |".repeat(kind.columns().len()));
+    println!("| cell | engine | ms | best ms | cores | GFLOP/s | of peak |{own} times ours | remarks |");
+    println!("| --- | --- | ---: | ---: | ---: | ---: | ---: |{} ---: | --- |", " ---: |".repeat(kind.columns().len()));
 }
 
 /// Prints one cell.
@@ -83,7 +83,7 @@ pub fn print(args: &Args, outcome: &Outcome<'_>) -> Result<()> {
             line["skipped"] = json!(reason);
             println!("{line}");
         } else {
-            let columns = 5 + outcome.kind.columns().len();
+            let columns = 6 + outcome.kind.columns().len();
             println!("| {} | {} |{} {reason} |", outcome.cell.name(), engine.label(), " |".repeat(columns));
         }
     }
@@ -97,6 +97,7 @@ fn line(outcome: &Outcome<'_>, engine: Engine, times: Times) -> Result<Value> {
     line["name"] = json!(engine.label());
     line["ms"] = json!(times.median);
     line["ms_min"] = json!(times.min);
+    line["cores"] = json!(times.cores);
     line["gflops"] = json!(work.flops / seconds / 1e9);
     line["peak_gflops"] = json!(outcome.peak.gflops);
     line["peak_name"] = json!(outcome.peak.name);
@@ -120,11 +121,12 @@ fn line(outcome: &Outcome<'_>, engine: Engine, times: Times) -> Result<Value> {
 fn row(outcome: &Outcome<'_>, line: &Value, ratio: Option<f64>) -> String {
     let number = |field: &str| line[field].as_f64().unwrap_or(f64::NAN);
     let mut row = format!(
-        "| {} | {} | {} | {} | {:.0} | {:.0} % |",
+        "| {} | {} | {} | {} | {:.1} | {:.0} | {:.0} % |",
         outcome.cell.name(),
         line["name"].as_str().unwrap_or_default(),
         milliseconds(number("ms")),
         milliseconds(number("ms_min")),
+        number("cores"),
         number("gflops"),
         100.0 * number("gflops") / number("peak_gflops"),
     );

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use candle_core::Result;
 
 use super::engine::{Call, Engine};
+use super::load::own_seconds;
 
 /// A turn takes at least this long, by repeating a short call.
 const TURN: Duration = Duration::from_millis(20);
@@ -19,6 +20,8 @@ const PAUSE: Duration = Duration::from_millis(5);
 pub struct Times {
     pub median: f64,
     pub min: f64,
+    /// The cores that were busy, on average: processor time over time. `NaN` where the system does not say.
+    pub cores: f64,
 }
 
 /// The times of each engine, in the order given.
@@ -26,7 +29,11 @@ pub fn in_turn(calls: &mut [(Engine, Call<'_>)], rounds: u64) -> Result<Vec<(Eng
     let mut turns = Vec::new();
     for (_, call) in calls.iter_mut() {
         let once = seconds(call, 1)?;
-        turns.push(Turns { repeat: (TURN.as_secs_f64() / once).ceil().clamp(1.0, 1e6) as u32, taken: Vec::new() });
+        turns.push(Turns {
+            repeat: (TURN.as_secs_f64() / once).ceil().clamp(1.0, 1e6) as u32,
+            taken: Vec::new(),
+            busy: 0.0,
+        });
     }
     for _ in 0..rounds {
         for ((_, call), turns) in calls.iter_mut().zip(&mut turns) {
@@ -37,7 +44,9 @@ pub fn in_turn(calls: &mut [(Engine, Call<'_>)], rounds: u64) -> Result<Vec<(Eng
             if turns.repeat > 1 {
                 call()?;
             }
+            let before = own_seconds();
             turns.taken.push(seconds(call, turns.repeat)?);
+            turns.busy += own_seconds().zip(before).map_or(f64::NAN, |(now, before)| now - before);
         }
     }
     Ok(calls.iter().zip(turns).map(|((engine, _), turns)| (*engine, turns.times())).collect())
@@ -48,6 +57,8 @@ struct Turns {
     repeat: u32,
     /// Seconds a call, one for each turn.
     taken: Vec<f64>,
+    /// Processor seconds of all turns together.
+    busy: f64,
 }
 
 impl Turns {
@@ -56,9 +67,10 @@ impl Turns {
     }
 
     fn times(mut self) -> Times {
+        let cores = self.busy / self.total();
         self.taken.sort_by(f64::total_cmp);
         let at = |index: usize| self.taken.get(index).map_or(f64::NAN, |seconds| seconds * 1e3);
-        Times { median: at(self.taken.len() / 2), min: at(0) }
+        Times { median: at(self.taken.len() / 2), min: at(0), cores }
     }
 }
 

@@ -12,6 +12,6 @@ mod error;
 pub mod flash;
 pub mod linear;
 
-pub use cpu::{Tier, TierError, Workers, for_each_task, large_page_vec};
+pub use cpu::{Executor, Tier, TierError, Workers, for_each_task, large_page_vec};
 pub use element::Element;
 pub use error::Error;

@@ -18,6 +18,8 @@ pub(super) struct AttentionCall<'a> {
     pub options: SdpaOptions,
     /// Whether the input had a batch dimension.
     pub batched: bool,
+    /// What is added to the output, (B, T_q, out_dim).
+    pub residual: Option<Tensor>,
 }
 
 /// The keys and values of a call.

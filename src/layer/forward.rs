@@ -18,6 +18,8 @@ struct Inputs<'a> {
     keys: Keys<'a>,
     /// The tokens that the call adds to its cache, if it has one.
     new_tokens: Option<NewTokens>,
+    /// (B, T_q, out_dim).
+    residual: Option<Tensor>,
     b: usize,
     t_q: usize,
     t_kv: usize,
@@ -60,7 +62,7 @@ impl MultiHeadAttention {
     /// length, a mask that does not fit, and a cache that does not take the call's keys.
     pub fn forward_with<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
         let call = self.call(input.into())?;
-        let ys = self.output(&call.attend()?, call.batched)?;
+        let ys = self.output(&call.attend()?, &call)?;
         call.commit()?;
         Ok(ys)
     }
@@ -73,7 +75,7 @@ impl MultiHeadAttention {
     pub fn forward_with_weights<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<AttentionOutput> {
         let call = self.call(input.into())?;
         let AttentionOutput { context, weights } = call.attend_with_weights()?;
-        let context = self.output(&context, call.batched)?;
+        let context = self.output(&context, &call)?;
         call.commit()?;
         Ok(AttentionOutput { context, weights })
     }
@@ -115,7 +117,7 @@ impl MultiHeadAttention {
             },
         };
         let batched = input.queries.rank() == 3;
-        Ok(AttentionCall { q, keys, mask, options: self.options(&input), batched })
+        Ok(AttentionCall { q, keys, mask, options: self.options(&input), batched, residual: inputs.residual })
     }
 
     fn check<'a>(&self, input: &AttentionInput<'a>) -> Result<Inputs<'a>> {
@@ -123,6 +125,7 @@ impl MultiHeadAttention {
         let batched = input.queries.rank() == 3;
         let queries = self.expected(cfg.embed_dim(), batched).check("queries", input.queries)?;
         let (b, t_q, _) = queries.dims3()?;
+        let residual = self.expected(cfg.embed_dim(), batched).check_residual(input, cfg.out_dim())?;
         let (keys, t_kv, key_dims) = match input.memory {
             Some(memory) => {
                 self.check_memory(input, memory, b)?;
@@ -162,7 +165,7 @@ impl MultiHeadAttention {
         if let Some(new_tokens) = &new_tokens {
             self.check_cached(new_tokens)?;
         }
-        Ok(Inputs { queries, keys, new_tokens, b, t_q, t_kv })
+        Ok(Inputs { queries, keys, new_tokens, residual, b, t_q, t_kv })
     }
 
     fn check_cached(&self, new_tokens: &NewTokens) -> Result<()> {
@@ -339,12 +342,12 @@ impl MultiHeadAttention {
         options
     }
 
-    /// (B, H, T, D_v), a view of (B, T, H, D_v), to (B, T, out_dim).
-    pub(super) fn output(&self, context: &Tensor, batched: bool) -> Result<Tensor> {
+    /// The context of a call (B, H, T, D_v), a view of (B, T, H, D_v), to (B, T, out_dim).
+    pub(super) fn output(&self, context: &Tensor, call: &AttentionCall) -> Result<Tensor> {
         let (b, h, t, d_v) = context.dims4()?;
         let merged = context.transpose(1, 2)?.reshape((b, t, h * d_v))?;
-        let ys = self.projections.output(merged)?;
-        if batched { Ok(ys) } else { ys.squeeze(0) }
+        let ys = self.projections.output(merged, call.residual.as_ref())?;
+        if call.batched { Ok(ys) } else { ys.squeeze(0) }
     }
 }
 

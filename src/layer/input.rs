@@ -26,6 +26,7 @@ pub struct AttentionInput<'a> {
     pub(super) cache: Option<&'a mut AttentionCache>,
     pub(super) padding: Padding<'a>,
     pub(super) packed: Option<&'a PackedSequences>,
+    pub(super) residual: Option<&'a Tensor>,
 }
 
 impl<'a> AttentionInput<'a> {
@@ -44,6 +45,7 @@ impl<'a> AttentionInput<'a> {
             cache: None,
             padding: Padding::default(),
             packed: None,
+            residual: None,
         }
     }
 
@@ -148,6 +150,13 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
+    /// A residual (B, T_q, out_dim), or (T_q, out_dim), that is added to the output: in the pass of the output projection,
+    /// before its sums are rounded.
+    pub fn with_residual(mut self, residual: &'a Tensor) -> Self {
+        self.residual = Some(residual);
+        self
+    }
+
     /// Which implementation of attention runs.
     pub fn with_backend(mut self, backend: Backend) -> Self {
         self.backend = backend;
@@ -243,6 +252,7 @@ impl<'a> AttentionInput<'a> {
 }
 
 /// What the inputs of a layer have to be like.
+#[derive(Clone, Copy)]
 pub(super) struct Expected<'a> {
     pub op: &'static str,
     pub width: usize,
@@ -275,6 +285,21 @@ impl Expected<'_> {
             )
         }
         if batched { Ok(xs.clone()) } else { xs.unsqueeze(0) }
+    }
+
+    /// The residual of a call, as (B, T, out_dim), if it has one.
+    pub fn check_residual(self, input: &AttentionInput, out_dim: usize) -> Result<Option<Tensor>> {
+        let Some(residual) = input.residual else { return Ok(None) };
+        let checked = Expected { width: out_dim, ..self }.check("residuals", residual)?;
+        if residual.dims()[..residual.rank() - 1] != input.queries.dims()[..input.queries.rank() - 1] {
+            bail!(
+                "[{}] residuals have shape {:?}, expected that of the output of queries {:?}",
+                self.op,
+                residual.dims(),
+                input.queries.dims()
+            )
+        }
+        Ok(Some(checked))
     }
 }
 

@@ -6,14 +6,15 @@ use std::sync::Arc;
 
 use candle_core::backend::BackendStorage;
 use candle_core::{
-    CpuStorage, CustomOp1, D, DType, Device, Layout, Module, Result, Shape, Storage, Tensor, WithDType, bail,
+    CpuStorage, CustomOp1, CustomOp2, D, DType, Device, Layout, Module, Result, Shape, Storage, Tensor, WithDType, bail,
 };
-use candle_nn::Linear;
+use candle_nn::{Activation, Linear};
 use half::{bf16, f16};
 
 use super::OP;
+use crate::executor::executor;
 use crate::size::fits_in_memory;
-use candle_attention_kernels::linear::{self, PackedWeight, Projection};
+use candle_attention_kernels::linear::{self, Epilogue, PackedWeight, Projection, Up};
 use candle_attention_kernels::{Element, Tier};
 
 /// A packed weight and its bias.
@@ -70,12 +71,8 @@ impl Packed {
         Tensor::from_vec(self.weight.unpack::<E>().map_err(kernel_error)?, self.shape(), &Device::Cpu)
     }
 
-    /// `columns` of the product with `xs` (.., in), all of which were checked.
-    pub fn forward(self: &Arc<Self>, xs: &Tensor, columns: Range<usize>) -> Result<Tensor> {
-        let dense = xs.elem_count() == 0 || xs.dim(D::Minus1)? == 1 || xs.stride()[xs.rank() - 1] == 1;
-        let is_rows = dense && row_stride(xs.layout()).is_some();
-        let xs = if is_rows { xs.clone() } else { contiguous("input", xs)? };
-        xs.apply_op1(Columns { packed: self.clone(), columns })
+    pub fn tier(&self) -> Tier {
+        self.weight.tier()
     }
 }
 
@@ -85,10 +82,80 @@ impl fmt::Debug for Packed {
     }
 }
 
-/// A forward pass to some of the outputs.
-struct Columns {
-    packed: Arc<Packed>,
-    columns: Range<usize>,
+/// A forward pass to some of the outputs, with what follows in the same pass. Only the product alone has a backward pass.
+pub(super) struct Columns {
+    pub packed: Arc<Packed>,
+    pub columns: Range<usize>,
+    pub activation: Option<linear::Activation>,
+    /// What the activated outputs are multiplied by: a product of the same input.
+    pub up: Option<Arc<Packed>>,
+}
+
+impl Columns {
+    /// The product with `xs` (.., in), and the residual (.., columns), all of which were checked.
+    pub fn forward(self, xs: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
+        let dense = xs.elem_count() == 0 || xs.dim(D::Minus1)? == 1 || xs.stride()[xs.rank() - 1] == 1;
+        let is_rows = dense && row_stride(xs.layout()).is_some();
+        let xs = if is_rows { xs.clone() } else { contiguous("input", xs)? };
+        match residual {
+            Some(residual) => xs.apply_op2_no_bwd(&contiguous("residual", residual)?, &self),
+            None => xs.apply_op1(self),
+        }
+    }
+
+    /// The output's storage and shape; the residual is contiguous and in the input's dtype.
+    fn run(
+        &self,
+        xs: &CpuStorage,
+        layout: &Layout,
+        residual: Option<(&CpuStorage, &Layout)>,
+    ) -> Result<(CpuStorage, Shape)> {
+        let mut shape = layout.dims().to_vec();
+        if let Some(width) = shape.last_mut() {
+            *width = self.columns.len();
+        }
+        let count = shape.iter().product();
+        macro_rules! run {
+            ($kind:ident, $xs:expr) => {{
+                let added = match residual {
+                    Some((CpuStorage::$kind(added), own)) => {
+                        Some(&added[own.start_offset().min(added.len())..][..count])
+                    }
+                    Some(_) => bail!("[{OP}] the residual has another dtype than the input"),
+                    None => None,
+                };
+                CpuStorage::$kind(self.run_on($xs, layout, added)?)
+            }};
+        }
+        let out = match xs {
+            CpuStorage::F32(xs) => run!(F32, xs),
+            CpuStorage::BF16(xs) => run!(BF16, xs),
+            CpuStorage::F16(xs) => run!(F16, xs),
+            other => bail!("[{OP}] input has dtype {:?}, expected F32, BF16 or F16", other.dtype()),
+        };
+        Ok((out, shape.into()))
+    }
+
+    fn run_on<X: Element>(&self, xs: &[X], layout: &Layout, residual: Option<&[X]>) -> Result<Vec<X>> {
+        let Packed { weight, bias, .. } = &*self.packed;
+        let Some(xs_row) = row_stride(layout) else { bail!("[{OP}] rows of the input are not evenly spaced") };
+        let rows = layout.dims()[..layout.dims().len() - 1].iter().product();
+        let projection = Projection {
+            weight,
+            xs: &xs[layout.start_offset().min(xs.len())..],
+            xs_row,
+            rows,
+            columns: self.columns.clone(),
+            epilogue: Epilogue {
+                bias: bias.as_deref(),
+                activation: self.activation,
+                up: self.up.as_ref().map(|up| Up { weight: &up.weight, bias: up.bias.as_deref() }),
+                residual,
+            },
+            executor: executor(),
+        };
+        linear::project_vec(&projection).map_err(kernel_error)
+    }
 }
 
 impl CustomOp1 for Columns {
@@ -96,41 +163,47 @@ impl CustomOp1 for Columns {
         OP
     }
 
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let mut shape = layout.dims().to_vec();
-        if let Some(width) = shape.last_mut() {
-            *width = self.columns.len();
-        }
-        let out = match storage {
-            CpuStorage::F32(xs) => CpuStorage::F32(self.run(xs, layout)?),
-            CpuStorage::BF16(xs) => CpuStorage::BF16(self.run(xs, layout)?),
-            CpuStorage::F16(xs) => CpuStorage::F16(self.run(xs, layout)?),
-            other => bail!("[{OP}] input has dtype {:?}, expected F32, BF16 or F16", other.dtype()),
-        };
-        Ok((out, shape.into()))
+    fn cpu_fwd(&self, xs: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.run(xs, layout, None)
     }
 
     fn bwd(&self, xs: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        if self.activation.is_some() || self.up.is_some() {
+            bail!("[{OP}] an activation in the pass of its product has no gradient")
+        }
         let weight = self.packed.rows()?.narrow(0, self.columns.start, self.columns.len())?;
         Ok(Some(plain(&Linear::new(weight.t()?, None), gradient, 0..xs.dim(D::Minus1)?)?))
     }
 }
 
-impl Columns {
-    fn run<X: Element>(&self, xs: &[X], layout: &Layout) -> Result<Vec<X>> {
-        let Packed { weight, bias, .. } = &*self.packed;
-        let Some(xs_row) = row_stride(layout) else { bail!("[{OP}] rows of the input are not evenly spaced") };
-        let rows = layout.dims()[..layout.dims().len() - 1].iter().product();
-        let projection = Projection {
-            weight,
-            bias: bias.as_deref(),
-            xs: &xs[layout.start_offset().min(xs.len())..],
-            xs_row,
-            rows,
-            columns: self.columns.clone(),
-        };
-        linear::project_vec(&projection).map_err(kernel_error)
+/// With a residual.
+impl CustomOp2 for Columns {
+    fn name(&self) -> &'static str {
+        OP
     }
+
+    fn cpu_fwd(
+        &self,
+        xs: &CpuStorage,
+        layout: &Layout,
+        added: &CpuStorage,
+        own: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.run(xs, layout, Some((added, own)))
+    }
+}
+
+/// The kernels' activation of this name.
+pub(super) fn kernel_activation(activation: Activation) -> Result<linear::Activation> {
+    Ok(match activation {
+        Activation::Gelu => linear::Activation::Gelu,
+        Activation::NewGelu | Activation::GeluPytorchTanh => linear::Activation::GeluTanh,
+        Activation::Silu | Activation::Swish => linear::Activation::Silu,
+        Activation::Relu => linear::Activation::Relu,
+        other => bail!(
+            "[{OP}] activation {other:?} does not follow a product, expected Gelu, NewGelu, GeluPytorchTanh, Silu, Swish or Relu"
+        ),
+    })
 }
 
 fn kernel_error(error: candle_attention_kernels::Error) -> candle_core::Error {

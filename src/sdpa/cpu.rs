@@ -8,6 +8,7 @@ use candle_core::{CpuStorage, CustomOp3, DType, Error, Layout, Result, Shape, St
 use super::OutputOrder;
 use super::rows::RowRanges;
 use super::validate::{self, Call};
+use crate::executor::executor;
 use crate::rowwise::with_contiguous_rows;
 use crate::size::fits_in_memory;
 use candle_attention_kernels::flash::{self, Alibi, Dims, Problem, ScoreOptions, Strided};
@@ -143,6 +144,7 @@ impl Flash<'_> {
                 sinks: self.sinks.as_deref(),
             },
             output_order: self.call.output_order,
+            executor: executor(),
         };
         flash::attend_vec(&problem, self.tier, lse.as_deref_mut())
             .map_err(|error| Error::msg(format!("[{}] {error}", self.call.op)))

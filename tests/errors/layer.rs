@@ -34,6 +34,10 @@ fn packed(xs: &Tensor, lens_q: &[usize], lens_kv: &[usize]) -> Result<()> {
     layer()?.forward_with(AttentionInput::new(xs).with_packed(&sequences)).map(drop)
 }
 
+fn with_residual(residual: &Tensor) -> Result<()> {
+    layer()?.forward_with(AttentionInput::new(&zeros((2, 3, 8))).with_residual(residual)).map(drop)
+}
+
 pub const CASES: &[Case] = cases! {
     "inputs of another width" => layer()?.forward(&zeros((1, 3, 12))),
     "one sequence of another width" => layer()?.forward(&zeros((3, 12))),
@@ -94,6 +98,10 @@ pub const CASES: &[Case] = cases! {
         let (xs, positions) = (zeros((1, 3, 8)), Tensor::arange(0u32, 3, &CPU)?);
         layer()?.forward_with(AttentionInput::new(&xs).with_key_positions(&positions))
     },
+    "a residual that is too wide" => with_residual(&zeros((2, 3, 9))),
+    "a residual of another length" => with_residual(&zeros((2, 4, 8))),
+    "a residual without a batch" => with_residual(&zeros((3, 8))),
+    "a residual of another dtype" => with_residual(&of(DType::F64, (2, 3, 8))),
     "a softcap that f32 does not hold" =>
         load(MultiHeadAttentionConfig::new(8, 4).with_softcap(1e-300))?.forward(&zeros((1, 3, 8))),
     "a fused kernel in training" => {

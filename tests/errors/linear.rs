@@ -1,9 +1,9 @@
 //! Weights, inputs and columns that do not fit a [`PackedLinear`].
 
 use candle_attention::cpu::Tier;
-use candle_attention::{PackedLinear, packed_linear};
+use candle_attention::{PackedGatedLinear, PackedLinear, packed_linear};
 use candle_core::{DType, Device, Module, Result, Shape, Tensor, Var};
-use candle_nn::VarBuilder;
+use candle_nn::{Activation, VarBuilder};
 
 use crate::common::{error_text, present};
 use crate::{CPU, Case};
@@ -75,6 +75,26 @@ pub const INPUTS: &[Case] = cases! {
     "columns beyond the end" => columns(4, 4),
     "columns backwards" => columns(2, 1),
     "columns of variables" => PackedLinear::new(&var((3, 4))?, None)?.forward_columns(&ones((2, 4), F32)?, 2..7),
+};
+
+fn with_residual(residual: Result<Tensor>) -> Result<()> {
+    packed(F32)?.forward_with_residual(&ones((2, 4), F32)?, &residual?).map(drop)
+}
+
+fn gated(gate: Result<PackedLinear>, up: Result<PackedLinear>) -> Result<PackedGatedLinear> {
+    PackedGatedLinear::new(gate?, up?, Activation::Silu)
+}
+
+pub const FOLLOWED: &[Case] = cases! {
+    "an activation of another kind" => packed(F32)?.with_activation(Activation::Mish),
+    "an activation that halves the output" => packed(F32)?.with_activation(Activation::Swiglu),
+    "a residual of the input's shape" => with_residual(ones((2, 4), F32)),
+    "a residual to broadcast" => with_residual(ones(3, F32)),
+    "a residual of another dtype" => with_residual(ones((2, 3), DType::BF16)),
+    "a gate with an activation" => gated(packed(F32)?.with_activation(Activation::Relu), packed(F32)),
+    "an up product of another shape" => gated(packed(F32), PackedLinear::new(&ones((4, 4), F32)?, None)),
+    "an up product of another dtype" => gated(packed(F32), packed(DType::BF16)),
+    "a gated input that is too narrow" => gated(packed(F32), packed(F32))?.forward(&ones((2, 3), F32)?),
 };
 
 const HUGE: usize = 1 << 40;

@@ -91,6 +91,7 @@ const CASES: &[(&str, &[Case])] = &[
     ("layer", layer::CASES),
     ("linear weights", linear::WEIGHTS),
     ("linear inputs", linear::INPUTS),
+    ("linear followed", linear::FOLLOWED),
     ("linear sizes", linear::SIZES),
     ("heat map", plot::CASES),
     ("lengths", masks::LENGTHS),

@@ -20,7 +20,7 @@ mod kernel;
 mod memory;
 mod product;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod threads;
 mod tier;
 mod vector;
@@ -29,6 +29,6 @@ pub(crate) use kernel::{Kernel, SimdTask, dispatch_bf16, dispatch_f32};
 pub use memory::large_page_vec;
 pub(crate) use memory::{Scratch, SharedPtr};
 pub(crate) use product::{Bf16Pairs, Columns, F16Rows, MAX_COLUMNS, Product, Words};
-pub use threads::{Workers, for_each_task};
+pub use threads::{Executor, Workers, for_each_task};
 pub use tier::{Tier, TierError};
-pub(crate) use vector::{MAX_LANES, Vector, tanh};
+pub(crate) use vector::{MAX_LANES, Vector, erfc, sigmoid, tanh};

@@ -46,3 +46,22 @@ impl Sequence {
         (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
 }
+
+/// `1 - erf(x)` to 1e-11 of itself: a series near 0, a continued fraction for the tail.
+pub(crate) fn erfc(x: f64) -> f64 {
+    let (square, root) = (x * x, std::f64::consts::PI.sqrt());
+    if x < 0.0 {
+        return 2.0 - erfc(-x);
+    }
+    if x < 3.0 {
+        let mut term = x;
+        let mut sum = x;
+        for n in 1..120 {
+            term *= 2.0 * square / f64::from(2 * n + 1);
+            sum += term;
+        }
+        return 1.0 - 2.0 / root * (-square).exp() * sum;
+    }
+    let fraction = (1..120).rev().fold(x, |below, n| x + f64::from(n) / 2.0 / below);
+    (-square).exp() / (root * fraction)
+}

@@ -1,6 +1,6 @@
 //! How a call is split into tasks. Every constant of the split stands here, with its reason.
 
-use super::problem::Dims;
+use super::problem::{Call, Dims};
 use crate::cpu::{Kernel, Vector, Workers};
 
 /// The state of a task's queries (packed queries and context sums) in bytes: half of an L2 cache of 1 MB, whose other half
@@ -17,10 +17,12 @@ const KV_SPLIT_MAX_ROWS: usize = 256;
 /// where keys are split shows in the last bits of the result.
 pub(super) const KV_SPLIT: usize = 1024;
 
-/// How many threads a call is worth.
-pub(super) fn workers(dims: &Dims) -> Workers {
-    let products = [dims.b, dims.h, dims.t_q, dims.t_kv, dims.d.saturating_add(dims.d_v)];
-    Workers::of(products.into_iter().fold(1usize, usize::saturating_mul))
+/// How many threads a call is worth, which reads keys and values once.
+pub(super) fn workers<E>(call: &Call<E>) -> Workers {
+    let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = call.inputs.dims;
+    let product = |counts: [usize; 5]| counts.into_iter().fold(1usize, usize::saturating_mul);
+    let width = d.saturating_add(d_v);
+    Workers::of(product([b, h, t_q, t_kv, width]), product([b, h_kv, t_kv, width, size_of::<E>()]), call.executor)
 }
 
 /// How the rows and keys of each key head are split.

@@ -34,7 +34,7 @@ use prefill::Prefill;
 use problem::KvHead;
 use workspace::Workspace;
 
-/// Attention of every query of a call, on the threads of the current rayon pool: the context, B·H·T_q·D_v elements in the
+/// Attention of every query of a call, on the executor or on the threads of the current rayon pool: the context, B·H·T_q·D_v elements in the
 /// order that the problem names, and the log-sum-exp of each query's scores, (B, H, T_q), if `lse` is given. On success every
 /// element of both is initialised.
 ///
@@ -58,6 +58,7 @@ use workspace::Workspace;
 ///     ranges: &[0..1, 0..2],
 ///     scores: ScoreOptions { scale: 0.5f64.sqrt(), ..Default::default() },
 ///     output_order: OutputOrder::Bhtd,
+///     executor: None,
 /// };
 /// let mut context = Box::new_uninit_slice(2);
 /// flash::attend(&problem, Tier::choose(None, false)?, &mut context, None)?;
@@ -137,7 +138,7 @@ unsafe fn attend_on<K: Kernel, E: Kernels>(call: &Call<E>) -> Option<()> {
         // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
         return unsafe { decode::run::<K::F32, E>(call) };
     }
-    let workers = heuristics::workers(dims);
+    let workers = heuristics::workers(call);
     let split = TaskSplit::new::<K>(dims, workers.count);
     let panels = split.rows_per_chunk.min(dims.rows()).div_ceil(K::PANEL);
     let heads = dims.b * dims.h_kv;

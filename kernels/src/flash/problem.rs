@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::cpu::SharedPtr;
 use crate::error::check_len;
-use crate::{Element, Error};
+use crate::{Element, Error, Executor};
 
 /// The order of the context in memory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -207,6 +207,8 @@ pub struct Problem<'a, E> {
     pub scores: ScoreOptions<'a>,
     /// The order of the context.
     pub output_order: OutputOrder,
+    /// Runs the call if it is brief; rayon otherwise.
+    pub executor: Option<Executor>,
 }
 
 impl<E> Problem<'_, E> {
@@ -291,6 +293,7 @@ pub struct Call<'a, E> {
     context: SharedPtr<E>,
     /// (B, H, T_q).
     lse: Option<SharedPtr<f32>>,
+    pub(super) executor: Option<Executor>,
 }
 
 impl<'a, E: Element> Call<'a, E> {
@@ -299,7 +302,7 @@ impl<'a, E: Element> Call<'a, E> {
         context: &'a mut [MaybeUninit<E>],
         lse: Option<&'a mut [MaybeUninit<f32>]>,
     ) -> Result<Self, Error> {
-        let Problem { dims, q, k, v, ranges, scores: options, output_order } = *problem;
+        let Problem { dims, q, k, v, ranges, scores: options, output_order, executor } = *problem;
         let count = problem.context_len()?;
         problem.check()?;
         check_len("context", context.len(), count)?;
@@ -308,7 +311,7 @@ impl<'a, E: Element> Call<'a, E> {
         }
         let context = SharedPtr(context.as_mut_ptr().cast());
         let lse = lse.map(|lse| SharedPtr(lse.as_mut_ptr().cast()));
-        Ok(Self { q, k, v, inputs: ScoreInputs { dims, ranges, options }, output_order, context, lse })
+        Ok(Self { q, k, v, inputs: ScoreInputs { dims, ranges, options }, output_order, context, lse, executor })
     }
 }
 

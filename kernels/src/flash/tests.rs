@@ -63,6 +63,7 @@ impl Case {
             ranges: &self.ranges,
             scores,
             output_order: OutputOrder::Bhtd,
+            executor: None,
         };
         let context = attend_vec(&problem, tier, Some(&mut lse)).expect("a few rows");
 
@@ -151,6 +152,7 @@ fn check_extreme_biases<E: Element + Into<f32>>(tier: Tier, t_q: usize, repeats:
             ranges: &vec![0..t_kv; t_q],
             scores: ScoreOptions { bias: Some(Strided { data: &bias, strides: [0, 0, 0, 1] }), ..Default::default() },
             output_order: OutputOrder::Bhtd,
+            executor: None,
         };
         let mut lse = Vec::new();
         let context = attend_vec(&problem, tier, Some(&mut lse)).expect("a few rows");
@@ -197,6 +199,7 @@ fn small<'a>(data: &'a [f32], ranges: &'a [Range<usize>]) -> Problem<'a, f32> {
         ranges,
         scores: ScoreOptions::default(),
         output_order: OutputOrder::Bhtd,
+        executor: None,
     }
 }
 

@@ -5,9 +5,10 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::{PackedWeight, Projection, project, project_vec};
+use super::{Activation, Epilogue, PackedWeight, Projection, Up, project, project_vec};
 use crate::cpu::Tier;
-use crate::{Element, Error};
+use crate::cpu::tests::erfc;
+use crate::{Element, Error, Executor};
 
 /// Numbers between -1 and 1 in no order.
 fn numbers<E: Element>(count: usize, salt: u64) -> Vec<E> {
@@ -36,8 +37,15 @@ impl Case {
         let bias: Option<Vec<f32>> = bias.then(|| numbers(outputs, 3));
         let packed = PackedWeight::new(&weight, (outputs, inputs), tier).expect("memory");
         assert!(packed.unpack::<W>().expect("memory") == weight, "{tier}: {self:?} is not unpacked as it was");
-        let projection =
-            Projection { weight: &packed, bias: bias.as_deref(), xs: &xs, xs_row, rows, columns: columns.clone() };
+        let projection = Projection {
+            weight: &packed,
+            xs: &xs,
+            xs_row,
+            rows,
+            columns: columns.clone(),
+            epilogue: Epilogue { bias: bias.as_deref(), ..Default::default() },
+            executor: None,
+        };
         let out = project_vec(&projection).expect("memory");
         assert_eq!(out.len(), rows * columns.len());
         let number = |x: f32| f64::from(x);
@@ -82,17 +90,121 @@ fn every_tier_gives_the_numbers_of_plain_loops() {
     }
 }
 
+/// A product with all that may follow it, in f64.
+fn exact_epilogue(activation: Option<Activation>, sum: f64, up: f64, residual: f64) -> f64 {
+    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+    let activated = match activation {
+        None => sum,
+        Some(Activation::Gelu) => 0.5 * sum * erfc(-sum / 2f64.sqrt()),
+        Some(Activation::GeluTanh) => {
+            0.5 * sum * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (sum + 0.044715 * sum.powi(3))).tanh())
+        }
+        Some(Activation::Silu) => sum * sigmoid(sum),
+        Some(Activation::Relu) => sum.max(0.0),
+    };
+    activated * up + residual
+}
+
+/// Everything that may follow a product against the product alone and f64, for some of the columns, at the edges of vectors
+/// and panels, on threads of our own.
+fn check_epilogues<W: Element, X: Element + Into<f32>>(tier: Tier, most: f64) {
+    let number = |x: f32| f64::from(x);
+    let (rows, inputs, outputs, columns) = if cfg!(miri) { (2, 3, 18, 1..18) } else { (5, 70, 103, 5..102) };
+    let weights = [1, 2].map(|salt| numbers::<W>(outputs * inputs, salt));
+    let weights = weights.map(|rows| PackedWeight::new(&rows, (outputs, inputs), tier).expect("memory"));
+    let biases = [3, 4].map(|salt| numbers::<f32>(outputs, salt));
+    let xs: Vec<X> = numbers(rows * inputs, 5);
+    let residual: Vec<X> = numbers(rows * columns.len(), 6);
+    let wide_xs: Vec<f32> = xs.iter().map(|&x| x.into()).collect();
+    let plain = [0, 1].map(|at| {
+        let epilogue = Epilogue { bias: Some(&biases[at][..]), ..Default::default() };
+        let (weight, xs) = (&weights[at], &wide_xs);
+        let columns = columns.clone();
+        project_vec(&Projection { weight, xs, xs_row: inputs, rows, columns, epilogue, executor: None }).expect("fits")
+    });
+    let three = Executor {
+        threads: || 3,
+        run: |work| {
+            std::thread::scope(|scope| {
+                scope.spawn(work);
+                scope.spawn(work);
+                work();
+            })
+        },
+    };
+    let all = [Activation::Gelu, Activation::GeluTanh, Activation::Silu, Activation::Relu].map(Some);
+    for activation in [None].into_iter().chain(all) {
+        for n in 0..4 {
+            let (is_gated, is_added) = (n % 2 == 1, n / 2 == 1);
+            let epilogue = Epilogue {
+                bias: Some(&biases[0][..]),
+                activation,
+                up: is_gated.then_some(Up { weight: &weights[1], bias: Some(&biases[1]) }),
+                residual: is_added.then_some(&residual[..]),
+            };
+            let columns = columns.clone();
+            let projection = Projection {
+                weight: &weights[0],
+                xs: &xs,
+                xs_row: inputs,
+                rows,
+                columns,
+                epilogue,
+                executor: Some(three),
+            };
+            for (at, &found) in project_vec(&projection).expect("fits").iter().enumerate() {
+                let up = if is_gated { number(plain[1][at]) } else { 1.0 };
+                let added = if is_added { number(residual[at].into()) } else { 0.0 };
+                let sum = number(plain[0][at]);
+                let (found, exact) = (number(found.into()), exact_epilogue(activation, sum, up, added));
+                let bound = most * (sum.abs() * up.abs() + up.abs() + added.abs() + 1.0);
+                let what = format!("{tier}: {activation:?} of {sum} by {up} and {added}");
+                assert!((found - exact).abs() <= bound, "{what} is {found:e}, expected {exact:e} within {bound:e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_follows_a_product_on_every_tier() {
+    for tier in if cfg!(miri) { vec![Tier::Scalar] } else { Tier::available() } {
+        check_epilogues::<f32, f32>(tier, 1e-6);
+        check_epilogues::<bf16, f32>(tier, 1e-6);
+        // Tiers that multiply pairs of bf16 sum them in another order.
+        check_epilogues::<bf16, bf16>(tier, 5e-3);
+        check_epilogues::<f16, f16>(tier, 1e-3);
+    }
+}
+
 #[test]
 fn sizes_that_do_not_fit_are_errors() {
     let rows = [1f32, 2.0, 3.0, 4.0, 5.0, 6.0];
     let weight = PackedWeight::new(&rows, (3, 2), Tier::Scalar).expect("a small weight");
-    let good = Projection { weight: &weight, bias: None, xs: &rows, xs_row: 2, rows: 3, columns: 0..3 };
+    let other = PackedWeight::new(&rows, (2, 3), Tier::Scalar).expect("a small weight");
+    let epilogue = Epilogue::default();
+    let good = Projection { weight: &weight, xs: &rows, xs_row: 2, rows: 3, columns: 0..3, epilogue, executor: None };
+    let with = |epilogue: Epilogue<'static, f32>| Projection { epilogue, ..good.clone() };
     assert_eq!(project_vec(&good).expect("a good call").len(), 9);
     let (start, end) = (2, 1);
     let cases = [
         (Projection { columns: 1..4, ..good.clone() }, "expected columns within 3 outputs, found 1..4"),
         (Projection { columns: start..end, ..good.clone() }, "expected columns within 3 outputs, found 2..1"),
-        (Projection { bias: Some(&rows[..2]), ..good.clone() }, "bias has 2 elements, expected 3"),
+        (with(Epilogue { bias: Some(&[1.0, 2.0]), ..epilogue }), "bias has 2 elements, expected 3"),
+        (with(Epilogue { residual: Some(&[1.0, 2.0]), ..epilogue }), "residual has 2 elements, expected 9"),
+        (
+            Projection {
+                epilogue: Epilogue { up: Some(Up { weight: &other, bias: None }), ..epilogue },
+                ..good.clone()
+            },
+            "expected the up product's weight to be 3 x 2, F32, scalar, found 2 x 3, F32, scalar",
+        ),
+        (
+            Projection {
+                epilogue: Epilogue { up: Some(Up { weight: &weight, bias: Some(&rows) }), ..epilogue },
+                ..good.clone()
+            },
+            "the up product's bias has 6 elements, expected 3",
+        ),
         (Projection { rows: 4, ..good.clone() }, "expected 4 rows of 2 elements, 2 apart, found 6 elements"),
         (Projection { xs_row: 3, ..good.clone() }, "expected 3 rows of 2 elements, 3 apart, found 6 elements"),
         (

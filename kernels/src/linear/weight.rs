@@ -101,14 +101,31 @@ impl PackedWeight {
         self.dtype == Dtype::BF16
     }
 
+    /// Whether products can take both weights' panels together.
+    pub(super) fn is_like(&self, other: &Self) -> bool {
+        let layout = |weight: &Self| (weight.outputs, weight.inputs, weight.dtype, weight.tier);
+        layout(self) == layout(other)
+    }
+
+    /// The bytes of so many outputs.
+    pub(super) fn bytes(&self, outputs: usize) -> usize {
+        outputs * self.padded / elements_of_word(self.dtype) * size_of::<f32>()
+    }
+
+    /// Whether products with so many rows take words that were widened before.
+    pub(super) fn is_widened<K: Kernel>(&self, rows: usize) -> bool {
+        let is_few = rows <= 2 * K::ROWS && self.panel == K::PANEL;
+        K::ELEMENTS == 1 && self.dtype != Dtype::F32 && !is_few
+    }
+
     /// The outputs of one of the panels.
     pub(super) fn columns_of(&self, panel: usize) -> Range<usize> {
         panel * self.panel..self.outputs.min((panel + 1) * self.panel)
     }
 
-    /// A product with `product.depth` words of inputs from `first` of a panel; `widened` takes as many rows of
-    /// [`K::PANEL`](Kernel::PANEL). Words of the kernel's own are read in place, others widened to f32: while they are loaded for
-    /// up to two tiles of rows, into `widened` before many.
+    /// A product with `product.depth` words of inputs from `first` of a panel. Words of the kernel's own are read in place,
+    /// others widened to f32: while they are loaded for up to two tiles of rows, before many into `widened`, which takes as many
+    /// rows of [`K::PANEL`](Kernel::PANEL) then ([`is_widened`](Self::is_widened)).
     ///
     /// # Safety
     /// As [`Kernel::multiply`] but for B; the panel exists; the inputs lie within [`padded`](Self::padded), and `first` is even.
@@ -121,7 +138,7 @@ impl PackedWeight {
         mut product: Product,
     ) {
         let from = panel * self.padded * self.panel + first * self.panel;
-        let is_few = product.rows <= 2 * K::ROWS && self.panel == K::PANEL;
+        let is_widened = self.is_widened::<K>(product.rows);
         // SAFETY: as this method's contract; the panel's inputs from `first` on are valid for the depth of the product.
         unsafe {
             match self.dtype {
@@ -133,11 +150,11 @@ impl PackedWeight {
             if K::ELEMENTS == 2 || self.dtype == Dtype::F32 {
                 return K::multiply::<Words>(&product);
             }
-            match (self.dtype, is_few) {
-                (Dtype::BF16, true) => return K::F32::multiply::<Bf16Pairs>(&product),
-                (_, true) => return K::F32::multiply::<F16Rows>(&product),
-                (Dtype::BF16, false) => self.widen::<K, Bf16Pairs>(&mut product, widened),
-                (_, false) => self.widen::<K, F16Rows>(&mut product, widened),
+            match (self.dtype, is_widened) {
+                (Dtype::BF16, false) => return K::F32::multiply::<Bf16Pairs>(&product),
+                (_, false) => return K::F32::multiply::<F16Rows>(&product),
+                (Dtype::BF16, true) => self.widen::<K, Bf16Pairs>(&mut product, widened),
+                (_, true) => self.widen::<K, F16Rows>(&mut product, widened),
             }
             K::multiply::<Words>(&product);
         }
@@ -218,7 +235,7 @@ impl PackedWeight {
             let tasks = if each == 0 { 0 } else { panels };
             for_each_task(
                 tasks,
-                Workers::of(rows.len()),
+                Workers::of(rows.len(), 0, None),
                 || (),
                 |(), index| {
                     let own = index * panel * inputs..outputs.min((index + 1) * panel) * inputs;
@@ -246,7 +263,7 @@ pub(crate) fn unpack_weight<E: Kernels>(weight: &PackedWeight) -> Option<Vec<E>>
     let tasks = if inputs == 0 { 0 } else { outputs.div_ceil(panel) };
     for_each_task(
         tasks,
-        Workers::of(outputs * inputs),
+        Workers::of(outputs * inputs, 0, None),
         || (),
         |(), index| {
             for output in weight.columns_of(index) {

@@ -185,7 +185,7 @@ impl MultiHeadLatentAttention {
     /// fit, and a cache that does not take the call's rows.
     pub fn forward_with<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
         let (call, form) = self.call(input.into(), None)?;
-        let ys = self.output(&call.attend()?, form, call.batched)?;
+        let ys = self.output(&call.attend()?, form, &call)?;
         call.commit()?;
         Ok(ys)
     }
@@ -198,7 +198,7 @@ impl MultiHeadLatentAttention {
     pub fn forward_with_weights<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<AttentionOutput> {
         let (call, form) = self.call(input.into(), None)?;
         let AttentionOutput { context, weights } = call.attend_with_weights()?;
-        let context = self.output(&context, form, call.batched)?;
+        let context = self.output(&context, form, &call)?;
         call.commit()?;
         Ok(AttentionOutput { context, weights })
     }
@@ -225,7 +225,9 @@ impl MultiHeadLatentAttention {
         }
         let batched = input.queries.rank() == 3;
         let (dtype, device) = (self.down.dtype(), self.down.device());
-        let xs = Expected { op: OP, width: cfg.embed_dim(), batched, dtype, device }.check("queries", input.queries)?;
+        let expected = Expected { op: OP, width: cfg.embed_dim(), batched, dtype, device };
+        let xs = expected.check("queries", input.queries)?;
+        let residual = expected.check_residual(&input, cfg.embed_dim())?;
         let (b, t, _) = xs.dims3()?;
         input.check_packed(OP, &xs, t)?;
         let new_tokens = input.new_tokens(OP, (b, t))?;
@@ -269,19 +271,19 @@ impl MultiHeadLatentAttention {
             }
             (_, _, Form::Absorbed) => CallKeys::Own { v: part(&rows, 3, 0..rank)?, k: rows },
         };
-        Ok((AttentionCall { q, keys, mask, options, batched }, form))
+        Ok((AttentionCall { q, keys, mask, options, batched, residual }, form))
     }
 
-    /// A context to the layer's output (B, T, E).
-    fn output(&self, context: &Tensor, form: Form, batched: bool) -> Result<Tensor> {
+    /// A call's context to the layer's output (B, T, E).
+    fn output(&self, context: &Tensor, form: Form, call: &AttentionCall) -> Result<Tensor> {
         let context = context.transpose(1, 2)?;
         let context = match form {
             Form::Expanded => context,
             Form::Absorbed => self.up.values_of(&context)?,
         };
         let (b, t, h, d_v) = context.dims4()?;
-        let ys = self.out.forward(&context.reshape((b, t, h * d_v))?)?;
-        if batched { Ok(ys) } else { ys.squeeze(0) }
+        let ys = self.out.product(&context.reshape((b, t, h * d_v))?, 0..self.out.out_dim(), call.residual.as_ref())?;
+        if call.batched { Ok(ys) } else { ys.squeeze(0) }
     }
 }
 

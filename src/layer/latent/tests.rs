@@ -125,7 +125,7 @@ fn check(case: &Case) -> Result<()> {
             let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
             let input = input.with_cache(cache).with_starts(&starts).with_valid_lens(&ends);
             let (call, form) = layer.call(input, Some(form))?;
-            let ys = layer.output(&call.attend()?, form, true)?;
+            let ys = layer.output(&call.attend()?, form, &call)?;
             call.commit()?;
             outputs.push((ys, with_weights));
         }
@@ -155,7 +155,7 @@ fn both_forms_give_the_same_without_a_cache() -> Result<()> {
     let mut found = Vec::new();
     for form in [Form::Expanded, Form::Absorbed] {
         let (call, form) = layer.call(AttentionInput::new(&xs), Some(form))?;
-        let ys = layer.output(&call.attend()?, form, true)?;
+        let ys = layer.output(&call.attend()?, form, &call)?;
         let gradient = ys.sqr()?.sum_all()?.backward()?.get(&xs).expect("the input is a variable").clone();
         found.push([ys, gradient]);
     }
@@ -184,7 +184,7 @@ fn the_fused_kernel_attends_to_latents_of_full_width() -> Result<()> {
                 let (call, form) = layer.call(input, Some(form))?;
                 let context = call.attend()?;
                 assert_eq!(context.dims(), [2, 2, t, if form == Form::Absorbed { 512 } else { 8 }]);
-                outputs.push(layer.output(&context, form, true)?);
+                outputs.push(layer.output(&context, form, &call)?);
                 call.commit()?;
             }
             let difference = difference(&outputs[0], &outputs[1])?;

@@ -5,5 +5,6 @@ pub mod case;
 pub mod draw;
 
 mod candle;
+mod followed;
 mod grid;
 mod isolation;

@@ -1,7 +1,8 @@
 //! What one vector gives, lane by lane.
 
-use super::{Sequence, on_every_tier};
-use crate::cpu::{Kernel, SimdTask, Vector, tanh};
+use super::{Sequence, erfc as exact_erfc, on_every_tier};
+use crate::cpu::{Kernel, SimdTask, Vector, erfc, sigmoid, tanh};
+use crate::linear::Activation;
 
 /// Numbers beside which mistakes hide.
 const SPECIAL: [f32; 12] = [
@@ -112,6 +113,73 @@ impl SimdTask for Tanh {
 #[test]
 fn hyperbolic_tangents_err_by_a_few_ulp() {
     on_every_tier(|| Tanh);
+}
+
+/// Every so many f32 of both signs, denormal ones included, and more of them where functions bend.
+fn dense() -> impl Iterator<Item = f32> {
+    let stepped = (0..f32::INFINITY.to_bits()).step_by(40_009).map(f32::from_bits);
+    stepped.chain((0..60_000).map(|n| n as f32 / 4096.0)).flat_map(|x| [x, -x])
+}
+
+struct Smooth;
+
+impl SimdTask for Smooth {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        let numbers: Vec<f32> = dense().collect();
+        let compare = |name: &str, got: &[f32], exact: &dyn Fn(f64) -> f64, bound: &dyn Fn(f64, f64) -> f64| {
+            let mut worst = (0f64, 0f32);
+            for (&x, &got) in numbers.iter().zip(got) {
+                let exact = exact(f64::from(x));
+                let part = (f64::from(got) - exact).abs() / bound(f64::from(x), exact);
+                assert!(part <= 1.0, "{name}({x:e}) is {exact:e}, got {got:e}: {part} times what is allowed");
+                worst = if part > worst.0 { (part, x) } else { worst };
+            }
+            println!("{name} takes {:.2} of what it may err, at {:e}", worst.0, worst.1);
+        };
+        let least = f64::from(f32::MIN_POSITIVE);
+        compare("erfc", &mapped!(K::Vector, &numbers, |x| erfc(x)), &exact_erfc, &|x, exact| {
+            if x < 4.0 { (1e-4 * exact).min(2.4e-7) } else { 1e-8 }
+        });
+        let exact_sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+        compare("sigmoid", &mapped!(K::Vector, &numbers, |x| sigmoid(x)), &exact_sigmoid, &|x, exact| {
+            (3e-7 + 1e-7 * x.abs()) * exact + 2.0 * least
+        });
+        compare(
+            "gelu",
+            &mapped!(K::Vector, &numbers, |x| Activation::Gelu.apply(x)),
+            &|x| 0.5 * x * exact_erfc(-x / 2f64.sqrt()),
+            &|x, _| 3e-7 * x.abs() + least,
+        );
+        compare(
+            "gelu_tanh",
+            &mapped!(K::Vector, &numbers, |x| Activation::GeluTanh.apply(x)),
+            &|x| x * exact_sigmoid(2.0 * (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))),
+            &|x, _| 5e-7 * x.abs() + least,
+        );
+        compare(
+            "silu",
+            &mapped!(K::Vector, &numbers, |x| Activation::Silu.apply(x)),
+            &|x| x * exact_sigmoid(x),
+            &|x, _| 3e-7 * x.abs() + least,
+        );
+        let relu = mapped!(K::Vector, &numbers, |x| Activation::Relu.apply(x));
+        assert!(relu.iter().zip(&numbers).all(|(&y, &x)| y == x.max(0.0)));
+
+        let special = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 0.0, -0.0];
+        let text = |got: Vec<f32>| got.iter().map(f32::to_string).collect::<Vec<_>>().join(" ");
+        assert_eq!(text(mapped!(K::Vector, &special, |x| erfc(x))), "0 2 NaN 1 1");
+        assert_eq!(text(mapped!(K::Vector, &special, |x| sigmoid(x))), "1 0 NaN 0.5 0.5");
+        for activation in [Activation::Gelu, Activation::GeluTanh, Activation::Silu] {
+            assert_eq!(text(mapped!(K::Vector, &special, |x| activation.apply(x))), "inf NaN NaN 0 -0");
+        }
+        assert_eq!(text(mapped!(K::Vector, &special[..4], |x| Activation::Relu.apply(x))), "inf 0 NaN 0");
+    }
+}
+
+#[test]
+fn activations_err_as_they_say() {
+    on_every_tier(|| Smooth);
 }
 
 struct Lanes;

@@ -40,7 +40,7 @@ pub(super) unsafe fn run<K: Kernel, E: Kernels>(call: &Call<E>) -> Option<()> {
     let mut partials = Scratch::try_zeros(&[heads, key_chunks, words])?;
     let slots = SharedPtr(partials.as_mut_ptr());
     let scratch = || DecodeScratch::new(dims.d, KV_SPLIT.min(dims.t_kv));
-    let workers = heuristics::workers(dims);
+    let workers = heuristics::workers(call);
     for_each_task(heads * key_chunks, workers, scratch, |scratch, task| {
         let first = task % key_chunks * KV_SPLIT;
         let keys = first..dims.t_kv.min(first + KV_SPLIT);
