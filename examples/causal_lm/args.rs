@@ -13,8 +13,9 @@ use crate::common::{DeviceChoice, Precision};
 #[derive(Debug, Parser)]
 #[command(name = "causal_lm")]
 pub struct Args {
-    /// A folder with config.json, weights (safetensors or .bin, whole or in shards) and, for text, tokenizer.json
-    #[arg(long, value_name = "DIR", required_unless_present = "model_id", conflicts_with = "model_id")]
+    /// A folder with config.json, weights (safetensors or .bin, whole or in shards) and, for text, tokenizer.json; or a
+    /// GGUF file, which has all of them
+    #[arg(long, value_name = "PATH", required_unless_present = "model_id", conflicts_with = "model_id")]
     pub model: Option<PathBuf>,
 
     /// A checkpoint of the Hugging Face hub, `organisation/name[@revision]` (needs `--features hub`)

@@ -9,6 +9,7 @@ mod args;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "what other examples use")]
 mod common;
+mod files;
 mod generate;
 mod model;
 mod sampler;
@@ -19,12 +20,10 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use candle_attention::text::{SimpleTokenizer, SpecialTokens};
-use candle_attention::weights::Checkpoint;
 use candle_core::{Device, Error, Result, bail};
-use serde_json::Value;
 
 use args::{Args, KvCache};
-use common::{checkpoint, read_json};
+use files::Files;
 use generate::{Options, generate, padded};
 use model::CausalLm;
 use sampler::Sampling;
@@ -35,17 +34,16 @@ fn main() -> ExitCode {
 
 fn run(args: Args) -> Result<()> {
     let device = args.device.open()?;
-    let (model, id) = (args.model.as_deref(), args.model_id.as_deref());
-    let folder = checkpoint("causal_lm", model, id, &["generation_config.json".to_string()])?;
-    let tokenizer = if args.ids.is_empty() { Some(tokenizer(&folder)?) } else { None };
+    let files = Files::open(&args, &device)?;
+    let tokenizer = if args.ids.is_empty() { Some(files.tokenizer()?) } else { None };
     let prompts = match &tokenizer {
         Some(tokenizer) => args.prompt.iter().map(|text| Ok(tokenizer.encode(text)?.ids)).collect::<Result<_>>()?,
         None => args.ids.iter().map(|ids| ids.0.clone()).collect::<Vec<_>>(),
     };
-    let json = read_json("causal_lm", &folder.join("config.json"))?;
-    let vb = Checkpoint::open(&folder)?.var_builder(args.dtype.dtype(), &device)?;
+    let json = files.config()?;
+    let vb = files.var_builder(args.dtype.dtype(), &device)?;
     let bar = common::bar("loading", "blocks");
-    let model = CausalLm::load(&json, vb, |layer, layers| {
+    let model = CausalLm::load(&json, vb, files.gguf(), |layer, layers| {
         bar.set_length(layers as u64);
         bar.set_position(layer as u64);
     })?;
@@ -64,32 +62,11 @@ fn run(args: Args) -> Result<()> {
         },
         seed: args.seed,
         max_tokens: args.max_tokens.unwrap_or(100),
-        end: end_tokens(&folder, &json)?,
+        end: files.end_tokens(&json)?,
         chunk: args.chunk,
         device,
     };
     answer(&model, &prompts, &args, &options, tokenizer.as_ref())
-}
-
-fn tokenizer(folder: &Path) -> Result<SimpleTokenizer> {
-    let file = folder.join("tokenizer.json");
-    if !file.is_file() {
-        bail!("[causal_lm] the checkpoint has no tokenizer.json; give --ids instead of --prompt")
-    }
-    Ok(SimpleTokenizer::from_file(file)?)
-}
-
-/// The tokens that end a text: those of generation_config.json, else of config.json.
-fn end_tokens(folder: &Path, config: &Value) -> Result<Vec<u32>> {
-    let file = folder.join("generation_config.json");
-    let generation = if file.is_file() { read_json("causal_lm", &file)? } else { Value::Null };
-    let end = [&generation["eos_token_id"], &config["eos_token_id"]].into_iter().find(|end| !end.is_null());
-    let ids = match end {
-        Some(Value::Array(ids)) => ids.clone(),
-        Some(id) => vec![id.clone()],
-        None => Vec::new(),
-    };
-    Ok(ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect())
 }
 
 /// What the tokens made add to the text of a prompt: decoded after it, since a decoder drops the space before a first word.

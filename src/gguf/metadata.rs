@@ -259,6 +259,12 @@ impl<'a> Metadata<'a> {
                 Some(found) => return self.expected(key, found, "true or false"),
             }
         }
+        set("tie_word_embeddings", json!(!self.content.tensor_infos.contains_key("output.weight")));
+        for name in ["bos_token_id", "eos_token_id"] {
+            if let Some(id) = self.content.metadata.get(&format!("tokenizer.ggml.{name}")).and_then(whole) {
+                set(name, json!(id));
+            }
+        }
         set("rope_parameters", self.rope()?);
         (self.architecture.adjust)(self, &mut fields)?;
         Ok(fields.into())

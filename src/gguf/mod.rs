@@ -21,16 +21,20 @@
 //! whose inputs are rounded to 8 bits; Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are held in f32, which loses nothing.
 
 mod metadata;
+mod tokenizer;
+
+pub use tokenizer::tokenizer;
 
 use std::collections::HashMap;
 use std::io::{Read, Seek};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use candle_core::quantized::gguf_file::Content;
 use candle_core::quantized::{GgmlDType, QMatMul, QStorage, QTensor};
-use candle_core::{DType, Device, Module, Result, Tensor, bail};
-use candle_nn::{Linear, VarBuilder};
+use candle_core::{DType, Device, Module, Result, Shape, Tensor, bail};
+use candle_nn::var_builder::SimpleBackend;
+use candle_nn::{Init, Linear, VarBuilder};
 use serde_json::Value;
 
 use crate::projection::{LoadedProjection, ProjectionModule, Projections};
@@ -137,6 +141,41 @@ pub fn load_linear<R: Read + Seek>(
         },
         Some(found) => bail!("[gguf] {weight} has shape {found:?}, expected (out, in)"),
         None => bail!("[gguf] {weight} is missing"),
+    }
+}
+
+/// A builder of all tensors of a file, by llama.cpp's names, dequantised as they are read: for what a model has beside its
+/// attention.
+pub fn var_builder<R: Read + Seek + Send + 'static>(
+    content: Arc<Content>,
+    reader: R,
+    dtype: DType,
+    device: &Device,
+) -> VarBuilder<'static> {
+    VarBuilder::from_backend(Box::new(Tensors { content, reader: reader.into() }), dtype, device.clone())
+}
+
+struct Tensors<R> {
+    content: Arc<Content>,
+    reader: Mutex<R>,
+}
+
+impl<R: Read + Seek + Send> SimpleBackend for Tensors<R> {
+    fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
+        match self.content.tensor_infos.get(name) {
+            Some(info) if info.shape != shape => bail!("[gguf] {name} has shape {:?}, expected {shape:?}", info.shape),
+            _ => self.get_unchecked(name, dtype, device),
+        }
+    }
+
+    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        let Ok(mut reader) = self.reader.lock() else { bail!("[gguf] {name}: another thread failed to read the file") };
+        let mut file = File { content: &self.content, reader: &mut *reader, device };
+        file.tensor(name)?.dequantize(device)?.to_dtype(dtype)
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.content.tensor_infos.contains_key(name)
     }
 }
 

@@ -2,6 +2,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod gguf;
 #[path = "../examples/process.rs"]
 #[allow(dead_code, reason = "the other examples' part")]
 mod process;

@@ -51,6 +51,17 @@ fn claimed(dims: &[usize]) -> Result<()> {
     gguf::load_attention(&content, &mut reader, 0, &CPU).map(drop)
 }
 
+/// The tokenizer of a file with these keys.
+fn tokenizer(keys: &[(&str, Value)]) -> Result<()> {
+    let mut file = File::llama()?;
+    keys.iter().for_each(|(key, value)| file.set(&format!("tokenizer.ggml.{key}"), value.clone()));
+    gguf::tokenizer(&file.open()?.0).map(drop)
+}
+
+fn texts(list: &[&str]) -> Value {
+    Value::Array(list.iter().map(|entry| text(entry)).collect())
+}
+
 fn text(text: &str) -> Value {
     Value::String(text.into())
 }
@@ -144,5 +155,33 @@ pub const TENSORS: &[Case] = cases! {
         file.add("blk.0.ffn_up_exps.weight", &Tensor::zeros((2, 4, 8), candle_core::DType::F32, &CPU)?, GgmlDType::F32)?;
         let (content, mut reader) = file.open()?;
         gguf::load_linear(&content, &mut reader, "blk.0.ffn_up_exps", &CPU).map(drop)
+    },
+};
+
+pub const TOKENIZERS: &[Case] = cases! {
+    "no tokens" => tokenizer(&[("model", text("gpt2"))]),
+    "tokens that are no texts" => tokenizer(&[("tokens", Value::Array(vec![Value::U32(1)]))]),
+    "a model that is not known" => tokenizer(&[("tokens", texts(&["a"])), ("model", text("rwkv"))]),
+    "a model as a number" => tokenizer(&[("tokens", texts(&["a"])), ("model", Value::U32(1))]),
+    "kinds of fewer tokens" => {
+        let types = Value::Array(vec![Value::I32(1)]);
+        tokenizer(&[("tokens", texts(&["a", "b"])), ("token_type", types), ("model", text("gpt2"))])
+    },
+    "no scores" => tokenizer(&[("tokens", texts(&["a"])), ("model", text("llama"))]),
+    "no merges" => tokenizer(&[("tokens", texts(&["a"])), ("model", text("gpt2")), ("pre", text("qwen2"))]),
+    "a merge of one token" => {
+        let merges = ("merges", texts(&["ab"]));
+        tokenizer(&[("tokens", texts(&["a"])), ("model", text("gpt2")), ("pre", text("qwen2")), merges])
+    },
+    "a division of texts that is not known" =>
+        tokenizer(&[("tokens", texts(&["a"])), ("model", text("gpt2")), ("pre", text("tekken"))]),
+    "a first token that is not there" => {
+        let merges = ("merges", texts(&[]));
+        let keys = [("tokens", texts(&["a"])), ("model", text("gpt2")), ("pre", text("llama-bpe")), merges];
+        tokenizer(&keys)
+    },
+    "merges of tokens that are not there" => {
+        let merges = ("merges", texts(&["a b"]));
+        tokenizer(&[("tokens", texts(&["a"])), ("model", text("gpt2")), ("pre", text("qwen2")), merges])
     },
 };

@@ -80,6 +80,7 @@ const CASES: &[(&str, &[Case])] = &[
     ("pickles", pth::PICKLES),
     ("gguf metadata", gguf::METADATA),
     ("gguf tensors", gguf::TENSORS),
+    ("gguf tokenizers", gguf::TOKENIZERS),
     ("hf", hf::CASES),
     ("hf latent", hf::LATENT),
     ("loading a layout", layouts::LOADING),

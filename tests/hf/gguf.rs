@@ -2,6 +2,7 @@
 
 use std::io::Cursor;
 
+use candle_attention::text::SpecialTokens;
 use candle_attention::{
     MultiHeadAttention, MultiHeadAttentionConfig, PackedLinear, ProjectionModules, QkNorm, QkNormKind, RopeScaling,
     RopeStyle, WeightLayout, gguf, hf,
@@ -456,5 +457,76 @@ fn architectures_that_are_not_known_are_told_which_are() -> Result<()> {
         format!("[gguf] unknown architecture \"mamba\", expected one of: {known}")
     );
     assert!(gguf::architectures().is_sorted());
+    Ok(())
+}
+
+/// A file of this vocabulary, whose first three tokens are the unknown one, that of the beginning and that of the end.
+fn vocabulary(model: &str, tokens: &[&str]) -> File {
+    let tokens: Vec<_> = ["<unk>", "<s>", "</s>"].iter().chain(tokens).collect();
+    let list = tokens.iter().map(|token| Value::String(token.to_string())).collect();
+    let types = [2, 3, 3].into_iter().chain(tokens[3..].iter().map(|token| match token.starts_with("<0x") {
+        true => 6,
+        false => 1,
+    }));
+    let mut file = File::default();
+    for (key, value) in [
+        ("model", Value::String(model.into())),
+        ("tokens", Value::Array(list)),
+        ("token_type", Value::Array(types.map(Value::I32).collect())),
+        ("scores", Value::Array((0..tokens.len()).map(|i| Value::F32(-(i as f32))).collect())),
+        ("bos_token_id", Value::U32(1)),
+        ("eos_token_id", Value::U32(2)),
+    ] {
+        file.set(&format!("tokenizer.ggml.{key}"), value);
+    }
+    file
+}
+
+fn tokens(file: &File, text: &str) -> Result<(Vec<String>, String)> {
+    let tokenizer = gguf::tokenizer(&file.open()?.0)?;
+    let encoding = tokenizer.encode(text)?;
+    Ok((encoding.tokens, tokenizer.decode_with(&encoding.ids, SpecialTokens::Without)?))
+}
+
+/// The token of the highest score is made first: "he" before "el", and "▁he" of them. What no token has goes by its bytes.
+#[test]
+fn sentencepiece_merges_by_score() -> Result<()> {
+    let pieces = ["<0xC3>", "<0xA9>", "he", "el", "▁he", "ll", "▁", "h", "e", "l", "o"];
+    let mut file = vocabulary("llama", &pieces);
+    let (found, text) = tokens(&file, "hello é")?;
+    assert_eq!(found, ["<s>", "▁he", "ll", "o", "▁", "<0xC3>", "<0xA9>"]);
+    assert_eq!(text, "hello é");
+    for (key, flag) in [("add_space_prefix", false), ("add_bos_token", false), ("add_eos_token", true)] {
+        file.set(&format!("tokenizer.ggml.{key}"), Value::Bool(flag));
+    }
+    assert_eq!(tokens(&file, "hello")?.0, ["he", "ll", "o", "</s>"]);
+    Ok(())
+}
+
+#[test]
+fn bytes_merge_within_the_pieces_of_a_text() -> Result<()> {
+    let pieces =
+        ["h", "e", "l", "o", "1", "2", "3", "4", "Ġ", "he", "ll", "llo", "12", "123", "Ġhe", "e\u{301}", "Ã", "©"];
+    let mut file = vocabulary("gpt2", &pieces);
+    let merges = ["h e", "l l", "ll o", "1 2", "12 3", "Ġ he"].map(|merge| Value::String(merge.into()));
+    file.set("tokenizer.ggml.merges", Value::Array(merges.into()));
+    let expected: [(&str, &[&str]); 5] = [
+        ("gpt-2", &["he", "llo", "Ġhe", "123", "4"]),
+        ("smollm", &["he", "llo", "Ġhe", "1", "2", "3", "4"]),
+        ("llama-bpe", &["<s>", "he", "llo", "Ġhe", "123", "4"]),
+        ("stablelm2", &["he", "llo", "Ġhe", "1", "2", "3", "4"]),
+        ("qwen2", &["he", "llo", "Ġhe", "1", "2", "3", "4"]),
+    ];
+    for (pre, expected) in expected {
+        file.set("tokenizer.ggml.pre", Value::String(pre.into()));
+        let (found, text) = tokens(&file, "hello he1234")?;
+        assert_eq!(
+            (found, text.as_str()),
+            (expected.iter().map(ToString::to_string).collect(), "hello he1234"),
+            "{pre}"
+        );
+    }
+    // Composed first: one letter of two bytes.
+    assert_eq!(tokens(&file, "e\u{301}")?.0, ["Ã", "©"]);
     Ok(())
 }

@@ -11,6 +11,7 @@ use serde_json::Value;
 use super::family::{Family, MlpKind, NormKind};
 use super::mlp::{Between, LLAMA_MLP, Mlp, linear, transposed_linear};
 use super::size;
+use crate::files::Gguf;
 
 pub enum Norm {
     Rms(RmsNorm),
@@ -85,6 +86,8 @@ pub struct Loader<'a> {
     pub json: &'a Value,
     /// At the checkpoint's root.
     pub vb: VarBuilder<'a>,
+    /// What attention is read from instead.
+    pub gguf: Option<&'a Gguf>,
     /// The tables of rotary positions so far; layers that have the same share them.
     pub tables: Vec<RotaryEmbedding>,
     /// E.
@@ -112,9 +115,10 @@ impl Loader<'_> {
 
     /// A layer's block from a builder at its prefix.
     pub fn block(&mut self, layer: usize, at: VarBuilder) -> Result<Block> {
-        let attention = match self.family.latent {
-            false => Attention::MultiHead(hf::load_attention(self.json, layer, self.vb.clone())?),
-            true => Attention::Latent(hf::load_latent_attention(self.json, layer, self.vb.clone())?),
+        let attention = match (self.gguf, self.family.latent) {
+            (Some(gguf), _) => Attention::MultiHead(gguf.attention(layer)?),
+            (None, false) => Attention::MultiHead(hf::load_attention(self.json, layer, self.vb.clone())?),
+            (None, true) => Attention::Latent(hf::load_latent_attention(self.json, layer, self.vb.clone())?),
         };
         let attention = attention.sharing(&mut self.tables)?;
         let norm = |name: Option<&str>| name.map(|name| self.norm(at.pp(name))).transpose();
@@ -143,6 +147,12 @@ impl Loader<'_> {
                 if layer >= size(self.json, "first_k_dense_replace").unwrap_or(dense_layers) =>
             {
                 return Ok(Box::new(load(self.json, vb, activation)?));
+            }
+            MlpKind::Ffn if vb.contains_tensor("ffn_gate.weight") => {
+                Mlp::gated(vb, ["ffn_gate", "ffn_up", "ffn_down"], activation)?
+            }
+            MlpKind::Ffn => {
+                Mlp::new(&linear(&vb.pp("ffn_up"))?, Between::Gated(activation), &linear(&vb.pp("ffn_down"))?)?
             }
             MlpKind::Gated | MlpKind::Experts { .. } => Mlp::gated(&vb.pp("mlp"), LLAMA_MLP, activation)?,
         }))

@@ -44,6 +44,8 @@ pub enum NormKind {
 pub enum MlpKind {
     /// `down(activation(gate(x)) * up(x))`, with Llama's names.
     Gated,
+    /// The same with llama.cpp's names, below the block itself.
+    Ffn,
     /// `down(activation(up(x)))`.
     Plain { up: &'static str, down: &'static str },
     /// The same, stored as (in, out).
@@ -234,6 +236,35 @@ impl Family {
             other => bail!(
                 "[causal_lm] model_type is {other:?}, expected one of bloom, cohere, cohere2, deepseek_v2, deepseek_v3, falcon, gemma, gemma2, gemma3, gemma3_text, glm, glm4, gpt2, gpt_bigcode, gpt_neox, gpt_oss, gptj, granite, llama, mistral, mixtral, mpt, olmo2, opt, phi, phi3, qwen2, qwen3, smollm3, stablelm, starcoder2"
             ),
+        })
+    }
+
+    /// The same with llama.cpp's names, which are one list for all families.
+    pub fn in_gguf(self) -> Result<Self> {
+        let mlp = match self.mlp {
+            MlpKind::Gated | MlpKind::Ffn => MlpKind::Ffn,
+            MlpKind::Plain { .. } | MlpKind::Conv1d { .. } => MlpKind::Plain { up: "ffn_up", down: "ffn_down" },
+            MlpKind::Experts { .. } => bail!("[causal_lm] experts of GGUF files are not supported"),
+        };
+        if self.norms[2] == Some("ln_mlp") {
+            bail!("[causal_lm] GGUF files of Falcon with two norms are not supported")
+        }
+        let [before_attention, after_attention, before_mlp, after_mlp] = self.norms;
+        Ok(Self {
+            names: [self.names[0], "token_embd", "blk", "output_norm"],
+            head: "output",
+            norms: [
+                before_attention.and(Some("attn_norm")),
+                after_attention.and(Some("post_attention_norm")),
+                before_mlp.and(Some("ffn_norm")),
+                after_mlp.and(Some("post_ffw_norm")),
+            ],
+            // The converter adds the 1.
+            norm: if let NormKind::RmsPlusOne = self.norm { NormKind::Rms } else { self.norm },
+            mlp,
+            positions: self.positions.map(|(_, first)| ("position_embd", first)),
+            embedding_norm: self.embedding_norm.and(Some("token_embd_norm")),
+            ..self
         })
     }
 

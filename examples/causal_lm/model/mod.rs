@@ -15,6 +15,7 @@ use candle_core::{DType, Device, IndexOp, Module, Result, Tensor, bail};
 use candle_nn::{Embedding, VarBuilder};
 use serde_json::Value;
 
+use crate::files::Gguf;
 use block::{Block, Loader, Norm, optional};
 use family::Family;
 use mlp::linear;
@@ -34,11 +35,17 @@ pub struct CausalLm {
 }
 
 impl CausalLm {
-    /// From a `config.json` and a builder at the checkpoint's root; `loaded` is told of every block.
-    pub fn load(json: &Value, vb: VarBuilder, mut loaded: impl FnMut(usize, usize)) -> Result<Self> {
+    /// From a `config.json` and a builder at the checkpoint's root, whose names are llama.cpp's in a GGUF file; `loaded` is
+    /// told of every block.
+    pub fn load(
+        json: &Value,
+        vb: VarBuilder,
+        gguf: Option<&Gguf>,
+        mut loaded: impl FnMut(usize, usize),
+    ) -> Result<Self> {
         // A model that sees as well keeps the text's config apart.
         let json = json.get("text_config").filter(|text| text.is_object()).unwrap_or(json);
-        let family = Family::of(json)?;
+        let family = if gguf.is_some() { Family::of(json)?.in_gguf()? } else { Family::of(json)? };
         let Some(layers) = ["num_hidden_layers", "n_layer", "n_layers"].iter().find_map(|key| size(json, key)) else {
             bail!("[causal_lm] config.json has no number of layers")
         };
@@ -62,7 +69,7 @@ impl CausalLm {
             Some((name, first)) => Some((Embedding::new(inner.pp(name).get_unchecked("weight")?, width), first)),
             None => None,
         };
-        let mut loader = Loader { family, json, vb, tables: Vec::new(), width, eps };
+        let mut loader = Loader { family, json, vb, gguf, tables: Vec::new(), width, eps };
         let mut blocks = Vec::with_capacity(layers);
         for layer in 0..layers {
             blocks.push(loader.block(layer, inner.pp(block).pp(layer))?);

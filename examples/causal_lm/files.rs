@@ -1,0 +1,106 @@
+//! The files of a checkpoint: a folder as transformers has it, or a GGUF file.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_attention::weights::Checkpoint;
+use candle_attention::{MultiHeadAttention, SimpleTokenizer, gguf};
+use candle_core::quantized::gguf_file::Content;
+use candle_core::{DType, Device, Error, Result, bail};
+use candle_nn::VarBuilder;
+use serde_json::Value;
+
+use crate::args::Args;
+use crate::common::{checkpoint, read_json};
+
+pub enum Files {
+    Folder(PathBuf),
+    Gguf(Gguf),
+}
+
+impl Files {
+    pub fn open(args: &Args, device: &Device) -> Result<Self> {
+        let (model, id) = (args.model.as_deref(), args.model_id.as_deref());
+        match model {
+            Some(_) if args.dtype.dtype() != DType::F32 && model.is_some_and(Path::is_file) => {
+                bail!(
+                    "[causal_lm] a GGUF file has its own types of weights and computes in f32, expected no other --dtype"
+                )
+            }
+            Some(path) if path.is_file() => Ok(Self::Gguf(Gguf::open(path, device)?)),
+            _ => checkpoint("causal_lm", model, id, &["generation_config.json".to_string()]).map(Self::Folder),
+        }
+    }
+
+    pub fn config(&self) -> Result<Value> {
+        match self {
+            Self::Folder(folder) => read_json("causal_lm", &folder.join("config.json")),
+            Self::Gguf(gguf) => gguf::hf_config(&gguf.content),
+        }
+    }
+
+    pub fn tokenizer(&self) -> Result<SimpleTokenizer> {
+        let file = match self {
+            Self::Folder(folder) => folder.join("tokenizer.json"),
+            Self::Gguf(gguf) => return gguf::tokenizer(&gguf.content),
+        };
+        if !file.is_file() {
+            bail!("[causal_lm] the checkpoint has no tokenizer.json; give --ids instead of --prompt")
+        }
+        Ok(SimpleTokenizer::from_file(file)?)
+    }
+
+    /// The tokens that end a text: those of generation_config.json, else of config.json.
+    pub fn end_tokens(&self, config: &Value) -> Result<Vec<u32>> {
+        let generation = match self {
+            Self::Folder(folder) => Some(folder.join("generation_config.json")).filter(|file| file.is_file()),
+            Self::Gguf(_) => None,
+        };
+        let generation = generation.map_or(Ok(Value::Null), |file| read_json("causal_lm", &file))?;
+        let end = [&generation["eos_token_id"], &config["eos_token_id"]].into_iter().find(|end| !end.is_null());
+        let ids = match end {
+            Some(Value::Array(ids)) => ids.clone(),
+            Some(id) => vec![id.clone()],
+            None => Vec::new(),
+        };
+        Ok(ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect())
+    }
+
+    pub fn var_builder(&self, dtype: DType, device: &Device) -> Result<VarBuilder<'static>> {
+        match self {
+            Self::Folder(folder) => Checkpoint::open(folder)?.var_builder(dtype, device),
+            Self::Gguf(gguf) => Ok(gguf::var_builder(gguf.content.clone(), gguf.reader()?, dtype, device)),
+        }
+    }
+
+    pub fn gguf(&self) -> Option<&Gguf> {
+        match self {
+            Self::Folder(_) => None,
+            Self::Gguf(gguf) => Some(gguf),
+        }
+    }
+}
+
+pub struct Gguf {
+    path: PathBuf,
+    content: Arc<Content>,
+    device: Device,
+}
+
+impl Gguf {
+    fn open(path: &Path, device: &Device) -> Result<Self> {
+        let failed = |error| Error::Msg(format!("[causal_lm] cannot read {}: {error}", path.display()));
+        let content = File::open(path).map_err(Error::from).and_then(|mut file| Content::read(&mut file));
+        let content = content.map_err(failed)?.into();
+        Ok(Self { path: path.into(), content, device: device.clone() })
+    }
+
+    fn reader(&self) -> Result<File> {
+        Ok(File::open(&self.path)?)
+    }
+
+    pub fn attention(&self, layer: usize) -> Result<MultiHeadAttention> {
+        gguf::load_attention(&self.content, &mut self.reader()?, layer, &self.device)
+    }
+}
