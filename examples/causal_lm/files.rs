@@ -73,13 +73,6 @@ impl Files {
             Self::Gguf(gguf) => Ok(gguf::var_builder(gguf.content.clone(), gguf.reader()?, dtype, device)),
         }
     }
-
-    pub fn gguf(&self) -> Option<&Gguf> {
-        match self {
-            Self::Folder(_) => None,
-            Self::Gguf(gguf) => Some(gguf),
-        }
-    }
 }
 
 pub struct Gguf {

@@ -25,7 +25,7 @@ use candle_core::{Device, Error, Result, bail};
 use args::{Args, KvCache};
 use files::Files;
 use generate::{Options, generate, padded};
-use model::CausalLm;
+use model::{CausalLm, ReadAttention};
 use sampler::Sampling;
 
 fn main() -> ExitCode {
@@ -43,7 +43,15 @@ fn run(args: Args) -> Result<()> {
     let json = files.config()?;
     let vb = files.var_builder(args.dtype.dtype(), &device)?;
     let bar = common::bar("loading", "blocks");
-    let model = CausalLm::load(&json, vb, files.gguf(), |layer, layers| {
+    let read_attention;
+    let gguf: Option<ReadAttention> = match &files {
+        Files::Gguf(gguf) => {
+            read_attention = |layer| gguf.attention(layer);
+            Some(&read_attention)
+        }
+        Files::Folder(_) => None,
+    };
+    let model = CausalLm::load(&json, vb, gguf, |layer, layers| {
         bar.set_length(layers as u64);
         bar.set_position(layer as u64);
     })?;

@@ -11,7 +11,6 @@ use serde_json::Value;
 use super::family::{Family, MlpKind, NormKind};
 use super::mlp::{Between, LLAMA_MLP, Mlp, linear, transposed_linear};
 use super::size;
-use crate::files::Gguf;
 
 pub enum Norm {
     Rms(RmsNorm),
@@ -80,6 +79,9 @@ impl Attention {
     }
 }
 
+/// Reads a layer's attention.
+pub type ReadAttention<'a> = &'a dyn Fn(usize) -> Result<MultiHeadAttention>;
+
 /// What the blocks of a model are loaded from.
 pub struct Loader<'a> {
     pub family: Family,
@@ -87,7 +89,7 @@ pub struct Loader<'a> {
     /// At the checkpoint's root.
     pub vb: VarBuilder<'a>,
     /// What attention is read from instead.
-    pub gguf: Option<&'a Gguf>,
+    pub gguf: Option<ReadAttention<'a>>,
     /// The tables of rotary positions so far; layers that have the same share them.
     pub tables: Vec<RotaryEmbedding>,
     /// E.
@@ -116,7 +118,7 @@ impl Loader<'_> {
     /// A layer's block from a builder at its prefix.
     pub fn block(&mut self, layer: usize, at: VarBuilder) -> Result<Block> {
         let attention = match (self.gguf, self.family.latent) {
-            (Some(gguf), _) => Attention::MultiHead(gguf.attention(layer)?),
+            (Some(read), _) => Attention::MultiHead(read(layer)?),
             (None, false) => Attention::MultiHead(hf::load_attention(self.json, layer, self.vb.clone())?),
             (None, true) => Attention::Latent(hf::load_latent_attention(self.json, layer, self.vb.clone())?),
         };

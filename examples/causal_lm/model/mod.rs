@@ -15,7 +15,7 @@ use candle_core::{DType, Device, IndexOp, Module, Result, Tensor, bail};
 use candle_nn::{Embedding, VarBuilder};
 use serde_json::Value;
 
-use crate::files::Gguf;
+pub use block::ReadAttention;
 use block::{Block, Loader, Norm, optional};
 use family::Family;
 use mlp::linear;
@@ -35,12 +35,12 @@ pub struct CausalLm {
 }
 
 impl CausalLm {
-    /// From a `config.json` and a builder at the checkpoint's root, whose names are llama.cpp's in a GGUF file; `loaded` is
-    /// told of every block.
+    /// From a `config.json` and a builder at the checkpoint's root; `loaded` is told of every block. The builder of a GGUF file
+    /// has llama.cpp's names, and `gguf` reads its attention.
     pub fn load(
         json: &Value,
         vb: VarBuilder,
-        gguf: Option<&Gguf>,
+        gguf: Option<ReadAttention>,
         mut loaded: impl FnMut(usize, usize),
     ) -> Result<Self> {
         // A model that sees as well keeps the text's config apart.
