@@ -4,9 +4,11 @@
 //! `config.json`. What remains of a model is its embeddings, its norms and its MLP, and that is what stands here.
 
 use candle_attention::text::EmbeddingLayer;
-use candle_attention::{AttentionInput, MultiHeadAttention, PackedLinear, PackedSequences, hf, packed_linear_b};
+use candle_attention::{
+    AttentionInput, MultiHeadAttention, PackedGatedLinear, PackedLinear, PackedSequences, hf, packed_linear_b,
+};
 use candle_core::{Module, Result, Tensor, bail};
-use candle_nn::{Activation, Embedding, LayerNorm, LayerNormConfig, VarBuilder, layer_norm};
+use candle_nn::{Activation, Embedding, LayerNorm, LayerNormConfig, VarBuilder, layer_norm, seq};
 use serde_json::Value;
 
 /// Where architectures differ outside of attention: the names of their parts, and what they do without.
@@ -148,11 +150,9 @@ impl Family {
 }
 
 struct Mlp {
-    /// With a gate, its rows and then those of `up`.
-    up: PackedLinear,
-    is_gated: bool,
+    /// `activation(up(x))`, or `activation(gate(x)) · up(x)`.
+    up: Box<dyn Module>,
     down: PackedLinear,
-    activation: Activation,
 }
 
 impl Mlp {
@@ -162,30 +162,36 @@ impl Mlp {
         let name = names.iter().find_map(|key| json[*key].as_str()).unwrap_or("gelu");
         let is_gated = !matches!(family.mlp, MlpNames::Plain { .. });
         let kind = if is_gated && name == "swiglu" { "silu" } else { name };
-        let Ok(activation) = serde_json::from_value(kind.into()) else {
+        let Ok(activation) = serde_json::from_value::<Activation>(kind.into()) else {
             bail!("[encoder] the activation {name:?} is not one of Candle's")
         };
         let linear = |name: &str, (i, o): (usize, usize)| packed_linear_b(i, o, family.has_mlp_bias, vb.pp(name));
-        let (up, down) = match family.mlp {
-            MlpNames::Plain { up, down } => (linear(up, (width, inner))?, down),
-            MlpNames::Joint { gate_up, down } => (linear(gate_up, (width, 2 * inner))?, down),
+        let gated = |gate, up| Ok::<_, candle_core::Error>(Box::new(PackedGatedLinear::new(gate, up, activation)?));
+        let (up, down): (Box<dyn Module>, _) = match family.mlp {
+            MlpNames::Plain { up, down } => {
+                let up = linear(up, (width, inner))?;
+                match up.clone().with_activation(activation) {
+                    Ok(up) => (Box::new(up), down),
+                    Err(_) => (Box::new(seq().add(up).add(activation)), down),
+                }
+            }
+            MlpNames::Joint { gate_up, down } => {
+                let both = linear(gate_up, (width, 2 * inner))?.to_linear()?;
+                let half = |start| {
+                    let bias = both.bias().map(|bias| bias.narrow(0, start, inner)).transpose()?;
+                    PackedLinear::new(&both.weight().narrow(0, start, inner)?, bias.as_ref())
+                };
+                (gated(half(0)?, half(inner)?)?, down)
+            }
             MlpNames::Gated { gate, up, down } => {
-                let weight = |name: &str| vb.pp(name).get((inner, width), "weight");
-                (PackedLinear::new(&Tensor::cat(&[weight(gate)?, weight(up)?], 0)?, None)?, down)
+                (gated(linear(gate, (width, inner))?, linear(up, (width, inner))?)?, down)
             }
         };
-        Ok(Self { up, is_gated, down: linear(down, (inner, width))?, activation })
+        Ok(Self { up, down: linear(down, (inner, width))? })
     }
-}
 
-impl Module for Mlp {
-    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        if !self.is_gated {
-            return self.down.forward(&self.activation.forward(&self.up.forward(xs)?)?);
-        }
-        let inner = self.down.in_dim();
-        let gate = self.activation.forward(&self.up.forward_columns(xs, 0..inner)?)?;
-        self.down.forward(&(gate * self.up.forward_columns(xs, inner..2 * inner)?)?)
+    fn forward_with_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<Tensor> {
+        self.down.forward_with_residual(&self.up.forward(xs)?, residual)
     }
 }
 
@@ -200,13 +206,15 @@ struct Block {
 
 impl Block {
     fn forward(&self, xs: &Tensor, sequences: &PackedSequences) -> Result<Tensor> {
-        let attend = |xs: &Tensor| self.attention.forward_with(AttentionInput::new(xs).with_packed(sequences));
+        let attend = |input: &Tensor| {
+            self.attention.forward_with(AttentionInput::new(input).with_packed(sequences).with_residual(xs))
+        };
         if self.norms_first {
-            let xs = (xs + attend(&optional(&self.attention_norm, xs)?)?)?;
-            return &xs + self.mlp.forward(&self.mlp_norm.forward(&xs)?)?;
+            let xs = attend(&optional(&self.attention_norm, xs)?)?;
+            return self.mlp.forward_with_residual(&self.mlp_norm.forward(&xs)?, &xs);
         }
-        let xs = optional(&self.attention_norm, &(xs + attend(xs)?)?)?;
-        self.mlp_norm.forward(&(&xs + self.mlp.forward(&xs)?)?)
+        let xs = optional(&self.attention_norm, &attend(xs)?)?;
+        self.mlp_norm.forward(&self.mlp.forward_with_residual(&xs, &xs)?)
     }
 }
 
