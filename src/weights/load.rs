@@ -235,7 +235,7 @@ pub(crate) fn state_dict(
     let Linears { q, k, v, o } = projections;
     let linears = [Some(q), Some(k), Some(v), o.as_ref()];
     let mut named = Vec::new();
-    for tensor in projection_tensors(cfg, layout).map_err(fail)?.into_iter().filter(|tensor| tensor.is_wanted) {
+    for tensor in projection_tensors(cfg, layout).map_err(fail)?.filter(|tensor| tensor.is_wanted) {
         let rows_of =
             |i: usize| linears[i].and_then(|linear| if tensor.is_bias { linear.bias() } else { Some(linear.weight()) });
         let Some(stored) = tensor.rows.join(rows_of)? else { continue };

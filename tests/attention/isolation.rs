@@ -134,7 +134,7 @@ impl Subject {
     fn some<T>(&self, all: Vec<T>) -> impl Iterator<Item = (usize, T)> {
         let dtype = DTYPES.iter().position(|&dtype| dtype == self.recipe.dtype).unwrap_or_default();
         let own = dtype + self.recipe.seed as usize;
-        all.into_iter().enumerate().filter(move |(n, _)| (n + own) % 3 == 0)
+        all.into_iter().enumerate().filter(move |(n, _)| (n + own).is_multiple_of(3))
     }
 }
 

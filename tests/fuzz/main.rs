@@ -8,9 +8,11 @@ mod tokenizer_json;
 
 use std::path::Path;
 
+type Target = (&'static str, fn(&[u8]));
+
 #[test]
 fn every_seed_of_every_target_passes() {
-    let targets: [(&str, fn(&[u8])); 5] = [
+    let targets: [Target; 5] = [
         ("config_json", config_json::run),
         ("masks", masks::run),
         ("pth", pth::run),

@@ -33,6 +33,7 @@ pub fn optional(norm: &Option<Norm>, xs: &Tensor) -> Result<Tensor> {
     norm.as_ref().map_or_else(|| Ok(xs.clone()), |norm| norm.forward(xs))
 }
 
+#[allow(clippy::large_enum_variant, reason = "a model has one for each block")]
 pub enum Attention {
     MultiHead(MultiHeadAttention),
     Latent(MultiHeadLatentAttention),

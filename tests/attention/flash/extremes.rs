@@ -68,10 +68,12 @@ fn empty_rows_are_zeros() {
     }
 }
 
+type Apply = Box<dyn Fn(&mut Case, DType)>;
+
 /// A change of a case that leaves finite results.
 struct Change {
     what: String,
-    apply: Box<dyn Fn(&mut Case, DType)>,
+    apply: Apply,
 }
 
 fn set(array: &mut Array, dtype: DType, value: impl Fn(f64) -> f64) {
@@ -81,7 +83,7 @@ fn set(array: &mut Array, dtype: DType, value: impl Fn(f64) -> f64) {
 #[rustfmt::skip]
 fn changes() -> Vec<Change> {
     let mut all = Vec::new();
-    let mut add = |what: String, apply: Box<dyn Fn(&mut Case, DType)>| all.push(Change { what, apply });
+    let mut add = |what: String, apply: Apply| all.push(Change { what, apply });
     // Scores of ten thousand, and biases as large.
     for (size, scale) in [(25.0, 1.0), (25.0, -1.0), (1.0, 625.0), (0.01, -6e6)] {
         for bias in [0.0, 1e4, -1e4] {
