@@ -154,8 +154,11 @@ impl MultiHeadAttention {
             }
         };
         let what = || format!("queries {:?} and keys {key_dims:?}", input.queries.dims());
-        self.check_lengths(b, [t_q.max(t_kv), input.longest(t_q, t_kv)], what)?;
+        self.check_lengths(b, t_q.max(t_kv), input.longest(t_q, t_kv), what)?;
         input.check_packed(OP, &queries, t_kv)?;
+        if input.packed.is_some() {
+            self.check_takes_packed(input)?;
+        }
         if cfg.relative_bias().is_some() && self.relative_bias.is_none() {
             bail!(
                 "[multi_head_attention] the config has a relative bias, expected the stack's one in `with_relative_bias`"
@@ -166,6 +169,26 @@ impl MultiHeadAttention {
             self.check_cached(new_tokens)?;
         }
         Ok(Inputs { queries, keys, new_tokens, residual, b, t_q, t_kv })
+    }
+
+    /// That the layer has no part, and the call no memory, that knows of one sequence only.
+    fn check_takes_packed(&self, input: &AttentionInput) -> Result<()> {
+        let part = match (self.adds_bias(), self.config.appended_keys()) {
+            (true, _) => "a bias (T_q, T_kv) that follows from positions",
+            (false, 1..) => "keys that it appends",
+            (false, 0) if input.memory.is_some() && self.rotary.is_some() => {
+                bail!(
+                    "[multi_head_attention] packed sequences were given with a memory, whose keys stand at 0..T_kv; expected keys and values"
+                )
+            }
+            (false, 0) => return Ok(()),
+        };
+        bail!("[multi_head_attention] the layer has {part}, which packed sequences do not take")
+    }
+
+    /// Whether scores get a bias that follows from positions.
+    fn adds_bias(&self) -> bool {
+        matches!(self.alibi, Some(Alibi::Falcon(_))) || self.relative_bias.is_some()
     }
 
     fn check_cached(&self, new_tokens: &NewTokens) -> Result<()> {
@@ -189,7 +212,7 @@ impl MultiHeadAttention {
     }
 
     /// Of `b` rows with `t` queries or keys, of which a sequence has at most `longest`; `what` they are is for an error.
-    pub(super) fn check_lengths(&self, b: usize, [t, longest]: [usize; 2], what: impl Fn() -> String) -> Result<()> {
+    pub(super) fn check_lengths(&self, b: usize, t: usize, longest: usize, what: impl Fn() -> String) -> Result<()> {
         let cfg = &self.config;
         if let Some(context_length) = cfg.context_length().filter(|&most| longest > most) {
             bail!("[multi_head_attention] {longest} positions are more than the context length {context_length}")
@@ -211,12 +234,7 @@ impl MultiHeadAttention {
         if keys.is_some() && !input.is_cross() {
             bail!("[multi_head_attention] key positions are given, but the keys are the queries")
         }
-        let adds_bias = matches!(self.alibi, Some(Alibi::Falcon(_))) || self.relative_bias.is_some();
-        if input.packed.is_some() && (adds_bias || self.config.appended_keys() > 0) {
-            let part =
-                if adds_bias { "a bias (T_q, T_kv) that follows from positions" } else { "keys that it appends" };
-            bail!("[multi_head_attention] the layer has {part}, which packed sequences do not take")
-        }
+        let adds_bias = self.adds_bias();
         if self.rotary.is_none() && !adds_bias {
             return Ok(None);
         }

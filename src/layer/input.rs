@@ -128,7 +128,8 @@ impl<'a> AttentionInput<'a> {
     ///
     /// Everything else is as for a batch of them: positions count from 0 in each sequence unless [`with_positions`] gives
     /// them as (total_q,), the mask holds for each sequence by itself, and its lengths are (n,). What has no shape here is an
-    /// error: a cache, weights, `keep` and `bias` tensors, and layers with a relative bias, Falcon's ALiBi or appended keys.
+    /// error: a cache, weights, `keep` and `bias` tensors, layers with a relative bias, Falcon's ALiBi or appended keys, and a
+    /// memory of rotated keys.
     ///
     /// ```
     /// use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, PackedSequences};

@@ -62,7 +62,7 @@ impl MultiHeadAttention {
         if keys.id() == values.id() {
             v_in = k_in.clone();
         }
-        self.check_lengths(b, [t_kv; 2], || format!("keys {:?} and values {:?}", keys.dims(), values.dims()))?;
+        self.check_lengths(b, t_kv, t_kv, || format!("keys {:?} and values {:?}", keys.dims(), values.dims()))?;
         let rotation = match &self.rotary {
             Some(rotary) => Some(rotary.at(&Positions::starting_at(&[0], t_kv)?)),
             None => None,

@@ -76,6 +76,12 @@ pub const CASES: &[Case] = cases! {
         let mask = AttentionMask::none().with_bias(&zeros((3, 3)));
         layer()?.forward_with(AttentionInput::new(&xs).with_packed(&sequences).with_mask(&mask))
     },
+    "packed sequences and a memory of rotated keys" => {
+        let (sequences, xs) = (PackedSequences::from_lens(&[2, 1], &[2, 1])?, zeros((3, 8)));
+        let layer = load(MultiHeadAttentionConfig::new(8, 4).with_rope(RopeConfig::new(10_000.0)))?;
+        let memory = layer.project_memory(&xs, &xs)?;
+        layer.forward_with(AttentionInput::new(&xs).with_memory(&memory).with_packed(&sequences))
+    },
     "packed sequences and a learned key" => {
         let (sequences, xs) = (PackedSequences::from_lens(&[3], &[3])?, zeros((3, 8)));
         let layer = load(MultiHeadAttentionConfig::new(8, 4).with_bias_kv(true))?;
