@@ -23,46 +23,52 @@ pub struct Embeddings {
     pub cut: usize,
 }
 
-/// The vectors of the sentences, `batch` of them at a time. They are tokenised on another thread while the model computes.
-///
-/// # Errors
-/// As the model, and for a sentence without a token.
-pub fn embed(
-    model: &Encoder,
-    tokenizer: &SimpleTokenizer,
-    recipe: &Recipe,
-    sentences: &[String],
-    (batch, bar): (usize, &ProgressBar),
-) -> Result<Embeddings> {
-    bar.set_length(sentences.len() as u64);
-    let (mut vectors, mut lens, mut cut) = (Vec::new(), Vec::new(), 0);
-    thread::scope(|scope| {
-        let (sender, batches) = mpsc::sync_channel(READY);
-        scope.spawn(move || {
-            for (i, batch) in sentences.chunks(batch).enumerate().map(|(i, sentences)| (i * batch, sentences)) {
-                // The other end is gone after an error.
-                if sender.send(Tokens::of(batch, i, tokenizer, recipe)).is_err() {
-                    break;
+/// What makes vectors of sentences.
+pub struct Embedder<'a> {
+    pub model: &'a Encoder,
+    pub tokenizer: &'a SimpleTokenizer,
+    pub recipe: &'a Recipe,
+    /// Sentences that go through the model at a time.
+    pub batch: usize,
+}
+
+impl Embedder<'_> {
+    /// The vectors of the sentences, which are tokenised on another thread while the model computes.
+    ///
+    /// # Errors
+    /// As the model, and for a sentence without a token.
+    pub fn embed(&self, sentences: &[String], bar: &ProgressBar) -> Result<Embeddings> {
+        let &Self { model, tokenizer, recipe, batch } = self;
+        bar.set_length(sentences.len() as u64);
+        let (mut vectors, mut lens, mut cut) = (Vec::new(), Vec::new(), 0);
+        thread::scope(|scope| {
+            let (sender, batches) = mpsc::sync_channel(READY);
+            scope.spawn(move || {
+                for (i, sentences) in sentences.chunks(batch).enumerate() {
+                    // The other end is gone after an error.
+                    if sender.send(Tokens::of(sentences, i * batch, tokenizer, recipe)).is_err() {
+                        break;
+                    }
                 }
+            });
+            for tokens in batches {
+                let tokens = tokens?;
+                let texts: Vec<_> = tokens.ids.iter().map(Vec::as_slice).collect();
+                let hidden = model.forward(&texts)?;
+                let mut start = 0;
+                for len in texts.iter().map(|text| text.len()) {
+                    vectors.push(pool(&hidden.narrow(0, start, len)?, recipe.pooling)?);
+                    lens.push(len);
+                    start += len;
+                }
+                cut += tokens.cut;
+                bar.inc(texts.len() as u64);
             }
-        });
-        for tokens in batches {
-            let tokens = tokens?;
-            let texts: Vec<_> = tokens.ids.iter().map(Vec::as_slice).collect();
-            let hidden = model.forward(&texts)?;
-            let mut start = 0;
-            for len in texts.iter().map(|text| text.len()) {
-                vectors.push(pool(&hidden.narrow(0, start, len)?, recipe.pooling)?);
-                lens.push(len);
-                start += len;
-            }
-            cut += tokens.cut;
-            bar.inc(texts.len() as u64);
-        }
-        Ok::<_, candle_core::Error>(())
-    })?;
-    let vectors = Tensor::stack(&vectors, 0)?;
-    Ok(Embeddings { vectors: if recipe.normalize { normalized(&vectors)? } else { vectors }, lens, cut })
+            Ok::<_, candle_core::Error>(())
+        })?;
+        let vectors = Tensor::stack(&vectors, 0)?;
+        Ok(Embeddings { vectors: if recipe.normalize { normalized(&vectors)? } else { vectors }, lens, cut })
+    }
 }
 
 /// A batch of sentences as tokens.

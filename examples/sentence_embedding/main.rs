@@ -24,7 +24,7 @@ use candle_core::{Error, Result, Tensor, bail};
 
 use args::Args;
 use common::{checkpoint, fetch, read_json};
-use embed::{Embeddings, embed};
+use embed::{Embedder, Embeddings};
 use model::Encoder;
 use recipe::{EXAMPLE, Pooling, Recipe};
 
@@ -50,8 +50,9 @@ fn run(args: &Args) -> Result<String> {
     if let Some(max_tokens) = recipe.max_tokens {
         tokenizer = tokenizer.with_truncation(max_tokens)?;
     }
+    let embedder = Embedder { model: &model, tokenizer: &tokenizer, recipe: &recipe, batch: args.batch };
     let bar = common::bar("embedding", "sentences");
-    let Embeddings { vectors, lens, cut } = embed(&model, &tokenizer, &recipe, &sentences, (args.batch, &bar))?;
+    let Embeddings { vectors, lens, cut } = embedder.embed(&sentences, &bar)?;
     bar.finish_and_clear();
     if let Some(path) = &args.out {
         write_vectors(&vectors, &sentences, path)?;

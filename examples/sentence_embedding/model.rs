@@ -176,10 +176,12 @@ impl Mlp {
                 }
             }
             MlpNames::Joint { gate_up, down } => {
-                let both = linear(gate_up, (width, 2 * inner))?.to_linear()?;
+                let vb = vb.pp(gate_up);
+                let weight = vb.get((2 * inner, width), "weight")?;
+                let bias = family.has_mlp_bias.then(|| vb.get(2 * inner, "bias")).transpose()?;
                 let half = |start| {
-                    let bias = both.bias().map(|bias| bias.narrow(0, start, inner)).transpose()?;
-                    PackedLinear::new(&both.weight().narrow(0, start, inner)?, bias.as_ref())
+                    let bias = bias.as_ref().map(|bias| bias.narrow(0, start, inner)).transpose()?;
+                    PackedLinear::new(&weight.narrow(0, start, inner)?, bias.as_ref())
                 };
                 (gated(half(0)?, half(inner)?)?, down)
             }
