@@ -136,8 +136,8 @@ pub(crate) struct Norm {
     rows: Option<RowNorm>,
 }
 
-/// A weight or bias: (size,) or (H, D), or a row (1, D) for each head, which may be views of variables that training changes
-/// in place.
+/// A weight or bias: (size,) or (H, D), or a row (1, D) for each head, which may be views of variables that training
+/// changes in place.
 #[derive(Debug, Clone)]
 struct Parameter(Vec<Tensor>);
 
@@ -258,8 +258,8 @@ impl Norm {
 
 /// A norm whose parameters are plain numbers, on a CPU: one pass over queries or keys of any strides.
 ///
-/// Candle's own norms want contiguous inputs and a weight (D,), and its layer norm finds the variance as a difference of
-/// squares, which loses the digits of numbers that are far from zero.
+/// Candle's own norms want contiguous inputs and a weight (D,), and its layer norm finds the variance as a difference
+/// of squares, which loses the digits of numbers that are far from zero.
 #[derive(Debug, Clone)]
 struct RowNorm {
     subtracts_mean: bool,

@@ -1,5 +1,5 @@
-//! One pass over queries or keys on a CPU, head by head, whatever their strides: what norms and rotary positions have in
-//! common.
+//! One pass over queries or keys on a CPU, head by head, whatever their strides: what norms and rotary positions have
+//! in common.
 
 use candle_core::{Layout, Result, Tensor};
 use half::slice::HalfFloatSliceExt;
@@ -49,8 +49,8 @@ macro_rules! computed_in_f32 {
 computed_in_own_type!(f32, f64);
 computed_in_f32!(bf16, f16);
 
-/// The heads (D,) of a view (B, T, H, D) with contiguous rows, each changed by what `of_token` gives for its token, from 0
-/// to B · T; that is called with the number of the head and the row.
+/// The heads (D,) of a view (B, T, H, D) with contiguous rows, each changed by what `of_token` gives for its token,
+/// from 0 to B · T; that is called with the number of the head and the row.
 pub(crate) fn map_heads<E: Element, F: Fn(usize, &mut [E::Wide])>(
     xs: &[E],
     layout: &Layout,

@@ -1,5 +1,5 @@
-//! Text from a decoder (Llama, Gemma, DeepSeek, GPT-OSS, Falcon and others: all that `hf` knows) on this crate's attention
-//! layer: `model/` is the model.
+//! Text from a decoder (Llama, Gemma, DeepSeek, GPT-OSS, Falcon and others: all that `hf` knows) on this crate's
+//! attention layer: `model/` is the model.
 //!
 //! ```sh
 //! cargo run --release --example causal_lm -- --model path/to/checkpoint --prompt "The capital of France is"
@@ -77,7 +77,8 @@ fn run(args: Args) -> Result<()> {
     answer(&model, &prompts, &args, &options, tokenizer.as_ref())
 }
 
-/// What the tokens made add to the text of a prompt: decoded after it, since a decoder drops the space before a first word.
+/// What the tokens made add to the text of a prompt: decoded after it, since a decoder drops the space before a first
+/// word.
 fn continuation(tokenizer: &SimpleTokenizer, prompt: &[u32], made: &[u32]) -> Result<String> {
     let decode = |ids: &[u32]| tokenizer.decode_with(ids, SpecialTokens::Without);
     let (before, whole) = (decode(prompt)?, decode(&[prompt, made].concat())?);

@@ -80,8 +80,9 @@ impl AttentionCacheConfig {
     /// to 3.4e38; a row of smaller ones becomes zeros, and one with a number that f32 does not hold as a finite one is NaN.
     ///
     /// Attention is computed in f32 (f64 for f64 keys) over 2,048 positions at a time, which are put together by
-    /// [`merge_attention`](crate::merge_attention), so that no more of the cache than that is ever there as floats, but in a
-    /// call that returns the weights. A GPU has no fused operation for it. Uniform empty rows are an error, and so is seeded dropout.
+    /// [`merge_attention`](crate::merge_attention), so that no more of the cache than that is ever there as floats, but
+    /// in a call that returns the weights. A GPU has no fused operation for it. Uniform empty rows are an error, and so
+    /// is seeded dropout.
     pub fn with_q8(mut self) -> Self {
         self.q8 = true;
         self

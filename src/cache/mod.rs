@@ -234,8 +234,8 @@ impl AttentionCache {
         self.stage_rows(new, k, Some(v), v.dim(3)?)
     }
 
-    /// [`stage`](Self::stage) of rows whose first `d_v` columns are the values. `expansion`, if there is one, computes the
-    /// keys and values that are attended to from what the cache holds of them.
+    /// [`stage`](Self::stage) of rows whose first `d_v` columns are the values. `expansion`, if there is one, computes
+    /// the keys and values that are attended to from what the cache holds of them.
     ///
     /// # Errors
     /// As [`stage_rows`](Self::stage_rows).
@@ -361,8 +361,8 @@ impl NewTokens {
         self.tokens.iter().all(|tokens| *tokens == (0..self.t))
     }
 
-    /// The position of each of the T in its sequence. Padding gets that of the nearest token, so that it makes no sequence
-    /// longer.
+    /// The position of each of the T in its sequence. Padding gets that of the nearest token, so that it makes no
+    /// sequence longer.
     pub fn positions(&self) -> Result<Positions> {
         if self.all_valid() {
             let first = self.before.first().copied().unwrap_or(0);

@@ -118,8 +118,8 @@ impl<'c> StagedAppend<'c> {
         context.to_dtype(q.dtype())
     }
 
-    /// [`attend`](Self::attend) that also returns the weights (B, H, T_q, T_kv) over the keys that the cache holds, in one
-    /// call over all of them.
+    /// [`attend`](Self::attend) that also returns the weights (B, H, T_q, T_kv) over the keys that the cache holds, in
+    /// one call over all of them.
     pub fn attend_with_weights(
         &self,
         q: &Tensor,

@@ -8,7 +8,8 @@ use serde_json::{Map, json};
 pub(super) struct Architecture {
     pub name: &'static str,
     model_type: &'static str,
-    /// Whether llama.cpp's converter reorders the rows of q and k, so that the two entries of a rotated pair are neighbours.
+    /// Whether llama.cpp's converter reorders the rows of q and k, so that the two entries of a rotated pair are
+    /// neighbours.
     pub reorders_rotary: bool,
     /// Fields of this architecture alone.
     adjust: fn(&Metadata, &mut Fields) -> Result<()>,

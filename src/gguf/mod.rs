@@ -12,9 +12,10 @@
 //! ```
 //!
 //! The metadata become the fields of a `config.json`, which [`hf`] reads: a layer computes what the
-//! architecture of the same name computes there, and [`architectures`] names those that are known. Three things differ, since
-//! llama.cpp's converter changes weights: where it reorders the rows of q and k, rotary pairs are neighbours
-//! ([`RopeStyle::Interleaved`]); Gemma's norms have 1 added to their weights; packed projections have their rows by part.
+//! architecture of the same name computes there, and [`architectures`] names those that are known. Three things differ,
+//! since llama.cpp's converter changes weights: where it reorders the rows of q and k, rotary pairs are neighbours
+//! ([`RopeStyle::Interleaved`]); Gemma's norms have 1 added to their weights; packed projections have their rows by
+//! part.
 //!
 //! Inputs and outputs are f32, as in llama.cpp. Weights in f32, f16 and bf16 are packed as they are
 //! ([`PackedLinear`]); K-quants (Q2_K to Q6_K) are multiplied by Candle's `QMatMul`,
@@ -54,8 +55,8 @@ pub fn architectures() -> impl Iterator<Item = &'static str> {
 /// The `config.json` of a file's model, as far as its metadata tell it: what a model reads beside its attention.
 ///
 /// # Errors
-/// For an architecture that is not known, naming those that are, and for metadata that are missing, of the wrong type or not
-/// supported.
+/// For an architecture that is not known, naming those that are, and for metadata that are missing, of the wrong type
+/// or not supported.
 pub fn hf_config(content: &Content) -> Result<Value> {
     Metadata::of(content)?.config()
 }
@@ -78,8 +79,8 @@ pub fn attention_config(content: &Content) -> Result<MultiHeadAttentionConfig> {
 /// One layer's attention; layers count from 0. Inputs are f32.
 ///
 /// # Errors
-/// As [`hf_config`] and [`hf::attention_config`], for a missing or misshapen tensor, named with both shapes, and if the file
-/// cannot be read.
+/// As [`hf_config`] and [`hf::attention_config`], for a missing or misshapen tensor, named with both shapes, and if the
+/// file cannot be read.
 pub fn load_attention<R: Read + Seek>(
     content: &Content,
     reader: &mut R,
@@ -121,8 +122,8 @@ pub fn load_attention<R: Read + Seek>(
     MultiHeadAttention::of_gguf(&cfg, projections, vb)
 }
 
-/// A linear layer of any type, `name.weight` (out, in) and `name.bias` if the file has it, as [`load_attention`] holds its
-/// own: (.., in) gives (.., out), in f32.
+/// A linear layer of any type, `name.weight` (out, in) and `name.bias` if the file has it, as [`load_attention`] holds
+/// its own: (.., in) gives (.., out), in f32.
 ///
 /// # Errors
 /// For a missing or misshapen tensor, and if the file cannot be read.
@@ -144,8 +145,8 @@ pub fn load_linear<R: Read + Seek>(
     }
 }
 
-/// A builder of all tensors of a file, by llama.cpp's names, dequantised as they are read: for what a model has beside its
-/// attention.
+/// A builder of all tensors of a file, by llama.cpp's names, dequantised as they are read: for what a model has beside
+/// its attention.
 pub fn var_builder<R: Read + Seek + Send + 'static>(
     content: Arc<Content>,
     reader: R,

@@ -13,8 +13,9 @@ const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{
 const QWEN2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// How `tokenizer.ggml.pre` divides a text before bytes are merged: the expression, whether each digit stands alone, whether
-/// whole words are looked up first and a text begins with its token (Llama 3), and whether texts are composed (NFC).
+/// How `tokenizer.ggml.pre` divides a text before bytes are merged: the expression, whether each digit stands alone,
+/// whether whole words are looked up first and a text begins with its token (Llama 3), and whether texts are composed
+/// (NFC).
 const SPLITS: &[(&[&str], &str, [bool; 3])] = &[
     (&["gpt-2", "mpt", "olmo", "phi-2"], GPT2, [false, false, false]),
     (&["command-r", "refact", "smollm", "starcoder"], GPT2, [true, false, false]),
@@ -33,8 +34,8 @@ const BYTE: i64 = 6;
 /// The tokenizer of a file: byte-level BPE (`gpt2`), or SentencePiece's BPE (`llama`).
 ///
 /// # Errors
-/// For a model or a division of texts that is not known, naming those that are, and for lists that are missing, of the wrong
-/// type or of different lengths.
+/// For a model or a division of texts that is not known, naming those that are, and for lists that are missing, of the
+/// wrong type or of different lengths.
 pub fn tokenizer(content: &Content) -> Result<SimpleTokenizer> {
     let metadata = Metadata(content);
     let tokens = metadata.texts("tokens")?;

@@ -275,8 +275,8 @@ impl Family {
 /// The names of the attention modules of a model.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ModuleNames {
-    /// The possible prefixes of `path`, that of new checkpoints first: as a rule the name of the base model in a model with
-    /// a head, then none.
+    /// The possible prefixes of `path`, that of new checkpoints first: as a rule the name of the base model in a model
+    /// with a head, then none.
     pub prefixes: &'static [&'static str],
     /// The attention module, with `{}` for the layer.
     pub path: &'static str,
@@ -302,8 +302,8 @@ impl ModuleNames {
     }
 }
 
-/// Calls `load` with the layout and the name of a layer's attention: the first that the builder has. A builder that claims
-/// every name (zeros, fresh variables) gets the first of all.
+/// Calls `load` with the layout and the name of a layer's attention: the first that the builder has. A builder that
+/// claims every name (zeros, fresh variables) gets the first of all.
 pub(super) fn load_module<T>(
     names: &[ModuleNames],
     layer: usize,

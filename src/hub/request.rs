@@ -49,8 +49,8 @@ pub(super) enum Failure {
     Broken(String),
 }
 
-/// Runs `request` on a thread of its own and waits for its result for as long as it is heard from. Returns the result, and
-/// the size in bytes that the server announced, if a transfer began and there was one.
+/// Runs `request` on a thread of its own and waits for its result for as long as it is heard from. Returns the result,
+/// and the size in bytes that the server announced, if a transfer began and there was one.
 pub(super) fn watched<T, F>(file: &str, settings: &Settings, request: F) -> Result<(T, Option<u64>), Failure>
 where
     T: Send + 'static,

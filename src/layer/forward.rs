@@ -211,7 +211,8 @@ impl MultiHeadAttention {
         Ok(())
     }
 
-    /// Of `b` rows with `t` queries or keys, of which a sequence has at most `longest`; `what` they are is for an error.
+    /// Of `b` rows with `t` queries or keys, of which a sequence has at most `longest`; `what` they are is for an
+    /// error.
     pub(super) fn check_lengths(&self, b: usize, t: usize, longest: usize, what: impl Fn() -> String) -> Result<()> {
         let cfg = &self.config;
         if let Some(context_length) = cfg.context_length().filter(|&most| longest > most) {

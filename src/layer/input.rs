@@ -123,13 +123,13 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
-    /// Sequences of different lengths without padding, one after the other in `xs` (total_q, E): each attends to its own keys,
-    /// and the output is (total_q, out_dim). Keys and values of cross-attention are (total_kv, ..) likewise.
+    /// Sequences of different lengths without padding, one after the other in `xs` (total_q, E): each attends to its
+    /// own keys, and the output is (total_q, out_dim). Keys and values of cross-attention are (total_kv, ..) likewise.
     ///
-    /// Everything else is as for a batch of them: positions count from 0 in each sequence unless [`with_positions`] gives
-    /// them as (total_q,), the mask holds for each sequence by itself, and its lengths are (n,). What has no shape here is an
-    /// error: a cache, weights, `keep` and `bias` tensors, layers with a relative bias, Falcon's ALiBi or appended keys, and a
-    /// memory of rotated keys.
+    /// Everything else is as for a batch of them: positions count from 0 in each sequence unless [`with_positions`]
+    /// gives them as (total_q,), the mask holds for each sequence by itself, and its lengths are (n,). What has no
+    /// shape here is an error: a cache, weights, `keep` and `bias` tensors, layers with a relative bias, Falcon's ALiBi
+    /// or appended keys, and a memory of rotated keys.
     ///
     /// ```
     /// use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, PackedSequences};
@@ -151,8 +151,8 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
-    /// A residual (B, T_q, out_dim), or (T_q, out_dim), that is added to the output: in the pass of the output projection,
-    /// before its sums are rounded.
+    /// A residual (B, T_q, out_dim), or (T_q, out_dim), that is added to the output: in the pass of the output
+    /// projection, before its sums are rounded.
     pub fn with_residual(mut self, residual: &'a Tensor) -> Self {
         self.residual = Some(residual);
         self
@@ -181,8 +181,8 @@ impl<'a> AttentionInput<'a> {
         SdpaOptions { dropout_seed: self.dropout_seed.cloned(), ..options }
     }
 
-    /// That packed sequences fit the queries (1, total_q, ..) and `t_kv` keys, and that nothing else is asked for that has no
-    /// shape for them.
+    /// That packed sequences fit the queries (1, total_q, ..) and `t_kv` keys, and that nothing else is asked for that
+    /// has no shape for them.
     pub(super) fn check_packed(&self, op: &str, queries: &Tensor, t_kv: usize) -> Result<()> {
         let Some(sequences) = self.packed else { return Ok(()) };
         if self.queries.rank() != 2 {

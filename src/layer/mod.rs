@@ -317,7 +317,8 @@ impl ModuleT for MultiHeadAttention {
     }
 }
 
-/// The parameters that belong to no projection: norms of queries and keys, a learned key and value, sinks, and what ALiBi adds: what the config wants of them.
+/// The parameters that belong to no projection: norms of queries and keys, a learned key and value, sinks, and what
+/// ALiBi adds: what the config wants of them.
 struct Parameters {
     qk_norm: Option<QkNorms>,
     /// (1, 1, H_kv·D) and (1, 1, H_kv·D_v).

@@ -82,7 +82,8 @@ impl fmt::Debug for Packed {
     }
 }
 
-/// A forward pass to some of the outputs, with what follows in the same pass. Only the product alone has a backward pass.
+/// A forward pass to some of the outputs, with what follows in the same pass. Only the product alone has a backward
+/// pass.
 pub(super) struct Columns {
     pub packed: Arc<Packed>,
     pub columns: Range<usize>,

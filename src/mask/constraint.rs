@@ -175,8 +175,8 @@ impl ValidLens {
         }
     }
 
-    /// Checks that there is an entry for each of `n` sequences, and one for each of `t_q` queries of those in `sequences`;
-    /// `what` names the lengths in errors.
+    /// Checks that there is an entry for each of `n` sequences, and one for each of `t_q` queries of those in
+    /// `sequences`; `what` names the lengths in errors.
     pub(super) fn check(&self, what: &str, n: usize, sequences: Range<usize>, t_q: usize) -> Result<()> {
         let (found, unit) = match &*self.0 {
             Lens::PerSequence(lens) => (lens.len(), "entries"),

@@ -1,5 +1,5 @@
-//! A mask resolved for a shape, one interval of keys for each query; moved to the keys that a cache holds of a sequence; and
-//! taken apart over packed sequences.
+//! A mask resolved for a shape, one interval of keys for each query; moved to the keys that a cache holds of a
+//! sequence; and taken apart over packed sequences.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -174,8 +174,9 @@ pub(crate) struct RebaseDims {
 }
 
 impl AttentionMask {
-    /// This mask, in which keys are counted by their position in the sequence, for keys that are counted by row. T_kv of
-    /// this mask is the length of the longest sequence, and what is aligned to the end is aligned to that of each sequence.
+    /// This mask, in which keys are counted by their position in the sequence, for keys that are counted by row. T_kv
+    /// of this mask is the length of the longest sequence, and what is aligned to the end is aligned to that of each
+    /// sequence.
     ///
     /// # Errors
     /// As [`resolve`](Self::resolve), and for `keep` and `bias` tensors that do not fit.
@@ -222,8 +223,8 @@ impl AttentionMask {
             .map(|(b, range)| (b, range.start)))
     }
 
-    /// The constraints of sequence `s` of `n` packed ones, of `t_q` queries and `t_kv` keys, as for a batch of one; without
-    /// `keep` and `bias` tensors, which have no meaning there.
+    /// The constraints of sequence `s` of `n` packed ones, of `t_q` queries and `t_kv` keys, as for a batch of one;
+    /// without `keep` and `bias` tensors, which have no meaning there.
     pub(crate) fn of_sequence(&self, s: usize, n: usize, t_q: usize, t_kv: usize) -> Self {
         self.with_frames(Frames { placements: vec![Placement::whole(t_q, t_kv)], first: s, of: n })
     }

@@ -1,5 +1,5 @@
-//! What all drawings have in common: the colour scale, weights as numbers, and text that came from outside, made safe to
-//! print and measured in terminal columns.
+//! What all drawings have in common: the colour scale, weights as numbers, and text that came from outside, made safe
+//! to print and measured in terminal columns.
 
 use candle_core::Result;
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};

@@ -1,8 +1,8 @@
 //! Cosines and sines of positions: computed once, in a table that grows; and the frequencies of each scaling, in f32 as
 //! Hugging Face's `modeling_rope_utils.py` computes them.
 //!
-//! Each step rounds where the original's does. Powers are rounded correctly, as in PyTorch's scalar build; its vectorised
-//! builds differ in the last digit of about one power in eighty, and not all in the same ones.
+//! Each step rounds where the original's does. Powers are rounded correctly, as in PyTorch's scalar build; its
+//! vectorised builds differ in the last digit of about one power in eighty, and not all in the same ones.
 
 use std::f64::consts::PI;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};

@@ -56,8 +56,8 @@ impl RotaryEmbedding {
         self.tables.head_dim
     }
 
-    /// Queries or keys (B, H, T, D) rotated by integer positions (T,) or (B, T), in the same shape and dtype. The rotation
-    /// is computed in f32 (f64 for f64). Differentiable.
+    /// Queries or keys (B, H, T, D) rotated by integer positions (T,) or (B, T), in the same shape and dtype. The
+    /// rotation is computed in f32 (f64 for f64). Differentiable.
     ///
     /// # Errors
     /// For another rank, width or dtype, for a result that does not fit in memory, and for positions of another shape,

@@ -93,8 +93,8 @@ impl SdpaOptions {
         self
     }
 
-    /// The instruction set of the fused CPU kernel, for tests and comparisons; the fastest unless given. A call fails if
-    /// the processor lacks it.
+    /// The instruction set of the fused CPU kernel, for tests and comparisons; the fastest unless given. A call fails
+    /// if the processor lacks it.
     pub fn with_cpu_tier(mut self, tier: Tier) -> Self {
         self.cpu_tier = Some(tier);
         self

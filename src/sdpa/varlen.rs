@@ -82,8 +82,9 @@ pub(crate) fn plan_varlen(
 
 /// Where each sequence of a packed batch begins and ends, among the queries and among the keys.
 ///
-/// Sequence s has the queries `cu_seqlens_q[s]..cu_seqlens_q[s + 1]` and the keys `cu_seqlens_kv[s]..cu_seqlens_kv[s + 1]`:
-/// the cumulative lengths of flash-attention's variable-length calls. A sequence may be without queries or without keys.
+/// Sequence s has the queries `cu_seqlens_q[s]..cu_seqlens_q[s + 1]` and the keys `cu_seqlens_kv[s]..cu_seqlens_kv[s +
+/// 1]`: the cumulative lengths of flash-attention's variable-length calls. A sequence may be without queries or without
+/// keys.
 ///
 /// ```
 /// use candle_attention::PackedSequences;
@@ -103,7 +104,8 @@ impl PackedSequences {
     /// From cumulative lengths: 0, and then the end of each sequence.
     ///
     /// # Errors
-    /// For lengths that do not begin with 0 or that decrease, and if there are more sequences of one kind than of the other.
+    /// For lengths that do not begin with 0 or that decrease, and if there are more sequences of one kind than of the
+    /// other.
     pub fn new(cu_seqlens_q: Vec<usize>, cu_seqlens_kv: Vec<usize>) -> Result<Self> {
         check("cu_seqlens_q", &cu_seqlens_q)?;
         check("cu_seqlens_kv", &cu_seqlens_kv)?;

@@ -200,11 +200,11 @@ fn one_line(error: &BoxError) -> String {
     error.to_string().split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// What of a vocabulary helps somebody who gave a word that is not in it: the nearest words, at most three, and the first
-/// by id, at most ten.
+/// What of a vocabulary helps somebody who gave a word that is not in it: the nearest words, at most three, and the
+/// first by id, at most ten.
 ///
-/// Near is by the Damerau-Levenshtein distance without regard to case, then with regard to it, then by id. A word that takes
-/// more edits than half its length is not near.
+/// Near is by the Damerau-Levenshtein distance without regard to case, then with regard to it, then by id. A word that
+/// takes more edits than half its length is not near.
 pub(super) fn nearest_and_first(word: &str, tokenizer: &Tokenizer) -> [Vec<String>; 2] {
     /// The distance takes the product of the lengths in time and memory, so longer words are not compared.
     const LONGEST: usize = 128;

@@ -161,8 +161,8 @@ impl Checkpoint {
         prefixes
     }
 
-    /// [`WeightLayout::detect`] below a prefix, from the names and shapes alone. Where they leave two readings, what the
-    /// checkpoint says of itself decides, if it does: the `model_args` that nanoGPT saves with its weights, or the
+    /// [`WeightLayout::detect`] below a prefix, from the names and shapes alone. Where they leave two readings, what
+    /// the checkpoint says of itself decides, if it does: the `model_args` that nanoGPT saves with its weights, or the
     /// `config.json` next to the files, by its `model_type` or by `layout`.
     ///
     /// # Errors

@@ -22,7 +22,8 @@ pub(crate) struct Linears {
     pub o: Option<Linear>,
 }
 
-/// The rows of one projection, in the order of its outputs: one tensor, one for each head, or some rows of a packed one.
+/// The rows of one projection, in the order of its outputs: one tensor, one for each head, or some rows of a packed
+/// one.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ProjectionRows {
     /// At least one.

@@ -25,8 +25,8 @@ const MAX_NAMES: usize = 1 << 26;
 /// Dimensions of a tensor.
 const MAX_RANK: usize = 16;
 
-/// The tensors of a file, by their names: of a nested dict as `key.name`; and `n_head` of the `model_args` that nanoGPT saves
-/// with its state dict.
+/// The tensors of a file, by their names: of a nested dict as `key.name`; and `n_head` of the `model_args` that nanoGPT
+/// saves with its state dict.
 ///
 /// # Errors
 /// For a file that is no such archive, or whose tensors reach beyond their storages.

@@ -29,8 +29,8 @@ pub(super) enum Rows {
     Projection(usize),
     /// Those of one of the heads of a projection.
     Head { projection: usize, head: usize, heads: usize },
-    /// Those of query, key and value, so many of each in every one of `groups`: in one group they follow each other, by head
-    /// there is a group for each key head.
+    /// Those of query, key and value, so many of each in every one of `groups`: in one group they follow each other, by
+    /// head there is a group for each key head.
     Qkv { groups: usize, each: [usize; 3] },
 }
 
@@ -53,7 +53,8 @@ impl Rows {
         }
     }
 
-    /// The inverse of [`split`](Self::split), from the rows of whole projections; `None` where one of them is not there.
+    /// The inverse of [`split`](Self::split), from the rows of whole projections; `None` where one of them is not
+    /// there.
     pub fn join<'a>(&self, of: impl Fn(usize) -> Option<&'a Tensor>) -> Result<Option<Tensor>> {
         match *self {
             Self::Projection(projection) => Ok(of(projection).cloned()),
@@ -84,8 +85,8 @@ pub(crate) fn projection_shapes(cfg: &MultiHeadAttentionConfig) -> [(usize, usiz
     ]
 }
 
-/// The tensors of a layer, in the order in which PyTorch draws them: one after the other, since a config may claim more heads
-/// than any file has.
+/// The tensors of a layer, in the order in which PyTorch draws them: one after the other, since a config may claim more
+/// heads than any file has.
 ///
 /// # Errors
 /// Says why the layout cannot hold the config.

@@ -19,8 +19,8 @@ crate::on_each_device!(
     additions_to_scores_come_in_any_float_dtype,
 );
 
-/// Each constraint in each dtype, before and after each other and itself, and each set of options in each dtype are among
-/// the draws.
+/// Each constraint in each dtype, before and after each other and itself, and each set of options in each dtype are
+/// among the draws.
 fn random_calls_give_the_oracles_numbers(device: &Device) {
     let drawn = RefCell::new(BTreeSet::new());
     for_all(6_000, recipes(dtypes(device)), |recipe| {

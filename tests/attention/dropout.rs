@@ -78,7 +78,8 @@ fn training_drops_a_share_and_scales_the_rest(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// Outside of training, of probability 0 and 1, and next to these, which are 0 and 1 as f32, the type that generators draw.
+/// Outside of training, of probability 0 and 1, and next to these, which are 0 and 1 as f32, the type that generators
+/// draw.
 fn what_never_or_always_drops(device: &Device) -> Result<()> {
     for call in calls(device)? {
         let plain = call.with_weights()?;

@@ -206,8 +206,8 @@ fn what_is_no_number_reaches_only_what_sees_it_in_the_kernel() {
     Subject::of_kernel().iter().for_each(poison_each);
 }
 
-/// Infinities of both signs in one column make a NaN, of one sign an infinity; NaN in several keys and values, some of which
-/// a bias of -inf suppresses, which are seen all the same.
+/// Infinities of both signs in one column make a NaN, of one sign an infinity; NaN in several keys and values, some of
+/// which a bias of -inf suppresses, which are seen all the same.
 #[test]
 fn several_that_are_no_numbers_add_up() {
     let infinity = f64::INFINITY;

@@ -121,8 +121,8 @@ pub fn layer(cfg: &Config, dtype: DType, device: &Device) -> Result<MultiHeadAtt
     MultiHeadAttention::new(cfg, VarBuilder::from_tensors(parameters, dtype, device))
 }
 
-/// Self-attention where keys and values have the queries' width and length, cross-attention elsewhere: to one sequence of
-/// keys and values if there are more of them than queries.
+/// Self-attention where keys and values have the queries' width and length, cross-attention elsewhere: to one sequence
+/// of keys and values if there are more of them than queries.
 pub fn input(cfg: &Config, [b, t_q, t_kv]: [usize; 3], mask: Vec<Mask>) -> Input {
     let mut random = Random::new(17);
     let queries = Numbers::random(&[b, t_q, cfg.embed_dim()], &mut random);
@@ -217,8 +217,8 @@ fn every_config_gives_the_numbers_of_plain_loops(device: &Device) {
     assert!(calls >= 1000 && disagree < 40, "{calls} {disagree}");
 }
 
-/// Inputs that are one tensor are projected at once, equal copies of it apart. Sums of small whole numbers are exact in any
-/// order, and so the products are the same to the bit, in every dtype.
+/// Inputs that are one tensor are projected at once, equal copies of it apart. Sums of small whole numbers are exact in
+/// any order, and so the products are the same to the bit, in every dtype.
 fn one_product_for_all_gives_the_bits_of_three(device: &Device) -> Result<()> {
     let grouped = || Config::new(12, 4).with_num_kv_heads(2).with_causal(true);
     for cfg in [

@@ -126,8 +126,8 @@ fn every_parameter_and_input_has_the_gradient_of_plain_loops() {
     assert!(probes > 1000, "{probes}");
 }
 
-/// Where one tensor alone is tracked, the outputs stay as they are and it still gets its gradient: no fused step, and no
-/// product for q, k and v at once, swallows it.
+/// Where one tensor alone is tracked, the outputs stay as they are and it still gets its gradient: no fused step, and
+/// no product for q, k and v at once, swallows it.
 #[test]
 fn what_is_tracked_alone_gets_the_same_gradient() -> Result<()> {
     for (dtype, tolerance) in [(DType::F64, 1e-11), (DType::F32, 2e-4)] {
@@ -146,8 +146,8 @@ fn what_is_tracked_alone_gets_the_same_gradient() -> Result<()> {
     Ok(())
 }
 
-/// In every dtype that trains, over the variables that a layer asks for. A bias of keys alone moves all scores of a query
-/// together, so its gradient is zero there but for rounding.
+/// In every dtype that trains, over the variables that a layer asks for. A bias of keys alone moves all scores of a
+/// query together, so its gradient is zero there but for rounding.
 #[test]
 fn every_parameter_gets_a_gradient_in_every_dtype() -> Result<()> {
     for &dtype in dtypes(&CPU) {

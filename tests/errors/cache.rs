@@ -54,8 +54,8 @@ fn tokens(lens: Option<&[usize]>, starts: Option<&[usize]>, cache: &mut Attentio
     own()?.forward_with(input).map(drop)
 }
 
-/// The error of a call with a cache of each of these capacities, which may grow or not, and which holds five positions of
-/// two sequences; it leaves no trace.
+/// The error of a call with a cache of each of these capacities, which may grow or not, and which holds five positions
+/// of two sequences; it leaves no trace.
 fn rejected<T>(capacities: &[(usize, bool)], attempt: fn(&mut AttentionCache) -> Result<T>) -> Result<()> {
     let mut errors = Vec::new();
     for &(capacity, growth) in capacities {

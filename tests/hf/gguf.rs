@@ -488,7 +488,8 @@ fn tokens(file: &File, text: &str) -> Result<(Vec<String>, String)> {
     Ok((encoding.tokens, tokenizer.decode_with(&encoding.ids, SpecialTokens::Without)?))
 }
 
-/// The token of the highest score is made first: "he" before "el", and "▁he" of them. What no token has goes by its bytes.
+/// The token of the highest score is made first: "he" before "el", and "▁he" of them. What no token has goes by its
+/// bytes.
 #[test]
 fn sentencepiece_merges_by_score() -> Result<()> {
     let pieces = ["<0xC3>", "<0xA9>", "he", "el", "▁he", "ll", "▁", "h", "e", "l", "o"];

@@ -1,5 +1,5 @@
-//! Multi-head latent attention: the numbers of plain loops, and gradients. `tests/cache` has its caches, and `tests/hf` compares
-//! the layers of real architectures with transformers.
+//! Multi-head latent attention: the numbers of plain loops, and gradients. `tests/cache` has its caches, and `tests/hf`
+//! compares the layers of real architectures with transformers.
 
 #[path = "../attention/by_hand.rs"]
 #[allow(dead_code, reason = "a part is for the other layer")]

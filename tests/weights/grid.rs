@@ -20,8 +20,8 @@ const BIASES: [[bool; 4]; 6] = [
     [true, false, false, false],
 ];
 
-/// Every combination of the shapes and biases; what is beside the projections, under the same names in every layout, takes
-/// turns.
+/// Every combination of the shapes and biases; what is beside the projections, under the same names in every layout,
+/// takes turns.
 pub fn grid() -> Vec<MultiHeadAttentionConfig> {
     let mut all = Vec::new();
     for n in 0..HEADS.len() * 2 * INPUTS.len() * 3 * BIASES.len() {
@@ -55,8 +55,8 @@ pub fn grid() -> Vec<MultiHeadAttentionConfig> {
     all
 }
 
-/// Whether a layout has a place for all of a layer's parameters: written from what the modules are, not from the code that
-/// loads them.
+/// Whether a layout has a place for all of a layer's parameters: written from what the modules are, not from the code
+/// that loads them.
 pub fn fits(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> bool {
     let [q, k, v] = cfg.qkv_bias();
     let any_bias = q || k || v || cfg.out_bias();

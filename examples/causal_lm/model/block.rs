@@ -40,7 +40,8 @@ pub enum Attention {
 }
 
 impl Attention {
-    /// The layer with the rotary tables of an earlier one that has the same, or with its own, which are then among `tables`.
+    /// The layer with the rotary tables of an earlier one that has the same, or with its own, which are then among
+    /// `tables`.
     fn sharing(self, tables: &mut Vec<RotaryEmbedding>) -> Result<Self> {
         let Some((rope, width)) = self.rope() else { return Ok(self) };
         let known = tables.iter().find(|table| table.config() == rope && table.head_dim() == width).cloned();

@@ -16,7 +16,8 @@ pub struct Family {
     pub norms: [Option<&'static str>; 4],
     pub norm: NormKind,
     pub eps: f64,
-    /// `xs + attention(xs) + mlp(xs)`: attention and the MLP have the same input, and the same norm if there is but one.
+    /// `xs + attention(xs) + mlp(xs)`: attention and the MLP have the same input, and the same norm if there is but
+    /// one.
     pub parallel: bool,
     /// Attention is `hf::load_latent_attention`.
     pub latent: bool,
@@ -50,8 +51,8 @@ pub enum MlpKind {
     Plain { up: &'static str, down: &'static str },
     /// The same, stored as (in, out).
     Conv1d { up: &'static str, down: &'static str },
-    /// A mixture of experts, with as many [`Gated`](Self::Gated) layers before it as `first_k_dense_replace` says, or by
-    /// default.
+    /// A mixture of experts, with as many [`Gated`](Self::Gated) layers before it as `first_k_dense_replace` says, or
+    /// by default.
     Experts { load: LoadExperts, dense_layers: usize },
 }
 

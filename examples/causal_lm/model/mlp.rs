@@ -29,7 +29,8 @@ pub enum Between {
     Plain(Activation),
     /// `activation(gate) * up`, where the rows of `gate` and then those of `up` are one weight.
     Gated(Activation),
-    /// `gate * sigmoid(alpha * gate) * (up + 1)`, where `gate` is at most `limit`, and `up` between `-limit` and `limit`.
+    /// `gate * sigmoid(alpha * gate) * (up + 1)`, where `gate` is at most `limit`, and `up` between `-limit` and
+    /// `limit`.
     Clamped { alpha: f64, limit: f64 },
 }
 

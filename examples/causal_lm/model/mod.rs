@@ -1,8 +1,8 @@
 //! A decoder: embedding, blocks of attention and MLP, norm, head.
 //!
-//! Attention is `hf::load_attention` or `hf::load_latent_attention`: projections, rotary positions, norms of queries and
-//! keys, windows, grouped heads and the cache are the layer's. What is left of a model is here, and [`Family`] has the
-//! differences between families. Biases are those that the checkpoint has.
+//! Attention is `hf::load_attention` or `hf::load_latent_attention`: projections, rotary positions, norms of queries
+//! and keys, windows, grouped heads and the cache are the layer's. What is left of a model is here, and [`Family`] has
+//! the differences between families. Biases are those that the checkpoint has.
 
 mod block;
 mod experts;
@@ -35,8 +35,8 @@ pub struct CausalLm {
 }
 
 impl CausalLm {
-    /// From a `config.json` and a builder at the checkpoint's root; `loaded` is told of every block. The builder of a GGUF file
-    /// has llama.cpp's names, and `gguf` reads its attention.
+    /// From a `config.json` and a builder at the checkpoint's root; `loaded` is told of every block. The builder of a
+    /// GGUF file has llama.cpp's names, and `gguf` reads its attention.
     pub fn load(
         json: &Value,
         vb: VarBuilder,
@@ -112,8 +112,8 @@ impl CausalLm {
         self.blocks.iter().map(|block| AttentionCache::new(&config(block.attention.cache_config()))).collect()
     }
 
-    /// Token ids (B, T), of which each sequence has `lens` (all T unless given), to hidden states (B, T, E). Positions go on
-    /// from what the caches hold.
+    /// Token ids (B, T), of which each sequence has `lens` (all T unless given), to hidden states (B, T, E). Positions
+    /// go on from what the caches hold.
     pub fn forward(&self, ids: &Tensor, lens: Option<&[usize]>, caches: &mut [AttentionCache]) -> Result<Tensor> {
         let (b, t) = ids.dims2()?;
         let mut xs = self.embedding.forward(ids)?;

@@ -6,8 +6,8 @@ use candle_core::{Device, Result, Tensor, bail};
 /// What 4 bits mean, without the sign, which is the highest bit.
 const MAGNITUDES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
-/// Blocks (rows, blocks, 16) and their scales (rows, blocks), both u8, give (rows, 32 blocks) in f32 on the CPU. A byte has two
-/// numbers, that of the low bits first; a scale is the exponent of 2 plus 127.
+/// Blocks (rows, blocks, 16) and their scales (rows, blocks), both u8, give (rows, 32 blocks) in f32 on the CPU. A byte
+/// has two numbers, that of the low bits first; a scale is the exponent of 2 plus 127.
 pub fn dequantize(blocks: &Tensor, scales: &Tensor) -> Result<Tensor> {
     let (rows, count) = match *blocks.dims() {
         [rows, count, 16] if scales.dims() == [rows, count] => (rows, count),

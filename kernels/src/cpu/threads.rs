@@ -27,15 +27,18 @@ const MULTIPLY_ADDS_OF_A_THREAD: usize = 1 << 20;
 /// Bytes whose reading is worth one: one core takes 10 to 20 µs for them from memory.
 const BYTES_OF_A_THREAD: usize = 1 << 18;
 
-/// The most multiply-adds, as a multiple of a thread's, of a call that is brief. In longer ones the pool's threads do better
-/// by themselves: the system tends to wake a thread beside the one that wakes it, and takes a while to part the two.
+/// The most multiply-adds, as a multiple of a thread's, of a call that is brief. In longer ones the pool's threads do
+/// better by themselves: the system tends to wake a thread beside the one that wakes it, and takes a while to part the
+/// two.
 const BRIEF: usize = 96;
 
-/// An executor wakes all of its threads. For a call that is worth fewer than one in so many of them rayon wakes those alone.
+/// An executor wakes all of its threads. For a call that is worth fewer than one in so many of them rayon wakes those
+/// alone.
 const THREADS_FOR_ONE: usize = 4;
 
 impl Workers {
-    /// For a call of so many multiply-adds that reads so many bytes once; a brief one runs on the executor, if there is one.
+    /// For a call of so many multiply-adds that reads so many bytes once; a brief one runs on the executor, if there is
+    /// one.
     pub fn of(multiply_adds: usize, bytes: usize, executor: Option<Executor>) -> Self {
         let worth = (multiply_adds / MULTIPLY_ADDS_OF_A_THREAD).max(bytes / BYTES_OF_A_THREAD).saturating_add(1);
         let is_brief = multiply_adds / MULTIPLY_ADDS_OF_A_THREAD <= BRIEF;
@@ -51,8 +54,8 @@ impl Workers {
 }
 
 /// Runs `task` for every index below `tasks`, the first ones first, on the workers' executor, or on the threads of the
-/// rayon pool that the caller is in: the global one, as Candle's own operations, which honours `RAYON_NUM_THREADS`, or any
-/// other that the caller entered. Each thread that takes part makes itself one `state`.
+/// rayon pool that the caller is in: the global one, as Candle's own operations, which honours `RAYON_NUM_THREADS`, or
+/// any other that the caller entered. Each thread that takes part makes itself one `state`.
 ///
 /// A thread takes the next index when it is done with its last, so that tasks of unequal size even out. What an index
 /// computes may not depend on the thread; then the result does not depend on their number.

@@ -136,8 +136,8 @@ pub(crate) unsafe fn sigmoid<V: Vector>(x: V) -> V {
 
 /// `1 - erf(x)`, to 2.4e-7, and up to 4 to 1e-4 of itself: 2 for -inf, 0 for inf, NaN for NaN.
 ///
-/// Polynomials of N. Juffa's `erff` (<https://stackoverflow.com/a/35148199>): of the odd part near 0, and elsewhere of the
-/// logarithm, which is that of a single power.
+/// Polynomials of N. Juffa's `erff` (<https://stackoverflow.com/a/35148199>): of the odd part near 0, and elsewhere of
+/// the logarithm, which is that of a single power.
 ///
 /// # Safety
 /// As [`Vector`].

@@ -34,9 +34,9 @@ use prefill::Prefill;
 use problem::KvHead;
 use workspace::Workspace;
 
-/// Attention of every query of a call, on the executor or on the threads of the current rayon pool: the context, B·H·T_q·D_v elements in the
-/// order that the problem names, and the log-sum-exp of each query's scores, (B, H, T_q), if `lse` is given. On success every
-/// element of both is initialised.
+/// Attention of every query of a call, on the executor or on the threads of the current rayon pool: the context,
+/// B·H·T_q·D_v elements in the order that the problem names, and the log-sum-exp of each query's scores, (B, H, T_q),
+/// if `lse` is given. On success every element of both is initialised.
 ///
 /// # Errors
 /// [`Error::Shape`] if a slice is shorter than the dimensions need, a range ends past the keys, or the query heads are no

@@ -5,7 +5,8 @@ use crate::Error;
 use crate::cpu::{Vector, erfc, sigmoid};
 use crate::error::check_len;
 
-/// `activation(sums + bias) · (up · xs + its bias) + residual`, as much of it as there is, in f32; the result is rounded once.
+/// `activation(sums + bias) · (up · xs + its bias) + residual`, as much of it as there is, in f32; the result is
+/// rounded once.
 #[derive(Clone, Copy, Debug)]
 pub struct Epilogue<'a, X> {
     /// One for each output of the weight.

@@ -75,8 +75,8 @@ impl<'a, X> Projection<'a, X> {
     /// The elements of the result.
     ///
     /// # Errors
-    /// If the columns lie outside of the weight or a row outside of its slice, if the epilogue does not fit, or if no memory can
-    /// hold as many.
+    /// If the columns lie outside of the weight or a row outside of its slice, if the epilogue does not fit, or if no
+    /// memory can hold as many.
     fn output_len(&self) -> Result<usize, Error> {
         let Self { weight, xs, xs_row, rows, ref columns, ref epilogue, .. } = *self;
         let (inputs, outputs) = (weight.inputs(), weight.outputs());
@@ -99,12 +99,12 @@ impl<'a, X> Projection<'a, X> {
     }
 }
 
-/// Multiplies rows with a packed weight, on the executor or on the threads of the current rayon pool: (rows, columns) in
-/// `output`. On success every element of it is initialised.
+/// Multiplies rows with a packed weight, on the executor or on the threads of the current rayon pool: (rows, columns)
+/// in `output`. On success every element of it is initialised.
 ///
 /// # Errors
-/// [`Error::Shape`] if a slice is shorter than the sizes need, the columns lie outside of the weight, the epilogue does not fit
-/// it, or `output` has another length.
+/// [`Error::Shape`] if a slice is shorter than the sizes need, the columns lie outside of the weight, the epilogue does
+/// not fit it, or `output` has another length.
 ///
 /// ```
 /// use candle_attention_kernels::Tier;
@@ -254,7 +254,8 @@ impl<X: Kernels> SimdTask for Task<'_, X> {
         }
         let panel_words = rows * K::PANEL;
         let weight_words = self.panels.len() * panel_words;
-        // SAFETY: the processor has the tier of K; the scratch was made for these sizes, and each weight has these panels.
+        // SAFETY: the processor has the tier of K; the scratch was made for these sizes, and each weight has these
+        // panels.
         unsafe {
             let _tiles = K::configure_tiles();
             for first in (0..depth).step_by(BLOCK) {
@@ -314,8 +315,8 @@ impl<X: Kernels> Task<'_, X> {
         }
     }
 
-    /// The sums of a panel, and what follows them, to the columns that are wanted. `up` are those of the second weight, if there
-    /// is one.
+    /// The sums of a panel, and what follows them, to the columns that are wanted. `up` are those of the second weight,
+    /// if there is one.
     ///
     /// # Safety
     /// As [`SimdTask::run`]; nobody else writes this task's rows and columns.
@@ -329,8 +330,8 @@ impl<X: Kernels> Task<'_, X> {
                 let filled = K::Vector::LANES.min(end - column);
                 let from = index * K::PANEL + column - own.start;
                 let to = row * columns.len() + column - columns.start;
-                // SAFETY: as this method's contract; the columns lie within the panels, and within the epilogue, which was
-                // checked, and the output.
+                // SAFETY: as this method's contract; the columns lie within the panels, and within the epilogue, which
+                // was checked, and the output.
                 unsafe {
                     let mut sum: K::Vector = load_first(sums.add(from), filled);
                     if let Some(bias) = epilogue.bias {

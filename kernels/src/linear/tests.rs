@@ -105,8 +105,8 @@ fn exact_epilogue(activation: Option<Activation>, sum: f64, up: f64, residual: f
     activated * up + residual
 }
 
-/// Everything that may follow a product against the product alone and f64, for some of the columns, at the edges of vectors
-/// and panels, on threads of our own.
+/// Everything that may follow a product against the product alone and f64, for some of the columns, at the edges of
+/// vectors and panels, on threads of our own.
 fn check_epilogues<W: Element, X: Element + Into<f32>>(tier: Tier, most: f64) {
     let number = |x: f32| f64::from(x);
     let (rows, inputs, outputs, columns) = if cfg!(miri) { (2, 3, 18, 1..18) } else { (5, 70, 103, 5..102) };

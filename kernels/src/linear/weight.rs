@@ -123,9 +123,9 @@ impl PackedWeight {
         panel * self.panel..self.outputs.min((panel + 1) * self.panel)
     }
 
-    /// A product with `product.depth` words of inputs from `first` of a panel. Words of the kernel's own are read in place,
-    /// others widened to f32: while they are loaded for up to two tiles of rows, before many into `widened`, which takes as many
-    /// rows of [`K::PANEL`](Kernel::PANEL) then ([`is_widened`](Self::is_widened)).
+    /// A product with `product.depth` words of inputs from `first` of a panel. Words of the kernel's own are read in
+    /// place, others widened to f32: while they are loaded for up to two tiles of rows, before many into `widened`,
+    /// which takes as many rows of [`K::PANEL`](Kernel::PANEL) then ([`is_widened`](Self::is_widened)).
     ///
     /// # Safety
     /// As [`Kernel::multiply`] but for B; the panel exists; the inputs lie within [`padded`](Self::padded), and `first` is even.

@@ -45,11 +45,11 @@ const OP: &str = "multi_head_latent_attention";
 /// # Ok(()) }
 /// ```
 ///
-/// With a cache, a short call takes the key's part of `kv_b_proj` into its queries and the value's part into its contexts
-/// (the paper's "absorbed" matrices), so that all heads attend to the latents in place, as to one key head of width
-/// `kv_lora_rank + rope_head_dim` whose values are its own first `kv_lora_rank` columns. A long one, and any call without a
-/// cache, computes keys and values of each head from the latents first. A call with a cache takes the form that needs fewer
-/// multiplications; both give the same numbers, but for rounding.
+/// With a cache, a short call takes the key's part of `kv_b_proj` into its queries and the value's part into its
+/// contexts (the paper's "absorbed" matrices), so that all heads attend to the latents in place, as to one key head of
+/// width `kv_lora_rank + rope_head_dim` whose values are its own first `kv_lora_rank` columns. A long one, and any call
+/// without a cache, computes keys and values of each head from the latents first. A call with a cache takes the form
+/// that needs fewer multiplications; both give the same numbers, but for rounding.
 ///
 /// A cache of 8 bits has one scale for the latent and the shared key of a token together.
 ///
@@ -170,7 +170,8 @@ impl Form {
 }
 
 impl MultiHeadLatentAttention {
-    /// Self-attention under the layer's own mask: (B, T, E) gives (B, T, E). Training is [`forward_t`](candle_core::ModuleT::forward_t).
+    /// Self-attention under the layer's own mask: (B, T, E) gives (B, T, E). Training is
+    /// [`forward_t`](candle_core::ModuleT::forward_t).
     ///
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
@@ -181,8 +182,8 @@ impl MultiHeadLatentAttention {
     /// The layer with a mask, a cache, positions, in training: (B, T, E) gives (B, T, E).
     ///
     /// # Errors
-    /// For an input whose shape, dtype or device does not fit the layer, keys and values of their own, a mask that does not
-    /// fit, and a cache that does not take the call's rows.
+    /// For an input whose shape, dtype or device does not fit the layer, keys and values of their own, a mask that does
+    /// not fit, and a cache that does not take the call's rows.
     pub fn forward_with<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
         let (call, form) = self.call(input.into(), None)?;
         let ys = self.output(&call.attend()?, form, &call)?;
@@ -190,8 +191,8 @@ impl MultiHeadLatentAttention {
         Ok(ys)
     }
 
-    /// [`forward_with`](Self::forward_with) that also returns the weights (B, H, T_q, T_kv), after dropout; (H, T_q, T_kv)
-    /// for an input (T, E).
+    /// [`forward_with`](Self::forward_with) that also returns the weights (B, H, T_q, T_kv), after dropout; (H, T_q,
+    /// T_kv) for an input (T, E).
     ///
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
@@ -203,8 +204,8 @@ impl MultiHeadLatentAttention {
         Ok(AttentionOutput { context, weights })
     }
 
-    /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's projections and a
-    /// copy of its cache, which stays as it is.
+    /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's projections
+    /// and a copy of its cache, which stays as it is.
     ///
     /// # Errors
     /// As [`forward_with`](Self::forward_with).

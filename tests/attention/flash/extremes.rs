@@ -14,7 +14,8 @@ use crate::recipe::{Chosen, DTYPES, Kind, Recipe};
 
 const DIMS: Dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 35, t_kv: 67, d: 16, d_v: 24 };
 
-/// Empty results, or zeros and -inf for no keys; the log-sum-exp does not depend on how wide the values are, be it nothing.
+/// Empty results, or zeros and -inf for no keys; the log-sum-exp does not depend on how wide the values are, be it
+/// nothing.
 #[test]
 fn sizes_of_zero_give_empty_results_or_zeros() {
     for [b, t_q, t_kv, d_v] in [
@@ -137,8 +138,8 @@ fn changes() -> Vec<Change> {
 
 crate::on_each_device!(extreme_numbers_do_not_overflow);
 
-/// Against the oracle; and since bounds grow with the numbers, the weights of a row sum to what the oracle's do: values of one
-/// give one.
+/// Against the oracle; and since bounds grow with the numbers, the weights of a row sum to what the oracle's do: values
+/// of one give one.
 fn extreme_numbers_do_not_overflow(device: &Device) {
     let masks: [&[Kind]; 4] = [&[], &[Kind::Causal], &[Kind::ValidLens], &[Kind::Band]];
     for (n, Change { what, apply }) in changes().into_iter().enumerate() {

@@ -241,8 +241,8 @@ impl Expected {
     }
 }
 
-/// The whole product to f64; to the bit, some of its columns, from the whole weight and from one of their own, the product of
-/// a copy of the input, and of rows alone; and the weight that comes back. On every tier.
+/// The whole product to f64; to the bit, some of its columns, from the whole weight and from one of their own, the
+/// product of a copy of the input, and of rows alone; and the weight that comes back. On every tier.
 pub fn check(product: &Product) -> Outcome {
     let run = || -> Result<()> {
         let case = product.case();

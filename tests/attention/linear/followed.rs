@@ -108,8 +108,8 @@ fn results_are_rounded_once() -> Result<()> {
     Ok(())
 }
 
-/// Inputs and residuals that are variables have the gradients of Candle's operations, through packed weights and through
-/// variables, whose numbers are those of the packed ones.
+/// Inputs and residuals that are variables have the gradients of Candle's operations, through packed weights and
+/// through variables, whose numbers are those of the packed ones.
 #[test]
 fn what_is_tracked_has_gradients() -> Result<()> {
     let (weight, bias, _) = Product::plain(TYPES[0], 2, (13, 21)).case().tensors()?;
