@@ -17,6 +17,8 @@ pub trait Vector: Copy {
     /// bf16, by its bits.
     unsafe fn load_bf16(from: *const u16) -> Self;
     unsafe fn load_f16(from: *const u16) -> Self;
+    /// Whole numbers from 0 to 255.
+    unsafe fn load_u8(from: *const u8) -> Self;
     /// The lower and the upper bf16 of each of `LANES` words.
     unsafe fn load_pairs(from: *const f32) -> (Self, Self);
     /// Rounded to the nearest, ties to even.

@@ -39,6 +39,9 @@ impl Vector for Avx2 {
             let words = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
             Self(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16)))
         }
+        fn load_u8(from: *const u8) -> Self {
+            Self(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(from.cast()))))
+        }
         fn load_pairs(from: *const f32) -> (Self, Self) {
             let words = _mm256_loadu_si256(from.cast());
             let upper = _mm256_and_si256(words, _mm256_set1_epi32(0xffff_0000_u32 as i32));

@@ -39,6 +39,9 @@ impl Vector for Avx512 {
             let words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
             Self(_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)))
         }
+        fn load_u8(from: *const u8) -> Self {
+            Self(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()))))
+        }
         fn load_pairs(from: *const f32) -> (Self, Self) {
             let words = _mm512_loadu_si512(from.cast());
             let upper = _mm512_and_si512(words, _mm512_set1_epi32(0xffff_0000_u32 as i32));

@@ -41,6 +41,10 @@ impl Vector for Neon {
         fn load(from: *const f32) -> Self { Self(vld1q_f32(from)) }
         fn store(self, to: *mut f32) { vst1q_f32(to, self.0) }
         fn load_bf16(from: *const u16) -> Self { Self(vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(from)))) }
+        fn load_u8(from: *const u8) -> Self {
+            let bytes = vcreate_u8(u64::from(from.cast::<u32>().read_unaligned()));
+            Self(vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes)))))
+        }
         fn load_pairs(from: *const f32) -> (Self, Self) {
             let words = vld1q_u32(from.cast());
             let upper = vandq_u32(words, vdupq_n_u32(0xffff_0000));

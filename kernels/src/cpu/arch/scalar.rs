@@ -36,6 +36,7 @@ impl Vector for Scalar {
             let bits = from.cast::<[u16; LANES]>().read_unaligned();
             Self(bits.map(|bits| f32::from_bits(u32::from(bits) << 16)))
         }
+        fn load_u8(from: *const u8) -> Self { Self(from.cast::<[u8; LANES]>().read_unaligned().map(f32::from)) }
         fn load_pairs(from: *const f32) -> (Self, Self) {
             let words = from.cast::<[u32; LANES]>().read_unaligned();
             (Self(words.map(|word| f32::from_bits(word << 16))), Self(words.map(|word| f32::from_bits(word & 0xffff_0000))))

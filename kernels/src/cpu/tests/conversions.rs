@@ -1,4 +1,4 @@
-//! f32 from and to bf16 and f16, against the `half` crate.
+//! f32 from and to bf16 and f16, against the `half` crate, and from u8.
 
 use half::{bf16, f16};
 
@@ -67,6 +67,26 @@ impl<E: Half> SimdTask for Load<E> {
 fn every_half_is_read_as_it_is() {
     on_every_tier(|| Load::<bf16>(std::marker::PhantomData));
     on_every_tier(|| Load::<f16>(std::marker::PhantomData));
+}
+
+struct LoadU8;
+
+impl SimdTask for LoadU8 {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        let all: Vec<u8> = (0..=u8::MAX).collect();
+        let mut got = vec![0f32; K::Vector::LANES];
+        for chunk in all.chunks_exact(K::Vector::LANES) {
+            // SAFETY: the processor has the tier of K; a chunk is a vector.
+            unsafe { K::Vector::load_u8(chunk.as_ptr()).store(got.as_mut_ptr()) };
+            assert!(got.iter().zip(chunk).all(|(&got, &byte)| got == f32::from(byte)), "{chunk:?} became {got:?}");
+        }
+    }
+}
+
+#[test]
+fn every_byte_is_read_as_it_is() {
+    on_every_tier(|| LoadU8);
 }
 
 struct Store<E>(std::marker::PhantomData<E>);
