@@ -37,6 +37,9 @@ pub struct Args {
     /// than the cache.
     #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(1..))]
     pub total: u64,
+    /// A Python that has PyTorch, for the bench that trains.
+    #[arg(long, value_name = "PATH", default_value = "python3")]
+    pub python: String,
     /// Given by `cargo bench`.
     #[arg(long, hide = true)]
     pub bench: bool,

@@ -27,10 +27,15 @@ pub enum Engine {
     HandWritten,
     /// Candle's `Linear`.
     Linear,
+    /// This crate over plain tensors, where it is timed over variables.
+    Frozen,
+    /// PyTorch, in a process of its own.
+    Torch,
 }
 
 impl Engine {
-    pub const ALL: [Self; 5] = [Self::Ours, Self::Reference, Self::Flash, Self::HandWritten, Self::Linear];
+    pub const ALL: [Self; 7] =
+        [Self::Ours, Self::Reference, Self::Flash, Self::HandWritten, Self::Linear, Self::Frozen, Self::Torch];
 
     /// The name in tables and JSON.
     pub fn label(self) -> &'static str {
@@ -40,6 +45,8 @@ impl Engine {
             Self::Flash => "candle flash_attn",
             Self::HandWritten => "hand-written",
             Self::Linear => "candle Linear",
+            Self::Frozen => "frozen",
+            Self::Torch => "PyTorch",
         }
     }
 }
@@ -112,7 +119,7 @@ fn obstacle(engine: Engine, cell: &Cell, inputs: &Inputs) -> Result<Option<Strin
         Engine::Flash if matches!(cell.mask, Mask::Lens(_)) => Some("no lengths for each sequence".into()),
         Engine::Flash if cell.b > 1 && cell.dtype == DType::BF16 => Some("no bf16 for more than one sequence".into()),
         Engine::Flash => None,
-        Engine::HandWritten | Engine::Linear => Some("a layer, not a function".into()),
+        _ => Some("a layer, not a function".into()),
     };
     Ok(reason)
 }
@@ -121,7 +128,7 @@ fn ready<'a>(engine: Engine, cell: &Cell, inputs: &'a Inputs) -> Result<Call<'a>
     match engine {
         Engine::Flash => flash(cell, inputs),
         Engine::Reference => Ok(ours(cell, inputs, Backend::Reference)),
-        Engine::Ours | Engine::HandWritten | Engine::Linear => Ok(ours(cell, inputs, Backend::Auto)),
+        _ => Ok(ours(cell, inputs, Backend::Auto)),
     }
 }
 

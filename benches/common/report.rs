@@ -20,6 +20,8 @@ pub enum Kind {
     Layer,
     /// Projections: how fast the weight is read, where that takes the time.
     Linear,
+    /// Forward and backward: what a call adds to the memory of the process.
+    Train,
 }
 
 impl Kind {
@@ -29,6 +31,7 @@ impl Kind {
             Self::Attention => &["ps a pair"],
             Self::Decode | Self::Linear => &["GB/s", "of reading"],
             Self::Layer => &[],
+            Self::Train => &["MiB more"],
         }
     }
 }
@@ -49,6 +52,8 @@ pub struct Outcome<'a> {
     pub plan: String,
     /// The share of the processor that others used meanwhile.
     pub others: Option<f64>,
+    /// The bytes that a call of this crate adds to the process at its peak, where that is measured.
+    pub memory: Option<u64>,
 }
 
 /// Others' share of the processor from which times are marked as disturbed.
@@ -111,6 +116,9 @@ fn line(outcome: &Outcome<'_>, engine: Engine, times: Times) -> Result<Value> {
     }
     if engine == Engine::Ours {
         line["plan"] = json!(outcome.plan);
+        if let Some(bytes) = outcome.memory {
+            line["mib_more"] = json!(bytes as f64 / f64::from(1 << 20));
+        }
     }
     if let Some(others) = outcome.others {
         line["others"] = json!(others);
@@ -136,6 +144,7 @@ fn row(outcome: &Outcome<'_>, line: &Value, ratio: Option<f64>) -> String {
             format!(" {:.1} | {:.0} % |", number("gb_s"), 100.0 * number("gb_s") / number("peak_gb_s"))
         }
         Kind::Layer => String::new(),
+        Kind::Train => line["mib_more"].as_f64().map_or_else(|| " |".into(), |mib| format!(" {mib:.0} |")),
     };
     row += &ratio.map_or_else(|| " |".into(), |ratio| format!(" {ratio:.2} |"));
     let mut remarks = Vec::new();

@@ -65,6 +65,8 @@ pub struct Calls<'a> {
     pub ready: Vec<(Engine, Call<'a>)>,
     /// The engines that have no call, and why.
     pub skipped: Vec<(Engine, String)>,
+    /// The bytes that a call of this crate adds to the process at its peak, where that is measured.
+    pub memory: Option<u64>,
 }
 
 impl<'a> Bench<'a> {
@@ -108,8 +110,8 @@ impl<'a> Bench<'a> {
         let load = Load::start();
         let times = in_turn(&mut calls.ready, self.args.rounds)?;
         let others = load.and_then(|load| load.others());
-        let (kind, bandwidth, skipped) = (self.kind, self.bandwidth, calls.skipped);
-        report::print(self.args, &Outcome { kind, cell, peak, bandwidth, times, skipped, plan, others })?;
+        let (kind, bandwidth, Calls { skipped, memory, .. }) = (self.kind, self.bandwidth, calls);
+        report::print(self.args, &Outcome { kind, cell, peak, bandwidth, times, skipped, plan, others, memory })?;
         eprintln!("{}: done", cell.name());
         Ok(())
     }

@@ -1,0 +1,102 @@
+//! PyTorch as an engine: a process beside this one, which computes when it is told to.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::common::{load, peak};
+use crate::step::Data;
+
+const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/train/pytorch.py");
+
+/// The process, which ends with its input.
+pub struct Torch {
+    child: Child,
+    requests: Option<ChildStdin>,
+    answers: BufReader<ChildStdout>,
+    folder: TempDir,
+}
+
+impl Torch {
+    /// # Errors
+    /// If there is no such Python, or no PyTorch in it.
+    pub fn start(python: &str) -> Result<Self> {
+        let mut child = Command::new(python)
+            .args([SCRIPT, &peak::threads().to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .map_err(|error| Error::msg(format!("{python}: {error}")))?;
+        let (Some(requests), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {
+            bail!("{python} has no pipes")
+        };
+        load::count_process(child.id());
+        let (requests, answers) = (Some(requests), BufReader::new(answers));
+        let mut torch = Self { child, requests, answers, folder: TempDir::new()? };
+        match torch.answer()? {
+            version if version.is_empty() => bail!("{python} has no PyTorch"),
+            version => eprintln!("PyTorch {version}"),
+        }
+        Ok(torch)
+    }
+
+    /// Computes a cell once: the output, and the gradients of its inputs in their order.
+    ///
+    /// # Errors
+    /// What PyTorch says if it cannot.
+    pub fn prepare(&mut self, cell: Value, data: &Data) -> Result<Vec<Tensor>> {
+        let Data { inputs, upstream } = data;
+        for (name, tensor) in inputs.iter().chain([&("upstream", upstream.clone())]) {
+            let numbers: Vec<f32> = tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
+            let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+            fs::write(self.folder.path().join(format!("{name}.f32")), bytes)?;
+            fs::write(self.folder.path().join(format!("{name}.json")), json!(tensor.dims()).to_string())?;
+        }
+        let names: Vec<&str> = inputs.iter().map(|(name, _)| *name).collect();
+        let request = json!({ "folder": self.folder.path(), "cell": cell, "inputs": names });
+        self.ask(&request.to_string())?;
+        let of_inputs = inputs.iter().map(|(_, tensor)| tensor.dims());
+        let dims = std::iter::once(upstream.dims()).chain(of_inputs).enumerate();
+        dims.map(|(n, dims)| read(&self.folder.path().join(format!("result{n}.f32")), dims)).collect()
+    }
+
+    /// Computes the cell of the latest [`prepare`](Self::prepare) once more.
+    pub fn run(&mut self) -> Result<()> {
+        self.ask("run")
+    }
+
+    fn ask(&mut self, request: &str) -> Result<()> {
+        let Some(requests) = &mut self.requests else { bail!("the process has ended") };
+        writeln!(requests, "{request}")?;
+        match self.answer()?.as_str() {
+            "done" => Ok(()),
+            "" => bail!("the process has ended"),
+            problem => bail!("{problem}"),
+        }
+    }
+
+    fn answer(&mut self) -> Result<String> {
+        let mut line = String::new();
+        self.answers.read_line(&mut line)?;
+        Ok(line.trim().to_string())
+    }
+}
+
+impl Drop for Torch {
+    fn drop(&mut self) {
+        self.requests = None;
+        let _ = self.child.wait();
+    }
+}
+
+fn read(path: &Path, dims: &[usize]) -> Result<Tensor> {
+    let bytes = fs::read(path)?;
+    let numbers: Vec<f32> = bytes.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect();
+    Tensor::from_vec(numbers, dims, &Device::Cpu)
+}
