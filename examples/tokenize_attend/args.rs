@@ -63,9 +63,9 @@ pub struct Args {
     #[arg(long)]
     pub causal: bool,
 
-    /// Which attention layer of a checkpoint, from 0
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub layer: usize,
+    /// Which attention layer of a checkpoint, from 0; the last of a model that is attention alone, else 0, unless given
+    #[arg(long, value_name = "N")]
+    pub layer: Option<usize>,
 
     /// Show this head, from 0, instead of the mean of all
     #[arg(long, value_name = "N")]

@@ -31,7 +31,7 @@ const WITHOUT_NORM_BIAS: [&str; 4] = ["cohere", "cohere2", "modernbert", "mpt"];
 
 pub fn open(args: &Args, json: &Value, checkpoint: &Checkpoint, words: Words, device: &Device) -> Result<System> {
     let vb = checkpoint.var_builder(args.dtype, device)?;
-    let n = args.layer;
+    let n = args.layer.unwrap_or(0);
     let layer = if hf::latent_attention_config(json, n).is_ok() {
         hf::load_latent_attention(json, n, vb.clone()).map(Layer::Latent)
     } else {
@@ -55,7 +55,8 @@ pub fn open(args: &Args, json: &Value, checkpoint: &Checkpoint, words: Words, de
         n => format!("; the {n} blocks before layer {n} are not run"),
     };
     let (weights, embedded_by) = (format!("layer {n} of {model_type}"), format!("{embedded_by}{with_norm}{without}"));
-    Ok(System { words, layer, weights, embedded_by, embedding, norms })
+    let before = norms.into_iter().map(|norm| Box::new(norm) as _).collect();
+    Ok(System { words, layer, weights, embedded_by, embedding, before })
 }
 
 /// What stands in front of the attention of a layer.

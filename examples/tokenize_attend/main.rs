@@ -8,6 +8,9 @@
 //! after `torch.manual_seed(0)`. `--help` lists the other sources.
 
 mod args;
+#[path = "../common/attention_only.rs"]
+#[allow(dead_code, reason = "what the training uses")]
+mod attention_only;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "what other examples use")]
 mod common;

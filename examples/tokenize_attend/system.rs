@@ -11,11 +11,12 @@ use candle_attention::{
     MultiHeadLatentAttention, WeightLayout,
 };
 use candle_core::{Device, Error, Module, Result, Tensor, bail};
-use candle_nn::{LayerNorm, VarBuilder};
+use candle_nn::VarBuilder;
 use serde::Deserialize;
 use serde_json::Value;
 
 use crate::args::Args;
+use crate::attention_only::{AttentionOnly, AttentionOnlyConfig, Block};
 use crate::common::{fetch, one_line, read_json};
 use crate::hugging_face;
 
@@ -45,8 +46,8 @@ pub struct System {
     /// Where the hidden states come from.
     pub embedded_by: String,
     pub embedding: EmbeddingLayer,
-    /// Between the embedding and the layer, in order.
-    pub norms: Vec<LayerNorm>,
+    /// Between the embedding and the layer, in order: norms, and blocks of a model that is attention alone.
+    pub before: Vec<Box<dyn Module>>,
 }
 
 pub struct Words {
@@ -76,7 +77,7 @@ impl System {
 
     /// Ids (B, T) to the layer's input (B, T, E).
     pub fn hidden_states(&self, ids: &Tensor) -> Result<Tensor> {
-        self.norms.iter().try_fold(self.embedding.forward(ids)?, |hidden, norm| norm.forward(&hidden))
+        self.before.iter().try_fold(self.embedding.forward(ids)?, |hidden, module| module.forward(&hidden))
     }
 }
 
@@ -125,7 +126,7 @@ impl Layer {
 
 /// The tutorial's own layer, its weights drawn in PyTorch's order: embedding first.
 fn seeded(args: &Args, device: &Device) -> Result<System> {
-    refuse_layer(args, 1)?;
+    chosen_layer(args, 1, 0)?;
     let words = words(args, None)?;
     let seed = TorchSeed::new(args.seed);
     let vb = seed.var_builder(args.dtype, device);
@@ -133,7 +134,7 @@ fn seeded(args: &Args, device: &Device) -> Result<System> {
     let embedding = EmbeddingLayer::new(&EmbeddingConfig::new(words.tokenizer.vocab_size(), HIDDEN_SIZE), vb.clone())?;
     let layer = Layer::MultiHead(MultiHeadAttention::new(&cfg, vb)?);
     let drawn = format!("drawn as PyTorch draws them after torch.manual_seed({})", args.seed);
-    Ok(System { words, layer, embedded_by: drawn.clone(), weights: drawn, embedding, norms: vec![] })
+    Ok(System { words, layer, embedded_by: drawn.clone(), weights: drawn, embedding, before: vec![] })
 }
 
 /// The part of a `config.json` of `models/` that says how to run the folder.
@@ -174,6 +175,9 @@ fn folder(args: &Args, model: &Path, device: &Device) -> Result<System> {
         system.weights = format!("{}, {}", model.display(), system.weights);
         return Ok(system);
     }
+    if json.get("num_layers").is_some() {
+        return attention_only(args, json, &model, words, device);
+    }
     let refused = |error| {
         let path = config.display();
         Error::msg(format!("--model: {path} describes no attention layer ({error}); choose another folder"))
@@ -185,7 +189,7 @@ fn folder(args: &Args, model: &Path, device: &Device) -> Result<System> {
     };
     let cfg: MultiHeadAttentionConfig = serde_json::from_value(folder.layer).map_err(refused)?;
     refuse_cross_attention(&cfg)?;
-    refuse_layer(args, 1)?;
+    chosen_layer(args, 1, 0)?;
 
     let file = match folder.weights.as_deref().and_then(|weights| weights.strip_suffix("/model.safetensors")) {
         Some(sibling) => model.with_file_name(sibling).join("model.safetensors"),
@@ -210,7 +214,25 @@ fn folder(args: &Args, model: &Path, device: &Device) -> Result<System> {
     };
     check_vocabulary(&words, &embedding)?;
     let layer = Layer::MultiHead(MultiHeadAttention::load(&cfg, layout, vb)?);
-    Ok(System { words, layer, weights, embedded_by, embedding, norms: vec![] })
+    Ok(System { words, layer, weights, embedded_by, embedding, before: vec![] })
+}
+
+/// A model of attention layers alone, as the example `induction_heads` writes it; the blocks before the layer are run.
+fn attention_only(args: &Args, json: Value, model: &Path, words: Words, device: &Device) -> Result<System> {
+    let refused = |error| Error::msg(format!("--model: {} is no such model: {error}", model.display()));
+    let cfg: AttentionOnlyConfig = serde_json::from_value(json).map_err(refused)?;
+    let n = chosen_layer(args, cfg.num_layers, cfg.num_layers.saturating_sub(1))?;
+    let file = model.join("model.safetensors");
+    let AttentionOnly { embedding, mut blocks, .. } =
+        AttentionOnly::new(&cfg, Checkpoint::open(&file)?.var_builder(args.dtype, device)?)?;
+    check_vocabulary(&words, &embedding)?;
+    blocks.truncate(n + 1);
+    let Some(Block { norm, attention }) = blocks.pop() else { bail!("--model: {} has no layer", model.display()) };
+    let mut before: Vec<Box<dyn Module>> = blocks.into_iter().map(|block| Box::new(block) as _).collect();
+    before.push(Box::new(norm));
+    let weights = format!("{}, layer {n} of {}", file.display(), cfg.num_layers);
+    let embedded_by = "the model's own embedding, and what is before the layer".to_string();
+    Ok(System { words, layer: Layer::MultiHead(attention), weights, embedded_by, embedding, before })
 }
 
 /// A file that somebody exported: the layer is found by its names and shapes.
@@ -222,8 +244,7 @@ fn exported(args: &Args, file: &Path, device: &Device) -> Result<System> {
         let (path, names) = (file.display(), names.join(", "));
         bail!("{path} holds no attention layer that any layout names; its tensors begin with {names}")
     }
-    refuse_layer(args, layers.len())?;
-    let prefix = &layers[args.layer];
+    let prefix = &layers[chosen_layer(args, layers.len(), 0)?];
     let layout = match args.layout {
         Some(layout) => layout,
         None => checkpoint
@@ -247,7 +268,7 @@ fn exported(args: &Args, file: &Path, device: &Device) -> Result<System> {
     let place = if prefix.is_empty() { String::new() } else { format!(", {prefix}") };
     let causal = if cfg.causal() { ", causal by its mask buffer" } else { "" };
     let weights = format!("{}{place} (layout {layout}{causal})", file.display());
-    Ok(System { words, layer, weights, embedded_by, embedding, norms: vec![] })
+    Ok(System { words, layer, weights, embedded_by, embedding, before: vec![] })
 }
 
 /// The file's own table of width E, or a drawn one.
@@ -329,10 +350,10 @@ fn refuse_cross_attention(cfg: &MultiHeadAttentionConfig) -> Result<()> {
     Ok(())
 }
 
-/// An error if --layer names a layer that a source of `count` layers does not have.
-fn refuse_layer(args: &Args, count: usize) -> Result<()> {
-    if args.layer >= count {
-        bail!("--layer {} is out of range: there are {count}, numbered from 0", args.layer)
+/// --layer, or another where it is not given; an error for one that a source of `count` layers does not have.
+fn chosen_layer(args: &Args, count: usize, otherwise: usize) -> Result<usize> {
+    match args.layer.unwrap_or(otherwise) {
+        layer if layer >= count => bail!("--layer {layer} is out of range: there are {count}, numbered from 0"),
+        layer => Ok(layer),
     }
-    Ok(())
 }

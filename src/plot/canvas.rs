@@ -80,7 +80,7 @@ pub(super) struct Hack(FontRef<'static>);
 
 impl Hack {
     pub(super) fn new() -> Result<Self> {
-        let failed = |error| Error::Msg(format!("[heat_map] the font cannot be read: {error}"));
+        let failed = |error| Error::Msg(format!("[plot] the font cannot be read: {error}"));
         FontRef::try_from_slice(epaint_default_fonts::HACK_REGULAR).map_err(failed).map(Self)
     }
 
@@ -108,7 +108,7 @@ impl Bitmap {
     }
 
     pub(super) fn to_png(&self) -> Result<Vec<u8>> {
-        let failed = |error| Error::Msg(format!("[heat_map] the PNG cannot be encoded: {error}"));
+        let failed = |error| Error::Msg(format!("[plot] the PNG cannot be encoded: {error}"));
         let mut bytes = Vec::new();
         let mut encoder = png::Encoder::new(&mut bytes, self.size[0].unsigned_abs(), self.size[1].unsigned_abs());
         encoder.set_color(png::ColorType::Rgb);

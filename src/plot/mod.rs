@@ -1,4 +1,5 @@
-//! Heat maps of attention weights: in the terminal always, as SVG and PNG under the feature `plot`.
+//! Heat maps of attention weights: in the terminal always, as SVG and PNG under the feature `plot`, which has a line chart
+//! for the numbers of a training as well.
 //!
 //! ```
 //! use candle_attention::plot::{HeatMap, Heads, TerminalOptions};
@@ -13,12 +14,16 @@
 #[cfg(feature = "plot")]
 mod canvas;
 #[cfg(feature = "plot")]
+mod chart;
+#[cfg(feature = "plot")]
 mod picture;
 mod style;
 mod terminal;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
+#[cfg(feature = "plot")]
+pub use chart::LineChart;
 pub use terminal::{Color, TerminalOptions};
 
 /// The attention weights of one sequence with what is needed to read them: labels on both axes and a title.

@@ -48,17 +48,17 @@ const NUMBERED_CELL: (i32, i32) = (30, 20);
 const MAX_LABEL: usize = 20;
 const LABEL_EM: (i32, i32) = (9, 13);
 
-const WHITE: Rgb = [255; 3];
+pub(super) const WHITE: Rgb = [255; 3];
 const INK: Rgb = [34; 3];
 /// For what is read second: axis names, notes.
 const FAINT: Rgb = [96; 3];
-const FRAME: Rgb = [150; 3];
+pub(super) const FRAME: Rgb = [150; 3];
 
-const TITLE: Style = Style { em: 18, anchor: Anchor::Middle, color: INK, vertical: false };
+pub(super) const TITLE: Style = Style { em: 18, anchor: Anchor::Middle, color: INK, vertical: false };
 const CAPTION: Style = Style { em: 13, ..TITLE };
-const AXIS_NAME: Style = Style { em: 12, color: FAINT, ..TITLE };
+pub(super) const AXIS_NAME: Style = Style { em: 12, color: FAINT, ..TITLE };
 const NOTE: Style = Style { anchor: Anchor::Start, ..AXIS_NAME };
-const TICK: Style = Style { color: INK, ..NOTE };
+pub(super) const TICK: Style = Style { color: INK, ..NOTE };
 const NUMBER: Style = Style { em: 12, ..TITLE };
 
 impl HeatMap {
@@ -68,15 +68,7 @@ impl HeatMap {
     ///
     /// If the extension is neither, the file cannot be written, or the picture cannot be made.
     pub fn save(&self, path: impl AsRef<Path>, heads: Heads) -> Result<()> {
-        let path = path.as_ref();
-        let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
-        let bytes = match extension.to_ascii_lowercase().as_str() {
-            "svg" => self.to_svg(heads)?.into_bytes(),
-            "png" => self.to_png(heads)?,
-            _ => bail!("[heat_map] the extension of {} is {extension:?}; expected svg or png", path.display()),
-        };
-        std::fs::write(path, bytes)
-            .map_err(|error| Error::Msg(format!("[heat_map] cannot write {}: {error}", path.display())))
+        save("heat_map", path.as_ref(), || self.to_svg(heads), || self.to_png(heads))
     }
 
     /// The map as an SVG document: the title, a grid of panels (one for each head drawn) of T_q rows and T_kv columns,
@@ -292,7 +284,7 @@ impl<'a> Picture<'a> {
         let panels = map.panel_count(heads)?;
         let (_, queries, keys) = map.weights.dims3()?;
         let scale = Scale::of(map, heads)?;
-        let tick_columns = ticks(&scale, 0.0).iter().map(|(_, tick)| tick.len()).max().unwrap_or(0);
+        let tick_columns = ticks(scale.low, scale.high, 0.0).iter().map(|(_, tick)| tick.len()).max().unwrap_or(0);
         let content = Content {
             panels,
             queries: Axis::new(queries, map.query_labels.is_some(), |i| map.query_label(i)),
@@ -405,12 +397,28 @@ impl<'a> Picture<'a> {
             let color = gradient(1.0 - f64::from(step) / f64::from(BAR_STEPS - 1));
             canvas.rect([x, top, BAR_WIDTH, bottom - top], color);
         }
-        for (position, text) in &ticks(&self.scale, 1.5 * f64::from(TICK.em) / f64::from(height)) {
+        for (position, text) in &ticks(self.scale.low, self.scale.high, 1.5 * f64::from(TICK.em) / f64::from(height)) {
             // The numbers at the ends stay within the bar's length, out of the way of its name.
             let up = ((position * f64::from(height)).round() as i32).clamp(TICK.em / 2, height - TICK.em / 2);
             canvas.text(text, [x + BAR_WIDTH + LABEL_GAP, y + height - up], TICK);
         }
     }
+}
+
+/// Writes a picture in the format that the file's extension names.
+pub(super) fn save(
+    op: &str,
+    path: &Path,
+    to_svg: impl FnOnce() -> Result<String>,
+    to_png: impl FnOnce() -> Result<Vec<u8>>,
+) -> Result<()> {
+    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
+    let bytes = match extension.to_ascii_lowercase().as_str() {
+        "svg" => to_svg()?.into_bytes(),
+        "png" => to_png()?,
+        _ => bail!("[{op}] the extension of {} is {extension:?}; expected svg or png", path.display()),
+    };
+    std::fs::write(path, bytes).map_err(|error| Error::Msg(format!("[{op}] cannot write {}: {error}", path.display())))
 }
 
 /// In a grid the number of heads is plain to see.
@@ -421,25 +429,25 @@ fn caption(map: &HeatMap, heads: Heads, panel: usize) -> Result<String> {
     }
 }
 
-/// The positions and texts of the numbers at the colour bar: its ends, and round numbers between that are more than
-/// `clear` from them.
-fn ticks(scale: &Scale, clear: f64) -> Vec<(f64, String)> {
-    let mut ticks = vec![(0.0, tick(scale.low)), (1.0, tick(scale.high))];
-    let length = scale.high - scale.low;
+/// The positions and texts of the numbers along a scale: its ends, and round numbers between that are more than `clear`
+/// from them.
+pub(super) fn ticks(low: f64, high: f64, clear: f64) -> Vec<(f64, String)> {
+    let mut ticks = vec![(0.0, tick(low)), (1.0, tick(high))];
+    let length = high - low;
     let magnitude = 10f64.powf((length / 5.0).log10().floor());
     let step = [1.0, 2.0, 5.0, 10.0].map(|round| round * magnitude).into_iter().find(|step| length / step <= 5.0);
     if let Some(step) = step.filter(|step| step.is_normal()) {
-        let first = (scale.low / step).ceil();
+        let first = (low / step).ceil();
         // At most 6 are between the ends, however the quotient rounds.
         let values = (0..7).map(|i| (first + f64::from(i)) * step);
-        let inner = values.map(|value| ((value - scale.low) / length, tick(value)));
+        let inner = values.map(|value| ((value - low) / length, tick(value)));
         ticks.extend(inner.filter(|(position, _)| *position > clear && *position < 1.0 - clear));
     }
     ticks
 }
 
 /// The width of `columns` terminal columns of the embedded font: each glyph of Hack advances 1233/2048 em.
-fn text_width(columns: usize, em: i32) -> i32 {
+pub(super) fn text_width(columns: usize, em: i32) -> i32 {
     (columns as f64 * f64::from(em) * 1233.0 / 2048.0).ceil() as i32
 }
 

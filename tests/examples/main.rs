@@ -3,6 +3,7 @@
 mod checkpoints;
 #[path = "../common/mod.rs"]
 mod common;
+mod induction_heads;
 mod misuse;
 mod output;
 mod process;

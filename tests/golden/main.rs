@@ -15,7 +15,8 @@ fn every_folder_of_models_has_a_test() {
     for entry in std::fs::read_dir(common::models()).expect("models/ is there") {
         let entry = entry.expect("models/ can be listed");
         let name = entry.file_name().into_string().expect("folders have plain names");
-        if entry.path().join("config.json").is_file() {
+        // What the example of that name trained has no numbers of PyTorch; the tests of the examples run it.
+        if entry.path().join("config.json").is_file() && name != "induction_heads" {
             assert!(tested.contains(&name.as_str()), "no test reads models/{name}");
         }
     }

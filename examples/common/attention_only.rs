@@ -1,0 +1,83 @@
+//! A transformer of attention layers alone: what `induction_heads` trains and `tokenize_attend` shows.
+
+use candle_attention::text::{EmbeddingConfig, EmbeddingLayer};
+use candle_attention::{AttentionInput, AttentionOutput, MultiHeadAttention, MultiHeadAttentionConfig};
+use candle_core::{Module, Result, Tensor, bail};
+use candle_nn::{LayerNorm, Linear, VarBuilder, layer_norm_no_bias, linear_no_bias};
+use serde::{Deserialize, Serialize};
+
+/// What `config.json` says.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct AttentionOnlyConfig {
+    pub vocab_size: usize,
+    pub num_layers: usize,
+    /// Of every layer.
+    pub layer: MultiHeadAttentionConfig,
+}
+
+/// Tokens to the logits of the tokens that follow: an embedding, blocks, a norm and a head.
+pub struct AttentionOnly {
+    pub embedding: EmbeddingLayer,
+    pub blocks: Vec<Block>,
+    norm: LayerNorm,
+    head: Linear,
+}
+
+/// `xs + attention(norm(xs))`.
+#[derive(Clone)]
+pub struct Block {
+    pub norm: LayerNorm,
+    pub attention: MultiHeadAttention,
+}
+
+impl AttentionOnly {
+    pub fn new(cfg: &AttentionOnlyConfig, vb: VarBuilder) -> Result<Self> {
+        let width = cfg.layer.embed_dim();
+        if cfg.num_layers == 0 {
+            bail!("a model needs at least one layer, found num_layers 0")
+        }
+        // Candle differentiates norms without a bias only.
+        let norm = |vb| layer_norm_no_bias(width, 1e-5, vb);
+        let block = |n| {
+            let vb = vb.pp("layers").pp(n);
+            let attention = MultiHeadAttention::new(&cfg.layer, vb.pp("self_attn"))?;
+            Ok(Block { norm: norm(vb.pp("norm"))?, attention })
+        };
+        Ok(Self {
+            embedding: EmbeddingLayer::new(&EmbeddingConfig::new(cfg.vocab_size, width), vb.clone())?,
+            blocks: (0..cfg.num_layers).map(block).collect::<Result<_>>()?,
+            norm: norm(vb.pp("norm"))?,
+            head: linear_no_bias(width, cfg.vocab_size, vb.pp("lm_head"))?,
+        })
+    }
+
+    /// Ids (B, T) to logits (B, T, V).
+    pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        let xs = self.blocks.iter().try_fold(self.embedding.forward(ids)?, |xs, block| block.forward(&xs))?;
+        self.head.forward(&self.norm.forward(&xs)?)
+    }
+
+    /// What each layer attends to: weights (B, H, T, T).
+    pub fn attention_weights(&self, ids: &Tensor) -> Result<Vec<Tensor>> {
+        let mut xs = self.embedding.forward(ids)?;
+        let mut all = Vec::new();
+        for block in &self.blocks {
+            let AttentionOutput { context, weights } = block.attend(&xs)?;
+            xs = (xs + context)?;
+            all.push(weights);
+        }
+        Ok(all)
+    }
+}
+
+impl Block {
+    fn attend(&self, xs: &Tensor) -> Result<AttentionOutput> {
+        self.attention.forward_with_weights(AttentionInput::new(&self.norm.forward(xs)?))
+    }
+}
+
+impl Module for Block {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        self.attention.forward_with(AttentionInput::new(&self.norm.forward(xs)?).with_residual(xs))
+    }
+}

@@ -1,0 +1,42 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::Parser;
+
+/// Trains a transformer of two attention layers on random sequences that repeat, until an induction head forms: a head
+/// that attends to the token after the previous copy of the present one.
+#[derive(Debug, Parser)]
+#[command(name = "induction_heads")]
+pub struct Args {
+    /// Where the model, its checkpoints and its pictures go
+    #[arg(long, value_name = "DIR", default_value = "target/induction_heads")]
+    pub out: PathBuf,
+
+    /// Goes on from the last checkpoint in --out, which is at most --save-every steps old
+    #[arg(long)]
+    pub resume: bool,
+
+    /// The most steps of training
+    #[arg(long, value_name = "N", default_value_t = 3000, value_parser = positive)]
+    pub steps: usize,
+
+    /// The share of its weight that the best head puts on tokens after a previous copy before training ends
+    #[arg(long, value_name = "SHARE", default_value_t = 0.95)]
+    pub until: f64,
+
+    /// Steps between two checkpoints
+    #[arg(long, value_name = "N", default_value_t = 50, value_parser = positive)]
+    pub save_every: usize,
+
+    /// Of the first weights and of all sequences
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+}
+
+fn positive(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(number) if number > 0 => Ok(number),
+        _ => Err("expected a number above 0".into()),
+    }
+}

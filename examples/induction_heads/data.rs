@@ -1,0 +1,85 @@
+//! Random sequences that repeat, and how well a head copies from them.
+
+use candle_core::{Device, Result, Tensor};
+use rand_mt::Mt64;
+
+/// Words that the model knows, all alike to it.
+pub const WORDS: [&str; 64] = [
+    "?", "a", "all", "and", "are", "at", "be", "bird", "blue", "book", "but", "by", "cat", "come", "day", "dog", "eat", "fish",
+    "for", "friend", "from", "go", "good", "green", "have", "hello", "house", "how", "i", "in", "is", "it", "like", "mat", "my",
+    "night", "not", "of", "on", "or", "over", "rain", "red", "river", "said", "sat", "see", "she", "song", "sun", "that",
+    "the", "they", "this", "to", "tree", "under", "walk", "was", "we", "wind", "with", "world", "you",
+];
+/// Tokens of a sequence.
+pub const LENGTH: usize = 96;
+/// The fewest and the most tokens of a block.
+const PERIODS: [usize; 2] = [8, 48];
+
+/// Sequences (B, LENGTH), each a block of random words over and over. Blocks differ in length, so that how far back the
+/// copy lies can be found from the words only.
+pub struct Batch {
+    tokens: Vec<Vec<u32>>,
+    /// Of each sequence, the length of its block.
+    periods: Vec<usize>,
+}
+
+impl Batch {
+    /// The same for the same seed and step.
+    pub fn draw(size: usize, seed: u64, step: u64) -> Self {
+        let mut generator = Mt64::new_with_key([seed, step]);
+        let mut below = |n: usize| (generator.next_u64() % n as u64) as usize;
+        let mut batch = Self { tokens: Vec::new(), periods: Vec::new() };
+        for _ in 0..size {
+            let period = PERIODS[0] + below(PERIODS[1] - PERIODS[0] + 1);
+            let block: Vec<_> = (0..period).map(|_| below(WORDS.len()) as u32).collect();
+            batch.tokens.push((0..LENGTH).map(|t| block[t % period]).collect());
+            batch.periods.push(period);
+        }
+        batch
+    }
+
+    pub fn ids(&self, device: &Device) -> Result<Tensor> {
+        Tensor::new(self.tokens.concat(), device)?.reshape(((), LENGTH))
+    }
+
+    /// The places, counted through the batch, whose next token follows from what came before, and these next tokens.
+    pub fn copies(&self, device: &Device) -> Result<Copies> {
+        let (mut places, mut next) = (Vec::new(), Vec::new());
+        for (row, (tokens, &period)) in self.tokens.iter().zip(&self.periods).enumerate() {
+            for t in period..LENGTH - 1 {
+                places.push((row * LENGTH + t) as u32);
+                next.push(tokens[t + 1]);
+            }
+        }
+        Ok(Copies { places: Tensor::new(places, device)?, next: Tensor::new(next, device)? })
+    }
+
+    /// Of each head, the share of its weights (B, H, T, T) that queries in a repetition put on tokens after a previous copy
+    /// of theirs.
+    pub fn induction(&self, weights: &Tensor) -> Result<Vec<f32>> {
+        let after_a_copy = |row: usize| {
+            let (tokens, period) = (&self.tokens[row], self.periods[row]);
+            move |(query, key): (usize, usize)| {
+                query >= period && (1..=query).contains(&key) && tokens[key - 1] == tokens[query]
+            }
+        };
+        let mut marks = Vec::with_capacity(self.tokens.len() * LENGTH * LENGTH);
+        let mut queries = 0;
+        for row in 0..self.tokens.len() {
+            let is_marked = after_a_copy(row);
+            marks.extend((0..LENGTH * LENGTH).map(|at| f32::from(u8::from(is_marked((at / LENGTH, at % LENGTH))))));
+            queries += LENGTH - self.periods[row];
+        }
+        let marks = Tensor::from_vec(marks, (self.tokens.len(), 1, LENGTH, LENGTH), weights.device())?;
+        let sums = weights.broadcast_mul(&marks)?.sum((0, 2, 3))?;
+        (sums / queries as f64)?.to_vec1()
+    }
+}
+
+/// Where a batch repeats, and what comes next there.
+pub struct Copies {
+    /// (N,), into the rows (B·T, ..) of a batch.
+    pub places: Tensor,
+    /// (N,).
+    pub next: Tensor,
+}

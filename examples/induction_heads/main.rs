@@ -1,0 +1,129 @@
+//! An induction head forms: two layers of attention learn to continue what they have seen before.
+//!
+//! ```sh
+//! cargo run --features plot --example induction_heads
+//! ```
+//!
+//! The first layer learns to attend to the previous token, and the second, with that, to the token after the previous copy
+//! of the present one (Olsson et al., "In-context Learning and Induction Heads", 2022). `--out` holds `model.safetensors`
+//! with its `config.json` and `tokenizer.json`, which `tokenize_attend --model DIR` shows; `checkpoint.safetensors`, from
+//! which `--resume` goes on; and with the feature `plot` the loss and the second layer's weights before and after.
+
+mod args;
+#[path = "../common/attention_only.rs"]
+mod attention_only;
+#[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "what other examples use")]
+mod common;
+mod data;
+mod train;
+
+use std::process::ExitCode;
+
+use candle_attention::plot::{HeatMap, Heads, TerminalOptions};
+use candle_attention::text::SimpleTokenizer;
+use candle_attention::{MultiHeadAttentionConfig, RopeConfig};
+use candle_core::{Device, Error, Result};
+
+use args::Args;
+use attention_only::AttentionOnlyConfig;
+use data::WORDS;
+use train::{Measurement, Training, checkpoint};
+
+/// What the pictures show: a sentence, said twice.
+const SENTENCE: &str = "the cat sat on my red mat and the dog sat on my blue book and the cat sat on my red mat";
+const WIDTH: usize = 64;
+const HEADS: usize = 2;
+
+fn main() -> ExitCode {
+    common::main(|args| run(&args))
+}
+
+fn run(args: &Args) -> Result<()> {
+    let layer = MultiHeadAttentionConfig::new(WIDTH, HEADS).with_causal(true).with_rope(RopeConfig::new(10_000.0));
+    let cfg = AttentionOnlyConfig { vocab_size: WORDS.len(), num_layers: 2, layer };
+    let tokenizer = SimpleTokenizer::from_words(WORDS)?;
+    std::fs::create_dir_all(&args.out)
+        .map_err(|error| Error::msg(format!("--out: cannot make {}: {error}", args.out.display())))?;
+
+    let mut training = Training::new(&cfg, args.seed)?;
+    let before = heat_map(&training, &tokenizer, "before training")?;
+    if args.resume {
+        training.resume(&checkpoint(args))?;
+    }
+    train(&mut training, args)?;
+
+    training.save(&args.out.join("model.safetensors"), false)?;
+    tokenizer.save(args.out.join("tokenizer.json"))?;
+    let json = serde_json::to_string_pretty(&cfg).map_err(Error::wrap)?;
+    std::fs::write(args.out.join("config.json"), json + "\n")?;
+    let after = heat_map(&training, &tokenizer, &format!("after {} steps", training.next_step()))?;
+    common::print(&format!("\n{}\n", after.to_terminal(Heads::All, &TerminalOptions::detect())?))?;
+    common::print(&format!("{}\n", pictures(args, &training.history, &before, &after)?))
+}
+
+/// Trains until a head has formed or the steps are over.
+fn train(training: &mut Training, args: &Args) -> Result<()> {
+    let bar = common::bar("training", "steps");
+    bar.set_length(args.steps as u64);
+    let say = |text: &str| bar.suspend(|| common::print(text));
+    say(" step   loss  copied  on the token after the previous copy\n")?;
+    let mut step = training.next_step();
+    bar.set_position(step as u64);
+    if training.history.is_empty() {
+        say(&row(training.measure(step)?))?;
+    }
+    let mut has_formed = training.history.last().is_some_and(|last| f64::from(last.induction) >= args.until);
+    while step < args.steps && !has_formed {
+        training.step(step)?;
+        step += 1;
+        bar.set_position(step as u64);
+        if step % args.save_every == 0 || step == args.steps {
+            let measured = training.measure(step)?;
+            has_formed = f64::from(measured.induction) >= args.until;
+            say(&row(measured))?;
+            training.save(&checkpoint(args), true)?;
+        }
+    }
+    bar.finish_and_clear();
+    let end = if has_formed { "an induction head has formed" } else { "no induction head has formed yet" };
+    common::print(&format!("{end} after {step} steps\n"))
+}
+
+fn row(measured: &Measurement) -> String {
+    let Measurement { step, loss, copied, induction } = measured;
+    format!("{step:>5} {loss:>6.3} {:>5.1} %  {induction:.2}\n", 100.0 * copied)
+}
+
+/// The last layer's weights over a sentence.
+fn heat_map(training: &Training, tokenizer: &SimpleTokenizer, when: &str) -> Result<HeatMap> {
+    let encoding = tokenizer.encode_batch(&[SENTENCE]).map_err(Error::wrap)?;
+    let weights = training.attention_weights(&encoding.ids_tensor(&Device::Cpu)?)?;
+    HeatMap::new(&weights)?.with_tokens(&encoding.tokens()[0]).map(|map| map.with_title(format!("Second layer {when}")))
+}
+
+/// Draws the pictures, and says what is where.
+#[cfg(feature = "plot")]
+fn pictures(args: &Args, history: &[Measurement], before: &HeatMap, after: &HeatMap) -> Result<String> {
+    use candle_attention::plot::LineChart;
+
+    let points: Vec<_> = history.iter().map(|m| [m.step as f64, f64::from(m.loss)]).collect();
+    let ends = [points[0][0], points[points.len() - 1][0]];
+    let guess = (WORDS.len() as f64).ln();
+    let chart = LineChart::new("Continuing what repeats", "step", "loss (nats)")
+        .with_line("a guess", &ends.map(|step| [step, guess]))?
+        .with_line("the model", &points)?;
+    for extension in ["svg", "png"] {
+        let file = |name: &str| args.out.join(name).with_extension(extension);
+        chart.save(file("loss"))?;
+        before.save(file("before"), Heads::All)?;
+        after.save(file("after"), Heads::All)?;
+    }
+    Ok(format!("model, checkpoint, loss.svg, before.svg and after.svg (and .png) are in {}", args.out.display()))
+}
+
+#[cfg(not(feature = "plot"))]
+fn pictures(args: &Args, _: &[Measurement], _: &HeatMap, _: &HeatMap) -> Result<String> {
+    let out = args.out.display();
+    Ok(format!("model and checkpoint are in {out}; pictures need `cargo run --features plot --example induction_heads`"))
+}

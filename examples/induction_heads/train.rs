@@ -1,0 +1,140 @@
+//! The training: steps, their measurements, and checkpoints from which it goes on.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use candle_attention::init::TorchSeed;
+use candle_core::{D, DType, Device, Error, Result, Tensor, bail, safetensors};
+use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap, loss};
+
+use crate::args::Args;
+use crate::attention_only::{AttentionOnly, AttentionOnlyConfig};
+use crate::data::Batch;
+
+const DEVICE: Device = Device::Cpu;
+const BATCH: usize = 32;
+const LEARNING_RATE: f64 = 2e-3;
+/// Steps over which the learning rate rises, at the start and after a checkpoint.
+const WARM_UP: usize = 50;
+/// The step of the sequences that measure; no training comes this far.
+const MEASURED: u64 = u64::MAX;
+const HISTORY: &str = "history";
+
+pub struct Training {
+    pub model: AttentionOnly,
+    variables: VarMap,
+    optimizer: AdamW,
+    measured: Batch,
+    seed: u64,
+    /// Steps since the optimiser began.
+    warmth: usize,
+    pub history: Vec<Measurement>,
+}
+
+/// How far the model is, over sequences that it is not trained on.
+#[derive(Debug, Clone)]
+pub struct Measurement {
+    pub step: usize,
+    /// The mean cross-entropy in nats where the sequences repeat.
+    pub loss: f32,
+    /// The share of next tokens that are found there.
+    pub copied: f32,
+    /// The share of weight on tokens after a previous copy, of the best head of the last layer.
+    pub induction: f32,
+}
+
+impl Training {
+    /// With weights as PyTorch draws them.
+    pub fn new(cfg: &AttentionOnlyConfig, seed: u64) -> Result<Self> {
+        let drawn = TorchSeed::new(seed).var_builder(DType::F32, &DEVICE);
+        AttentionOnly::new(cfg, drawn.clone())?;
+        let variables = VarMap::new();
+        let model = AttentionOnly::new(cfg, VarBuilder::from_varmap(&variables, DType::F32, &DEVICE))?;
+        for (name, variable) in variables.data().lock().map_err(|_| Error::msg("the variables are lost"))?.iter() {
+            variable.set(&drawn.get_unchecked(name)?)?;
+        }
+        let optimizer = AdamW::new(variables.all_vars(), ParamsAdamW { lr: 0.0, ..Default::default() })?;
+        let measured = Batch::draw(BATCH, seed, MEASURED);
+        Ok(Self { model, variables, optimizer, measured, seed, warmth: 0, history: Vec::new() })
+    }
+
+    /// Goes on where a checkpoint is; the moments of the optimiser begin anew.
+    pub fn resume(&mut self, file: &Path) -> Result<()> {
+        if !file.is_file() {
+            bail!("--resume: there is no {}; run without --resume first", file.display())
+        }
+        let mut tensors = safetensors::load(file, &DEVICE)?;
+        let Some(history) = tensors.remove(HISTORY) else {
+            bail!("--resume: {} is no checkpoint of this program: it has no {HISTORY:?}", file.display())
+        };
+        for (name, variable) in self.variables.data().lock().map_err(|_| Error::msg("the variables are lost"))?.iter() {
+            let Some(value) = tensors.get(name) else {
+                bail!("--resume: {} has no {name:?}, which the model has", file.display())
+            };
+            variable.set(value)?;
+        }
+        let row = |row: Vec<f32>| match *row {
+            [step, loss, copied, induction] => Ok(Measurement { step: step as usize, loss, copied, induction }),
+            _ => bail!("--resume: {} has a history of another form", file.display()),
+        };
+        self.history = history.to_vec2()?.into_iter().map(row).collect::<Result<_>>()?;
+        Ok(())
+    }
+
+    /// The step that comes next.
+    pub fn next_step(&self) -> usize {
+        self.history.last().map_or(0, |last| last.step)
+    }
+
+    pub fn step(&mut self, step: usize) -> Result<()> {
+        self.warmth += 1;
+        self.optimizer.set_learning_rate(LEARNING_RATE * (self.warmth as f64 / WARM_UP as f64).min(1.0));
+        let batch = Batch::draw(BATCH, self.seed, step as u64);
+        let (logits, next) = self.logits(&batch)?;
+        self.optimizer.backward_step(&loss::cross_entropy(&logits, &next)?)
+    }
+
+    /// Logits (N, V) where a batch repeats, and the tokens (N,) that come next there.
+    fn logits(&self, batch: &Batch) -> Result<(Tensor, Tensor)> {
+        let copies = batch.copies(&DEVICE)?;
+        let logits = self.model.forward(&batch.ids(&DEVICE)?)?.flatten_to(1)?;
+        Ok((logits.index_select(&copies.places, 0)?, copies.next))
+    }
+
+    /// After so many steps; kept in the history.
+    pub fn measure(&mut self, step: usize) -> Result<&Measurement> {
+        let (logits, next) = self.logits(&self.measured)?;
+        let copied = logits.argmax(D::Minus1)?.eq(&next)?.to_dtype(DType::F32)?.mean_all()?.to_scalar()?;
+        let weights = self.attention_weights(&self.measured.ids(&DEVICE)?)?;
+        let induction = self.measured.induction(&weights)?.into_iter().fold(0.0, f32::max);
+        let loss = loss::cross_entropy(&logits, &next)?.to_scalar()?;
+        self.history.push(Measurement { step, loss, copied, induction });
+        Ok(&self.history[self.history.len() - 1])
+    }
+
+    /// What the last layer attends to: (B, H, T, T).
+    pub fn attention_weights(&self, ids: &Tensor) -> Result<Tensor> {
+        let mut weights = self.model.attention_weights(ids)?;
+        weights.pop().ok_or_else(|| Error::msg("a model has at least one layer"))
+    }
+
+    /// The parameters, and with `history` what [`resume`](Self::resume) needs. A run that is killed meanwhile leaves the
+    /// file as it was.
+    pub fn save(&self, file: &Path, history: bool) -> Result<()> {
+        let variables = self.variables.data().lock().map_err(|_| Error::msg("the variables are lost"))?;
+        let mut tensors: HashMap<_, _> =
+            variables.iter().map(|(name, variable)| (name.clone(), variable.as_detached_tensor())).collect();
+        if history {
+            let rows = self.history.iter().flat_map(|m| [m.step as f32, m.loss, m.copied, m.induction]);
+            tensors.insert(HISTORY.into(), Tensor::from_iter(rows, &DEVICE)?.reshape(((), 4))?);
+        }
+        let unfinished = file.with_extension("unfinished");
+        safetensors::save(&tensors, &unfinished)?;
+        std::fs::rename(&unfinished, file)?;
+        Ok(())
+    }
+}
+
+pub fn checkpoint(args: &Args) -> PathBuf {
+    args.out.join("checkpoint.safetensors")
+}

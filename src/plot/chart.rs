@@ -1,0 +1,180 @@
+//! A line chart as SVG and PNG, on the canvases of the heat map. All lengths are pixels.
+
+use std::path::Path;
+
+use candle_core::{Result, bail};
+
+use super::canvas::{Anchor, Bitmap, Canvas, Hack, Style, Svg};
+use super::picture::{AXIS_NAME, FRAME, TICK, TITLE, WHITE, save, text_width, ticks};
+use super::style::{Rgb, gradient, safe};
+
+const SIZE: [i32; 2] = [720, 420];
+/// What the axes enclose: left, top, right, bottom.
+const AREA: [i32; 4] = [76, 52, 696, 356];
+const GRID: Rgb = [225; 3];
+const TICK_LENGTH: i32 = 5;
+const LINE_WIDTH: i32 = 2;
+/// Between two names of lines.
+const NAME_GAP: i32 = 16;
+
+/// Numbers over a common axis as lines: the loss over the steps of a training, say. Needs the feature `plot`.
+///
+/// ```
+/// use candle_attention::plot::LineChart;
+///
+/// let chart = LineChart::new("training", "step", "loss").with_line("loss", &[[0.0, 4.2], [50.0, 3.1], [100.0, 0.4]])?;
+/// assert!(chart.to_svg()?.starts_with("<svg "));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+#[must_use]
+pub struct LineChart {
+    title: String,
+    x_name: String,
+    y_name: String,
+    lines: Vec<Line>,
+}
+
+#[derive(Debug, Clone)]
+struct Line {
+    name: String,
+    points: Vec<[f64; 2]>,
+}
+
+/// Numbers along one axis and the pixels that they are drawn at.
+struct Axis {
+    low: f64,
+    high: f64,
+    start: i32,
+    end: i32,
+}
+
+impl Axis {
+    /// Over numbers of all lines; `include` is on the axis, whatever the numbers are.
+    fn new(numbers: impl Iterator<Item = f64>, include: f64, [start, end]: [i32; 2]) -> Self {
+        let (low, high) = numbers.fold((include, include), |(low, high), number| (low.min(number), high.max(number)));
+        // One number alone still needs an axis of some length.
+        Self { low, high: if high > low { high } else { low + 1.0 }, start, end }
+    }
+
+    fn pixel(&self, number: f64) -> f64 {
+        let share = (number - self.low) / (self.high - self.low);
+        f64::from(self.start) + share * f64::from(self.end - self.start)
+    }
+
+    /// The pixels of round numbers, and their texts.
+    fn ticks(&self) -> impl Iterator<Item = (i32, String)> {
+        let clear = 1.5 * f64::from(TICK.em) / f64::from((self.end - self.start).abs());
+        let length = f64::from(self.end - self.start);
+        ticks(self.low, self.high, clear)
+            .into_iter()
+            .map(move |(share, text)| (self.start + (share * length).round() as i32, text))
+    }
+}
+
+impl LineChart {
+    /// A chart without lines; the names are those of its axes.
+    pub fn new(title: impl AsRef<str>, x_name: impl AsRef<str>, y_name: impl AsRef<str>) -> Self {
+        let [title, x_name, y_name] = [title.as_ref(), x_name.as_ref(), y_name.as_ref()].map(safe);
+        Self { title, x_name, y_name, lines: Vec::new() }
+    }
+
+    /// With a line through points \[x, y\] in the order of their x.
+    ///
+    /// # Errors
+    /// For no points, points that are not in order, and numbers that are not finite.
+    pub fn with_line(mut self, name: impl AsRef<str>, points: &[[f64; 2]]) -> Result<Self> {
+        let name = safe(name.as_ref());
+        if points.is_empty() || points.iter().flatten().any(|number| !number.is_finite() || number.abs() > 1e300) {
+            bail!("[line_chart] the line {name:?} has {} points, expected at least one, all finite", points.len())
+        }
+        if let Some(pair) = points.windows(2).find(|pair| pair[0][0] > pair[1][0]) {
+            bail!("[line_chart] the line {name:?} goes from x = {} back to {}", pair[0][0], pair[1][0])
+        }
+        self.lines.push(Line { name, points: points.to_vec() });
+        Ok(self)
+    }
+
+    /// Writes the chart to `path` as SVG or PNG, by the extension.
+    ///
+    /// # Errors
+    /// If the extension is neither, the file cannot be written, or there is no line.
+    pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
+        save("line_chart", path.as_ref(), || self.to_svg(), || self.to_png())
+    }
+
+    /// The chart as an SVG document of 720 x 420 pixels.
+    ///
+    /// # Errors
+    /// If there is no line.
+    pub fn to_svg(&self) -> Result<String> {
+        let mut svg = Svg::new(SIZE);
+        self.draw(&mut svg)?;
+        Ok(svg.finish())
+    }
+
+    /// The same picture as a PNG file.
+    ///
+    /// # Errors
+    /// If there is no line.
+    pub fn to_png(&self) -> Result<Vec<u8>> {
+        let mut bitmap = Bitmap::new(Hack::new()?, SIZE);
+        self.draw(&mut bitmap)?;
+        bitmap.to_png()
+    }
+
+    fn draw(&self, canvas: &mut dyn Canvas) -> Result<()> {
+        let Some(first) = self.lines.first() else { bail!("[line_chart] there is no line to draw") };
+        let points = || self.lines.iter().flat_map(|line| &line.points);
+        let [left, top, right, bottom] = AREA;
+        let x_axis = Axis::new(points().map(|point| point[0]), first.points[0][0], [left, right]);
+        let y_axis = Axis::new(points().map(|point| point[1]), 0.0, [bottom, top]);
+
+        canvas.rect([0, 0, SIZE[0], SIZE[1]], WHITE);
+        canvas.text(&self.title, [SIZE[0] / 2, TITLE.em], TITLE);
+        for (y, text) in y_axis.ticks() {
+            canvas.rect([left, y, right - left, 1], GRID);
+            canvas.text(&text, [left - 2 * TICK_LENGTH, y], Style { anchor: Anchor::End, ..TICK });
+        }
+        for (x, text) in x_axis.ticks() {
+            canvas.rect([x, bottom, 1, TICK_LENGTH], FRAME);
+            canvas.text(&text, [x, bottom + TICK_LENGTH + TICK.em], Style { anchor: Anchor::Middle, ..TICK });
+        }
+        canvas.rect([left, top, 1, bottom - top], FRAME);
+        canvas.rect([left, bottom, right - left, 1], FRAME);
+        canvas.text(&self.x_name, [(left + right) / 2, SIZE[1] - AXIS_NAME.em], AXIS_NAME);
+        canvas.text(&self.y_name, [AXIS_NAME.em + 4, (top + bottom) / 2], Style { vertical: true, ..AXIS_NAME });
+
+        let mut name_end = right;
+        for (index, line) in self.lines.iter().enumerate().rev() {
+            let color = gradient(0.25 + 0.6 * index as f64 / self.lines.len() as f64);
+            line.draw(canvas, &x_axis, &y_axis, color);
+            canvas.text(&line.name, [name_end, top - TICK.em], Style { anchor: Anchor::End, color, ..TICK });
+            name_end -= text_width(line.name.chars().count(), TICK.em) + NAME_GAP;
+        }
+        Ok(())
+    }
+}
+
+impl Line {
+    /// In each column of pixels, what the line passes through there.
+    fn draw(&self, canvas: &mut dyn Canvas, x_axis: &Axis, y_axis: &Axis, color: Rgb) {
+        let pixel = |point: &[f64; 2]| [x_axis.pixel(point[0]), y_axis.pixel(point[1])];
+        let mut column = |x: i32, from: f64, to: f64| {
+            let [top, bottom] = [from.min(to), from.max(to)].map(|y| y.round() as i32);
+            canvas.rect([x, top - LINE_WIDTH / 2, LINE_WIDTH, bottom - top + LINE_WIDTH], color);
+        };
+        if let [point] = self.points.as_slice() {
+            let [x, y] = pixel(point);
+            column(x.round() as i32, y, y);
+        }
+        for pair in self.points.windows(2) {
+            let ([x0, y0], [x1, y1]) = (pixel(&pair[0]), pixel(&pair[1]));
+            let at = |x: f64| if x1 > x0 { y0 + (y1 - y0) * ((x - x0) / (x1 - x0)).clamp(0.0, 1.0) } else { y1 };
+            for x in x0.round() as i32..=x1.round() as i32 {
+                let middle = f64::from(x);
+                column(x, if x1 > x0 { at(middle - 0.5) } else { y0 }, at(middle + 0.5));
+            }
+        }
+    }
+}
