@@ -5,10 +5,11 @@ use rand_mt::Mt64;
 
 /// Words that the model knows, all alike to it.
 pub const WORDS: [&str; 64] = [
-    "?", "a", "all", "and", "are", "at", "be", "bird", "blue", "book", "but", "by", "cat", "come", "day", "dog", "eat", "fish",
-    "for", "friend", "from", "go", "good", "green", "have", "hello", "house", "how", "i", "in", "is", "it", "like", "mat", "my",
-    "night", "not", "of", "on", "or", "over", "rain", "red", "river", "said", "sat", "see", "she", "song", "sun", "that",
-    "the", "they", "this", "to", "tree", "under", "walk", "was", "we", "wind", "with", "world", "you",
+    "?", "a", "all", "and", "are", "at", "be", "bird", "blue", "book", "but", "by", "cat", "come", "day", "dog", "eat",
+    "fish", "for", "friend", "from", "go", "good", "green", "have", "hello", "house", "how", "i", "in", "is", "it",
+    "like", "mat", "my", "night", "not", "of", "on", "or", "over", "rain", "red", "river", "said", "sat", "see", "she",
+    "song", "sun", "that", "the", "they", "this", "to", "tree", "under", "walk", "was", "we", "wind", "with", "world",
+    "you",
 ];
 /// Tokens of a sequence.
 pub const LENGTH: usize = 96;

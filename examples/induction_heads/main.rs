@@ -20,7 +20,7 @@ mod train;
 
 use std::process::ExitCode;
 
-use candle_attention::plot::{HeatMap, Heads, TerminalOptions};
+use candle_attention::plot::{Heads, HeatMap, TerminalOptions};
 use candle_attention::text::SimpleTokenizer;
 use candle_attention::{MultiHeadAttentionConfig, RopeConfig};
 use candle_core::{Device, Error, Result};
@@ -78,7 +78,7 @@ fn train(training: &mut Training, args: &Args) -> Result<()> {
         training.step(step)?;
         step += 1;
         bar.set_position(step as u64);
-        if step % args.save_every == 0 || step == args.steps {
+        if step.is_multiple_of(args.save_every) || step == args.steps {
             let measured = training.measure(step)?;
             has_formed = f64::from(measured.induction) >= args.until;
             say(&row(measured))?;
@@ -125,5 +125,7 @@ fn pictures(args: &Args, history: &[Measurement], before: &HeatMap, after: &Heat
 #[cfg(not(feature = "plot"))]
 fn pictures(args: &Args, _: &[Measurement], _: &HeatMap, _: &HeatMap) -> Result<String> {
     let out = args.out.display();
-    Ok(format!("model and checkpoint are in {out}; pictures need `cargo run --features plot --example induction_heads`"))
+    Ok(format!(
+        "model and checkpoint are in {out}; pictures need `cargo run --features plot --example induction_heads`"
+    ))
 }

@@ -89,6 +89,9 @@ let vb = weights::open("attention.safetensors", DType::F32, &Device::Cpu)?;
 let layout = WeightLayout::detect(&vb)?;
 let mha = MultiHeadAttention::load(&cfg, layout, vb)?;
 ```
+
+[induction_heads](induction_heads) is none of these: a model of two attention layers that this crate trained
+(`cargo run --features plot --example induction_heads`), to be looked at with `tokenize_attend --model induction_heads`.
 """
 
 

@@ -82,11 +82,14 @@ impl LineChart {
     /// With a line through points \[x, y\] in the order of their x.
     ///
     /// # Errors
-    /// For no points, points that are not in order, and numbers that are not finite.
+    /// For no points, points that are not in order, and numbers that are not finite or beyond ±1e300.
     pub fn with_line(mut self, name: impl AsRef<str>, points: &[[f64; 2]]) -> Result<Self> {
         let name = safe(name.as_ref());
         if points.is_empty() || points.iter().flatten().any(|number| !number.is_finite() || number.abs() > 1e300) {
-            bail!("[line_chart] the line {name:?} has {} points, expected at least one, all finite", points.len())
+            bail!(
+                "[line_chart] the line {name:?} has {} points, expected at least one, all within ±1e300",
+                points.len()
+            )
         }
         if let Some(pair) = points.windows(2).find(|pair| pair[0][0] > pair[1][0]) {
             bail!("[line_chart] the line {name:?} goes from x = {} back to {}", pair[0][0], pair[1][0])

@@ -13,7 +13,11 @@ fn train(out: &Path, options: &[&str]) -> Run {
 /// The steps of the rows that a run prints.
 fn steps(run: &Run) -> Vec<usize> {
     assert_eq!(run.code, Some(0), "{}", run.stderr);
-    run.stdout.lines().filter(|line| line.contains(" %  ")).map(|row| row[..5].trim().parse().expect("a step")).collect()
+    run.stdout
+        .lines()
+        .filter(|line| line.contains(" %  "))
+        .map(|row| row[..5].trim().parse().expect("a step"))
+        .collect()
 }
 
 #[test]

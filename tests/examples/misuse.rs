@@ -24,7 +24,11 @@ const TABLE: &[(&[&str], i32, &str)] = &[
     (&["hello", "you nowhere", "--model", "frontend_48"], 1, "word 2 of text 2, \"nowhere\", is"),
     (&["hello", "--head", "16"], 1, "--head 16 is out of range: there are 16, numbered from 0"),
     (&["hello", "--layer", "1"], 1, "--layer 1 is out of range: there are 1, numbered from 0"),
-    (&["hello", "--model", "induction_heads", "--layer", "2"], 1, "--layer 2 is out of range: there are 2, numbered from 0"),
+    (
+        &["hello", "--model", "induction_heads", "--layer", "2"],
+        1,
+        "--layer 2 is out of range: there are 2, numbered from 0",
+    ),
     (
         &["hello", "--model", "nowhere"],
         1,

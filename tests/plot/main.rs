@@ -1,6 +1,8 @@
 //! Heat maps of attention weights.
 
 #[cfg(feature = "plot")]
+mod chart;
+#[cfg(feature = "plot")]
 mod image;
 
 use candle_attention::plot::{Color, Heads, HeatMap, TerminalOptions};
