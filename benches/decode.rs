@@ -23,9 +23,13 @@ fn cells() -> Vec<Cell> {
     let mut cells = Vec::new();
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         let after = |t_q, t_kv| Cell { h: 32, h_kv: 8, t_q, ..Cell::square(t_kv, 128, Mask::Causal, dtype) };
-        cells.extend([after(1, 4096), after(1, 16384)]);
-        // Speculative decoding asks for several at once.
-        cells.extend([4, 8, 16].map(|t_q| after(t_q, 4096)));
+        for q8 in [false, true] {
+            cells.extend([after(1, 4096), after(1, 16384)].map(|cell| Cell { q8, ..cell }));
+            // Speculative decoding asks for several at once.
+            cells.extend([4, 8, 16].map(|t_q| Cell { q8, ..after(t_q, 4096) }));
+            // Without groups, a token is one row of a key head.
+            cells.extend([1, 4, 8].map(|t_q| Cell { h: 8, q8, ..after(t_q, 4096) }));
+        }
     }
     cells
 }

@@ -83,12 +83,14 @@ pub struct Cell {
     pub mask: Mask,
     /// E of a whole layer, whose projections count as work too.
     pub embed_dim: Option<usize>,
+    /// Keys and values of 8 bits, with a scale for each row.
+    pub q8: bool,
 }
 
 impl Cell {
     /// One sequence of `t` tokens that attend to themselves with 16 heads, the cell that most others vary.
     pub fn square(t: usize, d: usize, mask: Mask, dtype: DType) -> Self {
-        Self { dtype, b: 1, h: 16, h_kv: 16, t_q: t, t_kv: t, d, mask, embed_dim: None }
+        Self { dtype, b: 1, h: 16, h_kv: 16, t_q: t, t_kv: t, d, mask, embed_dim: None, q8: false }
     }
 
     /// (query, key) pairs in which the query sees the key, over all sequences; heads are not counted.
@@ -108,7 +110,8 @@ impl Cell {
 
     /// Bytes of k and v.
     pub fn kv_bytes(&self) -> usize {
-        2 * self.b * self.h_kv * self.t_kv * self.d * self.dtype.size_in_bytes()
+        let row = if self.q8 { self.d + size_of::<f32>() } else { self.d * self.dtype.size_in_bytes() };
+        2 * self.b * self.h_kv * self.t_kv * row
     }
 }
 
@@ -122,7 +125,8 @@ impl Describe for Cell {
         if self.h_kv != self.h {
             name += &format!("/{}", self.h_kv);
         }
-        format!("{name} d{} {} {}", self.d, self.mask, dtype_name(self.dtype))
+        let of_cache = if self.q8 { ", cache of 8 bits" } else { "" };
+        format!("{name} d{} {} {}{of_cache}", self.d, self.mask, dtype_name(self.dtype))
     }
 
     fn dtype(&self) -> DType {
@@ -141,6 +145,9 @@ impl Describe for Cell {
         }
         if let Some(e) = self.embed_dim {
             line["e"] = json!(e);
+        }
+        if self.q8 {
+            line["q8"] = json!(true);
         }
         line
     }

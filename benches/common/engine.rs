@@ -4,13 +4,15 @@ use std::fmt;
 use std::time::Instant;
 
 use candle_attention::{AttentionMask, Backend, SdpaOptions, plan, scaled_dot_product_attention};
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_attention_kernels::flash::{Dims, KvRows, OutputOrder, Problem, ScoreOptions, Strided, attend_vec};
+use candle_attention_kernels::{Element, Tier};
+use candle_core::{DType, Device, Error, Result, Tensor, WithDType, bail};
 use candle_nn::attention::{AttnMask, flash_attn};
 use clap::ValueEnum;
 use half::{bf16, f16};
 
 use super::cell::{Cell, Mask};
-use super::inputs::Inputs;
+use super::inputs::{Inputs, Q8Rows};
 
 /// The most bytes of scores that the reference path is given; it holds a few tensors of that size at once.
 const REFERENCE_BYTES: usize = 1 << 30;
@@ -84,7 +86,8 @@ pub fn prepare<'a>(engine: Engine, cell: &Cell, inputs: &'a Inputs, patience: f6
     if few > 0 && !runs_fused(engine, cell, inputs)? {
         // The last queries see the most keys, so the estimate errs upwards for a causal mask; counted in pairs it does not.
         let part = Cell { t_q: few, ..cell.clone() };
-        let q = Inputs { q: inputs.q.narrow(2, cell.t_q - few, few)?.contiguous()?, kv: vec![(k.clone(), v.clone())] };
+        let q = inputs.q.narrow(2, cell.t_q - few, few)?.contiguous()?;
+        let q = Inputs { q, kv: vec![(k.clone(), v.clone())], q8: Vec::new() };
         let mut call = ready(engine, &part, &q)?;
         let start = Instant::now();
         call()?;
@@ -99,11 +102,17 @@ pub fn prepare<'a>(engine: Engine, cell: &Cell, inputs: &'a Inputs, patience: f6
 
 /// What this crate's plan for the cell is, in one line.
 pub fn our_plan(cell: &Cell, inputs: &Inputs) -> Result<String> {
+    if cell.q8 {
+        return Ok(format!("Fused: the CPU kernel, {}", tier(cell)?));
+    }
     let Some((k, v)) = inputs.kv.first() else { bail!("[our_plan] no keys to attend to") };
     Ok(plan(&inputs.q, k, v, &cell.mask.attention(), &SdpaOptions::default())?.to_string())
 }
 
 fn runs_fused(engine: Engine, cell: &Cell, inputs: &Inputs) -> Result<bool> {
+    if cell.q8 {
+        return Ok(engine == Engine::Ours);
+    }
     let Some((k, v)) = inputs.kv.first() else { bail!("[runs_fused] no keys to attend to") };
     let plan = plan(&inputs.q, k, v, &cell.mask.attention(), &SdpaOptions::default())?;
     Ok(engine == Engine::Ours && plan.backend == Backend::Fused)
@@ -111,6 +120,8 @@ fn runs_fused(engine: Engine, cell: &Cell, inputs: &Inputs) -> Result<bool> {
 
 fn obstacle(engine: Engine, cell: &Cell, inputs: &Inputs) -> Result<Option<String>> {
     let reason = match engine {
+        Engine::Ours if cell.q8 => None,
+        Engine::Reference | Engine::Flash if cell.q8 => Some("no keys and values of 8 bits".into()),
         Engine::Ours | Engine::Reference => {
             let bytes = 4 * cell.b * cell.h * cell.t_q * cell.t_kv;
             let too_many = bytes > REFERENCE_BYTES && !runs_fused(engine, cell, inputs)?;
@@ -127,6 +138,11 @@ fn obstacle(engine: Engine, cell: &Cell, inputs: &Inputs) -> Result<Option<Strin
 fn ready<'a>(engine: Engine, cell: &Cell, inputs: &'a Inputs) -> Result<Call<'a>> {
     match engine {
         Engine::Flash => flash(cell, inputs),
+        Engine::Ours if cell.q8 => match cell.dtype {
+            DType::BF16 => ours_q8::<bf16>(cell, inputs),
+            DType::F16 => ours_q8::<f16>(cell, inputs),
+            _ => ours_q8::<f32>(cell, inputs),
+        },
         Engine::Reference => Ok(ours(cell, inputs, Backend::Reference)),
         _ => Ok(ours(cell, inputs, Backend::Auto)),
     }
@@ -139,6 +155,39 @@ fn ours<'a>(cell: &Cell, inputs: &'a Inputs, backend: Backend) -> Call<'a> {
         let Some((k, v)) = copies.next() else { bail!("[ours] no keys to attend to") };
         scaled_dot_product_attention(&inputs.q, k, v, &mask, &options)
     })
+}
+
+/// The instruction set of a call.
+fn tier(cell: &Cell) -> Result<Tier> {
+    Tier::choose(None, cell.dtype == DType::BF16).map_err(Error::wrap)
+}
+
+/// The kernel that reads a cache of 8 bits.
+fn ours_q8<'a, E: Element + WithDType>(cell: &Cell, inputs: &'a Inputs) -> Result<Call<'a>> {
+    let &Cell { b, h, h_kv, t_q, t_kv, d, .. } = cell;
+    let q: Vec<E> = inputs.q.flatten_all()?.to_vec1()?;
+    let resolved = cell.mask.attention().resolve(b, t_q, t_kv)?;
+    let ranges: Vec<_> = (0..b * t_q).map(|row| resolved.kv_range(row / t_q, row % t_q)).collect();
+    let (tier, mut copies) = (tier(cell)?, inputs.q8.iter().cycle());
+    Ok(Box::new(move || {
+        let Some([k, v]) = copies.next() else { bail!("[ours] no keys to attend to") };
+        let rows = |Q8Rows { codes, scales }: &'a Q8Rows| KvRows::Q8 {
+            codes: Strided { data: codes, strides: [h_kv * t_kv * d, t_kv * d, d] },
+            scales: Strided { data: scales, strides: [h_kv * t_kv, t_kv, 1] },
+        };
+        let problem = Problem {
+            dims: Dims { b, h, h_kv, t_q, t_kv, d, d_v: d },
+            q: Strided { data: &q, strides: [h * t_q * d, t_q * d, d] },
+            k: rows(k),
+            v: rows(v),
+            ranges: &ranges,
+            scores: ScoreOptions { scale: 1.0 / (d as f64).sqrt(), ..Default::default() },
+            output_order: OutputOrder::Bhtd,
+            executor: None,
+        };
+        let context = attend_vec(&problem, tier, None).map_err(Error::wrap)?;
+        Tensor::from_vec(context, (b, h, t_q, d), &Device::Cpu)
+    }))
 }
 
 type FlashAttn = fn(&Tensor, &Tensor, &Tensor, f32, AttnMask, Option<f32>, Option<f32>) -> Result<Tensor>;

@@ -8,18 +8,50 @@ use super::cell::Cell;
 pub struct Inputs {
     pub q: Tensor,
     pub kv: Vec<(Tensor, Tensor)>,
+    /// In 8 bits: copies of k and v, which `kv` has once, in f32.
+    pub q8: Vec<[Q8Rows; 2]>,
+}
+
+/// Rows of 8 bits: a number is `(code - 128) · scale`.
+#[derive(Clone)]
+pub struct Q8Rows {
+    pub codes: Vec<u8>,
+    pub scales: Vec<f32>,
+}
+
+impl Q8Rows {
+    /// Codes and scales that follow no pattern.
+    fn new(rows: usize, width: usize, seed: u64) -> Self {
+        let bits = |n: usize| (n as u64 + seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
+        let codes = (0..rows * width).map(|n| (bits(n) % 255 + 1) as u8).collect();
+        // Numbers have a deviation of one, more or less.
+        let scales = (0..rows).map(|row| (bits(row) % 64 + 96) as f32 / 128.0 / 73.0).collect();
+        Self { codes, scales }
+    }
+
+    fn floats(&self, shape: (usize, usize, usize, usize)) -> Result<Tensor> {
+        let rows = self.codes.chunks_exact(shape.3).zip(&self.scales);
+        let floats = rows.flat_map(|(row, scale)| row.iter().map(move |&code| (f32::from(code) - 128.0) * scale));
+        Tensor::from_vec(floats.collect::<Vec<_>>(), shape, &Device::Cpu)
+    }
 }
 
 impl Inputs {
     pub fn new(cell: &Cell, copies: usize) -> Result<Self> {
         let normal = |h: usize, t: usize| random((cell.b, h, t, cell.d), 1.0, cell.dtype);
         let q = normal(cell.h, cell.t_q)?;
+        if cell.q8 {
+            let shape = (cell.b, cell.h_kv, cell.t_kv, cell.d);
+            let rows = [1, 2].map(|seed| Q8Rows::new(cell.b * cell.h_kv * cell.t_kv, cell.d, seed << 32));
+            let kv = vec![(rows[0].floats(shape)?, rows[1].floats(shape)?)];
+            return Ok(Self { q, kv, q8: vec![rows; copies] });
+        }
         let (k, v) = (normal(cell.h_kv, cell.t_kv)?, normal(cell.h_kv, cell.t_kv)?);
         let mut kv = vec![(k.clone(), v.clone())];
         for _ in 1..copies {
             kv.push((k.copy()?, v.copy()?));
         }
-        Ok(Self { q, kv })
+        Ok(Self { q, kv, q8: Vec::new() })
     }
 }
 

@@ -19,16 +19,33 @@ pub enum Dtype {
     F16,
 }
 
-/// What the algorithms need of an element, and the algorithms for it. These are compiled here, in this package: generic code
-/// would be compiled again, and perhaps without optimisation, wherever it is used.
-pub trait Kernels: Copy + Default + Send + Sync + 'static {
-    const DTYPE: Dtype;
-
-    fn from_f32(x: f32) -> Self;
+/// What the kernels read as f32: elements, and keys and values of 8 bits.
+pub trait Stored: Copy + Default + Send + Sync + 'static {
+    /// Whether what is read is to be multiplied by the scale of its row.
+    const IS_SCALED: bool;
 
     /// # Safety
     /// As [`Vector::load`].
     unsafe fn load<V: Vector>(from: *const Self) -> V;
+}
+
+/// Codes of keys and values: 128 stands for 0.
+impl Stored for u8 {
+    const IS_SCALED: bool = true;
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(from: *const Self) -> V {
+        // SAFETY: as this method's contract.
+        unsafe { V::load_u8(from).sub(V::splat(128.0)) }
+    }
+}
+
+/// What the algorithms need of an element, and the algorithms for it. These are compiled here, in this package: generic code
+/// would be compiled again, and perhaps without optimisation, wherever it is used.
+pub trait Kernels: Stored {
+    const DTYPE: Dtype;
+
+    fn from_f32(x: f32) -> Self;
 
     /// # Safety
     /// As [`Vector::store`].
@@ -38,6 +55,7 @@ pub trait Kernels: Copy + Default + Send + Sync + 'static {
     fn dispatch(tier: Tier, task: impl SimdTask);
 
     fn attend(call: &Call<Self>, tier: Tier) -> Option<()>;
+    fn attend_q8(call: &Call<Self, u8>, tier: Tier) -> Option<()>;
     fn project(projection: &CheckedProjection<Self>);
     fn pack(rows: &[Self], outputs: usize, inputs: usize, tier: Tier) -> Option<PackedWeight>;
     fn unpack(weight: &PackedWeight) -> Option<Vec<Self>>;
@@ -45,18 +63,22 @@ pub trait Kernels: Copy + Default + Send + Sync + 'static {
 
 macro_rules! element {
     ($type:ty, $dtype:ident, $load:ident, $store:ident, $from_f32:expr, $dispatch:path) => {
+        impl Stored for $type {
+            const IS_SCALED: bool = false;
+
+            #[inline(always)]
+            unsafe fn load<V: Vector>(from: *const Self) -> V {
+                // SAFETY: as this method's contract; bf16 and f16 are stored as their bits.
+                unsafe { V::$load(from.cast()) }
+            }
+        }
+
         impl Kernels for $type {
             const DTYPE: Dtype = Dtype::$dtype;
 
             #[inline(always)]
             fn from_f32(x: f32) -> Self {
                 $from_f32(x)
-            }
-
-            #[inline(always)]
-            unsafe fn load<V: Vector>(from: *const Self) -> V {
-                // SAFETY: as this method's contract; bf16 and f16 are stored as their bits.
-                unsafe { V::$load(from.cast()) }
             }
 
             #[inline(always)]
@@ -70,6 +92,10 @@ macro_rules! element {
             }
 
             fn attend(call: &Call<Self>, tier: Tier) -> Option<()> {
+                flash::run(call, tier)
+            }
+
+            fn attend_q8(call: &Call<Self, u8>, tier: Tier) -> Option<()> {
                 flash::run(call, tier)
             }
 
@@ -92,12 +118,12 @@ element!(f32, F32, load, store, std::convert::identity, dispatch_f32);
 element!(bf16, BF16, load_bf16, store_bf16, bf16::from_f32, dispatch_bf16);
 element!(f16, F16, load_f16, store_f16, f16::from_f32, dispatch_f32);
 
-/// The first `n` lanes, the others 0.
+/// The first `n` lanes; the others are what a default element is read as.
 ///
 /// # Safety
 /// The processor has the tier of V; `from` is valid for `n` elements, at most `LANES`.
 #[inline(always)]
-pub(crate) unsafe fn load_first<E: Kernels, V: Vector>(from: *const E, n: usize) -> V {
+pub(crate) unsafe fn load_first<E: Stored, V: Vector>(from: *const E, n: usize) -> V {
     // SAFETY: as this function's contract; the copy has as many elements as any vector.
     unsafe {
         if n == V::LANES {
@@ -131,7 +157,7 @@ pub(crate) unsafe fn store_first<E: Kernels, V: Vector>(vector: V, to: *mut E, n
 /// # Safety
 /// The processor has the tier of V; `from` is valid for `width` elements and `to` for writes of `padded`, at least `width`.
 #[inline(always)]
-pub(crate) unsafe fn widen_row<E: Kernels, V: Vector>(
+pub(crate) unsafe fn widen_row<E: Stored, V: Vector>(
     from: *const E,
     width: usize,
     to: *mut f32,

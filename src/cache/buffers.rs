@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use candle_core::{D, DType, Result, Tensor, bail};
 
+use crate::sdpa::QuantizedKv;
 use crate::size::{fits_in_memory, part};
 
 /// The integer that stands for 0 in 8 bits.
@@ -135,6 +136,17 @@ impl KvBuffers {
             None => part(&keys, 3, 0..self.d_v)?,
         };
         Ok((keys, values))
+    }
+
+    /// Views of some positions, if they are of 8 bits.
+    pub fn quantized(&self, rows: &Range<usize>) -> Result<Option<QuantizedKv>> {
+        let keys = self.keys.try_map(|tensor| tensor.narrow(2, rows.start, rows.len()))?;
+        let values = match &self.values {
+            Some(values) => values.try_map(|tensor| tensor.narrow(2, rows.start, rows.len()))?,
+            None => Rows { numbers: part(&keys.numbers, 3, 0..self.d_v)?, ..keys.clone() },
+        };
+        let scales = keys.scales.zip(values.scales);
+        Ok(scales.map(|(k, v)| QuantizedKv { k: keys.numbers, v: values.numbers, scales: [k, v] }))
     }
 
     /// A view of some positions of one sequence, as buffers of a batch of 1.

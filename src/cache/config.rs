@@ -79,10 +79,8 @@ impl AttentionCacheConfig {
     /// a row. A number errs by at most 1/254 of the largest in its row, f32's own rounding aside, where that is from 1.5e-36
     /// to 3.4e38; a row of smaller ones becomes zeros, and one with a number that f32 does not hold as a finite one is NaN.
     ///
-    /// Attention is computed in f32 (f64 for f64 keys) over 2,048 positions at a time, which are put together by
-    /// [`merge_attention`](crate::merge_attention), so that no more of the cache than that is ever there as floats, but
-    /// in a call that returns the weights. A GPU has no fused operation for it. Uniform empty rows are an error, and so
-    /// is seeded dropout.
+    /// The fused kernel of the CPU reads them as they are. Where another path runs, on a GPU, for f64 or for weights on request,
+    /// all that is attended to becomes floats first, f32 or f64.
     pub fn with_q8(mut self) -> Self {
         self.q8 = true;
         self

@@ -9,14 +9,11 @@ use candle_core::{DType, Result, Tensor, bail};
 use super::buffers::{KvBuffers, KvFormat};
 use super::{AttentionCache, NewTokens};
 use crate::mask::{Placement, RebaseDims};
-use crate::sdpa::accumulation_dtype;
+use crate::sdpa::{QuantizedCall, QuantizedKv, accumulation_dtype};
 use crate::{
-    AttentionMask, AttentionOutput, EmptyRows, Plan, SdpaOptions, merge_attention, plan, scaled_dot_product_attention,
-    scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
+    AttentionMask, AttentionOutput, Plan, SdpaOptions, plan, scaled_dot_product_attention,
+    scaled_dot_product_attention_with_weights,
 };
-
-/// How many positions of 8 bits are floats at a time: enough that the cost of a call is small against their work.
-const Q8_POSITIONS: usize = 2048;
 
 /// Computes keys and values from the rows of a cache.
 pub(crate) trait Expand: fmt::Debug {
@@ -104,17 +101,15 @@ impl<'c> StagedAppend<'c> {
 
     /// Attention from the call's queries (B, H, T_q, D) to all keys; the mask counts positions in the sequence.
     pub fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Tensor> {
-        let query = self.query(q)?;
-        let context = match self.read.buffers.format() {
-            KvFormat::Q8 => self.attend_in_parts(&query, mask, options, Q8_POSITIONS)?,
-            KvFormat::Float(_) => {
-                let (rows, mask) = self.whole(q, mask)?;
-                let (k, v) = self.read(&rows)?;
-                let context = scaled_dot_product_attention(&query, &k, &v, &mask, options)?;
-                self.in_graph.set(context.track_op());
-                context
-            }
-        };
+        let (rows, mask) = self.whole(q, mask)?;
+        if let Some(kv) = self.quantized(&rows)?
+            && let Some(call) = QuantizedCall::new(&self.detached(q), &kv, &mask, options)?
+        {
+            return call.attend();
+        }
+        let (k, v) = self.read(&rows)?;
+        let context = scaled_dot_product_attention(&self.query(q)?, &k, &v, &mask, options)?;
+        self.in_graph.set(context.track_op());
         context.to_dtype(q.dtype())
     }
 
@@ -126,9 +121,6 @@ impl<'c> StagedAppend<'c> {
         mask: &AttentionMask,
         options: &SdpaOptions,
     ) -> Result<AttentionOutput> {
-        if self.read.buffers.format() == KvFormat::Q8 {
-            check_parts(mask, options)?;
-        }
         let (rows, mask) = self.whole(q, mask)?;
         let (k, v) = self.read(&rows)?;
         let AttentionOutput { context, weights } =
@@ -137,16 +129,16 @@ impl<'c> StagedAppend<'c> {
         Ok(AttentionOutput { context: context.to_dtype(q.dtype())?, weights: weights.to_dtype(q.dtype())? })
     }
 
-    /// The path that [`attend`](Self::attend) takes, and why; of 8 bits, that of the first part of the keys.
+    /// The path that [`attend`](Self::attend) takes, and why.
     pub fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-        let query = self.query(q)?;
-        let (mut rows, _) = self.whole(q, mask)?;
-        if self.read.buffers.format() == KvFormat::Q8 {
-            check_parts(mask, options)?;
-            rows.end = rows.end.min(Q8_POSITIONS);
+        let (rows, mask) = self.whole(q, mask)?;
+        if let Some(kv) = self.quantized(&rows)?
+            && let Some(call) = QuantizedCall::new(&self.detached(q), &kv, &mask, options)?
+        {
+            return Ok(call.plan());
         }
         let (k, v) = self.read(&rows)?;
-        plan(&query, &k, &v, &self.mask_of_rows(q, mask, &rows)?, options)
+        plan(&self.query(q)?, &k, &v, &mask, options)
     }
 
     /// Makes the call's keys and values part of the cache.
@@ -172,7 +164,12 @@ impl<'c> StagedAppend<'c> {
         Ok(if self.cache.config.detached() { (keys.detach(), values.detach()) } else { (keys, values) })
     }
 
-    /// What attention is computed in.
+    /// Keys and values of 8 bits as they are, if attention is to them and not to what is computed from them.
+    fn quantized(&self, rows: &Range<usize>) -> Result<Option<QuantizedKv>> {
+        if self.expansion.is_some() { Ok(None) } else { self.read.buffers.quantized(rows) }
+    }
+
+    /// What attention to floats is computed in.
     fn float_dtype(&self) -> DType {
         match self.read.buffers.format() {
             KvFormat::Float(dtype) => dtype,
@@ -181,8 +178,11 @@ impl<'c> StagedAppend<'c> {
     }
 
     fn query(&self, q: &Tensor) -> Result<Tensor> {
-        let q = if self.cache.config.detached() { q.detach() } else { q.clone() };
-        q.to_dtype(self.float_dtype())
+        self.detached(q).to_dtype(self.float_dtype())
+    }
+
+    fn detached(&self, q: &Tensor) -> Tensor {
+        if self.cache.config.detached() { q.detach() } else { q.clone() }
     }
 
     /// The rows of the buffers that hold a key of some sequence, and the mask for them.
@@ -192,8 +192,9 @@ impl<'c> StagedAppend<'c> {
     pub(super) fn whole(&self, q: &Tensor, mask: &AttentionMask) -> Result<(Range<usize>, AttentionMask)> {
         let held = &self.read.held;
         let rows = 0..longest(held);
+        let placements = self.placements();
         if held.iter().any(|held| held.start > 0)
-            && let Some((sequence, position)) = mask.missing_key(&self.placements(&rows), q.dim(2)?)?
+            && let Some((sequence, position)) = mask.missing_key(&placements, q.dim(2)?)?
         {
             bail!(
                 "[attention_cache] a query of sequence {sequence} sees the key at position {position}, but the cache \
@@ -201,94 +202,23 @@ impl<'c> StagedAppend<'c> {
                 held[sequence].start
             )
         }
-        let mask = self.mask_of_rows(q, mask, &rows)?;
+        let (_, h, t_q, _) = q.dims4()?;
+        let mask = mask.rebase(&placements, RebaseDims { h, t_q, rows: rows.len() }, q.device())?;
         Ok((rows, mask))
     }
 
-    fn mask_of_rows(&self, q: &Tensor, mask: &AttentionMask, rows: &Range<usize>) -> Result<AttentionMask> {
-        mask.rebase(&self.placements(rows), dims_of(q, rows)?, q.device())
-    }
-
-    fn placements(&self, rows: &Range<usize>) -> Vec<Placement> {
+    fn placements(&self) -> Vec<Placement> {
         let of_sequence = |(sequence, held): (usize, &Range<usize>)| {
             let (before, tokens) = (self.new.before[sequence], self.new.tokens[sequence].clone());
             Placement {
                 query: before as i128 - tokens.start as i128,
-                keys: held.start + rows.start.min(held.len())..held.start + rows.end.min(held.len()),
+                keys: held.clone(),
                 end: before + tokens.len(),
                 tokens,
             }
         };
         self.read.held.iter().enumerate().map(of_sequence).collect()
     }
-}
-
-/// Attention over keys that become floats some positions at a time. A sink is one more score of the whole, which the first
-/// part counts.
-impl StagedAppend<'_> {
-    /// Attention over at most `most` positions at a time, of those from the first to the last that a query sees.
-    pub(super) fn attend_in_parts(
-        &self,
-        q: &Tensor,
-        mask: &AttentionMask,
-        options: &SdpaOptions,
-        most: usize,
-    ) -> Result<Tensor> {
-        check_parts(mask, options)?;
-        let (rows, whole) = self.whole(q, mask)?;
-        let (b, _, t_q, _) = q.dims4()?;
-        let ranges = whole.resolve(b, t_q, rows.end)?;
-        let seen = (0..b * t_q).map(|row| ranges.kv_range(row / t_q, row % t_q)).filter(|seen| !seen.is_empty());
-        let seen = seen.reduce(|all, seen| all.start.min(seen.start)..all.end.max(seen.end)).unwrap_or(0..0);
-
-        let mut parts = split(seen, most).into_iter();
-        let first = parts.next().unwrap_or(0..0);
-        let (k, v) = self.read(&first)?;
-        let of_first = self.mask_of_rows(q, mask, &first)?;
-        if parts.len() == 0 {
-            return scaled_dot_product_attention(q, &k, &v, &of_first, options);
-        }
-        let mut merged = scaled_dot_product_attention_with_lse(q, &k, &v, &of_first, options)?;
-        let without_sinks = SdpaOptions { sinks: None, ..options.clone() };
-        for rows in parts {
-            let (k, v) = self.read(&rows)?;
-            let mask = self.mask_of_rows(q, mask, &rows)?;
-            let part = scaled_dot_product_attention_with_lse(q, &k, &v, &mask, &without_sinks)?;
-            // One at a time, since a context is as large as the queries.
-            merged = merge_attention(&[merged, part])?;
-        }
-        Ok(merged.0)
-    }
-}
-
-/// Refuses what has no meaning for a part of the keys.
-fn check_parts(mask: &AttentionMask, options: &SdpaOptions) -> Result<()> {
-    if mask.empty_rows() == EmptyRows::Uniform {
-        bail!(
-            "[attention_cache] uniform empty rows weigh all keys at once, which a cache of 8 bits does not; expected \
-             empty rows of zeros"
-        )
-    }
-    if options.train && options.dropout > 0.0 && options.dropout_seed.is_some() {
-        bail!(
-            "[attention_cache] a dropout seed draws for all keys at once, which a cache of 8 bits does not; expected \
-             dropout without a seed"
-        )
-    }
-    Ok(())
-}
-
-fn dims_of(q: &Tensor, rows: &Range<usize>) -> Result<RebaseDims> {
-    let (_, h, t_q, _) = q.dims4()?;
-    Ok(RebaseDims { h, t_q, rows: rows.len() })
-}
-
-/// A range in pieces of at most `most`; one that is empty is one piece.
-fn split(rows: Range<usize>, most: usize) -> Vec<Range<usize>> {
-    if rows.is_empty() {
-        return vec![rows];
-    }
-    rows.clone().step_by(most).map(|start| start..rows.end.min(start.saturating_add(most))).collect()
 }
 
 /// The most positions that are held of a sequence.

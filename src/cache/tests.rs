@@ -1,10 +1,12 @@
-//! Where the cache stores keys and values, 8 bits, and attention in parts.
+//! Where the cache stores keys and values, and attention to 8 bits.
 
 use candle_core::{DType, Device, Result, Storage, Tensor};
 
 use super::buffers::{dequantize, quantize};
 use super::{AttentionCache, AttentionCacheConfig, Padding, StagedAppend};
-use crate::{AttentionMask, Backend, SdpaOptions};
+use crate::cpu::Tier;
+use crate::init::TorchSeed;
+use crate::{AttentionMask, Backend, EmptyRows, SdpaOptions, scaled_dot_product_attention};
 
 const B: usize = 2;
 const H_KV: usize = 3;
@@ -218,6 +220,7 @@ fn options() -> Result<Vec<SdpaOptions>> {
         SdpaOptions::default().with_softcap(1.5).with_scale(0.7),
         SdpaOptions::default().with_sinks(&by_head([0.0, 1.0, -1.0, 2.0])?),
         SdpaOptions::default().with_alibi_slopes(&by_head([0.5, 0.25, 0.1, 1.0])?),
+        SdpaOptions::default().with_dropout(0.3, true).with_dropout_seed(&TorchSeed::new(5)),
     ])
 }
 
@@ -230,19 +233,32 @@ fn assert_close(found: &Tensor, expected: &Tensor, what: &str) -> Result<()> {
     Ok(())
 }
 
+/// What a cache of 8 bits makes of some rows.
+fn rounded(rows: &Tensor) -> Result<Tensor> {
+    let (numbers, scales) = quantize(rows)?;
+    dequantize(&numbers, &scales, DType::F32)
+}
+
+#[test]
+fn queries_that_see_nothing_may_weigh_keys_of_8_bits_alike() -> Result<()> {
+    let (k, v) = (random((B, 2, 5, 6))?, random((B, 2, 5, 5))?);
+    let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_q8())?;
+    let staged = stage(&mut cache, &k, &v, Padding::default())?;
+    let mask = AttentionMask::none().with_valid_lens(vec![3, 0]).with_empty_rows(EmptyRows::Uniform);
+    let (q, options) = (random((B, H, 5, 6))?, SdpaOptions::default());
+    let expected = scaled_dot_product_attention(&q, &rounded(&k)?, &rounded(&v)?, &mask, &options)?;
+    assert_close(&staged.attend(&q, &mask, &options)?, &expected, "uniform rows")
+}
+
 /// Compared with a cache of f32 whose keys and values went through 8 bits before, in which attention is one call.
 #[test]
-fn parts_give_the_numbers_of_the_whole() -> Result<()> {
+fn eight_bits_give_the_numbers_of_their_floats() -> Result<()> {
     let growing = AttentionCacheConfig::new().with_capacity(2);
     for (cfg, slides) in [(growing.clone(), false), (growing.with_window(4), true)] {
         let mut small = AttentionCache::new(&cfg.clone().with_q8())?;
         let mut plain = AttentionCache::new(&cfg)?;
         for (n, (t, starts, lens)) in calls().into_iter().enumerate() {
             let (k, v) = (random((B, 2, t, 6))?, random((B, 2, t, 5))?);
-            let rounded = |rows: &Tensor| {
-                let (numbers, scales) = quantize(rows)?;
-                dequantize(&numbers, &scales, DType::F32)
-            };
             let padding = Padding { valid_lens: Some(&lens), starts: Some(&starts) };
             let staged_q8 = stage(&mut small, &k, &v, padding)?;
             let staged = stage(&mut plain, &rounded(&k)?, &rounded(&v)?, padding)?;
@@ -268,16 +284,24 @@ fn compare(small: &StagedAppend, plain: &StagedAppend, slides: bool) -> Result<(
                 Err(error) if slides && error.to_string().contains("ALiBi counts") => continue,
                 expected => expected?,
             };
-            let found = small.attend_with_weights(&q, &mask, &options)?;
+            let seeded = |options: &SdpaOptions| match options.dropout_seed {
+                // Each call draws on.
+                Some(_) => options.clone().with_dropout_seed(&TorchSeed::new(5)),
+                None => options.clone(),
+            };
+            let found = small.attend_with_weights(&q, &mask, &seeded(&options))?;
             assert_close(&found.context, &expected.context, &format!("mask {n}, {options:?}"))?;
             assert_close(&found.weights, &expected.weights, &format!("weights of mask {n}, {options:?}"))?;
-            for most in [1, 2, 3, 7, 8, usize::MAX] {
-                let what = format!("mask {n}, {options:?}, {most} at a time");
-                for backend in [Backend::Auto, Backend::Reference] {
-                    let options = options.clone().with_backend(backend);
-                    let found = small.attend_in_parts(&q, &mask, &options, most)?;
-                    assert_close(&found, &expected.context, &what)?;
-                }
+            let fused = options.dropout == 0.0;
+            let of_tiers = Tier::available().into_iter().map(|tier| options.clone().with_cpu_tier(tier));
+            for options in of_tiers.chain([options.clone().with_backend(Backend::Reference)]) {
+                let what = format!("mask {n}, {options:?}");
+                let options = seeded(&options);
+                assert_close(&small.attend(&q, &mask, &options)?, &expected.context, &what)?;
+                let plan = small.plan(&q, &mask, &options)?;
+                let expected =
+                    if fused && options.backend == Backend::Auto { Backend::Fused } else { Backend::Reference };
+                assert_eq!(plan.backend, expected, "{what}: {plan}");
             }
         }
     }

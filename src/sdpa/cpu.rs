@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Mutex;
 
-use candle_core::{CpuStorage, CustomOp3, DType, Error, Layout, Result, Shape, Storage, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp3, DType, Error, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
 
 use super::OutputOrder;
 use super::rows::RowRanges;
@@ -11,7 +11,7 @@ use super::validate::{self, Call};
 use crate::executor::executor;
 use crate::rowwise::with_contiguous_rows;
 use crate::size::fits_in_memory;
-use candle_attention_kernels::flash::{self, Alibi, Dims, Problem, ScoreOptions, Strided};
+use candle_attention_kernels::flash::{self, Alibi, Dims, KvRows, Problem, ScoreOptions, Strided};
 use candle_attention_kernels::{Element, Tier};
 
 /// Context (B, H, T_q, D_v) in the call's order.
@@ -86,17 +86,11 @@ impl CustomOp3 for Flash<'_> {
         v: &CpuStorage,
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (q, k, v) = ((q, q_layout), (k, k_layout), (v, v_layout));
-        let context = match (q.0, k.0, v.0) {
-            (CpuStorage::F32(a), CpuStorage::F32(b), CpuStorage::F32(c)) => {
-                CpuStorage::F32(self.run((a, q.1), (b, k.1), (c, v.1))?)
-            }
-            (CpuStorage::BF16(a), CpuStorage::BF16(b), CpuStorage::BF16(c)) => {
-                CpuStorage::BF16(self.run((a, q.1), (b, k.1), (c, v.1))?)
-            }
-            (CpuStorage::F16(a), CpuStorage::F16(b), CpuStorage::F16(c)) => {
-                CpuStorage::F16(self.run((a, q.1), (b, k.1), (c, v.1))?)
-            }
+        let qkv = [(q, q_layout), (k, k_layout), (v, v_layout)];
+        let context = match q {
+            CpuStorage::F32(_) => CpuStorage::F32(self.run(qkv)?),
+            CpuStorage::BF16(_) => CpuStorage::BF16(self.run(qkv)?),
+            CpuStorage::F16(_) => CpuStorage::F16(self.run(qkv)?),
             _ => bail!("[{}] the fused CPU kernel takes F32, BF16 or F16", self.call.op),
         };
         let validate::Dims { b, h, t_q, d_v, .. } = self.call.dims;
@@ -109,31 +103,26 @@ impl CustomOp3 for Flash<'_> {
 }
 
 impl Flash<'_> {
-    fn run<E: Element>(&self, q: (&[E], &Layout), k: (&[E], &Layout), v: (&[E], &Layout)) -> Result<Vec<E>> {
+    fn run<E: Element + WithDType>(&self, [q, k, v]: [(&CpuStorage, &Layout); 3]) -> Result<Vec<E>> {
         let validate::Dims { b, h, t_q, t_kv, d, d_v } = self.call.dims;
         let h_kv = self.call.k.dim(1)?;
         let mut lse = self.lse.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let bias = self.bias.as_ref().map(Tensor::storage_and_layout);
-        let bias = match &bias {
-            Some((storage, layout)) => match &**storage {
-                Storage::Cpu(CpuStorage::F32(data)) => Some(strided(data, layout)),
-                _ => bail!("[{}] bias is not on the CPU in F32", self.call.op),
-            },
-            None => None,
-        };
-        let keep = self.keep.as_ref().map(Tensor::storage_and_layout);
-        let keep = match &keep {
-            Some((storage, layout)) => match &**storage {
-                Storage::Cpu(CpuStorage::U8(data)) => Some(strided(data, layout)),
-                _ => bail!("[{}] keep is not on the CPU in U8", self.call.op),
-            },
-            None => None,
+        let [bias, keep] = [&self.bias, &self.keep].map(|tensor| tensor.as_ref().map(Tensor::storage_and_layout));
+        let bias = bias.as_ref().map(|(storage, layout)| self.view(storage, layout)).transpose()?;
+        let keep = keep.as_ref().map(|(storage, layout)| self.view(storage, layout)).transpose()?;
+        let scales = self.call.scales.map(|scales| scales.each_ref().map(Tensor::storage_and_layout));
+        let [k, v] = match &scales {
+            None => [KvRows::Float(strided(k.0.as_slice()?, k.1)), KvRows::Float(strided(v.0.as_slice()?, v.1))],
+            Some([of_k, of_v]) => [
+                KvRows::Q8 { codes: strided(k.0.as_slice()?, k.1), scales: self.view(&of_k.0, of_k.1)? },
+                KvRows::Q8 { codes: strided(v.0.as_slice()?, v.1), scales: self.view(&of_v.0, of_v.1)? },
+            ],
         };
         let problem = Problem {
             dims: Dims { b, h, h_kv, t_q, t_kv, d, d_v },
-            q: strided(q.0, q.1),
-            k: strided(k.0, k.1),
-            v: strided(v.0, v.1),
+            q: strided(q.0.as_slice()?, q.1),
+            k,
+            v,
             ranges: &self.ranges,
             scores: ScoreOptions {
                 scale: self.call.scale(),
@@ -148,6 +137,17 @@ impl Flash<'_> {
         };
         flash::attend_vec(&problem, self.tier, lse.as_deref_mut())
             .map_err(|error| Error::msg(format!("[{}] {error}", self.call.op)))
+    }
+
+    fn view<'s, T: WithDType, const N: usize>(
+        &self,
+        storage: &'s Storage,
+        layout: &Layout,
+    ) -> Result<Strided<'s, T, N>> {
+        match storage {
+            Storage::Cpu(storage) => Ok(strided(storage.as_slice()?, layout)),
+            _ => bail!("[{}] a tensor of the call is not on the CPU, where its queries are", self.call.op),
+        }
     }
 }
 

@@ -8,6 +8,7 @@ mod cpu;
 mod cuda;
 mod metal;
 mod plan;
+mod quantized;
 mod reference;
 mod rows;
 mod softmax;
@@ -18,6 +19,7 @@ pub use plan::{Backend, OutputOrder, Plan, SdpaOptions};
 pub use softmax::{masked_softmax, merge_attention};
 pub use varlen::{PackedSequences, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse};
 
+pub(crate) use quantized::{QuantizedCall, QuantizedKv};
 pub(crate) use reference::{Dropout, dropout, weighted_values};
 pub(crate) use softmax::{FLOATS, VisibleSoftmax, accumulation_dtype};
 pub(crate) use varlen::plan_varlen;

@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
+use super::quantized::QuantizedKv;
 use super::softmax::{FLOATS, accumulation_dtype};
 use super::{OutputOrder, PackedSequences, SdpaOptions};
 use crate::AttentionMask;
@@ -27,6 +28,8 @@ pub(super) struct Call<'a> {
     /// (B, H_kv, T_kv, D); a batch of one is expanded to B, which copies nothing.
     pub k: Tensor,
     pub v: Tensor,
+    /// The scales (B, H_kv, T_kv, 1) of keys and of values that are codes of 8 bits.
+    pub scales: Option<&'a [Tensor; 2]>,
     pub mask: &'a AttentionMask,
     pub options: &'a SdpaOptions,
     /// Of a packed call, whose q, k and v are (1, H, total, D).
@@ -44,10 +47,24 @@ impl<'a> Call<'a> {
         mask: &'a AttentionMask,
         options: &'a SdpaOptions,
     ) -> Result<Self> {
-        let call = Self::checked(op, qkv, mask, options)?;
-        let (b, h, t_q, t_kv) = call.score_dims();
-        check_addressable(op, qkv, &[[b, h, t_q, t_kv]])?;
-        Ok(call)
+        Self::checked(op, qkv, None, mask, options)?.with_addressable_scores()
+    }
+
+    /// A call of keys and values of 8 bits.
+    pub(super) fn quantized(
+        op: &'static str,
+        q: &Tensor,
+        QuantizedKv { k, v, scales }: &'a QuantizedKv,
+        mask: &'a AttentionMask,
+        options: &'a SdpaOptions,
+    ) -> Result<Self> {
+        Self::checked(op, [q, k, v], Some(scales), mask, options)?.with_addressable_scores()
+    }
+
+    fn with_addressable_scores(self) -> Result<Self> {
+        let (b, h, t_q, t_kv) = self.score_dims();
+        check_addressable(self.op, [&self.q, &self.k, &self.v], &[[b, h, t_q, t_kv]])?;
+        Ok(self)
     }
 
     /// A call over packed sequences: q (total_q, H, D), k (total_kv, H_kv, D), v (total_kv, H_kv, D_v), and the context
@@ -64,7 +81,7 @@ impl<'a> Call<'a> {
         let shapes = ["(total_q, H, D)", "(total_kv, H_kv, D)", "(total_kv, H_kv, D_v)"];
         check_ranks(op, qkv, 3, shapes)?;
         let [q, k, v] = qkv.map(|tensor| tensor.unsqueeze(0)?.transpose(1, 2));
-        let call = Self::checked(op, [&q?, &k?, &v?], mask, options)?;
+        let call = Self::checked(op, [&q?, &k?, &v?], None, mask, options)?;
         let totals = [
             ("q", call.dims.t_q, "cu_seqlens_q", sequences.total_queries()),
             ("k", call.dims.t_kv, "cu_seqlens_kv", sequences.total_keys()),
@@ -84,7 +101,13 @@ impl<'a> Call<'a> {
         Ok(Self { sequences: Some(sequences), output_order: OutputOrder::Bthd, ..call })
     }
 
-    fn checked(op: &'static str, qkv: [&Tensor; 3], mask: &'a AttentionMask, options: &'a SdpaOptions) -> Result<Self> {
+    fn checked(
+        op: &'static str,
+        qkv: [&Tensor; 3],
+        scales: Option<&'a [Tensor; 2]>,
+        mask: &'a AttentionMask,
+        options: &'a SdpaOptions,
+    ) -> Result<Self> {
         let rank = qkv[0].rank();
         let [q, k, v] = with_batch(op, qkv)?;
         let dims = dims(op, [&q, &k, &v])?;
@@ -93,7 +116,7 @@ impl<'a> Call<'a> {
             if b == dims.b { Ok(tensor) } else { tensor.broadcast_as((dims.b, h_kv, t, d)) }
         };
         let (k, v, output_order) = (expanded(k)?, expanded(v)?, options.output_order);
-        let call = Self { op, q, k, v, mask, options, sequences: None, output_order, dims, rank };
+        let call = Self { op, q, k, v, scales, mask, options, sequences: None, output_order, dims, rank };
         call.check_tensors()?;
         call.check_options()?;
         Ok(call)
@@ -107,7 +130,7 @@ impl<'a> Call<'a> {
     fn check_tensors(&self) -> Result<()> {
         let Self { op, q, k, v, .. } = self;
         for (name, tensor) in [("k", k), ("v", v)] {
-            if tensor.dtype() != q.dtype() {
+            if self.scales.is_none() && tensor.dtype() != q.dtype() {
                 bail!("[{op}] {name} has dtype {:?}, expected q's {:?}", tensor.dtype(), q.dtype())
             }
             self.check_device(name, tensor)?;

@@ -70,17 +70,18 @@ fn a_call_copies_nothing_that_is_cached() -> Result<()> {
     for (cfg, cache) in [
         (cfg.clone(), full()),
         (cfg.clone(), full().with_dtype(DType::BF16)),
+        (cfg.clone(), full().with_q8()),
         (cfg.clone().with_window(600), full().with_window(600)),
     ] {
         let mut cache = AttentionCache::new(&cache)?;
         let most = asked(&cfg, &mut cache, &Device::Cpu)?;
-        // The kernel's scratch, whatever is cached.
-        assert!(most < cache.memory() / 25, "{most} bytes, and {} are cached", cache.memory());
+        // The kernel's scratch, whatever is cached: a megabyte and more.
+        assert!(most < 100_000 && cache.memory() > 1_000_000, "{most} bytes, and {} are cached", cache.memory());
     }
     Ok(())
 }
 
-/// A quarter of f32 and a scale for each row, of which no more than 2,048 positions are ever floats.
+/// A quarter of f32 and a scale for each row, of which no more than the block that a kernel works on is ever floats.
 #[test]
 fn numbers_of_8_bits_stay_so() -> Result<()> {
     let cfg = Config::new(64, 4).with_num_kv_heads(2).with_value_head_dim(8).with_causal(true);
@@ -100,8 +101,7 @@ fn numbers_of_8_bits_stay_so() -> Result<()> {
     let token = Tensor::randn(0f32, 0.05, (1, 1, 64), &Device::Cpu)?;
     LARGEST.set(0);
     let ys = layer.forward_with(AttentionInput::new(&token).with_cache(&mut small))?;
-    let most = 2 * 2048 * 16 * floats;
-    assert!((most / 2..=most).contains(&LARGEST.get()), "{} bytes at once", LARGEST.get());
+    assert!(LARGEST.get() < small.memory() / 10, "{} bytes at once", LARGEST.get());
     let expected = layer.forward_with(AttentionInput::new(&token).with_cache(&mut cache))?;
     let largest = values(&expected).into_iter().map(f64::abs).fold(0.0, f64::max);
     assert_close(&ys, &expected, 3e-2 * largest, "8 bits");

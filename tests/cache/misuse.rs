@@ -1,8 +1,8 @@
 //! What does not fit a cache is an error that says so, and the cache stays as it was.
 
 use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, EmptyRows, MultiHeadAttention,
-    MultiHeadAttentionConfig as Config, TorchSeed,
+    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, MultiHeadAttention,
+    MultiHeadAttentionConfig as Config,
 };
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
@@ -40,36 +40,6 @@ fn a_key_that_was_dropped_and_is_seen_is_an_error() -> Result<()> {
             )
         );
         assert_eq!(cache.lens(), [6, 6]);
-    }
-    Ok(())
-}
-
-/// From the first call on, and not once there are several parts.
-#[test]
-fn what_8_bits_have_no_parts_for_is_an_error() -> Result<()> {
-    let uniform = AttentionMask::none().with_empty_rows(EmptyRows::Uniform);
-    let seed = TorchSeed::new(1);
-    let dropping = layer(&config().with_dropout(0.5), DType::F32, &CPU)?;
-    let xs = xs(2, 2);
-    let input = || AttentionInput::new(&xs);
-    for (input, expected) in [
-        (
-            input().with_mask(&uniform),
-            "uniform empty rows weigh all keys at once, which a cache of 8 bits does not; expected empty rows of zeros",
-        ),
-        (
-            input().with_train(true).with_dropout_seed(&seed),
-            "a dropout seed draws for all keys at once, which a cache of 8 bits does not; expected dropout without a seed",
-        ),
-    ] {
-        let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_q8())?;
-        assert_eq!(
-            error_text(dropping.forward_with(input.with_cache(&mut cache))),
-            format!("[attention_cache] {expected}")
-        );
-        assert!(cache.is_empty());
-        dropping.forward_with(AttentionInput::new(&xs).with_train(true).with_cache(&mut cache))?;
-        dropping.forward_with(AttentionInput::new(&xs).with_dropout_seed(&seed).with_cache(&mut cache))?;
     }
     Ok(())
 }

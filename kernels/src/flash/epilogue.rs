@@ -9,14 +9,14 @@ use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector};
 use crate::element::{Kernels, store_first};
 
 /// Writes the rows whose state is given.
-pub(super) struct Epilogue<'a, 'b, E> {
-    pub call: &'a Call<'b, E>,
+pub(super) struct Epilogue<'a, 'b, E, S> {
+    pub call: &'a Call<'b, E, S>,
     pub state: &'a mut State,
     pub kv: KvHead,
     pub rows: Range<usize>,
 }
 
-impl<E: Kernels> SimdTask for Epilogue<'_, '_, E> {
+impl<E: Kernels, S> SimdTask for Epilogue<'_, '_, E, S> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { call, state, kv, rows } = self;
@@ -54,7 +54,7 @@ impl<E: Kernels> SimdTask for Epilogue<'_, '_, E> {
 /// # Safety
 /// The row belongs to the call, and no other thread writes its log-sum-exp.
 #[inline(always)]
-pub(super) unsafe fn normalise<E: Kernels>(call: &Call<E>, row: Row, max: f32, sum: f32) -> f32 {
+pub(super) unsafe fn normalise<E, S>(call: &Call<E, S>, row: Row, max: f32, sum: f32) -> f32 {
     let unit = call.inputs.options.exponent_unit();
     let (shift, whole) = match call.inputs.options.sinks {
         None => (max, sum),

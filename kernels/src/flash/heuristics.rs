@@ -18,11 +18,11 @@ const KV_SPLIT_MAX_ROWS: usize = 256;
 pub(super) const KV_SPLIT: usize = 1024;
 
 /// How many threads a call is worth, which reads keys and values once.
-pub(super) fn workers<E>(call: &Call<E>) -> Workers {
+pub(super) fn workers<E, S>(call: &Call<E, S>) -> Workers {
     let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = call.inputs.dims;
     let product = |counts: [usize; 5]| counts.into_iter().fold(1usize, usize::saturating_mul);
     let width = d.saturating_add(d_v);
-    Workers::of(product([b, h, t_q, t_kv, width]), product([b, h_kv, t_kv, width, size_of::<E>()]), call.executor)
+    Workers::of(product([b, h, t_q, t_kv, width]), product([b, h_kv, t_kv, width, size_of::<S>()]), call.executor)
 }
 
 /// How the rows and keys of each key head are split.

@@ -19,19 +19,21 @@ mod tile;
 mod workspace;
 
 pub(crate) use problem::Call;
-pub use problem::{Alibi, Dims, OutputOrder, Problem, ScoreOptions, Strided};
+pub use problem::{Alibi, Dims, KvRows, OutputOrder, Problem, ScoreOptions, Strided};
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Tier, Vector, for_each_task, large_page_vec};
-use crate::element::Kernels;
+use crate::element::{Kernels, Stored};
 use crate::error::check_tier;
 use crate::{Element, Error};
 use epilogue::Epilogue;
 use heuristics::TaskSplit;
+use pack::PackQueries;
 use prefill::Prefill;
-use problem::KvHead;
+use problem::{KeysValues, KvHead, StoredRows};
+use tile::Tile;
 use workspace::Workspace;
 
 /// Attention of every query of a call, on the executor or on the threads of the current rayon pool: the context,
@@ -39,8 +41,8 @@ use workspace::Workspace;
 /// if `lse` is given. On success every element of both is initialised.
 ///
 /// # Errors
-/// [`Error::Shape`] if a slice is shorter than the dimensions need, a range ends past the keys, or the query heads are no
-/// multiple of the key heads; [`Error::Tier`] if the processor lacks the tier; [`Error::Memory`] if there is none for
+/// [`Error::Shape`] if a slice is shorter than the dimensions need, a range ends past the keys, the query heads are no
+/// multiple of the key heads, or only one of keys and values has 8 bits; [`Error::Tier`] if the processor lacks the tier; [`Error::Memory`] if there is none for
 /// intermediate results.
 ///
 /// ```
@@ -53,8 +55,8 @@ use workspace::Workspace;
 /// let problem = Problem {
 ///     dims: Dims { b: 1, h: 1, h_kv: 1, t_q: 2, t_kv: 2, d: 2, d_v: 1 },
 ///     q: rows(&q, 2),
-///     k: rows(&k, 2),
-///     v: rows(&v, 1),
+///     k: rows(&k, 2).into(),
+///     v: rows(&v, 1).into(),
 ///     ranges: &[0..1, 0..2],
 ///     scores: ScoreOptions { scale: 0.5f64.sqrt(), ..Default::default() },
 ///     output_order: OutputOrder::Bhtd,
@@ -79,8 +81,19 @@ pub fn attend<E: Element>(
     lse: Option<&mut [MaybeUninit<f32>]>,
 ) -> Result<(), Error> {
     check_tier(tier)?;
-    let call = Call::new(problem, context, lse)?;
-    E::attend(&call, tier).ok_or_else(|| Error::Memory("what attention keeps between its steps".into()))
+    let done = match (problem.k, problem.v) {
+        (KvRows::Float(k), KvRows::Float(v)) => {
+            let [k, v] = [k, v].map(|rows| StoredRows { rows, scales: None });
+            E::attend(&Call::new(problem, KeysValues { k, v }, context, lse)?, tier)
+        }
+        (KvRows::Q8 { codes: k, scales: k_scales }, KvRows::Q8 { codes: v, scales: v_scales }) => {
+            let k = StoredRows { rows: k, scales: Some(k_scales) };
+            let v = StoredRows { rows: v, scales: Some(v_scales) };
+            E::attend_q8(&Call::new(problem, KeysValues { k, v }, context, lse)?, tier)
+        }
+        _ => return Err(Error::Shape("expected keys and values that are both floats or both of 8 bits".into())),
+    };
+    done.ok_or_else(|| Error::Memory("what attention keeps between its steps".into()))
 }
 
 /// [`attend`] into a vector that it allocates, in large pages if it is large, and into `lse`, whose elements are replaced.
@@ -109,15 +122,15 @@ pub fn attend_vec<E: Element>(problem: &Problem<E>, tier: Tier, lse: Option<&mut
 }
 
 /// A call on a tier that the processor has. `None` where there is no memory for intermediate results.
-pub(crate) fn run<E: Kernels>(call: &Call<E>, tier: Tier) -> Option<()> {
-    struct Attend<'a, 'b, E> {
-        call: &'a Call<'b, E>,
+pub(crate) fn run<E: Kernels, S: Stored>(call: &Call<E, S>, tier: Tier) -> Option<()> {
+    struct Attend<'a, 'b, E, S> {
+        call: &'a Call<'b, E, S>,
         done: &'a mut Option<()>,
     }
-    impl<E: Kernels> SimdTask for Attend<'_, '_, E> {
+    impl<E: Kernels, S: Stored> SimdTask for Attend<'_, '_, E, S> {
         unsafe fn run<K: Kernel>(self) {
             // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
-            *self.done = unsafe { attend_on::<K, E>(self.call) };
+            *self.done = unsafe { attend_on::<K, E, S>(self.call) };
         }
     }
     let mut done = None;
@@ -129,14 +142,14 @@ pub(crate) fn run<E: Kernels>(call: &Call<E>, tier: Tier) -> Option<()> {
 ///
 /// # Safety
 /// The processor has the tier of K.
-unsafe fn attend_on<K: Kernel, E: Kernels>(call: &Call<E>) -> Option<()> {
+unsafe fn attend_on<K: Kernel, E: Kernels, S: Stored>(call: &Call<E, S>) -> Option<()> {
     let dims = &call.inputs.dims;
     if dims.b * dims.rows() == 0 {
         return Some(());
     }
     if dims.rows() <= decode::MAX_ROWS.min(K::Vector::LANES) {
         // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
-        return unsafe { decode::run::<K::F32, E>(call) };
+        return unsafe { decode::run::<K::F32, E, S>(call) };
     }
     let workers = heuristics::workers(call);
     let split = TaskSplit::new::<K>(dims, workers.count);
@@ -149,8 +162,14 @@ unsafe fn attend_on<K: Kernel, E: Kernels>(call: &Call<E>) -> Option<()> {
     let workspace = || Workspace::new::<K>(dims, panels);
     let prefill = |workspace: &mut Workspace, index: usize, keys: Range<usize>| {
         let (kv, rows) = chunk(index);
-        // SAFETY: the processor has the tier of K.
-        unsafe { K::run_simd(Prefill { call, workspace, kv, rows, keys }) };
+        let tile = |first| Tile::new(&call.inputs, kv, first..rows.end.min(first + K::PANEL), K::Vector::LANES);
+        let tiles: &[Tile] = &rows.clone().step_by(K::PANEL).map(tile).collect::<Vec<_>>();
+        let (inputs, keys_values) = (&call.inputs, &call.keys_values);
+        // SAFETY: the processor has the tier of K; the workspace was made for the call and has a panel for each tile.
+        unsafe {
+            K::run_simd(PackQueries { q: &call.q, inputs, workspace, tiles });
+            K::run_simd(Prefill { inputs, keys_values, workspace, kv, tiles, keys });
+        }
     };
     let epilogue = |workspace: &mut Workspace, index: usize| {
         let (kv, rows) = chunk(index);

@@ -13,44 +13,40 @@
 
 use std::ops::Range;
 
-use super::pack::{Block, pack_queries};
-use super::problem::{Call, KvHead, ScoreUnits};
+use super::pack::Block;
+use super::problem::{KeysValues, KvHead, ScoreInputs, ScoreUnits};
 use super::softmax::TileSoftmax;
 use super::tile::{Part, Tile};
 use super::workspace::Workspace;
 use crate::cpu::{Kernel, MAX_COLUMNS, Product, SimdTask, Vector, Words};
-use crate::element::{Kernels, load_first, store_first};
+use crate::element::{Stored, load_first, store_first};
 
-/// Some query rows of one key head against some of its keys. Leaves their state in the workspace.
-pub(super) struct Prefill<'a, 'b, E> {
-    pub call: &'a Call<'b, E>,
+/// Tiles of one key head, whose queries are packed, against some of its keys. Leaves their state in the workspace.
+pub(super) struct Prefill<'a, 'b, S> {
+    pub inputs: &'a ScoreInputs<'b>,
+    pub keys_values: &'a KeysValues<'b, S>,
     pub workspace: &'a mut Workspace,
     pub kv: KvHead,
-    pub rows: Range<usize>,
+    pub tiles: &'a [Tile],
     pub keys: Range<usize>,
 }
 
-impl<E: Kernels> SimdTask for Prefill<'_, '_, E> {
+impl<S: Stored> SimdTask for Prefill<'_, '_, S> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let Self { call, workspace, kv, rows, keys } = self;
-        let units = call.inputs.options.units(K::ELEMENTS == 2);
-        let tile = |first| Tile::new(&call.inputs, kv, first..rows.end.min(first + K::PANEL), K::Vector::LANES);
-        let tiles: Vec<_> = rows.clone().step_by(K::PANEL).map(tile).collect();
+        let Self { inputs, keys_values, workspace, kv, tiles, keys } = self;
+        let units = inputs.options.units(K::ELEMENTS == 2);
         workspace.state.clear(tiles.len());
         // SAFETY: the processor has the tier of K; the workspace was made for the call and has a panel for each tile.
         unsafe {
             let _tiles = K::configure_tiles();
-            for (index, tile) in tiles.iter().enumerate() {
-                pack_queries::<K, E>(call, workspace, tile, index, units);
-            }
             let start = tiles.iter().map(|tile| tile.some.start).min().unwrap_or(0).max(keys.start);
             let end = tiles.iter().map(|tile| tile.some.end).max().unwrap_or(0).min(keys.end);
             let first_block = start / K::BLOCK * K::BLOCK;
             for first in (first_block..end).step_by(K::BLOCK) {
-                let block = Block::new::<K, E>(call, workspace, kv, first);
+                let block = Block::new::<K, S>(keys_values, inputs.dims, workspace, kv, first);
                 for (index, tile) in tiles.iter().enumerate() {
-                    Step { call, block: &block, tile, index, units }.run::<K>(workspace);
+                    Step { inputs, keys_values, block: &block, tile, index, units }.run::<K>(workspace);
                 }
             }
         }
@@ -58,8 +54,9 @@ impl<E: Kernels> SimdTask for Prefill<'_, '_, E> {
 }
 
 /// One tile against one block.
-struct Step<'a, 'b, E> {
-    call: &'a Call<'b, E>,
+struct Step<'a, 'b, S> {
+    inputs: &'a ScoreInputs<'b>,
+    keys_values: &'a KeysValues<'b, S>,
     block: &'a Block,
     tile: &'a Tile,
     /// The tile's panel in the workspace.
@@ -67,12 +64,12 @@ struct Step<'a, 'b, E> {
     units: ScoreUnits,
 }
 
-impl<E: Kernels> Step<'_, '_, E> {
+impl<S: Stored> Step<'_, '_, S> {
     /// # Safety
     /// The processor has the tier of K, whose tiles are configured; the workspace holds the block and the tile's queries.
     #[inline(always)]
     unsafe fn run<K: Kernel>(&self, workspace: &mut Workspace) {
-        let &Self { call, block, tile, index, units } = self;
+        let &Self { inputs, keys_values, block, tile, index, units } = self;
         let end = tile.some.end.min(block.keys.end);
         // Keys are rows of the first product and depth of the second, and begin at whole multiples of both; the ones before
         // the first that is seen are hidden.
@@ -86,7 +83,7 @@ impl<E: Kernels> Step<'_, '_, E> {
         let depth = keys.div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH);
         // The product over values reads `depth` words of keys, of which those past the end weigh nothing.
         let read = (first + depth * K::ELEMENTS).min(block.keys.end);
-        let all_seen = tile.every.start <= first && read <= tile.every.end && call.inputs.options.keep.is_none();
+        let all_seen = tile.every.start <= first && read <= tile.every.end && inputs.options.keep.is_none();
         let sizes = workspace.sizes;
         let (scores, pairs) = (workspace.scores.as_mut_ptr(), workspace.weights.as_mut_ptr());
         let state = workspace.state.of_panel(index);
@@ -98,7 +95,7 @@ impl<E: Kernels> Step<'_, '_, E> {
             let parts = tile.parts(first..end, whole);
             parts.iter().for_each(|part| product.multiply::<K>(part));
             K::run_simd(TileSoftmax {
-                inputs: call.inputs,
+                inputs: *inputs,
                 tile,
                 units,
                 first,
@@ -113,10 +110,10 @@ impl<E: Kernels> Step<'_, '_, E> {
             });
             let weights = if K::ELEMENTS == 1 { scores } else { pairs };
             let values = ValueProduct { block, rows: sizes.value, first, weights, context: state.context };
-            let only_seen = !all_seen && block.has_non_finite_values::<K, E>(call);
+            let only_seen = !all_seen && block.has_non_finite_values::<K, S>(keys_values, inputs.dims.d_v);
             for part in parts.iter() {
                 match only_seen {
-                    true => values.add_seen::<K, E>(call, tile, part, &factors),
+                    true => values.add_seen::<K, S>(self, part, &factors),
                     false => values.add::<K>(part, &factors),
                 }
                 // The first part of a vector corrected its context; the next ones only add.
@@ -199,14 +196,9 @@ impl ValueProduct<'_> {
     /// # Safety
     /// As [`add`](Self::add).
     #[inline(always)]
-    unsafe fn add_seen<K: Kernel, E: Kernels>(
-        &self,
-        call: &Call<E>,
-        tile: &Tile,
-        part: &Part,
-        factors: &[f32; MAX_COLUMNS],
-    ) {
-        let (kv, dims, lanes) = (self.block.kv, &call.inputs.dims, K::Vector::LANES);
+    unsafe fn add_seen<K: Kernel, S: Stored>(&self, step: &Step<S>, part: &Part, factors: &[f32; MAX_COLUMNS]) {
+        let &Step { inputs, keys_values, tile, .. } = step;
+        let (kv, dims, lanes) = (self.block.kv, &inputs.dims, K::Vector::LANES);
         let d_v = dims.d_v;
         let mut sums = vec![0f32; d_v.next_multiple_of(lanes)];
         let columns = part.vectors.start * lanes..tile.rows.len().min(part.vectors.end * lanes);
@@ -216,16 +208,17 @@ impl ValueProduct<'_> {
             // SAFETY: as this method's contract.
             unsafe {
                 for key in part.keys.clone() {
-                    if !tile.sees(column, key) || !call.inputs.is_kept(row, key) {
+                    if !tile.sees(column, key) || !inputs.is_kept(row, key) {
                         continue;
                     }
                     let word = *self.weights.add((key - self.first) / K::ELEMENTS * K::PANEL + column);
-                    let weight = K::Vector::splat(match (K::ELEMENTS, (key - self.first) % 2) {
+                    let weight = match (K::ELEMENTS, (key - self.first) % 2) {
                         (1, _) => word,
                         (_, 0) => f32::from_bits(word.to_bits() << 16),
                         _ => f32::from_bits(word.to_bits() & 0xffff_0000),
-                    });
-                    let values = call.v_row(kv, key);
+                    };
+                    let weight = K::Vector::splat(weight * keys_values.v.scale(kv, key));
+                    let values = keys_values.v.row(kv, key);
                     for d in (0..d_v).step_by(lanes) {
                         let value: K::Vector = load_first(values.add(d), lanes.min(d_v - d));
                         let sum = K::Vector::load(sums.as_ptr().add(d));

@@ -4,6 +4,7 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use crate::cpu::SharedPtr;
+use crate::element::Stored;
 use crate::error::check_len;
 use crate::{Element, Error, Executor};
 
@@ -108,6 +109,38 @@ impl<T, const N: usize> Strided<'_, T, N> {
     }
 }
 
+/// Keys or values: (B, H_kv, T_kv) rows of contiguous numbers.
+#[derive(Debug, Clone, Copy)]
+pub enum KvRows<'a, E> {
+    /// Elements as those of the queries.
+    Float(Strided<'a, E, 3>),
+    /// 8 bits a number, each of which is `(code - 128) · scale`.
+    Q8 {
+        /// The numbers.
+        codes: Strided<'a, u8, 3>,
+        /// The scale of each row.
+        scales: Strided<'a, f32, 3>,
+    },
+}
+
+impl<'a, E> From<Strided<'a, E, 3>> for KvRows<'a, E> {
+    fn from(rows: Strided<'a, E, 3>) -> Self {
+        Self::Float(rows)
+    }
+}
+
+impl<E> KvRows<'_, E> {
+    fn check(&self, what: &str, dims: [usize; 3], width: usize) -> Result<(), Error> {
+        match self {
+            Self::Float(rows) => rows.check(what, dims, width),
+            Self::Q8 { codes, scales } => {
+                codes.check(what, dims, width)?;
+                scales.check(&format!("the scales of {what}"), dims, 1)
+            }
+        }
+    }
+}
+
 /// ALiBi: `-slope · |position - key|` is added to a score.
 #[derive(Debug, Clone, Copy)]
 pub struct Alibi<'a> {
@@ -197,10 +230,10 @@ pub struct Problem<'a, E> {
     pub dims: Dims,
     /// Queries: (B, H, T_q), rows of D contiguous elements.
     pub q: Strided<'a, E, 3>,
-    /// Keys: (B, H_kv, T_kv), rows of D contiguous elements.
-    pub k: Strided<'a, E, 3>,
-    /// Values: (B, H_kv, T_kv), rows of D_v contiguous elements.
-    pub v: Strided<'a, E, 3>,
+    /// Keys: (B, H_kv, T_kv), rows of D.
+    pub k: KvRows<'a, E>,
+    /// Values: (B, H_kv, T_kv), rows of D_v, stored as the keys are.
+    pub v: KvRows<'a, E>,
     /// The keys that each query of each sequence sees: (B, T_q). A query that sees none gets zeros.
     pub ranges: &'a [Range<usize>],
     /// What happens to the scores.
@@ -256,6 +289,14 @@ impl<E> Problem<'_, E> {
     }
 }
 
+impl<E> Strided<'_, E, 3> {
+    /// A row of queries, of D elements.
+    #[inline(always)]
+    pub(super) fn query(&self, row: Row) -> *const E {
+        self.at([row.b, row.head, row.query])
+    }
+}
+
 /// What decides about scores, whatever their elements were.
 #[derive(Clone, Copy)]
 pub(super) struct ScoreInputs<'a> {
@@ -282,11 +323,48 @@ impl ScoreInputs<'_> {
     }
 }
 
-/// A problem that was checked, and where its results go.
-pub struct Call<'a, E> {
+/// Keys or values of a call.
+#[derive(Clone, Copy)]
+pub(super) struct StoredRows<'a, S> {
+    pub rows: Strided<'a, S, 3>,
+    /// Of rows that are scaled.
+    pub scales: Option<Strided<'a, f32, 3>>,
+}
+
+impl<S: Stored> StoredRows<'_, S> {
+    /// The numbers of a key, D or D_v of them.
+    #[inline(always)]
+    pub fn row(&self, kv: KvHead, key: usize) -> *const S {
+        self.rows.at([kv.b, kv.head, key])
+    }
+
+    /// The numbers from one row to the next.
+    pub fn stride(&self) -> usize {
+        self.rows.strides[2]
+    }
+
+    /// What the numbers of a key are to be multiplied by.
+    #[inline(always)]
+    pub fn scale(&self, kv: KvHead, key: usize) -> f32 {
+        match &self.scales {
+            // SAFETY: the view was checked for every key of the call.
+            Some(scales) if S::IS_SCALED => unsafe { *scales.at([kv.b, kv.head, key]) },
+            _ => 1.0,
+        }
+    }
+}
+
+/// The keys and values of a call.
+#[derive(Clone, Copy)]
+pub(super) struct KeysValues<'a, S> {
+    pub k: StoredRows<'a, S>,
+    pub v: StoredRows<'a, S>,
+}
+
+/// A problem that was checked, and where its results go. Keys and values are stored as S.
+pub struct Call<'a, E, S = E> {
     pub(super) q: Strided<'a, E, 3>,
-    pub(super) k: Strided<'a, E, 3>,
-    pub(super) v: Strided<'a, E, 3>,
+    pub(super) keys_values: KeysValues<'a, S>,
     pub(super) inputs: ScoreInputs<'a>,
     output_order: OutputOrder,
     /// B·H·T_q rows of D_v elements.
@@ -296,13 +374,15 @@ pub struct Call<'a, E> {
     pub(super) executor: Option<Executor>,
 }
 
-impl<'a, E: Element> Call<'a, E> {
-    pub fn new(
+impl<'a, E: Element, S: Stored> Call<'a, E, S> {
+    /// `keys_values` are those of the problem.
+    pub(super) fn new(
         problem: &Problem<'a, E>,
+        keys_values: KeysValues<'a, S>,
         context: &'a mut [MaybeUninit<E>],
         lse: Option<&'a mut [MaybeUninit<f32>]>,
     ) -> Result<Self, Error> {
-        let Problem { dims, q, k, v, ranges, scores: options, output_order, executor } = *problem;
+        let Problem { dims, q, ranges, scores: options, output_order, executor, .. } = *problem;
         let count = problem.context_len()?;
         problem.check()?;
         check_len("context", context.len(), count)?;
@@ -311,29 +391,11 @@ impl<'a, E: Element> Call<'a, E> {
         }
         let context = SharedPtr(context.as_mut_ptr().cast());
         let lse = lse.map(|lse| SharedPtr(lse.as_mut_ptr().cast()));
-        Ok(Self { q, k, v, inputs: ScoreInputs { dims, ranges, options }, output_order, context, lse, executor })
+        Ok(Self { q, keys_values, inputs: ScoreInputs { dims, ranges, options }, output_order, context, lse, executor })
     }
 }
 
-impl<E> Call<'_, E> {
-    /// A row of queries, of D elements.
-    #[inline(always)]
-    pub(super) fn q_row(&self, row: Row) -> *const E {
-        self.q.at([row.b, row.head, row.query])
-    }
-
-    /// A row of keys, of D elements.
-    #[inline(always)]
-    pub(super) fn k_row(&self, kv: KvHead, key: usize) -> *const E {
-        self.k.at([kv.b, kv.head, key])
-    }
-
-    /// A row of values, of D_v elements.
-    #[inline(always)]
-    pub(super) fn v_row(&self, kv: KvHead, key: usize) -> *const E {
-        self.v.at([kv.b, kv.head, key])
-    }
-
+impl<E, S> Call<'_, E, S> {
     /// The row of the context for a query, D_v elements that are not initialised before they are written.
     #[inline(always)]
     pub(super) fn context_row(&self, row: Row) -> *mut E {

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::{Alibi, Dims, OutputOrder, Problem, ScoreOptions, Strided, attend, attend_vec};
+use super::{Alibi, Dims, KvRows, OutputOrder, Problem, ScoreOptions, Strided, attend, attend_vec};
 use crate::cpu::Tier;
 use crate::{Element, Error};
 
@@ -20,22 +20,40 @@ struct Case {
     ranges: Vec<Range<usize>>,
     /// Softcap, ALiBi, bias, keep and sinks, or none of them.
     everything: bool,
+    /// Keys and values of 8 bits.
+    q8: bool,
+}
+
+/// Codes and scales of rows of a width, and the numbers that they stand for.
+fn quantized(count: usize, width: usize, salt: u64) -> (Vec<u8>, Vec<f32>, Vec<f64>) {
+    let codes: Vec<u8> = numbers::<f32>(count * width, salt).iter().map(|x| (x * 127.9 + 128.0) as u8).collect();
+    let scales: Vec<f32> = numbers::<f32>(count, salt + 10).iter().map(|x| (x + 1.1) / 128.0).collect();
+    let wide = codes.iter().enumerate().map(|(n, &code)| (f64::from(code) - 128.0) * f64::from(scales[n / width]));
+    let wide = wide.collect();
+    (codes, scales, wide)
 }
 
 impl Case {
     fn new(dims: Dims, causal: bool, everything: bool) -> Self {
         let range = |i: usize| 0..if causal { (i + 1 + dims.t_kv).saturating_sub(dims.t_q) } else { dims.t_kv };
-        Self { ranges: (0..dims.b * dims.t_q).map(|row| range(row % dims.t_q)).collect(), dims, everything }
+        Self { ranges: (0..dims.b * dims.t_q).map(|row| range(row % dims.t_q)).collect(), dims, everything, q8: false }
     }
 
     /// The largest difference between the kernel and plain loops in f64, on one tier.
     fn difference<E: Element + Into<f32>>(&self, tier: Tier) -> f64 {
         let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = self.dims;
+        let number = |x: &E| f64::from((*x).into());
         let (q, k, v) = (
             numbers::<E>(b * h * t_q * d, 1),
             numbers::<E>(b * h_kv * t_kv * d, 2),
             numbers::<E>(b * h_kv * t_kv * d_v, 3),
         );
+        let (k_codes, k_scales, wide_k) = quantized(b * h_kv * t_kv, d, 2);
+        let (v_codes, v_scales, wide_v) = quantized(b * h_kv * t_kv, d_v, 3);
+        let [wide_k, wide_v] = match self.q8 {
+            true => [wide_k, wide_v],
+            false => [&k, &v].map(|floats| floats.iter().map(number).collect()),
+        };
         let (bias, keep): (Vec<f32>, Vec<u8>) =
             (numbers(t_q * t_kv, 4), (0..t_kv).map(|key| u8::from(key % 5 != 2)).collect());
         let (slopes, sinks): (Vec<f32>, Vec<f32>) = (numbers(h, 5), numbers(h, 6));
@@ -44,6 +62,13 @@ impl Case {
             (0..b * t_q).map(|row| (row % t_q + t_kv) as f32 - (t_q + row / t_q) as f32).collect();
         let rows = |data, heads, t, width| -> Strided<E, 3> {
             Strided { data, strides: [heads * t * width, t * width, width] }
+        };
+        let kv_rows = |floats, codes, scales, width| match self.q8 {
+            true => KvRows::Q8 {
+                codes: Strided { data: codes, strides: [h_kv * t_kv * width, t_kv * width, width] },
+                scales: Strided { data: scales, strides: [h_kv * t_kv, t_kv, 1] },
+            },
+            false => rows(floats, h_kv, t_kv, width).into(),
         };
         let mut lse = Vec::new();
         let everything = self.everything;
@@ -58,8 +83,8 @@ impl Case {
         let problem = Problem {
             dims: self.dims,
             q: rows(&q, h, t_q, d),
-            k: rows(&k, h_kv, t_kv, d),
-            v: rows(&v, h_kv, t_kv, d_v),
+            k: kv_rows(&k, &k_codes[..], &k_scales[..], d),
+            v: kv_rows(&v, &v_codes, &v_scales, d_v),
             ranges: &self.ranges,
             scores,
             output_order: OutputOrder::Bhtd,
@@ -67,7 +92,6 @@ impl Case {
         };
         let context = attend_vec(&problem, tier, Some(&mut lse)).expect("a few rows");
 
-        let number = |x: E| f64::from(x.into());
         let mut largest = 0f64;
         for row in 0..b * h * t_q {
             let (batch, head, i) = (row / (h * t_q), row / t_q % h, row % t_q);
@@ -75,7 +99,7 @@ impl Case {
             let range = self.ranges[batch * t_q + i].clone();
             let seen: Vec<usize> = range.filter(|&key| !everything || keep[key] == 1).collect();
             let score = |key: usize| {
-                let products = (0..d).map(|n| number(q[row * d + n]) * number(k[key_row(key) * d + n]));
+                let products = (0..d).map(|n| number(&q[row * d + n]) * wide_k[key_row(key) * d + n]);
                 let score = 0.7 * products.sum::<f64>();
                 if !everything {
                     return score;
@@ -86,9 +110,9 @@ impl Case {
             let sink = if everything { f64::from(sinks[head]).exp() } else { 0.0 };
             let sum: f64 = seen.iter().map(|&key| score(key).exp()).sum::<f64>() + sink;
             for n in 0..d_v {
-                let mixed: f64 = seen.iter().map(|&key| score(key).exp() * number(v[key_row(key) * d_v + n])).sum();
+                let mixed: f64 = seen.iter().map(|&key| score(key).exp() * wide_v[key_row(key) * d_v + n]).sum();
                 let expected = if sum == 0.0 { 0.0 } else { mixed / sum };
-                largest = largest.max((number(context[row * d_v + n]) - expected).abs());
+                largest = largest.max((number(&context[row * d_v + n]) - expected).abs());
             }
             let difference = f64::from(lse[row]) - sum.ln();
             largest = if lse[row] == sum.ln() as f32 { largest } else { largest.max(difference.abs()) };
@@ -112,9 +136,10 @@ fn every_tier_gives_the_numbers_of_plain_loops() {
     };
     for tier in tiers {
         for &dims in shapes {
-            for (causal, everything) in [(false, false), (true, false), (true, true)] {
-                let case = Case::new(dims, causal, everything);
-                let name = format!("{tier}, {dims:?}, causal {causal}, everything {everything}");
+            let cases = [(false, false), (true, false), (true, true)];
+            for ((causal, everything), q8) in cases.into_iter().flat_map(|case| [(case, false), (case, true)]) {
+                let case = Case { q8, ..Case::new(dims, causal, everything) };
+                let name = format!("{tier}, {dims:?}, causal {causal}, everything {everything}, 8 bits {q8}");
                 let differences =
                     [case.difference::<f32>(tier), case.difference::<bf16>(tier), case.difference::<f16>(tier)];
                 for (difference, most) in differences.into_iter().zip([2e-5, 2e-2, 2e-3]) {
@@ -147,8 +172,8 @@ fn check_extreme_biases<E: Element + Into<f32>>(tier: Tier, t_q: usize, repeats:
         let problem = Problem {
             dims: Dims { b: 1, h: 1, h_kv: 1, t_q, t_kv, d, d_v: 1 },
             q: Strided { data: &q, strides: [0, d, d] },
-            k: Strided { data: &k, strides: [0, 0, d] },
-            v: Strided { data: &v, strides: [0, 0, 1] },
+            k: Strided { data: &k, strides: [0, 0, d] }.into(),
+            v: Strided { data: &v, strides: [0, 0, 1] }.into(),
             ranges: &vec![0..t_kv; t_q],
             scores: ScoreOptions { bias: Some(Strided { data: &bias, strides: [0, 0, 0, 1] }), ..Default::default() },
             output_order: OutputOrder::Bhtd,
@@ -194,8 +219,8 @@ fn small<'a>(data: &'a [f32], ranges: &'a [Range<usize>]) -> Problem<'a, f32> {
     Problem {
         dims: Dims { b: 1, h: 2, h_kv: 2, t_q: 1, t_kv: 2, d: 2, d_v: 2 },
         q: rows,
-        k: rows,
-        v: rows,
+        k: rows.into(),
+        v: rows.into(),
         ranges,
         scores: ScoreOptions::default(),
         output_order: OutputOrder::Bhtd,
@@ -209,7 +234,11 @@ fn sizes_that_do_not_fit_are_errors() {
     let good = small(&data, &ranges);
     assert_eq!(attend_vec(&good, Tier::Scalar, None).expect("a good call"), [1.0; 4]);
     let dims = good.dims;
-    let short = Strided { data: &data[..7], ..good.k };
+    let short = Strided { data: &data[..7], ..good.q };
+    let codes = |count, scales| KvRows::Q8 {
+        codes: Strided { data: &[0u8; 8][..count], strides: good.q.strides },
+        scales: Strided { data: &data[..scales], strides: [4, 2, 1] },
+    };
     let (entries, kept) = ([0f32; 3], [1u8; 3]);
     let scores = good.scores;
     let alibi = |slopes, positions| ScoreOptions { alibi: Some(Alibi { slopes, positions }), ..scores };
@@ -221,13 +250,22 @@ fn sizes_that_do_not_fit_are_errors() {
         ),
         (Problem { dims: Dims { h: 3, ..dims }, ..good }, "expected key heads that divide the 3 query heads, found 2"),
         (
-            Problem { k: short, ..good },
+            Problem { k: short.into(), ..good },
             "k of [1, 2, 2] entries of 2 elements with strides [8, 4, 2] ends past the 7 elements of its slice",
         ),
         (
-            Problem { v: Strided { strides: [8, usize::MAX, 2], ..good.v }, ..good },
+            Problem { v: Strided { strides: [8, usize::MAX, 2], ..good.q }.into(), ..good },
             "v of [1, 2, 2] entries of 2 elements with strides [8, 18446744073709551615, 2] ends past the 8 elements of its slice",
         ),
+        (
+            Problem { k: codes(8, 4), v: codes(7, 4), ..good },
+            "v of [1, 2, 2] entries of 2 elements with strides [8, 4, 2] ends past the 7 elements of its slice",
+        ),
+        (
+            Problem { k: codes(8, 3), v: codes(8, 4), ..good },
+            "the scales of k of [1, 2, 2] entries of 1 elements with strides [4, 2, 1] ends past the 3 elements of its slice",
+        ),
+        (Problem { v: codes(8, 4), ..good }, "expected keys and values that are both floats or both of 8 bits"),
         (
             Problem { dims: Dims { t_q: 3, ..dims }, ..good },
             "q of [1, 2, 3] entries of 2 elements with strides [8, 4, 2] ends past the 8 elements of its slice",
@@ -298,7 +336,60 @@ fn empty_ranges_and_repeated_keys_are_in_order() {
         }
     }
     let mut problem = small(&data, &[]);
-    (problem.dims.t_kv, problem.k.strides, problem.v.strides) = (usize::MAX / 4, [0; 3], [0; 3]);
+    let repeated = Strided { strides: [0; 3], ..problem.q }.into();
+    (problem.dims.t_kv, problem.k, problem.v) = (usize::MAX / 4, repeated, repeated);
     let error = attend_vec(&Problem { ranges: &[0..3], ..problem }, Tier::Scalar, None).expect_err("no memory");
     assert_eq!(error.to_string(), "what attention keeps between its steps does not fit in memory");
+}
+
+/// A call of 8 bits over heads of 16 numbers, whose last query sees all keys and each one before it one less.
+fn attend_q8(tier: Tier, t_q: usize, codes: &[u8], scales: &[f32]) -> Vec<f32> {
+    let (d, t_kv) = (16, scales.len());
+    let q: Vec<f32> = numbers(t_q * d, 7);
+    let rows = KvRows::Q8 {
+        codes: Strided { data: codes, strides: [0, 0, d] },
+        scales: Strided { data: scales, strides: [0, 0, 1] },
+    };
+    let problem = Problem {
+        dims: Dims { b: 1, h: 1, h_kv: 1, t_q, t_kv, d, d_v: d },
+        q: Strided { data: &q, strides: [0, 0, d] },
+        k: rows,
+        v: rows,
+        ranges: &(1..=t_q).map(|i| 0..t_kv + i - t_q).collect::<Vec<_>>(),
+        scores: ScoreOptions::default(),
+        output_order: OutputOrder::Bhtd,
+        executor: None,
+    };
+    attend_vec(&problem, tier, None).expect("a few rows")
+}
+
+/// As a cache stores a row with a number that is not finite.
+#[test]
+fn a_scale_of_nan_reaches_the_queries_that_see_its_key() {
+    for tier in Tier::available() {
+        for t_q in [2, 40] {
+            let (codes, mut scales, _) = quantized(50, 16, 3);
+            let finite = attend_q8(tier, t_q, &codes, &scales);
+            scales[49] = f32::NAN;
+            let found = attend_q8(tier, t_q, &codes, &scales);
+            let (before, last) = found.split_at((t_q - 1) * 16);
+            assert!(before.iter().zip(&finite).all(|(x, y)| (x - y).abs() < 1e-6), "{tier}, {t_q} queries: {before:?}");
+            assert!(last.iter().all(|x| x.is_nan()), "{tier}, {t_q} queries: {last:?}");
+        }
+    }
+}
+
+#[test]
+fn eight_bits_give_the_same_bits_on_any_number_of_threads() {
+    let count = if cfg!(miri) { 60 } else { 9000 };
+    let (codes, scales, _) = quantized(count, 16, 3);
+    for tier in if cfg!(miri) { vec![Tier::Scalar] } else { Tier::available() } {
+        for t_q in [4, 50] {
+            let [one, three] = [1, 3].map(|threads| {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
+                pool.install(|| attend_q8(tier, t_q, &codes, &scales))
+            });
+            assert!(one.iter().zip(&three).all(|(x, y)| x.to_bits() == y.to_bits()), "{tier}, {t_q} queries");
+        }
+    }
 }

@@ -18,9 +18,9 @@ use std::ops::Range;
 use super::epilogue::normalise;
 use super::heuristics::{self, KV_SPLIT};
 use super::pack::has_non_finite_values;
-use super::problem::{Call, KvHead, Row, ScoreInputs};
-use crate::cpu::{Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, for_each_task};
-use crate::element::Kernels;
+use super::problem::{Call, KeysValues, KvHead, Row, ScoreInputs, Strided};
+use crate::cpu::{Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector, for_each_task};
+use crate::element::{Kernels, Stored, widen_row};
 use products::{AccumulateSeen, RowProducts};
 use softmax::RowSoftmax;
 
@@ -32,7 +32,7 @@ pub(super) const MAX_ROWS: usize = 8;
 ///
 /// # Safety
 /// The processor has the tier of K, whose words are f32.
-pub(super) unsafe fn run<K: Kernel, E: Kernels>(call: &Call<E>) -> Option<()> {
+pub(super) unsafe fn run<K: Kernel, E: Kernels, S: Stored>(call: &Call<E, S>) -> Option<()> {
     let dims = &call.inputs.dims;
     let (heads, key_chunks) = (dims.b * dims.h_kv, dims.t_kv.div_ceil(KV_SPLIT).max(1));
     // Of each part: contexts (R, D_v), maxima (R,) and sums (R,).
@@ -43,11 +43,15 @@ pub(super) unsafe fn run<K: Kernel, E: Kernels>(call: &Call<E>) -> Option<()> {
     let workers = heuristics::workers(call);
     for_each_task(heads * key_chunks, workers, scratch, |scratch, task| {
         let first = task % key_chunks * KV_SPLIT;
-        let keys = first..dims.t_kv.min(first + KV_SPLIT);
-        // SAFETY: the processor has the tier of K; the partial results are initialised, and each task writes one of its own.
+        let kv = dims.kv_head(task / key_chunks);
+        let seen = &SeenRows::new(&call.inputs, kv, first..dims.t_kv.min(first + KV_SPLIT));
+        let (inputs, keys_values, queries) = (&call.inputs, &call.keys_values, scratch.queries.as_mut_ptr());
+        // SAFETY: the processor has the tier of K; the scratch was made for these sizes; the partial results are initialised,
+        // and each task writes one of its own.
         unsafe {
+            K::run_simd(WidenQueries { q: &call.q, inputs, rows: &seen.rows[..seen.padded], queries });
             let partial = slots.slice(task * words, words);
-            K::run_simd(Decode { call, scratch, kv: dims.kv_head(task / key_chunks), keys, partial });
+            K::run_simd(Decode { inputs, keys_values, scratch, kv, seen, partial });
         }
     });
     let partials = partials.words();
@@ -78,26 +82,48 @@ impl DecodeScratch {
     }
 }
 
-/// The query rows of one key head against a part of its keys.
-struct Decode<'a, 'b, E> {
-    call: &'a Call<'b, E>,
+/// Query rows in f32, times the unit of the scores, with zeros up to whole vectors.
+struct WidenQueries<'a, 'b, E> {
+    q: &'a Strided<'b, E, 3>,
+    inputs: &'a ScoreInputs<'b>,
+    rows: &'a [Row],
+    /// A row for each.
+    queries: *mut f32,
+}
+
+impl<E: Kernels> SimdTask for WidenQueries<'_, '_, E> {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        let (d, factor) = (self.inputs.dims.d, self.inputs.options.units(false).query);
+        let width = d.next_multiple_of(K::Vector::LANES);
+        for (r, &row) in self.rows.iter().enumerate() {
+            let from = self.q.query(row);
+            // SAFETY: the processor has the tier of K; the row belongs to the call, and there is memory for each.
+            unsafe { widen_row::<E, K::Vector>(from, d, self.queries.add(r * width), width, factor) };
+        }
+    }
+}
+
+/// The query rows of one key head, widened in the scratch, against a part of its keys.
+struct Decode<'a, 'b, S> {
+    inputs: &'a ScoreInputs<'b>,
+    keys_values: &'a KeysValues<'b, S>,
     scratch: &'a mut DecodeScratch,
     kv: KvHead,
-    keys: Range<usize>,
+    seen: &'a SeenRows,
     partial: &'a mut [f32],
 }
 
-impl<E: Kernels> SimdTask for Decode<'_, '_, E> {
+impl<S: Stored> SimdTask for Decode<'_, '_, S> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let seen = SeenRows::new(&self.call.inputs, self.kv, self.keys.clone());
         // SAFETY: the processor has the tier of K; there are at most R rows.
         unsafe {
-            match seen.padded {
-                1 => self.rows::<K, 1>(&seen),
-                2 => self.rows::<K, 2>(&seen),
-                4 => self.rows::<K, 4>(&seen),
-                _ => self.rows::<K, 8>(&seen),
+            match self.seen.padded {
+                1 => self.rows::<K, 1>(),
+                2 => self.rows::<K, 2>(),
+                4 => self.rows::<K, 4>(),
+                _ => self.rows::<K, 8>(),
             }
         }
     }
@@ -128,15 +154,16 @@ impl SeenRows {
     }
 }
 
-impl<E: Kernels> Decode<'_, '_, E> {
+impl<S: Stored> Decode<'_, '_, S> {
     /// # Safety
     /// As [`SimdTask::run`]; R is the padded number of rows.
     #[inline(always)]
-    unsafe fn rows<K: Kernel, const R: usize>(self, seen: &SeenRows) {
-        let Self { call, kv, .. } = self;
-        let SeenRows { rows, ranges, keys, .. } = seen;
+    unsafe fn rows<K: Kernel, const R: usize>(self) {
+        let Self { inputs, keys_values, kv, .. } = self;
+        let SeenRows { rows, ranges, keys, .. } = self.seen;
         let (rows, ranges, keys) = (&rows[..R], &ranges[..R], keys.clone());
-        let (context, rest) = self.partial.split_at_mut(R * call.inputs.dims.d_v);
+        let widths = [inputs.dims.d, inputs.dims.d_v];
+        let (context, rest) = self.partial.split_at_mut(R * inputs.dims.d_v);
         let (max, sum) = rest[..2 * R].split_at_mut(R);
         context.fill(0.0);
         max.fill(f32::NEG_INFINITY);
@@ -144,15 +171,17 @@ impl<E: Kernels> Decode<'_, '_, E> {
         if keys.is_empty() {
             return;
         }
-        let is_masked = call.inputs.options.keep.is_some() || ranges.iter().any(|range| *range != keys);
+        let is_masked = inputs.options.keep.is_some() || ranges.iter().any(|range| *range != keys);
         let scores = self.scratch.scores.as_mut_ptr();
-        let products = RowProducts::<E, R> { call, kv, rows, keys: keys.clone() };
+        let products = RowProducts::<S, R> { keys_values, widths, kv, keys: keys.clone() };
         // SAFETY: the processor has the tier of K; the scratch was made for these sizes.
         unsafe {
-            products.scores::<K::Vector>(self.scratch.queries.as_mut_ptr(), scores);
-            K::run_simd(RowSoftmax { inputs: call.inputs, rows, ranges, keys: keys.clone(), scores, max, sum });
-            if is_masked && has_non_finite_values::<K, E>(call, kv, keys.clone()) {
-                K::run_simd(AccumulateSeen { call, kv, rows, ranges, keys, weights: scores, context });
+            products.scores::<K::Vector>(self.scratch.queries.as_ptr(), scores);
+            K::run_simd(RowSoftmax { inputs: *inputs, rows, ranges, keys: keys.clone(), scores, max, sum });
+            products.scale_weights(scores);
+            let values = &keys_values.v;
+            if is_masked && has_non_finite_values::<K, S>(values, inputs.dims.d_v, kv, keys.clone()) {
+                K::run_simd(AccumulateSeen { inputs, values, kv, rows, ranges, keys, weights: scores, context });
             } else {
                 products.accumulate::<K::Vector>(scores, context);
             }
@@ -161,7 +190,7 @@ impl<E: Kernels> Decode<'_, '_, E> {
 }
 
 /// Merges the parts of one key head, in order, and writes its rows.
-fn merge<'a, E: Kernels>(call: &Call<E>, kv: KvHead, parts: impl Iterator<Item = &'a [f32]> + Clone) {
+fn merge<'a, E: Kernels, S>(call: &Call<E, S>, kv: KvHead, parts: impl Iterator<Item = &'a [f32]> + Clone) {
     let (dims, unit) = (&call.inputs.dims, call.inputs.options.exponent_unit());
     let (d_v, padded) = (dims.d_v, dims.rows().next_power_of_two());
     let mut sums = vec![0f32; d_v];

@@ -3,57 +3,49 @@
 use std::ops::Range;
 
 use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector};
-use crate::element::{Kernels, load_first, store_first};
+use crate::element::{Stored, load_first, store_first};
 use crate::flash::pack::prefetch_row;
-use crate::flash::problem::{Call, KvHead, Row};
+use crate::flash::problem::{KeysValues, KvHead, Row, ScoreInputs, StoredRows};
 
 /// Keys whose values are read for all of D_v before the next ones: they stay in the first cache meanwhile.
 const VALUE_BLOCK: usize = 32;
 
 /// R query rows of one key head, and the keys of one part that they see.
-pub(super) struct RowProducts<'a, 'b, E, const R: usize> {
-    pub call: &'a Call<'b, E>,
+pub(super) struct RowProducts<'a, 'b, S, const R: usize> {
+    pub keys_values: &'a KeysValues<'b, S>,
+    /// D and D_v.
+    pub widths: [usize; 2],
     pub kv: KvHead,
-    pub rows: &'a [Row],
     /// The keys from the first to the last that some row sees.
     pub keys: Range<usize>,
 }
 
-impl<E: Kernels, const R: usize> RowProducts<'_, '_, E, R> {
+impl<S: Stored, const R: usize> RowProducts<'_, '_, S, R> {
     /// Scores (keys, R), as many keys at a time as fill a vector with their products.
     ///
     /// # Safety
-    /// The processor has the tier of V; `queries` is valid for R rows of D, rounded up to vectors, and `scores` for R scores
-    /// of each key, rounded up to a vector.
+    /// The processor has the tier of V; `queries` is valid for R rows of D, with zeros up to whole vectors, and `scores` for R
+    /// scores of each key, rounded up to a vector.
     #[inline(always)]
-    pub unsafe fn scores<V: Vector>(&self, queries: *mut f32, scores: *mut f32) {
-        let (call, keys) = (self.call, &self.keys);
-        let (d, lanes) = (call.inputs.dims.d, V::LANES);
+    pub unsafe fn scores<V: Vector>(&self, queries: *const f32, scores: *mut f32) {
+        let (rows, keys, [d, _], lanes) = (&self.keys_values.k, &self.keys, self.widths, V::LANES);
         let (width, together) = (d.next_multiple_of(lanes), V::LANES / R);
-        let stride = call.k.strides[2];
+        let stride = rows.stride();
         let mut square = [0f32; MAX_LANES * MAX_LANES];
         // SAFETY: as this method's contract; the rows and keys belong to the call, and their rows have D elements.
         unsafe {
-            let factor = V::splat(call.inputs.options.units(false).query);
-            for (r, &row) in self.rows.iter().enumerate() {
-                let from = call.q_row(row);
-                for at in (0..d).step_by(lanes) {
-                    let query: V = load_first(from.add(at), lanes.min(d - at));
-                    query.mul(factor).store(queries.add(r * width + at));
-                }
-            }
             for first in (0..keys.len()).step_by(together) {
-                let mut from = [call.k_row(self.kv, keys.start + first); MAX_LANES];
+                let mut from = [rows.row(self.kv, keys.start + first); MAX_LANES];
                 for (k, from) in from[..together].iter_mut().enumerate() {
                     // Past the end the last key is repeated; its scores are hidden later.
                     *from = from.wrapping_add(k.min(keys.len() - 1 - first) * stride);
-                    prefetch_row::<V, E>(*from, stride, d);
+                    prefetch_row::<V, S>(*from, stride, d);
                 }
                 let mut sums = [V::splat(0.0); MAX_LANES];
                 let whole = d / lanes * lanes;
                 for at in (0..whole).step_by(lanes) {
                     for k in 0..together {
-                        let key = E::load::<V>(from[k].add(at));
+                        let key = S::load::<V>(from[k].add(at));
                         for r in 0..R {
                             let query = V::load(queries.add(r * width + at));
                             sums[k * R + r] = key.mul_add(query, sums[k * R + r]);
@@ -87,6 +79,33 @@ impl<E: Kernels, const R: usize> RowProducts<'_, '_, E, R> {
                 }
                 sums[0].store(scores.add(first * R));
             }
+            self.scale(rows, scores);
+        }
+    }
+
+    /// Weights become those of the codes of values.
+    ///
+    /// # Safety
+    /// There is a weight for each key and row.
+    #[inline(always)]
+    pub unsafe fn scale_weights(&self, weights: *mut f32) {
+        // SAFETY: as this method's contract.
+        unsafe { self.scale(&self.keys_values.v, weights) }
+    }
+
+    /// Multiplies the R numbers of each key by its scale.
+    ///
+    /// # Safety
+    /// There are R numbers for each key.
+    #[inline(always)]
+    unsafe fn scale(&self, rows: &StoredRows<S>, numbers: *mut f32) {
+        if !S::IS_SCALED {
+            return;
+        }
+        for (at, key) in self.keys.clone().enumerate() {
+            let scale = rows.scale(self.kv, key);
+            // SAFETY: as this method's contract.
+            (0..R).for_each(|r| unsafe { *numbers.add(at * R + r) *= scale });
         }
     }
 
@@ -96,7 +115,7 @@ impl<E: Kernels, const R: usize> RowProducts<'_, '_, E, R> {
     /// The processor has the tier of V; there is a weight for each key and row, and `context` has R rows of D_v.
     #[inline(always)]
     pub unsafe fn accumulate<V: Vector>(&self, weights: *const f32, context: &mut [f32]) {
-        let (d_v, lanes) = (self.call.inputs.dims.d_v, V::LANES);
+        let ([_, d_v], lanes) = (self.widths, V::LANES);
         for first in self.keys.clone().step_by(VALUE_BLOCK) {
             let keys = first..self.keys.end.min(first + VALUE_BLOCK);
             let mut d = 0;
@@ -129,16 +148,15 @@ impl<E: Kernels, const R: usize> RowProducts<'_, '_, E, R> {
         keys: Range<usize>,
         d: usize,
     ) {
-        let (call, lanes) = (self.call, V::LANES);
-        let d_v = call.inputs.dims.d_v;
+        let (values_of, [_, d_v], lanes) = (&self.keys_values.v, self.widths, V::LANES);
         let filled = if N == 1 { lanes.min(d_v - d) } else { lanes };
         // SAFETY: as this method's contract.
         unsafe {
             // Sums of a few keys each, and not one over all of them, which would round more.
             let mut sums = [[V::splat(0.0); N]; R];
             for key in keys {
-                let from = call.v_row(self.kv, key).add(d);
-                prefetch_row::<V, E>(from, call.v.strides[2], N * lanes);
+                let from = values_of.row(self.kv, key).add(d);
+                prefetch_row::<V, S>(from, values_of.stride(), N * lanes);
                 let mut values = [V::splat(0.0); N];
                 for (n, value) in values.iter_mut().enumerate() {
                     *value = load_first(from.add(n * lanes), filled);
@@ -162,36 +180,37 @@ impl<E: Kernels, const R: usize> RowProducts<'_, '_, E, R> {
 
 /// [`RowProducts::accumulate`] where values are not all finite: zero times NaN is NaN, so each row sums the keys that it sees and
 /// no others.
-pub(super) struct AccumulateSeen<'a, 'b, E> {
-    pub call: &'a Call<'b, E>,
+pub(super) struct AccumulateSeen<'a, 'b, S> {
+    pub inputs: &'a ScoreInputs<'b>,
+    pub values: &'a StoredRows<'b, S>,
     pub kv: KvHead,
     pub rows: &'a [Row],
     /// What each row sees of the keys.
     pub ranges: &'a [Range<usize>],
     pub keys: Range<usize>,
-    /// (keys, rows).
+    /// (keys, rows), scaled.
     pub weights: *const f32,
     /// (rows, D_v).
     pub context: &'a mut [f32],
 }
 
-impl<E: Kernels> SimdTask for AccumulateSeen<'_, '_, E> {
+impl<S: Stored> SimdTask for AccumulateSeen<'_, '_, S> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let Self { call, kv, rows, keys, .. } = self;
-        let (d_v, lanes) = (call.inputs.dims.d_v, K::Vector::LANES);
+        let Self { inputs, values, kv, rows, keys, .. } = self;
+        let (d_v, lanes) = (inputs.dims.d_v, K::Vector::LANES);
         let mut sums = vec![0f32; d_v.next_multiple_of(lanes)];
         for (r, (&row, range)) in rows.iter().zip(self.ranges).enumerate() {
             // The same sums of a few keys each as for finite values.
             for first in keys.clone().step_by(VALUE_BLOCK) {
                 let own = first.max(range.start)..range.end.min(first + VALUE_BLOCK);
                 sums.fill(0.0);
-                for key in own.filter(|&key| call.inputs.is_kept(row, key)) {
+                for key in own.filter(|&key| inputs.is_kept(row, key)) {
                     // SAFETY: the processor has the tier of K; the row's range lies within the keys, which have weights.
                     unsafe {
                         let weight = K::Vector::splat(*self.weights.add((key - keys.start) * rows.len() + r));
                         for d in (0..d_v).step_by(lanes) {
-                            let value: K::Vector = load_first(call.v_row(kv, key).add(d), lanes.min(d_v - d));
+                            let value: K::Vector = load_first(values.row(kv, key).add(d), lanes.min(d_v - d));
                             let at = sums.as_mut_ptr().add(d);
                             weight.mul_add(value, K::Vector::load(at.cast_const())).store(at);
                         }
