@@ -72,14 +72,6 @@ impl fmt::Debug for ProjectionModules {
     }
 }
 
-/// A projection that nothing trains, as a file has it.
-pub(crate) enum LoadedProjection {
-    /// A weight, to be packed.
-    Rows(ProjectionRows),
-    /// A product of another kind, its bias included.
-    Module(ProjectionModule),
-}
-
 /// One projection, (B, T, in) to (B, T, out).
 #[derive(Clone)]
 enum Projection {
@@ -95,10 +87,10 @@ enum Projection {
 
 /// Columns of the product with a weight. Projections of one input that share the weight are views of one product.
 #[derive(Debug, Clone)]
-struct Columns {
-    weight: Arc<PackedLinear>,
-    range: Range<usize>,
-    has_bias: bool,
+pub(crate) struct Columns {
+    pub weight: Arc<PackedLinear>,
+    pub range: Range<usize>,
+    pub has_bias: bool,
 }
 
 impl Columns {
@@ -265,41 +257,21 @@ impl Projections {
             ),
             _ => {}
         }
-        let [query, key, value] = [query, key, value].map(LoadedProjection::Module);
-        Self::of_parts(cfg, [query, key, value], output.map(LoadedProjection::Module), dtype, device)
+        use ProjectionPlace::{Key, Output, Query, Value};
+        let projection = |(place, module): (ProjectionPlace, _)| {
+            let width = projection_shapes(cfg)[place as usize].0;
+            Projection::Module { module, expected: ModuleOutput { place, width, dtype, device: device.clone() } }
+        };
+        let qkv = [(Query, query), (Key, key), (Value, value)].map(projection);
+        let o = output.map(|output| vec![projection((Output, output))]);
+        Self::of_list(qkv.into(), o, dtype, device.clone())
     }
 
-    /// Of weights and modules, for inputs of a dtype on a device.
-    ///
-    /// # Errors
-    /// If memory is short.
-    pub fn of_parts(
-        cfg: &MultiHeadAttentionConfig,
-        qkv: [LoadedProjection; 3],
-        output: Option<LoadedProjection>,
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Self> {
-        use LoadedProjection::{Module, Rows};
-        use ProjectionPlace::{Key, Output, Query, Value};
-        let packed = |all: &[&ProjectionRows]| Projection::columns(all, PackedLinear::try_from);
-        let alone = |place, projection| match projection {
-            Rows(rows) => packed(&[&rows]),
-            Module(module) => {
-                let width = projection_shapes(cfg)[place as usize].0;
-                let expected = ModuleOutput { place, width, dtype, device: device.clone() };
-                Ok(vec![Projection::Module { module, expected }])
-            }
-        };
-        let same = |a: &ProjectionRows, b: &ProjectionRows| {
-            (a.in_dim(), a.weight().dtype()) == (b.in_dim(), b.weight().dtype())
-        };
-        let qkv = match qkv {
-            [Rows(q), Rows(k), Rows(v)] if same(&q, &k) && same(&k, &v) => packed(&[&q, &k, &v])?,
-            [q, k, v] => [alone(Query, q)?, alone(Key, k)?, alone(Value, v)?].concat(),
-        };
-        let o = output.map(|output| alone(Output, output)).transpose()?;
-        Self::of_list(qkv, o, dtype, device.clone())
+    /// Of weights that are packed, for inputs in f32.
+    pub fn of_columns(qkv: [Columns; 3], o: Columns) -> Self {
+        let device = o.weight.device().clone();
+        let [q, k, v] = qkv.map(Projection::Columns);
+        Self { q, k, v, o: Some(Projection::Columns(o)), dtype: DType::F32, device }
     }
 
     /// Query, key and value, and the output projection.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_attention::weights::Checkpoint;
-use candle_attention::{MultiHeadAttention, SimpleTokenizer, gguf};
+use candle_attention::{MultiHeadAttention, PackedLinear, SimpleTokenizer, gguf};
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Error, Result, bail};
 use candle_nn::VarBuilder;
@@ -13,6 +13,7 @@ use serde_json::Value;
 
 use crate::args::Args;
 use crate::common::{checkpoint, read_json};
+use crate::model::GgufWeights;
 
 pub enum Files {
     Folder(PathBuf),
@@ -67,6 +68,13 @@ impl Files {
         Ok(ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect())
     }
 
+    pub fn gguf(&self) -> Option<&dyn GgufWeights> {
+        match self {
+            Self::Folder(_) => None,
+            Self::Gguf(gguf) => Some(gguf),
+        }
+    }
+
     pub fn var_builder(&self, dtype: DType, device: &Device) -> Result<VarBuilder<'static>> {
         match self {
             Self::Folder(folder) => Checkpoint::open(folder)?.var_builder(dtype, device),
@@ -92,8 +100,14 @@ impl Gguf {
     fn reader(&self) -> Result<File> {
         Ok(File::open(&self.path)?)
     }
+}
 
-    pub fn attention(&self, layer: usize) -> Result<MultiHeadAttention> {
+impl GgufWeights for Gguf {
+    fn attention(&self, layer: usize) -> Result<MultiHeadAttention> {
         gguf::load_attention(&self.content, &mut self.reader()?, layer, &self.device)
+    }
+
+    fn linear(&self, name: &str) -> Result<PackedLinear> {
+        gguf::load_linear(&self.content, &mut self.reader()?, name, &self.device)
     }
 }

@@ -25,7 +25,7 @@ use candle_core::{Device, Error, Result, bail};
 use args::{Args, KvCache};
 use files::Files;
 use generate::{Options, generate, padded};
-use model::{CausalLm, ReadAttention};
+use model::CausalLm;
 use sampler::Sampling;
 
 fn main() -> ExitCode {
@@ -43,15 +43,7 @@ fn run(args: Args) -> Result<()> {
     let json = files.config()?;
     let vb = files.var_builder(args.dtype.dtype(), &device)?;
     let bar = common::bar("loading", "blocks");
-    let read_attention;
-    let gguf: Option<ReadAttention> = match &files {
-        Files::Gguf(gguf) => {
-            read_attention = |layer| gguf.attention(layer);
-            Some(&read_attention)
-        }
-        Files::Folder(_) => None,
-    };
-    let model = CausalLm::load(&json, vb, gguf, |layer, layers| {
+    let model = CausalLm::load(&json, vb, files.gguf(), |layer, layers| {
         bar.set_length(layers as u64);
         bar.set_position(layer as u64);
     })?;

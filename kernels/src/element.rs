@@ -58,7 +58,7 @@ pub trait Kernels: Stored {
     fn attend_q8(call: &Call<Self, u8>, tier: Tier) -> Option<()>;
     fn project(projection: &CheckedProjection<Self>);
     fn pack(rows: &[Self], outputs: usize, inputs: usize, tier: Tier) -> Option<PackedWeight>;
-    fn unpack(weight: &PackedWeight) -> Option<Vec<Self>>;
+    fn unpack(weight: &PackedWeight, outputs: &[usize]) -> Option<Vec<Self>>;
 }
 
 macro_rules! element {
@@ -107,8 +107,8 @@ macro_rules! element {
                 linear::pack_weight(rows, outputs, inputs, tier)
             }
 
-            fn unpack(weight: &PackedWeight) -> Option<Vec<Self>> {
-                linear::unpack_weight(weight)
+            fn unpack(weight: &PackedWeight, outputs: &[usize]) -> Option<Vec<Self>> {
+                linear::unpack_weight(weight, outputs)
             }
         }
     };

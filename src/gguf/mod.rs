@@ -17,9 +17,9 @@
 //! ([`RopeStyle::Interleaved`]); Gemma's norms have 1 added to their weights; packed projections have their rows by
 //! part.
 //!
-//! Inputs and outputs are f32, as in llama.cpp. Weights in f32, f16 and bf16 are packed as they are
-//! ([`PackedLinear`]); K-quants (Q2_K to Q6_K) are multiplied by Candle's `QMatMul`,
-//! whose inputs are rounded to 8 bits; Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are held in f32, which loses nothing.
+//! Inputs and outputs are f32, as in llama.cpp. Weights are [`PackedLinear::from_qtensor`]: f32, f16 and bf16 are packed
+//! as they are, Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 as codes of 4 or 8 bits, which loses nothing, and K-quants (Q2_K to Q6_K)
+//! are multiplied by Candle's `QMatMul`, whose inputs are rounded to 8 bits.
 
 mod metadata;
 mod tokenizer;
@@ -28,17 +28,16 @@ pub use tokenizer::tokenizer;
 
 use std::collections::HashMap;
 use std::io::{Read, Seek};
-use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use candle_core::quantized::gguf_file::Content;
-use candle_core::quantized::{GgmlDType, QMatMul, QStorage, QTensor};
-use candle_core::{DType, Device, Module, Result, Shape, Tensor, bail};
+use candle_core::quantized::{QStorage, QTensor};
+use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::var_builder::SimpleBackend;
-use candle_nn::{Init, Linear, VarBuilder};
+use candle_nn::{Init, VarBuilder};
 use serde_json::Value;
 
-use crate::projection::{LoadedProjection, ProjectionModule, Projections};
+use crate::projection::{Columns, Projections};
 use crate::size::fits_in_memory;
 use crate::weights::{projection_shapes, root};
 use crate::{
@@ -94,17 +93,25 @@ pub fn load_attention<R: Read + Seek>(
 
     let [q, k, v, o] = projection_shapes(&cfg);
     let at = |name: &str| format!("blk.{layer}.{name}");
+    let biases = cfg.qkv_bias();
+    let parts = [(q.0, biases[0]), (k.0, biases[1]), (v.0, biases[2])];
     let qkv = if file.has(&at("attn_qkv.weight")) {
-        let biases = cfg.qkv_bias();
-        file.weight(&at("attn_qkv"), (q.0 + k.0 + v.0, q.1), biases.contains(&true))?.split([q.0, k.0, v.0])?
+        let joint = file.weight(&at("attn_qkv"), (q.0 + k.0 + v.0, q.1), biases.contains(&true))?;
+        split(joint.pack()?, parts)
     } else {
-        let [q_bias, k_bias, v_bias] = cfg.qkv_bias();
+        let [q_bias, k_bias, v_bias] = biases;
         let mut weight = |name, shape, bias| file.weight(&at(name), shape, bias);
-        [weight("attn_q", q, q_bias)?, weight("attn_k", k, k_bias)?, weight("attn_v", v, v_bias)?]
+        let all = [weight("attn_q", q, q_bias)?, weight("attn_k", k, k_bias)?, weight("attn_v", v, v_bias)?];
+        let kind = |own: &Weight| (own.weight.dtype(), own.weight.shape().dims()[1]);
+        if all.iter().all(|own| kind(own) == kind(&all[0])) {
+            split(Weight::concat(&all)?.pack()?, parts)
+        } else {
+            let [q, k, v] = all.map(Weight::columns);
+            [q?, k?, v?]
+        }
     };
-    let [q, k, v] = qkv.map(Weight::into_projection);
-    let output = file.weight(&at("attn_output"), o, cfg.out_bias())?.into_projection()?;
-    let projections = Projections::of_parts(&cfg, [q?, k?, v?], Some(output), DType::F32, device)?;
+    let output = file.weight(&at("attn_output"), o, cfg.out_bias())?.columns()?;
+    let projections = Projections::of_columns(qkv, output);
 
     let mut parameters = HashMap::new();
     for (own, name, wanted) in [
@@ -132,14 +139,11 @@ pub fn load_linear<R: Read + Seek>(
     reader: &mut R,
     name: &str,
     device: &Device,
-) -> Result<ProjectionModule> {
+) -> Result<PackedLinear> {
     let mut file = File { content, reader, device };
     let (weight, bias) = (format!("{name}.weight"), file.has(&format!("{name}.bias")));
     match content.tensor_infos.get(&weight).map(|info| info.shape.dims()) {
-        Some(&[out_dim, in_dim]) => match file.weight(name, (out_dim, in_dim), bias)?.into_projection()? {
-            LoadedProjection::Rows(rows) => Ok(Arc::new(PackedLinear::from_linear(&rows.to_linear()?)?)),
-            LoadedProjection::Module(module) => Ok(module),
-        },
+        Some(&[out_dim, in_dim]) => file.weight(name, (out_dim, in_dim), bias)?.pack(),
         Some(found) => bail!("[gguf] {weight} has shape {found:?}, expected (out, in)"),
         None => bail!("[gguf] {weight} is missing"),
     }
@@ -302,48 +306,42 @@ struct Weight {
 }
 
 impl Weight {
-    /// The rows of q, k and v, which follow each other.
-    fn split(self, [q, k, v]: [usize; 3]) -> Result<[Self; 3]> {
-        let rows = |range: Range<usize>| -> Result<Self> {
-            let dtype = self.weight.dtype();
-            let (_, in_dim) = self.weight.shape().dims2()?;
-            let row = in_dim / dtype.block_size() * dtype.type_size();
-            let data = self.weight.data()?;
-            let own = data[range.start * row..range.end * row].into();
-            let storage = QStorage::from_data(own, &self.weight.device(), dtype)?;
-            let bias = self.bias.as_ref().map(|bias| bias.narrow(0, range.start, range.len())).transpose()?;
-            Ok(Self { weight: QTensor::new(storage, (range.len(), in_dim))?, bias })
-        };
-        Ok([rows(0..q)?, rows(q..q + k)?, rows(q + k..q + k + v)?])
+    fn out_dim(&self) -> usize {
+        self.weight.shape().dims()[0]
     }
 
-    fn into_projection(self) -> Result<LoadedProjection> {
-        let Self { weight, bias } = self;
-        let device = weight.device();
-        let dtype = match weight.dtype() {
-            GgmlDType::F16 => DType::F16,
-            GgmlDType::BF16 => DType::BF16,
-            GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K => {
-                let product = QMatMul::from_qtensor(weight)?;
-                return Ok(LoadedProjection::Module(with_bias(move |xs: &Tensor| product.forward(xs), bias)));
-            }
-            _ => DType::F32,
+    /// The rows of all, which are of one type, one after the other; a bias that is missing is zeros.
+    fn concat(all: &[Self]) -> Result<Self> {
+        let (first, device) = (&all[0].weight, all[0].weight.device());
+        let rows = all.iter().map(Self::out_dim).sum::<usize>();
+        let data = all.iter().map(|own| own.weight.data()).collect::<Result<Vec<_>>>()?;
+        let storage = QStorage::from_data(data.concat().into(), &device, first.dtype())?;
+        let bias = |own: &Self| match &own.bias {
+            Some(bias) => Ok(bias.clone()),
+            None => Tensor::zeros(own.out_dim(), DType::F32, &device),
         };
-        let rows = weight.dequantize(&device)?.to_dtype(dtype)?;
-        match bias {
-            // A bias is f32 whatever the weight is, which a linear layer's is not.
-            Some(bias) if dtype != DType::F32 => {
-                let product = PackedLinear::new(&rows, None)?;
-                Ok(LoadedProjection::Module(with_bias(move |xs: &Tensor| product.forward(xs), Some(bias))))
-            }
-            bias => Ok(LoadedProjection::Rows(Linear::new(rows, bias).into())),
-        }
+        let biases = match all.iter().any(|own| own.bias.is_some()) {
+            true => Some(Tensor::cat(&all.iter().map(bias).collect::<Result<Vec<_>>>()?, 0)?),
+            false => None,
+        };
+        Ok(Self { weight: QTensor::new(storage, (rows, first.shape().dims()[1]))?, bias: biases })
+    }
+
+    fn pack(self) -> Result<PackedLinear> {
+        PackedLinear::from_qtensor(self.weight, self.bias.as_ref())
+    }
+
+    fn columns(self) -> Result<Columns> {
+        Ok(Columns { range: 0..self.out_dim(), has_bias: self.bias.is_some(), weight: self.pack()?.into() })
     }
 }
 
-fn with_bias(product: impl Module + Send + Sync + 'static, bias: Option<Tensor>) -> ProjectionModule {
-    match bias {
-        Some(bias) => Arc::new(move |xs: &Tensor| product.forward(xs)?.broadcast_add(&bias)),
-        None => Arc::new(product),
-    }
+/// The columns of one product, of so many outputs each and with biases where it says so.
+fn split(weight: PackedLinear, parts: [(usize, bool); 3]) -> [Columns; 3] {
+    let weight = Arc::new(weight);
+    let mut end = 0;
+    parts.map(|(len, has_bias)| {
+        end += len;
+        Columns { weight: weight.clone(), range: end - len..end, has_bias }
+    })
 }

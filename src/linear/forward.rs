@@ -14,25 +14,44 @@ use half::{bf16, f16};
 use super::OP;
 use crate::executor::executor;
 use crate::size::fits_in_memory;
-use candle_attention_kernels::linear::{self, Epilogue, PackedWeight, Projection, Up};
+use candle_attention_kernels::linear::{self, Codes, Epilogue, PackedWeight, Projection, Up};
 use candle_attention_kernels::{Element, Tier};
 
 /// A packed weight and its bias.
 pub(super) struct Packed {
     weight: PackedWeight,
     dtype: DType,
+    /// What gives weight and bias back to the bit.
+    linear_dtype: DType,
     bias: Option<Vec<f32>>,
 }
 
+/// A bias in f32, and the dtype that holds it and a weight of `dtype`.
+fn bias_numbers(dtype: DType, bias: Option<&Tensor>) -> Result<(Option<Vec<f32>>, DType)> {
+    match bias {
+        Some(bias) if bias.dtype() == dtype => {
+            Ok((Some(contiguous("bias", bias)?.to_dtype(DType::F32)?.to_vec1()?), dtype))
+        }
+        Some(bias) => Ok((Some(contiguous("bias", bias)?.to_vec1()?), DType::F32)),
+        None => Ok((None, dtype)),
+    }
+}
+
 impl Packed {
-    /// Packs `weight` (out, in) and `bias` (out,), both of E on the CPU.
-    pub fn new<E: Element + WithDType>(weight: &Tensor, bias: Option<&Tensor>, tier: Option<Tier>) -> Result<Self> {
+    /// Packs `weight` (out, in), in f32, bf16 or f16, and `bias` (out,), on the CPU.
+    pub fn of_rows(weight: &Tensor, bias: Option<&Tensor>, tier: Option<Tier>) -> Result<Self> {
+        match weight.dtype() {
+            DType::F32 => Self::new::<f32>(weight, bias, tier),
+            DType::BF16 => Self::new::<bf16>(weight, bias, tier),
+            DType::F16 => Self::new::<f16>(weight, bias, tier),
+            dtype => bail!("[{OP}] a weight of dtype {dtype:?} is never packed"),
+        }
+    }
+
+    fn new<E: Element + WithDType>(weight: &Tensor, bias: Option<&Tensor>, tier: Option<Tier>) -> Result<Self> {
         let tier = Tier::choose(tier, weight.dtype() == DType::BF16)
             .map_err(|error| candle_core::Error::msg(format!("[{OP}] {error}")))?;
-        let bias = match bias {
-            Some(bias) => Some(contiguous("bias", bias)?.to_dtype(DType::F32)?.to_vec1()?),
-            None => None,
-        };
+        let (bias, linear_dtype) = bias_numbers(weight.dtype(), bias)?;
         let weight = contiguous("weight", weight)?;
         let (storage, layout) = weight.storage_and_layout();
         let Storage::Cpu(storage) = &*storage else { bail!("[{OP}] weight is not on the CPU") };
@@ -40,7 +59,15 @@ impl Packed {
         // A view of nothing may begin anywhere.
         let start = layout.start_offset().min(elements.len());
         let packed = PackedWeight::new(&elements[start..][..shape.0 * shape.1], shape, tier).map_err(kernel_error)?;
-        Ok(Self { weight: packed, dtype: weight.dtype(), bias })
+        Ok(Self { weight: packed, dtype: weight.dtype(), linear_dtype, bias })
+    }
+
+    /// Packs codes that stand for f32, and `bias` (out,) on the CPU.
+    pub fn of_codes(codes: &Codes, shape: (usize, usize), bias: Option<&Tensor>) -> Result<Self> {
+        let tier = Tier::choose(None, false).map_err(|error| candle_core::Error::msg(format!("[{OP}] {error}")))?;
+        let (bias, linear_dtype) = bias_numbers(DType::F32, bias)?;
+        let weight = PackedWeight::from_codes(codes, shape, tier).map_err(kernel_error)?;
+        Ok(Self { weight, dtype: DType::F32, linear_dtype, bias })
     }
 
     /// (out, in).
@@ -53,26 +80,32 @@ impl Packed {
     }
 
     pub fn to_linear(&self) -> Result<Linear> {
-        // A bias in half precision is held in f32, which gives it back to the bit.
-        let bias = |bias: &Vec<f32>| Tensor::new(bias.as_slice(), &Device::Cpu)?.to_dtype(self.dtype);
-        Ok(Linear::new(self.rows()?, self.bias.as_ref().map(bias).transpose()?))
+        let bias = |bias: &Vec<f32>| Tensor::new(bias.as_slice(), &Device::Cpu)?.to_dtype(self.linear_dtype);
+        let weight = self.rows(None)?.to_dtype(self.linear_dtype)?;
+        Ok(Linear::new(weight, self.bias.as_ref().map(bias).transpose()?))
     }
 
-    fn rows(&self) -> Result<Tensor> {
+    /// The rows of some outputs or of all, (outputs, in), in the weight's dtype.
+    pub fn rows(&self, outputs: Option<&[usize]>) -> Result<Tensor> {
         match self.dtype {
-            DType::F32 => self.rows_of::<f32>(),
-            DType::BF16 => self.rows_of::<bf16>(),
-            DType::F16 => self.rows_of::<f16>(),
-            dtype => bail!("[{OP}] a weight of dtype {dtype:?} is never packed"),
+            DType::BF16 => self.rows_of::<bf16>(outputs),
+            DType::F16 => self.rows_of::<f16>(outputs),
+            _ => self.rows_of::<f32>(outputs),
         }
     }
 
-    fn rows_of<E: Element + WithDType>(&self) -> Result<Tensor> {
-        Tensor::from_vec(self.weight.unpack::<E>().map_err(kernel_error)?, self.shape(), &Device::Cpu)
+    fn rows_of<E: Element + WithDType>(&self, outputs: Option<&[usize]>) -> Result<Tensor> {
+        let rows = match outputs {
+            Some(outputs) => self.weight.unpack_rows::<E>(outputs),
+            None => self.weight.unpack(),
+        };
+        let count = outputs.map_or(self.shape().0, <[_]>::len);
+        Tensor::from_vec(rows.map_err(kernel_error)?, (count, self.shape().1), &Device::Cpu)
     }
 
-    pub fn tier(&self) -> Tier {
-        self.weight.tier()
+    /// Whether one pass can take both.
+    pub fn is_like(&self, other: &Self) -> bool {
+        self.weight.is_like(&other.weight)
     }
 }
 
@@ -172,7 +205,7 @@ impl CustomOp1 for Columns {
         if self.activation.is_some() || self.up.is_some() {
             bail!("[{OP}] an activation in the pass of its product has no gradient")
         }
-        let weight = self.packed.rows()?.narrow(0, self.columns.start, self.columns.len())?;
+        let weight = self.packed.rows(None)?.narrow(0, self.columns.start, self.columns.len())?;
         Ok(Some(plain(&Linear::new(weight.t()?, None), gradient, 0..xs.dim(D::Minus1)?)?))
     }
 }
@@ -252,7 +285,7 @@ pub(super) fn plain(linear: &Linear, xs: &Tensor, columns: Range<usize>) -> Resu
 
 /// Candle ends the program where there is no memory for a copy; this asks first. It copies no view of nothing either, which
 /// may begin past the end of its buffer.
-fn contiguous(what: &str, tensor: &Tensor) -> Result<Tensor> {
+pub(super) fn contiguous(what: &str, tensor: &Tensor) -> Result<Tensor> {
     if tensor.elem_count() == 0 {
         return Ok(tensor.clone());
     }

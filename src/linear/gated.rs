@@ -71,7 +71,7 @@ impl Module for PackedGatedLinear {
         let columns = 0..self.out_dim();
         if let (Kind::Packed(gate), Kind::Packed(up), Some(activation)) =
             (&self.gate.kind, &self.up.kind, self.gate.activation)
-            && gate.tier() == up.tier()
+            && gate.is_like(up)
             && !xs.track_op()
         {
             self.gate.check(xs, &columns)?;

@@ -2,6 +2,7 @@
 
 mod forward;
 mod gated;
+mod quantized;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,12 +10,12 @@ use std::sync::Arc;
 use candle_core::{D, DType, Device, Module, Result, Tensor, bail};
 use candle_nn::init::DEFAULT_KAIMING_NORMAL;
 use candle_nn::{Activation, Init, Linear, VarBuilder};
-use half::{bf16, f16};
 
 use crate::cpu::Tier;
 use crate::size::{fits_in_memory, is_addressable};
 use forward::{Columns, Packed, kernel_activation, plain};
 pub use gated::PackedGatedLinear;
+use quantized::Quantized;
 
 const OP: &str = "packed_linear";
 
@@ -26,7 +27,8 @@ const OP: &str = "packed_linear";
 /// many at the speed of the processor's multiply-adds.
 ///
 /// Where that cannot be - on another device, for f64, and over variables, which training changes - it is Candle's own
-/// [`Linear`] under the same name. Gradients of the input pass through either way.
+/// [`Linear`] under the same name. Gradients of the input pass through either way. Weights of GGUF files are packed in
+/// their own types ([`from_qtensor`](Self::from_qtensor)).
 ///
 /// ```
 /// use candle_attention::PackedLinear;
@@ -49,6 +51,7 @@ pub struct PackedLinear {
 enum Kind {
     Packed(Arc<Packed>),
     Plain(Linear),
+    Quantized(Arc<Quantized>),
 }
 
 /// [`candle_nn::linear`](candle_nn::linear()), packed: `weight` (out, in) and `bias` (out,) below the builder's prefix.
@@ -115,9 +118,9 @@ impl PackedLinear {
         }
         let is_tracked = tracks_gradients(weight, bias);
         let kind = match (weight.device(), weight.dtype()) {
-            (Device::Cpu, DType::F32) if !is_tracked => Kind::Packed(Packed::new::<f32>(weight, bias, tier)?.into()),
-            (Device::Cpu, DType::BF16) if !is_tracked => Kind::Packed(Packed::new::<bf16>(weight, bias, tier)?.into()),
-            (Device::Cpu, DType::F16) if !is_tracked => Kind::Packed(Packed::new::<f16>(weight, bias, tier)?.into()),
+            (Device::Cpu, DType::F32 | DType::BF16 | DType::F16) if !is_tracked => {
+                Kind::Packed(Packed::of_rows(weight, bias, tier)?.into())
+            }
             (device, dtype @ (DType::F32 | DType::BF16 | DType::F16 | DType::F64)) => {
                 if let Some(tier) = tier {
                     let tracked = if is_tracked { ", tracked for gradients," } else { "" };
@@ -183,7 +186,8 @@ impl PackedLinear {
         self.activation
     }
 
-    /// The projection as a [`Linear`] again, to the bit; its activation is no part of that.
+    /// The projection as a [`Linear`] again, to the bit; its activation is no part of that. One of a quantised weight is
+    /// in f32.
     ///
     /// # Errors
     /// If memory is short.
@@ -191,7 +195,44 @@ impl PackedLinear {
         match &self.kind {
             Kind::Plain(linear) => Ok(linear.clone()),
             Kind::Packed(packed) => packed.to_linear(),
+            Kind::Quantized(quantized) => quantized.to_linear(),
         }
+    }
+
+    /// Rows of the weight, (out, in), in its dtype: ids (..) in u32 give (.., in). A table of embeddings that is the
+    /// weight of a head as well is held once that way.
+    ///
+    /// ```
+    /// use candle_attention::PackedLinear;
+    /// use candle_core::{Device, Tensor};
+    /// # fn main() -> candle_core::Result<()> {
+    /// let head = PackedLinear::new(&Tensor::new(&[[1f32, 2.], [3., 4.], [5., 6.]], &Device::Cpu)?, None)?;
+    /// let embedded = head.weight_rows(&Tensor::new(&[[2u32, 0]], &Device::Cpu)?)?;
+    /// assert_eq!(embedded.to_vec3::<f32>()?, [[[5., 6.], [1., 2.]]]);
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// For ids of another dtype or on another device, and those that are no outputs.
+    pub fn weight_rows(&self, ids: &Tensor) -> Result<Tensor> {
+        if ids.dtype() != DType::U32 || !ids.device().same_device(self.device()) {
+            bail!(
+                "[{OP}] ids are {:?} on {:?}, expected U32 beside the weight on {:?}",
+                ids.dtype(),
+                ids.device().location(),
+                self.device().location()
+            )
+        }
+        let flat: Vec<u32> = ids.flatten_all()?.to_vec1()?;
+        if let Some(id) = flat.iter().find(|&&id| id as usize >= self.out_dim()) {
+            bail!("[{OP}] id {id} is no row of the weight, expected one below {}", self.out_dim())
+        }
+        let rows = match &self.kind {
+            Kind::Packed(packed) => packed.rows(Some(&flat.iter().map(|&id| id as usize).collect::<Vec<_>>()))?,
+            Kind::Plain(linear) => linear.weight().index_select(&ids.flatten_all()?, 0)?,
+            Kind::Quantized(quantized) => quantized.rows(&ids.flatten_all()?)?,
+        };
+        rows.reshape([ids.dims(), &[self.in_dim()]].concat())
     }
 
     /// The width of the output.
@@ -199,6 +240,7 @@ impl PackedLinear {
         match &self.kind {
             Kind::Plain(linear) => linear.weight().dims()[0],
             Kind::Packed(packed) => packed.shape().0,
+            Kind::Quantized(quantized) => quantized.dims()[0],
         }
     }
 
@@ -207,14 +249,16 @@ impl PackedLinear {
         match &self.kind {
             Kind::Plain(linear) => linear.weight().dims()[1],
             Kind::Packed(packed) => packed.shape().1,
+            Kind::Quantized(quantized) => quantized.dims()[1],
         }
     }
 
-    /// The weight's dtype.
+    /// The weight's dtype; f32 of a quantised one.
     pub fn dtype(&self) -> DType {
         match &self.kind {
             Kind::Plain(linear) => linear.weight().dtype(),
             Kind::Packed(packed) => packed.dtype(),
+            Kind::Quantized(_) => DType::F32,
         }
     }
 
@@ -223,10 +267,11 @@ impl PackedLinear {
         match &self.kind {
             Kind::Plain(linear) => linear.weight().device(),
             Kind::Packed(_) => &Device::Cpu,
+            Kind::Quantized(quantized) => quantized.device(),
         }
     }
 
-    /// Whether the weight is packed, or else a [`Linear`].
+    /// Whether the weight is packed, or else Candle multiplies it.
     pub fn is_packed(&self) -> bool {
         matches!(self.kind, Kind::Packed(_))
     }
@@ -309,6 +354,7 @@ impl PackedLinear {
                 Columns { activation: None, ..product }.forward(xs, None)?
             }
             Kind::Plain(linear) => plain(linear, xs, columns)?,
+            Kind::Quantized(quantized) => quantized.forward(xs, columns)?,
         };
         let ys = if let Some(activation) = self.activation { activation.forward(&ys)? } else { ys };
         match residual {

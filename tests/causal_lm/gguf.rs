@@ -153,3 +153,71 @@ fn mistakes_are_said_in_a_line() -> Result<()> {
     assert!(text.stderr.starts_with("error: [causal_lm] cannot read") && text.stderr.lines().count() == 1);
     Ok(())
 }
+
+/// A llama of 2 layers that are 64 wide, with random weights of a type.
+fn random(dtype: GgmlDType, tied: bool) -> Result<File> {
+    let mut file = File::default();
+    file.set("general.architecture", Value::String("llama".into()));
+    for (key, size) in [
+        ("block_count", 2),
+        ("embedding_length", 64),
+        ("feed_forward_length", 96),
+        ("attention.head_count", 4),
+        ("attention.head_count_kv", 2),
+        ("context_length", 64),
+    ] {
+        file.set(&format!("llama.{key}"), Value::U32(size));
+    }
+    file.set("llama.attention.layer_norm_rms_epsilon", Value::F32(1e-5));
+    let mut seed = 0.0;
+    let mut add = |name: &str, shape: &[usize]| {
+        seed += 0.7;
+        let count = shape.iter().product::<usize>();
+        let numbers = (Tensor::arange(0f32, count as f32, &Device::Cpu)?.affine(0.731, seed)?.sin()? * 0.2)?;
+        file.add(name, &numbers.reshape(shape)?, if shape.len() == 1 { GgmlDType::F32 } else { dtype })
+    };
+    add("token_embd.weight", &[50, 64])?;
+    add("output_norm.weight", &[64])?;
+    if !tied {
+        add("output.weight", &[50, 64])?;
+    }
+    for layer in 0..2 {
+        for (name, shape) in [
+            ("attn_norm", &[64][..]),
+            ("attn_q", &[64, 64]),
+            ("attn_k", &[32, 64]),
+            ("attn_v", &[32, 64]),
+            ("attn_output", &[64, 64]),
+            ("ffn_norm", &[64]),
+            ("ffn_gate", &[96, 64]),
+            ("ffn_up", &[96, 64]),
+            ("ffn_down", &[64, 96]),
+        ] {
+            add(&format!("blk.{layer}.{name}.weight"), shape)?;
+        }
+    }
+    Ok(file)
+}
+
+#[test]
+fn quantized_weights_give_the_logits_of_their_numbers() -> Result<()> {
+    use GgmlDType::*;
+    let out = tempfile::tempdir().expect("a folder");
+    let logits = |file: &File| {
+        let path = out.path().join("logits");
+        let ran = run(file, &["--ids", "5,7,9,11,2,3", "--logits", path.to_str().expect("UTF-8")])?;
+        assert_eq!(ran.code, Some(0), "{}", ran.stderr);
+        Ok::<_, candle_core::Error>(candle_core::safetensors::load(&path, &Device::Cpu)?["logits"].clone())
+    };
+    for (dtype, tied) in
+        [(F16, true), (BF16, false), (Q4_0, true), (Q4_1, false), (Q5_0, true), (Q5_1, true), (Q8_0, true)]
+    {
+        let file = random(dtype, tied)?;
+        let mut plain = random(F32, tied)?;
+        for (name, weight) in &file.tensors {
+            plain.add(name, &weight.dequantize(&Device::Cpu)?, F32)?;
+        }
+        assert_near(&logits(&file)?, &logits(&plain)?, 1e-4, &format!("{dtype:?}"));
+    }
+    Ok(())
+}

@@ -2,6 +2,7 @@
 
 use candle_attention::cpu::Tier;
 use candle_attention::{PackedGatedLinear, PackedLinear, packed_linear};
+use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Module, Result, Shape, Tensor, Var};
 use candle_nn::{Activation, VarBuilder};
 
@@ -95,6 +96,24 @@ pub const FOLLOWED: &[Case] = cases! {
     "an up product of another shape" => gated(packed(F32), PackedLinear::new(&ones((4, 4), F32)?, None)),
     "an up product of another dtype" => gated(packed(F32), packed(DType::BF16)),
     "a gated input that is too narrow" => gated(packed(F32), packed(F32))?.forward(&ones((2, 3), F32)?),
+};
+
+fn quantized(shape: impl Into<Shape>, bias: Option<Result<Tensor>>) -> Result<()> {
+    let weight = QTensor::quantize(&ones(shape, F32)?, GgmlDType::Q8_0)?;
+    PackedLinear::from_qtensor(weight, bias.transpose()?.as_ref()).map(drop)
+}
+
+fn rows(ids: &[i64], dtype: DType) -> Result<()> {
+    packed(F32)?.weight_rows(&Tensor::new(ids, &CPU)?.to_dtype(dtype)?).map(drop)
+}
+
+pub const QUANTIZED: &[Case] = cases! {
+    "rank 1" => quantized(32, None),
+    "rank 3" => quantized((1, 3, 32), None),
+    "a bias as long as the input" => quantized((3, 32), Some(ones(32, F32))),
+    "a bias of another dtype" => quantized((3, 32), Some(ones(3, DType::F16))),
+    "rows by ids of 64 bits" => rows(&[0, 1], DType::I64),
+    "a row past the end" => rows(&[2, 3], DType::U32),
 };
 
 const HUGE: usize = 1 << 40;

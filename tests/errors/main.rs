@@ -92,6 +92,7 @@ const CASES: &[(&str, &[Case])] = &[
     ("layer", layer::CASES),
     ("linear weights", linear::WEIGHTS),
     ("linear inputs", linear::INPUTS),
+    ("linear quantized", linear::QUANTIZED),
     ("linear followed", linear::FOLLOWED),
     ("linear sizes", linear::SIZES),
     ("heat map", plot::CASES),

@@ -9,8 +9,8 @@ use candle_nn::{LayerNorm, RmsNorm, VarBuilder};
 use serde_json::Value;
 
 use super::family::{Family, MlpKind, NormKind};
-use super::mlp::{Between, LLAMA_MLP, Mlp, linear, transposed_linear};
-use super::size;
+use super::mlp::{Between, LLAMA_MLP, Mlp, load_linear, transposed_linear};
+use super::{GgufWeights, size};
 
 pub enum Norm {
     Rms(RmsNorm),
@@ -81,17 +81,14 @@ impl Attention {
     }
 }
 
-/// Reads a layer's attention.
-pub type ReadAttention<'a> = &'a dyn Fn(usize) -> Result<MultiHeadAttention>;
-
 /// What the blocks of a model are loaded from.
 pub struct Loader<'a> {
     pub family: Family,
     pub json: &'a Value,
     /// At the checkpoint's root.
     pub vb: VarBuilder<'a>,
-    /// What attention is read from instead.
-    pub gguf: Option<ReadAttention<'a>>,
+    /// The file whose weights keep their types, if it is one.
+    pub gguf: Option<&'a dyn GgufWeights>,
     /// The tables of rotary positions so far; layers that have the same share them.
     pub tables: Vec<RotaryEmbedding>,
     /// E.
@@ -120,7 +117,7 @@ impl Loader<'_> {
     /// A layer's block from a builder at its prefix.
     pub fn block(&mut self, layer: usize, at: VarBuilder) -> Result<Block> {
         let attention = match (self.gguf, self.family.latent) {
-            (Some(read), _) => Attention::MultiHead(read(layer)?),
+            (Some(gguf), _) => Attention::MultiHead(gguf.attention(layer)?),
             (None, false) => Attention::MultiHead(hf::load_attention(self.json, layer, self.vb.clone())?),
             (None, true) => Attention::Latent(hf::load_latent_attention(self.json, layer, self.vb.clone())?),
         };
@@ -142,10 +139,11 @@ impl Loader<'_> {
     fn mlp(&self, layer: usize, vb: &VarBuilder) -> Result<Box<dyn Module>> {
         let activation = self.family.activation(self.json)?;
         let plain = Between::Plain(activation);
+        let own = |name: &str| load_linear(self.gguf, &vb.pp(name));
         Ok(Box::new(match self.family.mlp {
-            MlpKind::Plain { up, down } => Mlp::new(&linear(&vb.pp(up))?, plain, &linear(&vb.pp(down))?)?,
+            MlpKind::Plain { up, down } => Mlp::new(own(up)?, plain, own(down)?)?,
             MlpKind::Conv1d { up, down } => {
-                Mlp::new(&transposed_linear(&vb.pp(up))?, plain, &transposed_linear(&vb.pp(down))?)?
+                Mlp::new(transposed_linear(&vb.pp(up))?, plain, transposed_linear(&vb.pp(down))?)?
             }
             MlpKind::Experts { load, dense_layers }
                 if layer >= size(self.json, "first_k_dense_replace").unwrap_or(dense_layers) =>
@@ -153,12 +151,10 @@ impl Loader<'_> {
                 return Ok(Box::new(load(self.json, vb, activation)?));
             }
             MlpKind::Ffn if vb.contains_tensor("ffn_gate.weight") => {
-                Mlp::gated(vb, ["ffn_gate", "ffn_up", "ffn_down"], activation)?
+                Mlp::gated([own("ffn_gate")?, own("ffn_up")?, own("ffn_down")?], activation)?
             }
-            MlpKind::Ffn => {
-                Mlp::new(&linear(&vb.pp("ffn_up"))?, Between::Gated(activation), &linear(&vb.pp("ffn_down"))?)?
-            }
-            MlpKind::Gated | MlpKind::Experts { .. } => Mlp::gated(&vb.pp("mlp"), LLAMA_MLP, activation)?,
+            MlpKind::Ffn => Mlp::new(own("ffn_up")?, Between::Gated(activation), own("ffn_down")?)?,
+            MlpKind::Gated | MlpKind::Experts { .. } => Mlp::read_gated(&vb.pp("mlp"), LLAMA_MLP, activation)?,
         }))
     }
 }

@@ -47,7 +47,7 @@ impl Experts {
     pub fn mixtral(json: &Value, vb: &VarBuilder, activation: Activation) -> Result<Self> {
         let vb = vb.pp("block_sparse_moe");
         let experts = (0..required(json, "num_local_experts")?)
-            .map(|expert| Mlp::gated(&vb.pp("experts").pp(expert), ["w1", "w3", "w2"], activation));
+            .map(|expert| Mlp::read_gated(&vb.pp("experts").pp(expert), ["w1", "w3", "w2"], activation));
         Self::new(Router::softmax(json, &vb.pp("gate"))?, experts.collect::<Result<_>>()?, None)
     }
 
@@ -80,8 +80,8 @@ impl Experts {
     fn deepseek(json: &Value, vb: &VarBuilder, activation: Activation, router: Router) -> Result<Self> {
         let vb = vb.pp("mlp");
         let experts = (0..required(json, "n_routed_experts")?)
-            .map(|expert| Mlp::gated(&vb.pp("experts").pp(expert), LLAMA_MLP, activation));
-        let shared = Mlp::gated(&vb.pp("shared_experts"), LLAMA_MLP, activation)?;
+            .map(|expert| Mlp::read_gated(&vb.pp("experts").pp(expert), LLAMA_MLP, activation));
+        let shared = Mlp::read_gated(&vb.pp("shared_experts"), LLAMA_MLP, activation)?;
         Self::new(router, experts.collect::<Result<_>>()?, Some(shared))
     }
 
@@ -98,7 +98,8 @@ impl Experts {
                 let (outputs, dims) = (rows.dim(0)?, &rows.dims()[1..]);
                 rows.reshape([&[outputs / 2, 2], dims].concat())?.transpose(0, 1)?.contiguous()?.reshape(rows.shape())
             };
-            Mlp::new(&Linear::new(split(up.weight())?, up.bias().map(split).transpose()?), between, &down)
+            let up = PackedLinear::new(&split(up.weight())?, up.bias().map(split).transpose()?.as_ref())?;
+            Mlp::new(up, between, PackedLinear::from_linear(&down)?)
         };
         let experts = (0..required(json, "num_local_experts")?).map(expert);
         Self::new(router, experts.collect::<Result<_>>()?, None)
@@ -139,7 +140,7 @@ impl Router {
     /// A router whose weights are the softmax of the highest scores.
     fn softmax(json: &Value, vb: &VarBuilder) -> Result<Self> {
         Ok(Self {
-            linear: PackedLinear::from_linear(&linear(vb)?)?,
+            linear: linear(vb)?,
             scoring: Scoring::Softmax,
             correction: None,
             groups: None,

@@ -2,24 +2,34 @@
 
 use candle_attention::{PackedGatedLinear, PackedLinear};
 use candle_core::{Module, Result, Tensor};
-use candle_nn::{Activation, Linear, VarBuilder, seq};
+use candle_nn::{Activation, VarBuilder, seq};
+
+use super::GgufWeights;
 
 /// The projections of Llama's MLP: gate, up and down.
 pub const LLAMA_MLP: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 
+/// A linear layer at a builder's prefix, in the type that a GGUF file has it in.
+pub fn load_linear(gguf: Option<&dyn GgufWeights>, vb: &VarBuilder) -> Result<PackedLinear> {
+    match gguf {
+        Some(gguf) => gguf.linear(&vb.prefix()),
+        None => linear(vb),
+    }
+}
+
 /// A weight (out, in), and the bias if the checkpoint has one.
-pub fn linear(vb: &VarBuilder) -> Result<Linear> {
+pub fn linear(vb: &VarBuilder) -> Result<PackedLinear> {
     with_bias(vb.get_unchecked("weight")?, vb)
 }
 
 /// The same of a weight that is stored as (in, out).
-pub fn transposed_linear(vb: &VarBuilder) -> Result<Linear> {
-    with_bias(vb.get_unchecked("weight")?.t()?.contiguous()?, vb)
+pub fn transposed_linear(vb: &VarBuilder) -> Result<PackedLinear> {
+    with_bias(vb.get_unchecked("weight")?.t()?, vb)
 }
 
-fn with_bias(weight: Tensor, vb: &VarBuilder) -> Result<Linear> {
+fn with_bias(weight: Tensor, vb: &VarBuilder) -> Result<PackedLinear> {
     let bias = if vb.contains_tensor("bias") { Some(vb.get(weight.dim(0)?, "bias")?) } else { None };
-    Ok(Linear::new(weight, bias))
+    PackedLinear::new(&weight, bias.as_ref())
 }
 
 /// What happens between the two products of an MLP.
@@ -41,35 +51,30 @@ pub struct Mlp {
 }
 
 impl Mlp {
-    pub fn new(up: &Linear, between: Between, down: &Linear) -> Result<Self> {
+    pub fn new(up: PackedLinear, between: Between, down: PackedLinear) -> Result<Self> {
         let up: Box<dyn Module> = match between {
-            Between::Plain(activation) => {
-                let up = PackedLinear::from_linear(up)?;
-                match up.clone().with_activation(activation) {
-                    Ok(up) => Box::new(up),
-                    Err(_) => Box::new(seq().add(up).add(activation)),
-                }
-            }
-            Between::Gated(activation) => {
-                let inner = up.weight().dim(0)? / 2;
-                Box::new(gated(&rows(up, 0, inner)?, &rows(up, inner, inner)?, activation)?)
-            }
-            Between::Clamped { alpha, limit } => {
-                Box::new(ClampedGlu { gate_up: PackedLinear::from_linear(up)?, alpha, limit })
-            }
+            Between::Plain(activation) => match up.clone().with_activation(activation) {
+                Ok(up) => Box::new(up),
+                Err(_) => Box::new(seq().add(up).add(activation)),
+            },
+            Between::Gated(activation) => Box::new(JointGlu { gate: up.clone().with_activation(activation)?, up }),
+            Between::Clamped { alpha, limit } => Box::new(ClampedGlu { gate_up: up, alpha, limit }),
         };
-        Ok(Self { up, down: PackedLinear::from_linear(down)? })
+        Ok(Self { up, down })
+    }
+
+    /// An MLP whose gate is a weight of its own.
+    pub fn gated([gate, up, down]: [PackedLinear; 3], activation: Activation) -> Result<Self> {
+        Ok(Self { up: Box::new(PackedGatedLinear::new(gate, up, activation)?), down })
     }
 
     /// An MLP whose gate is a weight of its own or has one with `up`, `gate_up_proj`.
-    pub fn gated(vb: &VarBuilder, names: [&str; 3], activation: Activation) -> Result<Self> {
-        let [gate, up, down] = names;
-        let down = linear(&vb.pp(down))?;
+    pub fn read_gated(vb: &VarBuilder, names: [&str; 3], activation: Activation) -> Result<Self> {
         if vb.contains_tensor("gate_up_proj.weight") {
-            return Self::new(&linear(&vb.pp("gate_up_proj"))?, Between::Gated(activation), &down);
+            return Self::new(linear(&vb.pp("gate_up_proj"))?, Between::Gated(activation), linear(&vb.pp(names[2]))?);
         }
-        let up = gated(&linear(&vb.pp(gate))?, &linear(&vb.pp(up))?, activation)?;
-        Ok(Self { up: Box::new(up), down: PackedLinear::from_linear(&down)? })
+        let [gate, up, down] = names.map(|name| linear(&vb.pp(name)));
+        Self::gated([gate?, up?, down?], activation)
     }
 }
 
@@ -79,14 +84,17 @@ impl Module for Mlp {
     }
 }
 
-fn gated(gate: &Linear, up: &Linear, activation: Activation) -> Result<PackedGatedLinear> {
-    PackedGatedLinear::new(PackedLinear::from_linear(gate)?, PackedLinear::from_linear(up)?, activation)
+/// [`Between::Gated`], and the product before it, a weight of which `up` has no activation.
+struct JointGlu {
+    gate: PackedLinear,
+    up: PackedLinear,
 }
 
-/// Some of the outputs of a linear layer.
-fn rows(linear: &Linear, start: usize, len: usize) -> Result<Linear> {
-    let bias = linear.bias().map(|bias| bias.narrow(0, start, len)).transpose()?;
-    Ok(Linear::new(linear.weight().narrow(0, start, len)?, bias))
+impl Module for JointGlu {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        let inner = self.up.out_dim() / 2;
+        self.gate.forward_columns(xs, 0..inner)? * self.up.forward_columns(xs, inner..2 * inner)?
+    }
 }
 
 /// [`Between::Clamped`], and the product before it.

@@ -10,19 +10,43 @@ mod family;
 mod mlp;
 mod mxfp4;
 
-use candle_attention::{AttentionCache, AttentionCacheConfig, PackedLinear, RopeScaling};
+use candle_attention::{AttentionCache, AttentionCacheConfig, MultiHeadAttention, PackedLinear, RopeScaling};
 use candle_core::{DType, Device, IndexOp, Module, Result, Tensor, bail};
 use candle_nn::{Embedding, VarBuilder};
 use serde_json::Value;
 
-pub use block::ReadAttention;
 use block::{Block, Loader, Norm, optional};
 use family::Family;
-use mlp::linear;
+use mlp::load_linear;
+
+/// A GGUF file, whose weights keep their types.
+pub trait GgufWeights {
+    fn attention(&self, layer: usize) -> Result<MultiHeadAttention>;
+
+    fn linear(&self, name: &str) -> Result<PackedLinear>;
+}
+
+/// The embeddings of tokens.
+enum TokenEmbedding {
+    Table(Embedding),
+    /// The rows of a weight: the head's, or one of a file that keeps its type.
+    Weight(PackedLinear),
+}
+
+impl Module for TokenEmbedding {
+    fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Table(table) => table.forward(ids),
+            Self::Weight(weight) => weight.weight_rows(ids),
+        }
+    }
+}
 
 /// A causal language model.
 pub struct CausalLm {
-    embedding: Embedding,
+    embedding: TokenEmbedding,
+    /// Of activations.
+    dtype: DType,
     embedding_norm: Option<Norm>,
     /// Learned positions, and the row of position 0.
     positions: Option<(Embedding, usize)>,
@@ -36,11 +60,11 @@ pub struct CausalLm {
 
 impl CausalLm {
     /// From a `config.json` and a builder at the checkpoint's root; `loaded` is told of every block. The builder of a
-    /// GGUF file has llama.cpp's names, and `gguf` reads its attention.
+    /// GGUF file, which is `gguf` then, has llama.cpp's names.
     pub fn load(
         json: &Value,
         vb: VarBuilder,
-        gguf: Option<ReadAttention>,
+        gguf: Option<&dyn GgufWeights>,
         mut loaded: impl FnMut(usize, usize),
     ) -> Result<Self> {
         // A model that sees as well keeps the text's config apart.
@@ -58,15 +82,18 @@ impl CausalLm {
         let inner = [vb.pp(base), bare].into_iter().find(|vb| vb.pp(embed).contains_tensor("weight"));
         let Some(inner) = inner else { bail!("[causal_lm] the checkpoint has no {base}.{embed}.weight") };
 
-        let weight = inner.pp(embed).get_unchecked("weight")?;
-        let (_, width) = weight.dims2()?;
-        let ties = json["tie_word_embeddings"].as_bool().unwrap_or(family.ties_embedding);
-        let head = match ties {
-            true => PackedLinear::new(&weight, None)?,
-            false => PackedLinear::from_linear(&linear(&vb.pp(family.head))?)?,
+        let (dtype, ties) = (vb.dtype(), json["tie_word_embeddings"].as_bool().unwrap_or(family.ties_embedding));
+        let head = load_linear(gguf, &if ties { inner.pp(embed) } else { vb.pp(family.head) })?;
+        let width = head.in_dim();
+        let table =
+            |name: &str| Ok::<_, candle_core::Error>(Embedding::new(inner.pp(name).get_unchecked("weight")?, width));
+        let embedding = match gguf {
+            _ if ties => TokenEmbedding::Weight(head.clone()),
+            Some(_) => TokenEmbedding::Weight(load_linear(gguf, &inner.pp(embed))?),
+            None => TokenEmbedding::Table(table(embed)?),
         };
         let positions = match family.positions {
-            Some((name, first)) => Some((Embedding::new(inner.pp(name).get_unchecked("weight")?, width), first)),
+            Some((name, first)) => Some((table(name)?, first)),
             None => None,
         };
         let mut loader = Loader { family, json, vb, gguf, tables: Vec::new(), width, eps };
@@ -75,22 +102,23 @@ impl CausalLm {
             blocks.push(loader.block(layer, inner.pp(block).pp(layer))?);
             loaded(layer + 1, layers);
         }
-        let embedding_scale = if family.scales_embedding {
+        let embedding_scale = if loader.family.scales_embedding {
             // In the dtype of the embeddings, as Gemma rounds it.
-            let scale = Tensor::new((width as f64).sqrt(), &Device::Cpu)?.to_dtype(weight.dtype())?;
+            let scale = Tensor::new((width as f64).sqrt(), &Device::Cpu)?.to_dtype(dtype)?;
             scale.to_dtype(DType::F64)?.to_scalar()?
         } else {
             number("embedding_multiplier").unwrap_or(1.0)
         };
         Ok(Self {
-            embedding: Embedding::new(weight, width),
-            embedding_norm: family.embedding_norm.map(|name| loader.norm(inner.pp(name))).transpose()?,
+            embedding,
+            dtype,
+            embedding_norm: loader.family.embedding_norm.map(|name| loader.norm(inner.pp(name))).transpose()?,
             positions,
             embedding_scale,
             blocks,
             norm: loader.norm(inner.pp(norm))?,
             head,
-            logit_scale: match family.logit_scale {
+            logit_scale: match loader.family.logit_scale {
                 1.0 => 1.0 / number("logits_scaling").unwrap_or(1.0),
                 default => number("logit_scale").unwrap_or(default),
             },
@@ -116,7 +144,7 @@ impl CausalLm {
     /// go on from what the caches hold.
     pub fn forward(&self, ids: &Tensor, lens: Option<&[usize]>, caches: &mut [AttentionCache]) -> Result<Tensor> {
         let (b, t) = ids.dims2()?;
-        let mut xs = self.embedding.forward(ids)?;
+        let mut xs = self.embedding.forward(ids)?.to_dtype(self.dtype)?;
         if self.embedding_scale != 1.0 {
             xs = (xs * self.embedding_scale)?;
         }

@@ -20,6 +20,8 @@ pub struct Product {
     pub vectors: usize,
     /// A factor for each column of what C held, or nothing if C is to be overwritten.
     pub factors: Option<*const f32>,
+    /// Whether B's [`CodeBlocks`] have minimums.
+    pub has_minimums: bool,
 }
 
 /// The most columns that a panel of any kernel has.
@@ -27,16 +29,38 @@ pub(crate) const MAX_COLUMNS: usize = 64;
 
 /// How the columns of B are stored. `Product::b` points to them.
 pub trait Columns {
-    /// The steps of depth that are stored together; the depth of a product is a multiple.
+    /// The steps of depth that a register holds.
     const STEPS: usize = 1;
+    /// The steps of depth that are stored together; the depth of a product is a multiple.
+    const BLOCK: usize = Self::STEPS;
     /// Whether the columns are words that are multiplied as they are.
     const IS_WORDS: bool = false;
 
-    /// The vectors of `STEPS` steps that begin at a column.
+    /// `STEPS` steps of a vector of columns.
+    type Loaded<V: Vector>: Copy;
+    /// What all numbers of a block need in a vector of columns.
+    type Scales<V: Vector>: Copy;
+
+    /// The scales that stand before a block's numbers, of the vector that begins at a column.
     ///
     /// # Safety
-    /// As [`Vector::load`], for `STEPS` vectors.
-    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> [V; 2];
+    /// As [`Vector::load`], for the block of a panel.
+    unsafe fn scales<V: Vector>(b: *const f32, panel: usize, column: usize, has_minimums: bool) -> Self::Scales<V>;
+
+    /// The address of a block's numbers.
+    fn numbers(b: *const f32, _panel: usize, _has_minimums: bool) -> *const f32 {
+        b
+    }
+
+    /// # Safety
+    /// As [`Vector::load`], for `STEPS` steps from a column on.
+    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> Self::Loaded<V>;
+
+    /// The first of the steps that are left.
+    ///
+    /// # Safety
+    /// As [`Vector`].
+    unsafe fn take<V: Vector>(loaded: &mut Self::Loaded<V>, scales: Self::Scales<V>) -> V;
 
     /// The address `STEPS` steps on, in a panel of so many columns.
     fn next(b: *const f32, panel: usize) -> *const f32 {
@@ -49,11 +73,21 @@ pub(crate) struct Words;
 
 impl Columns for Words {
     const IS_WORDS: bool = true;
+    type Loaded<V: Vector> = V;
+    type Scales<V: Vector> = ();
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> [V; 2] {
+    unsafe fn scales<V: Vector>(_: *const f32, _: usize, _: usize, _: bool) {}
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> V {
         // SAFETY: the panel holds a vector of words from this column on.
-        unsafe { [V::load(b.add(column)); 2] }
+        unsafe { V::load(b.add(column)) }
+    }
+
+    #[inline(always)]
+    unsafe fn take<V: Vector>(loaded: &mut V, (): ()) -> V {
+        *loaded
     }
 }
 
@@ -62,11 +96,21 @@ pub(crate) struct Bf16Pairs;
 
 impl Columns for Bf16Pairs {
     const STEPS: usize = 2;
+    type Loaded<V: Vector> = (V, V);
+    type Scales<V: Vector> = ();
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> [V; 2] {
+    unsafe fn scales<V: Vector>(_: *const f32, _: usize, _: usize, _: bool) {}
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> (V, V) {
         // SAFETY: the panel holds a vector of pairs from this column on.
-        unsafe { V::load_pairs(b.add(column)).into() }
+        unsafe { V::load_pairs(b.add(column)) }
+    }
+
+    #[inline(always)]
+    unsafe fn take<V: Vector>(loaded: &mut (V, V), (): ()) -> V {
+        std::mem::replace(&mut loaded.0, loaded.1)
     }
 }
 
@@ -74,15 +118,76 @@ impl Columns for Bf16Pairs {
 pub(crate) struct F16Rows;
 
 impl Columns for F16Rows {
+    type Loaded<V: Vector> = V;
+    type Scales<V: Vector> = ();
+
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> [V; 2] {
+    unsafe fn scales<V: Vector>(_: *const f32, _: usize, _: usize, _: bool) {}
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> V {
         // SAFETY: the panel holds a vector of f16 from this column on.
-        unsafe { [V::load_f16(b.cast::<u16>().add(column)); 2] }
+        unsafe { V::load_f16(b.cast::<u16>().add(column)) }
+    }
+
+    #[inline(always)]
+    unsafe fn take<V: Vector>(loaded: &mut V, (): ()) -> V {
+        *loaded
     }
 
     #[inline(always)]
     fn next(b: *const f32, panel: usize) -> *const f32 {
         b.cast::<u16>().wrapping_add(panel).cast()
+    }
+}
+
+/// The inputs of a weight of codes that share a scale and a minimum.
+pub const CODE_BLOCK: usize = 32;
+
+/// Blocks of unsigned codes of 4 or 8 bits: the scales of a panel in f16, its minimums in f16 if there are any, and then
+/// words of the codes of neighbouring steps, the first one lowest. A number is `code · scale + minimum`, rounded once, where
+/// blocks without minimums have `-2^(BITS - 1) · scale` in their place, for codes on both sides of zero.
+pub(crate) struct CodeBlocks<const BITS: usize>;
+
+impl<const BITS: usize> Columns for CodeBlocks<BITS> {
+    const STEPS: usize = 32 / BITS;
+    const BLOCK: usize = CODE_BLOCK;
+    type Loaded<V: Vector> = V;
+    type Scales<V: Vector> = (V, V);
+
+    #[inline(always)]
+    unsafe fn scales<V: Vector>(b: *const f32, panel: usize, column: usize, has_minimums: bool) -> (V, V) {
+        let scales = b.cast::<u16>().wrapping_add(column);
+        // SAFETY: the block holds a vector of f16 from this column on, and another one if it has minimums.
+        unsafe {
+            let scale = V::load_f16(scales);
+            let minimum = match has_minimums {
+                true => V::load_f16(scales.add(panel)),
+                false => scale.mul(V::splat(-((1 << (BITS - 1)) as f32))),
+            };
+            (scale, minimum)
+        }
+    }
+
+    #[inline(always)]
+    fn numbers(b: *const f32, panel: usize, has_minimums: bool) -> *const f32 {
+        b.cast::<u16>().wrapping_add(panel << u32::from(has_minimums)).cast()
+    }
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> V {
+        // SAFETY: the panel holds a vector of words from this column on.
+        unsafe { V::load(b.add(column)) }
+    }
+
+    #[inline(always)]
+    unsafe fn take<V: Vector>(loaded: &mut V, (scale, minimum): (V, V)) -> V {
+        // SAFETY: the processor has the tier of V.
+        unsafe {
+            let (code, rest) = if BITS == 4 { loaded.take_nibble() } else { loaded.take_byte() };
+            *loaded = rest;
+            code.mul_add(scale, minimum)
+        }
     }
 }
 
@@ -143,31 +248,42 @@ pub(crate) unsafe fn accumulate<M: MulAdd + ?Sized, B: Columns, const R: usize, 
     mut a: *const f32,
     panel: usize,
 ) {
-    let mut b = product.b;
-    for _ in 0..product.depth / B::STEPS {
-        let next = B::next(b, panel);
+    let (mut b, lanes) = (product.b, M::Vector::LANES);
+    for _ in 0..product.depth / B::BLOCK {
         // SAFETY: the processor has the tier; A has R rows of `depth` words from `a` on, and B as many rows of N vectors.
         unsafe {
-            if !B::IS_WORDS && R >= PREFETCH_MIN_ROWS {
-                for line in (0..next.addr() - b.addr()).step_by(64) {
-                    M::Vector::prefetch(b.cast::<u8>().wrapping_add(PREFETCH_BYTES + line));
-                }
+            let mut scales = [B::scales::<M::Vector>(b, panel, 0, product.has_minimums); N];
+            for (n, scales) in scales.iter_mut().enumerate().skip(1) {
+                *scales = B::scales(b, panel, n * lanes, product.has_minimums);
             }
-            let mut columns = [[M::Vector::splat(0.0); 2]; N];
-            for (n, column) in columns.iter_mut().enumerate() {
-                *column = B::load(b, n * M::Vector::LANES);
-            }
-            for step in 0..B::STEPS {
-                for (r, sums) in sums.iter_mut().enumerate() {
-                    let word = M::Vector::splat(*a.wrapping_add(r * product.a_row));
-                    for (sum, column) in sums.iter_mut().zip(&columns) {
-                        *sum = M::mul_add(*sum, word, column[step]);
+            b = B::numbers(b, panel, product.has_minimums);
+            for _ in 0..B::BLOCK / B::STEPS {
+                let next = B::next(b, panel);
+                if !B::IS_WORDS && R >= PREFETCH_MIN_ROWS {
+                    for line in (0..next.addr() - b.addr()).step_by(64) {
+                        M::Vector::prefetch(b.cast::<u8>().wrapping_add(PREFETCH_BYTES + line));
                     }
                 }
-                a = a.wrapping_add(product.a_step);
+                let mut loaded = [B::load::<M::Vector>(b, 0); N];
+                for (n, loaded) in loaded.iter_mut().enumerate().skip(1) {
+                    *loaded = B::load(b, n * lanes);
+                }
+                let mut columns = [M::Vector::splat(0.0); N];
+                for _ in 0..B::STEPS {
+                    for ((column, loaded), &scales) in columns.iter_mut().zip(&mut loaded).zip(&scales) {
+                        *column = B::take(loaded, scales);
+                    }
+                    for (r, sums) in sums.iter_mut().enumerate() {
+                        let word = M::Vector::splat(*a.wrapping_add(r * product.a_row));
+                        for (sum, &column) in sums.iter_mut().zip(&columns) {
+                            *sum = M::mul_add(*sum, word, column);
+                        }
+                    }
+                    a = a.wrapping_add(product.a_step);
+                }
+                b = next;
             }
         }
-        b = next;
     }
 }
 

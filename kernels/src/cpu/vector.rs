@@ -21,6 +21,10 @@ pub trait Vector: Copy {
     unsafe fn load_u8(from: *const u8) -> Self;
     /// The lower and the upper bf16 of each of `LANES` words.
     unsafe fn load_pairs(from: *const f32) -> (Self, Self);
+    /// The lowest 4 bits of each word as a number, and the words without them.
+    unsafe fn take_nibble(self) -> (Self, Self);
+    /// The same with the lowest 8 bits.
+    unsafe fn take_byte(self) -> (Self, Self);
     /// Rounded to the nearest, ties to even.
     unsafe fn store_bf16(self, to: *mut u16);
     unsafe fn store_f16(self, to: *mut u16);

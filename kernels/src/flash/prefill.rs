@@ -151,6 +151,7 @@ impl KeyProduct<'_> {
                 depth: self.depth,
                 vectors: part.vectors.len(),
                 factors: None,
+                has_minimums: false,
             });
         }
     }
@@ -186,6 +187,7 @@ impl ValueProduct<'_> {
                 depth: part.keys.len().div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH),
                 vectors: part.vectors.len(),
                 factors: Some(factors.as_ptr().add(column)),
+                has_minimums: false,
             });
         }
     }

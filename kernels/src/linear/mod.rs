@@ -13,12 +13,15 @@
 //! summed in blocks of one length from the first to the last, whatever the rows, the columns and the threads, so its bits
 //! depend on its own row and weights alone.
 
+mod codes;
 mod epilogue;
+mod format;
 mod pack;
 #[cfg(test)]
 mod tests;
 mod weight;
 
+pub use codes::{CODE_BLOCK, Codes};
 pub use epilogue::{Activation, Epilogue, Up};
 pub use weight::PackedWeight;
 pub(crate) use weight::{pack_weight, unpack_weight};
@@ -274,6 +277,7 @@ impl<X: Kernels> SimdTask for Task<'_, X> {
                             depth: steps,
                             vectors: weight.columns_of(panel).len().div_ceil(K::Vector::LANES),
                             factors: (first > 0).then_some(ones.as_ptr()),
+                            has_minimums: weight.has_minimums(),
                         };
                         weight.multiply::<K>(panel, first * K::ELEMENTS, self.scratch.weight.as_mut_ptr(), product);
                     }

@@ -1,6 +1,5 @@
 //! Rows of a weight on their way into panels.
 
-use super::weight::elements_of_word;
 use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector};
 use crate::element::{Dtype, Kernels};
 
@@ -10,10 +9,18 @@ pub(super) struct PackPanel<'a, E> {
     /// At most a panel of rows, of `inputs` each.
     pub rows: &'a [E],
     pub inputs: usize,
-    /// (padded, panel), as [`position`](super::weight::position) has it.
+    /// (padded, panel); pairs of neighbouring inputs are the words of bf16.
     pub to: *mut f32,
     pub padded: usize,
     pub panel: usize,
+}
+
+/// Elements in 32 bits.
+const fn elements_of_word(dtype: Dtype) -> usize {
+    match dtype {
+        Dtype::F32 => 1,
+        Dtype::BF16 | Dtype::F16 => 2,
+    }
 }
 
 /// LANES by LANES words.

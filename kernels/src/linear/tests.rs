@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::{Activation, Epilogue, PackedWeight, Projection, Up, project, project_vec};
+use super::{Activation, CODE_BLOCK, Codes, Epilogue, PackedWeight, Projection, Up, project, project_vec};
 use crate::cpu::Tier;
 use crate::cpu::tests::erfc;
 use crate::{Element, Error, Executor};
@@ -174,6 +174,102 @@ fn what_follows_a_product_on_every_tier() {
         check_epilogues::<bf16, bf16>(tier, 5e-3);
         check_epilogues::<f16, f16>(tier, 1e-3);
     }
+}
+
+/// The packed codes, with the numbers that they stand for.
+fn codes(bits: usize, has_minimums: bool, shape: (usize, usize), tier: Tier, salt: u64) -> (PackedWeight, Vec<f32>) {
+    let (outputs, inputs) = shape;
+    let blocks = outputs * inputs / CODE_BLOCK;
+    let own: Vec<u8> =
+        numbers::<f32>(outputs * inputs, salt).iter().map(|x| (((x + 1.0) * 128.0) as u8) >> (8 - bits)).collect();
+    let (scales, minimums) = (numbers::<f16>(blocks, salt + 1), numbers::<f16>(blocks, salt + 2));
+    let minimums = has_minimums.then_some(&minimums[..]);
+    let number = |(at, &code): (usize, &u8)| {
+        let scale = f64::from(scales[at / CODE_BLOCK]);
+        let minimum = minimums.map(|minimums| f64::from(minimums[at / CODE_BLOCK]));
+        (f64::from(code) * scale + minimum.unwrap_or(scale * -f64::from(1u8 << (bits - 1)))) as f32
+    };
+    let exact = own.iter().enumerate().map(number).collect();
+    let packed = PackedWeight::from_codes(&Codes { bits, codes: &own, scales: &scales, minimums }, shape, tier);
+    (packed.expect("sizes fit"), exact)
+}
+
+/// A product of codes has the bits of a product of the numbers that they stand for, whatever the rows and what follows.
+#[test]
+fn codes_give_the_bits_of_their_numbers() {
+    let (rows, shape) = if cfg!(miri) { (vec![2], (18, 32)) } else { (vec![1, 2, 3, 8, 17, 40, 193], (103, 480)) };
+    let (outputs, inputs) = shape;
+    let bias = numbers::<f32>(outputs, 9);
+    for tier in if cfg!(miri) { vec![Tier::Scalar] } else { Tier::available() } {
+        for (bits, has_minimums) in [(4, false), (4, true), (8, false), (8, true)] {
+            let both = [10, 20].map(|salt| codes(bits, has_minimums, shape, tier, salt));
+            let plain = [0, 1].map(|at| PackedWeight::new(&both[at].1, shape, tier).expect("memory"));
+            let packed = both.map(|(packed, exact)| {
+                assert_eq!(packed.unpack::<f32>().expect("memory"), exact, "{tier}: {packed:?}");
+                let one = packed.unpack_rows::<f32>(&[17, 3]).expect("memory");
+                assert_eq!(one, [&exact[17 * inputs..18 * inputs], &exact[3 * inputs..4 * inputs]].concat());
+                packed
+            });
+            for &rows in &rows {
+                let xs = numbers::<f32>(rows * inputs, 4);
+                for columns in [0..outputs, 5..outputs - 1] {
+                    let product = |weights: &[PackedWeight; 2], is_gated: bool| {
+                        let [weight, up] = weights;
+                        let epilogue = Epilogue {
+                            bias: Some(&bias[..]),
+                            activation: is_gated.then_some(Activation::Silu),
+                            up: is_gated.then_some(Up { weight: up, bias: None }),
+                            residual: None,
+                        };
+                        let columns = columns.clone();
+                        let (xs, xs_row) = (&xs[..], inputs);
+                        project_vec(&Projection { weight, xs, xs_row, rows, columns, epilogue, executor: None })
+                    };
+                    for is_gated in [false, true] {
+                        let (found, expected) = (product(&packed, is_gated), product(&plain, is_gated));
+                        assert!(found == expected, "{tier}: {rows} rows of {:?}, {columns:?}, {is_gated}", packed[0]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn codes_take_no_more_than_their_bits_and_scales() {
+    for tier in Tier::available() {
+        for (bits, has_minimums, bytes) in [(4, false, 18), (4, true, 20), (8, false, 34), (8, true, 36)] {
+            // Whole panels of every tier.
+            let (packed, _) = codes(bits, has_minimums, (96, 64), tier, 1);
+            assert_eq!(packed.memory(), 96 * 2 * bytes, "{packed:?}");
+        }
+    }
+}
+
+#[test]
+fn codes_that_do_not_fit_are_errors() {
+    let (all, scales) = ([15u8; 64], [f16::ONE; 2]);
+    let good = Codes { bits: 4, codes: &all, scales: &scales, minimums: Some(&scales) };
+    let pack = |codes: Codes, shape| PackedWeight::from_codes(&codes, shape, Tier::Scalar);
+    let packed = pack(good, (2, 32)).expect("a good call");
+    let mut large = all;
+    large[40] = 16;
+    let cases = [
+        (Codes { bits: 5, ..good }, (2, 32), "expected codes of 4 or 8 bits, found 5"),
+        (good, (4, 16), "expected inputs in blocks of 32, found 16"),
+        (good, (1, 32), "codes has 64 elements, expected 32"),
+        (Codes { scales: &scales[..1], ..good }, (2, 32), "scales has 1 elements, expected 2"),
+        (Codes { minimums: Some(&[]), ..good }, (2, 32), "minimums has 0 elements, expected 2"),
+        (Codes { codes: &large, ..good }, (2, 32), "expected codes of 4 bits, found 16"),
+        (good, (usize::MAX, 32), &format!("a packed weight of ({}, 32) does not fit in memory", usize::MAX)),
+    ];
+    for (codes, shape, expected) in cases {
+        assert_eq!(pack(codes, shape).expect_err(expected).to_string(), expected);
+    }
+    let of_half = packed.unpack::<f16>().expect_err("f32");
+    assert_eq!(of_half.to_string(), "expected a weight of F16, found codes of 4 bits with minimums");
+    let error = packed.unpack_rows::<f32>(&[1, 2]).expect_err("two outputs");
+    assert_eq!(error.to_string(), "expected outputs below 2, found 2");
 }
 
 #[test]

@@ -5,10 +5,11 @@ use std::ops::Range;
 
 use half::f16;
 
+use super::format::Format;
 use super::pack::PackPanel;
 use crate::cpu::{
-    Bf16Pairs, Columns, F16Rows, Kernel, Product, Scratch, SharedPtr, SimdTask, Tier, Vector, Words, Workers,
-    for_each_task,
+    Bf16Pairs, CodeBlocks, Columns, F16Rows, Kernel, Product, Scratch, SharedPtr, SimdTask, Tier, Vector, Words,
+    Workers, for_each_task,
 };
 use crate::element::{Dtype, Kernels};
 use crate::error::{check_len, check_tier};
@@ -17,22 +18,20 @@ use crate::{Element, Error};
 /// A weight (out, in) as panels of outputs, for [`project`](super::project). Each panel is (in, panel), so that the sums of
 /// its outputs are the lanes of vectors, and is read from its beginning to its end, for one row of input or for thousands.
 pub struct PackedWeight {
-    words: Scratch,
-    /// bf16 is stored as pairs of neighbouring inputs, whether the tier multiplies them as they are or widens them: both take
-    /// one instruction.
-    dtype: Dtype,
-    tier: Tier,
-    inputs: usize,
-    outputs: usize,
+    pub(super) words: Scratch,
+    pub(super) format: Format,
+    pub(super) tier: Tier,
+    pub(super) inputs: usize,
+    pub(super) outputs: usize,
     /// The outputs of a panel; the last one is filled up with zeros.
-    panel: usize,
+    pub(super) panel: usize,
     /// The inputs of a panel; the last ones are zeros where a product takes more than there are.
-    padded: usize,
+    pub(super) padded: usize,
 }
 
 impl fmt::Debug for PackedWeight {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} x {}, {:?}, {}", self.outputs, self.inputs, self.dtype, self.tier)
+        write!(f, "{} x {}, {:?}, {}", self.outputs, self.inputs, self.format, self.tier)
     }
 }
 
@@ -61,15 +60,33 @@ impl PackedWeight {
         E::pack(rows, outputs, inputs, tier).ok_or_else(|| no_memory(outputs, inputs))
     }
 
-    /// The rows as they were packed, (out, in).
+    /// The rows as they were packed, (out, in); those of codes as the numbers that they stand for, in f32.
     ///
     /// # Errors
     /// [`Error::Shape`] if E is not the type that was packed, [`Error::Memory`] if there is none for the rows.
     pub fn unpack<E: Element>(&self) -> Result<Vec<E>, Error> {
-        if E::DTYPE != self.dtype {
-            return Err(Error::Shape(format!("expected a weight of {:?}, found {:?}", E::DTYPE, self.dtype)));
+        // A weight of nothing may have any number of outputs.
+        let outputs = if self.inputs == 0 { 0 } else { self.outputs };
+        self.unpack_rows(&(0..outputs).collect::<Vec<_>>())
+    }
+
+    /// [`unpack`](Self::unpack) of the rows of some outputs, in any order: (`outputs.len()`, in).
+    ///
+    /// # Errors
+    /// As [`unpack`](Self::unpack), and [`Error::Shape`] for an output that the weight does not have.
+    pub fn unpack_rows<E: Element>(&self, outputs: &[usize]) -> Result<Vec<E>, Error> {
+        if E::DTYPE != self.format.dtype() {
+            return Err(Error::Shape(format!("expected a weight of {:?}, found {:?}", E::DTYPE, self.format)));
         }
-        E::unpack(self).ok_or_else(|| no_memory(self.outputs, self.inputs))
+        if let Some(output) = outputs.iter().find(|&&output| output >= self.outputs) {
+            return Err(Error::Shape(format!("expected outputs below {}, found {output}", self.outputs)));
+        }
+        E::unpack(self, outputs).ok_or_else(|| no_memory(outputs.len(), self.inputs))
+    }
+
+    /// The bytes that it takes.
+    pub fn memory(&self) -> usize {
+        size_of_val(self.words.words())
     }
 
     /// The rows of the weight.
@@ -98,24 +115,35 @@ impl PackedWeight {
     }
 
     pub(super) fn is_bf16(&self) -> bool {
-        self.dtype == Dtype::BF16
+        self.format == Format::Elements(Dtype::BF16)
     }
 
-    /// Whether products can take both weights' panels together.
-    pub(super) fn is_like(&self, other: &Self) -> bool {
-        let layout = |weight: &Self| (weight.outputs, weight.inputs, weight.dtype, weight.tier);
+    /// Whether its blocks of codes have minimums.
+    pub(super) fn has_minimums(&self) -> bool {
+        matches!(self.format, Format::Codes { has_minimums: true, .. })
+    }
+
+    /// Whether it is stored as the other one, so that one can be the other's [`Up`](super::Up).
+    pub fn is_like(&self, other: &Self) -> bool {
+        let layout = |weight: &Self| (weight.outputs, weight.inputs, weight.format, weight.tier);
         layout(self) == layout(other)
     }
 
     /// The bytes of so many outputs.
     pub(super) fn bytes(&self, outputs: usize) -> usize {
-        outputs * self.padded / elements_of_word(self.dtype) * size_of::<f32>()
+        outputs * self.format.bytes(self.padded)
+    }
+
+    /// The first word of a panel's inputs from `first` on, which is a whole step.
+    fn at(&self, panel: usize, first: usize) -> *const f32 {
+        let bytes = (panel * self.format.bytes(self.padded) + self.format.bytes(first)) * self.panel;
+        self.words.as_ptr().wrapping_byte_add(bytes)
     }
 
     /// Whether products with so many rows take words that were widened before.
     pub(super) fn is_widened<K: Kernel>(&self, rows: usize) -> bool {
         let is_few = rows <= 2 * K::ROWS && self.panel == K::PANEL;
-        K::ELEMENTS == 1 && self.dtype != Dtype::F32 && !is_few
+        K::ELEMENTS == 1 && self.format != Format::Elements(Dtype::F32) && !is_few
     }
 
     /// The outputs of one of the panels.
@@ -128,7 +156,7 @@ impl PackedWeight {
     /// which takes as many rows of [`K::PANEL`](Kernel::PANEL) then ([`is_widened`](Self::is_widened)).
     ///
     /// # Safety
-    /// As [`Kernel::multiply`] but for B; the panel exists; the inputs lie within [`padded`](Self::padded), and `first` is even.
+    /// As [`Kernel::multiply`] but for B; the panel exists; the inputs lie within [`padded`](Self::padded), and `first` is a whole step.
     #[inline(always)]
     pub(super) unsafe fn multiply<K: Kernel>(
         &self,
@@ -137,24 +165,22 @@ impl PackedWeight {
         widened: *mut f32,
         mut product: Product,
     ) {
-        let from = panel * self.padded * self.panel + first * self.panel;
         let is_widened = self.is_widened::<K>(product.rows);
+        product.b = self.at(panel, first);
         // SAFETY: as this method's contract; the panel's inputs from `first` on are valid for the depth of the product.
         unsafe {
-            match self.dtype {
-                Dtype::F32 => product.b = self.words.as_ptr().add(from),
-                Dtype::BF16 => product.b = self.words.as_ptr().add(from / 2),
-                Dtype::F16 => product.b = self.words.as_ptr().cast::<f16>().add(from).cast(),
-            }
-            // Pairs that the kernel multiplies, or f32.
-            if K::ELEMENTS == 2 || self.dtype == Dtype::F32 {
-                return K::multiply::<Words>(&product);
-            }
-            match (self.dtype, is_widened) {
-                (Dtype::BF16, false) => return K::F32::multiply::<Bf16Pairs>(&product),
-                (_, false) => return K::F32::multiply::<F16Rows>(&product),
-                (Dtype::BF16, true) => self.widen::<K, Bf16Pairs>(&mut product, widened),
-                (_, true) => self.widen::<K, F16Rows>(&mut product, widened),
+            match (self.format, is_widened) {
+                (Format::Elements(Dtype::F32), _) => {}
+                // Pairs that the kernel multiplies.
+                (Format::Elements(Dtype::BF16), _) if K::ELEMENTS == 2 => {}
+                (Format::Elements(Dtype::BF16), false) => return K::F32::multiply::<Bf16Pairs>(&product),
+                (Format::Elements(Dtype::F16), false) => return K::F32::multiply::<F16Rows>(&product),
+                (Format::Codes { bits: 4, .. }, false) => return K::F32::multiply::<CodeBlocks<4>>(&product),
+                (Format::Codes { .. }, false) => return K::F32::multiply::<CodeBlocks<8>>(&product),
+                (Format::Elements(Dtype::BF16), true) => self.widen::<K, Bf16Pairs>(&mut product, widened),
+                (Format::Elements(Dtype::F16), true) => self.widen::<K, F16Rows>(&mut product, widened),
+                (Format::Codes { bits: 4, .. }, true) => self.widen::<K, CodeBlocks<4>>(&mut product, widened),
+                (Format::Codes { .. }, true) => self.widen::<K, CodeBlocks<8>>(&mut product, widened),
             }
             K::multiply::<Words>(&product);
         }
@@ -167,32 +193,30 @@ impl PackedWeight {
     #[inline(always)]
     unsafe fn widen<K: Kernel, B: Columns>(&self, product: &mut Product, to: *mut f32) {
         let mut from = product.b;
-        for step in (0..product.depth).step_by(B::STEPS) {
+        for first in (0..product.depth).step_by(B::BLOCK) {
+            let numbers = B::numbers(from, self.panel, product.has_minimums);
             for column in (0..self.panel).step_by(K::Vector::LANES) {
                 // SAFETY: as this method's contract.
                 unsafe {
-                    let columns = B::load::<K::Vector>(from, column);
-                    for (at, vector) in columns.into_iter().take(B::STEPS).enumerate() {
-                        vector.store(to.add((step + at) * K::PANEL + column));
+                    let scales = B::scales::<K::Vector>(from, self.panel, column, product.has_minimums);
+                    let mut words = numbers;
+                    for step in (first..first + B::BLOCK).step_by(B::STEPS) {
+                        let mut loaded = B::load::<K::Vector>(words, column);
+                        for step in step..step + B::STEPS {
+                            B::take(&mut loaded, scales).store(to.add(step * K::PANEL + column));
+                        }
+                        words = B::next(words, self.panel);
                     }
                 }
             }
-            from = B::next(from, self.panel);
+            from = (0..B::BLOCK / B::STEPS).fold(numbers, |words, _| B::next(words, self.panel));
         }
         product.b = to;
     }
 }
 
-fn no_memory(outputs: usize, inputs: usize) -> Error {
+pub(super) fn no_memory(outputs: usize, inputs: usize) -> Error {
     Error::Memory(format!("a packed weight of {:?}", (outputs, inputs)))
-}
-
-/// Elements in 32 bits.
-pub(super) const fn elements_of_word(dtype: Dtype) -> usize {
-    match dtype {
-        Dtype::F32 => 1,
-        Dtype::BF16 | Dtype::F16 => 2,
-    }
 }
 
 /// `rows` are as many as the shape says; `None` where there is no memory for them.
@@ -204,9 +228,9 @@ pub(crate) fn pack_weight<E: Kernels>(rows: &[E], outputs: usize, inputs: usize,
     }
     impl<E: Kernels> SimdTask for Pack<'_, E> {
         unsafe fn run<K: Kernel>(self) {
-            // Pairs are whole, and a tier may take more.
-            let (step, panel) = (K::ELEMENTS * K::DEPTH, K::PANEL);
-            let step = if E::DTYPE == Dtype::BF16 { step.max(2) } else { step };
+            // Steps are whole, and a tier may take more.
+            let panel = K::PANEL;
+            let step = (K::ELEMENTS * K::DEPTH).max(self.weight.format.step());
             let padded = self.weight.inputs.next_multiple_of(step);
             let weight = PackedWeight { panel, padded, ..self.weight };
             // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
@@ -214,7 +238,7 @@ pub(crate) fn pack_weight<E: Kernels>(rows: &[E], outputs: usize, inputs: usize,
         }
     }
     let words = Scratch::zeros(0);
-    let weight = PackedWeight { words, dtype: E::DTYPE, tier, inputs, outputs, panel: 0, padded: 0 };
+    let weight = PackedWeight { words, format: Format::Elements(E::DTYPE), tier, inputs, outputs, panel: 0, padded: 0 };
     let mut packed = None;
     E::dispatch(tier, Pack { rows, weight, packed: &mut packed });
     packed
@@ -229,7 +253,7 @@ impl PackedWeight {
         let Self { inputs, outputs, panel, padded, .. } = self;
         let panels = outputs.div_ceil(panel);
         panels.checked_mul(padded)?.checked_mul(panel)?.checked_mul(size_of::<f32>())?;
-        let each = padded * panel / elements_of_word(E::DTYPE);
+        let each = self.format.bytes(padded) * panel / size_of::<f32>();
         let pack = |words: *mut f32| {
             let words = SharedPtr(words);
             let tasks = if each == 0 { 0 } else { panels };
@@ -253,35 +277,56 @@ impl PackedWeight {
     }
 }
 
-/// The rows of a weight of E; `None` where there is no memory for them.
-pub(crate) fn unpack_weight<E: Kernels>(weight: &PackedWeight) -> Option<Vec<E>> {
-    let &PackedWeight { dtype, inputs, outputs, panel, padded, .. } = weight;
+/// The rows of some outputs of a weight of E; `None` where there is no memory for them.
+pub(crate) fn unpack_weight<E: Kernels>(weight: &PackedWeight, outputs: &[usize]) -> Option<Vec<E>> {
+    let inputs = weight.inputs;
+    let count = outputs.len().checked_mul(inputs)?;
     let mut rows = Vec::new();
-    rows.try_reserve_exact(outputs * inputs).ok()?;
-    rows.resize(outputs * inputs, E::default());
+    rows.try_reserve_exact(count).ok()?;
+    rows.resize(count, E::default());
     let to = SharedPtr(rows.as_mut_ptr());
-    let tasks = if inputs == 0 { 0 } else { outputs.div_ceil(panel) };
+    let tasks = if inputs == 0 { 0 } else { outputs.len() };
     for_each_task(
         tasks,
-        Workers::of(outputs * inputs, 0, None),
+        Workers::of(count, 0, None),
         || (),
-        |(), index| {
-            for output in weight.columns_of(index) {
-                for input in 0..inputs {
-                    let from = index * padded * panel + position(dtype, panel, input, output % panel);
-                    // SAFETY: the positions lie within the panels and the rows, of which these are this task's.
-                    unsafe { *to.add(output * inputs + input) = *weight.words.as_ptr().cast::<E>().add(from) };
-                }
-            }
-        },
+        // SAFETY: the row is this task's.
+        |(), row| unsafe { weight.unpack_row(outputs[row], to.slice(row * inputs, inputs)) },
     );
     Some(rows)
 }
 
-/// The position of an element in a panel, in elements.
-fn position(dtype: Dtype, panel: usize, input: usize, column: usize) -> usize {
-    match dtype {
-        Dtype::F32 | Dtype::F16 => input * panel + column,
-        Dtype::BF16 => (input / 2 * panel + column) * 2 + input % 2,
+impl PackedWeight {
+    /// # Safety
+    /// The output exists, and E is the type that its numbers are unpacked as.
+    unsafe fn unpack_row<E: Kernels>(&self, output: usize, row: &mut [E]) {
+        let (panel, column) = (output / self.panel, output % self.panel);
+        for (index, numbers) in row.chunks_mut(self.format.step()).enumerate() {
+            let at = self.at(panel, index * self.format.step());
+            // SAFETY: the step's numbers lie within the panel, by this method's contract.
+            unsafe {
+                match self.format {
+                    Format::Elements(_) => {
+                        let own = at.cast::<E>().add(column * self.format.step());
+                        numbers.iter_mut().enumerate().for_each(|(at, number)| *number = *own.add(at));
+                    }
+                    Format::Codes { bits, has_minimums } => {
+                        let scales = at.cast::<f16>().add(column);
+                        let scale = (*scales).to_f32();
+                        let minimum = match has_minimums {
+                            true => (*scales.add(self.panel)).to_f32(),
+                            false => scale * -f32::from(1u8 << (bits - 1)),
+                        };
+                        let words = at.cast::<f16>().add(self.panel << u32::from(has_minimums)).cast::<u32>();
+                        for (at, number) in numbers.iter_mut().enumerate() {
+                            let word = *words.add(at * bits / 32 * self.panel + column);
+                            let code = word >> (at * bits % 32) & ((1 << bits) - 1);
+                            // The product is exact.
+                            *number = E::from_f32(code as f32 * scale + minimum);
+                        }
+                    }
+                }
+            }
+        }
     }
 }

@@ -168,7 +168,7 @@ fn doubles_are_candles_own() -> Result<()> {
 }
 
 /// The gradient of `sum(ys · weights)`, for `weights` that differ from entry to entry.
-fn gradient(ys: &Tensor, of: &Tensor) -> Result<Tensor> {
+pub fn gradient(ys: &Tensor, of: &Tensor) -> Result<Tensor> {
     let count = ys.elem_count();
     let weights =
         (Tensor::arange(0f32, count as f32, &CPU)? * 0.37)?.sin()?.reshape(ys.dims())?.to_dtype(ys.dtype())?;

@@ -8,3 +8,4 @@ mod candle;
 mod followed;
 mod grid;
 mod isolation;
+mod quantized;

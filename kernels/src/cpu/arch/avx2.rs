@@ -47,6 +47,16 @@ impl Vector for Avx2 {
             let upper = _mm256_and_si256(words, _mm256_set1_epi32(0xffff_0000_u32 as i32));
             (Self(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16))), Self(_mm256_castsi256_ps(upper)))
         }
+        fn take_nibble(self) -> (Self, Self) {
+            let words = _mm256_castps_si256(self.0);
+            let lowest = _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(0xf)));
+            (Self(lowest), Self(_mm256_castsi256_ps(_mm256_srli_epi32(words, 4))))
+        }
+        fn take_byte(self) -> (Self, Self) {
+            let words = _mm256_castps_si256(self.0);
+            let lowest = _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(0xff)));
+            (Self(lowest), Self(_mm256_castsi256_ps(_mm256_srli_epi32(words, 8))))
+        }
         fn load_f16(from: *const u16) -> Self { Self(_mm256_cvtph_ps(_mm_loadu_si128(from.cast()))) }
         fn store_bf16(self, to: *mut u16) {
             let words = bf16_words(self.0);

@@ -27,6 +27,8 @@ unsafe fn bf16_words(x: __m512) -> __m512i {
     }
 }
 
+const NIBBLES: [f32; 16] = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
+
 impl Vector for Avx512 {
     const LANES: usize = 16;
     type Mask = __mmask16;
@@ -46,6 +48,17 @@ impl Vector for Avx512 {
             let words = _mm512_loadu_si512(from.cast());
             let upper = _mm512_and_si512(words, _mm512_set1_epi32(0xffff_0000_u32 as i32));
             (Self(_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))), Self(_mm512_castsi512_ps(upper)))
+        }
+        fn take_nibble(self) -> (Self, Self) {
+            // A permutation reads no more of an index than its 4 bits: a table in one instruction.
+            let numbers = _mm512_loadu_ps(NIBBLES.as_ptr());
+            let words = _mm512_castps_si512(self.0);
+            (Self(_mm512_permutexvar_ps(words, numbers)), Self(_mm512_castsi512_ps(_mm512_srli_epi32(words, 4))))
+        }
+        fn take_byte(self) -> (Self, Self) {
+            let words = _mm512_castps_si512(self.0);
+            let lowest = _mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(0xff)));
+            (Self(lowest), Self(_mm512_castsi512_ps(_mm512_srli_epi32(words, 8))))
         }
         fn load_f16(from: *const u16) -> Self { Self(_mm512_cvtph_ps(_mm256_loadu_si256(from.cast()))) }
         fn store_bf16(self, to: *mut u16) { _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(bf16_words(self.0))) }

@@ -22,6 +22,12 @@ impl Scalar {
     fn zip(self, other: Self, f: impl Fn(f32, f32) -> f32) -> Self {
         Self(std::array::from_fn(|lane| f(self.0[lane], other.0[lane])))
     }
+
+    /// Words, by their bits.
+    #[inline(always)]
+    fn shifted_right(self, bits: u32) -> Self {
+        self.map(|x| f32::from_bits(x.to_bits() >> bits))
+    }
 }
 
 impl Vector for Scalar {
@@ -41,6 +47,8 @@ impl Vector for Scalar {
             let words = from.cast::<[u32; LANES]>().read_unaligned();
             (Self(words.map(|word| f32::from_bits(word << 16))), Self(words.map(|word| f32::from_bits(word & 0xffff_0000))))
         }
+        fn take_nibble(self) -> (Self, Self) { (self.map(|x| (x.to_bits() & 0xf) as f32), self.shifted_right(4)) }
+        fn take_byte(self) -> (Self, Self) { (self.map(|x| (x.to_bits() & 0xff) as f32), self.shifted_right(8)) }
         fn load_f16(from: *const u16) -> Self {
             let bits = from.cast::<[u16; LANES]>().read_unaligned();
             Self(bits.map(|bits| f16::from_bits(bits).to_f32()))

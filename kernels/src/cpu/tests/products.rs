@@ -74,6 +74,7 @@ impl Case {
             depth,
             vectors,
             factors: accumulates.then_some(factors.as_ptr()),
+            has_minimums: false,
         };
         // SAFETY: the processor has the tier of K; the matrices have these sizes.
         unsafe { K::multiply::<Words>(&product) };
