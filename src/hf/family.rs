@@ -1,16 +1,18 @@
 //! One row of the table of model families, and the config of a layer that it gives.
 
+use std::sync::LazyLock;
+
 use candle_core::{Error, Result, bail};
 use candle_nn::VarBuilder;
 use serde_json::Value;
 
-use super::families::{FAMILIES, SIZE_NAMES};
+use super::families::{DECODER_LAYERS, SIZE_NAMES, families};
 use super::fields::{Aliases, Fields};
 use super::rope::Rope;
 use crate::weights::has;
 use crate::{
-    MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig, QkNorm, QkNormKind, QkNormScope, RelativeBias,
-    RelativeBiasConfig, WeightLayout,
+    MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig, QkNorm, QkNormKind, QkNormScope,
+    RelativeBias, RelativeBiasConfig, WeightLayout,
 };
 
 /// A value of `model_type`: how its `config.json` describes attention, and where its checkpoints keep it. A default is that
@@ -23,6 +25,8 @@ pub(super) struct Family {
     pub modules: &'static [ModuleNames],
     /// The fields of the number of layers, of `embed_dim` and of `num_heads`, where [`SIZE_NAMES`] become aliases.
     pub names: [&'static str; 3],
+    /// Whether that is so; not in decoders beside an encoder, whose sizes the usual names are.
+    pub usual_names: bool,
     /// Their defaults.
     pub sizes: [usize; 3],
     pub heads: Heads,
@@ -40,8 +44,13 @@ pub(super) struct Family {
     pub scale: Option<(&'static str, f64, f64)>,
     /// Fields that change the numbers, and the one value that is supported, in JSON.
     pub only: &'static [(&'static str, &'static str)],
+    /// Where a checkpoint keeps the relative bias, if there is one.
+    pub bias_place: BiasPlace,
     /// What no column says.
     pub adjust: fn(&Fields, usize, MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig>,
+    /// The decoder's self-attention and its attention to the encoder's outputs, where this row is of the encoder beside it.
+    pub decoder: Option<&'static Family>,
+    pub cross: Option<&'static Family>,
     /// In place of most columns, for latent attention.
     pub latent: Option<fn(&Fields) -> Result<MultiHeadLatentAttentionConfig>>,
 }
@@ -63,6 +72,19 @@ pub(super) enum Bias {
     AllIf(&'static str, bool),
     Qkv,
     QkvIf(&'static str, bool),
+    /// The output projection always, the others by a field.
+    OutAndQkvIf(&'static str, bool),
+    AllButKey,
+}
+
+/// Where a relative bias is.
+pub(super) enum BiasPlace {
+    /// In the first layer, for all.
+    FirstLayer,
+    /// In each layer, for itself.
+    EachLayer,
+    /// In a module below the layers' prefix, for all.
+    Module(&'static str),
 }
 
 /// Which layers have rotary positions.
@@ -102,17 +124,50 @@ pub(super) enum Mask {
     Encoder,
 }
 
+/// The values of `model_type` that are known, in alphabetical order.
+pub(super) fn model_types() -> impl Iterator<Item = &'static str> {
+    static SORTED: LazyLock<Vec<&str>> = LazyLock::new(|| {
+        let mut known: Vec<_> = families().map(|family| family.model_type).collect();
+        known.sort_unstable();
+        known
+    });
+    SORTED.iter().copied()
+}
+
 impl Family {
     /// The family that a configuration names.
     pub fn of(json: &Value) -> Result<&'static Self> {
-        let expected = || FAMILIES.iter().map(|family| family.model_type).collect::<Vec<_>>().join(", ");
+        const EXPECTED: &str = "expected one of `hf::architectures()`";
+        let known = |json: &Value| families().find(|family| json["model_type"] == family.model_type);
         let Some(object) = json.as_object() else { bail!("[hf] the config is {json}, expected an object") };
-        let Some(model_type) = object.get("model_type") else {
-            bail!("[hf] the config has no model_type, expected one of: {}", expected())
-        };
-        match FAMILIES.iter().find(|family| model_type == family.model_type) {
-            Some(family) => Ok(family),
-            None => bail!("[hf] unknown model_type {model_type}, expected one of: {}", expected()),
+        let Some(model_type) = object.get("model_type") else { bail!("[hf] the config has no model_type, {EXPECTED}") };
+        if let Some(family) = known(json) {
+            return Ok(family);
+        }
+        let parts = object.iter().filter(|(_, part)| known(part).is_some());
+        let parts: Vec<_> = parts.map(|(name, part)| format!("{name} ({})", part["model_type"])).collect();
+        match parts.as_slice() {
+            [] => bail!("[hf] unknown model_type {model_type}, {EXPECTED}"),
+            parts => bail!("[hf] unknown model_type {model_type}, but its parts are known: {}", parts.join(", ")),
+        }
+    }
+
+    /// The decoder beside an encoder.
+    pub fn decoder(&self) -> Result<&'static Self> {
+        self.part(self.decoder, "decoder beside an encoder")
+    }
+
+    /// The decoder's attention to an encoder's outputs.
+    pub fn cross(&self) -> Result<&'static Self> {
+        self.part(self.cross, "attention to an encoder's outputs")
+    }
+
+    fn part(&self, part: Option<&'static Self>, what: &str) -> Result<&'static Self> {
+        match part {
+            Some(part) => Ok(part),
+            None => {
+                bail!("[hf] {}: there is no {what} in this architecture, or none that is supported", self.model_type)
+            }
         }
     }
 
@@ -160,7 +215,7 @@ impl Family {
 
     fn fields<'a>(&self, json: &'a Value, layer: usize) -> Result<Fields<'a>> {
         let Some(object) = json.as_object() else { bail!("[hf] the config is {json}, expected an object") };
-        let renamed = SIZE_NAMES.into_iter().zip(self.names).filter(|(usual, own)| usual != own);
+        let renamed = SIZE_NAMES.into_iter().zip(self.names).filter(|(usual, own)| self.usual_names && usual != own);
         let fields = Fields::new(self.model_type, object, self.aliases.iter().copied().chain(renamed).collect());
         let fields = match self.section {
             Some(name) => fields.section(name)?,
@@ -169,7 +224,13 @@ impl Family {
         if fields.get("per_layer_config").is_some() {
             return fields.fail("per_layer_config is not supported");
         }
-        let (name, layers) = (self.names[0], fields.get_or(self.names[0], self.sizes[0])?);
+        let name = self.names[0];
+        // T5's decoders are as deep as their encoders unless they say otherwise.
+        let default = if name == DECODER_LAYERS { fields.get_or("num_layers", self.sizes[0])? } else { self.sizes[0] };
+        let layers = match name == DECODER_LAYERS && fields.get(name).is_none() {
+            true => default,
+            false => fields.get_or(name, default)?,
+        };
         if layer >= layers {
             return fields.fail(format!("there is no layer {layer}, {name} is {layers}"));
         }
@@ -209,6 +270,8 @@ impl Family {
             Bias::AllIf(name, default) => cfg.with_bias(fields.flag(name, default)?),
             Bias::Qkv => cfg.with_qkv_bias(true),
             Bias::QkvIf(name, default) => cfg.with_qkv_bias(fields.flag(name, default)?),
+            Bias::OutAndQkvIf(name, default) => cfg.with_qkv_bias(fields.flag(name, default)?).with_out_bias(true),
+            Bias::AllButKey => cfg.with_bias(true).with_k_bias(false),
         })
     }
 
@@ -256,6 +319,64 @@ impl Family {
             Some(side) => cfg.with_band(side, side),
             None => cfg,
         })
+    }
+
+    /// One layer of a checkpoint.
+    pub fn load(&self, json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
+        let load = |cfg: &_, layout, module: &str| MultiHeadAttention::load(cfg, layout, vb.pp(module));
+        self.load_with_bias(json, layer, &vb, load, Ok)
+    }
+
+    /// The layer that `load` gives, with the heads of the relative bias that `shard` gives, if it needs one.
+    pub fn load_with_bias(
+        &self,
+        json: &Value,
+        layer: usize,
+        vb: &VarBuilder,
+        load: impl Fn(&MultiHeadAttentionConfig, WeightLayout, &str) -> Result<MultiHeadAttention>,
+        shard: impl FnOnce(RelativeBias) -> Result<RelativeBias>,
+    ) -> Result<MultiHeadAttention> {
+        let cfg = self.attention(json, layer)?;
+        self.refuse_quantized(json)?;
+        let attention = load_module(self.modules, layer, vb, |layout, module| load(&cfg, layout, module))?;
+        match cfg.relative_bias() {
+            Some(buckets) => {
+                attention.with_relative_bias(shard(self.relative_bias(buckets, cfg.num_heads(), layer, vb)?)?)
+            }
+            None => Ok(attention),
+        }
+    }
+
+    /// The relative bias that all layers of a checkpoint share.
+    pub fn load_relative_bias(&self, json: &Value, vb: &VarBuilder) -> Result<RelativeBias> {
+        let cfg = self.attention(json, 0)?;
+        self.refuse_quantized(json)?;
+        let Some(buckets) = cfg.relative_bias() else {
+            bail!("[hf] {}: there is no relative bias in this architecture", self.model_type)
+        };
+        if matches!(self.bias_place, BiasPlace::EachLayer) {
+            bail!("[hf] {}: every layer has a relative bias of its own, which comes with it", self.model_type)
+        }
+        self.relative_bias(buckets, cfg.num_heads(), 0, vb)
+    }
+
+    fn relative_bias(
+        &self,
+        buckets: &RelativeBiasConfig,
+        num_heads: usize,
+        layer: usize,
+        vb: &VarBuilder,
+    ) -> Result<RelativeBias> {
+        let modules: Vec<_> = match self.bias_place {
+            BiasPlace::FirstLayer => self.modules.iter().flat_map(|names| names.modules(0)).collect(),
+            BiasPlace::EachLayer => self.modules.iter().flat_map(|names| names.modules(layer)).collect(),
+            BiasPlace::Module(path) => {
+                self.modules.iter().flat_map(|names| names.prefixes).map(|prefix| format!("{prefix}{path}")).collect()
+            }
+        };
+        let found = modules.iter().find(|module| has(vb, &format!("{module}.relative_attention_bias.weight")));
+        let Some(module) = found.or(modules.first()) else { bail!("[hf] there is no name for a relative bias") };
+        RelativeBias::new(buckets, num_heads, vb.pp(module))
     }
 
     /// An error for quantised weights, but for MXFP4, in which experts are and attention is not, and for float8, whose scales
@@ -323,17 +444,4 @@ pub(super) fn load_module<T>(
             looked.join(", ")
         ))
     })
-}
-
-/// The relative bias that all layers share, which is stored with the first.
-pub(super) fn load_relative_bias(
-    names: &[ModuleNames],
-    buckets: &RelativeBiasConfig,
-    num_heads: usize,
-    vb: &VarBuilder,
-) -> Result<RelativeBias> {
-    let modules: Vec<_> = names.iter().flat_map(|names| names.modules(0)).collect();
-    let found = modules.iter().find(|module| has(vb, &format!("{module}.relative_attention_bias.weight")));
-    let Some(module) = found.or(modules.first()) else { bail!("[hf] there is no name for a relative bias") };
-    RelativeBias::new(buckets, num_heads, vb.pp(module))
 }

@@ -84,7 +84,7 @@ mod fields;
 mod rope;
 mod rules;
 
-use candle_core::{Result, bail};
+use candle_core::Result;
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::ShardedVarBuilder;
 use serde_json::Value;
@@ -92,17 +92,17 @@ use serde_json::Value;
 use crate::weights::whole;
 use crate::{
     HeadShard, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig,
-    RelativeBias, WeightLayout,
+    RelativeBias,
 };
-use families::FAMILIES;
 use family::Family;
 
 /// The values of `model_type` that are known, in alphabetical order.
 pub fn architectures() -> impl Iterator<Item = &'static str> {
-    FAMILIES.iter().map(|family| family.model_type)
+    family::model_types()
 }
 
-/// The config of one layer's attention, from a `config.json`; layers count from 0.
+/// The config of one layer's attention, from a `config.json`; layers count from 0. Of a model with an encoder and a decoder
+/// it is the encoder's.
 ///
 /// # Errors
 /// For an architecture that is not known, naming those that are; for a layer that is not there; and for a field that is of
@@ -112,7 +112,8 @@ pub fn attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttention
     Family::of(json)?.attention(json, layer)
 }
 
-/// One layer's attention, from a `config.json` and a builder at the model's root; layers count from 0.
+/// One layer's attention, from a `config.json` and a builder at the model's root; layers count from 0. Of a model with an
+/// encoder and a decoder it is the encoder's.
 ///
 /// The weights are found by the architecture's own names, whether the checkpoint is of the model by itself or of the model
 /// below a head (`model.layers.0.self_attn` or `layers.0.self_attn`).
@@ -122,8 +123,40 @@ pub fn attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttention
 /// with its scales), and for a missing or misshapen tensor, named with both shapes.
 /// DeepSeek V2 and V3 are for [`load_latent_attention`].
 pub fn load_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
-    let load = |cfg: &_, layout, module: &str| MultiHeadAttention::load(cfg, layout, vb.pp(module));
-    load_with_bias(json, layer, &vb, load, Ok)
+    Family::of(json)?.load(json, layer, vb)
+}
+
+/// [`attention_config`] for the self-attention of a decoder beside an encoder.
+///
+/// # Errors
+/// As that, and for an architecture without both.
+pub fn decoder_attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttentionConfig> {
+    Family::of(json)?.decoder()?.attention(json, layer)
+}
+
+/// [`load_attention`] for the self-attention of a decoder beside an encoder.
+///
+/// # Errors
+/// As that, and for an architecture without both.
+pub fn load_decoder_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
+    Family::of(json)?.decoder()?.load(json, layer, vb)
+}
+
+/// [`attention_config`] for the attention of a decoder's layer to an encoder's outputs.
+///
+/// # Errors
+/// As that, and for an architecture without it.
+pub fn cross_attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttentionConfig> {
+    Family::of(json)?.cross()?.attention(json, layer)
+}
+
+/// [`load_attention`] for the attention of a decoder's layer to an encoder's outputs, which
+/// [`project_memory`](MultiHeadAttention::project_memory) projects once.
+///
+/// # Errors
+/// As that, and for an architecture without it.
+pub fn load_cross_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
+    Family::of(json)?.cross()?.load(json, layer, vb)
 }
 
 /// One process's heads of a layer's attention, from a `config.json` and Candle's sharded builder at the model's root; layers
@@ -138,28 +171,7 @@ pub fn load_attention_shard(
     vb: &ShardedVarBuilder<'static>,
 ) -> Result<MultiHeadAttention> {
     let load = |cfg: &_, layout, module: &str| MultiHeadAttention::load_shard(cfg, layout, shard, &vb.pp(module));
-    load_with_bias(json, layer, &whole(vb), load, |bias| bias.shard(shard))
-}
-
-/// The layer that `load` gives, with the heads of the relative bias that `shard` gives, if it needs one.
-fn load_with_bias(
-    json: &Value,
-    layer: usize,
-    vb: &VarBuilder,
-    load: impl Fn(&MultiHeadAttentionConfig, WeightLayout, &str) -> Result<MultiHeadAttention>,
-    shard: impl FnOnce(RelativeBias) -> Result<RelativeBias>,
-) -> Result<MultiHeadAttention> {
-    let family = Family::of(json)?;
-    let cfg = family.attention(json, layer)?;
-    family.refuse_quantized(json)?;
-    let attention = family::load_module(family.modules, layer, vb, |layout, module| load(&cfg, layout, module))?;
-    match cfg.relative_bias() {
-        Some(buckets) => {
-            let bias = family::load_relative_bias(family.modules, buckets, cfg.num_heads(), vb)?;
-            attention.with_relative_bias(shard(bias)?)
-        }
-        None => Ok(attention),
-    }
+    Family::of(json)?.load_with_bias(json, layer, &whole(vb), load, |bias| bias.shard(shard))
 }
 
 /// [`attention_config`] for DeepSeek V2 and V3.
@@ -181,7 +193,8 @@ pub fn load_latent_attention(json: &Value, layer: usize, vb: VarBuilder) -> Resu
     family::load_module(family.modules, layer, &vb, |_, module| MultiHeadLatentAttention::new(&cfg, vb.pp(module)))
 }
 
-/// The relative bias that all layers of a stack have together, from a `config.json` and a builder at the model's root.
+/// The relative bias that all layers of a stack have together, from a `config.json` and a builder at the model's root. Of a
+/// model with an encoder and a decoder it is the encoder's.
 ///
 /// [`load_attention`] gives every layer one of its own; give all of them
 /// [clones of this one](MultiHeadAttention::with_relative_bias) instead, and its biases are computed once in each pass.
@@ -189,11 +202,13 @@ pub fn load_latent_attention(json: &Value, layer: usize, vb: VarBuilder) -> Resu
 /// # Errors
 /// As [`load_attention`], and for an architecture without one.
 pub fn load_relative_bias(json: &Value, vb: VarBuilder) -> Result<RelativeBias> {
-    let family = Family::of(json)?;
-    let cfg = family.attention(json, 0)?;
-    family.refuse_quantized(json)?;
-    let Some(buckets) = cfg.relative_bias() else {
-        bail!("[hf] {}: there is no relative bias in this architecture", family.model_type)
-    };
-    family::load_relative_bias(family.modules, buckets, cfg.num_heads(), &vb)
+    Family::of(json)?.load_relative_bias(json, &vb)
+}
+
+/// [`load_relative_bias`] for a decoder beside an encoder.
+///
+/// # Errors
+/// As that, and for an architecture without both.
+pub fn load_decoder_relative_bias(json: &Value, vb: VarBuilder) -> Result<RelativeBias> {
+    Family::of(json)?.decoder()?.load_relative_bias(json, &vb)
 }

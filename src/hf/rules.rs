@@ -145,3 +145,35 @@ pub(super) fn deepseek(fields: &Fields, sizes: [usize; 2], rope: Rope) -> Result
         None => cfg,
     })
 }
+
+/// Llama 3's scaling: its factor, those of low and high frequencies, and the context of the training.
+pub(super) fn llama3(factor: f64, frequencies: [f64; 2], original_context: usize) -> RopeScaling {
+    let [low_freq_factor, high_freq_factor] = frequencies;
+    RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context }
+}
+
+/// `clip_qkv`.
+pub(super) fn clipped(fields: &Fields, cfg: MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig> {
+    Ok(match fields.optional("clip_qkv")? {
+        Some(clip) => cfg.with_clip_qkv(clip),
+        None => cfg,
+    })
+}
+
+/// Every so many layers see all keys, where others have a window at all.
+pub(super) fn exaone_window(fields: &Fields, layer: usize) -> Result<Option<usize>> {
+    match fields.nullable("sliding_window", Some(4096))? {
+        Some(_) => all_but_each(fields, layer, 4),
+        None => Ok(None),
+    }
+}
+
+/// Layers that see all keys have no positions, where others have a window.
+pub(super) fn exaone_rotates(fields: &Fields, layer: usize) -> Result<bool> {
+    Ok(fields.nullable("sliding_window", Some(4096))?.is_none() || exaone_window(fields, layer)?.is_some())
+}
+
+/// Every fifth layer sees all keys.
+pub(super) fn kolibri_window(fields: &Fields, layer: usize) -> Result<Option<usize>> {
+    sliding(fields, layer, !(layer + 1).is_multiple_of(5), Some(513))
+}

@@ -25,6 +25,8 @@ use candle_core::{Error, Result};
 /// | `diffusers` | to_q, to_k, to_v, to_out.0 | diffusers, latent diffusion |
 /// | `x-transformers` | to_q, to_k, to_v, to_out | x-transformers |
 /// | `mingpt` | query, key, value, proj | minGPT |
+/// | `albert` | query, key, value, dense | ALBERT |
+/// | `internvl` | q_proj, k_proj, v_proj, projection_layer | InternVL's and Janus' images |
 /// | `raw:book` (`:short`, `:d2l`, `:canonical`) | the same names as plain (in, out) parameters, x · W | `nn.Parameter(torch.rand(d_in, d_out))` |
 /// | `raw-transposed:book` .. | plain (out, in) parameters, x · Wᵀ | |
 /// | `stacked:book` .. | heads.{i}.W_query .., no output projection | a `ModuleList` of single heads |
@@ -40,6 +42,7 @@ use candle_core::{Error, Result};
 /// | `packed:c_attn` | c_attn, c_proj, not transposed; rows by part | nanoGPT, GPT-BigCode with one key head |
 /// | `packed:c_attn:by-head` | c_attn, c_proj, not transposed; rows by head | GPT-BigCode |
 /// | `packed:qkv` | qkv, proj; rows by part | timm |
+/// | `packed:qkv-projection` | qkv, projection; rows by part | BLIP's images |
 /// | `packed:to_qkv` | to_qkv, to_out; rows by part | lucidrains' vit-pytorch (`SimpleViT`) and others |
 /// | `packed:to_qkv-to_out.0` | to_qkv, to_out.0; rows by part | lucidrains' vit-pytorch |
 ///
@@ -78,6 +81,10 @@ pub enum WeightLayout {
     XTransformers,
     /// query, key, value, proj.
     MinGpt,
+    /// query, key, value, dense.
+    Albert,
+    /// q_proj, k_proj, v_proj, projection_layer.
+    InternVl,
     /// Plain parameters without `.weight`, stored (in, out) or (out, in), without biases.
     Raw(Naming, Orientation),
     /// `heads.{i}.<names>`, one single-head module after the other, without an output projection; loads into one layer.
@@ -138,6 +145,8 @@ pub enum PackedNaming {
     CAttn,
     /// qkv, proj.
     Qkv,
+    /// qkv, projection.
+    QkvProjection,
     /// to_qkv, to_out.
     ToQkv,
     /// to_qkv, to_out.0.
@@ -155,7 +164,7 @@ pub enum QkvOrder {
 }
 
 /// The layouts of four linear layers: spelling, and the names of query, key, value and output.
-const LINEAR: [(WeightLayout, &str, [&str; 4]); 14] = [
+const LINEAR: [(WeightLayout, &str, [&str; 4]); 16] = [
     (WeightLayout::Canonical, "canonical", ["q_proj", "k_proj", "v_proj", "o_proj"]),
     (WeightLayout::Book, "book", ["W_query", "W_key", "W_value", "out_proj"]),
     (WeightLayout::Short, "short", ["Wq", "Wk", "Wv", "Wo"]),
@@ -170,16 +179,19 @@ const LINEAR: [(WeightLayout, &str, [&str; 4]); 14] = [
     (WeightLayout::Diffusers, "diffusers", ["to_q", "to_k", "to_v", "to_out.0"]),
     (WeightLayout::XTransformers, "x-transformers", ["to_q", "to_k", "to_v", "to_out"]),
     (WeightLayout::MinGpt, "mingpt", ["query", "key", "value", "proj"]),
+    (WeightLayout::Albert, "albert", ["query", "key", "value", "dense"]),
+    (WeightLayout::InternVl, "internvl", ["q_proj", "k_proj", "v_proj", "projection_layer"]),
 ];
 
 /// The packed namings, in the order of their type: spelling, and the names of the packed and the output projection.
-const PACKED: [(PackedNaming, &str, [&str; 2]); 8] = [
+const PACKED: [(PackedNaming, &str, [&str; 2]); 9] = [
     (PackedNaming::QkvProj, "qkv_proj", ["qkv_proj", "o_proj"]),
     (PackedNaming::Wqkv, "Wqkv", ["Wqkv", "out_proj"]),
     (PackedNaming::WqkvWo, "Wqkv-Wo", ["Wqkv", "Wo"]),
     (PackedNaming::QueryKeyValue, "query_key_value", ["query_key_value", "dense"]),
     (PackedNaming::CAttn, "c_attn", ["c_attn", "c_proj"]),
     (PackedNaming::Qkv, "qkv", ["qkv", "proj"]),
+    (PackedNaming::QkvProjection, "qkv-projection", ["qkv", "projection"]),
     (PackedNaming::ToQkv, "to_qkv", ["to_qkv", "to_out"]),
     (PackedNaming::ToQkvToOut0, "to_qkv-to_out.0", ["to_qkv", "to_out.0"]),
 ];

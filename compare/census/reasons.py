@@ -1,0 +1,53 @@
+"""What an attention that this crate refuses has and the crate does not, read off its class in transformers."""
+
+import importlib
+import inspect
+import re
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from special import REASONS
+
+# The first pattern found in the classes of a model's attention names what is missing.
+FEATURES = [
+    (r"lambda_q1", "differential attention: the difference of two softmaxes"),
+    (r"indexer|compressor", "keys chosen by an indexer, or compressed"),
+    (r"block_sparse|bigbird", "blocks of keys chosen at random"),
+    (r"hash|lsh|LSH|nystrom|landmark|yoso", "an approximation of softmax attention"),
+    (r"global_attn|global_query|query_global|is_global", "global tokens with projections of their own"),
+    (r"kv_a_proj|kv_b_proj|q_a_proj", "latent attention of another kind"),
+    (r"c2p|p2c|disentangled", "relative positions by content (DeBERTa)"),
+    (r"rel_pos_h|decomposed", "decomposed relative positions by content"),
+    (r"relative_position_bias|window_partition|logit_scale", "windows of an image with a table of biases"),
+    (
+        r"linear_pos|relative_k_proj|pos_bias_u|rel_shift|r_r_bias|rel_embed|gru_rel_pos|distance_embed"
+        r"|relative_positions_keys|rel_logits|relative_attention_bias|emb_rel_k",
+        "relative positions by content",
+    ),
+    (r"mrope|multimodal_rotary|mrope_section", "rotary positions on several axes"),
+    (
+        r"rotary_pos_emb_vision|apply_2d|freqs_h|rotary_2d|apply_rotary_pos_emb_2d|num_prefix_tokens",
+        "rotary positions of an image, on two axes",
+    ),
+    (r"gate_proj|gate_score|sigmoid|output_gate|g_proj|gqkv", "an output gate"),
+    (r"attn_temperature|floor_scale|llama_4_attn_scale|llama_4_scaling", "a scale of queries by position"),
+    (r"attn_sub_norm|inner_attn_ln|ln_attn", "a norm before the output projection"),
+    (r"Conv1d|Conv2d|conv1d|conv2d|convolution", "convolutions beside or inside of the projections"),
+    (r"sampling_offsets|grid_sample", "keys sampled at learned places"),
+    (r"e2e_query|layout_key|rel_pos_bias|rel_2d_pos", "biases or projections by layout or by kind of token"),
+    (r"softmax_offset|sinks|attn_sink", "sinks of another kind"),
+    (r"spatial_reduction|sr_ratio|pool|unroll", "keys of a coarser grid"),
+    (r"cu_seqlens|rotary", "rotary positions of an image, on two axes"),
+]
+NO_ROW = "no row: its names or its options differ from every family that has one"
+
+
+def reason(model_type, classes):
+    if model_type in REASONS:
+        return REASONS[model_type]
+    try:
+        module = importlib.import_module(CONFIG_MAPPING[model_type].__module__.replace("configuration_", "modeling_"))
+        source = "".join(inspect.getsource(getattr(module, name)) for name in classes if hasattr(module, name))
+    except (ImportError, KeyError, OSError):
+        return NO_ROW
+    return next((feature for pattern, feature in FEATURES if re.search(pattern, source)), NO_ROW)
