@@ -185,7 +185,7 @@ fn ours_q8<'a, E: Element + WithDType>(cell: &Cell, inputs: &'a Inputs) -> Resul
             output_order: OutputOrder::Bhtd,
             executor: None,
         };
-        let context = attend_vec(&problem, tier, None).map_err(Error::wrap)?;
+        let context = attend_vec(&problem, tier, None, None).map_err(Error::wrap)?;
         Tensor::from_vec(context, (b, h, t_q, d), &Device::Cpu)
     }))
 }

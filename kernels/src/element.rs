@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 
 use crate::cpu::{MAX_LANES, SimdTask, Tier, Vector, dispatch_bf16, dispatch_f32};
-use crate::flash::{self, Call};
+use crate::flash::{self, BackwardCall, Call};
 use crate::linear::{self, CheckedProjection, PackedWeight};
 
 /// f32, bf16 or f16: read as f32, written from f32. There are no other implementations.
@@ -56,6 +56,7 @@ pub trait Kernels: Stored {
 
     fn attend(call: &Call<Self>, tier: Tier) -> Option<()>;
     fn attend_q8(call: &Call<Self, u8>, tier: Tier) -> Option<()>;
+    fn attend_backward(call: &BackwardCall<Self>, tier: Tier);
     fn project(projection: &CheckedProjection<Self>);
     fn pack(rows: &[Self], outputs: usize, inputs: usize, tier: Tier) -> Option<PackedWeight>;
     fn unpack(weight: &PackedWeight, outputs: &[usize]) -> Option<Vec<Self>>;
@@ -97,6 +98,10 @@ macro_rules! element {
 
             fn attend_q8(call: &Call<Self, u8>, tier: Tier) -> Option<()> {
                 flash::run(call, tier)
+            }
+
+            fn attend_backward(call: &BackwardCall<Self>, tier: Tier) {
+                flash::run_backward(call, tier)
             }
 
             fn project(projection: &CheckedProjection<Self>) {

@@ -154,6 +154,9 @@ pub(super) fn choose(call: &Call, wanted: Wanted) -> Result<Choice> {
         (None, Device::Cpu) if call.q.dtype() == DType::F64 => {
             Err("the CPU kernel computes in f32, and the inputs are F64".into())
         }
+        (None, Device::Cpu) if call.scales.is_some() && tracks_gradients(call) => {
+            Err("an input is tracked for gradients, which keys and values of 8 bits do not have".into())
+        }
         (None, Device::Cpu) => Ok(Choice::Cpu(
             Tier::choose(call.options.cpu_tier, call.q.dtype() == DType::BF16)
                 .map_err(|error| candle_core::Error::msg(format!("[{}] {error}", call.op)))?,
@@ -169,13 +172,15 @@ pub(super) fn choose(call: &Call, wanted: Wanted) -> Result<Choice> {
     }
 }
 
+fn tracks_gradients(call: &Call) -> bool {
+    let Call { q, k, v, options, .. } = call;
+    let tensors = [Some(q), Some(k), Some(v), options.alibi_slopes.as_ref(), options.sinks.as_ref()];
+    tensors.into_iter().flatten().any(Tensor::track_op) || call.mask.tracks_gradients()
+}
+
 /// What keeps the call from every fused kernel.
 fn obstacle_of_every_kernel(call: &Call, wanted: Wanted) -> Option<String> {
     let options = call.options;
-    let tracked = [Some(&call.q), Some(&call.k), Some(&call.v), options.alibi_slopes.as_ref(), options.sinks.as_ref()];
-    if tracked.into_iter().flatten().any(|tensor| tensor.track_op()) || call.mask.tracks_gradients() {
-        return Some("an input is tracked for gradients, which only the reference path has".into());
-    }
     if wanted == Wanted::Weights {
         return Some("the weights are asked for, which a fused kernel never has as a whole".into());
     }
@@ -190,6 +195,9 @@ fn obstacle_of_every_kernel(call: &Call, wanted: Wanted) -> Option<String> {
 
 /// What keeps the call from the fused operation of a GPU that computes in `dtypes`, whichever it is.
 pub(super) fn obstacle_of_every_gpu(call: &Call, wanted: Wanted, dtypes: &[DType]) -> Option<String> {
+    if tracks_gradients(call) {
+        return Some("has no gradients, and an input is tracked for them".into());
+    }
     let (Dims { d, d_v, .. }, dtype) = (call.dims, call.q.dtype());
     if !dtypes.contains(&dtype) {
         return Some(format!("computes in {dtypes:?}, and the inputs are {dtype:?}"));

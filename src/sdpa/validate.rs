@@ -19,6 +19,13 @@ pub(super) struct Dims {
     pub d_v: usize,
 }
 
+impl Dims {
+    /// Whether there are no queries, no keys or no values.
+    pub fn is_empty(&self) -> bool {
+        [self.b, self.t_q, self.t_kv, self.d_v].contains(&0)
+    }
+}
+
 /// Arguments that were found to fit together.
 #[derive(Clone)]
 pub(super) struct Call<'a> {

@@ -244,14 +244,14 @@ fn gradients_flow_to_the_sequences_that_are_read(device: &Device) -> Result<()> 
     Ok(())
 }
 
-/// Variables have the reference path only.
+/// f64 has the reference path only.
 fn a_fused_kernel_that_is_not_there_is_an_error(device: &Device) -> Result<()> {
-    let [q, k, v] = qkv(DType::F32, device)?;
-    let q = Var::from_tensor(&q)?;
+    // Metal has no f64.
+    let [q, k, v] = if device.is_metal() { return Ok(()) } else { qkv(DType::F64, device)? };
     let (sequences, options) = (sequences(), SdpaOptions::default().with_backend(Backend::Fused));
-    assert_eq!(
-        error_text(scaled_dot_product_attention_varlen(&q, &k, &v, &sequences, &AttentionMask::none(), &options)),
-        "[scaled_dot_product_attention_varlen] no fused path: an input is tracked for gradients, which only the reference path has"
-    );
+    let error =
+        error_text(scaled_dot_product_attention_varlen(&q, &k, &v, &sequences, &AttentionMask::none(), &options));
+    assert!(error.starts_with("[scaled_dot_product_attention_varlen] no fused path: "), "{error}");
+    assert!(error.contains("F64"), "{error}");
     Ok(())
 }

@@ -42,6 +42,14 @@ pub trait Kernel {
         unreachable!("a word of this kernel is one element")
     }
 
+    /// A vector as bf16, one after the other: half as many words.
+    ///
+    /// # Safety
+    /// The processor has the tier, and `to` is valid for writes of half a vector of words.
+    unsafe fn store_halves(_vector: Self::Vector, _to: *mut f32) {
+        unreachable!("a word of this kernel is one element")
+    }
+
     /// Sets up tile registers for products on this thread, until the result is dropped. Tasks that call
     /// [`multiply`](Self::multiply) do this first.
     ///

@@ -3,7 +3,7 @@
 use std::f32::consts::{LN_2, LOG2_E};
 use std::ops::Range;
 
-use super::problem::{Call, KvHead, Row};
+use super::problem::{Call, KvHead, Row, SoftmaxStats};
 use super::workspace::State;
 use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector};
 use crate::element::{Kernels, store_first};
@@ -72,7 +72,7 @@ pub(super) unsafe fn normalise<E, S>(call: &Call<E, S>, row: Row, max: f32, sum:
         (false, most) => most + whole.ln(),
     };
     // SAFETY: as this function's contract.
-    unsafe { call.write_lse(row, lse) };
+    unsafe { call.write_lse(row, SoftmaxStats { max: shift, sum: whole }, lse) };
     match (whole == 0.0, shift == max) {
         (true, _) => 0.0,
         (false, true) => 1.0 / whole,

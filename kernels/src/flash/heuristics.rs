@@ -1,5 +1,6 @@
 //! How a call is split into tasks. Every constant of the split stands here, with its reason.
 
+use super::pack::column_group;
 use super::problem::{Call, Dims};
 use crate::cpu::{Kernel, Vector, Workers};
 
@@ -13,16 +14,33 @@ const TASKS_PER_THREAD: usize = 4;
 /// Up to this many rows, keys are split over tasks: there are too few rows to keep the threads busy.
 const KV_SPLIT_MAX_ROWS: usize = 256;
 
+/// What a task of the backward pass keeps of its keys: most of an L2 cache of 1 MB.
+const BACKWARD_STATE_BYTES: usize = 768 << 10;
+
+/// Tasks of the backward pass for each sequence, if it has the keys for them. It depends on nothing but the shape of one
+/// sequence, since where keys are split shows in the last bits of the queries' gradients.
+const BACKWARD_TASKS: usize = 16;
+
+/// The blocks of keys of a task of the backward pass, each of which keeps so many words.
+pub(super) fn backward_blocks<K: Kernel>(dims: &Dims, block_words: usize) -> usize {
+    let blocks = dims.t_kv.div_ceil(K::BLOCK);
+    let fit = BACKWARD_STATE_BYTES / (4 * block_words);
+    let most = fit.min(blocks.saturating_mul(dims.h_kv) / BACKWARD_TASKS).max(1);
+    // Chunks of one length.
+    blocks.div_ceil(blocks.div_ceil(most).max(1)).max(1)
+}
+
 /// The keys of one part then. A multiple of every block. It depends on nothing but the shape of one sequence, since
 /// where keys are split shows in the last bits of the result.
 pub(super) const KV_SPLIT: usize = 1024;
 
-/// How many threads a call is worth, which reads keys and values once.
-pub(super) fn workers<E, S>(call: &Call<E, S>) -> Workers {
+/// How many threads a call is worth, which reads keys and values once and multiplies them `passes` times.
+pub(super) fn workers<E, S>(call: &Call<E, S>, passes: usize) -> Workers {
     let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = call.inputs.dims;
     let product = |counts: [usize; 5]| counts.into_iter().fold(1usize, usize::saturating_mul);
     let width = d.saturating_add(d_v);
-    Workers::of(product([b, h, t_q, t_kv, width]), product([b, h_kv, t_kv, width, size_of::<S>()]), call.executor)
+    let multiply_adds = product([b, h, t_q, t_kv, width]).saturating_mul(passes);
+    Workers::of(multiply_adds, product([b, h_kv, t_kv, width, size_of::<S>()]), call.executor)
 }
 
 /// How the rows and keys of each key head are split.
@@ -50,29 +68,56 @@ impl TaskSplit {
     }
 }
 
-/// The sizes of packed matrices, in 32-bit words.
+/// A width, D or D_v, as packed matrices have it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PackedWidth {
+    /// In 32-bit words as the depth of a product, padded to what it takes.
+    pub words: usize,
+    /// The same, padded to whole transposed squares.
+    pub word_squares: usize,
+    /// As the rows of a product, padded to whole groups.
+    pub rows: usize,
+    /// The same, padded to whole transposed squares.
+    pub row_squares: usize,
+}
+
+impl PackedWidth {
+    pub fn new<K: Kernel>(width: usize) -> Self {
+        let lanes = K::Vector::LANES;
+        let words = width.div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH);
+        let rows = width.next_multiple_of(K::ROWS);
+        Self { words, word_squares: words.next_multiple_of(lanes), rows, row_squares: rows.next_multiple_of(lanes) }
+    }
+
+    /// The words in which [`pack_columns`](super::pack::pack_columns) writes a block of rows of this width.
+    pub fn column_words<K: Kernel>(&self) -> usize {
+        match K::ELEMENTS {
+            1 => self.rows / K::ROWS * column_group::<K>(),
+            elements => K::BLOCK / elements * self.row_squares,
+        }
+    }
+
+    /// The words on the way there.
+    pub fn staging_words<K: Kernel>(&self) -> usize {
+        let pairs = if K::ELEMENTS == 2 { K::BLOCK / 2 * self.row_squares } else { 0 };
+        pairs.max(K::Vector::LANES * self.word_squares.max(self.rows))
+    }
+}
+
+/// The sizes of packed matrices.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PackedSizes {
-    /// Of a query or key in depth: D in words, padded to what a product takes.
-    pub depth: usize,
-    /// The same, padded to whole transposed squares.
-    pub query: usize,
-    /// D_v, padded to rows of a product.
-    pub value: usize,
-    /// D_v, padded to whole transposed squares.
-    pub context: usize,
+    pub d: PackedWidth,
+    pub d_v: PackedWidth,
 }
 
 impl PackedSizes {
     pub fn new<K: Kernel>(dims: &Dims) -> Self {
-        let lanes = K::Vector::LANES;
-        let depth = dims.d.div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH);
-        let value = dims.d_v.next_multiple_of(K::ROWS);
-        Self { depth, query: depth.next_multiple_of(lanes), value, context: value.next_multiple_of(lanes) }
+        Self { d: PackedWidth::new::<K>(dims.d), d_v: PackedWidth::new::<K>(dims.d_v) }
     }
 
-    /// For one query: packed, its context, its maximum and sum.
+    /// For one query of the forward pass: packed, its context, its maximum and sum.
     pub fn row_words(&self) -> usize {
-        self.query + self.context + 2
+        self.d.word_squares + self.d_v.row_squares + 2
     }
 }

@@ -1,12 +1,14 @@
 //! Fused attention: scores are computed, normalised and used a tile at a time, and are never in memory as a whole. The
 //! design is in this package's README.
 
+mod backward;
 mod decode;
 mod epilogue;
 mod heuristics;
 mod pack;
 mod prefill;
 mod problem;
+mod scores;
 mod softmax;
 #[cfg(test)]
 #[expect(
@@ -18,8 +20,10 @@ mod tests;
 mod tile;
 mod workspace;
 
+pub(crate) use backward::{BackwardCall, run as run_backward};
+pub use backward::{BackwardProblem, Gradients, Wanted, attend_backward};
 pub(crate) use problem::Call;
-pub use problem::{Alibi, Dims, KvRows, OutputOrder, Problem, ScoreOptions, Strided};
+pub use problem::{Alibi, Dims, KvRows, OutputOrder, Problem, ScoreOptions, SoftmaxStats, Strided};
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -37,8 +41,9 @@ use tile::Tile;
 use workspace::Workspace;
 
 /// Attention of every query of a call, on the executor or on the threads of the current rayon pool: the context,
-/// B·H·T_q·D_v elements in the order that the problem names, and the log-sum-exp of each query's scores, (B, H, T_q),
-/// if `lse` is given. On success every element of both is initialised.
+/// B·H·T_q·D_v elements in the order that the problem names, the log-sum-exp of each query's scores, (B, H, T_q), if
+/// `lse` is given, and what [`attend_backward`] needs of each query, (B, H, T_q), if `stats` is given. On success every
+/// element of all is initialised.
 ///
 /// # Errors
 /// [`Error::Shape`] if a slice is shorter than the dimensions need, a range ends past the keys, the query heads are no
@@ -47,7 +52,7 @@ use workspace::Workspace;
 ///
 /// ```
 /// use candle_attention_kernels::Tier;
-/// use candle_attention_kernels::flash::{self, Dims, OutputOrder, Problem, ScoreOptions, Strided};
+/// use candle_attention_kernels::flash::{self, Dims, OutputOrder, Problem, ScoreOptions, SoftmaxStats, Strided};
 ///
 /// // One sequence and head: two queries over two keys of width 2, causal.
 /// let (q, k, v) = ([1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 1.0], [1.0, 2.0]);
@@ -63,11 +68,11 @@ use workspace::Workspace;
 ///     executor: None,
 /// };
 /// let mut context = Box::new_uninit_slice(2);
-/// flash::attend(&problem, Tier::choose(None, false)?, &mut context, None)?;
+/// flash::attend(&problem, Tier::choose(None, false)?, &mut context, None, None)?;
 ///
 /// // The same into vectors of their own, with the log-sum-exp.
 /// let mut lse = Vec::new();
-/// let context: Vec<f32> = flash::attend_vec(&problem, Tier::Scalar, Some(&mut lse))?;
+/// let context: Vec<f32> = flash::attend_vec(&problem, Tier::Scalar, Some(&mut lse), None)?;
 /// let weight = (0.5f32.sqrt()).exp() / (1.0 + (0.5f32.sqrt()).exp());
 /// assert_eq!(context[0], 1.0);
 /// assert!((context[1] - (1.0 - weight + 2.0 * weight)).abs() < 1e-6);
@@ -79,44 +84,60 @@ pub fn attend<E: Element>(
     tier: Tier,
     context: &mut [MaybeUninit<E>],
     lse: Option<&mut [MaybeUninit<f32>]>,
+    stats: Option<&mut [MaybeUninit<SoftmaxStats>]>,
 ) -> Result<(), Error> {
     check_tier(tier)?;
     let done = match (problem.k, problem.v) {
         (KvRows::Float(k), KvRows::Float(v)) => {
             let [k, v] = [k, v].map(|rows| StoredRows { rows, scales: None });
-            E::attend(&Call::new(problem, KeysValues { k, v }, context, lse)?, tier)
+            E::attend(&Call::new(problem, KeysValues { k, v }, context, lse, stats)?, tier)
         }
         (KvRows::Q8 { codes: k, scales: k_scales }, KvRows::Q8 { codes: v, scales: v_scales }) => {
             let k = StoredRows { rows: k, scales: Some(k_scales) };
             let v = StoredRows { rows: v, scales: Some(v_scales) };
-            E::attend_q8(&Call::new(problem, KeysValues { k, v }, context, lse)?, tier)
+            E::attend_q8(&Call::new(problem, KeysValues { k, v }, context, lse, stats)?, tier)
         }
         _ => return Err(Error::Shape("expected keys and values that are both floats or both of 8 bits".into())),
     };
     done.ok_or_else(|| Error::Memory("what attention keeps between its steps".into()))
 }
 
-/// [`attend`] into a vector that it allocates, in large pages if it is large, and into `lse`, whose elements are replaced.
+/// [`attend`] into a vector that it allocates, in large pages if it is large, and into `lse` and `stats`, whose elements are
+/// replaced.
 ///
 /// # Errors
 /// As [`attend`], and [`Error::Memory`] if there is none for the results.
-pub fn attend_vec<E: Element>(problem: &Problem<E>, tier: Tier, lse: Option<&mut Vec<f32>>) -> Result<Vec<E>, Error> {
+pub fn attend_vec<E: Element>(
+    problem: &Problem<E>,
+    tier: Tier,
+    lse: Option<&mut Vec<f32>>,
+    stats: Option<&mut Vec<SoftmaxStats>>,
+) -> Result<Vec<E>, Error> {
     let Dims { b, h, t_q, d_v, .. } = problem.dims;
     let (count, queries) = (problem.context_len()?, b * h * t_q);
     let no_memory = || Error::Memory(format!("a context of {:?}", [b, h, t_q, d_v]));
     let mut context = large_page_vec(count).ok_or_else(no_memory)?;
-    let mut new_lse = Vec::new();
+    let (mut new_lse, mut new_stats) = (Vec::new(), Vec::new());
     if lse.is_some() {
         new_lse.try_reserve_exact(queries).map_err(|_| no_memory())?;
     }
+    if stats.is_some() {
+        new_stats.try_reserve_exact(queries).map_err(|_| no_memory())?;
+    }
     let lse_out = lse.is_some().then(|| &mut new_lse.spare_capacity_mut()[..queries]);
-    attend(problem, tier, &mut context.spare_capacity_mut()[..count], lse_out)?;
-    // SAFETY: `attend` initialised every element of both.
+    let stats_out = stats.is_some().then(|| &mut new_stats.spare_capacity_mut()[..queries]);
+    attend(problem, tier, &mut context.spare_capacity_mut()[..count], lse_out, stats_out)?;
+    // SAFETY: `attend` initialised every element of all.
     unsafe { context.set_len(count) };
     if let Some(lse) = lse {
         // SAFETY: as above.
         unsafe { new_lse.set_len(queries) };
         *lse = new_lse;
+    }
+    if let Some(stats) = stats {
+        // SAFETY: as above.
+        unsafe { new_stats.set_len(queries) };
+        *stats = new_stats;
     }
     Ok(context)
 }
@@ -151,7 +172,7 @@ unsafe fn attend_on<K: Kernel, E: Kernels, S: Stored>(call: &Call<E, S>) -> Opti
         // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
         return unsafe { decode::run::<K::F32, E, S>(call) };
     }
-    let workers = heuristics::workers(call);
+    let workers = heuristics::workers(call, 1);
     let split = TaskSplit::new::<K>(dims, workers.count);
     let panels = split.rows_per_chunk.min(dims.rows()).div_ceil(K::PANEL);
     let heads = dims.b * dims.h_kv;

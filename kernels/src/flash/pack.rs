@@ -1,11 +1,11 @@
 //! Queries, keys and values on their way into matrix products.
 
-use std::cell::Cell;
+use std::cell::OnceCell;
 use std::ops::Range;
 
 use half::bf16;
 
-use super::heuristics::PackedSizes;
+use super::heuristics::{PackedSizes, PackedWidth};
 use super::problem::{Dims, KeysValues, KvHead, ScoreInputs, StoredRows, Strided};
 use super::tile::Tile;
 use super::workspace::Workspace;
@@ -28,34 +28,59 @@ pub(super) unsafe fn prefetch_row<V: Vector, E>(row: *const E, stride: usize, wi
     }
 }
 
-/// Whether a value of some keys, of `d_v` numbers each, is infinite or NaN, which a weight of zero does not silence.
+/// The keys or the values of one head.
+#[derive(Clone, Copy)]
+pub(super) struct HeadRows<'a, S> {
+    pub rows: &'a StoredRows<'a, S>,
+    pub kv: KvHead,
+    /// Numbers in a row.
+    pub width: usize,
+}
+
+impl<S: Stored> HeadRows<'_, S> {
+    #[inline(always)]
+    pub fn row(&self, key: usize) -> *const S {
+        self.rows.row(self.kv, key)
+    }
+
+    #[inline(always)]
+    fn scale(&self, key: usize) -> f32 {
+        self.rows.scale(self.kv, key)
+    }
+
+    /// Whether a number of some keys is infinite or NaN, which a weight of zero does not silence.
+    ///
+    /// # Safety
+    /// The processor has the tier of K; the keys belong to the call.
+    pub unsafe fn has_non_finite<K: Kernel>(&self, mut keys: Range<usize>) -> bool {
+        match S::IS_SCALED {
+            true => keys.any(|key| !self.scale(key).is_finite()),
+            // SAFETY: as this method's contract.
+            false => unsafe { has_non_finite::<K, S>(keys.map(|key| self.row(key)), self.width) },
+        }
+    }
+}
+
+/// Whether a number of some rows, which are not scaled, is infinite or NaN.
 ///
 /// # Safety
-/// The processor has the tier of K; the keys belong to the call.
-pub(super) unsafe fn has_non_finite_values<K: Kernel, S: Stored>(
-    values: &StoredRows<S>,
-    d_v: usize,
-    kv: KvHead,
-    keys: Range<usize>,
-) -> bool {
-    struct Find<'a, 'b, S> {
-        values: &'a StoredRows<'b, S>,
-        d_v: usize,
-        kv: KvHead,
-        keys: Range<usize>,
+/// The processor has the tier of K; the rows are valid for `width` elements.
+pub(super) unsafe fn has_non_finite<K: Kernel, S: Stored>(rows: impl Iterator<Item = *const S>, width: usize) -> bool {
+    struct Find<'a, I> {
+        rows: I,
+        width: usize,
         found: &'a mut bool,
     }
-    impl<S: Stored> SimdTask for Find<'_, '_, S> {
+    impl<S: Stored, I: Iterator<Item = *const S>> SimdTask for Find<'_, I> {
         #[inline(always)]
         unsafe fn run<K: Kernel>(self) {
-            let (d_v, lanes) = (self.d_v, K::Vector::LANES);
-            // SAFETY: the processor has the tier of K; a row of values has D_v elements.
+            let lanes = K::Vector::LANES;
+            // SAFETY: the processor has the tier of K; a row has `width` elements.
             unsafe {
                 let mut residue = K::Vector::splat(0.0);
-                for key in self.keys {
-                    let row = self.values.row(self.kv, key);
-                    for d in (0..d_v).step_by(lanes) {
-                        let value: K::Vector = load_first(row.add(d), lanes.min(d_v - d));
+                for row in self.rows {
+                    for d in (0..self.width).step_by(lanes) {
+                        let value: K::Vector = load_first(row.add(d), lanes.min(self.width - d));
                         // 0 for what is finite, NaN for the rest.
                         residue = residue.add(value.sub(value));
                     }
@@ -64,38 +89,40 @@ pub(super) unsafe fn has_non_finite_values<K: Kernel, S: Stored>(
             }
         }
     }
-    if S::IS_SCALED {
-        return keys.into_iter().any(|key| !values.scale(kv, key).is_finite());
-    }
     let mut found = false;
     // SAFETY: as this function's contract; the tier includes that of its kernel for f32.
-    unsafe { K::F32::run_simd(Find { values, d_v, kv, keys, found: &mut found }) };
+    unsafe { K::F32::run_simd(Find { rows, width, found: &mut found }) };
     found
 }
 
-/// The words from one group of columns of values to the next: a cache line more than a block of keys has, since groups a power
-/// of two apart would share a set of the first cache, where each row of values is written to all of them.
-pub(super) const fn value_group<K: Kernel>() -> usize {
+/// The words from one group of columns to the next: a cache line more than a block of keys has, since groups a power of two
+/// apart would share a set of the first cache, where each row is written to all of them.
+pub(super) const fn column_group<K: Kernel>() -> usize {
     K::ROWS * K::BLOCK + 16
 }
 
-/// One block of keys and values of one key head, packed.
-pub(super) struct Block {
-    pub kv: KvHead,
-    /// The keys, from a multiple of the block's length on; fewer than its length only at the end.
-    pub keys: Range<usize>,
-    /// Row-major keys in words, and the words from one to the next.
-    pub k: *const f32,
-    pub k_row: usize,
-    /// Values in words, transposed: D_v is the rows of a product, keys its depth.
-    pub v: *const f32,
-    pub v_group: usize,
-    pub v_row: usize,
-    pub v_step: usize,
-    non_finite: Cell<Option<bool>>,
+/// The left operand of a product in memory, as [`Product`](crate::cpu::Product) describes it.
+#[derive(Clone, Copy)]
+pub(super) struct LeftOperand {
+    pub at: *const f32,
+    pub group: usize,
+    pub row: usize,
+    pub step: usize,
 }
 
-impl Block {
+/// One block of keys and values of one key head, packed.
+pub(super) struct Block<'a, S> {
+    /// The keys, from a multiple of the block's length on; fewer than its length only at the end.
+    pub keys: Range<usize>,
+    /// Keys are the rows of a product, D its depth.
+    pub k: LeftOperand,
+    /// D_v is the rows of a product, keys its depth.
+    pub v: LeftOperand,
+    pub values: HeadRows<'a, S>,
+    non_finite: OnceCell<bool>,
+}
+
+impl<'a, S: Stored> Block<'a, S> {
     /// Copies the block into the workspace, in the order in which products read it, converted to f32 where the tier
     /// multiplies f32. A block serves all queries of a task, so that the copy is some hundredths of the work; read in place,
     /// its rows would share few sets of the first cache at the usual power-of-two strides.
@@ -103,49 +130,81 @@ impl Block {
     /// # Safety
     /// The processor has the tier of K; `first` lies within the keys; the workspace was made for the call.
     #[inline(always)]
-    pub unsafe fn new<K: Kernel, S: Stored>(
-        keys_values: &KeysValues<S>,
+    pub unsafe fn new<K: Kernel>(
+        keys_values: &'a KeysValues<'a, S>,
         dims: Dims,
         workspace: &mut Workspace,
         kv: KvHead,
         first: usize,
     ) -> Self {
-        let KeysValues { k, v } = keys_values;
         let keys = first..dims.t_kv.min(first + K::BLOCK);
-        let depth = workspace.sizes.depth;
+        let rows = HeadRows { rows: &keys_values.k, kv, width: dims.d };
+        let values = HeadRows { rows: &keys_values.v, kv, width: dims.d_v };
+        let (PackedSizes { d, d_v }, staging) = (workspace.sizes, workspace.staging.as_mut_ptr());
         // SAFETY: as this function's contract; the workspace holds a block of keys and of values.
         unsafe {
-            let to = workspace.keys.as_mut_ptr();
-            for (index, key) in keys.clone().enumerate() {
-                let row = k.row(kv, key);
-                prefetch_row::<K::Vector, S>(row, k.stride(), dims.d);
-                pack_row::<K, S>(row, dims.d, to.add(index * depth), depth, k.scale(kv, key));
-            }
-            let padded = keys.len().next_multiple_of(K::ROWS);
-            to.add(keys.len() * depth).write_bytes(0, (padded - keys.len()) * depth);
-            let (v_group, v_row, v_step) = if K::ELEMENTS == 2 {
-                pack_value_pairs::<K, S>(v, dims.d_v, workspace, kv, keys.clone());
-                (K::ROWS * (K::BLOCK / 2), K::BLOCK / 2, 1)
-            } else {
-                pack_value_groups::<K, S>(v, dims.d_v, workspace, kv, keys.clone());
-                (value_group::<K>(), 1, K::ROWS)
-            };
-            let (k, v) = (workspace.keys.as_ptr(), workspace.values.as_ptr());
-            Self { kv, keys, k, k_row: depth, v, v_group, v_row, v_step, non_finite: Cell::new(None) }
+            let k = pack_rows::<K, S>(rows, keys.clone(), workspace.keys.as_mut_ptr(), d.words);
+            let v = pack_columns::<K, S>(values, keys.clone(), workspace.values.as_mut_ptr(), staging, d_v);
+            Self { keys, k, v, values, non_finite: OnceCell::new() }
         }
     }
 
-    /// [`has_non_finite_values`], found out once.
+    /// Whether some value is not finite, found out once.
     ///
     /// # Safety
-    /// The processor has the tier of K; the block is of these keys and values.
-    pub unsafe fn has_non_finite_values<K: Kernel, S: Stored>(&self, of: &KeysValues<S>, d_v: usize) -> bool {
-        self.non_finite.get().unwrap_or_else(|| {
-            // SAFETY: as this method's contract; the block's keys belong to the call.
-            let found = unsafe { has_non_finite_values::<K, S>(&of.v, d_v, self.kv, self.keys.clone()) };
-            self.non_finite.set(Some(found));
-            found
-        })
+    /// The processor has the tier of K.
+    pub unsafe fn has_non_finite_values<K: Kernel>(&self) -> bool {
+        // SAFETY: as this method's contract; the block's keys belong to the call.
+        *self.non_finite.get_or_init(|| unsafe { self.values.has_non_finite::<K>(self.keys.clone()) })
+    }
+}
+
+/// Some rows of at most a block as words, one after the other: (rows, depth), and zeros up to a whole group.
+///
+/// # Safety
+/// The processor has the tier of K; the rows exist; `to` takes a block of rows of `depth` words.
+#[inline(always)]
+pub(super) unsafe fn pack_rows<K: Kernel, S: Stored>(
+    rows: HeadRows<S>,
+    keys: Range<usize>,
+    to: *mut f32,
+    depth: usize,
+) -> LeftOperand {
+    // SAFETY: as this function's contract.
+    unsafe {
+        for (index, key) in keys.clone().enumerate() {
+            let row = rows.row(key);
+            prefetch_row::<K::Vector, S>(row, rows.rows.stride(), rows.width);
+            pack_row::<K, S>(row, rows.width, to.add(index * depth), depth, rows.scale(key));
+        }
+        let padded = keys.len().next_multiple_of(K::ROWS);
+        to.add(keys.len() * depth).write_bytes(0, (padded - keys.len()) * depth);
+    }
+    LeftOperand { at: to, group: K::ROWS * depth, row: depth, step: 1 }
+}
+
+/// Some rows of at most a block, transposed: their width is the rows of a product, and they are its depth.
+///
+/// # Safety
+/// The processor has the tier of K; the rows exist; `to` takes [`PackedWidth::column_words`] and `staging`
+/// [`PackedWidth::staging_words`].
+#[inline(always)]
+pub(super) unsafe fn pack_columns<K: Kernel, S: Stored>(
+    rows: HeadRows<S>,
+    keys: Range<usize>,
+    to: *mut f32,
+    staging: *mut f32,
+    width: PackedWidth,
+) -> LeftOperand {
+    // SAFETY: as this function's contract.
+    unsafe {
+        if K::ELEMENTS == 2 {
+            pack_column_pairs::<K, S>(rows, keys, to, staging, width);
+            LeftOperand { at: to, group: K::ROWS * (K::BLOCK / 2), row: K::BLOCK / 2, step: 1 }
+        } else {
+            pack_column_groups::<K, S>(rows, keys, to, staging, width);
+            LeftOperand { at: to, group: column_group::<K>(), row: 1, step: K::ROWS }
+        }
     }
 }
 
@@ -155,7 +214,13 @@ impl Block {
 /// # Safety
 /// The processor has the tier of K; `row` is valid for `width` elements, `to` for writes of `padded` words.
 #[inline(always)]
-unsafe fn pack_row<K: Kernel, S: Stored>(row: *const S, width: usize, to: *mut f32, padded: usize, factor: f32) {
+pub(super) unsafe fn pack_row<K: Kernel, S: Stored>(
+    row: *const S,
+    width: usize,
+    to: *mut f32,
+    padded: usize,
+    factor: f32,
+) {
     // SAFETY: as this function's contract; pairs are two elements of 16 bits.
     unsafe {
         if K::ELEMENTS == 1 {
@@ -195,116 +260,171 @@ impl<E: Kernels> SimdTask for PackQueries<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { q, inputs, workspace, tiles } = self;
-        let (lanes, PackedSizes { query, .. }) = (K::Vector::LANES, workspace.sizes);
-        let (dims, staging) = (&inputs.dims, workspace.staging.as_mut_ptr());
+        let (width, staging) = (workspace.sizes.d, workspace.staging.as_mut_ptr());
         let factor = inputs.options.units(K::ELEMENTS == 2).query;
         for (index, tile) in tiles.iter().enumerate() {
-            // SAFETY: the processor has the tier of K; the staging memory holds `lanes` rows of `query` words.
+            let rows = TileRows { matrix: q, width: inputs.dims.d, dims: &inputs.dims, tile };
+            // SAFETY: the processor has the tier of K; the workspace has a panel for each tile.
             unsafe {
-                let panel = workspace.queries.as_mut_ptr().add(index * query * K::PANEL);
-                for vector in 0..tile.vectors {
-                    for lane in 0..lanes {
-                        let (row, to) = (tile.rows.start + vector * lanes + lane, staging.add(lane * query));
-                        if row < tile.rows.end {
-                            let from = q.query(dims.row(tile.kv, row));
-                            prefetch_row::<K::Vector, E>(from, q.strides[2], dims.d);
-                            pack_row::<K, E>(from, dims.d, to, query, factor);
-                        } else {
-                            to.write_bytes(0, query);
-                        }
-                    }
-                    for depth in (0..query).step_by(lanes) {
-                        let to = panel.add(depth * K::PANEL + vector * lanes);
-                        K::Vector::transpose(staging.add(depth), query, to, K::PANEL);
-                    }
-                }
+                let panel = workspace.queries.as_mut_ptr().add(index * width.word_squares * K::PANEL);
+                pack_panel::<K, E>(&rows, width, panel, staging, factor);
             }
         }
     }
 }
 
-/// The values of some keys in groups of as many columns as a product has rows: (D_v / rows, block, rows), the groups
-/// [`value_group`] words apart.
+/// The rows of a tile of a matrix (B, H, T_q), transposed into a panel (width, panel) and times a factor; zeros for those
+/// that see no key.
 ///
 /// # Safety
-/// The processor has the tier of K; the keys are at most a block of the call; the workspace was made for it.
+/// The processor has the tier of K; the matrix has the rows of the tile, of `width` elements; `panel` takes `square`
+/// rows of a panel and `staging` `LANES` rows of `square` words.
 #[inline(always)]
-unsafe fn pack_value_groups<K: Kernel, S: Stored>(
-    v: &StoredRows<S>,
-    d_v: usize,
-    workspace: &mut Workspace,
-    kv: KvHead,
-    keys: Range<usize>,
+pub(super) unsafe fn pack_panel<K: Kernel, E: Kernels>(
+    matrix: &TileRows<E>,
+    width: PackedWidth,
+    panel: *mut f32,
+    staging: *mut f32,
+    factor: f32,
 ) {
-    let value = workspace.sizes.value;
-    let (row, to) = (workspace.staging.as_mut_ptr(), workspace.values.as_mut_ptr());
-    // SAFETY: as this function's contract; the staging memory holds a row, the values a block of rows.
+    let (lanes, square, tile) = (K::Vector::LANES, width.word_squares, matrix.tile);
+    // SAFETY: as this function's contract.
+    unsafe {
+        for vector in 0..tile.vectors {
+            for lane in 0..lanes {
+                let to = staging.add(lane * square);
+                match matrix.row(vector * lanes + lane) {
+                    Some(from) => {
+                        prefetch_row::<K::Vector, E>(from, matrix.matrix.strides[2], matrix.width);
+                        pack_row::<K, E>(from, matrix.width, to, square, factor);
+                    }
+                    None => to.write_bytes(0, square),
+                }
+            }
+            for depth in (0..square).step_by(lanes) {
+                let to = panel.add(depth * K::PANEL + vector * lanes);
+                K::Vector::transpose(staging.add(depth), square, to, K::PANEL);
+            }
+        }
+    }
+}
+
+/// The rows of a tile in a matrix (B, H, T_q) of rows of `width` elements.
+pub(super) struct TileRows<'a, E> {
+    pub matrix: &'a Strided<'a, E, 3>,
+    pub width: usize,
+    pub dims: &'a Dims,
+    pub tile: &'a Tile,
+}
+
+impl<E> TileRows<'_, E> {
+    /// The row of a column of the panel, unless it sees no key.
+    #[inline(always)]
+    pub fn row(&self, column: usize) -> Option<*const E> {
+        if self.tile.is_empty(column) {
+            return None;
+        }
+        let row = self.dims.row(self.tile.kv, self.tile.rows.start + column);
+        Some(self.matrix.query(row))
+    }
+}
+
+/// [`pack_columns`] in groups of as many columns as a product has rows: (width / rows, block, rows), the groups
+/// [`column_group`] words apart.
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+unsafe fn pack_column_groups<K: Kernel, S: Stored>(
+    rows: HeadRows<S>,
+    keys: Range<usize>,
+    to: *mut f32,
+    staging: *mut f32,
+    width: PackedWidth,
+) {
+    // SAFETY: as this function's contract; the staging memory holds a row.
     unsafe {
         for (at, key) in keys.enumerate() {
-            let values = v.row(kv, key);
-            prefetch_row::<K::Vector, S>(values, v.stride(), d_v);
-            pack_row::<K, S>(values, d_v, row, value, v.scale(kv, key));
-            for group in 0..value / K::ROWS {
-                let to = to.add(group * value_group::<K>() + at * K::ROWS);
-                std::ptr::copy_nonoverlapping(row.add(group * K::ROWS), to, K::ROWS);
+            let row = rows.row(key);
+            prefetch_row::<K::Vector, S>(row, rows.rows.stride(), rows.width);
+            pack_row::<K, S>(row, rows.width, staging, width.rows, rows.scale(key));
+            for group in 0..width.rows / K::ROWS {
+                let to = to.add(group * column_group::<K>() + at * K::ROWS);
+                std::ptr::copy_nonoverlapping(staging.add(group * K::ROWS), to, K::ROWS);
             }
         }
     }
 }
 
-/// The values of some keys as pairs of neighbouring keys, transposed to (D_v, block / 2), and zeros to the end of the
-/// block.
+/// [`pack_columns`] as pairs of neighbouring keys, transposed to (width, block / 2), and zeros to the end of the block.
 ///
 /// # Safety
-/// As [`pack_value_groups`]; S is bf16 or scaled.
+/// As there; S is bf16 or scaled.
 #[inline(always)]
-unsafe fn pack_value_pairs<K: Kernel, S: Stored>(
-    v: &StoredRows<S>,
-    d_v: usize,
-    workspace: &mut Workspace,
-    kv: KvHead,
+unsafe fn pack_column_pairs<K: Kernel, S: Stored>(
+    rows: HeadRows<S>,
     keys: Range<usize>,
+    to: *mut f32,
+    staging: *mut f32,
+    width: PackedWidth,
 ) {
-    let (context, lanes) = (workspace.sizes.context, K::Vector::LANES);
-    let (pairs, half) = (workspace.staging.as_mut_ptr(), K::BLOCK / 2);
-    let row = |key: usize| v.row(kv, key).cast::<u16>();
-    // SAFETY: as this function's contract; the staging memory holds half a block of rows of `context` words.
+    let (padded, lanes, half) = (width.row_squares, K::Vector::LANES, K::BLOCK / 2);
+    // SAFETY: as this function's contract; the staging memory holds half a block of rows of `padded` words.
     unsafe {
         for pair in 0..half {
-            let (first, to) = (keys.start + 2 * pair, pairs.add(pair * context).cast::<u32>());
-            if first < keys.end && S::IS_SCALED {
-                let second = if first + 1 < keys.end { first + 1 } else { first };
-                let (low, high) = (v.row(kv, first), v.row(kv, second));
-                prefetch_row::<K::Vector, _>(low, v.stride(), d_v);
-                prefetch_row::<K::Vector, _>(high, v.stride(), d_v);
-                let factors = [v.scale(kv, first), if second > first { v.scale(kv, second) } else { 0.0 }];
-                let [low_factor, high_factor] = factors.map(|factor| K::Vector::splat(factor));
-                for d in (0..d_v).step_by(lanes) {
-                    let n = lanes.min(d_v - d);
-                    let (low, high): (K::Vector, K::Vector) = (load_first(low.add(d), n), load_first(high.add(d), n));
-                    K::store_pairs(low.mul(low_factor), high.mul(high_factor), to.cast::<f32>().add(d));
-                }
-            } else if first + 1 < keys.end {
-                let (low, high) = (row(first), row(first + 1));
-                prefetch_row::<K::Vector, _>(low, v.stride(), d_v);
-                prefetch_row::<K::Vector, _>(high, v.stride(), d_v);
-                for d in 0..d_v {
-                    *to.add(d) = u32::from(*low.add(d)) | u32::from(*high.add(d)) << 16;
-                }
-            } else if first < keys.end {
-                for d in 0..d_v {
-                    *to.add(d) = u32::from(*row(first).add(d));
-                }
-            } else {
-                to.write_bytes(0, d_v);
+            let first = keys.start + 2 * pair;
+            let row = |key: usize| (key < keys.end).then(|| rows.row(key));
+            for key in (first..keys.end).take(2) {
+                prefetch_row::<K::Vector, S>(rows.row(key), rows.rows.stride(), rows.width);
             }
-            to.add(d_v).write_bytes(0, context - d_v);
+            let to = staging.add(pair * padded);
+            match (row(first), row(first + 1)) {
+                (Some(low), high) if S::IS_SCALED => {
+                    let scales = [rows.scale(first), if high.is_some() { rows.scale(first + 1) } else { 0.0 }];
+                    let [low_scale, high_scale] = scales.map(|scale| K::Vector::splat(scale));
+                    let high = high.unwrap_or(low);
+                    for d in (0..rows.width).step_by(lanes) {
+                        let n = lanes.min(rows.width - d);
+                        let (low, high): (K::Vector, K::Vector) =
+                            (load_first(low.add(d), n), load_first(high.add(d), n));
+                        K::store_pairs(low.mul(low_scale), high.mul(high_scale), to.add(d));
+                    }
+                    to.add(rows.width).write_bytes(0, padded - rows.width);
+                }
+                (low, high) => pack_row_pair(low, high, rows.width, to, padded),
+            }
         }
-        for d in (0..context).step_by(lanes) {
+        for d in (0..padded).step_by(lanes) {
             for pair in (0..half).step_by(lanes) {
-                let to = workspace.values.as_mut_ptr().add(d * half + pair);
-                K::Vector::transpose(pairs.add(pair * context + d), context, to, half);
+                K::Vector::transpose(staging.add(pair * padded + d), padded, to.add(d * half + pair), half);
             }
         }
+    }
+}
+
+/// Two rows as pairs, the first one in the lower halves, and zeros for a row that is missing and up to `padded` words.
+///
+/// # Safety
+/// The rows are valid for `width` elements of 16 bits, `to` for writes of `padded` words.
+#[inline(always)]
+pub(super) unsafe fn pack_row_pair<E>(
+    low: Option<*const E>,
+    high: Option<*const E>,
+    width: usize,
+    to: *mut f32,
+    padded: usize,
+) {
+    let to: *mut u32 = to.cast();
+    // SAFETY: as this function's contract.
+    unsafe {
+        match (low.map(<*const E>::cast::<u16>), high.map(<*const E>::cast::<u16>)) {
+            (Some(low), Some(high)) => {
+                (0..width).for_each(|d| *to.add(d) = u32::from(*low.add(d)) | u32::from(*high.add(d)) << 16);
+            }
+            (Some(low), None) => (0..width).for_each(|d| *to.add(d) = u32::from(*low.add(d))),
+            (None, Some(high)) => (0..width).for_each(|d| *to.add(d) = u32::from(*high.add(d)) << 16),
+            (None, None) => to.write_bytes(0, width),
+        }
+        to.add(width).write_bytes(0, padded - width);
     }
 }

@@ -13,8 +13,9 @@
 
 use std::ops::Range;
 
-use super::pack::Block;
+use super::pack::{Block, LeftOperand};
 use super::problem::{KeysValues, KvHead, ScoreInputs, ScoreUnits};
+use super::scores::TileScores;
 use super::softmax::TileSoftmax;
 use super::tile::{Part, Tile};
 use super::workspace::Workspace;
@@ -44,7 +45,7 @@ impl<S: Stored> SimdTask for Prefill<'_, '_, S> {
             let end = tiles.iter().map(|tile| tile.some.end).max().unwrap_or(0).min(keys.end);
             let first_block = start / K::BLOCK * K::BLOCK;
             for first in (first_block..end).step_by(K::BLOCK) {
-                let block = Block::new::<K, S>(keys_values, inputs.dims, workspace, kv, first);
+                let block = Block::new::<K>(keys_values, inputs.dims, workspace, kv, first);
                 for (index, tile) in tiles.iter().enumerate() {
                     Step { inputs, keys_values, block: &block, tile, index, units }.run::<K>(workspace);
                 }
@@ -57,7 +58,7 @@ impl<S: Stored> SimdTask for Prefill<'_, '_, S> {
 struct Step<'a, 'b, S> {
     inputs: &'a ScoreInputs<'b>,
     keys_values: &'a KeysValues<'b, S>,
-    block: &'a Block,
+    block: &'a Block<'a, S>,
     tile: &'a Tile,
     /// The tile's panel in the workspace.
     index: usize,
@@ -69,49 +70,34 @@ impl<S: Stored> Step<'_, '_, S> {
     /// The processor has the tier of K, whose tiles are configured; the workspace holds the block and the tile's queries.
     #[inline(always)]
     unsafe fn run<K: Kernel>(&self, workspace: &mut Workspace) {
-        let &Self { inputs, keys_values, block, tile, index, units } = self;
-        let end = tile.some.end.min(block.keys.end);
-        // Keys are rows of the first product and depth of the second, and begin at whole multiples of both; the ones before
-        // the first that is seen are hidden.
-        let whole = K::ROWS.max(K::DEPTH * K::ELEMENTS);
-        let skipped = tile.some.start.saturating_sub(block.keys.start) / whole * whole;
-        let first = block.keys.start + skipped;
-        if first >= end {
-            return;
-        }
-        let keys = end - first;
-        let depth = keys.div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH);
-        // The product over values reads `depth` words of keys, of which those past the end weigh nothing.
-        let read = (first + depth * K::ELEMENTS).min(block.keys.end);
-        let all_seen = tile.every.start <= first && read <= tile.every.end && inputs.options.keep.is_none();
+        let &Self { inputs, block, tile, index, units, .. } = self;
+        let Some(overlap) = tile.overlap::<K>(&block.keys, inputs) else { return };
+        let (first, depth, is_masked) = (overlap.keys.start, overlap.depth, overlap.is_masked);
         let sizes = workspace.sizes;
         let (scores, pairs) = (workspace.scores.as_mut_ptr(), workspace.weights.as_mut_ptr());
         let state = workspace.state.of_panel(index);
         let mut factors = [0f32; MAX_COLUMNS];
         // SAFETY: as this method's contract; a block has `BLOCK` rows, which is a multiple of `ROWS`.
         unsafe {
-            let queries = workspace.queries.as_ptr().add(index * sizes.query * K::PANEL);
-            let product = KeyProduct { block, depth: sizes.depth, first, queries, scores };
-            let parts = tile.parts(first..end, whole);
-            parts.iter().for_each(|part| product.multiply::<K>(part));
-            K::run_simd(TileSoftmax {
+            let queries = workspace.queries.as_ptr().add(index * sizes.d.word_squares * K::PANEL);
+            let keys = OverKeys { from: block.keys.start, first };
+            let product = KeyProduct { keys, rows: block.k, depth: sizes.d.words, columns: queries, to: scores };
+            overlap.parts.iter().for_each(|part| product.multiply::<K>(part));
+            let tile_scores = TileScores {
                 inputs: *inputs,
                 tile,
                 units,
                 first,
-                keys,
-                depth,
-                is_masked: !all_seen,
+                keys: overlap.keys.len(),
+                is_masked,
                 scores,
-                pairs,
                 staging: workspace.staging.as_mut_ptr(),
-                state,
-                factors: factors.as_mut_ptr(),
-            });
+            };
+            K::run_simd(TileSoftmax { scores: tile_scores, depth, pairs, state, factors: factors.as_mut_ptr() });
             let weights = if K::ELEMENTS == 1 { scores } else { pairs };
-            let values = ValueProduct { block, rows: sizes.value, first, weights, context: state.context };
-            let only_seen = !all_seen && block.has_non_finite_values::<K, S>(keys_values, inputs.dims.d_v);
-            for part in parts.iter() {
+            let values = ValueProduct { keys, columns: block.v, rows: sizes.d_v.rows, weights, to: state.context };
+            let only_seen = is_masked && block.has_non_finite_values::<K>();
+            for part in overlap.parts.iter() {
                 match only_seen {
                     true => values.add_seen::<K, S>(self, part, &factors),
                     false => values.add::<K>(part, &factors),
@@ -123,30 +109,39 @@ impl<S: Stored> Step<'_, '_, S> {
     }
 }
 
-/// The product of keys and a tile's queries, over parts of both.
-struct KeyProduct<'a> {
-    block: &'a Block,
-    depth: usize,
-    /// The first key of the scores.
-    first: usize,
-    queries: *const f32,
-    scores: *mut f32,
+/// Where the rows of a tile's scores begin.
+#[derive(Clone, Copy)]
+pub(super) struct OverKeys {
+    /// The first key of the block.
+    pub from: usize,
+    /// That of the scores.
+    pub first: usize,
 }
 
-impl KeyProduct<'_> {
+/// The product of a block's keys with a tile's queries, over parts of both; or of its values with the gradients of contexts.
+pub(super) struct KeyProduct {
+    pub keys: OverKeys,
+    pub rows: LeftOperand,
+    pub depth: usize,
+    pub columns: *const f32,
+    pub to: *mut f32,
+}
+
+impl KeyProduct {
     /// # Safety
-    /// As [`Step::run`]; the part begins at a whole group of keys.
-    unsafe fn multiply<K: Kernel>(&self, part: &Part) {
+    /// The processor has the tier of K, whose tiles are configured; the operands are a block and a panel of the depth; the
+    /// part begins at a whole group of keys.
+    pub unsafe fn multiply<K: Kernel>(&self, part: &Part) {
         let column = part.vectors.start * K::Vector::LANES;
-        // SAFETY: as this method's contract.
+        // SAFETY: as this method's contract; a block has `BLOCK` rows, which is a multiple of `ROWS`.
         unsafe {
             K::multiply::<Words>(&Product {
-                a: self.block.k.add((part.keys.start - self.block.keys.start) * self.block.k_row),
-                a_group: K::ROWS * self.block.k_row,
-                a_row: self.block.k_row,
-                a_step: 1,
-                b: self.queries.add(column),
-                c: self.scores.add((part.keys.start - self.first) * K::PANEL + column),
+                a: self.rows.at.add((part.keys.start - self.keys.from) * self.rows.row),
+                a_group: self.rows.group,
+                a_row: self.rows.row,
+                a_step: self.rows.step,
+                b: self.columns.add(column),
+                c: self.to.add((part.keys.start - self.keys.first) * K::PANEL + column),
                 rows: part.keys.len().next_multiple_of(K::ROWS),
                 depth: self.depth,
                 vectors: part.vectors.len(),
@@ -157,32 +152,32 @@ impl KeyProduct<'_> {
     }
 }
 
-/// The product of values and a tile's weights, over parts of both. Each part is summed from zero and added to the context
-/// times its factors.
-struct ValueProduct<'a> {
-    block: &'a Block,
+/// The product of a block's values with a tile's weights, over parts of both; or of its keys with the gradients of scores.
+/// Each part is summed from zero and added to what was there times its factors.
+pub(super) struct ValueProduct {
+    pub keys: OverKeys,
+    pub columns: LeftOperand,
     /// D_v, as a product takes it.
-    rows: usize,
-    /// The first key of the weights.
-    first: usize,
-    weights: *const f32,
-    context: *mut f32,
+    pub rows: usize,
+    pub weights: *const f32,
+    pub to: *mut f32,
 }
 
-impl ValueProduct<'_> {
+impl ValueProduct {
     /// # Safety
-    /// As [`Step::run`]; the part begins at a whole step of depth.
-    unsafe fn add<K: Kernel>(&self, part: &Part, factors: &[f32; MAX_COLUMNS]) {
+    /// The processor has the tier of K, whose tiles are configured; the operands are a block of the rows and weights of a
+    /// panel; the part begins at a whole step of depth.
+    pub unsafe fn add<K: Kernel>(&self, part: &Part, factors: &[f32; MAX_COLUMNS]) {
         let column = part.vectors.start * K::Vector::LANES;
         // SAFETY: as this method's contract.
         unsafe {
             K::multiply::<Words>(&Product {
-                a: self.block.v.add((part.keys.start - self.block.keys.start) / K::ELEMENTS * self.block.v_step),
-                a_group: self.block.v_group,
-                a_row: self.block.v_row,
-                a_step: self.block.v_step,
-                b: self.weights.add((part.keys.start - self.first) / K::ELEMENTS * K::PANEL + column),
-                c: self.context.add(column),
+                a: self.columns.at.add((part.keys.start - self.keys.from) / K::ELEMENTS * self.columns.step),
+                a_group: self.columns.group,
+                a_row: self.columns.row,
+                a_step: self.columns.step,
+                b: self.weights.add((part.keys.start - self.keys.first) / K::ELEMENTS * K::PANEL + column),
+                c: self.to.add(column),
                 rows: self.rows,
                 depth: part.keys.len().div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH),
                 vectors: part.vectors.len(),
@@ -200,7 +195,7 @@ impl ValueProduct<'_> {
     #[inline(always)]
     unsafe fn add_seen<K: Kernel, S: Stored>(&self, step: &Step<S>, part: &Part, factors: &[f32; MAX_COLUMNS]) {
         let &Step { inputs, keys_values, tile, .. } = step;
-        let (kv, dims, lanes) = (self.block.kv, &inputs.dims, K::Vector::LANES);
+        let (kv, dims, lanes) = (tile.kv, &inputs.dims, K::Vector::LANES);
         let d_v = dims.d_v;
         let mut sums = vec![0f32; d_v.next_multiple_of(lanes)];
         let columns = part.vectors.start * lanes..tile.rows.len().min(part.vectors.end * lanes);
@@ -213,8 +208,8 @@ impl ValueProduct<'_> {
                     if !tile.sees(column, key) || !inputs.is_kept(row, key) {
                         continue;
                     }
-                    let word = *self.weights.add((key - self.first) / K::ELEMENTS * K::PANEL + column);
-                    let weight = match (K::ELEMENTS, (key - self.first) % 2) {
+                    let word = *self.weights.add((key - self.keys.first) / K::ELEMENTS * K::PANEL + column);
+                    let weight = match (K::ELEMENTS, (key - self.keys.first) % 2) {
                         (1, _) => word,
                         (_, 0) => f32::from_bits(word.to_bits() << 16),
                         _ => f32::from_bits(word.to_bits() & 0xffff_0000),
@@ -229,7 +224,7 @@ impl ValueProduct<'_> {
                 }
                 let factor = K::Vector::splat(factors[column]);
                 for (d, &sum) in sums[..d_v].iter().enumerate() {
-                    let at = self.context.add(d * K::PANEL + column);
+                    let at = self.to.add(d * K::PANEL + column);
                     store_first(K::Vector::splat(*at).mul_add(factor, K::Vector::splat(sum)), at, 1);
                 }
             }

@@ -54,6 +54,11 @@ impl Dims {
         Row { b: kv.b, head: kv.head * self.group() + row % self.group(), query: row / self.group() }
     }
 
+    /// The number of a row in (B, H, T_q).
+    pub(super) fn row_index(&self, row: Row) -> usize {
+        (row.b * self.h + row.head) * self.t_q + row.query
+    }
+
     /// The key head of an index below B·H_kv.
     pub(super) fn kv_head(&self, index: usize) -> KvHead {
         KvHead { b: index / self.h_kv, head: index % self.h_kv }
@@ -86,7 +91,7 @@ pub struct Strided<'a, T, const N: usize> {
 
 impl<T, const N: usize> Strided<'_, T, N> {
     /// That the slice holds every entry within `dims`, each of `width` elements.
-    fn check(&self, what: &str, dims: [usize; N], width: usize) -> Result<(), Error> {
+    pub(super) fn check(&self, what: &str, dims: [usize; N], width: usize) -> Result<(), Error> {
         let last = dims
             .iter()
             .zip(&self.strides)
@@ -172,6 +177,16 @@ impl Default for ScoreOptions<'_> {
     fn default() -> Self {
         Self { scale: 1.0, softcap: None, alibi: None, bias: None, keep: None, sinks: None }
     }
+}
+
+/// What the softmax of a query was made with, from which its weights can be made again: the log-sum-exp in two parts, since one
+/// f32 would lose the sum beside a large score.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SoftmaxStats {
+    /// The largest exponent, a sink's included, as a power of two; of 16 where the call has a bias.
+    pub(super) max: f32,
+    /// The sum of all weights, a sink's included, relative to it.
+    pub(super) sum: f32,
 }
 
 /// How scores leave the product of queries and keys and reach the exponential, which takes powers of two.
@@ -371,6 +386,8 @@ pub struct Call<'a, E, S = E> {
     context: SharedPtr<E>,
     /// (B, H, T_q).
     lse: Option<SharedPtr<f32>>,
+    /// (B, H, T_q).
+    stats: Option<SharedPtr<SoftmaxStats>>,
     pub(super) executor: Option<Executor>,
 }
 
@@ -381,17 +398,37 @@ impl<'a, E: Element, S: Stored> Call<'a, E, S> {
         keys_values: KeysValues<'a, S>,
         context: &'a mut [MaybeUninit<E>],
         lse: Option<&'a mut [MaybeUninit<f32>]>,
+        stats: Option<&'a mut [MaybeUninit<SoftmaxStats>]>,
+    ) -> Result<Self, Error> {
+        let queries = problem.dims.b * problem.dims.h * problem.dims.t_q;
+        let call = Self::on_context(problem, keys_values, context.len(), context.as_mut_ptr().cast())?;
+        lse.as_ref().map_or(Ok(()), |lse| check_len("lse", lse.len(), queries))?;
+        stats.as_ref().map_or(Ok(()), |stats| check_len("stats", stats.len(), queries))?;
+        let lse = lse.map(|lse| SharedPtr(lse.as_mut_ptr().cast()));
+        Ok(Self { lse, stats: stats.map(|stats| SharedPtr(stats.as_mut_ptr().cast())), ..call })
+    }
+
+    /// A call whose context is there already, and is not written.
+    pub(super) fn after(
+        problem: &Problem<'a, E>,
+        keys_values: KeysValues<'a, S>,
+        context: &'a [E],
+    ) -> Result<Self, Error> {
+        Self::on_context(problem, keys_values, context.len(), context.as_ptr().cast_mut())
+    }
+
+    fn on_context(
+        problem: &Problem<'a, E>,
+        keys_values: KeysValues<'a, S>,
+        len: usize,
+        context: *mut E,
     ) -> Result<Self, Error> {
         let Problem { dims, q, ranges, scores: options, output_order, executor, .. } = *problem;
         let count = problem.context_len()?;
         problem.check()?;
-        check_len("context", context.len(), count)?;
-        if let Some(lse) = &lse {
-            check_len("lse", lse.len(), dims.b * dims.h * dims.t_q)?;
-        }
-        let context = SharedPtr(context.as_mut_ptr().cast());
-        let lse = lse.map(|lse| SharedPtr(lse.as_mut_ptr().cast()));
-        Ok(Self { q, keys_values, inputs: ScoreInputs { dims, ranges, options }, output_order, context, lse, executor })
+        check_len("context", len, count)?;
+        let (inputs, context) = (ScoreInputs { dims, ranges, options }, SharedPtr(context));
+        Ok(Self { q, keys_values, inputs, output_order, context, lse: None, stats: None, executor })
     }
 }
 
@@ -407,16 +444,21 @@ impl<E, S> Call<'_, E, S> {
         self.context.0.wrapping_add(index * d_v)
     }
 
-    /// Writes the log-sum-exp of a query, if it is wanted.
+    /// Writes the log-sum-exp of a query and what it is made of, if they are wanted.
     ///
     /// # Safety
     /// The row belongs to the call, and no other thread writes its log-sum-exp.
     #[inline(always)]
-    pub(super) unsafe fn write_lse(&self, row: Row, value: impl FnOnce() -> f32) {
-        let Dims { h, t_q, .. } = self.inputs.dims;
-        if let Some(lse) = self.lse {
-            // SAFETY: there is an element for each query of each head.
-            unsafe { lse.add((row.b * h + row.head) * t_q + row.query).write(value()) };
+    pub(super) unsafe fn write_lse(&self, row: Row, stats: SoftmaxStats, lse: impl FnOnce() -> f32) {
+        let index = self.inputs.dims.row_index(row);
+        // SAFETY: there is an element for each query of each head.
+        unsafe {
+            if let Some(to) = self.lse {
+                to.add(index).write(lse());
+            }
+            if let Some(to) = self.stats {
+                to.add(index).write(stats);
+            }
         }
     }
 }

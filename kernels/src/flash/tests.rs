@@ -5,6 +5,8 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
+mod backward;
+
 use super::{Alibi, Dims, KvRows, OutputOrder, Problem, ScoreOptions, Strided, attend, attend_vec};
 use crate::cpu::Tier;
 use crate::{Element, Error};
@@ -25,7 +27,9 @@ struct Case {
 }
 
 /// Codes and scales of rows of a width, and the numbers that they stand for.
-fn quantized(count: usize, width: usize, salt: u64) -> (Vec<u8>, Vec<f32>, Vec<f64>) {
+type Q8 = (Vec<u8>, Vec<f32>, Vec<f64>);
+
+fn quantized(count: usize, width: usize, salt: u64) -> Q8 {
     let codes: Vec<u8> = numbers::<f32>(count * width, salt).iter().map(|x| (x * 127.9 + 128.0) as u8).collect();
     let scales: Vec<f32> = numbers::<f32>(count, salt + 10).iter().map(|x| (x + 1.1) / 128.0).collect();
     let wide = codes.iter().enumerate().map(|(n, &code)| (f64::from(code) - 128.0) * f64::from(scales[n / width]));
@@ -39,85 +43,121 @@ impl Case {
         Self { ranges: (0..dims.b * dims.t_q).map(|row| range(row % dims.t_q)).collect(), dims, everything, q8: false }
     }
 
-    /// The largest difference between the kernel and plain loops in f64, on one tier.
-    fn difference<E: Element + Into<f32>>(&self, tier: Tier) -> f64 {
+    fn data<E: Element>(&self) -> Data<E> {
         let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = self.dims;
-        let number = |x: &E| f64::from((*x).into());
-        let (q, k, v) = (
-            numbers::<E>(b * h * t_q * d, 1),
-            numbers::<E>(b * h_kv * t_kv * d, 2),
-            numbers::<E>(b * h_kv * t_kv * d_v, 3),
-        );
-        let (k_codes, k_scales, wide_k) = quantized(b * h_kv * t_kv, d, 2);
-        let (v_codes, v_scales, wide_v) = quantized(b * h_kv * t_kv, d_v, 3);
-        let [wide_k, wide_v] = match self.q8 {
-            true => [wide_k, wide_v],
-            false => [&k, &v].map(|floats| floats.iter().map(number).collect()),
-        };
-        let (bias, keep): (Vec<f32>, Vec<u8>) =
-            (numbers(t_q * t_kv, 4), (0..t_kv).map(|key| u8::from(key % 5 != 2)).collect());
-        let (slopes, sinks): (Vec<f32>, Vec<f32>) = (numbers(h, 5), numbers(h, 6));
-        // The sequences of a batch stand at positions of their own.
-        let positions: Vec<f32> =
-            (0..b * t_q).map(|row| (row % t_q + t_kv) as f32 - (t_q + row / t_q) as f32).collect();
-        let rows = |data, heads, t, width| -> Strided<E, 3> {
-            Strided { data, strides: [heads * t * width, t * width, width] }
-        };
-        let kv_rows = |floats, codes, scales, width| match self.q8 {
-            true => KvRows::Q8 {
-                codes: Strided { data: codes, strides: [h_kv * t_kv * width, t_kv * width, width] },
-                scales: Strided { data: scales, strides: [h_kv * t_kv, t_kv, 1] },
-            },
-            false => rows(floats, h_kv, t_kv, width).into(),
-        };
-        let mut lse = Vec::new();
+        Data {
+            q: numbers(b * h * t_q * d, 1),
+            k: numbers(b * h_kv * t_kv * d, 2),
+            v: numbers(b * h_kv * t_kv * d_v, 3),
+            k_q8: quantized(b * h_kv * t_kv, d, 2),
+            v_q8: quantized(b * h_kv * t_kv, d_v, 3),
+            bias: numbers(t_q * t_kv, 4),
+            keep: (0..t_kv).map(|key| u8::from(key % 5 != 2)).collect(),
+            slopes: numbers(h, 5),
+            sinks: numbers(h, 6),
+            // The sequences of a batch stand at positions of their own.
+            positions: (0..b * t_q).map(|row| (row % t_q + t_kv) as f32 - (t_q + row / t_q) as f32).collect(),
+        }
+    }
+
+    fn problem<'a, E>(&'a self, data: &'a Data<E>) -> Problem<'a, E> {
+        let Dims { h, h_kv, t_q, t_kv, d, d_v, .. } = self.dims;
         let everything = self.everything;
         let scores = ScoreOptions {
             scale: 0.7,
             softcap: everything.then_some(2.0),
-            alibi: everything.then_some(Alibi { slopes: &slopes, positions: &positions }),
-            bias: everything.then_some(Strided { data: &bias, strides: [0, 0, t_kv, 1] }),
-            keep: everything.then_some(Strided { data: &keep, strides: [0, 0, 0, 1] }),
-            sinks: everything.then_some(&sinks),
+            alibi: everything.then_some(Alibi { slopes: &data.slopes, positions: &data.positions }),
+            bias: everything.then_some(Strided { data: &data.bias, strides: [0, 0, t_kv, 1] }),
+            keep: everything.then_some(Strided { data: &data.keep, strides: [0, 0, 0, 1] }),
+            sinks: everything.then_some(&data.sinks),
         };
-        let problem = Problem {
+        let kv_rows = |floats: &'a [E], codes: &'a Q8, width: usize| match self.q8 {
+            true => KvRows::Q8 {
+                codes: Strided { data: &codes.0, strides: [h_kv * t_kv * width, t_kv * width, width] },
+                scales: Strided { data: &codes.1, strides: [h_kv * t_kv, t_kv, 1] },
+            },
+            false => Strided { data: floats, strides: [h_kv * t_kv * width, t_kv * width, width] }.into(),
+        };
+        Problem {
             dims: self.dims,
-            q: rows(&q, h, t_q, d),
-            k: kv_rows(&k, &k_codes[..], &k_scales[..], d),
-            v: kv_rows(&v, &v_codes, &v_scales, d_v),
+            q: Strided { data: &data.q, strides: [h * t_q * d, t_q * d, d] },
+            k: kv_rows(&data.k, &data.k_q8, d),
+            v: kv_rows(&data.v, &data.v_q8, d_v),
             ranges: &self.ranges,
             scores,
             output_order: OutputOrder::Bhtd,
             executor: None,
-        };
-        let context = attend_vec(&problem, tier, Some(&mut lse)).expect("a few rows");
+        }
+    }
 
-        let mut largest = 0f64;
+    /// The context and the log-sum-exp, in plain loops.
+    fn exact(&self, data: &Data<f64>) -> (Vec<f64>, Vec<f64>) {
+        let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = self.dims;
+        let (mut context, mut lse) = (Vec::new(), Vec::new());
         for row in 0..b * h * t_q {
             let (batch, head, i) = (row / (h * t_q), row / t_q % h, row % t_q);
             let key_row = |key: usize| (batch * h_kv + head / (h / h_kv)) * t_kv + key;
             let range = self.ranges[batch * t_q + i].clone();
-            let seen: Vec<usize> = range.filter(|&key| !everything || keep[key] == 1).collect();
-            let score = |key: usize| {
-                let products = (0..d).map(|n| number(&q[row * d + n]) * wide_k[key_row(key) * d + n]);
+            let seen: Vec<usize> = range.filter(|&key| !self.everything || data.keep[key] == 1).collect();
+            let score = |&key: &usize| {
+                let products = (0..d).map(|n| data.q[row * d + n] * data.k[key_row(key) * d + n]);
                 let score = 0.7 * products.sum::<f64>();
-                if !everything {
+                if !self.everything {
                     return score;
                 }
-                let distance = f64::from((positions[batch * t_q + i] - key as f32).abs());
-                2.0 * (score / 2.0).tanh() - f64::from(slopes[head]) * distance + f64::from(bias[i * t_kv + key])
+                let distance = f64::from((data.positions[batch * t_q + i] - key as f32).abs());
+                2.0 * (score / 2.0).tanh() - f64::from(data.slopes[head]) * distance
+                    + f64::from(data.bias[i * t_kv + key])
             };
-            let sink = if everything { f64::from(sinks[head]).exp() } else { 0.0 };
-            let sum: f64 = seen.iter().map(|&key| score(key).exp()).sum::<f64>() + sink;
+            let powers: Vec<f64> = seen.iter().map(|key| score(key).exp()).collect();
+            let sink = if self.everything { f64::from(data.sinks[head]).exp() } else { 0.0 };
+            let sum = powers.iter().sum::<f64>() + sink;
             for n in 0..d_v {
-                let mixed: f64 = seen.iter().map(|&key| score(key).exp() * wide_v[key_row(key) * d_v + n]).sum();
-                let expected = if sum == 0.0 { 0.0 } else { mixed / sum };
-                largest = largest.max((number(&context[row * d_v + n]) - expected).abs());
+                let mixed: f64 =
+                    seen.iter().zip(&powers).map(|(&key, power)| power * data.v[key_row(key) * d_v + n]).sum();
+                context.push(if sum == 0.0 { 0.0 } else { mixed / sum });
             }
-            let difference = f64::from(lse[row]) - sum.ln();
-            largest = if lse[row] == sum.ln() as f32 { largest } else { largest.max(difference.abs()) };
+            lse.push(sum.ln());
         }
-        largest
+        (context, lse)
+    }
+
+    /// The largest difference between the kernel and plain loops in f64, on one tier.
+    fn difference<E: Element + Into<f32>>(&self, tier: Tier) -> f64 {
+        let (data, mut lse) = (self.data::<E>(), Vec::new());
+        let context = attend_vec(&self.problem(&data), tier, Some(&mut lse), None).expect("a few rows");
+        let (exact, exact_lse) = self.exact(&data.clone().widened(self.q8));
+        let difference =
+            |(x, exact): (f64, f64)| if x == exact || exact == f64::NEG_INFINITY { 0.0 } else { (x - exact).abs() };
+        assert!(lse.iter().zip(&exact_lse).all(|(lse, exact)| exact.is_finite() || f64::from(*lse) == *exact));
+        let context = context.into_iter().map(|x| f64::from(x.into())).zip(exact);
+        context.chain(lse.into_iter().map(f64::from).zip(exact_lse)).map(difference).fold(0.0, f64::max)
+    }
+}
+
+/// The tensors of a case.
+#[derive(Clone)]
+struct Data<E> {
+    q: Vec<E>,
+    k: Vec<E>,
+    v: Vec<E>,
+    /// What a case of 8 bits has in their place.
+    k_q8: Q8,
+    v_q8: Q8,
+    bias: Vec<f32>,
+    keep: Vec<u8>,
+    slopes: Vec<f32>,
+    sinks: Vec<f32>,
+    positions: Vec<f32>,
+}
+
+impl<E: Element + Into<f32>> Data<E> {
+    fn widened(self, q8: bool) -> Data<f64> {
+        let wide = |numbers: Vec<E>| -> Vec<f64> { numbers.into_iter().map(|x| f64::from(x.into())).collect() };
+        let kv = |floats: Vec<E>, codes: &Q8| if q8 { codes.2.clone() } else { wide(floats) };
+        let Self { q, k, v, k_q8, v_q8, bias, keep, slopes, sinks, positions } = self;
+        let (k, v) = (kv(k, &k_q8), kv(v, &v_q8));
+        Data { q: wide(q), k, v, k_q8, v_q8, bias, keep, slopes, sinks, positions }
     }
 }
 
@@ -180,7 +220,7 @@ fn check_extreme_biases<E: Element + Into<f32>>(tier: Tier, t_q: usize, repeats:
             executor: None,
         };
         let mut lse = Vec::new();
-        let context = attend_vec(&problem, tier, Some(&mut lse)).expect("a few rows");
+        let context = attend_vec(&problem, tier, Some(&mut lse), None).expect("a few rows");
         let expected = weights[0] + 2.0 * weights[1] + 4.0 * weights[2];
         let what = format!("{tier}, {t_q} queries, {t_kv} keys, biases {biases:?}");
         for got in context {
@@ -232,7 +272,7 @@ fn small<'a>(data: &'a [f32], ranges: &'a [Range<usize>]) -> Problem<'a, f32> {
 fn sizes_that_do_not_fit_are_errors() {
     let (data, ranges) = ([1f32; 8], [0..2]);
     let good = small(&data, &ranges);
-    assert_eq!(attend_vec(&good, Tier::Scalar, None).expect("a good call"), [1.0; 4]);
+    assert_eq!(attend_vec(&good, Tier::Scalar, None, None).expect("a good call"), [1.0; 4]);
     let dims = good.dims;
     let short = Strided { data: &data[..7], ..good.q };
     let codes = |count, scales| KvRows::Q8 {
@@ -304,7 +344,7 @@ fn sizes_that_do_not_fit_are_errors() {
     ];
     for (problem, expected) in cases {
         for tier in Tier::available() {
-            let error = attend_vec(&problem, tier, None).expect_err(expected);
+            let error = attend_vec(&problem, tier, None, None).expect_err(expected);
             if usize::BITS == 64 {
                 assert_eq!(error.to_string(), expected);
             }
@@ -312,12 +352,12 @@ fn sizes_that_do_not_fit_are_errors() {
     }
     let error = |context: usize, lse: usize| {
         let (mut context, mut lse) = (Box::new_uninit_slice(context), Box::new_uninit_slice(lse));
-        attend(&good, Tier::Scalar, &mut context, Some(&mut lse)).expect_err("a wrong length").to_string()
+        attend(&good, Tier::Scalar, &mut context, Some(&mut lse), None).expect_err("a wrong length").to_string()
     };
     assert_eq!(error(3, 2), "context has 3 elements, expected 4");
     assert_eq!(error(4, 1), "lse has 1 elements, expected 2");
     let missing = Tier::ALL.into_iter().find(|tier| !tier.is_available()).expect("of another processor");
-    assert!(matches!(attend_vec(&good, missing, None), Err(Error::Tier(_))));
+    assert!(matches!(attend_vec(&good, missing, None, None), Err(Error::Tier(_))));
 }
 
 /// Ranges that are empty may stand anywhere, and keys that are repeated may be as many as addresses.
@@ -330,7 +370,7 @@ fn empty_ranges_and_repeated_keys_are_in_order() {
             let ranges = vec![range.clone(); t_q];
             (problem.dims.t_q, problem.ranges, problem.q.strides) = (t_q, &ranges, [0; 3]);
             for tier in Tier::available() {
-                let context = attend_vec(&problem, tier, None).expect("a query that sees nothing");
+                let context = attend_vec(&problem, tier, None, None).expect("a query that sees nothing");
                 assert!(context.iter().all(|&x| x == 0.0), "{tier}: {range:?}");
             }
         }
@@ -338,7 +378,7 @@ fn empty_ranges_and_repeated_keys_are_in_order() {
     let mut problem = small(&data, &[]);
     let repeated = Strided { strides: [0; 3], ..problem.q }.into();
     (problem.dims.t_kv, problem.k, problem.v) = (usize::MAX / 4, repeated, repeated);
-    let error = attend_vec(&Problem { ranges: &[0..3], ..problem }, Tier::Scalar, None).expect_err("no memory");
+    let error = attend_vec(&Problem { ranges: &[0..3], ..problem }, Tier::Scalar, None, None).expect_err("no memory");
     assert_eq!(error.to_string(), "what attention keeps between its steps does not fit in memory");
 }
 
@@ -360,7 +400,7 @@ fn attend_q8(tier: Tier, t_q: usize, codes: &[u8], scales: &[f32]) -> Vec<f32> {
         output_order: OutputOrder::Bhtd,
         executor: None,
     };
-    attend_vec(&problem, tier, None).expect("a few rows")
+    attend_vec(&problem, tier, None, None).expect("a few rows")
 }
 
 /// As a cache stores a row with a number that is not finite.

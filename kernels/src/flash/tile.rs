@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::problem::{KvHead, ScoreInputs};
-use crate::cpu::MAX_COLUMNS;
+use crate::cpu::{Kernel, MAX_COLUMNS};
 
 /// The queries of one panel.
 pub(super) struct Tile {
@@ -20,6 +20,16 @@ pub(super) struct Tile {
     seen: [Range<usize>; MAX_VECTORS],
     starts: [usize; MAX_COLUMNS],
     ends: [usize; MAX_COLUMNS],
+}
+
+/// A block's keys from about the first that a tile sees to the last.
+pub(super) struct Overlap {
+    pub keys: Range<usize>,
+    /// The words of depth of a product over them.
+    pub depth: usize,
+    /// Whether some query does not see some of them.
+    pub is_masked: bool,
+    pub parts: Parts,
 }
 
 /// What the least and the largest of keys begin with.
@@ -65,8 +75,8 @@ impl Parts {
 
 impl Tile {
     pub fn new(inputs: &ScoreInputs, kv: KvHead, rows: Range<usize>, lanes: usize) -> Self {
-        // A column without a query sees all keys: it needs no masking, and is never written.
-        let (mut starts, mut ends) = ([0; MAX_COLUMNS], [usize::MAX; MAX_COLUMNS]);
+        // A column without a query sees no key, and does not count among those that have to see every key.
+        let (mut starts, mut ends) = ([0; MAX_COLUMNS], [0; MAX_COLUMNS]);
         let (mut first, mut end, mut every) = (usize::MAX, 0, 0..usize::MAX);
         let mut seen = [NOTHING; MAX_VECTORS];
         for (column, row) in rows.clone().enumerate() {
@@ -117,6 +127,28 @@ impl Tile {
     pub fn bounds(&self, first: usize, keys: usize) -> ([f32; MAX_COLUMNS], [f32; MAX_COLUMNS]) {
         let within = |key: usize| key.saturating_sub(first).min(keys) as f32;
         (self.starts.map(within), self.ends.map(within))
+    }
+
+    /// What this tile and a block of keys have to do with each other, if it sees any of them.
+    pub fn overlap<K: Kernel>(&self, block: &Range<usize>, inputs: &ScoreInputs) -> Option<Overlap> {
+        // Keys are rows of one product and depth of another, and begin at whole multiples of both; the ones before the first
+        // that is seen are hidden.
+        let step = K::ROWS.max(K::DEPTH * K::ELEMENTS);
+        let skipped = self.some.start.saturating_sub(block.start) / step * step;
+        let keys = block.start + skipped..self.some.end.min(block.end);
+        if keys.is_empty() {
+            return None;
+        }
+        let depth = keys.len().div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH);
+        // A product over these keys reads `depth` words of them, of which those past the end weigh nothing.
+        let read = (keys.start + depth * K::ELEMENTS).min(block.end);
+        let all_seen = self.every.start <= keys.start && read <= self.every.end && inputs.options.keep.is_none();
+        Some(Overlap { parts: self.parts(keys.clone(), step), keys, depth, is_masked: !all_seen })
+    }
+
+    /// Whether a column has no query, or one that sees no key.
+    pub fn is_empty(&self, column: usize) -> bool {
+        self.starts[column] >= self.ends[column]
     }
 
     pub fn sees(&self, column: usize, key: usize) -> bool {

@@ -1,7 +1,6 @@
 //! The memory that one task works in.
 
 use super::heuristics::PackedSizes;
-use super::pack::value_group;
 use super::problem::Dims;
 use crate::cpu::{Kernel, Scratch, Vector};
 
@@ -17,7 +16,11 @@ pub(super) struct State {
 impl State {
     pub fn new<K: Kernel>(sizes: PackedSizes, panels: usize) -> Self {
         let panel = K::PANEL;
-        Self { words: Scratch::zeros(panels * panel * (sizes.context + 2)), context: sizes.context, panel }
+        Self {
+            words: Scratch::zeros(panels * panel * (sizes.d_v.row_squares + 2)),
+            context: sizes.d_v.row_squares,
+            panel,
+        }
     }
 
     fn stride(&self) -> usize {
@@ -102,20 +105,14 @@ impl Workspace {
         let sizes = PackedSizes::new::<K>(dims);
         let (block, lanes) = (K::BLOCK, K::Vector::LANES);
         let pairs = K::ELEMENTS == 2;
-        let staging = (lanes * sizes.query.max(sizes.value)).max(lanes * block).max(if pairs {
-            block / 2 * sizes.context
-        } else {
-            0
-        });
+        // For scores, a row of a block for each lane.
+        let staging = (lanes * block).max(sizes.d.staging_words::<K>()).max(sizes.d_v.staging_words::<K>());
         Self {
             sizes,
-            queries: Scratch::zeros(panels * sizes.query * K::PANEL),
+            queries: Scratch::zeros(panels * sizes.d.word_squares * K::PANEL),
             state: State::new::<K>(sizes, panels),
-            keys: Scratch::zeros(block * sizes.depth),
-            values: Scratch::zeros(match K::ELEMENTS {
-                1 => sizes.value / K::ROWS * value_group::<K>(),
-                elements => block / elements * sizes.context,
-            }),
+            keys: Scratch::zeros(block * sizes.d.words),
+            values: Scratch::zeros(sizes.d_v.column_words::<K>()),
             scores: Scratch::zeros(block * K::PANEL),
             weights: Scratch::zeros(if pairs { block / 2 * K::PANEL } else { 0 }),
             staging: Scratch::zeros(staging),

@@ -3,5 +3,6 @@
 pub mod fused;
 
 mod extremes;
+mod gradients;
 mod grid;
 mod invariance;

@@ -236,6 +236,12 @@ impl Kernel for Amx {
         unsafe { avx512::store_pairs(low, high, to) }
     }
 
+    #[inline(always)]
+    unsafe fn store_halves(vector: Avx512, to: *mut f32) {
+        // SAFETY: as this method's contract; the tier includes AVX-512 with BF16.
+        unsafe { avx512::store_halves(vector, to) }
+    }
+
     unsafe fn configure_tiles() -> Tiles {
         // SAFETY: the processor has the tier, which includes that AMX was granted.
         unsafe { Tiles::configure() }

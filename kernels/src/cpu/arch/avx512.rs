@@ -179,6 +179,20 @@ pub(super) unsafe fn store_pairs(low: Avx512, high: Avx512, to: *mut f32) {
     }
 }
 
+/// [`Kernel::store_halves`], by AVX-512 with BF16.
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+pub(super) unsafe fn store_halves(vector: Avx512, to: *mut f32) {
+    // SAFETY: the processor has the instruction and `to` takes 8 words, by this function's contract; both types are 256
+    // bits of any content.
+    unsafe {
+        let halves = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(vector.0));
+        _mm256_storeu_si256(to.cast(), halves);
+    }
+}
+
 impl Kernel for Avx512Bf16 {
     type Vector = Avx512;
     type F32 = Avx512;
@@ -191,6 +205,12 @@ impl Kernel for Avx512Bf16 {
     unsafe fn store_pairs(low: Avx512, high: Avx512, to: *mut f32) {
         // SAFETY: as this method's contract.
         unsafe { store_pairs(low, high, to) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_halves(vector: Avx512, to: *mut f32) {
+        // SAFETY: as this method's contract.
+        unsafe { store_halves(vector, to) }
     }
 
     unsafe fn configure_tiles() {}

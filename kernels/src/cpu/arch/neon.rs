@@ -174,6 +174,12 @@ impl Kernel for NeonBf16 {
     const VECTORS: usize = neon_tile::VECTORS;
 
     #[inline(always)]
+    unsafe fn store_halves(vector: Neon, to: *mut f32) {
+        // SAFETY: as this method's contract.
+        unsafe { vector.store_bf16(to.cast()) }
+    }
+
+    #[inline(always)]
     unsafe fn store_pairs(low: Neon, high: Neon, to: *mut f32) {
         // SAFETY: the processor has the tier; eight bf16 are four words, which `to` takes.
         unsafe {

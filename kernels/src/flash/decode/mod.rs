@@ -17,7 +17,7 @@ use std::ops::Range;
 
 use super::epilogue::normalise;
 use super::heuristics::{self, KV_SPLIT};
-use super::pack::has_non_finite_values;
+use super::pack::HeadRows;
 use super::problem::{Call, KeysValues, KvHead, Row, ScoreInputs, Strided};
 use crate::cpu::{Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector, for_each_task};
 use crate::element::{Kernels, Stored, widen_row};
@@ -40,7 +40,7 @@ pub(super) unsafe fn run<K: Kernel, E: Kernels, S: Stored>(call: &Call<E, S>) ->
     let mut partials = Scratch::try_zeros(&[heads, key_chunks, words])?;
     let slots = SharedPtr(partials.as_mut_ptr());
     let scratch = || DecodeScratch::new(dims.d, KV_SPLIT.min(dims.t_kv));
-    let workers = heuristics::workers(call);
+    let workers = heuristics::workers(call, 1);
     for_each_task(heads * key_chunks, workers, scratch, |scratch, task| {
         let first = task % key_chunks * KV_SPLIT;
         let kv = dims.kv_head(task / key_chunks);
@@ -180,7 +180,8 @@ impl<S: Stored> Decode<'_, '_, S> {
             K::run_simd(RowSoftmax { inputs: *inputs, rows, ranges, keys: keys.clone(), scores, max, sum });
             products.scale_weights(scores);
             let values = &keys_values.v;
-            if is_masked && has_non_finite_values::<K, S>(values, inputs.dims.d_v, kv, keys.clone()) {
+            let of_head = HeadRows { rows: values, kv, width: inputs.dims.d_v };
+            if is_masked && of_head.has_non_finite::<K>(keys.clone()) {
                 K::run_simd(AccumulateSeen { inputs, values, kv, rows, ranges, keys, weights: scores, context });
             } else {
                 products.accumulate::<K::Vector>(scores, context);

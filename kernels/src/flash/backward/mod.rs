@@ -1,0 +1,344 @@
+//! The backward pass of attention (Dao, <https://arxiv.org/abs/2307.08691>): the gradients of everything that the forward pass
+//! reads, from its results. Scores are computed again a tile at a time, and are never in memory as a whole.
+
+mod biases;
+mod chain;
+mod gradient;
+mod memory;
+mod rows;
+mod step;
+mod task;
+
+use super::heuristics;
+use super::problem::{Call, KeysValues, KvHead, KvRows, Problem, SoftmaxStats, StoredRows, Strided};
+use super::tile::Tile;
+use crate::cpu::{Kernel, SharedPtr, SimdTask, Tier, Vector, for_each_task, large_page_vec};
+use crate::element::{Dtype, Kernels};
+use crate::error::{check_len, check_tier};
+use crate::{Element, Error};
+use biases::BiasOutput;
+use chain::Chain;
+use memory::{BackwardMemory, BackwardSizes};
+use rows::{Deltas, RoundQueries};
+use task::BackwardTask;
+
+/// A call of [`attend`](super::attend), its results, and the gradients of a loss by them.
+#[derive(Clone, Copy)]
+pub struct BackwardProblem<'a, E> {
+    /// The call, as it was.
+    pub forward: Problem<'a, E>,
+    /// Its context, in the order that the call names.
+    pub context: &'a [E],
+    /// What it wrote for each query: (B, H, T_q).
+    pub stats: &'a [SoftmaxStats],
+    /// The gradient of the context: (B, H, T_q), rows of D_v contiguous elements.
+    pub context_grad: Strided<'a, E, 3>,
+    /// The gradient of the log-sum-exp, if it was used: (B, H, T_q).
+    pub lse_grad: Option<&'a [f32]>,
+}
+
+/// Whose gradients [`attend_backward`] computes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Wanted {
+    /// Of the queries.
+    pub q: bool,
+    /// Of the keys.
+    pub k: bool,
+    /// Of the values.
+    pub v: bool,
+    /// The shape of the bias, each dimension that of (B, H, T_q, T_kv), or 1. What shares an entry is summed.
+    pub bias: Option<[usize; 4]>,
+    /// Of ALiBi's slopes.
+    pub slopes: bool,
+    /// Of the sinks.
+    pub sinks: bool,
+}
+
+/// The gradients that were wanted, contiguous.
+#[derive(Debug, Clone, Default)]
+pub struct Gradients<E> {
+    /// (B, H, T_q, D).
+    pub q: Option<Vec<E>>,
+    /// (B, H_kv, T_kv, D), summed over the queries of the heads that share a key head.
+    pub k: Option<Vec<E>>,
+    /// (B, H_kv, T_kv, D_v).
+    pub v: Option<Vec<E>>,
+    /// In the shape that was named.
+    pub bias: Option<Vec<f32>>,
+    /// (H,).
+    pub slopes: Option<Vec<f32>>,
+    /// (H,).
+    pub sinks: Option<Vec<f32>>,
+}
+
+/// A problem that was checked, and where its gradients go.
+pub struct BackwardCall<'a, E> {
+    call: Call<'a, E>,
+    stats: &'a [SoftmaxStats],
+    context_grad: Strided<'a, E, 3>,
+    lse_grad: Option<&'a [f32]>,
+    wanted: Wanted,
+    /// (B, H, T_q): see [`Deltas`].
+    deltas: SharedPtr<f32>,
+    /// The sums of the queries' gradients, (B, H, T_q, D): the gradients themselves in f32.
+    q_sums: SharedPtr<f32>,
+    q: Option<SharedPtr<E>>,
+    k: Option<SharedPtr<E>>,
+    v: Option<SharedPtr<E>>,
+    bias: Option<BiasOutput>,
+    /// (H,).
+    slopes: Option<SharedPtr<f32>>,
+    sinks: Option<SharedPtr<f32>>,
+}
+
+impl<E> BackwardCall<'_, E> {
+    fn deltas(&self) -> &[f32] {
+        let dims = &self.call.inputs.dims;
+        // SAFETY: they are all written before the first task reads one.
+        unsafe { std::slice::from_raw_parts(self.deltas.0, dims.b * dims.h * dims.t_q) }
+    }
+
+    /// The number of a head's first key in (B, H_kv, T_kv).
+    fn key_row(&self, kv: KvHead) -> usize {
+        let dims = &self.call.inputs.dims;
+        (kv.b * dims.h_kv + kv.head) * dims.t_kv
+    }
+}
+
+/// The gradients of a call of [`attend`](super::attend), on the executor or on the threads of the current rayon pool. The same to
+/// the bit for any number of threads, and whatever else is in the batch.
+///
+/// A query that sees no key has a gradient of zeros, and NaN and infinities in keys, values, queries and gradients reach only
+/// the pairs that see each other.
+///
+/// # Errors
+/// As [`attend`](super::attend); [`Error::Shape`] too for a bias of another shape and for gradients of biases, slopes or sinks
+/// that the call does not have.
+///
+/// ```
+/// use candle_attention_kernels::Tier;
+/// use candle_attention_kernels::flash::{
+///     BackwardProblem, Dims, OutputOrder, Problem, ScoreOptions, Strided, Wanted, attend_backward, attend_vec,
+/// };
+///
+/// // One query over two keys of width 1, whose values are 0 and 1: the context is the second weight.
+/// let (q, k, v) = ([1.0], [0.0, 2.0], [0.0, 1.0]);
+/// let rows = |data| Strided { data, strides: [2, 2, 1] };
+/// let forward = Problem {
+///     dims: Dims { b: 1, h: 1, h_kv: 1, t_q: 1, t_kv: 2, d: 1, d_v: 1 },
+///     q: rows(&q),
+///     k: rows(&k).into(),
+///     v: rows(&v).into(),
+///     ranges: &[0..2],
+///     scores: ScoreOptions::default(),
+///     output_order: OutputOrder::Bhtd,
+///     executor: None,
+/// };
+/// let (tier, mut stats) = (Tier::choose(None, false)?, Vec::new());
+/// let context = attend_vec(&forward, tier, None, Some(&mut stats))?;
+/// let problem = BackwardProblem { forward, context: &context, stats: &stats, context_grad: rows(&[1.0]), lse_grad: None };
+/// let wanted = Wanted { q: true, v: true, ..Default::default() };
+/// let gradients = attend_backward(&problem, tier, wanted)?;
+/// let weight = 1.0 / (1.0 + (-2f32).exp());
+/// assert!((gradients.q.unwrap()[0] - 2.0 * weight * (1.0 - weight)).abs() < 1e-6);
+/// assert!((gradients.v.unwrap()[1] - weight).abs() < 1e-6);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn attend_backward<E: Element>(
+    problem: &BackwardProblem<E>,
+    tier: Tier,
+    wanted: Wanted,
+) -> Result<Gradients<E>, Error> {
+    check_tier(tier)?;
+    let BackwardProblem { forward, context, stats, context_grad, lse_grad } = *problem;
+    let dims = forward.dims;
+    let (KvRows::Float(k), KvRows::Float(v)) = (forward.k, forward.v) else {
+        return Err(Error::Shape("expected keys and values that are floats, found some of 8 bits".into()));
+    };
+    let [k, v] = [k, v].map(|rows| StoredRows { rows, scales: None });
+    let call = Call::after(&forward, KeysValues { k, v }, context)?;
+    let queries = dims.b * dims.h * dims.t_q;
+    check_len("stats", stats.len(), queries)?;
+    lse_grad.map_or(Ok(()), |lse| check_len("lse_grad", lse.len(), queries))?;
+    context_grad.check("context_grad", [dims.b, dims.h, dims.t_q], dims.d_v)?;
+    check_wanted(&forward, wanted)?;
+
+    let keys = [dims.b, dims.h_kv, dims.t_kv];
+    let count = |wanted: bool, [b, h, t]: [usize; 3], width: usize| if wanted { [b, h, t, width] } else { [0; 4] };
+    let (q_dims, k_dims) = (count(wanted.q, [dims.b, dims.h, dims.t_q], dims.d), count(wanted.k, keys, dims.d));
+    let (mut q, mut k) = (Zeroable::<E>::new(q_dims)?, Zeroable::<E>::new(k_dims)?);
+    let mut v = Zeroable::<E>::new(count(wanted.v, keys, dims.d_v))?;
+    let is_f32 = E::DTYPE == Dtype::F32;
+    let mut wide = Zeroable::<f32>::new(if is_f32 { [0; 4] } else { q_dims })?;
+    let mut deltas = Zeroable::<f32>::new([dims.b, dims.h, dims.t_q, 1])?;
+    let mut bias = wanted.bias.map(Zeroable::<f32>::new).transpose()?;
+    if let Some(bias) = &mut bias {
+        bias.clear();
+    }
+    let [mut slopes, mut sinks] = [wanted.slopes, wanted.sinks].map(|wanted| wanted.then(|| vec![0f32; dims.h]));
+    let q_out = SharedPtr(q.vec.as_mut_ptr());
+    let backward = BackwardCall {
+        call,
+        stats,
+        context_grad,
+        lse_grad,
+        wanted,
+        deltas: SharedPtr(deltas.vec.as_mut_ptr()),
+        q_sums: SharedPtr(if is_f32 { q_out.0.cast() } else { wide.vec.as_mut_ptr() }),
+        q: (wanted.q && !is_f32).then_some(q_out),
+        k: wanted.k.then_some(SharedPtr(k.vec.as_mut_ptr())),
+        v: wanted.v.then_some(SharedPtr(v.vec.as_mut_ptr())),
+        bias: bias
+            .as_mut()
+            .zip(wanted.bias)
+            .map(|(bias, shape)| BiasOutput::new(SharedPtr(bias.vec.as_mut_ptr()), shape)),
+        slopes: slopes.as_mut().map(|slopes| SharedPtr(slopes.as_mut_ptr())),
+        sinks: sinks.as_mut().map(|sinks| SharedPtr(sinks.as_mut_ptr())),
+    };
+    E::attend_backward(&backward, tier);
+    // SAFETY: every element was written.
+    let [q, k, v] = unsafe { [q.finish(), k.finish(), v.finish()] };
+    Ok(Gradients {
+        q: wanted.q.then_some(q),
+        k: wanted.k.then_some(k),
+        v: wanted.v.then_some(v),
+        // SAFETY: it was cleared.
+        bias: bias.map(|bias| unsafe { bias.finish() }),
+        slopes,
+        sinks,
+    })
+}
+
+/// A call on a tier that the processor has.
+pub(crate) fn run<E: Kernels>(backward: &BackwardCall<E>, tier: Tier) {
+    struct Backward<'a, 'b, E>(&'a BackwardCall<'b, E>);
+    impl<E: Kernels> SimdTask for Backward<'_, '_, E> {
+        unsafe fn run<K: Kernel>(self) {
+            // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
+            unsafe { run_on::<K, E>(self.0) };
+        }
+    }
+    E::dispatch(tier, Backward(backward));
+}
+
+/// # Safety
+/// The processor has the tier of K.
+unsafe fn run_on<K: Kernel, E: Kernels>(backward: &BackwardCall<E>) {
+    let (inputs, wanted) = (&backward.call.inputs, &backward.wanted);
+    let dims = &inputs.dims;
+    let workers = heuristics::workers(&backward.call, 3);
+    let rows = dims.b * dims.h;
+    let mut sinks = vec![0f32; rows];
+    let sink_sums = SharedPtr(sinks.as_mut_ptr());
+    for_each_task(
+        rows,
+        workers,
+        || (),
+        |(), index| {
+            // SAFETY: the processor has the tier of K, which includes that of its kernel for f32; each task has a sum of its own.
+            unsafe {
+                let sink = &mut *sink_sums.add(index);
+                K::F32::run_simd(Deltas { backward, b: index / dims.h, head: index % dims.h, sink });
+            }
+        },
+    );
+
+    let sizes = BackwardSizes::new::<K>(dims);
+    let (heads, chunk) = (dims.b * dims.h_kv, sizes.blocks * K::BLOCK);
+    let (chunks, group, tiles) = (dims.t_kv.div_ceil(chunk), dims.group(), dims.rows().div_ceil(K::PANEL));
+    let seen = |index: usize| {
+        let (kv, first) = (KvHead { b: index / tiles, head: 0 }, index % tiles * K::PANEL);
+        Tile::new(inputs, kv, first..dims.rows().min(first + K::PANEL), K::Vector::LANES).some
+    };
+    let seen: Vec<_> = (0..dims.b * tiles).map(seen).collect();
+    // What is added to the same numbers waits for each other: tasks of the same head, or all.
+    let step = if backward.bias.is_some_and(|bias| bias.is_shared(dims)) { 1 } else { heads };
+    let chain = Chain::new(chunks * heads, step);
+    let mut slopes = vec![0f32; if wanted.slopes { chunks * rows } else { 0 }];
+    let slope_sums = SharedPtr(slopes.as_mut_ptr());
+    let memory = || BackwardMemory::new::<K>(sizes, inputs.options.softcap.is_some());
+    for_each_task(chunks * heads, workers, memory, |memory, task| {
+        // The first keys first: a causal mask shows them to most queries.
+        let (kv, first) = (dims.kv_head(task % heads), task / heads * chunk);
+        let own = if wanted.slopes { group } else { 0 };
+        // SAFETY: the processor has the tier of K; each task has sums of its own.
+        unsafe {
+            K::run_simd(BackwardTask {
+                backward,
+                memory,
+                kv,
+                keys: first..dims.t_kv.min(first + chunk),
+                tiles: &seen[kv.b * tiles..(kv.b + 1) * tiles],
+                chain: &chain,
+                task,
+                slopes: slope_sums.slice(task * own, own),
+            });
+        }
+    });
+
+    if let Some(to) = backward.q {
+        for_each_task(
+            rows,
+            workers,
+            || (),
+            |(), index| {
+                let count = dims.t_q * dims.d;
+                // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
+                unsafe { K::F32::run_simd(RoundQueries { backward, to, first: index * count, count }) };
+            },
+        );
+    }
+    for (to, sums) in [(backward.slopes, slopes), (backward.sinks, sinks)] {
+        let Some(to) = to else { continue };
+        for h in 0..dims.h {
+            // In the order of tasks and sequences.
+            let sum: f64 = sums.iter().skip(h).step_by(dims.h).map(|&sum| f64::from(sum)).sum();
+            // SAFETY: there is an element for each head.
+            unsafe { to.add(h).write(sum as f32) };
+        }
+    }
+}
+
+fn check_wanted<E>(forward: &Problem<E>, wanted: Wanted) -> Result<(), Error> {
+    let (dims, scores) = (forward.dims, &forward.scores);
+    for (what, is_wanted, is_there) in [
+        ("bias", wanted.bias.is_some(), scores.bias.is_some()),
+        ("slopes", wanted.slopes, scores.alibi.is_some()),
+        ("sinks", wanted.sinks, scores.sinks.is_some()),
+    ] {
+        if is_wanted && !is_there {
+            return Err(Error::Shape(format!("expected {what} whose gradient is wanted, found none")));
+        }
+    }
+    let full = [dims.b, dims.h, dims.t_q, dims.t_kv];
+    match wanted.bias.filter(|shape| shape.iter().zip(full).any(|(&dim, full)| dim != full && dim != 1)) {
+        Some(shape) => Err(Error::Shape(format!("expected a bias that broadcasts to {full:?}, found {shape:?}"))),
+        None => Ok(()),
+    }
+}
+
+/// Memory for a gradient that is not touched yet.
+struct Zeroable<T> {
+    vec: Vec<T>,
+    count: usize,
+}
+
+impl<T: Copy + Default> Zeroable<T> {
+    fn new(dims: [usize; 4]) -> Result<Self, Error> {
+        let no_memory = || Error::Memory(format!("a gradient of {dims:?}"));
+        let count = dims.iter().try_fold(1usize, |count, &dim| count.checked_mul(dim)).ok_or_else(no_memory)?;
+        Ok(Self { vec: large_page_vec(count).ok_or_else(no_memory)?, count })
+    }
+
+    fn clear(&mut self) {
+        self.vec.resize(self.count, T::default());
+    }
+
+    /// # Safety
+    /// Every element was written.
+    unsafe fn finish(mut self) -> Vec<T> {
+        // SAFETY: the vector has the capacity, by `new`, and the elements, by this function's contract.
+        unsafe { self.vec.set_len(self.count) };
+        self.vec
+    }
+}

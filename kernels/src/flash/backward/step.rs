@@ -1,0 +1,275 @@
+//! One tile against one block: five products.
+
+use std::cell::OnceCell;
+use std::ops::Range;
+
+use super::BackwardCall;
+use super::biases::BiasGradients;
+use super::gradient::{TileColumns, TileGradient};
+use super::memory::{BackwardMemory, ColumnPanels};
+use crate::cpu::{Kernel, MAX_COLUMNS, Product, Vector, Words};
+use crate::element::{Kernels, widen_row};
+use crate::flash::pack::{HeadRows, LeftOperand, TileRows, has_non_finite, pack_columns, pack_rows};
+use crate::flash::prefill::{KeyProduct, OverKeys, ValueProduct};
+use crate::flash::problem::{KvHead, ScoreUnits};
+use crate::flash::scores::TileScores;
+use crate::flash::tile::{Overlap, Part, Tile};
+
+/// One block of keys and values, packed, and the sums of their gradients.
+pub(super) struct KeyBlock<'a, E> {
+    pub keys: Range<usize>,
+    k: LeftOperand,
+    v: LeftOperand,
+    k_columns: LeftOperand,
+    pub key_sums: *mut f32,
+    pub value_sums: *mut f32,
+    rows: HeadRows<'a, E>,
+    non_finite: OnceCell<bool>,
+}
+
+impl<'a, E: Kernels> KeyBlock<'a, E> {
+    /// Packs block `index` of a task.
+    ///
+    /// # Safety
+    /// The processor has the tier of K; `first` lies within the keys; the memory was made for the call and has the block.
+    #[inline(always)]
+    pub unsafe fn new<K: Kernel>(
+        backward: &'a BackwardCall<E>,
+        memory: &mut BackwardMemory,
+        kv: KvHead,
+        first: usize,
+        index: usize,
+    ) -> Self {
+        let call = &backward.call;
+        let (sizes, dims) = (memory.sizes, &call.inputs.dims);
+        let rows = HeadRows { rows: &call.keys_values.k, kv, width: dims.d };
+        let values = HeadRows { rows: &call.keys_values.v, kv, width: dims.d_v };
+        let keys = first..dims.t_kv.min(first + K::BLOCK);
+        let (d, d_v) = (sizes.packed.d, sizes.packed.d_v);
+        let (d_sums, d_v_sums) = (sizes.sums::<K>(&sizes.d), sizes.sums::<K>(&sizes.d_v));
+        // SAFETY: as this function's contract.
+        unsafe {
+            let to = memory.keys.as_mut_ptr().add(index * K::BLOCK * d.words);
+            let k = pack_rows::<K, E>(rows, keys.clone(), to, d.words);
+            let to = memory.values.as_mut_ptr().add(index * K::BLOCK * d_v.words);
+            let v = pack_rows::<K, E>(values, keys.clone(), to, d_v.words);
+            let to = memory.key_columns.as_mut_ptr().add(index * d.column_words::<K>());
+            let k_columns = pack_columns::<K, E>(rows, keys.clone(), to, memory.staging.as_mut_ptr(), d);
+            let key_sums = memory.key_sums.as_mut_ptr().add(index * d_sums);
+            let value_sums = memory.value_sums.as_mut_ptr().add(index * d_v_sums);
+            key_sums.write_bytes(0, d_sums);
+            value_sums.write_bytes(0, d_v_sums);
+            Self { keys, k, v, k_columns, key_sums, value_sums, rows, non_finite: OnceCell::new() }
+        }
+    }
+
+    /// # Safety
+    /// The processor has the tier of K.
+    unsafe fn has_non_finite_keys<K: Kernel>(&self) -> bool {
+        // SAFETY: as this method's contract; the block's keys belong to the call.
+        *self.non_finite.get_or_init(|| unsafe { self.rows.has_non_finite::<K>(self.keys.clone()) })
+    }
+}
+
+/// A tile whose queries and gradients are packed.
+pub(super) struct PackedTile<'a, E> {
+    pub tile: &'a Tile,
+    pub columns: TileColumns,
+    pub queries: TileRows<'a, E>,
+    /// The gradients of its contexts.
+    pub contexts: TileRows<'a, E>,
+    pub non_finite: OnceCell<bool>,
+}
+
+impl<E: Kernels> PackedTile<'_, E> {
+    /// Whether a query or the gradient of a context is not finite, found out once.
+    ///
+    /// # Safety
+    /// The processor has the tier of K.
+    unsafe fn has_non_finite_rows<K: Kernel>(&self) -> bool {
+        let of = |rows: &TileRows<E>| {
+            let all = (0..self.tile.rows.len()).filter_map(|column| rows.row(column));
+            // SAFETY: as this method's contract; the rows belong to the call.
+            unsafe { has_non_finite::<K, E>(all, rows.width) }
+        };
+        *self.non_finite.get_or_init(|| of(&self.queries) || of(&self.contexts))
+    }
+}
+
+/// One tile against one block.
+pub(super) struct Step<'a, 'b, E> {
+    pub backward: &'a BackwardCall<'b, E>,
+    pub block: &'a KeyBlock<'a, E>,
+    pub tile: &'a PackedTile<'a, E>,
+    pub units: ScoreUnits,
+    pub biases: Option<BiasGradients<'a>>,
+}
+
+const ONES: [f32; MAX_COLUMNS] = [1.0; MAX_COLUMNS];
+
+impl<E: Kernels> Step<'_, '_, E> {
+    /// Adds to the sums of the block and of the tile.
+    ///
+    /// # Safety
+    /// The processor has the tier of K, whose tiles are configured; the memory holds the block and the tile; no other thread
+    /// uses what the biases share.
+    #[inline(always)]
+    pub unsafe fn run<K: Kernel>(&self, memory: &mut BackwardMemory) {
+        let &Self { backward, block, tile: packed, units, biases } = self;
+        let (call, tile, sizes, wanted) = (&backward.call, packed.tile, memory.sizes, &backward.wanted);
+        let Some(overlap) = tile.overlap::<K>(&block.keys, &call.inputs) else { return };
+        let (scores, products) = (memory.scores.as_mut_ptr(), memory.products.as_mut_ptr());
+        let over = OverKeys { from: block.keys.start, first: overlap.keys.start };
+        // SAFETY: as this method's contract.
+        unsafe {
+            let (queries, contexts) = (memory.queries.as_ptr(), memory.contexts.as_ptr());
+            let (d, d_v) = (sizes.packed.d, sizes.packed.d_v);
+            let of_scores = KeyProduct { keys: over, rows: block.k, depth: d.words, columns: queries, to: scores };
+            let of_weights =
+                KeyProduct { keys: over, rows: block.v, depth: d_v.words, columns: contexts, to: products };
+            for part in overlap.parts.iter() {
+                of_scores.multiply::<K>(part);
+                of_weights.multiply::<K>(part);
+            }
+            let (weight_halves, gradient_halves) =
+                (memory.weight_halves.as_mut_ptr(), memory.gradient_halves.as_mut_ptr());
+            let gradient_pairs = memory.gradient_pairs.as_mut_ptr();
+            K::run_simd(TileGradient {
+                scores: TileScores {
+                    inputs: call.inputs,
+                    tile,
+                    units,
+                    first: over.first,
+                    keys: overlap.keys.len(),
+                    is_masked: overlap.is_masked,
+                    scores,
+                    staging: memory.staging.as_mut_ptr(),
+                },
+                products,
+                columns: &packed.columns,
+                scale: call.inputs.options.scale as f32,
+                slopes: memory.slopes.as_mut_ptr(),
+                biases,
+                weight_halves,
+                gradient_halves,
+                gradient_pairs,
+                depth: overlap.depth,
+            });
+            let query_sums = memory.query_sums.as_mut_ptr();
+            if overlap.is_masked && (block.has_non_finite_keys::<K>() || packed.has_non_finite_rows::<K>()) {
+                return self.add_seen::<K>(memory, &overlap);
+            }
+            let (weights, gradients, gradient_columns) = match K::ELEMENTS {
+                1 => (scores, products, products),
+                _ => (weight_halves, gradient_halves, gradient_pairs),
+            };
+            let of_queries = ValueProduct {
+                keys: over,
+                columns: block.k_columns,
+                rows: d.rows,
+                weights: gradient_columns,
+                to: query_sums,
+            };
+            let (rows, to) = (memory.context_rows.as_ptr(), block.value_sums);
+            let of_values = RowProduct { keys: over, panels: &sizes.d_v, weights, rows, to };
+            let (rows, to) = (memory.query_rows.as_ptr(), block.key_sums);
+            let of_keys = RowProduct { keys: over, panels: &sizes.d, weights: gradients, rows, to };
+            for part in overlap.parts.iter() {
+                if wanted.q {
+                    of_queries.add::<K>(part, &ONES);
+                }
+                if wanted.k {
+                    of_keys.add::<K>(part);
+                }
+                if wanted.v {
+                    of_values.add::<K>(part);
+                }
+            }
+        }
+    }
+
+    /// The same where something is not finite: zero times NaN is NaN, so that each pair that is seen is added by itself. Rare,
+    /// and slow.
+    ///
+    /// # Safety
+    /// As [`run`](Self::run), for weights and gradients that are there.
+    unsafe fn add_seen<K: Kernel>(&self, memory: &mut BackwardMemory, overlap: &Overlap) {
+        let (inputs, first, sizes) = (&self.backward.call.inputs, overlap.keys.start, memory.sizes);
+        let (tile, block) = (self.tile.tile, self.block);
+        let widened = |row: *const E, width: usize| {
+            let mut wide = vec![0f32; width];
+            // SAFETY: the processor has the tier of K, and the row has the width.
+            unsafe { widen_row::<E, K::Vector>(row, width, wide.as_mut_ptr(), width, 1.0) };
+            wide
+        };
+        for column in 0..tile.rows.len() {
+            let (Some(query), Some(context)) = (self.tile.queries.row(column), self.tile.contexts.row(column)) else {
+                continue;
+            };
+            let (query, context) = (widened(query, sizes.d.width), widened(context, sizes.d_v.width));
+            let row = inputs.dims.row(tile.kv, tile.rows.start + column);
+            for key in overlap.keys.clone().filter(|&key| tile.sees(column, key) && inputs.is_kept(row, key)) {
+                let at = (key - first) * K::PANEL + column;
+                let (weight, gradient) = (memory.scores.words()[at], memory.products.words()[at]);
+                let sums = memory.query_sums.words_mut()[column..].iter_mut().step_by(K::PANEL);
+                for (sum, x) in sums.zip(widened(block.rows.row(key), sizes.d.width)) {
+                    *sum += gradient * x;
+                }
+                for (panels, sums, factor, row) in
+                    [(&sizes.d, block.key_sums, gradient, &query), (&sizes.d_v, block.value_sums, weight, &context)]
+                {
+                    for panel in 0..panels.count {
+                        let sums = sums.wrapping_add((panel * K::BLOCK + key - block.keys.start) * K::PANEL);
+                        for (n, &x) in row[panels.columns::<K>(panel)].iter().enumerate() {
+                            // SAFETY: as this method's contract; the key is one of the block's.
+                            unsafe { *sums.add(n) += factor * x };
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The product of a tile's weights with its gradients of contexts, over parts of both; or of the gradients of its scores with
+/// its queries. Keys are rows, queries the depth, D or D_v the columns.
+struct RowProduct<'a> {
+    keys: OverKeys,
+    panels: &'a ColumnPanels,
+    /// (keys, panel), in words.
+    weights: *const f32,
+    /// (panels, panel in words, panel).
+    rows: *const f32,
+    /// (panels, block, panel).
+    to: *mut f32,
+}
+
+impl RowProduct<'_> {
+    /// # Safety
+    /// As [`Step::run`]; the weights of the part are there, and zeros beyond it where the kernel takes whole tiles.
+    unsafe fn add<K: Kernel>(&self, part: &Part) {
+        let lanes = K::Vector::LANES;
+        let words = K::PANEL / K::ELEMENTS;
+        let start = part.vectors.start * lanes / K::ELEMENTS / K::DEPTH * K::DEPTH;
+        let end = (part.vectors.end * lanes / K::ELEMENTS).next_multiple_of(K::DEPTH);
+        let row = (part.keys.start - self.keys.first) * words;
+        for panel in 0..self.panels.count {
+            // SAFETY: as this method's contract.
+            unsafe {
+                K::multiply::<Words>(&Product {
+                    a: self.weights.add(row + start),
+                    a_group: K::ROWS * words,
+                    a_row: words,
+                    a_step: 1,
+                    b: self.rows.add((panel * words + start) * K::PANEL),
+                    c: self.to.add((panel * K::BLOCK + part.keys.start - self.keys.from) * K::PANEL),
+                    rows: part.keys.len().next_multiple_of(K::MIN_ROWS),
+                    depth: end - start,
+                    vectors: self.panels.vectors(panel),
+                    factors: Some(ONES.as_ptr()),
+                    has_minimums: false,
+                });
+            }
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! Gradients against central differences of plain loops in f64.
+
+use super::*;
+use crate::flash::{BackwardProblem, Gradients, SoftmaxStats, Wanted, attend_backward};
+
+/// Forward and backward on one tier; the gradients of the results are numbers of no order.
+fn backward<E: Element + Into<f32>>(case: &Case, data: &Data<E>, tier: Tier, factors: &Factors<E>) -> Gradients<E> {
+    let Dims { h, t_q, d_v, .. } = case.dims;
+    let (forward, mut stats) = (case.problem(data), Vec::<SoftmaxStats>::new());
+    let context = attend_vec(&forward, tier, None, Some(&mut stats)).expect("a few rows");
+    let context_grad = Strided { data: &factors.context[..], strides: [h * t_q * d_v, t_q * d_v, d_v] };
+    let lse_grad = Some(&factors.lse[..]);
+    let problem = BackwardProblem { forward, context: &context, stats: &stats, context_grad, lse_grad };
+    let everything = case.everything;
+    let bias = everything.then_some([1, 1, t_q, case.dims.t_kv]);
+    let wanted = Wanted { q: true, k: true, v: true, bias, slopes: everything, sinks: everything };
+    attend_backward(&problem, tier, wanted).expect("a few rows")
+}
+
+/// The loss is the sum of the results times these.
+struct Factors<E> {
+    context: Vec<E>,
+    lse: Vec<f32>,
+}
+
+impl<E: Element + Into<f32>> Factors<E> {
+    fn loss(&self, case: &Case, data: &Data<f64>) -> f64 {
+        let (context, lse) = case.exact(data);
+        let context = context.iter().zip(&self.context).map(|(x, &factor)| x * f64::from(factor.into()));
+        let lse = lse.iter().zip(&self.lse).filter(|(x, _)| x.is_finite()).map(|(x, &factor)| x * f64::from(factor));
+        context.chain(lse).sum()
+    }
+}
+
+/// Some entries of each gradient, by central differences: the number of the entry, and the gradient.
+type Expected = [Vec<(usize, f64)>; 6];
+
+fn central_differences<E: Element + Into<f32>>(case: &Case, factors: &Factors<E>) -> Expected {
+    let data = case.data::<E>().widened(false);
+    // A power of two, which f32 keeps.
+    const STEP: f64 = 1.0 / 1024.0;
+    std::array::from_fn(|which| {
+        let loss_at = |n: usize, step: f64| {
+            let mut data = data.clone();
+            match which {
+                0 => data.q[n] += step,
+                1 => data.k[n] += step,
+                2 => data.v[n] += step,
+                3 => data.bias[n] += step as f32,
+                4 => data.slopes[n] += step as f32,
+                _ => data.sinks[n] += step as f32,
+            }
+            factors.loss(case, &data)
+        };
+        let count = [data.q.len(), data.k.len(), data.v.len(), data.bias.len(), data.slopes.len(), data.sinks.len()];
+        let (count, probes) = (count[which], count[which].min(6));
+        // A bias of f32 is rounded once more where it is moved.
+        let difference = |n: usize| (loss_at(n, STEP) - loss_at(n, -STEP)) / (2.0 * STEP);
+        let is_there = which < 3 || case.everything;
+        (0..if is_there { probes } else { 0 }).map(|probe| probe * count / probes).map(|n| (n, difference(n))).collect()
+    })
+}
+
+/// The largest difference over the largest gradient, for each tensor.
+fn differences<E: Element + Into<f32>>(case: &Case, tier: Tier, factors: &Factors<E>, expected: &Expected) -> [f64; 6] {
+    let Gradients { q, k, v, bias, slopes, sinks } = backward(case, &case.data::<E>(), tier, factors);
+    let wide = |numbers: Option<Vec<E>>| numbers.expect("wanted").into_iter().map(|x| f64::from(x.into())).collect();
+    let of_f32 = |numbers: Option<Vec<f32>>| numbers.unwrap_or_default().into_iter().map(f64::from).collect();
+    let gradients: [Vec<f64>; 6] = [wide(q), wide(k), wide(v), of_f32(bias), of_f32(slopes), of_f32(sinks)];
+    std::array::from_fn(|which| {
+        let gradient = &gradients[which];
+        assert!(gradient.iter().all(|x| x.is_finite()), "{gradient:?}");
+        let largest = gradient.iter().fold(1e-3, |most: f64, x| most.max(x.abs()));
+        expected[which].iter().map(|&(n, expected)| (gradient[n] - expected).abs() / largest).fold(0.0, f64::max)
+    })
+}
+
+fn check<E: Element + Into<f32>>(case: &Case, tiers: &[Tier], most: f64) {
+    let Dims { b, h, t_q, d_v, .. } = case.dims;
+    let factors = Factors::<E> { context: numbers(b * h * t_q * d_v, 7), lse: numbers(b * h * t_q, 8) };
+    let expected = central_differences(case, &factors);
+    for &tier in tiers {
+        let differences = differences(case, tier, &factors, &expected);
+        let name = format!("{tier}, {:?}, everything {}", case.dims, case.everything);
+        assert!(differences.iter().all(|difference| *difference < most), "{name}: {differences:?}");
+    }
+}
+
+#[test]
+fn every_tier_gives_the_gradients_of_plain_loops() {
+    // The last one has several blocks of keys and tiles of queries.
+    let shapes =
+        [dims(2, 9, 3, 2, 3), dims(2, 1, 3, 3, 2), dims(1, 3, 2, 8, 1), dims(2, 11, 13, 9, 4), dims(2, 50, 270, 17, 5)];
+    let (tiers, shapes) = match cfg!(miri) {
+        true => (vec![Tier::Scalar], &shapes[..1]),
+        false => (Tier::available(), &shapes[..]),
+    };
+    for &dims in shapes {
+        for (causal, everything) in [(false, false), (true, false), (true, true)] {
+            let case = Case::new(dims, causal, everything);
+            check::<f32>(&case, &tiers, 5e-5);
+            check::<bf16>(&case, &tiers, 2e-2);
+            check::<f16>(&case, &tiers, 3e-3);
+        }
+    }
+}
