@@ -6,6 +6,7 @@ use candle_core::{CpuStorage, CustomOp1, D, DType, Error, Layout, Result, Shape,
 use candle_nn::{Init, ops};
 use serde::{Deserialize, Serialize};
 
+use crate::linear::frozen;
 use crate::rowwise::{Element, map_heads, with_contiguous_rows};
 use crate::sdpa::accumulation_dtype;
 use crate::shard::Share;
@@ -108,6 +109,11 @@ impl QkNorms {
         Ok(Self { scope: self.scope, q: self.q.shard(queries)?, k: self.k.shard(keys)? })
     }
 
+    /// With what variables hold now.
+    pub(crate) fn freeze(&self) -> Result<Self> {
+        Ok(Self { scope: self.scope, q: self.q.freeze()?, k: self.k.freeze()? })
+    }
+
     /// The parameters under the crate's own names.
     pub(crate) fn parameters(&self) -> Result<Vec<(String, Tensor)>> {
         let mut parameters = Vec::new();
@@ -198,6 +204,13 @@ impl Norm {
             self.rows = RowNorm::new(&self)?;
         }
         Ok(self)
+    }
+
+    /// With what variables hold now.
+    pub(crate) fn freeze(&self) -> Result<Self> {
+        let own = |parameter: &Parameter| Ok::<_, Error>(Parameter(vec![frozen(&parameter.tensor()?)?]));
+        let (weight, bias) = (own(&self.weight)?, self.bias.as_ref().map(own).transpose()?);
+        Self { kind: self.kind, eps: self.eps, weight, bias, rows: None }.prepared()
     }
 
     /// A share of the heads that have weights of their own.

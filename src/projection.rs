@@ -1,4 +1,4 @@
-//! The projections of a layer: each is columns of a product with a weight, variables, or a module.
+//! The projections of a layer: each is columns of a product with a weight, or a module.
 
 use std::fmt;
 use std::ops::Range;
@@ -7,6 +7,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use candle_nn::Linear;
 
+use crate::linear::frozen;
 use crate::size::part;
 use crate::weights::{Linears, LoadedProjections, ProjectionRows, projection_shapes};
 use crate::{MultiHeadAttentionConfig, PackedLinear};
@@ -76,8 +77,6 @@ impl fmt::Debug for ProjectionModules {
 #[derive(Clone)]
 enum Projection {
     Columns(Columns),
-    /// Variables, which training changes in place: read again in each call.
-    Variables(ProjectionRows),
     /// A module of the caller's, whose output is checked.
     Module {
         module: ProjectionModule,
@@ -88,14 +87,68 @@ enum Projection {
 /// Columns of the product with a weight. Projections of one input that share the weight are views of one product.
 #[derive(Debug, Clone)]
 pub(crate) struct Columns {
-    pub weight: Arc<PackedLinear>,
+    pub weight: ProjectionWeight,
     pub range: Range<usize>,
     pub has_bias: bool,
 }
 
+#[derive(Debug, Clone)]
+pub(crate) enum ProjectionWeight {
+    Whole(Arc<PackedLinear>),
+    /// Rows that lie in several places of variables, joined in each call.
+    Scattered(Arc<ProjectionRows>),
+}
+
+impl ProjectionWeight {
+    fn device(&self) -> &Device {
+        match self {
+            Self::Whole(linear) => linear.device(),
+            Self::Scattered(rows) => rows.weight().device(),
+        }
+    }
+
+    /// With what variables hold now.
+    fn linear(&self) -> Result<Arc<PackedLinear>> {
+        match self {
+            Self::Whole(linear) => Ok(linear.clone()),
+            Self::Scattered(rows) => Ok(Arc::new(rows.to_linear()?.try_into()?)),
+        }
+    }
+}
+
 impl Columns {
     fn shares_weight(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.weight, &other.weight)
+        match (&self.weight, &other.weight) {
+            (ProjectionWeight::Whole(own), ProjectionWeight::Whole(other)) => Arc::ptr_eq(own, other),
+            _ => false,
+        }
+    }
+
+    /// Whether training may change them.
+    fn is_tracked(&self) -> bool {
+        match &self.weight {
+            ProjectionWeight::Whole(linear) => linear.is_tracked(),
+            ProjectionWeight::Scattered(_) => true,
+        }
+    }
+
+    /// What variables hold now.
+    fn frozen_rows(&self) -> Result<ProjectionRows> {
+        let linear = self.rows_of(&self.weight.linear()?.to_linear()?)?;
+        let bias = linear.bias().map(frozen).transpose()?;
+        Ok(Linear::new(frozen(linear.weight())?, bias).into())
+    }
+
+    /// Their rows of the whole weight.
+    fn rows_of(&self, whole: &Linear) -> Result<Linear> {
+        let own = |tensor: &Tensor| tensor.narrow(0, self.range.start, self.range.len());
+        let bias = whole.bias().filter(|_| self.has_bias).map(own).transpose()?;
+        Ok(Linear::new(own(whole.weight())?, bias))
+    }
+
+    /// The columns from the first of these to the last of others that share the weight, (B, T, ..).
+    fn product_to(&self, last: &Self, xs: &Tensor) -> Result<Tensor> {
+        self.weight.linear()?.forward_columns(xs, self.range.start..last.range.end)
     }
 
     /// Their view of a product whose first column is `start`.
@@ -114,17 +167,29 @@ struct ModuleOutput {
 }
 
 impl Projection {
-    /// Projections of inputs of one width, none of them variables, as columns of one weight.
-    fn columns(all: &[&ProjectionRows], pack: impl FnOnce(Linear) -> Result<PackedLinear>) -> Result<Vec<Self>> {
+    /// Projections of inputs of one width: columns of one weight that is packed, or of one each where training changes them.
+    fn columns(all: &[&ProjectionRows]) -> Result<Vec<Self>> {
+        if all.iter().any(|rows| rows.is_tracked()) {
+            return all.iter().map(|rows| Self::tracked(rows)).collect();
+        }
         let linear = ProjectionRows::concat(all)?;
-        let weight = Arc::new(pack(Linear::new(linear.weight().contiguous()?, linear.bias().cloned()))?);
+        let weight = Arc::new(linear.try_into()?);
         let mut end = 0;
         let own = |rows: &&ProjectionRows| {
             let start = end;
             end += rows.len();
-            Self::Columns(Columns { weight: weight.clone(), range: start..end, has_bias: rows.has_bias() })
+            let weight = ProjectionWeight::Whole(Arc::clone(&weight));
+            Self::Columns(Columns { weight, range: start..end, has_bias: rows.has_bias() })
         };
         Ok(all.iter().map(own).collect())
+    }
+
+    fn tracked(rows: &ProjectionRows) -> Result<Self> {
+        let weight = match rows.to_view()? {
+            Some(linear) => ProjectionWeight::Whole(Arc::new(linear.try_into()?)),
+            None => ProjectionWeight::Scattered(Arc::new(rows.clone())),
+        };
+        Ok(Self::Columns(Columns { weight, range: 0..rows.len(), has_bias: rows.has_bias() }))
     }
 
     fn as_columns(&self) -> Option<&Columns> {
@@ -146,10 +211,9 @@ impl Projection {
     /// Plus a residual (B, T, out), if there is one.
     fn product(&self, xs: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
         match (self, residual) {
-            (Self::Columns(Columns { weight, range, .. }), _) => weight.product(xs, range.clone(), residual),
-            (own, Some(residual)) => own.product(xs, None)? + residual,
-            (Self::Variables(rows), None) => PackedLinear::unpacked(rows.to_linear()?).forward(xs),
+            (Self::Columns(Columns { weight, range, .. }), _) => weight.linear()?.product(xs, range.clone(), residual),
             (Self::Module { module, expected }, None) => expected.of(module, xs),
+            (Self::Module { module, expected }, Some(residual)) => expected.of(module, xs)? + residual,
         }
     }
 }
@@ -188,7 +252,6 @@ impl fmt::Debug for Projection {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         match self {
             Self::Columns(columns) => columns.fmt(f),
-            Self::Variables(rows) => rows.fmt(f),
             Self::Module { expected, .. } => write!(f, "a module to {expected:?}"),
         }
     }
@@ -206,35 +269,47 @@ pub(crate) struct Projections {
 }
 
 impl Projections {
-    /// From a checkpoint: whether weights are copied and packed now, or read again in each call because training changes
-    /// them, is decided here.
+    /// From a checkpoint: weights are packed now, or read in each call where training changes them.
     ///
     /// # Errors
     /// If memory is short.
     pub fn new(loaded: LoadedProjections) -> Result<Self> {
         let LoadedProjections { qkv: [q, k, v], o } = loaded;
         let (dtype, device) = (q.weight().dtype(), q.weight().device().clone());
-        let trains_qkv = [&q, &k, &v].into_iter().any(ProjectionRows::is_tracked);
-        let trains = trains_qkv || o.as_ref().is_some_and(ProjectionRows::is_tracked);
-        let columns = |all: &[&ProjectionRows]| {
-            Projection::columns(
-                all,
-                |linear| if trains { Ok(PackedLinear::unpacked(linear)) } else { linear.try_into() },
-            )
-        };
-        let alone = |rows: ProjectionRows| match rows.is_tracked() {
-            true => Ok(vec![Projection::Variables(rows)]),
-            false => columns(&[&rows]),
-        };
-        let o = o.map(alone).transpose()?;
-        let qkv = if trains_qkv || k.in_dim() != v.in_dim() {
-            [alone(q)?, alone(k)?, alone(v)?].concat()
-        } else if q.in_dim() != k.in_dim() {
-            [alone(q)?, columns(&[&k, &v])?].concat()
+        let [of_q, of_k, of_v] = [&q, &k, &v].map(ProjectionRows::in_dim);
+        let qkv = if of_k != of_v {
+            [Projection::columns(&[&q])?, Projection::columns(&[&k])?, Projection::columns(&[&v])?].concat()
+        } else if of_q != of_k {
+            [Projection::columns(&[&q])?, Projection::columns(&[&k, &v])?].concat()
         } else {
-            columns(&[&q, &k, &v])?
+            Projection::columns(&[&q, &k, &v])?
         };
+        let o = o.map(|o| Projection::columns(&[&o])).transpose()?;
         Self::of_list(qkv, o, dtype, device)
+    }
+
+    /// The same with what variables hold now, packed. Modules of the caller's stay as they are.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn freeze(&self) -> Result<Self> {
+        let tracked = |own: &Projection| own.as_columns().filter(|columns| columns.is_tracked()).cloned();
+        let Self { q, k, v, .. } = self;
+        let mut own = self.clone();
+        // Together, so that those of one input are one product again.
+        if let (Some(q), Some(k), Some(v)) = (tracked(q), tracked(k), tracked(v)) {
+            let qkv = [q.frozen_rows()?, k.frozen_rows()?, v.frozen_rows()?];
+            let Self { q, k, v, .. } = Self::new(LoadedProjections { qkv, o: None })?;
+            (own.q, own.k, own.v) = (q, k, v);
+        }
+        for projection in [&mut own.q, &mut own.k, &mut own.v].into_iter().chain(&mut own.o) {
+            if let Some(columns) = tracked(projection)
+                && let Some(frozen) = Projection::columns(&[&columns.frozen_rows()?])?.pop()
+            {
+                *projection = frozen;
+            }
+        }
+        Ok(own)
     }
 
     /// Of modules, for inputs of a dtype on a device.
@@ -325,7 +400,7 @@ impl Projections {
             && k.shares_weight(v)
         {
             let start = q.range.start;
-            let product = q.weight.forward_columns(queries, start..v.range.end)?;
+            let product = q.product_to(v, queries)?;
             return Ok([q.of(&product, start)?, k.of(&product, start)?, v.of(&product, start)?]);
         }
         let [k, v] = self.key_value(keys, values)?;
@@ -344,7 +419,7 @@ impl Projections {
             && k.shares_weight(v)
         {
             let start = k.range.start;
-            let product = k.weight.forward_columns(keys, start..v.range.end)?;
+            let product = k.product_to(v, keys)?;
             return Ok([k.of(&product, start)?, v.of(&product, start)?]);
         }
         Ok([self.k.forward(keys)?, self.v.forward(values)?])
@@ -364,20 +439,17 @@ impl Projections {
     /// # Errors
     /// If a projection is a module, whose weights the layer does not know, and if memory is short.
     pub fn to_linears(&self) -> Result<Linears> {
-        let mut latest: Option<(Arc<PackedLinear>, Linear)> = None;
+        let mut latest: Option<(Columns, Linear)> = None;
         let mut linear = |projection: &Projection| match projection {
-            Projection::Columns(Columns { weight, range, has_bias }) => {
-                let whole = match latest.take().filter(|(of, _)| Arc::ptr_eq(of, weight)) {
+            Projection::Columns(columns) => {
+                let whole = match latest.take().filter(|(of, _)| of.shares_weight(columns)) {
                     Some((_, whole)) => whole,
-                    None => weight.to_linear()?,
+                    None => columns.weight.linear()?.to_linear()?,
                 };
-                let own = |tensor: &Tensor| tensor.narrow(0, range.start, range.len());
-                let bias = whole.bias().filter(|_| *has_bias).map(own).transpose()?;
-                let linear = Linear::new(own(whole.weight())?, bias);
-                latest = Some((weight.clone(), whole));
-                Ok(linear)
+                let own = columns.rows_of(&whole)?;
+                latest = Some((columns.clone(), whole));
+                Ok(own)
             }
-            Projection::Variables(rows) => rows.to_linear(),
             Projection::Module { expected, .. } => bail!(
                 "[multi_head_attention] the {} projection is a module of the caller's, whose weights the layer does not know",
                 expected.place

@@ -4,7 +4,7 @@ use half::{bf16, f16};
 
 use crate::cpu::{MAX_LANES, SimdTask, Tier, Vector, dispatch_bf16, dispatch_f32};
 use crate::flash::{self, BackwardCall, Call};
-use crate::linear::{self, CheckedProjection, PackedWeight};
+use crate::linear::{self, PackedWeight, Product};
 
 /// f32, bf16 or f16: read as f32, written from f32. There are no other implementations.
 pub trait Element: Kernels {}
@@ -57,7 +57,7 @@ pub trait Kernels: Stored {
     fn attend(call: &Call<Self>, tier: Tier) -> Option<()>;
     fn attend_q8(call: &Call<Self, u8>, tier: Tier) -> Option<()>;
     fn attend_backward(call: &BackwardCall<Self>, tier: Tier);
-    fn project(projection: &CheckedProjection<Self>);
+    fn multiply(product: &Product<Self>);
     fn pack(rows: &[Self], outputs: usize, inputs: usize, tier: Tier) -> Option<PackedWeight>;
     fn unpack(weight: &PackedWeight, outputs: &[usize]) -> Option<Vec<Self>>;
 }
@@ -104,8 +104,8 @@ macro_rules! element {
                 flash::run_backward(call, tier)
             }
 
-            fn project(projection: &CheckedProjection<Self>) {
-                linear::run(projection)
+            fn multiply(product: &Product<Self>) {
+                linear::run(product)
             }
 
             fn pack(rows: &[Self], outputs: usize, inputs: usize, tier: Tier) -> Option<PackedWeight> {

@@ -37,7 +37,7 @@ use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use serde_json::Value;
 
-use crate::projection::{Columns, Projections};
+use crate::projection::{Columns, ProjectionWeight, Projections};
 use crate::size::fits_in_memory;
 use crate::weights::{projection_shapes, root};
 use crate::{
@@ -332,7 +332,11 @@ impl Weight {
     }
 
     fn columns(self) -> Result<Columns> {
-        Ok(Columns { range: 0..self.out_dim(), has_bias: self.bias.is_some(), weight: self.pack()?.into() })
+        Ok(Columns {
+            range: 0..self.out_dim(),
+            has_bias: self.bias.is_some(),
+            weight: ProjectionWeight::Whole(self.pack()?.into()),
+        })
     }
 }
 
@@ -342,6 +346,6 @@ fn split(weight: PackedLinear, parts: [(usize, bool); 3]) -> [Columns; 3] {
     let mut end = 0;
     parts.map(|(len, has_bias)| {
         end += len;
-        Columns { weight: weight.clone(), range: end - len..end, has_bias }
+        Columns { weight: ProjectionWeight::Whole(weight.clone()), range: end - len..end, has_bias }
     })
 }

@@ -17,6 +17,7 @@ use candle_core::{Error, ModuleT, Result, Tensor, bail};
 use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Init, Linear, VarBuilder};
 
+use crate::linear::frozen;
 use crate::norm::{NormDims, QkNorms};
 use crate::position::Alibi;
 use crate::projection::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
@@ -149,7 +150,8 @@ impl MultiHeadAttention {
         let source = Source::sharded(OP, layout, vb);
         source.check_dtype()?;
         let parameters = Parameters::load(cfg, &source)?.shard(cfg, shard)?;
-        Self::around(&own, Projections::new(load_projections(cfg, layout, Some(shard), &source)?)?, parameters)
+        let projections = Projections::new(load_projections(cfg, layout, Some(shard), &source)?)?;
+        Self::around(&own, projections, parameters)
     }
 
     /// The rest of a layer around its projections.
@@ -252,6 +254,43 @@ impl MultiHeadAttention {
     ) -> Result<Self> {
         self.projections = self.projections.map(&self.config, place, change)?;
         Ok(self)
+    }
+
+    /// The same layer with what its variables hold now as plain packed weights, so that nothing is tracked for gradients: for
+    /// inference after training. Modules of the caller's stay as they are.
+    ///
+    /// ```
+    /// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig};
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::{VarBuilder, VarMap};
+    /// # fn main() -> candle_core::Result<()> {
+    /// let vars = VarMap::new();
+    /// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    /// let mha = MultiHeadAttention::new(&MultiHeadAttentionConfig::new(64, 4), vb)?;
+    /// // ... training ...
+    /// let frozen = mha.freeze()?;
+    /// let xs = Tensor::randn(0f32, 1., (2, 6, 64), &Device::Cpu)?;
+    /// assert!(mha.forward(&xs)?.track_op() && !frozen.forward(&xs)?.track_op());
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn freeze(&self) -> Result<Self> {
+        Ok(Self {
+            config: self.config.clone(),
+            projections: self.projections.freeze()?,
+            qk_norm: self.qk_norm.as_ref().map(QkNorms::freeze).transpose()?,
+            rotary: self.rotary.clone(),
+            alibi: self.alibi.clone(),
+            relative_bias: self.relative_bias.as_ref().map(RelativeBias::freeze).transpose()?,
+            sinks: self.sinks.as_ref().map(frozen).transpose()?,
+            bias_kv: match &self.bias_kv {
+                Some((k, v)) => Some((frozen(k)?, frozen(v)?)),
+                None => None,
+            },
+            mask: self.mask.clone(),
+        })
     }
 
     /// What the layer was built from.

@@ -6,16 +6,22 @@ use std::sync::Arc;
 
 use candle_core::backend::BackendStorage;
 use candle_core::{
-    CpuStorage, CustomOp1, CustomOp2, D, DType, Device, Layout, Module, Result, Shape, Storage, Tensor, WithDType, bail,
+    CpuStorage, CustomOp1, CustomOp2, DType, Device, Layout, Module, Result, Shape, Storage, Tensor, WithDType, bail,
 };
 use candle_nn::{Activation, Linear};
 use half::{bf16, f16};
 
 use super::OP;
+use super::tracked::{PackedInputGradient, with_even_rows};
 use crate::executor::executor;
 use crate::size::fits_in_memory;
 use candle_attention_kernels::linear::{self, Codes, Epilogue, PackedWeight, Projection, Up};
 use candle_attention_kernels::{Element, Tier};
+
+/// The instruction set of products with a weight: one in particular, or the fastest.
+pub(super) fn choose_tier(tier: Option<Tier>, dtype: DType) -> Result<Tier> {
+    Tier::choose(tier, dtype == DType::BF16).map_err(|error| candle_core::Error::msg(format!("[{OP}] {error}")))
+}
 
 /// A packed weight and its bias.
 pub(super) struct Packed {
@@ -39,18 +45,16 @@ fn bias_numbers(dtype: DType, bias: Option<&Tensor>) -> Result<(Option<Vec<f32>>
 
 impl Packed {
     /// Packs `weight` (out, in), in f32, bf16 or f16, and `bias` (out,), on the CPU.
-    pub fn of_rows(weight: &Tensor, bias: Option<&Tensor>, tier: Option<Tier>) -> Result<Self> {
+    pub fn new(weight: &Tensor, bias: Option<&Tensor>, tier: Tier) -> Result<Self> {
         match weight.dtype() {
-            DType::F32 => Self::new::<f32>(weight, bias, tier),
-            DType::BF16 => Self::new::<bf16>(weight, bias, tier),
-            DType::F16 => Self::new::<f16>(weight, bias, tier),
+            DType::F32 => Self::of::<f32>(weight, bias, tier),
+            DType::BF16 => Self::of::<bf16>(weight, bias, tier),
+            DType::F16 => Self::of::<f16>(weight, bias, tier),
             dtype => bail!("[{OP}] a weight of dtype {dtype:?} is never packed"),
         }
     }
 
-    fn new<E: Element + WithDType>(weight: &Tensor, bias: Option<&Tensor>, tier: Option<Tier>) -> Result<Self> {
-        let tier = Tier::choose(tier, weight.dtype() == DType::BF16)
-            .map_err(|error| candle_core::Error::msg(format!("[{OP}] {error}")))?;
+    fn of<E: Element + WithDType>(weight: &Tensor, bias: Option<&Tensor>, tier: Tier) -> Result<Self> {
         let (bias, linear_dtype) = bias_numbers(weight.dtype(), bias)?;
         let weight = contiguous("weight", weight)?;
         let (storage, layout) = weight.storage_and_layout();
@@ -64,7 +68,7 @@ impl Packed {
 
     /// Packs codes that stand for f32, and `bias` (out,) on the CPU.
     pub fn of_codes(codes: &Codes, shape: (usize, usize), bias: Option<&Tensor>) -> Result<Self> {
-        let tier = Tier::choose(None, false).map_err(|error| candle_core::Error::msg(format!("[{OP}] {error}")))?;
+        let tier = choose_tier(None, DType::F32)?;
         let (bias, linear_dtype) = bias_numbers(DType::F32, bias)?;
         let weight = PackedWeight::from_codes(codes, shape, tier).map_err(kernel_error)?;
         Ok(Self { weight, dtype: DType::F32, linear_dtype, bias })
@@ -128,9 +132,7 @@ pub(super) struct Columns {
 impl Columns {
     /// The product with `xs` (.., in), and the residual (.., columns), all of which were checked.
     pub fn forward(self, xs: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
-        let dense = xs.elem_count() == 0 || xs.dim(D::Minus1)? == 1 || xs.stride()[xs.rank() - 1] == 1;
-        let is_rows = dense && row_stride(xs.layout()).is_some();
-        let xs = if is_rows { xs.clone() } else { contiguous("input", xs)? };
+        let xs = with_even_rows("input", xs)?;
         match residual {
             Some(residual) => xs.apply_op2_no_bwd(&contiguous("residual", residual)?, &self),
             None => xs.apply_op1(self),
@@ -201,12 +203,12 @@ impl CustomOp1 for Columns {
         self.run(xs, layout, None)
     }
 
-    fn bwd(&self, xs: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
         if self.activation.is_some() || self.up.is_some() {
             bail!("[{OP}] an activation in the pass of its product has no gradient")
         }
-        let weight = self.packed.rows(None)?.narrow(0, self.columns.start, self.columns.len())?;
-        Ok(Some(plain(&Linear::new(weight.t()?, None), gradient, 0..xs.dim(D::Minus1)?)?))
+        let op = PackedInputGradient { weight: &self.packed.weight, columns: self.columns.clone() };
+        Ok(Some(with_even_rows("gradient", gradient)?.apply_op1_no_bwd(&op)?))
     }
 }
 
@@ -240,12 +242,12 @@ pub(super) fn kernel_activation(activation: Activation) -> Result<linear::Activa
     })
 }
 
-fn kernel_error(error: candle_attention_kernels::Error) -> candle_core::Error {
+pub(super) fn kernel_error(error: candle_attention_kernels::Error) -> candle_core::Error {
     candle_core::Error::msg(format!("[{OP}] {error}"))
 }
 
 /// The stride between rows, if all dimensions before the last count rows at one distance. Rows of nothing are anywhere.
-fn row_stride(layout: &Layout) -> Option<usize> {
+pub(super) fn row_stride(layout: &Layout) -> Option<usize> {
     if layout.shape().elem_count() == 0 {
         return Some(0);
     }

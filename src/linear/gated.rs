@@ -54,6 +54,14 @@ impl PackedGatedLinear {
         Ok(Self { gate: gate.with_activation(activation)?, up })
     }
 
+    /// The same with what variables hold now, packed, and nothing tracked for gradients.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn freeze(&self) -> Result<Self> {
+        Ok(Self { gate: self.gate.freeze()?, up: self.up.freeze()? })
+    }
+
     /// The width of the output.
     pub fn out_dim(&self) -> usize {
         self.gate.out_dim()

@@ -3,6 +3,7 @@
 mod forward;
 mod gated;
 mod quantized;
+mod tracked;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,22 +14,29 @@ use candle_nn::{Activation, Init, Linear, VarBuilder};
 
 use crate::cpu::Tier;
 use crate::size::{fits_in_memory, is_addressable};
-use forward::{Columns, Packed, kernel_activation, plain};
+use forward::{Columns, Packed, choose_tier, kernel_activation, plain};
 pub use gated::PackedGatedLinear;
 use quantized::Quantized;
 
 const OP: &str = "packed_linear";
 
-/// A projection `x Wᵀ + b` that holds its weight in the order in which the CPU reads it: [`Linear`] for inference.
+/// A projection `x Wᵀ + b` that holds its weight in the order in which the CPU reads it: [`Linear`] for inference and for
+/// training.
 ///
 /// On a CPU, for f32, bf16 and f16, the weight is packed once and kept as it is, never widened; products are summed in
 /// f32, the bias is added to the sum, and the output is rounded once. An output's bits depend on its own row of input
 /// alone: not on the other rows of the batch, nor on the number of threads. One row runs at the speed at which memory gives the weight,
 /// many at the speed of the processor's multiply-adds.
 ///
-/// Where that cannot be - on another device, for f64, and over variables, which training changes - it is Candle's own
-/// [`Linear`] under the same name. Gradients of the input pass through either way. Weights of GGUF files are packed in
-/// their own types ([`from_qtensor`](Self::from_qtensor)).
+/// A weight or bias that is tracked for gradients - a variable, or what was computed from variables - is not packed, since
+/// training changes variables in place: each call reads what they hold then, and the thread that multiplies puts a block of the
+/// weight in order in its cache. Outputs have the same bits either way. [`freeze`](Self::freeze) packs what they hold.
+///
+/// Gradients are products of the same kind: of the input through packed and tracked weights, and of tracked weights and biases,
+/// summed in f32 whatever the dtype, with the same bits for any number of threads.
+///
+/// On another device and for f64 it is Candle's own [`Linear`] under the same name. Weights of GGUF files are packed in their
+/// own types ([`from_qtensor`](Self::from_qtensor)).
 ///
 /// ```
 /// use candle_attention::PackedLinear;
@@ -50,6 +58,9 @@ pub struct PackedLinear {
 #[derive(Debug, Clone)]
 enum Kind {
     Packed(Arc<Packed>),
+    /// Tracked for gradients, and read in each call.
+    Tracked(Linear, Tier),
+    /// Candle's own operations.
     Plain(Linear),
     Quantized(Arc<Quantized>),
 }
@@ -116,29 +127,23 @@ impl PackedLinear {
                 )
             }
         }
-        let is_tracked = tracks_gradients(weight, bias);
-        let kind = match (weight.device(), weight.dtype()) {
-            (Device::Cpu, DType::F32 | DType::BF16 | DType::F16) if !is_tracked => {
-                Kind::Packed(Packed::of_rows(weight, bias, tier)?.into())
-            }
-            (device, dtype @ (DType::F32 | DType::BF16 | DType::F16 | DType::F64)) => {
-                if let Some(tier) = tier {
-                    let tracked = if is_tracked { ", tracked for gradients," } else { "" };
-                    bail!(
-                        "[{OP}] a weight in {dtype:?} on {:?}{tracked} is not packed, expected no CPU tier, found {tier}",
-                        device.location()
-                    )
-                }
-                Kind::Plain(Linear::new(weight.clone(), bias.cloned()))
-            }
-            (_, dtype) => bail!("[{OP}] weight has dtype {dtype:?}, expected F32, BF16, F16 or F64"),
+        let dtype = weight.dtype();
+        if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16 | DType::F64) {
+            bail!("[{OP}] weight has dtype {dtype:?}, expected F32, BF16, F16 or F64")
+        }
+        let linear = || Linear::new(weight.clone(), bias.cloned());
+        let kind = match tier {
+            _ if weight.device().is_cpu() && dtype != DType::F64 => match choose_tier(tier, dtype)? {
+                tier if tracks_gradients(weight, bias) => Kind::Tracked(linear(), tier),
+                tier => Kind::Packed(Packed::new(weight, bias, tier)?.into()),
+            },
+            Some(tier) => bail!(
+                "[{OP}] a weight in {dtype:?} on {:?} is not packed, expected no CPU tier, found {tier}",
+                weight.device().location()
+            ),
+            None => Kind::Plain(linear()),
         };
         Ok(Self { kind, activation: None })
-    }
-
-    /// A [`Linear`] as it is, for one that training changes.
-    pub(crate) fn unpacked(linear: Linear) -> Self {
-        Self { kind: Kind::Plain(linear), activation: None }
     }
 
     /// Packs a [`Linear`].
@@ -186,6 +191,21 @@ impl PackedLinear {
         self.activation
     }
 
+    /// The same with what variables hold now, packed, and nothing tracked for gradients: for inference after training.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn freeze(&self) -> Result<Self> {
+        let (linear, tier) = match &self.kind {
+            Kind::Packed(_) | Kind::Quantized(_) => return Ok(self.clone()),
+            Kind::Tracked(linear, tier) => (linear, Some(*tier)),
+            Kind::Plain(linear) => (linear, None),
+        };
+        let bias = linear.bias().map(frozen).transpose()?;
+        let packed = Self::with_tier(&frozen(linear.weight())?, bias.as_ref(), tier)?;
+        Ok(Self { activation: self.activation, ..packed })
+    }
+
     /// The projection as a [`Linear`] again, to the bit; its activation is no part of that. One of a quantised weight is
     /// in f32.
     ///
@@ -193,7 +213,7 @@ impl PackedLinear {
     /// If memory is short.
     pub fn to_linear(&self) -> Result<Linear> {
         match &self.kind {
-            Kind::Plain(linear) => Ok(linear.clone()),
+            Kind::Tracked(linear, _) | Kind::Plain(linear) => Ok(linear.clone()),
             Kind::Packed(packed) => packed.to_linear(),
             Kind::Quantized(quantized) => quantized.to_linear(),
         }
@@ -229,7 +249,7 @@ impl PackedLinear {
         }
         let rows = match &self.kind {
             Kind::Packed(packed) => packed.rows(Some(&flat.iter().map(|&id| id as usize).collect::<Vec<_>>()))?,
-            Kind::Plain(linear) => linear.weight().index_select(&ids.flatten_all()?, 0)?,
+            Kind::Tracked(linear, _) | Kind::Plain(linear) => linear.weight().index_select(&ids.flatten_all()?, 0)?,
             Kind::Quantized(quantized) => quantized.rows(&ids.flatten_all()?)?,
         };
         rows.reshape([ids.dims(), &[self.in_dim()]].concat())
@@ -238,7 +258,7 @@ impl PackedLinear {
     /// The width of the output.
     pub fn out_dim(&self) -> usize {
         match &self.kind {
-            Kind::Plain(linear) => linear.weight().dims()[0],
+            Kind::Tracked(linear, _) | Kind::Plain(linear) => linear.weight().dims()[0],
             Kind::Packed(packed) => packed.shape().0,
             Kind::Quantized(quantized) => quantized.dims()[0],
         }
@@ -247,7 +267,7 @@ impl PackedLinear {
     /// The width of the input.
     pub fn in_dim(&self) -> usize {
         match &self.kind {
-            Kind::Plain(linear) => linear.weight().dims()[1],
+            Kind::Tracked(linear, _) | Kind::Plain(linear) => linear.weight().dims()[1],
             Kind::Packed(packed) => packed.shape().1,
             Kind::Quantized(quantized) => quantized.dims()[1],
         }
@@ -256,7 +276,7 @@ impl PackedLinear {
     /// The weight's dtype; f32 of a quantised one.
     pub fn dtype(&self) -> DType {
         match &self.kind {
-            Kind::Plain(linear) => linear.weight().dtype(),
+            Kind::Tracked(linear, _) | Kind::Plain(linear) => linear.weight().dtype(),
             Kind::Packed(packed) => packed.dtype(),
             Kind::Quantized(_) => DType::F32,
         }
@@ -265,15 +285,23 @@ impl PackedLinear {
     /// Where the weight is.
     pub fn device(&self) -> &Device {
         match &self.kind {
-            Kind::Plain(linear) => linear.weight().device(),
+            Kind::Tracked(linear, _) | Kind::Plain(linear) => linear.weight().device(),
             Kind::Packed(_) => &Device::Cpu,
             Kind::Quantized(quantized) => quantized.device(),
         }
     }
 
-    /// Whether the weight is packed, or else Candle multiplies it.
+    /// Whether the weight is packed: on a CPU, in a type that is, and not tracked for gradients.
     pub fn is_packed(&self) -> bool {
         matches!(self.kind, Kind::Packed(_))
+    }
+
+    /// Whether training may change the weight or the bias.
+    pub(crate) fn is_tracked(&self) -> bool {
+        match &self.kind {
+            Kind::Packed(_) | Kind::Quantized(_) => false,
+            Kind::Tracked(linear, _) | Kind::Plain(linear) => tracks_gradients(linear.weight(), linear.bias()),
+        }
     }
 
     /// Some of the outputs only, with the bits that [`forward`](Module::forward) gives them: (.., in) gives
@@ -353,6 +381,14 @@ impl PackedLinear {
                 }
                 Columns { activation: None, ..product }.forward(xs, None)?
             }
+            Kind::Tracked(linear, tier) => {
+                let own = |tensor: &Tensor| {
+                    let all = columns.len() == self.out_dim();
+                    let part = if all { tensor.clone() } else { tensor.narrow(0, columns.start, columns.len())? };
+                    part.to_dtype(xs.dtype())
+                };
+                tracked::product(xs, &own(linear.weight())?, linear.bias().map(own).transpose()?.as_ref(), *tier)?
+            }
             Kind::Plain(linear) => plain(linear, xs, columns)?,
             Kind::Quantized(quantized) => quantized.forward(xs, columns)?,
         };
@@ -362,6 +398,11 @@ impl PackedLinear {
             None => Ok(ys),
         }
     }
+}
+
+/// What a tensor holds now, in memory of its own where a variable could change it.
+pub(crate) fn frozen(tensor: &Tensor) -> Result<Tensor> {
+    if tensor.track_op() { tensor.detach().copy() } else { Ok(tensor.clone()) }
 }
 
 /// Whether training changes a linear layer in place, so that a copy would not follow it.

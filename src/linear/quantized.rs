@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use candle_nn::Linear;
 use half::f16;
 
-use super::forward::{Packed, contiguous, plain};
+use super::forward::{Packed, choose_tier, contiguous, plain};
 use super::{Kind, OP, PackedLinear};
 use crate::size::{fits_in_memory, part};
 use candle_attention_kernels::linear::{CODE_BLOCK, Codes};
@@ -74,7 +74,7 @@ impl PackedLinear {
             }
             _ if is_packed => {
                 let rows = weight.dequantize(&device)?.to_dtype(dtype)?;
-                Kind::Packed(Packed::of_rows(&rows, bias, None)?.into())
+                Kind::Packed(Packed::new(&rows, bias, choose_tier(None, dtype)?)?.into())
             }
             _ => Kind::Plain(Linear::new(weight.dequantize(&device)?, bias.cloned())),
         };

@@ -7,6 +7,7 @@ use candle_nn::{Init, VarBuilder};
 use serde::{Deserialize, Serialize};
 
 use super::Positions;
+use crate::linear::frozen;
 use crate::sdpa::accumulation_dtype;
 use crate::shard::HeadShard;
 use crate::size::fits_in_memory;
@@ -197,6 +198,14 @@ impl RelativeBias {
             false => shard.query_share().copy(&self.weight, 1)?,
         };
         Ok(Self { config: self.config.clone(), weight, latest: Arc::default() })
+    }
+
+    /// With what a variable holds now.
+    pub(crate) fn freeze(&self) -> Result<Self> {
+        if !self.weight.track_op() {
+            return Ok(self.clone());
+        }
+        Ok(Self { config: self.config.clone(), weight: frozen(&self.weight)?, latest: Arc::default() })
     }
 
     /// What the buckets were made from.

@@ -60,6 +60,11 @@ impl Piece {
         self.tensor.id() == next.tensor.id() && (self.groups, next.groups, self.range.end) == (1, 1, next.range.start)
     }
 
+    /// The rows, which follow the tensor where it is a variable.
+    fn view(&self) -> Result<Option<Tensor>> {
+        (self.groups == 1).then(|| self.tensor.narrow(0, self.range.start, self.range.len())).transpose()
+    }
+
     fn rows(&self) -> Result<Tensor> {
         let Range { start, end } = self.range;
         let (rows, columns) = (self.tensor.dims()[0], &self.tensor.dims()[1..]);
@@ -73,8 +78,8 @@ impl Piece {
         grouped.narrow(1, start, end - start)?.contiguous()?.reshape([&[self.len()], columns].concat())
     }
 
-    /// The rows of all pieces as one tensor: a view where they follow each other in one, and a copy otherwise.
-    fn concat(pieces: impl IntoIterator<Item = Self>) -> Result<Tensor> {
+    /// The same rows in as few pieces as can be.
+    fn join(pieces: impl IntoIterator<Item = Self>) -> Vec<Self> {
         let mut joined: Vec<Self> = Vec::new();
         for piece in pieces {
             match joined.last_mut() {
@@ -82,6 +87,12 @@ impl Piece {
                 _ => joined.push(piece),
             }
         }
+        joined
+    }
+
+    /// The rows of all pieces as one tensor: a view where they follow each other in one, and a copy otherwise.
+    fn concat(pieces: impl IntoIterator<Item = Self>) -> Result<Tensor> {
+        let joined = Self::join(pieces);
         let mut tensors = joined.iter().map(Self::rows).collect::<Result<Vec<_>>>()?;
         if tensors.len() == 1 { Ok(tensors.remove(0)) } else { Tensor::cat(&tensors, 0) }
     }
@@ -122,6 +133,17 @@ impl ProjectionRows {
     /// Whether training may change them, weights or biases, so that a copy would not stay the same.
     pub(crate) fn is_tracked(&self) -> bool {
         self.weight.iter().chain(&self.bias).any(|piece| piece.tensor.track_op())
+    }
+
+    /// The rows as a linear layer that follows variables; `None` where they lie in several places.
+    pub(crate) fn to_view(&self) -> Result<Option<Linear>> {
+        let view = |pieces: &[Piece]| match Piece::join(pieces.iter().cloned()).as_slice() {
+            [whole] => whole.view(),
+            _ => Ok(None),
+        };
+        let bias = view(&self.bias)?;
+        let weight = if bias.is_some() == self.has_bias() { view(&self.weight)? } else { None };
+        Ok(weight.map(|weight| Linear::new(weight, bias)))
     }
 
     /// The rows as one linear layer, with what variables hold now.

@@ -55,7 +55,6 @@ pub const WEIGHTS: &[Case] = cases! {
     "a bias of rank 0" => new(ones((1, 4), F32), Some(ones((), F32))),
     "a bias of another dtype" => new(ones((3, 4), DType::BF16), Some(ones(3, F32))),
     "a tier for f64" => on_scalar(&ones((3, 4), DType::F64)?),
-    "a tier for variables" => on_scalar(&var((3, 4))?),
     "a file without the weight" => load("down", 4),
     "a file with another weight" => load("up", 5),
 };

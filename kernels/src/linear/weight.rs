@@ -1,7 +1,6 @@
 //! A weight in the order in which products read it.
 
 use std::fmt;
-use std::ops::Range;
 
 use half::f16;
 
@@ -146,11 +145,6 @@ impl PackedWeight {
         K::ELEMENTS == 1 && self.format != Format::Elements(Dtype::F32) && !is_few
     }
 
-    /// The outputs of one of the panels.
-    pub(super) fn columns_of(&self, panel: usize) -> Range<usize> {
-        panel * self.panel..self.outputs.min((panel + 1) * self.panel)
-    }
-
     /// A product with `product.depth` words of inputs from `first` of a panel. Words of the kernel's own are read in
     /// place, others widened to f32: while they are loaded for up to two tiles of rows, before many into `widened`,
     /// which takes as many rows of [`K::PANEL`](Kernel::PANEL) then ([`is_widened`](Self::is_widened)).
@@ -212,6 +206,80 @@ impl PackedWeight {
             from = (0..B::BLOCK / B::STEPS).fold(numbers, |words, _| B::next(words, self.panel));
         }
         product.b = to;
+    }
+}
+
+/// Squares whose rows are inputs and whose columns are outputs, for products with the outputs. `output` is a multiple of the
+/// columns, so that these belong to one panel.
+impl PackedWeight {
+    /// A square of f32 where it is, its rows a panel apart; `None` where its words are others, or some are missing.
+    pub(super) fn square_in_place(&self, output: usize, input: usize, size: usize) -> Option<*const f32> {
+        let is_f32 = self.format == Format::Elements(Dtype::F32);
+        let is_whole = is_f32 && output < self.outputs && input + size <= self.padded;
+        is_whole.then(|| self.at(output / self.panel, input).wrapping_add(output % self.panel))
+    }
+
+    /// LANES inputs from `input`, each a vector of outputs as f32; zeros where there are none.
+    ///
+    /// # Safety
+    /// The processor has the tier of V, `input` is a multiple of LANES, and `to` takes LANES vectors.
+    #[inline(always)]
+    pub(super) unsafe fn widened_rows<V: Vector>(&self, output: usize, input: usize, to: *mut f32) {
+        // SAFETY: as this method's contract.
+        unsafe {
+            to.write_bytes(0, V::LANES * V::LANES);
+            match self.format {
+                _ if output >= self.outputs => {}
+                Format::Elements(Dtype::F32) => self.rows_of::<V, Words>(output, input, to),
+                Format::Elements(Dtype::BF16) => self.rows_of::<V, Bf16Pairs>(output, input, to),
+                Format::Elements(Dtype::F16) => self.rows_of::<V, F16Rows>(output, input, to),
+                Format::Codes { bits: 4, .. } => self.rows_of::<V, CodeBlocks<4>>(output, input, to),
+                Format::Codes { .. } => self.rows_of::<V, CodeBlocks<8>>(output, input, to),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`widened_rows`](Self::widened_rows); the weight has the output, and is stored as B.
+    #[inline(always)]
+    unsafe fn rows_of<V: Vector, B: Columns>(&self, output: usize, input: usize, to: *mut f32) {
+        let (panel, column, has_minimums) = (output / self.panel, output % self.panel, self.has_minimums());
+        let wanted = input..self.padded.min(input + V::LANES);
+        for first in (input / B::BLOCK * B::BLOCK..wanted.end).step_by(B::BLOCK) {
+            let block = self.at(panel, first);
+            // SAFETY: as this method's contract; the block lies within the panel, and a wanted row within `to`.
+            unsafe {
+                let scales = B::scales::<V>(block, self.panel, column, has_minimums);
+                let mut words = B::numbers(block, self.panel, has_minimums);
+                for step in (first..first + B::BLOCK).step_by(B::STEPS) {
+                    let mut loaded = B::load::<V>(words, column);
+                    for step in step..step + B::STEPS {
+                        let numbers = B::take(&mut loaded, scales);
+                        if wanted.contains(&step) {
+                            numbers.store(to.add((step - input) * V::LANES));
+                        }
+                    }
+                    words = B::next(words, self.panel);
+                }
+            }
+        }
+    }
+
+    /// LANES pairs of inputs from `input`, each a vector of words of as many outputs; zeros where there are none.
+    ///
+    /// # Safety
+    /// The weight is of bf16, the processor has the tier of V, `input` is even, and `to` takes LANES vectors.
+    #[inline(always)]
+    pub(super) unsafe fn pair_rows<V: Vector>(&self, output: usize, input: usize, to: *mut f32) {
+        let filled = if output < self.outputs { V::LANES.min((self.padded - input) / 2) } else { 0 };
+        // SAFETY: as this method's contract; the rows that are read lie within a panel.
+        unsafe {
+            to.add(filled * V::LANES).write_bytes(0, (V::LANES - filled) * V::LANES);
+            for row in 0..filled {
+                let from = self.at(output / self.panel, input + 2 * row).wrapping_add(output % self.panel);
+                V::load(from).store(to.add(row * V::LANES));
+            }
+        }
     }
 }
 

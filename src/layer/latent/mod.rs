@@ -88,6 +88,13 @@ impl Queries {
         Ok(Self::Compressed(down, norm, linear("q_b_proj", (width, rank), false)?))
     }
 
+    fn freeze(&self) -> Result<Self> {
+        Ok(match self {
+            Self::Direct(linear) => Self::Direct(linear.freeze()?),
+            Self::Compressed(down, norm, up) => Self::Compressed(down.freeze()?, norm.freeze()?, up.freeze()?),
+        })
+    }
+
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         match self {
             Self::Direct(linear) => linear.forward(xs),
@@ -137,6 +144,24 @@ impl MultiHeadLatentAttention {
         }
         self.rotary = rotary;
         Ok(self)
+    }
+
+    /// The same layer with what its variables hold now as plain packed weights, so that nothing is tracked for gradients: for
+    /// inference after training.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn freeze(&self) -> Result<Self> {
+        Ok(Self {
+            config: self.config.clone(),
+            queries: self.queries.freeze()?,
+            down: self.down.freeze()?,
+            norm: self.norm.freeze()?,
+            up: self.up.freeze()?,
+            out: self.out.freeze()?,
+            rotary: self.rotary.clone(),
+            mask: self.mask.clone(),
+        })
     }
 
     /// What the layer was built from.

@@ -30,10 +30,22 @@ impl UpProjection {
         let (h, rank) = (cfg.num_heads(), cfg.kv_lora_rank());
         let (nope, value) = (cfg.nope_head_dim(), cfg.value_head_dim());
         let linear = source.linear("kv_b_proj", (h * (nope + value), rank), false)?;
-        let kv_b = PackedLinear::from_linear(&linear)?;
-        let key = |head| PackedLinear::new(&linear.weight().narrow(0, head * (nope + value), nope)?.t()?, None);
-        let keys = if kv_b.is_packed() { (0..h).map(key).collect::<Result<_>>()? } else { Vec::new() };
-        Ok(Self { kv_b, keys, h, rank, nope, value })
+        Self { kv_b: linear.try_into()?, keys: Vec::new(), h, rank, nope, value }.prepared()
+    }
+
+    /// With what variables hold now.
+    pub fn freeze(&self) -> Result<Self> {
+        Self { kv_b: self.kv_b.freeze()?, keys: Vec::new(), ..*self }.prepared()
+    }
+
+    /// With the keys' rows the other way round, where they are packed.
+    fn prepared(mut self) -> Result<Self> {
+        if self.kv_b.is_packed() {
+            let weights = self.weights()?;
+            let key = |head: usize| PackedLinear::new(&weights.get(head)?.narrow(0, 0, self.nope)?.t()?, None);
+            self.keys = (0..self.h).map(key).collect::<Result<_>>()?;
+        }
+        Ok(self)
     }
 
     /// The parts of queries without positions (B, T, H, nope), as queries (B, T, H, rank) to latents.

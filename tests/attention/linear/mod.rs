@@ -9,3 +9,4 @@ mod followed;
 mod grid;
 mod isolation;
 mod quantized;
+mod tracked;

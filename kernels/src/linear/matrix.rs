@@ -1,0 +1,110 @@
+//! Products of matrices that are not packed.
+
+use std::mem::MaybeUninit;
+
+use super::left::Left;
+use super::right::Right;
+use super::{Epilogue, Product, filled};
+use crate::cpu::SharedPtr;
+use crate::error::{check_len, check_tier};
+use crate::{Element, Error, Executor, Tier};
+
+/// A matrix (rows, columns) in memory. The element of row r and column c is at `r * stride + c`, or at `c * stride + r` where
+/// it is transposed.
+#[derive(Clone, Copy, Debug)]
+pub struct Matrix<'a, X> {
+    /// From the first element on.
+    pub data: &'a [X],
+    /// The rows.
+    pub rows: usize,
+    /// The columns.
+    pub columns: usize,
+    /// The elements from the beginning of one row to the next, or of one column where columns are contiguous.
+    pub stride: usize,
+    /// Whether columns are contiguous, and not rows.
+    pub is_transposed: bool,
+}
+
+impl<X> Matrix<'_, X> {
+    /// The other way round.
+    pub fn t(self) -> Self {
+        Self { rows: self.columns, columns: self.rows, is_transposed: !self.is_transposed, ..self }
+    }
+
+    /// That it lies within its slice.
+    pub(super) fn check(&self, name: &str) -> Result<(), Error> {
+        let Self { data, rows, columns, stride, is_transposed } = *self;
+        let (lines, width) = if is_transposed { (columns, rows) } else { (rows, columns) };
+        let end = lines.saturating_sub(1).checked_mul(stride).and_then(|last| last.checked_add(width));
+        if lines > 0 && width > 0 && end.is_none_or(|end| end > data.len()) {
+            let found = data.len();
+            return Err(Error::Shape(format!(
+                "expected {lines} lines of {width} elements, {stride} apart, for {name}, found {found} elements"
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// The operands of [`multiply`].
+#[derive(Clone, Debug)]
+pub struct MatrixProduct<'a, X> {
+    /// (rows, depth).
+    pub left: Matrix<'a, X>,
+    /// (depth, columns).
+    pub right: Matrix<'a, X>,
+    /// One for each column, added to the sums.
+    pub bias: Option<&'a [f32]>,
+    /// What multiplies.
+    pub tier: Tier,
+    /// Runs the call if it is brief; rayon otherwise.
+    pub executor: Option<Executor>,
+}
+
+/// `left · right + bias`, summed in f32 and rounded once: (rows, columns), with the bits that [`project`](super::project) gives
+/// for the same numbers in a packed weight.
+///
+/// # Errors
+/// [`Error::Shape`] if the operands do not fit each other, their slices or the bias, [`Error::Tier`] if the processor lacks the
+/// tier, [`Error::Memory`] if there is none for the result.
+///
+/// ```
+/// use candle_attention_kernels::Tier;
+/// use candle_attention_kernels::linear::{Matrix, MatrixProduct, multiply};
+///
+/// let xs = Matrix { data: &[1.0, 1.0, 2.0, 0.0], rows: 2, columns: 2, stride: 2, is_transposed: false };
+/// // A weight of three outputs and two inputs.
+/// let weight = Matrix { data: &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], rows: 3, columns: 2, stride: 2, is_transposed: false };
+/// let product = MatrixProduct { left: xs, right: weight.t(), bias: None, tier: Tier::choose(None, false)?, executor: None };
+/// assert_eq!(multiply(&product)?, [3.0, 7.0, 11.0, 2.0, 6.0, 10.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn multiply<X: Element>(product: &MatrixProduct<X>) -> Result<Vec<X>, Error> {
+    let &MatrixProduct { left, right, bias, tier, executor } = product;
+    check_tier(tier)?;
+    left.check("the left operand")?;
+    right.check("the right operand")?;
+    if left.columns != right.rows {
+        return Err(Error::Shape(format!("expected a depth of {}, found {}", left.columns, right.rows)));
+    }
+    if let Some(bias) = bias {
+        check_len("bias", bias.len(), right.columns)?;
+    }
+    let (rows, columns) = (left.rows, right.columns);
+    let count = rows.checked_mul(columns).filter(|&count| count.checked_mul(size_of::<X>()).is_some());
+    let count = count.ok_or_else(|| Error::Memory(format!("an output of {rows} rows of {columns}")))?;
+    let fill = |output: &mut [MaybeUninit<X>]| {
+        X::multiply(&Product {
+            left: Left { matrix: left, lead: 0 },
+            right: Right::Matrix(right),
+            columns: 0..columns,
+            epilogue: Epilogue { bias, ..Default::default() },
+            executor,
+            tier,
+            output: SharedPtr(output.as_mut_ptr().cast()),
+        });
+        Ok(())
+    };
+    // SAFETY: the product initialises every element.
+    unsafe { filled(rows, columns, count, fill) }
+}

@@ -1,0 +1,237 @@
+//! The right operand of a product on its way into panels.
+
+use std::ops::Range;
+
+use super::Matrix;
+use super::left::BLOCK;
+use super::weight::PackedWeight;
+use crate::cpu::{Kernel, MAX_LANES, Product, Vector, Words};
+use crate::element::{Dtype, Kernels, load_first, widen_row};
+
+/// A matrix (depth, columns). A weight in panels is read in place where it can be; of everything else a block of a panel at a
+/// time is copied, for all rows of a task, which is some hundredths of their products.
+#[derive(Clone, Copy)]
+pub enum Right<'a, X> {
+    /// (in, out) of a weight (out, in).
+    Weight(&'a PackedWeight),
+    /// Some of the outputs of a weight, by its inputs: the other way round. Its depth begins at [`depth_start`].
+    Transposed { weight: &'a PackedWeight, first: usize, end: usize },
+    /// Elements in memory.
+    Matrix(Matrix<'a, X>),
+}
+
+/// LANES by LANES words.
+type Square = [f32; MAX_LANES * MAX_LANES];
+
+/// The output with which the depth begins where outputs are the depth: a multiple of every vector of pairs.
+pub fn depth_start(first_output: usize) -> usize {
+    first_output / (2 * MAX_LANES) * (2 * MAX_LANES)
+}
+
+impl<X: Kernels> Right<'_, X> {
+    /// The columns of the whole operand.
+    pub fn columns(&self) -> usize {
+        match self {
+            Self::Weight(weight) => weight.outputs(),
+            Self::Transposed { weight, .. } => weight.inputs(),
+            Self::Matrix(matrix) => matrix.columns,
+        }
+    }
+
+    /// The columns of a panel.
+    pub fn panel<K: Kernel>(&self) -> usize {
+        if let Self::Weight(weight) = self { weight.panel() } else { K::PANEL }
+    }
+
+    /// The columns of one of the panels.
+    pub fn columns_of<K: Kernel>(&self, panel: usize) -> Range<usize> {
+        let width = self.panel::<K>();
+        panel * width..self.columns().min((panel + 1) * width)
+    }
+
+    /// The elements of depth with the zeros at its end.
+    pub fn padded<K: Kernel>(&self) -> usize {
+        let depth = match *self {
+            Self::Weight(weight) => return weight.padded(),
+            Self::Transposed { first, end, .. } => end - depth_start(first),
+            Self::Matrix(matrix) => matrix.rows,
+        };
+        depth.next_multiple_of(K::ELEMENTS * K::Vector::LANES.max(K::DEPTH))
+    }
+
+    /// Whether a product with so many rows reads a copy.
+    pub fn is_copied<K: Kernel>(&self, rows: usize) -> bool {
+        if let Self::Weight(weight) = self { weight.is_widened::<K>(rows) } else { true }
+    }
+
+    /// Whether blocks of codes have minimums.
+    pub fn has_minimums(&self) -> bool {
+        if let Self::Weight(weight) = self { weight.has_minimums() } else { false }
+    }
+
+    /// The bytes that a product with so many columns reads.
+    pub fn bytes(&self, columns: usize) -> usize {
+        match *self {
+            Self::Weight(weight) => weight.bytes(columns),
+            Self::Transposed { weight, first, end } => weight.bytes(end - first),
+            Self::Matrix(matrix) => matrix.rows * columns * size_of::<X>(),
+        }
+    }
+
+    /// A product with the `product.depth` words of a panel's depth that begin at the element `first`; `copy` takes as many
+    /// rows of [`K::PANEL`](Kernel::PANEL) where the operand [`is_copied`](Self::is_copied).
+    ///
+    /// # Safety
+    /// As [`Kernel::multiply`] but for B; the panel exists; the words lie within the padded depth, and begin at a multiple of
+    /// [`BLOCK`] words.
+    #[inline(always)]
+    pub unsafe fn multiply<K: Kernel>(&self, panel: usize, first: usize, copy: *mut f32, mut product: Product) {
+        let (column, steps) = (panel * K::PANEL, product.depth);
+        debug_assert!(steps <= BLOCK);
+        // SAFETY: as this method's contract.
+        unsafe {
+            match self {
+                Self::Weight(weight) => return weight.multiply::<K>(panel, first, copy, product),
+                &Self::Transposed { weight, first: start, end } => {
+                    for at in (0..steps).step_by(K::Vector::LANES) {
+                        let output = depth_start(start) + first + at * K::ELEMENTS;
+                        for column in
+                            (column..weight.inputs().min(column + K::PANEL)).step_by(K::Vector::LANES * K::ELEMENTS)
+                        {
+                            let to = copy.add(at * K::PANEL + column % K::PANEL);
+                            transpose_weight::<K>(weight, &(start..end), output, column, to);
+                        }
+                    }
+                }
+                Self::Matrix(matrix) if matrix.is_transposed => {
+                    for column in (column..matrix.columns.min(column + K::PANEL)).step_by(K::Vector::LANES) {
+                        for at in (0..steps).step_by(K::Vector::LANES) {
+                            let to = copy.add(at * K::PANEL + column % K::PANEL);
+                            transpose_rows::<K, X>(matrix, column, first + at * K::ELEMENTS, to);
+                        }
+                    }
+                }
+                Self::Matrix(matrix) => {
+                    for at in 0..steps {
+                        copy_row::<K, X>(matrix, first + at * K::ELEMENTS, column, copy.add(at * K::PANEL));
+                    }
+                }
+            }
+            product.b = copy;
+            K::multiply::<Words>(&product);
+        }
+    }
+}
+
+/// The words of one step of the depth, for a panel of columns from `column`: one row of a matrix, or a pair of rows.
+///
+/// # Safety
+/// The processor has the tier of K; the column belongs to the matrix, and `to` takes a panel.
+#[inline(always)]
+unsafe fn copy_row<K: Kernel, X: Kernels>(matrix: &Matrix<X>, row: usize, column: usize, to: *mut f32) {
+    let lanes = K::Vector::LANES;
+    let width = K::PANEL.min(matrix.columns - column);
+    let from = |row: usize| matrix.data.as_ptr().wrapping_add(row * matrix.stride + column);
+    // SAFETY: as this function's contract; rows and columns that are read belong to the matrix.
+    unsafe {
+        if row >= matrix.rows {
+            to.write_bytes(0, K::PANEL);
+        } else if K::ELEMENTS == 1 {
+            widen_row::<X, K::Vector>(from(row), width, to, width.next_multiple_of(lanes), 1.0);
+        } else {
+            for at in (0..width).step_by(lanes) {
+                let filled = lanes.min(width - at);
+                let low: K::Vector = load_first(from(row).add(at), filled);
+                let high = match row + 1 < matrix.rows {
+                    true => load_first(from(row + 1).add(at), filled),
+                    false => K::Vector::splat(0.0),
+                };
+                K::store_pairs(low, high, to.add(at));
+            }
+        }
+    }
+}
+
+/// A square of words: the columns from `column` of a matrix whose columns are contiguous, and the depth from `first`.
+///
+/// # Safety
+/// The processor has the tier of K; the column belongs to the matrix, and `to` takes a square, whose rows are a panel apart.
+#[inline(always)]
+unsafe fn transpose_rows<K: Kernel, X: Kernels>(matrix: &Matrix<X>, column: usize, first: usize, to: *mut f32) {
+    let lanes = K::Vector::LANES;
+    let (columns, depth) = (lanes.min(matrix.columns - column), lanes * K::ELEMENTS);
+    let width = depth.min(matrix.rows.saturating_sub(first));
+    // SAFETY: as this function's contract; what is read belongs to the matrix.
+    unsafe {
+        let from = matrix.data.as_ptr().wrapping_add(column * matrix.stride + first);
+        if X::DTYPE == Dtype::F32 && (columns, width) == (lanes, depth) {
+            return K::Vector::transpose(from.cast(), matrix.stride, to, K::PANEL);
+        }
+        let mut square: Square = [0.0; _];
+        for at in 0..columns {
+            let (from, to) = (from.wrapping_add(at * matrix.stride), square.as_mut_ptr().add(at * lanes));
+            if K::ELEMENTS == 1 {
+                widen_row::<X, K::Vector>(from, width, to, width, 1.0);
+            } else if width == depth {
+                // The length is known to the compiler.
+                std::ptr::copy_nonoverlapping(from, to.cast(), lanes * K::ELEMENTS);
+            } else {
+                std::ptr::copy_nonoverlapping(from, to.cast(), width);
+            }
+        }
+        K::Vector::transpose(square.as_ptr(), lanes, to, K::PANEL);
+    }
+}
+
+/// A square of words of a weight the other way round: columns are its inputs from `input`, the depth its outputs from `output`,
+/// of which those outside of `outputs` are zeros. Where a word is a pair of outputs, the square is two vectors wide, of which
+/// those are written that the panel has.
+///
+/// # Safety
+/// The processor has the tier of K; the input and the outputs' panel belong to the weight, `input` and `output` are multiples
+/// of a vector of words, and `to` takes a square, whose rows are a panel apart.
+#[inline(always)]
+unsafe fn transpose_weight<K: Kernel>(
+    weight: &PackedWeight,
+    outputs: &Range<usize>,
+    output: usize,
+    input: usize,
+    to: *mut f32,
+) {
+    let lanes = K::Vector::LANES;
+    let mut square: Square = [0.0; _];
+    // SAFETY: as this function's contract; the square takes what is written to it.
+    unsafe {
+        if K::ELEMENTS == 1 {
+            if let Some(from) = weight.square_in_place(output, input, lanes) {
+                K::Vector::transpose(from, weight.panel(), to, K::PANEL);
+            } else {
+                weight.widened_rows::<K::Vector>(output, input, square.as_mut_ptr());
+                K::Vector::transpose(square.as_ptr(), lanes, to, K::PANEL);
+            }
+            for at in (0..lanes).filter(|at| !outputs.contains(&(output + at))) {
+                to.add(at * K::PANEL).write_bytes(0, lanes);
+            }
+            return;
+        }
+        let vectors = if input % K::PANEL + lanes < K::PANEL { 2 } else { 1 };
+        for half in 0..2 {
+            let (mut words, first) = ([0.0; MAX_LANES * MAX_LANES], output + half * lanes);
+            weight.pair_rows::<K::Vector>(first, input, square.as_mut_ptr());
+            K::Vector::transpose(square.as_ptr(), lanes, words.as_mut_ptr(), lanes);
+            for at in (0..lanes).filter(|at| !outputs.contains(&(first + at))) {
+                words[at * lanes..(at + 1) * lanes].fill(0.0);
+            }
+            for (at, rows) in words[..lanes * lanes].chunks_exact(2 * lanes).enumerate() {
+                // Pairs of inputs of two outputs become pairs of outputs of two inputs.
+                let (low, high) = rows.split_at(lanes);
+                let to = to.add((half * lanes / 2 + at) * K::PANEL).cast::<u32>();
+                for (at, (low, high)) in low.iter().zip(high).take(vectors * lanes / 2).enumerate() {
+                    let (low, high) = (low.to_bits(), high.to_bits());
+                    *to.add(2 * at) = low & 0xffff | high << 16;
+                    *to.add(2 * at + 1) = low >> 16 | high & 0xffff_0000;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! The loops of every product.
+
+use std::ops::Range;
+
+use super::epilogue::{Epilogue, Up};
+use super::left::{BLOCK, BLOCK_ROW, Left, MAX_ROWS, WordOrder};
+use super::right::Right;
+use crate::Executor;
+use crate::cpu::{
+    Kernel, MAX_COLUMNS, Product as PanelProduct, Scratch, SharedPtr, SimdTask, Tier, Vector, Workers, dispatch_f32,
+    for_each_task,
+};
+use crate::element::{Kernels, load_first, store_first};
+
+/// The bytes that a task's sums may take, besides its inputs and a block of the weight.
+const SUMS_BYTES: usize = 256 << 10;
+/// A thread should find this many tasks, so that the last one is short.
+const TASKS_PER_THREAD: usize = 8;
+
+/// `left · right` for some of the columns, and what follows; all sizes fit.
+pub struct Product<'a, X> {
+    pub(super) left: Left<'a, X>,
+    pub(super) right: Right<'a, X>,
+    pub(super) columns: Range<usize>,
+    pub(super) epilogue: Epilogue<'a, X>,
+    pub(super) executor: Option<Executor>,
+    pub(super) tier: Tier,
+    /// (rows, columns).
+    pub(super) output: SharedPtr<X>,
+}
+
+impl<'a, X: Kernels> Product<'a, X> {
+    /// The operand on the right, and that of the epilogue.
+    fn rights(&self) -> impl Iterator<Item = Right<'a, X>> + use<'a, X> {
+        [Some(self.right), self.epilogue.up.map(|up| Right::Weight(up.weight))].into_iter().flatten()
+    }
+}
+
+/// Initialises the output.
+pub(crate) fn run<X: Kernels>(product: &Product<X>) {
+    if product.left.matrix.rows == 0 || product.columns.is_empty() {
+        return;
+    }
+    let is_bf16 = match product.right {
+        Right::Weight(weight) | Right::Transposed { weight, .. } => weight.is_bf16(),
+        Right::Matrix(_) => true,
+    };
+    match is_bf16 {
+        true => X::dispatch(product.tier, Run(product)),
+        false => dispatch_f32(product.tier, Run(product)),
+    }
+}
+
+struct Run<'a, X>(&'a Product<'a, X>);
+
+impl<X: Kernels> SimdTask for Run<'_, X> {
+    unsafe fn run<K: Kernel>(self) {
+        let product = self.0;
+        let Product { left, right, columns, executor, .. } = product;
+        let (rows, width) = (left.matrix.rows, right.panel::<K>());
+        let panels = columns.start / width..columns.end.div_ceil(width);
+        let rights = product.rights().count();
+        let products = rows.saturating_mul(columns.len()).saturating_mul(left.depth()).saturating_mul(rights);
+        let workers = Workers::of(products, rights * right.bytes(columns.len()), *executor);
+        let split = TaskSplit::new::<K>(rows, panels.len(), rights, workers.count);
+        let multiple = if left.matrix.is_transposed { K::ROWS } else { K::MIN_ROWS };
+        let most_rows = split.rows.min(rows.next_multiple_of(multiple));
+        let scratch = || TaskScratch {
+            left: Scratch::zeros(most_rows * BLOCK_ROW),
+            right: Scratch::zeros(if right.is_copied::<K>(most_rows) { BLOCK * K::PANEL } else { 0 }),
+            sums: Scratch::zeros(rights * split.panels * most_rows * K::PANEL),
+        };
+        for_each_task(split.row_chunks * split.panel_chunks, workers, scratch, |scratch, index| {
+            // Tasks of the same panels follow each other, and find them in a cache.
+            let (row, panel) = (index % split.row_chunks * split.rows, index / split.row_chunks * split.panels);
+            let first = panels.start + panel;
+            let task = Task::<X> {
+                product,
+                rows: row..rows.min(row + split.rows),
+                panels: first..panels.end.min(first + split.panels),
+                scratch,
+            };
+            // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
+            unsafe { K::run_simd(task) };
+        });
+    }
+}
+
+/// How rows and panels are split into tasks.
+struct TaskSplit {
+    rows: usize,
+    row_chunks: usize,
+    panels: usize,
+    panel_chunks: usize,
+}
+
+impl TaskSplit {
+    fn new<K: Kernel>(rows: usize, panels: usize, weights: usize, workers: usize) -> Self {
+        let groups = rows.div_ceil(K::ROWS);
+        let row_chunks = groups.div_ceil(MAX_ROWS / K::ROWS);
+        let groups_each = groups.div_ceil(row_chunks);
+        let rows_each = groups_each * K::ROWS;
+        let row_chunks = groups.div_ceil(groups_each);
+        let fit = SUMS_BYTES / (4 * K::PANEL * rows_each * weights);
+        let even = (panels * row_chunks).div_ceil(TASKS_PER_THREAD * workers);
+        let panel_chunks = panels.div_ceil(fit.min(even).max(1));
+        let panels_each = panels.div_ceil(panel_chunks);
+        Self { rows: rows_each, row_chunks, panels: panels_each, panel_chunks: panels.div_ceil(panels_each) }
+    }
+}
+
+/// What a thread works in.
+struct TaskScratch {
+    /// (rows, [`BLOCK_ROW`]).
+    left: Scratch,
+    /// A block of a panel, if it is copied.
+    right: Scratch,
+    /// (rights, panels, rows, panel).
+    sums: Scratch,
+}
+
+struct Task<'a, X> {
+    product: &'a Product<'a, X>,
+    rows: Range<usize>,
+    panels: Range<usize>,
+    scratch: &'a mut TaskScratch,
+}
+
+impl<X: Kernels> SimdTask for Task<'_, X> {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        let Self { product, rows: own, panels, scratch } = self;
+        let rows = own.len().next_multiple_of(K::MIN_ROWS);
+        let depth = product.right.padded::<K>() / K::ELEMENTS;
+        let ones = [1f32; MAX_COLUMNS];
+        let sums = scratch.sums.as_mut_ptr();
+        if depth == 0 {
+            scratch.sums.words_mut().fill(0.0);
+        }
+        let panel_words = rows * K::PANEL;
+        let right_words = panels.len() * panel_words;
+        // SAFETY: the processor has the tier of K; the scratch was made for these sizes, and each operand has these
+        // panels.
+        unsafe {
+            let _tiles = K::configure_tiles();
+            for first in (0..depth).step_by(BLOCK) {
+                let steps = BLOCK.min(depth - first);
+                let left = scratch.left.as_mut_ptr();
+                let WordOrder { row, step } = product.left.copy::<K>(&own, first * K::ELEMENTS, steps, left);
+                for (index, panel) in panels.clone().enumerate() {
+                    for (at, right) in product.rights().enumerate() {
+                        let block = PanelProduct {
+                            a: left,
+                            a_group: K::ROWS * BLOCK_ROW,
+                            a_row: row,
+                            a_step: step,
+                            b: std::ptr::null(),
+                            c: sums.add(at * right_words + index * panel_words),
+                            rows,
+                            depth: steps,
+                            vectors: right.columns_of::<K>(panel).len().div_ceil(K::Vector::LANES),
+                            factors: (first > 0).then_some(ones.as_ptr()),
+                            has_minimums: right.has_minimums(),
+                        };
+                        right.multiply::<K>(panel, first * K::ELEMENTS, scratch.right.as_mut_ptr(), block);
+                    }
+                }
+            }
+            for (index, panel) in panels.clone().enumerate() {
+                let own_sums = sums.add(index * panel_words);
+                product.write::<K>(&own, panel, own_sums, own_sums.wrapping_add(right_words));
+            }
+        }
+    }
+}
+
+impl<X: Kernels> Product<'_, X> {
+    /// The sums of a panel, and what follows them, to some rows of the columns that are wanted. `up` are those of the second
+    /// operand, if there is one.
+    ///
+    /// # Safety
+    /// As [`SimdTask::run`]; nobody else writes these rows and columns.
+    #[inline(always)]
+    unsafe fn write<K: Kernel>(&self, rows: &Range<usize>, panel: usize, sums: *const f32, up: *const f32) {
+        let Self { right, columns, epilogue, output, .. } = self;
+        let own = right.columns_of::<K>(panel);
+        let (start, end) = (own.start.max(columns.start), own.end.min(columns.end));
+        for (index, row) in rows.clone().enumerate() {
+            for column in (start..end).step_by(K::Vector::LANES) {
+                let filled = K::Vector::LANES.min(end - column);
+                let from = index * K::PANEL + column - own.start;
+                let to = row * columns.len() + column - columns.start;
+                // SAFETY: as this method's contract; the columns lie within the panels, and within the epilogue, which
+                // was checked, and the output.
+                unsafe {
+                    let mut sum: K::Vector = load_first(sums.add(from), filled);
+                    if let Some(bias) = epilogue.bias {
+                        sum = sum.add(load_first(bias.as_ptr().add(column), filled));
+                    }
+                    if let Some(activation) = epilogue.activation {
+                        sum = activation.apply(sum);
+                    }
+                    if let Some(Up { bias, .. }) = epilogue.up {
+                        let mut factor: K::Vector = load_first(up.add(from), filled);
+                        if let Some(bias) = bias {
+                            factor = factor.add(load_first(bias.as_ptr().add(column), filled));
+                        }
+                        sum = sum.mul(factor);
+                    }
+                    if let Some(residual) = epilogue.residual {
+                        sum = sum.add(load_first(residual.as_ptr().add(to), filled));
+                    }
+                    store_first(sum, output.add(to), filled);
+                }
+            }
+        }
+    }
+}

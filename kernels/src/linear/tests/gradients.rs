@@ -1,0 +1,207 @@
+//! Products of matrices in either order, and gradients through packed weights.
+
+use half::{bf16, f16};
+
+use super::numbers;
+use crate::cpu::Tier;
+use crate::linear::{
+    Codes, Epilogue, InputGradient, Matrix, MatrixProduct, PackedWeight, Projection, column_sums, input_gradient,
+    multiply, project_vec,
+};
+use crate::{Element, Error};
+
+fn tiers() -> Vec<Tier> {
+    // Interpreted, a product takes seconds.
+    if cfg!(miri) { vec![Tier::Scalar] } else { Tier::available() }
+}
+
+/// (rows, depth, columns).
+fn sizes() -> Vec<(usize, usize, usize)> {
+    let mut sizes = vec![(1, 3, 2), (3, 18, 17), (2, 0, 3), (0, 2, 2), (2, 2, 0)];
+    if !cfg!(miri) {
+        sizes.extend([(17, 33, 49), (9, 513, 97), (193, 40, 50), (200, 385, 8), (50, 400, 145)]);
+    }
+    sizes
+}
+
+/// A matrix over `data` in one of both orders, with a gap behind each line.
+fn matrix<X>(data: &[X], rows: usize, columns: usize, is_transposed: bool) -> Matrix<'_, X> {
+    let stride = if is_transposed { rows } else { columns } + 3;
+    Matrix { data, rows, columns, stride, is_transposed }
+}
+
+fn at<X: Element + Into<f32>>(matrix: &Matrix<X>, row: usize, column: usize) -> f64 {
+    let (line, at) = if matrix.is_transposed { (column, row) } else { (row, column) };
+    let number: f32 = matrix.data[line * matrix.stride + at].into();
+    f64::from(number)
+}
+
+/// The largest difference from plain loops in f64, relative to the sum of the magnitudes.
+fn difference<A, B, C>(found: &[C], left: &Matrix<A>, right: &Matrix<B>, bias: Option<&[f32]>) -> f64
+where
+    A: Element + Into<f32>,
+    B: Element + Into<f32>,
+    C: Element + Into<f32>,
+{
+    assert_eq!(found.len(), left.rows * right.columns);
+    let mut most = 0f64;
+    for (n, &found) in found.iter().enumerate() {
+        let (row, column) = (n / right.columns, n % right.columns);
+        let bias = bias.map_or(0.0, |bias| f64::from(bias[column]));
+        let terms = (0..left.columns).map(|depth| at(left, row, depth) * at(right, depth, column));
+        let (sum, size) = terms.fold((bias, bias.abs()), |(sum, size), term| (sum + term, size + term.abs()));
+        let found: f32 = found.into();
+        let off = (f64::from(found) - sum).abs();
+        most = most.max(if off == 0.0 { 0.0 } else { off / size });
+    }
+    most
+}
+
+fn check_orders<X: Element + Into<f32>>(tier: Tier, most: f64) {
+    for (rows, depth, columns) in sizes() {
+        let numbers = |lines: usize, width: usize, salt| numbers::<X>(lines.max(width) * (lines.max(width) + 3), salt);
+        let (a, b) = (numbers(rows, depth, 1), numbers(depth, columns, 2));
+        let bias = super::numbers::<f32>(columns, 3);
+        for order in 0..4 {
+            let left = matrix(&a, rows, depth, order % 2 == 1);
+            let right = matrix(&b, depth, columns, order / 2 == 1);
+            let bias = (order > 0).then_some(&bias[..]);
+            let product = MatrixProduct { left, right, bias, tier, executor: None };
+            let found = multiply(&product).expect("memory");
+            let off = difference(&found, &left, &right, bias);
+            assert!(off < most, "{tier}: {rows} {depth} {columns}, order {order}, is off by {off:e}");
+        }
+    }
+}
+
+#[test]
+fn matrices_in_either_order_give_the_numbers_of_plain_loops() {
+    for tier in tiers() {
+        check_orders::<f32>(tier, 1e-6);
+        check_orders::<bf16>(tier, 4e-3);
+        check_orders::<f16>(tier, 5e-4);
+    }
+}
+
+/// Columns that begin and end anywhere; numbers that are not finite in the others are nobody's.
+fn check_input_gradient<W: Element + Into<f32>, X: Element + Into<f32>>(tier: Tier, most: f64) {
+    for (rows, outputs, inputs) in sizes() {
+        let weight = numbers::<W>(outputs * inputs, 1);
+        for columns in [0..outputs, outputs / 3..outputs - outputs / 4, outputs / 2..outputs / 2] {
+            let mut around = weight.clone();
+            for (n, number) in around.iter_mut().enumerate().filter(|(n, _)| !columns.contains(&(n / inputs))) {
+                *number = W::from_f32(if n % 2 == 0 { f32::NAN } else { f32::INFINITY });
+            }
+            let packed = PackedWeight::new(&around, (outputs, inputs), tier).expect("memory");
+            let data = numbers::<X>(rows * (columns.len() + 3), 2);
+            let gradient = matrix(&data, rows, columns.len(), false);
+            let operands = InputGradient { weight: &packed, columns: columns.clone(), gradient, executor: None };
+            let found = input_gradient(&operands).expect("memory");
+            let right = Matrix {
+                data: &weight[columns.start * inputs..],
+                rows: columns.len(),
+                columns: inputs,
+                stride: inputs,
+                is_transposed: false,
+            };
+            let off = difference(&found, &gradient, &right, None);
+            assert!(off < most, "{tier}: {rows} {outputs} {inputs}, columns {columns:?}, is off by {off:e}");
+        }
+    }
+}
+
+#[test]
+fn a_packed_weight_gives_the_gradient_of_its_inputs() {
+    for tier in tiers() {
+        check_input_gradient::<f32, f32>(tier, 1e-6);
+        check_input_gradient::<bf16, bf16>(tier, 4e-3);
+        check_input_gradient::<f16, f16>(tier, 5e-4);
+        check_input_gradient::<bf16, f32>(tier, 1e-6);
+        check_input_gradient::<f16, f32>(tier, 1e-6);
+    }
+}
+
+/// Adapters are trained over weights of codes too.
+#[test]
+fn codes_give_the_gradient_of_the_numbers_that_they_stand_for() {
+    let (rows, outputs, inputs) = if cfg!(miri) { (1, 3, 32) } else { (9, 53, 96) };
+    let numbers_of = |salt| numbers::<f16>(outputs * inputs / 32, salt);
+    let (scales, minimums, data) = (numbers_of(1), numbers_of(2), numbers::<f32>(rows * (outputs + 3), 3));
+    for tier in tiers() {
+        for (bits, minimums) in [(4, None), (4, Some(&minimums[..])), (8, None), (8, Some(&minimums[..]))] {
+            let codes: Vec<u8> = (0..outputs * inputs).map(|n| (n * 7 % (1 << bits)) as u8).collect();
+            let codes = Codes { bits, codes: &codes, scales: &scales, minimums };
+            let packed = PackedWeight::from_codes(&codes, (outputs, inputs), tier).expect("memory");
+            let weight = packed.unpack::<f32>().expect("memory");
+            let gradient = matrix(&data, rows, outputs, false);
+            let operands = InputGradient { weight: &packed, columns: 0..outputs, gradient, executor: None };
+            let found = input_gradient(&operands).expect("memory");
+            let right = Matrix { data: &weight, rows: outputs, columns: inputs, stride: inputs, is_transposed: false };
+            let off = difference(&found, &gradient, &right, None);
+            assert!(off < 1e-6, "{tier}: {codes:?} is off by {off:e}");
+        }
+    }
+}
+
+/// Training and inference give the same numbers.
+#[test]
+fn a_weight_gives_the_same_bits_packed_and_not() {
+    fn check<X: Element + PartialEq + std::fmt::Debug>(tier: Tier) {
+        let (rows, inputs, outputs) = if cfg!(miri) { (2, 5, 18) } else { (37, 411, 101) };
+        let (xs, weight) = (numbers::<X>(rows * inputs, 1), numbers::<X>(outputs * inputs, 2));
+        let bias = numbers::<f32>(outputs, 3);
+        let packed = PackedWeight::new(&weight, (outputs, inputs), tier).expect("memory");
+        let projection = Projection {
+            weight: &packed,
+            xs: &xs,
+            xs_row: inputs,
+            rows,
+            columns: 0..outputs,
+            epilogue: Epilogue { bias: Some(&bias), ..Default::default() },
+            executor: None,
+        };
+        let matrix = |data, rows| Matrix { data, rows, columns: inputs, stride: inputs, is_transposed: false };
+        let (left, right) = (matrix(&xs, rows), matrix(&weight, outputs).t());
+        let product = MatrixProduct { left, right, bias: Some(&bias), tier, executor: None };
+        assert_eq!(multiply(&product).expect("memory"), project_vec(&projection).expect("memory"), "{tier}");
+    }
+    for tier in tiers() {
+        check::<f32>(tier);
+        check::<bf16>(tier);
+        check::<f16>(tier);
+    }
+}
+
+#[test]
+fn columns_are_summed_in_f32() {
+    let (rows, columns) = if cfg!(miri) { (5, 3) } else { (3000, 50) };
+    for tier in tiers() {
+        let data = vec![bf16::from_f32(1.0 / 128.0); rows * columns];
+        let matrix = Matrix { data: &data, rows, columns, stride: columns, is_transposed: false };
+        let sums = column_sums(matrix, tier, None).expect("memory");
+        assert_eq!(sums, vec![bf16::from_f32(rows as f32 / 128.0); columns], "{tier}");
+    }
+}
+
+#[test]
+fn operands_that_do_not_fit_are_errors() {
+    let data = [0f32; 6];
+    let matrix = |rows, columns, stride| Matrix { data: &data, rows, columns, stride, is_transposed: false };
+    let product = |left, right| {
+        let bias = None;
+        multiply(&MatrixProduct { left, right, bias, tier: Tier::Scalar, executor: None }).map(|_| ())
+    };
+    let shape = |result: Result<(), Error>| matches!(result, Err(Error::Shape(_)));
+    assert!(product(matrix(2, 3, 3), matrix(3, 2, 2)).is_ok());
+    assert!(shape(product(matrix(2, 3, 3), matrix(2, 3, 3))));
+    assert!(shape(product(matrix(2, 3, 4), matrix(3, 2, 2))));
+    assert!(shape(product(matrix(2, 3, usize::MAX), matrix(3, 2, 2))));
+    let packed = PackedWeight::new(&data, (2, 3), Tier::Scalar).expect("memory");
+    let gradient = |columns, gradient| {
+        input_gradient(&InputGradient { weight: &packed, columns, gradient, executor: None }).map(|_| ())
+    };
+    assert!(gradient(0..2, matrix(3, 2, 2)).is_ok());
+    assert!(shape(gradient(1..3, matrix(3, 2, 2))));
+    assert!(shape(gradient(0..1, matrix(3, 2, 2))));
+    assert!(shape(gradient(0..2, matrix(4, 2, 2))));
+}
