@@ -8,6 +8,7 @@ use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::{LayerNorm, RmsNorm, VarBuilder};
 use serde_json::Value;
 
+use super::experts::Experts;
 use super::family::{Family, MlpKind, NormKind};
 use super::mlp::{Between, LLAMA_MLP, Mlp, load_linear, transposed_linear};
 use super::{GgufWeights, size};
@@ -81,6 +82,25 @@ impl Attention {
     }
 }
 
+/// What follows attention.
+#[allow(clippy::large_enum_variant, reason = "a model has one for each block")]
+enum FeedForward {
+    Mlp(Mlp),
+    Experts(Experts),
+}
+
+impl FeedForward {
+    /// Plus a residual, if there is one.
+    fn forward(&self, xs: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
+        match (self, residual) {
+            (Self::Mlp(mlp), Some(residual)) => mlp.forward_with_residual(xs, residual),
+            (Self::Mlp(mlp), None) => mlp.forward(xs),
+            (Self::Experts(experts), Some(residual)) => residual + experts.forward(xs)?,
+            (Self::Experts(experts), None) => experts.forward(xs),
+        }
+    }
+}
+
 /// What the blocks of a model are loaded from.
 pub struct Loader<'a> {
     pub family: Family,
@@ -136,11 +156,11 @@ impl Loader<'_> {
         })
     }
 
-    fn mlp(&self, layer: usize, vb: &VarBuilder) -> Result<Box<dyn Module>> {
+    fn mlp(&self, layer: usize, vb: &VarBuilder) -> Result<FeedForward> {
         let activation = self.family.activation(self.json)?;
         let plain = Between::Plain(activation);
         let own = |name: &str| load_linear(self.gguf, &vb.pp(name));
-        Ok(Box::new(match self.family.mlp {
+        Ok(FeedForward::Mlp(match self.family.mlp {
             MlpKind::Plain { up, down } => Mlp::new(own(up)?, plain, own(down)?)?,
             MlpKind::Conv1d { up, down } => {
                 Mlp::new(transposed_linear(&vb.pp(up))?, plain, transposed_linear(&vb.pp(down))?)?
@@ -148,7 +168,7 @@ impl Loader<'_> {
             MlpKind::Experts { load, dense_layers }
                 if layer >= size(self.json, "first_k_dense_replace").unwrap_or(dense_layers) =>
             {
-                return Ok(Box::new(load(self.json, vb, activation)?));
+                return Ok(FeedForward::Experts(load(self.json, vb, activation)?));
             }
             MlpKind::Ffn if vb.contains_tensor("ffn_gate.weight") => {
                 Mlp::gated([own("ffn_gate")?, own("ffn_up")?, own("ffn_down")?], activation)?
@@ -164,7 +184,7 @@ pub struct Block {
     pub attention: Attention,
     after_attention: Option<Norm>,
     before_mlp: Option<Norm>,
-    mlp: Box<dyn Module>,
+    mlp: FeedForward,
     after_mlp: Option<Norm>,
     parallel: bool,
     residual_scale: f64,
@@ -177,14 +197,21 @@ impl Block {
         if let Some(lens) = lens {
             input = input.with_valid_lens(lens);
         }
-        let attended = optional(&self.after_attention, &self.attention.forward(input)?)?;
-        let sum = self.add(xs, attended)?;
+        let is_plain = self.after_attention.is_none() && self.residual_scale == 1.0;
+        if is_plain {
+            input = input.with_residual(xs);
+        }
+        let attended = self.attention.forward(input)?;
+        let sum = if is_plain { attended } else { self.add(xs, optional(&self.after_attention, &attended)?)? };
         let mlp_input = match (&self.before_mlp, self.parallel) {
             (None, true) => normed,
             (norm, true) => optional(norm, xs)?,
             (norm, false) => optional(norm, &sum)?,
         };
-        self.add(&sum, optional(&self.after_mlp, &self.mlp.forward(&mlp_input)?)?)
+        if self.after_mlp.is_none() && self.residual_scale == 1.0 {
+            return self.mlp.forward(&mlp_input, Some(&sum));
+        }
+        self.add(&sum, optional(&self.after_mlp, &self.mlp.forward(&mlp_input, None)?)?)
     }
 
     fn add(&self, xs: &Tensor, branch: Tensor) -> Result<Tensor> {

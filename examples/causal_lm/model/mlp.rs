@@ -78,6 +78,12 @@ impl Mlp {
     }
 }
 
+impl Mlp {
+    pub fn forward_with_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<Tensor> {
+        self.down.forward_with_residual(&self.up.forward(xs)?, residual)
+    }
+}
+
 impl Module for Mlp {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         self.down.forward(&self.up.forward(xs)?)

@@ -19,7 +19,7 @@ use super::epilogue::normalise;
 use super::heuristics::{self, KV_SPLIT};
 use super::pack::HeadRows;
 use super::problem::{Call, KeysValues, KvHead, Row, ScoreInputs, Strided};
-use crate::cpu::{Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector, for_each_task};
+use crate::cpu::{Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector, Workers, for_each_task};
 use crate::element::{Kernels, Stored, widen_row};
 use products::{AccumulateSeen, RowProducts};
 use softmax::RowSoftmax;
@@ -55,9 +55,11 @@ pub(super) unsafe fn run<K: Kernel, E: Kernels, S: Stored>(call: &Call<E, S>) ->
         }
     });
     let partials = partials.words();
+    // A short sum for most calls, which is over before another thread would have begun.
+    let sums = [dims.b, dims.h, dims.t_q, key_chunks, dims.d_v].into_iter().fold(1, usize::saturating_mul);
     for_each_task(
         heads,
-        workers,
+        Workers::of(sums, sums.saturating_mul(size_of::<f32>()), call.executor),
         || (),
         |(), head| {
             let own = &partials[head * key_chunks * words..][..key_chunks * words];
