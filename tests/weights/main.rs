@@ -14,6 +14,7 @@ mod seeded;
 mod shards;
 mod spelling;
 mod tensor_parallel;
+mod trained;
 mod variables;
 
 use std::collections::HashMap;

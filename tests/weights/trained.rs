@@ -1,0 +1,137 @@
+//! Training follows PyTorch (`trained.py`), adapters train over packed weights, and a frozen layer is what training left.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use candle_attention::init::TorchSeed;
+use candle_attention::{
+    AttentionInput, Backend, MultiHeadAttention, MultiHeadAttentionConfig, ProjectionPlace, QkNorm, QkNormKind,
+    QkNormScope, WeightLayout,
+};
+use candle_core::{DType, Module, Result, Tensor, Var, safetensors};
+use candle_nn::{AdamW, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap, linear_no_bias};
+
+use crate::CPU;
+use crate::common::{assert_close, values};
+
+const E: usize = 16;
+const STEPS: usize = 20;
+
+/// `sin` of multiples of a step, in f64 before it is rounded.
+fn wave(step: f64, shape: (usize, usize, usize)) -> Result<Tensor> {
+    let numbers: Vec<f32> = (0..shape.0 * shape.1 * shape.2).map(|n| (n as f64 * step).sin() as f32).collect();
+    Tensor::from_vec(numbers, shape, &CPU)
+}
+
+/// A layer over variables that begin as PyTorch's do.
+fn seeded(cfg: &MultiHeadAttentionConfig) -> Result<(HashMap<String, Var>, MultiHeadAttention)> {
+    let seed = TorchSeed::new(7);
+    let start =
+        MultiHeadAttention::new(cfg, seed.var_builder(DType::F32, &CPU))?.state_dict(WeightLayout::Canonical)?;
+    let vars: HashMap<_, _> =
+        start.into_iter().map(|(name, tensor)| Ok((name, Var::from_tensor(&tensor)?))).collect::<Result<_>>()?;
+    let tensors = vars.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect();
+    let layer = MultiHeadAttention::new(cfg, VarBuilder::from_tensors(tensors, DType::F32, &CPU))?;
+    Ok((vars, layer))
+}
+
+fn follows_torch(name: &str, make: impl Fn(Vec<Var>) -> Result<Box<dyn FnMut(&Tensor) -> Result<()>>>) -> Result<()> {
+    let expected = safetensors::load(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/weights/trained.safetensors"), &CPU)?;
+    let (xs, target) = (wave(0.61, (2, 9, E))?, wave(0.37, (2, 9, E))?);
+    for backend in [Backend::Auto, Backend::Reference] {
+        let (vars, layer) = seeded(&MultiHeadAttentionConfig::new(E, 4).with_causal(true))?;
+        let mut step = make(vars.values().cloned().collect())?;
+        let mut losses = Vec::new();
+        for _ in 0..STEPS {
+            let ys = layer.forward_with(AttentionInput::new(&xs).with_backend(backend))?;
+            let loss = (ys - &target)?.sqr()?.mean_all()?;
+            losses.push(loss.to_scalar::<f32>()?);
+            step(&loss)?;
+        }
+        assert!(losses[STEPS - 1] < 0.99 * losses[0], "{name}: {losses:?}");
+        let what = format!("{name}, {backend:?}");
+        let losses = Tensor::new(losses, &CPU)?;
+        assert_close(&losses, &expected[&format!("{name}.losses")], 1e-5, &what);
+        for (parameter, var) in &vars {
+            assert_close(var, &expected[&format!("{name}.{parameter}")], 1e-5, &format!("{what}: {parameter}"));
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn twenty_steps_of_adamw_are_those_of_torch() -> Result<()> {
+    follows_torch("adamw", |vars| {
+        let mut optimizer = AdamW::new(vars, ParamsAdamW { lr: 1e-2, weight_decay: 0.01, ..Default::default() })?;
+        Ok(Box::new(move |loss| optimizer.backward_step(loss)))
+    })
+}
+
+#[test]
+fn twenty_steps_of_sgd_are_those_of_torch() -> Result<()> {
+    follows_torch("sgd", |vars| {
+        let mut optimizer = SGD::new(vars, 1.0)?;
+        Ok(Box::new(move |loss| optimizer.backward_step(loss)))
+    })
+}
+
+/// What variables hold at the time, in every layout; steps after it change nothing.
+#[test]
+fn a_frozen_layer_is_what_training_left() -> Result<()> {
+    let xs = wave(0.61, (2, 5, E))?;
+    let norm = QkNorm { kind: QkNormKind::Layer, scope: QkNormScope::PerHead, eps: 1e-5 };
+    for layout in ["canonical", "torch", "conv1d", "packed:Wqkv", "packed:query_key_value:by-head", "stacked:book"] {
+        let stack = layout.starts_with("stacked");
+        let cfg = MultiHeadAttentionConfig::new(E, 4).with_qkv_bias(true).with_out_bias(!stack).with_out_proj(!stack);
+        let cfg = cfg.with_qk_norm(norm).with_sinks(true);
+        let vars = VarMap::new();
+        let layer = MultiHeadAttention::load(&cfg, layout.parse()?, VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
+        let frozen = layer.freeze()?;
+        let ys = layer.forward(&xs)?;
+        assert!(ys.track_op() && !frozen.forward(&xs)?.track_op(), "{layout}");
+        assert_close(&frozen.forward(&xs)?, &ys, 1e-6, layout);
+        for (name, tensor) in frozen.state_dict(layout.parse()?)? {
+            assert!(!tensor.track_op(), "{layout}: {name}");
+        }
+        for var in vars.all_vars() {
+            var.set(&(var.as_tensor() * 0.5)?)?;
+        }
+        assert_close(&frozen.forward(&xs)?, &ys, 1e-6, layout);
+        assert!(values(&(layer.forward(&xs)? - ys)?.abs()?.max_all()?)[0] > 1e-3, "{layout}");
+    }
+    Ok(())
+}
+
+/// LoRA: gradients in the adapters alone, the base weights stay packed, and the input below gets its gradient.
+#[test]
+fn adapters_train_over_packed_weights() -> Result<()> {
+    let seed = TorchSeed::new(3);
+    let cfg = MultiHeadAttentionConfig::new(E, 4).with_causal(true);
+    let base = MultiHeadAttention::new(&cfg, seed.var_builder(DType::F32, &CPU))?;
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &CPU);
+    let mut layer = base.clone();
+    for (place, name) in [(ProjectionPlace::Query, "q"), (ProjectionPlace::Value, "v"), (ProjectionPlace::Output, "o")]
+    {
+        let down = linear_no_bias(E, 2, vb.pp(name).pp("lora_a"))?;
+        let up = linear_no_bias(2, E, vb.pp(name).pp("lora_b"))?;
+        layer = layer.map_projection(place, |own| {
+            Ok(Arc::new(move |xs: &Tensor| own.forward(xs)? + up.forward(&down.forward(xs)?)?))
+        })?;
+    }
+    let (xs, target) = (Var::from_tensor(&wave(0.61, (2, 9, E))?)?, wave(0.37, (2, 9, E))?);
+    let loss = || (layer.forward(&xs)? - &target)?.sqr()?.mean_all();
+    let before = loss()?;
+    let store = before.backward()?;
+    for var in vars.all_vars().iter().chain([&xs]) {
+        assert!(values(store.get(var).expect("a gradient")).iter().any(|&x| x != 0.0));
+    }
+    let mut optimizer = AdamW::new(vars.all_vars(), ParamsAdamW { lr: 1e-2, ..Default::default() })?;
+    for _ in 0..10 {
+        optimizer.backward_step(&loss()?)?;
+    }
+    assert!(values(&loss()?)[0] < values(&before)[0]);
+    // The base is as it was, and tracks nothing.
+    assert!(!base.forward(xs.as_detached_tensor().as_ref())?.track_op());
+    Ok(())
+}
