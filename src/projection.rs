@@ -39,8 +39,8 @@ impl fmt::Display for ProjectionPlace {
 /// A module in a projection's place.
 pub type ProjectionModule = Arc<dyn Module + Send + Sync>;
 
-/// Modules for all projections of a layer ([`MultiHeadAttention::from_modules`](crate::MultiHeadAttention::from_modules)),
-/// biases included.
+/// Modules for all projections of a layer
+/// ([`MultiHeadAttention::from_modules`](crate::MultiHeadAttention::from_modules)), biases included.
 #[derive(Clone)]
 #[must_use]
 pub struct ProjectionModules {
@@ -167,7 +167,8 @@ struct ModuleOutput {
 }
 
 impl Projection {
-    /// Projections of inputs of one width: columns of one weight that is packed, or of one each where training changes them.
+    /// Projections of inputs of one width: columns of one weight that is packed, or of one each where training changes
+    /// them.
     fn columns(all: &[&ProjectionRows]) -> Result<Vec<Self>> {
         if all.iter().any(|rows| rows.is_tracked()) {
             return all.iter().map(|rows| Self::tracked(rows)).collect();
@@ -390,8 +391,8 @@ impl Projections {
         &self.device
     }
 
-    /// q (B, T_q, H·D), k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v). Those of one input that share a weight are views of
-    /// one product.
+    /// q (B, T_q, H·D), k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v). Those of one input that share a weight are views
+    /// of one product.
     pub fn query_key_value(&self, queries: &Tensor, keys: &Tensor, values: &Tensor) -> Result<[Tensor; 3]> {
         if queries.id() == keys.id()
             && keys.id() == values.id()

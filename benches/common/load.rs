@@ -49,7 +49,8 @@ pub fn count_process(id: u32) {
 /// Seconds of user and system time of a process that still runs, in hundredths, where the system says.
 fn child_seconds() -> f64 {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", CHILD.load(Ordering::Relaxed))).unwrap_or_default();
-    // Behind the name, which is in parentheses: the state is the first field, user time the twelfth, system time the next.
+    // Behind the name, which is in parentheses: the state is the first field, user time the twelfth, system time the
+    // next.
     let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields).split_whitespace().skip(11).take(2);
     fields.filter_map(|ticks| ticks.parse::<f64>().ok()).sum::<f64>() / TICKS
 }

@@ -10,8 +10,8 @@ pub fn peak_resident() -> Option<u64> {
     status("VmHWM:")
 }
 
-/// Starts the peak anew at what is held now, without what the allocator keeps for later. Where that fails, the peak is one
-/// of the whole process so far.
+/// Starts the peak anew at what is held now, without what the allocator keeps for later. Where that fails, the peak is
+/// one of the whole process so far.
 pub fn forget_peak() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     // SAFETY: gives unused memory back to the system and touches nothing else.

@@ -1,9 +1,9 @@
 //! Forward and backward through attention and through a layer, and a layer over variables in evaluation: `cargo bench
 //! --bench train -- --python PATH` for PyTorch beside it, and `-- --help` for how to time one cell.
 //!
-//! The work of a backward pass counts as the five products over two that the forward's visible pairs take, 3.5 times the
-//! forward in all, and as two products for each projection. Every engine's output and gradients are held against this
-//! crate's before anything is timed. Inputs are in the middle of a model: they get gradients too.
+//! The work of a backward pass counts as the five products over two that the forward's visible pairs take, 3.5 times
+//! the forward in all, and as two products for each projection. Every engine's output and gradients are held against
+//! this crate's before anything is timed. Inputs are in the middle of a model: they get gradients too.
 
 mod cell;
 #[expect(dead_code, reason = "each bench uses its own part of what they share")]

@@ -1,4 +1,4 @@
-"""PyTorch's side of `cargo bench --bench train`, which starts it: one request a line on stdin, one answer a line on stdout.
+"""PyTorch's side of `cargo bench --bench train`, which starts it: a request a line on stdin, an answer a line on stdout.
 
 A request is a JSON object: a cell, and the folder that holds its inputs as f32. It is computed once and its results are
 written beside them; each line `run` after it computes it once more.

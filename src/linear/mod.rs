@@ -20,23 +20,24 @@ use quantized::Quantized;
 
 const OP: &str = "packed_linear";
 
-/// A projection `x Wᵀ + b` that holds its weight in the order in which the CPU reads it: [`Linear`] for inference and for
-/// training.
+/// A projection `x Wᵀ + b` that holds its weight in the order in which the CPU reads it: [`Linear`] for inference and
+/// for training.
 ///
 /// On a CPU, for f32, bf16 and f16, the weight is packed once and kept as it is, never widened; products are summed in
 /// f32, the bias is added to the sum, and the output is rounded once. An output's bits depend on its own row of input
-/// alone: not on the other rows of the batch, nor on the number of threads. One row runs at the speed at which memory gives the weight,
-/// many at the speed of the processor's multiply-adds.
+/// alone: not on the other rows of the batch, nor on the number of threads. One row runs at the speed at which memory
+/// gives the weight, many at the speed of the processor's multiply-adds.
 ///
-/// A weight or bias that is tracked for gradients - a variable, or what was computed from variables - is not packed, since
-/// training changes variables in place: each call reads what they hold then, and the thread that multiplies puts a block of the
-/// weight in order in its cache. Outputs have the same bits either way. [`freeze`](Self::freeze) packs what they hold.
+/// A weight or bias that is tracked for gradients - a variable, or what was computed from variables - is not packed,
+/// since training changes variables in place: each call reads what they hold then, and the thread that multiplies puts
+/// a block of the weight in order in its cache. Outputs have the same bits either way. [`freeze`](Self::freeze) packs
+/// what they hold.
 ///
-/// Gradients are products of the same kind: of the input through packed and tracked weights, and of tracked weights and biases,
-/// summed in f32 whatever the dtype, with the same bits for any number of threads.
+/// Gradients are products of the same kind: of the input through packed and tracked weights, and of tracked weights and
+/// biases, summed in f32 whatever the dtype, with the same bits for any number of threads.
 ///
-/// On another device and for f64 it is Candle's own [`Linear`] under the same name. Weights of GGUF files are packed in their
-/// own types ([`from_qtensor`](Self::from_qtensor)).
+/// On another device and for f64 it is Candle's own [`Linear`] under the same name. Weights of GGUF files are packed in
+/// their own types ([`from_qtensor`](Self::from_qtensor)).
 ///
 /// ```
 /// use candle_attention::PackedLinear;
@@ -206,8 +207,8 @@ impl PackedLinear {
         Ok(Self { activation: self.activation, ..packed })
     }
 
-    /// The projection as a [`Linear`] again, to the bit; its activation is no part of that. One of a quantised weight is
-    /// in f32.
+    /// The projection as a [`Linear`] again, to the bit; its activation is no part of that. One of a quantised weight
+    /// is in f32.
     ///
     /// # Errors
     /// If memory is short.

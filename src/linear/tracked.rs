@@ -9,8 +9,8 @@ use crate::executor::executor;
 use candle_attention_kernels::linear::{self, Matrix, MatrixProduct};
 use candle_attention_kernels::{Element, Tier};
 
-/// `xs · weightᵀ + bias` of inputs (.., in), a weight (out, in) and a bias (out,) of one dtype, each of which may be tracked for
-/// gradients. The weight is read as it is when the operation runs.
+/// `xs · weightᵀ + bias` of inputs (.., in), a weight (out, in) and a bias (out,) of one dtype, each of which may be
+/// tracked for gradients. The weight is read as it is when the operation runs.
 pub(super) fn product(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>, tier: Tier) -> Result<Tensor> {
     let (xs, weight) = (with_even_rows("input", xs)?, matrix("weight", weight)?);
     match bias {

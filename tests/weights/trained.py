@@ -1,4 +1,4 @@
-"""Makes trained.safetensors: twenty steps of a causal layer in PyTorch, by AdamW and by SGD, from torch.manual_seed(7)."""
+"""Makes trained.safetensors: 20 steps of a causal layer in PyTorch, by AdamW and by SGD, from torch.manual_seed(7)."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-//! Training follows PyTorch (`trained.py`), adapters train over packed weights, and a frozen layer is what training left.
+//! Training follows PyTorch (`trained.py`), adapters train over packed weights, and a frozen layer is what training
+//! left.
 
 use std::collections::HashMap;
 use std::sync::Arc;

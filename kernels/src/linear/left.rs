@@ -6,9 +6,9 @@ use super::Matrix;
 use crate::cpu::{Kernel, MAX_LANES, Vector};
 use crate::element::{Dtype, Kernels, widen_row};
 
-/// The words of depth of a block: with 48 columns 37 KB of the right operand, which the second cache holds beside the rest. The
-/// sums are read and written once a block. Rounding errors grow with the sum that is being added to, so that shorter blocks err
-/// less: sums of f32 err as MKL's do, where blocks of 256 words would by 1.15 times as much.
+/// The words of depth of a block: with 48 columns 37 KB of the right operand, which the second cache holds beside the
+/// rest. The sums are read and written once a block. Rounding errors grow with the sum that is being added to, so that
+/// shorter blocks err less: sums of f32 err as MKL's do, where blocks of 256 words would by 1.15 times as much.
 pub const BLOCK: usize = 192;
 /// The words from one copied row to the next: rows a power of two apart would share the same sets of the first cache.
 pub const BLOCK_ROW: usize = BLOCK + 16;
@@ -35,12 +35,12 @@ impl<X: Kernels> Left<'_, X> {
         self.lead + self.matrix.columns
     }
 
-    /// Copies some rows' elements from `first` on to (rows, [`BLOCK_ROW`]) words, with zeros beyond the last element and below
-    /// the last row.
+    /// Copies some rows' elements from `first` on to (rows, [`BLOCK_ROW`]) words, with zeros beyond the last element
+    /// and below the last row.
     ///
     /// # Safety
-    /// The processor has the tier of K; the rows belong to the matrix, the block begins within its padded depth, and `to` is
-    /// valid for the rows as a multiple of `K::MIN_ROWS`, or of `K::ROWS` where columns are contiguous.
+    /// The processor has the tier of K; the rows belong to the matrix, the block begins within its padded depth, and
+    /// `to` is valid for the rows as a multiple of `K::MIN_ROWS`, or of `K::ROWS` where columns are contiguous.
     #[inline(always)]
     pub unsafe fn copy<K: Kernel>(&self, rows: &Range<usize>, first: usize, steps: usize, to: *mut f32) -> WordOrder {
         // SAFETY: as this method's contract.

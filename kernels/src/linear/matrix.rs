@@ -9,8 +9,8 @@ use crate::cpu::SharedPtr;
 use crate::error::{check_len, check_tier};
 use crate::{Element, Error, Executor, Tier};
 
-/// A matrix (rows, columns) in memory. The element of row r and column c is at `r * stride + c`, or at `c * stride + r` where
-/// it is transposed.
+/// A matrix (rows, columns) in memory. The element of row r and column c is at `r * stride + c`, or at `c * stride + r`
+/// where it is transposed.
 #[derive(Clone, Copy, Debug)]
 pub struct Matrix<'a, X> {
     /// From the first element on.
@@ -61,12 +61,12 @@ pub struct MatrixProduct<'a, X> {
     pub executor: Option<Executor>,
 }
 
-/// `left · right + bias`, summed in f32 and rounded once: (rows, columns), with the bits that [`project`](super::project) gives
-/// for the same numbers in a packed weight.
+/// `left · right + bias`, summed in f32 and rounded once: (rows, columns), with the bits that
+/// [`project`](super::project) gives for the same numbers in a packed weight.
 ///
 /// # Errors
-/// [`Error::Shape`] if the operands do not fit each other, their slices or the bias, [`Error::Tier`] if the processor lacks the
-/// tier, [`Error::Memory`] if there is none for the result.
+/// [`Error::Shape`] if the operands do not fit each other, their slices or the bias, [`Error::Tier`] if the processor
+/// lacks the tier, [`Error::Memory`] if there is none for the result.
 ///
 /// ```
 /// use candle_attention_kernels::Tier;

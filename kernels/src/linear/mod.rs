@@ -8,13 +8,13 @@
 //!     outputs = epilogue(sums)
 //! ```
 //!
-//! The same loops serve one row and thousands. A block of a panel is read once for all rows of a task, so for few rows the
-//! weight streams through once, and for many it stays in the second cache while rows pass. The inputs of an output are
-//! summed in blocks of one length from the first to the last, whatever the rows, the columns and the threads, so its bits
-//! depend on its own row and weights alone.
+//! The same loops serve one row and thousands. A block of a panel is read once for all rows of a task, so for few rows
+//! the weight streams through once, and for many it stays in the second cache while rows pass. The inputs of an output
+//! are summed in blocks of one length from the first to the last, whatever the rows, the columns and the threads, so
+//! its bits depend on its own row and weights alone.
 //!
-//! They serve a weight that is not packed too ([`multiply`]), since training changes it after each call: a block of a panel is
-//! then put in order for the rows of one task. The gradient of the inputs reads a weight the other way round
+//! They serve a weight that is not packed too ([`multiply`]), since training changes it after each call: a block of a
+//! panel is then put in order for the rows of one task. The gradient of the inputs reads a weight the other way round
 //! ([`input_gradient`]), that of the weight reads both of its operands the other way round.
 
 mod codes;

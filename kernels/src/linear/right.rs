@@ -8,8 +8,8 @@ use super::weight::PackedWeight;
 use crate::cpu::{Kernel, MAX_LANES, Product, Vector, Words};
 use crate::element::{Dtype, Kernels, load_first, widen_row};
 
-/// A matrix (depth, columns). A weight in panels is read in place where it can be; of everything else a block of a panel at a
-/// time is copied, for all rows of a task, which is some hundredths of their products.
+/// A matrix (depth, columns). A weight in panels is read in place where it can be; of everything else a block of a
+/// panel at a time is copied, for all rows of a task, which is some hundredths of their products.
 #[derive(Clone, Copy)]
 pub enum Right<'a, X> {
     /// (in, out) of a weight (out, in).
@@ -78,12 +78,12 @@ impl<X: Kernels> Right<'_, X> {
         }
     }
 
-    /// A product with the `product.depth` words of a panel's depth that begin at the element `first`; `copy` takes as many
-    /// rows of [`K::PANEL`](Kernel::PANEL) where the operand [`is_copied`](Self::is_copied).
+    /// A product with the `product.depth` words of a panel's depth that begin at the element `first`; `copy` takes as
+    /// many rows of [`K::PANEL`](Kernel::PANEL) where the operand [`is_copied`](Self::is_copied).
     ///
     /// # Safety
-    /// As [`Kernel::multiply`] but for B; the panel exists; the words lie within the padded depth, and begin at a multiple of
-    /// [`BLOCK`] words.
+    /// As [`Kernel::multiply`] but for B; the panel exists; the words lie within the padded depth, and begin at a
+    /// multiple of [`BLOCK`] words.
     #[inline(always)]
     pub unsafe fn multiply<K: Kernel>(&self, panel: usize, first: usize, copy: *mut f32, mut product: Product) {
         let (column, steps) = (panel * K::PANEL, product.depth);
@@ -155,7 +155,8 @@ unsafe fn copy_row<K: Kernel, X: Kernels>(matrix: &Matrix<X>, row: usize, column
 /// A square of words: the columns from `column` of a matrix whose columns are contiguous, and the depth from `first`.
 ///
 /// # Safety
-/// The processor has the tier of K; the column belongs to the matrix, and `to` takes a square, whose rows are a panel apart.
+/// The processor has the tier of K; the column belongs to the matrix, and `to` takes a square, whose rows are a panel
+/// apart.
 #[inline(always)]
 unsafe fn transpose_rows<K: Kernel, X: Kernels>(matrix: &Matrix<X>, column: usize, first: usize, to: *mut f32) {
     let lanes = K::Vector::LANES;
@@ -183,13 +184,13 @@ unsafe fn transpose_rows<K: Kernel, X: Kernels>(matrix: &Matrix<X>, column: usiz
     }
 }
 
-/// A square of words of a weight the other way round: columns are its inputs from `input`, the depth its outputs from `output`,
-/// of which those outside of `outputs` are zeros. Where a word is a pair of outputs, the square is two vectors wide, of which
-/// those are written that the panel has.
+/// A square of words of a weight the other way round: columns are its inputs from `input`, the depth its outputs from
+/// `output`, of which those outside of `outputs` are zeros. Where a word is a pair of outputs, the square is two
+/// vectors wide, of which those are written that the panel has.
 ///
 /// # Safety
-/// The processor has the tier of K; the input and the outputs' panel belong to the weight, `input` and `output` are multiples
-/// of a vector of words, and `to` takes a square, whose rows are a panel apart.
+/// The processor has the tier of K; the input and the outputs' panel belong to the weight, `input` and `output` are
+/// multiples of a vector of words, and `to` takes a square, whose rows are a panel apart.
 #[inline(always)]
 unsafe fn transpose_weight<K: Kernel>(
     weight: &PackedWeight,

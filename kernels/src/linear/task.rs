@@ -175,8 +175,8 @@ impl<X: Kernels> SimdTask for Task<'_, X> {
 }
 
 impl<X: Kernels> Product<'_, X> {
-    /// The sums of a panel, and what follows them, to some rows of the columns that are wanted. `up` are those of the second
-    /// operand, if there is one.
+    /// The sums of a panel, and what follows them, to some rows of the columns that are wanted. `up` are those of the
+    /// second operand, if there is one.
     ///
     /// # Safety
     /// As [`SimdTask::run`]; nobody else writes these rows and columns.

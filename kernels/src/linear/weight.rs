@@ -14,8 +14,9 @@ use crate::element::{Dtype, Kernels};
 use crate::error::{check_len, check_tier};
 use crate::{Element, Error};
 
-/// A weight (out, in) as panels of outputs, for [`project`](super::project). Each panel is (in, panel), so that the sums of
-/// its outputs are the lanes of vectors, and is read from its beginning to its end, for one row of input or for thousands.
+/// A weight (out, in) as panels of outputs, for [`project`](super::project). Each panel is (in, panel), so that the
+/// sums of its outputs are the lanes of vectors, and is read from its beginning to its end, for one row of input or for
+/// thousands.
 pub struct PackedWeight {
     pub(super) words: Scratch,
     pub(super) format: Format,
@@ -209,8 +210,8 @@ impl PackedWeight {
     }
 }
 
-/// Squares whose rows are inputs and whose columns are outputs, for products with the outputs. `output` is a multiple of the
-/// columns, so that these belong to one panel.
+/// Squares whose rows are inputs and whose columns are outputs, for products with the outputs. `output` is a multiple
+/// of the columns, so that these belong to one panel.
 impl PackedWeight {
     /// A square of f32 where it is, its rows a panel apart; `None` where its words are others, or some are missing.
     pub(super) fn square_in_place(&self, output: usize, input: usize, size: usize) -> Option<*const f32> {

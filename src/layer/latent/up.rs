@@ -11,8 +11,8 @@ use crate::size::part;
 use crate::weights::Source;
 use candle_attention_kernels::{Workers, for_each_task};
 
-/// The projection `kv_b_proj` of latents to the keys and values of all heads, by its rows: for each head those of its key,
-/// then those of its value.
+/// The projection `kv_b_proj` of latents to the keys and values of all heads, by its rows: for each head those of its
+/// key, then those of its value.
 #[derive(Debug, Clone)]
 pub(super) struct UpProjection {
     /// (H · (nope + D_v), rank).
@@ -89,8 +89,8 @@ impl UpProjection {
 }
 
 impl Expand for UpProjection {
-    /// Latents and rotated keys (B, 1, T, rank + rope) to keys (B, H, T, nope + rope) and values (B, H, T, D_v), views of
-    /// (B, T, H, ..).
+    /// Latents and rotated keys (B, 1, T, rank + rope) to keys (B, H, T, nope + rope) and values (B, H, T, D_v), views
+    /// of (B, T, H, ..).
     fn expand(&self, rows: &Tensor) -> Result<(Tensor, Tensor)> {
         let (b, _, t, width) = rows.dims4()?;
         let (h, rank, nope, dtype) = (self.h, self.rank, self.nope, rows.dtype());
@@ -105,7 +105,8 @@ impl Expand for UpProjection {
     }
 }
 
-/// (B, T, H, from) times a matrix (from, to) for each head, (H, from, to), to (B, T, H, to), in Candle's own operations.
+/// (B, T, H, from) times a matrix (from, to) for each head, (H, from, to), to (B, T, H, to), in Candle's own
+/// operations.
 fn multiply(xs: &Tensor, matrices: &Tensor) -> Result<Tensor> {
     let (b, t, h, from) = xs.dims4()?;
     let to = matrices.dim(2)?;

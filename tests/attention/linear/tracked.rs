@@ -29,7 +29,8 @@ fn gradients(ys: &Tensor, of: &[&Var]) -> Result<Vec<Tensor>> {
     Ok(of.iter().map(|var| store.get(var).expect("a gradient").clone()).collect())
 }
 
-/// How far numbers of a dtype may be from those of f64, relative to the largest: the output and its gradient are rounded once.
+/// How far numbers of a dtype may be from those of f64, relative to the largest: the output and its gradient are
+/// rounded once.
 fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 2e-2,
