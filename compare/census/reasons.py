@@ -37,8 +37,10 @@ FEATURES = [
     (r"e2e_query|layout_key|rel_pos_bias|rel_2d_pos", "biases or projections by layout or by kind of token"),
     (r"softmax_offset|sinks|attn_sink", "sinks of another kind"),
     (r"spatial_reduction|sr_ratio|pool|unroll", "keys of a coarser grid"),
-    (r"cu_seqlens|rotary", "rotary positions of an image, on two axes"),
+    (r"cu_seqlens", "images of several sizes in one sequence, with positions on two axes"),
 ]
+# In the source of a whole model.
+AXES = r"mrope_section|mrope_interleaved|apply_multimodal_rotary"
 NO_ROW = "no row: its names or its options differ from every family that has one"
 
 
@@ -50,4 +52,7 @@ def reason(model_type, classes):
         source = "".join(inspect.getsource(getattr(module, name)) for name in classes if hasattr(module, name))
     except (ImportError, KeyError, OSError):
         return NO_ROW
-    return next((feature for pattern, feature in FEATURES if re.search(pattern, source)), NO_ROW)
+    found = next((feature for pattern, feature in FEATURES if re.search(pattern, source)), NO_ROW)
+    if found == NO_ROW and re.search(AXES, inspect.getsource(module)) and "ision" not in "".join(classes):
+        return "rotary positions on several axes"
+    return found

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from special import INPUTS
+from special import INPUTS, TIME_FIRST
 
 BATCH, LENGTH, DECODER_LENGTH = 2, 13, 7
 SOFTMAX = {"softmax", "scaled_dot_product_attention", "multi_head_attention_forward"}
@@ -30,6 +30,9 @@ class Unrunnable(Exception):
 def randomise(model):
     """Every parameter random; products of unit size, so that attention is neither flat nor one-hot."""
     for name, parameter in sorted(model.named_parameters()):
+        # Tables of sines.
+        if not parameter.requires_grad:
+            continue
         draw = torch.randn(parameter.shape)
         if parameter.ndim >= 2 and "norm" not in name.lower():
             embeds = "embed" in name or "sinks" in name
@@ -98,7 +101,10 @@ def record(model_class, config, folder, name):
         raise Unrunnable(" | ".join(errors[:2]))
     for hook in hooks:
         hook.remove()
-    write(model, folder, [call[:3] for call in calls if call[2] is not None])
+    calls = [call[:3] for call in calls if call[2] is not None]
+    if config.model_type in TIME_FIRST:
+        calls = [[path, given.transpose(0, 1), gave.transpose(0, 1)] for path, given, gave in calls]
+    write(model, folder, calls)
     (folder / "defaults.json").write_text(as_json(type(config)().to_dict()))
     cores = [
         {"module": names[module], "class": type(module).__name__, "owner": owner(model, names[module]), "how": how}

@@ -6,18 +6,59 @@ CONFIGS = {
     "codegen": {"rotary_dim": 4},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
     "gptj": {"rotary_dim": 4},
     "helium": {"head_dim": 8},
+    "instructblip_qformer": {"encoder_hidden_size": 36},
+    "instructblipvideo_qformer": {"encoder_hidden_size": 36},
+    "blip_2_qformer": {"encoder_hidden_size": 36},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"], "num_dense_layers": 1},
     "xmod": {"default_language": "en_XX"},
     "yolos": {"image_size": [32, 32]},
 }
 
+
+def qformer(config):
+    return {
+        "query_embeds": torch.randn(2, 7, config.hidden_size),
+        "encoder_hidden_states": torch.randn(2, 9, config.encoder_hidden_size),
+    }
+
+
+def instructed_qformer(config):
+    instruction = torch.randint(3, config.vocab_size, (2, 5))
+    return qformer(config) | {"input_ids": instruction, "attention_mask": torch.ones(2, 12, dtype=torch.long)}
+
+
 # Functions of the configuration.
 INPUTS = {
+    "audioflamingo3_encoder": lambda config: {
+        "input_features": torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions),
+        "input_features_mask": torch.ones(2, 2 * config.max_source_positions, dtype=torch.long),
+    },
+    "blip_2_qformer": qformer,
+    "instructblip_qformer": instructed_qformer,
+    "instructblipvideo_qformer": instructed_qformer,
     "siglip2_vision_model": lambda config: {
         "pixel_values": torch.randn(2, 16, 3 * config.patch_size**2),
         "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
         "spatial_shapes": torch.tensor([[4, 4], [4, 4]]),
+    },
+    "canary_decoder": lambda config: {
+        "input_ids": torch.randint(3, config.vocab_size, (2, 7)),
+        "encoder_hidden_states": torch.randn(2, 9, config.hidden_size),
+    },
+    "musicgen_decoder": lambda config: {
+        "input_ids": torch.randint(3, config.vocab_size, (2 * config.num_codebooks, 7)),
+        "encoder_hidden_states": torch.randn(2, 9, config.hidden_size),
+    },
+    "pp_formulanet_text": lambda config: {
+        "input_ids": torch.randint(3, config.vocab_size, (2, 7)),
+        "encoder_hidden_states": torch.randn(2, 9, config.hidden_size),
+    },
+    "vilt": lambda config: {
+        "input_ids": torch.randint(3, config.vocab_size, (2, 7)),
+        "pixel_values": torch.randn(2, 3, config.image_size, config.image_size),
     },
     "trocr": lambda config: {
         "input_ids": torch.randint(3, config.vocab_size, (2, 7)),
@@ -30,3 +71,31 @@ UNMAKEABLE = {}
 
 # What is missing, where the source of the attention class does not show it.
 REASONS = {}
+for _why, _names in {
+    "rotary positions of an image or a video, on two or three axes": "dinov3_vit eomt_dinov3 gemma4_vision"
+    " llama4_vision_model pixtral sapiens2 vjepa2",
+    "a mask that the model computes": "canine doge eomt git groupvit groupvit_vision_model",
+    "names of its own": "blt_global_transformer clvp_decoder codegen cohere_asr ctrl gpt_neox_japanese idefics"
+    " kosmos_2_5_vision_model mllama_vision_model modernbert-decoder molmo2_adapter molmo2_text molmo2_vision moshi"
+    " nemotron_h ovis2_vision pix2struct_vision_model qianfan_ocr_vision tvp videomae",
+    "several stacks of layers": "blt_local_decoder blt_local_encoder blt_patcher clvp deepseek_ocr2_encoder evolla lxmert"
+    " mobilevit seamless_m4t seamless_m4t_v2 timesformer xclip xclip_vision_model unlimited_ocr_vision_encoder",
+    "convolutions beside or inside of the projections": "convbert emu3_vqgan levit swiftformer",
+    "a bias for pairs of tokens": "bros cpmant",
+    "n-grams that are predicted together": "prophetnet",
+    "attention inside of a mixture of experts": "jetmoe",
+    "keys and values from other inputs than the queries": "mobilebert idefics2_perceiver muse_glimmer_assistant",
+    "norms of queries and keys without weights, after rotary positions": "nanochat",
+    "positions that are added to queries and keys": "sam sam2 sam3 sam3_detr_decoder sam3_detr_encoder sam3_lite_text"
+    " sam3_lite_text_detr_decoder sam3_lite_text_detr_encoder sam3_lite_text_mask_decoder sam3_mask_decoder sam3_tracker"
+    " sam_hq",
+    "relative positions by content": "gemma3n_audio granite_speech_encoder granite_speech_plus_encoder"
+    " nemotron3_5_transcribe_asr_audio nemotron3_diarization_audio phi4_multimodal_audio",
+    "windows of an image": "florence_vision",
+    "a scale for each dimension of the queries": "timesfm timesfm2_5",
+    "rotary positions of the values": "clvp_encoder",
+}.items():
+    REASONS |= dict.fromkeys(_names.split(), _why)
+
+# Models whose tensors have the time before the batch.
+TIME_FIRST = {"fsmt"}

@@ -116,14 +116,15 @@ def is_covered(core, covered):
 
 HEAD = """# Hugging Face architectures
 
-`compare/census/run.py` wrote this page: for every `model_type` of transformers {version} it makes tiny random models, with
-default options and with others, records what each attention layer is given and gives, and asks this crate for the same layer
-by the model's own `config.json` and names.
+`compare/census/run.py` wrote this page: for every `model_type` of transformers {version} it makes tiny random models,
+with default options and with others, records what each attention layer is given and gives, and asks this crate for the
+same layer by the model's own `config.json` and names.
 
 - **{equal} of {attending} model types with softmax attention of their own are equal**, to 1e-5 of the largest number, in
-  every layer and by both backends; none is wrong.
-- {refused} are refused by name, below with what they have and this crate does not; {unmade} of these could not be recorded either.
-- {parts} more only combine models of other types; {none} have no softmax attention.
+  every layer and by both backends; {wrong} wrong.
+- {refused} are refused by name, with what they have and this crate does not; {unmade} of these could not be recorded.
+- {parts} more only combine models of other types; {none} have no softmax attention; {others} could not be made here, so
+  that nothing is known of their attention, and are refused by name too.
 
 `hf::load_attention` loads a layer's self-attention (of a model with an encoder and a decoder the encoder's),
 `hf::load_decoder_attention` and `hf::load_cross_attention` what stands in such a model's decoder, and
@@ -153,6 +154,8 @@ def page(entries, version):
         attending=attending,
         refused=len(refused),
         unmade=len(by["unmade_attention"]),
+        wrong=f"{len(by['wrong'])} are" if by["wrong"] else "none is",
+        others=len(by["unmade"]),
         parts=len(by["parts"]),
         none=len(by["none"]),
         decoders=31,

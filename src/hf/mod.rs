@@ -12,7 +12,7 @@
 //!
 //! A layer is what the model's own attention module computes, its output projection included: no norm before it and no
 //! residual after it. [`architectures`] names the values of `model_type` that are known; `docs/architectures.md` of the
-//! repository says which test shows each.
+//! repository, which a census of transformers' models writes, says what each has, and why others are refused.
 //!
 //! Fields that a configuration leaves out have the defaults of the architecture's class in transformers, and the spellings
 //! of older versions are read as transformers reads them. An option that changes the numbers and is not supported is an
@@ -38,6 +38,46 @@
 //! ```
 //!
 //! Their `attention.output.dense` is part of the layer, `attention.output.LayerNorm` and the residual are not.
+//!
+//! # Models of several parts
+//!
+//! CLIP, LLaVA and others keep a config for each part. Give the part's, with a builder at the checkpoint's root:
+//!
+//! ```
+//! use candle_attention::hf;
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::VarBuilder;
+//! use serde_json::json;
+//! # fn main() -> candle_core::Result<()> {
+//! let images = json!({"model_type": "clip_vision_model", "hidden_size": 64, "num_attention_heads": 4});
+//! let config = json!({"model_type": "clip", "vision_config": images});
+//! let layer = hf::load_attention(&config["vision_config"], 0, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+//! let ys = layer.forward(&Tensor::zeros((2, 50, 64), DType::F32, &Device::Cpu)?)?;
+//! # assert_eq!(ys.dims(), [2, 50, 64]);
+//! # Ok(()) }
+//! ```
+//!
+//! # Encoders and decoders
+//!
+//! Of a model that has both (BART, Whisper, T5), [`load_attention`] loads the encoder's layers. The decoder's are
+//! [`load_decoder_attention`] and [`load_cross_attention`], which takes the encoder's outputs as keys and values, or as a
+//! memory that it projects once for all tokens.
+//!
+//! ```
+//! use candle_attention::{AttentionInput, hf};
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::VarBuilder;
+//! use serde_json::json;
+//! # fn main() -> candle_core::Result<()> {
+//! let config = json!({"model_type": "whisper", "d_model": 64, "decoder_attention_heads": 4});
+//! let layer = hf::load_cross_attention(&config, 0, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+//! let encoded = Tensor::zeros((2, 50, 64), DType::F32, &Device::Cpu)?;
+//! let memory = layer.project_memory(&encoded, &encoded)?;
+//! let token = Tensor::zeros((2, 1, 64), DType::F32, &Device::Cpu)?;
+//! let ys = layer.forward_with(AttentionInput::new(&token).with_memory(&memory))?;
+//! # assert_eq!(ys.dims(), [2, 1, 64]);
+//! # Ok(()) }
+//! ```
 //!
 //! # T5
 //!
@@ -81,6 +121,7 @@
 mod families;
 mod family;
 mod fields;
+mod names;
 mod rope;
 mod rules;
 
@@ -190,7 +231,7 @@ pub fn load_latent_attention(json: &Value, layer: usize, vb: VarBuilder) -> Resu
     let family = Family::of(json)?;
     let cfg = family.latent_attention(json, layer)?;
     family.refuse_quantized(json)?;
-    family::load_module(family.modules, layer, &vb, |_, module| MultiHeadLatentAttention::new(&cfg, vb.pp(module)))
+    names::load_module(family.modules, layer, &vb, |_, module| MultiHeadLatentAttention::new(&cfg, vb.pp(module)))
 }
 
 /// The relative bias that all layers of a stack have together, from a `config.json` and a builder at the model's root. Of a

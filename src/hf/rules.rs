@@ -1,10 +1,11 @@
 //! What a row of the table cannot say with a field and its default.
 
 use candle_core::Result;
+use serde_json::{Value, json};
 
 use super::families::{HEADS, HIDDEN};
 use super::fields::Fields;
-use super::rope::Rope;
+use super::rope::{Rope, rope};
 use crate::{AlibiConfig, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig, RopeScaling};
 
 /// The window of a layer that has one by `layer_types`, or else by the family's own rule.
@@ -115,10 +116,33 @@ pub(super) fn gpt_oss_scaling(fields: &Fields) -> Result<RopeScaling> {
     })
 }
 
-/// `sizes` are the defaults of `embed_dim` and `num_heads`.
-pub(super) fn deepseek(fields: &Fields, sizes: [usize; 2], rope: Rope) -> Result<MultiHeadLatentAttentionConfig> {
-    let num_heads = fields.get_or(HEADS, sizes[1])?;
-    let (nope, rotated) = (fields.get_or("qk_nope_head_dim", 128)?, fields.get_or("qk_rope_head_dim", 64)?);
+/// The defaults of latent attention's sizes.
+#[derive(Clone, Copy)]
+pub(super) struct LatentSizes {
+    pub embed_dim: usize,
+    pub num_heads: usize,
+    pub q_lora_rank: usize,
+    pub nope_head_dim: usize,
+    pub value_head_dim: usize,
+}
+
+pub(super) const DEEPSEEK: LatentSizes =
+    LatentSizes { embed_dim: 7168, num_heads: 128, q_lora_rank: 1536, nope_head_dim: 128, value_head_dim: 128 };
+
+/// DeepSeek V3's attention, for a context of so many positions.
+pub(super) fn deepseek_v3(
+    fields: &Fields,
+    sizes: LatentSizes,
+    context: usize,
+) -> Result<MultiHeadLatentAttentionConfig> {
+    let half = rope(10_000.0, context);
+    deepseek(fields, sizes, if fields.flag("rope_interleave", true)? { half.interleaved() } else { half })
+}
+
+pub(super) fn deepseek(fields: &Fields, sizes: LatentSizes, rope: Rope) -> Result<MultiHeadLatentAttentionConfig> {
+    let num_heads = fields.get_or(HEADS, sizes.num_heads)?;
+    let nope = fields.get_or("qk_nope_head_dim", sizes.nope_head_dim)?;
+    let rotated = fields.get_or("qk_rope_head_dim", 64)?;
     fields.agrees("num_key_value_heads", num_heads)?;
     fields.agrees("head_dim", rotated)?;
     fields.agrees("qk_head_dim", nope.saturating_add(rotated))?;
@@ -129,18 +153,18 @@ pub(super) fn deepseek(fields: &Fields, sizes: [usize; 2], rope: Rope) -> Result
             fields.section(name)?.only("mscale_all_dim", 0)?;
         }
     }
-    let cfg = MultiHeadLatentAttentionConfig::new(fields.get_or(HIDDEN, sizes[0])?, num_heads)
+    let cfg = MultiHeadLatentAttentionConfig::new(fields.get_or(HIDDEN, sizes.embed_dim)?, num_heads)
         .with_kv_lora_rank(fields.get_or("kv_lora_rank", 512)?)
         .with_nope_head_dim(nope)
         .with_rope_head_dim(rotated)
-        .with_value_head_dim(fields.get_or("v_head_dim", 128)?)
+        .with_value_head_dim(fields.get_or("v_head_dim", sizes.value_head_dim)?)
         .with_bias(fields.flag("attention_bias", false)?)
         .with_rope(rope)
         // transformers ignores `rms_norm_eps` in the norms of the latents.
         .with_norm_eps(1e-6)
         .with_causal(fields.flag("is_causal", true)?)
         .with_dropout(fields.optional("attention_dropout")?.unwrap_or(0.0));
-    Ok(match fields.nullable("q_lora_rank", Some(1536))? {
+    Ok(match fields.nullable("q_lora_rank", Some(sizes.q_lora_rank))? {
         Some(rank) => cfg.with_q_lora_rank(rank),
         None => cfg,
     })
@@ -176,4 +200,27 @@ pub(super) fn exaone_rotates(fields: &Fields, layer: usize) -> Result<bool> {
 /// Every fifth layer sees all keys.
 pub(super) fn kolibri_window(fields: &Fields, layer: usize) -> Result<Option<usize>> {
     sliding(fields, layer, !(layer + 1).is_multiple_of(5), Some(513))
+}
+
+/// `attention_layers`, or `attention_types`, which says how often a list of kinds of layers stands in it.
+pub(super) fn gpt_neo_window(fields: &Fields, layer: usize) -> Result<Option<usize>> {
+    let kind = match fields.of_layer("attention_layers", layer)? {
+        Some(kind) => kind.clone(),
+        None => {
+            let default = json!([[["global", "local"], 12]]);
+            let types: Vec<(Vec<Value>, usize)> =
+                serde_json::from_value(fields.get("attention_types").unwrap_or(&default).clone())
+                    .or_else(|_| fields.fail("attention_types is no list of lists of kinds and their number"))?;
+            let kinds: Vec<_> = types.into_iter().flat_map(|(kinds, times)| vec![kinds; times].concat()).collect();
+            match kinds.get(layer) {
+                Some(kind) => kind.clone(),
+                None => return fields.fail(format!("attention_types has {} layers", kinds.len())),
+            }
+        }
+    };
+    match kind.as_str() {
+        Some("global") => Ok(None),
+        Some("local") => fields.get_or("window_size", 256).map(Some),
+        _ => fields.fail(format!("layer {layer} has {kind}, expected \"global\" or \"local\"")),
+    }
 }

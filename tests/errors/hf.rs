@@ -74,6 +74,22 @@ pub const CASES: &[Case] = cases! {
     "dropout of two" => layer("gpt2", json!({"attn_pdrop": 2})),
     "a list" => hf::attention_config(&json!(["llama"]), 0),
     "an architecture that is not known" => layer("rwkv", json!({"hidden_size": 8})),
+    "an architecture of parts that are known" => hf::attention_config(
+        &json!({
+            "model_type": "llava", "text_config": {"model_type": "llama"},
+            "vision_config": {"model_type": "clip_vision_model"}
+        }),
+        0,
+    ),
+    "no decoder" => hf::decoder_attention_config(&json!({"model_type": "bert"}), 0),
+    "no attention to an encoder" => hf::load_cross_attention(&json!({"model_type": "llama"}), 0, nothing()),
+    "a decoder that is shorter than the encoder" =>
+        hf::decoder_attention_config(&json!({"model_type": "marian", "encoder_layers": 6, "decoder_layers": 2}), 2),
+    "a relative bias for each layer" => hf::load_relative_bias(&json!({"model_type": "umt5"}), nothing()),
+    "prompts of its own" => layer("mvp", json!({"use_prompt": true})),
+    "a layer without cross-attention" => hf::cross_attention_config(&json!({"model_type": "blip_2_qformer"}), 1),
+    "a kind of attention that is not known" =>
+        layer("gpt_neo", json!({"attention_layers": ["local", "sparse"], "num_layers": 2})),
     "a number for an architecture" => hf::attention_config(&json!({"model_type": 3}), 0),
     "no architecture" => hf::attention_config(&json!({"hidden_size": 8}), 0),
     "latent attention" => layer("deepseek_v2", json!({})),

@@ -4,9 +4,20 @@ Widths are small and uneven on purpose: a head as wide as `hidden_size / heads` 
 reads.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    BlipVisionModel,
+    CLIPTextModel,
+)
 
 SIZES = {
     "vocab_size": 61,
@@ -65,6 +76,10 @@ class Case:
     out_proj: str = "self_attn.o_proj"
     auto_class: type = AutoModelForCausalLM
     encoder: bool = False
+    # What stands in the decoder of a model with an encoder: by its kind, the layers below the model, and as above.
+    decoder: dict = field(default_factory=dict)
+    # Other inputs than token ids.
+    inputs: Callable | None = None
 
 
 def decoder(model_type, *configs, sizes=SIZES, **places):
@@ -80,6 +95,43 @@ def encoder(model_type, *configs, sizes=UNGROUPED, auto_class=AutoModelForMasked
 
 def rope(**parameters):
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0} | parameters}
+
+
+SEQ2SEQ = {
+    "vocab_size": 61,
+    "d_model": 32,
+    "encoder_layers": 1,
+    # Fewer heads than the encoder's.
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 24,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 2,
+    "decoder_ffn_dim": 24,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 1,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+BART_DECODER = {
+    "decoder": ("decoder.layers", "self_attn", "self_attn.out_proj"),
+    "cross": ("decoder.layers", "encoder_attn", "encoder_attn.out_proj"),
+}
+IMAGES = {
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 12,
+    "patch_size": 4,
+}
+
+
+def image(model_type, *configs, **places):
+    """An encoder of images, which has no padding."""
+    case = encoder(model_type, *configs, sizes=IMAGES, **places)
+    case.encoder = False
+    case.inputs = lambda config: {"pixel_values": torch.randn(2, 3, config.image_size, config.image_size)}
+    return case
 
 
 GPT2_PLACES = {"layers": "h", "attention": "attn", "out_proj": "attn.c_proj"}
@@ -274,5 +326,113 @@ CASES = {
         layers="encoder.block",
         attention="layer.0.SelfAttention",
         out_proj="layer.0.SelfAttention.o",
+    ),
+    "albert": encoder(
+        "albert",
+        ONE_LAYER,
+        {"embedding_size": 8},
+        layers="encoder.albert_layer_groups.0.albert_layers",
+        attention="attention",
+        out_proj="attention.dense",
+    ),
+    "mpnet": encoder(
+        "mpnet",
+        layers="encoder.layer",
+        attention="attention.attn",
+        out_proj="attention.attn.o",
+    ),
+    "roformer": encoder("roformer", ONE_LAYER, **BERT),
+    "vit": image(
+        "vit",
+        {"qkv_bias": False},
+        auto_class=AutoModelForImageClassification,
+        layers="layers",
+        attention="attention",
+        out_proj="attention.o_proj",
+    ),
+    "beit": image(
+        "beit",
+        auto_class=AutoModelForImageClassification,
+        layers="layers",
+        attention="attention",
+        out_proj="attention.o_proj",
+    ),
+    "blip_vision": image(
+        "blip_vision_model", auto_class=BlipVisionModel, layers="encoder.layers", out_proj="self_attn.projection"
+    ),
+    "clip_text": decoder(
+        "clip_text_model",
+        ONE_LAYER,
+        {"eos_token_id": 2},
+        sizes=UNGROUPED,
+        auto_class=CLIPTextModel,
+        layers="encoder.layers",
+        out_proj="self_attn.out_proj",
+    ),
+    "hunyuan": decoder("hunyuan_v1_dense", ONE_LAYER, HEAD_DIM),
+    "exaone4": decoder("exaone4", HEAD_DIM, ALTERNATING),
+    "olmoe": decoder("olmoe", ONE_LAYER, {"clip_qkv": 0.7, "num_experts": 2, "num_experts_per_tok": 1}),
+    "granite_swa": decoder("granite_swa", ALTERNATING, {"attention_multiplier": 0.3}),
+    "gpt_neo": decoder(
+        "gpt_neo",
+        sizes={
+            "vocab_size": 61,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "max_position_embeddings": 64,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 5,
+        },
+        layers="h",
+        attention="attn.attention",
+        out_proj="attn.attention.out_proj",
+    ),
+    "whisper": encoder(
+        "whisper",
+        SEQ2SEQ,
+        {"num_mel_bins": 6, "max_source_positions": 9, "max_target_positions": 16},
+        sizes={},
+        auto_class=AutoModelForSpeechSeq2Seq,
+        layers="encoder.layers",
+        out_proj="self_attn.out_proj",
+        decoder=BART_DECODER,
+        inputs=lambda config: {
+            "input_features": torch.randn(2, config.num_mel_bins, 18),
+            "decoder_input_ids": torch.randint(3, config.vocab_size, (2, 7)),
+        },
+    ),
+    "marian": encoder(
+        "marian",
+        SEQ2SEQ,
+        {"max_position_embeddings": 64},
+        sizes={},
+        auto_class=AutoModelForSeq2SeqLM,
+        layers="encoder.layers",
+        out_proj="self_attn.out_proj",
+        decoder=BART_DECODER,
+    ),
+    "umt5": encoder(
+        "umt5",
+        sizes={
+            "vocab_size": 61,
+            "d_model": 32,
+            "d_kv": 10,
+            "d_ff": 24,
+            "num_layers": 2,
+            "num_decoder_layers": 2,
+            "num_heads": 4,
+            "relative_attention_num_buckets": 8,
+            "relative_attention_max_distance": 7,
+            "pad_token_id": 0,
+        },
+        auto_class=AutoModelForSeq2SeqLM,
+        layers="encoder.block",
+        attention="layer.0.SelfAttention",
+        out_proj="layer.0.SelfAttention.o",
+        decoder={
+            "decoder": ("decoder.block", "layer.0.SelfAttention", "layer.0.SelfAttention.o"),
+            "cross": ("decoder.block", "layer.1.EncDecAttention", "layer.1.EncDecAttention.o"),
+        },
     ),
 }

@@ -19,9 +19,10 @@ macro_rules! architectures {
 }
 
 architectures! {
-    bert, bloom, cohere, cohere2, deepseek_v2, deepseek_v3, distilbert, falcon, gemma, gemma2, gemma3, gemma3_text,
-    glm, glm4, gpt2, gpt_bigcode, gpt_neox, gpt_oss, gptj, granite, llama, mistral, mixtral, modernbert, mpt,
-    nomic_bert, olmo2, opt, phi, phi3, qwen2, qwen3, roberta, smollm3, stablelm, starcoder2, t5,
+    albert, beit, bert, blip_vision_model, bloom, clip_text_model, cohere, cohere2, deepseek_v2, deepseek_v3, distilbert,
+    exaone4, falcon, gemma, gemma2, gemma3, gemma3_text, glm, glm4, gpt2, gpt_bigcode, gpt_neo, gpt_neox, gpt_oss, gptj,
+    granite, granite_swa, hunyuan_v1_dense, llama, marian, mistral, mixtral, modernbert, mpnet, mpt, nomic_bert, olmo2,
+    olmoe, opt, phi, phi3, qwen2, qwen3, roberta, roformer, smollm3, stablelm, starcoder2, t5, umt5, vit, whisper,
 }
 
 /// A model for each here, or else in the census of `compare/census`, whose page says that they are equal.
@@ -33,8 +34,8 @@ fn every_architecture_is_equal() {
     for name in hf::architectures() {
         assert!(equal.contains(&format!("| `{name}` |")), "{name} is not in the census");
     }
-    for name in SHOWN {
-        assert!(hf::architectures().any(|known| known == *name), "{name}");
+    for model in all_models() {
+        assert!(SHOWN.contains(&model.model_type()), "{} has no test", model.name);
     }
     assert!(!page.contains("## Wrong"));
 }
@@ -70,6 +71,33 @@ fn architecture(model_type: &str) -> Result<()> {
                 let error = relative_error(&tokens(&model, &ys)?, &expected);
                 assert!(error <= TOLERANCE, "{}, layer {i}, {backend:?}: off by {error:e}", model.name);
             }
+        }
+        decoder(&model)?;
+    }
+    Ok(())
+}
+
+/// The layers of a decoder beside an encoder, whose outputs are projected at each call, and once.
+fn decoder(model: &Model) -> Result<()> {
+    for i in (0..).take_while(|i| model.golden.contains_key(&format!("decoder.layer{i}.in"))) {
+        let golden = |name: &str| &model.golden[&name.replace("{i}", &i.to_string())];
+        let close = |ys: &Tensor, name: &str, kind: &str| {
+            let error = relative_error(ys, golden(name));
+            assert!(error <= TOLERANCE, "{}, {kind} of layer {i}: off by {error:e}", model.name);
+        };
+        // Padding of the encoder's inputs.
+        let mask = mask(model)?;
+        for backend in [Backend::Auto, Backend::Reference] {
+            let layer = hf::load_decoder_attention(&model.config, i, model.vb())?;
+            let input = AttentionInput::new(golden("decoder.layer{i}.in")).with_backend(backend);
+            close(&layer.forward_with(input)?, "decoder.layer{i}.out", "decoder");
+
+            let layer = hf::load_cross_attention(&model.config, i, model.vb())?;
+            let encoded = golden("cross.layer{i}.memory");
+            let input = || AttentionInput::new(golden("cross.layer{i}.in")).with_mask(&mask).with_backend(backend);
+            close(&layer.forward_with(input().with_key_value(encoded, encoded))?, "cross.layer{i}.out", "cross");
+            let memory = layer.project_memory(encoded, encoded)?;
+            close(&layer.forward_with(input().with_memory(&memory))?, "cross.layer{i}.out", "memory");
         }
     }
     Ok(())

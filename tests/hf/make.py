@@ -6,7 +6,8 @@ python tests/hf/make.py --check             writes nothing; names what differs f
 
 A folder holds `config.json` as `save_pretrained` writes it, `model.safetensors` with the attention weights alone, under
 the names of that file, and `golden.safetensors`: `layer{i}.in` and `layer{i}.out` (B, T, E), and for encoders
-`attention_mask` (B, T), u8. An output is what the output projection gives, biases included, before a residual or norm.
+`attention_mask` (B, T), u8. Below `decoder.` and `cross.` are those of the decoder of a model that has both, and the
+encoder's outputs as `cross.layer{i}.memory`. An output is what the output projection gives, biases included, before a residual or norm.
 Everything is f32, computed by the eager implementation of attention as a rule. `variants.json` is described in `variants.py`.
 """
 
@@ -62,14 +63,16 @@ def record(name, case, folder):
     config = AutoConfig.for_model(case.model_type, **case.config)
     # The eager implementation adds Falcon's ALiBi twice, unlike the default one and Falcon's own code.
     implementation = "sdpa" if case.config.get("alibi") else "eager"
-    model = case.auto_class.from_config(config, attn_implementation=implementation).eval()
+    make = getattr(case.auto_class, "from_config", None) or case.auto_class._from_config
+    model = make(config, attn_implementation=implementation).eval()
     randomise(model)
     tensors = run(model, case)
     model.save_pretrained(folder)
     for file in folder.iterdir():
         if file.name not in ("config.json", "model.safetensors"):
             file.unlink()
-    attention = {key: tensor for key, tensor in load_file(folder / "model.safetensors").items() if is_attention(key)}
+    stored = load_file(folder / "model.safetensors")
+    attention = {key: tensor for key, tensor in stored.items() if is_attention(key, not case.decoder)}
     save_file(attention, folder / "model.safetensors", {"format": "pt"})
     save_file(tensors, folder / "golden.safetensors")
 
@@ -78,6 +81,9 @@ def record(name, case, folder):
 def randomise(model):
     """Every parameter random; products of unit size, so that attention is neither flat nor one-hot."""
     for name, parameter in sorted(model.named_parameters()):
+        # Tables of sines.
+        if not parameter.requires_grad:
+            continue
         draw = torch.randn(parameter.shape)
         if parameter.ndim >= 2 and "norm" not in name:
             parameter.copy_(draw if "embed" in name or "sinks" in name else 1.5 * draw / parameter.shape[-1] ** 0.5)
@@ -90,7 +96,7 @@ def randomise(model):
 @torch.no_grad()
 def run(model, case):
     tensors, hooks = {}, []
-    layers = (model if case.model_type == "t5" else model.base_model).get_submodule(case.layers)
+    layers = (model if case.model_type.endswith("t5") else model.base_model).get_submodule(case.layers)
 
     def note_input(key):
         def hook(_, args, kwargs):
@@ -98,31 +104,51 @@ def run(model, case):
 
         return hook
 
+    def note_memory(key):
+        def hook(_, args, kwargs):
+            named = [kwargs[name] for name in ("key_value_states", "encoder_hidden_states") if name in kwargs]
+            tensors[key] = (named or args[1:])[0].clone()
+
+        return hook
+
     def note_output(key):
         return lambda _, args, output: tensors.__setitem__(key, output.clone())
 
-    for i, layer in enumerate(layers):
-        attention = layer.get_submodule(case.attention)
-        hooks.append(attention.register_forward_pre_hook(note_input(f"layer{i}.in"), with_kwargs=True))
-        hooks.append(layer.get_submodule(case.out_proj).register_forward_hook(note_output(f"layer{i}.out")))
-    ids = torch.randint(3, model.config.vocab_size, (BATCH, LENGTH))
+    def note(layers, attention, out_proj, kind=""):
+        for i, layer in enumerate(layers):
+            name = f"{kind}layer{i}"
+            module = layer.get_submodule(attention)
+            hooks.append(module.register_forward_pre_hook(note_input(f"{name}.in"), with_kwargs=True))
+            hooks.append(layer.get_submodule(out_proj).register_forward_hook(note_output(f"{name}.out")))
+            if kind == "cross.":
+                hooks.append(module.register_forward_pre_hook(note_memory(f"{name}.memory"), with_kwargs=True))
+
+    note(layers, case.attention, case.out_proj)
+    for kind, (path, attention, out_proj) in case.decoder.items():
+        base = model if case.model_type.endswith("t5") else model.base_model
+        note(base.get_submodule(path), attention, out_proj, f"{kind}.")
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
-    if case.encoder:
+    if case.encoder and case.inputs is None:
         mask[1, LENGTH - PADDED :] = 0
-    model = model.encoder if case.model_type == "t5" else model
-    model(input_ids=ids, attention_mask=mask)
+    if case.inputs is not None:
+        model(**case.inputs(model.config))
+    else:
+        ids = torch.randint(3, model.config.vocab_size, (BATCH, LENGTH))
+        decoder = {"decoder_input_ids": torch.randint(3, model.config.vocab_size, (BATCH, 7))} if case.decoder else {}
+        model = model.encoder if case.model_type == "t5" else model
+        model(input_ids=ids, attention_mask=mask, **decoder)
     for hook in hooks:
         hook.remove()
-    if case.encoder:
+    if case.encoder and case.inputs is None:
         tensors["attention_mask"] = mask.to(torch.uint8)
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values() if tensor.is_floating_point())
     return tensors
 
 
-def is_attention(key):
-    if "decoder.block" in key:  # T5's decoder
+def is_attention(key, without_decoder):
+    if key.startswith("decoder.block") and without_decoder:
         return False
-    return re.search(r"att|Wqkv|SelfAttention", key, re.IGNORECASE) and not re.search(
+    return re.search(r"att|Wqkv|Attention", key, re.IGNORECASE) and not re.search(
         r"ln_attn|att\w*norm\.|LayerNorm", key
     )
 

@@ -109,6 +109,10 @@ RAW = [
     ("modernbert", {"global_attn_every_n_layers": 3, "global_rope_theta": 160000.0, "local_rope_theta": 5000.0}),
     ("nomic_bert", {"rope_theta": 2000.0}),
     ("t5", {"d_kv": 64, "num_heads": 6, "d_model": 384}),
+    ("umt5", {"num_layers": 4, "num_decoder_layers": None}),
+    # The usual names are the encoder's.
+    ("marian", {"num_hidden_layers": 6, "decoder_layers": 3, "num_attention_heads": 8, "decoder_attention_heads": 4}),
+    ("whisper", {"encoder_layers": 32, "decoder_layers": 2, "encoder_attention_heads": 20, "d_model": 1280}),
 ]
 
 

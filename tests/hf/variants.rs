@@ -23,9 +23,13 @@ fn other_spellings_and_absent_fields_say_what_transformers_reads_in_them() -> Re
             true => compare(hf::latent_attention_config, raw, saved)?,
             false => compare(hf::attention_config, raw, saved)?,
         }
+        if hf::decoder_attention_config(saved, 0).is_ok() {
+            compare(hf::decoder_attention_config, raw, saved)?;
+            compare(hf::cross_attention_config, raw, saved)?;
+        }
         compared += 1;
     }
-    assert!(compared >= 80, "{compared} variants");
+    assert!(compared >= 95, "{compared} variants");
     Ok(())
 }
 

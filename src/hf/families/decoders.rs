@@ -1,22 +1,18 @@
 //! Decoders of text.
 
-use super::{DECODER, HIDDEN, MODEL, layer_norm, rms_norm};
-use crate::hf::family::{Bias, Family, Heads, Mask, ModuleNames, Norm, Rotary, at};
+use super::{DECODER, MODEL, layer_norm, rms_norm};
+use crate::hf::family::{Bias, Family, Heads, Mask, Norm, Rotary, at};
 use crate::hf::rope::{Rope, rope};
 use crate::hf::rules::{
-    all_but_each, clipped, deepseek, exaone_rotates, exaone_window, falcon_key_heads, gpt_oss_scaling, kolibri_window,
-    llama3, mpt, qwen_window, sliding, smollm3_rotates,
+    all_but_each, clipped, exaone_rotates, exaone_window, gpt_oss_scaling, kolibri_window, llama3, qwen_window,
+    sliding, smollm3_rotates,
 };
 use crate::weights::{PackedNaming, QkvOrder};
-use crate::{AlibiConfig, QkNormKind, QkNormScope, RopeConfig, RopeScaling, RopeStyle, WeightLayout};
+use crate::{QkNormKind, QkNormScope, RopeScaling, WeightLayout};
 
-const TRANSFORMER: &[&str] = &["transformer.", ""];
 /// As transformers saves Gemma 3, as it was published, and without a head.
 const BELOW_IMAGES: &[&str] = &["model.language_model.", "language_model.model.", "language_model."];
-const QUERY_KEY_VALUE: WeightLayout = WeightLayout::Packed(PackedNaming::QueryKeyValue, QkvOrder::ByHead);
-const C_ATTN: WeightLayout = WeightLayout::Packed(PackedNaming::CAttn, QkvOrder::ByHead);
 const QKV_PROJ: WeightLayout = WeightLayout::Packed(PackedNaming::QkvProj, QkvOrder::ByPart);
-const WQKV: WeightLayout = WeightLayout::Packed(PackedNaming::Wqkv, QkvOrder::ByPart);
 
 #[rustfmt::skip]
 const LLAMA: Family = Family {
@@ -75,40 +71,10 @@ const GLM: Family = Family {
     bias: Bias::QkvIf("attention_bias", true),
     rope: Rotary::All(rope(10_000.0, 131_072).partial("partial_rotary_factor", 0.5).interleaved()), ..DECODER
 };
-/// GPT-2's names of its sizes, with those of newer families as aliases.
-#[rustfmt::skip]
-const GPT: Family = Family {
-    names: ["n_layer", "n_embd", "n_head"], sizes: [12, 768, 12], heads: Heads::Equal, dropout: ("attn_pdrop", 0.1),
-    bias: Bias::All, ..DECODER
-};
-#[rustfmt::skip]
-const DEEPSEEK_V2: Family = Family {
-    model_type: "deepseek_v2",
-    // Latent attention names its parameters itself, and those of queries differ between checkpoints.
-    modules: &[ModuleNames {
-        parameter: Some("kv_a_proj_with_mqa.weight"), ..at(MODEL, "layers.{}.self_attn", WeightLayout::Canonical)
-    }],
-    latent: Some(|fields| {
-        fields.only("rope_interleave", true)?;
-        deepseek(fields, [4096, 32], rope(10_000.0, 2048).interleaved())
-    }),
-    ..DECODER
-};
 #[rustfmt::skip]
 const COHERE2: Family = Family {
     model_type: "cohere2", head_dim_follows: true, rope: Rotary::Windowed(rope(10_000.0, 8192).interleaved()),
     qk_norm: None, window: |fields, layer| all_but_each(fields, layer, 4), ..COHERE
-};
-#[rustfmt::skip]
-const GPT2: Family = Family {
-    model_type: "gpt2", modules: &[at(TRANSFORMER, "h.{}.attn", WeightLayout::Conv1d)],
-    adjust: |fields, layer, cfg| {
-        let width = if fields.flag("scale_attn_weights", true)? { (cfg.head_dim() as f64).sqrt() } else { 1.0 };
-        let by_layer = fields.flag("scale_attn_by_inverse_layer_idx", false)?;
-        let depth = if by_layer { layer as f64 + 1.0 } else { 1.0 };
-        Ok(if width == 1.0 || by_layer { cfg.with_scale(1.0 / (width * depth)) } else { cfg })
-    },
-    ..GPT
 };
 #[rustfmt::skip]
 const GRANITE: Family = Family { model_type: "granite", scale: Some(("attention_multiplier", 1.0, 1.0)), ..LLAMA };
@@ -138,6 +104,20 @@ const HUNYUAN: Family = Family {
 };
 /// Half of each pair of neighbours.
 const ERNIE: Rope = rope(500_000.0, 131_072).interleaved();
+#[rustfmt::skip]
+const GRANITE_SWA: Family = Family {
+    model_type: "granitemoe_swa",
+    window: |fields, layer| sliding(fields, layer, !layer.is_multiple_of(4), Some(128)),
+    adjust: |_, _, cfg| Ok(cfg.with_sinks(true)), ..GRANITE
+};
+/// Some of its layers are convolutions.
+#[rustfmt::skip]
+const LFM2: Family = Family {
+    model_type: "lfm2", sizes: [32, 2560, 32], heads: Heads::Grouped(Some(8), None),
+    modules: &[at(MODEL, "layers.{}.self_attn", WeightLayout::Opt)], rope: Rotary::All(rope(1e6, 128_000)),
+    qk_norm: Some(Norm { eps: ("norm_eps", 1e-5), ..rms_norm(QkNormScope::PerHead, 1e-5) }),
+    window: |fields, layer| sliding(fields, layer, false, None), ..DECODER
+};
 /// In alphabetical order.
 #[rustfmt::skip]
 pub(in crate::hf) const ROWS: &[Family] = &[
@@ -148,18 +128,11 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     },
     Family { model_type: "arcee", sizes: [32, 2560, 32], rope: Rotary::All(rope(10_000.0, 4096)), ..LLAMA },
     Family { model_type: "aria_text", ..LLAMA },
-    Family {
-        model_type: "biogpt", sizes: [24, 1024, 16], heads: Heads::Equal, bias: Bias::All,
-        modules: &[at(&["biogpt.", ""], "layers.{}.self_attn", WeightLayout::Opt)],
-        dropout: ("attention_probs_dropout_prob", 0.1), ..DECODER
-    },
-    Family {
-        model_type: "bloom", names: ["n_layer", HIDDEN, "n_head"], sizes: [2, 64, 8], aliases: &[("n_embed", HIDDEN)],
-        modules: &[at(TRANSFORMER, "h.{}.self_attention", QUERY_KEY_VALUE)], heads: Heads::Equal, bias: Bias::All,
-        adjust: |_, _, cfg| Ok(cfg.with_alibi(AlibiConfig::Standard)), ..DECODER
-    },
     COHERE,
     COHERE2,
+    Family {
+        model_type: "cohere2_moe", heads: Heads::Grouped(None, Some(128)), head_dim_follows: false, ..COHERE2
+    },
     Family {
         model_type: "csm_depth_decoder_model", sizes: [4, 1024, 8], heads: Heads::Grouped(Some(2), None),
         modules: &[at(&["model.", "depth_decoder.model.", ""], "layers.{}.self_attn", WeightLayout::Canonical)],
@@ -169,19 +142,6 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         model_type: "cwm", sizes: [64, 6144, 48], heads: Heads::Grouped(Some(8), Some(128)),
         rope: Rotary::All(rope(1e6, 131_072).scaled_unless_given(|_| Ok(llama3(16.0, [1.0, 4.0], 8192)))),
         window: |fields, layer| sliding(fields, layer, !layer.is_multiple_of(4), Some(8192)), ..DECODER
-    },
-    Family {
-        model_type: "decision_transformer", names: ["n_layer", HIDDEN, "n_head"], sizes: [3, 128, 1],
-        modules: &[at(&["encoder.", ""], "h.{}.attn", WeightLayout::Conv1d)], ..GPT2
-    },
-    DEEPSEEK_V2,
-    Family {
-        model_type: "deepseek_v3", sizes: [61, 7168, 128],
-        latent: Some(|fields| {
-            let half = rope(10_000.0, 4096);
-            deepseek(fields, [7168, 128], if fields.flag("rope_interleave", true)? { half.interleaved() } else { half })
-        }),
-        ..DEEPSEEK_V2
     },
     Family {
         model_type: "dots1", sizes: [62, 4608, 32], qk_norm: Some(rms_norm(QkNormScope::PerHead, 1e-6)),
@@ -209,16 +169,6 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     EXAONE4,
     Family { model_type: "exaone_moe", ..EXAONE4 },
     Family {
-        model_type: "falcon", sizes: [32, 4544, 71], aliases: &[("n_embed", HIDDEN)],
-        modules: &[at(TRANSFORMER, "h.{}.self_attention", QUERY_KEY_VALUE)],
-        heads: Heads::Computed(falcon_key_heads), head_dim_follows: true, bias: Bias::AllIf("bias", false),
-        rope: Rotary::If(|fields, _| Ok(!fields.flag("alibi", false)?), rope(10_000.0, 2048)),
-        adjust: |fields, _, cfg| {
-            Ok(if fields.flag("alibi", false)? { cfg.with_alibi(AlibiConfig::Falcon) } else { cfg })
-        },
-        ..DECODER
-    },
-    Family {
         model_type: "flex_olmo", qk_norm: Some(rms_norm(QkNormScope::Projection, 1e-6)),
         rope: Rotary::All(rope(500_000.0, 4096)), ..LLAMA
     },
@@ -237,23 +187,6 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         rope: Rotary::All(rope(10_000.0, 131_072).partial("partial_rotary_factor", 0.5)),
         qk_norm: Some(Norm { flag: Some("use_qk_norm"), ..rms_norm(QkNormScope::PerHead, 1e-5) }), ..DECODER
     },
-    GPT2,
-    Family {
-        model_type: "gpt_bigcode", modules: &[at(TRANSFORMER, "h.{}.attn", C_ATTN)],
-        heads: Heads::Computed(|fields, num_heads| {
-            let key_heads = if fields.flag("multi_query", true)? { 1 } else { num_heads };
-            fields.agrees("num_key_value_heads", key_heads)?;
-            Ok(key_heads)
-        }),
-        adjust: |fields, _, cfg| Ok(if fields.flag("scale_attn_weights", true)? { cfg } else { cfg.with_scale(1.0) }),
-        ..GPT
-    },
-    Family {
-        model_type: "gpt_neox", sizes: [44, 6144, 64], heads: Heads::Equal,
-        modules: &[at(&["gpt_neox.", ""], "layers.{}.attention", QUERY_KEY_VALUE)],
-        bias: Bias::AllIf("attention_bias", true),
-        rope: Rotary::All(rope(10_000.0, 2048).theta_from("rotary_emb_base").partial("rotary_pct", 0.25)), ..DECODER
-    },
     Family {
         model_type: "gpt_oss", sizes: [36, 2880, 64], heads: Heads::Grouped(Some(8), Some(64)),
         bias: Bias::AllIf("attention_bias", true),
@@ -261,22 +194,18 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         window: |fields, layer| sliding(fields, layer, layer.is_multiple_of(2), Some(128)),
         adjust: |_, _, cfg| Ok(cfg.with_sinks(true)), ..DECODER
     },
-    Family {
-        model_type: "gptj", sizes: [28, 4096, 16], modules: &[at(TRANSFORMER, "h.{}.attn", WeightLayout::Opt)],
-        bias: Bias::None, dropout: ("attn_pdrop", 0.0),
-        adjust: |fields, _, cfg| {
-            let rope = RopeConfig::new(10_000.0).with_style(RopeStyle::Interleaved);
-            Ok(cfg.with_rope(rope.with_rotary_dim(fields.get_or("rotary_dim", 64)?)))
-        },
-        ..GPT
-    },
     GRANITE,
     Family { model_type: "granite4_vision_text", ..GRANITE },
     Family {
         model_type: "granite_docling_text", sizes: [28, 1024, 16], heads: Heads::Grouped(Some(4), None),
         rope: Rotary::All(rope(10_000.0, 32_768)), scale: Some(("attention_multiplier", 0.015625, 1.0)), ..GRANITE
     },
+    Family {
+        model_type: "granite_swa", sizes: [24, 2560, 20], heads: Heads::Grouped(Some(4), None),
+        rope: Rotary::All(rope(10_000.0, 8192)), ..GRANITE_SWA
+    },
     Family { model_type: "granitemoe", ..GRANITE },
+    GRANITE_SWA,
     Family { model_type: "granitemoeshared", ..GRANITE },
     Family {
         model_type: "helium", sizes: [24, 2560, 20], heads: Heads::Grouped(Some(20), Some(128)),
@@ -300,7 +229,6 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         },
         ..LLAMA
     },
-    Family { model_type: "imagegpt", sizes: [24, 512, 8], ..GPT2 },
     Family {
         model_type: "jais2", sizes: [32, 3328, 26], heads: Heads::Grouped(None, Some(128)),
         bias: Bias::AllIf("attention_bias", true), rope: Rotary::All(rope(10_000.0, 8192)), ..DECODER
@@ -313,6 +241,8 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         }, rope(10_000.0, 2048)),
         window: kolibri_window, ..EXAONE4
     },
+    LFM2,
+    Family { model_type: "lfm2_moe", sizes: [32, 2048, 32], ..LFM2 },
     LLAMA,
     Family {
         model_type: "mellum", sizes: [28, 2304, 32], heads: Heads::Grouped(Some(4), Some(128)),
@@ -359,10 +289,8 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         window: |fields, _| fields.nullable("sliding_window", None), ..MISTRAL
     },
     Family {
-        model_type: "mpt", names: ["n_layers", "d_model", "n_heads"], sizes: [24, 2048, 16],
-        modules: &[at(TRANSFORMER, "blocks.{}.attn", WQKV)],
-        heads: Heads::Equal, only: &[("no_bias", "true")],
-        adjust: |fields, _, cfg| mpt(&fields.section("attn_config")?, cfg), ..DECODER
+        model_type: "mllama_text_model", sizes: [40, 4096, 32], heads: Heads::Grouped(Some(8), None),
+        rope: Rotary::All(rope(500_000.0, 131_072)), ..DECODER
     },
     Family {
         model_type: "nemotron", sizes: [32, 6144, 48], bias: Bias::AllIf("attention_bias", false),
@@ -378,21 +306,6 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     Family {
         model_type: "olmoe", sizes: [16, 2048, 16], rope: Rotary::All(rope(10_000.0, 4096)),
         adjust: |fields, _, cfg| clipped(fields, cfg), ..OLMO2
-    },
-    Family {
-        model_type: "openai-gpt", modules: &[at(TRANSFORMER, "h.{}.attn", WeightLayout::Conv1d)], ..GPT
-    },
-    Family {
-        model_type: "opt", sizes: [12, 768, 12], heads: Heads::Equal,
-        modules: &[at(MODEL, "decoder.layers.{}.self_attn", WeightLayout::Opt)],
-        bias: Bias::AllIf("enable_bias", true), ..DECODER
-    },
-    Family {
-        model_type: "phi", sizes: [24, 2048, 32], bias: Bias::All,
-        modules: &[at(MODEL, "layers.{}.self_attn", WeightLayout::Phi)],
-        rope: Rotary::All(rope(10_000.0, 2048).partial("partial_rotary_factor", 0.5)),
-        qk_norm: Some(layer_norm(Some("qk_layernorm"), QkNormKind::Layer, QkNormScope::PerHead)),
-        ..DECODER
     },
     Family {
         model_type: "phi3", sizes: [32, 3072, 32], modules: &[at(MODEL, "layers.{}.self_attn", QKV_PROJ)],
@@ -462,9 +375,4 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         window: |fields, _| fields.nullable("sliding_window", None), ..DECODER
     },
     Family { model_type: "vaultgemma", ..GEMMA2 },
-    Family {
-        model_type: "xglm", names: ["num_layers", "d_model", "attention_heads"], sizes: [24, 1024, 16],
-        heads: Heads::Equal, bias: Bias::All, modules: &[at(MODEL, "layers.{}.self_attn", WeightLayout::Opt)],
-        dropout: ("attention_dropout", 0.1), ..DECODER
-    },
 ];

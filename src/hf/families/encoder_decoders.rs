@@ -95,6 +95,7 @@ macro_rules! row {
         }
     };
 }
+const PP_FORMULANET: &[&str] = &["model.decoder.", "decoder.", "head.decoder.", ""];
 const NO_DROPOUT: (&str, f64) = ("attention_dropout", 0.0);
 const DROPOUT: (&str, f64) = ("attention_dropout", 0.1);
 const T5_DROPOUT: (&str, f64) = ("dropout_rate", 0.1);
@@ -113,6 +114,15 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     row!("pegasus", BART [12, 1024, 16], BART_DECODER and BART_CROSS [12, 1024, 16], NO_DROPOUT),
     row!("plbart", BART [6, 768, 12], BART_DECODER and BART_CROSS [6, 768, 12], DROPOUT),
     row!("pop2piano", T5 [6, 512, 8], T5_DECODER and T5_CROSS [6, 512, 8], T5_DROPOUT),
+    Family {
+        model_type: "pp_formulanet_text", sizes: [8, 512, 16], usual_names: false,
+        modules: &[at(PP_FORMULANET, "layers.{}.self_attn", WeightLayout::Opt)],
+        cross: Some(&Family {
+            model_type: "pp_formulanet_text", sizes: [8, 512, 16],
+            modules: &[at(PP_FORMULANET, "layers.{}.encoder_attn", WeightLayout::Opt)], ..BART_CROSS
+        }),
+        ..BART_DECODER
+    },
     row!("speech_to_text", BART [12, 256, 4], BART_DECODER and BART_CROSS [6, 256, 4], NO_DROPOUT),
     row!("switch_transformers", T5 [12, 768, 12], T5_DECODER and T5_CROSS [12, 768, 12], T5_DROPOUT),
     row!("t5", T5 [6, 512, 8], T5_DECODER and T5_CROSS [6, 512, 8], T5_DROPOUT),

@@ -156,6 +156,11 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     ROBERTA,
     Family { model_type: "roberta-prelayernorm", modules: &[bert(&["roberta_prelayernorm.", ""])], ..BERT },
     Family { model_type: "roc_bert", modules: &[bert(&["roc_bert.", ""])], ..BERT },
+    Family {
+        model_type: "roformer", modules: &[bert(&["roformer.", ""])],
+        rope: Rotary::All(rope(10_000.0, 1536).interleaved()),
+        only: &[("position_embedding_type", "\"absolute\""), ("rotary_value", "false")], ..BERT
+    },
     Family { model_type: "splinter", modules: &[bert(&["splinter.", ""])], mask: Mask::Encoder, ..BERT },
     Family { model_type: "tapas", modules: &[bert(&["tapas.", ""])], mask: Mask::Encoder, ..BERT },
     Family { model_type: "visual_bert", modules: &[bert(&["visual_bert.", ""])], mask: Mask::Encoder, ..BERT },

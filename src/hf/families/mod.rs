@@ -4,7 +4,9 @@
 mod decoders;
 mod encoder_decoders;
 mod encoders;
+mod gpt;
 mod images_and_sound;
+mod latent;
 
 use super::family::{Bias, BiasPlace, Family, Heads, Mask, Norm, Rotary, at};
 use crate::{QkNormKind, QkNormScope, WeightLayout};
@@ -22,7 +24,9 @@ const MODEL: &[&str] = &["model.", "", "model.language_model.", "language_model.
 
 /// Every row.
 pub(super) fn families() -> impl Iterator<Item = &'static Family> {
-    [decoders::ROWS, encoders::ROWS, images_and_sound::ROWS, encoder_decoders::ROWS].into_iter().flatten()
+    [decoders::ROWS, gpt::ROWS, latent::ROWS, encoders::ROWS, images_and_sound::ROWS, encoder_decoders::ROWS]
+        .into_iter()
+        .flatten()
 }
 
 /// Grouped heads without positions or biases, causal: what most decoders begin with.
