@@ -187,7 +187,7 @@ impl AdditiveAttention {
         let softmax = VisibleSoftmax { keep: keep.as_ref(), sinks: None, empty_rows: mask.empty_rows() };
         let (mut weights, _) = softmax.apply(&scores)?;
         if train && self.config.dropout > 0.0 {
-            weights = dropout(&weights, Dropout { p: self.config.dropout, seed: dropout_seed })?;
+            weights = dropout(&weights, Dropout { p: self.config.dropout, seed: dropout_seed, philox: None })?;
         }
         let context = weighted_values(&weights, &values.to_dtype(dtype)?.unsqueeze(1)?, keep.as_ref())?;
         let one_head = |tensor: Tensor| tensor.squeeze(1)?.to_dtype(queries.dtype());

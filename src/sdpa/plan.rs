@@ -36,6 +36,7 @@ pub struct SdpaOptions {
     pub(crate) dropout: f64,
     pub(crate) train: bool,
     pub(crate) dropout_seed: Option<TorchSeed>,
+    pub(crate) dropout_philox_seed: Option<u64>,
     pub(crate) backend: Backend,
     pub(crate) output_order: OutputOrder,
     pub(crate) cpu_tier: Option<Tier>,
@@ -75,7 +76,16 @@ impl SdpaOptions {
         self
     }
 
-    /// Draws the dropout mask from PyTorch's generator instead of the device's, for the same numbers as a PyTorch run.
+    /// Drops the weights that Philox 4×32-10 names for this seed, on every path and with any number of threads: word `j % 4` of
+    /// key `seed` and counter `(j / 4, i, h, b)` is of key j and query i of head h in sequence b (of packed sequences, both
+    /// counted through all of them, and b is 0). Without a seed, each call draws one.
+    pub fn with_dropout_philox_seed(mut self, seed: u64) -> Self {
+        self.dropout_philox_seed = Some(seed);
+        self
+    }
+
+    /// Draws the dropout mask from PyTorch's generator instead of the device's, for the same numbers as a PyTorch run, on the
+    /// reference path.
     pub fn with_dropout_seed(mut self, seed: &TorchSeed) -> Self {
         self.dropout_seed = Some(seed.clone());
         self
@@ -184,8 +194,12 @@ fn obstacle_of_every_kernel(call: &Call, wanted: Wanted) -> Option<String> {
     if wanted == Wanted::Weights {
         return Some("the weights are asked for, which a fused kernel never has as a whole".into());
     }
-    if options.train && options.dropout > 0.0 {
+    let drops = options.train && options.dropout > 0.0;
+    if drops && !matches!(call.q.device(), Device::Cpu) {
         return Some("dropout happens to the weights, which a fused kernel never has as a whole".into());
+    }
+    if drops && options.dropout_seed.is_some() {
+        return Some("dropout is drawn from PyTorch's generator, one weight after the other".into());
     }
     if call.mask.empty_rows() == EmptyRows::Uniform {
         return Some("queries that see nothing are to weigh all keys alike, and fused kernels skip hidden keys".into());

@@ -35,7 +35,11 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences) -> Result<Attend
         let k = packed.k.narrow(2, keys.start, keys.len())?;
         let v = packed.v.narrow(2, keys.start, keys.len())?;
         let call = Call::new(packed.op, [&q, &k, &v], &mask, packed.options)?;
-        let own = attend_batch(&Call { output_order: packed.output_order, ..call })?;
+        let own = attend_batch(&Call {
+            output_order: packed.output_order,
+            first_row_and_key: [queries.start, keys.start],
+            ..call
+        })?;
         if !queries.is_empty() {
             contexts.push(own.context.transpose(1, 2)?);
             lses.push(own.lse);
@@ -148,27 +152,45 @@ fn alibi_penalty(call: &Call, slopes: &Tensor) -> Result<Tensor> {
 pub(crate) struct Dropout<'a> {
     pub p: f64,
     pub seed: Option<&'a TorchSeed>,
+    /// The seed of Philox, and the number of the first query and of the first key.
+    pub philox: Option<(u64, [usize; 2])>,
 }
 
 impl<'a> Dropout<'a> {
     fn of(call: &'a Call) -> Option<Self> {
         let options = call.options;
-        (options.train && options.dropout > 0.0)
-            .then_some(Self { p: options.dropout, seed: options.dropout_seed.as_ref() })
+        (options.train && options.dropout > 0.0).then_some(Self {
+            p: options.dropout,
+            seed: options.dropout_seed.as_ref(),
+            philox: options.dropout_philox_seed.map(|seed| (seed, call.first_row_and_key)),
+        })
     }
 }
 
 /// Zeroes entries with probability p and divides the others by 1 - p.
-pub(crate) fn dropout(weights: &Tensor, Dropout { p, seed }: Dropout) -> Result<Tensor> {
+pub(crate) fn dropout(weights: &Tensor, Dropout { p, seed, philox }: Dropout) -> Result<Tensor> {
     if p >= 1.0 {
         return weights.zeros_like();
     }
     // Not Candle's own dropout, which rounds p to f32 and refuses one that becomes 1.
-    let keep = match seed {
-        None => Tensor::rand(0f32, 1f32, weights.shape(), weights.device())?.ge(p)?,
-        Some(seed) => seed.dropout_keep(weights.shape(), p)?.to_device(weights.device())?,
+    let keep = match (seed, philox) {
+        (Some(seed), _) => seed.dropout_keep(weights.shape(), p)?.to_device(weights.device())?,
+        (None, Some(philox)) => philox_keep(weights, p, philox)?,
+        (None, None) => Tensor::rand(0f32, 1f32, weights.shape(), weights.device())?.ge(p)?,
     };
     weights.mul(&keep.to_dtype(weights.dtype())?)? / (1.0 - p)
+}
+
+/// 1 for the weights (B, H, T_q, T_kv) that Philox keeps.
+fn philox_keep(weights: &Tensor, p: f64, (seed, [query, key]): (u64, [usize; 2])) -> Result<Tensor> {
+    let (b, h, t_q, t_kv) = weights.dims4()?;
+    let (dropout, rows) = (candle_attention_kernels::flash::Dropout { seed, p }, b * h * t_q);
+    let of_row = |row: usize| {
+        let [b, h, i] = [row / (h * t_q), row / t_q % h, row % t_q];
+        (0..t_kv).map(move |j| u8::from(dropout.keeps([b, h, query + i, key + j])))
+    };
+    let keep: Vec<u8> = (0..rows).flat_map(of_row).collect();
+    Tensor::from_vec(keep, weights.shape(), &Device::Cpu)?.to_device(weights.device())
 }
 
 /// Weights (B, H, T_q, T_kv) times values (B, H_kv, T_kv, D_v).

@@ -42,6 +42,8 @@ pub(super) struct Call<'a> {
     /// Of a packed call, whose q, k and v are (1, H, total, D).
     pub sequences: Option<&'a PackedSequences>,
     pub output_order: OutputOrder,
+    /// Of a sequence of packed ones: the numbers of its first query and first key among all.
+    pub first_row_and_key: [usize; 2],
     pub dims: Dims,
     /// Of q as it was given: 4, 3 without B, or 2 without B and H.
     pub rank: usize,
@@ -123,7 +125,20 @@ impl<'a> Call<'a> {
             if b == dims.b { Ok(tensor) } else { tensor.broadcast_as((dims.b, h_kv, t, d)) }
         };
         let (k, v, output_order) = (expanded(k)?, expanded(v)?, options.output_order);
-        let call = Self { op, q, k, v, scales, mask, options, sequences: None, output_order, dims, rank };
+        let call = Self {
+            op,
+            q,
+            k,
+            v,
+            scales,
+            mask,
+            options,
+            sequences: None,
+            output_order,
+            first_row_and_key: [0; 2],
+            dims,
+            rank,
+        };
         call.check_tensors()?;
         call.check_options()?;
         Ok(call)

@@ -3,6 +3,7 @@
 
 mod backward;
 mod decode;
+mod dropout;
 mod epilogue;
 mod heuristics;
 mod pack;
@@ -22,6 +23,7 @@ mod workspace;
 
 pub(crate) use backward::{BackwardCall, run as run_backward};
 pub use backward::{BackwardProblem, Gradients, Wanted, attend_backward};
+pub use dropout::Dropout;
 pub(crate) use problem::Call;
 pub use problem::{Alibi, Dims, KvRows, OutputOrder, Problem, ScoreOptions, SoftmaxStats, Strided};
 
@@ -168,7 +170,7 @@ unsafe fn attend_on<K: Kernel, E: Kernels, S: Stored>(call: &Call<E, S>) -> Opti
     if dims.b * dims.rows() == 0 {
         return Some(());
     }
-    if dims.rows() <= decode::MAX_ROWS.min(K::Vector::LANES) {
+    if dims.rows() <= decode::MAX_ROWS.min(K::Vector::LANES) && call.inputs.options.dropout.is_none() {
         // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
         return unsafe { decode::run::<K::F32, E, S>(call) };
     }
@@ -180,7 +182,7 @@ unsafe fn attend_on<K: Kernel, E: Kernels, S: Stored>(call: &Call<E, S>) -> Opti
         let first = (split.row_chunks - 1 - index / heads) * split.rows_per_chunk;
         (dims.kv_head(index % heads), first..dims.rows().min(first + split.rows_per_chunk))
     };
-    let workspace = || Workspace::new::<K>(dims, panels);
+    let workspace = || Workspace::new::<K>(&call.inputs, panels);
     let prefill = |workspace: &mut Workspace, index: usize, keys: Range<usize>| {
         let (kv, rows) = chunk(index);
         let tile = |first| Tile::new(&call.inputs, kv, first..rows.end.min(first + K::PANEL), K::Vector::LANES);

@@ -92,6 +92,7 @@ impl<S: Stored> Step<'_, '_, S> {
                 is_masked,
                 scores,
                 staging: workspace.staging.as_mut_ptr(),
+                dropout: workspace.dropout.as_mut_ptr(),
             };
             K::run_simd(TileSoftmax { scores: tile_scores, depth, pairs, state, factors: factors.as_mut_ptr() });
             let weights = if K::ELEMENTS == 1 { scores } else { pairs };

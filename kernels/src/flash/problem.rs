@@ -3,6 +3,7 @@
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
+use super::dropout::Dropout;
 use crate::cpu::SharedPtr;
 use crate::element::Stored;
 use crate::error::check_len;
@@ -170,12 +171,14 @@ pub struct ScoreOptions<'a> {
     pub keep: Option<Strided<'a, u8, 4>>,
     /// A logit for each query head that takes part in the softmax's sum and has no value: (H,).
     pub sinks: Option<&'a [f32]>,
+    /// Weights that are dropped after the softmax.
+    pub dropout: Option<Dropout>,
 }
 
 impl Default for ScoreOptions<'_> {
     /// Scores as they are.
     fn default() -> Self {
-        Self { scale: 1.0, softcap: None, alibi: None, bias: None, keep: None, sinks: None }
+        Self { scale: 1.0, softcap: None, alibi: None, bias: None, keep: None, sinks: None, dropout: None }
     }
 }
 

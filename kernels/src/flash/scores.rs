@@ -21,6 +21,8 @@ pub(super) struct TileScores<'a> {
     pub scores: *mut f32,
     /// `LANES` rows of a block.
     pub staging: *mut f32,
+    /// `keys` rows of a panel, where weights are dropped: takes what they are multiplied by.
+    pub dropout: *mut f32,
 }
 
 /// Replaces the scores of some keys by an expression of the score, the key (counted from the first) and the column. A closure
@@ -54,6 +56,17 @@ impl TileScores<'_> {
             if self.is_masked {
                 self.mask::<K>();
             }
+            self.draw_dropout::<K>();
+        }
+    }
+
+    /// # Safety
+    /// As [`finish`](Self::finish).
+    #[inline(always)]
+    pub unsafe fn draw_dropout<K: Kernel>(&self) {
+        if let Some(dropout) = &self.inputs.options.dropout {
+            // SAFETY: as this method's contract.
+            unsafe { dropout.factors::<K>(&self.inputs, self.tile, self.first..self.first + self.keys, self.dropout) };
         }
     }
 

@@ -36,11 +36,33 @@ impl SimdTask for TileSoftmax<'_> {
                 3 => self.softmax::<K, 3>(0),
                 vectors => (0..vectors).for_each(|vector| self.softmax::<K, 1>(vector)),
             }
+            if K::ELEMENTS == 1 && self.drops() {
+                for key in 0..self.scores.keys {
+                    for column in (0..self.scores.tile.vectors * K::Vector::LANES).step_by(K::Vector::LANES) {
+                        let at = self.scores.scores.add(key * K::PANEL + column);
+                        self.kept::<K>(K::Vector::load(at), key, column).store(at);
+                    }
+                }
+            }
         }
     }
 }
 
 impl TileSoftmax<'_> {
+    fn drops(&self) -> bool {
+        self.scores.inputs.options.dropout.is_some()
+    }
+
+    /// What is left of the weights of a key, from a column on.
+    ///
+    /// # Safety
+    /// As [`SimdTask::run`]; weights are dropped.
+    #[inline(always)]
+    unsafe fn kept<K: Kernel>(&self, weights: K::Vector, key: usize, column: usize) -> K::Vector {
+        // SAFETY: as this method's contract.
+        unsafe { weights.mul(K::Vector::load(self.scores.dropout.add(key * K::PANEL + column))) }
+    }
+
     /// The weights of N vectors of columns, from vector `first` on, and their new maxima, sums and factors.
     ///
     /// # Safety
@@ -97,14 +119,21 @@ impl TileSoftmax<'_> {
             } else {
                 for pair in 0..keys.div_ceil(2) {
                     for (n, sum) in sums[0].iter_mut().enumerate() {
-                        let low = weights.get(2 * pair, n);
+                        let mut low = weights.get(2 * pair, n);
                         let to = self.pairs.add(pair * K::PANEL + column(n));
                         if 2 * pair + 1 < keys {
-                            let high = weights.get(2 * pair + 1, n);
+                            let mut high = weights.get(2 * pair + 1, n);
                             *sum = sum.add(low.add(high));
+                            if self.drops() {
+                                low = self.kept::<K>(low, 2 * pair, column(n));
+                                high = self.kept::<K>(high, 2 * pair + 1, column(n));
+                            }
                             K::store_pairs(low, high, to);
                         } else {
                             *sum = sum.add(low);
+                            if self.drops() {
+                                low = self.kept::<K>(low, 2 * pair, column(n));
+                            }
                             K::store_pairs(low, K::Vector::splat(0.0), to);
                         }
                     }

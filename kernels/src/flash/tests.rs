@@ -7,7 +7,7 @@ use half::{bf16, f16};
 
 mod backward;
 
-use super::{Alibi, Dims, KvRows, OutputOrder, Problem, ScoreOptions, Strided, attend, attend_vec};
+use super::{Alibi, Dims, Dropout, KvRows, OutputOrder, Problem, ScoreOptions, Strided, attend, attend_vec};
 use crate::cpu::Tier;
 use crate::{Element, Error};
 
@@ -24,6 +24,7 @@ struct Case {
     everything: bool,
     /// Keys and values of 8 bits.
     q8: bool,
+    dropout: Option<Dropout>,
 }
 
 /// Codes and scales of rows of a width, and the numbers that they stand for.
@@ -40,7 +41,13 @@ fn quantized(count: usize, width: usize, salt: u64) -> Q8 {
 impl Case {
     fn new(dims: Dims, causal: bool, everything: bool) -> Self {
         let range = |i: usize| 0..if causal { (i + 1 + dims.t_kv).saturating_sub(dims.t_q) } else { dims.t_kv };
-        Self { ranges: (0..dims.b * dims.t_q).map(|row| range(row % dims.t_q)).collect(), dims, everything, q8: false }
+        Self {
+            ranges: (0..dims.b * dims.t_q).map(|row| range(row % dims.t_q)).collect(),
+            dims,
+            everything,
+            q8: false,
+            dropout: None,
+        }
     }
 
     fn data<E: Element>(&self) -> Data<E> {
@@ -70,6 +77,7 @@ impl Case {
             bias: everything.then_some(Strided { data: &data.bias, strides: [0, 0, t_kv, 1] }),
             keep: everything.then_some(Strided { data: &data.keep, strides: [0, 0, 0, 1] }),
             sinks: everything.then_some(&data.sinks),
+            dropout: self.dropout,
         };
         let kv_rows = |floats: &'a [E], codes: &'a Q8, width: usize| match self.q8 {
             true => KvRows::Q8 {
@@ -112,9 +120,14 @@ impl Case {
             let powers: Vec<f64> = seen.iter().map(|key| score(key).exp()).collect();
             let sink = if self.everything { f64::from(data.sinks[head]).exp() } else { 0.0 };
             let sum = powers.iter().sum::<f64>() + sink;
+            let kept = |key: usize| match &self.dropout {
+                Some(dropout) if !dropout.keeps([batch, head, i, key]) => 0.0,
+                Some(dropout) => 1.0 / (1.0 - dropout.p),
+                None => 1.0,
+            };
             for n in 0..d_v {
-                let mixed: f64 =
-                    seen.iter().zip(&powers).map(|(&key, power)| power * data.v[key_row(key) * d_v + n]).sum();
+                let value = |key: usize| kept(key) * data.v[key_row(key) * d_v + n];
+                let mixed: f64 = seen.iter().zip(&powers).map(|(&key, power)| power * value(key)).sum();
                 context.push(if sum == 0.0 { 0.0 } else { mixed / sum });
             }
             lse.push(sum.ln());
@@ -178,7 +191,8 @@ fn every_tier_gives_the_numbers_of_plain_loops() {
         for &dims in shapes {
             let cases = [(false, false), (true, false), (true, true)];
             for ((causal, everything), q8) in cases.into_iter().flat_map(|case| [(case, false), (case, true)]) {
-                let case = Case { q8, ..Case::new(dims, causal, everything) };
+                let dropout = (q8 == causal).then_some(Dropout { seed: 0x1234_5678_9abc, p: 0.3 });
+                let case = Case { q8, dropout, ..Case::new(dims, causal, everything) };
                 let name = format!("{tier}, {dims:?}, causal {causal}, everything {everything}, 8 bits {q8}");
                 let differences =
                     [case.difference::<f32>(tier), case.difference::<bf16>(tier), case.difference::<f16>(tier)];

@@ -1,7 +1,7 @@
 //! The memory that one task works in.
 
 use super::heuristics::PackedSizes;
-use super::problem::Dims;
+use super::problem::ScoreInputs;
 use crate::cpu::{Kernel, Scratch, Vector};
 
 /// What the online softmax knows of a chunk of queries after some of the keys: for each panel the sums of weighted values
@@ -96,13 +96,15 @@ pub(super) struct Workspace {
     pub scores: Scratch,
     /// (block / 2, panel), for pairs.
     pub weights: Scratch,
+    /// (block, panel), where weights are dropped.
+    pub dropout: Scratch,
     /// Rows on their way to being transposed.
     pub staging: Scratch,
 }
 
 impl Workspace {
-    pub fn new<K: Kernel>(dims: &Dims, panels: usize) -> Self {
-        let sizes = PackedSizes::new::<K>(dims);
+    pub fn new<K: Kernel>(inputs: &ScoreInputs, panels: usize) -> Self {
+        let sizes = PackedSizes::new::<K>(&inputs.dims);
         let (block, lanes) = (K::BLOCK, K::Vector::LANES);
         let pairs = K::ELEMENTS == 2;
         // For scores, a row of a block for each lane.
@@ -115,6 +117,7 @@ impl Workspace {
             values: Scratch::zeros(sizes.d_v.column_words::<K>()),
             scores: Scratch::zeros(block * K::PANEL),
             weights: Scratch::zeros(if pairs { block / 2 * K::PANEL } else { 0 }),
+            dropout: Scratch::zeros(if inputs.options.dropout.is_some() { block * K::PANEL } else { 0 }),
             staging: Scratch::zeros(staging),
         }
     }

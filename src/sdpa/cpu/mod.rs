@@ -15,7 +15,9 @@ use crate::executor::executor;
 use crate::rowwise::with_contiguous_rows;
 use crate::size::fits_in_memory;
 use backward::{Differentiable, JoinedFlash};
-use candle_attention_kernels::flash::{self, Alibi, Dims, KvRows, Problem, ScoreOptions, SoftmaxStats, Strided};
+use candle_attention_kernels::flash::{
+    self, Alibi, Dims, Dropout, KvRows, Problem, ScoreOptions, SoftmaxStats, Strided,
+};
 use candle_attention_kernels::{Element, Tier};
 
 /// Context (B, H, T_q, D_v) in the call's order.
@@ -60,6 +62,24 @@ fn run(call: &Call, tier: Tier, wants_lse: bool) -> Result<(Tensor, Option<Tenso
         OutputOrder::Bhtd => Ok((context, lse)),
         OutputOrder::Bthd => Ok((context.transpose(1, 2)?, lse)),
     }
+}
+
+/// Which weights the call drops, by a seed that is drawn unless it was given.
+fn drawn_dropout(call: &Call) -> Result<Option<Dropout>> {
+    let (p, options) = (call.options.dropout, call.options);
+    if !options.train || p == 0.0 {
+        return Ok(None);
+    }
+    let seed = match options.dropout_philox_seed {
+        Some(seed) => seed,
+        None => {
+            // 24 bits of each number, from the generator of the device.
+            let numbers = Tensor::rand(0f32, 1f32, 3, call.q.device())?.to_vec1::<f32>()?;
+            let bits = |x: f32| (f64::from(x) * f64::from(1 << 24)) as u64;
+            numbers.into_iter().fold(0u64, |seed, x| seed.rotate_left(24) ^ bits(x))
+        }
+    };
+    Ok(Some(Dropout { seed, p }))
 }
 
 /// What a call reads besides q, k and v, in f32. Gradients flow into it.
@@ -110,6 +130,7 @@ struct Flash {
     positions: Vec<f32>,
     slopes: Option<Vec<f32>>,
     sinks: Option<Vec<f32>>,
+    dropout: Option<Dropout>,
     /// Broadcastable to (B, H, T_q, T_kv).
     bias: Option<Tensor>,
     keep: Option<Tensor>,
@@ -137,6 +158,7 @@ impl Flash {
             positions: rows.positions.into_iter().map(|position| position as f32).collect(),
             slopes: numbers(&leaves.slopes)?,
             sinks: numbers(&leaves.sinks)?,
+            dropout: drawn_dropout(call)?,
             bias: leaves.bias.as_ref().map(Tensor::detach),
             keep: call.mask.explicit_keep(call.score_dims(), call.q.device())?,
             scales: call.scales.cloned(),
@@ -174,6 +196,7 @@ impl Flash {
             bias: bias.as_ref().map(Read::strided).transpose()?,
             keep: keep.as_ref().map(Read::strided).transpose()?,
             sinks: self.sinks.as_deref(),
+            dropout: self.dropout,
         };
         run(&Problem {
             dims: self.dims,

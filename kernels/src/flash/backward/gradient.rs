@@ -52,11 +52,14 @@ impl SimdTask for TileGradient<'_> {
             if scores.is_masked {
                 scores.mask::<K>();
             }
+            scores.draw_dropout::<K>();
             let factor = if is_plain { self.scale } else { 1.0 };
             for vector in 0..scores.tile.vectors {
-                match scores.is_masked {
-                    true => self.differentiate::<K, true>(vector, factor),
-                    false => self.differentiate::<K, false>(vector, factor),
+                match (scores.is_masked, scores.inputs.options.dropout.is_some()) {
+                    (true, false) => self.differentiate::<K, true, false>(vector, factor),
+                    (false, false) => self.differentiate::<K, false, false>(vector, factor),
+                    (true, true) => self.differentiate::<K, true, true>(vector, factor),
+                    (false, true) => self.differentiate::<K, false, true>(vector, factor),
                 }
             }
             if let Some(biases) = &self.biases {
@@ -101,7 +104,7 @@ impl TileGradient<'_> {
     /// # Safety
     /// As [`SimdTask::run`]; the panel has the vector.
     #[inline(always)]
-    unsafe fn differentiate<K: Kernel, const IS_MASKED: bool>(&self, vector: usize, factor: f32) {
+    unsafe fn differentiate<K: Kernel, const IS_MASKED: bool, const DROPS: bool>(&self, vector: usize, factor: f32) {
         let (units, column) = (self.scores.units, vector * K::Vector::LANES);
         // SAFETY: as this method's contract; columns have an entry for each lane.
         unsafe {
@@ -119,11 +122,16 @@ impl TileGradient<'_> {
                 if IS_MASKED {
                     weight = K::Vector::select(power.less_than(least), nothing, weight);
                 }
-                let mut gradient = K::Vector::load(product).sub(delta).mul(weight.mul(factor));
+                let (mut kept, mut of_kept) = (weight, K::Vector::load(product));
+                if DROPS {
+                    let dropout = K::Vector::load(self.scores.dropout.add(at));
+                    (kept, of_kept) = (kept.mul(dropout), of_kept.mul(dropout));
+                }
+                let mut gradient = of_kept.sub(delta).mul(weight.mul(factor));
                 if IS_MASKED {
                     gradient = K::Vector::select(weight.less_than(least), nothing, gradient);
                 }
-                weight.store(score);
+                kept.store(score);
                 gradient.store(product);
             }
         }

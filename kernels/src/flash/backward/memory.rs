@@ -2,7 +2,7 @@
 
 use crate::cpu::{Kernel, Scratch, Vector};
 use crate::flash::heuristics::{PackedSizes, PackedWidth};
-use crate::flash::problem::Dims;
+use crate::flash::problem::{Dims, ScoreOptions};
 
 /// The columns of a matrix of rows, D or D_v wide, as panels of a product: as many vectors in each as in the others, since a
 /// panel of one vector keeps no product busy.
@@ -87,6 +87,8 @@ pub(super) struct BackwardMemory {
     pub products: Scratch,
     /// (block, panel), with a softcap: its derivative.
     pub slopes: Scratch,
+    /// (block, panel), where weights are dropped.
+    pub dropout: Scratch,
     /// The weights and the gradients of scores in bf16, (block, panel / 2), and the latter in pairs of keys, (block / 2, panel).
     pub weight_halves: Scratch,
     pub gradient_halves: Scratch,
@@ -95,7 +97,7 @@ pub(super) struct BackwardMemory {
 }
 
 impl BackwardMemory {
-    pub fn new<K: Kernel>(sizes: BackwardSizes, softcap: bool) -> Self {
+    pub fn new<K: Kernel>(sizes: BackwardSizes, options: &ScoreOptions) -> Self {
         let PackedSizes { d, d_v } = sizes.packed;
         let (block, blocks, scores) = (K::BLOCK, sizes.blocks, K::BLOCK * K::PANEL);
         let panel = |width: PackedWidth| Scratch::zeros(width.word_squares * K::PANEL);
@@ -115,7 +117,8 @@ impl BackwardMemory {
             query_sums: Scratch::zeros(d.row_squares * K::PANEL),
             scores: Scratch::zeros(scores),
             products: Scratch::zeros(scores),
-            slopes: Scratch::zeros(if softcap { scores } else { 0 }),
+            slopes: Scratch::zeros(if options.softcap.is_some() { scores } else { 0 }),
+            dropout: Scratch::zeros(if options.dropout.is_some() { scores } else { 0 }),
             weight_halves: halves(),
             gradient_halves: halves(),
             gradient_pairs: halves(),

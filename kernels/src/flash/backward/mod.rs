@@ -256,7 +256,7 @@ unsafe fn run_on<K: Kernel, E: Kernels>(backward: &BackwardCall<E>) {
     let chain = Chain::new(chunks * heads, step);
     let mut slopes = vec![0f32; if wanted.slopes { chunks * rows } else { 0 }];
     let slope_sums = SharedPtr(slopes.as_mut_ptr());
-    let memory = || BackwardMemory::new::<K>(sizes, inputs.options.softcap.is_some());
+    let memory = || BackwardMemory::new::<K>(sizes, &inputs.options);
     for_each_task(chunks * heads, workers, memory, |memory, task| {
         // The first keys first: a causal mask shows them to most queries.
         let (kv, first) = (dims.kv_head(task % heads), task / heads * chunk);

@@ -144,6 +144,7 @@ impl<E: Kernels> Step<'_, '_, E> {
                     is_masked: overlap.is_masked,
                     scores,
                     staging: memory.staging.as_mut_ptr(),
+                    dropout: memory.dropout.as_mut_ptr(),
                 },
                 products,
                 columns: &packed.columns,

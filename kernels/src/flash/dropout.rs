@@ -1,0 +1,103 @@
+//! Which weights are dropped: a function of a seed and of where a weight stands, so that any tiling, and the backward pass,
+//! drops the same ones.
+//!
+//! Philox 4×32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): the key is the seed, the counter is
+//! (key / 4, query, head, sequence), and its four words are of four neighbouring keys.
+
+use super::problem::ScoreInputs;
+use super::tile::Tile;
+use crate::cpu::{Kernel, MAX_LANES};
+
+/// Weights are dropped with a probability, and the others divided by what is left of 1.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Dropout {
+    /// Draws the same weights again.
+    pub seed: u64,
+    /// The probability, from 0 to 1.
+    pub p: f64,
+}
+
+impl Dropout {
+    /// Words below this are of weights that are dropped.
+    fn threshold(&self) -> u64 {
+        (self.p * 2f64.powi(32)).round() as u64
+    }
+
+    /// Whether the weight of a sequence, head, query and key is kept.
+    pub fn keeps(&self, [b, head, query, key]: [usize; 4]) -> bool {
+        let counter = [key / 4, query, head, b].map(|n| [n as u32]);
+        u64::from(philox(counter, self.seed)[key % 4][0]) >= self.threshold()
+    }
+
+    /// What the weights of a tile are to be multiplied by, for `keys` keys from `first` on: (keys, panel).
+    ///
+    /// # Safety
+    /// `to` takes as many panels as there are keys.
+    #[inline(always)]
+    pub(super) unsafe fn factors<K: Kernel>(
+        &self,
+        inputs: &ScoreInputs,
+        tile: &Tile,
+        keys: std::ops::Range<usize>,
+        to: *mut f32,
+    ) {
+        let threshold = self.threshold();
+        let factor = if self.p < 1.0 { (1.0 / (1.0 - self.p)) as f32 } else { 0.0 };
+        for column in (0..tile.rows.len()).step_by(MAX_LANES) {
+            let (mut queries, mut heads) = ([0u32; MAX_LANES], [0u32; MAX_LANES]);
+            for (lane, row) in (tile.rows.start + column..tile.rows.end).take(MAX_LANES).enumerate() {
+                let row = inputs.dims.row(tile.kv, row);
+                (queries[lane], heads[lane]) = (row.query as u32, row.head as u32);
+            }
+            let sequences = [tile.kv.b as u32; MAX_LANES];
+            for group in keys.start / 4..keys.end.div_ceil(4) {
+                let words = philox([[group as u32; MAX_LANES], queries, heads, sequences], self.seed);
+                for (key, words) in (4 * group..).zip(&words).filter(|(key, _)| keys.contains(key)) {
+                    let to = to.wrapping_add((key - keys.start) * K::PANEL + column);
+                    for (lane, &word) in words.iter().enumerate().take(K::PANEL - column) {
+                        // SAFETY: as this method's contract; the lane is one of the panel's columns.
+                        unsafe { to.add(lane).write(if u64::from(word) >= threshold { factor } else { 0.0 }) };
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The words of N counters. Plain loops over lanes, which the compiler turns into vectors.
+#[inline(always)]
+fn philox<const N: usize>(mut counter: [[u32; N]; 4], seed: u64) -> [[u32; N]; 4] {
+    const MULTIPLIERS: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
+    const KEY_STEPS: [u32; 2] = [0x9e37_79b9, 0xbb67_ae85];
+    let mut key = [seed as u32, (seed >> 32) as u32];
+    for _ in 0..10 {
+        let mut next = [[0; N]; 4];
+        for lane in 0..N {
+            let product = |n: usize| u64::from(counter[2 * n][lane]) * u64::from(MULTIPLIERS[n]);
+            let [first, second] = [product(0), product(1)];
+            next[0][lane] = (second >> 32) as u32 ^ counter[1][lane] ^ key[0];
+            next[1][lane] = second as u32;
+            next[2][lane] = (first >> 32) as u32 ^ counter[3][lane] ^ key[1];
+            next[3][lane] = first as u32;
+        }
+        counter = next;
+        key = [key[0].wrapping_add(KEY_STEPS[0]), key[1].wrapping_add(KEY_STEPS[1])];
+    }
+    counter
+}
+
+#[cfg(test)]
+mod tests {
+    use super::philox;
+
+    /// The known answers of Random123 1.14 (`kat_vectors`).
+    #[test]
+    fn words_are_those_of_the_authors() {
+        let words = |counter: [u32; 4], seed: u64| philox(counter.map(|n| [n]), seed).map(|[word]| word);
+        assert_eq!(words([0; 4], 0), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
+        assert_eq!(words([u32::MAX; 4], u64::MAX), [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]);
+        let digits_of_pi = [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344];
+        let expected = [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1];
+        assert_eq!(words(digits_of_pi, 0x299f_31d0_a409_3822), expected);
+    }
+}
