@@ -1,4 +1,6 @@
-//! Gradients of the functions against central differences of the oracle, in f64.
+//! Gradients of the functions against central differences of the oracle, in f64; and against PyTorch's.
+
+mod pytorch;
 
 use candle_attention::{
     AttentionMask, SdpaOptions, merge_attention, scaled_dot_product_attention,

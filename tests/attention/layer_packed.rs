@@ -15,7 +15,7 @@ crate::on_each_device!(
     positions_start_anew_in_each_sequence_or_are_given,
     latent_attention_takes_packed_sequences,
     the_context_length_bounds_each_sequence,
-    gradients_reach_every_sequence,
+    every_config_trains_as_over_each_sequence_by_itself,
 );
 
 /// Queries and keys of each sequence.
@@ -132,17 +132,55 @@ fn the_context_length_bounds_each_sequence(device: &Device) -> Result<()> {
     Ok(())
 }
 
-fn gradients_reach_every_sequence(device: &Device) -> Result<()> {
-    let variables = VarMap::new();
-    let cfg = MultiHeadAttentionConfig::new(12, 2).with_causal(true);
-    let layer = MultiHeadAttention::new(&cfg, VarBuilder::from_varmap(&variables, DType::F32, device))?;
-    let sequences = sequences(true)?;
-    let xs = Var::from_tensor(&rows(13, 12, device)?)?;
-    let packed = layer.forward_with(AttentionInput::new(xs.as_tensor()).with_packed(&sequences))?;
-    let each = one_by_one(&sequences, |s| layer.forward(&queries_of(xs.as_tensor(), &sequences, s)?))?;
-    let gradient = |ys: Tensor| Ok::<_, candle_core::Error>(ys.sqr()?.sum_all()?.backward()?.get(&xs).cloned());
-    let (got, expected) = (gradient(packed)?.expect("a gradient"), gradient(each)?.expect("a gradient"));
-    assert_close(&got, &expected, 1e-4, "the gradient of the inputs");
-    assert!(values(&got).chunks(12).all(|row| row.iter().any(|x| *x != 0.0)), "of every row");
+fn every_config_trains_as_over_each_sequence_by_itself(device: &Device) -> Result<()> {
+    let mut calls = 0;
+    for (name, cfg) in configs().into_iter().filter(|(name, cfg)| !cfg.bias_kv() && !name.contains("Falcon")) {
+        let variables = VarMap::new();
+        let layer = MultiHeadAttention::new(&cfg, VarBuilder::from_varmap(&variables, DType::F32, device))?;
+        let is_self = [cfg.key_size(), cfg.value_size()] == [cfg.embed_dim(); 2];
+        let sequences = sequences(is_self)?;
+        let widths = [cfg.embed_dim(), cfg.key_size(), cfg.value_size()];
+        let totals = [sequences.total_queries(), sequences.total_keys(), sequences.total_keys()];
+        let inputs = widths.into_iter().zip(totals).take(if is_self { 1 } else { 3 });
+        let inputs: Vec<_> =
+            inputs.map(|(width, t)| Var::from_tensor(&rows(t, width, device)?)).collect::<Result<_>>()?;
+        let mut leaves: Vec<_> =
+            ["queries", "keys", "values"].map(String::from).into_iter().zip(inputs.clone()).collect();
+        leaves.extend(variables.data().lock().expect("one thread").clone());
+        for backend in [Backend::Auto, Backend::Reference] {
+            let run = |inputs: &[Tensor], sequences: Option<&PackedSequences>| {
+                let mut call = AttentionInput::new(&inputs[0]).with_backend(backend);
+                if let [_, keys, vs] = inputs {
+                    call = call.with_key_value(keys, vs);
+                }
+                layer.forward_with(match sequences {
+                    Some(sequences) => call.with_packed(sequences),
+                    None => call,
+                })
+            };
+            let all: Vec<_> = inputs.iter().map(|var| var.as_tensor().clone()).collect();
+            let packed = run(&all, Some(&sequences))?;
+            let each = one_by_one(&sequences, |s| {
+                let keys = all[1..].iter().map(|xs| keys_of(xs, &sequences, s));
+                let own: Vec<_> =
+                    std::iter::once(queries_of(&all[0], &sequences, s)).chain(keys).collect::<Result<_>>()?;
+                run(&own, None)
+            })?;
+            let factors = packed.randn_like(0.0, 1.0)?;
+            let [got, expected] = [packed, each].map(|ys| (ys * &factors)?.sum_all()?.backward());
+            let (got, expected) = (got?, expected?);
+            for (leaf, var) in &leaves {
+                let what = format!("{name}, {backend:?}: {leaf}");
+                let [got, expected] = [&got, &expected].map(|store| store.get(var).unwrap_or_else(|| panic!("{what}")));
+                let largest = values(expected).into_iter().fold(1.0, |most: f64, x| most.max(x.abs()));
+                assert_close(got, expected, 2e-5 * largest, &what);
+                let rows = values(got);
+                let reaches = |row: &[f64]| row.iter().any(|x| *x != 0.0);
+                assert!(leaf != "queries" || rows.chunks(widths[0]).all(reaches), "{what}: of every row");
+            }
+            calls += 1;
+        }
+    }
+    assert!(calls > 80, "{calls}");
     Ok(())
 }
