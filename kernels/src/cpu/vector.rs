@@ -44,6 +44,8 @@ pub trait Vector: Copy {
     unsafe fn select(mask: Self::Mask, yes: Self, no: Self) -> Self;
     /// The sum of all lanes, in an order that does not vary.
     unsafe fn sum(self) -> f32;
+    /// Lane n is the sum of the lanes of vector n; vectors past `LANES` are not read.
+    unsafe fn sum_each(vectors: &[Self; MAX_LANES]) -> Self;
 
     /// 2 to the power `self`, for `self` up to 127, to 3e-7 of itself, four ulp at most: 0 below the smallest normal
     /// number, NaN for NaN.

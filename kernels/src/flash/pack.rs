@@ -12,16 +12,17 @@ use super::workspace::Workspace;
 use crate::cpu::{Kernel, SimdTask, Vector};
 use crate::element::{Kernels, Stored, load_first, store_first, widen_row};
 
-/// How many rows ahead are prefetched: enough to cover the latency of memory at a row every few dozen cycles.
+/// How many rows of f32 ahead are prefetched: enough to cover the latency of memory at a row every few dozen cycles. Of
+/// narrower elements so many more that the bytes are the same.
 const PREFETCH_ROWS: usize = 16;
 
-/// Prefetches `width` elements of the row [`PREFETCH_ROWS`] rows after this one, which need not exist.
+/// Prefetches `width` elements of the row [`PREFETCH_ROWS`] rows after this one, or more, which need not exist.
 ///
 /// # Safety
 /// The processor has the tier of V.
 #[inline(always)]
 pub(super) unsafe fn prefetch_row<V: Vector, E>(row: *const E, stride: usize, width: usize) {
-    let ahead = row.wrapping_add(PREFETCH_ROWS * stride).cast::<u8>();
+    let ahead = row.wrapping_add(PREFETCH_ROWS * (4 / size_of::<E>()) * stride).cast::<u8>();
     for line in (0..width * size_of::<E>()).step_by(64) {
         // SAFETY: the processor has the tier, and an address to prefetch need not be valid.
         unsafe { V::prefetch(ahead.wrapping_add(line)) };

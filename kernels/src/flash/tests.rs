@@ -421,7 +421,7 @@ fn attend_q8(tier: Tier, t_q: usize, codes: &[u8], scales: &[f32]) -> Vec<f32> {
 #[test]
 fn a_scale_of_nan_reaches_the_queries_that_see_its_key() {
     for tier in Tier::available() {
-        for t_q in [2, 40] {
+        for t_q in [2, 10, 40] {
             let (codes, mut scales, _) = quantized(50, 16, 3);
             let finite = attend_q8(tier, t_q, &codes, &scales);
             scales[49] = f32::NAN;

@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 
 use crate::cpu::kernel::{Kernel, compiled_for};
 use crate::cpu::product::{Columns, MulAdd, Product, accumulate, multiply};
-use crate::cpu::vector::{EXP2_MIN, Vector, exp2_fraction, simd_fns};
+use crate::cpu::vector::{EXP2_MIN, MAX_LANES, Vector, exp2_fraction, simd_fns};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(__m256);
@@ -78,6 +78,13 @@ impl Vector for Avx2 {
             let four = _mm_add_ps(_mm256_castps256_ps128(self.0), _mm256_extractf128_ps(self.0, 1));
             let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
             _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
+        }
+        fn sum_each(vectors: &[Self; MAX_LANES]) -> Self {
+            // Half as many shuffles as a transposition: vectors are added up as soon as they are brought together.
+            let pairs = |n: usize| _mm256_hadd_ps(vectors[n].0, vectors[n + 1].0);
+            let fours = |n: usize| _mm256_hadd_ps(pairs(n), pairs(n + 2));
+            let (a, b) = (fours(0), fours(4));
+            Self(_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)))
         }
         fn exp2(self) -> Self {
             // Adding 1.5 · 2^23 rounds to an integer, which then stands in the lowest bits.

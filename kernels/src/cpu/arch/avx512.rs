@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 
 use crate::cpu::kernel::{Kernel, compiled_for};
 use crate::cpu::product::{MulAdd, Words, multiply};
-use crate::cpu::vector::{EXP2_MIN, Vector, exp2_fraction, simd_fns};
+use crate::cpu::vector::{EXP2_MIN, MAX_LANES, Vector, exp2_fraction, simd_fns};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512(__m512);
@@ -76,6 +76,23 @@ impl Vector for Avx512 {
         fn less_than(self, other: Self) -> Self::Mask { _mm512_cmp_ps_mask(self.0, other.0, _CMP_LT_OQ) }
         fn select(mask: Self::Mask, yes: Self, no: Self) -> Self { Self(_mm512_mask_blend_ps(mask, no.0, yes.0)) }
         fn sum(self) -> f32 { _mm512_reduce_add_ps(self.0) }
+        fn sum_each(vectors: &[Self; MAX_LANES]) -> Self {
+            // Half as many shuffles as a transposition: vectors are added up as soon as they are brought together.
+            let pairs = |n: usize| {
+                let (a, b) = (vectors[n].0, vectors[n + 1].0);
+                _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)))
+            };
+            let fours = |n: usize| {
+                let (a, b) = (pairs(n), pairs(n + 2));
+                let [a, b] = [_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b)].map(|x| _mm512_castpd_ps(x));
+                _mm512_add_ps(a, b)
+            };
+            let quarters = |a: __m512, b: __m512| {
+                let even = _mm512_shuffle_f32x4(a, b, 0b10_00_10_00);
+                _mm512_add_ps(even, _mm512_shuffle_f32x4(a, b, 0b11_01_11_01))
+            };
+            Self(quarters(quarters(fours(0), fours(4)), quarters(fours(8), fours(12))))
+        }
         fn exp2(self) -> Self {
             // `vreduceps` leaves what is beyond the nearest integer, 0 for infinities, and `vscalefps` multiplies by the
             // power of two: of ten instructions none builds an exponent by hand.

@@ -6,7 +6,7 @@ use std::arch::asm;
 use super::neon_tile::{self, ByLane};
 use crate::cpu::kernel::{Kernel, compiled_for};
 use crate::cpu::product::{MulAdd, multiply};
-use crate::cpu::vector::{EXP2_MIN, Vector, exp2_fraction, simd_fns};
+use crate::cpu::vector::{EXP2_MIN, MAX_LANES, Vector, exp2_fraction, simd_fns};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Neon(float32x4_t);
@@ -81,6 +81,10 @@ impl Vector for Neon {
         fn less_than(self, other: Self) -> Self::Mask { vcltq_f32(self.0, other.0) }
         fn select(mask: Self::Mask, yes: Self, no: Self) -> Self { Self(vbslq_f32(mask, yes.0, no.0)) }
         fn sum(self) -> f32 { vaddvq_f32(self.0) }
+        fn sum_each(vectors: &[Self; MAX_LANES]) -> Self {
+            let pairs = |n: usize| vpaddq_f32(vectors[n].0, vectors[n + 1].0);
+            Self(vpaddq_f32(pairs(0), pairs(2)))
+        }
         fn exp2(self) -> Self {
             // Adding 1.5 · 2^23 rounds to an integer, which then stands in the lowest bits.
             let round = vdupq_n_f32(12_582_912.0);

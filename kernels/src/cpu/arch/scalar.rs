@@ -4,7 +4,7 @@ use half::{bf16, f16};
 
 use crate::cpu::kernel::{Kernel, SimdTask};
 use crate::cpu::product::{Columns, Product, multiply};
-use crate::cpu::vector::{EXP2_MIN, Vector, exp2_fraction, simd_fns};
+use crate::cpu::vector::{EXP2_MIN, MAX_LANES, Vector, exp2_fraction, simd_fns};
 
 const LANES: usize = 8;
 
@@ -78,6 +78,7 @@ impl Vector for Scalar {
             let [a, b, c, d, e, f, g, h] = self.0;
             ((a + e) + (c + g)) + ((b + f) + (d + h))
         }
+        fn sum_each(vectors: &[Self; MAX_LANES]) -> Self { Self(std::array::from_fn(|n| vectors[n].sum())) }
         fn exp2(self) -> Self {
             // Adding 1.5 · 2^23 rounds to an integer, which then stands in the lowest bits.
             const ROUND: f32 = 12_582_912.0;

@@ -234,6 +234,11 @@ impl SimdTask for Whole {
         // SAFETY: the processor has the tier of K; both are squares of vectors.
         unsafe {
             assert_eq!(K::Vector::load(numbers.as_ptr()).sum(), numbers.iter().sum::<f32>());
+            let vectors = std::array::from_fn(|n| K::Vector::load(numbers.as_ptr()).mul(K::Vector::splat(n as f32)));
+            let mut sums = vec![0f32; lanes];
+            K::Vector::sum_each(&vectors).store(sums.as_mut_ptr());
+            let expected = |n: usize| numbers.iter().map(|x| x * n as f32).sum::<f32>();
+            assert!(sums.iter().enumerate().all(|(n, &sum)| sum == expected(n)), "{sums:?}");
             K::Vector::transpose(from.as_ptr(), from_stride, to.as_mut_ptr(), to_stride);
             K::Vector::prefetch(std::ptr::null());
             K::Vector::prefetch(from.as_ptr().wrapping_add(1 << 40).cast());

@@ -4,7 +4,7 @@
 //! the first cache:
 //!
 //! ```text
-//! scores  = keys · queries          (keys, R): R is the number of rows, up to a power of two
+//! scores  = keys · queries          (keys, R) for each group of R rows, as many as registers hold sums for
 //! scores  = softcap, ALiBi, bias; -inf where hidden
 //! weights = 2^(scores - largest)
 //! context = weightsᵀ · values       (R, D_v)
@@ -21,11 +21,16 @@ use super::pack::HeadRows;
 use super::problem::{Call, KeysValues, KvHead, Row, ScoreInputs, Strided};
 use crate::cpu::{Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector, Workers, for_each_task};
 use crate::element::{Kernels, Stored, widen_row};
-use products::{AccumulateSeen, RowProducts};
+use products::{AccumulateSeen, KEY_BLOCK, RowProducts};
 use softmax::RowSoftmax;
 
-/// The most rows that are decoded; fewer than the lanes of a vector decide otherwise.
-pub(super) const MAX_ROWS: usize = 8;
+/// The most rows that are decoded on any tier.
+const MAX_ROWS: usize = 16;
+
+/// The most rows that are decoded: beyond them, tiles of packed keys are faster.
+pub(super) const fn max_rows<V: Vector>() -> usize {
+    if V::LANES >= 8 { MAX_ROWS } else { V::LANES }
+}
 
 /// Attention of up to [`MAX_ROWS`] rows for each key head: a task for each part of its keys. `None` where there is no memory
 /// for the parts' results.
@@ -36,10 +41,11 @@ pub(super) unsafe fn run<K: Kernel, E: Kernels, S: Stored>(call: &Call<E, S>) ->
     let dims = &call.inputs.dims;
     let (heads, key_chunks) = (dims.b * dims.h_kv, dims.t_kv.div_ceil(KV_SPLIT).max(1));
     // Of each part: contexts (R, D_v), maxima (R,) and sums (R,).
-    let words = MAX_ROWS * (dims.d_v + 2);
+    let padded = dims.rows().next_power_of_two();
+    let words = padded * (dims.d_v + 2);
     let mut partials = Scratch::try_zeros(&[heads, key_chunks, words])?;
     let slots = SharedPtr(partials.as_mut_ptr());
-    let scratch = || DecodeScratch::new(dims.d, KV_SPLIT.min(dims.t_kv));
+    let scratch = || DecodeScratch::new(padded, dims.d, KV_SPLIT.min(dims.t_kv));
     let workers = heuristics::workers(call, 1);
     for_each_task(heads * key_chunks, workers, scratch, |scratch, task| {
         let first = task % key_chunks * KV_SPLIT;
@@ -69,17 +75,17 @@ pub(super) unsafe fn run<K: Kernel, E: Kernels, S: Stored>(call: &Call<E, S>) ->
     Some(())
 }
 
-/// What a thread needs: queries (R, D) and scores (keys, R).
+/// What a thread needs: queries (rows, D), and scores (keys, R) for each group of rows.
 struct DecodeScratch {
     queries: Scratch,
     scores: Scratch,
 }
 
 impl DecodeScratch {
-    fn new(d: usize, keys: usize) -> Self {
+    fn new(rows: usize, d: usize, keys: usize) -> Self {
         Self {
-            queries: Scratch::zeros(MAX_ROWS * d.next_multiple_of(MAX_LANES)),
-            scores: Scratch::zeros((keys + MAX_LANES) * MAX_ROWS),
+            queries: Scratch::zeros(rows * d.next_multiple_of(MAX_LANES)),
+            scores: Scratch::zeros((keys + MAX_LANES) * rows),
         }
     }
 }
@@ -119,13 +125,13 @@ struct Decode<'a, 'b, S> {
 impl<S: Stored> SimdTask for Decode<'_, '_, S> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        // SAFETY: the processor has the tier of K; there are at most R rows.
+        // SAFETY: the processor has the tier of K; the padded rows are groups of R.
         unsafe {
             match self.seen.padded {
-                1 => self.rows::<K, 1>(),
-                2 => self.rows::<K, 2>(),
-                4 => self.rows::<K, 4>(),
-                _ => self.rows::<K, 8>(),
+                1 => self.groups::<K, 1>(),
+                2 => self.groups::<K, 2>(),
+                8 | 16 if K::Vector::LANES == MAX_LANES => self.groups::<K, 8>(),
+                _ => self.groups::<K, 4>(),
             }
         }
     }
@@ -158,35 +164,62 @@ impl SeenRows {
 
 impl<S: Stored> Decode<'_, '_, S> {
     /// # Safety
-    /// As [`SimdTask::run`]; R is the padded number of rows.
+    /// As [`SimdTask::run`]; the padded number of rows is a multiple of R.
     #[inline(always)]
-    unsafe fn rows<K: Kernel, const R: usize>(self) {
+    unsafe fn groups<K: Kernel, const R: usize>(self) {
         let Self { inputs, keys_values, kv, .. } = self;
-        let SeenRows { rows, ranges, keys, .. } = self.seen;
-        let (rows, ranges, keys) = (&rows[..R], &ranges[..R], keys.clone());
-        let widths = [inputs.dims.d, inputs.dims.d_v];
-        let (context, rest) = self.partial.split_at_mut(R * inputs.dims.d_v);
-        let (max, sum) = rest[..2 * R].split_at_mut(R);
+        let SeenRows { padded, keys, .. } = self.seen;
+        let [d, d_v] = [inputs.dims.d, inputs.dims.d_v];
+        let (context, rest) = self.partial.split_at_mut(padded * d_v);
+        let (max, sum) = rest.split_at_mut(*padded);
         context.fill(0.0);
         max.fill(f32::NEG_INFINITY);
         sum.fill(0.0);
         if keys.is_empty() {
             return;
         }
-        let is_masked = inputs.options.keep.is_some() || ranges.iter().any(|range| *range != keys);
-        let scores = self.scratch.scores.as_mut_ptr();
-        let products = RowProducts::<S, R> { keys_values, widths, kv, keys: keys.clone() };
+        let groups = padded / R;
+        let block = if groups == 1 { keys.len() } else { KEY_BLOCK };
+        let (group_queries, group_scores) = (R * d.next_multiple_of(K::Vector::LANES), (keys.len() + MAX_LANES) * R);
+        let (queries, scores) = (self.scratch.queries.as_ptr(), self.scratch.scores.as_mut_ptr());
+        let products = |keys: Range<usize>| RowProducts::<S, R> { keys_values, widths: [d, d_v], kv, keys };
+        let ranges = &self.seen.ranges[..*padded];
+        let all_seen = inputs.options.keep.is_none() && ranges.iter().all(|range| range == keys);
         // SAFETY: the processor has the tier of K; the scratch was made for these sizes.
         unsafe {
-            products.scores::<K::Vector>(self.scratch.queries.as_ptr(), scores);
-            K::run_simd(RowSoftmax { inputs: *inputs, rows, ranges, keys: keys.clone(), scores, max, sum });
-            products.scale_weights(scores);
+            for first in keys.clone().step_by(block) {
+                let products = products(first..keys.end.min(first + block));
+                for group in 0..groups {
+                    let scores = scores.add(group * group_scores + (first - keys.start) * R);
+                    products.scores::<K::Vector>(queries.add(group * group_queries), scores);
+                }
+            }
             let values = &keys_values.v;
-            let of_head = HeadRows { rows: values, kv, width: inputs.dims.d_v };
-            if is_masked && of_head.has_non_finite::<K>(keys.clone()) {
-                K::run_simd(AccumulateSeen { inputs, values, kv, rows, ranges, keys, weights: scores, context });
-            } else {
-                products.accumulate::<K::Vector>(scores, context);
+            let of_head = HeadRows { rows: values, kv, width: d_v };
+            let only_seen = !all_seen && of_head.has_non_finite::<K>(keys.clone());
+            for group in 0..groups {
+                let own = group * R..(group + 1) * R;
+                let (rows, ranges) = (&self.seen.rows[own.clone()], &ranges[own.clone()]);
+                let (max, sum) = (&mut max[own.clone()], &mut sum[own.clone()]);
+                let scores = scores.add(group * group_scores);
+                K::run_simd(RowSoftmax { inputs: *inputs, rows, ranges, keys: keys.clone(), scores, max, sum });
+                products(keys.clone()).scale_weights(scores);
+                if only_seen {
+                    let context = &mut context[own.start * d_v..own.end * d_v];
+                    let (keys, weights) = (keys.clone(), scores);
+                    K::run_simd(AccumulateSeen { inputs, values, kv, rows, ranges, keys, weights, context });
+                }
+            }
+            for first in keys.clone().step_by(block) {
+                if only_seen {
+                    break;
+                }
+                let products = products(first..keys.end.min(first + block));
+                for group in 0..groups {
+                    let context = &mut context[group * R * d_v..][..R * d_v];
+                    let weights = scores.add(group * group_scores + (first - keys.start) * R);
+                    products.accumulate::<K::Vector>(weights, context);
+                }
             }
         }
     }

@@ -7,16 +7,16 @@ use crate::element::{Stored, load_first, store_first};
 use crate::flash::pack::prefetch_row;
 use crate::flash::problem::{KeysValues, KvHead, Row, ScoreInputs, StoredRows};
 
-/// Keys whose values are read for all of D_v before the next ones: they stay in the first cache meanwhile.
-const VALUE_BLOCK: usize = 32;
+/// Keys whose rows are read by all groups of queries, and whose values for all of D_v, before the next ones: they stay in the
+/// first cache meanwhile.
+pub(super) const KEY_BLOCK: usize = 32;
 
-/// R query rows of one key head, and the keys of one part that they see.
+/// R query rows of one key head, and some of the keys of one part.
 pub(super) struct RowProducts<'a, 'b, S, const R: usize> {
     pub keys_values: &'a KeysValues<'b, S>,
     /// D and D_v.
     pub widths: [usize; 2],
     pub kv: KvHead,
-    /// The keys from the first to the last that some row sees.
     pub keys: Range<usize>,
 }
 
@@ -31,14 +31,14 @@ impl<S: Stored, const R: usize> RowProducts<'_, '_, S, R> {
         let (rows, keys, [d, _], lanes) = (&self.keys_values.k, &self.keys, self.widths, V::LANES);
         let (width, together) = (d.next_multiple_of(lanes), V::LANES / R);
         let stride = rows.stride();
-        let mut square = [0f32; MAX_LANES * MAX_LANES];
+        let start = rows.row(self.kv, keys.start);
         // SAFETY: as this method's contract; the rows and keys belong to the call, and their rows have D elements.
         unsafe {
             for first in (0..keys.len()).step_by(together) {
-                let mut from = [rows.row(self.kv, keys.start + first); MAX_LANES];
+                let mut from = [start; MAX_LANES];
                 for (k, from) in from[..together].iter_mut().enumerate() {
                     // Past the end the last key is repeated; its scores are hidden later.
-                    *from = from.wrapping_add(k.min(keys.len() - 1 - first) * stride);
+                    *from = from.wrapping_add((first + k).min(keys.len() - 1) * stride);
                     prefetch_row::<V, S>(*from, stride, d);
                 }
                 let mut sums = [V::splat(0.0); MAX_LANES];
@@ -61,23 +61,7 @@ impl<S: Stored, const R: usize> RowProducts<'_, '_, S, R> {
                         }
                     }
                 }
-                // The lanes of each sum are added up by transposing them: all sums at once.
-                for (lane, sum) in sums[..lanes].iter().enumerate() {
-                    sum.store(square.as_mut_ptr().add(lane * lanes));
-                }
-                let mut transposed = [0f32; MAX_LANES * MAX_LANES];
-                V::transpose(square.as_ptr(), lanes, transposed.as_mut_ptr(), lanes);
-                for (lane, sum) in sums[..lanes].iter_mut().enumerate() {
-                    *sum = V::load(transposed.as_ptr().add(lane * lanes));
-                }
-                let mut half = lanes / 2;
-                while half > 0 {
-                    for lane in 0..half {
-                        sums[lane] = sums[lane].add(sums[half + lane]);
-                    }
-                    half /= 2;
-                }
-                sums[0].store(scores.add(first * R));
+                V::sum_each(&sums).store(scores.add(first * R));
             }
             self.scale(rows, scores);
         }
@@ -116,12 +100,16 @@ impl<S: Stored, const R: usize> RowProducts<'_, '_, S, R> {
     #[inline(always)]
     pub unsafe fn accumulate<V: Vector>(&self, weights: *const f32, context: &mut [f32]) {
         let ([_, d_v], lanes) = (self.widths, V::LANES);
-        for first in self.keys.clone().step_by(VALUE_BLOCK) {
-            let keys = first..self.keys.end.min(first + VALUE_BLOCK);
+        for first in self.keys.clone().step_by(KEY_BLOCK) {
+            let keys = first..self.keys.end.min(first + KEY_BLOCK);
             let mut d = 0;
             // SAFETY: as this method's contract; `d` counts whole vectors within D_v, then the rest of it.
             unsafe {
                 // Eight sums hide the latency of a multiply-add; registers for sixteen halve the loads of weights.
+                while d + 8 * lanes <= d_v && R == 1 {
+                    self.accumulate_columns::<V, 8>(weights, context, keys.clone(), d);
+                    d += 8 * lanes;
+                }
                 while d + 4 * lanes <= d_v && (R <= 2 || (R == 4 && lanes == MAX_LANES)) {
                     self.accumulate_columns::<V, 4>(weights, context, keys.clone(), d);
                     d += 4 * lanes;
@@ -150,13 +138,14 @@ impl<S: Stored, const R: usize> RowProducts<'_, '_, S, R> {
     ) {
         let (values_of, [_, d_v], lanes) = (&self.keys_values.v, self.widths, V::LANES);
         let filled = if N == 1 { lanes.min(d_v - d) } else { lanes };
+        let stride = values_of.stride();
+        let mut from = values_of.row(self.kv, keys.start).wrapping_add(d);
         // SAFETY: as this method's contract.
         unsafe {
             // Sums of a few keys each, and not one over all of them, which would round more.
             let mut sums = [[V::splat(0.0); N]; R];
             for key in keys {
-                let from = values_of.row(self.kv, key).add(d);
-                prefetch_row::<V, S>(from, values_of.stride(), N * lanes);
+                prefetch_row::<V, S>(from, stride, N * lanes);
                 let mut values = [V::splat(0.0); N];
                 for (n, value) in values.iter_mut().enumerate() {
                     *value = load_first(from.add(n * lanes), filled);
@@ -167,6 +156,7 @@ impl<S: Stored, const R: usize> RowProducts<'_, '_, S, R> {
                         *sum = weight.mul_add(value, *sum);
                     }
                 }
+                from = from.wrapping_add(stride);
             }
             for (r, sums) in sums.iter().enumerate() {
                 for (n, &sum) in sums.iter().enumerate() {
@@ -202,8 +192,8 @@ impl<S: Stored> SimdTask for AccumulateSeen<'_, '_, S> {
         let mut sums = vec![0f32; d_v.next_multiple_of(lanes)];
         for (r, (&row, range)) in rows.iter().zip(self.ranges).enumerate() {
             // The same sums of a few keys each as for finite values.
-            for first in keys.clone().step_by(VALUE_BLOCK) {
-                let own = first.max(range.start)..range.end.min(first + VALUE_BLOCK);
+            for first in keys.clone().step_by(KEY_BLOCK) {
+                let own = first.max(range.start)..range.end.min(first + KEY_BLOCK);
                 sums.fill(0.0);
                 for key in own.filter(|&key| inputs.is_kept(row, key)) {
                     // SAFETY: the processor has the tier of K; the row's range lies within the keys, which have weights.
