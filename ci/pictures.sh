@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 definitions() {
     printf '[attention]: data:image/png;base64,%s\n' "$(base64 <docs/attention.png | tr -d '\n')"
+    printf '[induction]: data:image/png;base64,%s\n' "$(base64 <docs/induction_heads.png | tr -d '\n')"
     printf '[speed]: data:image/svg+xml;base64,%s\n' "$(base64 <docs/benchmarks.svg | tr -d '\n')"
 }
 if [ "${1-}" = --check ]; then
