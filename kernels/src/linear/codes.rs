@@ -22,7 +22,8 @@ use crate::error::{check_len, check_tier};
 /// let codes = Codes { bits: 4, codes: &codes, scales: &[f16::from_f32(0.5)], minimums: None };
 /// let weight = PackedWeight::from_codes(&codes, (1, 32), Tier::Scalar)?;
 /// assert_eq!(weight.unpack::<f32>()?[..3], [-4.0, -3.5, -3.0]);
-/// assert_eq!(weight.memory(), 16 * (2 + 16), "a panel of the scalar tier has 16 outputs");
+/// // A panel of the scalar tier has 16 outputs, and memory comes in lines of 64 bytes.
+/// assert_eq!(weight.memory(), (16usize * (2 + 16)).next_multiple_of(64));
 /// # Ok::<(), candle_attention_kernels::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug)]
