@@ -292,15 +292,13 @@ fn compare(small: &StagedAppend, plain: &StagedAppend, slides: bool) -> Result<(
             let found = small.attend_with_weights(&q, &mask, &seeded(&options))?;
             assert_close(&found.context, &expected.context, &format!("mask {n}, {options:?}"))?;
             assert_close(&found.weights, &expected.weights, &format!("weights of mask {n}, {options:?}"))?;
-            let fused = options.dropout == 0.0;
             let of_tiers = Tier::available().into_iter().map(|tier| options.clone().with_cpu_tier(tier));
             for options in of_tiers.chain([options.clone().with_backend(Backend::Reference)]) {
                 let what = format!("mask {n}, {options:?}");
                 let options = seeded(&options);
                 assert_close(&small.attend(&q, &mask, &options)?, &expected.context, &what)?;
                 let plan = small.plan(&q, &mask, &options)?;
-                let expected =
-                    if fused && options.backend == Backend::Auto { Backend::Fused } else { Backend::Reference };
+                let expected = if options.backend == Backend::Auto { Backend::Fused } else { Backend::Reference };
                 assert_eq!(plan.backend, expected, "{what}: {plan}");
             }
         }

@@ -84,8 +84,8 @@ impl SdpaOptions {
         self
     }
 
-    /// Draws the dropout mask from PyTorch's generator instead of the device's, for the same numbers as a PyTorch run, on the
-    /// reference path.
+    /// Draws the dropout mask from PyTorch's generator instead of the device's, for the same numbers as a PyTorch run. It takes a bit
+    /// a weight, B·H·T_q·T_kv in all; of packed sequences, the reference path draws them.
     pub fn with_dropout_seed(mut self, seed: &TorchSeed) -> Self {
         self.dropout_seed = Some(seed.clone());
         self
@@ -198,8 +198,8 @@ fn obstacle_of_every_kernel(call: &Call, wanted: Wanted) -> Option<String> {
     if drops && !matches!(call.q.device(), Device::Cpu) {
         return Some("dropout happens to the weights, which a fused kernel never has as a whole".into());
     }
-    if drops && options.dropout_seed.is_some() {
-        return Some("dropout is drawn from PyTorch's generator, one weight after the other".into());
+    if drops && options.dropout_seed.is_some() && call.sequences.is_some() {
+        return Some("PyTorch's generator draws the dropout of one packed sequence after the other".into());
     }
     if call.mask.empty_rows() == EmptyRows::Uniform {
         return Some("queries that see nothing are to weigh all keys alike, and fused kernels skip hidden keys".into());

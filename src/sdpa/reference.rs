@@ -1,5 +1,6 @@
 //! The specification: attention in Candle's own operations, differentiable, on any device.
 
+use candle_attention_kernels::flash::philox_keeps;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::softmax::{VisibleSoftmax, accumulation_dtype, scalar};
@@ -184,10 +185,10 @@ pub(crate) fn dropout(weights: &Tensor, Dropout { p, seed, philox }: Dropout) ->
 /// 1 for the weights (B, H, T_q, T_kv) that Philox keeps.
 fn philox_keep(weights: &Tensor, p: f64, (seed, [query, key]): (u64, [usize; 2])) -> Result<Tensor> {
     let (b, h, t_q, t_kv) = weights.dims4()?;
-    let (dropout, rows) = (candle_attention_kernels::flash::Dropout { seed, p }, b * h * t_q);
+    let rows = b * h * t_q;
     let of_row = |row: usize| {
         let [b, h, i] = [row / (h * t_q), row / t_q % h, row % t_q];
-        (0..t_kv).map(move |j| u8::from(dropout.keeps([b, h, query + i, key + j])))
+        (0..t_kv).map(move |j| u8::from(philox_keeps(seed, p, [b, h, query + i, key + j])))
     };
     let keep: Vec<u8> = (0..rows).flat_map(of_row).collect();
     Tensor::from_vec(keep, weights.shape(), &Device::Cpu)?.to_device(weights.device())

@@ -1,35 +1,58 @@
-//! Which weights are dropped: a function of a seed and of where a weight stands, so that any tiling, and the backward pass,
-//! drops the same ones.
+//! Which weights are dropped: a function of where a weight stands, so that any tiling, and the backward pass, drops the same
+//! ones.
 //!
 //! Philox 4×32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): the key is the seed, the counter is
 //! (key / 4, query, head, sequence), and its four words are of four neighbouring keys.
 
-use super::problem::ScoreInputs;
+use std::ops::Range;
+
+use super::problem::{Dims, ScoreInputs};
 use super::tile::Tile;
+use crate::Error;
 use crate::cpu::{Kernel, MAX_LANES};
+use crate::error::check_len;
 
 /// Weights are dropped with a probability, and the others divided by what is left of 1.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Dropout {
-    /// Draws the same weights again.
-    pub seed: u64,
+#[derive(Debug, Clone, Copy)]
+pub struct Dropout<'a> {
+    /// Which ones.
+    pub mask: DropoutMask<'a>,
     /// The probability, from 0 to 1.
     pub p: f64,
 }
 
-impl Dropout {
-    /// Words below this are of weights that are dropped.
-    fn threshold(&self) -> u64 {
-        (self.p * 2f64.powi(32)).round() as u64
+/// Which weights are dropped.
+#[derive(Debug, Clone, Copy)]
+pub enum DropoutMask<'a> {
+    /// Those that Philox draws for this seed ([`philox_keeps`]).
+    Philox(u64),
+    /// Those whose bit is 0: a bit for each of (B, H, T_q, T_kv), the first of eight in the lowest bit of a byte.
+    Kept(&'a [u8]),
+}
+
+/// Whether Philox keeps the weight of a sequence, head, query and key where weights are dropped with probability `p`.
+pub fn philox_keeps(seed: u64, p: f64, [b, head, query, key]: [usize; 4]) -> bool {
+    let counter = [key / 4, query, head, b].map(|n| [n as u32]);
+    u64::from(philox(counter, seed)[key % 4][0]) >= threshold(p)
+}
+
+/// Words below this are of weights that are dropped.
+fn threshold(p: f64) -> u64 {
+    (p * 2f64.powi(32)).round() as u64
+}
+
+impl Dropout<'_> {
+    pub(super) fn check(&self, dims: &Dims) -> Result<(), Error> {
+        let DropoutMask::Kept(bits) = self.mask else { return Ok(()) };
+        check_len("dropout bits", bits.len(), (dims.b * dims.h * dims.t_q * dims.t_kv).div_ceil(8))
     }
 
-    /// Whether the weight of a sequence, head, query and key is kept.
-    pub fn keeps(&self, [b, head, query, key]: [usize; 4]) -> bool {
-        let counter = [key / 4, query, head, b].map(|n| [n as u32]);
-        u64::from(philox(counter, self.seed)[key % 4][0]) >= self.threshold()
+    /// What weights that are kept are multiplied by.
+    fn factor(&self) -> f32 {
+        if self.p < 1.0 { (1.0 / (1.0 - self.p)) as f32 } else { 0.0 }
     }
 
-    /// What the weights of a tile are to be multiplied by, for `keys` keys from `first` on: (keys, panel).
+    /// What the weights of a tile are to be multiplied by, for some keys: (keys, panel).
     ///
     /// # Safety
     /// `to` takes as many panels as there are keys.
@@ -38,11 +61,54 @@ impl Dropout {
         &self,
         inputs: &ScoreInputs,
         tile: &Tile,
-        keys: std::ops::Range<usize>,
+        keys: Range<usize>,
         to: *mut f32,
     ) {
-        let threshold = self.threshold();
-        let factor = if self.p < 1.0 { (1.0 / (1.0 - self.p)) as f32 } else { 0.0 };
+        // SAFETY: as this method's contract.
+        unsafe {
+            match self.mask {
+                DropoutMask::Philox(seed) => self.philox_factors::<K>(seed, inputs, tile, keys, to),
+                DropoutMask::Kept(bits) => self.kept_factors::<K>(bits, inputs, tile, keys, to),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`factors`](Self::factors).
+    #[inline(always)]
+    unsafe fn kept_factors<K: Kernel>(
+        &self,
+        bits: &[u8],
+        inputs: &ScoreInputs,
+        tile: &Tile,
+        keys: Range<usize>,
+        to: *mut f32,
+    ) {
+        let (dims, factor) = (&inputs.dims, self.factor());
+        for (column, row) in tile.rows.clone().enumerate() {
+            let row = dims.row(tile.kv, row);
+            let first = ((row.b * dims.h + row.head) * dims.t_q + row.query) * dims.t_kv;
+            for key in keys.clone() {
+                let at = first + key;
+                let is_kept = bits[at / 8] >> (at % 8) & 1 == 1;
+                // SAFETY: as this method's contract; a tile has at most as many rows as a panel has columns.
+                unsafe { to.add((key - keys.start) * K::PANEL + column).write(if is_kept { factor } else { 0.0 }) };
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`factors`](Self::factors).
+    #[inline(always)]
+    unsafe fn philox_factors<K: Kernel>(
+        &self,
+        seed: u64,
+        inputs: &ScoreInputs,
+        tile: &Tile,
+        keys: Range<usize>,
+        to: *mut f32,
+    ) {
+        let (threshold, factor) = (threshold(self.p), self.factor());
         for column in (0..tile.rows.len()).step_by(MAX_LANES) {
             let (mut queries, mut heads) = ([0u32; MAX_LANES], [0u32; MAX_LANES]);
             for (lane, row) in (tile.rows.start + column..tile.rows.end).take(MAX_LANES).enumerate() {
@@ -51,7 +117,7 @@ impl Dropout {
             }
             let sequences = [tile.kv.b as u32; MAX_LANES];
             for group in keys.start / 4..keys.end.div_ceil(4) {
-                let words = philox([[group as u32; MAX_LANES], queries, heads, sequences], self.seed);
+                let words = philox([[group as u32; MAX_LANES], queries, heads, sequences], seed);
                 for (key, words) in (4 * group..).zip(&words).filter(|(key, _)| keys.contains(key)) {
                     let to = to.wrapping_add((key - keys.start) * K::PANEL + column);
                     for (lane, &word) in words.iter().enumerate().take(K::PANEL - column) {

@@ -23,7 +23,7 @@ mod workspace;
 
 pub(crate) use backward::{BackwardCall, run as run_backward};
 pub use backward::{BackwardProblem, Gradients, Wanted, attend_backward};
-pub use dropout::Dropout;
+pub use dropout::{Dropout, DropoutMask, philox_keeps};
 pub(crate) use problem::Call;
 pub use problem::{Alibi, Dims, KvRows, OutputOrder, Problem, ScoreOptions, SoftmaxStats, Strided};
 

@@ -172,7 +172,7 @@ pub struct ScoreOptions<'a> {
     /// A logit for each query head that takes part in the softmax's sum and has no value: (H,).
     pub sinks: Option<&'a [f32]>,
     /// Weights that are dropped after the softmax.
-    pub dropout: Option<Dropout>,
+    pub dropout: Option<Dropout<'a>>,
 }
 
 impl Default for ScoreOptions<'_> {
@@ -292,7 +292,7 @@ impl<E> Problem<'_, E> {
         if let Some(range) = self.ranges.iter().find(|range| !range.is_empty() && range.end > t_kv) {
             return Err(Error::Shape(format!("expected ranges within {t_kv} keys, found {range:?}")));
         }
-        let ScoreOptions { alibi, bias, keep, sinks, .. } = &self.scores;
+        let ScoreOptions { alibi, bias, keep, sinks, dropout, .. } = &self.scores;
         if let Some(Alibi { slopes, positions }) = alibi {
             check_len("slopes", slopes.len(), h)?;
             check_len("positions", positions.len(), b * t_q)?;
@@ -303,7 +303,8 @@ impl<E> Problem<'_, E> {
         if let Some(keep) = keep {
             keep.check("keep", [b, h, t_q, t_kv], 1)?;
         }
-        sinks.map_or(Ok(()), |sinks| check_len("sinks", sinks.len(), h))
+        sinks.map_or(Ok(()), |sinks| check_len("sinks", sinks.len(), h))?;
+        dropout.map_or(Ok(()), |dropout| dropout.check(&self.dims))
     }
 }
 

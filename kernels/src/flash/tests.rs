@@ -7,7 +7,10 @@ use half::{bf16, f16};
 
 mod backward;
 
-use super::{Alibi, Dims, Dropout, KvRows, OutputOrder, Problem, ScoreOptions, Strided, attend, attend_vec};
+use super::{
+    Alibi, Dims, Dropout, DropoutMask, KvRows, OutputOrder, Problem, ScoreOptions, Strided, attend, attend_vec,
+    philox_keeps,
+};
 use crate::cpu::Tier;
 use crate::{Element, Error};
 
@@ -24,8 +27,14 @@ struct Case {
     everything: bool,
     /// Keys and values of 8 bits.
     q8: bool,
-    dropout: Option<Dropout>,
+    /// The seed of Philox.
+    dropout: Option<u64>,
+    /// The weights that it keeps.
+    kept: Vec<u8>,
 }
+
+/// The probability that a weight is dropped.
+const P: f64 = 0.3;
 
 /// Codes and scales of rows of a width, and the numbers that they stand for.
 type Q8 = (Vec<u8>, Vec<f32>, Vec<f64>);
@@ -47,7 +56,19 @@ impl Case {
             everything,
             q8: false,
             dropout: None,
+            kept: Vec::new(),
         }
+    }
+
+    fn with_dropout(mut self, seed: u64) -> Self {
+        let Dims { b, h, t_q, t_kv, .. } = self.dims;
+        self.dropout = Some(seed);
+        self.kept = vec![0; (b * h * t_q * t_kv).div_ceil(8)];
+        for at in 0..b * h * t_q * t_kv {
+            let weight = [at / (h * t_q * t_kv), at / (t_q * t_kv) % h, at / t_kv % t_q, at % t_kv];
+            self.kept[at / 8] |= u8::from(philox_keeps(seed, P, weight)) << (at % 8);
+        }
+        self
     }
 
     fn data<E: Element>(&self) -> Data<E> {
@@ -77,7 +98,10 @@ impl Case {
             bias: everything.then_some(Strided { data: &data.bias, strides: [0, 0, t_kv, 1] }),
             keep: everything.then_some(Strided { data: &data.keep, strides: [0, 0, 0, 1] }),
             sinks: everything.then_some(&data.sinks),
-            dropout: self.dropout,
+            dropout: self.dropout.map(|seed| {
+                let mask = if everything { DropoutMask::Kept(&self.kept) } else { DropoutMask::Philox(seed) };
+                Dropout { mask, p: P }
+            }),
         };
         let kv_rows = |floats: &'a [E], codes: &'a Q8, width: usize| match self.q8 {
             true => KvRows::Q8 {
@@ -120,9 +144,9 @@ impl Case {
             let powers: Vec<f64> = seen.iter().map(|key| score(key).exp()).collect();
             let sink = if self.everything { f64::from(data.sinks[head]).exp() } else { 0.0 };
             let sum = powers.iter().sum::<f64>() + sink;
-            let kept = |key: usize| match &self.dropout {
-                Some(dropout) if !dropout.keeps([batch, head, i, key]) => 0.0,
-                Some(dropout) => 1.0 / (1.0 - dropout.p),
+            let kept = |key: usize| match self.dropout {
+                Some(seed) if !philox_keeps(seed, P, [batch, head, i, key]) => 0.0,
+                Some(_) => 1.0 / (1.0 - P),
                 None => 1.0,
             };
             for n in 0..d_v {
@@ -191,8 +215,8 @@ fn every_tier_gives_the_numbers_of_plain_loops() {
         for &dims in shapes {
             let cases = [(false, false), (true, false), (true, true)];
             for ((causal, everything), q8) in cases.into_iter().flat_map(|case| [(case, false), (case, true)]) {
-                let dropout = (q8 == causal).then_some(Dropout { seed: 0x1234_5678_9abc, p: 0.3 });
-                let case = Case { q8, dropout, ..Case::new(dims, causal, everything) };
+                let case = Case { q8, ..Case::new(dims, causal, everything) };
+                let case = if q8 == causal { case.with_dropout(0x1234_5678_9abc) } else { case };
                 let name = format!("{tier}, {dims:?}, causal {causal}, everything {everything}, 8 bits {q8}");
                 let differences =
                     [case.difference::<f32>(tier), case.difference::<bf16>(tier), case.difference::<f16>(tier)];

@@ -16,7 +16,7 @@ use crate::rowwise::with_contiguous_rows;
 use crate::size::fits_in_memory;
 use backward::{Differentiable, JoinedFlash};
 use candle_attention_kernels::flash::{
-    self, Alibi, Dims, Dropout, KvRows, Problem, ScoreOptions, SoftmaxStats, Strided,
+    self, Alibi, Dims, Dropout, DropoutMask, KvRows, Problem, ScoreOptions, SoftmaxStats, Strided,
 };
 use candle_attention_kernels::{Element, Tier};
 
@@ -64,22 +64,50 @@ fn run(call: &Call, tier: Tier, wants_lse: bool) -> Result<(Tensor, Option<Tenso
     }
 }
 
-/// Which weights the call drops, by a seed that is drawn unless it was given.
-fn drawn_dropout(call: &Call) -> Result<Option<Dropout>> {
-    let (p, options) = (call.options.dropout, call.options);
-    if !options.train || p == 0.0 {
-        return Ok(None);
-    }
-    let seed = match options.dropout_philox_seed {
-        Some(seed) => seed,
-        None => {
-            // 24 bits of each number, from the generator of the device.
-            let numbers = Tensor::rand(0f32, 1f32, 3, call.q.device())?.to_vec1::<f32>()?;
-            let bits = |x: f32| (f64::from(x) * f64::from(1 << 24)) as u64;
-            numbers.into_iter().fold(0u64, |seed, x| seed.rotate_left(24) ^ bits(x))
+/// The weights that a call drops.
+struct DrawnDropout {
+    mask: DrawnMask,
+    p: f64,
+}
+
+enum DrawnMask {
+    /// By the seed of Philox, which is drawn unless it was given.
+    Philox(u64),
+    /// By PyTorch's generator: a bit for each weight.
+    Kept(Vec<u8>),
+}
+
+impl DrawnDropout {
+    fn draw(call: &Call) -> Result<Option<Self>> {
+        let (p, options) = (call.options.dropout, call.options);
+        if !options.train || p == 0.0 {
+            return Ok(None);
         }
-    };
-    Ok(Some(Dropout { seed, p }))
+        let mask = match (&options.dropout_seed, options.dropout_philox_seed) {
+            (Some(seed), _) => {
+                let validate::Dims { b, h, t_q, t_kv, .. } = call.dims;
+                let keep = seed.dropout_keep((b, h, t_q, t_kv), p)?.flatten_all()?.to_vec1::<u8>()?;
+                let byte = |bits: &[u8]| bits.iter().rev().fold(0, |byte, bit| byte << 1 | bit);
+                DrawnMask::Kept(keep.chunks(8).map(byte).collect())
+            }
+            (None, Some(seed)) => DrawnMask::Philox(seed),
+            (None, None) => {
+                // 24 bits of each number, from the generator of the device.
+                let numbers = Tensor::rand(0f32, 1f32, 3, call.q.device())?.to_vec1::<f32>()?;
+                let bits = |x: f32| (f64::from(x) * f64::from(1 << 24)) as u64;
+                DrawnMask::Philox(numbers.into_iter().fold(0u64, |seed, x| seed.rotate_left(24) ^ bits(x)))
+            }
+        };
+        Ok(Some(Self { mask, p }))
+    }
+
+    fn as_kernels(&self) -> Dropout<'_> {
+        let mask = match &self.mask {
+            DrawnMask::Philox(seed) => DropoutMask::Philox(*seed),
+            DrawnMask::Kept(bits) => DropoutMask::Kept(bits),
+        };
+        Dropout { mask, p: self.p }
+    }
 }
 
 /// What a call reads besides q, k and v, in f32. Gradients flow into it.
@@ -130,7 +158,7 @@ struct Flash {
     positions: Vec<f32>,
     slopes: Option<Vec<f32>>,
     sinks: Option<Vec<f32>>,
-    dropout: Option<Dropout>,
+    dropout: Option<DrawnDropout>,
     /// Broadcastable to (B, H, T_q, T_kv).
     bias: Option<Tensor>,
     keep: Option<Tensor>,
@@ -158,7 +186,7 @@ impl Flash {
             positions: rows.positions.into_iter().map(|position| position as f32).collect(),
             slopes: numbers(&leaves.slopes)?,
             sinks: numbers(&leaves.sinks)?,
-            dropout: drawn_dropout(call)?,
+            dropout: DrawnDropout::draw(call)?,
             bias: leaves.bias.as_ref().map(Tensor::detach),
             keep: call.mask.explicit_keep(call.score_dims(), call.q.device())?,
             scales: call.scales.cloned(),
@@ -196,7 +224,7 @@ impl Flash {
             bias: bias.as_ref().map(Read::strided).transpose()?,
             keep: keep.as_ref().map(Read::strided).transpose()?,
             sinks: self.sinks.as_deref(),
-            dropout: self.dropout,
+            dropout: self.dropout.as_ref().map(DrawnDropout::as_kernels),
         };
         run(&Problem {
             dims: self.dims,
