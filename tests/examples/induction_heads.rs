@@ -68,7 +68,7 @@ fn the_trained_model_has_an_induction_head() {
         value["attention"].as_array().expect("heads").iter().map(mean).fold(0.0, f64::max)
     };
     let copied = best(&[], &|query| query + 1 - block.len());
-    assert!(copied > 0.9, "{copied} of the weight is on the token after the previous copy");
+    assert!(copied > 0.8, "{copied} of the weight is on the token after the previous copy");
     let previous = best(&["--layer", "0"], &|query| query - 1);
     assert!(previous > 0.6, "{previous} of the weight is on the token before");
 }
