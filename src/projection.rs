@@ -100,13 +100,6 @@ pub(crate) enum ProjectionWeight {
 }
 
 impl ProjectionWeight {
-    fn device(&self) -> &Device {
-        match self {
-            Self::Whole(linear) => linear.device(),
-            Self::Scattered(rows) => rows.weight().device(),
-        }
-    }
-
     /// With what variables hold now.
     fn linear(&self) -> Result<Arc<PackedLinear>> {
         match self {
@@ -117,6 +110,16 @@ impl ProjectionWeight {
 }
 
 impl Columns {
+    /// Of one weight, the columns of each part, which is so many outputs and may have a bias.
+    pub(crate) fn split(weight: PackedLinear, parts: impl IntoIterator<Item = (usize, bool)>) -> Vec<Self> {
+        let (weight, mut end) = (Arc::new(weight), 0);
+        let part = |(len, has_bias)| {
+            end += len;
+            Self { weight: ProjectionWeight::Whole(weight.clone()), range: end - len..end, has_bias }
+        };
+        parts.into_iter().map(part).collect()
+    }
+
     fn shares_weight(&self, other: &Self) -> bool {
         match (&self.weight, &other.weight) {
             (ProjectionWeight::Whole(own), ProjectionWeight::Whole(other)) => Arc::ptr_eq(own, other),
@@ -173,16 +176,9 @@ impl Projection {
         if all.iter().any(|rows| rows.is_tracked()) {
             return all.iter().map(|rows| Self::tracked(rows)).collect();
         }
-        let linear = ProjectionRows::concat(all)?;
-        let weight = Arc::new(linear.try_into()?);
-        let mut end = 0;
-        let own = |rows: &&ProjectionRows| {
-            let start = end;
-            end += rows.len();
-            let weight = ProjectionWeight::Whole(Arc::clone(&weight));
-            Self::Columns(Columns { weight, range: start..end, has_bias: rows.has_bias() })
-        };
-        Ok(all.iter().map(own).collect())
+        let parts = all.iter().map(|rows| (rows.len(), rows.has_bias()));
+        let columns = Columns::split(ProjectionRows::concat(all)?.try_into()?, parts);
+        Ok(columns.into_iter().map(Self::Columns).collect())
     }
 
     fn tracked(rows: &ProjectionRows) -> Result<Self> {
@@ -344,10 +340,9 @@ impl Projections {
     }
 
     /// Of weights that are packed, for inputs in f32.
-    pub fn of_columns(qkv: [Columns; 3], o: Columns) -> Self {
-        let device = o.weight.device().clone();
-        let [q, k, v] = qkv.map(Projection::Columns);
-        Self { q, k, v, o: Some(Projection::Columns(o)), dtype: DType::F32, device }
+    pub fn of_columns(qkv: Vec<Columns>, o: Vec<Columns>, device: &Device) -> Result<Self> {
+        let [qkv, o] = [qkv, o].map(|columns| columns.into_iter().map(Projection::Columns).collect());
+        Self::of_list(qkv, Some(o), DType::F32, device.clone())
     }
 
     /// Query, key and value, and the output projection.

@@ -15,7 +15,7 @@ use super::cell::{Cell, Mask};
 use super::inputs::{Inputs, Q8Rows};
 
 /// The most bytes of scores that the reference path is given; it holds a few tensors of that size at once.
-const REFERENCE_BYTES: usize = 1 << 30;
+pub const REFERENCE_BYTES: usize = 1 << 30;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Engine {

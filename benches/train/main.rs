@@ -70,7 +70,7 @@ fn evaluate(bench: &mut Bench, cell: &Cell) -> Result<()> {
 fn train(bench: &mut Bench, cell: &Cell, args: &Args, torch: &Peer) -> Result<()> {
     let data = Data::new(cell)?;
     let ours = Step::new(cell, &data, Backend::Auto)?;
-    let plan = ours.plan()?;
+    let plan = ours.plan()?.to_string();
     if let Some(obstacle) = ours.obstacle()? {
         let skipped = vec![(Engine::Ours, obstacle)];
         return bench.time(cell, plan, Calls { skipped, ..Calls::default() });

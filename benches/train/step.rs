@@ -1,7 +1,7 @@
 //! This crate's side: forward and backward over variables, and a layer in evaluation.
 
 use candle_attention::{
-    AttentionInput, Backend, MultiHeadAttention, MultiHeadAttentionConfig, SdpaOptions, plan,
+    AttentionInput, Backend, MultiHeadAttention, MultiHeadAttentionConfig, Plan, SdpaOptions, plan,
     scaled_dot_product_attention,
 };
 use candle_core::backprop::GradStore;
@@ -10,11 +10,10 @@ use candle_nn::VarBuilder;
 
 use crate::cell::{Cell, Part};
 use crate::common::check::tolerance;
+use crate::common::engine::REFERENCE_BYTES;
 use crate::common::inputs::random;
 
 const WEIGHTS: [&str; 4] = ["q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"];
-/// The most bytes of scores that the reference path is given; it holds several tensors of that size at once.
-const REFERENCE_BYTES: usize = 1 << 30;
 
 /// What every engine computes with.
 pub struct Data {
@@ -69,19 +68,19 @@ impl<'a> Step<'a> {
     }
 
     /// The path that attention takes.
-    pub fn plan(&self) -> Result<String> {
-        Ok(match (&self.layer, self.vars.as_slice()) {
-            (Some(layer), [xs, ..]) => layer.plan(&self.input(xs))?.to_string(),
-            (None, [q, k, v]) => plan(q, k, v, &self.cell.shape.mask.attention(), &self.options())?.to_string(),
+    pub fn plan(&self) -> Result<Plan> {
+        match (&self.layer, self.vars.as_slice()) {
+            (Some(layer), [xs, ..]) => layer.plan(&self.input(xs)),
+            (None, [q, k, v]) => plan(q, k, v, &self.cell.shape.mask.attention(), &self.options()),
             _ => bail!("[train] expected three inputs or a layer"),
-        })
+        }
     }
 
     /// Why the step cannot be run: the reference path has no memory for its scores.
     pub fn obstacle(&self) -> Result<Option<String>> {
         let shape = &self.cell.shape;
         let bytes = shape.b * shape.h * shape.t_q * shape.t_kv * size_of::<f32>();
-        if bytes < REFERENCE_BYTES || self.plan()?.starts_with("Fused") {
+        if bytes < REFERENCE_BYTES || self.plan()?.backend == Backend::Fused {
             return Ok(None);
         }
         Ok(Some(format!("the reference path's scores take {:.1} GiB", bytes as f64 / REFERENCE_BYTES as f64)))
@@ -153,10 +152,10 @@ pub struct Evaluation {
 impl Evaluation {
     pub fn new(cell: &Cell) -> Result<Self> {
         let Data { inputs, upstream: xs } = Data::new(cell)?;
-        let weights = || inputs.iter().skip(1).map(|(_, weight)| weight);
-        let vars = weights().map(Var::from_tensor).collect::<Result<Vec<_>>>()?;
+        let weights = inputs.iter().skip(1).map(|(_, weight)| weight);
+        let vars = weights.map(Var::from_tensor).collect::<Result<Vec<_>>>()?;
         let trained = layer(cell, vars.into_iter().map(Var::into_inner))?;
-        let frozen = layer(cell, weights().cloned())?;
+        let frozen = trained.freeze()?;
         compare(&[trained.forward(&xs)?.detach()], &[frozen.forward(&xs)?])?;
         Ok(Self { trained, frozen, xs })
     }

@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import re
+import sys
 import tempfile
 import zlib
 from pathlib import Path
@@ -16,6 +17,9 @@ from transformers import PreTrainedModel
 
 from special import INPUTS, TIME_FIRST
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "hf"))
+from randomise import randomise
+
 BATCH, LENGTH, DECODER_LENGTH = 2, 13, 7
 SOFTMAX = {"softmax", "scaled_dot_product_attention", "multi_head_attention_forward"}
 # Tensors of tiny attention are smaller; others are left out of the files.
@@ -26,35 +30,19 @@ class Unrunnable(Exception):
     """No inputs were found that the model takes."""
 
 
-@torch.no_grad()
-def randomise(model):
-    """Every parameter random; products of unit size, so that attention is neither flat nor one-hot."""
-    for name, parameter in sorted(model.named_parameters()):
-        # Tables of sines.
-        if not parameter.requires_grad:
-            continue
-        draw = torch.randn(parameter.shape)
-        if parameter.ndim >= 2 and "norm" not in name.lower():
-            embeds = "embed" in name or "sinks" in name
-            parameter.copy_(draw if embeds else 1.5 * draw / max(1, parameter[0].numel()) ** 0.5)
-        elif "norm" in name.lower() and name.endswith("weight"):
-            parameter.copy_(1 + 0.3 * draw)
-        else:
-            parameter.copy_(0.5 * draw)
-
-
 class Attends(TorchFunctionMode):
     """Notes the innermost module at each softmax of rank 3 and more."""
 
     def __init__(self, stack):
         super().__init__()
         self.stack = stack
-        self.found = {}
+        self.found = []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", "")
         if name in SOFTMAX and self.stack and args and isinstance(args[0], torch.Tensor) and args[0].ndim >= 3:
-            self.found.setdefault(self.stack[-1], name)
+            if self.stack[-1] not in self.found:
+                self.found.append(self.stack[-1])
         return function(*args, **(kwargs or {}))
 
 
@@ -62,7 +50,7 @@ def record(model_class, config, folder, name):
     """Writes config.json, model.safetensors, golden.safetensors and record.json of one model."""
     torch.manual_seed(zlib.crc32(name.encode()))
     model = instantiate(model_class, config).eval()
-    randomise(model)
+    randomise(model, lambda parameter: max(1, parameter[0].numel()))
     names = {module: path for path, module in model.named_modules()}
     stack, calls, seen = [], [], set()
 
@@ -83,7 +71,6 @@ def record(model_class, config, folder, name):
                 call[2] = output.detach().clone() if isinstance(output, torch.Tensor) else None
                 break
 
-    module_hooks = torch.nn.modules.module
     hooks = [
         module.register_forward_pre_hook(before, with_kwargs=True) for module in names
     ] + [module.register_forward_hook(after) for module in names]
@@ -107,8 +94,8 @@ def record(model_class, config, folder, name):
     write(model, folder, calls)
     (folder / "defaults.json").write_text(as_json(type(config)().to_dict()))
     cores = [
-        {"module": names[module], "class": type(module).__name__, "owner": owner(model, names[module]), "how": how}
-        for module, how in attends.found.items()
+        {"module": names[module], "class": type(module).__name__, "owner": owner(model, names[module])}
+        for module in attends.found
     ]
     (folder / "record.json").write_text(json.dumps({"class": type(model).__name__, "cores": cores}, indent=1))
     return cores

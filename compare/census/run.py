@@ -29,7 +29,6 @@ from transformers.utils import logging
 
 import record
 import table
-from special import UNMAKEABLE
 from tiny import model_classes, options, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +59,7 @@ def main():
             outcome.parent.mkdir(parents=True)
             outcome.write_text(json.dumps({"failed": "the process ended"}))
             outcome.write_text(json.dumps(recorded(model_type, outcome.parent, model_type in known)))
-    entries = table.judge(model_types, DATA, ask([DATA / name for name in model_types]))
+    entries = table.judge(model_types, DATA, ask([DATA / name for name in model_types]), known)
     if arguments.only:
         for entry in entries:
             print(json.dumps(entry.__dict__, indent=1))
@@ -93,8 +92,6 @@ def recorded(model_type, folder, is_known):
 
 
 def attempt(model_type, folder, is_known):
-    if model_type in UNMAKEABLE:
-        return {"failed": UNMAKEABLE[model_type]}
     config_class = CONFIG_MAPPING[model_type]
     # transformers has some spellings twice.
     if config_class.model_type != model_type:

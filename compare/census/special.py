@@ -66,9 +66,6 @@ INPUTS = {
     },
 }
 
-# Model types that cannot be made here, and why.
-UNMAKEABLE = {}
-
 # What is missing, where the source of the attention class does not show it.
 REASONS = {}
 for _why, _names in {

@@ -30,8 +30,7 @@ def known():
     return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
 
 
-def judge(model_types, data, answers):
-    in_table = known()
+def judge(model_types, data, answers, in_table):
     entries = []
     for model_type in model_types:
         outcome = json.loads((data / model_type / "outcome.json").read_text())
@@ -128,7 +127,7 @@ same layer by the model's own `config.json` and names.
 
 `hf::load_attention` loads a layer's self-attention (of a model with an encoder and a decoder the encoder's),
 `hf::load_decoder_attention` and `hf::load_cross_attention` what stands in such a model's decoder, and
-`hf::load_latent_attention` the latent attention of DeepSeek. For a part of a model of several parts, give the part of the
+`hf::load_latent_attention` latent attention, DeepSeek's and its kin's. For a part of a model of several parts, give the part of the
 config (`&config["vision_config"]`), and a builder at the checkpoint's root or at the part.
 
 Of these, `cargo test --test hf` holds the models of `tests/hf/models` to transformers' numbers on every change;

@@ -65,11 +65,11 @@ def size_of(name):
 
 def tiny(config_class, **fields):
     """A tiny configuration of a class."""
-    return config_class(**overrides(config_class, CONFIGS) | fields)
+    return config_class(**overrides(config_class) | fields)
 
 
-def overrides(config_class, special):
-    own = special.get(config_class.model_type, {})
+def overrides(config_class):
+    own = CONFIGS.get(config_class.model_type, {})
     usual = config_class()
     sizes = {}
     sub_configs = set(config_class.sub_configs)
@@ -77,7 +77,7 @@ def overrides(config_class, special):
         value = getattr(usual, name, None)
         if name in sub_configs:
             if isinstance(value, PreTrainedConfig):
-                sizes[name] = overrides(type(value), special) | {"model_type": value.model_type}
+                sizes[name] = overrides(type(value)) | {"model_type": value.model_type}
             continue
         size = size_of(name)
         if size is None:

@@ -1,4 +1,4 @@
-//! Text from a decoder (Llama, Gemma, DeepSeek, GPT-OSS, Falcon and others: all that `hf` knows) on this crate's
+//! Text from a decoder (Llama, Gemma, DeepSeek, GPT-OSS, Falcon and others: those of `model/family.rs`) on this crate's
 //! attention layer: `model/` is the model.
 //!
 //! ```sh

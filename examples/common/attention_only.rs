@@ -1,7 +1,7 @@
 //! A transformer of attention layers alone: what `induction_heads` trains and `tokenize_attend` shows.
 
 use candle_attention::text::{EmbeddingConfig, EmbeddingLayer};
-use candle_attention::{AttentionInput, AttentionOutput, MultiHeadAttention, MultiHeadAttentionConfig};
+use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig};
 use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::{LayerNorm, Linear, VarBuilder, layer_norm_no_bias, linear_no_bias};
 use serde::{Deserialize, Serialize};
@@ -57,22 +57,11 @@ impl AttentionOnly {
         self.head.forward(&self.norm.forward(&xs)?)
     }
 
-    /// What each layer attends to: weights (B, H, T, T).
-    pub fn attention_weights(&self, ids: &Tensor) -> Result<Vec<Tensor>> {
-        let mut xs = self.embedding.forward(ids)?;
-        let mut all = Vec::new();
-        for block in &self.blocks {
-            let AttentionOutput { context, weights } = block.attend(&xs)?;
-            xs = (xs + context)?;
-            all.push(weights);
-        }
-        Ok(all)
-    }
-}
-
-impl Block {
-    fn attend(&self, xs: &Tensor) -> Result<AttentionOutput> {
-        self.attention.forward_with_weights(AttentionInput::new(&self.norm.forward(xs)?))
+    /// What the last layer attends to: weights (B, H, T, T).
+    pub fn attention_weights(&self, ids: &Tensor) -> Result<Tensor> {
+        let Some((last, before)) = self.blocks.split_last() else { bail!("a model has at least one layer") };
+        let xs = before.iter().try_fold(self.embedding.forward(ids)?, |xs, block| block.forward(&xs))?;
+        Ok(last.attention.forward_with_weights(AttentionInput::new(&last.norm.forward(&xs)?))?.weights)
     }
 }
 

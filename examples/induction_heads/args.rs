@@ -22,7 +22,7 @@ pub struct Args {
     pub steps: usize,
 
     /// The share of its weight that the best head puts on tokens after a previous copy before training ends
-    #[arg(long, value_name = "SHARE", default_value_t = 0.94)]
+    #[arg(long, value_name = "SHARE", default_value_t = 0.95)]
     pub until: f64,
 
     /// Steps between two checkpoints

@@ -55,8 +55,8 @@ impl Batch {
         Ok(Copies { places: Tensor::new(places, device)?, next: Tensor::new(next, device)? })
     }
 
-    /// Of each head, the share of its weights (B, H, T, T) that queries in a repetition put on tokens after a previous copy
-    /// of theirs.
+    /// Of each head, the share of its weights (B, H, T, T) that queries in a repetition put on tokens after a previous
+    /// copy of theirs.
     pub fn induction(&self, weights: &Tensor) -> Result<Vec<f32>> {
         let after_a_copy = |row: usize| {
             let (tokens, period) = (&self.tokens[row], self.periods[row]);

@@ -4,10 +4,11 @@
 //! cargo run --features plot --example induction_heads
 //! ```
 //!
-//! The first layer learns to attend to the previous token, and the second, with that, to the token after the previous copy
-//! of the present one (Olsson et al., "In-context Learning and Induction Heads", 2022). `--out` holds `model.safetensors`
-//! with its `config.json` and `tokenizer.json`, which `tokenize_attend --model DIR` shows; `checkpoint.safetensors`, from
-//! which `--resume` goes on; and with the feature `plot` the loss and the second layer's weights before and after.
+//! The first layer learns to attend to the previous token, and the second, with that, to the token after the previous
+//! copy of the present one (Olsson et al., "In-context Learning and Induction Heads", 2022). `--out` holds
+//! `model.safetensors` with its `config.json` and `tokenizer.json`, which `tokenize_attend --model DIR` shows;
+//! `checkpoint.safetensors`, from which `--resume` goes on; and with the feature `plot` the loss and the second layer's
+//! weights before and after.
 
 mod args;
 #[path = "../common/attention_only.rs"]
@@ -98,7 +99,7 @@ fn row(measured: &Measurement) -> String {
 /// The last layer's weights over a sentence.
 fn heat_map(training: &Training, tokenizer: &SimpleTokenizer, when: &str) -> Result<HeatMap> {
     let encoding = tokenizer.encode_batch(&[SENTENCE]).map_err(Error::wrap)?;
-    let weights = training.attention_weights(&encoding.ids_tensor(&Device::Cpu)?)?;
+    let weights = training.model.attention_weights(&encoding.ids_tensor(&Device::Cpu)?)?;
     HeatMap::new(&weights)?.with_tokens(&encoding.tokens()[0]).map(|map| map.with_title(format!("Second layer {when}")))
 }
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use candle_attention::init::TorchSeed;
-use candle_core::{D, DType, Device, Error, Result, Tensor, bail, safetensors};
+use candle_core::{D, DType, Device, Error, Result, Tensor, Var, bail, safetensors};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap, loss};
 
 use crate::args::Args;
@@ -22,7 +22,7 @@ const HISTORY: &str = "history";
 
 pub struct Training {
     pub model: AttentionOnly,
-    variables: VarMap,
+    variables: HashMap<String, Var>,
     optimizer: AdamW,
     measured: Batch,
     seed: u64,
@@ -50,10 +50,12 @@ impl Training {
         AttentionOnly::new(cfg, drawn.clone())?;
         let variables = VarMap::new();
         let model = AttentionOnly::new(cfg, VarBuilder::from_varmap(&variables, DType::F32, &DEVICE))?;
-        for (name, variable) in variables.data().lock().map_err(|_| Error::msg("the variables are lost"))?.iter() {
+        let variables = variables.data().lock().map_err(|_| Error::msg("the variables are lost"))?.clone();
+        for (name, variable) in &variables {
             variable.set(&drawn.get_unchecked(name)?)?;
         }
-        let optimizer = AdamW::new(variables.all_vars(), ParamsAdamW { lr: 0.0, ..Default::default() })?;
+        let optimizer =
+            AdamW::new(variables.values().cloned().collect(), ParamsAdamW { lr: 0.0, ..Default::default() })?;
         let measured = Batch::draw(BATCH, seed, MEASURED);
         Ok(Self { model, variables, optimizer, measured, seed, warmth: 0, history: Vec::new() })
     }
@@ -67,7 +69,7 @@ impl Training {
         let Some(history) = tensors.remove(HISTORY) else {
             bail!("--resume: {} is no checkpoint of this program: it has no {HISTORY:?}", file.display())
         };
-        for (name, variable) in self.variables.data().lock().map_err(|_| Error::msg("the variables are lost"))?.iter() {
+        for (name, variable) in &self.variables {
             let Some(value) = tensors.get(name) else {
                 bail!("--resume: {} has no {name:?}, which the model has", file.display())
             };
@@ -105,25 +107,18 @@ impl Training {
     pub fn measure(&mut self, step: usize) -> Result<&Measurement> {
         let (logits, next) = self.logits(&self.measured)?;
         let copied = logits.argmax(D::Minus1)?.eq(&next)?.to_dtype(DType::F32)?.mean_all()?.to_scalar()?;
-        let weights = self.attention_weights(&self.measured.ids(&DEVICE)?)?;
+        let weights = self.model.attention_weights(&self.measured.ids(&DEVICE)?)?;
         let induction = self.measured.induction(&weights)?.into_iter().fold(0.0, f32::max);
         let loss = loss::cross_entropy(&logits, &next)?.to_scalar()?;
         self.history.push(Measurement { step, loss, copied, induction });
         Ok(&self.history[self.history.len() - 1])
     }
 
-    /// What the last layer attends to: (B, H, T, T).
-    pub fn attention_weights(&self, ids: &Tensor) -> Result<Tensor> {
-        let mut weights = self.model.attention_weights(ids)?;
-        weights.pop().ok_or_else(|| Error::msg("a model has at least one layer"))
-    }
-
-    /// The parameters, and with `history` what [`resume`](Self::resume) needs. A run that is killed meanwhile leaves the
-    /// file as it was.
+    /// The parameters, and with `history` what [`resume`](Self::resume) needs. A run that is killed meanwhile leaves
+    /// the file as it was.
     pub fn save(&self, file: &Path, history: bool) -> Result<()> {
-        let variables = self.variables.data().lock().map_err(|_| Error::msg("the variables are lost"))?;
-        let mut tensors: HashMap<_, _> =
-            variables.iter().map(|(name, variable)| (name.clone(), variable.as_detached_tensor())).collect();
+        let named = self.variables.iter().map(|(name, variable)| (name.clone(), variable.as_detached_tensor()));
+        let mut tensors: HashMap<_, _> = named.collect();
         if history {
             let rows = self.history.iter().flat_map(|m| [m.step as f32, m.loss, m.copied, m.induction]);
             tensors.insert(HISTORY.into(), Tensor::from_iter(rows, &DEVICE)?.reshape(((), 4))?);

@@ -17,9 +17,9 @@
 //! ([`RopeStyle::Interleaved`]); Gemma's norms have 1 added to their weights; packed projections have their rows by
 //! part.
 //!
-//! Inputs and outputs are f32, as in llama.cpp. Weights are [`PackedLinear::from_qtensor`]: f32, f16 and bf16 are packed
-//! as they are, Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 as codes of 4 or 8 bits, which loses nothing, and K-quants (Q2_K to Q6_K)
-//! are multiplied by Candle's `QMatMul`, whose inputs are rounded to 8 bits.
+//! Inputs and outputs are f32, as in llama.cpp. Weights are [`PackedLinear::from_qtensor`]: f32, f16 and bf16 are
+//! packed as they are, Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 as codes of 4 or 8 bits, which loses nothing, and K-quants (Q2_K
+//! to Q6_K) are multiplied by Candle's `QMatMul`, whose inputs are rounded to 8 bits.
 
 mod metadata;
 mod tokenizer;
@@ -37,7 +37,7 @@ use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use serde_json::Value;
 
-use crate::projection::{Columns, ProjectionWeight, Projections};
+use crate::projection::{Columns, Projections};
 use crate::size::fits_in_memory;
 use crate::weights::{projection_shapes, root};
 use crate::{
@@ -97,21 +97,20 @@ pub fn load_attention<R: Read + Seek>(
     let parts = [(q.0, biases[0]), (k.0, biases[1]), (v.0, biases[2])];
     let qkv = if file.has(&at("attn_qkv.weight")) {
         let joint = file.weight(&at("attn_qkv"), (q.0 + k.0 + v.0, q.1), biases.contains(&true))?;
-        split(joint.pack()?, parts)
+        Columns::split(joint.pack()?, parts)
     } else {
         let [q_bias, k_bias, v_bias] = biases;
         let mut weight = |name, shape, bias| file.weight(&at(name), shape, bias);
         let all = [weight("attn_q", q, q_bias)?, weight("attn_k", k, k_bias)?, weight("attn_v", v, v_bias)?];
         let kind = |own: &Weight| (own.weight.dtype(), own.weight.shape().dims()[1]);
         if all.iter().all(|own| kind(own) == kind(&all[0])) {
-            split(Weight::concat(&all)?.pack()?, parts)
+            Columns::split(Weight::concat(&all)?.pack()?, parts)
         } else {
-            let [q, k, v] = all.map(Weight::columns);
-            [q?, k?, v?]
+            all.into_iter().map(Weight::columns).collect::<Result<Vec<_>>>()?.concat()
         }
     };
     let output = file.weight(&at("attn_output"), o, cfg.out_bias())?.columns()?;
-    let projections = Projections::of_columns(qkv, output);
+    let projections = Projections::of_columns(qkv, output, device)?;
 
     let mut parameters = HashMap::new();
     for (own, name, wanted) in [
@@ -331,21 +330,8 @@ impl Weight {
         PackedLinear::from_qtensor(self.weight, self.bias.as_ref())
     }
 
-    fn columns(self) -> Result<Columns> {
-        Ok(Columns {
-            range: 0..self.out_dim(),
-            has_bias: self.bias.is_some(),
-            weight: ProjectionWeight::Whole(self.pack()?.into()),
-        })
+    fn columns(self) -> Result<Vec<Columns>> {
+        let part = (self.out_dim(), self.bias.is_some());
+        Ok(Columns::split(self.pack()?, [part]))
     }
-}
-
-/// The columns of one product, of so many outputs each and with biases where it says so.
-fn split(weight: PackedLinear, parts: [(usize, bool); 3]) -> [Columns; 3] {
-    let weight = Arc::new(weight);
-    let mut end = 0;
-    parts.map(|(len, has_bias)| {
-        end += len;
-        Columns { weight: ProjectionWeight::Whole(weight.clone()), range: end - len..end, has_bias }
-    })
 }

@@ -17,6 +17,9 @@ use crate::{
     RelativeBias, RelativeBiasConfig, WeightLayout,
 };
 
+/// Latent attention of a `config.json`; the sizes are those of the row.
+type Latent = fn(&Fields, [usize; 3]) -> Result<MultiHeadLatentAttentionConfig>;
+
 /// A value of `model_type`: how its `config.json` describes attention, and where its checkpoints keep it. A default is that
 /// of the class in transformers.
 pub(super) struct Family {
@@ -50,11 +53,12 @@ pub(super) struct Family {
     pub bias_place: BiasPlace,
     /// What no column says.
     pub adjust: fn(&Fields, usize, MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig>,
-    /// The decoder's self-attention and its attention to the encoder's outputs, where this row is of the encoder beside it.
+    /// The decoder's self-attention and its attention to the encoder's outputs, where this row is of the encoder beside
+    /// it.
     pub decoder: Option<&'static Family>,
     pub cross: Option<&'static Family>,
     /// In place of most columns, for latent attention.
-    pub latent: Option<fn(&Fields) -> Result<MultiHeadLatentAttentionConfig>>,
+    pub latent: Option<Latent>,
 }
 
 /// How many key heads there are, and how wide heads are.
@@ -210,7 +214,7 @@ impl Family {
         let Some(latent) = self.latent else {
             return fields.fail("attention is not latent, expected a call of `attention_config` or `load_attention`");
         };
-        let cfg = latent(&fields)?;
+        let cfg = latent(&fields, self.sizes)?;
         cfg.validate()?;
         Ok(cfg)
     }

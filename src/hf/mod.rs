@@ -60,8 +60,8 @@
 //! # Encoders and decoders
 //!
 //! Of a model that has both (BART, Whisper, T5), [`load_attention`] loads the encoder's layers. The decoder's are
-//! [`load_decoder_attention`] and [`load_cross_attention`], which takes the encoder's outputs as keys and values, or as a
-//! memory that it projects once for all tokens.
+//! [`load_decoder_attention`] and [`load_cross_attention`], which takes the encoder's outputs as keys and values, or as
+//! a memory that it projects once for all tokens.
 //!
 //! ```
 //! use candle_attention::{AttentionInput, hf};
@@ -81,8 +81,9 @@
 //!
 //! # T5
 //!
-//! The layers of T5's encoder have one relative bias together, which the first of them keeps in the checkpoint. Each layer
-//! comes with it, so any can be called by itself; a stack loads it once, for its biases to be computed once.
+//! The layers of T5's encoder have one relative bias together, which the first of them keeps in the checkpoint, and those
+//! of its decoder another ([`load_decoder_relative_bias`]). Each layer comes with it, so any can be called by itself; a
+//! stack loads it once, for its biases to be computed once. MPNet's stand beside its layers, and UMT5 has one a layer.
 //!
 //! ```
 //! use candle_attention::hf;
@@ -99,11 +100,12 @@
 //! # assert_eq!(ys.dims(), [2, 7, 64]);
 //! # Ok(()) }
 //! ```
-
+//!
 //! # DeepSeek
 //!
-//! DeepSeek V2 and V3 have latent attention, which is a layer of its own: [`load_latent_attention`] and
-//! [`latent_attention_config`] take the place of [`load_attention`] and [`attention_config`].
+//! DeepSeek V2 and V3, and models that have the same by other names, have latent attention, which is a layer of its own:
+//! [`load_latent_attention`] and [`latent_attention_config`] take the place of [`load_attention`] and
+//! [`attention_config`].
 //!
 //! ```
 //! use candle_attention::hf;
@@ -142,19 +144,19 @@ pub fn architectures() -> impl Iterator<Item = &'static str> {
     family::model_types()
 }
 
-/// The config of one layer's attention, from a `config.json`; layers count from 0. Of a model with an encoder and a decoder
-/// it is the encoder's.
+/// The config of one layer's attention, from a `config.json`; layers count from 0. Of a model with an encoder and a
+/// decoder it is the encoder's.
 ///
 /// # Errors
-/// For an architecture that is not known, naming those that are; for a layer that is not there; and for a field that is of
-/// the wrong type, contradicts others, or asks for what is not supported, named with its value. DeepSeek V2 and V3 are for
-/// [`latent_attention_config`].
+/// For an architecture that is not known ([`architectures`] names those that are), or only in its parts, which are named;
+/// for a layer that is not there; and for a field that is of the wrong type, contradicts others, or asks for what is not
+/// supported, named with its value. Latent attention is for [`latent_attention_config`].
 pub fn attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttentionConfig> {
     Family::of(json)?.attention(json, layer)
 }
 
-/// One layer's attention, from a `config.json` and a builder at the model's root; layers count from 0. Of a model with an
-/// encoder and a decoder it is the encoder's.
+/// One layer's attention, from a `config.json` and a builder at the model's root; layers count from 0. Of a model with
+/// an encoder and a decoder it is the encoder's.
 ///
 /// The weights are found by the architecture's own names, whether the checkpoint is of the model by itself or of the model
 /// below a head (`model.layers.0.self_attn` or `layers.0.self_attn`).
@@ -162,7 +164,7 @@ pub fn attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttention
 /// # Errors
 /// As [`attention_config`], for a quantised checkpoint (but for float8, which [`weights::open`](crate::weights::open) reads
 /// with its scales), and for a missing or misshapen tensor, named with both shapes.
-/// DeepSeek V2 and V3 are for [`load_latent_attention`].
+/// Latent attention is for [`load_latent_attention`].
 pub fn load_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
     Family::of(json)?.load(json, layer, vb)
 }
@@ -215,7 +217,7 @@ pub fn load_attention_shard(
     Family::of(json)?.load_with_bias(json, layer, &whole(vb), load, |bias| bias.shard(shard))
 }
 
-/// [`attention_config`] for DeepSeek V2 and V3.
+/// [`attention_config`] for latent attention: DeepSeek V2 and V3, and what is the same by other names.
 ///
 /// # Errors
 /// As that, and for an architecture of another kind.
@@ -223,7 +225,7 @@ pub fn latent_attention_config(json: &Value, layer: usize) -> Result<MultiHeadLa
     Family::of(json)?.latent_attention(json, layer)
 }
 
-/// [`load_attention`] for DeepSeek V2 and V3.
+/// [`load_attention`] for latent attention: DeepSeek V2 and V3, and what is the same by other names.
 ///
 /// # Errors
 /// As that, and for an architecture of another kind.
@@ -234,8 +236,8 @@ pub fn load_latent_attention(json: &Value, layer: usize, vb: VarBuilder) -> Resu
     names::load_module(family.modules, layer, &vb, |_, module| MultiHeadLatentAttention::new(&cfg, vb.pp(module)))
 }
 
-/// The relative bias that all layers of a stack have together, from a `config.json` and a builder at the model's root. Of a
-/// model with an encoder and a decoder it is the encoder's.
+/// The relative bias that all layers of a stack have together, from a `config.json` and a builder at the model's root.
+/// Of a model with an encoder and a decoder it is the encoder's.
 ///
 /// [`load_attention`] gives every layer one of its own; give all of them
 /// [clones of this one](MultiHeadAttention::with_relative_bias) instead, and its biases are computed once in each pass.

@@ -116,31 +116,36 @@ pub(super) fn gpt_oss_scaling(fields: &Fields) -> Result<RopeScaling> {
     })
 }
 
-/// The defaults of latent attention's sizes.
+/// The defaults of latent attention's own sizes.
 #[derive(Clone, Copy)]
 pub(super) struct LatentSizes {
-    pub embed_dim: usize,
-    pub num_heads: usize,
     pub q_lora_rank: usize,
     pub nope_head_dim: usize,
     pub value_head_dim: usize,
 }
 
-pub(super) const DEEPSEEK: LatentSizes =
-    LatentSizes { embed_dim: 7168, num_heads: 128, q_lora_rank: 1536, nope_head_dim: 128, value_head_dim: 128 };
+pub(super) const DEEPSEEK: LatentSizes = LatentSizes { q_lora_rank: 1536, nope_head_dim: 128, value_head_dim: 128 };
 
 /// DeepSeek V3's attention, for a context of so many positions.
 pub(super) fn deepseek_v3(
     fields: &Fields,
+    row: [usize; 3],
     sizes: LatentSizes,
     context: usize,
 ) -> Result<MultiHeadLatentAttentionConfig> {
     let half = rope(10_000.0, context);
-    deepseek(fields, sizes, if fields.flag("rope_interleave", true)? { half.interleaved() } else { half })
+    deepseek(fields, row, sizes, if fields.flag("rope_interleave", true)? { half.interleaved() } else { half })
 }
 
-pub(super) fn deepseek(fields: &Fields, sizes: LatentSizes, rope: Rope) -> Result<MultiHeadLatentAttentionConfig> {
-    let num_heads = fields.get_or(HEADS, sizes.num_heads)?;
+/// `row` is the table's default of the number of layers, of `embed_dim` and of `num_heads`.
+pub(super) fn deepseek(
+    fields: &Fields,
+    row: [usize; 3],
+    sizes: LatentSizes,
+    rope: Rope,
+) -> Result<MultiHeadLatentAttentionConfig> {
+    let [_, embed_dim, heads] = row;
+    let num_heads = fields.get_or(HEADS, heads)?;
     let nope = fields.get_or("qk_nope_head_dim", sizes.nope_head_dim)?;
     let rotated = fields.get_or("qk_rope_head_dim", 64)?;
     fields.agrees("num_key_value_heads", num_heads)?;
@@ -153,7 +158,7 @@ pub(super) fn deepseek(fields: &Fields, sizes: LatentSizes, rope: Rope) -> Resul
             fields.section(name)?.only("mscale_all_dim", 0)?;
         }
     }
-    let cfg = MultiHeadLatentAttentionConfig::new(fields.get_or(HIDDEN, sizes.embed_dim)?, num_heads)
+    let cfg = MultiHeadLatentAttentionConfig::new(fields.get_or(HIDDEN, embed_dim)?, num_heads)
         .with_kv_lora_rank(fields.get_or("kv_lora_rank", 512)?)
         .with_nope_head_dim(nope)
         .with_rope_head_dim(rotated)
@@ -180,6 +185,14 @@ pub(super) fn llama3(factor: f64, frequencies: [f64; 2], original_context: usize
 pub(super) fn clipped(fields: &Fields, cfg: MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig> {
     Ok(match fields.optional("clip_qkv")? {
         Some(clip) => cfg.with_clip_qkv(clip),
+        None => cfg,
+    })
+}
+
+/// `attn_logit_softcapping`, as in Gemma 2.
+pub(super) fn softcapped(fields: &Fields, cfg: MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig> {
+    Ok(match fields.nullable("attn_logit_softcapping", Some(50.0))? {
+        Some(softcap) => cfg.with_softcap(softcap),
         None => cfg,
     })
 }

@@ -256,8 +256,8 @@ impl MultiHeadAttention {
         Ok(self)
     }
 
-    /// The same layer with what its variables hold now as plain packed weights, so that nothing is tracked for gradients: for
-    /// inference after training. Modules of the caller's stay as they are.
+    /// The same layer with what its variables hold now as plain packed weights, so that nothing is tracked for
+    /// gradients: for inference after training. Modules of the caller's stay as they are.
     ///
     /// ```
     /// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig};

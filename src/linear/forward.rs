@@ -12,10 +12,10 @@ use candle_nn::{Activation, Linear};
 use half::{bf16, f16};
 
 use super::OP;
-use super::tracked::{PackedInputGradient, with_even_rows};
+use super::tracked::{PackedInputGradient, rows_of, with_even_rows};
 use crate::executor::executor;
 use crate::size::fits_in_memory;
-use candle_attention_kernels::linear::{self, Codes, Epilogue, PackedWeight, Projection, Up};
+use candle_attention_kernels::linear::{self, Codes, Epilogue, Matrix, PackedWeight, Projection, Up};
 use candle_attention_kernels::{Element, Tier};
 
 /// The instruction set of products with a weight: one in particular, or the fastest.
@@ -146,11 +146,8 @@ impl Columns {
         layout: &Layout,
         residual: Option<(&CpuStorage, &Layout)>,
     ) -> Result<(CpuStorage, Shape)> {
-        let mut shape = layout.dims().to_vec();
-        if let Some(width) = shape.last_mut() {
-            *width = self.columns.len();
-        }
-        let count = shape.iter().product();
+        let shape = with_width(layout.dims(), self.columns.len());
+        let count = shape.elem_count();
         macro_rules! run {
             ($kind:ident, $xs:expr) => {{
                 let added = match residual {
@@ -169,16 +166,15 @@ impl Columns {
             CpuStorage::F16(xs) => run!(F16, xs),
             other => bail!("[{OP}] input has dtype {:?}, expected F32, BF16 or F16", other.dtype()),
         };
-        Ok((out, shape.into()))
+        Ok((out, shape))
     }
 
     fn run_on<X: Element>(&self, xs: &[X], layout: &Layout, residual: Option<&[X]>) -> Result<Vec<X>> {
         let Packed { weight, bias, .. } = &*self.packed;
-        let Some(xs_row) = row_stride(layout) else { bail!("[{OP}] rows of the input are not evenly spaced") };
-        let rows = layout.dims()[..layout.dims().len() - 1].iter().product();
+        let Matrix { data: xs, rows, stride: xs_row, .. } = rows_of(xs, layout)?;
         let projection = Projection {
             weight,
-            xs: &xs[layout.start_offset().min(xs.len())..],
+            xs,
             xs_row,
             rows,
             columns: self.columns.clone(),
@@ -246,6 +242,15 @@ pub(super) fn kernel_error(error: candle_attention_kernels::Error) -> candle_cor
     candle_core::Error::msg(format!("[{OP}] {error}"))
 }
 
+/// Dimensions, the last of which is another.
+pub(super) fn with_width(dims: &[usize], width: usize) -> Shape {
+    let mut dims = dims.to_vec();
+    if let Some(last) = dims.last_mut() {
+        *last = width;
+    }
+    dims.into()
+}
+
 /// The stride between rows, if all dimensions before the last count rows at one distance. Rows of nothing are anywhere.
 pub(super) fn row_stride(layout: &Layout) -> Option<usize> {
     if layout.shape().elem_count() == 0 {
@@ -268,11 +273,8 @@ pub(super) fn row_stride(layout: &Layout) -> Option<usize> {
 pub(super) fn plain(linear: &Linear, xs: &Tensor, columns: Range<usize>) -> Result<Tensor> {
     let part = |tensor: &Tensor| tensor.narrow(0, columns.start, columns.len())?.to_dtype(xs.dtype());
     let bias = linear.bias().map(part).transpose()?;
-    let mut out = xs.dims().to_vec();
-    let rows: usize = out[..out.len() - 1].iter().product();
-    if let Some(last) = out.last_mut() {
-        *last = columns.len();
-    }
+    let out = with_width(xs.dims(), columns.len());
+    let rows: usize = xs.dims()[..xs.rank() - 1].iter().product();
     if rows == 0 || columns.is_empty() || xs.elem_count() == 0 {
         let zeros = Tensor::zeros(out, xs.dtype(), xs.device())?;
         return match bias {

@@ -106,7 +106,7 @@ impl PackedLinear {
     /// [`new`](Self::new) for a chosen instruction set instead of the fastest, for tests and comparisons.
     ///
     /// # Errors
-    /// As [`new`](Self::new), if the processor lacks the tier, and for what is not packed.
+    /// As [`new`](Self::new), if the processor lacks the tier, and for a tier on another device or in f64.
     pub fn with_tier(weight: &Tensor, bias: Option<&Tensor>, tier: Option<Tier>) -> Result<Self> {
         let Ok((outputs, inputs)) = weight.dims2() else {
             bail!("[{OP}] weight has shape {:?}, expected (out, in)", weight.dims())

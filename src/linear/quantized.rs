@@ -16,10 +16,11 @@ use candle_attention_kernels::linear::{CODE_BLOCK, Codes};
 impl PackedLinear {
     /// Packs `weight` (out, in) of any type of GGUF files and `bias` (out,) in f32, for inputs in f32.
     ///
-    /// On a CPU Q8_0, Q5_0 and Q5_1 are held in 8 bits a number and Q4_0 and Q4_1 in 4, each with the scales and minimums of
-    /// its blocks of 32, 16 bits each: 1.06 to 1.13 bytes a number, and 0.56 or 0.63. They are multiplied in f32, with the
-    /// bits that [`new`](Self::new) gives for the dequantised numbers. F32, F16 and BF16 are packed as they are. K-quants are
-    /// multiplied by Candle's [`QMatMul`], which rounds inputs to 8 bits. On other devices all but K-quants are dequantised.
+    /// On a CPU Q8_0, Q5_0 and Q5_1 are held in 8 bits a number and Q4_0 and Q4_1 in 4, each with the scales and
+    /// minimums of its blocks of 32, 16 bits each: 1.06 to 1.13 bytes a number, and 0.56 or 0.63. They are multiplied
+    /// in f32, with the bits that [`new`](Self::new) gives for the dequantised numbers. F32, F16 and BF16 are packed as
+    /// they are. K-quants are multiplied by Candle's [`QMatMul`], which rounds inputs to 8 bits. On other devices all
+    /// but K-quants are dequantised.
     ///
     /// ```
     /// use candle_attention::PackedLinear;
@@ -82,8 +83,8 @@ impl PackedLinear {
     }
 }
 
-/// The blocks of a type, which have 32 numbers: a scale, a minimum of the same 16 bits, the fifth bits, and then the lower bits
-/// of the numbers, or all of them.
+/// The blocks of a type, which have 32 numbers: a scale, a minimum of the same 16 bits, the fifth bits, and then the
+/// lower bits of the numbers, or all of them.
 #[derive(Clone, Copy)]
 struct Blocks {
     bits: usize,
@@ -124,7 +125,8 @@ impl Blocks {
                 read.codes.extend(lower.iter().map(|code| code ^ 0x80));
                 continue;
             }
-            // Without a minimum, zero is in the middle of the codes: 16 of 5 bits, and 128 of the 8 that they are held in.
+            // Without a minimum, zero is in the middle of the codes: 16 of 5 bits, and 128 of the 8 that they are held
+            // in.
             let middle = if self.bits == 5 && !self.has_minimums { 128 - 16 } else { 0 };
             let numbers = lower.iter().map(|pair| pair & 0xf).chain(lower.iter().map(|pair| pair >> 4));
             read.codes.extend(numbers.enumerate().map(|(at, number)| {
@@ -187,7 +189,8 @@ impl Quantized {
         self.weight.embedding(ids)
     }
 
-    /// Some of the outputs. Candle's product has no gradient and takes no input of nothing; its dequantised weight has both.
+    /// Some of the outputs. Candle's product has no gradient and takes no input of nothing; its dequantised weight has
+    /// both.
     pub fn forward(&self, xs: &Tensor, columns: Range<usize>) -> Result<Tensor> {
         if xs.track_op() || xs.elem_count() == 0 {
             return plain(&self.to_linear()?, xs, columns);

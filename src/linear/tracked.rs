@@ -4,7 +4,7 @@ use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, D, Layout, Result
 use half::{bf16, f16};
 
 use super::OP;
-use super::forward::{contiguous, kernel_error, row_stride};
+use super::forward::{contiguous, kernel_error, row_stride, with_width};
 use crate::executor::executor;
 use candle_attention_kernels::linear::{self, Matrix, MatrixProduct};
 use candle_attention_kernels::{Element, Tier};
@@ -43,7 +43,7 @@ fn view<'a, E>(data: &'a [E], layout: &Layout) -> Option<Matrix<'a, E>> {
 }
 
 /// Rows of any number of dimensions as a matrix.
-fn rows_of<'a, E>(data: &'a [E], layout: &Layout) -> Result<Matrix<'a, E>> {
+pub(super) fn rows_of<'a, E>(data: &'a [E], layout: &Layout) -> Result<Matrix<'a, E>> {
     let (dims, Some(stride)) = (layout.dims(), row_stride(layout)) else {
         bail!("[{OP}] rows of the input are not evenly spaced")
     };
@@ -90,11 +90,7 @@ impl Project {
     }
 
     fn shape(xs: &Layout, weight: &Layout) -> Shape {
-        let mut dims = xs.dims().to_vec();
-        if let Some(width) = dims.last_mut() {
-            *width = weight.dims()[0];
-        }
-        dims.into()
+        with_width(xs.dims(), weight.dims()[0])
     }
 
     /// The gradients of the inputs and of the weight: `gradient · weight` and `gradientᵀ · xs`.
@@ -175,8 +171,9 @@ impl CustomOp3 for Project {
         _: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [of_xs, of_weight] = self.gradients(xs, weight, gradient)?;
-        let sums = || contiguous("gradient", gradient)?.apply_op1_no_bwd(&ColumnSums { tier: self.tier });
+        let gradient = contiguous("gradient", gradient)?;
+        let [of_xs, of_weight] = self.gradients(xs, weight, &gradient)?;
+        let sums = || gradient.apply_op1_no_bwd(&ColumnSums { tier: self.tier });
         Ok((of_xs, of_weight, bias.track_op().then(sums).transpose()?))
     }
 }
@@ -243,11 +240,8 @@ impl CustomOp1 for PackedInputGradient<'_> {
     }
 
     fn cpu_fwd(&self, gradient: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let mut dims = layout.dims().to_vec();
-        if let Some(width) = dims.last_mut() {
-            *width = self.weight.inputs();
-        }
-        Ok((with_elements!(|gradient| self.run(gradient, layout), gradient), dims.into()))
+        let shape = with_width(layout.dims(), self.weight.inputs());
+        Ok((with_elements!(|gradient| self.run(gradient, layout), gradient), shape))
     }
 }
 

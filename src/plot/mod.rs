@@ -1,5 +1,5 @@
-//! Heat maps of attention weights: in the terminal always, as SVG and PNG under the feature `plot`, which has a line chart
-//! for the numbers of a training as well.
+//! Heat maps of attention weights: in the terminal always, as SVG and PNG under the feature `plot`, which has a line
+//! chart for the numbers of a training as well.
 //!
 //! ```
 //! use candle_attention::plot::{HeatMap, Heads, TerminalOptions};

@@ -49,9 +49,9 @@ pub struct AttentionOutput {
 /// without B and H, (T, D), and so does the result; masks keep the shape (B, H, T_q, T_kv) that they broadcast to.
 ///
 /// A query that sees no key gets zeros; one whose scores are all -inf, by a bias, counts as such. NaN and infinities in
-/// keys and values reach only the queries that see them, in the backward pass too where the CPU's kernel runs; a key that
-/// only a bias of -inf suppresses is seen. The fused operations of GPUs, which are other libraries', keep that promise for keys that no query of a sequence
-/// sees, and not for those that some of its queries do.
+/// keys and values reach only the queries that see them, in the backward pass too where the CPU's kernel runs; a key
+/// that only a bias of -inf suppresses is seen. The fused operations of GPUs, which are other libraries', keep that
+/// promise for keys that no query of a sequence sees, and not for those that some of its queries do.
 ///
 /// ```
 /// use candle_attention::{AttentionMask, SdpaOptions, scaled_dot_product_attention};

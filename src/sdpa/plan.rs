@@ -76,16 +76,16 @@ impl SdpaOptions {
         self
     }
 
-    /// Drops the weights that Philox 4×32-10 names for this seed, on every path and with any number of threads: word `j % 4` of
-    /// key `seed` and counter `(j / 4, i, h, b)` is of key j and query i of head h in sequence b (of packed sequences, both
-    /// counted through all of them, and b is 0). Without a seed, each call draws one.
+    /// Drops the weights that Philox 4×32-10 names for this seed, on every path and with any number of threads: word
+    /// `j % 4` of key `seed` and counter `(j / 4, i, h, b)` is of key j and query i of head h in sequence b (of packed
+    /// sequences, both counted through all of them, and b is 0). Without a seed, each call draws one.
     pub fn with_dropout_philox_seed(mut self, seed: u64) -> Self {
         self.dropout_philox_seed = Some(seed);
         self
     }
 
-    /// Draws the dropout mask from PyTorch's generator instead of the device's, for the same numbers as a PyTorch run. It takes a bit
-    /// a weight, B·H·T_q·T_kv in all; of packed sequences, the reference path draws them.
+    /// Draws the dropout mask from PyTorch's generator instead of the device's, for the same numbers as a PyTorch run.
+    /// It takes a bit a weight, B·H·T_q·T_kv in all; of packed sequences, the reference path draws them.
     pub fn with_dropout_seed(mut self, seed: &TorchSeed) -> Self {
         self.dropout_seed = Some(seed.clone());
         self
@@ -182,7 +182,8 @@ pub(super) fn choose(call: &Call, wanted: Wanted) -> Result<Choice> {
     }
 }
 
-fn tracks_gradients(call: &Call) -> bool {
+/// Whether an input of the call is tracked.
+pub(super) fn tracks_gradients(call: &Call) -> bool {
     let Call { q, k, v, options, .. } = call;
     let tensors = [Some(q), Some(k), Some(v), options.alibi_slopes.as_ref(), options.sinks.as_ref()];
     tensors.into_iter().flatten().any(Tensor::track_op) || call.mask.tracks_gradients()

@@ -173,7 +173,10 @@ fn every_kind_of_architecture_runs() {
         let value = json(&["the cat sat", "--model", path(&folder)]);
         let (weights, embedding) = (value["weights"].as_str().unwrap(), value["embedding"].as_str().unwrap());
         assert!(embedding.contains("drawn after torch.manual_seed(0)"), "{folder:?}: {embedding}");
-        types.insert(weights.rsplit(' ').next().unwrap().to_string());
+        let config = std::fs::read_to_string(folder.join("config.json")).expect("a config.json");
+        let config: serde_json::Value = serde_json::from_str(&config).expect("JSON");
+        assert_eq!(weights.rsplit(' ').next(), config["model_type"].as_str(), "{folder:?}");
+        types.insert(config["model_type"].to_string());
     }
     // Of what `hf` knows, those that need more than other names; docs/architectures.md has the rest.
     assert!(types.len() >= 45, "{} types ran", types.len());

@@ -52,8 +52,8 @@ fn a_training_that_stops_goes_on_from_its_checkpoint() {
     assert!(refused.stderr.contains("is no checkpoint of this program"), "{}", refused.stderr);
 }
 
-/// Words that repeat: of the second layer, a head attends to the token after the previous copy; of the first, one attends
-/// to the token before.
+/// Words that repeat: of the second layer, a head attends to the token after the previous copy; of the first, one
+/// attends to the token before.
 #[test]
 fn the_trained_model_has_an_induction_head() {
     assert!(std::fs::metadata(models().join("induction_heads/model.safetensors")).expect("the model").len() < 300_000);
@@ -68,7 +68,7 @@ fn the_trained_model_has_an_induction_head() {
         value["attention"].as_array().expect("heads").iter().map(mean).fold(0.0, f64::max)
     };
     let copied = best(&[], &|query| query + 1 - block.len());
-    assert!(copied > 0.8, "{copied} of the weight is on the token after the previous copy");
+    assert!(copied > 0.9, "{copied} of the weight is on the token after the previous copy");
     let previous = best(&["--layer", "0"], &|query| query - 1);
     assert!(previous > 0.6, "{previous} of the weight is on the token before");
 }

@@ -48,6 +48,23 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 # Half of a head of 12 rotates, 3 pairs.
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.5], "long_factor": [1.0, 2.0, 3.5]}
+T5 = {
+    "sizes": {
+        "vocab_size": 61,
+        "d_model": 32,
+        "d_kv": 10,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 4,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 7,
+        "pad_token_id": 0,
+    },
+    "auto_class": AutoModelForSeq2SeqLM,
+    "layers": "encoder.block",
+    "attention": "layer.0.SelfAttention",
+    "out_proj": "layer.0.SelfAttention.o",
+}
 DEEPSEEK = {
     "kv_lora_rank": 10,
     "q_lora_rank": 14,
@@ -311,21 +328,7 @@ CASES = {
     "nomic_bert": encoder("nomic_bert", ONE_LAYER, auto_class=AutoModel),
     "t5": encoder(
         "t5",
-        sizes={
-            "vocab_size": 61,
-            "d_model": 32,
-            "d_kv": 10,
-            "d_ff": 24,
-            "num_layers": 2,
-            "num_heads": 4,
-            "relative_attention_num_buckets": 8,
-            "relative_attention_max_distance": 7,
-            "pad_token_id": 0,
-        },
-        auto_class=AutoModelForSeq2SeqLM,
-        layers="encoder.block",
-        attention="layer.0.SelfAttention",
-        out_proj="layer.0.SelfAttention.o",
+        **T5,
     ),
     "albert": encoder(
         "albert",
@@ -414,22 +417,7 @@ CASES = {
     ),
     "umt5": encoder(
         "umt5",
-        sizes={
-            "vocab_size": 61,
-            "d_model": 32,
-            "d_kv": 10,
-            "d_ff": 24,
-            "num_layers": 2,
-            "num_decoder_layers": 2,
-            "num_heads": 4,
-            "relative_attention_num_buckets": 8,
-            "relative_attention_max_distance": 7,
-            "pad_token_id": 0,
-        },
-        auto_class=AutoModelForSeq2SeqLM,
-        layers="encoder.block",
-        attention="layer.0.SelfAttention",
-        out_proj="layer.0.SelfAttention.o",
+        **T5,
         decoder={
             "decoder": ("decoder.block", "layer.0.SelfAttention", "layer.0.SelfAttention.o"),
             "cross": ("decoder.block", "layer.1.EncDecAttention", "layer.1.EncDecAttention.o"),

@@ -27,6 +27,7 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from cases import CASES
+from randomise import randomise
 from variants import variants
 
 ROOT = Path(__file__).resolve().parent
@@ -65,7 +66,7 @@ def record(name, case, folder):
     implementation = "sdpa" if case.config.get("alibi") else "eager"
     make = getattr(case.auto_class, "from_config", None) or case.auto_class._from_config
     model = make(config, attn_implementation=implementation).eval()
-    randomise(model)
+    randomise(model, lambda parameter: parameter.shape[-1])
     tensors = run(model, case)
     model.save_pretrained(folder)
     for file in folder.iterdir():
@@ -75,22 +76,6 @@ def record(name, case, folder):
     attention = {key: tensor for key, tensor in stored.items() if is_attention(key, not case.decoder)}
     save_file(attention, folder / "model.safetensors", {"format": "pt"})
     save_file(tensors, folder / "golden.safetensors")
-
-
-@torch.no_grad()
-def randomise(model):
-    """Every parameter random; products of unit size, so that attention is neither flat nor one-hot."""
-    for name, parameter in sorted(model.named_parameters()):
-        # Tables of sines.
-        if not parameter.requires_grad:
-            continue
-        draw = torch.randn(parameter.shape)
-        if parameter.ndim >= 2 and "norm" not in name:
-            parameter.copy_(draw if "embed" in name or "sinks" in name else 1.5 * draw / parameter.shape[-1] ** 0.5)
-        elif "norm" in name.lower() and name.endswith("weight"):
-            parameter.copy_(1 + 0.3 * draw)
-        else:
-            parameter.copy_(0.5 * draw)
 
 
 @torch.no_grad()

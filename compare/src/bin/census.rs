@@ -1,8 +1,10 @@
-//! What this crate answers for the recorded models of `compare/census`: reads folders, writes a JSON line for each layer.
+//! What this crate answers for the recorded models of `compare/census`: reads folders, writes a JSON line for each
+//! layer.
 //!
 //! A folder has a model's `config.json` and `model.safetensors`, and of its linear layers in `golden.safetensors` what
-//! they were given and gave, `{order}|in|{module}` and `{order}|out|{module}`; `modules.json` says which tensor belongs to
-//! which module. A layer is right if it gives what the last module does whose weight it read, for what the first was given.
+//! they were given and gave, `{order}|in|{module}` and `{order}|out|{module}`; `modules.json` says which tensor belongs
+//! to which module. A layer is right if it gives what the last module does whose weight it read, for what the first was
+//! given.
 
 #[path = "../../../examples/common/command_line.rs"]
 mod command_line;

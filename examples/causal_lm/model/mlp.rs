@@ -71,14 +71,21 @@ impl Mlp {
     /// An MLP whose gate is a weight of its own or has one with `up`, `gate_up_proj`.
     pub fn read_gated(vb: &VarBuilder, names: [&str; 3], activation: Activation) -> Result<Self> {
         if vb.contains_tensor("gate_up_proj.weight") {
-            return Self::new(linear(&vb.pp("gate_up_proj"))?, Between::Gated(activation), linear(&vb.pp(names[2]))?);
+            let joint = vb.pp("gate_up_proj");
+            let weight = joint.get_unchecked("weight")?;
+            let inner = weight.dim(0)? / 2;
+            let bias = joint.contains_tensor("bias").then(|| joint.get(2 * inner, "bias")).transpose()?;
+            // Halves of their own, so that one pass takes both.
+            let half = |start| {
+                let bias = bias.as_ref().map(|bias| bias.narrow(0, start, inner)).transpose()?;
+                PackedLinear::new(&weight.narrow(0, start, inner)?, bias.as_ref())
+            };
+            return Self::gated([half(0)?, half(inner)?, linear(&vb.pp(names[2]))?], activation);
         }
         let [gate, up, down] = names.map(|name| linear(&vb.pp(name)));
         Self::gated([gate?, up?, down?], activation)
     }
-}
 
-impl Mlp {
     pub fn forward_with_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<Tensor> {
         self.down.forward_with_residual(&self.up.forward(xs)?, residual)
     }

@@ -144,9 +144,9 @@ impl Columns for F16Rows {
 /// The inputs of a weight of codes that share a scale and a minimum.
 pub const CODE_BLOCK: usize = 32;
 
-/// Blocks of unsigned codes of 4 or 8 bits: the scales of a panel in f16, its minimums in f16 if there are any, and then
-/// words of the codes of neighbouring steps, the first one lowest. A number is `code · scale + minimum`, rounded once, where
-/// blocks without minimums have `-2^(BITS - 1) · scale` in their place, for codes on both sides of zero.
+/// Blocks of unsigned codes of 4 or 8 bits: the scales of a panel in f16, its minimums in f16 if there are any, and
+/// then words of the codes of neighbouring steps, the first one lowest. A number is `code · scale + minimum`, rounded
+/// once, where blocks without minimums have `-2^(BITS - 1) · scale` in their place, for codes on both sides of zero.
 pub(crate) struct CodeBlocks<const BITS: usize>;
 
 impl<const BITS: usize> Columns for CodeBlocks<BITS> {

@@ -1,8 +1,8 @@
-//! Which weights are dropped: a function of where a weight stands, so that any tiling, and the backward pass, drops the same
-//! ones.
+//! Which weights are dropped: a function of where a weight stands, so that any tiling, and the backward pass, drops the
+//! same ones.
 //!
-//! Philox 4×32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): the key is the seed, the counter is
-//! (key / 4, query, head, sequence), and its four words are of four neighbouring keys.
+//! Philox 4×32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): the key is the seed, the
+//! counter is (key / 4, query, head, sequence), and its four words are of four neighbouring keys.
 
 use std::ops::Range;
 
@@ -87,7 +87,7 @@ impl Dropout<'_> {
         let (dims, factor) = (&inputs.dims, self.factor());
         for (column, row) in tile.rows.clone().enumerate() {
             let row = dims.row(tile.kv, row);
-            let first = ((row.b * dims.h + row.head) * dims.t_q + row.query) * dims.t_kv;
+            let first = dims.row_index(row) * dims.t_kv;
             for key in keys.clone() {
                 let at = first + key;
                 let is_kept = bits[at / 8] >> (at % 8) & 1 == 1;

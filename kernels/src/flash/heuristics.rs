@@ -17,8 +17,8 @@ const KV_SPLIT_MAX_ROWS: usize = 256;
 /// What a task of the backward pass keeps of its keys: most of an L2 cache of 1 MB.
 const BACKWARD_STATE_BYTES: usize = 768 << 10;
 
-/// Tasks of the backward pass for each sequence, if it has the keys for them. It depends on nothing but the shape of one
-/// sequence, since where keys are split shows in the last bits of the queries' gradients.
+/// Tasks of the backward pass for each sequence, if it has the keys for them. It depends on nothing but the shape of
+/// one sequence, since where keys are split shows in the last bits of the queries' gradients.
 const BACKWARD_TASKS: usize = 16;
 
 /// The blocks of keys of a task of the backward pass, each of which keeps so many words.

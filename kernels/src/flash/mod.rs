@@ -49,8 +49,8 @@ use workspace::Workspace;
 ///
 /// # Errors
 /// [`Error::Shape`] if a slice is shorter than the dimensions need, a range ends past the keys, the query heads are no
-/// multiple of the key heads, or only one of keys and values has 8 bits; [`Error::Tier`] if the processor lacks the tier; [`Error::Memory`] if there is none for
-/// intermediate results.
+/// multiple of the key heads, or only one of keys and values has 8 bits; [`Error::Tier`] if the processor lacks the
+/// tier; [`Error::Memory`] if there is none for intermediate results.
 ///
 /// ```
 /// use candle_attention_kernels::Tier;
@@ -104,8 +104,8 @@ pub fn attend<E: Element>(
     done.ok_or_else(|| Error::Memory("what attention keeps between its steps".into()))
 }
 
-/// [`attend`] into a vector that it allocates, in large pages if it is large, and into `lse` and `stats`, whose elements are
-/// replaced.
+/// [`attend`] into a vector that it allocates, in large pages if it is large, and into `lse` and `stats`, whose
+/// elements are replaced.
 ///
 /// # Errors
 /// As [`attend`], and [`Error::Memory`] if there is none for the results.

@@ -45,7 +45,7 @@ impl<S: Stored> HeadRows<'_, S> {
     }
 
     #[inline(always)]
-    fn scale(&self, key: usize) -> f32 {
+    pub fn scale(&self, key: usize) -> f32 {
         self.rows.scale(self.kv, key)
     }
 
@@ -96,8 +96,8 @@ pub(super) unsafe fn has_non_finite<K: Kernel, S: Stored>(rows: impl Iterator<It
     found
 }
 
-/// The words from one group of columns to the next: a cache line more than a block of keys has, since groups a power of two
-/// apart would share a set of the first cache, where each row is written to all of them.
+/// The words from one group of columns to the next: a cache line more than a block of keys has, since groups a power of
+/// two apart would share a set of the first cache, where each row is written to all of them.
 pub(super) const fn column_group<K: Kernel>() -> usize {
     K::ROWS * K::BLOCK + 16
 }
@@ -209,8 +209,8 @@ pub(super) unsafe fn pack_columns<K: Kernel, S: Stored>(
     }
 }
 
-/// One row as words, times a factor, and zeros up to `padded` words. The factor of a row that is bf16 already, and stays so in
-/// pairs, may only change the sign or be zero.
+/// One row as words, times a factor, and zeros up to `padded` words. The factor of a row that is bf16 already, and
+/// stays so in pairs, may only change the sign or be zero.
 ///
 /// # Safety
 /// The processor has the tier of K; `row` is valid for `width` elements, `to` for writes of `padded` words.
@@ -248,7 +248,8 @@ pub(super) unsafe fn pack_row<K: Kernel, S: Stored>(
     }
 }
 
-/// The queries of tiles, each transposed into a panel (D, panel) of the workspace and multiplied by the unit of the scores.
+/// The queries of tiles, each transposed into a panel (D, panel) of the workspace and multiplied by the unit of the
+/// scores.
 pub(super) struct PackQueries<'a, 'b, E> {
     pub q: &'a Strided<'b, E, 3>,
     pub inputs: &'a ScoreInputs<'b>,
@@ -274,12 +275,12 @@ impl<E: Kernels> SimdTask for PackQueries<'_, '_, E> {
     }
 }
 
-/// The rows of a tile of a matrix (B, H, T_q), transposed into a panel (width, panel) and times a factor; zeros for those
-/// that see no key.
+/// The rows of a tile of a matrix (B, H, T_q), transposed into a panel (width, panel) and times a factor; zeros for
+/// those that see no key.
 ///
 /// # Safety
-/// The processor has the tier of K; the matrix has the rows of the tile, of `width` elements; `panel` takes `square`
-/// rows of a panel and `staging` `LANES` rows of `square` words.
+/// The processor has the tier of K; the matrix has the rows of the tile, of `width` elements; `panel` takes
+/// `width.word_squares` rows of a panel and `staging` `LANES` rows of so many words.
 #[inline(always)]
 pub(super) unsafe fn pack_panel<K: Kernel, E: Kernels>(
     matrix: &TileRows<E>,

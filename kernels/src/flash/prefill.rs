@@ -47,7 +47,7 @@ impl<S: Stored> SimdTask for Prefill<'_, '_, S> {
             for first in (first_block..end).step_by(K::BLOCK) {
                 let block = Block::new::<K>(keys_values, inputs.dims, workspace, kv, first);
                 for (index, tile) in tiles.iter().enumerate() {
-                    Step { inputs, keys_values, block: &block, tile, index, units }.run::<K>(workspace);
+                    Step { inputs, block: &block, tile, index, units }.run::<K>(workspace);
                 }
             }
         }
@@ -57,7 +57,6 @@ impl<S: Stored> SimdTask for Prefill<'_, '_, S> {
 /// One tile against one block.
 struct Step<'a, 'b, S> {
     inputs: &'a ScoreInputs<'b>,
-    keys_values: &'a KeysValues<'b, S>,
     block: &'a Block<'a, S>,
     tile: &'a Tile,
     /// The tile's panel in the workspace.
@@ -119,7 +118,8 @@ pub(super) struct OverKeys {
     pub first: usize,
 }
 
-/// The product of a block's keys with a tile's queries, over parts of both; or of its values with the gradients of contexts.
+/// The product of a block's keys with a tile's queries, over parts of both; or of its values with the gradients of
+/// contexts.
 pub(super) struct KeyProduct {
     pub keys: OverKeys,
     pub rows: LeftOperand,
@@ -130,8 +130,8 @@ pub(super) struct KeyProduct {
 
 impl KeyProduct {
     /// # Safety
-    /// The processor has the tier of K, whose tiles are configured; the operands are a block and a panel of the depth; the
-    /// part begins at a whole group of keys.
+    /// The processor has the tier of K, whose tiles are configured; the operands are a block and a panel of the depth;
+    /// the part begins at a whole group of keys.
     pub unsafe fn multiply<K: Kernel>(&self, part: &Part) {
         let column = part.vectors.start * K::Vector::LANES;
         // SAFETY: as this method's contract; a block has `BLOCK` rows, which is a multiple of `ROWS`.
@@ -153,12 +153,12 @@ impl KeyProduct {
     }
 }
 
-/// The product of a block's values with a tile's weights, over parts of both; or of its keys with the gradients of scores.
-/// Each part is summed from zero and added to what was there times its factors.
+/// The product of a block's values with a tile's weights, over parts of both; or of its keys with the gradients of
+/// scores. Each part is summed from zero and added to what was there times its factors.
 pub(super) struct ValueProduct {
     pub keys: OverKeys,
     pub columns: LeftOperand,
-    /// D_v, as a product takes it.
+    /// D_v, or D of keys, as a product takes it.
     pub rows: usize,
     pub weights: *const f32,
     pub to: *mut f32,
@@ -166,8 +166,8 @@ pub(super) struct ValueProduct {
 
 impl ValueProduct {
     /// # Safety
-    /// The processor has the tier of K, whose tiles are configured; the operands are a block of the rows and weights of a
-    /// panel; the part begins at a whole step of depth.
+    /// The processor has the tier of K, whose tiles are configured; the operands are a block of the rows and weights of
+    /// a panel; the part begins at a whole step of depth.
     pub unsafe fn add<K: Kernel>(&self, part: &Part, factors: &[f32; MAX_COLUMNS]) {
         let column = part.vectors.start * K::Vector::LANES;
         // SAFETY: as this method's contract.
@@ -195,7 +195,7 @@ impl ValueProduct {
     /// As [`add`](Self::add).
     #[inline(always)]
     unsafe fn add_seen<K: Kernel, S: Stored>(&self, step: &Step<S>, part: &Part, factors: &[f32; MAX_COLUMNS]) {
-        let &Step { inputs, keys_values, tile, .. } = step;
+        let (&Step { inputs, tile, .. }, values_of) = (step, &step.block.values);
         let (kv, dims, lanes) = (tile.kv, &inputs.dims, K::Vector::LANES);
         let d_v = dims.d_v;
         let mut sums = vec![0f32; d_v.next_multiple_of(lanes)];
@@ -215,8 +215,8 @@ impl ValueProduct {
                         (_, 0) => f32::from_bits(word.to_bits() << 16),
                         _ => f32::from_bits(word.to_bits() & 0xffff_0000),
                     };
-                    let weight = K::Vector::splat(weight * keys_values.v.scale(kv, key));
-                    let values = keys_values.v.row(kv, key);
+                    let weight = K::Vector::splat(weight * values_of.scale(key));
+                    let values = values_of.row(key);
                     for d in (0..d_v).step_by(lanes) {
                         let value: K::Vector = load_first(values.add(d), lanes.min(d_v - d));
                         let sum = K::Vector::load(sums.as_ptr().add(d));

@@ -182,8 +182,8 @@ impl Default for ScoreOptions<'_> {
     }
 }
 
-/// What the softmax of a query was made with, from which its weights can be made again: the log-sum-exp in two parts, since one
-/// f32 would lose the sum beside a large score.
+/// What the softmax of a query was made with, from which its weights can be made again: the log-sum-exp in two parts,
+/// since one f32 would lose the sum beside a large score.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SoftmaxStats {
     /// The largest exponent, a sink's included, as a power of two; of 16 where the call has a bias.
@@ -440,12 +440,12 @@ impl<E, S> Call<'_, E, S> {
     /// The row of the context for a query, D_v elements that are not initialised before they are written.
     #[inline(always)]
     pub(super) fn context_row(&self, row: Row) -> *mut E {
-        let Dims { h, t_q, d_v, .. } = self.inputs.dims;
+        let dims = &self.inputs.dims;
         let index = match self.output_order {
-            OutputOrder::Bhtd => (row.b * h + row.head) * t_q + row.query,
-            OutputOrder::Bthd => (row.b * t_q + row.query) * h + row.head,
+            OutputOrder::Bhtd => dims.row_index(row),
+            OutputOrder::Bthd => (row.b * dims.t_q + row.query) * dims.h + row.head,
         };
-        self.context.0.wrapping_add(index * d_v)
+        self.context.0.wrapping_add(index * dims.d_v)
     }
 
     /// Writes the log-sum-exp of a query and what it is made of, if they are wanted.

@@ -6,8 +6,8 @@ use super::problem::{ScoreInputs, ScoreUnits, Strided};
 use super::tile::Tile;
 use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, Vector, tanh};
 
-/// The scores of one tile over some keys (keys, panel). Does not depend on the elements that they were made of, so that what
-/// it does is compiled once for all of them.
+/// The scores of one tile over some keys (keys, panel). Does not depend on the elements that they were made of, so that
+/// what it does is compiled once for all of them.
 pub(super) struct TileScores<'a> {
     pub inputs: ScoreInputs<'a>,
     pub tile: &'a Tile,
@@ -25,8 +25,8 @@ pub(super) struct TileScores<'a> {
     pub dropout: *mut f32,
 }
 
-/// Replaces the scores of some keys by an expression of the score, the key (counted from the first) and the column. A closure
-/// would not be compiled for the tier.
+/// Replaces the scores of some keys by an expression of the score, the key (counted from the first) and the column. A
+/// closure would not be compiled for the tier.
 macro_rules! for_each {
     ($this:expr, $K:ident, $keys:expr, |$score:ident, $key:ident, $column:ident| $value:expr) => {
         for $key in $keys {
@@ -41,16 +41,20 @@ macro_rules! for_each {
 }
 
 impl TileScores<'_> {
-    /// Products become scores in [`ScoreUnits::exponent`]'s unit.
+    /// Products become scores in [`ScoreUnits::exponent`]'s unit, and factors of dropout are drawn. `cap_slopes`, if it is
+    /// given, receives the derivative of the softcap, if there is one.
     ///
     /// # Safety
     /// The processor has the tier of K; the pointers are valid for a panel of the sizes that the fields name.
     #[inline(always)]
-    pub unsafe fn finish<K: Kernel>(&self) {
+    pub unsafe fn finish<K: Kernel>(&self, cap_slopes: Option<*mut f32>) {
         // SAFETY: as this method's contract.
         unsafe {
             if self.inputs.options.modify_scores() {
                 self.cap::<K>();
+                if let (Some(softcap), Some(to)) = (self.inputs.options.softcap, cap_slopes) {
+                    self.derive_cap::<K>(softcap, to);
+                }
                 self.add_biases::<K>();
             }
             if self.is_masked {
@@ -63,7 +67,7 @@ impl TileScores<'_> {
     /// # Safety
     /// As [`finish`](Self::finish).
     #[inline(always)]
-    pub unsafe fn draw_dropout<K: Kernel>(&self) {
+    unsafe fn draw_dropout<K: Kernel>(&self) {
         if let Some(dropout) = &self.inputs.options.dropout {
             // SAFETY: as this method's contract.
             unsafe { dropout.factors::<K>(&self.inputs, self.tile, self.first..self.first + self.keys, self.dropout) };
@@ -75,7 +79,7 @@ impl TileScores<'_> {
     /// # Safety
     /// As [`finish`](Self::finish).
     #[inline(always)]
-    pub unsafe fn cap<K: Kernel>(&self) {
+    unsafe fn cap<K: Kernel>(&self) {
         let (options, product) = (&self.inputs.options, self.units.product);
         // SAFETY: as this method's contract.
         unsafe {
@@ -89,12 +93,34 @@ impl TileScores<'_> {
         }
     }
 
+    /// `1 - tanh²` of capped scores.
+    ///
+    /// # Safety
+    /// As [`finish`](Self::finish).
+    #[inline(always)]
+    unsafe fn derive_cap<K: Kernel>(&self, softcap: f32, to: *mut f32) {
+        // SAFETY: as this method's contract.
+        unsafe {
+            let (one, shrink) = (K::Vector::splat(1.0), K::Vector::splat(-1.0 / softcap));
+            for at in self.entries::<K>() {
+                let tanh = K::Vector::load(self.scores.add(at)).mul(shrink);
+                one.sub(tanh.mul(tanh)).store(to.add(at));
+            }
+        }
+    }
+
+    /// The vectors of all keys.
+    pub fn entries<K: Kernel>(&self) -> impl Iterator<Item = usize> + use<K> {
+        let vectors = self.tile.vectors;
+        (0..self.keys).flat_map(move |key| (0..vectors).map(move |vector| key * K::PANEL + vector * K::Vector::LANES))
+    }
+
     /// ALiBi and bias, in natural units.
     ///
     /// # Safety
     /// As [`finish`](Self::finish).
     #[inline(always)]
-    pub unsafe fn add_biases<K: Kernel>(&self) {
+    unsafe fn add_biases<K: Kernel>(&self) {
         let options = &self.inputs.options;
         // SAFETY: as this method's contract; the arrays have an element for each column.
         unsafe {
@@ -121,7 +147,7 @@ impl TileScores<'_> {
     /// # Safety
     /// As [`finish`](Self::finish).
     #[inline(always)]
-    pub unsafe fn mask<K: Kernel>(&self) {
+    unsafe fn mask<K: Kernel>(&self) {
         let every = &self.tile.every;
         // SAFETY: as this method's contract; the bounds have an element for each column.
         unsafe {
@@ -144,8 +170,8 @@ impl TileScores<'_> {
         }
     }
 
-    /// Adds to every score its entry of a tensor (B, H, T_q, T_kv), or hides it where the entry is 0: rows of the tensor are
-    /// staged, then transposed.
+    /// Adds to every score its entry of a tensor (B, H, T_q, T_kv), or hides it where the entry is 0: rows of the
+    /// tensor are staged, then transposed.
     ///
     /// # Safety
     /// As [`finish`](Self::finish); the tensor has an entry for each score.

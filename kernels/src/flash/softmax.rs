@@ -10,8 +10,8 @@ use crate::cpu::{Kernel, SimdTask, Vector};
 /// Sums that a thread adds to in turn: several short sums round less than a long one.
 pub(super) const PARTIAL_SUMS: usize = 4;
 
-/// The products of one tile with some keys (keys, panel), which become weights. Does not depend on the elements that they
-/// were made of, so that it is compiled once for all of them.
+/// The products of one tile with some keys (keys, panel), which become weights. Does not depend on the elements that
+/// they were made of, so that it is compiled once for all of them.
 pub(super) struct TileSoftmax<'a> {
     /// f32 weights replace them.
     pub scores: TileScores<'a>,
@@ -29,7 +29,7 @@ impl SimdTask for TileSoftmax<'_> {
     unsafe fn run<K: Kernel>(self) {
         // SAFETY: the processor has the tier of K; the pointers are valid for a panel of the sizes that the fields name.
         unsafe {
-            self.scores.finish::<K>();
+            self.scores.finish::<K>(None);
             match self.scores.tile.vectors {
                 1 => self.softmax::<K, 1>(0),
                 2 => self.softmax::<K, 2>(0),

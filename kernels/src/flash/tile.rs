@@ -131,8 +131,8 @@ impl Tile {
 
     /// What this tile and a block of keys have to do with each other, if it sees any of them.
     pub fn overlap<K: Kernel>(&self, block: &Range<usize>, inputs: &ScoreInputs) -> Option<Overlap> {
-        // Keys are rows of one product and depth of another, and begin at whole multiples of both; the ones before the first
-        // that is seen are hidden.
+        // Keys are rows of one product and depth of another, and begin at whole multiples of both; the ones before the
+        // first that is seen are hidden.
         let step = K::ROWS.max(K::DEPTH * K::ELEMENTS);
         let skipped = self.some.start.saturating_sub(block.start) / step * step;
         let keys = block.start + skipped..self.some.end.min(block.end);

@@ -34,17 +34,19 @@ pub struct Codes<'a> {
     pub codes: &'a [u8],
     /// (out, in / [`CODE_BLOCK`]).
     pub scales: &'a [f16],
-    /// As many. Without them the minimum of a block is `-2^(bits - 1) · scale`, so that codes are on both sides of zero.
+    /// As many. Without them the minimum of a block is `-2^(bits - 1) · scale`, so that codes are on both sides of
+    /// zero.
     pub minimums: Option<&'a [f16]>,
 }
 
 impl PackedWeight {
-    /// Packs a weight of codes for products on a tier. It takes `bits / 8` bytes a number, and 2 for each scale and each
-    /// minimum.
+    /// Packs a weight of codes for products on a tier. It takes `bits / 8` bytes a number, and 2 for each scale and
+    /// each minimum.
     ///
     /// # Errors
-    /// [`Error::Shape`] for bits that are neither 4 nor 8, inputs that are not whole blocks, slices of other lengths than the
-    /// shape says, and a code of more than its bits; [`Error::Tier`] and [`Error::Memory`] as [`new`](Self::new).
+    /// [`Error::Shape`] for bits that are neither 4 nor 8, inputs that are not whole blocks, slices of other lengths
+    /// than the shape says, and a code of more than its bits; [`Error::Tier`] and [`Error::Memory`] as
+    /// [`new`](Self::new).
     pub fn from_codes(codes: &Codes, shape: (usize, usize), tier: Tier) -> Result<Self, Error> {
         let (outputs, inputs) = shape;
         check_tier(tier)?;

@@ -8,8 +8,8 @@ use crate::element::Dtype;
 /// How the numbers of a weight are stored.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Format {
-    /// As they are. bf16 is stored as pairs of neighbouring inputs, whether the tier multiplies them as they are or widens
-    /// them: both take one instruction.
+    /// As they are. bf16 is stored as pairs of neighbouring inputs, whether the tier multiplies them as they are or
+    /// widens them: both take one instruction.
     Elements(Dtype),
     /// As [`CodeBlocks`](crate::cpu::CodeBlocks).
     Codes { bits: usize, has_minimums: bool },

@@ -15,14 +15,6 @@ pub(super) struct PackPanel<'a, E> {
     pub panel: usize,
 }
 
-/// Elements in 32 bits.
-const fn elements_of_word(dtype: Dtype) -> usize {
-    match dtype {
-        Dtype::F32 => 1,
-        Dtype::BF16 | Dtype::F16 => 2,
-    }
-}
-
 /// LANES by LANES words.
 type Square = [f32; MAX_LANES * MAX_LANES];
 
@@ -30,7 +22,7 @@ impl<E: Kernels> SimdTask for PackPanel<'_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let lanes = K::Vector::LANES;
-        let steps = lanes * elements_of_word(E::DTYPE);
+        let steps = lanes * (size_of::<f32>() / size_of::<E>());
         let (mut rows, mut words): (Square, Square) = ([0.0; _], [0.0; _]);
         for column in (0..self.panel).step_by(lanes) {
             for first in (0..self.padded).step_by(steps) {
@@ -49,7 +41,7 @@ impl<E: Kernels> PackPanel<'_, E> {
     /// LANES rows from `column`, as many words of each from the input `first`.
     #[inline(always)]
     fn read<K: Kernel>(&self, column: usize, first: usize, square: &mut Square) {
-        let steps = K::Vector::LANES * elements_of_word(E::DTYPE);
+        let steps = K::Vector::LANES * (size_of::<f32>() / size_of::<E>());
         let filled = steps.min(self.inputs.saturating_sub(first));
         for row in 0..K::Vector::LANES {
             // SAFETY: the row's part of the square lies in it, and so does every element that is read in the rows.
@@ -76,7 +68,7 @@ impl<E: Kernels> PackPanel<'_, E> {
     #[inline(always)]
     unsafe fn write<K: Kernel>(&self, column: usize, first: usize, square: &Square) {
         let lanes = K::Vector::LANES;
-        let of_word = elements_of_word(E::DTYPE);
+        let of_word = size_of::<f32>() / size_of::<E>();
         let filled = lanes.min((self.padded - first).div_ceil(of_word));
         for (word, columns) in square.chunks_exact(lanes).take(filled).enumerate() {
             let input = first + word * of_word;

@@ -151,7 +151,8 @@ impl PackedWeight {
     /// which takes as many rows of [`K::PANEL`](Kernel::PANEL) then ([`is_widened`](Self::is_widened)).
     ///
     /// # Safety
-    /// As [`Kernel::multiply`] but for B; the panel exists; the inputs lie within [`padded`](Self::padded), and `first` is a whole step.
+    /// As [`Kernel::multiply`] but for B; the panel exists; the inputs lie within [`padded`](Self::padded), and `first`
+    /// is a whole step.
     #[inline(always)]
     pub(super) unsafe fn multiply<K: Kernel>(
         &self,

@@ -1,18 +1,16 @@
 //! Decoders of text.
 
-use super::{DECODER, MODEL, layer_norm, rms_norm};
+use super::{DECODER, MODEL, QKV_PROJ, layer_norm, rms_norm};
 use crate::hf::family::{Bias, Family, Heads, Mask, Norm, Rotary, at};
 use crate::hf::rope::{Rope, rope};
 use crate::hf::rules::{
     all_but_each, clipped, exaone_rotates, exaone_window, gpt_oss_scaling, kolibri_window, llama3, qwen_window,
-    sliding, smollm3_rotates,
+    sliding, smollm3_rotates, softcapped,
 };
-use crate::weights::{PackedNaming, QkvOrder};
 use crate::{QkNormKind, QkNormScope, RopeScaling, WeightLayout};
 
 /// As transformers saves Gemma 3, as it was published, and without a head.
 const BELOW_IMAGES: &[&str] = &["model.language_model.", "language_model.model.", "language_model."];
-const QKV_PROJ: WeightLayout = WeightLayout::Packed(PackedNaming::QkvProj, QkvOrder::ByPart);
 
 #[rustfmt::skip]
 const LLAMA: Family = Family {
@@ -41,10 +39,7 @@ const GEMMA2: Family = Family {
     model_type: "gemma2", sizes: [26, 2304, 8], heads: Heads::Grouped(Some(4), Some(256)),
     window: |fields, layer| sliding(fields, layer, layer.is_multiple_of(2), Some(4096)),
     scale: Some(("query_pre_attn_scalar", 256.0, -0.5)),
-    adjust: |fields, _, cfg| {
-        let softcap = fields.nullable("attn_logit_softcapping", Some(50.0))?;
-        Ok(softcap.map_or(cfg.clone(), |softcap| cfg.with_softcap(softcap)))
-    },
+    adjust: |fields, _, cfg| softcapped(fields, cfg),
     ..GEMMA
 };
 #[rustfmt::skip]

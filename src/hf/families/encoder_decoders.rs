@@ -7,28 +7,29 @@ use crate::hf::fields::Fields;
 use crate::{MultiHeadAttentionConfig, RelativeBiasConfig, WeightLayout};
 use candle_core::Result;
 
-const MODEL: &[&str] = &["model.", ""];
+/// With a head, and without.
+const BASE: &[&str] = &["model.", ""];
 /// With its decoder or by itself, and below a classifier.
 const T5_PREFIXES: &[&str] = &["", "transformer."];
 
 #[rustfmt::skip]
 const BART: Family = Family {
     names: ["encoder_layers", "d_model", "encoder_attention_heads"],
-    modules: &[at(MODEL, "encoder.layers.{}.self_attn", WeightLayout::Opt)], ..ENCODER
+    modules: &[at(BASE, "encoder.layers.{}.self_attn", WeightLayout::Opt)], ..ENCODER
 };
 #[rustfmt::skip]
 const BART_DECODER: Family = Family {
     names: ["decoder_layers", "d_model", "decoder_attention_heads"], usual_names: false,
     aliases: &[("hidden_size", "d_model")],
-    modules: &[at(MODEL, "decoder.layers.{}.self_attn", WeightLayout::Opt)], mask: Mask::Causal, ..BART
+    modules: &[at(BASE, "decoder.layers.{}.self_attn", WeightLayout::Opt)], mask: Mask::Causal, ..BART
 };
 #[rustfmt::skip]
 const BART_CROSS: Family = Family {
-    modules: &[at(MODEL, "decoder.layers.{}.encoder_attn", WeightLayout::Opt)], mask: Mask::Encoder, ..BART_DECODER
+    modules: &[at(BASE, "decoder.layers.{}.encoder_attn", WeightLayout::Opt)], mask: Mask::Encoder, ..BART_DECODER
 };
 #[rustfmt::skip]
 const NLLB_CROSS: Family = Family {
-    modules: &[at(MODEL, "decoder.layers.{}.cross_attention", WeightLayout::Opt)], ..BART_CROSS
+    modules: &[at(BASE, "decoder.layers.{}.cross_attention", WeightLayout::Opt)], ..BART_CROSS
 };
 /// Its prompts are keys of its own.
 const NO_PROMPT: &[(&str, &str)] = &[("use_prompt", "false")];
@@ -115,7 +116,7 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     row!("plbart", BART [6, 768, 12], BART_DECODER and BART_CROSS [6, 768, 12], DROPOUT),
     row!("pop2piano", T5 [6, 512, 8], T5_DECODER and T5_CROSS [6, 512, 8], T5_DROPOUT),
     Family {
-        model_type: "pp_formulanet_text", sizes: [8, 512, 16], usual_names: false,
+        model_type: "pp_formulanet_text", sizes: [8, 512, 16],
         modules: &[at(PP_FORMULANET, "layers.{}.self_attn", WeightLayout::Opt)],
         cross: Some(&Family {
             model_type: "pp_formulanet_text", sizes: [8, 512, 16],

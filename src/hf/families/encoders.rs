@@ -1,6 +1,6 @@
 //! Encoders of text.
 
-use super::{DECODER, ENCODER, HEADS, HIDDEN, LAYERS, MODEL};
+use super::{DECODER, ENCODER, HEADS, HIDDEN, LAYERS, MODEL, QKV_PROJ, TEXT_MODEL, WQKV};
 use crate::hf::family::{Bias, BiasPlace, Family, Heads, Mask, ModuleNames, Rotary, at};
 use crate::hf::fields::Aliases;
 use crate::hf::rope::rope;
@@ -9,10 +9,7 @@ use crate::weights::{PackedNaming, QkvOrder};
 use crate::{RelativeBiasConfig, WeightLayout};
 
 const NOMIC: &[&str] = &["nomic_bert.", "bert.", ""];
-const TEXT_MODEL: &[&str] = &["text_model.", ""];
-const WQKV: WeightLayout = WeightLayout::Packed(PackedNaming::Wqkv, QkvOrder::ByPart);
 const WQKV_WO: WeightLayout = WeightLayout::Packed(PackedNaming::WqkvWo, QkvOrder::ByPart);
-const QKV_PROJ: WeightLayout = WeightLayout::Packed(PackedNaming::QkvProj, QkvOrder::ByPart);
 
 /// BERT's names below a prefix.
 const fn bert(prefixes: &'static [&'static str]) -> ModuleNames {
@@ -67,11 +64,7 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         dropout: ("attention_probs_dropout_prob", 0.0), ..BERT
     },
     BERT,
-    Family {
-        model_type: "bert-generation", sizes: [24, 1024, 16],
-        // Published checkpoints have no prefix.
-        modules: &[bert(&["bert.", ""])], ..BERT
-    },
+    Family { model_type: "bert-generation", sizes: [24, 1024, 16], ..BERT },
     Family { model_type: "bridgetower_text_model", ..BESIDE_IMAGES },
     Family { model_type: "camembert", ..ROBERTA },
     Family { model_type: "chinese_clip_text_model", ..BESIDE_IMAGES },

@@ -1,6 +1,6 @@
 //! Decoders of text whose names are their own, GPT-2's or OPT's.
 
-use super::{DECODER, HIDDEN, MODEL, layer_norm};
+use super::{DECODER, HIDDEN, MODEL, WQKV, layer_norm};
 use crate::hf::family::{Bias, Family, Heads, Mask, Rotary, at};
 use crate::hf::rope::rope;
 use crate::hf::rules::{falcon_key_heads, gpt_neo_window, mpt};
@@ -10,7 +10,6 @@ use crate::{AlibiConfig, QkNormKind, QkNormScope, RopeConfig, RopeStyle, WeightL
 const TRANSFORMER: &[&str] = &["transformer.", ""];
 const QUERY_KEY_VALUE: WeightLayout = WeightLayout::Packed(PackedNaming::QueryKeyValue, QkvOrder::ByHead);
 const C_ATTN: WeightLayout = WeightLayout::Packed(PackedNaming::CAttn, QkvOrder::ByHead);
-const WQKV: WeightLayout = WeightLayout::Packed(PackedNaming::Wqkv, QkvOrder::ByPart);
 const CANARY: &[&str] = &["model.decoder.", "decoder.", ""];
 const MUSICGEN_PREFIXES: &[&str] = &["decoder.model.decoder.", "model.decoder.", "decoder.", ""];
 /// GPT-2's names of its sizes, with those of newer families as aliases.
@@ -55,7 +54,7 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         adjust: |_, _, cfg| Ok(cfg.with_alibi(AlibiConfig::Standard)), ..DECODER
     },
     Family {
-        model_type: "canary_decoder", sizes: [8, 1024, 8], heads: Heads::Grouped(None, None),
+        model_type: "canary_decoder", sizes: [8, 1024, 8],
         modules: &[at(CANARY, "layers.{}.self_attn", WeightLayout::Canonical)],
         bias: Bias::AllIf("attention_bias", true),
         cross: Some(&Family {

@@ -1,10 +1,11 @@
 //! Encoders of images, of sound, and of the texts beside them.
 
-use super::{ENCODER, HEADS, HIDDEN, LAYERS};
+use super::{ENCODER, HEADS, HIDDEN, LAYERS, TEXT_MODEL};
 use crate::WeightLayout;
 use crate::hf::family::{Bias, Family, Heads, Mask, ModuleNames, Rotary, at};
 use crate::hf::fields::Aliases;
 use crate::hf::rope::rope;
+use crate::hf::rules::softcapped;
 use crate::weights::{PackedNaming, QkvOrder};
 
 /// The images of a model of texts and images, by themselves, and below a model of text.
@@ -17,7 +18,6 @@ const IMAGES: &[&str] = &[
     "model.vision_model.",
     "model.vision_tower.vision_model.",
 ];
-const TEXTS: &[&str] = &["text_model.", ""];
 const QKV: WeightLayout = WeightLayout::Packed(PackedNaming::Qkv, QkvOrder::ByPart);
 const QKV_PROJECTION: WeightLayout = WeightLayout::Packed(PackedNaming::QkvProjection, QkvOrder::ByPart);
 
@@ -39,7 +39,7 @@ const CLIP_IMAGES: Family = Family {
 #[rustfmt::skip]
 const CLIP_TEXTS: Family = Family {
     model_type: "clip_text_model", sizes: [12, 512, 8],
-    modules: &[at(TEXTS, "encoder.layers.{}.self_attn", WeightLayout::Opt)], mask: Mask::Causal, ..ENCODER
+    modules: &[at(TEXT_MODEL, "encoder.layers.{}.self_attn", WeightLayout::Opt)], mask: Mask::Causal, ..ENCODER
 };
 #[rustfmt::skip]
 const SIGLIP_TEXTS: Family =
@@ -99,7 +99,7 @@ const fn wav2vec2(prefixes: &'static [&'static str]) -> ModuleNames {
 pub(in crate::hf) const ROWS: &[Family] = &[
     Family {
         model_type: "aimv2_text_model", sizes: [12, 768, 6],
-        modules: &[at(TEXTS, "encoder.layers.{}.attention", WeightLayout::Opt)],
+        modules: &[at(TEXT_MODEL, "encoder.layers.{}.attention", WeightLayout::Opt)],
         bias: Bias::AllIf("qkv_bias", false), ..CLIP_TEXTS
     },
     Family {
@@ -239,13 +239,9 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         modules: &[at(&[""], "layers.{}.attention", WeightLayout::Opt)], ..ENCODER
     },
     Family {
-        model_type: "videoprism_text_model", modules: &[at(TEXTS, "layers.{}.attention", WeightLayout::Canonical)],
+        model_type: "videoprism_text_model", modules: &[at(TEXT_MODEL, "layers.{}.attention", WeightLayout::Canonical)],
         dropout: ("attention_probs_dropout_prob", 0.0), bias: Bias::AllIf("qkv_bias", true), mask: Mask::Causal,
-        adjust: |fields, _, cfg| Ok(match fields.nullable("attn_logit_softcapping", Some(50.0))? {
-            Some(softcap) => cfg.with_softcap(softcap),
-            None => cfg,
-        }),
-        ..ENCODER
+        adjust: |fields, _, cfg| softcapped(fields, cfg), ..ENCODER
     },
     VIT,
     Family {

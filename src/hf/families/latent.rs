@@ -13,17 +13,16 @@ const DEEPSEEK_V2: Family = Family {
     modules: &[ModuleNames {
         parameter: Some("kv_a_proj_with_mqa.weight"), ..at(MODEL, "layers.{}.self_attn", WeightLayout::Canonical)
     }],
-    latent: Some(|fields| {
+    latent: Some(|fields, row| {
         fields.only("rope_interleave", true)?;
-        let sizes = LatentSizes { embed_dim: 4096, num_heads: 32, ..DEEPSEEK };
-        deepseek(fields, sizes, rope(10_000.0, 2048).interleaved())
+        deepseek(fields, row, DEEPSEEK, rope(10_000.0, 2048).interleaved())
     }),
     ..DECODER
 };
 #[rustfmt::skip]
 const DEEPSEEK_V3: Family = Family {
     model_type: "deepseek_v3", sizes: [61, 7168, 128],
-    latent: Some(|fields| deepseek_v3(fields, DEEPSEEK, 4096)),
+    latent: Some(|fields, row| deepseek_v3(fields, row, DEEPSEEK, 4096)),
     ..DEEPSEEK_V2
 };
 
@@ -32,25 +31,20 @@ const DEEPSEEK_V3: Family = Family {
 pub(in crate::hf) const ROWS: &[Family] = &[
     Family {
         model_type: "axk1", sizes: [61, 7168, 64],
-        latent: Some(|fields| deepseek_v3(fields, LatentSizes { num_heads: 64, ..DEEPSEEK }, 32_768)), ..DEEPSEEK_V3
+        latent: Some(|fields, row| deepseek_v3(fields, row, DEEPSEEK, 32_768)), ..DEEPSEEK_V3
     },
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     Family {
         model_type: "glm4_moe_lite", sizes: [47, 2048, 20],
-        latent: Some(|fields| {
-            let sizes = LatentSizes {
-                embed_dim: 2048, num_heads: 20, q_lora_rank: 768, nope_head_dim: 192, value_head_dim: 256,
-            };
-            deepseek_v3(fields, sizes, 202_752)
+        latent: Some(|fields, row| {
+            let sizes = LatentSizes { q_lora_rank: 768, nope_head_dim: 192, value_head_dim: 256 };
+            deepseek_v3(fields, row, sizes, 202_752)
         }),
         ..DEEPSEEK_V3
     },
     Family {
         model_type: "youtu", sizes: [32, 2048, 16],
-        latent: Some(|fields| {
-            deepseek_v3(fields, LatentSizes { embed_dim: 2048, num_heads: 16, ..DEEPSEEK }, 131_072)
-        }),
-        ..DEEPSEEK_V3
+        latent: Some(|fields, row| deepseek_v3(fields, row, DEEPSEEK, 131_072)), ..DEEPSEEK_V3
     },
 ];

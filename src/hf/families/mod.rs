@@ -9,6 +9,7 @@ mod images_and_sound;
 mod latent;
 
 use super::family::{Bias, BiasPlace, Family, Heads, Mask, Norm, Rotary, at};
+use crate::weights::{PackedNaming, QkvOrder};
 use crate::{QkNormKind, QkNormScope, WeightLayout};
 
 const LAYERS: &str = "num_hidden_layers";
@@ -21,6 +22,11 @@ pub(super) const DECODER_LAYERS: &str = "num_decoder_layers";
 
 /// The base model below a head, by itself, and beside images.
 const MODEL: &[&str] = &["model.", "", "model.language_model.", "language_model.model.", "model.text_model."];
+/// The text of a model of texts and images.
+const TEXT_MODEL: &[&str] = &["text_model.", ""];
+
+const QKV_PROJ: WeightLayout = WeightLayout::Packed(PackedNaming::QkvProj, QkvOrder::ByPart);
+const WQKV: WeightLayout = WeightLayout::Packed(PackedNaming::Wqkv, QkvOrder::ByPart);
 
 /// Every row.
 pub(super) fn families() -> impl Iterator<Item = &'static Family> {

@@ -146,8 +146,8 @@ impl MultiHeadLatentAttention {
         Ok(self)
     }
 
-    /// The same layer with what its variables hold now as plain packed weights, so that nothing is tracked for gradients: for
-    /// inference after training.
+    /// The same layer with what its variables hold now as plain packed weights, so that nothing is tracked for
+    /// gradients: for inference after training.
     ///
     /// # Errors
     /// If memory is short.

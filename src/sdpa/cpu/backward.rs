@@ -1,6 +1,6 @@
 //! The backward pass of the fused kernel.
 
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Tensor, WithDType};
+use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, WithDType};
 use half::{bf16, f16};
 
 use super::{Flash, Leaves, read};
@@ -8,45 +8,6 @@ use crate::rowwise::with_contiguous_rows;
 use crate::sdpa::OutputOrder;
 use candle_attention_kernels::Element;
 use candle_attention_kernels::flash::{self, BackwardProblem, Dims, Gradients, KvRows, Strided, Wanted};
-
-/// Attention whose q, k and v are tracked for gradients.
-pub(super) struct Differentiable(pub Flash);
-
-impl CustomOp3 for Differentiable {
-    fn name(&self) -> &'static str {
-        self.0.name()
-    }
-
-    fn cpu_fwd(
-        &self,
-        q: &CpuStorage,
-        q_layout: &Layout,
-        k: &CpuStorage,
-        k_layout: &Layout,
-        v: &CpuStorage,
-        v_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.0.cpu_fwd(q, q_layout, k, k_layout, v, v_layout)
-    }
-
-    fn bwd(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        context: &Tensor,
-        gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let results = Results { context, gradient, lse_gradient: None };
-        let wanted = Wanted { q: q.track_op(), k: k.track_op(), v: v.track_op(), ..Default::default() };
-        match q.dtype() {
-            DType::BF16 => self.0.gradients::<bf16>([q, k, v], &results, wanted),
-            DType::F16 => self.0.gradients::<f16>([q, k, v], &results, wanted),
-            _ => self.0.gradients::<f32>([q, k, v], &results, wanted),
-        }
-        .map(|gradients| (gradients.q, gradients.k, gradients.v))
-    }
-}
 
 /// The results of the forward pass that a loss was made of.
 struct Results<'a> {
@@ -68,6 +29,24 @@ struct TensorGradients {
 }
 
 impl Flash {
+    /// Of q, k and v, as far as they are tracked.
+    pub(super) fn operand_gradients(
+        &self,
+        operands: [&Tensor; 3],
+        context: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<[Option<Tensor>; 3]> {
+        let results = Results { context, gradient, lse_gradient: None };
+        let [q, k, v] = operands.map(Tensor::track_op);
+        let wanted = Wanted { q, k, v, ..Default::default() };
+        let gradients = match operands[0].dtype() {
+            DType::BF16 => self.gradients::<bf16>(operands, &results, wanted)?,
+            DType::F16 => self.gradients::<f16>(operands, &results, wanted)?,
+            _ => self.gradients::<f32>(operands, &results, wanted)?,
+        };
+        Ok([gradients.q, gradients.k, gradients.v])
+    }
+
     fn gradients<E: Element + WithDType>(
         &self,
         operands: [&Tensor; 3],
@@ -112,8 +91,8 @@ impl Flash {
     }
 }
 
-/// Attention that has more inputs than Candle's operations, or more results: they are joined in one flat tensor, and taken apart
-/// by Candle's own operations, which know the gradients of that.
+/// Attention that has more inputs than Candle's operations, or more results: they are joined in one flat tensor, and
+/// taken apart by Candle's own operations, which know the gradients of that.
 pub(super) struct JoinedFlash {
     flash: Flash,
     /// Of biases, slopes and sinks.
@@ -122,12 +101,7 @@ pub(super) struct JoinedFlash {
 
 impl JoinedFlash {
     /// The context as it lies in memory, and the log-sum-exp if it is wanted.
-    pub fn attend(
-        operands: [&Tensor; 3],
-        leaves: &Leaves,
-        mut flash: Flash,
-        wants_lse: bool,
-    ) -> Result<(Tensor, Option<Tensor>)> {
+    pub fn attend(operands: [&Tensor; 3], leaves: &Leaves, flash: Flash) -> Result<(Tensor, Option<Tensor>)> {
         let join = |tensors: &[&Tensor]| -> Result<Tensor> {
             let flat: Vec<_> = tensors.iter().map(|tensor| tensor.flatten_all()).collect::<Result<_>>()?;
             Tensor::cat(&flat, 0)
@@ -144,8 +118,7 @@ impl JoinedFlash {
             true => join(&leaves.tracked().collect::<Vec<_>>())?,
             false => Tensor::zeros(1, DType::F32, operands[0].device())?,
         };
-        flash.lse = wants_lse.then(std::sync::OnceLock::new);
-        let (shape, Dims { b, h, t_q, .. }) = (flash.context_shape(), flash.dims);
+        let (shape, wants_lse, Dims { b, h, t_q, .. }) = (flash.context_shape(), flash.lse.is_some(), flash.dims);
         let results = join(&operands)?.apply_op2(&leaves, Self { flash, wanted })?;
         let count = shape.elem_count();
         let context = results.narrow(0, 0, count)?.reshape(shape)?.to_dtype(operands[0].dtype())?;
@@ -172,10 +145,8 @@ impl JoinedFlash {
         let context = self.flash.attend(q, [k.into(), v.into()])?;
         match self.flash.lse.as_ref().and_then(|lse| lse.get()) {
             Some(lse) => {
-                let context = Tensor::from_vec(context, self.flash.context_shape(), &candle_core::Device::Cpu)?;
-                let mut results = context.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
-                results.extend_from_slice(lse);
-                Ok(CpuStorage::F32(results))
+                let context = context.iter().map(|x| x.to_f64() as f32);
+                Ok(CpuStorage::F32(context.chain(lse.iter().copied()).collect()))
             }
             None => Ok(E::to_cpu_storage_owned(context)),
         }

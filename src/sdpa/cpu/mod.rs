@@ -8,13 +8,13 @@ use std::sync::OnceLock;
 use candle_core::{CpuStorage, CustomOp3, DType, Error, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
 
 use super::OutputOrder;
-use super::reference;
 use super::rows::RowRanges;
 use super::validate::{self, Call};
+use super::{plan, reference};
 use crate::executor::executor;
 use crate::rowwise::with_contiguous_rows;
 use crate::size::fits_in_memory;
-use backward::{Differentiable, JoinedFlash};
+use backward::JoinedFlash;
 use candle_attention_kernels::flash::{
     self, Alibi, Dims, Dropout, DropoutMask, KvRows, Problem, ScoreOptions, SoftmaxStats, Strided,
 };
@@ -41,22 +41,22 @@ fn run(call: &Call, tier: Tier, wants_lse: bool) -> Result<(Tensor, Option<Tenso
     }
     let (q, k, v) = (with_contiguous_rows(&call.q)?, with_contiguous_rows(&call.k)?, with_contiguous_rows(&call.v)?);
     let leaves = Leaves::new(call)?;
-    let is_tracked = leaves.are_tracked() || [&q, &k, &v].iter().any(|tensor| tensor.track_op());
+    let is_tracked = plan::tracks_gradients(call);
     if is_tracked && call.dims.is_empty() {
         // Candle has no views of nothing to take gradients apart with.
         let attended = reference::attend(call)?;
         return Ok((attended.context, wants_lse.then_some(attended.lse)));
     }
-    let flash = Flash::new(call, tier, &leaves, is_tracked)?;
+    let lse = wants_lse.then(OnceLock::new);
+    let flash = Flash { lse, ..Flash::new(call, tier, &leaves, is_tracked)? };
     let (context, lse) = if !is_tracked {
-        let flash = Flash { lse: wants_lse.then(OnceLock::new), ..flash };
         let context = q.apply_op3_no_bwd(&k, &v, &flash)?;
         let lse = flash.lse.and_then(OnceLock::into_inner);
         (context, lse.map(|lse| Tensor::from_vec(lse, (b, h, t_q), call.q.device())).transpose()?)
     } else if wants_lse || leaves.are_tracked() {
-        JoinedFlash::attend([&q, &k, &v], &leaves, flash, wants_lse)?
+        JoinedFlash::attend([&q, &k, &v], &leaves, flash)?
     } else {
-        (q.apply_op3(&k, &v, Differentiable(flash))?, None)
+        (q.apply_op3(&k, &v, flash)?, None)
     };
     match call.output_order {
         OutputOrder::Bhtd => Ok((context, lse)),
@@ -286,6 +286,17 @@ impl CustomOp3 for Flash {
             _ => return Err(self.error("the fused CPU kernel takes F32, BF16 or F16")),
         };
         Ok((context, self.context_shape()))
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        context: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        Ok(self.operand_gradients([q, k, v], context, gradient)?.into())
     }
 }
 

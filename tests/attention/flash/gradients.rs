@@ -161,7 +161,8 @@ fn gradients_of_several_uses_add_up() -> Result<()> {
     Ok(())
 }
 
-/// NaN and infinities in keys and values that no query sees, and in queries that see none and in what their contexts get.
+/// NaN and infinities in keys and values that no query sees, and in queries that see none and in what their contexts
+/// get.
 #[test]
 fn what_is_hidden_is_silent() -> Result<()> {
     let (t_q, t_kv, d) = (70, 300, 16);

@@ -152,9 +152,9 @@ fn merged_parts_have_pytorchs_gradients_of_the_whole() -> Result<()> {
     Ok(())
 }
 
-/// What each gradient in bf16 errs by, root mean square, beyond the rounding of the result that nothing escapes: at most
-/// half of what PyTorch's errs by for keys and values, whose error grows with the length there. For queries a tier that
-/// multiplies in bf16 errs as PyTorch does, and the others by half of it.
+/// What each gradient in bf16 errs by, root mean square, beyond the rounding of the result that nothing escapes: at
+/// most half of what PyTorch's errs by for keys and values, whose error grows with the length there. For queries a tier
+/// that multiplies in bf16 errs as PyTorch does, and the others by half of it.
 #[test]
 fn bf16_gradients_err_less_than_pytorchs() -> Result<()> {
     let numbers = Numbers::load()?;

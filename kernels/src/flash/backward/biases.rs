@@ -57,8 +57,8 @@ impl BiasGradients<'_> {
     /// Adds the gradients of a tile's scores (keys, panel).
     ///
     /// # Safety
-    /// The processor has the tier of K; `gradients` is valid for what `scores` is; no other thread uses the entries of the
-    /// tile's rows.
+    /// The processor has the tier of K; `gradients` is valid for what `scores` is; no other thread uses the entries of
+    /// the tile's rows.
     #[inline(always)]
     pub unsafe fn add<K: Kernel>(&self, scores: &TileScores, gradients: *const f32) {
         // SAFETY: as this method's contract.

@@ -13,8 +13,8 @@ pub(super) struct TileColumns {
     pub delta: [f32; MAX_COLUMNS],
 }
 
-/// The products of one tile with some keys and of its gradients with their values (keys, panel), which become weights and the
-/// gradients of the products. Does not depend on the elements that they were made of.
+/// The products of one tile with some keys and of its gradients with their values (keys, panel), which become weights
+/// and the gradients of the products. Does not depend on the elements that they were made of.
 pub(super) struct TileGradient<'a> {
     /// Weights replace them.
     pub scores: TileScores<'a>,
@@ -40,19 +40,10 @@ impl SimdTask for TileGradient<'_> {
         let softcap = scores.inputs.options.softcap;
         // What comes between the score and its product takes its own gradient first.
         let is_plain = softcap.is_none() && self.biases.is_none();
-        // SAFETY: the processor has the tier of K; the pointers are valid for a panel of the sizes that the fields name.
+        // SAFETY: the processor has the tier of K; the pointers are valid for a panel of the sizes that the fields
+        // name.
         unsafe {
-            if scores.inputs.options.modify_scores() {
-                scores.cap::<K>();
-                if let Some(softcap) = softcap {
-                    self.derive_cap::<K>(softcap);
-                }
-                scores.add_biases::<K>();
-            }
-            if scores.is_masked {
-                scores.mask::<K>();
-            }
-            scores.draw_dropout::<K>();
+            scores.finish::<K>(Some(self.slopes));
             let factor = if is_plain { self.scale } else { 1.0 };
             for vector in 0..scores.tile.vectors {
                 match (scores.is_masked, scores.inputs.options.dropout.is_some()) {
@@ -76,29 +67,6 @@ impl SimdTask for TileGradient<'_> {
 }
 
 impl TileGradient<'_> {
-    /// `1 - tanh²` of capped scores.
-    ///
-    /// # Safety
-    /// As [`SimdTask::run`].
-    #[inline(always)]
-    unsafe fn derive_cap<K: Kernel>(&self, softcap: f32) {
-        // SAFETY: as this method's contract.
-        unsafe {
-            let (one, shrink) = (K::Vector::splat(1.0), K::Vector::splat(-1.0 / softcap));
-            for at in self.entries::<K>() {
-                let tanh = K::Vector::load(self.scores.scores.add(at)).mul(shrink);
-                one.sub(tanh.mul(tanh)).store(self.slopes.add(at));
-            }
-        }
-    }
-
-    /// The vectors of all keys.
-    fn entries<K: Kernel>(&self) -> impl Iterator<Item = usize> + use<K> {
-        let vectors = self.scores.tile.vectors;
-        (0..self.scores.keys)
-            .flat_map(move |key| (0..vectors).map(move |vector| key * K::PANEL + vector * K::Vector::LANES))
-    }
-
     /// The weights of one vector of columns, and the gradients of their scores times a factor.
     ///
     /// # Safety
@@ -146,7 +114,7 @@ impl TileGradient<'_> {
         // SAFETY: as this method's contract.
         unsafe {
             let scale = K::Vector::splat(self.scale);
-            for at in self.entries::<K>() {
+            for at in self.scores.entries::<K>() {
                 let mut gradient = K::Vector::load(self.products.add(at));
                 if is_capped {
                     let capped = gradient.mul(K::Vector::load(self.slopes.add(at)));
@@ -159,7 +127,8 @@ impl TileGradient<'_> {
         }
     }
 
-    /// Weights and gradients as the words that the kernel multiplies, and zeros where a product reads more than there is.
+    /// Weights and gradients as the words that the kernel multiplies, and zeros where a product reads more than there
+    /// is.
     ///
     /// # Safety
     /// As [`SimdTask::run`].

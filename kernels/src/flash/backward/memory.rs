@@ -4,8 +4,8 @@ use crate::cpu::{Kernel, Scratch, Vector};
 use crate::flash::heuristics::{PackedSizes, PackedWidth};
 use crate::flash::problem::{Dims, ScoreOptions};
 
-/// The columns of a matrix of rows, D or D_v wide, as panels of a product: as many vectors in each as in the others, since a
-/// panel of one vector keeps no product busy.
+/// The columns of a matrix of rows, D or D_v wide, as panels of a product: as many vectors in each as in the others,
+/// since a panel of one vector keeps no product busy.
 #[derive(Clone, Copy)]
 pub(super) struct ColumnPanels {
     pub width: usize,
@@ -66,10 +66,11 @@ impl BackwardSizes {
     }
 }
 
-/// Everything a thread needs for its tasks. Its size depends on D, D_v and the tier only.
+/// Everything a thread needs for its tasks. Its size is bounded by D, D_v and the tier, and does not grow with T.
 pub(super) struct BackwardMemory {
     pub sizes: BackwardSizes,
-    /// Of each block: keys (block, D), values (block, D_v), keys transposed, sums of the gradients of keys and of values.
+    /// Of each block: keys (block, D), values (block, D_v), keys transposed, sums of the gradients of keys and of
+    /// values.
     pub keys: Scratch,
     pub values: Scratch,
     pub key_columns: Scratch,
@@ -89,7 +90,8 @@ pub(super) struct BackwardMemory {
     pub slopes: Scratch,
     /// (block, panel), where weights are dropped.
     pub dropout: Scratch,
-    /// The weights and the gradients of scores in bf16, (block, panel / 2), and the latter in pairs of keys, (block / 2, panel).
+    /// The weights and the gradients of scores in bf16, (block, panel / 2), and the latter in pairs of keys,
+    /// (block / 2, panel).
     pub weight_halves: Scratch,
     pub gradient_halves: Scratch,
     pub gradient_pairs: Scratch,

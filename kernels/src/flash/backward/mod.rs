@@ -1,5 +1,6 @@
-//! The backward pass of attention (Dao, <https://arxiv.org/abs/2307.08691>): the gradients of everything that the forward pass
-//! reads, from its results. Scores are computed again a tile at a time, and are never in memory as a whole.
+//! The backward pass of attention (Dao, <https://arxiv.org/abs/2307.08691>): the gradients of everything that the
+//! forward pass reads, from its results. Scores are computed again a tile at a time, and are never in memory as a
+//! whole.
 
 mod biases;
 mod chain;
@@ -105,15 +106,15 @@ impl<E> BackwardCall<'_, E> {
     }
 }
 
-/// The gradients of a call of [`attend`](super::attend), on the executor or on the threads of the current rayon pool. The same to
-/// the bit for any number of threads, and whatever else is in the batch.
+/// The gradients of a call of [`attend`](super::attend), on the executor or on the threads of the current rayon pool.
+/// The same to the bit for any number of threads, and whatever else is in the batch.
 ///
-/// A query that sees no key has a gradient of zeros, and NaN and infinities in keys, values, queries and gradients reach only
-/// the pairs that see each other.
+/// A query that sees no key has a gradient of zeros, and NaN and infinities in keys, values, queries and gradients
+/// reach only the pairs that see each other.
 ///
 /// # Errors
-/// As [`attend`](super::attend); [`Error::Shape`] too for a bias of another shape and for gradients of biases, slopes or sinks
-/// that the call does not have.
+/// As [`attend`](super::attend); [`Error::Shape`] too for a bias of another shape and for gradients of biases, slopes
+/// or sinks that the call does not have.
 ///
 /// ```
 /// use candle_attention_kernels::Tier;
@@ -235,7 +236,8 @@ unsafe fn run_on<K: Kernel, E: Kernels>(backward: &BackwardCall<E>) {
         workers,
         || (),
         |(), index| {
-            // SAFETY: the processor has the tier of K, which includes that of its kernel for f32; each task has a sum of its own.
+            // SAFETY: the processor has the tier of K, which includes that of its kernel for f32; each task has a sum
+            // of its own.
             unsafe {
                 let sink = &mut *sink_sums.add(index);
                 K::F32::run_simd(Deltas { backward, b: index / dims.h, head: index % dims.h, sink });

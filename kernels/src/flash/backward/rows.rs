@@ -7,8 +7,8 @@ use crate::cpu::{Kernel, SharedPtr, SimdTask, Vector};
 use crate::element::{Kernels, load_first, store_first};
 use crate::flash::problem::Row;
 
-/// Of each query of one head: the sum of its context times the gradient of it, which is that of its weights times theirs. Clears
-/// the sums of the queries' gradients on the way, and sums the gradient of the head's sink.
+/// Of each query of one head: the sum of its context times the gradient of it, which is that of its weights times
+/// theirs. Clears the sums of the queries' gradients on the way, and sums the gradient of the head's sink.
 pub(super) struct Deltas<'a, 'b, E> {
     pub backward: &'a BackwardCall<'b, E>,
     pub b: usize,

@@ -31,7 +31,8 @@ impl<'a, E: Kernels> KeyBlock<'a, E> {
     /// Packs block `index` of a task.
     ///
     /// # Safety
-    /// The processor has the tier of K; `first` lies within the keys; the memory was made for the call and has the block.
+    /// The processor has the tier of K; `first` lies within the keys; the memory was made for the call and has the
+    /// block.
     #[inline(always)]
     pub unsafe fn new<K: Kernel>(
         backward: &'a BackwardCall<E>,
@@ -111,8 +112,8 @@ impl<E: Kernels> Step<'_, '_, E> {
     /// Adds to the sums of the block and of the tile.
     ///
     /// # Safety
-    /// The processor has the tier of K, whose tiles are configured; the memory holds the block and the tile; no other thread
-    /// uses what the biases share.
+    /// The processor has the tier of K, whose tiles are configured; the memory holds the block and the tile; no other
+    /// thread uses what the biases share.
     #[inline(always)]
     pub unsafe fn run<K: Kernel>(&self, memory: &mut BackwardMemory) {
         let &Self { backward, block, tile: packed, units, biases } = self;
@@ -189,8 +190,8 @@ impl<E: Kernels> Step<'_, '_, E> {
         }
     }
 
-    /// The same where something is not finite: zero times NaN is NaN, so that each pair that is seen is added by itself. Rare,
-    /// and slow.
+    /// The same where something is not finite: zero times NaN is NaN, so that each pair that is seen is added by
+    /// itself. Rare, and slow.
     ///
     /// # Safety
     /// As [`run`](Self::run), for weights and gradients that are there.
@@ -232,8 +233,8 @@ impl<E: Kernels> Step<'_, '_, E> {
     }
 }
 
-/// The product of a tile's weights with its gradients of contexts, over parts of both; or of the gradients of its scores with
-/// its queries. Keys are rows, queries the depth, D or D_v the columns.
+/// The product of a tile's weights with its gradients of contexts, over parts of both; or of the gradients of its
+/// scores with its queries. Keys are rows, queries the depth, D or D_v the columns.
 struct RowProduct<'a> {
     keys: OverKeys,
     panels: &'a ColumnPanels,

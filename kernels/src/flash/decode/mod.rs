@@ -52,8 +52,8 @@ pub(super) unsafe fn run<K: Kernel, E: Kernels, S: Stored>(call: &Call<E, S>) ->
         let kv = dims.kv_head(task / key_chunks);
         let seen = &SeenRows::new(&call.inputs, kv, first..dims.t_kv.min(first + KV_SPLIT));
         let (inputs, keys_values, queries) = (&call.inputs, &call.keys_values, scratch.queries.as_mut_ptr());
-        // SAFETY: the processor has the tier of K; the scratch was made for these sizes; the partial results are initialised,
-        // and each task writes one of its own.
+        // SAFETY: the processor has the tier of K; the scratch was made for these sizes; the partial results are
+        // initialised, and each task writes one of its own.
         unsafe {
             K::run_simd(WidenQueries { q: &call.q, inputs, rows: &seen.rows[..seen.padded], queries });
             let partial = slots.slice(task * words, words);

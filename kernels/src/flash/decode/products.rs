@@ -7,8 +7,8 @@ use crate::element::{Stored, load_first, store_first};
 use crate::flash::pack::prefetch_row;
 use crate::flash::problem::{KeysValues, KvHead, Row, ScoreInputs, StoredRows};
 
-/// Keys whose rows are read by all groups of queries, and whose values for all of D_v, before the next ones: they stay in the
-/// first cache meanwhile.
+/// Keys whose rows are read by all groups of queries, and whose values for all of D_v, before the next ones: they stay
+/// in the first cache meanwhile.
 pub(super) const KEY_BLOCK: usize = 32;
 
 /// R query rows of one key head, and some of the keys of one part.
@@ -24,8 +24,8 @@ impl<S: Stored, const R: usize> RowProducts<'_, '_, S, R> {
     /// Scores (keys, R), as many keys at a time as fill a vector with their products.
     ///
     /// # Safety
-    /// The processor has the tier of V; `queries` is valid for R rows of D, with zeros up to whole vectors, and `scores` for R
-    /// scores of each key, rounded up to a vector.
+    /// The processor has the tier of V; `queries` is valid for R rows of D, with zeros up to whole vectors, and
+    /// `scores` for R scores of each key, rounded up to a vector.
     #[inline(always)]
     pub unsafe fn scores<V: Vector>(&self, queries: *const f32, scores: *mut f32) {
         let (rows, keys, [d, _], lanes) = (&self.keys_values.k, &self.keys, self.widths, V::LANES);
