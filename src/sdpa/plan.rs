@@ -76,7 +76,7 @@ impl SdpaOptions {
         self
     }
 
-    /// Drops the weights that Philox 4×32-10 names for this seed, on every path and with any number of threads: word
+    /// Drops the weights that Philox 4×32-7 names for this seed, on every path and with any number of threads: word
     /// `j % 4` of key `seed` and counter `(j / 4, i, h, b)` is of key j and query i of head h in sequence b (of packed
     /// sequences, both counted through all of them, and b is 0). Without a seed, each call draws one.
     pub fn with_dropout_philox_seed(mut self, seed: u64) -> Self {
