@@ -18,6 +18,7 @@ pub mod cpu {
     pub use candle_attention_kernels::{Tier, TierError};
 }
 mod executor;
+mod gate;
 pub mod gguf;
 #[cfg(any(doc, doctest))]
 pub mod guide;
@@ -42,6 +43,7 @@ pub mod weights;
 pub use additive::{AdditiveAttention, AdditiveAttentionConfig, AdditiveInput};
 pub use cache::{AttentionCache, AttentionCacheConfig};
 pub use config::MultiHeadAttentionConfig;
+pub use gate::{GateActivation, GatePlace, GateScope, OutputGate};
 pub use init::TorchSeed;
 pub use layer::{
     AttentionInput, MultiHeadAttention, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, ProjectedMemory,
@@ -50,7 +52,8 @@ pub use linear::{PackedGatedLinear, PackedLinear, packed_linear, packed_linear_b
 pub use mask::{AttentionMask, EmptyRows, KvRanges, ValidLens};
 pub use norm::{QkNorm, QkNormKind, QkNormScope};
 pub use position::{
-    AlibiConfig, RelativeBias, RelativeBiasConfig, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, alibi_slopes,
+    AlibiConfig, QueryScaling, RelativeBias, RelativeBiasConfig, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding,
+    alibi_slopes,
 };
 pub use projection::{ProjectionModule, ProjectionModules, ProjectionPlace};
 pub use sdpa::{

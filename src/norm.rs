@@ -10,6 +10,7 @@ use crate::linear::frozen;
 use crate::rowwise::{Element, map_heads, with_contiguous_rows};
 use crate::sdpa::accumulation_dtype;
 use crate::shard::Share;
+use crate::size::fits_in_memory;
 use crate::weights::Source;
 
 /// Sums are kept in this many lanes, so that the compiler vectorises them.
@@ -24,6 +25,8 @@ pub enum QkNormKind {
     Rms,
     /// Root mean square, times 1 + weight (Gemma 3).
     RmsPlusOne,
+    /// Root mean square alone, without a weight (Llama 4).
+    RmsNoWeight,
     /// Mean and variance, a weight and a bias.
     Layer,
     /// Mean and variance, a weight and no bias (Cohere, StableLM).
@@ -103,7 +106,7 @@ impl QkNorms {
 
     /// Those of a share of the query heads and a share of the key heads. Norms of whole projections have none.
     pub(crate) fn shard(self, queries: Share, keys: Share) -> Result<Self> {
-        if self.scope != QkNormScope::PerHeadWeights {
+        if self.scope != QkNormScope::PerHeadWeights || self.q.kind == QkNormKind::RmsNoWeight {
             return Ok(self);
         }
         Ok(Self { scope: self.scope, q: self.q.shard(queries)?, k: self.k.shard(keys)? })
@@ -117,7 +120,8 @@ impl QkNorms {
     /// The parameters under the crate's own names.
     pub(crate) fn parameters(&self) -> Result<Vec<(String, Tensor)>> {
         let mut parameters = Vec::new();
-        for (name, norm) in [(OF_QUERIES[0], &self.q), (OF_KEYS[0], &self.k)] {
+        let named = [(OF_QUERIES[0], &self.q), (OF_KEYS[0], &self.k)];
+        for (name, norm) in named.into_iter().filter(|(_, norm)| norm.kind != QkNormKind::RmsNoWeight) {
             parameters.push((format!("{name}.weight"), norm.weight.tensor()?));
             if let Some(bias) = &norm.bias {
                 parameters.push((format!("{name}.bias"), bias.tensor()?));
@@ -164,7 +168,20 @@ impl Norm {
         Self::load(norm, [name; 3], 1, size, source)
     }
 
+    /// The root mean square of rows of one width, without a parameter.
+    pub(crate) fn without_weight(eps: f64, size: usize, source: &Source) -> Result<Self> {
+        if !fits_in_memory(&[size]) {
+            return source.fail(format!("a norm of {size} entries is too large to address"));
+        }
+        let weight = Parameter(vec![Tensor::ones(size, source.dtype(), source.device())?]);
+        Self { kind: QkNormKind::RmsNoWeight, eps, weight, bias: None, rows: None }.prepared()
+    }
+
     fn load(norm: QkNorm, names: [&str; 3], heads: usize, d: usize, source: &Source) -> Result<Self> {
+        if norm.kind == QkNormKind::RmsNoWeight {
+            let width = if norm.scope == QkNormScope::Projection { heads * d } else { d };
+            return Self::without_weight(norm.eps, width, source);
+        }
         let has = |name: &&str| source.has(&format!("{name}.weight")) || source.has(&first_of_list(name));
         let name = names.into_iter().find(has).unwrap_or(names[0]);
         let initial = Init::Const(if norm.kind == QkNormKind::RmsPlusOne { 0.0 } else { 1.0 });
@@ -236,7 +253,7 @@ impl Norm {
         let (weight, eps) = (self.weight.tensor()?, self.eps as f32);
         match (self.kind, &self.bias) {
             _ if weight.rank() > 1 => self.differentiable(xs),
-            (QkNormKind::Rms, _) => ops::rms_norm(&xs.contiguous()?, &weight, eps),
+            (QkNormKind::Rms | QkNormKind::RmsNoWeight, _) => ops::rms_norm(&xs.contiguous()?, &weight, eps),
             (QkNormKind::Layer, Some(bias)) => ops::layer_norm(&xs.contiguous()?, &weight, &bias.tensor()?, eps),
             _ => self.differentiable(xs),
         }

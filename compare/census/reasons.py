@@ -30,7 +30,6 @@ FEATURES = [
         "rotary positions of an image, on two axes",
     ),
     (r"gate_proj|gate_score|sigmoid|output_gate|g_proj|gqkv", "an output gate"),
-    (r"attn_temperature|floor_scale|llama_4_attn_scale|llama_4_scaling", "a scale of queries by position"),
     (r"attn_sub_norm|inner_attn_ln|ln_attn", "a norm before the output projection"),
     (r"Conv1d|Conv2d|conv1d|conv2d|convolution", "convolutions beside or inside of the projections"),
     (r"sampling_offsets|grid_sample", "keys sampled at learned places"),

@@ -9,6 +9,21 @@ CONFIGS = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
     "gptj": {"rotary_dim": 4},
     "helium": {"head_dim": 8},
+    "laguna": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_attention_heads_per_layer": [6, 4],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "llama4_text": {"floor_scale": 4, "no_rope_layers": [1, 0]},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 4,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
     "instructblip_qformer": {"encoder_hidden_size": 36},
     "instructblipvideo_qformer": {"encoder_hidden_size": 36},
     "blip_2_qformer": {"encoder_hidden_size": 36},

@@ -113,9 +113,9 @@ FLAGS = (
     r"attention_bias|qkv_bias|qv_bias|use_bias|bias|no_bias|enable_bias|use_qkv_bias|attention_out_bias|is_decoder|causal"
     r"|use_qk_norm|qk_layernorm|scale_attn_weights|scale_attn_by_inverse_layer_idx|reorder_and_upcast_attn|multi_query"
     r"|rope_interleave|alibi|new_decoder_architecture|parallel_attn|use_bidirectional_attention|use_sliding_window"
-    r"|use_prompt|pre_norm|do_stable_layer_norm|use_task_id|is_encoder"
+    r"|use_prompt|use_attention_gate|pre_norm|do_stable_layer_norm|use_task_id|is_encoder"
 )
-NUMBERS = {"clip_qkv": 0.7, "attn_logit_softcapping": 5.0, "attention_multiplier": 0.4, "max_window_layers": 1}
+NUMBERS = {"gating": "per-element", "clip_qkv": 0.7, "attn_logit_softcapping": 5.0, "attention_multiplier": 0.4, "max_window_layers": 1}
 
 
 def options(config_class):

@@ -361,6 +361,16 @@ impl NewTokens {
         self.tokens.iter().all(|tokens| *tokens == (0..self.t))
     }
 
+    /// Rows (B, T, width), with zeros in the place of padding, which may hold anything.
+    pub fn without_padding(&self, xs: Tensor) -> Result<Tensor> {
+        if self.all_valid() {
+            return Ok(xs);
+        }
+        let is_token = self.tokens.iter().flat_map(|tokens| (0..self.t).map(|i| u8::from(tokens.contains(&i))));
+        let is_token = Tensor::from_vec(is_token.collect(), (self.tokens.len(), self.t, 1), xs.device())?;
+        is_token.broadcast_as(xs.shape())?.where_cond(&xs, &xs.zeros_like()?)
+    }
+
     /// The position of each of the T in its sequence. Padding gets that of the nearest token, so that it makes no
     /// sequence longer.
     pub fn positions(&self) -> Result<Positions> {

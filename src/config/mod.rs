@@ -5,7 +5,7 @@ mod options;
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::{AlibiConfig, QkNorm, QkNormScope, RelativeBiasConfig, RopeConfig};
+use crate::{AlibiConfig, OutputGate, QkNorm, QkNormScope, QueryScaling, RelativeBiasConfig, RopeConfig};
 
 /// The shape and options of a [`MultiHeadAttention`](crate::MultiHeadAttention): everything that belongs to the
 /// architecture. What belongs to the data (lengths, padding, bias) is given at the call.
@@ -48,6 +48,7 @@ pub struct MultiHeadAttentionConfig {
     context_length: Option<usize>,
     window: Option<usize>,
     band: Option<(usize, usize)>,
+    chunk: Option<usize>,
     clip_qkv: Option<f64>,
     softcap: Option<f64>,
     scale: Option<f64>,
@@ -57,8 +58,11 @@ pub struct MultiHeadAttentionConfig {
     rope: Option<RopeConfig>,
     #[serde(default)]
     norm_after_rope: bool,
+    value_norm: Option<f64>,
+    query_scaling: Option<QueryScaling>,
     alibi: Option<AlibiConfig>,
     relative_bias: Option<RelativeBiasConfig>,
+    output_gate: Option<OutputGate>,
     #[serde(default)]
     dropout: f64,
 }
@@ -90,6 +94,7 @@ impl MultiHeadAttentionConfig {
             context_length: None,
             window: None,
             band: None,
+            chunk: None,
             clip_qkv: None,
             softcap: None,
             scale: None,
@@ -97,8 +102,11 @@ impl MultiHeadAttentionConfig {
             qk_norm: None,
             rope: None,
             norm_after_rope: false,
+            value_norm: None,
+            query_scaling: None,
             alibi: None,
             relative_bias: None,
+            output_gate: None,
             dropout: 0.0,
         }
     }
@@ -121,6 +129,7 @@ impl MultiHeadAttentionConfig {
             ("value_size", self.value_size),
             ("context_length", self.context_length),
             ("window", self.window),
+            ("chunk", self.chunk),
         ];
         for (name, size) in sizes {
             match size {
@@ -171,6 +180,12 @@ impl MultiHeadAttentionConfig {
         if let Some(norm) = self.qk_norm.filter(|norm| !((norm.eps as f32).is_finite() && norm.eps >= 0.0)) {
             bail!("[multi_head_attention] qk_norm has eps {}, expected a finite number of zero or more", norm.eps)
         }
+        if let Some(eps) = self.value_norm.filter(|eps| !((*eps as f32).is_finite() && *eps >= 0.0)) {
+            bail!("[multi_head_attention] value_norm is {eps}, expected a finite number of zero or more")
+        }
+        if let Some(scaling) = &self.query_scaling {
+            scaling.validate()?;
+        }
         if let Some(rope) = &self.rope {
             rope.validate(self.head_dim())?;
         }
@@ -193,6 +208,7 @@ impl MultiHeadAttentionConfig {
         };
         let others = [
             ("qk_norm", self.qk_norm.is_some(), format!("no norm is defined for {key}")),
+            ("value_norm", self.value_norm.is_some(), format!("no norm is defined for {key}")),
             ("rope", self.rope.is_some(), format!("{key} has no position")),
             ("alibi", self.alibi.is_some(), format!("{key} has no position")),
             ("relative_bias", self.relative_bias.is_some(), format!("{key} has no position")),

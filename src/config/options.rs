@@ -1,7 +1,7 @@
 //! Builders and readers of a config.
 
 use super::MultiHeadAttentionConfig;
-use crate::{AlibiConfig, QkNorm, RelativeBiasConfig, RopeConfig};
+use crate::{AlibiConfig, OutputGate, QkNorm, QueryScaling, RelativeBiasConfig, RopeConfig};
 
 /// Builders: each takes the config and gives it back with one thing changed.
 impl MultiHeadAttentionConfig {
@@ -110,6 +110,12 @@ impl MultiHeadAttentionConfig {
         Self { band: Some((left, right)), ..self }
     }
 
+    /// A query sees keys of its own chunk of so many positions only, see
+    /// [`AttentionMask::with_chunk`](crate::AttentionMask::with_chunk) (Llama 4).
+    pub fn with_chunk(self, chunk: usize) -> Self {
+        Self { chunk: Some(chunk), ..self }
+    }
+
     /// Bounds queries, keys and values to ±`clip_qkv` as they leave their projections, norms of whole projections
     /// included (MPT, OLMo).
     pub fn with_clip_qkv(self, clip_qkv: f64) -> Self {
@@ -146,6 +152,16 @@ impl MultiHeadAttentionConfig {
         Self { norm_after_rope, ..self }
     }
 
+    /// Normalises each value head by its root mean square, without a weight (Gemma 4); this is the epsilon.
+    pub fn with_value_norm(self, eps: f64) -> Self {
+        Self { value_norm: Some(eps), ..self }
+    }
+
+    /// Multiplies queries by a factor that grows with their positions, after norms and rotation (Llama 4, Ministral 3).
+    pub fn with_query_scaling(self, query_scaling: QueryScaling) -> Self {
+        Self { query_scaling: Some(query_scaling), ..self }
+    }
+
     /// Adds ALiBi's biases to the scores.
     pub fn with_alibi(self, alibi: AlibiConfig) -> Self {
         Self { alibi: Some(alibi), ..self }
@@ -155,6 +171,11 @@ impl MultiHeadAttentionConfig {
     /// [the one](crate::MultiHeadAttention::with_relative_bias).
     pub fn with_relative_bias(self, relative_bias: RelativeBiasConfig) -> Self {
         Self { relative_bias: Some(relative_bias), ..self }
+    }
+
+    /// Multiplies the context by a gate before the output projection (Qwen3-Next, AFMoE).
+    pub fn with_output_gate(self, output_gate: OutputGate) -> Self {
+        Self { output_gate: Some(output_gate), ..self }
     }
 
     /// The probability with which a weight is dropped in training.
@@ -260,6 +281,11 @@ impl MultiHeadAttentionConfig {
         self.band
     }
 
+    /// The number of positions of a chunk, beyond which no query sees.
+    pub fn chunk(&self) -> Option<usize> {
+        self.chunk
+    }
+
     /// The bound of queries, keys and values.
     pub fn clip_qkv(&self) -> Option<f64> {
         self.clip_qkv
@@ -300,6 +326,16 @@ impl MultiHeadAttentionConfig {
         self.norm_after_rope
     }
 
+    /// The epsilon of the norm of values.
+    pub fn value_norm(&self) -> Option<f64> {
+        self.value_norm
+    }
+
+    /// The factor on queries by their positions.
+    pub fn query_scaling(&self) -> Option<QueryScaling> {
+        self.query_scaling
+    }
+
     /// ALiBi's biases of the scores.
     pub fn alibi(&self) -> Option<&AlibiConfig> {
         self.alibi.as_ref()
@@ -308,6 +344,11 @@ impl MultiHeadAttentionConfig {
     /// T5's biases of relative positions.
     pub fn relative_bias(&self) -> Option<&RelativeBiasConfig> {
         self.relative_bias.as_ref()
+    }
+
+    /// The gate of the context.
+    pub fn output_gate(&self) -> Option<OutputGate> {
+        self.output_gate
     }
 
     /// The probability with which a weight is dropped in training.

@@ -91,7 +91,7 @@ pub fn load_attention<R: Read + Seek>(
     let cfg = file.with_rope_factors(&metadata, layer_config(&metadata, layer)?)?;
     cfg.validate()?;
 
-    let [q, k, v, o] = projection_shapes(&cfg);
+    let [q, k, v, o, _] = projection_shapes(&cfg);
     let at = |name: &str| format!("blk.{layer}.{name}");
     let biases = cfg.qkv_bias();
     let parts = [(q.0, biases[0]), (k.0, biases[1]), (v.0, biases[2])];

@@ -6,7 +6,10 @@ use serde_json::{Value, json};
 use super::families::{HEADS, HIDDEN};
 use super::fields::Fields;
 use super::rope::{Rope, rope};
-use crate::{AlibiConfig, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig, RopeScaling};
+use crate::{
+    AlibiConfig, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig, QkNorm, QkNormKind, QkNormScope,
+    QueryScaling, RopeScaling,
+};
 
 /// The window of a layer that has one by `layer_types`, or else by the family's own rule.
 pub(super) fn sliding(fields: &Fields, layer: usize, otherwise: bool, default: Option<usize>) -> Result<Option<usize>> {
@@ -34,6 +37,81 @@ fn is_sliding(fields: &Fields, layer: usize, otherwise: bool) -> Result<bool> {
 pub(super) fn all_but_each(fields: &Fields, layer: usize, n: usize) -> Result<Option<usize>> {
     let n = fields.get_or("sliding_window_pattern", n)?;
     sliding(fields, layer, !(layer + 1).is_multiple_of(n), Some(4096))
+}
+
+/// Every n-th layer has softmax attention over all keys, the others are recurrences.
+pub(super) fn softmax_each(fields: &Fields, layer: usize, n: usize) -> Result<Option<usize>> {
+    let n = fields.get_or("full_attention_interval", n)?;
+    if fields.get("layer_types").is_none() && !(layer + 1).is_multiple_of(n) {
+        return fields.fail(format!("layer {layer} has linear_attention, expected softmax attention"));
+    }
+    sliding(fields, layer, false, None)
+}
+
+/// Layers with positions have norms after them and see a chunk of keys; those without scale their queries.
+pub(super) fn llama4(fields: &Fields, layer: usize, cfg: MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig> {
+    let rotates = cfg.rope().is_some();
+    let is_chunked = match fields.of_layer("layer_types", layer)? {
+        None => rotates,
+        Some(kind) if kind == "chunked_attention" => true,
+        Some(kind) if kind == "full_attention" => false,
+        Some(kind) => {
+            return fields.fail(format!(
+                "layer_types has {kind} for layer {layer}, expected \"chunked_attention\" or \"full_attention\""
+            ));
+        }
+    };
+    let cfg = match (is_chunked, fields.nullable("attention_chunk_size", Some(8192))?) {
+        (true, Some(chunk)) => cfg.with_chunk(chunk),
+        (true, None) => return fields.fail("a layer has chunked_attention, but attention_chunk_size is not given"),
+        (false, _) => cfg,
+    };
+    if rotates && fields.flag("use_qk_norm", true)? {
+        let eps = fields.get_or("rms_norm_eps", 1e-5)?;
+        let norm = QkNorm { kind: QkNormKind::RmsNoWeight, scope: QkNormScope::PerHead, eps };
+        return Ok(cfg.with_qk_norm(norm).with_norm_after_rope(true));
+    }
+    if rotates || !fields.flag("attn_temperature_tuning", true)? {
+        return Ok(cfg);
+    }
+    let (beta, interval) = (fields.get_or("attn_scale", 0.1)?, fields.get_or("floor_scale", 8192)?);
+    Ok(cfg.with_query_scaling(QueryScaling { beta, interval, first: 1 }))
+}
+
+/// The scaling of a config that gives none.
+pub(super) fn ministral3_scaling(_: &Fields) -> Result<RopeScaling> {
+    Ok(RopeScaling::Yarn {
+        factor: 16.0,
+        original_context: 16_384,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        attention_factor: None,
+        mscale: Some(1.0),
+        mscale_all_dim: Some(1.0),
+        truncate: true,
+    })
+}
+
+/// `llama_4_scaling_beta` beside the parameters of rotary positions.
+pub(super) fn query_scaling(
+    fields: &Fields,
+    _: usize,
+    cfg: MultiHeadAttentionConfig,
+) -> Result<MultiHeadAttentionConfig> {
+    let parameters = match fields.object("rope_parameters")? {
+        None => fields.object("rope_scaling")?,
+        parameters => parameters,
+    };
+    let Some(parameters) = parameters else {
+        return Ok(cfg.with_query_scaling(QueryScaling { beta: 0.1, interval: 16_384, first: 0 }));
+    };
+    Ok(match parameters.optional("llama_4_scaling_beta")? {
+        Some(beta) => {
+            let interval = parameters.required("original_max_position_embeddings")?;
+            cfg.with_query_scaling(QueryScaling { beta, interval, first: 0 })
+        }
+        None => cfg,
+    })
 }
 
 /// Layers from `max_window_layers` on have a window, if windows are used at all: many configurations that give a

@@ -20,6 +20,8 @@ pub(super) struct AttentionCall<'a> {
     pub batched: bool,
     /// What is added to the output, (B, T_q, out_dim).
     pub residual: Option<Tensor>,
+    /// The projection of the gate of the context, (B, T_q, H·D_v) or (B, T_q, H).
+    pub gate: Option<Tensor>,
 }
 
 /// The keys and values of a call.

@@ -7,6 +7,7 @@ use super::{AttentionInput, MultiHeadAttention, OP, ProjectedMemory};
 use crate::cache::NewTokens;
 use crate::norm::Norm;
 use crate::position::{Alibi, Positions, Rotation};
+use crate::projection::Queries;
 use crate::sdpa::accumulation_dtype;
 use crate::size::is_addressable;
 use crate::{AttentionCache, AttentionMask, AttentionOutput, PackedSequences, Plan, SdpaOptions};
@@ -34,6 +35,18 @@ enum Keys<'a> {
         values: Tensor,
     },
     Memory(&'a ProjectedMemory),
+}
+
+/// Projected inputs as heads.
+struct Projected {
+    /// (B, H, T_q, D).
+    q: Tensor,
+    /// (B, H_kv, T_kv, D).
+    k: Tensor,
+    /// (B, H_kv, T_kv, D_v).
+    v: Tensor,
+    /// (B, T_q, H·D_v) or (B, T_q, H).
+    gate: Option<Tensor>,
 }
 
 /// The positions of a call's tokens.
@@ -107,7 +120,12 @@ impl MultiHeadAttention {
     pub(super) fn call<'a>(&self, mut input: AttentionInput<'a>) -> Result<AttentionCall<'a>> {
         let inputs = self.check(&input)?;
         let positions = self.positions(&input, &inputs)?;
-        let (q, k, v) = self.project(&inputs, positions.as_ref())?;
+        let Projected { q, k, v, gate } = self.project(&inputs, positions.as_ref())?;
+        // No context is computed for padding, and zero times what it holds is to be zero.
+        let gate = match (gate, &inputs.new_tokens) {
+            (Some(gate), Some(new_tokens)) => Some(new_tokens.without_padding(gate)?),
+            (gate, _) => gate,
+        };
         let mask = self.mask(&input, &inputs, positions.as_ref())?;
         let keys = match (input.cache.take(), inputs.new_tokens) {
             (Some(cache), Some(new_tokens)) => CallKeys::Cached(cache.stage(new_tokens, &k, &v)?),
@@ -117,7 +135,8 @@ impl MultiHeadAttention {
             },
         };
         let batched = input.queries.rank() == 3;
-        Ok(AttentionCall { q, keys, mask, options: self.options(&input), batched, residual: inputs.residual })
+        let options = self.options(&input);
+        Ok(AttentionCall { q, keys, mask, options, batched, residual: inputs.residual, gate })
     }
 
     fn check<'a>(&self, input: &AttentionInput<'a>) -> Result<Inputs<'a>> {
@@ -236,7 +255,7 @@ impl MultiHeadAttention {
             bail!("[multi_head_attention] key positions are given, but the keys are the queries")
         }
         let adds_bias = self.adds_bias();
-        if self.rotary.is_none() && !adds_bias {
+        if self.rotary.is_none() && self.config.query_scaling().is_none() && !adds_bias {
             return Ok(None);
         }
         let new_tokens = inputs.new_tokens.as_ref();
@@ -256,22 +275,30 @@ impl MultiHeadAttention {
         Ok(Some(CallPositions { queries, keys, cached }))
     }
 
-    /// q (B, H, T_q, D), k (B, H_kv, T_kv, D) and v (B, H_kv, T_kv, D_v), normalised and rotated.
-    fn project(&self, inputs: &Inputs, positions: Option<&CallPositions>) -> Result<(Tensor, Tensor, Tensor)> {
+    /// Queries, keys and values, normalised and rotated.
+    fn project(&self, inputs: &Inputs, positions: Option<&CallPositions>) -> Result<Projected> {
         let at = |positions: &Positions| self.rotary.as_ref().map(|rotary| rotary.at(positions));
         let at_queries = positions.and_then(|positions| at(&positions.queries));
         let at_keys = positions.and_then(|positions| positions.keys.as_ref()).and_then(at);
-        let (q, k, v) = match &inputs.keys {
+        let (Queries { q, gate }, (k, v)) = match &inputs.keys {
             Keys::Inputs { keys, values } => {
-                let [q, k, v] = self.projections.query_key_value(&inputs.queries, keys, values)?;
-                let (k, v) = self.key_value_heads(k, v, at_keys.as_ref().or(at_queries.as_ref()))?;
-                (q, k, v)
+                let (own, [k, v]) = self.projections.query_key_value(&inputs.queries, keys, values)?;
+                (own, self.key_value_heads(k, v, at_keys.as_ref().or(at_queries.as_ref()))?)
             }
-            Keys::Memory(memory) => (self.projections.query(&inputs.queries)?, memory.k.clone(), memory.v.clone()),
+            Keys::Memory(memory) => (self.projections.query(&inputs.queries)?, (memory.k.clone(), memory.v.clone())),
         };
         let norm = self.qk_norm.as_ref().map(|norms| &norms.q);
         let q = self.heads(self.normed_projection(q, norm)?, self.config.num_heads(), norm, at_queries.as_ref())?;
-        Ok((q, k, v))
+        let factors = match (self.config.query_scaling(), positions) {
+            (Some(scaling), Some(at)) => scaling.factors(&at.queries, q.dtype(), q.device())?,
+            _ => None,
+        };
+        let q = match factors {
+            // In the order of q's memory, (B, T, H, D).
+            Some(factors) => q.transpose(1, 2)?.broadcast_mul(&factors.transpose(1, 2)?)?.transpose(1, 2)?,
+            None => q,
+        };
+        Ok(Projected { q, k, v, gate })
     }
 
     /// Projected keys (B, T_kv, H_kv·D) and values (B, T_kv, H_kv·D_v), followed by those that the layer
@@ -289,7 +316,9 @@ impl MultiHeadAttention {
             (k, v) = (self.append_rows(k, learned_k)?, self.append_rows(v, learned_v)?);
         }
         let h_kv = self.config.num_kv_heads();
-        Ok((self.heads(k, h_kv, norm, rotation)?, self.heads(v, h_kv, None, None)?))
+        let v = split_heads(&v, h_kv)?;
+        let v = self.value_norm.as_ref().map_or_else(|| Ok(v.clone()), |norm| norm.forward(&v))?;
+        Ok((self.heads(k, h_kv, norm, rotation)?, v.transpose(1, 2)?))
     }
 
     /// (B, T, width) and the rows that the layer appends to each sequence: the learned one, then that of zeros.
@@ -364,7 +393,12 @@ impl MultiHeadAttention {
     /// The context of a call (B, H, T, D_v), a view of (B, T, H, D_v), to (B, T, out_dim).
     pub(super) fn output(&self, context: &Tensor, call: &AttentionCall) -> Result<Tensor> {
         let (b, h, t, d_v) = context.dims4()?;
-        let merged = context.transpose(1, 2)?.reshape((b, t, h * d_v))?;
+        let context = context.transpose(1, 2)?;
+        let gated = match (self.config.output_gate(), &call.gate) {
+            (Some(gate), Some(projected)) => gate.apply(&context, &split_heads(projected, h)?)?,
+            _ => context,
+        };
+        let merged = gated.reshape((b, t, h * d_v))?;
         let ys = self.projections.output(merged, call.residual.as_ref())?;
         if call.batched { Ok(ys) } else { ys.squeeze(0) }
     }

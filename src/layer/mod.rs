@@ -18,7 +18,7 @@ use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Init, Linear, VarBuilder};
 
 use crate::linear::frozen;
-use crate::norm::{NormDims, QkNorms};
+use crate::norm::{Norm, NormDims, QkNorms};
 use crate::position::Alibi;
 use crate::projection::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
 use crate::weights::{Linears, Source, load_projections, root, state_dict};
@@ -54,6 +54,7 @@ pub struct MultiHeadAttention {
     config: MultiHeadAttentionConfig,
     projections: Projections,
     qk_norm: Option<QkNorms>,
+    value_norm: Option<Norm>,
     rotary: Option<RotaryEmbedding>,
     alibi: Option<Alibi>,
     relative_bias: Option<RelativeBias>,
@@ -156,7 +157,7 @@ impl MultiHeadAttention {
 
     /// The rest of a layer around its projections.
     fn around(cfg: &MultiHeadAttentionConfig, projections: Projections, parameters: Parameters) -> Result<Self> {
-        let Parameters { qk_norm, bias_kv, sinks, alibi } = parameters;
+        let Parameters { qk_norm, value_norm, bias_kv, sinks, alibi } = parameters;
         let rotary = cfg.rope().map(|rope| RotaryEmbedding::new(rope, cfg.head_dim())).transpose()?;
         let mut mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
         if let Some(window) = cfg.window() {
@@ -165,7 +166,11 @@ impl MultiHeadAttention {
         if let Some((left, right)) = cfg.band() {
             mask = mask.with_band(left, right);
         }
-        Ok(Self { config: cfg.clone(), projections, qk_norm, rotary, alibi, relative_bias: None, sinks, bias_kv, mask })
+        if let Some(chunk) = cfg.chunk() {
+            mask = mask.with_chunk(chunk);
+        }
+        let config = cfg.clone();
+        Ok(Self { config, projections, qk_norm, value_norm, rotary, alibi, relative_bias: None, sinks, bias_kv, mask })
     }
 
     /// The same layer with tables of cosines and sines that it shares with others, in the place of its own.
@@ -281,6 +286,7 @@ impl MultiHeadAttention {
             config: self.config.clone(),
             projections: self.projections.freeze()?,
             qk_norm: self.qk_norm.as_ref().map(QkNorms::freeze).transpose()?,
+            value_norm: self.value_norm.clone(),
             rotary: self.rotary.clone(),
             alibi: self.alibi.clone(),
             relative_bias: self.relative_bias.as_ref().map(RelativeBias::freeze).transpose()?,
@@ -298,7 +304,8 @@ impl MultiHeadAttention {
         &self.config
     }
 
-    /// The query, key, value and output projections, as they were loaded, with what variables hold now.
+    /// The query, key, value and output projections, as they were loaded, with what variables hold now; a gate is in
+    /// [`state_dict`](Self::state_dict) alone.
     ///
     /// A layer over plain tensors on a CPU holds packed weights ([`PackedLinear`](crate::PackedLinear)), which this copies
     /// back; those of q, k and v that read inputs of one width are views of one weight.
@@ -306,7 +313,7 @@ impl MultiHeadAttention {
     /// # Errors
     /// If a projection is a module of the caller's, and if memory is short.
     pub fn projections(&self) -> Result<(Linear, Linear, Linear, Option<Linear>)> {
-        let Linears { q, k, v, o } = self.projections.to_linears()?;
+        let Linears { q, k, v, o, .. } = self.projections.to_linears()?;
         Ok((q, k, v, o))
     }
 
@@ -360,6 +367,7 @@ impl ModuleT for MultiHeadAttention {
 /// ALiBi adds: what the config wants of them.
 struct Parameters {
     qk_norm: Option<QkNorms>,
+    value_norm: Option<Norm>,
     /// (1, 1, H_kv·D) and (1, 1, H_kv·D_v).
     bias_kv: Option<(Tensor, Tensor)>,
     /// (H,).
@@ -377,6 +385,8 @@ impl Parameters {
             }
             Some(norm) => Some(QkNorms::load(norm, NormDims { h, h_kv, d }, source)?),
         };
+        let width = cfg.value_head_dim();
+        let value_norm = cfg.value_norm().map(|eps| Norm::without_weight(eps, width, source)).transpose()?;
         let bias_kv = if cfg.bias_kv() {
             // `xavier_normal_` of a (1, 1, width) parameter.
             let learned = |name, width: usize| {
@@ -396,7 +406,7 @@ impl Parameters {
             None
         };
         let alibi = cfg.alibi().map(|alibi| Alibi::new(alibi, h, cfg.score_scale(), source.device())).transpose()?;
-        Ok(Self { qk_norm, bias_kv, sinks, alibi })
+        Ok(Self { qk_norm, value_norm, bias_kv, sinks, alibi })
     }
 
     /// Those of one process's heads; the config is the whole layer's.
@@ -408,6 +418,7 @@ impl Parameters {
         };
         Ok(Self {
             qk_norm: self.qk_norm.map(|norms| norms.shard(queries, keys)).transpose()?,
+            value_norm: self.value_norm,
             bias_kv,
             sinks: self.sinks.map(|sinks| queries.copy(&sinks, 0)).transpose()?,
             alibi: self.alibi.map(|alibi| alibi.heads(queries.range(cfg.num_heads()))).transpose()?,

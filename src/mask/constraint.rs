@@ -14,6 +14,8 @@ pub(super) enum Constraint {
     Window { alignment: Alignment, size: usize },
     /// From `left` keys before the query's own to `right` after it.
     Band { alignment: Alignment, left: usize, right: usize },
+    /// The keys of the chunk of `size` positions that the query stands in.
+    Chunk { alignment: Alignment, size: usize },
     /// Keys at and past the length are hidden.
     ValidLens(ValidLens),
     /// Keys before the start are hidden.
@@ -84,6 +86,12 @@ impl Constraint {
                 let position = alignment.position(placement, i);
                 position - *left as i128..position + *right as i128 + 1
             }
+            Self::Chunk { alignment, size } => {
+                // A size of 0 is an error where the mask is resolved.
+                let size = (*size).max(1) as i128;
+                let start = alignment.position(placement, i).div_euclid(size) * size;
+                start..start + size
+            }
             Self::ValidLens(lens) => ALL.start..lens.get(b, i) as i128,
             Self::Starts(starts) => starts.get(b, i) as i128..ALL.end,
             Self::Prefix(_) | Self::Columns(_) | Self::Keep(_) | Self::Bias(_) | Self::Unclear { .. } => ALL,
@@ -97,9 +105,10 @@ impl Constraint {
 
     pub fn alignment(&self) -> Option<Alignment> {
         match self {
-            &(Self::Causal { alignment, .. } | Self::Window { alignment, .. } | Self::Band { alignment, .. }) => {
-                Some(alignment)
-            }
+            &(Self::Causal { alignment, .. }
+            | Self::Window { alignment, .. }
+            | Self::Band { alignment, .. }
+            | Self::Chunk { alignment, .. }) => Some(alignment),
             _ => None,
         }
     }
@@ -120,6 +129,9 @@ impl Constraint {
         match self {
             Self::Window { size: 0, .. } => {
                 bail!("[attention_mask] window is 0, expected at least 1 (the query's own key)")
+            }
+            Self::Chunk { size: 0, .. } => {
+                bail!("[attention_mask] chunk is 0, expected at least 1 (the query's own key)")
             }
             Self::Columns(columns) if *columns != t_kv => {
                 bail!("[attention_mask] the attention mask has {columns} columns, expected one for each of {t_kv} keys")

@@ -34,7 +34,7 @@ pub enum EmptyRows {
 ///
 /// Position: query i stands at key position `i + T_kv - T_q`, so the last query stands at the last key, unless
 /// [`causal_upper_left`](Self::causal_upper_left) or [`causal_with_offset`](Self::causal_with_offset) says otherwise.
-/// Windows and bands count from that position.
+/// Windows, bands and chunks count from that position.
 ///
 /// ```
 /// use candle_attention::AttentionMask;
@@ -138,6 +138,14 @@ impl AttentionMask {
         self.with_aligned("with_band", |alignment| Constraint::Band { alignment, left, right })
     }
 
+    /// Divides positions into chunks of `size`, from 0 on, and leaves a query the keys of its own chunk: Llama 4's
+    /// `attention_chunk_size`. An error where the mask is used: chunks of 0, and chunks on joined masks in which queries
+    /// stand at different positions.
+    #[must_use]
+    pub fn with_chunk(self, size: usize) -> Self {
+        self.with_aligned("with_chunk", |alignment| Constraint::Chunk { alignment, size })
+    }
+
     /// Lifts the causal constraint for the keys before the prefix length, which all queries see then (prefix LM).
     /// Windows, bands, lengths and starts still hold; without a causal constraint there is nothing to lift but that of a
     /// layer to which the mask is given. An error where the mask is used: a prefix on joined masks whose causal constraints
@@ -180,7 +188,7 @@ impl AttentionMask {
     /// that mask's own causal constraint. Empty rows are uniform if either asks for it.
     ///
     /// Where the two let a query stand at different positions, ALiBi has none to count from and is an error, as are a
-    /// window and a band that are given afterwards.
+    /// window, a band and a chunk that are given afterwards.
     #[must_use]
     pub fn and(&self, other: &Self) -> Self {
         let mut both = self.clone();
@@ -207,7 +215,7 @@ impl AttentionMask {
     /// The structural constraints for `b` sequences, `t_q` queries and `t_kv` keys, as an interval for each query.
     ///
     /// # Errors
-    /// For lengths whose shape is neither (B,) nor (B, T_q), for a window of 0, and for what was built on joined masks that
+    /// For lengths whose shape is neither (B,) nor (B, T_q), for a window or a chunk of 0, and for what was built on joined masks that
     /// let it mean several things.
     pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KvRanges> {
         KvRanges::new(self, b, t_q, t_kv)

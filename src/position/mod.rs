@@ -3,11 +3,13 @@
 mod alibi;
 mod angles;
 mod config;
+mod query_scaling;
 mod rotary;
 mod t5;
 
 pub use alibi::{AlibiConfig, alibi_slopes};
 pub use config::{RopeConfig, RopeScaling, RopeStyle};
+pub use query_scaling::QueryScaling;
 pub use rotary::RotaryEmbedding;
 pub use t5::{RelativeBias, RelativeBiasConfig};
 

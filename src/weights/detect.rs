@@ -8,6 +8,7 @@ use serde_json::Value;
 
 use super::layout::{Form, Kind, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 use super::source::{self, has};
+use super::tensors::GATE_NAMES;
 use crate::MultiHeadAttentionConfig;
 
 /// What training loops and compilers put in front of a model's names.
@@ -192,6 +193,9 @@ pub(super) fn infer_config(
 ) -> Result<MultiHeadAttentionConfig> {
     if has(vb, "q_norm.weight") || has(vb, "k_norm.weight") {
         bail!("[weights] the layer normalises queries and keys (q_norm); shapes do not tell how, so give a config")
+    }
+    if let Some(name) = GATE_NAMES.into_iter().find(|name| has(vb, &format!("{name}.weight"))) {
+        bail!("[weights] the layer has an output gate ({name}); shapes do not tell its activation, so give a config")
     }
     let mut counted = None;
     let shapes = match layout.form() {

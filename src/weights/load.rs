@@ -7,19 +7,20 @@ use candle_nn::Linear;
 
 use super::layout::{Form, WeightLayout};
 use super::source::{Part, Source};
-use super::tensors::{Rows, projection_tensors};
-use crate::MultiHeadAttentionConfig;
+use super::tensors::{GATE_NAMES, PROJECTIONS, Rows, projection_tensors};
 use crate::shard::{HeadShard, Share};
 use crate::size::fits_in_memory;
+use crate::{GatePlace, MultiHeadAttentionConfig};
 
-/// The four projections of a layer as linear layers: q (H·D, E), k (H_kv·D, key_size), v (H_kv·D_v, value_size), o
-/// (out_dim, H·D_v).
+/// The projections of a layer as linear layers: q (H·D, E), k (H_kv·D, key_size), v (H_kv·D_v, value_size), o
+/// (out_dim, H·D_v), gate (H·D_v or H, E).
 #[derive(Debug, Clone)]
 pub(crate) struct Linears {
     pub q: Linear,
     pub k: Linear,
     pub v: Linear,
     pub o: Option<Linear>,
+    pub gate: Option<Linear>,
 }
 
 /// The rows of one projection, in the order of its outputs: one tensor, one for each head, or some rows of a packed
@@ -169,9 +170,10 @@ impl ProjectionRows {
     }
 }
 
-/// The projections of a layer as a checkpoint has them: query, key and value, and output.
+/// The projections of a layer as a checkpoint has them: query, key and value, the gate, and output.
 pub(crate) struct LoadedProjections {
     pub qkv: [ProjectionRows; 3],
+    pub gate: Option<ProjectionRows>,
     pub o: Option<ProjectionRows>,
 }
 
@@ -185,12 +187,17 @@ pub(crate) fn load_projections(
     shard: Option<HeadShard>,
     source: &Source,
 ) -> Result<LoadedProjections> {
-    let tensors = projection_tensors(cfg, layout).or_else(|problem| source.fail(problem))?;
+    let has_weight = |name: &&str| source.has(&format!("{name}.weight"));
+    let gate_name = GATE_NAMES.into_iter().find(has_weight).unwrap_or(GATE_NAMES[0]);
+    let tensors = projection_tensors(cfg, layout, gate_name).or_else(|problem| source.fail(problem))?;
+    if !cfg.output_gate().is_some_and(|gate| gate.place != GatePlace::Query) {
+        source.refuse(&format!("{gate_name}.weight"), "the config says there is no such gate")?;
+    }
     let shares = shard.map(|shard| {
         let (queries, keys) = (shard.query_share(), shard.key_share(cfg.num_kv_heads()));
-        [queries, keys, keys, queries]
+        [queries, keys, keys, queries, queries]
     });
-    let mut projections: [ProjectionRows; 4] = Default::default();
+    let mut projections: [ProjectionRows; PROJECTIONS] = Default::default();
     for tensor in tensors {
         if !tensor.is_wanted {
             source.refuse(&tensor.name, "the config says there is no such bias")?;
@@ -198,7 +205,7 @@ pub(crate) fn load_projections(
         }
         let part = match (tensor.rows, shares) {
             // A share of the heads is one of rows, or of the columns of the output projection, whose bias is whole.
-            (Rows::Projection(i), Some(shares)) if i < 3 || !tensor.is_bias => {
+            (Rows::Projection(i), Some(shares)) if i != 3 || !tensor.is_bias => {
                 Some(Part { dim: usize::from((i == 3) != tensor.is_transposed), share: shares[i] })
             }
             _ => None,
@@ -215,7 +222,7 @@ pub(crate) fn load_projections(
                 (Rows::Head { head, .. }, Some(shares)) if !shares[i].range(cfg.num_heads()).contains(&head) => {
                     continue;
                 }
-                (Rows::Qkv { .. }, Some(shares)) => piece.share(shares[i])?,
+                (Rows::Several { .. }, Some(shares)) => piece.share(shares[i])?,
                 _ => piece,
             };
             projections[i].push(piece, tensor.is_bias);
@@ -231,8 +238,9 @@ pub(crate) fn load_projections(
             return source.fail(format!("the file has more than the {h} heads of the config"));
         }
     }
-    let [q, k, v, o] = projections;
-    Ok(LoadedProjections { qkv: [q, k, v], o: cfg.out_proj().then_some(o) })
+    let [q, k, v, o, gate] = projections;
+    let gate = cfg.output_gate().map(|_| gate);
+    Ok(LoadedProjections { qkv: [q, k, v], gate, o: cfg.out_proj().then_some(o) })
 }
 
 /// No layout's output projection may be there, whatever its name: without it the numbers are others.
@@ -255,10 +263,10 @@ pub(crate) fn state_dict(
     projections: &Linears,
 ) -> Result<Vec<(String, Tensor)>> {
     let fail = |problem: String| Error::msg(format!("[state_dict] {problem} (layout {layout})"));
-    let Linears { q, k, v, o } = projections;
-    let linears = [Some(q), Some(k), Some(v), o.as_ref()];
+    let Linears { q, k, v, o, gate } = projections;
+    let linears = [Some(q), Some(k), Some(v), o.as_ref(), gate.as_ref()];
     let mut named = Vec::new();
-    for tensor in projection_tensors(cfg, layout).map_err(fail)?.filter(|tensor| tensor.is_wanted) {
+    for tensor in projection_tensors(cfg, layout, GATE_NAMES[0]).map_err(fail)?.filter(|tensor| tensor.is_wanted) {
         let rows_of =
             |i: usize| linears[i].and_then(|linear| if tensor.is_bias { linear.bias() } else { Some(linear.weight()) });
         let Some(stored) = tensor.rows.join(rows_of)? else { continue };

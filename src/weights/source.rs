@@ -54,6 +54,10 @@ impl<'a> Source<'a> {
         Self { vb: self.vb.pp(prefix), ..self.clone() }
     }
 
+    pub(crate) fn dtype(&self) -> DType {
+        self.vb.dtype()
+    }
+
     pub(crate) fn device(&self) -> &Device {
         self.vb.device()
     }

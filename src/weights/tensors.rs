@@ -6,7 +6,7 @@ use candle_nn::Init;
 use super::layout::{Form, Kind, Orientation, QkvOrder, WeightLayout};
 use super::load::Piece;
 use super::source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, linear_bias};
-use crate::MultiHeadAttentionConfig;
+use crate::{GatePlace, MultiHeadAttentionConfig, OutputGate};
 
 /// A weight or a bias as a checkpoint has it.
 pub(super) struct ProjectionTensor {
@@ -22,33 +22,52 @@ pub(super) struct ProjectionTensor {
     pub is_wanted: bool,
 }
 
-/// What the rows of a tensor are. Query, key, value and output projections are numbered from 0 to 3.
+/// What the rows of a tensor are. Query, key, value and output projections and the gate are numbered from 0 to 4.
 #[derive(Clone, Copy)]
 pub(super) enum Rows {
     /// Those of one projection.
     Projection(usize),
     /// Those of one of the heads of a projection.
     Head { projection: usize, head: usize, heads: usize },
-    /// Those of query, key and value, so many of each in every one of `groups`: in one group they follow each other, by
-    /// head there is a group for each key head.
-    Qkv { groups: usize, each: [usize; 3] },
+    /// Those of several projections, so many of each in every one of `groups`: in one group they follow each other, by
+    /// head there is a group for each.
+    Several { groups: usize, each: [usize; PROJECTIONS] },
 }
+
+/// How many projections there may be.
+pub(super) const PROJECTIONS: usize = 5;
+/// The number of the gate.
+const GATE: usize = 4;
+/// The names of a gate's own projection, the first of which is the crate's own.
+pub(super) const GATE_NAMES: [&str; 2] = ["gate_proj", "g_proj"];
 
 impl Rows {
     fn qkv(cfg: &MultiHeadAttentionConfig, order: QkvOrder) -> Self {
-        let [q, k, v, _] = projection_shapes(cfg).map(|(rows, _)| rows);
+        let [q, k, v, ..] = projection_shapes(cfg).map(|(rows, _)| rows);
         let groups = if order == QkvOrder::ByHead { cfg.num_kv_heads() } else { 1 };
-        Self::Qkv { groups, each: [q / groups, k / groups, v / groups] }
+        Self::Several { groups, each: [q / groups, k / groups, v / groups, 0, 0] }
+    }
+
+    /// Of a query projection, which may hold the gate too, each head's after its query.
+    fn query(cfg: &MultiHeadAttentionConfig) -> Self {
+        let width = |gate: OutputGate| gate.width(cfg.value_head_dim());
+        match cfg.output_gate().filter(|gate| gate.place == GatePlace::Query) {
+            Some(gate) => Self::Several { groups: cfg.num_heads(), each: [cfg.head_dim(), 0, 0, 0, width(gate)] },
+            None => Self::Projection(0),
+        }
     }
 
     /// The parts of a tensor (rows, ..), each with the projection that it belongs to.
     pub fn split(&self, tensor: Tensor) -> Vec<(usize, Piece)> {
         match *self {
             Self::Projection(projection) | Self::Head { projection, .. } => vec![(projection, Piece::whole(tensor))],
-            Self::Qkv { groups, each: [q, k, v] } => {
-                let ranges = [0..q, q..q + k, q + k..q + k + v];
-                let piece = |range| Piece { tensor: tensor.clone(), groups, range };
-                ranges.into_iter().map(piece).enumerate().collect()
+            Self::Several { groups, each } => {
+                let mut end = 0;
+                let piece = |(projection, len): (usize, usize)| {
+                    end += len;
+                    (projection, Piece { tensor: tensor.clone(), groups, range: end - len..end })
+                };
+                each.into_iter().enumerate().filter(|(_, len)| *len > 0).map(piece).collect()
             }
         }
     }
@@ -62,9 +81,9 @@ impl Rows {
                 let rows_of = |whole: &Tensor| whole.narrow(0, head * (whole.dim(0)? / heads), whole.dim(0)? / heads);
                 of(projection).map(rows_of).transpose()
             }
-            Self::Qkv { groups, each } => {
-                let mut grouped = Vec::with_capacity(3);
-                for (i, len) in each.into_iter().enumerate() {
+            Self::Several { groups, each } => {
+                let mut grouped = Vec::with_capacity(PROJECTIONS);
+                for (i, len) in each.into_iter().enumerate().filter(|(_, len)| *len > 0) {
                     let Some(part) = of(i) else { return Ok(None) };
                     grouped.push(part.reshape([&[groups, len], &part.dims()[1..]].concat())?);
                 }
@@ -74,36 +93,53 @@ impl Rows {
     }
 }
 
-/// (out, in) of the query, key, value and output projections.
-pub(crate) fn projection_shapes(cfg: &MultiHeadAttentionConfig) -> [(usize, usize); 4] {
+/// (out, in) of the query, key, value and output projections and of the gate, which has no outputs where there is none.
+pub(crate) fn projection_shapes(cfg: &MultiHeadAttentionConfig) -> [(usize, usize); PROJECTIONS] {
     let (h, h_kv) = (cfg.num_heads(), cfg.num_kv_heads());
+    let gate = cfg.output_gate().map_or(0, |gate| h * gate.width(cfg.value_head_dim()));
     [
         (h * cfg.head_dim(), cfg.embed_dim()),
         (h_kv * cfg.head_dim(), cfg.key_size()),
         (h_kv * cfg.value_head_dim(), cfg.value_size()),
         (cfg.out_dim(), h * cfg.value_head_dim()),
+        (gate, cfg.embed_dim()),
     ]
 }
 
 /// The tensors of a layer, in the order in which PyTorch draws them: one after the other, since a config may claim more
-/// heads than any file has.
+/// heads than any file has. A gate's own projection is that of `gate_name`.
 ///
 /// # Errors
 /// Says why the layout cannot hold the config.
 pub(super) fn projection_tensors(
     cfg: &MultiHeadAttentionConfig,
     layout: WeightLayout,
+    gate_name: &'static str,
 ) -> std::result::Result<Box<dyn Iterator<Item = ProjectionTensor>>, String> {
     fits(cfg, layout)?;
     let shapes = projection_shapes(cfg);
-    let ([q_bias, k_bias, v_bias], [q, k, v, _]) = (cfg.qkv_bias(), shapes);
+    let ([q_bias, k_bias, v_bias], [q, k, v, ..]) = (cfg.qkv_bias(), shapes);
     let biases = [q_bias, k_bias, v_bias, cfg.out_bias()];
     let projection = move |i: usize, name, kind| Module { name, kind, rows: Rows::Projection(i), shape: shapes[i] };
     let packed = |name, kind, order| Module { name, kind, rows: Rows::qkv(cfg, order), shape: (q.0 + k.0 + v.0, q.1) };
+    let gate = match cfg.output_gate() {
+        Some(OutputGate { place: GatePlace::Own { bias }, .. }) => {
+            projection(GATE, gate_name, Kind::Linear).tensors(bias)
+        }
+        _ => Vec::new(),
+    };
     Ok(match layout.form() {
         Form::Separate(names, kind) => {
             let count = if cfg.out_proj() { 4 } else { 3 };
-            Box::new((0..count).flat_map(move |i| projection(i, names[i], kind).tensors(biases[i])))
+            let query = Rows::query(cfg);
+            let module = move |i| match (i, query) {
+                (0, Rows::Several { groups, each }) => {
+                    let shape = (groups * each.iter().sum::<usize>(), shapes[0].1);
+                    Module { name: names[0], kind, rows: query, shape }
+                }
+                _ => projection(i, names[i], kind),
+            };
+            Box::new((0..count).flat_map(move |i| module(i).tensors(biases[i])).chain(gate))
         }
         Form::Stacked(names, kind) => {
             let heads = cfg.num_heads();
@@ -117,7 +153,7 @@ pub(super) fn projection_tensors(
         }
         Form::Packed([qkv, out], kind, order) => {
             let out = cfg.out_proj().then(|| projection(3, out, kind).tensors(biases[3]));
-            Box::new(packed(qkv, kind, order).tensors(q_bias).into_iter().chain(out.into_iter().flatten()))
+            Box::new(packed(qkv, kind, order).tensors(q_bias).into_iter().chain(out.into_iter().flatten()).chain(gate))
         }
         Form::Torch => {
             let out = projection(3, "out_proj", Kind::Linear);
@@ -138,8 +174,16 @@ pub(super) fn projection_tensors(
 /// An error if the layout cannot hold the config.
 fn fits(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> std::result::Result<(), String> {
     let (h, h_kv, embed_dim) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.embed_dim());
-    let ([q_bias, k_bias, v_bias], [q, k, v, _]) = (cfg.qkv_bias(), projection_shapes(cfg));
+    let ([q_bias, k_bias, v_bias], [q, k, v, ..]) = (cfg.qkv_bias(), projection_shapes(cfg));
     let form = layout.form();
+    let holds_gate = match (cfg.output_gate().map(|gate| gate.place), &form) {
+        (None, _) | (Some(_), Form::Separate(_, Kind::Linear)) => true,
+        (Some(place), Form::Packed(_, Kind::Linear, _)) => place != GatePlace::Query,
+        _ => false,
+    };
+    if !holds_gate {
+        return Err("the config wants an output gate, for which the layout has no place".into());
+    }
     if let Form::Stacked(..) = form {
         if cfg.out_proj() {
             return Err("a stack of heads has no output projection, but the config has one".into());

@@ -2,7 +2,10 @@
 
 use std::collections::HashMap;
 
-use candle_attention::{AlibiConfig, MultiHeadAttentionConfig, QkNorm, QkNormKind, QkNormScope, RopeConfig, RopeStyle};
+use candle_attention::{
+    AlibiConfig, GateActivation, GatePlace, GateScope, MultiHeadAttentionConfig, OutputGate, QkNorm, QkNormKind,
+    QkNormScope, QueryScaling, RopeConfig, RopeStyle,
+};
 use candle_core::{DType, Device, Result, Tensor};
 use half::bf16;
 
@@ -42,8 +45,17 @@ pub fn parameters(cfg: &MultiHeadAttentionConfig, seed: u64) -> Parameters {
     let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
     let [q_bias, k_bias, v_bias] = cfg.qkv_bias();
     let mut shapes = vec![];
+    let gate = cfg.output_gate();
+    let in_query = gate.filter(|gate| gate.place == GatePlace::Query).map_or(0, |gate| gate_width(gate, d_v));
+    if let Some(OutputGate { place: GatePlace::Own { bias }, .. }) = gate {
+        let rows = h * gate_width(gate.expect("it is there"), d_v);
+        shapes.push(("gate_proj.weight".to_string(), vec![rows, cfg.embed_dim()]));
+        if bias {
+            shapes.push(("gate_proj.bias".into(), vec![rows]));
+        }
+    }
     for (name, output, input, bias) in [
-        ("q_proj", h * d, cfg.embed_dim(), q_bias),
+        ("q_proj", h * (d + in_query), cfg.embed_dim(), q_bias),
         ("k_proj", h_kv * d, cfg.key_size(), k_bias),
         ("v_proj", h_kv * d_v, cfg.value_size(), v_bias),
         ("o_proj", cfg.out_dim(), h * d_v, cfg.out_bias()),
@@ -56,7 +68,7 @@ pub fn parameters(cfg: &MultiHeadAttentionConfig, seed: u64) -> Parameters {
             shapes.push((format!("{name}.bias"), vec![output]));
         }
     }
-    if let Some(norm) = cfg.qk_norm() {
+    if let Some(norm) = cfg.qk_norm().filter(|norm| norm.kind != QkNormKind::RmsNoWeight) {
         for (name, heads) in [("q_norm", h), ("k_norm", h_kv)] {
             let shape = match norm.scope {
                 QkNormScope::PerHead => vec![d],
@@ -110,6 +122,14 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
     let (b, t_q, t_kv) = (input.queries.shape[0], input.queries.shape[1], input.keys.shape[1]);
 
     let mut q = project(parameters, "q_proj", &input.queries);
+    let gate = cfg.output_gate().map(|gate| match gate.place {
+        GatePlace::Query => {
+            let parts = split(&q, [d, gate_width(gate, d_v)]);
+            q = parts[0].clone();
+            parts[1].clone()
+        }
+        _ => project(parameters, "gate_proj", &input.queries),
+    });
     let mut k = project(parameters, "k_proj", &input.keys);
     let mut v = project(parameters, "v_proj", &input.values);
     let normed = |q: &mut Numbers, k: &mut Numbers, now: bool| {
@@ -129,6 +149,14 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
         rotate(rope, d, &mut k);
     }
     normed(&mut q, &mut k, cfg.norm_after_rope());
+    if let Some(scaling) = cfg.query_scaling() {
+        let width = q.width();
+        q.data.iter_mut().enumerate().for_each(|(n, x)| *x *= factor(scaling, n / width % t_q));
+    }
+    if let Some(eps) = cfg.value_norm() {
+        let norm = QkNorm { kind: QkNormKind::RmsNoWeight, scope: QkNormScope::PerHead, eps };
+        normalise(parameters, "v_norm", norm, d_v, &mut v);
+    }
     // A learned key stands after the others, without a norm.
     let learned = usize::from(cfg.bias_kv());
     let append = |numbers: &Numbers, name: &str| -> Numbers {
@@ -145,8 +173,10 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
 
     let window = cfg.window().map(Part::Window);
     let band = cfg.band().map(|(left, right)| Part::Band(left, right));
+    let chunk = cfg.chunk().map(Part::Chunk);
     let alignment = if cfg.causal() { Alignment::Causal } else { Alignment::Free };
-    let own = Mask { alignment, parts: window.into_iter().chain(band).chain(falcon(cfg, t_q, t_kv)).collect() };
+    let own =
+        Mask { alignment, parts: window.into_iter().chain(band).chain(chunk).chain(falcon(cfg, t_q, t_kv)).collect() };
     let masks: Vec<Mask> = std::iter::once(own).chain(input.mask.iter().cloned()).collect();
     let mut case = Case {
         dims: Dims { b, h, h_kv, t_q, t_kv, d, d_v },
@@ -167,9 +197,39 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
     }
     let attended = case.attend();
 
-    let merged = merged(&attended.context, [b, h, t_q, d_v]);
+    let mut merged = merged(&attended.context, [b, h, t_q, d_v]);
+    if let (Some(gate), Some(config)) = (gate, cfg.output_gate()) {
+        let each = d_v / gate_width(config, d_v);
+        for (n, x) in merged.data.iter_mut().enumerate() {
+            let gate = gate.data[n / each];
+            *x *= match config.activation {
+                GateActivation::Sigmoid => 1.0 / (1.0 + (-gate).exp()),
+                GateActivation::Softplus => gate.exp().ln_1p(),
+                other => unimplemented!("no numbers of {other:?}"),
+            };
+        }
+    }
     let ys = if cfg.out_proj() { project(parameters, "o_proj", &merged) } else { merged };
     Output { ys: ys.data, weights: attended.weights }
+}
+
+fn gate_width(gate: OutputGate, d_v: usize) -> usize {
+    if gate.scope == GateScope::PerHead { 1 } else { d_v }
+}
+
+/// Each head's columns of (B, T, H · (first + second)) in two.
+fn split(xs: &Numbers, widths: [usize; 2]) -> [Numbers; 2] {
+    let [first, second] = widths;
+    let heads = xs.width() / (first + second);
+    [0..first, first..first + second].map(|range| Numbers {
+        shape: vec![xs.shape[0], xs.shape[1], heads * range.len()],
+        data: xs.data.chunks(first + second).flat_map(|head| head[range.clone()].to_vec()).collect(),
+    })
+}
+
+/// What a query at a position is multiplied by.
+fn factor(scaling: QueryScaling, position: usize) -> f64 {
+    1.0 + scaling.beta * (1.0 + ((position + scaling.first) / scaling.interval) as f64).ln()
 }
 
 /// (B, T, H · width) to (B, H, T, width).
@@ -255,12 +315,13 @@ pub fn project(parameters: &Parameters, name: &str, xs: &Numbers) -> Numbers {
 
 pub fn normalise(parameters: &Parameters, name: &str, norm: QkNorm, d: usize, xs: &mut Numbers) {
     let (width, span) = (xs.width(), if norm.scope == QkNormScope::Projection { xs.width() } else { d });
-    let weight = &parameters[&format!("{name}.weight")].data;
+    let ones = vec![1.0; width];
+    let weight = parameters.get(&format!("{name}.weight")).map_or(&ones, |weight| &weight.data);
     let bias = parameters.get(&format!("{name}.bias"));
     for (row, chunk) in xs.data.chunks_mut(span).enumerate() {
         let first = if norm.scope == QkNormScope::PerHeadWeights { row % (width / d) * d } else { 0 };
         let mean = match norm.kind {
-            QkNormKind::Rms | QkNormKind::RmsPlusOne => 0.0,
+            QkNormKind::Rms | QkNormKind::RmsPlusOne | QkNormKind::RmsNoWeight => 0.0,
             QkNormKind::Layer | QkNormKind::LayerNoBias => chunk.iter().sum::<f64>() / span as f64,
             other => unimplemented!("no mean of {other:?}"),
         };

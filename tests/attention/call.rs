@@ -153,6 +153,7 @@ pub fn attention_mask(
                 Part::Prefix(lens) => one.with_prefix(valid_lens(lens)),
                 Part::Window(w) => one.with_window(*w),
                 Part::Band(left, right) => one.with_band(*left, *right),
+                Part::Chunk(size) => one.with_chunk(*size),
                 Part::Keep(keep) => one.with_keep(&keep.tensor(DType::U8, device)?),
                 Part::Bias(array) => one.with_bias(&bias(m, p, array)?),
             };

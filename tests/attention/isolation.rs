@@ -22,7 +22,7 @@ const SPECIALS: [f64; 3] = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
 /// The edges of the kernel's tiles of 8, 16, 32 and 64 keys.
 const EDGES: [usize; 13] = [0, 7, 8, 15, 16, 31, 32, 33, 47, 48, 63, 64, 66];
 
-const MASKS: [&[Kind]; 14] = [
+const MASKS: [&[Kind]; 15] = [
     &[],
     &[Kind::Causal],
     &[Kind::UpperLeft, Kind::Prefix],
@@ -32,6 +32,7 @@ const MASKS: [&[Kind]; 14] = [
     &[Kind::StartsPerQuery],
     &[Kind::Causal, Kind::Window],
     &[Kind::Band],
+    &[Kind::Causal, Kind::Chunk],
     &[Kind::UpperLeft, Kind::PrefixPerQuery],
     &[Kind::Keep(Reach::Keys), Kind::Causal],
     &[Kind::Keep(Reach::Whole)],

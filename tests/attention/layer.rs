@@ -1,8 +1,9 @@
 //! The layer against itself in plain loops, for everything that a config can say.
 
 use candle_attention::{
-    AlibiConfig, AttentionInput, AttentionMask, Backend, MultiHeadAttention, MultiHeadAttentionConfig as Config,
-    QkNorm, QkNormKind, QkNormScope, RopeConfig, RopeStyle,
+    AlibiConfig, AttentionInput, AttentionMask, Backend, GateActivation, GatePlace, GateScope, MultiHeadAttention,
+    MultiHeadAttentionConfig as Config, OutputGate, QkNorm, QkNormKind, QkNormScope, QueryScaling, RopeConfig,
+    RopeStyle,
 };
 use candle_core::{DType, Device, ModuleT, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -28,6 +29,9 @@ pub fn configs() -> Vec<(&'static str, Config)> {
     let plain = || Config::new(12, 4);
     let norm = |kind, scope| plain().with_causal(true).with_qk_norm(QkNorm { kind, scope, eps: 1e-5 });
     let grouped = || Config::new(12, 4).with_num_kv_heads(2);
+    let gate = |activation, scope, place| OutputGate { activation, scope, place };
+    let own = |bias| GatePlace::Own { bias };
+    let scaled = |first| QueryScaling { beta: 0.7, interval: 2, first };
     let interleaved = || RopeConfig::new(100.0).with_style(RopeStyle::Interleaved).with_rotary_dim(4);
     vec![
         ("plain", plain()),
@@ -83,6 +87,46 @@ pub fn configs() -> Vec<(&'static str, Config)> {
                 .with_norm_after_rope(true),
         ),
         ("rope after norms", norm(QkNormKind::Rms, QkNormScope::PerHead).with_head_dim(4).with_rope(interleaved())),
+        ("norm without a weight", norm(QkNormKind::RmsNoWeight, QkNormScope::PerHead)),
+        ("norm of projections without a weight", norm(QkNormKind::RmsNoWeight, QkNormScope::Projection)),
+        ("norm of values", grouped().with_value_head_dim(5).with_value_norm(1e-5).with_v_bias(true)),
+        ("chunk", grouped().with_chunk(2)),
+        ("causal chunk", plain().with_causal(true).with_chunk(3)),
+        ("scaled queries", grouped().with_causal(true).with_query_scaling(scaled(0))),
+        ("rope and scaled queries", plain().with_head_dim(6).with_rope(interleaved()).with_query_scaling(scaled(1))),
+        ("gate", grouped().with_output_gate(gate(GateActivation::Sigmoid, GateScope::PerEntry, own(false)))),
+        (
+            "gate of heads",
+            plain().with_value_head_dim(5).with_output_gate(gate(
+                GateActivation::Softplus,
+                GateScope::PerHead,
+                own(true),
+            )),
+        ),
+        (
+            "gate beside the query",
+            grouped().with_value_head_dim(5).with_bias(true).with_output_gate(gate(
+                GateActivation::Sigmoid,
+                GateScope::PerEntry,
+                GatePlace::Query,
+            )),
+        ),
+        (
+            "gate of heads beside the query",
+            plain().with_out_proj(false).with_output_gate(gate(
+                GateActivation::Softplus,
+                GateScope::PerHead,
+                GatePlace::Query,
+            )),
+        ),
+        (
+            "gate, cross",
+            plain().with_key_size(7).with_value_size(5).with_output_gate(gate(
+                GateActivation::Softplus,
+                GateScope::PerEntry,
+                own(false),
+            )),
+        ),
         ("learned key", grouped().with_bias_kv(true)),
         ("learned key, causal", plain().with_bias_kv(true).with_causal(true).with_value_head_dim(5)),
         ("cross", plain().with_key_size(7).with_value_size(5).with_bias(true)),

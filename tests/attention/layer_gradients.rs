@@ -176,7 +176,9 @@ fn every_parameter_gets_a_gradient_in_every_dtype() -> Result<()> {
 /// in the last place of the largest; and those of f64.
 #[test]
 fn norms_give_the_same_numbers_tracked_and_not() -> Result<()> {
-    for kind in [QkNormKind::Rms, QkNormKind::RmsPlusOne, QkNormKind::Layer, QkNormKind::LayerNoBias] {
+    for kind in
+        [QkNormKind::Rms, QkNormKind::RmsPlusOne, QkNormKind::RmsNoWeight, QkNormKind::Layer, QkNormKind::LayerNoBias]
+    {
         for scope in [QkNormScope::PerHead, QkNormScope::PerHeadWeights, QkNormScope::Projection] {
             let cfg = Config::new(24, 4).with_qk_norm(QkNorm { kind, scope, eps: 1e-5 });
             let in_f64 = layer(&cfg, DType::F64, &CPU)?;

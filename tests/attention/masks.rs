@@ -134,6 +134,7 @@ fn huge_numbers_do_not_overflow() {
             Part::Band(n, 0),
             Part::Band(0, n),
             Part::Band(n, n),
+            Part::Chunk(n),
         ]
     };
     let mut compared = 0;

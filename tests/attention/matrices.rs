@@ -8,7 +8,7 @@ use crate::call::{Call, check_with};
 use crate::common::{assert_close, error_text, values};
 use crate::oracle::Alignment::{Causal, Free, Offset, UpperLeft};
 use crate::oracle::Lens::{PerQuery, PerSequence};
-use crate::oracle::Part::{Band, Prefix, Starts, ValidLens, Window};
+use crate::oracle::Part::{Band, Chunk, Prefix, Starts, ValidLens, Window};
 use crate::oracle::{Case, Dims, Mask, Part};
 use crate::recipe::Recipe;
 
@@ -78,6 +78,10 @@ fn vocabulary() -> Vec<Drawn> {
         drawn(none().with_band(0, 0), free([Band(0, 0)]), &["1.. .1. ..1"]),
         drawn(lower_right().with_band(1, 2), causal([Band(1, 2)]), &["1.. 11. .11"]),
         drawn(none().with_band(2, 0).with_band(0, 2), free([Band(2, 0), Band(0, 2)]), &["1.. .1. ..1"]),
+        // Chunks count from the first key; a query before it stands in a chunk without keys.
+        drawn(none().with_chunk(2), free([Chunk(2)]), &["11.. 11.. ..11 ..11", "..11. ....1", ".. .. .. 11 11"]),
+        drawn(lower_right().with_chunk(3), causal([Chunk(3)]), &["1... 11.. 111. ...1", "...1. ...11"]),
+        drawn(offset(1).with_chunk(2), [Mask::new(Offset(1), [Chunk(2)])], &["11.... ..1... ..11.. ....1."]),
         // A prefix lifts the causal constraint and no other; two hold together like any two constraints.
         drawn(lower_right().with_prefix(vec![3]), causal([prefix(3)]), &["111. 111. 111. 1111", "1111. 11111", "11 11 11 11 11"]),
         drawn(lower_right().with_prefix(vec![3]).with_valid_lens(vec![2]), causal([prefix(3), lens(2)]), &["11. 11. 11."]),

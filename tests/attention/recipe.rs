@@ -133,6 +133,7 @@ pub enum Kind {
     StartsPerQuery,
     Window,
     Band,
+    Chunk,
     Prefix,
     PrefixPerQuery,
     Keep(Reach),
@@ -143,7 +144,7 @@ impl Kind {
     pub fn all() -> Vec<Self> {
         use Kind::*;
         let intervals = [Causal, UpperLeft, Offset, ValidLens, ValidLensPerQuery, Starts, StartsPerQuery, Window, Band];
-        let intervals = intervals.into_iter().chain([Prefix, PrefixPerQuery]);
+        let intervals = intervals.into_iter().chain([Chunk, Prefix, PrefixPerQuery]);
         intervals.chain(Reach::ALL.map(Keep)).chain(Reach::ALL.map(Bias)).collect()
     }
 
@@ -175,6 +176,7 @@ impl Kind {
         Some(match self {
             Self::Window => Part::Window(1 + random.up_to(t_kv + 1)),
             Self::Band => Part::Band(random.up_to(3), random.up_to(3)),
+            Self::Chunk => Part::Chunk(1 + random.up_to(t_kv + 1)),
             // Any entry but 0 keeps.
             Self::Keep(reach) => Part::Keep(reach.array(dims).filled(|| match random.up_to(9) {
                 0..4 => 0.0,

@@ -1,8 +1,9 @@
 //! Positions cut into calls in any way give the numbers of one call.
 
 use candle_attention::{
-    AlibiConfig, AttentionCache, AttentionCacheConfig, AttentionMask, Backend, MultiHeadAttentionConfig as Config,
-    QkNorm, QkNormKind, QkNormScope, RopeConfig, RopeScaling, RopeStyle,
+    AlibiConfig, AttentionCache, AttentionCacheConfig, AttentionMask, Backend, GateActivation, GatePlace, GateScope,
+    MultiHeadAttentionConfig as Config, OutputGate, QkNorm, QkNormKind, QkNormScope, QueryScaling, RopeConfig,
+    RopeScaling, RopeStyle,
 };
 use candle_core::{DType, Device, Result};
 
@@ -14,6 +15,10 @@ const EMBED_DIM: usize = 12;
 
 fn base() -> Config {
     Config::new(EMBED_DIM, 4).with_causal(true)
+}
+
+fn gate(place: GatePlace) -> OutputGate {
+    OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerEntry, place }
 }
 
 /// Layers, and the caches that serve them.
@@ -45,6 +50,10 @@ fn setups() -> Vec<(&'static str, Config, AttentionCacheConfig)> {
         ("grouped", base().with_num_kv_heads(2), growing()),
         ("one key head, wide values", base().with_num_kv_heads(1).with_head_dim(5).with_value_head_dim(7), growing()),
         ("biases, norms and softcap", base().with_bias(true).with_qk_norm(norm).with_softcap(2.0), growing()),
+        ("a gate", base().with_output_gate(gate(GatePlace::Query)), growing()),
+        ("scaled queries", base().with_query_scaling(QueryScaling { beta: 0.5, interval: 3, first: 1 }), growing()),
+        ("norms of values", base().with_value_norm(1e-5), growing()),
+        ("chunks", base().with_chunk(3), growing()),
         ("clip", base().with_clip_qkv(0.4), growing()),
         ("alibi", base().with_alibi(AlibiConfig::Standard), growing()),
         ("alibi, not causal", Config::new(EMBED_DIM, 4).with_alibi(AlibiConfig::Standard), growing()),

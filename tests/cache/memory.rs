@@ -1,8 +1,8 @@
 //! Keys and values that are projected once, against those that are projected in every call.
 
 use candle_attention::{
-    AlibiConfig, AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig as Config, QkNorm,
-    QkNormKind, QkNormScope, RopeConfig, RopeScaling,
+    AlibiConfig, AttentionInput, AttentionMask, GateActivation, GatePlace, GateScope, MultiHeadAttention,
+    MultiHeadAttentionConfig as Config, OutputGate, QkNorm, QkNormKind, QkNormScope, RopeConfig, RopeScaling,
 };
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
@@ -29,6 +29,8 @@ fn a_memory_gives_the_numbers_of_its_inputs() -> Result<()> {
     let dynamic = RopeScaling::Dynamic { factor: 2.0, original_context: 4 };
     let wide = || Config::new(8, 2).with_head_dim(8);
     let padding = AttentionMask::none().with_valid_lens(vec![T, 3]);
+    let place = GatePlace::Own { bias: true };
+    let gate = OutputGate { activation: GateActivation::Softplus, scope: GateScope::PerHead, place };
     for cfg in [
         base(),
         base().with_key_size(5).with_value_size(6).with_bias(true).with_value_head_dim(3),
@@ -38,6 +40,7 @@ fn a_memory_gives_the_numbers_of_its_inputs() -> Result<()> {
         base().with_bias_kv(true).with_bias(true),
         base().with_bias_kv(true).with_add_zero_attn(true),
         base().with_alibi(AlibiConfig::Falcon),
+        base().with_output_gate(gate).with_value_norm(1e-5),
         base().with_out_proj(false).with_causal(true),
         wide().with_rope(RopeConfig::new(100.0)).with_qk_norm(norm(QkNormScope::PerHead)),
         wide().with_rope(RopeConfig::new(100.0).with_scaling(dynamic)).with_context_length(64),

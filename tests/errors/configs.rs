@@ -1,8 +1,8 @@
 //! Configs whose numbers do not fit together, and configs in JSON.
 
 use candle_attention::{
-    AlibiConfig, MultiHeadAttention, MultiHeadAttentionConfig, QkNorm, QkNormKind, QkNormScope, RelativeBiasConfig,
-    RopeConfig, RopeScaling, WeightLayout,
+    AlibiConfig, MultiHeadAttention, MultiHeadAttentionConfig, QkNorm, QkNormKind, QkNormScope, QueryScaling,
+    RelativeBiasConfig, RopeConfig, RopeScaling, WeightLayout,
 };
 use candle_core::{DType, Result};
 use candle_nn::VarBuilder;
@@ -22,6 +22,10 @@ fn scaled(scaling: RopeScaling) -> Result<()> {
     cfg().with_head_dim(4).with_rope(RopeConfig::new(10_000.0).with_scaling(scaling)).validate()
 }
 
+fn scaled_queries(beta: f64, interval: usize) -> MultiHeadAttentionConfig {
+    cfg().with_query_scaling(QueryScaling { beta, interval, first: 0 })
+}
+
 fn json(text: &str) -> Result<()> {
     serde_json::from_str::<MultiHeadAttentionConfig>(text).map(drop).map_err(candle_core::Error::wrap)
 }
@@ -37,6 +41,12 @@ pub const CASES: &[Case] = cases! {
     "value inputs of no width" => cfg().with_value_size(0).validate(),
     "no positions" => cfg().with_context_length(0).validate(),
     "a window of no keys" => cfg().with_window(0).validate(),
+    "a chunk of no keys" => cfg().with_chunk(0).validate(),
+    "a norm of values with an eps below zero" => cfg().with_value_norm(-1e-6).validate(),
+    "a norm of learned values" => cfg().with_bias_kv(true).with_value_norm(1e-6).validate(),
+    "a scaling of queries that is no number" => scaled_queries(f64::NAN, 4).validate(),
+    "a scaling of queries that f32 does not hold" => scaled_queries(1e60, 4).validate(),
+    "a scaling of queries by no positions" => scaled_queries(0.1, 0).validate(),
     "an overflown width" => MultiHeadAttentionConfig::new(usize::MAX, 1).validate(),
     "heads beyond counting" => cfg().with_head_dim(u32::MAX as usize).validate(),
     "value heads beyond counting" => cfg().with_value_head_dim(1 << 31).validate(),
@@ -131,6 +141,9 @@ pub const CASES: &[Case] = cases! {
     "a field in JSON left out" => json(r#"{"embed_dim": 8}"#),
     "a negative size in JSON" => json(r#"{"embed_dim": -8, "num_heads": 4}"#),
     "a broken size in JSON" => json(r#"{"embed_dim": 8.5, "num_heads": 4}"#),
+    "an unknown field of a gate in JSON" => json(
+        r#"{"embed_dim": 8, "num_heads": 4, "output_gate": {"activation": "sigmoid", "scope": "per_head", "place": "query", "bias": true}}"#,
+    ),
     "an unknown norm in JSON" =>
         json(r#"{"embed_dim": 8, "num_heads": 4, "qk_norm": {"kind": "l2", "scope": "per_head", "eps": 0}}"#),
     "an unknown field of a norm in JSON" => {

@@ -3,7 +3,9 @@
 use std::collections::HashMap;
 
 use candle_attention::weights::{Naming, Orientation};
-use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
+use candle_attention::{
+    GateActivation, GatePlace, GateScope, MultiHeadAttention, MultiHeadAttentionConfig, OutputGate, WeightLayout,
+};
 use candle_core::{DType, Result};
 use candle_nn::{VarBuilder, VarMap};
 
@@ -28,7 +30,20 @@ fn detect(names: &[(&str, &[usize])]) -> Result<()> {
     WeightLayout::detect(&VarBuilder::from_tensors(tensors, DType::F32, &CPU)).map(drop)
 }
 
+fn gated(place: GatePlace) -> MultiHeadAttentionConfig {
+    let (activation, scope) = (GateActivation::Sigmoid, GateScope::PerEntry);
+    cfg().with_output_gate(OutputGate { activation, scope, place })
+}
+
 pub const LOADING: &[Case] = cases! {
+    "a gate in PyTorch's module" => load(gated(GatePlace::Own { bias: false }), "torch"),
+    "a gate among the queries of a packed weight" => load(gated(GatePlace::Query), "packed:qkv_proj"),
+    "a gate of plain parameters" => load(gated(GatePlace::Query), "raw:book"),
+    "a gate that the config denies" => {
+        let tensors = ["q_proj", "k_proj", "v_proj", "o_proj", "g_proj"];
+        let tensors = tensors.map(|name| (format!("{name}.weight"), zeros((8, 8))));
+        MultiHeadAttention::new(&cfg(), VarBuilder::from_tensors(tensors.into(), DType::F32, &CPU))
+    },
     "an output projection behind a stack" => load(cfg(), "stacked:book"),
     "shared key heads in a stack" => load(cfg().with_num_kv_heads(2).with_out_proj(false), "stacked:short"),
     "biases of plain parameters" => load(cfg().with_qkv_bias(true), "raw:book"),
@@ -47,6 +62,7 @@ pub const LOADING: &[Case] = cases! {
 };
 
 pub const SAVING: &[Case] = cases! {
+    "a gate in GPT-2" => save(gated(GatePlace::Query), "conv1d"),
     "an output projection behind a stack" => save(cfg(), "stacked:book"),
     "shared key heads in a stack" => save(cfg().with_num_kv_heads(1).with_out_proj(false), "stacked:d2l"),
     "biases of plain parameters" => save(cfg().with_k_bias(true), "raw:short"),

@@ -37,6 +37,7 @@ pub const LENGTHS: &[Case] = cases! {
     "a negative length" => ValidLens::from_tensor(&Tensor::new(&[3i64, -1], &CPU)?),
     "a negative length of a query" => ValidLens::from_tensor(&Tensor::new(&[[3i32, -7]], &CPU)?),
     "a window of no keys" => with(AttentionMask::causal().with_window(0)),
+    "a chunk of no keys" => with(AttentionMask::causal().with_chunk(0)),
     "a window of no keys in the other mask" => with(AttentionMask::causal().and(&AttentionMask::none().with_window(0))),
 };
 

@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 
 use candle_attention::{
-    MultiHeadAttention, MultiHeadAttentionConfig as Config, ProjectionModules, ProjectionPlace, QkNorm, QkNormKind,
-    QkNormScope, RelativeBias, RelativeBiasConfig,
+    GateActivation, GatePlace, GateScope, MultiHeadAttention, MultiHeadAttentionConfig as Config, OutputGate,
+    ProjectionModules, ProjectionPlace, QkNorm, QkNormKind, QkNormScope, RelativeBias, RelativeBiasConfig,
 };
 use candle_core::{DType, Error, Result, Tensor};
 use candle_nn::{Linear, VarBuilder};
@@ -29,7 +29,21 @@ fn from(out_proj: bool, modules: ProjectionModules) -> Result<MultiHeadAttention
     MultiHeadAttention::from_modules(&cfg, modules, VarBuilder::zeros(DType::F32, &CPU))
 }
 
+fn gated() -> Config {
+    let place = GatePlace::Own { bias: false };
+    let gate = OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerEntry, place };
+    Config::new(8, 2).with_out_proj(false).with_output_gate(gate)
+}
+
 pub const MODULES: &[Case] = cases! {
+    "no gate module" => MultiHeadAttention::from_modules(&gated(), three(), VarBuilder::zeros(DType::F32, &CPU)),
+    "a gate module that the config denies" => from(false, three().with_gate(linear(8))),
+    "a gate to change where there is none" => from(false, three())?.map_projection(ProjectionPlace::Gate, Ok),
+    "a gate of another width" => {
+        let modules = three().with_gate(linear(2));
+        MultiHeadAttention::from_modules(&gated(), modules, VarBuilder::zeros(DType::F32, &CPU))?
+            .forward(&zeros((1, 3, 8)))
+    },
     "no output module" => from(true, three()),
     "an output module that the config denies" => from(false, three().with_output(linear(8))),
     "an output module to change where there is none" =>

@@ -376,6 +376,37 @@ CASES = {
     "exaone4": decoder("exaone4", HEAD_DIM, ALTERNATING),
     "olmoe": decoder("olmoe", ONE_LAYER, {"clip_qkv": 0.7, "num_experts": 2, "num_experts_per_tok": 1}),
     "granite_swa": decoder("granite_swa", ALTERNATING, {"attention_multiplier": 0.3}),
+    # Its first layer is a recurrence.
+    "qwen3_next": decoder(
+        "qwen3_next",
+        {"layer_types": ["full_attention"], "num_hidden_layers": 1, "head_dim": 16},
+        {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+        rope(partial_rotary_factor=0.25),
+    ),
+    "afmoe": decoder("afmoe", HEAD_DIM, ALTERNATING, {"num_dense_layers": 2, "attention_bias": True}),
+    # A gate for each head, and other heads in the second layer.
+    "laguna": decoder(
+        "laguna",
+        HEAD_DIM,
+        ALTERNATING,
+        {"num_attention_heads_per_layer": [4, 2], "mlp_layer_types": ["dense", "dense"]},
+        {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+    ),
+    # 13 positions are 3 and more times 4.
+    "ministral3": decoder(
+        "ministral3",
+        ONE_LAYER,
+        HEAD_DIM,
+        {"rope_parameters": YARN | {"original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5}},
+    ),
+    # A chunk of keys and norms after rotary positions in the first layer, scaled queries in the second.
+    "llama4": decoder(
+        "llama4_text",
+        HEAD_DIM,
+        {"no_rope_layers": [1, 0], "attention_chunk_size": 5, "floor_scale": 4, "attn_scale": 0.5, "moe_layers": [4]},
+        {"num_local_experts": 2, "intermediate_size_mlp": 24},
+        layers="model.layers",
+    ),
     "gpt_neo": decoder(
         "gpt_neo",
         sizes={

@@ -19,10 +19,10 @@ macro_rules! architectures {
 }
 
 architectures! {
-    albert, beit, bert, blip_vision_model, bloom, clip_text_model, cohere, cohere2, deepseek_v2, deepseek_v3, distilbert,
+    afmoe, albert, beit, bert, blip_vision_model, bloom, clip_text_model, cohere, cohere2, deepseek_v2, deepseek_v3, distilbert,
     exaone4, falcon, gemma, gemma2, gemma3, gemma3_text, glm, glm4, gpt2, gpt_bigcode, gpt_neo, gpt_neox, gpt_oss, gptj,
-    granite, granite_swa, hunyuan_v1_dense, llama, marian, mistral, mixtral, modernbert, mpnet, mpt, nomic_bert, olmo2,
-    olmoe, opt, phi, phi3, qwen2, qwen3, roberta, roformer, smollm3, stablelm, starcoder2, t5, umt5, vit, whisper,
+    granite, granite_swa, hunyuan_v1_dense, laguna, llama, llama4_text, marian, ministral3, mistral, mixtral, modernbert, mpnet, mpt, nomic_bert, olmo2,
+    olmoe, opt, phi, phi3, qwen2, qwen3, qwen3_next, roberta, roformer, smollm3, stablelm, starcoder2, t5, umt5, vit, whisper,
 }
 
 /// A model for each here, or else in the census of `compare/census`, whose page says that they are equal.

@@ -1,7 +1,10 @@
 //! The configs of the round trips, and which of them a layout can hold.
 
 use candle_attention::weights::Storage;
-use candle_attention::{MultiHeadAttentionConfig, QkNorm, QkNormKind, QkNormScope, WeightLayout};
+use candle_attention::{
+    GateActivation, GatePlace, GateScope, MultiHeadAttentionConfig, OutputGate, QkNorm, QkNormKind, QkNormScope,
+    WeightLayout,
+};
 
 pub const EMBED_DIM: usize = 8;
 pub const CONTEXT_LENGTH: usize = 5;
@@ -44,11 +47,18 @@ pub fn grid() -> Vec<MultiHeadAttentionConfig> {
             None => cfg.with_out_proj(false),
         };
         let norm = |kind, scope| QkNorm { kind, scope, eps: 1e-5 };
-        all.push(match all.len() % 5 {
+        let places = [GatePlace::Query, GatePlace::Own { bias: false }, GatePlace::Own { bias: true }];
+        let gate = OutputGate {
+            activation: GateActivation::Sigmoid,
+            scope: [GateScope::PerEntry, GateScope::PerHead][n / 7 % 2],
+            place: places[n % 3],
+        };
+        all.push(match all.len() % 6 {
             0 => cfg,
             1 => cfg.with_causal(true).with_context_length(CONTEXT_LENGTH),
             2 => cfg.with_qk_norm(norm(QkNormKind::Rms, QkNormScope::PerHead)).with_sinks(true),
             3 => cfg.with_qk_norm(norm(QkNormKind::Layer, QkNormScope::Projection)),
+            4 => cfg.with_output_gate(gate),
             _ => cfg.with_bias_kv(true),
         });
     }
@@ -60,8 +70,16 @@ pub fn grid() -> Vec<MultiHeadAttentionConfig> {
 pub fn fits(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> bool {
     let [q, k, v] = cfg.qkv_bias();
     let any_bias = q || k || v || cfg.out_bias();
+    let gate = cfg.output_gate().map(|gate| gate.place);
     let each_head_has_keys = cfg.num_heads() == cfg.num_kv_heads();
     match layout {
+        // A gate is a linear layer, or rows of one.
+        WeightLayout::Raw(..) | WeightLayout::StackedHeads(..) | WeightLayout::Torch | WeightLayout::Conv1d
+            if gate.is_some() =>
+        {
+            false
+        }
+        WeightLayout::Packed(..) if gate == Some(GatePlace::Query) => false,
         WeightLayout::Raw(..) => !any_bias,
         WeightLayout::StackedHeads(_, storage) => {
             !cfg.out_proj() && each_head_has_keys && (storage == Storage::Linear || !any_bias)

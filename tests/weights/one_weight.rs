@@ -36,7 +36,8 @@ fn by_name(tensors: Vec<(String, Tensor)>) -> HashMap<String, Tensor> {
 #[test]
 fn every_layout_is_loaded_into_one_weight() -> Result<()> {
     let (mut all, mut two, mut none) = (0, 0, 0);
-    for cfg in grid().into_iter().step_by(7) {
+    // The rows of a gate would lie between those of queries and keys.
+    for cfg in grid().into_iter().filter(|cfg| cfg.output_gate().is_none()).step_by(7) {
         let canonical = invented(&cfg, WeightLayout::Canonical)?;
         for layout in layouts_of(&cfg) {
             let what = format!("{layout}, {cfg:?}");

@@ -1,8 +1,9 @@
 //! A layer's heads on several processes.
 
 use candle_attention::{
-    AlibiConfig, AttentionCache, AttentionInput, HeadShard, MultiHeadAttention, MultiHeadAttentionConfig as Config,
-    QkNorm, QkNormKind, QkNormScope, RelativeBias, RelativeBiasConfig, RopeConfig, WeightLayout,
+    AlibiConfig, AttentionCache, AttentionInput, GateActivation, GatePlace, GateScope, HeadShard, MultiHeadAttention,
+    MultiHeadAttentionConfig as Config, OutputGate, QkNorm, QkNormKind, QkNormScope, RelativeBias, RelativeBiasConfig,
+    RopeConfig, WeightLayout,
 };
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -84,7 +85,10 @@ fn options_by_head_are_those_of_the_shards_heads() -> Result<()> {
     let grouped = || Config::new(EMBED_DIM, 4).with_num_kv_heads(2).with_head_dim(4);
     let norm = QkNorm { kind: QkNormKind::Layer, scope: QkNormScope::PerHeadWeights, eps: 1e-5 };
     let buckets = RelativeBiasConfig::new(true);
+    let gate = |scope, place| OutputGate { activation: GateActivation::Sigmoid, scope, place };
     let configs = [
+        grouped().with_output_gate(gate(GateScope::PerEntry, GatePlace::Query)).with_causal(true).with_bias(true),
+        grouped().with_output_gate(gate(GateScope::PerHead, GatePlace::Own { bias: true })).with_value_norm(1e-5),
         grouped().with_alibi(AlibiConfig::Standard),
         grouped().with_alibi(AlibiConfig::Slopes(vec![0.5, 0.1, 0.3, 0.02])).with_causal(true),
         grouped().with_alibi(AlibiConfig::Falcon).with_causal(true),

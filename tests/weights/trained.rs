@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use candle_attention::init::TorchSeed;
 use candle_attention::{
-    AttentionInput, Backend, MultiHeadAttention, MultiHeadAttentionConfig, ProjectionPlace, QkNorm, QkNormKind,
-    QkNormScope, WeightLayout,
+    AttentionInput, Backend, GateActivation, GatePlace, GateScope, MultiHeadAttention, MultiHeadAttentionConfig,
+    OutputGate, ProjectionPlace, QkNorm, QkNormKind, QkNormScope, WeightLayout,
 };
 use candle_core::{DType, Module, Result, Tensor, Var, safetensors};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap, linear_no_bias};
@@ -76,6 +76,10 @@ fn twenty_steps_of_sgd_are_those_of_torch() -> Result<()> {
     })
 }
 
+fn gate(place: GatePlace) -> OutputGate {
+    OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerEntry, place }
+}
+
 /// What variables hold at the time, in every layout; steps after it change nothing.
 #[test]
 fn a_frozen_layer_is_what_training_left() -> Result<()> {
@@ -85,6 +89,11 @@ fn a_frozen_layer_is_what_training_left() -> Result<()> {
         let stack = layout.starts_with("stacked");
         let cfg = MultiHeadAttentionConfig::new(E, 4).with_qkv_bias(true).with_out_bias(!stack).with_out_proj(!stack);
         let cfg = cfg.with_qk_norm(norm).with_sinks(true);
+        let cfg = match layout {
+            "canonical" => cfg.with_output_gate(gate(GatePlace::Query)),
+            "packed:Wqkv" => cfg.with_output_gate(gate(GatePlace::Own { bias: true })),
+            _ => cfg,
+        };
         let vars = VarMap::new();
         let layer = MultiHeadAttention::load(&cfg, layout.parse()?, VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
         let frozen = layer.freeze()?;

@@ -160,6 +160,7 @@ fn parts(cfg: &MultiHeadAttentionConfig) -> Vec<String> {
     add(cfg.num_kv_heads() < cfg.num_heads(), "grouped heads");
     add(cfg.window().is_some(), "window");
     add(cfg.band().is_some(), "band");
+    add(cfg.chunk().is_some(), "chunks");
     add(cfg.qk_norm().is_some() && !cfg.norm_after_rope(), "norms of queries and keys");
     add(cfg.norm_after_rope(), "norms after rotary positions");
     if let Some(rope) = cfg.rope() {
@@ -168,6 +169,9 @@ fn parts(cfg: &MultiHeadAttentionConfig) -> Vec<String> {
         add(rope.rotary_dim(cfg.head_dim()) < cfg.head_dim(), "partial rotary");
         add(*rope.scaling() != RopeScaling::None, "scaled rotary");
     }
+    add(cfg.query_scaling().is_some(), "queries scaled by position");
+    add(cfg.value_norm().is_some(), "norms of values");
+    add(cfg.output_gate().is_some(), "output gate");
     add(cfg.alibi().is_some(), "ALiBi");
     add(cfg.relative_bias().is_some(), "relative bias");
     add(cfg.softcap().is_some(), "softcap");

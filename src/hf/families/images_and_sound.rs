@@ -243,6 +243,7 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         dropout: ("attention_probs_dropout_prob", 0.0), bias: Bias::AllIf("qkv_bias", true), mask: Mask::Causal,
         adjust: |fields, _, cfg| softcapped(fields, cfg), ..ENCODER
     },
+    Family { model_type: "vilt", modules: &[vit(&["vilt.", ""])], ..VIT },
     VIT,
     Family {
         model_type: "vit_mae",
@@ -264,6 +265,12 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     Family {
         model_type: "voxtral_encoder",
         aliases: VOXTRAL_ALIASES, ..WHISPER
+    },
+    Family {
+        model_type: "voxtral_realtime_encoder", sizes: [32, 1280, 32], aliases: VOXTRAL_ALIASES,
+        heads: Heads::Grouped(None, Some(64)), modules: &[at(AUDIO, "layers.{}.self_attn", WeightLayout::Canonical)],
+        rope: Rotary::All(rope(10_000.0, 1500)), window: |fields, _| fields.nullable("sliding_window", Some(750)),
+        mask: Mask::Causal, ..WHISPER
     },
     WAV2VEC2,
     Family { model_type: "xclip_text_model", ..CLIP_TEXTS },

@@ -4,6 +4,7 @@
 mod decoders;
 mod encoder_decoders;
 mod encoders;
+mod gated;
 mod gpt;
 mod images_and_sound;
 mod latent;
@@ -30,9 +31,9 @@ const WQKV: WeightLayout = WeightLayout::Packed(PackedNaming::Wqkv, QkvOrder::By
 
 /// Every row.
 pub(super) fn families() -> impl Iterator<Item = &'static Family> {
-    [decoders::ROWS, gpt::ROWS, latent::ROWS, encoders::ROWS, images_and_sound::ROWS, encoder_decoders::ROWS]
-        .into_iter()
-        .flatten()
+    let decoders = [decoders::ROWS, gated::ROWS, gpt::ROWS, latent::ROWS];
+    let others = [encoders::ROWS, images_and_sound::ROWS, encoder_decoders::ROWS];
+    decoders.into_iter().chain(others).flatten()
 }
 
 /// Grouped heads without positions or biases, causal: what most decoders begin with.

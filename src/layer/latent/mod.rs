@@ -297,7 +297,7 @@ impl MultiHeadLatentAttention {
             }
             (_, _, Form::Absorbed) => CallKeys::Own { v: part(&rows, 3, 0..rank)?, k: rows },
         };
-        Ok((AttentionCall { q, keys, mask, options, batched, residual }, form))
+        Ok((AttentionCall { q, keys, mask, options, batched, residual, gate: None }, form))
     }
 
     /// A call's context to the layer's output (B, T, E).

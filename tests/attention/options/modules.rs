@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use candle_attention::{
-    AttentionCache, AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig as Config,
-    ProjectionModules, ProjectionPlace, QkNorm, QkNormKind, QkNormScope, RopeConfig, WeightLayout,
+    AttentionCache, AttentionInput, AttentionMask, GateActivation, GatePlace, GateScope, MultiHeadAttention,
+    MultiHeadAttentionConfig as Config, OutputGate, ProjectionModules, ProjectionPlace, QkNorm, QkNormKind,
+    QkNormScope, RopeConfig, WeightLayout,
 };
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Error, Module, Result, Tensor, Var};
@@ -14,9 +15,19 @@ use super::{CPU, Tensors, builder};
 use crate::by_hand::{parameters, tensors};
 use crate::common::{assert_near, error_text, values};
 
-const PLACES: [ProjectionPlace; 4] =
-    [ProjectionPlace::Query, ProjectionPlace::Key, ProjectionPlace::Value, ProjectionPlace::Output];
-const NAMES: [&str; 4] = ["q_proj", "k_proj", "v_proj", "o_proj"];
+const PLACES: [ProjectionPlace; 5] = [
+    ProjectionPlace::Query,
+    ProjectionPlace::Key,
+    ProjectionPlace::Value,
+    ProjectionPlace::Output,
+    ProjectionPlace::Gate,
+];
+const NAMES: [&str; 5] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj"];
+
+fn gate() -> OutputGate {
+    let place = GatePlace::Own { bias: false };
+    OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerEntry, place }
+}
 
 fn configs() -> Vec<Config> {
     let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::PerHead, eps: 1e-6 };
@@ -27,6 +38,7 @@ fn configs() -> Vec<Config> {
         grouped().with_key_size(32).with_value_size(32),
         grouped().with_key_size(32).with_value_size(96).with_bias_kv(true),
         grouped().with_out_proj(false).with_causal(true),
+        grouped().with_causal(true).with_output_gate(gate()),
     ]
 }
 
@@ -75,6 +87,7 @@ fn quantized(cfg: &Config, dtype: GgmlDType) -> Result<[MultiHeadAttention; 2]> 
     };
     let modules = ProjectionModules::new(module("q_proj")?, module("k_proj")?, module("v_proj")?);
     let modules = if cfg.out_proj() { modules.with_output(module("o_proj")?) } else { modules };
+    let modules = if cfg.output_gate().is_some() { modules.with_gate(module("gate_proj")?) } else { modules };
     let others: Tensors =
         plain.iter().filter(|(name, _)| !name.contains("_proj")).map(|(n, t)| (n.clone(), t.clone())).collect();
     Ok([
@@ -136,9 +149,14 @@ impl Module for Adapter {
 #[test]
 fn an_adapter_gives_the_numbers_of_merged_weights_and_its_own_gradient() -> Result<()> {
     let cfg = Config::new(16, 4).with_bias(true).with_causal(true);
+    adapted(&cfg, Some(WeightLayout::Torch), &[&[0], &[1], &[2], &[3], &[0, 2], &[1, 2], &[0, 1, 2, 3], &[2, 2]])?;
+    adapted(&cfg.with_output_gate(gate()), None, &[&[4], &[0], &[0, 4], &[0, 1, 2, 4]])
+}
+
+/// `joint` is a layout of one weight, if the config has one.
+fn adapted(cfg: &Config, joint: Option<WeightLayout>, all_places: &[&[usize]]) -> Result<()> {
     let xs = random(&[2, 5, 16])?;
-    let plain = weights(&cfg)?;
-    let joint = MultiHeadAttention::new(&cfg, builder(plain.clone()))?.state_dict(WeightLayout::Torch)?;
+    let plain = weights(cfg)?;
     let variables = |tensors: &Tensors| -> Result<VarMap> {
         let vars = VarMap::new();
         for (name, tensor) in tensors {
@@ -146,14 +164,14 @@ fn an_adapter_gives_the_numbers_of_merged_weights_and_its_own_gradient() -> Resu
         }
         Ok(vars)
     };
-    let (apart, joint) = (variables(&plain)?, variables(&joint.into_iter().collect())?);
     let of = |vars: &VarMap| VarBuilder::from_varmap(vars, DType::F32, &CPU);
-    let layers = [
-        MultiHeadAttention::new(&cfg, builder(plain.clone()))?,
-        MultiHeadAttention::new(&cfg, of(&apart))?,
-        MultiHeadAttention::load(&cfg, WeightLayout::Torch, of(&joint))?,
-    ];
-    for places in [&[0][..], &[1], &[2], &[3], &[0, 2], &[1, 2], &[0, 1, 2, 3], &[2, 2]] {
+    let whole = MultiHeadAttention::new(cfg, builder(plain.clone()))?;
+    let mut layers = vec![whole.clone(), MultiHeadAttention::new(cfg, of(&variables(&plain)?))?];
+    if let Some(joint) = joint {
+        let vars = variables(&whole.state_dict(joint)?.into_iter().collect())?;
+        layers.push(MultiHeadAttention::load(cfg, joint, of(&vars))?);
+    }
+    for &places in all_places {
         let mut merged = plain.clone();
         let adapters: Vec<_> = places
             .iter()
@@ -165,7 +183,7 @@ fn an_adapter_gives_the_numbers_of_merged_weights_and_its_own_gradient() -> Resu
                 Ok::<_, Error>((place, down, up))
             })
             .collect::<Result<_>>()?;
-        let expected = MultiHeadAttention::new(&cfg, builder(merged))?.forward(&xs)?;
+        let expected = MultiHeadAttention::new(cfg, builder(merged))?.forward(&xs)?;
         for (n, layer) in layers.iter().enumerate() {
             let mut layer = layer.clone();
             for (place, down, up) in &adapters {

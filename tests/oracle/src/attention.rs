@@ -37,6 +37,7 @@ pub enum Part {
     Starts(Lens),
     Window(usize),
     Band(usize, usize),
+    Chunk(usize),
     Prefix(Lens),
     /// Zero hides.
     Keep(Array),
@@ -138,7 +139,7 @@ impl Mask {
     }
 
     fn is_relative(&self) -> bool {
-        let relative = |part: &Part| matches!(part, Part::Window(_) | Part::Band(..));
+        let relative = |part: &Part| matches!(part, Part::Window(_) | Part::Band(..) | Part::Chunk(_));
         self.alignment != Alignment::Free || self.parts.iter().any(relative)
     }
 
@@ -156,6 +157,7 @@ impl Mask {
             Part::Starts(starts) => j < starts.get(b, i),
             Part::Window(w) => position - key > *w as i128 - 1,
             Part::Band(left, right) => key < position - *left as i128 || key > position + *right as i128,
+            Part::Chunk(size) => key.div_euclid(*size as i128) != position.div_euclid(*size as i128),
             Part::Keep(keep) => keep.at([b, h, i, j]) == 0.0,
             Part::Prefix(_) | Part::Bias(_) => false,
         };

@@ -1,5 +1,9 @@
 //! The projections of a layer: each is columns of a product with a weight, or a module.
 
+mod modules;
+
+pub use modules::{ProjectionModule, ProjectionModules, ProjectionPlace};
+
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,67 +15,6 @@ use crate::linear::frozen;
 use crate::size::part;
 use crate::weights::{Linears, LoadedProjections, ProjectionRows, projection_shapes};
 use crate::{MultiHeadAttentionConfig, PackedLinear};
-
-/// One of a layer's four projections.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum ProjectionPlace {
-    /// (B, T_q, embed_dim) to (B, T_q, H·D).
-    Query,
-    /// (B, T_kv, key_size) to (B, T_kv, H_kv·D).
-    Key,
-    /// (B, T_kv, value_size) to (B, T_kv, H_kv·D_v).
-    Value,
-    /// (B, T_q, H·D_v) to (B, T_q, out_dim).
-    Output,
-}
-
-impl fmt::Display for ProjectionPlace {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(match self {
-            Self::Query => "query",
-            Self::Key => "key",
-            Self::Value => "value",
-            Self::Output => "output",
-        })
-    }
-}
-
-/// A module in a projection's place.
-pub type ProjectionModule = Arc<dyn Module + Send + Sync>;
-
-/// Modules for all projections of a layer
-/// ([`MultiHeadAttention::from_modules`](crate::MultiHeadAttention::from_modules)), biases included.
-#[derive(Clone)]
-#[must_use]
-pub struct ProjectionModules {
-    query: ProjectionModule,
-    key: ProjectionModule,
-    value: ProjectionModule,
-    output: Option<ProjectionModule>,
-}
-
-impl ProjectionModules {
-    /// Query, key and value projections, and no output projection.
-    pub fn new(
-        query: impl Module + Send + Sync + 'static,
-        key: impl Module + Send + Sync + 'static,
-        value: impl Module + Send + Sync + 'static,
-    ) -> Self {
-        Self { query: Arc::new(query), key: Arc::new(key), value: Arc::new(value), output: None }
-    }
-
-    /// With an output projection.
-    pub fn with_output(mut self, output: impl Module + Send + Sync + 'static) -> Self {
-        self.output = Some(Arc::new(output));
-        self
-    }
-}
-
-impl fmt::Debug for ProjectionModules {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.debug_struct("ProjectionModules").field("output", &self.output.is_some()).finish_non_exhaustive()
-    }
-}
 
 /// One projection, (B, T, in) to (B, T, out).
 #[derive(Clone)]
@@ -260,9 +203,19 @@ pub(crate) struct Projections {
     q: Projection,
     k: Projection,
     v: Projection,
+    gate: Option<Projection>,
     o: Option<Projection>,
     dtype: DType,
     device: Device,
+}
+
+/// What queries' inputs are projected to.
+#[derive(Debug)]
+pub(crate) struct Queries {
+    /// (B, T_q, H·D).
+    pub q: Tensor,
+    /// (B, T_q, H·D_v) or (B, T_q, H).
+    pub gate: Option<Tensor>,
 }
 
 impl Projections {
@@ -271,15 +224,17 @@ impl Projections {
     /// # Errors
     /// If memory is short.
     pub fn new(loaded: LoadedProjections) -> Result<Self> {
-        let LoadedProjections { qkv: [q, k, v], o } = loaded;
+        let LoadedProjections { qkv: [q, k, v], gate, o } = loaded;
         let (dtype, device) = (q.weight().dtype(), q.weight().device().clone());
         let [of_q, of_k, of_v] = [&q, &k, &v].map(ProjectionRows::in_dim);
+        // A gate beside the query, whose input it reads.
+        let queries: Vec<_> = std::iter::once(&q).chain(&gate).collect();
         let qkv = if of_k != of_v {
-            [Projection::columns(&[&q])?, Projection::columns(&[&k])?, Projection::columns(&[&v])?].concat()
+            [Projection::columns(&queries)?, Projection::columns(&[&k])?, Projection::columns(&[&v])?].concat()
         } else if of_q != of_k {
-            [Projection::columns(&[&q])?, Projection::columns(&[&k, &v])?].concat()
+            [Projection::columns(&queries)?, Projection::columns(&[&k, &v])?].concat()
         } else {
-            Projection::columns(&[&q, &k, &v])?
+            Projection::columns(&[queries, vec![&k, &v]].concat())?
         };
         let o = o.map(|o| Projection::columns(&[&o])).transpose()?;
         Self::of_list(qkv, o, dtype, device)
@@ -291,15 +246,17 @@ impl Projections {
     /// If memory is short.
     pub fn freeze(&self) -> Result<Self> {
         let tracked = |own: &Projection| own.as_columns().filter(|columns| columns.is_tracked()).cloned();
-        let Self { q, k, v, .. } = self;
+        let Self { q, k, v, gate, .. } = self;
         let mut own = self.clone();
         // Together, so that those of one input are one product again.
         if let (Some(q), Some(k), Some(v)) = (tracked(q), tracked(k), tracked(v)) {
             let qkv = [q.frozen_rows()?, k.frozen_rows()?, v.frozen_rows()?];
-            let Self { q, k, v, .. } = Self::new(LoadedProjections { qkv, o: None })?;
+            let gate = gate.as_ref().and_then(tracked).map(|gate| gate.frozen_rows()).transpose()?;
+            let Self { q, k, v, gate, .. } = Self::new(LoadedProjections { qkv, gate, o: None })?;
             (own.q, own.k, own.v) = (q, k, v);
+            own.gate = gate.or(own.gate);
         }
-        for projection in [&mut own.q, &mut own.k, &mut own.v].into_iter().chain(&mut own.o) {
+        for projection in [&mut own.q, &mut own.k, &mut own.v].into_iter().chain(&mut own.gate).chain(&mut own.o) {
             if let Some(columns) = tracked(projection)
                 && let Some(frozen) = Projection::columns(&[&columns.frozen_rows()?])?.pop()
             {
@@ -312,14 +269,21 @@ impl Projections {
     /// Of modules, for inputs of a dtype on a device.
     ///
     /// # Errors
-    /// If the config wants an output projection and there is none, or the other way around.
+    /// If the config wants an output projection or a gate and there is none, or the other way around.
     pub fn from_modules(
         cfg: &MultiHeadAttentionConfig,
         modules: ProjectionModules,
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let ProjectionModules { query, key, value, output } = modules;
+        let ProjectionModules { query, key, value, output, gate } = modules;
+        match (cfg.output_gate(), &gate) {
+            (Some(_), None) => bail!("[multi_head_attention] no module was given for the gate that the config wants"),
+            (None, Some(_)) => {
+                bail!("[multi_head_attention] a module was given for a gate, but the config says there is none")
+            }
+            _ => {}
+        }
         match (cfg.out_proj(), &output) {
             (true, None) => {
                 bail!("[multi_head_attention] no module was given for the output projection that the config wants")
@@ -329,14 +293,15 @@ impl Projections {
             ),
             _ => {}
         }
-        use ProjectionPlace::{Key, Output, Query, Value};
+        use ProjectionPlace::{Gate, Key, Output, Query, Value};
         let projection = |(place, module): (ProjectionPlace, _)| {
             let width = projection_shapes(cfg)[place as usize].0;
             Projection::Module { module, expected: ModuleOutput { place, width, dtype, device: device.clone() } }
         };
-        let qkv = [(Query, query), (Key, key), (Value, value)].map(projection);
+        let gate = gate.map(|gate| (Gate, gate));
+        let qkv = std::iter::once((Query, query)).chain(gate).chain([(Key, key), (Value, value)]);
         let o = output.map(|output| vec![projection((Output, output))]);
-        Self::of_list(qkv.into(), o, dtype, device.clone())
+        Self::of_list(qkv.map(projection).collect(), o, dtype, device.clone())
     }
 
     /// Of weights that are packed, for inputs in f32.
@@ -345,16 +310,17 @@ impl Projections {
         Self::of_list(qkv, Some(o), DType::F32, device.clone())
     }
 
-    /// Query, key and value, and the output projection.
-    fn of_list(qkv: Vec<Projection>, o: Option<Vec<Projection>>, dtype: DType, device: Device) -> Result<Self> {
+    /// Query, perhaps a gate, key and value, and the output projection.
+    fn of_list(mut qkv: Vec<Projection>, o: Option<Vec<Projection>>, dtype: DType, device: Device) -> Result<Self> {
+        let gate = (qkv.len() == 4).then(|| qkv.remove(1));
         let Ok([q, k, v]) = <[Projection; 3]>::try_from(qkv) else { bail!("[projection] expected three projections") };
-        Ok(Self { q, k, v, o: o.and_then(|mut o| o.pop()), dtype, device })
+        Ok(Self { q, k, v, gate, o: o.and_then(|mut o| o.pop()), dtype, device })
     }
 
     /// The same with a module in one place, made from what is there.
     ///
     /// # Errors
-    /// For an output projection that the config does not have, and those of `change`.
+    /// For an output projection or a gate that the config does not have, and those of `change`.
     pub fn map(
         mut self,
         cfg: &MultiHeadAttentionConfig,
@@ -371,6 +337,10 @@ impl Projections {
                     "[multi_head_attention] the config says there is no output projection, so none can be changed"
                 ),
             },
+            ProjectionPlace::Gate => match &mut self.gate {
+                Some(gate) => gate,
+                None => bail!("[multi_head_attention] the config says there is no gate, so none can be changed"),
+            },
         };
         let width = projection_shapes(cfg)[place as usize].0;
         let expected = ModuleOutput { place, width, dtype: self.dtype, device: self.device.clone() };
@@ -386,9 +356,9 @@ impl Projections {
         &self.device
     }
 
-    /// q (B, T_q, H·D), k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v). Those of one input that share a weight are views
-    /// of one product.
-    pub fn query_key_value(&self, queries: &Tensor, keys: &Tensor, values: &Tensor) -> Result<[Tensor; 3]> {
+    /// q and the gate, and k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v). Those of one input that share a weight are
+    /// views of one product.
+    pub fn query_key_value(&self, queries: &Tensor, keys: &Tensor, values: &Tensor) -> Result<(Queries, [Tensor; 2])> {
         if queries.id() == keys.id()
             && keys.id() == values.id()
             && let (Some(q), Some(k), Some(v)) = (self.q.as_columns(), self.k.as_columns(), self.v.as_columns())
@@ -397,15 +367,27 @@ impl Projections {
         {
             let start = q.range.start;
             let product = q.product_to(v, queries)?;
-            return Ok([q.of(&product, start)?, k.of(&product, start)?, v.of(&product, start)?]);
+            let gate = self.gate.as_ref().map(|gate| match gate.as_columns() {
+                Some(gate) if gate.shares_weight(q) => gate.of(&product, start),
+                _ => gate.forward(queries),
+            });
+            let own = Queries { q: q.of(&product, start)?, gate: gate.transpose()? };
+            return Ok((own, [k.of(&product, start)?, v.of(&product, start)?]));
         }
-        let [k, v] = self.key_value(keys, values)?;
-        Ok([self.query(queries)?, k, v])
+        Ok((self.query(queries)?, self.key_value(keys, values)?))
     }
 
-    /// q (B, T_q, H·D) alone.
-    pub fn query(&self, queries: &Tensor) -> Result<Tensor> {
-        self.q.forward(queries)
+    /// q and the gate alone.
+    pub fn query(&self, queries: &Tensor) -> Result<Queries> {
+        if let (Some(q), Some(gate)) = (self.q.as_columns(), self.gate.as_ref().and_then(Projection::as_columns))
+            && q.shares_weight(gate)
+        {
+            let product = q.product_to(gate, queries)?;
+            let start = q.range.start;
+            return Ok(Queries { q: q.of(&product, start)?, gate: Some(gate.of(&product, start)?) });
+        }
+        let gate = self.gate.as_ref().map(|gate| gate.forward(queries)).transpose()?;
+        Ok(Queries { q: self.q.forward(queries)?, gate })
     }
 
     /// k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v) alone.
@@ -453,9 +435,10 @@ impl Projections {
         };
         Ok(Linears {
             q: linear(&self.q)?,
+            gate: self.gate.as_ref().map(&mut linear).transpose()?,
             k: linear(&self.k)?,
             v: linear(&self.v)?,
-            o: self.o.as_ref().map(linear).transpose()?,
+            o: self.o.as_ref().map(&mut linear).transpose()?,
         })
     }
 }

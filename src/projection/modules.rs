@@ -1,0 +1,79 @@
+//! Where a layer's projections stand, and modules in their places.
+
+use std::fmt;
+use std::sync::Arc;
+
+use candle_core::Module;
+
+/// One of a layer's projections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ProjectionPlace {
+    /// (B, T_q, embed_dim) to (B, T_q, H·D).
+    Query,
+    /// (B, T_kv, key_size) to (B, T_kv, H_kv·D).
+    Key,
+    /// (B, T_kv, value_size) to (B, T_kv, H_kv·D_v).
+    Value,
+    /// (B, T_q, H·D_v) to (B, T_q, out_dim).
+    Output,
+    /// (B, T_q, embed_dim) to (B, T_q, H·D_v), or (B, T_q, H) for a gate of whole heads
+    /// ([`OutputGate`](crate::OutputGate)).
+    Gate,
+}
+
+impl fmt::Display for ProjectionPlace {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self {
+            Self::Query => "query",
+            Self::Key => "key",
+            Self::Value => "value",
+            Self::Output => "output",
+            Self::Gate => "gate",
+        })
+    }
+}
+
+/// A module in a projection's place.
+pub type ProjectionModule = Arc<dyn Module + Send + Sync>;
+
+/// Modules for all projections of a layer
+/// ([`MultiHeadAttention::from_modules`](crate::MultiHeadAttention::from_modules)), biases included.
+#[derive(Clone)]
+#[must_use]
+pub struct ProjectionModules {
+    pub(super) query: ProjectionModule,
+    pub(super) key: ProjectionModule,
+    pub(super) value: ProjectionModule,
+    pub(super) output: Option<ProjectionModule>,
+    pub(super) gate: Option<ProjectionModule>,
+}
+
+impl ProjectionModules {
+    /// Query, key and value projections, and no output projection.
+    pub fn new(
+        query: impl Module + Send + Sync + 'static,
+        key: impl Module + Send + Sync + 'static,
+        value: impl Module + Send + Sync + 'static,
+    ) -> Self {
+        Self { query: Arc::new(query), key: Arc::new(key), value: Arc::new(value), output: None, gate: None }
+    }
+
+    /// With an output projection.
+    pub fn with_output(mut self, output: impl Module + Send + Sync + 'static) -> Self {
+        self.output = Some(Arc::new(output));
+        self
+    }
+
+    /// With the projection of an output gate, wherever a checkpoint may keep it.
+    pub fn with_gate(mut self, gate: impl Module + Send + Sync + 'static) -> Self {
+        self.gate = Some(Arc::new(gate));
+        self
+    }
+}
+
+impl fmt::Debug for ProjectionModules {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let mut parts = f.debug_struct("ProjectionModules");
+        parts.field("output", &self.output.is_some()).field("gate", &self.gate.is_some()).finish_non_exhaustive()
+    }
+}
