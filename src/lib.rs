@@ -52,8 +52,8 @@ pub use linear::{PackedGatedLinear, PackedLinear, packed_linear, packed_linear_b
 pub use mask::{AttentionMask, EmptyRows, KvRanges, ValidLens};
 pub use norm::{QkNorm, QkNormKind, QkNormScope};
 pub use position::{
-    AlibiConfig, QueryScaling, RelativeBias, RelativeBiasConfig, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding,
-    alibi_slopes,
+    AlibiConfig, QueryScaling, RelativeBias, RelativeBiasConfig, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling,
+    RopeStyle, RotaryEmbedding, alibi_slopes,
 };
 pub use projection::{ProjectionModule, ProjectionModules, ProjectionPlace};
 pub use sdpa::{

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from special import INPUTS, TIME_FIRST
+from special import INPUTS, LENGTHS, POSITIONS, TIME_FIRST
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "hf"))
 from randomise import randomise
@@ -91,7 +91,14 @@ def record(model_class, config, folder, name):
     calls = [call[:3] for call in calls if call[2] is not None]
     if config.model_type in TIME_FIRST:
         calls = [[path, given.transpose(0, 1), gave.transpose(0, 1)] for path, given, gave in calls]
-    write(model, folder, calls)
+    known = {}
+    if config.model_type in POSITIONS:
+        known["positions"] = POSITIONS[config.model_type](config).float()
+    elif "position_ids" in inputs:
+        known["positions"] = inputs["position_ids"].float()
+    if config.model_type in LENGTHS:
+        known["lengths"] = torch.tensor(LENGTHS[config.model_type], dtype=torch.float)
+    write(model, folder, calls, known)
     (folder / "defaults.json").write_text(as_json(type(config)().to_dict()))
     cores = [
         {"module": names[module], "class": type(module).__name__, "owner": owner(model, names[module])}
@@ -142,7 +149,7 @@ def owner(model, path):
     return found.config.model_type
 
 
-def write(model, folder, calls):
+def write(model, folder, calls, known):
     with tempfile.TemporaryDirectory() as saved:
         model.save_pretrained(saved)
         stored = {}
@@ -162,7 +169,7 @@ def write(model, folder, calls):
             found = by_content.get(digest(tensor)) or by_content.get(digest(tensor[0]))
             if found:
                 modules[name] = found
-    golden = {}
+    golden = known
     for order, (path, given, gave) in enumerate(calls):
         if max(given.numel(), gave.numel()) <= LARGEST and given.ndim in (2, 3):
             golden[f"{order:05}|in|{path}"], golden[f"{order:05}|out|{path}"] = given.contiguous(), gave.contiguous()

@@ -1,5 +1,7 @@
 """What single models need beyond the general rules: fields of their configurations, inputs, and words for the table."""
 
+import math
+
 import torch
 
 CONFIGS = {
@@ -8,6 +10,7 @@ CONFIGS = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
     "gptj": {"rotary_dim": 4},
+    "dinov3_vit": {"num_register_tokens": 3},
     "helium": {"head_dim": 8},
     "laguna": {
         "layer_types": ["full_attention", "sliding_attention"],
@@ -32,6 +35,28 @@ CONFIGS = {
     "yolos": {"image_size": [32, 32]},
 }
 
+# Sections of rotary positions on three axes, for pairs of tiny heads.
+SECTIONS = {
+    "glm4v_moe_text": [2, 1, 1],
+    "glm4v_text": [2, 1, 1],
+    "glm_ocr_text": [2, 1, 1],
+    "paddleocr_vl_text": [4, 2, 2],
+    "qwen2_5_omni_text": [2, 1, 1],
+    "qwen2_5_vl_text": [2, 1, 1],
+    "qwen2_vl_text": [2, 1, 1],
+    "qwen3_5_moe_text": [2, 1, 1],
+    "qwen3_5_text": [2, 1, 1],
+    "qwen3_omni_moe_text": [2, 1, 1],
+    "qwen3_vl_moe_text": [4, 2, 2],
+    "qwen3_vl_text": [4, 2, 2],
+}
+# Parts of wide heads.
+PARTS = {"qwen3_5_text": 0.5, "qwen3_5_moe_text": 0.5, "glm4v_moe_text": 1.0}
+for _name, _sections in SECTIONS.items():
+    _rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": _sections}
+    _part = {"partial_rotary_factor": PARTS[_name]} if _name in PARTS else {}
+    CONFIGS[_name] = CONFIGS.get(_name, {}) | {"rope_parameters": _rope | _part}
+
 
 def qformer(config):
     return {
@@ -45,8 +70,43 @@ def instructed_qformer(config):
     return qformer(config) | {"input_ids": instruction, "attention_mask": torch.ones(2, 12, dtype=torch.long)}
 
 
+def beside_images(config):
+    """Text, then an image of 2 x 3 patches, then text."""
+    time = [0, 1, 2, 3, 3, 3, 3, 3, 3, 6, 7, 8, 9]
+    height = [0, 1, 2, 3, 3, 3, 4, 4, 4, 6, 7, 8, 9]
+    width = [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9]
+    positions = torch.tensor([time, height, width])[:, None].repeat(1, 2, 1)
+    positions[:, 1] += 2
+    ids = torch.randint(3, config.vocab_size, (2, 13))
+    return {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones(2, 13, dtype=torch.long)}
+
+
+def grid(height, width):
+    """Rows and columns of the patches of an image."""
+    return torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")).flatten(1)
+
+
+def merged(height, width):
+    """The same, two by two patches after the other."""
+    return grid(height, width).reshape(2, height // 2, 2, width // 2, 2).transpose(2, 3).flatten(1)
+
+
+def dinov3_positions(config):
+    centres = (grid(4, 4) + 0.5) / 4 * 2 - 1
+    return torch.cat([torch.zeros(2, 1 + config.num_register_tokens), 2 * math.pi * centres], dim=1)
+
+
+# Positions on axes where the inputs do not have them, (A, T), and the lengths of sequences that stand in one row.
+TWO_IMAGES = lambda config: torch.cat([merged(4, 4), merged(2, 4)], dim=1)
+QWEN_VISION = "qwen3_5_moe_vision qwen3_5_vision qwen3_omni_moe_vision_encoder qwen3_vl_moe_vision qwen3_vl_vision".split()
+POSITIONS = {
+    "dinov3_vit": dinov3_positions,
+    "pixtral": lambda config: grid(4, 4).repeat(1, 2),
+} | dict.fromkeys(QWEN_VISION, TWO_IMAGES)
+LENGTHS = {"pixtral": [16, 16]} | dict.fromkeys(QWEN_VISION, [16, 8])
+
 # Functions of the configuration.
-INPUTS = {
+INPUTS = dict.fromkeys(SECTIONS, beside_images) | {
     "audioflamingo3_encoder": lambda config: {
         "input_features": torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions),
         "input_features_mask": torch.ones(2, 2 * config.max_source_positions, dtype=torch.long),

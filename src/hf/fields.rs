@@ -170,6 +170,10 @@ impl Field<'_> for Vec<f64> {
     const EXPECTED: &'static str = "a list of numbers";
 }
 
+impl Field<'_> for Vec<usize> {
+    const EXPECTED: &'static str = "a list of whole numbers";
+}
+
 impl Field<'_> for bool {
     const EXPECTED: &'static str = "true or false";
 }

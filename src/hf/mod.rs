@@ -57,6 +57,36 @@
 //! # Ok(()) }
 //! ```
 //!
+//! # Images with rotary positions
+//!
+//! The layers of DINOv3, Pixtral and Qwen's images rotate patches by their rows and columns, which the caller gives
+//! ([`AttentionInput::with_axis_positions`](crate::AttentionInput::with_axis_positions)), and those of the texts beside
+//! them by time, height and width. Several images in one row of tokens are
+//! [packed sequences](crate::AttentionInput::with_packed).
+//!
+//! ```
+//! use candle_attention::{AttentionInput, hf};
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::VarBuilder;
+//! use serde_json::json;
+//! # fn main() -> candle_core::Result<()> {
+//! let config = json!({"model_type": "dinov3_vit", "hidden_size": 64, "num_attention_heads": 4, "num_register_tokens": 4});
+//! let layer = hf::load_attention(&config, 0, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+//! // A class token and 4 registers stand at 0, patches at 2π times their centres between -1 and 1.
+//! let (rows, columns) = (2, 3);
+//! let centre = |i: usize, n: usize| ((i as f64 + 0.5) / n as f64 * 2.0 - 1.0) * std::f64::consts::TAU;
+//! let on = |axis: fn(usize) -> (usize, usize)| {
+//!     (0..rows * columns).map(move |patch| axis(patch)).map(|(i, n)| centre(i, n))
+//! };
+//! let class = || std::iter::repeat_n(0.0, 5);
+//! let positions = class().chain(on(|patch| (patch / 3, 2))).chain(class()).chain(on(|patch| (patch % 3, 3)));
+//! let positions = Tensor::from_iter(positions, &Device::Cpu)?.reshape((2, 5 + rows * columns))?;
+//! let xs = Tensor::zeros((1, 11, 64), DType::F32, &Device::Cpu)?;
+//! let ys = layer.forward_with(AttentionInput::new(&xs).with_axis_positions(&positions))?;
+//! # assert_eq!(ys.dims(), [1, 11, 64]);
+//! # Ok(()) }
+//! ```
+//!
 //! # Encoders and decoders
 //!
 //! Of a model that has both (BART, Whisper, T5), [`load_attention`] loads the encoder's layers. The decoder's are

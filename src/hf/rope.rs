@@ -3,7 +3,7 @@
 use candle_core::Result;
 
 use super::fields::Fields;
-use crate::{RopeConfig, RopeScaling, RopeStyle};
+use crate::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle};
 
 /// The kinds of layers that may have parameters of their own.
 const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
@@ -19,6 +19,8 @@ pub(super) struct Rope {
     style: RopeStyle,
     /// Whether LongRoPE is the only scaling, and has two more names (Phi 3).
     long_rope_only: bool,
+    /// Positions on several axes: the sections of the class, or none for equal ones.
+    axes: Option<(RopeAxisLayout, &'static [usize])>,
     /// The scaling of a config with neither `rope_scaling` nor `rope_parameters`.
     default_scaling: fn(&Fields) -> Result<RopeScaling>,
 }
@@ -31,6 +33,7 @@ pub(super) const fn rope(theta: f64, context: usize) -> Rope {
         context,
         style: RopeStyle::Halves,
         long_rope_only: false,
+        axes: None,
         default_scaling: |_| Ok(RopeScaling::None),
     }
 }
@@ -52,6 +55,11 @@ impl Rope {
 
     pub(super) const fn long_rope_only(self) -> Self {
         Self { long_rope_only: true, ..self }
+    }
+
+    /// Positions on several axes, whose sections are these unless `mrope_section` gives others.
+    pub(super) const fn on_axes(self, layout: RopeAxisLayout, sections: &'static [usize]) -> Self {
+        Self { axes: Some((layout, sections)), ..self }
     }
 
     pub(super) const fn scaled_unless_given(self, scaling: fn(&Fields) -> Result<RopeScaling>) -> Self {
@@ -83,7 +91,18 @@ impl Rope {
     }
 
     fn read(&self, fields: &Fields, parameters: Option<Fields>, head_dim: usize) -> Result<RopeConfig> {
-        let given = |name| parameters.as_ref().map_or(Ok(None), |parameters| parameters.optional(name));
+        let rope = self.read_angles(fields, parameters.as_ref(), head_dim)?;
+        let Some((layout, sections)) = self.axes else { return Ok(rope) };
+        let given = parameters.map_or(Ok(None), |parameters| parameters.optional("mrope_section"))?;
+        let sections = given.unwrap_or_else(|| match sections {
+            [] => vec![rope.rotary_dim(head_dim) / 4; 2],
+            sections => sections.to_vec(),
+        });
+        Ok(rope.with_axes(RopeAxes::new(sections, layout)))
+    }
+
+    fn read_angles(&self, fields: &Fields, parameters: Option<&Fields>, head_dim: usize) -> Result<RopeConfig> {
+        let given = |name| parameters.map_or(Ok(None), |parameters| parameters.optional(name));
         let base = match given("rope_theta")? {
             Some(base) => base,
             None => fields.get_or(self.theta.0, self.theta.1)?,
@@ -93,7 +112,7 @@ impl Rope {
             Some(part) => part,
             None => fields.optional(name)?.unwrap_or(default),
         };
-        let scaling = match &parameters {
+        let scaling = match parameters {
             Some(parameters) => self.scaling(fields, parameters, part)?,
             None => (self.default_scaling)(fields)?,
         };
@@ -118,6 +137,8 @@ impl Rope {
         };
         let kind = match kind {
             "su" | "yarn" if self.long_rope_only => "longrope",
+            // Positions on several axes, by their old and their new name.
+            "mrope" | "axial" if self.axes.is_some() => "default",
             "default" | "longrope" => kind,
             _ if self.long_rope_only => {
                 return fields.fail(format!("rope_type is {kind:?}, expected \"default\" or \"longrope\""));

@@ -117,11 +117,16 @@ pub(super) fn query_scaling(
 /// Layers from `max_window_layers` on have a window, if windows are used at all: many configurations that give a
 /// `sliding_window` turn them off.
 pub(super) fn qwen_window(fields: &Fields, layer: usize) -> Result<Option<usize>> {
+    qwen_window_from(fields, layer, 28)
+}
+
+/// [`qwen_window`] with another default of `max_window_layers`.
+pub(super) fn qwen_window_from(fields: &Fields, layer: usize, first: usize) -> Result<Option<usize>> {
     let used = fields.flag("use_sliding_window", false)?;
     let given = used && fields.nullable("sliding_window", Some(4096))?.is_some();
     // Zero is a valid number of layers here.
     let none = fields.get("max_window_layers").is_some_and(|layers| *layers == 0);
-    let full = if none { 0 } else { fields.get_or("max_window_layers", 28)? };
+    let full = if none { 0 } else { fields.get_or("max_window_layers", first)? };
     let window = sliding(fields, layer, given && layer >= full, Some(4096))?;
     if window.is_some() && !used {
         return fields.fail(format!("layer {layer} has sliding_attention, but use_sliding_window is false"));

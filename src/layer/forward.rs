@@ -6,11 +6,11 @@ use super::call::{AttentionCall, CallKeys};
 use super::{AttentionInput, MultiHeadAttention, OP, ProjectedMemory};
 use crate::cache::NewTokens;
 use crate::norm::Norm;
-use crate::position::{Alibi, Positions, Rotation};
+use crate::position::{Alibi, AxisPositions, Positions, Rotation};
 use crate::projection::Queries;
 use crate::sdpa::accumulation_dtype;
 use crate::size::is_addressable;
-use crate::{AttentionCache, AttentionMask, AttentionOutput, PackedSequences, Plan, SdpaOptions};
+use crate::{AttentionCache, AttentionMask, AttentionOutput, PackedSequences, Plan, RopeConfig, SdpaOptions};
 
 /// The inputs of a call, checked.
 struct Inputs<'a> {
@@ -56,6 +56,8 @@ struct CallPositions {
     keys: Option<Positions>,
     /// Those of the calls before too; `None` where there are none.
     cached: Option<Positions>,
+    /// Those by which queries and keys are rotated, where these are on several axes.
+    axes: Option<AxisPositions>,
 }
 
 impl MultiHeadAttention {
@@ -254,6 +256,7 @@ impl MultiHeadAttention {
         if keys.is_some() && !input.is_cross() {
             bail!("[multi_head_attention] key positions are given, but the keys are the queries")
         }
+        let axes = self.axis_positions(input, b, t_q)?;
         let adds_bias = self.adds_bias();
         if self.rotary.is_none() && self.config.query_scaling().is_none() && !adds_bias {
             return Ok(None);
@@ -272,13 +275,36 @@ impl MultiHeadAttention {
         }
         let all_cached = |new_tokens: &NewTokens| Positions::starting_at(&[0], new_tokens.longest());
         let cached = new_tokens.filter(|_| adds_bias).map(all_cached).transpose()?;
-        Ok(Some(CallPositions { queries, keys, cached }))
+        Ok(Some(CallPositions { queries, keys, cached, axes }))
+    }
+
+    fn axis_positions(&self, input: &AttentionInput, b: usize, t: usize) -> Result<Option<AxisPositions>> {
+        let axes = self.config.rope().and_then(RopeConfig::axes);
+        match (axes, input.axis_positions) {
+            (None, None) => Ok(None),
+            (None, Some(_)) => {
+                bail!("[multi_head_attention] axis positions were given, but the config's rope has no axes")
+            }
+            (Some(_), Some(_)) if input.is_cross() => {
+                bail!("[multi_head_attention] axis positions were given beside keys, expected self-attention")
+            }
+            (Some(axes), Some(given)) => AxisPositions::from_tensor(given, axes.sections().len(), b, t).map(Some),
+            (Some(axes), None) if axes.is_axial() => bail!(
+                "[multi_head_attention] rotary positions are on {} axes, expected a call `with_axis_positions`",
+                axes.sections().len()
+            ),
+            (Some(_), None) => Ok(None),
+        }
     }
 
     /// Queries, keys and values, normalised and rotated.
     fn project(&self, inputs: &Inputs, positions: Option<&CallPositions>) -> Result<Projected> {
         let at = |positions: &Positions| self.rotary.as_ref().map(|rotary| rotary.at(positions));
-        let at_queries = positions.and_then(|positions| at(&positions.queries));
+        let on_axes = positions.and_then(|positions| positions.axes.as_ref()).zip(self.rotary.as_ref());
+        let at_queries = match on_axes {
+            Some((axes, rotary)) => Some(rotary.on_axes(axes)),
+            None => positions.and_then(|positions| at(&positions.queries)),
+        };
         let at_keys = positions.and_then(|positions| positions.keys.as_ref()).and_then(at);
         let (Queries { q, gate }, (k, v)) = match &inputs.keys {
             Keys::Inputs { keys, values } => {

@@ -20,6 +20,7 @@ pub struct AttentionInput<'a> {
     pub(super) mask: Option<&'a AttentionMask>,
     pub(super) positions: Option<&'a Tensor>,
     pub(super) key_positions: Option<&'a Tensor>,
+    pub(super) axis_positions: Option<&'a Tensor>,
     pub(super) train: bool,
     pub(super) dropout_seed: Option<&'a TorchSeed>,
     pub(super) backend: Backend,
@@ -39,6 +40,7 @@ impl<'a> AttentionInput<'a> {
             mask: None,
             positions: None,
             key_positions: None,
+            axis_positions: None,
             train: false,
             dropout_seed: None,
             backend: Backend::Auto,
@@ -85,6 +87,19 @@ impl<'a> AttentionInput<'a> {
     /// The positions of the keys of cross-attention: integers (T_kv,) or (B, T_kv); 0..T_kv unless given.
     pub fn with_key_positions(mut self, positions: &'a Tensor) -> Self {
         self.key_positions = Some(positions);
+        self
+    }
+
+    /// The positions of the tokens of self-attention on the axes of the layer's rotary positions
+    /// ([`RopeConfig::with_axes`](crate::RopeConfig::with_axes)), (A, T) for all sequences or (A, B, T) for each by itself:
+    /// time, height and width in Qwen2-VL's text, rows and columns of patches in an image. Numbers need not be whole:
+    /// DINOv3's are 2π times the place of a patch's centre between -1 and 1. A token at 0 on all axes, as that of a class
+    /// or a register, is not rotated.
+    ///
+    /// Without them, a token has one position on all axes, as text has, or it is an error where axes have series of their
+    /// own. What else counts positions goes by [`with_positions`](Self::with_positions).
+    pub fn with_axis_positions(mut self, positions: &'a Tensor) -> Self {
+        self.axis_positions = Some(positions);
         self
     }
 

@@ -4,6 +4,7 @@ use candle_core::{Result, Tensor, bail};
 
 use super::{AttentionInput, MultiHeadAttention};
 use crate::position::Positions;
+use crate::{RopeAxes, RopeConfig};
 
 /// Keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v) of cross-attention as a layer projected them
 /// ([`MultiHeadAttention::project_memory`]), for as many calls as there are queries to come.
@@ -64,6 +65,11 @@ impl MultiHeadAttention {
         }
         self.check_lengths(b, t_kv, t_kv, || format!("keys {:?} and values {:?}", keys.dims(), values.dims()))?;
         let rotation = match &self.rotary {
+            Some(_) if cfg.rope().and_then(RopeConfig::axes).is_some_and(RopeAxes::is_axial) => {
+                bail!(
+                    "[multi_head_attention] keys of a memory have one position each, but rotary positions are on several axes"
+                )
+            }
             Some(rotary) => Some(rotary.at(&Positions::starting_at(&[0], t_kv)?)),
             None => None,
         };

@@ -10,8 +10,9 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use candle_core::{Device, DeviceLocation, Result, Tensor};
 use rayon::prelude::*;
 
-use super::Positions;
+use super::axes::AxisPositions;
 use super::config::{RopeConfig, RopeScaling};
+use super::{Positions, RopeAxisLayout};
 
 /// The most entries of a table, 32 MB each of cosines and of sines: positions up to 131,072 of heads of 128.
 const TABLE_ENTRIES: usize = 1 << 23;
@@ -29,20 +30,21 @@ pub(super) struct Angles {
 }
 
 impl Angles {
-    fn of(positions: &[u32], frequencies: &[f32], factor: f32) -> Self {
+    /// `position` gives that of a row for a pair.
+    fn of(rows: usize, position: impl Fn(usize, usize) -> f32 + Sync, frequencies: &[f32], factor: f32) -> Self {
         let half = frequencies.len();
-        let (mut cos, mut sin) = (vec![0.0; positions.len() * half], vec![0.0; positions.len() * half]);
-        let compute = |(position, (cos, sin)): (&u32, (&mut [f32], &mut [f32]))| {
+        let (mut cos, mut sin) = (vec![0.0; rows * half], vec![0.0; rows * half]);
+        let compute = |(row, (cos, sin)): (usize, (&mut [f32], &mut [f32]))| {
             for (i, &frequency) in frequencies.iter().enumerate() {
-                let (s, c) = f64::from(*position as f32 * frequency).sin_cos();
+                let (s, c) = f64::from(position(row, i) * frequency).sin_cos();
                 (cos[i], sin[i]) = (c as f32 * factor, s as f32 * factor);
             }
         };
         if cos.len() <= TASK_ENTRIES {
-            positions.iter().zip(cos.chunks_mut(half).zip(sin.chunks_mut(half))).for_each(compute);
+            cos.chunks_mut(half).zip(sin.chunks_mut(half)).enumerate().for_each(compute);
         } else {
-            let rows = cos.par_chunks_mut(half).zip(sin.par_chunks_mut(half));
-            positions.par_iter().zip(rows).with_min_len(TASK_ENTRIES.div_ceil(half)).for_each(compute);
+            let rows = cos.par_chunks_mut(half).zip(sin.par_chunks_mut(half)).enumerate();
+            rows.with_min_len(TASK_ENTRIES.div_ceil(half)).for_each(compute);
         }
         Self { cos, sin, half, copies: Mutex::default() }
     }
@@ -98,12 +100,30 @@ pub(super) struct Tables {
     regular: [RwLock<Arc<Angles>>; 2],
     /// What was last computed for positions that no table holds: the layers of a model ask for the same one by one.
     latest: Mutex<Option<(Regime, Positions, Arc<Angles>)>>,
+    /// What was last computed on several axes.
+    latest_on_axes: Mutex<Option<(AxisPositions, Arc<Angles>)>>,
 }
 
 impl Tables {
     /// Empty tables of a config that fits the heads.
     pub fn new(config: &RopeConfig, head_dim: usize) -> Self {
-        Self { config: config.clone(), head_dim, regular: Default::default(), latest: Mutex::new(None) }
+        let regular = Default::default();
+        Self { config: config.clone(), head_dim, regular, latest: Mutex::new(None), latest_on_axes: Mutex::new(None) }
+    }
+
+    /// For positions on the config's axes.
+    pub fn rows_on_axes(&self, positions: &AxisPositions) -> Rows {
+        let rows = positions.rows();
+        let latest = || self.latest_on_axes.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = latest().as_ref().filter(|(of, _)| of == positions).map(|(_, angles)| angles.clone());
+        let angles = kept.unwrap_or_else(|| {
+            let axis_of = self.config.axes().map(|axes| axes.axis_of_pairs()).unwrap_or_default();
+            let position = |row: usize, pair: usize| positions.at(axis_of[pair], row);
+            let angles = self.angles(Regime::of(self.config.scaling(), positions.length()), rows, position);
+            *latest() = Some((positions.clone(), angles.clone()));
+            angles
+        });
+        Rows { angles, index: (0..rows as u32).collect() }
     }
 
     pub fn rows(&self, positions: &Positions) -> Rows {
@@ -131,8 +151,7 @@ impl Tables {
             return None;
         }
         // Not under the lock: a thread that computes rows may meanwhile take up other work that wants the table.
-        let rows: Vec<_> = (0..length.next_power_of_two().min(most) as u32).collect();
-        let grown = self.angles(regime, &rows);
+        let grown = self.angles(regime, length.next_power_of_two().min(most), |row, _| row as f32);
         let mut current = table.write().unwrap_or_else(PoisonError::into_inner);
         if grown.rows() > current.rows() {
             *current = grown;
@@ -147,14 +166,15 @@ impl Tables {
         {
             return angles.clone();
         }
-        let angles = self.angles(regime, positions.entries());
+        let entries = positions.entries();
+        let angles = self.angles(regime, entries.len(), |row, _| entries[row] as f32);
         *latest() = Some((regime, positions.clone(), angles.clone()));
         angles
     }
 
-    fn angles(&self, regime: Regime, positions: &[u32]) -> Arc<Angles> {
+    fn angles(&self, regime: Regime, rows: usize, position: impl Fn(usize, usize) -> f32 + Sync) -> Arc<Angles> {
         let frequencies = frequencies(&self.config, self.head_dim, regime);
-        Arc::new(Angles::of(positions, &frequencies, attention_factor(self.config.scaling()) as f32))
+        Arc::new(Angles::of(rows, position, &frequencies, attention_factor(self.config.scaling()) as f32))
     }
 }
 
@@ -185,7 +205,20 @@ fn frequencies(config: &RopeConfig, head_dim: usize, regime: Regime) -> Vec<f32>
     let base = config.base() as f32;
     let plain = || periods(base, r).map(f32::recip);
     match config.scaling() {
-        RopeScaling::None => plain().collect(),
+        RopeScaling::None => match config.axes().map(|axes| (axes.layout(), axes.sections())) {
+            Some((RopeAxisLayout::Axial, sections)) => {
+                sections.iter().flat_map(|section| periods(base, 2 * section).map(f32::recip)).collect()
+            }
+            Some((RopeAxisLayout::AxialDealt, sections)) => {
+                let (count, all) = (sections.len(), plain().collect::<Vec<_>>());
+                let dealt = |axis: usize, i: usize| all[axis + count * i];
+                (0..count)
+                    .flat_map(|axis| (0..sections[axis]).map(move |i| (axis, i)))
+                    .map(|(axis, i)| dealt(axis, i))
+                    .collect()
+            }
+            _ => plain().collect(),
+        },
         RopeScaling::Linear { factor } => plain().map(|frequency| frequency / *factor as f32).collect(),
         RopeScaling::Dynamic { factor, original_context } => {
             let Regime::DynamicNtk(length) = regime else {

@@ -3,6 +3,8 @@
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
+use super::RopeAxes;
+
 /// Which two entries of a head are rotated as a pair, of the r that are rotated.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -136,12 +138,13 @@ pub struct RopeConfig {
     rotary_dim: Option<usize>,
     #[serde(default)]
     scaling: RopeScaling,
+    axes: Option<RopeAxes>,
 }
 
 impl RopeConfig {
     /// Whole heads, in halves, unscaled. `base` is Hugging Face's `rope_theta`, often 10,000.
     pub fn new(base: f64) -> Self {
-        Self { base, style: RopeStyle::default(), rotary_dim: None, scaling: RopeScaling::None }
+        Self { base, style: RopeStyle::default(), rotary_dim: None, scaling: RopeScaling::None, axes: None }
     }
 
     /// Which entries are pairs; [`RopeStyle::Halves`] unless given.
@@ -166,6 +169,14 @@ impl RopeConfig {
         self
     }
 
+    /// Positions on several axes, each for some of the pairs; one axis unless given. See
+    /// [`AttentionInput::with_axis_positions`](crate::AttentionInput::with_axis_positions).
+    #[must_use]
+    pub fn with_axes(mut self, axes: RopeAxes) -> Self {
+        self.axes = Some(axes);
+        self
+    }
+
     /// The base of the geometric series of frequencies.
     pub fn base(&self) -> f64 {
         self.base
@@ -186,6 +197,11 @@ impl RopeConfig {
         &self.scaling
     }
 
+    /// The axes on which tokens have positions, if there are several.
+    pub fn axes(&self) -> Option<&RopeAxes> {
+        self.axes.as_ref()
+    }
+
     /// Checks that the numbers fit together and heads of width `head_dim`.
     ///
     /// # Errors
@@ -196,6 +212,9 @@ impl RopeConfig {
             bail!("[rope] rotary_dim is {r}, expected an even number from 2 to head_dim {head_dim}")
         }
         above_zero("base", self.base)?;
+        if let Some(axes) = &self.axes {
+            axes.validate(r / 2, self.scaling != RopeScaling::None)?;
+        }
         let all_above_zero = |of: &[(&str, f64)]| of.iter().try_for_each(|&(name, value)| above_zero(name, value));
         match &self.scaling {
             RopeScaling::None => {}

@@ -2,12 +2,14 @@
 
 mod alibi;
 mod angles;
+mod axes;
 mod config;
 mod query_scaling;
 mod rotary;
 mod t5;
 
 pub use alibi::{AlibiConfig, alibi_slopes};
+pub use axes::{RopeAxes, RopeAxisLayout};
 pub use config::{RopeConfig, RopeScaling, RopeStyle};
 pub use query_scaling::QueryScaling;
 pub use rotary::RotaryEmbedding;
@@ -15,6 +17,7 @@ pub use t5::{RelativeBias, RelativeBiasConfig};
 
 pub(crate) use alibi::Alibi;
 pub(crate) use angles::score_factor;
+pub(crate) use axes::AxisPositions;
 pub(crate) use rotary::Rotation;
 
 use candle_core::{DType, Device, Result, Tensor, bail};

@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor, bail}
 use candle_nn::rotary_emb;
 
 use super::angles::{Rows, Tables};
-use super::{Positions, RopeConfig, RopeStyle};
+use super::{AxisPositions, Positions, RopeConfig, RopeStyle};
 use crate::rowwise::{Element, map_heads, with_contiguous_rows};
 use crate::sdpa::{FLOATS, accumulation_dtype};
 use crate::size::fits_in_memory;
@@ -76,19 +76,36 @@ impl RotaryEmbedding {
         self.rotate(xs, &Positions::starting_at(&[offset], t)?)
     }
 
+    /// [`apply`](Self::apply) at positions (A, T) or (A, B, T) on the config's axes, see
+    /// [`AttentionInput::with_axis_positions`](crate::AttentionInput::with_axis_positions).
+    ///
+    /// # Errors
+    /// As that, and for a config without axes.
+    pub fn apply_on_axes(&self, xs: &Tensor, positions: &Tensor) -> Result<Tensor> {
+        let (b, t) = self.check(xs)?;
+        let Some(axes) = self.config().axes() else {
+            bail!("[rope] axis positions were given, but the config has no axes")
+        };
+        let positions = AxisPositions::from_tensor(positions, axes.sections().len(), b, t)?;
+        self.on_axes(&positions).apply(&xs.transpose(1, 2)?)?.transpose(1, 2)
+    }
+
     fn rotate(&self, xs: &Tensor, positions: &Positions) -> Result<Tensor> {
         self.at(positions).apply(&xs.transpose(1, 2)?)?.transpose(1, 2)
     }
 
     /// The rotation of one call, whose tensors have their sequences before their heads.
     pub(crate) fn at(&self, positions: &Positions) -> Rotation {
-        let config = self.config();
-        Rotation {
-            rows: self.tables.rows(positions),
-            t: positions.per_sequence(),
-            style: config.style(),
-            inverse: false,
-        }
+        self.rotation(self.tables.rows(positions), positions.per_sequence())
+    }
+
+    /// The same at positions on several axes.
+    pub(crate) fn on_axes(&self, positions: &AxisPositions) -> Rotation {
+        self.rotation(self.tables.rows_on_axes(positions), positions.per_sequence())
+    }
+
+    fn rotation(&self, rows: Rows, t: usize) -> Rotation {
+        Rotation { rows, t, style: self.config().style(), inverse: false }
     }
 
     /// B and T.

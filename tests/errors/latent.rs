@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use candle_attention::{
     AttentionCache, AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention,
-    MultiHeadLatentAttentionConfig as Config, RopeConfig, RopeStyle, RotaryEmbedding,
+    MultiHeadLatentAttentionConfig as Config, RopeAxes, RopeAxisLayout, RopeConfig, RopeStyle, RotaryEmbedding,
 };
 use candle_core::{DType, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
@@ -28,6 +28,10 @@ fn config(cfg: Config) -> Result<()> {
 pub const CONFIGS: &[Case] = cases! {
     "no width" => config(Config::new(0, 2)),
     "no heads" => config(Config::new(6, 0)),
+    "axes" => {
+        let axes = RopeAxes::new(vec![1, 1], RopeAxisLayout::Sections);
+        config(base().with_rope_head_dim(4).with_rope(RopeConfig::new(10_000.0).with_axes(axes)))
+    },
     "no rank of queries" => config(base().with_q_lora_rank(0)),
     "no rank of keys" => config(base().with_kv_lora_rank(0)),
     "no part without positions" => config(base().with_nope_head_dim(0)),
@@ -97,6 +101,8 @@ pub const INPUTS: &[Case] = cases! {
     },
     "positions of keys" =>
         layer(&base())?.forward_with(AttentionInput::new(&zeros((2, 3, 6))).with_key_positions(&of(DType::U32, 3))),
+    "positions on axes" =>
+        layer(&base())?.forward_with(AttentionInput::new(&zeros((2, 3, 6))).with_axis_positions(&zeros((2, 3)))),
     "lengths without a cache" => call(|input| input.with_valid_lens(&[1, 2])),
     "too few positions" =>
         layer(&base())?.forward_with(AttentionInput::new(&zeros((2, 3, 6))).with_positions(&of(DType::U32, 2))),

@@ -4,6 +4,7 @@ Widths are small and uneven on purpose: a head as wide as `hidden_size / heads` 
 reads.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -97,6 +98,8 @@ class Case:
     decoder: dict = field(default_factory=dict)
     # Other inputs than token ids.
     inputs: Callable | None = None
+    # Positions on the axes of rotary positions, where the inputs do not have them.
+    positions: Callable | None = None
 
 
 def decoder(model_type, *configs, sizes=SIZES, **places):
@@ -149,6 +152,24 @@ def image(model_type, *configs, **places):
     case.encoder = False
     case.inputs = lambda config: {"pixel_values": torch.randn(2, 3, config.image_size, config.image_size)}
     return case
+
+
+def beside_an_image(config):
+    """Text, an image of 2 x 3 patches, text; the second row begins later."""
+    time = [0, 1, 2, 3, 3, 3, 3, 3, 3, 6, 7, 8, 9]
+    height = [0, 1, 2, 3, 3, 3, 4, 4, 4, 6, 7, 8, 9]
+    width = [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9]
+    positions = torch.tensor([time, height, width])[:, None].repeat(1, 2, 1)
+    positions[:, 1] += 2
+    ids = torch.randint(3, config.vocab_size, (2, 13))
+    return {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones(2, 13, dtype=torch.long)}
+
+
+def centres(config):
+    """DINOv3's: 2 pi times the centres of 3 x 3 patches between -1 and 1, after a class token and registers."""
+    rows = torch.stack(torch.meshgrid(torch.arange(3), torch.arange(3), indexing="ij")).flatten(1)
+    patches = 2 * math.pi * ((rows + 0.5) / 3 * 2 - 1)
+    return torch.cat([torch.zeros(2, 1 + config.num_register_tokens), patches], dim=1)
 
 
 GPT2_PLACES = {"layers": "h", "attention": "attn", "out_proj": "attn.c_proj"}
@@ -406,6 +427,30 @@ CASES = {
         {"no_rope_layers": [1, 0], "attention_chunk_size": 5, "floor_scale": 4, "attn_scale": 0.5, "moe_layers": [4]},
         {"num_local_experts": 2, "intermediate_size_mlp": 24},
         layers="model.layers",
+    ),
+    "qwen2_vl": decoder(
+        "qwen2_vl_text",
+        ONE_LAYER,
+        rope(mrope_section=[2, 1, 1]),
+        auto_class=AutoModel,
+        inputs=beside_an_image,
+    ),
+    "qwen3_vl": decoder(
+        "qwen3_vl_text",
+        ONE_LAYER,
+        HEAD_DIM,
+        rope(mrope_section=[2, 2, 2]),
+        auto_class=AutoModel,
+        inputs=beside_an_image,
+    ),
+    "dinov3": image(
+        "dinov3_vit",
+        {"num_register_tokens": 2},
+        auto_class=AutoModel,
+        layers="layer",
+        attention="attention",
+        out_proj="attention.o_proj",
+        positions=centres,
     ),
     "gpt_neo": decoder(
         "gpt_neo",

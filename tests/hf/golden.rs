@@ -19,10 +19,10 @@ macro_rules! architectures {
 }
 
 architectures! {
-    afmoe, albert, beit, bert, blip_vision_model, bloom, clip_text_model, cohere, cohere2, deepseek_v2, deepseek_v3, distilbert,
+    afmoe, albert, beit, bert, blip_vision_model, bloom, clip_text_model, cohere, cohere2, deepseek_v2, deepseek_v3, dinov3_vit, distilbert,
     exaone4, falcon, gemma, gemma2, gemma3, gemma3_text, glm, glm4, gpt2, gpt_bigcode, gpt_neo, gpt_neox, gpt_oss, gptj,
     granite, granite_swa, hunyuan_v1_dense, laguna, llama, llama4_text, marian, ministral3, mistral, mixtral, modernbert, mpnet, mpt, nomic_bert, olmo2,
-    olmoe, opt, phi, phi3, qwen2, qwen3, qwen3_next, roberta, roformer, smollm3, stablelm, starcoder2, t5, umt5, vit, whisper,
+    olmoe, opt, phi, phi3, qwen2, qwen2_vl_text, qwen3, qwen3_next, qwen3_vl_text, roberta, roformer, smollm3, stablelm, starcoder2, t5, umt5, vit, whisper,
 }
 
 /// A model for each here, or else in the census of `compare/census`, whose page says that they are equal.
@@ -66,7 +66,8 @@ fn architecture(model_type: &str) -> Result<()> {
             for backend in [Backend::Auto, Backend::Reference] {
                 let mask = mask(&model)?;
                 let input = AttentionInput::new(&model.golden[&format!("layer{i}.in")]);
-                let ys = forward(&model, i, input.with_mask(&mask).with_backend(backend))?;
+                let input = on_axes(&model, input.with_mask(&mask).with_backend(backend));
+                let ys = forward(&model, i, input)?;
                 let expected = tokens(&model, &model.golden[&format!("layer{i}.out")])?;
                 let error = relative_error(&tokens(&model, &ys)?, &expected);
                 assert!(error <= TOLERANCE, "{}, layer {i}, {backend:?}: off by {error:e}", model.name);
@@ -119,7 +120,7 @@ fn shards_sum_to_the_layer() -> Result<()> {
         // SAFETY: nothing writes to the file after it was saved.
         let vb = unsafe { ShardedSafeTensors::var_builder(&[path], DType::F32, &CPU)? };
         let mask = mask(&model)?;
-        let input = || AttentionInput::new(&model.golden["layer0.in"]).with_mask(&mask);
+        let input = || on_axes(&model, AttentionInput::new(&model.golden["layer0.in"]).with_mask(&mask));
         let of =
             |rank| hf::load_attention_shard(&model.config, 0, HeadShard::new(rank, 2)?, &vb)?.forward_with(input());
         let expected = hf::load_attention(&model.config, 0, model.vb())?.forward_with(input())?;
@@ -139,7 +140,15 @@ fn forward(model: &Model, i: usize, input: AttentionInput) -> Result<Tensor> {
     }
 }
 
-/// What a caller knows beside the layer: an encoder's padding.
+/// What a caller knows beside the layer: positions on the axes of an image.
+fn on_axes<'a>(model: &'a Model, input: AttentionInput<'a>) -> AttentionInput<'a> {
+    match model.golden.get("positions") {
+        Some(positions) => input.with_axis_positions(positions),
+        None => input,
+    }
+}
+
+/// And an encoder's padding.
 fn mask(model: &Model) -> Result<AttentionMask> {
     match model.golden.get("attention_mask") {
         Some(mask) => AttentionMask::from_attention_mask(mask),

@@ -6,7 +6,7 @@ python tests/hf/make.py --check             writes nothing; names what differs f
 
 A folder holds `config.json` as `save_pretrained` writes it, `model.safetensors` with the attention weights alone, under
 the names of that file, and `golden.safetensors`: `layer{i}.in` and `layer{i}.out` (B, T, E), and for encoders
-`attention_mask` (B, T), u8. Below `decoder.` and `cross.` are those of the decoder of a model that has both, and the
+`attention_mask` (B, T), u8; `positions` are those on the axes of rotary positions. Below `decoder.` and `cross.` are those of the decoder of a model that has both, and the
 encoder's outputs as `cross.layer{i}.memory`. An output is what the output projection gives, biases included, before a residual or norm.
 Everything is f32, computed by the eager implementation of attention as a rule. `variants.json` is described in `variants.py`.
 """
@@ -116,7 +116,11 @@ def run(model, case):
     if case.encoder and case.inputs is None:
         mask[1, LENGTH - PADDED :] = 0
     if case.inputs is not None:
-        model(**case.inputs(model.config))
+        inputs = case.inputs(model.config)
+        model(**inputs)
+        positions = case.positions(model.config) if case.positions else inputs.get("position_ids")
+        if positions is not None:
+            tensors["positions"] = positions.clone()
     else:
         ids = torch.randint(3, model.config.vocab_size, (BATCH, LENGTH))
         decoder = {"decoder_input_ids": torch.randint(3, model.config.vocab_size, (BATCH, 7))} if case.decoder else {}

@@ -3,7 +3,7 @@
 //!
 //! A folder has a model's `config.json` and `model.safetensors`, and of its linear layers in `golden.safetensors` what
 //! they were given and gave, `{order}|in|{module}` and `{order}|out|{module}`; `modules.json` says which tensor belongs
-//! to which module. A layer is right if it gives what the last module does whose weight it read, for what the first was
+//! to which module. `positions` are those on the axes of rotary positions, `lengths` those of sequences in one row. A layer is right if it gives what the last module does whose weight it read, for what the first was
 //! given.
 
 #[path = "../../../examples/common/command_line.rs"]
@@ -16,7 +16,7 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
 use candle_attention::{
-    AttentionInput, Backend, MultiHeadAttention, MultiHeadAttentionConfig, RopeScaling, RopeStyle, hf,
+    AttentionInput, Backend, MultiHeadAttention, MultiHeadAttentionConfig, PackedSequences, RopeScaling, RopeStyle, hf,
 };
 use candle_core::{DType, Device, Error, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
@@ -58,6 +58,9 @@ struct Model {
     defaults: Value,
     weights: Tensors,
     modules: Value,
+    /// (A, T) or (A, B, T).
+    positions: Option<Tensor>,
+    sequences: Option<PackedSequences>,
     /// By module, in the order of the calls: its inputs and outputs.
     calls: Vec<(String, Tensor, Tensor)>,
 }
@@ -77,7 +80,11 @@ impl Model {
             Some((module.to_string(), golden[key].clone(), gave.clone()))
         });
         let calls = calls.collect();
+        let lengths = golden.get("lengths").map(|lengths| lengths.to_vec1::<f32>()).transpose()?;
+        let lengths = lengths.map(|lengths| lengths.into_iter().map(|len| len as usize).collect::<Vec<_>>());
         Ok(Self {
+            positions: golden.get("positions").cloned(),
+            sequences: lengths.map(|lens| PackedSequences::from_lens(&lens, &lens)).transpose()?,
             config: json("config.json")?,
             defaults: json("defaults.json")?,
             weights: tensors("model.safetensors")?,
@@ -168,6 +175,7 @@ fn parts(cfg: &MultiHeadAttentionConfig) -> Vec<String> {
         add(rope.style() == RopeStyle::Interleaved, "interleaved rotary");
         add(rope.rotary_dim(cfg.head_dim()) < cfg.head_dim(), "partial rotary");
         add(*rope.scaling() != RopeScaling::None, "scaled rotary");
+        add(rope.axes().is_some(), "rotary on several axes");
     }
     add(cfg.query_scaling().is_some(), "queries scaled by position");
     add(cfg.value_norm().is_some(), "norms of values");
@@ -243,8 +251,18 @@ fn answer(model: &Model, kind: &str, read: &BTreeSet<String>, layer: &Layer) -> 
     };
     let largest = |tensor: &Tensor| tensor.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
     let mut error = 0f32;
+    let packed = match &model.sequences {
+        Some(_) if xs.rank() == 3 => xs.squeeze(0)?,
+        _ => xs.clone(),
+    };
     for backend in [Backend::Auto, Backend::Reference] {
-        let input = AttentionInput::new(xs).with_backend(backend);
+        let mut input = AttentionInput::new(&packed).with_backend(backend);
+        if let Some(positions) = &model.positions {
+            input = input.with_axis_positions(positions);
+        }
+        if let Some(sequences) = &model.sequences {
+            input = input.with_packed(sequences);
+        }
         let ys = match rest.first() {
             Some((_, memory, _)) if kind == "cross" => (layer.forward)(input.with_key_value(memory, memory))?,
             _ => (layer.forward)(input)?,

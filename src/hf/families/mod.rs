@@ -1,6 +1,7 @@
 //! The table of model families. One that needs nothing new is one row: its fields and defaults are those of its
 //! configuration class in transformers, and a column that a row leaves out is as in the row it extends.
 
+mod axes;
 mod decoders;
 mod encoder_decoders;
 mod encoders;
@@ -32,7 +33,7 @@ const WQKV: WeightLayout = WeightLayout::Packed(PackedNaming::Wqkv, QkvOrder::By
 /// Every row.
 pub(super) fn families() -> impl Iterator<Item = &'static Family> {
     let decoders = [decoders::ROWS, gated::ROWS, gpt::ROWS, latent::ROWS];
-    let others = [encoders::ROWS, images_and_sound::ROWS, encoder_decoders::ROWS];
+    let others = [encoders::ROWS, axes::ROWS, images_and_sound::ROWS, encoder_decoders::ROWS];
     decoders.into_iter().chain(others).flatten()
 }
 

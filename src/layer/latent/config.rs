@@ -259,6 +259,9 @@ impl MultiHeadLatentAttentionConfig {
         if let Some(scale) = self.scale.filter(|scale| !scale.is_finite()) {
             bail!("[{OP}] scale is {scale}, expected a finite number")
         }
+        if self.rope.axes().is_some() {
+            bail!("[{OP}] rope has several axes, expected one")
+        }
         self.rope.validate(self.rope_head_dim)
     }
 }

@@ -249,6 +249,9 @@ impl MultiHeadLatentAttention {
         if input.key_positions.is_some() {
             bail!("[{OP}] key positions are given, but the keys are the queries")
         }
+        if input.axis_positions.is_some() {
+            bail!("[{OP}] axis positions are given, but rotary positions are on one axis")
+        }
         let batched = input.queries.rank() == 3;
         let (dtype, device) = (self.down.dtype(), self.down.device());
         let expected = Expected { op: OP, width: cfg.embed_dim(), batched, dtype, device };
