@@ -14,6 +14,9 @@ use crate::element::{Kernels, load_first, store_first};
 
 /// The bytes that a task's sums may take, besides its inputs and a block of the weight.
 const SUMS_BYTES: usize = 256 << 10;
+/// The words of the left operand that are copied together, if they are more than one block of each row: few rows then read each
+/// panel of the right operand from end to end, which the processor's own prefetching follows.
+const LEFT_WORDS: usize = 8 << 10;
 /// A thread should find this many tasks, so that the last one is short.
 const TASKS_PER_THREAD: usize = 8;
 
@@ -65,8 +68,12 @@ impl<X: Kernels> SimdTask for Run<'_, X> {
         let split = TaskSplit::new::<K>(rows, panels.len(), rights, workers.count);
         let multiple = if left.matrix.is_transposed { K::ROWS } else { K::MIN_ROWS };
         let most_rows = split.rows.min(rows.next_multiple_of(multiple));
+        let blocks = blocks_together(most_rows, right.padded::<K>() / K::ELEMENTS);
+        let block_words = most_rows * BLOCK_ROW;
         let scratch = || TaskScratch {
-            left: Scratch::zeros(most_rows * BLOCK_ROW),
+            blocks,
+            block_words,
+            left: Scratch::zeros(blocks * block_words),
             right: Scratch::zeros(if right.is_copied::<K>(most_rows) { BLOCK * K::PANEL } else { 0 }),
             sums: Scratch::zeros(rights * split.panels * most_rows * K::PANEL),
         };
@@ -84,6 +91,11 @@ impl<X: Kernels> SimdTask for Run<'_, X> {
             unsafe { K::run_simd(task) };
         });
     }
+}
+
+/// How many blocks of so many rows are copied together.
+fn blocks_together(rows: usize, depth: usize) -> usize {
+    (LEFT_WORDS / (rows * BLOCK_ROW)).clamp(1, depth.div_ceil(BLOCK).max(1))
 }
 
 /// How rows and panels are split into tasks.
@@ -111,7 +123,10 @@ impl TaskSplit {
 
 /// What a thread works in.
 struct TaskScratch {
-    /// (rows, [`BLOCK_ROW`]).
+    /// Blocks of the left operand that are copied together, and the words of each.
+    blocks: usize,
+    block_words: usize,
+    /// (blocks, rows, [`BLOCK_ROW`]).
     left: Scratch,
     /// A block of a panel, if it is copied.
     right: Scratch,
@@ -143,26 +158,34 @@ impl<X: Kernels> SimdTask for Task<'_, X> {
         // panels.
         unsafe {
             let _tiles = K::configure_tiles();
-            for first in (0..depth).step_by(BLOCK) {
-                let steps = BLOCK.min(depth - first);
-                let left = scratch.left.as_mut_ptr();
-                let WordOrder { row, step } = product.left.copy::<K>(&own, first * K::ELEMENTS, steps, left);
+            let (to, right_copy) = (scratch.left.as_mut_ptr(), scratch.right.as_mut_ptr());
+            let together = scratch.blocks * BLOCK;
+            for start in (0..depth).step_by(together) {
+                let blocks = (start..depth.min(start + together)).step_by(BLOCK);
+                let steps = |first: usize| BLOCK.min(depth - first);
+                let left = |first: usize| to.wrapping_add((first - start) / BLOCK * scratch.block_words);
+                let mut order = WordOrder { row: BLOCK_ROW, step: 1 };
+                for first in blocks.clone() {
+                    order = product.left.copy::<K>(&own, first * K::ELEMENTS, steps(first), left(first));
+                }
                 for (index, panel) in panels.clone().enumerate() {
                     for (at, right) in product.rights().enumerate() {
-                        let block = PanelProduct {
-                            a: left,
-                            a_group: K::ROWS * BLOCK_ROW,
-                            a_row: row,
-                            a_step: step,
-                            b: std::ptr::null(),
-                            c: sums.add(at * right_words + index * panel_words),
-                            rows,
-                            depth: steps,
-                            vectors: right.columns_of::<K>(panel).len().div_ceil(K::Vector::LANES),
-                            factors: (first > 0).then_some(ones.as_ptr()),
-                            has_minimums: right.has_minimums(),
-                        };
-                        right.multiply::<K>(panel, first * K::ELEMENTS, scratch.right.as_mut_ptr(), block);
+                        for first in blocks.clone() {
+                            let block = PanelProduct {
+                                a: left(first),
+                                a_group: K::ROWS * BLOCK_ROW,
+                                a_row: order.row,
+                                a_step: order.step,
+                                b: std::ptr::null(),
+                                c: sums.add(at * right_words + index * panel_words),
+                                rows,
+                                depth: steps(first),
+                                vectors: right.columns_of::<K>(panel).len().div_ceil(K::Vector::LANES),
+                                factors: (first > 0).then_some(ones.as_ptr()),
+                                has_minimums: right.has_minimums(),
+                            };
+                            right.multiply::<K>(panel, first * K::ELEMENTS, right_copy, block);
+                        }
                     }
                 }
             }
