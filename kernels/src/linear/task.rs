@@ -14,8 +14,8 @@ use crate::element::{Kernels, load_first, store_first};
 
 /// The bytes that a task's sums may take, besides its inputs and a block of the weight.
 const SUMS_BYTES: usize = 256 << 10;
-/// The words of the left operand that are copied together, if they are more than one block of each row: few rows then read each
-/// panel of the right operand from end to end, which the processor's own prefetching follows.
+/// The words of the left operand that are copied together, if they are more than one block of each row: few rows then
+/// read each panel of the right operand from end to end, which the processor's own prefetching follows.
 const LEFT_WORDS: usize = 8 << 10;
 /// A thread should find this many tasks, so that the last one is short.
 const TASKS_PER_THREAD: usize = 8;

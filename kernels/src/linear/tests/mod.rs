@@ -72,7 +72,14 @@ fn case(rows: usize, inputs: usize, outputs: usize) -> Case {
 fn every_tier_gives_the_numbers_of_plain_loops() {
     let mut cases = vec![case(1, 3, 2), case(3, 18, 17), Case { columns: 1..18, ..case(2, 5, 19) }, case(2, 0, 3)];
     if !cfg!(miri) {
-        cases.extend([case(0, 4, 4), case(3, 4, 0), case(17, 33, 49), case(5, 513, 97), case(8, 1700, 5), case(193, 40, 50)]);
+        cases.extend([
+            case(0, 4, 4),
+            case(3, 4, 0),
+            case(17, 33, 49),
+            case(5, 513, 97),
+            case(8, 1700, 5),
+            case(193, 40, 50),
+        ]);
         cases.push(Case { columns: 47..97, ..case(20, 257, 100) });
     }
     // Interpreted, a product takes seconds.
