@@ -1,5 +1,5 @@
-//! Sentences to vectors with an encoder of BERT's family (bert, distilbert, modernbert, nomic_bert, roberta: MiniLM and its
-//! kin) on this crate's attention layer; `model.rs` is the model, and short.
+//! Sentences to vectors with an encoder of BERT's family (bert, distilbert, modernbert, mpnet, nomic_bert, roberta,
+//! xlm-roberta: MiniLM, E5, BGE and their kin) on this crate's attention layer; `model.rs` is the model, and short.
 //!
 //! ```sh
 //! cargo run --release --example sentence_embedding -- --model path/to/all-MiniLM-L6-v2 \

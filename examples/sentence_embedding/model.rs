@@ -68,6 +68,14 @@ const DISTILBERT: Family = Family {
     ..BERT
 };
 
+const MPNET: Family = Family {
+    prefixes: &["mpnet.", ""],
+    counts_from_padding: true,
+    segments: None,
+    attention_norm: "attention.LayerNorm",
+    ..BERT
+};
+
 /// By the names of transformers' modules.
 const NOMIC_BERT: Family = Family {
     prefixes: &["nomic_bert.", "bert.", ""],
@@ -109,7 +117,8 @@ impl Family {
         let flag = |key: &str| json[key].as_bool().unwrap_or(false);
         Ok(match json["model_type"].as_str().unwrap_or_default() {
             "bert" => vec![BERT],
-            "roberta" => vec![Self { counts_from_padding: true, ..BERT }],
+            "roberta" | "xlm-roberta" => vec![Self { counts_from_padding: true, ..BERT }],
+            "mpnet" => vec![MPNET],
             "distilbert" => vec![DISTILBERT],
             "nomic_bert" => {
                 let other = ["prenorm", "use_rms_norm", "parallel_block", "mlp_fc1_bias", "mlp_fc2_bias"];
@@ -123,7 +132,8 @@ impl Family {
             }
             other => {
                 bail!(
-                    "[encoder] model_type is {other:?}, expected one of bert, distilbert, modernbert, nomic_bert, roberta"
+                    "[encoder] model_type is {other:?}, expected one of bert, distilbert, modernbert, mpnet, nomic_bert, \
+                     roberta, xlm-roberta"
                 )
             }
         })
@@ -209,7 +219,16 @@ struct Block {
 impl Block {
     fn forward(&self, xs: &Tensor, sequences: &PackedSequences) -> Result<Tensor> {
         let attend = |input: &Tensor| {
-            self.attention.forward_with(AttentionInput::new(input).with_packed(sequences).with_residual(xs))
+            if self.attention.config().relative_bias().is_none() {
+                return self.attention.forward_with(AttentionInput::new(input).with_packed(sequences).with_residual(xs));
+            }
+            // A bias by distance is that of one text.
+            let text = |s| {
+                let (start, len) = (sequences.queries(s).start, sequences.queries(s).len());
+                let (input, residual) = (input.narrow(0, start, len)?, xs.narrow(0, start, len)?);
+                self.attention.forward_with(AttentionInput::new(&input).with_residual(&residual))
+            };
+            Tensor::cat(&(0..sequences.len()).map(text).collect::<Result<Vec<_>>>()?, 0)
         };
         if self.norms_first {
             let xs = attend(&optional(&self.attention_norm, xs)?)?;
@@ -304,12 +323,20 @@ impl Encoder {
             Some(name) if json["type_vocab_size"] != 0 => Some(table(name, &["type_vocab_size"])?.embeddings().get(0)?),
             _ => None,
         };
+        let bias = match hf::attention_config(json, 0)?.relative_bias() {
+            Some(_) => Some(hf::load_relative_bias(json, vb.clone())?),
+            None => None,
+        };
         let mut blocks = Vec::with_capacity(layers);
         for layer in 0..layers {
             let at = inner.pp(family.blocks).pp(layer);
             let is_bare = family.last_norm.is_some() && layer == 0;
+            let attention = hf::load_attention(json, layer, vb.clone())?;
             blocks.push(Block {
-                attention: hf::load_attention(json, layer, vb.clone())?,
+                attention: match &bias {
+                    Some(bias) => attention.with_relative_bias(bias.clone())?,
+                    None => attention,
+                },
                 attention_norm: if is_bare { None } else { Some(norm(at.pp(family.attention_norm))?) },
                 mlp: Mlp::load(&family, json, width, &at)?,
                 mlp_norm: norm(at.pp(family.mlp_norm))?,

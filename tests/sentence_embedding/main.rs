@@ -15,7 +15,7 @@ use candle_core::{Device, Tensor};
 
 use process::{Run, run_example};
 
-const MODELS: [&str; 5] = ["bert", "distilbert", "modernbert", "nomic_bert", "roberta"];
+const MODELS: [&str; 7] = ["bert", "distilbert", "modernbert", "mpnet", "nomic_bert", "roberta", "xlm-roberta"];
 const SENTENCES: &str = "tests/sentence_embedding/sentences.txt";
 
 fn folder(model: &str) -> PathBuf {

@@ -1,6 +1,6 @@
 """Makes `models/`: tiny random encoders with their tokenizers, and the vectors that transformers gives for `sentences.txt`.
 
-python tests/sentence_embedding/make.py     (packages: tests/hf/requirements.txt)
+python tests/sentence_embedding/make.py [MODEL ..]    (packages: tests/hf/requirements.txt)
 
 A folder holds `config.json` and `model.safetensors` as `save_pretrained` writes them, `tokenizer.json`, the files of
 sentence-transformers (max_seq_length 12, mean pooling, normalised), and `golden.safetensors`: `mean` and `cls` (N, E) of
@@ -31,6 +31,10 @@ MODELS = {
     "bert": SIZES,
     # Positions begin behind the padding token's, so that 18 are 16.
     "roberta": {**SIZES, "max_position_embeddings": 18, "pad_token_id": 1, "type_vocab_size": 1, "layer_norm_eps": 1e-5},
+    "xlm-roberta": {
+        **SIZES, "max_position_embeddings": 18, "pad_token_id": 1, "type_vocab_size": 1, "layer_norm_eps": 1e-5,
+    },
+    "mpnet": {**SIZES, "max_position_embeddings": 18, "pad_token_id": 1, "layer_norm_eps": 1e-5},
     "distilbert": {
         "dim": 16, "hidden_dim": 20, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 16, "activation": "gelu",
     },
@@ -45,18 +49,28 @@ MODELS = {
 
 def tokenizer(model_type):
     """Words and a few pieces, so that some words are several tokens; padded and cut as published files are."""
-    special = ["<s>", "<pad>", "</s>", "<unk>"] if model_type == "roberta" else ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    first, last = (special[0], special[2]) if model_type == "roberta" else (special[2], special[3])
-    unknown = special[3] if model_type == "roberta" else special[1]
+    like_roberta = model_type in ("roberta", "xlm-roberta", "mpnet")
+    special = ["<s>", "<pad>", "</s>", "<unk>"] if like_roberta else ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    first, last = (special[0], special[2]) if like_roberta else (special[2], special[3])
+    unknown = special[3] if like_roberta else special[1]
     pieces = (
         "a man eats food the sky is blue girl carries baby on while old plays guitar rain some ##one piece of bread two "
         "men push cart ##s through wood ##in in st ##reet"
     ).split()
     vocab = {token: index for index, token in enumerate(special + pieces)}
-    result = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
-    result.add_special_tokens(special)
-    result.normalizer = normalizers.BertNormalizer()
-    result.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    if model_type == "xlm-roberta":
+        # SentencePiece's pieces, in which a word begins with a mark.
+        pieces = [piece[2:] if piece.startswith("##") else "\u2581" + piece for piece in pieces]
+        vocab = {token: index for index, token in enumerate(special + pieces)}
+        result = Tokenizer(models.Unigram([(token, -float(len(vocab) - i)) for token, i in vocab.items()], vocab[unknown]))
+        result.add_special_tokens(special)
+        result.normalizer = normalizers.Lowercase()
+        result.pre_tokenizer = pre_tokenizers.Metaspace()
+    else:
+        result = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
+        result.add_special_tokens(special)
+        result.normalizer = normalizers.BertNormalizer()
+        result.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     result.post_processor = processors.TemplateProcessing(
         single=f"{first} $A {last}", special_tokens=[(first, vocab[first]), (last, vocab[last])]
     )
@@ -79,6 +93,8 @@ def write(path, value):
 def main():
     torch.set_num_threads(1)
     for name, options in MODELS.items():
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         tokens = tokenizer(name)
         torch.manual_seed(sum(map(ord, name)))
         config = AutoConfig.for_model(name, vocab_size=tokens.get_vocab_size(), **options)

@@ -52,7 +52,7 @@ fn files_that_are_not_there_are_named() {
 
 /// A checkpoint, its file, a field of it, the value that it gets, and what is said of that.
 const CASES: &str = r#"
-bert config.json /model_type "llama" => [encoder] model_type is "llama", expected one of bert, distilbert, modernbert, nomic_bert, roberta
+bert config.json /model_type "llama" => [encoder] model_type is "llama", expected one of bert, distilbert, modernbert, mpnet, nomic_bert, roberta, xlm-roberta
 bert config.json /hidden_act "magic" => [encoder] the activation "magic" is not one of Candle's
 bert config.json /position_embedding_type "relative_key" => [hf] bert: position_embedding_type is "relative_key", which is not supported, expected "absolute"
 bert config.json /intermediate_size 0 => [encoder] config.json has no intermediate_size or hidden_dim or n_inner, or it is no number above 0
