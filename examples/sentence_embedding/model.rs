@@ -220,7 +220,9 @@ impl Block {
     fn forward(&self, xs: &Tensor, sequences: &PackedSequences) -> Result<Tensor> {
         let attend = |input: &Tensor| {
             if self.attention.config().relative_bias().is_none() {
-                return self.attention.forward_with(AttentionInput::new(input).with_packed(sequences).with_residual(xs));
+                return self
+                    .attention
+                    .forward_with(AttentionInput::new(input).with_packed(sequences).with_residual(xs));
             }
             // A bias by distance is that of one text.
             let text = |s| {

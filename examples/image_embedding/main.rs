@@ -1,0 +1,89 @@
+//! A picture to a vector with an encoder of images (clip, dinov2, vit) on this crate's attention layer, and what the class
+//! token of a layer attends to, drawn over the picture; `model.rs` is the model, and short.
+//!
+//! ```sh
+//! cargo run --release --example image_embedding -- --model path/to/dinov2-small cat.png --attention attention.png
+//! ```
+
+mod args;
+#[path = "../common/mod.rs"]
+mod common;
+mod model;
+mod picture;
+mod resample;
+
+use std::collections::HashMap;
+use std::process::ExitCode;
+
+use candle_attention::weights::Checkpoint;
+use candle_core::{Result, bail};
+
+use args::Args;
+use common::{checkpoint, read_json};
+use model::{Encoder, Output};
+use picture::{Picture, Preprocessor};
+use resample::Size;
+
+const EXAMPLE: &str = "image_embedding";
+const PREPROCESSOR: &str = "preprocessor_config.json";
+
+fn main() -> ExitCode {
+    common::main(|args| common::print(&run(&args)?))
+}
+
+fn run(args: &Args) -> Result<String> {
+    let folder = checkpoint(EXAMPLE, args.model.as_deref(), args.model_id.as_deref(), &[PREPROCESSOR.to_string()])?;
+    let json = read_json(EXAMPLE, &folder.join("config.json"))?;
+    let preprocessor = Preprocessor::read(&read_json(EXAMPLE, &folder.join(PREPROCESSOR))?)?;
+    let device = args.device.open()?;
+    let vb = Checkpoint::open(&folder)?.var_builder(args.dtype.dtype(), &device)?;
+    let bar = common::bar("loading", "blocks");
+    let model = Encoder::load(&json, vb, |layer, layers| {
+        bar.set_length(layers as u64);
+        bar.set_position(layer as u64);
+    })?;
+    bar.finish_and_clear();
+
+    let original = Picture::open(&args.picture)?;
+    let seen = preprocessor.apply(&original)?;
+    let (layers, width) = model.size()?;
+    let layer = args.layer.unwrap_or(layers);
+    if layer == 0 || layer > layers {
+        bail!("[{EXAMPLE}] there is no layer {layer}, expected 1 to {layers}")
+    }
+    let Output { embedding, attention } = model.forward(&preprocessor.pixels(&seen)?, layer - 1)?;
+    let (heads, rows, columns) = attention.dims3()?;
+    let (weights, of) = match args.head {
+        None => (attention.mean(0)?, format!("the mean of {heads} heads")),
+        Some(head @ 1..) if head <= heads => (attention.get(head - 1)?, format!("head {head} of {heads}")),
+        Some(head) => bail!("[{EXAMPLE}] there is no head {head}, expected 1 to {heads}"),
+    };
+    let weights = weights.flatten_all()?.to_vec1::<f32>()?;
+    if let Some(path) = &args.attention {
+        seen.with_heat(&weights, Size { rows, columns }).save(path)?;
+    }
+    if let Some(path) = &args.out {
+        let tensors = HashMap::from([("embedding", embedding.clone()), ("attention", attention)]);
+        candle_core::safetensors::save(&tensors, path)?;
+    }
+    let most = (0..weights.len()).max_by(|&a, &b| weights[a].total_cmp(&weights[b])).unwrap_or(0);
+    let percent = |weight: f32| format!("{:.1} %", 100.0 * weight);
+    let length = embedding.sqr()?.sum_all()?.sqrt()?.to_scalar::<f32>()?;
+    Ok(format!(
+        "model      {}, {layers} layers of width {width}\n\
+         picture    {} x {}, seen as {} x {} in {columns} x {rows} patches\n\
+         embedding  ({},) of length {length:.4}\n\
+         attention  of the class token in layer {layer}, {of}: {} to patches,\n           \
+         most to row {}, column {} ({})\n",
+        json["model_type"].as_str().unwrap_or_default(),
+        original.size.columns,
+        original.size.rows,
+        seen.size.columns,
+        seen.size.rows,
+        embedding.dim(0)?,
+        percent(weights.iter().sum()),
+        most / columns + 1,
+        most % columns + 1,
+        percent(weights[most]),
+    ))
+}

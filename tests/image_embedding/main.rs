@@ -1,0 +1,228 @@
+//! The example `image_embedding`, run as a user would, against transformers' numbers: `models/`, by `make.py`.
+
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../examples/process.rs"]
+#[allow(dead_code, reason = "the other examples' part")]
+mod process;
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::{BufReader, BufWriter};
+use std::path::{Path, PathBuf};
+
+use candle_core::{Device, IndexOp, Tensor};
+use common::{assert_close, relative_error};
+use process::{Run, run_example};
+use serde_json::{Value, json};
+
+const MODELS: [&str; 3] = ["vit", "dinov2", "clip"];
+const PICTURE: &str = "tests/image_embedding/picture.png";
+
+type Tensors = HashMap<String, Tensor>;
+
+fn folder(model: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/image_embedding/models").join(model)
+}
+
+fn load(path: &Path) -> Tensors {
+    candle_core::safetensors::load(path, &Device::Cpu).expect("a file of tensors")
+}
+
+fn golden(model: &str) -> Tensors {
+    load(&folder(model).join("golden.safetensors"))
+}
+
+fn run(model: &Path, picture: &str, args: &[&str]) -> Run {
+    run_example("image_embedding", &[&[picture, "--model", model.to_str().expect("UTF-8")], args].concat())
+}
+
+/// What a run with these arguments writes.
+#[track_caller]
+fn tensors(model: &Path, picture: &str, args: &[&str]) -> Tensors {
+    let out = tempfile::tempdir().expect("a folder");
+    let file = out.path().join("out.safetensors");
+    let run = run(model, picture, &[args, &["--out", file.to_str().expect("UTF-8")]].concat());
+    assert_eq!((run.code, run.stderr.as_str()), (Some(0), ""), "{args:?}");
+    load(&file)
+}
+
+/// A copy of a checkpoint, to change.
+fn copy(model: &str) -> tempfile::TempDir {
+    let copy = tempfile::tempdir().expect("a folder");
+    for file in ["config.json", "preprocessor_config.json", "model.safetensors"] {
+        fs::copy(folder(model).join(file), copy.path().join(file)).expect(file);
+    }
+    copy
+}
+
+fn edit(folder: &Path, file: &str, change: impl FnOnce(&mut Value)) {
+    let path = folder.join(file);
+    let mut json = serde_json::from_str(&fs::read_to_string(&path).expect(file)).expect("JSON");
+    change(&mut json);
+    fs::write(path, json.to_string()).expect(file);
+}
+
+/// Size, crop, colours, positions between those of the training, and every layer's attention.
+#[test]
+fn embeddings_and_attention_are_those_of_transformers() {
+    for model in MODELS {
+        let expected = golden(model);
+        for layer in ["1", "2"] {
+            let got = tensors(&folder(model), PICTURE, &["--layer", layer]);
+            assert!(relative_error(&got["embedding"], &expected["embedding"]) < 1e-5, "{model}");
+            let attention = &expected[&format!("attention.{}", layer.parse::<usize>().expect("a number") - 1)];
+            assert_close(&got["attention"], attention, 1e-5, &format!("{model}, layer {layer}"));
+        }
+    }
+}
+
+#[test]
+fn half_precision_runs_and_comes_close() {
+    for model in MODELS {
+        let got = tensors(&folder(model), PICTURE, &["--dtype", "bf16"]);
+        let error = relative_error(&got["embedding"], &golden(model)["embedding"]);
+        assert!(error > 1e-6 && error < 0.1, "{model}: {error:e}");
+    }
+}
+
+#[test]
+fn a_run_says_what_it_did() {
+    let weights = &golden("dinov2")["attention.1"];
+    let of = |weights: Tensor| weights.flatten_all().and_then(|flat| flat.to_vec1::<f32>()).expect("numbers");
+    let line = |weights: Vec<f32>| {
+        let most = (0..12).max_by(|&a, &b| weights[a].total_cmp(&weights[b])).expect("patches");
+        let [sum, largest] = [weights.iter().sum::<f32>(), weights[most]].map(|part| format!("{:.1} %", part * 100.0));
+        format!("{sum} to patches,\n           most to row {}, column {} ({largest})\n", most / 4 + 1, most % 4 + 1)
+    };
+    let mean = line(of(weights.mean(0).expect("heads")));
+    let run_of_all = run(&folder("dinov2"), PICTURE, &[]);
+    let head = "model      dinov2, 2 layers of width 32\n\
+                picture    52 x 40, seen as 32 x 24 in 4 x 3 patches\n\
+                embedding  (32,) of length ";
+    assert!(run_of_all.stdout.starts_with(head), "{}", run_of_all.stdout);
+    let attention = format!("attention  of the class token in layer 2, the mean of 4 heads: {mean}");
+    assert!(run_of_all.stdout.ends_with(&attention), "{}, expected {attention}", run_of_all.stdout);
+    let third = run(&folder("dinov2"), PICTURE, &["--head", "3"]).stdout;
+    let expected = format!("in layer 2, head 3 of 4: {}", line(of(weights.i(2).expect("a head"))));
+    assert!(third.ends_with(&expected), "{third}, expected {expected}");
+}
+
+/// Rows of pixels in three colours, and how many stand in a row.
+fn read_png(path: &Path) -> (Vec<u8>, usize) {
+    let decoder = png::Decoder::new(BufReader::new(File::open(path).expect("the file")));
+    let mut reader = decoder.read_info().expect("a PNG");
+    let mut pixels = vec![0; reader.output_buffer_size().expect("a small picture")];
+    let info = reader.next_frame(&mut pixels).expect("pixels");
+    assert_eq!(info.color_type, png::ColorType::Rgb);
+    (pixels, info.width as usize)
+}
+
+fn write_png(path: &Path, kind: png::ColorType, width: u32, pixels: &[u8]) {
+    let height = (pixels.len() / kind.samples()) as u32 / width;
+    let mut encoder = png::Encoder::new(BufWriter::new(File::create(path).expect("a file")), width, height);
+    encoder.set_color(kind);
+    encoder.write_header().and_then(|mut writer| writer.write_image_data(pixels)).expect("a PNG");
+}
+
+/// Where the class token looks, the picture is lightest.
+#[test]
+fn attention_is_drawn_over_the_picture_that_the_model_sees() {
+    for model in MODELS {
+        let out = tempfile::tempdir().expect("a folder");
+        let file = out.path().join("attention.png");
+        let run = run(&folder(model), PICTURE, &["--attention", file.to_str().expect("UTF-8"), "--head", "2"]);
+        assert_eq!(run.code, Some(0), "{}", run.stderr);
+        let golden = golden(model);
+        let (_, height, width) = golden["pixels"].dims3().expect("a picture");
+        let (pixels, columns) = read_png(&file);
+        assert_eq!((pixels.len(), columns), (3 * height * width, width), "{model}");
+        let weights: Vec<Vec<f32>> = golden["attention.1"].i(1).and_then(|head| head.to_vec2()).expect("a head");
+        // The light of each patch's middle.
+        let light = |row: usize, column: usize| -> u32 {
+            let at = |y: usize, x: usize| 3 * ((8 * row + y) * width + 8 * column + x);
+            [(3, 3), (3, 4), (4, 3), (4, 4)]
+                .iter()
+                .flat_map(|&(y, x)| &pixels[at(y, x)..][..3])
+                .map(|&x| u32::from(x))
+                .sum()
+        };
+        let patches = || (0..height / 8).flat_map(|row| (0..width / 8).map(move |column| (row, column)));
+        let weight = |&(row, column): &(usize, usize)| weights[row][column];
+        let most = patches().max_by(|a, b| weight(a).total_cmp(&weight(b))).expect("patches");
+        let least = patches().min_by(|a, b| weight(a).total_cmp(&weight(b))).expect("patches");
+        assert!(light(most.0, most.1) > light(least.0, least.1) + 500, "{model}: {most:?} {least:?}");
+    }
+}
+
+#[test]
+fn grey_pictures_and_those_with_transparency_are_read() {
+    let out = tempfile::tempdir().expect("a folder");
+    let grey: Vec<u8> = (0..30 * 26).map(|i| (i * 37 % 251) as u8).collect();
+    let spread = |channels: usize| {
+        grey.iter()
+            .flat_map(|&x| {
+                let mut pixel = vec![x; channels];
+                if channels.is_multiple_of(2) {
+                    pixel[channels - 1] = x / 2;
+                }
+                pixel
+            })
+            .collect::<Vec<_>>()
+    };
+    let kinds = [png::ColorType::Rgb, png::ColorType::Grayscale, png::ColorType::GrayscaleAlpha, png::ColorType::Rgba];
+    let vectors = kinds.map(|kind| {
+        let path = out.path().join(format!("{kind:?}.png"));
+        write_png(&path, kind, 30, &spread(kind.samples()));
+        tensors(&folder("vit"), path.to_str().expect("UTF-8"), &[]).remove("embedding").expect("a vector")
+    });
+    for vector in &vectors[1..] {
+        assert_close(vector, &vectors[0], 0.0, "the same colours");
+    }
+}
+
+#[test]
+fn what_cannot_be_done_is_one_line() {
+    let said = |model: &Path, picture: &str, args: &[&str]| {
+        let run = run(model, picture, args);
+        assert_eq!((run.code, run.stdout.as_str()), (Some(1), ""), "{args:?}");
+        assert_eq!(run.stderr.lines().count(), 1, "{}", run.stderr);
+        run.stderr.trim_end().trim_start_matches("error: ").to_string()
+    };
+    let vit = folder("vit");
+    let layer = said(&vit, PICTURE, &["--layer", "3"]);
+    assert_eq!(layer, "[image_embedding] there is no layer 3, expected 1 to 2");
+    assert_eq!(said(&vit, PICTURE, &["--head", "0"]), "[image_embedding] there is no head 0, expected 1 to 4");
+    assert!(said(&vit, "Cargo.toml", &[]).starts_with("[image_embedding] Cargo.toml: "));
+    assert!(said(&vit, "nowhere.png", &[]).starts_with("[image_embedding] nowhere.png: "));
+
+    let changed = |file: &str, change: &dyn Fn(&mut Value)| {
+        let copy = copy("vit");
+        edit(copy.path(), file, change);
+        said(copy.path(), PICTURE, &[])
+    };
+    assert_eq!(
+        changed("config.json", &|config| config["model_type"] = json!("llama")),
+        "[encoder] model_type is \"llama\", expected one of clip, clip_vision_model, dinov2, vit"
+    );
+    assert!(changed("config.json", &|config| config["hidden_act"] = json!("tanhshrink")).contains("activation"));
+    let preprocessor = |change: &dyn Fn(&mut Value)| changed("preprocessor_config.json", change);
+    assert_eq!(
+        preprocessor(&|config| config["size"] = json!({"height": 40, "width": 24})),
+        "[encoder] the picture has 5 x 3 patches, expected 3 x 3"
+    );
+    assert_eq!(
+        preprocessor(&|config| config["size"] = json!({"height": 30, "width": 24})),
+        "[encoder] a picture of 30 x 24 has no whole patches of 8 x 8"
+    );
+    assert!(preprocessor(&|config| config["resample"] = json!(0)).contains("resample is 0, expected 2"));
+    assert!(preprocessor(&|config| config["size"] = json!({"longest_edge": 9})).contains("expected height and width"));
+    assert!(preprocessor(&|config| config["image_std"] = json!([1])).contains("image_std is [1], expected three"));
+    let crop = json!({"do_center_crop": true, "crop_size": 32});
+    let cropped =
+        preprocessor(&|config| config.as_object_mut().expect("one").extend(crop.as_object().expect("one").clone()));
+    assert!(cropped.contains("is smaller than its middle"), "{cropped}");
+    let bare = copy("vit");
+    fs::remove_file(bare.path().join("preprocessor_config.json")).expect("the file");
+    assert!(said(bare.path(), PICTURE, &[]).contains("cannot read"));
+}
