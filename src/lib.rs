@@ -46,7 +46,8 @@ pub use config::MultiHeadAttentionConfig;
 pub use gate::{GateActivation, GatePlace, GateScope, OutputGate};
 pub use init::TorchSeed;
 pub use layer::{
-    AttentionInput, MultiHeadAttention, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, ProjectedMemory,
+    AttentionFunction, AttentionInput, MultiHeadAttention, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig,
+    ProjectedMemory,
 };
 pub use linear::{PackedGatedLinear, PackedLinear, packed_linear, packed_linear_b, packed_linear_no_bias};
 pub use mask::{AttentionMask, EmptyRows, KvRanges, ValidLens};

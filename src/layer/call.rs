@@ -2,6 +2,7 @@
 
 use candle_core::{Result, Tensor, bail};
 
+use super::input::GivenFunction;
 use crate::cache::StagedAppend;
 use crate::sdpa::plan_varlen;
 use crate::{
@@ -22,6 +23,8 @@ pub(super) struct AttentionCall<'a> {
     pub residual: Option<Tensor>,
     /// The projection of the gate of the context, (B, T_q, H·D_v) or (B, T_q, H).
     pub gate: Option<Tensor>,
+    /// What attends in the place of [`scaled_dot_product_attention`].
+    pub function: Option<GivenFunction<'a>>,
 }
 
 /// The keys and values of a call.
@@ -38,7 +41,10 @@ impl AttentionCall<'_> {
     /// The context (B, H, T_q, D_v), in the order of the options.
     pub fn attend(&self) -> Result<Tensor> {
         match &self.keys {
-            CallKeys::Own { k, v } => scaled_dot_product_attention(&self.q, k, v, &self.mask, &self.options),
+            CallKeys::Own { k, v } => match self.function {
+                Some(GivenFunction(function)) => self.checked(v, function(&self.q, k, v, &self.mask, &self.options)?),
+                None => scaled_dot_product_attention(&self.q, k, v, &self.mask, &self.options),
+            },
             CallKeys::Packed { k, v, sequences } => {
                 let [q, k, v] = packed([&self.q, k, v])?;
                 let context = scaled_dot_product_attention_varlen(&q, &k, &v, sequences, &self.mask, &self.options)?;
@@ -48,8 +54,33 @@ impl AttentionCall<'_> {
         }
     }
 
+    /// What the caller's function gave.
+    fn checked(&self, v: &Tensor, context: Tensor) -> Result<Tensor> {
+        let (b, h, t_q, _) = self.q.dims4()?;
+        let shape = (b, h, t_q, v.dim(3)?);
+        if context.shape() != &shape.into() || context.dtype() != self.q.dtype() {
+            bail!(
+                "[attention_function] the context is {:?} {:?}, expected {:?} {shape:?}",
+                context.dtype(),
+                context.dims(),
+                self.q.dtype()
+            )
+        }
+        Ok(context)
+    }
+
+    fn refuse_function(&self, what: &str) -> Result<()> {
+        match self.function {
+            Some(_) => {
+                bail!("[attention_function] {what} are asked for, which a function of the caller's does not give")
+            }
+            None => Ok(()),
+        }
+    }
+
     /// [`attend`](Self::attend), and the weights (B, H, T_q, T_kv), or (H, T_q, T_kv) for one sequence.
     pub fn attend_with_weights(&self) -> Result<AttentionOutput> {
+        self.refuse_function("weights")?;
         let AttentionOutput { context, weights } = match &self.keys {
             CallKeys::Own { k, v } => {
                 scaled_dot_product_attention_with_weights(&self.q, k, v, &self.mask, &self.options)?
@@ -66,6 +97,7 @@ impl AttentionCall<'_> {
 
     /// The path that [`attend`](Self::attend) takes, and why.
     pub fn plan(&self) -> Result<Plan> {
+        self.refuse_function("plans")?;
         match &self.keys {
             CallKeys::Own { k, v } => plan(&self.q, k, v, &self.mask, &self.options),
             CallKeys::Packed { k, v, sequences } => {

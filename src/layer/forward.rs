@@ -137,8 +137,8 @@ impl MultiHeadAttention {
             },
         };
         let batched = input.queries.rank() == 3;
-        let options = self.options(&input);
-        Ok(AttentionCall { q, keys, mask, options, batched, residual: inputs.residual, gate })
+        let (options, function) = (self.options(&input), input.function);
+        Ok(AttentionCall { q, keys, mask, options, batched, residual: inputs.residual, gate, function })
     }
 
     fn check<'a>(&self, input: &AttentionInput<'a>) -> Result<Inputs<'a>> {

@@ -1,5 +1,6 @@
 //! What one call of a layer reads.
 
+use std::fmt;
 use std::ops::Range;
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
@@ -9,6 +10,20 @@ use crate::cache::{AttentionCache, NewTokens, Padding};
 use crate::init::TorchSeed;
 use crate::position::Positions;
 use crate::{AttentionMask, Backend, OutputOrder, PackedSequences, SdpaOptions};
+
+/// A function of the arguments and with the result of
+/// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention).
+pub type AttentionFunction<'a> = dyn Fn(&Tensor, &Tensor, &Tensor, &AttentionMask, &SdpaOptions) -> Result<Tensor> + 'a;
+
+/// An [`AttentionFunction`] that can be printed.
+#[derive(Clone, Copy)]
+pub(super) struct GivenFunction<'a>(pub &'a AttentionFunction<'a>);
+
+impl fmt::Debug for GivenFunction<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a function")
+    }
+}
 
 /// What one call of a layer reads besides the layer's parameters. A `&Tensor` is self-attention over it.
 #[derive(Debug)]
@@ -28,6 +43,7 @@ pub struct AttentionInput<'a> {
     pub(super) padding: Padding<'a>,
     pub(super) packed: Option<&'a PackedSequences>,
     pub(super) residual: Option<&'a Tensor>,
+    pub(super) function: Option<GivenFunction<'a>>,
 }
 
 impl<'a> AttentionInput<'a> {
@@ -48,6 +64,7 @@ impl<'a> AttentionInput<'a> {
             padding: Padding::default(),
             packed: None,
             residual: None,
+            function: None,
         }
     }
 
@@ -173,6 +190,29 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
+    /// Another function in the place of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), between the
+    /// layer's projections: one that attends to keys of other processes, for example. Queries (B, H, T_q, D) and keys
+    /// (B, H_kv, T_kv, D) come normalised and rotated, with the mask and the options of the call; it gives
+    /// (B, H, T_q, D_v) in the dtype of the queries. A cache, packed sequences and weights have no such function.
+    ///
+    /// ```
+    /// use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, scaled_dot_product_attention};
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::VarBuilder;
+    /// # fn main() -> candle_core::Result<()> {
+    /// let mha = MultiHeadAttention::new(&MultiHeadAttentionConfig::new(64, 4), VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+    /// let xs = Tensor::randn(0f32, 1., (2, 6, 64), &Device::Cpu)?;
+    /// let ys = mha.forward_with(AttentionInput::new(&xs).with_function(&|q, k, v, mask, options| {
+    ///     println!("{:?} queries, {:?} keys", q.dims(), k.dims());
+    ///     scaled_dot_product_attention(q, k, v, mask, options)
+    /// }))?;
+    /// # Ok(()) }
+    /// ```
+    pub fn with_function(mut self, function: &'a AttentionFunction<'a>) -> Self {
+        self.function = Some(GivenFunction(function));
+        self
+    }
+
     /// Which implementation of attention runs.
     pub fn with_backend(mut self, backend: Backend) -> Self {
         self.backend = backend;
@@ -254,6 +294,9 @@ impl<'a> AttentionInput<'a> {
 
     /// The tokens that a call of `dims` (B, T) adds to its cache, if it has one.
     pub(super) fn new_tokens(&self, op: &str, dims: (usize, usize)) -> Result<Option<NewTokens>> {
+        if self.function.is_some() && (self.cache.is_some() || self.packed.is_some()) {
+            bail!("[{op}] an attention function was given with a cache or packed sequences, expected one of them")
+        }
         let Some(cache) = &self.cache else {
             if self.padding.valid_lens.is_some() || self.padding.starts.is_some() {
                 bail!("[{op}] valid_lens or starts were given to a call without a cache; expected padding in the mask")

@@ -9,7 +9,7 @@ mod memory;
 #[cfg(test)]
 mod tests;
 
-pub use input::AttentionInput;
+pub use input::{AttentionFunction, AttentionInput};
 pub use latent::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
 pub use memory::ProjectedMemory;
 
@@ -138,8 +138,8 @@ impl MultiHeadAttention {
     /// ```
     ///
     /// # Errors
-    /// As [`load`](Self::load); for a world size that does not divide the query heads, or that neither divides the key heads
-    /// nor is a multiple of them; and for norms of whole projections, which no process can compute alone.
+    /// As [`load`](Self::load); for more processes than query heads; and for norms of whole projections, which no process
+    /// can compute alone.
     pub fn load_shard(
         cfg: &MultiHeadAttentionConfig,
         layout: WeightLayout,
@@ -411,7 +411,7 @@ impl Parameters {
 
     /// Those of one process's heads; the config is the whole layer's.
     fn shard(self, cfg: &MultiHeadAttentionConfig, shard: HeadShard) -> Result<Self> {
-        let (queries, keys) = (shard.query_share(), shard.key_share(cfg.num_kv_heads()));
+        let (queries, keys) = shard.shares(cfg.num_heads(), cfg.num_kv_heads());
         let bias_kv = match &self.bias_kv {
             Some((k, v)) => Some((keys.copy(k, 2)?, keys.copy(v, 2)?)),
             None => None,

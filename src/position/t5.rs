@@ -191,11 +191,12 @@ impl RelativeBias {
         if !h.is_multiple_of(n) {
             bail!("[relative_bias] a world size of {n} does not divide the {h} heads")
         }
-        let heads = shard.query_share().range(h);
+        let (share, _) = shard.shares(h, h);
+        let heads = share.range(h);
         // A view of a variable, which training changes in place.
         let weight = match self.weight.track_op() {
             true => self.weight.narrow(1, heads.start, heads.len())?,
-            false => shard.query_share().copy(&self.weight, 1)?,
+            false => share.copy(&self.weight, 1)?,
         };
         Ok(Self { config: self.config.clone(), weight, latest: Arc::default() })
     }

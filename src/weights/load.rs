@@ -194,7 +194,7 @@ pub(crate) fn load_projections(
         source.refuse(&format!("{gate_name}.weight"), "the config says there is no such gate")?;
     }
     let shares = shard.map(|shard| {
-        let (queries, keys) = (shard.query_share(), shard.key_share(cfg.num_kv_heads()));
+        let (queries, keys) = shard.shares(cfg.num_heads(), cfg.num_kv_heads());
         [queries, keys, keys, queries, queries]
     });
     let mut projections: [ProjectionRows; PROJECTIONS] = Default::default();

@@ -104,10 +104,13 @@ impl<'a> Source<'a> {
         if let Some(sharded) = &self.sharded {
             self.refuse_scale(name)?;
             let mut expected = shape.to_vec();
-            expected[dim] /= share.of;
-            let hint = Shard { dim, rank: share.index, world_size: share.of };
+            expected[dim] = share.range(shape[dim]).len();
+            let full_name = self.full_name(name);
             // Candle indexes the shape in the file, and panics where it has fewer dimensions.
-            let read = || sharded.get_with_hints(shape, &self.full_name(name), hint);
+            let read = || {
+                let units = share.units(dim).map(|unit| sharded.get_with_hints(shape, &full_name, unit));
+                Tensor::cat(&units.collect::<Result<Vec<_>>>()?, dim)
+            };
             if let Ok(Ok(own)) = catch_unwind(AssertUnwindSafe(read))
                 && own.dims() == expected
             {

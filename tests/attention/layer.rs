@@ -3,7 +3,7 @@
 use candle_attention::{
     AlibiConfig, AttentionInput, AttentionMask, Backend, GateActivation, GatePlace, GateScope, MultiHeadAttention,
     MultiHeadAttentionConfig as Config, OutputGate, QkNorm, QkNormKind, QkNormScope, QueryScaling, RopeConfig,
-    RopeStyle,
+    RopeStyle, scaled_dot_product_attention,
 };
 use candle_core::{DType, Device, ModuleT, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -18,6 +18,7 @@ crate::on_each_device!(
     every_config_gives_the_numbers_of_plain_loops,
     one_product_for_all_gives_the_bits_of_three,
     two_dimensions_are_one_sequence,
+    a_function_in_the_place_of_attention_gets_its_arguments,
     a_mask_of_the_call_and_the_layers_own_hold_together,
     a_prefix_of_the_call_lifts_the_layers_own_causal_constraint,
     the_context_length_bounds_queries_and_keys,
@@ -313,6 +314,29 @@ fn two_dimensions_are_one_sequence(device: &Device) -> Result<()> {
             assert_close(&layer.forward(&flat)?, &layer.forward(&xs)?.squeeze(0)?, 0.0, name);
         }
     }
+    Ok(())
+}
+
+fn a_function_in_the_place_of_attention_gets_its_arguments(device: &Device) -> Result<()> {
+    let cfg =
+        Config::new(16, 4).with_num_kv_heads(2).with_causal(true).with_rope(RopeConfig::new(100.0)).with_softcap(2.0);
+    let layer = layer(&cfg, DType::F32, device)?;
+    let xs = Tensor::randn(0f32, 1., (2, 5, 16), device)?;
+    let mask = AttentionMask::none().with_window(2);
+    let input = || AttentionInput::new(&xs).with_mask(&mask).with_residual(&xs);
+    let same = layer.forward_with(input().with_function(&scaled_dot_product_attention))?;
+    assert_close(&same, &layer.forward_with(input())?, 0.0, "attention itself");
+    let doubled =
+        layer
+            .forward_with(AttentionInput::new(&xs).with_function(&|q, k, v, mask, options| {
+                scaled_dot_product_attention(q, k, v, mask, options)? * 2.0
+            }))?;
+    assert_close(
+        &doubled,
+        &(layer.forward(&xs)? * 2.0)?,
+        1e-6,
+        "without a bias, twice the context is twice the output",
+    );
     Ok(())
 }
 

@@ -2,7 +2,7 @@
 
 use candle_attention::{
     AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, MultiHeadAttention,
-    MultiHeadAttentionConfig, PackedSequences, RopeConfig,
+    MultiHeadAttentionConfig, PackedSequences, RopeConfig, SdpaOptions,
 };
 use candle_core::{DType, ModuleT, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -38,6 +38,11 @@ fn with_residual(residual: &Tensor) -> Result<()> {
     layer()?.forward_with(AttentionInput::new(&zeros((2, 3, 8))).with_residual(residual)).map(drop)
 }
 
+/// The first query of each head in the place of attention.
+fn first(q: &Tensor, _: &Tensor, _: &Tensor, _: &AttentionMask, _: &SdpaOptions) -> Result<Tensor> {
+    q.narrow(2, 0, 1)
+}
+
 pub const CASES: &[Case] = cases! {
     "inputs of another width" => layer()?.forward(&zeros((1, 3, 12))),
     "one sequence of another width" => layer()?.forward(&zeros((3, 12))),
@@ -71,6 +76,16 @@ pub const CASES: &[Case] = cases! {
         let (sequences, xs) = (PackedSequences::from_lens(&[3], &[3])?, zeros((3, 8)));
         layer()?.forward_with_weights(AttentionInput::new(&xs).with_packed(&sequences))
     },
+    "an attention function and a cache" => {
+        let (xs, mut cache) = (zeros((1, 3, 8)), AttentionCache::new(&AttentionCacheConfig::new())?);
+        layer()?.forward_with(AttentionInput::new(&xs).with_function(&first).with_cache(&mut cache))
+    },
+    "weights of an attention function" =>
+        layer()?.forward_with_weights(AttentionInput::new(&zeros((1, 3, 8))).with_function(&first)),
+    "the plan of an attention function" =>
+        layer()?.plan(&AttentionInput::new(&zeros((1, 3, 8))).with_function(&first)),
+    "a context of another shape" =>
+        layer()?.forward_with(AttentionInput::new(&zeros((1, 3, 8))).with_function(&first)),
     "a bias for packed sequences" => {
         let (sequences, xs) = (PackedSequences::from_lens(&[3], &[3])?, zeros((3, 8)));
         let mask = AttentionMask::none().with_bias(&zeros((3, 3)));

@@ -43,12 +43,12 @@ fn with(name: &str, shape: &[usize]) -> Result<()> {
 }
 
 pub const CASES: &[Case] = cases! {
-    "more processes than query heads divide by" => load(&config(), 4, None),
-    "more processes than key heads divide by" => load(&config(), 2, None),
+    "more processes than query heads" => load(&config(), 7, None),
     "norms of whole projections" => {
         let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::Projection, eps: 1e-5 };
         load(&config().with_qk_norm(norm), 3, None)
     },
+    "unequal shares of a relative bias" => load(&config().with_relative_bias(RelativeBiasConfig::new(true)), 2, None),
     "a rank past the last" => HeadShard::new(2, 2),
     "no processes" => HeadShard::new(0, 0),
     "a relative bias of other heads" => {

@@ -300,7 +300,8 @@ impl MultiHeadLatentAttention {
             }
             (_, _, Form::Absorbed) => CallKeys::Own { v: part(&rows, 3, 0..rank)?, k: rows },
         };
-        Ok((AttentionCall { q, keys, mask, options, batched, residual, gate: None }, form))
+        let function = input.function;
+        Ok((AttentionCall { q, keys, mask, options, batched, residual, gate: None, function }, form))
     }
 
     /// A call's context to the layer's output (B, T, E).
