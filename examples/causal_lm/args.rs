@@ -10,7 +10,7 @@ use crate::common::{DeviceChoice, Precision};
 ///
 /// Text goes to stdout as it is made, everything else to stderr. Prompts are given to the model as they are: a chat
 /// template is yours to apply.
-#[derive(Debug, Parser)]
+#[derive(Debug, Clone, Parser)]
 #[command(name = "causal_lm")]
 pub struct Args {
     /// A folder with config.json, weights (safetensors or .bin, whole or in shards) and, for text, tokenizer.json; or a

@@ -1,5 +1,6 @@
 //! The files of a checkpoint: a folder as transformers has it, or a GGUF file.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -9,6 +10,7 @@ use candle_attention::{MultiHeadAttention, PackedLinear, SimpleTokenizer, gguf};
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Error, Result, bail};
 use candle_nn::VarBuilder;
+use candle_nn::var_builder::{ShardedSafeTensors, ShardedVarBuilder};
 use serde_json::Value;
 
 use crate::args::Args;
@@ -81,6 +83,29 @@ impl Files {
             Self::Gguf(gguf) => Ok(gguf::var_builder(gguf.content.clone(), gguf.reader()?, dtype, device)),
         }
     }
+
+    /// A builder that reads parts of tensors, for one of several processes.
+    pub fn sharded_var_builder(&self, dtype: DType, device: &Device) -> Result<ShardedVarBuilder<'static>> {
+        let Self::Folder(folder) = self else {
+            bail!("[causal_lm] the weights of a GGUF file are not divided among processes")
+        };
+        // SAFETY: like every program that maps a checkpoint, this one counts on nobody writing to it.
+        unsafe { ShardedSafeTensors::var_builder(&safetensors(folder)?, dtype, device) }
+    }
+}
+
+/// The files of a checkpoint's weights in a folder.
+fn safetensors(folder: &Path) -> Result<Vec<PathBuf>> {
+    let (whole, index) = (folder.join("model.safetensors"), folder.join("model.safetensors.index.json"));
+    if whole.is_file() {
+        return Ok(vec![whole]);
+    }
+    if !index.is_file() {
+        bail!("[causal_lm] {} has no safetensors, which processes read parts of", folder.display())
+    }
+    let index = read_json("causal_lm", &index)?;
+    let files = index["weight_map"].as_object().into_iter().flat_map(|map| map.values()).filter_map(Value::as_str);
+    Ok(files.collect::<BTreeSet<_>>().into_iter().map(|file| folder.join(file)).collect())
 }
 
 pub struct Gguf {

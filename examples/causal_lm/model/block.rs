@@ -1,16 +1,16 @@
 //! A block: attention and an MLP, each with its norms and a residual.
 
 use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionInput, MultiHeadAttention, MultiHeadLatentAttention, RopeConfig,
-    RotaryEmbedding, hf,
+    AttentionCacheConfig, AttentionInput, MultiHeadAttention, MultiHeadLatentAttention, RopeConfig, RotaryEmbedding, hf,
 };
-use candle_core::{DType, Module, Result, Tensor};
+use candle_core::{DType, Module, Result, Tensor, bail};
 use candle_nn::{LayerNorm, RmsNorm, VarBuilder};
 use serde_json::Value;
 
 use super::experts::Experts;
 use super::family::{Family, MlpKind, NormKind};
-use super::mlp::{Between, LLAMA_MLP, Mlp, load_linear, transposed_linear};
+use super::mlp::{Between, LLAMA_MLP, Mlp, load_linear};
+use super::weights::{Divided, Others, Weights};
 use super::{GgufWeights, size};
 
 pub enum Norm {
@@ -74,7 +74,7 @@ impl Attention {
         }
     }
 
-    fn forward(&self, input: AttentionInput) -> Result<Tensor> {
+    pub fn forward(&self, input: AttentionInput) -> Result<Tensor> {
         match self {
             Self::MultiHead(attention) => attention.forward_with(input),
             Self::Latent(attention) => attention.forward_with(input),
@@ -106,7 +106,7 @@ pub struct Loader<'a> {
     pub family: Family,
     pub json: &'a Value,
     /// At the checkpoint's root.
-    pub vb: VarBuilder<'a>,
+    pub weights: Weights<'a>,
     /// The file whose weights keep their types, if it is one.
     pub gguf: Option<&'a dyn GgufWeights>,
     /// The tables of rotary positions so far; layers that have the same share them.
@@ -135,14 +135,24 @@ impl Loader<'_> {
     }
 
     /// A layer's block from a builder at its prefix.
-    pub fn block(&mut self, layer: usize, at: VarBuilder) -> Result<Block> {
-        let attention = match (self.gguf, self.family.latent) {
-            (Some(gguf), _) => Attention::MultiHead(gguf.attention(layer)?),
-            (None, false) => Attention::MultiHead(hf::load_attention(self.json, layer, self.vb.clone())?),
-            (None, true) => Attention::Latent(hf::load_latent_attention(self.json, layer, self.vb.clone())?),
+    pub fn block(&mut self, layer: usize, at: Weights) -> Result<Block> {
+        let attention = match (self.gguf, self.weights.share()) {
+            (Some(_), Some(_)) => bail!("[causal_lm] the weights of a GGUF file are not divided among processes"),
+            (Some(gguf), None) => Attention::MultiHead(gguf.attention(layer)?),
+            (None, Some(_)) if self.family.latent => {
+                bail!("[causal_lm] latent attention is not divided among processes")
+            }
+            (None, Some(share)) => {
+                let shard = share.processes.shard();
+                Attention::MultiHead(hf::load_attention_shard(self.json, layer, shard, &share.vb)?)
+            }
+            (None, None) if self.family.latent => {
+                Attention::Latent(hf::load_latent_attention(self.json, layer, self.weights.root())?)
+            }
+            (None, None) => Attention::MultiHead(hf::load_attention(self.json, layer, self.weights.root())?),
         };
         let attention = attention.sharing(&mut self.tables)?;
-        let norm = |name: Option<&str>| name.map(|name| self.norm(at.pp(name))).transpose();
+        let norm = |name: Option<&str>| name.map(|name| self.norm(VarBuilder::pp(&at, name))).transpose();
         let [before_attention, after_attention, before_mlp, after_mlp] = self.family.norms;
         Ok(Block {
             before_attention: norm(before_attention)?,
@@ -153,17 +163,20 @@ impl Loader<'_> {
             after_mlp: norm(after_mlp)?,
             parallel: self.family.parallel,
             residual_scale: self.json["residual_multiplier"].as_f64().unwrap_or(1.0),
+            others: self.weights.processes(),
         })
     }
 
-    fn mlp(&self, layer: usize, vb: &VarBuilder) -> Result<FeedForward> {
+    fn mlp(&self, layer: usize, vb: &Weights) -> Result<FeedForward> {
         let activation = self.family.activation(self.json)?;
         let plain = Between::Plain(activation);
-        let own = |name: &str| load_linear(self.gguf, &vb.pp(name));
+        let up = |name: &str| load_linear(self.gguf, &vb.pp(name), Divided::Outputs);
+        let down = |name: &str| load_linear(self.gguf, &vb.pp(name), Divided::Inputs);
         Ok(FeedForward::Mlp(match self.family.mlp {
-            MlpKind::Plain { up, down } => Mlp::new(own(up)?, plain, own(down)?)?,
+            MlpKind::Plain { up: first, down: second } => Mlp::new(up(first)?, plain, down(second)?)?,
             MlpKind::Conv1d { up, down } => {
-                Mlp::new(transposed_linear(&vb.pp(up))?, plain, transposed_linear(&vb.pp(down))?)?
+                let up = vb.pp(up).transposed_linear(Divided::Outputs)?;
+                Mlp::new(up, plain, vb.pp(down).transposed_linear(Divided::Inputs)?)?
             }
             MlpKind::Experts { load, dense_layers }
                 if layer >= size(self.json, "first_k_dense_replace").unwrap_or(dense_layers) =>
@@ -171,9 +184,9 @@ impl Loader<'_> {
                 return Ok(FeedForward::Experts(load(self.json, vb, activation)?));
             }
             MlpKind::Ffn if vb.contains_tensor("ffn_gate.weight") => {
-                Mlp::gated([own("ffn_gate")?, own("ffn_up")?, own("ffn_down")?], activation)?
+                Mlp::gated([up("ffn_gate")?, up("ffn_up")?, down("ffn_down")?], activation)?
             }
-            MlpKind::Ffn => Mlp::new(own("ffn_up")?, Between::Gated(activation), own("ffn_down")?)?,
+            MlpKind::Ffn => Mlp::new(up("ffn_up")?, Between::Gated(activation), down("ffn_down")?)?,
             MlpKind::Gated | MlpKind::Experts { .. } => Mlp::read_gated(&vb.pp("mlp"), LLAMA_MLP, activation)?,
         }))
     }
@@ -188,20 +201,25 @@ pub struct Block {
     after_mlp: Option<Norm>,
     parallel: bool,
     residual_scale: f64,
+    others: Others,
 }
 
 impl Block {
-    pub fn forward(&self, xs: &Tensor, lens: Option<&[usize]>, cache: &mut AttentionCache) -> Result<Tensor> {
+    /// Attention is `attend` of the layer and its input.
+    pub fn forward(
+        &self,
+        xs: &Tensor,
+        attend: impl FnOnce(&Attention, AttentionInput) -> Result<Tensor>,
+    ) -> Result<Tensor> {
         let normed = optional(&self.before_attention, xs)?;
-        let mut input = AttentionInput::new(&normed).with_cache(cache);
-        if let Some(lens) = lens {
-            input = input.with_valid_lens(lens);
-        }
+        let mut input = AttentionInput::new(&normed);
         let is_plain = self.after_attention.is_none() && self.residual_scale == 1.0;
-        if is_plain {
+        // In the sum over several processes it counts once.
+        let adds_residual = self.others.as_ref().is_none_or(|others| others.shard().rank() == 0);
+        if is_plain && adds_residual {
             input = input.with_residual(xs);
         }
-        let attended = self.attention.forward(input)?;
+        let attended = self.sum(attend(&self.attention, input)?)?;
         let sum = if is_plain { attended } else { self.add(xs, optional(&self.after_attention, &attended)?)? };
         let mlp_input = match (&self.before_mlp, self.parallel) {
             (None, true) => normed,
@@ -209,9 +227,14 @@ impl Block {
             (norm, false) => optional(norm, &sum)?,
         };
         if self.after_mlp.is_none() && self.residual_scale == 1.0 {
-            return self.mlp.forward(&mlp_input, Some(&sum));
+            return self.sum(self.mlp.forward(&mlp_input, adds_residual.then_some(&sum))?);
         }
-        self.add(&sum, optional(&self.after_mlp, &self.mlp.forward(&mlp_input, None)?)?)
+        self.add(&sum, optional(&self.after_mlp, &self.sum(self.mlp.forward(&mlp_input, None)?)?)?)
+    }
+
+    /// Over all processes.
+    fn sum(&self, own: Tensor) -> Result<Tensor> {
+        self.others.as_ref().map_or(Ok(own.clone()), |others| others.sum(&own))
     }
 
     fn add(&self, xs: &Tensor, branch: Tensor) -> Result<Tensor> {

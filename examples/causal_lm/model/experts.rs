@@ -2,10 +2,11 @@
 
 use candle_attention::PackedLinear;
 use candle_core::{D, DType, IndexOp, Module, Result, Tensor, bail};
-use candle_nn::{Activation, Linear, VarBuilder, ops};
+use candle_nn::{Activation, Linear, ops};
 use serde_json::Value;
 
-use super::mlp::{Between, LLAMA_MLP, Mlp, linear};
+use super::mlp::{Between, LLAMA_MLP, Mlp};
+use super::weights::{Divided, Weights};
 use super::{mxfp4, required};
 
 pub struct Experts {
@@ -44,14 +45,14 @@ struct Groups {
 }
 
 impl Experts {
-    pub fn mixtral(json: &Value, vb: &VarBuilder, activation: Activation) -> Result<Self> {
+    pub fn mixtral(json: &Value, vb: &Weights, activation: Activation) -> Result<Self> {
         let vb = vb.pp("block_sparse_moe");
         let experts = (0..required(json, "num_local_experts")?)
             .map(|expert| Mlp::read_gated(&vb.pp("experts").pp(expert), ["w1", "w3", "w2"], activation));
         Self::new(Router::softmax(json, &vb.pp("gate"))?, experts.collect::<Result<_>>()?, None)
     }
 
-    pub fn deepseek_v2(json: &Value, vb: &VarBuilder, activation: Activation) -> Result<Self> {
+    pub fn deepseek_v2(json: &Value, vb: &Weights, activation: Activation) -> Result<Self> {
         let gate = vb.pp("mlp.gate");
         let groups = match json["topk_method"].as_str().unwrap_or("greedy") {
             "greedy" => None,
@@ -63,7 +64,7 @@ impl Experts {
         Self::deepseek(json, vb, activation, router)
     }
 
-    pub fn deepseek_v3(json: &Value, vb: &VarBuilder, activation: Activation) -> Result<Self> {
+    pub fn deepseek_v3(json: &Value, vb: &Weights, activation: Activation) -> Result<Self> {
         let gate = vb.pp("mlp.gate");
         let correction = gate.get_unchecked_dtype("e_score_correction_bias", DType::F32)?.to_vec1()?;
         let router = Router {
@@ -77,7 +78,7 @@ impl Experts {
         Self::deepseek(json, vb, activation, router)
     }
 
-    fn deepseek(json: &Value, vb: &VarBuilder, activation: Activation, router: Router) -> Result<Self> {
+    fn deepseek(json: &Value, vb: &Weights, activation: Activation, router: Router) -> Result<Self> {
         let vb = vb.pp("mlp");
         let experts = (0..required(json, "n_routed_experts")?)
             .map(|expert| Mlp::read_gated(&vb.pp("experts").pp(expert), LLAMA_MLP, activation));
@@ -86,7 +87,10 @@ impl Experts {
     }
 
     /// Experts that are one tensor, stored as (in, out), with the columns of gate and up in turn.
-    pub fn gpt_oss(json: &Value, vb: &VarBuilder, _: Activation) -> Result<Self> {
+    pub fn gpt_oss(json: &Value, vb: &Weights, _: Activation) -> Result<Self> {
+        if vb.share().is_some() {
+            bail!("[causal_lm] experts that are one tensor are not divided among processes")
+        }
         let number = |key: &str, default| json[key].as_f64().unwrap_or(default);
         let between = Between::Clamped { alpha: number("swiglu_alpha", 1.702), limit: number("swiglu_limit", 7.0) };
         let (router, vb) = (Router::softmax(json, &vb.pp("mlp.router"))?, vb.pp("mlp.experts"));
@@ -138,9 +142,9 @@ impl Module for Experts {
 
 impl Router {
     /// A router whose weights are the softmax of the highest scores.
-    fn softmax(json: &Value, vb: &VarBuilder) -> Result<Self> {
+    fn softmax(json: &Value, vb: &Weights) -> Result<Self> {
         Ok(Self {
-            linear: linear(vb)?,
+            linear: vb.linear(Divided::Not)?,
             scoring: Scoring::Softmax,
             correction: None,
             groups: None,
@@ -219,7 +223,7 @@ enum PackedWeights {
 }
 
 impl PackedExperts {
-    fn read(vb: &VarBuilder, name: &str) -> Result<Self> {
+    fn read(vb: &Weights, name: &str) -> Result<Self> {
         let blocks = format!("{name}_blocks");
         let weights = if vb.contains_tensor(&blocks) {
             let bytes = |name: &str| vb.get_unchecked_dtype(name, DType::U8);

@@ -1,10 +1,11 @@
 //! What differs between model families outside of attention, as a table.
 
 use candle_core::{Result, bail};
-use candle_nn::{Activation, VarBuilder};
+use candle_nn::Activation;
 use serde_json::Value;
 
 use super::experts::Experts;
+use super::weights::Weights;
 
 /// What differs between model families outside of attention.
 #[derive(Clone, Copy)]
@@ -57,7 +58,7 @@ pub enum MlpKind {
 }
 
 /// Reads the experts of a layer, below its prefix.
-pub type LoadExperts = fn(&Value, &VarBuilder, Activation) -> Result<Experts>;
+pub type LoadExperts = fn(&Value, &Weights, Activation) -> Result<Experts>;
 
 const LLAMA: Family = Family {
     names: ["model", "embed_tokens", "layers", "norm"],

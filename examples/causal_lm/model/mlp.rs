@@ -2,34 +2,20 @@
 
 use candle_attention::{PackedGatedLinear, PackedLinear};
 use candle_core::{Module, Result, Tensor};
-use candle_nn::{Activation, VarBuilder, seq};
+use candle_nn::{Activation, seq};
 
 use super::GgufWeights;
+use super::weights::{Divided, Weights};
 
 /// The projections of Llama's MLP: gate, up and down.
 pub const LLAMA_MLP: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 
 /// A linear layer at a builder's prefix, in the type that a GGUF file has it in.
-pub fn load_linear(gguf: Option<&dyn GgufWeights>, vb: &VarBuilder) -> Result<PackedLinear> {
+pub fn load_linear(gguf: Option<&dyn GgufWeights>, weights: &Weights, divided: Divided) -> Result<PackedLinear> {
     match gguf {
-        Some(gguf) => gguf.linear(&vb.prefix()),
-        None => linear(vb),
+        Some(gguf) => gguf.linear(&weights.prefix()),
+        None => weights.linear(divided),
     }
-}
-
-/// A weight (out, in), and the bias if the checkpoint has one.
-pub fn linear(vb: &VarBuilder) -> Result<PackedLinear> {
-    with_bias(vb.get_unchecked("weight")?, vb)
-}
-
-/// The same of a weight that is stored as (in, out).
-pub fn transposed_linear(vb: &VarBuilder) -> Result<PackedLinear> {
-    with_bias(vb.get_unchecked("weight")?.t()?, vb)
-}
-
-fn with_bias(weight: Tensor, vb: &VarBuilder) -> Result<PackedLinear> {
-    let bias = if vb.contains_tensor("bias") { Some(vb.get(weight.dim(0)?, "bias")?) } else { None };
-    PackedLinear::new(&weight, bias.as_ref())
 }
 
 /// What happens between the two products of an MLP.
@@ -69,21 +55,15 @@ impl Mlp {
     }
 
     /// An MLP whose gate is a weight of its own or has one with `up`, `gate_up_proj`.
-    pub fn read_gated(vb: &VarBuilder, names: [&str; 3], activation: Activation) -> Result<Self> {
-        if vb.contains_tensor("gate_up_proj.weight") {
-            let joint = vb.pp("gate_up_proj");
-            let weight = joint.get_unchecked("weight")?;
-            let inner = weight.dim(0)? / 2;
-            let bias = joint.contains_tensor("bias").then(|| joint.get(2 * inner, "bias")).transpose()?;
+    pub fn read_gated(weights: &Weights, names: [&str; 3], activation: Activation) -> Result<Self> {
+        let down = weights.pp(names[2]).linear(Divided::Inputs)?;
+        if weights.contains_tensor("gate_up_proj.weight") {
+            let joint = weights.pp("gate_up_proj");
             // Halves of their own, so that one pass takes both.
-            let half = |start| {
-                let bias = bias.as_ref().map(|bias| bias.narrow(0, start, inner)).transpose()?;
-                PackedLinear::new(&weight.narrow(0, start, inner)?, bias.as_ref())
-            };
-            return Self::gated([half(0)?, half(inner)?, linear(&vb.pp(names[2]))?], activation);
+            return Self::gated([joint.joint_linear([0, 2])?, joint.joint_linear([1, 2])?, down], activation);
         }
-        let [gate, up, down] = names.map(|name| linear(&vb.pp(name)));
-        Self::gated([gate?, up?, down?], activation)
+        let [gate, up] = [names[0], names[1]].map(|name| weights.pp(name).linear(Divided::Outputs));
+        Self::gated([gate?, up?, down], activation)
     }
 
     pub fn forward_with_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<Tensor> {

@@ -4,20 +4,24 @@
 //! and keys, windows, grouped heads and the cache are the layer's. What is left of a model is here, and [`Family`] has
 //! the differences between families. Biases are those that the checkpoint has.
 
-mod block;
+pub mod block;
 mod experts;
 mod family;
 mod mlp;
 mod mxfp4;
+pub mod weights;
 
-use candle_attention::{AttentionCache, AttentionCacheConfig, MultiHeadAttention, PackedLinear, RopeScaling};
+use candle_attention::{
+    AttentionCache, AttentionCacheConfig, AttentionInput, MultiHeadAttention, PackedLinear, RopeScaling,
+};
 use candle_core::{DType, Device, IndexOp, Module, Result, Tensor, bail};
 use candle_nn::{Embedding, VarBuilder};
 use serde_json::Value;
 
-use block::{Block, Loader, Norm, optional};
+use block::{Attention, Block, Loader, Norm, optional};
 use family::Family;
 use mlp::load_linear;
+use weights::{Divided, Others, Weights};
 
 /// A GGUF file, whose weights keep their types.
 pub trait GgufWeights {
@@ -29,7 +33,7 @@ pub trait GgufWeights {
 /// The embeddings of tokens.
 enum TokenEmbedding {
     Table(Embedding),
-    /// The rows of a weight: the head's, or one of a file that keeps its type.
+    /// The rows of a weight: the head's, one of a file that keeps its type, or a process's share.
     Weight(PackedLinear),
 }
 
@@ -42,8 +46,52 @@ impl Module for TokenEmbedding {
     }
 }
 
+/// The tokens whose embeddings and logits a process has.
+struct Vocabulary {
+    size: usize,
+    own: std::ops::Range<usize>,
+    /// Those that have the rest; none where this process has all.
+    others: Others,
+}
+
+impl Vocabulary {
+    /// Divided among processes if it can be.
+    fn new(size: usize, others: Others) -> Self {
+        let shard = others.as_ref().map(|others| others.shard());
+        match shard.filter(|shard| size.is_multiple_of(shard.world_size())) {
+            Some(shard) => {
+                let each = size / shard.world_size();
+                Self { size, own: shard.rank() * each..(shard.rank() + 1) * each, others }
+            }
+            None => Self { size, own: 0..size, others: None },
+        }
+    }
+
+    fn divided(&self) -> Divided {
+        if self.others.is_some() { Divided::Outputs } else { Divided::Not }
+    }
+
+    /// The embeddings of ids (B, T) from the rows of this process's tokens.
+    fn embed(&self, rows: &TokenEmbedding, ids: &Tensor) -> Result<Tensor> {
+        let Some(others) = &self.others else { return rows.forward(ids) };
+        let mut own = Vec::new();
+        let mut rows_of = Vec::new();
+        for id in ids.flatten_all()?.to_vec1::<u32>()?.into_iter().map(|id| id as usize) {
+            if id >= self.size {
+                bail!("[causal_lm] token {id} is not one of the vocabulary of {}", self.size)
+            }
+            own.push(if self.own.contains(&id) { 1f32 } else { 0.0 });
+            rows_of.push(if self.own.contains(&id) { (id - self.own.start) as u32 } else { 0 });
+        }
+        let xs = rows.forward(&Tensor::from_vec(rows_of, ids.shape(), ids.device())?)?;
+        let own = Tensor::from_vec(own, ids.shape(), ids.device())?.unsqueeze(2)?.to_dtype(xs.dtype())?;
+        others.sum(&xs.broadcast_mul(&own)?)
+    }
+}
+
 /// A causal language model.
 pub struct CausalLm {
+    vocabulary: Vocabulary,
     embedding: TokenEmbedding,
     /// Of activations.
     dtype: DType,
@@ -59,16 +107,17 @@ pub struct CausalLm {
 }
 
 impl CausalLm {
-    /// From a `config.json` and a builder at the checkpoint's root; `loaded` is told of every block. The builder of a
-    /// GGUF file, which is `gguf` then, has llama.cpp's names.
-    pub fn load(
+    /// From a `config.json` and weights at the checkpoint's root; `loaded` is told of every block. The builder of a GGUF
+    /// file, which is `gguf` then, has llama.cpp's names.
+    pub fn load<'a>(
         json: &Value,
-        vb: VarBuilder,
+        weights: impl Into<Weights<'a>>,
         gguf: Option<&dyn GgufWeights>,
         mut loaded: impl FnMut(usize, usize),
     ) -> Result<Self> {
         // A model that sees as well keeps the text's config apart.
         let json = json.get("text_config").filter(|text| text.is_object()).unwrap_or(json);
+        let weights = weights.into();
         let family = if gguf.is_some() { Family::of(json)?.in_gguf()? } else { Family::of(json)? };
         let Some(layers) = ["num_hidden_layers", "n_layer", "n_layers"].iter().find_map(|key| size(json, key)) else {
             bail!("[causal_lm] config.json has no number of layers")
@@ -78,25 +127,29 @@ impl CausalLm {
         let eps = eps.iter().find_map(|key| number(key)).unwrap_or(family.eps);
         let [base, embed, block, norm] = family.names;
         // A base model without a head has no prefix; OPT's keeps its second part.
-        let bare = base.split_once('.').map_or(vb.clone(), |(_, rest)| vb.pp(rest));
-        let inner = [vb.pp(base), bare].into_iter().find(|vb| vb.pp(embed).contains_tensor("weight"));
+        let bare = base.split_once('.').map_or(weights.clone(), |(_, rest)| weights.pp(rest));
+        let inner = [weights.pp(base), bare].into_iter().find(|weights| weights.pp(embed).contains_tensor("weight"));
         let Some(inner) = inner else { bail!("[causal_lm] the checkpoint has no {base}.{embed}.weight") };
 
-        let (dtype, ties) = (vb.dtype(), json["tie_word_embeddings"].as_bool().unwrap_or(family.ties_embedding));
-        let head = load_linear(gguf, &if ties { inner.pp(embed) } else { vb.pp(family.head) })?;
+        let (dtype, ties) = (weights.dtype(), json["tie_word_embeddings"].as_bool().unwrap_or(family.ties_embedding));
+        let head_at = if ties { inner.pp(embed) } else { weights.pp(family.head) };
+        let vocabulary = Vocabulary::new(size(json, "vocab_size").unwrap_or(1), weights.processes());
+        let head = load_linear(gguf, &head_at, vocabulary.divided())?;
         let width = head.in_dim();
         let table =
             |name: &str| Ok::<_, candle_core::Error>(Embedding::new(inner.pp(name).get_unchecked("weight")?, width));
-        let embedding = match gguf {
-            _ if ties => TokenEmbedding::Weight(head.clone()),
-            Some(_) => TokenEmbedding::Weight(load_linear(gguf, &inner.pp(embed))?),
-            None => TokenEmbedding::Table(table(embed)?),
+        let embedding = if ties {
+            TokenEmbedding::Weight(head.clone())
+        } else if gguf.is_some() || weights.share().is_some() {
+            TokenEmbedding::Weight(load_linear(gguf, &inner.pp(embed), vocabulary.divided())?)
+        } else {
+            TokenEmbedding::Table(table(embed)?)
         };
         let positions = match family.positions {
             Some((name, first)) => Some((table(name)?, first)),
             None => None,
         };
-        let mut loader = Loader { family, json, vb, gguf, tables: Vec::new(), width, eps };
+        let mut loader = Loader { family, json, weights, gguf, tables: Vec::new(), width, eps };
         let mut blocks = Vec::with_capacity(layers);
         for layer in 0..layers {
             blocks.push(loader.block(layer, inner.pp(block).pp(layer))?);
@@ -109,14 +162,16 @@ impl CausalLm {
         } else {
             number("embedding_multiplier").unwrap_or(1.0)
         };
+        let norm_at = |name: &str| loader.norm(VarBuilder::pp(&inner, name));
         Ok(Self {
+            vocabulary,
             embedding,
             dtype,
-            embedding_norm: loader.family.embedding_norm.map(|name| loader.norm(inner.pp(name))).transpose()?,
+            embedding_norm: loader.family.embedding_norm.map(norm_at).transpose()?,
             positions,
             embedding_scale,
             blocks,
-            norm: loader.norm(inner.pp(norm))?,
+            norm: norm_at(norm)?,
             head,
             logit_scale: match loader.family.logit_scale {
                 1.0 => 1.0 / number("logits_scaling").unwrap_or(1.0),
@@ -128,27 +183,28 @@ impl CausalLm {
 
     /// The original context of a scaling whose frequencies change beyond it, and the scaling's name.
     pub fn original_context(&self) -> Option<(usize, &'static str)> {
-        self.blocks.iter().find_map(|block| match *block.attention.rope()?.0.scaling() {
+        self.attentions().find_map(|attention| match *attention.rope()?.0.scaling() {
             RopeScaling::Dynamic { original_context, .. } => Some((original_context, "dynamic")),
             RopeScaling::LongRope { original_context, .. } => Some((original_context, "longrope")),
             _ => None,
         })
     }
 
+    /// The attention of each layer.
+    pub fn attentions(&self) -> impl Iterator<Item = &Attention> {
+        self.blocks.iter().map(|block| &block.attention)
+    }
+
     /// A cache for each block: `config` is told the block's own.
     pub fn caches(&self, config: impl Fn(AttentionCacheConfig) -> AttentionCacheConfig) -> Result<Vec<AttentionCache>> {
-        self.blocks.iter().map(|block| AttentionCache::new(&config(block.attention.cache_config()))).collect()
+        self.attentions().map(|attention| AttentionCache::new(&config(attention.cache_config()))).collect()
     }
 
     /// Token ids (B, T), of which each sequence has `lens` (all T unless given), to hidden states (B, T, E). Positions
     /// go on from what the caches hold.
     pub fn forward(&self, ids: &Tensor, lens: Option<&[usize]>, caches: &mut [AttentionCache]) -> Result<Tensor> {
         let (b, t) = ids.dims2()?;
-        let mut xs = self.embedding.forward(ids)?.to_dtype(self.dtype)?;
-        if self.embedding_scale != 1.0 {
-            xs = (xs * self.embedding_scale)?;
-        }
-        xs = optional(&self.embedding_norm, &xs)?;
+        let mut xs = self.embed(ids)?;
         if let Some((positions, first)) = &self.positions {
             let before = caches.first().map(AttentionCache::lens).filter(|lens| !lens.is_empty()).unwrap_or(vec![0; b]);
             let last = positions.embeddings().dim(0)?.saturating_sub(1 + first);
@@ -162,8 +218,32 @@ impl CausalLm {
             let at = Tensor::from_vec(at.collect::<Vec<_>>(), (b, t), ids.device())?;
             xs = (xs + positions.forward(&at)?)?;
         }
-        for (block, cache) in self.blocks.iter().zip(caches) {
-            xs = block.forward(&xs, lens, cache)?;
+        self.through_blocks(xs, |layer, attention, input| {
+            let input = input.with_cache(&mut caches[layer]);
+            attention.forward(match lens {
+                Some(lens) => input.with_valid_lens(lens),
+                None => input,
+            })
+        })
+    }
+
+    /// The embeddings (B, T, E) of ids (B, T), without learned positions.
+    pub fn embed(&self, ids: &Tensor) -> Result<Tensor> {
+        let mut xs = self.vocabulary.embed(&self.embedding, ids)?.to_dtype(self.dtype)?;
+        if self.embedding_scale != 1.0 {
+            xs = (xs * self.embedding_scale)?;
+        }
+        optional(&self.embedding_norm, &xs)
+    }
+
+    /// Embeddings to hidden states (B, T, E), where `attend` gives the output of a layer, by its number, for an input.
+    pub fn through_blocks(
+        &self,
+        mut xs: Tensor,
+        mut attend: impl FnMut(usize, &Attention, AttentionInput) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        for (layer, block) in self.blocks.iter().enumerate() {
+            xs = block.forward(&xs, |attention, input| attend(layer, attention, input))?;
         }
         self.norm.forward(&xs)
     }
@@ -171,6 +251,9 @@ impl CausalLm {
     /// Hidden states (.., E) to logits (.., V) in f32.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
         let mut logits = self.head.forward(hidden)?.to_dtype(DType::F32)?;
+        if let Some(others) = &self.vocabulary.others {
+            logits = others.concat(&logits)?;
+        }
         if self.logit_scale != 1.0 {
             logits = (logits * self.logit_scale)?;
         }

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Several processes: checks `distributed/` and runs its tests, which start 1, 2 and 4 processes with mpirun. Where there is no MPI
+# or no libclang, apt installs them.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+if ! command -v mpirun >/dev/null || ! command -v mpicc >/dev/null || ! ls /usr/lib/llvm*/lib/libclang.so* >/dev/null 2>&1; then
+    as_root=()
+    [ "$(id -u)" = 0 ] || as_root=(sudo)
+    "${as_root[@]}" apt-get update --quiet
+    "${as_root[@]}" apt-get install --yes --no-install-recommends libopenmpi-dev openmpi-bin libclang-dev
+fi
+cargo clippy -p candle-attention-distributed --all-targets --features mpi -- -D warnings
+cargo test -p candle-attention-distributed --features mpi

@@ -1,0 +1,69 @@
+//! Keys and values of one layer on several processes, for decoding.
+
+use candle_attention::merge_attention;
+use candle_core::{D, DType, Result, Tensor, bail};
+use candle_nn::kv_cache::KvCache;
+
+use crate::{Communicator, RingAttention};
+
+/// The keys and values of a layer, of which each process holds some: those of its positions of the prompt, and of the tokens
+/// after it one in as many as there are processes.
+#[derive(Debug, Clone)]
+pub struct ContextCache {
+    own: KvCache,
+    /// Positions decoded, in all processes.
+    decoded: usize,
+}
+
+impl ContextCache {
+    /// A cache with room for `capacity` positions of this process, which grows beyond them.
+    pub fn new(capacity: usize) -> Self {
+        Self { own: KvCache::new(2, capacity), decoded: 0 }
+    }
+
+    /// The positions that this process holds.
+    pub fn len(&self) -> usize {
+        self.own.current_seq_len()
+    }
+
+    /// Whether this process holds none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Adds the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of this process's part of a prompt.
+    ///
+    /// # Errors
+    /// If they do not fit those before.
+    pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<()> {
+        self.own.append(&k.contiguous()?, &v.contiguous()?).map(drop)
+    }
+
+    /// Attends from the last token, of which every process has the query (B, H, 1, D), key (B, H_kv, 1, D) and value, to the
+    /// keys of all processes and its own, which one of them keeps. Every process gets the same context (B, H, 1, D_v).
+    ///
+    /// # Errors
+    /// For more than one token, and those of
+    /// [`scaled_dot_product_attention`](candle_attention::scaled_dot_product_attention) and of the processes.
+    pub fn decode(&mut self, qkv: [&Tensor; 3], ring: &RingAttention, processes: &dyn Communicator) -> Result<Tensor> {
+        let [q, k, v] = qkv;
+        if q.dim(2)? != 1 || k.dim(2)? != 1 || v.dim(2)? != 1 {
+            bail!("[context_cache] expected one token, found q {:?}, k {:?} and v {:?}", q.dims(), k.dims(), v.dims())
+        }
+        if self.decoded % processes.size() == processes.rank() {
+            self.append(k, v)?;
+        }
+        self.decoded += 1;
+        let (keys, values) = match (self.own.k()?, self.own.v()?) {
+            (Some(keys), Some(values)) => (keys, values),
+            _ => (k.narrow(2, 0, 0)?, v.narrow(2, 0, 0)?),
+        };
+        let (context, lse) = ring.attend_part(q, &keys, &values)?;
+        // One message for both.
+        let own = Tensor::cat(&[context.to_dtype(DType::F32)?, lse.unsqueeze(D::Minus1)?], 3)?;
+        let d_v = context.dim(3)?;
+        let parts = processes.all_gather(&own)?;
+        let parts = parts.iter().map(|part| Ok((part.narrow(3, 0, d_v)?, part.narrow(3, d_v, 1)?.squeeze(3)?)));
+        merge_attention(&parts.collect::<Result<Vec<_>>>()?)?.0.to_dtype(q.dtype())
+    }
+}

@@ -1,0 +1,174 @@
+//! GPUs, one for each process, over NCCL (<https://docs.nvidia.com/deeplearning/nccl/>) through Candle's `cudarc`.
+
+use std::cell::Cell;
+use std::sync::Arc;
+
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DeviceRepr, ValidAsZeroBits};
+use candle_core::cuda_backend::cudarc::nccl::result::NcclError;
+use candle_core::cuda_backend::cudarc::nccl::safe::{Comm, Id, NcclType, ReduceOp, group_end, group_start};
+use candle_core::cuda_backend::{CudaDType, CudaDevice};
+use candle_core::op::BackpropOp;
+use candle_core::{CudaStorage, DType, Device, Error, Result, Storage, Tensor, bail};
+use half::{bf16, f16};
+
+use crate::Communicator;
+
+/// One process's GPU among those of all processes. What is sent has a stream of its own beside the device's, and each waits for
+/// the other where it needs to.
+pub struct Nccl {
+    comm: Comm,
+    device: CudaDevice,
+    bytes_sent: Cell<u64>,
+}
+
+impl Nccl {
+    /// Connects the GPUs of all processes; `others` carries NCCL's id from process 0 to the others, for example
+    /// [`Mpi`](crate::mpi::Mpi).
+    ///
+    /// # Errors
+    /// If the device is not a GPU, and if NCCL fails: two processes on one GPU, for example.
+    pub fn new(device: &Device, others: &dyn Communicator) -> Result<Self> {
+        let Device::Cuda(device) = device else {
+            bail!("[nccl] expected a CUDA device, found {:?}", device.location())
+        };
+        let id = if others.rank() == 0 { *Id::new().map_err(failed)?.internal() } else { [0; 128] };
+        let id = Tensor::new(id.map(|byte| byte as u8).as_slice(), &Device::Cpu)?;
+        let id = others.all_gather(&id)?[0].to_vec1::<u8>()?;
+        let id = Id::uninit(std::array::from_fn(|i| id[i] as std::ffi::c_char));
+        let stream = device.cuda_stream().context().new_stream().map_err(Error::wrap)?;
+        let comm = Comm::from_rank(stream, others.rank(), others.size(), id).map_err(failed)?;
+        Ok(Self { comm, device: device.clone(), bytes_sent: Cell::new(0) })
+    }
+
+    /// Starts `call` on a contiguous tensor, after what the device has been asked for so far. What it fills has `len` numbers.
+    /// Nothing that the device is asked for after [`finish`](Self::finish) sees it unfilled.
+    fn start<T: CudaDType + DeviceRepr + ValidAsZeroBits>(
+        &self,
+        xs: &Tensor,
+        len: usize,
+        call: impl FnOnce(&CudaSlice<T>, &mut CudaSlice<T>) -> std::result::Result<(), NcclError>,
+    ) -> Result<Storage> {
+        let (storage, layout) = xs.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else { bail!("[nccl] the tensor is not on a GPU") };
+        if layout.start_offset() != 0 || storage.as_cuda_slice::<T>()?.len() != xs.elem_count() {
+            bail!("[nccl] expected a tensor that is all of its storage")
+        }
+        let mut filled = self.device.alloc_zeros::<T>(len)?;
+        self.comm.stream().join(&self.device.cuda_stream()).map_err(Error::wrap)?;
+        call(storage.as_cuda_slice::<T>()?, &mut filled).map_err(failed)?;
+        if self.comm.world_size() > 1 {
+            self.bytes_sent.set(self.bytes_sent.get() + (xs.elem_count() * xs.dtype().size_in_bytes()) as u64);
+        }
+        Ok(Storage::Cuda(CudaStorage::wrap_cuda_slice(filled, self.device.clone())))
+    }
+
+    /// Lets what the device is asked for from now on wait for NCCL.
+    fn finish(&self) -> Result<()> {
+        let device: Arc<CudaStream> = self.device.cuda_stream();
+        device.join(&self.comm.stream()).map_err(Error::wrap)
+    }
+
+    fn gather<T: CudaDType + DeviceRepr + ValidAsZeroBits + NcclType>(&self, xs: &Tensor) -> Result<Storage> {
+        let len = xs.elem_count() * self.size();
+        self.start::<T>(xs, len, |own, all| self.comm.all_gather(own, all).map(drop))
+    }
+
+    fn sum<T: CudaDType + DeviceRepr + ValidAsZeroBits + NcclType>(&self, xs: &Tensor) -> Result<Storage> {
+        self.start::<T>(xs, xs.elem_count(), |own, sum| self.comm.all_reduce(own, sum, &ReduceOp::Sum).map(drop))
+    }
+
+    fn pass<T: CudaDType + DeviceRepr + ValidAsZeroBits + NcclType>(&self, xs: &Tensor, len: usize) -> Result<Storage> {
+        let (rank, size) = (self.rank(), self.size());
+        self.start::<T>(xs, len, |own, received| {
+            group_start()?;
+            self.comm.send(own, ((rank + 1) % size) as i32)?;
+            self.comm.recv(received, ((rank + size - 1) % size) as i32)?;
+            group_end().map(drop)
+        })
+    }
+}
+
+/// Does something with the type of a tensor's numbers.
+macro_rules! by_dtype {
+    ($xs:expr, $T:ident => $call:expr) => {
+        match $xs.dtype() {
+            DType::F32 => {
+                type $T = f32;
+                $call
+            }
+            DType::F64 => {
+                type $T = f64;
+                $call
+            }
+            DType::BF16 => {
+                type $T = bf16;
+                $call
+            }
+            DType::F16 => {
+                type $T = f16;
+                $call
+            }
+            DType::U32 => {
+                type $T = u32;
+                $call
+            }
+            DType::I64 => {
+                type $T = i64;
+                $call
+            }
+            other => bail!("[nccl] no transfer of {other:?}, expected F32, F64, BF16, F16, U32 or I64"),
+        }
+    };
+}
+
+impl Communicator for Nccl {
+    fn rank(&self) -> usize {
+        self.comm.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.comm.world_size()
+    }
+
+    fn all_reduce_sum(&self, xs: &Tensor) -> Result<Tensor> {
+        let xs = xs.force_contiguous()?;
+        let sum = by_dtype!(xs, T => self.sum::<T>(&xs))?;
+        self.finish()?;
+        Ok(Tensor::from_storage(sum, xs.shape(), BackpropOp::none(), false))
+    }
+
+    fn all_gather(&self, xs: &Tensor) -> Result<Vec<Tensor>> {
+        let xs = xs.force_contiguous()?;
+        let all = by_dtype!(xs, T => self.gather::<T>(&xs))?;
+        self.finish()?;
+        let all = Tensor::from_storage(all, [&[self.size()], xs.dims()].concat(), BackpropOp::none(), false);
+        (0..self.size()).map(|rank| all.get(rank)).collect()
+    }
+
+    fn send_recv(
+        &self,
+        xs: &[Tensor],
+        shapes: &[Vec<usize>],
+        meanwhile: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Vec<Tensor>> {
+        let xs = xs.iter().map(Tensor::force_contiguous).collect::<Result<Vec<_>>>()?;
+        let pass = |(xs, shape): (&Tensor, &Vec<usize>)| by_dtype!(xs, T => self.pass::<T>(xs, shape.iter().product()));
+        let received = xs.iter().zip(shapes).map(pass).collect::<Result<Vec<_>>>();
+        let computed = meanwhile();
+        // Before anything is dropped that is being sent.
+        self.finish()?;
+        computed?;
+        let tensor = |(storage, shape): (Storage, &Vec<usize>)| {
+            Tensor::from_storage(storage, shape.as_slice(), BackpropOp::none(), false)
+        };
+        Ok(received?.into_iter().zip(shapes).map(tensor).collect())
+    }
+
+    fn bytes_sent(&self) -> u64 {
+        self.bytes_sent.get()
+    }
+}
+
+fn failed(error: NcclError) -> Error {
+    Error::msg(format!("[nccl] {:?}", error.0))
+}

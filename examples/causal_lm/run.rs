@@ -1,0 +1,151 @@
+//! From the command line to text, in one process or in each of several.
+
+use std::collections::HashMap;
+use std::io::Write;
+use std::path::PathBuf;
+use std::rc::Rc;
+
+use candle_attention::text::{SimpleTokenizer, SpecialTokens};
+use candle_core::{Device, Error, Result, bail};
+
+use crate::args::{Args, KvCache};
+use crate::common;
+use crate::files::Files;
+use crate::generate::{Options, generate, padded};
+use crate::model::CausalLm;
+use crate::model::weights::{Processes, Share, Weights};
+use crate::sampler::Sampling;
+
+/// Answers the command line: of several processes, the first one writes.
+pub fn run(args: &Args, processes: Option<Rc<dyn Processes>>) -> Result<()> {
+    let device = args.device.open()?;
+    let files = Files::open(args, &device)?;
+    let tokenizer = if args.ids.is_empty() { Some(files.tokenizer()?) } else { None };
+    let prompts = match &tokenizer {
+        Some(tokenizer) => args.prompt.iter().map(|text| Ok(tokenizer.encode(text)?.ids)).collect::<Result<_>>()?,
+        None => args.ids.iter().map(|ids| ids.0.clone()).collect::<Vec<_>>(),
+    };
+    let json = files.config()?;
+    let writes = processes.as_ref().is_none_or(|processes| processes.shard().rank() == 0);
+    let mut weights = Weights::from(files.var_builder(args.dtype.dtype(), &device)?);
+    if let Some(processes) = processes {
+        let vb = files.sharded_var_builder(args.dtype.dtype(), &device)?;
+        weights = weights.shared(Share { vb, processes });
+    }
+    let bar = common::bar("loading", "blocks");
+    let model = CausalLm::load(&json, weights, files.gguf(), |layer, layers| {
+        bar.set_length(layers as u64);
+        bar.set_position(layer as u64);
+    })?;
+    bar.finish_and_clear();
+
+    if let Some(path) = &args.logits {
+        write_logits(&model, &prompts, writes.then_some(path), &device)?;
+        if args.max_tokens.is_none() {
+            return Ok(());
+        }
+    }
+    let options = Options {
+        sampling: match args.temperature {
+            0.0 => Sampling::Greedy,
+            temperature => Sampling::TopP { temperature, top_p: args.top_p.unwrap_or(1.0) },
+        },
+        seed: args.seed,
+        max_tokens: args.max_tokens.unwrap_or(100),
+        end: files.end_tokens(&json)?,
+        chunk: args.chunk,
+        device,
+    };
+    let mut out: Box<dyn Write> = if writes { Box::new(std::io::stdout().lock()) } else { Box::new(std::io::sink()) };
+    let report = answer(&model, &prompts, args, &options, tokenizer.as_ref(), &mut out)?;
+    if writes {
+        eprintln!("{report}");
+    }
+    Ok(())
+}
+
+/// What the tokens made add to the text of a prompt: decoded after it, since a decoder drops the space before a first
+/// word.
+fn continuation(tokenizer: &SimpleTokenizer, prompt: &[u32], made: &[u32]) -> Result<String> {
+    let decode = |ids: &[u32]| tokenizer.decode_with(ids, SpecialTokens::Without);
+    let (before, whole) = (decode(prompt)?, decode(&[prompt, made].concat())?);
+    Ok(whole.strip_prefix(&before).unwrap_or(&whole).to_string())
+}
+
+/// Streams the text of one prompt, or prints that of several when all have ended; gives what is to be said of the run.
+fn answer(
+    model: &CausalLm,
+    prompts: &[Vec<u32>],
+    args: &Args,
+    options: &Options,
+    tokenizer: Option<&SimpleTokenizer>,
+    out: &mut dyn Write,
+) -> Result<String> {
+    let mut caches = model.caches(|config| match args.kv_cache {
+        None => config,
+        Some(KvCache::F32) => config.with_dtype(candle_core::DType::F32),
+        Some(KvCache::Bf16) => config.with_dtype(candle_core::DType::BF16),
+        Some(KvCache::F16) => config.with_dtype(candle_core::DType::F16),
+        Some(KvCache::Q8) => config.with_q8(),
+    })?;
+    let mut made = vec![Vec::new(); prompts.len()];
+    let streamed = tokenizer.filter(|_| prompts.len() == 1);
+    let mut shown = 0;
+    if streamed.is_some() {
+        write!(out, "{}", args.prompt[0])?;
+    }
+    let times = generate(model, prompts, &mut caches, options, |sequence, token| {
+        made[sequence].push(token);
+        if let Some(tokenizer) = streamed
+            && !options.end.contains(&token)
+        {
+            let text = continuation(tokenizer, &prompts[0], &made[0])?;
+            // A character may take several tokens.
+            if let (Some(new), false) = (text.get(shown..), text.ends_with('\u{fffd}')) {
+                write!(out, "{new}")?;
+                out.flush()?;
+                shown = text.len();
+            }
+        }
+        Ok(())
+    })?;
+    match tokenizer {
+        Some(_) if streamed.is_some() => writeln!(out)?,
+        Some(tokenizer) => {
+            for ((text, prompt), made) in args.prompt.iter().zip(prompts).zip(&made) {
+                writeln!(out, "{text}{}", continuation(tokenizer, prompt, made)?)?;
+            }
+        }
+        None => {
+            for made in &made {
+                writeln!(out, "{}", made.iter().map(u32::to_string).collect::<Vec<_>>().join(","))?;
+            }
+        }
+    }
+    let held: usize = caches.iter().map(candle_attention::AttentionCache::memory).sum();
+    let rate = |tokens: usize, time: std::time::Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
+    Ok(format!(
+        "prompt: {} tokens, {:.1} tokens/s; generation: {} tokens, {:.1} tokens/s; cache: {:.1} MiB",
+        times.prompt_tokens,
+        rate(times.prompt_tokens, times.prompt),
+        times.made_tokens,
+        // The first token comes with the prompt.
+        rate(times.made_tokens.saturating_sub(prompts.len()), times.made),
+        held as f64 / f64::from(1 << 20)
+    ))
+}
+
+/// The logits of all prompt tokens as one tensor (B, T, V); of a shorter prompt, those past its end mean nothing.
+fn write_logits(model: &CausalLm, prompts: &[Vec<u32>], path: Option<&PathBuf>, device: &Device) -> Result<()> {
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+    if longest == 0 {
+        bail!("[causal_lm] no prompt has a token")
+    }
+    let (ids, lens) = padded(prompts, 0..longest, device)?;
+    let mut caches = model.caches(|config| config)?;
+    let logits = model.logits(&model.forward(&ids, Some(&lens), &mut caches)?)?;
+    let Some(path) = path else { return Ok(()) };
+    let tensors = HashMap::from([("logits", logits)]);
+    candle_core::safetensors::save(&tensors, path)
+        .map_err(|error| Error::Msg(format!("[causal_lm] cannot write {}: {error}", path.display())))
+}
