@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::Parser;
 
 use crate::common::{DeviceChoice, Precision};
+use crate::texts;
 
 /// Turns sentences into vectors with an encoder of BERT's family, and shows how similar they are.
 ///
@@ -34,7 +35,7 @@ pub struct Args {
     pub out: Option<PathBuf>,
 
     /// Sentences that go through the model at a time
-    #[arg(long, value_name = "N", default_value_t = 32, value_parser = batch)]
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = |text: &str| texts::batch(text, "sentences"))]
     pub batch: usize,
 
     /// Where to compute
@@ -44,11 +45,4 @@ pub struct Args {
     /// The type of weights and activations; pooling is in f32
     #[arg(long, value_enum, default_value_t = Precision::F32)]
     pub dtype: Precision,
-}
-
-fn batch(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(batch) if batch > 0 => Ok(batch),
-        _ => Err("expected a number of sentences above 0".into()),
-    }
 }

@@ -13,6 +13,8 @@ mod embed;
 mod model;
 mod recipe;
 mod report;
+#[path = "../common/texts.rs"]
+mod texts;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -98,9 +100,7 @@ fn folder(args: &Args) -> Result<PathBuf> {
 fn sentences(args: &Args) -> Result<Vec<String>> {
     let mut sentences = args.sentences.clone();
     if let Some(path) = &args.file {
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| Error::Msg(format!("[{EXAMPLE}] cannot read {}: {error}", path.display())))?;
-        sentences.extend(text.lines().filter(|line| !line.trim().is_empty()).map(str::to_string));
+        sentences.extend(texts::lines(EXAMPLE, path)?);
     }
     if sentences.is_empty() {
         bail!("[{EXAMPLE}] there is no sentence")

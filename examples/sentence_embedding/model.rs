@@ -279,8 +279,8 @@ pub struct Encoder {
     /// Which refuses ids that it has no row for.
     words: EmbeddingLayer,
     positions: Option<Positions>,
-    /// The vector of segment 0 (E,), which all tokens of a single text are in.
-    segment: Option<Tensor>,
+    /// Of the texts that one input may have: a token of a single text is in segment 0.
+    segments: Option<Embedding>,
     embedding_norm: LayerNorm,
     blocks: Vec<Block>,
     last_norm: Option<LayerNorm>,
@@ -321,8 +321,8 @@ impl Encoder {
             }
             None => None,
         };
-        let segment = match family.segments {
-            Some(name) if json["type_vocab_size"] != 0 => Some(table(name, &["type_vocab_size"])?.embeddings().get(0)?),
+        let segments = match family.segments {
+            Some(name) if json["type_vocab_size"] != 0 => Some(table(name, &["type_vocab_size"])?),
             _ => None,
         };
         let bias = match hf::attention_config(json, 0)?.relative_bias() {
@@ -353,7 +353,7 @@ impl Encoder {
         Ok(Self {
             words: EmbeddingLayer::from_embedding(table(family.words, &["vocab_size"])?)?,
             positions,
-            segment,
+            segments,
             embedding_norm: norm(inner.pp(family.embedding_norm))?,
             blocks,
             last_norm: family.last_norm.map(|name| norm(inner.pp(name))).transpose()?,
@@ -373,14 +373,26 @@ impl Encoder {
 
     /// The tokens of each text to their hidden states (total, E), one text after the other: there is no padding.
     pub fn forward(&self, texts: &[&[u32]]) -> Result<Tensor> {
+        self.forward_in_segments(texts, &[])
+    }
+
+    /// [`forward`](Self::forward) of texts whose tokens are in these segments (total,), or all in the first if empty.
+    pub fn forward_in_segments(&self, texts: &[&[u32]], segments: &[u32]) -> Result<Tensor> {
         let lens: Vec<_> = texts.iter().map(|ids| ids.len()).collect();
         let sequences = PackedSequences::from_lens(&lens, &lens)?;
         let mut xs = self.words.forward(&Tensor::new(texts.concat(), self.words.embeddings().device())?)?;
         if let Some(positions) = &self.positions {
             xs = (xs + positions.of(texts)?)?;
         }
-        if let Some(segment) = &self.segment {
-            xs = xs.broadcast_add(segment)?;
+        if let Some(table) = &self.segments {
+            let (vectors, count) = (table.embeddings(), table.embeddings().dim(0)?);
+            if let Some(other) = segments.iter().find(|&&segment| segment as usize >= count) {
+                bail!("[encoder] a token is in segment {other}, expected one of {count}")
+            }
+            xs = match segments.iter().all(|&segment| segment == 0) {
+                true => xs.broadcast_add(&vectors.get(0)?)?,
+                false => (xs + table.forward(&Tensor::new(segments, vectors.device())?)?)?,
+            };
         }
         xs = self.embedding_norm.forward(&xs)?;
         for block in &self.blocks {

@@ -5,11 +5,10 @@ use std::fmt::Write;
 use candle_core::{Error, Result, Tensor};
 
 use crate::embed::normalized;
+use crate::texts::shown;
 
 /// More sentences than this make a list of nearest ones, since a table of all pairs would not fit a screen.
 const TABLE: usize = 12;
-/// Characters of a sentence that are shown.
-const SHOWN: usize = 50;
 
 /// The cosines of all pairs of vectors (N, E) as a table, or the nearest to each.
 pub fn similarity(vectors: &Tensor, sentences: &[String]) -> Result<String> {
@@ -34,14 +33,4 @@ pub fn similarity(vectors: &Tensor, sentences: &[String]) -> Result<String> {
         writeln!(text, "{:>digits$}{cells}  {}", i + 1, shown(sentence)).map_err(Error::wrap)?;
     }
     Ok(text)
-}
-
-/// The beginning of a sentence, with what would move the cursor spelled out.
-fn shown(sentence: &str) -> String {
-    let clean: String =
-        sentence.chars().flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] }).collect();
-    match clean.char_indices().nth(SHOWN) {
-        Some((end, _)) => format!("{}..", clean[..end].trim_end()),
-        None => clean,
-    }
 }

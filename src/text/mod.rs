@@ -13,7 +13,7 @@ pub use embedding::{EmbeddingConfig, EmbeddingLayer};
 pub use error::TokenizerError;
 pub use tokenizer::{SimpleTokenizer, SpecialTokens, Split};
 
-/// One text as ids and tokens; both have the same length T.
+/// One text, or two, as ids and tokens; all lists have the same length T.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Encoding {
@@ -21,6 +21,8 @@ pub struct Encoding {
     pub ids: Vec<u32>,
     /// The word, or the part of a word, that each id stands for.
     pub tokens: Vec<String>,
+    /// Which text each id is of where there are two, as the file says (`token_type_ids`); 0 for one text as a rule.
+    pub type_ids: Vec<u32>,
     /// The number of tokens at the end of the text that truncation left out.
     pub num_truncated: usize,
 }

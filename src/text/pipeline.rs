@@ -32,9 +32,9 @@ pub(super) fn load(bytes: &[u8]) -> Result<(Tokenizer, Option<PaddingParams>), B
     Ok((tokenizer, padding))
 }
 
-/// How many special tokens a text gets.
-pub(super) fn num_special_tokens(tokenizer: &Tokenizer) -> usize {
-    tokenizer.get_post_processor().map_or(0, |processor| processor.added_tokens(false))
+/// How many special tokens a text gets, or a pair of them.
+pub(super) fn num_special_tokens(tokenizer: &Tokenizer, is_pair: bool) -> usize {
+    tokenizer.get_post_processor().map_or(0, |processor| processor.added_tokens(is_pair))
 }
 
 /// Encodes as [`Tokenizer::encode`] does, but that characters which the model leaves out are an error. The text keeps at
@@ -45,7 +45,60 @@ pub(super) fn encode(
     add_special_tokens: bool,
     max_tokens: Option<usize>,
 ) -> Result<Encoding, TokenizerError> {
-    let failed = |source| TokenizerError::Pipeline { action: "encode", source };
+    let mut encoding = tokens(tokenizer, text, 0)?;
+    let added = if add_special_tokens { num_special_tokens(tokenizer, false) } else { 0 };
+    let room = max_tokens.map_or(usize::MAX, |most| most.saturating_sub(added));
+    let num_truncated = encoding.len().saturating_sub(room);
+    let whole = catch_panic(|| {
+        encoding.truncate(room, 0, TruncationDirection::Right);
+        encoding.take_overflowing();
+        tokenizer.post_process(encoding, None, add_special_tokens)
+    });
+    Ok(read(&whole.map_err(failed)?, num_truncated))
+}
+
+/// Encodes two texts as one, of which the longer is cut first.
+pub(super) fn encode_pair(
+    tokenizer: &Tokenizer,
+    texts: [&str; 2],
+    max_tokens: Option<usize>,
+) -> Result<Encoding, TokenizerError> {
+    let mut pair = [tokens(tokenizer, texts[0], 0)?, tokens(tokenizer, texts[1], 1)?];
+    let num_special = num_special_tokens(tokenizer, true);
+    let mut num_truncated = 0;
+    if let Some(max_tokens) = max_tokens {
+        let Some(room) = max_tokens.checked_sub(num_special).filter(|&room| room > 0) else {
+            return Err(TokenizerError::NoRoomForText { max_tokens, num_special });
+        };
+        let lens = pair.each_ref().map(tokenizers::Encoding::len);
+        let shorter = lens[0].min(lens[1]).min(room / 2);
+        let keeps = if lens[0] <= lens[1] { [shorter, room - shorter] } else { [room - shorter, shorter] };
+        for ((encoding, len), keep) in pair.iter_mut().zip(lens).zip(keeps) {
+            num_truncated += len.saturating_sub(keep);
+            encoding.truncate(keep, 0, TruncationDirection::Right);
+            encoding.take_overflowing();
+        }
+    }
+    let [first, second] = pair;
+    let whole = catch_panic(|| tokenizer.post_process(first, Some(second), true));
+    Ok(read(&whole.map_err(failed)?, num_truncated))
+}
+
+fn failed(source: BoxError) -> TokenizerError {
+    TokenizerError::Pipeline { action: "encode", source }
+}
+
+fn read(encoding: &tokenizers::Encoding, num_truncated: usize) -> Encoding {
+    Encoding {
+        ids: encoding.get_ids().to_vec(),
+        tokens: encoding.get_tokens().to_vec(),
+        type_ids: encoding.get_type_ids().to_vec(),
+        num_truncated,
+    }
+}
+
+/// A text's tokens without special ones.
+fn tokens(tokenizer: &Tokenizer, text: &str, type_id: u32) -> Result<tokenizers::Encoding, TokenizerError> {
     let mut pieces = catch_panic(|| {
         let mut pieces = tokenizer.get_added_vocabulary().extract_and_normalize(tokenizer.get_normalizer(), text);
         if let Some(pre_tokenizer) = tokenizer.get_pre_tokenizer() {
@@ -62,17 +115,7 @@ pub(super) fn encode(
         if covered < piece.get().len() { Err(Box::new(Dropped)) } else { Ok(tokens) }
     };
     catch_panic(|| pieces.tokenize(complete)).map_err(|source| explain(tokenizer, &pieces, source))?;
-    let (encoding, num_truncated) = catch_panic(|| {
-        let mut encoding = pieces.into_encoding(None, 0, OffsetType::Byte)?;
-        let added = if add_special_tokens { num_special_tokens(tokenizer) } else { 0 };
-        let room = max_tokens.map_or(usize::MAX, |most| most.saturating_sub(added));
-        let num_truncated = encoding.len().saturating_sub(room);
-        encoding.truncate(room, 0, TruncationDirection::Right);
-        encoding.take_overflowing();
-        Ok((tokenizer.post_process(encoding, None, add_special_tokens)?, num_truncated))
-    })
-    .map_err(failed)?;
-    Ok(Encoding { ids: encoding.get_ids().to_vec(), tokens: encoding.get_tokens().to_vec(), num_truncated })
+    catch_panic(|| pieces.into_encoding(None, type_id, OffsetType::Byte)).map_err(failed)
 }
 
 /// The pieces into which `pre_tokenizer` splits a text.

@@ -262,7 +262,7 @@ impl SimpleTokenizer {
     ///
     /// If so many tokens leave no room beside the special ones.
     pub fn with_truncation(mut self, max_tokens: usize) -> Result<Self> {
-        let num_special = pipeline::num_special_tokens(&self.inner);
+        let num_special = pipeline::num_special_tokens(&self.inner, false);
         if max_tokens <= num_special {
             return Err(TokenizerError::NoRoomForText { max_tokens, num_special });
         }
@@ -287,6 +287,25 @@ impl SimpleTokenizer {
     /// As there.
     pub fn encode_with(&self, text: &str, special: SpecialTokens) -> Result<Encoding> {
         pipeline::encode(&self.inner, text, special == SpecialTokens::With, self.max_tokens)
+    }
+
+    /// Two texts as one, as the file puts them together: a question and a passage for a cross-encoder. What is too long
+    /// loses tokens from the end of the longer text, until both are as long.
+    ///
+    /// # Errors
+    ///
+    /// As [`encode`](Self::encode), and where [`with_truncation`](Self::with_truncation) leaves no room beside the special
+    /// tokens of a pair.
+    ///
+    /// ```
+    /// # use candle_attention::text::SimpleTokenizer;
+    /// let tokenizer = SimpleTokenizer::from_words(["where", "is", "it", "here"])?;
+    /// assert_eq!(tokenizer.encode_pair("where is it", "here")?.ids, [0, 1, 2, 3]);
+    /// assert_eq!(tokenizer.encode_pair("where is it", "here")?.type_ids, [0, 0, 0, 1]);
+    /// # Ok::<(), candle_attention::text::TokenizerError>(())
+    /// ```
+    pub fn encode_pair(&self, first: &str, second: &str) -> Result<Encoding> {
+        pipeline::encode_pair(&self.inner, [first, second], self.max_tokens)
     }
 
     /// The texts' ids (B, T), padded to the longest text.

@@ -59,3 +59,33 @@ proptest! {
         prop_assert_eq!(batch.seq_len(), batch.lens().iter().copied().max().unwrap());
     }
 }
+
+/// As the crate below puts them together and cuts them, whatever fits.
+#[test]
+fn pairs_are_those_of_the_tokenizers_crate() {
+    use tokenizers::{Tokenizer, TruncationParams};
+
+    let texts = ["", "man", "the sky is blue", "a girl carries a baby on the street while the old man plays a guitar"];
+    for model in ["bert", "xlm-roberta"] {
+        let path = format!("{}/tests/rerank/models/{model}/tokenizer.json", env!("CARGO_MANIFEST_DIR"));
+        let own = SimpleTokenizer::from_file(&path).expect("a tokenizer");
+        let mut theirs = Tokenizer::from_file(&path).expect("the same");
+        let mut cut = 0;
+        for max_length in (5..40).map(Some).chain([None]) {
+            let own = max_length.map_or(own.clone(), |most| own.clone().with_truncation(most).expect("room"));
+            let params = max_length.map(|max_length| TruncationParams { max_length, ..TruncationParams::default() });
+            theirs.with_truncation(params).expect("room");
+            for first in texts {
+                for second in texts {
+                    let (own, theirs) =
+                        (own.encode_pair(first, second).unwrap(), theirs.encode((first, second), true).unwrap());
+                    assert_eq!(own.ids, theirs.get_ids(), "{model}, {max_length:?}: {first}, {second}");
+                    assert_eq!(own.type_ids, theirs.get_type_ids(), "{model}, {max_length:?}: {first}, {second}");
+                    assert_eq!(own.tokens, theirs.get_tokens());
+                    cut += usize::from(own.num_truncated > 0);
+                }
+            }
+        }
+        assert!(cut > 100, "{cut}");
+    }
+}
