@@ -170,7 +170,7 @@ unsafe fn attend_on<K: Kernel, E: Kernels, S: Stored>(call: &Call<E, S>) -> Opti
     if dims.b * dims.rows() == 0 {
         return Some(());
     }
-    if dims.rows() <= decode::max_rows::<K::Vector>() && call.inputs.options.dropout.is_none() {
+    if dims.rows() <= decode::max_rows::<K>() && call.inputs.options.dropout.is_none() {
         // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
         return unsafe { decode::run::<K::F32, E, S>(call) };
     }

@@ -27,9 +27,13 @@ use softmax::RowSoftmax;
 /// The most rows that are decoded on any tier.
 const MAX_ROWS: usize = 16;
 
-/// The most rows that are decoded: beyond them, tiles of packed keys are faster.
-pub(super) const fn max_rows<V: Vector>() -> usize {
-    if V::LANES >= 8 { MAX_ROWS } else { V::LANES }
+/// The most rows that are decoded: beyond them, tiles of packed keys are faster, and from half as many on where a
+/// kernel multiplies pairs of bf16, which decoding widens.
+pub(super) const fn max_rows<K: Kernel>() -> usize {
+    match K::Vector::LANES {
+        lanes @ ..8 => lanes,
+        _ => MAX_ROWS / K::ELEMENTS,
+    }
 }
 
 /// Attention of up to [`MAX_ROWS`] rows for each key head: a task for each part of its keys. `None` where there is no memory
