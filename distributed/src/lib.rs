@@ -1,7 +1,7 @@
 //! Attention on several processes: a layer's heads, or a sequence's keys, are shared among them.
 //!
-//! A [`Communicator`] is what that takes of a library that connects processes: [`mpi::Mpi`] (feature `mpi`) or
-//! [`nccl::Nccl`] (feature `nccl`). Over it,
+//! A [`Communicator`] is what that takes of a library that connects processes: `mpi::Mpi` (feature `mpi`) or
+//! `nccl::Nccl` (feature `nccl`). Over it,
 //!
 //! - **tensor parallelism** gives each process some heads of every layer
 //!   ([`HeadShard`](candle_attention::HeadShard), [`hf::load_attention_shard`](candle_attention::hf::load_attention_shard)) and

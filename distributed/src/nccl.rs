@@ -23,7 +23,7 @@ pub struct Nccl {
 
 impl Nccl {
     /// Connects the GPUs of all processes; `others` carries NCCL's id from process 0 to the others, for example
-    /// [`Mpi`](crate::mpi::Mpi).
+    /// `Mpi`.
     ///
     /// # Errors
     /// If the device is not a GPU, and if NCCL fails: two processes on one GPU, for example.
