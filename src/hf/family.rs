@@ -6,7 +6,7 @@ use candle_core::{Result, bail};
 use candle_nn::VarBuilder;
 use serde_json::Value;
 
-use super::families::{DECODER_LAYERS, SIZE_NAMES, families};
+use super::families::{DECODER_LAYERS, HIDDEN, SIZE_NAMES, families};
 use super::fields::{Aliases, Fields};
 use super::names::load_module;
 pub(super) use super::names::{ModuleNames, at};
@@ -224,8 +224,9 @@ impl Family {
         let renamed = SIZE_NAMES.into_iter().zip(self.names).filter(|(usual, own)| self.usual_names && usual != own);
         let fields = Fields::new(self.model_type, object, self.aliases.iter().copied().chain(renamed).collect());
         let fields = match self.section {
-            Some(name) => fields.section(name)?,
-            None => fields,
+            // Older configurations have the text's fields beside those of the other parts.
+            Some(name) if fields.has(name) || !fields.has(HIDDEN) => fields.section(name)?,
+            _ => fields,
         };
         if fields.get("per_layer_config").is_some() {
             return fields.fail("per_layer_config is not supported");

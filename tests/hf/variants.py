@@ -110,6 +110,22 @@ RAW = [
     ("nomic_bert", {"rope_theta": 2000.0}),
     ("t5", {"d_kv": 64, "num_heads": 6, "d_model": 384}),
     ("umt5", {"num_layers": 4, "num_decoder_layers": None}),
+    # As published: one object for the text and the whole, and the old name of positions on several axes.
+    (
+        "qwen2_vl",
+        {
+            "hidden_size": 1536,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 4,
+            "rope_theta": 1000000.0,
+            "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+            "sliding_window": 32768,
+            "max_window_layers": 28,
+        },
+    ),
+    ("qwen3_next", {"full_attention_interval": 2, "num_hidden_layers": 4, "rope_theta": 1e7, "partial_rotary_factor": 0.5}),
+    ("llama4_text", {"no_rope_layer_interval": 2, "num_hidden_layers": 4, "attn_temperature_tuning": False}),
     # The usual names are the encoder's.
     ("marian", {"num_hidden_layers": 6, "decoder_layers": 3, "num_attention_heads": 8, "decoder_attention_heads": 4}),
     ("whisper", {"encoder_layers": 32, "decoder_layers": 2, "encoder_attention_heads": 20, "d_model": 1280}),

@@ -39,11 +39,17 @@ fn compare<C: PartialEq + std::fmt::Debug>(
     raw: &Value,
     saved: &Value,
 ) -> Result<()> {
-    let layers: Vec<_> = (0..).map_while(|layer| read(saved, layer).ok()).collect();
-    assert!(!layers.is_empty(), "{saved}");
-    for (i, expected) in layers.iter().enumerate() {
-        assert_eq!(read(raw, i)?, *expected, "layer {i} of {raw}");
+    let mut layers = 0;
+    // Some layers of hybrid models are no attention.
+    for i in 0..200 {
+        match read(saved, i) {
+            Ok(expected) => {
+                assert_eq!(read(raw, i)?, expected, "layer {i} of {raw}");
+                layers += 1;
+            }
+            Err(_) => assert!(read(raw, i).is_err(), "layer {i} of {raw}"),
+        }
     }
-    assert!(read(raw, layers.len()).is_err(), "{raw}");
+    assert!(layers > 0, "{saved}");
     Ok(())
 }

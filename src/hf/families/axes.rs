@@ -123,7 +123,10 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         modules: &[at(&["thinker.model.", "model.", ""], "layers.{}.self_attn", WeightLayout::Canonical)],
         window: |fields, layer| qwen_window_from(fields, layer, 28), ..QWEN2_VL
     },
+    // As published, the text's fields are those of the whole.
+    Family { model_type: "qwen2_5_vl", section: Some("text_config"), ..QWEN2_VL },
     Family { model_type: "qwen2_5_vl_text", ..QWEN2_VL },
+    Family { model_type: "qwen2_vl", section: Some("text_config"), ..QWEN2_VL },
     QWEN2_VL,
     Family { model_type: "qwen3_5_moe_text", sizes: [40, 2048, 16], heads: Heads::Grouped(Some(2), Some(256)), ..QWEN3_5 },
     Family { model_type: "qwen3_5_moe_vision", ..QWEN3_VL_IMAGES },
