@@ -16,7 +16,7 @@ manifest=$(cargo metadata --format-version 1 --locked --features metal |
 cp -R "$(dirname "$manifest")" "$copy/objc2-metal"
 sed -i '/^#\[link(name = "Metal", kind = "framework")\]$/d' "$copy/objc2-metal/src/generated/mod.rs"
 
-for entry in src examples tests benches models docs kernels compare README.md; do ln -s "$repository/$entry" "$copy/$entry"; done
+for entry in src examples tests benches models docs kernels compare distributed README.md; do ln -s "$repository/$entry" "$copy/$entry"; done
 cp Cargo.toml Cargo.lock "$copy"
 cat >>"$copy/Cargo.toml" <<'TOML'
 
