@@ -8,9 +8,9 @@ use candle_attention::text::{EmbeddingConfig, EmbeddingLayer, SimpleTokenizer, S
 use candle_attention::weights::Checkpoint;
 use candle_attention::{
     AttentionInput, AttentionMask, AttentionOutput, MultiHeadAttention, MultiHeadAttentionConfig,
-    MultiHeadLatentAttention, WeightLayout,
+    MultiHeadLatentAttention, RopeAxisLayout, WeightLayout,
 };
-use candle_core::{Device, Error, Module, Result, Tensor, bail};
+use candle_core::{DType, Device, Error, Module, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 use serde::Deserialize;
 use serde_json::Value;
@@ -85,7 +85,18 @@ impl Layer {
     pub fn attend(&self, xs: &Tensor, mask: &AttentionMask) -> Result<AttentionOutput> {
         let input = AttentionInput::new(xs).with_mask(mask);
         match self {
-            Self::MultiHead(layer) => layer.forward_with_weights(input),
+            Self::MultiHead(layer) => match layer.config().rope().and_then(|rope| rope.axes()) {
+                Some(axes) if matches!(axes.layout(), RopeAxisLayout::Axial | RopeAxisLayout::AxialDealt) => {
+                    // An encoder of images, whose patches are in rows and columns: the words are one row of patches.
+                    let mut positions =
+                        vec![Tensor::zeros(xs.dim(1)?, DType::F32, xs.device())?; axes.sections().len()];
+                    if let Some(columns) = positions.last_mut() {
+                        *columns = Tensor::arange(0f32, xs.dim(1)? as f32, xs.device())?;
+                    }
+                    layer.forward_with_weights(input.with_axis_positions(&Tensor::stack(&positions, 0)?))
+                }
+                _ => layer.forward_with_weights(input),
+            },
             Self::Latent(layer) => layer.forward_with_weights(input),
         }
     }
