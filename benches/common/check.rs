@@ -22,6 +22,18 @@ pub fn tolerance(dtype: DType) -> f64 {
     }
 }
 
+/// The largest difference, relative to the largest entry of `want`, or infinity if there is a NaN. Both become f64.
+pub fn gap(found: &Tensor, want: &Tensor) -> Result<f64> {
+    let (found, want) = (found.to_dtype(DType::F64)?, want.to_dtype(DType::F64)?);
+    let difference = (found - &want)?.abs()?;
+    // A maximum skips NaN, a sum does not.
+    if difference.sum_all()?.to_scalar::<f64>()?.is_nan() {
+        return Ok(f64::INFINITY);
+    }
+    let size = want.abs()?.max_all()?.to_scalar::<f64>()?.max(f64::MIN_POSITIVE);
+    Ok(difference.max_all()?.to_scalar::<f64>()? / size)
+}
+
 /// What the reference path gives in f64 for some queries of a cell: the first, the middle and the last.
 pub struct Expected {
     /// The largest gap allowed in the cell's dtype, whatever dtype an engine returns.
@@ -54,11 +66,8 @@ impl Expected {
     pub fn compare(&self, context: &Tensor) -> Result<f64> {
         let mut worst = 0.0;
         for (start, want) in &self.blocks {
-            let found = context.narrow(2, *start, want.dim(2)?)?.to_dtype(DType::F64)?;
-            let largest = |tensor: Tensor| tensor.abs()?.max_all()?.to_scalar::<f64>();
-            let gap = largest((&found - want)?)? / largest(want.clone())?;
-            // A maximum skips NaN, a sum does not.
-            if found.sum_all()?.to_scalar::<f64>()?.is_nan() || gap > self.tolerance {
+            let gap = gap(&context.narrow(2, *start, want.dim(2)?)?, want)?;
+            if gap > self.tolerance {
                 bail!("differs from the reference by {gap:.1e} in the queries from {start}")
             }
             worst = gap.max(worst);
@@ -72,11 +81,8 @@ impl Expected {
 /// # Errors
 /// For rows that are further off than their dtype explains.
 pub fn compare_rows(found: &Tensor, want: &Tensor) -> Result<f64> {
-    let tolerance = tolerance(found.dtype());
-    let found = found.to_dtype(DType::F64)?;
-    let largest = |tensor: Tensor| tensor.abs()?.max_all()?.to_scalar::<f64>();
-    let gap = largest((&found - want)?)? / largest(want.clone())?;
-    if found.sum_all()?.to_scalar::<f64>()?.is_nan() || gap > tolerance {
+    let (tolerance, gap) = (tolerance(found.dtype()), gap(found, want)?);
+    if gap > tolerance {
         bail!("differs from the product in f64 by {gap:.1e}, expected at most {tolerance:.0e}")
     }
     Ok(gap)
@@ -84,12 +90,9 @@ pub fn compare_rows(found: &Tensor, want: &Tensor) -> Result<f64> {
 
 /// The same for two whole results of a layer (B, T, E): there is no f64 layer to stand between them.
 pub fn compare_outputs(ours: &Tensor, theirs: &Tensor) -> Result<()> {
-    let wide = |tensor: &Tensor| tensor.to_dtype(DType::F64);
-    let largest = |tensor: Tensor| tensor.abs()?.max_all()?.to_scalar::<f64>();
-    let gap = largest((wide(ours)? - wide(theirs)?)?)? / largest(wide(theirs)?)?;
     // Both sides round q, k, v and the context to the dtype, each for itself.
-    let allowed = 2.0 * tolerance(ours.dtype());
-    if gap.is_nan() || gap > allowed {
+    let (gap, allowed) = (gap(ours, theirs)?, 2.0 * tolerance(ours.dtype()));
+    if gap > allowed {
         bail!("the two sides differ by {gap:.1e}, expected at most {allowed:.0e}")
     }
     Ok(())
