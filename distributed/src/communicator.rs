@@ -95,3 +95,20 @@ pub fn check_same(processes: &dyn Communicator, what: &str, bytes: &[u8]) -> Res
     }
     Ok(())
 }
+
+/// Does something with the type of a tensor's numbers, if it is one of those that a library transfers, and fails with a
+/// message about its dtype otherwise.
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+macro_rules! with_dtype {
+    ([$($dtype:ident $type:ty),+], $message:literal, $xs:expr, $T:ident => $call:expr) => {
+        match $xs.dtype() {
+            $(candle_core::DType::$dtype => {
+                type $T = $type;
+                $call
+            })+
+            other => candle_core::bail!($message, other),
+        }
+    };
+}
+#[cfg(any(feature = "mpi", feature = "nccl"))]
+pub(crate) use with_dtype;

@@ -25,37 +25,11 @@ use crate::{Communicator, check_same};
 /// Does something with the type of a tensor's numbers.
 macro_rules! by_dtype {
     ($xs:expr, $T:ident => $call:expr) => {
-        match $xs.dtype() {
-            DType::F32 => {
-                type $T = f32;
-                $call
-            }
-            DType::F64 => {
-                type $T = f64;
-                $call
-            }
-            DType::BF16 => {
-                type $T = bf16;
-                $call
-            }
-            DType::F16 => {
-                type $T = f16;
-                $call
-            }
-            DType::U8 => {
-                type $T = u8;
-                $call
-            }
-            DType::U32 => {
-                type $T = u32;
-                $call
-            }
-            DType::I64 => {
-                type $T = i64;
-                $call
-            }
-            other => bail!("[mpi] no transfer of {other:?}, expected F32, F64, BF16, F16, U8, U32 or I64"),
-        }
+        crate::communicator::with_dtype!(
+            [F32 f32, F64 f64, BF16 bf16, F16 f16, U8 u8, U32 u32, I64 i64],
+            "[mpi] no transfer of {:?}, expected F32, F64, BF16, F16, U8, U32 or I64",
+            $xs, $T => $call
+        )
     };
 }
 

@@ -8,7 +8,7 @@ use candle_core::cuda_backend::cudarc::nccl::result::NcclError;
 use candle_core::cuda_backend::cudarc::nccl::safe::{Comm, Id, NcclType, ReduceOp, group_end, group_start};
 use candle_core::cuda_backend::{CudaDType, CudaDevice};
 use candle_core::op::BackpropOp;
-use candle_core::{CudaStorage, DType, Device, Error, Result, Storage, Tensor, bail};
+use candle_core::{CudaStorage, Device, Error, Result, Storage, Tensor, bail};
 use half::{bf16, f16};
 
 use crate::Communicator;
@@ -91,33 +91,11 @@ impl Nccl {
 /// Does something with the type of a tensor's numbers.
 macro_rules! by_dtype {
     ($xs:expr, $T:ident => $call:expr) => {
-        match $xs.dtype() {
-            DType::F32 => {
-                type $T = f32;
-                $call
-            }
-            DType::F64 => {
-                type $T = f64;
-                $call
-            }
-            DType::BF16 => {
-                type $T = bf16;
-                $call
-            }
-            DType::F16 => {
-                type $T = f16;
-                $call
-            }
-            DType::U32 => {
-                type $T = u32;
-                $call
-            }
-            DType::I64 => {
-                type $T = i64;
-                $call
-            }
-            other => bail!("[nccl] no transfer of {other:?}, expected F32, F64, BF16, F16, U32 or I64"),
-        }
+        crate::communicator::with_dtype!(
+            [F32 f32, F64 f64, BF16 bf16, F16 f16, U32 u32, I64 i64],
+            "[nccl] no transfer of {:?}, expected F32, F64, BF16, F16, U32 or I64",
+            $xs, $T => $call
+        )
     };
 }
 
