@@ -5,7 +5,6 @@ import inspect
 import json
 import math
 import re
-import sys
 import tempfile
 import zlib
 from pathlib import Path
@@ -16,8 +15,6 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from special import INPUTS, LENGTHS, POSITIONS, TIME_FIRST
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "hf"))
 from randomise import randomise
 
 BATCH, LENGTH, DECODER_LENGTH = 2, 13, 7

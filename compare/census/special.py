@@ -1,8 +1,14 @@
 """What single models need beyond the general rules: fields of their configurations, inputs, and words for the table."""
 
 import math
+import sys
+from pathlib import Path
 
 import torch
+
+# What is shared with the tests of hf.
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "hf"))
+from inputs import beside_an_image
 
 CONFIGS = {
     "codegen": {"rotary_dim": 4},
@@ -70,17 +76,6 @@ def instructed_qformer(config):
     return qformer(config) | {"input_ids": instruction, "attention_mask": torch.ones(2, 12, dtype=torch.long)}
 
 
-def beside_images(config):
-    """Text, then an image of 2 x 3 patches, then text."""
-    time = [0, 1, 2, 3, 3, 3, 3, 3, 3, 6, 7, 8, 9]
-    height = [0, 1, 2, 3, 3, 3, 4, 4, 4, 6, 7, 8, 9]
-    width = [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9]
-    positions = torch.tensor([time, height, width])[:, None].repeat(1, 2, 1)
-    positions[:, 1] += 2
-    ids = torch.randint(3, config.vocab_size, (2, 13))
-    return {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones(2, 13, dtype=torch.long)}
-
-
 def grid(height, width):
     """Rows and columns of the patches of an image."""
     return torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")).flatten(1)
@@ -106,7 +101,7 @@ POSITIONS = {
 LENGTHS = {"pixtral": [16, 16]} | dict.fromkeys(QWEN_VISION, [16, 8])
 
 # Functions of the configuration.
-INPUTS = dict.fromkeys(SECTIONS, beside_images) | {
+INPUTS = dict.fromkeys(SECTIONS, beside_an_image) | {
     "audioflamingo3_encoder": lambda config: {
         "input_features": torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions),
         "input_features_mask": torch.ones(2, 2 * config.max_source_positions, dtype=torch.long),

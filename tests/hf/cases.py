@@ -20,6 +20,8 @@ from transformers import (
     CLIPTextModel,
 )
 
+from inputs import beside_an_image
+
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -152,17 +154,6 @@ def image(model_type, *configs, **places):
     case.encoder = False
     case.inputs = lambda config: {"pixel_values": torch.randn(2, 3, config.image_size, config.image_size)}
     return case
-
-
-def beside_an_image(config):
-    """Text, an image of 2 x 3 patches, text; the second row begins later."""
-    time = [0, 1, 2, 3, 3, 3, 3, 3, 3, 6, 7, 8, 9]
-    height = [0, 1, 2, 3, 3, 3, 4, 4, 4, 6, 7, 8, 9]
-    width = [0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9]
-    positions = torch.tensor([time, height, width])[:, None].repeat(1, 2, 1)
-    positions[:, 1] += 2
-    ids = torch.randint(3, config.vocab_size, (2, 13))
-    return {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones(2, 13, dtype=torch.long)}
 
 
 def centres(config):
