@@ -33,8 +33,8 @@ pub enum GateScope {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum GatePlace {
-    /// In the query projection, whose rows are, head by head, the D of the query and then those of the gate. It has a bias
-    /// where the query projection has one.
+    /// In the query projection, whose rows are, head by head, the D of the query and then those of the gate. It has a
+    /// bias where the query projection has one.
     Query,
     /// In one of its own, `gate_proj` (also read as `g_proj`).
     Own {
@@ -69,7 +69,8 @@ impl OutputGate {
         if self.scope == GateScope::PerHead { 1 } else { value_head_dim }
     }
 
-    /// A context (B, T, H, D_v) times the gate whose projection is (B, T, H, D_v) or (B, T, H, 1), in the context's dtype.
+    /// A context (B, T, H, D_v) times the gate whose projection is (B, T, H, D_v) or (B, T, H, 1), in the context's
+    /// dtype.
     pub(crate) fn apply(self, context: &Tensor, projected: &Tensor) -> Result<Tensor> {
         let dtype = accumulation_dtype(context.dtype());
         let xs = projected.to_dtype(dtype)?;

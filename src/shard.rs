@@ -9,9 +9,9 @@ use crate::{AlibiConfig, MultiHeadAttentionConfig, QkNormScope};
 
 /// The heads of one process of several that compute a layer together: the share of `rank` of `world_size`.
 ///
-/// Key heads are divided in their order, and query heads with them. Where there are fewer key heads than processes, those
-/// that read one key head hold a copy each and divide its query heads. Shares that cannot be equal differ by one head of
-/// those that are divided.
+/// Key heads are divided in their order, and query heads with them. Where there are fewer key heads than processes,
+/// those that read one key head hold a copy each and divide its query heads. Shares that cannot be equal differ by one
+/// head of those that are divided.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct HeadShard {
     rank: usize,

@@ -22,8 +22,8 @@ pub trait Communicator {
     /// As [`all_reduce_sum`](Self::all_reduce_sum).
     fn all_gather(&self, xs: &Tensor) -> Result<Vec<Tensor>>;
 
-    /// Sends tensors to the next process of the ring and receives the ones of the process before, which have these shapes and
-    /// the same dtypes, while `meanwhile` computes.
+    /// Sends tensors to the next process of the ring and receives the ones of the process before, which have these
+    /// shapes and the same dtypes, while `meanwhile` computes.
     ///
     /// # Errors
     /// As [`all_reduce_sum`](Self::all_reduce_sum), and those of `meanwhile`.
@@ -34,8 +34,8 @@ pub trait Communicator {
         meanwhile: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Vec<Tensor>>;
 
-    /// The bytes of all tensors that this process has handed over so far: its own one of a sum and of a gather, and what it
-    /// sent around the ring. Alone it sends nothing.
+    /// The bytes of all tensors that this process has handed over so far: its own one of a sum and of a gather, and
+    /// what it sent around the ring. Alone it sends nothing.
     fn bytes_sent(&self) -> u64;
 }
 
@@ -75,8 +75,8 @@ impl Communicator for SingleProcess {
     }
 }
 
-/// Checks, by a checksum, that something is the same in all processes, so that they do not wait for each other in vain or
-/// compute different things: a config, the names of a file's tensors. `what` it is stands in the error.
+/// Checks, by a checksum, that something is the same in all processes, so that they do not wait for each other in vain
+/// or compute different things: a config, the names of a file's tensors. `what` it is stands in the error.
 ///
 /// # Errors
 /// In every process, if it differs in one; the message names those that differ from process 0.

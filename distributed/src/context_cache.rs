@@ -6,8 +6,8 @@ use candle_nn::kv_cache::KvCache;
 
 use crate::{Communicator, RingAttention};
 
-/// The keys and values of a layer, of which each process holds some: those of its positions of the prompt, and of the tokens
-/// after it one in as many as there are processes.
+/// The keys and values of a layer, of which each process holds some: those of its positions of the prompt, and of the
+/// tokens after it one in as many as there are processes.
 #[derive(Debug, Clone)]
 pub struct ContextCache {
     own: KvCache,
@@ -39,8 +39,9 @@ impl ContextCache {
         self.own.append(&k.contiguous()?, &v.contiguous()?).map(drop)
     }
 
-    /// Attends from the last token, of which every process has the query (B, H, 1, D), key (B, H_kv, 1, D) and value, to the
-    /// keys of all processes and its own, which one of them keeps. Every process gets the same context (B, H, 1, D_v).
+    /// Attends from the last token, of which every process has the query (B, H, 1, D), key (B, H_kv, 1, D) and value,
+    /// to the keys of all processes and its own, which one of them keeps. Every process gets the same context (B, H, 1,
+    /// D_v).
     ///
     /// # Errors
     /// For more than one token, and those of

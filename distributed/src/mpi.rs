@@ -36,8 +36,8 @@ macro_rules! by_dtype {
 /// How long a transfer is left alone while the process computes.
 const POLL: Duration = Duration::from_micros(100);
 
-/// Numbers that are added up at a time: few enough for the buffers that MPI makes to stay in the cache and in the heap, instead of
-/// pages that the system makes anew.
+/// Numbers that are added up at a time: few enough for the buffers that MPI makes to stay in the cache and in the heap,
+/// instead of pages that the system makes anew.
 const SUM_CHUNK: usize = 1 << 17;
 
 /// All processes of an `mpirun`. Tensors on other devices than the CPU go through its memory.
@@ -50,7 +50,8 @@ pub struct Mpi {
     _universe: Universe,
 }
 
-/// Runs a program in each of the processes. If one of them fails or panics, it says so on stderr, by its rank, and all are ended.
+/// Runs a program in each of the processes. If one of them fails or panics, it says so on stderr, by its rank, and all
+/// are ended.
 pub fn run(main: impl FnOnce(&Rc<Mpi>) -> Result<()>) -> ExitCode {
     let mpi = match Mpi::init() {
         Ok(mpi) => Rc::new(mpi),

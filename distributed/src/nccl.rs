@@ -13,8 +13,8 @@ use half::{bf16, f16};
 
 use crate::Communicator;
 
-/// One process's GPU among those of all processes. What is sent has a stream of its own beside the device's, and each waits for
-/// the other where it needs to.
+/// One process's GPU among those of all processes. What is sent has a stream of its own beside the device's, and each
+/// waits for the other where it needs to.
 pub struct Nccl {
     comm: Comm,
     device: CudaDevice,
@@ -40,8 +40,8 @@ impl Nccl {
         Ok(Self { comm, device: device.clone(), bytes_sent: Cell::new(0) })
     }
 
-    /// Starts `call` on a contiguous tensor, after what the device has been asked for so far. What it fills has `len` numbers.
-    /// Nothing that the device is asked for after [`finish`](Self::finish) sees it unfilled.
+    /// Starts `call` on a contiguous tensor, after what the device has been asked for so far. What it fills has `len`
+    /// numbers. Nothing that the device is asked for after [`finish`](Self::finish) sees it unfilled.
     fn start<T: CudaDType + DeviceRepr + ValidAsZeroBits>(
         &self,
         xs: &Tensor,

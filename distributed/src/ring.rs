@@ -8,13 +8,14 @@ use candle_core::{Result, Tensor, bail};
 
 use crate::{Communicator, ZigZag};
 
-/// Ring attention (Liu et al. 2023, arXiv:2310.01889): each process keeps the queries of its positions, and keys and values go
-/// from process to process, the next ones while the last ones are attended to. What a query saw in each place is merged by
-/// its log-sum-exp.
+/// Ring attention (Liu et al. 2023, arXiv:2310.01889): each process keeps the queries of its positions, and keys and
+/// values go from process to process, the next ones while the last ones are attended to. What a query saw in each place
+/// is merged by its log-sum-exp.
 ///
-/// One process gives the bits of [`scaled_dot_product_attention`](candle_attention::scaled_dot_product_attention). Several add
-/// up the parts of a query in another order than one would, so that results of different numbers of processes differ by
-/// roundings, about 1e-6 of the values; those of one number of processes are the same bits every time.
+/// One process gives the bits of [`scaled_dot_product_attention`](candle_attention::scaled_dot_product_attention).
+/// Several add up the parts of a query in another order than one would, so that results of different numbers of
+/// processes differ by roundings, about 1e-6 of the values; those of one number of processes are the same bits every
+/// time.
 ///
 /// ```
 /// use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig};
@@ -70,8 +71,8 @@ impl RingAttention {
     /// The attention of a layer.
     ///
     /// # Errors
-    /// For what depends on the distance of a key (windows, bands, chunks, ALiBi, relative biases), and for sinks and appended keys, which
-    /// belong to one part only.
+    /// For what depends on the distance of a key (windows, bands, chunks, ALiBi, relative biases), and for sinks and
+    /// appended keys, which belong to one part only.
     pub fn for_layer(cfg: &MultiHeadAttentionConfig) -> Result<Self> {
         let obstacle = [
             (cfg.window().is_some(), "a window"),
@@ -95,14 +96,14 @@ impl RingAttention {
         Ok(ring)
     }
 
-    /// [`attend`](Self::attend) for [`AttentionInput::with_function`](candle_attention::AttentionInput::with_function): the mask
-    /// and the options of a call are those that the layer's config has, and are not looked at.
+    /// [`attend`](Self::attend) for [`AttentionInput::with_function`](candle_attention::AttentionInput::with_function):
+    /// the mask and the options of a call are those that the layer's config has, and are not looked at.
     pub fn function<'a>(&'a self, order: &'a ZigZag, processes: &'a dyn Communicator) -> Box<AttentionFunction<'a>> {
         Box::new(|q, k, v, _, _| Ok(self.attend([q, k, v], order, processes)?.0))
     }
 
-    /// q (B, H, T, D), k (B, H_kv, T, D) and v (B, H_kv, T, D_v) of this process's positions give the context (B, H, T, D_v) of
-    /// its queries over the keys of all processes, and the log-sum-exp (B, H, T).
+    /// q (B, H, T, D), k (B, H_kv, T, D) and v (B, H_kv, T, D_v) of this process's positions give the context (B, H, T,
+    /// D_v) of its queries over the keys of all processes, and the log-sum-exp (B, H, T).
     ///
     /// # Errors
     /// If the tensors do not have this process's positions, and those of
@@ -143,8 +144,8 @@ impl RingAttention {
         scaled_dot_product_attention_with_lse(q, k, v, &AttentionMask::none(), &self.options)
     }
 
-    /// Attends from the queries of process `rank` to the keys of process `of`. With a causal mask the parts of two processes
-    /// are
+    /// Attends from the queries of process `rank` to the keys of process `of`. With a causal mask the parts of two
+    /// processes are
     ///
     /// ```text
     ///                 keys of an earlier rank   own keys      keys of a later rank

@@ -6,8 +6,8 @@ use candle_core::{Result, Tensor, bail};
 
 use crate::Communicator;
 
-/// A sequence in twice as many parts as there are processes, of which each process has one from the front and one from the
-/// back, so that a causal mask leaves all of them the same work:
+/// A sequence in twice as many parts as there are processes, of which each process has one from the front and one from
+/// the back, so that a causal mask leaves all of them the same work:
 ///
 /// ```text
 /// process  0 1 2 2 1 0
@@ -59,7 +59,8 @@ impl ZigZag {
         Tensor::cat(&[xs.narrow(dim, front.start, front.len())?, xs.narrow(dim, back.start, back.len())?], dim)
     }
 
-    /// The inverse of [`split`](Self::split): the parts of all processes, in the order of the sequence, in each of them.
+    /// The inverse of [`split`](Self::split): the parts of all processes, in the order of the sequence, in each of
+    /// them.
     ///
     /// # Errors
     /// If the part is not as long as this process's, and those of the processes.

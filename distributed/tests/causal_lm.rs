@@ -67,8 +67,8 @@ fn bytes_sent(stderr: &str) -> usize {
     line.split(' ').nth(4).and_then(|bytes| bytes.parse().ok()).expect("a number")
 }
 
-/// One of each kind: packed projections and gates, biases, learned positions, one key head, parallel blocks, norms behind the
-/// sums, experts.
+/// One of each kind: packed projections and gates, biases, learned positions, one key head, parallel blocks, norms
+/// behind the sums, experts.
 const DIVIDED: [&str; 12] = [
     "bloom",
     "falcon",

@@ -6,7 +6,8 @@ use clap::Parser;
 
 use crate::common::{DeviceChoice, Precision};
 
-/// Turns a picture into a vector with an encoder of images (ViT, DINOv2, CLIP), and shows what its class token attends to.
+/// Turns a picture into a vector with an encoder of images (ViT, DINOv2, CLIP), and shows what its class token attends
+/// to.
 ///
 /// Size, crop and colours are as the checkpoint's preprocessor_config.json says.
 #[derive(Debug, Parser)]

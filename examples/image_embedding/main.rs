@@ -1,5 +1,5 @@
-//! A picture to a vector with an encoder of images (clip, dinov2, vit) on this crate's attention layer, and what the class
-//! token of a layer attends to, drawn over the picture; `model.rs` is the model, and short.
+//! A picture to a vector with an encoder of images (clip, dinov2, vit) on this crate's attention layer, and what the
+//! class token of a layer attends to, drawn over the picture; `model.rs` is the model, and short.
 //!
 //! ```sh
 //! cargo run --release --example image_embedding -- --model path/to/dinov2-small cat.png --attention attention.png

@@ -1,5 +1,6 @@
-//! Passages in the order in which they answer a question, by a cross-encoder (bert, distilbert, mpnet, roberta, xlm-roberta:
-//! ms-marco-MiniLM, bge-reranker and their kin), which reads question and passage together. The model is that of
+//! Passages in the order in which they answer a question, by a cross-encoder (bert, distilbert, mpnet, roberta,
+//! xlm-roberta: ms-marco-MiniLM, bge-reranker and their kin), which reads question and passage together. The model is
+//! that of
 //! `sentence_embedding`; what stands here is the head that turns a pair into a score.
 //!
 //! ```sh

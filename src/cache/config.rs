@@ -79,9 +79,9 @@ impl AttentionCacheConfig {
     /// a row. A number errs by at most 1/254 of the largest in its row, f32's own rounding aside, where that is from 1.5e-36
     /// to 3.4e38; a row of smaller ones becomes zeros, and one with a number that f32 does not hold as a finite one is NaN.
     ///
-    /// The fused kernel of the CPU reads them as they are. Where another path runs (on a GPU, or on the
-    /// reference path for f64, weights on request and what [`plan`](crate::MultiHeadAttention::plan) names), all that is
-    /// attended to becomes floats first, f32 or f64.
+    /// The fused kernel of the CPU reads them as they are. Where another path runs (on a GPU, or on the reference path
+    /// for f64, weights on request and what [`plan`](crate::MultiHeadAttention::plan) names), all that is attended to
+    /// becomes floats first, f32 or f64.
     pub fn with_q8(mut self) -> Self {
         self.q8 = true;
         self

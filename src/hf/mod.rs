@@ -111,9 +111,10 @@
 //!
 //! # T5
 //!
-//! The layers of T5's encoder have one relative bias together, which the first of them keeps in the checkpoint, and those
-//! of its decoder another ([`load_decoder_relative_bias`]). Each layer comes with it, so any can be called by itself; a
-//! stack loads it once, for its biases to be computed once. MPNet's stand beside its layers, and UMT5 has one a layer.
+//! The layers of T5's encoder have one relative bias together, which the first of them keeps in the checkpoint, and
+//! those of its decoder another ([`load_decoder_relative_bias`]). Each layer comes with it, so any can be called by
+//! itself; a stack loads it once, for its biases to be computed once. MPNet's stand beside its layers, and UMT5 has one
+//! a layer.
 //!
 //! ```
 //! use candle_attention::hf;
@@ -133,8 +134,8 @@
 //!
 //! # DeepSeek
 //!
-//! DeepSeek V2 and V3, and models that have the same by other names, have latent attention, which is a layer of its own:
-//! [`load_latent_attention`] and [`latent_attention_config`] take the place of [`load_attention`] and
+//! DeepSeek V2 and V3, and models that have the same by other names, have latent attention, which is a layer of its
+//! own: [`load_latent_attention`] and [`latent_attention_config`] take the place of [`load_attention`] and
 //! [`attention_config`].
 //!
 //! ```
@@ -178,9 +179,9 @@ pub fn architectures() -> impl Iterator<Item = &'static str> {
 /// decoder it is the encoder's.
 ///
 /// # Errors
-/// For an architecture that is not known ([`architectures`] names those that are), or only in its parts, which are named;
-/// for a layer that is not there; and for a field that is of the wrong type, contradicts others, or asks for what is not
-/// supported, named with its value. Latent attention is for [`latent_attention_config`].
+/// For an architecture that is not known ([`architectures`] names those that are), or only in its parts, which are
+/// named; for a layer that is not there; and for a field that is of the wrong type, contradicts others, or asks for
+/// what is not supported, named with its value. Latent attention is for [`latent_attention_config`].
 pub fn attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttentionConfig> {
     Family::of(json)?.attention(json, layer)
 }

@@ -108,13 +108,13 @@ impl<'a> AttentionInput<'a> {
     }
 
     /// The positions of the tokens of self-attention on the axes of the layer's rotary positions
-    /// ([`RopeConfig::with_axes`](crate::RopeConfig::with_axes)), (A, T) for all sequences or (A, B, T) for each by itself:
-    /// time, height and width in Qwen2-VL's text, rows and columns of patches in an image. Numbers need not be whole:
-    /// DINOv3's are 2π times the place of a patch's centre between -1 and 1. A token at 0 on all axes, as that of a class
-    /// or a register, is not rotated.
+    /// ([`RopeConfig::with_axes`](crate::RopeConfig::with_axes)), (A, T) for all sequences or (A, B, T) for each by
+    /// itself: time, height and width in Qwen2-VL's text, rows and columns of patches in an image. Numbers need not be
+    /// whole: DINOv3's are 2π times the place of a patch's centre between -1 and 1. A token at 0 on all axes, as that
+    /// of a class or a register, is not rotated.
     ///
-    /// Without them, a token has one position on all axes, as text has, or it is an error where axes have series of their
-    /// own. What else counts positions goes by [`with_positions`](Self::with_positions).
+    /// Without them, a token has one position on all axes, as text has, or it is an error where axes have series of
+    /// their own. What else counts positions goes by [`with_positions`](Self::with_positions).
     pub fn with_axis_positions(mut self, positions: &'a Tensor) -> Self {
         self.axis_positions = Some(positions);
         self
@@ -190,10 +190,10 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
-    /// Another function in the place of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), between the
-    /// layer's projections: one that attends to keys of other processes, for example. Queries (B, H, T_q, D) and keys
-    /// (B, H_kv, T_kv, D) come normalised and rotated, with the mask and the options of the call; it gives
-    /// (B, H, T_q, D_v) in the dtype of the queries. A cache, packed sequences and weights have no such function.
+    /// Another function in the place of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), between
+    /// the layer's projections: one that attends to keys of other processes, for example. Queries (B, H, T_q, D) and
+    /// keys (B, H_kv, T_kv, D) come normalised and rotated, with the mask and the options of the call; it gives (B, H,
+    /// T_q, D_v) in the dtype of the queries. A cache, packed sequences and weights have no such function.
     ///
     /// ```
     /// use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, scaled_dot_product_attention};

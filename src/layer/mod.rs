@@ -138,8 +138,8 @@ impl MultiHeadAttention {
     /// ```
     ///
     /// # Errors
-    /// As [`load`](Self::load); for more processes than query heads; and for norms of whole projections, which no process
-    /// can compute alone.
+    /// As [`load`](Self::load); for more processes than query heads; and for norms of whole projections, which no
+    /// process can compute alone.
     pub fn load_shard(
         cfg: &MultiHeadAttentionConfig,
         layout: WeightLayout,

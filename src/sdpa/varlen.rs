@@ -17,10 +17,10 @@ use crate::AttentionMask;
 /// dtype, on q's device. Any strides are accepted. The sequences say which positions belong together; each has the numbers
 /// of a call by itself.
 ///
-/// The mask holds for each sequence by itself, as for an entry of a batch: alignment, windows and bands count within the
-/// sequence; lengths, starts and prefixes are (n,), or a list of T_q entries for each of the n sequences. `keep` and `bias`
-/// tensors have no shape here, and are refused. PyTorch's generator draws the dropout of one sequence after the other; the output
-/// order of the options has no meaning here.
+/// The mask holds for each sequence by itself, as for an entry of a batch: alignment, windows and bands count within
+/// the sequence; lengths, starts and prefixes are (n,), or a list of T_q entries for each of the n sequences. `keep`
+/// and `bias` tensors have no shape here, and are refused. PyTorch's generator draws the dropout of one sequence after
+/// the other; the output order of the options has no meaning here.
 ///
 /// ```
 /// use candle_attention::{AttentionMask, PackedSequences, SdpaOptions, scaled_dot_product_attention_varlen};

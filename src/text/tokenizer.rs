@@ -294,8 +294,8 @@ impl SimpleTokenizer {
     ///
     /// # Errors
     ///
-    /// As [`encode`](Self::encode), and where [`with_truncation`](Self::with_truncation) leaves no room beside the special
-    /// tokens of a pair.
+    /// As [`encode`](Self::encode), and where [`with_truncation`](Self::with_truncation) leaves no room beside the
+    /// special tokens of a pair.
     ///
     /// ```
     /// # use candle_attention::text::SimpleTokenizer;

@@ -3,8 +3,8 @@
 //!
 //! A folder has a model's `config.json` and `model.safetensors`, and of its linear layers in `golden.safetensors` what
 //! they were given and gave, `{order}|in|{module}` and `{order}|out|{module}`; `modules.json` says which tensor belongs
-//! to which module. `positions` are those on the axes of rotary positions, `lengths` those of sequences in one row. A layer is right if it gives what the last module does whose weight it read, for what the first was
-//! given.
+//! to which module. `positions` are those on the axes of rotary positions, `lengths` those of sequences in one row. A
+//! layer is right if it gives what the last module does whose weight it read, for what the first was given.
 
 #[path = "../../../examples/common/command_line.rs"]
 mod command_line;

@@ -107,8 +107,8 @@ pub struct CausalLm {
 }
 
 impl CausalLm {
-    /// From a `config.json` and weights at the checkpoint's root; `loaded` is told of every block. The builder of a GGUF
-    /// file, which is `gguf` then, has llama.cpp's names.
+    /// From a `config.json` and weights at the checkpoint's root; `loaded` is told of every block. The builder of a
+    /// GGUF file, which is `gguf` then, has llama.cpp's names.
     pub fn load<'a>(
         json: &Value,
         weights: impl Into<Weights<'a>>,

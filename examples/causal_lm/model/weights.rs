@@ -1,5 +1,5 @@
-//! The weights of a model, or of the share that one of several processes has: some heads of each layer, some inner columns of
-//! each MLP, and some rows of the vocabulary, as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053).
+//! The weights of a model, or of the share that one of several processes has: some heads of each layer, some inner
+//! columns of each MLP, and some rows of the vocabulary, as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053).
 
 use std::ops::Deref;
 use std::rc::Rc;

@@ -230,8 +230,9 @@ impl<V: Vector> MulAdd for V {
 }
 
 /// How many bytes ahead columns that are narrower than words are prefetched; 4 to 12 KB are alike. The processor's own
-/// prefetching falls behind them: one row times 4096² from memory takes 0.54 of the time in bf16 and 0.57 in f16 on a Zen 5
-/// (AVX2: 0.41 and 0.33), and times 1536² from the cache up to 1.14 (`cargo bench --bench linear -- --engines ours`).
+/// prefetching falls behind them: one row times 4096² from memory takes 0.54 of the time in bf16 and 0.57 in f16 on a
+/// Zen 5 (AVX2: 0.41 and 0.33), and times 1536² from the cache up to 1.14 (`cargo bench --bench linear -- --engines
+/// ours`).
 const PREFETCH_BYTES: usize = 6 << 10;
 
 /// [`MulAdd::accumulate`] in plain loops.

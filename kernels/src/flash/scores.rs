@@ -41,8 +41,8 @@ macro_rules! for_each {
 }
 
 impl TileScores<'_> {
-    /// Products become scores in [`ScoreUnits::exponent`]'s unit, and factors of dropout are drawn. `cap_slopes`, if it is
-    /// given, receives the derivative of the softcap, if there is one.
+    /// Products become scores in [`ScoreUnits::exponent`]'s unit, and factors of dropout are drawn. `cap_slopes`, if it
+    /// is given, receives the derivative of the softcap, if there is one.
     ///
     /// # Safety
     /// The processor has the tier of K; the pointers are valid for a panel of the sizes that the fields name.

@@ -1,6 +1,7 @@
 //! The example `causal_lm` in several processes: `mpirun -n 2 causal_lm --model path/to/checkpoint --prompt "..."`.
 //!
-//! The arguments are those of the example. Each process has a share of the heads, of the MLPs and of the vocabulary; with
+//! The arguments are those of the example. Each process has a share of the heads, of the MLPs and of the vocabulary;
+//! with
 //! `--divide positions` it has all weights, and a share of the prompt.
 
 #[path = "../../../../examples/causal_lm/args.rs"]
