@@ -42,7 +42,7 @@ pub mod weights;
 
 pub use additive::{AdditiveAttention, AdditiveAttentionConfig, AdditiveInput};
 pub use cache::{AttentionCache, AttentionCacheConfig};
-pub use config::MultiHeadAttentionConfig;
+pub use config::{KvSource, MultiHeadAttentionConfig};
 pub use gate::{GateActivation, GatePlace, GateScope, OutputGate};
 pub use init::TorchSeed;
 pub use layer::{

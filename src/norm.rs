@@ -69,14 +69,15 @@ const OF_KEYS: [&str; 3] = ["k_norm", "k_layernorm", "key_layernorm"];
 pub(crate) struct QkNorms {
     scope: QkNormScope,
     pub q: Norm,
-    pub k: Norm,
+    /// None where keys are an earlier layer's.
+    pub k: Option<Norm>,
 }
 
-/// H, H_kv and D.
+/// H, H_kv and D; no H_kv where keys are an earlier layer's.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct NormDims {
     pub h: usize,
-    pub h_kv: usize,
+    pub h_kv: Option<usize>,
     pub d: usize,
 }
 
@@ -85,7 +86,7 @@ impl QkNorms {
         Ok(Self {
             scope: norm.scope,
             q: Norm::load(norm, OF_QUERIES, dims.h, dims.d, source)?,
-            k: Norm::load(norm, OF_KEYS, dims.h_kv, dims.d, source)?,
+            k: dims.h_kv.map(|h_kv| Norm::load(norm, OF_KEYS, h_kv, dims.d, source)).transpose()?,
         })
     }
 
@@ -109,19 +110,21 @@ impl QkNorms {
         if self.scope != QkNormScope::PerHeadWeights || self.q.kind == QkNormKind::RmsNoWeight {
             return Ok(self);
         }
-        Ok(Self { scope: self.scope, q: self.q.shard(queries)?, k: self.k.shard(keys)? })
+        let k = self.k.map(|k| k.shard(keys)).transpose()?;
+        Ok(Self { scope: self.scope, q: self.q.shard(queries)?, k })
     }
 
     /// With what variables hold now.
     pub(crate) fn freeze(&self) -> Result<Self> {
-        Ok(Self { scope: self.scope, q: self.q.freeze()?, k: self.k.freeze()? })
+        let k = self.k.as_ref().map(Norm::freeze).transpose()?;
+        Ok(Self { scope: self.scope, q: self.q.freeze()?, k })
     }
 
     /// The parameters under the crate's own names.
     pub(crate) fn parameters(&self) -> Result<Vec<(String, Tensor)>> {
         let mut parameters = Vec::new();
-        let named = [(OF_QUERIES[0], &self.q), (OF_KEYS[0], &self.k)];
-        for (name, norm) in named.into_iter().filter(|(_, norm)| norm.kind != QkNormKind::RmsNoWeight) {
+        let named = std::iter::once((OF_QUERIES[0], &self.q)).chain(self.k.iter().map(|k| (OF_KEYS[0], k)));
+        for (name, norm) in named.filter(|(_, norm)| norm.kind != QkNormKind::RmsNoWeight) {
             parameters.push((format!("{name}.weight"), norm.weight.tensor()?));
             if let Some(bias) = &norm.bias {
                 parameters.push((format!("{name}.bias"), bias.tensor()?));

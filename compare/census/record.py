@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from special import INPUTS, LENGTHS, POSITIONS, TIME_FIRST
 from randomise import randomise
+from tiny import field_of
 
 BATCH, LENGTH, DECODER_LENGTH = 2, 13, 7
 SOFTMAX = {"softmax", "scaled_dot_product_attention", "multi_head_attention_forward"}
@@ -201,13 +202,13 @@ def candidates(model, config):
     parameters = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
     number = lambda *names, default=None: next(
-        (value for name in names if isinstance(value := getattr(config, name, None), int)), default
+        (value for name in names if isinstance(value := field_of(config, name), int)), default
     )
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocabulary = getattr(text, "vocab_size", None) or 90
     width = number("hidden_size", "d_model", "embed_dim", "n_embd", "dim", default=48)
     ids = lambda length: torch.randint(min(4, vocabulary - 1), vocabulary, (BATCH, length))
-    size = getattr(config, "image_size", None) or 32
+    size = field_of(config, "image_size") or 32
     height, across = (size, size) if isinstance(size, int) else tuple(size)[:2]
     channels = number("num_channels", "in_channels", "in_chans", "num_input_channels", default=3)
     frames = number("num_frames", "frames_per_clip", default=4)

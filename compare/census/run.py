@@ -4,8 +4,8 @@ python compare/census/run.py                    records what is not recorded yet
 python compare/census/run.py --only bert vit    these model types, and writes nothing
 python compare/census/run.py --again            records everything anew
 
-It takes PyTorch, transformers and tqdm (tests/hf/requirements.txt has the versions), half an hour and half a gigabyte in
-`target/census`, where a run that was interrupted goes on.
+It takes PyTorch, transformers (tests/hf/requirements.txt has the versions), torchvision, timm, pillow and tqdm, half an
+hour and half a gigabyte in `target/census`, where a run that was interrupted goes on.
 """
 
 import argparse

@@ -10,10 +10,29 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "hf"))
 from inputs import beside_an_image
 
+# Two kinds of layers, and two layers that read keys and values of these.
+SHARED = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+}
+GEMMA4 = {"global_head_dim": 20, "num_global_key_value_heads": 3, "attention_k_eq_v": True}
 CONFIGS = {
     "codegen": {"rotary_dim": 4},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "embedding_gemma2_text": {"global_head_dim": 20},
+    "diffusion_gemma_text": {
+        "global_head_dim": 20,
+        "num_global_key_value_heads": 3,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    },
+    "gemma3n_text": SHARED,
+    "gemma3n_vision": {"architecture": "mobilenetv3_small_050", "model_args": None},
+    "gemma4_text": SHARED | GEMMA4,
+    "gemma4_unified_text": SHARED | GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
     "gptj": {"rotary_dim": 4},
     "dinov3_vit": {"num_register_tokens": 3},
@@ -40,6 +59,11 @@ CONFIGS = {
     "xmod": {"default_language": "en_XX"},
     "yolos": {"image_size": [32, 32]},
 }
+
+# Options that have other values than yes and no.
+OPTIONS = dict.fromkeys(
+    "diffusion_gemma_text gemma4_text gemma4_unified_text".split(), {"use_bidirectional_attention": "all"}
+)
 
 # Sections of rotary positions on three axes, for pairs of tiny heads.
 SECTIONS = {

@@ -11,10 +11,11 @@ import typing
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from special import CONFIGS
+from special import CONFIGS, OPTIONS
 
 # The first pattern that matches the whole name of a field with a number in it gives its size.
 SIZES = [
@@ -63,6 +64,14 @@ def size_of(name):
     return None
 
 
+def field_of(config, name):
+    """A field, or that of most layers where each may have its own."""
+    try:
+        return getattr(config, name, None)
+    except AmbiguousGlobalPerLayerAttributeError:
+        return config.to_dict()[name]
+
+
 def tiny(config_class, **fields):
     """A tiny configuration of a class."""
     return config_class(**overrides(config_class) | fields)
@@ -74,7 +83,7 @@ def overrides(config_class):
     sizes = {}
     sub_configs = set(config_class.sub_configs)
     for name in config_class.__dataclass_fields__:
-        value = getattr(usual, name, None)
+        value = field_of(usual, name)
         if name in sub_configs:
             if isinstance(value, PreTrainedConfig):
                 sizes[name] = overrides(type(value)) | {"model_type": value.model_type}
@@ -113,7 +122,7 @@ FLAGS = (
     r"attention_bias|qkv_bias|qv_bias|use_bias|bias|no_bias|enable_bias|use_qkv_bias|attention_out_bias|is_decoder|causal"
     r"|use_qk_norm|qk_layernorm|scale_attn_weights|scale_attn_by_inverse_layer_idx|reorder_and_upcast_attn|multi_query"
     r"|rope_interleave|alibi|new_decoder_architecture|parallel_attn|use_bidirectional_attention|use_sliding_window"
-    r"|use_prompt|use_attention_gate|pre_norm|do_stable_layer_norm|use_task_id|is_encoder"
+    r"|attention_k_eq_v|use_prompt|use_attention_gate|pre_norm|do_stable_layer_norm|use_task_id|is_encoder"
 )
 NUMBERS = {"gating": "per-element", "clip_qkv": 0.7, "attn_logit_softcapping": 5.0, "attention_multiplier": 0.4, "max_window_layers": 1}
 
@@ -123,7 +132,7 @@ def options(config_class):
     usual = tiny(config_class)
     changed = {}
     for name in config_class.__dataclass_fields__:
-        value = getattr(usual, name, None)
+        value = field_of(usual, name)
         if re.fullmatch(FLAGS, name) and isinstance(value, (bool, type(None))):
             changed[name] = not value
         elif name in NUMBERS:
@@ -136,7 +145,7 @@ def options(config_class):
             # Each kind of layer may have its own.
             kinds = {kind: own | {"rope_theta": 300.0} for kind, own in value.items() if isinstance(own, dict)}
             changed[name] = value | (kinds or {"rope_theta": 300.0})
-    return changed
+    return changed | OPTIONS.get(config_class.model_type, {})
 
 
 def model_classes(config_class):

@@ -111,6 +111,12 @@ impl KvBuffers {
             && self.tensors().zip(other.tensors()).all(fits)
     }
 
+    /// H_kv, D and D_v of keys and values; nothing for latents.
+    pub fn sizes(&self) -> Option<[usize; 3]> {
+        let (_, h, _, d) = self.keys.numbers.dims4().ok()?;
+        self.values.is_some().then_some([h, d, self.d_v])
+    }
+
     /// The shapes of keys and values, for errors.
     pub fn shapes(&self) -> (String, String) {
         let shape = |part: &Rows| match part.numbers.dims() {

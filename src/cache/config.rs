@@ -29,11 +29,20 @@ pub struct AttentionCacheConfig {
     dtype: Option<DType>,
     q8: bool,
     detached: bool,
+    shared: bool,
 }
 
 impl Default for AttentionCacheConfig {
     fn default() -> Self {
-        Self { capacity: FIRST_CAPACITY, growth: true, window: None, dtype: None, q8: false, detached: false }
+        Self {
+            capacity: FIRST_CAPACITY,
+            growth: true,
+            window: None,
+            dtype: None,
+            q8: false,
+            detached: false,
+            shared: false,
+        }
     }
 }
 
@@ -94,6 +103,16 @@ impl AttentionCacheConfig {
         self
     }
 
+    /// Whether later layers read the cache too ([`AttentionInput::with_shared_cache`]). A sliding cache holds all that the
+    /// queries of its last call see then, however long that call was; without this, calls may have as many tokens as its
+    /// window has.
+    ///
+    /// [`AttentionInput::with_shared_cache`]: crate::AttentionInput::with_shared_cache
+    pub fn with_shared(mut self, shared: bool) -> Self {
+        self.shared = shared;
+        self
+    }
+
     /// The dtype in which keys and values are kept, if it is not that of the keys.
     pub fn dtype(&self) -> Option<DType> {
         self.dtype
@@ -114,7 +133,13 @@ impl AttentionCacheConfig {
         self.detached
     }
 
-    /// The most positions of a sequence that are held at a time, if there is a bound.
+    /// Whether later layers read the cache too.
+    pub fn shared(&self) -> bool {
+        self.shared
+    }
+
+    /// The most positions of a sequence that are held at a time, if there is a bound. A shared cache holds its last call
+    /// beyond it.
     pub fn most_held(&self) -> Option<usize> {
         match (self.window, self.growth) {
             (_, false) => Some(self.capacity),

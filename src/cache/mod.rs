@@ -1,4 +1,4 @@
-//! Keys and values of the positions that a layer has seen: [`StagedAppend`] is one call with a cache.
+//! Keys and values of the positions that a layer has seen: [`CachedCall`] is one call with a cache.
 
 mod buffers;
 mod config;
@@ -8,7 +8,7 @@ mod tests;
 
 pub use config::AttentionCacheConfig;
 
-pub(crate) use staged::{Expand, StagedAppend};
+pub(crate) use staged::{CachedCall, Expand};
 
 use std::ops::Range;
 
@@ -226,11 +226,46 @@ impl AttentionCache {
         NewTokens::new(self.lens(), dims, padding)
     }
 
+    /// The tokens of a call of `dims` (B, T) whose keys are the last that the cache holds.
+    ///
+    /// # Errors
+    /// As [`new_tokens`](Self::new_tokens), and for more tokens than are held.
+    pub(crate) fn latest_tokens(&self, dims: (usize, usize), padding: Padding) -> Result<NewTokens> {
+        let mut tokens = self.new_tokens(dims, padding)?;
+        for (sequence, (len, of_call)) in tokens.before.iter_mut().zip(&tokens.tokens).enumerate() {
+            let Some(before) = len.checked_sub(of_call.len()) else {
+                bail!(
+                    "[attention_cache] sequence {sequence} has {} tokens, but the cache of the earlier layer holds {len}; \
+                     expected its call with the same tokens first",
+                    of_call.len()
+                )
+            };
+            *len = before;
+        }
+        Ok(tokens)
+    }
+
+    /// The call of a later layer, with the queries `q`, that reads what this cache holds of the same tokens.
+    ///
+    /// # Errors
+    /// As [`CachedCall::reading`], and for keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of other sizes than `sizes`
+    /// [H_kv, D, D_v].
+    pub(crate) fn read(&self, new: NewTokens, q: &Tensor, sizes: [usize; 3]) -> Result<CachedCall<'_>> {
+        if let Some(held) = self.buffers.as_ref().filter(|own| own.sizes() != Some(sizes)) {
+            let ((keys, values), [h, d, d_v]) = (held.shapes(), sizes);
+            bail!(
+                "[attention_cache] the earlier layer's keys {keys} and values {values} do not fit, expected {h} heads, {d} and \
+                 {d_v} wide"
+            )
+        }
+        CachedCall::reading(self, new, q)
+    }
+
     /// Stages the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of a call behind what is held.
     ///
     /// # Errors
     /// As [`stage_rows`](Self::stage_rows).
-    pub(crate) fn stage(&mut self, new: NewTokens, k: &Tensor, v: &Tensor) -> Result<StagedAppend<'_>> {
+    pub(crate) fn stage(&mut self, new: NewTokens, k: &Tensor, v: &Tensor) -> Result<CachedCall<'_>> {
         self.stage_rows(new, k, Some(v), v.dim(3)?)
     }
 
@@ -245,7 +280,7 @@ impl AttentionCache {
         rows: &Tensor,
         d_v: usize,
         expansion: Option<&'c dyn Expand>,
-    ) -> Result<StagedAppend<'c>> {
+    ) -> Result<CachedCall<'c>> {
         let mut staged = self.stage_rows(new, rows, None, d_v)?;
         staged.expansion = expansion;
         Ok(staged)
@@ -256,13 +291,7 @@ impl AttentionCache {
     /// # Errors
     /// For keys and values that do not fit each other or those before, that are tracked for gradients, and for more
     /// positions than there may be.
-    fn stage_rows(
-        &mut self,
-        new: NewTokens,
-        k: &Tensor,
-        own_v: Option<&Tensor>,
-        d_v: usize,
-    ) -> Result<StagedAppend<'_>> {
+    fn stage_rows(&mut self, new: NewTokens, k: &Tensor, own_v: Option<&Tensor>, d_v: usize) -> Result<CachedCall<'_>> {
         let v = own_v.unwrap_or(k);
         let ((b, h, t, _), (b_v, h_v, t_v, _)) = (k.dims4()?, v.dims4()?);
         if [b, h, t] != [b_v, h_v, t_v] || [b, t] != [new.tokens.len(), new.t] {
@@ -295,7 +324,7 @@ impl AttentionCache {
                 "[attention_cache] keys {k_is} and values {v_is} do not fit those of the calls before, {k_was} and {v_was}"
             )
         }
-        StagedAppend::new(self, new, &kv, k.dtype())
+        CachedCall::new(self, new, &kv, k.dtype())
     }
 }
 

@@ -1,4 +1,5 @@
-//! One call with a cache: its keys and values are staged, attended to, and committed if all went well.
+//! One call with a cache: its keys and values are staged, attended to, and committed if all went well; or those of an
+//! earlier layer's call are attended to.
 
 use std::cell::Cell;
 use std::fmt;
@@ -30,21 +31,53 @@ struct HeldKv {
 
 /// The keys and values of a call behind those of the calls before. The cache changes only in [`commit`](Self::commit).
 #[derive(Debug)]
-pub(crate) struct StagedAppend<'c> {
-    cache: &'c mut AttentionCache,
+pub(crate) struct CachedCall<'c> {
     new: NewTokens,
     /// The dtype of the call's keys.
     dtype: DType,
+    /// Whether gradients end at the cache.
+    detached: bool,
     /// What attention reads.
     read: HeldKv,
-    /// What the cache keeps: less, where a call brings more than a sliding cache holds.
-    kept: HeldKv,
+    /// Nothing for a call that only reads.
+    append: Option<Append<'c>>,
     pub(super) expansion: Option<&'c dyn Expand>,
     /// Whether a graph refers to the buffers that are read.
     in_graph: Cell<bool>,
 }
 
-impl<'c> StagedAppend<'c> {
+/// What a cache becomes.
+#[derive(Debug)]
+struct Append<'c> {
+    cache: &'c mut AttentionCache,
+    /// What it keeps: less than is read, where a call brings more than a sliding cache holds.
+    kept: HeldKv,
+}
+
+impl<'c> CachedCall<'c> {
+    /// A call that reads what an earlier layer's call of the same tokens left in its cache.
+    ///
+    /// # Errors
+    /// For queries of another dtype than the keys, and for a copy that does not fit in memory.
+    pub(super) fn reading(cache: &AttentionCache, new: NewTokens, q: &Tensor) -> Result<Self> {
+        let (Some(buffers), Some(dtype)) = (&cache.buffers, cache.dtype) else {
+            bail!(
+                "[attention_cache] the cache of the earlier layer is empty, expected its call with the same tokens first"
+            )
+        };
+        if dtype != q.dtype() {
+            bail!(
+                "[attention_cache] the earlier layer's keys have dtype {dtype:?}, expected the queries' {:?}",
+                q.dtype()
+            )
+        }
+        let detached = cache.config.detached();
+        // Later calls of the earlier layer write to its buffers in place.
+        let buffers = if q.track_op() && !detached { buffers.copy()? } else { buffers.clone() };
+        let read = HeldKv { buffers, held: cache.held.clone() };
+        Ok(Self { new, dtype, detached, read, append: None, expansion: None, in_graph: Cell::new(false) })
+    }
+
     /// `kv` are the call's keys and values in the format of the cache, `dtype` that in which they came.
     pub(super) fn new(cache: &'c mut AttentionCache, new: NewTokens, kv: &KvBuffers, dtype: DType) -> Result<Self> {
         let held = if cache.held.is_empty() { vec![0..0; new.tokens.len()] } else { cache.held.clone() };
@@ -80,7 +113,7 @@ impl<'c> StagedAppend<'c> {
             append(&slid, &before, kv, &new)?;
             let read = HeldKv { buffers: slid, held: after };
             let kept: Vec<_> = read.held.iter().map(|held| last(held, most)).collect();
-            let kept = if kept == read.held {
+            let kept = if kept == read.held || cache.config.shared() {
                 read.clone()
             } else {
                 let buffers = read.buffers.empty_like(kept.len(), most)?;
@@ -96,14 +129,15 @@ impl<'c> StagedAppend<'c> {
                 new.tokens[full].len()
             )
         };
-        Ok(Self { cache, new, dtype, read, kept, expansion: None, in_graph: Cell::new(false) })
+        let (detached, append) = (cache.config.detached(), Some(Append { cache, kept }));
+        Ok(Self { new, dtype, detached, read, append, expansion: None, in_graph: Cell::new(false) })
     }
 
     /// Attention from the call's queries (B, H, T_q, D) to all keys; the mask counts positions in the sequence.
     pub fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Tensor> {
         let (rows, mask) = self.whole(q, mask)?;
         if let Some(kv) = self.quantized(&rows)?
-            && let Some(call) = QuantizedCall::new(&self.detached(q), &kv, &mask, options)?
+            && let Some(call) = QuantizedCall::new(&self.own_query(q), &kv, &mask, options)?
         {
             return call.attend();
         }
@@ -133,7 +167,7 @@ impl<'c> StagedAppend<'c> {
     pub fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
         let (rows, mask) = self.whole(q, mask)?;
         if let Some(kv) = self.quantized(&rows)?
-            && let Some(call) = QuantizedCall::new(&self.detached(q), &kv, &mask, options)?
+            && let Some(call) = QuantizedCall::new(&self.own_query(q), &kv, &mask, options)?
         {
             return Ok(call.plan());
         }
@@ -141,7 +175,7 @@ impl<'c> StagedAppend<'c> {
         plan(&self.query(q)?, &k, &v, &mask, options)
     }
 
-    /// Makes the call's keys and values part of the cache.
+    /// Makes the call's keys and values part of the cache, if it has any.
     ///
     /// Later calls write to the buffers of a cache in place. A graph that refers to them keeps them for its `backward`, and
     /// the cache goes on with a copy.
@@ -149,10 +183,10 @@ impl<'c> StagedAppend<'c> {
     /// # Errors
     /// For a copy that does not fit in memory.
     pub fn commit(self) -> Result<()> {
-        let HeldKv { buffers, held } = self.kept;
-        self.cache.buffers = Some(if self.in_graph.get() { buffers.copy()? } else { buffers });
-        self.cache.held = held;
-        self.cache.dtype = Some(self.dtype);
+        let Some(Append { cache, kept: HeldKv { buffers, held } }) = self.append else { return Ok(()) };
+        cache.buffers = Some(if self.in_graph.get() { buffers.copy()? } else { buffers });
+        cache.held = held;
+        cache.dtype = Some(self.dtype);
         Ok(())
     }
 
@@ -161,7 +195,7 @@ impl<'c> StagedAppend<'c> {
         let (keys, values) = self.read.buffers.read(rows, self.float_dtype())?;
         let Some(expansion) = self.expansion else { return Ok((keys, values)) };
         let (keys, values) = expansion.expand(&keys)?;
-        Ok(if self.cache.config.detached() { (keys.detach(), values.detach()) } else { (keys, values) })
+        Ok(if self.detached { (keys.detach(), values.detach()) } else { (keys, values) })
     }
 
     /// Keys and values of 8 bits as they are, if attention is to them and not to what is computed from them.
@@ -178,11 +212,11 @@ impl<'c> StagedAppend<'c> {
     }
 
     fn query(&self, q: &Tensor) -> Result<Tensor> {
-        self.detached(q).to_dtype(self.float_dtype())
+        self.own_query(q).to_dtype(self.float_dtype())
     }
 
-    fn detached(&self, q: &Tensor) -> Tensor {
-        if self.cache.config.detached() { q.detach() } else { q.clone() }
+    fn own_query(&self, q: &Tensor) -> Tensor {
+        if self.detached { q.detach() } else { q.clone() }
     }
 
     /// The rows of the buffers that hold a key of some sequence, and the mask for them.

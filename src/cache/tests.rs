@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Storage, Tensor};
 
 use super::buffers::{dequantize, quantize};
-use super::{AttentionCache, AttentionCacheConfig, Padding, StagedAppend};
+use super::{AttentionCache, AttentionCacheConfig, CachedCall, Padding};
 use crate::cpu::Tier;
 use crate::init::TorchSeed;
 use crate::{AttentionMask, Backend, EmptyRows, SdpaOptions, scaled_dot_product_attention};
@@ -32,7 +32,7 @@ fn place(tensor: &Tensor) -> (usize, Vec<usize>) {
     (storage.as_slice::<f32>().expect("f32").as_ptr() as usize, layout.stride().to_vec())
 }
 
-fn stage<'c>(cache: &'c mut AttentionCache, k: &Tensor, v: &Tensor, padding: Padding) -> Result<StagedAppend<'c>> {
+fn stage<'c>(cache: &'c mut AttentionCache, k: &Tensor, v: &Tensor, padding: Padding) -> Result<CachedCall<'c>> {
     let new = cache.new_tokens((B, k.dim(2)?), padding)?;
     cache.stage(new, k, v)
 }
@@ -273,7 +273,7 @@ fn eight_bits_give_the_numbers_of_their_floats() -> Result<()> {
     Ok(())
 }
 
-fn compare(small: &StagedAppend, plain: &StagedAppend, slides: bool) -> Result<()> {
+fn compare(small: &CachedCall, plain: &CachedCall, slides: bool) -> Result<()> {
     let q = random((B, H, T, 6))?;
     let window = AttentionMask::causal().with_window(3);
     for (n, mask) in masks()?.into_iter().enumerate() {

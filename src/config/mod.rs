@@ -1,6 +1,9 @@
 //! What belongs to the architecture of an attention layer.
 
+mod kv_source;
 mod options;
+
+pub use kv_source::KvSource;
 
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
@@ -64,6 +67,8 @@ pub struct MultiHeadAttentionConfig {
     relative_bias: Option<RelativeBiasConfig>,
     output_gate: Option<OutputGate>,
     #[serde(default)]
+    kv_source: KvSource,
+    #[serde(default)]
     dropout: f64,
 }
 
@@ -107,6 +112,7 @@ impl MultiHeadAttentionConfig {
             alibi: None,
             relative_bias: None,
             output_gate: None,
+            kv_source: KvSource::Projected,
             dropout: 0.0,
         }
     }
@@ -195,6 +201,7 @@ impl MultiHeadAttentionConfig {
         if let Some(relative_bias) = &self.relative_bias {
             relative_bias.validate()?;
         }
+        self.validate_kv_source()?;
         self.validate_appended()?;
         self.validate_order()
     }

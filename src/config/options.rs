@@ -1,7 +1,7 @@
 //! Builders and readers of a config.
 
 use super::MultiHeadAttentionConfig;
-use crate::{AlibiConfig, OutputGate, QkNorm, QueryScaling, RelativeBiasConfig, RopeConfig};
+use crate::{AlibiConfig, KvSource, OutputGate, QkNorm, QueryScaling, RelativeBiasConfig, RopeConfig};
 
 /// Builders: each takes the config and gives it back with one thing changed.
 impl MultiHeadAttentionConfig {
@@ -178,6 +178,11 @@ impl MultiHeadAttentionConfig {
         Self { output_gate: Some(output_gate), ..self }
     }
 
+    /// Where keys and values come from: projections unless given (Gemma 3n, Gemma 4).
+    pub fn with_kv_source(self, kv_source: KvSource) -> Self {
+        Self { kv_source, ..self }
+    }
+
     /// The probability with which a weight is dropped in training.
     pub fn with_dropout(self, dropout: f64) -> Self {
         Self { dropout, ..self }
@@ -349,6 +354,11 @@ impl MultiHeadAttentionConfig {
     /// The gate of the context.
     pub fn output_gate(&self) -> Option<OutputGate> {
         self.output_gate
+    }
+
+    /// Where keys and values come from.
+    pub fn kv_source(&self) -> KvSource {
+        self.kv_source
     }
 
     /// The probability with which a weight is dropped in training.

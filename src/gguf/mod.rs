@@ -110,7 +110,7 @@ pub fn load_attention<R: Read + Seek>(
         }
     };
     let output = file.weight(&at("attn_output"), o, cfg.out_bias())?.columns()?;
-    let projections = Projections::of_columns(qkv, output, device)?;
+    let projections = Projections::of_columns([qkv, output].concat(), device)?;
 
     let mut parameters = HashMap::new();
     for (own, name, wanted) in [

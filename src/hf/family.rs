@@ -51,6 +51,8 @@ pub(super) struct Family {
     pub only: &'static [(&'static str, &'static str)],
     /// Where a checkpoint keeps the relative bias, if there is one.
     pub bias_place: BiasPlace,
+    /// The earlier layer whose keys and values a layer reads, if it has none of its own.
+    pub kv_layer: fn(&Fields, usize) -> Result<Option<usize>>,
     /// What no column says.
     pub adjust: fn(&Fields, usize, MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig>,
     /// The decoder's self-attention and its attention to the encoder's outputs, where this row is of the encoder beside
@@ -228,9 +230,6 @@ impl Family {
             Some(name) if fields.has(name) || !fields.has(HIDDEN) => fields.section(name)?,
             _ => fields,
         };
-        if fields.get("per_layer_config").is_some() {
-            return fields.fail("per_layer_config is not supported");
-        }
         let name = self.names[0];
         // T5's decoders are as deep as their encoders unless they say otherwise.
         let default = if name == DECODER_LAYERS { fields.get_or("num_layers", self.sizes[0])? } else { self.sizes[0] };
@@ -241,7 +240,12 @@ impl Family {
         if layer >= layers {
             return fields.fail(format!("there is no layer {layer}, {name} is {layers}"));
         }
-        Ok(fields)
+        fields.of_layer_config(layer)
+    }
+
+    /// The earlier layer whose keys and values a layer reads.
+    pub fn kv_layer(&self, json: &Value, layer: usize) -> Result<Option<usize>> {
+        (self.kv_layer)(&self.fields(json, layer)?, layer)
     }
 
     fn heads(&self, fields: &Fields) -> Result<MultiHeadAttentionConfig> {
@@ -313,7 +317,7 @@ impl Family {
         let encoder = match self.mask {
             Mask::Encoder => Some(window),
             Mask::CausalIf(name) => (!fields.flag(name, false)?).then_some(window),
-            Mask::CausalOrBidirectional if fields.flag("use_bidirectional_attention", false)? => {
+            Mask::CausalOrBidirectional if is_bidirectional(fields)? => {
                 fields.only("is_causal", true)?;
                 Some(window.map(|window| window / 2))
             }
@@ -397,5 +401,15 @@ impl Family {
                 self.model_type
             ),
         }
+    }
+}
+
+/// Gemma 4 says `"all"`, and `"vision"` for images alone, whose places the caller's mask knows.
+fn is_bidirectional(fields: &Fields) -> Result<bool> {
+    const NAME: &str = "use_bidirectional_attention";
+    match fields.get(NAME).and_then(Value::as_str) {
+        Some("all") => Ok(true),
+        Some("vision") => Ok(false),
+        _ => fields.flag(NAME, false),
     }
 }

@@ -19,6 +19,8 @@ pub(super) struct Fields<'a> {
     /// The prefix of the fields' names in errors, for an object in the config.
     within: String,
     object: &'a Map<String, Value>,
+    /// What one layer has in place of the fields of all.
+    of_layer: Option<&'a Map<String, Value>>,
     aliases: Vec<(&'static str, &'static str)>,
 }
 
@@ -28,7 +30,7 @@ impl<'a> Fields<'a> {
         object: &'a Map<String, Value>,
         aliases: Vec<(&'static str, &'static str)>,
     ) -> Self {
-        Self { model, within: String::new(), object, aliases }
+        Self { model, within: String::new(), object, of_layer: None, aliases }
     }
 
     /// The object in a field; `None` where it is absent, null or empty.
@@ -47,7 +49,27 @@ impl<'a> Fields<'a> {
     }
 
     fn within(&self, name: &str, object: &'a Map<String, Value>) -> Self {
-        Self { within: format!("{}{name}.", self.within), object, aliases: Vec::new(), model: self.model }
+        Self {
+            within: format!("{}{name}.", self.within),
+            object,
+            of_layer: None,
+            aliases: Vec::new(),
+            model: self.model,
+        }
+    }
+
+    /// With what `per_layer_config` has for a layer.
+    pub(super) fn of_layer_config(self, layer: usize) -> Result<Self> {
+        const NAME: &str = "per_layer_config";
+        let mut of_layer = None;
+        for (key, own) in self.object(NAME)?.iter().flat_map(|layers| layers.object) {
+            match (key.parse::<usize>(), own) {
+                (Ok(of), Value::Object(own)) if of == layer => of_layer = Some(own),
+                (Ok(_), Value::Object(_)) => {}
+                _ => return self.fail(format!("{NAME} has {key}: {own}, expected a layer's number and an object")),
+            }
+        }
+        Ok(Self { of_layer, ..self })
     }
 
     pub(super) fn fail<T>(&self, message: impl std::fmt::Display) -> Result<T> {
@@ -61,7 +83,9 @@ impl<'a> Fields<'a> {
     /// The value as it stands, null included.
     fn raw(&self, name: &str) -> Option<&'a Value> {
         let aliases = self.aliases.iter().filter(|(_, own)| *own == name).map(|(other, _)| *other);
-        aliases.chain([name]).find_map(|name| self.object.get(name))
+        let mut names = aliases.chain([name]);
+        let of_layer = self.of_layer.and_then(|own| names.clone().find_map(|name| own.get(name)));
+        of_layer.or_else(|| names.find_map(|name| self.object.get(name)))
     }
 
     /// Whether there is such a field, be it null.

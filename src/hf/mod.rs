@@ -132,6 +132,42 @@
 //! # Ok(()) }
 //! ```
 //!
+//! # Gemma 3n and Gemma 4
+//!
+//! The last layers of these have no keys and values: [`kv_layer`] names the earlier layer whose they are. In generation
+//! they read its [cache](crate::AttentionInput::with_shared_cache), and without one its
+//! [memory](MultiHeadAttention::project_memory). Layers that see all keys may have wider heads, and keys as values
+//! ([`KvSource`](crate::KvSource)).
+//!
+//! ```
+//! use candle_attention::{AttentionCache, AttentionCacheConfig, AttentionInput, hf};
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::VarBuilder;
+//! use serde_json::json;
+//! # fn main() -> candle_core::Result<()> {
+//! let config = json!({
+//!     "model_type": "gemma4_text", "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "global_head_dim": 64,
+//!     "num_hidden_layers": 4, "num_kv_shared_layers": 2, "attention_k_eq_v": true, "num_global_key_value_heads": 1,
+//!     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+//! });
+//! let layer = |i| hf::load_attention(&config, i, VarBuilder::zeros(DType::F32, &Device::Cpu));
+//! let layers = (0..4).map(layer).collect::<candle_core::Result<Vec<_>>>()?;
+//! // Others read the caches of the first two, so these hold all that a prompt's queries see.
+//! let cache = |i: usize| AttentionCache::new(&AttentionCacheConfig::for_layer(layers[i].config()).with_shared(true));
+//! let mut caches = (0..2).map(cache).collect::<candle_core::Result<Vec<_>>>()?;
+//! for t in [7, 1, 1] {
+//!     let mut xs = Tensor::randn(0f32, 1., (2, t, 64), &Device::Cpu)?;
+//!     for (i, layer) in layers.iter().enumerate() {
+//!         let input = AttentionInput::new(&xs).with_residual(&xs);
+//!         xs = layer.forward_with(match hf::kv_layer(&config, i)? {
+//!             Some(earlier) => input.with_shared_cache(&caches[earlier]),
+//!             None => input.with_cache(&mut caches[i]),
+//!         })?;
+//!     }
+//! }
+//! # Ok(()) }
+//! ```
+//!
 //! # DeepSeek
 //!
 //! DeepSeek V2 and V3, and models that have the same by other names, have latent attention, which is a layer of its
@@ -198,6 +234,15 @@ pub fn attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttention
 /// Latent attention is for [`load_latent_attention`].
 pub fn load_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
     Family::of(json)?.load(json, layer, vb)
+}
+
+/// The earlier layer whose keys and values a layer reads, if it has none of its own
+/// ([`KvSource::EarlierLayer`](crate::KvSource)).
+///
+/// # Errors
+/// As [`attention_config`].
+pub fn kv_layer(json: &Value, layer: usize) -> Result<Option<usize>> {
+    Family::of(json)?.kv_layer(json, layer)
 }
 
 /// [`attention_config`] for the self-attention of a decoder beside an encoder.

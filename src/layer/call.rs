@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor, bail};
 
 use super::input::GivenFunction;
-use crate::cache::StagedAppend;
+use crate::cache::CachedCall;
 use crate::sdpa::plan_varlen;
 use crate::{
     AttentionMask, AttentionOutput, PackedSequences, Plan, SdpaOptions, plan, scaled_dot_product_attention,
@@ -33,8 +33,8 @@ pub(super) enum CallKeys<'a> {
     Own { k: Tensor, v: Tensor },
     /// Those of packed sequences, with a batch of one.
     Packed { k: Tensor, v: Tensor, sequences: &'a PackedSequences },
-    /// Those of the call after those of the calls before.
-    Cached(StagedAppend<'a>),
+    /// Those of the call after those of the calls before, or what an earlier layer's cache holds.
+    Cached(CachedCall<'a>),
 }
 
 impl AttentionCall<'_> {
@@ -111,7 +111,7 @@ impl AttentionCall<'_> {
     /// Keeps the call's keys and values, if there is a cache: the last thing that is done.
     ///
     /// # Errors
-    /// As [`StagedAppend::commit`].
+    /// As [`CachedCall::commit`].
     pub fn commit(self) -> Result<()> {
         match self.keys {
             CallKeys::Own { .. } | CallKeys::Packed { .. } => Ok(()),

@@ -10,7 +10,10 @@ use crate::position::{Alibi, AxisPositions, Positions, Rotation};
 use crate::projection::Queries;
 use crate::sdpa::accumulation_dtype;
 use crate::size::is_addressable;
-use crate::{AttentionCache, AttentionMask, AttentionOutput, PackedSequences, Plan, RopeConfig, SdpaOptions};
+use crate::{AttentionCache, AttentionMask, AttentionOutput, KvSource, PackedSequences, Plan, RopeConfig, SdpaOptions};
+
+const NO_KEYS: &str =
+    "the layer has no keys and values of its own, expected an earlier layer's, `with_shared_cache` or `with_memory`";
 
 /// The inputs of a call, checked.
 struct Inputs<'a> {
@@ -35,16 +38,16 @@ enum Keys<'a> {
         values: Tensor,
     },
     Memory(&'a ProjectedMemory),
+    /// What an earlier layer's call of the same tokens left.
+    Earlier(&'a AttentionCache),
 }
 
 /// Projected inputs as heads.
 struct Projected {
     /// (B, H, T_q, D).
     q: Tensor,
-    /// (B, H_kv, T_kv, D).
-    k: Tensor,
-    /// (B, H_kv, T_kv, D_v).
-    v: Tensor,
+    /// (B, H_kv, T_kv, D) and (B, H_kv, T_kv, D_v), if the call does not take them from an earlier layer's cache.
+    kv: Option<(Tensor, Tensor)>,
     /// (B, T_q, H·D_v) or (B, T_q, H).
     gate: Option<Tensor>,
 }
@@ -122,19 +125,28 @@ impl MultiHeadAttention {
     pub(super) fn call<'a>(&self, mut input: AttentionInput<'a>) -> Result<AttentionCall<'a>> {
         let inputs = self.check(&input)?;
         let positions = self.positions(&input, &inputs)?;
-        let Projected { q, k, v, gate } = self.project(&inputs, positions.as_ref())?;
+        let Projected { q, kv, gate } = self.project(&inputs, positions.as_ref())?;
         // No context is computed for padding, and zero times what it holds is to be zero.
         let gate = match (gate, &inputs.new_tokens) {
             (Some(gate), Some(new_tokens)) => Some(new_tokens.without_padding(gate)?),
             (gate, _) => gate,
         };
         let mask = self.mask(&input, &inputs, positions.as_ref())?;
-        let keys = match (input.cache.take(), inputs.new_tokens) {
-            (Some(cache), Some(new_tokens)) => CallKeys::Cached(cache.stage(new_tokens, &k, &v)?),
-            _ => match input.packed {
+        let keys = match (kv, input.cache.take(), inputs.keys, inputs.new_tokens) {
+            (Some((k, v)), Some(cache), _, Some(new_tokens)) => CallKeys::Cached(cache.stage(new_tokens, &k, &v)?),
+            (Some((k, v)), ..) => match input.packed {
                 Some(sequences) => CallKeys::Packed { k, v, sequences },
                 None => CallKeys::Own { k, v },
             },
+            (None, _, Keys::Earlier(cache), Some(new_tokens)) => {
+                let cfg = &self.config;
+                CallKeys::Cached(cache.read(
+                    new_tokens,
+                    &q,
+                    [cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()],
+                )?)
+            }
+            (None, ..) => bail!("[multi_head_attention] {NO_KEYS}"),
         };
         let batched = input.queries.rank() == 3;
         let (options, function) = (self.options(&input), input.function);
@@ -147,13 +159,23 @@ impl MultiHeadAttention {
         let queries = self.expected(cfg.embed_dim(), batched).check("queries", input.queries)?;
         let (b, t_q, _) = queries.dims3()?;
         let residual = self.expected(cfg.embed_dim(), batched).check_residual(input, cfg.out_dim())?;
-        let (keys, t_kv, key_dims) = match input.memory {
-            Some(memory) => {
+        let (keys, t_kv, key_dims) = match (input.memory, input.shared_cache) {
+            (None, Some(cache)) => {
+                if cfg.kv_source() != KvSource::EarlierLayer {
+                    bail!(
+                        "[multi_head_attention] the cache of an earlier layer was given, but the layer has keys of its own"
+                    )
+                }
+                (Keys::Earlier(cache), cache.len(), input.queries.dims())
+            }
+            (None, None) if cfg.kv_source() == KvSource::EarlierLayer => bail!("[multi_head_attention] {NO_KEYS}"),
+            (Some(memory), _) => {
                 self.check_memory(input, memory, b)?;
                 (Keys::Memory(memory), memory.t_kv, memory.k.dims())
             }
-            None => {
+            (None, None) => {
                 let (given_keys, given_values) = input.key_value.unwrap_or((input.queries, input.queries));
+                self.check_one_input(given_keys, given_values)?;
                 let mut keys = self.expected(cfg.key_size(), batched).check("keys", given_keys)?;
                 let mut values = self.expected(cfg.value_size(), batched).check("values", given_values)?;
                 if [keys.dim(0)?, values.dim(0)?] != [b, b] || keys.dim(1)? != values.dim(1)? {
@@ -306,12 +328,16 @@ impl MultiHeadAttention {
             None => positions.and_then(|positions| at(&positions.queries)),
         };
         let at_keys = positions.and_then(|positions| positions.keys.as_ref()).and_then(at);
-        let (Queries { q, gate }, (k, v)) = match &inputs.keys {
+        let (Queries { q, gate }, kv) = match &inputs.keys {
             Keys::Inputs { keys, values } => {
-                let (own, [k, v]) = self.projections.query_key_value(&inputs.queries, keys, values)?;
-                (own, self.key_value_heads(k, v, at_keys.as_ref().or(at_queries.as_ref()))?)
+                let (own, kv) = self.projections.query_key_value(&inputs.queries, keys, values)?;
+                let rotation = at_keys.as_ref().or(at_queries.as_ref());
+                (own, kv.map(|[k, v]| self.key_value_heads(k, v, rotation)).transpose()?)
             }
-            Keys::Memory(memory) => (self.projections.query(&inputs.queries)?, (memory.k.clone(), memory.v.clone())),
+            Keys::Memory(memory) => {
+                (self.projections.query(&inputs.queries)?, Some((memory.k.clone(), memory.v.clone())))
+            }
+            Keys::Earlier(_) => (self.projections.query(&inputs.queries)?, None),
         };
         let norm = self.qk_norm.as_ref().map(|norms| &norms.q);
         let q = self.heads(self.normed_projection(q, norm)?, self.config.num_heads(), norm, at_queries.as_ref())?;
@@ -324,7 +350,7 @@ impl MultiHeadAttention {
             Some(factors) => q.transpose(1, 2)?.broadcast_mul(&factors.transpose(1, 2)?)?.transpose(1, 2)?,
             None => q,
         };
-        Ok(Projected { q, k, v, gate })
+        Ok(Projected { q, kv, gate })
     }
 
     /// Projected keys (B, T_kv, H_kv·D) and values (B, T_kv, H_kv·D_v), followed by those that the layer
@@ -335,7 +361,7 @@ impl MultiHeadAttention {
         v: Tensor,
         rotation: Option<&Rotation>,
     ) -> Result<(Tensor, Tensor)> {
-        let norm = self.qk_norm.as_ref().map(|norms| &norms.k);
+        let norm = self.qk_norm.as_ref().and_then(|norms| norms.k.as_ref());
         let (mut k, mut v) = (self.normed_projection(k, norm)?, self.normed_projection(v, None)?);
         if self.config.appended_keys() > 0 {
             let (learned_k, learned_v) = self.bias_kv.as_ref().map_or((None, None), |(k, v)| (Some(k), Some(v)));

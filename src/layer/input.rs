@@ -40,6 +40,7 @@ pub struct AttentionInput<'a> {
     pub(super) dropout_seed: Option<&'a TorchSeed>,
     pub(super) backend: Backend,
     pub(super) cache: Option<&'a mut AttentionCache>,
+    pub(super) shared_cache: Option<&'a AttentionCache>,
     pub(super) padding: Padding<'a>,
     pub(super) packed: Option<&'a PackedSequences>,
     pub(super) residual: Option<&'a Tensor>,
@@ -61,6 +62,7 @@ impl<'a> AttentionInput<'a> {
             dropout_seed: None,
             backend: Backend::Auto,
             cache: None,
+            shared_cache: None,
             padding: Padding::default(),
             packed: None,
             residual: None,
@@ -138,6 +140,33 @@ impl<'a> AttentionInput<'a> {
     /// a causal constraint is aligned to the end of each.
     pub fn with_cache(mut self, cache: &'a mut AttentionCache) -> Self {
         self.cache = Some(cache);
+        self
+    }
+
+    /// Attention to the keys and values in the cache of an earlier layer, whose call with the same tokens and padding came
+    /// before: for layers that have none of their own ([`KvSource::EarlierLayer`](crate::KvSource)). The queries stand at
+    /// its last positions. A sliding cache has to be made
+    /// [`with_shared`](crate::AttentionCacheConfig::with_shared) for calls of more tokens than its window has.
+    ///
+    /// ```
+    /// use candle_attention::{AttentionCache, AttentionInput, KvSource, MultiHeadAttention, MultiHeadAttentionConfig};
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::VarBuilder;
+    /// # fn main() -> candle_core::Result<()> {
+    /// let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+    /// let cfg = MultiHeadAttentionConfig::new(64, 4).with_causal(true);
+    /// let earlier = MultiHeadAttention::new(&cfg, vb.clone())?;
+    /// let later = MultiHeadAttention::new(&cfg.with_kv_source(KvSource::EarlierLayer), vb)?;
+    /// let mut cache = AttentionCache::default();
+    /// for t in [5, 1, 1] {
+    ///     let xs = Tensor::randn(0f32, 1., (2, t, 64), &Device::Cpu)?;
+    ///     let xs = earlier.forward_with(AttentionInput::new(&xs).with_cache(&mut cache))?;
+    ///     later.forward_with(AttentionInput::new(&xs).with_shared_cache(&cache))?;
+    /// }
+    /// # Ok(()) }
+    /// ```
+    pub fn with_shared_cache(mut self, cache: &'a AttentionCache) -> Self {
+        self.shared_cache = Some(cache);
         self
     }
 
@@ -243,7 +272,7 @@ impl<'a> AttentionInput<'a> {
         if self.queries.rank() != 2 {
             bail!("[{op}] packed queries have shape {:?}, expected (total_q, E)", self.queries.dims())
         }
-        if self.cache.is_some() {
+        if self.cache.is_some() || self.shared_cache.is_some() {
             bail!("[{op}] packed sequences were given with a cache, expected one of the two")
         }
         let totals = (sequences.total_queries(), sequences.total_keys());
@@ -294,19 +323,26 @@ impl<'a> AttentionInput<'a> {
 
     /// The tokens that a call of `dims` (B, T) adds to its cache, if it has one.
     pub(super) fn new_tokens(&self, op: &str, dims: (usize, usize)) -> Result<Option<NewTokens>> {
-        if self.function.is_some() && (self.cache.is_some() || self.packed.is_some()) {
+        let is_cached = self.cache.is_some() || self.shared_cache.is_some();
+        if self.function.is_some() && (is_cached || self.packed.is_some()) {
             bail!("[{op}] an attention function was given with a cache or packed sequences, expected one of them")
         }
-        let Some(cache) = &self.cache else {
+        if !is_cached {
             if self.padding.valid_lens.is_some() || self.padding.starts.is_some() {
                 bail!("[{op}] valid_lens or starts were given to a call without a cache; expected padding in the mask")
             }
             return Ok(None);
-        };
+        }
         if self.is_cross() {
             bail!("[{op}] keys and values were given beside a cache, expected self-attention")
         }
-        cache.new_tokens(dims, self.padding).map(Some)
+        match (&self.cache, self.shared_cache) {
+            (Some(_), Some(_)) => {
+                bail!("[{op}] a cache was given beside that of an earlier layer, expected one of the two")
+            }
+            (Some(cache), None) => cache.new_tokens(dims, self.padding).map(Some),
+            (None, shared) => shared.map(|cache| cache.latest_tokens(dims, self.padding)).transpose(),
+        }
     }
 }
 

@@ -4,10 +4,11 @@ use candle_core::{Result, Tensor, bail};
 
 use super::{AttentionInput, MultiHeadAttention};
 use crate::position::Positions;
-use crate::{RopeAxes, RopeConfig};
+use crate::{KvSource, RopeAxes, RopeConfig};
 
 /// Keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v) of cross-attention as a layer projected them
-/// ([`MultiHeadAttention::project_memory`]), for as many calls as there are queries to come.
+/// ([`MultiHeadAttention::project_memory`]), for as many calls as there are queries to come; or those of a whole sequence,
+/// which later layers read too ([`KvSource::EarlierLayer`](crate::KvSource)).
 #[derive(Debug, Clone)]
 pub struct ProjectedMemory {
     /// Followed by those that the layer appends.
@@ -50,6 +51,7 @@ impl MultiHeadAttention {
     pub fn project_memory(&self, keys: &Tensor, values: &Tensor) -> Result<ProjectedMemory> {
         let cfg = &self.config;
         let batched = keys.rank() != 2;
+        self.check_one_input(keys, values)?;
         let k_in = self.expected(cfg.key_size(), batched).check("keys", keys)?;
         let mut v_in = self.expected(cfg.value_size(), batched).check("values", values)?;
         let ((b, t_kv, _), (b_v, t_v, _)) = (k_in.dims3()?, v_in.dims3()?);
@@ -73,13 +75,25 @@ impl MultiHeadAttention {
             Some(rotary) => Some(rotary.at(&Positions::starting_at(&[0], t_kv)?)),
             None => None,
         };
-        let [k, v] = self.projections.key_value(&k_in, &v_in)?;
+        let Some([k, v]) = self.projections.key_value(&k_in, &v_in)? else {
+            bail!(
+                "[multi_head_attention] keys and values are those of an earlier layer, expected a memory that it projects"
+            )
+        };
         let (k, v) = self.key_value_heads(k, v, rotation.as_ref())?;
         // Read in every call from now on: each head's positions side by side.
         Ok(ProjectedMemory { k: k.contiguous()?, v: v.contiguous()?, t_kv, batched })
     }
 
-    /// That a memory is this layer's, and of the queries' batch.
+    /// That nothing is given for values which are the keys' projection.
+    pub(super) fn check_one_input(&self, keys: &Tensor, values: &Tensor) -> Result<()> {
+        if self.config.kv_source() == KvSource::KeysAsValues && keys.id() != values.id() {
+            bail!("[multi_head_attention] values are the keys' projection, expected one tensor as the input of both")
+        }
+        Ok(())
+    }
+
+    /// That a memory is this layer's or one that it may read, and of the queries' batch.
     pub(super) fn check_memory(&self, input: &AttentionInput, memory: &ProjectedMemory, b: usize) -> Result<()> {
         let batched = input.queries.rank() == 3;
         if input.key_value.is_some() {

@@ -22,7 +22,9 @@ use crate::norm::{Norm, NormDims, QkNorms};
 use crate::position::Alibi;
 use crate::projection::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
 use crate::weights::{Linears, Source, load_projections, root, state_dict};
-use crate::{AttentionMask, HeadShard, MultiHeadAttentionConfig, RelativeBias, RotaryEmbedding, WeightLayout};
+use crate::{
+    AttentionMask, HeadShard, KvSource, MultiHeadAttentionConfig, RelativeBias, RotaryEmbedding, WeightLayout,
+};
 use input::Expected;
 
 const OP: &str = "multi_head_attention";
@@ -308,13 +310,18 @@ impl MultiHeadAttention {
     /// [`state_dict`](Self::state_dict) alone.
     ///
     /// A layer over plain tensors on a CPU holds packed weights ([`PackedLinear`](crate::PackedLinear)), which this copies
-    /// back; those of q, k and v that read inputs of one width are views of one weight.
+    /// back; those of q, k and v that read inputs of one width are views of one weight. Where values are the keys'
+    /// projection, it stands in both places.
     ///
     /// # Errors
-    /// If a projection is a module of the caller's, and if memory is short.
+    /// If a projection is a module of the caller's, for a layer without projections of keys and values, and if memory is
+    /// short.
     pub fn projections(&self) -> Result<(Linear, Linear, Linear, Option<Linear>)> {
         let Linears { q, k, v, o, .. } = self.projections.to_linears()?;
-        Ok((q, k, v, o))
+        let Some(k) = k else {
+            bail!("[multi_head_attention] keys and values are those of an earlier layer, which has their projections")
+        };
+        Ok((q, k.clone(), v.unwrap_or(k), o))
     }
 
     /// The layer's parameters under the names and in the shapes of a layout, as a state dict that PyTorch reads.
@@ -383,7 +390,10 @@ impl Parameters {
                 QkNorms::refuse(source)?;
                 None
             }
-            Some(norm) => Some(QkNorms::load(norm, NormDims { h, h_kv, d }, source)?),
+            Some(norm) => {
+                let h_kv = (cfg.kv_source() != KvSource::EarlierLayer).then_some(h_kv);
+                Some(QkNorms::load(norm, NormDims { h, h_kv, d }, source)?)
+            }
         };
         let width = cfg.value_head_dim();
         let value_norm = cfg.value_norm().map(|eps| Norm::without_weight(eps, width, source)).transpose()?;

@@ -4,6 +4,8 @@ mod modules;
 
 pub use modules::{ProjectionModule, ProjectionModules, ProjectionPlace};
 
+use ProjectionPlace::{Gate, Key, Output, Query, Value};
+
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -201,13 +203,17 @@ impl fmt::Debug for Projection {
 #[derive(Debug, Clone)]
 pub(crate) struct Projections {
     q: Projection,
-    k: Projection,
-    v: Projection,
+    k: Option<Projection>,
+    /// Where there are keys, values are these without one.
+    v: Option<Projection>,
     gate: Option<Projection>,
     o: Option<Projection>,
     dtype: DType,
     device: Device,
 }
+
+/// In the order of [`ProjectionPlace`].
+type Placed = [Option<Projection>; 5];
 
 /// What queries' inputs are projected to.
 #[derive(Debug)]
@@ -224,20 +230,32 @@ impl Projections {
     /// # Errors
     /// If memory is short.
     pub fn new(loaded: LoadedProjections) -> Result<Self> {
-        let LoadedProjections { qkv: [q, k, v], gate, o } = loaded;
-        let (dtype, device) = (q.weight().dtype(), q.weight().device().clone());
-        let [of_q, of_k, of_v] = [&q, &k, &v].map(ProjectionRows::in_dim);
-        // A gate beside the query, whose input it reads.
-        let queries: Vec<_> = std::iter::once(&q).chain(&gate).collect();
-        let qkv = if of_k != of_v {
-            [Projection::columns(&queries)?, Projection::columns(&[&k])?, Projection::columns(&[&v])?].concat()
-        } else if of_q != of_k {
-            [Projection::columns(&queries)?, Projection::columns(&[&k, &v])?].concat()
-        } else {
-            Projection::columns(&[queries, vec![&k, &v]].concat())?
+        let Some(weight) = loaded[0].as_ref().map(|q| q.weight().clone()) else {
+            bail!("[multi_head_attention] expected a query projection")
         };
-        let o = o.map(|o| Projection::columns(&[&o])).transpose()?;
-        Self::of_list(qkv, o, dtype, device)
+        Self::placed(Self::pack(&loaded)?, weight.dtype(), weight.device().clone())
+    }
+
+    /// Those of inputs of one width are columns of one product.
+    fn pack(loaded: &LoadedProjections) -> Result<Placed> {
+        // A gate beside the query, whose input it reads.
+        let rows = |place: ProjectionPlace| Some((place, loaded[place as usize].as_ref()?));
+        let of_inputs: Vec<_> = [Query, Gate, Key, Value].into_iter().filter_map(rows).collect();
+        let output = rows(Output);
+        let mut placed = Placed::default();
+        let groups = of_inputs.chunk_by(|own, next| own.1.in_dim() == next.1.in_dim());
+        for group in groups.chain(output.iter().map(std::slice::from_ref)) {
+            let all: Vec<_> = group.iter().map(|(_, rows)| *rows).collect();
+            for ((place, _), projection) in group.iter().zip(Projection::columns(&all)?) {
+                placed[*place as usize] = Some(projection);
+            }
+        }
+        Ok(placed)
+    }
+
+    fn placed(placed: Placed, dtype: DType, device: Device) -> Result<Self> {
+        let [Some(q), k, v, o, gate] = placed else { bail!("[multi_head_attention] expected a query projection") };
+        Ok(Self { q, k, v, gate, o, dtype, device })
     }
 
     /// The same with what variables hold now, packed. Modules of the caller's stay as they are.
@@ -245,25 +263,18 @@ impl Projections {
     /// # Errors
     /// If memory is short.
     pub fn freeze(&self) -> Result<Self> {
-        let tracked = |own: &Projection| own.as_columns().filter(|columns| columns.is_tracked()).cloned();
-        let Self { q, k, v, gate, .. } = self;
-        let mut own = self.clone();
-        // Together, so that those of one input are one product again.
-        if let (Some(q), Some(k), Some(v)) = (tracked(q), tracked(k), tracked(v)) {
-            let qkv = [q.frozen_rows()?, k.frozen_rows()?, v.frozen_rows()?];
-            let gate = gate.as_ref().and_then(tracked).map(|gate| gate.frozen_rows()).transpose()?;
-            let Self { q, k, v, gate, .. } = Self::new(LoadedProjections { qkv, gate, o: None })?;
-            (own.q, own.k, own.v) = (q, k, v);
-            own.gate = gate.or(own.gate);
-        }
-        for projection in [&mut own.q, &mut own.k, &mut own.v].into_iter().chain(&mut own.gate).chain(&mut own.o) {
-            if let Some(columns) = tracked(projection)
-                && let Some(frozen) = Projection::columns(&[&columns.frozen_rows()?])?.pop()
+        let Self { q, k, v, gate, o, dtype, device } = self.clone();
+        let own = [Some(q), k, v, o, gate];
+        let mut frozen = LoadedProjections::default();
+        for (frozen, own) in frozen.iter_mut().zip(&own) {
+            if let Some(columns) = own.as_ref().and_then(Projection::as_columns).filter(|columns| columns.is_tracked())
             {
-                *projection = frozen;
+                *frozen = Some(columns.frozen_rows()?);
             }
         }
-        Ok(own)
+        // Together, so that those of one input are one product again.
+        let mut packed = Self::pack(&frozen)?.into_iter();
+        Self::placed(own.map(|own| packed.next().flatten().or(own)), dtype, device)
     }
 
     /// Of modules, for inputs of a dtype on a device.
@@ -277,44 +288,34 @@ impl Projections {
         device: &Device,
     ) -> Result<Self> {
         let ProjectionModules { query, key, value, output, gate } = modules;
-        match (cfg.output_gate(), &gate) {
-            (Some(_), None) => bail!("[multi_head_attention] no module was given for the gate that the config wants"),
-            (None, Some(_)) => {
-                bail!("[multi_head_attention] a module was given for a gate, but the config says there is none")
-            }
-            _ => {}
+        let mut modules = [Some(query), key, value, output, gate].into_iter();
+        let mut placed = Placed::default();
+        for (place, (width, _)) in ProjectionPlace::ALL.into_iter().zip(projection_shapes(cfg)) {
+            placed[place as usize] = match (modules.next().flatten(), width) {
+                (None, 0) => None,
+                (None, _) => {
+                    bail!("[multi_head_attention] no module was given for the {} that the config wants", place.noun())
+                }
+                (Some(_), 0) => bail!(
+                    "[multi_head_attention] a module was given for the {}, but the config says there is none",
+                    place.noun()
+                ),
+                (Some(module), _) => {
+                    let expected = ModuleOutput { place, width, dtype, device: device.clone() };
+                    Some(Projection::Module { module, expected })
+                }
+            };
         }
-        match (cfg.out_proj(), &output) {
-            (true, None) => {
-                bail!("[multi_head_attention] no module was given for the output projection that the config wants")
-            }
-            (false, Some(_)) => bail!(
-                "[multi_head_attention] a module was given for the output projection, but the config says there is none"
-            ),
-            _ => {}
-        }
-        use ProjectionPlace::{Gate, Key, Output, Query, Value};
-        let projection = |(place, module): (ProjectionPlace, _)| {
-            let width = projection_shapes(cfg)[place as usize].0;
-            Projection::Module { module, expected: ModuleOutput { place, width, dtype, device: device.clone() } }
-        };
-        let gate = gate.map(|gate| (Gate, gate));
-        let qkv = std::iter::once((Query, query)).chain(gate).chain([(Key, key), (Value, value)]);
-        let o = output.map(|output| vec![projection((Output, output))]);
-        Self::of_list(qkv.map(projection).collect(), o, dtype, device.clone())
+        Self::placed(placed, dtype, device.clone())
     }
 
-    /// Of weights that are packed, for inputs in f32.
-    pub fn of_columns(qkv: Vec<Columns>, o: Vec<Columns>, device: &Device) -> Result<Self> {
-        let [qkv, o] = [qkv, o].map(|columns| columns.into_iter().map(Projection::Columns).collect());
-        Self::of_list(qkv, Some(o), DType::F32, device.clone())
-    }
-
-    /// Query, perhaps a gate, key and value, and the output projection.
-    fn of_list(mut qkv: Vec<Projection>, o: Option<Vec<Projection>>, dtype: DType, device: Device) -> Result<Self> {
-        let gate = (qkv.len() == 4).then(|| qkv.remove(1));
-        let Ok([q, k, v]) = <[Projection; 3]>::try_from(qkv) else { bail!("[projection] expected three projections") };
-        Ok(Self { q, k, v, gate, o: o.and_then(|mut o| o.pop()), dtype, device })
+    /// Of weights that are packed, query, key, value and output, for inputs in f32.
+    pub fn of_columns(all: Vec<Columns>, device: &Device) -> Result<Self> {
+        let mut placed = Placed::default();
+        for (place, columns) in placed.iter_mut().zip(all) {
+            *place = Some(Projection::Columns(columns));
+        }
+        Self::placed(placed, DType::F32, device.clone())
     }
 
     /// The same with a module in one place, made from what is there.
@@ -328,19 +329,14 @@ impl Projections {
         change: impl FnOnce(ProjectionModule) -> Result<ProjectionModule>,
     ) -> Result<Self> {
         let own = match place {
-            ProjectionPlace::Query => &mut self.q,
-            ProjectionPlace::Key => &mut self.k,
-            ProjectionPlace::Value => &mut self.v,
-            ProjectionPlace::Output => match &mut self.o {
-                Some(o) => o,
-                None => bail!(
-                    "[multi_head_attention] the config says there is no output projection, so none can be changed"
-                ),
-            },
-            ProjectionPlace::Gate => match &mut self.gate {
-                Some(gate) => gate,
-                None => bail!("[multi_head_attention] the config says there is no gate, so none can be changed"),
-            },
+            Query => Some(&mut self.q),
+            Key => self.k.as_mut(),
+            Value => self.v.as_mut(),
+            Output => self.o.as_mut(),
+            Gate => self.gate.as_mut(),
+        };
+        let Some(own) = own else {
+            bail!("[multi_head_attention] the config says there is no {}, so none can be changed", place.noun())
         };
         let width = projection_shapes(cfg)[place as usize].0;
         let expected = ModuleOutput { place, width, dtype: self.dtype, device: self.device.clone() };
@@ -356,23 +352,30 @@ impl Projections {
         &self.device
     }
 
-    /// q and the gate, and k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v). Those of one input that share a weight are
-    /// views of one product.
-    pub fn query_key_value(&self, queries: &Tensor, keys: &Tensor, values: &Tensor) -> Result<(Queries, [Tensor; 2])> {
+    /// q and the gate, and k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v), if the layer has them. Those of one input that
+    /// share a weight are views of one product.
+    pub fn query_key_value(
+        &self,
+        queries: &Tensor,
+        keys: &Tensor,
+        values: &Tensor,
+    ) -> Result<(Queries, Option<[Tensor; 2]>)> {
+        let last = self.v.as_ref().or(self.k.as_ref());
         if queries.id() == keys.id()
             && keys.id() == values.id()
-            && let (Some(q), Some(k), Some(v)) = (self.q.as_columns(), self.k.as_columns(), self.v.as_columns())
+            && let (Some(q), Some(k)) = (self.q.as_columns(), self.k.as_ref().and_then(Projection::as_columns))
+            && let Some(last) = last.and_then(Projection::as_columns)
             && q.shares_weight(k)
-            && k.shares_weight(v)
+            && k.shares_weight(last)
         {
             let start = q.range.start;
-            let product = q.product_to(v, queries)?;
+            let product = q.product_to(last, queries)?;
             let gate = self.gate.as_ref().map(|gate| match gate.as_columns() {
                 Some(gate) if gate.shares_weight(q) => gate.of(&product, start),
                 _ => gate.forward(queries),
             });
             let own = Queries { q: q.of(&product, start)?, gate: gate.transpose()? };
-            return Ok((own, [k.of(&product, start)?, v.of(&product, start)?]));
+            return Ok((own, Some([k.of(&product, start)?, last.of(&product, start)?])));
         }
         Ok((self.query(queries)?, self.key_value(keys, values)?))
     }
@@ -390,17 +393,22 @@ impl Projections {
         Ok(Queries { q: self.q.forward(queries)?, gate })
     }
 
-    /// k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v) alone.
-    pub fn key_value(&self, keys: &Tensor, values: &Tensor) -> Result<[Tensor; 2]> {
+    /// k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v) alone, if the layer has them.
+    pub fn key_value(&self, keys: &Tensor, values: &Tensor) -> Result<Option<[Tensor; 2]>> {
+        let Some(own_k) = &self.k else { return Ok(None) };
+        let Some(own_v) = &self.v else {
+            let k = own_k.forward(keys)?;
+            return Ok(Some([k.clone(), k]));
+        };
         if keys.id() == values.id()
-            && let (Some(k), Some(v)) = (self.k.as_columns(), self.v.as_columns())
+            && let (Some(k), Some(v)) = (own_k.as_columns(), own_v.as_columns())
             && k.shares_weight(v)
         {
             let start = k.range.start;
             let product = k.product_to(v, keys)?;
-            return Ok([k.of(&product, start)?, v.of(&product, start)?]);
+            return Ok(Some([k.of(&product, start)?, v.of(&product, start)?]));
         }
-        Ok([self.k.forward(keys)?, self.v.forward(values)?])
+        Ok(Some([own_k.forward(keys)?, own_v.forward(values)?]))
     }
 
     /// The output projection of merged heads (B, T_q, H·D_v), or the heads as they are, plus a residual of that shape.
@@ -436,8 +444,8 @@ impl Projections {
         Ok(Linears {
             q: linear(&self.q)?,
             gate: self.gate.as_ref().map(&mut linear).transpose()?,
-            k: linear(&self.k)?,
-            v: linear(&self.v)?,
+            k: self.k.as_ref().map(&mut linear).transpose()?,
+            v: self.v.as_ref().map(&mut linear).transpose()?,
             o: self.o.as_ref().map(&mut linear).transpose()?,
         })
     }

@@ -21,6 +21,16 @@ pub enum ProjectionPlace {
     Gate,
 }
 
+impl ProjectionPlace {
+    /// In the order of the type.
+    pub(super) const ALL: [Self; 5] = [Self::Query, Self::Key, Self::Value, Self::Output, Self::Gate];
+
+    /// For errors.
+    pub(super) fn noun(self) -> String {
+        if self == Self::Gate { self.to_string() } else { format!("{self} projection") }
+    }
+}
+
 impl fmt::Display for ProjectionPlace {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.write_str(match self {
@@ -42,8 +52,8 @@ pub type ProjectionModule = Arc<dyn Module + Send + Sync>;
 #[must_use]
 pub struct ProjectionModules {
     pub(super) query: ProjectionModule,
-    pub(super) key: ProjectionModule,
-    pub(super) value: ProjectionModule,
+    pub(super) key: Option<ProjectionModule>,
+    pub(super) value: Option<ProjectionModule>,
     pub(super) output: Option<ProjectionModule>,
     pub(super) gate: Option<ProjectionModule>,
 }
@@ -55,7 +65,18 @@ impl ProjectionModules {
         key: impl Module + Send + Sync + 'static,
         value: impl Module + Send + Sync + 'static,
     ) -> Self {
-        Self { query: Arc::new(query), key: Arc::new(key), value: Arc::new(value), output: None, gate: None }
+        Self { value: Some(Arc::new(value)), ..Self::of_query(query).with_key(key) }
+    }
+
+    /// A query projection alone, for keys and values of an earlier layer.
+    pub fn of_query(query: impl Module + Send + Sync + 'static) -> Self {
+        Self { query: Arc::new(query), key: None, value: None, output: None, gate: None }
+    }
+
+    /// With a key projection, whose output may be the values too.
+    pub fn with_key(mut self, key: impl Module + Send + Sync + 'static) -> Self {
+        self.key = Some(Arc::new(key));
+        self
     }
 
     /// With an output projection.
@@ -74,6 +95,11 @@ impl ProjectionModules {
 impl fmt::Debug for ProjectionModules {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let mut parts = f.debug_struct("ProjectionModules");
-        parts.field("output", &self.output.is_some()).field("gate", &self.gate.is_some()).finish_non_exhaustive()
+        for (name, module) in
+            [("key", &self.key), ("value", &self.value), ("output", &self.output), ("gate", &self.gate)]
+        {
+            parts.field(name, &module.is_some());
+        }
+        parts.finish_non_exhaustive()
     }
 }

@@ -10,15 +10,15 @@ use super::source::{Part, Source};
 use super::tensors::{GATE_NAMES, PROJECTIONS, Rows, projection_tensors};
 use crate::shard::{HeadShard, Share};
 use crate::size::fits_in_memory;
-use crate::{GatePlace, MultiHeadAttentionConfig};
+use crate::{GatePlace, KvSource, MultiHeadAttentionConfig};
 
 /// The projections of a layer as linear layers: q (H·D, E), k (H_kv·D, key_size), v (H_kv·D_v, value_size), o
 /// (out_dim, H·D_v), gate (H·D_v or H, E).
 #[derive(Debug, Clone)]
 pub(crate) struct Linears {
     pub q: Linear,
-    pub k: Linear,
-    pub v: Linear,
+    pub k: Option<Linear>,
+    pub v: Option<Linear>,
     pub o: Option<Linear>,
     pub gate: Option<Linear>,
 }
@@ -27,7 +27,7 @@ pub(crate) struct Linears {
 /// one.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ProjectionRows {
-    /// At least one.
+    /// None where there is no such projection.
     weight: Vec<Piece>,
     /// None without a bias.
     bias: Vec<Piece>,
@@ -170,12 +170,8 @@ impl ProjectionRows {
     }
 }
 
-/// The projections of a layer as a checkpoint has them: query, key and value, the gate, and output.
-pub(crate) struct LoadedProjections {
-    pub qkv: [ProjectionRows; 3],
-    pub gate: Option<ProjectionRows>,
-    pub o: Option<ProjectionRows>,
-}
+/// The projections of a layer as a checkpoint has them, in the order of [`ProjectionPlace`](crate::ProjectionPlace).
+pub(crate) type LoadedProjections = [Option<ProjectionRows>; PROJECTIONS];
 
 /// The projections in any layout; of a `shard`, its part of each, where the config is the whole layer's.
 ///
@@ -231,6 +227,10 @@ pub(crate) fn load_projections(
     if !cfg.out_proj() {
         refuse_out_proj(source)?;
     }
+    // The published files of layers that read those of an earlier one have both, which nobody reads.
+    if let (KvSource::KeysAsValues, Form::Separate([.., value, _], kind)) = (cfg.kv_source(), layout.form()) {
+        source.refuse(&kind.weight(value), "the config says that values are the keys' projection")?;
+    }
     if let Form::Stacked([query, ..], kind) = layout.form() {
         let h = cfg.num_heads();
         (0..h).try_for_each(|head| refuse_out_proj(&source.pp("heads").pp(head)))?;
@@ -238,9 +238,7 @@ pub(crate) fn load_projections(
             return source.fail(format!("the file has more than the {h} heads of the config"));
         }
     }
-    let [q, k, v, o, gate] = projections;
-    let gate = cfg.output_gate().map(|_| gate);
-    Ok(LoadedProjections { qkv: [q, k, v], gate, o: cfg.out_proj().then_some(o) })
+    Ok(projections.map(|rows| (!rows.weight.is_empty()).then_some(rows)))
 }
 
 /// No layout's output projection may be there, whatever its name: without it the numbers are others.
@@ -264,7 +262,7 @@ pub(crate) fn state_dict(
 ) -> Result<Vec<(String, Tensor)>> {
     let fail = |problem: String| Error::msg(format!("[state_dict] {problem} (layout {layout})"));
     let Linears { q, k, v, o, gate } = projections;
-    let linears = [Some(q), Some(k), Some(v), o.as_ref(), gate.as_ref()];
+    let linears = [Some(q), k.as_ref(), v.as_ref(), o.as_ref(), gate.as_ref()];
     let mut named = Vec::new();
     for tensor in projection_tensors(cfg, layout, GATE_NAMES[0]).map_err(fail)?.filter(|tensor| tensor.is_wanted) {
         let rows_of =

@@ -6,7 +6,7 @@ use candle_nn::Init;
 use super::layout::{Form, Kind, Orientation, QkvOrder, WeightLayout};
 use super::load::Piece;
 use super::source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, linear_bias};
-use crate::{GatePlace, MultiHeadAttentionConfig, OutputGate};
+use crate::{GatePlace, KvSource, MultiHeadAttentionConfig, OutputGate};
 
 /// A weight or a bias as a checkpoint has it.
 pub(super) struct ProjectionTensor {
@@ -93,15 +93,20 @@ impl Rows {
     }
 }
 
-/// (out, in) of the query, key, value and output projections and of the gate, which has no outputs where there is none.
+/// (out, in) of the query, key, value and output projections and of the gate; those that there are not have no outputs.
 pub(crate) fn projection_shapes(cfg: &MultiHeadAttentionConfig) -> [(usize, usize); PROJECTIONS] {
     let (h, h_kv) = (cfg.num_heads(), cfg.num_kv_heads());
     let gate = cfg.output_gate().map_or(0, |gate| h * gate.width(cfg.value_head_dim()));
+    let (key_heads, value_heads) = match cfg.kv_source() {
+        KvSource::Projected => (h_kv, h_kv),
+        KvSource::KeysAsValues => (h_kv, 0),
+        KvSource::EarlierLayer => (0, 0),
+    };
     [
         (h * cfg.head_dim(), cfg.embed_dim()),
-        (h_kv * cfg.head_dim(), cfg.key_size()),
-        (h_kv * cfg.value_head_dim(), cfg.value_size()),
-        (cfg.out_dim(), h * cfg.value_head_dim()),
+        (key_heads * cfg.head_dim(), cfg.key_size()),
+        (value_heads * cfg.value_head_dim(), cfg.value_size()),
+        (if cfg.out_proj() { cfg.out_dim() } else { 0 }, h * cfg.value_head_dim()),
         (gate, cfg.embed_dim()),
     ]
 }
@@ -130,7 +135,6 @@ pub(super) fn projection_tensors(
     };
     Ok(match layout.form() {
         Form::Separate(names, kind) => {
-            let count = if cfg.out_proj() { 4 } else { 3 };
             let query = Rows::query(cfg);
             let module = move |i| match (i, query) {
                 (0, Rows::Several { groups, each }) => {
@@ -139,7 +143,8 @@ pub(super) fn projection_tensors(
                 }
                 _ => projection(i, names[i], kind),
             };
-            Box::new((0..count).flat_map(move |i| module(i).tensors(biases[i])).chain(gate))
+            let present = (0..names.len()).filter(move |&i| shapes[i].0 > 0);
+            Box::new(present.flat_map(move |i| module(i).tensors(biases[i])).chain(gate))
         }
         Form::Stacked(names, kind) => {
             let heads = cfg.num_heads();
@@ -183,6 +188,11 @@ fn fits(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> std::result::Re
     };
     if !holds_gate {
         return Err("the config wants an output gate, for which the layout has no place".into());
+    }
+    if cfg.kv_source() != KvSource::Projected && !matches!(form, Form::Separate(..)) {
+        return Err(
+            "the layout keeps keys and values with the queries, but the config says they are not all projected".into(),
+        );
     }
     if let Form::Stacked(..) = form {
         if cfg.out_proj() {

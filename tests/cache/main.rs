@@ -24,3 +24,4 @@ mod masks;
 mod memory;
 mod misuse;
 mod rotary;
+mod shared;

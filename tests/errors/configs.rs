@@ -1,7 +1,7 @@
 //! Configs whose numbers do not fit together, and configs in JSON.
 
 use candle_attention::{
-    AlibiConfig, MultiHeadAttention, MultiHeadAttentionConfig, QkNorm, QkNormKind, QkNormScope, QueryScaling,
+    AlibiConfig, KvSource, MultiHeadAttention, MultiHeadAttentionConfig, QkNorm, QkNormKind, QkNormScope, QueryScaling,
     RelativeBiasConfig, RopeConfig, RopeScaling, WeightLayout,
 };
 use candle_core::{DType, Result};
@@ -30,7 +30,27 @@ fn json(text: &str) -> Result<()> {
     serde_json::from_str::<MultiHeadAttentionConfig>(text).map(drop).map_err(candle_core::Error::wrap)
 }
 
+/// Keys and values of an earlier layer.
+fn earlier(cfg: MultiHeadAttentionConfig) -> Result<()> {
+    cfg.with_kv_source(KvSource::EarlierLayer).validate()
+}
+
+fn keys_as_values(cfg: MultiHeadAttentionConfig) -> Result<()> {
+    cfg.with_kv_source(KvSource::KeysAsValues).validate()
+}
+
 pub const CASES: &[Case] = cases! {
+    "a bias of keys that are not there" => earlier(cfg().with_bias(true)),
+    "a learned key beside an earlier layer's" => earlier(cfg().with_bias_kv(true)),
+    "a norm of an earlier layer's values" => earlier(cfg().with_value_norm(1e-6)),
+    "wider values that are keys" => keys_as_values(cfg().with_value_head_dim(3)),
+    "a bias of values that are keys" => keys_as_values(cfg().with_v_bias(true)),
+    "another input of values that are keys" => keys_as_values(cfg().with_value_size(6)),
+    "keys as values in a packed weight" => {
+        let cfg = cfg().with_kv_source(KvSource::KeysAsValues);
+        let layout = "packed:qkv".parse::<WeightLayout>()?;
+        MultiHeadAttention::load(&cfg, layout, VarBuilder::zeros(DType::F32, &CPU))
+    },
     "inputs of no width" => MultiHeadAttentionConfig::new(0, 4).validate(),
     "no heads" => MultiHeadAttentionConfig::new(8, 0).validate(),
     "no key heads" => cfg().with_num_kv_heads(0).validate(),

@@ -65,6 +65,7 @@ const CASES: &[(&str, &[Case])] = &[
     ("cache config", cache::CONFIGS),
     ("projected memory", memory::PROJECTIONS),
     ("calls with a memory", memory::CALLS),
+    ("keys of an earlier layer", memory::SHARED),
     ("tensor parallel", shards::CASES),
     ("config", configs::CASES),
     ("embedding", embedding::CASES),

@@ -2,7 +2,8 @@
 
 use candle_attention::init::TorchSeed;
 use candle_attention::{
-    AttentionCache, AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig as Config, ProjectedMemory, RopeConfig,
+    AttentionCache, AttentionCacheConfig, AttentionInput, KvSource, MultiHeadAttention,
+    MultiHeadAttentionConfig as Config, ProjectedMemory, RopeConfig,
 };
 use candle_core::{DType, Result, Tensor};
 
@@ -34,6 +35,55 @@ fn memory(cfg: &Config, dtype: DType) -> Result<ProjectedMemory> {
 fn call(queries: &[usize], cfg: &Config, dtype: DType) -> Result<()> {
     own()?.forward_with(AttentionInput::new(&zeros(queries)).with_memory(&memory(cfg, dtype)?)).map(drop)
 }
+
+/// The call of a layer without keys of its own: five tokens of two sequences after `tokens` of the layer of `cfg`.
+fn shared(cfg: &Config, tokens: usize, dtype: DType) -> Result<()> {
+    let mut cache = AttentionCache::default();
+    if tokens > 0 {
+        layer(cfg, dtype)?.forward_with(AttentionInput::new(&of(dtype, (2, tokens, 8))).with_cache(&mut cache))?;
+    }
+    of_earlier()?.forward_with(AttentionInput::new(&zeros((2, 5, 8))).with_shared_cache(&cache)).map(drop)
+}
+
+fn of_earlier() -> Result<MultiHeadAttention> {
+    layer(&base().with_causal(true).with_kv_source(KvSource::EarlierLayer), DType::F32)
+}
+
+pub const SHARED: &[Case] = cases! {
+    "an empty cache" => shared(&base(), 0, DType::F32),
+    "fewer tokens than the call" => shared(&base(), 4, DType::F32),
+    "more key heads" => shared(&base().with_num_kv_heads(4), 5, DType::F32),
+    "wider values" => shared(&base().with_value_head_dim(3), 5, DType::F32),
+    "another dtype" => shared(&base(), 5, DType::F64),
+    "no cache" => of_earlier()?.forward(&zeros((2, 5, 8))),
+    "a cache of its own" => {
+        let mut cache = AttentionCache::default();
+        of_earlier()?.forward_with(AttentionInput::new(&zeros((2, 5, 8))).with_cache(&mut cache))
+    },
+    "a memory of its own" => of_earlier()?.project_memory(&zeros((2, 5, 8)), &zeros((2, 5, 8))),
+    "projections" => of_earlier()?.projections(),
+    "a layer with keys of its own" => {
+        let cache = AttentionCache::default();
+        own()?.forward_with(AttentionInput::new(&zeros((2, 5, 8))).with_shared_cache(&cache))
+    },
+    "two caches" => {
+        let (mut cache, shared) = (AttentionCache::default(), AttentionCache::default());
+        let xs = zeros((2, 5, 8));
+        of_earlier()?.forward_with(AttentionInput::new(&xs).with_cache(&mut cache).with_shared_cache(&shared))
+    },
+    "a long call of a sliding cache" => {
+        let cfg = base().with_causal(true).with_window(2);
+        let mut cache = AttentionCache::new(&AttentionCacheConfig::for_layer(&cfg))?;
+        let xs = zeros((2, 9, 8));
+        layer(&cfg, DType::F32)?.forward_with(AttentionInput::new(&xs).with_cache(&mut cache))?;
+        let later = layer(&cfg.with_kv_source(KvSource::EarlierLayer), DType::F32)?;
+        later.forward_with(AttentionInput::new(&xs).with_shared_cache(&cache))
+    },
+    "other values than keys" => {
+        let layer = layer(&base().with_kv_source(KvSource::KeysAsValues), DType::F32)?;
+        layer.project_memory(&zeros((2, 5, 8)), &zeros((2, 5, 8)))
+    },
+};
 
 pub const PROJECTIONS: &[Case] = cases! {
     "keys of another width" => project(&[2, 7, 7], &[2, 7, 8]),

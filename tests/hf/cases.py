@@ -40,6 +40,16 @@ ONE_LAYER = {"num_hidden_layers": 1}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 HEAD_DIM = {"head_dim": 12}
 
+# Two kinds of layers, two that read keys and values of these, and inputs for each layer.
+GEMMA3N = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 5,
+    "hidden_size_per_layer_input": 4,
+    "vocab_size_per_layer_input": 61,
+}
+
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -442,6 +452,13 @@ CASES = {
         attention="attention",
         out_proj="attention.o_proj",
         positions=centres,
+    ),
+    "gemma3n": decoder("gemma3n_text", HEAD_DIM, GEMMA3N, {"laurel_rank": 4}),
+    "gemma4": decoder(
+        "gemma4_text",
+        HEAD_DIM,
+        GEMMA3N,
+        {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
     ),
     "gpt_neo": decoder(
         "gpt_neo",

@@ -1,6 +1,8 @@
 //! What each attention module of a model gives for its input, architecture by architecture.
 
-use candle_attention::{AttentionInput, AttentionMask, Backend, HeadShard, QkNormScope, hf};
+use candle_attention::{
+    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, HeadShard, QkNormScope, hf,
+};
 use candle_core::{DType, Result, Tensor};
 use candle_nn::var_builder::ShardedSafeTensors;
 use serde_json::json;
@@ -20,7 +22,7 @@ macro_rules! architectures {
 
 architectures! {
     afmoe, albert, beit, bert, blip_vision_model, bloom, clip_text_model, cohere, cohere2, deepseek_v2, deepseek_v3, dinov3_vit, distilbert,
-    exaone4, falcon, gemma, gemma2, gemma3, gemma3_text, glm, glm4, gpt2, gpt_bigcode, gpt_neo, gpt_neox, gpt_oss, gptj,
+    exaone4, falcon, gemma, gemma2, gemma3, gemma3_text, gemma3n_text, gemma4_text, glm, glm4, gpt2, gpt_bigcode, gpt_neo, gpt_neox, gpt_oss, gptj,
     granite, granite_swa, hunyuan_v1_dense, laguna, llama, llama4_text, marian, ministral3, mistral, mixtral, modernbert, mpnet, mpt, nomic_bert, olmo2,
     olmoe, opt, phi, phi3, qwen2, qwen2_vl_text, qwen3, qwen3_next, qwen3_vl_text, roberta, roformer, smollm3, stablelm, starcoder2, t5, umt5, vit, whisper,
 }
@@ -136,8 +138,50 @@ fn forward(model: &Model, i: usize, input: AttentionInput) -> Result<Tensor> {
     if LATENT.contains(&model.model_type()) {
         hf::load_latent_attention(&model.config, i, model.vb())?.forward_with(input)
     } else {
-        hf::load_attention(&model.config, i, model.vb())?.forward_with(input)
+        let layer = hf::load_attention(&model.config, i, model.vb())?;
+        match hf::kv_layer(&model.config, i)? {
+            Some(earlier) => {
+                let xs = &model.golden[&format!("layer{earlier}.in")];
+                let memory = hf::load_attention(&model.config, earlier, model.vb())?.project_memory(xs, xs)?;
+                layer.forward_with(input.with_memory(&memory))
+            }
+            None => layer.forward_with(input),
+        }
     }
+}
+
+/// A prompt and single tokens: layers without keys and values of their own read the caches of earlier ones.
+#[test]
+fn layers_read_what_earlier_ones_keep() -> Result<()> {
+    for name in ["gemma3n", "gemma4"] {
+        let model = Model::named(name);
+        let layers = (0..model.layers()).map(|i| hf::load_attention(&model.config, i, model.vb()));
+        let layers = layers.collect::<Result<Vec<_>>>()?;
+        let caches = layers
+            .iter()
+            .map(|layer| AttentionCache::new(&AttentionCacheConfig::for_layer(layer.config()).with_shared(true)));
+        let mut caches = caches.collect::<Result<Vec<_>>>()?;
+        let mut start = 0;
+        for t in [9, 1, 1, 2] {
+            for (i, layer) in layers.iter().enumerate() {
+                let part = |which: &str| model.golden[&format!("layer{i}.{which}")].narrow(1, start, t);
+                let xs = part("in")?.force_contiguous()?;
+                let input = AttentionInput::new(&xs);
+                let ys = layer.forward_with(match hf::kv_layer(&model.config, i)? {
+                    Some(earlier) => input.with_shared_cache(&caches[earlier]),
+                    None => input.with_cache(&mut caches[i]),
+                })?;
+                let error = relative_error(&ys, &part("out")?);
+                assert!(error <= TOLERANCE, "{name}, layer {i} at {start}: off by {error:e}");
+            }
+            start += t;
+        }
+        assert_eq!(
+            (0..4).map(|i| hf::kv_layer(&model.config, i)).collect::<Result<Vec<_>>>()?,
+            [None, None, Some(0), Some(1)]
+        );
+    }
+    Ok(())
 }
 
 /// What a caller knows beside the layer: positions on the axes of an image.

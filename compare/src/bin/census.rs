@@ -16,7 +16,8 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
 use candle_attention::{
-    AttentionInput, Backend, MultiHeadAttention, MultiHeadAttentionConfig, PackedSequences, RopeScaling, RopeStyle, hf,
+    AttentionInput, Backend, KvSource, MultiHeadAttention, MultiHeadAttentionConfig, PackedSequences, ProjectedMemory,
+    RopeScaling, RopeStyle, hf,
 };
 use candle_core::{DType, Device, Error, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
@@ -97,6 +98,25 @@ impl Model {
     fn calls_of(&self, read: &BTreeSet<String>) -> Vec<&(String, Tensor, Tensor)> {
         let modules: BTreeSet<_> = read.iter().filter_map(|name| self.modules[name].as_str()).collect();
         self.calls.iter().filter(|(module, ..)| modules.contains(module.as_str())).collect()
+    }
+
+    /// A builder of the weights, and the names that are read from it.
+    fn noted(&self) -> (VarBuilder<'static>, Arc<Mutex<BTreeSet<String>>>) {
+        let read = Arc::new(Mutex::new(BTreeSet::new()));
+        let noted = Noted { weights: self.weights.clone(), read: read.clone() };
+        (VarBuilder::from_backend(Box::new(noted), DType::F32, Device::Cpu), read)
+    }
+
+    /// What an earlier layer projects for a layer without keys and values of its own.
+    fn earlier(&self, layer: usize) -> Result<Option<ProjectedMemory>> {
+        let Ok(Some(earlier)) = hf::kv_layer(&self.config, layer) else { return Ok(None) };
+        let (vb, read) = self.noted();
+        let earlier = hf::load_attention(&self.config, earlier, vb)?;
+        let read = read.lock().expect("no panic before").clone();
+        let Some((_, xs, _)) = self.calls_of(&read).first().copied() else {
+            return Err(Error::msg("the earlier layer was not called"));
+        };
+        earlier.project_memory(xs, xs).map(Some)
     }
 }
 
@@ -179,6 +199,8 @@ fn parts(cfg: &MultiHeadAttentionConfig) -> Vec<String> {
     }
     add(cfg.query_scaling().is_some(), "queries scaled by position");
     add(cfg.value_norm().is_some(), "norms of values");
+    add(cfg.kv_source() == KvSource::KeysAsValues, "keys as values");
+    add(cfg.kv_source() == KvSource::EarlierLayer, "keys and values of an earlier layer");
     add(cfg.output_gate().is_some(), "output gate");
     add(cfg.alibi().is_some(), "ALiBi");
     add(cfg.relative_bias().is_some(), "relative bias");
@@ -198,17 +220,17 @@ fn answers(model: &Model) -> Vec<Value> {
     let mut lines = Vec::new();
     for (kind, load) in kinds {
         for layer in 0..64 {
-            let read = Arc::new(Mutex::new(BTreeSet::new()));
-            let noted = Noted { weights: model.weights.clone(), read: read.clone() };
-            let vb = VarBuilder::from_backend(Box::new(noted), DType::F32, Device::Cpu);
+            let (vb, read) = model.noted();
             let loaded = load(&model.config, layer, vb);
             if loaded.as_ref().is_err_and(|error| one_line(error).contains("there is no layer")) {
                 break;
             }
             let read = read.lock().expect("no panic before").clone();
             let mut line = match loaded {
-                Ok(forward) => {
-                    answer(model, kind, &read, &forward).unwrap_or_else(|error| json!({"failed": one_line(&error)}))
+                Ok(loaded) => {
+                    let earlier = if kind == "self" { model.earlier(layer) } else { Ok(None) };
+                    let answer = earlier.and_then(|earlier| answer(model, &read, &loaded, kind, earlier.as_ref()));
+                    answer.unwrap_or_else(|error| json!({"failed": one_line(&error)}))
                 }
                 Err(error) => json!({"refused": one_line(&error)}),
             };
@@ -244,7 +266,13 @@ fn defaults(model: &Model) -> Vec<Value> {
     lines
 }
 
-fn answer(model: &Model, kind: &str, read: &BTreeSet<String>, layer: &Layer) -> Result<Value> {
+fn answer(
+    model: &Model,
+    read: &BTreeSet<String>,
+    layer: &Layer,
+    kind: &str,
+    earlier: Option<&ProjectedMemory>,
+) -> Result<Value> {
     let calls = model.calls_of(read);
     let ([(_, xs, _), rest @ ..], Some((_, _, expected))) = (calls.as_slice(), calls.last()) else {
         return Ok(json!({"failed": format!("the weights read are of no module that was called: {read:?}")}));
@@ -262,6 +290,9 @@ fn answer(model: &Model, kind: &str, read: &BTreeSet<String>, layer: &Layer) -> 
         }
         if let Some(sequences) = &model.sequences {
             input = input.with_packed(sequences);
+        }
+        if let Some(earlier) = earlier {
+            input = input.with_memory(earlier);
         }
         let ys = match rest.first() {
             Some((_, memory, _)) if kind == "cross" => (layer.forward)(input.with_key_value(memory, memory))?,

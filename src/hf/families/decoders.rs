@@ -1,16 +1,13 @@
 //! Decoders of text.
 
 use super::{DECODER, MODEL, QKV_PROJ, layer_norm, rms_norm};
-use crate::hf::family::{Bias, Family, Heads, Mask, Norm, Rotary, at};
+use crate::hf::family::{Bias, Family, Heads, Norm, Rotary, at};
 use crate::hf::rope::{Rope, rope};
 use crate::hf::rules::{
     all_but_each, clipped, exaone_rotates, exaone_window, gpt_oss_scaling, kolibri_window, llama3, qwen_window,
-    sliding, smollm3_rotates, softcapped,
+    sliding, smollm3_rotates,
 };
 use crate::{QkNormKind, QkNormScope, RopeScaling, WeightLayout};
-
-/// As transformers saves Gemma 3, as it was published, and without a head.
-const BELOW_IMAGES: &[&str] = &["model.language_model.", "language_model.model.", "language_model."];
 
 #[rustfmt::skip]
 const LLAMA: Family = Family {
@@ -26,33 +23,6 @@ const MISTRAL: Family = Family {
 const QWEN2: Family = Family {
     model_type: "qwen2", heads: Heads::Grouped(Some(32), None), bias: Bias::Qkv,
     rope: Rotary::All(rope(10_000.0, 32_768)), window: qwen_window, ..DECODER
-};
-#[rustfmt::skip]
-const GEMMA: Family = Family {
-    model_type: "gemma", sizes: [28, 3072, 16], heads: Heads::Grouped(Some(16), Some(256)),
-    rope: Rotary::All(rope(10_000.0, 8192)),
-    // What it does depends on the implementation of attention that transformers uses: some keep the causal mask.
-    only: &[("use_bidirectional_attention", "false")], ..LLAMA
-};
-#[rustfmt::skip]
-const GEMMA2: Family = Family {
-    model_type: "gemma2", sizes: [26, 2304, 8], heads: Heads::Grouped(Some(4), Some(256)),
-    window: |fields, layer| sliding(fields, layer, layer.is_multiple_of(2), Some(4096)),
-    scale: Some(("query_pre_attn_scalar", 256.0, -0.5)),
-    adjust: |fields, _, cfg| softcapped(fields, cfg),
-    ..GEMMA
-};
-#[rustfmt::skip]
-const GEMMA3_TEXT: Family = Family {
-    model_type: "gemma3_text",
-    rope: Rotary::ByKind {
-        windowed: rope(10_000.0, 131_072).theta_from("rope_local_base_freq"), full: rope(1e6, 131_072),
-        scales_windowed: false,
-    },
-    qk_norm: Some(Norm { kind: QkNormKind::RmsPlusOne, ..rms_norm(QkNormScope::PerHead, 1e-6) }),
-    window: |fields, layer| all_but_each(fields, layer, 6), mask: Mask::CausalOrBidirectional,
-    only: &[("model_type", "\"gemma3_text\""), ("attn_logit_softcapping", "null")],
-    adjust: |_, _, cfg| Ok(cfg), ..GEMMA2
 };
 #[rustfmt::skip]
 const COHERE: Family = Family {
@@ -167,13 +137,6 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         model_type: "flex_olmo", qk_norm: Some(rms_norm(QkNormScope::Projection, 1e-6)),
         rope: Rotary::All(rope(500_000.0, 4096)), ..LLAMA
     },
-    GEMMA,
-    GEMMA2,
-    Family {
-        model_type: "gemma3", section: Some("text_config"),
-        modules: &[at(BELOW_IMAGES, "layers.{}.self_attn", WeightLayout::Canonical)], ..GEMMA3_TEXT
-    },
-    GEMMA3_TEXT,
     GLM,
     Family { model_type: "glm4", ..GLM },
     Family {
@@ -369,5 +332,4 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         bias: Bias::AllIf("use_bias", true), rope: Rotary::All(rope(10_000.0, 4096)),
         window: |fields, _| fields.nullable("sliding_window", None), ..DECODER
     },
-    Family { model_type: "vaultgemma", ..GEMMA2 },
 ];

@@ -246,6 +246,9 @@ impl MultiHeadLatentAttention {
         if input.is_cross() {
             bail!("[{OP}] keys and values were given, expected self-attention")
         }
+        if input.shared_cache.is_some() {
+            bail!("[{OP}] the cache of an earlier layer was given, but the layer has latents of its own")
+        }
         if input.key_positions.is_some() {
             bail!("[{OP}] key positions are given, but the keys are the queries")
         }
