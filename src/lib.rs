@@ -39,6 +39,7 @@ mod shard;
 mod size;
 pub mod text;
 pub mod weights;
+mod windows;
 
 pub use additive::{AdditiveAttention, AdditiveAttentionConfig, AdditiveInput};
 pub use cache::{AttentionCache, AttentionCacheConfig};
@@ -53,8 +54,8 @@ pub use linear::{PackedGatedLinear, PackedLinear, packed_linear, packed_linear_b
 pub use mask::{AttentionMask, EmptyRows, KvRanges, ValidLens};
 pub use norm::{QkNorm, QkNormKind, QkNormScope};
 pub use position::{
-    AlibiConfig, QueryScaling, RelativeBias, RelativeBiasConfig, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling,
-    RopeStyle, RotaryEmbedding, alibi_slopes,
+    AlibiConfig, ContentPositions, QueryScaling, RelativeBias, RelativeBiasConfig, RopeAxes, RopeAxisLayout,
+    RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, alibi_slopes,
 };
 pub use projection::{ProjectionModule, ProjectionModules, ProjectionPlace};
 pub use sdpa::{
@@ -65,3 +66,4 @@ pub use sdpa::{
 pub use shard::HeadShard;
 pub use text::{EmbeddingConfig, EmbeddingLayer, SimpleTokenizer};
 pub use weights::WeightLayout;
+pub use windows::Windows;

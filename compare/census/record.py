@@ -169,6 +169,8 @@ def write(model, folder, calls, known):
                 modules[name] = found
     golden = known
     for order, (path, given, gave) in enumerate(calls):
+        # Rows and columns of an image are one row of tokens.
+        given, gave = (tensor.flatten(1, 2) if tensor.ndim == 4 else tensor for tensor in (given, gave))
         if max(given.numel(), gave.numel()) <= LARGEST and given.ndim in (2, 3):
             golden[f"{order:05}|in|{path}"], golden[f"{order:05}|out|{path}"] = given.contiguous(), gave.contiguous()
     save_file({name: tensor.float().contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")

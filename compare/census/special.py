@@ -17,6 +17,8 @@ SHARED = {
     "num_kv_shared_layers": 2,
 }
 GEMMA4 = {"global_head_dim": 20, "num_global_key_value_heads": 3, "attention_k_eq_v": True}
+# Windows that divide no image of 4 x 4 patches, and one layer without.
+SAM = {"window_size": 3, "global_attn_indexes": [1]}
 CONFIGS = {
     "codegen": {"rotary_dim": 4},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -56,6 +58,9 @@ CONFIGS = {
     "instructblipvideo_qformer": {"encoder_hidden_size": 36},
     "blip_2_qformer": {"encoder_hidden_size": 36},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"], "num_dense_layers": 1},
+    "seggpt": {"image_size": [32, 16], "pretrain_image_size": 32, "merge_index": 0, "intermediate_hidden_state_indices": [0, 1]},
+    "vitdet": {"use_relative_position_embeddings": True, "window_block_indices": [0], "window_size": 3},
+    "wav2vec2-conformer": {"vocab_size": 99},
     "xmod": {"default_language": "en_XX"},
     "yolos": {"image_size": [32, 32]},
 }
@@ -64,6 +69,11 @@ CONFIGS = {
 OPTIONS = dict.fromkeys(
     "diffusion_gemma_text gemma4_text gemma4_unified_text".split(), {"use_bidirectional_attention": "all"}
 )
+SAM_IMAGES = (
+    "deepseek_ocr2_sam_vision_model got_ocr2_vision pp_formulanet_vision sam_hq_vision_model sam_vision_model slanext_vision"
+    " unlimited_ocr_sam_vision_model"
+).split()
+CONFIGS |= dict.fromkeys(SAM_IMAGES, SAM)
 
 # Sections of rotary positions on three axes, for pairs of tiny heads.
 SECTIONS = {
@@ -150,6 +160,9 @@ INPUTS = dict.fromkeys(SECTIONS, beside_an_image) | {
         "input_ids": torch.randint(3, config.vocab_size, (2, 7)),
         "encoder_hidden_states": torch.randn(2, 9, config.hidden_size),
     },
+    "seggpt": lambda config: dict.fromkeys(
+        ("pixel_values", "prompt_pixel_values", "prompt_masks"), torch.randn(2, 3, config.image_size[0] // 2, config.image_size[1])
+    ),
     "vilt": lambda config: {
         "input_ids": torch.randint(3, config.vocab_size, (2, 7)),
         "pixel_values": torch.randn(2, 3, config.image_size, config.image_size),

@@ -8,7 +8,9 @@ pub use kv_source::KvSource;
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::{AlibiConfig, OutputGate, QkNorm, QkNormScope, QueryScaling, RelativeBiasConfig, RopeConfig};
+use crate::{
+    AlibiConfig, ContentPositions, OutputGate, QkNorm, QkNormScope, QueryScaling, RelativeBiasConfig, RopeConfig,
+};
 
 /// The shape and options of a [`MultiHeadAttention`](crate::MultiHeadAttention): everything that belongs to the
 /// architecture. What belongs to the data (lengths, padding, bias) is given at the call.
@@ -65,6 +67,7 @@ pub struct MultiHeadAttentionConfig {
     query_scaling: Option<QueryScaling>,
     alibi: Option<AlibiConfig>,
     relative_bias: Option<RelativeBiasConfig>,
+    content_positions: Option<ContentPositions>,
     output_gate: Option<OutputGate>,
     #[serde(default)]
     kv_source: KvSource,
@@ -111,6 +114,7 @@ impl MultiHeadAttentionConfig {
             query_scaling: None,
             alibi: None,
             relative_bias: None,
+            content_positions: None,
             output_gate: None,
             kv_source: KvSource::Projected,
             dropout: 0.0,
@@ -202,6 +206,9 @@ impl MultiHeadAttentionConfig {
             relative_bias.validate()?;
         }
         self.validate_kv_source()?;
+        if let Some(positions) = &self.content_positions {
+            positions.validate(self)?;
+        }
         self.validate_appended()?;
         self.validate_order()
     }
@@ -219,6 +226,7 @@ impl MultiHeadAttentionConfig {
             ("rope", self.rope.is_some(), format!("{key} has no position")),
             ("alibi", self.alibi.is_some(), format!("{key} has no position")),
             ("relative_bias", self.relative_bias.is_some(), format!("{key} has no position")),
+            ("content_positions", self.content_positions.is_some(), format!("{key} has no position")),
         ];
         match others.into_iter().find(|&(_, is_set, _)| is_set) {
             Some((other, _, why)) => bail!("[multi_head_attention] {option} and {other} are both set, but {why}"),

@@ -1,7 +1,9 @@
 //! Builders and readers of a config.
 
 use super::MultiHeadAttentionConfig;
-use crate::{AlibiConfig, KvSource, OutputGate, QkNorm, QueryScaling, RelativeBiasConfig, RopeConfig};
+use crate::{
+    AlibiConfig, ContentPositions, KvSource, OutputGate, QkNorm, QueryScaling, RelativeBiasConfig, RopeConfig,
+};
 
 /// Builders: each takes the config and gives it back with one thing changed.
 impl MultiHeadAttentionConfig {
@@ -171,6 +173,11 @@ impl MultiHeadAttentionConfig {
     /// [the one](crate::MultiHeadAttention::with_relative_bias).
     pub fn with_relative_bias(self, relative_bias: RelativeBiasConfig) -> Self {
         Self { relative_bias: Some(relative_bias), ..self }
+    }
+
+    /// Adds terms to the scores that depend on the place of the key from its query and on what one of the two holds.
+    pub fn with_content_positions(self, content_positions: ContentPositions) -> Self {
+        Self { content_positions: Some(content_positions), ..self }
     }
 
     /// Multiplies the context by a gate before the output projection (Qwen3-Next, AFMoE).
@@ -349,6 +356,11 @@ impl MultiHeadAttentionConfig {
     /// T5's biases of relative positions.
     pub fn relative_bias(&self) -> Option<&RelativeBiasConfig> {
         self.relative_bias.as_ref()
+    }
+
+    /// The terms of the scores by relative positions and content.
+    pub fn content_positions(&self) -> Option<&ContentPositions> {
+        self.content_positions.as_ref()
     }
 
     /// The gate of the context.

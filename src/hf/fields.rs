@@ -110,6 +110,18 @@ impl<'a> Fields<'a> {
         self.raw(name).map_or(Ok(default), |value| self.read(name, value))
     }
 
+    /// The height and width of something, which one number gives if they are the same.
+    pub(super) fn pair(&self, name: &str, default: [usize; 2]) -> Result<[usize; 2]> {
+        match self.get(name) {
+            None => Ok(default),
+            Some(value) if value.is_array() => match self.read::<Vec<usize>>(name, value)?[..] {
+                [height, width] if height > 0 && width > 0 => Ok([height, width]),
+                _ => self.expected(name, value, "one number or two, of at least 1"),
+            },
+            Some(value) => self.read(name, value).map(|size| [size; 2]),
+        }
+    }
+
     /// A value that has to be there.
     pub(super) fn required<T: Field<'a>>(&self, name: &str) -> Result<T> {
         match self.raw(name) {

@@ -87,6 +87,28 @@
 //! # Ok(()) }
 //! ```
 //!
+//! # Images in windows
+//!
+//! The layers of SAM and ViTDet see the patches of a window, which are rows of a batch ([`Windows`](crate::Windows)), and
+//! some layers the whole image.
+//!
+//! ```
+//! use candle_attention::{Windows, hf};
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::VarBuilder;
+//! use serde_json::json;
+//! # fn main() -> candle_core::Result<()> {
+//! let config = json!({
+//!     "model_type": "sam_vision_model", "hidden_size": 64, "num_attention_heads": 4, "image_size": 320, "window_size": 14
+//! });
+//! let layer = hf::load_attention(&config, 0, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+//! let windows = Windows::new([20, 20], 14)?;
+//! let xs = Tensor::zeros((1, 20 * 20, 64), DType::F32, &Device::Cpu)?;
+//! let ys = windows.join(&layer.forward(&windows.partition(&xs)?)?)?;
+//! # assert_eq!(ys.dims(), [1, 400, 64]);
+//! # Ok(()) }
+//! ```
+//!
 //! # Encoders and decoders
 //!
 //! Of a model that has both (BART, Whisper, T5), [`load_attention`] loads the encoder's layers. The decoder's are

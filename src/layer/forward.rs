@@ -6,7 +6,7 @@ use super::call::{AttentionCall, CallKeys};
 use super::{AttentionInput, MultiHeadAttention, OP, ProjectedMemory};
 use crate::cache::NewTokens;
 use crate::norm::Norm;
-use crate::position::{Alibi, AxisPositions, Positions, Rotation};
+use crate::position::{Alibi, AxisPositions, ContentTables, Positions, Rotation};
 use crate::projection::Queries;
 use crate::sdpa::accumulation_dtype;
 use crate::size::is_addressable;
@@ -131,6 +131,13 @@ impl MultiHeadAttention {
             (Some(gate), Some(new_tokens)) => Some(new_tokens.without_padding(gate)?),
             (gate, _) => gate,
         };
+        let (q, kv) = match (&self.content, kv) {
+            (Some(ContentTables::Grid(grid)), Some((k, v))) => {
+                let [q, k] = grid.widen(&q, &k, self.config.score_scale())?;
+                (q, Some((k, v)))
+            }
+            (_, kv) => (q, kv),
+        };
         let mask = self.mask(&input, &inputs, positions.as_ref())?;
         let keys = match (kv, input.cache.take(), inputs.keys, inputs.new_tokens) {
             (Some((k, v)), Some(cache), _, Some(new_tokens)) => CallKeys::Cached(cache.stage(new_tokens, &k, &v)?),
@@ -207,6 +214,7 @@ impl MultiHeadAttention {
                 "[multi_head_attention] the config has a relative bias, expected the stack's one in `with_relative_bias`"
             )
         }
+        self.check_content(input)?;
         let new_tokens = input.new_tokens(OP, (b, t_q))?;
         if let Some(new_tokens) = &new_tokens {
             self.check_cached(new_tokens)?;
@@ -227,6 +235,22 @@ impl MultiHeadAttention {
             (false, 0) => return Ok(()),
         };
         bail!("[multi_head_attention] the layer has {part}, which packed sequences do not take")
+    }
+
+    /// That relative positions by content have the tokens that they are for.
+    fn check_content(&self, input: &AttentionInput) -> Result<()> {
+        let others = [
+            ("keys of others", input.is_cross()),
+            ("earlier tokens", input.cache.is_some()),
+            ("packed sequences", input.packed.is_some()),
+            ("positions", input.positions.is_some()),
+        ];
+        match others.into_iter().find(|&(_, given)| given && self.content.is_some()) {
+            Some((what, _)) => bail!(
+                "[multi_head_attention] {what} were given, but relative positions by content are between the tokens of a call"
+            ),
+            None => Ok(()),
+        }
     }
 
     /// Whether scores get a bias that follows from positions.
@@ -433,7 +457,11 @@ impl MultiHeadAttention {
 
     fn options(&self, input: &AttentionInput) -> SdpaOptions {
         let mut options = input.options(self.config.dropout());
-        options.scale = self.config.scale();
+        options.scale = match self.content {
+            // Not that of wider queries.
+            Some(_) => Some(self.config.score_scale()),
+            None => self.config.scale(),
+        };
         options.softcap = self.config.softcap();
         options.sinks = self.sinks.clone();
         if let Some(Alibi::Distances(slopes)) = &self.alibi {

@@ -19,7 +19,7 @@ use candle_nn::{Init, Linear, VarBuilder};
 
 use crate::linear::frozen;
 use crate::norm::{Norm, NormDims, QkNorms};
-use crate::position::Alibi;
+use crate::position::{Alibi, ContentTables};
 use crate::projection::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
 use crate::weights::{Linears, Source, load_projections, root, state_dict};
 use crate::{
@@ -60,6 +60,7 @@ pub struct MultiHeadAttention {
     rotary: Option<RotaryEmbedding>,
     alibi: Option<Alibi>,
     relative_bias: Option<RelativeBias>,
+    content: Option<ContentTables>,
     sinks: Option<Tensor>,
     bias_kv: Option<(Tensor, Tensor)>,
     mask: AttentionMask,
@@ -159,7 +160,7 @@ impl MultiHeadAttention {
 
     /// The rest of a layer around its projections.
     fn around(cfg: &MultiHeadAttentionConfig, projections: Projections, parameters: Parameters) -> Result<Self> {
-        let Parameters { qk_norm, value_norm, bias_kv, sinks, alibi } = parameters;
+        let Parameters { qk_norm, value_norm, bias_kv, sinks, alibi, content } = parameters;
         let rotary = cfg.rope().map(|rope| RotaryEmbedding::new(rope, cfg.head_dim())).transpose()?;
         let mut mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
         if let Some(window) = cfg.window() {
@@ -171,8 +172,20 @@ impl MultiHeadAttention {
         if let Some(chunk) = cfg.chunk() {
             mask = mask.with_chunk(chunk);
         }
-        let config = cfg.clone();
-        Ok(Self { config, projections, qk_norm, value_norm, rotary, alibi, relative_bias: None, sinks, bias_kv, mask })
+        let (config, relative_bias) = (cfg.clone(), None);
+        Ok(Self {
+            config,
+            projections,
+            qk_norm,
+            value_norm,
+            rotary,
+            alibi,
+            relative_bias,
+            content,
+            sinks,
+            bias_kv,
+            mask,
+        })
     }
 
     /// The same layer with tables of cosines and sines that it shares with others, in the place of its own.
@@ -292,6 +305,7 @@ impl MultiHeadAttention {
             rotary: self.rotary.clone(),
             alibi: self.alibi.clone(),
             relative_bias: self.relative_bias.as_ref().map(RelativeBias::freeze).transpose()?,
+            content: self.content.as_ref().map(ContentTables::freeze).transpose()?,
             sinks: self.sinks.as_ref().map(frozen).transpose()?,
             bias_kv: match &self.bias_kv {
                 Some((k, v)) => Some((frozen(k)?, frozen(v)?)),
@@ -343,6 +357,7 @@ impl MultiHeadAttention {
             tensors.push(("bias_v".into(), bias_v.clone()));
         }
         tensors.extend(self.sinks.iter().map(|sinks| ("sinks".into(), sinks.clone())));
+        tensors.extend(self.content.iter().flat_map(ContentTables::parameters));
         Ok(tensors)
     }
 
@@ -370,8 +385,8 @@ impl ModuleT for MultiHeadAttention {
     }
 }
 
-/// The parameters that belong to no projection: norms of queries and keys, a learned key and value, sinks, and what
-/// ALiBi adds: what the config wants of them.
+/// The parameters that belong to no projection: norms of queries and keys, a learned key and value, sinks, what ALiBi
+/// adds, and relative positions by content: what the config wants of them.
 struct Parameters {
     qk_norm: Option<QkNorms>,
     value_norm: Option<Norm>,
@@ -380,6 +395,7 @@ struct Parameters {
     /// (H,).
     sinks: Option<Tensor>,
     alibi: Option<Alibi>,
+    content: Option<ContentTables>,
 }
 
 impl Parameters {
@@ -416,7 +432,8 @@ impl Parameters {
             None
         };
         let alibi = cfg.alibi().map(|alibi| Alibi::new(alibi, h, cfg.score_scale(), source.device())).transpose()?;
-        Ok(Self { qk_norm, value_norm, bias_kv, sinks, alibi })
+        let content = ContentTables::load(cfg, source)?;
+        Ok(Self { qk_norm, value_norm, bias_kv, sinks, alibi, content })
     }
 
     /// Those of one process's heads; the config is the whole layer's.
@@ -432,6 +449,7 @@ impl Parameters {
             bias_kv,
             sinks: self.sinks.map(|sinks| queries.copy(&sinks, 0)).transpose()?,
             alibi: self.alibi.map(|alibi| alibi.heads(queries.range(cfg.num_heads()))).transpose()?,
+            content: self.content,
         })
     }
 }

@@ -1,8 +1,8 @@
 //! Inputs that do not fit a layer.
 
 use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, MultiHeadAttention,
-    MultiHeadAttentionConfig, PackedSequences, RopeConfig, SdpaOptions,
+    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, ContentPositions, MultiHeadAttention,
+    MultiHeadAttentionConfig, PackedSequences, RopeConfig, SdpaOptions, Windows,
 };
 use candle_core::{DType, ModuleT, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -15,6 +15,15 @@ fn layer() -> Result<MultiHeadAttention> {
 
 fn load(cfg: MultiHeadAttentionConfig) -> Result<MultiHeadAttention> {
     MultiHeadAttention::new(&cfg, VarBuilder::zeros(DType::F32, &CPU))
+}
+
+/// With a grid of two rows and three columns.
+fn in_grid(input: AttentionInput) -> Result<()> {
+    load(MultiHeadAttentionConfig::new(8, 4).with_content_positions(grid(2)))?.forward_with(input).map(drop)
+}
+
+fn grid(height: usize) -> ContentPositions {
+    ContentPositions::Grid { height, width: 3 }
 }
 
 /// Three tokens at these positions.
@@ -45,6 +54,16 @@ fn first(q: &Tensor, _: &Tensor, _: &Tensor, _: &AttentionMask, _: &SdpaOptions)
 
 pub const CASES: &[Case] = cases! {
     "inputs of another width" => layer()?.forward(&zeros((1, 3, 12))),
+    "another grid" => in_grid(AttentionInput::new(&zeros((1, 5, 8)))),
+    "keys beside a grid" => in_grid(AttentionInput::new(&zeros((1, 6, 8))).with_key_value(&zeros((1, 6, 8)), &zeros((1, 6, 8)))),
+    "positions beside a grid" => in_grid(AttentionInput::new(&zeros((1, 6, 8))).with_positions(&of(DType::U32, 6))),
+    "a grid without rows" => load(MultiHeadAttentionConfig::new(8, 4).with_content_positions(grid(0))),
+    "a grid and a softcap" => load(MultiHeadAttentionConfig::new(8, 4).with_content_positions(grid(2)).with_softcap(5.0)),
+    "a grid and no scale" => load(MultiHeadAttentionConfig::new(8, 4).with_content_positions(grid(2)).with_scale(0.0)),
+    "windows of nothing" => Windows::new([4, 6], 0),
+    "windows moved by more than a window" => Windows::new([4, 6], 2)?.with_shift(2),
+    "an image of another size" => Windows::new([4, 6], 2)?.partition(&zeros((1, 23, 8))),
+    "windows of another size" => Windows::new([4, 6], 2)?.join(&zeros((6, 5, 8))),
     "one sequence of another width" => layer()?.forward(&zeros((3, 12))),
     "inputs that have heads already" => layer()?.forward(&zeros((1, 4, 3, 8))),
     "one token" => layer()?.forward(&zeros(8)),

@@ -18,6 +18,8 @@ from transformers import (
     AutoModelForSpeechSeq2Seq,
     BlipVisionModel,
     CLIPTextModel,
+    SamVisionModel,
+    VitDetModel,
 )
 
 from inputs import beside_an_image
@@ -90,6 +92,9 @@ DEEPSEEK = {
     "n_routed_experts": 2,
     "moe_intermediate_size": 8,
 }
+
+# Of images in windows.
+GRID = {"hidden_size": 16, "num_attention_heads": 2}
 
 
 @dataclass
@@ -498,6 +503,28 @@ CASES = {
         layers="encoder.layers",
         out_proj="self_attn.out_proj",
         decoder=BART_DECODER,
+    ),
+    # Windows of 3 by 3 in an image of 4 by 4, and all of it.
+    "sam": encoder(
+        "sam_vision_model",
+        {"image_size": 16, "patch_size": 4, "window_size": 3, "global_attn_indexes": [1]},
+        GRID,
+        auto_class=SamVisionModel,
+        layers="vision_encoder.layers",
+        attention="attn",
+        out_proj="attn.proj",
+        inputs=lambda config: {"pixel_values": torch.randn(2, 3, 16, 16)},
+    ),
+    "vitdet": encoder(
+        "vitdet",
+        {"image_size": [8, 12], "pretrain_image_size": 8, "patch_size": 4, "window_size": 2},
+        {"window_block_indices": [0], "use_relative_position_embeddings": True},
+        GRID,
+        auto_class=VitDetModel,
+        layers="encoder.layer",
+        attention="attention",
+        out_proj="attention.proj",
+        inputs=lambda config: {"pixel_values": torch.randn(2, 3, 8, 12)},
     ),
     "umt5": encoder(
         "umt5",

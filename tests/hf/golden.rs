@@ -24,7 +24,7 @@ architectures! {
     afmoe, albert, beit, bert, blip_vision_model, bloom, clip_text_model, cohere, cohere2, deepseek_v2, deepseek_v3, dinov3_vit, distilbert,
     exaone4, falcon, gemma, gemma2, gemma3, gemma3_text, gemma3n_text, gemma4_text, glm, glm4, gpt2, gpt_bigcode, gpt_neo, gpt_neox, gpt_oss, gptj,
     granite, granite_swa, hunyuan_v1_dense, laguna, llama, llama4_text, marian, ministral3, mistral, mixtral, modernbert, mpnet, mpt, nomic_bert, olmo2,
-    olmoe, opt, phi, phi3, qwen2, qwen2_vl_text, qwen3, qwen3_next, qwen3_vl_text, roberta, roformer, smollm3, stablelm, starcoder2, t5, umt5, vit, whisper,
+    olmoe, opt, phi, phi3, qwen2, qwen2_vl_text, qwen3, qwen3_next, qwen3_vl_text, roberta, roformer, sam_vision_model, smollm3, stablelm, starcoder2, t5, umt5, vit, vitdet, whisper,
 }
 
 /// A model for each here, or else in the census of `compare/census`, whose page says that they are equal.

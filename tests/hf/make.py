@@ -85,7 +85,7 @@ def run(model, case):
 
     def note_input(key):
         def hook(_, args, kwargs):
-            tensors[key] = (args[0] if args else kwargs["hidden_states"]).clone()
+            tensors[key] = in_one_row(args[0] if args else kwargs["hidden_states"])
 
         return hook
 
@@ -97,7 +97,7 @@ def run(model, case):
         return hook
 
     def note_output(key):
-        return lambda _, args, output: tensors.__setitem__(key, output.clone())
+        return lambda _, args, output: tensors.__setitem__(key, in_one_row(output))
 
     def note(layers, attention, out_proj, kind=""):
         for i, layer in enumerate(layers):
@@ -132,6 +132,11 @@ def run(model, case):
         tensors["attention_mask"] = mask.to(torch.uint8)
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values() if tensor.is_floating_point())
     return tensors
+
+
+def in_one_row(tokens):
+    """A copy; rows and columns of an image are one row of tokens."""
+    return (tokens.flatten(1, 2) if tokens.ndim == 4 else tokens).clone(memory_format=torch.contiguous_format)
 
 
 def is_attention(key, without_decoder):

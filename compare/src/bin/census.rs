@@ -16,8 +16,8 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
 use candle_attention::{
-    AttentionInput, Backend, KvSource, MultiHeadAttention, MultiHeadAttentionConfig, PackedSequences, ProjectedMemory,
-    RopeScaling, RopeStyle, hf,
+    AttentionInput, Backend, ContentPositions, KvSource, MultiHeadAttention, MultiHeadAttentionConfig, PackedSequences,
+    ProjectedMemory, RopeScaling, RopeStyle, hf,
 };
 use candle_core::{DType, Device, Error, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
@@ -204,6 +204,7 @@ fn parts(cfg: &MultiHeadAttentionConfig) -> Vec<String> {
     add(cfg.output_gate().is_some(), "output gate");
     add(cfg.alibi().is_some(), "ALiBi");
     add(cfg.relative_bias().is_some(), "relative bias");
+    add(matches!(cfg.content_positions(), Some(ContentPositions::Grid { .. })), "decomposed relative positions");
     add(cfg.softcap().is_some(), "softcap");
     add(cfg.sinks(), "sinks");
     add(cfg.scale().is_some(), "scale");

@@ -10,6 +10,7 @@ mod gemma;
 mod gpt;
 mod images_and_sound;
 mod latent;
+mod windows;
 
 use super::family::{Bias, BiasPlace, Family, Heads, Mask, Norm, Rotary, at};
 use crate::weights::{PackedNaming, QkvOrder};
@@ -34,7 +35,7 @@ const WQKV: WeightLayout = WeightLayout::Packed(PackedNaming::Wqkv, QkvOrder::By
 /// Every row.
 pub(super) fn families() -> impl Iterator<Item = &'static Family> {
     let decoders = [decoders::ROWS, gated::ROWS, gemma::ROWS, gpt::ROWS, latent::ROWS];
-    let others = [encoders::ROWS, axes::ROWS, images_and_sound::ROWS, encoder_decoders::ROWS];
+    let others = [encoders::ROWS, axes::ROWS, images_and_sound::ROWS, windows::ROWS, encoder_decoders::ROWS];
     decoders.into_iter().chain(others).flatten()
 }
 
