@@ -87,6 +87,29 @@ impl Mpi {
         Ok(Self { world, rank, size, bytes_sent: Cell::new(0), _universe: universe })
     }
 
+    /// The number of this process's GPU: the processes on a machine take its GPUs in turn. All processes call it
+    /// together.
+    pub fn device_number(&self) -> usize {
+        let on_this_machine = self.world.split_shared(self.rank as i32).rank() as usize;
+        #[cfg(feature = "nccl")]
+        let on_this_machine = on_this_machine % crate::nccl::device_count().max(1);
+        on_this_machine
+    }
+
+    /// The processes for tensors on `device`: over NCCL where that is a GPU and the crate has the feature `nccl`, else
+    /// over MPI. All processes call it together.
+    ///
+    /// # Errors
+    /// If NCCL fails, for example where two processes have one GPU.
+    pub fn for_device(self: &Rc<Self>, device: &Device) -> Result<Rc<dyn Communicator>> {
+        #[cfg(feature = "nccl")]
+        if device.is_cuda() {
+            return Ok(Rc::new(crate::nccl::Nccl::new(device, &**self)?));
+        }
+        let _ = device;
+        Ok(self.clone())
+    }
+
     /// A line on stderr that begins with the process's rank, in one piece beside what other processes say.
     pub fn say(&self, text: &str) {
         let line = format!("process {} of {}: {text}\n", self.rank, self.size);

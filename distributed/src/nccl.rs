@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DeviceRepr, ValidAsZeroBits};
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaSlice, CudaStream, DeviceRepr, ValidAsZeroBits};
 use candle_core::cuda_backend::cudarc::nccl::result::NcclError;
 use candle_core::cuda_backend::cudarc::nccl::safe::{Comm, Id, NcclType, ReduceOp, group_end, group_start};
 use candle_core::cuda_backend::{CudaDType, CudaDevice};
@@ -14,7 +14,7 @@ use half::{bf16, f16};
 use crate::Communicator;
 
 /// One process's GPU among those of all processes. What is sent has a stream of its own beside the device's, and each
-/// waits for the other where it needs to.
+/// waits for the other where it needs to. Tensors on the CPU go through the GPU's memory.
 pub struct Nccl {
     comm: Comm,
     device: CudaDevice,
@@ -38,6 +38,11 @@ impl Nccl {
         let stream = device.cuda_stream().context().new_stream().map_err(Error::wrap)?;
         let comm = Comm::from_rank(stream, others.rank(), others.size(), id).map_err(failed)?;
         Ok(Self { comm, device: device.clone(), bytes_sent: Cell::new(0) })
+    }
+
+    /// A tensor as NCCL sends it: on the GPU, and all of its storage.
+    fn sent(&self, xs: &Tensor) -> Result<Tensor> {
+        xs.to_device(&Device::Cuda(self.device.clone()))?.force_contiguous()
     }
 
     /// Starts `call` on a contiguous tensor, after what the device has been asked for so far. What it fills has `len`
@@ -109,17 +114,18 @@ impl Communicator for Nccl {
     }
 
     fn all_reduce_sum(&self, xs: &Tensor) -> Result<Tensor> {
-        let xs = xs.force_contiguous()?;
-        let sum = by_dtype!(xs, T => self.sum::<T>(&xs))?;
+        let own = self.sent(xs)?;
+        let sum = by_dtype!(xs, T => self.sum::<T>(&own))?;
         self.finish()?;
-        Ok(Tensor::from_storage(sum, xs.shape(), BackpropOp::none(), false))
+        Tensor::from_storage(sum, xs.shape(), BackpropOp::none(), false).to_device(xs.device())
     }
 
     fn all_gather(&self, xs: &Tensor) -> Result<Vec<Tensor>> {
-        let xs = xs.force_contiguous()?;
-        let all = by_dtype!(xs, T => self.gather::<T>(&xs))?;
+        let own = self.sent(xs)?;
+        let all = by_dtype!(xs, T => self.gather::<T>(&own))?;
         self.finish()?;
-        let all = Tensor::from_storage(all, [&[self.size()], xs.dims()].concat(), BackpropOp::none(), false);
+        let shape = [&[self.size()], xs.dims()].concat();
+        let all = Tensor::from_storage(all, shape, BackpropOp::none(), false).to_device(xs.device())?;
         (0..self.size()).map(|rank| all.get(rank)).collect()
     }
 
@@ -129,22 +135,27 @@ impl Communicator for Nccl {
         shapes: &[Vec<usize>],
         meanwhile: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Vec<Tensor>> {
-        let xs = xs.iter().map(Tensor::force_contiguous).collect::<Result<Vec<_>>>()?;
+        let own = xs.iter().map(|xs| self.sent(xs)).collect::<Result<Vec<_>>>()?;
         let pass = |(xs, shape): (&Tensor, &Vec<usize>)| by_dtype!(xs, T => self.pass::<T>(xs, shape.iter().product()));
-        let received = xs.iter().zip(shapes).map(pass).collect::<Result<Vec<_>>>();
+        let received = own.iter().zip(shapes).map(pass).collect::<Result<Vec<_>>>();
         let computed = meanwhile();
         // Before anything is dropped that is being sent.
         self.finish()?;
         computed?;
-        let tensor = |(storage, shape): (Storage, &Vec<usize>)| {
-            Tensor::from_storage(storage, shape.as_slice(), BackpropOp::none(), false)
+        let tensor = |((storage, shape), xs): ((Storage, &Vec<usize>), &Tensor)| {
+            Tensor::from_storage(storage, shape.as_slice(), BackpropOp::none(), false).to_device(xs.device())
         };
-        Ok(received?.into_iter().zip(shapes).map(tensor).collect())
+        received?.into_iter().zip(shapes).zip(xs).map(tensor).collect()
     }
 
     fn bytes_sent(&self) -> u64 {
         self.bytes_sent.get()
     }
+}
+
+/// How many GPUs this machine has: none without CUDA.
+pub(crate) fn device_count() -> usize {
+    CudaContext::device_count().map_or(0, |count| count as usize)
 }
 
 fn failed(error: NcclError) -> Error {

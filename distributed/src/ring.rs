@@ -110,6 +110,7 @@ impl RingAttention {
     /// [`scaled_dot_product_attention`](candle_attention::scaled_dot_product_attention) and of the processes.
     pub fn attend(&self, qkv: [&Tensor; 3], order: &ZigZag, processes: &dyn Communicator) -> Result<(Tensor, Tensor)> {
         let (rank, size) = (processes.rank(), processes.size());
+        order.check_parts(qkv[0])?;
         for xs in qkv {
             if xs.rank() != 4 || xs.dim(2)? != order.count(rank) {
                 bail!(

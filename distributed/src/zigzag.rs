@@ -47,11 +47,20 @@ impl ZigZag {
         self.parts(rank).iter().map(ExactSizeIterator::len).sum()
     }
 
+    /// Candle has no empty tensors on CUDA.
+    pub(crate) fn check_parts(&self, xs: &Tensor) -> Result<()> {
+        if xs.device().is_cuda() && self.len < 2 * self.size {
+            bail!("[zigzag] expected at least {} positions on CUDA, found {}", 2 * self.size, self.len)
+        }
+        Ok(())
+    }
+
     /// This process's part of a tensor whose dimension `dim` is the sequence.
     ///
     /// # Errors
-    /// If it is not as long.
+    /// If it is not as long, and on CUDA if a part is empty.
     pub fn split(&self, xs: &Tensor, dim: usize) -> Result<Tensor> {
+        self.check_parts(xs)?;
         if xs.dim(dim)? != self.len {
             bail!("[zigzag] expected {} positions in dimension {dim}, found {:?}", self.len, xs.dims())
         }

@@ -1,4 +1,5 @@
-//! What processes do together, in processes that this test starts with `mpirun` from its own executable.
+//! What processes do together, in processes that this test starts with `mpirun` from its own executable: over MPI on the CPU,
+//! and with the feature `nccl` on GPUs over NCCL, where there are any.
 
 use std::process::{Command, Output};
 
@@ -6,12 +7,10 @@ use candle_attention::{
     AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig, SdpaOptions,
     scaled_dot_product_attention_with_lse,
 };
-use candle_attention_distributed::mpi::{Mpi, run};
+use candle_attention_distributed::mpi::run;
 use candle_attention_distributed::{Communicator, ContextCache, RingAttention, ZigZag, check_same};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::VarBuilder;
-
-const CPU: &Device = &Device::Cpu;
 
 /// Runs an ignored test of this file in `processes`.
 fn mpirun(processes: usize, test: &str) -> Output {
@@ -24,9 +23,24 @@ fn mpirun(processes: usize, test: &str) -> Output {
         .expect("mpirun is installed: libopenmpi-dev and openmpi-bin on Debian")
 }
 
+/// The GPUs of this machine, which a build with the feature `nccl` computes on.
+fn gpus() -> usize {
+    (0..).take_while(|&n| Device::new_cuda(n).is_ok()).count()
+}
+
+/// In how many processes a test runs: 1, 2 and 4, as far as each has a GPU or NCCL is told to put several on one.
+fn numbers_of_processes() -> Vec<usize> {
+    let most = match gpus() {
+        0 => usize::MAX,
+        _ if std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_some() => usize::MAX,
+        gpus => gpus,
+    };
+    [1, 2, 4].into_iter().filter(|&processes| processes <= most).collect()
+}
+
 /// Runs one in 1, 2 and 4 processes, which all have to succeed.
 fn in_every_number(test: &str) {
-    for processes in [1, 2, 4] {
+    for processes in numbers_of_processes() {
         let ran = mpirun(processes, test);
         let said = String::from_utf8_lossy(&ran.stdout);
         assert!(ran.status.success(), "{processes} processes: {said}\n{}", String::from_utf8_lossy(&ran.stderr));
@@ -41,18 +55,25 @@ fn failing(test: &str) -> String {
     String::from_utf8_lossy(&ran.stderr).into_owned()
 }
 
-fn in_a_process(test: impl FnOnce(&Mpi) -> Result<()>) {
-    assert_eq!(run(|processes| test(processes)), std::process::ExitCode::SUCCESS);
+fn in_a_process(test: impl FnOnce(&dyn Communicator, &Device) -> Result<()>) {
+    let ended = run(|mpi| {
+        let device = match gpus() {
+            0 => Device::Cpu,
+            _ => Device::new_cuda(mpi.device_number())?,
+        };
+        test(&*mpi.for_device(&device)?, &device)
+    });
+    assert_eq!(ended, std::process::ExitCode::SUCCESS);
 }
 
 /// Numbers that are the same in every process.
-fn numbers(shape: impl Into<candle_core::Shape>, seed: u32) -> Result<Tensor> {
+fn numbers(shape: impl Into<candle_core::Shape>, seed: u32, device: &Device) -> Result<Tensor> {
     let shape = shape.into();
     let number = |i: u32| {
         let bits = (i.wrapping_add(seed << 20)).wrapping_mul(2_654_435_761) ^ 0x5bd1_e995;
         (bits.wrapping_mul(2_246_822_519) >> 8) as f32 / (1 << 23) as f32 - 1.0
     };
-    Tensor::from_vec((0..shape.elem_count() as u32).map(number).collect(), shape, CPU)
+    Tensor::from_vec((0..shape.elem_count() as u32).map(number).collect(), shape, device)
 }
 
 fn difference(a: &Tensor, b: &Tensor) -> Result<f32> {
@@ -80,6 +101,9 @@ fn a_layer_over_the_ring_decodes_as_one_process_does() {
 
 #[test]
 fn a_process_that_fails_ends_all_and_is_named() {
+    if !numbers_of_processes().contains(&4) {
+        return;
+    }
     let said = failing("in_processes::fails");
     assert!(said.contains("process 1 of 3: error: [test] one process fails"), "{said}");
     let said = failing("in_processes::panics");
@@ -90,6 +114,9 @@ fn a_process_that_fails_ends_all_and_is_named() {
 
 #[test]
 fn what_differs_is_found_and_named() {
+    if !numbers_of_processes().contains(&4) {
+        return;
+    }
     let said = failing("in_processes::differs");
     let expected =
         "expected config.json to be the same in all processes, found another in process 1, 2 than in process 0";
@@ -102,12 +129,12 @@ mod in_processes {
     #[test]
     #[ignore = "run by mpirun"]
     fn collectives() {
-        in_a_process(|processes| {
+        in_a_process(|processes, device| {
             let (rank, size) = (processes.rank(), processes.size());
             for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U32, DType::I64] {
                 // Every second row, which is no contiguous tensor.
                 let own = |rank: usize| {
-                    let rows = Tensor::arange(0u32, 12, CPU)?.reshape((3, 4))?.t()?.contiguous()?.t()?;
+                    let rows = Tensor::arange(0u32, 12, device)?.reshape((3, 4))?.t()?.contiguous()?.t()?;
                     (rows + rank as f64)?.to_dtype(dtype)
                 };
                 let mut expected = own(0)?;
@@ -120,7 +147,7 @@ mod in_processes {
                     assert_eq!((as_f64(gathered)?, gathered.dtype()), (as_f64(&own(other)?)?, dtype));
                 }
                 // Process r sends r + 1 rows.
-                let rows = |rank: usize| Tensor::full(rank as f64, (rank + 1, 2), CPU)?.to_dtype(dtype);
+                let rows = |rank: usize| Tensor::full(rank as f64, (rank + 1, 2), device)?.to_dtype(dtype);
                 let (before, mut computed) = ((rank + size - 1) % size, false);
                 let received = processes.send_recv(&[rows(rank)?], &[vec![before + 1, 2]], &mut || {
                     computed = true;
@@ -128,12 +155,12 @@ mod in_processes {
                 })?;
                 assert!(computed && as_f64(&received[0])? == as_f64(&rows(before)?)?);
             }
-            let text = processes.all_reduce_sum(&Tensor::zeros(2, DType::U8, CPU)?).expect_err("bytes").to_string();
-            assert!(text.starts_with("[mpi] no sum of U8, expected F32"), "{text}");
+            let text = processes.all_reduce_sum(&Tensor::zeros(2, DType::U8, device)?).expect_err("bytes").to_string();
+            assert!(text.contains("of U8, expected F32"), "{text}");
 
             let before = processes.bytes_sent();
-            processes.all_reduce_sum(&Tensor::zeros((3, 5), DType::F32, CPU)?)?;
-            processes.all_gather(&Tensor::zeros(7, DType::BF16, CPU)?)?;
+            processes.all_reduce_sum(&Tensor::zeros((3, 5), DType::F32, device)?)?;
+            processes.all_gather(&Tensor::zeros(7, DType::BF16, device)?)?;
             assert_eq!(processes.bytes_sent() - before, if size > 1 { 60 + 14 } else { 0 });
             check_same(processes, "a word", b"word")
         });
@@ -142,18 +169,23 @@ mod in_processes {
     #[test]
     #[ignore = "run by mpirun"]
     fn ring_attention() {
-        in_a_process(|processes| {
+        in_a_process(|processes, device| {
             for (t, causal, seed) in [(256, true, 1), (256, false, 2), (131, true, 3), (5, true, 4)] {
                 let (q, k, v) = (
-                    numbers((2, 4, t, 16), seed)?,
-                    numbers((2, 2, t, 16), seed + 5)?,
-                    numbers((2, 2, t, 8), seed + 9)?,
+                    numbers((2, 4, t, 16), seed, device)?,
+                    numbers((2, 2, t, 16), seed + 5, device)?,
+                    numbers((2, 2, t, 8), seed + 9, device)?,
                 );
                 let mask = if causal { AttentionMask::causal() } else { AttentionMask::none() };
                 let options = SdpaOptions::default().with_scale(0.3).with_softcap(5.0);
                 let (expected, expected_lse) = scaled_dot_product_attention_with_lse(&q, &k, &v, &mask, &options)?;
 
                 let order = ZigZag::new(t, processes);
+                if device.is_cuda() && t < 2 * processes.size() {
+                    let text = order.split(&q, 2).expect_err("empty parts").to_string();
+                    assert!(text.starts_with("[zigzag] expected at least 8 positions on CUDA, found 5"), "{text}");
+                    continue;
+                }
                 let [own_q, own_k, own_v] = [order.split(&q, 2)?, order.split(&k, 2)?, order.split(&v, 2)?];
                 let ring = RingAttention::new().with_causal(causal).with_scale(0.3).with_softcap(5.0);
                 let before = processes.bytes_sent();
@@ -173,7 +205,7 @@ mod in_processes {
                 assert!(difference(&lse, &expected_lse)? <= most, "{t}, {causal}");
             }
             let order = ZigZag::new(8, processes);
-            let q = Tensor::zeros((1, 1, 9, 4), DType::F32, CPU)?;
+            let q = Tensor::zeros((1, 1, 9, 4), DType::F32, device)?;
             let text = RingAttention::new().attend([&q, &q, &q], &order, processes).expect_err("too long").to_string();
             assert!(text.starts_with("[ring_attention] expected (B, H, "), "{text}");
             Ok(())
@@ -184,24 +216,24 @@ mod in_processes {
     #[test]
     #[ignore = "run by mpirun"]
     fn layer_and_decoding() {
-        in_a_process(|processes| {
+        in_a_process(|processes, device| {
             let cfg = MultiHeadAttentionConfig::new(64, 4)
                 .with_num_kv_heads(2)
                 .with_causal(true)
                 .with_rope(RopeConfig::new(1e4));
             let mut weights = std::collections::HashMap::new();
             for (seed, (name, rows)) in [("q", 64), ("k", 32), ("v", 32), ("o", 64)].into_iter().enumerate() {
-                weights.insert(format!("{name}_proj.weight"), (numbers((rows, 64), seed as u32)? * 0.2)?);
+                weights.insert(format!("{name}_proj.weight"), (numbers((rows, 64), seed as u32, device)? * 0.2)?);
             }
-            let mha = MultiHeadAttention::new(&cfg, VarBuilder::from_tensors(weights, DType::F32, CPU))?;
+            let mha = MultiHeadAttention::new(&cfg, VarBuilder::from_tensors(weights, DType::F32, device))?;
             let (prompt, all) = (53, 60);
-            let xs = numbers((2, all, 64), 40)?;
+            let xs = numbers((2, all, 64), 40, device)?;
             let expected = mha.forward(&xs)?;
 
             let (ring, order) = (RingAttention::for_layer(&cfg)?, ZigZag::new(prompt, processes));
             let cache = std::cell::RefCell::new(ContextCache::new(8));
             let own = order.split(&xs.narrow(1, 0, prompt)?, 1)?;
-            let positions = Tensor::new(order.positions().map(|at| at as u32).collect::<Vec<_>>(), CPU)?;
+            let positions = Tensor::new(order.positions().map(|at| at as u32).collect::<Vec<_>>(), device)?;
             let prefill = |q: &Tensor, k: &Tensor, v: &Tensor, _: &AttentionMask, _: &SdpaOptions| {
                 cache.borrow_mut().append(k, v)?;
                 Ok(ring.attend([q, k, v], &order, processes)?.0)
@@ -209,7 +241,7 @@ mod in_processes {
             let ys = mha.forward_with(AttentionInput::new(&own).with_positions(&positions).with_function(&prefill))?;
             let mut outputs = vec![order.gather(&ys, 1, processes)?];
             for at in prompt..all {
-                let (token, position) = (xs.narrow(1, at, 1)?.contiguous()?, Tensor::new(&[at as u32], CPU)?);
+                let (token, position) = (xs.narrow(1, at, 1)?.contiguous()?, Tensor::new(&[at as u32], device)?);
                 let decode = |q: &Tensor, k: &Tensor, v: &Tensor, _: &AttentionMask, _: &SdpaOptions| {
                     cache.borrow_mut().decode([q, k, v], &ring, processes)
                 };
@@ -222,7 +254,7 @@ mod in_processes {
             // What one process holds, and all of them together.
             let held = cache.borrow().len();
             assert!(held <= all / processes.size() + 2, "{held}");
-            let held = Tensor::new(&[held as i64], CPU)?;
+            let held = Tensor::new(&[held as i64], device)?;
             assert_eq!(processes.all_reduce_sum(&held)?.to_vec1::<i64>()?, [all as i64]);
 
             let windowed = RingAttention::for_layer(&cfg.clone().with_window(4)).expect_err("a window").to_string();
@@ -234,32 +266,32 @@ mod in_processes {
     #[test]
     #[ignore = "run by mpirun"]
     fn fails() {
-        in_a_process(|processes| {
+        in_a_process(|processes, device| {
             if processes.rank() == 1 {
                 bail!("[test] one process fails")
             }
             // The others wait for it.
-            processes.all_reduce_sum(&Tensor::zeros(1, DType::F32, CPU)?).map(drop)
+            processes.all_reduce_sum(&Tensor::zeros(1, DType::F32, device)?).map(drop)
         });
     }
 
     #[test]
     #[ignore = "run by mpirun"]
     fn panics() {
-        in_a_process(|processes| {
+        in_a_process(|processes, device| {
             assert!(processes.rank() != 2);
-            processes.all_gather(&Tensor::zeros(1, DType::F32, CPU)?).map(drop)
+            processes.all_gather(&Tensor::zeros(1, DType::F32, device)?).map(drop)
         });
     }
 
     #[test]
     #[ignore = "run by mpirun"]
     fn is_killed() {
-        in_a_process(|processes| {
+        in_a_process(|processes, device| {
             if processes.rank() == 1 {
                 Command::new("kill").args(["-9", &std::process::id().to_string()]).status()?;
             }
-            let zeros = [Tensor::zeros(1, DType::F32, CPU)?];
+            let zeros = [Tensor::zeros(1, DType::F32, device)?];
             processes.send_recv(&zeros, &[vec![1]], &mut || Ok(())).map(drop)?;
             processes.all_reduce_sum(&zeros[0]).map(drop)
         });
@@ -268,7 +300,7 @@ mod in_processes {
     #[test]
     #[ignore = "run by mpirun"]
     fn differs() {
-        in_a_process(|processes| {
+        in_a_process(|processes, _| {
             let config = if processes.rank() == 0 { "{}" } else { "{\"heads\": 2}" };
             check_same(processes, "config.json", config.as_bytes())
         });

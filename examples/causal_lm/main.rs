@@ -18,5 +18,5 @@ mod sampler;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    common::main(|args| run::run(&args, None))
+    common::main(|args: args::Args| run::run(&args, args.device.open()?, None))
 }

@@ -17,8 +17,7 @@ use crate::model::weights::{Processes, Share, Weights};
 use crate::sampler::Sampling;
 
 /// Answers the command line: of several processes, the first one writes.
-pub fn run(args: &Args, processes: Option<Rc<dyn Processes>>) -> Result<()> {
-    let device = args.device.open()?;
+pub fn run(args: &Args, device: Device, processes: Option<Rc<dyn Processes>>) -> Result<()> {
     let files = Files::open(args, &device)?;
     let tokenizer = if args.ids.is_empty() { Some(files.tokenizer()?) } else { None };
     let prompts = match &tokenizer {

@@ -23,11 +23,16 @@ pub enum DeviceChoice {
 
 impl DeviceChoice {
     pub fn open(self) -> Result<Device> {
+        self.open_at(0)
+    }
+
+    /// The device of this number, where there are several of a kind.
+    pub fn open_at(self, n: usize) -> Result<Device> {
         let (name, device) = match self {
             Self::Cpu => return Ok(Device::Cpu),
-            Self::Auto => return Ok(Device::new_cuda(0).or_else(|_| Device::new_metal(0)).unwrap_or(Device::Cpu)),
-            Self::Cuda => ("cuda", Device::new_cuda(0)),
-            Self::Metal => ("metal", Device::new_metal(0)),
+            Self::Auto => return Ok(Device::new_cuda(n).or_else(|_| Device::new_metal(n)).unwrap_or(Device::Cpu)),
+            Self::Cuda => ("cuda", Device::new_cuda(n)),
+            Self::Metal => ("metal", Device::new_metal(n)),
         };
         device.map_err(|error| {
             let reason = one_line(&error);

@@ -1,12 +1,19 @@
 //! Times ring attention over a long prompt, and a token after it: `mpirun -n 2 ring_attention --positions 65536`.
 
+#[path = "../../../examples/common/mod.rs"]
+#[allow(dead_code, reason = "what other programs use")]
+mod common;
+
 use std::process::ExitCode;
+use std::rc::Rc;
 use std::time::Instant;
 
 use candle_attention_distributed::mpi::{self, Mpi};
-use candle_attention_distributed::{Communicator, ContextCache, RingAttention, ZigZag, check_same};
-use candle_core::{Device, Result, Tensor, bail};
+use candle_attention_distributed::{ContextCache, RingAttention, ZigZag, check_same};
+use candle_core::{Result, Tensor, bail};
 use clap::Parser;
+
+use common::DeviceChoice;
 
 /// Times attention over a prompt whose positions are divided among the processes of an mpirun.
 #[derive(Debug, Parser)]
@@ -27,20 +34,26 @@ struct Args {
     /// The width of a head
     #[arg(long, value_name = "D", default_value_t = 64)]
     head_dim: usize,
+
+    /// Where to compute: on CUDA, each process on a GPU of its own
+    #[arg(long, value_enum, default_value_t = DeviceChoice::Cpu)]
+    device: DeviceChoice,
 }
 
 fn main() -> ExitCode {
     mpi::run(|processes| time(&Args::parse(), processes))
 }
 
-fn time(args: &Args, processes: &Mpi) -> Result<()> {
-    let &Args { positions, heads, kv_heads, head_dim } = args;
-    check_same(processes, "the arguments", format!("{args:?}").as_bytes())?;
+fn time(args: &Args, mpi: &Rc<Mpi>) -> Result<()> {
+    let &Args { positions, heads, kv_heads, head_dim, device } = args;
+    check_same(&**mpi, "the arguments", format!("{args:?}").as_bytes())?;
+    let device = device.open_at(mpi.device_number())?;
+    let processes = &*mpi.for_device(&device)?;
     let size = processes.size();
     if positions == 0 || !positions.is_multiple_of(2 * size) {
         bail!("[ring_attention] expected positions to be a multiple of twice the {size} processes, found {positions}")
     }
-    let draw = |h, t| Tensor::randn(0f32, 1., (1, h, t, head_dim), &Device::Cpu);
+    let draw = |h, t| Tensor::randn(0f32, 1., (1, h, t, head_dim), &device);
     let own = positions / size;
     let (q, k, v) = (draw(heads, own)?, draw(kv_heads, own)?, draw(kv_heads, own)?);
     let (ring, order) = (RingAttention::new().with_causal(true), ZigZag::new(positions, processes));
@@ -50,6 +63,7 @@ fn time(args: &Args, processes: &Mpi) -> Result<()> {
     barrier()?;
     let (start, before) = (Instant::now(), processes.bytes_sent());
     ring.attend([&q, &k, &v], &order, processes)?;
+    device.synchronize()?;
     let (sent, alone) = (processes.bytes_sent() - before, start.elapsed().as_secs_f64());
     barrier()?;
     let prompt = start.elapsed().as_secs_f64();
@@ -58,8 +72,10 @@ fn time(args: &Args, processes: &Mpi) -> Result<()> {
     cache.append(&k, &v)?;
     let token = [&draw(heads, 1)?, &draw(kv_heads, 1)?, &draw(kv_heads, 1)?];
     cache.decode(token, &ring, processes)?;
+    device.synchronize()?;
     let (start, before) = (Instant::now(), processes.bytes_sent());
     cache.decode(token, &ring, processes)?;
+    device.synchronize()?;
     let (decoding, sent_decoding) = (start.elapsed().as_secs_f64(), processes.bytes_sent() - before);
 
     let formula = (size - 1) * own * kv_heads * 2 * head_dim * 4;

@@ -56,7 +56,7 @@ enum Divide {
 }
 
 /// The processes of an mpirun, to the model.
-struct World(Rc<Mpi>);
+struct World(Rc<dyn Communicator>);
 
 impl Processes for World {
     fn shard(&self) -> HeadShard {
@@ -89,10 +89,12 @@ fn run_in(args: DistributedArgs, mpi: &Rc<Mpi>) -> Result<()> {
             format!("{:?}", checkpoint.shapes().collect::<Vec<_>>()).as_bytes(),
         )?;
     }
+    let device = args.model.device.open_at(mpi.device_number())?;
+    let processes = mpi.for_device(&device)?;
     match args.divide {
-        Divide::Heads => run::run(&args.model, Some(Rc::new(World(mpi.clone()))))?,
-        Divide::Positions => positions::run(&args.model, &files, &**mpi)?,
+        Divide::Heads => run::run(&args.model, device, Some(Rc::new(World(processes.clone()))))?,
+        Divide::Positions => positions::run(&args.model, device, &files, &*processes)?,
     }
-    mpi.say(&format!("{} bytes sent", mpi.bytes_sent()));
+    mpi.say(&format!("{} bytes sent", processes.bytes_sent()));
     Ok(())
 }

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use candle_attention::{AttentionMask, SdpaOptions};
 use candle_attention_distributed::{Communicator, ContextCache, RingAttention, ZigZag};
-use candle_core::{IndexOp, Result, Tensor, bail};
+use candle_core::{Device, IndexOp, Result, Tensor, bail};
 
 use crate::args::Args;
 use crate::files::Files;
@@ -33,14 +33,13 @@ impl Layer {
 }
 
 /// Goes on from one prompt of ids, greedily. The first process writes.
-pub fn run(args: &Args, files: &Files, processes: &dyn Communicator) -> Result<()> {
+pub fn run(args: &Args, device: Device, files: &Files, processes: &dyn Communicator) -> Result<()> {
     let [prompt] = args.ids.as_slice() else { bail!("[causal_lm] expected one --ids where positions are divided") };
     if prompt.0.is_empty() || args.temperature != 0.0 || args.logits.is_some() || args.kv_cache.is_some() {
         bail!(
             "[causal_lm] expected tokens, and none of --temperature, --logits and --kv-cache where positions are divided"
         )
     }
-    let device = args.device.open()?;
     let json = files.config()?;
     let model = CausalLm::load(&json, files.var_builder(args.dtype.dtype(), &device)?, files.gguf(), |_, _| {})?;
     let (order, end) = (ZigZag::new(prompt.0.len(), processes), files.end_tokens(&json)?);
