@@ -48,7 +48,7 @@ pub use gate::{GateActivation, GatePlace, GateScope, OutputGate};
 pub use init::TorchSeed;
 pub use layer::{
     AttentionFunction, AttentionInput, MultiHeadAttention, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig,
-    ProjectedMemory,
+    ProjectedMemory, SumFunction,
 };
 pub use linear::{PackedGatedLinear, PackedLinear, packed_linear, packed_linear_b, packed_linear_no_bias};
 pub use mask::{AttentionMask, EmptyRows, KvRanges, ValidLens};

@@ -1,5 +1,6 @@
 //! Normalisation of queries and keys before attention.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{CpuStorage, CustomOp1, D, DType, Error, Layout, Result, Shape, Tensor, bail};
@@ -105,13 +106,21 @@ impl QkNorms {
         self.scope == QkNormScope::Projection
     }
 
-    /// Those of a share of the query heads and a share of the key heads. Norms of whole projections have none.
-    pub(crate) fn shard(self, queries: Share, keys: Share) -> Result<Self> {
-        if self.scope != QkNormScope::PerHeadWeights || self.q.kind == QkNormKind::RmsNoWeight {
+    /// Those of a share of the query heads and a share of the key heads, of which it counts some where norms span all
+    /// heads.
+    pub(crate) fn shard(self, queries: Share, keys: Share, counted_keys: Share) -> Result<Self> {
+        let of_projections = self.of_projections();
+        if self.scope == QkNormScope::PerHead || (self.q.kind == QkNormKind::RmsNoWeight && !of_projections) {
             return Ok(self);
         }
-        let k = self.k.map(|k| k.shard(keys)).transpose()?;
-        Ok(Self { scope: self.scope, q: self.q.shard(queries)?, k })
+        let own = |norm: Norm, heads: Share, counted: Share| {
+            let width = norm.weight.tensor()?.dim(0)?;
+            let (own, counted) = (heads.range(width), counted.range(width));
+            let span = Span { width, counted: counted.start - own.start..counted.end - own.start };
+            Ok::<_, Error>(Norm { span: of_projections.then_some(span), ..norm.shard(heads)? })
+        };
+        let k = self.k.map(|k| own(k, keys, counted_keys)).transpose()?;
+        Ok(Self { scope: self.scope, q: own(self.q, queries, queries)?, k })
     }
 
     /// With what variables hold now.
@@ -147,7 +156,20 @@ pub(crate) struct Norm {
     bias: Option<Parameter>,
     /// Where nothing is a variable, on a CPU.
     rows: Option<RowNorm>,
+    span: Option<Span>,
 }
+
+/// What a norm spans of which this process has a part.
+#[derive(Debug, Clone)]
+struct Span {
+    /// Of all processes.
+    width: usize,
+    /// This process's columns but for those that another one counts.
+    counted: Range<usize>,
+}
+
+/// The sum over all processes of tensors of one shape.
+pub type SumFunction<'a> = dyn Fn(&Tensor) -> Result<Tensor> + 'a;
 
 /// A weight or bias: (size,) or (H, D), or a row (1, D) for each head, which may be views of variables that training
 /// changes in place.
@@ -177,7 +199,7 @@ impl Norm {
             return source.fail(format!("a norm of {size} entries is too large to address"));
         }
         let weight = Parameter(vec![Tensor::ones(size, source.dtype(), source.device())?]);
-        Self { kind: QkNormKind::RmsNoWeight, eps, weight, bias: None, rows: None }.prepared()
+        Self { kind: QkNormKind::RmsNoWeight, eps, weight, bias: None, rows: None, span: None }.prepared()
     }
 
     fn load(norm: QkNorm, names: [&str; 3], heads: usize, d: usize, source: &Source) -> Result<Self> {
@@ -213,7 +235,7 @@ impl Norm {
             (vec![weight], bias.map(|bias| vec![bias]))
         };
         let (weight, bias) = (Parameter(weight), bias.map(Parameter));
-        Self { kind: norm.kind, eps: norm.eps, weight, bias, rows: None }.prepared()
+        Self { kind: norm.kind, eps: norm.eps, weight, bias, rows: None, span: None }.prepared()
     }
 
     /// With what is computed once, where nothing is a variable.
@@ -230,7 +252,7 @@ impl Norm {
     pub(crate) fn freeze(&self) -> Result<Self> {
         let own = |parameter: &Parameter| Ok::<_, Error>(Parameter(vec![frozen(&parameter.tensor()?)?]));
         let (weight, bias) = (own(&self.weight)?, self.bias.as_ref().map(own).transpose()?);
-        Self { kind: self.kind, eps: self.eps, weight, bias, rows: None }.prepared()
+        Self { kind: self.kind, eps: self.eps, weight, bias, rows: None, span: self.span.clone() }.prepared()
     }
 
     /// A share of the heads that have weights of their own.
@@ -262,6 +284,24 @@ impl Norm {
         }
     }
 
+    /// [`forward`](Self::forward) of (B, T, width), where the mean is over all processes if the norm spans them.
+    pub(crate) fn forward_over(&self, xs: &Tensor, sum: Option<&SumFunction>) -> Result<Tensor> {
+        let Some(Span { width, counted }) = &self.span else { return self.forward(xs) };
+        let Some(sum) = sum else {
+            bail!(
+                "[multi_head_attention] norms of whole projections span the heads of all processes, expected their sum in \
+                 the call, `with_sum`"
+            )
+        };
+        let dtype = accumulation_dtype(xs.dtype());
+        let wide = xs.to_dtype(dtype)?;
+        let squares = match counted.len() {
+            0 => Tensor::zeros((xs.dim(0)?, xs.dim(1)?, 1), dtype, xs.device())?,
+            len => wide.narrow(D::Minus1, counted.start, len)?.sqr()?.sum_keepdim(D::Minus1)?,
+        };
+        self.scaled(&wide, &(sum(&squares)? / *width as f64)?)?.to_dtype(xs.dtype())
+    }
+
     fn differentiable(&self, xs: &Tensor) -> Result<Tensor> {
         let dtype = accumulation_dtype(xs.dtype());
         let size = xs.dim(D::Minus1)? as f64;
@@ -269,12 +309,16 @@ impl Norm {
         if self.subtracts_mean() {
             wide = wide.broadcast_sub(&(wide.sum_keepdim(D::Minus1)? / size)?)?;
         }
-        let mean_square = (wide.sqr()?.sum_keepdim(D::Minus1)? / size)?;
+        self.scaled(&wide, &(wide.sqr()?.sum_keepdim(D::Minus1)? / size)?)?.to_dtype(xs.dtype())
+    }
+
+    /// Rows by the root of their mean square (.., 1), with weight and bias.
+    fn scaled(&self, wide: &Tensor, mean_square: &Tensor) -> Result<Tensor> {
         let normed = wide.broadcast_div(&(mean_square + self.eps)?.sqrt()?)?;
-        let scaled = normed.broadcast_mul(&self.factors(dtype)?)?;
+        let scaled = normed.broadcast_mul(&self.factors(wide.dtype())?)?;
         match &self.bias {
-            Some(bias) => scaled.broadcast_add(&bias.tensor()?.to_dtype(dtype)?)?.to_dtype(xs.dtype()),
-            None => scaled.to_dtype(xs.dtype()),
+            Some(bias) => scaled.broadcast_add(&bias.tensor()?.to_dtype(wide.dtype())?),
+            None => Ok(scaled),
         }
     }
 

@@ -5,13 +5,14 @@ use std::ops::Range;
 use candle_core::{Result, Tensor, bail};
 use candle_nn::var_builder::Shard;
 
-use crate::{AlibiConfig, MultiHeadAttentionConfig, QkNormScope};
+use crate::sdpa::HeadGroups;
+use crate::{AlibiConfig, MultiHeadAttentionConfig, QkNorm, QkNormKind, QkNormScope};
 
 /// The heads of one process of several that compute a layer together: the share of `rank` of `world_size`.
 ///
-/// Key heads are divided in their order, and query heads with them. Where there are fewer key heads than processes,
-/// those that read one key head hold a copy each and divide its query heads. Shares that cannot be equal differ by one
-/// head of those that are divided.
+/// Query heads are divided in their order, as evenly as can be, and each process holds the key heads that its query
+/// heads read: a copy of one that others read too. Where key heads can be divided so that no process has more query
+/// heads than with an even division, none is held twice for nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct HeadShard {
     rank: usize,
@@ -40,45 +41,57 @@ impl HeadShard {
         self.world_size
     }
 
+    /// The shares of all processes, in the order of their ranks.
+    pub fn all(self) -> impl Iterator<Item = Self> {
+        (0..self.world_size).map(move |rank| Self { rank, ..self })
+    }
+
+    /// This process's part of `len` entries that are divided in their order and as evenly as can be: inner columns of an
+    /// MLP, a vocabulary. Candle's [`Shard`] of as many where these divide the entries.
+    pub fn part_of(&self, len: usize) -> Range<usize> {
+        part(self.rank, len, self.world_size)
+    }
+
     /// The shares of the query heads and of the key heads, of which there are no fewer query heads than processes.
     pub(crate) fn shares(&self, h: usize, h_kv: usize) -> (Share, Share) {
-        let (rank, n) = (self.rank, self.world_size);
-        // The first of the entries of `len` that belong to part `i` of `of`.
-        let first = |i: usize, len: usize, of: usize| (i * len).div_ceil(of);
-        let keys = if n <= h_kv {
-            first(rank, h_kv, n)..first(rank + 1, h_kv, n)
+        let (n, group) = (self.world_size, h / h_kv);
+        let by_group = |rank| queries_by_group(rank, n, h_kv, group);
+        let queries = if (0..n).all(|rank| by_group(rank).len() <= h.div_ceil(n)) {
+            by_group(self.rank)
         } else {
-            let key = rank * h_kv / n;
-            key..key + 1
+            self.part_of(h)
         };
-        let group = h / h_kv;
-        let mut queries = keys.start * group..keys.end * group;
-        if n > h_kv {
-            // The processes that read this key head.
-            let readers = first(keys.start, n, h_kv)..first(keys.end, n, h_kv);
-            let at = |rank: usize| queries.start + first(rank - readers.start, group, readers.len());
-            queries = at(rank)..at(rank + 1);
-        }
+        let keys = queries.start / group..queries.end.div_ceil(group);
         (Share::new(queries, h), Share::new(keys, h_kv))
+    }
+
+    /// Of its key heads those that no process before this one has.
+    pub(crate) fn counted_keys(self, h: usize, h_kv: usize) -> Share {
+        let keys = |shard: Self| shard.shares(h, h_kv).1.range(h_kv);
+        let before = self.rank.checked_sub(1).map_or(0, |rank| keys(Self { rank, ..self }).end);
+        let own = keys(self);
+        Share::new(own.start.max(before)..own.end, h_kv)
     }
 
     /// The config of a process's own layer.
     ///
     /// # Errors
-    /// For more processes than query heads, for norms that span all heads, and for unequal shares of a relative bias.
+    /// For more processes than query heads, for layer norms that span all heads, and for unequal shares of a relative
+    /// bias.
     pub(crate) fn config(&self, cfg: &MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig> {
         let (h, h_kv, n) = (cfg.num_heads(), cfg.num_kv_heads(), self.world_size);
         if n > h {
             bail!("[multi_head_attention] a world size of {n} is more than the {h} query heads")
         }
-        if cfg.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection) && n > 1 {
-            bail!("[multi_head_attention] norms of whole projections span the heads of all processes")
-        }
-        let is_equal = h.is_multiple_of(n) && (h_kv.is_multiple_of(n) || n.is_multiple_of(h_kv));
-        if cfg.relative_bias().is_some() && !is_equal {
+        let subtracts_mean = |norm: QkNorm| matches!(norm.kind, QkNormKind::Layer | QkNormKind::LayerNoBias);
+        if cfg.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection && subtracts_mean(norm)) && n > 1 {
             bail!(
-                "[multi_head_attention] a world size of {n} does not divide the {h} query heads and {h_kv} key heads of a relative bias equally"
+                "[multi_head_attention] layer norms of whole projections span the heads of all processes, expected a root \
+                 mean square"
             )
+        }
+        if cfg.relative_bias().is_some() && !h.is_multiple_of(n) {
+            bail!("[multi_head_attention] a world size of {n} does not divide the {h} heads of a relative bias equally")
         }
         let (queries, keys) = self.shares(h, h_kv);
         let (queries, keys) = (queries.range(h), keys.range(h_kv));
@@ -93,8 +106,29 @@ impl HeadShard {
         if let Some(alibi) = cfg.alibi().filter(|&alibi| *alibi != AlibiConfig::Falcon) {
             own = own.with_alibi(AlibiConfig::Slopes(alibi.slopes(h)?[queries.clone()].to_vec()));
         }
-        Ok(own.with_heads(queries.len(), keys.len()))
+        let (size, skipped) = (h / h_kv, queries.start % (h / h_kv));
+        let is_alike = keys.len() == 1 || (skipped == 0 && queries.len().is_multiple_of(size));
+        let groups = (!is_alike).then_some(HeadGroups { size, skipped });
+        Ok(own.with_heads(queries.len(), keys.len()).with_head_groups(groups))
     }
+}
+
+/// The entries of `len` that belong to part `i` of `of`.
+fn part(i: usize, len: usize, of: usize) -> Range<usize> {
+    (i * len).div_ceil(of)..((i + 1) * len).div_ceil(of)
+}
+
+/// The query heads of a process where each has whole groups, or heads of one group only, of which it has a part.
+fn queries_by_group(rank: usize, n: usize, h_kv: usize, group: usize) -> Range<usize> {
+    if n <= h_kv {
+        let keys = part(rank, h_kv, n);
+        return keys.start * group..keys.end * group;
+    }
+    let key = rank * h_kv / n;
+    // The processes that read this key head.
+    let readers = part(key, n, h_kv);
+    let own = part(rank - readers.start, group, readers.len());
+    key * group + own.start..key * group + own.end
 }
 
 /// The units `start..end` of the `of` equal ones, each a head or several, that a dimension is divided into.
@@ -151,10 +185,16 @@ mod tests {
                     assert_eq!((own.num_heads(), own.num_kv_heads()), (queries.len(), keys.len()));
                     assert!(queries.start == next && !queries.is_empty(), "{h}, {h_kv}, {rank} of {world_size}");
                     next = queries.end;
+                    own.validate()?;
                     for (n, query) in queries.clone().enumerate() {
-                        let local = n * keys.len() / queries.len();
+                        let local = match own.head_groups() {
+                            Some(groups) => (n + groups.skipped) / groups.size,
+                            None => n * keys.len() / queries.len(),
+                        };
                         assert_eq!(keys.start + local, query * h_kv / h, "query head {query}");
                     }
+                    assert!(queries.len() <= h.div_ceil(world_size), "{h}, {h_kv}, {rank} of {world_size}");
+                    assert_eq!(keys.end - 1, (queries.end - 1) * h_kv / h);
                 }
                 assert_eq!(next, h);
             }

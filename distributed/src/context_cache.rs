@@ -4,38 +4,52 @@ use candle_attention::merge_attention;
 use candle_core::{D, DType, Result, Tensor, bail};
 use candle_nn::kv_cache::KvCache;
 
-use crate::{Communicator, RingAttention};
+use crate::{Communicator, RingAttention, ZigZag};
 
 /// The keys and values of a layer, of which each process holds some: those of its positions of the prompt, and of the
 /// tokens after it one in as many as there are processes.
 #[derive(Debug, Clone)]
 pub struct ContextCache {
     own: KvCache,
-    /// Positions decoded, in all processes.
+    /// The positions that this process holds, which increase.
+    positions: Vec<usize>,
+    /// Positions in all processes, and how many of them were decoded.
+    len: usize,
     decoded: usize,
 }
 
 impl ContextCache {
     /// A cache with room for `capacity` positions of this process, which grows beyond them.
     pub fn new(capacity: usize) -> Self {
-        Self { own: KvCache::new(2, capacity), decoded: 0 }
+        Self { own: KvCache::new(2, capacity), positions: Vec::new(), len: 0, decoded: 0 }
     }
 
     /// The positions that this process holds.
     pub fn len(&self) -> usize {
-        self.own.current_seq_len()
+        self.positions.len()
     }
 
     /// Whether this process holds none.
     pub fn is_empty(&self) -> bool {
-        self.len() == 0
+        self.positions.is_empty()
     }
 
-    /// Adds the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of this process's part of a prompt.
+    /// Keeps the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of this process's part of a prompt, which is the
+    /// beginning of the sequence.
     ///
     /// # Errors
-    /// If they do not fit those before.
-    pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<()> {
+    /// If they are not of the positions that the order gives this process, or not the first ones.
+    pub fn append_prompt(&mut self, k: &Tensor, v: &Tensor, order: &ZigZag) -> Result<()> {
+        let positions: Vec<_> = order.positions().collect();
+        if self.len > 0 || k.dim(2)? != positions.len() {
+            bail!(
+                "[context_cache] expected {} positions of a prompt in an empty cache, found k {:?} and {} positions before",
+                positions.len(),
+                k.dims(),
+                self.len
+            )
+        }
+        (self.len, self.positions) = (order.len(), positions);
         self.own.append(&k.contiguous()?, &v.contiguous()?).map(drop)
     }
 
@@ -44,24 +58,25 @@ impl ContextCache {
     /// D_v).
     ///
     /// # Errors
-    /// For more than one token, and those of
-    /// [`scaled_dot_product_attention`](candle_attention::scaled_dot_product_attention) and of the processes.
+    /// For more than one token, and those of [`RingAttention::attend`].
     pub fn decode(&mut self, qkv: [&Tensor; 3], ring: &RingAttention, processes: &dyn Communicator) -> Result<Tensor> {
         let [q, k, v] = qkv;
         if q.dim(2)? != 1 || k.dim(2)? != 1 || v.dim(2)? != 1 {
             bail!("[context_cache] expected one token, found q {:?}, k {:?} and v {:?}", q.dims(), k.dims(), v.dims())
         }
-        if self.decoded % processes.size() == processes.rank() {
-            self.append(k, v)?;
+        let (position, keeps) = (self.len, self.decoded % processes.size() == processes.rank());
+        if keeps {
+            self.own.append(&k.contiguous()?, &v.contiguous()?)?;
+            self.positions.push(position);
         }
-        self.decoded += 1;
+        (self.len, self.decoded) = (self.len + 1, self.decoded + 1);
         let (keys, values) = match (self.own.k()?, self.own.v()?) {
             (Some(keys), Some(values)) => (keys, values),
             _ => (k.narrow(2, 0, 0)?, v.narrow(2, 0, 0)?),
         };
-        let (context, lse) = ring.attend_part(q, &keys, &values)?;
+        let (context, lse) = ring.attend_from(position, [q, &keys, &values], &self.positions, keeps)?;
         // One message for both.
-        let own = Tensor::cat(&[context.to_dtype(DType::F32)?, lse.unsqueeze(D::Minus1)?], 3)?;
+        let own = Tensor::cat(&[context.to_dtype(DType::F32)?, lse.to_dtype(DType::F32)?.unsqueeze(D::Minus1)?], 3)?;
         let d_v = context.dim(3)?;
         let parts = processes.all_gather(&own)?;
         let parts = parts.iter().map(|part| Ok((part.narrow(3, 0, d_v)?, part.narrow(3, d_v, 1)?.squeeze(3)?)));

@@ -1,10 +1,11 @@
 //! Attention over a sequence whose keys are on several processes.
 
+use std::ops::Range;
+
 use candle_attention::{
-    AttentionFunction, AttentionMask, MultiHeadAttentionConfig, SdpaOptions, merge_attention,
-    scaled_dot_product_attention_with_lse,
+    AttentionFunction, AttentionMask, SdpaOptions, merge_attention, scaled_dot_product_attention_with_lse,
 };
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor, bail};
 
 use crate::{Communicator, ZigZag};
 
@@ -32,81 +33,36 @@ use crate::{Communicator, ZigZag};
 /// let xs = Tensor::randn(0f32, 1., (1, positions.len(), 64), &Device::Cpu)?; // of these positions
 /// let positions = Tensor::new(positions, &Device::Cpu)?;
 ///
-/// let ring = RingAttention::for_layer(&cfg)?;
-/// let attend = ring.function(&order, &processes);
+/// let attend = RingAttention::function(&order, &processes);
 /// let ys = mha.forward_with(AttentionInput::new(&xs).with_positions(&positions).with_function(&attend))?;
 /// assert_eq!(ys.dims(), xs.dims());
 /// # Ok(()) }
 /// ```
 #[derive(Debug, Clone, Default)]
 pub struct RingAttention {
-    causal: bool,
+    mask: AttentionMask,
     options: SdpaOptions,
 }
 
 impl RingAttention {
-    /// Every query sees every key.
-    pub fn new() -> Self {
-        Self::default()
+    /// Attention with the arguments of [`scaled_dot_product_attention`](candle_attention::scaled_dot_product_attention) for
+    /// the whole sequence: the mask may be causal, and have windows, bands, chunks, lengths and starts.
+    pub fn new(mask: &AttentionMask, options: &SdpaOptions) -> Self {
+        Self { mask: mask.clone(), options: options.clone() }
     }
 
-    /// A query sees the keys of its own position and of those before it.
-    pub fn with_causal(mut self, causal: bool) -> Self {
-        self.causal = causal;
-        self
-    }
-
-    /// The factor on q kᵀ; 1/sqrt(D) unless given.
-    pub fn with_scale(mut self, scale: f64) -> Self {
-        self.options = self.options.with_scale(scale);
-        self
-    }
-
-    /// Bounds the scores to ±`softcap`.
-    pub fn with_softcap(mut self, softcap: f64) -> Self {
-        self.options = self.options.with_softcap(softcap);
-        self
-    }
-
-    /// The attention of a layer.
-    ///
-    /// # Errors
-    /// For what depends on the distance of a key (windows, bands, chunks, ALiBi, relative biases), and for sinks and
-    /// appended keys, which belong to one part only.
-    pub fn for_layer(cfg: &MultiHeadAttentionConfig) -> Result<Self> {
-        let obstacle = [
-            (cfg.window().is_some(), "a window"),
-            (cfg.band().is_some(), "a band"),
-            (cfg.chunk().is_some(), "chunks"),
-            (cfg.alibi().is_some(), "ALiBi"),
-            (cfg.relative_bias().is_some(), "a relative bias"),
-            (cfg.sinks(), "sinks"),
-            (cfg.bias_kv() || cfg.add_zero_attn(), "keys that it appends"),
-        ];
-        if let Some((_, obstacle)) = obstacle.iter().find(|(has, _)| *has) {
-            bail!("[ring_attention] the layer has {obstacle}, which a ring of processes does not take")
-        }
-        let mut ring = Self::new().with_causal(cfg.causal());
-        if let Some(scale) = cfg.scale() {
-            ring = ring.with_scale(scale);
-        }
-        if let Some(softcap) = cfg.softcap() {
-            ring = ring.with_softcap(softcap);
-        }
-        Ok(ring)
-    }
-
-    /// [`attend`](Self::attend) for [`AttentionInput::with_function`](candle_attention::AttentionInput::with_function):
-    /// the mask and the options of a call are those that the layer's config has, and are not looked at.
-    pub fn function<'a>(&'a self, order: &'a ZigZag, processes: &'a dyn Communicator) -> Box<AttentionFunction<'a>> {
-        Box::new(|q, k, v, _, _| Ok(self.attend([q, k, v], order, processes)?.0))
+    /// [`attend`](Self::attend) for [`AttentionInput::with_function`](candle_attention::AttentionInput::with_function), with
+    /// the mask and the options of the layer.
+    pub fn function<'a>(order: &'a ZigZag, processes: &'a dyn Communicator) -> Box<AttentionFunction<'a>> {
+        Box::new(|q, k, v, mask, options| Ok(Self::new(mask, options).attend([q, k, v], order, processes)?.0))
     }
 
     /// q (B, H, T, D), k (B, H_kv, T, D) and v (B, H_kv, T, D_v) of this process's positions give the context (B, H, T,
     /// D_v) of its queries over the keys of all processes, and the log-sum-exp (B, H, T).
     ///
     /// # Errors
-    /// If the tensors do not have this process's positions, and those of
+    /// If the tensors do not have this process's positions; for a mask with `keep` or `bias` tensors, as relative biases
+    /// and keys that a layer appends are; and those of
     /// [`scaled_dot_product_attention`](candle_attention::scaled_dot_product_attention) and of the processes.
     pub fn attend(&self, qkv: [&Tensor; 3], order: &ZigZag, processes: &dyn Communicator) -> Result<(Tensor, Tensor)> {
         let (rank, size) = (processes.rank(), processes.size());
@@ -121,11 +77,11 @@ impl RingAttention {
             }
         }
         let [q, k, v] = qkv;
-        let mut attended = Attended::default();
+        let mut runs: Vec<_> = order.runs(rank).into_iter().map(|queries| Run { queries, attended: None }).collect();
         let mut held = [k.clone(), v.clone()];
         for step in 0..size {
             let of = (rank + size - step) % size;
-            let mut attend = || self.attend_to(q, &held, [rank, of], order, &mut attended);
+            let mut attend = || self.attend_to(q, &held, &order.runs(of), &mut runs);
             if step + 1 == size {
                 attend()?;
                 break;
@@ -136,67 +92,82 @@ impl RingAttention {
             let next = processes.send_recv(&held, &shapes, &mut attend)?;
             held = next.try_into().map_err(|_| candle_core::Error::msg("[ring_attention] expected keys and values"))?;
         }
-        let (contexts, lses) = attended.halves.into_iter().flatten().unzip::<_, _, Vec<_>, Vec<_>>();
+        let (b, h, _, _) = q.dims4()?;
+        let unseen = |t| {
+            let lse_dtype = if q.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+            let lse = Tensor::full(f32::NEG_INFINITY, (b, h, t), q.device())?.to_dtype(lse_dtype)?;
+            Ok((Tensor::zeros((b, h, t, v.dim(3)?), q.dtype(), q.device())?, lse))
+        };
+        let mut parts = Vec::new();
+        for Run { queries, attended } in runs {
+            parts.push(attended.map_or_else(|| unseen(queries.len()), Ok)?);
+        }
+        if parts.is_empty() {
+            return unseen(0);
+        }
+        let (contexts, lses) = parts.into_iter().unzip::<_, _, Vec<_>, Vec<_>>();
         Ok((Tensor::cat(&contexts, 2)?, Tensor::cat(&lses, 2)?))
     }
 
-    /// From each query to each of some keys.
-    pub(crate) fn attend_part(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
-        scaled_dot_product_attention_with_lse(q, k, v, &AttentionMask::none(), &self.options)
+    /// Attends from the queries of each run to the keys and values `held`, which are of the positions `keys`, as far as the
+    /// mask leaves any.
+    fn attend_to(&self, q: &Tensor, held: &[Tensor; 2], keys: &[Range<usize>], runs: &mut [Run]) -> Result<()> {
+        let (b, mut first_query) = (q.dim(0)?, 0);
+        for Run { queries, attended } in runs {
+            let own = q.narrow(2, first_query, queries.len())?;
+            first_query += queries.len();
+            let mut first_key = 0;
+            for keys in keys {
+                let (start, len) = (first_key, keys.len());
+                first_key += len;
+                let mask = self.mask.of_part(b, queries.clone(), keys.clone())?;
+                let seen = mask.resolve(b, queries.len(), len)?;
+                if (0..b).all(|b| (0..queries.len()).all(|query| seen.kv_range(b, query).is_empty())) {
+                    continue;
+                }
+                let [k, v] = [held[0].narrow(2, start, len)?, held[1].narrow(2, start, len)?];
+                // A query's sink is one more score, and counts beside its own key.
+                let options = if keys == queries { self.options.clone() } else { self.options.clone().without_sinks() };
+                let part = scaled_dot_product_attention_with_lse(&own, &k, &v, &mask, &options)?;
+                *attended = Some(match attended.take() {
+                    None => part,
+                    Some(before) => merge_attention(&[before, part])?,
+                });
+            }
+        }
+        Ok(())
     }
 
-    /// Attends from the queries of process `rank` to the keys of process `of`. With a causal mask the parts of two
-    /// processes are
-    ///
-    /// ```text
-    ///                 keys of an earlier rank   own keys      keys of a later rank
-    ///                 front  back               front  back   front  back
-    /// front queries   all    none               causal none   none   none
-    /// back queries    all    none               all    causal all    all
-    /// ```
-    fn attend_to(
+    /// Attends from one token at `position`, whose key is the last one, to those of the keys that are `held`, of which
+    /// the positions increase. The sinks are for one of the processes.
+    pub(crate) fn attend_from(
         &self,
-        q: &Tensor,
-        held: &[Tensor; 2],
-        ranks: [usize; 2],
-        order: &ZigZag,
-        attended: &mut Attended,
-    ) -> Result<()> {
-        let ([rank, of], [k, v]) = (ranks, held);
-        let front = |rank: usize| order.parts(rank)[0].len();
-        let (queries, t) = (front(rank), q.dim(2)?);
-        if self.causal && of > rank {
-            let back = q.narrow(2, queries, t - queries)?;
-            return attended.add(1, self.attend_part(&back, k, v)?);
+        position: usize,
+        qkv: [&Tensor; 3],
+        held: &[usize],
+        has_sinks: bool,
+    ) -> Result<(Tensor, Tensor)> {
+        let [q, k, v] = qkv;
+        let b = q.dim(0)?;
+        let seen = self.mask.of_part(b, position..position + 1, 0..position + 1)?.resolve(b, 1, position + 1)?;
+        let row = |position: usize| held.partition_point(|&held| held < position);
+        let seen = (0..b).map(|b| seen.kv_range(b, 0)).map(|keys| (row(keys.start), row(keys.end)));
+        let (starts, ends) = seen.unzip::<_, _, Vec<_>, Vec<_>>();
+        let mut mask = AttentionMask::none().with_starts(starts).with_valid_lens(ends);
+        let options = if has_sinks { self.options.clone() } else { self.options.clone().without_sinks() };
+        let (options, slopes) = options.take_alibi_slopes();
+        if let Some(slopes) = slopes {
+            let distances: Vec<_> = held.iter().map(|&held| position.abs_diff(held) as f32).collect();
+            let distances = Tensor::from_vec(distances, (1, 1, 1, held.len()), q.device())?;
+            let slopes = slopes.to_dtype(DType::F32)?.reshape((1, slopes.elem_count(), 1, 1))?;
+            mask = mask.with_bias(&slopes.broadcast_mul(&distances)?.neg()?);
         }
-        let (context, lse) = if self.causal && of < rank {
-            let keys = front(of);
-            self.attend_part(q, &k.narrow(2, 0, keys)?, &v.narrow(2, 0, keys)?)?
-        } else if self.causal {
-            scaled_dot_product_attention_with_lse(q, k, v, &AttentionMask::causal(), &self.options)?
-        } else {
-            self.attend_part(q, k, v)?
-        };
-        for (half, (start, len)) in [(0, queries), (queries, t - queries)].into_iter().enumerate() {
-            attended.add(half, (context.narrow(2, start, len)?, lse.narrow(2, start, len)?))?;
-        }
-        Ok(())
+        scaled_dot_product_attention_with_lse(q, k, v, &mask, &options)
     }
 }
 
-/// The context and the log-sum-exp so far of the front and the back queries.
-#[derive(Default)]
-struct Attended {
-    halves: [Option<(Tensor, Tensor)>; 2],
-}
-
-impl Attended {
-    fn add(&mut self, half: usize, part: (Tensor, Tensor)) -> Result<()> {
-        let half = &mut self.halves[half];
-        *half = Some(match half.take() {
-            None => part,
-            Some(before) => merge_attention(&[before, part])?,
-        });
-        Ok(())
-    }
+/// Queries of successive positions, and their context and log-sum-exp so far.
+struct Run {
+    queries: Range<usize>,
+    attended: Option<(Tensor, Tensor)>,
 }

@@ -37,6 +37,18 @@ impl ZigZag {
         [part(rank), part(2 * self.size - 1 - rank)]
     }
 
+    /// The positions of a process as runs of successive ones.
+    pub(crate) fn runs(&self, rank: usize) -> Vec<Range<usize>> {
+        let [front, back] = self.parts(rank);
+        let runs = if front.end == back.start { [front.start..back.end, 0..0] } else { [front, back] };
+        runs.into_iter().filter(|run| !run.is_empty()).collect()
+    }
+
+    /// The positions of all processes.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
     /// The positions of this process, in the order of its tensors.
     pub fn positions(&self) -> impl Iterator<Item = usize> {
         self.parts(self.rank).into_iter().flatten()

@@ -4,7 +4,7 @@
 use std::process::{Command, Output};
 
 use candle_attention::{
-    AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig, SdpaOptions,
+    AlibiConfig, AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig, SdpaOptions,
     scaled_dot_product_attention_with_lse,
 };
 use candle_attention_distributed::mpi::run;
@@ -170,14 +170,32 @@ mod in_processes {
     #[ignore = "run by mpirun"]
     fn ring_attention() {
         in_a_process(|processes, device| {
-            for (t, causal, seed) in [(256, true, 1), (256, false, 2), (131, true, 3), (5, true, 4)] {
+            let [none, causal] = [AttentionMask::none(), AttentionMask::causal()];
+            let softcap = SdpaOptions::default().with_scale(0.3).with_softcap(5.0);
+            let slopes = Tensor::new(&[0.5f32, 0.25, 0.125, 0.0625], device)?;
+            let sinks = Tensor::new(&[0.5f32, -1.0, 2.0, 0.0], device)?;
+            let plain = SdpaOptions::default();
+            let cases = [
+                (256, causal.clone(), softcap.clone()),
+                (256, none.clone(), softcap.clone()),
+                (131, causal.clone(), softcap.clone()),
+                (5, causal.clone(), softcap),
+                (64, causal.clone().with_window(9), plain.clone()),
+                (67, causal.clone().with_window(40), plain.clone().with_sinks(&sinks)),
+                (64, causal.clone().with_chunk(12), plain.clone()),
+                (64, none.clone().with_band(3, 11), plain.clone()),
+                (64, causal.clone().with_valid_lens(vec![64, 33]).with_starts(vec![3, 0]), plain.clone()),
+                (64, causal.clone(), plain.clone().with_alibi_slopes(&slopes)),
+                (64, none.clone(), plain.clone().with_alibi_slopes(&slopes).with_sinks(&sinks)),
+                (64, AttentionMask::causal_with_offset(2), plain.clone()),
+            ];
+            for (seed, (t, mask, options)) in cases.into_iter().enumerate() {
+                let seed = seed as u32 + 1;
                 let (q, k, v) = (
                     numbers((2, 4, t, 16), seed, device)?,
                     numbers((2, 2, t, 16), seed + 5, device)?,
                     numbers((2, 2, t, 8), seed + 9, device)?,
                 );
-                let mask = if causal { AttentionMask::causal() } else { AttentionMask::none() };
-                let options = SdpaOptions::default().with_scale(0.3).with_softcap(5.0);
                 let (expected, expected_lse) = scaled_dot_product_attention_with_lse(&q, &k, &v, &mask, &options)?;
 
                 let order = ZigZag::new(t, processes);
@@ -187,7 +205,7 @@ mod in_processes {
                     continue;
                 }
                 let [own_q, own_k, own_v] = [order.split(&q, 2)?, order.split(&k, 2)?, order.split(&v, 2)?];
-                let ring = RingAttention::new().with_causal(causal).with_scale(0.3).with_softcap(5.0);
+                let ring = RingAttention::new(&mask, &options);
                 let before = processes.bytes_sent();
                 let (context, lse) = ring.attend([&own_q, &own_k, &own_v], &order, processes)?;
                 if t == 256 {
@@ -201,66 +219,85 @@ mod in_processes {
 
                 let (context, lse) = (order.gather(&context, 2, processes)?, order.gather(&lse, 2, processes)?);
                 let most = if processes.size() == 1 { 0.0 } else { 1e-5 };
-                assert!(difference(&context, &expected)? <= most, "{t}, {causal}");
-                assert!(difference(&lse, &expected_lse)? <= most, "{t}, {causal}");
+                assert!(difference(&context, &expected)? <= most, "{t}, {mask:?}, {options:?}");
+                // A query that sees no key has a log-sum-exp of -inf.
+                let [lse, expected_lse] = [lse, expected_lse].map(|lse| lse.clamp(-1e3f32, 1e3f32));
+                assert!(difference(&lse?, &expected_lse?)? <= most, "{t}, {mask:?}, {options:?}");
             }
             let order = ZigZag::new(8, processes);
             let q = Tensor::zeros((1, 1, 9, 4), DType::F32, device)?;
-            let text = RingAttention::new().attend([&q, &q, &q], &order, processes).expect_err("too long").to_string();
+            let biased =
+                RingAttention::new(&AttentionMask::none().with_bias(&Tensor::zeros(1, DType::F32, device)?), &plain);
+            let own = order.split(&Tensor::zeros((1, 1, 8, 4), DType::F32, device)?, 2)?;
+            let text = biased.attend([&own, &own, &own], &order, processes).expect_err("a bias").to_string();
+            assert!(text.starts_with("[attention_mask] the mask has a bias tensor"), "{text}");
+            let text =
+                RingAttention::default().attend([&q, &q, &q], &order, processes).expect_err("too long").to_string();
             assert!(text.starts_with("[ring_attention] expected (B, H, "), "{text}");
             Ok(())
         });
     }
 
-    /// A layer with rotary positions and grouped heads: a prompt through the ring, and tokens after it one by one.
+    /// Layers with grouped heads: a prompt through the ring, and tokens after it one by one.
     #[test]
     #[ignore = "run by mpirun"]
     fn layer_and_decoding() {
         in_a_process(|processes, device| {
-            let cfg = MultiHeadAttentionConfig::new(64, 4)
-                .with_num_kv_heads(2)
-                .with_causal(true)
-                .with_rope(RopeConfig::new(1e4));
-            let mut weights = std::collections::HashMap::new();
-            for (seed, (name, rows)) in [("q", 64), ("k", 32), ("v", 32), ("o", 64)].into_iter().enumerate() {
-                weights.insert(format!("{name}_proj.weight"), (numbers((rows, 64), seed as u32, device)? * 0.2)?);
-            }
-            let mha = MultiHeadAttention::new(&cfg, VarBuilder::from_tensors(weights, DType::F32, device))?;
-            let (prompt, all) = (53, 60);
-            let xs = numbers((2, all, 64), 40, device)?;
-            let expected = mha.forward(&xs)?;
-
-            let (ring, order) = (RingAttention::for_layer(&cfg)?, ZigZag::new(prompt, processes));
-            let cache = std::cell::RefCell::new(ContextCache::new(8));
-            let own = order.split(&xs.narrow(1, 0, prompt)?, 1)?;
-            let positions = Tensor::new(order.positions().map(|at| at as u32).collect::<Vec<_>>(), device)?;
-            let prefill = |q: &Tensor, k: &Tensor, v: &Tensor, _: &AttentionMask, _: &SdpaOptions| {
-                cache.borrow_mut().append(k, v)?;
-                Ok(ring.attend([q, k, v], &order, processes)?.0)
-            };
-            let ys = mha.forward_with(AttentionInput::new(&own).with_positions(&positions).with_function(&prefill))?;
-            let mut outputs = vec![order.gather(&ys, 1, processes)?];
-            for at in prompt..all {
-                let (token, position) = (xs.narrow(1, at, 1)?.contiguous()?, Tensor::new(&[at as u32], device)?);
-                let decode = |q: &Tensor, k: &Tensor, v: &Tensor, _: &AttentionMask, _: &SdpaOptions| {
-                    cache.borrow_mut().decode([q, k, v], &ring, processes)
-                };
-                outputs.push(
-                    mha.forward_with(AttentionInput::new(&token).with_positions(&position).with_function(&decode))?,
-                );
-            }
-            assert!(difference(&Tensor::cat(&outputs, 1)?, &expected)? < 1e-5);
-
-            // What one process holds, and all of them together.
-            let held = cache.borrow().len();
-            assert!(held <= all / processes.size() + 2, "{held}");
-            let held = Tensor::new(&[held as i64], device)?;
-            assert_eq!(processes.all_reduce_sum(&held)?.to_vec1::<i64>()?, [all as i64]);
-
-            let windowed = RingAttention::for_layer(&cfg.clone().with_window(4)).expect_err("a window").to_string();
-            assert!(windowed.starts_with("[ring_attention] the layer has a window"), "{windowed}");
-            Ok(())
+            let grouped = || MultiHeadAttentionConfig::new(64, 4).with_num_kv_heads(2).with_causal(true);
+            let rotary = || grouped().with_rope(RopeConfig::new(1e4));
+            let configs = [
+                rotary(),
+                rotary().with_window(7),
+                rotary().with_chunk(10).with_scale(0.2),
+                rotary().with_window(40).with_sinks(true),
+                grouped().with_alibi(AlibiConfig::Standard).with_sinks(true),
+            ];
+            configs.iter().try_for_each(|cfg| prompt_and_tokens(cfg, processes, device))
         });
+    }
+
+    fn prompt_and_tokens(cfg: &MultiHeadAttentionConfig, processes: &dyn Communicator, device: &Device) -> Result<()> {
+        let mut weights = std::collections::HashMap::new();
+        for (seed, (name, rows)) in [("q", 64), ("k", 32), ("v", 32), ("o", 64)].into_iter().enumerate() {
+            weights.insert(format!("{name}_proj.weight"), (numbers((rows, 64), seed as u32, device)? * 0.2)?);
+        }
+        if cfg.sinks() {
+            weights.insert("sinks".into(), numbers(4, 7, device)?);
+        }
+        let mha = MultiHeadAttention::new(cfg, VarBuilder::from_tensors(weights, DType::F32, device))?;
+        let (prompt, all) = (53, 60);
+        let xs = numbers((2, all, 64), 40, device)?;
+        let expected = mha.forward(&xs)?;
+
+        let order = ZigZag::new(prompt, processes);
+        let cache = std::cell::RefCell::new(ContextCache::new(8));
+        let own = order.split(&xs.narrow(1, 0, prompt)?, 1)?;
+        let positions = Tensor::new(order.positions().map(|at| at as u32).collect::<Vec<_>>(), device)?;
+        let prefill = |q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions| {
+            cache.borrow_mut().append_prompt(k, v, &order)?;
+            Ok(RingAttention::new(mask, options).attend([q, k, v], &order, processes)?.0)
+        };
+        let ys = mha.forward_with(AttentionInput::new(&own).with_positions(&positions).with_function(&prefill))?;
+        let mut outputs = vec![order.gather(&ys, 1, processes)?];
+        for at in prompt..all {
+            let (token, position) = (xs.narrow(1, at, 1)?.contiguous()?, Tensor::new(&[at as u32], device)?);
+            let decode = |q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions| {
+                cache.borrow_mut().decode([q, k, v], &RingAttention::new(mask, options), processes)
+            };
+            outputs
+                .push(mha.forward_with(AttentionInput::new(&token).with_positions(&position).with_function(&decode))?);
+        }
+        assert!(difference(&Tensor::cat(&outputs, 1)?, &expected)? < 1e-5, "{cfg:?}");
+
+        // What one process holds, and all of them together.
+        let held = cache.borrow().len();
+        assert!(held <= all / processes.size() + 2, "{held}");
+        let held = Tensor::new(&[held as i64], device)?;
+        assert_eq!(processes.all_reduce_sum(&held)?.to_vec1::<i64>()?, [all as i64]);
+
+        let again = cache.borrow_mut().append_prompt(&own, &own, &order).expect_err("a second prompt").to_string();
+        assert!(again.starts_with("[context_cache] expected"), "{again}");
+        Ok(())
     }
 
     #[test]

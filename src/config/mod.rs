@@ -8,6 +8,7 @@ pub use kv_source::KvSource;
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::sdpa::HeadGroups;
 use crate::{
     AlibiConfig, ContentPositions, OutputGate, QkNorm, QkNormScope, QueryScaling, RelativeBiasConfig, RopeConfig,
 };
@@ -29,6 +30,8 @@ pub struct MultiHeadAttentionConfig {
     embed_dim: usize,
     num_heads: usize,
     num_kv_heads: Option<usize>,
+    /// Those of a process whose heads are not whole groups.
+    head_groups: Option<HeadGroups>,
     head_dim: Option<usize>,
     value_head_dim: Option<usize>,
     out_dim: Option<usize>,
@@ -86,6 +89,7 @@ impl MultiHeadAttentionConfig {
             embed_dim,
             num_heads,
             num_kv_heads: None,
+            head_groups: None,
             head_dim: None,
             value_head_dim: None,
             out_dim: None,
@@ -152,8 +156,10 @@ impl MultiHeadAttentionConfig {
             }
         }
         let (h, h_kv) = (self.num_heads, self.num_kv_heads());
-        if !h.is_multiple_of(h_kv) {
-            bail!("[multi_head_attention] num_kv_heads is {h_kv}, which does not divide num_heads {h}")
+        match self.head_groups {
+            Some(groups) => groups.check("multi_head_attention", h, h_kv)?,
+            None if h.is_multiple_of(h_kv) => {}
+            None => bail!("[multi_head_attention] num_kv_heads is {h_kv}, which does not divide num_heads {h}"),
         }
         for (name, width) in [("head_dim", self.head_dim()), ("value_head_dim", self.value_head_dim())] {
             if h.saturating_mul(width) > u32::MAX as usize {

@@ -1,6 +1,7 @@
 //! Builders and readers of a config.
 
 use super::MultiHeadAttentionConfig;
+use crate::sdpa::HeadGroups;
 use crate::{
     AlibiConfig, ContentPositions, KvSource, OutputGate, QkNorm, QueryScaling, RelativeBiasConfig, RopeConfig,
 };
@@ -15,6 +16,11 @@ impl MultiHeadAttentionConfig {
     /// Other numbers of heads, of a part of a layer.
     pub(crate) fn with_heads(self, num_heads: usize, num_kv_heads: usize) -> Self {
         Self { num_heads, num_kv_heads: Some(num_kv_heads), ..self }
+    }
+
+    /// Which key head a query head reads, where a part of a layer has not as many for each.
+    pub(crate) fn with_head_groups(self, head_groups: Option<HeadGroups>) -> Self {
+        Self { head_groups, ..self }
     }
 
     /// D, the width of one query and key head; `out_dim / num_heads` unless given.
@@ -211,6 +217,11 @@ impl MultiHeadAttentionConfig {
     /// H_kv, the number of key and value heads.
     pub fn num_kv_heads(&self) -> usize {
         self.num_kv_heads.unwrap_or(self.num_heads)
+    }
+
+    /// Which key head a query head reads, if not `h / (H / H_kv)`.
+    pub(crate) fn head_groups(&self) -> Option<HeadGroups> {
+        self.head_groups
     }
 
     /// D, the width of one query and key head.

@@ -334,6 +334,23 @@ pub fn load_latent_attention(json: &Value, layer: usize, vb: VarBuilder) -> Resu
     names::load_module(family.modules, layer, &vb, |_, module| MultiHeadLatentAttention::new(&cfg, vb.pp(module)))
 }
 
+/// [`load_attention_shard`] for latent attention: see [`MultiHeadLatentAttention::load_shard`].
+///
+/// # Errors
+/// As [`load_latent_attention`] and [`MultiHeadLatentAttention::load_shard`].
+pub fn load_latent_attention_shard(
+    json: &Value,
+    layer: usize,
+    shard: HeadShard,
+    vb: &ShardedVarBuilder<'static>,
+) -> Result<MultiHeadLatentAttention> {
+    let family = Family::of(json)?;
+    let cfg = family.latent_attention(json, layer)?;
+    family.refuse_quantized(json)?;
+    let load = |_, module: &str| MultiHeadLatentAttention::load_shard(&cfg, shard, &vb.pp(module));
+    names::load_module(family.modules, layer, &whole(vb), load)
+}
+
 /// The relative bias that all layers of a stack have together, from a `config.json` and a builder at the model's root.
 /// Of a model with an encoder and a decoder it is the encoder's.
 ///

@@ -3,6 +3,7 @@
 use candle_core::{Result, Tensor, bail};
 
 use super::call::{AttentionCall, CallKeys};
+use super::input::GivenSum;
 use super::{AttentionInput, MultiHeadAttention, OP, ProjectedMemory};
 use crate::cache::NewTokens;
 use crate::norm::Norm;
@@ -24,6 +25,7 @@ struct Inputs<'a> {
     new_tokens: Option<NewTokens>,
     /// (B, T_q, out_dim).
     residual: Option<Tensor>,
+    sum: Option<GivenSum<'a>>,
     b: usize,
     t_q: usize,
     t_kv: usize,
@@ -219,7 +221,7 @@ impl MultiHeadAttention {
         if let Some(new_tokens) = &new_tokens {
             self.check_cached(new_tokens)?;
         }
-        Ok(Inputs { queries, keys, new_tokens, residual, b, t_q, t_kv })
+        Ok(Inputs { queries, keys, new_tokens, residual, sum: input.sum, b, t_q, t_kv })
     }
 
     /// That the layer has no part, and the call no memory, that knows of one sequence only.
@@ -356,7 +358,7 @@ impl MultiHeadAttention {
             Keys::Inputs { keys, values } => {
                 let (own, kv) = self.projections.query_key_value(&inputs.queries, keys, values)?;
                 let rotation = at_keys.as_ref().or(at_queries.as_ref());
-                (own, kv.map(|[k, v]| self.key_value_heads(k, v, rotation)).transpose()?)
+                (own, kv.map(|[k, v]| self.key_value_heads([k, v], rotation, inputs.sum)).transpose()?)
             }
             Keys::Memory(memory) => {
                 (self.projections.query(&inputs.queries)?, Some((memory.k.clone(), memory.v.clone())))
@@ -364,7 +366,12 @@ impl MultiHeadAttention {
             Keys::Earlier(_) => (self.projections.query(&inputs.queries)?, None),
         };
         let norm = self.qk_norm.as_ref().map(|norms| &norms.q);
-        let q = self.heads(self.normed_projection(q, norm)?, self.config.num_heads(), norm, at_queries.as_ref())?;
+        let q = self.heads(
+            self.normed_projection(q, norm, inputs.sum)?,
+            self.config.num_heads(),
+            norm,
+            at_queries.as_ref(),
+        )?;
         let factors = match (self.config.query_scaling(), positions) {
             (Some(scaling), Some(at)) => scaling.factors(&at.queries, q.dtype(), q.device())?,
             _ => None,
@@ -381,12 +388,13 @@ impl MultiHeadAttention {
     /// appends, as heads.
     pub(super) fn key_value_heads(
         &self,
-        k: Tensor,
-        v: Tensor,
+        kv: [Tensor; 2],
         rotation: Option<&Rotation>,
+        sum: Option<GivenSum>,
     ) -> Result<(Tensor, Tensor)> {
+        let [k, v] = kv;
         let norm = self.qk_norm.as_ref().and_then(|norms| norms.k.as_ref());
-        let (mut k, mut v) = (self.normed_projection(k, norm)?, self.normed_projection(v, None)?);
+        let (mut k, mut v) = (self.normed_projection(k, norm, sum)?, self.normed_projection(v, None, None)?);
         if self.config.appended_keys() > 0 {
             let (learned_k, learned_v) = self.bias_kv.as_ref().map_or((None, None), |(k, v)| (Some(k), Some(v)));
             (k, v) = (self.append_rows(k, learned_k)?, self.append_rows(v, learned_v)?);
@@ -409,9 +417,9 @@ impl MultiHeadAttention {
     }
 
     /// What happens to a projection before it is split into heads.
-    fn normed_projection(&self, mut xs: Tensor, norm: Option<&Norm>) -> Result<Tensor> {
+    fn normed_projection(&self, mut xs: Tensor, norm: Option<&Norm>, sum: Option<GivenSum>) -> Result<Tensor> {
         if let Some(norm) = norm.filter(|_| self.qk_norm.as_ref().is_some_and(|norms| norms.of_projections())) {
-            xs = norm.forward(&xs)?;
+            xs = norm.forward_over(&xs, sum.map(|GivenSum(sum)| sum))?;
         }
         match self.config.clip_qkv() {
             Some(clip) => xs.clamp(-clip, clip),
@@ -464,6 +472,7 @@ impl MultiHeadAttention {
         };
         options.softcap = self.config.softcap();
         options.sinks = self.sinks.clone();
+        options.groups = self.config.head_groups();
         if let Some(Alibi::Distances(slopes)) = &self.alibi {
             options.alibi_slopes = Some(slopes.clone());
         }

@@ -8,6 +8,7 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use super::ProjectedMemory;
 use crate::cache::{AttentionCache, NewTokens, Padding};
 use crate::init::TorchSeed;
+use crate::norm::SumFunction;
 use crate::position::Positions;
 use crate::{AttentionMask, Backend, OutputOrder, PackedSequences, SdpaOptions};
 
@@ -22,6 +23,16 @@ pub(super) struct GivenFunction<'a>(pub &'a AttentionFunction<'a>);
 impl fmt::Debug for GivenFunction<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a function")
+    }
+}
+
+/// A [`SumFunction`] that can be printed.
+#[derive(Clone, Copy)]
+pub(super) struct GivenSum<'a>(pub &'a SumFunction<'a>);
+
+impl fmt::Debug for GivenSum<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a sum")
     }
 }
 
@@ -45,6 +56,7 @@ pub struct AttentionInput<'a> {
     pub(super) packed: Option<&'a PackedSequences>,
     pub(super) residual: Option<&'a Tensor>,
     pub(super) function: Option<GivenFunction<'a>>,
+    pub(super) sum: Option<GivenSum<'a>>,
 }
 
 impl<'a> AttentionInput<'a> {
@@ -67,6 +79,7 @@ impl<'a> AttentionInput<'a> {
             packed: None,
             residual: None,
             function: None,
+            sum: None,
         }
     }
 
@@ -216,6 +229,14 @@ impl<'a> AttentionInput<'a> {
     /// projection, before its sums are rounded.
     pub fn with_residual(mut self, residual: &'a Tensor) -> Self {
         self.residual = Some(residual);
+        self
+    }
+
+    /// How the processes that share a layer's heads ([`load_shard`](crate::MultiHeadAttention::load_shard)) add up tensors:
+    /// for norms of whole projections, of which each process has a part (OLMo 2). Two numbers of each token, in f32,
+    /// are added up; a layer without such norms does not ask for it.
+    pub fn with_sum(mut self, sum: &'a SumFunction<'a>) -> Self {
+        self.sum = Some(GivenSum(sum));
         self
     }
 

@@ -80,7 +80,7 @@ impl MultiHeadAttention {
                 "[multi_head_attention] keys and values are those of an earlier layer, expected a memory that it projects"
             )
         };
-        let (k, v) = self.key_value_heads(k, v, rotation.as_ref())?;
+        let (k, v) = self.key_value_heads([k, v], rotation.as_ref(), None)?;
         // Read in every call from now on: each head's positions side by side.
         Ok(ProjectedMemory { k: k.contiguous()?, v: v.contiguous()?, t_kv, batched })
     }

@@ -9,6 +9,7 @@ mod memory;
 #[cfg(test)]
 mod tests;
 
+pub use crate::norm::SumFunction;
 pub use input::{AttentionFunction, AttentionInput};
 pub use latent::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
 pub use memory::ProjectedMemory;
@@ -141,8 +142,8 @@ impl MultiHeadAttention {
     /// ```
     ///
     /// # Errors
-    /// As [`load`](Self::load); for more processes than query heads; and for norms of whole projections, which no
-    /// process can compute alone.
+    /// As [`load`](Self::load); for more processes than query heads; and for layer norms of whole projections. Root mean
+    /// squares of these (OLMo 2) are sums over all processes, which a call is [given](AttentionInput::with_sum).
     pub fn load_shard(
         cfg: &MultiHeadAttentionConfig,
         layout: WeightLayout,
@@ -438,17 +439,18 @@ impl Parameters {
 
     /// Those of one process's heads; the config is the whole layer's.
     fn shard(self, cfg: &MultiHeadAttentionConfig, shard: HeadShard) -> Result<Self> {
-        let (queries, keys) = shard.shares(cfg.num_heads(), cfg.num_kv_heads());
+        let (h, h_kv) = (cfg.num_heads(), cfg.num_kv_heads());
+        let ((queries, keys), counted) = (shard.shares(h, h_kv), shard.counted_keys(h, h_kv));
         let bias_kv = match &self.bias_kv {
             Some((k, v)) => Some((keys.copy(k, 2)?, keys.copy(v, 2)?)),
             None => None,
         };
         Ok(Self {
-            qk_norm: self.qk_norm.map(|norms| norms.shard(queries, keys)).transpose()?,
+            qk_norm: self.qk_norm.map(|norms| norms.shard(queries, keys, counted)).transpose()?,
             value_norm: self.value_norm,
             bias_kv,
             sinks: self.sinks.map(|sinks| queries.copy(&sinks, 0)).transpose()?,
-            alibi: self.alibi.map(|alibi| alibi.heads(queries.range(cfg.num_heads()))).transpose()?,
+            alibi: self.alibi.map(|alibi| alibi.heads(queries.range(h))).transpose()?,
             content: self.content,
         })
     }

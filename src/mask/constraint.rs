@@ -113,6 +113,17 @@ impl Constraint {
         }
     }
 
+    /// The same for the queries after the first `n`.
+    pub fn skip_queries(&mut self, n: usize) {
+        if let Self::Causal { alignment: Alignment::Offset(offset), .. }
+        | Self::Window { alignment: Alignment::Offset(offset), .. }
+        | Self::Band { alignment: Alignment::Offset(offset), .. }
+        | Self::Chunk { alignment: Alignment::Offset(offset), .. } = self
+        {
+            *offset = offset.saturating_add(n);
+        }
+    }
+
     /// The lengths that it reads, and their name in errors.
     pub fn lens(&self) -> (&'static str, &[ValidLens]) {
         match self {

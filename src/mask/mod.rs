@@ -13,6 +13,7 @@ pub use ranges::KvRanges;
 
 pub(crate) use constraint::Placement;
 pub(crate) use ranges::RebaseDims;
+pub(crate) use tensors::readable;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use constraint::{Alignment, Constraint};

@@ -208,6 +208,39 @@ impl AttentionMask {
         Ok(mask)
     }
 
+    /// This mask of `b` sequences for some of their queries and some of their keys, as each of several processes has
+    /// them: what it leaves of these keys, counted from the first of them. Positions stay those in the sequence, so that
+    /// windows, chunks, lengths and ALiBi mean what they do in the whole.
+    ///
+    /// ```
+    /// use candle_attention::AttentionMask;
+    /// # fn main() -> candle_core::Result<()> {
+    /// let part = AttentionMask::causal().with_window(3).of_part(1, 4..6, 2..6)?;
+    /// assert_eq!(part.resolve(1, 2, 4)?.to_string(), "1 1 1 .\n. 1 1 1\n");
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// For `keep` and `bias` tensors, for uniform empty rows, and for a part of a part.
+    pub fn of_part(&self, b: usize, queries: Range<usize>, keys: Range<usize>) -> Result<Self> {
+        let obstacle = match self.tensor_kind() {
+            Some(tensor) => Some(format!("has a {tensor} tensor")),
+            None if self.empty_rows == EmptyRows::Uniform => {
+                Some("has uniform empty rows, which weigh all keys".into())
+            }
+            None => self.frames.as_ref().map(|_| "is of a part already".into()),
+        };
+        if let Some(obstacle) = obstacle {
+            bail!("[attention_mask] the mask {obstacle}, expected one that leaves intervals of a whole sequence")
+        }
+        let query = queries.start as i128;
+        let placement = Placement { query, tokens: 0..queries.len(), end: keys.end.max(queries.end), keys };
+        let mut mask = self.with_frames(Frames { placements: vec![placement; b], first: 0, of: b });
+        mask.constraints.retain(|constraint| !matches!(constraint, Constraint::Columns(_)));
+        mask.constraints.iter_mut().for_each(|constraint| constraint.skip_queries(queries.start));
+        Ok(mask)
+    }
+
     /// The sequence and position of a key that a query sees and that is not read.
     ///
     /// # Errors

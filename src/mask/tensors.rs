@@ -1,8 +1,11 @@
 //! A mask as tensors: what hides and what is added, broadcastable to the scores.
 
+use std::ops::Range;
+
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::AttentionMask;
+use super::constraint::Constraint;
 use crate::sdpa::FLOATS;
 use crate::size::{fits_in_memory, is_addressable};
 
@@ -88,6 +91,20 @@ impl AttentionMask {
         Ok(sum)
     }
 
+    /// The mask of some of `h` heads.
+    pub(crate) fn of_heads(&self, heads: Range<usize>, h: usize) -> Result<Self> {
+        let mut own = self.clone();
+        for constraint in &mut own.constraints {
+            let (Constraint::Keep(tensor) | Constraint::Bias(tensor)) = constraint else { continue };
+            if let [.., of, _, _] = *tensor.dims()
+                && of == h
+            {
+                *tensor = readable(&tensor.narrow(tensor.rank() - 3, heads.start, heads.len())?)?;
+            }
+        }
+        Ok(own)
+    }
+
     /// The same mask for keys after which `n` more were appended that every query sees, its biases in `dtype`.
     ///
     /// The interval of a query cannot say "these, and the last one", so the mask is written out as tensors.
@@ -164,7 +181,7 @@ pub(super) fn fit(what: &str, tensor: &Tensor, dims: (usize, usize, usize, usize
 }
 
 /// A view of an empty buffer may begin past its end, where Candle's copies panic; what is empty is made anew.
-pub(super) fn readable(tensor: &Tensor) -> Result<Tensor> {
+pub(crate) fn readable(tensor: &Tensor) -> Result<Tensor> {
     if tensor.elem_count() > 0 {
         return Ok(tensor.clone());
     }

@@ -5,7 +5,7 @@ use std::fmt;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::validate::{Call, Dims};
-use super::{cuda, metal};
+use super::{HeadGroups, cuda, metal};
 use crate::EmptyRows;
 use crate::cpu::Tier;
 use crate::init::TorchSeed;
@@ -40,6 +40,8 @@ pub struct SdpaOptions {
     pub(crate) backend: Backend,
     pub(crate) output_order: OutputOrder,
     pub(crate) cpu_tier: Option<Tier>,
+    /// Which key head a query head reads, if not `h / (H / H_kv)`.
+    pub(crate) groups: Option<HeadGroups>,
 }
 
 impl SdpaOptions {
@@ -67,6 +69,18 @@ impl SdpaOptions {
     pub fn with_sinks(mut self, sinks: &Tensor) -> Self {
         self.sinks = Some(sinks.clone());
         self
+    }
+
+    /// The same without sinks: of several parts of the keys, attention to one has them.
+    pub fn without_sinks(mut self) -> Self {
+        self.sinks = None;
+        self
+    }
+
+    /// The same without ALiBi, and its slopes.
+    pub fn take_alibi_slopes(mut self) -> (Self, Option<Tensor>) {
+        let slopes = self.alibi_slopes.take();
+        (self, slopes)
     }
 
     /// Drops weights with probability `p` and divides the others by `1 - p`, if `train` is set.

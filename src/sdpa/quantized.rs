@@ -2,6 +2,7 @@
 
 use candle_core::{Device, Result, Tensor};
 
+use super::groups::in_parts;
 use super::plan::{Choice, Wanted, choose};
 use super::validate::Call;
 use super::{Plan, SdpaOptions, cpu};
@@ -47,7 +48,8 @@ impl<'a> QuantizedCall<'a> {
 
     /// The context (B, H, T_q, D_v).
     pub fn attend(&self) -> Result<Tensor> {
-        cpu::attend(&self.call, self.tier)
+        let [context] = in_parts(&self.call, |call| Ok([cpu::attend(call, self.tier)?]))?;
+        Ok(context)
     }
 
     pub fn plan(&self) -> Plan {

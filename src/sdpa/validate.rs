@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::quantized::QuantizedKv;
 use super::softmax::{FLOATS, accumulation_dtype};
-use super::{OutputOrder, PackedSequences, SdpaOptions};
+use super::{HeadGroups, OutputOrder, PackedSequences, SdpaOptions};
 use crate::AttentionMask;
 use crate::size::is_addressable;
 
@@ -119,7 +119,7 @@ impl<'a> Call<'a> {
     ) -> Result<Self> {
         let rank = qkv[0].rank();
         let [q, k, v] = with_batch(op, qkv)?;
-        let dims = dims(op, [&q, &k, &v])?;
+        let dims = dims(op, [&q, &k, &v], options.groups)?;
         let expanded = |tensor: Tensor| -> Result<Tensor> {
             let (b, h_kv, t, d) = tensor.dims4()?;
             if b == dims.b { Ok(tensor) } else { tensor.broadcast_as((dims.b, h_kv, t, d)) }
@@ -239,7 +239,7 @@ fn check_ranks(op: &str, qkv: [&Tensor; 3], rank: usize, shapes: [&str; 3]) -> R
     Ok(())
 }
 
-fn dims(op: &str, [q, k, v]: [&Tensor; 3]) -> Result<Dims> {
+fn dims(op: &str, [q, k, v]: [&Tensor; 3], groups: Option<HeadGroups>) -> Result<Dims> {
     let (b, h, t_q, d) = q.dims4()?;
     let (b_k, h_kv, t_kv, d_k) = k.dims4()?;
     let (b_v, h_v, t_v, d_v) = v.dims4()?;
@@ -253,8 +253,10 @@ fn dims(op: &str, [q, k, v]: [&Tensor; 3]) -> Result<Dims> {
     if h == 0 || h_kv == 0 {
         bail!("[{op}] q has {h} heads and k has {h_kv}, expected at least one")
     }
-    if !h.is_multiple_of(h_kv) {
-        bail!("[{op}] k has {h_kv} heads, which does not divide q's {h}")
+    match groups {
+        Some(groups) => groups.check(op, h, h_kv)?,
+        None if h.is_multiple_of(h_kv) => {}
+        None => bail!("[{op}] k has {h_kv} heads, which does not divide q's {h}"),
     }
     if t_v != t_kv {
         bail!("[{op}] v has {t_v} positions, expected k's {t_kv}")

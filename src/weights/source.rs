@@ -128,6 +128,19 @@ impl<'a> Source<'a> {
         Ok(Linear::new(weight, source.bias("bias", shape.0, bias, linear_bias(shape.1))?))
     }
 
+    /// [`linear`](Self::linear), or a part of its weight with the whole bias.
+    pub(crate) fn linear_part(
+        &self,
+        name: &str,
+        shape: (usize, usize),
+        bias: bool,
+        part: Option<Part>,
+    ) -> Result<Linear> {
+        let source = self.pp(name);
+        let weight = source.get_part(&[shape.0, shape.1], "weight", LINEAR_WEIGHT, part)?;
+        Ok(Linear::new(weight, source.bias("bias", shape.0, bias, linear_bias(shape.1))?))
+    }
+
     /// A bias that the config wants, or the assurance that the file has none.
     pub(crate) fn bias(&self, name: &str, shape: impl Into<Shape>, wanted: bool, init: Init) -> Result<Option<Tensor>> {
         if wanted {
@@ -197,7 +210,7 @@ impl<'a> Source<'a> {
 
 /// A share of a dimension of a tensor.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Part {
+pub(crate) struct Part {
     pub dim: usize,
     pub share: Share,
 }

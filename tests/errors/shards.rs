@@ -17,7 +17,7 @@ fn config() -> Config {
 }
 
 /// The first share of a layer, in whose file one tensor has another shape, or is missing.
-fn load(cfg: &Config, world_size: usize, other: Option<(&str, Option<&[usize]>)>) -> Result<()> {
+fn load(cfg: &Config, world_size: usize, other: Option<(&str, Option<&[usize]>)>) -> Result<MultiHeadAttention> {
     let mut tensors = HashMap::new();
     for (name, rows) in [("q_proj", 12), ("k_proj", 6), ("v_proj", 6), ("o_proj", 12)] {
         tensors.insert(format!("layer.{name}.weight"), zeros((rows, 12)));
@@ -35,20 +35,24 @@ fn load(cfg: &Config, world_size: usize, other: Option<(&str, Option<&[usize]>)>
     // SAFETY: nothing writes to the file after it was saved.
     let vb = unsafe { ShardedSafeTensors::var_builder(&[path], DType::F32, &CPU)? };
     let shard = HeadShard::new(0, world_size)?;
-    MultiHeadAttention::load_shard(cfg, WeightLayout::Canonical, shard, &vb.pp("layer")).map(drop)
+    MultiHeadAttention::load_shard(cfg, WeightLayout::Canonical, shard, &vb.pp("layer"))
 }
 
-fn with(name: &str, shape: &[usize]) -> Result<()> {
+fn with(name: &str, shape: &[usize]) -> Result<MultiHeadAttention> {
     load(&config(), 3, Some((name, Some(shape))))
 }
 
 pub const CASES: &[Case] = cases! {
     "more processes than query heads" => load(&config(), 7, None),
-    "norms of whole projections" => {
-        let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::Projection, eps: 1e-5 };
+    "layer norms of whole projections" => {
+        let norm = QkNorm { kind: QkNormKind::Layer, scope: QkNormScope::Projection, eps: 1e-5 };
         load(&config().with_qk_norm(norm), 3, None)
     },
-    "unequal shares of a relative bias" => load(&config().with_relative_bias(RelativeBiasConfig::new(true)), 2, None),
+    "norms of whole projections without a sum" => {
+        let norm = QkNorm { kind: QkNormKind::RmsNoWeight, scope: QkNormScope::Projection, eps: 1e-5 };
+        load(&config().with_qk_norm(norm), 3, None)?.forward(&zeros((1, 2, 12)))
+    },
+    "unequal shares of a relative bias" => load(&config().with_relative_bias(RelativeBiasConfig::new(true)), 4, None),
     "a rank past the last" => HeadShard::new(2, 2),
     "no processes" => HeadShard::new(0, 0),
     "a relative bias of other heads" => {

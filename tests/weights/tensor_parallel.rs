@@ -1,9 +1,10 @@
 //! A layer's heads on several processes.
 
 use candle_attention::{
-    AlibiConfig, AttentionCache, AttentionInput, GateActivation, GatePlace, GateScope, HeadShard, MultiHeadAttention,
-    MultiHeadAttentionConfig as Config, OutputGate, QkNorm, QkNormKind, QkNormScope, RelativeBias, RelativeBiasConfig,
-    RopeConfig, WeightLayout,
+    AlibiConfig, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, GateActivation, GatePlace,
+    GateScope, HeadShard, MultiHeadAttention, MultiHeadAttentionConfig as Config, OutputGate, PackedSequences, QkNorm,
+    QkNormKind, QkNormScope, RelativeBias, RelativeBiasConfig, RopeConfig, WeightLayout,
+    weights::{PackedNaming, QkvOrder},
 };
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -83,6 +84,8 @@ fn shards_sum_to_the_whole_in_every_layout() -> Result<()> {
 #[test]
 fn options_by_head_are_those_of_the_shards_heads() -> Result<()> {
     let grouped = || Config::new(EMBED_DIM, 4).with_num_kv_heads(2).with_head_dim(4);
+    // Two processes have three heads each, which are one group and a half.
+    let uneven = || Config::new(EMBED_DIM, 6).with_num_kv_heads(3).with_head_dim(4);
     let norm = QkNorm { kind: QkNormKind::Layer, scope: QkNormScope::PerHeadWeights, eps: 1e-5 };
     let buckets = RelativeBiasConfig::new(true);
     let gate = |scope, place| OutputGate { activation: GateActivation::Sigmoid, scope, place };
@@ -96,10 +99,18 @@ fn options_by_head_are_those_of_the_shards_heads() -> Result<()> {
         grouped().with_relative_bias(buckets.clone()).with_scale(1.0),
         grouped().with_sinks(true).with_bias_kv(true).with_bias(true),
         Config::new(EMBED_DIM, 4).with_num_kv_heads(1).with_head_dim(4).with_causal(true).with_bias(true),
+        uneven().with_alibi(AlibiConfig::Standard).with_causal(true).with_bias(true),
+        uneven().with_alibi(AlibiConfig::Falcon).with_causal(true),
+        uneven().with_qk_norm(norm).with_rope(RopeConfig::new(100.0)).with_causal(true).with_sinks(true),
+        uneven().with_sinks(true).with_bias_kv(true).with_bias(true),
+        uneven().with_output_gate(gate(GateScope::PerHead, GatePlace::Query)).with_window(2).with_causal(true),
     ];
     for cfg in configs {
         let invented_vb = || VarBuilder::from_backend(Box::new(Invented), DType::F32, CPU);
-        let bias = cfg.relative_bias().map(|buckets| RelativeBias::new(buckets, 4, invented_vb())).transpose()?;
+        let bias = cfg
+            .relative_bias()
+            .map(|buckets| RelativeBias::new(buckets, cfg.num_heads(), invented_vb()))
+            .transpose()?;
         let with_bias = |layer: MultiHeadAttention, bias: Option<RelativeBias>| match bias {
             Some(bias) => layer.with_relative_bias(bias),
             None => Ok(layer),
@@ -131,6 +142,62 @@ fn options_by_head_are_those_of_the_shards_heads() -> Result<()> {
             assert_near(&together(&cfg, &outputs)?, &expected, 1e-5, &format!("{cfg:?} in {world_size}"));
         }
     }
+    Ok(())
+}
+
+/// Nine query heads with three key heads in two processes: five of them, and four.
+#[test]
+fn groups_that_are_not_alike_are_those_of_the_whole() -> Result<()> {
+    let cfg = Config::new(EMBED_DIM, 9).with_num_kv_heads(3).with_head_dim(4).with_causal(true);
+    let whole = invented(&cfg, WeightLayout::Canonical)?;
+    let file = File::new(whole.state_dict(WeightLayout::Canonical)?)?;
+    let shards = shards(&cfg, WeightLayout::Canonical, 2, &file)?;
+    let heads = |layer: &MultiHeadAttention| (layer.config().num_heads(), layer.config().num_kv_heads());
+    assert_eq!(shards.iter().map(heads).collect::<Vec<_>>(), [(5, 2), (4, 2)]);
+
+    let xs = xs(EMBED_DIM)?;
+    // A bias for each head, of which a process is given its own.
+    let bias = Tensor::randn(0f32, 1.0, (1, 9, 5, 5), &CPU)?;
+    let mut weights = Vec::new();
+    let mut outputs = Vec::new();
+    let mut first = 0;
+    for layer in &shards {
+        let h = layer.config().num_heads();
+        let mask = AttentionMask::none().with_bias(&bias.narrow(1, first, h)?);
+        let output = layer.forward_with_weights(AttentionInput::new(&xs).with_mask(&mask))?;
+        let fused = layer.forward_with(AttentionInput::new(&xs).with_mask(&mask))?;
+        assert_near(&fused, &output.context, 1e-5, "with and without weights");
+        weights.push(output.weights);
+        outputs.push(fused);
+        first += h;
+    }
+    let expected =
+        whole.forward_with_weights(AttentionInput::new(&xs).with_mask(&AttentionMask::none().with_bias(&bias)))?;
+    assert_near(&together(&cfg, &outputs)?, &expected.context, 1e-5, "the output");
+    assert_near(&Tensor::cat(&weights, 1)?, &expected.weights, 1e-5, "the weights");
+
+    assert_eq!(shards[1].forward(&xs.narrow(1, 0, 0)?)?.dims(), [2, 0, EMBED_DIM]);
+    let sequences = PackedSequences::self_attention(vec![0, 3, 5])?;
+    let packed = xs.get(0)?;
+    let q8 = AttentionCacheConfig::new().with_q8();
+    for (what, call) in [
+        (
+            "packed",
+            &(|layer: &MultiHeadAttention| layer.forward_with(AttentionInput::new(&packed).with_packed(&sequences)))
+                as &dyn Fn(&MultiHeadAttention) -> Result<Tensor>,
+        ),
+        ("a cache of 8 bits", &|layer| {
+            let mut cache = AttentionCache::new(&q8)?;
+            layer.forward_with(AttentionInput::new(&xs).with_cache(&mut cache))?;
+            layer.forward_with(AttentionInput::new(&xs).with_cache(&mut cache))
+        }),
+    ] {
+        let outputs = shards.iter().map(call).collect::<Result<Vec<_>>>()?;
+        assert_near(&together(&cfg, &outputs)?, &call(&whole)?, 1e-5, what);
+    }
+    let text = shards[0].state_dict(WeightLayout::Packed(PackedNaming::QueryKeyValue, QkvOrder::ByHead));
+    let text = text.expect_err("groups are not alike").to_string();
+    assert!(text.contains("as many query heads for each key head"), "{text}");
     Ok(())
 }
 

@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use std::rc::Rc;
 use std::time::Instant;
 
+use candle_attention::{AttentionMask, SdpaOptions};
 use candle_attention_distributed::mpi::{self, Mpi};
 use candle_attention_distributed::{ContextCache, RingAttention, ZigZag, check_same};
 use candle_core::{Result, Tensor, bail};
@@ -56,7 +57,8 @@ fn time(args: &Args, mpi: &Rc<Mpi>) -> Result<()> {
     let draw = |h, t| Tensor::randn(0f32, 1., (1, h, t, head_dim), &device);
     let own = positions / size;
     let (q, k, v) = (draw(heads, own)?, draw(kv_heads, own)?, draw(kv_heads, own)?);
-    let (ring, order) = (RingAttention::new().with_causal(true), ZigZag::new(positions, processes));
+    let ring = RingAttention::new(&AttentionMask::causal(), &SdpaOptions::default());
+    let order = ZigZag::new(positions, processes);
 
     // Every process begins when all are there.
     let barrier = || check_same(processes, "the step", b"");
@@ -69,7 +71,7 @@ fn time(args: &Args, mpi: &Rc<Mpi>) -> Result<()> {
     let prompt = start.elapsed().as_secs_f64();
 
     let mut cache = ContextCache::new(own + 2);
-    cache.append(&k, &v)?;
+    cache.append_prompt(&k, &v, &order)?;
     let token = [&draw(heads, 1)?, &draw(kv_heads, 1)?, &draw(kv_heads, 1)?];
     cache.decode(token, &ring, processes)?;
     device.synchronize()?;

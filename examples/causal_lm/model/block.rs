@@ -139,8 +139,9 @@ impl Loader<'_> {
         let attention = match (self.gguf, self.weights.share()) {
             (Some(_), Some(_)) => bail!("[causal_lm] the weights of a GGUF file are not divided among processes"),
             (Some(gguf), None) => Attention::MultiHead(gguf.attention(layer)?),
-            (None, Some(_)) if self.family.latent => {
-                bail!("[causal_lm] latent attention is not divided among processes")
+            (None, Some(share)) if self.family.latent => {
+                let shard = share.processes.shard();
+                Attention::Latent(hf::load_latent_attention_shard(self.json, layer, shard, &share.vb)?)
             }
             (None, Some(share)) => {
                 let shard = share.processes.shard();
@@ -219,7 +220,8 @@ impl Block {
         if is_plain && adds_residual {
             input = input.with_residual(xs);
         }
-        let attended = self.sum(attend(&self.attention, input)?)?;
+        let over_processes = |own: &Tensor| self.sum(own.clone());
+        let attended = self.sum(attend(&self.attention, input.with_sum(&over_processes))?)?;
         let sum = if is_plain { attended } else { self.add(xs, optional(&self.after_attention, &attended)?)? };
         let mlp_input = match (&self.before_mlp, self.parallel) {
             (None, true) => normed,

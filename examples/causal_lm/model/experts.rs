@@ -6,7 +6,7 @@ use candle_nn::{Activation, Linear, ops};
 use serde_json::Value;
 
 use super::mlp::{Between, LLAMA_MLP, Mlp};
-use super::weights::{Divided, Weights};
+use super::weights::{Dimension, Divided, Weights};
 use super::{mxfp4, required};
 
 pub struct Experts {
@@ -88,13 +88,11 @@ impl Experts {
 
     /// Experts that are one tensor, stored as (in, out), with the columns of gate and up in turn.
     pub fn gpt_oss(json: &Value, vb: &Weights, _: Activation) -> Result<Self> {
-        if vb.share().is_some() {
-            bail!("[causal_lm] experts that are one tensor are not divided among processes")
-        }
         let number = |key: &str, default| json[key].as_f64().unwrap_or(default);
         let between = Between::Clamped { alpha: number("swiglu_alpha", 1.702), limit: number("swiglu_limit", 7.0) };
         let (router, vb) = (Router::softmax(json, &vb.pp("mlp.router"))?, vb.pp("mlp.experts"));
-        let (up, down) = (PackedExperts::read(&vb, "gate_up_proj")?, PackedExperts::read(&vb, "down_proj")?);
+        let up = PackedExperts::read(&vb, "gate_up_proj", Divided::Outputs)?;
+        let down = PackedExperts::read(&vb, "down_proj", Divided::Inputs)?;
         let expert = |expert: usize| {
             let (up, down) = (up.linear(expert)?, down.linear(expert)?);
             // The rows of gate, and then those of up.
@@ -223,15 +221,30 @@ enum PackedWeights {
 }
 
 impl PackedExperts {
-    fn read(vb: &Weights, name: &str) -> Result<Self> {
+    /// Those of this process, of which outputs go in pairs of gate and up, and of MXFP4 in as many as a block has inputs
+    /// in the next weight.
+    fn read(vb: &Weights, name: &str, divided: Divided) -> Result<Self> {
         let blocks = format!("{name}_blocks");
-        let weights = if vb.contains_tensor(&blocks) {
-            let bytes = |name: &str| vb.get_unchecked_dtype(name, DType::U8);
+        let is_mxfp4 = vb.contains_tensor(&blocks);
+        let (outputs, inputs) = if is_mxfp4 { (1, 2) } else { (2, 1) };
+        let unit = if is_mxfp4 { 2 * mxfp4::BLOCK } else { 2 };
+        let of = match divided {
+            Divided::Inputs => Dimension::new(inputs),
+            _ => Dimension { unit, ..Dimension::new(outputs) },
+        };
+        let weights = if is_mxfp4 {
+            let bytes = |name: &str| vb.own(name, Dimension { dtype: Some(DType::U8), ..of });
             PackedWeights::Mxfp4 { blocks: bytes(&blocks)?, scales: bytes(&format!("{name}_scales"))? }
         } else {
-            PackedWeights::Plain(vb.get_unchecked(name)?)
+            PackedWeights::Plain(vb.own(name, of)?)
         };
-        Ok(Self { weights, biases: vb.get_unchecked(&format!("{name}_bias"))? })
+        let bias = format!("{name}_bias");
+        let biases = match divided {
+            Divided::Inputs if vb.is_first() => vb.get_unchecked(&bias)?,
+            Divided::Inputs => vb.get_unchecked(&bias)?.zeros_like()?,
+            _ => vb.own(&bias, Dimension { unit, ..Dimension::new(1) })?,
+        };
+        Ok(Self { weights, biases })
     }
 
     fn linear(&self, expert: usize) -> Result<Linear> {

@@ -11,10 +11,12 @@ mod mlp;
 mod mxfp4;
 pub mod weights;
 
+use std::ops::Range;
+
 use candle_attention::{
     AttentionCache, AttentionCacheConfig, AttentionInput, MultiHeadAttention, PackedLinear, RopeScaling,
 };
-use candle_core::{DType, Device, IndexOp, Module, Result, Tensor, bail};
+use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor, bail};
 use candle_nn::{Embedding, VarBuilder};
 use serde_json::Value;
 
@@ -49,26 +51,24 @@ impl Module for TokenEmbedding {
 /// The tokens whose embeddings and logits a process has.
 struct Vocabulary {
     size: usize,
-    own: std::ops::Range<usize>,
-    /// Those that have the rest; none where this process has all.
+    own: Range<usize>,
     others: Others,
 }
 
 impl Vocabulary {
-    /// Divided among processes if it can be.
     fn new(size: usize, others: Others) -> Self {
-        let shard = others.as_ref().map(|others| others.shard());
-        match shard.filter(|shard| size.is_multiple_of(shard.world_size())) {
-            Some(shard) => {
-                let each = size / shard.world_size();
-                Self { size, own: shard.rank() * each..(shard.rank() + 1) * each, others }
-            }
-            None => Self { size, own: 0..size, others: None },
-        }
+        let own = others.as_ref().map_or(0..size, |others| others.shard().part_of(size));
+        Self { size, own, others }
     }
 
-    fn divided(&self) -> Divided {
-        if self.others.is_some() { Divided::Outputs } else { Divided::Not }
+    /// The logits (.., V) of all processes, from those of this one.
+    fn gather(&self, own: Tensor) -> Result<Tensor> {
+        let Some(others) = &self.others else { return Ok(own) };
+        let shards = others.shard().all().map(|shard| shard.part_of(self.size).len()).collect::<Vec<_>>();
+        let most = shards.iter().copied().max().unwrap_or(0);
+        let all = others.gather(&own.pad_with_zeros(D::Minus1, 0, most - self.own.len())?)?;
+        let all = all.iter().zip(shards).map(|(logits, len)| logits.narrow(D::Minus1, 0, len));
+        Tensor::cat(&all.collect::<Result<Vec<_>>>()?, D::Minus1)
     }
 
     /// The embeddings of ids (B, T) from the rows of this process's tokens.
@@ -134,14 +134,14 @@ impl CausalLm {
         let (dtype, ties) = (weights.dtype(), json["tie_word_embeddings"].as_bool().unwrap_or(family.ties_embedding));
         let head_at = if ties { inner.pp(embed) } else { weights.pp(family.head) };
         let vocabulary = Vocabulary::new(size(json, "vocab_size").unwrap_or(1), weights.processes());
-        let head = load_linear(gguf, &head_at, vocabulary.divided())?;
+        let head = load_linear(gguf, &head_at, Divided::Outputs)?;
         let width = head.in_dim();
         let table =
             |name: &str| Ok::<_, candle_core::Error>(Embedding::new(inner.pp(name).get_unchecked("weight")?, width));
         let embedding = if ties {
             TokenEmbedding::Weight(head.clone())
         } else if gguf.is_some() || weights.share().is_some() {
-            TokenEmbedding::Weight(load_linear(gguf, &inner.pp(embed), vocabulary.divided())?)
+            TokenEmbedding::Weight(load_linear(gguf, &inner.pp(embed), Divided::Outputs)?)
         } else {
             TokenEmbedding::Table(table(embed)?)
         };
@@ -204,20 +204,10 @@ impl CausalLm {
     /// go on from what the caches hold.
     pub fn forward(&self, ids: &Tensor, lens: Option<&[usize]>, caches: &mut [AttentionCache]) -> Result<Tensor> {
         let (b, t) = ids.dims2()?;
-        let mut xs = self.embed(ids)?;
-        if let Some((positions, first)) = &self.positions {
-            let before = caches.first().map(AttentionCache::lens).filter(|lens| !lens.is_empty()).unwrap_or(vec![0; b]);
-            let last = positions.embeddings().dim(0)?.saturating_sub(1 + first);
-            let at = before
-                .iter()
-                .flat_map(|&before| (before..before + t).map(|position| (first + position.min(last)) as u32));
-            let longest = before.iter().enumerate().map(|(i, before)| before + lens.map_or(t, |lens| lens[i])).max();
-            if longest > Some(last + 1) {
-                bail!("[causal_lm] {} positions are more than the model's {}", longest.unwrap_or(0), last + 1)
-            }
-            let at = Tensor::from_vec(at.collect::<Vec<_>>(), (b, t), ids.device())?;
-            xs = (xs + positions.forward(&at)?)?;
-        }
+        let before = caches.first().map(AttentionCache::lens).filter(|lens| !lens.is_empty()).unwrap_or(vec![0; b]);
+        let longest = before.iter().enumerate().map(|(i, before)| before + lens.map_or(t, |lens| lens[i])).max();
+        let positions: Vec<_> = before.iter().flat_map(|&before| before..before + t).collect();
+        let xs = self.embed(ids, &positions, longest.unwrap_or(0))?;
         self.through_blocks(xs, |layer, attention, input| {
             let input = input.with_cache(&mut caches[layer]);
             attention.forward(match lens {
@@ -227,13 +217,21 @@ impl CausalLm {
         })
     }
 
-    /// The embeddings (B, T, E) of ids (B, T), without learned positions.
-    pub fn embed(&self, ids: &Tensor) -> Result<Tensor> {
+    /// The embeddings (B, T, E) of ids (B, T), which stand at these positions, B·T, of sequences of at most `longest`;
+    /// padding may stand beyond.
+    pub fn embed(&self, ids: &Tensor, positions: &[usize], longest: usize) -> Result<Tensor> {
         let mut xs = self.vocabulary.embed(&self.embedding, ids)?.to_dtype(self.dtype)?;
         if self.embedding_scale != 1.0 {
             xs = (xs * self.embedding_scale)?;
         }
-        optional(&self.embedding_norm, &xs)
+        xs = optional(&self.embedding_norm, &xs)?;
+        let Some((learned, first)) = &self.positions else { return Ok(xs) };
+        let last = learned.embeddings().dim(0)?.saturating_sub(1 + first);
+        if longest > last + 1 {
+            bail!("[causal_lm] {longest} positions are more than the model's {}", last + 1)
+        }
+        let rows: Vec<_> = positions.iter().map(|&position| (first + position.min(last)) as u32).collect();
+        xs + learned.forward(&Tensor::from_vec(rows, ids.shape(), ids.device())?)?
     }
 
     /// Embeddings to hidden states (B, T, E), where `attend` gives the output of a layer, by its number, for an input.
@@ -250,10 +248,7 @@ impl CausalLm {
 
     /// Hidden states (.., E) to logits (.., V) in f32.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
-        let mut logits = self.head.forward(hidden)?.to_dtype(DType::F32)?;
-        if let Some(others) = &self.vocabulary.others {
-            logits = others.concat(&logits)?;
-        }
+        let mut logits = self.vocabulary.gather(self.head.forward(hidden)?.to_dtype(DType::F32)?)?;
         if self.logit_scale != 1.0 {
             logits = (logits * self.logit_scale)?;
         }

@@ -3,6 +3,9 @@
 
 use candle_core::{Device, Result, Tensor, bail};
 
+/// Numbers that have one scale.
+pub const BLOCK: usize = 32;
+
 /// What 4 bits mean, without the sign, which is the highest bit.
 const MAGNITUDES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
@@ -26,5 +29,5 @@ pub fn dequantize(blocks: &Tensor, scales: &Tensor) -> Result<Tensor> {
             numbers.push(if bits & 8 == 0 { magnitude } else { -magnitude });
         }
     }
-    Tensor::from_vec(numbers, (rows, 32 * count), &Device::Cpu)
+    Tensor::from_vec(numbers, (rows, BLOCK * count), &Device::Cpu)
 }

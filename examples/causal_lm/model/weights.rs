@@ -5,7 +5,7 @@ use std::ops::Deref;
 use std::rc::Rc;
 
 use candle_attention::{HeadShard, PackedLinear};
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::{Shard, ShardedVarBuilder};
 
@@ -17,8 +17,8 @@ pub trait Processes {
     /// The sum over all processes.
     fn sum(&self, own: &Tensor) -> Result<Tensor>;
 
-    /// The tensors (.., N) of all processes side by side, (.., N of all).
-    fn concat(&self, own: &Tensor) -> Result<Tensor>;
+    /// The tensors of all processes, which have one shape, in the order of their ranks.
+    fn gather(&self, own: &Tensor) -> Result<Vec<Tensor>>;
 }
 
 /// Those that a part of a model shares its work with; none for a model in one process.
@@ -37,6 +37,24 @@ pub struct Share {
     /// At the checkpoint's root.
     pub vb: ShardedVarBuilder<'static>,
     pub processes: Rc<dyn Processes>,
+}
+
+/// A dimension of a tensor that processes divide.
+#[derive(Clone, Copy)]
+pub struct Dimension {
+    pub dim: usize,
+    /// Entries that stay together.
+    pub unit: usize,
+    /// Part `i` of `n` equal ones that are divided each by itself.
+    pub part: [usize; 2],
+    /// In which the tensor is read; that of the weights unless given.
+    pub dtype: Option<DType>,
+}
+
+impl Dimension {
+    pub fn new(dim: usize) -> Self {
+        Self { dim, unit: 1, part: [0, 1], dtype: None }
+    }
 }
 
 /// Which dimension of a weight (out, in) is divided among processes.
@@ -85,8 +103,8 @@ impl Weights<'_> {
     pub fn linear(&self, divided: Divided) -> Result<PackedLinear> {
         let weight = match divided {
             Divided::Not => self.get_unchecked("weight")?,
-            Divided::Outputs => self.part("weight", 0, [0, 1])?,
-            Divided::Inputs => self.part("weight", 1, [0, 1])?,
+            Divided::Outputs => self.own("weight", Dimension::new(0))?,
+            Divided::Inputs => self.own("weight", Dimension::new(1))?,
         };
         self.with_bias(&weight, divided)
     }
@@ -95,40 +113,65 @@ impl Weights<'_> {
     pub fn transposed_linear(&self, divided: Divided) -> Result<PackedLinear> {
         let weight = match divided {
             Divided::Not => self.get_unchecked("weight")?,
-            Divided::Outputs => self.part("weight", 1, [0, 1])?,
-            Divided::Inputs => self.part("weight", 0, [0, 1])?,
+            Divided::Outputs => self.own("weight", Dimension::new(1))?,
+            Divided::Inputs => self.own("weight", Dimension::new(0))?,
         };
         self.with_bias(&weight.t()?, divided)
     }
 
     /// One of several projections whose outputs are one weight, as many of each.
     pub fn joint_linear(&self, at: [usize; 2]) -> Result<PackedLinear> {
-        let bias = self.contains_tensor("bias").then(|| self.part("bias", 0, at)).transpose()?;
-        PackedLinear::new(&self.part("weight", 0, at)?, bias.as_ref())
+        let rows = Dimension { part: at, ..Dimension::new(0) };
+        let bias = self.contains_tensor("bias").then(|| self.own("bias", rows)).transpose()?;
+        PackedLinear::new(&self.own("weight", rows)?, bias.as_ref())
+    }
+
+    /// Whether this process is the one that adds what counts once.
+    pub fn is_first(&self) -> bool {
+        self.share().is_none_or(|share| share.processes.shard().rank() == 0)
     }
 
     fn with_bias(&self, weight: &Tensor, divided: Divided) -> Result<PackedLinear> {
-        let is_first = self.share().is_none_or(|share| share.processes.shard().rank() == 0);
         let bias = match divided {
             _ if !self.contains_tensor("bias") => None,
             Divided::Not => Some(self.get(weight.dim(0)?, "bias")?),
-            Divided::Outputs => Some(self.part("bias", 0, [0, 1])?),
-            Divided::Inputs if is_first => Some(self.get(weight.dim(0)?, "bias")?),
+            Divided::Outputs => Some(self.own("bias", Dimension::new(0))?),
+            Divided::Inputs if self.is_first() => Some(self.get(weight.dim(0)?, "bias")?),
             Divided::Inputs => None,
         };
         PackedLinear::new(weight, bias.as_ref())
     }
 
-    /// This process's share of part `i` of `of` of a tensor's dimension, all of it in one process.
-    fn part(&self, name: &str, dim: usize, [i, of]: [usize; 2]) -> Result<Tensor> {
-        let shard = self.share().map(|share| share.processes.shard()).filter(|shard| shard.world_size() > 1);
-        let (Some(Share { vb, .. }), Some(shard)) = (&self.share, shard) else {
-            let whole = self.get_unchecked(name)?;
-            let len = whole.dim(dim)? / of;
-            return whole.narrow(dim, i * len, len);
-        };
-        let (rank, n) = (shard.rank(), shard.world_size());
-        let shard = Shard { dim, rank: i * n + rank, world_size: of * n };
-        vb.get_with_hints((), &format!("{}.{name}", self.prefix()), shard)
+    /// This process's share of a dimension of a tensor, all of it in one process.
+    pub fn own(&self, name: &str, of: Dimension) -> Result<Tensor> {
+        let Dimension { dim, unit, part: [i, parts], dtype } = of;
+        let dtype = dtype.unwrap_or(self.dtype());
+        let share = self.share().filter(|share| share.processes.shard().world_size() > 1);
+        if let Some(Share { vb, processes }) = share
+            && unit == 1
+            && dim < 2
+        {
+            let (rank, n) = (processes.shard().rank(), processes.shard().world_size());
+            let shard = Shard { dim, rank: i * n + rank, world_size: parts * n };
+            let own = vb.get_with_hints_dtype((), &format!("{}.{name}", self.prefix()), shard, dtype);
+            // Candle reads equal shares; others are cut out of the whole.
+            if own.is_ok() {
+                return own;
+            }
+        }
+        let whole = self.get_unchecked_dtype(name, dtype)?;
+        let len = whole.dim(dim)? / parts;
+        let Some(share) = share else { return whole.narrow(dim, i * len, len) };
+        let shard = share.processes.shard();
+        if len / unit < shard.world_size() {
+            bail!(
+                "[causal_lm] {}.{name} has {} units of {unit}, expected one for each of {} processes",
+                self.prefix(),
+                len / unit,
+                shard.world_size()
+            )
+        }
+        let own = shard.part_of(len / unit);
+        whole.narrow(dim, i * len + own.start * unit, own.len() * unit)?.force_contiguous()
     }
 }

@@ -76,6 +76,12 @@ impl MultiHeadLatentAttentionConfig {
 
 /// Builders: each takes the config and gives it back with one thing changed.
 impl MultiHeadLatentAttentionConfig {
+    /// Another number of heads, of a part of a layer.
+    pub(crate) fn with_num_heads(mut self, num_heads: usize) -> Self {
+        self.num_heads = num_heads;
+        self
+    }
+
     /// The width that queries are compressed to (`q_lora_rank`); without it one projection makes them.
     pub fn with_q_lora_rank(mut self, rank: usize) -> Self {
         self.q_lora_rank = Some(rank);

@@ -8,7 +8,8 @@ mod up;
 pub use config::MultiHeadLatentAttentionConfig;
 
 use candle_core::{Module, ModuleT, Result, Tensor, bail};
-use candle_nn::VarBuilder;
+use candle_nn::var_builder::ShardedVarBuilder;
+use candle_nn::{Linear, VarBuilder};
 
 use super::call::{AttentionCall, CallKeys};
 use super::input::{AttentionInput, Expected};
@@ -16,8 +17,10 @@ use crate::cache::{Expand, NewTokens};
 use crate::norm::Norm;
 use crate::position::Positions;
 use crate::size::{is_addressable, part};
-use crate::weights::Source;
-use crate::{AttentionCache, AttentionMask, AttentionOutput, PackedLinear, PackedSequences, Plan, RotaryEmbedding};
+use crate::weights::{Part, Source};
+use crate::{
+    AttentionCache, AttentionMask, AttentionOutput, HeadShard, PackedLinear, PackedSequences, Plan, RotaryEmbedding,
+};
 use up::UpProjection;
 
 const OP: &str = "multi_head_latent_attention";
@@ -77,15 +80,15 @@ enum Queries {
 }
 
 impl Queries {
-    fn load(cfg: &MultiHeadLatentAttentionConfig, source: &Source) -> Result<Self> {
+    /// The rows of all heads or of a part of them; the config is the whole layer's.
+    fn load(cfg: &MultiHeadLatentAttentionConfig, rows: Option<Part>, source: &Source) -> Result<Self> {
         let (width, embed_dim) = (cfg.num_heads() * cfg.head_dim(), cfg.embed_dim());
-        let linear = |name, shape, bias| PackedLinear::from_linear(&source.linear(name, shape, bias)?);
-        let Some(rank) = cfg.q_lora_rank() else {
-            return Ok(Self::Direct(linear("q_proj", (width, embed_dim), false)?));
-        };
-        let down = linear("q_a_proj", (rank, embed_dim), cfg.bias())?;
+        let heads =
+            |name, inputs| PackedLinear::from_linear(&source.linear_part(name, (width, inputs), false, rows)?);
+        let Some(rank) = cfg.q_lora_rank() else { return Ok(Self::Direct(heads("q_proj", embed_dim)?)) };
+        let down = PackedLinear::from_linear(&source.linear("q_a_proj", (rank, embed_dim), cfg.bias())?)?;
         let norm = Norm::rms("q_a_layernorm", rank, cfg.norm_eps(), source)?;
-        Ok(Self::Compressed(down, norm, linear("q_b_proj", (width, rank), false)?))
+        Ok(Self::Compressed(down, norm, heads("q_b_proj", rank)?))
     }
 
     fn freeze(&self) -> Result<Self> {
@@ -112,20 +115,53 @@ impl MultiHeadLatentAttention {
     /// # Errors
     /// For a config that does not fit together, and for a missing or misshapen tensor, named with both shapes.
     pub fn new(cfg: &MultiHeadLatentAttentionConfig, vb: VarBuilder) -> Result<Self> {
+        Self::load(cfg, None, &Source::new(OP, "latent", vb))
+    }
+
+    /// The heads of one process of several, from Candle's sharded builder: tensor parallelism, as
+    /// [`MultiHeadAttention::load_shard`](crate::MultiHeadAttention::load_shard) has it. What compresses tokens, and what a
+    /// cache holds, every process has whole. [`config`](Self::config) is that of the process's own layer.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and for more processes than heads.
+    pub fn load_shard(
+        cfg: &MultiHeadLatentAttentionConfig,
+        shard: HeadShard,
+        vb: &ShardedVarBuilder<'static>,
+    ) -> Result<Self> {
+        Self::load(cfg, Some(shard), &Source::sharded(OP, "latent", vb))
+    }
+
+    /// All heads, or those of a shard.
+    fn load(cfg: &MultiHeadLatentAttentionConfig, shard: Option<HeadShard>, source: &Source) -> Result<Self> {
         cfg.validate()?;
-        let source = Source::new(OP, "latent", vb);
         source.check_dtype()?;
-        let (embed_dim, rank) = (cfg.embed_dim(), cfg.kv_lora_rank());
-        let linear = |name, shape| PackedLinear::from_linear(&source.linear(name, shape, cfg.bias())?);
+        let (h, embed_dim, rank) = (cfg.num_heads(), cfg.embed_dim(), cfg.kv_lora_rank());
+        if let Some(shard) = shard.filter(|shard| shard.world_size() > h) {
+            bail!("[{OP}] a world size of {} is more than the {h} heads", shard.world_size())
+        }
+        let part = |dim| shard.map(|shard| Part { dim, share: shard.shares(h, h).0 });
+        let linear = |name, shape, part| source.linear_part(name, shape, cfg.bias(), part);
+        let down = |name, outputs| PackedLinear::from_linear(&linear(name, (outputs, embed_dim), None)?);
+        let out = || {
+            let out = linear("o_proj", (embed_dim, h * cfg.value_head_dim()), part(1))?;
+            PackedLinear::from_linear(&match out.bias() {
+                // The first process's output has it.
+                Some(bias) if shard.is_some_and(|shard| shard.rank() > 0) => {
+                    Linear::new(out.weight().clone(), Some(bias.zeros_like()?))
+                }
+                _ => out,
+            })
+        };
         Ok(Self {
-            queries: Queries::load(cfg, &source)?,
-            down: linear("kv_a_proj_with_mqa", (rank + cfg.rope_head_dim(), embed_dim))?,
-            norm: Norm::rms("kv_a_layernorm", rank, cfg.norm_eps(), &source)?,
-            up: UpProjection::load(cfg, &source)?,
-            out: linear("o_proj", (embed_dim, cfg.num_heads() * cfg.value_head_dim()))?,
+            queries: Queries::load(cfg, part(0), source)?,
+            down: down("kv_a_proj_with_mqa", rank + cfg.rope_head_dim())?,
+            norm: Norm::rms("kv_a_layernorm", rank, cfg.norm_eps(), source)?,
+            up: UpProjection::load(cfg, part(0), source)?,
+            out: out()?,
             rotary: RotaryEmbedding::new(cfg.rope(), cfg.rope_head_dim())?,
             mask: if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() },
-            config: cfg.clone(),
+            config: cfg.clone().with_num_heads(shard.map_or(h, |shard| shard.part_of(h).len())),
         })
     }
 

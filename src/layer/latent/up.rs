@@ -8,7 +8,7 @@ use super::MultiHeadLatentAttentionConfig;
 use crate::PackedLinear;
 use crate::cache::Expand;
 use crate::size::part;
-use crate::weights::Source;
+use crate::weights::{Part, Source};
 use candle_attention_kernels::{Workers, for_each_task};
 
 /// The projection `kv_b_proj` of latents to the keys and values of all heads, by its rows: for each head those of its
@@ -26,10 +26,12 @@ pub(super) struct UpProjection {
 }
 
 impl UpProjection {
-    pub fn load(cfg: &MultiHeadLatentAttentionConfig, source: &Source) -> Result<Self> {
-        let (h, rank) = (cfg.num_heads(), cfg.kv_lora_rank());
+    /// The rows of all heads or of a part of them; the config is the whole layer's.
+    pub fn load(cfg: &MultiHeadLatentAttentionConfig, rows: Option<Part>, source: &Source) -> Result<Self> {
+        let rank = cfg.kv_lora_rank();
         let (nope, value) = (cfg.nope_head_dim(), cfg.value_head_dim());
-        let linear = source.linear("kv_b_proj", (h * (nope + value), rank), false)?;
+        let linear = source.linear_part("kv_b_proj", (cfg.num_heads() * (nope + value), rank), false, rows)?;
+        let h = linear.weight().dim(0)? / (nope + value);
         Self { kv_b: linear.try_into()?, keys: Vec::new(), h, rank, nope, value }.prepared()
     }
 

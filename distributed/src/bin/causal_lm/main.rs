@@ -28,7 +28,7 @@ use candle_attention::HeadShard;
 use candle_attention::weights::Checkpoint;
 use candle_attention_distributed::mpi::{self, Mpi};
 use candle_attention_distributed::{Communicator, check_same};
-use candle_core::{D, Device, Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 use clap::{Parser, ValueEnum};
 
 use args::Args;
@@ -67,8 +67,8 @@ impl Processes for World {
         self.0.all_reduce_sum(own)
     }
 
-    fn concat(&self, own: &Tensor) -> Result<Tensor> {
-        Tensor::cat(&self.0.all_gather(own)?, D::Minus1)
+    fn gather(&self, own: &Tensor) -> Result<Vec<Tensor>> {
+        self.0.all_gather(own)
     }
 }
 

@@ -11,26 +11,6 @@ use candle_core::{Device, IndexOp, Result, Tensor, bail};
 use crate::args::Args;
 use crate::files::Files;
 use crate::model::CausalLm;
-use crate::model::block::Attention;
-
-/// A layer's attention to the keys of all processes, and this process's part of its cache.
-struct Layer {
-    ring: RingAttention,
-    cache: ContextCache,
-}
-
-impl Layer {
-    fn new(attention: &Attention, capacity: usize) -> Result<RefCell<Self>> {
-        let Attention::MultiHead(mha) = attention else {
-            bail!("[causal_lm] the positions of latent attention are not divided among processes")
-        };
-        if mha.config().rope().is_none() {
-            bail!("[causal_lm] positions are divided among processes in models with rotary ones only")
-        }
-        let ring = RingAttention::for_layer(mha.config())?;
-        Ok(RefCell::new(Self { ring, cache: ContextCache::new(capacity) }))
-    }
-}
 
 /// Goes on from one prompt of ids, greedily. The first process writes.
 pub fn run(args: &Args, device: Device, files: &Files, processes: &dyn Communicator) -> Result<()> {
@@ -44,23 +24,26 @@ pub fn run(args: &Args, device: Device, files: &Files, processes: &dyn Communica
     let model = CausalLm::load(&json, files.var_builder(args.dtype.dtype(), &device)?, files.gguf(), |_, _| {})?;
     let (order, end) = (ZigZag::new(prompt.0.len(), processes), files.end_tokens(&json)?);
     let capacity = order.positions().count() + args.max_tokens.unwrap_or(100) / processes.size() + 1;
-    let layers = model.attentions().map(|attention| Layer::new(attention, capacity)).collect::<Result<Vec<_>>>()?;
+    // This process's part of the cache of each layer.
+    let caches: Vec<_> = model.attentions().map(|_| RefCell::new(ContextCache::new(capacity))).collect();
 
-    let forward = |ids: Vec<u32>, positions: Vec<u32>, attend: &Attend| -> Result<Tensor> {
+    let forward = |ids: Vec<u32>, positions: Vec<usize>, attend: &Attend| -> Result<Tensor> {
         let ids = Tensor::new(ids, &device)?.unsqueeze(0)?;
-        let positions = Tensor::new(positions, &device)?;
-        model.through_blocks(model.embed(&ids)?, |layer, attention, input| {
-            let attend = |q: &Tensor, k: &Tensor, v: &Tensor, _: &AttentionMask, _: &SdpaOptions| {
-                attend(&mut layers[layer].borrow_mut(), [q, k, v])
+        let longest = positions.iter().max().map_or(0, |last| last + 1);
+        let xs = model.embed(&ids, &positions, longest)?;
+        let positions = Tensor::new(positions.into_iter().map(|at| at as u32).collect::<Vec<_>>(), &device)?;
+        model.through_blocks(xs, |layer, attention, input| {
+            let attend = |q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions| {
+                attend(&mut caches[layer].borrow_mut(), [q, k, v], &RingAttention::new(mask, options))
             };
             attention.forward(input.with_positions(&positions).with_function(&attend))
         })
     };
     let start = Instant::now();
     let own = order.positions().map(|at| prompt.0[at]).collect();
-    let hidden = forward(own, order.positions().map(|at| at as u32).collect(), &|layer, [q, k, v]| {
-        layer.cache.append(k, v)?;
-        Ok(layer.ring.attend([q, k, v], &order, processes)?.0)
+    let hidden = forward(own, order.positions().collect(), &|cache, [q, k, v], ring| {
+        cache.append_prompt(k, v, &order)?;
+        Ok(ring.attend([q, k, v], &order, processes)?.0)
     })?;
     // The first process has the last position.
     let last = match hidden.dim(1)? {
@@ -77,11 +60,8 @@ pub fn run(args: &Args, device: Device, files: &Files, processes: &dyn Communica
         }
         let token = model.logits(&last)?.i(0)?.argmax(0)?.to_scalar::<u32>()?;
         made.push(token);
-        last = forward(vec![token], vec![position as u32], &|layer, qkv| {
-            let Layer { ring, cache } = layer;
-            cache.decode(qkv, ring, processes)
-        })?
-        .i((.., 0))?;
+        last =
+            forward(vec![token], vec![position], &|cache, qkv, ring| cache.decode(qkv, ring, processes))?.i((.., 0))?;
     }
     if processes.rank() == 0 {
         writeln!(std::io::stdout(), "{}", made.iter().map(u32::to_string).collect::<Vec<_>>().join(","))?;
@@ -98,4 +78,4 @@ pub fn run(args: &Args, device: Device, files: &Files, processes: &dyn Communica
 }
 
 /// A layer's context from queries, keys and values.
-type Attend<'a> = dyn Fn(&mut Layer, [&Tensor; 3]) -> Result<Tensor> + 'a;
+type Attend<'a> = dyn Fn(&mut ContextCache, [&Tensor; 3], &RingAttention) -> Result<Tensor> + 'a;

@@ -1,0 +1,97 @@
+//! Which key head a query head reads where the groups of query heads are not all as large.
+
+use std::array::from_fn;
+use std::ops::Range;
+
+use candle_core::{Result, Tensor, bail};
+use serde::{Deserialize, Serialize};
+
+use super::OutputOrder;
+use super::validate::{Call, Dims};
+use crate::mask::readable;
+
+/// Query head h reads key head `(h + skipped) / size`: some successive heads of a layer, of whose first and last group
+/// other processes have heads too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct HeadGroups {
+    /// Query heads of a whole group.
+    pub size: usize,
+    /// Query heads that are missing from the front of the first group.
+    pub skipped: usize,
+}
+
+impl HeadGroups {
+    /// # Errors
+    /// If `h` query heads do not read `h_kv` key heads.
+    pub fn check(self, op: &str, h: usize, h_kv: usize) -> Result<()> {
+        let Self { size, skipped } = self;
+        if size == 0 || h == 0 || skipped >= size || h.checked_add(skipped).is_none_or(|h| h.div_ceil(size) != h_kv) {
+            bail!("[{op}] {h} query heads in groups of {size}, less the first {skipped}, do not read {h_kv} key heads")
+        }
+        Ok(())
+    }
+
+    /// The query heads and key heads of calls whose groups are alike: what there is of the first group, whole ones,
+    /// what there is of the last.
+    fn parts(self, h: usize) -> impl Iterator<Item = [Range<usize>; 2]> {
+        let Self { size, skipped } = self;
+        let mut next = 0;
+        std::iter::from_fn(move || {
+            let (start, at) = (next, (next + skipped) % size);
+            let whole = (h - start) / size * size;
+            let len = if at == 0 && whole > 0 { whole } else { (size - at).min(h - start) };
+            next += len;
+            let keys = (start + skipped) / size..(next + skipped).div_ceil(size);
+            (len > 0).then_some([start..next, keys])
+        })
+    }
+}
+
+/// Gives each part of a call whose groups are alike to `run`, and joins the results (B, H, ..) along the heads.
+pub(super) fn in_parts<const N: usize>(call: &Call, run: impl Fn(&Call) -> Result<[Tensor; N]>) -> Result<[Tensor; N]> {
+    let Some(groups) = call.options.groups else { return run(call) };
+    let mut results: [Vec<Tensor>; N] = from_fn(|_| Vec::new());
+    for [queries, keys] in groups.parts(call.dims.h) {
+        let of_queries = |xs: &Tensor, dim| readable(&xs.narrow(dim, queries.start, queries.len())?);
+        let of_keys = |xs: &Tensor| readable(&xs.narrow(1, keys.start, keys.len())?);
+        let scales = match call.scales {
+            Some([k, v]) => Some([of_keys(k)?, of_keys(v)?]),
+            None => None,
+        };
+        let mut options = call.options.clone();
+        options.groups = None;
+        for by_head in [&mut options.alibi_slopes, &mut options.sinks].into_iter().flatten() {
+            *by_head = of_queries(by_head, 0)?;
+        }
+        // The numbers that are drawn for head 0 are those of the first part.
+        options.dropout_philox_seed = options.dropout_philox_seed.map(|seed| seed.wrapping_add(queries.start as u64));
+        let mask = call.mask.of_heads(queries.clone(), call.dims.h)?;
+        let part = Call {
+            q: of_queries(&call.q, 1)?,
+            k: of_keys(&call.k)?,
+            v: of_keys(&call.v)?,
+            scales: scales.as_ref(),
+            mask: &mask,
+            options: &options,
+            dims: Dims { h: queries.len(), ..call.dims },
+            ..call.clone()
+        };
+        for (all, own) in results.iter_mut().zip(run(&part)?) {
+            all.push(own);
+        }
+    }
+    let mut joined = Vec::with_capacity(N);
+    for parts in results {
+        joined.push(match call.output_order {
+            // Contexts that are views of (B, T, H, D_v) become one.
+            OutputOrder::Bthd if parts[0].rank() == 4 => {
+                let parts = parts.iter().map(|part| part.transpose(1, 2)).collect::<Result<Vec<_>>>()?;
+                Tensor::cat(&parts, 2)?.transpose(1, 2)?
+            }
+            _ => Tensor::cat(&parts, 1)?,
+        });
+    }
+    joined
+        .try_into()
+        .map_err(|_| candle_core::Error::msg("[scaled_dot_product_attention] expected a result of each kind"))
+}
