@@ -52,7 +52,7 @@ pub use layer::{
 };
 pub use linear::{PackedGatedLinear, PackedLinear, packed_linear, packed_linear_b, packed_linear_no_bias};
 pub use mask::{AttentionMask, EmptyRows, KvRanges, ValidLens};
-pub use norm::{QkNorm, QkNormKind, QkNormScope};
+pub use norm::{ContextNorm, QkNorm, QkNormKind, QkNormScope};
 pub use position::{
     AlibiConfig, ContentPositions, QueryScaling, RelativeBias, RelativeBiasConfig, RopeAxes, RopeAxisLayout,
     RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, alibi_slopes,

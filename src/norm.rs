@@ -61,6 +61,19 @@ pub struct QkNorm {
     pub eps: f64,
 }
 
+/// Normalisation of the context of all heads together, before the output projection: parameter `context_norm.weight`,
+/// and `.bias` for the kind that has one. Also read as `attn_sub_norm` (BitNet) and `inner_attn_ln` (Kosmos-2).
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ContextNorm {
+    /// Root mean square or layer norm.
+    pub kind: QkNormKind,
+    /// Added to the mean square or the variance.
+    pub eps: f64,
+}
+
+const OF_CONTEXT: [&str; 3] = ["context_norm", "attn_sub_norm", "inner_attn_ln"];
+
 /// The names under which files keep the norm of queries, the first of which is the crate's own.
 const OF_QUERIES: [&str; 3] = ["q_norm", "q_layernorm", "query_layernorm"];
 const OF_KEYS: [&str; 3] = ["k_norm", "k_layernorm", "key_layernorm"];
@@ -133,11 +146,8 @@ impl QkNorms {
     pub(crate) fn parameters(&self) -> Result<Vec<(String, Tensor)>> {
         let mut parameters = Vec::new();
         let named = std::iter::once((OF_QUERIES[0], &self.q)).chain(self.k.iter().map(|k| (OF_KEYS[0], k)));
-        for (name, norm) in named.filter(|(_, norm)| norm.kind != QkNormKind::RmsNoWeight) {
-            parameters.push((format!("{name}.weight"), norm.weight.tensor()?));
-            if let Some(bias) = &norm.bias {
-                parameters.push((format!("{name}.bias"), bias.tensor()?));
-            }
+        for (name, norm) in named {
+            parameters.extend(norm.parameters(name)?);
         }
         Ok(parameters)
     }
@@ -191,6 +201,29 @@ impl Norm {
     pub(crate) fn rms(name: &str, size: usize, eps: f64, source: &Source) -> Result<Self> {
         let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::Projection, eps };
         Self::load(norm, [name; 3], 1, size, source)
+    }
+
+    /// That of a context of so many heads of one width.
+    pub(crate) fn of_context(norm: ContextNorm, heads: usize, width: usize, source: &Source) -> Result<Self> {
+        let norm = QkNorm { kind: norm.kind, scope: QkNormScope::Projection, eps: norm.eps };
+        Self::load(norm, OF_CONTEXT, heads, width, source)
+    }
+
+    /// An error if the file has a norm of the context that the config does not mention.
+    pub(crate) fn refuse_of_context(source: &Source) -> Result<()> {
+        let refuse = |name| source.refuse(&format!("{name}.weight"), "the config says there is no context_norm");
+        OF_CONTEXT.into_iter().try_for_each(refuse)
+    }
+
+    /// The parameters below a name.
+    pub(crate) fn parameters(&self, name: &str) -> Result<Vec<(String, Tensor)>> {
+        if self.kind == QkNormKind::RmsNoWeight {
+            return Ok(Vec::new());
+        }
+        let parameters = [("weight", Some(&self.weight)), ("bias", self.bias.as_ref())];
+        let tensor =
+            |(part, own): (&str, Option<&Parameter>)| Some(own?.tensor().map(|own| (format!("{name}.{part}"), own)));
+        parameters.into_iter().filter_map(tensor).collect()
     }
 
     /// The root mean square of rows of one width, without a parameter.

@@ -76,12 +76,15 @@ impl HeadShard {
     /// The config of a process's own layer.
     ///
     /// # Errors
-    /// For more processes than query heads, for layer norms that span all heads, and for unequal shares of a relative
-    /// bias.
+    /// For more processes than query heads, for layer norms and norms of the context, which span all heads, and for
+    /// unequal shares of a relative bias.
     pub(crate) fn config(&self, cfg: &MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig> {
         let (h, h_kv, n) = (cfg.num_heads(), cfg.num_kv_heads(), self.world_size);
         if n > h {
             bail!("[multi_head_attention] a world size of {n} is more than the {h} query heads")
+        }
+        if cfg.context_norm().is_some() && n > 1 {
+            bail!("[multi_head_attention] a norm of the context spans the heads of all processes")
         }
         let subtracts_mean = |norm: QkNorm| matches!(norm.kind, QkNormKind::Layer | QkNormKind::LayerNoBias);
         if cfg.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection && subtracts_mean(norm)) && n > 1 {

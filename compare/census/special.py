@@ -19,8 +19,13 @@ SHARED = {
 GEMMA4 = {"global_head_dim": 20, "num_global_key_value_heads": 3, "attention_k_eq_v": True}
 # Windows that divide no image of 4 x 4 patches, and one layer without.
 SAM = {"window_size": 3, "global_attn_indexes": [1]}
+RESNET = {"backbone_config": {
+    "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1],
+    "layer_type": "basic", "out_features": ["stage4"],
+}}
 CONFIGS = {
-    "codegen": {"rotary_dim": 4},
+    "codegen": {"rotary_dim": 4, "n_head": 4, "n_embd": 32},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 0.7}, "n_heads": 6},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "embedding_gemma2_text": {"global_head_dim": 20},
@@ -35,8 +40,15 @@ CONFIGS = {
     "gemma3n_vision": {"architecture": "mobilenetv3_small_050", "model_args": None},
     "gemma4_text": SHARED | GEMMA4,
     "gemma4_unified_text": SHARED | GEMMA4,
+    "esm": {"vocab_size": 33, "mask_token_id": 32, "pad_token_id": 1, "position_embedding_type": "rotary"},
+    "esmc": {"num_key_value_heads": 6, "head_dim": 8},
+    "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": 12, "mamba_d_head": 8, "key_multiplier": 0.4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
     "gptj": {"rotary_dim": 4},
+    "conditional_detr": RESNET,
+    "dab-detr": RESNET,
+    "detr": RESNET,
+    "table-transformer": RESNET,
     "dinov3_vit": {"num_register_tokens": 3},
     "helium": {"head_dim": 8},
     "laguna": {

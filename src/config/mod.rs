@@ -10,7 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::sdpa::HeadGroups;
 use crate::{
-    AlibiConfig, ContentPositions, OutputGate, QkNorm, QkNormScope, QueryScaling, RelativeBiasConfig, RopeConfig,
+    AlibiConfig, ContentPositions, ContextNorm, OutputGate, QkNorm, QkNormScope, QueryScaling, RelativeBiasConfig,
+    RopeConfig,
 };
 
 /// The shape and options of a [`MultiHeadAttention`](crate::MultiHeadAttention): everything that belongs to the
@@ -72,6 +73,7 @@ pub struct MultiHeadAttentionConfig {
     relative_bias: Option<RelativeBiasConfig>,
     content_positions: Option<ContentPositions>,
     output_gate: Option<OutputGate>,
+    context_norm: Option<ContextNorm>,
     #[serde(default)]
     kv_source: KvSource,
     #[serde(default)]
@@ -120,6 +122,7 @@ impl MultiHeadAttentionConfig {
             relative_bias: None,
             content_positions: None,
             output_gate: None,
+            context_norm: None,
             kv_source: KvSource::Projected,
             dropout: 0.0,
         }
@@ -198,6 +201,9 @@ impl MultiHeadAttentionConfig {
         }
         if let Some(eps) = self.value_norm.filter(|eps| !((*eps as f32).is_finite() && *eps >= 0.0)) {
             bail!("[multi_head_attention] value_norm is {eps}, expected a finite number of zero or more")
+        }
+        if let Some(norm) = self.context_norm.filter(|norm| !((norm.eps as f32).is_finite() && norm.eps >= 0.0)) {
+            bail!("[multi_head_attention] context_norm has eps {}, expected a finite number of zero or more", norm.eps)
         }
         if let Some(scaling) = &self.query_scaling {
             scaling.validate()?;

@@ -3,7 +3,8 @@
 use super::MultiHeadAttentionConfig;
 use crate::sdpa::HeadGroups;
 use crate::{
-    AlibiConfig, ContentPositions, KvSource, OutputGate, QkNorm, QueryScaling, RelativeBiasConfig, RopeConfig,
+    AlibiConfig, ContentPositions, ContextNorm, KvSource, OutputGate, QkNorm, QueryScaling, RelativeBiasConfig,
+    RopeConfig,
 };
 
 /// Builders: each takes the config and gives it back with one thing changed.
@@ -189,6 +190,11 @@ impl MultiHeadAttentionConfig {
     /// Multiplies the context by a gate before the output projection (Qwen3-Next, AFMoE).
     pub fn with_output_gate(self, output_gate: OutputGate) -> Self {
         Self { output_gate: Some(output_gate), ..self }
+    }
+
+    /// Normalises the context of all heads before the output projection, after a gate (BitNet, Kosmos-2).
+    pub fn with_context_norm(self, context_norm: ContextNorm) -> Self {
+        Self { context_norm: Some(context_norm), ..self }
     }
 
     /// Where keys and values come from: projections unless given (Gemma 3n, Gemma 4).
@@ -377,6 +383,11 @@ impl MultiHeadAttentionConfig {
     /// The gate of the context.
     pub fn output_gate(&self) -> Option<OutputGate> {
         self.output_gate
+    }
+
+    /// The norm of the context.
+    pub fn context_norm(&self) -> Option<ContextNorm> {
+        self.context_norm
     }
 
     /// Where keys and values come from.

@@ -131,6 +131,9 @@
 //! # Ok(()) }
 //! ```
 //!
+//! DETR and the Table Transformer add positions to the inputs of queries and keys, and not to those of values:
+//! `AttentionInput::new(&placed).with_key_value(&placed, &xs)`.
+//!
 //! # T5
 //!
 //! The layers of T5's encoder have one relative bias together, which the first of them keeps in the checkpoint, and

@@ -203,11 +203,14 @@ pub(super) fn gpt_oss_scaling(fields: &Fields) -> Result<RopeScaling> {
 #[derive(Clone, Copy)]
 pub(super) struct LatentSizes {
     pub q_lora_rank: usize,
+    pub kv_lora_rank: usize,
     pub nope_head_dim: usize,
+    pub rope_head_dim: usize,
     pub value_head_dim: usize,
 }
 
-pub(super) const DEEPSEEK: LatentSizes = LatentSizes { q_lora_rank: 1536, nope_head_dim: 128, value_head_dim: 128 };
+pub(super) const DEEPSEEK: LatentSizes =
+    LatentSizes { q_lora_rank: 1536, kv_lora_rank: 512, nope_head_dim: 128, rope_head_dim: 64, value_head_dim: 128 };
 
 /// DeepSeek V3's attention, for a context of so many positions.
 pub(super) fn deepseek_v3(
@@ -230,7 +233,7 @@ pub(super) fn deepseek(
     let [_, embed_dim, heads] = row;
     let num_heads = fields.get_or(HEADS, heads)?;
     let nope = fields.get_or("qk_nope_head_dim", sizes.nope_head_dim)?;
-    let rotated = fields.get_or("qk_rope_head_dim", 64)?;
+    let rotated = fields.get_or("qk_rope_head_dim", sizes.rope_head_dim)?;
     fields.agrees("num_key_value_heads", num_heads)?;
     fields.agrees("head_dim", rotated)?;
     fields.agrees("qk_head_dim", nope.saturating_add(rotated))?;
@@ -242,10 +245,10 @@ pub(super) fn deepseek(
         }
     }
     let cfg = MultiHeadLatentAttentionConfig::new(fields.get_or(HIDDEN, embed_dim)?, num_heads)
-        .with_kv_lora_rank(fields.get_or("kv_lora_rank", 512)?)
+        .with_kv_lora_rank(fields.get_or("kv_lora_rank", sizes.kv_lora_rank)?)
         .with_nope_head_dim(nope)
         .with_rope_head_dim(rotated)
-        .with_value_head_dim(fields.get_or("v_head_dim", sizes.value_head_dim)?)
+        .with_value_head_dim(fields.nullable("v_head_dim", None)?.unwrap_or(sizes.value_head_dim))
         .with_bias(fields.flag("attention_bias", false)?)
         .with_rope(rope)
         // transformers ignores `rms_norm_eps` in the norms of the latents.

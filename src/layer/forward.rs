@@ -488,6 +488,10 @@ impl MultiHeadAttention {
             _ => context,
         };
         let merged = gated.reshape((b, t, h * d_v))?;
+        let merged = match &self.context_norm {
+            Some(norm) => norm.forward(&merged)?,
+            None => merged,
+        };
         let ys = self.projections.output(merged, call.residual.as_ref())?;
         if call.batched { Ok(ys) } else { ys.squeeze(0) }
     }

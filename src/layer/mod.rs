@@ -58,6 +58,7 @@ pub struct MultiHeadAttention {
     projections: Projections,
     qk_norm: Option<QkNorms>,
     value_norm: Option<Norm>,
+    context_norm: Option<Norm>,
     rotary: Option<RotaryEmbedding>,
     alibi: Option<Alibi>,
     relative_bias: Option<RelativeBias>,
@@ -161,7 +162,7 @@ impl MultiHeadAttention {
 
     /// The rest of a layer around its projections.
     fn around(cfg: &MultiHeadAttentionConfig, projections: Projections, parameters: Parameters) -> Result<Self> {
-        let Parameters { qk_norm, value_norm, bias_kv, sinks, alibi, content } = parameters;
+        let Parameters { qk_norm, value_norm, context_norm, bias_kv, sinks, alibi, content } = parameters;
         let rotary = cfg.rope().map(|rope| RotaryEmbedding::new(rope, cfg.head_dim())).transpose()?;
         let mut mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
         if let Some(window) = cfg.window() {
@@ -179,6 +180,7 @@ impl MultiHeadAttention {
             projections,
             qk_norm,
             value_norm,
+            context_norm,
             rotary,
             alibi,
             relative_bias,
@@ -303,6 +305,7 @@ impl MultiHeadAttention {
             projections: self.projections.freeze()?,
             qk_norm: self.qk_norm.as_ref().map(QkNorms::freeze).transpose()?,
             value_norm: self.value_norm.clone(),
+            context_norm: self.context_norm.as_ref().map(Norm::freeze).transpose()?,
             rotary: self.rotary.clone(),
             alibi: self.alibi.clone(),
             relative_bias: self.relative_bias.as_ref().map(RelativeBias::freeze).transpose()?,
@@ -353,6 +356,9 @@ impl MultiHeadAttention {
         if let Some(norms) = &self.qk_norm {
             tensors.extend(norms.parameters()?);
         }
+        if let Some(norm) = &self.context_norm {
+            tensors.extend(norm.parameters("context_norm")?);
+        }
         if let Some((bias_k, bias_v)) = &self.bias_kv {
             tensors.push(("bias_k".into(), bias_k.clone()));
             tensors.push(("bias_v".into(), bias_v.clone()));
@@ -386,11 +392,12 @@ impl ModuleT for MultiHeadAttention {
     }
 }
 
-/// The parameters that belong to no projection: norms of queries and keys, a learned key and value, sinks, what ALiBi
-/// adds, and relative positions by content: what the config wants of them.
+/// The parameters that belong to no projection: norms, a learned key and value, sinks, what ALiBi adds, and relative
+/// positions by content: what the config wants of them.
 struct Parameters {
     qk_norm: Option<QkNorms>,
     value_norm: Option<Norm>,
+    context_norm: Option<Norm>,
     /// (1, 1, H_kv·D) and (1, 1, H_kv·D_v).
     bias_kv: Option<(Tensor, Tensor)>,
     /// (H,).
@@ -414,6 +421,13 @@ impl Parameters {
         };
         let width = cfg.value_head_dim();
         let value_norm = cfg.value_norm().map(|eps| Norm::without_weight(eps, width, source)).transpose()?;
+        let context_norm = match cfg.context_norm() {
+            Some(norm) => Some(Norm::of_context(norm, h, width, source)?),
+            None => {
+                Norm::refuse_of_context(source)?;
+                None
+            }
+        };
         let bias_kv = if cfg.bias_kv() {
             // `xavier_normal_` of a (1, 1, width) parameter.
             let learned = |name, width: usize| {
@@ -434,7 +448,7 @@ impl Parameters {
         };
         let alibi = cfg.alibi().map(|alibi| Alibi::new(alibi, h, cfg.score_scale(), source.device())).transpose()?;
         let content = ContentTables::load(cfg, source)?;
-        Ok(Self { qk_norm, value_norm, bias_kv, sinks, alibi, content })
+        Ok(Self { qk_norm, value_norm, context_norm, bias_kv, sinks, alibi, content })
     }
 
     /// Those of one process's heads; the config is the whole layer's.
@@ -448,6 +462,7 @@ impl Parameters {
         Ok(Self {
             qk_norm: self.qk_norm.map(|norms| norms.shard(queries, keys, counted)).transpose()?,
             value_norm: self.value_norm,
+            context_norm: self.context_norm,
             bias_kv,
             sinks: self.sinks.map(|sinks| queries.copy(&sinks, 0)).transpose()?,
             alibi: self.alibi.map(|alibi| alibi.heads(queries.range(h))).transpose()?,

@@ -27,6 +27,10 @@ use candle_core::{Error, Result};
 /// | `mingpt` | query, key, value, proj | minGPT |
 /// | `albert` | query, key, value, dense | ALBERT |
 /// | `internvl` | q_proj, k_proj, v_proj, projection_layer | InternVL's and Janus' images |
+/// | `ctrl` | Wq, Wk, Wv, dense | CTRL |
+/// | `modernbert-decoder` | q_proj, k_proj, v_proj, Wo | ModernBERT as a decoder |
+/// | `moshi` | q_proj.linear, k_proj.linear, v_proj.linear, o_proj.linear | Moshi |
+/// | `nemo` | query_net, key_net, value_net, out_projection | NeMo's decoders, Cohere's transcription |
 /// | `raw:book` (`:short`, `:d2l`, `:canonical`) | the same names as plain (in, out) parameters, x · W | `nn.Parameter(torch.rand(d_in, d_out))` |
 /// | `raw-transposed:book` .. | plain (out, in) parameters, x · Wᵀ | |
 /// | `stacked:book` .. | heads.{i}.W_query .., no output projection | a `ModuleList` of single heads |
@@ -37,6 +41,7 @@ use candle_core::{Error, Result};
 /// | `packed:qkv_proj` | qkv_proj, o_proj; rows by part | Phi-3 |
 /// | `packed:Wqkv` | Wqkv, out_proj; rows by part | MPT |
 /// | `packed:Wqkv-Wo` | Wqkv, Wo; rows by part | ModernBERT |
+/// | `packed:att_proj` | att_proj, attn_out; rows by part | Molmo |
 /// | `packed:query_key_value` | query_key_value, dense; rows by part | ChatGLM |
 /// | `packed:query_key_value:by-head` | query_key_value, dense; rows by head | GPT-NeoX, Bloom, Falcon |
 /// | `packed:c_attn` | c_attn, c_proj, not transposed; rows by part | nanoGPT, GPT-BigCode with one key head |
@@ -85,6 +90,14 @@ pub enum WeightLayout {
     Albert,
     /// q_proj, k_proj, v_proj, projection_layer.
     InternVl,
+    /// Wq, Wk, Wv, dense.
+    Ctrl,
+    /// q_proj, k_proj, v_proj, Wo.
+    ModernBertDecoder,
+    /// q_proj.linear, k_proj.linear, v_proj.linear, o_proj.linear.
+    Moshi,
+    /// query_net, key_net, value_net, out_projection.
+    Nemo,
     /// Plain parameters without `.weight`, stored (in, out) or (out, in), without biases.
     Raw(Naming, Orientation),
     /// `heads.{i}.<names>`, one single-head module after the other, without an output projection; loads into one layer.
@@ -151,6 +164,8 @@ pub enum PackedNaming {
     ToQkv,
     /// to_qkv, to_out.0.
     ToQkvToOut0,
+    /// att_proj, attn_out.
+    AttProj,
 }
 
 /// The order of rows in a packed weight.
@@ -164,7 +179,7 @@ pub enum QkvOrder {
 }
 
 /// The layouts of four linear layers: spelling, and the names of query, key, value and output.
-const LINEAR: [(WeightLayout, &str, [&str; 4]); 16] = [
+const LINEAR: [(WeightLayout, &str, [&str; 4]); 20] = [
     (WeightLayout::Canonical, "canonical", ["q_proj", "k_proj", "v_proj", "o_proj"]),
     (WeightLayout::Book, "book", ["W_query", "W_key", "W_value", "out_proj"]),
     (WeightLayout::Short, "short", ["Wq", "Wk", "Wv", "Wo"]),
@@ -181,10 +196,14 @@ const LINEAR: [(WeightLayout, &str, [&str; 4]); 16] = [
     (WeightLayout::MinGpt, "mingpt", ["query", "key", "value", "proj"]),
     (WeightLayout::Albert, "albert", ["query", "key", "value", "dense"]),
     (WeightLayout::InternVl, "internvl", ["q_proj", "k_proj", "v_proj", "projection_layer"]),
+    (WeightLayout::Ctrl, "ctrl", ["Wq", "Wk", "Wv", "dense"]),
+    (WeightLayout::ModernBertDecoder, "modernbert-decoder", ["q_proj", "k_proj", "v_proj", "Wo"]),
+    (WeightLayout::Moshi, "moshi", ["q_proj.linear", "k_proj.linear", "v_proj.linear", "o_proj.linear"]),
+    (WeightLayout::Nemo, "nemo", ["query_net", "key_net", "value_net", "out_projection"]),
 ];
 
 /// The packed namings, in the order of their type: spelling, and the names of the packed and the output projection.
-const PACKED: [(PackedNaming, &str, [&str; 2]); 9] = [
+const PACKED: [(PackedNaming, &str, [&str; 2]); 10] = [
     (PackedNaming::QkvProj, "qkv_proj", ["qkv_proj", "o_proj"]),
     (PackedNaming::Wqkv, "Wqkv", ["Wqkv", "out_proj"]),
     (PackedNaming::WqkvWo, "Wqkv-Wo", ["Wqkv", "Wo"]),
@@ -194,6 +213,7 @@ const PACKED: [(PackedNaming, &str, [&str; 2]); 9] = [
     (PackedNaming::QkvProjection, "qkv-projection", ["qkv", "projection"]),
     (PackedNaming::ToQkv, "to_qkv", ["to_qkv", "to_out"]),
     (PackedNaming::ToQkvToOut0, "to_qkv-to_out.0", ["to_qkv", "to_out.0"]),
+    (PackedNaming::AttProj, "att_proj", ["att_proj", "attn_out"]),
 ];
 
 impl Naming {

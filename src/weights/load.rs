@@ -194,7 +194,12 @@ pub(crate) fn load_projections(
         [queries, keys, keys, queries, queries]
     });
     let mut projections: [ProjectionRows; PROJECTIONS] = Default::default();
-    for tensor in tensors {
+    for mut tensor in tensors {
+        if let Some(beside) =
+            tensor.is_bias.then(|| bias_beside(&tensor.name)).flatten().filter(|name| source.has(name))
+        {
+            tensor.name = beside;
+        }
         if !tensor.is_wanted {
             source.refuse(&tensor.name, "the config says there is no such bias")?;
             continue;
@@ -239,6 +244,12 @@ pub(crate) fn load_projections(
         }
     }
     Ok(projections.map(|rows| (!rows.weight.is_empty()).then_some(rows)))
+}
+
+/// The parameter beside the projections in which BEiT's and VideoMAE's first files keep a bias.
+fn bias_beside(name: &str) -> Option<String> {
+    let names = [("query.bias", "q_bias"), ("key.bias", "k_bias"), ("value.bias", "v_bias")];
+    names.into_iter().find_map(|(usual, beside)| Some(format!("{}{beside}", name.strip_suffix(usual)?)))
 }
 
 /// No layout's output projection may be there, whatever its name: without it the numbers are others.

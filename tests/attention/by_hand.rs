@@ -82,6 +82,12 @@ pub fn parameters(cfg: &MultiHeadAttentionConfig, seed: u64) -> Parameters {
             }
         }
     }
+    if let Some(norm) = cfg.context_norm() {
+        shapes.push(("context_norm.weight".into(), vec![h * d_v]));
+        if norm.kind == QkNormKind::Layer {
+            shapes.push(("context_norm.bias".into(), vec![h * d_v]));
+        }
+    }
     if cfg.bias_kv() {
         shapes.push(("bias_k".into(), vec![1, 1, h_kv * d]));
         shapes.push(("bias_v".into(), vec![1, 1, h_kv * d_v]));
@@ -208,6 +214,10 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
                 other => unimplemented!("no numbers of {other:?}"),
             };
         }
+    }
+    if let Some(norm) = cfg.context_norm() {
+        let norm = QkNorm { kind: norm.kind, scope: QkNormScope::Projection, eps: norm.eps };
+        normalise(parameters, "context_norm", norm, d_v, &mut merged);
     }
     let ys = if cfg.out_proj() { project(parameters, "o_proj", &merged) } else { merged };
     Output { ys: ys.data, weights: attended.weights }

@@ -1,9 +1,9 @@
 //! The layer against itself in plain loops, for everything that a config can say.
 
 use candle_attention::{
-    AlibiConfig, AttentionInput, AttentionMask, Backend, GateActivation, GatePlace, GateScope, MultiHeadAttention,
-    MultiHeadAttentionConfig as Config, OutputGate, QkNorm, QkNormKind, QkNormScope, QueryScaling, RopeConfig,
-    RopeStyle, scaled_dot_product_attention,
+    AlibiConfig, AttentionInput, AttentionMask, Backend, ContextNorm, GateActivation, GatePlace, GateScope,
+    MultiHeadAttention, MultiHeadAttentionConfig as Config, OutputGate, QkNorm, QkNormKind, QkNormScope, QueryScaling,
+    RopeConfig, RopeStyle, scaled_dot_product_attention,
 };
 use candle_core::{DType, Device, ModuleT, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -33,6 +33,7 @@ pub fn configs() -> Vec<(&'static str, Config)> {
     let gate = |activation, scope, place| OutputGate { activation, scope, place };
     let own = |bias| GatePlace::Own { bias };
     let scaled = |first| QueryScaling { beta: 0.7, interval: 2, first };
+    let of_context = |kind| ContextNorm { kind, eps: 1e-5 };
     let interleaved = || RopeConfig::new(100.0).with_style(RopeStyle::Interleaved).with_rotary_dim(4);
     vec![
         ("plain", plain()),
@@ -91,6 +92,15 @@ pub fn configs() -> Vec<(&'static str, Config)> {
         ("norm without a weight", norm(QkNormKind::RmsNoWeight, QkNormScope::PerHead)),
         ("norm of projections without a weight", norm(QkNormKind::RmsNoWeight, QkNormScope::Projection)),
         ("norm of values", grouped().with_value_head_dim(5).with_value_norm(1e-5).with_v_bias(true)),
+        ("norm of the context", grouped().with_value_head_dim(5).with_context_norm(of_context(QkNormKind::Rms))),
+        (
+            "layer norm of a gated context",
+            plain().with_context_norm(of_context(QkNormKind::Layer)).with_output_gate(gate(
+                GateActivation::Sigmoid,
+                GateScope::PerEntry,
+                own(true),
+            )),
+        ),
         ("chunk", grouped().with_chunk(2)),
         ("causal chunk", plain().with_causal(true).with_chunk(3)),
         ("scaled queries", grouped().with_causal(true).with_query_scaling(scaled(0))),

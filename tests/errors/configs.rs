@@ -1,8 +1,8 @@
 //! Configs whose numbers do not fit together, and configs in JSON.
 
 use candle_attention::{
-    AlibiConfig, KvSource, MultiHeadAttention, MultiHeadAttentionConfig, QkNorm, QkNormKind, QkNormScope, QueryScaling,
-    RelativeBiasConfig, RopeConfig, RopeScaling, WeightLayout,
+    AlibiConfig, ContextNorm, KvSource, MultiHeadAttention, MultiHeadAttentionConfig, QkNorm, QkNormKind, QkNormScope,
+    QueryScaling, RelativeBiasConfig, RopeConfig, RopeScaling, WeightLayout,
 };
 use candle_core::{DType, Result};
 use candle_nn::VarBuilder;
@@ -40,6 +40,8 @@ fn keys_as_values(cfg: MultiHeadAttentionConfig) -> Result<()> {
 }
 
 pub const CASES: &[Case] = cases! {
+    "a norm of the context with an eps below zero" =>
+        cfg().with_context_norm(ContextNorm { kind: QkNormKind::Rms, eps: -1e-6 }).validate(),
     "a bias of keys that are not there" => earlier(cfg().with_bias(true)),
     "a learned key beside an earlier layer's" => earlier(cfg().with_bias_kv(true)),
     "a norm of an earlier layer's values" => earlier(cfg().with_value_norm(1e-6)),

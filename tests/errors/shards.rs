@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 
 use candle_attention::{
-    HeadShard, MultiHeadAttention, MultiHeadAttentionConfig as Config, QkNorm, QkNormKind, QkNormScope, RelativeBias,
-    RelativeBiasConfig, WeightLayout,
+    ContextNorm, HeadShard, MultiHeadAttention, MultiHeadAttentionConfig as Config, QkNorm, QkNormKind, QkNormScope,
+    RelativeBias, RelativeBiasConfig, WeightLayout,
 };
 use candle_core::{DType, Result};
 use candle_nn::VarBuilder;
@@ -47,6 +47,9 @@ pub const CASES: &[Case] = cases! {
     "layer norms of whole projections" => {
         let norm = QkNorm { kind: QkNormKind::Layer, scope: QkNormScope::Projection, eps: 1e-5 };
         load(&config().with_qk_norm(norm), 3, None)
+    },
+    "a norm of the context" => {
+        load(&config().with_context_norm(ContextNorm { kind: QkNormKind::Rms, eps: 1e-5 }), 3, None)
     },
     "norms of whole projections without a sum" => {
         let norm = QkNorm { kind: QkNormKind::RmsNoWeight, scope: QkNormScope::Projection, eps: 1e-5 };

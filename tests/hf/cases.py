@@ -16,11 +16,13 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
+    AutoModelForVideoClassification,
     BlipVisionModel,
     CLIPTextModel,
     SamVisionModel,
     VitDetModel,
 )
+from transformers.models.kosmos2.modeling_kosmos2 import Kosmos2TextForCausalLM
 
 from inputs import beside_an_image
 
@@ -464,6 +466,33 @@ CASES = {
         HEAD_DIM,
         GEMMA3N,
         {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    ),
+    "bitnet": decoder("bitnet", ONE_LAYER),
+    "kosmos_2": decoder(
+        "kosmos_2_text_model",
+        {"pad_token_id": 0},
+        sizes={
+            "vocab_size": 61,
+            "embed_dim": 32,
+            "ffn_dim": 24,
+            "layers": 1,
+            "attention_heads": 4,
+            "max_position_embeddings": 64,
+        },
+        auto_class=Kosmos2TextForCausalLM,
+        layers="model.layers",
+        out_proj="self_attn.out_proj",
+    ),
+    # Biases beside the projections.
+    "videomae": encoder(
+        "videomae",
+        ONE_LAYER,
+        {"image_size": 8, "patch_size": 4, "num_frames": 4, "num_labels": 2},
+        auto_class=AutoModelForVideoClassification,
+        layers="encoder.layer",
+        attention="attention.attention",
+        out_proj="attention.output.dense",
+        inputs=lambda config: {"pixel_values": torch.randn(2, config.num_frames, 3, 8, 8)},
     ),
     "gpt_neo": decoder(
         "gpt_neo",

@@ -21,10 +21,10 @@ macro_rules! architectures {
 }
 
 architectures! {
-    afmoe, albert, beit, bert, blip_vision_model, bloom, clip_text_model, cohere, cohere2, deepseek_v2, deepseek_v3, dinov3_vit, distilbert,
+    afmoe, albert, beit, bert, bitnet, blip_vision_model, bloom, clip_text_model, cohere, cohere2, deepseek_v2, deepseek_v3, dinov3_vit, distilbert,
     exaone4, falcon, gemma, gemma2, gemma3, gemma3_text, gemma3n_text, gemma4_text, glm, glm4, gpt2, gpt_bigcode, gpt_neo, gpt_neox, gpt_oss, gptj,
-    granite, granite_swa, hunyuan_v1_dense, laguna, llama, llama4_text, marian, ministral3, mistral, mixtral, modernbert, mpnet, mpt, nomic_bert, olmo2,
-    olmoe, opt, phi, phi3, qwen2, qwen2_vl_text, qwen3, qwen3_next, qwen3_vl_text, roberta, roformer, sam_vision_model, smollm3, stablelm, starcoder2, t5, umt5, vit, vitdet, whisper,
+    granite, granite_swa, hunyuan_v1_dense, kosmos_2_text_model, laguna, llama, llama4_text, marian, ministral3, mistral, mixtral, modernbert, mpnet, mpt, nomic_bert, olmo2,
+    olmoe, opt, phi, phi3, qwen2, qwen2_vl_text, qwen3, qwen3_next, qwen3_vl_text, roberta, roformer, sam_vision_model, smollm3, stablelm, starcoder2, t5, umt5, videomae, vit, vitdet, whisper,
 }
 
 /// A model for each here, or else in the census of `compare/census`, whose page says that they are equal.
@@ -112,7 +112,8 @@ fn shards_sum_to_the_layer() -> Result<()> {
     let mut shown = std::collections::BTreeSet::new();
     for model in all_models() {
         let Ok(cfg) = hf::attention_config(&model.config, 0) else { continue };
-        let spans = cfg.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection);
+        let spans =
+            cfg.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection) || cfg.context_norm().is_some();
         if cfg.num_heads() % 2 > 0 || (cfg.num_kv_heads() % 2 > 0 && cfg.num_kv_heads() > 1) || spans {
             continue;
         }

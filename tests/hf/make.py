@@ -143,7 +143,7 @@ def is_attention(key, without_decoder):
     if key.startswith("decoder.block") and without_decoder:
         return False
     return re.search(r"att|Wqkv|Attention", key, re.IGNORECASE) and not re.search(
-        r"ln_attn|att\w*norm\.|LayerNorm", key
+        r"ln_attn|att\w*(?<!sub_)norm\.|LayerNorm", key
     )
 
 

@@ -199,6 +199,7 @@ fn parts(cfg: &MultiHeadAttentionConfig) -> Vec<String> {
     }
     add(cfg.query_scaling().is_some(), "queries scaled by position");
     add(cfg.value_norm().is_some(), "norms of values");
+    add(cfg.context_norm().is_some(), "a norm of the context");
     add(cfg.kv_source() == KvSource::KeysAsValues, "keys as values");
     add(cfg.kv_source() == KvSource::EarlierLayer, "keys and values of an earlier layer");
     add(cfg.output_gate().is_some(), "output gate");
@@ -275,10 +276,21 @@ fn answer(
     earlier: Option<&ProjectedMemory>,
 ) -> Result<Value> {
     let calls = model.calls_of(read);
-    let ([(_, xs, _), rest @ ..], Some((_, _, expected))) = (calls.as_slice(), calls.last()) else {
+    let largest = |tensor: &Tensor| tensor.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
+    let (Some((_, first, _)), Some((_, _, expected))) = (calls.first(), calls.last()) else {
         return Ok(json!({"failed": format!("the weights read are of no module that was called: {read:?}")}));
     };
-    let largest = |tensor: &Tensor| tensor.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
+    // Projections of other names come in this order.
+    let of = |name: &str| calls.iter().find(|(module, ..)| module.ends_with(name)).map(|(_, xs, _)| xs);
+    let second = || calls.get(1).filter(|_| kind == "cross").map(|(_, xs, _)| (xs, xs));
+    let xs = of("q_proj").unwrap_or(first);
+    let differs = |keys: &Tensor| Ok::<_, Error>(keys.dims() != xs.dims() || largest(&(keys - xs)?)? > 0.0);
+    // Positions may be added to queries and keys alone.
+    let key_value = match of("k_proj").zip(of("v_proj")) {
+        Some((keys, values)) if differs(keys)? || differs(values)? => Some((keys, values)),
+        Some(_) => None,
+        None => second(),
+    };
     let mut error = 0f32;
     let packed = match &model.sequences {
         Some(_) if xs.rank() == 3 => xs.squeeze(0)?,
@@ -295,10 +307,10 @@ fn answer(
         if let Some(earlier) = earlier {
             input = input.with_memory(earlier);
         }
-        let ys = match rest.first() {
-            Some((_, memory, _)) if kind == "cross" => (layer.forward)(input.with_key_value(memory, memory))?,
-            _ => (layer.forward)(input)?,
-        };
+        if let Some((keys, values)) = key_value {
+            input = input.with_key_value(keys, values);
+        }
+        let ys = (layer.forward)(input)?;
         let ys = if ys.elem_count() == expected.elem_count() { ys.reshape(expected.shape())? } else { ys };
         let off = largest(&(ys - expected)?)? / largest(expected)?;
         // JSON has no infinity.

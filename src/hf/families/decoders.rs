@@ -1,13 +1,14 @@
 //! Decoders of text.
 
-use super::{DECODER, MODEL, QKV_PROJ, layer_norm, rms_norm};
+use super::{DECODER, MODEL, QKV_PROJ, WQKV, layer_norm, rms_norm};
 use crate::hf::family::{Bias, Family, Heads, Norm, Rotary, at};
 use crate::hf::rope::{Rope, rope};
 use crate::hf::rules::{
-    all_but_each, clipped, exaone_rotates, exaone_window, gpt_oss_scaling, kolibri_window, llama3, qwen_window,
-    sliding, smollm3_rotates,
+    all_but_each, clipped, exaone_rotates, exaone_window, gpt_oss_scaling, kolibri_window, llama3, modernbert_side,
+    qwen_window, sliding, smollm3_rotates, softmax_each,
 };
-use crate::{QkNormKind, QkNormScope, RopeScaling, WeightLayout};
+use crate::weights::{PackedNaming, QkvOrder};
+use crate::{ContextNorm, QkNormKind, QkNormScope, RopeConfig, RopeScaling, WeightLayout};
 
 #[rustfmt::skip]
 const LLAMA: Family = Family {
@@ -67,6 +68,7 @@ const HUNYUAN: Family = Family {
     },
     ..LLAMA
 };
+const ATT_PROJ: WeightLayout = WeightLayout::Packed(PackedNaming::AttProj, QkvOrder::ByPart);
 /// Half of each pair of neighbours.
 const ERNIE: Rope = rope(500_000.0, 131_072).interleaved();
 #[rustfmt::skip]
@@ -93,6 +95,15 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     },
     Family { model_type: "arcee", sizes: [32, 2560, 32], rope: Rotary::All(rope(10_000.0, 4096)), ..LLAMA },
     Family { model_type: "aria_text", ..LLAMA },
+    Family {
+        model_type: "bitnet", sizes: [30, 2560, 20], heads: Heads::Grouped(Some(5), None),
+        rope: Rotary::All(rope(500_000.0, 2048)),
+        adjust: |fields, _, cfg| {
+            let eps = fields.get_or("rms_norm_eps", 1e-5)?;
+            Ok(cfg.with_context_norm(ContextNorm { kind: QkNormKind::Rms, eps }))
+        },
+        ..LLAMA
+    },
     COHERE,
     COHERE2,
     Family {
@@ -107,6 +118,23 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         model_type: "cwm", sizes: [64, 6144, 48], heads: Heads::Grouped(Some(8), Some(128)),
         rope: Rotary::All(rope(1e6, 131_072).scaled_unless_given(|_| Ok(llama3(16.0, [1.0, 4.0], 8192)))),
         window: |fields, layer| sliding(fields, layer, !layer.is_multiple_of(4), Some(8192)), ..DECODER
+    },
+    Family {
+        model_type: "dbrx", names: ["n_layers", "d_model", "n_heads"], sizes: [24, 2048, 16], head_dim_follows: true,
+        modules: &[at(&["transformer.", ""], "blocks.{}.norm_attn_norm.attn", WQKV)],
+        heads: Heads::Computed(|fields, _| fields.section("attn_config")?.get_or("kv_n_heads", 1)),
+        rope: Rotary::All(rope(10_000.0, 2048)),
+        adjust: |fields, _, cfg| {
+            let own = fields.section("attn_config")?;
+            let cfg = cfg.with_dropout(own.optional("attn_pdrop")?.unwrap_or(0.0));
+            // As published, the base stands there.
+            let cfg = match (fields.object("rope_parameters")?, own.optional("rope_theta")?) {
+                (None, Some(base)) => cfg.with_rope(RopeConfig::new(base)),
+                _ => cfg,
+            };
+            clipped(&own, cfg)
+        },
+        ..DECODER
     },
     Family {
         model_type: "dots1", sizes: [62, 4608, 32], qk_norm: Some(rms_norm(QkNormScope::PerHead, 1e-6)),
@@ -133,6 +161,15 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     },
     EXAONE4,
     Family { model_type: "exaone_moe", ..EXAONE4 },
+    // Beside a state space model in each layer.
+    Family {
+        model_type: "falcon_h1", heads: Heads::Grouped(Some(8), None), rope: Rotary::All(rope(10_000.0, 8192)),
+        adjust: |fields, _, cfg| {
+            let scale = fields.optional("key_multiplier")?.unwrap_or(1.0) / (cfg.head_dim() as f64).sqrt();
+            Ok(cfg.with_scale(scale))
+        },
+        ..LLAMA
+    },
     Family {
         model_type: "flex_olmo", qk_norm: Some(rms_norm(QkNormScope::Projection, 1e-6)),
         rope: Rotary::All(rope(500_000.0, 4096)), ..LLAMA
@@ -251,6 +288,41 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         rope: Rotary::All(rope(500_000.0, 131_072)), ..DECODER
     },
     Family {
+        model_type: "modernbert-decoder", sizes: [22, 768, 12], heads: Heads::Equal,
+        modules: &[at(MODEL, "layers.{}.attn", WeightLayout::ModernBertDecoder)],
+        rope: Rotary::ByKind {
+            windowed: rope(10_000.0, 8192).theta_from("local_rope_theta"),
+            full: rope(160_000.0, 8192).theta_from("global_rope_theta"),
+            scales_windowed: true,
+        },
+        window: modernbert_side, ..LLAMA
+    },
+    Family {
+        model_type: "molmo2_text", sizes: [36, 4096, 32], heads: Heads::Grouped(Some(8), Some(128)),
+        aliases: &[("qkv_bias", "attention_bias"), ("layer_norm_eps", "rms_norm_eps")],
+        modules: &[
+            at(&["model.transformer.", "transformer."], "blocks.{}.self_attn", ATT_PROJ),
+            at(MODEL, "layers.{}.self_attn", ATT_PROJ),
+        ],
+        bias: Bias::QkvIf("attention_bias", false), rope: Rotary::All(rope(10_000.0, 36_864)),
+        qk_norm: Some(rms_norm(QkNormScope::PerHead, 1e-6)), only: &[("qk_norm_type", "\"qwen3\"")],
+        adjust: |fields, layer, cfg| {
+            let listed = fields.optional::<Vec<usize>>("rope_scaling_layers")?;
+            let is_scaled = cfg.rope().is_some_and(|rope| *rope.scaling() != RopeScaling::None);
+            match listed.is_some_and(|listed| is_scaled && !listed.contains(&layer)) {
+                true => fields.fail("rope_scaling_layers leaves out layers, which is not supported"),
+                false => Ok(cfg),
+            }
+        },
+        ..DECODER
+    },
+    Family {
+        model_type: "moshi", modules: &[at(
+            &["model.", "decoder.model.", ""], "layers.{}.self_attn", WeightLayout::Moshi,
+        )],
+        rope: Rotary::All(rope(10_000.0, 3000)), ..DECODER
+    },
+    Family {
         model_type: "nemotron", sizes: [32, 6144, 48], bias: Bias::AllIf("attention_bias", false),
         rope: Rotary::All(rope(10_000.0, 4096).partial("partial_rotary_factor", 0.5)), ..DECODER
     },
@@ -261,12 +333,25 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         rope: Rotary::ByKind { windowed: rope(500_000.0, 2048), full: rope(500_000.0, 2048), scales_windowed: false },
         window: |fields, layer| sliding(fields, layer, !(layer + 1).is_multiple_of(4), Some(4096)), ..OLMO2
     },
+    // Most of its layers are recurrences.
+    Family {
+        model_type: "olmo_hybrid", sizes: [32, 3840, 30],
+        qk_norm: Some(rms_norm(QkNormScope::Projection, 1e-6)),
+        rope: Rotary::All(rope(10_000.0, 65_536)),
+        window: |fields, layer| softmax_each(fields, layer, 4), ..OLMO2
+    },
     Family {
         model_type: "olmoe", sizes: [16, 2048, 16], rope: Rotary::All(rope(10_000.0, 4096)),
         adjust: |fields, _, cfg| clipped(fields, cfg), ..OLMO2
     },
     Family {
         model_type: "phi3", sizes: [32, 3072, 32], modules: &[at(MODEL, "layers.{}.self_attn", QKV_PROJ)],
+        rope: Rotary::All(rope(10_000.0, 4096).partial("partial_rotary_factor", 1.0).long_rope_only()),
+        window: |fields, _| fields.nullable("sliding_window", None), ..DECODER
+    },
+    Family {
+        model_type: "phi4_multimodal", sizes: [32, 3072, 32], heads: Heads::Grouped(Some(8), None),
+        modules: &[at(MODEL, "layers.{}.self_attn", QKV_PROJ)],
         rope: Rotary::All(rope(10_000.0, 4096).partial("partial_rotary_factor", 1.0).long_rope_only()),
         window: |fields, _| fields.nullable("sliding_window", None), ..DECODER
     },

@@ -27,6 +27,8 @@ const BART_DECODER: Family = Family {
 const BART_CROSS: Family = Family {
     modules: &[at(BASE, "decoder.layers.{}.encoder_attn", WeightLayout::Opt)], mask: Mask::Encoder, ..BART_DECODER
 };
+/// Queries see each other. Positions are added to the inputs of queries and keys, and not of values.
+const DETR_DECODER: Family = Family { mask: Mask::Encoder, ..BART_DECODER };
 #[rustfmt::skip]
 const NLLB_CROSS: Family = Family {
     modules: &[at(BASE, "decoder.layers.{}.cross_attention", WeightLayout::Opt)], ..BART_CROSS
@@ -106,6 +108,8 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     row!("bart", BART [12, 1024, 16], BART_DECODER and BART_CROSS [12, 1024, 16], NO_DROPOUT),
     row!("blenderbot", BART [2, 2560, 32], BART_DECODER and BART_CROSS [24, 2560, 32], NO_DROPOUT),
     row!("blenderbot-small", BART [8, 512, 16], BART_DECODER and BART_CROSS [8, 512, 16], NO_DROPOUT),
+    row!("detr", BART [6, 256, 8], DETR_DECODER and BART_CROSS [6, 256, 8], NO_DROPOUT),
+    row!("fsmt", BART [12, 1024, 16], BART_DECODER and BART_CROSS [12, 1024, 16], NO_DROPOUT),
     row!("m2m_100", BART [12, 1024, 16], BART_DECODER and BART_CROSS [12, 1024, 16], DROPOUT),
     row!("marian", BART [12, 1024, 16], BART_DECODER and BART_CROSS [12, 1024, 16], NO_DROPOUT),
     row!("mbart", BART [12, 1024, 16], BART_DECODER and BART_CROSS [12, 1024, 16], NO_DROPOUT),
@@ -127,6 +131,7 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     row!("speech_to_text", BART [12, 256, 4], BART_DECODER and BART_CROSS [6, 256, 4], NO_DROPOUT),
     row!("switch_transformers", T5 [12, 768, 12], T5_DECODER and T5_CROSS [12, 768, 12], T5_DROPOUT),
     row!("t5", T5 [6, 512, 8], T5_DECODER and T5_CROSS [6, 512, 8], T5_DROPOUT),
+    row!("table-transformer", BART [6, 256, 8], DETR_DECODER and BART_CROSS [6, 256, 8], NO_DROPOUT),
     TROCR,
     row!("umt5", UMT5 [8, 512, 6], UMT5_DECODER and T5_CROSS [8, 512, 6], T5_DROPOUT),
     row!("whisper", WHISPER [4, 384, 6], WHISPER_DECODER and WHISPER_CROSS [4, 384, 6], NO_DROPOUT),

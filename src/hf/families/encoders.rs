@@ -4,7 +4,7 @@ use super::{DECODER, ENCODER, HEADS, HIDDEN, LAYERS, MODEL, QKV_PROJ, TEXT_MODEL
 use crate::hf::family::{Bias, BiasPlace, Family, Heads, Mask, ModuleNames, Rotary, at};
 use crate::hf::fields::Aliases;
 use crate::hf::rope::rope;
-use crate::hf::rules::modernbert_side;
+use crate::hf::rules::{modernbert_side, sliding};
 use crate::weights::{PackedNaming, QkvOrder};
 use crate::{RelativeBiasConfig, WeightLayout};
 
@@ -82,6 +82,18 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         ])],
         ..BERT
     },
+    Family {
+        model_type: "esm", modules: &[bert(&["esm.", ""])],
+        rope: Rotary::If(|fields, _| Ok(fields.get("position_embedding_type").is_some_and(|kind| *kind == "rotary")),
+            rope(10_000.0, 1026)),
+        only: &[], adjust: |fields, _, cfg| match fields.optional::<&str>("position_embedding_type")? {
+            None | Some("absolute" | "rotary") => Ok(cfg),
+            Some(other) => {
+                fields.fail(format!("position_embedding_type is {other:?}, expected \"absolute\" or \"rotary\""))
+            }
+        },
+        ..BERT
+    },
     Family { model_type: "electra", sizes: [12, 256, 4], modules: &[bert(&["electra.", ""])], ..BERT },
     Family { model_type: "ernie", modules: &[bert(&["ernie.", ""])], ..BERT },
     Family {
@@ -157,6 +169,16 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     Family { model_type: "splinter", modules: &[bert(&["splinter.", ""])], mask: Mask::Encoder, ..BERT },
     Family { model_type: "tapas", modules: &[bert(&["tapas.", ""])], mask: Mask::Encoder, ..BERT },
     Family { model_type: "visual_bert", modules: &[bert(&["visual_bert.", ""])], mask: Mask::Encoder, ..BERT },
+    Family {
+        model_type: "ultrabert", sizes: [32, 4096, 32], heads: Heads::Grouped(None, None),
+        modules: &[at(&["ultrabert.", "model.", ""], "layers.{}.self_attn", WeightLayout::Canonical)],
+        bias: Bias::AllIf("attention_bias", false), dropout: ("attention_dropout", 0.0),
+        rope: Rotary::ByKind {
+            windowed: rope(10_000.0, 32_768), full: rope(2_560_000.0, 32_768), scales_windowed: true,
+        },
+        window: |fields, layer| sliding(fields, layer, !(layer + 1).is_multiple_of(3), Some(128)),
+        only: &[("attention_windows", "null")], ..ENCODER
+    },
     XLM,
     Family { model_type: "xlm-roberta", ..ROBERTA },
     Family { model_type: "xlm-roberta-xl", sizes: [36, 2560, 32], ..ROBERTA },

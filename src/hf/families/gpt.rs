@@ -5,7 +5,7 @@ use crate::hf::family::{Bias, Family, Heads, Mask, Rotary, at};
 use crate::hf::rope::rope;
 use crate::hf::rules::{falcon_key_heads, gpt_neo_window, mpt};
 use crate::weights::{PackedNaming, QkvOrder};
-use crate::{AlibiConfig, QkNormKind, QkNormScope, RopeConfig, RopeStyle, WeightLayout};
+use crate::{AlibiConfig, ContextNorm, QkNormKind, QkNormScope, RopeConfig, RopeStyle, WeightLayout};
 
 const TRANSFORMER: &[&str] = &["transformer.", ""];
 const QUERY_KEY_VALUE: WeightLayout = WeightLayout::Packed(PackedNaming::QueryKeyValue, QkvOrder::ByHead);
@@ -40,6 +40,26 @@ const MUSICGEN: Family = Family {
     ..DECODER
 };
 
+const COHERE_ASR_PREFIXES: &[&str] = &["model.transf_decoder._decoder.", "transf_decoder._decoder."];
+/// Its decoder.
+#[rustfmt::skip]
+const COHERE_ASR: Family = Family {
+    model_type: "cohere_asr", sizes: [8, 1024, 8], bias: Bias::AllIf("attention_bias", true),
+    modules: &[at(COHERE_ASR_PREFIXES, "layers.{}.first_sub_layer", WeightLayout::Nemo)],
+    cross: Some(&Family {
+        model_type: "cohere_asr", sizes: [8, 1024, 8], bias: Bias::AllIf("attention_bias", true), mask: Mask::Encoder,
+        modules: &[at(COHERE_ASR_PREFIXES, "layers.{}.second_sub_layer", WeightLayout::Nemo)], ..DECODER
+    }),
+    ..DECODER
+};
+
+#[rustfmt::skip]
+const KOSMOS_2_5: Family = Family {
+    model_type: "kosmos_2_5_text_model", names: ["layers", "embed_dim", "attention_heads"], sizes: [24, 1536, 16],
+    heads: Heads::Equal, bias: Bias::All,
+    modules: &[at(&["text_model.model.", "model.", ""], "layers.{}.self_attn", WeightLayout::Opt)], ..DECODER
+};
+
 /// In alphabetical order.
 #[rustfmt::skip]
 pub(in crate::hf) const ROWS: &[Family] = &[
@@ -63,6 +83,11 @@ pub(in crate::hf) const ROWS: &[Family] = &[
             bias: Bias::AllIf("attention_bias", true), mask: Mask::Encoder, ..DECODER
         }),
         ..DECODER
+    },
+    COHERE_ASR,
+    Family {
+        model_type: "ctrl", sizes: [48, 1280, 16], dropout: ("attention_dropout", 0.0),
+        modules: &[at(TRANSFORMER, "h.{}.multi_head_attention", WeightLayout::Ctrl)], ..GPT
     },
     Family {
         model_type: "decision_transformer", names: ["n_layer", HIDDEN, "n_head"], sizes: [3, 128, 1],
@@ -109,12 +134,22 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         },
         ..GPT
     },
+    Family {
+        model_type: "gpt_neox_japanese", sizes: [32, 2560, 32], heads: Heads::Equal,
+        modules: &[at(&["gpt_neox_japanese.", ""], "layers.{}.attention", QUERY_KEY_VALUE)],
+        dropout: ("attention_dropout", 0.1),
+        rope: Rotary::All(rope(10_000.0, 2048).theta_from("rotary_emb_base").partial("rotary_pct", 1.0)), ..DECODER
+    },
     Family { model_type: "imagegpt", sizes: [24, 512, 8], ..GPT2 },
     Family {
-        model_type: "kosmos_2_5_text_model", names: ["layers", "embed_dim", "attention_heads"], sizes: [24, 1536, 16],
-        heads: Heads::Equal, bias: Bias::All,
-        modules: &[at(&["text_model.model.", "model.", ""], "layers.{}.self_attn", WeightLayout::Opt)], ..DECODER
+        model_type: "kosmos_2_text_model", sizes: [24, 2048, 32], dropout: ("attention_dropout", 0.1),
+        adjust: |fields, _, cfg| {
+            let eps = fields.get_or("layer_norm_eps", 1e-5)?;
+            Ok(cfg.with_context_norm(ContextNorm { kind: QkNormKind::Layer, eps }))
+        },
+        ..KOSMOS_2_5
     },
+    KOSMOS_2_5,
     Family {
         model_type: "mpt", names: ["n_layers", "d_model", "n_heads"], sizes: [24, 2048, 16],
         modules: &[at(TRANSFORMER, "blocks.{}.attn", WQKV)],

@@ -182,6 +182,12 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         modules: &[at(&["encoder.", ""], "layers.{}.self_attn", WeightLayout::Canonical)],
         dropout: ("attention_dropout", 0.1), rope: Rotary::All(rope(10_000.0, 10_000)), ..ENCODER
     },
+    Family {
+        model_type: "mimi_encoder", sizes: [8, 512, 8], heads: Heads::Grouped(Some(8), Some(64)),
+        modules: &[at(&["encoder_transformer.", ""], "layers.{}.self_attn", WeightLayout::Canonical)],
+        bias: Bias::AllIf("attention_bias", false), rope: Rotary::All(rope(10_000.0, 8000)),
+        window: |fields, _| fields.nullable("sliding_window", Some(250)), mask: Mask::Causal, ..ENCODER
+    },
     Family { model_type: "metaclip_2_text_model", ..CLIP_TEXTS },
     Family { model_type: "metaclip_2_vision_model", ..CLIP_IMAGES },
     Family {
@@ -204,6 +210,11 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         ..CLIP_IMAGES
     },
     Family { model_type: "pixio", sizes: [32, 1280, 16], modules: &[vit(&["pixio.", ""])], ..VIT },
+    Family {
+        model_type: "qianfan_ocr_vision", sizes: [24, 1024, 16],
+        modules: &[at(IMAGES, "layers.{}.attention", WeightLayout::InternVl)],
+        bias: Bias::OutAndQkvIf("attention_bias", true), only: &[("use_qk_norm", "false")], ..ENCODER
+    },
     Family {
         model_type: "qwen2_audio_encoder", names: ["encoder_layers", "d_model", "encoder_attention_heads"], ..WHISPER
     },
@@ -242,6 +253,10 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         model_type: "videoprism_text_model", modules: &[at(TEXT_MODEL, "layers.{}.attention", WeightLayout::Canonical)],
         dropout: ("attention_probs_dropout_prob", 0.0), bias: Bias::AllIf("qkv_bias", true), mask: Mask::Causal,
         adjust: |fields, _, cfg| softcapped(fields, cfg), ..ENCODER
+    },
+    Family {
+        model_type: "videomae", modules: &[vit(&["videomae.", ""])], aliases: &[("qkv_bias", "qv_bias")],
+        bias: Bias::OutAndQkvIf("qv_bias", true), adjust: |_, _, cfg| Ok(cfg.with_k_bias(false)), ..VIT
     },
     Family { model_type: "vilt", modules: &[vit(&["vilt.", ""])], ..VIT },
     VIT,

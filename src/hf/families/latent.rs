@@ -1,6 +1,6 @@
 //! Latent attention: DeepSeek's, and what is the same by other names.
 
-use super::{DECODER, MODEL};
+use super::{DECODER, HEADS, HIDDEN, MODEL};
 use crate::WeightLayout;
 use crate::hf::family::{Family, ModuleNames, at};
 use crate::hf::rope::rope;
@@ -38,8 +38,19 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     Family {
         model_type: "glm4_moe_lite", sizes: [47, 2048, 20],
         latent: Some(|fields, row| {
-            let sizes = LatentSizes { q_lora_rank: 768, nope_head_dim: 192, value_head_dim: 256 };
+            let sizes = LatentSizes { q_lora_rank: 768, nope_head_dim: 192, value_head_dim: 256, ..DEEPSEEK };
             deepseek_v3(fields, row, sizes, 202_752)
+        }),
+        ..DEEPSEEK_V3
+    },
+    Family {
+        model_type: "minicpm3", sizes: [62, 2560, 40],
+        latent: Some(|fields, row| {
+            let value_head_dim = fields.get_or(HIDDEN, row[1])? / fields.get_or(HEADS, row[2])?;
+            let sizes = LatentSizes {
+                q_lora_rank: 768, kv_lora_rank: 256, nope_head_dim: 64, rope_head_dim: 32, value_head_dim,
+            };
+            deepseek(fields, row, sizes, rope(10_000.0, 32_768))
         }),
         ..DEEPSEEK_V3
     },
