@@ -6,6 +6,10 @@ use std::process::{Command, Output};
 
 use candle_core::{Device, Result, Tensor};
 
+#[path = "../../tests/common/gguf.rs"]
+#[allow(dead_code, reason = "what other tests use")]
+mod gguf;
+
 const PROGRAM: &str = env!("CARGO_BIN_EXE_causal_lm");
 
 fn models() -> PathBuf {
@@ -116,6 +120,17 @@ fn blocks_of_four_bits_are_divided() -> Result<()> {
     }
     candle_core::safetensors::save(&tensors, copy.path().join("model.safetensors"))?;
     [1, 2].iter().try_for_each(|&processes| check_logits(processes, copy.path(), &golden.ids, &golden.logits))
+}
+
+#[test]
+fn gguf_files_are_divided() -> Result<()> {
+    let files = [("llama_tied", "llama", 4), ("qwen2", "qwen2", 2), ("phi3", "phi3", 2), ("gemma3_text", "gemma3", 4)];
+    for (model, architecture, processes) in files {
+        let (golden, file) = (Golden::of(&models().join(model))?, tempfile::NamedTempFile::new()?);
+        std::fs::write(file.path(), gguf::of_checkpoint(&models().join(model), architecture)?.bytes()?)?;
+        check_logits(processes, file.path(), &golden.ids[..1], &golden.logits.narrow(0, 0, 1)?)?;
+    }
+    Ok(())
 }
 
 #[test]

@@ -5,8 +5,9 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use candle_attention::gguf::LinearPart;
 use candle_attention::weights::Checkpoint;
-use candle_attention::{MultiHeadAttention, PackedLinear, SimpleTokenizer, gguf};
+use candle_attention::{HeadShard, MultiHeadAttention, PackedLinear, SimpleTokenizer, gguf};
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Error, Result, bail};
 use candle_nn::VarBuilder;
@@ -15,7 +16,8 @@ use serde_json::Value;
 
 use crate::args::Args;
 use crate::common::{checkpoint, read_json};
-use crate::model::GgufWeights;
+use crate::model::weights::{Divided, part_of};
+use crate::model::{GgufPart, GgufWeights};
 
 pub enum Files {
     Folder(PathBuf),
@@ -85,12 +87,11 @@ impl Files {
     }
 
     /// A builder that reads parts of tensors, for one of several processes.
-    pub fn sharded_var_builder(&self, dtype: DType, device: &Device) -> Result<ShardedVarBuilder<'static>> {
-        let Self::Folder(folder) = self else {
-            bail!("[causal_lm] the weights of a GGUF file are not divided among processes")
-        };
+    /// None of a GGUF file.
+    pub fn sharded_var_builder(&self, dtype: DType, device: &Device) -> Result<Option<ShardedVarBuilder<'static>>> {
+        let Self::Folder(folder) = self else { return Ok(None) };
         // SAFETY: like every program that maps a checkpoint, this one counts on nobody writing to it.
-        unsafe { ShardedSafeTensors::var_builder(&safetensors(folder)?, dtype, device) }
+        unsafe { ShardedSafeTensors::var_builder(&safetensors(folder)?, dtype, device) }.map(Some)
     }
 }
 
@@ -110,7 +111,7 @@ fn safetensors(folder: &Path) -> Result<Vec<PathBuf>> {
 
 pub struct Gguf {
     path: PathBuf,
-    content: Arc<Content>,
+    pub content: Arc<Content>,
     device: Device,
 }
 
@@ -128,11 +129,34 @@ impl Gguf {
 }
 
 impl GgufWeights for Gguf {
-    fn attention(&self, layer: usize) -> Result<MultiHeadAttention> {
-        gguf::load_attention(&self.content, &mut self.reader()?, layer, &self.device)
+    fn attention(&self, layer: usize, shard: Option<HeadShard>) -> Result<MultiHeadAttention> {
+        let mut reader = self.reader()?;
+        match shard.filter(|shard| shard.world_size() > 1) {
+            Some(shard) => gguf::load_attention_shard(&self.content, &mut reader, layer, shard, &self.device),
+            None => gguf::load_attention(&self.content, &mut reader, layer, &self.device),
+        }
     }
 
-    fn linear(&self, name: &str) -> Result<PackedLinear> {
-        gguf::load_linear(&self.content, &mut self.reader()?, name, &self.device)
+    fn vocabulary(&self) -> Option<usize> {
+        self.content.tensor_infos.get("token_embd.weight").and_then(|info| info.shape.dims().first().copied())
+    }
+
+    fn linear(&self, name: &str, part: Option<GgufPart>) -> Result<PackedLinear> {
+        let mut reader = self.reader()?;
+        let weight = self.content.tensor_infos.get(&format!("{name}.weight")).map(|info| info.shape.dims());
+        let (Some(GgufPart { shard, divided }), Some(&[outputs, inputs])) =
+            (part.filter(|part| part.shard.world_size() > 1 && part.divided != Divided::Not), weight)
+        else {
+            return gguf::load_linear(&self.content, &mut reader, name, &self.device);
+        };
+        let part = match divided {
+            Divided::Not | Divided::Outputs => LinearPart::Outputs(vec![part_of(shard, outputs, true)]),
+            Divided::JointOutputs => {
+                let own = part_of(shard, outputs / 2, true);
+                LinearPart::Outputs(vec![own.clone(), outputs / 2 + own.start..outputs / 2 + own.end])
+            }
+            Divided::Inputs => LinearPart::Inputs { range: part_of(shard, inputs, true), has_bias: shard.rank() == 0 },
+        };
+        gguf::load_linear_part(&self.content, &mut reader, name, &part, &self.device)
     }
 }

@@ -23,15 +23,18 @@
 
 mod metadata;
 mod tokenizer;
+mod weight;
 
 pub use tokenizer::tokenizer;
+pub use weight::LinearPart;
 
 use std::collections::HashMap;
 use std::io::{Read, Seek};
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
+use candle_core::quantized::QTensor;
 use candle_core::quantized::gguf_file::Content;
-use candle_core::quantized::{QStorage, QTensor};
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
@@ -41,10 +44,11 @@ use crate::projection::{Columns, Projections};
 use crate::size::fits_in_memory;
 use crate::weights::{projection_shapes, root};
 use crate::{
-    MultiHeadAttention, MultiHeadAttentionConfig, PackedLinear, QkNorm, QkNormKind, RopeConfig, RopeScaling, RopeStyle,
-    hf,
+    HeadShard, MultiHeadAttention, MultiHeadAttentionConfig, PackedLinear, QkNorm, QkNormKind, RopeConfig, RopeScaling,
+    RopeStyle, hf,
 };
 use metadata::{ARCHITECTURES, Metadata};
+use weight::Weight;
 
 /// The values of `general.architecture` that are known, in alphabetical order.
 pub fn architectures() -> impl Iterator<Item = &'static str> {
@@ -86,22 +90,62 @@ pub fn load_attention<R: Read + Seek>(
     layer: usize,
     device: &Device,
 ) -> Result<MultiHeadAttention> {
-    let metadata = Metadata::of(content)?;
-    let mut file = File { content, reader, device };
+    load(&mut File { content, reader, device }, layer, None)
+}
+
+/// One process's heads of a layer's attention, as [`MultiHeadAttention::load_shard`] has them: parts of the quantised
+/// weights as they are.
+///
+/// # Errors
+/// As [`load_attention`] and [`MultiHeadAttention::load_shard`], and for heads whose inputs of the output projection are
+/// no whole blocks of its type.
+pub fn load_attention_shard<R: Read + Seek>(
+    content: &Content,
+    reader: &mut R,
+    layer: usize,
+    shard: HeadShard,
+    device: &Device,
+) -> Result<MultiHeadAttention> {
+    load(&mut File { content, reader, device }, layer, Some(shard))
+}
+
+fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: Option<HeadShard>) -> Result<MultiHeadAttention> {
+    let device = file.device;
+    let metadata = Metadata::of(file.content)?;
     let cfg = file.with_rope_factors(&metadata, layer_config(&metadata, layer)?)?;
     cfg.validate()?;
 
     let [q, k, v, o, _] = projection_shapes(&cfg);
     let at = |name: &str| format!("blk.{layer}.{name}");
     let biases = cfg.qkv_bias();
-    let parts = [(q.0, biases[0]), (k.0, biases[1]), (v.0, biases[2])];
+    // The rows of this process's heads, and its columns of the output projection.
+    let shares = shard.map(|shard| shard.config(&cfg).map(|_| shard.shares(cfg.num_heads(), cfg.num_kv_heads())));
+    let shares = shares.transpose()?;
+    let own = |width: usize, of_queries: bool| match shares {
+        Some((queries, keys)) => if of_queries { queries } else { keys }.range(width),
+        None => 0..width,
+    };
+    let rows = [own(q.0, true), own(k.0, false), own(v.0, false)];
+    let parts = [(rows[0].len(), biases[0]), (rows[1].len(), biases[1]), (rows[2].len(), biases[2])];
     let qkv = if file.has(&at("attn_qkv.weight")) {
-        let joint = file.weight(&at("attn_qkv"), (q.0 + k.0 + v.0, q.1), biases.contains(&true))?;
+        let mut joint = file.weight(&at("attn_qkv"), (q.0 + k.0 + v.0, q.1), biases.contains(&true))?;
+        if shard.is_some() {
+            let firsts = [0, q.0, q.0 + k.0];
+            let rows = rows.iter().zip(firsts).map(|(rows, first)| first + rows.start..first + rows.end).collect();
+            joint = joint.part("attn_qkv", &LinearPart::Outputs(rows))?;
+        }
         Columns::split(joint.pack()?, parts)
     } else {
         let [q_bias, k_bias, v_bias] = biases;
-        let mut weight = |name, shape, bias| file.weight(&at(name), shape, bias);
-        let all = [weight("attn_q", q, q_bias)?, weight("attn_k", k, k_bias)?, weight("attn_v", v, v_bias)?];
+        let mut weight = |name, shape, bias, rows: &Range<usize>| {
+            let whole = file.weight(&at(name), shape, bias)?;
+            if shard.is_some() { whole.part(name, &LinearPart::Outputs(vec![rows.clone()])) } else { Ok(whole) }
+        };
+        let all = [
+            weight("attn_q", q, q_bias, &rows[0])?,
+            weight("attn_k", k, k_bias, &rows[1])?,
+            weight("attn_v", v, v_bias, &rows[2])?,
+        ];
         let kind = |own: &Weight| (own.weight.dtype(), own.weight.shape().dims()[1]);
         if all.iter().all(|own| kind(own) == kind(&all[0])) {
             Columns::split(Weight::concat(&all)?.pack()?, parts)
@@ -109,8 +153,12 @@ pub fn load_attention<R: Read + Seek>(
             all.into_iter().map(Weight::columns).collect::<Result<Vec<_>>>()?.concat()
         }
     };
-    let output = file.weight(&at("attn_output"), o, cfg.out_bias())?.columns()?;
-    let projections = Projections::of_columns([qkv, output].concat(), device)?;
+    let mut output = file.weight(&at("attn_output"), o, cfg.out_bias())?;
+    if let Some(shard) = shard {
+        let part = LinearPart::Inputs { range: own(o.1, true), has_bias: shard.rank() == 0 };
+        output = output.part(&at("attn_output"), &part)?;
+    }
+    let projections = Projections::of_columns([qkv, output.columns()?].concat(), device)?;
 
     let mut parameters = HashMap::new();
     for (own, name, wanted) in [
@@ -125,7 +173,7 @@ pub fn load_attention<R: Read + Seek>(
         }
     }
     let vb = VarBuilder::from_tensors(parameters, DType::F32, device);
-    MultiHeadAttention::of_gguf(&cfg, projections, vb)
+    MultiHeadAttention::of_gguf(&cfg, projections, vb, shard)
 }
 
 /// A linear layer of any type, `name.weight` (out, in) and `name.bias` if the file has it, as [`load_attention`] holds
@@ -139,13 +187,21 @@ pub fn load_linear<R: Read + Seek>(
     name: &str,
     device: &Device,
 ) -> Result<PackedLinear> {
-    let mut file = File { content, reader, device };
-    let (weight, bias) = (format!("{name}.weight"), file.has(&format!("{name}.bias")));
-    match content.tensor_infos.get(&weight).map(|info| info.shape.dims()) {
-        Some(&[out_dim, in_dim]) => file.weight(name, (out_dim, in_dim), bias)?.pack(),
-        Some(found) => bail!("[gguf] {weight} has shape {found:?}, expected (out, in)"),
-        None => bail!("[gguf] {weight} is missing"),
-    }
+    File { content, reader, device }.linear(name)?.pack()
+}
+
+/// A part of the layer that [`load_linear`] gives.
+///
+/// # Errors
+/// As [`load_linear`], and for a part that the layer does not have.
+pub fn load_linear_part<R: Read + Seek>(
+    content: &Content,
+    reader: &mut R,
+    name: &str,
+    part: &LinearPart,
+    device: &Device,
+) -> Result<PackedLinear> {
+    File { content, reader, device }.linear(name)?.part(name, part)?.pack()
 }
 
 /// A builder of all tensors of a file, by llama.cpp's names, dequantised as they are read: for what a model has beside
@@ -253,6 +309,16 @@ impl<R: Read + Seek> File<'_, R> {
         Ok(Weight { weight, bias })
     }
 
+    /// A linear layer of any shape, and its bias if the file has it.
+    fn linear(&mut self, name: &str) -> Result<Weight> {
+        let (weight, bias) = (format!("{name}.weight"), self.has(&format!("{name}.bias")));
+        match self.content.tensor_infos.get(&weight).map(|info| info.shape.dims()) {
+            Some(&[out_dim, in_dim]) => self.weight(name, (out_dim, in_dim), bias),
+            Some(found) => bail!("[gguf] {weight} has shape {found:?}, expected (out, in)"),
+            None => bail!("[gguf] {weight} is missing"),
+        }
+    }
+
     fn shaped(&mut self, name: &str, shape: &[usize]) -> Result<QTensor> {
         match self.content.tensor_infos.get(name) {
             None => bail!("[gguf] {name} is missing, expected shape {shape:?}"),
@@ -295,43 +361,5 @@ impl<R: Read + Seek> File<'_, R> {
         };
         let rope = rope.clone().with_scaling(scaling);
         Ok(cfg.with_rope(rope))
-    }
-}
-
-/// A weight (out, in) as a file has it, and its bias (out,) in f32.
-struct Weight {
-    weight: QTensor,
-    bias: Option<Tensor>,
-}
-
-impl Weight {
-    fn out_dim(&self) -> usize {
-        self.weight.shape().dims()[0]
-    }
-
-    /// The rows of all, which are of one type, one after the other; a bias that is missing is zeros.
-    fn concat(all: &[Self]) -> Result<Self> {
-        let (first, device) = (&all[0].weight, all[0].weight.device());
-        let rows = all.iter().map(Self::out_dim).sum::<usize>();
-        let data = all.iter().map(|own| own.weight.data()).collect::<Result<Vec<_>>>()?;
-        let storage = QStorage::from_data(data.concat().into(), &device, first.dtype())?;
-        let bias = |own: &Self| match &own.bias {
-            Some(bias) => Ok(bias.clone()),
-            None => Tensor::zeros(own.out_dim(), DType::F32, &device),
-        };
-        let biases = match all.iter().any(|own| own.bias.is_some()) {
-            true => Some(Tensor::cat(&all.iter().map(bias).collect::<Result<Vec<_>>>()?, 0)?),
-            false => None,
-        };
-        Ok(Self { weight: QTensor::new(storage, (rows, first.shape().dims()[1]))?, bias: biases })
-    }
-
-    fn pack(self) -> Result<PackedLinear> {
-        PackedLinear::from_qtensor(self.weight, self.bias.as_ref())
-    }
-
-    fn columns(self) -> Result<Vec<Columns>> {
-        let part = (self.out_dim(), self.bias.is_some());
-        Ok(Columns::split(self.pack()?, [part]))
     }
 }

@@ -112,9 +112,19 @@ impl MultiHeadAttention {
         Self::around(cfg, projections, Parameters::load(cfg, &source)?)
     }
 
-    /// A layer of a GGUF file, whose other parameters are in the builder.
-    pub(crate) fn of_gguf(cfg: &MultiHeadAttentionConfig, projections: Projections, vb: VarBuilder) -> Result<Self> {
-        Self::around(cfg, projections, Parameters::load(cfg, &Source::new(OP, "gguf", vb))?)
+    /// A layer of a GGUF file, or a process's share of it if the projections are that; the other parameters of the whole
+    /// layer are in the builder.
+    pub(crate) fn of_gguf(
+        cfg: &MultiHeadAttentionConfig,
+        projections: Projections,
+        vb: VarBuilder,
+        shard: Option<HeadShard>,
+    ) -> Result<Self> {
+        let parameters = Parameters::load(cfg, &Source::new(OP, "gguf", vb))?;
+        match shard {
+            Some(shard) => Self::around(&shard.config(cfg)?, projections, parameters.shard(cfg, shard)?),
+            None => Self::around(cfg, projections, parameters),
+        }
     }
 
     /// The heads of one process of several, from weights in any layout and Candle's sharded builder: tensor parallelism.

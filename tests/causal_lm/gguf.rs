@@ -5,87 +5,11 @@ use std::collections::HashMap;
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value;
 use candle_core::{Device, Result, Tensor};
-use serde_json::Value as Json;
 
 use crate::common::assert_near;
-use crate::common::gguf::File;
+use crate::common::gguf::{File, of_checkpoint};
 use crate::process::{Run, run_example};
 use crate::{Golden, folder, spelled};
-
-/// llama.cpp's names of Llama's parts; the first that occurs counts.
-const NAMES: &[(&str, &str)] = &[
-    ("model.embed_tokens.", "token_embd."),
-    ("model.norm.", "output_norm."),
-    ("lm_head.", "output."),
-    ("model.layers.", "blk."),
-    ("self_attn.q_proj", "attn_q"),
-    ("self_attn.k_proj", "attn_k"),
-    ("self_attn.v_proj", "attn_v"),
-    ("self_attn.qkv_proj", "attn_qkv"),
-    ("self_attn.o_proj", "attn_output"),
-    ("self_attn.q_norm", "attn_q_norm"),
-    ("self_attn.k_norm", "attn_k_norm"),
-    ("input_layernorm", "attn_norm"),
-    ("pre_feedforward_layernorm", "ffn_norm"),
-    ("post_feedforward_layernorm", "post_ffw_norm"),
-    ("mlp.gate_up_proj", "ffn_up"),
-    ("mlp.gate_proj", "ffn_gate"),
-    ("mlp.up_proj", "ffn_up"),
-    ("mlp.down_proj", "ffn_down"),
-];
-
-fn write(model: &str, architecture: &str) -> Result<File> {
-    let config = std::fs::read_to_string(folder(model).join("config.json")).expect("the folder has a config");
-    let config: Json = serde_json::from_str(&config).expect("the config is JSON");
-    let mut file = File::default();
-    file.set("general.architecture", Value::String(architecture.into()));
-    let size = |name: &str| config[name].as_u64().map(|size| size as usize);
-    let heads = size("num_attention_heads").expect("a number of heads");
-    let head_dim = size("head_dim").unwrap_or(size("hidden_size").expect("a width") / heads);
-    let sizes = [
-        ("block_count", size("num_hidden_layers")),
-        ("embedding_length", size("hidden_size")),
-        ("feed_forward_length", size("intermediate_size")),
-        ("attention.head_count", Some(heads)),
-        ("attention.head_count_kv", size("num_key_value_heads")),
-        ("attention.key_length", Some(head_dim)),
-        ("attention.sliding_window", size("sliding_window")),
-        ("context_length", size("max_position_embeddings")),
-    ];
-    for (key, size) in sizes {
-        if let Some(size) = size {
-            file.set(&format!("{architecture}.{key}"), Value::U32(size as u32));
-        }
-    }
-    let mut number = |key: &str, number: f64| file.set(&format!("{architecture}.{key}"), Value::F32(number as f32));
-    number("attention.layer_norm_rms_epsilon", config["rms_norm_eps"].as_f64().expect("an epsilon"));
-    let is_gemma = architecture == "gemma3";
-    let rope = if is_gemma { &config["rope_parameters"]["full_attention"] } else { &config["rope_parameters"] };
-    number("rope.freq_base", rope["rope_theta"].as_f64().expect("a base"));
-    if let Some(width) = config["query_pre_attn_scalar"].as_f64() {
-        number("attention.scale", width.powf(-0.5));
-    }
-    if is_gemma {
-        let pattern = vec![Value::Bool(true), Value::Bool(false)];
-        file.set("gemma3.attention.sliding_window_pattern", Value::Array(pattern));
-    }
-    for (name, tensor) in candle_core::safetensors::load(folder(model).join("model.safetensors"), &Device::Cpu)? {
-        let after_attention = if is_gemma { "post_attention_norm" } else { "ffn_norm" };
-        let named = name.replace("post_attention_layernorm", after_attention);
-        let named = NAMES.iter().fold(named, |name, (own, other)| name.replace(own, other));
-        let reordered = architecture == "llama" && (named.contains("attn_q.") || named.contains("attn_k."));
-        let tensor = match tensor.rank() {
-            1 if is_gemma => (tensor + 1.0)?,
-            2 if reordered => {
-                let shape = (tensor.dim(0)? / head_dim, 2, head_dim / 2, ());
-                tensor.reshape(shape)?.transpose(1, 2)?.contiguous()?.reshape(tensor.shape())?
-            }
-            _ => tensor,
-        };
-        file.add(&named, &tensor, GgmlDType::F32)?;
-    }
-    Ok(file)
-}
 
 fn run(file: &File, args: &[&str]) -> Result<Run> {
     let out = tempfile::tempdir().expect("a folder");
@@ -103,12 +27,12 @@ fn files_give_the_logits_and_tokens_of_their_checkpoints() -> Result<()> {
         let (golden, written) = (Golden::of(model)?, out.path().join(model));
         let ids = spelled(&golden.ids[0]);
         let logits = ["--ids", &ids, "--logits", written.to_str().expect("UTF-8")];
-        let ran = run(&write(model, architecture)?, &logits)?;
+        let ran = run(&of_checkpoint(&folder(model), architecture)?, &logits)?;
         assert_eq!(ran.code, Some(0), "{model}: {}", ran.stderr);
         let written: HashMap<String, Tensor> = candle_core::safetensors::load(&written, &Device::Cpu)?;
         assert_near(&written["logits"], &golden.logits.narrow(0, 0, 1)?, 1e-5, model);
         let prompt = spelled(&golden.ids[0][..7]);
-        let made = run(&write(model, architecture)?, &["--ids", &prompt, "--max-tokens", "6"])?;
+        let made = run(&of_checkpoint(&folder(model), architecture)?, &["--ids", &prompt, "--max-tokens", "6"])?;
         assert_eq!(made.stdout.trim(), spelled(&golden.greedy[0]), "{model}: {}", made.stderr);
     }
     Ok(())
@@ -117,7 +41,7 @@ fn files_give_the_logits_and_tokens_of_their_checkpoints() -> Result<()> {
 /// With a vocabulary of 37 letters and digits, text says what its ids say.
 #[test]
 fn text_goes_through_the_tokenizer_of_a_file() -> Result<()> {
-    let mut file = write("qwen2", "qwen2")?;
+    let mut file = of_checkpoint(&folder("qwen2"), "qwen2")?;
     let tokens: Vec<_> = ('a'..='z').chain('0'..='9').chain(['_']).collect();
     let list = tokens.iter().map(|token| Value::String(token.to_string())).collect();
     file.set("tokenizer.ggml.tokens", Value::Array(list));
@@ -134,8 +58,8 @@ fn text_goes_through_the_tokenizer_of_a_file() -> Result<()> {
 
 #[test]
 fn mistakes_are_said_in_a_line() -> Result<()> {
-    let file = write("qwen2", "qwen2")?;
-    let mut experts = write("qwen2", "qwen2")?;
+    let file = of_checkpoint(&folder("qwen2"), "qwen2")?;
+    let mut experts = of_checkpoint(&folder("qwen2"), "qwen2")?;
     experts.set("general.architecture", Value::String("mamba".into()));
     for (file, args, expected) in [
         (&file, ["--prompt", "hello"], "error: [gguf] the metadata has no tokenizer.ggml.tokens\n"),

@@ -3,7 +3,7 @@
 use candle_attention::{
     AttentionCacheConfig, AttentionInput, MultiHeadAttention, MultiHeadLatentAttention, RopeConfig, RotaryEmbedding, hf,
 };
-use candle_core::{DType, Module, Result, Tensor, bail};
+use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::{LayerNorm, RmsNorm, VarBuilder};
 use serde_json::Value;
 
@@ -136,18 +136,15 @@ impl Loader<'_> {
 
     /// A layer's block from a builder at its prefix.
     pub fn block(&mut self, layer: usize, at: Weights) -> Result<Block> {
-        let attention = match (self.gguf, self.weights.share()) {
-            (Some(_), Some(_)) => bail!("[causal_lm] the weights of a GGUF file are not divided among processes"),
-            (Some(gguf), None) => Attention::MultiHead(gguf.attention(layer)?),
-            (None, Some(share)) if self.family.latent => {
-                let shard = share.processes.shard();
-                Attention::Latent(hf::load_latent_attention_shard(self.json, layer, shard, &share.vb)?)
+        let (share, is_latent) = (self.weights.share(), self.family.latent);
+        let shard = share.map(|share| share.processes.shard());
+        let attention = match (self.gguf, shard.zip(share.and_then(|share| share.vb.as_ref()))) {
+            (Some(gguf), _) => Attention::MultiHead(gguf.attention(layer, shard)?),
+            (None, Some((shard, vb))) if is_latent => {
+                Attention::Latent(hf::load_latent_attention_shard(self.json, layer, shard, vb)?)
             }
-            (None, Some(share)) => {
-                let shard = share.processes.shard();
-                Attention::MultiHead(hf::load_attention_shard(self.json, layer, shard, &share.vb)?)
-            }
-            (None, None) if self.family.latent => {
+            (None, Some((shard, vb))) => Attention::MultiHead(hf::load_attention_shard(self.json, layer, shard, vb)?),
+            (None, None) if is_latent => {
                 Attention::Latent(hf::load_latent_attention(self.json, layer, self.weights.root())?)
             }
             (None, None) => Attention::MultiHead(hf::load_attention(self.json, layer, self.weights.root())?),
@@ -187,7 +184,10 @@ impl Loader<'_> {
             MlpKind::Ffn if vb.contains_tensor("ffn_gate.weight") => {
                 Mlp::gated([up("ffn_gate")?, up("ffn_up")?, down("ffn_down")?], activation)?
             }
-            MlpKind::Ffn => Mlp::new(up("ffn_up")?, Between::Gated(activation), down("ffn_down")?)?,
+            MlpKind::Ffn => {
+                let up = load_linear(self.gguf, &vb.pp("ffn_up"), Divided::JointOutputs)?;
+                Mlp::new(up, Between::Gated(activation), down("ffn_down")?)?
+            }
             MlpKind::Gated | MlpKind::Experts { .. } => Mlp::read_gated(&vb.pp("mlp"), LLAMA_MLP, activation)?,
         }))
     }

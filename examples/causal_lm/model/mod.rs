@@ -14,7 +14,7 @@ pub mod weights;
 use std::ops::Range;
 
 use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionInput, MultiHeadAttention, PackedLinear, RopeScaling,
+    AttentionCache, AttentionCacheConfig, AttentionInput, HeadShard, MultiHeadAttention, PackedLinear, RopeScaling,
 };
 use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor, bail};
 use candle_nn::{Embedding, VarBuilder};
@@ -23,13 +23,25 @@ use serde_json::Value;
 use block::{Attention, Block, Loader, Norm, optional};
 use family::Family;
 use mlp::load_linear;
-use weights::{Divided, Others, Weights};
+use weights::{Divided, Others, Weights, part_of};
+
+/// Which part of a linear layer a process has.
+#[derive(Clone, Copy)]
+pub struct GgufPart {
+    pub shard: HeadShard,
+    pub divided: Divided,
+}
 
 /// A GGUF file, whose weights keep their types.
 pub trait GgufWeights {
-    fn attention(&self, layer: usize) -> Result<MultiHeadAttention>;
+    /// A layer's attention, or some heads of it.
+    fn attention(&self, layer: usize, shard: Option<HeadShard>) -> Result<MultiHeadAttention>;
 
-    fn linear(&self, name: &str) -> Result<PackedLinear>;
+    /// How many tokens have an embedding.
+    fn vocabulary(&self) -> Option<usize>;
+
+    /// A linear layer, or a process's part of its outputs or of its inputs.
+    fn linear(&self, name: &str, part: Option<GgufPart>) -> Result<PackedLinear>;
 }
 
 /// The embeddings of tokens.
@@ -53,18 +65,20 @@ struct Vocabulary {
     size: usize,
     own: Range<usize>,
     others: Others,
+    is_gguf: bool,
 }
 
 impl Vocabulary {
-    fn new(size: usize, others: Others) -> Self {
-        let own = others.as_ref().map_or(0..size, |others| others.shard().part_of(size));
-        Self { size, own, others }
+    fn new(size: usize, others: Others, is_gguf: bool) -> Self {
+        let own = others.as_ref().map_or(0..size, |others| part_of(others.shard(), size, is_gguf));
+        Self { size, own, others, is_gguf }
     }
 
     /// The logits (.., V) of all processes, from those of this one.
     fn gather(&self, own: Tensor) -> Result<Tensor> {
         let Some(others) = &self.others else { return Ok(own) };
-        let shards = others.shard().all().map(|shard| shard.part_of(self.size).len()).collect::<Vec<_>>();
+        let shards =
+            others.shard().all().map(|shard| part_of(shard, self.size, self.is_gguf).len()).collect::<Vec<_>>();
         let most = shards.iter().copied().max().unwrap_or(0);
         let all = others.gather(&own.pad_with_zeros(D::Minus1, 0, most - self.own.len())?)?;
         let all = all.iter().zip(shards).map(|(logits, len)| logits.narrow(D::Minus1, 0, len));
@@ -133,7 +147,8 @@ impl CausalLm {
 
         let (dtype, ties) = (weights.dtype(), json["tie_word_embeddings"].as_bool().unwrap_or(family.ties_embedding));
         let head_at = if ties { inner.pp(embed) } else { weights.pp(family.head) };
-        let vocabulary = Vocabulary::new(size(json, "vocab_size").unwrap_or(1), weights.processes());
+        let words = gguf.map_or_else(|| size(json, "vocab_size"), GgufWeights::vocabulary).unwrap_or(1);
+        let vocabulary = Vocabulary::new(words, weights.processes(), gguf.is_some());
         let head = load_linear(gguf, &head_at, Divided::Outputs)?;
         let width = head.in_dim();
         let table =

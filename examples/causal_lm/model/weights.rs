@@ -1,7 +1,7 @@
 //! The weights of a model, or of the share that one of several processes has: some heads of each layer, some inner
 //! columns of each MLP, and some rows of the vocabulary, as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053).
 
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::rc::Rc;
 
 use candle_attention::{HeadShard, PackedLinear};
@@ -34,9 +34,17 @@ pub struct Weights<'a> {
 /// Where a process reads its share, and the others.
 #[derive(Clone)]
 pub struct Share {
-    /// At the checkpoint's root.
-    pub vb: ShardedVarBuilder<'static>,
+    /// At the checkpoint's root; none of a GGUF file.
+    pub vb: Option<ShardedVarBuilder<'static>>,
     pub processes: Rc<dyn Processes>,
+}
+
+/// A process's part of a dimension: of a GGUF file in whole blocks of any of its types where there are enough of them.
+pub fn part_of(shard: HeadShard, len: usize, is_gguf: bool) -> Range<usize> {
+    let fits = |unit: &usize| is_gguf && len.is_multiple_of(*unit) && len / unit >= shard.world_size();
+    let unit = [256, 32].into_iter().find(fits).unwrap_or(1);
+    let units = shard.part_of(len / unit);
+    units.start * unit..units.end * unit
 }
 
 /// A dimension of a tensor that processes divide.
@@ -62,6 +70,8 @@ impl Dimension {
 pub enum Divided {
     Not,
     Outputs,
+    /// The same of two projections that are one weight of a GGUF file.
+    JointOutputs,
     /// The outputs of all processes are then to be added up; the first has the bias.
     Inputs,
 }
@@ -103,7 +113,7 @@ impl Weights<'_> {
     pub fn linear(&self, divided: Divided) -> Result<PackedLinear> {
         let weight = match divided {
             Divided::Not => self.get_unchecked("weight")?,
-            Divided::Outputs => self.own("weight", Dimension::new(0))?,
+            Divided::Outputs | Divided::JointOutputs => self.own("weight", Dimension::new(0))?,
             Divided::Inputs => self.own("weight", Dimension::new(1))?,
         };
         self.with_bias(&weight, divided)
@@ -113,7 +123,7 @@ impl Weights<'_> {
     pub fn transposed_linear(&self, divided: Divided) -> Result<PackedLinear> {
         let weight = match divided {
             Divided::Not => self.get_unchecked("weight")?,
-            Divided::Outputs => self.own("weight", Dimension::new(1))?,
+            Divided::Outputs | Divided::JointOutputs => self.own("weight", Dimension::new(1))?,
             Divided::Inputs => self.own("weight", Dimension::new(0))?,
         };
         self.with_bias(&weight.t()?, divided)
@@ -135,7 +145,7 @@ impl Weights<'_> {
         let bias = match divided {
             _ if !self.contains_tensor("bias") => None,
             Divided::Not => Some(self.get(weight.dim(0)?, "bias")?),
-            Divided::Outputs => Some(self.own("bias", Dimension::new(0))?),
+            Divided::Outputs | Divided::JointOutputs => Some(self.own("bias", Dimension::new(0))?),
             Divided::Inputs if self.is_first() => Some(self.get(weight.dim(0)?, "bias")?),
             Divided::Inputs => None,
         };
@@ -147,7 +157,7 @@ impl Weights<'_> {
         let Dimension { dim, unit, part: [i, parts], dtype } = of;
         let dtype = dtype.unwrap_or(self.dtype());
         let share = self.share().filter(|share| share.processes.shard().world_size() > 1);
-        if let Some(Share { vb, processes }) = share
+        if let Some(Share { vb: Some(vb), processes }) = share
             && unit == 1
             && dim < 2
         {

@@ -21,6 +21,7 @@ mod run;
 #[path = "../../../../examples/causal_lm/sampler.rs"]
 mod sampler;
 
+use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::rc::Rc;
 
@@ -81,14 +82,14 @@ fn run_in(args: DistributedArgs, mpi: &Rc<Mpi>) -> Result<()> {
     check_same(&**mpi, "the arguments", format!("{arguments:?}").as_bytes())?;
     let files = Files::open(&args.model, &Device::Cpu)?;
     check_same(&**mpi, "config.json", files.config()?.to_string().as_bytes())?;
-    if let Files::Folder(folder) = &files {
-        let checkpoint = Checkpoint::open(folder)?;
-        check_same(
-            &**mpi,
-            "the names and shapes of tensors",
-            format!("{:?}", checkpoint.shapes().collect::<Vec<_>>()).as_bytes(),
-        )?;
-    }
+    let tensors = match &files {
+        Files::Folder(folder) => format!("{:?}", Checkpoint::open(folder)?.shapes().collect::<Vec<_>>()),
+        Files::Gguf(gguf) => {
+            let infos = gguf.content.tensor_infos.iter();
+            format!("{:?}", infos.map(|(name, info)| (name, &info.shape)).collect::<BTreeMap<_, _>>())
+        }
+    };
+    check_same(&**mpi, "the names and shapes of tensors", tensors.as_bytes())?;
     let device = args.model.device.open_at(mpi.device_number())?;
     let processes = mpi.for_device(&device)?;
     match args.divide {
