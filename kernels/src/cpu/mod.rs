@@ -16,6 +16,7 @@ pub(crate) mod arch {
     mod neon_tile;
     pub(crate) mod scalar;
 }
+mod caches;
 mod kernel;
 mod memory;
 mod product;
@@ -25,6 +26,7 @@ mod threads;
 mod tier;
 mod vector;
 
+pub(crate) use caches::second_cache;
 pub(crate) use kernel::{Kernel, SimdTask, dispatch_bf16, dispatch_f32};
 pub use memory::large_page_vec;
 pub(crate) use memory::{Scratch, SharedPtr};

@@ -2,11 +2,13 @@
 
 use super::pack::column_group;
 use super::problem::{Call, Dims};
-use crate::cpu::{Kernel, Vector, Workers};
+use crate::cpu::{Kernel, Vector, Workers, second_cache};
 
-/// The state of a task's queries (packed queries and context sums) in bytes: half of an L2 cache of 1 MB, whose other half
+/// The state of a task's queries (packed queries and context sums) in bytes: half of the second cache, whose other half
 /// holds a block of keys and values and its scores.
-const STATE_BYTES: usize = 512 << 10;
+fn state_bytes() -> usize {
+    second_cache() / 2
+}
 
 /// Tasks for each thread, so that unequal ones (causal masks) even out.
 const TASKS_PER_THREAD: usize = 4;
@@ -14,7 +16,8 @@ const TASKS_PER_THREAD: usize = 4;
 /// Up to this many rows, keys are split over tasks: there are too few rows to keep the threads busy.
 const KV_SPLIT_MAX_ROWS: usize = 256;
 
-/// What a task of the backward pass keeps of its keys: most of an L2 cache of 1 MB.
+/// What a task of the backward pass keeps of its keys: most of an L2 cache of 1 MB, whatever the processor has, since where keys
+/// are split shows in the last bits of the queries' gradients.
 const BACKWARD_STATE_BYTES: usize = 768 << 10;
 
 /// Tasks of the backward pass for each sequence, if it has the keys for them. It depends on nothing but the shape of
@@ -58,7 +61,7 @@ impl TaskSplit {
         let split_keys = rows <= KV_SPLIT_MAX_ROWS;
         let keys_per_chunk = if split_keys { KV_SPLIT } else { dims.t_kv };
         let key_chunks = if split_keys { dims.t_kv.div_ceil(KV_SPLIT).max(1) } else { 1 };
-        let fit = STATE_BYTES / (4 * PackedSizes::new::<K>(dims).row_words());
+        let fit = state_bytes() / (4 * PackedSizes::new::<K>(dims).row_words());
         let even = (dims.b * dims.h_kv * rows).saturating_mul(key_chunks).div_ceil(TASKS_PER_THREAD * threads);
         // Chunks of one length, or the last would pack all keys for few rows.
         let panels = rows.div_ceil(K::PANEL);

@@ -8,12 +8,12 @@ use super::right::Right;
 use crate::Executor;
 use crate::cpu::{
     Kernel, MAX_COLUMNS, Product as PanelProduct, Scratch, SharedPtr, SimdTask, Tier, Vector, Workers, dispatch_f32,
-    for_each_task,
+    for_each_task, second_cache,
 };
 use crate::element::{Kernels, load_first, store_first};
 
-/// The bytes that a task's sums may take, besides its inputs and a block of the weight.
-const SUMS_BYTES: usize = 256 << 10;
+/// The part of the second cache that a task's sums may take, besides its inputs and a block of the weight.
+const SUMS_PART: usize = 4;
 /// The words of the left operand that are copied together, if they are more than one block of each row: few rows then
 /// read each panel of the right operand from end to end, which the processor's own prefetching follows.
 const LEFT_WORDS: usize = 8 << 10;
@@ -113,7 +113,7 @@ impl TaskSplit {
         let groups_each = groups.div_ceil(row_chunks);
         let rows_each = groups_each * K::ROWS;
         let row_chunks = groups.div_ceil(groups_each);
-        let fit = SUMS_BYTES / (4 * K::PANEL * rows_each * weights);
+        let fit = second_cache() / SUMS_PART / (4 * K::PANEL * rows_each * weights);
         let even = (panels * row_chunks).div_ceil(TASKS_PER_THREAD * workers);
         let panel_chunks = panels.div_ceil(fit.min(even).max(1));
         let panels_each = panels.div_ceil(panel_chunks);

@@ -83,13 +83,14 @@ impl<S: Stored, const R: usize> RowProducts<'_, '_, S, R> {
     /// There are R numbers for each key.
     #[inline(always)]
     unsafe fn scale(&self, rows: &StoredRows<S>, numbers: *mut f32) {
-        if !S::IS_SCALED {
-            return;
-        }
-        for (at, key) in self.keys.clone().enumerate() {
-            let scale = rows.scale(self.kv, key);
-            // SAFETY: as this method's contract.
-            (0..R).for_each(|r| unsafe { *numbers.add(at * R + r) *= scale });
+        let Some(scales) = rows.scales.filter(|_| S::IS_SCALED) else { return };
+        let (first, stride) = (scales.at([self.kv.b, self.kv.head, self.keys.start]), scales.strides[2]);
+        for key in 0..self.keys.len() {
+            // SAFETY: as this method's contract; the view was checked for every key of the call.
+            unsafe {
+                let scale = *first.wrapping_add(key * stride);
+                (0..R).for_each(|r| *numbers.add(key * R + r) *= scale);
+            }
         }
     }
 
