@@ -54,8 +54,8 @@ pub use linear::{PackedGatedLinear, PackedLinear, packed_linear, packed_linear_b
 pub use mask::{AttentionMask, EmptyRows, KvRanges, ValidLens};
 pub use norm::{ContextNorm, QkNorm, QkNormKind, QkNormScope};
 pub use position::{
-    AlibiConfig, ContentPositions, QueryScaling, RelativeBias, RelativeBiasConfig, RopeAxes, RopeAxisLayout,
-    RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, alibi_slopes,
+    AlibiConfig, ContentPositions, DisentangledConfig, QueryScaling, RelativeBias, RelativeBiasConfig,
+    RelativeEmbeddings, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, alibi_slopes,
 };
 pub use projection::{ProjectionModule, ProjectionModules, ProjectionPlace};
 pub use sdpa::{

@@ -226,6 +226,12 @@ impl Norm {
         parameters.into_iter().filter_map(tensor).collect()
     }
 
+    /// The mean and variance of rows of one width: `name.weight` and `name.bias` (size,).
+    pub(crate) fn layer(name: &str, size: usize, eps: f64, source: &Source) -> Result<Self> {
+        let norm = QkNorm { kind: QkNormKind::Layer, scope: QkNormScope::Projection, eps };
+        Self::load(norm, [name; 3], 1, size, source)
+    }
+
     /// The root mean square of rows of one width, without a parameter.
     pub(crate) fn without_weight(eps: f64, size: usize, source: &Source) -> Result<Self> {
         if !fits_in_memory(&[size]) {

@@ -13,8 +13,8 @@ pub(super) use super::names::{ModuleNames, at};
 use super::rope::Rope;
 use crate::weights::has;
 use crate::{
-    MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig, QkNorm, QkNormKind, QkNormScope,
-    RelativeBias, RelativeBiasConfig, WeightLayout,
+    ContentPositions, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig, QkNorm, QkNormKind,
+    QkNormScope, RelativeBias, RelativeBiasConfig, RelativeEmbeddings, WeightLayout,
 };
 
 /// Latent attention of a `config.json`; the sizes are those of the row.
@@ -49,7 +49,7 @@ pub(super) struct Family {
     pub scale: Option<(&'static str, f64, f64)>,
     /// Fields that change the numbers, and the one value that is supported, in JSON.
     pub only: &'static [(&'static str, &'static str)],
-    /// Where a checkpoint keeps the relative bias, if there is one.
+    /// Where a checkpoint keeps the relative bias, or DeBERTa's vectors of distances, if there is such.
     pub bias_place: BiasPlace,
     /// The earlier layer whose keys and values a layer reads, if it has none of its own.
     pub kv_layer: fn(&Fields, usize) -> Result<Option<usize>>,
@@ -85,7 +85,7 @@ pub(super) enum Bias {
     AllButKey,
 }
 
-/// Where a relative bias is.
+/// Where a parameter of relative positions is.
 pub(super) enum BiasPlace {
     /// In the first layer, for all.
     FirstLayer,
@@ -350,6 +350,14 @@ impl Family {
         let cfg = self.attention(json, layer)?;
         self.refuse_quantized(json)?;
         let attention = load_module(self.modules, layer, vb, |layout, module| load(&cfg, layout, module))?;
+        let attention = match cfg.content_positions() {
+            Some(ContentPositions::Disentangled(positions)) => {
+                let module = self.shared_module(layer, vb, "rel_embeddings.weight")?;
+                let embeddings = RelativeEmbeddings::new(positions, cfg.embed_dim(), vb.pp(module))?;
+                attention.with_relative_embeddings(embeddings)?
+            }
+            _ => attention,
+        };
         match cfg.relative_bias() {
             Some(buckets) => {
                 attention.with_relative_bias(shard(self.relative_bias(buckets, cfg.num_heads(), layer, vb)?)?)
@@ -378,6 +386,12 @@ impl Family {
         layer: usize,
         vb: &VarBuilder,
     ) -> Result<RelativeBias> {
+        let module = self.shared_module(layer, vb, "relative_attention_bias.weight")?;
+        RelativeBias::new(buckets, num_heads, vb.pp(module))
+    }
+
+    /// The module of a parameter that stands where [`bias_place`](Self::bias_place) says: the first that the builder has.
+    fn shared_module(&self, layer: usize, vb: &VarBuilder, parameter: &str) -> Result<String> {
         let modules: Vec<_> = match self.bias_place {
             BiasPlace::FirstLayer => self.modules.iter().flat_map(|names| names.modules(0)).collect(),
             BiasPlace::EachLayer => self.modules.iter().flat_map(|names| names.modules(layer)).collect(),
@@ -385,9 +399,11 @@ impl Family {
                 self.modules.iter().flat_map(|names| names.prefixes).map(|prefix| format!("{prefix}{path}")).collect()
             }
         };
-        let found = modules.iter().find(|module| has(vb, &format!("{module}.relative_attention_bias.weight")));
-        let Some(module) = found.or(modules.first()) else { bail!("[hf] there is no name for a relative bias") };
-        RelativeBias::new(buckets, num_heads, vb.pp(module))
+        let found = modules.iter().find(|module| has(vb, &format!("{module}.{parameter}")));
+        match found.or(modules.first()) {
+            Some(module) => Ok(module.clone()),
+            None => bail!("[hf] there is no name for {parameter}"),
+        }
     }
 
     /// An error for quantised weights, but for MXFP4, in which experts are and attention is not, and for float8, whose scales

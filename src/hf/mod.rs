@@ -193,6 +193,28 @@
 //! # Ok(()) }
 //! ```
 //!
+//! # DeBERTa and conformers
+//!
+//! The layers of DeBERTa v2 and v3 share vectors of distances, with which each layer comes, and see how far apart tokens
+//! are by these; those of conformers (wav2vec 2.0's, Parakeet) have sines and cosines of distances in their place
+//! ([`ContentPositions`](crate::ContentPositions)).
+//!
+//! ```
+//! use candle_attention::hf;
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::VarBuilder;
+//! use serde_json::json;
+//! # fn main() -> candle_core::Result<()> {
+//! let config = json!({
+//!     "model_type": "deberta-v2", "hidden_size": 64, "num_attention_heads": 4, "relative_attention": true,
+//!     "pos_att_type": "p2c|c2p", "position_buckets": 256, "share_att_key": true, "norm_rel_ebd": "layer_norm"
+//! });
+//! let layer = hf::load_attention(&config, 0, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+//! let ys = layer.forward(&Tensor::zeros((2, 7, 64), DType::F32, &Device::Cpu)?)?;
+//! # assert_eq!(ys.dims(), [2, 7, 64]);
+//! # Ok(()) }
+//! ```
+//!
 //! # DeepSeek
 //!
 //! DeepSeek V2 and V3, and models that have the same by other names, have latent attention, which is a layer of its

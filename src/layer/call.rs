@@ -2,6 +2,7 @@
 
 use candle_core::{Result, Tensor, bail};
 
+use super::by_heads::ByHeads;
 use super::input::GivenFunction;
 use crate::cache::CachedCall;
 use crate::sdpa::plan_varlen;
@@ -31,6 +32,8 @@ pub(super) struct AttentionCall<'a> {
 pub(super) enum CallKeys<'a> {
     /// Keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v).
     Own { k: Tensor, v: Tensor },
+    /// Those of scores that get terms by distance.
+    ByHeads(ByHeads),
     /// Those of packed sequences, with a batch of one.
     Packed { k: Tensor, v: Tensor, sequences: &'a PackedSequences },
     /// Those of the call after those of the calls before, or what an earlier layer's cache holds.
@@ -45,6 +48,7 @@ impl AttentionCall<'_> {
                 Some(GivenFunction(function)) => self.checked(v, function(&self.q, k, v, &self.mask, &self.options)?),
                 None => scaled_dot_product_attention(&self.q, k, v, &self.mask, &self.options),
             },
+            CallKeys::ByHeads(keys) => keys.attend(&self.q, &self.mask, &self.options),
             CallKeys::Packed { k, v, sequences } => {
                 let [q, k, v] = packed([&self.q, k, v])?;
                 let context = scaled_dot_product_attention_varlen(&q, &k, &v, sequences, &self.mask, &self.options)?;
@@ -85,6 +89,7 @@ impl AttentionCall<'_> {
             CallKeys::Own { k, v } => {
                 scaled_dot_product_attention_with_weights(&self.q, k, v, &self.mask, &self.options)?
             }
+            CallKeys::ByHeads(keys) => keys.attend_with_weights(&self.q, &self.mask, &self.options)?,
             CallKeys::Packed { .. } => {
                 bail!(
                     "[multi_head_attention] weights (B, H, T_q, T_kv) are asked for, which packed sequences do not have"
@@ -100,6 +105,7 @@ impl AttentionCall<'_> {
         self.refuse_function("plans")?;
         match &self.keys {
             CallKeys::Own { k, v } => plan(&self.q, k, v, &self.mask, &self.options),
+            CallKeys::ByHeads(keys) => keys.plan(&self.q, &self.mask, &self.options),
             CallKeys::Packed { k, v, sequences } => {
                 let [q, k, v] = packed([&self.q, k, v])?;
                 plan_varlen(&q, &k, &v, sequences, &self.mask, &self.options)
@@ -114,7 +120,7 @@ impl AttentionCall<'_> {
     /// As [`CachedCall::commit`].
     pub fn commit(self) -> Result<()> {
         match self.keys {
-            CallKeys::Own { .. } | CallKeys::Packed { .. } => Ok(()),
+            CallKeys::Own { .. } | CallKeys::ByHeads(_) | CallKeys::Packed { .. } => Ok(()),
             CallKeys::Cached(staged) => staged.commit(),
         }
     }

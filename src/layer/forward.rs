@@ -2,6 +2,7 @@
 
 use candle_core::{Result, Tensor, bail};
 
+use super::by_heads::ByHeads;
 use super::call::{AttentionCall, CallKeys};
 use super::input::GivenSum;
 use super::{AttentionInput, MultiHeadAttention, OP, ProjectedMemory};
@@ -133,19 +134,25 @@ impl MultiHeadAttention {
             (Some(gate), Some(new_tokens)) => Some(new_tokens.without_padding(gate)?),
             (gate, _) => gate,
         };
-        let (q, kv) = match (&self.content, kv) {
+        let scale = self.config.score_scale();
+        let (q, kv, terms) = match (&self.content, kv) {
             (Some(ContentTables::Grid(grid)), Some((k, v))) => {
-                let [q, k] = grid.widen(&q, &k, self.config.score_scale())?;
-                (q, Some((k, v)))
+                let [q, k] = grid.widen(&q, &k, scale)?;
+                (q, Some((k, v)), None)
             }
-            (_, kv) => (q, kv),
+            (Some(ContentTables::Distances(tables)), Some((k, v))) => {
+                let (q, terms) = tables.terms(&q, &k, scale, &self.projections)?;
+                (q, Some((k, v)), Some(terms))
+            }
+            (_, kv) => (q, kv, None),
         };
         let mask = self.mask(&input, &inputs, positions.as_ref())?;
         let keys = match (kv, input.cache.take(), inputs.keys, inputs.new_tokens) {
             (Some((k, v)), Some(cache), _, Some(new_tokens)) => CallKeys::Cached(cache.stage(new_tokens, &k, &v)?),
-            (Some((k, v)), ..) => match input.packed {
-                Some(sequences) => CallKeys::Packed { k, v, sequences },
-                None => CallKeys::Own { k, v },
+            (Some((k, v)), ..) => match (input.packed, terms) {
+                (_, Some(terms)) => CallKeys::ByHeads(ByHeads { k, v, terms }),
+                (Some(sequences), None) => CallKeys::Packed { k, v, sequences },
+                (None, None) => CallKeys::Own { k, v },
             },
             (None, _, Keys::Earlier(cache), Some(new_tokens)) => {
                 let cfg = &self.config;
@@ -246,6 +253,7 @@ impl MultiHeadAttention {
             ("earlier tokens", input.cache.is_some()),
             ("packed sequences", input.packed.is_some()),
             ("positions", input.positions.is_some()),
+            ("other functions", input.function.is_some()),
         ];
         match others.into_iter().find(|&(_, given)| given && self.content.is_some()) {
             Some((what, _)) => bail!(

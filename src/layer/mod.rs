@@ -1,6 +1,7 @@
 //! Layers: project, split into heads, attend, merge, project. [`forward`] is the order of a call; latent attention ends in
 //! the same [`call`].
 
+mod by_heads;
 mod call;
 mod forward;
 mod input;
@@ -24,7 +25,8 @@ use crate::position::{Alibi, ContentTables};
 use crate::projection::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
 use crate::weights::{Linears, Source, load_projections, root, state_dict};
 use crate::{
-    AttentionMask, HeadShard, KvSource, MultiHeadAttentionConfig, RelativeBias, RotaryEmbedding, WeightLayout,
+    AttentionMask, ContentPositions, HeadShard, KvSource, MultiHeadAttentionConfig, RelativeBias, RelativeEmbeddings,
+    RotaryEmbedding, WeightLayout,
 };
 use input::Expected;
 
@@ -248,6 +250,31 @@ impl MultiHeadAttention {
         Ok(self)
     }
 
+    /// The same layer with the vectors of distances that it shares with the other layers of its stack, as
+    /// [`ContentPositions::Disentangled`](crate::ContentPositions::Disentangled) wants them. A layer whose config has that
+    /// cannot be called without them.
+    ///
+    /// # Errors
+    /// If the config has no such positions, and for vectors of another shape, dtype or device.
+    pub fn with_relative_embeddings(mut self, embeddings: RelativeEmbeddings) -> Result<Self> {
+        let Some(ContentPositions::Disentangled(config)) = self.config.content_positions() else {
+            bail!("[multi_head_attention] relative embeddings are given, but the config has no disentangled positions")
+        };
+        let (weight, shape) = (embeddings.weight(), [2 * config.span(), self.config.embed_dim()]);
+        let (dtype, device) = (self.projections.dtype(), self.projections.device());
+        if weight.dims() != shape || weight.dtype() != dtype || !weight.device().same_device(device) {
+            bail!(
+                "[multi_head_attention] the relative embeddings are {:?} {:?} on {:?}, expected {dtype:?} {shape:?} on {:?}",
+                weight.dtype(),
+                weight.dims(),
+                weight.device().location(),
+                device.location()
+            )
+        }
+        self.content = self.content.map(|tables| tables.with_embeddings(embeddings));
+        Ok(self)
+    }
+
     /// The same layer with another module in a projection's place, made by `change` from the one that is there: an adapter
     /// around it, as in LoRA (arXiv:2106.09685), or something else altogether.
     ///
@@ -445,7 +472,9 @@ impl Parameters {
             };
             Some((learned("bias_k", h_kv * d)?, learned("bias_v", h_kv * cfg.value_head_dim())?))
         } else {
-            for name in ["bias_k", "bias_v"] {
+            // Parakeet has a `bias_v` that is another thing.
+            let is_other = source.has("bias_u") && cfg.content_positions() == Some(&ContentPositions::TransformerXl);
+            for name in ["bias_k", "bias_v"].into_iter().filter(|_| !is_other) {
                 source.refuse(name, "the config says there is no bias_kv")?;
             }
             None
@@ -476,7 +505,7 @@ impl Parameters {
             bias_kv,
             sinks: self.sinks.map(|sinks| queries.copy(&sinks, 0)).transpose()?,
             alibi: self.alibi.map(|alibi| alibi.heads(queries.range(h))).transpose()?,
-            content: self.content,
+            content: self.content.map(|tables| tables.shard(queries)).transpose()?,
         })
     }
 }

@@ -4,9 +4,11 @@
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use super::grid::GridTables;
+use super::distances::{self, DistanceTables};
+use super::grid::{self, GridTables};
+use crate::shard::Share;
 use crate::weights::Source;
-use crate::{KvSource, MultiHeadAttentionConfig};
+use crate::{DisentangledConfig, KvSource, MultiHeadAttentionConfig, RelativeEmbeddings};
 
 /// Terms of the scores by the place of the key from its query and by what one of the two holds, for self-attention.
 ///
@@ -23,7 +25,11 @@ use crate::{KvSource, MultiHeadAttentionConfig};
 /// # assert_eq!(ys.dims(), [4, 196, 64]);
 /// # Ok(()) }
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+/// But for a grid's, the terms are a bias, (B, T, T) for a head, which is computed for a few heads at a time and then
+/// given to the fused kernel: one product of T by 2 T for each head and, in half precision, terms in f32. A head of
+/// B sequences takes 4 · B · T² numbers, up to 16 MB of heads are computed at once, and they are let go after it, unless
+/// something is tracked for gradients.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ContentPositions {
@@ -39,6 +45,25 @@ pub enum ContentPositions {
         /// Columns of patches.
         width: usize,
     },
+    /// Transformer-XL's (<https://arxiv.org/abs/1901.02860>), of conformers: `scale · ((q + u) · k + (q + v) · W r)`, r
+    /// being sines and cosines of the distance. Parameters `linear_pos.weight` (H·D, E) is W, `pos_bias_u` and `pos_bias_v`
+    /// (H, D); or `relative_k_proj.weight`, `bias_u` and `bias_v`.
+    TransformerXl,
+    /// Those of Shaw et al. (<https://arxiv.org/abs/1803.02155>), for keys alone: `scale · (q · k + q · r)`, r being the
+    /// vector of a distance. Parameter `distance_embedding.weight` (left + right + 1, D), for keys from `left` before the
+    /// query to `right` after it; keys further away have the last.
+    Clipped {
+        /// The furthest key before the query that has a vector of its own.
+        left: usize,
+        /// The furthest after it.
+        right: usize,
+    },
+    /// DeBERTa's (<https://arxiv.org/abs/2006.03654>): `scale · (q · k + q · W_k r + k · W_q r)`, r being the vector of a
+    /// distance, which the layers of a stack share
+    /// ([`with_relative_embeddings`](crate::MultiHeadAttention::with_relative_embeddings)). Parameters `pos_key_proj` and
+    /// `pos_query_proj`, unless W_k and W_q are the layer's own projections. The scale, mostly 1/sqrt(3 D), is to be
+    /// given.
+    Disentangled(DisentangledConfig),
 }
 
 /// The most rows and columns of a grid.
@@ -66,6 +91,27 @@ impl ContentPositions {
                     bail!("[content_positions] scale is 0, expected another beside relative positions of a grid")
                 }
             }
+            Self::TransformerXl => {
+                if !cfg.embed_dim().is_multiple_of(2) {
+                    bail!("[content_positions] embed_dim is {}, expected pairs of sines and cosines", cfg.embed_dim())
+                }
+            }
+            Self::Clipped { left, right } => {
+                for (name, size) in [("left", *left), ("right", *right)] {
+                    if size > MOST {
+                        bail!("[content_positions] {name} is {size}, expected at most {MOST}")
+                    }
+                }
+            }
+            Self::Disentangled(config) => {
+                config.validate()?;
+                let (h, h_kv) = (cfg.num_heads(), cfg.num_kv_heads());
+                if h != h_kv {
+                    bail!(
+                        "[content_positions] num_kv_heads is {h_kv}, expected the {h} query heads of disentangled positions"
+                    )
+                }
+            }
         }
         Ok(())
     }
@@ -75,21 +121,21 @@ impl ContentPositions {
 #[derive(Debug, Clone)]
 pub(crate) enum ContentTables {
     Grid(GridTables),
+    Distances(DistanceTables),
 }
-
-/// Parameters of these terms, which change the numbers where they are.
-const PARAMETERS: [&str; 2] = ["rel_pos_h", "rel_pos_w"];
 
 impl ContentTables {
     pub(crate) fn load(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<Option<Self>> {
         match cfg.content_positions() {
             None => {
-                PARAMETERS.iter().try_for_each(|name| source.refuse(name, "the config has no content_positions"))?;
+                let mut names = grid::NAMES.iter().chain(&distances::PARAMETERS);
+                names.try_for_each(|name| source.refuse(name, "the config has no content_positions"))?;
                 Ok(None)
             }
             Some(&ContentPositions::Grid { height, width }) => {
                 Ok(Some(Self::Grid(GridTables::load([height, width], cfg.head_dim(), source)?)))
             }
+            Some(of_distances) => Ok(Some(Self::Distances(DistanceTables::load(of_distances, cfg, source)?))),
         }
     }
 
@@ -97,6 +143,23 @@ impl ContentTables {
     pub(crate) fn freeze(&self) -> Result<Self> {
         match self {
             Self::Grid(tables) => Ok(Self::Grid(tables.freeze()?)),
+            Self::Distances(tables) => Ok(Self::Distances(tables.freeze()?)),
+        }
+    }
+
+    /// Those of some of the heads.
+    pub(crate) fn shard(self, heads: Share) -> Result<Self> {
+        match self {
+            Self::Grid(_) => Ok(self),
+            Self::Distances(tables) => Ok(Self::Distances(tables.shard(heads)?)),
+        }
+    }
+
+    /// With the vectors that a stack's layers share.
+    pub(crate) fn with_embeddings(self, embeddings: RelativeEmbeddings) -> Self {
+        match self {
+            Self::Grid(_) => self,
+            Self::Distances(tables) => Self::Distances(tables.with_embeddings(embeddings)),
         }
     }
 
@@ -104,6 +167,7 @@ impl ContentTables {
     pub(crate) fn parameters(&self) -> Vec<(String, Tensor)> {
         match self {
             Self::Grid(tables) => tables.parameters(),
+            Self::Distances(tables) => tables.parameters(),
         }
     }
 }

@@ -16,7 +16,7 @@ pub(crate) struct GridTables {
     tables: [Tensor; 2],
 }
 
-const NAMES: [&str; 2] = ["rel_pos_h", "rel_pos_w"];
+pub(super) const NAMES: [&str; 2] = ["rel_pos_h", "rel_pos_w"];
 
 impl GridTables {
     pub(super) fn load(sizes: [usize; 2], d: usize, source: &Source) -> Result<Self> {

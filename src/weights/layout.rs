@@ -31,6 +31,8 @@ use candle_core::{Error, Result};
 /// | `modernbert-decoder` | q_proj, k_proj, v_proj, Wo | ModernBERT as a decoder |
 /// | `moshi` | q_proj.linear, k_proj.linear, v_proj.linear, o_proj.linear | Moshi |
 /// | `nemo` | query_net, key_net, value_net, out_projection | NeMo's decoders, Cohere's transcription |
+/// | `deberta` | self.query_proj, self.key_proj, self.value_proj, output.dense | DeBERTa v2 and v3 |
+/// | `espnet` | linear_q, linear_k, linear_v, linear_out | ESPnet's conformers, wav2vec 2.0's in transformers |
 /// | `raw:book` (`:short`, `:d2l`, `:canonical`) | the same names as plain (in, out) parameters, x · W | `nn.Parameter(torch.rand(d_in, d_out))` |
 /// | `raw-transposed:book` .. | plain (out, in) parameters, x · Wᵀ | |
 /// | `stacked:book` .. | heads.{i}.W_query .., no output projection | a `ModuleList` of single heads |
@@ -98,6 +100,10 @@ pub enum WeightLayout {
     Moshi,
     /// query_net, key_net, value_net, out_projection.
     Nemo,
+    /// self.query_proj, self.key_proj, self.value_proj, output.dense.
+    Deberta,
+    /// linear_q, linear_k, linear_v, linear_out.
+    Espnet,
     /// Plain parameters without `.weight`, stored (in, out) or (out, in), without biases.
     Raw(Naming, Orientation),
     /// `heads.{i}.<names>`, one single-head module after the other, without an output projection; loads into one layer.
@@ -179,7 +185,7 @@ pub enum QkvOrder {
 }
 
 /// The layouts of four linear layers: spelling, and the names of query, key, value and output.
-const LINEAR: [(WeightLayout, &str, [&str; 4]); 20] = [
+const LINEAR: [(WeightLayout, &str, [&str; 4]); 22] = [
     (WeightLayout::Canonical, "canonical", ["q_proj", "k_proj", "v_proj", "o_proj"]),
     (WeightLayout::Book, "book", ["W_query", "W_key", "W_value", "out_proj"]),
     (WeightLayout::Short, "short", ["Wq", "Wk", "Wv", "Wo"]),
@@ -200,6 +206,8 @@ const LINEAR: [(WeightLayout, &str, [&str; 4]); 20] = [
     (WeightLayout::ModernBertDecoder, "modernbert-decoder", ["q_proj", "k_proj", "v_proj", "Wo"]),
     (WeightLayout::Moshi, "moshi", ["q_proj.linear", "k_proj.linear", "v_proj.linear", "o_proj.linear"]),
     (WeightLayout::Nemo, "nemo", ["query_net", "key_net", "value_net", "out_projection"]),
+    (WeightLayout::Deberta, "deberta", ["self.query_proj", "self.key_proj", "self.value_proj", "output.dense"]),
+    (WeightLayout::Espnet, "espnet", ["linear_q", "linear_k", "linear_v", "linear_out"]),
 ];
 
 /// The packed namings, in the order of their type: spelling, and the names of the packed and the output projection.

@@ -31,5 +31,5 @@ pub use layout::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLay
 #[cfg(feature = "hub")]
 pub(crate) use self::safetensors::ShardIndex;
 pub(crate) use load::{Linears, LoadedProjections, ProjectionRows, load_projections, state_dict};
-pub(crate) use source::{Part, Source, has, root, whole};
+pub(crate) use source::{LINEAR_WEIGHT, Part, Source, has, linear_bias, root, whole};
 pub(crate) use tensors::projection_shapes;

@@ -13,7 +13,7 @@ use crate::shard::Share;
 use crate::size::fits_in_memory;
 
 /// `nn.Linear`'s initialisation of its weight: uniform within ±1/sqrt(in).
-pub(super) const LINEAR_WEIGHT: Init = Init::Kaiming {
+pub(crate) const LINEAR_WEIGHT: Init = Init::Kaiming {
     dist: NormalOrUniform::Uniform,
     fan: FanInOut::FanIn,
     // The bound of a Kaiming uniform is sqrt(3) · gain / sqrt(fan).
@@ -25,7 +25,7 @@ pub(super) const LINEAR_WEIGHT: Init = Init::Kaiming {
 pub(super) const DRAWN_THEN_ZEROED: Init = Init::Uniform { lo: 0.0, up: 0.0 };
 
 /// `nn.Linear`'s initialisation of its bias.
-pub(super) fn linear_bias(in_dim: usize) -> Init {
+pub(crate) fn linear_bias(in_dim: usize) -> Init {
     let bound = 1.0 / (in_dim as f64).sqrt();
     Init::Uniform { lo: -bound, up: bound }
 }

@@ -1,8 +1,9 @@
 //! Inputs that do not fit a layer.
 
 use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, ContentPositions, MultiHeadAttention,
-    MultiHeadAttentionConfig, PackedSequences, RopeConfig, SdpaOptions, Windows,
+    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, ContentPositions, DisentangledConfig,
+    MultiHeadAttention, MultiHeadAttentionConfig, PackedSequences, RelativeEmbeddings, RopeConfig, SdpaOptions,
+    Windows,
 };
 use candle_core::{DType, ModuleT, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -24,6 +25,19 @@ fn in_grid(input: AttentionInput) -> Result<()> {
 
 fn grid(height: usize) -> ContentPositions {
     ContentPositions::Grid { height, width: 3 }
+}
+
+fn disentangled() -> MultiHeadAttentionConfig {
+    let positions = ContentPositions::Disentangled(DisentangledConfig::new(4));
+    MultiHeadAttentionConfig::new(8, 4).with_content_positions(positions)
+}
+
+fn vectors(span: usize) -> Result<RelativeEmbeddings> {
+    vectors_of(&DisentangledConfig::new(span))
+}
+
+fn vectors_of(config: &DisentangledConfig) -> Result<RelativeEmbeddings> {
+    RelativeEmbeddings::new(config, 8, VarBuilder::zeros(DType::F32, &CPU))
 }
 
 /// Three tokens at these positions.
@@ -60,6 +74,18 @@ pub const CASES: &[Case] = cases! {
     "a grid without rows" => load(MultiHeadAttentionConfig::new(8, 4).with_content_positions(grid(0))),
     "a grid and a softcap" => load(MultiHeadAttentionConfig::new(8, 4).with_content_positions(grid(2)).with_softcap(5.0)),
     "a grid and no scale" => load(MultiHeadAttentionConfig::new(8, 4).with_content_positions(grid(2)).with_scale(0.0)),
+    "an attention function beside terms by distance" => {
+        let positions = ContentPositions::Clipped { left: 2, right: 2 };
+        let layer = load(MultiHeadAttentionConfig::new(8, 4).with_content_positions(positions))?;
+        layer.forward_with(AttentionInput::new(&zeros((1, 3, 8))).with_function(&first))
+    },
+    "disentangled positions without their vectors" => load(disentangled())?.forward(&zeros((1, 3, 8))),
+    "vectors of disentangled positions of another span" => load(disentangled())?.with_relative_embeddings(vectors(5)?),
+    "vectors of distances for a layer without" => layer()?.with_relative_embeddings(vectors(4)?),
+    "disentangled positions and grouped heads" => load(disentangled().with_num_kv_heads(2)),
+    "no buckets between near and far" => vectors_of(&DisentangledConfig::new(4).with_num_buckets(6)),
+    "sines without cosines" =>
+        load(MultiHeadAttentionConfig::new(9, 3).with_content_positions(ContentPositions::TransformerXl)),
     "windows of nothing" => Windows::new([4, 6], 0),
     "windows moved by more than a window" => Windows::new([4, 6], 2)?.with_shift(2),
     "an image of another size" => Windows::new([4, 6], 2)?.partition(&zeros((1, 23, 8))),

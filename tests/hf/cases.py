@@ -19,8 +19,11 @@ from transformers import (
     AutoModelForVideoClassification,
     BlipVisionModel,
     CLIPTextModel,
+    ParakeetEncoder,
     SamVisionModel,
     VitDetModel,
+    Wav2Vec2BertModel,
+    Wav2Vec2ConformerModel,
 )
 from transformers.models.kosmos2.modeling_kosmos2 import Kosmos2TextForCausalLM
 
@@ -95,8 +98,15 @@ DEEPSEEK = {
     "moe_intermediate_size": 8,
 }
 
-# Of images in windows.
-GRID = {"hidden_size": 16, "num_attention_heads": 2}
+DEBERTA = {
+    "layers": "encoder.layer",
+    "attention": "attention.self",
+    "out_proj": "attention.output.dense",
+    "auto_class": AutoModel,
+}
+LENGTH = 13
+# For what has more parameters than projections.
+SMALL = {"hidden_size": 16, "num_attention_heads": 2}
 
 
 @dataclass
@@ -537,7 +547,7 @@ CASES = {
     "sam": encoder(
         "sam_vision_model",
         {"image_size": 16, "patch_size": 4, "window_size": 3, "global_attn_indexes": [1]},
-        GRID,
+        SMALL,
         auto_class=SamVisionModel,
         layers="vision_encoder.layers",
         attention="attn",
@@ -548,12 +558,55 @@ CASES = {
         "vitdet",
         {"image_size": [8, 12], "pretrain_image_size": 8, "patch_size": 4, "window_size": 2},
         {"window_block_indices": [0], "use_relative_position_embeddings": True},
-        GRID,
+        SMALL,
         auto_class=VitDetModel,
         layers="encoder.layer",
         attention="attention",
         out_proj="attention.proj",
         inputs=lambda config: {"pixel_values": torch.randn(2, 3, 8, 12)},
+    ),
+    "wav2vec2_conformer": encoder(
+        "wav2vec2-conformer",
+        {"vocab_size": 61, "conv_dim": [8] * 7},
+        SMALL,
+        auto_class=Wav2Vec2ConformerModel,
+        layers="encoder.layers",
+        out_proj="self_attn.linear_out",
+        inputs=lambda config: {"input_values": torch.randn(2, 4000)},
+    ),
+    "wav2vec2_bert": encoder(
+        "wav2vec2-bert",
+        {"vocab_size": 61, "feature_projection_input_dim": 8},
+        {"left_max_position_embeddings": 4, "right_max_position_embeddings": 2},
+        SMALL,
+        ONE_LAYER,
+        auto_class=Wav2Vec2BertModel,
+        layers="encoder.layers",
+        out_proj="self_attn.linear_out",
+        inputs=lambda config: {"input_features": torch.randn(2, LENGTH, 8)},
+    ),
+    "parakeet": encoder(
+        "parakeet_encoder",
+        {"num_mel_bins": 16, "subsampling_conv_channels": 8},
+        SMALL,
+        ONE_LAYER,
+        auto_class=ParakeetEncoder,
+        inputs=lambda config: {"input_features": torch.randn(2, 80, 16)},
+    ),
+    # As published, and with what the first version of it has.
+    "deberta_v2": encoder(
+        "deberta-v2",
+        {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 6},
+        {"share_att_key": True, "norm_rel_ebd": "layer_norm"},
+        SMALL,
+        **DEBERTA,
+    ),
+    "deberta_v2_distances": encoder(
+        "deberta-v2",
+        {"relative_attention": True, "pos_att_type": "p2c|c2p", "max_relative_positions": 8},
+        SMALL,
+        ONE_LAYER,
+        **DEBERTA,
     ),
     "umt5": encoder(
         "umt5",

@@ -26,12 +26,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.utils import logging
 
-from cases import CASES
+from cases import CASES, LENGTH
 from randomise import randomise
 from variants import variants
 
 ROOT = Path(__file__).resolve().parent
-BATCH, LENGTH = 2, 13
+BATCH = 2
 PADDED = 4  # tokens hidden at the end of an encoder's second row
 
 
@@ -142,6 +142,9 @@ def in_one_row(tokens):
 def is_attention(key, without_decoder):
     if key.startswith("decoder.block") and without_decoder:
         return False
+    # What DeBERTa's layers share.
+    if re.search(r"rel_embeddings|encoder\.LayerNorm", key):
+        return True
     return re.search(r"att|Wqkv|Attention", key, re.IGNORECASE) and not re.search(
         r"ln_attn|att\w*(?<!sub_)norm\.|LayerNorm", key
     )

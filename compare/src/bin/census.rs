@@ -205,7 +205,11 @@ fn parts(cfg: &MultiHeadAttentionConfig) -> Vec<String> {
     add(cfg.output_gate().is_some(), "output gate");
     add(cfg.alibi().is_some(), "ALiBi");
     add(cfg.relative_bias().is_some(), "relative bias");
-    add(matches!(cfg.content_positions(), Some(ContentPositions::Grid { .. })), "decomposed relative positions");
+    match cfg.content_positions() {
+        None => {}
+        Some(ContentPositions::Grid { .. }) => add(true, "decomposed relative positions"),
+        Some(_) => add(true, "relative positions by content"),
+    }
     add(cfg.softcap().is_some(), "softcap");
     add(cfg.sinks(), "sinks");
     add(cfg.scale().is_some(), "scale");

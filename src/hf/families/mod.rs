@@ -3,6 +3,7 @@
 
 mod axes;
 mod decoders;
+mod distances;
 mod encoder_decoders;
 mod encoders;
 mod gated;
@@ -35,7 +36,8 @@ const WQKV: WeightLayout = WeightLayout::Packed(PackedNaming::Wqkv, QkvOrder::By
 /// Every row.
 pub(super) fn families() -> impl Iterator<Item = &'static Family> {
     let decoders = [decoders::ROWS, gated::ROWS, gemma::ROWS, gpt::ROWS, latent::ROWS];
-    let others = [encoders::ROWS, axes::ROWS, images_and_sound::ROWS, windows::ROWS, encoder_decoders::ROWS];
+    let others =
+        [encoders::ROWS, axes::ROWS, images_and_sound::ROWS, windows::ROWS, distances::ROWS, encoder_decoders::ROWS];
     decoders.into_iter().chain(others).flatten()
 }
 

@@ -1,8 +1,8 @@
 //! Relative positions by content: what a layer makes of them, against the same numbers as a bias.
 
 use candle_attention::{
-    AttentionInput, AttentionMask, Backend, ContentPositions, MultiHeadAttention, MultiHeadAttentionConfig as Config,
-    SdpaOptions, Windows, scaled_dot_product_attention,
+    AttentionInput, AttentionMask, Backend, ContentPositions, DisentangledConfig, MultiHeadAttention,
+    MultiHeadAttentionConfig as Config, RelativeEmbeddings, SdpaOptions, Windows, scaled_dot_product_attention,
 };
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Result, Tensor, Var};
@@ -42,7 +42,8 @@ fn plain(variables: &VarMap, dtype: DType) -> Result<VarBuilder<'static>> {
 /// Without what a layer refuses that has no use for it.
 fn without_tables(variables: &VarMap) -> Result<VarBuilder<'static>> {
     let data = variables.data().lock().expect("one thread");
-    let own = data.iter().filter(|(name, _)| !name.starts_with("rel_pos"));
+    let tables = ["rel_pos", "pos_", "linear_pos", "distance_embedding", "rel_embeddings"];
+    let own = data.iter().filter(|(name, _)| !tables.iter().any(|table| name.starts_with(table)));
     Ok(VarBuilder::from_tensors(
         own.map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect(),
         DType::F32,
@@ -69,7 +70,17 @@ fn by_bias(
     mask: &AttentionMask,
     bias: impl Fn(&Tensor, &Tensor) -> Result<Tensor>,
 ) -> Result<Tensor> {
-    let layer = MultiHeadAttention::new(&grid(), without_tables(variables)?)?;
+    by_bias_of(&grid(), variables, xs, mask, bias)
+}
+
+fn by_bias_of(
+    cfg: &Config,
+    variables: &VarMap,
+    xs: &Tensor,
+    mask: &AttentionMask,
+    bias: impl Fn(&Tensor, &Tensor) -> Result<Tensor>,
+) -> Result<Tensor> {
+    let layer = MultiHeadAttention::new(cfg, without_tables(variables)?)?;
     let attend = |q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions| {
         scaled_dot_product_attention(q, k, v, &mask.clone().with_bias(&bias(q, k)?), options)
     };
@@ -192,6 +203,217 @@ fn windows_are_parts_of_an_image_and_come_together_again() -> Result<()> {
             }
         }
         assert_eq!(values(&windows.join(&parts)?), values(&xs));
+    }
+    Ok(())
+}
+
+/// Every kind of terms by distance, in layers of grouped heads where they may be.
+fn kinds() -> Vec<Config> {
+    let plain = || Config::new(24, HEADS).with_bias(true);
+    let disentangled = |positions: DisentangledConfig| {
+        let scale = 1.0 / ((6 * positions.num_terms()) as f64).sqrt();
+        plain().with_scale(scale).with_content_positions(ContentPositions::Disentangled(positions))
+    };
+    let buckets = || DisentangledConfig::new(9).with_num_buckets(6);
+    vec![
+        grid().with_content_positions(ContentPositions::TransformerXl),
+        grid().with_content_positions(ContentPositions::Clipped { left: 4, right: 2 }),
+        disentangled(DisentangledConfig::new(8)),
+        disentangled(buckets().with_terms(true, false)),
+        disentangled(buckets().with_terms(false, true).with_layer_norm(1e-5)),
+        disentangled(buckets().with_shared_projections(true).with_layer_norm(1e-5)),
+    ]
+}
+
+fn with_terms(cfg: &Config, vb: VarBuilder) -> Result<MultiHeadAttention> {
+    let layer = MultiHeadAttention::new(cfg, vb.clone())?;
+    match cfg.content_positions() {
+        Some(ContentPositions::Disentangled(positions)) => {
+            layer.with_relative_embeddings(RelativeEmbeddings::new(positions, 24, vb)?)
+        }
+        _ => Ok(layer),
+    }
+}
+
+fn variables_of(cfg: &Config) -> Result<VarMap> {
+    let variables = VarMap::new();
+    with_terms(cfg, VarBuilder::from_varmap(&variables, DType::F32, &CPU))?;
+    for var in variables.all_vars() {
+        var.set(&Tensor::randn(0f32, 0.4, var.shape(), &CPU)?)?;
+    }
+    Ok(variables)
+}
+
+/// DeBERTa's 6 buckets for distances below 9, of which 3 are for one each: 3 + ceil(ln(d / 3) / ln(8 / 3) · 2) from 4 on.
+fn bucket(distance: i64) -> i64 {
+    let far = [0, 1, 2, 3, 4, 5, 5, 5, 5];
+    let of = |distance: usize| far.get(distance).copied().unwrap_or(6);
+    distance.signum() * of(distance.unsigned_abs() as usize)
+}
+
+/// The terms of each pair of tokens by their definitions, (B, H, T, T), without the scale.
+fn terms(cfg: &Config, variables: &VarMap, q: &Tensor, k: &Tensor) -> Result<Tensor> {
+    let data = variables.data().lock().expect("one thread");
+    let get = |name: &str| data[name].as_tensor().clone();
+    let (_, h, t, d) = q.dims4()?;
+    let distances = || (0..t as i64).flat_map(move |i| (0..t as i64).map(move |j| i - j));
+    // (H or 1, N, D) by pairs, as (H or 1, T, T, D).
+    let by_pairs = |rows: &Tensor, index: &dyn Fn(i64) -> i64| -> Result<Tensor> {
+        let indices = Tensor::from_iter(distances().map(|distance| index(distance) as u32), &CPU)?;
+        rows.contiguous()?.index_select(&indices, 1)?.reshape((rows.dim(0)?, t, t, d))
+    };
+    let of_queries = |q: &Tensor, rows: &Tensor| q.unsqueeze(3)?.broadcast_mul(rows)?.sum(4);
+    let of_keys = |rows: &Tensor| k.unsqueeze(2)?.broadcast_mul(rows)?.sum(4);
+    let by_heads = |rows: Tensor| rows.reshape(((), h, d))?.transpose(0, 1);
+    match cfg.content_positions().expect("terms") {
+        ContentPositions::TransformerXl => {
+            let first = -(t as i64);
+            let waves = (first..t as i64).flat_map(|distance| {
+                (0..24).map(move |n| {
+                    let angle = distance as f64 / 10_000f64.powf((n / 2 * 2) as f64 / 24.0);
+                    (if n % 2 == 0 { angle.sin() } else { angle.cos() }) as f32
+                })
+            });
+            let rows = Tensor::from_iter(waves, &CPU)?.reshape((2 * t, 24))?.matmul(&get("linear_pos.weight").t()?)?;
+            let rows = by_pairs(&by_heads(rows)?, &|distance| distance - first)?;
+            let [u, v] = ["pos_bias_u", "pos_bias_v"].map(|name| get(name).unsqueeze(1));
+            let group = h / k.dim(1)?;
+            let k = k.unsqueeze(2)?.broadcast_as((k.dim(0)?, h / group, group, t, d))?.reshape(q.shape())?;
+            let of_u = u?.broadcast_mul(&k)?.sum(3)?.unsqueeze(2)?;
+            of_queries(&q.broadcast_add(&v?)?, &rows)?.broadcast_add(&of_u)
+        }
+        &ContentPositions::Clipped { left, right } => {
+            let clipped = |distance: i64| left as i64 - distance.clamp(-(right as i64), left as i64);
+            of_queries(q, &by_pairs(&get("distance_embedding.weight").unsqueeze(0)?, &clipped)?)
+        }
+        ContentPositions::Disentangled(positions) => {
+            let (span, is_shared) = (
+                positions.span() as i64,
+                data.get("pos_key_proj.weight").is_none() && data.get("pos_query_proj.weight").is_none(),
+            );
+            let mut embeddings = get("rel_embeddings.weight");
+            if data.contains_key("LayerNorm.weight") {
+                let centred = embeddings.broadcast_sub(&embeddings.mean_keepdim(1)?)?;
+                let deviation = (centred.sqr()?.mean_keepdim(1)? + 1e-5)?.sqrt()?;
+                let normed = centred.broadcast_div(&deviation)?.broadcast_mul(&get("LayerNorm.weight"))?;
+                embeddings = normed.broadcast_add(&get("LayerNorm.bias"))?;
+            }
+            let index = |distance: i64| {
+                let place = if span == 6 { bucket(distance) } else { distance };
+                (place + span).clamp(0, 2 * span - 1)
+            };
+            let rows = |own: &str, shared: &str| -> Result<Option<Tensor>> {
+                let name = if is_shared { shared } else { own };
+                if !data.contains_key(&format!("{name}.weight")) {
+                    return Ok(None);
+                }
+                let rows = embeddings.matmul(&get(&format!("{name}.weight")).t()?)?;
+                by_pairs(&by_heads(rows.broadcast_add(&get(&format!("{name}.bias")))?)?, &index).map(Some)
+            };
+            let [of_keys_, of_queries_] = [rows("pos_key_proj", "k_proj")?, rows("pos_query_proj", "q_proj")?];
+            let zeros = Tensor::zeros((q.dim(0)?, h, t, t), DType::F32, &CPU)?;
+            let by_queries = of_keys_.map_or(Ok(zeros.clone()), |rows| of_queries(q, &rows))?;
+            by_queries + of_queries_.map_or(Ok(zeros), |rows| of_keys(&rows))?
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+/// What a layer of the same projections gives, whose scores get the terms as a bias.
+fn expected_of(cfg: &Config, variables: &VarMap, xs: &Tensor, mask: &AttentionMask) -> Result<Tensor> {
+    let scale = cfg.scale().unwrap_or(1.0 / 6f64.sqrt());
+    let kv_heads = cfg.num_kv_heads();
+    let plain = Config::new(24, HEADS).with_bias(true).with_num_kv_heads(kv_heads).with_scale(scale);
+    by_bias_of(&plain, variables, xs, mask, |q, k| terms(cfg, variables, q, k)? * scale)
+}
+
+#[test]
+fn terms_by_distance_give_the_numbers_of_their_bias() -> Result<()> {
+    for cfg in kinds() {
+        let variables = variables_of(&cfg)?;
+        let xs = Tensor::randn(0f32, 1.0, (2, 17, 24), &CPU)?;
+        let keep = Tensor::rand(0f32, 1.0, (2, HEADS, 17, 17), &CPU)?.ge(0.2)?;
+        let masks = [
+            AttentionMask::none(),
+            AttentionMask::causal().with_valid_lens(vec![17, 9]),
+            AttentionMask::none().with_keep(&keep).with_bias(&Tensor::randn(0f32, 1.0, (HEADS, 17, 17), &CPU)?),
+        ];
+        for mask in masks {
+            let expected = expected_of(&cfg, &variables, &xs, &mask)?;
+            for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F64, 1e-5), (DType::BF16, 0.06), (DType::F16, 0.008)]
+            {
+                let layer = with_terms(&cfg, plain(&variables, dtype)?)?;
+                let backends =
+                    if dtype == DType::F64 { vec![Backend::Auto] } else { vec![Backend::Fused, Backend::Reference] };
+                let xs = xs.to_dtype(dtype)?;
+                let input = || AttentionInput::new(&xs).with_mask(&mask);
+                for backend in backends {
+                    let ys = layer.forward_with(input().with_backend(backend))?.to_dtype(DType::F32)?;
+                    let error = relative_error(&ys, &expected);
+                    assert!(error < tolerance, "{cfg:?}, {dtype:?}, {backend:?}: off by {error:e}");
+                }
+                let output = layer.forward_with_weights(input())?;
+                assert_eq!(output.weights.dims(), [2, HEADS, 17, 17]);
+                let error = relative_error(&output.context.to_dtype(DType::F32)?, &expected);
+                assert!(error < tolerance, "{cfg:?}, {dtype:?} with weights: off by {error:e}");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn parameters_of_terms_get_the_gradients_of_their_bias() -> Result<()> {
+    for cfg in kinds() {
+        let variables = variables_of(&cfg)?;
+        let xs = Tensor::randn(0f32, 1.0, (2, 13, 24), &CPU)?;
+        let weights = Tensor::randn(0f32, 1.0, xs.shape(), &CPU)?;
+        let loss = |ys: Tensor| ys.mul(&weights)?.sum_all()?.backward();
+        let expected = loss(expected_of(&cfg, &variables, &xs, &AttentionMask::none())?)?;
+        let layer = with_terms(&cfg, VarBuilder::from_varmap(&variables, DType::F32, &CPU))?;
+        assert_same_gradients(&variables, &loss(layer.forward(&xs)?)?, &expected);
+        // A step later, the layer has what its variables hold then, and a frozen one what they held.
+        let (frozen, before) = (layer.freeze()?, layer.forward(&xs)?);
+        for var in variables.all_vars() {
+            var.set(&(var.as_tensor() * 1.5)?)?;
+        }
+        let expected = expected_of(&cfg, &variables, &xs, &AttentionMask::none())?;
+        assert!(relative_error(&layer.forward(&xs)?, &expected) < 1e-5, "{cfg:?}");
+        assert!(relative_error(&frozen.forward(&xs)?, &before) < 1e-5, "{cfg:?} frozen");
+    }
+    Ok(())
+}
+
+/// So many tokens that each head has a bias of its own, and one call after the other of another length.
+#[test]
+fn heads_that_are_attended_to_one_by_one_give_the_numbers_of_all() -> Result<()> {
+    let cfg = grid().with_content_positions(ContentPositions::TransformerXl).with_sinks(true);
+    let layer = with_terms(&cfg, plain(&variables_of(&cfg)?, DType::F32)?)?;
+    for (b, t) in [(2, 1030), (1, 5), (3, 7)] {
+        let xs = Tensor::randn(0f32, 1.0, (b, t, 24), &CPU)?;
+        let mask = AttentionMask::none().with_bias(&Tensor::randn(0f32, 1.0, (HEADS, 1, t), &CPU)?);
+        let input = || AttentionInput::new(&xs).with_mask(&mask);
+        let expected = layer.forward_with_weights(input())?.context;
+        assert_eq!(layer.plan(&input())?.backend, Backend::Fused);
+        let error = relative_error(&layer.forward_with(input())?, &expected);
+        assert!(error < 1e-5, "{b} sequences of {t}: off by {error:e}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_layer_saves_the_parameters_of_its_terms() -> Result<()> {
+    for cfg in kinds() {
+        let variables = variables_of(&cfg)?;
+        let layer = with_terms(&cfg, plain(&variables, DType::F32)?)?;
+        let mut saved: Tensors = layer.state_dict(candle_attention::WeightLayout::Canonical)?.into_iter().collect();
+        let stack = variables.data().lock().expect("one thread");
+        let of_stack =
+            stack.iter().filter(|(name, _)| name.starts_with("rel_embeddings") || name.starts_with("LayerNorm"));
+        saved.extend(of_stack.map(|(name, var)| (name.clone(), var.as_tensor().detach())));
+        let again = with_terms(&cfg, VarBuilder::from_tensors(saved, DType::F32, &CPU))?;
+        let xs = Tensor::randn(0f32, 1.0, (2, 6, 24), &CPU)?;
+        assert_eq!(values(&again.forward(&xs)?), values(&layer.forward(&xs)?), "{cfg:?}");
     }
     Ok(())
 }
