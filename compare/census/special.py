@@ -41,6 +41,23 @@ CONFIGS = {
     "gemma4_text": SHARED | GEMMA4,
     "gemma4_unified_text": SHARED | GEMMA4,
     "esm": {"vocab_size": 33, "mask_token_id": 32, "pad_token_id": 1, "position_embedding_type": "rotary"},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 12},
+    "chameleon": {"vocabulary_map": {"<image>": 3}},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_heads": 12,
+        "position_embedding_type": "rope",
+    },
+    "nemotron_h": {"n_groups": 1, "mamba_head_dim": 16, "head_dim": 16},
+    "step3p5": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_sliding_attention_heads": 4,
+        "sliding_window": 5,
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "mobilebert": {"embedding_size": 36, "intra_bottleneck_size": 24},
+    "moonshine": {"hidden_size": 120, "encoder_num_key_value_heads": 6, "decoder_num_key_value_heads": 6},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": 48},
     "esmc": {"num_key_value_heads": 6, "head_dim": 8},
     "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": 12, "mamba_d_head": 8, "key_multiplier": 0.4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
@@ -106,6 +123,8 @@ SECTIONS = {
     "glm4v_moe_text": [2, 1, 1],
     "glm4v_text": [2, 1, 1],
     "glm_ocr_text": [2, 1, 1],
+    "glm_image_text": [2, 1, 1],
+    "cosmos3_edge_text": [4, 2, 2],
     "paddleocr_vl_text": [4, 2, 2],
     "qwen2_5_omni_text": [2, 1, 1],
     "qwen2_5_vl_text": [2, 1, 1],
@@ -205,25 +224,27 @@ for _why, _names in {
     "rotary positions of an image or a video, on two or three axes": "dinov3_vit eomt_dinov3 gemma4_vision"
     " llama4_vision_model pixtral sapiens2 vjepa2",
     "a mask that the model computes": "canine doge eomt git groupvit groupvit_vision_model",
-    "names of its own": "blt_global_transformer clvp_decoder codegen cohere_asr ctrl gpt_neox_japanese idefics"
-    " kosmos_2_5_vision_model mllama_vision_model modernbert-decoder molmo2_adapter molmo2_text molmo2_vision moshi"
-    " nemotron_h ovis2_vision pix2struct_vision_model qianfan_ocr_vision tvp videomae",
+    "names of its own": "blt_global_transformer clvp_decoder codegen idefics kosmos_2_5_vision_model mllama_vision_model"
+    " molmo2_adapter molmo2_vision ovis2_vision pix2struct_vision_model sam3_lite_text_text_model tvp",
     "several stacks of layers": "blt_local_decoder blt_local_encoder blt_patcher clvp deepseek_ocr2_encoder evolla lxmert"
     " mobilevit seamless_m4t seamless_m4t_v2 timesformer xclip xclip_vision_model unlimited_ocr_vision_encoder",
-    "convolutions beside or inside of the projections": "convbert emu3_vqgan levit swiftformer",
+    "convolutions beside or inside of the projections": "convbert emu3_vqgan levit squeezebert swiftformer",
     "a bias for pairs of tokens": "bros cpmant",
     "n-grams that are predicted together": "prophetnet",
     "attention inside of a mixture of experts": "jetmoe",
-    "keys and values from other inputs than the queries": "mobilebert idefics2_perceiver muse_glimmer_assistant",
+    "keys and values from other inputs than the queries": "idefics2_perceiver muse_glimmer_assistant",
     "norms of queries and keys without weights, after rotary positions": "nanochat",
     "positions that are added to queries and keys": "sam sam2 sam3 sam3_detr_decoder sam3_detr_encoder sam3_lite_text"
     " sam3_lite_text_detr_decoder sam3_lite_text_detr_encoder sam3_lite_text_mask_decoder sam3_mask_decoder sam3_tracker"
     " sam_hq",
     "relative positions by content": "gemma3n_audio granite_speech_encoder granite_speech_plus_encoder"
-    " nemotron3_5_transcribe_asr_audio nemotron3_diarization_audio phi4_multimodal_audio",
+    " nemotron3_5_transcribe_asr_audio nemotron3_diarization_audio phi4_multimodal_audio xlnet",
     "windows of an image": "florence_vision",
     "a scale for each dimension of the queries": "timesfm timesfm2_5",
     "rotary positions of the values": "clvp_encoder",
+    "a projection for each codebook": "moshi_depth",
+    "latent attention of another kind": "longcat_flash",
+    "an approximation of softmax attention": "mra yoso",
 }.items():
     REASONS |= dict.fromkeys(_names.split(), _why)
 

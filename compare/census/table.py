@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reasons import reason
+from special import REASONS
 
 TOLERANCE = 1e-5
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,14 +45,16 @@ def verdict(model_type, outcome, answers, is_known):
         entry.verdict, entry.why = "alias", outcome["alias"]
         return entry
     if not is_known:
-        if outcome.get("none"):
-            entry.verdict = "parts" if entry.parts else "none"
-        elif "failed" in outcome:
+        cores = [] if "failed" in outcome or outcome.get("none") else own_cores(outcome, model_type)
+        if "failed" in outcome:
             entry.verdict, entry.why = "unmade", outcome["failed"]
             if outcome.get("classes"):
                 entry.verdict, entry.why = "unmade_attention", reason(model_type, outcome["classes"])
-        elif own_cores(outcome, model_type):
-            entry.why = reason(model_type, [core["class"] for core in own_cores(outcome, model_type)])
+        elif cores:
+            entry.why = reason(model_type, [core["class"] for core in cores])
+        elif model_type in REASONS:
+            # It attends with other modules than linear layers, or approximately.
+            entry.why = REASONS[model_type]
         else:
             entry.verdict = "parts" if entry.parts else "none"
         return entry

@@ -285,12 +285,14 @@ fn answer(
         return Ok(json!({"failed": format!("the weights read are of no module that was called: {read:?}")}));
     };
     // Projections of other names come in this order.
-    let of = |name: &str| calls.iter().find(|(module, ..)| module.ends_with(name)).map(|(_, xs, _)| xs);
+    let of = |names: [&str; 2]| {
+        calls.iter().find(|(module, ..)| names.iter().any(|name| module.ends_with(name))).map(|(_, xs, _)| xs)
+    };
     let second = || calls.get(1).filter(|_| kind == "cross").map(|(_, xs, _)| (xs, xs));
-    let xs = of("q_proj").unwrap_or(first);
+    let xs = of(["q_proj", "query"]).unwrap_or(first);
     let differs = |keys: &Tensor| Ok::<_, Error>(keys.dims() != xs.dims() || largest(&(keys - xs)?)? > 0.0);
     // Positions may be added to queries and keys alone.
-    let key_value = match of("k_proj").zip(of("v_proj")) {
+    let key_value = match of(["k_proj", "key"]).zip(of(["v_proj", "value"])) {
         Some((keys, values)) if differs(keys)? || differs(values)? => Some((keys, values)),
         Some(_) => None,
         None => second(),

@@ -87,6 +87,10 @@ fn qkvo_bias(fields: &Fields, cfg: crate::MultiHeadAttentionConfig) -> Result<cr
 #[rustfmt::skip]
 pub(in crate::hf) const ROWS: &[Family] = &[
     Family {
+        model_type: "cosmos3_edge_text", sizes: [28, 2048, 16], heads: Heads::Grouped(Some(8), Some(128)),
+        rope: qwen3_vl(rope(1e8, 131_072)), qk_norm: None, ..QWEN3_VL
+    },
+    Family {
         model_type: "dinov3_vit", sizes: [12, 384, 6],
         // As published, and as transformers 5 saves it.
         modules: &[
@@ -101,6 +105,10 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         rope: glm4v(rope(10_000.0, 65_536).partial("partial_rotary_factor", 0.5)), ..GLM4V
     },
     GLM4V,
+    Family {
+        model_type: "glm_image_text", bias: Bias::QkvIf("attention_bias", true),
+        rope: glm4v(rope(10_000.0, 131_072).partial("partial_rotary_factor", 1.0)), ..GLM4V
+    },
     Family {
         model_type: "glm_ocr_text", sizes: [16, 1024, 16], heads: Heads::Grouped(Some(8), None),
         head_dim_follows: false, bias: Bias::None, ..GLM4V

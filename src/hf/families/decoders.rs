@@ -104,6 +104,11 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         },
         ..LLAMA
     },
+    Family {
+        model_type: "chameleon", heads: Heads::Grouped(Some(32), None), head_dim_follows: true,
+        rope: Rotary::All(rope(10_000.0, 4096)),
+        qk_norm: Some(layer_norm(None, QkNormKind::Layer, QkNormScope::PerHeadWeights)), ..LLAMA
+    },
     COHERE,
     COHERE2,
     Family {

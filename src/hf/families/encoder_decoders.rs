@@ -2,8 +2,9 @@
 //! row is the encoder's self-attention, and has two more below it.
 
 use super::{DECODER, DECODER_LAYERS, ENCODER};
-use crate::hf::family::{Bias, BiasPlace, Family, Heads, Mask, at};
+use crate::hf::family::{Bias, BiasPlace, Family, Heads, Mask, Rotary, at};
 use crate::hf::fields::Fields;
+use crate::hf::rope::rope;
 use crate::{MultiHeadAttentionConfig, RelativeBiasConfig, WeightLayout};
 use candle_core::Result;
 
@@ -29,6 +30,26 @@ const BART_CROSS: Family = Family {
 };
 /// Queries see each other. Positions are added to the inputs of queries and keys, and not of values.
 const DETR_DECODER: Family = Family { mask: Mask::Encoder, ..BART_DECODER };
+#[rustfmt::skip]
+const MOONSHINE: Family = Family {
+    names: ["encoder_num_hidden_layers", "hidden_size", "encoder_num_attention_heads"], usual_names: false,
+    modules: &[at(BASE, "encoder.layers.{}.self_attn", WeightLayout::Canonical)],
+    heads: Heads::Computed(|fields, heads| fields.agrees("encoder_num_key_value_heads", heads).map(|()| heads)),
+    bias: Bias::QkvIf("attention_bias", false),
+    rope: Rotary::All(rope(10_000.0, 512).partial("partial_rotary_factor", 0.9).interleaved()), ..ENCODER
+};
+#[rustfmt::skip]
+const MOONSHINE_DECODER: Family = Family {
+    names: ["decoder_num_hidden_layers", "hidden_size", "decoder_num_attention_heads"],
+    modules: &[at(BASE, "decoder.layers.{}.self_attn", WeightLayout::Canonical)],
+    heads: Heads::Computed(|fields, heads| fields.agrees("decoder_num_key_value_heads", heads).map(|()| heads)),
+    mask: Mask::Causal, ..MOONSHINE
+};
+#[rustfmt::skip]
+const MOONSHINE_CROSS: Family = Family {
+    modules: &[at(BASE, "decoder.layers.{}.encoder_attn", WeightLayout::Canonical)], mask: Mask::Encoder,
+    rope: Rotary::None, ..MOONSHINE_DECODER
+};
 #[rustfmt::skip]
 const NLLB_CROSS: Family = Family {
     modules: &[at(BASE, "decoder.layers.{}.cross_attention", WeightLayout::Opt)], ..BART_CROSS
@@ -113,6 +134,7 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     row!("m2m_100", BART [12, 1024, 16], BART_DECODER and BART_CROSS [12, 1024, 16], DROPOUT),
     row!("marian", BART [12, 1024, 16], BART_DECODER and BART_CROSS [12, 1024, 16], NO_DROPOUT),
     row!("mbart", BART [12, 1024, 16], BART_DECODER and BART_CROSS [12, 1024, 16], NO_DROPOUT),
+    row!("moonshine", MOONSHINE [6, 288, 8], MOONSHINE_DECODER and MOONSHINE_CROSS [6, 288, 8], NO_DROPOUT),
     row!("mt5", T5 [8, 512, 6], T5_DECODER and T5_CROSS [8, 512, 6], T5_DROPOUT),
     row!("mvp", MVP [12, 1024, 16], MVP_DECODER and MVP_CROSS [12, 1024, 16], NO_DROPOUT),
     row!("nllb-moe", BART [12, 1024, 16], BART_DECODER and NLLB_CROSS [12, 1024, 16], DROPOUT),

@@ -1,12 +1,12 @@
 //! Encoders of text.
 
-use super::{DECODER, ENCODER, HEADS, HIDDEN, LAYERS, MODEL, QKV_PROJ, TEXT_MODEL, WQKV};
+use super::{DECODER, ENCODER, HEADS, HIDDEN, LAYERS, MODEL, QKV_PROJ, TEXT_MODEL, WQKV, layer_norm};
 use crate::hf::family::{Bias, BiasPlace, Family, Heads, Mask, ModuleNames, Rotary, at};
 use crate::hf::fields::Aliases;
 use crate::hf::rope::rope;
 use crate::hf::rules::{modernbert_side, sliding};
 use crate::weights::{PackedNaming, QkvOrder};
-use crate::{RelativeBiasConfig, WeightLayout};
+use crate::{QkNormKind, QkNormScope, RelativeBiasConfig, WeightLayout};
 
 const NOMIC: &[&str] = &["nomic_bert.", "bert.", ""];
 const WQKV_WO: WeightLayout = WeightLayout::Packed(PackedNaming::WqkvWo, QkvOrder::ByPart);
@@ -83,6 +83,12 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         ..BERT
     },
     Family {
+        model_type: "esmc", sizes: [80, 2560, 40], bias: Bias::AllIf("attention_bias", false),
+        modules: &[at(&["esmc.", "model.", ""], "layers.{}.self_attn", WeightLayout::Canonical)],
+        dropout: ("attention_dropout", 0.0), rope: Rotary::All(rope(10_000.0, 2048)),
+        qk_norm: Some(layer_norm(None, QkNormKind::LayerNoBias, QkNormScope::Projection)), ..ENCODER
+    },
+    Family {
         model_type: "esm", modules: &[bert(&["esm.", ""])],
         rope: Rotary::If(|fields, _| Ok(fields.get("position_embedding_type").is_some_and(|kind| *kind == "rotary")),
             rope(10_000.0, 1026)),
@@ -128,6 +134,17 @@ pub(in crate::hf) const ROWS: &[Family] = &[
             scales_windowed: true,
         },
         window: modernbert_side, ..ENCODER
+    },
+    // Queries and keys are made from a narrower input than values.
+    Family {
+        model_type: "mobilebert", names: [LAYERS, "intra_bottleneck_size", HEADS], usual_names: false,
+        sizes: [24, 128, 4], modules: &[bert(&["mobilebert.", ""])], mask: Mask::Encoder,
+        only: &[("use_bottleneck", "true")],
+        adjust: |fields, _, cfg| Ok(match fields.flag("use_bottleneck_attention", false)? {
+            true => cfg,
+            false => cfg.with_value_size(fields.get_or(HIDDEN, 512)?),
+        }),
+        ..BERT
     },
     Family {
         model_type: "mpnet",

@@ -112,4 +112,30 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         ..GATED
     },
     QWEN3_NEXT,
+    Family {
+        model_type: "step3p5", sizes: [45, 4096, 64], heads: Heads::Grouped(Some(8), Some(128)),
+        aliases: &[("num_attention_groups", "num_key_value_heads")],
+        rope: Rotary::ByKind {
+            windowed: rope(10_000.0, 128_000).partial("partial_rotary_factor", 1.0),
+            full: rope(10_000.0, 128_000).partial("partial_rotary_factor", 1.0), scales_windowed: false,
+        },
+        qk_norm: Some(Norm { kind: QkNormKind::RmsPlusOne, ..rms_norm(QkNormScope::PerHead, 1e-5) }),
+        window: |fields, layer| sliding(fields, layer, false, None),
+        // As published, several of its fields are lists or stand in these.
+        only: &[("attention_other_setting", "null"), ("partial_rotary_factors", "null"), ("gating", "true")],
+        adjust: |fields, _, cfg| {
+            let width = fields.optional("query_pre_attn_scalar")?.unwrap_or(cfg.head_dim() as f64);
+            let gate = OutputGate { scope: GateScope::PerHead, ..OWN };
+            let other = fields.optional("num_sliding_attention_heads")?;
+            let cfg = cfg.with_scale(width.powf(-0.5)).with_output_gate(gate);
+            Ok(match other.filter(|_| cfg.window().is_some() && !fields.has("per_layer_config")) {
+                Some(heads) => {
+                    let key_heads = cfg.num_kv_heads();
+                    cfg.with_heads(heads, key_heads)
+                }
+                None => cfg,
+            })
+        },
+        ..GATED
+    },
 ];

@@ -9,6 +9,7 @@ mod encoders;
 mod gated;
 mod gemma;
 mod gpt;
+mod hybrid;
 mod images_and_sound;
 mod latent;
 mod windows;
@@ -35,7 +36,7 @@ const WQKV: WeightLayout = WeightLayout::Packed(PackedNaming::Wqkv, QkvOrder::By
 
 /// Every row.
 pub(super) fn families() -> impl Iterator<Item = &'static Family> {
-    let decoders = [decoders::ROWS, gated::ROWS, gemma::ROWS, gpt::ROWS, latent::ROWS];
+    let decoders = [decoders::ROWS, gated::ROWS, gemma::ROWS, gpt::ROWS, hybrid::ROWS, latent::ROWS];
     let others =
         [encoders::ROWS, axes::ROWS, images_and_sound::ROWS, windows::ROWS, distances::ROWS, encoder_decoders::ROWS];
     decoders.into_iter().chain(others).flatten()
@@ -48,7 +49,8 @@ const DECODER: Family = Family {
     modules: &[at(MODEL, "layers.{}.self_attn", WeightLayout::Canonical)],
     heads: Heads::Grouped(None, None), head_dim_follows: false, dropout: ("attention_dropout", 0.0), bias: Bias::None,
     rope: Rotary::None, qk_norm: None, window: |_, _| Ok(None), mask: Mask::Causal, scale: None, only: &[],
-    bias_place: BiasPlace::FirstLayer, kv_layer: |_, _| Ok(None), adjust: |_, _, cfg| Ok(cfg), decoder: None, cross: None, latent: None,
+    bias_place: BiasPlace::FirstLayer, kv_layer: |_, _| Ok(None), adjust: |_, _, cfg| Ok(cfg), decoder: None,
+    cross: None, latent: None,
 };
 /// A key head for each query head, biases, all keys: what most encoders begin with.
 #[rustfmt::skip]
