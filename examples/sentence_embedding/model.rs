@@ -219,18 +219,7 @@ struct Block {
 impl Block {
     fn forward(&self, xs: &Tensor, sequences: &PackedSequences) -> Result<Tensor> {
         let attend = |input: &Tensor| {
-            if self.attention.config().relative_bias().is_none() {
-                return self
-                    .attention
-                    .forward_with(AttentionInput::new(input).with_packed(sequences).with_residual(xs));
-            }
-            // A bias by distance is that of one text.
-            let text = |s| {
-                let (start, len) = (sequences.queries(s).start, sequences.queries(s).len());
-                let (input, residual) = (input.narrow(0, start, len)?, xs.narrow(0, start, len)?);
-                self.attention.forward_with(AttentionInput::new(&input).with_residual(&residual))
-            };
-            Tensor::cat(&(0..sequences.len()).map(text).collect::<Result<Vec<_>>>()?, 0)
+            self.attention.forward_with(AttentionInput::new(input).with_packed(sequences).with_residual(xs))
         };
         if self.norms_first {
             let xs = attend(&optional(&self.attention_norm, xs)?)?;

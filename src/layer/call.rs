@@ -4,6 +4,7 @@ use candle_core::{Result, Tensor, bail};
 
 use super::by_heads::ByHeads;
 use super::input::GivenFunction;
+use super::packed_bias::PackedBias;
 use crate::cache::CachedCall;
 use crate::sdpa::plan_varlen;
 use crate::{
@@ -36,6 +37,8 @@ pub(super) enum CallKeys<'a> {
     ByHeads(ByHeads),
     /// Those of packed sequences, with a batch of one.
     Packed { k: Tensor, v: Tensor, sequences: &'a PackedSequences },
+    /// Those of packed sequences whose scores get a bias by distance.
+    PackedBias(PackedBias<'a>),
     /// Those of the call after those of the calls before, or what an earlier layer's cache holds.
     Cached(CachedCall<'a>),
 }
@@ -49,6 +52,7 @@ impl AttentionCall<'_> {
                 None => scaled_dot_product_attention(&self.q, k, v, &self.mask, &self.options),
             },
             CallKeys::ByHeads(keys) => keys.attend(&self.q, &self.mask, &self.options),
+            CallKeys::PackedBias(keys) => keys.attend(&self.q, &self.mask, &self.options),
             CallKeys::Packed { k, v, sequences } => {
                 let [q, k, v] = packed([&self.q, k, v])?;
                 let context = scaled_dot_product_attention_varlen(&q, &k, &v, sequences, &self.mask, &self.options)?;
@@ -90,7 +94,7 @@ impl AttentionCall<'_> {
                 scaled_dot_product_attention_with_weights(&self.q, k, v, &self.mask, &self.options)?
             }
             CallKeys::ByHeads(keys) => keys.attend_with_weights(&self.q, &self.mask, &self.options)?,
-            CallKeys::Packed { .. } => {
+            CallKeys::Packed { .. } | CallKeys::PackedBias(_) => {
                 bail!(
                     "[multi_head_attention] weights (B, H, T_q, T_kv) are asked for, which packed sequences do not have"
                 )
@@ -106,6 +110,7 @@ impl AttentionCall<'_> {
         match &self.keys {
             CallKeys::Own { k, v } => plan(&self.q, k, v, &self.mask, &self.options),
             CallKeys::ByHeads(keys) => keys.plan(&self.q, &self.mask, &self.options),
+            CallKeys::PackedBias(keys) => keys.plan(&self.q, &self.mask, &self.options),
             CallKeys::Packed { k, v, sequences } => {
                 let [q, k, v] = packed([&self.q, k, v])?;
                 plan_varlen(&q, &k, &v, sequences, &self.mask, &self.options)
@@ -120,7 +125,7 @@ impl AttentionCall<'_> {
     /// As [`CachedCall::commit`].
     pub fn commit(self) -> Result<()> {
         match self.keys {
-            CallKeys::Own { .. } | CallKeys::ByHeads(_) | CallKeys::Packed { .. } => Ok(()),
+            CallKeys::Own { .. } | CallKeys::ByHeads(_) | CallKeys::PackedBias(_) | CallKeys::Packed { .. } => Ok(()),
             CallKeys::Cached(staged) => staged.commit(),
         }
     }

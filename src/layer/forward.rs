@@ -5,6 +5,7 @@ use candle_core::{Result, Tensor, bail};
 use super::by_heads::ByHeads;
 use super::call::{AttentionCall, CallKeys};
 use super::input::GivenSum;
+use super::packed_bias::PackedBias;
 use super::{AttentionInput, MultiHeadAttention, OP, ProjectedMemory};
 use crate::cache::NewTokens;
 use crate::norm::Norm;
@@ -151,7 +152,10 @@ impl MultiHeadAttention {
             (Some((k, v)), Some(cache), _, Some(new_tokens)) => CallKeys::Cached(cache.stage(new_tokens, &k, &v)?),
             (Some((k, v)), ..) => match (input.packed, terms) {
                 (_, Some(terms)) => CallKeys::ByHeads(ByHeads { k, v, terms }),
-                (Some(sequences), None) => CallKeys::Packed { k, v, sequences },
+                (Some(sequences), None) => match &self.relative_bias {
+                    Some(bias) => CallKeys::PackedBias(PackedBias::new(k, v, sequences, bias)?),
+                    None => CallKeys::Packed { k, v, sequences },
+                },
                 (None, None) => CallKeys::Own { k, v },
             },
             (None, _, Keys::Earlier(cache), Some(new_tokens)) => {
@@ -233,7 +237,13 @@ impl MultiHeadAttention {
 
     /// That the layer has no part, and the call no memory, that knows of one sequence only.
     fn check_takes_packed(&self, input: &AttentionInput) -> Result<()> {
-        let part = match (self.adds_bias(), self.config.appended_keys()) {
+        if self.relative_bias.is_some() && (input.positions.is_some() || input.key_positions.is_some()) {
+            bail!(
+                "[multi_head_attention] positions were given beside packed sequences, expected none for a relative bias: each counts from 0"
+            )
+        }
+        let has_falcons = matches!(self.alibi, Some(Alibi::Falcon(_)));
+        let part = match (has_falcons, self.config.appended_keys()) {
             (true, _) => "a bias (T_q, T_kv) that follows from positions",
             (false, 1..) => "keys that it appends",
             (false, 0) if input.memory.is_some() && self.rotary.is_some() => {
@@ -465,7 +475,8 @@ impl MultiHeadAttention {
         if let Some(Alibi::Falcon(bias)) = &self.alibi {
             mask = mask.with_bias(&bias.at(keys, dtype)?);
         }
-        if let Some(bias) = &self.relative_bias {
+        // That of packed sequences is a part of one for each of them.
+        if let Some(bias) = self.relative_bias.as_ref().filter(|_| input.packed.is_none()) {
             mask = mask.with_bias(&bias.between(&at.queries, keys)?);
         }
         Ok(mask)

@@ -202,8 +202,11 @@ impl<'a> AttentionInput<'a> {
     ///
     /// Everything else is as for a batch of them: positions count from 0 in each sequence unless [`with_positions`]
     /// gives them as (total_q,), the mask holds for each sequence by itself, and its lengths are (n,). What has no
-    /// shape here is an error: a cache, weights, `keep` and `bias` tensors, layers with a relative bias, Falcon's ALiBi
-    /// or appended keys, and a memory of rotated keys.
+    /// shape here is an error: a cache, weights, `keep` and `bias` tensors, layers with relative positions by content,
+    /// Falcon's ALiBi or appended keys, and a memory of rotated keys.
+    ///
+    /// A relative bias (T5, MPNet) is made once, (H, T_q, T_kv) for the longest sequence, of which each has a part; it
+    /// takes no positions of the caller's, and attention is to one sequence after the other.
     ///
     /// ```
     /// use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, PackedSequences};

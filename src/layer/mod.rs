@@ -7,6 +7,7 @@ mod forward;
 mod input;
 mod latent;
 mod memory;
+mod packed_bias;
 #[cfg(test)]
 mod tests;
 

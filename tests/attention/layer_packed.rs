@@ -2,7 +2,7 @@
 
 use candle_attention::{
     AttentionInput, AttentionMask, Backend, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention,
-    MultiHeadLatentAttentionConfig, PackedSequences, RopeConfig,
+    MultiHeadLatentAttentionConfig, PackedSequences, RelativeBias, RelativeBiasConfig, RopeConfig,
 };
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
@@ -12,6 +12,7 @@ use crate::layer::{configs, layer};
 
 crate::on_each_device!(
     every_config_gives_each_sequence_the_numbers_of_a_call_by_itself,
+    a_relative_bias_counts_in_each_sequence,
     positions_start_anew_in_each_sequence_or_are_given,
     latent_attention_takes_packed_sequences,
     the_context_length_bounds_each_sequence,
@@ -77,6 +78,41 @@ fn every_config_gives_each_sequence_the_numbers_of_a_call_by_itself(device: &Dev
         }
     }
     assert!(calls > 80 && refused > 8, "{calls} {refused}");
+    Ok(())
+}
+
+/// Of one bias, each sequence has the part from distance 0 on.
+fn a_relative_bias_counts_in_each_sequence(device: &Device) -> Result<()> {
+    let buckets = RelativeBiasConfig::new(true).with_num_buckets(8).with_max_distance(6);
+    let cfg = MultiHeadAttentionConfig::new(12, 4).with_relative_bias(buckets.clone()).with_sinks(true);
+    let weight = Tensor::randn(0f32, 1.0, (8, 4), device)?;
+    let weight = [("relative_attention_bias.weight".to_string(), weight)].into();
+    let bias = RelativeBias::new(&buckets, 4, VarBuilder::from_tensors(weight, DType::F32, device))?;
+    let layer = layer(&cfg, DType::F32, device)?.with_relative_bias(bias)?;
+    for is_self in [true, false] {
+        let sequences = sequences(is_self)?;
+        let (xs, keys) = (rows(sequences.total_queries(), 12, device)?, rows(sequences.total_keys(), 12, device)?);
+        let lens: Vec<_> = (0..sequences.len()).map(|s| sequences.keys(s).len().saturating_sub(1)).collect();
+        let mask = AttentionMask::none().with_valid_lens(lens.clone());
+        for backend in [Backend::Auto, Backend::Reference] {
+            let call = || {
+                let call = AttentionInput::new(&xs).with_packed(&sequences).with_mask(&mask).with_backend(backend);
+                if is_self { call } else { call.with_key_value(&keys, &keys) }
+            };
+            let expected = one_by_one(&sequences, |s| {
+                let (xs, keys) = (queries_of(&xs, &sequences, s)?, keys_of(&keys, &sequences, s)?);
+                let mask = AttentionMask::none().with_valid_lens(vec![lens[s]]);
+                let call = AttentionInput::new(&xs).with_mask(&mask).with_backend(backend);
+                layer.forward_with(if is_self { call } else { call.with_key_value(&keys, &keys) })
+            })?;
+            assert_close(&layer.forward_with(call())?, &expected, 2e-5, "packed");
+            let planned = layer.plan(&call())?.backend;
+            assert_eq!(planned == Backend::Reference, backend == Backend::Reference || !device.is_cpu());
+            let positions = Tensor::zeros(sequences.total_queries(), DType::U32, device)?;
+            let text = error_text(layer.forward_with(call().with_positions(&positions)));
+            assert!(text.contains("positions were given beside packed sequences"), "{text}");
+        }
+    }
     Ok(())
 }
 
