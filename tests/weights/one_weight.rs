@@ -59,7 +59,12 @@ fn every_layout_is_loaded_into_one_weight() -> Result<()> {
                     assert_eq!([wk, wv], [(wk.0, 0), (wk.0, sizes[1])], "{what}");
                     vec![k, v]
                 }
-                _ => {
+                (true, false) => {
+                    two += 1;
+                    assert_eq!([wq, wk], [(wq.0, 0), (wq.0, sizes[0])], "{what}");
+                    vec![q, k]
+                }
+                (false, false) => {
                     none += 1;
                     assert!(wq.0 != wk.0 && wk.0 != wv.0, "{what}");
                     continue;
