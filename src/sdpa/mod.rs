@@ -96,7 +96,10 @@ pub fn scaled_dot_product_attention_with_weights(
     let [context, weights] = in_parts(&call, |call| {
         plan::choose(call, Wanted::Weights)?;
         let attended = reference::attend(call)?;
-        Ok([attended.context, attended.weights])
+        let Some(weights) = attended.weights else {
+            bail!("[{}] expected queries and keys on CUDA, where Candle has no empty tensors", call.op)
+        };
+        Ok([attended.context, weights])
     })?;
     Ok(AttentionOutput {
         context: call.in_rank_of_q(context)?,

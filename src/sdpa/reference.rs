@@ -12,8 +12,9 @@ use crate::size::fits_in_memory;
 pub(super) struct Attended {
     /// (B, H, T_q, D_v) in the dtype of the queries.
     pub context: Tensor,
-    /// (B, H, T_q, T_kv) in the dtype of the accumulation.
-    pub weights: Tensor,
+    /// (B, H, T_q, T_kv) in the dtype of the accumulation. None of packed sequences, and none without an entry on CUDA, where
+    /// Candle has no empty tensors.
+    pub weights: Option<Tensor>,
     /// (B, H, T_q) in the dtype of the accumulation.
     pub lse: Tensor,
 }
@@ -31,6 +32,9 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences) -> Result<Attend
     let (mut contexts, mut lses) = (Vec::new(), Vec::new());
     for s in 0..sequences.len() {
         let (queries, keys) = (sequences.queries(s), sequences.keys(s));
+        if queries.is_empty() {
+            continue;
+        }
         let mask = packed.mask.of_sequence(s, sequences.len(), queries.len(), keys.len());
         let q = packed.q.narrow(2, queries.start, queries.len())?;
         let k = packed.k.narrow(2, keys.start, keys.len())?;
@@ -41,10 +45,8 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences) -> Result<Attend
             first_row_and_key: [queries.start, keys.start],
             ..call
         })?;
-        if !queries.is_empty() {
-            contexts.push(own.context.transpose(1, 2)?);
-            lses.push(own.lse);
-        }
+        contexts.push(own.context.transpose(1, 2)?);
+        lses.push(own.lse);
     }
     let dtype = accumulation_dtype(packed.q.dtype());
     let (context, lse) = match contexts.is_empty() {
@@ -54,7 +56,7 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences) -> Result<Attend
         }
         false => (Tensor::cat(&contexts, 1)?.contiguous()?, Tensor::cat(&lses, 2)?.contiguous()?),
     };
-    Ok(Attended { context: context.transpose(1, 2)?, weights: Tensor::zeros(0, dtype, device)?, lse })
+    Ok(Attended { context: context.transpose(1, 2)?, weights: None, lse })
 }
 
 fn attend_batch(call: &Call) -> Result<Attended> {
@@ -87,7 +89,7 @@ fn attend_batch(call: &Call) -> Result<Attended> {
         };
         return Ok(Attended {
             context: Tensor::zeros((b, h, t_q, d_v), call.q.dtype(), device)?,
-            weights: Tensor::zeros((b, h, t_q, t_kv), dtype, device)?,
+            weights: if device.is_cuda() { None } else { Some(Tensor::zeros((b, h, t_q, t_kv), dtype, device)?) },
             lse,
         });
     }
@@ -116,7 +118,7 @@ fn attend_batch(call: &Call) -> Result<Attended> {
         OutputOrder::Bhtd => context.contiguous()?,
         OutputOrder::Bthd => context.transpose(1, 2)?.contiguous()?.transpose(1, 2)?,
     };
-    Ok(Attended { context, weights, lse })
+    Ok(Attended { context, weights: Some(weights), lse })
 }
 
 /// (B, H, T, X) times (B, H_kv, X, Y): the query heads of a group are rows of one product, so that k and v are not
