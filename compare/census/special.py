@@ -172,12 +172,15 @@ def dinov3_positions(config):
 
 # Positions on axes where the inputs do not have them, (A, T), and the lengths of sequences that stand in one row.
 TWO_IMAGES = lambda config: torch.cat([merged(4, 4), merged(2, 4)], dim=1)
-QWEN_VISION = "qwen3_5_moe_vision qwen3_5_vision qwen3_omni_moe_vision_encoder qwen3_vl_moe_vision qwen3_vl_vision".split()
+MERGED = (
+    "glm4v_moe_vision glm4v_vision glm_ocr_vision qwen3_5_moe_vision qwen3_5_vision qwen3_omni_moe_vision_encoder"
+    " qwen3_vl_moe_vision qwen3_vl_vision"
+).split()
 POSITIONS = {
     "dinov3_vit": dinov3_positions,
     "pixtral": lambda config: grid(4, 4).repeat(1, 2),
-} | dict.fromkeys(QWEN_VISION, TWO_IMAGES)
-LENGTHS = {"pixtral": [16, 16]} | dict.fromkeys(QWEN_VISION, [16, 8])
+} | dict.fromkeys(MERGED, TWO_IMAGES)
+LENGTHS = {"pixtral": [16, 16]} | dict.fromkeys(MERGED, [16, 8])
 
 # Functions of the configuration.
 INPUTS = dict.fromkeys(SECTIONS, beside_an_image) | {

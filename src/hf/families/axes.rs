@@ -74,6 +74,10 @@ const QWEN3_VL_IMAGES: Family = Family {
     model_type: "qwen3_vl_vision", sizes: [27, 1152, 16], names: ["depth", "hidden_size", "num_heads"],
     modules: &[blocks(VISUAL)], dropout: ("attention_dropout", 0.0), rope: image(10_000.0), ..ENCODER
 };
+#[rustfmt::skip]
+const GLM4V_IMAGES: Family = Family {
+    model_type: "glm4v_vision", sizes: [24, 1536, 12], bias: Bias::QkvIf("attention_bias", false), ..QWEN3_VL_IMAGES
+};
 
 fn qkvo_bias(fields: &Fields, cfg: crate::MultiHeadAttentionConfig) -> Result<crate::MultiHeadAttentionConfig> {
     Ok(cfg
@@ -105,6 +109,8 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         rope: glm4v(rope(10_000.0, 65_536).partial("partial_rotary_factor", 0.5)), ..GLM4V
     },
     GLM4V,
+    Family { model_type: "glm4v_moe_vision", ..GLM4V_IMAGES },
+    GLM4V_IMAGES,
     Family {
         model_type: "glm_image_text", bias: Bias::QkvIf("attention_bias", true),
         rope: glm4v(rope(10_000.0, 131_072).partial("partial_rotary_factor", 1.0)), ..GLM4V
@@ -112,6 +118,10 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     Family {
         model_type: "glm_ocr_text", sizes: [16, 1024, 16], heads: Heads::Grouped(Some(8), None),
         head_dim_follows: false, bias: Bias::None, ..GLM4V
+    },
+    Family {
+        model_type: "glm_ocr_vision", sizes: [24, 1024, 16], bias: Bias::AllIf("attention_bias", true),
+        qk_norm: Some(rms_norm(QkNormScope::PerHead, 1e-5)), ..GLM4V_IMAGES
     },
     Family {
         model_type: "paddleocr_vl_text", sizes: [18, 1024, 16], heads: Heads::Grouped(Some(2), Some(128)),
