@@ -173,8 +173,8 @@ def dinov3_positions(config):
 # Positions on axes where the inputs do not have them, (A, T), and the lengths of sequences that stand in one row.
 TWO_IMAGES = lambda config: torch.cat([merged(4, 4), merged(2, 4)], dim=1)
 MERGED = (
-    "glm4v_moe_vision glm4v_vision glm_ocr_vision qwen3_5_moe_vision qwen3_5_vision qwen3_omni_moe_vision_encoder"
-    " qwen3_vl_moe_vision qwen3_vl_vision"
+    "cohere_compass_vision glm4v_moe_vision glm4v_vision glm5_next_vision glm_ocr_vision qwen3_5_moe_vision qwen3_5_vision"
+    " qwen3_omni_moe_vision_encoder qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp_vision"
 ).split()
 POSITIONS = {
     "dinov3_vit": dinov3_positions,

@@ -78,6 +78,11 @@ const QWEN3_VL_IMAGES: Family = Family {
 const GLM4V_IMAGES: Family = Family {
     model_type: "glm4v_vision", sizes: [24, 1536, 12], bias: Bias::QkvIf("attention_bias", false), ..QWEN3_VL_IMAGES
 };
+#[rustfmt::skip]
+const GLM_OCR_IMAGES: Family = Family {
+    model_type: "glm_ocr_vision", sizes: [24, 1024, 16], bias: Bias::AllIf("attention_bias", true),
+    qk_norm: Some(rms_norm(QkNormScope::PerHead, 1e-5)), ..GLM4V_IMAGES
+};
 
 fn qkvo_bias(fields: &Fields, cfg: crate::MultiHeadAttentionConfig) -> Result<crate::MultiHeadAttentionConfig> {
     Ok(cfg
@@ -90,6 +95,7 @@ fn qkvo_bias(fields: &Fields, cfg: crate::MultiHeadAttentionConfig) -> Result<cr
 /// In alphabetical order.
 #[rustfmt::skip]
 pub(in crate::hf) const ROWS: &[Family] = &[
+    Family { model_type: "cohere_compass_vision", ..QWEN3_VL_IMAGES },
     Family {
         model_type: "cosmos3_edge_text", sizes: [28, 2048, 16], heads: Heads::Grouped(Some(8), Some(128)),
         rope: qwen3_vl(rope(1e8, 131_072)), qk_norm: None, ..QWEN3_VL
@@ -111,6 +117,8 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     GLM4V,
     Family { model_type: "glm4v_moe_vision", ..GLM4V_IMAGES },
     GLM4V_IMAGES,
+    GLM_OCR_IMAGES,
+    Family { model_type: "glm5_next_vision", ..GLM_OCR_IMAGES },
     Family {
         model_type: "glm_image_text", bias: Bias::QkvIf("attention_bias", true),
         rope: glm4v(rope(10_000.0, 131_072).partial("partial_rotary_factor", 1.0)), ..GLM4V
@@ -118,10 +126,6 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     Family {
         model_type: "glm_ocr_text", sizes: [16, 1024, 16], heads: Heads::Grouped(Some(8), None),
         head_dim_follows: false, bias: Bias::None, ..GLM4V
-    },
-    Family {
-        model_type: "glm_ocr_vision", sizes: [24, 1024, 16], bias: Bias::AllIf("attention_bias", true),
-        qk_norm: Some(rms_norm(QkNormScope::PerHead, 1e-5)), ..GLM4V_IMAGES
     },
     Family {
         model_type: "paddleocr_vl_text", sizes: [18, 1024, 16], heads: Heads::Grouped(Some(2), Some(128)),
@@ -160,4 +164,5 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     Family { model_type: "qwen3_vl_moe_vision", ..QWEN3_VL_IMAGES },
     QWEN3_VL,
     QWEN3_VL_IMAGES,
+    Family { model_type: "qwen4_exp_vision", ..QWEN3_VL_IMAGES },
 ];
