@@ -26,9 +26,9 @@ use crate::{DisentangledConfig, KvSource, MultiHeadAttentionConfig, RelativeEmbe
 /// # Ok(()) }
 /// ```
 /// But for a grid's, the terms are a bias, (B, T, T) for a head, which is computed for a few heads at a time and then
-/// given to the fused kernel: one product of T by 2 T for each head and, in half precision, terms in f32. A head of
-/// B sequences takes 4 · B · T² numbers, up to 16 MB of heads are computed at once, and they are let go after it, unless
-/// something is tracked for gradients.
+/// given to the fused kernel: a product of T by 2 T for each head and term, in f32 also in half precision. While it is
+/// computed, a term of a head takes 4 · B · T² numbers; as many heads as have products of 16 MB are taken at once, or
+/// those of one key head, and let go after it, unless something is tracked for gradients.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
