@@ -25,6 +25,7 @@ use crate::{DisentangledConfig, KvSource, MultiHeadAttentionConfig, RelativeEmbe
 /// # assert_eq!(ys.dims(), [4, 196, 64]);
 /// # Ok(()) }
 /// ```
+///
 /// But for a grid's, the terms are a bias, (B, T, T) for a head, which is computed for a few heads at a time and then
 /// given to the fused kernel: a product of T by 2 T for each head and term, in f32 also in half precision. While it is
 /// computed, a term of a head takes 4 · B · T² numbers; as many heads as have products of 16 MB are taken at once, or
