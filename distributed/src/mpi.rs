@@ -92,7 +92,9 @@ impl Mpi {
     pub fn device_number(&self) -> usize {
         let on_this_machine = self.world.split_shared(self.rank as i32).rank() as usize;
         #[cfg(feature = "nccl")]
-        let on_this_machine = on_this_machine % crate::nccl::device_count().max(1);
+        if let Ok(gpus @ 1..) = candle_core::cuda_backend::cudarc::driver::CudaContext::device_count() {
+            return on_this_machine % gpus as usize;
+        }
         on_this_machine
     }
 

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
-use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaSlice, CudaStream, DeviceRepr, ValidAsZeroBits};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DeviceRepr, ValidAsZeroBits};
 use candle_core::cuda_backend::cudarc::nccl::result::NcclError;
 use candle_core::cuda_backend::cudarc::nccl::safe::{Comm, Id, NcclType, ReduceOp, group_end, group_start};
 use candle_core::cuda_backend::{CudaDType, CudaDevice};
@@ -151,11 +151,6 @@ impl Communicator for Nccl {
     fn bytes_sent(&self) -> u64 {
         self.bytes_sent.get()
     }
-}
-
-/// How many GPUs this machine has: none without CUDA.
-pub(crate) fn device_count() -> usize {
-    CudaContext::device_count().map_or(0, |count| count as usize)
 }
 
 fn failed(error: NcclError) -> Error {
