@@ -4,67 +4,24 @@ use candle_core::{Result, Tensor, bail};
 
 use super::by_heads::ByHeads;
 use super::call::{AttentionCall, CallKeys};
-use super::input::GivenSum;
+use super::checks::{Inputs, Keys, NO_KEYS};
+use super::heads::{Projected, split_heads};
 use super::packed_bias::PackedBias;
-use super::{AttentionInput, MultiHeadAttention, OP, ProjectedMemory};
+use super::{AttentionInput, MultiHeadAttention};
 use crate::cache::NewTokens;
-use crate::norm::Norm;
-use crate::position::{Alibi, AxisPositions, ContentTables, Positions, Rotation};
-use crate::projection::Queries;
+use crate::position::{Alibi, AxisPositions, ContentTables, Positions};
 use crate::sdpa::accumulation_dtype;
-use crate::size::is_addressable;
-use crate::{AttentionCache, AttentionMask, AttentionOutput, KvSource, PackedSequences, Plan, RopeConfig, SdpaOptions};
-
-const NO_KEYS: &str =
-    "the layer has no keys and values of its own, expected an earlier layer's, `with_shared_cache` or `with_memory`";
-
-/// The inputs of a call, checked.
-struct Inputs<'a> {
-    /// (B, T_q, embed_dim).
-    queries: Tensor,
-    keys: Keys<'a>,
-    /// The tokens that the call adds to its cache, if it has one.
-    new_tokens: Option<NewTokens>,
-    /// (B, T_q, out_dim).
-    residual: Option<Tensor>,
-    sum: Option<GivenSum<'a>>,
-    b: usize,
-    t_q: usize,
-    t_kv: usize,
-}
-
-/// What keys and values are made from.
-enum Keys<'a> {
-    /// (B, T_kv, key_size) and (B, T_kv, value_size): clones of the queries or of each other where the caller's are one
-    /// tensor.
-    Inputs {
-        keys: Tensor,
-        values: Tensor,
-    },
-    Memory(&'a ProjectedMemory),
-    /// What an earlier layer's call of the same tokens left.
-    Earlier(&'a AttentionCache),
-}
-
-/// Projected inputs as heads.
-struct Projected {
-    /// (B, H, T_q, D).
-    q: Tensor,
-    /// (B, H_kv, T_kv, D) and (B, H_kv, T_kv, D_v), if the call does not take them from an earlier layer's cache.
-    kv: Option<(Tensor, Tensor)>,
-    /// (B, T_q, H·D_v) or (B, T_q, H).
-    gate: Option<Tensor>,
-}
+use crate::{AttentionCache, AttentionMask, AttentionOutput, PackedSequences, Plan, RopeConfig, SdpaOptions};
 
 /// The positions of a call's tokens.
-struct CallPositions {
-    queries: Positions,
+pub(super) struct CallPositions {
+    pub queries: Positions,
     /// Those of the call's own keys; `None` where they are the queries'.
-    keys: Option<Positions>,
+    pub keys: Option<Positions>,
     /// Those of the calls before too; `None` where there are none.
-    cached: Option<Positions>,
+    pub cached: Option<Positions>,
     /// Those by which queries and keys are rotated, where these are on several axes.
-    axes: Option<AxisPositions>,
+    pub axes: Option<AxisPositions>,
 }
 
 impl MultiHeadAttention {
@@ -173,143 +130,9 @@ impl MultiHeadAttention {
         Ok(AttentionCall { q, keys, mask, options, batched, residual: inputs.residual, gate, function })
     }
 
-    fn check<'a>(&self, input: &AttentionInput<'a>) -> Result<Inputs<'a>> {
-        let cfg = &self.config;
-        let batched = input.queries.rank() == 3;
-        let queries = self.expected(cfg.embed_dim(), batched).check("queries", input.queries)?;
-        let (b, t_q, _) = queries.dims3()?;
-        let residual = self.expected(cfg.embed_dim(), batched).check_residual(input, cfg.out_dim())?;
-        let (keys, t_kv, key_dims) = match (input.memory, input.shared_cache) {
-            (None, Some(cache)) => {
-                if cfg.kv_source() != KvSource::EarlierLayer {
-                    bail!(
-                        "[multi_head_attention] the cache of an earlier layer was given, but the layer has keys of its own"
-                    )
-                }
-                (Keys::Earlier(cache), cache.len(), input.queries.dims())
-            }
-            (None, None) if cfg.kv_source() == KvSource::EarlierLayer => bail!("[multi_head_attention] {NO_KEYS}"),
-            (Some(memory), _) => {
-                self.check_memory(input, memory, b)?;
-                (Keys::Memory(memory), memory.t_kv, memory.k.dims())
-            }
-            (None, None) => {
-                let (given_keys, given_values) = input.key_value.unwrap_or((input.queries, input.queries));
-                self.check_one_input(given_keys, given_values)?;
-                let mut keys = self.expected(cfg.key_size(), batched).check("keys", given_keys)?;
-                let mut values = self.expected(cfg.value_size(), batched).check("values", given_values)?;
-                if [keys.dim(0)?, values.dim(0)?] != [b, b] || keys.dim(1)? != values.dim(1)? {
-                    bail!(
-                        "[multi_head_attention] queries {:?}, keys {:?} and values {:?} differ in batch size, or keys and values in length",
-                        input.queries.dims(),
-                        given_keys.dims(),
-                        given_values.dims()
-                    )
-                }
-                if given_keys.id() == input.queries.id() {
-                    keys = queries.clone();
-                }
-                if given_values.id() == given_keys.id() {
-                    values = keys.clone();
-                }
-                let t_kv = keys.dim(1)?;
-                (Keys::Inputs { keys, values }, t_kv, given_keys.dims())
-            }
-        };
-        let what = || format!("queries {:?} and keys {key_dims:?}", input.queries.dims());
-        self.check_lengths(b, t_q.max(t_kv), input.longest(t_q, t_kv), what)?;
-        input.check_packed(OP, &queries, t_kv)?;
-        if input.packed.is_some() {
-            self.check_takes_packed(input)?;
-        }
-        if cfg.relative_bias().is_some() && self.relative_bias.is_none() {
-            bail!(
-                "[multi_head_attention] the config has a relative bias, expected the stack's one in `with_relative_bias`"
-            )
-        }
-        self.check_content(input)?;
-        let new_tokens = input.new_tokens(OP, (b, t_q))?;
-        if let Some(new_tokens) = &new_tokens {
-            self.check_cached(new_tokens)?;
-        }
-        Ok(Inputs { queries, keys, new_tokens, residual, sum: input.sum, b, t_q, t_kv })
-    }
-
-    /// That the layer has no part, and the call no memory, that knows of one sequence only.
-    fn check_takes_packed(&self, input: &AttentionInput) -> Result<()> {
-        if self.relative_bias.is_some() && (input.positions.is_some() || input.key_positions.is_some()) {
-            bail!(
-                "[multi_head_attention] positions were given beside packed sequences, expected none for a relative bias: each counts from 0"
-            )
-        }
-        let has_falcons = matches!(self.alibi, Some(Alibi::Falcon(_)));
-        let part = match (has_falcons, self.config.appended_keys()) {
-            (true, _) => "a bias (T_q, T_kv) that follows from positions",
-            (false, 1..) => "keys that it appends",
-            (false, 0) if input.memory.is_some() && self.rotary.is_some() => {
-                bail!(
-                    "[multi_head_attention] packed sequences were given with a memory, whose keys stand at 0..T_kv; expected keys and values"
-                )
-            }
-            (false, 0) => return Ok(()),
-        };
-        bail!("[multi_head_attention] the layer has {part}, which packed sequences do not take")
-    }
-
-    /// That relative positions by content have the tokens that they are for.
-    fn check_content(&self, input: &AttentionInput) -> Result<()> {
-        let others = [
-            ("keys of others", input.is_cross()),
-            ("earlier tokens", input.cache.is_some()),
-            ("packed sequences", input.packed.is_some()),
-            ("positions", input.positions.is_some()),
-            ("other functions", input.function.is_some()),
-        ];
-        match others.into_iter().find(|&(_, given)| given && self.content.is_some()) {
-            Some((what, _)) => bail!(
-                "[multi_head_attention] {what} were given, but relative positions by content are between the tokens of a call"
-            ),
-            None => Ok(()),
-        }
-    }
-
     /// Whether scores get a bias that follows from positions.
     fn adds_bias(&self) -> bool {
         matches!(self.alibi, Some(Alibi::Falcon(_))) || self.relative_bias.is_some()
-    }
-
-    fn check_cached(&self, new_tokens: &NewTokens) -> Result<()> {
-        if self.bias_kv.is_some() {
-            bail!(
-                "[multi_head_attention] the layer has a learned key (bias_kv), which stands behind the last of a call, not in a cache"
-            )
-        }
-        if self.config.add_zero_attn() {
-            bail!(
-                "[multi_head_attention] the layer has a key of zeros (add_zero_attn), which stands behind the last of a call, not in a cache"
-            )
-        }
-        if let Some(context_length) = self.config.context_length().filter(|&most| new_tokens.longest() > most) {
-            bail!(
-                "[attention_cache] {} positions with those of the calls before are more than the context length {context_length}",
-                new_tokens.longest()
-            )
-        }
-        Ok(())
-    }
-
-    /// Of `b` rows with `t` queries or keys, of which a sequence has at most `longest`; `what` they are is for an
-    /// error.
-    pub(super) fn check_lengths(&self, b: usize, t: usize, longest: usize, what: impl Fn() -> String) -> Result<()> {
-        let cfg = &self.config;
-        if let Some(context_length) = cfg.context_length().filter(|&most| longest > most) {
-            bail!("[multi_head_attention] {longest} positions are more than the context length {context_length}")
-        }
-        let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
-        if !is_addressable(&[b, t, h * d + h_kv * (d + d_v)]) {
-            bail!("[multi_head_attention] {} are too large to address", what())
-        }
-        Ok(())
     }
 
     /// `None` for a layer that has no use for positions; their shape is checked all the same.
@@ -361,104 +184,6 @@ impl MultiHeadAttention {
             ),
             (Some(_), None) => Ok(None),
         }
-    }
-
-    /// Queries, keys and values, normalised and rotated.
-    fn project(&self, inputs: &Inputs, positions: Option<&CallPositions>) -> Result<Projected> {
-        let at = |positions: &Positions| self.rotary.as_ref().map(|rotary| rotary.at(positions));
-        let on_axes = positions.and_then(|positions| positions.axes.as_ref()).zip(self.rotary.as_ref());
-        let at_queries = match on_axes {
-            Some((axes, rotary)) => Some(rotary.on_axes(axes)),
-            None => positions.and_then(|positions| at(&positions.queries)),
-        };
-        let at_keys = positions.and_then(|positions| positions.keys.as_ref()).and_then(at);
-        let (Queries { q, gate }, kv) = match &inputs.keys {
-            Keys::Inputs { keys, values } => {
-                let (own, kv) = self.projections.query_key_value(&inputs.queries, keys, values)?;
-                let rotation = at_keys.as_ref().or(at_queries.as_ref());
-                (own, kv.map(|[k, v]| self.key_value_heads([k, v], rotation, inputs.sum)).transpose()?)
-            }
-            Keys::Memory(memory) => {
-                (self.projections.query(&inputs.queries)?, Some((memory.k.clone(), memory.v.clone())))
-            }
-            Keys::Earlier(_) => (self.projections.query(&inputs.queries)?, None),
-        };
-        let norm = self.qk_norm.as_ref().map(|norms| &norms.q);
-        let q = self.heads(
-            self.normed_projection(q, norm, inputs.sum)?,
-            self.config.num_heads(),
-            norm,
-            at_queries.as_ref(),
-        )?;
-        let factors = match (self.config.query_scaling(), positions) {
-            (Some(scaling), Some(at)) => scaling.factors(&at.queries, q.dtype(), q.device())?,
-            _ => None,
-        };
-        let q = match factors {
-            // In the order of q's memory, (B, T, H, D).
-            Some(factors) => q.transpose(1, 2)?.broadcast_mul(&factors.transpose(1, 2)?)?.transpose(1, 2)?,
-            None => q,
-        };
-        Ok(Projected { q, kv, gate })
-    }
-
-    /// Projected keys (B, T_kv, H_kv·D) and values (B, T_kv, H_kv·D_v), followed by those that the layer
-    /// appends, as heads.
-    pub(super) fn key_value_heads(
-        &self,
-        kv: [Tensor; 2],
-        rotation: Option<&Rotation>,
-        sum: Option<GivenSum>,
-    ) -> Result<(Tensor, Tensor)> {
-        let [k, v] = kv;
-        let norm = self.qk_norm.as_ref().and_then(|norms| norms.k.as_ref());
-        let (mut k, mut v) = (self.normed_projection(k, norm, sum)?, self.normed_projection(v, None, None)?);
-        if self.config.appended_keys() > 0 {
-            let (learned_k, learned_v) = self.bias_kv.as_ref().map_or((None, None), |(k, v)| (Some(k), Some(v)));
-            (k, v) = (self.append_rows(k, learned_k)?, self.append_rows(v, learned_v)?);
-        }
-        let h_kv = self.config.num_kv_heads();
-        let v = split_heads(&v, h_kv)?;
-        let v = self.value_norm.as_ref().map_or_else(|| Ok(v.clone()), |norm| norm.forward(&v))?;
-        Ok((self.heads(k, h_kv, norm, rotation)?, v.transpose(1, 2)?))
-    }
-
-    /// (B, T, width) and the rows that the layer appends to each sequence: the learned one, then that of zeros.
-    fn append_rows(&self, xs: Tensor, learned: Option<&Tensor>) -> Result<Tensor> {
-        let (b, _, width) = xs.dims3()?;
-        let zeros = match self.config.add_zero_attn() {
-            true => Some(Tensor::zeros((b, 1, width), xs.dtype(), xs.device())?),
-            false => None,
-        };
-        let learned = learned.map(|row| row.broadcast_as((b, 1, width))?.contiguous()).transpose()?;
-        Tensor::cat(&[Some(xs), learned, zeros].into_iter().flatten().collect::<Vec<_>>(), 1)
-    }
-
-    /// What happens to a projection before it is split into heads.
-    fn normed_projection(&self, mut xs: Tensor, norm: Option<&Norm>, sum: Option<GivenSum>) -> Result<Tensor> {
-        if let Some(norm) = norm.filter(|_| self.qk_norm.as_ref().is_some_and(|norms| norms.of_projections())) {
-            xs = norm.forward_over(&xs, sum.map(|GivenSum(sum)| sum))?;
-        }
-        match self.config.clip_qkv() {
-            Some(clip) => xs.clamp(-clip, clip),
-            None => Ok(xs),
-        }
-    }
-
-    /// (B, T, heads · width) as heads (B, heads, T, width), a view of (B, T, ..), normalised and rotated.
-    fn heads(&self, xs: Tensor, heads: usize, norm: Option<&Norm>, rotation: Option<&Rotation>) -> Result<Tensor> {
-        let mut xs = split_heads(&xs, heads)?;
-        let norm = norm.filter(|_| self.qk_norm.as_ref().is_some_and(|norms| !norms.of_projections()));
-        if let Some(norm) = norm.filter(|_| !self.config.norm_after_rope()) {
-            xs = norm.forward(&xs)?;
-        }
-        if let Some(rotation) = rotation {
-            xs = rotation.apply(&xs)?;
-        }
-        if let Some(norm) = norm.filter(|_| self.config.norm_after_rope()) {
-            xs = norm.forward(&xs)?;
-        }
-        xs.transpose(1, 2)
     }
 
     /// The layer's own mask and the call's, and the biases that follow from positions.
@@ -514,18 +239,4 @@ impl MultiHeadAttention {
         let ys = self.projections.output(merged, call.residual.as_ref())?;
         if call.batched { Ok(ys) } else { ys.squeeze(0) }
     }
-}
-
-/// (B, T, heads · width) to (B, T, heads, width): a view, also of columns of a wider product.
-pub(super) fn split_heads(xs: &Tensor, heads: usize) -> Result<Tensor> {
-    let (b, t, columns) = xs.dims3()?;
-    let split = [b, t, heads, columns / heads];
-    if !xs.is_contiguous() {
-        let view = xs.unfold(2, split[3], split[3])?;
-        // Candle counts the heads in f32, which holds no more than 2^24 columns.
-        if view.dims() == split {
-            return Ok(view);
-        }
-    }
-    xs.reshape(&split)
 }

@@ -3,7 +3,9 @@
 
 mod by_heads;
 mod call;
+mod checks;
 mod forward;
+mod heads;
 mod input;
 mod latent;
 mod memory;

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result, Storage, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 
 use super::call::CallKeys;
-use super::forward::split_heads;
+use super::heads::split_heads;
 use crate::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, OutputOrder};
 
 const B: usize = 2;
