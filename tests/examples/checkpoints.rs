@@ -170,7 +170,14 @@ fn every_kind_of_architecture_runs() {
     let mut types = std::collections::HashSet::new();
     for entry in std::fs::read_dir(models).expect("the models of the tests") {
         let folder = entry.expect("can be listed").path();
-        let value = json(&["the cat sat", "--model", path(&folder)]);
+        // As many words as the image has patches where positions are those of a grid.
+        let refused = run(&["the cat sat", "--model", path(&folder)]).stderr;
+        let grid = refused.split_once("expected the ").and_then(|(_, grid)| grid.split_once(" of the grid"));
+        let text = match grid.and_then(|(grid, _)| grid.split_once(" × ")) {
+            Some((h, w)) => vec!["cat"; h.parse::<usize>().unwrap() * w.parse::<usize>().unwrap()].join(" "),
+            None => "the cat sat".to_string(),
+        };
+        let value = json(&[&text, "--model", path(&folder)]);
         let (weights, embedding) = (value["weights"].as_str().unwrap(), value["embedding"].as_str().unwrap());
         assert!(embedding.contains("drawn after torch.manual_seed(0)"), "{folder:?}: {embedding}");
         let config = std::fs::read_to_string(folder.join("config.json")).expect("a config.json");
