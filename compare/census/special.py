@@ -19,6 +19,8 @@ SHARED = {
 GEMMA4 = {"global_head_dim": 20, "num_global_key_value_heads": 3, "attention_k_eq_v": True}
 # Windows that divide no image of 4 x 4 patches, and one layer without.
 SAM = {"window_size": 3, "global_attn_indexes": [1]}
+# Windows that are not shifted, whose mask the caller makes, and a stage of one window.
+SWIN = {"depths": [1, 1], "window_size": 2}
 RESNET = {"backbone_config": {
     "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1],
     "layer_type": "basic", "out_features": ["stage4"],
@@ -117,6 +119,15 @@ SAM_IMAGES = (
     " unlimited_ocr_sam_vision_model"
 ).split()
 CONFIGS |= dict.fromkeys(SAM_IMAGES, SAM)
+CONFIGS |= dict.fromkeys("donut-swin maskformer-swin swin".split(), SWIN | {"num_heads": [3, 6]})
+CONFIGS |= {
+    "clap_audio_model": SWIN | {
+        "num_attention_heads": [3, 6], "patch_embeds_hidden_size": 24, "hidden_size": 48, "spec_size": 32, "patch_size": 8,
+        "patch_stride": [8, 8], "num_mel_bins": 16,
+    },
+    "swin2sr": SWIN | {"num_heads": [3, 6], "image_size": 8, "patch_size": 1},
+    "swinv2": SWIN | {"num_heads": [3, 6], "pretrained_window_sizes": [0, 3]},
+}
 
 # Sections of rotary positions on three axes, for pairs of tiny heads.
 SECTIONS = {
@@ -196,6 +207,7 @@ INPUTS = dict.fromkeys(SECTIONS, beside_an_image) | {
         "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
         "spatial_shapes": torch.tensor([[4, 4], [4, 4]]),
     },
+    "clap_audio_model": lambda config: {"input_features": torch.randn(2, 1, 32, config.num_mel_bins)},
     "canary_decoder": lambda config: {
         "input_ids": torch.randint(3, config.vocab_size, (2, 7)),
         "encoder_hidden_states": torch.randn(2, 9, config.hidden_size),

@@ -11,6 +11,7 @@ use super::fields::{Aliases, Fields};
 use super::names::load_module;
 pub(super) use super::names::{ModuleNames, at};
 use super::rope::Rope;
+pub(super) use super::stages::Stages;
 use crate::weights::has;
 use crate::{
     ContentPositions, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig, QkNorm, QkNormKind,
@@ -34,6 +35,8 @@ pub(super) struct Family {
     pub usual_names: bool,
     /// Their defaults.
     pub sizes: [usize; 3],
+    /// Where layers stand in stages: `names` and `sizes` are of the first stage's width then.
+    pub stages: Option<Stages>,
     pub heads: Heads,
     /// Whether heads are always `embed_dim / num_heads` wide, whatever `head_dim` is.
     pub head_dim_follows: bool,
@@ -190,7 +193,7 @@ impl Family {
             fields.only(name, only.parse::<Value>().unwrap_or_default())?;
         }
         let window = (self.window)(fields, layer)?;
-        let cfg = self.bias(fields, self.heads(fields)?)?;
+        let cfg = self.bias(fields, self.heads(fields, layer)?)?;
         let cfg = cfg.with_dropout(fields.nullable(self.dropout.0, Some(self.dropout.1))?.unwrap_or(0.0));
         let cfg = self.rope(fields, layer, window, cfg)?;
         let cfg = match &self.qk_norm {
@@ -230,6 +233,10 @@ impl Family {
             Some(name) if fields.has(name) || !fields.has(HIDDEN) => fields.section(name)?,
             _ => fields,
         };
+        if let Some(stages) = &self.stages {
+            stages.place(&fields, layer)?;
+            return Ok(fields);
+        }
         let name = self.names[0];
         // T5's decoders are as deep as their encoders unless they say otherwise.
         let default = if name == DECODER_LAYERS { fields.get_or("num_layers", self.sizes[0])? } else { self.sizes[0] };
@@ -248,9 +255,20 @@ impl Family {
         (self.kv_layer)(&self.fields(json, layer)?, layer)
     }
 
-    fn heads(&self, fields: &Fields) -> Result<MultiHeadAttentionConfig> {
-        let [embed_dim, num_heads] = [1, 2].map(|i| fields.get_or(self.names[i], self.sizes[i]));
-        let (embed_dim, num_heads) = (embed_dim?, num_heads?);
+    /// What stands for `{}` in the names of a layer.
+    pub fn place(&self, json: &Value, layer: usize) -> Result<Vec<usize>> {
+        match &self.stages {
+            Some(stages) => Ok(stages.place(&self.fields(json, layer)?, layer)?.to_vec()),
+            None => Ok(vec![layer]),
+        }
+    }
+
+    fn heads(&self, fields: &Fields, layer: usize) -> Result<MultiHeadAttentionConfig> {
+        let embed_dim = fields.get_or(self.names[1], self.sizes[1])?;
+        let [embed_dim, num_heads] = match &self.stages {
+            Some(stages) => stages.sizes(fields, layer, embed_dim, self.names[2])?,
+            None => [embed_dim, fields.get_or(self.names[2], self.sizes[2])?],
+        };
         let cfg = MultiHeadAttentionConfig::new(embed_dim, num_heads);
         if self.head_dim_follows || matches!(self.heads, Heads::Equal) {
             fields.agrees("head_dim", embed_dim / num_heads)?;
@@ -349,7 +367,8 @@ impl Family {
     ) -> Result<MultiHeadAttention> {
         let cfg = self.attention(json, layer)?;
         self.refuse_quantized(json)?;
-        let attention = load_module(self.modules, layer, vb, |layout, module| load(&cfg, layout, module))?;
+        let attention =
+            load_module(self.modules, &self.place(json, layer)?, vb, |layout, module| load(&cfg, layout, module))?;
         let attention = match cfg.content_positions() {
             Some(ContentPositions::Disentangled(positions)) => {
                 let module = self.shared_module(layer, vb, "rel_embeddings.weight")?;
@@ -393,8 +412,8 @@ impl Family {
     /// The module of a parameter that stands where [`bias_place`](Self::bias_place) says: the first that the builder has.
     fn shared_module(&self, layer: usize, vb: &VarBuilder, parameter: &str) -> Result<String> {
         let modules: Vec<_> = match self.bias_place {
-            BiasPlace::FirstLayer => self.modules.iter().flat_map(|names| names.modules(0)).collect(),
-            BiasPlace::EachLayer => self.modules.iter().flat_map(|names| names.modules(layer)).collect(),
+            BiasPlace::FirstLayer => self.modules.iter().flat_map(|names| names.modules(&[0])).collect(),
+            BiasPlace::EachLayer => self.modules.iter().flat_map(|names| names.modules(&[layer])).collect(),
             BiasPlace::Module(path) => {
                 self.modules.iter().flat_map(|names| names.prefixes).map(|prefix| format!("{prefix}{path}")).collect()
             }

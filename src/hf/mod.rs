@@ -193,6 +193,11 @@
 //! # Ok(()) }
 //! ```
 //!
+//! # Swin
+//!
+//! Layers of Swin and Swin v2 are counted through all stages. A layer's inputs are the windows that
+//! [`Windows`](crate::Windows) makes of an image, every second layer's of a shifted one, whose mask the call gets.
+//!
 //! # DeBERTa and conformers
 //!
 //! The layers of DeBERTa v2 and v3 share vectors of distances, with which each layer comes, and see how far apart tokens
@@ -240,6 +245,7 @@ mod fields;
 mod names;
 mod rope;
 mod rules;
+mod stages;
 
 use candle_core::Result;
 use candle_nn::VarBuilder;
@@ -356,7 +362,7 @@ pub fn load_latent_attention(json: &Value, layer: usize, vb: VarBuilder) -> Resu
     let family = Family::of(json)?;
     let cfg = family.latent_attention(json, layer)?;
     family.refuse_quantized(json)?;
-    names::load_module(family.modules, layer, &vb, |_, module| MultiHeadLatentAttention::new(&cfg, vb.pp(module)))
+    names::load_module(family.modules, &[layer], &vb, |_, module| MultiHeadLatentAttention::new(&cfg, vb.pp(module)))
 }
 
 /// [`load_attention_shard`] for latent attention: see [`MultiHeadLatentAttention::load_shard`].
@@ -373,7 +379,7 @@ pub fn load_latent_attention_shard(
     let cfg = family.latent_attention(json, layer)?;
     family.refuse_quantized(json)?;
     let load = |_, module: &str| MultiHeadLatentAttention::load_shard(&cfg, shard, &vb.pp(module));
-    names::load_module(family.modules, layer, &whole(vb), load)
+    names::load_module(family.modules, &family.place(json, layer)?, &whole(vb), load)
 }
 
 /// The relative bias that all layers of a stack have together, from a `config.json` and a builder at the model's root.

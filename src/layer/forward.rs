@@ -98,6 +98,10 @@ impl MultiHeadAttention {
                 let [q, k] = grid.widen(&q, &k, scale)?;
                 (q, Some((k, v)), None)
             }
+            (Some(ContentTables::Window(tables)), Some((k, v))) => {
+                let [q, k] = tables.scaled(q, k)?;
+                (q, Some((k, v)), None)
+            }
             (Some(ContentTables::Distances(tables)), Some((k, v))) => {
                 let (q, terms) = tables.terms(&q, &k, scale, &self.projections)?;
                 (q, Some((k, v)), Some(terms))
@@ -195,6 +199,9 @@ impl MultiHeadAttention {
             let dims = (inputs.b, self.config.num_heads(), inputs.t_q, inputs.t_kv);
             mask = mask.with_appended_keys(appended, dims, dtype, device)?;
         }
+        if let Some(ContentTables::Window(tables)) = &self.content {
+            mask = mask.with_bias(&tables.bias(inputs.t_q)?);
+        }
         let Some(at) = at else { return Ok(mask) };
         let keys = at.cached.as_ref().or(at.keys.as_ref()).unwrap_or(&at.queries);
         if let Some(Alibi::Falcon(bias)) = &self.alibi {
@@ -209,7 +216,8 @@ impl MultiHeadAttention {
 
     fn options(&self, input: &AttentionInput) -> SdpaOptions {
         let mut options = input.options(self.config.dropout());
-        options.scale = match self.content {
+        options.scale = match &self.content {
+            Some(ContentTables::Window(tables)) if tables.is_cosine() => Some(1.0),
             // Not that of wider queries.
             Some(_) => Some(self.config.score_scale()),
             None => self.config.scale(),

@@ -1,16 +1,18 @@
-//! Relative positions by content: terms of a score that depend on where the key stands from its query, and on what one
-//! of the two holds.
+//! Relative positions by content: terms of a score that depend on where the key stands from its query, and mostly on what
+//! one of the two holds.
 
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
 use super::distances::{self, DistanceTables};
 use super::grid::{self, GridTables};
+use super::window::WindowTables;
 use crate::shard::Share;
 use crate::weights::Source;
 use crate::{DisentangledConfig, KvSource, MultiHeadAttentionConfig, RelativeEmbeddings};
 
-/// Terms of the scores by the place of the key from its query and by what one of the two holds, for self-attention.
+/// Terms of the scores by the place of the key from its query and, but for those of windows, by what one of the two holds,
+/// for self-attention.
 ///
 /// ```
 /// use candle_attention::{ContentPositions, MultiHeadAttention, MultiHeadAttentionConfig};
@@ -26,7 +28,7 @@ use crate::{DisentangledConfig, KvSource, MultiHeadAttentionConfig, RelativeEmbe
 /// # Ok(()) }
 /// ```
 ///
-/// But for a grid's, the terms are a bias, (B, T, T) for a head, which is computed for a few heads at a time and then
+/// But for those of a grid or a window, the terms are a bias, (B, T, T) for a head, which is computed for a few heads at a time and then
 /// given to the fused kernel: a product of T by 2 T for each head and term, in f32 also in half precision. While it is
 /// computed, a term of a head takes 4 · B · T² numbers; as many heads as have products of 16 MB are taken at once, or
 /// those of one key head, and let go after it, unless something is tracked for gradients.
@@ -45,6 +47,30 @@ pub enum ContentPositions {
         height: usize,
         /// Columns of patches.
         width: usize,
+    },
+    /// Swin's (<https://arxiv.org/abs/2103.14030>): a number for each place of the key from its query in a window, row by
+    /// row, T = height · width, added to the scaled score. Parameter `relative_position_bias_table`
+    /// ((2 · height - 1) · (2 · width - 1), H), from the query furthest above and left of its key on.
+    ///
+    /// [`Windows`](crate::Windows) makes the rows of a batch of an image, and the mask of shifted windows. The bias
+    /// (1, H, T, T) is computed once, unless something is tracked for gradients.
+    Window {
+        /// Rows of tokens.
+        height: usize,
+        /// Columns of tokens.
+        width: usize,
+    },
+    /// Swin v2's (<https://arxiv.org/abs/2111.09883>): the score is the cosine of query and key, times
+    /// `exp(min(logit_scale, ln 100))`, and the bias of a place is `16 · sigmoid(W₂ relu(W₁ x + b))`, x being the signed
+    /// logarithms of its distances down and across. Parameters `logit_scale` (H, 1, 1), and
+    /// `continuous_position_bias_mlp.0.weight` (512, 2), `.0.bias` (512) and `.2.weight` (H, 512).
+    CosineWindow {
+        /// Rows of tokens.
+        height: usize,
+        /// Columns of tokens.
+        width: usize,
+        /// Rows and columns of the windows of the training, if it was of others; at least 2.
+        trained: Option<[usize; 2]>,
     },
     /// Transformer-XL's (<https://arxiv.org/abs/1901.02860>), of conformers: `scale · ((q + u) · k + (q + v) · W r)`, r
     /// being sines and cosines of the distance. Parameters `linear_pos.weight` (H·D, E) is W, `pos_bias_u` and `pos_bias_v`
@@ -78,11 +104,7 @@ impl ContentPositions {
         }
         match self {
             Self::Grid { height, width } => {
-                for (name, size) in [("height", *height), ("width", *width)] {
-                    if size == 0 || size > MOST {
-                        bail!("[content_positions] {name} is {size}, expected 1 to {MOST}")
-                    }
-                }
+                check_window([*height, *width])?;
                 if cfg.softcap().is_some() {
                     bail!(
                         "[content_positions] softcap is set, which bounds scores before relative positions of a grid are added"
@@ -90,6 +112,16 @@ impl ContentPositions {
                 }
                 if cfg.score_scale() as f32 == 0.0 {
                     bail!("[content_positions] scale is 0, expected another beside relative positions of a grid")
+                }
+            }
+            Self::Window { height, width } => check_window([*height, *width])?,
+            Self::CosineWindow { height, width, trained } => {
+                check_window([*height, *width])?;
+                if let Some(trained) = trained.filter(|trained| trained.iter().any(|size| !(2..=MOST).contains(size))) {
+                    bail!("[content_positions] trained is {trained:?}, expected 2 to {MOST} each")
+                }
+                if let Some(scale) = cfg.scale() {
+                    bail!("[content_positions] scale is {scale}, expected none beside the factors of cosine scores")
                 }
             }
             Self::TransformerXl => {
@@ -118,10 +150,18 @@ impl ContentPositions {
     }
 }
 
+fn check_window(sizes: [usize; 2]) -> Result<()> {
+    match ["height", "width"].into_iter().zip(sizes).find(|&(_, size)| size == 0 || size > MOST) {
+        Some((name, size)) => bail!("[content_positions] {name} is {size}, expected 1 to {MOST}"),
+        None => Ok(()),
+    }
+}
+
 /// The parameters of a layer's [`ContentPositions`].
 #[derive(Debug, Clone)]
 pub(crate) enum ContentTables {
     Grid(GridTables),
+    Window(WindowTables),
     Distances(DistanceTables),
 }
 
@@ -131,10 +171,18 @@ impl ContentTables {
             None => {
                 let mut names = grid::NAMES.iter().chain(&distances::PARAMETERS);
                 names.try_for_each(|name| source.refuse(name, "the config has no content_positions"))?;
+                WindowTables::refuse(source)?;
                 Ok(None)
             }
             Some(&ContentPositions::Grid { height, width }) => {
                 Ok(Some(Self::Grid(GridTables::load([height, width], cfg.head_dim(), source)?)))
+            }
+            Some(&ContentPositions::Window { height, width }) => {
+                Ok(Some(Self::Window(WindowTables::of_table([height, width], cfg.num_heads(), source)?)))
+            }
+            Some(&ContentPositions::CosineWindow { height, width, trained }) => {
+                let heads = [cfg.num_heads(), cfg.head_dim()];
+                Ok(Some(Self::Window(WindowTables::of_cosines([height, width], trained, heads, source)?)))
             }
             Some(of_distances) => Ok(Some(Self::Distances(DistanceTables::load(of_distances, cfg, source)?))),
         }
@@ -144,6 +192,7 @@ impl ContentTables {
     pub(crate) fn freeze(&self) -> Result<Self> {
         match self {
             Self::Grid(tables) => Ok(Self::Grid(tables.freeze()?)),
+            Self::Window(tables) => Ok(Self::Window(tables.freeze()?)),
             Self::Distances(tables) => Ok(Self::Distances(tables.freeze()?)),
         }
     }
@@ -152,6 +201,7 @@ impl ContentTables {
     pub(crate) fn shard(self, heads: Share) -> Result<Self> {
         match self {
             Self::Grid(_) => Ok(self),
+            Self::Window(tables) => Ok(Self::Window(tables.shard(heads)?)),
             Self::Distances(tables) => Ok(Self::Distances(tables.shard(heads)?)),
         }
     }
@@ -159,7 +209,7 @@ impl ContentTables {
     /// With the vectors that a stack's layers share.
     pub(crate) fn with_embeddings(self, embeddings: RelativeEmbeddings) -> Self {
         match self {
-            Self::Grid(_) => self,
+            Self::Grid(_) | Self::Window(_) => self,
             Self::Distances(tables) => Self::Distances(tables.with_embeddings(embeddings)),
         }
     }
@@ -168,6 +218,7 @@ impl ContentTables {
     pub(crate) fn parameters(&self) -> Vec<(String, Tensor)> {
         match self {
             Self::Grid(tables) => tables.parameters(),
+            Self::Window(tables) => tables.parameters(),
             Self::Distances(tables) => tables.parameters(),
         }
     }

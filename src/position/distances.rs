@@ -101,7 +101,9 @@ impl DistanceTables {
             ContentPositions::Disentangled(config) => {
                 Kind::Disentangled(DisentangledTables::load(config, (h * d, e), source)?)
             }
-            ContentPositions::Grid { .. } => bail!("[content_positions] a grid has no distances on one axis"),
+            ContentPositions::Grid { .. } | ContentPositions::Window { .. } | ContentPositions::CosineWindow { .. } => {
+                bail!("[content_positions] a grid has no distances on one axis")
+            }
         };
         Ok(Self { kind, latest: Arc::default() })
     }

@@ -11,6 +11,7 @@ mod grid;
 mod query_scaling;
 mod rotary;
 mod t5;
+mod window;
 
 pub use alibi::{AlibiConfig, alibi_slopes};
 pub use axes::{RopeAxes, RopeAxisLayout};

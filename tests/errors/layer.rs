@@ -27,6 +27,14 @@ fn grid(height: usize) -> ContentPositions {
     ContentPositions::Grid { height, width: 3 }
 }
 
+fn in_window(positions: ContentPositions, tokens: usize) -> Result<Tensor> {
+    load(MultiHeadAttentionConfig::new(8, 4).with_content_positions(positions))?.forward(&zeros((1, tokens, 8)))
+}
+
+fn cosines(trained: Option<[usize; 2]>) -> ContentPositions {
+    ContentPositions::CosineWindow { height: 3, width: 2, trained }
+}
+
 fn disentangled() -> MultiHeadAttentionConfig {
     let positions = ContentPositions::Disentangled(DisentangledConfig::new(4));
     MultiHeadAttentionConfig::new(8, 4).with_content_positions(positions)
@@ -74,6 +82,11 @@ pub const CASES: &[Case] = cases! {
     "a grid without rows" => load(MultiHeadAttentionConfig::new(8, 4).with_content_positions(grid(0))),
     "a grid and a softcap" => load(MultiHeadAttentionConfig::new(8, 4).with_content_positions(grid(2)).with_softcap(5.0)),
     "a grid and no scale" => load(MultiHeadAttentionConfig::new(8, 4).with_content_positions(grid(2)).with_scale(0.0)),
+    "a window of no column" => in_window(ContentPositions::Window { height: 3, width: 0 }, 3),
+    "tokens of another window" => in_window(ContentPositions::Window { height: 3, width: 2 }, 5),
+    "cosine scores trained on windows of one token" => in_window(cosines(Some([4, 1])), 6),
+    "cosine scores and a scale" =>
+        load(MultiHeadAttentionConfig::new(8, 4).with_content_positions(cosines(None)).with_scale(0.5)),
     "an attention function beside terms by distance" => {
         let positions = ContentPositions::Clipped { left: 2, right: 2 };
         let layer = load(MultiHeadAttentionConfig::new(8, 4).with_content_positions(positions))?;

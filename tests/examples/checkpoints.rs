@@ -170,9 +170,9 @@ fn every_kind_of_architecture_runs() {
     let mut types = std::collections::HashSet::new();
     for entry in std::fs::read_dir(models).expect("the models of the tests") {
         let folder = entry.expect("can be listed").path();
-        // As many words as the image has patches where positions are those of a grid.
+        // As many words as the image has patches where positions are those of a grid or a window.
         let refused = run(&["the cat sat", "--model", path(&folder)]).stderr;
-        let grid = refused.split_once("expected the ").and_then(|(_, grid)| grid.split_once(" of the grid"));
+        let grid = refused.split_once("expected the ").and_then(|(_, grid)| grid.split_once(" of the "));
         let text = match grid.and_then(|(grid, _)| grid.split_once(" × ")) {
             Some((h, w)) => vec!["cat"; h.parse::<usize>().unwrap() * w.parse::<usize>().unwrap()].join(" "),
             None => "the cat sat".to_string(),

@@ -146,6 +146,22 @@ def rope(**parameters):
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0} | parameters}
 
 
+SWIN = {
+    "image_size": 16,
+    "patch_size": 4,
+    "window_size": 2,
+    "embed_dim": 8,
+    "depths": [2, 1],
+    "num_heads": [2, 4],
+}
+SWIN_PLACES = {
+    "sizes": {},
+    "auto_class": AutoModel,
+    "layers": "encoder.layers",
+    "attention": "attention",
+    "inputs": lambda config: {"pixel_values": torch.randn(2, 3, 16, 16)},
+}
+
 SEQ2SEQ = {
     "vocab_size": 61,
     "d_model": 32,
@@ -564,6 +580,11 @@ CASES = {
         attention="attention",
         out_proj="attention.proj",
         inputs=lambda config: {"pixel_values": torch.randn(2, 3, 8, 12)},
+    ),
+    # An image of 4 by 4 in windows of 2 by 2, shifted in the second layer, and all of one of 2 by 2.
+    "swin": encoder("swin", SWIN, **SWIN_PLACES, out_proj="attention.o_proj"),
+    "swinv2": encoder(
+        "swinv2", SWIN, {"pretrained_window_sizes": [3, 0]}, **SWIN_PLACES, out_proj="attention.output.dense"
     ),
     "wav2vec2_conformer": encoder(
         "wav2vec2-conformer",

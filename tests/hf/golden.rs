@@ -1,7 +1,7 @@
 //! What each attention module of a model gives for its input, architecture by architecture.
 
 use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, HeadShard, QkNormScope, hf,
+    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, HeadShard, QkNormScope, Windows, hf,
 };
 use candle_core::{DType, Result, Tensor};
 use candle_nn::var_builder::ShardedSafeTensors;
@@ -26,8 +26,8 @@ architectures! {
     gemma3n_text, gemma4_text, glm, glm4, gpt2, gpt_bigcode, gpt_neo, gpt_neox, gpt_oss, gptj, granite, granite_swa,
     hunyuan_v1_dense, kosmos_2_text_model, laguna, llama, llama4_text, marian, ministral3, mistral, mixtral,
     modernbert, mpnet, mpt, nomic_bert, olmo2, olmoe, opt, parakeet_encoder, phi, phi3, qwen2, qwen2_vl_text, qwen3,
-    qwen3_next, qwen3_vl_text, roberta, roformer, sam_vision_model, smollm3, stablelm, starcoder2, t5, umt5, videomae,
-    vit, vitdet, wav2vec2_bert, wav2vec2_conformer, whisper,
+    qwen3_next, qwen3_vl_text, roberta, roformer, sam_vision_model, smollm3, stablelm, starcoder2, swin, swinv2, t5, umt5,
+    videomae, vit, vitdet, wav2vec2_bert, wav2vec2_conformer, whisper,
 }
 
 /// A model for each here, or else in the census of `compare/census`, whose page says that they are equal.
@@ -73,8 +73,9 @@ fn architecture(model_type: &str) -> Result<()> {
     assert!(!models.is_empty(), "no model of {model_type}");
     for model in models {
         for i in 0..model.layers() {
+            let shifts = model.config.get("depths").is_some() && i == 1;
+            let mask = if shifts { Windows::new([4, 4], 2)?.with_shift(1)?.mask(2, &CPU)? } else { mask(&model)? };
             for backend in [Backend::Auto, Backend::Reference] {
-                let mask = mask(&model)?;
                 let input = AttentionInput::new(&model.golden[&format!("layer{i}.in")]);
                 let input = on_axes(&model, input.with_mask(&mask).with_backend(backend));
                 let ys = forward(&model, i, input)?;

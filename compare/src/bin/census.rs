@@ -207,6 +207,8 @@ fn parts(cfg: &MultiHeadAttentionConfig) -> Vec<String> {
     add(cfg.relative_bias().is_some(), "relative bias");
     match cfg.content_positions() {
         None => {}
+        Some(ContentPositions::Window { .. }) => add(true, "a bias by place in a window"),
+        Some(ContentPositions::CosineWindow { .. }) => add(true, "cosine scores in a window"),
         Some(ContentPositions::Grid { .. }) => add(true, "decomposed relative positions"),
         Some(_) => add(true, "relative positions by content"),
     }

@@ -12,6 +12,7 @@ mod gpt;
 mod hybrid;
 mod images_and_sound;
 mod latent;
+mod swin;
 mod windows;
 
 use super::family::{Bias, BiasPlace, Family, Heads, Mask, Norm, Rotary, at};
@@ -37,15 +38,23 @@ const WQKV: WeightLayout = WeightLayout::Packed(PackedNaming::Wqkv, QkvOrder::By
 /// Every row.
 pub(super) fn families() -> impl Iterator<Item = &'static Family> {
     let decoders = [decoders::ROWS, gated::ROWS, gemma::ROWS, gpt::ROWS, hybrid::ROWS, latent::ROWS];
-    let others =
-        [encoders::ROWS, axes::ROWS, images_and_sound::ROWS, windows::ROWS, distances::ROWS, encoder_decoders::ROWS];
+    let others = [
+        encoders::ROWS,
+        axes::ROWS,
+        images_and_sound::ROWS,
+        windows::ROWS,
+        swin::ROWS,
+        distances::ROWS,
+        encoder_decoders::ROWS,
+    ];
     decoders.into_iter().chain(others).flatten()
 }
 
 /// Grouped heads without positions or biases, causal: what most decoders begin with.
 #[rustfmt::skip]
 const DECODER: Family = Family {
-    model_type: "", names: SIZE_NAMES, usual_names: true, sizes: [32, 4096, 32], aliases: &[], section: None,
+    model_type: "", names: SIZE_NAMES, usual_names: true, sizes: [32, 4096, 32], stages: None,
+    aliases: &[], section: None,
     modules: &[at(MODEL, "layers.{}.self_attn", WeightLayout::Canonical)],
     heads: Heads::Grouped(None, None), head_dim_follows: false, dropout: ("attention_dropout", 0.0), bias: Bias::None,
     rope: Rotary::None, qk_norm: None, window: |_, _| Ok(None), mask: Mask::Causal, scale: None, only: &[],

@@ -42,7 +42,7 @@ fn plain(variables: &VarMap, dtype: DType) -> Result<VarBuilder<'static>> {
 /// Without what a layer refuses that has no use for it.
 fn without_tables(variables: &VarMap) -> Result<VarBuilder<'static>> {
     let data = variables.data().lock().expect("one thread");
-    let tables = ["rel_pos", "pos_", "linear_pos", "distance_embedding", "rel_embeddings"];
+    let tables = ["rel", "pos_", "linear_pos", "distance_embedding", "logit_scale", "continuous"];
     let own = data.iter().filter(|(name, _)| !tables.iter().any(|table| name.starts_with(table)));
     Ok(VarBuilder::from_tensors(
         own.map(|(name, var)| (name.clone(), var.as_tensor().clone())).collect(),
@@ -415,5 +415,120 @@ fn a_layer_saves_the_parameters_of_its_terms() -> Result<()> {
         let xs = Tensor::randn(0f32, 1.0, (2, 6, 24), &CPU)?;
         assert_eq!(values(&again.forward(&xs)?), values(&layer.forward(&xs)?), "{cfg:?}");
     }
+    Ok(())
+}
+
+/// Swin's table, and Swin v2's cosine scores and network, in layers of grouped heads.
+fn windows() -> Vec<Config> {
+    let cosine = |trained| ContentPositions::CosineWindow { height: HEIGHT, width: WIDTH, trained };
+    [ContentPositions::Window { height: HEIGHT, width: WIDTH }, cosine(None), cosine(Some([6, 4]))]
+        .map(|positions| grid().with_content_positions(positions))
+        .to_vec()
+}
+
+/// The bias of all pairs of tokens of a window by its definition, (1, H, T, T), and what makes products scores.
+fn window_bias(cfg: &Config, variables: &VarMap, q: &Tensor, k: &Tensor) -> Result<Tensor> {
+    let data = variables.data().lock().expect("one thread");
+    let (b, h, t, d) = q.dims4()?;
+    let pairs = || (0..t).flat_map(move |i| (0..t).map(move |j| [i, j].map(|n| [n / WIDTH, n % WIDTH])));
+    let by_heads = |pairs: Tensor| pairs.t()?.reshape((1, h, t, t));
+    let &ContentPositions::CosineWindow { trained, .. } = cfg.content_positions().expect("a window") else {
+        let place = |[[y, x], [key_y, key_x]]: [[usize; 2]; 2]| {
+            (((y + HEIGHT - 1) - key_y) * (2 * WIDTH - 1) + (x + WIDTH - 1) - key_x) as u32
+        };
+        let places = Tensor::from_iter(pairs().map(place), &CPU)?;
+        return by_heads(data["relative_position_bias_table"].index_select(&places, 0)?);
+    };
+    let [down, across] = trained.unwrap_or([HEIGHT, WIDTH]).map(|size| (size - 1) as f64);
+    let log = |x: f64| ((8.0 * x).abs() + 1.0).log2() / 8f64.log2() * if x < 0.0 { -1.0 } else { 1.0 };
+    let coordinates = pairs().flat_map(|[[y, x], [key_y, key_x]]| {
+        [log((y as f64 - key_y as f64) / down) as f32, log((x as f64 - key_x as f64) / across) as f32]
+    });
+    let network = |name: &str| data[&format!("continuous_position_bias_mlp.{name}")].as_tensor().clone();
+    let xs = Tensor::from_iter(coordinates, &CPU)?.reshape((t * t, 2))?;
+    let xs = xs.matmul(&network("0.weight").t()?)?.broadcast_add(&network("0.bias"))?.relu()?;
+    let bias = (candle_nn::ops::sigmoid(&xs.matmul(&network("2.weight").t()?)?)? * 16.0)?;
+    let group = h / k.dim(1)?;
+    let k = k.unsqueeze(2)?.broadcast_as((b, h / group, group, t, d))?.reshape(q.shape())?;
+    let length = |xs: &Tensor| xs.sqr()?.sum_keepdim(3)?.sqrt();
+    let products = q.contiguous()?.matmul(&k.t()?)?;
+    let cosines = products.broadcast_div(&length(q)?)?.broadcast_div(&length(&k)?.t()?)?;
+    let scores = cosines.broadcast_mul(&data["logit_scale"].exp()?)?;
+    (scores - (products / (d as f64).sqrt())?)?.broadcast_add(&by_heads(bias)?)
+}
+
+#[test]
+fn windows_give_the_numbers_of_their_bias() -> Result<()> {
+    for cfg in windows() {
+        let variables = variables_of(&cfg)?;
+        for b in [1, 3] {
+            let xs = Tensor::randn(0f32, 1.0, (b, HEIGHT * WIDTH, 24), &CPU)?;
+            let mask = AttentionMask::none().with_valid_lens(vec![11; b]);
+            let expected = by_bias(&variables, &xs, &mask, |q, k| window_bias(&cfg, &variables, q, k))?;
+            for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F64, 1e-5), (DType::BF16, 0.06), (DType::F16, 0.008)]
+            {
+                let layer = MultiHeadAttention::new(&cfg, plain(&variables, dtype)?)?;
+                let fused = [Backend::Fused, Backend::Reference];
+                for backend in if dtype == DType::F64 { &[Backend::Auto][..] } else { &fused } {
+                    let xs = xs.to_dtype(dtype)?;
+                    let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(*backend);
+                    let error = relative_error(&layer.forward_with(input)?.to_dtype(DType::F32)?, &expected);
+                    assert!(error < tolerance, "{cfg:?}, {dtype:?}, {backend:?}, {b} windows: off by {error:e}");
+                }
+            }
+        }
+        let short = error_text(MultiHeadAttention::new(&cfg, plain(&variables, DType::F32)?)?.forward(&Tensor::zeros(
+            (1, 14, 24),
+            DType::F32,
+            &CPU,
+        )?));
+        assert!(short.contains("queries have 14 tokens, expected the 3 × 5 of the window"), "{short}");
+    }
+    Ok(())
+}
+
+#[test]
+fn parameters_of_windows_get_the_gradients_of_their_bias() -> Result<()> {
+    for cfg in windows() {
+        let variables = variables_of(&cfg)?;
+        let xs = Tensor::randn(0f32, 1.0, (2, HEIGHT * WIDTH, 24), &CPU)?;
+        let weights = Tensor::randn(0f32, 1.0, xs.shape(), &CPU)?;
+        let loss = |ys: Tensor| ys.mul(&weights)?.sum_all()?.backward();
+        let by_definition =
+            || by_bias(&variables, &xs, &AttentionMask::none(), |q, k| window_bias(&cfg, &variables, q, k));
+        let layer = MultiHeadAttention::new(&cfg, VarBuilder::from_varmap(&variables, DType::F32, &CPU))?;
+        assert_same_gradients(&variables, &loss(layer.forward(&xs)?)?, &loss(by_definition()?)?);
+        // A step later, the layer has what its variables hold then, and a frozen one what they held.
+        let (frozen, before) = (layer.freeze()?, layer.forward(&xs)?);
+        for var in variables.all_vars() {
+            var.set(&(var.as_tensor() * 1.5)?)?;
+        }
+        assert!(relative_error(&layer.forward(&xs)?, &by_definition()?) < 1e-5, "{cfg:?}");
+        assert!(relative_error(&frozen.forward(&xs)?, &before) < 1e-5, "{cfg:?} frozen");
+        // What it saves is the layer again.
+        let saved: Tensors = frozen.state_dict(candle_attention::WeightLayout::Canonical)?.into_iter().collect();
+        let again = MultiHeadAttention::new(&cfg, VarBuilder::from_tensors(saved, DType::F32, &CPU))?;
+        assert_eq!(values(&again.forward(&xs)?), values(&frozen.forward(&xs)?), "{cfg:?}");
+    }
+    Ok(())
+}
+
+/// Factors end at 100, and tokens of zeros have a cosine of zero.
+#[test]
+fn cosine_scores_are_bounded() -> Result<()> {
+    let cfg = &windows()[1];
+    let variables = variables_of(cfg)?;
+    let with = |logit: f64| -> Result<MultiHeadAttention> {
+        let logits = Tensor::full(logit as f32, (HEADS, 1, 1), &CPU)?;
+        variables.data().lock().expect("one thread")["logit_scale"].set(&logits)?;
+        MultiHeadAttention::new(cfg, plain(&variables, DType::F32)?)
+    };
+    let xs = Tensor::randn(0f32, 1.0, (2, HEIGHT * WIDTH, 24), &CPU)?;
+    let most = with(100f64.ln())?.forward(&xs)?;
+    assert_eq!(values(&with(7.0)?.forward(&xs)?), values(&most));
+    assert!(max_error(&with(4.0)?.forward(&xs)?, &most) > 1e-3);
+    variables.data().lock().expect("one thread").iter().try_for_each(|(_, var)| var.set(&var.zeros_like()?))?;
+    let zeros = MultiHeadAttention::new(cfg, plain(&variables, DType::F32)?)?.forward(&xs)?;
+    assert!(values(&zeros).iter().all(|&y| y == 0.0));
     Ok(())
 }
