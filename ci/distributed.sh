@@ -13,5 +13,8 @@ if ! command -v mpirun >/dev/null || ! command -v mpicc >/dev/null || ! ls /usr/
         exit 0
     fi
 fi
-cargo clippy -p candle-attention-distributed --all-targets --features mpi -- -D warnings
+# `.ci/run` has a stand-in for CUDA.
+features=mpi
+[ -z "${CUDARC_CUDA_VERSION-}" ] || features=mpi,nccl
+cargo clippy -p candle-attention-distributed --all-targets --features "$features" -- -D warnings
 cargo test -p candle-attention-distributed --features mpi
