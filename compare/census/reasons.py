@@ -18,9 +18,10 @@ FEATURES = [
     (r"kv_a_proj|kv_b_proj|q_a_proj", "latent attention of another kind"),
     (r"c2p|p2c|disentangled", "relative positions by content (DeBERTa)"),
     (r"rel_pos_h|decomposed", "decomposed relative positions by content"),
+    (r"gru_rel_pos", "a relative bias with a gate by content"),
     (r"relative_position_bias|window_partition|logit_scale", "windows of an image with a table of biases"),
     (
-        r"linear_pos|relative_k_proj|pos_bias_u|rel_shift|r_r_bias|rel_embed|gru_rel_pos|distance_embed"
+        r"linear_pos|relative_k_proj|pos_bias_u|rel_shift|r_r_bias|rel_embed|distance_embed"
         r"|relative_positions_keys|rel_logits|relative_attention_bias|emb_rel_k",
         "relative positions by content",
     ),

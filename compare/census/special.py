@@ -119,6 +119,7 @@ SAM_IMAGES = (
     " unlimited_ocr_sam_vision_model"
 ).split()
 CONFIGS |= dict.fromkeys(SAM_IMAGES, SAM)
+CONFIGS |= {"sam3_vit_model": {"image_size": 16, "pretrain_image_size": 16, "patch_size": 4, "window_size": 4}}
 CONFIGS |= dict.fromkeys("donut-swin maskformer-swin swin".split(), SWIN | {"num_heads": [3, 6]})
 CONFIGS |= {
     "clap_audio_model": SWIN | {
@@ -190,6 +191,7 @@ MERGED = (
 POSITIONS = {
     "dinov3_vit": dinov3_positions,
     "pixtral": lambda config: grid(4, 4).repeat(1, 2),
+    "sam3_vit_model": lambda config: grid(4, 4).flip(0),
 } | dict.fromkeys(MERGED, TWO_IMAGES)
 LENGTHS = {"pixtral": [16, 16]} | dict.fromkeys(MERGED, [16, 8])
 

@@ -35,6 +35,16 @@ fn latents_in_a_cache_give_the_same() -> Result<()> {
     Ok(())
 }
 
+/// Kimi K2's config.json has a name of its own, which transformers reads as DeepSeek V3.
+#[test]
+fn kimi_k2_is_deepseek_v3() -> Result<()> {
+    let Model { mut config, .. } = Model::named("deepseek_v3");
+    let expected = hf::latent_attention_config(&config, 0)?;
+    config["model_type"] = "kimi_k2".into();
+    assert_eq!(hf::latent_attention_config(&config, 0)?, expected);
+    Ok(())
+}
+
 #[test]
 fn latent_attention_is_found_with_and_without_a_head() -> Result<()> {
     for name in ["deepseek_v2_lite", "deepseek_v3"] {

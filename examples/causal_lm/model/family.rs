@@ -124,7 +124,7 @@ impl Family {
             "mixtral" => Self { mlp: MlpKind::Experts { load: Experts::mixtral, dense_layers: 0 }, eps: 1e-5, ..LLAMA },
             "gpt_oss" => Self { mlp: MlpKind::Experts { load: Experts::gpt_oss, dense_layers: 0 }, eps: 1e-5, ..LLAMA },
             "deepseek_v2" => DEEPSEEK_V2,
-            "deepseek_v3" => {
+            "deepseek_v3" | "kimi_k2" => {
                 Self { mlp: MlpKind::Experts { load: Experts::deepseek_v3, dense_layers: 3 }, ..DEEPSEEK_V2 }
             }
             "phi3" => Self { eps: 1e-5, ..LLAMA },

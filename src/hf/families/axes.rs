@@ -31,6 +31,8 @@ const fn image(theta: f64) -> Rotary {
     Rotary::All(rope(theta, 1).on_axes(RopeAxisLayout::Axial, &[]))
 }
 
+const SAM3: &[&str] = &["detector_model.vision_encoder.backbone.", "vision_encoder.backbone.", "backbone.", ""];
+
 /// Vision towers of Qwen's kind.
 const fn blocks(prefixes: &'static [&'static str]) -> ModuleNames {
     at(prefixes, "blocks.{}.attn", QKV)
@@ -165,4 +167,8 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     QWEN3_VL,
     QWEN3_VL_IMAGES,
     Family { model_type: "qwen4_exp_vision", ..QWEN3_VL_IMAGES },
+    Family {
+        model_type: "sam3_vit_model", sizes: [32, 1024, 16], modules: &[at(SAM3, "layers.{}.attention", WeightLayout::Canonical)],
+        rope: Rotary::All(rope(10_000.0, 1).on_axes(RopeAxisLayout::Axial, &[]).interleaved()), ..ENCODER
+    },
 ];

@@ -43,6 +43,8 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         }),
         ..DEEPSEEK_V3
     },
+    // As it is published; transformers loads it as DeepSeek V3.
+    Family { model_type: "kimi_k2", sizes: [61, 7168, 64], ..DEEPSEEK_V3 },
     Family {
         model_type: "minicpm3", sizes: [62, 2560, 40],
         latent: Some(|fields, row| {
