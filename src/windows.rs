@@ -5,9 +5,9 @@ use candle_core::{Device, Result, Tensor, bail};
 use crate::AttentionMask;
 use crate::size::fits_in_memory;
 
-/// An image of height × width tokens in square windows, in which attention stays (SAM, ViTDet, Swin): they are rows of a
-/// batch for a layer. An image that windows do not divide is padded with zeros, below and on the right, which are tokens
-/// like others, as in these models.
+/// An image of height × width tokens in square windows, in which attention stays (SAM, ViTDet, Swin): they are rows of
+/// a batch for a layer. An image that windows do not divide is padded with zeros, below and on the right, which are
+/// tokens like others, as in these models.
 ///
 /// ```
 /// use candle_attention::Windows;
@@ -98,8 +98,8 @@ impl Windows {
         moved.narrow(1, 0, height)?.narrow(2, 0, width)?.contiguous()?.reshape((b, height * width, e))
     }
 
-    /// What the windows of `b` images see: with a shift, tokens that were side by side before it. One entry for each pair
-    /// of tokens of a window.
+    /// What the windows of `b` images see: with a shift, tokens that were side by side before it. One entry for each
+    /// pair of tokens of a window.
     ///
     /// # Errors
     /// If memory is short.

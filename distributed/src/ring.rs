@@ -45,14 +45,14 @@ pub struct RingAttention {
 }
 
 impl RingAttention {
-    /// Attention with the arguments of [`scaled_dot_product_attention`](candle_attention::scaled_dot_product_attention) for
-    /// the whole sequence: the mask may be causal, and have windows, bands, chunks, lengths and starts.
+    /// Attention with the arguments of [`scaled_dot_product_attention`](candle_attention::scaled_dot_product_attention)
+    /// for the whole sequence: the mask may be causal, and have windows, bands, chunks, lengths and starts.
     pub fn new(mask: &AttentionMask, options: &SdpaOptions) -> Self {
         Self { mask: mask.clone(), options: options.clone() }
     }
 
-    /// [`attend`](Self::attend) for [`AttentionInput::with_function`](candle_attention::AttentionInput::with_function), with
-    /// the mask and the options of the layer.
+    /// [`attend`](Self::attend) for [`AttentionInput::with_function`](candle_attention::AttentionInput::with_function),
+    /// with the mask and the options of the layer.
     pub fn function<'a>(order: &'a ZigZag, processes: &'a dyn Communicator) -> Box<AttentionFunction<'a>> {
         Box::new(|q, k, v, mask, options| Ok(Self::new(mask, options).attend([q, k, v], order, processes)?.0))
     }
@@ -61,8 +61,8 @@ impl RingAttention {
     /// D_v) of its queries over the keys of all processes, and the log-sum-exp (B, H, T).
     ///
     /// # Errors
-    /// If the tensors do not have this process's positions; for a mask with `keep` or `bias` tensors, as relative biases
-    /// and keys that a layer appends are; and those of
+    /// If the tensors do not have this process's positions; for a mask with `keep` or `bias` tensors, as relative
+    /// biases and keys that a layer appends are; and those of
     /// [`scaled_dot_product_attention`](candle_attention::scaled_dot_product_attention) and of the processes.
     pub fn attend(&self, qkv: [&Tensor; 3], order: &ZigZag, processes: &dyn Communicator) -> Result<(Tensor, Tensor)> {
         let (rank, size) = (processes.rank(), processes.size());
@@ -109,8 +109,8 @@ impl RingAttention {
         Ok((Tensor::cat(&contexts, 2)?, Tensor::cat(&lses, 2)?))
     }
 
-    /// Attends from the queries of each run to the keys and values `held`, which are of the positions `keys`, as far as the
-    /// mask leaves any.
+    /// Attends from the queries of each run to the keys and values `held`, which are of the positions `keys`, as far as
+    /// the mask leaves any.
     fn attend_to(&self, q: &Tensor, held: &[Tensor; 2], keys: &[Range<usize>], runs: &mut [Run]) -> Result<()> {
         let (b, mut first_query) = (q.dim(0)?, 0);
         for Run { queries, attended } in runs {

@@ -1,5 +1,5 @@
-//! What processes do together, in processes that this test starts with `mpirun` from its own executable: over MPI on the CPU,
-//! and with the feature `nccl` on GPUs over NCCL, where there are any.
+//! What processes do together, in processes that this test starts with `mpirun` from its own executable: over MPI on
+//! the CPU, and with the feature `nccl` on GPUs over NCCL, where there are any.
 
 use std::process::{Command, Output};
 

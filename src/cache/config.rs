@@ -103,9 +103,9 @@ impl AttentionCacheConfig {
         self
     }
 
-    /// Whether later layers read the cache too ([`AttentionInput::with_shared_cache`]). A sliding cache holds all that the
-    /// queries of its last call see then, however long that call was; without this, calls may have as many tokens as its
-    /// window has.
+    /// Whether later layers read the cache too ([`AttentionInput::with_shared_cache`]). A sliding cache holds all that
+    /// the queries of its last call see then, however long that call was; without this, calls may have as many tokens
+    /// as its window has.
     ///
     /// [`AttentionInput::with_shared_cache`]: crate::AttentionInput::with_shared_cache
     pub fn with_shared(mut self, shared: bool) -> Self {
@@ -138,8 +138,8 @@ impl AttentionCacheConfig {
         self.shared
     }
 
-    /// The most positions of a sequence that are held at a time, if there is a bound. A shared cache holds its last call
-    /// beyond it.
+    /// The most positions of a sequence that are held at a time, if there is a bound. A shared cache holds its last
+    /// call beyond it.
     pub fn most_held(&self) -> Option<usize> {
         match (self.window, self.growth) {
             (_, false) => Some(self.capacity),

@@ -248,8 +248,8 @@ impl AttentionCache {
     /// The call of a later layer, with the queries `q`, that reads what this cache holds of the same tokens.
     ///
     /// # Errors
-    /// As [`CachedCall::reading`], and for keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of other sizes than `sizes`
-    /// [H_kv, D, D_v].
+    /// As [`CachedCall::reading`], and for keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of other sizes than
+    /// `sizes` [H_kv, D, D_v].
     pub(crate) fn read(&self, new: NewTokens, q: &Tensor, sizes: [usize; 3]) -> Result<CachedCall<'_>> {
         if let Some(held) = self.buffers.as_ref().filter(|own| own.sizes() != Some(sizes)) {
             let ((keys, values), [h, d, d_v]) = (held.shapes(), sizes);

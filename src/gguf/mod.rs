@@ -97,8 +97,8 @@ pub fn load_attention<R: Read + Seek>(
 /// weights as they are.
 ///
 /// # Errors
-/// As [`load_attention`] and [`MultiHeadAttention::load_shard`], and for heads whose inputs of the output projection are
-/// no whole blocks of its type.
+/// As [`load_attention`] and [`MultiHeadAttention::load_shard`], and for heads whose inputs of the output projection
+/// are no whole blocks of its type.
 pub fn load_attention_shard<R: Read + Seek>(
     content: &Content,
     reader: &mut R,

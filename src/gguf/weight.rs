@@ -13,7 +13,8 @@ use crate::projection::Columns;
 pub enum LinearPart {
     /// These outputs, in this order.
     Outputs(Vec<Range<usize>>),
-    /// These inputs, in whole blocks of the weight's type. Outputs are then to be added up, and one process adds the bias.
+    /// These inputs, in whole blocks of the weight's type. Outputs are then to be added up, and one process adds the
+    /// bias.
     Inputs {
         /// Which they are.
         range: Range<usize>,

@@ -409,7 +409,8 @@ impl Family {
         RelativeBias::new(buckets, num_heads, vb.pp(module))
     }
 
-    /// The module of a parameter that stands where [`bias_place`](Self::bias_place) says: the first that the builder has.
+    /// The module of a parameter that stands where [`bias_place`](Self::bias_place) says: the first that the builder
+    /// has.
     fn shared_module(&self, layer: usize, vb: &VarBuilder, parameter: &str) -> Result<String> {
         let modules: Vec<_> = match self.bias_place {
             BiasPlace::FirstLayer => self.modules.iter().flat_map(|names| names.modules(&[0])).collect(),

@@ -89,8 +89,8 @@
 //!
 //! # Images in windows
 //!
-//! The layers of SAM and ViTDet see the patches of a window, which are rows of a batch ([`Windows`](crate::Windows)), and
-//! some layers the whole image.
+//! The layers of SAM and ViTDet see the patches of a window, which are rows of a batch ([`Windows`](crate::Windows)),
+//! and some layers the whole image.
 //!
 //! ```
 //! use candle_attention::{Windows, hf};
@@ -200,9 +200,9 @@
 //!
 //! # DeBERTa and conformers
 //!
-//! The layers of DeBERTa v2 and v3 share vectors of distances, with which each layer comes, and see how far apart tokens
-//! are by these; those of conformers (wav2vec 2.0's, Parakeet) have sines and cosines of distances in their place
-//! ([`ContentPositions`](crate::ContentPositions)).
+//! The layers of DeBERTa v2 and v3 share vectors of distances, with which each layer comes, and see how far apart
+//! tokens are by these; those of conformers (wav2vec 2.0's, Parakeet) have sines and cosines of distances in their
+//! place ([`ContentPositions`](crate::ContentPositions)).
 //!
 //! ```
 //! use candle_attention::hf;

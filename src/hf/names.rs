@@ -37,8 +37,8 @@ impl ModuleNames {
     }
 }
 
-/// Calls `load` with the layout and the name of the attention of the layer at a place: the first that the builder has. A builder that
-/// claims every name (zeros, fresh variables) gets the first of all.
+/// Calls `load` with the layout and the name of the attention of the layer at a place: the first that the builder has.
+/// A builder that claims every name (zeros, fresh variables) gets the first of all.
 pub(super) fn load_module<T>(
     names: &[ModuleNames],
     place: &[usize],

@@ -1,5 +1,5 @@
-//! Attention whose scores get terms by content and distance: for some heads at a time, so that there is a bias for these
-//! alone.
+//! Attention whose scores get terms by content and distance: for some heads at a time, so that there is a bias for
+//! these alone.
 
 use std::ops::Range;
 

@@ -156,9 +156,9 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
-    /// Attention to the keys and values in the cache of an earlier layer, whose call with the same tokens and padding came
-    /// before: for layers that have none of their own ([`KvSource::EarlierLayer`](crate::KvSource)). The queries stand at
-    /// its last positions. A sliding cache has to be made
+    /// Attention to the keys and values in the cache of an earlier layer, whose call with the same tokens and padding
+    /// came before: for layers that have none of their own ([`KvSource::EarlierLayer`](crate::KvSource)). The queries
+    /// stand at its last positions. A sliding cache has to be made
     /// [`with_shared`](crate::AttentionCacheConfig::with_shared) for calls of more tokens than its window has.
     ///
     /// ```
@@ -235,9 +235,9 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
-    /// How the processes that share a layer's heads ([`load_shard`](crate::MultiHeadAttention::load_shard)) add up tensors:
-    /// for norms of whole projections, of which each process has a part (OLMo 2). Two numbers of each token, in f32,
-    /// are added up; a layer without such norms does not ask for it.
+    /// How the processes that share a layer's heads ([`load_shard`](crate::MultiHeadAttention::load_shard)) add up
+    /// tensors: for norms of whole projections, of which each process has a part (OLMo 2). Two numbers of each token,
+    /// in f32, are added up; a layer without such norms does not ask for it.
     pub fn with_sum(mut self, sum: &'a SumFunction<'a>) -> Self {
         self.sum = Some(GivenSum(sum));
         self

@@ -7,8 +7,8 @@ use crate::position::Positions;
 use crate::{KvSource, RopeAxes, RopeConfig};
 
 /// Keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v) of cross-attention as a layer projected them
-/// ([`MultiHeadAttention::project_memory`]), for as many calls as there are queries to come; or those of a whole sequence,
-/// which later layers read too ([`KvSource::EarlierLayer`](crate::KvSource)).
+/// ([`MultiHeadAttention::project_memory`]), for as many calls as there are queries to come; or those of a whole
+/// sequence, which later layers read too ([`KvSource::EarlierLayer`](crate::KvSource)).
 #[derive(Debug, Clone)]
 pub struct ProjectedMemory {
     /// Followed by those that the layer appends.

@@ -117,8 +117,8 @@ impl MultiHeadAttention {
         Self::around(cfg, projections, Parameters::load(cfg, &source)?)
     }
 
-    /// A layer of a GGUF file, or a process's share of it if the projections are that; the other parameters of the whole
-    /// layer are in the builder.
+    /// A layer of a GGUF file, or a process's share of it if the projections are that; the other parameters of the
+    /// whole layer are in the builder.
     pub(crate) fn of_gguf(
         cfg: &MultiHeadAttentionConfig,
         projections: Projections,
@@ -158,8 +158,8 @@ impl MultiHeadAttention {
     /// ```
     ///
     /// # Errors
-    /// As [`load`](Self::load); for more processes than query heads; and for layer norms of whole projections. Root mean
-    /// squares of these (OLMo 2) are sums over all processes, which a call is [given](AttentionInput::with_sum).
+    /// As [`load`](Self::load); for more processes than query heads; and for layer norms of whole projections. Root
+    /// mean squares of these (OLMo 2) are sums over all processes, which a call is [given](AttentionInput::with_sum).
     pub fn load_shard(
         cfg: &MultiHeadAttentionConfig,
         layout: WeightLayout,
@@ -254,8 +254,8 @@ impl MultiHeadAttention {
     }
 
     /// The same layer with the vectors of distances that it shares with the other layers of its stack, as
-    /// [`ContentPositions::Disentangled`](crate::ContentPositions::Disentangled) wants them. A layer whose config has that
-    /// cannot be called without them.
+    /// [`ContentPositions::Disentangled`](crate::ContentPositions::Disentangled) wants them. A layer whose config has
+    /// that cannot be called without them.
     ///
     /// # Errors
     /// If the config has no such positions, and for vectors of another shape, dtype or device.
@@ -372,8 +372,8 @@ impl MultiHeadAttention {
     /// projection, it stands in both places.
     ///
     /// # Errors
-    /// If a projection is a module of the caller's, for a layer without projections of keys and values, and if memory is
-    /// short.
+    /// If a projection is a module of the caller's, for a layer without projections of keys and values, and if memory
+    /// is short.
     pub fn projections(&self) -> Result<(Linear, Linear, Linear, Option<Linear>)> {
         let Linears { q, k, v, o, .. } = self.projections.to_linears()?;
         let Some(k) = k else {

@@ -209,8 +209,8 @@ impl AttentionMask {
     }
 
     /// This mask of `b` sequences for some of their queries and some of their keys, as each of several processes has
-    /// them: what it leaves of these keys, counted from the first of them. Positions stay those in the sequence, so that
-    /// windows, chunks, lengths and ALiBi mean what they do in the whole.
+    /// them: what it leaves of these keys, counted from the first of them. Positions stay those in the sequence, so
+    /// that windows, chunks, lengths and ALiBi mean what they do in the whole.
     ///
     /// ```
     /// use candle_attention::AttentionMask;

@@ -1,5 +1,5 @@
-//! Relative positions by content: terms of a score that depend on where the key stands from its query, and mostly on what
-//! one of the two holds.
+//! Relative positions by content: terms of a score that depend on where the key stands from its query, and mostly on
+//! what one of the two holds.
 
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
@@ -11,8 +11,8 @@ use crate::shard::Share;
 use crate::weights::Source;
 use crate::{DisentangledConfig, KvSource, MultiHeadAttentionConfig, RelativeEmbeddings};
 
-/// Terms of the scores by the place of the key from its query and, but for those of windows, by what one of the two holds,
-/// for self-attention.
+/// Terms of the scores by the place of the key from its query and, but for those of windows, by what one of the two
+/// holds, for self-attention.
 ///
 /// ```
 /// use candle_attention::{ContentPositions, MultiHeadAttention, MultiHeadAttentionConfig};
@@ -28,18 +28,18 @@ use crate::{DisentangledConfig, KvSource, MultiHeadAttentionConfig, RelativeEmbe
 /// # Ok(()) }
 /// ```
 ///
-/// But for those of a grid or a window, the terms are a bias, (B, T, T) for a head, which is computed for a few heads at a time and then
-/// given to the fused kernel: a product of T by 2 T for each head and term, in f32 also in half precision. While it is
-/// computed, a term of a head takes 4 · B · T² numbers; as many heads as have products of 16 MB are taken at once, or
-/// those of one key head, and let go after it, unless something is tracked for gradients.
+/// But for those of a grid or a window, the terms are a bias, (B, T, T) for a head, which is computed for a few heads
+/// at a time and then given to the fused kernel: a product of T by 2 T for each head and term, in f32 also in half
+/// precision. While it is computed, a term of a head takes 4 · B · T² numbers; as many heads as have products of 16 MB
+/// are taken at once, or those of one key head, and let go after it, unless something is tracked for gradients.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ContentPositions {
     /// The decomposed form of MViTv2 (<https://arxiv.org/abs/2112.01526>), SAM and ViTDet, for the patches of an image,
     /// row by row, T = height · width: `q · rel_pos_h[r] + q · rel_pos_w[c]` with the distances r and c of the two rows
-    /// and columns, added to the scaled score. Parameters `rel_pos_h` (2 · height - 1, D), from the query furthest above
-    /// its key on, and `rel_pos_w` (2 · width - 1, D).
+    /// and columns, added to the scaled score. Parameters `rel_pos_h` (2 · height - 1, D), from the query furthest
+    /// above its key on, and `rel_pos_w` (2 · width - 1, D).
     ///
     /// The terms are part of the product of queries and keys, which are `height + width` numbers wider for them.
     Grid {
@@ -48,9 +48,9 @@ pub enum ContentPositions {
         /// Columns of patches.
         width: usize,
     },
-    /// Swin's (<https://arxiv.org/abs/2103.14030>): a number for each place of the key from its query in a window, row by
-    /// row, T = height · width, added to the scaled score. Parameter `relative_position_bias_table`
-    /// ((2 · height - 1) · (2 · width - 1), H), from the query furthest above and left of its key on.
+    /// Swin's (<https://arxiv.org/abs/2103.14030>): a number for each place of the key from its query in a window, row
+    /// by row, T = height · width, added to the scaled score. Parameter `relative_position_bias_table` ((2 · height -
+    /// 1) · (2 · width - 1), H), from the query furthest above and left of its key on.
     ///
     /// [`Windows`](crate::Windows) makes the rows of a batch of an image, and the mask of shifted windows. The bias
     /// (1, H, T, T) is computed once, unless something is tracked for gradients.
@@ -73,21 +73,22 @@ pub enum ContentPositions {
         trained: Option<[usize; 2]>,
     },
     /// Transformer-XL's (<https://arxiv.org/abs/1901.02860>), of conformers: `scale · ((q + u) · k + (q + v) · W r)`, r
-    /// being sines and cosines of the distance. Parameters `linear_pos.weight` (H·D, E) is W, `pos_bias_u` and `pos_bias_v`
-    /// (H, D); or `relative_k_proj.weight`, `bias_u` and `bias_v`.
+    /// being sines and cosines of the distance. Parameters `linear_pos.weight` (H·D, E) is W, `pos_bias_u` and
+    /// `pos_bias_v` (H, D); or `relative_k_proj.weight`, `bias_u` and `bias_v`.
     TransformerXl,
-    /// Those of Shaw et al. (<https://arxiv.org/abs/1803.02155>), for keys alone: `scale · (q · k + q · r)`, r being the
-    /// vector of a distance. Parameter `distance_embedding.weight` (left + right + 1, D), for keys from `left` before the
-    /// query to `right` after it; keys further away have the last.
+    /// Those of Shaw et al. (<https://arxiv.org/abs/1803.02155>), for keys alone: `scale · (q · k + q · r)`, r being
+    /// the vector of a distance. Parameter `distance_embedding.weight` (left + right + 1, D), for keys from `left`
+    /// before the query to `right` after it; keys further away have the last.
     Clipped {
         /// The furthest key before the query that has a vector of its own.
         left: usize,
         /// The furthest after it.
         right: usize,
     },
-    /// DeBERTa's (<https://arxiv.org/abs/2006.03654>): `scale · (q · k + q · W_k r + k · W_q r)`, r being the vector of a
-    /// distance, which the layers of a stack share
-    /// ([`with_relative_embeddings`](crate::MultiHeadAttention::with_relative_embeddings)). Parameters `pos_key_proj` and
+    /// DeBERTa's (<https://arxiv.org/abs/2006.03654>): `scale · (q · k + q · W_k r + k · W_q r)`, r being the vector of
+    /// a distance, which the layers of a stack share
+    /// ([`with_relative_embeddings`](crate::MultiHeadAttention::with_relative_embeddings)). Parameters `pos_key_proj`
+    /// and
     /// `pos_query_proj`, unless W_k and W_q are the layer's own projections. The scale, mostly 1/sqrt(3 D), is to be
     /// given.
     Disentangled(DisentangledConfig),

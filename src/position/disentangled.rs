@@ -96,8 +96,8 @@ impl DisentangledConfig {
         Ok(())
     }
 
-    /// The vector of a key so far behind its query (in front of it, where negative). The first half of the buckets are for
-    /// one distance each, the others grow with it; in f32, as in transformers, so that borders are the same.
+    /// The vector of a key so far behind its query (in front of it, where negative). The first half of the buckets are
+    /// for one distance each, the others grow with it; in f32, as in transformers, so that borders are the same.
     fn row(&self, behind: i64) -> usize {
         let span = self.span() as i64;
         let bucket = match self.num_buckets {

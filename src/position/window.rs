@@ -105,8 +105,8 @@ impl WindowTables {
         self.cosine.is_some()
     }
 
-    /// Queries (B, H, T, D) and keys (B, H_kv, T, D), views of (B, T, ..), of which products are the scores, but for the
-    /// layer's scale where these are no cosines.
+    /// Queries (B, H, T, D) and keys (B, H_kv, T, D), views of (B, T, ..), of which products are the scores, but for
+    /// the layer's scale where these are no cosines.
     pub(crate) fn scaled(&self, q: Tensor, k: Tensor) -> Result<[Tensor; 2]> {
         let Some(Cosine { norm, .. }) = &self.cosine else { return Ok([q, k]) };
         let (dtype, wide) = (q.dtype(), accumulation_dtype(q.dtype()));

@@ -352,8 +352,8 @@ impl Projections {
         &self.device
     }
 
-    /// q and the gate, and k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v), if the layer has them. Those of one input that
-    /// share a weight are views of one product.
+    /// q and the gate, and k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v), if the layer has them. Those of one input
+    /// that share a weight are views of one product.
     pub fn query_key_value(
         &self,
         queries: &Tensor,

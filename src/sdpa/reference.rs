@@ -12,8 +12,8 @@ use crate::size::fits_in_memory;
 pub(super) struct Attended {
     /// (B, H, T_q, D_v) in the dtype of the queries.
     pub context: Tensor,
-    /// (B, H, T_q, T_kv) in the dtype of the accumulation. None of packed sequences, and none without an entry on CUDA, where
-    /// Candle has no empty tensors.
+    /// (B, H, T_q, T_kv) in the dtype of the accumulation. None of packed sequences, and none without an entry on CUDA,
+    /// where Candle has no empty tensors.
     pub weights: Option<Tensor>,
     /// (B, H, T_q) in the dtype of the accumulation.
     pub lse: Tensor,

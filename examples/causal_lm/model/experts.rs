@@ -221,8 +221,8 @@ enum PackedWeights {
 }
 
 impl PackedExperts {
-    /// Those of this process, of which outputs go in pairs of gate and up, and of MXFP4 in as many as a block has inputs
-    /// in the next weight.
+    /// Those of this process, of which outputs go in pairs of gate and up, and of MXFP4 in as many as a block has
+    /// inputs in the next weight.
     fn read(vb: &Weights, name: &str, divided: Divided) -> Result<Self> {
         let blocks = format!("{name}_blocks");
         let is_mxfp4 = vb.contains_tensor(&blocks);

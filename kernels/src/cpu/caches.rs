@@ -5,8 +5,8 @@ use std::sync::OnceLock;
 /// Of a core whose system reports none.
 const USUAL: usize = 1 << 20;
 
-/// The bytes of a core's second cache (L2), which tasks are cut to fit: as Linux reports them for the first core, 1 MB elsewhere.
-/// Caches that several cores share (4 MB of four small cores, 16 MB of a cluster of Apple's) count for 2 MB.
+/// The bytes of a core's second cache (L2), which tasks are cut to fit: as Linux reports them for the first core, 1 MB
+/// elsewhere. Caches that several cores share (4 MB of four small cores, 16 MB of a cluster of Apple's) count for 2 MB.
 pub fn second_cache() -> usize {
     static BYTES: OnceLock<usize> = OnceLock::new();
     *BYTES.get_or_init(|| reported(2).unwrap_or(USUAL).clamp(256 << 10, 2 << 20))

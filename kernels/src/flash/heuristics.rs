@@ -16,8 +16,8 @@ const TASKS_PER_THREAD: usize = 4;
 /// Up to this many rows, keys are split over tasks: there are too few rows to keep the threads busy.
 const KV_SPLIT_MAX_ROWS: usize = 256;
 
-/// What a task of the backward pass keeps of its keys: most of an L2 cache of 1 MB, whatever the processor has, since where keys
-/// are split shows in the last bits of the queries' gradients.
+/// What a task of the backward pass keeps of its keys: most of an L2 cache of 1 MB, whatever the processor has, since
+/// where keys are split shows in the last bits of the queries' gradients.
 const BACKWARD_STATE_BYTES: usize = 768 << 10;
 
 /// Tasks of the backward pass for each sequence, if it has the keys for them. It depends on nothing but the shape of

@@ -1,4 +1,5 @@
-//! Encoders of images and spectrograms in windows, with a table of biases or cosine scores, whose layers stand in stages.
+//! Encoders of images and spectrograms in windows, with a table of biases or cosine scores, whose layers stand in
+//! stages.
 
 use candle_core::Result;
 
@@ -20,8 +21,8 @@ fn in_window(fields: &Fields, default: usize, cfg: MultiHeadAttentionConfig) -> 
     Ok(cfg.with_content_positions(ContentPositions::Window { height: window, width: window }))
 }
 
-/// A window is no larger than the image of its stage, as if both had as many columns as rows; `sizes` are the defaults of
-/// the image, of a patch and of a window, and of the window of the training of each stage.
+/// A window is no larger than the image of its stage, as if both had as many columns as rows; `sizes` are the defaults
+/// of the image, of a patch and of a window, and of the window of the training of each stage.
 fn by_cosines(
     fields: &Fields,
     stage: usize,

@@ -119,8 +119,8 @@ impl MultiHeadLatentAttention {
     }
 
     /// The heads of one process of several, from Candle's sharded builder: tensor parallelism, as
-    /// [`MultiHeadAttention::load_shard`](crate::MultiHeadAttention::load_shard) has it. What compresses tokens, and what a
-    /// cache holds, every process has whole. [`config`](Self::config) is that of the process's own layer.
+    /// [`MultiHeadAttention::load_shard`](crate::MultiHeadAttention::load_shard) has it. What compresses tokens, and
+    /// what a cache holds, every process has whole. [`config`](Self::config) is that of the process's own layer.
     ///
     /// # Errors
     /// As [`new`](Self::new), and for more processes than heads.

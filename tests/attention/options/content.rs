@@ -244,7 +244,8 @@ fn variables_of(cfg: &Config) -> Result<VarMap> {
     Ok(variables)
 }
 
-/// DeBERTa's 6 buckets for distances below 9, of which 3 are for one each: 3 + ceil(ln(d / 3) / ln(8 / 3) · 2) from 4 on.
+/// DeBERTa's 6 buckets for distances below 9, of which 3 are for one each: 3 + ceil(ln(d / 3) / ln(8 / 3) · 2) from 4
+/// on.
 fn bucket(distance: i64) -> i64 {
     let far = [0, 1, 2, 3, 4, 5, 5, 5, 5];
     let of = |distance: usize| far.get(distance).copied().unwrap_or(6);
