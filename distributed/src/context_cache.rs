@@ -43,7 +43,8 @@ impl ContextCache {
         let positions: Vec<_> = order.positions().collect();
         if self.len > 0 || k.dim(2)? != positions.len() {
             bail!(
-                "[context_cache] expected {} positions of a prompt in an empty cache, found k {:?} and {} positions before",
+                "[context_cache] expected {} positions of a prompt in an empty cache, found k {:?} and {} positions \
+                 before",
                 positions.len(),
                 k.dims(),
                 self.len

@@ -62,7 +62,8 @@ impl<'c> CachedCall<'c> {
     pub(super) fn reading(cache: &AttentionCache, new: NewTokens, q: &Tensor) -> Result<Self> {
         let (Some(buffers), Some(dtype)) = (&cache.buffers, cache.dtype) else {
             bail!(
-                "[attention_cache] the cache of the earlier layer is empty, expected its call with the same tokens first"
+                "[attention_cache] the cache of the earlier layer is empty, expected its call with the same tokens \
+                 first"
             )
         };
         if dtype != q.dtype() {

@@ -63,7 +63,8 @@ impl Weight {
         let block = dtype.block_size();
         if !range.start.is_multiple_of(block) || !range.end.is_multiple_of(block) {
             bail!(
-                "[gguf] {name}: inputs {range:?} of a weight in {dtype:?} were asked for, expected whole blocks of {block}"
+                "[gguf] {name}: inputs {range:?} of a weight in {dtype:?} were asked for, expected whole blocks of \
+                 {block}"
             )
         }
         let bytes = range.start / block * dtype.type_size()..range.end / block * dtype.type_size();

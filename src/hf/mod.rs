@@ -99,7 +99,8 @@
 //! use serde_json::json;
 //! # fn main() -> candle_core::Result<()> {
 //! let config = json!({
-//!     "model_type": "sam_vision_model", "hidden_size": 64, "num_attention_heads": 4, "image_size": 320, "window_size": 14
+//!     "model_type": "sam_vision_model", "hidden_size": 64, "num_attention_heads": 4, "image_size": 320,
+//!     "window_size": 14,
 //! });
 //! let layer = hf::load_attention(&config, 0, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
 //! let windows = Windows::new([20, 20], 14)?;
@@ -359,10 +360,7 @@ pub fn latent_attention_config(json: &Value, layer: usize) -> Result<MultiHeadLa
 /// # Errors
 /// As that, and for an architecture of another kind.
 pub fn load_latent_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadLatentAttention> {
-    let family = Family::of(json)?;
-    let cfg = family.latent_attention(json, layer)?;
-    family.refuse_quantized(json)?;
-    names::load_module(family.modules, &[layer], &vb, |_, module| MultiHeadLatentAttention::new(&cfg, vb.pp(module)))
+    load_latent(json, layer, &vb, |cfg, module| MultiHeadLatentAttention::new(cfg, vb.pp(module)))
 }
 
 /// [`load_attention_shard`] for latent attention: see [`MultiHeadLatentAttention::load_shard`].
@@ -375,11 +373,20 @@ pub fn load_latent_attention_shard(
     shard: HeadShard,
     vb: &ShardedVarBuilder<'static>,
 ) -> Result<MultiHeadLatentAttention> {
+    let load = |cfg: &_, module: &str| MultiHeadLatentAttention::load_shard(cfg, shard, &vb.pp(module));
+    load_latent(json, layer, &whole(vb), load)
+}
+
+fn load_latent(
+    json: &Value,
+    layer: usize,
+    vb: &VarBuilder,
+    load: impl Fn(&MultiHeadLatentAttentionConfig, &str) -> Result<MultiHeadLatentAttention>,
+) -> Result<MultiHeadLatentAttention> {
     let family = Family::of(json)?;
     let cfg = family.latent_attention(json, layer)?;
     family.refuse_quantized(json)?;
-    let load = |_, module: &str| MultiHeadLatentAttention::load_shard(&cfg, shard, &vb.pp(module));
-    names::load_module(family.modules, &family.place(json, layer)?, &whole(vb), load)
+    names::load_module(family.modules, &family.place(json, layer)?, vb, |_, module| load(&cfg, module))
 }
 
 /// The relative bias that all layers of a stack have together, from a `config.json` and a builder at the model's root.

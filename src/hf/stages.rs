@@ -28,8 +28,8 @@ impl Stages {
         fields.fail(format!("there is no layer {layer}, depths is {depths:?}"))
     }
 
-    /// `embed_dim` and the number of heads of a layer; the width is the first stage's, and `heads` the field with those of
-    /// each.
+    /// `embed_dim` and the number of heads of a layer; the width is the first stage's, and `heads` the field with those
+    /// of each.
     pub fn sizes(&self, fields: &Fields, layer: usize, width: usize, heads: &str) -> Result<[usize; 2]> {
         let [stage, _] = self.place(fields, layer)?;
         let each = fields.get_or(heads, self.heads.to_vec())?;

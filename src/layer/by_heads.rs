@@ -74,20 +74,14 @@ impl ByHeads {
         let (h, h_kv) = (q.dim(1)?, self.k.dim(1)?);
         // Groups that are not all as large are not taken apart.
         let heads = if keys.len() == h_kv { 0..h } else { keys.start * (h / h_kv)..keys.end * (h / h_kv) };
-        let of_heads = |tensor: &Tensor, dim: usize| tensor.narrow(dim, heads.start, heads.len());
         let of_keys = |tensor: &Tensor| tensor.narrow(1, keys.start, keys.len());
         let mask = mask.of_heads(heads.clone(), h)?;
-        let each = |numbers: &Option<Tensor>| numbers.as_ref().map(|numbers| of_heads(numbers, 0)).transpose();
-        let mut options = options.clone();
-        (options.alibi_slopes, options.sinks) = (each(&options.alibi_slopes)?, each(&options.sinks)?);
-        // The numbers that are drawn for head 0 are those of the first.
-        options.dropout_philox_seed = options.dropout_philox_seed.map(|seed| seed.wrapping_add(heads.start as u64));
         Ok(Part {
-            q: of_heads(q, 1)?,
+            q: q.narrow(1, heads.start, heads.len())?,
             k: of_keys(&self.k)?,
             v: of_keys(&self.v)?,
-            mask: mask.with_bias(&self.terms.bias(heads.clone())?),
-            options,
+            options: options.of_heads(&heads)?,
+            mask: mask.with_bias(&self.terms.bias(heads)?),
         })
     }
 }

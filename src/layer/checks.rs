@@ -51,7 +51,8 @@ impl MultiHeadAttention {
             (None, Some(cache)) => {
                 if cfg.kv_source() != KvSource::EarlierLayer {
                     bail!(
-                        "[multi_head_attention] the cache of an earlier layer was given, but the layer has keys of its own"
+                        "[multi_head_attention] the cache of an earlier layer was given, but the layer has keys of \
+                         its own"
                     )
                 }
                 (Keys::Earlier(cache), cache.len(), input.queries.dims())
@@ -68,7 +69,8 @@ impl MultiHeadAttention {
                 let mut values = self.expected(cfg.value_size(), batched).check("values", given_values)?;
                 if [keys.dim(0)?, values.dim(0)?] != [b, b] || keys.dim(1)? != values.dim(1)? {
                     bail!(
-                        "[multi_head_attention] queries {:?}, keys {:?} and values {:?} differ in batch size, or keys and values in length",
+                        "[multi_head_attention] queries {:?}, keys {:?} and values {:?} differ in batch size, or \
+                         keys and values in length",
                         input.queries.dims(),
                         given_keys.dims(),
                         given_values.dims()
@@ -92,7 +94,8 @@ impl MultiHeadAttention {
         }
         if cfg.relative_bias().is_some() && self.relative_bias.is_none() {
             bail!(
-                "[multi_head_attention] the config has a relative bias, expected the stack's one in `with_relative_bias`"
+                "[multi_head_attention] the config has a relative bias, expected the stack's one in \
+                 `with_relative_bias`"
             )
         }
         self.check_content(input)?;
@@ -107,7 +110,8 @@ impl MultiHeadAttention {
     fn check_takes_packed(&self, input: &AttentionInput) -> Result<()> {
         if self.relative_bias.is_some() && (input.positions.is_some() || input.key_positions.is_some()) {
             bail!(
-                "[multi_head_attention] positions were given beside packed sequences, expected none for a relative bias: each counts from 0"
+                "[multi_head_attention] positions were given beside packed sequences, expected none for a relative \
+                 bias: each counts from 0"
             )
         }
         let has_falcons = matches!(self.alibi, Some(Alibi::Falcon(_)));
@@ -116,7 +120,8 @@ impl MultiHeadAttention {
             (false, 1..) => "keys that it appends",
             (false, 0) if input.memory.is_some() && self.rotary.is_some() => {
                 bail!(
-                    "[multi_head_attention] packed sequences were given with a memory, whose keys stand at 0..T_kv; expected keys and values"
+                    "[multi_head_attention] packed sequences were given with a memory, whose keys stand at 0..T_kv; \
+                     expected keys and values"
                 )
             }
             (false, 0) => return Ok(()),
@@ -135,7 +140,8 @@ impl MultiHeadAttention {
         ];
         match others.into_iter().find(|&(_, given)| given && self.content.is_some()) {
             Some((what, _)) => bail!(
-                "[multi_head_attention] {what} were given, but relative positions by content are between the tokens of a call"
+                "[multi_head_attention] {what} were given, but relative positions by content are between the tokens \
+                 of a call"
             ),
             None => Ok(()),
         }
@@ -144,17 +150,20 @@ impl MultiHeadAttention {
     fn check_cached(&self, new_tokens: &NewTokens) -> Result<()> {
         if self.bias_kv.is_some() {
             bail!(
-                "[multi_head_attention] the layer has a learned key (bias_kv), which stands behind the last of a call, not in a cache"
+                "[multi_head_attention] the layer has a learned key (bias_kv), which stands behind the last of a \
+                 call, not in a cache"
             )
         }
         if self.config.add_zero_attn() {
             bail!(
-                "[multi_head_attention] the layer has a key of zeros (add_zero_attn), which stands behind the last of a call, not in a cache"
+                "[multi_head_attention] the layer has a key of zeros (add_zero_attn), which stands behind the last \
+                 of a call, not in a cache"
             )
         }
         if let Some(context_length) = self.config.context_length().filter(|&most| new_tokens.longest() > most) {
             bail!(
-                "[attention_cache] {} positions with those of the calls before are more than the context length {context_length}",
+                "[attention_cache] {} positions with those of the calls before are more than the context length \
+                 {context_length}",
                 new_tokens.longest()
             )
         }

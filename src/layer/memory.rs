@@ -77,7 +77,8 @@ impl MultiHeadAttention {
         };
         let Some([k, v]) = self.projections.key_value(&k_in, &v_in)? else {
             bail!(
-                "[multi_head_attention] keys and values are those of an earlier layer, expected a memory that it projects"
+                "[multi_head_attention] keys and values are those of an earlier layer, expected a memory that it \
+                 projects"
             )
         };
         let (k, v) = self.key_value_heads([k, v], rotation.as_ref(), None)?;

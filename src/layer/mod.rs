@@ -267,7 +267,8 @@ impl MultiHeadAttention {
         let (dtype, device) = (self.projections.dtype(), self.projections.device());
         if weight.dims() != shape || weight.dtype() != dtype || !weight.device().same_device(device) {
             bail!(
-                "[multi_head_attention] the relative embeddings are {:?} {:?} on {:?}, expected {dtype:?} {shape:?} on {:?}",
+                "[multi_head_attention] the relative embeddings are {:?} {:?} on {:?}, expected {dtype:?} {shape:?} \
+                 on {:?}",
                 weight.dtype(),
                 weight.dims(),
                 weight.device().location(),

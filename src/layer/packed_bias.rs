@@ -53,7 +53,8 @@ impl<'a> PackedBias<'a> {
     fn check(&self, mask: &AttentionMask) -> Result<()> {
         match mask.tensor_kind() {
             Some(tensor) => bail!(
-                "[multi_head_attention] the mask has a {tensor} tensor, expected none: packed sequences have no (B, H, T_q, T_kv)"
+                "[multi_head_attention] the mask has a {tensor} tensor, expected none: packed sequences have no (B, \
+                 H, T_q, T_kv)"
             ),
             None => Ok(()),
         }
@@ -64,7 +65,6 @@ impl<'a> PackedBias<'a> {
         let (queries, keys) = (self.sequences.queries(s), self.sequences.keys(s));
         let own = self.bias.narrow(2, 0, queries.len())?.narrow(3, 0, keys.len())?;
         let mask = mask.of_sequence(s, self.sequences.len(), queries.len(), keys.len()).with_bias(&own);
-        let of = |tensor: &Tensor, rows: &Range<usize>| tensor.narrow(2, rows.start, rows.len());
-        Ok(([of(q, &queries)?, of(&self.k, &keys)?, of(&self.v, &keys)?], mask))
+        Ok((self.sequences.narrow(s, [q, &self.k, &self.v])?, mask))
     }
 }

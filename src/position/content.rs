@@ -61,8 +61,8 @@ pub enum ContentPositions {
         width: usize,
     },
     /// Swin v2's (<https://arxiv.org/abs/2111.09883>): the score is the cosine of query and key, times
-    /// `exp(min(logit_scale, ln 100))`, and the bias of a place is `16 · sigmoid(W₂ relu(W₁ x + b))`, x being the signed
-    /// logarithms of its distances down and across. Parameters `logit_scale` (H, 1, 1), and
+    /// `exp(min(logit_scale, ln 100))`, and the bias of a place is `16 · sigmoid(W₂ relu(W₁ x + b))`, x being the
+    /// signed logarithms of its distances down and across. Parameters `logit_scale` (H, 1, 1), and
     /// `continuous_position_bias_mlp.0.weight` (512, 2), `.0.bias` (512) and `.2.weight` (H, 512).
     CosineWindow {
         /// Rows of tokens.
@@ -108,7 +108,8 @@ impl ContentPositions {
                 check_window([*height, *width])?;
                 if cfg.softcap().is_some() {
                     bail!(
-                        "[content_positions] softcap is set, which bounds scores before relative positions of a grid are added"
+                        "[content_positions] softcap is set, which bounds scores before relative positions of a grid \
+                         are added"
                     )
                 }
                 if cfg.score_scale() as f32 == 0.0 {
@@ -142,7 +143,8 @@ impl ContentPositions {
                 let (h, h_kv) = (cfg.num_heads(), cfg.num_kv_heads());
                 if h != h_kv {
                     bail!(
-                        "[content_positions] num_kv_heads is {h_kv}, expected the {h} query heads of disentangled positions"
+                        "[content_positions] num_kv_heads is {h_kv}, expected the {h} query heads of disentangled \
+                         positions"
                     )
                 }
             }

@@ -86,7 +86,8 @@ impl DisentangledConfig {
             && !(buckets >= 4 && buckets / 2 + 1 < self.max_distance)
         {
             bail!(
-                "[content_positions] num_buckets is {buckets}, expected at least 4, and half of them below max_distance {} - 1",
+                "[content_positions] num_buckets is {buckets}, expected at least 4, and half of them below \
+                 max_distance {} - 1",
                 self.max_distance
             )
         }
@@ -212,7 +213,8 @@ impl DisentangledTables {
     pub fn rows(&self, [t, d]: [usize; 2], projections: &Projections) -> Result<DistanceRows> {
         let Some(embeddings) = &self.embeddings else {
             bail!(
-                "[multi_head_attention] the config has disentangled positions, expected the stack's embeddings in `with_relative_embeddings`"
+                "[multi_head_attention] the config has disentangled positions, expected the stack's embeddings in \
+                 `with_relative_embeddings`"
             )
         };
         let embeddings = embeddings.forward()?;

@@ -6,8 +6,8 @@ use std::ops::Range;
 use candle_core::{Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use super::OutputOrder;
 use super::validate::{Call, Dims};
+use super::{OutputOrder, SdpaOptions};
 use crate::mask::readable;
 
 /// Query head h reads key head `(h + skipped) / size`: some successive heads of a layer, of whose first and last group
@@ -52,22 +52,15 @@ pub(super) fn in_parts<const N: usize>(call: &Call, run: impl Fn(&Call) -> Resul
     let Some(groups) = call.options.groups else { return run(call) };
     let mut results: [Vec<Tensor>; N] = from_fn(|_| Vec::new());
     for [queries, keys] in groups.parts(call.dims.h) {
-        let of_queries = |xs: &Tensor, dim| readable(&xs.narrow(dim, queries.start, queries.len())?);
         let of_keys = |xs: &Tensor| readable(&xs.narrow(1, keys.start, keys.len())?);
         let scales = match call.scales {
             Some([k, v]) => Some([of_keys(k)?, of_keys(v)?]),
             None => None,
         };
-        let mut options = call.options.clone();
-        options.groups = None;
-        for by_head in [&mut options.alibi_slopes, &mut options.sinks].into_iter().flatten() {
-            *by_head = of_queries(by_head, 0)?;
-        }
-        // The numbers that are drawn for head 0 are those of the first part.
-        options.dropout_philox_seed = options.dropout_philox_seed.map(|seed| seed.wrapping_add(queries.start as u64));
+        let options = SdpaOptions { groups: None, ..call.options.of_heads(&queries)? };
         let mask = call.mask.of_heads(queries.clone(), call.dims.h)?;
         let part = Call {
-            q: of_queries(&call.q, 1)?,
+            q: readable(&call.q.narrow(1, queries.start, queries.len())?)?,
             k: of_keys(&call.k)?,
             v: of_keys(&call.v)?,
             scales: scales.as_ref(),

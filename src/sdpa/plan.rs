@@ -1,6 +1,7 @@
 //! How scores become weights apart from the mask, which backend runs a call, and why.
 
 use std::fmt;
+use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -75,6 +76,17 @@ impl SdpaOptions {
     pub fn without_sinks(mut self) -> Self {
         self.sinks = None;
         self
+    }
+
+    /// Those of some of the heads.
+    pub(crate) fn of_heads(&self, heads: &Range<usize>) -> Result<Self> {
+        let mut own = self.clone();
+        for by_head in [&mut own.alibi_slopes, &mut own.sinks].into_iter().flatten() {
+            *by_head = by_head.narrow(0, heads.start, heads.len())?;
+        }
+        // The numbers that are drawn for head 0 are those of the first.
+        own.dropout_philox_seed = own.dropout_philox_seed.map(|seed| seed.wrapping_add(heads.start as u64));
+        Ok(own)
     }
 
     /// The same without ALiBi, and its slopes.

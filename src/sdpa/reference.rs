@@ -36,9 +36,7 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences) -> Result<Attend
             continue;
         }
         let mask = packed.mask.of_sequence(s, sequences.len(), queries.len(), keys.len());
-        let q = packed.q.narrow(2, queries.start, queries.len())?;
-        let k = packed.k.narrow(2, keys.start, keys.len())?;
-        let v = packed.v.narrow(2, keys.start, keys.len())?;
+        let [q, k, v] = sequences.narrow(s, [&packed.q, &packed.k, &packed.v])?;
         let call = Call::new(packed.op, [&q, &k, &v], &mask, packed.options)?;
         let own = attend_batch(&Call {
             output_order: packed.output_order,

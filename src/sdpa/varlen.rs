@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{D, DType, Device, Result, Tensor, bail};
 
 use super::plan::{self, Plan, Wanted};
 use super::validate::Call;
@@ -168,6 +168,13 @@ impl PackedSequences {
     /// The packed keys of sequence `s`; `0..0` where there is no such sequence.
     pub fn keys(&self, s: usize) -> Range<usize> {
         range(&self.cu_seqlens_kv, s)
+    }
+
+    /// Packed queries (.., total_q, D), keys and values of sequence `s`.
+    pub(crate) fn narrow(&self, s: usize, qkv: [&Tensor; 3]) -> Result<[Tensor; 3]> {
+        let (queries, keys, [q, k, v]) = (self.queries(s), self.keys(s), qkv);
+        let of = |xs: &Tensor, rows: &Range<usize>| xs.narrow(D::Minus2, rows.start, rows.len());
+        Ok([of(q, &queries)?, of(k, &keys)?, of(v, &keys)?])
     }
 
     /// The queries of all sequences.

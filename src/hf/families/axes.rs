@@ -168,7 +168,8 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     QWEN3_VL_IMAGES,
     Family { model_type: "qwen4_exp_vision", ..QWEN3_VL_IMAGES },
     Family {
-        model_type: "sam3_vit_model", sizes: [32, 1024, 16], modules: &[at(SAM3, "layers.{}.attention", WeightLayout::Canonical)],
+        model_type: "sam3_vit_model", sizes: [32, 1024, 16],
+        modules: &[at(SAM3, "layers.{}.attention", WeightLayout::Canonical)],
         rope: Rotary::All(rope(10_000.0, 1).on_axes(RopeAxisLayout::Axial, &[]).interleaved()), ..ENCODER
     },
 ];

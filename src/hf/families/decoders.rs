@@ -1,6 +1,6 @@
 //! Decoders of text.
 
-use super::{DECODER, MODEL, QKV_PROJ, WQKV, layer_norm, rms_norm};
+use super::{DECODER, MODEL, MODERNBERT_ROPE, QKV_PROJ, WQKV, layer_norm, rms_norm};
 use crate::hf::family::{Bias, Family, Heads, Norm, Rotary, at};
 use crate::hf::rope::{Rope, rope};
 use crate::hf::rules::{
@@ -295,11 +295,7 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     Family {
         model_type: "modernbert-decoder", sizes: [22, 768, 12], heads: Heads::Equal,
         modules: &[at(MODEL, "layers.{}.attn", WeightLayout::ModernBertDecoder)],
-        rope: Rotary::ByKind {
-            windowed: rope(10_000.0, 8192).theta_from("local_rope_theta"),
-            full: rope(160_000.0, 8192).theta_from("global_rope_theta"),
-            scales_windowed: true,
-        },
+        rope: MODERNBERT_ROPE,
         window: modernbert_side, ..LLAMA
     },
     Family {

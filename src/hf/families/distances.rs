@@ -27,7 +27,8 @@ fn of_kind(fields: &Fields, default: &str, cfg: MultiHeadAttentionConfig) -> Res
         }
         Some(other) => {
             return fields.fail(format!(
-                "position_embeddings_type is {other:?}, which is not supported, expected \"relative\" or \"relative_key\""
+                "position_embeddings_type is {other:?}, which is not supported, expected \"relative\" or \
+                 \"relative_key\""
             ));
         }
     };

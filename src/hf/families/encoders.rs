@@ -1,6 +1,6 @@
 //! Encoders of text.
 
-use super::{DECODER, ENCODER, HEADS, HIDDEN, LAYERS, MODEL, QKV_PROJ, TEXT_MODEL, WQKV, layer_norm};
+use super::{DECODER, ENCODER, HEADS, HIDDEN, LAYERS, MODEL, MODERNBERT_ROPE, QKV_PROJ, TEXT_MODEL, WQKV, layer_norm};
 use crate::hf::family::{Bias, BiasPlace, Family, Heads, Mask, ModuleNames, Rotary, at};
 use crate::hf::fields::Aliases;
 use crate::hf::rope::rope;
@@ -128,11 +128,7 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     Family {
         model_type: "modernbert", sizes: [22, 768, 12], modules: &[at(MODEL, "layers.{}.attn", WQKV_WO)],
         bias: Bias::AllIf("attention_bias", false), dropout: ("attention_dropout", 0.0),
-        rope: Rotary::ByKind {
-            windowed: rope(10_000.0, 8192).theta_from("local_rope_theta"),
-            full: rope(160_000.0, 8192).theta_from("global_rope_theta"),
-            scales_windowed: true,
-        },
+        rope: MODERNBERT_ROPE,
         window: modernbert_side, ..ENCODER
     },
     // Queries and keys are made from a narrower input than values.

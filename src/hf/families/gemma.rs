@@ -3,14 +3,18 @@
 use candle_core::Result;
 
 use super::{DECODER, LAYERS, rms_norm};
-use crate::hf::family::{Bias, Family, Heads, Mask, Norm, Rotary, at};
+use crate::hf::family::{Bias, Family, Heads, Mask, ModuleNames, Norm, Rotary, at};
 use crate::hf::fields::Fields;
 use crate::hf::rope::{Rope, rope};
 use crate::hf::rules::{all_but_each, sliding, softcapped};
 use crate::{KvSource, MultiHeadAttentionConfig, QkNormKind, QkNormScope, RopeScaling, WeightLayout};
 
 /// As transformers saves the text beside images, as Gemma 3 was published, and without a head.
-const BELOW_IMAGES: &[&str] = &["model.language_model.", "language_model.model.", "language_model."];
+const BELOW_IMAGES: &[ModuleNames] = &[at(
+    &["model.language_model.", "language_model.model.", "language_model."],
+    "layers.{}.self_attn",
+    WeightLayout::Canonical,
+)];
 
 #[rustfmt::skip]
 const GEMMA: Family = Family {
@@ -110,22 +114,22 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     GEMMA2,
     Family {
         model_type: "gemma3", section: Some("text_config"),
-        modules: &[at(BELOW_IMAGES, "layers.{}.self_attn", WeightLayout::Canonical)], ..GEMMA3_TEXT
+        modules: BELOW_IMAGES, ..GEMMA3_TEXT
     },
     GEMMA3_TEXT,
     Family {
         model_type: "gemma3n", section: Some("text_config"),
-        modules: &[at(BELOW_IMAGES, "layers.{}.self_attn", WeightLayout::Canonical)], ..GEMMA3N
+        modules: BELOW_IMAGES, ..GEMMA3N
     },
     GEMMA3N,
     Family {
         model_type: "gemma4", section: Some("text_config"),
-        modules: &[at(BELOW_IMAGES, "layers.{}.self_attn", WeightLayout::Canonical)], ..GEMMA4
+        modules: BELOW_IMAGES, ..GEMMA4
     },
     GEMMA4,
     Family {
         model_type: "gemma4_unified", section: Some("text_config"),
-        modules: &[at(BELOW_IMAGES, "layers.{}.self_attn", WeightLayout::Canonical)], ..GEMMA4_UNIFIED
+        modules: BELOW_IMAGES, ..GEMMA4_UNIFIED
     },
     GEMMA4_UNIFIED,
     Family { model_type: "vaultgemma", ..GEMMA2 },

@@ -16,6 +16,7 @@ mod swin;
 mod windows;
 
 use super::family::{Bias, BiasPlace, Family, Heads, Mask, Norm, Rotary, at};
+use super::rope::rope;
 use crate::weights::{PackedNaming, QkvOrder};
 use crate::{QkNormKind, QkNormScope, WeightLayout};
 
@@ -34,6 +35,13 @@ const TEXT_MODEL: &[&str] = &["text_model.", ""];
 
 const QKV_PROJ: WeightLayout = WeightLayout::Packed(PackedNaming::QkvProj, QkvOrder::ByPart);
 const WQKV: WeightLayout = WeightLayout::Packed(PackedNaming::Wqkv, QkvOrder::ByPart);
+
+/// ModernBERT's, as an encoder and as a decoder.
+const MODERNBERT_ROPE: Rotary = Rotary::ByKind {
+    windowed: rope(10_000.0, 8192).theta_from("local_rope_theta"),
+    full: rope(160_000.0, 8192).theta_from("global_rope_theta"),
+    scales_windowed: true,
+};
 
 /// Every row.
 pub(super) fn families() -> impl Iterator<Item = &'static Family> {
