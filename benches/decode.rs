@@ -11,7 +11,8 @@ use clap::Parser;
 
 use common::args::Args;
 use common::cell::{Cell, Mask};
-use common::{report::Kind, run};
+use common::report::Kind;
+use common::run;
 
 fn main() -> Result<()> {
     let args = Args::parse();

@@ -8,7 +8,8 @@ mod common;
 
 use candle_attention::{AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig, SdpaOptions, WeightLayout};
 use candle_core::{D, DType, Device, Module, Result, Tensor, bail};
-use candle_nn::{Linear, VarBuilder, VarMap, ops::softmax_last_dim};
+use candle_nn::ops::softmax_last_dim;
+use candle_nn::{Linear, VarBuilder, VarMap};
 use clap::Parser;
 
 use common::args::Args;

@@ -11,7 +11,8 @@ use candle_attention::{
     AttentionCache, AttentionCacheConfig, AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig,
 };
 use candle_core::{D, DType, Device, Module, Result, Tensor};
-use candle_nn::{Linear, VarBuilder, ops::softmax_last_dim};
+use candle_nn::ops::softmax_last_dim;
+use candle_nn::{Linear, VarBuilder};
 use clap::Parser;
 use serde_json::{Value, json};
 

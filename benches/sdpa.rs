@@ -11,7 +11,9 @@ use clap::Parser;
 
 use common::args::Args;
 use common::cell::{Cell, Describe, Mask};
-use common::{inputs::Inputs, memory, report::Kind, run};
+use common::inputs::Inputs;
+use common::report::Kind;
+use common::{memory, run};
 
 fn main() -> Result<()> {
     let args = Args::parse();

@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ "$(uname -s)" = Darwin ]; then
-    exec cargo clippy -p candle-attention --lib --features metal -- -D warnings
+    exec cargo clippy -p candle-attention-core -p candle-attention --lib --features metal -- -D warnings
 fi
 repository=$PWD copy=$PWD/target/metal-check
 export CARGO_TARGET_DIR=$repository/target
@@ -16,7 +16,7 @@ manifest=$(cargo metadata --format-version 1 --locked --features metal |
 cp -R "$(dirname "$manifest")" "$copy/objc2-metal"
 sed -i '/^#\[link(name = "Metal", kind = "framework")\]$/d' "$copy/objc2-metal/src/generated/mod.rs"
 
-for entry in src examples tests benches models docs kernels compare distributed README.md; do ln -s "$repository/$entry" "$copy/$entry"; done
+for entry in src crates examples tests benches models docs README.md; do ln -s "$repository/$entry" "$copy/$entry"; done
 cp Cargo.toml Cargo.lock "$copy"
 cat >>"$copy/Cargo.toml" <<'TOML'
 
@@ -30,4 +30,4 @@ TOML
 cd "$copy"
 # GNUstep's runtime names a package that Cargo.lock does not.
 cargo fetch --quiet || { echo "the feature metal is not checked: the registry cannot be reached" >&2; exit 0; }
-cargo clippy -p candle-attention --lib --features metal -- -D warnings
+cargo clippy -p candle-attention-core -p candle-attention --lib --features metal -- -D warnings

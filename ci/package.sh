@@ -11,15 +11,15 @@ check() {
     for file in Cargo.toml README.md LICENSE-MIT LICENSE-APACHE src/lib.rs "$@"; do
         grep -qx "$file" <<<"$list" || { echo "the package $package lacks $file" >&2; exit 1; }
     done
-    if grep -E '^(\.ci|\.github|ci|compare|fuzz|kernels|target)/' <<<"$list"; then
+    if grep -E '^(\.ci|\.github|ci|crates|fuzz|target)/' <<<"$list"; then
         echo "the package $package holds what only the repository needs" >&2
         exit 1
     fi
     echo "$package: $(wc -l <<<"$list") files"
 }
 
-check candle-attention-kernels
-check candle-attention CHANGELOG.md docs/pictures.md models/frontend_48/model.safetensors
+for package in kernels core checkpoints frontend; do check "candle-attention-$package"; done
+check candle-attention CHANGELOG.md models/frontend_48/model.safetensors
 size=$(du -sb models | cut -f1)
 [ "$size" -lt 3000000 ] || { echo "models/ has $size bytes, expected less than 3 MB" >&2; exit 1; }
 echo "models/: $size bytes"

@@ -5,3 +5,7 @@ pub mod pytorch {}
 
 #[doc = include_str!("../docs/candle-models.md")]
 pub mod candle_models {}
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub mod readme {}

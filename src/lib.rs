@@ -1,69 +1,114 @@
-// Of two definitions of a link the first holds: pictures of the README with their bytes.
+// The bytes of the picture below.
 #![cfg_attr(doc, doc = include_str!("../docs/pictures.md"))]
-#![doc = include_str!("../README.md")]
+//! The attention layer that [Candle](candle_core) models share, with PyTorch's numbers.
+//!
+//! ```
+//! use candle_attention::{AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig};
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::{VarBuilder, VarMap};
+//! # fn main() -> candle_core::Result<()> {
+//! let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+//! let cfg = MultiHeadAttentionConfig::new(64, 4).with_num_kv_heads(2).with_causal(true);
+//! let mha = MultiHeadAttention::new(&cfg, vb.pp("self_attn"))?;
+//!
+//! let xs = Tensor::randn(0f32, 1., (2, 6, 64), &Device::Cpu)?;
+//! let ys = mha.forward(&xs)?; // (2, 6, 64)
+//! let padding = AttentionMask::none().with_valid_lens(vec![6, 4]);
+//! let ys = mha.forward_with(AttentionInput::new(&xs).with_mask(&padding))?;
+//! # assert_eq!(ys.dims(), [2, 6, 64]);
+//! # Ok(()) }
+//! ```
+//!
+//! | to | there is |
+//! | --- | --- |
+//! | put attention into a model | [`MultiHeadAttention`], [`MultiHeadAttentionConfig`], [`AttentionInput`] |
+//! | call the function alone | [`scaled_dot_product_attention`], [`SdpaOptions`], and [`plan()`], which says what runs |
+//! | hide keys | [`AttentionMask`]: causal, lengths, windows, prefixes, tensors |
+//! | decode token by token | [`AttentionCache`] |
+//! | load weights exported from PyTorch | [`weights::open`], [`WeightLayout`], [`hf`], [`gguf`] |
+//! | turn texts into inputs, and look at weights | [`text`], [`plot`] |
+//! | draw weights as PyTorch does | [`TorchSeed`] |
+//!
+//! ![What the heads of a model attend to, before and after training][induction]
+//!
+//! # Packages
+//!
+//! Each knows only those before it: `candle-attention-kernels` computes over slices, `candle-attention-core` is the layer,
+//! `candle-attention-checkpoints` reads files (feature `checkpoints`), `candle-attention-frontend` has the tokenizer and the
+//! heat maps (features `text` and `plot`). This package gives their names, and has no code of its own. Without default
+//! features it is the core.
 //!
 //! # Dimensions
 //!
-//! The letters of every doc comment: B batch, T_q queries, T_kv keys, H query heads, H_kv key and value heads
-//! (H_kv divides H; query head h reads key head `h / (H / H_kv)`), D the head dimension of queries and keys, D_v that of
-//! values, E the embedding dimension (a layer's input), V the vocabulary. Tensors are (B, H, T, D) in and out of
+//! The letters of every doc comment: B batch, T_q queries, T_kv keys, H query heads, H_kv key and value heads (H_kv divides
+//! H; query head h reads key head `h / (H / H_kv)`), D the head dimension of queries and keys, D_v that of values, E the
+//! embedding dimension (a layer's input), V the vocabulary. Tensors are (B, H, T, D) in and out of
 //! [`scaled_dot_product_attention`], and (B, T, E) in and out of a layer.
 
-mod additive;
-mod cache;
-mod config;
-pub mod cpu {
-    //! The instruction sets of the CPU kernels.
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
-    pub use candle_attention_kernels::{Tier, TierError};
-}
-mod executor;
-mod gate;
-pub mod gguf;
-#[cfg(any(doc, doctest))]
-pub mod guide;
-pub mod hf;
-#[cfg(feature = "hub")]
-pub mod hub;
-pub mod init;
-mod layer;
-mod linear;
-mod mask;
-mod norm;
-pub mod plot;
-mod position;
-mod projection;
-mod rowwise;
-mod sdpa;
-mod shard;
-mod size;
-pub mod text;
-pub mod weights;
-mod windows;
-
-pub use additive::{AdditiveAttention, AdditiveAttentionConfig, AdditiveInput};
-pub use cache::{AttentionCache, AttentionCacheConfig};
-pub use config::{KvSource, MultiHeadAttentionConfig};
-pub use gate::{GateActivation, GatePlace, GateScope, OutputGate};
-pub use init::TorchSeed;
-pub use layer::{
-    AttentionFunction, AttentionInput, MultiHeadAttention, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig,
-    ProjectedMemory, SumFunction,
-};
-pub use linear::{PackedGatedLinear, PackedLinear, packed_linear, packed_linear_b, packed_linear_no_bias};
-pub use mask::{AttentionMask, EmptyRows, KvRanges, ValidLens};
-pub use norm::{ContextNorm, QkNorm, QkNormKind, QkNormScope};
-pub use position::{
-    AlibiConfig, ContentPositions, DisentangledConfig, QueryScaling, RelativeBias, RelativeBiasConfig,
-    RelativeEmbeddings, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, alibi_slopes,
-};
-pub use projection::{ProjectionModule, ProjectionModules, ProjectionPlace};
-pub use sdpa::{
-    AttentionOutput, Backend, OutputOrder, PackedSequences, Plan, SdpaOptions, masked_softmax, merge_attention, plan,
+pub use candle_attention_core::{
+    AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AlibiConfig, AttentionCache, AttentionCacheConfig,
+    AttentionFunction, AttentionInput, AttentionMask, AttentionOutput, Backend, ContentPositions, ContextNorm,
+    DisentangledConfig, EmptyRows, GateActivation, GatePlace, GateScope, HeadShard, KvRanges, KvSource,
+    MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OutputGate,
+    OutputOrder, PackedGatedLinear, PackedLinear, PackedSequences, Plan, ProjectedMemory, ProjectionModule,
+    ProjectionModules, ProjectionPlace, QkNorm, QkNormKind, QkNormScope, QueryScaling, RelativeBias,
+    RelativeBiasConfig, RelativeEmbeddings, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle,
+    RotaryEmbedding, SdpaOptions, SumFunction, TorchSeed, ValidLens, WeightLayout, Windows, alibi_slopes, cpu, init,
+    masked_softmax, merge_attention, packed_linear, packed_linear_b, packed_linear_no_bias, plan,
     scaled_dot_product_attention, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse,
     scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
 };
-pub use shard::HeadShard;
-pub use text::{EmbeddingConfig, EmbeddingLayer, SimpleTokenizer};
-pub use weights::WeightLayout;
-pub use windows::Windows;
+
+#[cfg(feature = "checkpoints")]
+pub use candle_attention_checkpoints::hf;
+#[cfg(feature = "hub")]
+pub use candle_attention_checkpoints::hub;
+#[cfg(feature = "text")]
+pub use candle_attention_frontend::{EmbeddingConfig, EmbeddingLayer, SimpleTokenizer, plot, text};
+
+#[cfg(feature = "checkpoints")]
+pub mod gguf {
+    //! Layers of GGUF files by llama.cpp's names and metadata, and their tokenizer.
+    //!
+    //! ```no_run
+    //! use candle_attention::gguf;
+    //! use candle_core::Device;
+    //! use candle_core::quantized::gguf_file::Content;
+    //! # fn main() -> candle_core::Result<()> {
+    //! let mut file = std::fs::File::open("model.gguf")?;
+    //! let content = Content::read(&mut file)?;
+    //! let attention = gguf::load_attention(&content, &mut file, 0, &Device::Cpu)?;
+    //! # Ok(()) }
+    //! ```
+
+    pub use candle_attention_checkpoints::gguf::*;
+    #[cfg(feature = "text")]
+    pub use candle_attention_frontend::text::gguf_tokenizer as tokenizer;
+}
+
+pub mod weights {
+    //! Attention weights under the names that other libraries give them.
+    //!
+    //! A [`WeightLayout`] says how a checkpoint names, packs and transposes the four projections. The loader turns any of
+    //! them into the same four linear layers, so that a model reads one kind of layer whatever its file looks like:
+    //!
+    //! ```no_run
+    //! use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout, weights};
+    //! use candle_core::{DType, Device};
+    //! # fn main() -> candle_core::Result<()> {
+    //! let vb = weights::open("model.safetensors", DType::F32, &Device::Cpu)?.pp("encoder.attn");
+    //! let layout = WeightLayout::detect(&vb)?;
+    //! let cfg = MultiHeadAttentionConfig::new(768, 12).with_bias(true);
+    //! let mha = MultiHeadAttention::load(&cfg, layout, vb)?;
+    //! # Ok(()) }
+    //! ```
+
+    #[cfg(feature = "checkpoints")]
+    pub use candle_attention_checkpoints::files::{Checkpoint, open, open_mmaped};
+    pub use candle_attention_core::weights::{Naming, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
+}
+
+#[cfg(any(doc, doctest))]
+pub mod guide;

@@ -10,9 +10,8 @@ use candle_attention::{
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
 
-use crate::TOLERANCE;
 use crate::common::{Golden, assert_close, max_error};
-use crate::on_each_device;
+use crate::{TOLERANCE, on_each_device};
 
 macro_rules! golden_layers {
     ($($name:ident),+ $(,)?) => {

@@ -1,4 +1,4 @@
-"""Random weights for models whose attention is recorded, here and by the census in `compare/`."""
+"""Random weights for models whose attention is recorded, here and by the census in `crates/compare/`."""
 
 import torch
 

@@ -1,10 +1,10 @@
 //! A layer's heads on several processes.
 
+use candle_attention::weights::{PackedNaming, QkvOrder};
 use candle_attention::{
     AlibiConfig, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, GateActivation, GatePlace,
     GateScope, HeadShard, MultiHeadAttention, MultiHeadAttentionConfig as Config, OutputGate, PackedSequences, QkNorm,
     QkNormKind, QkNormScope, RelativeBias, RelativeBiasConfig, RopeConfig, WeightLayout,
-    weights::{PackedNaming, QkvOrder},
 };
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;

@@ -1,0 +1,144 @@
+//! Weights as a file has them: whole, joined, and in part.
+
+use std::ops::Range;
+
+use candle_core::quantized::{QStorage, QTensor};
+use candle_core::{DType, Result, Tensor, bail};
+
+use candle_attention_core::PackedLinear;
+use candle_attention_core::internal::ProjectionColumns;
+
+/// A part of a linear layer (out, in), for one of several processes.
+#[derive(Debug, Clone)]
+pub enum LinearPart {
+    /// These outputs, in this order.
+    Outputs(Vec<Range<usize>>),
+    /// These inputs, in whole blocks of the weight's type. Outputs are then to be added up, and one process adds the
+    /// bias.
+    Inputs {
+        /// Which they are.
+        range: Range<usize>,
+        /// Whether the part has the bias.
+        has_bias: bool,
+    },
+}
+
+/// A weight (out, in) as a file has it, and its bias (out,) in f32.
+pub(super) struct Weight {
+    pub weight: QTensor,
+    pub bias: Option<Tensor>,
+}
+
+impl Weight {
+    /// A part of it; `name` is for an error.
+    pub fn part(&self, name: &str, part: &LinearPart) -> Result<Self> {
+        match part {
+            LinearPart::Outputs(ranges) => {
+                Self::concat(&ranges.iter().map(|range| self.outputs(name, range)).collect::<Result<Vec<_>>>()?)
+            }
+            LinearPart::Inputs { range, has_bias } => self.inputs(name, range, *has_bias),
+        }
+    }
+
+    fn outputs(&self, name: &str, range: &Range<usize>) -> Result<Self> {
+        let (outputs, inputs) = self.weight.shape().dims2()?;
+        if range.start >= range.end || range.end > outputs {
+            bail!("[gguf] {name}: outputs {range:?} were asked for, expected some of {outputs}")
+        }
+        let data = self.weight.data()?;
+        let row = data.len() / outputs;
+        let bias = self.bias.as_ref().map(|bias| bias.narrow(0, range.start, range.len())?.force_contiguous());
+        Ok(Self {
+            weight: self.like(data[range.start * row..range.end * row].to_vec(), (range.len(), inputs))?,
+            bias: bias.transpose()?,
+        })
+    }
+
+    fn inputs(&self, name: &str, range: &Range<usize>, has_bias: bool) -> Result<Self> {
+        let (outputs, inputs) = self.weight.shape().dims2()?;
+        if range.start >= range.end || range.end > inputs {
+            bail!("[gguf] {name}: inputs {range:?} were asked for, expected some of {inputs}")
+        }
+        let (dtype, data) = (self.weight.dtype(), self.weight.data()?);
+        let block = dtype.block_size();
+        if !range.start.is_multiple_of(block) || !range.end.is_multiple_of(block) {
+            bail!(
+                "[gguf] {name}: inputs {range:?} of a weight in {dtype:?} were asked for, expected whole blocks of \
+                 {block}"
+            )
+        }
+        let bytes = range.start / block * dtype.type_size()..range.end / block * dtype.type_size();
+        let rows = data.chunks(data.len() / outputs).flat_map(|row| &row[bytes.clone()]).copied();
+        let bias = self.bias.clone().filter(|_| has_bias);
+        Ok(Self { weight: self.like(rows.collect(), (outputs, range.len()))?, bias })
+    }
+
+    fn like(&self, data: Vec<u8>, shape: (usize, usize)) -> Result<QTensor> {
+        QTensor::new(QStorage::from_data(data.into(), &self.weight.device(), self.weight.dtype())?, shape)
+    }
+
+    fn out_dim(&self) -> usize {
+        self.weight.shape().dims()[0]
+    }
+
+    /// The rows of all, which are of one type, one after the other; a bias that is missing is zeros.
+    pub fn concat(all: &[Self]) -> Result<Self> {
+        let (first, device) = (&all[0].weight, all[0].weight.device());
+        let rows = all.iter().map(Self::out_dim).sum::<usize>();
+        let data = all.iter().map(|own| own.weight.data()).collect::<Result<Vec<_>>>()?;
+        let storage = QStorage::from_data(data.concat().into(), &device, first.dtype())?;
+        let bias = |own: &Self| match &own.bias {
+            Some(bias) => Ok(bias.clone()),
+            None => Tensor::zeros(own.out_dim(), DType::F32, &device),
+        };
+        let biases = match all.iter().any(|own| own.bias.is_some()) {
+            true => Some(Tensor::cat(&all.iter().map(bias).collect::<Result<Vec<_>>>()?, 0)?),
+            false => None,
+        };
+        Ok(Self { weight: QTensor::new(storage, (rows, first.shape().dims()[1]))?, bias: biases })
+    }
+
+    pub fn pack(self) -> Result<PackedLinear> {
+        PackedLinear::from_qtensor(self.weight, self.bias.as_ref())
+    }
+
+    pub fn columns(self) -> Result<Vec<ProjectionColumns>> {
+        let part = (self.out_dim(), self.bias.is_some());
+        Ok(ProjectionColumns::split(self.pack()?, [part]))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::quantized::GgmlDType;
+    use candle_core::{Device, Error};
+
+    use super::*;
+
+    #[test]
+    fn parts_hold_the_numbers_of_the_whole() -> Result<()> {
+        let (whole, bias) = (Tensor::randn(0f32, 1., (6, 512), &Device::Cpu)?, Tensor::arange(0f32, 6., &Device::Cpu)?);
+        for dtype in [GgmlDType::F32, GgmlDType::BF16, GgmlDType::Q8_0, GgmlDType::Q4K] {
+            let weight = Weight { weight: QTensor::quantize(&whole, dtype)?, bias: Some(bias.clone()) };
+            let numbers = |weight: &Weight| weight.weight.dequantize(&Device::Cpu);
+            let same = |got: &Tensor, expected: &Tensor| -> Result<()> {
+                assert_eq!(got.dims(), expected.dims());
+                assert_eq!((got - expected)?.abs()?.sum_all()?.to_scalar::<f32>()?, 0.0, "{dtype:?}");
+                Ok(())
+            };
+            let expected = numbers(&weight)?;
+            let outputs = weight.part("w", &LinearPart::Outputs(vec![4..6, 1..2]))?;
+            same(&numbers(&outputs)?, &Tensor::cat(&[expected.narrow(0, 4, 2)?, expected.narrow(0, 1, 1)?], 0)?)?;
+            same(&outputs.bias.expect("a bias"), &Tensor::new(&[4f32, 5., 1.], &Device::Cpu)?)?;
+            let inputs = weight.part("w", &LinearPart::Inputs { range: 256..512, has_bias: false })?;
+            same(&numbers(&inputs)?, &expected.narrow(1, 256, 256)?)?;
+            assert!(inputs.bias.is_none());
+            let error = |part| weight.part("w", &part).err().map(|error: Error| error.to_string()).unwrap_or_default();
+            assert!(error(LinearPart::Inputs { range: 0..513, has_bias: true }).starts_with("[gguf] w: inputs 0..513"));
+            assert!(error(LinearPart::Outputs(vec![0..1, 3..7])).starts_with("[gguf] w: outputs 3..7"));
+            let cut = error(LinearPart::Inputs { range: 0..48, has_bias: true });
+            assert_eq!(cut.contains("expected whole blocks of"), dtype.block_size() > 1, "{cut}");
+        }
+        Ok(())
+    }
+}

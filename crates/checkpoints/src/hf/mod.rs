@@ -1,0 +1,410 @@
+//! The attention of a Hugging Face checkpoint, from its own `config.json` and under its own names.
+//!
+//! ```no_run
+//! use candle_attention::{hf, weights};
+//! use candle_core::{DType, Device};
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let json = serde_json::from_str(&std::fs::read_to_string("model/config.json")?)?;
+//! let vb = weights::open("model/model.safetensors", DType::F32, &Device::Cpu)?;
+//! let attention = hf::load_attention(&json, 0, vb)?;
+//! # Ok(()) }
+//! ```
+//!
+//! A layer is what the model's own attention module computes, its output projection included: no norm before it and no
+//! residual after it. [`architectures`] names the values of `model_type` that are known; `docs/architectures.md` of the
+//! repository, which a census of transformers' models writes, says what each has, and why others are refused.
+//!
+//! Fields that a configuration leaves out have the defaults of the architecture's class in transformers, and the spellings
+//! of older versions are read as transformers reads them. An option that changes the numbers and is not supported is an
+//! error that names it.
+//!
+//! # Encoders
+//!
+//! The layers of BERT and its kin know no padding of their own: give the lengths of a batch at the call.
+//!
+//! ```
+//! use candle_attention::{AttentionInput, AttentionMask, MultiHeadAttention, hf};
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::VarBuilder;
+//! use serde_json::json;
+//! # fn main() -> candle_core::Result<()> {
+//! let config = json!({"model_type": "bert", "hidden_size": 64, "num_attention_heads": 4});
+//! let layer = hf::load_attention(&config, 0, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+//! let xs = Tensor::zeros((2, 7, 64), DType::F32, &Device::Cpu)?;
+//! let padding = AttentionMask::none().with_valid_lens(vec![7, 4]);
+//! let ys = layer.forward_with(AttentionInput::new(&xs).with_mask(&padding))?;
+//! # assert_eq!(ys.dims(), [2, 7, 64]);
+//! # Ok(()) }
+//! ```
+//!
+//! Their `attention.output.dense` is part of the layer, `attention.output.LayerNorm` and the residual are not.
+//!
+//! # Models of several parts
+//!
+//! CLIP, LLaVA and others keep a config for each part. Give the part's, with a builder at the checkpoint's root:
+//!
+//! ```
+//! use candle_attention::hf;
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::VarBuilder;
+//! use serde_json::json;
+//! # fn main() -> candle_core::Result<()> {
+//! let images = json!({"model_type": "clip_vision_model", "hidden_size": 64, "num_attention_heads": 4});
+//! let config = json!({"model_type": "clip", "vision_config": images});
+//! let layer = hf::load_attention(&config["vision_config"], 0, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+//! let ys = layer.forward(&Tensor::zeros((2, 50, 64), DType::F32, &Device::Cpu)?)?;
+//! # assert_eq!(ys.dims(), [2, 50, 64]);
+//! # Ok(()) }
+//! ```
+//!
+//! # Images with rotary positions
+//!
+//! The layers of DINOv3, Pixtral and Qwen's images rotate patches by their rows and columns, which the caller gives
+//! ([`AttentionInput::with_axis_positions`](candle_attention_core::AttentionInput::with_axis_positions)), and those of the texts beside
+//! them by time, height and width. Several images in one row of tokens are
+//! [packed sequences](candle_attention_core::AttentionInput::with_packed).
+//!
+//! ```
+//! use candle_attention::{AttentionInput, hf};
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::VarBuilder;
+//! use serde_json::json;
+//! # fn main() -> candle_core::Result<()> {
+//! let config = json!({"model_type": "dinov3_vit", "hidden_size": 64, "num_attention_heads": 4, "num_register_tokens": 4});
+//! let layer = hf::load_attention(&config, 0, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+//! // A class token and 4 registers stand at 0, patches at 2π times their centres between -1 and 1.
+//! let (rows, columns) = (2, 3);
+//! let centre = |i: usize, n: usize| ((i as f64 + 0.5) / n as f64 * 2.0 - 1.0) * std::f64::consts::TAU;
+//! let on = |axis: fn(usize) -> (usize, usize)| {
+//!     (0..rows * columns).map(move |patch| axis(patch)).map(|(i, n)| centre(i, n))
+//! };
+//! let class = || std::iter::repeat_n(0.0, 5);
+//! let positions = class().chain(on(|patch| (patch / 3, 2))).chain(class()).chain(on(|patch| (patch % 3, 3)));
+//! let positions = Tensor::from_iter(positions, &Device::Cpu)?.reshape((2, 5 + rows * columns))?;
+//! let xs = Tensor::zeros((1, 11, 64), DType::F32, &Device::Cpu)?;
+//! let ys = layer.forward_with(AttentionInput::new(&xs).with_axis_positions(&positions))?;
+//! # assert_eq!(ys.dims(), [1, 11, 64]);
+//! # Ok(()) }
+//! ```
+//!
+//! # Images in windows
+//!
+//! The layers of SAM and ViTDet see the patches of a window, which are rows of a batch ([`Windows`](candle_attention_core::Windows)),
+//! and some layers the whole image.
+//!
+//! ```
+//! use candle_attention::{Windows, hf};
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::VarBuilder;
+//! use serde_json::json;
+//! # fn main() -> candle_core::Result<()> {
+//! let config = json!({
+//!     "model_type": "sam_vision_model", "hidden_size": 64, "num_attention_heads": 4, "image_size": 320,
+//!     "window_size": 14,
+//! });
+//! let layer = hf::load_attention(&config, 0, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+//! let windows = Windows::new([20, 20], 14)?;
+//! let xs = Tensor::zeros((1, 20 * 20, 64), DType::F32, &Device::Cpu)?;
+//! let ys = windows.join(&layer.forward(&windows.partition(&xs)?)?)?;
+//! # assert_eq!(ys.dims(), [1, 400, 64]);
+//! # Ok(()) }
+//! ```
+//!
+//! # Encoders and decoders
+//!
+//! Of a model that has both (BART, Whisper, T5), [`load_attention`] loads the encoder's layers. The decoder's are
+//! [`load_decoder_attention`] and [`load_cross_attention`], which takes the encoder's outputs as keys and values, or as
+//! a memory that it projects once for all tokens.
+//!
+//! ```
+//! use candle_attention::{AttentionInput, hf};
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::VarBuilder;
+//! use serde_json::json;
+//! # fn main() -> candle_core::Result<()> {
+//! let config = json!({"model_type": "whisper", "d_model": 64, "decoder_attention_heads": 4});
+//! let layer = hf::load_cross_attention(&config, 0, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+//! let encoded = Tensor::zeros((2, 50, 64), DType::F32, &Device::Cpu)?;
+//! let memory = layer.project_memory(&encoded, &encoded)?;
+//! let token = Tensor::zeros((2, 1, 64), DType::F32, &Device::Cpu)?;
+//! let ys = layer.forward_with(AttentionInput::new(&token).with_memory(&memory))?;
+//! # assert_eq!(ys.dims(), [2, 1, 64]);
+//! # Ok(()) }
+//! ```
+//!
+//! DETR and the Table Transformer add positions to the inputs of queries and keys, and not to those of values:
+//! `AttentionInput::new(&placed).with_key_value(&placed, &xs)`.
+//!
+//! # T5
+//!
+//! The layers of T5's encoder have one relative bias together, which the first of them keeps in the checkpoint, and
+//! those of its decoder another ([`load_decoder_relative_bias`]). Each layer comes with it, so any can be called by
+//! itself; a stack loads it once, for its biases to be computed once. MPNet's stand beside its layers, and UMT5 has one
+//! a layer.
+//!
+//! ```
+//! use candle_attention::hf;
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::VarBuilder;
+//! use serde_json::json;
+//! # fn main() -> candle_core::Result<()> {
+//! let config = json!({"model_type": "t5", "d_model": 64, "num_heads": 4, "d_kv": 16, "num_layers": 3});
+//! let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+//! let bias = hf::load_relative_bias(&config, vb.clone())?;
+//! let layer = |i| hf::load_attention(&config, i, vb.clone())?.with_relative_bias(bias.clone());
+//! let layers = (0..3).map(layer).collect::<candle_core::Result<Vec<_>>>()?;
+//! let ys = layers[2].forward(&Tensor::zeros((2, 7, 64), DType::F32, &Device::Cpu)?)?;
+//! # assert_eq!(ys.dims(), [2, 7, 64]);
+//! # Ok(()) }
+//! ```
+//!
+//! # Gemma 3n and Gemma 4
+//!
+//! The last layers of these have no keys and values: [`kv_layer`] names the earlier layer whose they are. In generation
+//! they read its [cache](candle_attention_core::AttentionInput::with_shared_cache), and without one its
+//! [memory](MultiHeadAttention::project_memory). Layers that see all keys may have wider heads, and keys as values
+//! ([`KvSource`](candle_attention_core::KvSource)).
+//!
+//! ```
+//! use candle_attention::{AttentionCache, AttentionCacheConfig, AttentionInput, hf};
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::VarBuilder;
+//! use serde_json::json;
+//! # fn main() -> candle_core::Result<()> {
+//! let config = json!({
+//!     "model_type": "gemma4_text", "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "global_head_dim": 64,
+//!     "num_hidden_layers": 4, "num_kv_shared_layers": 2, "attention_k_eq_v": true, "num_global_key_value_heads": 1,
+//!     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+//! });
+//! let layer = |i| hf::load_attention(&config, i, VarBuilder::zeros(DType::F32, &Device::Cpu));
+//! let layers = (0..4).map(layer).collect::<candle_core::Result<Vec<_>>>()?;
+//! // Others read the caches of the first two, so these hold all that a prompt's queries see.
+//! let cache = |i: usize| AttentionCache::new(&AttentionCacheConfig::for_layer(layers[i].config()).with_shared(true));
+//! let mut caches = (0..2).map(cache).collect::<candle_core::Result<Vec<_>>>()?;
+//! for t in [7, 1, 1] {
+//!     let mut xs = Tensor::randn(0f32, 1., (2, t, 64), &Device::Cpu)?;
+//!     for (i, layer) in layers.iter().enumerate() {
+//!         let input = AttentionInput::new(&xs).with_residual(&xs);
+//!         xs = layer.forward_with(match hf::kv_layer(&config, i)? {
+//!             Some(earlier) => input.with_shared_cache(&caches[earlier]),
+//!             None => input.with_cache(&mut caches[i]),
+//!         })?;
+//!     }
+//! }
+//! # Ok(()) }
+//! ```
+//!
+//! # Swin
+//!
+//! Layers of Swin and Swin v2 are counted through all stages. A layer's inputs are the windows that
+//! [`Windows`](candle_attention_core::Windows) makes of an image, every second layer's of a shifted one, whose mask the call gets.
+//!
+//! # DeBERTa and conformers
+//!
+//! The layers of DeBERTa v2 and v3 share vectors of distances, with which each layer comes, and see how far apart
+//! tokens are by these; those of conformers (wav2vec 2.0's, Parakeet) have sines and cosines of distances in their
+//! place ([`ContentPositions`](candle_attention_core::ContentPositions)).
+//!
+//! ```
+//! use candle_attention::hf;
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::VarBuilder;
+//! use serde_json::json;
+//! # fn main() -> candle_core::Result<()> {
+//! let config = json!({
+//!     "model_type": "deberta-v2", "hidden_size": 64, "num_attention_heads": 4, "relative_attention": true,
+//!     "pos_att_type": "p2c|c2p", "position_buckets": 256, "share_att_key": true, "norm_rel_ebd": "layer_norm"
+//! });
+//! let layer = hf::load_attention(&config, 0, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+//! let ys = layer.forward(&Tensor::zeros((2, 7, 64), DType::F32, &Device::Cpu)?)?;
+//! # assert_eq!(ys.dims(), [2, 7, 64]);
+//! # Ok(()) }
+//! ```
+//!
+//! # DeepSeek
+//!
+//! DeepSeek V2 and V3, and models that have the same by other names, have latent attention, which is a layer of its
+//! own: [`load_latent_attention`] and [`latent_attention_config`] take the place of [`load_attention`] and
+//! [`attention_config`].
+//!
+//! ```
+//! use candle_attention::hf;
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::VarBuilder;
+//! use serde_json::json;
+//! # fn main() -> candle_core::Result<()> {
+//! let config = json!({"model_type": "deepseek_v3", "hidden_size": 64, "num_attention_heads": 4, "kv_lora_rank": 32});
+//! let layer = hf::load_latent_attention(&config, 0, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+//! let ys = layer.forward(&Tensor::zeros((2, 7, 64), DType::F32, &Device::Cpu)?)?;
+//! # assert_eq!(ys.dims(), [2, 7, 64]);
+//! # Ok(()) }
+//! ```
+
+mod families;
+mod family;
+mod fields;
+mod names;
+mod rope;
+mod rules;
+mod stages;
+
+use candle_core::Result;
+use candle_nn::VarBuilder;
+use candle_nn::var_builder::ShardedVarBuilder;
+use serde_json::Value;
+
+use candle_attention_core::internal::whole;
+use candle_attention_core::{
+    HeadShard, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig,
+    RelativeBias,
+};
+use family::Family;
+
+/// The values of `model_type` that are known, in alphabetical order.
+pub fn architectures() -> impl Iterator<Item = &'static str> {
+    family::model_types()
+}
+
+/// The config of one layer's attention, from a `config.json`; layers count from 0. Of a model with an encoder and a
+/// decoder it is the encoder's.
+///
+/// # Errors
+/// For an architecture that is not known ([`architectures`] names those that are), or only in its parts, which are
+/// named; for a layer that is not there; and for a field that is of the wrong type, contradicts others, or asks for
+/// what is not supported, named with its value. Latent attention is for [`latent_attention_config`].
+pub fn attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttentionConfig> {
+    Family::of(json)?.attention(json, layer)
+}
+
+/// One layer's attention, from a `config.json` and a builder at the model's root; layers count from 0. Of a model with
+/// an encoder and a decoder it is the encoder's.
+///
+/// The weights are found by the architecture's own names, whether the checkpoint is of the model by itself or of the model
+/// below a head (`model.layers.0.self_attn` or `layers.0.self_attn`).
+///
+/// # Errors
+/// As [`attention_config`], for a quantised checkpoint (but for float8, which [`weights::open`](candle_attention_core::weights::open) reads
+/// with its scales), and for a missing or misshapen tensor, named with both shapes.
+/// Latent attention is for [`load_latent_attention`].
+pub fn load_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
+    Family::of(json)?.load(json, layer, vb)
+}
+
+/// The earlier layer whose keys and values a layer reads, if it has none of its own
+/// ([`KvSource::EarlierLayer`](candle_attention_core::KvSource)).
+///
+/// # Errors
+/// As [`attention_config`].
+pub fn kv_layer(json: &Value, layer: usize) -> Result<Option<usize>> {
+    Family::of(json)?.kv_layer(json, layer)
+}
+
+/// [`attention_config`] for the self-attention of a decoder beside an encoder.
+///
+/// # Errors
+/// As that, and for an architecture without both.
+pub fn decoder_attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttentionConfig> {
+    Family::of(json)?.decoder()?.attention(json, layer)
+}
+
+/// [`load_attention`] for the self-attention of a decoder beside an encoder.
+///
+/// # Errors
+/// As that, and for an architecture without both.
+pub fn load_decoder_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
+    Family::of(json)?.decoder()?.load(json, layer, vb)
+}
+
+/// [`attention_config`] for the attention of a decoder's layer to an encoder's outputs.
+///
+/// # Errors
+/// As that, and for an architecture without it.
+pub fn cross_attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttentionConfig> {
+    Family::of(json)?.cross()?.attention(json, layer)
+}
+
+/// [`load_attention`] for the attention of a decoder's layer to an encoder's outputs, which
+/// [`project_memory`](MultiHeadAttention::project_memory) projects once.
+///
+/// # Errors
+/// As that, and for an architecture without it.
+pub fn load_cross_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
+    Family::of(json)?.cross()?.load(json, layer, vb)
+}
+
+/// One process's heads of a layer's attention, from a `config.json` and Candle's sharded builder at the model's root; layers
+/// count from 0. See [`MultiHeadAttention::load_shard`].
+///
+/// # Errors
+/// As [`load_attention`] and [`MultiHeadAttention::load_shard`].
+pub fn load_attention_shard(
+    json: &Value,
+    layer: usize,
+    shard: HeadShard,
+    vb: &ShardedVarBuilder<'static>,
+) -> Result<MultiHeadAttention> {
+    let load = |cfg: &_, layout, module: &str| MultiHeadAttention::load_shard(cfg, layout, shard, &vb.pp(module));
+    Family::of(json)?.load_with_bias(json, layer, &whole(vb), load, |bias| bias.shard(shard))
+}
+
+/// [`attention_config`] for latent attention: DeepSeek V2 and V3, and what is the same by other names.
+///
+/// # Errors
+/// As that, and for an architecture of another kind.
+pub fn latent_attention_config(json: &Value, layer: usize) -> Result<MultiHeadLatentAttentionConfig> {
+    Family::of(json)?.latent_attention(json, layer)
+}
+
+/// [`load_attention`] for latent attention: DeepSeek V2 and V3, and what is the same by other names.
+///
+/// # Errors
+/// As that, and for an architecture of another kind.
+pub fn load_latent_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadLatentAttention> {
+    load_latent(json, layer, &vb, |cfg, module| MultiHeadLatentAttention::new(cfg, vb.pp(module)))
+}
+
+/// [`load_attention_shard`] for latent attention: see [`MultiHeadLatentAttention::load_shard`].
+///
+/// # Errors
+/// As [`load_latent_attention`] and [`MultiHeadLatentAttention::load_shard`].
+pub fn load_latent_attention_shard(
+    json: &Value,
+    layer: usize,
+    shard: HeadShard,
+    vb: &ShardedVarBuilder<'static>,
+) -> Result<MultiHeadLatentAttention> {
+    let load = |cfg: &_, module: &str| MultiHeadLatentAttention::load_shard(cfg, shard, &vb.pp(module));
+    load_latent(json, layer, &whole(vb), load)
+}
+
+fn load_latent(
+    json: &Value,
+    layer: usize,
+    vb: &VarBuilder,
+    load: impl Fn(&MultiHeadLatentAttentionConfig, &str) -> Result<MultiHeadLatentAttention>,
+) -> Result<MultiHeadLatentAttention> {
+    let family = Family::of(json)?;
+    let cfg = family.latent_attention(json, layer)?;
+    family.refuse_quantized(json)?;
+    names::load_module(family.modules, &family.place(json, layer)?, vb, |_, module| load(&cfg, module))
+}
+
+/// The relative bias that all layers of a stack have together, from a `config.json` and a builder at the model's root.
+/// Of a model with an encoder and a decoder it is the encoder's.
+///
+/// [`load_attention`] gives every layer one of its own; give all of them
+/// [clones of this one](MultiHeadAttention::with_relative_bias) instead, and its biases are computed once in each pass.
+///
+/// # Errors
+/// As [`load_attention`], and for an architecture without one.
+pub fn load_relative_bias(json: &Value, vb: VarBuilder) -> Result<RelativeBias> {
+    Family::of(json)?.load_relative_bias(json, &vb)
+}
+
+/// [`load_relative_bias`] for a decoder beside an encoder.
+///
+/// # Errors
+/// As that, and for an architecture without both.
+pub fn load_decoder_relative_bias(json: &Value, vb: VarBuilder) -> Result<RelativeBias> {
+    Family::of(json)?.decoder()?.load_relative_bias(json, &vb)
+}

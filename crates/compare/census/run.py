@@ -1,0 +1,168 @@
+"""Counts every attention of transformers: what this crate answers for a tiny random model of each `model_type`.
+
+python crates/compare/census/run.py                    records what is not recorded yet, asks, writes docs/architectures.md
+python crates/compare/census/run.py --only bert vit    these model types, and writes nothing
+python crates/compare/census/run.py --again            records everything anew
+
+It takes PyTorch, transformers (tests/hf/requirements.txt has the versions), torchvision, timm, pillow and tqdm, half an
+hour and half a gigabyte in `target/census`, where a run that was interrupted goes on.
+"""
+
+import argparse
+import collections
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+sys.dont_write_bytecode = True
+warnings.filterwarnings("ignore")
+
+import torch
+import transformers
+from tqdm import tqdm
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
+
+import record
+import table
+from tiny import model_classes, options, tiny
+
+ROOT = Path(__file__).resolve().parents[3]
+DATA = ROOT / "target" / "census"
+LARGEST = 30_000_000  # parameters
+SECONDS = 90
+CLASSES = 3  # of a model type that are tried
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="MODEL_TYPE", help="these, without writing the table")
+    parser.add_argument("--again", action="store_true", help="record anew what is recorded")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    model_types = arguments.only or sorted(CONFIG_MAPPING.keys())
+    build = ["cargo", "build", "--quiet", "-p", "candle-attention-compare", "--bin", "census"]
+    subprocess.run(build, cwd=ROOT, check=True)
+    known = table.known()
+    bar = tqdm(model_types, unit="model", disable=None)
+    for model_type in bar:
+        bar.set_description(f"{model_type:28.28}")
+        outcome = DATA / model_type / "outcome.json"
+        if arguments.again or not outcome.exists():
+            shutil.rmtree(outcome.parent, ignore_errors=True)
+            outcome.parent.mkdir(parents=True)
+            outcome.write_text(json.dumps({"failed": "the process ended"}))
+            outcome.write_text(json.dumps(recorded(model_type, outcome.parent, model_type in known)))
+    entries = table.judge(model_types, DATA, ask([DATA / name for name in model_types]), known)
+    if arguments.only:
+        for entry in entries:
+            print(json.dumps(entry.__dict__, indent=1))
+    else:
+        (ROOT / "docs" / "architectures.md").write_text(table.page(entries, transformers.__version__))
+        print(json.dumps(collections.Counter(entry.verdict for entry in entries)))
+    return 1 if any(entry.verdict == "wrong" for entry in entries) else 0
+
+
+class TookTooLong(BaseException):
+    pass
+
+
+def recorded(model_type, folder, is_known):
+    """Records a model type in its folder; what there is to say about it."""
+
+    def stop(*_):
+        raise TookTooLong
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        return attempt(model_type, folder, is_known)
+    except TookTooLong:
+        return {"failed": f"it takes more than {SECONDS} seconds"}
+    except Exception as error:
+        return {"failed": one_line(error)}
+    finally:
+        signal.alarm(0)
+
+
+def attempt(model_type, folder, is_known):
+    config_class = CONFIG_MAPPING[model_type]
+    # transformers has some spellings twice.
+    if config_class.model_type != model_type:
+        return {"alias": config_class.model_type}
+    classes = model_classes(config_class)
+    parts = {name: part.model_type for name, part in parts_of(tiny(config_class)).items()}
+    if not classes:
+        return {"failed": "transformers has no model that takes this configuration by itself", "parts": parts}
+    with torch.device("meta"):
+        model = classes[0]._from_config(tiny(config_class))
+    own = record.own_attention(model)
+    if not own and not is_known:
+        return {"parts": parts, "none": True}
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if size > LARGEST:
+        return {"failed": f"the smallest has {size // 1_000_000} million parameters", "parts": parts, "classes": own}
+    errors = []
+    for model_class in classes[:CLASSES]:
+        try:
+            cores = record.record(model_class, tiny(config_class), folder, model_type)
+        except Exception as error:
+            errors.append(one_line(error))
+            continue
+        changed = record_options(model_class, config_class, folder / "options") if is_known else {}
+        return {"parts": parts, "cores": cores, "classes": own, "options": changed}
+    return {"failed": errors[0], "parts": parts, "classes": own}
+
+
+def record_options(model_class, config_class, folder):
+    """Records the model with the options that it takes; which these are."""
+
+    def works(fields):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            record.record(model_class, tiny(config_class, **fields), folder, config_class.model_type)
+        except Exception:
+            return False
+        return True
+
+    fields = options(config_class)
+    if not works(fields):
+        fields = {name: value for name, value in fields.items() if works({name: value})}
+    if not fields or not works(fields):
+        shutil.rmtree(folder, ignore_errors=True)
+        return {}
+    return fields
+
+
+def parts_of(config):
+    parts = {name: getattr(config, name, None) for name in type(config).sub_configs}
+    return {name: part for name, part in parts.items() if getattr(part, "model_type", "")}
+
+
+def one_line(error):
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def ask(folders):
+    """What the crate answers, by folder."""
+    answers = collections.defaultdict(list)
+    folders = [variant for folder in folders for variant in (folder, folder / "options")]
+    folders = [folder for folder in folders if (folder / "record.json").exists()]
+    for start in tqdm(range(0, len(folders), 20), desc="asking", unit="20 models", disable=None):
+        command = [ROOT / "target" / "debug" / "census", *folders[start : start + 20]]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        for line in output.splitlines():
+            answer = json.loads(line)
+            answers[str(Path(answer["folder"]).relative_to(DATA))].append(answer)
+    return answers
+
+
+if __name__ == "__main__":
+    sys.exit(main())

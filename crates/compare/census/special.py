@@ -1,0 +1,269 @@
+"""What single models need beyond the general rules: fields of their configurations, inputs, and words for the table."""
+
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+# What is shared with the tests of hf.
+sys.path.append(str(Path(__file__).resolve().parents[3] / "tests" / "hf"))
+from inputs import beside_an_image
+
+# Two kinds of layers, and two layers that read keys and values of these.
+SHARED = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+}
+GEMMA4 = {"global_head_dim": 20, "num_global_key_value_heads": 3, "attention_k_eq_v": True}
+# Windows that divide no image of 4 x 4 patches, and one layer without.
+SAM = {"window_size": 3, "global_attn_indexes": [1]}
+# Windows that are not shifted, whose mask the caller makes, and a stage of one window.
+SWIN = {"depths": [1, 1], "window_size": 2}
+RESNET = {"backbone_config": {
+    "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1],
+    "layer_type": "basic", "out_features": ["stage4"],
+}}
+CONFIGS = {
+    "codegen": {"rotary_dim": 4, "n_head": 4, "n_embd": 32},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 0.7}, "n_heads": 6},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "embedding_gemma2_text": {"global_head_dim": 20},
+    "diffusion_gemma_text": {
+        "global_head_dim": 20,
+        "num_global_key_value_heads": 3,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    },
+    "gemma3n_text": SHARED,
+    "gemma3n_vision": {"architecture": "mobilenetv3_small_050", "model_args": None},
+    "gemma4_text": SHARED | GEMMA4,
+    "gemma4_unified_text": SHARED | GEMMA4,
+    "esm": {"vocab_size": 33, "mask_token_id": 32, "pad_token_id": 1, "position_embedding_type": "rotary"},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 12},
+    "chameleon": {"vocabulary_map": {"<image>": 3}},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_n_heads": 12,
+        "position_embedding_type": "rope",
+    },
+    "nemotron_h": {"n_groups": 1, "mamba_head_dim": 16, "head_dim": 16},
+    "step3p5": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_sliding_attention_heads": 4,
+        "sliding_window": 5,
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "mobilebert": {"embedding_size": 36, "intra_bottleneck_size": 24},
+    "moonshine": {"hidden_size": 120, "encoder_num_key_value_heads": 6, "decoder_num_key_value_heads": 6},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": 48},
+    "esmc": {"num_key_value_heads": 6, "head_dim": 8},
+    "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": 12, "mamba_d_head": 8, "key_multiplier": 0.4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
+    "gptj": {"rotary_dim": 4},
+    "conditional_detr": RESNET,
+    "dab-detr": RESNET,
+    "detr": RESNET,
+    "table-transformer": RESNET,
+    "dinov3_vit": {"num_register_tokens": 3},
+    "helium": {"head_dim": 8},
+    "laguna": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_attention_heads_per_layer": [6, 4],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "llama4_text": {"floor_scale": 4, "no_rope_layers": [1, 0]},
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 4,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
+    "instructblip_qformer": {"encoder_hidden_size": 36},
+    "instructblipvideo_qformer": {"encoder_hidden_size": 36},
+    "blip_2_qformer": {"encoder_hidden_size": 36},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"], "num_dense_layers": 1},
+    "seggpt": {"image_size": [32, 16], "pretrain_image_size": 32, "merge_index": 0, "intermediate_hidden_state_indices": [0, 1]},
+    "vitdet": {"use_relative_position_embeddings": True, "window_block_indices": [0], "window_size": 3},
+    "deberta-v2": {
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 6,
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+    },
+    "sew-d": {"position_buckets": 8, "max_position_embeddings": 12},
+    "wav2vec2-bert": {
+        "vocab_size": 99,
+        "feature_projection_input_dim": 16,
+        "left_max_position_embeddings": 4,
+        "right_max_position_embeddings": 2,
+    },
+    "wav2vec2-conformer": {"vocab_size": 99},
+    "xmod": {"default_language": "en_XX"},
+    "yolos": {"image_size": [32, 32]},
+}
+
+# Options that have other values than yes and no.
+OPTIONS = dict.fromkeys(
+    "diffusion_gemma_text gemma4_text gemma4_unified_text".split(), {"use_bidirectional_attention": "all"}
+)
+SAM_IMAGES = (
+    "deepseek_ocr2_sam_vision_model got_ocr2_vision pp_formulanet_vision sam_hq_vision_model sam_vision_model slanext_vision"
+    " unlimited_ocr_sam_vision_model"
+).split()
+CONFIGS |= dict.fromkeys(SAM_IMAGES, SAM)
+CONFIGS |= {"sam3_vit_model": {"image_size": 16, "pretrain_image_size": 16, "patch_size": 4, "window_size": 4}}
+CONFIGS |= dict.fromkeys("donut-swin maskformer-swin swin".split(), SWIN | {"num_heads": [3, 6]})
+CONFIGS |= {
+    "clap_audio_model": SWIN | {
+        "num_attention_heads": [3, 6], "patch_embeds_hidden_size": 24, "hidden_size": 48, "spec_size": 32, "patch_size": 8,
+        "patch_stride": [8, 8], "num_mel_bins": 16,
+    },
+    "swin2sr": SWIN | {"num_heads": [3, 6], "image_size": 8, "patch_size": 1},
+    "swinv2": SWIN | {"num_heads": [3, 6], "pretrained_window_sizes": [0, 3]},
+}
+
+# Sections of rotary positions on three axes, for pairs of tiny heads.
+SECTIONS = {
+    "glm4v_moe_text": [2, 1, 1],
+    "glm4v_text": [2, 1, 1],
+    "glm_ocr_text": [2, 1, 1],
+    "glm_image_text": [2, 1, 1],
+    "cosmos3_edge_text": [4, 2, 2],
+    "paddleocr_vl_text": [4, 2, 2],
+    "qwen2_5_omni_text": [2, 1, 1],
+    "qwen2_5_vl_text": [2, 1, 1],
+    "qwen2_vl_text": [2, 1, 1],
+    "qwen3_5_moe_text": [2, 1, 1],
+    "qwen3_5_text": [2, 1, 1],
+    "qwen3_omni_moe_text": [2, 1, 1],
+    "qwen3_vl_moe_text": [4, 2, 2],
+    "qwen3_vl_text": [4, 2, 2],
+}
+# Parts of wide heads.
+PARTS = {"qwen3_5_text": 0.5, "qwen3_5_moe_text": 0.5, "glm4v_moe_text": 1.0}
+for _name, _sections in SECTIONS.items():
+    _rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": _sections}
+    _part = {"partial_rotary_factor": PARTS[_name]} if _name in PARTS else {}
+    CONFIGS[_name] = CONFIGS.get(_name, {}) | {"rope_parameters": _rope | _part}
+
+
+def qformer(config):
+    return {
+        "query_embeds": torch.randn(2, 7, config.hidden_size),
+        "encoder_hidden_states": torch.randn(2, 9, config.encoder_hidden_size),
+    }
+
+
+def instructed_qformer(config):
+    instruction = torch.randint(3, config.vocab_size, (2, 5))
+    return qformer(config) | {"input_ids": instruction, "attention_mask": torch.ones(2, 12, dtype=torch.long)}
+
+
+def grid(height, width):
+    """Rows and columns of the patches of an image."""
+    return torch.stack(torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")).flatten(1)
+
+
+def merged(height, width):
+    """The same, two by two patches after the other."""
+    return grid(height, width).reshape(2, height // 2, 2, width // 2, 2).transpose(2, 3).flatten(1)
+
+
+def dinov3_positions(config):
+    centres = (grid(4, 4) + 0.5) / 4 * 2 - 1
+    return torch.cat([torch.zeros(2, 1 + config.num_register_tokens), 2 * math.pi * centres], dim=1)
+
+
+# Positions on axes where the inputs do not have them, (A, T), and the lengths of sequences that stand in one row.
+TWO_IMAGES = lambda config: torch.cat([merged(4, 4), merged(2, 4)], dim=1)
+MERGED = (
+    "cohere_compass_vision glm4v_moe_vision glm4v_vision glm5_next_vision glm_ocr_vision qwen3_5_moe_vision qwen3_5_vision"
+    " qwen3_omni_moe_vision_encoder qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp_vision"
+).split()
+POSITIONS = {
+    "dinov3_vit": dinov3_positions,
+    "pixtral": lambda config: grid(4, 4).repeat(1, 2),
+    "sam3_vit_model": lambda config: grid(4, 4).flip(0),
+} | dict.fromkeys(MERGED, TWO_IMAGES)
+LENGTHS = {"pixtral": [16, 16]} | dict.fromkeys(MERGED, [16, 8])
+
+# Functions of the configuration.
+INPUTS = dict.fromkeys(SECTIONS, beside_an_image) | {
+    "audioflamingo3_encoder": lambda config: {
+        "input_features": torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions),
+        "input_features_mask": torch.ones(2, 2 * config.max_source_positions, dtype=torch.long),
+    },
+    "blip_2_qformer": qformer,
+    "instructblip_qformer": instructed_qformer,
+    "instructblipvideo_qformer": instructed_qformer,
+    "siglip2_vision_model": lambda config: {
+        "pixel_values": torch.randn(2, 16, 3 * config.patch_size**2),
+        "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[4, 4], [4, 4]]),
+    },
+    "clap_audio_model": lambda config: {"input_features": torch.randn(2, 1, 32, config.num_mel_bins)},
+    "canary_decoder": lambda config: {
+        "input_ids": torch.randint(3, config.vocab_size, (2, 7)),
+        "encoder_hidden_states": torch.randn(2, 9, config.hidden_size),
+    },
+    "musicgen_decoder": lambda config: {
+        "input_ids": torch.randint(3, config.vocab_size, (2 * config.num_codebooks, 7)),
+        "encoder_hidden_states": torch.randn(2, 9, config.hidden_size),
+    },
+    "pp_formulanet_text": lambda config: {
+        "input_ids": torch.randint(3, config.vocab_size, (2, 7)),
+        "encoder_hidden_states": torch.randn(2, 9, config.hidden_size),
+    },
+    "seggpt": lambda config: dict.fromkeys(
+        ("pixel_values", "prompt_pixel_values", "prompt_masks"), torch.randn(2, 3, config.image_size[0] // 2, config.image_size[1])
+    ),
+    "vilt": lambda config: {
+        "input_ids": torch.randint(3, config.vocab_size, (2, 7)),
+        "pixel_values": torch.randn(2, 3, config.image_size, config.image_size),
+    },
+    "trocr": lambda config: {
+        "input_ids": torch.randint(3, config.vocab_size, (2, 7)),
+        "encoder_hidden_states": torch.randn(2, 9, config.d_model),
+    },
+}
+
+# What is missing, where the source of the attention class does not show it.
+REASONS = {}
+for _why, _names in {
+    "rotary positions of an image or a video, on two or three axes": "dinov3_vit eomt_dinov3 gemma4_vision"
+    " llama4_vision_model pixtral sapiens2 vjepa2",
+    "a mask that the model computes": "canine doge eomt git groupvit groupvit_vision_model",
+    "names of its own": "blt_global_transformer clvp_decoder codegen idefics kosmos_2_5_vision_model mllama_vision_model"
+    " molmo2_adapter molmo2_vision ovis2_vision pix2struct_vision_model sam3_lite_text_text_model tvp",
+    "several stacks of layers": "blt_local_decoder blt_local_encoder blt_patcher clvp deepseek_ocr2_encoder evolla lxmert"
+    " mobilevit seamless_m4t seamless_m4t_v2 timesformer xclip xclip_vision_model unlimited_ocr_vision_encoder",
+    "convolutions beside or inside of the projections": "convbert emu3_vqgan levit squeezebert swiftformer",
+    "a bias for pairs of tokens": "bros cpmant",
+    "n-grams that are predicted together": "prophetnet",
+    "attention inside of a mixture of experts": "jetmoe",
+    "keys and values from other inputs than the queries": "idefics2_perceiver muse_glimmer_assistant",
+    "norms of queries and keys without weights, after rotary positions": "nanochat",
+    "positions that are added to queries and keys": "sam sam2 sam3 sam3_detr_decoder sam3_detr_encoder sam3_lite_text"
+    " sam3_lite_text_detr_decoder sam3_lite_text_detr_encoder sam3_lite_text_mask_decoder sam3_mask_decoder sam3_tracker"
+    " sam_hq",
+    "relative positions by content": "gemma3n_audio granite_speech_encoder granite_speech_plus_encoder"
+    " nemotron3_5_transcribe_asr_audio nemotron3_diarization_audio phi4_multimodal_audio xlnet",
+    "windows of an image": "florence_vision",
+    "a scale for each dimension of the queries": "timesfm timesfm2_5",
+    "rotary positions of the values": "clvp_encoder",
+    "a projection for each codebook": "moshi_depth",
+    "latent attention of another kind": "longcat_flash",
+    "an approximation of softmax attention": "mra yoso",
+}.items():
+    REASONS |= dict.fromkeys(_names.split(), _why)
+
+# Models whose tensors have the time before the batch.
+TIME_FIRST = {"fsmt"}

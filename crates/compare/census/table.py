@@ -1,0 +1,196 @@
+"""The verdict on every model type, and the page that shows them."""
+
+import collections
+import json
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from reasons import reason
+from special import REASONS
+
+TOLERANCE = 1e-5
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclass
+class Entry:
+    model_type: str
+    verdict: str
+    kinds: list = field(default_factory=list)
+    has: list = field(default_factory=list)
+    # What else attends in the model and is not loaded by name.
+    besides: list = field(default_factory=list)
+    parts: dict = field(default_factory=dict)
+    why: str = ""
+    error: float = 0.0
+
+
+def known():
+    command = [ROOT / "target" / "debug" / "census", "--known"]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+
+def judge(model_types, data, answers, in_table):
+    entries = []
+    for model_type in model_types:
+        outcome = json.loads((data / model_type / "outcome.json").read_text())
+        entries.append(verdict(model_type, outcome, answers, model_type in in_table))
+    return entries
+
+
+def verdict(model_type, outcome, answers, is_known):
+    entry = Entry(model_type, "refused", parts=outcome.get("parts", {}))
+    if "alias" in outcome:
+        entry.verdict, entry.why = "alias", outcome["alias"]
+        return entry
+    if not is_known:
+        cores = [] if "failed" in outcome or outcome.get("none") else own_cores(outcome, model_type)
+        if "failed" in outcome:
+            entry.verdict, entry.why = "unmade", outcome["failed"]
+            if outcome.get("classes"):
+                entry.verdict, entry.why = "unmade_attention", reason(model_type, outcome["classes"])
+        elif cores:
+            entry.why = reason(model_type, [core["class"] for core in cores])
+        elif model_type in REASONS:
+            # It attends with other modules than linear layers, or approximately.
+            entry.why = REASONS[model_type]
+        else:
+            entry.verdict = "parts" if entry.parts else "none"
+        return entry
+    if "failed" in outcome:
+        entry.verdict, entry.why = "wrong", f"not recorded: {outcome['failed']}"
+        return entry
+    entry = compared(entry, outcome, answers.get(model_type, []))
+    for answer in answers.get(f"{model_type}/options", []):
+        if "differs" in answer or "refused" in answer:
+            continue
+        if "failed" in answer or answer["error"] > TOLERANCE:
+            fault = answer.get("failed") or f"off by {answer['error']:.1e}"
+            entry.verdict = "wrong"
+            entry.why += f"; with {outcome['options']}: {answer['kind']} of layer {answer['layer']}: {fault}"
+    return entry
+
+
+def own_cores(outcome, model_type):
+    own = [core for core in outcome.get("cores", []) if core["owner"] == model_type]
+    return [core for core in own if "Router" not in core["class"] and "Gate" not in core["class"]]
+
+
+def compared(entry, outcome, answers):
+    """The verdict on a model type that has a row."""
+    covered, faults, refusals = set(), [], []
+    for answer in answers:
+        where = f"{answer['kind']} of layer {answer['layer']}"
+        if "differs" in answer:
+            faults.append(f"{where}: a bare config differs from one with all defaults, {answer['differs']}")
+        elif "failed" in answer:
+            faults.append(f"{where}: {answer['failed']}")
+        elif "refused" in answer:
+            refusals.append(f"{where}: {answer['refused']}")
+        elif answer["error"] > TOLERANCE:
+            faults.append(f"{where}: off by {answer['error']:.1e}")
+        else:
+            covered |= set(answer["modules"])
+            entry.kinds = list(dict.fromkeys([*entry.kinds, answer["kind"]]))
+            entry.has = list(dict.fromkeys([*entry.has, *answer["has"]]))
+            entry.error = max(entry.error, answer["error"])
+    # A model of several parts, whose row is for one of them.
+    cores = own_cores(outcome, entry.model_type) or outcome.get("cores", [])
+    right = {core["class"] for core in cores if is_covered(core, covered)}
+    besides = [core for core in cores if not is_covered(core, covered)]
+    entry.besides = sorted({core["class"] for core in besides} - right)
+    unanswered = [core["module"] for core in besides if core["class"] in right]
+    if faults or not covered:
+        entry.verdict, entry.why = "wrong", "; ".join(faults or refusals or ["no layer was answered"])
+    elif unanswered:
+        entry.verdict, entry.why = "wrong", f"no answer for {', '.join(unanswered)}: {'; '.join(refusals[:2])}"
+    else:
+        entry.verdict = "equal"
+    return entry
+
+
+def is_covered(core, covered):
+    # BERT's attention has its output projection in a module beside it.
+    around = core["module"].rsplit(".", 1)[0]
+    return any(module.startswith((core["module"] + ".", around + ".")) for module in covered)
+
+
+HEAD = """# Hugging Face architectures
+
+`crates/compare/census/run.py` wrote this page: for every `model_type` of transformers {version} it makes tiny random models,
+with default options and with others, records what each attention layer is given and gives, and asks this crate for the
+same layer by the model's own `config.json` and names.
+
+- **{equal} of {attending} model types with softmax attention of their own are equal**, to 1e-5 of the largest number, in
+  every layer and by both backends; {wrong} wrong.
+- {refused} are refused by name, with what they have and this crate does not; {unmade} of these could not be recorded.
+- {parts} more only combine models of other types; {none} have no softmax attention; {others} could not be made here, so
+  that nothing is known of their attention, and are refused by name too.
+
+`hf::load_attention` loads a layer's self-attention (of a model with an encoder and a decoder the encoder's),
+`hf::load_decoder_attention` and `hf::load_cross_attention` what stands in such a model's decoder, and
+`hf::load_latent_attention` latent attention, DeepSeek's and its kin's. For a part of a model of several parts, give the part of the
+config (`&config["vision_config"]`), and a builder at the checkpoint's root or at the part.
+
+Of these, `cargo test --test hf` holds the models of `tests/hf/models` to transformers' numbers on every change;
+`examples/causal_lm` runs {decoders} decoders as whole models.
+
+## Equal
+
+| `model_type` | layers | what they have | besides, not loaded by name |
+| --- | --- | --- | --- |
+"""
+
+
+def page(entries, version):
+    by = collections.defaultdict(list)
+    for entry in entries:
+        by[entry.verdict].append(entry)
+    # Refused without a record: its classes say that it attends.
+    refused = by["refused"] + by["unmade_attention"]
+    attending = len(by["equal"]) + len(by["wrong"]) + len(refused)
+    text = HEAD.format(
+        version=version,
+        equal=len(by["equal"]),
+        attending=attending,
+        refused=len(refused),
+        unmade=len(by["unmade_attention"]),
+        wrong=f"{len(by['wrong'])} are" if by["wrong"] else "none is",
+        others=len(by["unmade"]),
+        parts=len(by["parts"]),
+        none=len(by["none"]),
+        decoders=31,
+    )
+    for entry in by["equal"]:
+        kinds = ", ".join(entry.kinds)
+        text += f"| `{entry.model_type}` | {kinds} | {', '.join(entry.has)} | {', '.join(entry.besides)} |\n"
+    if by["wrong"]:
+        text += "\n## Wrong\n\n| `model_type` | |\n| --- | --- |\n"
+        text += "".join(f"| `{entry.model_type}` | {cell(entry.why)} |\n" for entry in by["wrong"])
+    text += "\n## Refused\n\n| what is missing | model types |\n| --- | --- |\n"
+    reasons = collections.defaultdict(list)
+    for entry in refused:
+        reasons[entry.why].append(f"`{entry.model_type}`")
+    for why, names in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0])):
+        text += f"| {cell(why)} | {len(names)}: {', '.join(names)} |\n"
+    text += "\n## Models of several parts\n\n| `model_type` | parts |\n| --- | --- |\n"
+    verdicts = {entry.model_type: entry.verdict for entry in entries}
+    for entry in by["parts"]:
+        parts = [
+            f"`{name}`: `{part}`" + (" (equal)" if verdicts.get(part) == "equal" else "")
+            for name, part in entry.parts.items()
+        ]
+        text += f"| `{entry.model_type}` | {', '.join(parts)} |\n"
+    text += "\n## Without softmax attention\n\n" + ", ".join(f"`{entry.model_type}`" for entry in by["none"]) + "\n"
+    if by["unmade"]:
+        text += "\n## Not made\n\n| `model_type` | why |\n| --- | --- |\n"
+        text += "".join(f"| `{entry.model_type}` | {cell(entry.why)} |\n" for entry in by["unmade"])
+    aliases = [f"`{entry.model_type}` of `{entry.why}`" for entry in by["alias"]]
+    if aliases:
+        text += "\nOther spellings in transformers: " + ", ".join(aliases) + ".\n"
+    return text
+
+
+def cell(text):
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,328 @@
+//! What this crate answers for the recorded models of `compare/census`: reads folders, writes a JSON line for each
+//! layer.
+//!
+//! A folder has a model's `config.json` and `model.safetensors`, and of its linear layers in `golden.safetensors` what
+//! they were given and gave, `{order}|in|{module}` and `{order}|out|{module}`; `modules.json` says which tensor belongs
+//! to which module. `positions` are those on the axes of rotary positions, `lengths` those of sequences in one row. A
+//! layer is right if it gives what the last module does whose weight it read, for what the first was given.
+
+#[path = "../../../../examples/common/command_line.rs"]
+mod command_line;
+
+use std::collections::{BTreeSet, HashMap};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex};
+
+use candle_attention::{
+    AttentionInput, Backend, ContentPositions, KvSource, MultiHeadAttention, MultiHeadAttentionConfig, PackedSequences,
+    ProjectedMemory, RopeScaling, RopeStyle, hf,
+};
+use candle_core::{DType, Device, Error, Result, Shape, Tensor};
+use candle_nn::var_builder::SimpleBackend;
+use candle_nn::{Init, VarBuilder};
+use clap::Parser;
+use command_line::one_line;
+use serde_json::{Value, json};
+
+#[derive(Parser)]
+struct Args {
+    /// Folders of recorded models.
+    folders: Vec<PathBuf>,
+    /// Write the values of `model_type` that are known instead.
+    #[arg(long)]
+    known: bool,
+}
+
+fn main() -> ExitCode {
+    command_line::main(|args: Args| {
+        if args.known {
+            hf::architectures().for_each(|name| println!("{name}"));
+        }
+        for folder in &args.folders {
+            let model = Model::open(folder)?;
+            for mut line in answers(&model).into_iter().chain(defaults(&model)) {
+                line["folder"] = json!(folder);
+                writeln!(std::io::stdout(), "{line}").map_err(Error::wrap)?;
+            }
+        }
+        Ok(ExitCode::SUCCESS)
+    })
+}
+
+type Tensors = HashMap<String, Tensor>;
+
+struct Model {
+    config: Value,
+    /// What its class in transformers makes of no fields at all.
+    defaults: Value,
+    weights: Tensors,
+    modules: Value,
+    /// (A, T) or (A, B, T).
+    positions: Option<Tensor>,
+    sequences: Option<PackedSequences>,
+    /// By module, in the order of the calls: its inputs and outputs.
+    calls: Vec<(String, Tensor, Tensor)>,
+}
+
+impl Model {
+    fn open(folder: &Path) -> Result<Self> {
+        let tensors = |file| candle_core::safetensors::load(folder.join(file), &Device::Cpu);
+        let json = |file| -> Result<Value> {
+            serde_json::from_str(&std::fs::read_to_string(folder.join(file))?).map_err(Error::wrap)
+        };
+        let golden = tensors("golden.safetensors")?;
+        let mut given: Vec<_> = golden.keys().filter(|key| key.contains("|in|")).collect();
+        given.sort();
+        let calls = given.into_iter().filter_map(|key| {
+            let (order, module) = key.split_once("|in|")?;
+            let gave = golden.get(&format!("{order}|out|{module}"))?;
+            Some((module.to_string(), golden[key].clone(), gave.clone()))
+        });
+        let calls = calls.collect();
+        let lengths = golden.get("lengths").map(|lengths| lengths.to_vec1::<f32>()).transpose()?;
+        let lengths = lengths.map(|lengths| lengths.into_iter().map(|len| len as usize).collect::<Vec<_>>());
+        Ok(Self {
+            positions: golden.get("positions").cloned(),
+            sequences: lengths.map(|lens| PackedSequences::from_lens(&lens, &lens)).transpose()?,
+            config: json("config.json")?,
+            defaults: json("defaults.json")?,
+            weights: tensors("model.safetensors")?,
+            modules: json("modules.json")?,
+            calls,
+        })
+    }
+
+    /// The calls of the modules whose weights were read.
+    fn calls_of(&self, read: &BTreeSet<String>) -> Vec<&(String, Tensor, Tensor)> {
+        let modules: BTreeSet<_> = read.iter().filter_map(|name| self.modules[name].as_str()).collect();
+        self.calls.iter().filter(|(module, ..)| modules.contains(module.as_str())).collect()
+    }
+
+    /// A builder of the weights, and the names that are read from it.
+    fn noted(&self) -> (VarBuilder<'static>, Arc<Mutex<BTreeSet<String>>>) {
+        let read = Arc::new(Mutex::new(BTreeSet::new()));
+        let noted = Noted { weights: self.weights.clone(), read: read.clone() };
+        (VarBuilder::from_backend(Box::new(noted), DType::F32, Device::Cpu), read)
+    }
+
+    /// What an earlier layer projects for a layer without keys and values of its own.
+    fn earlier(&self, layer: usize) -> Result<Option<ProjectedMemory>> {
+        let Ok(Some(earlier)) = hf::kv_layer(&self.config, layer) else { return Ok(None) };
+        let (vb, read) = self.noted();
+        let earlier = hf::load_attention(&self.config, earlier, vb)?;
+        let read = read.lock().expect("no panic before").clone();
+        let Some((_, xs, _)) = self.calls_of(&read).first().copied() else {
+            return Err(Error::msg("the earlier layer was not called"));
+        };
+        earlier.project_memory(xs, xs).map(Some)
+    }
+}
+
+/// Weights that note which of them are read.
+struct Noted {
+    weights: Tensors,
+    read: Arc<Mutex<BTreeSet<String>>>,
+}
+
+impl SimpleBackend for Noted {
+    fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> Result<Tensor> {
+        let tensor = self.get_unchecked(name, dtype, device)?;
+        match tensor.shape() == &shape {
+            true => Ok(tensor),
+            false => Err(Error::UnexpectedShape {
+                msg: format!("shape mismatch for {name}"),
+                expected: shape,
+                got: tensor.shape().clone(),
+            }),
+        }
+    }
+
+    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        let missing = || Error::CannotFindTensor { path: name.to_string() };
+        let tensor = self.weights.get(name).ok_or_else(missing)?;
+        self.read.lock().expect("no panic before").insert(name.to_string());
+        tensor.to_device(device)?.to_dtype(dtype)
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.weights.contains_key(name)
+    }
+}
+
+/// A layer of any kind, and what it has.
+struct Layer {
+    forward: Box<dyn Fn(AttentionInput) -> Result<Tensor>>,
+    has: Vec<String>,
+}
+
+type Load = fn(&Value, usize, VarBuilder) -> Result<Layer>;
+
+impl From<MultiHeadAttention> for Layer {
+    fn from(layer: MultiHeadAttention) -> Self {
+        let has = parts(layer.config());
+        Self { forward: Box::new(move |input| layer.forward_with(input)), has }
+    }
+}
+
+fn self_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<Layer> {
+    if hf::latent_attention_config(json, layer).is_ok() {
+        let layer = hf::load_latent_attention(json, layer, vb)?;
+        let has = vec!["latent".to_string()];
+        return Ok(Layer { forward: Box::new(move |input| layer.forward_with(input)), has });
+    }
+    hf::load_attention(json, layer, vb).map(Layer::from)
+}
+
+/// What a layer has beside projections, in the words of the documentation.
+fn parts(cfg: &MultiHeadAttentionConfig) -> Vec<String> {
+    let mut parts = Vec::new();
+    let mut add = |has: bool, part: &str| {
+        if has {
+            parts.push(part.to_string());
+        }
+    };
+    add(cfg.causal(), "causal");
+    add(cfg.num_kv_heads() < cfg.num_heads(), "grouped heads");
+    add(cfg.window().is_some(), "window");
+    add(cfg.band().is_some(), "band");
+    add(cfg.chunk().is_some(), "chunks");
+    add(cfg.qk_norm().is_some() && !cfg.norm_after_rope(), "norms of queries and keys");
+    add(cfg.norm_after_rope(), "norms after rotary positions");
+    if let Some(rope) = cfg.rope() {
+        add(rope.style() == RopeStyle::Halves, "rotary");
+        add(rope.style() == RopeStyle::Interleaved, "interleaved rotary");
+        add(rope.rotary_dim(cfg.head_dim()) < cfg.head_dim(), "partial rotary");
+        add(*rope.scaling() != RopeScaling::None, "scaled rotary");
+        add(rope.axes().is_some(), "rotary on several axes");
+    }
+    add(cfg.query_scaling().is_some(), "queries scaled by position");
+    add(cfg.value_norm().is_some(), "norms of values");
+    add(cfg.context_norm().is_some(), "a norm of the context");
+    add(cfg.kv_source() == KvSource::KeysAsValues, "keys as values");
+    add(cfg.kv_source() == KvSource::EarlierLayer, "keys and values of an earlier layer");
+    add(cfg.output_gate().is_some(), "output gate");
+    add(cfg.alibi().is_some(), "ALiBi");
+    add(cfg.relative_bias().is_some(), "relative bias");
+    match cfg.content_positions() {
+        None => {}
+        Some(ContentPositions::Window { .. }) => add(true, "a bias by place in a window"),
+        Some(ContentPositions::CosineWindow { .. }) => add(true, "cosine scores in a window"),
+        Some(ContentPositions::Grid { .. }) => add(true, "decomposed relative positions"),
+        Some(_) => add(true, "relative positions by content"),
+    }
+    add(cfg.softcap().is_some(), "softcap");
+    add(cfg.sinks(), "sinks");
+    add(cfg.scale().is_some(), "scale");
+    add(cfg.clip_qkv().is_some(), "clip");
+    parts
+}
+
+fn answers(model: &Model) -> Vec<Value> {
+    let kinds: [(&str, Load); 3] = [
+        ("self", self_attention),
+        ("decoder", |json, layer, vb| hf::load_decoder_attention(json, layer, vb).map(Layer::from)),
+        ("cross", |json, layer, vb| hf::load_cross_attention(json, layer, vb).map(Layer::from)),
+    ];
+    let mut lines = Vec::new();
+    for (kind, load) in kinds {
+        for layer in 0..64 {
+            let (vb, read) = model.noted();
+            let loaded = load(&model.config, layer, vb);
+            if loaded.as_ref().is_err_and(|error| one_line(error).contains("there is no layer")) {
+                break;
+            }
+            let read = read.lock().expect("no panic before").clone();
+            let mut line = match loaded {
+                Ok(loaded) => {
+                    let earlier = if kind == "self" { model.earlier(layer) } else { Ok(None) };
+                    let answer = earlier.and_then(|earlier| answer(model, &read, &loaded, kind, earlier.as_ref()));
+                    answer.unwrap_or_else(|error| json!({"failed": one_line(&error)}))
+                }
+                Err(error) => json!({"refused": one_line(&error)}),
+            };
+            line["kind"] = json!(kind);
+            line["layer"] = json!(layer);
+            line["modules"] = model.calls_of(&read).iter().map(|(module, ..)| module.as_str()).collect();
+            lines.push(line);
+        }
+    }
+    lines
+}
+
+/// Where a config of nothing but its `model_type` is another layer than one with every default written out.
+fn defaults(model: &Model) -> Vec<Value> {
+    type Read = fn(&Value, usize) -> Result<String>;
+    let reads: [Read; 4] = [
+        |json, layer| hf::attention_config(json, layer).map(|cfg| format!("{cfg:?}")),
+        |json, layer| hf::latent_attention_config(json, layer).map(|cfg| format!("{cfg:?}")),
+        |json, layer| hf::decoder_attention_config(json, layer).map(|cfg| format!("{cfg:?}")),
+        |json, layer| hf::cross_attention_config(json, layer).map(|cfg| format!("{cfg:?}")),
+    ];
+    let sparse = json!({"model_type": model.defaults["model_type"]});
+    let mut lines = Vec::new();
+    for read in reads {
+        for layer in 0..8 {
+            let [bare, full] = [&sparse, &model.defaults].map(|json| read(json, layer).ok());
+            if bare != full {
+                lines.push(json!({"kind": "defaults", "layer": layer, "differs": [bare, full]}));
+                break;
+            }
+        }
+    }
+    lines
+}
+
+fn answer(
+    model: &Model,
+    read: &BTreeSet<String>,
+    layer: &Layer,
+    kind: &str,
+    earlier: Option<&ProjectedMemory>,
+) -> Result<Value> {
+    let calls = model.calls_of(read);
+    let largest = |tensor: &Tensor| tensor.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
+    let (Some((_, first, _)), Some((_, _, expected))) = (calls.first(), calls.last()) else {
+        return Ok(json!({"failed": format!("the weights read are of no module that was called: {read:?}")}));
+    };
+    // Projections of other names come in this order.
+    let of = |names: [&str; 2]| {
+        calls.iter().find(|(module, ..)| names.iter().any(|name| module.ends_with(name))).map(|(_, xs, _)| xs)
+    };
+    let second = || calls.get(1).filter(|_| kind == "cross").map(|(_, xs, _)| (xs, xs));
+    let xs = of(["q_proj", "query"]).unwrap_or(first);
+    let differs = |keys: &Tensor| Ok::<_, Error>(keys.dims() != xs.dims() || largest(&(keys - xs)?)? > 0.0);
+    // Positions may be added to queries and keys alone.
+    let key_value = match of(["k_proj", "key"]).zip(of(["v_proj", "value"])) {
+        Some((keys, values)) if differs(keys)? || differs(values)? => Some((keys, values)),
+        Some(_) => None,
+        None => second(),
+    };
+    let mut error = 0f32;
+    let packed = match &model.sequences {
+        Some(_) if xs.rank() == 3 => xs.squeeze(0)?,
+        _ => xs.clone(),
+    };
+    for backend in [Backend::Auto, Backend::Reference] {
+        let mut input = AttentionInput::new(&packed).with_backend(backend);
+        if let Some(positions) = &model.positions {
+            input = input.with_axis_positions(positions);
+        }
+        if let Some(sequences) = &model.sequences {
+            input = input.with_packed(sequences);
+        }
+        if let Some(earlier) = earlier {
+            input = input.with_memory(earlier);
+        }
+        if let Some((keys, values)) = key_value {
+            input = input.with_key_value(keys, values);
+        }
+        let ys = (layer.forward)(input)?;
+        let ys = if ys.elem_count() == expected.elem_count() { ys.reshape(expected.shape())? } else { ys };
+        let off = largest(&(ys - expected)?)? / largest(expected)?;
+        // JSON has no infinity.
+        error = error.max(if off.is_finite() { off } else { f32::MAX });
+    }
+    Ok(json!({"error": error, "has": layer.has}))
+}

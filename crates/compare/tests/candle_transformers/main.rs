@@ -1,0 +1,55 @@
+//! Whole models of candle-transformers beside the same models on this crate's layer, those of `examples/`, from one set of
+//! random weights. `differs.rs` holds where candle-transformers is not what transformers is: each test there fails once it
+//! becomes so.
+
+#[path = "../../../../tests/common/mod.rs"]
+mod common;
+mod decoders;
+mod differs;
+mod encoder;
+mod equal;
+#[allow(dead_code, reason = "a part is for the command line")]
+#[path = "../../../../examples/causal_lm/model/mod.rs"]
+mod our_decoder;
+#[path = "../../../../examples/sentence_embedding/model.rs"]
+#[allow(dead_code, reason = "its size is asked for by the example alone")]
+mod our_encoder;
+
+use std::collections::HashMap;
+
+use candle_attention::TorchSeed;
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{VarBuilder, VarMap};
+use serde_json::Value;
+
+type Weights = HashMap<String, Tensor>;
+
+/// Weights under the names and in the shapes that a model asks for, each entry drawn, so that norms and biases matter too.
+fn weights<M>(load: impl FnOnce(VarBuilder) -> Result<M>) -> Result<Weights> {
+    let asked = VarMap::new();
+    load(VarBuilder::from_varmap(&asked, DType::F32, &Device::Cpu))?;
+    let asked = asked.data().lock().expect("no other thread has it");
+    let mut shapes: Vec<_> = asked.iter().map(|(name, var)| (name.clone(), var.shape().clone())).collect();
+    shapes.sort_by(|(a, _), (b, _)| a.cmp(b));
+    let seed = TorchSeed::new(5);
+    shapes.into_iter().map(|(name, shape)| Ok((name, (seed.randn(shape)? * 0.4)?))).collect()
+}
+
+fn builder(weights: &Weights) -> VarBuilder<'static> {
+    VarBuilder::from_tensors(weights.clone(), DType::F32, &Device::Cpu)
+}
+
+/// A config with other options.
+fn told(json: &Value, options: Value) -> Value {
+    let mut told = json.clone();
+    for (name, value) in options.as_object().expect("options are an object") {
+        told[name] = value.clone();
+    }
+    told
+}
+
+/// Token ids (B, T), each sequence with its own.
+fn ids(b: usize, t: usize, vocab: u32) -> Result<Tensor> {
+    let ids = (0..(b * t) as u32).map(|i| (i * 29 + i / t as u32 * 7 + 3) % vocab).collect();
+    Tensor::from_vec(ids, (b, t), &Device::Cpu)
+}

@@ -1,0 +1,17 @@
+//! What every room stands on: dtypes, sizes, rows of tensors, parameters by name, and shares of them.
+
+mod dtype;
+pub(crate) mod rowwise;
+mod share;
+mod size;
+mod source;
+mod threads;
+
+pub use share::{HeadShard, Share};
+pub use size::{filled, fits_in_memory, is_addressable};
+pub use source::{SCALES, Source, has, root, whole};
+
+pub(crate) use dtype::{FLOATS, accumulation_dtype};
+pub(crate) use size::part;
+pub(crate) use source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, Part, hint, linear_bias};
+pub(crate) use threads::executor;

@@ -1,0 +1,52 @@
+//! Checks that a tensor's size can be addressed and allocated, and views of empty tensors.
+
+use std::ops::Range;
+
+use candle_core::{Result, Tensor};
+
+/// From how many bytes on the allocator is asked before Candle is: smaller requests are not refused in practice.
+const LARGE: u64 = 1 << 32;
+
+/// Whether the bytes of a tensor of these dimensions can be addressed.
+///
+/// A dimension of 0 counts as 1: Candle computes strides and the shapes of views from products of some of the dimensions,
+/// which overflow next to a 0 too.
+pub fn is_addressable(dims: &[usize]) -> bool {
+    // The largest element has eight bytes.
+    let most = isize::MAX as usize / 8;
+    let product = dims.iter().try_fold(1usize, |product, &dim| product.checked_mul(dim.max(1)));
+    product.is_some_and(|product| product <= most)
+}
+
+/// Whether a tensor of these dimensions can be allocated. Candle aborts the program where the allocator refuses; this asks
+/// the allocator first, for one byte an element.
+pub fn fits_in_memory(dims: &[usize]) -> bool {
+    is_addressable(dims)
+        && match dims.iter().product::<usize>() {
+            count if (count as u64) < LARGE => true,
+            count => Vec::<u8>::new().try_reserve_exact(count).is_ok(),
+        }
+}
+
+/// A vector of as many elements as the dimensions have, all `value`; `None` where it cannot be allocated.
+pub fn filled<T: Clone>(dims: &[usize], value: T) -> Option<Vec<T>> {
+    if !is_addressable(dims) {
+        return None;
+    }
+    let count = dims.iter().product();
+    let mut values = Vec::new();
+    values.try_reserve_exact(count).ok()?;
+    values.resize(count, value);
+    Some(values)
+}
+
+/// `tensor.narrow` along a dimension, which an empty tensor allows too: a view of one may start past the end of its buffer,
+/// where Candle's copies panic, so that it becomes a new tensor.
+pub(crate) fn part(tensor: &Tensor, dim: usize, range: Range<usize>) -> Result<Tensor> {
+    if tensor.elem_count() > 0 {
+        return tensor.narrow(dim, range.start, range.len());
+    }
+    let mut dims = tensor.dims().to_vec();
+    dims[dim] = range.len();
+    Tensor::zeros(dims, tensor.dtype(), tensor.device())
+}

@@ -1,0 +1,419 @@
+//! Keys and values of the positions that a layer has seen: [`CachedCall`] is one call with a cache.
+
+mod buffers;
+mod config;
+mod staged;
+#[cfg(test)]
+mod tests;
+
+pub use config::AttentionCacheConfig;
+
+pub(crate) use staged::{CachedCall, Expand};
+
+use std::ops::Range;
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use crate::base::FLOATS;
+use crate::position::Positions;
+use buffers::{KvBuffers, KvFormat};
+
+/// The keys and values of the positions that one layer has seen, for one sequence or a batch of them; or the latents from
+/// which a layer computes them.
+///
+/// A call with a cache ([`AttentionInput::with_cache`](crate::AttentionInput::with_cache)) appends its keys and values to
+/// those of the calls before, in place, and its queries attend to all of them without a copy. A prompt, pieces of it and
+/// single tokens give the numbers of one call over everything. A call that fails leaves the cache as it was. A call whose
+/// output is tracked for gradients leaves its buffers to the graph, and the cache goes on with a copy.
+///
+/// ```
+/// use candle_attention::{AttentionCache, AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig};
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::VarBuilder;
+/// # fn main() -> candle_core::Result<()> {
+/// let cfg = MultiHeadAttentionConfig::new(64, 4).with_num_kv_heads(2).with_causal(true);
+/// let mha = MultiHeadAttention::new(&cfg, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+/// let mut cache = AttentionCache::default();
+///
+/// let prompt = Tensor::randn(0f32, 1., (2, 5, 64), &Device::Cpu)?;
+/// let lens = [5, 3]; // the second sequence has two positions of padding
+/// mha.forward_with(AttentionInput::new(&prompt).with_cache(&mut cache).with_valid_lens(&lens))?;
+/// let token = Tensor::randn(0f32, 1., (2, 1, 64), &Device::Cpu)?;
+/// let y = mha.forward_with(AttentionInput::new(&token).with_cache(&mut cache))?;
+/// assert_eq!((y.dims(), cache.lens()), ([2, 1, 64].as_slice(), vec![6, 4]));
+/// # Ok(()) }
+/// ```
+///
+/// Each sequence of a batch has a length of its own. Padding, on the left or on the right, is given at the call and is not
+/// stored: position n is the n-th token of its sequence, in masks too, and masks that are aligned to the end are aligned to
+/// the end of each sequence. [`truncate`](Self::truncate) drops positions, [`reorder`](Self::reorder) selects beams, and
+/// [`fork`](Self::fork) continues one prompt in two ways.
+///
+/// Keys are stored after their rotation. Scalings whose frequencies depend on the length of a call
+/// ([`RopeScaling::Dynamic`](crate::RopeScaling::Dynamic), [`RopeScaling::LongRope`](crate::RopeScaling::LongRope)) take
+/// that of the longest sequence with the call, and keys of earlier calls are not rotated again: what transformers does with
+/// a cache. Its Phi 3 computes everything again in the call that first exceeds the original context; a model that follows it
+/// calls [`reset`](Self::reset) there.
+///
+/// Buffers are (B, H_kv, capacity, D) and (B, H_kv, capacity, D_v), made in the first call; for
+/// [latent attention](crate::MultiHeadLatentAttention) one of (B, 1, capacity, `kv_lora_rank + rope_head_dim`). The caches of
+/// `candle_nn::kv_cache` have one length for a whole batch and grow by a constant amount.
+#[derive(Debug, Default)]
+pub struct AttentionCache {
+    config: AttentionCacheConfig,
+    buffers: Option<KvBuffers>,
+    /// Of each sequence, the positions that the buffers hold: all but those that a sliding cache has dropped. Empty before
+    /// the first call.
+    held: Vec<Range<usize>>,
+    /// The dtype of the keys of earlier calls, which may differ from that in which they are stored.
+    dtype: Option<DType>,
+}
+
+impl AttentionCache {
+    /// An empty cache. It takes its shape from the first call.
+    ///
+    /// # Errors
+    /// For a config whose numbers do not fit together.
+    pub fn new(cfg: &AttentionCacheConfig) -> Result<Self> {
+        cfg.validate()?;
+        Ok(Self { config: cfg.clone(), ..Self::default() })
+    }
+
+    /// The config that the cache was made from.
+    pub fn config(&self) -> &AttentionCacheConfig {
+        &self.config
+    }
+
+    /// The length of the longest sequence: all of its tokens, also those that a sliding cache no longer holds.
+    pub fn len(&self) -> usize {
+        self.held.iter().map(|held| held.end).max().unwrap_or(0)
+    }
+
+    /// The length of each sequence, and so the position of its next token; empty before the first call.
+    pub fn lens(&self) -> Vec<usize> {
+        self.held.iter().map(|held| held.end).collect()
+    }
+
+    /// Whether no sequence has a token.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// How many positions of each sequence the buffers can hold; 0 before the first call.
+    pub fn capacity(&self) -> usize {
+        self.buffers.as_ref().map_or(0, KvBuffers::capacity)
+    }
+
+    /// The bytes of all buffers.
+    pub fn memory(&self) -> usize {
+        self.buffers.as_ref().map_or(0, KvBuffers::bytes)
+    }
+
+    /// Forgets all sequences. The buffers stay for the next, which may be a batch of another size.
+    pub fn reset(&mut self) {
+        self.held.clear();
+        self.dtype = None;
+    }
+
+    /// Takes back all positions from `len` on, of every sequence, as after speculative decoding. Copies nothing.
+    ///
+    /// # Errors
+    /// As [`truncate_to`](Self::truncate_to).
+    pub fn truncate(&mut self, len: usize) -> Result<()> {
+        if self.held.is_empty() && len > 0 {
+            bail!("[attention_cache] an empty cache is to be truncated to {len} positions, expected 0")
+        }
+        self.truncate_to(&vec![len; self.held.len()])
+    }
+
+    /// Takes back the positions of each sequence from its entry of `lens` on. The next token of a sequence then has that
+    /// position.
+    ///
+    /// A sliding cache goes back as far as it holds positions, and to 0. Where it has dropped a key that the next query
+    /// sees, that call is an error. To go back by up to n positions of earlier calls, it needs a window that is n longer than
+    /// the layer's. What the last call brought can always be taken back, if the capacity holds that and the window.
+    ///
+    /// # Errors
+    /// For another number of sequences, for more positions than a sequence has, and for fewer than a sliding cache has
+    /// dropped. The cache is as it was then.
+    pub fn truncate_to(&mut self, lens: &[usize]) -> Result<()> {
+        if lens.len() != self.held.len() {
+            bail!(
+                "[attention_cache] {} lengths were given, expected one for each of {} sequences",
+                lens.len(),
+                self.held.len()
+            )
+        }
+        for (sequence, (&len, held)) in lens.iter().zip(&self.held).enumerate() {
+            if len > held.end {
+                bail!(
+                    "[attention_cache] sequence {sequence} is to be truncated to {len} positions, expected at most its {}",
+                    held.end
+                )
+            }
+            if len > 0 && len < held.start {
+                bail!(
+                    "[attention_cache] sequence {sequence} is to be truncated to {len} positions, expected 0 or at least \
+                     the {} that the window has dropped",
+                    held.start
+                )
+            }
+        }
+        for (held, &len) in self.held.iter_mut().zip(lens) {
+            *held = if len == 0 { 0..0 } else { held.start..len };
+        }
+        Ok(())
+    }
+
+    /// Makes sequence n of the batch what sequence `sequences[n]` was, as beam search does between its steps; a sequence may
+    /// come several times, or not at all, and the batch may grow or shrink. No sequences is a [`reset`](Self::reset).
+    ///
+    /// In a batch of the same size, sequences that stay at their place are not copied.
+    ///
+    /// # Errors
+    /// For a sequence that is not there, and for buffers that do not fit in memory. The cache is as it was then.
+    pub fn reorder(&mut self, sequences: &[usize]) -> Result<()> {
+        if let Some(sequence) = sequences.iter().find(|&&sequence| sequence >= self.held.len()) {
+            bail!(
+                "[attention_cache] sequence {sequence} was asked for, expected one of the {} that the cache holds",
+                self.held.len()
+            )
+        }
+        if sequences.is_empty() {
+            self.reset();
+            return Ok(());
+        }
+        let rows = |buffers: &KvBuffers, sequence: usize| buffers.rows(sequence, 0..self.held[sequence].len());
+        if let Some(buffers) = &self.buffers {
+            if sequences.len() == self.held.len() {
+                let moved = sequences.iter().enumerate().filter(|&(n, &from)| n != from && !self.held[from].is_empty());
+                // All are read before one is written.
+                let copies = moved.map(|(n, &from)| Ok((n, rows(buffers, from)?.copy()?)));
+                for (n, copy) in copies.collect::<Result<Vec<_>>>()? {
+                    buffers.write_sequence(n, 0, &copy)?;
+                }
+            } else {
+                let gathered = buffers.empty_like(sequences.len(), buffers.capacity())?;
+                for (n, &from) in sequences.iter().enumerate() {
+                    gathered.write_sequence(n, 0, &rows(buffers, from)?)?;
+                }
+                self.buffers = Some(gathered);
+            }
+        }
+        self.held = sequences.iter().map(|&sequence| self.held[sequence].clone()).collect();
+        Ok(())
+    }
+
+    /// A second cache with the same sequences, in buffers of its own: what is added to one is not in the other.
+    ///
+    /// # Errors
+    /// For buffers that do not fit in memory.
+    pub fn fork(&self) -> Result<Self> {
+        let buffers = self.buffers.as_ref().filter(|_| !self.held.is_empty());
+        Ok(Self {
+            config: self.config.clone(),
+            buffers: buffers.map(KvBuffers::copy).transpose()?,
+            held: self.held.clone(),
+            dtype: self.dtype,
+        })
+    }
+
+    /// The tokens of a call of `dims` (B, T).
+    ///
+    /// # Errors
+    /// For another number of sequences than the cache holds, and for padding that does not fit.
+    pub(crate) fn new_tokens(&self, dims: (usize, usize), padding: Padding) -> Result<NewTokens> {
+        NewTokens::new(self.lens(), dims, padding)
+    }
+
+    /// The tokens of a call of `dims` (B, T) whose keys are the last that the cache holds.
+    ///
+    /// # Errors
+    /// As [`new_tokens`](Self::new_tokens), and for more tokens than are held.
+    pub(crate) fn latest_tokens(&self, dims: (usize, usize), padding: Padding) -> Result<NewTokens> {
+        let mut tokens = self.new_tokens(dims, padding)?;
+        for (sequence, (len, of_call)) in tokens.before.iter_mut().zip(&tokens.tokens).enumerate() {
+            let Some(before) = len.checked_sub(of_call.len()) else {
+                bail!(
+                    "[attention_cache] sequence {sequence} has {} tokens, but the cache of the earlier layer holds {len}; \
+                     expected its call with the same tokens first",
+                    of_call.len()
+                )
+            };
+            *len = before;
+        }
+        Ok(tokens)
+    }
+
+    /// The call of a later layer, with the queries `q`, that reads what this cache holds of the same tokens.
+    ///
+    /// # Errors
+    /// As [`CachedCall::reading`], and for keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of other sizes than
+    /// `sizes` [H_kv, D, D_v].
+    pub(crate) fn read(&self, new: NewTokens, q: &Tensor, sizes: [usize; 3]) -> Result<CachedCall<'_>> {
+        if let Some(held) = self.buffers.as_ref().filter(|own| own.sizes() != Some(sizes)) {
+            let ((keys, values), [h, d, d_v]) = (held.shapes(), sizes);
+            bail!(
+                "[attention_cache] the earlier layer's keys {keys} and values {values} do not fit, expected {h} heads, {d} and \
+                 {d_v} wide"
+            )
+        }
+        CachedCall::reading(self, new, q)
+    }
+
+    /// Stages the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of a call behind what is held.
+    ///
+    /// # Errors
+    /// As [`stage_rows`](Self::stage_rows).
+    pub(crate) fn stage(&mut self, new: NewTokens, k: &Tensor, v: &Tensor) -> Result<CachedCall<'_>> {
+        self.stage_rows(new, k, Some(v), v.dim(3)?)
+    }
+
+    /// [`stage`](Self::stage) of rows whose first `d_v` columns are the values. `expansion`, if there is one, computes
+    /// the keys and values that are attended to from what the cache holds of them.
+    ///
+    /// # Errors
+    /// As [`stage_rows`](Self::stage_rows).
+    pub(crate) fn stage_latents<'c>(
+        &'c mut self,
+        new: NewTokens,
+        rows: &Tensor,
+        d_v: usize,
+        expansion: Option<&'c dyn Expand>,
+    ) -> Result<CachedCall<'c>> {
+        let mut staged = self.stage_rows(new, rows, None, d_v)?;
+        staged.expansion = expansion;
+        Ok(staged)
+    }
+
+    /// Without `own_v`, values are the first `d_v` columns of the keys.
+    ///
+    /// # Errors
+    /// For keys and values that do not fit each other or those before, that are tracked for gradients, and for more
+    /// positions than there may be.
+    fn stage_rows(&mut self, new: NewTokens, k: &Tensor, own_v: Option<&Tensor>, d_v: usize) -> Result<CachedCall<'_>> {
+        let v = own_v.unwrap_or(k);
+        let ((b, h, t, _), (b_v, h_v, t_v, _)) = (k.dims4()?, v.dims4()?);
+        if [b, h, t] != [b_v, h_v, t_v] || [b, t] != [new.tokens.len(), new.t] {
+            bail!(
+                "[attention_cache] keys {:?} and values {:?} differ in more than the last dimension",
+                k.dims(),
+                v.dims()
+            )
+        }
+        if k.dtype() != v.dtype() || !FLOATS.contains(&k.dtype()) {
+            bail!("[attention_cache] keys are {:?} and values {:?}, expected one float dtype", k.dtype(), v.dtype())
+        }
+        if let Some(dtype) = self.dtype.filter(|&dtype| dtype != k.dtype()) {
+            bail!("[attention_cache] keys have dtype {:?}, expected {dtype:?} as in the calls before", k.dtype())
+        }
+        if (k.track_op() || v.track_op()) && !self.config.detached() {
+            bail!(
+                "[attention_cache] keys or values are tracked for gradients, which a cache would lose; expected weights that \
+                 are plain tensors, or a cache made `with_detached(true)`"
+            )
+        }
+        let format = match self.config.q8() {
+            true => KvFormat::Q8,
+            false => KvFormat::Float(self.config.dtype().unwrap_or(k.dtype())),
+        };
+        let kv = KvBuffers::encode(k, own_v, d_v, format)?;
+        if let Some(buffers) = self.buffers.as_ref().filter(|own| !self.held.is_empty() && !own.accepts(&kv)) {
+            let [(k_is, v_is), (k_was, v_was)] = [&kv, buffers].map(KvBuffers::shapes);
+            bail!(
+                "[attention_cache] keys {k_is} and values {v_is} do not fit those of the calls before, {k_was} and {v_was}"
+            )
+        }
+        CachedCall::new(self, new, &kv, k.dtype())
+    }
+}
+
+/// The padding of a batch (B, T): sequence b has its tokens at `starts[b]..valid_lens[b]`.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Padding<'a> {
+    pub valid_lens: Option<&'a [usize]>,
+    pub starts: Option<&'a [usize]>,
+}
+
+/// The tokens of a call (B, T), checked against what the cache holds.
+#[derive(Debug, Clone)]
+pub(crate) struct NewTokens {
+    pub t: usize,
+    /// Of each sequence, its length before the call: the position of its first new token.
+    pub before: Vec<usize>,
+    /// Of each sequence, which of the T are tokens; the others are padding.
+    pub tokens: Vec<Range<usize>>,
+}
+
+impl NewTokens {
+    /// `before` are the lengths of the sequences of the cache, empty before the first call; `dims` are (B, T).
+    pub fn new(before: Vec<usize>, dims: (usize, usize), padding: Padding) -> Result<Self> {
+        let (b, t) = dims;
+        if !before.is_empty() && before.len() != b {
+            bail!("[attention_cache] the call has {b} sequences, expected the {} that the cache holds", before.len())
+        }
+        let entries = |name, given: Option<&[usize]>, default| match given {
+            None => Ok(vec![default; b]),
+            Some(entries) if entries.len() != b => {
+                bail!("[attention_cache] {name} has {} entries, expected one for each of {b} sequences", entries.len())
+            }
+            Some(entries) => match entries.iter().position(|&entry| entry > t) {
+                Some(sequence) => bail!(
+                    "[attention_cache] {name} has {} for sequence {sequence}, expected at most the call's {t}",
+                    entries[sequence]
+                ),
+                None => Ok(entries.to_vec()),
+            },
+        };
+        let ends = entries("valid_lens", padding.valid_lens, t)?;
+        let starts = entries("starts", padding.starts, 0)?;
+        let tokens: Vec<_> = starts.into_iter().zip(ends).map(|(start, end)| start..end).collect();
+        if let Some(sequence) = tokens.iter().position(|tokens| tokens.start > tokens.end) {
+            let Range { start, end } = tokens[sequence];
+            bail!("[attention_cache] the tokens of sequence {sequence} start at {start}, after their end at {end}")
+        }
+        Ok(Self { t, before: if before.is_empty() { vec![0; b] } else { before }, tokens })
+    }
+
+    /// The length of each sequence with this call.
+    pub fn ends(&self) -> impl Iterator<Item = usize> {
+        self.before.iter().zip(&self.tokens).map(|(before, tokens)| before + tokens.len())
+    }
+
+    /// The length of the longest sequence with this call.
+    pub fn longest(&self) -> usize {
+        self.ends().max().unwrap_or(0)
+    }
+
+    /// Whether nothing is padding.
+    pub fn all_valid(&self) -> bool {
+        self.tokens.iter().all(|tokens| *tokens == (0..self.t))
+    }
+
+    /// Rows (B, T, width), with zeros in the place of padding, which may hold anything.
+    pub fn without_padding(&self, xs: Tensor) -> Result<Tensor> {
+        if self.all_valid() {
+            return Ok(xs);
+        }
+        let is_token = self.tokens.iter().flat_map(|tokens| (0..self.t).map(|i| u8::from(tokens.contains(&i))));
+        let is_token = Tensor::from_vec(is_token.collect(), (self.tokens.len(), self.t, 1), xs.device())?;
+        is_token.broadcast_as(xs.shape())?.where_cond(&xs, &xs.zeros_like()?)
+    }
+
+    /// The position of each of the T in its sequence. Padding gets that of the nearest token, so that it makes no
+    /// sequence longer.
+    pub fn positions(&self) -> Result<Positions> {
+        if self.all_valid() {
+            let first = self.before.first().copied().unwrap_or(0);
+            return match self.before.iter().all(|&before| before == first) {
+                true => Positions::starting_at(&[first], self.t),
+                false => Positions::starting_at(&self.before, self.t),
+            };
+        }
+        let of_sequence = |(&before, tokens): (&usize, &Range<usize>)| {
+            let (start, last) = (tokens.start, (before + tokens.len()).saturating_sub(1));
+            (0..self.t).map(move |i| (before + i.saturating_sub(start)).min(last))
+        };
+        Positions::of_each(self.before.iter().zip(&self.tokens).flat_map(of_sequence).collect(), self.t)
+    }
+}

@@ -1,0 +1,287 @@
+//! One call with a cache: its keys and values are staged, attended to, and committed if all went well; or those of an
+//! earlier layer's call are attended to.
+
+use std::cell::Cell;
+use std::fmt;
+use std::ops::Range;
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use super::buffers::{KvBuffers, KvFormat};
+use super::{AttentionCache, NewTokens};
+use crate::base::accumulation_dtype;
+use crate::mask::{AttentionMask, Placement, RebaseDims};
+use crate::sdpa::{
+    AttentionOutput, Plan, QuantizedCall, QuantizedKv, SdpaOptions, plan, scaled_dot_product_attention,
+    scaled_dot_product_attention_with_weights,
+};
+
+/// Computes keys and values from the rows of a cache.
+pub(crate) trait Expand: fmt::Debug {
+    /// Keys (B, H, T, D) and values (B, H, T, D_v) from rows (B, H_kv, T, width), in the dtype of the rows.
+    fn expand(&self, rows: &Tensor) -> Result<(Tensor, Tensor)>;
+}
+
+/// Buffers, and of each sequence the positions that they hold: the first of them is in row 0.
+#[derive(Debug, Clone)]
+struct HeldKv {
+    buffers: KvBuffers,
+    held: Vec<Range<usize>>,
+}
+
+/// The keys and values of a call behind those of the calls before. The cache changes only in [`commit`](Self::commit).
+#[derive(Debug)]
+pub(crate) struct CachedCall<'c> {
+    new: NewTokens,
+    /// The dtype of the call's keys.
+    dtype: DType,
+    /// Whether gradients end at the cache.
+    detached: bool,
+    /// What attention reads.
+    read: HeldKv,
+    /// Nothing for a call that only reads.
+    append: Option<Append<'c>>,
+    pub(super) expansion: Option<&'c dyn Expand>,
+    /// Whether a graph refers to the buffers that are read.
+    in_graph: Cell<bool>,
+}
+
+/// What a cache becomes.
+#[derive(Debug)]
+struct Append<'c> {
+    cache: &'c mut AttentionCache,
+    /// What it keeps: less than is read, where a call brings more than a sliding cache holds.
+    kept: HeldKv,
+}
+
+impl<'c> CachedCall<'c> {
+    /// A call that reads what an earlier layer's call of the same tokens left in its cache.
+    ///
+    /// # Errors
+    /// For queries of another dtype than the keys, and for a copy that does not fit in memory.
+    pub(super) fn reading(cache: &AttentionCache, new: NewTokens, q: &Tensor) -> Result<Self> {
+        let (Some(buffers), Some(dtype)) = (&cache.buffers, cache.dtype) else {
+            bail!(
+                "[attention_cache] the cache of the earlier layer is empty, expected its call with the same tokens \
+                 first"
+            )
+        };
+        if dtype != q.dtype() {
+            bail!(
+                "[attention_cache] the earlier layer's keys have dtype {dtype:?}, expected the queries' {:?}",
+                q.dtype()
+            )
+        }
+        let detached = cache.config.detached();
+        // Later calls of the earlier layer write to its buffers in place.
+        let buffers = if q.track_op() && !detached { buffers.copy()? } else { buffers.clone() };
+        let read = HeldKv { buffers, held: cache.held.clone() };
+        Ok(Self { new, dtype, detached, read, append: None, expansion: None, in_graph: Cell::new(false) })
+    }
+
+    /// `kv` are the call's keys and values in the format of the cache, `dtype` that in which they came.
+    pub(super) fn new(cache: &'c mut AttentionCache, new: NewTokens, kv: &KvBuffers, dtype: DType) -> Result<Self> {
+        let held = if cache.held.is_empty() { vec![0..0; new.tokens.len()] } else { cache.held.clone() };
+        let buffers = cache.buffers.as_ref().filter(|buffers| buffers.accepts(kv));
+        let grown: Vec<_> = held.iter().zip(new.ends()).map(|(held, end)| held.start..end).collect();
+        let needed = longest(&grown);
+        let most = cache.config.most_held().unwrap_or(usize::MAX);
+        let capacity = buffers.map_or(0, KvBuffers::capacity);
+
+        let (read, kept) = if let Some(buffers) = buffers.filter(|_| needed <= capacity) {
+            append(buffers, &held, kv, &new)?;
+            let all = HeldKv { buffers: buffers.clone(), held: grown };
+            (all.clone(), all)
+        } else if needed <= most {
+            let first = cache.config.first_capacity();
+            let larger = kv.empty_like(held.len(), capacity.saturating_mul(2).max(first).max(needed).min(most))?;
+            if let Some(buffers) = buffers {
+                larger.write(0, buffers)?;
+            }
+            append(&larger, &held, kv, &new)?;
+            let all = HeldKv { buffers: larger, held: grown };
+            (all.clone(), all)
+        } else if let Some(window) = cache.config.window() {
+            // New buffers, so that a call that fails leaves the cache as it was. They are made once in every
+            // `capacity - window` positions. Before the first new token, a window reaches back by one key less than its
+            // length.
+            let before: Vec<_> = held.iter().map(|held| last(held, window - 1)).collect();
+            let after: Vec<_> = before.iter().zip(new.ends()).map(|(before, end)| before.start..end).collect();
+            let slid = kv.empty_like(held.len(), longest(&after).max(most))?;
+            if let Some(buffers) = buffers {
+                copy_positions(buffers, &held, &before, &slid)?;
+            }
+            append(&slid, &before, kv, &new)?;
+            let read = HeldKv { buffers: slid, held: after };
+            let kept: Vec<_> = read.held.iter().map(|held| last(held, most)).collect();
+            let kept = if kept == read.held || cache.config.shared() {
+                read.clone()
+            } else {
+                let buffers = read.buffers.empty_like(kept.len(), most)?;
+                copy_positions(&read.buffers, &read.held, &kept, &buffers)?;
+                HeldKv { buffers, held: kept }
+            };
+            (read, kept)
+        } else {
+            let full = grown.iter().position(|held| held.len() > most).unwrap_or(0);
+            bail!(
+                "[attention_cache] sequence {full} holds {} positions, and {} more exceed the capacity of {most}",
+                held[full].len(),
+                new.tokens[full].len()
+            )
+        };
+        let (detached, append) = (cache.config.detached(), Some(Append { cache, kept }));
+        Ok(Self { new, dtype, detached, read, append, expansion: None, in_graph: Cell::new(false) })
+    }
+
+    /// Attention from the call's queries (B, H, T_q, D) to all keys; the mask counts positions in the sequence.
+    pub fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Tensor> {
+        let (rows, mask) = self.whole(q, mask)?;
+        if let Some(kv) = self.quantized(&rows)?
+            && let Some(call) = QuantizedCall::new(&self.own_query(q), &kv, &mask, options)?
+        {
+            return call.attend();
+        }
+        let (k, v) = self.read(&rows)?;
+        let context = scaled_dot_product_attention(&self.query(q)?, &k, &v, &mask, options)?;
+        self.in_graph.set(context.track_op());
+        context.to_dtype(q.dtype())
+    }
+
+    /// [`attend`](Self::attend) that also returns the weights (B, H, T_q, T_kv) over the keys that the cache holds, in
+    /// one call over all of them.
+    pub fn attend_with_weights(
+        &self,
+        q: &Tensor,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+    ) -> Result<AttentionOutput> {
+        let (rows, mask) = self.whole(q, mask)?;
+        let (k, v) = self.read(&rows)?;
+        let AttentionOutput { context, weights } =
+            scaled_dot_product_attention_with_weights(&self.query(q)?, &k, &v, &mask, options)?;
+        self.in_graph.set(context.track_op());
+        Ok(AttentionOutput { context: context.to_dtype(q.dtype())?, weights: weights.to_dtype(q.dtype())? })
+    }
+
+    /// The path that [`attend`](Self::attend) takes, and why.
+    pub fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
+        let (rows, mask) = self.whole(q, mask)?;
+        if let Some(kv) = self.quantized(&rows)?
+            && let Some(call) = QuantizedCall::new(&self.own_query(q), &kv, &mask, options)?
+        {
+            return Ok(call.plan());
+        }
+        let (k, v) = self.read(&rows)?;
+        plan(&self.query(q)?, &k, &v, &mask, options)
+    }
+
+    /// Makes the call's keys and values part of the cache, if it has any.
+    ///
+    /// Later calls write to the buffers of a cache in place. A graph that refers to them keeps them for its `backward`, and
+    /// the cache goes on with a copy.
+    ///
+    /// # Errors
+    /// For a copy that does not fit in memory.
+    pub fn commit(self) -> Result<()> {
+        let Some(Append { cache, kept: HeldKv { buffers, held } }) = self.append else { return Ok(()) };
+        cache.buffers = Some(if self.in_graph.get() { buffers.copy()? } else { buffers });
+        cache.held = held;
+        cache.dtype = Some(self.dtype);
+        Ok(())
+    }
+
+    /// Keys (B, H_kv, rows, D) and values (B, H_kv, rows, D_v): views, or of 8 bits as floats, or computed from these.
+    pub(super) fn read(&self, rows: &Range<usize>) -> Result<(Tensor, Tensor)> {
+        let (keys, values) = self.read.buffers.read(rows, self.float_dtype())?;
+        let Some(expansion) = self.expansion else { return Ok((keys, values)) };
+        let (keys, values) = expansion.expand(&keys)?;
+        Ok(if self.detached { (keys.detach(), values.detach()) } else { (keys, values) })
+    }
+
+    /// Keys and values of 8 bits as they are, if attention is to them and not to what is computed from them.
+    fn quantized(&self, rows: &Range<usize>) -> Result<Option<QuantizedKv>> {
+        if self.expansion.is_some() { Ok(None) } else { self.read.buffers.quantized(rows) }
+    }
+
+    /// What attention to floats is computed in.
+    fn float_dtype(&self) -> DType {
+        match self.read.buffers.format() {
+            KvFormat::Float(dtype) => dtype,
+            KvFormat::Q8 => accumulation_dtype(self.dtype),
+        }
+    }
+
+    fn query(&self, q: &Tensor) -> Result<Tensor> {
+        self.own_query(q).to_dtype(self.float_dtype())
+    }
+
+    fn own_query(&self, q: &Tensor) -> Tensor {
+        if self.detached { q.detach() } else { q.clone() }
+    }
+
+    /// The rows of the buffers that hold a key of some sequence, and the mask for them.
+    ///
+    /// # Errors
+    /// If a query sees a key that a sliding cache no longer holds, and for a mask that does not fit.
+    pub(super) fn whole(&self, q: &Tensor, mask: &AttentionMask) -> Result<(Range<usize>, AttentionMask)> {
+        let held = &self.read.held;
+        let rows = 0..longest(held);
+        let placements = self.placements();
+        if held.iter().any(|held| held.start > 0)
+            && let Some((sequence, position)) = mask.missing_key(&placements, q.dim(2)?)?
+        {
+            bail!(
+                "[attention_cache] a query of sequence {sequence} sees the key at position {position}, but the cache \
+                 holds those from {} on; expected a shorter window in the mask, or a longer one in the cache",
+                held[sequence].start
+            )
+        }
+        let (_, h, t_q, _) = q.dims4()?;
+        let mask = mask.rebase(&placements, RebaseDims { h, t_q, rows: rows.len() }, q.device())?;
+        Ok((rows, mask))
+    }
+
+    fn placements(&self) -> Vec<Placement> {
+        let of_sequence = |(sequence, held): (usize, &Range<usize>)| {
+            let (before, tokens) = (self.new.before[sequence], self.new.tokens[sequence].clone());
+            Placement {
+                query: before as i128 - tokens.start as i128,
+                keys: held.clone(),
+                end: before + tokens.len(),
+                tokens,
+            }
+        };
+        self.read.held.iter().enumerate().map(of_sequence).collect()
+    }
+}
+
+/// The most positions that are held of a sequence.
+fn longest(held: &[Range<usize>]) -> usize {
+    held.iter().map(Range::len).max().unwrap_or(0)
+}
+
+/// The last n positions, or all.
+fn last(held: &Range<usize>, n: usize) -> Range<usize> {
+    held.end - held.len().min(n)..held.end
+}
+
+/// Copies some of the held positions of each sequence to the front of other buffers.
+fn copy_positions(from: &KvBuffers, held: &[Range<usize>], copied: &[Range<usize>], to: &KvBuffers) -> Result<()> {
+    for (sequence, (held, copied)) in held.iter().zip(copied).enumerate() {
+        to.write_sequence(sequence, 0, &from.rows(sequence, copied.start - held.start..copied.end - held.start)?)?;
+    }
+    Ok(())
+}
+
+/// Writes the tokens of a call behind what is held.
+fn append(to: &KvBuffers, held: &[Range<usize>], kv: &KvBuffers, new: &NewTokens) -> Result<()> {
+    let at = held.first().map_or(0, Range::len);
+    if new.all_valid() && held.iter().all(|held| held.len() == at) {
+        return to.write(at, kv);
+    }
+    for (sequence, (held, tokens)) in held.iter().zip(&new.tokens).enumerate() {
+        to.write_sequence(sequence, held.len(), &kv.rows(sequence, tokens.clone())?)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,308 @@
+//! Where the cache stores keys and values, and attention to 8 bits.
+
+use candle_core::{DType, Device, Result, Storage, Tensor};
+
+use super::buffers::{dequantize, quantize};
+use super::{AttentionCache, AttentionCacheConfig, CachedCall, Padding};
+use crate::init::TorchSeed;
+use crate::mask::{AttentionMask, EmptyRows};
+use crate::sdpa::{Backend, SdpaOptions, scaled_dot_product_attention};
+use candle_attention_kernels::Tier;
+
+const B: usize = 2;
+const H_KV: usize = 3;
+const D: usize = 4;
+const D_V: usize = 5;
+
+/// Keys and values of `t` positions, no two numbers of which are alike.
+fn new(t: usize, first: usize) -> Result<(Tensor, Tensor)> {
+    let numbers = |width: usize| {
+        let end = (B * H_KV * t * width) as f32;
+        let numbers = (Tensor::arange(0f32, end, &Device::Cpu)? + 1000.0 * first as f64)?;
+        // As a layer projects them: heads second in memory.
+        numbers.reshape((B, t, H_KV, width))?.transpose(1, 2)
+    };
+    Ok((numbers(D)?, numbers(D_V)?))
+}
+
+/// Where a view's buffer lies, and its strides.
+fn place(tensor: &Tensor) -> (usize, Vec<usize>) {
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else { panic!("a CPU tensor") };
+    assert_eq!(layout.start_offset(), 0);
+    (storage.as_slice::<f32>().expect("f32").as_ptr() as usize, layout.stride().to_vec())
+}
+
+fn stage<'c>(cache: &'c mut AttentionCache, k: &Tensor, v: &Tensor, padding: Padding) -> Result<CachedCall<'c>> {
+    let new = cache.new_tokens((B, k.dim(2)?), padding)?;
+    cache.stage(new, k, v)
+}
+
+/// What a call reads, after it was committed.
+fn append(cache: &mut AttentionCache, t: usize, first: usize, padding: Padding) -> Result<(Tensor, Tensor)> {
+    let (k, v) = new(t, first)?;
+    let staged = stage(cache, &k, &v, padding)?;
+    // A mask that sees no key which a sliding cache has dropped.
+    let rows = staged.whole(&k, &AttentionMask::causal().with_window(1))?.0;
+    let views = staged.read(&rows)?;
+    staged.commit()?;
+    Ok(views)
+}
+
+fn numbers(tensor: &Tensor) -> Result<Vec<f32>> {
+    tensor.flatten_all()?.to_vec1()
+}
+
+#[test]
+fn positions_are_written_behind_the_others_in_one_buffer() -> Result<()> {
+    let cfg = AttentionCacheConfig::new().with_capacity(8);
+    let mut cache = AttentionCache::new(&cfg)?;
+    let mut expected = Vec::new();
+    let mut places = None;
+    for (n, t) in [3, 1, 0, 2, 1, 1].into_iter().enumerate() {
+        expected.push(new(t, n)?);
+        let (k, v) = append(&mut cache, t, n, Padding::default())?;
+        let len = cache.len();
+        assert_eq!((k.dims(), v.dims()), ([B, H_KV, len, D].as_slice(), [B, H_KV, len, D_V].as_slice()));
+        let parts = |part: fn(&(Tensor, Tensor)) -> &Tensor| {
+            let parts: Vec<_> = expected.iter().map(part).filter(|part| part.elem_count() > 0).collect();
+            numbers(&Tensor::cat(&parts, 2)?)
+        };
+        assert_eq!(numbers(&k)?, parts(|(k, _)| k)?);
+        assert_eq!(numbers(&v)?, parts(|(_, v)| v)?);
+        let now = (place(&k), place(&v));
+        assert_eq!((&now.0.1, &now.1.1), (&vec![H_KV * 8 * D, 8 * D, D, 1], &vec![H_KV * 8 * D_V, 8 * D_V, D_V, 1]));
+        assert_eq!(*places.get_or_insert(now.clone()), now, "nothing moves");
+    }
+    let (before, memory) = (places.expect("calls"), cache.memory());
+    let (k, _) = append(&mut cache, 1, 6, Padding::default())?;
+    assert!(place(&k).0 != before.0.0 && cache.capacity() == 16 && cache.memory() == 2 * memory, "doubled");
+    assert_eq!(memory, B * H_KV * 8 * (D + D_V) * 4);
+    Ok(())
+}
+
+/// A buffer is made once every capacity less window positions, and between keys lie in the order of their positions.
+#[test]
+fn a_sliding_cache_keeps_its_place_between_slides() -> Result<()> {
+    let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_window(4))?;
+    let (mut moves, mut at) = (0, 0);
+    for n in 0..41 {
+        let (k, _) = append(&mut cache, 1, n, Padding::default())?;
+        assert!(cache.capacity() <= 8 && k.dim(2)? >= 4.min(n + 1), "{:?}", k.dims());
+        // The first number of each position is that of its call.
+        let firsts = numbers(&k.narrow(0, 0, 1)?.narrow(1, 0, 1)?.narrow(3, 0, 1)?)?;
+        let expected: Vec<_> = (n + 1 - k.dim(2)?..=n).map(|n| 1000.0 * n as f32).collect();
+        assert_eq!(firsts, expected, "call {n}");
+        moves += usize::from(place(&k).0 != at);
+        at = place(&k).0;
+    }
+    assert!(moves <= 10, "{moves} buffers in 41 calls");
+    assert_eq!((cache.len(), cache.capacity()), (41, 8));
+    Ok(())
+}
+
+#[test]
+fn what_is_staged_and_not_kept_leaves_no_trace() -> Result<()> {
+    for cfg in [
+        AttentionCacheConfig::new().with_capacity(16),
+        AttentionCacheConfig::new().with_capacity(3),
+        AttentionCacheConfig::new().with_window(2),
+    ] {
+        let mut cache = AttentionCache::new(&cfg)?;
+        append(&mut cache, 3, 0, Padding::default())?;
+        let held = |cache: &AttentionCache| -> Result<Vec<f32>> {
+            let (k, v) = cache.buffers.as_ref().expect("buffers").read(&(0..cache.held[0].len()), DType::F32)?;
+            Ok([numbers(&k)?, numbers(&v)?].concat())
+        };
+        let (before, capacity, memory) = (held(&cache)?, cache.capacity(), cache.memory());
+        for t in [1, 2, 9] {
+            let (k, v) = new(t, 1)?;
+            drop(stage(&mut cache, &k, &v, Padding::default())?);
+            assert_eq!((cache.lens(), cache.capacity(), cache.memory()), (vec![3, 3], capacity, memory));
+            assert_eq!(held(&cache)?, before);
+        }
+    }
+    Ok(())
+}
+
+fn round_trip(rows: &Tensor) -> Result<Vec<Vec<f32>>> {
+    let (numbers, scales) = quantize(rows)?;
+    assert_eq!((numbers.dtype(), scales.dtype()), (DType::U8, DType::F32));
+    dequantize(&numbers, &scales, DType::F32)?.to_vec2()
+}
+
+#[test]
+fn a_number_errs_by_a_254th_of_its_row_s_largest() -> Result<()> {
+    for (width, factor) in [(1, 1.0), (7, 1e-3), (64, 1.0), (64, 1e-34), (128, 1e37), (256, 100.0)] {
+        let rows = (Tensor::randn(0f32, 1.0, (500, width), &Device::Cpu)? * factor)?;
+        let mut worst = 0f64;
+        for (row, found) in rows.to_vec2::<f32>()?.iter().zip(round_trip(&rows)?) {
+            let largest = row.iter().fold(0f32, |most, x| most.max(x.abs()));
+            for (x, found) in row.iter().zip(found) {
+                let error = f64::from(x - found).abs() / f64::from(largest);
+                assert!(error <= 1.0001 / 254.0, "{x} of at most {largest} became {found}");
+                worst = worst.max(error);
+            }
+        }
+        // The bound is reached, but where a row holds its largest number alone.
+        assert!(width == 1 || worst > 0.9 / 254.0, "{width}: {worst}");
+    }
+    Ok(())
+}
+
+#[test]
+fn zeros_and_extremes_come_back_as_they_were() -> Result<()> {
+    let rows =
+        Tensor::new(&[[0f32, -0.0, 0.0], [1.27, -1.27, 0.0], [127.0, -126.0, 1.0], [0.0, -3e38, 3e38]], &Device::Cpu)?;
+    let found = round_trip(&rows)?;
+    for (row, found) in rows.to_vec2::<f32>()?.iter().zip(found) {
+        for (x, found) in row.iter().zip(found) {
+            assert!((x - found).abs() <= x.abs() * 1e-6, "{x} became {found}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_row_that_is_not_finite_is_nan_and_one_of_tiny_numbers_zero() -> Result<()> {
+    let rows = Tensor::new(
+        &[[1f32, f32::NAN], [f32::INFINITY, 0.0], [1.0, f32::NEG_INFINITY], [1e-40, -1e-37]],
+        &Device::Cpu,
+    )?;
+    let found = round_trip(&rows)?;
+    assert!(found[..3].iter().flatten().all(|x| x.is_nan()), "{found:?}");
+    assert_eq!(found[3], [0.0, 0.0]);
+    let wide = Tensor::new(&[[1e300f64, 1.0]], &Device::Cpu)?;
+    assert!(round_trip(&wide)?.iter().flatten().all(|x| x.is_nan()));
+    Ok(())
+}
+
+/// Query heads, and new positions of a call.
+const H: usize = 4;
+const T: usize = 3;
+const LENS: [usize; B] = [8, 5];
+
+fn random(shape: (usize, usize, usize, usize)) -> Result<Tensor> {
+    Tensor::randn(0f32, 1.0, shape, &Device::Cpu)
+}
+
+/// Calls with the tokens of each sequence: eight positions of the first, five of the second.
+fn calls() -> [(usize, [usize; B], [usize; B]); 3] {
+    [(4, [0, 0], [4, 3]), (1, [0, 1], [1, 1]), (T, [0, 1], [3, 3])]
+}
+
+fn masks() -> Result<Vec<AttentionMask>> {
+    let (none, causal) = (AttentionMask::none, AttentionMask::causal);
+    let t_kv = LENS[0];
+    let keep = random((B, 1, T, t_kv))?.ge(-0.3f32)?;
+    let bias = random((1, H, T, t_kv))?;
+    let hidden = (random((B, H, 1, t_kv))?.ge(0.3f32)?.to_dtype(DType::F32)? * -1e30)?;
+    Ok(vec![
+        none(),
+        causal(),
+        causal().with_window(2),
+        none().with_band(1, 1),
+        causal().with_prefix(vec![3, 7]),
+        AttentionMask::causal_upper_left(),
+        AttentionMask::causal_with_offset(4),
+        none().with_starts(vec![3, 0]),
+        none().with_valid_lens(vec![2, 4]),
+        none().with_valid_lens(vec![vec![0, 1, 8], vec![5, 0, 2]]),
+        causal().with_keep(&keep),
+        causal().with_bias(&bias).with_starts(vec![1, 1]),
+        none().with_bias(&(hidden * 1e30)?),
+    ])
+}
+
+fn options() -> Result<Vec<SdpaOptions>> {
+    let by_head = |of: [f32; H]| Tensor::new(&of, &Device::Cpu);
+    Ok(vec![
+        SdpaOptions::default(),
+        SdpaOptions::default().with_softcap(1.5).with_scale(0.7),
+        SdpaOptions::default().with_sinks(&by_head([0.0, 1.0, -1.0, 2.0])?),
+        SdpaOptions::default().with_alibi_slopes(&by_head([0.5, 0.25, 0.1, 1.0])?),
+        SdpaOptions::default().with_dropout(0.3, true).with_dropout_seed(&TorchSeed::new(5)),
+    ])
+}
+
+fn assert_close(found: &Tensor, expected: &Tensor, what: &str) -> Result<()> {
+    assert_eq!(found.dims(), expected.dims(), "{what}");
+    let (found, expected) = (found.flatten_all()?.to_vec1::<f32>()?, expected.flatten_all()?.to_vec1::<f32>()?);
+    for (found, expected) in found.into_iter().zip(expected) {
+        assert!((found - expected).abs() <= 2e-6 * expected.abs().max(1.0), "{what}: {found}, not {expected}");
+    }
+    Ok(())
+}
+
+/// What a cache of 8 bits makes of some rows.
+fn rounded(rows: &Tensor) -> Result<Tensor> {
+    let (numbers, scales) = quantize(rows)?;
+    dequantize(&numbers, &scales, DType::F32)
+}
+
+#[test]
+fn queries_that_see_nothing_may_weigh_keys_of_8_bits_alike() -> Result<()> {
+    let (k, v) = (random((B, 2, 5, 6))?, random((B, 2, 5, 5))?);
+    let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_q8())?;
+    let staged = stage(&mut cache, &k, &v, Padding::default())?;
+    let mask = AttentionMask::none().with_valid_lens(vec![3, 0]).with_empty_rows(EmptyRows::Uniform);
+    let (q, options) = (random((B, H, 5, 6))?, SdpaOptions::default());
+    let expected = scaled_dot_product_attention(&q, &rounded(&k)?, &rounded(&v)?, &mask, &options)?;
+    assert_close(&staged.attend(&q, &mask, &options)?, &expected, "uniform rows")
+}
+
+/// Compared with a cache of f32 whose keys and values went through 8 bits before, in which attention is one call.
+#[test]
+fn eight_bits_give_the_numbers_of_their_floats() -> Result<()> {
+    let growing = AttentionCacheConfig::new().with_capacity(2);
+    for (cfg, slides) in [(growing.clone(), false), (growing.with_window(4), true)] {
+        let mut small = AttentionCache::new(&cfg.clone().with_q8())?;
+        let mut plain = AttentionCache::new(&cfg)?;
+        for (n, (t, starts, lens)) in calls().into_iter().enumerate() {
+            let (k, v) = (random((B, 2, t, 6))?, random((B, 2, t, 5))?);
+            let padding = Padding { valid_lens: Some(&lens), starts: Some(&starts) };
+            let staged_q8 = stage(&mut small, &k, &v, padding)?;
+            let staged = stage(&mut plain, &rounded(&k)?, &rounded(&v)?, padding)?;
+            if n == 2 {
+                compare(&staged_q8, &staged, slides)?;
+            }
+            staged_q8.commit()?;
+            staged.commit()?;
+        }
+        assert_eq!(small.lens(), LENS);
+    }
+    Ok(())
+}
+
+fn compare(small: &CachedCall, plain: &CachedCall, slides: bool) -> Result<()> {
+    let q = random((B, H, T, 6))?;
+    let window = AttentionMask::causal().with_window(3);
+    for (n, mask) in masks()?.into_iter().enumerate() {
+        let mask = if slides { mask.and(&window) } else { mask };
+        for options in options()? {
+            let expected = match plain.attend_with_weights(&q, &mask, &options) {
+                // Joined masks that count from different positions leave ALiBi none.
+                Err(error) if slides && error.to_string().contains("ALiBi counts") => continue,
+                expected => expected?,
+            };
+            let seeded = |options: &SdpaOptions| match options.dropout_seed {
+                // Each call draws on.
+                Some(_) => options.clone().with_dropout_seed(&TorchSeed::new(5)),
+                None => options.clone(),
+            };
+            let found = small.attend_with_weights(&q, &mask, &seeded(&options))?;
+            assert_close(&found.context, &expected.context, &format!("mask {n}, {options:?}"))?;
+            assert_close(&found.weights, &expected.weights, &format!("weights of mask {n}, {options:?}"))?;
+            let of_tiers = Tier::available().into_iter().map(|tier| options.clone().with_cpu_tier(tier));
+            for options in of_tiers.chain([options.clone().with_backend(Backend::Reference)]) {
+                let what = format!("mask {n}, {options:?}");
+                let options = seeded(&options);
+                assert_close(&small.attend(&q, &mask, &options)?, &expected.context, &what)?;
+                let plan = small.plan(&q, &mask, &options)?;
+                let expected = if options.backend == Backend::Auto { Backend::Fused } else { Backend::Reference };
+                assert_eq!(plan.backend, expected, "{what}: {plan}");
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,238 @@
+//! PyTorch's seeded initialisation on the CPU, as a [`VarBuilder`] backend.
+//!
+//! `torch.manual_seed(123)` fixes the parameters of a tutorial. [`TorchSeed`] gives the same parameters bit for bit, on any
+//! machine, as long as they are requested in the order in which PyTorch's modules draw them:
+//!
+//! ```
+//! use candle_attention::init::TorchSeed;
+//! use candle_core::{DType, Device};
+//!
+//! # fn main() -> candle_core::Result<()> {
+//! // torch.manual_seed(123); linear = torch.nn.Linear(3, 2)
+//! let seed = TorchSeed::new(123);
+//! let linear = candle_nn::linear(3, 2, seed.var_builder(DType::F32, &Device::Cpu))?;
+//! let weight = [[-0.23542964, 0.019124476, -0.28674594], [0.21772662, -0.4919342, 0.42322308]];
+//! assert_eq!(linear.weight().to_vec2::<f32>()?, weight);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! The model is PyTorch 2.15 on x86 with its AVX2 or AVX-512 kernels, which agree. Its scalar kernels
+//! (`ATEN_CPU_CAPABILITY=default`) differ from them in the last digits.
+//!
+//! The tensors are constants. To train from them, copy them into a [`VarMap`](candle_nn::VarMap): for each of its
+//! variables, `var.set(&vb.get_unchecked(name)?)` with the builder from which a model of the same names was built.
+
+mod distribution;
+mod generator;
+
+use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
+use candle_nn::Init;
+use candle_nn::var_builder::{SimpleBackend, VarBuilder};
+use distribution::Distribution;
+use generator::Generator;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::base::{filled, is_addressable};
+
+/// PyTorch's CPU generator after `torch.manual_seed(seed)`, with the parameters drawn from it so far.
+///
+/// A clone is another handle to the same generator, so that a `VarBuilder`, [`rand`](Self::rand) and
+/// [`dropout_keep`](Self::dropout_keep) draw in turn from one stream, as they do in a PyTorch program.
+///
+/// As a backend it reads Candle's hints as PyTorch's initialisers, in f32 on the CPU, and converts the result:
+///
+/// | hint | drawn as |
+/// | --- | --- |
+/// | `Const` | nothing is drawn |
+/// | `Uniform { lo, up }` | `uniform_(lo, up)`; equal bounds draw as well, and give that bound |
+/// | `Randn { mean, stdev }` | `normal_(mean, stdev)` |
+/// | [`DEFAULT_KAIMING_NORMAL`](candle_nn::init::DEFAULT_KAIMING_NORMAL) | `torch.nn.Linear`'s weight, uniform within ±1/sqrt(fan in): this is the hint of `candle_nn::linear` and of Candle's convolutions |
+/// | other `Kaiming`, uniform | uniform within ±sqrt(3) · gain / sqrt(fan) |
+/// | other `Kaiming`, normal | `normal_(0, gain / sqrt(fan))`; with the fan in and gain of the default this is `Randn` |
+///
+/// A name that was drawn before gives the same tensor again, whatever its hint, so that tied weights work.
+/// The f32 originals stay in memory as long as any handle or `VarBuilder` lives.
+#[derive(Clone)]
+pub struct TorchSeed {
+    state: Arc<Mutex<State>>,
+}
+
+struct State {
+    generator: Generator,
+    parameters: HashMap<String, Parameter>,
+}
+
+/// A drawn parameter: exact, and in the dtype and on the device last requested, so that tied weights share one tensor.
+struct Parameter {
+    exact: Tensor,
+    served: Tensor,
+}
+
+impl TorchSeed {
+    /// `torch.manual_seed(seed)`. PyTorch's generator takes the low 32 bits.
+    pub fn new(seed: u64) -> Self {
+        let state = State { generator: Generator::new(seed), parameters: HashMap::new() };
+        Self { state: Arc::new(Mutex::new(state)) }
+    }
+
+    /// `torch.manual_seed(seed)` in the middle of a program: the stream starts again for every handle, and drawn
+    /// parameters keep their values.
+    pub fn manual_seed(&self, seed: u64) {
+        self.lock().generator = Generator::new(seed);
+    }
+
+    /// A builder that draws each parameter when it is first requested, and gives it in `dtype` on `device`.
+    pub fn var_builder(&self, dtype: DType, device: &Device) -> VarBuilder<'static> {
+        VarBuilder::from_backend(Box::new(self.clone()), dtype, device.clone())
+    }
+
+    /// `torch.rand(shape)`: uniform on [0, 1), f32 on the CPU.
+    ///
+    /// # Errors
+    ///
+    /// If `shape` has more elements than memory can hold.
+    pub fn rand<S: Into<Shape>>(&self, shape: S) -> Result<Tensor> {
+        draw(&mut self.lock().generator, "[rand]", shape.into(), Distribution::Uniform { lo: 0.0, hi: 1.0 })
+    }
+
+    /// `torch.randn(shape)`: mean 0 and standard deviation 1, f32 on the CPU.
+    ///
+    /// # Errors
+    ///
+    /// If `shape` has more elements than memory can hold.
+    pub fn randn<S: Into<Shape>>(&self, shape: S) -> Result<Tensor> {
+        draw(&mut self.lock().generator, "[randn]", shape.into(), Distribution::Normal { mean: 0.0, std: 1.0 })
+    }
+
+    /// The elements that `torch.nn.Dropout(p)` keeps in train mode: u8 on the CPU, 1 = kept. PyTorch divides the kept
+    /// values by `1 - p`. For `p` 0 and 1, where all or none are kept, nothing is drawn, as in PyTorch.
+    ///
+    /// These are the masks of PyTorch's own Bernoulli kernel, which 2.15 runs on AMD and Intel alike. Older releases built
+    /// with MKL took their masks on Intel processors from a stream of that library: other masks from the same seed.
+    ///
+    /// # Errors
+    ///
+    /// If `p` is not between 0 and 1, or if `shape` has more elements than memory can hold.
+    pub fn dropout_keep<S: Into<Shape>>(&self, shape: S, p: f64) -> Result<Tensor> {
+        if !(0.0..=1.0).contains(&p) {
+            bail!("[dropout_keep] p is a probability between 0 and 1, found {p}")
+        }
+        let shape = shape.into();
+        let mut keep = buffer("[dropout_keep]", &shape, u8::from(p == 0.0))?;
+        if p > 0.0 && p < 1.0 {
+            self.lock().generator.bernoulli(1.0 - p, &mut keep);
+        }
+        Tensor::from_vec(keep, shape, &Device::Cpu)
+    }
+
+    /// A thread that panicked with the lock held leaves a valid generator, only further on in its stream.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl std::fmt::Debug for TorchSeed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TorchSeed").finish_non_exhaustive()
+    }
+}
+
+impl SimpleBackend for TorchSeed {
+    fn get(&self, shape: Shape, name: &str, hint: Init, dtype: DType, device: &Device) -> Result<Tensor> {
+        if !dtype.is_float() {
+            bail!(
+                "[torch_seed] parameter `{name}` is asked for as {dtype:?}, which cannot hold what is drawn: expected a float"
+            )
+        }
+        let mut state = self.lock();
+        let State { generator, parameters } = &mut *state;
+        let parameter = match parameters.entry(name.to_string()) {
+            Entry::Occupied(entry) => {
+                let drawn = entry.get().exact.shape();
+                if *drawn != shape {
+                    bail!(
+                        "[torch_seed] parameter `{name}` was drawn with shape {drawn:?}, and is now asked for with {shape:?}"
+                    )
+                }
+                entry.into_mut()
+            }
+            Entry::Vacant(entry) => {
+                let what = format!("[torch_seed] parameter `{name}`:");
+                if !is_addressable(shape.dims()) {
+                    return too_large(&what, &shape);
+                }
+                let distribution =
+                    Distribution::of(hint, &shape).map_err(|problem| Error::msg(format!("{what} {problem}")))?;
+                let exact = draw(generator, &what, shape, distribution)?;
+                entry.insert(Parameter { served: exact.clone(), exact })
+            }
+        };
+        parameter.serve(dtype, device)
+    }
+
+    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        match self.lock().parameters.get_mut(name) {
+            Some(parameter) => parameter.serve(dtype, device),
+            None => bail!(
+                "[torch_seed] parameter `{name}` has not been drawn yet, and drawing it takes a shape: ask for it by `get` first"
+            ),
+        }
+    }
+
+    /// Whether `name` has been drawn.
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.lock().parameters.contains_key(name)
+    }
+}
+
+impl Parameter {
+    fn serve(&mut self, dtype: DType, device: &Device) -> Result<Tensor> {
+        if self.served.dtype() != dtype || !self.served.device().same_device(device) {
+            self.served = self.exact.to_dtype(dtype)?.to_device(device)?;
+        }
+        Ok(self.served.clone())
+    }
+}
+
+/// `what` opens the message of an error, here and below.
+fn draw(generator: &mut Generator, what: &str, shape: Shape, distribution: Distribution) -> Result<Tensor> {
+    let mut values = buffer(what, &shape, 0.0)?;
+    match distribution {
+        Distribution::Constant(value) => values.fill(value),
+        Distribution::Uniform { lo, hi } => generator.uniform(lo, hi, &mut values),
+        Distribution::Normal { mean, std } => generator.normal(mean, std, &mut values),
+    }
+    Tensor::from_vec(values, shape, &Device::Cpu)
+}
+
+fn buffer<T: Copy>(what: &str, shape: &Shape, value: T) -> Result<Vec<T>> {
+    match filled(shape.dims(), value) {
+        Some(values) => Ok(values),
+        None => too_large(what, shape),
+    }
+}
+
+fn too_large<T>(what: &str, shape: &Shape) -> Result<T> {
+    bail!("{what} shape {shape:?} has more elements than memory can hold")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_with_the_lock_held_does_not_spread() -> Result<()> {
+        let seed = TorchSeed::new(1);
+        let other = seed.clone();
+        let panicked = std::thread::spawn(move || {
+            let _state = other.lock();
+            panic!("with the lock held");
+        });
+        assert!(panicked.join().is_err() && seed.state.is_poisoned());
+        assert_eq!(seed.rand(3)?.to_vec1::<f32>()?, TorchSeed::new(1).rand(3)?.to_vec1::<f32>()?);
+        Ok(())
+    }
+}

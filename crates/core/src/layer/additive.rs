@@ -1,0 +1,250 @@
+//! Additive (Bahdanau) attention.
+
+use candle_core::{Module, Result, Tensor, bail};
+use candle_nn::{Linear, VarBuilder};
+use serde::{Deserialize, Serialize};
+
+use crate::base::{Source, accumulation_dtype, fits_in_memory};
+use crate::init::TorchSeed;
+use crate::mask::AttentionMask;
+use crate::sdpa::{AttentionOutput, Dropout, VisibleSoftmax, dropout, weighted_values};
+
+/// The shape of an [`AdditiveAttention`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+#[must_use]
+pub struct AdditiveAttentionConfig {
+    query_size: usize,
+    key_size: usize,
+    hidden_size: usize,
+    #[serde(default)]
+    dropout: f64,
+}
+
+impl AdditiveAttentionConfig {
+    /// Queries of width `query_size` against keys of width `key_size`, scored through `hidden_size` units (d2l's
+    /// `num_hiddens`).
+    pub fn new(query_size: usize, key_size: usize, hidden_size: usize) -> Self {
+        Self { query_size, key_size, hidden_size, dropout: 0.0 }
+    }
+
+    /// The probability with which a weight is dropped in training.
+    pub fn with_dropout(mut self, dropout: f64) -> Self {
+        self.dropout = dropout;
+        self
+    }
+
+    /// The width of the queries.
+    pub fn query_size(&self) -> usize {
+        self.query_size
+    }
+
+    /// The width of the keys.
+    pub fn key_size(&self) -> usize {
+        self.key_size
+    }
+
+    /// The number of units that scores pass through.
+    pub fn hidden_size(&self) -> usize {
+        self.hidden_size
+    }
+
+    /// The probability with which a weight is dropped in training.
+    pub fn dropout(&self) -> f64 {
+        self.dropout
+    }
+}
+
+/// What one call of [`AdditiveAttention`] reads.
+#[derive(Debug, Clone, Copy)]
+#[must_use]
+pub struct AdditiveInput<'a> {
+    queries: &'a Tensor,
+    keys: &'a Tensor,
+    values: &'a Tensor,
+    mask: Option<&'a AttentionMask>,
+    train: bool,
+    dropout_seed: Option<&'a TorchSeed>,
+}
+
+impl<'a> AdditiveInput<'a> {
+    /// Queries (B, T_q, query_size), keys (B, T_kv, key_size) and values (B, T_kv, D_v).
+    pub fn new(queries: &'a Tensor, keys: &'a Tensor, values: &'a Tensor) -> Self {
+        Self { queries, keys, values, mask: None, train: false, dropout_seed: None }
+    }
+
+    /// A mask of one head: `keep` and `bias` broadcast to (B, 1, T_q, T_kv).
+    pub fn with_mask(mut self, mask: &'a AttentionMask) -> Self {
+        self.mask = Some(mask);
+        self
+    }
+
+    /// Whether dropout happens.
+    pub fn with_train(mut self, train: bool) -> Self {
+        self.train = train;
+        self
+    }
+
+    /// Draws dropout from PyTorch's generator, see
+    /// [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
+    pub fn with_dropout_seed(mut self, seed: &'a TorchSeed) -> Self {
+        self.dropout_seed = Some(seed);
+        self
+    }
+}
+
+/// Attention whose scores are `w_v · tanh(W_q q + W_k k)`, without a scale (Bahdanau et al.,
+/// <https://arxiv.org/abs/1409.0473>). Parameters as in Dive into Deep Learning: `W_k`, `W_q` and `w_v`, no biases.
+#[derive(Debug, Clone)]
+pub struct AdditiveAttention {
+    config: AdditiveAttentionConfig,
+    key_proj: Linear,
+    query_proj: Linear,
+    score_proj: Linear,
+}
+
+impl AdditiveAttention {
+    /// Reads `W_k.weight` (hidden, key), `W_q.weight` (hidden, query) and `w_v.weight` (1, hidden).
+    ///
+    /// # Errors
+    /// For a size of 0, a dropout that is no probability, and for a missing or misshapen tensor, named with both shapes.
+    pub fn new(cfg: &AdditiveAttentionConfig, vb: VarBuilder) -> Result<Self> {
+        for (name, size) in
+            [("query_size", cfg.query_size), ("key_size", cfg.key_size), ("hidden_size", cfg.hidden_size)]
+        {
+            if size == 0 {
+                bail!("[additive_attention] {name} is 0, expected at least 1")
+            }
+        }
+        if !(0.0..=1.0).contains(&cfg.dropout) {
+            bail!("[additive_attention] dropout is {}, expected a probability from 0 to 1", cfg.dropout)
+        }
+        let source = Source::new("additive_attention", "d2l", vb);
+        source.check_dtype()?;
+        Ok(Self {
+            config: cfg.clone(),
+            key_proj: source.linear("W_k", (cfg.hidden_size, cfg.key_size), false)?,
+            query_proj: source.linear("W_q", (cfg.hidden_size, cfg.query_size), false)?,
+            score_proj: source.linear("w_v", (1, cfg.hidden_size), false)?,
+        })
+    }
+
+    /// What the layer was built from.
+    pub fn config(&self) -> &AdditiveAttentionConfig {
+        &self.config
+    }
+
+    /// Queries (B, T_q, query_size), keys (B, T_kv, key_size) and values (B, T_kv, D_v) give (B, T_q, D_v). The mask is
+    /// that of one head: `keep` and `bias` broadcast to (B, 1, T_q, T_kv).
+    ///
+    /// The scores pass through a tensor (B, T_q, T_kv, hidden).
+    ///
+    /// # Errors
+    /// For shapes, dtypes or a mask that do not fit together, and for scores that do not fit in memory.
+    pub fn forward(&self, queries: &Tensor, keys: &Tensor, values: &Tensor, mask: &AttentionMask) -> Result<Tensor> {
+        Ok(self.forward_with(AdditiveInput::new(queries, keys, values).with_mask(mask))?.context)
+    }
+
+    /// [`forward`](Self::forward) that also returns the weights (B, T_q, T_kv).
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn forward_with_weights(
+        &self,
+        queries: &Tensor,
+        keys: &Tensor,
+        values: &Tensor,
+        mask: &AttentionMask,
+    ) -> Result<AttentionOutput> {
+        self.forward_with(AdditiveInput::new(queries, keys, values).with_mask(mask))
+    }
+
+    /// The layer with a mask, in training, with dropout from PyTorch's generator: the context (B, T_q, D_v) and the weights
+    /// (B, T_q, T_kv).
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn forward_with(&self, input: AdditiveInput) -> Result<AttentionOutput> {
+        let AdditiveInput { queries, keys, values, train, dropout_seed, .. } = input;
+        let AdditiveDims { b, t_q, t_kv, d_v } = self.check(queries, keys, values)?;
+        let (device, dtype) = (queries.device(), accumulation_dtype(queries.dtype()));
+        let mask = input.mask.cloned().unwrap_or_default();
+        let keep = mask.keep_tensor((b, 1, t_q, t_kv), device)?;
+        let bias = mask.bias_tensor((b, 1, t_q, t_kv), dtype, device)?;
+        if [b, t_q, t_kv].contains(&0) {
+            return Ok(AttentionOutput {
+                context: Tensor::zeros((b, t_q, d_v), queries.dtype(), device)?,
+                weights: Tensor::zeros((b, t_q, t_kv), queries.dtype(), device)?,
+            });
+        }
+        let queries_hidden = self.query_proj.forward(&queries.contiguous()?)?.unsqueeze(2)?;
+        let keys_hidden = self.key_proj.forward(&keys.contiguous()?)?.unsqueeze(1)?;
+        let hidden = queries_hidden.broadcast_add(&keys_hidden)?.tanh()?;
+        let mut scores = self.score_proj.forward(&hidden)?.squeeze(3)?.unsqueeze(1)?.to_dtype(dtype)?;
+        if let Some(bias) = bias {
+            scores = scores.broadcast_add(&bias)?;
+        }
+        let softmax = VisibleSoftmax { keep: keep.as_ref(), sinks: None, empty_rows: mask.empty_rows() };
+        let (mut weights, _) = softmax.apply(&scores)?;
+        if train && self.config.dropout > 0.0 {
+            weights = dropout(&weights, Dropout { p: self.config.dropout, seed: dropout_seed, philox: None })?;
+        }
+        let context = weighted_values(&weights, &values.to_dtype(dtype)?.unsqueeze(1)?, keep.as_ref())?;
+        let one_head = |tensor: Tensor| tensor.squeeze(1)?.to_dtype(queries.dtype());
+        Ok(AttentionOutput { context: one_head(context)?, weights: one_head(weights)? })
+    }
+
+    fn check(&self, queries: &Tensor, keys: &Tensor, values: &Tensor) -> Result<AdditiveDims> {
+        let &[b, t_q, query_size] = queries.dims() else {
+            bail!("[additive_attention] queries have shape {:?}, expected (B, T_q, query_size)", queries.dims())
+        };
+        let &[b_k, t_kv, key_size] = keys.dims() else {
+            bail!("[additive_attention] keys have shape {:?}, expected (B, T_kv, key_size)", keys.dims())
+        };
+        let &[b_v, t_v, d_v] = values.dims() else {
+            bail!("[additive_attention] values have shape {:?}, expected (B, T_kv, D_v)", values.dims())
+        };
+        if (query_size, key_size) != (self.config.query_size, self.config.key_size) {
+            bail!(
+                "[additive_attention] queries and keys have widths {query_size} and {key_size}, expected {} and {}",
+                self.config.query_size,
+                self.config.key_size
+            )
+        }
+        if b_k != b || b_v != b || t_v != t_kv {
+            bail!(
+                "[additive_attention] queries {:?}, keys {:?} and values {:?} differ in batch size, or keys and values in length",
+                queries.dims(),
+                keys.dims(),
+                values.dims()
+            )
+        }
+        let expected = self.query_proj.weight();
+        for (what, tensor) in [("queries", queries), ("keys", keys), ("values", values)] {
+            if tensor.dtype() != expected.dtype() || !tensor.device().same_device(expected.device()) {
+                bail!(
+                    "[additive_attention] {what} are {:?} on {:?}, expected the weights' {:?} on {:?}",
+                    tensor.dtype(),
+                    tensor.device().location(),
+                    expected.dtype(),
+                    expected.device().location()
+                )
+            }
+        }
+        // Four bytes an entry.
+        if !fits_in_memory(&[4, b, t_q, t_kv, self.config.hidden_size]) {
+            bail!(
+                "[additive_attention] scores of {t_q} queries and {t_kv} keys through {} units do not fit in memory",
+                self.config.hidden_size
+            )
+        }
+        Ok(AdditiveDims { b, t_q, t_kv, d_v })
+    }
+}
+
+struct AdditiveDims {
+    b: usize,
+    t_q: usize,
+    t_kv: usize,
+    d_v: usize,
+}

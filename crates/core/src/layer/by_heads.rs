@@ -1,0 +1,87 @@
+//! Attention whose scores get terms by content and distance: for some heads at a time, so that there is a bias for
+//! these alone.
+
+use std::ops::Range;
+
+use candle_core::{Result, Tensor};
+
+use crate::mask::AttentionMask;
+use crate::position::DistanceTerms;
+use crate::sdpa::{
+    AttentionOutput, Plan, SdpaOptions, plan, scaled_dot_product_attention, scaled_dot_product_attention_with_weights,
+};
+
+/// The most numbers in which terms are computed at once, unless those of one key head are more: 16 MB, for them to stay
+/// in a processor's cache until they are read.
+const MOST: usize = 1 << 22;
+
+/// The keys and values of a call, and the terms of its scores.
+pub(super) struct ByHeads {
+    /// (B, H, T, D) and (B, H, T, D_v), or with H_kv heads.
+    pub k: Tensor,
+    pub v: Tensor,
+    pub terms: DistanceTerms,
+}
+
+/// The arguments of attention for some heads.
+struct Part {
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    options: SdpaOptions,
+}
+
+impl ByHeads {
+    /// The context (B, H, T, D_v), a view of (B, T, H, D_v).
+    pub fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Tensor> {
+        let contexts = self.blocks(q, options)?.into_iter().map(|heads| {
+            let Part { q, k, v, mask, options } = self.part(q, mask, options, heads)?;
+            scaled_dot_product_attention(&q, &k, &v, &mask, &options)?.transpose(1, 2)
+        });
+        Tensor::cat(&contexts.collect::<Result<Vec<_>>>()?, 2)?.contiguous()?.transpose(1, 2)
+    }
+
+    /// All at once, as weights are.
+    pub fn attend_with_weights(
+        &self,
+        q: &Tensor,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+    ) -> Result<AttentionOutput> {
+        let Part { q, k, v, mask, options } = self.part(q, mask, options, 0..self.k.dim(1)?)?;
+        scaled_dot_product_attention_with_weights(&q, &k, &v, &mask, &options)
+    }
+
+    /// The path of the first heads, which is that of all.
+    pub fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
+        let first = self.blocks(q, options)?.into_iter().next().unwrap_or(0..0);
+        let Part { q, k, v, mask, options } = self.part(q, mask, options, first)?;
+        plan(&q, &k, &v, &mask, &options)
+    }
+
+    /// Key heads that are attended to at once.
+    fn blocks(&self, q: &Tensor, options: &SdpaOptions) -> Result<Vec<Range<usize>>> {
+        let (h, h_kv) = (q.dim(1)?, self.k.dim(1)?);
+        let numbers = self.terms.numbers_of_head()?.saturating_mul(h / h_kv).max(1);
+        // PyTorch draws the dropout of all heads of a sequence before that of the next.
+        let draws = options.train && options.dropout > 0.0 && options.dropout_seed.is_some();
+        let size = if draws || options.groups.is_some() { h_kv } else { (MOST / numbers).clamp(1, h_kv) };
+        Ok((0..h_kv).step_by(size).map(|start| start..h_kv.min(start + size)).collect())
+    }
+
+    fn part(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, keys: Range<usize>) -> Result<Part> {
+        let (h, h_kv) = (q.dim(1)?, self.k.dim(1)?);
+        // Groups that are not all as large are not taken apart.
+        let heads = if keys.len() == h_kv { 0..h } else { keys.start * (h / h_kv)..keys.end * (h / h_kv) };
+        let of_keys = |tensor: &Tensor| tensor.narrow(1, keys.start, keys.len());
+        let mask = mask.of_heads(heads.clone(), h)?;
+        Ok(Part {
+            q: q.narrow(1, heads.start, heads.len())?,
+            k: of_keys(&self.k)?,
+            v: of_keys(&self.v)?,
+            options: options.of_heads(&heads)?,
+            mask: mask.with_bias(&self.terms.bias(heads)?),
+        })
+    }
+}

@@ -1,0 +1,430 @@
+//! What one call of a layer reads.
+
+use std::fmt;
+use std::ops::Range;
+
+use candle_core::{D, DType, Device, Result, Tensor, bail};
+
+use super::ProjectedMemory;
+use crate::cache::{AttentionCache, NewTokens, Padding};
+use crate::init::TorchSeed;
+use crate::mask::AttentionMask;
+use crate::norm::SumFunction;
+use crate::position::Positions;
+use crate::sdpa::{Backend, OutputOrder, PackedSequences, SdpaOptions};
+
+/// A function of the arguments and with the result of
+/// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention).
+pub type AttentionFunction<'a> = dyn Fn(&Tensor, &Tensor, &Tensor, &AttentionMask, &SdpaOptions) -> Result<Tensor> + 'a;
+
+/// An [`AttentionFunction`] that can be printed.
+#[derive(Clone, Copy)]
+pub(super) struct GivenFunction<'a>(pub &'a AttentionFunction<'a>);
+
+impl fmt::Debug for GivenFunction<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a function")
+    }
+}
+
+/// A [`SumFunction`] that can be printed.
+#[derive(Clone, Copy)]
+pub(super) struct GivenSum<'a>(pub &'a SumFunction<'a>);
+
+impl fmt::Debug for GivenSum<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a sum")
+    }
+}
+
+/// What one call of a layer reads besides the layer's parameters. A `&Tensor` is self-attention over it.
+#[derive(Debug)]
+#[must_use]
+pub struct AttentionInput<'a> {
+    pub(super) queries: &'a Tensor,
+    pub(super) key_value: Option<(&'a Tensor, &'a Tensor)>,
+    pub(super) memory: Option<&'a ProjectedMemory>,
+    pub(super) mask: Option<&'a AttentionMask>,
+    pub(super) positions: Option<&'a Tensor>,
+    pub(super) key_positions: Option<&'a Tensor>,
+    pub(super) axis_positions: Option<&'a Tensor>,
+    pub(super) train: bool,
+    pub(super) dropout_seed: Option<&'a TorchSeed>,
+    pub(super) backend: Backend,
+    pub(super) cache: Option<&'a mut AttentionCache>,
+    pub(super) shared_cache: Option<&'a AttentionCache>,
+    pub(super) padding: Padding<'a>,
+    pub(super) packed: Option<&'a PackedSequences>,
+    pub(super) residual: Option<&'a Tensor>,
+    pub(super) function: Option<GivenFunction<'a>>,
+    pub(super) sum: Option<GivenSum<'a>>,
+}
+
+impl<'a> AttentionInput<'a> {
+    /// Self-attention over `xs` (B, T, E), or (T, E).
+    pub fn new(xs: &'a Tensor) -> Self {
+        Self {
+            queries: xs,
+            key_value: None,
+            memory: None,
+            mask: None,
+            positions: None,
+            key_positions: None,
+            axis_positions: None,
+            train: false,
+            dropout_seed: None,
+            backend: Backend::Auto,
+            cache: None,
+            shared_cache: None,
+            padding: Padding::default(),
+            packed: None,
+            residual: None,
+            function: None,
+            sum: None,
+        }
+    }
+
+    /// Cross-attention: keys are projected from `keys` (B, T_kv, key_size), values from `values` (B, T_kv, value_size).
+    pub fn with_key_value(mut self, keys: &'a Tensor, values: &'a Tensor) -> Self {
+        self.key_value = Some((keys, values));
+        self
+    }
+
+    /// Cross-attention to keys and values that the layer projected before
+    /// ([`project_memory`](crate::MultiHeadAttention::project_memory)).
+    pub fn with_memory(mut self, memory: &'a ProjectedMemory) -> Self {
+        self.memory = Some(memory);
+        self
+    }
+
+    pub(super) fn is_cross(&self) -> bool {
+        self.key_value.is_some() || self.memory.is_some()
+    }
+
+    /// A mask that holds together with the layer's own. A prefix in it lifts the layer's own causal constraint too.
+    pub fn with_mask(mut self, mask: &'a AttentionMask) -> Self {
+        self.mask = Some(mask);
+        self
+    }
+
+    /// The positions of the queries, and in self-attention of the keys, for rotary positions, relative biases and Falcon's ALiBi:
+    /// integers (T,) for all sequences or (B, T) for each by itself, as ragged batches and padding on the left need. Unless
+    /// given they are 0..T, and with a cache they continue from the length of each sequence. They are read back from their
+    /// device. A layer without these checks their shape and has no other use for them: masks and slopes count by the place
+    /// of a key.
+    pub fn with_positions(mut self, positions: &'a Tensor) -> Self {
+        self.positions = Some(positions);
+        self
+    }
+
+    /// The positions of the keys of cross-attention: integers (T_kv,) or (B, T_kv); 0..T_kv unless given.
+    pub fn with_key_positions(mut self, positions: &'a Tensor) -> Self {
+        self.key_positions = Some(positions);
+        self
+    }
+
+    /// The positions of the tokens of self-attention on the axes of the layer's rotary positions
+    /// ([`RopeConfig::with_axes`](crate::RopeConfig::with_axes)), (A, T) for all sequences or (A, B, T) for each by
+    /// itself: time, height and width in Qwen2-VL's text, rows and columns of patches in an image. Numbers need not be
+    /// whole: DINOv3's are 2π times the place of a patch's centre between -1 and 1. A token at 0 on all axes, as that
+    /// of a class or a register, is not rotated.
+    ///
+    /// Without them, a token has one position on all axes, as text has, or it is an error where axes have series of
+    /// their own. What else counts positions goes by [`with_positions`](Self::with_positions).
+    pub fn with_axis_positions(mut self, positions: &'a Tensor) -> Self {
+        self.axis_positions = Some(positions);
+        self
+    }
+
+    /// Whether dropout happens.
+    pub fn with_train(mut self, train: bool) -> Self {
+        self.train = train;
+        self
+    }
+
+    /// Draws dropout from PyTorch's generator, see
+    /// [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
+    pub fn with_dropout_seed(mut self, seed: &'a TorchSeed) -> Self {
+        self.dropout_seed = Some(seed);
+        self
+    }
+
+    /// Self-attention to the positions in the cache and those of `xs`, which are added to it. Positions are counted in each
+    /// sequence by itself, from its first call on: T_kv of a mask is the length of the longest sequence with this call, and
+    /// a causal constraint is aligned to the end of each.
+    pub fn with_cache(mut self, cache: &'a mut AttentionCache) -> Self {
+        self.cache = Some(cache);
+        self
+    }
+
+    /// Attention to the keys and values in the cache of an earlier layer, whose call with the same tokens and padding
+    /// came before: for layers that have none of their own ([`KvSource::EarlierLayer`](crate::KvSource)). The queries
+    /// stand at its last positions. A sliding cache has to be made
+    /// [`with_shared`](crate::AttentionCacheConfig::with_shared) for calls of more tokens than its window has.
+    ///
+    /// ```
+    /// use candle_attention::{AttentionCache, AttentionInput, KvSource, MultiHeadAttention, MultiHeadAttentionConfig};
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::VarBuilder;
+    /// # fn main() -> candle_core::Result<()> {
+    /// let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+    /// let cfg = MultiHeadAttentionConfig::new(64, 4).with_causal(true);
+    /// let earlier = MultiHeadAttention::new(&cfg, vb.clone())?;
+    /// let later = MultiHeadAttention::new(&cfg.with_kv_source(KvSource::EarlierLayer), vb)?;
+    /// let mut cache = AttentionCache::default();
+    /// for t in [5, 1, 1] {
+    ///     let xs = Tensor::randn(0f32, 1., (2, t, 64), &Device::Cpu)?;
+    ///     let xs = earlier.forward_with(AttentionInput::new(&xs).with_cache(&mut cache))?;
+    ///     later.forward_with(AttentionInput::new(&xs).with_shared_cache(&cache))?;
+    /// }
+    /// # Ok(()) }
+    /// ```
+    pub fn with_shared_cache(mut self, cache: &'a AttentionCache) -> Self {
+        self.shared_cache = Some(cache);
+        self
+    }
+
+    /// Right padding in a call with a cache: of each sequence, the length up to which the T positions are tokens. The others
+    /// are not added to the cache, see nothing, and are seen by nothing. Without a cache, and for lengths that count the
+    /// positions of earlier calls too, see [`AttentionMask::with_valid_lens`].
+    pub fn with_valid_lens(mut self, valid_lens: &'a [usize]) -> Self {
+        self.padding.valid_lens = Some(valid_lens);
+        self
+    }
+
+    /// Left padding in a call with a cache: of each sequence, the first of the T positions that is a token.
+    pub fn with_starts(mut self, starts: &'a [usize]) -> Self {
+        self.padding.starts = Some(starts);
+        self
+    }
+
+    /// Sequences of different lengths without padding, one after the other in `xs` (total_q, E): each attends to its
+    /// own keys, and the output is (total_q, out_dim). Keys and values of cross-attention are (total_kv, ..) likewise.
+    ///
+    /// Everything else is as for a batch of them: positions count from 0 in each sequence unless [`with_positions`]
+    /// gives them as (total_q,), the mask holds for each sequence by itself, and its lengths are (n,). What has no
+    /// shape here is an error: a cache, weights, `keep` and `bias` tensors, layers with relative positions by content,
+    /// Falcon's ALiBi or appended keys, and a memory of rotated keys.
+    ///
+    /// A relative bias (T5, MPNet) is made once, (H, T_q, T_kv) for the longest sequence, of which each has a part; it
+    /// takes no positions of the caller's, and attention is to one sequence after the other.
+    ///
+    /// ```
+    /// use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, PackedSequences};
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::VarBuilder;
+    /// # fn main() -> candle_core::Result<()> {
+    /// let cfg = MultiHeadAttentionConfig::new(64, 4);
+    /// let mha = MultiHeadAttention::new(&cfg, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+    /// let sequences = PackedSequences::from_lens(&[5, 3, 9], &[5, 3, 9])?;
+    /// let xs = Tensor::randn(0f32, 1., (17, 64), &Device::Cpu)?;
+    /// let ys = mha.forward_with(AttentionInput::new(&xs).with_packed(&sequences))?;
+    /// assert_eq!(ys.dims(), [17, 64]);
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// [`with_positions`]: Self::with_positions
+    pub fn with_packed(mut self, sequences: &'a PackedSequences) -> Self {
+        self.packed = Some(sequences);
+        self
+    }
+
+    /// A residual (B, T_q, out_dim), or (T_q, out_dim), that is added to the output: in the pass of the output
+    /// projection, before its sums are rounded.
+    pub fn with_residual(mut self, residual: &'a Tensor) -> Self {
+        self.residual = Some(residual);
+        self
+    }
+
+    /// How the processes that share a layer's heads ([`load_shard`](crate::MultiHeadAttention::load_shard)) add up
+    /// tensors: for norms of whole projections, of which each process has a part (OLMo 2). Two numbers of each token,
+    /// in f32, are added up; a layer without such norms does not ask for it.
+    pub fn with_sum(mut self, sum: &'a SumFunction<'a>) -> Self {
+        self.sum = Some(GivenSum(sum));
+        self
+    }
+
+    /// Another function in the place of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), between
+    /// the layer's projections: one that attends to keys of other processes, for example. Queries (B, H, T_q, D) and
+    /// keys (B, H_kv, T_kv, D) come normalised and rotated, with the mask and the options of the call; it gives (B, H,
+    /// T_q, D_v) in the dtype of the queries. A cache, packed sequences and weights have no such function.
+    ///
+    /// ```
+    /// use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, scaled_dot_product_attention};
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::VarBuilder;
+    /// # fn main() -> candle_core::Result<()> {
+    /// let mha = MultiHeadAttention::new(&MultiHeadAttentionConfig::new(64, 4), VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+    /// let xs = Tensor::randn(0f32, 1., (2, 6, 64), &Device::Cpu)?;
+    /// let ys = mha.forward_with(AttentionInput::new(&xs).with_function(&|q, k, v, mask, options| {
+    ///     println!("{:?} queries, {:?} keys", q.dims(), k.dims());
+    ///     scaled_dot_product_attention(q, k, v, mask, options)
+    /// }))?;
+    /// # Ok(()) }
+    /// ```
+    pub fn with_function(mut self, function: &'a AttentionFunction<'a>) -> Self {
+        self.function = Some(GivenFunction(function));
+        self
+    }
+
+    /// Which implementation of attention runs.
+    pub fn with_backend(mut self, backend: Backend) -> Self {
+        self.backend = backend;
+        self
+    }
+
+    /// The layer's mask and the call's: both hold, and a prefix of the call's lifts the layer's causal constraint too.
+    pub(super) fn mask_with(&self, own: &AttentionMask) -> AttentionMask {
+        match self.mask {
+            Some(mask) => own.with_prefixes_of(mask).and(mask),
+            None => own.clone(),
+        }
+    }
+
+    /// What the call says of how scores become weights.
+    pub(super) fn options(&self, dropout: f64) -> SdpaOptions {
+        let options = SdpaOptions::default()
+            .with_dropout(dropout, self.train)
+            .with_backend(self.backend)
+            .with_output_order(OutputOrder::Bthd);
+        SdpaOptions { dropout_seed: self.dropout_seed.cloned(), ..options }
+    }
+
+    /// That packed sequences fit the queries (1, total_q, ..) and `t_kv` keys, and that nothing else is asked for that
+    /// has no shape for them.
+    pub(super) fn check_packed(&self, op: &str, queries: &Tensor, t_kv: usize) -> Result<()> {
+        let Some(sequences) = self.packed else { return Ok(()) };
+        if self.queries.rank() != 2 {
+            bail!("[{op}] packed queries have shape {:?}, expected (total_q, E)", self.queries.dims())
+        }
+        if self.cache.is_some() || self.shared_cache.is_some() {
+            bail!("[{op}] packed sequences were given with a cache, expected one of the two")
+        }
+        let totals = (sequences.total_queries(), sequences.total_keys());
+        let t_q = queries.dim(1)?;
+        if totals != (t_q, t_kv) {
+            bail!(
+                "[{op}] the packed sequences have {} queries and {} keys, expected the {t_q} and {t_kv} of the inputs",
+                totals.0,
+                totals.1
+            )
+        }
+        let is_of_both = |s| sequences.queries(s) == sequences.keys(s);
+        if let Some(s) = (0..sequences.len()).find(|&s| !self.is_cross() && !is_of_both(s)) {
+            bail!(
+                "[{op}] packed sequence {s} has queries {:?} and keys {:?}, expected the same in self-attention",
+                sequences.queries(s),
+                sequences.keys(s)
+            )
+        }
+        Ok(())
+    }
+
+    /// Those of `t` queries or keys, which are `ranges` of the packed sequences where there are such.
+    pub(super) fn default_positions(
+        &self,
+        ranges: fn(&PackedSequences, usize) -> Range<usize>,
+        t: usize,
+    ) -> Result<Positions> {
+        match self.packed {
+            Some(sequences) => {
+                Positions::of_each((0..sequences.len()).flat_map(|s| 0..ranges(sequences, s).len()).collect(), t)
+            }
+            None => Positions::starting_at(&[0], t),
+        }
+    }
+
+    /// The most positions that a sequence of `t` queries and `t_kv` keys has.
+    pub(super) fn longest(&self, t_q: usize, t_kv: usize) -> usize {
+        let Some(sequences) = self.packed else { return t_q.max(t_kv) };
+        let lens = (0..sequences.len()).flat_map(|s| [sequences.queries(s).len(), sequences.keys(s).len()]);
+        lens.max().unwrap_or(0)
+    }
+
+    /// The same input with another cache.
+    pub(super) fn with_other_cache<'b>(&'b self, cache: Option<&'b mut AttentionCache>) -> AttentionInput<'b> {
+        AttentionInput { cache, ..*self }
+    }
+
+    /// The tokens that a call of `dims` (B, T) adds to its cache, if it has one.
+    pub(super) fn new_tokens(&self, op: &str, dims: (usize, usize)) -> Result<Option<NewTokens>> {
+        let is_cached = self.cache.is_some() || self.shared_cache.is_some();
+        if self.function.is_some() && (is_cached || self.packed.is_some()) {
+            bail!("[{op}] an attention function was given with a cache or packed sequences, expected one of them")
+        }
+        if !is_cached {
+            if self.padding.valid_lens.is_some() || self.padding.starts.is_some() {
+                bail!("[{op}] valid_lens or starts were given to a call without a cache; expected padding in the mask")
+            }
+            return Ok(None);
+        }
+        if self.is_cross() {
+            bail!("[{op}] keys and values were given beside a cache, expected self-attention")
+        }
+        match (&self.cache, self.shared_cache) {
+            (Some(_), Some(_)) => {
+                bail!("[{op}] a cache was given beside that of an earlier layer, expected one of the two")
+            }
+            (Some(cache), None) => cache.new_tokens(dims, self.padding).map(Some),
+            (None, shared) => shared.map(|cache| cache.latest_tokens(dims, self.padding)).transpose(),
+        }
+    }
+}
+
+/// What the inputs of a layer have to be like.
+#[derive(Clone, Copy)]
+pub(super) struct Expected<'a> {
+    pub op: &'static str,
+    pub width: usize,
+    pub batched: bool,
+    pub dtype: DType,
+    pub device: &'a Device,
+}
+
+impl Expected<'_> {
+    /// An input as (B, T, width), after its shape, dtype and device were checked.
+    pub fn check(&self, what: &str, xs: &Tensor) -> Result<Tensor> {
+        let &Self { op, width, batched, dtype, device } = self;
+        let rank = if batched { 3 } else { 2 };
+        if xs.rank() != rank || xs.dim(D::Minus1)? != width {
+            let expected = match (batched, what) {
+                (true, _) => format!("(B, T, {width})"),
+                (false, "queries") => format!("(B, T, {width}) or (T, {width})"),
+                (false, _) => format!("(T, {width}) beside queries without a batch"),
+            };
+            bail!("[{op}] {what} have shape {:?}, expected {expected}", xs.dims())
+        }
+        if xs.dtype() != dtype {
+            bail!("[{op}] {what} have dtype {:?}, expected the weights' {dtype:?}", xs.dtype())
+        }
+        if !xs.device().same_device(device) {
+            bail!(
+                "[{op}] {what} are on {:?}, expected them beside the weights on {:?}",
+                xs.device().location(),
+                device.location()
+            )
+        }
+        if batched { Ok(xs.clone()) } else { xs.unsqueeze(0) }
+    }
+
+    /// The residual of a call, as (B, T, out_dim), if it has one.
+    pub fn check_residual(self, input: &AttentionInput, out_dim: usize) -> Result<Option<Tensor>> {
+        let Some(residual) = input.residual else { return Ok(None) };
+        let checked = Expected { width: out_dim, ..self }.check("residuals", residual)?;
+        if residual.dims()[..residual.rank() - 1] != input.queries.dims()[..input.queries.rank() - 1] {
+            bail!(
+                "[{}] residuals have shape {:?}, expected that of the output of queries {:?}",
+                self.op,
+                residual.dims(),
+                input.queries.dims()
+            )
+        }
+        Ok(Some(checked))
+    }
+}
+
+impl<'a> From<&'a Tensor> for AttentionInput<'a> {
+    fn from(xs: &'a Tensor) -> Self {
+        Self::new(xs)
+    }
+}

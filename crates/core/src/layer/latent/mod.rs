@@ -1,0 +1,371 @@
+//! Multi-head latent attention: keys and values are computed from one narrow latent for each token.
+
+mod config;
+#[cfg(test)]
+mod tests;
+mod up;
+
+pub use config::MultiHeadLatentAttentionConfig;
+
+use candle_core::{Module, ModuleT, Result, Tensor, bail};
+use candle_nn::var_builder::ShardedVarBuilder;
+use candle_nn::{Linear, VarBuilder};
+
+use super::call::{AttentionCall, CallKeys};
+use super::input::{AttentionInput, Expected};
+use crate::base::{HeadShard, Part, Source, is_addressable, part};
+use crate::cache::{AttentionCache, Expand, NewTokens};
+use crate::linear::PackedLinear;
+use crate::mask::AttentionMask;
+use crate::norm::Norm;
+use crate::position::{Positions, RotaryEmbedding};
+use crate::sdpa::{AttentionOutput, PackedSequences, Plan};
+use up::UpProjection;
+
+const OP: &str = "multi_head_latent_attention";
+
+/// Multi-head latent attention, as DeepSeek-V2 (<https://arxiv.org/abs/2405.04434>, section 2.1) and V3 have it.
+///
+/// A token is compressed to a latent of width `kv_lora_rank`, of which each head's key and value are linear functions, and to
+/// one key of width `rope_head_dim` with rotary positions that all heads share. A head's query has a part for each of the
+/// two, and its score is the sum of both products. A cache holds nothing but latents and shared keys:
+///
+/// ```
+/// use candle_attention::{AttentionCache, AttentionInput, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::VarBuilder;
+/// # fn main() -> candle_core::Result<()> {
+/// let cfg = MultiHeadLatentAttentionConfig::new(64, 4).with_kv_lora_rank(32).with_rope_head_dim(8);
+/// let layer = MultiHeadLatentAttention::new(&cfg, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+///
+/// let prompt = Tensor::randn(0f32, 1., (2, 5, 64), &Device::Cpu)?;
+/// let mut cache = AttentionCache::default();
+/// let ys = layer.forward_with(AttentionInput::new(&prompt).with_cache(&mut cache))?;
+/// assert_eq!(ys.dims(), [2, 5, 64]);
+/// // In bytes: sequences, positions, the latent and the shared key, f32.
+/// assert_eq!(cache.memory(), 2 * cache.capacity() * (32 + 8) * 4);
+/// # Ok(()) }
+/// ```
+///
+/// With a cache, a short call takes the key's part of `kv_b_proj` into its queries and the value's part into its
+/// contexts (the paper's "absorbed" matrices), so that all heads attend to the latents in place, as to one key head of
+/// width `kv_lora_rank + rope_head_dim` whose values are its own first `kv_lora_rank` columns. A long one, and any call
+/// without a cache, computes keys and values of each head from the latents first. A call with a cache takes the form
+/// that needs fewer multiplications; both give the same numbers, but for rounding.
+///
+/// A cache of 8 bits has one scale for the latent and the shared key of a token together.
+///
+/// Over plain tensors on a CPU the weights are packed ([`PackedLinear`]), and the key's part of `kv_b_proj` is held twice, in
+/// both directions. A layer is a value without state. Inputs are (B, T, E), or (T, E) for one sequence.
+#[derive(Debug, Clone)]
+pub struct MultiHeadLatentAttention {
+    config: MultiHeadLatentAttentionConfig,
+    queries: Queries,
+    /// To latents and shared keys, (rank + rope, E).
+    down: PackedLinear,
+    norm: Norm,
+    up: UpProjection,
+    out: PackedLinear,
+    rotary: RotaryEmbedding,
+    mask: AttentionMask,
+}
+
+/// The way to queries (B, T, H · D).
+#[derive(Debug, Clone)]
+enum Queries {
+    Direct(PackedLinear),
+    /// By something narrower, which is normalised.
+    Compressed(PackedLinear, Norm, PackedLinear),
+}
+
+impl Queries {
+    /// The rows of all heads or of a part of them; the config is the whole layer's.
+    fn load(cfg: &MultiHeadLatentAttentionConfig, rows: Option<Part>, source: &Source) -> Result<Self> {
+        let (width, embed_dim) = (cfg.num_heads() * cfg.head_dim(), cfg.embed_dim());
+        let heads =
+            |name, inputs| PackedLinear::from_linear(&source.linear_part(name, (width, inputs), false, rows)?);
+        let Some(rank) = cfg.q_lora_rank() else { return Ok(Self::Direct(heads("q_proj", embed_dim)?)) };
+        let down = PackedLinear::from_linear(&source.linear("q_a_proj", (rank, embed_dim), cfg.bias())?)?;
+        let norm = Norm::rms("q_a_layernorm", rank, cfg.norm_eps(), source)?;
+        Ok(Self::Compressed(down, norm, heads("q_b_proj", rank)?))
+    }
+
+    fn freeze(&self) -> Result<Self> {
+        Ok(match self {
+            Self::Direct(linear) => Self::Direct(linear.freeze()?),
+            Self::Compressed(down, norm, up) => Self::Compressed(down.freeze()?, norm.freeze()?, up.freeze()?),
+        })
+    }
+
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Direct(linear) => linear.forward(xs),
+            Self::Compressed(down, norm, up) => up.forward(&norm.forward(&down.forward(xs)?)?),
+        }
+    }
+}
+
+impl MultiHeadLatentAttention {
+    /// A layer with DeepSeek's names below the builder's prefix: `q_proj`, or `q_a_proj`, `q_a_layernorm` and `q_b_proj`
+    /// where queries are compressed; `kv_a_proj_with_mqa`, `kv_a_layernorm`, `kv_b_proj`, `o_proj`.
+    ///
+    /// Plain tensors are read now, variables in every call, so that the layer learns with them.
+    ///
+    /// # Errors
+    /// For a config that does not fit together, and for a missing or misshapen tensor, named with both shapes.
+    pub fn new(cfg: &MultiHeadLatentAttentionConfig, vb: VarBuilder) -> Result<Self> {
+        Self::load(cfg, None, &Source::new(OP, "latent", vb))
+    }
+
+    /// The heads of one process of several, from Candle's sharded builder: tensor parallelism, as
+    /// [`MultiHeadAttention::load_shard`](crate::MultiHeadAttention::load_shard) has it. What compresses tokens, and
+    /// what a cache holds, every process has whole. [`config`](Self::config) is that of the process's own layer.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and for more processes than heads.
+    pub fn load_shard(
+        cfg: &MultiHeadLatentAttentionConfig,
+        shard: HeadShard,
+        vb: &ShardedVarBuilder<'static>,
+    ) -> Result<Self> {
+        Self::load(cfg, Some(shard), &Source::sharded(OP, "latent", vb))
+    }
+
+    /// All heads, or those of a shard.
+    fn load(cfg: &MultiHeadLatentAttentionConfig, shard: Option<HeadShard>, source: &Source) -> Result<Self> {
+        cfg.validate()?;
+        source.check_dtype()?;
+        let (h, embed_dim, rank) = (cfg.num_heads(), cfg.embed_dim(), cfg.kv_lora_rank());
+        if let Some(shard) = shard.filter(|shard| shard.world_size() > h) {
+            bail!("[{OP}] a world size of {} is more than the {h} heads", shard.world_size())
+        }
+        let part = |dim| shard.map(|shard| Part { dim, share: shard.shares(h, h).0 });
+        let linear = |name, shape, part| source.linear_part(name, shape, cfg.bias(), part);
+        let down = |name, outputs| PackedLinear::from_linear(&linear(name, (outputs, embed_dim), None)?);
+        let out = || {
+            let out = linear("o_proj", (embed_dim, h * cfg.value_head_dim()), part(1))?;
+            PackedLinear::from_linear(&match out.bias() {
+                // The first process's output has it.
+                Some(bias) if shard.is_some_and(|shard| shard.rank() > 0) => {
+                    Linear::new(out.weight().clone(), Some(bias.zeros_like()?))
+                }
+                _ => out,
+            })
+        };
+        Ok(Self {
+            queries: Queries::load(cfg, part(0), source)?,
+            down: down("kv_a_proj_with_mqa", rank + cfg.rope_head_dim())?,
+            norm: Norm::rms("kv_a_layernorm", rank, cfg.norm_eps(), source)?,
+            up: UpProjection::load(cfg, part(0), source)?,
+            out: out()?,
+            rotary: RotaryEmbedding::new(cfg.rope(), cfg.rope_head_dim())?,
+            mask: if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() },
+            config: cfg.clone().with_num_heads(shard.map_or(h, |shard| shard.part_of(h).len())),
+        })
+    }
+
+    /// The same layer with tables of cosines and sines that it shares with others, in the place of its own.
+    ///
+    /// # Errors
+    /// If the tables are not those of the layer's config, over heads of `rope_head_dim`.
+    pub fn with_rotary(mut self, rotary: RotaryEmbedding) -> Result<Self> {
+        let (rope, width) = (self.config.rope(), self.config.rope_head_dim());
+        if rope != rotary.config() || width != rotary.head_dim() {
+            bail!(
+                "[{OP}] rotary tables are of {:?} and heads of {}, expected {rope:?} and heads of {width}",
+                rotary.config(),
+                rotary.head_dim()
+            )
+        }
+        self.rotary = rotary;
+        Ok(self)
+    }
+
+    /// The same layer with what its variables hold now as plain packed weights, so that nothing is tracked for
+    /// gradients: for inference after training.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn freeze(&self) -> Result<Self> {
+        Ok(Self {
+            config: self.config.clone(),
+            queries: self.queries.freeze()?,
+            down: self.down.freeze()?,
+            norm: self.norm.freeze()?,
+            up: self.up.freeze()?,
+            out: self.out.freeze()?,
+            rotary: self.rotary.clone(),
+            mask: self.mask.clone(),
+        })
+    }
+
+    /// What the layer was built from.
+    pub fn config(&self) -> &MultiHeadLatentAttentionConfig {
+        &self.config
+    }
+}
+
+/// How queries attend to latents. With W_k and W_v for the maps from a latent c to a head's key and value, a score is
+/// `q · (W_k c) = (W_kᵀ q) · c`, and a context `Σ w (W_v c) = W_v (Σ w c)`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Form {
+    /// Keys and values of each head are computed from the latents.
+    Expanded,
+    /// Queries take W_k to themselves and contexts W_v, so that latents are the keys and values of all heads.
+    Absorbed,
+}
+
+impl Form {
+    /// The form that takes fewer multiplications for `t_q` queries and `t_kv` keys.
+    fn of(cfg: &MultiHeadLatentAttentionConfig, t_q: usize, t_kv: usize) -> Self {
+        let widths = [cfg.kv_lora_rank(), cfg.nope_head_dim(), cfg.rope_head_dim(), cfg.value_head_dim()];
+        let [rank, nope, rope, value] = widths.map(|width| width as f64);
+        let (t_q, t_kv) = (t_q as f64, t_kv as f64);
+        // Of one head.
+        let between = rank * (nope + value);
+        let expanded = t_kv * between + t_q * t_kv * (nope + rope + value);
+        let absorbed = t_q * between + t_q * t_kv * (rank + rope + rank);
+        if absorbed < expanded { Self::Absorbed } else { Self::Expanded }
+    }
+}
+
+impl MultiHeadLatentAttention {
+    /// Self-attention under the layer's own mask: (B, T, E) gives (B, T, E). Training is
+    /// [`forward_t`](candle_core::ModuleT::forward_t).
+    ///
+    /// # Errors
+    /// As [`forward_with`](Self::forward_with).
+    pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        self.forward_with(xs)
+    }
+
+    /// The layer with a mask, a cache, positions, in training: (B, T, E) gives (B, T, E).
+    ///
+    /// # Errors
+    /// For an input whose shape, dtype or device does not fit the layer, keys and values of their own, a mask that does
+    /// not fit, and a cache that does not take the call's rows.
+    pub fn forward_with<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
+        let (call, form) = self.call(input.into(), None)?;
+        let ys = self.output(&call.attend()?, form, &call)?;
+        call.commit()?;
+        Ok(ys)
+    }
+
+    /// [`forward_with`](Self::forward_with) that also returns the weights (B, H, T_q, T_kv), after dropout; (H, T_q,
+    /// T_kv) for an input (T, E).
+    ///
+    /// # Errors
+    /// As [`forward_with`](Self::forward_with).
+    pub fn forward_with_weights<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<AttentionOutput> {
+        let (call, form) = self.call(input.into(), None)?;
+        let AttentionOutput { context, weights } = call.attend_with_weights()?;
+        let context = self.output(&context, form, &call)?;
+        call.commit()?;
+        Ok(AttentionOutput { context, weights })
+    }
+
+    /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's projections
+    /// and a copy of its cache, which stays as it is.
+    ///
+    /// # Errors
+    /// As [`forward_with`](Self::forward_with).
+    pub fn plan(&self, input: &AttentionInput) -> Result<Plan> {
+        let mut cache = input.cache.as_deref().map(AttentionCache::fork).transpose()?;
+        self.call(input.with_other_cache(cache.as_mut()), None)?.0.plan()
+    }
+
+    /// Everything before attention, in one form in particular or the one that takes less. The context is of values
+    /// (B, H, T, D_v) if expanded and of latents (B, H, T, rank) if absorbed.
+    fn call<'a>(&'a self, mut input: AttentionInput<'a>, form: Option<Form>) -> Result<(AttentionCall<'a>, Form)> {
+        let cfg = &self.config;
+        if input.is_cross() {
+            bail!("[{OP}] keys and values were given, expected self-attention")
+        }
+        if input.shared_cache.is_some() {
+            bail!("[{OP}] the cache of an earlier layer was given, but the layer has latents of its own")
+        }
+        if input.key_positions.is_some() {
+            bail!("[{OP}] key positions are given, but the keys are the queries")
+        }
+        if input.axis_positions.is_some() {
+            bail!("[{OP}] axis positions are given, but rotary positions are on one axis")
+        }
+        let batched = input.queries.rank() == 3;
+        let (dtype, device) = (self.down.dtype(), self.down.device());
+        let expected = Expected { op: OP, width: cfg.embed_dim(), batched, dtype, device };
+        let xs = expected.check("queries", input.queries)?;
+        let residual = expected.check_residual(&input, cfg.embed_dim())?;
+        let (b, t, _) = xs.dims3()?;
+        input.check_packed(OP, &xs, t)?;
+        let new_tokens = input.new_tokens(OP, (b, t))?;
+        let positions = positions(&input, b, t, new_tokens.as_ref())?;
+        let (h, rank, nope) = (cfg.num_heads(), cfg.kv_lora_rank(), cfg.nope_head_dim());
+        if !is_addressable(&[b, t, h * (2 * cfg.head_dim() + cfg.value_head_dim() + rank)]) {
+            bail!("[{OP}] queries {:?} are too large to address", input.queries.dims())
+        }
+        let form = form.unwrap_or_else(|| match &new_tokens {
+            Some(new_tokens) => Form::of(cfg, t, new_tokens.longest()),
+            None => Form::Expanded,
+        });
+
+        let rotation = self.rotary.at(&positions);
+        let compressed = self.down.forward(&xs)?;
+        let latents = self.norm.forward(&part(&compressed, 2, 0..rank)?)?;
+        let keys = part(&compressed, 2, rank..rank + cfg.rope_head_dim())?.unsqueeze(2)?;
+        let rows = Tensor::cat(&[&latents, &rotation.apply(&keys)?.squeeze(2)?], 2)?.unsqueeze(1)?;
+
+        let q = self.queries.forward(&xs)?.reshape((b, t, h, cfg.head_dim()))?;
+        let own = part(&q, 3, 0..nope)?;
+        let own = match form {
+            Form::Expanded => own.contiguous()?,
+            Form::Absorbed => self.up.absorb(&own)?,
+        };
+        let q = Tensor::cat(&[own, rotation.apply(&part(&q, 3, nope..cfg.head_dim())?)?], 3)?.transpose(1, 2)?;
+
+        let mask = input.mask_with(&self.mask);
+        let options = input.options(cfg.dropout()).with_scale(cfg.scale());
+        let keys = match (input.cache.take(), new_tokens, form) {
+            (Some(cache), Some(new_tokens), form) => {
+                let expansion: Option<&dyn Expand> = if form == Form::Expanded { Some(&self.up) } else { None };
+                CallKeys::Cached(cache.stage_latents(new_tokens, &rows, rank, expansion)?)
+            }
+            (_, _, Form::Expanded) => {
+                let (k, v) = self.up.expand(&rows)?;
+                match input.packed {
+                    Some(sequences) => CallKeys::Packed { k, v, sequences },
+                    None => CallKeys::Own { k, v },
+                }
+            }
+            (_, _, Form::Absorbed) => CallKeys::Own { v: part(&rows, 3, 0..rank)?, k: rows },
+        };
+        let function = input.function;
+        Ok((AttentionCall { q, keys, mask, options, batched, residual, gate: None, function }, form))
+    }
+
+    /// A call's context to the layer's output (B, T, E).
+    fn output(&self, context: &Tensor, form: Form, call: &AttentionCall) -> Result<Tensor> {
+        let context = context.transpose(1, 2)?;
+        let context = match form {
+            Form::Expanded => context,
+            Form::Absorbed => self.up.values_of(&context)?,
+        };
+        let (b, t, h, d_v) = context.dims4()?;
+        let ys = self.out.product(&context.reshape((b, t, h * d_v))?, 0..self.out.out_dim(), call.residual.as_ref())?;
+        if call.batched { Ok(ys) } else { ys.squeeze(0) }
+    }
+}
+
+fn positions(input: &AttentionInput, b: usize, t: usize, new_tokens: Option<&NewTokens>) -> Result<Positions> {
+    match (input.positions, new_tokens) {
+        (Some(given), _) => Positions::from_tensor("positions", given, b, t),
+        (None, Some(new_tokens)) => new_tokens.positions(),
+        (None, None) => input.default_positions(PackedSequences::queries, t),
+    }
+}
+
+/// Not `Module`: Candle gives every `Module` a `forward_t` that ignores `train`, and dropout would be lost in silence.
+impl ModuleT for MultiHeadLatentAttention {
+    fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
+        self.forward_with(AttentionInput::new(xs).with_train(train))
+    }
+}

@@ -1,0 +1,528 @@
+//! Layers: project, split into heads, attend, merge, project. [`forward`] is the order of a call; latent attention ends in
+//! the same [`call`].
+
+mod additive;
+mod by_heads;
+mod call;
+mod checks;
+mod forward;
+mod heads;
+mod input;
+mod latent;
+mod memory;
+mod packed_bias;
+mod shard;
+#[cfg(test)]
+mod tests;
+
+pub use crate::norm::SumFunction;
+pub use additive::{AdditiveAttention, AdditiveAttentionConfig, AdditiveInput};
+pub use input::{AttentionFunction, AttentionInput};
+pub use latent::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
+pub use memory::ProjectedMemory;
+
+use candle_core::{Error, ModuleT, Result, Tensor, bail};
+use candle_nn::var_builder::ShardedVarBuilder;
+use candle_nn::{Init, Linear, VarBuilder};
+
+use crate::base::{HeadShard, Source, root};
+use crate::config::{KvSource, MultiHeadAttentionConfig};
+use crate::linear::{Linears, ProjectionModule, ProjectionModules, ProjectionPlace, Projections, frozen};
+use crate::mask::AttentionMask;
+use crate::norm::{Norm, NormDims, QkNorms};
+use crate::params::{WeightLayout, load_projections, projection_shapes, state_dict};
+use crate::position::{
+    Alibi, ContentPositions, ContentTables, LayerSizes, RelativeBias, RelativeEmbeddings, RotaryEmbedding,
+};
+use input::Expected;
+
+const OP: &str = "multi_head_attention";
+
+/// Multi-head attention: self or cross, of any head count down to one.
+///
+/// ```
+/// use candle_attention::{AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig};
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// # fn main() -> candle_core::Result<()> {
+/// let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+/// let cfg = MultiHeadAttentionConfig::new(64, 4).with_causal(true);
+/// let mha = MultiHeadAttention::new(&cfg, vb.pp("self_attn"))?;
+///
+/// let xs = Tensor::randn(0f32, 1., (2, 6, 64), &Device::Cpu)?;
+/// let ys = mha.forward(&xs)?;
+/// assert_eq!(ys.dims(), [2, 6, 64]);
+///
+/// let padding = AttentionMask::none().with_valid_lens(vec![6, 4]);
+/// let seen = mha.forward_with_weights(AttentionInput::new(&xs).with_mask(&padding))?;
+/// assert_eq!(seen.weights.dims(), [2, 4, 6, 6]);
+/// # Ok(()) }
+/// ```
+///
+/// A layer is a value without state. Inputs are (B, T, E), or (T, E) for one sequence, which then gives (T, out_dim).
+#[derive(Debug, Clone)]
+pub struct MultiHeadAttention {
+    config: MultiHeadAttentionConfig,
+    projections: Projections,
+    qk_norm: Option<QkNorms>,
+    value_norm: Option<Norm>,
+    context_norm: Option<Norm>,
+    rotary: Option<RotaryEmbedding>,
+    alibi: Option<Alibi>,
+    relative_bias: Option<RelativeBias>,
+    content: Option<ContentTables>,
+    sinks: Option<Tensor>,
+    bias_kv: Option<(Tensor, Tensor)>,
+    mask: AttentionMask,
+}
+
+impl MultiHeadAttention {
+    /// A layer with the canonical names `q_proj`, `k_proj`, `v_proj` and `o_proj` below the builder's prefix.
+    ///
+    /// # Errors
+    /// For a config that does not fit together, and for a missing or misshapen tensor, named with both shapes.
+    pub fn new(cfg: &MultiHeadAttentionConfig, vb: VarBuilder) -> Result<Self> {
+        Self::load(cfg, WeightLayout::Canonical, vb)
+    }
+
+    /// A layer from weights in any layout; see [`WeightLayout::detect`]. Parameters that belong to no projection
+    /// (`q_norm`, `k_norm`, `sinks`, `bias_k`, `bias_v`) have the same names in every layout.
+    ///
+    /// Plain tensors are read now, variables in every call, so that the layer learns with them.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and for a config that the layout cannot hold.
+    pub fn load(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, vb: VarBuilder) -> Result<Self> {
+        cfg.validate()?;
+        let source = Source::new(OP, layout, vb);
+        source.check_dtype()?;
+        let projections = Projections::new(load_projections(cfg, layout, None, &source)?)?;
+        Self::around(cfg, projections, Parameters::load(cfg, &source)?)
+    }
+
+    /// A layer whose projections are modules of any kind, such as Candle's `QMatMul` over a quantised checkpoint, or one
+    /// module in the place of several. Their biases are their own, and the config's are not looked at.
+    ///
+    /// Parameters that belong to no projection (`q_norm`, `k_norm`, `sinks`, `bias_k`, `bias_v`) are read from the builder,
+    /// and its dtype and device are those of the layer's inputs: each module gets contiguous inputs in that dtype and gives
+    /// the shape of its [`ProjectionPlace`] in the same dtype.
+    ///
+    /// [`state_dict`](Self::state_dict), [`projections`](Self::projections) and [`save`](Self::save) of such a layer are
+    /// errors.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and for an output projection that the config does not want, or a missing one.
+    pub fn from_modules(cfg: &MultiHeadAttentionConfig, modules: ProjectionModules, vb: VarBuilder) -> Result<Self> {
+        cfg.validate()?;
+        let source = Source::new(OP, "of modules", vb.clone());
+        source.check_dtype()?;
+        let projections = Projections::from_modules(
+            projection_shapes(cfg).map(|(width, _)| width),
+            modules,
+            vb.dtype(),
+            vb.device(),
+        )?;
+        Self::around(cfg, projections, Parameters::load(cfg, &source)?)
+    }
+
+    /// A layer of a GGUF file, or a process's share of it if the projections are that; the other parameters of the
+    /// whole layer are in the builder.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    #[doc(hidden)]
+    pub fn of_gguf(
+        cfg: &MultiHeadAttentionConfig,
+        projections: Projections,
+        vb: VarBuilder,
+        shard: Option<HeadShard>,
+    ) -> Result<Self> {
+        let parameters = Parameters::load(cfg, &Source::new(OP, "gguf", vb))?;
+        match shard {
+            Some(shard) => Self::around(&shard.config(cfg)?, projections, parameters.shard(cfg, shard)?),
+            None => Self::around(cfg, projections, parameters),
+        }
+    }
+
+    /// The heads of one process of several, from weights in any layout and Candle's sharded builder: tensor parallelism.
+    ///
+    /// The sum of what all processes give for an input is what the whole layer gives: after each call the caller adds them
+    /// up, by NCCL through `cudarc` for example, as Candle's own multi-process Llama does. The bias of the output
+    /// projection is that of rank 0. Without an output projection a process gives the columns of its own heads.
+    ///
+    /// Separate weights are read in part; a tensor that packs several is read whole, and a part of it kept.
+    /// [`config`](Self::config) is that of the process's own layer, with ALiBi as the slopes of its heads, but for Falcon's. A
+    /// relative bias is divided by [`RelativeBias::shard`](crate::RelativeBias::shard).
+    ///
+    /// ```no_run
+    /// use candle_attention::{HeadShard, MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
+    /// use candle_core::{DType, Device};
+    /// use candle_nn::var_builder::ShardedSafeTensors;
+    /// # fn main() -> candle_core::Result<()> {
+    /// # let (rank, world_size) = (0, 2);
+    /// let cfg = MultiHeadAttentionConfig::new(4096, 32).with_num_kv_heads(8).with_causal(true);
+    /// // SAFETY: nobody writes to the file while it is mapped.
+    /// let vb = unsafe { ShardedSafeTensors::var_builder(&["model.safetensors"], DType::BF16, &Device::Cpu)? };
+    /// let shard = HeadShard::new(rank, world_size)?;
+    /// let vb = vb.pp("model.layers.0.self_attn");
+    /// let mha = MultiHeadAttention::load_shard(&cfg, WeightLayout::Canonical, shard, &vb)?;
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`load`](Self::load); for more processes than query heads; and for layer norms of whole projections. Root
+    /// mean squares of these (OLMo 2) are sums over all processes, which a call is [given](AttentionInput::with_sum).
+    pub fn load_shard(
+        cfg: &MultiHeadAttentionConfig,
+        layout: WeightLayout,
+        shard: HeadShard,
+        vb: &ShardedVarBuilder<'static>,
+    ) -> Result<Self> {
+        cfg.validate()?;
+        let own = shard.config(cfg)?;
+        let source = Source::sharded(OP, layout, vb);
+        source.check_dtype()?;
+        let parameters = Parameters::load(cfg, &source)?.shard(cfg, shard)?;
+        let projections = Projections::new(load_projections(cfg, layout, Some(shard), &source)?)?;
+        Self::around(&own, projections, parameters)
+    }
+
+    /// The rest of a layer around its projections.
+    fn around(cfg: &MultiHeadAttentionConfig, projections: Projections, parameters: Parameters) -> Result<Self> {
+        let Parameters { qk_norm, value_norm, context_norm, bias_kv, sinks, alibi, content } = parameters;
+        let rotary = cfg.rope().map(|rope| RotaryEmbedding::new(rope, cfg.head_dim())).transpose()?;
+        let mut mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
+        if let Some(window) = cfg.window() {
+            mask = mask.with_window(window);
+        }
+        if let Some((left, right)) = cfg.band() {
+            mask = mask.with_band(left, right);
+        }
+        if let Some(chunk) = cfg.chunk() {
+            mask = mask.with_chunk(chunk);
+        }
+        let (config, relative_bias) = (cfg.clone(), None);
+        Ok(Self {
+            config,
+            projections,
+            qk_norm,
+            value_norm,
+            context_norm,
+            rotary,
+            alibi,
+            relative_bias,
+            content,
+            sinks,
+            bias_kv,
+            mask,
+        })
+    }
+
+    /// The same layer with tables of cosines and sines that it shares with others, in the place of its own.
+    ///
+    /// # Errors
+    /// If the tables are not those of the layer's config.
+    pub fn with_rotary(mut self, rotary: RotaryEmbedding) -> Result<Self> {
+        let d = self.config.head_dim();
+        match self.config.rope() {
+            None => bail!("[multi_head_attention] rotary tables are given, but the config has no rope"),
+            Some(rope) if rope != rotary.config() || d != rotary.head_dim() => bail!(
+                "[multi_head_attention] rotary tables are of {:?} and heads of {}, expected {rope:?} and heads of {d}",
+                rotary.config(),
+                rotary.head_dim()
+            ),
+            Some(_) => self.rotary = Some(rotary),
+        }
+        Ok(self)
+    }
+
+    /// The same layer with the relative bias that it shares with the other layers of its stack. A layer whose config has
+    /// one cannot be called without it.
+    ///
+    /// # Errors
+    /// If the bias is not that of the layer's config, or is for another number of heads, dtype or device.
+    pub fn with_relative_bias(mut self, bias: RelativeBias) -> Result<Self> {
+        let h = self.config.num_heads();
+        match self.config.relative_bias() {
+            None => bail!("[multi_head_attention] a relative bias is given, but the config has none"),
+            Some(buckets) if buckets != bias.config() || h != bias.num_heads() => bail!(
+                "[multi_head_attention] the relative bias is of {:?} and {} heads, expected {buckets:?} and {h} heads",
+                bias.config(),
+                bias.num_heads()
+            ),
+            Some(_) => {}
+        }
+        let (dtype, device) = (self.projections.dtype(), self.projections.device());
+        if bias.weight().dtype() != dtype || !bias.weight().device().same_device(device) {
+            bail!(
+                "[multi_head_attention] the relative bias is {:?} on {:?}, expected the weights' {dtype:?} on {:?}",
+                bias.weight().dtype(),
+                bias.weight().device().location(),
+                device.location()
+            )
+        }
+        self.relative_bias = Some(bias);
+        Ok(self)
+    }
+
+    /// The same layer with the vectors of distances that it shares with the other layers of its stack, as
+    /// [`ContentPositions::Disentangled`](crate::ContentPositions::Disentangled) wants them. A layer whose config has
+    /// that cannot be called without them.
+    ///
+    /// # Errors
+    /// If the config has no such positions, and for vectors of another shape, dtype or device.
+    pub fn with_relative_embeddings(mut self, embeddings: RelativeEmbeddings) -> Result<Self> {
+        let Some(ContentPositions::Disentangled(config)) = self.config.content_positions() else {
+            bail!("[multi_head_attention] relative embeddings are given, but the config has no disentangled positions")
+        };
+        let (weight, shape) = (embeddings.weight(), [2 * config.span(), self.config.embed_dim()]);
+        let (dtype, device) = (self.projections.dtype(), self.projections.device());
+        if weight.dims() != shape || weight.dtype() != dtype || !weight.device().same_device(device) {
+            bail!(
+                "[multi_head_attention] the relative embeddings are {:?} {:?} on {:?}, expected {dtype:?} {shape:?} \
+                 on {:?}",
+                weight.dtype(),
+                weight.dims(),
+                weight.device().location(),
+                device.location()
+            )
+        }
+        self.content = self.content.map(|tables| tables.with_embeddings(embeddings));
+        Ok(self)
+    }
+
+    /// The same layer with another module in a projection's place, made by `change` from the one that is there: an adapter
+    /// around it, as in LoRA (arXiv:2106.09685), or something else altogether.
+    ///
+    /// What `change` is given computes the layer's own projection without a copy of its weights. The module gets contiguous
+    /// inputs in the dtype of the layer's weights, and gives the shape of [`ProjectionPlace`] in the same dtype. Its
+    /// parameters are its own: [`state_dict`](Self::state_dict), [`projections`](Self::projections) and
+    /// [`save`](Self::save) are errors from now on.
+    ///
+    /// # Errors
+    /// For the output projection of a layer without one, and those of `change`.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    ///
+    /// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, ProjectionPlace};
+    /// use candle_core::{DType, Device, Module, Result, Tensor};
+    /// use candle_nn::{VarBuilder, VarMap};
+    /// # fn main() -> Result<()> {
+    /// let cfg = MultiHeadAttentionConfig::new(64, 4);
+    /// let mha = MultiHeadAttention::new(&cfg, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+    ///
+    /// let vars = VarMap::new();
+    /// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    /// let down = candle_nn::linear_no_bias(64, 8, vb.pp("lora_a"))?;
+    /// let up = candle_nn::linear_no_bias(8, 64, vb.pp("lora_b"))?;
+    /// let mha = mha.map_projection(ProjectionPlace::Query, |own| {
+    ///     Ok(Arc::new(move |xs: &Tensor| own.forward(xs)? + up.forward(&down.forward(xs)?)? * 0.5))
+    /// })?;
+    /// # let xs = Tensor::randn(0f32, 1., (2, 6, 64), &Device::Cpu)?;
+    /// # assert_eq!(mha.forward(&xs)?.dims(), [2, 6, 64]);
+    /// # Ok(()) }
+    /// ```
+    pub fn map_projection(
+        mut self,
+        place: ProjectionPlace,
+        change: impl FnOnce(ProjectionModule) -> Result<ProjectionModule>,
+    ) -> Result<Self> {
+        self.projections = self.projections.map(projection_shapes(&self.config)[place as usize].0, place, change)?;
+        Ok(self)
+    }
+
+    /// The same layer with what its variables hold now as plain packed weights, so that nothing is tracked for
+    /// gradients: for inference after training. Modules of the caller's stay as they are.
+    ///
+    /// ```
+    /// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig};
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::{VarBuilder, VarMap};
+    /// # fn main() -> candle_core::Result<()> {
+    /// let vars = VarMap::new();
+    /// let vb = VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu);
+    /// let mha = MultiHeadAttention::new(&MultiHeadAttentionConfig::new(64, 4), vb)?;
+    /// // ... training ...
+    /// let frozen = mha.freeze()?;
+    /// let xs = Tensor::randn(0f32, 1., (2, 6, 64), &Device::Cpu)?;
+    /// assert!(mha.forward(&xs)?.track_op() && !frozen.forward(&xs)?.track_op());
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn freeze(&self) -> Result<Self> {
+        Ok(Self {
+            config: self.config.clone(),
+            projections: self.projections.freeze()?,
+            qk_norm: self.qk_norm.as_ref().map(QkNorms::freeze).transpose()?,
+            value_norm: self.value_norm.clone(),
+            context_norm: self.context_norm.as_ref().map(Norm::freeze).transpose()?,
+            rotary: self.rotary.clone(),
+            alibi: self.alibi.clone(),
+            relative_bias: self.relative_bias.as_ref().map(RelativeBias::freeze).transpose()?,
+            content: self.content.as_ref().map(ContentTables::freeze).transpose()?,
+            sinks: self.sinks.as_ref().map(frozen).transpose()?,
+            bias_kv: match &self.bias_kv {
+                Some((k, v)) => Some((frozen(k)?, frozen(v)?)),
+                None => None,
+            },
+            mask: self.mask.clone(),
+        })
+    }
+
+    /// What the layer was built from.
+    pub fn config(&self) -> &MultiHeadAttentionConfig {
+        &self.config
+    }
+
+    /// The query, key, value and output projections, as they were loaded, with what variables hold now; a gate is in
+    /// [`state_dict`](Self::state_dict) alone.
+    ///
+    /// A layer over plain tensors on a CPU holds packed weights ([`PackedLinear`](crate::PackedLinear)), which this copies
+    /// back; those of q, k and v that read inputs of one width are views of one weight. Where values are the keys'
+    /// projection, it stands in both places.
+    ///
+    /// # Errors
+    /// If a projection is a module of the caller's, for a layer without projections of keys and values, and if memory
+    /// is short.
+    pub fn projections(&self) -> Result<(Linear, Linear, Linear, Option<Linear>)> {
+        let Linears { q, k, v, o, .. } = self.projections.to_linears()?;
+        let Some(k) = k else {
+            bail!("[multi_head_attention] keys and values are those of an earlier layer, which has their projections")
+        };
+        Ok((q, k.clone(), v.unwrap_or(k), o))
+    }
+
+    /// The layer's parameters under the names and in the shapes of a layout, as a state dict that PyTorch reads.
+    ///
+    /// A relative bias is not among them: it belongs to the stack of layers.
+    ///
+    /// A causal layer with a context length gets the persistent `mask` buffer in the layouts whose modules register one
+    /// (`book`, `short` and their stacks), so that a strict `load_state_dict` succeeds.
+    ///
+    /// # Errors
+    /// If the layout cannot hold the layer, and why; and if a projection is a module of the caller's.
+    pub fn state_dict(&self, layout: WeightLayout) -> Result<Vec<(String, Tensor)>> {
+        let mut tensors = state_dict(&self.config, layout, &self.projections.to_linears()?)?;
+        if let Some(norms) = &self.qk_norm {
+            tensors.extend(norms.parameters()?);
+        }
+        if let Some(norm) = &self.context_norm {
+            tensors.extend(norm.parameters("context_norm")?);
+        }
+        if let Some((bias_k, bias_v)) = &self.bias_kv {
+            tensors.push(("bias_k".into(), bias_k.clone()));
+            tensors.push(("bias_v".into(), bias_v.clone()));
+        }
+        tensors.extend(self.sinks.iter().map(|sinks| ("sinks".into(), sinks.clone())));
+        tensors.extend(self.content.iter().flat_map(ContentTables::parameters));
+        Ok(tensors)
+    }
+
+    /// Writes [`state_dict`](Self::state_dict) as a safetensors file.
+    ///
+    /// # Errors
+    /// As that, and if the file cannot be written.
+    pub fn save(&self, path: impl AsRef<std::path::Path>, layout: WeightLayout) -> Result<()> {
+        let tensors: std::collections::HashMap<_, _> = self.state_dict(layout)?.into_iter().collect();
+        let path = path.as_ref();
+        candle_core::safetensors::save(&tensors, path)
+            .map_err(|error| Error::msg(format!("[save] cannot write {}: {}", path.display(), root(&error))))
+    }
+
+    /// What an input of that width has to be like.
+    fn expected(&self, width: usize, batched: bool) -> Expected<'_> {
+        Expected { op: OP, width, batched, dtype: self.projections.dtype(), device: self.projections.device() }
+    }
+}
+
+/// Not `Module`: Candle gives every `Module` a `forward_t` that ignores `train`, and dropout would be lost in silence.
+impl ModuleT for MultiHeadAttention {
+    fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
+        self.forward_with(AttentionInput::new(xs).with_train(train))
+    }
+}
+
+/// The parameters that belong to no projection: norms, a learned key and value, sinks, what ALiBi adds, and relative
+/// positions by content: what the config wants of them.
+struct Parameters {
+    qk_norm: Option<QkNorms>,
+    value_norm: Option<Norm>,
+    context_norm: Option<Norm>,
+    /// (1, 1, H_kv·D) and (1, 1, H_kv·D_v).
+    bias_kv: Option<(Tensor, Tensor)>,
+    /// (H,).
+    sinks: Option<Tensor>,
+    alibi: Option<Alibi>,
+    content: Option<ContentTables>,
+}
+
+impl Parameters {
+    fn load(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<Self> {
+        let (h, h_kv, d) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim());
+        let qk_norm = match cfg.qk_norm() {
+            None => {
+                QkNorms::refuse(source)?;
+                None
+            }
+            Some(norm) => {
+                let h_kv = (cfg.kv_source() != KvSource::EarlierLayer).then_some(h_kv);
+                Some(QkNorms::load(norm, NormDims { h, h_kv, d }, source)?)
+            }
+        };
+        let width = cfg.value_head_dim();
+        let value_norm = cfg.value_norm().map(|eps| Norm::without_weight(eps, width, source)).transpose()?;
+        let context_norm = match cfg.context_norm() {
+            Some(norm) => Some(Norm::of_context(norm, h, width, source)?),
+            None => {
+                Norm::refuse_of_context(source)?;
+                None
+            }
+        };
+        let bias_kv = if cfg.bias_kv() {
+            // `xavier_normal_` of a (1, 1, width) parameter.
+            let learned = |name, width: usize| {
+                source.get((1, 1, width), name, Init::Randn { mean: 0.0, stdev: (width as f64).recip().sqrt() })
+            };
+            Some((learned("bias_k", h_kv * d)?, learned("bias_v", h_kv * cfg.value_head_dim())?))
+        } else {
+            // Parakeet has a `bias_v` that is another thing.
+            let is_other = source.has("bias_u") && cfg.content_positions() == Some(&ContentPositions::TransformerXl);
+            for name in ["bias_k", "bias_v"].into_iter().filter(|_| !is_other) {
+                source.refuse(name, "the config says there is no bias_kv")?;
+            }
+            None
+        };
+        let sinks = if cfg.sinks() {
+            Some(source.get(h, "sinks", Init::Const(0.0))?)
+        } else {
+            source.refuse("sinks", "the config says there are no sinks")?;
+            None
+        };
+        let alibi = cfg.alibi().map(|alibi| Alibi::new(alibi, h, cfg.score_scale(), source.device())).transpose()?;
+        let sizes = LayerSizes { embed_dim: cfg.embed_dim(), num_heads: cfg.num_heads(), head_dim: cfg.head_dim() };
+        let content = ContentTables::load(cfg.content_positions(), sizes, source)?;
+        Ok(Self { qk_norm, value_norm, context_norm, bias_kv, sinks, alibi, content })
+    }
+
+    /// Those of one process's heads; the config is the whole layer's.
+    fn shard(self, cfg: &MultiHeadAttentionConfig, shard: HeadShard) -> Result<Self> {
+        let (h, h_kv) = (cfg.num_heads(), cfg.num_kv_heads());
+        let ((queries, keys), counted) = (shard.shares(h, h_kv), shard.counted_keys(h, h_kv));
+        let bias_kv = match &self.bias_kv {
+            Some((k, v)) => Some((keys.copy(k, 2)?, keys.copy(v, 2)?)),
+            None => None,
+        };
+        Ok(Self {
+            qk_norm: self.qk_norm.map(|norms| norms.shard(queries, keys, counted)).transpose()?,
+            value_norm: self.value_norm,
+            context_norm: self.context_norm,
+            bias_kv,
+            sinks: self.sinks.map(|sinks| queries.copy(&sinks, 0)).transpose()?,
+            alibi: self.alibi.map(|alibi| alibi.heads(queries.range(h))).transpose()?,
+            content: self.content.map(|tables| tables.shard(queries)).transpose()?,
+        })
+    }
+}

@@ -1,0 +1,299 @@
+//! A weight in panels as one of Candle's custom operations, and the same by Candle's own.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::backend::BackendStorage;
+use candle_core::{
+    CpuStorage, CustomOp1, CustomOp2, DType, Device, Layout, Module, Result, Shape, Storage, Tensor, WithDType, bail,
+};
+use candle_nn::{Activation, Linear};
+use half::{bf16, f16};
+
+use super::OP;
+use super::tracked::{PackedInputGradient, rows_of, with_even_rows};
+use crate::base::{executor, fits_in_memory};
+use candle_attention_kernels::linear::{self, Codes, Epilogue, Matrix, PackedWeight, Projection, Up};
+use candle_attention_kernels::{Element, Tier};
+
+/// The instruction set of products with a weight: one in particular, or the fastest.
+pub(super) fn choose_tier(tier: Option<Tier>, dtype: DType) -> Result<Tier> {
+    Tier::choose(tier, dtype == DType::BF16).map_err(|error| candle_core::Error::msg(format!("[{OP}] {error}")))
+}
+
+/// A packed weight and its bias.
+pub(super) struct Packed {
+    weight: PackedWeight,
+    dtype: DType,
+    /// What gives weight and bias back to the bit.
+    linear_dtype: DType,
+    bias: Option<Vec<f32>>,
+}
+
+/// A bias in f32, and the dtype that holds it and a weight of `dtype`.
+fn bias_numbers(dtype: DType, bias: Option<&Tensor>) -> Result<(Option<Vec<f32>>, DType)> {
+    match bias {
+        Some(bias) if bias.dtype() == dtype => {
+            Ok((Some(contiguous("bias", bias)?.to_dtype(DType::F32)?.to_vec1()?), dtype))
+        }
+        Some(bias) => Ok((Some(contiguous("bias", bias)?.to_vec1()?), DType::F32)),
+        None => Ok((None, dtype)),
+    }
+}
+
+impl Packed {
+    /// Packs `weight` (out, in), in f32, bf16 or f16, and `bias` (out,), on the CPU.
+    pub fn new(weight: &Tensor, bias: Option<&Tensor>, tier: Tier) -> Result<Self> {
+        match weight.dtype() {
+            DType::F32 => Self::of::<f32>(weight, bias, tier),
+            DType::BF16 => Self::of::<bf16>(weight, bias, tier),
+            DType::F16 => Self::of::<f16>(weight, bias, tier),
+            dtype => bail!("[{OP}] a weight of dtype {dtype:?} is never packed"),
+        }
+    }
+
+    fn of<E: Element + WithDType>(weight: &Tensor, bias: Option<&Tensor>, tier: Tier) -> Result<Self> {
+        let (bias, linear_dtype) = bias_numbers(weight.dtype(), bias)?;
+        let weight = contiguous("weight", weight)?;
+        let (storage, layout) = weight.storage_and_layout();
+        let Storage::Cpu(storage) = &*storage else { bail!("[{OP}] weight is not on the CPU") };
+        let (elements, shape) = (storage.as_slice::<E>()?, weight.dims2()?);
+        // A view of nothing may begin anywhere.
+        let start = layout.start_offset().min(elements.len());
+        let packed = PackedWeight::new(&elements[start..][..shape.0 * shape.1], shape, tier).map_err(kernel_error)?;
+        Ok(Self { weight: packed, dtype: weight.dtype(), linear_dtype, bias })
+    }
+
+    /// Packs codes that stand for f32, and `bias` (out,) on the CPU.
+    pub fn of_codes(codes: &Codes, shape: (usize, usize), bias: Option<&Tensor>) -> Result<Self> {
+        let tier = choose_tier(None, DType::F32)?;
+        let (bias, linear_dtype) = bias_numbers(DType::F32, bias)?;
+        let weight = PackedWeight::from_codes(codes, shape, tier).map_err(kernel_error)?;
+        Ok(Self { weight, dtype: DType::F32, linear_dtype, bias })
+    }
+
+    /// (out, in).
+    pub fn shape(&self) -> (usize, usize) {
+        (self.weight.outputs(), self.weight.inputs())
+    }
+
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    pub fn to_linear(&self) -> Result<Linear> {
+        let bias = |bias: &Vec<f32>| Tensor::new(bias.as_slice(), &Device::Cpu)?.to_dtype(self.linear_dtype);
+        let weight = self.rows(None)?.to_dtype(self.linear_dtype)?;
+        Ok(Linear::new(weight, self.bias.as_ref().map(bias).transpose()?))
+    }
+
+    /// The rows of some outputs or of all, (outputs, in), in the weight's dtype.
+    pub fn rows(&self, outputs: Option<&[usize]>) -> Result<Tensor> {
+        match self.dtype {
+            DType::BF16 => self.rows_of::<bf16>(outputs),
+            DType::F16 => self.rows_of::<f16>(outputs),
+            _ => self.rows_of::<f32>(outputs),
+        }
+    }
+
+    fn rows_of<E: Element + WithDType>(&self, outputs: Option<&[usize]>) -> Result<Tensor> {
+        let rows = match outputs {
+            Some(outputs) => self.weight.unpack_rows::<E>(outputs),
+            None => self.weight.unpack(),
+        };
+        let count = outputs.map_or(self.shape().0, <[_]>::len);
+        Tensor::from_vec(rows.map_err(kernel_error)?, (count, self.shape().1), &Device::Cpu)
+    }
+
+    /// Whether one pass can take both.
+    pub fn is_like(&self, other: &Self) -> bool {
+        self.weight.is_like(&other.weight)
+    }
+}
+
+impl fmt::Debug for Packed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.weight.fmt(f)
+    }
+}
+
+/// A forward pass to some of the outputs, with what follows in the same pass. Only the product alone has a backward
+/// pass.
+pub(super) struct Columns {
+    pub packed: Arc<Packed>,
+    pub columns: Range<usize>,
+    pub activation: Option<linear::Activation>,
+    /// What the activated outputs are multiplied by: a product of the same input.
+    pub up: Option<Arc<Packed>>,
+}
+
+impl Columns {
+    /// The product with `xs` (.., in), and the residual (.., columns), all of which were checked.
+    pub fn forward(self, xs: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
+        let xs = with_even_rows("input", xs)?;
+        match residual {
+            Some(residual) => xs.apply_op2_no_bwd(&contiguous("residual", residual)?, &self),
+            None => xs.apply_op1(self),
+        }
+    }
+
+    /// The output's storage and shape; the residual is contiguous and in the input's dtype.
+    fn run(
+        &self,
+        xs: &CpuStorage,
+        layout: &Layout,
+        residual: Option<(&CpuStorage, &Layout)>,
+    ) -> Result<(CpuStorage, Shape)> {
+        let shape = with_width(layout.dims(), self.columns.len());
+        let count = shape.elem_count();
+        macro_rules! run {
+            ($kind:ident, $xs:expr) => {{
+                let added = match residual {
+                    Some((CpuStorage::$kind(added), own)) => {
+                        Some(&added[own.start_offset().min(added.len())..][..count])
+                    }
+                    Some(_) => bail!("[{OP}] the residual has another dtype than the input"),
+                    None => None,
+                };
+                CpuStorage::$kind(self.run_on($xs, layout, added)?)
+            }};
+        }
+        let out = match xs {
+            CpuStorage::F32(xs) => run!(F32, xs),
+            CpuStorage::BF16(xs) => run!(BF16, xs),
+            CpuStorage::F16(xs) => run!(F16, xs),
+            other => bail!("[{OP}] input has dtype {:?}, expected F32, BF16 or F16", other.dtype()),
+        };
+        Ok((out, shape))
+    }
+
+    fn run_on<X: Element>(&self, xs: &[X], layout: &Layout, residual: Option<&[X]>) -> Result<Vec<X>> {
+        let Packed { weight, bias, .. } = &*self.packed;
+        let Matrix { data: xs, rows, stride: xs_row, .. } = rows_of(xs, layout)?;
+        let projection = Projection {
+            weight,
+            xs,
+            xs_row,
+            rows,
+            columns: self.columns.clone(),
+            epilogue: Epilogue {
+                bias: bias.as_deref(),
+                activation: self.activation,
+                up: self.up.as_ref().map(|up| Up { weight: &up.weight, bias: up.bias.as_deref() }),
+                residual,
+            },
+            executor: executor(),
+        };
+        linear::project_vec(&projection).map_err(kernel_error)
+    }
+}
+
+impl CustomOp1 for Columns {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(&self, xs: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        self.run(xs, layout, None)
+    }
+
+    fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        if self.activation.is_some() || self.up.is_some() {
+            bail!("[{OP}] an activation in the pass of its product has no gradient")
+        }
+        let op = PackedInputGradient { weight: &self.packed.weight, columns: self.columns.clone() };
+        Ok(Some(with_even_rows("gradient", gradient)?.apply_op1_no_bwd(&op)?))
+    }
+}
+
+/// With a residual.
+impl CustomOp2 for Columns {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(
+        &self,
+        xs: &CpuStorage,
+        layout: &Layout,
+        added: &CpuStorage,
+        own: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.run(xs, layout, Some((added, own)))
+    }
+}
+
+/// The kernels' activation of this name.
+pub(super) fn kernel_activation(activation: Activation) -> Result<linear::Activation> {
+    Ok(match activation {
+        Activation::Gelu => linear::Activation::Gelu,
+        Activation::NewGelu | Activation::GeluPytorchTanh => linear::Activation::GeluTanh,
+        Activation::Silu | Activation::Swish => linear::Activation::Silu,
+        Activation::Relu => linear::Activation::Relu,
+        other => bail!(
+            "[{OP}] activation {other:?} does not follow a product, expected Gelu, NewGelu, GeluPytorchTanh, Silu, Swish or Relu"
+        ),
+    })
+}
+
+pub(super) fn kernel_error(error: candle_attention_kernels::Error) -> candle_core::Error {
+    candle_core::Error::msg(format!("[{OP}] {error}"))
+}
+
+/// Dimensions, the last of which is another.
+pub(super) fn with_width(dims: &[usize], width: usize) -> Shape {
+    let mut dims = dims.to_vec();
+    if let Some(last) = dims.last_mut() {
+        *last = width;
+    }
+    dims.into()
+}
+
+/// The stride between rows, if all dimensions before the last count rows at one distance. Rows of nothing are anywhere.
+pub(super) fn row_stride(layout: &Layout) -> Option<usize> {
+    if layout.shape().elem_count() == 0 {
+        return Some(0);
+    }
+    let dims = layout.dims().len() - 1;
+    let mut counted = layout.dims().iter().zip(layout.stride()).take(dims).rev().filter(|&(&dim, _)| dim != 1);
+    let Some((&dim, &stride)) = counted.next() else { return Some(0) };
+    let mut whole = dim * stride;
+    for (&dim, &stride) in counted {
+        if stride != whole {
+            return None;
+        }
+        whole *= dim;
+    }
+    Some(stride)
+}
+
+/// Candle's own operations, with gradients, on any device.
+pub(super) fn plain(linear: &Linear, xs: &Tensor, columns: Range<usize>) -> Result<Tensor> {
+    let part = |tensor: &Tensor| tensor.narrow(0, columns.start, columns.len())?.to_dtype(xs.dtype());
+    let bias = linear.bias().map(part).transpose()?;
+    let out = with_width(xs.dims(), columns.len());
+    let rows: usize = xs.dims()[..xs.rank() - 1].iter().product();
+    if rows == 0 || columns.is_empty() || xs.elem_count() == 0 {
+        let zeros = Tensor::zeros(out, xs.dtype(), xs.device())?;
+        return match bias {
+            Some(bias) => zeros.broadcast_add(&bias),
+            None => Ok(zeros),
+        };
+    }
+    // Candle multiplies no vectors.
+    let xs = contiguous("input", xs)?.reshape((rows, ()))?;
+    Linear::new(part(linear.weight())?, bias).forward(&xs)?.reshape(out)
+}
+
+/// Candle ends the program where there is no memory for a copy; this asks first. It copies no view of nothing either, which
+/// may begin past the end of its buffer.
+pub(super) fn contiguous(what: &str, tensor: &Tensor) -> Result<Tensor> {
+    if tensor.elem_count() == 0 {
+        return Ok(tensor.clone());
+    }
+    if !tensor.is_contiguous() && !fits_in_memory(tensor.dims()) {
+        bail!("[{OP}] a contiguous copy of the {what} of shape {:?} does not fit in memory", tensor.dims())
+    }
+    tensor.contiguous()
+}

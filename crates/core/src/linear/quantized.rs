@@ -1,0 +1,202 @@
+//! Weights in the quantised types of GGUF files.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
+use candle_core::{DType, Device, Module, Result, Tensor, bail};
+use candle_nn::Linear;
+use half::f16;
+
+use super::forward::{Packed, choose_tier, contiguous, plain};
+use super::{Kind, OP, PackedLinear};
+use crate::base::{fits_in_memory, part};
+use candle_attention_kernels::linear::{CODE_BLOCK, Codes};
+
+impl PackedLinear {
+    /// Packs `weight` (out, in) of any type of GGUF files and `bias` (out,) in f32, for inputs in f32.
+    ///
+    /// On a CPU Q8_0, Q5_0 and Q5_1 are held in 8 bits a number and Q4_0 and Q4_1 in 4, each with the scales and
+    /// minimums of its blocks of 32, 16 bits each: 1.06 to 1.13 bytes a number, and 0.56 or 0.63. They are multiplied
+    /// in f32, with the bits that [`new`](Self::new) gives for the dequantised numbers. F32, F16 and BF16 are packed as
+    /// they are. K-quants are multiplied by Candle's [`QMatMul`], which rounds inputs to 8 bits. On other devices all
+    /// but K-quants are dequantised.
+    ///
+    /// ```
+    /// use candle_attention::PackedLinear;
+    /// use candle_core::quantized::{GgmlDType, QTensor};
+    /// use candle_core::{Device, Module, Tensor};
+    /// # fn main() -> candle_core::Result<()> {
+    /// let weight = QTensor::quantize(&Tensor::randn(0f32, 1., (24, 64), &Device::Cpu)?, GgmlDType::Q8_0)?;
+    /// let dequantized = PackedLinear::new(&weight.dequantize(&Device::Cpu)?, None)?;
+    /// let packed = PackedLinear::from_qtensor(weight, None)?;
+    ///
+    /// let xs = Tensor::randn(0f32, 1., (2, 5, 64), &Device::Cpu)?;
+    /// let (ys, expected) = (packed.forward(&xs)?, dequantized.forward(&xs)?);
+    /// assert_eq!(ys.to_vec3::<f32>()?, expected.to_vec3::<f32>()?);
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// For shapes, dtypes or devices that do not fit, and if memory is short.
+    pub fn from_qtensor(weight: QTensor, bias: Option<&Tensor>) -> Result<Self> {
+        let Ok((outputs, _)) = weight.shape().dims2() else {
+            bail!("[{OP}] weight has shape {:?}, expected (out, in)", weight.shape().dims())
+        };
+        let device = weight.device();
+        if let Some(bias) = bias
+            && (bias.dims() != [outputs] || bias.dtype() != DType::F32 || !bias.device().same_device(&device))
+        {
+            bail!(
+                "[{OP}] bias is {:?} of {:?} on {:?}, expected ({outputs},) of F32 on the quantised weight's {:?}",
+                bias.dims(),
+                bias.dtype(),
+                bias.device().location(),
+                device.location()
+            )
+        }
+        let dtype = match weight.dtype() {
+            GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K | GgmlDType::Q8K => {
+                let kind = Kind::Quantized(Quantized::new(weight, bias.cloned())?.into());
+                return Ok(Self { kind, activation: None });
+            }
+            GgmlDType::F16 => DType::F16,
+            GgmlDType::BF16 => DType::BF16,
+            _ => DType::F32,
+        };
+        if !fits_in_memory(weight.shape().dims()) {
+            bail!("[{OP}] weight has shape {:?}, which does not fit in memory", weight.shape().dims())
+        }
+        let is_packed = device.is_cpu() && !bias.is_some_and(Tensor::track_op);
+        let kind = match Blocks::of(weight.dtype()) {
+            Some(blocks) if is_packed => {
+                let data = blocks.read(&weight.data()?);
+                Kind::Packed(Packed::of_codes(&data.codes(blocks), weight.shape().dims2()?, bias)?.into())
+            }
+            _ if is_packed => {
+                let rows = weight.dequantize(&device)?.to_dtype(dtype)?;
+                Kind::Packed(Packed::new(&rows, bias, choose_tier(None, dtype)?)?.into())
+            }
+            _ => Kind::Plain(Linear::new(weight.dequantize(&device)?, bias.cloned())),
+        };
+        Ok(Self { kind, activation: None })
+    }
+}
+
+/// The blocks of a type, which have 32 numbers: a scale, a minimum of the same 16 bits, the fifth bits, and then the
+/// lower bits of the numbers, or all of them.
+#[derive(Clone, Copy)]
+struct Blocks {
+    bits: usize,
+    has_minimums: bool,
+}
+
+impl Blocks {
+    fn of(dtype: GgmlDType) -> Option<Self> {
+        let (bits, has_minimums) = match dtype {
+            GgmlDType::Q4_0 => (4, false),
+            GgmlDType::Q4_1 => (4, true),
+            GgmlDType::Q5_0 => (5, false),
+            GgmlDType::Q5_1 => (5, true),
+            GgmlDType::Q8_0 => (8, false),
+            _ => return None,
+        };
+        Some(Self { bits, has_minimums })
+    }
+
+    fn bytes(self) -> usize {
+        let scales = if self.has_minimums { 4 } else { 2 };
+        scales + CODE_BLOCK * self.bits / 8
+    }
+
+    fn read(self, data: &[u8]) -> BlockData {
+        let mut read = BlockData::default();
+        for block in data.chunks_exact(self.bytes()) {
+            let half = |at: usize| f16::from_le_bytes([block[at], block[at + 1]]);
+            read.scales.push(half(0));
+            let mut rest = &block[2..];
+            if self.has_minimums {
+                read.minimums.push(half(2));
+                rest = &rest[2..];
+            }
+            let (fifth, lower) = rest.split_at(if self.bits == 5 { 4 } else { 0 });
+            if self.bits == 8 {
+                // Signed bytes.
+                read.codes.extend(lower.iter().map(|code| code ^ 0x80));
+                continue;
+            }
+            // Without a minimum, zero is in the middle of the codes: 16 of 5 bits, and 128 of the 8 that they are held
+            // in.
+            let middle = if self.bits == 5 && !self.has_minimums { 128 - 16 } else { 0 };
+            let numbers = lower.iter().map(|pair| pair & 0xf).chain(lower.iter().map(|pair| pair >> 4));
+            read.codes.extend(numbers.enumerate().map(|(at, number)| {
+                let fifth = fifth.get(at / 8).map_or(0, |byte| byte >> (at % 8) & 1);
+                middle + (fifth << 4 | number)
+            }));
+        }
+        read
+    }
+}
+
+#[derive(Default)]
+struct BlockData {
+    codes: Vec<u8>,
+    scales: Vec<f16>,
+    minimums: Vec<f16>,
+}
+
+impl BlockData {
+    fn codes(&self, blocks: Blocks) -> Codes<'_> {
+        Codes {
+            bits: if blocks.bits == 4 { 4 } else { 8 },
+            codes: &self.codes,
+            scales: &self.scales,
+            minimums: blocks.has_minimums.then_some(&self.minimums),
+        }
+    }
+}
+
+/// A weight that Candle multiplies.
+#[derive(Debug, Clone)]
+pub(super) struct Quantized {
+    weight: Arc<QTensor>,
+    product: QMatMul,
+    bias: Option<Tensor>,
+    device: Device,
+}
+
+impl Quantized {
+    fn new(weight: QTensor, bias: Option<Tensor>) -> Result<Self> {
+        let (device, weight) = (weight.device(), Arc::new(weight));
+        Ok(Self { product: QMatMul::from_arc(weight.clone())?, weight, bias, device })
+    }
+
+    /// (out, in).
+    pub fn dims(&self) -> &[usize] {
+        self.weight.shape().dims()
+    }
+
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Dequantised.
+    pub fn to_linear(&self) -> Result<Linear> {
+        Ok(Linear::new(self.weight.dequantize(&self.device)?, self.bias.clone()))
+    }
+
+    pub fn rows(&self, ids: &Tensor) -> Result<Tensor> {
+        self.weight.embedding(ids)
+    }
+
+    /// Some of the outputs. Candle's product has no gradient and takes no input of nothing; its dequantised weight has
+    /// both.
+    pub fn forward(&self, xs: &Tensor, columns: Range<usize>) -> Result<Tensor> {
+        if xs.track_op() || xs.elem_count() == 0 {
+            return plain(&self.to_linear()?, xs, columns);
+        }
+        let ys = self.product.forward(&contiguous("input", xs)?)?;
+        let ys = if let Some(bias) = &self.bias { ys.broadcast_add(bias)? } else { ys };
+        if columns.len() == self.dims()[0] { Ok(ys) } else { part(&ys, ys.rank() - 1, columns) }
+    }
+}

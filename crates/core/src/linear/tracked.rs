@@ -1,0 +1,255 @@
+//! Products with a weight that gets gradients, as one of Candle's custom operations.
+
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType, bail};
+use half::{bf16, f16};
+
+use super::OP;
+use super::forward::{contiguous, kernel_error, row_stride, with_width};
+use crate::base::executor;
+use candle_attention_kernels::linear::{self, Matrix, MatrixProduct};
+use candle_attention_kernels::{Element, Tier};
+
+/// `xs · weightᵀ + bias` of inputs (.., in), a weight (out, in) and a bias (out,) of one dtype, each of which may be
+/// tracked for gradients. The weight is read as it is when the operation runs.
+pub(super) fn product(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>, tier: Tier) -> Result<Tensor> {
+    let (xs, weight) = (with_even_rows("input", xs)?, matrix("weight", weight)?);
+    match bias {
+        Some(bias) => xs.apply_op3(&weight, &contiguous("bias", bias)?, Project { tier }),
+        None => xs.apply_op2(&weight, Project { tier }),
+    }
+}
+
+/// Itself, or a copy whose rows are contiguous and at one distance.
+pub(super) fn with_even_rows(what: &str, xs: &Tensor) -> Result<Tensor> {
+    let dense = xs.elem_count() == 0 || xs.dim(D::Minus1)? == 1 || xs.stride()[xs.rank() - 1] == 1;
+    if dense && row_stride(xs.layout()).is_some() { Ok(xs.clone()) } else { contiguous(what, xs) }
+}
+
+/// Itself, or a copy whose rows or columns are contiguous.
+fn matrix(what: &str, tensor: &Tensor) -> Result<Tensor> {
+    if view::<f32>(&[], tensor.layout()).is_some() { Ok(tensor.clone()) } else { contiguous(what, tensor) }
+}
+
+/// A matrix as it is in memory, if its rows or columns are contiguous.
+fn view<'a, E>(data: &'a [E], layout: &Layout) -> Option<Matrix<'a, E>> {
+    let (rows, columns) = layout.shape().dims2().ok()?;
+    let data = &data[layout.start_offset().min(data.len())..];
+    let &[row, column] = layout.stride() else { return None };
+    match () {
+        () if column == 1 || columns <= 1 => Some(Matrix { data, rows, columns, stride: row, is_transposed: false }),
+        () if row == 1 || rows <= 1 => Some(Matrix { data, rows, columns, stride: column, is_transposed: true }),
+        () => None,
+    }
+}
+
+/// Rows of any number of dimensions as a matrix.
+pub(super) fn rows_of<'a, E>(data: &'a [E], layout: &Layout) -> Result<Matrix<'a, E>> {
+    let (dims, Some(stride)) = (layout.dims(), row_stride(layout)) else {
+        bail!("[{OP}] rows of the input are not evenly spaced")
+    };
+    let (rows, columns) = (dims[..dims.len() - 1].iter().product(), dims[dims.len() - 1]);
+    Ok(Matrix { data: &data[layout.start_offset().min(data.len())..], rows, columns, stride, is_transposed: false })
+}
+
+/// Runs a generic function with the elements of storages of one dtype.
+macro_rules! with_elements {
+    ($operation:expr, $first:expr $(, $other:expr)*) => {
+        match $first {
+            CpuStorage::F32(first) => CpuStorage::F32($operation(first $(, $other.as_slice::<f32>()?)*)?),
+            CpuStorage::BF16(first) => CpuStorage::BF16($operation(first $(, $other.as_slice::<bf16>()?)*)?),
+            CpuStorage::F16(first) => CpuStorage::F16($operation(first $(, $other.as_slice::<f16>()?)*)?),
+            _ => bail!("[{OP}] expected F32, BF16 or F16"),
+        }
+    };
+}
+
+/// `xs · weightᵀ`, and a bias.
+struct Project {
+    tier: Tier,
+}
+
+impl Project {
+    fn run<E: Element + WithDType>(
+        &self,
+        (xs, xs_layout): (&[E], &Layout),
+        (weight, layout): (&[E], &Layout),
+        bias: Option<(&[E], &Layout)>,
+    ) -> Result<Vec<E>> {
+        let Some(weight) = view(weight, layout) else { bail!("[{OP}] the weight has no contiguous lines") };
+        let bias = bias.map(|(bias, own)| -> Vec<f32> {
+            bias[own.start_offset()..][..own.dims()[0]].iter().map(|x| x.to_f64() as f32).collect()
+        });
+        linear::multiply(&MatrixProduct {
+            left: rows_of(xs, xs_layout)?,
+            right: weight.t(),
+            bias: bias.as_deref(),
+            tier: self.tier,
+            executor: executor(),
+        })
+        .map_err(kernel_error)
+    }
+
+    fn shape(xs: &Layout, weight: &Layout) -> Shape {
+        with_width(xs.dims(), weight.dims()[0])
+    }
+
+    /// The gradients of the inputs and of the weight: `gradient · weight` and `gradientᵀ · xs`.
+    fn gradients(&self, xs: &Tensor, weight: &Tensor, gradient: &Tensor) -> Result<[Option<Tensor>; 2]> {
+        let rows = |tensor: &Tensor| {
+            let tensor = contiguous("input", &tensor.detach())?;
+            let (width, lead) = (tensor.dim(D::Minus1)?, &tensor.dims()[..tensor.rank() - 1]);
+            tensor.reshape((lead.iter().product::<usize>(), width))
+        };
+        let gradient = rows(gradient)?;
+        let multiply = |left: &Tensor, right: &Tensor| left.apply_op2_no_bwd(right, &Multiply { tier: self.tier });
+        let of_xs = || multiply(&gradient, &weight.detach())?.reshape(xs.dims());
+        // In the order in which the weight is stored.
+        let of_weight = || match weight.is_contiguous() {
+            true => multiply(&gradient.t()?, &rows(xs)?),
+            false => multiply(&rows(xs)?.t()?, &gradient)?.t(),
+        };
+        Ok([xs.track_op().then(of_xs).transpose()?, weight.track_op().then(of_weight).transpose()?])
+    }
+}
+
+impl CustomOp2 for Project {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(
+        &self,
+        xs: &CpuStorage,
+        xs_layout: &Layout,
+        weight: &CpuStorage,
+        layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let ys = with_elements!(|xs, weight| self.run((xs, xs_layout), (weight, layout), None), xs, weight);
+        Ok((ys, Self::shape(xs_layout, layout)))
+    }
+
+    fn bwd(
+        &self,
+        xs: &Tensor,
+        weight: &Tensor,
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let [of_xs, of_weight] = self.gradients(xs, weight, gradient)?;
+        Ok((of_xs, of_weight))
+    }
+}
+
+impl CustomOp3 for Project {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(
+        &self,
+        xs: &CpuStorage,
+        xs_layout: &Layout,
+        weight: &CpuStorage,
+        layout: &Layout,
+        bias: &CpuStorage,
+        own: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let ys = with_elements!(
+            |xs, weight, bias| self.run((xs, xs_layout), (weight, layout), Some((bias, own))),
+            xs,
+            weight,
+            bias
+        );
+        Ok((ys, Self::shape(xs_layout, layout)))
+    }
+
+    fn bwd(
+        &self,
+        xs: &Tensor,
+        weight: &Tensor,
+        bias: &Tensor,
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let gradient = contiguous("gradient", gradient)?;
+        let [of_xs, of_weight] = self.gradients(xs, weight, &gradient)?;
+        let sums = || gradient.apply_op1_no_bwd(&ColumnSums { tier: self.tier });
+        Ok((of_xs, of_weight, bias.track_op().then(sums).transpose()?))
+    }
+}
+
+/// The product of two matrices whose rows or columns are contiguous.
+struct Multiply {
+    tier: Tier,
+}
+
+impl CustomOp2 for Multiply {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(
+        &self,
+        left: &CpuStorage,
+        left_layout: &Layout,
+        right: &CpuStorage,
+        right_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        fn run<E: Element>(left: (&[E], &Layout), right: (&[E], &Layout), tier: Tier) -> Result<Vec<E>> {
+            let (Some(left), Some(right)) = (view(left.0, left.1), view(right.0, right.1)) else {
+                bail!("[{OP}] an operand has no contiguous lines")
+            };
+            let product = MatrixProduct { left, right, bias: None, tier, executor: executor() };
+            linear::multiply(&product).map_err(kernel_error)
+        }
+        let shape = (left_layout.dims()[0], right_layout.dims()[1]).into();
+        let product =
+            with_elements!(|left, right| run((left, left_layout), (right, right_layout), self.tier), left, right);
+        Ok((product, shape))
+    }
+}
+
+/// The sums of rows (.., width), (width,).
+struct ColumnSums {
+    tier: Tier,
+}
+
+impl CustomOp1 for ColumnSums {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(&self, rows: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let width = layout.dims()[layout.dims().len() - 1];
+        fn run<E: Element>(rows: &[E], layout: &Layout, tier: Tier) -> Result<Vec<E>> {
+            linear::column_sums(rows_of(rows, layout)?, tier, executor()).map_err(kernel_error)
+        }
+        Ok((with_elements!(|rows| run(rows, layout, self.tier), rows), width.into()))
+    }
+}
+
+/// The gradient of inputs that were multiplied with some outputs of a packed weight, which is read as it is packed.
+pub(super) struct PackedInputGradient<'a> {
+    pub weight: &'a linear::PackedWeight,
+    pub columns: std::ops::Range<usize>,
+}
+
+impl CustomOp1 for PackedInputGradient<'_> {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(&self, gradient: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let shape = with_width(layout.dims(), self.weight.inputs());
+        Ok((with_elements!(|gradient| self.run(gradient, layout), gradient), shape))
+    }
+}
+
+impl PackedInputGradient<'_> {
+    fn run<E: Element>(&self, gradient: &[E], layout: &Layout) -> Result<Vec<E>> {
+        let Self { weight, ref columns } = *self;
+        let gradient = rows_of(gradient, layout)?;
+        let operands = linear::InputGradient { weight, columns: columns.clone(), gradient, executor: executor() };
+        linear::input_gradient(&operands).map_err(kernel_error)
+    }
+}

@@ -1,0 +1,287 @@
+//! Which keys each query sees.
+//!
+//! An [`AttentionMask`] is pure description: constraints that hold together. [`AttentionMask::resolve`] checks it against a
+//! shape and gives, for every query, the one interval of keys that the structural constraints leave it, so that a kernel can
+//! loop over what is seen. Only `keep` and `bias` tensors are read from memory.
+
+mod constraint;
+mod ranges;
+mod tensors;
+mod windows;
+
+pub use constraint::ValidLens;
+pub use ranges::KvRanges;
+pub use windows::Windows;
+
+pub(crate) use constraint::Placement;
+pub(crate) use ranges::RebaseDims;
+pub(crate) use tensors::readable;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use constraint::{Alignment, Constraint};
+use ranges::Frames;
+
+/// What a query that sees no key receives.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum EmptyRows {
+    /// Zero weights, and so a context of zeros.
+    #[default]
+    Zero,
+    /// The same weight, 1/T_kv, for every key, hidden or not: what d2l's `masked_softmax` gives, which fills with -1e6
+    /// instead of leaving keys out. For parity with it; see <https://d2l.ai>, "Attention Scoring Functions".
+    Uniform,
+}
+
+/// Constraints on which keys a query sees; all of them hold together.
+///
+/// Position: query i stands at key position `i + T_kv - T_q`, so the last query stands at the last key, unless
+/// [`causal_upper_left`](Self::causal_upper_left) or [`causal_with_offset`](Self::causal_with_offset) says otherwise.
+/// Windows, bands and chunks count from that position.
+///
+/// ```
+/// use candle_attention::AttentionMask;
+/// # fn main() -> candle_core::Result<()> {
+/// let mask = AttentionMask::causal().with_window(3);
+/// let ranges = mask.resolve(1, 4, 5)?;
+/// assert_eq!(ranges.to_string(), "\
+/// 1 1 . . .
+/// 1 1 1 . .
+/// . 1 1 1 .
+/// . . 1 1 1
+/// ");
+/// assert_eq!(ranges.kv_range(0, 2), 1..4);
+/// # Ok(()) }
+/// ```
+///
+/// Shapes are checked where the mask is used (or by [`resolve`](Self::resolve)), since only there B, T_q and T_kv are known.
+#[derive(Debug, Clone, Default)]
+pub struct AttentionMask {
+    constraints: Vec<Constraint>,
+    /// Where the sequences stand, unless each is a whole of T_q queries and T_kv keys.
+    frames: Option<Frames>,
+    empty_rows: EmptyRows,
+}
+
+impl AttentionMask {
+    /// Every query sees every key.
+    pub fn none() -> Self {
+        Self::default()
+    }
+
+    /// No query sees a key after its own, aligned to the end: the last query sees the last key, which is right for new
+    /// queries against a longer cache. With T_q > T_kv the first queries see nothing.
+    pub fn causal() -> Self {
+        Self::aligned(Alignment::End)
+    }
+
+    /// Query i sees keys `0..=i` whatever T_kv is: `is_causal` of PyTorch's `scaled_dot_product_attention`.
+    pub fn causal_upper_left() -> Self {
+        Self::aligned(Alignment::Offset(0))
+    }
+
+    /// Query i sees keys `0..=i + n`.
+    pub fn causal_with_offset(n: usize) -> Self {
+        Self::aligned(Alignment::Offset(n))
+    }
+
+    fn aligned(alignment: Alignment) -> Self {
+        Self::none().with(Constraint::Causal { alignment, prefix: Vec::new() })
+    }
+
+    /// A tokenizer's attention mask `(B, T_kv)` of ones (a token) and zeros (padding), in any dtype.
+    ///
+    /// Rows that are one run of ones become starts and lengths, which leave intervals; otherwise the mask becomes a `keep`
+    /// tensor. A row without a one hides every key.
+    ///
+    /// # Errors
+    /// For another rank, and for a value other than 0 and 1; where the mask is used, for another T_kv.
+    pub fn from_attention_mask(mask: &Tensor) -> Result<Self> {
+        if mask.rank() != 2 {
+            bail!("[from_attention_mask] expected shape (B, T_kv), found {:?}", mask.shape())
+        }
+        let mask = &tensors::readable(mask)?;
+        let rows = mask.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.to_vec2::<f32>()?;
+        if let Some(other) = rows.iter().flatten().find(|&&value| value != 0.0 && value != 1.0) {
+            bail!("[from_attention_mask] expected ones and zeros, found {other}")
+        }
+        let runs: Vec<_> = rows.iter().map(|row| single_run(row)).collect();
+        if runs.iter().any(Option::is_none) {
+            return Ok(Self::none().with_keep(&mask.ne(&mask.zeros_like()?)?.unsqueeze(1)?.unsqueeze(1)?));
+        }
+        let (starts, ends): (Vec<_>, Vec<_>) = runs.into_iter().flatten().unzip();
+        let this = Self::none().with_valid_lens(ends).with(Constraint::Columns(mask.dim(1)?));
+        Ok(if starts.iter().any(|&start| start > 0) { this.with_starts(starts) } else { this })
+    }
+
+    /// Hides the keys at and past a length: `(B,)`, or `(B, T_q)` for each query. d2l's `valid_lens`.
+    #[must_use]
+    pub fn with_valid_lens(self, lens: impl Into<ValidLens>) -> Self {
+        self.with(Constraint::ValidLens(lens.into()))
+    }
+
+    /// Hides the keys before a start: left padding, packed documents.
+    #[must_use]
+    pub fn with_starts(self, starts: impl Into<ValidLens>) -> Self {
+        self.with(Constraint::Starts(starts.into()))
+    }
+
+    /// Hides the keys further back than `w - 1`: `w` keys with the query's own, Hugging Face's `sliding_window`.
+    /// Keys after the query's own stay as they are. An error where the mask is used: a window of 0, and a window on joined
+    /// masks (see [`and`](Self::and)) in which queries stand at different positions.
+    #[must_use]
+    pub fn with_window(self, w: usize) -> Self {
+        self.with_aligned("with_window", |alignment| Constraint::Window { alignment, size: w })
+    }
+
+    /// Leaves a query the keys from `left` before its position to `right` after it: local attention in encoders. An error
+    /// where the mask is used: a band on joined masks in which queries stand at different positions.
+    #[must_use]
+    pub fn with_band(self, left: usize, right: usize) -> Self {
+        self.with_aligned("with_band", |alignment| Constraint::Band { alignment, left, right })
+    }
+
+    /// Divides positions into chunks of `size`, from 0 on, and leaves a query the keys of its own chunk: Llama 4's
+    /// `attention_chunk_size`. An error where the mask is used: chunks of 0, and chunks on joined masks in which queries
+    /// stand at different positions.
+    #[must_use]
+    pub fn with_chunk(self, size: usize) -> Self {
+        self.with_aligned("with_chunk", |alignment| Constraint::Chunk { alignment, size })
+    }
+
+    /// Lifts the causal constraint for the keys before the prefix length, which all queries see then (prefix LM).
+    /// Windows, bands, lengths and starts still hold; without a causal constraint there is nothing to lift but that of a
+    /// layer to which the mask is given. An error where the mask is used: a prefix on joined masks whose causal constraints
+    /// differ.
+    #[must_use]
+    pub fn with_prefix(mut self, prefix: impl Into<ValidLens>) -> Self {
+        let causal = |constraint: &Constraint| match constraint {
+            Constraint::Causal { alignment, prefix } => Some((*alignment, prefix.clone())),
+            _ => None,
+        };
+        let mut causals = self.constraints.iter().filter_map(causal);
+        let Some(first) = causals.next() else { return self.with(Constraint::Prefix(prefix.into())) };
+        if causals.any(|other| other != first) {
+            return self.with(Constraint::Unclear { builder: "with_prefix" });
+        }
+        self.lift(&[prefix.into()]);
+        self
+    }
+
+    /// Hides every key whose entry is 0: u8, broadcastable to (B, H, T_q, T_kv).
+    #[must_use]
+    pub fn with_keep(self, keep: &Tensor) -> Self {
+        self.with(Constraint::Keep(keep.clone()))
+    }
+
+    /// Adds a float tensor to the scores, broadcastable to (B, H, T_q, T_kv). Gradients flow into it.
+    #[must_use]
+    pub fn with_bias(self, bias: &Tensor) -> Self {
+        self.with(Constraint::Bias(bias.clone()))
+    }
+
+    /// What a query that sees no key receives; zeros unless said otherwise.
+    #[must_use]
+    pub fn with_empty_rows(mut self, empty_rows: EmptyRows) -> Self {
+        self.empty_rows = empty_rows;
+        self
+    }
+
+    /// Both masks at once: a key is seen where both leave it, biases add up, and each mask's windows and prefix stay with
+    /// that mask's own causal constraint. Empty rows are uniform if either asks for it.
+    ///
+    /// Where the two let a query stand at different positions, ALiBi has none to count from and is an error, as are a
+    /// window, a band and a chunk that are given afterwards.
+    #[must_use]
+    pub fn and(&self, other: &Self) -> Self {
+        let mut both = self.clone();
+        both.constraints.extend_from_slice(&other.constraints);
+        both.frames = both.frames.or_else(|| other.frames.clone());
+        if other.empty_rows == EmptyRows::Uniform {
+            both.empty_rows = EmptyRows::Uniform;
+        }
+        both
+    }
+
+    /// This mask with its causal constraints lifted for the prefixes of another: what a layer does with its own causal
+    /// constraint when the caller's mask has a prefix.
+    pub(crate) fn with_prefixes_of(&self, other: &Self) -> Self {
+        let prefixes = other.constraints.iter().filter_map(|constraint| match constraint.lens() {
+            ("prefix", prefixes) => Some(prefixes),
+            _ => None,
+        });
+        let mut lifted = self.clone();
+        lifted.lift(&prefixes.flatten().cloned().collect::<Vec<_>>());
+        lifted
+    }
+
+    /// The structural constraints for `b` sequences, `t_q` queries and `t_kv` keys, as an interval for each query.
+    ///
+    /// # Errors
+    /// For lengths whose shape is neither (B,) nor (B, T_q), for a window or a chunk of 0, and for what was built on
+    /// joined masks that let it mean several things.
+    pub fn resolve(&self, b: usize, t_q: usize, t_kv: usize) -> Result<KvRanges> {
+        KvRanges::new(self, b, t_q, t_kv)
+    }
+
+    /// Whether nothing is hidden and nothing added, whatever the shape.
+    pub fn is_none(&self) -> bool {
+        self.constraints.is_empty() && self.frames.is_none()
+    }
+
+    /// What a query that sees no key receives.
+    pub fn empty_rows(&self) -> EmptyRows {
+        self.empty_rows
+    }
+
+    /// What kind of tensor hides or adds, if any does: a mask without one is structural.
+    pub(crate) fn tensor_kind(&self) -> Option<&'static str> {
+        self.keeps().next().map(|_| "keep").or_else(|| self.biases().next().map(|_| "bias"))
+    }
+
+    pub(crate) fn tracks_gradients(&self) -> bool {
+        self.biases().any(Tensor::track_op)
+    }
+
+    fn keeps(&self) -> impl Iterator<Item = &Tensor> {
+        self.constraints.iter().filter_map(|constraint| match constraint {
+            Constraint::Keep(keep) => Some(keep),
+            _ => None,
+        })
+    }
+
+    fn biases(&self) -> impl Iterator<Item = &Tensor> {
+        self.constraints.iter().filter_map(|constraint| match constraint {
+            Constraint::Bias(bias) => Some(bias),
+            _ => None,
+        })
+    }
+
+    fn with(mut self, constraint: Constraint) -> Self {
+        self.constraints.push(constraint);
+        self
+    }
+
+    /// A constraint that counts from the positions of the mask's others, which count from the end where there is none.
+    fn with_aligned(self, builder: &'static str, constraint: impl FnOnce(Alignment) -> Constraint) -> Self {
+        let mut alignments = self.constraints.iter().filter_map(Constraint::alignment);
+        let alignment = alignments.next().unwrap_or(Alignment::End);
+        let clear = alignments.all(|other| other == alignment);
+        self.with(if clear { constraint(alignment) } else { Constraint::Unclear { builder } })
+    }
+
+    fn lift(&mut self, prefixes: &[ValidLens]) {
+        for constraint in &mut self.constraints {
+            if let Constraint::Causal { prefix, .. } = constraint {
+                prefix.extend_from_slice(prefixes);
+            }
+        }
+    }
+}
+
+/// The start and end of the one run of ones in a row, (0, 0) for a row of zeros, `None` for several runs.
+fn single_run(row: &[f32]) -> Option<(usize, usize)> {
+    let Some(start) = row.iter().position(|&value| value == 1.0) else { return Some((0, 0)) };
+    let end = row.iter().rposition(|&value| value == 1.0)? + 1;
+    row[start..end].iter().all(|&value| value == 1.0).then_some((start, end))
+}

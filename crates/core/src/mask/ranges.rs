@@ -1,0 +1,309 @@
+//! A mask resolved for a shape, one interval of keys for each query; moved to the keys that a cache holds of a
+//! sequence; and taken apart over packed sequences.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::ops::Range;
+
+use candle_core::{Device, Result, Tensor, bail};
+
+use super::constraint::{Alignment, Constraint, Placement};
+use super::tensors::{check_memory, fit};
+use super::{AttentionMask, EmptyRows};
+use crate::base::filled;
+
+/// The structural constraints of an [`AttentionMask`] for given B, T_q and T_kv.
+///
+/// `Display` draws the (T_q, T_kv) matrix of each sequence: `1` a key that is seen, `.` one that is hidden.
+#[derive(Debug, Clone)]
+pub struct KvRanges {
+    b: usize,
+    t_q: usize,
+    t_kv: usize,
+    constraints: Vec<Constraint>,
+    frames: Option<Frames>,
+}
+
+/// Sequences that stand at positions of their own: with a cache, or packed.
+#[derive(Debug, Clone)]
+pub(super) struct Frames {
+    placements: Vec<Placement>,
+    /// The sequence of the first placement, of so many that lengths are given for.
+    first: usize,
+    of: usize,
+}
+
+impl KvRanges {
+    pub(super) fn new(mask: &AttentionMask, b: usize, t_q: usize, t_kv: usize) -> Result<Self> {
+        let (sequences, of) = match &mask.frames {
+            None => (0..b, b),
+            Some(frames) if frames.placements.len() == b => (frames.first..frames.first + b, frames.of),
+            Some(frames) => {
+                bail!("[attention_mask] positions of {} sequences were given, expected {b}", frames.placements.len())
+            }
+        };
+        for constraint in &mask.constraints {
+            constraint.check(t_kv)?;
+            let (what, lens) = constraint.lens();
+            lens.iter().try_for_each(|lens| lens.check(what, of, sequences.clone(), t_q))?;
+        }
+        let structural = |constraint: &&Constraint| constraint.bounds_keys();
+        let constraints = mask.constraints.iter().filter(structural).cloned().collect();
+        Ok(Self { b, t_q, t_kv, constraints, frames: mask.frames.clone() })
+    }
+
+    /// The keys that query `i` of sequence `b` sees; `0..0` when it sees none, or lies outside the shape.
+    pub fn kv_range(&self, b: usize, i: usize) -> Range<usize> {
+        if b >= self.b || i >= self.t_q {
+            return 0..0;
+        }
+        let (placement, sequence) = self.placement(b);
+        if !placement.tokens.contains(&i) {
+            return 0..0;
+        }
+        let (mut start, mut end) = (placement.keys.start as i128, placement.keys.end as i128);
+        for constraint in &self.constraints {
+            let keys = constraint.keys(sequence, i, &placement);
+            (start, end) = (start.max(keys.start), end.min(keys.end));
+        }
+        let first = placement.keys.start;
+        if start < end { start as usize - first..end as usize - first } else { 0..0 }
+    }
+
+    /// The key position at which query `i` stands, from which windows and ALiBi distances count; negative when
+    /// T_q > T_kv and the alignment is to the end. Positions past the ends of i64 give its ends. Of joined masks, the
+    /// position of the first that has one.
+    pub fn query_position(&self, i: usize) -> i64 {
+        self.position(0, i)
+    }
+
+    /// [`query_position`](Self::query_position) in sequence `b`, where sequences stand at positions of their own.
+    pub(crate) fn position(&self, b: usize, i: usize) -> i64 {
+        self.position_by(self.alignments().next().unwrap_or(Alignment::End), b, i)
+    }
+
+    /// The positions of all queries of the first `b` sequences, (b, T_q), for ALiBi.
+    ///
+    /// # Errors
+    /// For joined masks that give a query different positions, and where memory is short.
+    pub(crate) fn positions(&self, b: usize) -> Result<Vec<i64>> {
+        for b in 0..b {
+            let of = |alignment| self.position_by(alignment, b, 0);
+            let first = self.position(b, 0);
+            if let Some(other) = self.alignments().map(of).find(|&other| other != first) {
+                bail!(
+                    "[attention_mask] ALiBi counts from a query's position, and the joined masks give query 0 of sequence \
+                     {b} the positions {first} and {other}, expected one"
+                )
+            }
+        }
+        let Some(mut positions) = filled(&[b, self.t_q], 0) else {
+            bail!("[attention_mask] the positions of {b} × {} queries do not fit in memory", self.t_q)
+        };
+        for (row, position) in positions.iter_mut().enumerate() {
+            *position = self.position(row / self.t_q, row % self.t_q);
+        }
+        Ok(positions)
+    }
+
+    /// Whether sequences stand at positions of their own.
+    pub(crate) fn positions_differ(&self) -> bool {
+        self.frames.is_some()
+    }
+
+    /// The intervals as u8 (B or 1, 1, T_q, T_kv), 1 = seen; `None` when no constraint was given.
+    pub(super) fn to_keep(&self, device: &Device) -> Result<Option<Tensor>> {
+        let is_part = |placement: &Placement| placement.tokens != (0..self.t_q) || placement.keys.len() != self.t_kv;
+        if self.constraints.is_empty() && !self.frames.iter().flat_map(|frames| &frames.placements).any(is_part) {
+            return Ok(None);
+        }
+        let by_sequence = self.frames.is_some() || self.constraints.iter().any(|one| !one.lens().1.is_empty());
+        let b = if by_sequence { self.b } else { self.b.min(1) };
+        let Some(mut keep) = filled(&[b, self.t_q, self.t_kv], 0u8) else {
+            bail!("[attention_mask] a mask of {b} × {} × {} entries does not fit in memory", self.t_q, self.t_kv)
+        };
+        if self.t_kv > 0 {
+            for (row, keys) in keep.chunks_exact_mut(self.t_kv).enumerate() {
+                keys[self.kv_range(row / self.t_q, row % self.t_q)].fill(1);
+            }
+        }
+        Ok(Some(Tensor::from_vec(keep, (b, 1, self.t_q, self.t_kv), device)?))
+    }
+
+    /// Where sequence `b` stands, and the number that its lengths go by.
+    fn placement(&self, b: usize) -> (Cow<'_, Placement>, usize) {
+        match self.frames.as_ref().and_then(|frames| Some((frames.placements.get(b)?, frames.first))) {
+            Some((placement, first)) => (Cow::Borrowed(placement), first + b),
+            None => (Cow::Owned(Placement::whole(self.t_q, self.t_kv)), b),
+        }
+    }
+
+    fn alignments(&self) -> impl Iterator<Item = Alignment> {
+        self.constraints.iter().filter_map(Constraint::alignment)
+    }
+
+    fn position_by(&self, alignment: Alignment, b: usize, i: usize) -> i64 {
+        let (placement, _) = self.placement(b);
+        let position = alignment.position(&placement, i) - placement.keys.start as i128;
+        position.clamp(i64::MIN.into(), i64::MAX.into()) as i64
+    }
+}
+
+impl fmt::Display for KvRanges {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for b in 0..self.b {
+            if b > 0 {
+                writeln!(f)?;
+            }
+            for i in 0..self.t_q {
+                let range = self.kv_range(b, i);
+                let row: Vec<_> = (0..self.t_kv).map(|j| if range.contains(&j) { "1" } else { "." }).collect();
+                writeln!(f, "{}", row.join(" "))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// H and T_q of the call, and how many rows of keys it reads.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RebaseDims {
+    pub h: usize,
+    pub t_q: usize,
+    pub rows: usize,
+}
+
+impl AttentionMask {
+    /// This mask, in which keys are counted by their position in the sequence, for keys that are counted by row. T_kv
+    /// of this mask is the length of the longest sequence, and what is aligned to the end is aligned to that of each
+    /// sequence.
+    ///
+    /// # Errors
+    /// As [`resolve`](Self::resolve), and for `keep` and `bias` tensors that do not fit.
+    pub(crate) fn rebase(&self, placements: &[Placement], dims: RebaseDims, device: &Device) -> Result<Self> {
+        let b = placements.len();
+        let t_kv = longest(placements);
+        self.resolve(b, dims.t_q, t_kv)?;
+        let whole = Placement { keys: 0..t_kv, tokens: 0..dims.t_q, ..Placement::whole(dims.t_q, t_kv) };
+        if placements.iter().all(|placement| *placement == whole) {
+            return Ok(self.clone());
+        }
+        if self.empty_rows == EmptyRows::Uniform {
+            bail!(
+                "[attention_mask] uniform empty rows weigh all keys alike, expected every sequence to hold all of its keys"
+            )
+        }
+        let mut mask = self.with_frames(Frames { placements: placements.to_vec(), first: 0, of: b });
+        // Checked above; rows of keys are no columns of it.
+        mask.constraints.retain(|constraint| !matches!(constraint, Constraint::Columns(_)));
+        let full = (b, dims.h, dims.t_q, t_kv);
+        for constraint in &self.constraints {
+            let cut = |what, tensor| columns(&fit(what, tensor, full, device)?, placements, dims.rows);
+            match constraint {
+                Constraint::Keep(keep) => mask.constraints.push(Constraint::Keep(cut("keep", keep)?)),
+                Constraint::Bias(bias) => mask.constraints.push(Constraint::Bias(cut("bias", bias)?)),
+                _ => {}
+            }
+        }
+        Ok(mask)
+    }
+
+    /// This mask of `b` sequences for some of their queries and some of their keys, as each of several processes has
+    /// them: what it leaves of these keys, counted from the first of them. Positions stay those in the sequence, so
+    /// that windows, chunks, lengths and ALiBi mean what they do in the whole.
+    ///
+    /// ```
+    /// use candle_attention::AttentionMask;
+    /// # fn main() -> candle_core::Result<()> {
+    /// let part = AttentionMask::causal().with_window(3).of_part(1, 4..6, 2..6)?;
+    /// assert_eq!(part.resolve(1, 2, 4)?.to_string(), "1 1 1 .\n. 1 1 1\n");
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// For `keep` and `bias` tensors, for uniform empty rows, and for a part of a part.
+    pub fn of_part(&self, b: usize, queries: Range<usize>, keys: Range<usize>) -> Result<Self> {
+        let obstacle = match self.tensor_kind() {
+            Some(tensor) => Some(format!("has a {tensor} tensor")),
+            None if self.empty_rows == EmptyRows::Uniform => {
+                Some("has uniform empty rows, which weigh all keys".into())
+            }
+            None => self.frames.as_ref().map(|_| "is of a part already".into()),
+        };
+        if let Some(obstacle) = obstacle {
+            bail!("[attention_mask] the mask {obstacle}, expected one that leaves intervals of a whole sequence")
+        }
+        let query = queries.start as i128;
+        let placement = Placement { query, tokens: 0..queries.len(), end: keys.end.max(queries.end), keys };
+        let mut mask = self.with_frames(Frames { placements: vec![placement; b], first: 0, of: b });
+        mask.constraints.retain(|constraint| !matches!(constraint, Constraint::Columns(_)));
+        mask.constraints.iter_mut().for_each(|constraint| constraint.skip_queries(queries.start));
+        Ok(mask)
+    }
+
+    /// The sequence and position of a key that a query sees and that is not read.
+    ///
+    /// # Errors
+    /// As [`resolve`](Self::resolve).
+    pub(crate) fn missing_key(&self, placements: &[Placement], t_q: usize) -> Result<Option<(usize, usize)>> {
+        let (b, t_kv) = (placements.len(), longest(placements));
+        let whole = placements.iter().map(|placement| Placement { keys: 0..placement.end, ..placement.clone() });
+        let ranges = self.with_frames(Frames { placements: whole.collect(), first: 0, of: b }).resolve(b, t_q, t_kv)?;
+        let seen = (0..b).flat_map(|b| (0..t_q).map(move |i| (b, i)));
+        Ok(seen
+            .map(|(b, i)| (b, ranges.kv_range(b, i)))
+            .find(|(b, range)| !range.is_empty() && range.start < placements[*b].keys.start)
+            .map(|(b, range)| (b, range.start)))
+    }
+
+    /// The constraints of sequence `s` of `n` packed ones, of `t_q` queries and `t_kv` keys, as for a batch of one;
+    /// without `keep` and `bias` tensors, which have no meaning there.
+    pub(crate) fn of_sequence(&self, s: usize, n: usize, t_q: usize, t_kv: usize) -> Self {
+        self.with_frames(Frames { placements: vec![Placement::whole(t_q, t_kv)], first: s, of: n })
+    }
+
+    fn with_frames(&self, frames: Frames) -> Self {
+        let tensor = |constraint: &&Constraint| matches!(constraint, Constraint::Keep(_) | Constraint::Bias(_));
+        let constraints = self.constraints.iter().filter(|constraint| !tensor(constraint)).cloned().collect();
+        Self { constraints, frames: Some(frames), empty_rows: self.empty_rows }
+    }
+}
+
+fn longest(placements: &[Placement]) -> usize {
+    placements.iter().map(|placement| placement.end).max().unwrap_or(0)
+}
+
+/// The columns of a mask tensor (.., T_kv) for the rows of keys that each sequence reads.
+fn columns(tensor: &Tensor, placements: &[Placement], rows: usize) -> Result<Tensor> {
+    let t_kv = tensor.dim(3)?;
+    if t_kv == 1 && longest(placements) != 1 {
+        return Ok(tensor.clone());
+    }
+    let (_, h, t_q, _) = tensor.dims4()?;
+    if tensor.elem_count() == 0 || rows == 0 {
+        // Candle copies no empty views.
+        return Tensor::zeros((placements.len(), h, t_q, rows), tensor.dtype(), tensor.device());
+    }
+    let of_sequence = |tensor: &Tensor, start: usize| -> Result<Tensor> {
+        let own = tensor.narrow(3, start.min(t_kv), rows.min(t_kv - start.min(t_kv)))?;
+        let (b, h, t_q, have) = own.dims4()?;
+        if have == rows {
+            return Ok(own);
+        }
+        // Hidden, since the sequence holds no more keys.
+        check_memory(&[b, h, t_q, rows])?;
+        let rest = Tensor::zeros((b, h, t_q, rows - have), own.dtype(), own.device())?;
+        if have == 0 { Ok(rest) } else { Tensor::cat(&[&own.contiguous()?, &rest], 3) }
+    };
+    let start = placements.first().map_or(0, |placement| placement.keys.start);
+    if placements.iter().all(|placement| placement.keys.start == start) {
+        return of_sequence(tensor, start);
+    }
+    check_memory(&[placements.len(), h, t_q, rows])?;
+    let by_sequence = tensor.dim(0)? > 1;
+    let own = placements.iter().enumerate().map(|(b, placement)| {
+        let tensor = if by_sequence { tensor.narrow(0, b, 1)? } else { tensor.clone() };
+        of_sequence(&tensor, placement.keys.start)?.contiguous()
+    });
+    Tensor::cat(&own.collect::<Result<Vec<_>>>()?, 0)
+}

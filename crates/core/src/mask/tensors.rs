@@ -1,0 +1,188 @@
+//! A mask as tensors: what hides and what is added, broadcastable to the scores.
+
+use std::ops::Range;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use super::AttentionMask;
+use super::constraint::Constraint;
+use crate::base::{FLOATS, fits_in_memory, is_addressable};
+
+impl AttentionMask {
+    /// The mask as one tensor to add to scores: the biases, and -inf where a key is hidden. Shape broadcastable to
+    /// `dims` = (B, H, T_q, T_kv), in `dtype` on `device`.
+    ///
+    /// # Errors
+    /// As [`resolve`](Self::resolve), for `keep` and `bias` tensors that do not fit, for a dtype without -inf, and for
+    /// dimensions that are too large to address.
+    pub fn to_additive(&self, dims: (usize, usize, usize, usize), dtype: DType, device: &Device) -> Result<Tensor> {
+        if !FLOATS.contains(&dtype) {
+            bail!("[attention_mask] an additive mask in {dtype:?} has no -inf, expected F32, F16, BF16 or F64")
+        }
+        check_addressable(dims)?;
+        check_memory(&[dims.2, dims.3])?;
+        let bias = match self.bias_tensor(dims, dtype, device)? {
+            Some(bias) => bias,
+            None => Tensor::zeros((1, 1, dims.2, dims.3), dtype, device)?,
+        };
+        let Some(keep) = self.keep_tensor(dims, device)? else { return Ok(bias) };
+        let shape = keep.shape().broadcast_shape_binary_op(bias.shape(), "to_additive")?;
+        check_memory(shape.dims())?;
+        let hidden = Tensor::new(f32::NEG_INFINITY, device)?.to_dtype(dtype)?.broadcast_as(&shape)?;
+        keep.broadcast_as(&shape)?.where_cond(&bias.broadcast_as(&shape)?, &hidden)
+    }
+
+    /// All that hides, as u8 broadcastable to (B, H, T_q, T_kv), 1 = seen; `None` when nothing hides.
+    pub(crate) fn keep_tensor(&self, dims: (usize, usize, usize, usize), device: &Device) -> Result<Option<Tensor>> {
+        check_addressable(dims)?;
+        let (b, _, t_q, t_kv) = dims;
+        let structural = self.resolve(b, t_q, t_kv)?.to_keep(device)?;
+        Ok(match (structural, self.explicit_keep(dims, device)?) {
+            (Some(structural), Some(keep)) => Some(all_of(&structural, &keep)?),
+            (structural, keep) => structural.or(keep),
+        })
+    }
+
+    /// The `keep` tensors alone, without the intervals of [`resolve`](Self::resolve); their views stay views.
+    pub(crate) fn explicit_keep(&self, dims: (usize, usize, usize, usize), device: &Device) -> Result<Option<Tensor>> {
+        let mut all: Option<Tensor> = None;
+        for keep in self.keeps() {
+            if keep.dtype() != DType::U8 {
+                bail!("[attention_mask] keep has dtype {:?}, expected U8 with 1 = attend", keep.dtype())
+            }
+            let keep = fit("keep", keep, dims, device)?;
+            all = Some(match all {
+                None => keep,
+                Some(all) => all_of(&all, &keep)?,
+            });
+        }
+        Ok(all)
+    }
+
+    /// The sum of all biases in `dtype`, broadcastable to (B, H, T_q, T_kv); `None` when there is none.
+    pub(crate) fn bias_tensor(
+        &self,
+        dims: (usize, usize, usize, usize),
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Option<Tensor>> {
+        let mut sum: Option<Tensor> = None;
+        for bias in self.biases() {
+            if !FLOATS.contains(&bias.dtype()) {
+                bail!(
+                    "[attention_mask] bias has dtype {:?}, expected a float; a mask of ones and zeros is a keep",
+                    bias.dtype()
+                )
+            }
+            let bias = fit("bias", bias, dims, device)?;
+            if bias.dtype() != dtype {
+                check_memory(bias.dims())?;
+            }
+            let bias = bias.to_dtype(dtype)?;
+            sum = Some(match sum {
+                None => bias,
+                Some(sum) => {
+                    check_memory(sum.shape().broadcast_shape_binary_op(bias.shape(), "bias")?.dims())?;
+                    sum.broadcast_add(&bias)?
+                }
+            });
+        }
+        Ok(sum)
+    }
+
+    /// The mask of some of `h` heads.
+    pub(crate) fn of_heads(&self, heads: Range<usize>, h: usize) -> Result<Self> {
+        let mut own = self.clone();
+        for constraint in &mut own.constraints {
+            let (Constraint::Keep(tensor) | Constraint::Bias(tensor)) = constraint else { continue };
+            if let [.., of, _, _] = *tensor.dims()
+                && of == h
+            {
+                *tensor = readable(&tensor.narrow(tensor.rank() - 3, heads.start, heads.len())?)?;
+            }
+        }
+        Ok(own)
+    }
+
+    /// The same mask for keys after which `n` more were appended that every query sees, its biases in `dtype`.
+    ///
+    /// The interval of a query cannot say "these, and the last one", so the mask is written out as tensors.
+    pub(crate) fn with_appended_keys(
+        &self,
+        n: usize,
+        dims: (usize, usize, usize, usize),
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        let appended = |tensor: Tensor, fill: f64| -> Result<Tensor> {
+            let (b, h, t_q, _) = tensor.dims4()?;
+            check_memory(&[b, h, t_q, dims.3.saturating_add(n)])?;
+            let tensor = tensor.broadcast_as((b, h, t_q, dims.3))?;
+            let fill = (Tensor::zeros((b, h, t_q, n), tensor.dtype(), device)? + fill)?;
+            Tensor::cat(&[&tensor.contiguous()?, &fill], 3)
+        };
+        let mut all = Self::none().with_empty_rows(self.empty_rows);
+        if let Some(keep) = self.keep_tensor(dims, device)? {
+            all = all.with_keep(&appended(keep, 1.0)?);
+        }
+        if let Some(bias) = self.bias_tensor(dims, dtype, device)? {
+            all = all.with_bias(&appended(bias, 0.0)?);
+        }
+        Ok(all)
+    }
+}
+
+/// Where both keep: 1, as u8.
+fn all_of(one: &Tensor, other: &Tensor) -> Result<Tensor> {
+    check_memory(one.shape().broadcast_shape_binary_op(other.shape(), "keep")?.dims())?;
+    one.broadcast_mul(&other.ne(0u8)?)
+}
+
+/// Asks for the memory of a mask before Candle does, which ends the program where it is refused.
+pub(super) fn check_memory(dims: &[usize]) -> Result<()> {
+    if !fits_in_memory(dims) {
+        let dims: Vec<_> = dims.iter().map(usize::to_string).collect();
+        bail!("[attention_mask] a mask of {} entries does not fit in memory", dims.join(" × "))
+    }
+    Ok(())
+}
+
+fn check_addressable(dims: (usize, usize, usize, usize)) -> Result<()> {
+    let dims = [dims.0, dims.1, dims.2, dims.3];
+    if !is_addressable(&dims) {
+        bail!("[attention_mask] (B, H, T_q, T_kv) = {dims:?} is too large to address")
+    }
+    Ok(())
+}
+
+/// A mask tensor as rank 4 with every dimension 1 or that of `dims`, on the device of the call.
+pub(super) fn fit(what: &str, tensor: &Tensor, dims: (usize, usize, usize, usize), device: &Device) -> Result<Tensor> {
+    let full = [dims.0, dims.1, dims.2, dims.3];
+    let shape = tensor.dims();
+    let fits =
+        shape.len() <= 4 && shape.iter().rev().zip(full.iter().rev()).all(|(&have, &want)| have == want || have == 1);
+    if !fits {
+        bail!("[attention_mask] {what} has shape {shape:?}, which does not broadcast to (B, H, T_q, T_kv) = {full:?}")
+    }
+    if !tensor.device().same_device(device) {
+        bail!(
+            "[attention_mask] {what} is on {:?}, expected it beside the queries on {:?}",
+            tensor.device().location(),
+            device.location()
+        )
+    }
+    // Not a reshape, which would write out a view that is expanded.
+    let mut padded = readable(tensor)?;
+    while padded.rank() < 4 {
+        padded = padded.unsqueeze(0)?;
+    }
+    Ok(padded)
+}
+
+/// A view of an empty buffer may begin past its end, where Candle's copies panic; what is empty is made anew.
+pub(crate) fn readable(tensor: &Tensor) -> Result<Tensor> {
+    if tensor.elem_count() > 0 {
+        return Ok(tensor.clone());
+    }
+    Tensor::zeros(tensor.shape(), tensor.dtype(), tensor.device())
+}

@@ -1,0 +1,138 @@
+//! Windows of an image, each a sequence of its own.
+
+use candle_core::{Device, Result, Tensor, bail};
+
+use crate::base::fits_in_memory;
+use crate::mask::AttentionMask;
+
+/// An image of height × width tokens in square windows, in which attention stays (SAM, ViTDet, Swin): they are rows of
+/// a batch for a layer. An image that windows do not divide is padded with zeros, below and on the right, which are
+/// tokens like others, as in these models.
+///
+/// ```
+/// use candle_attention::Windows;
+/// use candle_core::{Device, Tensor};
+/// # fn main() -> candle_core::Result<()> {
+/// let windows = Windows::new([4, 6], 3)?;
+/// let image = Tensor::randn(0f32, 1., (2, 4 * 6, 64), &Device::Cpu)?;
+/// let parts = windows.partition(&image)?;
+/// assert_eq!(parts.dims(), [2 * 4, 9, 64]);
+/// assert_eq!(windows.join(&parts)?.to_vec3::<f32>()?, image.to_vec3::<f32>()?);
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Windows {
+    /// Height and width of the image.
+    image: [usize; 2],
+    window: usize,
+    shift: usize,
+}
+
+impl Windows {
+    /// Windows of `window` × `window` tokens of an image of [height, width] tokens.
+    ///
+    /// # Errors
+    /// For a size of 0, and an image that is too large to address.
+    pub fn new(image: [usize; 2], window: usize) -> Result<Self> {
+        const MOST: usize = 1 << 24;
+        if window == 0 || window > MOST || image.iter().any(|&size| size == 0 || size > MOST) {
+            bail!("[windows] the image is {image:?} and windows are of {window}, expected 1 to {MOST} each")
+        }
+        Ok(Self { image, window, shift: 0 })
+    }
+
+    /// The same windows of the image moved up and to the left by `shift` tokens, the first rows and columns behind the
+    /// last (Swin). Attention then needs the [`mask`](Self::mask).
+    ///
+    /// # Errors
+    /// For a shift that is not below the window.
+    pub fn with_shift(self, shift: usize) -> Result<Self> {
+        if shift >= self.window {
+            bail!("[windows] shift is {shift}, expected less than the window {}", self.window)
+        }
+        Ok(Self { shift, ..self })
+    }
+
+    /// The number of windows of an image.
+    pub fn count(&self) -> usize {
+        let [down, across] = self.counts();
+        down * across
+    }
+
+    fn counts(&self) -> [usize; 2] {
+        self.image.map(|size| size.div_ceil(self.window))
+    }
+
+    /// (B, height · width, E), row by row, as (B · windows, window², E), the windows of an image one after the other.
+    ///
+    /// # Errors
+    /// For another shape.
+    pub fn partition(&self, xs: &Tensor) -> Result<Tensor> {
+        let ([height, width], [down, across], w) = (self.image, self.counts(), self.window);
+        let (b, e) = match xs.dims() {
+            &[b, t, e] if t == height * width => (b, e),
+            dims => bail!("[windows] images have shape {dims:?}, expected (B, {height} · {width}, E)"),
+        };
+        let padded = xs.reshape((b, height, width, e))?;
+        let padded = padded.pad_with_zeros(1, 0, down * w - height)?.pad_with_zeros(2, 0, across * w - width)?;
+        let moved = rolled(&rolled(&padded, 1, self.shift)?, 2, self.shift)?;
+        let parts = moved.contiguous()?.reshape(vec![b, down, w, across, w, e])?.transpose(2, 3)?.contiguous()?;
+        parts.reshape((b * down * across, w * w, e))
+    }
+
+    /// (B · windows, window², E) as (B, height · width, E): what [`partition`](Self::partition) took apart, without the
+    /// padding.
+    ///
+    /// # Errors
+    /// For another shape.
+    pub fn join(&self, xs: &Tensor) -> Result<Tensor> {
+        let ([height, width], [down, across], w) = (self.image, self.counts(), self.window);
+        let (b, e) = match xs.dims() {
+            &[n, t, e] if t == w * w && n % (down * across) == 0 => (n / (down * across), e),
+            dims => bail!("[windows] windows have shape {dims:?}, expected (B · {}, {w} · {w}, E)", down * across),
+        };
+        let parts = xs.contiguous()?.reshape(vec![b, down, across, w, w, e])?.transpose(2, 3)?.contiguous()?;
+        let padded = parts.reshape((b, down * w, across * w, e))?;
+        let back = |size: usize| (size - self.shift) % size;
+        let moved = rolled(&rolled(&padded, 1, back(down * w))?, 2, back(across * w))?;
+        moved.narrow(1, 0, height)?.narrow(2, 0, width)?.contiguous()?.reshape((b, height * width, e))
+    }
+
+    /// What the windows of `b` images see: with a shift, tokens that were side by side before it. One entry for each
+    /// pair of tokens of a window.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn mask(&self, b: usize, device: &Device) -> Result<AttentionMask> {
+        if self.shift == 0 {
+            return Ok(AttentionMask::none());
+        }
+        let ([down, across], w) = (self.counts(), self.window);
+        // Which side of the seam a row or column of the moved image is on.
+        let is_behind = |place: usize, count: usize| place >= count * w - self.shift;
+        let side = |window: usize, token: usize| {
+            let (row, column) = (window / across * w + token / w, window % across * w + token % w);
+            (is_behind(row, down), is_behind(column, across))
+        };
+        let dims = [b, down * across, w * w, w * w];
+        if !fits_in_memory(&dims) {
+            bail!("[windows] a mask of {dims:?} entries does not fit in memory")
+        }
+        let mut keep = Vec::with_capacity(down * across * w * w * w * w);
+        for window in 0..down * across {
+            let sides: Vec<_> = (0..w * w).map(|token| side(window, token)).collect();
+            keep.extend(sides.iter().flat_map(|query| sides.iter().map(move |key| u8::from(query == key))));
+        }
+        let keep = Tensor::from_vec(keep, (1, down * across, w * w, w * w), device)?;
+        let keep = keep.broadcast_as((b, down * across, w * w, w * w))?.contiguous()?;
+        Ok(AttentionMask::none().with_keep(&keep.reshape((b * down * across, 1, w * w, w * w))?))
+    }
+}
+
+/// The first `by` entries of a dimension behind the last.
+fn rolled(xs: &Tensor, dim: usize, by: usize) -> Result<Tensor> {
+    if by == 0 {
+        return Ok(xs.clone());
+    }
+    Tensor::cat(&[xs.narrow(dim, by, xs.dim(dim)? - by)?, xs.narrow(dim, 0, by)?], dim)
+}

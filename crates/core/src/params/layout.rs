@@ -1,0 +1,369 @@
+//! The naming schemes, as data.
+
+use std::fmt;
+use std::str::FromStr;
+
+use candle_core::{Error, Result};
+
+/// How a checkpoint lays out the projections of one attention layer.
+///
+/// Every layout has a spelling, which `Display` writes and `FromStr` reads:
+///
+/// | spelling | parameters | comes from |
+/// | --- | --- | --- |
+/// | `canonical` | q_proj, k_proj, v_proj, o_proj | Llama and its kin; what [`MultiHeadAttention::new`] reads |
+/// | `book` | W_query, W_key, W_value, out_proj | Raschka, Build a Large Language Model (From Scratch) |
+/// | `short` | Wq, Wk, Wv, Wo | |
+/// | `d2l` | W_q, W_k, W_v, W_o | Dive into Deep Learning |
+/// | `bert` | self.query, self.key, self.value, output.dense | BERT and its kin |
+/// | `vit` | attention.query, attention.key, attention.value, output.dense | ViT and its kin in transformers |
+/// | `distilbert` | q_lin, k_lin, v_lin, out_lin | DistilBERT |
+/// | `opt` | q_proj, k_proj, v_proj, out_proj | OPT, GPT-J, and many others |
+/// | `phi` | q_proj, k_proj, v_proj, dense | Phi and Phi-2 |
+/// | `t5` | q, k, v, o | T5 and its kin |
+/// | `meta` | wq, wk, wv, wo | Meta's own Llama files; their rotary positions are interleaved ([`RopeStyle::Interleaved`]) |
+/// | `diffusers` | to_q, to_k, to_v, to_out.0 | diffusers, latent diffusion |
+/// | `x-transformers` | to_q, to_k, to_v, to_out | x-transformers |
+/// | `mingpt` | query, key, value, proj | minGPT |
+/// | `albert` | query, key, value, dense | ALBERT |
+/// | `internvl` | q_proj, k_proj, v_proj, projection_layer | InternVL's and Janus' images |
+/// | `ctrl` | Wq, Wk, Wv, dense | CTRL |
+/// | `modernbert-decoder` | q_proj, k_proj, v_proj, Wo | ModernBERT as a decoder |
+/// | `moshi` | q_proj.linear, k_proj.linear, v_proj.linear, o_proj.linear | Moshi |
+/// | `nemo` | query_net, key_net, value_net, out_projection | NeMo's decoders, Cohere's transcription |
+/// | `deberta` | self.query_proj, self.key_proj, self.value_proj, output.dense | DeBERTa v2 and v3 |
+/// | `espnet` | linear_q, linear_k, linear_v, linear_out | ESPnet's conformers, wav2vec 2.0's in transformers |
+/// | `raw:book` (`:short`, `:d2l`, `:canonical`) | the same names as plain (in, out) parameters, x · W | `nn.Parameter(torch.rand(d_in, d_out))` |
+/// | `raw-transposed:book` .. | plain (out, in) parameters, x · Wᵀ | |
+/// | `stacked:book` .. | heads.{i}.W_query .., no output projection | a `ModuleList` of single heads |
+/// | `stacked-raw:short` .. | heads.{i}.Wq .. as plain (in, out) parameters | |
+/// | `stacked-raw-transposed:short` .. | likewise (out, in) | |
+/// | `torch` | in_proj_weight (or q_proj_weight, k_proj_weight, v_proj_weight), in_proj_bias, bias_k, bias_v, out_proj | `torch.nn.MultiheadAttention` |
+/// | `conv1d` | c_attn, c_proj, transposed | GPT-2 |
+/// | `packed:qkv_proj` | qkv_proj, o_proj; rows by part | Phi-3 |
+/// | `packed:Wqkv` | Wqkv, out_proj; rows by part | MPT |
+/// | `packed:Wqkv-Wo` | Wqkv, Wo; rows by part | ModernBERT |
+/// | `packed:att_proj` | att_proj, attn_out; rows by part | Molmo |
+/// | `packed:query_key_value` | query_key_value, dense; rows by part | ChatGLM |
+/// | `packed:query_key_value:by-head` | query_key_value, dense; rows by head | GPT-NeoX, Bloom, Falcon |
+/// | `packed:c_attn` | c_attn, c_proj, not transposed; rows by part | nanoGPT, GPT-BigCode with one key head |
+/// | `packed:c_attn:by-head` | c_attn, c_proj, not transposed; rows by head | GPT-BigCode |
+/// | `packed:qkv` | qkv, proj; rows by part | timm |
+/// | `packed:qkv-projection` | qkv, projection; rows by part | BLIP's images |
+/// | `packed:to_qkv` | to_qkv, to_out; rows by part | lucidrains' vit-pytorch (`SimpleViT`) and others |
+/// | `packed:to_qkv-to_out.0` | to_qkv, to_out.0; rows by part | lucidrains' vit-pytorch |
+///
+/// Any packed spelling takes `:by-head`. A persistent `mask` buffer in the file is passed over.
+///
+/// [`MultiHeadAttention::new`]: crate::MultiHeadAttention::new
+/// [`RopeStyle::Interleaved`]: crate::RopeStyle::Interleaved
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum WeightLayout {
+    /// q_proj, k_proj, v_proj, o_proj.
+    Canonical,
+    /// W_query, W_key, W_value, out_proj.
+    Book,
+    /// Wq, Wk, Wv, Wo.
+    Short,
+    /// W_q, W_k, W_v, W_o.
+    D2l,
+    /// self.query, self.key, self.value, output.dense.
+    Bert,
+    /// attention.query, attention.key, attention.value, output.dense.
+    Vit,
+    /// q_lin, k_lin, v_lin, out_lin.
+    DistilBert,
+    /// q_proj, k_proj, v_proj, out_proj.
+    Opt,
+    /// q_proj, k_proj, v_proj, dense.
+    Phi,
+    /// q, k, v, o.
+    T5,
+    /// wq, wk, wv, wo.
+    Meta,
+    /// to_q, to_k, to_v, to_out.0.
+    Diffusers,
+    /// to_q, to_k, to_v, to_out.
+    XTransformers,
+    /// query, key, value, proj.
+    MinGpt,
+    /// query, key, value, dense.
+    Albert,
+    /// q_proj, k_proj, v_proj, projection_layer.
+    InternVl,
+    /// Wq, Wk, Wv, dense.
+    Ctrl,
+    /// q_proj, k_proj, v_proj, Wo.
+    ModernBertDecoder,
+    /// q_proj.linear, k_proj.linear, v_proj.linear, o_proj.linear.
+    Moshi,
+    /// query_net, key_net, value_net, out_projection.
+    Nemo,
+    /// self.query_proj, self.key_proj, self.value_proj, output.dense.
+    Deberta,
+    /// linear_q, linear_k, linear_v, linear_out.
+    Espnet,
+    /// Plain parameters without `.weight`, stored (in, out) or (out, in), without biases.
+    Raw(Naming, Orientation),
+    /// `heads.{i}.<names>`, one single-head module after the other, without an output projection; loads into one layer.
+    StackedHeads(Naming, Storage),
+    /// The packed in_proj of `torch.nn.MultiheadAttention`.
+    Torch,
+    /// GPT-2's transposed c_attn and c_proj.
+    Conv1d,
+    /// Query, key and value rows in one weight.
+    Packed(PackedNaming, QkvOrder),
+}
+
+/// Parameter names of the query, key, value and output projections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Naming {
+    /// q_proj, k_proj, v_proj, o_proj.
+    Canonical,
+    /// W_query, W_key, W_value, out_proj.
+    Book,
+    /// Wq, Wk, Wv, Wo.
+    Short,
+    /// W_q, W_k, W_v, W_o.
+    D2l,
+}
+
+/// How a projection is stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Storage {
+    /// An `nn.Linear`: `.weight` (out, in) and perhaps `.bias`.
+    Linear,
+    /// The parameter itself.
+    Raw(Orientation),
+}
+
+/// Which dimension of a plain parameter comes first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Orientation {
+    /// (in, out), for x · W.
+    InOut,
+    /// (out, in), for x · Wᵀ.
+    OutIn,
+}
+
+/// Parameter names of a packed projection and its output projection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum PackedNaming {
+    /// qkv_proj, o_proj.
+    QkvProj,
+    /// Wqkv, out_proj.
+    Wqkv,
+    /// Wqkv, Wo.
+    WqkvWo,
+    /// query_key_value, dense.
+    QueryKeyValue,
+    /// c_attn, c_proj.
+    CAttn,
+    /// qkv, proj.
+    Qkv,
+    /// qkv, projection.
+    QkvProjection,
+    /// to_qkv, to_out.
+    ToQkv,
+    /// to_qkv, to_out.0.
+    ToQkvToOut0,
+    /// att_proj, attn_out.
+    AttProj,
+}
+
+/// The order of rows in a packed weight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum QkvOrder {
+    /// All queries, then all keys, then all values.
+    ByPart,
+    /// For each key head: its query heads, the key, the value. With as many key heads as query heads that is
+    /// (H, 3, D), as in GPT-NeoX and Bloom; with fewer it is Falcon's grouping.
+    ByHead,
+}
+
+/// The layouts of four linear layers: spelling, and the names of query, key, value and output.
+const LINEAR: [(WeightLayout, &str, [&str; 4]); 22] = [
+    (WeightLayout::Canonical, "canonical", ["q_proj", "k_proj", "v_proj", "o_proj"]),
+    (WeightLayout::Book, "book", ["W_query", "W_key", "W_value", "out_proj"]),
+    (WeightLayout::Short, "short", ["Wq", "Wk", "Wv", "Wo"]),
+    (WeightLayout::D2l, "d2l", ["W_q", "W_k", "W_v", "W_o"]),
+    (WeightLayout::Bert, "bert", ["self.query", "self.key", "self.value", "output.dense"]),
+    (WeightLayout::Vit, "vit", ["attention.query", "attention.key", "attention.value", "output.dense"]),
+    (WeightLayout::DistilBert, "distilbert", ["q_lin", "k_lin", "v_lin", "out_lin"]),
+    (WeightLayout::Opt, "opt", ["q_proj", "k_proj", "v_proj", "out_proj"]),
+    (WeightLayout::Phi, "phi", ["q_proj", "k_proj", "v_proj", "dense"]),
+    (WeightLayout::T5, "t5", ["q", "k", "v", "o"]),
+    (WeightLayout::Meta, "meta", ["wq", "wk", "wv", "wo"]),
+    (WeightLayout::Diffusers, "diffusers", ["to_q", "to_k", "to_v", "to_out.0"]),
+    (WeightLayout::XTransformers, "x-transformers", ["to_q", "to_k", "to_v", "to_out"]),
+    (WeightLayout::MinGpt, "mingpt", ["query", "key", "value", "proj"]),
+    (WeightLayout::Albert, "albert", ["query", "key", "value", "dense"]),
+    (WeightLayout::InternVl, "internvl", ["q_proj", "k_proj", "v_proj", "projection_layer"]),
+    (WeightLayout::Ctrl, "ctrl", ["Wq", "Wk", "Wv", "dense"]),
+    (WeightLayout::ModernBertDecoder, "modernbert-decoder", ["q_proj", "k_proj", "v_proj", "Wo"]),
+    (WeightLayout::Moshi, "moshi", ["q_proj.linear", "k_proj.linear", "v_proj.linear", "o_proj.linear"]),
+    (WeightLayout::Nemo, "nemo", ["query_net", "key_net", "value_net", "out_projection"]),
+    (WeightLayout::Deberta, "deberta", ["self.query_proj", "self.key_proj", "self.value_proj", "output.dense"]),
+    (WeightLayout::Espnet, "espnet", ["linear_q", "linear_k", "linear_v", "linear_out"]),
+];
+
+/// The packed namings, in the order of their type: spelling, and the names of the packed and the output projection.
+const PACKED: [(PackedNaming, &str, [&str; 2]); 10] = [
+    (PackedNaming::QkvProj, "qkv_proj", ["qkv_proj", "o_proj"]),
+    (PackedNaming::Wqkv, "Wqkv", ["Wqkv", "out_proj"]),
+    (PackedNaming::WqkvWo, "Wqkv-Wo", ["Wqkv", "Wo"]),
+    (PackedNaming::QueryKeyValue, "query_key_value", ["query_key_value", "dense"]),
+    (PackedNaming::CAttn, "c_attn", ["c_attn", "c_proj"]),
+    (PackedNaming::Qkv, "qkv", ["qkv", "proj"]),
+    (PackedNaming::QkvProjection, "qkv-projection", ["qkv", "projection"]),
+    (PackedNaming::ToQkv, "to_qkv", ["to_qkv", "to_out"]),
+    (PackedNaming::ToQkvToOut0, "to_qkv-to_out.0", ["to_qkv", "to_out.0"]),
+    (PackedNaming::AttProj, "att_proj", ["att_proj", "attn_out"]),
+];
+
+impl Naming {
+    pub(crate) const ALL: [Self; 4] = [Self::Canonical, Self::Book, Self::Short, Self::D2l];
+
+    /// Its layout of linear layers, spelling, and names of query, key, value and output: the first rows of [`LINEAR`].
+    fn row(self) -> (WeightLayout, &'static str, [&'static str; 4]) {
+        LINEAR[self as usize]
+    }
+}
+
+impl WeightLayout {
+    /// The names of every layout's output projection.
+    pub(super) fn output_names() -> impl Iterator<Item = &'static str> {
+        LINEAR.iter().map(|(.., names)| names[3]).chain(PACKED.iter().map(|(.., names)| names[1]))
+    }
+
+    /// Every layout.
+    #[must_use]
+    pub fn all() -> Vec<Self> {
+        let mut all: Vec<_> = LINEAR.iter().map(|(layout, ..)| *layout).collect();
+        for orientation in [Orientation::InOut, Orientation::OutIn] {
+            all.extend(Naming::ALL.map(|naming| Self::Raw(naming, orientation)));
+        }
+        for storage in [Storage::Linear, Storage::Raw(Orientation::InOut), Storage::Raw(Orientation::OutIn)] {
+            all.extend(Naming::ALL.map(|naming| Self::StackedHeads(naming, storage)));
+        }
+        all.extend([Self::Torch, Self::Conv1d]);
+        for order in [QkvOrder::ByPart, QkvOrder::ByHead] {
+            all.extend(PACKED.iter().map(|(naming, ..)| Self::Packed(*naming, order)));
+        }
+        all
+    }
+
+    /// How the layout keeps its projections: what detection, inference, loading and saving go by.
+    pub(super) fn form(self) -> Form {
+        match self {
+            Self::Raw(naming, orientation) => Form::Separate(naming.row().2, Kind::Raw(orientation)),
+            Self::StackedHeads(naming, Storage::Linear) => Form::Stacked(naming.row().2, Kind::Linear),
+            Self::StackedHeads(naming, Storage::Raw(way)) => Form::Stacked(naming.row().2, Kind::Raw(way)),
+            Self::Conv1d => Form::Packed(["c_attn", "c_proj"], Kind::Conv1d, QkvOrder::ByPart),
+            Self::Packed(naming, order) => Form::Packed(PACKED[naming as usize].2, Kind::Linear, order),
+            _ => match LINEAR.iter().find(|(layout, ..)| *layout == self) {
+                Some((.., names)) => Form::Separate(*names, Kind::Linear),
+                None => Form::Torch,
+            },
+        }
+    }
+
+    /// The weights of the query projection, or the first of them, and of the output projection.
+    #[doc(hidden)]
+    pub fn query_and_output(self) -> [String; 2] {
+        match self.form() {
+            Form::Separate([query, .., out], kind) | Form::Packed([query, out], kind, _) => {
+                [kind.weight(query), kind.weight(out)]
+            }
+            Form::Stacked([query, .., out], kind) => [query, out].map(|name| kind.weight(&format!("heads.0.{name}"))),
+            // Over one input width; over several there is `q_proj_weight` in its place.
+            Form::Torch => ["in_proj_weight".to_string(), "out_proj.weight".to_string()],
+        }
+    }
+
+    /// Whether the modules of this layout register their causal mask as a buffer, `mask`; elsewhere a tensor of that
+    /// name is something else.
+    pub(super) fn has_mask_buffer(self) -> bool {
+        matches!(self, Self::Book | Self::Short | Self::StackedHeads(Naming::Book | Naming::Short, _))
+    }
+}
+
+/// How a layout keeps its projections.
+pub(super) enum Form {
+    /// Query, key, value and output, each under its name.
+    Separate([&'static str; 4], Kind),
+    /// Query, key and value of each head below `heads.{i}`; no output projection.
+    Stacked([&'static str; 4], Kind),
+    /// Query, key and value in one, and the output projection.
+    Packed([&'static str; 2], Kind, QkvOrder),
+    /// That of `torch.nn.MultiheadAttention`.
+    Torch,
+}
+
+/// How one projection is stored: a [`Storage`], or as GPT-2 or `torch.nn.MultiheadAttention` has it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// `.weight` (out, in) and perhaps `.bias`.
+    Linear,
+    /// `.weight` (in, out) and perhaps `.bias`.
+    Conv1d,
+    /// The weight itself.
+    Raw(Orientation),
+    /// `_weight` (out, in), and perhaps `in_proj_bias` for all of q, k and v.
+    InProj,
+}
+
+impl Kind {
+    /// The name of the weight of a projection.
+    pub fn weight(self, projection: &str) -> String {
+        match self {
+            Self::Linear | Self::Conv1d => format!("{projection}.weight"),
+            Self::Raw(_) => projection.to_string(),
+            Self::InProj => format!("{projection}_weight"),
+        }
+    }
+
+    /// The name of its bias.
+    pub fn bias(self, projection: &str) -> String {
+        if self == Self::InProj { "in_proj_bias".to_string() } else { format!("{projection}.bias") }
+    }
+
+    /// Whether the weight is (in, out).
+    pub fn is_transposed(self) -> bool {
+        matches!(self, Self::Conv1d | Self::Raw(Orientation::InOut))
+    }
+}
+
+impl fmt::Display for WeightLayout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let raw = |orientation: &Orientation| match orientation {
+            Orientation::InOut => "raw",
+            Orientation::OutIn => "raw-transposed",
+        };
+        match self {
+            Self::Raw(naming, orientation) => write!(f, "{}:{}", raw(orientation), naming.row().1),
+            Self::StackedHeads(naming, Storage::Linear) => write!(f, "stacked:{}", naming.row().1),
+            Self::StackedHeads(naming, Storage::Raw(way)) => write!(f, "stacked-{}:{}", raw(way), naming.row().1),
+            Self::Conv1d => f.write_str("conv1d"),
+            Self::Packed(naming, order) => {
+                let order = if *order == QkvOrder::ByHead { ":by-head" } else { "" };
+                write!(f, "packed:{}{order}", PACKED[*naming as usize].1)
+            }
+            _ => f.write_str(LINEAR.iter().find(|(layout, ..)| layout == self).map_or("torch", |(_, name, _)| name)),
+        }
+    }
+}
+
+impl FromStr for WeightLayout {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Self::all().into_iter().find(|layout| layout.to_string() == text).ok_or_else(|| {
+            let known: Vec<_> = Self::all().iter().map(ToString::to_string).collect();
+            Error::msg(format!("[weight_layout] unknown layout {text:?}, expected one of: {}", known.join(", ")))
+        })
+    }
+}

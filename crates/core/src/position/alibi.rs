@@ -1,0 +1,197 @@
+//! ALiBi: scores fall with the distance of query and key, by a slope for each head.
+
+use std::ops::Range;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use half::bf16;
+use serde::{Deserialize, Serialize};
+
+use super::Positions;
+use crate::base::fits_in_memory;
+
+/// The slopes' largest exponent in the paper, and in every model but some of MPT.
+const BIAS_MAX: f64 = 8.0;
+
+/// Which biases a layer adds to its scores by distance (<https://arxiv.org/abs/2108.12409>). A score falls by
+/// `slope · |query position - key position|`, where positions are those of the mask.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum AlibiConfig {
+    /// The slopes of the paper, [`alibi_slopes`]: BLOOM, MPT as a rule.
+    #[default]
+    Standard,
+    /// The same series up to another exponent than 8: MPT's `alibi_bias_max`.
+    BiasMax(f64),
+    /// A slope for each query head.
+    Slopes(Vec<f32>),
+    /// Falcon's numbers: a key at position j, counted from the sequence's first, gets `slope · j` times the scale of the
+    /// scores, where slope, j and product are rounded to bf16. Rounding makes them more than a matter of distance.
+    Falcon,
+}
+
+impl AlibiConfig {
+    /// The slope of each of so many query heads; Falcon's before they are rounded.
+    ///
+    /// # Errors
+    /// As [`alibi_slopes`].
+    pub fn slopes(&self, num_heads: usize) -> Result<Vec<f32>> {
+        match self {
+            Self::Standard | Self::Falcon => alibi_slopes(num_heads),
+            Self::BiasMax(bias_max) => series(num_heads, *bias_max),
+            Self::Slopes(slopes) => Ok(slopes.clone()),
+        }
+    }
+
+    /// Checks that there are numbers for so many query heads.
+    ///
+    /// # Errors
+    /// Says what was expected and what was found.
+    pub fn validate(&self, num_heads: usize) -> Result<()> {
+        match self {
+            Self::Standard | Self::Falcon => {}
+            Self::BiasMax(bias_max) => {
+                if !(bias_max.is_finite() && *bias_max > 0.0) {
+                    bail!("[alibi] bias_max is {bias_max}, expected a finite number above zero")
+                }
+            }
+            Self::Slopes(slopes) => {
+                if slopes.len() != num_heads {
+                    bail!("[alibi] there are {} slopes, expected one for each of {num_heads} heads", slopes.len())
+                }
+                if let Some(slope) = slopes.iter().find(|slope| !slope.is_finite()) {
+                    bail!("[alibi] a slope is {slope}, expected finite numbers")
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The slope of each of so many heads: `2^(-8/n)`, its square, its cube and so on for n heads, where n is a power of two.
+/// For other numbers, those of the power of two below, then every other one of the power of two above.
+///
+/// # Errors
+/// For more heads than memory holds.
+///
+/// ```
+/// use candle_attention::{SdpaOptions, alibi_slopes};
+/// use candle_core::{Device, Tensor};
+/// # fn main() -> candle_core::Result<()> {
+/// assert_eq!(alibi_slopes(4)?, [0.25, 0.0625, 0.015625, 0.00390625]);
+/// assert_eq!(alibi_slopes(6)?, [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]);
+/// let options = SdpaOptions::default().with_alibi_slopes(&Tensor::from_vec(alibi_slopes(6)?, 6, &Device::Cpu)?);
+/// # Ok(()) }
+/// ```
+pub fn alibi_slopes(num_heads: usize) -> Result<Vec<f32>> {
+    series(num_heads, BIAS_MAX)
+}
+
+/// What the paper says for powers of two, and MPT's rule elsewhere, which is the paper's: of the power of two above, the
+/// even ones are the slopes of the power of two below.
+fn series(num_heads: usize, bias_max: f64) -> Result<Vec<f32>> {
+    if !fits_in_memory(&[num_heads, size_of::<f32>()]) {
+        bail!("[alibi] the slopes of {num_heads} heads do not fit in memory")
+    }
+    let slope = |i: usize, n: usize| (-(i as f64) * bias_max / n as f64).exp2() as f32;
+    let n = num_heads.next_power_of_two();
+    if n == num_heads {
+        return Ok((1..=n).map(|i| slope(i, n)).collect());
+    }
+    let even = (2..=n).step_by(2);
+    let odd = (1..=n).step_by(2);
+    Ok(even.chain(odd).take(num_heads).map(|i| slope(i, n)).collect())
+}
+
+/// What a layer adds to its scores.
+#[derive(Debug, Clone)]
+pub(crate) enum Alibi {
+    /// Slopes (H,) in f32, for the distance of each query and key.
+    Distances(Tensor),
+    Falcon(KeyBias),
+}
+
+impl Alibi {
+    /// For scores that are multiplied by `scale`.
+    pub(crate) fn new(config: &AlibiConfig, num_heads: usize, scale: f64, device: &Device) -> Result<Self> {
+        let slopes = config.slopes(num_heads)?;
+        if *config == AlibiConfig::Falcon {
+            let slopes = slopes.into_iter().map(round).collect();
+            return Ok(Self::Falcon(KeyBias { slopes, scale, device: device.clone() }));
+        }
+        Ok(Self::Distances(Tensor::from_vec(slopes, num_heads, device)?))
+    }
+
+    /// That of some of the heads.
+    pub(crate) fn heads(self, heads: Range<usize>) -> Result<Self> {
+        Ok(match self {
+            Self::Distances(slopes) => Self::Distances(slopes.narrow(0, heads.start, heads.len())?.force_contiguous()?),
+            Self::Falcon(bias) => {
+                let slopes = bias.slopes.into_iter().skip(heads.start).take(heads.len()).collect();
+                Self::Falcon(KeyBias { slopes, ..bias })
+            }
+        })
+    }
+}
+
+/// A bias for each key by its own position, whatever the query's.
+#[derive(Debug, Clone)]
+pub(crate) struct KeyBias {
+    slopes: Vec<f32>,
+    scale: f64,
+    device: Device,
+}
+
+impl KeyBias {
+    /// (B, H, 1, T_kv), or (1, H, 1, T_kv) where all sequences have the same positions.
+    pub(crate) fn at(&self, keys: &Positions, dtype: DType) -> Result<Tensor> {
+        let (t, entries) = (keys.per_sequence(), keys.entries());
+        let b = entries.len().checked_div(t).unwrap_or(1);
+        let mut biases = Vec::with_capacity(entries.len() * self.slopes.len());
+        for sequence in entries.chunks(t.max(1)) {
+            for slope in &self.slopes {
+                biases.extend(sequence.iter().map(|&j| f64::from(round(slope * round(j as f32))) * self.scale));
+            }
+        }
+        let biases = Tensor::from_vec(biases, (b, self.slopes.len(), 1, t), &Device::Cpu)?;
+        biases.to_dtype(dtype)?.to_device(&self.device)
+    }
+}
+
+/// To bf16 and back.
+fn round(x: f32) -> f32 {
+    bf16::from_f32(x).to_f32()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The recipe of Press et al., as its own recursion says it.
+    fn recipe(n: usize) -> Vec<f64> {
+        if n.is_power_of_two() {
+            let first = 2f64.powf(-8.0 / n as f64);
+            return (1..=n).map(|i| first.powi(i as i32)).collect();
+        }
+        let below = n.next_power_of_two() / 2;
+        let mut slopes = recipe(below);
+        slopes.extend(recipe(2 * below).into_iter().step_by(2).take(n - below));
+        slopes
+    }
+
+    #[test]
+    fn slopes_are_those_of_the_paper_for_every_number_of_heads() {
+        for n in 1..200 {
+            let (found, expected) = (alibi_slopes(n).expect("few heads"), recipe(n));
+            assert_eq!(found.len(), n);
+            for (found, expected) in found.iter().zip(expected) {
+                assert!((f64::from(*found) / expected - 1.0).abs() < 1e-6, "{n} heads: {found}, expected {expected}");
+            }
+        }
+        assert!(alibi_slopes(0).expect("no heads").is_empty());
+        for n in [usize::MAX, 1 << 62] {
+            let error = alibi_slopes(n).expect_err("no memory holds them").to_string();
+            assert!(error.starts_with(&format!("[alibi] the slopes of {n} heads do not fit in memory")), "{error}");
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! Relative positions by content: terms of a score that depend on where the key stands from its query, and mostly on
+//! what one of the two holds.
+
+use candle_core::{Result, Tensor};
+use serde::{Deserialize, Serialize};
+
+use super::distances::{self, DistanceTables};
+use super::grid::{self, GridTables};
+use super::window::WindowTables;
+use crate::base::{Share, Source};
+use crate::position::{DisentangledConfig, RelativeEmbeddings};
+
+/// Terms of the scores by the place of the key from its query and, but for those of windows, by what one of the two
+/// holds, for self-attention.
+///
+/// ```
+/// use candle_attention::{ContentPositions, MultiHeadAttention, MultiHeadAttentionConfig};
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::VarBuilder;
+/// # fn main() -> candle_core::Result<()> {
+/// // A window of SAM, whose images are the rows of a batch of 4 windows.
+/// let positions = ContentPositions::Grid { height: 14, width: 14 };
+/// let cfg = MultiHeadAttentionConfig::new(64, 4).with_bias(true).with_content_positions(positions);
+/// let mha = MultiHeadAttention::new(&cfg, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+/// let ys = mha.forward(&Tensor::zeros((4, 14 * 14, 64), DType::F32, &Device::Cpu)?)?;
+/// # assert_eq!(ys.dims(), [4, 196, 64]);
+/// # Ok(()) }
+/// ```
+///
+/// But for those of a grid or a window, the terms are a bias, (B, T, T) for a head, which is computed for a few heads
+/// at a time and then given to the fused kernel: a product of T by 2 T for each head and term, in f32 also in half
+/// precision. While it is computed, a term of a head takes 4 · B · T² numbers; as many heads as have products of 16 MB
+/// are taken at once, or those of one key head, and let go after it, unless something is tracked for gradients.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum ContentPositions {
+    /// The decomposed form of MViTv2 (<https://arxiv.org/abs/2112.01526>), SAM and ViTDet, for the patches of an image,
+    /// row by row, T = height · width: `q · rel_pos_h[r] + q · rel_pos_w[c]` with the distances r and c of the two rows
+    /// and columns, added to the scaled score. Parameters `rel_pos_h` (2 · height - 1, D), from the query furthest
+    /// above its key on, and `rel_pos_w` (2 · width - 1, D).
+    ///
+    /// The terms are part of the product of queries and keys, which are `height + width` numbers wider for them.
+    Grid {
+        /// Rows of patches.
+        height: usize,
+        /// Columns of patches.
+        width: usize,
+    },
+    /// Swin's (<https://arxiv.org/abs/2103.14030>): a number for each place of the key from its query in a window, row
+    /// by row, T = height · width, added to the scaled score. Parameter `relative_position_bias_table` ((2 · height -
+    /// 1) · (2 · width - 1), H), from the query furthest above and left of its key on.
+    ///
+    /// [`Windows`](crate::Windows) makes the rows of a batch of an image, and the mask of shifted windows. The bias
+    /// (1, H, T, T) is computed once, unless something is tracked for gradients.
+    Window {
+        /// Rows of tokens.
+        height: usize,
+        /// Columns of tokens.
+        width: usize,
+    },
+    /// Swin v2's (<https://arxiv.org/abs/2111.09883>): the score is the cosine of query and key, times
+    /// `exp(min(logit_scale, ln 100))`, and the bias of a place is `16 · sigmoid(W₂ relu(W₁ x + b))`, x being the
+    /// signed logarithms of its distances down and across. Parameters `logit_scale` (H, 1, 1), and
+    /// `continuous_position_bias_mlp.0.weight` (512, 2), `.0.bias` (512) and `.2.weight` (H, 512).
+    CosineWindow {
+        /// Rows of tokens.
+        height: usize,
+        /// Columns of tokens.
+        width: usize,
+        /// Rows and columns of the windows of the training, if it was of others; at least 2.
+        trained: Option<[usize; 2]>,
+    },
+    /// Transformer-XL's (<https://arxiv.org/abs/1901.02860>), of conformers: `scale · ((q + u) · k + (q + v) · W r)`, r
+    /// being sines and cosines of the distance. Parameters `linear_pos.weight` (H·D, E) is W, `pos_bias_u` and
+    /// `pos_bias_v` (H, D); or `relative_k_proj.weight`, `bias_u` and `bias_v`.
+    TransformerXl,
+    /// Those of Shaw et al. (<https://arxiv.org/abs/1803.02155>), for keys alone: `scale · (q · k + q · r)`, r being
+    /// the vector of a distance. Parameter `distance_embedding.weight` (left + right + 1, D), for keys from `left`
+    /// before the query to `right` after it; keys further away have the last.
+    Clipped {
+        /// The furthest key before the query that has a vector of its own.
+        left: usize,
+        /// The furthest after it.
+        right: usize,
+    },
+    /// DeBERTa's (<https://arxiv.org/abs/2006.03654>): `scale · (q · k + q · W_k r + k · W_q r)`, r being the vector of
+    /// a distance, which the layers of a stack share
+    /// ([`with_relative_embeddings`](crate::MultiHeadAttention::with_relative_embeddings)). Parameters `pos_key_proj`
+    /// and
+    /// `pos_query_proj`, unless W_k and W_q are the layer's own projections. The scale, mostly 1/sqrt(3 D), is to be
+    /// given.
+    Disentangled(DisentangledConfig),
+}
+
+/// The parameters of a layer's [`ContentPositions`].
+#[derive(Debug, Clone)]
+pub(crate) enum ContentTables {
+    Grid(GridTables),
+    Window(WindowTables),
+    Distances(DistanceTables),
+}
+
+/// The sizes of the layer that has them.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LayerSizes {
+    pub embed_dim: usize,
+    pub num_heads: usize,
+    pub head_dim: usize,
+}
+
+impl ContentTables {
+    pub(crate) fn load(
+        positions: Option<&ContentPositions>,
+        sizes: LayerSizes,
+        source: &Source,
+    ) -> Result<Option<Self>> {
+        match positions {
+            None => {
+                let mut names = grid::NAMES.iter().chain(&distances::PARAMETERS);
+                names.try_for_each(|name| source.refuse(name, "the config has no content_positions"))?;
+                WindowTables::refuse(source)?;
+                Ok(None)
+            }
+            Some(&ContentPositions::Grid { height, width }) => {
+                Ok(Some(Self::Grid(GridTables::load([height, width], sizes.head_dim, source)?)))
+            }
+            Some(&ContentPositions::Window { height, width }) => {
+                Ok(Some(Self::Window(WindowTables::of_table([height, width], sizes.num_heads, source)?)))
+            }
+            Some(&ContentPositions::CosineWindow { height, width, trained }) => {
+                let heads = [sizes.num_heads, sizes.head_dim];
+                Ok(Some(Self::Window(WindowTables::of_cosines([height, width], trained, heads, source)?)))
+            }
+            Some(of_distances) => Ok(Some(Self::Distances(DistanceTables::load(of_distances, sizes, source)?))),
+        }
+    }
+
+    /// With what variables hold now.
+    pub(crate) fn freeze(&self) -> Result<Self> {
+        match self {
+            Self::Grid(tables) => Ok(Self::Grid(tables.freeze()?)),
+            Self::Window(tables) => Ok(Self::Window(tables.freeze()?)),
+            Self::Distances(tables) => Ok(Self::Distances(tables.freeze()?)),
+        }
+    }
+
+    /// Those of some of the heads.
+    pub(crate) fn shard(self, heads: Share) -> Result<Self> {
+        match self {
+            Self::Grid(_) => Ok(self),
+            Self::Window(tables) => Ok(Self::Window(tables.shard(heads)?)),
+            Self::Distances(tables) => Ok(Self::Distances(tables.shard(heads)?)),
+        }
+    }
+
+    /// With the vectors that a stack's layers share.
+    pub(crate) fn with_embeddings(self, embeddings: RelativeEmbeddings) -> Self {
+        match self {
+            Self::Grid(_) | Self::Window(_) => self,
+            Self::Distances(tables) => Self::Distances(tables.with_embeddings(embeddings)),
+        }
+    }
+
+    /// By their names.
+    pub(crate) fn parameters(&self) -> Vec<(String, Tensor)> {
+        match self {
+            Self::Grid(tables) => tables.parameters(),
+            Self::Window(tables) => tables.parameters(),
+            Self::Distances(tables) => tables.parameters(),
+        }
+    }
+}

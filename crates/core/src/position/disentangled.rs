@@ -1,0 +1,264 @@
+//! DeBERTa's relative positions: vectors of distances that are projected as tokens are, to keys and to queries.
+
+use candle_core::{Result, Tensor, bail};
+use candle_nn::{Init, VarBuilder};
+use serde::{Deserialize, Serialize};
+
+use super::distances::{DistanceRows, descending, rows_of};
+use crate::base::{LINEAR_WEIGHT, Source, accumulation_dtype, linear_bias};
+use crate::linear::{Projections, frozen};
+use crate::norm::Norm;
+
+/// The terms of [`ContentPositions::Disentangled`](crate::ContentPositions::Disentangled).
+///
+/// ```
+/// use candle_attention::DisentangledConfig;
+/// let v3 = DisentangledConfig::new(512).with_num_buckets(256).with_shared_projections(true).with_layer_norm(1e-7);
+/// assert_eq!(v3.span(), 256);
+/// ```
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DisentangledConfig {
+    max_distance: usize,
+    num_buckets: Option<usize>,
+    content_to_position: bool,
+    position_to_content: bool,
+    shared_projections: bool,
+    layer_norm: Option<f64>,
+}
+
+impl DisentangledConfig {
+    /// Both terms, with projections of their own, and a vector for each distance below `max_distance`
+    /// (`max_relative_positions`).
+    pub fn new(max_distance: usize) -> Self {
+        Self {
+            max_distance,
+            num_buckets: None,
+            content_to_position: true,
+            position_to_content: true,
+            shared_projections: false,
+            layer_norm: None,
+        }
+    }
+
+    /// Distances share so many vectors on each side, the more the further they are (`position_buckets`).
+    #[must_use]
+    pub fn with_num_buckets(self, num_buckets: usize) -> Self {
+        Self { num_buckets: Some(num_buckets), ..self }
+    }
+
+    /// Whether queries meet distances (`c2p`), and whether keys do (`p2c`).
+    #[must_use]
+    pub fn with_terms(self, content_to_position: bool, position_to_content: bool) -> Self {
+        Self { content_to_position, position_to_content, ..self }
+    }
+
+    /// Whether the layer's projections of queries and keys are those of distances too (`share_att_key`).
+    #[must_use]
+    pub fn with_shared_projections(self, shared_projections: bool) -> Self {
+        Self { shared_projections, ..self }
+    }
+
+    /// The vectors are normalised before they are projected (`norm_rel_ebd`); this is the epsilon.
+    #[must_use]
+    pub fn with_layer_norm(self, eps: f64) -> Self {
+        Self { layer_norm: Some(eps), ..self }
+    }
+
+    /// The vectors on each side.
+    pub fn span(&self) -> usize {
+        self.num_buckets.unwrap_or(self.max_distance)
+    }
+
+    /// How many terms a score has with the product of query and key.
+    pub fn num_terms(&self) -> usize {
+        1 + usize::from(self.content_to_position) + usize::from(self.position_to_content)
+    }
+
+    pub(crate) fn validate(&self) -> Result<()> {
+        const MOST: usize = 1 << 24;
+        if self.max_distance == 0 || self.max_distance > MOST {
+            bail!("[content_positions] max_distance is {}, expected 1 to {MOST}", self.max_distance)
+        }
+        if let Some(buckets) = self.num_buckets
+            && !(buckets >= 4 && buckets / 2 + 1 < self.max_distance)
+        {
+            bail!(
+                "[content_positions] num_buckets is {buckets}, expected at least 4, and half of them below \
+                 max_distance {} - 1",
+                self.max_distance
+            )
+        }
+        if let Some(eps) = self.layer_norm.filter(|eps| !((*eps as f32).is_finite() && *eps >= 0.0)) {
+            bail!("[content_positions] layer_norm is {eps}, expected a finite number of zero or more")
+        }
+        Ok(())
+    }
+
+    /// The vector of a key so far behind its query (in front of it, where negative). The first half of the buckets are
+    /// for one distance each, the others grow with it; in f32, as in transformers, so that borders are the same.
+    fn row(&self, behind: i64) -> usize {
+        let span = self.span() as i64;
+        let bucket = match self.num_buckets {
+            Some(buckets) if behind.unsigned_abs() as usize > buckets / 2 => {
+                let middle = buckets / 2;
+                let turns = |x: f32| f64::from(x).ln() as f32;
+                let of = turns(behind.unsigned_abs() as f32 / middle as f32);
+                let all = turns((self.max_distance - 1) as f32 / middle as f32);
+                let grown = (of / all * (middle - 1) as f32).ceil() as i64 + middle as i64;
+                grown * behind.signum()
+            }
+            _ => behind,
+        };
+        (bucket + span).clamp(0, 2 * span - 1) as usize
+    }
+}
+
+/// The vectors of distances that all layers of a stack share: parameter `rel_embeddings.weight` (2 · span, E), and
+/// `LayerNorm` where the config has one.
+#[derive(Debug, Clone)]
+pub struct RelativeEmbeddings {
+    weight: Tensor,
+    norm: Option<Norm>,
+}
+
+impl RelativeEmbeddings {
+    /// Those of an encoder, below the builder's prefix.
+    ///
+    /// # Errors
+    /// For a config that does not fit together, and for a missing or misshapen tensor.
+    pub fn new(config: &DisentangledConfig, embed_dim: usize, vb: VarBuilder) -> Result<Self> {
+        config.validate()?;
+        let source = Source::new("relative_embeddings", "deberta", vb);
+        source.check_dtype()?;
+        let init = Init::Randn { mean: 0.0, stdev: 1.0 };
+        let weight = source.pp("rel_embeddings").get((2 * config.span(), embed_dim), "weight", init)?;
+        let norm = config.layer_norm.map(|eps| Norm::layer("LayerNorm", embed_dim, eps, &source)).transpose()?;
+        Ok(Self { weight, norm })
+    }
+
+    /// The parameter (2 · span, E).
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// (2 · span, E), normalised.
+    fn forward(&self) -> Result<Tensor> {
+        let Some(norm) = &self.norm else { return Ok(self.weight.clone()) };
+        // As the rows of one head.
+        norm.forward(&self.weight.unsqueeze(0)?.unsqueeze(2)?)?.squeeze(2)?.squeeze(0)
+    }
+
+    fn freeze(&self) -> Result<Self> {
+        Ok(Self { weight: frozen(&self.weight)?, norm: self.norm.as_ref().map(Norm::freeze).transpose()? })
+    }
+}
+
+/// The parameters of one layer.
+#[derive(Debug, Clone)]
+pub(super) struct DisentangledTables {
+    config: DisentangledConfig,
+    embeddings: Option<RelativeEmbeddings>,
+    /// To keys and to queries, unless the layer's own are used: weight (H·D, E), and bias.
+    projections: [Option<[Tensor; 2]>; 2],
+}
+
+const NAMES: [&str; 2] = ["pos_key_proj", "pos_query_proj"];
+
+impl DisentangledTables {
+    pub fn load(config: &DisentangledConfig, shape: (usize, usize), source: &Source) -> Result<Self> {
+        let load = |wanted: bool, name: &str| -> Result<Option<[Tensor; 2]>> {
+            if !wanted || config.shared_projections {
+                return Ok(None);
+            }
+            let own = [source.pp(name), source.pp("self").pp(name)];
+            let source = own.iter().find(|source| source.has("weight")).unwrap_or(&own[0]);
+            let weight = source.get(shape, "weight", LINEAR_WEIGHT)?;
+            Ok(Some([weight, source.get(shape.0, "bias", linear_bias(shape.1))?]))
+        };
+        let projections = [load(config.content_to_position, NAMES[0])?, load(config.position_to_content, NAMES[1])?];
+        Ok(Self { config: config.clone(), embeddings: None, projections })
+    }
+
+    pub fn with_embeddings(self, embeddings: RelativeEmbeddings) -> Self {
+        Self { embeddings: Some(embeddings), ..self }
+    }
+
+    pub fn freeze(&self) -> Result<Self> {
+        let embeddings = self.embeddings.as_ref().map(RelativeEmbeddings::freeze).transpose()?;
+        Ok(Self { embeddings, ..self.map(&frozen)? })
+    }
+
+    /// With other projections.
+    pub fn map(&self, change: &dyn Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        let own = |linear: &Option<[Tensor; 2]>| -> Result<Option<[Tensor; 2]>> {
+            let Some([weight, bias]) = linear else { return Ok(None) };
+            Ok(Some([change(weight)?, change(bias)?]))
+        };
+        let [keys, queries] = &self.projections;
+        Ok(Self { projections: [own(keys)?, own(queries)?], ..self.clone() })
+    }
+
+    pub fn parameters(&self) -> Vec<(String, Tensor)> {
+        let named = NAMES.iter().zip(&self.projections).filter_map(|(name, linear)| Some((name, linear.as_ref()?)));
+        let named = named.flat_map(|(name, [weight, bias])| {
+            [(format!("{name}.weight"), weight.clone()), (format!("{name}.bias"), bias.clone())]
+        });
+        named.collect()
+    }
+
+    /// For T tokens and heads of width D.
+    pub fn rows(&self, [t, d]: [usize; 2], projections: &Projections) -> Result<DistanceRows> {
+        let Some(embeddings) = &self.embeddings else {
+            bail!(
+                "[multi_head_attention] the config has disentangled positions, expected the stack's embeddings in \
+                 `with_relative_embeddings`"
+            )
+        };
+        let embeddings = embeddings.forward()?;
+        let [keys, queries] = match self.config.shared_projections {
+            true => {
+                let xs = embeddings.unsqueeze(0)?;
+                let (own, keys) = projections.query_key_value(&xs, &xs, &xs)?;
+                let keys = keys.map(|[keys, _]| keys.squeeze(0)).transpose()?;
+                [keys, Some(own.q.squeeze(0)?)]
+            }
+            false => {
+                let project = |linear: &Option<[Tensor; 2]>| -> Result<Option<Tensor>> {
+                    let Some([weight, bias]) = linear else { return Ok(None) };
+                    Ok(Some(embeddings.matmul(&weight.t()?)?.broadcast_add(bias)?))
+                };
+                let [keys, queries] = &self.projections;
+                [project(keys)?, project(queries)?]
+            }
+        };
+        let (config, dtype) = (&self.config, accumulation_dtype(embeddings.dtype()));
+        // (2 · span, H·D) to (H, 2T, D).
+        let by_heads = |wanted: bool, table: Option<Tensor>, distances: &mut dyn Iterator<Item = i64>| {
+            let Some(table) = table.filter(|_| wanted) else { return Ok(None) };
+            let rows = rows_of(&table.to_dtype(dtype)?, distances.map(|distance| config.row(distance)))?;
+            rows.reshape((2 * t, (), d))?.transpose(0, 1)?.contiguous().map(Some)
+        };
+        Ok(DistanceRows {
+            queries: by_heads(config.content_to_position, keys, &mut descending(t))?,
+            keys: by_heads(config.position_to_content, queries, &mut descending(t).map(|distance| -distance))?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `make_log_bucket_position` of transformers gave these, of DeBERTa v3's 256 buckets for distances below 512.
+    #[test]
+    fn distances_are_in_transformers_buckets() {
+        let v3 = DisentangledConfig::new(512).with_num_buckets(256);
+        let buckets = [(0, 0), (5, 5), (-127, -127), (128, 128), (-129, -129), (130, 130), (131, 131), (200, 169)];
+        let further = [(-300, -207), (400, 233), (510, 255), (511, 255), (512, 256), (513, 256), (-5000, -465)];
+        for (distance, bucket) in buckets.into_iter().chain(further) {
+            let expected = (bucket + 256i64).clamp(0, 511) as usize;
+            assert_eq!(v3.row(distance), expected, "distance {distance}");
+        }
+    }
+}

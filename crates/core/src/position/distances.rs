@@ -1,0 +1,298 @@
+//! Relative positions along one axis by content: for each distance of query and key a vector, which one of the two is
+//! multiplied with.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::{D, Device, Result, Tensor, bail};
+use candle_nn::Init;
+
+use super::content::{ContentPositions, LayerSizes};
+use super::disentangled::DisentangledTables;
+use crate::base::{LINEAR_WEIGHT, Share, Source, accumulation_dtype, fits_in_memory};
+use crate::linear::{Projections, frozen};
+use crate::position::RelativeEmbeddings;
+
+/// The parameters of a layer's [`ContentPositions`] that go by the distance of query and key.
+#[derive(Debug, Clone)]
+pub(crate) struct DistanceTables {
+    kind: Kind,
+    /// For the latest length, where nothing is tracked for gradients.
+    latest: Arc<Mutex<Option<(usize, DistanceRows)>>>,
+}
+
+#[derive(Debug, Clone)]
+enum Kind {
+    TransformerXl(TransformerXl),
+    /// The vectors (left + right + 1, D) of keys from `left` before their query to `right` after it.
+    Clipped {
+        table: Tensor,
+        left: usize,
+        right: usize,
+    },
+    Disentangled(DisentangledTables),
+}
+
+#[derive(Debug, Clone)]
+struct TransformerXl {
+    /// (H·D, E).
+    projection: Tensor,
+    /// Added to queries before they meet keys, and before they meet distances: (H, D).
+    biases: [Tensor; 2],
+}
+
+/// Names of these parameters: ESPnet's and NeMo's, which transformers has of Parakeet.
+const TRANSFORMER_XL: [[&str; 3]; 2] =
+    [["linear_pos", "pos_bias_u", "pos_bias_v"], ["relative_k_proj", "bias_u", "bias_v"]];
+const CLIPPED: &str = "distance_embedding";
+/// One of each kind.
+pub(super) const PARAMETERS: [&str; 5] =
+    ["pos_bias_u", "bias_u", "distance_embedding.weight", "pos_key_proj.weight", "pos_query_proj.weight"];
+
+/// For T tokens, the vector of each distance i - j of query i and key j: (H, 2T, D), or (1, 2T, D) for all heads.
+#[derive(Debug, Clone)]
+pub(super) struct DistanceRows {
+    /// To be multiplied with queries: of the distances T - 1 down to -T.
+    pub queries: Option<Tensor>,
+    /// To be multiplied with keys: of the distances 1 - T up to T.
+    pub keys: Option<Tensor>,
+}
+
+impl DistanceRows {
+    fn is_tracked(&self) -> bool {
+        [&self.queries, &self.keys].into_iter().flatten().any(Tensor::track_op)
+    }
+}
+
+/// Distances from T - 1 down to -T.
+pub(super) fn descending(t: usize) -> impl Iterator<Item = i64> {
+    (-(t as i64)..t as i64).rev()
+}
+
+/// Rows of a table (N, ..) for these indices, (2T, ..).
+pub(super) fn rows_of(table: &Tensor, indices: impl Iterator<Item = usize>) -> Result<Tensor> {
+    let indices = indices.map(|index| index as u32).collect::<Vec<_>>();
+    let indices = Tensor::from_iter(indices, table.device())?;
+    table.contiguous()?.index_select(&indices, 0)
+}
+
+impl DistanceTables {
+    /// # Errors
+    /// For a missing or misshapen tensor, and for a grid.
+    pub(super) fn load(positions: &ContentPositions, sizes: LayerSizes, source: &Source) -> Result<Self> {
+        let (h, d, e) = (sizes.num_heads, sizes.head_dim, sizes.embed_dim);
+        let kind = match positions {
+            ContentPositions::TransformerXl => {
+                let has = |names: &&[&str; 3]| source.has(names[1]);
+                let [projection, u, v] = *TRANSFORMER_XL.iter().find(has).unwrap_or(&TRANSFORMER_XL[0]);
+                let bias = |name| source.get((h, d), name, Init::Const(0.0));
+                let projection = source.pp(projection).get((h * d, e), "weight", LINEAR_WEIGHT)?;
+                Kind::TransformerXl(TransformerXl { projection, biases: [bias(u)?, bias(v)?] })
+            }
+            &ContentPositions::Clipped { left, right } => {
+                let init = Init::Randn { mean: 0.0, stdev: 1.0 };
+                let table = source.pp(CLIPPED).get((left + right + 1, d), "weight", init)?;
+                Kind::Clipped { table, left, right }
+            }
+            ContentPositions::Disentangled(config) => {
+                Kind::Disentangled(DisentangledTables::load(config, (h * d, e), source)?)
+            }
+            ContentPositions::Grid { .. } | ContentPositions::Window { .. } | ContentPositions::CosineWindow { .. } => {
+                bail!("[content_positions] a grid has no distances on one axis")
+            }
+        };
+        Ok(Self { kind, latest: Arc::default() })
+    }
+
+    pub(super) fn freeze(&self) -> Result<Self> {
+        self.map(&frozen, |tables| tables.freeze())
+    }
+
+    /// The share of the heads.
+    pub(super) fn shard(&self, heads: Share) -> Result<Self> {
+        let own = |table: &Tensor| heads.copy(table, 0);
+        match &self.kind {
+            // All heads have the same.
+            Kind::Clipped { .. } => Ok(self.clone()),
+            _ => self.map(&own, |tables| tables.map(&own)),
+        }
+    }
+
+    fn map(
+        &self,
+        change: &dyn Fn(&Tensor) -> Result<Tensor>,
+        disentangled: impl FnOnce(&DisentangledTables) -> Result<DisentangledTables>,
+    ) -> Result<Self> {
+        let kind = match &self.kind {
+            Kind::TransformerXl(TransformerXl { projection, biases: [u, v] }) => {
+                let biases = [change(u)?, change(v)?];
+                Kind::TransformerXl(TransformerXl { projection: change(projection)?, biases })
+            }
+            &Kind::Clipped { ref table, left, right } => Kind::Clipped { table: change(table)?, left, right },
+            Kind::Disentangled(tables) => Kind::Disentangled(disentangled(tables)?),
+        };
+        Ok(Self { kind, latest: Arc::default() })
+    }
+
+    pub(super) fn parameters(&self) -> Vec<(String, Tensor)> {
+        match &self.kind {
+            Kind::TransformerXl(TransformerXl { projection, biases }) => {
+                let [name, names @ ..] = TRANSFORMER_XL[0];
+                let biases = names.into_iter().zip(biases).map(|(name, bias)| (name.to_string(), bias.clone()));
+                biases.chain([(format!("{name}.weight"), projection.clone())]).collect()
+            }
+            Kind::Clipped { table, .. } => vec![(format!("{CLIPPED}.weight"), table.clone())],
+            Kind::Disentangled(tables) => tables.parameters(),
+        }
+    }
+
+    /// With the vectors that a stack's layers share, if this kind has such.
+    pub(super) fn with_embeddings(self, embeddings: RelativeEmbeddings) -> Self {
+        let kind = match self.kind {
+            Kind::Disentangled(tables) => Kind::Disentangled(tables.with_embeddings(embeddings)),
+            kind => kind,
+        };
+        Self { kind, latest: Arc::default() }
+    }
+
+    /// The queries (B, H, T, D) that meet keys (B, H_kv, T, D), and the terms of the scores beside.
+    pub(crate) fn terms(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        scale: f64,
+        projections: &Projections,
+    ) -> Result<(Tensor, DistanceTerms)> {
+        let (dtype, dims) = (accumulation_dtype(q.dtype()), [q.dim(2)?, q.dim(3)?]);
+        let rows = self.rows(dims, projections)?;
+        let wide = q.to_dtype(dtype)?;
+        let with = |bias: &Tensor| wide.broadcast_add(&bias.to_dtype(dtype)?.unsqueeze(1)?);
+        let (of_keys, of_distances) = match &self.kind {
+            Kind::TransformerXl(TransformerXl { biases: [u, v], .. }) => (with(u)?.to_dtype(q.dtype())?, with(v)?),
+            Kind::Clipped { .. } | Kind::Disentangled(_) => (q.clone(), wide.clone()),
+        };
+        let terms = DistanceTerms { rows, queries: (of_distances * scale)?, keys: (k.to_dtype(dtype)? * scale)? };
+        Ok((of_keys, terms))
+    }
+
+    /// For T tokens and heads of width D.
+    fn rows(&self, [t, d]: [usize; 2], projections: &Projections) -> Result<DistanceRows> {
+        let latest = || self.latest.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((length, rows)) = &*latest()
+            && *length == t
+        {
+            return Ok(rows.clone());
+        }
+        let rows = self.computed([t, d], projections)?;
+        // Training changes a variable in its own place, which rows of before would not see.
+        *latest() = (!rows.is_tracked()).then(|| (t, rows.clone()));
+        Ok(rows)
+    }
+
+    fn computed(&self, [t, d]: [usize; 2], projections: &Projections) -> Result<DistanceRows> {
+        let dtype = accumulation_dtype(projections.dtype());
+        match &self.kind {
+            Kind::TransformerXl(TransformerXl { projection, biases: [u, _] }) => {
+                let h = u.dim(0)?;
+                let waves = sinusoids(t, projection.dim(1)?, projection.device())?.to_dtype(dtype)?;
+                let rows = waves.matmul(&projection.to_dtype(dtype)?.t()?)?.reshape((2 * t, h, d))?;
+                Ok(DistanceRows { queries: Some(rows.transpose(0, 1)?.contiguous()?), keys: None })
+            }
+            &Kind::Clipped { ref table, left, right } => {
+                let behind = |distance: i64| (left as i64 - distance.clamp(-(right as i64), left as i64)) as usize;
+                let rows = rows_of(&table.to_dtype(dtype)?, descending(t).map(behind))?;
+                Ok(DistanceRows { queries: Some(rows.unsqueeze(0)?), keys: None })
+            }
+            Kind::Disentangled(tables) => tables.rows([t, d], projections),
+        }
+    }
+}
+
+/// Sine and cosine in turns of the distances T - 1 down to -T, (2T, E), as in a table of absolute positions (Vaswani et
+/// al., <https://arxiv.org/abs/1706.03762>).
+fn sinusoids(t: usize, e: usize, device: &Device) -> Result<Tensor> {
+    if !fits_in_memory(&[2 * t, e]) {
+        bail!("[content_positions] the waves of {t} tokens do not fit in memory")
+    }
+    let frequency = |pair: usize| (-(10_000f64.ln()) * (2 * pair) as f64 / e as f64).exp() as f32;
+    let frequencies: Vec<_> = (0..e.div_ceil(2)).map(frequency).collect();
+    let mut waves = Vec::with_capacity(2 * t * e);
+    for distance in descending(t) {
+        let angles = frequencies.iter().map(|frequency| distance as f32 * frequency);
+        waves.extend(angles.flat_map(|angle| [angle.sin(), angle.cos()]).take(e));
+    }
+    Tensor::from_vec(waves, (2 * t, e), device)
+}
+
+/// What the scores of a call get beside the product of queries and keys.
+#[derive(Debug, Clone)]
+pub(crate) struct DistanceTerms {
+    rows: DistanceRows,
+    /// (B, H, T, D), scaled, in the dtype of the accumulation.
+    queries: Tensor,
+    /// (B, H_kv, T, D) likewise.
+    keys: Tensor,
+}
+
+impl DistanceTerms {
+    /// The numbers that [`bias`](Self::bias) holds at once for a head.
+    pub(crate) fn numbers_of_head(&self) -> Result<usize> {
+        let (b, _, t, _) = self.queries.dims4()?;
+        Ok(b.saturating_mul(t).saturating_mul(2 * t))
+    }
+
+    /// The terms of some query heads, (B, heads, T, T).
+    pub(crate) fn bias(&self, heads: Range<usize>) -> Result<Tensor> {
+        let of = |tensor: &Tensor, rows: &Tensor| -> Result<Tensor> {
+            let rows = if rows.dim(0)? == 1 { rows.clone() } else { rows.narrow(0, heads.start, heads.len())? };
+            by_distance(&tensor.narrow(1, heads.start, heads.len())?, &rows)
+        };
+        let by_queries = self.rows.queries.as_ref().map(|rows| of(&self.queries, rows)).transpose()?;
+        let by_keys = self.rows.keys.as_ref().map(|rows| of(&self.keys, rows)?.transpose(2, 3)).transpose()?;
+        match (by_queries, by_keys) {
+            (Some(by_queries), Some(by_keys)) => by_queries + by_keys,
+            (Some(bias), None) | (None, Some(bias)) => Ok(bias),
+            (None, None) => {
+                let (b, _, t, _) = self.queries.dims4()?;
+                Tensor::zeros((b, heads.len(), t, t), self.queries.dtype(), self.queries.device())
+            }
+        }
+    }
+}
+
+/// Vectors (B, h, T, D) times rows (h or 1, 2T, D), of which vector i meets rows T - 1 - i and the T - 1 after it:
+/// (B, h, T, T).
+///
+/// Each product lies one place further left than in the vector before: in rows that are one shorter, they are columns
+/// (Dai et al., <https://arxiv.org/abs/1901.02860>, appendix B).
+fn by_distance(vectors: &Tensor, rows: &Tensor) -> Result<Tensor> {
+    let (b, h, t, _) = vectors.dims4()?;
+    if b * t == 0 {
+        return Tensor::zeros((b, h, t, t), vectors.dtype(), vectors.device());
+    }
+    if !fits_in_memory(&[b, h, t, 2 * t]) {
+        bail!("[content_positions] terms of {:?} do not fit in memory", [b, h, t, 2 * t])
+    }
+    let products = vectors.contiguous()?.broadcast_matmul(&rows.transpose(D::Minus2, D::Minus1)?)?;
+    let shifted = products.reshape((b, h, 2 * t * t))?.narrow(2, t - 1, t * (2 * t - 1))?;
+    shifted.reshape((b, h, t, 2 * t - 1))?.narrow(3, 0, t)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::DType;
+
+    #[test]
+    fn each_vector_meets_the_rows_of_its_distances() -> Result<()> {
+        let t = 5;
+        let vectors = Tensor::ones((2, 3, t, 1), DType::F32, &Device::Cpu)?;
+        let rows = Tensor::from_iter(descending(t).map(|distance| distance as f32), &Device::Cpu)?;
+        let found = by_distance(&vectors, &rows.reshape((1, 2 * t, 1))?)?.get(1)?.get(2)?.to_vec2::<f32>()?;
+        for (i, row) in found.into_iter().enumerate() {
+            let expected: Vec<_> = (0..t).map(|j| i as f32 - j as f32).collect();
+            assert_eq!(row, expected, "query {i}");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,316 @@
+//! T5's relative positions: a learned bias for each head and bucket of distances.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use candle_core::{Result, Tensor, bail};
+use candle_nn::{Init, VarBuilder};
+use serde::{Deserialize, Serialize};
+
+use super::Positions;
+use crate::base::{HeadShard, Source, accumulation_dtype, fits_in_memory};
+use crate::linear::frozen;
+
+/// The most biases that are kept for the next layer, 64 MB.
+const KEPT: usize = 1 << 24;
+
+/// The buckets of [`RelativeBias`].
+///
+/// ```
+/// use candle_attention::RelativeBiasConfig;
+/// let encoder = RelativeBiasConfig::new(true);
+/// let decoder = RelativeBiasConfig::new(false).with_num_buckets(16).with_max_distance(64);
+/// assert_eq!((encoder.num_buckets(), decoder.num_buckets()), (32, 16));
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RelativeBiasConfig {
+    bidirectional: bool,
+    #[serde(default = "num_buckets")]
+    num_buckets: usize,
+    #[serde(default = "max_distance")]
+    max_distance: usize,
+}
+
+fn num_buckets() -> usize {
+    32
+}
+
+fn max_distance() -> usize {
+    128
+}
+
+impl RelativeBiasConfig {
+    /// T5's 32 buckets for distances up to 128. With `bidirectional`, as in encoders, one half of them is for later keys;
+    /// without, these all count as the query's own position.
+    pub fn new(bidirectional: bool) -> Self {
+        Self { bidirectional, num_buckets: num_buckets(), max_distance: max_distance() }
+    }
+
+    /// The number of buckets (`relative_attention_num_buckets`).
+    #[must_use]
+    pub fn with_num_buckets(mut self, num_buckets: usize) -> Self {
+        self.num_buckets = num_buckets;
+        self
+    }
+
+    /// The distance from which on all are in one bucket (`relative_attention_max_distance`).
+    #[must_use]
+    pub fn with_max_distance(mut self, max_distance: usize) -> Self {
+        self.max_distance = max_distance;
+        self
+    }
+
+    /// Whether later keys have buckets of their own.
+    pub fn bidirectional(&self) -> bool {
+        self.bidirectional
+    }
+
+    /// The number of buckets.
+    pub fn num_buckets(&self) -> usize {
+        self.num_buckets
+    }
+
+    /// The distance from which on all are in one bucket.
+    pub fn max_distance(&self) -> usize {
+        self.max_distance
+    }
+
+    /// Checks that the numbers fit together.
+    ///
+    /// # Errors
+    /// Says what was expected and what was found.
+    pub fn validate(&self) -> Result<()> {
+        let least = if self.bidirectional { 4 } else { 2 };
+        if self.num_buckets < least || self.num_buckets > u32::MAX as usize {
+            bail!("[relative_bias] num_buckets is {}, expected {least} to {}", self.num_buckets, u32::MAX)
+        }
+        let exact = self.directed() / 2;
+        if self.max_distance <= exact || self.max_distance > u32::MAX as usize {
+            bail!(
+                "[relative_bias] max_distance is {}, expected {} to {}, since the first {exact} distances have buckets of \
+                 their own",
+                self.max_distance,
+                exact + 1,
+                u32::MAX
+            )
+        }
+        Ok(())
+    }
+
+    /// The buckets of one direction.
+    fn directed(&self) -> usize {
+        if self.bidirectional { self.num_buckets / 2 } else { self.num_buckets }
+    }
+
+    /// The bucket of a key so far behind its query (in front of it, where negative). The first half of a direction's
+    /// buckets are for one distance each, the others grow with it. Computed in f32 where transformers does, so that borders
+    /// are the same.
+    fn bucket(&self, behind: i64) -> u32 {
+        let directed = self.directed();
+        let (first, distance) = match behind {
+            0.. => (0, behind as usize),
+            _ if self.bidirectional => (directed, behind.unsigned_abs() as usize),
+            _ => (0, 0),
+        };
+        let exact = directed / 2;
+        if distance < exact {
+            return (first + distance) as u32;
+        }
+        let turns = f64::from(distance as f32 / exact as f32).ln() as f32;
+        let all = (self.max_distance as f64 / exact as f64).ln() as f32;
+        let grown = exact + (turns / all * (directed - exact) as f32) as usize;
+        (first + grown.min(directed - 1)) as u32
+    }
+}
+
+/// A learned bias for each query head and bucket of distances (T5 and its kin): parameter `relative_attention_bias.weight`
+/// (num_buckets, H). A stack of layers has one, and a clone shares what was computed for the layer before.
+///
+/// ```
+/// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, RelativeBias, RelativeBiasConfig, WeightLayout};
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::{VarBuilder, VarMap};
+/// # fn main() -> candle_core::Result<()> {
+/// # let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+/// let buckets = RelativeBiasConfig::new(true);
+/// let cfg = MultiHeadAttentionConfig::new(64, 4).with_scale(1.0).with_relative_bias(buckets.clone());
+/// let bias = RelativeBias::new(&buckets, 4, vb.pp("block.0.layer.0.SelfAttention"))?;
+/// let layer = |i| {
+///     let vb = vb.pp(format!("block.{i}.layer.0.SelfAttention"));
+///     MultiHeadAttention::new(&cfg, vb)?.with_relative_bias(bias.clone())
+/// };
+/// let layers = (0..2).map(layer).collect::<candle_core::Result<Vec<_>>>()?;
+/// let xs = Tensor::randn(0f32, 1., (2, 6, 64), &Device::Cpu)?;
+/// let ys = layers[1].forward(&layers[0].forward(&xs)?)?;
+/// # assert_eq!(ys.dims(), [2, 6, 64]);
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone)]
+pub struct RelativeBias {
+    config: RelativeBiasConfig,
+    /// (num_buckets, H).
+    weight: Tensor,
+    latest: Arc<Mutex<Option<Computed>>>,
+}
+
+/// Biases, and what they are for.
+#[derive(Debug)]
+struct Computed {
+    queries: Positions,
+    keys: Positions,
+    biases: Tensor,
+}
+
+impl RelativeBias {
+    /// The bias of `relative_attention_bias.weight` below the builder's prefix.
+    ///
+    /// # Errors
+    /// For a config that does not fit together, and for a missing or misshapen tensor.
+    pub fn new(config: &RelativeBiasConfig, num_heads: usize, vb: VarBuilder) -> Result<Self> {
+        config.validate()?;
+        if num_heads == 0 {
+            bail!("[relative_bias] num_heads is 0, expected at least 1")
+        }
+        let source = Source::new("relative_bias", "t5", vb);
+        source.check_dtype()?;
+        // `nn.Embedding`'s initialisation.
+        let init = Init::Randn { mean: 0.0, stdev: 1.0 };
+        let weight = source.pp("relative_attention_bias").get((config.num_buckets, num_heads), "weight", init)?;
+        Ok(Self { config: config.clone(), weight, latest: Arc::default() })
+    }
+
+    /// The bias of one process's heads ([`MultiHeadAttention::load_shard`](crate::MultiHeadAttention::load_shard)).
+    ///
+    /// # Errors
+    /// For a world size that does not divide the heads.
+    pub fn shard(&self, shard: HeadShard) -> Result<Self> {
+        let (h, n) = (self.num_heads(), shard.world_size());
+        if !h.is_multiple_of(n) {
+            bail!("[relative_bias] a world size of {n} does not divide the {h} heads")
+        }
+        let (share, _) = shard.shares(h, h);
+        let heads = share.range(h);
+        // A view of a variable, which training changes in place.
+        let weight = match self.weight.track_op() {
+            true => self.weight.narrow(1, heads.start, heads.len())?,
+            false => share.copy(&self.weight, 1)?,
+        };
+        Ok(Self { config: self.config.clone(), weight, latest: Arc::default() })
+    }
+
+    /// With what a variable holds now.
+    pub(crate) fn freeze(&self) -> Result<Self> {
+        if !self.weight.track_op() {
+            return Ok(self.clone());
+        }
+        Ok(Self { config: self.config.clone(), weight: frozen(&self.weight)?, latest: Arc::default() })
+    }
+
+    /// What the buckets were made from.
+    pub fn config(&self) -> &RelativeBiasConfig {
+        &self.config
+    }
+
+    /// The parameter (num_buckets, H).
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// H.
+    pub fn num_heads(&self) -> usize {
+        self.weight.dims().get(1).copied().unwrap_or(0)
+    }
+
+    /// The biases (1, H, T_q, T_kv) of queries at the positions `offset`, `offset + 1` and so on, and keys at 0 and so on:
+    /// to be added to the scores, see [`AttentionMask::with_bias`](crate::AttentionMask::with_bias). In f32, or f64 where
+    /// the parameter is. Differentiable.
+    ///
+    /// # Errors
+    /// For positions of 2^24 and more, and for more biases than memory holds.
+    pub fn forward(&self, t_q: usize, t_kv: usize, offset: usize) -> Result<Tensor> {
+        self.between(&Positions::starting_at(&[offset], t_q)?, &Positions::starting_at(&[0], t_kv)?)
+    }
+
+    /// (B, H, T_q, T_kv), with B = 1 where all sequences have the same positions.
+    pub(crate) fn between(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
+        let latest = || self.latest.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(latest) = &*latest()
+            && (&latest.queries, &latest.keys) == (queries, keys)
+        {
+            return Ok(latest.biases.clone());
+        }
+        let biases = self.computed(queries, keys)?;
+        // Training changes a variable in its own place, which biases of before would not see.
+        *latest() = (!biases.track_op() && biases.elem_count() <= KEPT).then(|| Computed {
+            queries: queries.clone(),
+            keys: keys.clone(),
+            biases: biases.clone(),
+        });
+        Ok(biases)
+    }
+
+    fn computed(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
+        let (h, t_q, t_kv) = (self.num_heads(), queries.per_sequence(), keys.per_sequence());
+        let b = if t_q * t_kv == 0 { 1 } else { (queries.entries().len() / t_q).max(keys.entries().len() / t_kv) };
+        if !fits_in_memory(&[b, h, t_q, t_kv]) {
+            bail!("[relative_bias] biases of {:?} do not fit in memory", [b, h, t_q, t_kv])
+        }
+        let dtype = accumulation_dtype(self.weight.dtype());
+        if t_q * t_kv == 0 {
+            return Tensor::zeros((b, h, t_q, t_kv), dtype, self.weight.device());
+        }
+        let of_sequence = |positions: &Positions, b: usize| -> Vec<i64> {
+            let (t, entries) = (positions.per_sequence(), positions.entries());
+            let start = if entries.len() == t { 0 } else { b * t };
+            entries[start..start + t].iter().map(|&position| position.into()).collect()
+        };
+        let mut buckets = Vec::with_capacity(b * t_q * t_kv);
+        for b in 0..b {
+            let keys = of_sequence(keys, b);
+            for query in of_sequence(queries, b) {
+                buckets.extend(keys.iter().map(|key| self.config.bucket(query - key)));
+            }
+        }
+        let buckets = Tensor::from_vec(buckets, b * t_q * t_kv, self.weight.device())?;
+        // Rows of one head each: gathered, they lie as scores do.
+        let heads = self.weight.to_dtype(dtype)?.t()?.contiguous()?.index_select(&buckets, 1)?;
+        heads.reshape((h, b, t_q, t_kv))?.transpose(0, 1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{DType, Device};
+    use std::collections::HashMap;
+
+    fn bias(heads: usize) -> Result<RelativeBias> {
+        let weight = Tensor::rand(-1f32, 1.0, (32, heads), &Device::Cpu)?;
+        let tensors = HashMap::from([("relative_attention_bias.weight".to_string(), weight)]);
+        let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
+        RelativeBias::new(&RelativeBiasConfig::new(true), heads, vb)
+    }
+
+    #[test]
+    fn layers_of_a_stack_share_what_was_computed() -> Result<()> {
+        let bias = bias(2)?;
+        let first = bias.forward(3, 5, 2)?;
+        assert_eq!(bias.clone().forward(3, 5, 2)?.id(), first.id());
+        assert_ne!(bias.forward(3, 5, 1)?.id(), first.id());
+        Ok(())
+    }
+
+    #[test]
+    fn sequences_have_positions_of_their_own() -> Result<()> {
+        let bias = bias(3)?;
+        let (queries, keys) = (Positions::starting_at(&[4, 0, 9], 2)?, Positions::starting_at(&[0], 6)?);
+        let together = bias.between(&queries, &keys)?;
+        assert_eq!(together.dims(), [3, 3, 2, 6]);
+        for (b, offset) in [4, 0, 9].into_iter().enumerate() {
+            let alone = bias.forward(2, 6, offset)?.flatten_all()?.to_vec1::<f32>()?;
+            assert_eq!(together.get(b)?.flatten_all()?.to_vec1::<f32>()?, alone);
+        }
+        assert_eq!(bias.forward(0, 4, 0)?.dims(), [1, 3, 0, 4]);
+        Ok(())
+    }
+}

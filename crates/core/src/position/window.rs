@@ -1,0 +1,184 @@
+//! Biases by the place of a key from its query in a window of an image, and cosine scores (Swin and Swin v2).
+
+use std::sync::{Arc, OnceLock};
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_nn::{Init, ops};
+
+use crate::base::{LINEAR_WEIGHT, Share, Source, accumulation_dtype, fits_in_memory, linear_bias};
+use crate::linear::frozen;
+use crate::norm::Norm;
+
+/// The parameters of [`ContentPositions::Window`](crate::ContentPositions::Window) and
+/// [`ContentPositions::CosineWindow`](crate::ContentPositions::CosineWindow).
+#[derive(Debug, Clone)]
+pub(crate) struct WindowTables {
+    /// Rows and columns of the window.
+    sizes: [usize; 2],
+    /// Those of [`TABLE`], or of [`COSINE`].
+    tensors: Vec<Tensor>,
+    cosine: Option<Cosine>,
+    /// (1, H, T, T), where nothing is tracked.
+    bias: Arc<OnceLock<Tensor>>,
+}
+
+#[derive(Debug, Clone)]
+struct Cosine {
+    /// The window by which places are scaled.
+    trained: [usize; 2],
+    /// By the root of the mean square.
+    norm: Norm,
+}
+
+const TABLE: [&str; 1] = ["relative_position_bias_table"];
+const COSINE: [&str; 4] = [
+    "logit_scale",
+    "continuous_position_bias_mlp.0.weight",
+    "continuous_position_bias_mlp.0.bias",
+    "continuous_position_bias_mlp.2.weight",
+];
+/// Below which files have them, the crate's own first.
+const PREFIXES: [&str; 3] = ["", "self.", "relative_position_bias."];
+/// Numbers between the two layers of Swin v2's network.
+const HIDDEN: usize = 512;
+
+impl WindowTables {
+    pub(super) fn of_table(sizes: [usize; 2], h: usize, source: &Source) -> Result<Self> {
+        let [name] = TABLE;
+        let init = Init::Randn { mean: 0.0, stdev: 0.02 };
+        let table = source.get((places(sizes)?, h), &full_name(name, source), init)?;
+        Ok(Self { sizes, tensors: vec![table], cosine: None, bias: Arc::default() })
+    }
+
+    pub(super) fn of_cosines(
+        sizes: [usize; 2],
+        trained: Option<[usize; 2]>,
+        heads: [usize; 2],
+        source: &Source,
+    ) -> Result<Self> {
+        let [h, d] = heads;
+        let inits = [Init::Const(10f64.ln()), LINEAR_WEIGHT, linear_bias(2), LINEAR_WEIGHT];
+        let shapes = [vec![h, 1, 1], vec![HIDDEN, 2], vec![HIDDEN], vec![h, HIDDEN]];
+        let get = |((name, init), shape)| source.get(shape, &full_name(name, source), init);
+        let tensors = COSINE.into_iter().zip(inits).zip(shapes).map(get).collect::<Result<_>>()?;
+        // A length of 1e-12 is the least that anything is divided by.
+        let norm = Norm::without_weight(1e-24 / d as f64, d, source)?;
+        let cosine = Cosine { trained: trained.unwrap_or(sizes), norm };
+        Ok(Self { sizes, tensors, cosine: Some(cosine), bias: Arc::default() })
+    }
+
+    /// An error if the file has any.
+    pub(super) fn refuse(source: &Source) -> Result<()> {
+        let names = PREFIXES.into_iter().flat_map(|prefix| [TABLE[0], COSINE[0]].map(|name| format!("{prefix}{name}")));
+        names.into_iter().try_for_each(|name| source.refuse(&name, "the config has no content_positions"))
+    }
+
+    fn map(&self, change: impl Fn(usize, &Tensor) -> Result<Tensor>) -> Result<Self> {
+        let tensors = self.tensors.iter().enumerate().map(|(i, tensor)| change(i, tensor)).collect::<Result<_>>()?;
+        Ok(Self { tensors, bias: Arc::default(), ..self.clone() })
+    }
+
+    pub(super) fn freeze(&self) -> Result<Self> {
+        self.map(|_, tensor| frozen(tensor))
+    }
+
+    /// The share of the heads.
+    pub(super) fn shard(&self, heads: Share) -> Result<Self> {
+        let is_cosine = self.is_cosine();
+        self.map(|i, tensor| match (is_cosine, i) {
+            (false, _) => heads.copy(tensor, 1),
+            (true, 0 | 3) => heads.copy(tensor, 0),
+            (true, _) => Ok(tensor.clone()),
+        })
+    }
+
+    pub(super) fn parameters(&self) -> Vec<(String, Tensor)> {
+        let names = if self.is_cosine() { COSINE.as_slice() } else { &TABLE };
+        names.iter().zip(&self.tensors).map(|(name, tensor)| (name.to_string(), tensor.clone())).collect()
+    }
+
+    /// Whether queries have their scale already.
+    pub(crate) fn is_cosine(&self) -> bool {
+        self.cosine.is_some()
+    }
+
+    /// Queries (B, H, T, D) and keys (B, H_kv, T, D), views of (B, T, ..), of which products are the scores, but for
+    /// the layer's scale where these are no cosines.
+    pub(crate) fn scaled(&self, q: Tensor, k: Tensor) -> Result<[Tensor; 2]> {
+        let Some(Cosine { norm, .. }) = &self.cosine else { return Ok([q, k]) };
+        let (dtype, wide) = (q.dtype(), accumulation_dtype(q.dtype()));
+        let (h, d) = (q.dim(1)?, q.dim(3)?);
+        // Normed rows are as long as the root of D.
+        let factors = (self.tensors[0].to_dtype(wide)?.minimum(100f64.ln())?.exp()? / d as f64)?.reshape((h, 1))?;
+        let q = norm.forward(&q.transpose(1, 2)?)?.to_dtype(wide)?.broadcast_mul(&factors)?.to_dtype(dtype)?;
+        Ok([q.transpose(1, 2)?, norm.forward(&k.transpose(1, 2)?)?.transpose(1, 2)?])
+    }
+
+    /// What the scores of `t` tokens get, (1, H, T, T).
+    pub(crate) fn bias(&self, t: usize) -> Result<Tensor> {
+        let [rows, columns] = self.sizes;
+        if t != rows * columns {
+            bail!("[multi_head_attention] queries have {t} tokens, expected the {rows} × {columns} of the window")
+        }
+        if let Some(bias) = self.bias.get() {
+            return Ok(bias.clone());
+        }
+        let bias = self.computed(t)?;
+        // Training changes a variable in its own place, which a bias of before would not see.
+        if !bias.track_op() {
+            self.bias.get_or_init(|| bias.clone());
+        }
+        Ok(bias)
+    }
+
+    fn computed(&self, t: usize) -> Result<Tensor> {
+        let dtype = accumulation_dtype(self.tensors[0].dtype());
+        let of_places = match &self.cosine {
+            Some(cosine) => self.of_network(cosine, dtype)?,
+            None => self.tensors[0].to_dtype(dtype)?,
+        };
+        let h = of_places.dim(1)?;
+        if !fits_in_memory(&[t, t, h]) {
+            bail!("[content_positions] a bias of {:?} does not fit in memory", [h, t, t])
+        }
+        let [rows, columns] = self.sizes;
+        let place = |query: usize, key: usize| {
+            let down = query / columns + rows - 1 - key / columns;
+            (down * (2 * columns - 1) + query % columns + columns - 1 - key % columns) as u32
+        };
+        let pairs = (0..t).flat_map(|query| (0..t).map(move |key| place(query, key))).collect::<Vec<_>>();
+        let pairs = Tensor::from_vec(pairs, t * t, of_places.device())?;
+        of_places.index_select(&pairs, 0)?.reshape((t, t, h))?.permute((2, 0, 1))?.contiguous()?.unsqueeze(0)
+    }
+
+    /// What Swin v2's network gives for each place, (places, H).
+    fn of_network(&self, cosine: &Cosine, dtype: DType) -> Result<Tensor> {
+        let [rows, columns] = self.sizes;
+        let along = |axis: usize, n: usize| {
+            let place = (n + 1) as f64 - self.sizes[axis] as f64;
+            let scaled = 8.0 * place / (cosine.trained[axis].max(2) - 1) as f64;
+            (scaled.signum() * (scaled.abs() + 1.0).log2() / 3.0) as f32
+        };
+        let pairs = (0..2 * rows - 1).flat_map(|y| (0..2 * columns - 1).map(move |x| [y, x]));
+        let coordinates: Vec<_> = pairs.flat_map(|[y, x]| [along(0, y), along(1, x)]).collect();
+        let coordinates = Tensor::from_vec(coordinates, (places(self.sizes)?, 2), &Device::Cpu)?;
+        let coordinates = coordinates.to_device(self.tensors[0].device())?.to_dtype(dtype)?;
+        let wide = |i: usize| self.tensors[i].to_dtype(dtype);
+        let hidden = coordinates.matmul(&wide(1)?.t()?)?.broadcast_add(&wide(2)?)?.relu()?;
+        ops::sigmoid(&hidden.matmul(&wide(3)?.t()?)?)? * 16.0
+    }
+}
+
+/// How many places a key may have from its query.
+fn places(sizes: [usize; 2]) -> Result<usize> {
+    let sizes = sizes.map(|size| 2 * size - 1);
+    if !fits_in_memory(&sizes) {
+        bail!("[content_positions] a bias for {sizes:?} places does not fit in memory")
+    }
+    Ok(sizes[0] * sizes[1])
+}
+
+fn full_name(name: &str, source: &Source) -> String {
+    let names = PREFIXES.map(|prefix| format!("{prefix}{name}"));
+    names.iter().find(|name| source.has(name)).unwrap_or(&names[0]).clone()
+}

@@ -1,0 +1,223 @@
+//! The backward pass of the fused kernel.
+
+use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, WithDType};
+use half::{bf16, f16};
+
+use super::{Flash, Leaves, read};
+use crate::base::rowwise::with_contiguous_rows;
+use crate::sdpa::OutputOrder;
+use candle_attention_kernels::Element;
+use candle_attention_kernels::flash::{self, BackwardProblem, Dims, Gradients, KvRows, Strided, Wanted};
+
+/// The results of the forward pass that a loss was made of.
+struct Results<'a> {
+    /// As it lies in memory.
+    context: &'a Tensor,
+    gradient: &'a Tensor,
+    /// (B, H, T_q).
+    lse_gradient: Option<Vec<f32>>,
+}
+
+/// [`Gradients`] as tensors.
+struct TensorGradients {
+    /// In the shapes of the operands.
+    q: Option<Tensor>,
+    k: Option<Tensor>,
+    v: Option<Tensor>,
+    /// One after the other.
+    leaves: Vec<f32>,
+}
+
+impl Flash {
+    /// Of q, k and v, as far as they are tracked.
+    pub(super) fn operand_gradients(
+        &self,
+        operands: [&Tensor; 3],
+        context: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<[Option<Tensor>; 3]> {
+        let results = Results { context, gradient, lse_gradient: None };
+        let [q, k, v] = operands.map(Tensor::track_op);
+        let wanted = Wanted { q, k, v, ..Default::default() };
+        let gradients = match operands[0].dtype() {
+            DType::BF16 => self.gradients::<bf16>(operands, &results, wanted)?,
+            DType::F16 => self.gradients::<f16>(operands, &results, wanted)?,
+            _ => self.gradients::<f32>(operands, &results, wanted)?,
+        };
+        Ok([gradients.q, gradients.k, gradients.v])
+    }
+
+    fn gradients<E: Element + WithDType>(
+        &self,
+        operands: [&Tensor; 3],
+        results: &Results,
+        wanted: Wanted,
+    ) -> Result<TensorGradients> {
+        // (B, H, T_q, D_v), whatever the order in memory.
+        let gradient = match self.output_order {
+            OutputOrder::Bhtd => results.gradient.clone(),
+            OutputOrder::Bthd => results.gradient.transpose(1, 2)?,
+        };
+        let gradient = with_contiguous_rows(&gradient)?;
+        let [q, k, v] = operands.map(read);
+        let (context, gradient) = (read(results.context), read(&gradient));
+        let context: Strided<E, 1> = context.strided()?;
+        let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = self.dims;
+        let Some(stats) = self.stats.as_ref().and_then(|stats| stats.get()) else {
+            return Err(self.error("the backward pass is without a forward pass"));
+        };
+        let kv = [KvRows::Float(k.strided()?), KvRows::Float(v.strided()?)];
+        let gradients = self.with_problem(q.strided()?, kv, |&forward| {
+            let problem = BackwardProblem {
+                forward,
+                context: &context.data[..b * h * t_q * d_v],
+                stats,
+                context_grad: gradient.strided()?,
+                lse_grad: results.lse_gradient.as_deref(),
+            };
+            flash::attend_backward(&problem, self.tier, wanted).map_err(|error| self.error(error))
+        })?;
+        let Gradients { q, k, v, bias, slopes, sinks } = gradients;
+        let device = operands[0].device();
+        let tensor = |gradient: Option<Vec<E>>, h: usize, t: usize, width: usize| {
+            gradient.map(|gradient| Tensor::from_vec(gradient, (b, h, t, width), device)).transpose()
+        };
+        Ok(TensorGradients {
+            q: tensor(q, h, t_q, d)?,
+            k: tensor(k, h_kv, t_kv, d)?,
+            v: tensor(v, h_kv, t_kv, d_v)?,
+            leaves: [bias, slopes, sinks].into_iter().flatten().flatten().collect(),
+        })
+    }
+}
+
+/// Attention that has more inputs than Candle's operations, or more results: they are joined in one flat tensor, and
+/// taken apart by Candle's own operations, which know the gradients of that.
+pub(super) struct JoinedFlash {
+    flash: Flash,
+    /// Of biases, slopes and sinks.
+    wanted: Wanted,
+}
+
+impl JoinedFlash {
+    /// The context as it lies in memory, and the log-sum-exp if it is wanted.
+    pub fn attend(operands: [&Tensor; 3], leaves: &Leaves, flash: Flash) -> Result<(Tensor, Option<Tensor>)> {
+        let join = |tensors: &[&Tensor]| -> Result<Tensor> {
+            let flat: Vec<_> = tensors.iter().map(|tensor| tensor.flatten_all()).collect::<Result<_>>()?;
+            Tensor::cat(&flat, 0)
+        };
+        let is_tracked = |tensor: &Option<Tensor>| tensor.as_ref().is_some_and(Tensor::track_op);
+        let bias = leaves.bias.as_ref().filter(|bias| bias.track_op());
+        let wanted = Wanted {
+            bias: bias.map(|bias| bias.dims4()).transpose()?.map(<[usize; 4]>::from),
+            slopes: is_tracked(&leaves.slopes),
+            sinks: is_tracked(&leaves.sinks),
+            ..Default::default()
+        };
+        let leaves = match leaves.are_tracked() {
+            true => join(&leaves.tracked().collect::<Vec<_>>())?,
+            false => Tensor::zeros(1, DType::F32, operands[0].device())?,
+        };
+        let (shape, wants_lse, Dims { b, h, t_q, .. }) = (flash.context_shape(), flash.lse.is_some(), flash.dims);
+        let results = join(&operands)?.apply_op2(&leaves, Self { flash, wanted })?;
+        let count = shape.elem_count();
+        let context = results.narrow(0, 0, count)?.reshape(shape)?.to_dtype(operands[0].dtype())?;
+        let lse = wants_lse.then(|| results.narrow(0, count, b * h * t_q)?.reshape((b, h, t_q)));
+        Ok((context, lse.transpose()?))
+    }
+
+    /// The shapes of q, k and v.
+    fn shapes(&self) -> [[usize; 4]; 3] {
+        let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = self.flash.dims;
+        [[b, h, t_q, d], [b, h_kv, t_kv, d], [b, h_kv, t_kv, d_v]]
+    }
+
+    /// The results one after the other: in f32 with the log-sum-exp, else the context as it is.
+    fn results<E: Element + WithDType>(&self, operands: &[E]) -> Result<CpuStorage> {
+        let mut rest = operands;
+        let operands = self.shapes().map(|shape| {
+            let (data, after) = rest.split_at(shape.iter().product());
+            rest = after;
+            let [_, h, t, width] = shape;
+            Strided { data, strides: [h * t * width, t * width, width] }
+        });
+        let [q, k, v] = operands;
+        let context = self.flash.attend(q, [k.into(), v.into()])?;
+        match self.flash.lse.as_ref().and_then(|lse| lse.get()) {
+            Some(lse) => {
+                let context = context.iter().map(|x| x.to_f64() as f32);
+                Ok(CpuStorage::F32(context.chain(lse.iter().copied()).collect()))
+            }
+            None => Ok(E::to_cpu_storage_owned(context)),
+        }
+    }
+
+    fn gradients<E: Element + WithDType>(
+        &self,
+        operands: &Tensor,
+        results: &Results,
+    ) -> Result<(Option<Tensor>, Vec<f32>)> {
+        let (mut start, wants_operands) = (0, operands.track_op());
+        let detached = operands.detach();
+        let [q, k, v] = self.shapes().map(|shape| {
+            let count = shape.iter().product();
+            start += count;
+            detached.narrow(0, start - count, count)?.reshape(&shape[..])
+        });
+        let wanted = Wanted { q: wants_operands, k: wants_operands, v: wants_operands, ..self.wanted };
+        let gradients = self.flash.gradients::<E>([&q?, &k?, &v?], results, wanted)?;
+        let flat = [gradients.q, gradients.k, gradients.v].into_iter().flatten().map(|tensor| tensor.flatten_all());
+        let flat: Vec<_> = flat.collect::<Result<_>>()?;
+        Ok((wants_operands.then(|| Tensor::cat(&flat, 0)).transpose()?, gradients.leaves))
+    }
+}
+
+impl CustomOp2 for JoinedFlash {
+    fn name(&self) -> &'static str {
+        "flash-attention"
+    }
+
+    fn cpu_fwd(
+        &self,
+        operands: &CpuStorage,
+        layout: &Layout,
+        _leaves: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (start, end) = (layout.start_offset(), layout.start_offset() + layout.shape().elem_count());
+        let results = match operands {
+            CpuStorage::F32(operands) => self.results(&operands[start..end])?,
+            CpuStorage::BF16(operands) => self.results(&operands[start..end])?,
+            CpuStorage::F16(operands) => self.results(&operands[start..end])?,
+            _ => return Err(self.flash.error("the fused CPU kernel takes F32, BF16 or F16")),
+        };
+        let Dims { b, h, t_q, .. } = self.flash.dims;
+        let count = self.flash.context_shape().elem_count() + if self.flash.lse.is_some() { b * h * t_q } else { 0 };
+        Ok((results, count.into()))
+    }
+
+    fn bwd(
+        &self,
+        operands: &Tensor,
+        leaves: &Tensor,
+        results: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let (shape, dtype) = (self.flash.context_shape(), operands.dtype());
+        let count = shape.elem_count();
+        let of_context =
+            |tensor: &Tensor| tensor.detach().narrow(0, 0, count)?.reshape(&shape)?.to_dtype(dtype)?.contiguous();
+        let queries = gradient.elem_count() - count;
+        let lse_gradient =
+            self.flash.lse.as_ref().map(|_| gradient.narrow(0, count, queries)?.to_vec1()).transpose()?;
+        let (context, gradient) = (of_context(results)?, of_context(gradient)?);
+        let results = Results { context: &context, gradient: &gradient, lse_gradient };
+        let (operand_gradient, leaf_gradients) = match dtype {
+            DType::BF16 => self.gradients::<bf16>(operands, &results)?,
+            DType::F16 => self.gradients::<f16>(operands, &results)?,
+            _ => self.gradients::<f32>(operands, &results)?,
+        };
+        let are_tracked = leaves.track_op().then(|| Tensor::from_vec(leaf_gradients, leaves.shape(), leaves.device()));
+        Ok((operand_gradient, are_tracked.transpose()?))
+    }
+}

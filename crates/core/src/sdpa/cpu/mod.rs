@@ -1,0 +1,326 @@
+//! The fused kernel of the CPU, as Candle's custom operations.
+
+mod backward;
+
+use std::ops::{Deref, Range};
+use std::sync::OnceLock;
+
+use candle_core::{CpuStorage, CustomOp3, DType, Error, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
+
+use super::rows::RowRanges;
+use super::validate::{self, Call};
+use super::{OutputOrder, plan, reference};
+use crate::base::rowwise::with_contiguous_rows;
+use crate::base::{executor, fits_in_memory};
+use backward::JoinedFlash;
+use candle_attention_kernels::flash::{
+    self, Alibi, Dims, Dropout, DropoutMask, KvRows, Problem, ScoreOptions, SoftmaxStats, Strided,
+};
+use candle_attention_kernels::{Element, Tier};
+
+/// Context (B, H, T_q, D_v) in the call's order.
+pub(super) fn attend(call: &Call, tier: Tier) -> Result<Tensor> {
+    Ok(run(call, tier, false)?.0)
+}
+
+/// The context, and the log-sum-exp (B, H, T_q) of each query.
+pub(super) fn attend_with_lse(call: &Call, tier: Tier) -> Result<(Tensor, Tensor)> {
+    match run(call, tier, true)? {
+        (context, Some(lse)) => Ok((context, lse)),
+        (_, None) => bail!("[{}] the kernel gave no log-sum-exp", call.op),
+    }
+}
+
+/// The context, and the log-sum-exp if it is wanted.
+fn run(call: &Call, tier: Tier, wants_lse: bool) -> Result<(Tensor, Option<Tensor>)> {
+    let validate::Dims { b, h, t_q, .. } = call.dims;
+    if wants_lse && !fits_in_memory(&[b, h, t_q]) {
+        bail!("[{}] a log-sum-exp of {:?} does not fit in memory", call.op, [b, h, t_q])
+    }
+    let (q, k, v) = (with_contiguous_rows(&call.q)?, with_contiguous_rows(&call.k)?, with_contiguous_rows(&call.v)?);
+    let leaves = Leaves::new(call)?;
+    let is_tracked = plan::tracks_gradients(call);
+    if is_tracked && call.dims.is_empty() {
+        // Candle has no views of nothing to take gradients apart with.
+        let attended = reference::attend(call)?;
+        return Ok((attended.context, wants_lse.then_some(attended.lse)));
+    }
+    let lse = wants_lse.then(OnceLock::new);
+    let flash = Flash { lse, ..Flash::new(call, tier, &leaves, is_tracked)? };
+    let (context, lse) = if !is_tracked {
+        let context = q.apply_op3_no_bwd(&k, &v, &flash)?;
+        let lse = flash.lse.and_then(OnceLock::into_inner);
+        (context, lse.map(|lse| Tensor::from_vec(lse, (b, h, t_q), call.q.device())).transpose()?)
+    } else if wants_lse || leaves.are_tracked() {
+        JoinedFlash::attend([&q, &k, &v], &leaves, flash)?
+    } else {
+        (q.apply_op3(&k, &v, flash)?, None)
+    };
+    match call.output_order {
+        OutputOrder::Bhtd => Ok((context, lse)),
+        OutputOrder::Bthd => Ok((context.transpose(1, 2)?, lse)),
+    }
+}
+
+/// The weights that a call drops.
+struct DrawnDropout {
+    mask: DrawnMask,
+    p: f64,
+}
+
+enum DrawnMask {
+    /// By the seed of Philox, which is drawn unless it was given.
+    Philox(u64),
+    /// By PyTorch's generator: a bit for each weight.
+    Kept(Vec<u8>),
+}
+
+impl DrawnDropout {
+    fn draw(call: &Call) -> Result<Option<Self>> {
+        let (p, options) = (call.options.dropout, call.options);
+        if !options.train || p == 0.0 {
+            return Ok(None);
+        }
+        let mask = match (&options.dropout_seed, options.dropout_philox_seed) {
+            (Some(seed), _) => {
+                let validate::Dims { b, h, t_q, t_kv, .. } = call.dims;
+                let keep = seed.dropout_keep((b, h, t_q, t_kv), p)?.flatten_all()?.to_vec1::<u8>()?;
+                let byte = |bits: &[u8]| bits.iter().rev().fold(0, |byte, bit| byte << 1 | bit);
+                DrawnMask::Kept(keep.chunks(8).map(byte).collect())
+            }
+            (None, Some(seed)) => DrawnMask::Philox(seed),
+            (None, None) => {
+                // 24 bits of each number, from the generator of the device.
+                let numbers = Tensor::rand(0f32, 1f32, 3, call.q.device())?.to_vec1::<f32>()?;
+                let bits = |x: f32| (f64::from(x) * f64::from(1 << 24)) as u64;
+                DrawnMask::Philox(numbers.into_iter().fold(0u64, |seed, x| seed.rotate_left(24) ^ bits(x)))
+            }
+        };
+        Ok(Some(Self { mask, p }))
+    }
+
+    fn as_kernels(&self) -> Dropout<'_> {
+        let mask = match &self.mask {
+            DrawnMask::Philox(seed) => DropoutMask::Philox(*seed),
+            DrawnMask::Kept(bits) => DropoutMask::Kept(bits),
+        };
+        Dropout { mask, p: self.p }
+    }
+}
+
+/// What a call reads besides q, k and v, in f32. Gradients flow into it.
+struct Leaves {
+    /// Broadcastable to (B, H, T_q, T_kv).
+    bias: Option<Tensor>,
+    /// (H,).
+    slopes: Option<Tensor>,
+    sinks: Option<Tensor>,
+}
+
+impl Leaves {
+    fn new(call: &Call) -> Result<Self> {
+        let floats = |tensor: &Option<Tensor>| tensor.as_ref().map(|tensor| tensor.to_dtype(DType::F32)).transpose();
+        let bias = call.mask.bias_tensor(call.score_dims(), DType::F32, call.q.device())?;
+        let narrowed = |bias: Tensor| {
+            // An entry that a view repeats is one entry, whose gradient is the sum.
+            let repeats = |dim: &usize| bias.dims()[*dim] > 1 && bias.stride()[*dim] == 0;
+            (0..4).filter(repeats).try_fold(bias.clone(), |bias, dim| bias.narrow(dim, 0, 1))
+        };
+        Ok(Self {
+            bias: bias.map(narrowed).transpose()?,
+            slopes: floats(&call.options.alibi_slopes)?,
+            sinks: floats(&call.options.sinks)?,
+        })
+    }
+
+    /// Those that are tracked for gradients, in the order of the fields.
+    fn tracked(&self) -> impl Iterator<Item = &Tensor> {
+        [&self.bias, &self.slopes, &self.sinks].into_iter().flatten().filter(|tensor| tensor.track_op())
+    }
+
+    fn are_tracked(&self) -> bool {
+        self.tracked().next().is_some()
+    }
+}
+
+/// A call without q, k and v.
+struct Flash {
+    op: &'static str,
+    tier: Tier,
+    dims: Dims,
+    scale: f64,
+    softcap: Option<f32>,
+    /// (B, T_q).
+    ranges: Vec<Range<usize>>,
+    /// (B, T_q), where there are slopes.
+    positions: Vec<f32>,
+    slopes: Option<Vec<f32>>,
+    sinks: Option<Vec<f32>>,
+    dropout: Option<DrawnDropout>,
+    /// Broadcastable to (B, H, T_q, T_kv).
+    bias: Option<Tensor>,
+    keep: Option<Tensor>,
+    /// Of keys and values of 8 bits.
+    scales: Option<[Tensor; 2]>,
+    output_order: OutputOrder,
+    /// What the forward pass leaves for the backward pass, if there is to be one.
+    stats: Option<OnceLock<Vec<SoftmaxStats>>>,
+    /// Candle's operations give one tensor; the second result leaves by here, if it is wanted.
+    lse: Option<OnceLock<Vec<f32>>>,
+}
+
+impl Flash {
+    fn new(call: &Call, tier: Tier, leaves: &Leaves, is_tracked: bool) -> Result<Self> {
+        let validate::Dims { b, h, t_q, t_kv, d, d_v } = call.dims;
+        let rows = RowRanges::new(call)?;
+        let numbers = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::to_vec1).transpose();
+        Ok(Self {
+            op: call.op,
+            tier,
+            dims: Dims { b, h, h_kv: call.k.dim(1)?, t_q, t_kv, d, d_v },
+            scale: call.scale(),
+            softcap: call.options.softcap.map(|softcap| softcap as f32),
+            ranges: rows.keys,
+            positions: rows.positions.into_iter().map(|position| position as f32).collect(),
+            slopes: numbers(&leaves.slopes)?,
+            sinks: numbers(&leaves.sinks)?,
+            dropout: DrawnDropout::draw(call)?,
+            bias: leaves.bias.as_ref().map(Tensor::detach),
+            keep: call.mask.explicit_keep(call.score_dims(), call.q.device())?,
+            scales: call.scales.cloned(),
+            output_order: call.output_order,
+            stats: is_tracked.then(OnceLock::new),
+            lse: None,
+        })
+    }
+
+    /// The context as it lies in memory.
+    fn context_shape(&self) -> Shape {
+        let Dims { b, h, t_q, d_v, .. } = self.dims;
+        match self.output_order {
+            OutputOrder::Bhtd => (b, h, t_q, d_v).into(),
+            OutputOrder::Bthd => (b, t_q, h, d_v).into(),
+        }
+    }
+
+    fn error(&self, error: impl std::fmt::Display) -> Error {
+        Error::msg(format!("[{}] {error}", self.op))
+    }
+
+    /// Gives the call to a function.
+    fn with_problem<'a, E: WithDType, R>(
+        &'a self,
+        q: Strided<'a, E, 3>,
+        [k, v]: [KvRows<'a, E>; 2],
+        run: impl FnOnce(&Problem<E>) -> Result<R>,
+    ) -> Result<R> {
+        let (bias, keep) = (self.bias.as_ref().map(read), self.keep.as_ref().map(read));
+        let scores = ScoreOptions {
+            scale: self.scale,
+            softcap: self.softcap,
+            alibi: self.slopes.as_ref().map(|slopes| Alibi { slopes, positions: &self.positions }),
+            bias: bias.as_ref().map(Read::strided).transpose()?,
+            keep: keep.as_ref().map(Read::strided).transpose()?,
+            sinks: self.sinks.as_deref(),
+            dropout: self.dropout.as_ref().map(DrawnDropout::as_kernels),
+        };
+        run(&Problem {
+            dims: self.dims,
+            q,
+            k,
+            v,
+            ranges: &self.ranges,
+            scores,
+            output_order: self.output_order,
+            executor: executor(),
+        })
+    }
+
+    /// The context, and the other results to where they are wanted.
+    fn attend<E: Element + WithDType>(&self, q: Strided<E, 3>, kv: [KvRows<E>; 2]) -> Result<Vec<E>> {
+        let (mut lse, mut stats) = (Vec::new(), Vec::new());
+        let context = self.with_problem(q, kv, |problem| {
+            let (lse, stats) = (self.lse.is_some().then_some(&mut lse), self.stats.is_some().then_some(&mut stats));
+            flash::attend_vec(problem, self.tier, lse, stats).map_err(|error| self.error(error))
+        })?;
+        // An operation that runs again, as no one does, gives the same.
+        let _ = self.lse.as_ref().map(|to| to.set(lse));
+        let _ = self.stats.as_ref().map(|to| to.set(stats));
+        Ok(context)
+    }
+
+    fn attend_to<E: Element + WithDType>(&self, [q, k, v]: [(&CpuStorage, &Layout); 3]) -> Result<Vec<E>> {
+        let scales = self.scales.as_ref().map(|scales| scales.each_ref().map(read));
+        let kv = match &scales {
+            None => [KvRows::Float(strided(k.0.as_slice()?, k.1)), KvRows::Float(strided(v.0.as_slice()?, v.1))],
+            Some([of_k, of_v]) => [
+                KvRows::Q8 { codes: strided(k.0.as_slice()?, k.1), scales: of_k.strided()? },
+                KvRows::Q8 { codes: strided(v.0.as_slice()?, v.1), scales: of_v.strided()? },
+            ],
+        };
+        self.attend(strided(q.0.as_slice()?, q.1), kv)
+    }
+}
+
+impl CustomOp3 for Flash {
+    fn name(&self) -> &'static str {
+        "flash-attention"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        q_layout: &Layout,
+        k: &CpuStorage,
+        k_layout: &Layout,
+        v: &CpuStorage,
+        v_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let operands = [(q, q_layout), (k, k_layout), (v, v_layout)];
+        let context = match q {
+            CpuStorage::F32(_) => CpuStorage::F32(self.attend_to(operands)?),
+            CpuStorage::BF16(_) => CpuStorage::BF16(self.attend_to(operands)?),
+            CpuStorage::F16(_) => CpuStorage::F16(self.attend_to(operands)?),
+            _ => return Err(self.error("the fused CPU kernel takes F32, BF16 or F16")),
+        };
+        Ok((context, self.context_shape()))
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        context: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        Ok(self.operand_gradients([q, k, v], context, gradient)?.into())
+    }
+}
+
+/// A tensor that is being read.
+struct Read<'a, G> {
+    storage: G,
+    layout: &'a Layout,
+}
+
+fn read(tensor: &Tensor) -> Read<'_, impl Deref<Target = Storage>> {
+    let (storage, layout) = tensor.storage_and_layout();
+    Read { storage, layout }
+}
+
+impl<G: Deref<Target = Storage>> Read<'_, G> {
+    fn strided<E: WithDType, const N: usize>(&self) -> Result<Strided<'_, E, N>> {
+        match &*self.storage {
+            Storage::Cpu(storage) => Ok(strided(storage.as_slice()?, self.layout)),
+            _ => bail!("expected a tensor on the CPU, found one on {:?}", self.storage.device().location()),
+        }
+    }
+}
+
+/// A view of the first N dimensions, in which a dimension of 1 in the layout stands for all entries.
+fn strided<'a, T, const N: usize>(data: &'a [T], layout: &Layout) -> Strided<'a, T, N> {
+    let stride = |n: usize| if layout.dims()[n] > 1 { layout.stride()[n] } else { 0 };
+    // A view of nothing may begin anywhere.
+    Strided { data: &data[layout.start_offset().min(data.len())..], strides: std::array::from_fn(stride) }
+}

@@ -1,0 +1,256 @@
+//! How scores become weights apart from the mask, which backend runs a call, and why.
+
+use std::fmt;
+use std::ops::Range;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use super::validate::{Call, Dims};
+use super::{HeadGroups, cuda, metal};
+use crate::init::TorchSeed;
+use crate::mask::EmptyRows;
+use candle_attention_kernels::Tier;
+
+pub use candle_attention_kernels::flash::OutputOrder;
+
+/// Which implementation runs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Backend {
+    /// The fastest that gives the right numbers for the call; never fails for want of a feature.
+    #[default]
+    Auto,
+    /// Candle's own differentiable operations: the specification, on every device.
+    Reference,
+    /// A fused kernel, or an error that says why none can run the call.
+    Fused,
+}
+
+/// Options of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), built with `with_*`.
+#[derive(Debug, Clone, Default)]
+#[must_use]
+pub struct SdpaOptions {
+    pub(crate) scale: Option<f64>,
+    pub(crate) softcap: Option<f64>,
+    pub(crate) alibi_slopes: Option<Tensor>,
+    pub(crate) sinks: Option<Tensor>,
+    pub(crate) dropout: f64,
+    pub(crate) train: bool,
+    pub(crate) dropout_seed: Option<TorchSeed>,
+    pub(crate) dropout_philox_seed: Option<u64>,
+    pub(crate) backend: Backend,
+    pub(crate) output_order: OutputOrder,
+    pub(crate) cpu_tier: Option<Tier>,
+    /// Which key head a query head reads, if not `h / (H / H_kv)`.
+    pub(crate) groups: Option<HeadGroups>,
+}
+
+impl SdpaOptions {
+    /// The factor on q kᵀ; 1/sqrt(D) unless given.
+    pub fn with_scale(mut self, scale: f64) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+
+    /// Bounds the scores to ±`softcap` by `softcap · tanh(score / softcap)`, as Gemma 2 does.
+    pub fn with_softcap(mut self, softcap: f64) -> Self {
+        self.softcap = Some(softcap);
+        self
+    }
+
+    /// ALiBi: adds `-slope · |query position - key position|` to the scores, a slope for each query head (H,).
+    /// See Press et al., <https://arxiv.org/abs/2108.12409>.
+    pub fn with_alibi_slopes(mut self, slopes: &Tensor) -> Self {
+        self.alibi_slopes = Some(slopes.clone());
+        self
+    }
+
+    /// Attention sinks: a logit for each query head (H,) that joins the softmax and takes weight, but has no value
+    /// (gpt-oss; Xiao et al., <https://arxiv.org/abs/2309.17453>). The weights of a query then sum to less than one.
+    pub fn with_sinks(mut self, sinks: &Tensor) -> Self {
+        self.sinks = Some(sinks.clone());
+        self
+    }
+
+    /// The same without sinks: of several parts of the keys, attention to one has them.
+    pub fn without_sinks(mut self) -> Self {
+        self.sinks = None;
+        self
+    }
+
+    /// Those of some of the heads.
+    pub(crate) fn of_heads(&self, heads: &Range<usize>) -> Result<Self> {
+        let mut own = self.clone();
+        for by_head in [&mut own.alibi_slopes, &mut own.sinks].into_iter().flatten() {
+            *by_head = by_head.narrow(0, heads.start, heads.len())?;
+        }
+        // The numbers that are drawn for head 0 are those of the first.
+        own.dropout_philox_seed = own.dropout_philox_seed.map(|seed| seed.wrapping_add(heads.start as u64));
+        Ok(own)
+    }
+
+    /// The same without ALiBi, and its slopes.
+    pub fn take_alibi_slopes(mut self) -> (Self, Option<Tensor>) {
+        let slopes = self.alibi_slopes.take();
+        (self, slopes)
+    }
+
+    /// Drops weights with probability `p` and divides the others by `1 - p`, if `train` is set.
+    pub fn with_dropout(mut self, p: f64, train: bool) -> Self {
+        self.dropout = p;
+        self.train = train;
+        self
+    }
+
+    /// Drops the weights that Philox 4×32-7 names for this seed, on every path and with any number of threads: word
+    /// `j % 4` of key `seed` and counter `(j / 4, i, h, b)` is of key j and query i of head h in sequence b (of packed
+    /// sequences, both counted through all of them, and b is 0). Without a seed, each call draws one.
+    pub fn with_dropout_philox_seed(mut self, seed: u64) -> Self {
+        self.dropout_philox_seed = Some(seed);
+        self
+    }
+
+    /// Draws the dropout mask from PyTorch's generator instead of the device's, for the same numbers as a PyTorch run.
+    /// It takes a bit a weight, B·H·T_q·T_kv in all; of packed sequences, the reference path draws them.
+    pub fn with_dropout_seed(mut self, seed: &TorchSeed) -> Self {
+        self.dropout_seed = Some(seed.clone());
+        self
+    }
+
+    /// Which implementation runs; [`Backend::Auto`] unless given.
+    pub fn with_backend(mut self, backend: Backend) -> Self {
+        self.backend = backend;
+        self
+    }
+
+    /// In which order the context lies in memory; [`OutputOrder::Bhtd`] unless given.
+    pub fn with_output_order(mut self, order: OutputOrder) -> Self {
+        self.output_order = order;
+        self
+    }
+
+    /// The instruction set of the fused CPU kernel, for tests and comparisons; the fastest unless given. A call fails
+    /// if the processor lacks it.
+    pub fn with_cpu_tier(mut self, tier: Tier) -> Self {
+        self.cpu_tier = Some(tier);
+        self
+    }
+}
+
+/// The backend chosen for a call: never [`Backend::Auto`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Plan {
+    /// [`Backend::Reference`] or [`Backend::Fused`].
+    pub backend: Backend,
+    /// Why, in one sentence.
+    pub reason: String,
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}: {}", self.backend, self.reason)
+    }
+}
+
+/// What a caller wants next to the context.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Wanted {
+    Context,
+    Weights,
+    LogSumExp,
+}
+
+/// What is going to run.
+pub(super) enum Choice {
+    Reference { reason: String },
+    Cpu(Tier),
+    FlashAttn(cuda::Plan),
+    Metal(metal::Plan),
+}
+
+impl Choice {
+    pub(super) fn plan(&self) -> Plan {
+        let fused = |reason: String| Plan { backend: Backend::Fused, reason };
+        match self {
+            Self::Reference { reason } => Plan { backend: Backend::Reference, reason: reason.clone() },
+            Self::Cpu(tier) => fused(format!("the CPU kernel, {tier}")),
+            Self::FlashAttn(plan) => fused(plan.to_string()),
+            Self::Metal(plan) => fused(plan.to_string()),
+        }
+    }
+}
+
+pub(super) fn choose(call: &Call, wanted: Wanted) -> Result<Choice> {
+    if call.options.backend == Backend::Reference {
+        return Ok(Choice::Reference { reason: "asked for".into() });
+    }
+    let chosen = match (obstacle_of_every_kernel(call, wanted), call.q.device()) {
+        (Some(obstacle), _) => Err(obstacle),
+        (None, Device::Cpu) if call.q.dtype() == DType::F64 => {
+            Err("the CPU kernel computes in f32, and the inputs are F64".into())
+        }
+        (None, Device::Cpu) if call.scales.is_some() && tracks_gradients(call) => {
+            Err("an input is tracked for gradients, which keys and values of 8 bits do not have".into())
+        }
+        (None, Device::Cpu) => Ok(Choice::Cpu(
+            Tier::choose(call.options.cpu_tier, call.q.dtype() == DType::BF16)
+                .map_err(|error| candle_core::Error::msg(format!("[{}] {error}", call.op)))?,
+        )),
+        (None, Device::Cuda(_)) => cuda::decide(call, wanted)?
+            .and_then(|plan| cuda::obstacle(call.q.device()).map_or(Ok(Choice::FlashAttn(plan)), Err)),
+        (None, Device::Metal(_)) => metal::decide(call, wanted)?.map(Choice::Metal),
+    };
+    match chosen {
+        Ok(choice) => Ok(choice),
+        Err(obstacle) if call.options.backend == Backend::Fused => bail!("[{}] no fused path: {obstacle}", call.op),
+        Err(reason) => Ok(Choice::Reference { reason }),
+    }
+}
+
+/// Whether an input of the call is tracked.
+pub(super) fn tracks_gradients(call: &Call) -> bool {
+    let Call { q, k, v, options, .. } = call;
+    let tensors = [Some(q), Some(k), Some(v), options.alibi_slopes.as_ref(), options.sinks.as_ref()];
+    tensors.into_iter().flatten().any(Tensor::track_op) || call.mask.tracks_gradients()
+}
+
+/// What keeps the call from every fused kernel.
+fn obstacle_of_every_kernel(call: &Call, wanted: Wanted) -> Option<String> {
+    let options = call.options;
+    if wanted == Wanted::Weights {
+        return Some("the weights are asked for, which a fused kernel never has as a whole".into());
+    }
+    let drops = options.train && options.dropout > 0.0;
+    if drops && !matches!(call.q.device(), Device::Cpu) {
+        return Some("dropout happens to the weights, which a fused kernel never has as a whole".into());
+    }
+    if drops && options.dropout_seed.is_some() && call.sequences.is_some() {
+        return Some("PyTorch's generator draws the dropout of one packed sequence after the other".into());
+    }
+    if call.mask.empty_rows() == EmptyRows::Uniform {
+        return Some("queries that see nothing are to weigh all keys alike, and fused kernels skip hidden keys".into());
+    }
+    None
+}
+
+/// What keeps the call from the fused operation of a GPU that computes in `dtypes`, whichever it is.
+pub(super) fn obstacle_of_every_gpu(call: &Call, wanted: Wanted, dtypes: &[DType]) -> Option<String> {
+    if tracks_gradients(call) {
+        return Some("has no gradients, and an input is tracked for them".into());
+    }
+    let (Dims { d, d_v, .. }, dtype) = (call.dims, call.q.dtype());
+    if !dtypes.contains(&dtype) {
+        return Some(format!("computes in {dtypes:?}, and the inputs are {dtype:?}"));
+    }
+    if wanted == Wanted::LogSumExp {
+        return Some("has no log-sum-exp".into());
+    }
+    if call.options.sinks.is_some() {
+        return Some("has no sinks".into());
+    }
+    if let Some(kind) = call.mask.tensor_kind() {
+        return Some(format!("takes no {kind} tensor"));
+    }
+    (d_v != d).then(|| format!("takes values as wide as keys, and D_v is {d_v} where D is {d}"))
+}

@@ -1,0 +1,244 @@
+//! The specification: attention in Candle's own operations, differentiable, on any device.
+
+use candle_attention_kernels::flash::philox_keeps;
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use super::softmax::{VisibleSoftmax, scalar};
+use super::validate::{Call, Dims};
+use super::{OutputOrder, PackedSequences};
+use crate::base::{accumulation_dtype, fits_in_memory};
+use crate::init::TorchSeed;
+
+pub(super) struct Attended {
+    /// (B, H, T_q, D_v) in the dtype of the queries.
+    pub context: Tensor,
+    /// (B, H, T_q, T_kv) in the dtype of the accumulation. None of packed sequences, and none without an entry on CUDA,
+    /// where Candle has no empty tensors.
+    pub weights: Option<Tensor>,
+    /// (B, H, T_q) in the dtype of the accumulation.
+    pub lse: Tensor,
+}
+
+pub(super) fn attend(call: &Call) -> Result<Attended> {
+    match call.sequences {
+        None => attend_batch(call),
+        Some(sequences) => attend_sequences(call, sequences),
+    }
+}
+
+/// Each sequence by itself. No weights: they have no one shape.
+fn attend_sequences(packed: &Call, sequences: &PackedSequences) -> Result<Attended> {
+    let (Dims { h, t_q, d_v, .. }, device) = (packed.dims, packed.q.device());
+    let (mut contexts, mut lses) = (Vec::new(), Vec::new());
+    for s in 0..sequences.len() {
+        let (queries, keys) = (sequences.queries(s), sequences.keys(s));
+        if queries.is_empty() {
+            continue;
+        }
+        let mask = packed.mask.of_sequence(s, sequences.len(), queries.len(), keys.len());
+        let [q, k, v] = sequences.narrow(s, [&packed.q, &packed.k, &packed.v])?;
+        let call = Call::new(packed.op, [&q, &k, &v], &mask, packed.options)?;
+        let own = attend_batch(&Call {
+            output_order: packed.output_order,
+            first_row_and_key: [queries.start, keys.start],
+            ..call
+        })?;
+        contexts.push(own.context.transpose(1, 2)?);
+        lses.push(own.lse);
+    }
+    let dtype = accumulation_dtype(packed.q.dtype());
+    let (context, lse) = match contexts.is_empty() {
+        true => {
+            let context = Tensor::zeros((1, t_q, h, d_v), packed.q.dtype(), device)?;
+            (context, Tensor::zeros((1, h, t_q), dtype, device)?)
+        }
+        false => (Tensor::cat(&contexts, 1)?.contiguous()?, Tensor::cat(&lses, 2)?.contiguous()?),
+    };
+    Ok(Attended { context: context.transpose(1, 2)?, weights: None, lse })
+}
+
+fn attend_batch(call: &Call) -> Result<Attended> {
+    let Dims { b, h, t_q, t_kv, d_v, .. } = call.dims;
+    if !fits_in_memory(&[b, h, t_q, t_kv]) {
+        bail!(
+            "[{}] scores of {:?} for q {:?} and k {:?} do not fit in memory",
+            call.op,
+            [b, h, t_q, t_kv],
+            call.q.dims(),
+            call.k.dims()
+        )
+    }
+    let (device, dtype) = (call.q.device(), accumulation_dtype(call.q.dtype()));
+    let keep = call.mask.keep_tensor(call.score_dims(), device)?;
+    let bias = call.mask.bias_tensor(call.score_dims(), dtype, device)?;
+    let sinks = match &call.options.sinks {
+        Some(sinks) => Some(sinks.to_dtype(dtype)?.reshape((1, h, 1, 1))?),
+        None => None,
+    };
+    if b == 0 || t_q == 0 || t_kv == 0 {
+        for shape in [&[b, h, t_q][..], &[b, h, t_q, d_v]] {
+            if !fits_in_memory(shape) {
+                bail!("[{}] a result of {shape:?} does not fit in memory", call.op)
+            }
+        }
+        let lse = match &sinks {
+            Some(sinks) => sinks.squeeze(3)?.broadcast_as((b, h, t_q))?.contiguous()?,
+            None => Tensor::full(f32::NEG_INFINITY, (b, h, t_q), device)?.to_dtype(dtype)?,
+        };
+        return Ok(Attended {
+            context: Tensor::zeros((b, h, t_q, d_v), call.q.dtype(), device)?,
+            weights: if device.is_cuda() { None } else { Some(Tensor::zeros((b, h, t_q, t_kv), dtype, device)?) },
+            lse,
+        });
+    }
+
+    // Scaling the queries is scaling the scores, over T_q · D numbers and not T_q · T_kv.
+    let queries = (call.q.to_dtype(dtype)? * call.scale())?;
+    let mut scores = grouped_matmul(&queries, &call.k.to_dtype(dtype)?.t()?)?;
+    if let Some(softcap) = call.options.softcap {
+        scores = ((scores / softcap)?.tanh()? * softcap)?;
+    }
+    if let Some(slopes) = &call.options.alibi_slopes {
+        scores = scores.broadcast_sub(&alibi_penalty(call, &slopes.to_dtype(dtype)?)?)?;
+    }
+    if let Some(bias) = bias {
+        scores = scores.broadcast_add(&bias)?;
+    }
+    let softmax = VisibleSoftmax { keep: keep.as_ref(), sinks: sinks.as_ref(), empty_rows: call.mask.empty_rows() };
+    let (weights, lse) = softmax.apply(&scores)?;
+    let weights = match Dropout::of(call) {
+        Some(drop) => dropout(&weights, drop)?,
+        None => weights,
+    };
+    let context = weighted_values(&weights, &call.v.to_dtype(dtype)?, keep.as_ref())?;
+    let context = context.to_dtype(call.q.dtype())?;
+    let context = match call.output_order {
+        OutputOrder::Bhtd => context.contiguous()?,
+        OutputOrder::Bthd => context.transpose(1, 2)?.contiguous()?.transpose(1, 2)?,
+    };
+    Ok(Attended { context, weights: Some(weights), lse })
+}
+
+/// (B, H, T, X) times (B, H_kv, X, Y): the query heads of a group are rows of one product, so that k and v are not
+/// repeated.
+fn grouped_matmul(lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
+    let (b, h, t, x) = lhs.dims4()?;
+    let (_, h_kv, _, y) = rhs.dims4()?;
+    if y == 0 {
+        return Tensor::zeros((b, h, t, y), lhs.dtype(), lhs.device());
+    }
+    let product = lhs.contiguous()?.reshape((b, h_kv, h / h_kv * t, x))?.matmul(&matmul_ready(rhs)?)?;
+    product.reshape((b, h, t, y))
+}
+
+/// Candle multiplies row- and column-major matrices in place; anything else is copied.
+fn matmul_ready(matrix: &Tensor) -> Result<Tensor> {
+    if matrix.is_contiguous() || matrix.t()?.is_contiguous() { Ok(matrix.clone()) } else { matrix.contiguous() }
+}
+
+/// `slope · |query position - key position|`, (B or 1, H, T_q, T_kv).
+fn alibi_penalty(call: &Call, slopes: &Tensor) -> Result<Tensor> {
+    let Dims { b, h, t_q, t_kv, .. } = call.dims;
+    let ranges = call.mask.resolve(b, t_q, t_kv)?;
+    let b = if ranges.positions_differ() { b } else { 1 };
+    let positions: Vec<_> = ranges.positions(b)?.into_iter().map(|position| position as f64).collect();
+    let queries = Tensor::from_vec(positions, (b, 1, t_q, 1), &Device::Cpu)?.to_dtype(slopes.dtype())?;
+    let queries = queries.to_device(slopes.device())?;
+    let keys = Tensor::arange(0, t_kv as i64, slopes.device())?.to_dtype(slopes.dtype())?.reshape((1, t_kv))?;
+    let distance = queries.broadcast_sub(&keys)?.abs()?;
+    slopes.reshape((1, h, 1, 1))?.broadcast_mul(&distance)
+}
+
+/// Dropout that is to happen.
+pub(crate) struct Dropout<'a> {
+    pub p: f64,
+    pub seed: Option<&'a TorchSeed>,
+    /// The seed of Philox, and the number of the first query and of the first key.
+    pub philox: Option<(u64, [usize; 2])>,
+}
+
+impl<'a> Dropout<'a> {
+    fn of(call: &'a Call) -> Option<Self> {
+        let options = call.options;
+        (options.train && options.dropout > 0.0).then_some(Self {
+            p: options.dropout,
+            seed: options.dropout_seed.as_ref(),
+            philox: options.dropout_philox_seed.map(|seed| (seed, call.first_row_and_key)),
+        })
+    }
+}
+
+/// Zeroes entries with probability p and divides the others by 1 - p.
+pub(crate) fn dropout(weights: &Tensor, Dropout { p, seed, philox }: Dropout) -> Result<Tensor> {
+    if p >= 1.0 {
+        return weights.zeros_like();
+    }
+    // Not Candle's own dropout, which rounds p to f32 and refuses one that becomes 1.
+    let keep = match (seed, philox) {
+        (Some(seed), _) => seed.dropout_keep(weights.shape(), p)?.to_device(weights.device())?,
+        (None, Some(philox)) => philox_keep(weights, p, philox)?,
+        (None, None) => Tensor::rand(0f32, 1f32, weights.shape(), weights.device())?.ge(p)?,
+    };
+    weights.mul(&keep.to_dtype(weights.dtype())?)? / (1.0 - p)
+}
+
+/// 1 for the weights (B, H, T_q, T_kv) that Philox keeps.
+fn philox_keep(weights: &Tensor, p: f64, (seed, [query, key]): (u64, [usize; 2])) -> Result<Tensor> {
+    let (b, h, t_q, t_kv) = weights.dims4()?;
+    let rows = b * h * t_q;
+    let of_row = |row: usize| {
+        let [b, h, i] = [row / (h * t_q), row / t_q % h, row % t_q];
+        (0..t_kv).map(move |j| u8::from(philox_keeps(seed, p, [b, h, query + i, key + j])))
+    };
+    let keep: Vec<u8> = (0..rows).flat_map(of_row).collect();
+    Tensor::from_vec(keep, weights.shape(), &Device::Cpu)?.to_device(weights.device())
+}
+
+/// Weights (B, H, T_q, T_kv) times values (B, H_kv, T_kv, D_v).
+///
+/// A hidden key has weight zero, but zero times NaN is NaN: values that are not finite are multiplied apart, so that
+/// they reach only the queries that see them.
+pub(crate) fn weighted_values(weights: &Tensor, v: &Tensor, keep: Option<&Tensor>) -> Result<Tensor> {
+    let Some(keep) = keep else { return grouped_matmul(weights, v) };
+    // x - x is 0 for finite x and NaN otherwise; reading the sum back is one number.
+    let residue = |v: Tensor| v.sub(&v)?.sum_all()?.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.to_scalar::<f64>();
+    if v.elem_count() == 0 || residue(v.detach())? == 0.0 {
+        return grouped_matmul(weights, v);
+    }
+    let finite = v.sub(v)?.eq(&v.zeros_like()?)?;
+    let context = grouped_matmul(weights, &finite.where_cond(v, &v.zeros_like()?)?)?;
+
+    // Uniform rows weigh what they do not see.
+    let weighed = weights.ne(&weights.zeros_like()?)?.to_dtype(v.dtype())?;
+    let seen = (keep.broadcast_as(weights.shape())?.to_dtype(v.dtype())? + weighed)?;
+    let value = |x: f64| scalar(x, v)?.broadcast_as(v.shape());
+    let is_nan = v.ne(v)?;
+    let is_positive = v.eq(&value(f64::INFINITY)?)?;
+    let is_negative = v.eq(&value(f64::NEG_INFINITY)?)?;
+    [(is_nan, f64::NAN), (is_positive, f64::INFINITY), (is_negative, f64::NEG_INFINITY)].into_iter().try_fold(
+        context,
+        |context, (which, special)| {
+            let reached = grouped_matmul(&seen, &which.to_dtype(v.dtype())?)?;
+            let reached = reached.ne(&reached.zeros_like()?)?;
+            let special = scalar(special, v)?.broadcast_as(context.shape())?;
+            &context + reached.where_cond(&special, &context.zeros_like()?)?
+        },
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{D, Device};
+
+    #[test]
+    fn grouped_product_equals_repeated_heads() -> Result<()> {
+        let q = Tensor::randn(0f64, 1., (2, 6, 3, 4), &Device::Cpu)?;
+        let k = Tensor::randn(0f64, 1., (2, 2, 5, 4), &Device::Cpu)?;
+        let repeated = k.unsqueeze(2)?.broadcast_as((2, 2, 3, 5, 4))?.reshape((2, 6, 5, 4))?;
+        let difference = (grouped_matmul(&q, &k.t()?)? - q.matmul(&repeated.t()?)?)?;
+        let largest = difference.abs()?.flatten_all()?.max(D::Minus1)?.to_scalar::<f64>()?;
+        assert!(largest < 1e-12, "{largest}");
+        Ok(())
+    }
+}

@@ -1,0 +1,278 @@
+//! Every shape, dtype and device check of a call, once.
+
+use candle_core::{DType, Result, Tensor, bail};
+
+use super::quantized::QuantizedKv;
+use super::{HeadGroups, OutputOrder, PackedSequences, SdpaOptions};
+use crate::base::{FLOATS, accumulation_dtype, is_addressable};
+use crate::mask::AttentionMask;
+
+/// The dimensions of a call, by the letters of the glossary.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Dims {
+    pub b: usize,
+    pub h: usize,
+    pub t_q: usize,
+    pub t_kv: usize,
+    pub d: usize,
+    pub d_v: usize,
+}
+
+impl Dims {
+    /// Whether there are no queries, no keys or no values.
+    pub fn is_empty(&self) -> bool {
+        [self.b, self.t_q, self.t_kv, self.d_v].contains(&0)
+    }
+}
+
+/// Arguments that were found to fit together.
+#[derive(Clone)]
+pub(super) struct Call<'a> {
+    pub op: &'static str,
+    /// (B, H, T_q, D)
+    pub q: Tensor,
+    /// (B, H_kv, T_kv, D); a batch of one is expanded to B, which copies nothing.
+    pub k: Tensor,
+    pub v: Tensor,
+    /// The scales (B, H_kv, T_kv, 1) of keys and of values that are codes of 8 bits.
+    pub scales: Option<&'a [Tensor; 2]>,
+    pub mask: &'a AttentionMask,
+    pub options: &'a SdpaOptions,
+    /// Of a packed call, whose q, k and v are (1, H, total, D).
+    pub sequences: Option<&'a PackedSequences>,
+    pub output_order: OutputOrder,
+    /// Of a sequence of packed ones: the numbers of its first query and first key among all.
+    pub first_row_and_key: [usize; 2],
+    pub dims: Dims,
+    /// Of q as it was given: 4, 3 without B, or 2 without B and H.
+    pub rank: usize,
+}
+
+impl<'a> Call<'a> {
+    pub(super) fn new(
+        op: &'static str,
+        qkv: [&Tensor; 3],
+        mask: &'a AttentionMask,
+        options: &'a SdpaOptions,
+    ) -> Result<Self> {
+        Self::checked(op, qkv, None, mask, options)?.with_addressable_scores()
+    }
+
+    /// A call of keys and values of 8 bits.
+    pub(super) fn quantized(
+        op: &'static str,
+        q: &Tensor,
+        QuantizedKv { k, v, scales }: &'a QuantizedKv,
+        mask: &'a AttentionMask,
+        options: &'a SdpaOptions,
+    ) -> Result<Self> {
+        Self::checked(op, [q, k, v], Some(scales), mask, options)?.with_addressable_scores()
+    }
+
+    fn with_addressable_scores(self) -> Result<Self> {
+        let (b, h, t_q, t_kv) = self.score_dims();
+        check_addressable(self.op, [&self.q, &self.k, &self.v], &[[b, h, t_q, t_kv]])?;
+        Ok(self)
+    }
+
+    /// A call over packed sequences: q (total_q, H, D), k (total_kv, H_kv, D), v (total_kv, H_kv, D_v), and the context
+    /// (1, H, total_q, D_v), a view of (1, total_q, H, D_v).
+    ///
+    /// The scores of all queries with all keys are never held at once.
+    pub(super) fn packed(
+        op: &'static str,
+        qkv: [&Tensor; 3],
+        sequences: &'a PackedSequences,
+        mask: &'a AttentionMask,
+        options: &'a SdpaOptions,
+    ) -> Result<Self> {
+        let shapes = ["(total_q, H, D)", "(total_kv, H_kv, D)", "(total_kv, H_kv, D_v)"];
+        check_ranks(op, qkv, 3, shapes)?;
+        let [q, k, v] = qkv.map(|tensor| tensor.unsqueeze(0)?.transpose(1, 2));
+        let call = Self::checked(op, [&q?, &k?, &v?], None, mask, options)?;
+        let totals = [
+            ("q", call.dims.t_q, "cu_seqlens_q", sequences.total_queries()),
+            ("k", call.dims.t_kv, "cu_seqlens_kv", sequences.total_keys()),
+        ];
+        for (name, found, lens, expected) in totals {
+            if found != expected {
+                bail!("[{op}] {name} has {found} positions, expected the {expected} that {lens} ends with")
+            }
+        }
+        if let Some(tensor) = mask.tensor_kind() {
+            bail!("[{op}] the mask has a {tensor} tensor, expected none: packed sequences have no (B, H, T_q, T_kv)")
+        }
+        if sequences.is_empty() {
+            // No sequence resolves the mask, which may be wrong all the same.
+            mask.resolve(0, 0, 0)?;
+        }
+        Ok(Self { sequences: Some(sequences), output_order: OutputOrder::Bthd, ..call })
+    }
+
+    fn checked(
+        op: &'static str,
+        qkv: [&Tensor; 3],
+        scales: Option<&'a [Tensor; 2]>,
+        mask: &'a AttentionMask,
+        options: &'a SdpaOptions,
+    ) -> Result<Self> {
+        let rank = qkv[0].rank();
+        let [q, k, v] = with_batch(op, qkv)?;
+        let dims = dims(op, [&q, &k, &v], options.groups)?;
+        let expanded = |tensor: Tensor| -> Result<Tensor> {
+            let (b, h_kv, t, d) = tensor.dims4()?;
+            if b == dims.b { Ok(tensor) } else { tensor.broadcast_as((dims.b, h_kv, t, d)) }
+        };
+        let (k, v, output_order) = (expanded(k)?, expanded(v)?, options.output_order);
+        let call = Self {
+            op,
+            q,
+            k,
+            v,
+            scales,
+            mask,
+            options,
+            sequences: None,
+            output_order,
+            first_row_and_key: [0; 2],
+            dims,
+            rank,
+        };
+        call.check_tensors()?;
+        call.check_options()?;
+        Ok(call)
+    }
+
+    /// A result (B, H, ..) in the rank of q: without B, or without B and H, where q came without them.
+    pub(super) fn in_rank_of_q(&self, result: Tensor) -> Result<Tensor> {
+        (self.rank..4).try_fold(result, |result, _| result.squeeze(0))
+    }
+
+    fn check_tensors(&self) -> Result<()> {
+        let Self { op, q, k, v, .. } = self;
+        for (name, tensor) in [("k", k), ("v", v)] {
+            if self.scales.is_none() && tensor.dtype() != q.dtype() {
+                bail!("[{op}] {name} has dtype {:?}, expected q's {:?}", tensor.dtype(), q.dtype())
+            }
+            self.check_device(name, tensor)?;
+        }
+        if !FLOATS.contains(&q.dtype()) {
+            bail!("[{op}] q has dtype {:?}, expected F32, F16, BF16 or F64", q.dtype())
+        }
+        Ok(())
+    }
+
+    fn check_device(&self, name: &str, tensor: &Tensor) -> Result<()> {
+        let (device, expected) = (tensor.device(), self.q.device());
+        if !device.same_device(expected) {
+            let (op, found, expected) = (self.op, device.location(), expected.location());
+            bail!("[{op}] {name} is on {found:?}, expected it beside q on {expected:?}")
+        }
+        Ok(())
+    }
+
+    /// (B, H, T_q, T_kv).
+    pub(super) fn score_dims(&self) -> (usize, usize, usize, usize) {
+        (self.dims.b, self.dims.h, self.dims.t_q, self.dims.t_kv)
+    }
+
+    pub(super) fn scale(&self) -> f64 {
+        self.options.scale.unwrap_or(1.0 / (self.dims.d as f64).sqrt())
+    }
+
+    fn check_options(&self) -> Result<()> {
+        let (op, options) = (self.op, self.options);
+        // What the scores are computed in has to hold the factors as well, and one over the softcap.
+        let dtype = accumulation_dtype(self.q.dtype());
+        let (least, most) = match dtype {
+            DType::F64 => (f64::MIN_POSITIVE, f64::MAX),
+            _ => (f32::MIN_POSITIVE.into(), f32::MAX.into()),
+        };
+        if let Some(scale) = options.scale.filter(|scale| !(-most..=most).contains(scale)) {
+            bail!("[{op}] scale is {scale:?}, expected a finite number in {dtype:?}")
+        }
+        if let Some(softcap) = options.softcap.filter(|softcap| !(least..=most).contains(softcap)) {
+            bail!("[{op}] softcap is {softcap:?}, expected a finite number above zero in {dtype:?}")
+        }
+        if !(0.0..=1.0).contains(&options.dropout) {
+            bail!("[{op}] dropout is {}, expected a probability from 0 to 1", options.dropout)
+        }
+        for (name, tensor) in [("alibi_slopes", &options.alibi_slopes), ("sinks", &options.sinks)] {
+            let Some(tensor) = tensor else { continue };
+            if tensor.dims() != [self.dims.h] {
+                bail!(
+                    "[{op}] {name} has shape {:?}, expected one entry for each of {} heads",
+                    tensor.dims(),
+                    self.dims.h
+                )
+            }
+            if !FLOATS.contains(&tensor.dtype()) {
+                bail!("[{op}] {name} has dtype {:?}, expected a float", tensor.dtype())
+            }
+            self.check_device(name, tensor)?;
+        }
+        Ok(())
+    }
+}
+
+/// (H, T, D) and (T, D) as (1, H, T, D).
+fn with_batch(op: &str, qkv: [&Tensor; 3]) -> Result<[Tensor; 3]> {
+    let rank = qkv[0].rank();
+    let shapes = match rank {
+        2 => ["(T_q, D)", "(T_kv, D)", "(T_kv, D_v)"],
+        3 => ["(H, T_q, D)", "(H_kv, T_kv, D)", "(H_kv, T_kv, D_v)"],
+        4 => ["(B, H, T_q, D)", "(B, H_kv, T_kv, D)", "(B, H_kv, T_kv, D_v)"],
+        _ => bail!("[{op}] q has shape {:?}, expected (B, H, T_q, D), (H, T_q, D) or (T_q, D)", qkv[0].dims()),
+    };
+    check_ranks(op, qkv, rank, shapes)?;
+    let [q, k, v] = qkv.map(|tensor| (rank..4).try_fold(tensor.clone(), |tensor, _| tensor.unsqueeze(0)));
+    Ok([q?, k?, v?])
+}
+
+fn check_ranks(op: &str, qkv: [&Tensor; 3], rank: usize, shapes: [&str; 3]) -> Result<()> {
+    for ((name, tensor), shape) in ["q", "k", "v"].into_iter().zip(qkv).zip(shapes) {
+        if tensor.rank() != rank {
+            bail!("[{op}] {name} has shape {:?}, expected {shape}", tensor.dims())
+        }
+    }
+    Ok(())
+}
+
+fn dims(op: &str, [q, k, v]: [&Tensor; 3], groups: Option<HeadGroups>) -> Result<Dims> {
+    let (b, h, t_q, d) = q.dims4()?;
+    let (b_k, h_kv, t_kv, d_k) = k.dims4()?;
+    let (b_v, h_v, t_v, d_v) = v.dims4()?;
+    let fits = |size: usize| size == b || (size == 1 && b > 0);
+    if !fits(b_k) || !fits(b_v) {
+        bail!("[{op}] q, k and v have batch sizes {b}, {b_k} and {b_v}, expected the same, or 1 for k and v")
+    }
+    if h_v != h_kv {
+        bail!("[{op}] v has {h_v} heads, expected k's {h_kv}")
+    }
+    if h == 0 || h_kv == 0 {
+        bail!("[{op}] q has {h} heads and k has {h_kv}, expected at least one")
+    }
+    match groups {
+        Some(groups) => groups.check(op, h, h_kv)?,
+        None if h.is_multiple_of(h_kv) => {}
+        None => bail!("[{op}] k has {h_kv} heads, which does not divide q's {h}"),
+    }
+    if t_v != t_kv {
+        bail!("[{op}] v has {t_v} positions, expected k's {t_kv}")
+    }
+    if d_k != d {
+        bail!("[{op}] k has head dimension {d_k}, expected q's {d}")
+    }
+    if d == 0 {
+        bail!("[{op}] q has head dimension 0, expected at least 1")
+    }
+    check_addressable(op, [q, k, v], &[[b, h, t_q, d], [b, h, t_kv, d], [b, h, t_q.max(t_kv), d_v]])?;
+    Ok(Dims { b, h, t_q, t_kv, d, d_v })
+}
+
+fn check_addressable(op: &str, [q, k, v]: [&Tensor; 3], shapes: &[[usize; 4]]) -> Result<()> {
+    if shapes.iter().any(|shape| !is_addressable(shape)) {
+        bail!("[{op}] q {:?}, k {:?} and v {:?} are too large to address", q.dims(), k.dims(), v.dims())
+    }
+    Ok(())
+}

@@ -1,0 +1,262 @@
+//! Attention over packed sequences, one after the other in one tensor: each attends to its own keys, and no padding is
+//! computed.
+
+use std::ops::Range;
+
+use candle_core::{D, DType, Device, Result, Tensor, bail};
+
+use super::plan::{self, Plan, Wanted};
+use super::validate::Call;
+use super::{SdpaOptions, context, context_and_lse};
+use crate::mask::AttentionMask;
+
+/// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention) over sequences of different lengths, packed one
+/// after the other: flash-attention's `varlen`.
+///
+/// Shapes: q (total_q, H, D), k (total_kv, H_kv, D), v (total_kv, H_kv, D_v) give a contiguous (total_q, H, D_v) in q's
+/// dtype, on q's device. Any strides are accepted. The sequences say which positions belong together; each has the numbers
+/// of a call by itself.
+///
+/// The mask holds for each sequence by itself, as for an entry of a batch: alignment, windows and bands count within
+/// the sequence; lengths, starts and prefixes are (n,), or a list of T_q entries for each of the n sequences. `keep`
+/// and `bias` tensors have no shape here, and are refused. PyTorch's generator draws the dropout of one sequence after
+/// the other; the output order of the options has no meaning here.
+///
+/// ```
+/// use candle_attention::{AttentionMask, PackedSequences, SdpaOptions, scaled_dot_product_attention_varlen};
+/// use candle_core::{Device, Tensor};
+/// # fn main() -> candle_core::Result<()> {
+/// let sequences = PackedSequences::from_lens(&[5, 3], &[5, 3])?; // cumulative: 0, 5, 8
+/// let q = Tensor::randn(0f32, 1., (8, 4, 64), &Device::Cpu)?;
+/// let kv = Tensor::randn(0f32, 1., (8, 2, 64), &Device::Cpu)?;
+/// let causal = AttentionMask::causal();
+/// let y = scaled_dot_product_attention_varlen(&q, &kv, &kv, &sequences, &causal, &SdpaOptions::default())?;
+/// assert_eq!(y.dims(), [8, 4, 64]);
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// As [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), and for cumulative lengths that end elsewhere
+/// than the tensors, and for a mask with `keep` or `bias` tensors.
+pub fn scaled_dot_product_attention_varlen(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    sequences: &PackedSequences,
+    mask: &AttentionMask,
+    options: &SdpaOptions,
+) -> Result<Tensor> {
+    let op = "scaled_dot_product_attention_varlen";
+    context(&Call::packed(op, [q, k, v], sequences, mask, options)?)?.transpose(1, 2)?.squeeze(0)
+}
+
+/// [`scaled_dot_product_attention_varlen`] that also returns the log-sum-exp of each query's scores: (H, total_q) in f32
+/// (f64 for f64 inputs), `-inf` for a query that sees no key. A sink counts as one more score.
+///
+/// # Errors
+/// As [`scaled_dot_product_attention_varlen`].
+pub fn scaled_dot_product_attention_varlen_with_lse(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    sequences: &PackedSequences,
+    mask: &AttentionMask,
+    options: &SdpaOptions,
+) -> Result<(Tensor, Tensor)> {
+    let op = "scaled_dot_product_attention_varlen_with_lse";
+    let (context, lse) = context_and_lse(&Call::packed(op, [q, k, v], sequences, mask, options)?)?;
+    Ok((context.transpose(1, 2)?.squeeze(0)?, lse.squeeze(0)?))
+}
+
+/// The backend that [`scaled_dot_product_attention_varlen`] would run for these arguments, and why.
+pub(crate) fn plan_varlen(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    sequences: &PackedSequences,
+    mask: &AttentionMask,
+    options: &SdpaOptions,
+) -> Result<Plan> {
+    Ok(plan::choose(&Call::packed("plan", [q, k, v], sequences, mask, options)?, Wanted::Context)?.plan())
+}
+
+/// Where each sequence of a packed batch begins and ends, among the queries and among the keys.
+///
+/// Sequence s has the queries `cu_seqlens_q[s]..cu_seqlens_q[s + 1]` and the keys `cu_seqlens_kv[s]..cu_seqlens_kv[s +
+/// 1]`: the cumulative lengths of flash-attention's variable-length calls. A sequence may be without queries or without
+/// keys.
+///
+/// ```
+/// use candle_attention::PackedSequences;
+/// # fn main() -> candle_core::Result<()> {
+/// let sequences = PackedSequences::from_lens(&[3, 1], &[5, 1])?;
+/// assert_eq!(sequences, PackedSequences::new(vec![0, 3, 4], vec![0, 5, 6])?);
+/// assert_eq!((sequences.queries(1), sequences.keys(1)), (3..4, 5..6));
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PackedSequences {
+    cu_seqlens_q: Vec<usize>,
+    cu_seqlens_kv: Vec<usize>,
+}
+
+impl PackedSequences {
+    /// From cumulative lengths: 0, and then the end of each sequence.
+    ///
+    /// # Errors
+    /// For lengths that do not begin with 0 or that decrease, and if there are more sequences of one kind than of the
+    /// other.
+    pub fn new(cu_seqlens_q: Vec<usize>, cu_seqlens_kv: Vec<usize>) -> Result<Self> {
+        check("cu_seqlens_q", &cu_seqlens_q)?;
+        check("cu_seqlens_kv", &cu_seqlens_kv)?;
+        if cu_seqlens_q.len() != cu_seqlens_kv.len() {
+            bail!(
+                "[packed_sequences] cu_seqlens_q has {} entries and cu_seqlens_kv has {}, expected the same",
+                cu_seqlens_q.len(),
+                cu_seqlens_kv.len()
+            )
+        }
+        Ok(Self { cu_seqlens_q, cu_seqlens_kv })
+    }
+
+    /// Self-attention: queries and keys have the same cumulative lengths.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn self_attention(cu_seqlens: Vec<usize>) -> Result<Self> {
+        Self::new(cu_seqlens.clone(), cu_seqlens)
+    }
+
+    /// From integer tensors (n + 1,) of cumulative lengths. They are read back from their device.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), for another rank, for a float tensor and for a negative entry.
+    pub fn from_tensors(cu_seqlens_q: &Tensor, cu_seqlens_kv: &Tensor) -> Result<Self> {
+        Self::new(read("cu_seqlens_q", cu_seqlens_q)?, read("cu_seqlens_kv", cu_seqlens_kv)?)
+    }
+
+    /// From the length of each sequence.
+    ///
+    /// # Errors
+    /// For more lengths of one kind than of the other, and for a sum that no tensor has.
+    pub fn from_lens(lens_q: &[usize], lens_kv: &[usize]) -> Result<Self> {
+        if lens_q.len() != lens_kv.len() {
+            bail!(
+                "[packed_sequences] lens_q has {} entries and lens_kv has {}, expected the same",
+                lens_q.len(),
+                lens_kv.len()
+            )
+        }
+        Self::new(accumulate("lens_q", lens_q)?, accumulate("lens_kv", lens_kv)?)
+    }
+
+    /// n, the number of sequences.
+    pub fn len(&self) -> usize {
+        self.cu_seqlens_q.len() - 1
+    }
+
+    /// Whether there is no sequence.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The packed queries of sequence `s`; `0..0` where there is no such sequence.
+    pub fn queries(&self, s: usize) -> Range<usize> {
+        range(&self.cu_seqlens_q, s)
+    }
+
+    /// The packed keys of sequence `s`; `0..0` where there is no such sequence.
+    pub fn keys(&self, s: usize) -> Range<usize> {
+        range(&self.cu_seqlens_kv, s)
+    }
+
+    /// Packed queries (.., total_q, D), keys and values of sequence `s`.
+    pub(crate) fn narrow(&self, s: usize, qkv: [&Tensor; 3]) -> Result<[Tensor; 3]> {
+        let (queries, keys, [q, k, v]) = (self.queries(s), self.keys(s), qkv);
+        let of = |xs: &Tensor, rows: &Range<usize>| xs.narrow(D::Minus2, rows.start, rows.len());
+        Ok([of(q, &queries)?, of(k, &keys)?, of(v, &keys)?])
+    }
+
+    /// The queries of all sequences.
+    pub fn total_queries(&self) -> usize {
+        self.cu_seqlens_q.last().copied().unwrap_or(0)
+    }
+
+    /// The keys of all sequences.
+    pub fn total_keys(&self) -> usize {
+        self.cu_seqlens_kv.last().copied().unwrap_or(0)
+    }
+}
+
+fn check(name: &str, cu_seqlens: &[usize]) -> Result<()> {
+    match cu_seqlens.first() {
+        Some(0) => {}
+        Some(first) => bail!("[packed_sequences] {name} begins with {first}, expected 0"),
+        None => bail!("[packed_sequences] {name} is empty, expected 0 and then the end of each sequence"),
+    }
+    if let Some((i, pair)) = cu_seqlens.windows(2).enumerate().find(|(_, pair)| pair[1] < pair[0]) {
+        bail!(
+            "[packed_sequences] entry {} of {name} is {}, expected at least the {} before it",
+            i + 1,
+            pair[1],
+            pair[0]
+        )
+    }
+    Ok(())
+}
+
+fn accumulate(name: &str, lens: &[usize]) -> Result<Vec<usize>> {
+    let mut cu_seqlens = vec![0];
+    let mut sum = 0usize;
+    for &len in lens {
+        let Some(next) = sum.checked_add(len) else {
+            bail!("[packed_sequences] {name} add up to more than {}", usize::MAX)
+        };
+        sum = next;
+        cu_seqlens.push(sum);
+    }
+    Ok(cu_seqlens)
+}
+
+fn read(name: &str, cu_seqlens: &Tensor) -> Result<Vec<usize>> {
+    if cu_seqlens.dtype().is_float() {
+        bail!("[packed_sequences] {name} has dtype {:?}, expected integers", cu_seqlens.dtype())
+    }
+    let &[len] = cu_seqlens.dims() else {
+        bail!("[packed_sequences] {name} has shape {:?}, expected (n + 1,)", cu_seqlens.dims())
+    };
+    // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
+    if len == 0 {
+        return Ok(Vec::new());
+    }
+    let entries = cu_seqlens.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.to_vec1::<i64>()?;
+    let non_negative = |(i, entry): (usize, i64)| match usize::try_from(entry) {
+        Ok(entry) => Ok(entry),
+        Err(_) => bail!("[packed_sequences] entry {i} of {name} is {entry}, expected zero or more"),
+    };
+    entries.into_iter().enumerate().map(non_negative).collect()
+}
+
+fn range(cu_seqlens: &[usize], s: usize) -> Range<usize> {
+    match cu_seqlens.get(s..).unwrap_or_default() {
+        [start, end, ..] => *start..*end,
+        _ => 0..0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tensors_of_any_integer_dtype_are_lists() -> Result<()> {
+        let expected = PackedSequences::new(vec![0, 2, 2, 7], vec![0, 1, 4, 4])?;
+        for dtype in [DType::U8, DType::U32, DType::I16, DType::I32, DType::I64] {
+            let tensor = |list: [u32; 4]| Tensor::new(&list, &Device::Cpu)?.to_dtype(dtype);
+            assert_eq!(PackedSequences::from_tensors(&tensor([0, 2, 2, 7])?, &tensor([0, 1, 4, 4])?)?, expected);
+        }
+        assert_eq!((expected.len(), expected.total_queries(), expected.total_keys()), (3, 7, 4));
+        assert_eq!((expected.queries(1), expected.keys(2), expected.queries(3)), (2..2, 4..4, 0..0));
+        Ok(())
+    }
+}

@@ -1,0 +1,211 @@
+//! `causal_lm` in 1, 2 and 4 processes against the logits and tokens of transformers, which the test of the example has too.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use candle_core::{Device, Result, Tensor};
+
+#[path = "../../../tests/common/gguf.rs"]
+#[allow(dead_code, reason = "what other tests use")]
+mod gguf;
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_causal_lm");
+
+fn models() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/causal_lm/models")
+}
+
+fn mpirun(args: &[&str]) -> Output {
+    Command::new("mpirun")
+        .arg("--oversubscribe")
+        .args(args)
+        .envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"), ("RAYON_NUM_THREADS", "1")])
+        .output()
+        .expect("mpirun is installed: libopenmpi-dev and openmpi-bin on Debian")
+}
+
+/// Runs a model in some processes, all of which have to succeed: stdout and stderr.
+#[track_caller]
+fn run(processes: usize, model: &Path, args: &[&str]) -> [String; 2] {
+    let (n, model) = (processes.to_string(), model.to_str().expect("UTF-8"));
+    let ran = mpirun(&[&["-n", &n, PROGRAM, "--model", model], args].concat());
+    let [out, error] = [ran.stdout, ran.stderr].map(|said| String::from_utf8(said).expect("UTF-8"));
+    assert!(ran.status.success(), "{processes} processes, {model}: {error}");
+    [out, error]
+}
+
+struct Golden {
+    ids: Vec<Vec<u32>>,
+    logits: Tensor,
+    greedy: Vec<Vec<u32>>,
+}
+
+impl Golden {
+    fn of(model: &Path) -> Result<Self> {
+        let mut tensors = candle_core::safetensors::load(model.join("golden.safetensors"), &Device::Cpu)?;
+        let mut take = |name: &str| tensors.remove(name).expect(name);
+        Ok(Self { ids: take("ids").to_vec2()?, logits: take("logits"), greedy: take("greedy").to_vec2()? })
+    }
+}
+
+fn spelled(ids: &[u32]) -> String {
+    ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
+}
+
+/// The logits that processes write are these.
+fn check_logits(processes: usize, model: &Path, ids: &[Vec<u32>], expected: &Tensor) -> Result<()> {
+    let file = tempfile::NamedTempFile::new()?;
+    let rows: Vec<_> = ids.iter().map(|row| spelled(row)).collect();
+    let rows = rows.iter().flat_map(|row| ["--ids", row.as_str()]);
+    run(processes, model, &rows.chain(["--logits", file.path().to_str().expect("UTF-8")]).collect::<Vec<_>>());
+    let written = candle_core::safetensors::load(file.path(), &Device::Cpu)?;
+    let difference = (&written["logits"] - expected)?.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()?;
+    assert!(difference < 1e-5, "{processes} processes, {}: {difference}", model.display());
+    Ok(())
+}
+
+/// The bytes that process 0 says it sent.
+fn bytes_sent(stderr: &str) -> usize {
+    let line = stderr.lines().find(|line| line.starts_with("process 0 of ")).expect("it says so");
+    line.split(' ').nth(4).and_then(|bytes| bytes.parse().ok()).expect("a number")
+}
+
+/// One of each kind: packed projections and gates, biases, learned positions, one key head, parallel blocks, norms
+/// behind the sums, experts.
+const DIVIDED: [&str; 15] = [
+    "bloom",
+    "deepseek_v2_lite",
+    "falcon",
+    "falcon_grouped",
+    "gemma3_text",
+    "glm4",
+    "gpt2",
+    "gpt_oss",
+    "granite",
+    "llama",
+    "mixtral",
+    "olmo2",
+    "opt",
+    "phi3",
+    "qwen2",
+];
+
+#[test]
+fn every_number_of_processes_gives_the_logits_of_transformers() -> Result<()> {
+    for (n, model) in DIVIDED.iter().map(|model| models().join(model)).enumerate() {
+        let golden = Golden::of(&model)?;
+        check_logits([2, 4][n % 2], &model, &golden.ids, &golden.logits)?;
+        check_logits([4, 2][n % 2], &model, &golden.ids, &golden.logits)?;
+    }
+    Ok(())
+}
+
+/// GPT-OSS's experts as they are published, twice as wide as in the folder: each half gives half of the sum.
+#[test]
+fn blocks_of_four_bits_are_divided() -> Result<()> {
+    let (model, copy) = (models().join("gpt_oss_mxfp4"), tempfile::tempdir()?);
+    let golden = Golden::of(&model)?;
+    std::fs::copy(model.join("config.json"), copy.path().join("config.json"))?;
+    let mut tensors: HashMap<_, _> = candle_core::safetensors::load(model.join("model.safetensors"), &Device::Cpu)?;
+    for (name, tensor) in &mut tensors {
+        let twice = |tensor: &Tensor, dim| Tensor::cat(&[tensor, tensor], dim);
+        *tensor = match name.rsplit_once("experts.").map_or("", |(_, name)| name) {
+            "gate_up_proj_blocks" | "gate_up_proj_scales" | "gate_up_proj_bias" => twice(tensor, 1)?,
+            "down_proj_blocks" => twice(tensor, 2)?,
+            // Exponents of 2.
+            "down_proj_scales" => twice(&(&*tensor - Tensor::ones_like(tensor)?)?, 2)?,
+            _ => continue,
+        };
+    }
+    candle_core::safetensors::save(&tensors, copy.path().join("model.safetensors"))?;
+    [1, 2].iter().try_for_each(|&processes| check_logits(processes, copy.path(), &golden.ids, &golden.logits))
+}
+
+#[test]
+fn gguf_files_are_divided() -> Result<()> {
+    let files = [("llama_tied", "llama", 4), ("qwen2", "qwen2", 2), ("phi3", "phi3", 2), ("gemma3_text", "gemma3", 4)];
+    for (model, architecture, processes) in files {
+        let (golden, file) = (Golden::of(&models().join(model))?, tempfile::NamedTempFile::new()?);
+        std::fs::write(file.path(), gguf::of_checkpoint(&models().join(model), architecture)?.bytes()?)?;
+        check_logits(processes, file.path(), &golden.ids[..1], &golden.logits.narrow(0, 0, 1)?)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn every_number_of_processes_makes_the_same_tokens() -> Result<()> {
+    let heads_and_positions = |model: &str, numbers: &[usize], divisions: &[&str]| -> Result<()> {
+        let model = models().join(model);
+        let golden = Golden::of(&model)?;
+        let prompt = spelled(&golden.ids[0][..7]);
+        for &processes in numbers {
+            for divide in divisions {
+                let args = ["--divide", divide, "--ids", &prompt, "--max-tokens", "6"];
+                let [out, said] = run(processes, &model, &args);
+                assert_eq!(out.trim(), spelled(&golden.greedy[0]), "{processes} processes, {divide}: {said}");
+            }
+        }
+        Ok(())
+    };
+    heads_and_positions("llama", &[1, 2, 4], &["heads", "positions"])?;
+    heads_and_positions("qwen3", &[2], &["heads", "positions"])?;
+    // ALiBi, latent attention, learned positions, windows and sinks, windows alone.
+    let others = ["bloom", "deepseek_v3", "gpt2", "gpt_oss", "mistral"];
+    others.iter().enumerate().try_for_each(|(n, model)| heads_and_positions(model, &[[2, 4][n % 2]], &["positions"]))
+}
+
+/// Of 37 words, which no number of processes divides.
+#[test]
+fn bytes_are_those_of_the_formula() -> Result<()> {
+    for name in ["llama", "llama_tied"] {
+        let model = models().join(name);
+        let golden = Golden::of(&model)?;
+        let text = std::fs::read_to_string(model.join("config.json"))?;
+        let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        let number = |key: &str| json[key].as_u64().expect(key) as usize;
+        let [layers, width, words] = ["num_hidden_layers", "hidden_size", "vocab_size"].map(number);
+        let (prompt, tokens) = (spelled(&golden.ids[0]), golden.ids[0].len() + 2);
+        for processes in [1, 2, 4] {
+            // The last token made is not read again. Four checksums are compared at the start.
+            let [_, said] = run(processes, &model, &["--ids", &prompt, "--max-tokens", "3"]);
+            let formula = tokens * (2 * layers + 1) * width * 4 + 3 * words.div_ceil(processes) * 4 + 4 * 8;
+            assert_eq!(bytes_sent(&said), if processes > 1 { formula } else { 0 });
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn what_differs_between_processes_is_said_at_the_start() {
+    let model = |name: &str| models().join(name).to_str().expect("UTF-8").to_string();
+    let (llama, qwen2) = (model("llama"), model("qwen2"));
+    let (one, other) = (["-n", "1", PROGRAM, "--model", &llama, "--ids", "5,7"], ["-n", "1", PROGRAM, "--model"]);
+    let cases: [(&[&str], &str); 2] =
+        [(&[&qwen2, "--ids", "5,7"], "config.json"), (&[&llama, "--ids", "5,8"], "the arguments")];
+    for (args, what) in cases {
+        let ran = mpirun(&[&one[..], &[":"], &other, args].concat());
+        let said = String::from_utf8_lossy(&ran.stderr);
+        let expected =
+            format!("[distributed] expected {what} to be the same in all processes, found another in process 1");
+        assert!(!ran.status.success() && said.contains(&expected), "{said}");
+    }
+}
+
+#[test]
+fn what_cannot_be_divided_is_an_error_of_a_process() {
+    let cases = [(
+        "gpt_oss_mxfp4",
+        "heads",
+        "[causal_lm] model.layers.0.mlp.experts.gate_up_proj_blocks has 1 units of 64, expected",
+    )];
+    for (model, divide, message) in cases {
+        let model = models().join(model);
+        let args =
+            ["-n", "2", PROGRAM, "--model", model.to_str().expect("UTF-8"), "--divide", divide, "--ids", "5,7,9"];
+        let ran = mpirun(&args);
+        let said = String::from_utf8_lossy(&ran.stderr);
+        let named = (0..2).any(|rank| said.contains(&format!("process {rank} of 2: error: {message}")));
+        assert!(!ran.status.success() && named, "{said}");
+    }
+}

@@ -1,0 +1,235 @@
+//! The tokenizer that the metadata of a GGUF file describe.
+
+use std::collections::HashMap;
+
+use candle_core::quantized::gguf_file::{Content, Value};
+use candle_core::{Result, bail};
+use serde_json::{Map, json};
+
+use super::SimpleTokenizer;
+
+const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const QWEN2: &str =
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// How `tokenizer.ggml.pre` divides a text before bytes are merged: the expression, whether each digit stands alone,
+/// whether whole words are looked up first and a text begins with its token (Llama 3), and whether texts are composed
+/// (NFC).
+const SPLITS: &[(&[&str], &str, [bool; 3])] = &[
+    (&["gpt-2", "mpt", "olmo", "phi-2"], GPT2, [false, false, false]),
+    (&["command-r", "refact", "smollm", "starcoder"], GPT2, [true, false, false]),
+    (&["falcon3", "llama-bpe", "llama-v3", "llama3"], LLAMA3, [false, true, false]),
+    (&["chatglm-bpe", "dbrx", "glm4", "smaug-bpe"], LLAMA3, [false, false, false]),
+    (&["stablelm2"], QWEN2, [false, false, false]),
+    (&["deepseek-r1-qwen", "qwen2"], QWEN2, [false, false, true]),
+];
+
+/// Kinds of tokens (`tokenizer.ggml.token_type`).
+const UNKNOWN: i64 = 2;
+const CONTROL: i64 = 3;
+const USER_DEFINED: i64 = 4;
+const BYTE: i64 = 6;
+
+/// The tokenizer of a GGUF file: byte-level BPE (`gpt2`), or SentencePiece's BPE (`llama`).
+///
+/// # Errors
+/// For a model or a division of texts that is not known, naming those that are, and for lists that are missing, of the
+/// wrong type or of different lengths.
+pub fn gguf_tokenizer(content: &Content) -> Result<SimpleTokenizer> {
+    let metadata = Metadata(content);
+    let tokens = metadata.texts("tokens")?;
+    let types = match metadata.list("token_type")? {
+        None => vec![1; tokens.len()],
+        Some(types) if types.len() == tokens.len() => types.iter().filter_map(integer).collect(),
+        Some(types) => return metadata.fail("token_type", types.len(), &format!("{} entries", tokens.len())),
+    };
+    let parts = match metadata.text("model")? {
+        "gpt2" => byte_level(&metadata)?,
+        "llama" => sentence_piece(&metadata, &tokens, &types)?,
+        other => bail!("[gguf] tokenizer.ggml.model is {other:?}, expected \"gpt2\" or \"llama\""),
+    };
+    let vocab: Map<_, _> = tokens.iter().enumerate().map(|(id, token)| (token.to_string(), json!(id))).collect();
+    let mut model = parts.model;
+    model.extend([("type".to_string(), json!("BPE")), ("vocab".to_string(), vocab.into())]);
+    let is_added = |kind: i64| matches!(kind, UNKNOWN | CONTROL | USER_DEFINED);
+    let added =
+        tokens.iter().zip(&types).enumerate().filter(|&(_, (token, &kind))| is_added(kind) && !token.is_empty());
+    let added = added.map(|(id, (token, &kind))| {
+        json!({
+            "id": id, "content": token, "special": kind != USER_DEFINED, "normalized": false,
+            "single_word": false, "lstrip": false, "rstrip": false,
+        })
+    });
+    let mut ends = [json!(null), json!(null)];
+    let mut special_tokens = Map::new();
+    for (end, name, default) in [(0, "bos", parts.adds_bos), (1, "eos", false)] {
+        if !metadata.flag(&format!("add_{name}_token"))?.unwrap_or(default) {
+            continue;
+        }
+        let id = metadata.get(&format!("{name}_token_id")).and_then(integer);
+        let Some(token) = id.and_then(|id| tokens.get(usize::try_from(id).ok()?)) else {
+            bail!("[gguf] tokenizer.ggml.{name}_token_id names no token, expected one below {}", tokens.len())
+        };
+        ends[end] = json!({"SpecialToken": {"id": token, "type_id": 0}});
+        special_tokens.insert(token.to_string(), json!({"id": token, "ids": [id], "tokens": [token]}));
+    }
+    let [bos, eos] = ends;
+    let template = |sequences: &[&str]| {
+        let sequences = sequences.iter().map(|id| json!({"Sequence": {"id": id, "type_id": 0}}));
+        let all = [bos.clone()].into_iter().chain(sequences).chain([eos.clone()]);
+        all.filter(|part| !part.is_null()).collect::<Vec<_>>()
+    };
+    let tokenizer = json!({
+        "version": "1.0",
+        "added_tokens": added.collect::<Vec<_>>(),
+        "normalizer": parts.normalizer,
+        "pre_tokenizer": parts.pre_tokenizer,
+        "post_processor": {
+            "type": "TemplateProcessing", "single": template(&["A"]), "pair": template(&["A", "B"]),
+            "special_tokens": special_tokens,
+        },
+        "decoder": parts.decoder,
+        "model": model,
+    });
+    Ok(SimpleTokenizer::from_bytes(tokenizer.to_string())?)
+}
+
+/// What differs between models, as a tokenizer.json has it.
+struct Parts {
+    model: Map<String, serde_json::Value>,
+    normalizer: serde_json::Value,
+    pre_tokenizer: serde_json::Value,
+    decoder: serde_json::Value,
+    adds_bos: bool,
+}
+
+fn object(fields: serde_json::Value) -> Map<String, serde_json::Value> {
+    match fields {
+        serde_json::Value::Object(fields) => fields,
+        _ => Map::new(),
+    }
+}
+
+fn byte_level(metadata: &Metadata) -> Result<Parts> {
+    let pre = metadata.text("pre")?;
+    let Some(&(_, regex, [digits, is_llama3, composes])) = SPLITS.iter().find(|(names, ..)| names.contains(&pre))
+    else {
+        let mut known: Vec<_> = SPLITS.iter().flat_map(|(names, ..)| *names).copied().collect();
+        known.sort_unstable();
+        bail!("[gguf] tokenizer.ggml.pre is {pre:?}, expected one of: {}", known.join(", "))
+    };
+    let mut merges = Vec::new();
+    for merge in metadata.texts("merges")? {
+        match merge.split_once(' ') {
+            Some(pair) => merges.push(json!([pair.0, pair.1])),
+            None => return metadata.fail("merges", format!("{merge:?}"), "two tokens with a space between"),
+        }
+    }
+    let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+    let split = json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false});
+    let digits = digits.then(|| json!({"type": "Digits", "individual_digits": true}));
+    let steps: Vec<_> = digits.into_iter().chain([split, bytes.clone()]).collect();
+    Ok(Parts {
+        model: object(json!({"merges": merges, "ignore_merges": is_llama3})),
+        normalizer: if composes { json!({"type": "NFC"}) } else { json!(null) },
+        pre_tokenizer: json!({"type": "Sequence", "pretokenizers": steps}),
+        decoder: bytes,
+        adds_bos: is_llama3,
+    })
+}
+
+/// The merges of SentencePiece are those that make a token of two others, that of the highest score first.
+fn sentence_piece(metadata: &Metadata, tokens: &[&str], types: &[i64]) -> Result<Parts> {
+    let scores = metadata.list("scores")?.unwrap_or_default();
+    if scores.len() != tokens.len() {
+        return metadata.fail("scores", scores.len(), &format!("{} entries", tokens.len()));
+    }
+    let ids: HashMap<_, _> = tokens.iter().enumerate().map(|(id, token)| (*token, id)).collect();
+    let mut merges = Vec::new();
+    for ((token, score), kind) in tokens.iter().zip(scores).zip(types) {
+        if matches!(*kind, UNKNOWN | CONTROL | BYTE) {
+            continue;
+        }
+        let Ok(score) = score.to_f32() else { return metadata.fail("scores", format!("{score:?}"), "numbers") };
+        let pairs = token.char_indices().skip(1).map(|(at, _)| token.split_at(at));
+        let pairs = pairs.filter_map(|pair| Some((pair, (*ids.get(pair.0)?, *ids.get(pair.1)?))));
+        merges.extend(pairs.map(|(pair, ids)| (score, ids, pair)));
+    }
+    merges.sort_by(|(a, ids_a, _), (b, ids_b, _)| b.total_cmp(a).then(ids_a.cmp(ids_b)));
+    let merges: Vec<_> = merges.iter().map(|(_, _, pair)| json!([pair.0, pair.1])).collect();
+    let spaced = metadata.flag("add_space_prefix")?.unwrap_or(true);
+    let unknown = types.iter().position(|&kind| kind == UNKNOWN).map(|id| tokens[id]);
+    let prefix = spaced.then(|| json!({"type": "Prepend", "prepend": "▁"}));
+    let normalizers =
+        prefix.into_iter().chain([json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})]);
+    let strip = spaced.then(|| json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));
+    let decoders = [
+        json!({"type": "Replace", "pattern": {"String": "▁"}, "content": " "}),
+        json!({"type": "ByteFallback"}),
+        json!({"type": "Fuse"}),
+    ];
+    Ok(Parts {
+        model: object(json!({"merges": merges, "unk_token": unknown, "fuse_unk": true, "byte_fallback": true})),
+        normalizer: json!({"type": "Sequence", "normalizers": normalizers.collect::<Vec<_>>()}),
+        pre_tokenizer: json!(null),
+        decoder: json!({"type": "Sequence", "decoders": decoders.into_iter().chain(strip).collect::<Vec<_>>()}),
+        adds_bos: true,
+    })
+}
+
+/// The keys of `tokenizer.ggml`.
+struct Metadata<'a>(&'a Content);
+
+impl<'a> Metadata<'a> {
+    fn fail<T>(&self, key: &str, found: impl std::fmt::Display, expected: &str) -> Result<T> {
+        bail!("[gguf] tokenizer.ggml.{key} has {found}, expected {expected}")
+    }
+
+    fn get(&self, key: &str) -> Option<&'a Value> {
+        self.0.metadata.get(&format!("tokenizer.ggml.{key}"))
+    }
+
+    fn list(&self, key: &str) -> Result<Option<&'a [Value]>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Array(list)) => Ok(Some(list)),
+            Some(other) => self.fail(key, format!("{other:?}"), "a list"),
+        }
+    }
+
+    fn texts(&self, key: &str) -> Result<Vec<&'a str>> {
+        let Some(list) = self.list(key)? else { bail!("[gguf] the metadata has no tokenizer.ggml.{key}") };
+        let text = |value: &'a Value| match value {
+            Value::String(text) => Ok(text.as_str()),
+            other => self.fail(key, format!("{other:?}"), "texts"),
+        };
+        list.iter().map(text).collect()
+    }
+
+    fn text(&self, key: &str) -> Result<&'a str> {
+        match self.get(key) {
+            Some(Value::String(text)) => Ok(text),
+            Some(other) => self.fail(key, format!("{other:?}"), "a text"),
+            None => bail!("[gguf] the metadata has no tokenizer.ggml.{key}"),
+        }
+    }
+
+    fn flag(&self, key: &str) -> Result<Option<bool>> {
+        match self.get(key) {
+            None => Ok(None),
+            Some(Value::Bool(flag)) => Ok(Some(*flag)),
+            Some(other) => self.fail(key, format!("{other:?}"), "true or false"),
+        }
+    }
+}
+
+fn integer(value: &Value) -> Option<i64> {
+    match *value {
+        Value::I8(number) => Some(number.into()),
+        Value::I16(number) => Some(number.into()),
+        Value::I32(number) => Some(number.into()),
+        Value::I64(number) => Some(number),
+        ref value => value.to_u64().ok()?.try_into().ok(),
+    }
+}

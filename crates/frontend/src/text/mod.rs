@@ -1,0 +1,139 @@
+//! From text to the layer's input: [`SimpleTokenizer`] gives ids (B, T), [`EmbeddingLayer`] gives vectors (B, T, E).
+
+mod embedding;
+mod error;
+mod gguf;
+mod pipeline;
+mod tokenizer;
+
+use candle_core::{Device, Result, Tensor};
+use tokenizers::{PaddingDirection, PaddingParams};
+
+use candle_attention_core::ValidLens;
+pub use embedding::{EmbeddingConfig, EmbeddingLayer};
+pub use error::TokenizerError;
+pub use gguf::gguf_tokenizer;
+pub use tokenizer::{SimpleTokenizer, SpecialTokens, Split};
+
+/// One text, or two, as ids and tokens; all lists have the same length T.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Encoding {
+    /// The ids, (T,).
+    pub ids: Vec<u32>,
+    /// The word, or the part of a word, that each id stands for.
+    pub tokens: Vec<String>,
+    /// Which text each id is of where there are two, as the file says (`token_type_ids`); 0 for one text as a rule.
+    pub type_ids: Vec<u32>,
+    /// The number of tokens at the end of the text that truncation left out.
+    pub num_truncated: usize,
+}
+
+/// The side of a row that padding is on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PaddingSide {
+    /// Before the text, so that all texts end together (generation by decoder-only models).
+    Left,
+    /// After the text.
+    Right,
+}
+
+/// A batch of B texts, padded to one length T, that of the longest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    ids: Vec<Vec<u32>>,
+    tokens: Vec<Vec<String>>,
+    lens: Vec<usize>,
+    num_truncated: Vec<usize>,
+    seq_len: usize,
+    side: PaddingSide,
+}
+
+impl Batch {
+    fn new(mut rows: Vec<Encoding>, padding: Option<PaddingParams>) -> std::result::Result<Self, TokenizerError> {
+        let lens: Vec<usize> = rows.iter().map(|row| row.ids.len()).collect();
+        let (Some(&shortest), Some(&longest)) = (lens.iter().min(), lens.iter().max()) else {
+            return Err(TokenizerError::EmptyBatch);
+        };
+        let is_left = padding.as_ref().is_some_and(|padding| matches!(padding.direction, PaddingDirection::Left));
+        let side = if is_left { PaddingSide::Left } else { PaddingSide::Right };
+        if let Some(padding) = padding {
+            for row in &mut rows {
+                let at = if is_left { 0 } else { row.ids.len() };
+                let missing = longest - row.ids.len();
+                row.ids.splice(at..at, std::iter::repeat_n(padding.pad_id, missing));
+                row.tokens.splice(at..at, std::iter::repeat_n(padding.pad_token.clone(), missing));
+            }
+        } else if shortest < longest {
+            return Err(TokenizerError::NoPadding { shortest, longest });
+        }
+        let num_truncated = rows.iter().map(|row| row.num_truncated).collect();
+        let (ids, tokens) = rows.into_iter().map(|row| (row.ids, row.tokens)).unzip();
+        Ok(Self { ids, tokens, lens, num_truncated, seq_len: longest, side })
+    }
+
+    /// The ids with padding, (B, T).
+    pub fn ids(&self) -> &[Vec<u32>] {
+        &self.ids
+    }
+
+    /// The tokens with padding, (B, T).
+    pub fn tokens(&self) -> &[Vec<String>] {
+        &self.tokens
+    }
+
+    /// The number of tokens in each text, without padding, (B,).
+    pub fn lens(&self) -> &[usize] {
+        &self.lens
+    }
+
+    /// The number of tokens that truncation left out of each text, (B,).
+    pub fn num_truncated(&self) -> &[usize] {
+        &self.num_truncated
+    }
+
+    /// B, the number of texts; at least 1.
+    pub fn batch_size(&self) -> usize {
+        self.ids.len()
+    }
+
+    /// T, the length of each row with its padding; 0 where all texts are empty.
+    pub fn seq_len(&self) -> usize {
+        self.seq_len
+    }
+
+    /// The side on which the rows are padded.
+    pub fn padding_side(&self) -> PaddingSide {
+        self.side
+    }
+
+    /// The ids with padding as a u32 tensor (B, T).
+    ///
+    /// # Errors
+    ///
+    /// What the device gives.
+    pub fn ids_tensor(&self, device: &Device) -> Result<Tensor> {
+        Tensor::from_vec(self.ids.concat(), (self.batch_size(), self.seq_len), device)
+    }
+
+    /// The number of tokens in each text, (B,), for `AttentionMask::with_valid_lens`: keys at and past the length
+    /// are padding.
+    ///
+    /// # Errors
+    ///
+    /// [`TokenizerError::PaddedOnTheLeft`] if the tokenizer pads on the left, whether or not this batch has padding:
+    /// there the first keys are padding, and [`starts`](Self::starts) describes them.
+    pub fn valid_lens(&self) -> std::result::Result<ValidLens, TokenizerError> {
+        match self.side {
+            PaddingSide::Right => Ok(ValidLens::from(self.lens.clone())),
+            PaddingSide::Left => Err(TokenizerError::PaddedOnTheLeft),
+        }
+    }
+
+    /// The position of each text's first token, (B,), for `AttentionMask::with_starts`: keys before it are padding.
+    /// All zero if the padding is on the right.
+    pub fn starts(&self) -> ValidLens {
+        let is_left = self.side == PaddingSide::Left;
+        ValidLens::from(self.lens.iter().map(|len| if is_left { self.seq_len - len } else { 0 }).collect::<Vec<_>>())
+    }
+}
