@@ -92,25 +92,17 @@ impl RingAttention {
             let next = processes.send_recv(&held, &shapes, &mut attend)?;
             held = next.try_into().map_err(|_| candle_core::Error::msg("[ring_attention] expected keys and values"))?;
         }
-        let (b, h, _, _) = q.dims4()?;
-        let unseen = |t| {
-            let lse_dtype = if q.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
-            let lse = Tensor::full(f32::NEG_INFINITY, (b, h, t), q.device())?.to_dtype(lse_dtype)?;
-            Ok((Tensor::zeros((b, h, t, v.dim(3)?), q.dtype(), q.device())?, lse))
-        };
-        let mut parts = Vec::new();
-        for Run { queries, attended } in runs {
-            parts.push(attended.map_or_else(|| unseen(queries.len()), Ok)?);
+        let attended = runs.into_iter().filter_map(|run| run.attended);
+        let (contexts, lses) = attended.unzip::<_, _, Vec<_>, Vec<_>>();
+        if contexts.is_empty() {
+            // Of no positions.
+            return scaled_dot_product_attention_with_lse(q, k, v, &AttentionMask::none(), &self.options);
         }
-        if parts.is_empty() {
-            return unseen(0);
-        }
-        let (contexts, lses) = parts.into_iter().unzip::<_, _, Vec<_>, Vec<_>>();
         Ok((Tensor::cat(&contexts, 2)?, Tensor::cat(&lses, 2)?))
     }
 
-    /// Attends from the queries of each run to the keys and values `held`, which are of the positions `keys`, as far as
-    /// the mask leaves any.
+    /// Attends from the queries of each run to the keys and values `held`, which are of the positions `keys`: to their
+    /// own ones, and to others as far as the mask leaves any.
     fn attend_to(&self, q: &Tensor, held: &[Tensor; 2], keys: &[Range<usize>], runs: &mut [Run]) -> Result<()> {
         let (b, mut first_query) = (q.dim(0)?, 0);
         for Run { queries, attended } in runs {
@@ -122,12 +114,13 @@ impl RingAttention {
                 first_key += len;
                 let mask = self.mask.of_part(b, queries.clone(), keys.clone())?;
                 let seen = mask.resolve(b, queries.len(), len)?;
-                if (0..b).all(|b| (0..queries.len()).all(|query| seen.kv_range(b, query).is_empty())) {
+                let is_own = keys == queries;
+                if !is_own && (0..b).all(|b| (0..queries.len()).all(|query| seen.kv_range(b, query).is_empty())) {
                     continue;
                 }
                 let [k, v] = [held[0].narrow(2, start, len)?, held[1].narrow(2, start, len)?];
-                // A query's sink is one more score, and counts beside its own key.
-                let options = if keys == queries { self.options.clone() } else { self.options.clone().without_sinks() };
+                // A query's sink is one more score, and counts beside its own key, which may be hidden.
+                let options = if is_own { self.options.clone() } else { self.options.clone().without_sinks() };
                 let part = scaled_dot_product_attention_with_lse(&own, &k, &v, &mask, &options)?;
                 *attended = Some(match attended.take() {
                     None => part,
@@ -166,7 +159,7 @@ impl RingAttention {
     }
 }
 
-/// Queries of successive positions, and their context and log-sum-exp so far.
+/// Queries of successive positions, and their context and log-sum-exp so far, from their own keys on.
 struct Run {
     queries: Range<usize>,
     attended: Option<(Tensor, Tensor)>,

@@ -188,6 +188,10 @@ mod in_processes {
                 (64, causal.clone(), plain.clone().with_alibi_slopes(&slopes)),
                 (64, none.clone(), plain.clone().with_alibi_slopes(&slopes).with_sinks(&sinks)),
                 (64, AttentionMask::causal_with_offset(2), plain.clone()),
+                // Positions whose own keys are hidden have their sinks, and a process may have no position.
+                (8, none.clone().with_valid_lens(vec![5, 0]), plain.clone().with_sinks(&sinks)),
+                (9, causal.clone().with_starts(vec![4, 9]), plain.clone().with_sinks(&sinks)),
+                (1, none.clone(), plain.clone().with_sinks(&sinks)),
             ];
             for (seed, (t, mask, options)) in cases.into_iter().enumerate() {
                 let seed = seed as u32 + 1;
@@ -201,7 +205,9 @@ mod in_processes {
                 let order = ZigZag::new(t, processes);
                 if device.is_cuda() && t < 2 * processes.size() {
                     let text = order.split(&q, 2).expect_err("empty parts").to_string();
-                    assert!(text.starts_with("[zigzag] expected at least 8 positions on CUDA, found 5"), "{text}");
+                    let expected =
+                        format!("[zigzag] expected at least {} positions on CUDA, found {t}", 2 * processes.size());
+                    assert!(text.starts_with(&expected), "{text}");
                     continue;
                 }
                 let [own_q, own_k, own_v] = [order.split(&q, 2)?, order.split(&k, 2)?, order.split(&v, 2)?];
