@@ -3,6 +3,9 @@
 use candle_core::{Device, Result, Tensor, bail};
 
 /// The processes that compute something together. Each of them makes the same calls in the same order.
+///
+/// Gradients do not go from process to process. Implementations that send tensors refuse those that are tracked for
+/// gradients, which would be lost; [`SingleProcess`] returns its tensors as they are.
 pub trait Communicator {
     /// Which process this is, from 0 on.
     fn rank(&self) -> usize;
@@ -13,7 +16,7 @@ pub trait Communicator {
     /// The sum over all processes of tensors of one shape and dtype.
     ///
     /// # Errors
-    /// For dtypes that the library does not have, and if it fails.
+    /// For dtypes that the library does not have, for a tensor that is tracked for gradients, and if it fails.
     fn all_reduce_sum(&self, xs: &Tensor) -> Result<Tensor>;
 
     /// The tensors of all processes, of one shape and dtype, in the order of their ranks.
@@ -94,6 +97,18 @@ pub fn check_same(processes: &dyn Communicator, what: &str, bytes: &[u8]) -> Res
         )
     }
     Ok(())
+}
+
+/// Refuses tensors that are tracked for gradients, where these would be lost.
+pub(crate) fn expect_untracked(op: &str, tensors: &[&Tensor]) -> Result<()> {
+    match tensors.iter().find(|xs| xs.track_op() && xs.dtype().is_float()) {
+        None => Ok(()),
+        Some(xs) => bail!(
+            "[{op}] a tensor {:?} is tracked for gradients, which would be lost; expected a layer that is frozen \
+             (`mha.freeze()?`) and an input that is detached (`xs.detach()`)",
+            xs.dims()
+        ),
+    }
 }
 
 /// Does something with the type of a tensor's numbers, if it is one of those that a library transfers, and fails with a

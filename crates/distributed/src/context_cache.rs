@@ -4,6 +4,7 @@ use candle_attention::merge_attention;
 use candle_core::{D, DType, Result, Tensor, bail};
 use candle_nn::kv_cache::KvCache;
 
+use crate::communicator::expect_untracked;
 use crate::{Communicator, RingAttention, ZigZag};
 
 /// The keys and values of a layer, of which each process holds some: those of its positions of the prompt, and of the
@@ -38,8 +39,10 @@ impl ContextCache {
     /// beginning of the sequence.
     ///
     /// # Errors
-    /// If they are not of the positions that the order gives this process, or not the first ones.
+    /// If they are not of the positions that the order gives this process, or not the first ones, and if they are
+    /// tracked for gradients, which the cache would lose.
     pub fn append_prompt(&mut self, k: &Tensor, v: &Tensor, order: &ZigZag) -> Result<()> {
+        expect_untracked("context_cache", &[k, v])?;
         let positions: Vec<_> = order.positions().collect();
         if self.len > 0 || k.dim(2)? != positions.len() {
             bail!(
@@ -59,12 +62,13 @@ impl ContextCache {
     /// D_v).
     ///
     /// # Errors
-    /// For more than one token, and those of [`RingAttention::attend`].
+    /// For more than one token, for tensors that are tracked for gradients, and those of [`RingAttention::attend`].
     pub fn decode(&mut self, qkv: [&Tensor; 3], ring: &RingAttention, processes: &dyn Communicator) -> Result<Tensor> {
         let [q, k, v] = qkv;
         if q.dim(2)? != 1 || k.dim(2)? != 1 || v.dim(2)? != 1 {
             bail!("[context_cache] expected one token, found q {:?}, k {:?} and v {:?}", q.dims(), k.dims(), v.dims())
         }
+        expect_untracked("context_cache", &qkv)?;
         let (position, keeps) = (self.len, self.decoded % processes.size() == processes.rank());
         if keeps {
             self.own.append(&k.contiguous()?, &v.contiguous()?)?;

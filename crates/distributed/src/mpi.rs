@@ -20,6 +20,7 @@ use mpi::environment::Universe;
 use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator as _, CommunicatorCollectives, Destination, Equivalence, Source};
 
+use crate::communicator::expect_untracked;
 use crate::{Communicator, check_same};
 
 /// Does something with the type of a tensor's numbers.
@@ -119,8 +120,9 @@ impl Mpi {
         let _ = std::io::stderr().write_all(line.as_bytes());
     }
 
-    /// Counts a tensor that is sent; `copies` of it are one buffer.
+    /// Checks and counts a tensor that is sent; `copies` of it are one buffer.
     fn count(&self, xs: &Tensor, copies: usize) -> Result<()> {
+        expect_untracked("mpi", &[xs])?;
         if i32::try_from(xs.elem_count().saturating_mul(copies)).is_err() {
             bail!("[mpi] {copies} tensors {:?} have more numbers than MPI counts, expected less than 2^31", xs.dims())
         }

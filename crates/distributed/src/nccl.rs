@@ -12,6 +12,7 @@ use candle_core::{CudaStorage, Device, Error, Result, Storage, Tensor, bail};
 use half::{bf16, f16};
 
 use crate::Communicator;
+use crate::communicator::expect_untracked;
 
 /// One process's GPU among those of all processes. What is sent has a stream of its own beside the device's, and each
 /// waits for the other where it needs to. Tensors on the CPU go through the GPU's memory.
@@ -42,6 +43,7 @@ impl Nccl {
 
     /// A tensor as NCCL sends it: on the GPU, and all of its storage.
     fn sent(&self, xs: &Tensor) -> Result<Tensor> {
+        expect_untracked("nccl", &[xs])?;
         xs.to_device(&Device::Cuda(self.device.clone()))?.force_contiguous()
     }
 

@@ -7,6 +7,7 @@ use candle_attention::{
 };
 use candle_core::{DType, Result, Tensor, bail};
 
+use crate::communicator::expect_untracked;
 use crate::{Communicator, ZigZag};
 
 /// Ring attention (Liu et al. 2023, arXiv:2310.01889): each process keeps the queries of its positions, and keys and
@@ -17,6 +18,10 @@ use crate::{Communicator, ZigZag};
 /// Several add up the parts of a query in another order than one would, so that results of different numbers of
 /// processes differ by roundings, about 1e-6 of the values; those of one number of processes are the same bits every
 /// time.
+///
+/// It is for inference. Gradients of keys and values would have to come back from other processes, but Candle computes
+/// in each process only those that its own loss reaches, so that one could wait for another that never answers. Several
+/// processes refuse keys and values that are tracked for gradients; queries stay where they are and may be tracked.
 ///
 /// ```
 /// use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig};
@@ -61,9 +66,10 @@ impl RingAttention {
     /// D_v) of its queries over the keys of all processes, and the log-sum-exp (B, H, T).
     ///
     /// # Errors
-    /// If the tensors do not have this process's positions; for a mask with `keep` or `bias` tensors, as relative
-    /// biases and keys that a layer appends are; and those of
-    /// [`scaled_dot_product_attention`](candle_attention::scaled_dot_product_attention) and of the processes.
+    /// If the tensors do not have this process's positions; in several processes, for keys and values that are tracked
+    /// for gradients; for a mask with `keep` or `bias` tensors, as relative biases and keys that a layer appends are;
+    /// and those of [`scaled_dot_product_attention`](candle_attention::scaled_dot_product_attention) and of the
+    /// processes.
     pub fn attend(&self, qkv: [&Tensor; 3], order: &ZigZag, processes: &dyn Communicator) -> Result<(Tensor, Tensor)> {
         let (rank, size) = (processes.rank(), processes.size());
         order.check_parts(qkv[0])?;
@@ -77,6 +83,9 @@ impl RingAttention {
             }
         }
         let [q, k, v] = qkv;
+        if size > 1 {
+            expect_untracked("ring_attention", &[k, v])?;
+        }
         let mut runs: Vec<_> = order.runs(rank).into_iter().map(|queries| Run { queries, attended: None }).collect();
         let mut held = [k.clone(), v.clone()];
         for step in 0..size {

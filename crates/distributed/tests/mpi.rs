@@ -8,8 +8,8 @@ use candle_attention::{
     scaled_dot_product_attention_with_lse,
 };
 use candle_attention_distributed::mpi::run;
-use candle_attention_distributed::{Communicator, ContextCache, RingAttention, ZigZag, check_same};
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_attention_distributed::{Communicator, ContextCache, RingAttention, SingleProcess, ZigZag, check_same};
+use candle_core::{DType, Device, Result, Tensor, Var, bail};
 use candle_nn::VarBuilder;
 
 /// Runs an ignored test of this file in `processes`.
@@ -92,6 +92,11 @@ fn collectives() {
 #[test]
 fn ring_attention_is_attention_over_all_keys() {
     in_every_number("in_processes::ring_attention");
+}
+
+#[test]
+fn gradients_are_right_or_an_error() {
+    in_every_number("in_processes::gradients");
 }
 
 #[test]
@@ -240,6 +245,69 @@ mod in_processes {
             let text =
                 RingAttention::default().attend([&q, &q, &q], &order, processes).expect_err("too long").to_string();
             assert!(text.starts_with("[ring_attention] expected (B, H, "), "{text}");
+            Ok(())
+        });
+    }
+
+    /// What would be lost is an error; what stays in its process has its gradients.
+    #[test]
+    #[ignore = "run by mpirun"]
+    fn gradients() {
+        #[track_caller]
+        fn assert_refused<T>(result: Result<T>, op: &str) {
+            let text = result.err().expect("a tracked tensor").to_string();
+            let expected = format!("[{op}] a tensor [1, 2, ");
+            assert!(text.starts_with(&expected) && text.contains("detach()") && text.contains("freeze()"), "{text}");
+        }
+        in_a_process(|processes, device| {
+            let library = if device.is_cuda() { "nccl" } else { "mpi" };
+            let order = ZigZag::new(24, processes);
+            let sinks = Tensor::new(&[0.5f32, -1.0], device)?;
+            let (mask, options) = (AttentionMask::causal().with_window(5), SdpaOptions::default().with_sinks(&sinks));
+            let (ring, alone) = (RingAttention::new(&mask, &options), processes.size() == 1);
+            let whole = [1, 2, 3].map(|seed| Var::from_tensor(&numbers((1, 2, 24, 4), seed, device)?));
+            let [q, k, v] = whole.into_iter().collect::<Result<Vec<_>>>()?.try_into().expect("three");
+            let (expected, _) = scaled_dot_product_attention_with_lse(&q, &k, &v, &mask, &options)?;
+            let expected = expected.sqr()?.sum_all()?.backward()?;
+
+            let own = |xs: &Tensor| order.split(xs, 2);
+            let tracked = [own(&q)?, own(&k)?, own(&v)?];
+            let plain = tracked.each_ref().map(Tensor::detach);
+            for of in 0..3 {
+                let mut qkv = plain.each_ref();
+                qkv[of] = &tracked[of];
+                let attended = ring.attend(qkv, &order, processes);
+                if of > 0 && !alone {
+                    assert_refused(attended, "ring_attention");
+                    continue;
+                }
+                let gradients = attended?.0.sqr()?.sum_all()?.backward()?;
+                let xs = [&q, &k, &v][of];
+                let [found, expected] = [&gradients, &expected].map(|all| all.get(xs).expect("a gradient"));
+                assert!(difference(&own(found)?, &own(expected)?)? < 1e-5, "{of}");
+            }
+
+            let xs = &tracked[0];
+            assert_refused(processes.all_reduce_sum(xs), library);
+            assert_refused(processes.all_reduce_sum(&xs.to_dtype(DType::BF16)?), library);
+            assert_refused(processes.all_gather(xs), library);
+            let shapes = [xs.dims().to_vec()];
+            assert_refused(processes.send_recv(std::slice::from_ref(xs), &shapes, &mut || Ok(())), library);
+            assert_refused(order.gather(xs, 2, processes), library);
+            // Integers have no gradients.
+            assert_eq!(processes.all_gather(&xs.argmax(3)?)?.len(), processes.size());
+
+            let mut cache = ContextCache::new(8);
+            assert_refused(cache.append_prompt(&plain[1], &tracked[2], &order), "context_cache");
+            assert_refused(cache.append_prompt(&tracked[1], &plain[2], &order), "context_cache");
+            cache.append_prompt(&plain[1], &plain[2], &order)?;
+            let token = tracked.each_ref().map(|xs| xs.narrow(2, 0, 1));
+            let [q, k, v] = token.into_iter().collect::<Result<Vec<_>>>()?.try_into().expect("three");
+            assert_refused(cache.decode([&q, &k.detach(), &v.detach()], &ring, processes), "context_cache");
+            assert_refused(cache.decode([&q.detach(), &k, &v.detach()], &ring, processes), "context_cache");
+            assert_refused(cache.decode([&q.detach(), &k.detach(), &v], &ring, processes), "context_cache");
+            cache.decode([&q.detach(), &k.detach(), &v.detach()], &ring, processes)?;
+            assert_eq!(SingleProcess.all_reduce_sum(xs)?.id(), xs.id());
             Ok(())
         });
     }
