@@ -140,11 +140,12 @@ pub fn attention_mask(
 ) -> Result<AttentionMask> {
     let mut whole: Option<AttentionMask> = None;
     for (m, mask) in masks.iter().enumerate() {
-        let mut one = match mask.alignment {
+        let mut one = match &mask.alignment {
             Alignment::Free => AttentionMask::none(),
             Alignment::Causal => AttentionMask::causal(),
             Alignment::UpperLeft => AttentionMask::causal_upper_left(),
-            Alignment::Offset(n) => AttentionMask::causal_with_offset(n),
+            Alignment::Offset(n) => AttentionMask::causal_with_offset(*n),
+            Alignment::Offsets(offsets) => AttentionMask::causal_with_offsets(offsets.clone()),
         };
         for (p, part) in mask.parts.iter().enumerate() {
             one = match part {

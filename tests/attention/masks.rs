@@ -139,13 +139,15 @@ fn huge_numbers_do_not_overflow() {
     };
     let mut compared = 0;
     for n in HUGE {
-        for alignment in [Alignment::Free, Alignment::Causal, Alignment::UpperLeft, Alignment::Offset(n)] {
+        let ends = [i64::MIN, i64::MAX].map(|offset| Alignment::Offsets(vec![offset]));
+        let others = [Alignment::Free, Alignment::Causal, Alignment::UpperLeft, Alignment::Offset(n)];
+        for alignment in others.into_iter().chain(ends) {
             for first in parts(n) {
                 for second in HUGE.into_iter().flat_map(parts) {
                     for (t_q, t_kv) in [(3, 3), (2, 4), (4, 2)] {
                         let dims = Dims { b: 1, h: 1, h_kv: 1, t_q, t_kv, d: 1, d_v: 1 };
                         let mut case = Recipe::plain(dims, vec![], DType::F32).case();
-                        case.masks = vec![Mask { alignment, parts: vec![first.clone(), second.clone()] }];
+                        case.masks = vec![Mask::new(alignment.clone(), [first.clone(), second.clone()])];
                         let mask = Call::new(&case, DType::F32, &Device::Cpu).expect("a mask").mask;
                         let ranges = mask.resolve(1, t_q, t_kv).expect("the mask fits");
                         for i in 0..t_q {
@@ -170,6 +172,30 @@ fn huge_numbers_do_not_overflow() {
     let all = AttentionMask::causal_with_offset(usize::MAX).resolve(usize::MAX, usize::MAX, usize::MAX).expect("fits");
     assert_eq!(all.kv_range(usize::MAX - 1, 7), 0..usize::MAX);
     assert_eq!((all.kv_range(usize::MAX, 0), all.query_position(usize::MAX)), (0..0, i64::MAX));
+}
+
+/// Some queries and some keys of two whole sequences.
+#[test]
+fn a_part_of_a_mask_leaves_of_its_keys_what_the_whole_leaves() -> Result<()> {
+    let masks = [
+        AttentionMask::causal(),
+        AttentionMask::causal_with_offset(2),
+        AttentionMask::causal_with_offsets([-2, 3]),
+        AttentionMask::causal_with_offsets([1, -4]).with_window(3),
+        AttentionMask::none().with_band(1, 2),
+    ];
+    for mask in masks {
+        let whole = mask.resolve(2, 7, 7)?;
+        for (queries, keys) in [(0..7, 0..7), (2..4, 3..7), (5..7, 0..3)] {
+            let part = mask.of_part(2, queries.clone(), keys.clone())?.resolve(2, queries.len(), keys.len())?;
+            for (b, query) in (0..2).flat_map(|b| queries.clone().map(move |query| (b, query))) {
+                let seen: Vec<_> = whole.kv_range(b, query).filter(|key| keys.contains(key)).collect();
+                let found = part.kv_range(b, query - queries.start).map(|key| keys.start + key);
+                assert_eq!(found.collect::<Vec<_>>(), seen, "{mask:?}, query {query} of {b}, keys {keys:?}");
+            }
+        }
+    }
+    Ok(())
 }
 
 #[test]

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor};
 
 use crate::call::{Call, check_with};
 use crate::common::{assert_close, error_text, values};
-use crate::oracle::Alignment::{Causal, Free, Offset, UpperLeft};
+use crate::oracle::Alignment::{Causal, Free, Offset, Offsets, UpperLeft};
 use crate::oracle::Lens::{PerQuery, PerSequence};
 use crate::oracle::Part::{Band, Chunk, Prefix, Starts, ValidLens, Window};
 use crate::oracle::{Case, Dims, Mask, Part};
@@ -57,6 +57,7 @@ fn vocabulary() -> Vec<Drawn> {
     let lower_right = AttentionMask::causal;
     let top_left = AttentionMask::causal_upper_left;
     let offset = AttentionMask::causal_with_offset;
+    let offsets = |n: i64| AttentionMask::causal_with_offsets([n]);
     vec![
         drawn(none(), free([]), &["1111 1111 1111 1111", "11111 11111", "11 11 11 11 11"]),
         // Aligned to the end, and to the start.
@@ -64,6 +65,8 @@ fn vocabulary() -> Vec<Drawn> {
         drawn(top_left(), upper_left([]), &["1... 11.. 111. 1111", "1.... 11...", "1. 11 11 11 11", "1..... 11.... 111... 1111.."]),
         drawn(offset(0), [Mask::new(Offset(0), [])], &["1..... 11.... 111... 1111.."]),
         drawn(offset(1), [Mask::new(Offset(1), [])], &["11.. 111. 1111 1111", "11... 111..", "11 11 11 11 11"]),
+        drawn(offsets(-1), [Mask::new(Offsets(vec![-1]), [])], &["... 1.. 11.", ".. 1. 11 11"]),
+        drawn(offsets(-2).with_window(1), [Mask::new(Offsets(vec![-2]), [Window(1)])], &["... ... 1.. .1."]),
         drawn(none().with_valid_lens(vec![3]), free([lens(3)]), &["111. 111. 111. 111.", "111.. 111..", "11 11 11 11 11"]),
         drawn(none().with_valid_lens(vec![vec![0, 3, 1]]), free([ValidLens(PerQuery(vec![vec![0, 3, 1]]))]),
             &["... 111 1..", ".. 11 1.", ".... 111. 1..."]),
@@ -139,6 +142,7 @@ fn positions_follow_the_alignment() {
     assert_eq!(position(AttentionMask::causal(), (5, 2)), -2);
     assert_eq!(position(AttentionMask::causal_upper_left(), (2, 5)), 1);
     assert_eq!(position(AttentionMask::causal_with_offset(7), (2, 5)), 8);
+    assert_eq!(position(AttentionMask::causal_with_offsets([-7]), (2, 5)), -6);
 }
 
 fn attention_masks_become_starts_and_lengths(device: &Device) {

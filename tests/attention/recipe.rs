@@ -127,6 +127,7 @@ pub enum Kind {
     Causal,
     UpperLeft,
     Offset,
+    Offsets,
     ValidLens,
     ValidLensPerQuery,
     Starts,
@@ -143,8 +144,9 @@ pub enum Kind {
 impl Kind {
     pub fn all() -> Vec<Self> {
         use Kind::*;
-        let intervals = [Causal, UpperLeft, Offset, ValidLens, ValidLensPerQuery, Starts, StartsPerQuery, Window, Band];
-        let intervals = intervals.into_iter().chain([Chunk, Prefix, PrefixPerQuery]);
+        let alignments = [Causal, UpperLeft, Offset, Offsets];
+        let intervals = [ValidLens, ValidLensPerQuery, Starts, StartsPerQuery, Window, Band, Chunk];
+        let intervals = alignments.into_iter().chain(intervals).chain([Prefix, PrefixPerQuery]);
         intervals.chain(Reach::ALL.map(Keep)).chain(Reach::ALL.map(Bias)).collect()
     }
 
@@ -153,7 +155,7 @@ impl Kind {
     }
 
     fn is_alignment(self) -> bool {
-        matches!(self, Self::Causal | Self::UpperLeft | Self::Offset)
+        matches!(self, Self::Causal | Self::UpperLeft | Self::Offset | Self::Offsets)
     }
 
     fn part(self, dims: &Dims, dtype: DType, random: &mut Random) -> Option<Part> {
@@ -287,6 +289,12 @@ impl Recipe {
                 Kind::Causal => Alignment::Causal,
                 Kind::UpperLeft => Alignment::UpperLeft,
                 Kind::Offset => Alignment::Offset(random.up_to(self.dims.t_kv + 1)),
+                // From where no query sees a key to where all see all.
+                Kind::Offsets => {
+                    let Dims { b, t_q, t_kv, .. } = self.dims;
+                    let mut offset = || random.up_to(t_q + t_kv + 2) as i64 - t_q as i64 - 1;
+                    Alignment::Offsets((0..b).map(|_| offset()).collect())
+                }
                 _ => Alignment::Free,
             };
             if kind.is_alignment() && masks.last().is_some_and(|mask| mask.alignment != Alignment::Free) {

@@ -31,6 +31,14 @@ pub const LENGTHS: &[Case] = cases! {
     "rows of lengths for another batch" => with(AttentionMask::none().with_valid_lens(vec![vec![1, 2, 3]])),
     "starts for another batch" => with(AttentionMask::none().with_starts(vec![0])),
     "prefixes for another batch" => with(AttentionMask::causal().with_prefix(vec![1, 1, 1, 1])),
+    "causal offsets for another batch" => with(AttentionMask::causal_with_offsets([1])),
+    "causal offsets for another batch, of a window alone" =>
+        with(AttentionMask::causal_with_offsets([1, 2, 3]).with_window(2).and(&AttentionMask::causal())),
+    "no causal offsets" => with(AttentionMask::causal_with_offsets([])),
+    "a window of two causal offsets" => {
+        let offsets = AttentionMask::causal_with_offsets;
+        with(offsets([1, 2]).and(&offsets([1, 3])).with_window(2))
+    },
     "lengths of each head" => ValidLens::from_tensor(&of(DType::I64, (2, 4, 3))),
     "one length" => ValidLens::try_from(&of(DType::U32, ())),
     "float lengths" => ValidLens::from_tensor(&zeros(2)),

@@ -11,6 +11,8 @@ enum Alignment {
     Causal,
     UpperLeft,
     Offset(u8),
+    /// Of each of the two sequences.
+    Offsets([i8; 2]),
 }
 
 struct Case {
@@ -32,11 +34,12 @@ impl Case {
         let mut bytes = bytes.iter().copied();
         let mut next = || bytes.next().unwrap_or(0);
         let (t_q, t_kv) = (next() % 40, next() % 40);
-        let alignment = match next() % 4 {
+        let alignment = match next() % 5 {
             0 => Alignment::Free,
             1 => Alignment::Causal,
             2 => Alignment::UpperLeft,
-            _ => Alignment::Offset(next()),
+            3 => Alignment::Offset(next()),
+            _ => Alignment::Offsets([next() as i8, next() as i8]),
         };
         let mut optional = || (next() % 2 == 1).then(|| [next(), next()]);
         let window = optional().map(|[window, _]| window);
@@ -59,6 +62,7 @@ impl Case {
             Alignment::Causal => AttentionMask::causal(),
             Alignment::UpperLeft => AttentionMask::causal_upper_left(),
             Alignment::Offset(n) => AttentionMask::causal_with_offset(n.into()),
+            Alignment::Offsets(offsets) => AttentionMask::causal_with_offsets(offsets.map(i64::from)),
         };
         if let Some(w) = self.window {
             mask = mask.with_window(w.into());
@@ -85,6 +89,7 @@ impl Case {
             Alignment::Free | Alignment::Causal => i + t_kv as i64 - t_q as i64,
             Alignment::UpperLeft => i,
             Alignment::Offset(n) => i + i64::from(n),
+            Alignment::Offsets(offsets) => i + i64::from(offsets[b]),
         };
         let of = |values: Option<[u8; 2]>| values.map(|values| i64::from(values[b]));
         let later = !matches!(self.alignment, Alignment::Free) && j > position;

@@ -23,12 +23,14 @@ pub enum Lens {
     PerQuery(Vec<Vec<usize>>),
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Alignment {
     Free,
     Causal,
     UpperLeft,
     Offset(usize),
+    /// One for each sequence.
+    Offsets(Vec<i64>),
 }
 
 #[derive(Debug, Clone)]
@@ -126,15 +128,20 @@ impl Mask {
             Part::Prefix(lens) => Part::Prefix(lens.of_sequence(b)),
             other => other.clone(),
         };
-        Self { alignment: self.alignment, parts: self.parts.iter().map(part).collect() }
+        let alignment = match &self.alignment {
+            Alignment::Offsets(offsets) => Alignment::Offsets(vec![offsets[b]]),
+            other => other.clone(),
+        };
+        Self { alignment, parts: self.parts.iter().map(part).collect() }
     }
 
     /// The key position of query i. The last query stands at the last key unless the alignment says otherwise.
-    fn position(&self, dims: &Dims, i: usize) -> i128 {
-        match self.alignment {
+    fn position(&self, dims: &Dims, b: usize, i: usize) -> i128 {
+        match &self.alignment {
             Alignment::Free | Alignment::Causal => i as i128 + dims.t_kv as i128 - dims.t_q as i128,
             Alignment::UpperLeft => i as i128,
-            Alignment::Offset(n) => i as i128 + n as i128,
+            Alignment::Offset(n) => i as i128 + *n as i128,
+            Alignment::Offsets(offsets) => i as i128 + i128::from(offsets[b]),
         }
     }
 
@@ -144,7 +151,7 @@ impl Mask {
     }
 
     fn sees(&self, dims: &Dims, [b, h, i, j]: [usize; 4]) -> bool {
-        let (key, position) = (j as i128, self.position(dims, i));
+        let (key, position) = (j as i128, self.position(dims, b, i));
         let later = self.alignment != Alignment::Free && key > position;
         let prefixes = self.parts.iter().filter_map(|part| match part {
             Part::Prefix(lens) => Some(lens),
@@ -177,16 +184,18 @@ impl Case {
 
     /// Whether all masks that speak of positions give a query the same one.
     pub fn positions_agree(&self) -> bool {
-        let mut positions =
-            self.masks.iter().filter(|mask| mask.is_relative()).map(|mask| mask.position(&self.dims, 0));
-        let first = positions.next();
-        positions.all(|position| Some(position) == first)
+        (0..self.dims.b).all(|b| {
+            let relative = self.masks.iter().filter(|mask| mask.is_relative());
+            let mut positions = relative.map(|mask| mask.position(&self.dims, b, 0));
+            let first = positions.next();
+            positions.all(|position| Some(position) == first)
+        })
     }
 
     /// Where ALiBi's distances count from: the position of the masks that speak of positions.
-    fn position(&self, i: usize) -> i128 {
+    fn position(&self, b: usize, i: usize) -> i128 {
         let free = Mask { alignment: Alignment::Free, parts: Vec::new() };
-        self.masks.iter().find(|mask| mask.is_relative()).unwrap_or(&free).position(&self.dims, i)
+        self.masks.iter().find(|mask| mask.is_relative()).unwrap_or(&free).position(&self.dims, b, i)
     }
 
     /// ALiBi and all biases.
@@ -199,7 +208,7 @@ impl Case {
             Part::Bias(bias) => Some(bias.at([b, h, i, j])),
             _ => None,
         });
-        let distance = (self.position(i) - j as i128).unsigned_abs() as f64;
+        let distance = (self.position(b, i) - j as i128).unsigned_abs() as f64;
         let alibi = self.options.alibi_slopes.iter().map(|slopes| -slopes[h] * distance);
         alibi.chain(biases).collect()
     }

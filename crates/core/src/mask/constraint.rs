@@ -33,12 +33,14 @@ pub(super) enum Constraint {
 }
 
 /// At which key position a query stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Alignment {
     /// The last query stands at the last key.
     End,
     /// Query i stands at key i + n.
     Offset(usize),
+    /// Query i stands at key i + n, with an n for each sequence.
+    Offsets(Arc<[i64]>),
 }
 
 /// Where the queries of a call, and the rows of keys that it reads, stand in one sequence.
@@ -63,10 +65,11 @@ impl Placement {
 
 impl Alignment {
     /// Sums of sizes and positions do not overflow in i128.
-    pub fn position(self, placement: &Placement, i: usize) -> i128 {
+    pub fn position(&self, b: usize, placement: &Placement, i: usize) -> i128 {
         let first = match self {
             Self::End => placement.query,
-            Self::Offset(n) => n as i128,
+            Self::Offset(n) => *n as i128,
+            Self::Offsets(offsets) => offsets.get(b).copied().unwrap_or(0).into(),
         };
         first + i as i128
     }
@@ -79,17 +82,17 @@ impl Constraint {
         match self {
             Self::Causal { alignment, prefix } => {
                 let prefix = prefix.iter().map(|lens| lens.get(b, i) as i128).min().unwrap_or(0);
-                ALL.start..(alignment.position(placement, i) + 1).max(prefix)
+                ALL.start..(alignment.position(b, placement, i) + 1).max(prefix)
             }
-            Self::Window { alignment, size } => alignment.position(placement, i) + 1 - *size as i128..ALL.end,
+            Self::Window { alignment, size } => alignment.position(b, placement, i) + 1 - *size as i128..ALL.end,
             Self::Band { alignment, left, right } => {
-                let position = alignment.position(placement, i);
+                let position = alignment.position(b, placement, i);
                 position - *left as i128..position + *right as i128 + 1
             }
             Self::Chunk { alignment, size } => {
                 // A size of 0 is an error where the mask is resolved.
                 let size = (*size).max(1) as i128;
-                let start = alignment.position(placement, i).div_euclid(size) * size;
+                let start = alignment.position(b, placement, i).div_euclid(size) * size;
                 start..start + size
             }
             Self::ValidLens(lens) => ALL.start..lens.get(b, i) as i128,
@@ -103,25 +106,37 @@ impl Constraint {
         !matches!(self, Self::Prefix(_) | Self::Columns(_) | Self::Keep(_) | Self::Bias(_) | Self::Unclear { .. })
     }
 
-    pub fn alignment(&self) -> Option<Alignment> {
+    pub fn alignment(&self) -> Option<&Alignment> {
         match self {
-            &(Self::Causal { alignment, .. }
+            Self::Causal { alignment, .. }
             | Self::Window { alignment, .. }
             | Self::Band { alignment, .. }
-            | Self::Chunk { alignment, .. }) => Some(alignment),
+            | Self::Chunk { alignment, .. } => Some(alignment),
             _ => None,
         }
     }
 
     /// The same for the queries after the first `n`.
     pub fn skip_queries(&mut self, n: usize) {
-        if let Self::Causal { alignment: Alignment::Offset(offset), .. }
-        | Self::Window { alignment: Alignment::Offset(offset), .. }
-        | Self::Band { alignment: Alignment::Offset(offset), .. }
-        | Self::Chunk { alignment: Alignment::Offset(offset), .. } = self
-        {
-            *offset = offset.saturating_add(n);
+        let (Self::Causal { alignment, .. }
+        | Self::Window { alignment, .. }
+        | Self::Band { alignment, .. }
+        | Self::Chunk { alignment, .. }) = self
+        else {
+            return;
+        };
+        match alignment {
+            Alignment::End => {}
+            Alignment::Offset(offset) => *offset = offset.saturating_add(n),
+            Alignment::Offsets(offsets) => {
+                *offsets = offsets.iter().map(|offset| offset.saturating_add_unsigned(n as u64)).collect();
+            }
         }
+    }
+
+    /// Whether it may leave sequences different keys.
+    pub fn differs_by_sequence(&self) -> bool {
+        !self.lens().1.is_empty() || matches!(self.alignment(), Some(Alignment::Offsets(_)))
     }
 
     /// The lengths that it reads, and their name in errors.
@@ -135,8 +150,16 @@ impl Constraint {
         }
     }
 
-    /// What is wrong with it for any lengths, and for `t_kv` keys.
-    pub fn check(&self, t_kv: usize) -> Result<()> {
+    /// What is wrong with it for any lengths, for `n` sequences and `t_kv` keys.
+    pub fn check(&self, n: usize, t_kv: usize) -> Result<()> {
+        if let Some(Alignment::Offsets(offsets)) = self.alignment()
+            && offsets.len() != n
+        {
+            bail!(
+                "[attention_mask] causal_with_offsets has {} entries, expected one for each of {n} sequences",
+                offsets.len()
+            )
+        }
         match self {
             Self::Window { size: 0, .. } => {
                 bail!("[attention_mask] window is 0, expected at least 1 (the query's own key)")

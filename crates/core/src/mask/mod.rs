@@ -17,6 +17,8 @@ pub(crate) use constraint::Placement;
 pub(crate) use ranges::RebaseDims;
 pub(crate) use tensors::readable;
 
+use std::sync::Arc;
+
 use candle_core::{DType, Device, Result, Tensor, bail};
 use constraint::{Alignment, Constraint};
 use ranges::Frames;
@@ -36,8 +38,9 @@ pub enum EmptyRows {
 /// Constraints on which keys a query sees; all of them hold together.
 ///
 /// Position: query i stands at key position `i + T_kv - T_q`, so the last query stands at the last key, unless
-/// [`causal_upper_left`](Self::causal_upper_left) or [`causal_with_offset`](Self::causal_with_offset) says otherwise.
-/// Windows, bands and chunks count from that position.
+/// [`causal_upper_left`](Self::causal_upper_left), [`causal_with_offset`](Self::causal_with_offset) or
+/// [`causal_with_offsets`](Self::causal_with_offsets) says otherwise. Windows, bands and chunks count from that
+/// position.
 ///
 /// ```
 /// use candle_attention::AttentionMask;
@@ -83,6 +86,25 @@ impl AttentionMask {
     /// Query i sees keys `0..=i + n`.
     pub fn causal_with_offset(n: usize) -> Self {
         Self::aligned(Alignment::Offset(n))
+    }
+
+    /// Query i of sequence b sees keys `0..=i + offsets[b]`, and none where that is below 0: an offset for each of B
+    /// sequences.
+    ///
+    /// For sequences of different lengths in one buffer of keys, where the last query of each stands at its last key,
+    /// the offsets are the lengths less T_q. An error where the mask is used: offsets for another B.
+    ///
+    /// ```
+    /// use candle_attention::AttentionMask;
+    /// # fn main() -> candle_core::Result<()> {
+    /// let lens = [4, 1];
+    /// let offsets = lens.map(|len| len - 2);
+    /// let ranges = AttentionMask::causal_with_offsets(offsets).resolve(2, 2, 5)?;
+    /// assert_eq!(ranges.to_string(), "1 1 1 . .\n1 1 1 1 .\n\n. . . . .\n1 . . . .\n");
+    /// # Ok(()) }
+    /// ```
+    pub fn causal_with_offsets(offsets: impl Into<Arc<[i64]>>) -> Self {
+        Self::aligned(Alignment::Offsets(offsets.into()))
     }
 
     fn aligned(alignment: Alignment) -> Self {
@@ -155,11 +177,10 @@ impl AttentionMask {
     /// differ.
     #[must_use]
     pub fn with_prefix(mut self, prefix: impl Into<ValidLens>) -> Self {
-        let causal = |constraint: &Constraint| match constraint {
-            Constraint::Causal { alignment, prefix } => Some((*alignment, prefix.clone())),
+        let mut causals = self.constraints.iter().filter_map(|constraint| match constraint {
+            Constraint::Causal { alignment, prefix } => Some((alignment, prefix)),
             _ => None,
-        };
-        let mut causals = self.constraints.iter().filter_map(causal);
+        });
         let Some(first) = causals.next() else { return self.with(Constraint::Prefix(prefix.into())) };
         if causals.any(|other| other != first) {
             return self.with(Constraint::Unclear { builder: "with_prefix" });
@@ -265,8 +286,8 @@ impl AttentionMask {
     /// A constraint that counts from the positions of the mask's others, which count from the end where there is none.
     fn with_aligned(self, builder: &'static str, constraint: impl FnOnce(Alignment) -> Constraint) -> Self {
         let mut alignments = self.constraints.iter().filter_map(Constraint::alignment);
-        let alignment = alignments.next().unwrap_or(Alignment::End);
-        let clear = alignments.all(|other| other == alignment);
+        let alignment = alignments.next().unwrap_or(&Alignment::End).clone();
+        let clear = alignments.all(|other| *other == alignment);
         self.with(if clear { constraint(alignment) } else { Constraint::Unclear { builder } })
     }
 

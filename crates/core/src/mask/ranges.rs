@@ -43,7 +43,7 @@ impl KvRanges {
             }
         };
         for constraint in &mask.constraints {
-            constraint.check(t_kv)?;
+            constraint.check(of, t_kv)?;
             let (what, lens) = constraint.lens();
             lens.iter().try_for_each(|lens| lens.check(what, of, sequences.clone(), t_q))?;
         }
@@ -71,15 +71,16 @@ impl KvRanges {
     }
 
     /// The key position at which query `i` stands, from which windows and ALiBi distances count; negative when
-    /// T_q > T_kv and the alignment is to the end. Positions past the ends of i64 give its ends. Of joined masks, the
-    /// position of the first that has one.
+    /// T_q > T_kv and the alignment is to the end, or where an offset is. Positions past the ends of i64 give its
+    /// ends. Of joined masks, the position of the first that has one; of sequences with an offset each, that in the
+    /// first.
     pub fn query_position(&self, i: usize) -> i64 {
         self.position(0, i)
     }
 
     /// [`query_position`](Self::query_position) in sequence `b`, where sequences stand at positions of their own.
     pub(crate) fn position(&self, b: usize, i: usize) -> i64 {
-        self.position_by(self.alignments().next().unwrap_or(Alignment::End), b, i)
+        self.position_by(self.alignments().next().unwrap_or(&Alignment::End), b, i)
     }
 
     /// The positions of all queries of the first `b` sequences, (b, T_q), for ALiBi.
@@ -108,7 +109,7 @@ impl KvRanges {
 
     /// Whether sequences stand at positions of their own.
     pub(crate) fn positions_differ(&self) -> bool {
-        self.frames.is_some()
+        self.frames.is_some() || self.alignments().any(|alignment| matches!(alignment, Alignment::Offsets(_)))
     }
 
     /// The intervals as u8 (B or 1, 1, T_q, T_kv), 1 = seen; `None` when no constraint was given.
@@ -117,7 +118,7 @@ impl KvRanges {
         if self.constraints.is_empty() && !self.frames.iter().flat_map(|frames| &frames.placements).any(is_part) {
             return Ok(None);
         }
-        let by_sequence = self.frames.is_some() || self.constraints.iter().any(|one| !one.lens().1.is_empty());
+        let by_sequence = self.frames.is_some() || self.constraints.iter().any(Constraint::differs_by_sequence);
         let b = if by_sequence { self.b } else { self.b.min(1) };
         let Some(mut keep) = filled(&[b, self.t_q, self.t_kv], 0u8) else {
             bail!("[attention_mask] a mask of {b} × {} × {} entries does not fit in memory", self.t_q, self.t_kv)
@@ -138,13 +139,13 @@ impl KvRanges {
         }
     }
 
-    fn alignments(&self) -> impl Iterator<Item = Alignment> {
+    fn alignments(&self) -> impl Iterator<Item = &Alignment> {
         self.constraints.iter().filter_map(Constraint::alignment)
     }
 
-    fn position_by(&self, alignment: Alignment, b: usize, i: usize) -> i64 {
-        let (placement, _) = self.placement(b);
-        let position = alignment.position(&placement, i) - placement.keys.start as i128;
+    fn position_by(&self, alignment: &Alignment, b: usize, i: usize) -> i64 {
+        let (placement, sequence) = self.placement(b);
+        let position = alignment.position(sequence, &placement, i) - placement.keys.start as i128;
         position.clamp(i64::MIN.into(), i64::MAX.into()) as i64
     }
 }
