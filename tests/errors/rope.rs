@@ -4,7 +4,7 @@ use candle_attention::{
     AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling,
     RotaryEmbedding, alibi_slopes,
 };
-use candle_core::{DType, Result, Shape, Tensor};
+use candle_core::{DType, Result, Shape, Tensor, Var};
 
 use candle_nn::VarBuilder;
 
@@ -44,6 +44,16 @@ fn on_axes(positions: &Tensor) -> Result<()> {
         .map(drop)
 }
 
+/// Tables for heads of 4 whose first `r` entries are rotated.
+fn tables(r: usize, cos: &Tensor, sin: &Tensor) -> Result<RotaryEmbedding> {
+    RotaryEmbedding::from_tables(&RopeConfig::new(10_000.0).with_rotary_dim(r), 4, cos, sin)
+}
+
+fn table(shape: impl Into<Shape>) -> Result<()> {
+    let table = zeros(shape);
+    tables(4, &table, &table).map(drop)
+}
+
 pub const CASES: &[Case] = cases! {
     "one axis" => axes(&[4], RopeAxisLayout::Sections).validate(8),
     "an axis of no pairs" => axes(&[4, 0], RopeAxisLayout::Sections).validate(8),
@@ -73,6 +83,29 @@ pub const CASES: &[Case] = cases! {
         layer(axes(&[2, 2], RopeAxisLayout::Axial))?.project_memory(&keys, &keys)
     },
     "tables without axes" => rotary()?.apply_on_axes(&zeros((2, 1, 3, 4)), &zeros((2, 3))),
+    "a table without positions" => table(2),
+    "a table with a column for each entry" => table((8, 4)),
+    "a table of more pairs than are rotated" => tables(2, &zeros((8, 2)), &zeros((8, 2))),
+    "cosines and sines of other positions" => tables(4, &zeros((8, 2)), &zeros((7, 2))),
+    "sines without positions" => tables(4, &zeros((8, 2)), &zeros(())),
+    "integers as sines" => tables(4, &zeros((8, 2)), &of(DType::I64, (8, 2))),
+    "a trained table" => tables(4, &zeros((8, 2)), Var::zeros((8, 2), DType::F32, &CPU)?.as_tensor()),
+    "a table beyond memory" => {
+        let table = zeros((1, 2)).broadcast_as((1 << 50, 2))?;
+        tables(4, &table, &table)
+    },
+    "tables of an odd number of entries" => tables(3, &zeros((8, 2)), &zeros((8, 2))),
+    "tables of one axis for several" => {
+        RotaryEmbedding::from_tables(&axes(&[1, 1], RopeAxisLayout::Axial), 4, &zeros((8, 2)), &zeros((8, 2)))
+    },
+    "a position past the tables" => tables(4, &zeros((8, 2)), &zeros((8, 2)))?.apply_from(&zeros((2, 1, 3, 4)), 6),
+    "a position in tables of none" => tables(4, &zeros((0, 2)), &zeros((0, 2)))?.apply_from(&zeros((2, 1, 3, 4)), 0),
+    "a layer's position past the tables" => {
+        let layer = layer(RopeConfig::new(10_000.0))?;
+        let table = zeros((2, 4));
+        let rotary = RotaryEmbedding::from_tables(&RopeConfig::new(10_000.0), 8, &table, &table)?;
+        layer.with_rotary(rotary)?.forward(&zeros((1, 3, 8)))
+    },
     "inputs without heads" => rotate(&zeros((2, 3, 4))),
     "wider heads" => rotate(&zeros((2, 1, 3, 6))),
     "integers" => rotate(&of(DType::U32, (2, 1, 3, 4))),

@@ -3,3 +3,4 @@
 mod axes;
 mod layer;
 mod numbers;
+mod tables;

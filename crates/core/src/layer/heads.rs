@@ -23,13 +23,15 @@ pub(super) struct Projected {
 impl MultiHeadAttention {
     /// Queries, keys and values, normalised and rotated.
     pub(super) fn project(&self, inputs: &Inputs, positions: Option<&CallPositions>) -> Result<Projected> {
-        let at = |positions: &Positions| self.rotary.as_ref().map(|rotary| rotary.at(positions));
+        let at = |positions: Option<&Positions>| {
+            positions.zip(self.rotary.as_ref()).map(|(positions, rotary)| rotary.at(positions)).transpose()
+        };
         let on_axes = positions.and_then(|positions| positions.axes.as_ref()).zip(self.rotary.as_ref());
         let at_queries = match on_axes {
             Some((axes, rotary)) => Some(rotary.on_axes(axes)),
-            None => positions.and_then(|positions| at(&positions.queries)),
+            None => at(positions.map(|positions| &positions.queries))?,
         };
-        let at_keys = positions.and_then(|positions| positions.keys.as_ref()).and_then(at);
+        let at_keys = at(positions.and_then(|positions| positions.keys.as_ref()))?;
         let (Queries { q, gate }, kv) = match &inputs.keys {
             Keys::Inputs { keys, values } => {
                 let (own, kv) = self.projections.query_key_value(&inputs.queries, keys, values)?;

@@ -72,7 +72,7 @@ impl MultiHeadAttention {
                     "[multi_head_attention] keys of a memory have one position each, but rotary positions are on several axes"
                 )
             }
-            Some(rotary) => Some(rotary.at(&Positions::starting_at(&[0], t_kv)?)),
+            Some(rotary) => Some(rotary.at(&Positions::starting_at(&[0], t_kv)?)?),
             None => None,
         };
         let Some([k, v]) = self.projections.key_value(&k_in, &v_in)? else {

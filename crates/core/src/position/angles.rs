@@ -7,7 +7,7 @@
 use std::f64::consts::PI;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-use candle_core::{Device, DeviceLocation, Result, Tensor};
+use candle_core::{Device, DeviceLocation, Result, Tensor, bail};
 use rayon::prelude::*;
 
 use super::axes::AxisPositions;
@@ -46,6 +46,11 @@ impl Angles {
             let rows = cos.par_chunks_mut(half).zip(sin.par_chunks_mut(half)).enumerate();
             rows.with_min_len(TASK_ENTRIES.div_ceil(half)).for_each(compute);
         }
+        Self::given(cos, sin, half)
+    }
+
+    /// Rows of `half` cosines and sines.
+    pub fn given(cos: Vec<f32>, sin: Vec<f32>, half: usize) -> Self {
         Self { cos, sin, half, copies: Mutex::default() }
     }
 
@@ -102,13 +107,26 @@ pub(super) struct Tables {
     latest: Mutex<Option<(Regime, Positions, Arc<Angles>)>>,
     /// What was last computed on several axes.
     latest_on_axes: Mutex<Option<(AxisPositions, Arc<Angles>)>>,
+    /// A table that was given and does not grow.
+    given: Option<Arc<Angles>>,
 }
 
 impl Tables {
     /// Empty tables of a config that fits the heads.
     pub fn new(config: &RopeConfig, head_dim: usize) -> Self {
-        let regular = Default::default();
-        Self { config: config.clone(), head_dim, regular, latest: Mutex::new(None), latest_on_axes: Mutex::new(None) }
+        Self {
+            config: config.clone(),
+            head_dim,
+            regular: Default::default(),
+            latest: Mutex::new(None),
+            latest_on_axes: Mutex::new(None),
+            given: None,
+        }
+    }
+
+    /// A table with a row for each position up to its end.
+    pub fn given(config: &RopeConfig, head_dim: usize, angles: Angles) -> Self {
+        Self { given: Some(Arc::new(angles)), ..Self::new(config, head_dim) }
     }
 
     /// For positions on the config's axes.
@@ -126,7 +144,16 @@ impl Tables {
         Rows { angles, index: (0..rows as u32).collect() }
     }
 
-    pub fn rows(&self, positions: &Positions) -> Rows {
+    /// # Errors
+    /// For a position past the end of a given table.
+    pub fn rows(&self, positions: &Positions) -> Result<Rows> {
+        if let Some(angles) = &self.given {
+            if positions.length() > angles.rows() {
+                let (last, rows) = (positions.length() - 1, angles.rows());
+                bail!("[rope] position {last} is past the given tables of {rows} positions")
+            }
+            return Ok(Rows { angles: angles.clone(), index: positions.entries().into() });
+        }
         let regime = Regime::of(self.config.scaling(), positions.length());
         let table = match regime {
             Regime::Short => Some(&self.regular[0]),
@@ -134,9 +161,10 @@ impl Tables {
             Regime::DynamicNtk(_) => None,
         };
         if let Some(angles) = table.and_then(|table| self.table(table, regime, positions)) {
-            return Rows { angles, index: positions.entries().into() };
+            return Ok(Rows { angles, index: positions.entries().into() });
         }
-        Rows { angles: self.computed(regime, positions), index: (0..positions.entries().len() as u32).collect() }
+        let index = (0..positions.entries().len() as u32).collect();
+        Ok(Rows { angles: self.computed(regime, positions), index })
     }
 
     /// A table that reaches to the last position, unless most of it would be computed for a few far positions.
@@ -328,18 +356,18 @@ mod tests {
 
     /// The cosines of each position, whichever way they were found.
     fn cosines(tables: &Tables, positions: &Positions) -> Vec<f32> {
-        let Rows { angles, index } = tables.rows(positions);
+        let Rows { angles, index } = tables.rows(positions).expect("no table is given");
         index.iter().flat_map(|&row| angles.row(row as usize).0.to_vec()).collect()
     }
 
     #[test]
     fn a_table_is_computed_once_and_grows_by_doubling() -> Result<()> {
         let tables = tables(RopeScaling::None);
-        let first = tables.rows(&Positions::starting_at(&[0], 100)?).angles;
+        let first = tables.rows(&Positions::starting_at(&[0], 100)?)?.angles;
         assert_eq!(first.rows(), 128);
-        let within = tables.rows(&Positions::starting_at(&[127], 1)?);
+        let within = tables.rows(&Positions::starting_at(&[127], 1)?)?;
         assert!(Arc::ptr_eq(&first, &within.angles) && *within.index == [127]);
-        let next = tables.rows(&Positions::starting_at(&[128], 1)?).angles;
+        let next = tables.rows(&Positions::starting_at(&[128], 1)?)?.angles;
         assert_eq!((next.rows(), &next.cos[..128 * 4]), (256, first.cos.as_slice()));
         Ok(())
     }
@@ -348,9 +376,9 @@ mod tests {
     fn far_positions_alone_are_computed_alone_and_for_all_layers() -> Result<()> {
         let tables = tables(RopeScaling::None);
         let far = Positions::starting_at(&[100_000, 1 << 23], 1)?;
-        let rows = tables.rows(&far);
+        let rows = tables.rows(&far)?;
         assert_eq!((rows.angles.rows(), &*rows.index), (2, [0, 1].as_slice()));
-        assert!(Arc::ptr_eq(&rows.angles, &tables.rows(&far).angles));
+        assert!(Arc::ptr_eq(&rows.angles, &tables.rows(&far)?.angles));
         let long = Positions::starting_at(&[0], 100_001)?;
         assert_eq!(cosines(&tables, &far)[..4], cosines(&tables, &long)[100_000 * 4..]);
         Ok(())

@@ -3,10 +3,10 @@
 use std::ops::{Add, Mul, Sub};
 use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp1, D, Layout, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, bail};
 use candle_nn::rotary_emb;
 
-use super::angles::{Rows, Tables};
+use super::angles::{Angles, Rows, Tables};
 use super::{AxisPositions, Positions, RopeConfig, RopeStyle};
 use crate::base::rowwise::{Element, map_heads, with_contiguous_rows};
 use crate::base::{FLOATS, accumulation_dtype, fits_in_memory};
@@ -45,6 +45,55 @@ impl RotaryEmbedding {
         Ok(Self { tables: Arc::new(Tables::new(config, head_dim)) })
     }
 
+    /// From given tables of cosines and sines, (P, r/2) each: row p is of position p, column i of the pair i of the r
+    /// entries of a head that the config rotates. They are kept in f32.
+    ///
+    /// The config says which entries are pairs; its base and scaling are not read. Of tables (P, r) that hold the same
+    /// r/2 columns twice, as most models of Hugging Face compute them, give `cos.narrow(1, 0, r / 2)?`.
+    ///
+    /// ```
+    /// use candle_attention::{RopeConfig, RotaryEmbedding};
+    /// use candle_core::{DType, Device, Tensor};
+    /// # fn main() -> candle_core::Result<()> {
+    /// let (positions, pairs) = (100, 4);
+    /// let angles = Tensor::rand(0f32, 1., (positions, pairs), &Device::Cpu)?;
+    /// let config = RopeConfig::new(10_000.0);
+    /// let rotary = RotaryEmbedding::from_tables(&config, 2 * pairs, &angles.cos()?, &angles.sin()?)?;
+    /// # let q = Tensor::zeros((1, 2, 3, 8), DType::F32, &Device::Cpu)?;
+    /// let q = rotary.apply_from(&q, 97)?;
+    /// assert!(rotary.apply_from(&q, 98).is_err()); // Position 100 is not in the tables.
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`RopeConfig::validate`], for a config with axes, and for tables of another shape or dtype, too large for
+    /// memory, or tracked for gradients, which they would not get. A position past their end is an error of the call.
+    pub fn from_tables(config: &RopeConfig, head_dim: usize, cos: &Tensor, sin: &Tensor) -> Result<Self> {
+        config.validate(head_dim)?;
+        let half = config.rotary_dim(head_dim) / 2;
+        if config.axes().is_some() {
+            bail!("[rope] tables have one row for a position, but the config has axes")
+        }
+        if !matches!(*cos.dims(), [_, width] if width == half) {
+            bail!("[rope] cos has shape {:?}, expected (P, r/2) with r/2 = {half}", cos.dims())
+        }
+        if sin.dims() != cos.dims() {
+            bail!("[rope] sin has shape {:?}, expected that of cos, {:?}", sin.dims(), cos.dims())
+        }
+        if !fits_in_memory(&[cos.elem_count(), size_of::<f32>()]) {
+            bail!("[rope] tables of shape {:?} do not fit in memory", cos.dims())
+        }
+        let entries = |name: &str, table: &Tensor| -> Result<Vec<f32>> {
+            if !FLOATS.contains(&table.dtype()) || table.track_op() {
+                let tracked = if table.track_op() { " tracked for gradients" } else { "" };
+                bail!("[rope] {name} is {:?}{tracked}, expected floats that are not tracked", table.dtype())
+            }
+            if table.elem_count() == 0 { Ok(Vec::new()) } else { table.flatten_all()?.to_dtype(DType::F32)?.to_vec1() }
+        };
+        let angles = Angles::given(entries("cos", cos)?, entries("sin", sin)?, half);
+        Ok(Self { tables: Arc::new(Tables::given(config, head_dim, angles)) })
+    }
+
     /// What the tables were made for.
     pub fn config(&self) -> &RopeConfig {
         &self.tables.config
@@ -60,7 +109,7 @@ impl RotaryEmbedding {
     ///
     /// # Errors
     /// For another rank, width or dtype, for a result that does not fit in memory, and for positions of another shape,
-    /// below 0, or of 2^24 and more, where f32 cannot tell them apart.
+    /// below 0, of 2^24 and more, where f32 cannot tell them apart, or past the end of given tables.
     pub fn apply(&self, xs: &Tensor, positions: &Tensor) -> Result<Tensor> {
         let (b, t) = self.check(xs)?;
         self.rotate(xs, &Positions::from_tensor("positions", positions, b, t)?)
@@ -90,12 +139,15 @@ impl RotaryEmbedding {
     }
 
     fn rotate(&self, xs: &Tensor, positions: &Positions) -> Result<Tensor> {
-        self.at(positions).apply(&xs.transpose(1, 2)?)?.transpose(1, 2)
+        self.at(positions)?.apply(&xs.transpose(1, 2)?)?.transpose(1, 2)
     }
 
     /// The rotation of one call, whose tensors have their sequences before their heads.
-    pub(crate) fn at(&self, positions: &Positions) -> Rotation {
-        self.rotation(self.tables.rows(positions), positions.per_sequence())
+    ///
+    /// # Errors
+    /// For a position past the end of given tables.
+    pub(crate) fn at(&self, positions: &Positions) -> Result<Rotation> {
+        Ok(self.rotation(self.tables.rows(positions)?, positions.per_sequence()))
     }
 
     /// The same at positions on several axes.
@@ -276,7 +328,7 @@ impl Rotation {
 mod tests {
     use super::*;
     use crate::position::Positions;
-    use candle_core::{DType, Device, Var};
+    use candle_core::{Device, Var};
 
     /// Candle's operations run on the CPU too: all three ways give the same numbers and gradients.
     #[test]
@@ -289,7 +341,7 @@ mod tests {
                 let config = RopeConfig::new(100.0).with_style(style).with_rotary_dim(r);
                 let rotary = RotaryEmbedding::new(&config, d)?;
                 for positions in [Positions::starting_at(&[4], t)?, ragged.clone()] {
-                    let rotation = rotary.at(&positions);
+                    let rotation = rotary.at(&positions)?;
                     let xs = Var::from_tensor(&Tensor::randn(0f64, 1.0, (b, t, h, d), &Device::Cpu)?)?;
                     let weigh = Tensor::randn(0f64, 1.0, (b, t, h, d), &Device::Cpu)?;
                     let plain = xs.as_detached_tensor();

@@ -308,7 +308,7 @@ impl MultiHeadLatentAttention {
             None => Form::Expanded,
         });
 
-        let rotation = self.rotary.at(&positions);
+        let rotation = self.rotary.at(&positions)?;
         let compressed = self.down.forward(&xs)?;
         let latents = self.norm.forward(&part(&compressed, 2, 0..rank)?)?;
         let keys = part(&compressed, 2, rank..rank + cfg.rope_head_dim())?.unsqueeze(2)?;
