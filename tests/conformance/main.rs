@@ -1,6 +1,6 @@
 //! The cases that ONNX and PyTorch test attention by, on the reference path and on the fused one.
 //!
-//! `compare/conformance/run.py` records them. What comes of each stands in `docs/conformance.md`, which
+//! `crates/compare/conformance/run.py` records them. What comes of each stands in `docs/conformance.md`, which
 //! `UPDATE_CONFORMANCE=1 cargo test --test conformance` writes.
 
 #[path = "../common/mod.rs"]

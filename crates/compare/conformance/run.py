@@ -1,6 +1,6 @@
 """Records the cases that ONNX and PyTorch test attention by, and holds both paths of this crate to them.
 
-python compare/conformance/run.py    writes tests/conformance/*.{json,safetensors} and docs/conformance.md
+python crates/compare/conformance/run.py    writes tests/conformance/*.{json,safetensors} and docs/conformance.md
 
 The cases are those of the packages in requirements.txt. `cargo test --test conformance` runs what was recorded.
 """
@@ -15,7 +15,7 @@ sys.dont_write_bytecode = True
 import onnx_cases
 import torch_cases
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def main():
