@@ -47,7 +47,7 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-pub use candle_attention_core::{
+pub use candle_attention_core::{LayerOutput, 
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AlibiConfig, AttentionCache, AttentionCacheConfig,
     AttentionFunction, AttentionInput, AttentionMask, AttentionOutput, Backend, ContentPositions, ContextNorm,
     DisentangledConfig, EmptyRows, GateActivation, GatePlace, GateScope, HeadShard, KvRanges, KvSource,

@@ -194,16 +194,16 @@ impl Encoder {
         let mut attention = None;
         for (i, block) in self.blocks.iter().enumerate() {
             let input = block.norms[0].forward(&xs)?;
-            let context = if i == layer {
-                let output = block.attention.forward_with_weights(AttentionInput::new(&input))?;
-                let heads = output.weights.dim(1)?;
-                let to_patches = output.weights.narrow(2, 0, 1)?.narrow(3, 1, grid.rows * grid.columns)?;
+            let ys = if i == layer {
+                let attended = block.attention.forward_with_weights(AttentionInput::new(&input))?;
+                let heads = attended.weights.dim(1)?;
+                let to_patches = attended.weights.narrow(2, 0, 1)?.narrow(3, 1, grid.rows * grid.columns)?;
                 attention = Some(to_patches.reshape((heads, grid.rows, grid.columns))?.to_dtype(DType::F32)?);
-                output.context
+                attended.output
             } else {
                 block.attention.forward(&input)?
             };
-            xs = block.add(&xs, context, 0)?;
+            xs = block.add(&xs, ys, 0)?;
             let hidden = self.activation.forward(&block.mlp[0].forward(&block.norms[1].forward(&xs)?)?)?;
             xs = block.add(&xs, block.mlp[1].forward(&hidden)?, 1)?;
         }

@@ -66,11 +66,11 @@ fn run(args: &Args) -> Result<String> {
         };
     }
     let start = Instant::now();
-    let output = system.layer.attend(&hidden, &mask)?;
+    let attention = system.layer.attend(&hidden, &mask)?;
     device.synchronize()?;
     times.attention = start.elapsed();
 
-    let report = Report { args, system: &system, batch: &batch, hidden: &hidden, output: &output, times };
+    let report = Report { args, system: &system, batch: &batch, hidden: &hidden, attention: &attention, times };
     report.plot()?;
     if args.json { report.to_json() } else { report.to_text() }
 }

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::time::Duration;
 
-use candle_attention::AttentionOutput;
+use candle_attention::LayerOutput;
 use candle_attention::plot::{Heads, HeatMap, TerminalOptions};
 use candle_attention::text::{Batch, PaddingSide};
 use candle_core::{DType, Result, Tensor};
@@ -26,7 +26,7 @@ pub struct Report<'a> {
     pub system: &'a System,
     pub batch: &'a Batch,
     pub hidden: &'a Tensor,
-    pub output: &'a AttentionOutput,
+    pub attention: &'a LayerOutput,
     pub times: Times,
 }
 
@@ -44,7 +44,7 @@ impl Report<'_> {
         let heads = if num_heads == 1 { "1 head".to_string() } else { format!("{num_heads} heads") };
         let lines = [
             ("hidden", format!("{} {}", shape(self.hidden), self.hidden.dtype().as_str())),
-            ("output", format!("{}, {heads}{kv} of width {head_dim}", shape(&self.output.context))),
+            ("output", format!("{}, {heads}{kv} of width {head_dim}", shape(&self.attention.output))),
             ("", format!("[0, 0, ..] = {}", self.first_numbers()?)),
             ("mask", self.mask_line()),
             ("weights", self.system.weights.clone()),
@@ -70,11 +70,11 @@ impl Report<'_> {
             "lens": self.batch.lens(),
             "words": self.system.words.said_by,
             "hidden_shape": self.hidden.dims(),
-            "output_shape": self.output.context.dims(),
+            "output_shape": self.attention.output.dims(),
             "num_heads": self.system.layer.heads().0,
-            "output": nested(&self.output.context)?,
-            "attention_shape": self.output.weights.dims(),
-            "attention": nested(&self.output.weights.flatten(0, 1)?)?,
+            "output": nested(&self.attention.output)?,
+            "attention_shape": self.attention.weights.dims(),
+            "attention": nested(&self.attention.weights.flatten(0, 1)?)?,
             "weights": self.system.weights,
             "embedding": self.system.embedded_by,
             "dtype": self.hidden.dtype().as_str(),
@@ -113,7 +113,7 @@ impl Report<'_> {
     /// The weights of one text, without its padding.
     fn heat_map(&self, row: usize) -> Result<HeatMap> {
         let (start, len) = self.span(row);
-        let rows = self.output.weights.narrow(0, row, 1)?.narrow(2, start, len)?;
+        let rows = self.attention.weights.narrow(0, row, 1)?.narrow(2, start, len)?;
         let mut weights = rows.narrow(3, start, len)?;
         let tokens = &self.batch.tokens()[row][start..start + len];
         let mut keys = tokens.to_vec();
@@ -164,7 +164,7 @@ impl Report<'_> {
 
     fn first_numbers(&self) -> Result<String> {
         let (start, _) = self.span(0);
-        let row = self.output.context.get(0)?.get(start)?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        let row = self.attention.output.get(0)?.get(start)?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
         let shown: Vec<_> = row.iter().take(4).map(|value| format!("{value:.4}")).collect();
         let rest = if row.len() > 4 { ", .." } else { "" };
         Ok(format!("[{}{rest}]", shown.join(", ")))

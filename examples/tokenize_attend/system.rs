@@ -7,8 +7,8 @@ use candle_attention::init::TorchSeed;
 use candle_attention::text::{EmbeddingConfig, EmbeddingLayer, SimpleTokenizer, Split};
 use candle_attention::weights::Checkpoint;
 use candle_attention::{
-    AttentionInput, AttentionMask, AttentionOutput, MultiHeadAttention, MultiHeadAttentionConfig,
-    MultiHeadLatentAttention, RopeAxisLayout, WeightLayout,
+    AttentionInput, AttentionMask, LayerOutput, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention,
+    RopeAxisLayout, WeightLayout,
 };
 use candle_core::{DType, Device, Error, Module, Result, Tensor, bail};
 use candle_nn::VarBuilder;
@@ -82,7 +82,7 @@ impl System {
 }
 
 impl Layer {
-    pub fn attend(&self, xs: &Tensor, mask: &AttentionMask) -> Result<AttentionOutput> {
+    pub fn attend(&self, xs: &Tensor, mask: &AttentionMask) -> Result<LayerOutput> {
         let input = AttentionInput::new(xs).with_mask(mask);
         match self {
             Self::MultiHead(layer) => match layer.config().rope().and_then(|rope| rope.axes()) {

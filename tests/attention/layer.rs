@@ -235,7 +235,7 @@ fn run(cfg: &Config, sizes: [usize; 3], masks: Vec<Mask>, dtype: DType, device: 
     let most = |_| tolerance(dtype);
     let compared = [
         compare("forward_with", &ys, (&[b, t_q, cfg.out_dim()], dtype), &expected.ys, most),
-        compare("forward_with_weights", &output.context, (&[b, t_q, cfg.out_dim()], dtype), &expected.ys, most),
+        compare("forward_with_weights", &output.output, (&[b, t_q, cfg.out_dim()], dtype), &expected.ys, most),
         compare("weights", &output.weights, (&[b, h, t_q, columns], dtype), &expected.weights, most),
     ];
     if is_self(cfg, t_q, t_kv) && by_hand.mask.is_empty() {
@@ -299,7 +299,7 @@ fn one_product_for_all_gives_the_bits_of_three(device: &Device) -> Result<()> {
                 for input in [one(), one().with_key_value(&keys, &keys)] {
                     let (output, what) = (layer.forward_with_weights(input)?, format!("{cfg:?}, {b} × {t}, {dtype:?}"));
                     assert_close(&output.weights, &expected.weights, 0.0, &what);
-                    assert_close(&output.context, &expected.context, 0.0, &what);
+                    assert_close(&output.output, &expected.output, 0.0, &what);
                 }
             }
         }
@@ -318,7 +318,7 @@ fn two_dimensions_are_one_sequence(device: &Device) -> Result<()> {
         let batched = AttentionInput::new(&xs).with_key_value(&keys, &vs).with_mask(&padding);
         let single = AttentionInput::new(&flat).with_key_value(&flat_keys, &flat_vs).with_mask(&padding);
         let (batched, single) = (layer.forward_with_weights(batched)?, layer.forward_with_weights(single)?);
-        assert_close(&single.context, &batched.context.squeeze(0)?, 0.0, name);
+        assert_close(&single.output, &batched.output.squeeze(0)?, 0.0, name);
         assert_close(&single.weights, &batched.weights.squeeze(0)?, 0.0, name);
         if is_self(&cfg, 4, 4) {
             assert_close(&layer.forward(&flat)?, &layer.forward(&xs)?.squeeze(0)?, 0.0, name);
@@ -419,7 +419,7 @@ fn dropout_happens_in_training_only(device: &Device) -> Result<()> {
     let plain = without.forward_with_weights(&xs)?;
     assert_close(&with.forward(&xs)?, &without.forward(&xs)?, 0.0, "forward");
     assert_close(&with.forward_t(&xs, false)?, &without.forward(&xs)?, 0.0, "forward_t in evaluation");
-    assert!(values(&with.forward_t(&xs, true)?) != values(&plain.context), "forward_t in training");
+    assert!(values(&with.forward_t(&xs, true)?) != values(&plain.output), "forward_t in training");
     let trained = with.forward_with_weights(AttentionInput::new(&xs).with_train(true))?;
     let (dropped, weights) = (values(&trained.weights), values(&plain.weights));
     let kept = dropped.iter().filter(|&&weight| weight != 0.0).count();

@@ -138,7 +138,7 @@ fn two_dimensions_are_one_sequence() -> Result<()> {
     let first = layer.forward_with(AttentionInput::new(&xs.narrow(0, 0, 3)?).with_cache(&mut cache))?;
     let seen = layer.forward_with_weights(AttentionInput::new(&xs.narrow(0, 3, 2)?).with_cache(&mut cache))?;
     let whole = layer.forward_with_weights(&xs)?;
-    assert_close(&Tensor::cat(&[&first, &seen.context], 0)?, &whole.context, 1e-5, "outputs");
+    assert_close(&Tensor::cat(&[&first, &seen.output], 0)?, &whole.output, 1e-5, "outputs");
     assert_close(&seen.weights, &whole.weights.narrow(1, 3, 2)?, 1e-6, "weights (H, T_q, T_kv)");
     assert_eq!(cache.lens(), [5]);
     Ok(())

@@ -67,9 +67,9 @@ fn a_memory_gives_the_numbers_of_its_inputs() -> Result<()> {
                         };
                         let (found, expected) = (with(true)?, with(false)?);
                         let what = format!("{cfg:?}, {dtype:?}, {batch:?}, {t_q} queries");
-                        assert_close(&found.context, &expected.context, tolerance, &what);
+                        assert_close(&found.output, &expected.output, tolerance, &what);
                         assert_close(&found.weights, &expected.weights, tolerance, &what);
-                        assert!(values(&found.context).iter().any(|&y| y != 0.0));
+                        assert!(values(&found.output).iter().any(|&y| y != 0.0));
                     }
                 }
             }

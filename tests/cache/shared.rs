@@ -59,7 +59,7 @@ fn in_calls(
         let input = || AttentionInput::new(&later).with_shared_cache(&cache).with_backend(backend);
         outputs.push(layers[1].forward_with(input())?);
         let weighed = layers[1].forward_with_weights(input())?;
-        assert_close(&weighed.context, outputs.last().expect("one"), 1e-2, "beside the weights");
+        assert_close(&weighed.output, outputs.last().expect("one"), 1e-2, "beside the weights");
         start += t;
     }
     Tensor::cat(&outputs, 1)

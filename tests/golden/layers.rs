@@ -4,8 +4,8 @@ use candle_attention::init::TorchSeed;
 use candle_attention::text::{EmbeddingConfig, EmbeddingLayer};
 use candle_attention::weights::{self, Checkpoint};
 use candle_attention::{
-    AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionInput, AttentionMask, AttentionOutput,
-    EmptyRows, MultiHeadAttention, MultiHeadAttentionConfig, ValidLens, WeightLayout,
+    AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionInput, AttentionMask, EmptyRows, LayerOutput,
+    MultiHeadAttention, MultiHeadAttentionConfig, ValidLens, WeightLayout,
 };
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -62,7 +62,7 @@ impl System {
         Ok(Self { golden, embedding, layer, dtype, device: device.clone() })
     }
 
-    fn run(&self, case: &str) -> Result<AttentionOutput> {
+    fn run(&self, case: &str) -> Result<LayerOutput> {
         let input = |name: &str| match self.golden.find(case, name) {
             Some(tensor) => Ok(Some(tensor.to_dtype(self.dtype)?.to_device(&self.device)?)),
             None => Ok::<_, candle_core::Error>(None),
@@ -117,9 +117,9 @@ fn check(name: &str, device: &Device) -> Result<()> {
     let system = System::open(name, DType::F32, device)?;
     for case in system.golden.cases() {
         let what = format!("{name}, {case}");
-        let AttentionOutput { context, weights } = system.run(&case)?;
-        assert_close(&context, system.golden.get(&case, "expected_f64"), TOLERANCE, &what);
-        assert_close(&context, system.golden.get(&case, "output"), TOLERANCE, &what);
+        let LayerOutput { output, weights } = system.run(&case)?;
+        assert_close(&output, system.golden.get(&case, "expected_f64"), TOLERANCE, &what);
+        assert_close(&output, system.golden.get(&case, "output"), TOLERANCE, &what);
         let expected = system.golden.get(&case, "attn_weights_f64");
         // Single heads come without the head dimension, d2l with (batch · heads).
         assert_close(&weights.reshape(expected.dims())?, expected, TOLERANCE, &format!("{what}, weights"));
@@ -139,7 +139,7 @@ on_each_device!(every_layer_gives_pytorch_numbers);
 fn check_half(name: &str) -> Result<()> {
     for dtype in [DType::F16, DType::BF16] {
         let system = System::open(name, dtype, &Device::Cpu)?;
-        assert_half(&system.golden, dtype, |case| Ok(system.run(case)?.context))?;
+        assert_half(&system.golden, dtype, |case| Ok(system.run(case)?.output))?;
     }
     Ok(())
 }
@@ -231,7 +231,7 @@ fn frontend_48_train_drops_what_pytorch_drops() -> Result<()> {
     let input = AttentionInput::new(&xs).with_train(true);
     let seed = TorchSeed::new(1);
     let output = system.layer.forward_with_weights(input.with_dropout_seed(&seed))?;
-    assert_close(&output.context, golden.get("main", "output"), TOLERANCE, "output");
+    assert_close(&output.output, golden.get("main", "output"), TOLERANCE, "output");
     assert_close(&output.weights, golden.get("main", "attn_weights"), TOLERANCE, "weights");
     let kept = output.weights.ne(0f32)?;
     assert_close(&kept, golden.get("main", "keep"), 0.0, "what is kept");
@@ -277,5 +277,5 @@ fn files_of_any_float_load_into_any_float() -> Result<()> {
 
 /// The context that the layer of a folder gives, for folders that are one.
 pub fn computed(folder: &str, case: &str) -> Option<Result<Tensor>> {
-    TESTED.contains(&folder).then(|| Ok(System::open(folder, DType::F32, &Device::Cpu)?.run(case)?.context))
+    TESTED.contains(&folder).then(|| Ok(System::open(folder, DType::F32, &Device::Cpu)?.run(case)?.output))
 }

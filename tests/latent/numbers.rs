@@ -46,7 +46,7 @@ fn random_layers_give_the_numbers_of_plain_loops() -> Result<()> {
                 let input = || AttentionInput::new(&xs).with_mask(&mask).with_backend(backend);
                 let (found, with_weights) = (layer.forward_with(input())?, layer.forward_with_weights(input())?);
                 let what = format!("case {case}, {dtype:?}, {backend:?}");
-                for found in [&found, &with_weights.context] {
+                for found in [&found, &with_weights.output] {
                     assert_close(found, &ys, most(dtype) * largest, &what);
                 }
                 assert_close(&with_weights.weights, &weights, most(dtype), &what);

@@ -166,14 +166,14 @@ fn groups_that_are_not_alike_are_those_of_the_whole() -> Result<()> {
         let mask = AttentionMask::none().with_bias(&bias.narrow(1, first, h)?);
         let output = layer.forward_with_weights(AttentionInput::new(&xs).with_mask(&mask))?;
         let fused = layer.forward_with(AttentionInput::new(&xs).with_mask(&mask))?;
-        assert_near(&fused, &output.context, 1e-5, "with and without weights");
+        assert_near(&fused, &output.output, 1e-5, "with and without weights");
         weights.push(output.weights);
         outputs.push(fused);
         first += h;
     }
     let expected =
         whole.forward_with_weights(AttentionInput::new(&xs).with_mask(&AttentionMask::none().with_bias(&bias)))?;
-    assert_near(&together(&cfg, &outputs)?, &expected.context, 1e-5, "the output");
+    assert_near(&together(&cfg, &outputs)?, &expected.output, 1e-5, "the output");
     assert_near(&Tensor::cat(&weights, 1)?, &expected.weights, 1e-5, "the weights");
 
     assert_eq!(shards[1].forward(&xs.narrow(1, 0, 0)?)?.dims(), [2, 0, EMBED_DIM]);

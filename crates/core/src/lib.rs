@@ -45,7 +45,7 @@ pub use cache::{AttentionCache, AttentionCacheConfig};
 pub use config::{KvSource, MultiHeadAttentionConfig};
 pub use gate::{GateActivation, GatePlace, GateScope, OutputGate};
 pub use init::TorchSeed;
-pub use layer::{
+pub use layer::{LayerOutput, 
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionFunction, AttentionInput, MultiHeadAttention,
     MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, ProjectedMemory, SumFunction,
 };

@@ -355,7 +355,7 @@ fn terms_by_distance_give_the_numbers_of_their_bias() -> Result<()> {
                 }
                 let output = layer.forward_with_weights(input())?;
                 assert_eq!(output.weights.dims(), [2, HEADS, 17, 17]);
-                let error = relative_error(&output.context.to_dtype(DType::F32)?, &expected);
+                let error = relative_error(&output.output.to_dtype(DType::F32)?, &expected);
                 assert!(error < tolerance, "{cfg:?}, {dtype:?} with weights: off by {error:e}");
             }
         }
@@ -394,7 +394,7 @@ fn heads_that_are_attended_to_one_by_one_give_the_numbers_of_all() -> Result<()>
         let xs = Tensor::randn(0f32, 1.0, (b, t, 24), &CPU)?;
         let mask = AttentionMask::none().with_bias(&Tensor::randn(0f32, 1.0, (HEADS, 1, t), &CPU)?);
         let input = || AttentionInput::new(&xs).with_mask(&mask);
-        let expected = layer.forward_with_weights(input())?.context;
+        let expected = layer.forward_with_weights(input())?.output;
         assert_eq!(layer.plan(&input())?.backend, Backend::Fused);
         let error = relative_error(&layer.forward_with(input())?, &expected);
         assert!(error < 1e-5, "{b} sequences of {t}: off by {error:e}");

@@ -94,13 +94,13 @@ fn a_key_of_zeros_is_a_sink_of_zero() -> Result<()> {
         for backend in [Backend::Auto, Backend::Reference] {
             let input = || AttentionInput::new(&xs).with_key_value(&memory, &memory).with_mask(&mask);
             let output = zeros.forward_with_weights(input().with_backend(backend))?;
-            assert_close(&output.context, &sinks.forward_with(input())?, 1e-5, "a sink");
-            assert_close(&output.context, &zeros.forward_with(input().with_backend(backend))?, 1e-5, "no weights");
+            assert_close(&output.output, &sinks.forward_with(input())?, 1e-5, "a sink");
+            assert_close(&output.output, &zeros.forward_with(input().with_backend(backend))?, 1e-5, "no weights");
             assert_eq!(output.weights.dims(), [2, 4, 5, 8]);
             assert!(values(&output.weights.sum(3)?).iter().all(|sum| (sum - 1.0).abs() < 1e-5));
             let projected = zeros.project_memory(&memory, &memory)?;
             let of_memory = zeros.forward_with(AttentionInput::new(&xs).with_memory(&projected).with_mask(&mask))?;
-            assert_close(&of_memory, &output.context, 1e-5, "a memory");
+            assert_close(&of_memory, &output.output, 1e-5, "a memory");
         }
     }
     Ok(())

@@ -106,12 +106,12 @@ fn a_quantised_layer_gives_the_numbers_of_its_weights() -> Result<()> {
             let what = format!("{cfg:?} in {dtype:?}");
             let expected = plain.forward_with_weights(inputs.call())?;
             let found = layer.forward_with_weights(inputs.call())?;
-            assert_near(&found.context, &expected.context, tolerance, &what);
-            assert_near(&layer.forward_with(inputs.call())?, &expected.context, tolerance, &what);
+            assert_near(&found.output, &expected.output, tolerance, &what);
+            assert_near(&layer.forward_with(inputs.call())?, &expected.output, tolerance, &what);
             let Some((keys, values)) = &inputs.crossed else { continue };
             let memory = layer.project_memory(keys, values)?;
             let found = layer.forward_with(AttentionInput::new(&inputs.queries).with_memory(&memory))?;
-            assert_near(&found, &expected.context, tolerance, &what);
+            assert_near(&found, &expected.output, tolerance, &what);
         }
     }
     Ok(())

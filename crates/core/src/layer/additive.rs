@@ -145,7 +145,7 @@ impl AdditiveAttention {
         Ok(self.forward_with(AdditiveInput::new(queries, keys, values).with_mask(mask))?.context)
     }
 
-    /// [`forward`](Self::forward) that also returns the weights (B, T_q, T_kv).
+    /// [`forward`](Self::forward) as the context (B, T_q, D_v), and the weights (B, T_q, T_kv).
     ///
     /// # Errors
     /// As [`forward`](Self::forward).

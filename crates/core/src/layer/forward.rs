@@ -7,12 +7,22 @@ use super::call::{AttentionCall, CallKeys};
 use super::checks::{Inputs, Keys, NO_KEYS};
 use super::heads::{Projected, split_heads};
 use super::packed_bias::PackedBias;
-use super::{AttentionInput, MultiHeadAttention};
+use super::AttentionInput;
+use super::MultiHeadAttention;
 use crate::base::accumulation_dtype;
-use crate::cache::{AttentionCache, NewTokens};
+use crate::cache::AttentionCache;
+use crate::cache::NewTokens;
 use crate::mask::AttentionMask;
-use crate::position::{Alibi, AxisPositions, ContentTables, Positions, RopeConfig};
-use crate::sdpa::{AttentionOutput, PackedSequences, Plan, SdpaOptions};
+use crate::position::Alibi;
+use crate::position::AxisPositions;
+use crate::position::ContentTables;
+use crate::position::Positions;
+use crate::position::RopeConfig;
+use crate::sdpa::AttentionOutput;
+use crate::sdpa::PackedSequences;
+use crate::sdpa::Plan;
+use crate::sdpa::SdpaOptions;
+use super::LayerOutput;
 
 /// The positions of a call's tokens.
 pub(super) struct CallPositions {
@@ -52,12 +62,12 @@ impl MultiHeadAttention {
     ///
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
-    pub fn forward_with_weights<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<AttentionOutput> {
+    pub fn forward_with_weights<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<LayerOutput> {
         let call = self.call(input.into())?;
         let AttentionOutput { context, weights } = call.attend_with_weights()?;
-        let context = self.output(&context, &call)?;
+        let output = self.output(&context, &call)?;
         call.commit()?;
-        Ok(AttentionOutput { context, weights })
+        Ok(LayerOutput { output, weights })
     }
 
     /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's projections and a

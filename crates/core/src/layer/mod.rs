@@ -10,6 +10,7 @@ mod heads;
 mod input;
 mod latent;
 mod memory;
+mod output;
 mod packed_bias;
 mod shard;
 #[cfg(test)]
@@ -20,6 +21,7 @@ pub use additive::{AdditiveAttention, AdditiveAttentionConfig, AdditiveInput};
 pub use input::{AttentionFunction, AttentionInput};
 pub use latent::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
 pub use memory::ProjectedMemory;
+pub use output::LayerOutput;
 
 use candle_core::{Error, ModuleT, Result, Tensor, bail};
 use candle_nn::var_builder::ShardedVarBuilder;
@@ -55,7 +57,7 @@ const OP: &str = "multi_head_attention";
 ///
 /// let padding = AttentionMask::none().with_valid_lens(vec![6, 4]);
 /// let seen = mha.forward_with_weights(AttentionInput::new(&xs).with_mask(&padding))?;
-/// assert_eq!(seen.weights.dims(), [2, 4, 6, 6]);
+/// assert_eq!((seen.output.dims(), seen.weights.dims()), (&[2, 6, 64][..], &[2, 4, 6, 6][..]));
 /// # Ok(()) }
 /// ```
 ///

@@ -38,7 +38,7 @@ use validate::Call;
 /// What attention gives when the weights are asked for too.
 #[derive(Debug, Clone)]
 pub struct AttentionOutput {
-    /// The attended values: (B, H, T_q, D_v) from the function, (B, T_q, out_dim) from a layer.
+    /// The attended values: (B, H, T_q, D_v).
     pub context: Tensor,
     /// The weights after softmax and dropout: (B, H, T_q, T_kv).
     pub weights: Tensor,

@@ -11,6 +11,7 @@ use candle_core::{Module, ModuleT, Result, Tensor, bail};
 use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Linear, VarBuilder};
 
+use super::LayerOutput;
 use super::call::{AttentionCall, CallKeys};
 use super::input::{AttentionInput, Expected};
 use crate::base::{HeadShard, Part, Source, is_addressable, part};
@@ -256,12 +257,12 @@ impl MultiHeadLatentAttention {
     ///
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
-    pub fn forward_with_weights<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<AttentionOutput> {
+    pub fn forward_with_weights<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<LayerOutput> {
         let (call, form) = self.call(input.into(), None)?;
         let AttentionOutput { context, weights } = call.attend_with_weights()?;
-        let context = self.output(&context, form, &call)?;
+        let output = self.output(&context, form, &call)?;
         call.commit()?;
-        Ok(AttentionOutput { context, weights })
+        Ok(LayerOutput { output, weights })
     }
 
     /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's projections
