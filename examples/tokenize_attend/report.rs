@@ -100,7 +100,9 @@ impl Report<'_> {
                 let extension = file.extension().unwrap_or_default().to_string_lossy();
                 file.with_file_name(format!("{stem}-{}.{extension}", row + 1))
             };
-            save(&self.heat_map(row)?.with_title(&self.args.texts[row]), &file, self.heads(Heads::All))?;
+            let map = self.heat_map(row)?.with_title(&self.args.texts[row]);
+            map.save(file, self.heads(Heads::All))
+                .map_err(|error| candle_core::Error::msg(format!("--plot: {}", crate::common::one_line(&error))))?;
         }
         Ok(())
     }
@@ -176,17 +178,6 @@ impl Report<'_> {
             .map(|(name, time)| format!("{name} {:.2} ms", time.as_secs_f64() * 1e3))
             .join(", ")
     }
-}
-
-#[cfg(feature = "plot")]
-fn save(map: &HeatMap, file: &std::path::Path, heads: Heads) -> Result<()> {
-    map.save(file, heads)
-        .map_err(|error| candle_core::Error::msg(format!("--plot: {}", crate::common::one_line(&error))))
-}
-
-#[cfg(not(feature = "plot"))]
-fn save(_: &HeatMap, _: &std::path::Path, _: Heads) -> Result<()> {
-    candle_core::bail!("--plot draws pictures: run again with `cargo run --features plot --example tokenize_attend ..`")
 }
 
 /// A tensor of rank 3 as nested lists, with the digits that its dtype has.

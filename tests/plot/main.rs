@@ -30,6 +30,22 @@ fn matrix(text: &str, rows: usize) -> Vec<&str> {
     text.lines().skip_while(|line| !line.starts_with("mean of")).skip(1).take(rows + 1).collect()
 }
 
+/// Built without the feature, a program that draws pictures compiles, and is told what is missing.
+#[cfg(not(feature = "plot"))]
+#[test]
+fn pictures_without_their_feature_are_errors_that_name_it() -> Result<()> {
+    let (map, file) = (HeatMap::new(&two_heads()?)?, std::env::temp_dir().join("no_picture.svg"));
+    for error in [
+        map.to_svg(Heads::All).expect_err("no feature"),
+        map.to_png(Heads::All).expect_err("no feature"),
+        map.save(&file, Heads::All).expect_err("no feature"),
+    ] {
+        assert!(error.to_string().starts_with("[heat_map] pictures need the feature `plot`"), "{error}");
+    }
+    assert!(!file.exists());
+    Ok(())
+}
+
 #[test]
 fn a_small_map_reads_as_drawn() -> Result<()> {
     let map = HeatMap::new(&two_heads()?)?.with_tokens(&["hello", "world"])?.with_title("Layer 0");

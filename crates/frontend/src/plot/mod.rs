@@ -1,5 +1,5 @@
 //! Heat maps of attention weights: in the terminal always, as SVG and PNG under the feature `plot`, which has a line
-//! chart for the numbers of a training as well.
+//! chart for the numbers of a training as well. Without it, what draws a heat map into a file is an error that says so.
 //!
 //! ```
 //! use candle_attention::plot::{HeatMap, Heads, TerminalOptions};
@@ -15,6 +15,8 @@
 mod canvas;
 #[cfg(feature = "plot")]
 mod chart;
+#[cfg(not(feature = "plot"))]
+mod no_picture;
 #[cfg(feature = "plot")]
 mod picture;
 mod style;
