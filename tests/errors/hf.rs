@@ -78,6 +78,7 @@ pub const CASES: &[Case] = cases! {
     "dropout of two" => layer("gpt2", json!({"attn_pdrop": 2})),
     "a list" => hf::attention_config(&json!(["llama"]), 0),
     "an architecture that is not known" => layer("rwkv", json!({"hidden_size": 8})),
+    "an architecture that is nearly known" => layer("Qwen-2", json!({})),
     "an architecture of parts that are known" => hf::attention_config(
         &json!({
             "model_type": "llava", "text_config": {"model_type": "llama"},

@@ -15,7 +15,7 @@ use super::pth;
 use super::safetensors::{self, ShardIndex};
 use super::stored::{Entry, Scale, Stored};
 use candle_attention_core::MultiHeadAttentionConfig;
-use candle_attention_core::internal::{SCALES, detect_with, infer_config, query_weights, root};
+use candle_attention_core::internal::{SCALES, detect_with, edits, infer_config, query_weights, root};
 use candle_attention_core::weights::{PackedNaming, QkvOrder, WeightLayout};
 
 /// A builder over the weights at `path`, converted to `dtype` as they are read: [`Checkpoint::open`] and
@@ -214,7 +214,7 @@ impl Checkpoint {
         }
         let (parent, mut names) = found.unwrap_or_else(|| ("", next_to("")));
         let last = &missing[parent.len()..];
-        names.sort_by_cached_key(|name| strsim::damerau_levenshtein(last, &name[parent.len()..]));
+        names.sort_by_cached_key(|name| edits(last, &name[parent.len()..]));
         if names.is_empty() { "the file has no tensors".to_string() } else { format!("there are {}", listed(&names)) }
     }
 }

@@ -12,7 +12,7 @@ use super::names::load_module;
 pub(super) use super::names::{ModuleNames, at};
 use super::rope::Rope;
 pub(super) use super::stages::Stages;
-use candle_attention_core::internal::has;
+use candle_attention_core::internal::{did_you_mean, has};
 use candle_attention_core::{
     ContentPositions, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig, QkNorm, QkNormKind,
     QkNormScope, RelativeBias, RelativeBiasConfig, RelativeEmbeddings, WeightLayout,
@@ -158,7 +158,10 @@ impl Family {
         let parts = object.iter().filter(|(_, part)| known(part).is_some());
         let parts: Vec<_> = parts.map(|(name, part)| format!("{name} ({})", part["model_type"])).collect();
         match parts.as_slice() {
-            [] => bail!("[hf] unknown model_type {model_type}, {EXPECTED}"),
+            [] => {
+                let name = model_type.as_str().unwrap_or_default();
+                bail!("[hf] unknown model_type {model_type}, {}", did_you_mean(name, model_types(), || EXPECTED.into()))
+            }
             parts => bail!("[hf] unknown model_type {model_type}, but its parts are known: {}", parts.join(", ")),
         }
     }

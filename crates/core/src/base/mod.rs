@@ -1,12 +1,14 @@
 //! What every room stands on: dtypes, sizes, rows of tensors, parameters by name, and shares of them.
 
 mod dtype;
+mod nearest;
 pub(crate) mod rowwise;
 mod share;
 mod size;
 mod source;
 mod threads;
 
+pub use nearest::{did_you_mean, edits, nearest};
 pub use share::{HeadShard, Share};
 pub use size::{filled, fits_in_memory, is_addressable};
 pub use source::{SCALES, Source, has, root, whole};

@@ -5,6 +5,8 @@ use std::str::FromStr;
 
 use candle_core::{Error, Result};
 
+use crate::base::did_you_mean;
+
 /// How a checkpoint lays out the projections of one attention layer.
 ///
 /// Every layout has a spelling, which `Display` writes and `FromStr` reads:
@@ -363,7 +365,15 @@ impl FromStr for WeightLayout {
     fn from_str(text: &str) -> Result<Self> {
         Self::all().into_iter().find(|layout| layout.to_string() == text).ok_or_else(|| {
             let known: Vec<_> = Self::all().iter().map(ToString::to_string).collect();
-            Error::msg(format!("[weight_layout] unknown layout {text:?}, expected one of: {}", known.join(", ")))
+            let first = || {
+                format!(
+                    "expected one of: {}, .. ({} in all, `WeightLayout::all()`)",
+                    known[..5].join(", "),
+                    known.len()
+                )
+            };
+            let hint = did_you_mean(text, known.iter().map(String::as_str), first);
+            Error::msg(format!("[weight_layout] unknown layout {text:?}, {hint}"))
         })
     }
 }

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use thiserror::Error;
 use tokenizers::Tokenizer;
 
+use candle_attention_core::internal::nearest;
+
 /// The error type of the `tokenizers` crate.
 pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
@@ -200,28 +202,11 @@ fn one_line(error: &BoxError) -> String {
     error.to_string().split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// What of a vocabulary helps somebody who gave a word that is not in it: the nearest words, at most three, and the
+/// What of a vocabulary helps somebody who gave a word that is not in it: the [`nearest`] words, at most three, and the
 /// first by id, at most ten.
-///
-/// Near is by the Damerau-Levenshtein distance without regard to case, then with regard to it, then by id. A word that
-/// takes more edits than half its length is not near.
 pub(super) fn nearest_and_first(word: &str, tokenizer: &Tokenizer) -> [Vec<String>; 2] {
-    /// The distance takes the product of the lengths in time and memory, so longer words are not compared.
-    const LONGEST: usize = 128;
     let mut words: Vec<_> = tokenizer.get_vocab(true).into_iter().map(|(word, id)| (id, word)).collect();
     words.sort_unstable();
-    let lower = word.to_lowercase();
-    let len = lower.chars().count();
-    let distance = |candidate: &str| {
-        let candidate = candidate.to_lowercase();
-        let (other, longer) = (candidate.chars().count(), len.max(candidate.chars().count()));
-        // The difference in length is a lower bound of the distance, and far cheaper.
-        let is_near = longer <= LONGEST && 2 * len.abs_diff(other) <= longer;
-        let distance = is_near.then(|| strsim::damerau_levenshtein(&lower, &candidate))?;
-        (2 * distance <= longer).then_some(distance)
-    };
-    let mut near: Vec<_> = words.iter().filter_map(|(id, near)| Some((distance(near)?, near, id))).collect();
-    near.sort_by_cached_key(|(distance, near, id)| (*distance, strsim::damerau_levenshtein(word, near), **id));
-    let nearest = near.into_iter().take(3).map(|(_, near, _)| near.clone()).collect();
+    let nearest = nearest(word, words.iter().map(|(_, word)| word.as_str())).into_iter().map(str::to_owned).collect();
     [nearest, words.into_iter().take(10).map(|(_, word)| word).collect()]
 }
