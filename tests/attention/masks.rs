@@ -4,13 +4,14 @@ use candle_attention::{AttentionMask, EmptyRows, ValidLens, scaled_dot_product_a
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::call::{Call, reference};
-use crate::common::values;
+use crate::common::{error_text, values};
 use crate::oracle::{Alignment, Case, Dims, Lens, Mask, Options, Part};
 use crate::recipe::{Recipe, for_all, recipes};
 
 crate::on_each_device!(
     random_masks_have_one_meaning,
     lengths_come_from_lists_and_tensors,
+    a_keep_is_of_the_ones_and_zeros_that_its_view_shows,
     empty_views_that_begin_past_their_buffer_are_read,
 );
 
@@ -210,6 +211,23 @@ fn empty_rows_are_uniform_if_either_mask_asks_for_it() {
     ] {
         assert_eq!(one.and(other).empty_rows(), expected);
     }
+}
+
+/// Entries beside a view are not its own, and what a view repeats is there once, however often.
+fn a_keep_is_of_the_ones_and_zeros_that_its_view_shows(device: &Device) -> Result<()> {
+    let bytes = Tensor::new(&[[7u8, 1, 0, 1], [9, 0, 1, 2]], device)?;
+    let resolve = |keep: &Tensor| AttentionMask::none().with_keep(keep).resolve(1, 2, 2).map(drop);
+    resolve(&bytes.narrow(1, 1, 2)?)?;
+    resolve(&bytes.narrow(1, 1, 2)?.t()?)?;
+    resolve(&bytes.narrow(1, 1, 1)?.narrow(0, 0, 1)?.broadcast_as((1 << 20, 1 << 20))?)?;
+    for keep in [bytes.clone(), bytes.narrow(1, 2, 2)?.t()?, bytes.narrow(1, 3, 1)?.broadcast_as((2, 1 << 40))?] {
+        let expected = format!(
+            "[attention_mask] keep has an entry {}, expected ones (the key is seen) and zeros",
+            if keep.elem_count() == 8 { 9 } else { 2 }
+        );
+        assert_eq!(error_text(resolve(&keep)), expected);
+    }
+    Ok(())
 }
 
 /// A batch of none, cut from a longer buffer: the view's offset lies outside the storage, where Candle's copies panic.

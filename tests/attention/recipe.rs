@@ -179,13 +179,7 @@ impl Kind {
             Self::Window => Part::Window(1 + random.up_to(t_kv + 1)),
             Self::Band => Part::Band(random.up_to(3), random.up_to(3)),
             Self::Chunk => Part::Chunk(1 + random.up_to(t_kv + 1)),
-            // Any entry but 0 keeps.
-            Self::Keep(reach) => Part::Keep(reach.array(dims).filled(|| match random.up_to(9) {
-                0..4 => 0.0,
-                4 => 255.0,
-                5 => 2.0,
-                _ => 1.0,
-            })),
+            Self::Keep(reach) => Part::Keep(reach.array(dims).filled(|| f64::from(u8::from(random.up_to(9) >= 4)))),
             Self::Bias(reach) => Part::Bias(
                 reach
                     .array(dims)

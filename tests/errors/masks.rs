@@ -54,6 +54,12 @@ pub const TENSORS: &[Case] = cases! {
     "an integer keep of another width" => with(AttentionMask::none().with_keep(&of(DType::I64, (3, 5)))),
     "a keep for the keys turned round" => keep((5, 3)),
     "a keep of each sequence without the head dimension" => keep((2, 3, 5)),
+    "a padding mask" => keep((2, 5)),
+    "a padding mask of floats" => with(AttentionMask::none().with_bias(&zeros((2, 5)))),
+    "a bias of each sequence without the head dimension" => with(AttentionMask::none().with_bias(&zeros((2, 3, 5)))),
+    "a keep of bytes that are all ones" =>
+        with(AttentionMask::none().with_keep(&Tensor::new(&[0u8, 1, 255, 1, 0], &CPU)?.broadcast_as((2, 1, 3, 5))?)),
+    "segment ids as a keep" => AttentionMask::none().with_keep(&Tensor::new(&[1u8, 1, 2], &CPU)?).resolve(1, 3, 3),
     "a keep for each key head" => keep((2, 2, 3, 5)),
     "a keep with five dimensions" => keep((1, 2, 4, 3, 5)),
     "an empty keep" => keep((3, 0)),

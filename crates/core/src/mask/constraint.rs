@@ -26,6 +26,8 @@ pub(super) enum Constraint {
     Columns(usize),
     /// u8, 0 hides.
     Keep(Tensor),
+    /// The largest entry of a `Keep`, which is more than 1: an error where the mask is resolved.
+    KeepEntry(u8),
     /// Added to the scores.
     Bias(Tensor),
     /// A builder whose meaning depends on the order in which masks were joined: an error where the mask is resolved.
@@ -97,13 +99,18 @@ impl Constraint {
             }
             Self::ValidLens(lens) => ALL.start..lens.get(b, i) as i128,
             Self::Starts(starts) => starts.get(b, i) as i128..ALL.end,
-            Self::Prefix(_) | Self::Columns(_) | Self::Keep(_) | Self::Bias(_) | Self::Unclear { .. } => ALL,
+            Self::Prefix(_)
+            | Self::Columns(_)
+            | Self::Keep(_)
+            | Self::KeepEntry(_)
+            | Self::Bias(_)
+            | Self::Unclear { .. } => ALL,
         }
     }
 
     /// Whether [`keys`](Self::keys) may leave out a key.
     pub fn bounds_keys(&self) -> bool {
-        !matches!(self, Self::Prefix(_) | Self::Columns(_) | Self::Keep(_) | Self::Bias(_) | Self::Unclear { .. })
+        self.alignment().is_some() || matches!(self, Self::ValidLens(_) | Self::Starts(_))
     }
 
     pub fn alignment(&self) -> Option<&Alignment> {
@@ -169,6 +176,9 @@ impl Constraint {
             }
             Self::Columns(columns) if *columns != t_kv => {
                 bail!("[attention_mask] the attention mask has {columns} columns, expected one for each of {t_kv} keys")
+            }
+            Self::KeepEntry(entry) => {
+                bail!("[attention_mask] keep has an entry {entry}, expected ones (the key is seen) and zeros")
             }
             Self::Unclear { builder } => bail!(
                 "[attention_mask] {builder} was called on masks that were joined and whose queries stand at different \

@@ -129,7 +129,8 @@ impl AttentionMask {
         }
         let runs: Vec<_> = rows.iter().map(|row| single_run(row)).collect();
         if runs.iter().any(Option::is_none) {
-            return Ok(Self::none().with_keep(&mask.ne(&mask.zeros_like()?)?.unsqueeze(1)?.unsqueeze(1)?));
+            let keep = mask.ne(&mask.zeros_like()?)?.unsqueeze(1)?.unsqueeze(1)?;
+            return Ok(Self::none().with(Constraint::Keep(keep)));
         }
         let (starts, ends): (Vec<_>, Vec<_>) = runs.into_iter().flatten().unzip();
         let this = Self::none().with_valid_lens(ends).with(Constraint::Columns(mask.dim(1)?));
@@ -189,13 +190,22 @@ impl AttentionMask {
         self
     }
 
-    /// Hides every key whose entry is 0: u8, broadcastable to (B, H, T_q, T_kv).
+    /// Hides every key whose entry is 0, of ones and zeros as u8, broadcastable to (B, H, T_q, T_kv) from the right, as
+    /// everywhere: two dimensions are (T_q, T_kv). A padding mask (B, T_kv) is for
+    /// [`from_attention_mask`](Self::from_attention_mask); here it has to be (B, 1, 1, T_kv), and where B is T_q, (B,
+    /// T_kv) would hide other keys without an error. A mask (B, T_q, T_kv) has to be (B, 1, T_q, T_kv) likewise.
+    ///
+    /// Other entries than 0 and 1 are an error where the mask is used. The tensor is read for them now, from its device
+    /// too.
     #[must_use]
     pub fn with_keep(self, keep: &Tensor) -> Self {
-        self.with(Constraint::Keep(keep.clone()))
+        let entry = tensors::largest_entry(keep).filter(|&entry| entry > 1);
+        let this = self.with(Constraint::Keep(keep.clone()));
+        entry.into_iter().fold(this, |this, entry| this.with(Constraint::KeepEntry(entry)))
     }
 
-    /// Adds a float tensor to the scores, broadcastable to (B, H, T_q, T_kv). Gradients flow into it.
+    /// Adds a float tensor to the scores, broadcastable to (B, H, T_q, T_kv) as [`with_keep`](Self::with_keep) has it:
+    /// two dimensions are (T_q, T_kv). Gradients flow into it.
     #[must_use]
     pub fn with_bias(self, bias: &Tensor) -> Self {
         self.with(Constraint::Bias(bias.clone()))

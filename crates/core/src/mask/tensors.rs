@@ -123,13 +123,26 @@ impl AttentionMask {
         };
         let mut all = Self::none().with_empty_rows(self.empty_rows);
         if let Some(keep) = self.keep_tensor(dims, device)? {
-            all = all.with_keep(&appended(keep, 1.0)?);
+            all = all.with(Constraint::Keep(appended(keep, 1.0)?));
         }
         if let Some(bias) = self.bias_tensor(dims, dtype, device)? {
             all = all.with_bias(&appended(bias, 0.0)?);
         }
         Ok(all)
     }
+}
+
+/// The largest entry of a mask of bytes that has any; what a view repeats is read once, in the order of memory.
+pub(super) fn largest_entry(keep: &Tensor) -> Option<u8> {
+    if keep.dtype() != DType::U8 || keep.elem_count() == 0 {
+        return None;
+    }
+    let mut repeated = keep.stride().iter().enumerate().filter(|&(_, &stride)| stride == 0).map(|(dim, _)| dim);
+    let once = repeated.try_fold(keep.clone(), |once, dim| once.narrow(dim, 0, 1));
+    let mut order: Vec<_> = (0..keep.rank()).collect();
+    order.sort_by_key(|&dim| std::cmp::Reverse(keep.stride()[dim]));
+    // An error of the device comes up again where the mask is used.
+    once.and_then(|once| once.permute(order)?.max_all()?.to_scalar()).ok()
 }
 
 /// Where both keep: 1, as u8.
@@ -162,7 +175,18 @@ pub(super) fn fit(what: &str, tensor: &Tensor, dims: (usize, usize, usize, usize
     let fits =
         shape.len() <= 4 && shape.iter().rev().zip(full.iter().rev()).all(|(&have, &want)| have == want || have == 1);
     if !fits {
-        bail!("[attention_mask] {what} has shape {shape:?}, which does not broadcast to (B, H, T_q, T_kv) = {full:?}")
+        let meant = match *shape {
+            [b, t_kv] if [b, t_kv] == [dims.0, dims.3] => {
+                "; a padding mask (B, T_kv) is for `AttentionMask::from_attention_mask`, or (B, 1, 1, T_kv)"
+            }
+            [b, t_q, t_kv] if [b, t_q, t_kv] == [dims.0, dims.2, dims.3] => {
+                "; `unsqueeze(1)` makes (B, 1, T_q, T_kv) of (B, T_q, T_kv)"
+            }
+            _ => "",
+        };
+        bail!(
+            "[attention_mask] {what} has shape {shape:?}, which does not broadcast to (B, H, T_q, T_kv) = {full:?}{meant}"
+        )
     }
     if !tensor.device().same_device(device) {
         bail!(
