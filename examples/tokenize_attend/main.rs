@@ -22,7 +22,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use candle_attention::AttentionMask;
-use candle_attention::text::{PaddingSide, TokenizerError};
+use candle_attention::text::TokenizerError;
 use candle_core::{Error, Result, bail};
 
 use args::Args;
@@ -58,13 +58,8 @@ fn run(args: &Args) -> Result<String> {
     device.synchronize()?;
     times.embedding = start.elapsed();
 
-    let mut mask = if args.causal { AttentionMask::causal() } else { AttentionMask::none() };
-    if batch.lens().iter().any(|&len| len < batch.seq_len()) {
-        mask = match batch.padding_side() {
-            PaddingSide::Right => mask.with_valid_lens(batch.valid_lens()?),
-            PaddingSide::Left => mask.with_starts(batch.starts()),
-        };
-    }
+    let mask = if args.causal { AttentionMask::causal() } else { AttentionMask::none() };
+    let mask = mask.and(&batch.mask());
     let start = Instant::now();
     let attention = system.layer.attend(&hidden, &mask)?;
     device.synchronize()?;

@@ -1,8 +1,8 @@
 //! Padding, lengths, starts and cuts.
 
-use candle_attention::ValidLens;
 use candle_attention::text::{Batch, PaddingSide, SimpleTokenizer, SpecialTokens, TokenizerError};
-use candle_core::{DType, Device};
+use candle_attention::{AttentionMask, ValidLens};
+use candle_core::{DType, Device, Tensor};
 use serde_json::json;
 
 use super::documents::{cls_and_sep, letters, load, padding, truncation};
@@ -41,6 +41,22 @@ fn a_file_that_pads_on_the_left_gives_starts() {
     let right = batch(&tokenizer.with_padding_side(PaddingSide::Right).unwrap(), &["a", "b c d"]);
     assert_eq!(right.ids(), [[3, 0, 0], [4, 5, 6]]);
     assert_eq!(right.valid_lens().unwrap(), ValidLens::from(vec![1, 3]));
+}
+
+/// On either side, what transformers' attention mask of the same batch is.
+#[test]
+fn a_batch_gives_the_mask_of_its_padding() {
+    for side in [PaddingSide::Right, PaddingSide::Left] {
+        let batch = batch(&tutorial().with_padding_side(side).unwrap(), &["hello", "how are you", ""]);
+        let ones =
+            batch.tokens().iter().map(|row| row.iter().map(|token| u8::from(token != "<pad>")).collect::<Vec<_>>());
+        let ones = Tensor::new(ones.collect::<Vec<_>>(), &Device::Cpu).unwrap();
+        let expected = AttentionMask::from_attention_mask(&ones).unwrap();
+        let drawn = |mask: &AttentionMask| mask.resolve(3, 2, 3).unwrap().to_string();
+        assert_eq!(drawn(&batch.mask()), drawn(&expected), "{side:?}");
+        let other = batch.mask().resolve(3, 1, 4).unwrap_err().to_string();
+        assert!(other.starts_with("[attention_mask] the attention mask has 3 columns, expected"), "{other}");
+    }
 }
 
 #[test]

@@ -359,7 +359,8 @@ impl NewTokens {
             }
             Some(entries) => match entries.iter().position(|&entry| entry > t) {
                 Some(sequence) => bail!(
-                    "[attention_cache] {name} has {} for sequence {sequence}, expected at most the call's {t}",
+                    "[attention_cache] {name} has {} for sequence {sequence}, expected at most the call's {t}; what counts \
+                     the positions of earlier calls too is `AttentionMask::with_{name}`",
                     entries[sequence]
                 ),
                 None => Ok(entries.to_vec()),

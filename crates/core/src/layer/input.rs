@@ -192,7 +192,8 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
-    /// Left padding in a call with a cache: of each sequence, the first of the T positions that is a token.
+    /// Left padding in a call with a cache: of each sequence, the first of the T positions that is a token. Without a
+    /// cache, see [`AttentionMask::with_starts`].
     pub fn with_starts(mut self, starts: &'a [usize]) -> Self {
         self.padding.starts = Some(starts);
         self
@@ -354,7 +355,10 @@ impl<'a> AttentionInput<'a> {
         }
         if !is_cached {
             if self.padding.valid_lens.is_some() || self.padding.starts.is_some() {
-                bail!("[{op}] valid_lens or starts were given to a call without a cache; expected padding in the mask")
+                bail!(
+                    "[{op}] valid_lens or starts of an `AttentionInput` were given to a call without a cache, expected those \
+                     of an `AttentionMask`"
+                )
             }
             return Ok(None);
         }

@@ -132,18 +132,27 @@ impl AttentionMask {
             let keep = mask.ne(&mask.zeros_like()?)?.unsqueeze(1)?.unsqueeze(1)?;
             return Ok(Self::none().with(Constraint::Keep(keep)));
         }
-        let (starts, ends): (Vec<_>, Vec<_>) = runs.into_iter().flatten().unzip();
-        let this = Self::none().with_valid_lens(ends).with(Constraint::Columns(mask.dim(1)?));
-        Ok(if starts.iter().any(|&start| start > 0) { this.with_starts(starts) } else { this })
+        Ok(Self::of_runs(runs.into_iter().flatten(), mask.dim(1)?))
     }
 
-    /// Hides the keys at and past a length: `(B,)`, or `(B, T_q)` for each query. d2l's `valid_lens`.
+    /// Of each sequence, the start and the end of its tokens among `columns`.
+    pub(crate) fn of_runs(runs: impl Iterator<Item = (usize, usize)>, columns: usize) -> Self {
+        let (starts, ends): (Vec<_>, Vec<_>) = runs.unzip();
+        let this = Self::none().with_valid_lens(ends).with(Constraint::Columns(columns));
+        if starts.iter().any(|&start| start > 0) { this.with_starts(starts) } else { this }
+    }
+
+    /// Hides the keys at and past a length: `(B,)`, or `(B, T_q)` for each query. d2l's `valid_lens`. With a cache,
+    /// lengths count the positions of earlier calls too; padding among the new tokens is
+    /// [`AttentionInput::with_valid_lens`](crate::AttentionInput::with_valid_lens).
     #[must_use]
     pub fn with_valid_lens(self, lens: impl Into<ValidLens>) -> Self {
         self.with(Constraint::ValidLens(lens.into()))
     }
 
-    /// Hides the keys before a start: left padding, packed documents.
+    /// Hides the keys before a start: left padding, packed documents. With a cache, starts count the positions of
+    /// earlier calls too; padding among the new tokens is
+    /// [`AttentionInput::with_starts`](crate::AttentionInput::with_starts).
     #[must_use]
     pub fn with_starts(self, starts: impl Into<ValidLens>) -> Self {
         self.with(Constraint::Starts(starts.into()))

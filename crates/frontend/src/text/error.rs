@@ -132,7 +132,7 @@ pub enum TokenizerError {
 
     /// The batch is padded on the left, where lengths alone would hide real tokens and show padding.
     #[error(
-        "[tokenizer] the batch is padded on the left, so lengths would hide the wrong tokens: use starts() for the mask, or with_padding_side(PaddingSide::Right)"
+        "[tokenizer] the batch is padded on the left, so lengths would hide the wrong tokens: use mask(), or starts()"
     )]
     PaddedOnTheLeft,
 

@@ -9,6 +9,7 @@ mod tokenizer;
 use candle_core::{Device, Result, Tensor};
 use tokenizers::{PaddingDirection, PaddingParams};
 
+use candle_attention_core::AttentionMask;
 use candle_attention_core::ValidLens;
 pub use embedding::{EmbeddingConfig, EmbeddingLayer};
 pub use error::TokenizerError;
@@ -114,6 +115,28 @@ impl Batch {
     /// What the device gives.
     pub fn ids_tensor(&self, device: &Device) -> Result<Tensor> {
         Tensor::from_vec(self.ids.concat(), (self.batch_size(), self.seq_len), device)
+    }
+
+    /// The mask that hides the padding, on either side, in a call over these texts alone; a layer takes it by
+    /// [`AttentionInput::with_mask`](crate::AttentionInput::with_mask). In a call with a cache, padding is what
+    /// [`AttentionInput::with_valid_lens`](crate::AttentionInput::with_valid_lens) and
+    /// [`with_starts`](crate::AttentionInput::with_starts) say.
+    ///
+    /// ```
+    /// use candle_attention::text::{PaddingSide, SimpleTokenizer};
+    /// let words = SimpleTokenizer::from_words(["<pad>", "hello", "world"])?;
+    /// let batch = words.encode_batch(&["hello world", "world"])?;
+    /// assert_eq!(batch.mask().resolve(2, 1, 2)?.to_string(), "1 1\n\n1 .\n");
+    /// let batch = words.with_padding_side(PaddingSide::Left)?.encode_batch(&["hello world", "world"])?;
+    /// assert_eq!(batch.mask().resolve(2, 1, 2)?.to_string(), "1 1\n\n. 1\n");
+    /// # Ok::<(), candle_core::Error>(())
+    /// ```
+    pub fn mask(&self) -> AttentionMask {
+        let run = |&len: &usize| match self.side {
+            PaddingSide::Right => (0, len),
+            PaddingSide::Left => (self.seq_len - len, self.seq_len),
+        };
+        AttentionMask::of_runs(self.lens.iter().map(run), self.seq_len)
     }
 
     /// The number of tokens in each text, (B,), for `AttentionMask::with_valid_lens`: keys at and past the length
