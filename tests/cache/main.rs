@@ -25,3 +25,4 @@ mod memory;
 mod misuse;
 mod rotary;
 mod shared;
+mod warnings;

@@ -21,10 +21,12 @@ use buffers::{KvBuffers, KvFormat};
 /// The keys and values of the positions that one layer has seen, for one sequence or a batch of them; or the latents from
 /// which a layer computes them.
 ///
-/// A call with a cache ([`AttentionInput::with_cache`](crate::AttentionInput::with_cache)) appends its keys and values to
-/// those of the calls before, in place, and its queries attend to all of them without a copy. A prompt, pieces of it and
-/// single tokens give the numbers of one call over everything. A call that fails leaves the cache as it was. A call whose
-/// output is tracked for gradients leaves its buffers to the graph, and the cache goes on with a copy.
+/// A call with a cache ([`AttentionInput::with_cache`](crate::AttentionInput::with_cache)) appends its keys and values
+/// to those of the calls before, in place, and its queries attend to all of them without a copy. A prompt, pieces of it
+/// and single tokens give the numbers of one call over everything, if no query sees a later key: in a causal layer. In
+/// one that is not causal (an encoder's), a query sees the later tokens of its own call, and none of the calls to come.
+/// A call that fails leaves the cache as it was. A call whose output is tracked for gradients leaves its buffers to the
+/// graph, and the cache goes on with a copy.
 ///
 /// ```
 /// use candle_attention::{AttentionCache, AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig};

@@ -99,7 +99,7 @@ impl MultiHeadAttention {
             )
         }
         self.check_content(input)?;
-        let new_tokens = input.new_tokens(OP, (b, t_q))?;
+        let new_tokens = input.new_tokens(OP, (b, t_q), &self.mask)?;
         if let Some(new_tokens) = &new_tokens {
             self.check_cached(new_tokens)?;
         }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::Once;
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
@@ -152,6 +153,10 @@ impl<'a> AttentionInput<'a> {
     /// Self-attention to the positions in the cache and those of `xs`, which are added to it. Positions are counted in each
     /// sequence by itself, from its first call on: T_kv of a mask is the length of the longest sequence with this call, and
     /// a causal constraint is aligned to the end of each.
+    ///
+    /// The outputs are those of one call over all tokens if no query sees a later key, as in a causal layer. In a layer
+    /// that is not causal, the tokens of earlier calls have not seen those of this one; the first time, this is logged
+    /// as a warning.
     pub fn with_cache(mut self, cache: &'a mut AttentionCache) -> Self {
         self.cache = Some(cache);
         self
@@ -347,8 +352,8 @@ impl<'a> AttentionInput<'a> {
         AttentionInput { cache, ..*self }
     }
 
-    /// The tokens that a call of `dims` (B, T) adds to its cache, if it has one.
-    pub(super) fn new_tokens(&self, op: &str, dims: (usize, usize)) -> Result<Option<NewTokens>> {
+    /// The tokens that a call of `dims` (B, T) adds to its cache, if it has one. `own` is the layer's mask.
+    pub(super) fn new_tokens(&self, op: &str, dims: (usize, usize), own: &AttentionMask) -> Result<Option<NewTokens>> {
         let is_cached = self.cache.is_some() || self.shared_cache.is_some();
         if self.function.is_some() && (is_cached || self.packed.is_some()) {
             bail!("[{op}] an attention function was given with a cache or packed sequences, expected one of them")
@@ -365,13 +370,25 @@ impl<'a> AttentionInput<'a> {
         if self.is_cross() {
             bail!("[{op}] keys and values were given beside a cache, expected self-attention")
         }
-        match (&self.cache, self.shared_cache) {
+        let tokens = match (&self.cache, self.shared_cache) {
             (Some(_), Some(_)) => {
                 bail!("[{op}] a cache was given beside that of an earlier layer, expected one of the two")
             }
-            (Some(cache), None) => cache.new_tokens(dims, self.padding).map(Some),
-            (None, shared) => shared.map(|cache| cache.latest_tokens(dims, self.padding)).transpose(),
+            (Some(cache), None) => Some(cache.new_tokens(dims, self.padding)?),
+            (None, shared) => shared.map(|cache| cache.latest_tokens(dims, self.padding)).transpose()?,
+        };
+        let has_earlier = tokens.as_ref().is_some_and(|tokens| tokens.before.iter().any(|&before| before > 0));
+        if has_earlier && own.shows_later_keys() && self.mask.is_none_or(AttentionMask::shows_later_keys) {
+            // Once, since a model would say the same for every layer and token.
+            static LOGGED: Once = Once::new();
+            LOGGED.call_once(|| {
+                log::warn!(
+                    "[{op}] a layer that is not causal continues a cache: its earlier tokens have not seen those of this \
+                     call, as in one call over all they would; expected `with_causal(true)`, or a causal mask"
+                );
+            });
         }
+        Ok(tokens)
     }
 }
 

@@ -274,6 +274,15 @@ impl AttentionMask {
         self.empty_rows
     }
 
+    /// Whether a query may see keys after its own: nothing hides these, and no tensor is there that could.
+    pub(crate) fn shows_later_keys(&self) -> bool {
+        let may_hide = |constraint: &Constraint| match constraint {
+            Constraint::Band { right, .. } => *right == 0,
+            constraint => matches!(constraint, Constraint::Causal { .. } | Constraint::Keep(_) | Constraint::Bias(_)),
+        };
+        !self.constraints.iter().any(may_hide)
+    }
+
     /// What kind of tensor hides or adds, if any does: a mask without one is structural.
     pub(crate) fn tensor_kind(&self) -> Option<&'static str> {
         self.keeps().next().map(|_| "keep").or_else(|| self.biases().next().map(|_| "bias"))

@@ -298,7 +298,7 @@ impl MultiHeadLatentAttention {
         let residual = expected.check_residual(&input, cfg.embed_dim())?;
         let (b, t, _) = xs.dims3()?;
         input.check_packed(OP, &xs, t)?;
-        let new_tokens = input.new_tokens(OP, (b, t))?;
+        let new_tokens = input.new_tokens(OP, (b, t), &self.mask)?;
         let positions = positions(&input, b, t, new_tokens.as_ref())?;
         let (h, rank, nope) = (cfg.num_heads(), cfg.kv_lora_rank(), cfg.nope_head_dim());
         if !is_addressable(&[b, t, h * (2 * cfg.head_dim() + cfg.value_head_dim() + rank)]) {
