@@ -311,8 +311,8 @@ impl AttentionCache {
         }
         if (k.track_op() || v.track_op()) && !self.config.detached() {
             bail!(
-                "[attention_cache] keys or values are tracked for gradients, which a cache would lose; expected weights that \
-                 are plain tensors, or a cache made `with_detached(true)`"
+                "[attention_cache] keys or values are tracked for gradients, which a cache would lose; expected a layer after \
+                 `freeze()` and an input `xs.detach()`, or a cache made `with_detached(true)`"
             )
         }
         let format = match self.config.q8() {
