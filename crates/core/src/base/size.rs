@@ -1,8 +1,8 @@
-//! Checks that a tensor's size can be addressed and allocated, and views of empty tensors.
+//! Checks that a tensor's size can be addressed and allocated and that sizes fit together, and views of empty tensors.
 
 use std::ops::Range;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 
 /// From how many bytes on the allocator is asked before Candle is: smaller requests are not refused in practice.
 const LARGE: u64 = 1 << 32;
@@ -38,6 +38,24 @@ pub fn filled<T: Clone>(dims: &[usize], value: T) -> Option<Vec<T>> {
     values.try_reserve_exact(count).ok()?;
     values.resize(count, value);
     Some(values)
+}
+
+/// That keys and values, (B, T_kv, ..) each, have the queries' batch size `b` and one length; without queries, one
+/// batch size.
+pub(crate) fn check_keys_and_values(op: &str, b: Option<usize>, keys: &Tensor, values: &Tensor) -> Result<()> {
+    let ([b_k, t_k], [b_v, t_v]) = ([keys.dim(0)?, keys.dim(1)?], [values.dim(0)?, values.dim(1)?]);
+    if let Some(b) = b.filter(|&b| b != b_k) {
+        let repeat =
+            if b_k == 1 { format!("; `repeat(({b}, 1, 1))` gives one sequence to all") } else { String::new() };
+        bail!("[{op}] keys {:?} have batch size {b_k}, expected the queries' {b}{repeat}", keys.dims())
+    }
+    if b_v != b_k {
+        bail!("[{op}] values {:?} have batch size {b_v}, expected the keys' {b_k}", values.dims())
+    }
+    if t_v != t_k {
+        bail!("[{op}] values {:?} have length {t_v}, expected a value for each of {t_k} keys", values.dims())
+    }
+    Ok(())
 }
 
 /// `tensor.narrow` along a dimension, which an empty tensor allows too: a view of one may start past the end of its buffer,

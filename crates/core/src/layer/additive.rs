@@ -4,10 +4,17 @@ use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::{Linear, VarBuilder};
 use serde::{Deserialize, Serialize};
 
-use crate::base::{Source, accumulation_dtype, fits_in_memory};
+use crate::base::Source;
+use crate::base::accumulation_dtype;
+use crate::base::fits_in_memory;
 use crate::init::TorchSeed;
 use crate::mask::AttentionMask;
-use crate::sdpa::{AttentionOutput, Dropout, VisibleSoftmax, dropout, weighted_values};
+use crate::sdpa::AttentionOutput;
+use crate::sdpa::Dropout;
+use crate::sdpa::VisibleSoftmax;
+use crate::sdpa::dropout;
+use crate::sdpa::weighted_values;
+use crate::base::check_keys_and_values;
 
 /// The shape of an [`AdditiveAttention`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -198,10 +205,10 @@ impl AdditiveAttention {
         let &[b, t_q, query_size] = queries.dims() else {
             bail!("[additive_attention] queries have shape {:?}, expected (B, T_q, query_size)", queries.dims())
         };
-        let &[b_k, t_kv, key_size] = keys.dims() else {
+        let &[_, t_kv, key_size] = keys.dims() else {
             bail!("[additive_attention] keys have shape {:?}, expected (B, T_kv, key_size)", keys.dims())
         };
-        let &[b_v, t_v, d_v] = values.dims() else {
+        let &[_, _, d_v] = values.dims() else {
             bail!("[additive_attention] values have shape {:?}, expected (B, T_kv, D_v)", values.dims())
         };
         if (query_size, key_size) != (self.config.query_size, self.config.key_size) {
@@ -211,14 +218,7 @@ impl AdditiveAttention {
                 self.config.key_size
             )
         }
-        if b_k != b || b_v != b || t_v != t_kv {
-            bail!(
-                "[additive_attention] queries {:?}, keys {:?} and values {:?} differ in batch size, or keys and values in length",
-                queries.dims(),
-                keys.dims(),
-                values.dims()
-            )
-        }
+        check_keys_and_values("additive_attention", Some(b), keys, values)?;
         let expected = self.query_proj.weight();
         for (what, tensor) in [("queries", queries), ("keys", keys), ("values", values)] {
             if tensor.dtype() != expected.dtype() || !tensor.device().same_device(expected.device()) {

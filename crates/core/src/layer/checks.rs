@@ -8,6 +8,7 @@ use crate::base::is_addressable;
 use crate::cache::{AttentionCache, NewTokens};
 use crate::config::KvSource;
 use crate::position::Alibi;
+use crate::base::check_keys_and_values;
 
 pub(super) const NO_KEYS: &str =
     "the layer has no keys and values of its own, expected an earlier layer's, `with_shared_cache` or `with_memory`";
@@ -63,19 +64,21 @@ impl MultiHeadAttention {
                 (Keys::Memory(memory), memory.t_kv, memory.k.dims())
             }
             (None, None) => {
+                let widths = [cfg.key_size(), cfg.value_size()];
+                if input.key_value.is_none() && widths != [cfg.embed_dim(); 2] {
+                    bail!(
+                        "[multi_head_attention] queries are {} wide, the inputs of keys {} and of values {}; expected a \
+                         call `with_key_value` or `with_memory` (cross-attention)",
+                        cfg.embed_dim(),
+                        widths[0],
+                        widths[1]
+                    )
+                }
                 let (given_keys, given_values) = input.key_value.unwrap_or((input.queries, input.queries));
                 self.check_one_input(given_keys, given_values)?;
                 let mut keys = self.expected(cfg.key_size(), batched).check("keys", given_keys)?;
                 let mut values = self.expected(cfg.value_size(), batched).check("values", given_values)?;
-                if [keys.dim(0)?, values.dim(0)?] != [b, b] || keys.dim(1)? != values.dim(1)? {
-                    bail!(
-                        "[multi_head_attention] queries {:?}, keys {:?} and values {:?} differ in batch size, or \
-                         keys and values in length",
-                        input.queries.dims(),
-                        given_keys.dims(),
-                        given_values.dims()
-                    )
-                }
+                check_keys_and_values(OP, Some(b), &keys, &values)?;
                 if given_keys.id() == input.queries.id() {
                     keys = queries.clone();
                 }

@@ -2,9 +2,14 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::{AttentionInput, MultiHeadAttention};
+use super::AttentionInput;
+use super::MultiHeadAttention;
 use crate::config::KvSource;
-use crate::position::{Positions, RopeAxes, RopeConfig};
+use crate::position::Positions;
+use crate::position::RopeAxes;
+use crate::position::RopeConfig;
+use super::OP;
+use crate::base::check_keys_and_values;
 
 /// Keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v) of cross-attention as a layer projected them
 /// ([`MultiHeadAttention::project_memory`]), for as many calls as there are queries to come; or those of a whole
@@ -54,14 +59,8 @@ impl MultiHeadAttention {
         self.check_one_input(keys, values)?;
         let k_in = self.expected(cfg.key_size(), batched).check("keys", keys)?;
         let mut v_in = self.expected(cfg.value_size(), batched).check("values", values)?;
-        let ((b, t_kv, _), (b_v, t_v, _)) = (k_in.dims3()?, v_in.dims3()?);
-        if (b, t_kv) != (b_v, t_v) {
-            bail!(
-                "[multi_head_attention] keys {:?} and values {:?} differ in batch size or length",
-                keys.dims(),
-                values.dims()
-            )
-        }
+        check_keys_and_values(OP, None, &k_in, &v_in)?;
+        let (b, t_kv, _) = k_in.dims3()?;
         if keys.id() == values.id() {
             v_in = k_in.clone();
         }

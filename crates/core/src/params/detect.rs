@@ -38,8 +38,9 @@ impl WeightLayout {
     /// them; read the other way they do not fit the config, and loading says so.
     ///
     /// # Errors
-    /// If nothing there looks like attention; and where names and shapes leave two readings (a square plain parameter, a
-    /// packed weight whose name is used for two row orders), an error that names both.
+    /// If nothing there looks like attention, or nothing is there yet, as in a new `VarMap`; and where names and shapes
+    /// leave two readings (a square plain parameter, a packed weight whose name is used for two row orders), an error
+    /// that names both.
     /// [`Checkpoint::detect`](crate::weights::Checkpoint::detect) asks the checkpoint's own config too.
     pub fn detect(vb: &VarBuilder) -> Result<Self> {
         detect_with(vb, |_| false)
@@ -63,13 +64,11 @@ pub fn detect_with(vb: &VarBuilder, is_meant: impl Fn(WeightLayout) -> bool) -> 
     match (readings.as_slice(), chosen) {
         ([layout], _) | (_, Some(layout)) => Ok(*layout),
         ([], _) => {
+            let elsewhere = elsewhere(vb)?;
             let weights = query_weights();
             let names: BTreeSet<_> = weights.iter().map(|name| name.trim_end_matches(".weight")).collect();
             let names = Vec::from_iter(names).join(", ");
-            bail!(
-                "[weight_layout] no attention weights {place}: looked for the query projections {names}; {}",
-                elsewhere(vb)?
-            )
+            bail!("[weight_layout] no attention weights {place}: looked for the query projections {names}; {elsewhere}")
         }
         _ => {
             let readings: Vec<_> = readings.iter().map(|layout| format!("`{layout}`{}", used_by(*layout))).collect();
@@ -91,6 +90,9 @@ fn used_by(layout: WeightLayout) -> &'static str {
 
 /// Where attention weights are instead: behind a wrapper's prefix, without the first part of this one, or as the builder
 /// tells.
+///
+/// # Errors
+/// For a builder that makes parameters and has none yet: there is nothing to look for.
 fn elsewhere(vb: &VarBuilder) -> Result<String> {
     let prefix = vb.prefix();
     let mut wrappers: Vec<_> = WRAPPERS.iter().map(ToString::to_string).collect();
@@ -103,7 +105,16 @@ fn elsewhere(vb: &VarBuilder) -> Result<String> {
             return Ok(format!("they are below {candidate:?}, from the root of the file"));
         }
     }
-    let hint = vb.get_unchecked("q_proj.weight").err().map(|error| hint(&error)).unwrap_or_default();
+    let missing = vb.get_unchecked("q_proj.weight").err();
+    // What reads files says that it cannot find the tensor.
+    if let Some(Error::Msg(_)) = missing.as_ref().map(root) {
+        let below = if prefix.is_empty() { String::new() } else { format!(" below {prefix:?}") };
+        bail!(
+            "[weight_layout] nothing of attention is there{below} yet: a `VarMap`, a `TorchSeed` and `VarBuilder::zeros` \
+             make parameters when a layer asks for them; name a layout, as `WeightLayout::Canonical`"
+        )
+    }
+    let hint = missing.map(|error| hint(&error)).unwrap_or_default();
     Ok(if hint.is_empty() { "is a prefix missing (`vb.pp(..)`)?".to_string() } else { hint })
 }
 
