@@ -47,10 +47,10 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-pub use candle_attention_core::{LayerOutput, 
+pub use candle_attention_core::{
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AlibiConfig, AttentionCache, AttentionCacheConfig,
     AttentionFunction, AttentionInput, AttentionMask, AttentionOutput, Backend, ContentPositions, ContextNorm,
-    DisentangledConfig, EmptyRows, GateActivation, GatePlace, GateScope, HeadShard, KvRanges, KvSource,
+    DisentangledConfig, EmptyRows, GateActivation, GatePlace, GateScope, HeadShard, KvRanges, KvSource, LayerOutput,
     MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OutputGate,
     OutputOrder, PackedGatedLinear, PackedLinear, PackedSequences, Plan, ProjectedMemory, ProjectionModule,
     ProjectionModules, ProjectionPlace, QkNorm, QkNormKind, QkNormScope, QueryScaling, RelativeBias,

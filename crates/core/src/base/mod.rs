@@ -10,6 +10,7 @@ mod threads;
 
 pub use nearest::{did_you_mean, edits, nearest};
 pub use share::{HeadShard, Share};
+pub(crate) use size::check_keys_and_values;
 pub use size::{filled, fits_in_memory, is_addressable};
 pub use source::{SCALES, Source, has, root, whole};
 

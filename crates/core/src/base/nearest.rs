@@ -65,7 +65,9 @@ mod tests {
 
     #[test]
     fn edits_are_counted() {
-        for (a, b, expected) in [("", "", 0), ("", "ab", 2), ("kitten", "sitting", 3), ("bert", "bret", 1), ("é", "e", 1)] {
+        for (a, b, expected) in
+            [("", "", 0), ("", "ab", 2), ("kitten", "sitting", 3), ("bert", "bret", 1), ("é", "e", 1)]
+        {
             assert_eq!((edits(a, b), edits(b, a)), (expected, expected), "{a} and {b}");
         }
     }

@@ -4,17 +4,10 @@ use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::{Linear, VarBuilder};
 use serde::{Deserialize, Serialize};
 
-use crate::base::Source;
-use crate::base::accumulation_dtype;
-use crate::base::fits_in_memory;
+use crate::base::{Source, accumulation_dtype, check_keys_and_values, fits_in_memory};
 use crate::init::TorchSeed;
 use crate::mask::AttentionMask;
-use crate::sdpa::AttentionOutput;
-use crate::sdpa::Dropout;
-use crate::sdpa::VisibleSoftmax;
-use crate::sdpa::dropout;
-use crate::sdpa::weighted_values;
-use crate::base::check_keys_and_values;
+use crate::sdpa::{AttentionOutput, Dropout, VisibleSoftmax, dropout, weighted_values};
 
 /// The shape of an [`AdditiveAttention`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -4,11 +4,10 @@ use candle_core::{Result, Tensor, bail};
 
 use super::input::GivenSum;
 use super::{AttentionInput, MultiHeadAttention, OP, ProjectedMemory};
-use crate::base::is_addressable;
+use crate::base::{check_keys_and_values, is_addressable};
 use crate::cache::{AttentionCache, NewTokens};
 use crate::config::KvSource;
 use crate::position::Alibi;
-use crate::base::check_keys_and_values;
 
 pub(super) const NO_KEYS: &str =
     "the layer has no keys and values of its own, expected an earlier layer's, `with_shared_cache` or `with_memory`";

@@ -7,22 +7,12 @@ use super::call::{AttentionCall, CallKeys};
 use super::checks::{Inputs, Keys, NO_KEYS};
 use super::heads::{Projected, split_heads};
 use super::packed_bias::PackedBias;
-use super::AttentionInput;
-use super::MultiHeadAttention;
+use super::{AttentionInput, LayerOutput, MultiHeadAttention};
 use crate::base::accumulation_dtype;
-use crate::cache::AttentionCache;
-use crate::cache::NewTokens;
+use crate::cache::{AttentionCache, NewTokens};
 use crate::mask::AttentionMask;
-use crate::position::Alibi;
-use crate::position::AxisPositions;
-use crate::position::ContentTables;
-use crate::position::Positions;
-use crate::position::RopeConfig;
-use crate::sdpa::AttentionOutput;
-use crate::sdpa::PackedSequences;
-use crate::sdpa::Plan;
-use crate::sdpa::SdpaOptions;
-use super::LayerOutput;
+use crate::position::{Alibi, AxisPositions, ContentTables, Positions, RopeConfig};
+use crate::sdpa::{AttentionOutput, PackedSequences, Plan, SdpaOptions};
 
 /// The positions of a call's tokens.
 pub(super) struct CallPositions {

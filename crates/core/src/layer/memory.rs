@@ -2,14 +2,10 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::AttentionInput;
-use super::MultiHeadAttention;
-use crate::config::KvSource;
-use crate::position::Positions;
-use crate::position::RopeAxes;
-use crate::position::RopeConfig;
-use super::OP;
+use super::{AttentionInput, MultiHeadAttention, OP};
 use crate::base::check_keys_and_values;
+use crate::config::KvSource;
+use crate::position::{Positions, RopeAxes, RopeConfig};
 
 /// Keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v) of cross-attention as a layer projected them
 /// ([`MultiHeadAttention::project_memory`]), for as many calls as there are queries to come; or those of a whole

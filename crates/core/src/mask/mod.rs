@@ -136,7 +136,8 @@ impl AttentionMask {
     }
 
     /// Of each sequence, the start and the end of its tokens among `columns`.
-    pub(crate) fn of_runs(runs: impl Iterator<Item = (usize, usize)>, columns: usize) -> Self {
+    #[doc(hidden)]
+    pub fn of_runs(runs: impl Iterator<Item = (usize, usize)>, columns: usize) -> Self {
         let (starts, ends): (Vec<_>, Vec<_>) = runs.unzip();
         let this = Self::none().with_valid_lens(ends).with(Constraint::Columns(columns));
         if starts.iter().any(|&start| start > 0) { this.with_starts(starts) } else { this }

@@ -9,8 +9,7 @@ mod tokenizer;
 use candle_core::{Device, Result, Tensor};
 use tokenizers::{PaddingDirection, PaddingParams};
 
-use candle_attention_core::AttentionMask;
-use candle_attention_core::ValidLens;
+use candle_attention_core::{AttentionMask, ValidLens};
 pub use embedding::{EmbeddingConfig, EmbeddingLayer};
 pub use error::TokenizerError;
 pub use gguf::gguf_tokenizer;
