@@ -1,8 +1,11 @@
 //! Relative positions by content: what a layer makes of them, against the same numbers as a bias.
 
+use std::sync::Arc;
+
 use candle_attention::{
     AttentionInput, AttentionMask, Backend, ContentPositions, DisentangledConfig, MultiHeadAttention,
-    MultiHeadAttentionConfig as Config, RelativeEmbeddings, SdpaOptions, Windows, scaled_dot_product_attention,
+    MultiHeadAttentionConfig as Config, ProjectionPlace, RelativeEmbeddings, SdpaOptions, Windows,
+    scaled_dot_product_attention,
 };
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Result, Tensor, Var};
@@ -415,6 +418,45 @@ fn a_layer_saves_the_parameters_of_its_terms() -> Result<()> {
         let again = with_terms(&cfg, VarBuilder::from_tensors(saved, DType::F32, &CPU))?;
         let xs = Tensor::randn(0f32, 1.0, (2, 6, 24), &CPU)?;
         assert_eq!(values(&again.forward(&xs)?), values(&layer.forward(&xs)?), "{cfg:?}");
+    }
+    Ok(())
+}
+
+/// Where the layer's projections are those of distances too, a clone with an adapter has vectors of its own, and an
+/// adapter that changes has new ones.
+#[test]
+fn vectors_of_distances_follow_the_modules_of_a_clone() -> Result<()> {
+    let cfg = kinds().pop().expect("shared projections");
+    let variables = variables_of(&cfg)?;
+    let frozen = || with_terms(&cfg, plain(&variables, DType::F32)?);
+    let (xs, weights) = (Tensor::randn(0f32, 1.0, (2, 7, 24), &CPU)?, Tensor::randn(0f32, 1.0, (2, 7, 24), &CPU)?);
+    for place in [ProjectionPlace::Query, ProjectionPlace::Key] {
+        for is_trained in [false, true] {
+            let adapter = Var::randn(0f32, 0.3, (24, 24), &CPU)?;
+            let adapted = |layer: MultiHeadAttention| {
+                let own = if is_trained { adapter.as_tensor().clone() } else { adapter.as_detached_tensor() };
+                layer.map_projection(place, |module| {
+                    Ok(Arc::new(move |xs: &Tensor| module.forward(xs)? + xs.broadcast_matmul(&own)?))
+                })
+            };
+            let layer = frozen()?;
+            let before = layer.forward(&xs)?;
+            let clone = adapted(layer.clone())?;
+            for step in 0..2 {
+                let (found, expected) = (clone.forward(&xs)?, adapted(frozen()?)?.forward(&xs)?);
+                assert_close(&found, &expected, 0.0, &format!("{place}, trained: {is_trained}, step {step}"));
+                let gradient = |ys: &Tensor| -> Result<Option<Tensor>> {
+                    Ok(ys.mul(&weights)?.sum_all()?.backward()?.get(&adapter).cloned())
+                };
+                match (gradient(&found)?, gradient(&expected)?) {
+                    (Some(found), Some(expected)) if is_trained => assert_close(&found, &expected, 1e-5, "gradient"),
+                    (None, None) if !is_trained => {}
+                    other => panic!("{other:?}"),
+                }
+                adapter.set(&(adapter.as_detached_tensor() * -2.0)?)?;
+            }
+            assert_close(&layer.forward(&xs)?, &before, 0.0, "the layer itself");
+        }
     }
     Ok(())
 }

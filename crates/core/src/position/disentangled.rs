@@ -207,6 +207,12 @@ impl DisentangledTables {
         named.collect()
     }
 
+    /// Whether [`rows`](Self::rows) depends on tensors alone, and not on modules, which may differ in a clone of the
+    /// layer and may change.
+    pub fn are_fixed(&self, projections: &Projections) -> bool {
+        !(self.config.shared_projections && projections.has_modules())
+    }
+
     /// For T tokens and heads of width D.
     pub fn rows(&self, [t, d]: [usize; 2], projections: &Projections) -> Result<DistanceRows> {
         let Some(embeddings) = &self.embeddings else {

@@ -17,7 +17,7 @@ use crate::position::RelativeEmbeddings;
 #[derive(Debug, Clone)]
 pub(crate) struct DistanceTables {
     kind: Kind,
-    /// For the latest length, where nothing is tracked for gradients.
+    /// For the latest length, where they depend on plain tensors alone. Clones of a layer share it.
     latest: Arc<Mutex<Option<(usize, DistanceRows)>>>,
 }
 
@@ -177,6 +177,13 @@ impl DistanceTables {
 
     /// For T tokens and heads of width D.
     fn rows(&self, [t, d]: [usize; 2], projections: &Projections) -> Result<DistanceRows> {
+        let is_fixed = match &self.kind {
+            Kind::Disentangled(tables) => tables.are_fixed(projections),
+            Kind::TransformerXl(_) | Kind::Clipped { .. } => true,
+        };
+        if !is_fixed {
+            return self.computed([t, d], projections);
+        }
         let latest = || self.latest.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((length, rows)) = &*latest()
             && *length == t

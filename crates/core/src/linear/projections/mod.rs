@@ -381,6 +381,11 @@ impl Projections {
         Ok((self.query(queries)?, self.key_value(keys, values)?))
     }
 
+    /// Whether queries and keys are projected by modules of the caller's, which may change.
+    pub fn has_modules(&self) -> bool {
+        [Some(&self.q), self.k.as_ref()].into_iter().flatten().any(|own| own.as_columns().is_none())
+    }
+
     /// q and the gate alone.
     pub(crate) fn query(&self, queries: &Tensor) -> Result<Queries> {
         if let (Some(q), Some(gate)) = (self.q.as_columns(), self.gate.as_ref().and_then(Projection::as_columns))
