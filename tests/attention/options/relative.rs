@@ -1,8 +1,8 @@
 //! T5's biases of relative positions: transformers' numbers, and what the layer makes of them.
 
 use candle_attention::{
-    AttentionCache, AttentionInput, AttentionMask, Backend, HeadShard, MultiHeadAttention,
-    MultiHeadAttentionConfig as Config, RelativeBias, RelativeBiasConfig,
+    AlibiConfig, AttentionCache, AttentionInput, AttentionMask, Backend, HeadShard, MultiHeadAttention,
+    MultiHeadAttentionConfig as Config, QueryScaling, RelativeBias, RelativeBiasConfig, RopeConfig,
 };
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
@@ -121,6 +121,40 @@ fn cached_calls_give_the_numbers_of_one(device: &Device) -> Result<()> {
 }
 
 crate::on_each_device!(layer_and_its_bias_give_the_numbers_of_a_mask, cached_calls_give_the_numbers_of_one);
+
+/// Positions of no sequence stand beside keys that are counted for all sequences.
+#[test]
+fn calls_of_nothing_have_no_positions() -> Result<()> {
+    let scaling = QueryScaling { beta: 0.5, interval: 1, first: 3 };
+    let layers = [
+        layer(&config(), DType::F32, &CPU)?.with_relative_bias(bias(&few(true), DType::F32, &CPU)?)?,
+        layer(&Config::new(12, HEADS).with_alibi(AlibiConfig::Falcon), DType::F32, &CPU)?,
+        layer(&Config::new(12, 2).with_rope(RopeConfig::new(100.0)).with_query_scaling(scaling), DType::F32, &CPU)?,
+    ];
+    for (b, t_q, t_kv) in [(0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0)] {
+        let empty = |t: usize| Tensor::zeros((b, t, 12), DType::F32, &CPU);
+        let at = |t: usize| Tensor::zeros((b, t), DType::U32, &CPU);
+        let (xs, keys, positions, key_positions) = (empty(t_q)?, empty(t_kv)?, at(t_q)?, at(t_kv)?);
+        for (layer, backend) in layers.iter().flat_map(|layer| [(layer, Backend::Auto), (layer, Backend::Reference)]) {
+            let own = || AttentionInput::new(&xs).with_backend(backend);
+            let cross = || own().with_key_value(&keys, &keys);
+            let mut cache = AttentionCache::default();
+            for input in [
+                own().with_positions(&positions),
+                cross(),
+                cross().with_positions(&positions),
+                cross().with_key_positions(&key_positions),
+                cross().with_positions(&positions).with_key_positions(&key_positions),
+                own().with_positions(&positions).with_cache(&mut cache),
+            ] {
+                assert_eq!(layer.forward_with(input)?.dims(), [b, t_q, 12]);
+            }
+            let input = own().with_positions(&positions).with_cache(&mut cache);
+            assert_eq!(layer.forward_with_weights(input)?.context.dims(), [b, t_q, 12]);
+        }
+    }
+    Ok(())
+}
 
 /// A stack trains one weight, whose gradient comes from all layers, and whose new numbers the next call sees.
 #[test]

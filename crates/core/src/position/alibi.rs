@@ -145,8 +145,7 @@ pub(crate) struct KeyBias {
 impl KeyBias {
     /// (B, H, 1, T_kv), or (1, H, 1, T_kv) where all sequences have the same positions.
     pub(crate) fn at(&self, keys: &Positions, dtype: DType) -> Result<Tensor> {
-        let (t, entries) = (keys.per_sequence(), keys.entries());
-        let b = entries.len().checked_div(t).unwrap_or(1);
+        let (b, t, entries) = (keys.rows(), keys.per_sequence(), keys.entries());
         let mut biases = Vec::with_capacity(entries.len() * self.slopes.len());
         for sequence in entries.chunks(t.max(1)) {
             for slope in &self.slopes {

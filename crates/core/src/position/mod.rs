@@ -100,6 +100,17 @@ impl Positions {
         self.t
     }
 
+    /// B, or 1 where all sequences have the same.
+    pub(super) fn rows(&self) -> usize {
+        self.entries.len().checked_div(self.t).unwrap_or(1)
+    }
+
+    /// Those of sequence `b`.
+    pub(crate) fn of_sequence(&self, b: usize) -> &[u32] {
+        let start = if self.entries.len() == self.t { 0 } else { b * self.t };
+        &self.entries[start..start + self.t]
+    }
+
     /// Row by row, T for all sequences or B · T.
     pub(super) fn entries(&self) -> &[u32] {
         &self.entries

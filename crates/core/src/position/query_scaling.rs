@@ -53,9 +53,8 @@ impl QueryScaling {
             let turns = (position as usize).saturating_add(self.first) / self.interval;
             1.0 + self.beta * (turns as f64).ln_1p()
         };
-        let (t, entries) = (positions.per_sequence(), positions.entries());
-        let factors: Vec<f64> = entries.iter().map(factor).collect();
-        let factors = Tensor::from_vec(factors, (entries.len() / t.max(1), 1, t, 1), &Device::Cpu)?;
+        let factors: Vec<f64> = positions.entries().iter().map(factor).collect();
+        let factors = Tensor::from_vec(factors, (positions.rows(), 1, positions.per_sequence(), 1), &Device::Cpu)?;
         factors.to_dtype(dtype)?.to_device(device).map(Some)
     }
 }

@@ -251,24 +251,21 @@ impl RelativeBias {
 
     fn computed(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
         let (h, t_q, t_kv) = (self.num_heads(), queries.per_sequence(), keys.per_sequence());
-        let b = if t_q * t_kv == 0 { 1 } else { (queries.entries().len() / t_q).max(keys.entries().len() / t_kv) };
+        let rows = [queries.rows(), keys.rows()];
+        // Positions for all sequences, of which there may be none.
+        let b = if rows.contains(&0) { 0 } else { rows[0].max(rows[1]) };
         if !fits_in_memory(&[b, h, t_q, t_kv]) {
             bail!("[relative_bias] biases of {:?} do not fit in memory", [b, h, t_q, t_kv])
         }
         let dtype = accumulation_dtype(self.weight.dtype());
-        if t_q * t_kv == 0 {
+        if b * t_q * t_kv == 0 {
             return Tensor::zeros((b, h, t_q, t_kv), dtype, self.weight.device());
         }
-        let of_sequence = |positions: &Positions, b: usize| -> Vec<i64> {
-            let (t, entries) = (positions.per_sequence(), positions.entries());
-            let start = if entries.len() == t { 0 } else { b * t };
-            entries[start..start + t].iter().map(|&position| position.into()).collect()
-        };
         let mut buckets = Vec::with_capacity(b * t_q * t_kv);
         for b in 0..b {
-            let keys = of_sequence(keys, b);
-            for query in of_sequence(queries, b) {
-                buckets.extend(keys.iter().map(|key| self.config.bucket(query - key)));
+            for &query in queries.of_sequence(b) {
+                let behind = |&key: &u32| i64::from(query) - i64::from(key);
+                buckets.extend(keys.of_sequence(b).iter().map(behind).map(|behind| self.config.bucket(behind)));
             }
         }
         let buckets = Tensor::from_vec(buckets, b * t_q * t_kv, self.weight.device())?;
