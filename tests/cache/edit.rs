@@ -2,8 +2,10 @@
 
 use std::ops::Range;
 
+use candle_attention::init::TorchSeed;
 use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionInput, Backend, MultiHeadAttentionConfig as Config, RopeConfig,
+    AlibiConfig, AttentionCache, AttentionCacheConfig, AttentionInput, Backend, MultiHeadAttention,
+    MultiHeadAttentionConfig as Config, RelativeBias, RelativeBiasConfig, RopeConfig,
 };
 use candle_core::{DType, Device, IndexOp, Result, Tensor};
 
@@ -37,10 +39,39 @@ fn setups() -> Vec<(Config, AttentionCacheConfig, bool)> {
     ]
 }
 
+/// Layers that know of positions in each way.
+fn setups_by_position() -> Vec<(Config, AttentionCacheConfig, bool)> {
+    let new = || AttentionCacheConfig::new().with_capacity(2);
+    let relative = || base().with_relative_bias(RelativeBiasConfig::new(true).with_num_buckets(8).with_max_distance(9));
+    let rope = || RopeConfig::new(100.0);
+    vec![
+        (relative(), new(), false),
+        (relative().with_rope(rope()), new().with_q8(), false),
+        (relative().with_window(3), AttentionCacheConfig::new().with_window(3 + BACK), true),
+        (base().with_alibi(AlibiConfig::Falcon), new(), false),
+        (
+            base().with_alibi(AlibiConfig::Falcon).with_window(3),
+            AttentionCacheConfig::new().with_window(3 + BACK),
+            true,
+        ),
+        (base().with_rope(rope()), new(), false),
+    ]
+}
+
+/// A layer, with a bias where the config has one.
+fn layer_with_bias(cfg: &Config, device: &Device) -> Result<MultiHeadAttention> {
+    let layer = layer(cfg, DType::F32, device)?;
+    let Some(buckets) = cfg.relative_bias() else { return Ok(layer) };
+    let vb = TorchSeed::new(5).var_builder(DType::F32, device);
+    layer.with_relative_bias(RelativeBias::new(buckets, cfg.num_heads(), vb)?)
+}
+
 /// What a sequence consists of, and where its last call began.
 #[derive(Debug, Clone, Default)]
 struct Sequence {
     tokens: Vec<f32>,
+    /// Of each token.
+    positions: Vec<u32>,
     begun: usize,
 }
 
@@ -51,6 +82,7 @@ impl Sequence {
 
     fn truncate(&mut self, len: usize) {
         self.tokens.truncate(len * EMBED_DIM);
+        self.positions.truncate(len);
         if len == 0 {
             self.begun = 0;
         }
@@ -61,6 +93,8 @@ struct Program<'a> {
     layer: &'a dyn Layer,
     cache: AttentionCache,
     slides: bool,
+    /// Whether some calls say where their tokens stand.
+    gives_positions: bool,
     sequences: Vec<Sequence>,
     device: &'a Device,
 }
@@ -76,20 +110,30 @@ impl Program<'_> {
             })
             .collect();
         let data: Vec<f32> = (0..own.len() * t * EMBED_DIM).map(|_| random.between(-1.0, 1.0) as f32).collect();
+        let given: Vec<_> = (0..own.len() * t).map(|_| random.up_to(30) as u32).collect();
+        let is_given = self.gives_positions && random.chance(0.6);
         for (b, (sequence, own)) in self.sequences.iter_mut().zip(&own).enumerate() {
             sequence.begun = sequence.begun.max(sequence.len());
+            let place = sequence.len() as u32;
+            sequence.positions.extend(match is_given {
+                true => given[b * t + own.start..b * t + own.end].to_vec(),
+                false => (place..place + own.len() as u32).collect(),
+            });
             sequence.tokens.extend(&data[(b * t + own.start) * EMBED_DIM..(b * t + own.end) * EMBED_DIM]);
         }
         let xs = Tensor::from_vec(data, (own.len(), t, EMBED_DIM), &Device::Cpu)?.to_device(self.device)?;
         let starts: Vec<_> = own.iter().map(|own| own.start).collect();
+        let given = Tensor::from_vec(given, (own.len(), t), &Device::Cpu)?;
         let input = AttentionInput::new(&xs).with_cache(&mut self.cache).with_starts(&starts);
-        let ys = self.layer.run(input)?;
+        let ys = self.layer.run(if is_given { input.with_positions(&given) } else { input })?;
         let mut most = 0.0f64;
         for (b, (sequence, own)) in self.sequences.iter().zip(&own).enumerate().filter(|(_, (_, own))| !own.is_empty())
         {
             let whole = Tensor::from_slice(&sequence.tokens, (sequence.len(), EMBED_DIM), &Device::Cpu)?;
             let whole = whole.to_device(self.device)?;
-            let expected = self.layer.run(AttentionInput::new(&whole).with_backend(Backend::Reference))?;
+            let positions = Tensor::new(sequence.positions.as_slice(), &Device::Cpu)?;
+            let input = AttentionInput::new(&whole).with_positions(&positions).with_backend(Backend::Reference);
+            let expected = self.layer.run(input)?;
             let expected = expected.narrow(0, sequence.len() - own.len(), own.len())?;
             most = most.max(difference(&ys.i(b)?.narrow(0, own.start, own.len())?, &expected));
         }
@@ -155,11 +199,17 @@ impl Program<'_> {
 
 impl<'a> Program<'a> {
     /// Random steps over random sequences: the largest difference.
-    fn run(layer: &'a dyn Layer, kept: (&AttentionCacheConfig, bool), seed: u64, device: &'a Device) -> Result<f64> {
+    fn run(
+        layer: &'a dyn Layer,
+        kept: (&AttentionCacheConfig, bool),
+        gives_positions: bool,
+        seed: u64,
+        device: &'a Device,
+    ) -> Result<f64> {
         let random = &mut Random::new(seed);
         let sequences = vec![Sequence::default(); 1 + random.up_to(2)];
         let cache = AttentionCache::new(kept.0)?;
-        let mut program = Self { layer, cache, slides: kept.1, sequences, device };
+        let mut program = Self { layer, cache, slides: kept.1, gives_positions, sequences, device };
         let mut most = program.call(random)?;
         for _ in 0..16 {
             most = most.max(program.step(random)?);
@@ -169,10 +219,13 @@ impl<'a> Program<'a> {
 }
 
 fn sequences_go_on_from_what_they_were_made(device: &Device) {
-    for (cfg, cache, slides) in setups() {
-        let layer = layer(&cfg, DType::F32, device).expect("the config fits");
+    let all = setups().into_iter().map(|setup| (setup, false));
+    for ((cfg, cache, slides), gives_positions) in
+        all.chain(setups_by_position().into_iter().map(|setup| (setup, true)))
+    {
+        let layer = layer_with_bias(&cfg, device).expect("the config fits");
         for seed in 0..cases(60) {
-            let off = Program::run(&layer, (&cache, slides), seed, device);
+            let off = Program::run(&layer, (&cache, slides), gives_positions, seed, device);
             let off = off.unwrap_or_else(|error| panic!("{cfg:?}, {cache:?}, seed {seed}: {error}"));
             assert!(off <= tolerance_of(DType::F32, &cache), "{cfg:?}, {cache:?}, seed {seed}: off by {off:e}");
         }
@@ -186,7 +239,7 @@ fn sequences_of_latents_go_on_from_what_they_were_made(device: &Device) {
         let layer =
             latent::layer(&cfg, &latent::parameters(&cfg, random), DType::F32, device).expect("the config fits");
         for cache in [AttentionCacheConfig::new().with_capacity(2), AttentionCacheConfig::new().with_q8()] {
-            let off = Program::run(&layer, (&cache, false), seed, device);
+            let off = Program::run(&layer, (&cache, false), seed % 2 == 0, seed, device);
             let off = off.unwrap_or_else(|error| panic!("{cfg:?}, {cache:?}, seed {seed}: {error}"));
             // A random layer's scale of the scores can be large, which makes more of what 8 bits lose.
             let most = if cache.q8() { 6e-2 } else { 1e-5 };

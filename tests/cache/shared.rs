@@ -4,7 +4,7 @@ use candle_attention::init::TorchSeed;
 use candle_attention::{
     AlibiConfig, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, GateActivation,
     GatePlace, GateScope, KvSource, MultiHeadAttention, MultiHeadAttentionConfig as Config, OutputGate,
-    ProjectionModules, QkNorm, QkNormKind, QkNormScope, RopeConfig,
+    ProjectionModules, QkNorm, QkNormKind, QkNormScope, RelativeBias, RelativeBiasConfig, RopeConfig,
 };
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
@@ -88,6 +88,33 @@ fn a_cache_gives_the_numbers_of_a_memory() -> Result<()> {
                 }
             }
         }
+    }
+    Ok(())
+}
+
+/// Keys stand where the earlier layer's calls put them, whether the later layer's calls say so or not.
+#[test]
+fn keys_keep_the_positions_of_the_earlier_layer() -> Result<()> {
+    let buckets = RelativeBiasConfig::new(true).with_num_buckets(8).with_max_distance(9);
+    let bias = RelativeBias::new(&buckets, 4, TorchSeed::new(5).var_builder(DType::F32, &CPU))?;
+    let relative = layers(&base().with_relative_bias(buckets), DType::F32)?;
+    let relative = relative.map(|layer| layer.with_relative_bias(bias.clone()).expect("the bias of the config"));
+    let falcon = layers(&base().with_alibi(AlibiConfig::Falcon), DType::F32)?;
+    let (earlier, later) = (xs(2, 6, 0.0)?, xs(2, 6, 9.0)?);
+    let positions = Tensor::new(&[[4u32, 0, 9, 9, 1, 70], [40, 41, 42, 43, 44, 45]], &CPU)?;
+    for (layers, says) in [(&relative, false), (&relative, true), (&falcon, false), (&falcon, true)] {
+        let memory = layers[0].project_memory(&earlier, &earlier)?;
+        let input = AttentionInput::new(&later).with_memory(&memory).with_key_positions(&positions);
+        let expected = layers[1].forward_with(if says { input.with_positions(&positions) } else { input })?;
+        let (mut cache, mut outputs) = (AttentionCache::default(), Vec::new());
+        for (start, t) in [(0, 3), (3, 1), (4, 2)] {
+            let (earlier, later, own) =
+                (part(&earlier, start, t)?, part(&later, start, t)?, part(&positions, start, t)?);
+            layers[0].forward_with(AttentionInput::new(&earlier).with_cache(&mut cache).with_positions(&own))?;
+            let input = AttentionInput::new(&later).with_shared_cache(&cache);
+            outputs.push(layers[1].forward_with(if says { input.with_positions(&own) } else { input })?);
+        }
+        assert_close(&Tensor::cat(&outputs, 1)?, &expected, 1e-5, &format!("said: {says}"));
     }
     Ok(())
 }

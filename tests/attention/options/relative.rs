@@ -120,7 +120,42 @@ fn cached_calls_give_the_numbers_of_one(device: &Device) -> Result<()> {
     Ok(())
 }
 
-crate::on_each_device!(layer_and_its_bias_give_the_numbers_of_a_mask, cached_calls_give_the_numbers_of_one);
+/// Keys stay where their call put them, whatever the positions of a later one.
+fn cached_keys_stand_at_the_positions_of_their_call(device: &Device) -> Result<()> {
+    let relative = || Config::new(12, HEADS).with_causal(true).with_relative_bias(few(true));
+    let layers = [
+        layer(&relative(), DType::F32, device)?.with_relative_bias(bias(&few(true), DType::F32, device)?)?,
+        layer(&Config::new(12, HEADS).with_causal(true).with_alibi(AlibiConfig::Falcon), DType::F32, device)?,
+    ];
+    let xs = Tensor::randn(0f32, 1.0, (2, 5, 12), device)?;
+    for (layer, positions) in layers.iter().flat_map(|layer| {
+        let all = [[[100u32, 101, 102, 103, 104]; 2], [[7, 3, 3, 0, 9], [0, 1, 2, 3, 4]], [[9, 8, 2, 3, 4]; 2]];
+        all.map(|positions| (layer, positions))
+    }) {
+        let given = Tensor::new(&positions, device)?;
+        let expected = layer.forward_with(AttentionInput::new(&xs).with_positions(&given))?;
+        for pieces in [&[5][..], &[3, 2], &[2, 1, 1, 1]] {
+            let (mut cache, mut start, mut found) = (AttentionCache::default(), 0, Vec::new());
+            for &t in pieces {
+                let (xs, own) = (xs.narrow(1, start, t)?.contiguous()?, given.narrow(1, start, t)?.contiguous()?);
+                // The last two positions are those that are counted in one case.
+                let is_counted = positions == [[9, 8, 2, 3, 4]; 2] && start == 3;
+                let input = AttentionInput::new(&xs).with_cache(&mut cache);
+                let input = if is_counted { input } else { input.with_positions(&own) };
+                found.push(layer.forward_with(input)?);
+                start += t;
+            }
+            assert_close(&Tensor::cat(&found, 1)?, &expected, 1e-5, &format!("{positions:?} in {pieces:?}"));
+        }
+    }
+    Ok(())
+}
+
+crate::on_each_device!(
+    layer_and_its_bias_give_the_numbers_of_a_mask,
+    cached_calls_give_the_numbers_of_one,
+    cached_keys_stand_at_the_positions_of_their_call,
+);
 
 /// Positions of no sequence stand beside keys that are counted for all sequences.
 #[test]

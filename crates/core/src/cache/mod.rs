@@ -2,6 +2,7 @@
 
 mod buffers;
 mod config;
+mod positions;
 mod staged;
 #[cfg(test)]
 mod tests;
@@ -51,7 +52,11 @@ use buffers::{KvBuffers, KvFormat};
 /// the end of each sequence. [`truncate`](Self::truncate) drops positions, [`reorder`](Self::reorder) selects beams, and
 /// [`fork`](Self::fork) continues one prompt in two ways.
 ///
-/// Keys are stored after their rotation. Scalings whose frequencies depend on the length of a call
+/// Keys are stored after their rotation, with the positions that their call was given
+/// ([`AttentionInput::with_positions`](crate::AttentionInput::with_positions)): these count for relative biases and
+/// Falcon's ALiBi of later calls.
+///
+/// Scalings whose frequencies depend on the length of a call
 /// ([`RopeScaling::Dynamic`](crate::RopeScaling::Dynamic), [`RopeScaling::LongRope`](crate::RopeScaling::LongRope)) take
 /// that of the longest sequence with the call, and keys of earlier calls are not rotated again: what transformers does with
 /// a cache. Its Phi 3 computes everything again in the call that first exceeds the original context; a model that follows it
@@ -67,6 +72,9 @@ pub struct AttentionCache {
     /// Of each sequence, the positions that the buffers hold: all but those that a sliding cache has dropped. Empty before
     /// the first call.
     held: Vec<Range<usize>>,
+    /// The position of each token of each sequence, also of those that a sliding cache has dropped, once a call was
+    /// given some; else a token's position is its place in the sequence.
+    positions: Option<Vec<Vec<u32>>>,
     /// The dtype of the keys of earlier calls, which may differ from that in which they are stored.
     dtype: Option<DType>,
 }
@@ -114,7 +122,7 @@ impl AttentionCache {
     /// Forgets all sequences. The buffers stay for the next, which may be a batch of another size.
     pub fn reset(&mut self) {
         self.held.clear();
-        self.dtype = None;
+        (self.positions, self.dtype) = (None, None);
     }
 
     /// Takes back all positions from `len` on, of every sequence, as after speculative decoding. Copies nothing.
@@ -164,6 +172,9 @@ impl AttentionCache {
         for (held, &len) in self.held.iter_mut().zip(lens) {
             *held = if len == 0 { 0..0 } else { held.start..len };
         }
+        for (positions, &len) in self.positions.iter_mut().flatten().zip(lens) {
+            positions.truncate(len);
+        }
         Ok(())
     }
 
@@ -203,6 +214,9 @@ impl AttentionCache {
             }
         }
         self.held = sequences.iter().map(|&sequence| self.held[sequence].clone()).collect();
+        if let Some(positions) = &mut self.positions {
+            *positions = sequences.iter().map(|&sequence| positions[sequence].clone()).collect();
+        }
         Ok(())
     }
 
@@ -216,6 +230,7 @@ impl AttentionCache {
             config: self.config.clone(),
             buffers: buffers.map(KvBuffers::copy).transpose()?,
             held: self.held.clone(),
+            positions: self.positions.clone(),
             dtype: self.dtype,
         })
     }
@@ -345,6 +360,8 @@ pub(crate) struct NewTokens {
     pub before: Vec<usize>,
     /// Of each sequence, which of the T are tokens; the others are padding.
     pub tokens: Vec<Range<usize>>,
+    /// The positions that the call was given.
+    pub given: Option<Positions>,
 }
 
 impl NewTokens {
@@ -375,7 +392,7 @@ impl NewTokens {
             let Range { start, end } = tokens[sequence];
             bail!("[attention_cache] the tokens of sequence {sequence} start at {start}, after their end at {end}")
         }
-        Ok(Self { t, before: if before.is_empty() { vec![0; b] } else { before }, tokens })
+        Ok(Self { t, before: if before.is_empty() { vec![0; b] } else { before }, tokens, given: None })
     }
 
     /// The length of each sequence with this call.
@@ -403,9 +420,12 @@ impl NewTokens {
         is_token.broadcast_as(xs.shape())?.where_cond(&xs, &xs.zeros_like()?)
     }
 
-    /// The position of each of the T in its sequence. Padding gets that of the nearest token, so that it makes no
-    /// sequence longer.
+    /// The positions that were given, or the place of each of the T in its sequence. Padding gets that of the nearest
+    /// token, so that it makes no sequence longer.
     pub fn positions(&self) -> Result<Positions> {
+        if let Some(given) = &self.given {
+            return Ok(given.clone());
+        }
         if self.all_valid() {
             let first = self.before.first().copied().unwrap_or(0);
             return match self.before.iter().all(|&before| before == first) {

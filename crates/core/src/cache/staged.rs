@@ -185,7 +185,9 @@ impl<'c> CachedCall<'c> {
     /// For a copy that does not fit in memory.
     pub fn commit(self) -> Result<()> {
         let Some(Append { cache, kept: HeldKv { buffers, held } }) = self.append else { return Ok(()) };
+        let positions = cache.positions_with(Some(&self.new))?;
         cache.buffers = Some(if self.in_graph.get() { buffers.copy()? } else { buffers });
+        cache.positions = positions;
         cache.held = held;
         cache.dtype = Some(self.dtype);
         Ok(())

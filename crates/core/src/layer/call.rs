@@ -40,7 +40,7 @@ pub(super) enum CallKeys<'a> {
     /// Those of packed sequences whose scores get a bias by distance.
     PackedBias(PackedBias<'a>),
     /// Those of the call after those of the calls before, or what an earlier layer's cache holds.
-    Cached(CachedCall<'a>),
+    Cached(Box<CachedCall<'a>>),
 }
 
 impl AttentionCall<'_> {

@@ -7,12 +7,21 @@ use super::call::{AttentionCall, CallKeys};
 use super::checks::{Inputs, Keys, NO_KEYS};
 use super::heads::{Projected, split_heads};
 use super::packed_bias::PackedBias;
-use super::{AttentionInput, LayerOutput, MultiHeadAttention};
+use super::AttentionInput;
+use super::LayerOutput;
+use super::MultiHeadAttention;
 use crate::base::accumulation_dtype;
-use crate::cache::{AttentionCache, NewTokens};
+use crate::cache::AttentionCache;
 use crate::mask::AttentionMask;
-use crate::position::{Alibi, AxisPositions, ContentTables, Positions, RopeConfig};
-use crate::sdpa::{AttentionOutput, PackedSequences, Plan, SdpaOptions};
+use crate::position::Alibi;
+use crate::position::AxisPositions;
+use crate::position::ContentTables;
+use crate::position::Positions;
+use crate::position::RopeConfig;
+use crate::sdpa::AttentionOutput;
+use crate::sdpa::PackedSequences;
+use crate::sdpa::Plan;
+use crate::sdpa::SdpaOptions;
 
 /// The positions of a call's tokens.
 pub(super) struct CallPositions {
@@ -111,7 +120,9 @@ impl MultiHeadAttention {
         };
         let mask = self.mask(&input, &inputs, positions.as_ref())?;
         let keys = match (kv, input.cache.take(), inputs.keys, inputs.new_tokens) {
-            (Some((k, v)), Some(cache), _, Some(new_tokens)) => CallKeys::Cached(cache.stage(new_tokens, &k, &v)?),
+            (Some((k, v)), Some(cache), _, Some(new_tokens)) => {
+                CallKeys::Cached(cache.stage(new_tokens, &k, &v)?.into())
+            }
             (Some((k, v)), ..) => match (input.packed, terms) {
                 (_, Some(terms)) => CallKeys::ByHeads(ByHeads { k, v, terms }),
                 (Some(sequences), None) => match &self.relative_bias {
@@ -122,11 +133,8 @@ impl MultiHeadAttention {
             },
             (None, _, Keys::Earlier(cache), Some(new_tokens)) => {
                 let cfg = &self.config;
-                CallKeys::Cached(cache.read(
-                    new_tokens,
-                    &q,
-                    [cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()],
-                )?)
+                let sizes = [cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()];
+                CallKeys::Cached(cache.read(new_tokens, &q, sizes)?.into())
             }
             (None, ..) => bail!("[multi_head_attention] {NO_KEYS}"),
         };
@@ -143,10 +151,10 @@ impl MultiHeadAttention {
     /// `None` for a layer that has no use for positions; their shape is checked all the same.
     fn positions(&self, input: &AttentionInput, inputs: &Inputs) -> Result<Option<CallPositions>> {
         let Inputs { b, t_q, t_kv, .. } = *inputs;
-        let given =
-            |name, given: Option<&Tensor>, t| given.map(|given| Positions::from_tensor(name, given, b, t)).transpose();
-        let queries = given("positions", input.positions, t_q)?;
-        let keys = given("key positions", input.key_positions, t_kv)?;
+        let new_tokens = inputs.new_tokens.as_ref();
+        let queries = if new_tokens.is_some() { None } else { input.given_positions((b, t_q))? };
+        let keys = input.key_positions.map(|given| Positions::from_tensor("key positions", given, b, t_kv));
+        let keys = keys.transpose()?;
         if keys.is_some() && !input.is_cross() {
             bail!("[multi_head_attention] key positions are given, but the keys are the queries")
         }
@@ -155,7 +163,6 @@ impl MultiHeadAttention {
         if self.rotary.is_none() && self.config.query_scaling().is_none() && !adds_bias {
             return Ok(None);
         }
-        let new_tokens = inputs.new_tokens.as_ref();
         let queries = match (queries, new_tokens) {
             (None, Some(new_tokens)) => new_tokens.positions()?,
             (Some(given), _) => given,
@@ -167,8 +174,10 @@ impl MultiHeadAttention {
         if let Some(context_length) = self.config.context_length().filter(|&most| length > most) {
             bail!("[multi_head_attention] position {} is not below the context length {context_length}", length - 1)
         }
-        let all_cached = |new_tokens: &NewTokens| Positions::starting_at(&[0], new_tokens.longest());
-        let cached = new_tokens.filter(|_| adds_bias).map(all_cached).transpose()?;
+        let cache = input.cache.as_deref().or(input.shared_cache).filter(|_| adds_bias);
+        // An earlier layer's has the call's tokens already.
+        let added = new_tokens.filter(|_| input.cache.is_some());
+        let cached = cache.map(|cache| cache.key_positions(added)).transpose()?;
         Ok(Some(CallPositions { queries, keys, cached, axes }))
     }
 

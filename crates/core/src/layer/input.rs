@@ -108,11 +108,11 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
-    /// The positions of the queries, and in self-attention of the keys, for rotary positions, relative biases and Falcon's ALiBi:
-    /// integers (T,) for all sequences or (B, T) for each by itself, as ragged batches and padding on the left need. Unless
-    /// given they are 0..T, and with a cache they continue from the length of each sequence. They are read back from their
-    /// device. A layer without these checks their shape and has no other use for them: masks and slopes count by the place
-    /// of a key.
+    /// The positions of the queries, and in self-attention of the keys, for rotary positions, relative biases and
+    /// Falcon's ALiBi: integers (T,) for all sequences or (B, T) for each by itself, as ragged batches and padding on
+    /// the left need. Unless given they are 0..T, and with a cache they continue from the length of each sequence; keys
+    /// in a cache stay at the positions of their own call. They are read back from their device. A layer without these
+    /// checks their shape and has no other use for them: masks and slopes count by the place of a key.
     pub fn with_positions(mut self, positions: &'a Tensor) -> Self {
         self.positions = Some(positions);
         self
@@ -388,7 +388,13 @@ impl<'a> AttentionInput<'a> {
                 );
             });
         }
-        Ok(tokens)
+        let given = self.given_positions(dims)?;
+        Ok(tokens.map(|tokens| NewTokens { given, ..tokens }))
+    }
+
+    /// The positions that a call of `dims` (B, T) was given.
+    pub(super) fn given_positions(&self, (b, t): (usize, usize)) -> Result<Option<Positions>> {
+        self.positions.map(|given| Positions::from_tensor("positions", given, b, t)).transpose()
     }
 }
 

@@ -328,7 +328,7 @@ impl MultiHeadLatentAttention {
         let keys = match (input.cache.take(), new_tokens, form) {
             (Some(cache), Some(new_tokens), form) => {
                 let expansion: Option<&dyn Expand> = if form == Form::Expanded { Some(&self.up) } else { None };
-                CallKeys::Cached(cache.stage_latents(new_tokens, &rows, rank, expansion)?)
+                CallKeys::Cached(cache.stage_latents(new_tokens, &rows, rank, expansion)?.into())
             }
             (_, _, Form::Expanded) => {
                 let (k, v) = self.up.expand(&rows)?;
@@ -357,11 +357,11 @@ impl MultiHeadLatentAttention {
 }
 
 fn positions(input: &AttentionInput, b: usize, t: usize, new_tokens: Option<&NewTokens>) -> Result<Positions> {
-    match (input.positions, new_tokens) {
-        (Some(given), _) => Positions::from_tensor("positions", given, b, t),
-        (None, Some(new_tokens)) => new_tokens.positions(),
-        (None, None) => input.default_positions(PackedSequences::queries, t),
+    if let Some(new_tokens) = new_tokens {
+        return new_tokens.positions();
     }
+    let given = input.given_positions((b, t))?;
+    given.map_or_else(|| input.default_positions(PackedSequences::queries, t), Ok)
 }
 
 /// Not `Module`: Candle gives every `Module` a `forward_t` that ignores `train`, and dropout would be lost in silence.
