@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, CustomOp1, D, DType, Error, Layout, Result, Shape,
 use candle_nn::{Init, ops};
 use serde::{Deserialize, Serialize};
 
-use crate::base::rowwise::{Element, map_heads, with_contiguous_rows};
+use crate::base::{rowwise::Element, rowwise::map_heads, rowwise::with_contiguous_rows};
 use crate::base::{Share, Source, accumulation_dtype, fits_in_memory};
 use crate::linear::frozen;
 

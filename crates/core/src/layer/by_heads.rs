@@ -7,9 +7,7 @@ use candle_core::{Result, Tensor};
 
 use crate::mask::AttentionMask;
 use crate::position::DistanceTerms;
-use crate::sdpa::{
-    AttentionOutput, Plan, SdpaOptions, plan, scaled_dot_product_attention, scaled_dot_product_attention_with_weights,
-};
+use crate::sdpa::{AttentionOutput, Plan, SdpaOptions, plan, scaled_dot_product_attention, scaled_dot_product_attention_with_weights};
 
 /// The most numbers in which terms are computed at once, unless those of one key head are more: 16 MB, for them to stay
 /// in a processor's cache until they are read.
@@ -64,9 +62,8 @@ impl ByHeads {
     fn blocks(&self, q: &Tensor, options: &SdpaOptions) -> Result<Vec<Range<usize>>> {
         let (h, h_kv) = (q.dim(1)?, self.k.dim(1)?);
         let numbers = self.terms.numbers_of_head()?.saturating_mul(h / h_kv).max(1);
-        // PyTorch draws the dropout of all heads of a sequence before that of the next.
-        let draws = options.train && options.dropout > 0.0 && options.dropout_seed.is_some();
-        let size = if draws || options.groups.is_some() { h_kv } else { (MOST / numbers).clamp(1, h_kv) };
+        let in_one = options.drops_by_seed() || options.groups.is_some();
+        let size = if in_one { h_kv } else { (MOST / numbers).clamp(1, h_kv) };
         Ok((0..h_kv).step_by(size).map(|start| start..h_kv.min(start + size)).collect())
     }
 

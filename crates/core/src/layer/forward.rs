@@ -2,14 +2,14 @@
 
 use candle_core::{Result, Tensor, bail};
 
+use super::AttentionInput;
+use super::LayerOutput;
+use super::MultiHeadAttention;
 use super::by_heads::ByHeads;
 use super::call::{AttentionCall, CallKeys};
 use super::checks::{Inputs, Keys, NO_KEYS};
 use super::heads::{Projected, split_heads};
 use super::packed_bias::PackedBias;
-use super::AttentionInput;
-use super::LayerOutput;
-use super::MultiHeadAttention;
 use crate::base::accumulation_dtype;
 use crate::cache::AttentionCache;
 use crate::mask::AttentionMask;

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::validate::{Call, Dims};
 use super::{OutputOrder, SdpaOptions};
 use crate::mask::readable;
+use crate::base::fits_in_memory;
 
 /// Query head h reads key head `(h + skipped) / size`: some successive heads of a layer, of whose first and last group
 /// other processes have heads too.
@@ -45,11 +46,32 @@ impl HeadGroups {
             (len > 0).then_some([start..next, keys])
         })
     }
+
+    /// Keys or values (B, H_kv, ..) as (B, H, ..): a copy of its key head for each of `h` query heads.
+    fn of_queries(self, xs: &Tensor, h: usize) -> Result<Tensor> {
+        let (b, _, t, width) = xs.dims4()?;
+        if !fits_in_memory(&[b, h, t, width].map(|size| size.max(1))) {
+            bail!("[scaled_dot_product_attention] keys or values of {:?} do not fit in memory", [b, h, t, width])
+        }
+        let heads = Tensor::from_iter((0..h).map(|head| ((head + self.skipped) / self.size) as u32), xs.device())?;
+        readable(xs)?.contiguous()?.index_select(&heads, 1)
+    }
 }
 
-/// Gives each part of a call whose groups are alike to `run`, and joins the results (B, H, ..) along the heads.
+/// Gives each part of a call whose groups are alike to `run`, and joins the results (B, H, ..) along the heads. Where a
+/// seed drops weights, it is one call.
 pub(super) fn in_parts<const N: usize>(call: &Call, run: impl Fn(&Call) -> Result<[Tensor; N]>) -> Result<[Tensor; N]> {
     let Some(groups) = call.options.groups else { return run(call) };
+    if call.options.drops_by_seed() {
+        let of_queries = |xs: &Tensor| groups.of_queries(xs, call.dims.h);
+        let scales = match call.scales {
+            Some([k, v]) => Some([of_queries(k)?, of_queries(v)?]),
+            None => None,
+        };
+        let options = SdpaOptions { groups: None, ..call.options.clone() };
+        let (k, v) = (of_queries(&call.k)?, of_queries(&call.v)?);
+        return run(&Call { k, v, scales: scales.as_ref(), options: &options, ..call.clone() });
+    }
     let mut results: [Vec<Tensor>; N] = from_fn(|_| Vec::new());
     for [queries, keys] in groups.parts(call.dims.h) {
         let of_keys = |xs: &Tensor| readable(&xs.narrow(1, keys.start, keys.len())?);

@@ -84,9 +84,13 @@ impl SdpaOptions {
         for by_head in [&mut own.alibi_slopes, &mut own.sinks].into_iter().flatten() {
             *by_head = by_head.narrow(0, heads.start, heads.len())?;
         }
-        // The numbers that are drawn for head 0 are those of the first.
-        own.dropout_philox_seed = own.dropout_philox_seed.map(|seed| seed.wrapping_add(heads.start as u64));
         Ok(own)
+    }
+
+    /// Whether a seed says which weights are dropped. It counts all heads of a call, which are not to be taken apart.
+    pub(crate) fn drops_by_seed(&self) -> bool {
+        let is_seeded = self.dropout_seed.is_some() || self.dropout_philox_seed.is_some();
+        self.train && self.dropout > 0.0 && is_seeded
     }
 
     /// The same without ALiBi, and its slopes.
