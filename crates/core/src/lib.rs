@@ -35,7 +35,9 @@ pub mod weights {
 /// What the packages above take of this one's insides. It is no part of the interface that versions keep.
 #[doc(hidden)]
 pub mod internal {
-    pub use crate::base::{SCALES, Share, Source, did_you_mean, edits, filled, fits_in_memory, has, is_addressable, nearest, root, whole};
+    pub use crate::base::{
+        SCALES, Share, Source, did_you_mean, edits, filled, fits_in_memory, has, is_addressable, nearest, root, whole,
+    };
     pub use crate::linear::{ProjectionColumns, Projections};
     pub use crate::params::{detect_with, infer_config, projection_shapes, query_weights};
 }

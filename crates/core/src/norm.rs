@@ -7,8 +7,8 @@ use candle_core::{CpuStorage, CustomOp1, D, DType, Error, Layout, Result, Shape,
 use candle_nn::{Init, ops};
 use serde::{Deserialize, Serialize};
 
-use crate::base::{rowwise::Element, rowwise::map_heads, rowwise::with_contiguous_rows};
 use crate::base::{Share, Source, accumulation_dtype, fits_in_memory};
+use crate::base::{rowwise::Element, rowwise::map_heads, rowwise::with_contiguous_rows};
 use crate::linear::frozen;
 
 /// Sums are kept in this many lanes, so that the compiler vectorises them.

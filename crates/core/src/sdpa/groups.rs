@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use super::validate::{Call, Dims};
 use super::{OutputOrder, SdpaOptions};
-use crate::mask::readable;
 use crate::base::fits_in_memory;
+use crate::mask::readable;
 
 /// Query head h reads key head `(h + skipped) / size`: some successive heads of a layer, of whose first and last group
 /// other processes have heads too.
