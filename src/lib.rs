@@ -1,6 +1,6 @@
 // The bytes of the picture below.
 #![cfg_attr(doc, doc = include_str!("../docs/pictures.md"))]
-//! The attention layer that [Candle](candle_core) models share, with PyTorch's numbers.
+//! The attention layer that [Candle](https://docs.rs/candle-core) models share, with PyTorch's numbers.
 //!
 //! ```
 //! use candle_attention::{AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig};

@@ -283,7 +283,7 @@ pub fn attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttention
 /// below a head (`model.layers.0.self_attn` or `layers.0.self_attn`).
 ///
 /// # Errors
-/// As [`attention_config`], for a quantised checkpoint (but for float8, which [`weights::open`](candle_attention_core::weights::open) reads
+/// As [`attention_config`], for a quantised checkpoint (but for float8, which [`weights::open`](crate::files::open) reads
 /// with its scales), and for a missing or misshapen tensor, named with both shapes.
 /// Latent attention is for [`load_latent_attention`].
 pub fn load_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
