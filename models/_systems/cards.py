@@ -1,5 +1,7 @@
 """The card of each folder and the index of them all."""
 
+import textwrap
+
 LOAD = """let vb = weights::open("models/{folder}/model.safetensors", DType::F32, &Device::Cpu)?;
 let layout = WeightLayout::detect(&vb)?;
 let mha = MultiHeadAttention::load(&cfg, layout, vb)?;"""
@@ -104,6 +106,19 @@ def table(head, rows):
     return "\n".join(lines)
 
 
+def wrapped(text):
+    """Markdown whose paragraphs and items have lines of at most 118 columns; tables and code stay as they are."""
+    lines, in_code = [], False
+    for line in text.splitlines():
+        in_code ^= line.startswith("```")
+        if len(line) > 118 and not in_code and not line.startswith("|"):
+            indent = "  " if line.startswith("- ") else ""
+            lines += textwrap.wrap(line, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        else:
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
 def card(system, config):
     """A folder's README.md."""
     parts = [f"# {system.name}", f"{system.summary}.", f"Source: {system.source}."]
@@ -116,7 +131,7 @@ def card(system, config):
     parts += ["## Conventions", "\n".join(f"- {line}" for line in system.conventions)]
     parts += ["## Cases", cases(config["cases"])]
     parts += ["## In Rust", rust(system.name, config, system.layer)]
-    return ("\n\n".join(parts) + "\n").encode()
+    return wrapped("\n\n".join(parts)).encode()
 
 
 def seed(config):
@@ -180,4 +195,4 @@ def index(systems, tolerances):
         return f"`{system.layer['layout']}`" if system.layer else ""
 
     rows = "\n".join(f"| [{s.name}]({s.name}) | {s.summary} | {layout(s)} |" for s in systems)
-    return INDEX.format(rows=rows, f32=tolerances[0], loops=tolerances[1]).encode()
+    return wrapped(INDEX.format(rows=rows, f32=tolerances[0], loops=tolerances[1])).encode()
