@@ -205,8 +205,8 @@ impl AttentionMask {
     /// [`from_attention_mask`](Self::from_attention_mask); here it has to be (B, 1, 1, T_kv), and where B is T_q, (B,
     /// T_kv) would hide other keys without an error. A mask (B, T_q, T_kv) has to be (B, 1, T_q, T_kv) likewise.
     ///
-    /// Other entries than 0 and 1 are an error where the mask is used. The tensor is read for them now, from its device
-    /// too.
+    /// Other entries than 0 and 1 are an error where the mask is used. A tensor on a CPU is read for them now; one on
+    /// another device, for which the program would wait, counts every entry but 0 as 1.
     #[must_use]
     pub fn with_keep(self, keep: &Tensor) -> Self {
         let entry = tensors::largest_entry(keep).filter(|&entry| entry > 1);

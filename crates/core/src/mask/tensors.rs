@@ -132,16 +132,15 @@ impl AttentionMask {
     }
 }
 
-/// The largest entry of a mask of bytes that has any; what a view repeats is read once, in the order of memory.
+/// The largest entry of a mask of bytes on a CPU that has any; what a view repeats is read once, in the order of memory.
 pub(super) fn largest_entry(keep: &Tensor) -> Option<u8> {
-    if keep.dtype() != DType::U8 || keep.elem_count() == 0 {
+    if keep.dtype() != DType::U8 || keep.elem_count() == 0 || !keep.device().is_cpu() {
         return None;
     }
     let mut repeated = keep.stride().iter().enumerate().filter(|&(_, &stride)| stride == 0).map(|(dim, _)| dim);
     let once = repeated.try_fold(keep.clone(), |once, dim| once.narrow(dim, 0, 1));
     let mut order: Vec<_> = (0..keep.rank()).collect();
     order.sort_by_key(|&dim| std::cmp::Reverse(keep.stride()[dim]));
-    // An error of the device comes up again where the mask is used.
     once.and_then(|once| once.permute(order)?.max_all()?.to_scalar()).ok()
 }
 
