@@ -1,46 +1,11 @@
 //! What a call with a cache allocates, and what it gives back of the batch.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
-
 use candle_attention::{AttentionCache, AttentionCacheConfig, AttentionInput, MultiHeadAttentionConfig as Config};
 use candle_core::{DType, Device, Result, Tensor};
 
+use crate::common::allocations::{self, Counting};
 use crate::common::{assert_close, values};
 use crate::compare::layer;
-
-/// Counts what each thread asks for.
-struct Counting;
-
-thread_local! {
-    static ASKED: Cell<usize> = const { Cell::new(0) };
-    static LARGEST: Cell<usize> = const { Cell::new(0) };
-}
-
-fn count(size: usize) {
-    ASKED.set(ASKED.get() + size);
-    LARGEST.set(LARGEST.get().max(size));
-}
-
-// SAFETY: everything is passed on to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count(layout.size());
-        // SAFETY: `System` asks what this function's caller grants: a layout whose size is not zero.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        count(layout.size());
-        // SAFETY: as in `alloc`.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: `ptr` came from `System` by one of the functions above, with this layout.
-        unsafe { System.dealloc(ptr, layout) }
-    }
-}
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
@@ -53,11 +18,12 @@ fn asked(cfg: &Config, cache: &mut AttentionCache, device: &Device) -> Result<us
     let token = Tensor::ones((2, 1, cfg.embed_dim()), DType::F32, device)?;
     let mut most = 0;
     for _ in 0..5 {
-        let before = ASKED.get();
+        allocations::reset();
         layer.forward_with(AttentionInput::new(&token).with_cache(cache))?;
-        let with_cache = ASKED.get() - before;
+        let with_cache = allocations::asked().bytes;
+        allocations::reset();
         layer.forward(&token)?;
-        most = most.max(with_cache.saturating_sub(ASKED.get() - before - with_cache));
+        most = most.max(with_cache.saturating_sub(allocations::asked().bytes));
     }
     Ok(most)
 }
@@ -99,9 +65,10 @@ fn numbers_of_8_bits_stay_so() -> Result<()> {
 
     // A softmax that is spread over many keys.
     let token = Tensor::randn(0f32, 0.05, (1, 1, 64), &Device::Cpu)?;
-    LARGEST.set(0);
+    allocations::reset();
     let ys = layer.forward_with(AttentionInput::new(&token).with_cache(&mut small))?;
-    assert!(LARGEST.get() < small.memory() / 10, "{} bytes at once", LARGEST.get());
+    let largest = allocations::asked().largest;
+    assert!(largest < small.memory() / 10, "{largest} bytes at once");
     let expected = layer.forward_with(AttentionInput::new(&token).with_cache(&mut cache))?;
     let largest = values(&expected).into_iter().map(f64::abs).fold(0.0, f64::max);
     assert_close(&ys, &expected, 3e-2 * largest, "8 bits");

@@ -1,6 +1,7 @@
 //! What the tests share: the devices, the comparison, and the folders of `models/`.
 #![allow(dead_code, reason = "each test file uses a part")]
 
+pub mod allocations;
 pub mod gguf;
 pub mod property;
 

@@ -95,6 +95,9 @@ pub const CASES: &[Case] = cases! {
     "a layer without cross-attention" => hf::cross_attention_config(&json!({"model_type": "blip_2_qformer"}), 1),
     "a kind of attention that is not known" =>
         layer("gpt_neo", json!({"attention_layers": ["local", "sparse"], "num_layers": 2})),
+    "fewer kinds of layers than there are" =>
+        layer("gpt_neo", json!({"attention_types": [[["local"], 1], [["global"], 0]], "num_layers": 2})),
+    "kinds of layers that are none" => layer("gpt_neo", json!({"attention_types": [["local", 1]]})),
     "a number for an architecture" => hf::attention_config(&json!({"model_type": 3}), 0),
     "no architecture" => hf::attention_config(&json!({"hidden_size": 8}), 0),
     "latent attention" => layer("deepseek_v2", json!({})),

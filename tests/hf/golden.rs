@@ -145,7 +145,7 @@ fn shards_sum_to_the_layer() -> Result<()> {
     Ok(())
 }
 
-fn forward(model: &Model, i: usize, input: AttentionInput) -> Result<Tensor> {
+pub fn forward(model: &Model, i: usize, input: AttentionInput) -> Result<Tensor> {
     if LATENT.contains(&model.model_type()) {
         hf::load_latent_attention(&model.config, i, model.vb())?.forward_with(input)
     } else {
@@ -196,7 +196,7 @@ fn layers_read_what_earlier_ones_keep() -> Result<()> {
 }
 
 /// What a caller knows beside the layer: positions on the axes of an image.
-fn on_axes<'a>(model: &'a Model, input: AttentionInput<'a>) -> AttentionInput<'a> {
+pub fn on_axes<'a>(model: &'a Model, input: AttentionInput<'a>) -> AttentionInput<'a> {
     match model.golden.get("positions") {
         Some(positions) => input.with_axis_positions(positions),
         None => input,

@@ -5,6 +5,7 @@ mod common;
 
 mod gguf;
 mod golden;
+mod integers;
 mod latent;
 mod misuse;
 mod names;

@@ -149,7 +149,10 @@ impl Family {
     /// The family that a configuration names.
     pub fn of(json: &Value) -> Result<&'static Self> {
         const EXPECTED: &str = "expected one of `hf::architectures()`";
-        let known = |json: &Value| families().find(|family| json["model_type"] == family.model_type);
+        let known = |json: &Value| {
+            let model_type = json["model_type"].as_str()?;
+            families().find(|family| family.model_type == model_type)
+        };
         let Some(object) = json.as_object() else { bail!("[hf] the config is {json}, expected an object") };
         let Some(model_type) = object.get("model_type") else { bail!("[hf] the config has no model_type, {EXPECTED}") };
         if let Some(family) = known(json) {

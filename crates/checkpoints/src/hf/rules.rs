@@ -1,6 +1,7 @@
 //! What a row of the table cannot say with a field and its default.
 
 use candle_core::Result;
+use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::families::{HEADS, HIDDEN};
@@ -307,13 +308,28 @@ pub(super) fn gpt_neo_window(fields: &Fields, layer: usize) -> Result<Option<usi
         Some(kind) => kind.clone(),
         None => {
             let default = json!([[["global", "local"], 12]]);
-            let types: Vec<(Vec<Value>, usize)> =
-                serde_json::from_value(fields.get("attention_types").unwrap_or(&default).clone())
-                    .or_else(|_| fields.fail("attention_types is no list of lists of kinds and their number"))?;
-            let kinds: Vec<_> = types.into_iter().flat_map(|(kinds, times)| vec![kinds; times].concat()).collect();
-            match kinds.get(layer) {
+            let given = fields.get("attention_types").unwrap_or(&default);
+            let Ok(types) = Vec::<(Vec<Value>, usize)>::deserialize(given) else {
+                return fields
+                    .fail(format!("attention_types is {given}, expected a list of lists of kinds and their number"));
+            };
+            let mut rest = layer;
+            let kind =
+                types.iter().find_map(|(kinds, times)| match rest.checked_sub(kinds.len().saturating_mul(*times)) {
+                    None => kinds.get(rest % kinds.len()),
+                    Some(after) => {
+                        rest = after;
+                        None
+                    }
+                });
+            match kind {
                 Some(kind) => kind.clone(),
-                None => return fields.fail(format!("attention_types has {} layers", kinds.len())),
+                None => {
+                    return fields.fail(format!(
+                        "attention_types has kinds of {} layers, expected one for each layer",
+                        layer - rest
+                    ));
+                }
             }
         }
     };

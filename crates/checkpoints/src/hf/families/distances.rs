@@ -79,8 +79,8 @@ fn deberta(
     let positions = DisentangledConfig::new(max_distance).with_terms(by_query, by_key);
     let positions = positions.with_shared_projections(fields.flag("share_att_key", defaults.shares)?);
     // Without relative positions the scale is still that of all terms.
-    let terms = cfg.head_dim() * positions.num_terms();
-    let cfg = cfg.with_scale(1.0 / (terms as f64).sqrt());
+    let terms = cfg.head_dim() as f64 * positions.num_terms() as f64;
+    let cfg = cfg.with_scale(1.0 / terms.sqrt());
     if !fields.flag("relative_attention", is_relative)? {
         return Ok(cfg);
     }
