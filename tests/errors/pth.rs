@@ -113,6 +113,11 @@ pub const PICKLES: &[Case] = cases! {
     "an object before it is made" => pickled("memo.pth", b"h\x07"),
 };
 
+/// So many entries of a dict, with numbers for keys and one value.
+fn entries(count: u32, value: &[u8]) -> Vec<u8> {
+    (1..=count).flat_map(|key| [b"J".as_slice(), &key.to_le_bytes(), value].concat()).collect()
+}
+
 fn odd(cfg: MultiHeadAttentionConfig) -> Result<()> {
     MultiHeadAttention::new(&cfg, weights::open(data("odd.pth"), DType::F32, &CPU)?).map(drop)
 }
@@ -142,6 +147,17 @@ fn pickles_that_nest_or_share_without_end_are_read_in_proportion() -> Result<()>
     let class = [b"c".as_slice(), &[b'c'; 100_000], b"\nd\n)Rq\0"].concat();
     let error = crate::common::error_text(pickled("class.pth", &[b"}K\x01".as_slice(), &class, b"s"].concat()));
     assert!(error.ends_with("class.pth: data.pkl: a name of 100000 bytes, expected at most 1024"), "{error}");
+    // A class of a long name, of which many entries are objects.
+    let class = [b"c".as_slice(), &[b'c'; 1000], b"\n", &[b'd'; 1000], b"\n)Rq\0"].concat();
+    let kinds = [b"}K\0", class.as_slice(), b"s(", &entries(60_000, b"h\0"), b"u"].concat();
+    let error = crate::common::error_text(pickled("kinds.pth", &kinds));
+    assert!(error.ends_with("kinds.pth: names of more than 67108864 bytes in all"), "{error}");
+    // A parameter of a parameter, a million times over, under a hundred thousand names.
+    let functions = [b"ctorch._utils\n_rebuild_parameter\nq\0".as_slice(), &b"h\0".repeat(999_999)].concat();
+    let calls = [b"K\x01".as_slice(), &b"\x85R".repeat(1_000_000), b"q\x01"].concat();
+    let chain = [b"}(K\0", functions.as_slice(), &calls, &entries(100_000, b"h\x01"), b"u"].concat();
+    let error = crate::common::error_text(pickled("chain.pth", &chain));
+    assert!(error.ends_with("chain.pth: the tensor 0 is wrapped in more than 16 calls"), "{error}");
     // A dict in itself, and two in each other.
     pickled("itself.pth", b"}q\0X\x01\0\0\0ah\0s")?;
     pickled("each_other.pth", b"}q\0X\x01\0\0\0a}q\x01X\x01\0\0\0bh\0ss")?;

@@ -3,8 +3,8 @@
 //! Candle's own reader takes well-meant files only: it panics on pickles that are not as expected, reads no tensor with
 //! gaps between its elements, and passes over dtypes it does not know.
 //!
-//! A pickle can refer to one object many times, so that a small file describes many tensors with long names and shapes:
-//! names and ranks are bounded.
+//! A pickle can refer to one object many times, so that a small file describes many tensors with long names and shapes,
+//! within many calls: names, ranks and calls are bounded.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
@@ -20,10 +20,12 @@ use super::pickle::{Id, MAX_NAME, Object, Pickle};
 use super::stored::{Entry, Stored, span};
 use candle_attention_core::internal::is_addressable;
 
-/// Bytes of all names, several times those of the largest checkpoints.
+/// Bytes of all names and of what is said of unreadable tensors, several times those of the largest checkpoints.
 const MAX_NAMES: usize = 1 << 26;
 /// Dimensions of a tensor.
 const MAX_RANK: usize = 16;
+/// Calls around the one that makes a tensor: a parameter has one, one of a subclass has two.
+const MAX_WRAPPERS: usize = 16;
 
 /// The tensors of a file, by their names: of a nested dict as `key.name`; and `n_head` of the `model_args` that nanoGPT
 /// saves with its state dict.
@@ -112,6 +114,9 @@ impl Reader {
                     Object::Dict(_) if seen.insert(value) => open.push((format!("{name}."), value)),
                     Object::Call { function, arguments } => {
                         let entry = self.entry(&name, *function, *arguments)?;
+                        if let Entry::Unreadable { what, .. } = &entry {
+                            names_len += what.len();
+                        }
                         if tensors.insert(name.clone(), entry).is_some() {
                             bail!("the tensor {name} stands there twice")
                         }
@@ -124,8 +129,8 @@ impl Reader {
     }
 
     fn entry(&mut self, name: &str, mut function: Id, mut arguments: Id) -> Result<Entry> {
-        // Parameters and subclasses wrap a tensor. A call refers to objects that stand before it: the loop ends.
-        loop {
+        // Parameters and subclasses wrap a tensor.
+        for _ in 0..=MAX_WRAPPERS {
             let items = self.pickle.tuple(arguments).unwrap_or_default();
             let inner = match (self.pickle.global(function), items) {
                 (Some("torch._utils._rebuild_tensor_v2"), _) => return self.tensor(name, arguments),
@@ -146,6 +151,7 @@ impl Reader {
             };
             (function, arguments) = inner;
         }
+        bail!("the tensor {name} is wrapped in more than {MAX_WRAPPERS} calls")
     }
 
     /// The arguments of `_rebuild_tensor_v2`: storage, offset, shape, strides, and what has no bearing on the values.
