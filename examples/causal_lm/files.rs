@@ -118,7 +118,7 @@ pub struct Gguf {
 impl Gguf {
     fn open(path: &Path, device: &Device) -> Result<Self> {
         let failed = |error| Error::Msg(format!("[causal_lm] cannot read {}: {error}", path.display()));
-        let content = File::open(path).map_err(Error::from).and_then(|mut file| Content::read(&mut file));
+        let content = File::open(path).map_err(Error::from).and_then(|mut file| gguf::read(&mut file));
         let content = content.map_err(failed)?.into();
         Ok(Self { path: path.into(), content, device: device.clone() })
     }

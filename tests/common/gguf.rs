@@ -3,6 +3,7 @@
 use std::io::Cursor;
 use std::path::Path;
 
+use candle_attention::gguf;
 use candle_core::quantized::gguf_file::{self, Content, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Result, Tensor};
@@ -60,7 +61,7 @@ impl File {
     /// As a reader finds it.
     pub fn open(&self) -> Result<(Content, Cursor<Vec<u8>>)> {
         let mut reader = Cursor::new(self.bytes()?);
-        Ok((Content::read(&mut reader)?, reader))
+        Ok((gguf::read(&mut reader)?, reader))
     }
 }
 

@@ -2,9 +2,9 @@
 
 use std::io::Cursor;
 
-use candle_attention::gguf;
+use candle_attention::gguf::{self, LinearPart};
 use candle_core::quantized::GgmlDType;
-use candle_core::quantized::gguf_file::{Content, Value};
+use candle_core::quantized::gguf_file::Value;
 use candle_core::{Result, Shape, Tensor};
 
 use crate::common::gguf::File;
@@ -51,6 +51,13 @@ fn claimed(dims: &[usize]) -> Result<()> {
     gguf::load_attention(&content, &mut reader, 0, &CPU).map(drop)
 }
 
+/// A linear layer whose file says that it has no elements.
+fn empty(dims: [usize; 2]) -> Result<()> {
+    let (mut content, mut reader) = File::llama()?.open()?;
+    content.tensor_infos.get_mut("blk.0.attn_q.weight").expect("the file has it").shape = dims.as_slice().into();
+    gguf::load_linear(&content, &mut reader, "blk.0.attn_q", &CPU).map(drop)
+}
+
 /// The tokenizer of a file with these keys.
 fn tokenizer(keys: &[(&str, Value)]) -> Result<()> {
     let mut file = File::llama()?;
@@ -88,6 +95,9 @@ pub const METADATA: &[Case] = cases! {
             ("llama.attention.key_length", Value::U32(u32::MAX)),
         ])
     },
+    "an alignment of nothing" => config(&[("general.alignment", Value::U32(0))]),
+    "another kind of file" => gguf::read(&mut Cursor::new(b"PK\x03\x04".as_slice())),
+    "a header that ends early" => gguf::read(&mut Cursor::new(&File::llama()?.bytes()?[..100])),
     "an eps as text" => config(&[("llama.attention.layer_norm_rms_epsilon", text("1e-5"))]),
     "a scaling that is not known" => config(&[("llama.rope.scaling.type", text("ntk"))]),
     "a scaling without its factor" => config(&[("llama.rope.scaling.type", text("yarn"))]),
@@ -143,8 +153,14 @@ pub const TENSORS: &[Case] = cases! {
     "a file that ends before its weights" => {
         let bytes = File::llama()?.bytes()?;
         let mut reader = Cursor::new(bytes[..bytes.len() - 600].to_vec());
-        let content = Content::read(&mut reader)?;
+        let content = gguf::read(&mut reader)?;
         gguf::load_attention(&content, &mut reader, 0, &CPU)
+    },
+    "a linear layer without outputs" => empty([0, 32]),
+    "a linear layer without inputs" => empty([32, 0]),
+    "a part without outputs" => {
+        let (content, mut reader) = File::llama()?.open()?;
+        gguf::load_linear_part(&content, &mut reader, "blk.0.attn_q", &LinearPart::Outputs(vec![]), &CPU).map(drop)
     },
     "a linear layer that is not there" => {
         let (content, mut reader) = File::llama()?.open()?;
@@ -179,6 +195,11 @@ pub const TOKENIZERS: &[Case] = cases! {
         let merges = ("merges", texts(&[]));
         let keys = [("tokens", texts(&["a"])), ("model", text("gpt2")), ("pre", text("llama-bpe")), merges];
         tokenizer(&keys)
+    },
+    "more merges than any vocabulary has" => {
+        let nested: Vec<_> = (1..=1000).map(|len| text(&"a".repeat(len))).collect();
+        let scores = Value::Array(vec![Value::F32(0.0); nested.len()]);
+        tokenizer(&[("tokens", Value::Array(nested)), ("model", text("llama")), ("scores", scores)])
     },
     "merges of tokens that are not there" => {
         let merges = ("merges", texts(&["a b"]));

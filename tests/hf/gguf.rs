@@ -504,6 +504,38 @@ fn sentencepiece_merges_by_score() -> Result<()> {
     Ok(())
 }
 
+/// A token of some megabytes beside short ones: as many places to split it.
+#[test]
+fn long_tokens_take_no_more_than_their_length() -> Result<()> {
+    let long = "ab".repeat(1 << 21);
+    let file = vocabulary("llama", &["a", "b", "▁", "ab", &long, &long[1..], "abc", "c"]);
+    assert_eq!(tokens(&file, "abc")?.0, ["<s>", "▁", "abc"]);
+    Ok(())
+}
+
+/// Candle divides by it, and takes it from an integer of any of these types.
+#[test]
+fn an_alignment_of_zero_is_refused_and_others_are_read() -> Result<()> {
+    let of = |value: Value, key: &str| {
+        let mut file = File::llama()?;
+        file.set("note", Value::Array(vec![Value::String("general.alignment".into()), Value::String(String::new())]));
+        file.set(key, value);
+        file.set("zero", Value::U32(0));
+        file.open().map(|(content, _)| content.tensor_data_offset)
+    };
+    let (zeros, ones): (Vec<_>, Vec<_>) = [0, 1]
+        .map(|n| [Value::U8(n), Value::I8(n as i8), Value::U16(n.into()), Value::I16(n.into()), Value::U32(n.into())])
+        .map(|values| values.to_vec())
+        .into();
+    for (zero, one) in zeros.into_iter().zip(ones) {
+        for key in ["general.alignment", "general.alignment\0"] {
+            assert_eq!(error_text(of(zero.clone(), key)), "[gguf] general.alignment is 0, expected at least 1");
+            assert!(of(one.clone(), key).is_ok());
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn bytes_merge_within_the_pieces_of_a_text() -> Result<()> {
     let pieces =

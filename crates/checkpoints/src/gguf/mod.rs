@@ -3,10 +3,9 @@
 //! ```no_run
 //! use candle_attention::gguf;
 //! use candle_core::Device;
-//! use candle_core::quantized::gguf_file::Content;
 //! # fn main() -> candle_core::Result<()> {
 //! let mut file = std::fs::File::open("model.gguf")?;
-//! let content = Content::read(&mut file)?;
+//! let content = gguf::read(&mut file)?;
 //! let attention = gguf::load_attention(&content, &mut file, 0, &Device::Cpu)?;
 //! # Ok(()) }
 //! ```
@@ -21,9 +20,11 @@
 //! packed as they are, Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 as codes of 4 or 8 bits, which loses nothing, and K-quants (Q2_K
 //! to Q6_K) are multiplied by Candle's `QMatMul`, whose inputs are rounded to 8 bits.
 
+mod header;
 mod metadata;
 mod weight;
 
+pub use header::read;
 pub use weight::LinearPart;
 
 use std::collections::HashMap;
@@ -288,6 +289,10 @@ impl<R: Read + Seek> File<'_, R> {
 
     fn tensor(&mut self, name: &str) -> Result<QTensor> {
         let Some(info) = self.content.tensor_infos.get(name) else { bail!("[gguf] {name} is missing") };
+        // Candle casts the bytes of a tensor to blocks, and those of an empty one are not aligned.
+        if info.shape.dims().contains(&0) {
+            bail!("[gguf] {name} has shape {:?}, expected dimensions of at least 1", info.shape)
+        }
         if !fits_in_memory(info.shape.dims()) {
             bail!("[gguf] {name} has shape {:?}, which is too large to address", info.shape)
         }

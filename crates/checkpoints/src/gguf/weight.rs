@@ -11,7 +11,7 @@ use candle_attention_core::internal::ProjectionColumns;
 /// A part of a linear layer (out, in), for one of several processes.
 #[derive(Debug, Clone)]
 pub enum LinearPart {
-    /// These outputs, in this order.
+    /// These outputs, in this order; at least one.
     Outputs(Vec<Range<usize>>),
     /// These inputs, in whole blocks of the weight's type. Outputs are then to be added up, and one process adds the
     /// bias.
@@ -33,6 +33,9 @@ impl Weight {
     /// A part of it; `name` is for an error.
     pub fn part(&self, name: &str, part: &LinearPart) -> Result<Self> {
         match part {
+            LinearPart::Outputs(ranges) if ranges.is_empty() => {
+                bail!("[gguf] {name}: no outputs were asked for, expected some of {}", self.out_dim())
+            }
             LinearPart::Outputs(ranges) => {
                 Self::concat(&ranges.iter().map(|range| self.outputs(name, range)).collect::<Result<Vec<_>>>()?)
             }

@@ -7,6 +7,7 @@ use candle_core::{Result, bail};
 use serde_json::{Map, json};
 
 use super::SimpleTokenizer;
+use super::splits::Splits;
 
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -30,6 +31,10 @@ const UNKNOWN: i64 = 2;
 const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
 const BYTE: i64 = 6;
+
+/// Bytes of the merges of SentencePiece, several times those of the largest vocabularies: of tokens that begin and end
+/// with each other there are many more than their own.
+const MAX_MERGES: usize = 1 << 26;
 
 /// The tokenizer of a GGUF file: byte-level BPE (`gpt2`), or SentencePiece's BPE (`llama`).
 ///
@@ -146,15 +151,21 @@ fn sentence_piece(metadata: &Metadata, tokens: &[&str], types: &[i64]) -> Result
         return metadata.fail("scores", scores.len(), &format!("{} entries", tokens.len()));
     }
     let ids: HashMap<_, _> = tokens.iter().enumerate().map(|(id, token)| (*token, id)).collect();
-    let mut merges = Vec::new();
-    for ((token, score), kind) in tokens.iter().zip(scores).zip(types) {
+    let splits = Splits::new(tokens);
+    let (mut merges, mut merges_len) = (Vec::new(), 0);
+    for (i, (score, kind)) in scores.iter().zip(types).enumerate() {
         if matches!(*kind, UNKNOWN | CONTROL | BYTE) {
             continue;
         }
         let Ok(score) = score.to_f32() else { return metadata.fail("scores", format!("{score:?}"), "numbers") };
-        let pairs = token.char_indices().skip(1).map(|(at, _)| token.split_at(at));
-        let pairs = pairs.filter_map(|pair| Some((pair, (*ids.get(pair.0)?, *ids.get(pair.1)?))));
-        merges.extend(pairs.map(|(pair, ids)| (score, ids, pair)));
+        for at in splits.of(i) {
+            let pair = tokens[i].split_at(at);
+            merges_len += tokens[i].len();
+            if merges_len > MAX_MERGES {
+                return metadata.fail("tokens", "too many merges", &format!("at most {MAX_MERGES} bytes of them"));
+            }
+            merges.push((score, (ids[pair.0], ids[pair.1]), pair));
+        }
     }
     merges.sort_by(|(a, ids_a, _), (b, ids_b, _)| b.total_cmp(a).then(ids_a.cmp(ids_b)));
     let merges: Vec<_> = merges.iter().map(|(_, _, pair)| json!([pair.0, pair.1])).collect();

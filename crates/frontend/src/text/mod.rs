@@ -4,6 +4,7 @@ mod embedding;
 mod error;
 mod gguf;
 mod pipeline;
+mod splits;
 mod tokenizer;
 
 use candle_core::{Device, Result, Tensor};
