@@ -5,7 +5,7 @@ use std::io::{self, Read, Seek, SeekFrom};
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{Error, Result};
 
-use crate::weights::root;
+use candle_attention_core::internal::root;
 
 /// The header of a file, which everything here reads: [`Content::read`], but for a file whose `general.alignment` is 0,
 /// at which that panics.
