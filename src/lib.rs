@@ -47,7 +47,7 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-pub use candle_attention_core::{
+pub use candle_attention_core::{untrained, rms_norm_plus_one, rms_norm, layer_norm_no_bias, layer_norm, RmsNorm, LayerNorm, 
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AlibiConfig, AttentionCache, AttentionCacheConfig,
     AttentionFunction, AttentionInput, AttentionMask, AttentionOutput, Backend, ContentPositions, ContextNorm,
     DisentangledConfig, EmptyRows, GateActivation, GatePlace, GateScope, HeadShard, KvRanges, KvSource, LayerOutput,

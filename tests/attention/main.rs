@@ -35,6 +35,7 @@ mod layer_packed;
 mod masks;
 mod matrices;
 mod merge;
+mod norms;
 mod planned;
 mod varlen;
 

@@ -35,6 +35,7 @@ mod linear;
 mod masks;
 mod memory;
 mod modules;
+mod norms;
 mod plot;
 mod pth;
 mod rope;
@@ -101,6 +102,8 @@ const CASES: &[(&str, &[Case])] = &[
     ("mask tensors", masks::TENSORS),
     ("modules", modules::MODULES),
     ("norms", modules::NORMS),
+    ("norms between layers", norms::WEIGHTS),
+    ("inputs of norms between layers", norms::INPUTS),
     ("relative bias", modules::RELATIVE),
     ("rope", rope::CASES),
     ("missing tensors", tensors::MISSING),

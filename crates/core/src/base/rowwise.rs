@@ -1,13 +1,15 @@
-//! One pass over queries or keys on a CPU, head by head, whatever their strides: what norms and rotary positions have
-//! in common.
+//! One pass over rows on a CPU, those of queries or keys head by head, whatever their strides: what norms and rotary
+//! positions have in common.
 
-use candle_core::{Layout, Result, Tensor};
+use std::ops::Range;
+
+use candle_core::{D, Layout, Result, Tensor, bail};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
 /// The fewest elements that are worth a task of their own.
-const TASK_ELEMENTS: usize = 1 << 14;
+pub(crate) const TASK_ELEMENTS: usize = 1 << 14;
 
 /// The types that tensors hold.
 pub(crate) trait Element: Copy + Default + Send + Sync {
@@ -16,6 +18,9 @@ pub(crate) trait Element: Copy + Default + Send + Sync {
 
     /// Writes a row to `ys` after `change` was applied to it in the wide type. `scratch` belongs to the task.
     fn map(xs: &[Self], ys: &mut [Self], change: impl FnOnce(&mut [Self::Wide]), scratch: &mut Vec<Self::Wide>);
+
+    /// A row in the wide type. `scratch` belongs to the task.
+    fn widen<'a>(xs: &'a [Self], scratch: &'a mut Vec<Self::Wide>) -> &'a [Self::Wide];
 }
 
 macro_rules! computed_in_own_type {
@@ -26,6 +31,10 @@ macro_rules! computed_in_own_type {
             fn map(xs: &[Self], ys: &mut [Self], change: impl FnOnce(&mut [Self]), _: &mut Vec<Self>) {
                 ys.copy_from_slice(xs);
                 change(ys);
+            }
+
+            fn widen<'a>(xs: &'a [Self], _: &'a mut Vec<Self>) -> &'a [Self] {
+                xs
             }
         }
     )+};
@@ -42,12 +51,53 @@ macro_rules! computed_in_f32 {
                 change(scratch);
                 ys.convert_from_f32_slice(scratch);
             }
+
+            fn widen<'a>(xs: &'a [Self], scratch: &'a mut Vec<f32>) -> &'a [f32] {
+                scratch.resize(xs.len(), 0.0);
+                xs.convert_to_f32_slice(scratch);
+                scratch
+            }
         }
     )+};
 }
 
 computed_in_own_type!(f32, f64);
 computed_in_f32!(bf16, f16);
+
+/// Where the rows (D,) of a view (B, T, H, D) are in memory. A view (B, T, D), (T, D) or (D,) has one head.
+pub(crate) struct Rows {
+    /// B · T.
+    pub tokens: usize,
+    pub h: usize,
+    pub d: usize,
+    t: usize,
+    start: usize,
+    strides: [usize; 3],
+}
+
+impl Rows {
+    pub(crate) fn new(layout: &Layout) -> Result<Self> {
+        let ([b, t, h, d], strides) = match (layout.dims(), layout.stride()) {
+            (&[b, t, h, d], &[of_b, of_t, of_h, _]) => ([b, t, h, d], [of_b, of_t, of_h]),
+            (&[b, t, d], &[of_b, of_t, _]) => ([b, t, 1, d], [of_b, of_t, 0]),
+            (&[t, d], &[of_t, _]) => ([1, t, 1, d], [0, of_t, 0]),
+            (&[d], _) => ([1, 1, 1, d], [0; 3]),
+            (dims, _) => bail!("rows have shape {dims:?}, expected one to four dimensions"),
+        };
+        Ok(Self { tokens: b * t, h, d, t, start: layout.start_offset(), strides })
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.tokens * self.h * self.d == 0
+    }
+
+    /// Those of a token's heads.
+    pub(crate) fn heads(&self, token: usize) -> impl Iterator<Item = Range<usize>> {
+        let [of_b, of_t, of_h] = self.strides;
+        let start = self.start + token / self.t * of_b + token % self.t * of_t;
+        (0..self.h).map(move |head| start + head * of_h).map(|start| start..start + self.d)
+    }
+}
 
 /// The heads (D,) of a view (B, T, H, D) with contiguous rows, each changed by what `of_token` gives for its token,
 /// from 0 to B · T; that is called with the number of the head and the row.
@@ -56,32 +106,32 @@ pub(crate) fn map_heads<E: Element, F: Fn(usize, &mut [E::Wide])>(
     layout: &Layout,
     of_token: impl Fn(usize) -> F + Sync,
 ) -> Result<Vec<E>> {
-    let (b, t, h, d) = layout.shape().dims4()?;
-    let count = b * t * h * d;
+    let rows = Rows::new(layout)?;
+    let width = rows.h * rows.d;
+    let count = rows.tokens * width;
     let mut ys = vec![E::default(); count];
-    if count == 0 {
+    if rows.is_empty() {
         return Ok(ys);
     }
-    let stride = layout.stride();
     let one_token = |scratch: &mut Vec<E::Wide>, (token, ys): (usize, &mut [E])| {
         let change = of_token(token);
-        let start = layout.start_offset() + token / t * stride[0] + token % t * stride[1];
-        for (head, ys) in ys.chunks_exact_mut(d).enumerate() {
-            let start = start + head * stride[2];
-            E::map(&xs[start..start + d], ys, |row| change(head, row), scratch);
+        for ((head, own), ys) in rows.heads(token).enumerate().zip(ys.chunks_exact_mut(rows.d)) {
+            E::map(&xs[own], ys, |row| change(head, row), scratch);
         }
     };
     if count <= TASK_ELEMENTS {
         let mut scratch = Vec::new();
-        ys.chunks_mut(h * d).enumerate().for_each(|token| one_token(&mut scratch, token));
+        ys.chunks_mut(width).enumerate().for_each(|token| one_token(&mut scratch, token));
     } else {
-        let least = TASK_ELEMENTS.div_ceil(h * d);
-        ys.par_chunks_mut(h * d).enumerate().with_min_len(least).for_each_init(Vec::new, one_token);
+        let least = TASK_ELEMENTS.div_ceil(width);
+        ys.par_chunks_mut(width).enumerate().with_min_len(least).for_each_init(Vec::new, one_token);
     }
     Ok(ys)
 }
 
-/// A tensor (B, T, H, D) or (B, H, T, D) whose rows (D,) are contiguous: itself, or a copy.
+/// A tensor whose rows, along its last dimension, are contiguous: itself, or a copy.
 pub(crate) fn with_contiguous_rows(tensor: &Tensor) -> Result<Tensor> {
-    if tensor.dim(3)? <= 1 || tensor.stride()[3] == 1 { Ok(tensor.clone()) } else { tensor.contiguous() }
+    let is_row = tensor.dim(D::Minus1)? <= 1 || tensor.stride()[tensor.rank() - 1] == 1;
+    // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
+    if is_row || tensor.elem_count() == 0 { Ok(tensor.clone()) } else { tensor.contiguous() }
 }

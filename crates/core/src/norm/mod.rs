@@ -1,18 +1,18 @@
-//! Normalisation of queries and keys before attention.
+//! Normalisation: of queries and keys before attention, of contexts after it, and between the layers of a model.
+
+mod blocks;
+mod rows;
 
 use std::ops::Range;
-use std::sync::Arc;
 
-use candle_core::{CpuStorage, CustomOp1, D, DType, Error, Layout, Result, Shape, Tensor, bail};
+use candle_core::{D, DType, Error, Result, Tensor, bail};
 use candle_nn::{Init, ops};
 use serde::{Deserialize, Serialize};
 
 use crate::base::{Share, Source, accumulation_dtype, fits_in_memory};
-use crate::base::{rowwise::Element, rowwise::map_heads, rowwise::with_contiguous_rows};
 use crate::linear::frozen;
-
-/// Sums are kept in this many lanes, so that the compiler vectorises them.
-const LANES: usize = 16;
+pub use blocks::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one};
+use rows::RowNorm;
 
 /// Which normalisation is applied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -154,16 +154,23 @@ fn first_of_list(name: &str) -> String {
     format!("{name}.norms.0.weight")
 }
 
-/// The normalisation of one projection, over its last dimension.
+/// A normalisation over the last dimension.
 #[derive(Debug, Clone)]
 pub(crate) struct Norm {
     kind: QkNormKind,
     eps: f64,
     weight: Parameter,
     bias: Option<Parameter>,
-    /// Where nothing is a variable, on a CPU.
-    rows: Option<RowNorm>,
+    /// Where nothing is a variable.
+    affine: Option<Affine>,
     span: Option<Span>,
+}
+
+/// What normed numbers are multiplied by, and what is added, in the type that they are computed in; contiguous.
+#[derive(Debug, Clone)]
+struct Affine {
+    factors: Tensor,
+    bias: Option<Tensor>,
 }
 
 /// What a norm spans of which this process has a part.
@@ -229,13 +236,18 @@ impl Norm {
         Self::load(norm, [name; 3], 1, size, source)
     }
 
+    /// Of rows of one width.
+    fn new(kind: QkNormKind, eps: f64, weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
+        let (weight, bias) = (Parameter(vec![weight]), bias.map(|bias| Parameter(vec![bias])));
+        Self { kind, eps, weight, bias, affine: None, span: None }.prepared()
+    }
+
     /// The root mean square of rows of one width, without a parameter.
     pub(crate) fn without_weight(eps: f64, size: usize, source: &Source) -> Result<Self> {
         if !fits_in_memory(&[size]) {
             return source.fail(format!("a norm of {size} entries is too large to address"));
         }
-        let weight = Parameter(vec![Tensor::ones(size, source.dtype(), source.device())?]);
-        Self { kind: QkNormKind::RmsNoWeight, eps, weight, bias: None, rows: None, span: None }.prepared()
+        Self::new(QkNormKind::RmsNoWeight, eps, Tensor::ones(size, source.dtype(), source.device())?, None)
     }
 
     fn load(norm: QkNorm, names: [&str; 3], heads: usize, d: usize, source: &Source) -> Result<Self> {
@@ -271,7 +283,7 @@ impl Norm {
             (vec![weight], bias.map(|bias| vec![bias]))
         };
         let (weight, bias) = (Parameter(weight), bias.map(Parameter));
-        Self { kind: norm.kind, eps: norm.eps, weight, bias, rows: None, span: None }.prepared()
+        Self { kind: norm.kind, eps: norm.eps, weight, bias, affine: None, span: None }.prepared()
     }
 
     /// With what is computed once, where nothing is a variable.
@@ -279,7 +291,7 @@ impl Norm {
         if !self.has_variables() {
             self.weight = Parameter(vec![self.weight.tensor()?]);
             self.bias = self.bias.map(|bias| Ok::<_, Error>(Parameter(vec![bias.tensor()?]))).transpose()?;
-            self.rows = RowNorm::new(&self)?;
+            self.affine = Some(self.affine()?);
         }
         Ok(self)
     }
@@ -288,35 +300,38 @@ impl Norm {
     pub(crate) fn freeze(&self) -> Result<Self> {
         let own = |parameter: &Parameter| Ok::<_, Error>(Parameter(vec![frozen(&parameter.tensor()?)?]));
         let (weight, bias) = (own(&self.weight)?, self.bias.as_ref().map(own).transpose()?);
-        Self { kind: self.kind, eps: self.eps, weight, bias, rows: None, span: self.span.clone() }.prepared()
+        Self { kind: self.kind, eps: self.eps, weight, bias, affine: None, span: self.span.clone() }.prepared()
     }
 
     /// A share of the heads that have weights of their own.
     fn shard(self, heads: Share) -> Result<Self> {
         let own = |parameter: &Parameter| Ok::<_, Error>(Parameter(vec![heads.copy(&parameter.tensor()?, 0)?]));
         let (weight, bias) = (own(&self.weight)?, self.bias.as_ref().map(own).transpose()?);
-        Self { weight, bias, rows: None, ..self }.prepared()
+        Self { weight, bias, affine: None, ..self }.prepared()
     }
 
     fn has_variables(&self) -> bool {
         self.weight.is_tracked() || self.bias.as_ref().is_some_and(Parameter::is_tracked)
     }
 
-    /// (.., size), or (.., H, D) with weights of heads, to the same shape and dtype. Fused norms have no backward pass and
-    /// no f64, so they run only where neither is needed.
+    /// (.., size), or (.., H, D) with weights of heads, to the same shape and dtype.
     pub(crate) fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        if xs.track_op() || self.has_variables() || xs.dtype() == DType::F64 {
-            return self.differentiable(xs);
+        let affine = self.affine()?;
+        let on_cpu = xs.device().is_cpu() && affine.factors.device().is_cpu();
+        if on_cpu && affine.factors.dtype() == DType::F32 && xs.dtype() != DType::F64 {
+            let rows = RowNorm { subtracts_mean: self.subtracts_mean(), eps: self.eps as f32 };
+            return rows.apply(xs, &affine.factors, affine.bias.as_ref());
         }
-        if let Some(rows) = &self.rows {
-            return rows.apply(xs);
+        // Candle's fused norms have no backward pass and no f64.
+        if xs.track_op() || self.has_variables() || xs.dtype() == DType::F64 {
+            return self.differentiable(xs, &affine);
         }
         let (weight, eps) = (self.weight.tensor()?, self.eps as f32);
         match (self.kind, &self.bias) {
-            _ if weight.rank() > 1 => self.differentiable(xs),
-            (QkNormKind::Rms | QkNormKind::RmsNoWeight, _) => ops::rms_norm(&xs.contiguous()?, &weight, eps),
+            _ if weight.rank() > 1 || weight.dtype() != xs.dtype() => self.differentiable(xs, &affine),
+            (QkNormKind::Rms | QkNormKind::RmsNoWeight, None) => ops::rms_norm(&xs.contiguous()?, &weight, eps),
             (QkNormKind::Layer, Some(bias)) => ops::layer_norm(&xs.contiguous()?, &weight, &bias.tensor()?, eps),
-            _ => self.differentiable(xs),
+            _ => self.differentiable(xs, &affine),
         }
     }
 
@@ -335,33 +350,29 @@ impl Norm {
             0 => Tensor::zeros((xs.dim(0)?, xs.dim(1)?, 1), dtype, xs.device())?,
             len => wide.narrow(D::Minus1, counted.start, len)?.sqr()?.sum_keepdim(D::Minus1)?,
         };
-        self.scaled(&wide, &(sum(&squares)? / *width as f64)?)?.to_dtype(xs.dtype())
+        self.affine()?.apply(&wide, &((sum(&squares)? / *width as f64)? + self.eps)?)?.to_dtype(xs.dtype())
     }
 
-    fn differentiable(&self, xs: &Tensor) -> Result<Tensor> {
-        let dtype = accumulation_dtype(xs.dtype());
+    fn differentiable(&self, xs: &Tensor, affine: &Affine) -> Result<Tensor> {
         let size = xs.dim(D::Minus1)? as f64;
-        let mut wide = xs.to_dtype(dtype)?;
+        let mut wide = xs.to_dtype(accumulation_dtype(xs.dtype()))?;
         if self.subtracts_mean() {
             wide = wide.broadcast_sub(&(wide.sum_keepdim(D::Minus1)? / size)?)?;
         }
-        self.scaled(&wide, &(wide.sqr()?.sum_keepdim(D::Minus1)? / size)?)?.to_dtype(xs.dtype())
+        let mean_square = (wide.sqr()?.sum_keepdim(D::Minus1)? / size)?;
+        affine.apply(&wide, &(mean_square + self.eps)?)?.to_dtype(xs.dtype())
     }
 
-    /// Rows by the root of their mean square (.., 1), with weight and bias.
-    fn scaled(&self, wide: &Tensor, mean_square: &Tensor) -> Result<Tensor> {
-        let normed = wide.broadcast_div(&(mean_square + self.eps)?.sqrt()?)?;
-        let scaled = normed.broadcast_mul(&self.factors(wide.dtype())?)?;
-        match &self.bias {
-            Some(bias) => scaled.broadcast_add(&bias.tensor()?.to_dtype(wide.dtype())?),
-            None => Ok(scaled),
+    fn affine(&self) -> Result<Affine> {
+        if let Some(affine) = &self.affine {
+            return Ok(affine.clone());
         }
-    }
-
-    /// What normalised numbers are multiplied by.
-    fn factors(&self, dtype: DType) -> Result<Tensor> {
-        let weight = self.weight.tensor()?.to_dtype(dtype)?;
-        if self.kind == QkNormKind::RmsPlusOne { weight + 1.0 } else { Ok(weight) }
+        let own = |parameter: &Parameter| {
+            let tensor = parameter.tensor()?;
+            tensor.to_dtype(accumulation_dtype(tensor.dtype()))?.contiguous()
+        };
+        let (weight, bias) = (own(&self.weight)?, self.bias.as_ref().map(own).transpose()?);
+        Ok(Affine { factors: if self.kind == QkNormKind::RmsPlusOne { (weight + 1.0)? } else { weight }, bias })
     }
 
     fn subtracts_mean(&self) -> bool {
@@ -369,91 +380,14 @@ impl Norm {
     }
 }
 
-/// A norm whose parameters are plain numbers, on a CPU: one pass over queries or keys of any strides.
-///
-/// Candle's own norms want contiguous inputs and a weight (D,), and its layer norm finds the variance as a difference
-/// of squares, which loses the digits of numbers that are far from zero.
-#[derive(Debug, Clone)]
-struct RowNorm {
-    subtracts_mean: bool,
-    eps: f32,
-    /// One row, or one for each head, as is the bias.
-    factors: Arc<[f32]>,
-    bias: Option<Arc<[f32]>>,
-}
-
-impl RowNorm {
-    /// `None` on other devices and in f64.
-    fn new(norm: &Norm) -> Result<Option<Self>> {
-        let weight = norm.weight.tensor()?;
-        if !weight.device().is_cpu() || weight.dtype() == DType::F64 {
-            return Ok(None);
+impl Affine {
+    /// Rows over the root of their `squares` (.., 1), by Candle's operations.
+    fn apply(&self, rows: &Tensor, squares: &Tensor) -> Result<Tensor> {
+        let own = |parameter: &Tensor| parameter.to_dtype(rows.dtype());
+        let normed = rows.broadcast_div(&squares.sqrt()?)?.broadcast_mul(&own(&self.factors)?)?;
+        match &self.bias {
+            Some(bias) => normed.broadcast_add(&own(bias)?),
+            None => Ok(normed),
         }
-        let numbers =
-            |tensor: Tensor| tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>().map(Arc::<[f32]>::from);
-        let bias = norm.bias.as_ref().map(|bias| numbers(bias.tensor()?)).transpose()?;
-        let subtracts_mean = norm.subtracts_mean();
-        Ok(Some(Self { subtracts_mean, eps: norm.eps as f32, factors: numbers(norm.factors(DType::F32)?)?, bias }))
-    }
-
-    /// A view (B, T, size) or (B, T, H, D) to a contiguous tensor of the same shape and dtype.
-    fn apply(&self, xs: &Tensor) -> Result<Tensor> {
-        let split = if xs.rank() == 3 { xs.unsqueeze(2)? } else { xs.clone() };
-        let normed = with_contiguous_rows(&split)?.apply_op1_no_bwd(self)?;
-        if xs.rank() == 3 { normed.squeeze(2) } else { Ok(normed) }
-    }
-
-    fn run<E: Element<Wide = f32>>(&self, xs: &[E], layout: &Layout) -> Result<Vec<E>> {
-        let (_, _, h, d) = layout.shape().dims4()?;
-        if layout.shape().elem_count() > 0 && self.factors.len() != d && self.factors.len() != h * d {
-            bail!("[qk_norm] there are {} weights, expected {d}, or {h} times {d}", self.factors.len())
-        }
-        map_heads(xs, layout, |_| |head, row: &mut [f32]| self.normalise(row, head))
-    }
-
-    fn normalise(&self, row: &mut [f32], head: usize) {
-        let d = row.len();
-        if self.subtracts_mean {
-            let mean = sum(row, |x| x) / d as f32;
-            row.iter_mut().for_each(|x| *x -= mean);
-        }
-        let factor = (sum(row, |x| x * x) / d as f32 + self.eps).sqrt().recip();
-        let own = |parameters: &[f32]| if parameters.len() == d { 0..d } else { head * d..(head + 1) * d };
-        for (x, weight) in row.iter_mut().zip(&self.factors[own(&self.factors)]) {
-            *x = *x * factor * weight;
-        }
-        if let Some(bias) = &self.bias {
-            row.iter_mut().zip(&bias[own(bias)]).for_each(|(x, bias)| *x += bias);
-        }
-    }
-}
-
-fn sum(row: &[f32], of: impl Fn(f32) -> f32) -> f32 {
-    let mut lanes = [0.0; LANES];
-    let (chunks, rest) = row.as_chunks::<LANES>();
-    for chunk in chunks {
-        for (lane, &x) in lanes.iter_mut().zip(chunk) {
-            *lane += of(x);
-        }
-    }
-    for (lane, &x) in lanes.iter_mut().zip(rest) {
-        *lane += of(x);
-    }
-    lanes.iter().sum()
-}
-
-impl CustomOp1 for RowNorm {
-    fn name(&self) -> &'static str {
-        "qk-norm"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let ys = match storage {
-            CpuStorage::F32(xs) => CpuStorage::F32(self.run(xs, layout)?),
-            CpuStorage::BF16(xs) => CpuStorage::BF16(self.run(xs, layout)?),
-            CpuStorage::F16(xs) => CpuStorage::F16(self.run(xs, layout)?),
-            _ => bail!("[qk_norm] the fused norm takes F32, BF16 or F16"),
-        };
-        Ok((ys, layout.shape().clone()))
     }
 }

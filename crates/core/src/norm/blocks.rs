@@ -1,0 +1,251 @@
+//! The norms between the layers of a model, under candle-nn's names.
+
+use candle_core::{D, DType, Module, Result, Tensor, bail};
+use candle_nn::{Init, LayerNormConfig, VarBuilder};
+
+use super::{Norm, Parameter, QkNormKind};
+use crate::base::{FLOATS, accumulation_dtype};
+use crate::base::fits_in_memory;
+use crate::base::Source;
+
+const RMS: &str = "rms_norm";
+const LAYER: &str = "layer_norm";
+
+/// `x / sqrt(mean(x²) + eps) · weight` over the last dimension: [`candle_nn::RmsNorm`] that has gradients
+/// (<https://arxiv.org/abs/1910.07467>).
+///
+/// candle-nn's own records none for a contiguous input: whatever stands before it never learns, and nothing says so.
+///
+/// On a CPU, for f32, bf16 and f16, it is one pass over the input, of any strides, and one pass backward; rows are
+/// computed in f32 and rounded once, and gradients of weights are summed in f32, with the same bits for any number of
+/// threads. For f64 and on other devices it is Candle's own operations. A weight that is a variable is read in each
+/// call.
+///
+/// ```
+/// use candle_attention::rms_norm;
+/// use candle_core::{DType, Device, Module, Tensor, Var};
+/// use candle_nn::{VarBuilder, VarMap};
+/// # fn main() -> candle_core::Result<()> {
+/// let vars = VarMap::new();
+/// let norm = rms_norm(16, 1e-6, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu).pp("input_layernorm"))?;
+///
+/// let below = Var::from_tensor(&Tensor::randn(0f32, 1., (2, 5, 16), &Device::Cpu)?)?;
+/// let gradients = norm.forward(&below)?.sqr()?.sum_all()?.backward()?;
+/// assert!(gradients.get(&below).is_some() && gradients.get(norm.weight()).is_some());
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone)]
+pub struct RmsNorm(Norm);
+
+/// `(x - mean(x)) / sqrt(variance(x) + eps) · weight + bias` over the last dimension, or without the bias:
+/// [`candle_nn::LayerNorm`] that has gradients (<https://arxiv.org/abs/1607.06450>).
+///
+/// candle-nn's own records none with a bias and a contiguous input. How it is computed is said at [`RmsNorm`]. The
+/// variance is that of what is left of a row without its mean, so that rows far from zero keep their digits.
+///
+/// ```
+/// use candle_attention::LayerNorm;
+/// use candle_core::{Device, Module, Tensor};
+/// # fn main() -> candle_core::Result<()> {
+/// let (weight, bias) = (Tensor::new(&[1f32, 1.], &Device::Cpu)?, Tensor::new(&[0f32, 5.], &Device::Cpu)?);
+/// let norm = LayerNorm::new(weight, bias, 0.0)?;
+/// let ys = norm.forward(&Tensor::new(&[[1f32, 3.], [10., 2.]], &Device::Cpu)?)?;
+/// assert_eq!(ys.to_vec2::<f32>()?, [[-1., 6.], [1., 4.]]);
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone)]
+pub struct LayerNorm(Norm);
+
+/// [`candle_nn::rms_norm`](candle_nn::rms_norm()) as an [`RmsNorm`]: `weight` (size,) below the builder's prefix, also
+/// read as `gamma`.
+///
+/// # Errors
+/// For a missing or misshapen tensor, for a bias in the file, and for an `eps` that is no number of zero or more.
+pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
+    Ok(RmsNorm(load(RMS, QkNormKind::Rms, size, LayerNormConfig { affine: false, ..eps.into() }, vb)?))
+}
+
+/// [`rms_norm`] that multiplies by `1 + weight` (Gemma). A weight that is new is 0.
+///
+/// # Errors
+/// As [`rms_norm`].
+pub fn rms_norm_plus_one(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
+    Ok(RmsNorm(load(RMS, QkNormKind::RmsPlusOne, size, LayerNormConfig { affine: false, ..eps.into() }, vb)?))
+}
+
+/// [`candle_nn::layer_norm`](candle_nn::layer_norm()) as a [`LayerNorm`]: `weight` and `bias` (size,) below the builder's
+/// prefix, also read as `gamma` and `beta`. The config is candle-nn's, or `eps` alone: `affine` says whether there is a
+/// bias, and without `remove_mean` it is the norm of [`RmsNorm`].
+///
+/// # Errors
+/// For missing or misshapen tensors, for a bias in the file that the config denies, and for an `eps` that is no number of
+/// zero or more.
+pub fn layer_norm(size: usize, config: impl Into<LayerNormConfig>, vb: VarBuilder) -> Result<LayerNorm> {
+    let config = config.into();
+    let kind = if config.remove_mean { QkNormKind::Layer } else { QkNormKind::Rms };
+    Ok(LayerNorm(load(LAYER, kind, size, config, vb)?))
+}
+
+/// [`layer_norm`] without a bias.
+///
+/// # Errors
+/// As [`layer_norm`].
+pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<LayerNorm> {
+    layer_norm(size, LayerNormConfig { affine: false, ..eps.into() }, vb)
+}
+
+impl RmsNorm {
+    /// With `weight` (size,).
+    ///
+    /// # Errors
+    /// For a weight of another rank or of whole numbers, and for an `eps` that is no number of zero or more.
+    pub fn new(weight: Tensor, eps: f64) -> Result<Self> {
+        Ok(Self(checked(RMS, QkNormKind::Rms, eps, weight, None)?))
+    }
+
+    /// With `1 + weight` (size,), as Gemma keeps it: the sum is never rounded to half precision.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn plus_one(weight: Tensor, eps: f64) -> Result<Self> {
+        Ok(Self(checked(RMS, QkNormKind::RmsPlusOne, eps, weight, None)?))
+    }
+
+    /// The weight, (size,), without a one that is added to it.
+    pub fn weight(&self) -> &Tensor {
+        self.0.own_weight()
+    }
+
+    /// What is added to the mean square.
+    pub fn eps(&self) -> f64 {
+        self.0.eps
+    }
+
+    /// The same with what variables hold now, and nothing tracked for gradients: for inference after training.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn freeze(&self) -> Result<Self> {
+        Ok(Self(self.0.freeze()?))
+    }
+}
+
+impl LayerNorm {
+    /// With `weight` and `bias` (size,) of one dtype and device.
+    ///
+    /// # Errors
+    /// For a weight of another rank or of whole numbers, for a bias that is not like it, and for an `eps` that is no
+    /// number of zero or more.
+    pub fn new(weight: Tensor, bias: Tensor, eps: f64) -> Result<Self> {
+        Ok(Self(checked(LAYER, QkNormKind::Layer, eps, weight, Some(bias))?))
+    }
+
+    /// With `weight` (size,) alone.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn new_no_bias(weight: Tensor, eps: f64) -> Result<Self> {
+        Ok(Self(checked(LAYER, QkNormKind::LayerNoBias, eps, weight, None)?))
+    }
+
+    /// The weight, (size,).
+    pub fn weight(&self) -> &Tensor {
+        self.0.own_weight()
+    }
+
+    /// The bias, (size,).
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.0.bias.as_ref().map(|Parameter(bias)| &bias[0])
+    }
+
+    /// What is added to the variance.
+    pub fn eps(&self) -> f64 {
+        self.0.eps
+    }
+
+    /// The same with what variables hold now, and nothing tracked for gradients: for inference after training.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn freeze(&self) -> Result<Self> {
+        Ok(Self(self.0.freeze()?))
+    }
+}
+
+/// (.., size) to the same shape and dtype: f32, bf16 or f16, whichever of them the weight is in, or f64 beside a weight
+/// in f64.
+impl Module for RmsNorm {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        forward(RMS, &self.0, xs)
+    }
+}
+
+/// As [`RmsNorm`].
+impl Module for LayerNorm {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        forward(LAYER, &self.0, xs)
+    }
+}
+
+impl Norm {
+    /// Of a norm between layers, which has one.
+    fn own_weight(&self) -> &Tensor {
+        &self.weight.0[0]
+    }
+}
+
+fn load(op: &'static str, kind: QkNormKind, size: usize, config: LayerNormConfig, vb: VarBuilder) -> Result<Norm> {
+    let source = Source::new(op, "candle-nn", vb);
+    source.check_dtype()?;
+    let name = |names: [&'static str; 2]| names.into_iter().find(|name| source.has(name)).unwrap_or(names[0]);
+    let initial = if kind == QkNormKind::RmsPlusOne { 0.0 } else { 1.0 };
+    let weight = source.get(size, name(["weight", "gamma"]), Init::Const(initial))?;
+    let bias = source.bias(name(["bias", "beta"]), size, config.affine, Init::Const(0.0))?;
+    checked(op, kind, config.eps, weight, bias)
+}
+
+fn checked(op: &str, kind: QkNormKind, eps: f64, weight: Tensor, bias: Option<Tensor>) -> Result<Norm> {
+    if !((eps as f32).is_finite() && eps >= 0.0) {
+        bail!("[{op}] eps is {eps:?}, expected a finite number of zero or more")
+    }
+    if weight.rank() != 1 || !FLOATS.contains(&weight.dtype()) {
+        bail!(
+            "[{op}] weight has shape {:?} and dtype {:?}, expected (size,) and F32, F16, BF16 or F64",
+            weight.dims(),
+            weight.dtype()
+        )
+    }
+    if !fits_in_memory(weight.dims()) {
+        bail!("[{op}] a weight of shape {:?} does not fit in memory", weight.dims())
+    }
+    let found = |tensor: &Tensor| (tensor.dims().to_vec(), tensor.dtype(), tensor.device().location());
+    if let Some(bias) = bias.as_ref().filter(|bias| found(bias) != found(&weight)) {
+        bail!("[{op}] bias is {:?}, expected the weight's {:?}", found(bias), found(&weight))
+    }
+    Norm::new(kind, eps, weight, bias)
+}
+
+fn forward(op: &str, norm: &Norm, xs: &Tensor) -> Result<Tensor> {
+    let (weight, dtype) = (norm.own_weight(), xs.dtype());
+    if xs.dims().last() != Some(&weight.dims()[0]) {
+        bail!("[{op}] input has shape {:?}, expected (.., {})", xs.dims(), weight.dims()[0])
+    }
+    if !FLOATS.contains(&dtype) || accumulation_dtype(dtype) != accumulation_dtype(weight.dtype()) {
+        let expected = if weight.dtype() == DType::F64 { "F64" } else { "F32, F16 or BF16" };
+        bail!("[{op}] input has dtype {dtype:?}, expected {expected} beside a weight in {:?}", weight.dtype())
+    }
+    if !xs.device().same_device(weight.device()) {
+        let [xs, weight] = [xs, weight].map(|tensor| tensor.device().location());
+        bail!("[{op}] input is on {xs:?}, expected it beside the weight on {weight:?}")
+    }
+    if !fits_in_memory(xs.dims()) {
+        bail!("[{op}] an output of shape {:?} does not fit in memory", xs.dims())
+    }
+    match xs.rank() {
+        // All rows in one dimension, which is no copy of a contiguous input.
+        rank if rank > 4 || (rank == 4 && xs.is_contiguous()) => {
+            norm.forward(&xs.flatten_to(D::Minus2)?)?.reshape(xs.shape())
+        }
+        _ => norm.forward(xs),
+    }
+}

@@ -1,0 +1,309 @@
+//! Norms of rows on a CPU as one of Candle's custom operations: one pass over the rows forward, and one backward.
+
+use std::ops::Range;
+
+use candle_core::{CpuStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+use crate::base::{rowwise::Element, rowwise::Rows, rowwise::TASK_ELEMENTS, rowwise::map_heads, rowwise::with_contiguous_rows};
+
+const OP: &str = "norm";
+
+/// Sums are kept in this many lanes, so that the compiler vectorises them.
+const LANES: usize = 16;
+
+/// The most tasks of a backward pass. Each has sums of its own for the gradients of weight and bias; how many there are
+/// depends on the shape alone, so that the bits of these gradients do too.
+const MOST_TASKS: usize = 64;
+
+/// `(x - mean) / sqrt(variance + eps) · weight + bias` of each row; where the mean stays, `mean` is 0 and `variance` the
+/// mean square.
+///
+/// Candle's own norms have no backward pass, want contiguous inputs and a weight (D,), and its layer norm finds the
+/// variance as a difference of squares, which loses the digits of numbers that are far from zero.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RowNorm {
+    pub subtracts_mean: bool,
+    pub eps: f32,
+}
+
+impl RowNorm {
+    /// A view (D,), (T, D), (B, T, D) or (B, T, H, D) in f32, bf16 or f16 to a contiguous tensor of its shape and dtype.
+    /// Weight and bias are (D,) or (H, D), contiguous, in f32. Each of the three may be tracked for gradients.
+    pub fn apply(self, xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let xs = with_contiguous_rows(xs)?;
+        match bias {
+            Some(bias) => xs.apply_op3(weight, bias, self),
+            None => xs.apply_op2(weight, self),
+        }
+    }
+
+    fn moments(self, row: &[f32]) -> Moments {
+        let d = row.len() as f32;
+        let mean = if self.subtracts_mean { sum(row, row, |x, _| x) / d } else { 0.0 };
+        let variance = sum(row, row, |x, _| (x - mean) * (x - mean)) / d;
+        Moments { mean, factor: (variance + self.eps).sqrt().recip() }
+    }
+
+    fn forward(self, xs: &CpuStorage, layout: &Layout, affine: Affine) -> Result<(CpuStorage, Shape)> {
+        let ys = match xs {
+            CpuStorage::F32(xs) => CpuStorage::F32(self.rows(xs, layout, affine)?),
+            CpuStorage::BF16(xs) => CpuStorage::BF16(self.rows(xs, layout, affine)?),
+            CpuStorage::F16(xs) => CpuStorage::F16(self.rows(xs, layout, affine)?),
+            _ => bail!("[{OP}] expected rows in F32, BF16 or F16"),
+        };
+        Ok((ys, layout.shape().clone()))
+    }
+
+    fn rows<E: Element<Wide = f32>>(self, xs: &[E], layout: &Layout, affine: Affine) -> Result<Vec<E>> {
+        let Rows { h, d, .. } = Rows::new(layout)?;
+        for numbers in [Some(affine.weight), affine.bias].into_iter().flatten() {
+            if layout.shape().elem_count() > 0 && numbers.len() != d && numbers.len() != h * d {
+                bail!("[{OP}] there are {} weights, expected {d}, or {h} times {d}", numbers.len())
+            }
+        }
+        map_heads(xs, layout, |_| {
+            |head, row: &mut [f32]| {
+                let (moments, weight) = (self.moments(row), &affine.weight[of_head(affine.weight, head, d)]);
+                row.iter_mut().zip(weight).for_each(|(x, weight)| *x = moments.normed(*x) * weight);
+                if let Some(bias) = affine.bias {
+                    row.iter_mut().zip(&bias[of_head(bias, head, d)]).for_each(|(x, bias)| *x += bias);
+                }
+            }
+        })
+    }
+
+    fn backward(self, [xs, weight]: [&Tensor; 2], bias: Option<&Tensor>, gradient: &Tensor) -> Result<Gradients> {
+        match xs.dtype() {
+            DType::BF16 => self.backward_of::<bf16>([xs, weight], bias, gradient),
+            DType::F16 => self.backward_of::<f16>([xs, weight], bias, gradient),
+            _ => self.backward_of::<f32>([xs, weight], bias, gradient),
+        }
+    }
+
+    fn backward_of<E: Element<Wide = f32> + WithDType>(
+        self,
+        [xs, weight]: [&Tensor; 2],
+        bias: Option<&Tensor>,
+        gradient: &Tensor,
+    ) -> Result<Gradients> {
+        let gradient = with_contiguous_rows(&gradient.detach())?;
+        let [xs_read, gradient_read, weight_read] = [xs, &gradient, weight].map(Tensor::storage_and_layout);
+        let (Storage::Cpu(rows), Storage::Cpu(gradients), Storage::Cpu(numbers)) =
+            (&*xs_read.0, &*gradient_read.0, &*weight_read.0)
+        else {
+            bail!("[{OP}] expected rows, weight and gradient on the CPU")
+        };
+        let backward = Backward {
+            norm: self,
+            xs: rows.as_slice::<E>()?,
+            rows: Rows::new(xs_read.1)?,
+            gradient: gradients.as_slice()?,
+            gradient_rows: Rows::new(gradient_read.1)?,
+            weight: parameter(numbers, weight_read.1)?,
+            wants: [weight.track_op(), bias.is_some_and(Tensor::track_op)],
+        };
+        let (of_xs, [of_weight, of_bias]) = backward.run();
+        let own = |gradient, of: Option<&Tensor>| {
+            let tracked = of.filter(|of| of.track_op());
+            tracked.map(|of| Tensor::from_vec(gradient, of.shape(), of.device())).transpose()
+        };
+        Ok(Gradients {
+            xs: xs.track_op().then(|| Tensor::from_vec(of_xs, xs.shape(), xs.device())).transpose()?,
+            weight: own(of_weight, Some(weight))?,
+            bias: own(of_bias, bias)?,
+        })
+    }
+}
+
+/// What a row is normalised with.
+#[derive(Clone, Copy)]
+struct Moments {
+    mean: f32,
+    /// 1 over the root of the variance.
+    factor: f32,
+}
+
+impl Moments {
+    fn normed(self, x: f32) -> f32 {
+        (x - self.mean) * self.factor
+    }
+}
+
+/// What normed rows are multiplied by, and what is added: a row (D,), or one for each head.
+#[derive(Clone, Copy)]
+struct Affine<'a> {
+    weight: &'a [f32],
+    bias: Option<&'a [f32]>,
+}
+
+fn parameter<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
+    let numbers = storage.as_slice()?;
+    match layout.contiguous_offsets() {
+        // A view of nothing may begin anywhere.
+        Some((start, end)) if start == end => Ok(&[]),
+        Some((start, end)) => Ok(&numbers[start..end]),
+        None => bail!("[{OP}] weight or bias is not contiguous"),
+    }
+}
+
+fn of_head(parameter: &[f32], head: usize, d: usize) -> Range<usize> {
+    if parameter.len() == d { 0..d } else { head * d..(head + 1) * d }
+}
+
+/// As far as they are tracked.
+struct Gradients {
+    xs: Option<Tensor>,
+    weight: Option<Tensor>,
+    bias: Option<Tensor>,
+}
+
+struct Backward<'a, E> {
+    norm: RowNorm,
+    xs: &'a [E],
+    rows: Rows,
+    gradient: &'a [E],
+    gradient_rows: Rows,
+    weight: &'a [f32],
+    /// The gradients of weight and bias.
+    wants: [bool; 2],
+}
+
+impl<E: Element<Wide = f32>> Backward<'_, E> {
+    /// The gradients of the rows, and of weight and bias, which are empty where they are not wanted.
+    fn run(&self) -> (Vec<E>, [Vec<f32>; 2]) {
+        let Rows { tokens, h, d, .. } = self.rows;
+        let mut of_xs = vec![E::default(); tokens * h * d];
+        let mut sums = self.zeros();
+        if of_xs.is_empty() {
+            return (of_xs, sums);
+        }
+        let of_task = tokens.div_ceil(MOST_TASKS).max(TASK_ELEMENTS.div_ceil(h * d));
+        let parts: Vec<_> = if tokens <= of_task {
+            vec![self.task(0, &mut of_xs)]
+        } else {
+            let tasks = of_xs.par_chunks_mut(of_task * h * d).enumerate();
+            tasks.map(|(task, of_xs)| self.task(task * of_task, of_xs)).collect()
+        };
+        for part in &parts {
+            for (sum, part) in sums.iter_mut().zip(part) {
+                sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
+            }
+        }
+        (of_xs, sums)
+    }
+
+    fn zeros(&self) -> [Vec<f32>; 2] {
+        self.wants.map(|wanted| vec![0.0; if wanted { self.weight.len() } else { 0 }])
+    }
+
+    /// Writes the gradients of some tokens, and gives their part of those of weight and bias.
+    fn task(&self, first: usize, of_xs: &mut [E]) -> [Vec<f32>; 2] {
+        let (mut sums, [mut of_x, mut of_gradient]) = (self.zeros(), [Vec::new(), Vec::new()]);
+        let Rows { h, d, .. } = self.rows;
+        for (token, of_xs) in of_xs.chunks_exact_mut(h * d).enumerate() {
+            let own = self.rows.heads(first + token).zip(self.gradient_rows.heads(first + token));
+            for ((head, (x, gradient)), of_x_row) in own.enumerate().zip(of_xs.chunks_exact_mut(d)) {
+                let x = E::widen(&self.xs[x], &mut of_x);
+                let change = |gradient: &mut [f32]| self.row(head, x, gradient, &mut sums);
+                E::map(&self.gradient[gradient], of_x_row, change, &mut of_gradient);
+            }
+        }
+        sums
+    }
+
+    /// Turns the gradient of a row of outputs into that of its inputs.
+    fn row(&self, head: usize, xs: &[f32], gradient: &mut [f32], [of_weight, of_bias]: &mut [Vec<f32>; 2]) {
+        let (d, moments) = (xs.len() as f32, self.norm.moments(xs));
+        let own = of_head(self.weight, head, xs.len());
+        if self.wants[0] {
+            let sums = of_weight[own.clone()].iter_mut().zip(&*gradient).zip(xs);
+            sums.for_each(|((sum, gradient), &x)| *sum += gradient * moments.normed(x));
+        }
+        if self.wants[1] {
+            of_bias[own.clone()].iter_mut().zip(&*gradient).for_each(|(sum, gradient)| *sum += gradient);
+        }
+        // Of the normed row, whose parts along ones and along itself do not reach the inputs.
+        gradient.iter_mut().zip(&self.weight[own]).for_each(|(gradient, weight)| *gradient *= weight);
+        let mean = if self.norm.subtracts_mean { sum(gradient, gradient, |gradient, _| gradient) / d } else { 0.0 };
+        let along = sum(gradient, xs, |gradient, x| gradient * moments.normed(x)) / d;
+        for (gradient, &x) in gradient.iter_mut().zip(xs) {
+            *gradient = (*gradient - mean - moments.normed(x) * along) * moments.factor;
+        }
+    }
+}
+
+/// The sum over two rows of one length.
+fn sum(xs: &[f32], ys: &[f32], of: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut lanes = [0.0; LANES];
+    let ((xs, xs_rest), (ys, ys_rest)) = (xs.as_chunks::<LANES>(), ys.as_chunks::<LANES>());
+    for (xs, ys) in xs.iter().zip(ys) {
+        for (lane, (&x, &y)) in lanes.iter_mut().zip(xs.iter().zip(ys)) {
+            *lane += of(x, y);
+        }
+    }
+    for (lane, (&x, &y)) in lanes.iter_mut().zip(xs_rest.iter().zip(ys_rest)) {
+        *lane += of(x, y);
+    }
+    lanes.iter().sum()
+}
+
+impl CustomOp2 for RowNorm {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(
+        &self,
+        xs: &CpuStorage,
+        layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        self.forward(xs, layout, Affine { weight: parameter(weight, weight_layout)?, bias: None })
+    }
+
+    fn bwd(
+        &self,
+        xs: &Tensor,
+        weight: &Tensor,
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let gradients = self.backward([xs, weight], None, gradient)?;
+        Ok((gradients.xs, gradients.weight))
+    }
+}
+
+/// With a bias.
+impl CustomOp3 for RowNorm {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(
+        &self,
+        xs: &CpuStorage,
+        layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+        bias: &CpuStorage,
+        bias_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let (weight, bias) = (parameter(weight, weight_layout)?, parameter(bias, bias_layout)?);
+        self.forward(xs, layout, Affine { weight, bias: Some(bias) })
+    }
+
+    fn bwd(
+        &self,
+        xs: &Tensor,
+        weight: &Tensor,
+        bias: &Tensor,
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let gradients = self.backward([xs, weight], Some(bias), gradient)?;
+        Ok((gradients.xs, gradients.weight, gradients.bias))
+    }
+}
