@@ -1,9 +1,9 @@
 //! A transformer of attention layers alone: what `induction_heads` trains and `tokenize_attend` shows.
 
 use candle_attention::text::{EmbeddingConfig, EmbeddingLayer};
-use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig};
+use candle_attention::{AttentionInput, LayerNorm, MultiHeadAttention, MultiHeadAttentionConfig, layer_norm_no_bias};
 use candle_core::{Module, Result, Tensor, bail};
-use candle_nn::{LayerNorm, Linear, VarBuilder, layer_norm_no_bias, linear_no_bias};
+use candle_nn::{Linear, VarBuilder, linear_no_bias};
 use serde::{Deserialize, Serialize};
 
 /// What `config.json` says.
@@ -36,7 +36,6 @@ impl AttentionOnly {
         if cfg.num_layers == 0 {
             bail!("a model needs at least one layer, found num_layers 0")
         }
-        // Candle differentiates norms without a bias only.
         let norm = |vb| layer_norm_no_bias(width, 1e-5, vb);
         let block = |n| {
             let vb = vb.pp("layers").pp(n);

@@ -3,9 +3,9 @@
 //! Attention is `hf::load_attention`, whatever the architecture. What remains of a model is its patches, its norms and
 //! its MLP, and that is what stands here.
 
-use candle_attention::{AttentionInput, MultiHeadAttention, PackedLinear, hf, packed_linear};
+use candle_attention::{AttentionInput, LayerNorm, MultiHeadAttention, PackedLinear, hf, layer_norm, packed_linear};
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
-use candle_nn::{Activation, LayerNorm, VarBuilder, layer_norm, linear_no_bias, ops};
+use candle_nn::{Activation, VarBuilder, linear_no_bias, ops};
 use serde_json::Value;
 
 use crate::resample::{Filter, Size, resample};

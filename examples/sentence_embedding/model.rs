@@ -5,10 +5,11 @@
 
 use candle_attention::text::EmbeddingLayer;
 use candle_attention::{
-    AttentionInput, MultiHeadAttention, PackedGatedLinear, PackedLinear, PackedSequences, hf, packed_linear_b,
+    AttentionInput, LayerNorm, MultiHeadAttention, PackedGatedLinear, PackedLinear, PackedSequences, hf, layer_norm,
+    packed_linear_b,
 };
 use candle_core::{Module, Result, Tensor, bail};
-use candle_nn::{Activation, Embedding, LayerNorm, LayerNormConfig, VarBuilder, layer_norm, seq};
+use candle_nn::{Activation, Embedding, LayerNormConfig, VarBuilder, seq};
 use serde_json::Value;
 
 /// Where architectures differ outside of attention: the names of their parts, and what they do without.

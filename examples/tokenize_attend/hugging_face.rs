@@ -2,11 +2,11 @@
 
 use std::collections::HashMap;
 
-use candle_attention::hf;
 use candle_attention::text::{EmbeddingConfig, EmbeddingLayer};
 use candle_attention::weights::Checkpoint;
-use candle_core::{D, DType, Device, Error, Result, Tensor};
-use candle_nn::{LayerNorm, VarBuilder};
+use candle_attention::{LayerNorm, RmsNorm, hf};
+use candle_core::{D, DType, Device, Error, Module, Result, Tensor};
+use candle_nn::VarBuilder;
 use serde_json::Value;
 
 use crate::args::Args;
@@ -55,8 +55,7 @@ pub fn open(args: &Args, json: &Value, checkpoint: &Checkpoint, words: Words, de
         n => format!("; the {n} blocks before layer {n} are not run"),
     };
     let (weights, embedded_by) = (format!("layer {n} of {model_type}"), format!("{embedded_by}{with_norm}{without}"));
-    let before = norms.into_iter().map(|norm| Box::new(norm) as _).collect();
-    Ok(System { words, layer, weights, embedded_by, embedding, before })
+    Ok(System { words, layer, weights, embedded_by, embedding, before: norms })
 }
 
 /// What stands in front of the attention of a layer.
@@ -103,14 +102,14 @@ impl Front<'_> {
     }
 
     /// The norm behind the embedding and that before the attention of a layer, as far as the checkpoint has them.
-    fn norms(&self, layer: usize) -> Result<Vec<LayerNorm>> {
+    fn norms(&self, layer: usize) -> Result<Vec<Box<dyn Module>>> {
         let block = BLOCK_NORMS.map(|name| name.replace("{}", &layer.to_string()));
         let block: &[String] = if self.json["do_layer_norm_before"] == false { &[] } else { &block };
         let embedding = EMBEDDING_NORMS.iter().find_map(|name| self.norm(name));
         embedding.into_iter().chain(block.iter().find_map(|name| self.norm(name))).collect()
     }
 
-    fn norm(&self, name: &str) -> Option<Result<LayerNorm>> {
+    fn norm(&self, name: &str) -> Option<Result<Box<dyn Module>>> {
         // Old checkpoints have TensorFlow's names.
         let find = |part: &str| self.find(&format!("{name}.{part}"));
         let weight = find("weight").or_else(|| find("gamma"))?;
@@ -127,11 +126,14 @@ impl Front<'_> {
             1e-6
         });
         let get = |name: &str| self.vb.get(self.width, name);
-        let norm = || match bias {
-            Some(bias) => Ok(LayerNorm::new(get(&weight)?, get(&bias)?, eps)),
-            None if has_mean => Ok(LayerNorm::new_no_bias(get(&weight)?, eps)),
-            None if self.model_type.starts_with("gemma") => Ok(LayerNorm::rms_norm((get(&weight)? + 1.0)?, eps)),
-            None => Ok(LayerNorm::rms_norm(get(&weight)?, eps)),
+        let norm = || -> Result<Box<dyn Module>> {
+            let weight = get(&weight)?;
+            Ok(match bias {
+                Some(bias) => Box::new(LayerNorm::new(weight, get(&bias)?, eps)?),
+                None if has_mean => Box::new(LayerNorm::new_no_bias(weight, eps)?),
+                None if self.model_type.starts_with("gemma") => Box::new(RmsNorm::plus_one(weight, eps)?),
+                None => Box::new(RmsNorm::new(weight, eps)?),
+            })
         };
         Some(norm())
     }

@@ -3,9 +3,13 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod gguf;
+#[path = "../../examples/causal_lm/model/mod.rs"]
+#[allow(dead_code, reason = "the program's part")]
+mod model;
 #[path = "../examples/process.rs"]
 #[allow(dead_code, reason = "the other examples' part")]
 mod process;
+mod training;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};

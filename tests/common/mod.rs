@@ -7,9 +7,10 @@ pub mod property;
 
 use std::collections::HashMap;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
 
 /// One test function for each device: `on_each_device!(name)` runs `fn name(&Device)`, which gives nothing or a `Result<()>`,
 /// on the CPU, on CUDA and on Metal, and says so where a device is absent.
@@ -61,6 +62,17 @@ pub fn present(kind: &str, device: Result<Device>) -> Option<Device> {
             None
         }
     }
+}
+
+/// The tensors of a file as variables, and a builder that gives them.
+pub fn variables(path: &Path) -> Result<(VarMap, VarBuilder<'static>)> {
+    let (vars, mut tensors) = (VarMap::new(), HashMap::new());
+    for (name, tensor) in candle_core::safetensors::load(path, &Device::Cpu)? {
+        let var = Var::from_tensor(&tensor)?;
+        tensors.insert(name.clone(), var.as_tensor().clone());
+        vars.data().lock().expect("one thread").insert(name, var);
+    }
+    Ok((vars, VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu)))
 }
 
 /// All entries as f64, in order; converted on the CPU, since Metal has no f64.

@@ -2,17 +2,25 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+#[path = "../../examples/image_embedding/model.rs"]
+#[allow(dead_code, reason = "the program's part")]
+mod model;
 #[path = "../examples/process.rs"]
 #[allow(dead_code, reason = "the other examples' part")]
 mod process;
+#[path = "../../examples/image_embedding/resample.rs"]
+#[allow(dead_code, reason = "the program's part")]
+mod resample;
 
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{BufReader, BufWriter};
 use std::path::{Path, PathBuf};
 
-use candle_core::{Device, IndexOp, Tensor};
-use common::{assert_close, relative_error};
+use candle_attention::untrained;
+use candle_core::{Device, IndexOp, Result, Tensor};
+use common::{assert_close, relative_error, variables};
+use model::Encoder;
 use process::{Run, run_example};
 use serde_json::{Value, json};
 
@@ -225,4 +233,20 @@ fn what_cannot_be_done_is_one_line() {
     let bare = copy("vit");
     fs::remove_file(bare.path().join("preprocessor_config.json")).expect("the file");
     assert!(said(bare.path(), PICTURE, &[]).contains("cannot read"));
+}
+
+#[test]
+fn a_loss_over_embeddings_reaches_every_variable() -> Result<()> {
+    for (model, side) in MODELS.into_iter().zip([24, 40, 24]) {
+        let (vars, vb) = variables(&folder(model).join("model.safetensors"))?;
+        let config = fs::read_to_string(folder(model).join("config.json")).expect("a config");
+        let encoder = Encoder::load(&serde_json::from_str(&config).expect("JSON"), vb, |_, _| {})?;
+        let pixels = Tensor::randn(0f32, 1., (3, side, side), &Device::Cpu)?;
+        let embedding = encoder.forward(&pixels, 0)?.embedding;
+        let mut missing = untrained(&embedding.sqr()?.sum_all()?.backward()?, &vars);
+        // What is for other tasks.
+        missing.retain(|name| !["pooler", "mask_token", "text", "logit_scale"].iter().any(|part| name.contains(part)));
+        assert_eq!(missing, [""; 0], "{model}");
+    }
+    Ok(())
 }

@@ -4,9 +4,13 @@ mod checkpoints;
 #[path = "../common/mod.rs"]
 mod common;
 mod misuse;
+#[path = "../../examples/sentence_embedding/model.rs"]
+#[allow(dead_code, reason = "the program's part")]
+mod model;
 #[path = "../examples/process.rs"]
 #[allow(dead_code, reason = "the other examples' part")]
 mod process;
+mod training;
 mod vectors;
 
 use std::path::{Path, PathBuf};

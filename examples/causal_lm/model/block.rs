@@ -1,10 +1,11 @@
 //! A block: attention and an MLP, each with its norms and a residual.
 
 use candle_attention::{
-    AttentionCacheConfig, AttentionInput, MultiHeadAttention, MultiHeadLatentAttention, RopeConfig, RotaryEmbedding, hf,
+    AttentionCacheConfig, AttentionInput, MultiHeadAttention, MultiHeadLatentAttention, RopeConfig, RotaryEmbedding,
+    hf, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one,
 };
-use candle_core::{DType, Module, Result, Tensor};
-use candle_nn::{LayerNorm, RmsNorm, VarBuilder};
+use candle_core::{Module, Result, Tensor};
+use candle_nn::VarBuilder;
 use serde_json::Value;
 
 use super::experts::Experts;
@@ -13,22 +14,8 @@ use super::mlp::{Between, LLAMA_MLP, Mlp, load_linear};
 use super::weights::{Divided, Others, Weights};
 use super::{GgufWeights, size};
 
-pub enum Norm {
-    Rms(RmsNorm),
-    Layer(LayerNorm),
-}
-
-impl Module for Norm {
-    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        match self {
-            Self::Rms(norm) if norm.weight().dtype() != xs.dtype() => {
-                norm.forward(&xs.to_dtype(norm.weight().dtype())?)?.to_dtype(xs.dtype())
-            }
-            Self::Rms(norm) => norm.forward(xs),
-            Self::Layer(norm) => norm.forward(xs),
-        }
-    }
-}
+/// That of the family, with gradients.
+pub type Norm = Box<dyn Module>;
 
 pub fn optional(norm: &Option<Norm>, xs: &Tensor) -> Result<Tensor> {
     norm.as_ref().map_or_else(|| Ok(xs.clone()), |norm| norm.forward(xs))
@@ -121,16 +108,10 @@ impl Loader<'_> {
     pub fn norm(&self, vb: VarBuilder) -> Result<Norm> {
         let (width, eps) = (self.width, self.eps);
         Ok(match self.family.norm {
-            NormKind::Rms => Norm::Rms(RmsNorm::new(vb.get(width, "weight")?, eps)),
-            NormKind::RmsPlusOne => {
-                // In f32: half precision would lose a weight near zero in the sum.
-                let weight = vb.get_with_hints_dtype(width, "weight", Default::default(), DType::F32)?;
-                Norm::Rms(RmsNorm::new((weight + 1.0)?, eps))
-            }
-            NormKind::Layer => Norm::Layer(match vb.contains_tensor("bias") {
-                true => LayerNorm::new(vb.get(width, "weight")?, vb.get(width, "bias")?, eps),
-                false => LayerNorm::new_no_bias(vb.get(width, "weight")?, eps),
-            }),
+            NormKind::Rms => Box::new(rms_norm(width, eps, vb)?),
+            NormKind::RmsPlusOne => Box::new(rms_norm_plus_one(width, eps, vb)?),
+            NormKind::Layer if vb.contains_tensor("bias") => Box::new(layer_norm(width, eps, vb)?),
+            NormKind::Layer => Box::new(layer_norm_no_bias(width, eps, vb)?),
         })
     }
 

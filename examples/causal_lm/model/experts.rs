@@ -116,22 +116,26 @@ impl Experts {
 impl Module for Experts {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let tokens = xs.flatten_to(D::Minus2)?;
-        // The tokens of each expert, and their weights.
-        let mut routes = vec![(Vec::new(), Vec::new()); self.experts.len()];
-        for (token, scores) in self.router.scores(&tokens)?.iter().enumerate() {
-            for (expert, weight) in self.router.route(scores) {
-                routes[expert].0.push(token as u32);
-                routes[expert].1.push(weight);
+        let scores = self.router.scores(&tokens)?;
+        // The tokens of each expert, and a 1 where it is one of a token's.
+        let mut routes = vec![Vec::new(); self.experts.len()];
+        let mut chosen = vec![0f32; scores.elem_count()];
+        for (token, scores) in scores.to_vec2()?.iter().enumerate() {
+            for expert in self.router.route(scores) {
+                routes[expert].push(token as u32);
+                chosen[token * routes.len() + expert] = 1.0;
             }
         }
+        let chosen = Tensor::from_vec(chosen, scores.shape(), xs.device())?;
+        let weights = self.router.weights(&(scores * chosen)?)?.to_dtype(xs.dtype())?;
         let mut ys = match &self.shared {
             Some(shared) => shared.forward(&tokens)?,
             None => tokens.zeros_like()?,
         };
-        for (expert, (rows, weights)) in self.experts.iter().zip(routes).filter(|(_, (rows, _))| !rows.is_empty()) {
-            let weights = Tensor::from_vec(weights, (rows.len(), 1), xs.device())?.to_dtype(xs.dtype())?;
+        for (i, rows) in routes.into_iter().enumerate().filter(|(_, rows)| !rows.is_empty()) {
             let rows = Tensor::new(rows, xs.device())?;
-            let own = expert.forward(&tokens.index_select(&rows, 0)?)?.broadcast_mul(&weights)?;
+            let weights = weights.index_select(&rows, 0)?.narrow(1, i, 1)?;
+            let own = self.experts[i].forward(&tokens.index_select(&rows, 0)?)?.broadcast_mul(&weights)?;
             ys = ys.index_add(&rows, &own, 0)?;
         }
         ys.reshape(xs.shape())
@@ -168,18 +172,25 @@ impl Router {
         Ok(())
     }
 
-    /// The score of each expert for each of the tokens (N, E), in f32.
-    fn scores(&self, tokens: &Tensor) -> Result<Vec<Vec<f32>>> {
+    /// The scores (N, experts) of tokens (N, E), in f32, with gradients.
+    fn scores(&self, tokens: &Tensor) -> Result<Tensor> {
         let logits = self.linear.forward(&tokens.to_dtype(DType::F32)?)?;
         match self.scoring {
-            Scoring::Softmax => ops::softmax_last_dim(&logits)?,
-            Scoring::Sigmoid => ops::sigmoid(&logits)?,
+            Scoring::Softmax => ops::softmax(&logits, D::Minus1),
+            Scoring::Sigmoid => ops::sigmoid(&logits),
         }
-        .to_vec2()
     }
 
-    /// The experts of a token with these scores, and their weights.
-    fn route(&self, scores: &[f32]) -> Vec<(usize, f32)> {
+    /// The weights (N, experts) of scores that are 0 but for the experts of a token.
+    fn weights(&self, scores: &Tensor) -> Result<Tensor> {
+        match self.normalized {
+            true => scores.broadcast_div(&scores.sum_keepdim(1)?)? * f64::from(self.scale),
+            false => scores * f64::from(self.scale),
+        }
+    }
+
+    /// The experts of a token with these scores.
+    fn route(&self, scores: &[f32]) -> Vec<usize> {
         let ranks: Vec<f32> = match &self.correction {
             Some(correction) => scores.iter().zip(correction).map(|(score, correction)| score + correction).collect(),
             None => scores.to_vec(),
@@ -192,8 +203,7 @@ impl Router {
             experts.retain(|expert| kept.contains(&(expert / groups.size)));
         }
         experts.truncate(self.chosen);
-        let sum = if self.normalized { experts.iter().map(|&expert| scores[expert]).sum() } else { 1.0 };
-        experts.into_iter().map(|expert| (expert, scores[expert] / sum * self.scale)).collect()
+        experts
     }
 }
 
