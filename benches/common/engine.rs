@@ -29,6 +29,8 @@ pub enum Engine {
     HandWritten,
     /// Candle's `Linear`.
     Linear,
+    /// candle-nn's norms.
+    Norm,
     /// This crate over plain tensors, where it is timed over variables.
     Frozen,
     /// PyTorch, in a process of its own.
@@ -36,8 +38,16 @@ pub enum Engine {
 }
 
 impl Engine {
-    pub const ALL: [Self; 7] =
-        [Self::Ours, Self::Reference, Self::Flash, Self::HandWritten, Self::Linear, Self::Frozen, Self::Torch];
+    pub const ALL: [Self; 8] = [
+        Self::Ours,
+        Self::Reference,
+        Self::Flash,
+        Self::HandWritten,
+        Self::Linear,
+        Self::Norm,
+        Self::Frozen,
+        Self::Torch,
+    ];
 
     /// The name in tables and JSON.
     pub fn label(self) -> &'static str {
@@ -47,6 +57,7 @@ impl Engine {
             Self::Flash => "candle flash_attn",
             Self::HandWritten => "hand-written",
             Self::Linear => "candle Linear",
+            Self::Norm => "candle-nn",
             Self::Frozen => "frozen",
             Self::Torch => "PyTorch",
         }
