@@ -47,18 +47,19 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-pub use candle_attention_core::{untrained, rms_norm_plus_one, rms_norm, layer_norm_no_bias, layer_norm, RmsNorm, LayerNorm, 
+pub use candle_attention_core::{
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AlibiConfig, AttentionCache, AttentionCacheConfig,
     AttentionFunction, AttentionInput, AttentionMask, AttentionOutput, Backend, ContentPositions, ContextNorm,
-    DisentangledConfig, EmptyRows, GateActivation, GatePlace, GateScope, HeadShard, KvRanges, KvSource, LayerOutput,
-    MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OutputGate,
-    OutputOrder, PackedGatedLinear, PackedLinear, PackedSequences, Plan, ProjectedMemory, ProjectionModule,
-    ProjectionModules, ProjectionPlace, QkNorm, QkNormKind, QkNormScope, QueryScaling, RelativeBias,
-    RelativeBiasConfig, RelativeEmbeddings, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle,
-    RotaryEmbedding, SdpaOptions, SumFunction, TorchSeed, ValidLens, WeightLayout, Windows, alibi_slopes, cpu, init,
-    masked_softmax, merge_attention, packed_linear, packed_linear_b, packed_linear_no_bias, plan,
-    scaled_dot_product_attention, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse,
-    scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
+    DisentangledConfig, EmptyRows, GateActivation, GatePlace, GateScope, HeadShard, KvRanges, KvSource, LayerNorm,
+    LayerOutput, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention,
+    MultiHeadLatentAttentionConfig, OutputGate, OutputOrder, PackedGatedLinear, PackedLinear, PackedSequences, Plan,
+    ProjectedMemory, ProjectionModule, ProjectionModules, ProjectionPlace, QkNorm, QkNormKind, QkNormScope,
+    QueryScaling, RelativeBias, RelativeBiasConfig, RelativeEmbeddings, RmsNorm, RopeAxes, RopeAxisLayout, RopeConfig,
+    RopeScaling, RopeStyle, RotaryEmbedding, SdpaOptions, SumFunction, TorchSeed, ValidLens, WeightLayout, Windows,
+    alibi_slopes, cpu, init, layer_norm, layer_norm_no_bias, masked_softmax, merge_attention, packed_linear,
+    packed_linear_b, packed_linear_no_bias, plan, rms_norm, rms_norm_plus_one, scaled_dot_product_attention,
+    scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse,
+    scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights, untrained,
 };
 
 #[cfg(feature = "checkpoints")]

@@ -35,7 +35,9 @@ pub mod weights {
 /// What the packages above take of this one's insides. It is no part of the interface that versions keep.
 #[doc(hidden)]
 pub mod internal {
-    pub use crate::base::{SCALES, Share, Source, did_you_mean, edits, filled, fits_in_memory, has, is_addressable, nearest, root, whole};
+    pub use crate::base::{
+        SCALES, Share, Source, did_you_mean, edits, filled, fits_in_memory, has, is_addressable, nearest, root, whole,
+    };
     pub use crate::linear::{ProjectionColumns, Projections};
     pub use crate::params::{detect_with, infer_config, projection_shapes, query_weights};
 }
@@ -54,7 +56,10 @@ pub use linear::{
     packed_linear_b, packed_linear_no_bias,
 };
 pub use mask::{AttentionMask, EmptyRows, KvRanges, ValidLens, Windows};
-pub use norm::{rms_norm_plus_one, rms_norm, layer_norm_no_bias, layer_norm, RmsNorm, LayerNorm, ContextNorm, QkNorm, QkNormKind, QkNormScope};
+pub use norm::{
+    ContextNorm, LayerNorm, QkNorm, QkNormKind, QkNormScope, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm,
+    rms_norm_plus_one,
+};
 pub use params::WeightLayout;
 pub use position::{
     AlibiConfig, ContentPositions, DisentangledConfig, QueryScaling, RelativeBias, RelativeBiasConfig,

@@ -13,8 +13,8 @@ pub use nearest::{did_you_mean, edits, nearest};
 pub use share::{HeadShard, Share};
 pub(crate) use size::check_keys_and_values;
 pub use size::{filled, fits_in_memory, is_addressable};
-pub use training::untrained;
 pub use source::{SCALES, Source, has, root, whole};
+pub use training::untrained;
 
 pub(crate) use dtype::{FLOATS, accumulation_dtype};
 pub(crate) use size::part;

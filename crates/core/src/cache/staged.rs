@@ -11,7 +11,10 @@ use super::buffers::{KvBuffers, KvFormat};
 use super::{AttentionCache, NewTokens};
 use crate::base::accumulation_dtype;
 use crate::mask::{AttentionMask, Placement, RebaseDims};
-use crate::sdpa::{AttentionOutput, Plan, QuantizedCall, QuantizedKv, SdpaOptions, plan, scaled_dot_product_attention, scaled_dot_product_attention_with_weights};
+use crate::sdpa::{
+    AttentionOutput, Plan, QuantizedCall, QuantizedKv, SdpaOptions, plan, scaled_dot_product_attention,
+    scaled_dot_product_attention_with_weights,
+};
 
 /// Computes keys and values from the rows of a cache.
 pub(crate) trait Expand: fmt::Debug {

@@ -7,7 +7,9 @@ use candle_core::{Result, Tensor};
 
 use crate::mask::AttentionMask;
 use crate::position::DistanceTerms;
-use crate::sdpa::{AttentionOutput, Plan, SdpaOptions, plan, scaled_dot_product_attention, scaled_dot_product_attention_with_weights};
+use crate::sdpa::{
+    AttentionOutput, Plan, SdpaOptions, plan, scaled_dot_product_attention, scaled_dot_product_attention_with_weights,
+};
 
 /// The most numbers in which terms are computed at once, unless those of one key head are more: 16 MB, for them to stay
 /// in a processor's cache until they are read.

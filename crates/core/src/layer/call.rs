@@ -7,7 +7,10 @@ use super::input::GivenFunction;
 use super::packed_bias::PackedBias;
 use crate::cache::CachedCall;
 use crate::mask::AttentionMask;
-use crate::sdpa::{AttentionOutput, PackedSequences, Plan, SdpaOptions, plan, plan_varlen, scaled_dot_product_attention, scaled_dot_product_attention_varlen, scaled_dot_product_attention_with_weights};
+use crate::sdpa::{
+    AttentionOutput, PackedSequences, Plan, SdpaOptions, plan, plan_varlen, scaled_dot_product_attention,
+    scaled_dot_product_attention_varlen, scaled_dot_product_attention_with_weights,
+};
 
 /// The arguments of [`scaled_dot_product_attention`] that a layer makes of an input.
 pub(super) struct AttentionCall<'a> {

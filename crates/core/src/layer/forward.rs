@@ -2,26 +2,17 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::AttentionInput;
-use super::LayerOutput;
-use super::MultiHeadAttention;
 use super::by_heads::ByHeads;
 use super::call::{AttentionCall, CallKeys};
 use super::checks::{Inputs, Keys, NO_KEYS};
 use super::heads::{Projected, split_heads};
 use super::packed_bias::PackedBias;
+use super::{AttentionInput, LayerOutput, MultiHeadAttention};
 use crate::base::accumulation_dtype;
 use crate::cache::AttentionCache;
 use crate::mask::AttentionMask;
-use crate::position::Alibi;
-use crate::position::AxisPositions;
-use crate::position::ContentTables;
-use crate::position::Positions;
-use crate::position::RopeConfig;
-use crate::sdpa::AttentionOutput;
-use crate::sdpa::PackedSequences;
-use crate::sdpa::Plan;
-use crate::sdpa::SdpaOptions;
+use crate::position::{Alibi, AxisPositions, ContentTables, Positions, RopeConfig};
+use crate::sdpa::{AttentionOutput, PackedSequences, Plan, SdpaOptions};
 
 /// The positions of a call's tokens.
 pub(super) struct CallPositions {

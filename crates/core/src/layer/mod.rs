@@ -33,7 +33,9 @@ use crate::linear::{Linears, ProjectionModule, ProjectionModules, ProjectionPlac
 use crate::mask::AttentionMask;
 use crate::norm::{Norm, NormDims, QkNorms};
 use crate::params::{WeightLayout, load_projections, projection_shapes, state_dict};
-use crate::position::{Alibi, ContentPositions, ContentTables, LayerSizes, RelativeBias, RelativeEmbeddings, RotaryEmbedding};
+use crate::position::{
+    Alibi, ContentPositions, ContentTables, LayerSizes, RelativeBias, RelativeEmbeddings, RotaryEmbedding,
+};
 use input::Expected;
 
 const OP: &str = "multi_head_attention";

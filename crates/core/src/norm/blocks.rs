@@ -4,9 +4,7 @@ use candle_core::{D, DType, Module, Result, Tensor, bail};
 use candle_nn::{Init, LayerNormConfig, VarBuilder};
 
 use super::{Norm, Parameter, QkNormKind};
-use crate::base::{FLOATS, accumulation_dtype};
-use crate::base::fits_in_memory;
-use crate::base::Source;
+use crate::base::{FLOATS, Source, accumulation_dtype, fits_in_memory};
 
 const RMS: &str = "rms_norm";
 const LAYER: &str = "layer_norm";

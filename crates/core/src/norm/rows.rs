@@ -6,7 +6,7 @@ use candle_core::{CpuStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use crate::base::{rowwise::Element, rowwise::Rows, rowwise::TASK_ELEMENTS, rowwise::map_heads, rowwise::with_contiguous_rows};
+use crate::base::rowwise::{Element, Rows, TASK_ELEMENTS, map_heads, with_contiguous_rows};
 
 const OP: &str = "norm";
 

@@ -8,8 +8,8 @@ use candle_nn::rotary_emb;
 
 use super::angles::{Angles, Rows, Tables};
 use super::{AxisPositions, Positions, RopeConfig, RopeStyle};
+use crate::base::rowwise::{Element, map_heads, with_contiguous_rows};
 use crate::base::{FLOATS, accumulation_dtype, fits_in_memory};
-use crate::base::{rowwise::Element, rowwise::map_heads, rowwise::with_contiguous_rows};
 
 /// The cosines and sines of a [`RopeConfig`] for heads of one width, and the rotation of queries and keys by them.
 ///
