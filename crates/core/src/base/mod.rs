@@ -1,7 +1,9 @@
-//! What every room stands on: dtypes, sizes, rows of tensors, parameters by name, and shares of them.
+//! What every room stands on: options, numbers, dtypes, sizes, rows of tensors, parameters by name, and shares of them.
 
 mod dtype;
 mod nearest;
+mod options;
+pub(crate) mod number;
 pub(crate) mod rowwise;
 mod share;
 mod size;
@@ -17,6 +19,7 @@ pub use source::{SCALES, Source, has, root, whole};
 pub use training::untrained;
 
 pub(crate) use dtype::{FLOATS, accumulation_dtype};
+pub(crate) use options::{Options, options};
 pub(crate) use size::part;
 pub(crate) use source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, Part, hint, linear_bias};
 pub(crate) use threads::executor;

@@ -3,7 +3,7 @@
 use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
-use super::MultiHeadAttentionConfig;
+use super::{MultiHeadAttentionConfig, OP};
 
 /// Where a layer's keys and values come from.
 ///
@@ -40,7 +40,7 @@ impl MultiHeadAttentionConfig {
                 );
                 if keys != values {
                     bail!(
-                        "[multi_head_attention] values are the keys' projection, expected one width of heads and inputs and \
+                        "[{OP}] values are the keys' projection, expected one width of heads and inputs and \
                          a bias on both or neither, found {keys:?} for keys and {values:?} for values"
                     )
                 }
@@ -56,7 +56,7 @@ impl MultiHeadAttentionConfig {
                 ];
                 match options.into_iter().find(|&(_, is_set)| is_set) {
                     Some((name, _)) => bail!(
-                        "[multi_head_attention] {name} is set, but keys and values are those of an earlier layer, as it \
+                        "[{OP}] {name} is set, but keys and values are those of an earlier layer, as it \
                          made them"
                     ),
                     None => Ok(()),

@@ -2,17 +2,21 @@
 
 mod content_positions;
 mod kv_source;
-mod options;
+mod sizes;
 
 pub use kv_source::KvSource;
 
 use candle_core::{Result, bail};
+use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
+use crate::base::{Options, number, options};
 use crate::gate::OutputGate;
 use crate::norm::{ContextNorm, QkNorm, QkNormScope};
 use crate::position::{AlibiConfig, ContentPositions, QueryScaling, RelativeBiasConfig, RopeConfig};
 use crate::sdpa::HeadGroups;
+
+const OP: &str = "multi_head_attention";
 
 /// The shape and options of a [`MultiHeadAttention`](crate::MultiHeadAttention): everything that belongs to the
 /// architecture. What belongs to the data (lengths, padding, bias) is given at the call.
@@ -24,59 +28,138 @@ use crate::sdpa::HeadGroups;
 /// ```
 ///
 /// Numbers that do not fit together are found by [`validate`](Self::validate), which every constructor of a layer calls.
+#[apply(options)]
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[must_use]
 pub struct MultiHeadAttentionConfig {
+    /// E, the width of the layer's input.
+    #[check(number::size)]
+    #[methods(get)]
     embed_dim: usize,
+    /// H, the number of query heads.
+    #[check(number::size)]
+    #[methods(get)]
     num_heads: usize,
+    /// Grouped-query attention: fewer key and value heads, each shared by `num_heads / num_kv_heads` query heads.
+    #[check(number::size)]
+    #[methods(with)]
     num_kv_heads: Option<usize>,
-    /// Those of a process whose heads are not whole groups.
+    // Those of a process whose heads are not whole groups.
     head_groups: Option<HeadGroups>,
+    /// D, the width of one query and key head; `out_dim / num_heads` unless given.
+    #[check(number::size)]
+    #[methods(with)]
     head_dim: Option<usize>,
+    /// D_v, the width of one value head; D unless given.
+    #[check(number::size)]
+    #[methods(with)]
     value_head_dim: Option<usize>,
+    /// The width of the layer's output (the book's `d_out`, d2l's `num_hiddens`); `embed_dim` unless given.
+    #[check(number::size)]
+    #[methods(with)]
     out_dim: Option<usize>,
+    /// The width of the keys' input in cross-attention (PyTorch's `kdim`); `embed_dim` unless given.
+    #[check(number::size)]
+    #[methods(with)]
     key_size: Option<usize>,
+    /// The width of the values' input in cross-attention (PyTorch's `vdim`); `key_size` unless given.
+    #[check(number::size)]
+    #[methods(with)]
     value_size: Option<usize>,
+    /// A bias on the query projection.
     #[serde(default)]
+    #[methods(with)]
     q_bias: bool,
+    /// A bias on the key projection.
     #[serde(default)]
+    #[methods(with)]
     k_bias: bool,
+    /// A bias on the value projection.
     #[serde(default)]
+    #[methods(with)]
     v_bias: bool,
+    /// A bias on the output projection.
     #[serde(default)]
     out_bias: bool,
+    /// Whether there is an output projection; without one the output is the heads' contexts, concatenated. There is one
+    /// unless said otherwise.
     #[serde(default = "yes")]
+    #[default(true)]
     out_proj: bool,
+    /// One more key and value, learned (`bias_k`, `bias_v`), which every query sees: `add_bias_kv` of
+    /// `torch.nn.MultiheadAttention`. The weights have T_kv + 1 columns then.
     #[serde(default)]
     bias_kv: bool,
+    /// One more key and value, of zeros, after the learned ones, which every query sees: `add_zero_attn` of
+    /// `torch.nn.MultiheadAttention`, which no state dict tells. The weights have one more column then.
     #[serde(default)]
     add_zero_attn: bool,
+    /// No query sees a later key; aligned to the end, see [`AttentionMask::causal`](crate::AttentionMask::causal).
     #[serde(default)]
     causal: bool,
+    /// The most positions that a call may have; more are an error.
+    #[check(number::size)]
     context_length: Option<usize>,
+    /// The number of keys that a query sees back from its own, see
+    /// [`AttentionMask::with_window`](crate::AttentionMask::with_window).
+    #[check(number::size)]
     window: Option<usize>,
+    /// The numbers of keys that a query sees before its own and after it, see [`with_band`](Self::with_band).
+    #[methods(get)]
     band: Option<(usize, usize)>,
+    /// The number of positions of a chunk, beyond which no query sees, see
+    /// [`AttentionMask::with_chunk`](crate::AttentionMask::with_chunk) (Llama 4).
+    #[check(number::size)]
     chunk: Option<usize>,
+    /// The bound ±`clip_qkv` of queries, keys and values as they leave their projections, norms of whole projections
+    /// included (MPT, OLMo).
+    #[check(number::above_zero)]
     clip_qkv: Option<f64>,
+    /// The bound of the scores, see [`SdpaOptions::with_softcap`](crate::SdpaOptions::with_softcap).
+    #[check(number::above_zero)]
     softcap: Option<f64>,
+    /// The factor on q kᵀ; 1/sqrt(D) unless given.
+    #[check(number::finite)]
     scale: Option<f64>,
+    /// Learned attention sinks (parameter `sinks`), see [`SdpaOptions::with_sinks`](crate::SdpaOptions::with_sinks).
     #[serde(default)]
     sinks: bool,
+    /// The normalisation of queries and keys before attention.
+    #[check(QkNorm::check)]
     qk_norm: Option<QkNorm>,
+    /// The rotary positions of queries and keys, by which these are rotated after their norms.
+    #[methods(with, get_ref)]
     rope: Option<RopeConfig>,
+    /// Whether heads are normalised after they were rotated, and not before (HunYuan).
     #[serde(default)]
     norm_after_rope: bool,
+    /// The normalisation of each value head by its root mean square, without a weight (Gemma 4); this is the epsilon.
+    #[check(number::epsilon)]
     value_norm: Option<f64>,
+    /// A factor on queries that grows with their positions, after norms and rotation (Llama 4, Ministral 3).
     query_scaling: Option<QueryScaling>,
+    /// ALiBi's biases, which are added to the scores.
+    #[methods(with, get_ref)]
     alibi: Option<AlibiConfig>,
+    /// T5's biases of relative positions, which are added to the scores. They belong to the stack of layers: give each
+    /// layer [the one](crate::MultiHeadAttention::with_relative_bias).
+    #[methods(with, get_ref)]
     relative_bias: Option<RelativeBiasConfig>,
+    /// Terms of the scores that depend on the place of the key from its query and on what one of the two holds.
+    #[methods(with, get_ref)]
     content_positions: Option<ContentPositions>,
+    /// A gate by which the context is multiplied before the output projection (Qwen3-Next, AFMoE).
     output_gate: Option<OutputGate>,
+    /// The normalisation of the context of all heads before the output projection, after a gate (BitNet, Kosmos-2).
+    #[check(ContextNorm::check)]
     context_norm: Option<ContextNorm>,
+    /// Where keys and values come from: projections unless given (Gemma 3n, Gemma 4).
     #[serde(default)]
     kv_source: KvSource,
+    /// The probability with which a weight is dropped in training.
     #[serde(default)]
+    #[check(number::probability)]
     dropout: f64,
 }
 
@@ -87,124 +170,63 @@ fn yes() -> bool {
 impl MultiHeadAttentionConfig {
     /// Self-attention over inputs (B, T, `embed_dim`) with `num_heads` heads, an output projection, no biases, no mask.
     pub fn new(embed_dim: usize, num_heads: usize) -> Self {
-        Self {
-            embed_dim,
-            num_heads,
-            num_kv_heads: None,
-            head_groups: None,
-            head_dim: None,
-            value_head_dim: None,
-            out_dim: None,
-            key_size: None,
-            value_size: None,
-            q_bias: false,
-            k_bias: false,
-            v_bias: false,
-            out_bias: false,
-            out_proj: true,
-            bias_kv: false,
-            add_zero_attn: false,
-            causal: false,
-            context_length: None,
-            window: None,
-            band: None,
-            chunk: None,
-            clip_qkv: None,
-            softcap: None,
-            scale: None,
-            sinks: false,
-            qk_norm: None,
-            rope: None,
-            norm_after_rope: false,
-            value_norm: None,
-            query_scaling: None,
-            alibi: None,
-            relative_bias: None,
-            content_positions: None,
-            output_gate: None,
-            context_norm: None,
-            kv_source: KvSource::Projected,
-            dropout: 0.0,
-        }
+        Self { embed_dim, num_heads, ..Self::unset() }
     }
-}
 
-impl MultiHeadAttentionConfig {
+    /// Other numbers of query heads and of key and value heads, of one layer of a model or of a part of a layer.
+    pub fn with_heads(self, num_heads: usize, num_kv_heads: usize) -> Self {
+        Self { num_heads, num_kv_heads: Some(num_kv_heads), ..self }
+    }
+
+    /// Which key head a query head reads, where a part of a layer has not as many for each.
+    pub(crate) fn with_head_groups(self, head_groups: Option<HeadGroups>) -> Self {
+        Self { head_groups, ..self }
+    }
+
+    /// Biases on all four projections.
+    pub fn with_bias(self, bias: bool) -> Self {
+        self.with_qkv_bias(bias).with_out_bias(bias)
+    }
+
+    /// Biases on the query, key and value projections.
+    pub fn with_qkv_bias(self, bias: bool) -> Self {
+        Self { q_bias: bias, k_bias: bias, v_bias: bias, ..self }
+    }
+
+    /// A window on both sides: a query sees the keys from `left` before its own to `right` after it, see
+    /// [`AttentionMask::with_band`](crate::AttentionMask::with_band). Local attention of encoders (ModernBERT) has as many
+    /// on either side.
+    pub fn with_band(self, left: usize, right: usize) -> Self {
+        Self { band: Some((left, right)), ..self }
+    }
+
+    /// Which key head a query head reads, if not `h / (H / H_kv)`.
+    pub(crate) fn head_groups(&self) -> Option<HeadGroups> {
+        self.head_groups
+    }
+
+    /// Whether the query, key and value projections have biases.
+    pub fn qkv_bias(&self) -> [bool; 3] {
+        [self.q_bias, self.k_bias, self.v_bias]
+    }
+
+    /// How many keys and values of its own the layer appends to those of a call.
+    pub(crate) fn appended_keys(&self) -> usize {
+        usize::from(self.bias_kv) + usize::from(self.add_zero_attn)
+    }
+
+    /// What scores are multiplied by: the [`scale`](Self::scale), or 1 / sqrt(D).
+    pub(crate) fn score_scale(&self) -> f64 {
+        self.scale.unwrap_or(1.0 / (self.head_dim() as f64).sqrt())
+    }
+
     /// Checks that the numbers fit together.
     ///
     /// # Errors
     /// Names the option, what was expected and what was found.
     pub fn validate(&self) -> Result<()> {
-        let sizes = [
-            ("embed_dim", Some(self.embed_dim)),
-            ("num_heads", Some(self.num_heads)),
-            ("num_kv_heads", self.num_kv_heads),
-            ("head_dim", self.head_dim),
-            ("value_head_dim", self.value_head_dim),
-            ("out_dim", self.out_dim),
-            ("key_size", self.key_size),
-            ("value_size", self.value_size),
-            ("context_length", self.context_length),
-            ("window", self.window),
-            ("chunk", self.chunk),
-        ];
-        for (name, size) in sizes {
-            match size {
-                Some(0) => bail!("[multi_head_attention] {name} is 0, expected at least 1"),
-                // Products of two sizes must fit a tensor's shape.
-                Some(size) if size > u32::MAX as usize => {
-                    bail!("[multi_head_attention] {name} is {size}, expected at most {}", u32::MAX)
-                }
-                _ => {}
-            }
-        }
-        let (h, h_kv) = (self.num_heads, self.num_kv_heads());
-        match self.head_groups {
-            Some(groups) => groups.check("multi_head_attention", h, h_kv)?,
-            None if h.is_multiple_of(h_kv) => {}
-            None => bail!("[multi_head_attention] num_kv_heads is {h_kv}, which does not divide num_heads {h}"),
-        }
-        for (name, width) in [("head_dim", self.head_dim()), ("value_head_dim", self.value_head_dim())] {
-            if h.saturating_mul(width) > u32::MAX as usize {
-                bail!("[multi_head_attention] num_heads {h} times {name} {width} is more than {}", u32::MAX)
-            }
-        }
-        let out_dim = self.out_dim.unwrap_or(self.embed_dim);
-        if self.head_dim.is_none() && !out_dim.is_multiple_of(h) {
-            let name = if self.out_dim.is_some() { "out_dim" } else { "embed_dim" };
-            bail!("[multi_head_attention] num_heads is {h}, which does not divide {name} {out_dim}; give head_dim")
-        }
-        let heads = h.saturating_mul(self.value_head_dim());
-        if !self.out_proj && self.out_dim() != heads {
-            bail!(
-                "[multi_head_attention] out_dim is {}, but without an output projection the {h} heads of width {} give {heads}",
-                self.out_dim(),
-                self.value_head_dim()
-            )
-        }
-        if !self.out_proj && self.out_bias {
-            bail!("[multi_head_attention] out_bias is set, but there is no output projection")
-        }
-        if !(0.0..=1.0).contains(&self.dropout) {
-            bail!("[multi_head_attention] dropout is {}, expected a probability from 0 to 1", self.dropout)
-        }
-        for (name, number) in [("softcap", self.softcap), ("clip_qkv", self.clip_qkv)] {
-            if let Some(number) = number.filter(|number| !number.is_finite() || *number <= 0.0) {
-                bail!("[multi_head_attention] {name} is {number}, expected a finite number above zero")
-            }
-        }
-        if let Some(scale) = self.scale.filter(|scale| !scale.is_finite()) {
-            bail!("[multi_head_attention] scale is {scale}, expected a finite number")
-        }
-        if let Some(norm) = self.qk_norm.filter(|norm| !((norm.eps as f32).is_finite() && norm.eps >= 0.0)) {
-            bail!("[multi_head_attention] qk_norm has eps {}, expected a finite number of zero or more", norm.eps)
-        }
-        if let Some(eps) = self.value_norm.filter(|eps| !((*eps as f32).is_finite() && *eps >= 0.0)) {
-            bail!("[multi_head_attention] value_norm is {eps}, expected a finite number of zero or more")
-        }
-        if let Some(norm) = self.context_norm.filter(|norm| !((norm.eps as f32).is_finite() && norm.eps >= 0.0)) {
-            bail!("[multi_head_attention] context_norm has eps {}, expected a finite number of zero or more", norm.eps)
-        }
+        self.check(OP)?;
+        self.validate_sizes()?;
         if let Some(scaling) = &self.query_scaling {
             scaling.validate()?;
         }
@@ -239,7 +261,7 @@ impl MultiHeadAttentionConfig {
             ("content_positions", self.content_positions.is_some(), format!("{key} has no position")),
         ];
         match others.into_iter().find(|&(_, is_set, _)| is_set) {
-            Some((other, _, why)) => bail!("[multi_head_attention] {option} and {other} are both set, but {why}"),
+            Some((other, _, why)) => bail!("[{OP}] {option} and {other} are both set, but {why}"),
             None => Ok(()),
         }
     }
@@ -250,12 +272,10 @@ impl MultiHeadAttentionConfig {
         }
         match (&self.rope, self.qk_norm) {
             (Some(_), Some(norm)) if norm.scope == QkNormScope::Projection => {
-                bail!(
-                    "[multi_head_attention] norm_after_rope is set, but a norm of whole projections comes before heads"
-                )
+                bail!("[{OP}] norm_after_rope is set, but a norm of whole projections comes before heads")
             }
             (Some(_), Some(_)) => Ok(()),
-            _ => bail!("[multi_head_attention] norm_after_rope is set, expected both qk_norm and rope"),
+            _ => bail!("[{OP}] norm_after_rope is set, expected both qk_norm and rope"),
         }
     }
 }

@@ -9,7 +9,11 @@ use candle_core::{D, DType, Error, Result, Tensor, bail};
 use candle_nn::{Init, ops};
 use serde::{Deserialize, Serialize};
 
-use crate::base::{Share, Source, accumulation_dtype, fits_in_memory};
+use crate::base::Share;
+use crate::base::Source;
+use crate::base::accumulation_dtype;
+use crate::base::fits_in_memory;
+use crate::base::number;
 use crate::linear::frozen;
 pub use blocks::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one};
 use rows::RowNorm;
@@ -67,6 +71,20 @@ pub struct ContextNorm {
     pub kind: QkNormKind,
     /// Added to the mean square or the variance.
     pub eps: f64,
+}
+
+impl QkNorm {
+    /// Checks the epsilon, in the place of which a norm is named.
+    pub(crate) fn check(op: &str, name: &str, norm: Option<Self>) -> Result<()> {
+        number::epsilon_of(op, name, norm.map(|norm| norm.eps))
+    }
+}
+
+impl ContextNorm {
+    /// Checks the epsilon, in the place of which a norm is named.
+    pub(crate) fn check(op: &str, name: &str, norm: Option<Self>) -> Result<()> {
+        number::epsilon_of(op, name, norm.map(|norm| norm.eps))
+    }
 }
 
 const OF_CONTEXT: [&str; 3] = ["context_norm", "attn_sub_norm", "inner_attn_ln"];
