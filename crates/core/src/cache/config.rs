@@ -1,8 +1,9 @@
 //! What belongs to a cache before its first call.
 
 use candle_core::{DType, Result, bail};
+use macro_rules_attribute::apply;
 
-use crate::base::FLOATS;
+use crate::base::{FLOATS, Options, options};
 use crate::config::MultiHeadAttentionConfig;
 
 /// The capacity at first, in positions, unless said otherwise: less than what a prompt takes.
@@ -20,29 +21,43 @@ const FIRST_CAPACITY: usize = 256;
 /// assert!(cache.is_empty());
 /// # Ok(()) }
 /// ```
+#[apply(options)]
 #[derive(Debug, Clone, PartialEq)]
 #[must_use]
 pub struct AttentionCacheConfig {
+    /// The positions of each sequence that the buffers hold from the first call on.
+    #[default(FIRST_CAPACITY)]
+    #[methods(with)]
     capacity: usize,
+    /// Whether the buffers double where the capacity is not enough, which is an error otherwise.
+    #[default(true)]
+    #[methods(with)]
     growth: bool,
+    /// The window of a sliding cache, which keeps what a window of this many keys (see
+    /// [`AttentionMask::with_window`](crate::AttentionMask::with_window)) needs and no more than twice that, or the
+    /// capacity where it is larger. An older key that a mask leaves to a query is an error, not one that is passed over.
     window: Option<usize>,
+    /// The dtype in which keys and values are kept, F32, BF16, F16 or F64; that of the first keys unless given. Attention
+    /// is computed in it, and its result converted back.
     dtype: Option<DType>,
+    /// Whether keys and values are kept in 8 bits, see [`with_q8`](Self::with_q8).
+    #[methods(get)]
     q8: bool,
+    /// Whether gradients end at the cache: queries, keys and values are taken without theirs, for generation with a layer
+    /// whose weights are variables. Otherwise a key that is tracked for gradients is an error, since a cache would lose
+    /// its gradient.
     detached: bool,
+    /// Whether later layers read the cache too ([`AttentionInput::with_shared_cache`]). A sliding cache holds all that
+    /// the queries of its last call see then, however long that call was; without this, calls may have as many tokens
+    /// as its window has.
+    ///
+    /// [`AttentionInput::with_shared_cache`]: crate::AttentionInput::with_shared_cache
     shared: bool,
 }
 
 impl Default for AttentionCacheConfig {
     fn default() -> Self {
-        Self {
-            capacity: FIRST_CAPACITY,
-            growth: true,
-            window: None,
-            dtype: None,
-            q8: false,
-            detached: false,
-            shared: false,
-        }
+        Self::unset()
     }
 }
 
@@ -57,33 +72,6 @@ impl AttentionCacheConfig {
         Self { window: cfg.window(), ..Self::default() }
     }
 
-    /// The positions of each sequence that the buffers hold from the first call on.
-    pub fn with_capacity(mut self, capacity: usize) -> Self {
-        self.capacity = capacity;
-        self
-    }
-
-    /// Whether the buffers double where the capacity is not enough, which is an error otherwise.
-    pub fn with_growth(mut self, growth: bool) -> Self {
-        self.growth = growth;
-        self
-    }
-
-    /// Keeps what a window of this many keys (see [`AttentionMask::with_window`](crate::AttentionMask::with_window)) needs
-    /// and no more than twice that, or the capacity where it is larger. An older key that a mask leaves to a query is an
-    /// error, not one that is passed over.
-    pub fn with_window(mut self, window: usize) -> Self {
-        self.window = Some(window);
-        self
-    }
-
-    /// The dtype in which keys and values are kept, F32, BF16, F16 or F64; that of the first keys unless given. Attention
-    /// is computed in it, and its result converted back.
-    pub fn with_dtype(mut self, dtype: DType) -> Self {
-        self.dtype = Some(dtype);
-        self
-    }
-
     /// Keeps keys and values in 8 bits a number and an f32 for each row of a head: a quarter of the memory of f32, and 4 bytes
     /// a row. A number errs by at most 1/254 of the largest in its row, f32's own rounding aside, where that is from 1.5e-36
     /// to 3.4e38; a row of smaller ones becomes zeros, and one with a number that f32 does not hold as a finite one is NaN.
@@ -91,51 +79,8 @@ impl AttentionCacheConfig {
     /// The fused kernel of the CPU reads them as they are. Where another path runs (on a GPU, or on the reference path
     /// for f64, weights on request and what [`plan`](crate::MultiHeadAttention::plan) names), all that is attended to
     /// becomes floats first, f32 or f64.
-    pub fn with_q8(mut self) -> Self {
-        self.q8 = true;
-        self
-    }
-
-    /// Takes queries, keys and values without their gradients, for generation with a layer whose weights are variables.
-    /// Without this, a key that is tracked for gradients is an error, since a cache would lose its gradient.
-    pub fn with_detached(mut self, detached: bool) -> Self {
-        self.detached = detached;
-        self
-    }
-
-    /// Whether later layers read the cache too ([`AttentionInput::with_shared_cache`]). A sliding cache holds all that
-    /// the queries of its last call see then, however long that call was; without this, calls may have as many tokens
-    /// as its window has.
-    ///
-    /// [`AttentionInput::with_shared_cache`]: crate::AttentionInput::with_shared_cache
-    pub fn with_shared(mut self, shared: bool) -> Self {
-        self.shared = shared;
-        self
-    }
-
-    /// The dtype in which keys and values are kept, if it is not that of the keys.
-    pub fn dtype(&self) -> Option<DType> {
-        self.dtype
-    }
-
-    /// Whether keys and values are kept in 8 bits.
-    pub fn q8(&self) -> bool {
-        self.q8
-    }
-
-    /// The window of a sliding cache.
-    pub fn window(&self) -> Option<usize> {
-        self.window
-    }
-
-    /// Whether gradients end at the cache.
-    pub fn detached(&self) -> bool {
-        self.detached
-    }
-
-    /// Whether later layers read the cache too.
-    pub fn shared(&self) -> bool {
-        self.shared
+    pub fn with_q8(self) -> Self {
+        Self { q8: true, ..self }
     }
 
     /// The most positions of a sequence that are held at a time, if there is a bound. A shared cache holds its last

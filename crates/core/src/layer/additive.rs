@@ -2,22 +2,41 @@
 
 use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::{Linear, VarBuilder};
+use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use crate::base::{Source, accumulation_dtype, check_keys_and_values, fits_in_memory};
+use crate::base::Source;
+use crate::base::accumulation_dtype;
+use crate::base::check_keys_and_values;
+use crate::base::fits_in_memory;
+use crate::base::Options;
+use crate::base::number;
+use crate::base::options;
 use crate::init::TorchSeed;
 use crate::mask::AttentionMask;
 use crate::sdpa::{AttentionOutput, Dropout, VisibleSoftmax, dropout, weighted_values};
 
 /// The shape of an [`AdditiveAttention`].
+#[apply(options)]
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[must_use]
 pub struct AdditiveAttentionConfig {
+    /// The width of the queries.
+    #[check(number::size)]
+    #[methods(get)]
     query_size: usize,
+    /// The width of the keys.
+    #[check(number::size)]
+    #[methods(get)]
     key_size: usize,
+    /// The number of units that scores pass through.
+    #[check(number::size)]
+    #[methods(get)]
     hidden_size: usize,
+    /// The probability with which a weight is dropped in training.
     #[serde(default)]
+    #[check(number::probability)]
     dropout: f64,
 }
 
@@ -25,33 +44,7 @@ impl AdditiveAttentionConfig {
     /// Queries of width `query_size` against keys of width `key_size`, scored through `hidden_size` units (d2l's
     /// `num_hiddens`).
     pub fn new(query_size: usize, key_size: usize, hidden_size: usize) -> Self {
-        Self { query_size, key_size, hidden_size, dropout: 0.0 }
-    }
-
-    /// The probability with which a weight is dropped in training.
-    pub fn with_dropout(mut self, dropout: f64) -> Self {
-        self.dropout = dropout;
-        self
-    }
-
-    /// The width of the queries.
-    pub fn query_size(&self) -> usize {
-        self.query_size
-    }
-
-    /// The width of the keys.
-    pub fn key_size(&self) -> usize {
-        self.key_size
-    }
-
-    /// The number of units that scores pass through.
-    pub fn hidden_size(&self) -> usize {
-        self.hidden_size
-    }
-
-    /// The probability with which a weight is dropped in training.
-    pub fn dropout(&self) -> f64 {
-        self.dropout
+        Self { query_size, key_size, hidden_size, ..Self::unset() }
     }
 }
 
@@ -109,16 +102,7 @@ impl AdditiveAttention {
     /// # Errors
     /// For a size of 0, a dropout that is no probability, and for a missing or misshapen tensor, named with both shapes.
     pub fn new(cfg: &AdditiveAttentionConfig, vb: VarBuilder) -> Result<Self> {
-        for (name, size) in
-            [("query_size", cfg.query_size), ("key_size", cfg.key_size), ("hidden_size", cfg.hidden_size)]
-        {
-            if size == 0 {
-                bail!("[additive_attention] {name} is 0, expected at least 1")
-            }
-        }
-        if !(0.0..=1.0).contains(&cfg.dropout) {
-            bail!("[additive_attention] dropout is {}, expected a probability from 0 to 1", cfg.dropout)
-        }
+        cfg.check("additive_attention")?;
         let source = Source::new("additive_attention", "d2l", vb);
         source.check_dtype()?;
         Ok(Self {

@@ -1,9 +1,11 @@
 //! What belongs to the architecture of rotary positions.
 
 use candle_core::{Result, bail};
+use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use super::RopeAxes;
+use crate::base::{Options, options};
 
 /// Which two entries of a head are rotated as a pair, of the r that are rotated.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -128,78 +130,41 @@ fn yes() -> bool {
 /// let cfg = MultiHeadAttentionConfig::new(4096, 32).with_num_kv_heads(8).with_causal(true).with_rope(rope);
 /// cfg.validate().expect("the numbers fit together");
 /// ```
+#[apply(options)]
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[must_use]
 pub struct RopeConfig {
+    /// The base of the geometric series of frequencies.
+    #[methods(get)]
     base: f64,
+    /// Which entries are pairs; [`RopeStyle::Halves`] unless given.
     #[serde(default)]
     style: RopeStyle,
+    /// r, the number of entries at the beginning of each head that are rotated (Hugging Face's `partial_rotary_factor`
+    /// times D); all D unless given.
     #[serde(default)]
+    #[methods(with)]
     rotary_dim: Option<usize>,
+    /// How frequencies change for contexts longer than those of the training; [`RopeScaling::None`] unless given.
     #[serde(default)]
+    #[methods(with, get_ref)]
     scaling: RopeScaling,
+    /// The axes on which tokens have positions, each for some of the pairs; one axis unless given. See
+    /// [`AttentionInput::with_axis_positions`](crate::AttentionInput::with_axis_positions).
+    #[methods(with, get_ref)]
     axes: Option<RopeAxes>,
 }
 
 impl RopeConfig {
     /// Whole heads, in halves, unscaled. `base` is Hugging Face's `rope_theta`, often 10,000.
     pub fn new(base: f64) -> Self {
-        Self { base, style: RopeStyle::default(), rotary_dim: None, scaling: RopeScaling::None, axes: None }
-    }
-
-    /// Which entries are pairs; [`RopeStyle::Halves`] unless given.
-    #[must_use]
-    pub fn with_style(mut self, style: RopeStyle) -> Self {
-        self.style = style;
-        self
-    }
-
-    /// r, the number of entries at the beginning of each head that are rotated (Hugging Face's `partial_rotary_factor`
-    /// times D); all D unless given.
-    #[must_use]
-    pub fn with_rotary_dim(mut self, rotary_dim: usize) -> Self {
-        self.rotary_dim = Some(rotary_dim);
-        self
-    }
-
-    /// For contexts longer than those of the training; [`RopeScaling::None`] unless given.
-    #[must_use]
-    pub fn with_scaling(mut self, scaling: RopeScaling) -> Self {
-        self.scaling = scaling;
-        self
-    }
-
-    /// Positions on several axes, each for some of the pairs; one axis unless given. See
-    /// [`AttentionInput::with_axis_positions`](crate::AttentionInput::with_axis_positions).
-    #[must_use]
-    pub fn with_axes(mut self, axes: RopeAxes) -> Self {
-        self.axes = Some(axes);
-        self
-    }
-
-    /// The base of the geometric series of frequencies.
-    pub fn base(&self) -> f64 {
-        self.base
-    }
-
-    /// Which entries are pairs.
-    pub fn style(&self) -> RopeStyle {
-        self.style
+        Self { base, ..Self::unset() }
     }
 
     /// The number of entries of a head of width `head_dim` that are rotated.
     pub fn rotary_dim(&self, head_dim: usize) -> usize {
         self.rotary_dim.unwrap_or(head_dim)
-    }
-
-    /// How frequencies change for long contexts.
-    pub fn scaling(&self) -> &RopeScaling {
-        &self.scaling
-    }
-
-    /// The axes on which tokens have positions, if there are several.
-    pub fn axes(&self) -> Option<&RopeAxes> {
-        self.axes.as_ref()
     }
 
     /// Checks that the numbers fit together and heads of width `head_dim`.

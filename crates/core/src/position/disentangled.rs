@@ -2,10 +2,11 @@
 
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
+use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use super::distances::{DistanceRows, descending, rows_of};
-use crate::base::{LINEAR_WEIGHT, Source, accumulation_dtype, linear_bias};
+use crate::base::{LINEAR_WEIGHT, Options, Source, accumulation_dtype, linear_bias, number, options};
 use crate::linear::{Projections, frozen};
 use crate::norm::Norm;
 
@@ -16,14 +17,25 @@ use crate::norm::Norm;
 /// let v3 = DisentangledConfig::new(512).with_num_buckets(256).with_shared_projections(true).with_layer_norm(1e-7);
 /// assert_eq!(v3.span(), 256);
 /// ```
+#[apply(options)]
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[must_use]
 pub struct DisentangledConfig {
     max_distance: usize,
+    /// Distances share so many vectors on each side, the more the further they are (`position_buckets`).
+    #[methods(with)]
     num_buckets: Option<usize>,
+    #[default(true)]
     content_to_position: bool,
+    #[default(true)]
     position_to_content: bool,
+    /// Whether the layer's projections of queries and keys are those of distances too (`share_att_key`).
+    #[methods(with)]
     shared_projections: bool,
+    /// The vectors are normalised before they are projected (`norm_rel_ebd`); this is the epsilon.
+    #[check(number::epsilon)]
+    #[methods(with)]
     layer_norm: Option<f64>,
 }
 
@@ -31,38 +43,12 @@ impl DisentangledConfig {
     /// Both terms, with projections of their own, and a vector for each distance below `max_distance`
     /// (`max_relative_positions`).
     pub fn new(max_distance: usize) -> Self {
-        Self {
-            max_distance,
-            num_buckets: None,
-            content_to_position: true,
-            position_to_content: true,
-            shared_projections: false,
-            layer_norm: None,
-        }
-    }
-
-    /// Distances share so many vectors on each side, the more the further they are (`position_buckets`).
-    #[must_use]
-    pub fn with_num_buckets(self, num_buckets: usize) -> Self {
-        Self { num_buckets: Some(num_buckets), ..self }
+        Self { max_distance, ..Self::unset() }
     }
 
     /// Whether queries meet distances (`c2p`), and whether keys do (`p2c`).
-    #[must_use]
     pub fn with_terms(self, content_to_position: bool, position_to_content: bool) -> Self {
         Self { content_to_position, position_to_content, ..self }
-    }
-
-    /// Whether the layer's projections of queries and keys are those of distances too (`share_att_key`).
-    #[must_use]
-    pub fn with_shared_projections(self, shared_projections: bool) -> Self {
-        Self { shared_projections, ..self }
-    }
-
-    /// The vectors are normalised before they are projected (`norm_rel_ebd`); this is the epsilon.
-    #[must_use]
-    pub fn with_layer_norm(self, eps: f64) -> Self {
-        Self { layer_norm: Some(eps), ..self }
     }
 
     /// The vectors on each side.
@@ -89,10 +75,7 @@ impl DisentangledConfig {
                 self.max_distance
             )
         }
-        if let Some(eps) = self.layer_norm.filter(|eps| !((*eps as f32).is_finite() && *eps >= 0.0)) {
-            bail!("[content_positions] layer_norm is {eps}, expected a finite number of zero or more")
-        }
-        Ok(())
+        self.check("content_positions")
     }
 
     /// The vector of a key so far behind its query (in front of it, where negative). The first half of the buckets are

@@ -4,10 +4,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder};
+use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use super::Positions;
-use crate::base::{HeadShard, Source, accumulation_dtype, fits_in_memory};
+use crate::base::{HeadShard, Options, Source, accumulation_dtype, fits_in_memory, options};
 use crate::linear::frozen;
 
 /// The most biases that are kept for the next layer, 64 MB.
@@ -21,13 +22,21 @@ const KEPT: usize = 1 << 24;
 /// let decoder = RelativeBiasConfig::new(false).with_num_buckets(16).with_max_distance(64);
 /// assert_eq!((encoder.num_buckets(), decoder.num_buckets()), (32, 16));
 /// ```
+#[apply(options)]
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[must_use]
 pub struct RelativeBiasConfig {
+    /// Whether later keys have buckets of their own.
+    #[methods(get)]
     bidirectional: bool,
+    /// The number of buckets (`relative_attention_num_buckets`); 32 unless given.
     #[serde(default = "num_buckets")]
+    #[default(num_buckets())]
     num_buckets: usize,
+    /// The distance from which on all are in one bucket (`relative_attention_max_distance`); 128 unless given.
     #[serde(default = "max_distance")]
+    #[default(max_distance())]
     max_distance: usize,
 }
 
@@ -43,36 +52,7 @@ impl RelativeBiasConfig {
     /// T5's 32 buckets for distances up to 128. With `bidirectional`, as in encoders, one half of them is for later keys;
     /// without, these all count as the query's own position.
     pub fn new(bidirectional: bool) -> Self {
-        Self { bidirectional, num_buckets: num_buckets(), max_distance: max_distance() }
-    }
-
-    /// The number of buckets (`relative_attention_num_buckets`).
-    #[must_use]
-    pub fn with_num_buckets(mut self, num_buckets: usize) -> Self {
-        self.num_buckets = num_buckets;
-        self
-    }
-
-    /// The distance from which on all are in one bucket (`relative_attention_max_distance`).
-    #[must_use]
-    pub fn with_max_distance(mut self, max_distance: usize) -> Self {
-        self.max_distance = max_distance;
-        self
-    }
-
-    /// Whether later keys have buckets of their own.
-    pub fn bidirectional(&self) -> bool {
-        self.bidirectional
-    }
-
-    /// The number of buckets.
-    pub fn num_buckets(&self) -> usize {
-        self.num_buckets
-    }
-
-    /// The distance from which on all are in one bucket.
-    pub fn max_distance(&self) -> usize {
-        self.max_distance
+        Self { bidirectional, ..Self::unset() }
     }
 
     /// Checks that the numbers fit together.

@@ -4,9 +4,11 @@ use std::fmt;
 use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
+use macro_rules_attribute::apply;
 
 use super::validate::{Call, Dims};
 use super::{HeadGroups, cuda, metal};
+use crate::base::options;
 use crate::init::TorchSeed;
 use crate::mask::EmptyRows;
 use candle_attention_kernels::Tier;
@@ -27,55 +29,56 @@ pub enum Backend {
 }
 
 /// Options of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), built with `with_*`.
+#[apply(options)]
 #[derive(Debug, Clone, Default)]
 #[must_use]
 pub struct SdpaOptions {
+    /// The factor on q kᵀ; 1/sqrt(D) unless given.
+    #[methods(with)]
     pub(crate) scale: Option<f64>,
+    /// Bounds the scores to ±`softcap` by `softcap · tanh(score / softcap)`, as Gemma 2 does.
+    #[methods(with)]
     pub(crate) softcap: Option<f64>,
     pub(crate) alibi_slopes: Option<Tensor>,
     pub(crate) sinks: Option<Tensor>,
     pub(crate) dropout: f64,
     pub(crate) train: bool,
     pub(crate) dropout_seed: Option<TorchSeed>,
+    /// Drops the weights that Philox 4×32-7 names for this seed, on every path and with any number of threads: word
+    /// `j % 4` of key `seed` and counter `(j / 4, i, h, b)` is of key j and query i of head h in sequence b (of packed
+    /// sequences, both counted through all of them, and b is 0). Without a seed, each call draws one.
+    #[methods(with)]
     pub(crate) dropout_philox_seed: Option<u64>,
+    /// Which implementation runs; [`Backend::Auto`] unless given.
+    #[methods(with)]
     pub(crate) backend: Backend,
+    /// In which order the context lies in memory; [`OutputOrder::Bhtd`] unless given.
+    #[methods(with)]
     pub(crate) output_order: OutputOrder,
+    /// The instruction set of the fused CPU kernel, for tests and comparisons; the fastest unless given. A call fails
+    /// if the processor lacks it.
+    #[methods(with)]
     pub(crate) cpu_tier: Option<Tier>,
-    /// Which key head a query head reads, if not `h / (H / H_kv)`.
+    // Which key head a query head reads, if not `h / (H / H_kv)`.
     pub(crate) groups: Option<HeadGroups>,
 }
 
 impl SdpaOptions {
-    /// The factor on q kᵀ; 1/sqrt(D) unless given.
-    pub fn with_scale(mut self, scale: f64) -> Self {
-        self.scale = Some(scale);
-        self
-    }
-
-    /// Bounds the scores to ±`softcap` by `softcap · tanh(score / softcap)`, as Gemma 2 does.
-    pub fn with_softcap(mut self, softcap: f64) -> Self {
-        self.softcap = Some(softcap);
-        self
-    }
-
     /// ALiBi: adds `-slope · |query position - key position|` to the scores, a slope for each query head (H,).
     /// See Press et al., <https://arxiv.org/abs/2108.12409>.
-    pub fn with_alibi_slopes(mut self, slopes: &Tensor) -> Self {
-        self.alibi_slopes = Some(slopes.clone());
-        self
+    pub fn with_alibi_slopes(self, slopes: &Tensor) -> Self {
+        Self { alibi_slopes: Some(slopes.clone()), ..self }
     }
 
     /// Attention sinks: a logit for each query head (H,) that joins the softmax and takes weight, but has no value
     /// (gpt-oss; Xiao et al., <https://arxiv.org/abs/2309.17453>). The weights of a query then sum to less than one.
-    pub fn with_sinks(mut self, sinks: &Tensor) -> Self {
-        self.sinks = Some(sinks.clone());
-        self
+    pub fn with_sinks(self, sinks: &Tensor) -> Self {
+        Self { sinks: Some(sinks.clone()), ..self }
     }
 
     /// The same without sinks: of several parts of the keys, attention to one has them.
-    pub fn without_sinks(mut self) -> Self {
-        self.sinks = None;
-        self
+    pub fn without_sinks(self) -> Self {
+        Self { sinks: None, ..self }
     }
 
     /// Those of some of the heads.
@@ -100,44 +103,14 @@ impl SdpaOptions {
     }
 
     /// Drops weights with probability `p` and divides the others by `1 - p`, if `train` is set.
-    pub fn with_dropout(mut self, p: f64, train: bool) -> Self {
-        self.dropout = p;
-        self.train = train;
-        self
-    }
-
-    /// Drops the weights that Philox 4×32-7 names for this seed, on every path and with any number of threads: word
-    /// `j % 4` of key `seed` and counter `(j / 4, i, h, b)` is of key j and query i of head h in sequence b (of packed
-    /// sequences, both counted through all of them, and b is 0). Without a seed, each call draws one.
-    pub fn with_dropout_philox_seed(mut self, seed: u64) -> Self {
-        self.dropout_philox_seed = Some(seed);
-        self
+    pub fn with_dropout(self, p: f64, train: bool) -> Self {
+        Self { dropout: p, train, ..self }
     }
 
     /// Draws the dropout mask from PyTorch's generator instead of the device's, for the same numbers as a PyTorch run.
     /// It takes a bit a weight, B·H·T_q·T_kv in all; of packed sequences, the reference path draws them.
-    pub fn with_dropout_seed(mut self, seed: &TorchSeed) -> Self {
-        self.dropout_seed = Some(seed.clone());
-        self
-    }
-
-    /// Which implementation runs; [`Backend::Auto`] unless given.
-    pub fn with_backend(mut self, backend: Backend) -> Self {
-        self.backend = backend;
-        self
-    }
-
-    /// In which order the context lies in memory; [`OutputOrder::Bhtd`] unless given.
-    pub fn with_output_order(mut self, order: OutputOrder) -> Self {
-        self.output_order = order;
-        self
-    }
-
-    /// The instruction set of the fused CPU kernel, for tests and comparisons; the fastest unless given. A call fails
-    /// if the processor lacks it.
-    pub fn with_cpu_tier(mut self, tier: Tier) -> Self {
-        self.cpu_tier = Some(tier);
-        self
+    pub fn with_dropout_seed(self, seed: &TorchSeed) -> Self {
+        Self { dropout_seed: Some(seed.clone()), ..self }
     }
 }
 

@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::quantized::QuantizedKv;
 use super::{HeadGroups, OutputOrder, PackedSequences, SdpaOptions};
-use crate::base::{FLOATS, accumulation_dtype, is_addressable};
+use crate::base::{FLOATS, accumulation_dtype, is_addressable, number};
 use crate::mask::AttentionMask;
 
 /// The dimensions of a call, by the letters of the glossary.
@@ -194,9 +194,7 @@ impl<'a> Call<'a> {
         if let Some(softcap) = options.softcap.filter(|softcap| !(least..=most).contains(softcap)) {
             bail!("[{op}] softcap is {softcap:?}, expected a finite number above zero in {dtype:?}")
         }
-        if !(0.0..=1.0).contains(&options.dropout) {
-            bail!("[{op}] dropout is {}, expected a probability from 0 to 1", options.dropout)
-        }
+        number::probability(op, "dropout", options.dropout)?;
         for (name, tensor) in [("alibi_slopes", &options.alibi_slopes), ("sinks", &options.sinks)] {
             let Some(tensor) = tensor else { continue };
             if tensor.dims() != [self.dims.h] {
