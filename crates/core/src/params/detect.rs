@@ -41,7 +41,7 @@ impl WeightLayout {
     /// If nothing there looks like attention, or nothing is there yet, as in a new `VarMap`; and where names and shapes
     /// leave two readings (a square plain parameter, a packed weight whose name is used for two row orders), an error
     /// that names both.
-    /// `weights::Checkpoint::detect` asks the checkpoint's own config too.
+    /// `candle_attention::weights::Checkpoint::detect` asks the checkpoint's own config too.
     pub fn detect(vb: &VarBuilder) -> Result<Self> {
         detect_with(vb, |_| false)
     }
