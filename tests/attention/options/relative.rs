@@ -185,7 +185,7 @@ fn calls_of_nothing_have_no_positions() -> Result<()> {
                 assert_eq!(layer.forward_with(input)?.dims(), [b, t_q, 12]);
             }
             let input = own().with_positions(&positions).with_cache(&mut cache);
-            assert_eq!(layer.forward_with_weights(input)?.context.dims(), [b, t_q, 12]);
+            assert_eq!(layer.forward_with_weights(input)?.output.dims(), [b, t_q, 12]);
         }
     }
     Ok(())

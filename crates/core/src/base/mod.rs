@@ -2,8 +2,8 @@
 
 mod dtype;
 mod nearest;
-mod options;
 pub(crate) mod number;
+mod options;
 pub(crate) mod rowwise;
 mod share;
 mod size;

@@ -5,11 +5,11 @@ use candle_nn::{Linear, VarBuilder};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
+use crate::base::Options;
 use crate::base::Source;
 use crate::base::accumulation_dtype;
 use crate::base::check_keys_and_values;
 use crate::base::fits_in_memory;
-use crate::base::Options;
 use crate::base::number;
 use crate::base::options;
 use crate::init::TorchSeed;
