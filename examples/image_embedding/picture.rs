@@ -79,22 +79,15 @@ impl Picture {
         }))
     }
 
-    /// With weights (rows, columns) over it, in colours from the darkest for none to the lightest for the largest.
+    /// With weights (rows, columns) over it, from black for none to white for the largest.
     pub fn with_heat(&self, weights: &[f32], grid: Size) -> Self {
         let heat = resample(weights, grid, self.size, BILINEAR);
         let most = heat.iter().copied().fold(f32::MIN_POSITIVE, f32::max);
-        let colour = |i: usize, part: f32| {
-            let colour = colorous::INFERNO.eval_continuous(part.into());
-            [colour.r, colour.g, colour.b][i]
+        let blend = |(x, heat): (&f32, &f32)| {
+            let light = 255.0 * (heat / most).clamp(0.0, 1.0);
+            (x * (1.0 - OPACITY) + light * OPACITY).round()
         };
-        let planes = [0, 1, 2].map(|i| {
-            let blend = |(x, heat): (&f32, &f32)| {
-                let part = (heat / most).clamp(0.0, 1.0);
-                (x * (1.0 - OPACITY) + f32::from(colour(i, part)) * OPACITY).round()
-            };
-            self.planes[i].iter().zip(&heat).map(blend).collect()
-        });
-        Self { size: self.size, planes }
+        self.map(self.size, |plane| plane.iter().zip(&heat).map(blend).collect())
     }
 }
 

@@ -1,7 +1,7 @@
 //! Random sequences that repeat, and how well a head copies from them.
 
+use candle_attention::TorchSeed;
 use candle_core::{Device, Result, Tensor};
-use rand_mt::Mt64;
 
 /// Words that the model knows, all alike to it.
 pub const WORDS: [&str; 64] = [
@@ -25,18 +25,18 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// The same for the same seed and step.
-    pub fn draw(size: usize, seed: u64, step: u64) -> Self {
-        let mut generator = Mt64::new_with_key([seed, step]);
-        let mut below = |n: usize| (generator.next_u64() % n as u64) as usize;
+    /// The same for the same seed and step, which is less than 2^32.
+    pub fn draw(size: usize, seed: u64, step: u64) -> Result<Self> {
+        let draws = TorchSeed::new((seed << 32) + step).rand((size, 1 + PERIODS[1]))?.to_vec2::<f32>()?;
+        let below = |draw: f32, n: usize| (draw * n as f32) as usize;
         let mut batch = Self { tokens: Vec::new(), periods: Vec::new() };
-        for _ in 0..size {
-            let period = PERIODS[0] + below(PERIODS[1] - PERIODS[0] + 1);
-            let block: Vec<_> = (0..period).map(|_| below(WORDS.len()) as u32).collect();
+        for row in draws {
+            let period = PERIODS[0] + below(row[0], PERIODS[1] - PERIODS[0] + 1);
+            let block: Vec<_> = row[1..=period].iter().map(|&draw| below(draw, WORDS.len()) as u32).collect();
             batch.tokens.push((0..LENGTH).map(|t| block[t % period]).collect());
             batch.periods.push(period);
         }
-        batch
+        Ok(batch)
     }
 
     pub fn ids(&self, device: &Device) -> Result<Tensor> {

@@ -17,7 +17,7 @@ const LEARNING_RATE: f64 = 2e-3;
 /// Steps over which the learning rate rises, at the start and after a checkpoint.
 const WARM_UP: usize = 50;
 /// The step of the sequences that measure; no training comes this far.
-const MEASURED: u64 = u64::MAX;
+const MEASURED: u64 = u32::MAX as u64;
 const HISTORY: &str = "history";
 
 pub struct Training {
@@ -56,7 +56,7 @@ impl Training {
         }
         let optimizer =
             AdamW::new(variables.values().cloned().collect(), ParamsAdamW { lr: 0.0, ..Default::default() })?;
-        let measured = Batch::draw(BATCH, seed, MEASURED);
+        let measured = Batch::draw(BATCH, seed, MEASURED)?;
         Ok(Self { model, variables, optimizer, measured, seed, warmth: 0, history: Vec::new() })
     }
 
@@ -91,7 +91,7 @@ impl Training {
     pub fn step(&mut self, step: usize) -> Result<()> {
         self.warmth += 1;
         self.optimizer.set_learning_rate(LEARNING_RATE * (self.warmth as f64 / WARM_UP as f64).min(1.0));
-        let batch = Batch::draw(BATCH, self.seed, step as u64);
+        let batch = Batch::draw(BATCH, self.seed, step as u64)?;
         let (logits, next) = self.logits(&batch)?;
         self.optimizer.backward_step(&loss::cross_entropy(&logits, &next)?)
     }
