@@ -1,26 +1,21 @@
 //! The command line.
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::{Parser, ValueEnum};
 
-use crate::common::{DeviceChoice, Precision};
+use crate::common::ModelArgs;
 
 /// Generates text with a decoder: Llama, Gemma, DeepSeek, GPT-OSS, GPT-2, Falcon and others.
 ///
 /// Text goes to stdout as it is made, everything else to stderr. Prompts are given to the model as they are: a chat
-/// template is yours to apply.
+/// template is yours to apply. --model takes a GGUF file too, which has config, tokenizer and weights.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "causal_lm")]
 pub struct Args {
-    /// A folder with config.json, weights (safetensors or .bin, whole or in shards) and, for text, tokenizer.json; or a
-    /// GGUF file, which has all of them
-    #[arg(long, value_name = "PATH", required_unless_present = "model_id", conflicts_with = "model_id")]
-    pub model: Option<PathBuf>,
-
-    /// A checkpoint of the Hugging Face hub, `organisation/name[@revision]` (needs `--features hub`)
-    #[arg(long, value_name = "ID")]
-    pub model_id: Option<String>,
+    #[command(flatten)]
+    pub model: ModelArgs,
 
     /// Text to go on from; several are one batch
     #[arg(long, value_name = "TEXT", required_unless_present = "ids", conflicts_with = "ids")]
@@ -51,21 +46,13 @@ pub struct Args {
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
 
-    /// Where to compute
-    #[arg(long, value_enum, default_value_t = DeviceChoice::Cpu)]
-    pub device: DeviceChoice,
-
-    /// The type of weights and activations
-    #[arg(long, value_enum, default_value_t = Precision::F32)]
-    pub dtype: Precision,
-
     /// The type of cached keys and values; that of the activations unless given
     #[arg(long, value_enum)]
     pub kv_cache: Option<KvCache>,
 
     /// Prompt tokens that go through the model at a time
-    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = chunk)]
-    pub chunk: usize,
+    #[arg(long, value_name = "N", default_value = "2048")]
+    pub chunk: NonZeroUsize,
 }
 
 /// One prompt as ids.
@@ -97,12 +84,5 @@ fn probability(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(p) if p > 0.0 && p <= 1.0 => Ok(p),
         _ => Err("expected a number above 0 and up to 1".into()),
-    }
-}
-
-fn chunk(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(chunk) if chunk > 0 => Ok(chunk),
-        _ => Err("expected a number of tokens above 0".into()),
     }
 }

@@ -15,7 +15,7 @@ use candle_nn::var_builder::{ShardedSafeTensors, ShardedVarBuilder};
 use serde_json::Value;
 
 use crate::args::Args;
-use crate::common::{checkpoint, read_json};
+use crate::common::read_json;
 use crate::model::weights::{Divided, part_of};
 use crate::model::{GgufPart, GgufWeights};
 
@@ -26,15 +26,14 @@ pub enum Files {
 
 impl Files {
     pub fn open(args: &Args, device: &Device) -> Result<Self> {
-        let (model, id) = (args.model.as_deref(), args.model_id.as_deref());
-        match model {
-            Some(_) if args.dtype.dtype() != DType::F32 && model.is_some_and(Path::is_file) => {
+        match &args.model.model {
+            Some(path) if path.is_file() && args.model.dtype != DType::F32 => {
                 bail!(
                     "[causal_lm] a GGUF file has its own types of weights and computes in f32, expected no other --dtype"
                 )
             }
             Some(path) if path.is_file() => Ok(Self::Gguf(Gguf::open(path, device)?)),
-            _ => checkpoint("causal_lm", model, id, &["generation_config.json".to_string()]).map(Self::Folder),
+            _ => args.model.folder("causal_lm", &["generation_config.json"]).map(Self::Folder),
         }
     }
 

@@ -11,6 +11,7 @@ mod args;
 mod common;
 mod files;
 mod generate;
+#[allow(dead_code, reason = "what other examples use")]
 mod model;
 mod run;
 mod sampler;
@@ -18,5 +19,5 @@ mod sampler;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    common::main(|args: args::Args| run::run(&args, args.device.open()?, None))
+    common::main(|args: args::Args| run::run(&args, args.model.device.open()?, None))
 }

@@ -9,7 +9,7 @@ use candle_attention::text::{SimpleTokenizer, SpecialTokens};
 use candle_core::{Device, Error, Result, bail};
 
 use crate::args::{Args, KvCache};
-use crate::common;
+use crate::common::with_bar;
 use crate::files::Files;
 use crate::generate::{Options, generate, padded};
 use crate::model::CausalLm;
@@ -26,17 +26,12 @@ pub fn run(args: &Args, device: Device, processes: Option<Rc<dyn Processes>>) ->
     };
     let json = files.config()?;
     let writes = processes.as_ref().is_none_or(|processes| processes.shard().rank() == 0);
-    let mut weights = Weights::from(files.var_builder(args.dtype.dtype(), &device)?);
+    let mut weights = Weights::from(files.var_builder(args.model.dtype, &device)?);
     if let Some(processes) = processes {
-        let vb = files.sharded_var_builder(args.dtype.dtype(), &device)?;
+        let vb = files.sharded_var_builder(args.model.dtype, &device)?;
         weights = weights.shared(Share { vb, processes });
     }
-    let bar = common::bar("loading", "blocks");
-    let model = CausalLm::load(&json, weights, files.gguf(), |layer, layers| {
-        bar.set_length(layers as u64);
-        bar.set_position(layer as u64);
-    })?;
-    bar.finish_and_clear();
+    let model = with_bar("loading", "blocks", |loaded| CausalLm::load(&json, weights, files.gguf(), loaded))?;
 
     if let Some(path) = &args.logits {
         write_logits(&model, &prompts, writes.then_some(path), &device)?;
@@ -52,7 +47,7 @@ pub fn run(args: &Args, device: Device, processes: Option<Rc<dyn Processes>>) ->
         seed: args.seed,
         max_tokens: args.max_tokens.unwrap_or(100),
         end: files.end_tokens(&json)?,
-        chunk: args.chunk,
+        chunk: args.chunk.get(),
         device,
     };
     let mut out: Box<dyn Write> = if writes { Box::new(std::io::stdout().lock()) } else { Box::new(std::io::sink()) };

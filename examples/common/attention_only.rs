@@ -56,11 +56,21 @@ impl AttentionOnly {
         self.head.forward(&self.norm.forward(&xs)?)
     }
 
+    pub fn attention(&self, layer: usize) -> Option<&MultiHeadAttention> {
+        self.blocks.get(layer).map(|block| &block.attention)
+    }
+
+    /// What the attention of a layer gets (B, T, E) for ids (B, T).
+    pub fn attention_input(&self, ids: &Tensor, layer: usize) -> Result<Tensor> {
+        let xs = self.blocks[..layer].iter().try_fold(self.embedding.forward(ids)?, |xs, block| block.forward(&xs))?;
+        self.blocks[layer].norm.forward(&xs)
+    }
+
     /// What the last layer attends to: weights (B, H, T, T).
     pub fn attention_weights(&self, ids: &Tensor) -> Result<Tensor> {
-        let Some((last, before)) = self.blocks.split_last() else { bail!("a model has at least one layer") };
-        let xs = before.iter().try_fold(self.embedding.forward(ids)?, |xs, block| block.forward(&xs))?;
-        Ok(last.attention.forward_with_weights(AttentionInput::new(&last.norm.forward(&xs)?))?.weights)
+        let last = self.blocks.len() - 1;
+        let input = self.attention_input(ids, last)?;
+        Ok(self.blocks[last].attention.forward_with_weights(AttentionInput::new(&input))?.weights)
     }
 }
 

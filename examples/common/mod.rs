@@ -1,4 +1,4 @@
-//! What examples of whole models share: the command line, where and in which type to compute, and a checkpoint's files.
+//! What examples share: the command line, where a model is and how it computes, a bar, and what is printed.
 
 mod command_line;
 
@@ -7,10 +7,71 @@ pub use command_line::*;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
+use candle_attention::weights::Checkpoint;
 use candle_core::{DType, Device, Error, Result, bail};
-use clap::ValueEnum;
+use candle_nn::VarBuilder;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
+
+/// Where a model is, and how it computes.
+#[derive(Debug, Clone, Args)]
+pub struct ModelArgs {
+    /// A folder with config.json, weights (safetensors or .bin) and, for text, tokenizer.json
+    #[arg(long, value_name = "PATH", conflicts_with = "model_id")]
+    pub model: Option<PathBuf>,
+
+    /// A checkpoint of the Hugging Face hub, `organisation/name[@revision]` (needs `--features hub`)
+    #[arg(long, value_name = "ID")]
+    pub model_id: Option<String>,
+
+    /// Where to compute
+    #[arg(long, value_enum, default_value_t = DeviceChoice::Cpu)]
+    pub device: DeviceChoice,
+
+    /// The type of weights and activations
+    #[arg(long, default_value = "f32", value_parser = PossibleValuesParser::new(DTYPES).try_map(|name| name.parse::<DType>()))]
+    pub dtype: DType,
+}
+
+const DTYPES: [&str; 4] = ["f32", "bf16", "f16", "f64"];
+
+impl ModelArgs {
+    pub fn is_given(&self) -> bool {
+        self.model.is_some() || self.model_id.is_some()
+    }
+
+    /// The folder of --model, or where the hub's cache has --model-id with some more files; its name is the commit then.
+    pub fn folder(&self, example: &str, files: &[&str]) -> Result<PathBuf> {
+        let folder = match (&self.model, &self.model_id) {
+            (Some(folder), _) => folder.clone(),
+            (None, Some(id)) => fetch(example, id, files)?,
+            (None, None) => bail!("[{example}] expected --model or --model-id"),
+        };
+        if !folder.join("config.json").is_file() {
+            bail!("[{example}] {} has no config.json", folder.display())
+        }
+        Ok(folder)
+    }
+
+    /// What is in [`folder`](Self::folder).
+    pub fn open(&self, example: &str, files: &[&str]) -> Result<Files> {
+        let folder = self.folder(example, files)?;
+        let config = read_json(example, &folder.join("config.json"))?;
+        let vb = Checkpoint::open(&folder)?.var_builder(self.dtype, &self.device.open()?)?;
+        Ok(Files { folder, config, vb })
+    }
+}
+
+/// A checkpoint.
+pub struct Files {
+    pub folder: PathBuf,
+    /// config.json.
+    pub config: Value,
+    /// At the root of the weights.
+    pub vb: VarBuilder<'static>,
+}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum DeviceChoice {
@@ -41,46 +102,16 @@ impl DeviceChoice {
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Precision {
-    F32,
-    Bf16,
-    F16,
-}
-
-impl Precision {
-    pub fn dtype(self) -> DType {
-        match self {
-            Self::F32 => DType::F32,
-            Self::Bf16 => DType::BF16,
-            Self::F16 => DType::F16,
-        }
-    }
-}
-
-/// The folder of a checkpoint: that of --model, or where the hub's cache has --model-id with some more files.
-pub fn checkpoint(example: &str, model: Option<&Path>, model_id: Option<&str>, files: &[String]) -> Result<PathBuf> {
-    let folder = match (model, model_id) {
-        (Some(folder), _) => folder.to_path_buf(),
-        (None, Some(id)) => fetch(example, id, files)?,
-        (None, None) => bail!("[{example}] expected --model or --model-id"),
-    };
-    if !folder.join("config.json").is_file() {
-        bail!("[{example}] {} has no config.json", folder.display())
-    }
-    Ok(folder)
-}
-
-/// A checkpoint of the hub with some more files: its folder in the cache, whose name is the commit.
+/// A checkpoint of the hub with some more files: its folder in the cache.
 #[cfg(feature = "hub")]
-pub fn fetch(_: &str, id: &str, files: &[String]) -> Result<PathBuf> {
+pub fn fetch(_: &str, id: &str, files: &[&str]) -> Result<PathBuf> {
     let model = candle_attention::hub::HubModel::new(id)?;
     let files = files.iter().try_fold(model, |model, file| model.with_file(file))?.fetch()?;
     Ok(files.config.parent().unwrap_or(Path::new("")).to_path_buf())
 }
 
 #[cfg(not(feature = "hub"))]
-pub fn fetch(example: &str, _: &str, _: &[String]) -> Result<PathBuf> {
+pub fn fetch(example: &str, _: &str, _: &[&str]) -> Result<PathBuf> {
     bail!("--model-id needs the hub: run again with `cargo run --features hub --example {example} ..`")
 }
 
@@ -95,6 +126,17 @@ pub fn read_json(example: &str, path: &Path) -> Result<Value> {
 pub fn bar(doing: &str, of: &str) -> ProgressBar {
     let style = ProgressStyle::with_template(&format!("{doing} {{bar:40}} {{pos}}/{{len}} {of}"));
     ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+/// Runs what tells how many are done of how many, with a [`bar`].
+pub fn with_bar<T>(doing: &str, of: &str, run: impl FnOnce(&mut dyn FnMut(usize, usize)) -> Result<T>) -> Result<T> {
+    let bar = bar(doing, of);
+    let result = run(&mut |done, all| {
+        bar.set_length(all as u64);
+        bar.set_position(done as u64);
+    });
+    bar.finish_and_clear();
+    result
 }
 
 /// Writes a report at once; a reader that went away (`| head`) is no error.

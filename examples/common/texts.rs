@@ -1,25 +1,56 @@
-//! What examples over lists of texts share: the lines of a file, batches, and a text in a list.
+//! What examples over lists of texts share: where texts come from, how long they may be, and how one is shown in a list.
 
-use std::path::Path;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
 
-use candle_core::{Error, Result};
+use candle_core::{Error, Result, bail};
+use clap::Args;
+
+use crate::common::read_json;
 
 /// Characters of a text that are shown.
 const SHOWN: usize = 50;
+/// The file that says how many tokens a text may have.
+pub const TOKENIZER: &str = "tokenizer_config.json";
 
-/// The lines of a file that are not blank.
-pub fn lines(example: &str, path: &Path) -> Result<Vec<String>> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|error| Error::Msg(format!("[{example}] cannot read {}: {error}", path.display())))?;
-    Ok(text.lines().filter(|line| !line.trim().is_empty()).map(str::to_string).collect())
+/// Texts, and how they go through a model.
+#[derive(Debug, Args)]
+pub struct TextArgs {
+    /// Texts, in front of those of --file
+    #[arg(value_name = "TEXT", required_unless_present = "file")]
+    pub texts: Vec<String>,
+
+    /// A text file with a text on each line; blank lines count for none
+    #[arg(long, value_name = "FILE")]
+    pub file: Option<PathBuf>,
+
+    /// Texts that go through the model at a time
+    #[arg(long, value_name = "N", default_value = "32")]
+    pub batch: NonZeroUsize,
 }
 
-/// The size of a batch on the command line, of `what`.
-pub fn batch(text: &str, what: &str) -> std::result::Result<usize, String> {
-    match text.parse() {
-        Ok(batch) if batch > 0 => Ok(batch),
-        _ => Err(format!("expected a number of {what} above 0")),
+impl TextArgs {
+    /// The arguments, then the lines of the file.
+    pub fn read(&self, example: &str) -> Result<Vec<String>> {
+        let mut texts = self.texts.clone();
+        if let Some(path) = &self.file {
+            let text = std::fs::read_to_string(path)
+                .map_err(|error| Error::Msg(format!("[{example}] cannot read {}: {error}", path.display())))?;
+            texts.extend(text.lines().filter(|line| !line.trim().is_empty()).map(str::to_string));
+        }
+        if texts.is_empty() {
+            bail!("[{example}] there is no text")
+        }
+        Ok(texts)
     }
+}
+
+/// The most tokens that a checkpoint's tokenizer and the positions of its model take.
+pub fn max_tokens(example: &str, folder: &Path, positions: Option<usize>) -> Result<Option<usize>> {
+    let file = folder.join(TOKENIZER);
+    let said = if file.is_file() { read_json(example, &file)?["model_max_length"].as_u64() } else { None };
+    // Where there is no limit, the file has a number of thirty digits.
+    Ok(said.and_then(|most| usize::try_from(most).ok()).into_iter().chain(positions).min())
 }
 
 /// The beginning of a text, with what would move the cursor spelled out.

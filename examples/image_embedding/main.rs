@@ -5,21 +5,21 @@
 //! cargo run --release --example image_embedding -- --model path/to/dinov2-small cat.png --attention attention.png
 //! ```
 
-mod args;
 #[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "what other examples use")]
 mod common;
 mod model;
 mod picture;
 mod resample;
 
 use std::collections::HashMap;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
-use candle_attention::weights::Checkpoint;
 use candle_core::{Result, bail};
+use clap::Parser;
 
-use args::Args;
-use common::{checkpoint, read_json};
+use common::{Files, ModelArgs, read_json, with_bar};
 use model::{Encoder, Output};
 use picture::{Picture, Preprocessor};
 use resample::Size;
@@ -27,22 +27,45 @@ use resample::Size;
 const EXAMPLE: &str = "image_embedding";
 const PREPROCESSOR: &str = "preprocessor_config.json";
 
+/// Turns a picture into a vector with an encoder of images (ViT, DINOv2, CLIP), and shows what its class token attends
+/// to.
+///
+/// Size, crop and colours are as the checkpoint's preprocessor_config.json says.
+#[derive(Debug, Parser)]
+#[command(name = "image_embedding")]
+struct Args {
+    /// A picture, PNG
+    #[arg(value_name = "PNG")]
+    picture: PathBuf,
+
+    #[command(flatten)]
+    model: ModelArgs,
+
+    /// The layer whose attention is shown, from 1; the last unless given
+    #[arg(long, value_name = "N")]
+    layer: Option<usize>,
+
+    /// The head whose attention is shown, from 1; the mean of all unless given
+    #[arg(long, value_name = "N")]
+    head: Option<usize>,
+
+    /// Writes the picture as the model sees it, with the attention over it, as PNG
+    #[arg(long, value_name = "FILE")]
+    attention: Option<PathBuf>,
+
+    /// Writes the embedding (E,) in f32, and the weights (H, rows, columns) of the class token to patches
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+}
+
 fn main() -> ExitCode {
     common::main(|args| common::print(&run(&args)?))
 }
 
 fn run(args: &Args) -> Result<String> {
-    let folder = checkpoint(EXAMPLE, args.model.as_deref(), args.model_id.as_deref(), &[PREPROCESSOR.to_string()])?;
-    let json = read_json(EXAMPLE, &folder.join("config.json"))?;
+    let Files { folder, config, vb } = args.model.open(EXAMPLE, &[PREPROCESSOR])?;
     let preprocessor = Preprocessor::read(&read_json(EXAMPLE, &folder.join(PREPROCESSOR))?)?;
-    let device = args.device.open()?;
-    let vb = Checkpoint::open(&folder)?.var_builder(args.dtype.dtype(), &device)?;
-    let bar = common::bar("loading", "blocks");
-    let model = Encoder::load(&json, vb, |layer, layers| {
-        bar.set_length(layers as u64);
-        bar.set_position(layer as u64);
-    })?;
-    bar.finish_and_clear();
+    let model = with_bar("loading", "blocks", |loaded| Encoder::load(&config, vb, loaded))?;
 
     let original = Picture::open(&args.picture)?;
     let seen = preprocessor.apply(&original)?;
@@ -75,7 +98,7 @@ fn run(args: &Args) -> Result<String> {
          embedding  ({},) of length {length:.4}\n\
          attention  of the class token in layer {layer}, {of}: {} to patches,\n           \
          most to row {}, column {} ({})\n",
-        json["model_type"].as_str().unwrap_or_default(),
+        config["model_type"].as_str().unwrap_or_default(),
         original.size.columns,
         original.size.rows,
         seen.size.columns,

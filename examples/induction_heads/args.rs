@@ -1,5 +1,6 @@
 //! The command line.
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::Parser;
@@ -18,25 +19,18 @@ pub struct Args {
     pub resume: bool,
 
     /// The most steps of training
-    #[arg(long, value_name = "N", default_value_t = 3000, value_parser = positive)]
-    pub steps: usize,
+    #[arg(long, value_name = "N", default_value = "3000")]
+    pub steps: NonZeroUsize,
 
     /// The share of its weight that the best head puts on tokens after a previous copy before training ends
     #[arg(long, value_name = "SHARE", default_value_t = 0.95)]
     pub until: f64,
 
     /// Steps between two checkpoints
-    #[arg(long, value_name = "N", default_value_t = 50, value_parser = positive)]
-    pub save_every: usize,
+    #[arg(long, value_name = "N", default_value = "50")]
+    pub save_every: NonZeroUsize,
 
     /// Of the first weights and of all sequences
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
-}
-
-fn positive(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(number) if number > 0 => Ok(number),
-        _ => Err("expected a number above 0".into()),
-    }
 }

@@ -12,6 +12,7 @@
 
 mod args;
 #[path = "../common/attention_only.rs"]
+#[allow(dead_code, reason = "what `tokenize_attend` uses")]
 mod attention_only;
 #[path = "../common/mod.rs"]
 #[allow(dead_code, reason = "what other examples use")]
@@ -66,7 +67,7 @@ fn run(args: &Args) -> Result<()> {
 /// Trains until a head has formed or the steps are over.
 fn train(training: &mut Training, args: &Args) -> Result<()> {
     let bar = common::bar("training", "steps");
-    bar.set_length(args.steps as u64);
+    bar.set_length(args.steps.get() as u64);
     let say = |text: &str| bar.suspend(|| common::print(text));
     say(" step   loss  copied  on the token after the previous copy\n")?;
     let mut step = training.next_step();
@@ -75,11 +76,11 @@ fn train(training: &mut Training, args: &Args) -> Result<()> {
         say(&row(training.measure(step)?))?;
     }
     let mut has_formed = training.history.last().is_some_and(|last| f64::from(last.induction) >= args.until);
-    while step < args.steps && !has_formed {
+    while step < args.steps.get() && !has_formed {
         training.step(step)?;
         step += 1;
         bar.set_position(step as u64);
-        if step.is_multiple_of(args.save_every) || step == args.steps {
+        if step.is_multiple_of(args.save_every.get()) || step == args.steps.get() {
             let measured = training.measure(step)?;
             has_formed = f64::from(measured.induction) >= args.until;
             say(&row(measured))?;

@@ -5,7 +5,6 @@ use std::thread;
 
 use candle_attention::text::SimpleTokenizer;
 use candle_core::{DType, Result, Tensor, bail};
-use indicatif::ProgressBar;
 
 use crate::model::Encoder;
 use crate::recipe::{Pooling, Recipe};
@@ -33,13 +32,13 @@ pub struct Embedder<'a> {
 }
 
 impl Embedder<'_> {
-    /// The vectors of the sentences, which are tokenised on another thread while the model computes.
+    /// The vectors of the sentences, which are tokenised on another thread while the model computes; `done` is told how
+    /// many of them there are.
     ///
     /// # Errors
     /// As the model, and for a sentence without a token.
-    pub fn embed(&self, sentences: &[String], bar: &ProgressBar) -> Result<Embeddings> {
+    pub fn embed(&self, sentences: &[String], done: &mut dyn FnMut(usize, usize)) -> Result<Embeddings> {
         let &Self { model, tokenizer, recipe, batch } = self;
-        bar.set_length(sentences.len() as u64);
         let (mut vectors, mut lens, mut cut) = (Vec::new(), Vec::new(), 0);
         thread::scope(|scope| {
             let (sender, batches) = mpsc::sync_channel(READY);
@@ -62,7 +61,7 @@ impl Embedder<'_> {
                     start += len;
                 }
                 cut += tokens.cut;
-                bar.inc(texts.len() as u64);
+                done(lens.len(), sentences.len());
             }
             Ok::<_, candle_core::Error>(())
         })?;

@@ -6,10 +6,11 @@
 //!     "A man is eating food." "Someone eats a meal." "The sky is blue."
 //! ```
 
-mod args;
 #[path = "../common/mod.rs"]
+#[allow(dead_code, reason = "what other examples use")]
 mod common;
 mod embed;
+#[allow(dead_code, reason = "what other examples use")]
 mod model;
 mod recipe;
 mod report;
@@ -21,41 +22,57 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use candle_attention::text::SimpleTokenizer;
-use candle_attention::weights::Checkpoint;
 use candle_core::{Error, Result, Tensor, bail};
+use clap::Parser;
 
-use args::Args;
-use common::{checkpoint, fetch, read_json};
+use common::{Files, ModelArgs, fetch, with_bar};
 use embed::{Embedder, Embeddings};
 use model::Encoder;
 use recipe::{EXAMPLE, Pooling, Recipe};
+use texts::TextArgs;
+
+/// Turns sentences into vectors with an encoder of BERT's family, and shows how similar they are.
+///
+/// Pooling, normalisation and the longest input are as the checkpoint's sentence-transformers files say (modules.json and
+/// what it names); a checkpoint without them gets the mean over tokens, normalised.
+#[derive(Debug, Parser)]
+#[command(name = "sentence_embedding")]
+struct Args {
+    #[command(flatten)]
+    sentences: TextArgs,
+
+    #[command(flatten)]
+    model: ModelArgs,
+
+    /// Writes the embeddings (N, E) in f32, in the order of the sentences, which stand in the metadata as a JSON list
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+}
 
 fn main() -> ExitCode {
     common::main(|args| common::print(&run(&args)?))
 }
 
 fn run(args: &Args) -> Result<String> {
-    let sentences = sentences(args)?;
-    let device = args.device.open()?;
-    let folder = folder(args)?;
-    let json = read_json(EXAMPLE, &folder.join("config.json"))?;
-    let vb = Checkpoint::open(&folder)?.var_builder(args.dtype.dtype(), &device)?;
-    let bar = common::bar("loading", "blocks");
-    let model = Encoder::load(&json, vb, |layer, layers| {
-        bar.set_length(layers as u64);
-        bar.set_position(layer as u64);
-    })?;
-    bar.finish_and_clear();
-
+    let sentences = args.sentences.read(EXAMPLE)?;
+    let Files { mut folder, config, vb } = args.model.open(EXAMPLE, &recipe::FILES)?;
+    if let Some(id) = &args.model.model_id {
+        // The files that modules.json names, of the same commit.
+        let (id, commit) = (id.split('@').next().unwrap_or(id), folder.file_name().unwrap_or_default());
+        let files = recipe::module_files(&folder)?;
+        let files: Vec<_> = files.iter().map(String::as_str).collect();
+        folder = fetch(EXAMPLE, &format!("{id}@{}", commit.display()), &files)?;
+    }
+    let model = with_bar("loading", "blocks", |loaded| Encoder::load(&config, vb, loaded))?;
     let recipe = Recipe::read(&folder, model.max_tokens())?;
     let mut tokenizer = SimpleTokenizer::from_file(folder.join("tokenizer.json"))?;
     if let Some(max_tokens) = recipe.max_tokens {
         tokenizer = tokenizer.with_truncation(max_tokens)?;
     }
-    let embedder = Embedder { model: &model, tokenizer: &tokenizer, recipe: &recipe, batch: args.batch };
-    let bar = common::bar("embedding", "sentences");
-    let Embeddings { vectors, lens, cut } = embedder.embed(&sentences, &bar)?;
-    bar.finish_and_clear();
+    let batch = args.sentences.batch.get();
+    let embedder = Embedder { model: &model, tokenizer: &tokenizer, recipe: &recipe, batch };
+    let Embeddings { vectors, lens, cut } =
+        with_bar("embedding", "sentences", |done| embedder.embed(&sentences, done))?;
     if let Some(path) = &args.out {
         write_vectors(&vectors, &sentences, path)?;
     }
@@ -69,7 +86,7 @@ fn run(args: &Args) -> Result<String> {
     let (shortest, longest) = (lens.iter().min().unwrap_or(&0), lens.iter().max().unwrap_or(&0));
     let most = recipe.max_tokens.map_or(String::new(), |most| format!(", {cut} cut at {most}"));
     let prompt = if recipe.prompt.is_empty() { String::new() } else { format!(", each after {:?}", recipe.prompt) };
-    let model_type = json["model_type"].as_str().unwrap_or_default();
+    let model_type = config["model_type"].as_str().unwrap_or_default();
     Ok(format!(
         "model       {model_type}, {layers} layers of width {width}\n\
          pooling     {pooling}{normalized} ({})\n\
@@ -80,32 +97,6 @@ fn run(args: &Args) -> Result<String> {
         vectors.dims2()?,
         report::similarity(&vectors, &sentences)?
     ))
-}
-
-/// The folder of the checkpoint, which has a tokenizer and, from the hub, the files that its modules.json names.
-fn folder(args: &Args) -> Result<PathBuf> {
-    let (model, id) = (args.model.as_deref(), args.model_id.as_deref());
-    let mut folder = checkpoint(EXAMPLE, model, id, &recipe::FILES.map(str::to_string))?;
-    if let Some(id) = id {
-        let (id, commit) = (id.split('@').next().unwrap_or(id), folder.file_name().unwrap_or_default());
-        folder = fetch(EXAMPLE, &format!("{id}@{}", commit.display()), &recipe::module_files(&folder)?)?;
-    }
-    if !folder.join("tokenizer.json").is_file() {
-        bail!("[{EXAMPLE}] {} has no tokenizer.json", folder.display())
-    }
-    Ok(folder)
-}
-
-/// The arguments, then the lines of the file.
-fn sentences(args: &Args) -> Result<Vec<String>> {
-    let mut sentences = args.sentences.clone();
-    if let Some(path) = &args.file {
-        sentences.extend(texts::lines(EXAMPLE, path)?);
-    }
-    if sentences.is_empty() {
-        bail!("[{EXAMPLE}] there is no sentence")
-    }
-    Ok(sentences)
 }
 
 fn write_vectors(vectors: &Tensor, sentences: &[String], path: &Path) -> Result<()> {

@@ -5,8 +5,8 @@
 
 use candle_attention::text::EmbeddingLayer;
 use candle_attention::{
-    AttentionInput, LayerNorm, MultiHeadAttention, PackedGatedLinear, PackedLinear, PackedSequences, hf, layer_norm,
-    packed_linear_b,
+    AttentionInput, AttentionMask, LayerNorm, MultiHeadAttention, PackedGatedLinear, PackedLinear, PackedSequences, hf,
+    layer_norm, packed_linear_b,
 };
 use candle_core::{Module, Result, Tensor, bail};
 use candle_nn::{Activation, Embedding, LayerNormConfig, VarBuilder, seq};
@@ -218,15 +218,23 @@ struct Block {
 }
 
 impl Block {
-    fn forward(&self, xs: &Tensor, sequences: &PackedSequences) -> Result<Tensor> {
-        let attend = |input: &Tensor| {
-            self.attention.forward_with(AttentionInput::new(input).with_packed(sequences).with_residual(xs))
-        };
+    /// What attention gets.
+    fn attention_input(&self, xs: &Tensor) -> Result<Tensor> {
+        if self.norms_first { optional(&self.attention_norm, xs) } else { Ok(xs.clone()) }
+    }
+
+    /// Attention is `attend` of the layer and its input.
+    fn forward(
+        &self,
+        xs: &Tensor,
+        attend: impl FnOnce(&MultiHeadAttention, AttentionInput) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let input = self.attention_input(xs)?;
+        let xs = attend(&self.attention, AttentionInput::new(&input).with_residual(xs))?;
         if self.norms_first {
-            let xs = attend(&optional(&self.attention_norm, xs)?)?;
             return self.mlp.forward_with_residual(&self.mlp_norm.forward(&xs)?, &xs);
         }
-        let xs = optional(&self.attention_norm, &attend(xs)?)?;
+        let xs = optional(&self.attention_norm, &xs)?;
         self.mlp_norm.forward(&self.mlp.forward_with_residual(&xs, &xs)?)
     }
 }
@@ -351,6 +359,27 @@ impl Encoder {
         })
     }
 
+    /// Whether the model of a `config.json` is one of these.
+    pub fn is_one(json: &Value) -> bool {
+        Family::of(json).is_ok()
+    }
+
+    /// The attention of a layer.
+    pub fn attention(&self, layer: usize) -> Option<&MultiHeadAttention> {
+        self.blocks.get(layer).map(|block| &block.attention)
+    }
+
+    /// What the attention of a layer gets (B, T, E) for ids (B, T); the mask hides padding.
+    pub fn attention_input(&self, ids: &Tensor, mask: &AttentionMask, layer: usize) -> Result<Tensor> {
+        let texts = ids.to_vec2::<u32>()?;
+        let xs = self.embed(&texts.iter().map(Vec::as_slice).collect::<Vec<_>>(), &[])?;
+        let mut xs = xs.reshape((ids.dim(0)?, ids.dim(1)?, ()))?;
+        for block in &self.blocks[..layer] {
+            xs = block.forward(&xs, |attention, input| attention.forward_with(input.with_mask(mask)))?;
+        }
+        self.blocks[layer].attention_input(&xs)
+    }
+
     /// The number of blocks, and the width E.
     pub fn size(&self) -> Result<(usize, usize)> {
         Ok((self.blocks.len(), self.words.embeddings().dim(1)?))
@@ -370,6 +399,15 @@ impl Encoder {
     pub fn forward_in_segments(&self, texts: &[&[u32]], segments: &[u32]) -> Result<Tensor> {
         let lens: Vec<_> = texts.iter().map(|ids| ids.len()).collect();
         let sequences = PackedSequences::from_lens(&lens, &lens)?;
+        let mut xs = self.embed(texts, segments)?;
+        for block in &self.blocks {
+            xs = block.forward(&xs, |attention, input| attention.forward_with(input.with_packed(&sequences)))?;
+        }
+        optional(&self.last_norm, &xs)
+    }
+
+    /// The input (total, E) of the first block.
+    fn embed(&self, texts: &[&[u32]], segments: &[u32]) -> Result<Tensor> {
         let mut xs = self.words.forward(&Tensor::new(texts.concat(), self.words.embeddings().device())?)?;
         if let Some(positions) = &self.positions {
             xs = (xs + positions.of(texts)?)?;
@@ -384,11 +422,7 @@ impl Encoder {
                 false => (xs + table.forward(&Tensor::new(segments, vectors.device())?)?)?,
             };
         }
-        xs = self.embedding_norm.forward(&xs)?;
-        for block in &self.blocks {
-            xs = block.forward(&xs, &sequences)?;
-        }
-        optional(&self.last_norm, &xs)
+        self.embedding_norm.forward(&xs)
     }
 }
 

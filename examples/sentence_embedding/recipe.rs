@@ -7,11 +7,11 @@ use candle_core::{Result, bail};
 use serde_json::Value;
 
 use crate::common::read_json;
+use crate::texts::{TOKENIZER, max_tokens};
 
 pub const EXAMPLE: &str = "sentence_embedding";
 const MODULES: &str = "modules.json";
 const PROMPTS: &str = "config_sentence_transformers.json";
-const TOKENIZER: &str = "tokenizer_config.json";
 /// The names that sentence-transformers has given the settings of its first module.
 const SETTINGS: [&str; 3] =
     ["sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json"];
@@ -45,12 +45,7 @@ impl Recipe {
         let settings = SETTINGS.iter().map(|name| optional(folder, name)).find(|json| !matches!(json, Ok(Value::Null)));
         let settings = settings.transpose()?.unwrap_or(Value::Null);
         let max_tokens = match &settings["max_seq_length"] {
-            Value::Null => {
-                // Where there is no limit, the file has a number of thirty digits.
-                let tokenizer = &optional(folder, TOKENIZER)?["model_max_length"];
-                let most = tokenizer.as_u64().and_then(|most| usize::try_from(most).ok());
-                most.into_iter().chain(positions).min()
-            }
+            Value::Null => max_tokens(EXAMPLE, folder, positions)?,
             most => match most.as_u64() {
                 Some(most) if most > 0 => usize::try_from(most).ok(),
                 _ => bail!("[{EXAMPLE}] max_seq_length is {most}, expected a number of tokens"),

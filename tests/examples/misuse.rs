@@ -6,59 +6,55 @@ use crate::process::run;
 const TABLE: &[(&[&str], i32, &str)] = &[
     (&[], 2, "the following required arguments were not provided: <TEXTS>..."),
     (&["hello", "--bogus"], 2, "unexpected argument '--bogus' found"),
-    (&["hello", "--dtype", "f99"], 2, "expected f32, f16, bf16 or f64"),
+    (&["hello", "--dtype", "f99"], 2, "possible values: f32, bf16, f16, f64"),
     (&["hello", "--device", "tpu"], 2, "invalid value 'tpu' for '--device"),
-    (&["hello", "--head", "-1"], 2, "'-1'"),
     (&["hello", "--layout", "book"], 2, "--weights"),
     (&["hello", "--weights", "a", "--model", "b"], 2, "cannot be used with"),
     (&["hello", "--layout", "buch", "--weights", "a"], 2, "unknown layout \"buch\", expected one of: canonical, book,"),
     (
         &["hello world how are you?", "--model", "frontend_48"],
         1,
-        "error: word 5, \"you?\", is not in the tokenizer's vocabulary: did you mean \"you\"? --punctuation splits punctuation off",
+        "error: [tokenizer] word 5, \"you?\", is not in the vocabulary: did you mean \"you\"?",
     ),
-    (&["Hello", "--model", "frontend_48"], 1, "did you mean \"hello\"? --tokenizer gives another tokenizer"),
+    (&["Hello", "--model", "frontend_48"], 1, "did you mean \"hello\"?"),
     (&["zzzz", "--model", "frontend_48"], 1, "its words begin with \"<pad>\", \"hello\", \"world\", \"how\""),
-    (&[""], 1, "text 1 is empty; give at least one word"),
-    (&["hello", "  "], 1, "text 2 is empty; give at least one word"),
-    (&["hello", "you nowhere", "--model", "frontend_48"], 1, "word 2 of text 2, \"nowhere\", is"),
-    (&["hello", "--head", "16"], 1, "--head 16 is out of range: there are 16, numbered from 0"),
-    (&["hello", "--layer", "1"], 1, "--layer 1 is out of range: there are 1, numbered from 0"),
+    (&[""], 1, "[tokenize_attend] expected texts of at least one word"),
+    (&["hello", "  "], 1, "[tokenize_attend] expected texts of at least one word"),
+    (&["hello", "you nowhere", "--model", "frontend_48"], 1, "word 2, \"nowhere\", is not in the vocabulary"),
     (
         &["hello", "--model", "induction_heads", "--layer", "2"],
         1,
-        "--layer 2 is out of range: there are 2, numbered from 0",
+        "induction_heads, layer 2 is none of multi-head attention",
     ),
-    (
-        &["hello", "--model", "nowhere"],
-        1,
-        "--model: there is no folder nowhere here or in models/, which has additive_mask, batched_matmul",
-    ),
-    (&["hello", "--model", "src"], 1, "give a folder with a config.json"),
+    (&["hello", "--model", "nowhere"], 1, "models/nowhere has no config.json"),
+    (&["hello", "--model", "src"], 1, "[tokenize_attend] src has no config.json"),
     (&["hello", "--weights", "nowhere.safetensors"], 1, "cannot read nowhere.safetensors"),
     (&["hello", "--weights", "README.md"], 1, "README.md is neither a safetensors file nor a .pth file"),
     (&["hello", "--weights", "models/d2l_additive/model.safetensors"], 1, "AdditiveAttention"),
     (
         &["hello", "--weights", "models/book_mha/model.safetensors"],
         1,
-        "does not tell the number of heads; say it with --heads",
+        "[weights] shapes do not tell the number of heads",
     ),
     (
         &["hello", "--weights", "models/book_mha/model.safetensors", "--heads", "0"],
         1,
-        "--heads 0: [weights] shapes do not tell",
+        "[weights] shapes do not tell the number of heads; give num_heads (at least 1)",
     ),
     (
         &["hello", "--weights", "models/book_mha/model.safetensors", "--heads", "5"],
         1,
-        "--heads 5: [weights] the query projection has 2 rows, which is no multiple of 5",
+        "[weights] the query projection has 2 rows, which is no multiple of 5",
     ),
-    (&["hello", "--weights", "models/frontend_embedding/model.safetensors"], 1, "holds no attention layer"),
-    (&["hello", "--tokenizer", "nowhere.json"], 1, "nowhere.json"),
-    (&["hello", "--tokenizer", "README.md"], 1, "README.md"),
+    (
+        &["hello", "--weights", "models/frontend_embedding/model.safetensors"],
+        1,
+        "[tokenize_attend] no layer 0 in models/frontend_embedding/model.safetensors",
+    ),
     (&["hello world how are you ? hello", "--model", "book_mha"], 1, "7 positions are more than the context length 6"),
     #[cfg(feature = "plot")]
-    (&["hello", "--plot", "a.gif"], 1, "--plot: [heat_map] the extension of a.gif is \"gif\"; expected svg or png"),
+    (&["hello", "--plot", "a.gif"], 1, "[heat_map] the extension of a.gif is \"gif\"; expected svg or png"),
+    (&["hello", "hello", "--plot", "a.svg"], 1, "[tokenize_attend] --plot draws one text, found several"),
     #[cfg(not(feature = "plot"))]
     (&["hello", "--plot", "a.svg"], 1, "--features plot"),
     #[cfg(feature = "hub")]
@@ -98,7 +94,7 @@ fn help_is_no_error() {
     let run = run(&["--help"]);
     assert_eq!((run.code, run.stderr.as_str()), (Some(0), ""));
     for option in
-        ["--model", "--weights", "--model-id", "--tokenizer", "--device", "--dtype", "--causal", "--plot", "--json"]
+        ["--model", "--weights", "--model-id", "--heads", "--layout", "--layer", "--device", "--dtype", "--plot"]
     {
         assert!(run.stdout.contains(option), "{option} is not in the help");
     }

@@ -5,8 +5,6 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Mutex;
 
-use candle_core::{Device, Tensor};
-
 pub const SENTENCE: &str = "hello world how are you ?";
 
 /// What a run left behind.
@@ -71,29 +69,35 @@ pub fn run_example(example: &str, args: &[&str]) -> Run {
     }
 }
 
-/// A run that has to succeed, as the JSON it prints.
+/// A run of `tokenize_attend` that has to succeed.
 #[track_caller]
-pub fn json(args: &[&str]) -> serde_json::Value {
-    let run = run(&[args, &["--json"]].concat());
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
-    assert_eq!(run.stderr, "");
-    serde_json::from_str(&run.stdout).expect("--json prints JSON")
+pub fn shown(args: &[&str]) -> Run {
+    let run = run(args);
+    assert_eq!((run.code, run.stderr.as_str()), (Some(0), ""), "{args:?}");
+    run
 }
 
-/// A nested list of numbers as a tensor.
-pub fn tensor(value: &serde_json::Value) -> Tensor {
-    fn walk(value: &serde_json::Value, depth: usize, dims: &mut Vec<usize>, flat: &mut Vec<f64>) {
-        match value.as_array() {
-            Some(list) => {
-                if dims.len() == depth {
-                    dims.push(list.len());
-                }
-                list.iter().for_each(|inner| walk(inner, depth + 1, dims, flat));
-            }
-            None => flat.push(value.as_f64().expect("a number")),
-        }
+impl Run {
+    /// What is said after a name at the beginning of a line.
+    #[track_caller]
+    pub fn line(&self, name: &str) -> &str {
+        let line = self.stdout.lines().find(|line| line.split(' ').next() == Some(name));
+        line.unwrap_or_else(|| panic!("no line {name:?} in\n{}", self.stdout))[name.len()..].trim()
     }
-    let (mut dims, mut flat) = (Vec::new(), Vec::new());
-    walk(value, 0, &mut dims, &mut flat);
-    Tensor::from_vec(flat, dims, &Device::Cpu).expect("the list is regular")
+
+    /// The first numbers of the output.
+    pub fn first(&self) -> Vec<f64> {
+        let numbers = self.stdout.split("[0, 0, ..] = [").nth(1).and_then(|rest| rest.split(", ..]").next());
+        numbers.expect("the first numbers").split(", ").map(|n| n.parse().expect("a number")).collect()
+    }
+
+    /// The weights of each heat map, to two digits.
+    pub fn maps(&self) -> Vec<Vec<Vec<f64>>> {
+        let cell = |cell: &str| cell.trim_start_matches(['░', '▒', '▓', '█']).parse::<f64>();
+        let map = |map: &str| {
+            let rows = map.lines().skip(1).take_while(|line| !line.contains("blank is exactly 0"));
+            rows.map(|row| row.split_whitespace().skip(1).map(cell).collect::<Result<_, _>>().expect("cells")).collect()
+        };
+        self.stdout.split(" heads\n").skip(1).map(map).collect()
+    }
 }

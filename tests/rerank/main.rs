@@ -154,5 +154,5 @@ fn what_cannot_be_done_is_one_line() {
     assert_eq!(run(&folder("bert"), &[]).code, Some(2), "no passage");
     let empty = copy.path().join("empty.txt");
     fs::write(&empty, "\n").expect("a file");
-    assert!(said(&folder("bert"), &["--file", empty.to_str().expect("UTF-8")]).contains("there is no passage"));
+    assert!(said(&folder("bert"), &["--file", empty.to_str().expect("UTF-8")]).contains("there is no text"));
 }

@@ -18,15 +18,15 @@ fn fails(model: &Path, args: &[&str], message: &str) {
 #[test]
 fn a_command_line_that_says_too_little_or_nonsense_is_refused() {
     for (args, message) in [
-        (&["--batch", "0", "man"][..], "expected a number of sentences above 0"),
-        (&[], "<SENTENCE|--file <FILE>>"),
+        (&["--batch", "0", "man"][..], "number would be zero for non-zero type"),
+        (&[], "<TEXT|--file <FILE>>"),
         (&["man", "--model-id", "a/b"], "cannot be used with"),
-        (&["man", "--dtype", "f8"], "possible values: f32, bf16, f16"),
+        (&["man", "--dtype", "f8"], "possible values: f32, bf16, f16, f64"),
     ] {
         let run = run(&folder("bert"), args);
         assert_eq!(run.code, Some(2), "{args:?}");
         let text = run.stderr;
-        assert!(text.contains(message) || (args.is_empty() && text.contains("SENTENCE")), "{args:?}: {text}");
+        assert!(text.contains(message) || (args.is_empty() && text.contains("TEXT")), "{args:?}: {text}");
     }
 }
 
@@ -37,17 +37,17 @@ fn files_that_are_not_there_are_named() {
     let path = copy.path().display();
     fs::write(copy.path().join("blank.txt"), "\n  \n").unwrap();
     let blank = format!("{path}/blank.txt");
-    fails(copy.path(), &["--file", &blank], "[sentence_embedding] there is no sentence");
+    fails(copy.path(), &["--file", &blank], "[sentence_embedding] there is no text");
     fails(
         copy.path(),
         &["--file", "/nowhere.txt"],
         "[sentence_embedding] cannot read /nowhere.txt: No such file or directory (os error 2)",
     );
-    fs::remove_file(copy.path().join("1_Pooling/config.json")).unwrap();
     let absent = "No such file or directory (os error 2)";
+    fs::rename(copy.path().join("tokenizer.json"), copy.path().join("tokenizer")).unwrap();
+    fails(copy.path(), &["man"], &format!("[tokenizer] cannot read \"{path}/tokenizer.json\": {absent}"));
+    fs::remove_file(copy.path().join("1_Pooling/config.json")).unwrap();
     fails(copy.path(), &["man"], &format!("[sentence_embedding] cannot read {path}/1_Pooling/config.json: {absent}"));
-    fs::remove_file(copy.path().join("tokenizer.json")).unwrap();
-    fails(copy.path(), &["man"], &format!("[sentence_embedding] {path} has no tokenizer.json"));
 }
 
 /// A checkpoint, its file, a field of it, the value that it gets, and what is said of that.

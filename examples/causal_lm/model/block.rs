@@ -175,7 +175,7 @@ impl Loader<'_> {
 }
 
 pub struct Block {
-    before_attention: Option<Norm>,
+    pub before_attention: Option<Norm>,
     pub attention: Attention,
     after_attention: Option<Norm>,
     before_mlp: Option<Norm>,

@@ -14,7 +14,8 @@ pub mod weights;
 use std::ops::Range;
 
 use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionInput, HeadShard, MultiHeadAttention, PackedLinear, RopeScaling,
+    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, HeadShard, MultiHeadAttention, PackedLinear,
+    RopeScaling,
 };
 use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor, bail};
 use candle_nn::{Embedding, VarBuilder};
@@ -210,6 +211,14 @@ impl CausalLm {
         self.blocks.iter().map(|block| &block.attention)
     }
 
+    /// That of one layer, if it is no latent one.
+    pub fn attention(&self, layer: usize) -> Option<&MultiHeadAttention> {
+        match self.attentions().nth(layer)? {
+            Attention::MultiHead(attention) => Some(attention),
+            Attention::Latent(_) => None,
+        }
+    }
+
     /// A cache for each block: `config` is told the block's own.
     pub fn caches(&self, config: impl Fn(AttentionCacheConfig) -> AttentionCacheConfig) -> Result<Vec<AttentionCache>> {
         self.attentions().map(|attention| AttentionCache::new(&config(attention.cache_config()))).collect()
@@ -247,6 +256,16 @@ impl CausalLm {
         }
         let rows: Vec<_> = positions.iter().map(|&position| (first + position.min(last)) as u32).collect();
         xs + learned.forward(&Tensor::from_vec(rows, ids.shape(), ids.device())?)?
+    }
+
+    /// What the attention of a layer gets (B, T, E) for ids (B, T) without a cache; the mask hides padding.
+    pub fn attention_input(&self, ids: &Tensor, mask: &AttentionMask, layer: usize) -> Result<Tensor> {
+        let (b, t) = ids.dims2()?;
+        let mut xs = self.embed(ids, &(0..b * t).map(|i| i % t).collect::<Vec<_>>(), t)?;
+        for block in &self.blocks[..layer] {
+            xs = block.forward(&xs, |attention, input| attention.forward(input.with_mask(mask)))?;
+        }
+        optional(&self.blocks[layer].before_attention, &xs)
     }
 
     /// Embeddings to hidden states (B, T, E), where `attend` gives the output of a layer, by its number, for an input.

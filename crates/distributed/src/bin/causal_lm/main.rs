@@ -14,6 +14,7 @@ mod files;
 #[path = "../../../../../examples/causal_lm/generate.rs"]
 mod generate;
 #[path = "../../../../../examples/causal_lm/model/mod.rs"]
+#[allow(dead_code, reason = "what examples use")]
 mod model;
 mod positions;
 #[path = "../../../../../examples/causal_lm/run.rs"]
@@ -33,6 +34,7 @@ use candle_core::{Device, Result, Tensor};
 use clap::{Parser, ValueEnum};
 
 use args::Args;
+use common::ModelArgs;
 use files::Files;
 use model::weights::Processes;
 
@@ -78,7 +80,8 @@ fn main() -> ExitCode {
 }
 
 fn run_in(args: DistributedArgs, mpi: &Rc<Mpi>) -> Result<()> {
-    let arguments = DistributedArgs { model: Args { model: None, ..args.model.clone() }, ..args };
+    let source = ModelArgs { model: None, ..args.model.model.clone() };
+    let arguments = DistributedArgs { model: Args { model: source, ..args.model.clone() }, ..args };
     check_same(&**mpi, "the arguments", format!("{arguments:?}").as_bytes())?;
     let files = Files::open(&args.model, &Device::Cpu)?;
     check_same(&**mpi, "config.json", files.config()?.to_string().as_bytes())?;
@@ -90,7 +93,7 @@ fn run_in(args: DistributedArgs, mpi: &Rc<Mpi>) -> Result<()> {
         }
     };
     check_same(&**mpi, "the names and shapes of tensors", tensors.as_bytes())?;
-    let device = args.model.device.open_at(mpi.device_number())?;
+    let device = args.model.model.device.open_at(mpi.device_number())?;
     let processes = mpi.for_device(&device)?;
     match args.divide {
         Divide::Heads => run::run(&args.model, device, Some(Rc::new(World(processes.clone()))))?,

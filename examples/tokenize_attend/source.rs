@@ -1,0 +1,111 @@
+//! A tokenizer, an attention layer and what stands before it, from the source that the command line names.
+
+use std::path::Path;
+
+use candle_attention::text::{EmbeddingConfig, EmbeddingLayer, PaddingSide, SimpleTokenizer, Split};
+use candle_attention::weights::Checkpoint;
+use candle_attention::{AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig, TorchSeed};
+use candle_core::{Context, Device, Error, Module, Result, Tensor};
+use serde_json::{Value, from_value};
+
+use crate::args::Args;
+use crate::attention_only::{AttentionOnly, AttentionOnlyConfig};
+use crate::common::Files;
+use crate::decoder::CausalLm;
+use crate::encoder::Encoder;
+
+pub struct Source {
+    pub tokenizer: SimpleTokenizer,
+    pub input: Input,
+    pub layer: MultiHeadAttention,
+    /// Where the weights and the input come from.
+    pub weights: String,
+    pub embedding: String,
+}
+
+/// Token ids (B, T) to the layer's input (B, T, E). The mask hides padding from what stands before the layer.
+type Input = Box<dyn Fn(&Tensor, &AttentionMask) -> Result<Tensor>>;
+
+impl Source {
+    pub fn open(args: &Args, device: &Device) -> Result<Self> {
+        match &args.weights {
+            Some(file) => Self::exported(args, file, None, device),
+            None if args.model.is_given() => Self::folder(args, device),
+            None => Self::tutorial(args, device),
+        }
+    }
+
+    /// The tutorial's own layer, its weights drawn in PyTorch's order: embedding first.
+    fn tutorial(args: &Args, device: &Device) -> Result<Self> {
+        let (tokenizer, drawn) = (tokenizer(args, None)?, "drawn as PyTorch draws them after torch.manual_seed(0)");
+        let vb = TorchSeed::new(0).var_builder(args.model.dtype, device);
+        let table = EmbeddingLayer::new(&EmbeddingConfig::new(tokenizer.vocab_size(), 1536), vb.clone())?;
+        let layer = MultiHeadAttention::new(&MultiHeadAttentionConfig::new(1536, 16).with_qkv_bias(true), vb)?;
+        Ok(Self { tokenizer, input: alone(table), layer, weights: drawn.into(), embedding: drawn.into() })
+    }
+
+    /// The layer in a file, which a `config.json` of `models/` describes, or else its names and shapes.
+    fn exported(args: &Args, file: &Path, config: Option<Value>, device: &Device) -> Result<Self> {
+        let (checkpoint, n) = (Checkpoint::open(file)?, args.layer.unwrap_or(0));
+        let layers = checkpoint.attention_layers();
+        let prefix = layers.get(n).with_context(|| format!("[tokenize_attend] no layer {n} in {}", file.display()))?;
+        let layout = args.layout.map_or_else(|| checkpoint.detect(prefix), Ok)?;
+        let cfg = match config {
+            Some(mut config) => from_value(config["layer"].take()).map_err(Error::wrap)?,
+            None => checkpoint.infer_config(prefix, layout, args.heads)?,
+        };
+        let root = checkpoint.var_builder(args.model.dtype, device)?;
+        let vb = if prefix.is_empty() { root } else { root.pp(prefix) };
+        let (own, embedding) = match vb.contains_tensor("embedding.weight") {
+            true => (vb.clone(), "the file's"),
+            false => (TorchSeed::new(0).var_builder(vb.dtype(), device), "drawn, since the weights hold none"),
+        };
+        let tokenizer = tokenizer(args, file.parent())?;
+        let table = EmbeddingLayer::new(&EmbeddingConfig::new(tokenizer.vocab_size(), cfg.embed_dim()), own)?;
+        let (layer, weights) = (MultiHeadAttention::load(&cfg, layout, vb)?, format!("{} ({layout})", file.display()));
+        Ok(Self { tokenizer, input: alone(table), layer, weights, embedding: embedding.into() })
+    }
+
+    /// A folder of `models/`, or a Hugging Face checkpoint.
+    fn folder(args: &Args, device: &Device) -> Result<Self> {
+        let (mut model, models) = (args.model.clone(), Path::new(env!("CARGO_MANIFEST_DIR")).join("models"));
+        model.model = model.model.map(|model| if model.is_dir() { model } else { models.join(model) });
+        let Files { folder, config, vb } = model.open("tokenize_attend", &[])?;
+        if config.get("layout").is_some() {
+            return Self::exported(args, &folder.join("model.safetensors"), Some(config), device);
+        }
+        let mut n = args.layer.unwrap_or(0);
+        let (layer, input): (_, Input) = if let Ok(cfg) = from_value::<AttentionOnlyConfig>(config.clone()) {
+            let model = AttentionOnly::new(&cfg, vb)?;
+            n = args.layer.unwrap_or(model.blocks.len() - 1);
+            (model.attention(n).cloned(), Box::new(move |ids, _| model.attention_input(ids, n)))
+        } else if Encoder::is_one(&config) {
+            let model = Encoder::load(&config, vb, |_, _| {})?;
+            (model.attention(n).cloned(), Box::new(move |ids, padding| model.attention_input(ids, padding, n)))
+        } else {
+            let model = CausalLm::load(&config, vb, None, |_, _| {})?;
+            (model.attention(n).cloned(), Box::new(move |ids, padding| model.attention_input(ids, padding, n)))
+        };
+        let weights = format!("{}, layer {n}", folder.display());
+        let layer = layer.with_context(|| format!("[tokenize_attend] {weights} is none of multi-head attention"))?;
+        Ok(Self { tokenizer: tokenizer(args, Some(&folder))?, input, layer, weights, embedding: "the model's".into() })
+    }
+}
+
+/// The input of a layer that is not part of a model.
+fn alone(table: EmbeddingLayer) -> Input {
+    Box::new(move |ids, _| table.forward(ids))
+}
+
+/// The tokenizer.json of a folder, else the tutorial's words, else the words of the texts.
+fn tokenizer(args: &Args, folder: Option<&Path>) -> Result<SimpleTokenizer> {
+    let file = folder.map(|folder| folder.join("tokenizer.json")).filter(|file| file.is_file());
+    let tutorial = SimpleTokenizer::from_words(["<pad>", "hello", "world", "how", "are", "you", "?"])?;
+    let tokenizer = match file {
+        Some(file) => SimpleTokenizer::from_file(file)?,
+        None if args.texts.iter().all(|text| tutorial.encode(text).is_ok()) => tutorial,
+        None => SimpleTokenizer::from_texts(&args.texts, Split::Whitespace)?,
+    };
+    // One that has no token to pad with is used for texts of one length.
+    Ok(tokenizer.clone().with_padding_side(PaddingSide::Right).unwrap_or(tokenizer))
+}
