@@ -22,7 +22,7 @@ mod source;
 use std::process::ExitCode;
 use std::time::Instant;
 
-use candle_attention::{AttentionInput, AttentionMask};
+use candle_attention::AttentionInput;
 use candle_core::{Error, Result, bail};
 
 use args::Args;
