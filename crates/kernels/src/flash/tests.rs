@@ -6,6 +6,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 mod backward;
+mod shared_biases;
 
 use super::{
     Alibi, Dims, Dropout, DropoutMask, KvRows, OutputOrder, Problem, ScoreOptions, Strided, attend, attend_vec,

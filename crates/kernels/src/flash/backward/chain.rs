@@ -2,8 +2,9 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// How far each task has come through the tiles of its rows. A task adds to what a tile shares with other tasks after
-/// all tasks before it in its chain have passed that tile, so that a sum has the same order for any number of threads.
+/// How far each task has come through the tiles of its rows. A task adds to what tiles share with other tasks after all
+/// tasks before it in its chain have passed the last of these tiles, so that a sum has the same order for any number of
+/// threads.
 ///
 /// Tasks are started in their order and a task waits for earlier ones only, so the first of those that run never waits.
 pub(super) struct Chain {

@@ -61,8 +61,8 @@ impl<E: Kernels> SimdTask for BackwardTask<'_, '_, E> {
             keys: keys.len(),
             slopes: Cell::from_mut(slopes).as_slice_of_cells(),
         });
-        // Entries that other tasks add to as well.
-        let shares_entries = bias.is_some_and(|bias| !bias.is_summed_over_queries);
+        // Entries that other tasks add to as well, tile by tile.
+        let shared = bias.filter(|bias| !bias.is_summed_over_queries);
         // SAFETY: the processor has the tier of K; the memory was made for the call, and has the task's blocks.
         unsafe {
             let _tiles = K::configure_tiles();
@@ -77,8 +77,8 @@ impl<E: Kernels> SimdTask for BackwardTask<'_, '_, E> {
                 let rows = first..inputs.dims.rows().min(first + K::PANEL);
                 let tile = Tile::new(inputs, kv, rows, K::Vector::LANES);
                 let tile = pack_tile::<K, E>(backward, memory, &tile, units.query);
-                if shares_entries {
-                    chain.wait(task, index);
+                if let Some(bias) = shared {
+                    chain.wait(task, bias.last_sharing::<K>(&inputs.dims, tile.tile.rows.end));
                 }
                 for block in &blocks {
                     Step { backward, block, tile: &tile, units, biases }.run::<K>(memory);

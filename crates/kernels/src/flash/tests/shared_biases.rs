@@ -1,0 +1,84 @@
+//! Biases that heads share: the rows of one query lie in two tiles where a panel is no multiple of the group, and tasks
+//! of other heads and sequences add to the same entries.
+
+use half::bf16;
+
+use super::numbers;
+use crate::Element;
+use crate::cpu::Tier;
+use crate::flash::{
+    Alibi, BackwardProblem, Dims, OutputOrder, Problem, ScoreOptions, SoftmaxStats, Strided, Wanted, attend_backward,
+    attend_vec,
+};
+
+/// The bits of all gradients, on one number of threads after the other.
+fn gradients<E: Element + Into<f32>>(
+    dims: Dims,
+    shape: [usize; 4],
+    tier: Tier,
+    pools: &[&rayon::ThreadPool],
+) -> Vec<Vec<u32>> {
+    let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = dims;
+    let [q, k, v] = [(h, t_q, d, 1), (h_kv, t_kv, d, 2), (h_kv, t_kv, d_v, 3)]
+        .map(|(heads, t, width, salt)| numbers::<E>(b * heads * t * width, salt));
+    let rows = |data, heads, t, width| Strided { data, strides: [heads * t * width, t * width, width] };
+    let bias = numbers::<f32>(shape.iter().product(), 4);
+    let stride = |n: usize| if shape[n] == 1 { 0 } else { shape[n + 1..].iter().product() };
+    let bias = Strided { data: &bias[..], strides: std::array::from_fn(stride) };
+    let (slopes, positions, sinks) = (numbers::<f32>(h, 5), vec![0.0; b * t_q], numbers::<f32>(h, 6));
+    let alibi = Some(Alibi { slopes: &slopes, positions: &positions });
+    // Each query sees a few keys, so that tiles follow each other soon.
+    let range = |query: usize| query.saturating_sub(3).min(t_kv)..(query + 4).min(t_kv);
+    let forward = Problem {
+        dims,
+        q: rows(&q, h, t_q, d),
+        k: rows(&k, h_kv, t_kv, d).into(),
+        v: rows(&v, h_kv, t_kv, d_v).into(),
+        ranges: &(0..b * t_q).map(|row| range(row % t_q)).collect::<Vec<_>>(),
+        scores: ScoreOptions { softcap: Some(3.0), alibi, bias: Some(bias), sinks: Some(&sinks), ..Default::default() },
+        output_order: OutputOrder::Bhtd,
+        executor: None,
+    };
+    let mut stats = Vec::<SoftmaxStats>::new();
+    let context = attend_vec(&forward, tier, None, Some(&mut stats)).expect("a few rows");
+    let factors = numbers(context.len(), 7);
+    let context_grad = rows(&factors, h, t_q, d_v);
+    let problem = BackwardProblem { forward, context: &context, stats: &stats, context_grad, lse_grad: None };
+    let wanted = Wanted { q: true, k: true, v: true, bias: Some(shape), slopes: true, sinks: true };
+    let run = || {
+        let found = attend_backward(&problem, tier, wanted).expect("a few rows");
+        let wide = |gradient: Option<Vec<E>>| gradient.expect("wanted").into_iter().map(Into::into);
+        let of_f32 = |gradient: Option<Vec<f32>>| gradient.expect("wanted");
+        let elements = wide(found.q).chain(wide(found.k)).chain(wide(found.v));
+        let others = [of_f32(found.bias), of_f32(found.slopes), of_f32(found.sinks)].into_iter().flatten();
+        elements.chain(others).map(f32::to_bits).collect()
+    };
+    pools.iter().map(|pool| pool.install(run)).collect()
+}
+
+#[test]
+fn threads_change_no_bit_of_what_heads_share() {
+    let best = Tier::choose(None, false).expect("a tier");
+    // Each group, and how often it runs on the best tier.
+    let groups: &[(usize, usize)] = if cfg!(miri) { &[(3, 1)] } else { &[(3, 20), (5, 20), (6, 20), (7, 20), (71, 2)] };
+    // A call is worth several threads by its length, one of Miri's by its width.
+    let (t, width) = if cfg!(miri) { (32, 32) } else { (520, 2) };
+    let [one, two, four] = [1, 2, 4].map(|n| rayon::ThreadPoolBuilder::new().num_threads(n).build().expect("a pool"));
+    for tier in if cfg!(miri) { vec![Tier::Scalar] } else { Tier::available() } {
+        let gradients = match tier {
+            Tier::NeonBf16 | Tier::Avx512Bf16 | Tier::Amx => gradients::<bf16>,
+            _ => gradients::<f32>,
+        };
+        for (&(group, repeats), b) in groups.iter().flat_map(|group| [(group, 1), (group, 2)]) {
+            let repeats = if tier == best { repeats } else { repeats.div_ceil(10) };
+            let pools = [&[&one][..], &[&two, &four].repeat(repeats)].concat();
+            let dims = Dims { b, h: 2 * group, h_kv: 2, t_q: t, t_kv: t, d: width, d_v: width };
+            // The last one is another where there are two sequences.
+            for shape in [[1, 1, t, t], [1, 1, t, 1], [1, 1, 1, t], [b, 1, t, t]].into_iter().take(2 + b) {
+                let found = gradients(dims, shape, tier, &pools);
+                let differ = found.iter().filter(|&gradients| *gradients != found[0]).count();
+                assert_eq!(differ, 0, "{tier}: of {} runs, group {group}, bias {shape:?} of {b}", found.len());
+            }
+        }
+    }
+}
