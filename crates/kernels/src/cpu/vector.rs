@@ -102,6 +102,10 @@ pub(crate) unsafe fn exp2_fraction<V: Vector>(f: V) -> V {
 /// Below this, [`Vector::exp2`] is 0.
 pub(crate) const EXP2_MIN: f32 = -126.0;
 
+/// 1.5 · 2^23 + 127: adding it rounds to an integer, whose exponent as an f32's then stands in the lowest bits. A power of
+/// two that is made of them is multiplied, so that NaN stays NaN, from which they could be anything.
+pub(crate) const EXP2_ROUND: f32 = 12_583_039.0;
+
 /// Hyperbolic tangent to a few ulp: an odd polynomial (Cephes' `tanhf`) near 0, where `1 - e` would cancel, and
 /// `(1 - e) / (1 + e)` with `e = exp(-2 |x|)` elsewhere.
 ///

@@ -6,6 +6,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 mod backward;
+mod nan;
 mod shared_biases;
 
 use super::{

@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 
 use crate::cpu::kernel::{Kernel, compiled_for};
 use crate::cpu::product::{Columns, MulAdd, Product, accumulate, multiply};
-use crate::cpu::vector::{EXP2_MIN, MAX_LANES, Vector, exp2_fraction, simd_fns};
+use crate::cpu::vector::{EXP2_MIN, EXP2_ROUND, MAX_LANES, Vector, exp2_fraction, simd_fns};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(__m256);
@@ -87,15 +87,12 @@ impl Vector for Avx2 {
             Self(_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)))
         }
         fn exp2(self) -> Self {
-            // Adding 1.5 · 2^23 rounds to an integer, which then stands in the lowest bits.
-            let round = _mm256_set1_ps(12_582_912.0);
-            let least = _mm256_set1_ps(EXP2_MIN);
+            let (round, least) = (_mm256_set1_ps(EXP2_ROUND), _mm256_set1_ps(EXP2_MIN));
             let shifted = _mm256_add_ps(_mm256_max_ps(least, self.0), round);
             let f = _mm256_sub_ps(self.0, _mm256_sub_ps(shifted, round));
-            let power = _mm256_castps_si256(exp2_fraction(Self(f)).0);
-            let scaled = _mm256_add_epi32(power, _mm256_slli_epi32(_mm256_castps_si256(shifted), 23));
+            let whole = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23));
             let vanishes = _mm256_cmp_ps(self.0, least, _CMP_LT_OQ);
-            Self(_mm256_andnot_ps(vanishes, _mm256_castsi256_ps(scaled)))
+            Self(_mm256_andnot_ps(vanishes, _mm256_mul_ps(exp2_fraction(Self(f)).0, whole)))
         }
         fn prefetch(at: *const u8) { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
         fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {

@@ -6,7 +6,7 @@ use std::arch::asm;
 use super::neon_tile::{self, ByLane};
 use crate::cpu::kernel::{Kernel, compiled_for};
 use crate::cpu::product::{MulAdd, multiply};
-use crate::cpu::vector::{EXP2_MIN, MAX_LANES, Vector, exp2_fraction, simd_fns};
+use crate::cpu::vector::{EXP2_MIN, EXP2_ROUND, MAX_LANES, Vector, exp2_fraction, simd_fns};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Neon(float32x4_t);
@@ -86,15 +86,12 @@ impl Vector for Neon {
             Self(vpaddq_f32(pairs(0), pairs(2)))
         }
         fn exp2(self) -> Self {
-            // Adding 1.5 · 2^23 rounds to an integer, which then stands in the lowest bits.
-            let round = vdupq_n_f32(12_582_912.0);
-            let least = vdupq_n_f32(EXP2_MIN);
+            let (round, least) = (vdupq_n_f32(EXP2_ROUND), vdupq_n_f32(EXP2_MIN));
             let shifted = vaddq_f32(vmaxq_f32(self.0, least), round);
             let f = vsubq_f32(self.0, vsubq_f32(shifted, round));
-            let power = vreinterpretq_u32_f32(exp2_fraction(Self(f)).0);
-            let scaled = vaddq_u32(power, vshlq_n_u32::<23>(vreinterpretq_u32_f32(shifted)));
-            let vanishes = vcltq_f32(self.0, least);
-            Self(vreinterpretq_f32_u32(vbicq_u32(scaled, vanishes)))
+            let whole = vreinterpretq_f32_u32(vshlq_n_u32::<23>(vreinterpretq_u32_f32(shifted)));
+            let scaled = vreinterpretq_u32_f32(vmulq_f32(exp2_fraction(Self(f)).0, whole));
+            Self(vreinterpretq_f32_u32(vbicq_u32(scaled, vcltq_f32(self.0, least))))
         }
         fn prefetch(at: *const u8) { asm!("prfm pldl1keep, [{}]", in(reg) at, options(nostack, readonly, preserves_flags)) }
         fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {

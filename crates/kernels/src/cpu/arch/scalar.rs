@@ -4,7 +4,7 @@ use half::{bf16, f16};
 
 use crate::cpu::kernel::{Kernel, SimdTask};
 use crate::cpu::product::{Columns, Product, multiply};
-use crate::cpu::vector::{EXP2_MIN, MAX_LANES, Vector, exp2_fraction, simd_fns};
+use crate::cpu::vector::{EXP2_MIN, EXP2_ROUND, MAX_LANES, Vector, exp2_fraction, simd_fns};
 
 const LANES: usize = 8;
 
@@ -80,13 +80,9 @@ impl Vector for Scalar {
         }
         fn sum_each(vectors: &[Self; MAX_LANES]) -> Self { Self(std::array::from_fn(|n| vectors[n].sum())) }
         fn exp2(self) -> Self {
-            // Adding 1.5 · 2^23 rounds to an integer, which then stands in the lowest bits.
-            const ROUND: f32 = 12_582_912.0;
-            let shifted = self.map(|x| if x < EXP2_MIN { EXP2_MIN } else { x } + ROUND);
-            let f = self.zip(shifted, |x, shifted| x - (shifted - ROUND));
-            let power = exp2_fraction(f);
-            let scaled =
-                power.zip(shifted, |power, shifted| f32::from_bits(power.to_bits().wrapping_add(shifted.to_bits() << 23)));
+            let shifted = self.map(|x| if x < EXP2_MIN { EXP2_MIN } else { x } + EXP2_ROUND);
+            let f = self.zip(shifted, |x, shifted| x - (shifted - EXP2_ROUND));
+            let scaled = exp2_fraction(f).zip(shifted, |power, shifted| power * f32::from_bits(shifted.to_bits() << 23));
             self.zip(scaled, |x, scaled| if x < EXP2_MIN { 0.0 } else { scaled })
         }
         fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {

@@ -182,6 +182,35 @@ fn activations_err_as_they_say() {
     on_every_tier(|| Smooth);
 }
 
+struct Nans;
+
+impl SimdTask for Nans {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        // Quiet and signalling, of both signs, with all that the lowest bits of a rounded exponent may be.
+        let of_sign = |sign: u32| [0x7fc0_0000, 0x7fa0_0000].map(|bits: u32| sign | bits);
+        let bits = [0, 1 << 31].into_iter().flat_map(of_sign).flat_map(|bits| bits..bits + 512);
+        let nans: Vec<f32> = bits.map(f32::from_bits).collect();
+        let check = |name: &str, got: Vec<f32>| {
+            for (nan, got) in nans.iter().zip(got) {
+                assert!(got.is_nan(), "{name} of the NaN {:#010x} is {got:e}", nan.to_bits());
+            }
+        };
+        check("exp2", mapped!(K::Vector, &nans, |x| x.exp2()));
+        check("tanh", mapped!(K::Vector, &nans, |x| tanh(x)));
+        check("sigmoid", mapped!(K::Vector, &nans, |x| sigmoid(x)));
+        check("erfc", mapped!(K::Vector, &nans, |x| erfc(x)));
+        for activation in [Activation::Gelu, Activation::GeluTanh, Activation::Silu, Activation::Relu] {
+            check(&format!("{activation:?}"), mapped!(K::Vector, &nans, |x| activation.apply(x)));
+        }
+    }
+}
+
+#[test]
+fn every_nan_stays_one() {
+    on_every_tier(|| Nans);
+}
+
 struct Lanes;
 
 impl SimdTask for Lanes {
