@@ -4,7 +4,7 @@ use half::{bf16, f16};
 
 use crate::cpu::{MAX_LANES, SimdTask, Tier, Vector, dispatch_bf16, dispatch_f32};
 use crate::flash::{self, BackwardCall, Call};
-use crate::linear::{self, PackedWeight, Product};
+use crate::linear::{self, PackedWeight, Product, WeightOutputs, WeightRows};
 
 /// f32, bf16 or f16: read as f32, written from f32. There are no other implementations.
 pub trait Element: Kernels {}
@@ -42,6 +42,9 @@ impl Stored for u8 {
 
 /// What the algorithms need of an element, and the algorithms for it. These are compiled here, in this package: generic code
 /// would be compiled again, and perhaps without optimisation, wherever it is used.
+///
+/// Whoever is generic over [`Element`] can name these methods. Those that trust what they are given are `unsafe`, or take
+/// what nobody else can make: a call that was checked, a vector, a task.
 pub trait Kernels: Stored {
     const DTYPE: Dtype;
 
@@ -58,9 +61,64 @@ pub trait Kernels: Stored {
     fn attend_q8(call: &Call<Self, u8>, tier: Tier) -> Option<()>;
     fn attend_backward(call: &BackwardCall<Self>, tier: Tier);
     fn multiply(product: &Product<Self>);
-    fn pack(rows: &[Self], outputs: usize, inputs: usize, tier: Tier) -> Option<PackedWeight>;
-    fn unpack(weight: &PackedWeight, outputs: &[usize]) -> Option<Vec<Self>>;
+    fn pack(rows: &WeightRows<Self>) -> Option<PackedWeight>;
+    fn unpack(rows: &WeightOutputs) -> Option<Vec<Self>>;
 }
+
+/// What trusts its arguments cannot be called from outside of this package. Weights are packed and unpacked like this,
+///
+/// ```
+/// use candle_attention_kernels::{Element, Error, Tier, linear::PackedWeight};
+///
+/// fn rows_of<E: Element>(rows: &[E], shape: (usize, usize), outputs: &[usize]) -> Result<Vec<E>, Error> {
+///     PackedWeight::new(rows, shape, Tier::Scalar)?.unpack_rows(outputs)
+/// }
+/// assert_eq!(rows_of(&[1f32, 2.0, 3.0, 4.0], (2, 2), &[1]), Ok(vec![3.0, 4.0]));
+/// assert!(rows_of(&[1f32, 2.0, 3.0, 4.0], (2, 2), &[1 << 40]).is_err());
+/// assert!(rows_of(&[1f32, 2.0], (2, 2), &[]).is_err());
+/// ```
+///
+/// and not past the checks:
+///
+/// ```compile_fail,E0061
+/// use candle_attention_kernels::{Element, Tier, linear::PackedWeight};
+///
+/// fn pack<E: Element>(rows: &[E], shape: (usize, usize)) -> Option<PackedWeight> {
+///     E::pack(rows, shape.0, shape.1, Tier::Scalar)
+/// }
+/// ```
+///
+/// ```compile_fail,E0061
+/// use candle_attention_kernels::{Element, linear::PackedWeight};
+///
+/// fn unpack<E: Element>(weight: &PackedWeight, outputs: &[usize]) -> Option<Vec<E>> {
+///     E::unpack(weight, outputs)
+/// }
+/// ```
+///
+/// What those methods take cannot be named, nor can the traits:
+///
+/// ```compile_fail,E0603
+/// use candle_attention_kernels::linear::{WeightOutputs, WeightRows};
+/// ```
+///
+/// ```compile_fail,E0603
+/// use candle_attention_kernels::linear::Product;
+/// ```
+///
+/// ```compile_fail,E0603
+/// use candle_attention_kernels::flash::{BackwardCall, Call};
+/// ```
+///
+/// ```compile_fail,E0603
+/// use candle_attention_kernels::element::Kernels;
+/// ```
+///
+/// ```compile_fail,E0603
+/// use candle_attention_kernels::cpu::{SimdTask, Vector};
+/// ```
+#[cfg(doctest)]
+struct WhatIsOutOfReach;
 
 macro_rules! element {
     ($type:ty, $dtype:ident, $load:ident, $store:ident, $from_f32:expr, $dispatch:path) => {
@@ -108,12 +166,12 @@ macro_rules! element {
                 linear::run(product)
             }
 
-            fn pack(rows: &[Self], outputs: usize, inputs: usize, tier: Tier) -> Option<PackedWeight> {
-                linear::pack_weight(rows, outputs, inputs, tier)
+            fn pack(rows: &WeightRows<Self>) -> Option<PackedWeight> {
+                linear::pack_weight(rows)
             }
 
-            fn unpack(weight: &PackedWeight, outputs: &[usize]) -> Option<Vec<Self>> {
-                linear::unpack_weight(weight, outputs)
+            fn unpack(rows: &WeightOutputs) -> Option<Vec<Self>> {
+                linear::unpack_weight(rows)
             }
         }
     };

@@ -34,10 +34,9 @@ pub use codes::{CODE_BLOCK, Codes};
 pub use epilogue::{Activation, Epilogue, Up};
 pub use gradient::{InputGradient, column_sums, input_gradient};
 pub use matrix::{Matrix, MatrixProduct, multiply};
-pub use task::Product;
-pub(crate) use task::run;
+pub(crate) use task::{Product, run};
 pub use weight::PackedWeight;
-pub(crate) use weight::{pack_weight, unpack_weight};
+pub(crate) use weight::{WeightOutputs, WeightRows, pack_weight, unpack_weight};
 
 use std::mem::MaybeUninit;
 use std::ops::Range;

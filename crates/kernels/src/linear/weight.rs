@@ -57,7 +57,7 @@ impl PackedWeight {
             Some(count) => check_len("the weight", rows.len(), count)?,
             None => return Err(no_memory(outputs, inputs)),
         }
-        E::pack(rows, outputs, inputs, tier).ok_or_else(|| no_memory(outputs, inputs))
+        E::pack(&WeightRows { rows, outputs, inputs, tier }).ok_or_else(|| no_memory(outputs, inputs))
     }
 
     /// The rows as they were packed, (out, in); those of codes as the numbers that they stand for, in f32.
@@ -81,7 +81,7 @@ impl PackedWeight {
         if let Some(output) = outputs.iter().find(|&&output| output >= self.outputs) {
             return Err(Error::Shape(format!("expected outputs below {}, found {output}", self.outputs)));
         }
-        E::unpack(self, outputs).ok_or_else(|| no_memory(outputs.len(), self.inputs))
+        E::unpack(&WeightOutputs { weight: self, outputs }).ok_or_else(|| no_memory(outputs.len(), self.inputs))
     }
 
     /// The bytes that it takes.
@@ -289,8 +289,22 @@ pub(super) fn no_memory(outputs: usize, inputs: usize) -> Error {
     Error::Memory(format!("a packed weight of {:?}", (outputs, inputs)))
 }
 
-/// `rows` are as many as the shape says; `None` where there is no memory for them.
-pub(crate) fn pack_weight<E: Kernels>(rows: &[E], outputs: usize, inputs: usize, tier: Tier) -> Option<PackedWeight> {
+/// Rows that are as many as the shape (out, in) says, and the tier that is to multiply them.
+pub struct WeightRows<'a, E> {
+    rows: &'a [E],
+    outputs: usize,
+    inputs: usize,
+    tier: Tier,
+}
+
+/// Some outputs that a weight has, which are to be unpacked as what [`Format::dtype`] says.
+pub struct WeightOutputs<'a> {
+    weight: &'a PackedWeight,
+    outputs: &'a [usize],
+}
+
+/// `None` where there is no memory for a copy.
+pub(crate) fn pack_weight<E: Kernels>(rows: &WeightRows<E>) -> Option<PackedWeight> {
     struct Pack<'a, E> {
         rows: &'a [E],
         weight: PackedWeight,
@@ -307,6 +321,7 @@ pub(crate) fn pack_weight<E: Kernels>(rows: &[E], outputs: usize, inputs: usize,
             *self.packed = unsafe { weight.fill::<K::F32, E>(self.rows) };
         }
     }
+    let &WeightRows { rows, outputs, inputs, tier } = rows;
     let words = Scratch::zeros(0);
     let weight = PackedWeight { words, format: Format::Elements(E::DTYPE), tier, inputs, outputs, panel: 0, padded: 0 };
     let mut packed = None;
@@ -348,7 +363,8 @@ impl PackedWeight {
 }
 
 /// The rows of some outputs of a weight of E; `None` where there is no memory for them.
-pub(crate) fn unpack_weight<E: Kernels>(weight: &PackedWeight, outputs: &[usize]) -> Option<Vec<E>> {
+pub(crate) fn unpack_weight<E: Kernels>(rows: &WeightOutputs) -> Option<Vec<E>> {
+    let &WeightOutputs { weight, outputs } = rows;
     let inputs = weight.inputs;
     let count = outputs.len().checked_mul(inputs)?;
     let mut rows = Vec::new();
