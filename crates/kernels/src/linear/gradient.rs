@@ -40,6 +40,8 @@ pub fn input_gradient<X: Element>(operands: &InputGradient<X>) -> Result<Vec<X>,
     gradient.check("the gradient")?;
     let count = rows.checked_mul(inputs).filter(|&count| count.checked_mul(size_of::<X>()).is_some());
     let count = count.ok_or_else(|| Error::Memory(format!("a gradient of {rows} rows of {inputs}")))?;
+    // Without columns nothing is read, wherever they would begin.
+    let columns = if columns.is_empty() { 0..0 } else { columns.clone() };
     let fill = |output: &mut [MaybeUninit<X>]| {
         X::multiply(&Product {
             left: Left { matrix: gradient, lead: columns.start - depth_start(columns.start) },

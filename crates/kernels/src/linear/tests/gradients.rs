@@ -121,6 +121,29 @@ fn a_packed_weight_gives_the_gradient_of_its_inputs() {
     }
 }
 
+/// Nothing is read where there is nothing, however far apart its rows would be.
+#[test]
+fn the_gradient_of_no_columns_is_zeros() {
+    fn check<X: Element + Into<f32>>(tier: Tier) {
+        let (rows, outputs, inputs) = (3, 40, 5);
+        let packed = PackedWeight::new(&numbers::<X>(outputs * inputs, 1), (outputs, inputs), tier).expect("memory");
+        for (at, stride) in
+            [0, 7, 33, 40].into_iter().flat_map(|at| [0, 1 << 20, usize::MAX].map(|stride| (at, stride)))
+        {
+            let gradient = Matrix { data: &[], rows, columns: 0, stride, is_transposed: false };
+            let operands = InputGradient { weight: &packed, columns: at..at, gradient, executor: None };
+            let found: Vec<X> = input_gradient(&operands).expect("memory");
+            let zeros = found.iter().all(|&x| x.into() == 0.0);
+            assert!(found.len() == rows * inputs && zeros, "{tier}: from {at}, {stride} apart");
+        }
+    }
+    for tier in tiers() {
+        check::<f32>(tier);
+        check::<bf16>(tier);
+        check::<f16>(tier);
+    }
+}
+
 /// Adapters are trained over weights of codes too.
 #[test]
 fn codes_give_the_gradient_of_the_numbers_that_they_stand_for() {
