@@ -59,7 +59,7 @@ pub trait Kernels: Stored {
 
     fn attend(call: &Call<Self>, tier: Tier) -> Option<()>;
     fn attend_q8(call: &Call<Self, u8>, tier: Tier) -> Option<()>;
-    fn attend_backward(call: &BackwardCall<Self>, tier: Tier);
+    fn attend_backward(call: &BackwardCall<Self>, tier: Tier) -> Option<()>;
     fn multiply(product: &Product<Self>);
     fn pack(rows: &WeightRows<Self>) -> Option<PackedWeight>;
     fn unpack(rows: &WeightOutputs) -> Option<Vec<Self>>;
@@ -158,7 +158,7 @@ macro_rules! element {
                 flash::run(call, tier)
             }
 
-            fn attend_backward(call: &BackwardCall<Self>, tier: Tier) {
+            fn attend_backward(call: &BackwardCall<Self>, tier: Tier) -> Option<()> {
                 flash::run_backward(call, tier)
             }
 

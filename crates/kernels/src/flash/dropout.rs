@@ -45,7 +45,10 @@ fn threshold(p: f64) -> u32 {
 impl Dropout<'_> {
     pub(super) fn check(&self, dims: &Dims) -> Result<(), Error> {
         let DropoutMask::Kept(bits) = self.mask else { return Ok(()) };
-        check_len("dropout bits", bits.len(), (dims.b * dims.h * dims.t_q * dims.t_kv).div_ceil(8))
+        let dims = [dims.b, dims.h, dims.t_q, dims.t_kv];
+        let count = dims.iter().try_fold(1usize, |count, &dim| count.checked_mul(dim));
+        let count = count.ok_or_else(|| Error::Memory(format!("a dropout mask of {dims:?}")))?;
+        check_len("dropout bits", bits.len(), count.div_ceil(8))
     }
 
     /// What weights that are kept are multiplied by.

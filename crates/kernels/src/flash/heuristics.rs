@@ -27,7 +27,7 @@ const BACKWARD_TASKS: usize = 16;
 /// The blocks of keys of a task of the backward pass, each of which keeps so many words.
 pub(super) fn backward_blocks<K: Kernel>(dims: &Dims, block_words: usize) -> usize {
     let blocks = dims.t_kv.div_ceil(K::BLOCK);
-    let fit = BACKWARD_STATE_BYTES / (4 * block_words);
+    let fit = BACKWARD_STATE_BYTES / (4 * block_words).max(1);
     let most = fit.min(blocks.saturating_mul(dims.h_kv) / BACKWARD_TASKS).max(1);
     // Chunks of one length.
     blocks.div_ceil(blocks.div_ceil(most).max(1)).max(1)

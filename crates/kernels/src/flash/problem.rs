@@ -404,8 +404,8 @@ impl<'a, E: Element, S: Stored> Call<'a, E, S> {
         lse: Option<&'a mut [MaybeUninit<f32>]>,
         stats: Option<&'a mut [MaybeUninit<SoftmaxStats>]>,
     ) -> Result<Self, Error> {
-        let queries = problem.dims.b * problem.dims.h * problem.dims.t_q;
         let call = Self::on_context(problem, keys_values, context.len(), context.as_mut_ptr().cast())?;
+        let queries = problem.dims.b * problem.dims.h * problem.dims.t_q;
         lse.as_ref().map_or(Ok(()), |lse| check_len("lse", lse.len(), queries))?;
         stats.as_ref().map_or(Ok(()), |stats| check_len("stats", stats.len(), queries))?;
         let lse = lse.map(|lse| SharedPtr(lse.as_mut_ptr().cast()));

@@ -8,6 +8,7 @@ use half::{bf16, f16};
 mod backward;
 mod nan;
 mod shared_biases;
+mod sizes;
 
 use super::{
     Alibi, Dims, Dropout, DropoutMask, KvRows, OutputOrder, Problem, ScoreOptions, Strided, attend, attend_vec,
@@ -375,6 +376,16 @@ fn sizes_that_do_not_fit_are_errors() {
         (
             Problem { dims: Dims { d_v: huge, ..dims }, ..good },
             "a context of [1, 2, 1, 9223372036854775807] does not fit in memory",
+        ),
+        (
+            Problem {
+                dims: Dims { t_kv: usize::MAX, ..dims },
+                k: Strided { strides: [0; 3], ..good.q }.into(),
+                v: Strided { strides: [0; 3], ..good.q }.into(),
+                scores: ScoreOptions { dropout: Some(Dropout { mask: DropoutMask::Kept(&[255]), p: 0.5 }), ..scores },
+                ..good
+            },
+            "a dropout mask of [1, 2, 1, 18446744073709551615] does not fit in memory",
         ),
         // Counts overflow without a byte of output.
         (

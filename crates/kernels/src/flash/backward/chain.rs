@@ -21,8 +21,12 @@ const ALL_DONE: usize = usize::MAX;
 const SPINS: usize = 1 << 10;
 
 impl Chain {
-    pub fn new(tasks: usize, step: usize) -> Self {
-        Self { passed: (0..tasks).map(|_| AtomicUsize::new(0)).collect(), step }
+    /// `None` where there is no memory for so many tasks.
+    pub fn new(tasks: usize, step: usize) -> Option<Self> {
+        let mut passed = Vec::new();
+        passed.try_reserve_exact(tasks).ok()?;
+        passed.resize_with(tasks, AtomicUsize::default);
+        Some(Self { passed, step })
     }
 
     /// That the task has passed the tiles before this one.

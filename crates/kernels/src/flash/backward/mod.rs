@@ -13,7 +13,7 @@ mod task;
 use super::heuristics;
 use super::problem::{Call, KeysValues, KvHead, KvRows, Problem, SoftmaxStats, StoredRows, Strided};
 use super::tile::Tile;
-use crate::cpu::{Kernel, SharedPtr, SimdTask, Tier, Vector, for_each_task, large_page_vec};
+use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Tier, Vector, for_each_task, large_page_vec};
 use crate::element::{Dtype, Kernels};
 use crate::error::{check_len, check_tier};
 use crate::{Element, Error};
@@ -196,7 +196,14 @@ pub fn attend_backward<E: Element>(
         slopes: slopes.as_mut().map(|slopes| SharedPtr(slopes.as_mut_ptr())),
         sinks: sinks.as_mut().map(|sinks| SharedPtr(sinks.as_mut_ptr())),
     };
-    E::attend_backward(&backward, tier);
+    if queries == 0 {
+        // The other dimensions may be anything then.
+        k.clear();
+        v.clear();
+    } else {
+        let done = E::attend_backward(&backward, tier);
+        done.ok_or_else(|| Error::Memory("what attention's backward pass keeps between its steps".into()))?;
+    }
     // SAFETY: every element was written.
     let [q, k, v] = unsafe { [q.finish(), k.finish(), v.finish()] };
     Ok(Gradients {
@@ -210,21 +217,26 @@ pub fn attend_backward<E: Element>(
     })
 }
 
-/// A call on a tier that the processor has.
-pub(crate) fn run<E: Kernels>(backward: &BackwardCall<E>, tier: Tier) {
-    struct Backward<'a, 'b, E>(&'a BackwardCall<'b, E>);
+/// A call on a tier that the processor has. `None` where there is no memory for intermediate results.
+pub(crate) fn run<E: Kernels>(backward: &BackwardCall<E>, tier: Tier) -> Option<()> {
+    struct Backward<'a, 'b, E> {
+        backward: &'a BackwardCall<'b, E>,
+        done: &'a mut Option<()>,
+    }
     impl<E: Kernels> SimdTask for Backward<'_, '_, E> {
         unsafe fn run<K: Kernel>(self) {
             // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
-            unsafe { run_on::<K, E>(self.0) };
+            *self.done = unsafe { run_on::<K, E>(self.backward) };
         }
     }
-    E::dispatch(tier, Backward(backward));
+    let mut done = None;
+    E::dispatch(tier, Backward { backward, done: &mut done });
+    done
 }
 
 /// # Safety
 /// The processor has the tier of K.
-unsafe fn run_on<K: Kernel, E: Kernels>(backward: &BackwardCall<E>) {
+unsafe fn run_on<K: Kernel, E: Kernels>(backward: &BackwardCall<E>) -> Option<()> {
     let (inputs, wanted) = (&backward.call.inputs, &backward.wanted);
     let dims = &inputs.dims;
     let workers = heuristics::workers(&backward.call, 3);
@@ -255,11 +267,12 @@ unsafe fn run_on<K: Kernel, E: Kernels>(backward: &BackwardCall<E>) {
     let seen: Vec<_> = (0..dims.b * tiles).map(seen).collect();
     // What is added to the same numbers waits for each other: tasks of the same head, or all.
     let step = if backward.bias.is_some_and(|bias| bias.is_shared(dims)) { 1 } else { heads };
-    let chain = Chain::new(chunks * heads, step);
-    let mut slopes = vec![0f32; if wanted.slopes { chunks * rows } else { 0 }];
+    let tasks = chunks.checked_mul(heads)?;
+    let chain = Chain::new(tasks, step)?;
+    let mut slopes = Scratch::try_zeros(&[chunks, if wanted.slopes { rows } else { 0 }])?;
     let slope_sums = SharedPtr(slopes.as_mut_ptr());
     let memory = || BackwardMemory::new::<K>(sizes, &inputs.options);
-    for_each_task(chunks * heads, workers, memory, |memory, task| {
+    for_each_task(tasks, workers, memory, |memory, task| {
         // The first keys first: a causal mask shows them to most queries.
         let (kv, first) = (dims.kv_head(task % heads), task / heads * chunk);
         let own = if wanted.slopes { group } else { 0 };
@@ -290,7 +303,7 @@ unsafe fn run_on<K: Kernel, E: Kernels>(backward: &BackwardCall<E>) {
             },
         );
     }
-    for (to, sums) in [(backward.slopes, slopes), (backward.sinks, sinks)] {
+    for (to, sums) in [(backward.slopes, slopes.words()), (backward.sinks, &sinks[..])] {
         let Some(to) = to else { continue };
         for h in 0..dims.h {
             // In the order of tasks and sequences.
@@ -299,6 +312,7 @@ unsafe fn run_on<K: Kernel, E: Kernels>(backward: &BackwardCall<E>) {
             unsafe { to.add(h).write(sum as f32) };
         }
     }
+    Some(())
 }
 
 fn check_wanted<E>(forward: &Problem<E>, wanted: Wanted) -> Result<(), Error> {

@@ -1,0 +1,49 @@
+//! Dimensions at their ends.
+
+use crate::cpu::Tier;
+use crate::flash::{
+    BackwardProblem, Dims, Dropout, DropoutMask, OutputOrder, Problem, ScoreOptions, Strided, Wanted, attend,
+    attend_backward, attend_vec,
+};
+
+/// Dimensions of which none is in memory multiply to more than a number holds: such calls are computed, or errors.
+#[test]
+fn dimensions_of_any_size_are_computed_or_errors() {
+    let data = [0.5f32; 20];
+    let counts: &[usize] = if cfg!(miri) { &[0, usize::MAX / 4] } else { &[0, 1, 20, usize::MAX / 4] };
+    let count = |case: usize, n: u32| counts[case / counts.len().pow(n) % counts.len()];
+    let (mut computed, mut refused) = (0, 0);
+    for case in 0..counts.len().pow(7) {
+        let [b, h, h_kv, t_q, t_kv, d, d_v] = std::array::from_fn(|n| count(case, n as u32));
+        let dims = Dims { b, h, h_kv, t_q, t_kv, d, d_v };
+        let ranges = vec![0..t_kv.min(3); b.saturating_mul(t_q).min(400)];
+        let rows = Strided { data: &data[..], strides: [0; 3] };
+        let mask = DropoutMask::Kept(&[255; 20]);
+        for dropout in [None, Some(Dropout { mask, p: 0.5 })] {
+            let scores = ScoreOptions { dropout, ..Default::default() };
+            let (q, k, v, output_order) = (rows, rows.into(), rows.into(), OutputOrder::Bhtd);
+            let forward = Problem { dims, q, k, v, ranges: &ranges, scores, output_order, executor: None };
+            // Results of a length that is nothing's.
+            let (mut none, mut no_lse) = ([], []);
+            let _ = attend(&forward, Tier::Scalar, &mut none, Some(&mut no_lse), None);
+            let mut stats = Vec::new();
+            let context = attend_vec(&forward, Tier::Scalar, None, Some(&mut stats)).unwrap_or_default();
+            let problem =
+                BackwardProblem { forward, context: &context, stats: &stats, context_grad: rows, lse_grad: None };
+            for (q, kv) in [(true, false), (false, true), (true, true)] {
+                let wanted = Wanted { q, k: kv, v: kv, ..Default::default() };
+                match attend_backward(&problem, Tier::Scalar, wanted) {
+                    Ok(gradients) => {
+                        let len = |wanted: bool, dims: [usize; 4]| wanted.then(|| dims.into_iter().product::<usize>());
+                        let found = [&gradients.q, &gradients.k, &gradients.v].map(|x| x.as_ref().map(Vec::len));
+                        let keys = [len(kv, [b, h_kv, t_kv, d]), len(kv, [b, h_kv, t_kv, d_v])];
+                        assert_eq!(found, [len(q, [b, h, t_q, d]), keys[0], keys[1]], "{dims:?}");
+                        computed += 1;
+                    }
+                    Err(_) => refused += 1,
+                }
+            }
+        }
+    }
+    assert!(computed > 0 && refused > 0, "{computed} computed, {refused} refused");
+}
