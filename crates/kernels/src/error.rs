@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::{Tier, TierError};
+use crate::cpu::{Tier, TierError};
 
 /// Why a call was not computed. Nothing was written then.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -11,6 +11,7 @@ mod element;
 mod error;
 pub mod flash;
 pub mod linear;
+mod number;
 
 pub use cpu::{Executor, Tier, TierError, Workers, for_each_task, large_page_vec};
 pub use element::Element;

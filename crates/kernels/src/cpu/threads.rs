@@ -21,7 +21,7 @@ pub struct Workers {
     executor: Option<Executor>,
 }
 
-/// Multiply-adds that are worth a second thread: some tens of microseconds, a few times what waking it takes.
+/// ProductKernels-adds that are worth a second thread: some tens of microseconds, a few times what waking it takes.
 const MULTIPLY_ADDS_OF_A_THREAD: usize = 1 << 20;
 
 /// Bytes whose reading is worth one: one core takes 10 to 20 µs for them from memory.
@@ -81,19 +81,24 @@ pub fn for_each_task<S>(
     if count <= 1 {
         return work();
     }
-    let others = count - 1;
+    on_threads(workers, count - 1, &work);
+}
+
+/// Runs `work` on the calling thread and on so many others. Of no closure's own type: what rayon compiles for each type that
+/// it is given is several times as much as the work itself.
+fn on_threads(workers: Workers, others: usize, work: &(dyn Fn() + Sync)) {
     match (workers.executor, workers.is_brief) {
         (Some(executor), _) => {
-            (executor.run)(&work);
+            (executor.run)(work);
             // What an executor that ran nothing has left.
             work();
         }
-        (None, true) => rayon::in_place_scope(|scope| share(scope, others, &work)),
-        (None, false) => rayon::scope(|scope| share(scope, others, &work)),
+        (None, true) => rayon::in_place_scope(|scope| share(scope, others, work)),
+        (None, false) => rayon::scope(|scope| share(scope, others, work)),
     }
 }
 
-fn share<'s>(scope: &rayon::Scope<'s>, others: usize, work: &'s (impl Fn() + Sync)) {
+fn share<'s>(scope: &rayon::Scope<'s>, others: usize, work: &'s (dyn Fn() + Sync)) {
     for _ in 0..others {
         scope.spawn(|_| work());
     }

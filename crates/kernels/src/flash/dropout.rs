@@ -9,9 +9,8 @@ use std::ops::Range;
 
 use super::problem::{Dims, ScoreInputs};
 use super::tile::Tile;
-use crate::Error;
 use crate::cpu::{Kernel, MAX_LANES};
-use crate::error::check_len;
+use crate::error::{Error, check_len};
 
 /// Weights are dropped with a probability, and the others divided by what is left of 1.
 #[derive(Debug, Clone, Copy)]

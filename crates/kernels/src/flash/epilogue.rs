@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::problem::{Call, KvHead, Row, SoftmaxStats};
 use super::workspace::State;
 use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector};
-use crate::element::{Kernels, store_first};
+use crate::number::{Number, store_first};
 
 /// Writes the rows whose state is given.
 pub(super) struct Epilogue<'a, 'b, E, S> {
@@ -16,7 +16,7 @@ pub(super) struct Epilogue<'a, 'b, E, S> {
     pub rows: Range<usize>,
 }
 
-impl<E: Kernels, S> SimdTask for Epilogue<'_, '_, E, S> {
+impl<E: Number, S> SimdTask for Epilogue<'_, '_, E, S> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { call, state, kv, rows } = self;

@@ -6,6 +6,7 @@ mod decode;
 mod dropout;
 mod epilogue;
 mod heuristics;
+mod kernels;
 mod pack;
 mod prefill;
 mod problem;
@@ -24,6 +25,7 @@ mod workspace;
 pub(crate) use backward::{BackwardCall, run as run_backward};
 pub use backward::{BackwardProblem, Gradients, Wanted, attend_backward};
 pub use dropout::{Dropout, DropoutMask, philox_keeps};
+pub use kernels::AttentionKernels;
 pub(crate) use problem::Call;
 pub use problem::{Alibi, Dims, KvRows, OutputOrder, Problem, ScoreOptions, SoftmaxStats, Strided};
 
@@ -31,9 +33,8 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Tier, Vector, for_each_task, large_page_vec};
-use crate::element::{Kernels, Stored};
-use crate::error::check_tier;
-use crate::{Element, Error};
+use crate::error::{Error, check_tier};
+use crate::number::{Number, Stored};
 use epilogue::Epilogue;
 use heuristics::TaskSplit;
 use pack::PackQueries;
@@ -81,7 +82,7 @@ use workspace::Workspace;
 /// assert!((lse[1] - (1.0 + (0.5f32.sqrt()).exp()).ln()).abs() < 1e-6);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub fn attend<E: Element>(
+pub fn attend<E: AttentionKernels>(
     problem: &Problem<E>,
     tier: Tier,
     context: &mut [MaybeUninit<E>],
@@ -109,7 +110,7 @@ pub fn attend<E: Element>(
 ///
 /// # Errors
 /// As [`attend`], and [`Error::Memory`] if there is none for the results.
-pub fn attend_vec<E: Element>(
+pub fn attend_vec<E: AttentionKernels>(
     problem: &Problem<E>,
     tier: Tier,
     lse: Option<&mut Vec<f32>>,
@@ -145,19 +146,19 @@ pub fn attend_vec<E: Element>(
 }
 
 /// A call on a tier that the processor has. `None` where there is no memory for intermediate results.
-pub(crate) fn run<E: Kernels, S: Stored>(call: &Call<E, S>, tier: Tier) -> Option<()> {
-    struct Attend<'a, 'b, E, S> {
+pub(crate) fn run<E: Number, S: Stored>(call: &Call<E, S>, tier: Tier) -> Option<()> {
+    struct AttentionKernels<'a, 'b, E, S> {
         call: &'a Call<'b, E, S>,
         done: &'a mut Option<()>,
     }
-    impl<E: Kernels, S: Stored> SimdTask for Attend<'_, '_, E, S> {
+    impl<E: Number, S: Stored> SimdTask for AttentionKernels<'_, '_, E, S> {
         unsafe fn run<K: Kernel>(self) {
             // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
             *self.done = unsafe { attend_on::<K, E, S>(self.call) };
         }
     }
     let mut done = None;
-    E::dispatch(tier, Attend { call, done: &mut done });
+    E::dispatch(tier, AttentionKernels { call, done: &mut done });
     done
 }
 
@@ -165,7 +166,7 @@ pub(crate) fn run<E: Kernels, S: Stored>(call: &Call<E, S>, tier: Tier) -> Optio
 ///
 /// # Safety
 /// The processor has the tier of K.
-unsafe fn attend_on<K: Kernel, E: Kernels, S: Stored>(call: &Call<E, S>) -> Option<()> {
+unsafe fn attend_on<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> Option<()> {
     let dims = &call.inputs.dims;
     if dims.b * dims.rows() == 0 {
         return Some(());

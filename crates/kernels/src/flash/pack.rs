@@ -10,7 +10,7 @@ use super::problem::{Dims, KeysValues, KvHead, ScoreInputs, StoredRows, Strided}
 use super::tile::Tile;
 use super::workspace::Workspace;
 use crate::cpu::{Kernel, SimdTask, Vector};
-use crate::element::{Kernels, Stored, load_first, store_first, widen_row};
+use crate::number::{Number, Stored, load_first, store_first, widen_row};
 
 /// How many rows of f32 ahead are prefetched: enough to cover the latency of memory at a row every few dozen cycles. Of
 /// narrower elements so many more that the bytes are the same.
@@ -258,7 +258,7 @@ pub(super) struct PackQueries<'a, 'b, E> {
     pub tiles: &'a [Tile],
 }
 
-impl<E: Kernels> SimdTask for PackQueries<'_, '_, E> {
+impl<E: Number> SimdTask for PackQueries<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { q, inputs, workspace, tiles } = self;
@@ -282,7 +282,7 @@ impl<E: Kernels> SimdTask for PackQueries<'_, '_, E> {
 /// The processor has the tier of K; the matrix has the rows of the tile, of `width` elements; `panel` takes
 /// `width.word_squares` rows of a panel and `staging` `LANES` rows of so many words.
 #[inline(always)]
-pub(super) unsafe fn pack_panel<K: Kernel, E: Kernels>(
+pub(super) unsafe fn pack_panel<K: Kernel, E: Number>(
     matrix: &TileRows<E>,
     width: PackedWidth,
     panel: *mut f32,

@@ -20,7 +20,7 @@ use super::softmax::TileSoftmax;
 use super::tile::{Part, Tile};
 use super::workspace::Workspace;
 use crate::cpu::{Kernel, MAX_COLUMNS, Product, SimdTask, Vector, Words};
-use crate::element::{Stored, load_first, store_first};
+use crate::number::{Stored, load_first, store_first};
 
 /// Tiles of one key head, whose queries are packed, against some of its keys. Leaves their state in the workspace.
 pub(super) struct Prefill<'a, 'b, S> {

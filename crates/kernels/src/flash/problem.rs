@@ -4,10 +4,10 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::dropout::Dropout;
-use crate::cpu::SharedPtr;
-use crate::element::Stored;
-use crate::error::check_len;
-use crate::{Element, Error, Executor};
+use crate::cpu::{Executor, SharedPtr};
+use crate::error::{Error, check_len};
+use crate::flash::AttentionKernels;
+use crate::number::Stored;
 
 /// The order of the context in memory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -395,7 +395,7 @@ pub struct Call<'a, E, S = E> {
     pub(super) executor: Option<Executor>,
 }
 
-impl<'a, E: Element, S: Stored> Call<'a, E, S> {
+impl<'a, E: AttentionKernels, S: Stored> Call<'a, E, S> {
     /// `keys_values` are those of the problem.
     pub(super) fn new(
         problem: &Problem<'a, E>,

@@ -15,7 +15,8 @@ use super::{
     philox_keeps,
 };
 use crate::cpu::Tier;
-use crate::{Element, Error};
+use crate::element::Element;
+use crate::error::Error;
 
 /// Numbers between -1 and 1 in no order.
 fn numbers<E: Element>(count: usize, salt: u64) -> Vec<E> {

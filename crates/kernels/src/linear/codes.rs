@@ -5,10 +5,9 @@ use half::f16;
 use super::PackedWeight;
 use super::format::Format;
 use super::weight::no_memory;
-use crate::Error;
 pub use crate::cpu::CODE_BLOCK;
 use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Tier, Workers, dispatch_f32, for_each_task};
-use crate::error::{check_len, check_tier};
+use crate::error::{Error, check_len, check_tier};
 
 /// A weight (out, in) whose numbers are `code · scale + minimum`, with a scale and a minimum for each [`CODE_BLOCK`]
 /// inputs of an output. What is computed with it has the bits that the numbers in f32 would give.

@@ -1,9 +1,8 @@
 //! What follows the sums of a product, while they are in a cache.
 
 use super::PackedWeight;
-use crate::Error;
 use crate::cpu::{Vector, erfc, sigmoid};
-use crate::error::check_len;
+use crate::error::{Error, check_len};
 
 /// `activation(sums + bias) · (up · xs + its bias) + residual`, as much of it as there is, in f32; the result is
 /// rounded once.

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::cpu::CODE_BLOCK;
-use crate::element::Dtype;
+use crate::number::Dtype;
 
 /// How the numbers of a weight are stored.
 #[derive(Clone, Copy, PartialEq, Eq)]

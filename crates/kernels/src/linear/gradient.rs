@@ -7,8 +7,9 @@ use super::left::Left;
 use super::matrix::{Matrix, MatrixProduct, multiply};
 use super::right::{Right, depth_start};
 use super::{Epilogue, PackedWeight, Product, filled};
-use crate::cpu::SharedPtr;
-use crate::{Element, Error, Executor, Tier};
+use crate::cpu::{Executor, SharedPtr, Tier};
+use crate::error::Error;
+use crate::linear::ProductKernels;
 
 /// The operands of [`input_gradient`].
 #[derive(Clone, Debug)]
@@ -28,7 +29,7 @@ pub struct InputGradient<'a, X> {
 /// # Errors
 /// [`Error::Shape`] if the columns lie outside of the weight, or the gradient does not fit them or its slice, and
 /// [`Error::Memory`] if there is none for the result.
-pub fn input_gradient<X: Element>(operands: &InputGradient<X>) -> Result<Vec<X>, Error> {
+pub fn input_gradient<X: ProductKernels>(operands: &InputGradient<X>) -> Result<Vec<X>, Error> {
     let &InputGradient { weight, ref columns, gradient, executor } = operands;
     let (rows, inputs) = (gradient.rows, weight.inputs());
     if columns.start > columns.end || columns.end > weight.outputs() {
@@ -62,7 +63,11 @@ pub fn input_gradient<X: Element>(operands: &InputGradient<X>) -> Result<Vec<X>,
 ///
 /// # Errors
 /// As [`multiply`].
-pub fn column_sums<X: Element>(matrix: Matrix<X>, tier: Tier, executor: Option<Executor>) -> Result<Vec<X>, Error> {
+pub fn column_sums<X: ProductKernels>(
+    matrix: Matrix<X>,
+    tier: Tier,
+    executor: Option<Executor>,
+) -> Result<Vec<X>, Error> {
     let ones = vec![X::from_f32(1.0); matrix.rows];
     let left = Matrix { data: &ones, rows: 1, columns: matrix.rows, stride: matrix.rows, is_transposed: false };
     multiply(&MatrixProduct { left, right: matrix, bias: None, tier, executor })

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::Matrix;
 use crate::cpu::{Kernel, MAX_LANES, Vector};
-use crate::element::{Dtype, Kernels, widen_row};
+use crate::number::{Dtype, Number, widen_row};
 
 /// The words of depth of a block: with 48 columns 37 KB of the right operand, which the second cache holds beside the
 /// rest. The sums are read and written once a block. Rounding errors grow with the sum that is being added to, so that
@@ -29,7 +29,7 @@ pub struct WordOrder {
     pub step: usize,
 }
 
-impl<X: Kernels> Left<'_, X> {
+impl<X: Number> Left<'_, X> {
     /// The elements of depth.
     pub fn depth(&self) -> usize {
         self.lead + self.matrix.columns

@@ -5,9 +5,9 @@ use std::mem::MaybeUninit;
 use super::left::Left;
 use super::right::Right;
 use super::{Epilogue, Product, filled};
-use crate::cpu::SharedPtr;
-use crate::error::{check_len, check_tier};
-use crate::{Element, Error, Executor, Tier};
+use crate::cpu::{Executor, SharedPtr, Tier};
+use crate::error::{Error, check_len, check_tier};
+use crate::linear::ProductKernels;
 
 /// A matrix (rows, columns) in memory. The element of row r and column c is at `r * stride + c`, or at `c * stride + r`
 /// where it is transposed.
@@ -79,7 +79,7 @@ pub struct MatrixProduct<'a, X> {
 /// assert_eq!(multiply(&product)?, [3.0, 7.0, 11.0, 2.0, 6.0, 10.0]);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub fn multiply<X: Element>(product: &MatrixProduct<X>) -> Result<Vec<X>, Error> {
+pub fn multiply<X: ProductKernels>(product: &MatrixProduct<X>) -> Result<Vec<X>, Error> {
     let &MatrixProduct { left, right, bias, tier, executor } = product;
     check_tier(tier)?;
     left.check("the left operand")?;

@@ -21,6 +21,7 @@ mod codes;
 mod epilogue;
 mod format;
 mod gradient;
+mod kernels;
 mod left;
 mod matrix;
 mod pack;
@@ -33,6 +34,7 @@ mod weight;
 pub use codes::{CODE_BLOCK, Codes};
 pub use epilogue::{Activation, Epilogue, Up};
 pub use gradient::{InputGradient, column_sums, input_gradient};
+pub use kernels::ProductKernels;
 pub use matrix::{Matrix, MatrixProduct, multiply};
 pub(crate) use task::{Product, run};
 pub use weight::PackedWeight;
@@ -41,9 +43,8 @@ pub(crate) use weight::{WeightOutputs, WeightRows, pack_weight, unpack_weight};
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use crate::cpu::{SharedPtr, large_page_vec};
-use crate::error::check_len;
-use crate::{Element, Error, Executor};
+use crate::cpu::{Executor, SharedPtr, large_page_vec};
+use crate::error::{Error, check_len};
 use left::Left;
 use right::Right;
 
@@ -122,7 +123,7 @@ impl<'a, X> Projection<'a, X> {
 /// linear::project(&Projection { columns: 1..3, ..projection }, &mut output)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub fn project<X: Element>(projection: &Projection<X>, output: &mut [MaybeUninit<X>]) -> Result<(), Error> {
+pub fn project<X: ProductKernels>(projection: &Projection<X>, output: &mut [MaybeUninit<X>]) -> Result<(), Error> {
     let count = projection.output_len()?;
     check_len("output", output.len(), count)?;
     let &Projection { weight, xs, xs_row, rows, ref columns, epilogue, executor } = projection;
@@ -143,7 +144,7 @@ pub fn project<X: Element>(projection: &Projection<X>, output: &mut [MaybeUninit
 ///
 /// # Errors
 /// As [`project`], and [`Error::Memory`] if there is none for the output.
-pub fn project_vec<X: Element>(projection: &Projection<X>) -> Result<Vec<X>, Error> {
+pub fn project_vec<X: ProductKernels>(projection: &Projection<X>) -> Result<Vec<X>, Error> {
     let count = projection.output_len()?;
     let (rows, columns) = (projection.rows, projection.columns.len());
     // SAFETY: `project` initialises every element.

@@ -1,7 +1,7 @@
 //! Rows of a weight on their way into panels.
 
 use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector};
-use crate::element::{Dtype, Kernels};
+use crate::number::{Dtype, Number};
 
 /// Copies the rows of one panel into it: [`Vector::LANES`] rows and as many words of each at a time are transposed, so that
 /// memory is read and written in whole cache lines. What the panel has beyond the rows and their inputs becomes zeros.
@@ -18,7 +18,7 @@ pub(super) struct PackPanel<'a, E> {
 /// LANES by LANES words.
 type Square = [f32; MAX_LANES * MAX_LANES];
 
-impl<E: Kernels> SimdTask for PackPanel<'_, E> {
+impl<E: Number> SimdTask for PackPanel<'_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let lanes = K::Vector::LANES;
@@ -37,7 +37,7 @@ impl<E: Kernels> SimdTask for PackPanel<'_, E> {
     }
 }
 
-impl<E: Kernels> PackPanel<'_, E> {
+impl<E: Number> PackPanel<'_, E> {
     /// LANES rows from `column`, as many words of each from the input `first`.
     #[inline(always)]
     fn read<K: Kernel>(&self, column: usize, first: usize, square: &mut Square) {

@@ -6,7 +6,7 @@ use super::Matrix;
 use super::left::BLOCK;
 use super::weight::PackedWeight;
 use crate::cpu::{Kernel, MAX_LANES, Product, Vector, Words};
-use crate::element::{Dtype, Kernels, load_first, widen_row};
+use crate::number::{Dtype, Number, load_first, widen_row};
 
 /// A matrix (depth, columns). A weight in panels is read in place where it can be; of everything else a block of a
 /// panel at a time is copied, for all rows of a task, which is some hundredths of their products.
@@ -28,7 +28,7 @@ pub fn depth_start(first_output: usize) -> usize {
     first_output / (2 * MAX_LANES) * (2 * MAX_LANES)
 }
 
-impl<X: Kernels> Right<'_, X> {
+impl<X: Number> Right<'_, X> {
     /// The columns of the whole operand.
     pub fn columns(&self) -> usize {
         match self {
@@ -128,7 +128,7 @@ impl<X: Kernels> Right<'_, X> {
 /// # Safety
 /// The processor has the tier of K; the column belongs to the matrix, and `to` takes a panel.
 #[inline(always)]
-unsafe fn copy_row<K: Kernel, X: Kernels>(matrix: &Matrix<X>, row: usize, column: usize, to: *mut f32) {
+unsafe fn copy_row<K: Kernel, X: Number>(matrix: &Matrix<X>, row: usize, column: usize, to: *mut f32) {
     let lanes = K::Vector::LANES;
     let width = K::PANEL.min(matrix.columns - column);
     let from = |row: usize| matrix.data.as_ptr().wrapping_add(row * matrix.stride + column);
@@ -158,7 +158,7 @@ unsafe fn copy_row<K: Kernel, X: Kernels>(matrix: &Matrix<X>, row: usize, column
 /// The processor has the tier of K; the column belongs to the matrix, and `to` takes a square, whose rows are a panel
 /// apart.
 #[inline(always)]
-unsafe fn transpose_rows<K: Kernel, X: Kernels>(matrix: &Matrix<X>, column: usize, first: usize, to: *mut f32) {
+unsafe fn transpose_rows<K: Kernel, X: Number>(matrix: &Matrix<X>, column: usize, first: usize, to: *mut f32) {
     let lanes = K::Vector::LANES;
     let (columns, depth) = (lanes.min(matrix.columns - column), lanes * K::ELEMENTS);
     let width = depth.min(matrix.rows.saturating_sub(first));

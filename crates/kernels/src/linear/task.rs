@@ -5,12 +5,11 @@ use std::ops::Range;
 use super::epilogue::{Epilogue, Up};
 use super::left::{BLOCK, BLOCK_ROW, Left, MAX_ROWS, WordOrder};
 use super::right::Right;
-use crate::Executor;
 use crate::cpu::{
-    Kernel, MAX_COLUMNS, Product as PanelProduct, Scratch, SharedPtr, SimdTask, Tier, Vector, Workers, dispatch_f32,
-    for_each_task, second_cache,
+    Executor, Kernel, MAX_COLUMNS, Product as PanelProduct, Scratch, SharedPtr, SimdTask, Tier, Vector, Workers,
+    dispatch_f32, for_each_task, second_cache,
 };
-use crate::element::{Kernels, load_first, store_first};
+use crate::number::{Number, load_first, store_first};
 
 /// The part of the second cache that a task's sums may take, besides its inputs and a block of the weight.
 const SUMS_PART: usize = 4;
@@ -32,7 +31,7 @@ pub struct Product<'a, X> {
     pub(super) output: SharedPtr<X>,
 }
 
-impl<'a, X: Kernels> Product<'a, X> {
+impl<'a, X: Number> Product<'a, X> {
     /// The operand on the right, and that of the epilogue.
     fn rights(&self) -> impl Iterator<Item = Right<'a, X>> + use<'a, X> {
         [Some(self.right), self.epilogue.up.map(|up| Right::Weight(up.weight))].into_iter().flatten()
@@ -40,7 +39,7 @@ impl<'a, X: Kernels> Product<'a, X> {
 }
 
 /// Initialises the output.
-pub(crate) fn run<X: Kernels>(product: &Product<X>) {
+pub(crate) fn run<X: Number>(product: &Product<X>) {
     if product.left.matrix.rows == 0 || product.columns.is_empty() {
         return;
     }
@@ -56,7 +55,7 @@ pub(crate) fn run<X: Kernels>(product: &Product<X>) {
 
 struct Run<'a, X>(&'a Product<'a, X>);
 
-impl<X: Kernels> SimdTask for Run<'_, X> {
+impl<X: Number> SimdTask for Run<'_, X> {
     unsafe fn run<K: Kernel>(self) {
         let product = self.0;
         let Product { left, right, columns, executor, .. } = product;
@@ -141,7 +140,7 @@ struct Task<'a, X> {
     scratch: &'a mut TaskScratch,
 }
 
-impl<X: Kernels> SimdTask for Task<'_, X> {
+impl<X: Number> SimdTask for Task<'_, X> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { product, rows: own, panels, scratch } = self;
@@ -197,7 +196,7 @@ impl<X: Kernels> SimdTask for Task<'_, X> {
     }
 }
 
-impl<X: Kernels> Product<'_, X> {
+impl<X: Number> Product<'_, X> {
     /// The sums of a panel, and what follows them, to some rows of the columns that are wanted. `up` are those of the
     /// second operand, if there is one.
     ///

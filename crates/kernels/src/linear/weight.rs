@@ -10,9 +10,9 @@ use crate::cpu::{
     Bf16Pairs, CodeBlocks, Columns, F16Rows, Kernel, Product, Scratch, SharedPtr, SimdTask, Tier, Vector, Words,
     Workers, for_each_task,
 };
-use crate::element::{Dtype, Kernels};
-use crate::error::{check_len, check_tier};
-use crate::{Element, Error};
+use crate::error::{Error, check_len, check_tier};
+use crate::linear::ProductKernels;
+use crate::number::{Dtype, Number};
 
 /// A weight (out, in) as panels of outputs, for [`project`](super::project). Each panel is (in, panel), so that the
 /// sums of its outputs are the lanes of vectors, and is read from its beginning to its end, for one row of input or for
@@ -50,7 +50,7 @@ impl PackedWeight {
     /// assert_eq!(weight.unpack::<f32>()?, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
     /// # Ok::<(), candle_attention_kernels::Error>(())
     /// ```
-    pub fn new<E: Element>(rows: &[E], shape: (usize, usize), tier: Tier) -> Result<Self, Error> {
+    pub fn new<E: ProductKernels>(rows: &[E], shape: (usize, usize), tier: Tier) -> Result<Self, Error> {
         let (outputs, inputs) = shape;
         check_tier(tier)?;
         match outputs.checked_mul(inputs) {
@@ -64,7 +64,7 @@ impl PackedWeight {
     ///
     /// # Errors
     /// [`Error::Shape`] if E is not the type that was packed, [`Error::Memory`] if there is none for the rows.
-    pub fn unpack<E: Element>(&self) -> Result<Vec<E>, Error> {
+    pub fn unpack<E: ProductKernels>(&self) -> Result<Vec<E>, Error> {
         // A weight of nothing may have any number of outputs.
         let outputs = if self.inputs == 0 { 0 } else { self.outputs };
         self.unpack_rows(&(0..outputs).collect::<Vec<_>>())
@@ -74,7 +74,7 @@ impl PackedWeight {
     ///
     /// # Errors
     /// As [`unpack`](Self::unpack), and [`Error::Shape`] for an output that the weight does not have.
-    pub fn unpack_rows<E: Element>(&self, outputs: &[usize]) -> Result<Vec<E>, Error> {
+    pub fn unpack_rows<E: ProductKernels>(&self, outputs: &[usize]) -> Result<Vec<E>, Error> {
         if E::DTYPE != self.format.dtype() {
             return Err(Error::Shape(format!("expected a weight of {:?}, found {:?}", E::DTYPE, self.format)));
         }
@@ -304,13 +304,13 @@ pub struct WeightOutputs<'a> {
 }
 
 /// `None` where there is no memory for a copy.
-pub(crate) fn pack_weight<E: Kernels>(rows: &WeightRows<E>) -> Option<PackedWeight> {
+pub(crate) fn pack_weight<E: Number>(rows: &WeightRows<E>) -> Option<PackedWeight> {
     struct Pack<'a, E> {
         rows: &'a [E],
         weight: PackedWeight,
         packed: &'a mut Option<PackedWeight>,
     }
-    impl<E: Kernels> SimdTask for Pack<'_, E> {
+    impl<E: Number> SimdTask for Pack<'_, E> {
         unsafe fn run<K: Kernel>(self) {
             // Steps are whole, and a tier may take more.
             let panel = K::PANEL;
@@ -334,7 +334,7 @@ impl PackedWeight {
     ///
     /// # Safety
     /// The processor has the tier of K.
-    unsafe fn fill<K: Kernel, E: Kernels>(mut self, rows: &[E]) -> Option<Self> {
+    unsafe fn fill<K: Kernel, E: Number>(mut self, rows: &[E]) -> Option<Self> {
         let Self { inputs, outputs, panel, padded, .. } = self;
         let panels = outputs.div_ceil(panel);
         panels.checked_mul(padded)?.checked_mul(panel)?.checked_mul(size_of::<f32>())?;
@@ -363,7 +363,7 @@ impl PackedWeight {
 }
 
 /// The rows of some outputs of a weight of E; `None` where there is no memory for them.
-pub(crate) fn unpack_weight<E: Kernels>(rows: &WeightOutputs) -> Option<Vec<E>> {
+pub(crate) fn unpack_weight<E: Number>(rows: &WeightOutputs) -> Option<Vec<E>> {
     let &WeightOutputs { weight, outputs } = rows;
     let inputs = weight.inputs;
     let count = outputs.len().checked_mul(inputs)?;
@@ -385,7 +385,7 @@ pub(crate) fn unpack_weight<E: Kernels>(rows: &WeightOutputs) -> Option<Vec<E>> 
 impl PackedWeight {
     /// # Safety
     /// The output exists, and E is the type that its numbers are unpacked as.
-    unsafe fn unpack_row<E: Kernels>(&self, output: usize, row: &mut [E]) {
+    unsafe fn unpack_row<E: Number>(&self, output: usize, row: &mut [E]) {
         let (panel, column) = (output / self.panel, output % self.panel);
         for (index, numbers) in row.chunks_mut(self.format.step()).enumerate() {
             let at = self.at(panel, index * self.format.step());

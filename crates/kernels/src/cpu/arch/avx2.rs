@@ -119,7 +119,7 @@ impl Vector for Avx2 {
     }
 }
 
-/// Multiply-adds of f32, with the whole tile in assembly.
+/// ProductKernels-adds of f32, with the whole tile in assembly.
 struct Fma;
 
 impl MulAdd for Fma {

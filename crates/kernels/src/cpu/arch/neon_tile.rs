@@ -1,7 +1,7 @@
 //! Matrix products whose words of A come from a lane of a register.
 //!
 //! A broadcast word costs an Arm processor a load and, on most, a vector operation that a multiply-add could have had.
-//! Multiply-adds take a lane of a register just as well, so a load brings four words of A: four steps of the depth, or
+//! ProductKernels-adds take a lane of a register just as well, so a load brings four words of A: four steps of the depth, or
 //! four rows where rows lie side by side. For 96 multiply-adds that are 32 loads at most, and no register is spilt.
 
 use std::arch::aarch64::*;

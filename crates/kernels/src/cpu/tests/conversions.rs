@@ -4,10 +4,10 @@ use half::{bf16, f16};
 
 use super::on_every_tier;
 use crate::cpu::{Kernel, SimdTask, Vector};
-use crate::element::{Kernels, load_first, store_first};
+use crate::number::{Number, load_first, store_first};
 
 /// Numbers of 16 bits, as the `half` crate has them.
-trait Half: Kernels + std::fmt::Debug {
+trait Half: Number + std::fmt::Debug {
     fn of(bits: u16) -> Self;
     fn bits(self) -> u16;
     fn wide(self) -> f32;

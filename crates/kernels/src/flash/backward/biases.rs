@@ -3,9 +3,9 @@
 use std::cell::Cell;
 
 use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, SharedPtr, Vector};
-use crate::element::{load_first, store_first};
 use crate::flash::problem::{Alibi, Dims, Row};
 use crate::flash::scores::TileScores;
+use crate::number::{load_first, store_first};
 
 /// The gradient of a bias: a contiguous tensor whose dimensions are those of the scores (B, H, T_q, T_kv), or 1.
 #[derive(Clone, Copy)]

@@ -14,9 +14,9 @@ use super::heuristics;
 use super::problem::{Call, KeysValues, KvHead, KvRows, Problem, SoftmaxStats, StoredRows, Strided};
 use super::tile::Tile;
 use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Tier, Vector, for_each_task, large_page_vec};
-use crate::element::{Dtype, Kernels};
-use crate::error::{check_len, check_tier};
-use crate::{Element, Error};
+use crate::error::{Error, check_len, check_tier};
+use crate::flash::AttentionKernels;
+use crate::number::{Dtype, Number};
 use biases::BiasOutput;
 use chain::Chain;
 use memory::{BackwardMemory, BackwardSizes};
@@ -145,7 +145,7 @@ impl<E> BackwardCall<'_, E> {
 /// assert!((gradients.v.unwrap()[1] - weight).abs() < 1e-6);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub fn attend_backward<E: Element>(
+pub fn attend_backward<E: AttentionKernels>(
     problem: &BackwardProblem<E>,
     tier: Tier,
     wanted: Wanted,
@@ -218,12 +218,12 @@ pub fn attend_backward<E: Element>(
 }
 
 /// A call on a tier that the processor has. `None` where there is no memory for intermediate results.
-pub(crate) fn run<E: Kernels>(backward: &BackwardCall<E>, tier: Tier) -> Option<()> {
+pub(crate) fn run<E: Number>(backward: &BackwardCall<E>, tier: Tier) -> Option<()> {
     struct Backward<'a, 'b, E> {
         backward: &'a BackwardCall<'b, E>,
         done: &'a mut Option<()>,
     }
-    impl<E: Kernels> SimdTask for Backward<'_, '_, E> {
+    impl<E: Number> SimdTask for Backward<'_, '_, E> {
         unsafe fn run<K: Kernel>(self) {
             // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
             *self.done = unsafe { run_on::<K, E>(self.backward) };
@@ -236,7 +236,7 @@ pub(crate) fn run<E: Kernels>(backward: &BackwardCall<E>, tier: Tier) -> Option<
 
 /// # Safety
 /// The processor has the tier of K.
-unsafe fn run_on<K: Kernel, E: Kernels>(backward: &BackwardCall<E>) -> Option<()> {
+unsafe fn run_on<K: Kernel, E: Number>(backward: &BackwardCall<E>) -> Option<()> {
     let (inputs, wanted) = (&backward.call.inputs, &backward.wanted);
     let dims = &inputs.dims;
     let workers = heuristics::workers(&backward.call, 3);

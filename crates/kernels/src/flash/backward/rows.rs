@@ -4,8 +4,8 @@ use std::f32::consts::LOG2_E;
 
 use super::BackwardCall;
 use crate::cpu::{Kernel, SharedPtr, SimdTask, Vector};
-use crate::element::{Kernels, load_first, store_first};
 use crate::flash::problem::Row;
+use crate::number::{Number, load_first, store_first};
 
 /// Of each query of one head: the sum of its context times the gradient of it, which is that of its weights times
 /// theirs. Clears the sums of the queries' gradients on the way, and sums the gradient of the head's sink.
@@ -17,7 +17,7 @@ pub(super) struct Deltas<'a, 'b, E> {
     pub sink: &'a mut f32,
 }
 
-impl<E: Kernels> SimdTask for Deltas<'_, '_, E> {
+impl<E: Number> SimdTask for Deltas<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { backward, b, head, sink } = self;
@@ -69,7 +69,7 @@ pub(super) struct RoundQueries<'a, 'b, E> {
     pub count: usize,
 }
 
-impl<E: Kernels> SimdTask for RoundQueries<'_, '_, E> {
+impl<E: Number> SimdTask for RoundQueries<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let lanes = K::Vector::LANES;

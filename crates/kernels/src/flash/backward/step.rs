@@ -8,12 +8,12 @@ use super::biases::BiasGradients;
 use super::gradient::{TileColumns, TileGradient};
 use super::memory::{BackwardMemory, ColumnPanels};
 use crate::cpu::{Kernel, MAX_COLUMNS, Product, Vector, Words};
-use crate::element::{Kernels, widen_row};
 use crate::flash::pack::{HeadRows, LeftOperand, TileRows, has_non_finite, pack_columns, pack_rows};
 use crate::flash::prefill::{KeyProduct, OverKeys, ValueProduct};
 use crate::flash::problem::{KvHead, ScoreUnits};
 use crate::flash::scores::TileScores;
 use crate::flash::tile::{Overlap, Part, Tile};
+use crate::number::{Number, widen_row};
 
 /// One block of keys and values, packed, and the sums of their gradients.
 pub(super) struct KeyBlock<'a, E> {
@@ -27,7 +27,7 @@ pub(super) struct KeyBlock<'a, E> {
     non_finite: OnceCell<bool>,
 }
 
-impl<'a, E: Kernels> KeyBlock<'a, E> {
+impl<'a, E: Number> KeyBlock<'a, E> {
     /// Packs block `index` of a task.
     ///
     /// # Safety
@@ -82,7 +82,7 @@ pub(super) struct PackedTile<'a, E> {
     pub non_finite: OnceCell<bool>,
 }
 
-impl<E: Kernels> PackedTile<'_, E> {
+impl<E: Number> PackedTile<'_, E> {
     /// Whether a query or the gradient of a context is not finite, found out once.
     ///
     /// # Safety
@@ -108,7 +108,7 @@ pub(super) struct Step<'a, 'b, E> {
 
 const ONES: [f32; MAX_COLUMNS] = [1.0; MAX_COLUMNS];
 
-impl<E: Kernels> Step<'_, '_, E> {
+impl<E: Number> Step<'_, '_, E> {
     /// Adds to the sums of the block and of the tile.
     ///
     /// # Safety

@@ -24,10 +24,10 @@ use super::gradient::TileColumns;
 use super::memory::{BackwardMemory, ColumnPanels};
 use super::step::{KeyBlock, PackedTile, Step};
 use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, SharedPtr, SimdTask, Vector};
-use crate::element::{Kernels, load_first, store_first, widen_row};
 use crate::flash::pack::{TileRows, pack_panel, pack_row_pair};
 use crate::flash::problem::KvHead;
 use crate::flash::tile::Tile;
+use crate::number::{Number, load_first, store_first, widen_row};
 
 /// Some keys of one key head.
 pub(super) struct BackwardTask<'a, 'b, E> {
@@ -44,7 +44,7 @@ pub(super) struct BackwardTask<'a, 'b, E> {
     pub slopes: &'a mut [f32],
 }
 
-impl<E: Kernels> SimdTask for BackwardTask<'_, '_, E> {
+impl<E: Number> SimdTask for BackwardTask<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { backward, memory, kv, keys, tiles, chain, task, slopes } = self;
@@ -112,7 +112,7 @@ impl<E: Kernels> SimdTask for BackwardTask<'_, '_, E> {
 /// # Safety
 /// The processor has the tier of K; the memory was made for the call.
 #[inline(always)]
-unsafe fn pack_tile<'a, K: Kernel, E: Kernels>(
+unsafe fn pack_tile<'a, K: Kernel, E: Number>(
     backward: &'a BackwardCall<E>,
     memory: &mut BackwardMemory,
     tile: &'a Tile,
@@ -151,7 +151,7 @@ unsafe fn pack_tile<'a, K: Kernel, E: Kernels>(
 /// # Safety
 /// The processor has the tier of K; `to` takes as many words.
 #[inline(always)]
-unsafe fn pack_row_panels<K: Kernel, E: Kernels>(rows: &TileRows<E>, panels: &ColumnPanels, to: *mut f32) {
+unsafe fn pack_row_panels<K: Kernel, E: Number>(rows: &TileRows<E>, panels: &ColumnPanels, to: *mut f32) {
     let words = K::PANEL / K::ELEMENTS;
     for panel in 0..panels.count {
         let columns = panels.columns::<K>(panel);
@@ -178,7 +178,7 @@ unsafe fn pack_row_panels<K: Kernel, E: Kernels>(rows: &TileRows<E>, panels: &Co
 /// # Safety
 /// The processor has the tier of K; no other thread uses the gradients of these queries.
 #[inline(always)]
-unsafe fn add_queries<K: Kernel, E: Kernels>(backward: &BackwardCall<E>, memory: &mut BackwardMemory, tile: &Tile) {
+unsafe fn add_queries<K: Kernel, E: Number>(backward: &BackwardCall<E>, memory: &mut BackwardMemory, tile: &Tile) {
     let (dims, lanes) = (&backward.call.inputs.dims, K::Vector::LANES);
     let mut square = [0f32; MAX_LANES * MAX_LANES];
     for vector in 0..tile.vectors {
@@ -213,7 +213,7 @@ impl<K: Kernel> SumRows<'_, K> {
     /// # Safety
     /// The processor has the tier of K; `to` has the rows, which no other thread writes.
     #[inline(always)]
-    unsafe fn write<E: Kernels>(&self, to: SharedPtr<E>, first: usize) {
+    unsafe fn write<E: Number>(&self, to: SharedPtr<E>, first: usize) {
         let lanes = K::Vector::LANES;
         for panel in 0..self.panels.count {
             let columns = self.panels.columns::<K>(panel);

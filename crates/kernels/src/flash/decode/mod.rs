@@ -20,7 +20,7 @@ use super::heuristics::{self, KV_SPLIT};
 use super::pack::HeadRows;
 use super::problem::{Call, KeysValues, KvHead, Row, ScoreInputs, Strided};
 use crate::cpu::{Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector, Workers, for_each_task};
-use crate::element::{Kernels, Stored, widen_row};
+use crate::number::{Number, Stored, widen_row};
 use products::{AccumulateSeen, KEY_BLOCK, RowProducts};
 use softmax::RowSoftmax;
 
@@ -41,7 +41,7 @@ pub(super) const fn max_rows<K: Kernel>() -> usize {
 ///
 /// # Safety
 /// The processor has the tier of K, whose words are f32.
-pub(super) unsafe fn run<K: Kernel, E: Kernels, S: Stored>(call: &Call<E, S>) -> Option<()> {
+pub(super) unsafe fn run<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> Option<()> {
     let dims = &call.inputs.dims;
     let (heads, key_chunks) = (dims.b * dims.h_kv, dims.t_kv.div_ceil(KV_SPLIT).max(1));
     // Of each part: contexts (R, D_v), maxima (R,) and sums (R,).
@@ -103,7 +103,7 @@ struct WidenQueries<'a, 'b, E> {
     queries: *mut f32,
 }
 
-impl<E: Kernels> SimdTask for WidenQueries<'_, '_, E> {
+impl<E: Number> SimdTask for WidenQueries<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let (d, factor) = (self.inputs.dims.d, self.inputs.options.units(false).query);
@@ -230,7 +230,7 @@ impl<S: Stored> Decode<'_, '_, S> {
 }
 
 /// Merges the parts of one key head, in order, and writes its rows.
-fn merge<'a, E: Kernels, S>(call: &Call<E, S>, kv: KvHead, parts: impl Iterator<Item = &'a [f32]> + Clone) {
+fn merge<'a, E: Number, S>(call: &Call<E, S>, kv: KvHead, parts: impl Iterator<Item = &'a [f32]> + Clone) {
     let (dims, unit) = (&call.inputs.dims, call.inputs.options.exponent_unit());
     let (d_v, padded) = (dims.d_v, dims.rows().next_power_of_two());
     let mut sums = vec![0f32; d_v];

@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector};
-use crate::element::{Stored, load_first, store_first};
 use crate::flash::pack::prefetch_row;
 use crate::flash::problem::{KeysValues, KvHead, Row, ScoreInputs, StoredRows};
+use crate::number::{Stored, load_first, store_first};
 
 /// Keys whose rows are read by all groups of queries, and whose values for all of D_v, before the next ones: they stay
 /// in the first cache meanwhile.

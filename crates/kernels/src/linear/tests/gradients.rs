@@ -4,11 +4,12 @@ use half::{bf16, f16};
 
 use super::numbers;
 use crate::cpu::Tier;
+use crate::element::Element;
+use crate::error::Error;
 use crate::linear::{
     Codes, Epilogue, InputGradient, Matrix, MatrixProduct, PackedWeight, Projection, column_sums, input_gradient,
     multiply, project_vec,
 };
-use crate::{Element, Error};
 
 fn tiers() -> Vec<Tier> {
     // Interpreted, a product takes seconds.

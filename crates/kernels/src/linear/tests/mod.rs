@@ -8,9 +8,10 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 use super::{Activation, CODE_BLOCK, Codes, Epilogue, PackedWeight, Projection, Up, project, project_vec};
-use crate::cpu::Tier;
 use crate::cpu::tests::erfc;
-use crate::{Element, Error, Executor};
+use crate::cpu::{Executor, Tier};
+use crate::element::Element;
+use crate::error::Error;
 
 /// Numbers between -1 and 1 in no order.
 fn numbers<E: Element>(count: usize, salt: u64) -> Vec<E> {

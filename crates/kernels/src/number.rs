@@ -1,0 +1,149 @@
+//! The types that tensors hold.
+
+use half::{bf16, f16};
+
+use crate::cpu::{MAX_LANES, SimdTask, Tier, Vector, dispatch_bf16, dispatch_f32};
+
+/// The type of an element.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dtype {
+    F32,
+    BF16,
+    F16,
+}
+
+/// What the kernels read as f32: elements, and keys and values of 8 bits.
+pub trait Stored: Copy + Default + Send + Sync + 'static {
+    /// Whether what is read is to be multiplied by the scale of its row.
+    const IS_SCALED: bool;
+
+    /// # Safety
+    /// As [`Vector::load`].
+    unsafe fn load<V: Vector>(from: *const Self) -> V;
+}
+
+/// Codes of keys and values: 128 stands for 0.
+impl Stored for u8 {
+    const IS_SCALED: bool = true;
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(from: *const Self) -> V {
+        // SAFETY: as this method's contract.
+        unsafe { V::load_u8(from).sub(V::splat(128.0)) }
+    }
+}
+
+/// What the algorithms need of an element.
+///
+/// Whoever is generic over [`Element`](crate::Element) can name these methods. Those that trust what they are given are
+/// `unsafe`, or take what nobody else can make.
+pub trait Number: Stored {
+    const DTYPE: Dtype;
+
+    fn from_f32(x: f32) -> Self;
+
+    /// # Safety
+    /// As [`Vector::store`].
+    unsafe fn store<V: Vector>(vector: V, to: *mut Self);
+
+    /// Runs a task on a tier's kernel, over pairs of bf16 if this is bf16 and the tier multiplies them.
+    fn dispatch(tier: Tier, task: impl SimdTask);
+}
+
+macro_rules! number {
+    ($type:ty, $dtype:ident, $load:ident, $store:ident, $from_f32:expr, $dispatch:path) => {
+        impl Stored for $type {
+            const IS_SCALED: bool = false;
+
+            #[inline(always)]
+            unsafe fn load<V: Vector>(from: *const Self) -> V {
+                // SAFETY: as this method's contract; bf16 and f16 are stored as their bits.
+                unsafe { V::$load(from.cast()) }
+            }
+        }
+
+        impl Number for $type {
+            const DTYPE: Dtype = Dtype::$dtype;
+
+            #[inline(always)]
+            fn from_f32(x: f32) -> Self {
+                $from_f32(x)
+            }
+
+            #[inline(always)]
+            unsafe fn store<V: Vector>(vector: V, to: *mut Self) {
+                // SAFETY: as this method's contract; bf16 and f16 are stored as their bits.
+                unsafe { vector.$store(to.cast()) }
+            }
+
+            fn dispatch(tier: Tier, task: impl SimdTask) {
+                $dispatch(tier, task)
+            }
+        }
+    };
+}
+
+number!(f32, F32, load, store, std::convert::identity, dispatch_f32);
+number!(bf16, BF16, load_bf16, store_bf16, bf16::from_f32, dispatch_bf16);
+number!(f16, F16, load_f16, store_f16, f16::from_f32, dispatch_f32);
+
+/// The first `n` lanes; the others are what a default element is read as.
+///
+/// # Safety
+/// The processor has the tier of V; `from` is valid for `n` elements, at most `LANES`.
+#[inline(always)]
+pub(crate) unsafe fn load_first<E: Stored, V: Vector>(from: *const E, n: usize) -> V {
+    // SAFETY: as this function's contract; the copy has as many elements as any vector.
+    unsafe {
+        if n == V::LANES {
+            return E::load(from);
+        }
+        let mut whole = [E::default(); MAX_LANES];
+        std::ptr::copy_nonoverlapping(from, whole.as_mut_ptr(), n);
+        E::load(whole.as_ptr())
+    }
+}
+
+/// Stores the first `n` lanes.
+///
+/// # Safety
+/// The processor has the tier of V; `to` is valid for writes of `n` elements, at most `LANES`.
+#[inline(always)]
+pub(crate) unsafe fn store_first<E: Number, V: Vector>(vector: V, to: *mut E, n: usize) {
+    // SAFETY: as this function's contract; the copy has as many elements as any vector.
+    unsafe {
+        if n == V::LANES {
+            return E::store(vector, to);
+        }
+        let mut whole = [E::default(); MAX_LANES];
+        E::store(vector, whole.as_mut_ptr());
+        std::ptr::copy_nonoverlapping(whole.as_ptr(), to, n);
+    }
+}
+
+/// One row of elements widened to f32 and multiplied by a factor, with zeros up to `padded`.
+///
+/// # Safety
+/// The processor has the tier of V; `from` is valid for `width` elements and `to` for writes of `padded`, at least `width`.
+#[inline(always)]
+pub(crate) unsafe fn widen_row<E: Stored, V: Vector>(
+    from: *const E,
+    width: usize,
+    to: *mut f32,
+    padded: usize,
+    factor: f32,
+) {
+    let whole = width / V::LANES * V::LANES;
+    // SAFETY: as this function's contract.
+    unsafe {
+        let factor = V::splat(factor);
+        for at in (0..whole).step_by(V::LANES) {
+            E::load::<V>(from.add(at)).mul(factor).store(to.add(at));
+        }
+        if whole < width {
+            let rest: V = load_first(from.add(whole), width - whole);
+            store_first(rest.mul(factor), to.add(whole), width - whole);
+        }
+        to.add(width).write_bytes(0, padded - width);
+    }
+}
