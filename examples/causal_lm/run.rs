@@ -13,7 +13,7 @@ use crate::common::with_bar;
 use crate::files::Files;
 use crate::generate::{Options, generate, padded};
 use crate::model::CausalLm;
-use crate::model::weights::{Processes, Share, Weights};
+use crate::model::weights::Processes;
 use crate::sampler::Sampling;
 
 /// Answers the command line: of several processes, the first one writes.
@@ -26,12 +26,8 @@ pub fn run(args: &Args, device: Device, processes: Option<Rc<dyn Processes>>) ->
     };
     let json = files.config()?;
     let writes = processes.as_ref().is_none_or(|processes| processes.shard().rank() == 0);
-    let mut weights = Weights::from(files.var_builder(args.model.dtype, &device)?);
-    if let Some(processes) = processes {
-        let vb = files.sharded_var_builder(args.model.dtype, &device)?;
-        weights = weights.shared(Share { vb, processes });
-    }
-    let model = with_bar("loading", "blocks", |loaded| CausalLm::load(&json, weights, files.gguf(), loaded))?;
+    let weights = files.weights(args.model.dtype, &device, processes)?;
+    let model = with_bar("loading", "blocks", |loaded| CausalLm::load(&json, weights, loaded))?;
 
     if let Some(path) = &args.logits {
         write_logits(&model, &prompts, writes.then_some(path), &device)?;

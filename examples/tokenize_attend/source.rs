@@ -83,7 +83,7 @@ impl Source {
             let model = Encoder::load(&config, vb, |_, _| {})?;
             (model.attention(n).cloned(), Box::new(move |ids, padding| model.attention_input(ids, padding, n)))
         } else {
-            let model = CausalLm::load(&config, vb, None, |_, _| {})?;
+            let model = CausalLm::load(&config, vb, |_, _| {})?;
             (model.attention(n).cloned(), Box::new(move |ids, padding| model.attention_input(ids, padding, n)))
         };
         let weights = format!("{}, layer {n}", folder.display());

@@ -64,7 +64,7 @@ fn main() -> Result<()> {
     for dtype in [DType::F32, DType::BF16].into_iter().filter(asked) {
         let vb = || VarBuilder::from_tensors(tensors.clone(), dtype, &Device::Cpu);
         let mut sides =
-            vec![Side { name: "candle-attention", model: Model::Ours(CausalLm::load(&json, vb(), None, |_, _| {})?) }];
+            vec![Side { name: "candle-attention", model: Model::Ours(CausalLm::load(&json, vb(), |_, _| {})?) }];
         if !args.ours {
             sides.push(Side { name: "candle-transformers", model: Model::theirs(&json, vb(), dtype)? });
             compare(&sides, &ids[..args.prompt.min(64)], dtype)?;

@@ -5,7 +5,9 @@ use candle_core::{D, DType, Result, Tensor, bail};
 use candle_nn::kv_cache::KvCache;
 
 use crate::communicator::expect_untracked;
-use crate::{Communicator, RingAttention, ZigZag};
+use crate::communicator::Communicator;
+use crate::ring::RingAttention;
+use crate::zigzag::ZigZag;
 
 /// The keys and values of a layer, of which each process holds some: those of its positions of the prompt, and of the
 /// tokens after it one in as many as there are processes.
@@ -119,7 +121,7 @@ fn fits(k: &Tensor, v: &Tensor, t: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::SingleProcess;
+    use crate::communicator::SingleProcess;
     use candle_attention::{AttentionMask, SdpaOptions, scaled_dot_product_attention};
     use candle_core::Device;
 

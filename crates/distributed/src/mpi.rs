@@ -21,7 +21,7 @@ use mpi::topology::SimpleCommunicator;
 use mpi::traits::{Communicator as _, CommunicatorCollectives, Destination, Equivalence, Source};
 
 use crate::communicator::expect_untracked;
-use crate::{Communicator, check_same};
+use crate::communicator::{Communicator, check_same};
 
 /// Does something with the type of a tensor's numbers.
 macro_rules! by_dtype {

@@ -11,7 +11,7 @@ use candle_core::op::BackpropOp;
 use candle_core::{CudaStorage, Device, Error, Result, Storage, Tensor, bail};
 use half::{bf16, f16};
 
-use crate::Communicator;
+use crate::communicator::Communicator;
 use crate::communicator::expect_untracked;
 
 /// One process's GPU among those of all processes. What is sent has a stream of its own beside the device's, and each

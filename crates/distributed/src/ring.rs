@@ -8,7 +8,8 @@ use candle_attention::{
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::communicator::expect_untracked;
-use crate::{Communicator, ZigZag};
+use crate::communicator::Communicator;
+use crate::zigzag::ZigZag;
 
 /// Ring attention (Liu et al. 2023, arXiv:2310.01889): each process keeps the queries of its positions, and keys and
 /// values go from process to process, the next ones while the last ones are attended to. What a query saw in each place

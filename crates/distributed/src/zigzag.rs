@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor, bail};
 
-use crate::Communicator;
+use crate::communicator::Communicator;
 
 /// A sequence in twice as many parts as there are processes, of which each process has one from the front and one from
 /// the back, so that a causal mask leaves all of them the same work:

@@ -10,9 +10,9 @@ use serde_json::Value;
 
 use super::experts::Experts;
 use super::family::{Family, MlpKind, NormKind};
-use super::mlp::{Between, LLAMA_MLP, Mlp, load_linear};
+use super::mlp::{Between, LLAMA_MLP, Mlp};
+use super::size;
 use super::weights::{Divided, Others, Weights};
-use super::{GgufWeights, size};
 
 /// That of the family, with gradients.
 pub type Norm = Box<dyn Module>;
@@ -94,8 +94,6 @@ pub struct Loader<'a> {
     pub json: &'a Value,
     /// At the checkpoint's root.
     pub weights: Weights<'a>,
-    /// The file whose weights keep their types, if it is one.
-    pub gguf: Option<&'a dyn GgufWeights>,
     /// The tables of rotary positions so far; layers that have the same share them.
     pub tables: Vec<RotaryEmbedding>,
     /// E.
@@ -117,9 +115,8 @@ impl Loader<'_> {
 
     /// A layer's block from a builder at its prefix.
     pub fn block(&mut self, layer: usize, at: Weights) -> Result<Block> {
-        let (share, is_latent) = (self.weights.share(), self.family.latent);
-        let shard = share.map(|share| share.processes.shard());
-        let attention = match (self.gguf, shard.zip(share.and_then(|share| share.vb.as_ref()))) {
+        let (share, shard, is_latent) = (self.weights.share(), self.weights.shard(), self.family.latent);
+        let attention = match (self.weights.gguf(), shard.zip(share.and_then(|share| share.vb.as_ref()))) {
             (Some(gguf), _) => Attention::MultiHead(gguf.attention(layer, shard)?),
             (None, Some((shard, vb))) if is_latent => {
                 Attention::Latent(hf::load_latent_attention_shard(self.json, layer, shard, vb)?)
@@ -149,8 +146,8 @@ impl Loader<'_> {
     fn mlp(&self, layer: usize, vb: &Weights) -> Result<FeedForward> {
         let activation = self.family.activation(self.json)?;
         let plain = Between::Plain(activation);
-        let up = |name: &str| load_linear(self.gguf, &vb.pp(name), Divided::Outputs);
-        let down = |name: &str| load_linear(self.gguf, &vb.pp(name), Divided::Inputs);
+        let up = |name: &str| vb.pp(name).linear(Divided::Outputs);
+        let down = |name: &str| vb.pp(name).linear(Divided::Inputs);
         Ok(FeedForward::Mlp(match self.family.mlp {
             MlpKind::Plain { up: first, down: second } => Mlp::new(up(first)?, plain, down(second)?)?,
             MlpKind::Conv1d { up, down } => {
@@ -166,7 +163,7 @@ impl Loader<'_> {
                 Mlp::gated([up("ffn_gate")?, up("ffn_up")?, down("ffn_down")?], activation)?
             }
             MlpKind::Ffn => {
-                let up = load_linear(self.gguf, &vb.pp("ffn_up"), Divided::JointOutputs)?;
+                let up = vb.pp("ffn_up").linear(Divided::JointOutputs)?;
                 Mlp::new(up, Between::Gated(activation), down("ffn_down")?)?
             }
             MlpKind::Gated | MlpKind::Experts { .. } => Mlp::read_gated(&vb.pp("mlp"), LLAMA_MLP, activation)?,

@@ -5,21 +5,9 @@ use candle_core::{Module, Result, Tensor};
 use candle_nn::{Activation, seq};
 
 use super::weights::{Divided, Weights};
-use super::{GgufPart, GgufWeights};
 
 /// The projections of Llama's MLP: gate, up and down.
 pub const LLAMA_MLP: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
-
-/// A linear layer at a builder's prefix, in the type that a GGUF file has it in.
-pub fn load_linear(gguf: Option<&dyn GgufWeights>, weights: &Weights, divided: Divided) -> Result<PackedLinear> {
-    match gguf {
-        Some(gguf) => {
-            let shard = weights.share().map(|share| share.processes.shard());
-            gguf.linear(&weights.prefix(), shard.map(|shard| GgufPart { shard, divided }))
-        }
-        None => weights.linear(divided),
-    }
-}
 
 /// What happens between the two products of an MLP.
 #[derive(Clone, Copy)]

@@ -7,6 +7,7 @@
 pub mod block;
 mod experts;
 mod family;
+pub mod gguf;
 mod mlp;
 mod mxfp4;
 pub mod weights;
@@ -14,8 +15,7 @@ pub mod weights;
 use std::ops::Range;
 
 use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, HeadShard, MultiHeadAttention, PackedLinear,
-    RopeScaling,
+    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, MultiHeadAttention, PackedLinear, RopeScaling,
 };
 use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor, bail};
 use candle_nn::{Embedding, VarBuilder};
@@ -23,27 +23,8 @@ use serde_json::Value;
 
 use block::{Attention, Block, Loader, Norm, optional};
 use family::Family;
-use mlp::load_linear;
+use gguf::Gguf;
 use weights::{Divided, Others, Weights, part_of};
-
-/// Which part of a linear layer a process has.
-#[derive(Clone, Copy)]
-pub struct GgufPart {
-    pub shard: HeadShard,
-    pub divided: Divided,
-}
-
-/// A GGUF file, whose weights keep their types.
-pub trait GgufWeights {
-    /// A layer's attention, or some heads of it.
-    fn attention(&self, layer: usize, shard: Option<HeadShard>) -> Result<MultiHeadAttention>;
-
-    /// How many tokens have an embedding.
-    fn vocabulary(&self) -> Option<usize>;
-
-    /// A linear layer, or a process's part of its outputs or of its inputs.
-    fn linear(&self, name: &str, part: Option<GgufPart>) -> Result<PackedLinear>;
-}
 
 /// The embeddings of tokens.
 enum TokenEmbedding {
@@ -122,17 +103,16 @@ pub struct CausalLm {
 }
 
 impl CausalLm {
-    /// From a `config.json` and weights at the checkpoint's root; `loaded` is told of every block. The builder of a
-    /// GGUF file, which is `gguf` then, has llama.cpp's names.
+    /// From a `config.json` and weights at the checkpoint's root; `loaded` is told of every block.
     pub fn load<'a>(
         json: &Value,
         weights: impl Into<Weights<'a>>,
-        gguf: Option<&dyn GgufWeights>,
         mut loaded: impl FnMut(usize, usize),
     ) -> Result<Self> {
         // A model that sees as well keeps the text's config apart.
         let json = json.get("text_config").filter(|text| text.is_object()).unwrap_or(json);
         let weights = weights.into();
+        let gguf = weights.gguf();
         let family = if gguf.is_some() { Family::of(json)?.in_gguf()? } else { Family::of(json)? };
         let Some(layers) = ["num_hidden_layers", "n_layer", "n_layers"].iter().find_map(|key| size(json, key)) else {
             bail!("[causal_lm] config.json has no number of layers")
@@ -148,16 +128,16 @@ impl CausalLm {
 
         let (dtype, ties) = (weights.dtype(), json["tie_word_embeddings"].as_bool().unwrap_or(family.ties_embedding));
         let head_at = if ties { inner.pp(embed) } else { weights.pp(family.head) };
-        let words = gguf.map_or_else(|| size(json, "vocab_size"), GgufWeights::vocabulary).unwrap_or(1);
+        let words = gguf.map_or_else(|| size(json, "vocab_size"), Gguf::vocabulary).unwrap_or(1);
         let vocabulary = Vocabulary::new(words, weights.processes(), gguf.is_some());
-        let head = load_linear(gguf, &head_at, Divided::Outputs)?;
+        let head = head_at.linear(Divided::Outputs)?;
         let width = head.in_dim();
         let table =
             |name: &str| Ok::<_, candle_core::Error>(Embedding::new(inner.pp(name).get_unchecked("weight")?, width));
         let embedding = if ties {
             TokenEmbedding::Weight(head.clone())
         } else if gguf.is_some() || weights.share().is_some() {
-            TokenEmbedding::Weight(load_linear(gguf, &inner.pp(embed), Divided::Outputs)?)
+            TokenEmbedding::Weight(inner.pp(embed).linear(Divided::Outputs)?)
         } else {
             TokenEmbedding::Table(table(embed)?)
         };
@@ -165,7 +145,7 @@ impl CausalLm {
             Some((name, first)) => Some((table(name)?, first)),
             None => None,
         };
-        let mut loader = Loader { family, json, weights, gguf, tables: Vec::new(), width, eps };
+        let mut loader = Loader { family, json, weights, tables: Vec::new(), width, eps };
         let mut blocks = Vec::with_capacity(layers);
         for layer in 0..layers {
             blocks.push(loader.block(layer, inner.pp(block).pp(layer))?);

@@ -9,6 +9,8 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 use candle_nn::var_builder::{Shard, ShardedVarBuilder};
 
+use super::gguf::Gguf;
+
 /// The processes that compute a model together.
 pub trait Processes {
     /// Which of them this is.
@@ -24,10 +26,11 @@ pub trait Processes {
 /// Those that a part of a model shares its work with; none for a model in one process.
 pub type Others = Option<Rc<dyn Processes>>;
 
-/// A builder, and what one of several processes reads instead.
+/// A builder, and what is read instead: from a GGUF file, in the types that it has, and by one of several processes.
 #[derive(Clone)]
 pub struct Weights<'a> {
     vb: VarBuilder<'a>,
+    gguf: Option<&'a Gguf>,
     share: Option<Share>,
 }
 
@@ -78,7 +81,7 @@ pub enum Divided {
 
 impl<'a> From<VarBuilder<'a>> for Weights<'a> {
     fn from(vb: VarBuilder<'a>) -> Self {
-        Self { vb, share: None }
+        Self { vb, gguf: None, share: None }
     }
 }
 
@@ -91,14 +94,28 @@ impl<'a> Deref for Weights<'a> {
     }
 }
 
-impl Weights<'_> {
+impl<'a> Weights<'a> {
     /// The same, of which this process reads a share only.
     pub fn shared(self, share: Share) -> Self {
         Self { share: Some(share), ..self }
     }
 
+    /// The same, where the builder has llama.cpp's names.
+    pub fn of_gguf(self, gguf: &'a Gguf) -> Self {
+        Self { gguf: Some(gguf), ..self }
+    }
+
     pub fn pp(&self, name: impl ToString) -> Self {
-        Self { vb: self.vb.pp(name), share: self.share.clone() }
+        Self { vb: self.vb.pp(name), ..self.clone() }
+    }
+
+    pub fn gguf(&self) -> Option<&'a Gguf> {
+        self.gguf
+    }
+
+    /// Which of several processes this is.
+    pub fn shard(&self) -> Option<HeadShard> {
+        self.share.as_ref().map(|share| share.processes.shard())
     }
 
     pub fn share(&self) -> Option<&Share> {
@@ -111,22 +128,31 @@ impl Weights<'_> {
 
     /// A weight (out, in), and the bias if the checkpoint has one.
     pub fn linear(&self, divided: Divided) -> Result<PackedLinear> {
-        let weight = match divided {
-            Divided::Not => self.get_unchecked("weight")?,
-            Divided::Outputs | Divided::JointOutputs => self.own("weight", Dimension::new(0))?,
-            Divided::Inputs => self.own("weight", Dimension::new(1))?,
-        };
-        self.with_bias(&weight, divided)
+        match self.gguf {
+            Some(gguf) => gguf.linear(&self.prefix(), self.shard(), divided),
+            None => self.linear_of([0, 1], divided),
+        }
     }
 
     /// The same of a weight that is stored as (in, out).
     pub fn transposed_linear(&self, divided: Divided) -> Result<PackedLinear> {
+        self.linear_of([1, 0], divided)
+    }
+
+    fn linear_of(&self, [outputs, inputs]: [usize; 2], divided: Divided) -> Result<PackedLinear> {
         let weight = match divided {
             Divided::Not => self.get_unchecked("weight")?,
-            Divided::Outputs | Divided::JointOutputs => self.own("weight", Dimension::new(1))?,
-            Divided::Inputs => self.own("weight", Dimension::new(0))?,
+            Divided::Outputs | Divided::JointOutputs => self.own("weight", Dimension::new(outputs))?,
+            Divided::Inputs => self.own("weight", Dimension::new(inputs))?,
         };
-        self.with_bias(&weight.t()?, divided)
+        let weight = if outputs == 0 { weight } else { weight.t()? };
+        let bias = match divided {
+            _ if !self.contains_tensor("bias") => None,
+            Divided::Outputs | Divided::JointOutputs => Some(self.own("bias", Dimension::new(0))?),
+            Divided::Inputs if !self.is_first() => None,
+            Divided::Not | Divided::Inputs => Some(self.get(weight.dim(0)?, "bias")?),
+        };
+        PackedLinear::new(&weight, bias.as_ref())
     }
 
     /// One of several projections whose outputs are one weight, as many of each.
@@ -138,18 +164,7 @@ impl Weights<'_> {
 
     /// Whether this process is the one that adds what counts once.
     pub fn is_first(&self) -> bool {
-        self.share().is_none_or(|share| share.processes.shard().rank() == 0)
-    }
-
-    fn with_bias(&self, weight: &Tensor, divided: Divided) -> Result<PackedLinear> {
-        let bias = match divided {
-            _ if !self.contains_tensor("bias") => None,
-            Divided::Not => Some(self.get(weight.dim(0)?, "bias")?),
-            Divided::Outputs | Divided::JointOutputs => Some(self.own("bias", Dimension::new(0))?),
-            Divided::Inputs if self.is_first() => Some(self.get(weight.dim(0)?, "bias")?),
-            Divided::Inputs => None,
-        };
-        PackedLinear::new(weight, bias.as_ref())
+        self.shard().is_none_or(|shard| shard.rank() == 0)
     }
 
     /// This process's share of a dimension of a tensor, all of it in one process.

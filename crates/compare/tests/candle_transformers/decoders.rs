@@ -14,7 +14,7 @@ pub type Decoder = Box<dyn FnMut(&Tensor, usize) -> Result<Tensor>>;
 
 /// The example `causal_lm`. It counts positions by itself.
 pub fn ours(json: &Value, weights: &Weights) -> Result<Decoder> {
-    let model = CausalLm::load(json, builder(weights), None, |_, _| {})?;
+    let model = CausalLm::load(json, builder(weights), |_, _| {})?;
     let mut caches = model.caches(|config| config)?;
     Ok(Box::new(move |ids, _| {
         let (b, t) = ids.dims2()?;

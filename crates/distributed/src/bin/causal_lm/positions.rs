@@ -21,7 +21,7 @@ pub fn run(args: &Args, device: Device, files: &Files, processes: &dyn Communica
         )
     }
     let json = files.config()?;
-    let model = CausalLm::load(&json, files.var_builder(args.model.dtype, &device)?, files.gguf(), |_, _| {})?;
+    let model = CausalLm::load(&json, files.weights(args.model.dtype, &device, None)?, |_, _| {})?;
     let (order, end) = (ZigZag::new(prompt.0.len(), processes), files.end_tokens(&json)?);
     let capacity = order.positions().count() + args.max_tokens.unwrap_or(100) / processes.size() + 1;
     // This process's part of the cache of each layer.
