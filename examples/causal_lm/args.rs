@@ -25,8 +25,8 @@ pub struct Args {
     #[arg(long, value_name = "IDS", value_parser = ids)]
     pub ids: Vec<Ids>,
 
-    /// Writes the logits of every prompt token (B, T, V) as safetensors, to compare with PyTorch; generates nothing unless
-    /// --max-tokens is given too
+    /// Writes the logits of every prompt token (B, T, V) as safetensors, to compare with PyTorch; generates nothing
+    /// unless --max-tokens is given too
     #[arg(long, value_name = "FILE")]
     pub logits: Option<PathBuf>,
 

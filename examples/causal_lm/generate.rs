@@ -92,8 +92,8 @@ fn prefill(model: &CausalLm, prompts: &[Vec<u32>], caches: &mut [AttentionCache]
     model.logits(&Tensor::stack(&last.into_iter().flatten().collect::<Vec<_>>(), 0)?)
 }
 
-/// Says on stderr when a call of so many tokens first exceeds the original context of a scaling that changes its frequencies
-/// there.
+/// Says on stderr when a call of so many tokens first exceeds the original context of a scaling that changes its
+/// frequencies there.
 fn note_crossing(model: &CausalLm, caches: &[AttentionCache], lens: &[usize]) {
     let Some((original, scaling)) = model.original_context() else { return };
     let before = caches.first().map(AttentionCache::lens).unwrap_or_default();

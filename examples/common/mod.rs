@@ -31,18 +31,20 @@ pub struct ModelArgs {
     pub device: DeviceChoice,
 
     /// The type of weights and activations
-    #[arg(long, default_value = "f32", value_parser = PossibleValuesParser::new(DTYPES).try_map(|name| name.parse::<DType>()))]
+    #[arg(long, default_value = "f32", value_parser = dtypes())]
     pub dtype: DType,
 }
 
-const DTYPES: [&str; 4] = ["f32", "bf16", "f16", "f64"];
+fn dtypes() -> impl TypedValueParser<Value = DType> {
+    PossibleValuesParser::new(["f32", "bf16", "f16", "f64"]).try_map(|name| name.parse::<DType>())
+}
 
 impl ModelArgs {
     pub fn is_given(&self) -> bool {
         self.model.is_some() || self.model_id.is_some()
     }
 
-    /// The folder of --model, or where the hub's cache has --model-id with some more files; its name is the commit then.
+    /// The folder of --model, or that of the hub's cache with --model-id and some more files, whose name is the commit.
     pub fn folder(&self, example: &str, files: &[&str]) -> Result<PathBuf> {
         let folder = match (&self.model, &self.model_id) {
             (Some(folder), _) => folder.clone(),

@@ -1,4 +1,4 @@
-//! What examples over lists of texts share: where texts come from, how long they may be, and how one is shown in a list.
+//! What examples over lists of texts share: where texts come from, how long they may be, and how one is shown.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};

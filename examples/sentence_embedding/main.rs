@@ -33,8 +33,8 @@ use texts::TextArgs;
 
 /// Turns sentences into vectors with an encoder of BERT's family, and shows how similar they are.
 ///
-/// Pooling, normalisation and the longest input are as the checkpoint's sentence-transformers files say (modules.json and
-/// what it names); a checkpoint without them gets the mean over tokens, normalised.
+/// Pooling, normalisation and the longest input are as the checkpoint's sentence-transformers files say (modules.json
+/// and what it names); a checkpoint without them gets the mean over tokens, normalised.
 #[derive(Debug, Parser)]
 #[command(name = "sentence_embedding")]
 struct Args {

@@ -1,4 +1,4 @@
-"""Writes attentions.json: for each checkpoint and layer, the weights of transformers, as a mean over heads and without padding.
+"""Writes attentions.json: the weights of transformers in each layer of a checkpoint, as a mean over heads, without padding.
 
 python tests/examples/make.py
 """
