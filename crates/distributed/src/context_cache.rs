@@ -4,8 +4,8 @@ use candle_attention::merge_attention;
 use candle_core::{D, DType, Result, Tensor, bail};
 use candle_nn::kv_cache::KvCache;
 
-use crate::communicator::expect_untracked;
 use crate::communicator::Communicator;
+use crate::communicator::expect_untracked;
 use crate::ring::RingAttention;
 use crate::zigzag::ZigZag;
 

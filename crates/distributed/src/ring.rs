@@ -7,8 +7,8 @@ use candle_attention::{
 };
 use candle_core::{DType, Result, Tensor, bail};
 
-use crate::communicator::expect_untracked;
 use crate::communicator::Communicator;
+use crate::communicator::expect_untracked;
 use crate::zigzag::ZigZag;
 
 /// Ring attention (Liu et al. 2023, arXiv:2310.01889): each process keeps the queries of its positions, and keys and
