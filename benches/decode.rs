@@ -1,7 +1,7 @@
 //! A few new queries against a long cache: `cargo bench --bench decode`, and `-- --help` for how to time one cell.
 //!
-//! What takes the time is reading the keys and values. A model reads those of all its layers before it comes back to the
-//! first, so each call takes the next of many copies, `--total` MiB together.
+//! What takes the time is reading the keys and values. A model reads those of all its layers before it comes back to
+//! the first, so each call takes the next of many copies, `--total` MiB together.
 
 #[expect(dead_code, reason = "each bench uses its own part of what they share")]
 mod common;

@@ -177,8 +177,8 @@ impl Ours {
     }
 }
 
-/// Project, append by `cat`, repeat the key heads, multiply, softmax, multiply, project; between the products in f32, as Candle's
-/// Llama does.
+/// Project, append by `cat`, repeat the key heads, multiply, softmax, multiply, project; between the products in f32,
+/// as Candle's Llama does.
 struct HandWritten {
     projections: Vec<Linear>,
     cache: [Tensor; 2],

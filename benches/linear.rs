@@ -1,8 +1,8 @@
 //! Projections beside Candle's `Linear`: `cargo bench --bench linear`, and `-- --help` for how to time one cell.
 //!
-//! Few rows of a large weight take the time of reading it. A model reads the weights of all its layers before it comes back
-//! to the first, so each call takes the next of many copies, `--total` MiB together; cells in which that is so say "from
-//! memory". The others multiply with one weight again and again.
+//! Few rows of a large weight take the time of reading it. A model reads the weights of all its layers before it comes
+//! back to the first, so each call takes the next of many copies, `--total` MiB together; cells in which that is so say
+//! "from memory". The others multiply with one weight again and again.
 
 #[expect(dead_code, reason = "each bench uses its own part of what they share")]
 mod common;

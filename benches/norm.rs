@@ -1,7 +1,7 @@
 //! Norms beside candle-nn's: `cargo bench --bench norm`, and `-- --help` for how to time one cell.
 //!
-//! Forward, candle-nn's is its fused operation, which has no backward pass; in the cells that train it is what it has for
-//! that, Candle's own operations one by one.
+//! Forward, candle-nn's is its fused operation, which has no backward pass; in the cells that train it is what it has
+//! for that, Candle's own operations one by one.
 
 #[expect(dead_code, reason = "each bench uses its own part of what they share")]
 mod common;

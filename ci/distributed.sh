@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Several processes: checks `crates/distributed/` and runs its tests, which start 1, 2 and 4 processes with mpirun. Where there is no MPI
-# or no libclang, apt installs them.
+# Several processes: checks `crates/distributed/` and runs its tests, which start 1, 2 and 4 processes with mpirun.
+# Where there is no MPI or no libclang, apt installs them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Type-checks the feature `metal` where there is no Metal: clippy, on Linux too. Nothing is linked, so that nothing runs.
+# Type-checks the feature `metal` where there is no Metal: clippy, on Linux too. Nothing is linked, so nothing runs.
 #
-# Off Apple's systems, the bindings of Objective-C take GNUstep's runtime, and Apple's framework cannot be named to the linker:
-# a copy of the manifest asks for the one, and for a copy of objc2-metal without the other.
+# Off Apple's systems, the bindings of Objective-C take GNUstep's runtime, and Apple's framework cannot be named to the
+# linker: a copy of the manifest asks for the one, and for a copy of objc2-metal without the other.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ "$(uname -s)" = Darwin ]; then

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Tests the Arm kernels on x86-64 Linux: builds for aarch64, and runs under QEMU's user mode as an early 64-bit Arm
-# processor and as one with everything that QEMU knows, bf16 dot products among it. On Arm it runs the same tests as it is.
+# processor and as one with everything that QEMU knows, bf16 dot products among it. On Arm it runs the same tests as it
+# is.
 #
 # usage: [PRECISION=1] bash ci/neon.sh [CASES]
 #
 # CASES random calls are made for each property, 60 unless told. PRECISION=1 compares errors with PyTorch's as well.
 #
-# Compiler, linker, C library and emulator come from Debian's archive where the machine lacks them, unpacked into a cache
-# (NEON_CACHE, else ~/.cache/candle-attention-neon) and not installed; rustup adds Rust's library for aarch64. Where that
-# cannot be had, the script says why it tests nothing, and succeeds.
+# Compiler, linker, C library and emulator come from Debian's archive where the machine lacks them, unpacked into a
+# cache (NEON_CACHE, else ~/.cache/candle-attention-neon) and not installed; rustup adds Rust's library for aarch64.
+# Where that cannot be had, the script says why it tests nothing, and succeeds.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PROPTEST_CASES=${1:-60} RUST_BACKTRACE=${RUST_BACKTRACE:-0}

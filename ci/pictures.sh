@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The picture of the crate's front page as a link definition with its bytes, so that docs.rs shows it. `bash ci/pictures.sh`
-# writes docs/pictures.md, `--check` says whether it is up to date.
+# The picture of the crate's front page as a link definition with its bytes, so that docs.rs shows it. `bash
+# ci/pictures.sh` writes docs/pictures.md, `--check` says whether it is up to date.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 definitions() {

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prints the size of each package beside its budget in ci/budgets.txt, and fails where one is above. Code lines are lines without
-# comments, blank lines and `#[cfg(test)]` items; files that hold only tests are not counted as code.
+# Prints the size of each package beside its budget in ci/budgets.txt, and fails where one is above. Code lines are
+# lines without comments, blank lines and `#[cfg(test)]` items; files that hold only tests are not counted as code.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

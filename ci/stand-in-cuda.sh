@@ -1,6 +1,6 @@
-# To be sourced: lets the features `cuda` and `flash-attn` build, link and run where there is neither CUDA nor a GPU, so that
-# every device is absent. It makes an nvcc that compiles nothing, and one library in which every function of the driver and of
-# the kernels fails. CUDA's crates build on Linux.
+# To be sourced: lets the features `cuda` and `flash-attn` build, link and run where there is neither CUDA nor a GPU, so
+# that every device is absent. It makes an nvcc that compiles nothing, and one library in which every function of the
+# driver and of the kernels fails. CUDA's crates build on Linux.
 toolkit=$PWD/target/stand-in-cuda
 mkdir -p "$toolkit"/{bin,include,lib}
 ln -sfn lib "$toolkit/lib64"

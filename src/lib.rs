@@ -33,16 +33,16 @@
 //!
 //! # Packages
 //!
-//! Each knows only those before it: `candle-attention-kernels` computes over slices, `candle-attention-core` is the layer,
-//! `candle-attention-checkpoints` reads files (feature `checkpoints`), `candle-attention-frontend` has the tokenizer and the
-//! heat maps (features `text` and `plot`). This package gives their names, and has no code of its own. Without default
-//! features it is the core.
+//! Each knows only those before it: `candle-attention-kernels` computes over slices, `candle-attention-core` is the
+//! layer, `candle-attention-checkpoints` reads files (feature `checkpoints`), `candle-attention-frontend` has the
+//! tokenizer and the heat maps (features `text` and `plot`). This package gives their names, and has no code of its
+//! own. Without default features it is the core.
 //!
 //! # Dimensions
 //!
-//! The letters of every doc comment: B batch, T_q queries, T_kv keys, H query heads, H_kv key and value heads (H_kv divides
-//! H; query head h reads key head `h / (H / H_kv)`), D the head dimension of queries and keys, D_v that of values, E the
-//! embedding dimension (a layer's input), V the vocabulary. Tensors are (B, H, T, D) in and out of
+//! The letters of every doc comment: B batch, T_q queries, T_kv keys, H query heads, H_kv key and value heads (H_kv
+//! divides H; query head h reads key head `h / (H / H_kv)`), D the head dimension of queries and keys, D_v that of
+//! values, E the embedding dimension (a layer's input), V the vocabulary. Tensors are (B, H, T, D) in and out of
 //! [`scaled_dot_product_attention`], and (B, T, E) in and out of a layer.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
@@ -92,8 +92,8 @@ pub mod gguf {
 pub mod weights {
     //! Attention weights under the names that other libraries give them.
     //!
-    //! A [`WeightLayout`] says how a checkpoint names, packs and transposes the four projections. The loader turns any of
-    //! them into the same four linear layers, so that a model reads one kind of layer whatever its file looks like:
+    //! A [`WeightLayout`] says how a checkpoint names, packs and transposes the four projections. The loader turns any
+    //! of them into the same four linear layers, so that a model reads one kind of layer whatever its file looks like:
     //!
     //! ```no_run
     //! use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout, weights};

@@ -33,8 +33,8 @@ pub struct Args {
     /// The 65536 tokens, and the memory that they take, instead of the other cells.
     #[arg(long)]
     pub long: bool,
-    /// MiB of keys and values, or of weights, that decoding walks through, and of the buffer for the read bandwidth: more
-    /// than the cache.
+    /// MiB of keys and values, or of weights, that decoding walks through, and of the buffer for the read bandwidth:
+    /// more than the cache.
     #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(1..))]
     pub total: u64,
     /// A Python that has PyTorch, for the bench that trains.

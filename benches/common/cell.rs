@@ -100,8 +100,8 @@ impl Cell {
         Ok((0..self.b).map(|b| (0..self.t_q).map(|i| of_query(b, i)).sum::<u64>()).sum())
     }
 
-    /// Floating point operations: 4 · D a visible pair and head, which is 2 · D for q kᵀ and as many for the values, and
-    /// 2 · B · T · E for each row of the four projections of a layer.
+    /// Floating point operations: 4 · D a visible pair and head, which is 2 · D for q kᵀ and as many for the values,
+    /// and 2 · B · T · E for each row of the four projections of a layer.
     pub fn flops(&self) -> Result<f64> {
         let attention = 4.0 * self.d as f64 * self.visible_pairs()? as f64 * self.h as f64;
         let e = self.embed_dim.unwrap_or(0) as f64;

@@ -11,9 +11,9 @@ const BLOCK: usize = 8;
 
 /// The largest gap allowed, relative to the largest entry of the block.
 ///
-/// f32: a score is a sum of D products and a context one of thousands, each rounded to 2⁻²⁴, in an order of the engine's
-/// own; what is wrong by one key is wrong by far more than 1e-4. f16 and bf16: an engine may round the weights to the
-/// 11 and 8 bits of the dtype before they meet the values, and has to round the context.
+/// f32: a score is a sum of D products and a context one of thousands, each rounded to 2⁻²⁴, in an order of the
+/// engine's own; what is wrong by one key is wrong by far more than 1e-4. f16 and bf16: an engine may round the weights
+/// to the 11 and 8 bits of the dtype before they meet the values, and has to round the context.
 pub fn tolerance(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 5e-3,

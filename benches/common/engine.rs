@@ -95,7 +95,8 @@ pub fn prepare<'a>(engine: Engine, cell: &Cell, inputs: &'a Inputs, patience: f6
     let Some((k, v)) = inputs.kv.first() else { bail!("[prepare] no keys to attend to") };
     let few = cell.t_q / 32;
     if few > 0 && !runs_fused(engine, cell, inputs)? {
-        // The last queries see the most keys, so the estimate errs upwards for a causal mask; counted in pairs it does not.
+        // The last queries see the most keys, so the estimate errs upwards for a causal mask; counted in pairs it does
+        // not.
         let part = Cell { t_q: few, ..cell.clone() };
         let q = inputs.q.narrow(2, cell.t_q - few, few)?.contiguous()?;
         let q = Inputs { q, kv: vec![(k.clone(), v.clone())], q8: Vec::new() };

@@ -1,7 +1,7 @@
 //! Encoders of BERT's family on this crate's attention layer, in one file to copy.
 //!
-//! Attention is `hf::load_attention`, whatever the architecture: its names, biases, rotary positions and bands come from
-//! `config.json`. What remains of a model is its embeddings, its norms and its MLP, and that is what stands here.
+//! Attention is `hf::load_attention`, whatever the architecture: its names, biases, rotary positions and bands come
+//! from `config.json`. What remains of a model is its embeddings, its norms and its MLP, and that is what stands here.
 
 use candle_attention::text::EmbeddingLayer;
 use candle_attention::{
@@ -27,7 +27,8 @@ struct Family {
     attention_norm: &'static str,
     mlp: MlpNames,
     mlp_norm: &'static str,
-    /// Of the norm behind all blocks. Then the norms of a block stand before attention and MLP, else behind the residuals.
+    /// Of the norm behind all blocks. Then the norms of a block stand before attention and MLP, else behind the
+    /// residuals.
     last_norm: Option<&'static str>,
     has_norm_bias: bool,
     has_mlp_bias: bool,
@@ -289,7 +290,8 @@ impl Encoder {
     /// From a `config.json` and a builder at the checkpoint's root; `loaded` is told of every block.
     ///
     /// # Errors
-    /// For an architecture that is not here, a field or an activation that is not supported, and a tensor that is missing.
+    /// For an architecture that is not here, a field or an activation that is not supported, and a tensor that is
+    /// missing.
     pub fn load(json: &Value, vb: VarBuilder, mut loaded: impl FnMut(usize, usize)) -> Result<Self> {
         let (family, inner) = Family::find(json, &vb)?;
         let width = size(json, &["hidden_size", "dim", "n_embd"])?;

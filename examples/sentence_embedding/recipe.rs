@@ -102,7 +102,8 @@ fn steps(folder: &Path) -> Result<(Pooling, bool, String)> {
     Ok((pooling, normalize, format!("as {path} and {MODULES} say")))
 }
 
-/// The one mode of a Pooling module: by its name, or by a flag for each mode, of which that of the mean is on by default.
+/// The one mode of a Pooling module: by its name, or by a flag for each mode, of which that of the mean is on by
+/// default.
 fn pooling_of(path: &str, json: &Value) -> Result<Pooling> {
     let mut modes: Vec<String> = match &json["pooling_mode"] {
         Value::Null => {

@@ -1,6 +1,6 @@
-//! Attention of an existing Candle model replaced by this crate's layer: `before.rs` is what the model had, `after.rs` is
-//! what stands there now, and `model.rs`, the rest of the model, does not change. Both get the same weights under the same
-//! names; the program compares their logits and counts their lines.
+//! Attention of an existing Candle model replaced by this crate's layer: `before.rs` is what the model had, `after.rs`
+//! is what stands there now, and `model.rs`, the rest of the model, does not change. Both get the same weights under
+//! the same names; the program compares their logits and counts their lines.
 //!
 //! ```sh
 //! cargo run --example swap_in_candle_model

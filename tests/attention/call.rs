@@ -1,10 +1,11 @@
 //! The crate's answer to a case, held against the oracle's.
 //!
 //! Tolerances are a bound on the rounding of each result, worked out from the terms that were summed: with the machine
-//! epsilon ε of the accumulation (twice the rounding error of one operation, so the bound has a factor of two to spare),
-//! a score of D products errs by at most (D + 8) ε times the sum of their absolute values; the log-sum-exp errs as the
-//! largest such error and by the sum over T_kv; a weight errs by twice that, relatively; a context by the same on each of
-//! its terms. Half precision adds the rounding of the result, nothing else, since scores and sums are f32 there.
+//! epsilon ε of the accumulation (twice the rounding error of one operation, so the bound has a factor of two to
+//! spare), a score of D products errs by at most (D + 8) ε times the sum of their absolute values; the log-sum-exp errs
+//! as the largest such error and by the sum over T_kv; a weight errs by twice that, relatively; a context by the same
+//! on each of its terms. Half precision adds the rounding of the result, nothing else, since scores and sums are f32
+//! there.
 
 use candle_attention::cpu::Tier;
 use candle_attention::{
@@ -224,8 +225,8 @@ impl Expected {
         Self { attended, dims, dtype, epsilon, unit, smallest, rounded_weights: 0.0, cap: 0.0 }
     }
 
-    /// For a fused kernel, which may round weights to bf16 before their product with bf16 values, as PyTorch's does, and
-    /// may take the cap's hyperbolic tangent from an exponential, so that it errs by some ε of 1 even near 0.
+    /// For a fused kernel, which may round weights to bf16 before their product with bf16 values, as PyTorch's does,
+    /// and may take the cap's hyperbolic tangent from an exponential, so that it errs by some ε of 1 even near 0.
     pub fn fused(case: &Case, dtype: DType) -> Self {
         let expected = Self::new(case, dtype);
         let rounded_weights = if dtype == DType::BF16 { expected.unit } else { 0.0 };
@@ -254,8 +255,8 @@ impl Expected {
         })
     }
 
-    /// A share of the whole errs as a log-sum-exp does, and in half precision each part's context was rounded before; so it
-    /// is in each of several `stages`.
+    /// A share of the whole errs as a log-sum-exp does, and in half precision each part's context was rounded before;
+    /// so it is in each of several `stages`.
     pub fn merged_context(&self, what: &str, context: &Tensor, stages: f64) -> Outcome {
         let Dims { b, h, t_q, d_v, .. } = self.dims;
         compare(what, context, (&[b, h, t_q, d_v], self.dtype), &self.attended.context, |n| {

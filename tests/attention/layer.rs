@@ -259,7 +259,8 @@ fn every_config_gives_the_numbers_of_plain_loops(device: &Device) {
                     match outcome {
                         Ok(Ok(())) => calls += 1,
                         Ok(Err(difference)) => panic!("{what}: {difference}"),
-                        // The call's mask counts from elsewhere than the layer's, and ALiBi has no position to count from.
+                        // The call's mask counts from elsewhere than the layer's, and ALiBi has no position to count
+                        // from.
                         Err(error) if name.starts_with("alibi") && error.to_string().contains("ALiBi counts") => {
                             disagree += 1
                         }

@@ -172,8 +172,8 @@ fn every_parameter_gets_a_gradient_in_every_dtype() -> Result<()> {
     Ok(())
 }
 
-/// The tracked norm is Candle's operations, the other a fused one: the same numbers in every dtype, to within a few units
-/// in the last place of the largest; and those of f64.
+/// The tracked norm is Candle's operations, the other a fused one: the same numbers in every dtype, to within a few
+/// units in the last place of the largest; and those of f64.
 #[test]
 fn norms_give_the_same_numbers_tracked_and_not() -> Result<()> {
     for kind in

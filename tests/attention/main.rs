@@ -1,10 +1,10 @@
-//! Everything that computes, as a sceptic would test it: the reference path and the fused kernel against an oracle of plain
-//! loops, layers against themselves in plain loops, projections against f64, and options against transformers' numbers. The
-//! kernels run on every tier that this processor has; tiers that it lacks are named as skipped.
+//! Everything that computes, as a sceptic would test it: the reference path and the fused kernel against an oracle of
+//! plain loops, layers against themselves in plain loops, projections against f64, and options against transformers'
+//! numbers. The kernels run on every tier that this processor has; tiers that it lacks are named as skipped.
 //!
 //! Properties draw a fixed number of random cases from a fixed seed. `PROPTEST_CASES` sets another number for every
-//! property, and `PROPTEST_RNG_SEED` another seed; a failure prints both, and the smallest case that still fails. A long
-//! run:
+//! property, and `PROPTEST_RNG_SEED` another seed; a failure prints both, and the smallest case that still fails. A
+//! long run:
 //!
 //! ```text
 //! PROPTEST_CASES=100000 PROPTEST_RNG_SEED=7 cargo test --test attention flash::grid

@@ -1,5 +1,5 @@
-//! The vocabulary of masks: each as a user writes it, as the oracle has it, and drawn as a matrix of a row for each query, with
-//! `1` for a key that it sees.
+//! The vocabulary of masks: each as a user writes it, as the oracle has it, and drawn as a matrix of a row for each
+//! query, with `1` for a key that it sees.
 
 use candle_attention::{AttentionMask, Backend, SdpaOptions, scaled_dot_product_attention};
 use candle_core::{DType, Device, Result, Tensor};

@@ -1,5 +1,5 @@
-//! The kernels err no more than PyTorch does on the same inputs: `precision_attention.json` and `precision_linear.json`, by
-//! the scripts of those names.
+//! The kernels err no more than PyTorch does on the same inputs: `precision_attention.json` and
+//! `precision_linear.json`, by the scripts of those names.
 //!
 //! The root mean square is compared case by case. A maximum over some thousands of numbers is luck to a third of its
 //! size, so maxima are compared over all cases of a family together: a dtype, and for attention a spread of scores.
@@ -17,8 +17,8 @@ use serde::Deserialize;
 use crate::call::Call;
 use crate::common::values;
 
-/// How much worse than PyTorch a kernel may be. Plain Rust has no fused multiply-add on every target, and rounds a product
-/// and a sum where the others round once.
+/// How much worse than PyTorch a kernel may be. Plain Rust has no fused multiply-add on every target, and rounds a
+/// product and a sum where the others round once.
 fn most(tier: Tier) -> f64 {
     if tier == Tier::Scalar { 1.1 * 2f64.sqrt() } else { 1.1 }
 }

@@ -44,7 +44,8 @@ fn a_key_that_was_dropped_and_is_seen_is_an_error() -> Result<()> {
     Ok(())
 }
 
-/// Generation with a model in training: the numbers of plain weights, and no gradient but that of the output projection.
+/// Generation with a model in training: the numbers of plain weights, and no gradient but that of the output
+/// projection.
 #[test]
 fn a_detached_cache_takes_variables() -> Result<()> {
     let vars = VarMap::new();

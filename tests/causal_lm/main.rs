@@ -1,4 +1,5 @@
-//! The example `causal_lm`, run as a user would, against the logits and tokens of transformers: `models/`, by `make.py`.
+//! The example `causal_lm`, run as a user would, against the logits and tokens of transformers: `models/`, by
+//! `make.py`.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 
-/// One test function for each device: `on_each_device!(name)` runs `fn name(&Device)`, which gives nothing or a `Result<()>`,
-/// on the CPU, on CUDA and on Metal, and says so where a device is absent.
+/// One test function for each device: `on_each_device!(name)` runs `fn name(&Device)`, which gives nothing or a
+/// `Result<()>`, on the CPU, on CUDA and on Metal, and says so where a device is absent.
 #[macro_export]
 macro_rules! on_each_device {
     ($($name:ident),+ $(,)?) => {

@@ -3,7 +3,8 @@
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngSeed, TestRunner};
 
-/// Runs a property over `cases` draws, or as many as `PROPTEST_CASES` says, from the seed that `PROPTEST_RNG_SEED` says.
+/// Runs a property over `cases` draws, or as many as `PROPTEST_CASES` says, from the seed that `PROPTEST_RNG_SEED`
+/// says.
 #[track_caller]
 pub fn for_all<S: Strategy>(cases: u32, strategy: S, test: impl Fn(S::Value) -> Result<(), String>) {
     let from_environment = Config::default();

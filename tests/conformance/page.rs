@@ -7,9 +7,10 @@ use crate::{Case, Judge, Verdict, root};
 
 const HEAD: &str = "# Conformance
 
-The cases by which other projects test attention, on both paths of this crate. `python crates/compare/conformance/run.py`
-records them from the packages in `crates/compare/conformance/requirements.txt`. `cargo test --test conformance` runs them,
-without Python, and fails where one is wrong or this page does not say what it found.
+The cases by which other projects test attention, on both paths of this crate.
+`python crates/compare/conformance/run.py` records them from the packages in
+`crates/compare/conformance/requirements.txt`. `cargo test --test conformance` runs them, without Python, and fails
+where one is wrong or this page does not say what it found.
 
 Equal means: off by no more than 1e-5 of the largest number of the output; in f16 1e-3 and in bf16 1/64, as ONNX's own
 runner allows. A case is wrong if any of its outputs is off by more, or if it gives an error.

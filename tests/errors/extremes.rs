@@ -1,5 +1,5 @@
-//! What is odd and allowed: sizes of zero, numbers without end, strides of every kind, each builder of weights. It gives
-//! what the ordinary case would, or an error; never a panic.
+//! What is odd and allowed: sizes of zero, numbers without end, strides of every kind, each builder of weights. It
+//! gives what the ordinary case would, or an error; never a panic.
 
 use candle_attention::init::TorchSeed;
 use candle_attention::{

@@ -1,8 +1,8 @@
 //! Whatever a caller gets wrong is an error that says what was expected and what was found; nothing panics, and nothing
 //! wrong is accepted in silence.
 //!
-//! `snapshot.txt` holds the text of every error. Where texts change on purpose, `UPDATE_ERRORS=1 cargo test --test errors`
-//! writes them anew; the change to the file is what there is to review.
+//! `snapshot.txt` holds the text of every error. Where texts change on purpose, `UPDATE_ERRORS=1 cargo test --test
+//! errors` writes them anew; the change to the file is what there is to review.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -129,7 +129,8 @@ fn found(run: fn() -> Result<()>) -> String {
     }
 }
 
-/// Lines of `area: case`, a tab and the text, in which `…` stands for any text: what an operating system or a dependency says.
+/// Lines of `area: case`, a tab and the text, in which `…` stands for any text: what an operating system or a
+/// dependency says.
 #[test]
 fn every_error_reads_as_it_was_reviewed() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/errors/snapshot.txt");

@@ -1,9 +1,9 @@
 //! An allocator that puts every allocation of some size against a page that nobody may touch.
 //!
 //! By default the page lies behind the allocation, so that a read or write past its end ends the process; with
-//! `FLASH_GUARD=before` in the environment it lies before it. What alignment and page size leave free on the other side is
-//! filled with a canary, which is looked at when the allocation is freed. Freed memory is given back to the system, where
-//! a use after it ends the process as well.
+//! `FLASH_GUARD=before` in the environment it lies before it. What alignment and page size leave free on the other side
+//! is filled with a canary, which is looked at when the allocation is freed. Freed memory is given back to the system,
+//! where a use after it ends the process as well.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::ffi::CStr;
@@ -81,9 +81,9 @@ fn die(message: &str) -> ! {
     }
 }
 
-// SAFETY: `alloc` gives memory of its own mapping, of the layout's size and alignment (the start of a page, or a multiple
-// of the alignment from it), which stays until `dealloc` of the same layout. What is not guarded goes to the system's
-// allocator, by the same rule in both.
+// SAFETY: `alloc` gives memory of its own mapping, of the layout's size and alignment (the start of a page, or a
+// multiple of the alignment from it), which stays until `dealloc` of the same layout. What is not guarded goes to the
+// system's allocator, by the same rule in both.
 unsafe impl GlobalAlloc for GuardedAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if !is_guarded(layout) {
@@ -91,7 +91,8 @@ unsafe impl GlobalAlloc for GuardedAllocator {
             return unsafe { System.alloc(layout) };
         }
         let place = Place::of(layout);
-        // SAFETY: a new anonymous mapping of whole pages touches no other memory; all writes lie within its usable pages.
+        // SAFETY: a new anonymous mapping of whole pages touches no other memory; all writes lie within its usable
+        // pages.
         unsafe {
             let nothing = libc::PROT_NONE;
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;

@@ -1,5 +1,5 @@
-//! The fused kernel and the projections under an allocator that puts a forbidden page beside every buffer: a stray read or
-//! write beyond q, k, v, keep, bias, a weight, an input, the output or scratch memory ends the process. Linux only.
+//! The fused kernel and the projections under an allocator that puts a forbidden page beside every buffer: a stray read
+//! or write beyond q, k, v, keep, bias, a weight, an input, the output or scratch memory ends the process. Linux only.
 //!
 //! The page lies behind the buffers in this process, and before them in a child process. `PROPTEST_CASES` and
 //! `PROPTEST_RNG_SEED` are those of the `flash` and `linear` tests.

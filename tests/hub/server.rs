@@ -50,7 +50,8 @@ struct Hub {
 }
 
 impl Server {
-    /// Serves `files` as `model`, at the revisions `main`, `refs/pr/1` and [`COMMIT`]. A model `old/name` has been renamed to `org/name`.
+    /// Serves `files` as `model`, at the revisions `main`, `refs/pr/1` and [`COMMIT`]. A model `old/name` has been
+    /// renamed to `org/name`.
     pub fn start(model: &str, files: &[(&str, &[u8])], mood: Mood) -> std::io::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         listener.set_nonblocking(true)?;

@@ -91,7 +91,8 @@ fn a_run_says_what_it_did_and_how_similar_the_sentences_are() {
     assert_eq!(lines.len(), 13);
 }
 
-/// Thirteen and more: the nearest to each. Every sentence stands in the list twice, so that it is nearest to its double.
+/// Thirteen and more: the nearest to each. Every sentence stands in the list twice, so that it is nearest to its
+/// double.
 #[test]
 fn many_sentences_make_a_list_of_the_nearest() {
     let sentences = sentences();

@@ -31,8 +31,8 @@ fn by_name(tensors: Vec<(String, Tensor)>) -> HashMap<String, Tensor> {
     tensors.into_iter().collect()
 }
 
-/// q, k and v lie one after the other in one buffer that holds nothing else, whatever layout they came from; biases too,
-/// with zeros where there is none.
+/// q, k and v lie one after the other in one buffer that holds nothing else, whatever layout they came from; biases
+/// too, with zeros where there is none.
 #[test]
 fn every_layout_is_loaded_into_one_weight() -> Result<()> {
     let (mut all, mut two, mut none) = (0, 0, 0);

@@ -112,8 +112,8 @@ fn a_step_of_gradient_descent_lowers_the_loss() -> Result<()> {
     Ok(())
 }
 
-/// Biases that are variables beside weights that are not (BitFit), in layouts whose rows are views and in those whose rows
-/// are put together.
+/// Biases that are variables beside weights that are not (BitFit), in layouts whose rows are views and in those whose
+/// rows are put together.
 #[test]
 fn a_layer_follows_biases_that_are_trained_alone() -> Result<()> {
     let xs = (Tensor::arange(0f32, 40f32, &CPU)? * 0.61)?.sin()?.reshape((1, 5, 8))?;

@@ -9,7 +9,8 @@ const LINE: usize = 8;
 /// Places that a thread reads from at once, as a kernel that reads keys and values of some heads does.
 const STREAMS: usize = 4;
 
-/// GB/s (10⁹ bytes) of reading `bytes` once on all threads, the best of some runs in pages as they come and in large ones.
+/// GB/s (10⁹ bytes) of reading `bytes` once on all threads, the best of some runs in pages as they come and in large
+/// ones.
 pub fn read_bandwidth(bytes: usize) -> f64 {
     [false, true].into_iter().map(|large| read_pages(bytes, large)).fold(0.0, f64::max)
 }

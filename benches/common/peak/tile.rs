@@ -17,7 +17,8 @@ pub(super) const AMX_BF16: Loop = Loop {
     available,
     flops_per_step: PRODUCTS * 2.0 * 16.0 * 16.0 * 32.0,
     run: |steps| {
-        // SAFETY: `available` says that the processor has AMX and that Linux lets this process use it, and is asked first.
+        // SAFETY: `available` says that the processor has AMX and that Linux lets this process use it, and is asked
+        // first.
         unsafe { run(steps) }
     },
 };
@@ -75,8 +76,9 @@ unsafe fn run(steps: u64) {
         shapes.0[16 + 2 * tile] = 64;
         shapes.0[48 + tile] = 16;
     }
-    // SAFETY: `shapes` is the 64 bytes that ldtilecfg reads, with sizes that palette 1 allows. The instructions touch no
-    // other memory, the tiles are declared as overwritten, and tilerelease leaves the thread without tiles, as it was.
+    // SAFETY: `shapes` is the 64 bytes that ldtilecfg reads, with sizes that palette 1 allows. The instructions touch
+    // no other memory, the tiles are declared as overwritten, and tilerelease leaves the thread without tiles, as it
+    // was.
     unsafe {
         asm!(
             "ldtilecfg [{shapes}]",

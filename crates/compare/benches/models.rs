@@ -1,5 +1,6 @@
-//! A whole model of 168 million random parameters in the shape of Llama, beside candle-transformers' own, in turn in one
-//! run: `cargo bench -p candle-attention-compare --bench models`. The model on this crate is that of `examples/causal_lm`.
+//! A whole model of 168 million random parameters in the shape of Llama, beside candle-transformers' own, in turn in
+//! one run: `cargo bench -p candle-attention-compare --bench models`. The model on this crate is that of
+//! `examples/causal_lm`.
 //!
 //! Both read the same weights; their logits are compared before anything is timed.
 

@@ -13,8 +13,8 @@ TITLES = {
     "layer": ("Whole layers", "Four projections, no biases, around causal attention; GFLOP/s count both."),
     "linear": (
         "Projections",
-        "Rows, inputs x outputs. From memory each call takes the next of many copies of the weight, which no cache holds; "
-        "the limit is then what reading it allows.",
+        "Rows, inputs x outputs. From memory each call takes the next of many copies of the weight, which no cache holds; the\n"
+        "limit is then what reading it allows.",
     ),
 }
 HEAD = """# Benchmarks
@@ -27,10 +27,11 @@ This file is written by a command, and overwritten by the next run of it:
 
 Processor: {processor}. Every engine uses {threads} threads. {versions}.
 
-A cell is timed in rounds in which each engine has its turn, so that what slows the machine slows all of them; times are
-medians of the rounds. A ratio is the engine's time over this crate's in the same cell: above 1, this crate is faster. Each
-engine's numbers are checked against the definition in f64 before it is timed. The limit is measured in the same run: the
-multiply-adds that all threads reach on registers for the dtype, and for decoding the speed at which they read memory.
+A cell is timed in rounds in which each engine has its turn, so that what slows the machine slows all of them; times
+are medians of the rounds. A ratio is the engine's time over this crate's in the same cell: above 1, this crate is
+faster. Each engine's numbers are checked against the definition in f64 before it is timed. The limit is measured in
+the same run: the multiply-adds that all threads reach on registers for the dtype, and for decoding the speed at which
+they read memory.
 """
 
 

@@ -4,8 +4,8 @@
 //! `candle-attention-kernels`, which computes over slices and does not know Candle.
 //!
 //! The rooms of this package stand on each other in one order: what a tensor is expected to be (`base`), masks, seeded
-//! draws (`init`), the function (`sdpa`), packed products (`linear`), norms and gates, positions, the config of a layer,
-//! parameters by name (`params`), caches, and layers.
+//! draws (`init`), the function (`sdpa`), packed products (`linear`), norms and gates, positions, the config of a
+//! layer, parameters by name (`params`), caches, and layers.
 
 mod base;
 mod cache;

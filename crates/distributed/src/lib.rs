@@ -3,9 +3,9 @@
 //! A [`Communicator`] is what that takes of a library that connects processes: `mpi::Mpi` (feature `mpi`) or
 //! `nccl::Nccl` (feature `nccl`). Over it,
 //!
-//! - **tensor parallelism** gives each process some heads of every layer
-//!   ([`HeadShard`](candle_attention::HeadShard), [`hf::load_attention_shard`](candle_attention::hf::load_attention_shard)) and
-//!   sums what they give; the program `causal_lm` does so with whole models;
+//! - **tensor parallelism** gives each process some heads of every layer ([`HeadShard`](candle_attention::HeadShard),
+//!   [`hf::load_attention_shard`](candle_attention::hf::load_attention_shard)) and sums what they give; the program
+//!   `causal_lm` does so with whole models;
 //! - **context parallelism** gives each process some positions of a sequence: [`RingAttention`] for a prompt, and
 //!   [`ContextCache`] for the tokens after it.
 //!

@@ -1,4 +1,5 @@
-//! `causal_lm` in 1, 2 and 4 processes against the logits and tokens of transformers, which the test of the example has too.
+//! `causal_lm` in 1, 2 and 4 processes against the logits and tokens of transformers, which the test of the example has
+//! too.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};

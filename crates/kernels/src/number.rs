@@ -124,7 +124,8 @@ pub(crate) unsafe fn store_first<E: Number, V: Vector>(vector: V, to: *mut E, n:
 /// One row of elements widened to f32 and multiplied by a factor, with zeros up to `padded`.
 ///
 /// # Safety
-/// The processor has the tier of V; `from` is valid for `width` elements and `to` for writes of `padded`, at least `width`.
+/// The processor has the tier of V; `from` is valid for `width` elements and `to` for writes of `padded`, at least
+/// `width`.
 #[inline(always)]
 pub(crate) unsafe fn widen_row<E: Stored, V: Vector>(
     from: *const E,

@@ -223,8 +223,8 @@ fn sinks_that_are_no_numbers() -> Result<()> {
     Ok(())
 }
 
-/// `torch.finfo(dtype).min`, which Hugging Face's masks hold, is a number: a row of nothing else gets the mean, as in PyTorch and on
-/// the reference path, and the larger of two such numbers wins.
+/// `torch.finfo(dtype).min`, which Hugging Face's masks hold, is a number: a row of nothing else gets the mean, as in
+/// PyTorch and on the reference path, and the larger of two such numbers wins.
 #[test]
 fn the_least_numbers_of_a_bias_compare_as_numbers() -> Result<()> {
     for (dtype, t_q) in DTYPES.into_iter().flat_map(|dtype| [(dtype, 1), (dtype, 30)]) {

@@ -1,5 +1,5 @@
-//! Norms between layers: outputs and gradients against PyTorch's (`pytorch.py`), against differences in f64, and against
-//! f64 for every kind of input.
+//! Norms between layers: outputs and gradients against PyTorch's (`pytorch.py`), against differences in f64, and
+//! against f64 for every kind of input.
 
 mod modules;
 
@@ -71,7 +71,8 @@ impl Given {
         (kind.norm([weight, bias])?.forward(&view(xs)?)? * &self.factors)?.sum_all()
     }
 
-    /// The outputs, and the gradients of those of xs, weight and bias that are variables; a norm without a bias has two.
+    /// The outputs, and the gradients of those of xs, weight and bias that are variables; a norm without a bias has
+    /// two.
     fn run(&self, kind: Kind, view: View, are_vars: [bool; 3]) -> Result<Vec<Tensor>> {
         let mut given = self.clone();
         for (leaf, is_var) in given.leaves.iter_mut().zip(are_vars) {
@@ -280,8 +281,8 @@ fn the_bits_are_the_same_for_any_number_of_threads() -> Result<()> {
     Ok(())
 }
 
-/// Where a mean is far from zero, a difference of squares keeps no digit of the variance: it is off by about 50, and the
-/// mean by 0.001.
+/// Where a mean is far from zero, a difference of squares keeps no digit of the variance: it is off by about 50, and
+/// the mean by 0.001.
 #[test]
 fn a_layer_norm_keeps_its_digits_beside_a_large_mean() -> Result<()> {
     let mut given = Given::drawn(&[4, 24], WHOLE)?;

@@ -79,8 +79,8 @@ fn a_plan_leaves_a_cache_as_it_is() -> Result<()> {
     Ok(())
 }
 
-/// Its score is 0 and its value nothing: what a sink of 0 is, in groups of heads, under any mask, and for queries that see
-/// nothing else.
+/// Its score is 0 and its value nothing: what a sink of 0 is, in groups of heads, under any mask, and for queries that
+/// see nothing else.
 #[test]
 fn a_key_of_zeros_is_a_sink_of_zero() -> Result<()> {
     let cfg = Config::new(12, 4).with_num_kv_heads(2).with_bias(true).with_softcap(3.0);

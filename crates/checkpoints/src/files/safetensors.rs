@@ -88,8 +88,8 @@ impl ShardIndex {
     /// Reads an index whose shards have the given extension.
     ///
     /// # Errors
-    /// What is wrong with the file, as the end of a sentence: unreadable, no index, without tensors, or with a shard that
-    /// is outside the index's own folder, in which case none of it is to be trusted.
+    /// What is wrong with the file, as the end of a sentence: unreadable, no index, without tensors, or with a shard
+    /// that is outside the index's own folder, in which case none of it is to be trusted.
     pub(crate) fn read(file: &Path, extension: &str) -> std::result::Result<Self, String> {
         let text = std::fs::read_to_string(file).map_err(|error| format!("could not be read: {error}"))?;
         let index: Self = serde_json::from_str(&text).map_err(|error| format!("is not an index of shards: {error}"))?;

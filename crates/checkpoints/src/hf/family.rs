@@ -21,8 +21,8 @@ use candle_attention_core::{
 /// Latent attention of a `config.json`; the sizes are those of the row.
 type Latent = fn(&Fields, [usize; 3]) -> Result<MultiHeadLatentAttentionConfig>;
 
-/// A value of `model_type`: how its `config.json` describes attention, and where its checkpoints keep it. A default is that
-/// of the class in transformers.
+/// A value of `model_type`: how its `config.json` describes attention, and where its checkpoints keep it. A default is
+/// that of the class in transformers.
 pub(super) struct Family {
     pub model_type: &'static str,
     pub aliases: Aliases,
@@ -125,8 +125,8 @@ pub(super) struct Norm {
 
 /// Which keys a layer sees.
 pub(super) enum Mask {
-    /// Causal unless `is_causal` is false, which makes an encoder of any decoder: its window is on both sides then, and one
-    /// key wider.
+    /// Causal unless `is_causal` is false, which makes an encoder of any decoder: its window is on both sides then, and
+    /// one key wider.
     Causal,
     CausalIf(&'static str),
     /// As `Causal`, or with `use_bidirectional_attention` half of the window on each side.
@@ -432,8 +432,8 @@ impl Family {
         }
     }
 
-    /// An error for quantised weights, but for MXFP4, in which experts are and attention is not, and for float8, whose scales
-    /// are applied where tensors are read (or refused there).
+    /// An error for quantised weights, but for MXFP4, in which experts are and attention is not, and for float8, whose
+    /// scales are applied where tensors are read (or refused there).
     pub fn refuse_quantized(&self, json: &Value) -> Result<()> {
         match json.get("quantization_config") {
             None | Some(Value::Null) => Ok(()),

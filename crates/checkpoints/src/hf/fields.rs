@@ -11,8 +11,8 @@ pub(super) type Aliases = &'static [(&'static str, &'static str)];
 
 static EMPTY: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
 
-/// The fields of one object of a `config.json`. Every error names the model and the field, and says what was expected and
-/// what was found.
+/// The fields of one object of a `config.json`. Every error names the model and the field, and says what was expected
+/// and what was found.
 #[derive(Debug, Clone)]
 pub(super) struct Fields<'a> {
     model: &'static str,

@@ -14,9 +14,9 @@
 //! residual after it. [`architectures`] names the values of `model_type` that are known; `docs/architectures.md` of the
 //! repository, which a census of transformers' models writes, says what each has, and why others are refused.
 //!
-//! Fields that a configuration leaves out have the defaults of the architecture's class in transformers, and the spellings
-//! of older versions are read as transformers reads them. An option that changes the numbers and is not supported is an
-//! error that names it.
+//! Fields that a configuration leaves out have the defaults of the architecture's class in transformers, and the
+//! spellings of older versions are read as transformers reads them. An option that changes the numbers and is not
+//! supported is an error that names it.
 //!
 //! # Encoders
 //!
@@ -60,9 +60,9 @@
 //! # Images with rotary positions
 //!
 //! The layers of DINOv3, Pixtral and Qwen's images rotate patches by their rows and columns, which the caller gives
-//! ([`AttentionInput::with_axis_positions`](candle_attention_core::AttentionInput::with_axis_positions)), and those of the texts beside
-//! them by time, height and width. Several images in one row of tokens are
-//! [packed sequences](candle_attention_core::AttentionInput::with_packed).
+//! ([`AttentionInput::with_axis_positions`](candle_attention_core::AttentionInput::with_axis_positions)), and those of
+//! the texts beside them by time, height and width. Several images in one row of tokens are [packed
+//! sequences](candle_attention_core::AttentionInput::with_packed).
 //!
 //! ```
 //! use candle_attention::{AttentionInput, hf};
@@ -89,8 +89,8 @@
 //!
 //! # Images in windows
 //!
-//! The layers of SAM and ViTDet see the patches of a window, which are rows of a batch ([`Windows`](candle_attention_core::Windows)),
-//! and some layers the whole image.
+//! The layers of SAM and ViTDet see the patches of a window, which are rows of a batch
+//! ([`Windows`](candle_attention_core::Windows)), and some layers the whole image.
 //!
 //! ```
 //! use candle_attention::{Windows, hf};
@@ -197,7 +197,8 @@
 //! # Swin
 //!
 //! Layers of Swin and Swin v2 are counted through all stages. A layer's inputs are the windows that
-//! [`Windows`](candle_attention_core::Windows) makes of an image, every second layer's of a shifted one, whose mask the call gets.
+//! [`Windows`](candle_attention_core::Windows) makes of an image, every second layer's of a shifted one, whose mask the
+//! call gets.
 //!
 //! # DeBERTa and conformers
 //!
@@ -279,13 +280,13 @@ pub fn attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttention
 /// One layer's attention, from a `config.json` and a builder at the model's root; layers count from 0. Of a model with
 /// an encoder and a decoder it is the encoder's.
 ///
-/// The weights are found by the architecture's own names, whether the checkpoint is of the model by itself or of the model
-/// below a head (`model.layers.0.self_attn` or `layers.0.self_attn`).
+/// The weights are found by the architecture's own names, whether the checkpoint is of the model by itself or of the
+/// model below a head (`model.layers.0.self_attn` or `layers.0.self_attn`).
 ///
 /// # Errors
-/// As [`attention_config`], for a quantised checkpoint (but for float8, which [`weights::open`](crate::files::open) reads
-/// with its scales), and for a missing or misshapen tensor, named with both shapes.
-/// Latent attention is for [`load_latent_attention`].
+/// As [`attention_config`], for a quantised checkpoint (but for float8, which [`weights::open`](crate::files::open)
+/// reads with its scales), and for a missing or misshapen tensor, named with both shapes. Latent attention is for
+/// [`load_latent_attention`].
 pub fn load_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
     Family::of(json)?.load(json, layer, vb)
 }
@@ -332,8 +333,8 @@ pub fn load_cross_attention(json: &Value, layer: usize, vb: VarBuilder) -> Resul
     Family::of(json)?.cross()?.load(json, layer, vb)
 }
 
-/// One process's heads of a layer's attention, from a `config.json` and Candle's sharded builder at the model's root; layers
-/// count from 0. See [`MultiHeadAttention::load_shard`].
+/// One process's heads of a layer's attention, from a `config.json` and Candle's sharded builder at the model's root;
+/// layers count from 0. See [`MultiHeadAttention::load_shard`].
 ///
 /// # Errors
 /// As [`load_attention`] and [`MultiHeadAttention::load_shard`].

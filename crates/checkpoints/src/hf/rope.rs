@@ -78,8 +78,8 @@ impl Rope {
         self.read(fields, parameters, head_dim)
     }
 
-    /// For a family with parameters for each kind of layer. `scaled` is whether `rope_scaling` of older configurations is
-    /// for layers of this kind.
+    /// For a family with parameters for each kind of layer. `scaled` is whether `rope_scaling` of older configurations
+    /// is for layers of this kind.
     pub(super) fn of_kind(&self, fields: &Fields, kind: &str, scaled: bool, head_dim: usize) -> Result<RopeConfig> {
         let parameters = match (fields.object("rope_scaling")?, fields.object("rope_parameters")?) {
             (Some(_), Some(_)) => return fields.fail("rope_scaling and rope_parameters are both given, expected one"),

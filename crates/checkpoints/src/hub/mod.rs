@@ -1,5 +1,5 @@
-//! Checkpoints from the [Hugging Face hub](https://huggingface.co): what is needed to run one attention layer of a model,
-//! fetched into the usual cache. The feature `hub` has it.
+//! Checkpoints from the [Hugging Face hub](https://huggingface.co): what is needed to run one attention layer of a
+//! model, fetched into the usual cache. The feature `hub` has it.
 //!
 //! ```no_run
 //! use candle_attention::hub::HubModel;
@@ -42,10 +42,10 @@
 //!
 //! # Online, and not
 //!
-//! The commit is settled with the first file, and the others are fetched from that commit: a branch that moves meanwhile
-//! does not mix two versions. What the cache holds for a commit is not asked for again, so a second fetch makes one
-//! request, and one for a full commit makes none. Without an answer from the hub, the cache's own idea of the revision is
-//! used, as Python's huggingface_hub does.
+//! The commit is settled with the first file, and the others are fetched from that commit: a branch that moves
+//! meanwhile does not mix two versions. What the cache holds for a commit is not asked for again, so a second fetch
+//! makes one request, and one for a full commit makes none. Without an answer from the hub, the cache's own idea of the
+//! revision is used, as Python's huggingface_hub does.
 
 mod request;
 mod session;
@@ -90,7 +90,8 @@ pub struct HubFiles {
     pub config: PathBuf,
     /// `tokenizer.json`; `None` where the model has none or, offline, where the cache has none.
     pub tokenizer: Option<PathBuf>,
-    /// Those of [`HubModel::with_file`] that the model has or, offline, the cache, in the order in which they were named.
+    /// Those of [`HubModel::with_file`] that the model has or, offline, the cache, in the order in which they were
+    /// named.
     pub files: Vec<PathBuf>,
     /// The weights, never empty: one file, or the shards in the order of their names. Either all are `.safetensors` or
     /// all are PyTorch's `.bin`.
@@ -118,7 +119,8 @@ impl HubModel {
         .with_revision(revision)
     }
 
-    /// Takes a branch, a tag or a commit instead of `main`. Only a full commit of 40 digits needs no request once cached.
+    /// Takes a branch, a tag or a commit instead of `main`. Only a full commit of 40 digits needs no request once
+    /// cached.
     ///
     /// # Errors
     ///
@@ -129,17 +131,17 @@ impl HubModel {
         Ok(self)
     }
 
-    /// Fetches, of a sharded checkpoint, only the shards with tensors of that name or below it: `model.layers.0.self_attn`
-    /// means `model.layers.0.self_attn.q_proj.weight`, not `model.layers.0.self_attn_norm.weight`. Weights in one file
-    /// are fetched whole all the same.
+    /// Fetches, of a sharded checkpoint, only the shards with tensors of that name or below it:
+    /// `model.layers.0.self_attn` means `model.layers.0.self_attn.q_proj.weight`, not
+    /// `model.layers.0.self_attn_norm.weight`. Weights in one file are fetched whole all the same.
     #[must_use]
     pub fn with_tensors(mut self, prefix: &str) -> Self {
         self.tensors = Some(prefix.to_string());
         self
     }
 
-    /// Fetches a further file too where the model has it, as `generation_config.json` or `1_Pooling/config.json`: in the
-    /// cache it is in the folder of `config.json`, under its own path.
+    /// Fetches a further file too where the model has it, as `generation_config.json` or `1_Pooling/config.json`: in
+    /// the cache it is in the folder of `config.json`, under its own path.
     ///
     /// # Errors
     ///
@@ -191,7 +193,8 @@ impl HubModel {
     ///
     /// One line that begins with `[hub]` and names the file and the model: no such model, revision or file; a gated or
     /// private model and no token for it; no answer from the hub; offline and not in the cache; a cache that cannot be
-    /// written; an index whose shards are not in the model's own folder, or none of whose tensors has the name asked for.
+    /// written; an index whose shards are not in the model's own folder, or none of whose tensors has the name asked
+    /// for.
     pub fn fetch(&self) -> Result<HubFiles> {
         let mut session = Session::open(self)?;
         let (config, commit) = session.pin("config.json")?;
@@ -214,8 +217,8 @@ impl HubModel {
     }
 }
 
-/// Model ids, revisions and file names end up in a URL and in a path of the cache, so each is checked before anything is
-/// requested: the first fault that is there is an error.
+/// Model ids, revisions and file names end up in a URL and in a path of the cache, so each is checked before anything
+/// is requested: the first fault that is there is an error.
 fn check<const N: usize>(what: &str, value: &str, faults: [(bool, String); N], expected: &str) -> Result<()> {
     match faults.into_iter().find(|(is_there, _)| *is_there) {
         None => Ok(()),

@@ -8,8 +8,8 @@
 //! models--organisation--name/.no_exist/<commit>/config.json a mark: this commit is known not to have the file
 //! ```
 //!
-//! hf-hub can look there too, but only with an HTTP client, which it cannot set up on a machine without certificates: the
-//! very place where offline mode is at home.
+//! hf-hub can look there too, but only with an HTTP client, which it cannot set up on a machine without certificates:
+//! the very place where offline mode is at home.
 
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
@@ -21,8 +21,8 @@ use hf_hub::{HFClient, HFClientSync, HFError, HFRepositorySync, RepoTypeModel, s
 use super::HubModel;
 use super::request::{Failure, watched};
 
-/// Three more tries after a failure that may pass (no connection, 429, 5xx), with at most 0.4 + 0.8 + 1.6 s between them:
-/// a machine without a network hears about it in seconds, a hub that hiccups is given time.
+/// Three more tries after a failure that may pass (no connection, 429, 5xx), with at most 0.4 + 0.8 + 1.6 s between
+/// them: a machine without a network hears about it in seconds, a hub that hiccups is given time.
 const RETRIES: usize = 3;
 const RETRY_DELAY: Duration = Duration::from_millis(200);
 
@@ -42,8 +42,8 @@ pub(super) struct Settings {
 }
 
 impl Settings {
-    /// By huggingface_hub's rules (its `constants.py`): a flag is up at 1, ON, YES and TRUE in any case, a variable that is
-    /// empty is unset (but for `HF_ENDPOINT`), and a timeout of 0 means the default.
+    /// By huggingface_hub's rules (its `constants.py`): a flag is up at 1, ON, YES and TRUE in any case, a variable
+    /// that is empty is unset (but for `HF_ENDPOINT`), and a timeout of 0 means the default.
     fn read(var: impl Fn(&str) -> Option<String>, home: Option<PathBuf>) -> Result<Self> {
         let value = |name: &str| var(name).filter(|value| !value.is_empty());
         let path = |name: &str| value(name).map(PathBuf::from);
@@ -125,8 +125,9 @@ impl<'a> Session<'a> {
         Ok(Self { model, settings, folder, hub, revision: model.revision.clone(), is_pinned: false })
     }
 
-    /// Finds the file that every model has, and fixes all further look-ups to the commit that it came from: a branch may
-    /// move between two files, and what is in the cache for a commit is never requested again. Returns the commit too.
+    /// Finds the file that every model has, and fixes all further look-ups to the commit that it came from: a branch
+    /// may move between two files, and what is in the cache for a commit is never requested again. Returns the commit
+    /// too.
     pub(super) fn pin(&mut self, file: &str) -> Result<(PathBuf, String)> {
         let path = self.require(file)?;
         let Some(commit) = path.parent().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned())
@@ -145,8 +146,8 @@ impl<'a> Session<'a> {
         self.find(file)?.ok_or_else(|| self.missing(file))
     }
 
-    /// The path of a file in the cache, downloaded where needed; `None` where the repository does not have it or, offline,
-    /// where the cache does not.
+    /// The path of a file in the cache, downloaded where needed; `None` where the repository does not have it or,
+    /// offline, where the cache does not.
     pub(super) fn find(&self, file: &str) -> Result<Option<PathBuf>> {
         match (&self.hub, self.cached(file)) {
             (None, Cached::Found(path)) => Ok(Some(path)),
@@ -185,8 +186,8 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// hf-hub 1.0 does not look at the status of the answer that carries the file, so the page of an error can end up in
-    /// the cache under the file's name. Such a file is taken out again, or every later fetch would find it there.
+    /// hf-hub 1.0 does not look at the status of the answer that carries the file, so the page of an error can end up
+    /// in the cache under the file's name. Such a file is taken out again, or every later fetch would find it there.
     fn check_size(&self, hub: &Hub, file: &str, path: &Path, announced: u64) -> Result<()> {
         let io = |e: std::io::Error| self.error(file, &self.explain(hub, &Failure::Hub(HFError::Io(e))));
         let found = std::fs::metadata(path).map_err(io)?.len();

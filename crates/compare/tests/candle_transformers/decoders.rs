@@ -1,5 +1,5 @@
-//! Decoders of both sides as one function: token ids (B, T) at positions from `offset` on, to the logits (B, V) after the
-//! last. It keeps what it has seen.
+//! Decoders of both sides as one function: token ids (B, T) at positions from `offset` on, to the logits (B, V) after
+//! the last. It keeps what it has seen.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::VarBuilder;

@@ -1,6 +1,6 @@
 //! Where candle-transformers 0.11.1 is not what transformers is. Ours has transformers' logits there, those of
-//! `tests/causal_lm/models`; theirs are those of ours with what they pass over taken from the config, which shows that it is
-//! that and nothing else. A test that fails because they have become right is to move to `equal.rs`.
+//! `tests/causal_lm/models`; theirs are those of ours with what they pass over taken from the config, which shows that
+//! it is that and nothing else. A test that fails because they have become right is to move to `equal.rs`.
 
 use std::path::Path;
 
@@ -89,9 +89,10 @@ fn mistral_window() -> Result<()> {
     Ok(())
 }
 
-/// Gemma 3 in theirs divides scores by the root of the head's width, not of `query_pre_attn_scalar` (the 27B has 168 and
-/// heads of 128), has no `rope_scaling` (from 4B on, positions of full layers are divided by 8), and lets a query of a prompt
-/// see one key more than the window. Tokens one by one see as many as they should, so that the two contradict each other.
+/// Gemma 3 in theirs divides scores by the root of the head's width, not of `query_pre_attn_scalar` (the 27B has 168
+/// and heads of 128), has no `rope_scaling` (from 4B on, positions of full layers are divided by 8), and lets a query
+/// of a prompt see one key more than the window. Tokens one by one see as many as they should, so that the two
+/// contradict each other.
 #[test]
 fn gemma3_scales_and_window() -> Result<()> {
     let golden = Golden::open("gemma3_scaled")?;
@@ -115,8 +116,8 @@ fn gemma3_scales_and_window() -> Result<()> {
     Ok(())
 }
 
-/// A second prompt, or a second piece of one, that goes beyond Gemma 3's window is an error in theirs: their mask has a column
-/// for each position, and their cache gives the keys of the window alone.
+/// A second prompt, or a second piece of one, that goes beyond Gemma 3's window is an error in theirs: their mask has a
+/// column for each position, and their cache gives the keys of the window alone.
 #[test]
 fn gemma3_pieces_beyond_the_window() -> Result<()> {
     let json = gemma3(6);
@@ -142,8 +143,8 @@ fn gemma3_of_several_key_heads() -> Result<()> {
     Ok(())
 }
 
-/// Phi 3 in theirs has no window (https://github.com/huggingface/candle/issues/3698). Its longrope scaling multiplies the
-/// frequencies by what transformers divides them by, and has no factor on cosines and sines.
+/// Phi 3 in theirs has no window (https://github.com/huggingface/candle/issues/3698). Its longrope scaling multiplies
+/// the frequencies by what transformers divides them by, and has no factor on cosines and sines.
 #[test]
 fn phi3_window_and_longrope() -> Result<()> {
     let golden = Golden::open("phi3_scaled")?;
@@ -165,8 +166,8 @@ fn phi3_window_and_longrope() -> Result<()> {
     Ok(())
 }
 
-/// GPT BigCode with a key head for each query head loads in theirs and fails at its first call: it takes the width for the
-/// number of heads. `tests/hf` compares our attention of it with transformers'.
+/// GPT BigCode with a key head for each query head loads in theirs and fails at its first call: it takes the width for
+/// the number of heads. `tests/hf` compares our attention of it with transformers'.
 #[test]
 fn gpt_bigcode_of_every_head() -> Result<()> {
     let json = json!({

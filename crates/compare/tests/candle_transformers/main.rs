@@ -1,6 +1,6 @@
-//! Whole models of candle-transformers beside the same models on this crate's layer, those of `examples/`, from one set of
-//! random weights. `differs.rs` holds where candle-transformers is not what transformers is: each test there fails once it
-//! becomes so.
+//! Whole models of candle-transformers beside the same models on this crate's layer, those of `examples/`, from one set
+//! of random weights. `differs.rs` holds where candle-transformers is not what transformers is: each test there fails
+//! once it becomes so.
 
 #[path = "../../../../tests/common/mod.rs"]
 mod common;
@@ -24,7 +24,8 @@ use serde_json::Value;
 
 type Weights = HashMap<String, Tensor>;
 
-/// Weights under the names and in the shapes that a model asks for, each entry drawn, so that norms and biases matter too.
+/// Weights under the names and in the shapes that a model asks for, each entry drawn, so that norms and biases matter
+/// too.
 fn weights<M>(load: impl FnOnce(VarBuilder) -> Result<M>) -> Result<Weights> {
     let asked = VarMap::new();
     load(VarBuilder::from_varmap(&asked, DType::F32, &Device::Cpu))?;

@@ -5,8 +5,8 @@ const LONGEST: usize = 128;
 
 /// The names nearest to `name`, best first, at most three.
 ///
-/// Near is by the edits between the two (Damerau and Levenshtein), without regard to case, then with regard to it, then by the order of the
-/// names. One that takes more edits than half its length is not near.
+/// Near is by the edits between the two (Damerau and Levenshtein), without regard to case, then with regard to it, then
+/// by the order of the names. One that takes more edits than half its length is not near.
 pub fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
     let lower = name.to_lowercase();
     let len = lower.chars().count();
@@ -39,8 +39,8 @@ pub fn did_you_mean<'a>(
     }
 }
 
-/// The letters that are inserted, left out, replaced or swapped with their neighbour between two names, each pair at most
-/// once.
+/// The letters that are inserted, left out, replaced or swapped with their neighbour between two names, each pair at
+/// most once.
 pub fn edits(a: &str, b: &str) -> usize {
     let (a, b): (Vec<_>, Vec<_>) = (a.chars().collect(), b.chars().collect());
     let mut rows = vec![(0..=b.len()).collect::<Vec<_>>()];

@@ -14,13 +14,14 @@ pub(crate) trait Options: Sized {
     fn check(&self, op: &str) -> Result<()>;
 }
 
-/// `#[apply(options)]` on a struct gives each field `name: T` a builder `with_name`, which takes a `T`, or what is in it
-/// where it is an `Option`, and a reader `name`. Both have the field's documentation; a field without any has neither.
-/// A field may have these attributes, in this order:
+/// `#[apply(options)]` on a struct gives each field `name: T` a builder `with_name`, which takes a `T`, or what is in
+/// it where it is an `Option`, and a reader `name`. Both have the field's documentation; a field without any has
+/// neither. A field may have these attributes, in this order:
 ///
 /// - `#[serde(..)]`, which the struct keeps.
 /// - `#[default(value)]`: where nothing is said, in the place of `Default::default()`.
-/// - `#[check(function)]`: `(op, name, value) -> Result<()>`, which refuses what is wrong whatever the other options are.
+/// - `#[check(function)]`: `(op, name, value) -> Result<()>`, which refuses what is wrong whatever the other options
+///   are.
 /// - `#[methods(with)]` or `#[methods(get)]`: the builder or the reader alone, where the other is written by hand.
 ///   `#[methods(with, get_ref)]`: both, and the reader gives a reference.
 macro_rules! options {

@@ -9,8 +9,8 @@ const LARGE: u64 = 1 << 32;
 
 /// Whether the bytes of a tensor of these dimensions can be addressed.
 ///
-/// A dimension of 0 counts as 1: Candle computes strides and the shapes of views from products of some of the dimensions,
-/// which overflow next to a 0 too.
+/// A dimension of 0 counts as 1: Candle computes strides and the shapes of views from products of some of the
+/// dimensions, which overflow next to a 0 too.
 pub fn is_addressable(dims: &[usize]) -> bool {
     // The largest element has eight bytes.
     let most = isize::MAX as usize / 8;
@@ -18,8 +18,8 @@ pub fn is_addressable(dims: &[usize]) -> bool {
     product.is_some_and(|product| product <= most)
 }
 
-/// Whether a tensor of these dimensions can be allocated. Candle aborts the program where the allocator refuses; this asks
-/// the allocator first, for one byte an element.
+/// Whether a tensor of these dimensions can be allocated. Candle aborts the program where the allocator refuses; this
+/// asks the allocator first, for one byte an element.
 pub fn fits_in_memory(dims: &[usize]) -> bool {
     is_addressable(dims)
         && match dims.iter().product::<usize>() {
@@ -58,8 +58,8 @@ pub(crate) fn check_keys_and_values(op: &str, b: Option<usize>, keys: &Tensor, v
     Ok(())
 }
 
-/// `tensor.narrow` along a dimension, which an empty tensor allows too: a view of one may start past the end of its buffer,
-/// where Candle's copies panic, so that it becomes a new tensor.
+/// `tensor.narrow` along a dimension, which an empty tensor allows too: a view of one may start past the end of its
+/// buffer, where Candle's copies panic, so that it becomes a new tensor.
 pub(crate) fn part(tensor: &Tensor, dim: usize, range: Range<usize>) -> Result<Tensor> {
     if tensor.elem_count() > 0 {
         return tensor.narrow(dim, range.start, range.len());

@@ -163,8 +163,8 @@ impl<'a> Source<'a> {
         Ok(())
     }
 
-    /// An error if the builder has a scale for the weight: it would give float8 without it. The builder of a `Checkpoint`
-    /// applies scales, and has no tensors of their names.
+    /// An error if the builder has a scale for the weight: it would give float8 without it. The builder of a
+    /// `Checkpoint` applies scales, and has no tensors of their names.
     fn refuse_scale(&self, name: &str) -> Result<()> {
         match SCALES.map(|suffix| format!("{name}{suffix}")).iter().find(|scale| self.has(scale)) {
             Some(scale) => self.fail(format!(

@@ -8,10 +8,10 @@ use candle_nn::VarMap;
 /// The names of the variables that a loss gave no gradient, in alphabetical order: those that training would leave as
 /// they are, in silence. Call it once, after the first `loss.backward()`, and expect nothing.
 ///
-/// A variable is among them where the loss does not depend on it, and where an operation on the way has no backward pass:
-/// `candle_nn::rms_norm`, `layer_norm` with a bias, `softmax_last_dim` and `rope` have none, so that nothing before them
-/// learns. [`RmsNorm`](crate::RmsNorm), [`LayerNorm`](crate::LayerNorm) and the attention of this crate have one. A
-/// gradient of zeros is a gradient.
+/// A variable is among them where the loss does not depend on it, and where an operation on the way has no backward
+/// pass: `candle_nn::rms_norm`, `layer_norm` with a bias, `softmax_last_dim` and `rope` have none, so that nothing
+/// before them learns. [`RmsNorm`](crate::RmsNorm), [`LayerNorm`](crate::LayerNorm) and the attention of this crate
+/// have one. A gradient of zeros is a gradient.
 ///
 /// ```
 /// use candle_attention::{rms_norm, untrained};

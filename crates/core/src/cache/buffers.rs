@@ -17,8 +17,8 @@ pub(super) enum KvFormat {
     Q8,
 }
 
-/// Keys (B, H_kv, capacity, D) and values (B, H_kv, capacity, D_v). Views made by [`rows`](Self::rows) share the storage:
-/// what is written to one is written to all.
+/// Keys (B, H_kv, capacity, D) and values (B, H_kv, capacity, D_v). Views made by [`rows`](Self::rows) share the
+/// storage: what is written to one is written to all.
 #[derive(Debug, Clone)]
 pub(super) struct KvBuffers {
     keys: Rows,
@@ -192,8 +192,8 @@ fn check_memory(dims: &[usize], dtype: DType) -> Result<()> {
     Ok(())
 }
 
-/// Rows (.., width) of floats as u8 (.., width) and f32 scales (.., 1): x is stored as `round(x / scale) + 128`, where the
-/// scale is 1/127 of the row's largest magnitude.
+/// Rows (.., width) of floats as u8 (.., width) and f32 scales (.., 1): x is stored as `round(x / scale) + 128`, where
+/// the scale is 1/127 of the row's largest magnitude.
 ///
 /// A row with a number that is not finite in f32 has a scale of NaN; one whose scale would be subnormal is all zeros.
 pub(super) fn quantize(rows: &Tensor) -> Result<(Tensor, Tensor)> {

@@ -35,17 +35,18 @@ pub struct AttentionCacheConfig {
     growth: bool,
     /// The window of a sliding cache, which keeps what a window of this many keys (see
     /// [`AttentionMask::with_window`](crate::AttentionMask::with_window)) needs and no more than twice that, or the
-    /// capacity where it is larger. An older key that a mask leaves to a query is an error, not one that is passed over.
+    /// capacity where it is larger. An older key that a mask leaves to a query is an error, not one that is passed
+    /// over.
     window: Option<usize>,
-    /// The dtype in which keys and values are kept, F32, BF16, F16 or F64; that of the first keys unless given. Attention
-    /// is computed in it, and its result converted back.
+    /// The dtype in which keys and values are kept, F32, BF16, F16 or F64; that of the first keys unless given.
+    /// Attention is computed in it, and its result converted back.
     dtype: Option<DType>,
     /// Whether keys and values are kept in 8 bits, see [`with_q8`](Self::with_q8).
     #[methods(get)]
     q8: bool,
-    /// Whether gradients end at the cache: queries, keys and values are taken without theirs, for generation with a layer
-    /// whose weights are variables. Otherwise a key that is tracked for gradients is an error, since a cache would lose
-    /// its gradient.
+    /// Whether gradients end at the cache: queries, keys and values are taken without theirs, for generation with a
+    /// layer whose weights are variables. Otherwise a key that is tracked for gradients is an error, since a cache
+    /// would lose its gradient.
     detached: bool,
     /// Whether later layers read the cache too ([`AttentionInput::with_shared_cache`]). A sliding cache holds all that
     /// the queries of its last call see then, however long that call was; without this, calls may have as many tokens
@@ -72,9 +73,10 @@ impl AttentionCacheConfig {
         Self { window: cfg.window(), ..Self::default() }
     }
 
-    /// Keeps keys and values in 8 bits a number and an f32 for each row of a head: a quarter of the memory of f32, and 4 bytes
-    /// a row. A number errs by at most 1/254 of the largest in its row, f32's own rounding aside, where that is from 1.5e-36
-    /// to 3.4e38; a row of smaller ones becomes zeros, and one with a number that f32 does not hold as a finite one is NaN.
+    /// Keeps keys and values in 8 bits a number and an f32 for each row of a head: a quarter of the memory of f32, and
+    /// 4 bytes a row. A number errs by at most 1/254 of the largest in its row, f32's own rounding aside, where that is
+    /// from 1.5e-36 to 3.4e38; a row of smaller ones becomes zeros, and one with a number that f32 does not hold as a
+    /// finite one is NaN.
     ///
     /// The fused kernel of the CPU reads them as they are. Where another path runs (on a GPU, or on the reference path
     /// for f64, weights on request and what [`plan`](crate::MultiHeadAttention::plan) names), all that is attended to

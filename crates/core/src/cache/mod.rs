@@ -19,8 +19,8 @@ use crate::base::FLOATS;
 use crate::position::Positions;
 use buffers::{KvBuffers, KvFormat};
 
-/// The keys and values of the positions that one layer has seen, for one sequence or a batch of them; or the latents from
-/// which a layer computes them.
+/// The keys and values of the positions that one layer has seen, for one sequence or a batch of them; or the latents
+/// from which a layer computes them.
 ///
 /// A call with a cache ([`AttentionInput::with_cache`](crate::AttentionInput::with_cache)) appends its keys and values
 /// to those of the calls before, in place, and its queries attend to all of them without a copy. A prompt, pieces of it
@@ -47,30 +47,29 @@ use buffers::{KvBuffers, KvFormat};
 /// # Ok(()) }
 /// ```
 ///
-/// Each sequence of a batch has a length of its own. Padding, on the left or on the right, is given at the call and is not
-/// stored: position n is the n-th token of its sequence, in masks too, and masks that are aligned to the end are aligned to
-/// the end of each sequence. [`truncate`](Self::truncate) drops positions, [`reorder`](Self::reorder) selects beams, and
-/// [`fork`](Self::fork) continues one prompt in two ways.
+/// Each sequence of a batch has a length of its own. Padding, on the left or on the right, is given at the call and is
+/// not stored: position n is the n-th token of its sequence, in masks too, and masks that are aligned to the end are
+/// aligned to the end of each sequence. [`truncate`](Self::truncate) drops positions, [`reorder`](Self::reorder)
+/// selects beams, and [`fork`](Self::fork) continues one prompt in two ways.
 ///
 /// Keys are stored after their rotation, with the positions that their call was given
 /// ([`AttentionInput::with_positions`](crate::AttentionInput::with_positions)): these count for relative biases and
 /// Falcon's ALiBi of later calls.
 ///
-/// Scalings whose frequencies depend on the length of a call
-/// ([`RopeScaling::Dynamic`](crate::RopeScaling::Dynamic), [`RopeScaling::LongRope`](crate::RopeScaling::LongRope)) take
-/// that of the longest sequence with the call, and keys of earlier calls are not rotated again: what transformers does with
-/// a cache. Its Phi 3 computes everything again in the call that first exceeds the original context; a model that follows it
-/// calls [`reset`](Self::reset) there.
+/// Scalings whose frequencies depend on the length of a call ([`RopeScaling::Dynamic`](crate::RopeScaling::Dynamic),
+/// [`RopeScaling::LongRope`](crate::RopeScaling::LongRope)) take that of the longest sequence with the call, and keys
+/// of earlier calls are not rotated again: what transformers does with a cache. Its Phi 3 computes everything again in
+/// the call that first exceeds the original context; a model that follows it calls [`reset`](Self::reset) there.
 ///
-/// Buffers are (B, H_kv, capacity, D) and (B, H_kv, capacity, D_v), made in the first call; for
-/// [latent attention](crate::MultiHeadLatentAttention) one of (B, 1, capacity, `kv_lora_rank + rope_head_dim`). The caches of
+/// Buffers are (B, H_kv, capacity, D) and (B, H_kv, capacity, D_v), made in the first call; for [latent
+/// attention](crate::MultiHeadLatentAttention) one of (B, 1, capacity, `kv_lora_rank + rope_head_dim`). The caches of
 /// `candle_nn::kv_cache` have one length for a whole batch and grow by a constant amount.
 #[derive(Debug, Default)]
 pub struct AttentionCache {
     config: AttentionCacheConfig,
     buffers: Option<KvBuffers>,
-    /// Of each sequence, the positions that the buffers hold: all but those that a sliding cache has dropped. Empty before
-    /// the first call.
+    /// Of each sequence, the positions that the buffers hold: all but those that a sliding cache has dropped. Empty
+    /// before the first call.
     held: Vec<Range<usize>>,
     /// The position of each token of each sequence, also of those that a sliding cache has dropped, once a call was
     /// given some; else a token's position is its place in the sequence.
@@ -136,12 +135,13 @@ impl AttentionCache {
         self.truncate_to(&vec![len; self.held.len()])
     }
 
-    /// Takes back the positions of each sequence from its entry of `lens` on. The next token of a sequence then has that
-    /// position.
+    /// Takes back the positions of each sequence from its entry of `lens` on. The next token of a sequence then has
+    /// that position.
     ///
     /// A sliding cache goes back as far as it holds positions, and to 0. Where it has dropped a key that the next query
-    /// sees, that call is an error. To go back by up to n positions of earlier calls, it needs a window that is n longer than
-    /// the layer's. What the last call brought can always be taken back, if the capacity holds that and the window.
+    /// sees, that call is an error. To go back by up to n positions of earlier calls, it needs a window that is n
+    /// longer than the layer's. What the last call brought can always be taken back, if the capacity holds that and the
+    /// window.
     ///
     /// # Errors
     /// For another number of sequences, for more positions than a sequence has, and for fewer than a sliding cache has
@@ -178,8 +178,9 @@ impl AttentionCache {
         Ok(())
     }
 
-    /// Makes sequence n of the batch what sequence `sequences[n]` was, as beam search does between its steps; a sequence may
-    /// come several times, or not at all, and the batch may grow or shrink. No sequences is a [`reset`](Self::reset).
+    /// Makes sequence n of the batch what sequence `sequences[n]` was, as beam search does between its steps; a
+    /// sequence may come several times, or not at all, and the batch may grow or shrink. No sequences is a
+    /// [`reset`](Self::reset).
     ///
     /// In a batch of the same size, sequences that stay at their place are not copied.
     ///

@@ -178,8 +178,8 @@ impl<'c> CachedCall<'c> {
 
     /// Makes the call's keys and values part of the cache, if it has any.
     ///
-    /// Later calls write to the buffers of a cache in place. A graph that refers to them keeps them for its `backward`, and
-    /// the cache goes on with a copy.
+    /// Later calls write to the buffers of a cache in place. A graph that refers to them keeps them for its `backward`,
+    /// and the cache goes on with a copy.
     ///
     /// # Errors
     /// For a copy that does not fit in memory.

@@ -27,7 +27,8 @@ const OP: &str = "multi_head_attention";
 /// assert_eq!((cfg.head_dim(), cfg.out_dim()), (64, 512));
 /// ```
 ///
-/// Numbers that do not fit together are found by [`validate`](Self::validate), which every constructor of a layer calls.
+/// Numbers that do not fit together are found by [`validate`](Self::validate), which every constructor of a layer
+/// calls.
 #[apply(options)]
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -194,8 +195,8 @@ impl MultiHeadAttentionConfig {
     }
 
     /// A window on both sides: a query sees the keys from `left` before its own to `right` after it, see
-    /// [`AttentionMask::with_band`](crate::AttentionMask::with_band). Local attention of encoders (ModernBERT) has as many
-    /// on either side.
+    /// [`AttentionMask::with_band`](crate::AttentionMask::with_band). Local attention of encoders (ModernBERT) has as
+    /// many on either side.
     pub fn with_band(self, left: usize, right: usize) -> Self {
         Self { band: Some((left, right)), ..self }
     }

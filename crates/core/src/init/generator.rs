@@ -18,9 +18,9 @@ impl Generator {
 
     /// `uniform_(lo, hi)`, one 32-bit output an element.
     ///
-    /// PyTorch's vector kernels scale and shift with one rounding, which `mul_add` promises on every machine. A detour over
-    /// f64 would not: its sum rounds too where `lo` has bits far below those of the range. A value that rounds up to `hi`
-    /// becomes `lo`, as in PyTorch 2.15, since `hi` is outside the interval.
+    /// PyTorch's vector kernels scale and shift with one rounding, which `mul_add` promises on every machine. A detour
+    /// over f64 would not: its sum rounds too where `lo` has bits far below those of the range. A value that rounds up
+    /// to `hi` becomes `lo`, as in PyTorch 2.15, since `hi` is outside the interval.
     pub(super) fn uniform(&mut self, lo: f32, hi: f32, out: &mut [f32]) {
         let range = hi - lo;
         for slot in out {
@@ -43,7 +43,8 @@ impl Generator {
         for block in blocks {
             box_muller(block, mean, std);
         }
-        // Where the last block is not full, the last sixteen elements are drawn afresh, those of the block before included.
+        // Where the last block is not full, the last sixteen elements are drawn afresh, those of the block before
+        // included.
         if !remainder.is_empty()
             && let Some(last) = out.last_chunk_mut()
         {
@@ -77,8 +78,8 @@ impl Generator {
         (self.twister.next_u64() & 0x001f_ffff_ffff_ffff) as f64 * SCALE
     }
 
-    /// Box-Muller in f64: a pair at a time, of which the second is kept for the next call. The library functions may differ
-    /// from PyTorch's in a last bit, far below what the rounding to f32 lets through.
+    /// Box-Muller in f64: a pair at a time, of which the second is kept for the next call. The library functions may
+    /// differ from PyTorch's in a last bit, far below what the rounding to f32 lets through.
     fn unit_normal(&mut self) -> f64 {
         if let Some(spare) = self.spare_normal.take() {
             return spare;

@@ -1,7 +1,7 @@
 //! PyTorch's seeded initialisation on the CPU, as a [`VarBuilder`] backend.
 //!
-//! `torch.manual_seed(123)` fixes the parameters of a tutorial. [`TorchSeed`] gives the same parameters bit for bit, on any
-//! machine, as long as they are requested in the order in which PyTorch's modules draw them:
+//! `torch.manual_seed(123)` fixes the parameters of a tutorial. [`TorchSeed`] gives the same parameters bit for bit, on
+//! any machine, as long as they are requested in the order in which PyTorch's modules draw them:
 //!
 //! ```
 //! use candle_attention::init::TorchSeed;
@@ -110,8 +110,9 @@ impl TorchSeed {
     /// The elements that `torch.nn.Dropout(p)` keeps in train mode: u8 on the CPU, 1 = kept. PyTorch divides the kept
     /// values by `1 - p`. For `p` 0 and 1, where all or none are kept, nothing is drawn, as in PyTorch.
     ///
-    /// These are the masks of PyTorch's own Bernoulli kernel, which 2.15 runs on AMD and Intel alike. Older releases built
-    /// with MKL took their masks on Intel processors from a stream of that library: other masks from the same seed.
+    /// These are the masks of PyTorch's own Bernoulli kernel, which 2.15 runs on AMD and Intel alike. Older releases
+    /// built with MKL took their masks on Intel processors from a stream of that library: other masks from the same
+    /// seed.
     ///
     /// # Errors
     ///

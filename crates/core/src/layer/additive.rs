@@ -100,7 +100,8 @@ impl AdditiveAttention {
     /// Reads `W_k.weight` (hidden, key), `W_q.weight` (hidden, query) and `w_v.weight` (1, hidden).
     ///
     /// # Errors
-    /// For a size of 0, a dropout that is no probability, and for a missing or misshapen tensor, named with both shapes.
+    /// For a size of 0, a dropout that is no probability, and for a missing or misshapen tensor, named with both
+    /// shapes.
     pub fn new(cfg: &AdditiveAttentionConfig, vb: VarBuilder) -> Result<Self> {
         cfg.check("additive_attention")?;
         let source = Source::new("additive_attention", "d2l", vb);
@@ -143,8 +144,8 @@ impl AdditiveAttention {
         self.forward_with(AdditiveInput::new(queries, keys, values).with_mask(mask))
     }
 
-    /// The layer with a mask, in training, with dropout from PyTorch's generator: the context (B, T_q, D_v) and the weights
-    /// (B, T_q, T_kv).
+    /// The layer with a mask, in training, with dropout from PyTorch's generator: the context (B, T_q, D_v) and the
+    /// weights (B, T_q, T_kv).
     ///
     /// # Errors
     /// As [`forward`](Self::forward).

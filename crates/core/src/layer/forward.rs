@@ -47,8 +47,8 @@ impl MultiHeadAttention {
         Ok(ys)
     }
 
-    /// [`forward_with`](Self::forward_with) that also returns the weights (B, H, T_q, T_kv), after dropout; (H, T_q, T_kv)
-    /// for an input (T, E).
+    /// [`forward_with`](Self::forward_with) that also returns the weights (B, H, T_q, T_kv), after dropout; (H, T_q,
+    /// T_kv) for an input (T, E).
     ///
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
@@ -60,8 +60,8 @@ impl MultiHeadAttention {
         Ok(LayerOutput { output, weights })
     }
 
-    /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's projections and a
-    /// copy of its cache, which stays as it is.
+    /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's projections
+    /// and a copy of its cache, which stays as it is.
     ///
     /// ```
     /// use candle_attention::{AttentionInput, Backend, MultiHeadAttention, MultiHeadAttentionConfig};

@@ -150,9 +150,9 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
-    /// Self-attention to the positions in the cache and those of `xs`, which are added to it. Positions are counted in each
-    /// sequence by itself, from its first call on: T_kv of a mask is the length of the longest sequence with this call, and
-    /// a causal constraint is aligned to the end of each.
+    /// Self-attention to the positions in the cache and those of `xs`, which are added to it. Positions are counted in
+    /// each sequence by itself, from its first call on: T_kv of a mask is the length of the longest sequence with this
+    /// call, and a causal constraint is aligned to the end of each.
     ///
     /// The outputs are those of one call over all tokens if no query sees a later key, as in a causal layer. In a layer
     /// that is not causal, the tokens of earlier calls have not seen those of this one; the first time, this is logged
@@ -189,9 +189,9 @@ impl<'a> AttentionInput<'a> {
         self
     }
 
-    /// Right padding in a call with a cache: of each sequence, the length up to which the T positions are tokens. The others
-    /// are not added to the cache, see nothing, and are seen by nothing. Without a cache, and for lengths that count the
-    /// positions of earlier calls too, see [`AttentionMask::with_valid_lens`].
+    /// Right padding in a call with a cache: of each sequence, the length up to which the T positions are tokens. The
+    /// others are not added to the cache, see nothing, and are seen by nothing. Without a cache, and for lengths that
+    /// count the positions of earlier calls too, see [`AttentionMask::with_valid_lens`].
     pub fn with_valid_lens(mut self, valid_lens: &'a [usize]) -> Self {
         self.padding.valid_lens = Some(valid_lens);
         self

@@ -21,12 +21,12 @@ pub struct ProjectedMemory {
 }
 
 impl MultiHeadAttention {
-    /// Projects what cross-attention attends to, an encoder's outputs, once for all steps of a decoder: keys from `keys`
-    /// (B, T_kv, key_size), values from `values` (B, T_kv, value_size), both without B for one sequence.
+    /// Projects what cross-attention attends to, an encoder's outputs, once for all steps of a decoder: keys from
+    /// `keys` (B, T_kv, key_size), values from `values` (B, T_kv, value_size), both without B for one sequence.
     ///
-    /// [`AttentionInput::with_memory`] gives the numbers of
-    /// [`with_key_value`](AttentionInput::with_key_value) in a call of this layer; another layer's memory of the same shape
-    /// cannot be told from its own. Rotary positions of the keys are 0..T_kv.
+    /// [`AttentionInput::with_memory`] gives the numbers of [`with_key_value`](AttentionInput::with_key_value) in a
+    /// call of this layer; another layer's memory of the same shape cannot be told from its own. Rotary positions of
+    /// the keys are 0..T_kv.
     ///
     /// # Errors
     /// For inputs whose shape, dtype or device does not fit the layer or each other, and for more positions than the

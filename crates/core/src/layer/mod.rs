@@ -1,5 +1,5 @@
-//! Layers: project, split into heads, attend, merge, project. [`forward`] is the order of a call; latent attention ends in
-//! the same [`call`].
+//! Layers: project, split into heads, attend, merge, project. [`forward`] is the order of a call; latent attention ends
+//! in the same [`call`].
 
 mod additive;
 mod by_heads;
@@ -102,15 +102,15 @@ impl MultiHeadAttention {
         Self::around(cfg, projections, Parameters::load(cfg, &source)?)
     }
 
-    /// A layer whose projections are modules of any kind, such as Candle's `QMatMul` over a quantised checkpoint, or one
-    /// module in the place of several. Their biases are their own, and the config's are not looked at.
+    /// A layer whose projections are modules of any kind, such as Candle's `QMatMul` over a quantised checkpoint, or
+    /// one module in the place of several. Their biases are their own, and the config's are not looked at.
     ///
-    /// Parameters that belong to no projection (`q_norm`, `k_norm`, `sinks`, `bias_k`, `bias_v`) are read from the builder,
-    /// and its dtype and device are those of the layer's inputs: each module gets contiguous inputs in that dtype and gives
-    /// the shape of its [`ProjectionPlace`] in the same dtype.
+    /// Parameters that belong to no projection (`q_norm`, `k_norm`, `sinks`, `bias_k`, `bias_v`) are read from the
+    /// builder, and its dtype and device are those of the layer's inputs: each module gets contiguous inputs in that
+    /// dtype and gives the shape of its [`ProjectionPlace`] in the same dtype.
     ///
-    /// [`state_dict`](Self::state_dict), [`projections`](Self::projections) and [`save`](Self::save) of such a layer are
-    /// errors.
+    /// [`state_dict`](Self::state_dict), [`projections`](Self::projections) and [`save`](Self::save) of such a layer
+    /// are errors.
     ///
     /// # Errors
     /// As [`new`](Self::new), and for an output projection that the config does not want, or a missing one.
@@ -146,15 +146,16 @@ impl MultiHeadAttention {
         }
     }
 
-    /// The heads of one process of several, from weights in any layout and Candle's sharded builder: tensor parallelism.
+    /// The heads of one process of several, from weights in any layout and Candle's sharded builder: tensor
+    /// parallelism.
     ///
-    /// The sum of what all processes give for an input is what the whole layer gives: after each call the caller adds them
-    /// up, by NCCL through `cudarc` for example, as Candle's own multi-process Llama does. The bias of the output
+    /// The sum of what all processes give for an input is what the whole layer gives: after each call the caller adds
+    /// them up, by NCCL through `cudarc` for example, as Candle's own multi-process Llama does. The bias of the output
     /// projection is that of rank 0. Without an output projection a process gives the columns of its own heads.
     ///
     /// Separate weights are read in part; a tensor that packs several is read whole, and a part of it kept.
-    /// [`config`](Self::config) is that of the process's own layer, with ALiBi as the slopes of its heads, but for Falcon's. A
-    /// relative bias is divided by [`RelativeBias::shard`](crate::RelativeBias::shard).
+    /// [`config`](Self::config) is that of the process's own layer, with ALiBi as the slopes of its heads, but for
+    /// Falcon's. A relative bias is divided by [`RelativeBias::shard`](crate::RelativeBias::shard).
     ///
     /// ```no_run
     /// use candle_attention::{HeadShard, MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
@@ -238,8 +239,8 @@ impl MultiHeadAttention {
         Ok(self)
     }
 
-    /// The same layer with the relative bias that it shares with the other layers of its stack. A layer whose config has
-    /// one cannot be called without it.
+    /// The same layer with the relative bias that it shares with the other layers of its stack. A layer whose config
+    /// has one cannot be called without it.
     ///
     /// # Errors
     /// If the bias is not that of the layer's config, or is for another number of heads, dtype or device.
@@ -293,12 +294,12 @@ impl MultiHeadAttention {
         Ok(self)
     }
 
-    /// The same layer with another module in a projection's place, made by `change` from the one that is there: an adapter
-    /// around it, as in LoRA (arXiv:2106.09685), or something else altogether.
+    /// The same layer with another module in a projection's place, made by `change` from the one that is there: an
+    /// adapter around it, as in LoRA (arXiv:2106.09685), or something else altogether.
     ///
-    /// What `change` is given computes the layer's own projection without a copy of its weights. The module gets contiguous
-    /// inputs in the dtype of the layer's weights, and gives the shape of [`ProjectionPlace`] in the same dtype. Its
-    /// parameters are its own: [`state_dict`](Self::state_dict), [`projections`](Self::projections) and
+    /// What `change` is given computes the layer's own projection without a copy of its weights. The module gets
+    /// contiguous inputs in the dtype of the layer's weights, and gives the shape of [`ProjectionPlace`] in the same
+    /// dtype. Its parameters are its own: [`state_dict`](Self::state_dict), [`projections`](Self::projections) and
     /// [`save`](Self::save) are errors from now on.
     ///
     /// # Errors
@@ -382,9 +383,9 @@ impl MultiHeadAttention {
     /// The query, key, value and output projections, as they were loaded, with what variables hold now; a gate is in
     /// [`state_dict`](Self::state_dict) alone.
     ///
-    /// A layer over plain tensors on a CPU holds packed weights ([`PackedLinear`](crate::PackedLinear)), which this copies
-    /// back; those of q, k and v that read inputs of one width are views of one weight. Where values are the keys'
-    /// projection, it stands in both places.
+    /// A layer over plain tensors on a CPU holds packed weights ([`PackedLinear`](crate::PackedLinear)), which this
+    /// copies back; those of q, k and v that read inputs of one width are views of one weight. Where values are the
+    /// keys' projection, it stands in both places.
     ///
     /// # Errors
     /// If a projection is a module of the caller's, for a layer without projections of keys and values, and if memory

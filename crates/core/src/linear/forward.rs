@@ -286,8 +286,8 @@ pub(super) fn plain(linear: &Linear, xs: &Tensor, columns: Range<usize>) -> Resu
     Linear::new(part(linear.weight())?, bias).forward(&xs)?.reshape(out)
 }
 
-/// Candle ends the program where there is no memory for a copy; this asks first. It copies no view of nothing either, which
-/// may begin past the end of its buffer.
+/// Candle ends the program where there is no memory for a copy; this asks first. It copies no view of nothing either,
+/// which may begin past the end of its buffer.
 pub(super) fn contiguous(what: &str, tensor: &Tensor) -> Result<Tensor> {
     if tensor.elem_count() == 0 {
         return Ok(tensor.clone());

@@ -1,8 +1,8 @@
 //! Which keys each query sees.
 //!
-//! An [`AttentionMask`] is pure description: constraints that hold together. [`AttentionMask::resolve`] checks it against a
-//! shape and gives, for every query, the one interval of keys that the structural constraints leave it, so that a kernel can
-//! loop over what is seen. Only `keep` and `bias` tensors are read from memory.
+//! An [`AttentionMask`] is pure description: constraints that hold together. [`AttentionMask::resolve`] checks it
+//! against a shape and gives, for every query, the one interval of keys that the structural constraints leave it, so
+//! that a kernel can loop over what is seen. Only `keep` and `bias` tensors are read from memory.
 
 mod constraint;
 mod ranges;
@@ -57,7 +57,8 @@ pub enum EmptyRows {
 /// # Ok(()) }
 /// ```
 ///
-/// Shapes are checked where the mask is used (or by [`resolve`](Self::resolve)), since only there B, T_q and T_kv are known.
+/// Shapes are checked where the mask is used (or by [`resolve`](Self::resolve)), since only there B, T_q and T_kv are
+/// known.
 #[derive(Debug, Clone, Default)]
 pub struct AttentionMask {
     constraints: Vec<Constraint>,
@@ -113,8 +114,8 @@ impl AttentionMask {
 
     /// A tokenizer's attention mask `(B, T_kv)` of ones (a token) and zeros (padding), in any dtype.
     ///
-    /// Rows that are one run of ones become starts and lengths, which leave intervals; otherwise the mask becomes a `keep`
-    /// tensor. A row without a one hides every key.
+    /// Rows that are one run of ones become starts and lengths, which leave intervals; otherwise the mask becomes a
+    /// `keep` tensor. A row without a one hides every key.
     ///
     /// # Errors
     /// For another rank, and for a value other than 0 and 1; where the mask is used, for another T_kv.
@@ -159,33 +160,33 @@ impl AttentionMask {
         self.with(Constraint::Starts(starts.into()))
     }
 
-    /// Hides the keys further back than `w - 1`: `w` keys with the query's own, Hugging Face's `sliding_window`.
-    /// Keys after the query's own stay as they are. An error where the mask is used: a window of 0, and a window on joined
+    /// Hides the keys further back than `w - 1`: `w` keys with the query's own, Hugging Face's `sliding_window`. Keys
+    /// after the query's own stay as they are. An error where the mask is used: a window of 0, and a window on joined
     /// masks (see [`and`](Self::and)) in which queries stand at different positions.
     #[must_use]
     pub fn with_window(self, w: usize) -> Self {
         self.with_aligned("with_window", |alignment| Constraint::Window { alignment, size: w })
     }
 
-    /// Leaves a query the keys from `left` before its position to `right` after it: local attention in encoders. An error
-    /// where the mask is used: a band on joined masks in which queries stand at different positions.
+    /// Leaves a query the keys from `left` before its position to `right` after it: local attention in encoders. An
+    /// error where the mask is used: a band on joined masks in which queries stand at different positions.
     #[must_use]
     pub fn with_band(self, left: usize, right: usize) -> Self {
         self.with_aligned("with_band", |alignment| Constraint::Band { alignment, left, right })
     }
 
     /// Divides positions into chunks of `size`, from 0 on, and leaves a query the keys of its own chunk: Llama 4's
-    /// `attention_chunk_size`. An error where the mask is used: chunks of 0, and chunks on joined masks in which queries
-    /// stand at different positions.
+    /// `attention_chunk_size`. An error where the mask is used: chunks of 0, and chunks on joined masks in which
+    /// queries stand at different positions.
     #[must_use]
     pub fn with_chunk(self, size: usize) -> Self {
         self.with_aligned("with_chunk", |alignment| Constraint::Chunk { alignment, size })
     }
 
     /// Lifts the causal constraint for the keys before the prefix length, which all queries see then (prefix LM).
-    /// Windows, bands, lengths and starts still hold; without a causal constraint there is nothing to lift but that of a
-    /// layer to which the mask is given. An error where the mask is used: a prefix on joined masks whose causal constraints
-    /// differ.
+    /// Windows, bands, lengths and starts still hold; without a causal constraint there is nothing to lift but that of
+    /// a layer to which the mask is given. An error where the mask is used: a prefix on joined masks whose causal
+    /// constraints differ.
     #[must_use]
     pub fn with_prefix(mut self, prefix: impl Into<ValidLens>) -> Self {
         let mut causals = self.constraints.iter().filter_map(|constraint| match constraint {
@@ -228,8 +229,8 @@ impl AttentionMask {
         self
     }
 
-    /// Both masks at once: a key is seen where both leave it, biases add up, and each mask's windows and prefix stay with
-    /// that mask's own causal constraint. Empty rows are uniform if either asks for it.
+    /// Both masks at once: a key is seen where both leave it, biases add up, and each mask's windows and prefix stay
+    /// with that mask's own causal constraint. Empty rows are uniform if either asks for it.
     ///
     /// Where the two let a query stand at different positions, ALiBi has none to count from and is an error, as are a
     /// window, a band and a chunk that are given afterwards.

@@ -132,7 +132,8 @@ impl AttentionMask {
     }
 }
 
-/// The largest entry of a mask of bytes on a CPU that has any; what a view repeats is read once, in the order of memory.
+/// The largest entry of a mask of bytes on a CPU that has any; what a view repeats is read once, in the order of
+/// memory.
 pub(super) fn largest_entry(keep: &Tensor) -> Option<u8> {
     if keep.dtype() != DType::U8 || keep.elem_count() == 0 || !keep.device().is_cpu() {
         return None;

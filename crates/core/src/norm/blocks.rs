@@ -76,8 +76,8 @@ pub fn rms_norm_plus_one(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNor
 /// bias, and without `remove_mean` it is the norm of [`RmsNorm`].
 ///
 /// # Errors
-/// For missing or misshapen tensors, for a bias in the file that the config denies, and for an `eps` that is no number of
-/// zero or more.
+/// For missing or misshapen tensors, for a bias in the file that the config denies, and for an `eps` that is no number
+/// of zero or more.
 pub fn layer_norm(size: usize, config: impl Into<LayerNormConfig>, vb: VarBuilder) -> Result<LayerNorm> {
     let config = config.into();
     let kind = if config.remove_mean { QkNormKind::Layer } else { QkNormKind::Rms };

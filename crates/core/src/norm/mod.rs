@@ -48,9 +48,9 @@ pub enum QkNormScope {
     Projection,
 }
 
-/// Normalisation of queries and keys: parameters `q_norm.weight`, `k_norm.weight`, and `.bias` for the kind that has one.
-/// Also read under `q_layernorm` and `query_layernorm` where a file has those; StableLM's list of a norm for each head,
-/// `q_layernorm.norms.{i}.weight`, is read as one weight (H, D).
+/// Normalisation of queries and keys: parameters `q_norm.weight`, `k_norm.weight`, and `.bias` for the kind that has
+/// one. Also read under `q_layernorm` and `query_layernorm` where a file has those; StableLM's list of a norm for each
+/// head, `q_layernorm.norms.{i}.weight`, is read as one weight (H, D).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct QkNorm {

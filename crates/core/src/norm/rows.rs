@@ -17,8 +17,8 @@ const LANES: usize = 16;
 /// depends on the shape alone, so that the bits of these gradients do too.
 const MOST_TASKS: usize = 64;
 
-/// `(x - mean) / sqrt(variance + eps) · weight + bias` of each row; where the mean stays, `mean` is 0 and `variance` the
-/// mean square.
+/// `(x - mean) / sqrt(variance + eps) · weight + bias` of each row; where the mean stays, `mean` is 0 and `variance`
+/// the mean square.
 ///
 /// Candle's own norms have no backward pass, want contiguous inputs and a weight (D,), and its layer norm finds the
 /// variance as a difference of squares, which loses the digits of numbers that are far from zero.
@@ -29,8 +29,8 @@ pub(super) struct RowNorm {
 }
 
 impl RowNorm {
-    /// A view (D,), (T, D), (B, T, D) or (B, T, H, D) in f32, bf16 or f16 to a contiguous tensor of its shape and dtype.
-    /// Weight and bias are (D,) or (H, D), contiguous, in f32. Each of the three may be tracked for gradients.
+    /// A view (D,), (T, D), (B, T, D) or (B, T, H, D) in f32, bf16 or f16 to a contiguous tensor of its shape and
+    /// dtype. Weight and bias are (D,) or (H, D), contiguous, in f32. Each of the three may be tracked for gradients.
     pub fn apply(self, xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let xs = with_contiguous_rows(xs)?;
         match bias {

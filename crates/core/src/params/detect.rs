@@ -88,8 +88,8 @@ fn used_by(layout: WeightLayout) -> &'static str {
     }
 }
 
-/// Where attention weights are instead: behind a wrapper's prefix, without the first part of this one, or as the builder
-/// tells.
+/// Where attention weights are instead: behind a wrapper's prefix, without the first part of this one, or as the
+/// builder tells.
 ///
 /// # Errors
 /// For a builder that makes parameters and has none yet: there is nothing to look for.

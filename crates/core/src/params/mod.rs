@@ -1,5 +1,5 @@
-//! Attention weights under the names that other libraries give them: which names, packings and orders there are, and how the
-//! projections of a layer are read from them and written to them.
+//! Attention weights under the names that other libraries give them: which names, packings and orders there are, and
+//! how the projections of a layer are read from them and written to them.
 
 mod detect;
 mod layout;

@@ -25,8 +25,8 @@ pub enum AlibiConfig {
     BiasMax(f64),
     /// A slope for each query head.
     Slopes(Vec<f32>),
-    /// Falcon's numbers: a key at position j, counted from the sequence's first, gets `slope · j` times the scale of the
-    /// scores, where slope, j and product are rounded to bf16. Rounding makes them more than a matter of distance.
+    /// Falcon's numbers: a key at position j, counted from the sequence's first, gets `slope · j` times the scale of
+    /// the scores, where slope, j and product are rounded to bf16. Rounding makes them more than a matter of distance.
     Falcon,
 }
 
@@ -68,8 +68,8 @@ impl AlibiConfig {
     }
 }
 
-/// The slope of each of so many heads: `2^(-8/n)`, its square, its cube and so on for n heads, where n is a power of two.
-/// For other numbers, those of the power of two below, then every other one of the power of two above.
+/// The slope of each of so many heads: `2^(-8/n)`, its square, its cube and so on for n heads, where n is a power of
+/// two. For other numbers, those of the power of two below, then every other one of the power of two above.
 ///
 /// # Errors
 /// For more heads than memory holds.
@@ -87,8 +87,8 @@ pub fn alibi_slopes(num_heads: usize) -> Result<Vec<f32>> {
     series(num_heads, BIAS_MAX)
 }
 
-/// What the paper says for powers of two, and MPT's rule elsewhere, which is the paper's: of the power of two above, the
-/// even ones are the slopes of the power of two below.
+/// What the paper says for powers of two, and MPT's rule elsewhere, which is the paper's: of the power of two above,
+/// the even ones are the slopes of the power of two below.
 fn series(num_heads: usize, bias_max: f64) -> Result<Vec<f32>> {
     if !fits_in_memory(&[num_heads, size_of::<f32>()]) {
         bail!("[alibi] the slopes of {num_heads} heads do not fit in memory")

@@ -66,8 +66,8 @@ pub enum RopeScaling {
         /// The factor on cosines and sines; worked out from `factor` and the two below unless given.
         #[serde(default)]
         attention_factor: Option<f64>,
-        /// `0.1 · mscale · ln(factor) + 1` over the same of `mscale_all_dim` is the attention factor where both are given
-        /// (DeepSeek); `0.1 · ln(factor) + 1` otherwise.
+        /// `0.1 · mscale · ln(factor) + 1` over the same of `mscale_all_dim` is the attention factor where both are
+        /// given (DeepSeek); `0.1 · ln(factor) + 1` otherwise.
         #[serde(default)]
         mscale: Option<f64>,
         /// See `mscale`.
@@ -115,8 +115,8 @@ fn yes() -> bool {
     true
 }
 
-/// Rotary positions (<https://arxiv.org/abs/2104.09864>): pair i of a query or key at position p is rotated by the angle
-/// `p · base^(-2i/r)`, so that a score depends on the distance of its query and key.
+/// Rotary positions (<https://arxiv.org/abs/2104.09864>): pair i of a query or key at position p is rotated by the
+/// angle `p · base^(-2i/r)`, so that a score depends on the distance of its query and key.
 ///
 /// ```
 /// use candle_attention::{MultiHeadAttentionConfig, RopeConfig, RopeScaling};

@@ -49,8 +49,8 @@ fn max_distance() -> usize {
 }
 
 impl RelativeBiasConfig {
-    /// T5's 32 buckets for distances up to 128. With `bidirectional`, as in encoders, one half of them is for later keys;
-    /// without, these all count as the query's own position.
+    /// T5's 32 buckets for distances up to 128. With `bidirectional`, as in encoders, one half of them is for later
+    /// keys; without, these all count as the query's own position.
     pub fn new(bidirectional: bool) -> Self {
         Self { bidirectional, ..Self::unset() }
     }
@@ -83,8 +83,8 @@ impl RelativeBiasConfig {
     }
 
     /// The bucket of a key so far behind its query (in front of it, where negative). The first half of a direction's
-    /// buckets are for one distance each, the others grow with it. Computed in f32 where transformers does, so that borders
-    /// are the same.
+    /// buckets are for one distance each, the others grow with it. Computed in f32 where transformers does, so that
+    /// borders are the same.
     fn bucket(&self, behind: i64) -> u32 {
         let directed = self.directed();
         let (first, distance) = match behind {
@@ -103,8 +103,9 @@ impl RelativeBiasConfig {
     }
 }
 
-/// A learned bias for each query head and bucket of distances (T5 and its kin): parameter `relative_attention_bias.weight`
-/// (num_buckets, H). A stack of layers has one, and a clone shares what was computed for the layer before.
+/// A learned bias for each query head and bucket of distances (T5 and its kin): parameter
+/// `relative_attention_bias.weight` (num_buckets, H). A stack of layers has one, and a clone shares what was computed
+/// for the layer before.
 ///
 /// ```
 /// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, RelativeBias, RelativeBiasConfig, WeightLayout};
@@ -201,9 +202,9 @@ impl RelativeBias {
         self.weight.dims().get(1).copied().unwrap_or(0)
     }
 
-    /// The biases (1, H, T_q, T_kv) of queries at the positions `offset`, `offset + 1` and so on, and keys at 0 and so on:
-    /// to be added to the scores, see [`AttentionMask::with_bias`](crate::AttentionMask::with_bias). In f32, or f64 where
-    /// the parameter is. Differentiable.
+    /// The biases (1, H, T_q, T_kv) of queries at the positions `offset`, `offset + 1` and so on, and keys at 0 and so
+    /// on: to be added to the scores, see [`AttentionMask::with_bias`](crate::AttentionMask::with_bias). In f32, or f64
+    /// where the parameter is. Differentiable.
     ///
     /// # Errors
     /// For positions of 2^24 and more, and for more biases than memory holds.

@@ -1,6 +1,7 @@
 //! The adapter to candle-flash-attn: f16 and bf16 on CUDA, behind the feature `flash-attn`.
 //!
-//! [`decide`] lists what the operation computes rightly, read from candle-flash-attn 0.11; all else takes the reference path.
+//! [`decide`] lists what the operation computes rightly, read from candle-flash-attn 0.11; all else takes the reference
+//! path.
 
 use std::fmt;
 use std::ops::Range;
@@ -82,8 +83,8 @@ pub(super) fn decide(call: &Call, wanted: Wanted) -> Result<std::result::Result<
     Ok(Ok(Plan::Varlen { cu_seqlens_q, cu_seqlens_kv, window }))
 }
 
-/// The cumulative lengths of all spans, and of what lies between them: queries without keys, which get zeros, and keys without
-/// queries.
+/// The cumulative lengths of all spans, and of what lies between them: queries without keys, which get zeros, and keys
+/// without queries.
 fn cumulative(bands: &Bands, total_q: usize, total_kv: usize) -> (Vec<u32>, Vec<u32>) {
     let (mut cu_seqlens_q, mut cu_seqlens_kv) = (vec![0], vec![0]);
     let (mut last_q, mut last_kv) = (0, 0);
@@ -209,8 +210,8 @@ pub(super) fn attend(call: &Call, plan: &Plan, op: impl Fn(&Inputs) -> Result<Te
     }
 }
 
-/// (B, H, T, D) as (B, T, H, D), a copy where the kernel cannot read it: it loads 8 elements at a time, from addresses that are
-/// multiples of 16 bytes, and has strides of 32 bits.
+/// (B, H, T, D) as (B, T, H, D), a copy where the kernel cannot read it: it loads 8 elements at a time, from addresses
+/// that are multiples of 16 bytes, and has strides of 32 bits.
 fn sequence_first(tensor: &Tensor) -> Result<Tensor> {
     let tensor = tensor.transpose(1, 2)?;
     let [strides @ .., last] = tensor.stride() else { return Ok(tensor) };
@@ -224,10 +225,10 @@ fn sequence_first(tensor: &Tensor) -> Result<Tensor> {
 
 /// What keeps candle-flash-attn from a device.
 ///
-/// Its kernels are compiled for the compute capability of the machine that built them, or that `CUDA_COMPUTE_CAP` named. On
-/// another device their launch fails, which candle-flash-attn does not look at: it returns memory that nothing was written
-/// to. So the first call on a device is preceded by one whose result is known. An error of that call (out of memory, say) may
-/// be gone the next time, and is not remembered.
+/// Its kernels are compiled for the compute capability of the machine that built them, or that `CUDA_COMPUTE_CAP`
+/// named. On another device their launch fails, which candle-flash-attn does not look at: it returns memory that
+/// nothing was written to. So the first call on a device is preceded by one whose result is known. An error of that
+/// call (out of memory, say) may be gone the next time, and is not remembered.
 pub(super) fn obstacle(device: &Device) -> Option<String> {
     static FOUND: Mutex<Vec<(DeviceLocation, bool)>> = Mutex::new(Vec::new());
     if !cfg!(feature = "flash-attn") {

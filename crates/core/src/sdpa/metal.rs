@@ -72,8 +72,8 @@ pub(super) fn decide(call: &Call, wanted: Wanted) -> Result<std::result::Result<
     let keys_and_window = bands.and_then(|bands| Some((bands.common_keys(call)?, bands.window)));
     match keys_and_window {
         Some((keys, Window { left: None, right: None })) => Ok(Ok(Plan { keys, causal: false, rest: 0 })),
-        // Its causal mask is right where blocks of queries end with blocks of keys: elsewhere it looks at one block too few
-        // for hidden keys, or walks on to keys that are not there.
+        // Its causal mask is right where blocks of queries end with blocks of keys: elsewhere it looks at one block too
+        // few for hidden keys, or walks on to keys that are not there.
         Some((keys, Window { left: None, right: Some(0) }))
             if (keys.len() - t_q).is_multiple_of(BLOCK) && t_q >= BLOCK =>
         {
@@ -121,8 +121,8 @@ pub(super) fn attend(call: &Call, plan: &Plan, op: impl Fn(&Inputs) -> Result<Te
     }
 }
 
-/// A copy unless the operation reads the tensor as it is. Of the keys and values of one query it reads the stride of heads alone
-/// (#3703): rows that follow one another in heads at one distance, such as a view into a cache.
+/// A copy unless the operation reads the tensor as it is. Of the keys and values of one query it reads the stride of
+/// heads alone (#3703): rows that follow one another in heads at one distance, such as a view into a cache.
 fn contiguous(tensor: &Tensor, rows_of_heads: bool) -> Result<Tensor> {
     let (b, h, t, d) = tensor.dims4()?;
     let &[of_b, of_h, of_t, of_d] = tensor.stride() else { return tensor.force_contiguous() };

@@ -47,9 +47,10 @@ pub struct AttentionOutput {
 /// Attends from queries to keys and mixes their values.
 ///
 /// Shapes: q (B, H, T_q, D), k (B, H_kv, T_kv, D), v (B, H_kv, T_kv, D_v) give (B, H, T_q, D_v) in q's dtype, on q's
-/// device. H_kv divides H; query head h reads key head `h / (H / H_kv)`. Any strides are accepted. k and v may have a batch of
-/// 1 next to a larger B, which is read in place for all of it. As in PyTorch, all three may come without B, (H, T, D), or
-/// without B and H, (T, D), and so does the result; masks keep the shape (B, H, T_q, T_kv) that they broadcast to.
+/// device. H_kv divides H; query head h reads key head `h / (H / H_kv)`. Any strides are accepted. k and v may have a
+/// batch of 1 next to a larger B, which is read in place for all of it. As in PyTorch, all three may come without B,
+/// (H, T, D), or without B and H, (T, D), and so does the result; masks keep the shape (B, H, T_q, T_kv) that they
+/// broadcast to.
 ///
 /// A query that sees no key gets zeros; one whose scores are all -inf, by a bias, counts as such. NaN and infinities in
 /// keys and values reach only the queries that see them, in the backward pass too where the CPU's kernel runs; a key
@@ -110,8 +111,8 @@ pub fn scaled_dot_product_attention_with_weights(
 /// [`scaled_dot_product_attention`] that also returns the log-sum-exp of each query's scores: (B, H, T_q) in f32 (f64
 /// for f64 inputs), `-inf` for a query that sees no key. A sink counts as one more score.
 ///
-/// The two together are what [`merge_attention`] needs to put attention over parts of the keys back together. Parts take
-/// [`EmptyRows::Zero`](crate::EmptyRows::Zero): whether a row is empty shows only in the whole.
+/// The two together are what [`merge_attention`] needs to put attention over parts of the keys back together. Parts
+/// take [`EmptyRows::Zero`](crate::EmptyRows::Zero): whether a row is empty shows only in the whole.
 ///
 /// # Errors
 /// As [`scaled_dot_product_attention`].

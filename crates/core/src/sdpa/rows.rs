@@ -11,11 +11,11 @@ use crate::base::fits_in_memory;
 /// What the structural constraints of a mask leave: an interval of keys for each row of queries.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct RowRanges {
-    /// The keys that a query sees, empty where it sees none. Of a batch, (B, T_q), counted in the query's own sequence; of
-    /// packed sequences, (total_q,), counted in all of them.
+    /// The keys that a query sees, empty where it sees none. Of a batch, (B, T_q), counted in the query's own sequence;
+    /// of packed sequences, (total_q,), counted in all of them.
     pub keys: Vec<Range<usize>>,
-    /// The key position at which a query stands, which ALiBi counts from; empty without ALiBi. It may lie outside of the
-    /// query's own sequence.
+    /// The key position at which a query stands, which ALiBi counts from; empty without ALiBi. It may lie outside of
+    /// the query's own sequence.
     pub positions: Vec<i64>,
 }
 
@@ -61,8 +61,8 @@ impl RowRanges {
     }
 }
 
-/// A call as the fused operations of GPUs see it: a band of keys around the diagonal that ends with the last query and the last
-/// key of each sequence.
+/// A call as the fused operations of GPUs see it: a band of keys around the diagonal that ends with the last query and
+/// the last key of each sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Bands {
     /// Sequences in which some query sees a key.
@@ -70,16 +70,16 @@ pub(super) struct Bands {
     pub window: Window,
 }
 
-/// The queries of one sequence that see keys, and the keys that some of them sees: rows of (B · T_q) and (B · T_kv), or of
-/// (total_q) and (total_kv).
+/// The queries of one sequence that see keys, and the keys that some of them sees: rows of (B · T_q) and (B · T_kv), or
+/// of (total_q) and (total_kv).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Span {
     pub queries: Range<usize>,
     pub keys: Range<usize>,
 }
 
-/// Query i of a span of n queries and m keys stands at key `i + m - n` and sees `left` keys before that one and `right` after
-/// it. `left: None, right: Some(0)` is the causal mask.
+/// Query i of a span of n queries and m keys stands at key `i + m - n` and sees `left` keys before that one and `right`
+/// after it. `left: None, right: Some(0)` is the causal mask.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Window {
     pub left: Option<usize>,
@@ -200,7 +200,8 @@ mod tests {
         Ok(())
     }
 
-    /// What a band says each query sees is what the mask says, for every mask of intervals, alone and with each other one.
+    /// What a band says each query sees is what the mask says, for every mask of intervals, alone and with each other
+    /// one.
     #[test]
     fn a_band_is_the_interval_of_each_query() -> Result<()> {
         let none = AttentionMask::none;

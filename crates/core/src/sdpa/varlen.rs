@@ -10,12 +10,12 @@ use super::validate::Call;
 use super::{SdpaOptions, context, context_and_lse};
 use crate::mask::AttentionMask;
 
-/// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention) over sequences of different lengths, packed one
-/// after the other: flash-attention's `varlen`.
+/// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention) over sequences of different lengths, packed
+/// one after the other: flash-attention's `varlen`.
 ///
 /// Shapes: q (total_q, H, D), k (total_kv, H_kv, D), v (total_kv, H_kv, D_v) give a contiguous (total_q, H, D_v) in q's
-/// dtype, on q's device. Any strides are accepted. The sequences say which positions belong together; each has the numbers
-/// of a call by itself.
+/// dtype, on q's device. Any strides are accepted. The sequences say which positions belong together; each has the
+/// numbers of a call by itself.
 ///
 /// The mask holds for each sequence by itself, as for an entry of a batch: alignment, windows and bands count within
 /// the sequence; lengths, starts and prefixes are (n,), or a list of T_q entries for each of the n sequences. `keep`
@@ -36,8 +36,8 @@ use crate::mask::AttentionMask;
 /// ```
 ///
 /// # Errors
-/// As [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), and for cumulative lengths that end elsewhere
-/// than the tensors, and for a mask with `keep` or `bias` tensors.
+/// As [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), and for cumulative lengths that end
+/// elsewhere than the tensors, and for a mask with `keep` or `bias` tensors.
 pub fn scaled_dot_product_attention_varlen(
     q: &Tensor,
     k: &Tensor,
@@ -50,8 +50,8 @@ pub fn scaled_dot_product_attention_varlen(
     context(&Call::packed(op, [q, k, v], sequences, mask, options)?)?.transpose(1, 2)?.squeeze(0)
 }
 
-/// [`scaled_dot_product_attention_varlen`] that also returns the log-sum-exp of each query's scores: (H, total_q) in f32
-/// (f64 for f64 inputs), `-inf` for a query that sees no key. A sink counts as one more score.
+/// [`scaled_dot_product_attention_varlen`] that also returns the log-sum-exp of each query's scores: (H, total_q) in
+/// f32 (f64 for f64 inputs), `-inf` for a query that sees no key. A sink counts as one more score.
 ///
 /// # Errors
 /// As [`scaled_dot_product_attention_varlen`].

@@ -60,8 +60,8 @@ pub enum Heads {
 }
 
 impl HeatMap {
-    /// A heat map of `weights`: (T_q, T_kv), (H, T_q, T_kv) or (1, H, T_q, T_kv), of any float dtype, on any device, with
-    /// any strides. The axes are labelled by index until tokens are given.
+    /// A heat map of `weights`: (T_q, T_kv), (H, T_q, T_kv) or (1, H, T_q, T_kv), of any float dtype, on any device,
+    /// with any strides. The axes are labelled by index until tokens are given.
     ///
     /// # Errors
     ///

@@ -12,9 +12,9 @@ pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// An error of [`SimpleTokenizer`](super::SimpleTokenizer) or of a [`Batch`](super::Batch).
 ///
-/// It converts into [`candle_core::Error`], so that `?` works in functions that return [`candle_core::Result`].
-/// Fields are indices, from 0; messages count words and texts from 1. In a message a long word is cut; the field holds all
-/// of it.
+/// It converts into [`candle_core::Error`], so that `?` works in functions that return [`candle_core::Result`]. Fields
+/// are indices, from 0; messages count words and texts from 1. In a message a long word is cut; the field holds all of
+/// it.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum TokenizerError {

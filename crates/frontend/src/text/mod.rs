@@ -118,8 +118,8 @@ impl Batch {
     }
 
     /// The mask that hides the padding, on either side, in a call over these texts alone; a layer takes it by
-    /// [`AttentionInput::with_mask`](candle_attention_core::AttentionInput::with_mask). In a call with a cache, padding is what
-    /// [`AttentionInput::with_valid_lens`](candle_attention_core::AttentionInput::with_valid_lens) and
+    /// [`AttentionInput::with_mask`](candle_attention_core::AttentionInput::with_mask). In a call with a cache, padding
+    /// is what [`AttentionInput::with_valid_lens`](candle_attention_core::AttentionInput::with_valid_lens) and
     /// [`with_starts`](candle_attention_core::AttentionInput::with_starts) say.
     ///
     /// ```

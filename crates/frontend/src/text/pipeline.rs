@@ -38,8 +38,8 @@ pub(super) fn num_special_tokens(tokenizer: &Tokenizer, is_pair: bool) -> usize 
     tokenizer.get_post_processor().map_or(0, |processor| processor.added_tokens(is_pair))
 }
 
-/// Encodes as [`Tokenizer::encode`] does, but that characters which the model leaves out are an error. The text keeps at
-/// most `max_tokens` tokens, special ones included.
+/// Encodes as [`Tokenizer::encode`] does, but that characters which the model leaves out are an error. The text keeps
+/// at most `max_tokens` tokens, special ones included.
 pub(super) fn encode(
     tokenizer: &Tokenizer,
     text: &str,
@@ -162,7 +162,8 @@ pub(super) fn model_kind(model: &ModelWrapper) -> &'static str {
     }
 }
 
-/// Turns a panic into an error. The crate indexes with what a file says, in more places than can be checked from outside.
+/// Turns a panic into an error. The crate indexes with what a file says, in more places than can be checked from
+/// outside.
 ///
 /// The steps run under it only read the tokenizer and write what is thrown away on an error; the crate's caches hold
 /// complete entries only. Hence the assertion.

@@ -62,10 +62,10 @@ pub enum SpecialTokens {
 /// word, and an error for an unknown word. From a `tokenizer.json` (word-level, BPE, WordPiece or Unigram) it does
 /// what the file says, with these differences from the `tokenizers` crate below it:
 ///
-/// - Nothing is dropped in silence. A character without a token is an error where the crate leaves it out, and texts are
-///   cut only [`with_truncation`](Self::with_truncation), which counts what it cuts.
-/// - Padding is for batches, to the longest text of each. Of the file's padding it takes the token and the side; a length
-///   in the file pads nothing. (`AutoTokenizer` of transformers has the same defaults.)
+/// - Nothing is dropped in silence. A character without a token is an error where the crate leaves it out, and texts
+///   are cut only [`with_truncation`](Self::with_truncation), which counts what it cuts.
+/// - Padding is for batches, to the longest text of each. Of the file's padding it takes the token and the side; a
+///   length in the file pads nothing. (`AutoTokenizer` of transformers has the same defaults.)
 /// - A file's faults are errors; the crate panics on some.
 ///
 /// It is `Send` and `Sync`. A batch is encoded on all cores, unless the environment variable
@@ -125,8 +125,8 @@ impl SimpleTokenizer {
         Ok(Self { inner: Tokenizer::new(model), padding: None, max_tokens: None }.with_split(Split::default()))
     }
 
-    /// A tokenizer of the words of some texts, as tutorials build theirs: `<pad>` has id 0, and each word the next id where
-    /// it first appears.
+    /// A tokenizer of the words of some texts, as tutorials build theirs: `<pad>` has id 0, and each word the next id
+    /// where it first appears.
     ///
     /// ```
     /// # use candle_attention::text::{SimpleTokenizer, Split};
@@ -153,7 +153,8 @@ impl SimpleTokenizer {
     ///
     /// # Errors
     ///
-    /// If the file cannot be read, is not a `tokenizer.json`, or has a post-processor with tokens that it does not define.
+    /// If the file cannot be read, is not a `tokenizer.json`, or has a post-processor with tokens that it does not
+    /// define.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let bytes = std::fs::read(path).map_err(|source| TokenizerError::File {
@@ -185,8 +186,8 @@ impl SimpleTokenizer {
         Ok(Self { inner, padding, max_tokens: None })
     }
 
-    /// Writes a `tokenizer.json` with everything chosen here. Read again it behaves the same, but for truncation, which a
-    /// reader asks for anew.
+    /// Writes a `tokenizer.json` with everything chosen here. Read again it behaves the same, but for truncation, which
+    /// a reader asks for anew.
     ///
     /// # Errors
     ///
@@ -256,8 +257,8 @@ impl SimpleTokenizer {
     }
 
     /// Cuts the end of texts that have more than `max_tokens` tokens, special ones included;
-    /// [`Encoding::num_truncated`] and [`Batch::num_truncated`] say by how much. Without it nothing is cut, whatever the
-    /// file says.
+    /// [`Encoding::num_truncated`] and [`Batch::num_truncated`] say by how much. Without it nothing is cut, whatever
+    /// the file says.
     ///
     /// # Errors
     ///
@@ -332,7 +333,8 @@ impl SimpleTokenizer {
         Batch::new(rows.into_iter().enumerate().map(in_batch).collect::<Result<_>>()?, self.padding_params())
     }
 
-    /// The text of `ids`, special tokens and padding included: words joined by a space, or what the file's decoder does.
+    /// The text of `ids`, special tokens and padding included: words joined by a space, or what the file's decoder
+    /// does.
     ///
     /// # Errors
     ///
@@ -395,8 +397,8 @@ impl SimpleTokenizer {
         self.padding_params().map(|params| params.pad_token)
     }
 
-    /// The word that all unknown words of a word-level vocabulary are taken for. `None` if they are errors, and for models
-    /// of other kinds, which have their own ways.
+    /// The word that all unknown words of a word-level vocabulary are taken for. `None` if they are errors, and for
+    /// models of other kinds, which have their own ways.
     pub fn unknown_token(&self) -> Option<&str> {
         let ModelWrapper::WordLevel(model) = self.inner.get_model() else { return None };
         model.token_to_id(&model.unk_token).map(|_| model.unk_token.as_str())

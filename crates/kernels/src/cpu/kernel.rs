@@ -4,16 +4,16 @@ use super::product::{Columns, Product};
 use super::vector::Vector;
 use super::{Tier, arch};
 
-/// What a tier does for one type of operand. Matrices consist of 32-bit words: an f32, or a pair of bf16 along the depth of
-/// the product, so that one description serves both.
+/// What a tier does for one type of operand. Matrices consist of 32-bit words: an f32, or a pair of bf16 along the
+/// depth of the product, so that one description serves both.
 ///
 /// # Safety
 /// Every method needs a processor that has the tier's instructions.
 pub trait Kernel {
     /// The tier's vector of f32.
     type Vector: Vector;
-    /// The tier's kernel for words of one f32: itself, or the one that shares its vectors. A processor that has the tier
-    /// has that kernel's too.
+    /// The tier's kernel for words of one f32: itself, or the one that shares its vectors. A processor that has the
+    /// tier has that kernel's too.
     type F32: Kernel<Vector = Self::Vector>;
     /// What [`configure_tiles`](Self::configure_tiles) returns.
     type Tiles;
@@ -70,16 +70,16 @@ pub trait Kernel {
     unsafe fn multiply<B: Columns>(product: &Product);
 }
 
-/// Work that is written once and compiled for each kernel. `run` is `#[inline(always)]` where it computes, so that it becomes
-/// part of a function that is compiled for the tier.
+/// Work that is written once and compiled for each kernel. `run` is `#[inline(always)]` where it computes, so that it
+/// becomes part of a function that is compiled for the tier.
 pub trait SimdTask {
     /// # Safety
     /// The processor has the tier of K.
     unsafe fn run<K: Kernel>(self);
 }
 
-/// What every [`Kernel`] of a set of instructions has: functions that are compiled for them. `run_simd` is not inlined, so that
-/// a task is compiled once, wherever it is started.
+/// What every [`Kernel`] of a set of instructions has: functions that are compiled for them. `run_simd` is not inlined,
+/// so that a task is compiled once, wherever it is started.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! compiled_for {
     ($features:literal, |$product:ident, $columns:ident| $multiply:expr) => {

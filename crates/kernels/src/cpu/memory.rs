@@ -2,9 +2,10 @@
 
 /// An empty vector with capacity for `count` elements, or `None` where there is no memory for them.
 ///
-/// The memory is not touched: the first thread to write a page gets it from the system, so threads share this work like any
-/// other. From 4 MB on, Linux is asked for large pages. The first touch of 32 MB takes 8,192 page faults in pages of 4 KB and 16 in
-/// pages of 2 MB, and reading a weight from its beginning to its end waits for an address translation at each page's end.
+/// The memory is not touched: the first thread to write a page gets it from the system, so threads share this work like
+/// any other. From 4 MB on, Linux is asked for large pages. The first touch of 32 MB takes 8,192 page faults in pages
+/// of 4 KB and 16 in pages of 2 MB, and reading a weight from its beginning to its end waits for an address translation
+/// at each page's end.
 pub fn large_page_vec<T>(count: usize) -> Option<Vec<T>> {
     let mut vec: Vec<T> = Vec::new();
     vec.try_reserve_exact(count).ok()?;
@@ -24,8 +25,8 @@ fn advise_large_pages(start: *mut u8, bytes: usize) {
     }
     let before = start.align_offset(LARGE_PAGE);
     let bytes = (bytes - before) / LARGE_PAGE * LARGE_PAGE;
-    // SAFETY: the range is whole pages within one live allocation. The advice changes no content, and a system that cannot
-    // follow it returns an error and goes on with small pages.
+    // SAFETY: the range is whole pages within one live allocation. The advice changes no content, and a system that
+    // cannot follow it returns an error and goes on with small pages.
     unsafe { libc::madvise(start.wrapping_add(before).cast(), bytes, libc::MADV_HUGEPAGE) };
 }
 

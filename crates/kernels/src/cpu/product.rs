@@ -5,8 +5,8 @@ use super::vector::Vector;
 /// One product over a panel of columns. Strides and sizes count 32-bit words.
 ///
 /// A is (rows, depth) in groups of [`ROWS`](super::Kernel::ROWS) rows, the last of which may be short: row r of group g
-/// begins at `a + g · a_group + r · a_row`, and its depth follows at steps of `a_step`. B is (depth, panel) and C (rows,
-/// panel), both contiguous.
+/// begins at `a + g · a_group + r · a_row`, and its depth follows at steps of `a_step`. B is (depth, panel) and C
+/// (rows, panel), both contiguous.
 pub struct Product {
     pub a: *const f32,
     pub a_group: usize,
@@ -201,8 +201,8 @@ pub(crate) trait MulAdd {
     /// The processor has the tier.
     unsafe fn mul_add(sum: Self::Vector, a: Self::Vector, b: Self::Vector) -> Self::Vector;
 
-    /// Adds the products of `R` rows, whose first word is at `a`, with the columns of B to `sums`. A tier writes its own
-    /// where the compiler keeps the sums elsewhere than in registers.
+    /// Adds the products of `R` rows, whose first word is at `a`, with the columns of B to `sums`. A tier writes its
+    /// own where the compiler keeps the sums elsewhere than in registers.
     ///
     /// # Safety
     /// The processor has the tier, and the product's pointers are valid for R rows from `a` on.
@@ -248,7 +248,8 @@ pub(crate) unsafe fn accumulate<M: MulAdd + ?Sized, B: Columns, const R: usize, 
 ) {
     let (mut b, lanes) = (product.b, M::Vector::LANES);
     for _ in 0..product.depth / B::BLOCK {
-        // SAFETY: the processor has the tier; A has R rows of `depth` words from `a` on, and B as many rows of N vectors.
+        // SAFETY: the processor has the tier; A has R rows of `depth` words from `a` on, and B as many rows of N
+        // vectors.
         unsafe {
             let mut scales = [B::scales::<M::Vector>(b, panel, 0, product.has_minimums); N];
             for (n, scales) in scales.iter_mut().enumerate().skip(1) {
@@ -287,9 +288,9 @@ pub(crate) unsafe fn accumulate<M: MulAdd + ?Sized, B: Columns, const R: usize, 
 
 /// [`Kernel::multiply`](super::Kernel::multiply) by multiply-adds in registers, for panels of up to `VECTORS` vectors.
 ///
-/// A tile of `ROWS × VECTORS` sums stays in registers; each step of the depth loads `VECTORS` vectors of B and broadcasts
-/// `ROWS` words of A. Three vectors by eight rows are 24 sums, which hide the latency of two multiply-adds a cycle,
-/// with 11 loads for 24 multiply-adds.
+/// A tile of `ROWS × VECTORS` sums stays in registers; each step of the depth loads `VECTORS` vectors of B and
+/// broadcasts `ROWS` words of A. Three vectors by eight rows are 24 sums, which hide the latency of two multiply-adds a
+/// cycle, with 11 loads for 24 multiply-adds.
 ///
 /// # Safety
 /// The processor has the tier, and the product's pointers are valid for its sizes.

@@ -6,7 +6,8 @@ mod products;
 
 use super::{Kernel, SimdTask, Tier, dispatch_bf16, dispatch_f32};
 
-/// Runs the task on the kernels of every tier of this processor. The tier on which it fails is the last one that was printed.
+/// Runs the task on the kernels of every tier of this processor. The tier on which it fails is the last one that was
+/// printed.
 fn on_every_tier<T: SimdTask>(task: impl Fn() -> T) {
     struct Compiled<T>(T);
     impl<T: SimdTask> SimdTask for Compiled<T> {

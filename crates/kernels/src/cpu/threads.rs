@@ -16,7 +16,8 @@ pub struct Executor {
 #[derive(Debug, Clone, Copy)]
 pub struct Workers {
     pub(crate) count: usize,
-    /// The call is over in about the time in which a thread wakes: the caller works too, instead of waiting for the pool.
+    /// The call is over in about the time in which a thread wakes: the caller works too, instead of waiting for the
+    /// pool.
     is_brief: bool,
     executor: Option<Executor>,
 }
@@ -84,8 +85,8 @@ pub fn for_each_task<S>(
     on_threads(workers, count - 1, &work);
 }
 
-/// Runs `work` on the calling thread and on so many others. Of no closure's own type: what rayon compiles for each type that
-/// it is given is several times as much as the work itself.
+/// Runs `work` on the calling thread and on so many others. Of no closure's own type: what rayon compiles for each type
+/// that it is given is several times as much as the work itself.
 fn on_threads(workers: Workers, others: usize, work: &(dyn Fn() + Sync)) {
     match (workers.executor, workers.is_brief) {
         (Some(executor), _) => {

@@ -77,7 +77,8 @@ impl Tier {
     }
 
     fn fastest(is_bf16: bool) -> Self {
-        // Once: a virtual machine answers what processor it has by a trap, and the projections of a token ask each time.
+        // Once: a virtual machine answers what processor it has by a trap, and the projections of a token ask each
+        // time.
         static FASTEST: OnceLock<[Tier; 2]> = OnceLock::new();
         let fastest =
             FASTEST.get_or_init(|| [false, true].map(|is_bf16| Self::fastest_of(&Self::available(), is_bf16)));
@@ -180,8 +181,8 @@ pub(crate) fn cpuid(leaf: u32) -> std::arch::x86_64::CpuidResult {
     unsafe { std::arch::x86_64::__cpuid_count(leaf, 0) }
 }
 
-/// Intel's bf16 dot products take four cycles for what a multiply-add in f32 does in two: 150 GFLOP/s against 284 on two
-/// cores of a Xeon (family 6, model 167). AMD's take half of the time.
+/// Intel's bf16 dot products take four cycles for what a multiply-add in f32 does in two: 150 GFLOP/s against 284 on
+/// two cores of a Xeon (family 6, model 167). AMD's take half of the time.
 fn has_slow_dot_products() -> bool {
     #[cfg(target_arch = "x86_64")]
     {

@@ -3,8 +3,8 @@
 /// A vector of [`LANES`](Vector::LANES) f32.
 ///
 /// # Safety
-/// Every method needs a processor that has the tier's instructions, and belongs (inlined) into a function compiled for them.
-/// A pointer must be valid for `LANES` elements; none has to be aligned.
+/// Every method needs a processor that has the tier's instructions, and belongs (inlined) into a function compiled for
+/// them. A pointer must be valid for `LANES` elements; none has to be aligned.
 pub trait Vector: Copy {
     /// The f32 in a vector, at most [`MAX_LANES`].
     const LANES: usize;
@@ -79,8 +79,8 @@ macro_rules! simd_fns {
 pub(super) use simd_fns;
 
 /// The powers of ln 2 over factorials, moved so that the largest relative error over ±½ is the smallest: 9.1e-8 for the
-/// polynomial of degree 5, 1.5 times the rounding error of f32. The first is 1, so that 2^0 is 1: running sums that keep
-/// their maximum are multiplied by it block after block, and would drift.
+/// polynomial of degree 5, 1.5 times the rounding error of f32. The first is 1, so that 2^0 is 1: running sums that
+/// keep their maximum are multiplied by it block after block, and would drift.
 const EXP2: [f32; 6] = [1.0, std::f32::consts::LN_2, 0.240_222_42, 0.055_507_336, 0.009_671_513, 0.001_326_472_7];
 
 /// 2 to the power of a fraction within ±½.
@@ -102,8 +102,8 @@ pub(crate) unsafe fn exp2_fraction<V: Vector>(f: V) -> V {
 /// Below this, [`Vector::exp2`] is 0.
 pub(crate) const EXP2_MIN: f32 = -126.0;
 
-/// 1.5 · 2^23 + 127: adding it rounds to an integer, whose exponent as an f32's then stands in the lowest bits. A power of
-/// two that is made of them is multiplied, so that NaN stays NaN, from which they could be anything.
+/// 1.5 · 2^23 + 127: adding it rounds to an integer, whose exponent as an f32's then stands in the lowest bits. A power
+/// of two that is made of them is multiplied, so that NaN stays NaN, from which they could be anything.
 pub(crate) const EXP2_ROUND: f32 = 12_583_039.0;
 
 /// Hyperbolic tangent to a few ulp: an odd polynomial (Cephes' `tanhf`) near 0, where `1 - e` would cancel, and

@@ -27,8 +27,8 @@ impl<E: Number, S> SimdTask for Epilogue<'_, '_, E, S> {
             let own = state.of_panel((first - rows.start) / panel);
             let filled = lanes.min(rows.end - first);
             let mut factors = [0f32; MAX_LANES];
-            // SAFETY: the processor has the tier of K; the state has `context` rows of a panel, a multiple of `lanes`; the
-            // rows of the context are this task's.
+            // SAFETY: the processor has the tier of K; the state has `context` rows of a panel, a multiple of `lanes`;
+            // the rows of the context are this task's.
             unsafe {
                 for (lane, factor) in factors[..filled].iter_mut().enumerate() {
                     let (max, sum) = (*own.max.add(column + lane), *own.sum.add(column + lane));
@@ -48,8 +48,8 @@ impl<E: Number, S> SimdTask for Epilogue<'_, '_, E, S> {
     }
 }
 
-/// The factor from a sum of weighted values to the context of a row, whose log-sum-exp is written too. `max` is the largest
-/// exponent, `sum` that of the weights.
+/// The factor from a sum of weighted values to the context of a row, whose log-sum-exp is written too. `max` is the
+/// largest exponent, `sum` that of the weights.
 ///
 /// # Safety
 /// The row belongs to the call, and no other thread writes its log-sum-exp.

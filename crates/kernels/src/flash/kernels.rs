@@ -6,8 +6,8 @@ use super::{BackwardCall, Call, run, run_backward};
 use crate::cpu::Tier;
 use crate::number::Number;
 
-/// An element whose kernels are compiled here, in this package: generic code would be compiled again, and perhaps without
-/// optimisation, wherever it is used. Calls are checked before they are made, and nobody else can make one.
+/// An element whose kernels are compiled here, in this package: generic code would be compiled again, and perhaps
+/// without optimisation, wherever it is used. Calls are checked before they are made, and nobody else can make one.
 pub trait AttentionKernels: Number {
     /// Attention; `None` if memory is short.
     fn attend(call: &Call<Self>, tier: Tier) -> Option<()>;

@@ -125,8 +125,8 @@ pub(super) struct Block<'a, S> {
 
 impl<'a, S: Stored> Block<'a, S> {
     /// Copies the block into the workspace, in the order in which products read it, converted to f32 where the tier
-    /// multiplies f32. A block serves all queries of a task, so that the copy is some hundredths of the work; read in place,
-    /// its rows would share few sets of the first cache at the usual power-of-two strides.
+    /// multiplies f32. A block serves all queries of a task, so that the copy is some hundredths of the work; read in
+    /// place, its rows would share few sets of the first cache at the usual power-of-two strides.
     ///
     /// # Safety
     /// The processor has the tier of K; `first` lies within the keys; the workspace was made for the call.

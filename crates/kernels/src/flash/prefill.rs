@@ -66,7 +66,8 @@ struct Step<'a, 'b, S> {
 
 impl<S: Stored> Step<'_, '_, S> {
     /// # Safety
-    /// The processor has the tier of K, whose tiles are configured; the workspace holds the block and the tile's queries.
+    /// The processor has the tier of K, whose tiles are configured; the workspace holds the block and the tile's
+    /// queries.
     #[inline(always)]
     unsafe fn run<K: Kernel>(&self, workspace: &mut Workspace) {
         let &Self { inputs, block, tile, index, units, .. } = self;
@@ -188,8 +189,9 @@ impl ValueProduct {
         }
     }
 
-    /// The same over values that are not all finite: zero times NaN is NaN, so each query sums the keys that it sees and no
-    /// others. One query after the other, since such values are rare; finite values get the same sums as elsewhere.
+    /// The same over values that are not all finite: zero times NaN is NaN, so each query sums the keys that it sees
+    /// and no others. One query after the other, since such values are rare; finite values get the same sums as
+    /// elsewhere.
     ///
     /// # Safety
     /// As [`add`](Self::add).

@@ -211,15 +211,16 @@ impl ScoreOptions<'_> {
         self.softcap.is_some() || self.alibi.is_some() || self.bias.is_some()
     }
 
-    /// What an exponent and a running maximum count, in powers of two. Masks hold biases down to the least f32, which times
-    /// log2 e is -inf. With a bias they count multiples of 4, which no score exceeds; as a power of two it changes no other digit.
+    /// What an exponent and a running maximum count, in powers of two. Masks hold biases down to the least f32, which
+    /// times log2 e is -inf. With a bias they count multiples of 4, which no score exceeds; as a power of two it
+    /// changes no other digit.
     pub(super) fn exponent_unit(&self) -> f32 {
         if self.bias.is_some() { 4.0 } else { 1.0 }
     }
 
-    /// The scale is split into a power of two and what is left, between 1 and 2: the power changes no digit of a query, and
-    /// the rest is multiplied to the products, whose rounding it does not add to. `pairs` says that queries stay bf16, where
-    /// a small one would lose digits to a power too.
+    /// The scale is split into a power of two and what is left, between 1 and 2: the power changes no digit of a query,
+    /// and the rest is multiplied to the products, whose rounding it does not add to. `pairs` says that queries stay
+    /// bf16, where a small one would lose digits to a power too.
     pub(super) fn units(&self, pairs: bool) -> ScoreUnits {
         use std::f64::consts::LOG2_E;
         let magnitude = self.scale.abs();

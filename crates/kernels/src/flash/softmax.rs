@@ -27,7 +27,8 @@ pub(super) struct TileSoftmax<'a> {
 impl SimdTask for TileSoftmax<'_> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        // SAFETY: the processor has the tier of K; the pointers are valid for a panel of the sizes that the fields name.
+        // SAFETY: the processor has the tier of K; the pointers are valid for a panel of the sizes that the fields
+        // name.
         unsafe {
             self.scores.finish::<K>(None);
             match self.scores.tile.vectors {
@@ -168,8 +169,8 @@ impl<K: Kernel, const N: usize> Weights<K, N> {
         self.scores.wrapping_add(key * K::PANEL + self.first_column + n * K::Vector::LANES)
     }
 
-    /// The exponents of a key: scores minus the largest, in [`ScoreUnits::exponent_unit`]. A function, since a closure would
-    /// not be compiled for the tier.
+    /// The exponents of a key: scores minus the largest, in [`ScoreUnits::exponent_unit`]. A function, since a closure
+    /// would not be compiled for the tier.
     ///
     /// # Safety
     /// The processor has the tier of K; the scores have the key and the vector.

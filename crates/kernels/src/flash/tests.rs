@@ -1,5 +1,5 @@
-//! The kernel alone, without tensors: small enough for Miri, which finds what reads or writes out of bounds on the scalar
-//! tier. `tests/attention/flash` holds every tier to the oracle.
+//! The kernel alone, without tensors: small enough for Miri, which finds what reads or writes out of bounds on the
+//! scalar tier. `tests/attention/flash` holds every tier to the oracle.
 
 use std::ops::Range;
 
@@ -232,8 +232,8 @@ fn every_tier_gives_the_numbers_of_plain_loops() {
     }
 }
 
-/// Masks hold the least number of f32 or bf16 where PyTorch's users mean "hidden": such biases compare as numbers do, and a row
-/// that has nothing else gets the mean.
+/// Masks hold the least number of f32 or bf16 where PyTorch's users mean "hidden": such biases compare as numbers do,
+/// and a row that has nothing else gets the mean.
 fn check_extreme_biases<E: Element + Into<f32>>(tier: Tier, t_q: usize, repeats: usize) {
     let bf16_min = bf16::MIN.to_f32();
     // The biases of three keys, the weights that they leave, and the largest.

@@ -93,8 +93,9 @@ impl Tile {
         Self { kv, rows, vectors, some: first.min(end)..end, every, seen, starts, ends }
     }
 
-    /// Splits keys where the vectors that see some of them change, in multiples of `step` from the first: along the edge of a
-    /// mask, products over the part of a panel that sees anything are enough. Parts that nothing sees are left out.
+    /// Splits keys where the vectors that see some of them change, in multiples of `step` from the first: along the
+    /// edge of a mask, products over the part of a panel that sees anything are enough. Parts that nothing sees are
+    /// left out.
     pub fn parts(&self, keys: Range<usize>, step: usize) -> Parts {
         let mut parts = Parts::NONE;
         if self.every.start <= keys.start && keys.end <= self.every.end {

@@ -4,8 +4,8 @@ use super::heuristics::PackedSizes;
 use super::problem::ScoreInputs;
 use crate::cpu::{Kernel, Scratch, Vector};
 
-/// What the online softmax knows of a chunk of queries after some of the keys: for each panel the sums of weighted values
-/// (context, panel), the largest exponent and the sum of the weights (panel).
+/// What the online softmax knows of a chunk of queries after some of the keys: for each panel the sums of weighted
+/// values (context, panel), the largest exponent and the sum of the weights (panel).
 pub(super) struct State {
     words: Scratch,
     context: usize,

@@ -5,8 +5,8 @@ use half::{bf16, f16};
 use super::{PackedWeight, Product, WeightOutputs, WeightRows, pack_weight, run, unpack_weight};
 use crate::number::Number;
 
-/// An element whose kernels are compiled here, in this package: generic code would be compiled again, and perhaps without
-/// optimisation, wherever it is used. What they take is checked before it is made, and nobody else can make it.
+/// An element whose kernels are compiled here, in this package: generic code would be compiled again, and perhaps
+/// without optimisation, wherever it is used. What they take is checked before it is made, and nobody else can make it.
 pub trait ProductKernels: Number {
     /// A product with a weight.
     fn multiply(product: &Product<Self>);

@@ -3,8 +3,9 @@
 use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector};
 use crate::number::{Dtype, Number};
 
-/// Copies the rows of one panel into it: [`Vector::LANES`] rows and as many words of each at a time are transposed, so that
-/// memory is read and written in whole cache lines. What the panel has beyond the rows and their inputs becomes zeros.
+/// Copies the rows of one panel into it: [`Vector::LANES`] rows and as many words of each at a time are transposed, so
+/// that memory is read and written in whole cache lines. What the panel has beyond the rows and their inputs becomes
+/// zeros.
 pub(super) struct PackPanel<'a, E> {
     /// At most a panel of rows, of `inputs` each.
     pub rows: &'a [E],
@@ -26,7 +27,8 @@ impl<E: Number> SimdTask for PackPanel<'_, E> {
         let (mut rows, mut words): (Square, Square) = ([0.0; _], [0.0; _]);
         for column in (0..self.panel).step_by(lanes) {
             for first in (0..self.padded).step_by(steps) {
-                // SAFETY: the processor has the tier of K; the columns and the inputs from `first` begin within the panel.
+                // SAFETY: the processor has the tier of K; the columns and the inputs from `first` begin within the
+                // panel.
                 unsafe {
                     self.read::<K>(column, first, &mut rows);
                     K::Vector::transpose(rows.as_ptr(), lanes, words.as_mut_ptr(), lanes);

@@ -39,8 +39,8 @@ impl PackedWeight {
     /// Packs `rows`, a contiguous matrix of shape (out, in), for products on a tier.
     ///
     /// # Errors
-    /// [`Error::Shape`] if `rows` has another length, [`Error::Tier`] if the processor lacks the tier, [`Error::Memory`] if
-    /// there is none for a copy.
+    /// [`Error::Shape`] if `rows` has another length, [`Error::Tier`] if the processor lacks the tier,
+    /// [`Error::Memory`] if there is none for a copy.
     ///
     /// ```
     /// use candle_attention_kernels::{Tier, linear::PackedWeight};

@@ -10,8 +10,9 @@ use super::case::{Case, Want};
 
 pub const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-/// The largest error allowed, relative to the largest entry: sums of products in f32 in any order; a fused operation may
-/// round the weights to the 11 and 8 bits of f16 and bf16 before they meet the values, and has to round the context.
+/// The largest error allowed, relative to the largest entry: sums of products in f32 in any order; a fused operation
+/// may round the weights to the 11 and 8 bits of f16 and bf16 before they meet the values, and has to round the
+/// context.
 pub fn allowed(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 5e-3,
@@ -72,8 +73,8 @@ fn run(case: &Case, qkv: [Tensor; 3], mask: &AttentionMask, options: &SdpaOption
     }
 }
 
-/// The largest difference, in terms of the largest finite entry expected. Infinities have to agree; a NaN is an infinite
-/// error, and so is another shape.
+/// The largest difference, in terms of the largest finite entry expected. Infinities have to agree; a NaN is an
+/// infinite error, and so is another shape.
 pub fn relative_error(found: &Tensor, expected: &Tensor) -> Result<f64> {
     if found.dims() != expected.dims() {
         return Ok(f64::INFINITY);

@@ -45,8 +45,8 @@ impl Layers {
         Ok(Checked { error: relative_error(&found, &expected)?, plan: None })
     }
 
-    /// A prompt of which each sequence has `lens` tokens, and then single tokens, through a cache. Each sequence has the
-    /// numbers of a call by itself.
+    /// A prompt of which each sequence has `lens` tokens, and then single tokens, through a cache. Each sequence has
+    /// the numbers of a call by itself.
     fn compare_cached(&self, lens: [usize; BATCH], (dtype, device): (DType, &Device)) -> Result<Checked> {
         let longest = lens.into_iter().max().unwrap_or(0);
         let xs = TorchSeed::new(4).randn((BATCH, longest + TOKENS, WIDTH))?.to_dtype(dtype)?;

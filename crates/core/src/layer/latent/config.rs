@@ -20,7 +20,8 @@ use crate::position::{RopeConfig, RopeStyle, score_factor};
 /// assert_eq!(cfg.kv_lora_rank() + cfg.rope_head_dim(), 576);
 /// ```
 ///
-/// Numbers that do not fit together are found by [`validate`](Self::validate), which the constructor of the layer calls.
+/// Numbers that do not fit together are found by [`validate`](Self::validate), which the constructor of the layer
+/// calls.
 #[apply(options)]
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -54,8 +55,8 @@ pub struct MultiHeadLatentAttentionConfig {
     #[default(128)]
     #[check(number::size)]
     value_head_dim: usize,
-    /// Biases on the projections that compress, and on the output projection (`attention_bias`); the other projections have
-    /// none.
+    /// Biases on the projections that compress, and on the output projection (`attention_bias`); the other projections
+    /// have none.
     #[serde(default)]
     bias: bool,
     /// The rotary positions, over heads of `rope_head_dim`.
@@ -90,9 +91,9 @@ fn yes() -> bool {
 }
 
 impl MultiHeadLatentAttentionConfig {
-    /// A causal layer over inputs (B, T, `embed_dim`) with `num_heads` heads, queries that are not compressed, no biases, and
-    /// the widths of DeepSeek-V2: a latent of 512, heads of 128 without and 64 with rotary positions, values of 128. Rotary
-    /// positions are interleaved, with the base 10,000.
+    /// A causal layer over inputs (B, T, `embed_dim`) with `num_heads` heads, queries that are not compressed, no
+    /// biases, and the widths of DeepSeek-V2: a latent of 512, heads of 128 without and 64 with rotary positions,
+    /// values of 128. Rotary positions are interleaved, with the base 10,000.
     pub fn new(embed_dim: usize, num_heads: usize) -> Self {
         Self { embed_dim, num_heads, ..Self::unset() }
     }
@@ -107,8 +108,8 @@ impl MultiHeadLatentAttentionConfig {
         self.nope_head_dim.saturating_add(self.rope_head_dim)
     }
 
-    /// The factor on the scores: 1/sqrt(D), and with [yarn](crate::RopeScaling::Yarn) scaling that has an `mscale_all_dim`,
-    /// times the square of `0.1 · mscale_all_dim · ln(factor) + 1`.
+    /// The factor on the scores: 1/sqrt(D), and with [yarn](crate::RopeScaling::Yarn) scaling that has an
+    /// `mscale_all_dim`, times the square of `0.1 · mscale_all_dim · ln(factor) + 1`.
     pub fn scale(&self) -> f64 {
         self.scale.unwrap_or_else(|| score_factor(self.rope.scaling()) / (self.head_dim() as f64).sqrt())
     }

@@ -27,9 +27,9 @@ const OP: &str = "multi_head_latent_attention";
 
 /// Multi-head latent attention, as DeepSeek-V2 (<https://arxiv.org/abs/2405.04434>, section 2.1) and V3 have it.
 ///
-/// A token is compressed to a latent of width `kv_lora_rank`, of which each head's key and value are linear functions, and to
-/// one key of width `rope_head_dim` with rotary positions that all heads share. A head's query has a part for each of the
-/// two, and its score is the sum of both products. A cache holds nothing but latents and shared keys:
+/// A token is compressed to a latent of width `kv_lora_rank`, of which each head's key and value are linear functions,
+/// and to one key of width `rope_head_dim` with rotary positions that all heads share. A head's query has a part for
+/// each of the two, and its score is the sum of both products. A cache holds nothing but latents and shared keys:
 ///
 /// ```
 /// use candle_attention::{AttentionCache, AttentionInput, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
@@ -56,8 +56,8 @@ const OP: &str = "multi_head_latent_attention";
 ///
 /// A cache of 8 bits has one scale for the latent and the shared key of a token together.
 ///
-/// Over plain tensors on a CPU the weights are packed ([`PackedLinear`]), and the key's part of `kv_b_proj` is held twice, in
-/// both directions. A layer is a value without state. Inputs are (B, T, E), or (T, E) for one sequence.
+/// Over plain tensors on a CPU the weights are packed ([`PackedLinear`]), and the key's part of `kv_b_proj` is held
+/// twice, in both directions. A layer is a value without state. Inputs are (B, T, E), or (T, E) for one sequence.
 #[derive(Debug, Clone)]
 pub struct MultiHeadLatentAttention {
     config: MultiHeadLatentAttentionConfig,
@@ -107,8 +107,8 @@ impl Queries {
 }
 
 impl MultiHeadLatentAttention {
-    /// A layer with DeepSeek's names below the builder's prefix: `q_proj`, or `q_a_proj`, `q_a_layernorm` and `q_b_proj`
-    /// where queries are compressed; `kv_a_proj_with_mqa`, `kv_a_layernorm`, `kv_b_proj`, `o_proj`.
+    /// A layer with DeepSeek's names below the builder's prefix: `q_proj`, or `q_a_proj`, `q_a_layernorm` and
+    /// `q_b_proj` where queries are compressed; `kv_a_proj_with_mqa`, `kv_a_layernorm`, `kv_b_proj`, `o_proj`.
     ///
     /// Plain tensors are read now, variables in every call, so that the layer learns with them.
     ///

@@ -29,7 +29,8 @@ enum Projection {
     },
 }
 
-/// ProjectionColumns of the product with a weight. Projections of one input that share the weight are views of one product.
+/// ProjectionColumns of the product with a weight. Projections of one input that share the weight are views of one
+/// product.
 #[derive(Debug, Clone)]
 pub struct ProjectionColumns {
     weight: ProjectionWeight,

@@ -157,8 +157,8 @@ impl MulAdd for Fma {
 #[target_feature(enable = "avx2,fma")]
 unsafe fn four_rows_by_three(sums: &mut [Avx2], product: &Product, a: *const f32) {
     let row = 4 * product.a_row;
-    // SAFETY: the loop reads `depth` steps of four rows of A and of three vectors of B, which are valid by this function's
-    // contract.
+    // SAFETY: the loop reads `depth` steps of four rows of A and of three vectors of B, which are valid by this
+    // function's contract.
     unsafe {
         asm!(
             "2:",

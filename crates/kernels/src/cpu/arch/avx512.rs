@@ -1,5 +1,5 @@
-//! AVX-512: thirty-two registers of sixteen f32, and its bf16 dot products, which multiply a word of two elements and add in
-//! one instruction.
+//! AVX-512: thirty-two registers of sixteen f32, and its bf16 dot products, which multiply a word of two elements and
+//! add in one instruction.
 
 use std::arch::x86_64::*;
 
@@ -94,8 +94,8 @@ impl Vector for Avx512 {
             Self(quarters(quarters(fours(0), fours(4)), quarters(fours(8), fours(12))))
         }
         fn exp2(self) -> Self {
-            // `vreduceps` leaves what is beyond the nearest integer, 0 for infinities, and `vscalefps` multiplies by the
-            // power of two: of ten instructions none builds an exponent by hand.
+            // `vreduceps` leaves what is beyond the nearest integer, 0 for infinities, and `vscalefps` multiplies by
+            // the power of two: of ten instructions none builds an exponent by hand.
             let f = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEAREST_INT }>(self.0);
             let n = _mm512_sub_ps(self.0, f);
             let stays = _mm512_cmp_ps_mask(self.0, _mm512_set1_ps(EXP2_MIN), _CMP_NLT_UQ);
@@ -187,8 +187,8 @@ pub(super) unsafe fn store_pairs(low: Avx512, high: Avx512, to: *mut f32) {
         }
         order
     };
-    // SAFETY: the processor has the instructions and `to` takes 16 words, by this function's contract; both types of the
-    // transmutation are 512 bits of any content.
+    // SAFETY: the processor has the instructions and `to` takes 16 words, by this function's contract; both types of
+    // the transmutation are 512 bits of any content.
     unsafe {
         let concatenated = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high.0, low.0));
         let order = _mm512_loadu_si512(INTERLEAVE.as_ptr().cast());

@@ -128,13 +128,13 @@ impl Kernel for Neon {
 
 /// The kernel for pairs of bf16: a word of two elements is multiplied and added in one instruction.
 ///
-/// `bfdot` rounds the two products' sum to odd, and then that sum and what was there: an inexact f32 gets 1 as its last bit.
-/// It errs by up to an ulp, in either direction alike, where rounding to nearest errs by half of one; operands of 8 bits
-/// err by 2^15 times as much. Subnormal numbers are zeros to it. The rounding would be another one if a program
+/// `bfdot` rounds the two products' sum to odd, and then that sum and what was there: an inexact f32 gets 1 as its last
+/// bit. It errs by up to an ulp, in either direction alike, where rounding to nearest errs by half of one; operands of
+/// 8 bits err by 2^15 times as much. Subnormal numbers are zeros to it. The rounding would be another one if a program
 /// set `FPCR.EBF` where the processor has it; none of this needs either.
 ///
-/// The intrinsics are not stable. `.arch_extension` lets the instructions pass where a build without optimisation leaves
-/// a closure outside of the functions that are compiled for the tier.
+/// The intrinsics are not stable. `.arch_extension` lets the instructions pass where a build without optimisation
+/// leaves a closure outside of the functions that are compiled for the tier.
 pub(crate) struct NeonBf16;
 
 impl MulAdd for NeonBf16 {

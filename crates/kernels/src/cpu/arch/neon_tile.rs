@@ -1,16 +1,17 @@
 //! Matrix products whose words of A come from a lane of a register.
 //!
 //! A broadcast word costs an Arm processor a load and, on most, a vector operation that a multiply-add could have had.
-//! ProductKernels-adds take a lane of a register just as well, so a load brings four words of A: four steps of the depth, or
-//! four rows where rows lie side by side. For 96 multiply-adds that are 32 loads at most, and no register is spilt.
+//! ProductKernels-adds take a lane of a register just as well, so a load brings four words of A: four steps of the
+//! depth, or four rows where rows lie side by side. For 96 multiply-adds that are 32 loads at most, and no register is
+//! spilt.
 
 use std::arch::aarch64::*;
 use std::arch::asm;
 
 use crate::cpu::product::{MulAdd, Product, Words, remaining_rows};
 
-/// Eight rows by three vectors are 24 sums, which hide the latency of four multiply-adds a cycle; three or four words of
-/// A and one to three of B fill the other registers.
+/// Eight rows by three vectors are 24 sums, which hide the latency of four multiply-adds a cycle; three or four words
+/// of A and one to three of B fill the other registers.
 pub(super) const ROWS: usize = 8;
 pub(super) const VECTORS: usize = 3;
 

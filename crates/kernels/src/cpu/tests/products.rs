@@ -100,8 +100,8 @@ impl Case {
     }
 }
 
-/// Calls a function with products of every kind of size, A row by row, or group by group with gaps between them, and for
-/// words of one element also column by column, within groups and across them, and neither.
+/// Calls a function with products of every kind of size, A row by row, or group by group with gaps between them, and
+/// for words of one element also column by column, within groups and across them, and neither.
 fn cases<K: Kernel>(mut each: impl FnMut(Case)) {
     let least = K::MIN_ROWS;
     let some = [K::ROWS, 2 * K::ROWS, 3 * K::ROWS, 5 * K::ROWS, least, 2 * least, 3 * least, K::ROWS + 7 * least];

@@ -32,8 +32,8 @@ impl BiasOutput {
         (self.strides[0] == 0 && dims.b > 1) || (self.strides[1] == 0 && dims.h_kv > 1)
     }
 
-    /// The last tile that shares entries with one that ends before the row `end`: where heads share them, rows of the same
-    /// query may lie in several tiles.
+    /// The last tile that shares entries with one that ends before the row `end`: where heads share them, rows of the
+    /// same query may lie in several tiles.
     pub fn last_sharing<K: Kernel>(&self, dims: &Dims, end: usize) -> usize {
         let end = if self.strides[1] == 0 { end.next_multiple_of(dims.group()) } else { end };
         (end - 1) / K::PANEL

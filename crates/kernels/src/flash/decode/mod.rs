@@ -1,7 +1,7 @@
 //! Few queries against many keys: a call that waits for memory, so keys and values are read once, in order, in place.
 //!
-//! Lanes run along D, and nothing is packed. One part of the keys goes through each step as a whole, since its scores fit
-//! the first cache:
+//! Lanes run along D, and nothing is packed. One part of the keys goes through each step as a whole, since its scores
+//! fit the first cache:
 //!
 //! ```text
 //! scores  = keys · queries          (keys, R) for each group of R rows, as many as registers hold sums for
@@ -36,8 +36,8 @@ pub(super) const fn max_rows<K: Kernel>() -> usize {
     }
 }
 
-/// Attention of up to [`MAX_ROWS`] rows for each key head: a task for each part of its keys. `None` where there is no memory
-/// for the parts' results.
+/// Attention of up to [`MAX_ROWS`] rows for each key head: a task for each part of its keys. `None` where there is no
+/// memory for the parts' results.
 ///
 /// # Safety
 /// The processor has the tier of K, whose words are f32.

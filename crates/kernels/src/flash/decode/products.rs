@@ -169,8 +169,8 @@ impl<S: Stored, const R: usize> RowProducts<'_, '_, S, R> {
     }
 }
 
-/// [`RowProducts::accumulate`] where values are not all finite: zero times NaN is NaN, so each row sums the keys that it sees and
-/// no others.
+/// [`RowProducts::accumulate`] where values are not all finite: zero times NaN is NaN, so each row sums the keys that
+/// it sees and no others.
 pub(super) struct AccumulateSeen<'a, 'b, S> {
     pub inputs: &'a ScoreInputs<'b>,
     pub values: &'a StoredRows<'b, S>,
@@ -197,7 +197,8 @@ impl<S: Stored> SimdTask for AccumulateSeen<'_, '_, S> {
                 let own = first.max(range.start)..range.end.min(first + KEY_BLOCK);
                 sums.fill(0.0);
                 for key in own.filter(|&key| inputs.is_kept(row, key)) {
-                    // SAFETY: the processor has the tier of K; the row's range lies within the keys, which have weights.
+                    // SAFETY: the processor has the tier of K; the row's range lies within the keys, which have
+                    // weights.
                     unsafe {
                         let weight = K::Vector::splat(*self.weights.add((key - keys.start) * rows.len() + r));
                         for d in (0..d_v).step_by(lanes) {

@@ -1,5 +1,5 @@
-//! From scores to weights. Does not depend on the elements that the scores were made of, so that it is compiled once for all
-//! of them and for any number of rows.
+//! From scores to weights. Does not depend on the elements that the scores were made of, so that it is compiled once
+//! for all of them and for any number of rows.
 
 use std::ops::Range;
 
@@ -22,7 +22,8 @@ pub(super) struct RowSoftmax<'a> {
     pub sum: &'a mut [f32],
 }
 
-/// Replaces every vector of scores by an expression of itself and its position. A closure would not be compiled for the tier.
+/// Replaces every vector of scores by an expression of itself and its position. A closure would not be compiled for the
+/// tier.
 macro_rules! for_each {
     ($this:expr, $V:ty, |$score:ident, $at:ident| $value:expr) => {
         for $at in (0..$this.keys.len() * $this.rows.len()).step_by(<$V>::LANES) {

@@ -4,7 +4,8 @@ use super::numbers;
 use crate::cpu::Tier;
 use crate::flash::{Dims, OutputOrder, Problem, ScoreOptions, Strided, attend_vec};
 
-/// Whatever its bits are: a key that is NaN, with and without a softcap, where rows are decoded and where they fill tiles.
+/// Whatever its bits are: a key that is NaN, with and without a softcap, where rows are decoded and where they fill
+/// tiles.
 #[test]
 fn a_key_of_nan_reaches_the_queries_that_see_it() {
     let (t_kv, d) = (20, 3);

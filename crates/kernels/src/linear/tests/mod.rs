@@ -1,5 +1,5 @@
-//! The kernels alone, without tensors: small enough for Miri, which finds what reads or writes out of bounds on the scalar
-//! tier. `tests/attention/linear` holds every tier to f64.
+//! The kernels alone, without tensors: small enough for Miri, which finds what reads or writes out of bounds on the
+//! scalar tier. `tests/attention/linear` holds every tier to f64.
 
 mod gradients;
 
