@@ -48,7 +48,8 @@ pub const CASES: &[Case] = cases! {
     },
     "queries of no width" => new(AdditiveAttentionConfig::new(0, 3, 5)),
     "no hidden units" => new(AdditiveAttentionConfig::new(4, 3, 0)),
-    "sizes beyond memory" => new(AdditiveAttentionConfig::new(4, usize::MAX, usize::MAX)),
+    "sizes beyond memory" => new(AdditiveAttentionConfig::new(4, u32::MAX as usize, u32::MAX as usize)),
+    "a size beyond a shape" => new(AdditiveAttentionConfig::new(4, usize::MAX, 5)),
     "dropout in percent" => new(AdditiveAttentionConfig::new(4, 3, 5).with_dropout(10.0)),
     "integer weights" =>
         AdditiveAttention::new(&AdditiveAttentionConfig::new(4, 3, 5), VarBuilder::zeros(DType::U8, &CPU)),
