@@ -16,8 +16,13 @@ pub(crate) trait Element: Copy + Default + Send + Sync {
     /// What they are computed with in.
     type Wide: Copy + Default;
 
-    /// Writes a row to `ys` after `change` was applied to it in the wide type. `scratch` belongs to the task.
-    fn map(xs: &[Self], ys: &mut [Self], change: impl FnOnce(&mut [Self::Wide]), scratch: &mut Vec<Self::Wide>);
+    /// Writes to `ys` what `change` writes of a row in the wide type, all of it. `scratch` belongs to the task.
+    fn map(
+        xs: &[Self],
+        ys: &mut [Self],
+        change: impl FnOnce(&[Self::Wide], &mut [Self::Wide]),
+        scratch: &mut [Vec<Self::Wide>; 2],
+    );
 
     /// A row in the wide type. `scratch` belongs to the task.
     fn widen<'a>(xs: &'a [Self], scratch: &'a mut Vec<Self::Wide>) -> &'a [Self::Wide];
@@ -28,9 +33,8 @@ macro_rules! computed_in_own_type {
         impl Element for $float {
             type Wide = Self;
 
-            fn map(xs: &[Self], ys: &mut [Self], change: impl FnOnce(&mut [Self]), _: &mut Vec<Self>) {
-                ys.copy_from_slice(xs);
-                change(ys);
+            fn map(xs: &[Self], ys: &mut [Self], change: impl FnOnce(&[Self], &mut [Self]), _: &mut [Vec<Self>; 2]) {
+                change(xs, ys);
             }
 
             fn widen<'a>(xs: &'a [Self], _: &'a mut Vec<Self>) -> &'a [Self] {
@@ -45,11 +49,15 @@ macro_rules! computed_in_f32 {
         impl Element for $float {
             type Wide = f32;
 
-            fn map(xs: &[Self], ys: &mut [Self], change: impl FnOnce(&mut [f32]), scratch: &mut Vec<f32>) {
-                scratch.resize(xs.len(), 0.0);
-                xs.convert_to_f32_slice(scratch);
-                change(scratch);
-                ys.convert_from_f32_slice(scratch);
+            fn map(
+                xs: &[Self],
+                ys: &mut [Self],
+                change: impl FnOnce(&[f32], &mut [f32]),
+                [of_xs, of_ys]: &mut [Vec<f32>; 2],
+            ) {
+                of_ys.resize(ys.len(), 0.0);
+                change(Self::widen(xs, of_xs), of_ys);
+                ys.convert_from_f32_slice(of_ys);
             }
 
             fn widen<'a>(xs: &'a [Self], scratch: &'a mut Vec<f32>) -> &'a [f32] {
@@ -100,8 +108,8 @@ impl Rows {
 }
 
 /// The heads (D,) of a view (B, T, H, D) with contiguous rows, each changed by what `of_token` gives for its token,
-/// from 0 to B · T; that is called with the number of the head and the row.
-pub(crate) fn map_heads<E: Element, F: Fn(usize, &mut [E::Wide])>(
+/// from 0 to B · T; that is called with the number of the head, the row, and the row to write.
+pub(crate) fn map_heads<E: Element, F: Fn(usize, &[E::Wide], &mut [E::Wide])>(
     xs: &[E],
     layout: &Layout,
     of_token: impl Fn(usize) -> F + Sync,
@@ -113,18 +121,18 @@ pub(crate) fn map_heads<E: Element, F: Fn(usize, &mut [E::Wide])>(
     if rows.is_empty() {
         return Ok(ys);
     }
-    let one_token = |scratch: &mut Vec<E::Wide>, (token, ys): (usize, &mut [E])| {
+    let one_token = |scratch: &mut [Vec<E::Wide>; 2], (token, ys): (usize, &mut [E])| {
         let change = of_token(token);
         for ((head, own), ys) in rows.heads(token).enumerate().zip(ys.chunks_exact_mut(rows.d)) {
-            E::map(&xs[own], ys, |row| change(head, row), scratch);
+            E::map(&xs[own], ys, |xs, ys| change(head, xs, ys), scratch);
         }
     };
     if count <= TASK_ELEMENTS {
-        let mut scratch = Vec::new();
+        let mut scratch = Default::default();
         ys.chunks_mut(width).enumerate().for_each(|token| one_token(&mut scratch, token));
     } else {
         let least = TASK_ELEMENTS.div_ceil(width);
-        ys.par_chunks_mut(width).enumerate().with_min_len(least).for_each_init(Vec::new, one_token);
+        ys.par_chunks_mut(width).enumerate().with_min_len(least).for_each_init(Default::default, one_token);
     }
     Ok(ys)
 }

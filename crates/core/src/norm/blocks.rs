@@ -38,8 +38,8 @@ pub struct RmsNorm(Norm);
 /// `(x - mean(x)) / sqrt(variance(x) + eps) · weight + bias` over the last dimension, or without the bias:
 /// [`candle_nn::LayerNorm`] that has gradients (<https://arxiv.org/abs/1607.06450>).
 ///
-/// candle-nn's own records none with a bias and a contiguous input. How it is computed is said at [`RmsNorm`]. The
-/// variance is that of what is left of a row without its mean, so that rows far from zero keep their digits.
+/// candle-nn's own records none with a bias and a contiguous input. How it is computed is said at [`RmsNorm`]. On a CPU
+/// the variance is that of what is left of a row without its mean, so that rows far from zero keep their digits.
 ///
 /// ```
 /// use candle_attention::LayerNorm;

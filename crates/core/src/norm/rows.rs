@@ -64,11 +64,14 @@ impl RowNorm {
             }
         }
         map_heads(xs, layout, |_| {
-            |head, row: &mut [f32]| {
-                let (moments, weight) = (self.moments(row), &affine.weight[of_head(affine.weight, head, d)]);
-                row.iter_mut().zip(weight).for_each(|(x, weight)| *x = moments.normed(*x) * weight);
-                if let Some(bias) = affine.bias {
-                    row.iter_mut().zip(&bias[of_head(bias, head, d)]).for_each(|(x, bias)| *x += bias);
+            |head, xs: &[f32], ys: &mut [f32]| {
+                let (moments, weight) = (self.moments(xs), &affine.weight[of_head(affine.weight, head, d)]);
+                let row = ys.iter_mut().zip(xs).zip(weight);
+                match affine.bias {
+                    Some(bias) => row
+                        .zip(&bias[of_head(bias, head, d)])
+                        .for_each(|(((y, &x), weight), bias)| *y = moments.normed(x) * weight + bias),
+                    None => row.for_each(|((y, &x), weight)| *y = moments.normed(x) * weight),
                 }
             }
         })
@@ -200,36 +203,38 @@ impl<E: Element<Wide = f32>> Backward<'_, E> {
 
     /// Writes the gradients of some tokens, and gives their part of those of weight and bias.
     fn task(&self, first: usize, of_xs: &mut [E]) -> [Vec<f32>; 2] {
-        let (mut sums, [mut of_x, mut of_gradient]) = (self.zeros(), [Vec::new(), Vec::new()]);
+        let (mut sums, mut wide, mut scratch) = (self.zeros(), Vec::new(), Default::default());
         let Rows { h, d, .. } = self.rows;
         for (token, of_xs) in of_xs.chunks_exact_mut(h * d).enumerate() {
             let own = self.rows.heads(first + token).zip(self.gradient_rows.heads(first + token));
-            for ((head, (x, gradient)), of_x_row) in own.enumerate().zip(of_xs.chunks_exact_mut(d)) {
-                let x = E::widen(&self.xs[x], &mut of_x);
-                let change = |gradient: &mut [f32]| self.row(head, x, gradient, &mut sums);
-                E::map(&self.gradient[gradient], of_x_row, change, &mut of_gradient);
+            for ((head, (x, gradient)), of_x) in own.enumerate().zip(of_xs.chunks_exact_mut(d)) {
+                let x = E::widen(&self.xs[x], &mut wide);
+                let change = |gradient: &[f32], of_x: &mut [f32]| self.row(head, [x, gradient], of_x, &mut sums);
+                E::map(&self.gradient[gradient], of_x, change, &mut scratch);
             }
         }
         sums
     }
 
-    /// Turns the gradient of a row of outputs into that of its inputs.
-    fn row(&self, head: usize, xs: &[f32], gradient: &mut [f32], [of_weight, of_bias]: &mut [Vec<f32>; 2]) {
+    /// The gradient of a row, and its part of those of weight and bias.
+    fn row(&self, head: usize, [xs, gradient]: [&[f32]; 2], of_xs: &mut [f32], sums: &mut [Vec<f32>; 2]) {
         let (d, moments) = (xs.len() as f32, self.norm.moments(xs));
-        let own = of_head(self.weight, head, xs.len());
+        let (own, [of_weight, of_bias]) = (of_head(self.weight, head, xs.len()), sums);
         if self.wants[0] {
-            let sums = of_weight[own.clone()].iter_mut().zip(&*gradient).zip(xs);
+            let sums = of_weight[own.clone()].iter_mut().zip(gradient).zip(xs);
             sums.for_each(|((sum, gradient), &x)| *sum += gradient * moments.normed(x));
         }
         if self.wants[1] {
-            of_bias[own.clone()].iter_mut().zip(&*gradient).for_each(|(sum, gradient)| *sum += gradient);
+            of_bias[own.clone()].iter_mut().zip(gradient).for_each(|(sum, gradient)| *sum += gradient);
         }
         // Of the normed row, whose parts along ones and along itself do not reach the inputs.
-        gradient.iter_mut().zip(&self.weight[own]).for_each(|(gradient, weight)| *gradient *= weight);
-        let mean = if self.norm.subtracts_mean { sum(gradient, gradient, |gradient, _| gradient) / d } else { 0.0 };
-        let along = sum(gradient, xs, |gradient, x| gradient * moments.normed(x)) / d;
-        for (gradient, &x) in gradient.iter_mut().zip(xs) {
-            *gradient = (*gradient - mean - moments.normed(x) * along) * moments.factor;
+        for ((of_x, gradient), weight) in of_xs.iter_mut().zip(gradient).zip(&self.weight[own]) {
+            *of_x = gradient * weight;
+        }
+        let mean = if self.norm.subtracts_mean { sum(of_xs, of_xs, |of_x, _| of_x) / d } else { 0.0 };
+        let along = sum(of_xs, xs, |of_x, x| of_x * moments.normed(x)) / d;
+        for (of_x, &x) in of_xs.iter_mut().zip(xs) {
+            *of_x = (*of_x - mean - moments.normed(x) * along) * moments.factor;
         }
     }
 }

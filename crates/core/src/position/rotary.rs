@@ -207,7 +207,10 @@ impl Rotation {
         }
         map_heads(xs, layout, |token| {
             let angles = angles.row(index[token % index.len()] as usize);
-            move |_, head: &mut [E::Wide]| self.rotate_pairs(head, angles)
+            move |_, head: &[E::Wide], rotated: &mut [E::Wide]| {
+                rotated.copy_from_slice(head);
+                self.rotate_pairs(rotated, angles);
+            }
         })
     }
 
