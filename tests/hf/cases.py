@@ -26,8 +26,9 @@ from transformers import (
     Wav2Vec2ConformerModel,
 )
 from transformers.models.kosmos2.modeling_kosmos2 import Kosmos2TextForCausalLM
+from transformers.models.rf_detr.modeling_rf_detr import RfDetrDinov2Backbone
 
-from inputs import beside_an_image
+from inputs import beside_an_image, in_a_window
 
 SIZES = {
     "vocab_size": 61,
@@ -494,6 +495,14 @@ CASES = {
         {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
     ),
     "bitnet": decoder("bitnet", ONE_LAYER),
+    "moshi": decoder(
+        "moshi",
+        ONE_LAYER,
+        HEAD_DIM,
+        {"sliding_window": 5, "ffn_dim": 24, "audio_vocab_size": 61},
+        out_proj="self_attn.o_proj.linear",
+        inputs=in_a_window,
+    ),
     "kosmos_2": decoder(
         "kosmos_2_text_model",
         {"pad_token_id": 0},
@@ -508,6 +517,14 @@ CASES = {
         auto_class=Kosmos2TextForCausalLM,
         layers="model.layers",
         out_proj="self_attn.out_proj",
+    ),
+    "rf_detr_dinov2": image(
+        "rf_detr_dinov2",
+        {"out_features": ["stage1"], "num_windows": 1},
+        auto_class=RfDetrDinov2Backbone,
+        layers="encoder.layer",
+        attention="attention",
+        out_proj="attention.o_proj",
     ),
     # Biases beside the projections.
     "videomae": encoder(

@@ -25,9 +25,9 @@ architectures! {
     deepseek_v2, deepseek_v3, dinov3_vit, distilbert, exaone4, falcon, gemma, gemma2, gemma3, gemma3_text,
     gemma3n_text, gemma4_text, glm, glm4, gpt2, gpt_bigcode, gpt_neo, gpt_neox, gpt_oss, gptj, granite, granite_swa,
     hunyuan_v1_dense, kosmos_2_text_model, laguna, llama, llama4_text, marian, ministral3, mistral, mixtral,
-    modernbert, mpnet, mpt, nomic_bert, olmo2, olmoe, opt, parakeet_encoder, phi, phi3, qwen2, qwen2_vl_text, qwen3,
-    qwen3_next, qwen3_vl_text, roberta, roformer, sam_vision_model, smollm3, stablelm, starcoder2, swin, swinv2, t5,
-    umt5, videomae, vit, vitdet, wav2vec2_bert, wav2vec2_conformer, whisper,
+    modernbert, moshi, mpnet, mpt, nomic_bert, olmo2, olmoe, opt, parakeet_encoder, phi, phi3, qwen2, qwen2_vl_text,
+    qwen3, qwen3_next, qwen3_vl_text, rf_detr_dinov2, roberta, roformer, sam_vision_model, smollm3, stablelm,
+    starcoder2, swin, swinv2, t5, umt5, videomae, vit, vitdet, wav2vec2_bert, wav2vec2_conformer, whisper,
 }
 
 /// A model for each here, or else in the census of `compare/census`, whose page says that they are equal.

@@ -1,11 +1,12 @@
 //! Where a checkpoint keeps its attention.
 
 use candle_attention::hf;
-use candle_core::{DType, Result};
+use candle_core::{DType, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use serde_json::json;
 
-use crate::common::{error_text, values};
+use crate::common::{error_text, relative_error, values};
+use crate::golden::TOLERANCE;
 use crate::{CPU, Model, Tensors, builder};
 
 /// Models below a head, which is the first part of every name.
@@ -47,6 +48,40 @@ fn both_names_of_a_layer_give_the_same() -> Result<()> {
     let [published, own] =
         [model.weights.clone(), own].map(|weights| hf::load_attention(&model.config, 0, builder(weights))?.forward(xs));
     assert_eq!(values(&published?), values(&own?));
+    Ok(())
+}
+
+/// RF-DETR's names before transformers 5.18, and those since.
+#[test]
+fn both_names_of_rf_detrs_layers_give_the_same() -> Result<()> {
+    let model = Model::named("rf_detr_dinov2");
+    let former = renamed(&model.weights, |name| {
+        let of_out = name.replace("attention.o_proj", "attention.output.dense");
+        let names = [("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")];
+        names.iter().fold(of_out, |name, (new, old)| name.replace(new, &format!("attention.{old}")))
+    });
+    let xs = &model.golden["layer0.in"];
+    let [new, former] = [model.weights.clone(), former]
+        .map(|weights| hf::load_attention(&model.config, 0, builder(weights))?.forward(xs));
+    assert_eq!(values(&new?), values(&former?));
+    Ok(())
+}
+
+/// Some versions of transformers give VideoMAE's keys a bias, which adds the same to all scores of a query. Without
+/// biases in the config there may be none.
+#[test]
+fn a_bias_of_videomaes_keys_changes_nothing() -> Result<()> {
+    let mut model = Model::named("videomae");
+    let attention = "videomae.encoder.layer.0.attention.attention";
+    let names = [("q_bias", "query.bias"), ("v_bias", "value.bias")];
+    let mut weights = renamed(&model.weights, |name| names.iter().fold(name.to_string(), |n, (a, b)| n.replace(a, b)));
+    weights.insert(format!("{attention}.key.bias"), Tensor::arange(-16f32, 16., &CPU)?.affine(0.1, 0.)?);
+    let ys = hf::load_attention(&model.config, 0, builder(weights.clone()))?.forward(&model.golden["layer0.in"])?;
+    assert!(relative_error(&ys, &model.golden["layer0.out"]) <= TOLERANCE);
+
+    model.config["qv_bias"] = json!(false);
+    let error = error_text(hf::load_attention(&model.config, 0, builder(weights)));
+    assert!(error.contains("query.bias is in the file, but the config says there is no such bias"), "{error}");
     Ok(())
 }
 

@@ -43,6 +43,9 @@ pub(super) struct Family {
     /// The field with the dropout of the weights, and its default; null is 0.
     pub dropout: (&'static str, f64),
     pub bias: Bias,
+    /// The parameter below the attention module of the keys' bias, where some files have one beside that of the queries
+    /// and others have none.
+    pub key_bias: Option<&'static str>,
     pub rope: Rotary,
     pub qk_norm: Option<Norm>,
     /// The window of a layer.
@@ -373,8 +376,12 @@ impl Family {
     ) -> Result<MultiHeadAttention> {
         let cfg = self.attention(json, layer)?;
         self.refuse_quantized(json)?;
-        let attention =
-            load_module(self.modules, &self.place(json, layer)?, vb, |layout, module| load(&cfg, layout, module))?;
+        let attention = load_module(self.modules, &self.place(json, layer)?, vb, |layout, module| {
+            let of_queries = cfg.qkv_bias()[0];
+            let of_keys = self.key_bias.is_some_and(|name| of_queries && has(vb, &format!("{module}.{name}")));
+            let cfg = if of_keys { cfg.clone().with_k_bias(true) } else { cfg.clone() };
+            load(&cfg, layout, module)
+        })?;
         let attention = match cfg.content_positions() {
             Some(ContentPositions::Disentangled(positions)) => {
                 let module = self.shared_module(layer, vb, "rel_embeddings.weight")?;

@@ -321,7 +321,9 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         model_type: "moshi", modules: &[at(
             &["model.", "decoder.model.", ""], "layers.{}.self_attn", WeightLayout::Moshi,
         )],
-        rope: Rotary::All(rope(10_000.0, 3000)), ..DECODER
+        rope: Rotary::All(rope(10_000.0, 3000)),
+        // transformers 5 reads it for caches and forgets it in the mask of a prompt.
+        window: |fields, _| fields.nullable("sliding_window", Some(3000)), ..DECODER
     },
     Family {
         model_type: "nemotron", sizes: [32, 6144, 48], bias: Bias::AllIf("attention_bias", false),

@@ -223,8 +223,9 @@ pub(in crate::hf) const ROWS: &[Family] = &[
         dropout: ("attention_probs_dropout_prob", 0.0), bias: Bias::OutAndQkvIf("qkv_bias", true), ..ENCODER
     },
     Family {
-        model_type: "rf_detr_dinov2", modules: &[at(&[""], "encoder.layer.{}.attention", WeightLayout::Canonical)],
-        ..VIT
+        // The names since transformers 5.18, and those before.
+        model_type: "rf_detr_dinov2",
+        modules: &[at(&[""], "encoder.layer.{}.attention", WeightLayout::Canonical), vit(&[""])], ..VIT
     },
     Family { model_type: "sew", modules: &[wav2vec2(&["sew.", ""])], ..WAV2VEC2 },
     Family { model_type: "siglip2_text_model", ..SIGLIP_TEXTS },
@@ -256,7 +257,9 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     },
     Family {
         model_type: "videomae", modules: &[vit(&["videomae.", ""])], aliases: &[("qkv_bias", "qv_bias")],
-        bias: Bias::OutAndQkvIf("qv_bias", true), adjust: |_, _, cfg| Ok(cfg.with_k_bias(false)), ..VIT
+        bias: Bias::OutAndQkvIf("qv_bias", true), adjust: |_, _, cfg| Ok(cfg.with_k_bias(false)),
+        // Some versions of transformers before 5.18 give the keys a bias too.
+        key_bias: Some("attention.key.bias"), ..VIT
     },
     Family { model_type: "vilt", modules: &[vit(&["vilt.", ""])], ..VIT },
     VIT,

@@ -65,9 +65,9 @@ const DECODER: Family = Family {
     aliases: &[], section: None,
     modules: &[at(MODEL, "layers.{}.self_attn", WeightLayout::Canonical)],
     heads: Heads::Grouped(None, None), head_dim_follows: false, dropout: ("attention_dropout", 0.0), bias: Bias::None,
-    rope: Rotary::None, qk_norm: None, window: |_, _| Ok(None), mask: Mask::Causal, scale: None, only: &[],
-    bias_place: BiasPlace::FirstLayer, kv_layer: |_, _| Ok(None), adjust: |_, _, cfg| Ok(cfg), decoder: None,
-    cross: None, latent: None,
+    key_bias: None, rope: Rotary::None, qk_norm: None, window: |_, _| Ok(None), mask: Mask::Causal, scale: None,
+    only: &[], bias_place: BiasPlace::FirstLayer, kv_layer: |_, _| Ok(None), adjust: |_, _, cfg| Ok(cfg),
+    decoder: None, cross: None, latent: None,
 };
 /// A key head for each query head, biases, all keys: what most encoders begin with.
 #[rustfmt::skip]
