@@ -4,7 +4,7 @@ use std::path::Path;
 
 use candle_attention::hf;
 use candle_core::Result;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::LATENT;
 
@@ -30,6 +30,22 @@ fn other_spellings_and_absent_fields_say_what_transformers_reads_in_them() -> Re
         compared += 1;
     }
     assert!(compared >= 95, "{compared} variants");
+    Ok(())
+}
+
+/// transformers 5.0 to 5.12 write one `rope_parameters` for all layers of Olmo 3, where the scaling of the published models
+/// is for layers that see all keys.
+#[test]
+fn olmo_3_may_have_one_rope_for_all_layers() -> Result<()> {
+    let yarn = json!({
+        "rope_type": "yarn", "rope_theta": 300.0, "factor": 8.0, "original_max_position_embeddings": 8192,
+    });
+    let plain = json!({"rope_type": "default", "rope_theta": 300.0});
+    for all in [&yarn, &plain] {
+        let config = |rope| json!({"model_type": "olmo3", "num_hidden_layers": 8, "rope_parameters": rope});
+        let by_kind = json!({"full_attention": all, "sliding_attention": plain});
+        compare(hf::attention_config, &config(all), &config(&by_kind))?;
+    }
     Ok(())
 }
 

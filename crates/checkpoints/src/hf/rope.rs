@@ -21,6 +21,8 @@ pub(super) struct Rope {
     long_rope_only: bool,
     /// Positions on several axes: the sections of the class, or none for equal ones.
     axes: Option<(RopeAxisLayout, &'static [usize])>,
+    /// Whether `rope_parameters` may also be one object for layers of all kinds, whose scaling is for those that are scaled.
+    one_for_all: bool,
     /// The scaling of a config with neither `rope_scaling` nor `rope_parameters`.
     default_scaling: fn(&Fields) -> Result<RopeScaling>,
 }
@@ -34,6 +36,7 @@ pub(super) const fn rope(theta: f64, context: usize) -> Rope {
         style: RopeStyle::Halves,
         long_rope_only: false,
         axes: None,
+        one_for_all: false,
         default_scaling: |_| Ok(RopeScaling::None),
     }
 }
@@ -62,6 +65,10 @@ impl Rope {
         Self { axes: Some((layout, sections)), ..self }
     }
 
+    pub(super) const fn or_one_for_all(self) -> Self {
+        Self { one_for_all: true, ..self }
+    }
+
     pub(super) const fn scaled_unless_given(self, scaling: fn(&Fields) -> Result<RopeScaling>) -> Self {
         Self { default_scaling: scaling, ..self }
     }
@@ -84,6 +91,10 @@ impl Rope {
         let parameters = match (fields.object("rope_scaling")?, fields.object("rope_parameters")?) {
             (Some(_), Some(_)) => return fields.fail("rope_scaling and rope_parameters are both given, expected one"),
             (_, Some(kinds)) if KINDS.iter().any(|kind| kinds.has(kind)) => kinds.object(kind)?,
+            (_, Some(all)) if self.one_for_all => {
+                let rope = self.read(fields, Some(all), head_dim)?;
+                return Ok(if scaled { rope } else { rope.with_scaling(RopeScaling::None) });
+            }
             (_, Some(_)) => return fields.fail("rope_parameters has no full_attention and no sliding_attention"),
             (scaling, None) => scaling.filter(|_| scaled),
         };

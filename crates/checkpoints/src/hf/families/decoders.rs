@@ -333,7 +333,11 @@ pub(in crate::hf) const ROWS: &[Family] = &[
     OLMO2,
     Family {
         model_type: "olmo3",
-        rope: Rotary::ByKind { windowed: rope(500_000.0, 2048), full: rope(500_000.0, 2048), scales_windowed: false },
+        // transformers before 5.13 writes one object for layers of all kinds.
+        rope: Rotary::ByKind {
+            windowed: rope(500_000.0, 2048).or_one_for_all(), full: rope(500_000.0, 2048).or_one_for_all(),
+            scales_windowed: false,
+        },
         window: |fields, layer| sliding(fields, layer, !(layer + 1).is_multiple_of(4), Some(4096)), ..OLMO2
     },
     // Most of its layers are recurrences.
