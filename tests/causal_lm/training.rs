@@ -17,7 +17,7 @@ fn twenty_steps_are_those_of_transformers_and_every_variable_moves() -> Result<(
         let file = folder(&model).join("model.safetensors");
         let (vars, vb) = variables(&file)?;
         let config = std::fs::read_to_string(folder(&model).join("config.json")).expect("a config");
-        let lm = CausalLm::load(&serde_json::from_str(&config).expect("JSON"), vb, None, |_, _| {})?;
+        let lm = CausalLm::load(&serde_json::from_str(&config).expect("JSON"), vb, |_, _| {})?;
 
         let ids = Tensor::new(Golden::of(&model)?.ids, &Device::Cpu)?;
         let (b, t) = ids.dims2()?;

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from special import INPUTS, LENGTHS, POSITIONS, TIME_FIRST
+from special import CACHED, INPUTS, LENGTHS, POSITIONS, TIME_FIRST
 from randomise import randomise
-from tiny import field_of
+from versions import field_of
 
 BATCH, LENGTH, DECODER_LENGTH = 2, 13, 7
 SOFTMAX = {"softmax", "scaled_dot_product_attention", "multi_head_attention_forward"}
@@ -29,11 +29,13 @@ class Unrunnable(Exception):
 
 
 class Attends(TorchFunctionMode):
-    """Notes the innermost module at each softmax of rank 3 and more."""
+    """Notes the innermost module at each softmax of rank 3 and more, and the products with a linear layer's weight that
+    do not call the layer."""
 
-    def __init__(self, stack):
+    def __init__(self, stack, product):
         super().__init__()
         self.stack = stack
+        self.product = product
         self.found = []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -41,7 +43,11 @@ class Attends(TorchFunctionMode):
         if name in SOFTMAX and self.stack and args and isinstance(args[0], torch.Tensor) and args[0].ndim >= 3:
             if self.stack[-1] not in self.found:
                 self.found.append(self.stack[-1])
-        return function(*args, **(kwargs or {}))
+        gave = function(*args, **(kwargs or {}))
+        if function is torch.nn.functional.linear:
+            named = dict(zip(("input", "weight"), args)) | (kwargs or {})
+            self.product(named["input"], named["weight"], gave)
+        return gave
 
 
 def record(model_class, config, folder, name):
@@ -54,8 +60,7 @@ def record(model_class, config, folder, name):
 
     def before(module, args, kwargs):
         stack.append(module)
-        linear = is_matrix(getattr(module, "weight", None)) and not isinstance(module, torch.nn.Embedding)
-        if linear and names.get(module) and module not in seen and (args or kwargs):
+        if is_linear(module) and names.get(module) and module not in seen and (args or kwargs):
             given = args[0] if args else next(iter(kwargs.values()))
             if isinstance(given, torch.Tensor) and given.is_floating_point():
                 seen.add(module)
@@ -69,13 +74,21 @@ def record(model_class, config, folder, name):
                 call[2] = output.detach().clone() if isinstance(output, torch.Tensor) else None
                 break
 
+    layers = {id(module.weight): module for module in names if is_linear(module)}
+
+    def product(given, weight, gave):
+        module = layers.get(id(weight))
+        if module and names[module] and module not in seen:
+            seen.add(module)
+            calls.append([names[module], given.detach().clone(), gave.detach().clone(), module])
+
     hooks = [
         module.register_forward_pre_hook(before, with_kwargs=True) for module in names
     ] + [module.register_forward_hook(after) for module in names]
     errors = []
     for inputs in candidates(model, config):
         stack.clear(), calls.clear(), seen.clear()
-        attends = Attends(stack)
+        attends = Attends(stack, product)
         try:
             with torch.no_grad(), attends:
                 model(**inputs)
@@ -134,6 +147,10 @@ def own_attention(model):
 
 def is_matrix(weight):
     return isinstance(weight, torch.Tensor) and weight.ndim == 2
+
+
+def is_linear(module):
+    return is_matrix(getattr(module, "weight", None)) and not isinstance(module, torch.nn.Embedding)
 
 
 def owner(model, path):
@@ -259,7 +276,7 @@ def candidates(model, config):
                     if extra_name in parameters and parameters[extra_name].default is inspect.Parameter.empty:
                         extra[extra_name] = torch.randn(BATCH, 9, width)
                 if "use_cache" in parameters:
-                    extra["use_cache"] = False
+                    extra["use_cache"] = config.model_type in CACHED
                 # Some have a causal mask only where they are given one.
                 if name == "input_ids" and "attention_mask" in parameters:
                     extra["attention_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.long)

@@ -4,8 +4,10 @@ python crates/compare/census/run.py                    records what is not recor
 python crates/compare/census/run.py --only bert vit    these model types, and writes nothing
 python crates/compare/census/run.py --again            records everything anew
 
-It takes PyTorch, transformers (tests/hf/requirements.txt has the versions), torchvision, timm, pillow and tqdm, half an
-hour and half a gigabyte in `target/census`, where a run that was interrupted goes on.
+It takes PyTorch, transformers (tests/hf/requirements.txt has the versions), torchvision, timm, scipy, pillow and tqdm,
+half an hour and half a gigabyte in `target/census`, where a run that was interrupted goes on. With another version of
+transformers (it was run on 4.57.6 and 5.12.0) it asks for the model types that have a row alone, and writes the part of
+the page that is about other versions, which `other_versions.json` keeps.
 """
 
 import argparse
@@ -27,14 +29,15 @@ from tqdm import tqdm
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
+import others
 import record
 import table
 from tiny import model_classes, options, tiny
 
 ROOT = Path(__file__).resolve().parents[3]
-DATA = ROOT / "target" / "census"
+DATA = ROOT / "target" / "census" / transformers.__version__
 LARGEST = 30_000_000  # parameters
-SECONDS = 90
+SECONDS = 180
 CLASSES = 3  # of a model type that are tried
 
 
@@ -46,10 +49,14 @@ def main():
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    model_types = arguments.only or sorted(CONFIG_MAPPING.keys())
     build = ["cargo", "build", "--quiet", "-p", "candle-attention-compare", "--bin", "census"]
     subprocess.run(build, cwd=ROOT, check=True)
     known = table.known()
+    version = transformers.__version__
+    is_other = version != others.of_the_page()
+    model_types = sorted(arguments.only or CONFIG_MAPPING.keys())
+    if is_other:
+        model_types = [name for name in model_types if name in known]
     bar = tqdm(model_types, unit="model", disable=None)
     for model_type in bar:
         bar.set_description(f"{model_type:28.28}")
@@ -59,12 +66,21 @@ def main():
             outcome.parent.mkdir(parents=True)
             outcome.write_text(json.dumps({"failed": "the process ended"}))
             outcome.write_text(json.dumps(recorded(model_type, outcome.parent, model_type in known)))
-    entries = table.judge(model_types, DATA, ask([DATA / name for name in model_types]), known)
+    answers = ask([DATA / name for name in model_types])
+    page = ROOT / "docs" / "architectures.md"
+    if is_other:
+        found = others.find(model_types, DATA, answers, version)
+        print(json.dumps(found, indent=1))
+        if not arguments.only:
+            others.keep(version, found)
+            page.write_text(others.with_part(page.read_text()))
+        return 1 if found["wrong"] else 0
+    entries = table.judge(model_types, DATA, answers, known)
     if arguments.only:
         for entry in entries:
             print(json.dumps(entry.__dict__, indent=1))
     else:
-        (ROOT / "docs" / "architectures.md").write_text(table.page(entries, transformers.__version__))
+        page.write_text(others.with_part(table.page(entries, version)))
         print(json.dumps(collections.Counter(entry.verdict for entry in entries)))
     return 1 if any(entry.verdict == "wrong" for entry in entries) else 0
 
@@ -100,8 +116,7 @@ def attempt(model_type, folder, is_known):
     parts = {name: part.model_type for name, part in parts_of(tiny(config_class)).items()}
     if not classes:
         return {"failed": "transformers has no model that takes this configuration by itself", "parts": parts}
-    with torch.device("meta"):
-        model = classes[0]._from_config(tiny(config_class))
+    model = without_data(classes[0], tiny(config_class))
     own = record.own_attention(model)
     if not own and not is_known:
         return {"parts": parts, "none": True}
@@ -118,6 +133,15 @@ def attempt(model_type, folder, is_known):
         changed = record_options(model_class, config_class, folder / "options") if is_known else {}
         return {"parts": parts, "cores": cores, "classes": own, "options": changed}
     return {"failed": errors[0], "parts": parts, "classes": own}
+
+
+def without_data(model_class, config):
+    try:
+        with torch.device("meta"):
+            return model_class._from_config(config)
+    except NotImplementedError:
+        # Some modules read what they are made with.
+        return model_class._from_config(config)
 
 
 def record_options(model_class, config_class, folder):
@@ -142,7 +166,7 @@ def record_options(model_class, config_class, folder):
 
 
 def parts_of(config):
-    parts = {name: getattr(config, name, None) for name in type(config).sub_configs}
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
     return {name: part for name, part in parts.items() if getattr(part, "model_type", "")}
 
 

@@ -8,7 +8,8 @@ import torch
 
 # What is shared with the tests of hf.
 sys.path.append(str(Path(__file__).resolve().parents[3] / "tests" / "hf"))
-from inputs import beside_an_image
+from inputs import beside_an_image, in_a_window
+from versions import RECURRENT_LAYER, SOFTMAX_LAYER
 
 # Two kinds of layers, and two layers that read keys and values of these.
 SHARED = {
@@ -46,7 +47,7 @@ CONFIGS = {
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 12},
     "chameleon": {"vocabulary_map": {"<image>": 3}},
     "granitemoehybrid": {
-        "layer_types": ["linear_attention", "full_attention"],
+        "layer_types": [RECURRENT_LAYER, SOFTMAX_LAYER],
         "mamba_n_heads": 12,
         "position_embedding_type": "rope",
     },
@@ -214,6 +215,7 @@ INPUTS = dict.fromkeys(SECTIONS, beside_an_image) | {
         "input_ids": torch.randint(3, config.vocab_size, (2, 7)),
         "encoder_hidden_states": torch.randn(2, 9, config.hidden_size),
     },
+    "moshi": in_a_window,
     "musicgen_decoder": lambda config: {
         "input_ids": torch.randint(3, config.vocab_size, (2 * config.num_codebooks, 7)),
         "encoder_hidden_states": torch.randn(2, 9, config.hidden_size),
@@ -267,3 +269,6 @@ for _why, _names in {
 
 # Models whose tensors have the time before the batch.
 TIME_FIRST = {"fsmt"}
+
+# Models that some versions run right only with a cache: layers without keys read it, or its length is their position.
+CACHED = {"gemma3n", "gemma3n_text", "imagegpt"}

@@ -134,7 +134,8 @@ same layer by the model's own `config.json` and names.
 config (`&config["vision_config"]`), and a builder at the checkpoint's root or at the part.
 
 Of these, `cargo test --test hf` holds the models of `tests/hf/models` to transformers' numbers on every change;
-`examples/causal_lm` runs {decoders} decoders as whole models.
+`examples/causal_lm` runs {decoders} decoders as whole models. [The last part](#other-versions-of-transformers) of this page
+has what differs in other versions of transformers, which were asked in the same way.
 
 ## Equal
 

@@ -10,12 +10,12 @@ import re
 import typing
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
+from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from special import CONFIGS, OPTIONS
+from versions import PreTrainedConfig, field_of, fields_of, spelled
 
 # The first pattern that matches the whole name of a field with a number in it gives its size.
 SIZES = [
@@ -64,14 +64,6 @@ def size_of(name):
     return None
 
 
-def field_of(config, name):
-    """A field, or that of most layers where each may have its own."""
-    try:
-        return getattr(config, name, None)
-    except AmbiguousGlobalPerLayerAttributeError:
-        return config.to_dict()[name]
-
-
 def tiny(config_class, **fields):
     """A tiny configuration of a class."""
     return config_class(**overrides(config_class) | fields)
@@ -81,8 +73,8 @@ def overrides(config_class):
     own = CONFIGS.get(config_class.model_type, {})
     usual = config_class()
     sizes = {}
-    sub_configs = set(config_class.sub_configs)
-    for name in config_class.__dataclass_fields__:
+    sub_configs = set(usual.sub_configs)
+    for name in fields_of(config_class):
         value = field_of(usual, name)
         if name in sub_configs:
             if isinstance(value, PreTrainedConfig):
@@ -110,11 +102,13 @@ def overrides(config_class):
         chosen = sorted(set(kinds), key=kinds.index)
         chosen = (chosen * 2)[: max(2, len(chosen))]
         layers = next((name for name in sizes if re.fullmatch("num_hidden_layers|n_layers?|num_layers", name)), None)
-        if "layer_types" in config_class.__dataclass_fields__:
+        if "layer_types" in fields_of(config_class):
             sizes["layer_types"] = chosen
             if layers:
                 sizes[layers] = len(chosen)
-    return sizes | own
+    if "use_mamba_kernels" in fields_of(config_class):
+        sizes["use_mamba_kernels"] = False
+    return spelled(usual, sizes | own)
 
 
 # Flags and numbers that change attention, or might, and what a second model has instead of the default.
@@ -131,7 +125,7 @@ def options(config_class):
     """Fields that a second model of the class has beside those of the first."""
     usual = tiny(config_class)
     changed = {}
-    for name in config_class.__dataclass_fields__:
+    for name in fields_of(config_class):
         value = field_of(usual, name)
         if re.fullmatch(FLAGS, name) and isinstance(value, (bool, type(None))):
             changed[name] = not value
@@ -141,6 +135,8 @@ def options(config_class):
             changed[name] = 0.05
         elif name == "sliding_window" and not isinstance(value, bool):
             changed[name] = 4
+        elif name == "rope_theta":
+            changed[name] = 300.0
         elif name == "rope_parameters" and isinstance(value, dict):
             # Each kind of layer may have its own.
             kinds = {kind: own | {"rope_theta": 300.0} for kind, own in value.items() if isinstance(own, dict)}
@@ -156,10 +152,13 @@ def model_classes(config_class):
         names += [found] if isinstance(found, str) else list(found or [])
     module = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
     classes = [getattr(module, name) for name in dict.fromkeys(names) if hasattr(module, name)]
-    for _, candidate in inspect.getmembers(module, inspect.isclass):
-        if issubclass(candidate, PreTrainedModel) and candidate.__module__ == module.__name__:
-            if config_of(candidate) is config_class and candidate not in classes:
-                classes.append(candidate)
+    own = [
+        candidate
+        for _, candidate in inspect.getmembers(module, inspect.isclass)
+        if issubclass(candidate, PreTrainedModel) and candidate.__module__ == module.__name__
+    ]
+    classes += [candidate for candidate in own if config_of(candidate) is config_class and candidate not in classes]
+    classes = classes or [candidate for candidate in own if made_with(candidate) is config_class]
     return [found for found in classes if "PreTrained" not in found.__name__ and "Pretrained" not in found.__name__]
 
 
@@ -173,6 +172,12 @@ def config_of(model_class):
         hint = None
     hint = hint if isinstance(hint, type) else None
     return hint or getattr(model_class, "config_class", None)
+
+
+def made_with(model_class):
+    """The configuration that a class is made with, where older versions say another in `config_class`."""
+    parameter = inspect.signature(model_class.__init__).parameters.get("config")
+    return parameter and parameter.annotation
 
 
 HEADS = [
