@@ -33,8 +33,8 @@ fn other_spellings_and_absent_fields_say_what_transformers_reads_in_them() -> Re
     Ok(())
 }
 
-/// transformers 5.0 to 5.12 write one `rope_parameters` for all layers of Olmo 3, where the scaling of the published models
-/// is for layers that see all keys.
+/// transformers 5.0 to 5.12 write one `rope_parameters` for all layers of Olmo 3, where the scaling of the published
+/// models is for layers that see all keys.
 #[test]
 fn olmo_3_may_have_one_rope_for_all_layers() -> Result<()> {
     let yarn = json!({

@@ -3,6 +3,7 @@
 import collections
 import json
 import subprocess
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -118,9 +119,9 @@ def is_covered(core, covered):
 
 HEAD = """# Hugging Face architectures
 
-`crates/compare/census/run.py` wrote this page: for every `model_type` of transformers {version} it makes tiny random models,
-with default options and with others, records what each attention layer is given and gives, and asks this crate for the
-same layer by the model's own `config.json` and names.
+`crates/compare/census/run.py` wrote this page: for every `model_type` of transformers {version} it makes tiny random
+models, with default options and with others, records what each attention layer is given and gives, and asks this crate
+for the same layer by the model's own `config.json` and names.
 
 - **{equal} of {attending} model types with softmax attention of their own are equal**, to 1e-5 of the largest number, in
   every layer and by both backends; {wrong} wrong.
@@ -130,8 +131,8 @@ same layer by the model's own `config.json` and names.
 
 `hf::load_attention` loads a layer's self-attention (of a model with an encoder and a decoder the encoder's),
 `hf::load_decoder_attention` and `hf::load_cross_attention` what stands in such a model's decoder, and
-`hf::load_latent_attention` latent attention, DeepSeek's and its kin's. For a part of a model of several parts, give the part of the
-config (`&config["vision_config"]`), and a builder at the checkpoint's root or at the part.
+`hf::load_latent_attention` latent attention, DeepSeek's and its kin's. For a part of a model of several parts, give the
+part of the config (`&config["vision_config"]`), and a builder at the checkpoint's root or at the part.
 
 Of these, `cargo test --test hf` holds the models of `tests/hf/models` to transformers' numbers on every change;
 `examples/causal_lm` runs {decoders} decoders as whole models. [The last part](#other-versions-of-transformers) of this page
@@ -183,7 +184,8 @@ def page(entries, version):
             for name, part in entry.parts.items()
         ]
         text += f"| `{entry.model_type}` | {', '.join(parts)} |\n"
-    text += "\n## Without softmax attention\n\n" + ", ".join(f"`{entry.model_type}`" for entry in by["none"]) + "\n"
+    names = ", ".join(f"`{entry.model_type}`" for entry in by["none"])
+    text += "\n## Without softmax attention\n\n" + textwrap.fill(names, 118, break_on_hyphens=False) + "\n"
     if by["unmade"]:
         text += "\n## Not made\n\n| `model_type` | why |\n| --- | --- |\n"
         text += "".join(f"| `{entry.model_type}` | {cell(entry.why)} |\n" for entry in by["unmade"])

@@ -16,8 +16,8 @@
 //!
 //! Fields that a configuration leaves out have the defaults of the architecture's class in transformers, and the
 //! spellings of older versions are read as transformers reads them. Where a version of transformers computes otherwise
-//! than others, a layer is what published checkpoints were trained with; `docs/architectures.md` has the list. An option
-//! that changes the numbers and is not supported is an error that names it.
+//! than others, a layer is what published checkpoints were trained with; `docs/architectures.md` has the list. An
+//! option that changes the numbers and is not supported is an error that names it.
 //!
 //! # Encoders
 //!

@@ -21,7 +21,8 @@ pub(super) struct Rope {
     long_rope_only: bool,
     /// Positions on several axes: the sections of the class, or none for equal ones.
     axes: Option<(RopeAxisLayout, &'static [usize])>,
-    /// Whether `rope_parameters` may also be one object for layers of all kinds, whose scaling is for those that are scaled.
+    /// Whether `rope_parameters` may also be one object for layers of all kinds, whose scaling is for those that are
+    /// scaled.
     one_for_all: bool,
     /// The scaling of a config with neither `rope_scaling` nor `rope_parameters`.
     default_scaling: fn(&Fields) -> Result<RopeScaling>,
