@@ -3,6 +3,7 @@
 
 mod backward;
 mod decode;
+mod distances;
 mod dropout;
 mod epilogue;
 mod heuristics;
@@ -24,6 +25,7 @@ mod workspace;
 
 pub(crate) use backward::{BackwardCall, run as run_backward};
 pub use backward::{BackwardProblem, Gradients, Wanted, attend_backward};
+pub use distances::DistanceBias;
 pub use dropout::{Dropout, DropoutMask, philox_keeps};
 pub use kernels::AttentionKernels;
 pub(crate) use problem::Call;
@@ -35,11 +37,12 @@ use std::ops::Range;
 use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Tier, Vector, for_each_task, large_page_vec};
 use crate::error::{Error, check_tier};
 use crate::number::{Number, Stored};
+use distances::DistanceTable;
 use epilogue::Epilogue;
 use heuristics::TaskSplit;
 use pack::PackQueries;
 use prefill::Prefill;
-use problem::{KeysValues, KvHead, StoredRows};
+use problem::{KeysValues, KvHead, ScoreInputs, StoredRows};
 use tile::Tile;
 use workspace::Workspace;
 
@@ -175,6 +178,8 @@ unsafe fn attend_on<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> Optio
         // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
         return unsafe { decode::run::<K::F32, E, S>(call) };
     }
+    let distances = DistanceTable::new(&call.inputs)?;
+    let inputs = &ScoreInputs { distances: distances.as_ref(), ..call.inputs };
     let workers = heuristics::workers(call, 1);
     let split = TaskSplit::new::<K>(dims, workers.count);
     let panels = split.rows_per_chunk.min(dims.rows()).div_ceil(K::PANEL);
@@ -186,9 +191,9 @@ unsafe fn attend_on<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> Optio
     let workspace = || Workspace::new::<K>(&call.inputs, panels);
     let prefill = |workspace: &mut Workspace, index: usize, keys: Range<usize>| {
         let (kv, rows) = chunk(index);
-        let tile = |first| Tile::new(&call.inputs, kv, first..rows.end.min(first + K::PANEL), K::Vector::LANES);
+        let tile = |first| Tile::new(inputs, kv, first..rows.end.min(first + K::PANEL), K::Vector::LANES);
         let tiles: &[Tile] = &rows.clone().step_by(K::PANEL).map(tile).collect::<Vec<_>>();
-        let (inputs, keys_values) = (&call.inputs, &call.keys_values);
+        let keys_values = &call.keys_values;
         // SAFETY: the processor has the tier of K; the workspace was made for the call and has a panel for each tile.
         unsafe {
             K::run_simd(PackQueries { q: &call.q, inputs, workspace, tiles });

@@ -3,6 +3,7 @@
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
+use super::distances::{DistanceBias, DistanceTable};
 use super::dropout::Dropout;
 use crate::cpu::{Executor, SharedPtr};
 use crate::error::{Error, check_len};
@@ -165,6 +166,8 @@ pub struct ScoreOptions<'a> {
     pub softcap: Option<f32>,
     /// Distances between queries and keys, added to the scores.
     pub alibi: Option<Alibi<'a>>,
+    /// Added to the scores by the distance of query and key.
+    pub distance_bias: Option<DistanceBias<'a>>,
     /// Added to the scores: (B, H, T_q, T_kv).
     pub bias: Option<Strided<'a, f32, 4>>,
     /// 0 hides a key from a query: (B, H, T_q, T_kv).
@@ -178,7 +181,16 @@ pub struct ScoreOptions<'a> {
 impl Default for ScoreOptions<'_> {
     /// Scores as they are.
     fn default() -> Self {
-        Self { scale: 1.0, softcap: None, alibi: None, bias: None, keep: None, sinks: None, dropout: None }
+        Self {
+            scale: 1.0,
+            softcap: None,
+            alibi: None,
+            distance_bias: None,
+            bias: None,
+            keep: None,
+            sinks: None,
+            dropout: None,
+        }
     }
 }
 
@@ -208,14 +220,19 @@ pub(super) struct ScoreUnits {
 impl ScoreOptions<'_> {
     /// Whether something other than a factor stands between the product and the softmax.
     pub(super) fn modify_scores(&self) -> bool {
-        self.softcap.is_some() || self.alibi.is_some() || self.bias.is_some()
+        self.softcap.is_some() || self.alibi.is_some() || self.has_bias()
+    }
+
+    /// Whether something of any size is added to scores.
+    fn has_bias(&self) -> bool {
+        self.distance_bias.is_some() || self.bias.is_some()
     }
 
     /// What an exponent and a running maximum count, in powers of two. Masks hold biases down to the least f32, which
     /// times log2 e is -inf. With a bias they count multiples of 4, which no score exceeds; as a power of two it
     /// changes no other digit.
     pub(super) fn exponent_unit(&self) -> f32 {
-        if self.bias.is_some() { 4.0 } else { 1.0 }
+        if self.has_bias() { 4.0 } else { 1.0 }
     }
 
     /// The scale is split into a power of two and what is left, between 1 and 2: the power changes no digit of a query,
@@ -293,10 +310,13 @@ impl<E> Problem<'_, E> {
         if let Some(range) = self.ranges.iter().find(|range| !range.is_empty() && range.end > t_kv) {
             return Err(Error::Shape(format!("expected ranges within {t_kv} keys, found {range:?}")));
         }
-        let ScoreOptions { alibi, bias, keep, sinks, dropout, .. } = &self.scores;
+        let ScoreOptions { alibi, distance_bias, bias, keep, sinks, dropout, .. } = &self.scores;
         if let Some(Alibi { slopes, positions }) = alibi {
             check_len("slopes", slopes.len(), h)?;
             check_len("positions", positions.len(), b * t_q)?;
+        }
+        if let Some(distances) = distance_bias {
+            distances.check(&self.dims)?;
         }
         if let Some(bias) = bias {
             bias.check("bias", [b, h, t_q, t_kv], 1)?;
@@ -323,6 +343,8 @@ pub(super) struct ScoreInputs<'a> {
     pub dims: Dims,
     pub ranges: &'a [Range<usize>],
     pub options: ScoreOptions<'a>,
+    /// The distance biases of the options, for tiles.
+    pub distances: Option<&'a DistanceTable>,
 }
 
 impl ScoreInputs<'_> {
@@ -432,7 +454,7 @@ impl<'a, E: AttentionKernels, S: Stored> Call<'a, E, S> {
         let count = problem.context_len()?;
         problem.check()?;
         check_len("context", len, count)?;
-        let (inputs, context) = (ScoreInputs { dims, ranges, options }, SharedPtr(context));
+        let (inputs, context) = (ScoreInputs { dims, ranges, options, distances: None }, SharedPtr(context));
         Ok(Self { q, keys_values, inputs, output_order, context, lse: None, stats: None, executor })
     }
 }

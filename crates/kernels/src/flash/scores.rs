@@ -1,10 +1,12 @@
-//! Scores on their way to the softmax: softcap, ALiBi, bias and masks.
+//! Scores on their way to the softmax: softcap, ALiBi, biases and masks.
 //!
 //! Queries are lanes: a score's key is a row of a panel, its query a column.
 
+use super::distances::{DistanceBias, DistanceTable};
 use super::problem::{ScoreInputs, ScoreUnits, Strided};
 use super::tile::Tile;
 use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, Vector, tanh};
+use crate::number::{load_first, store_first};
 
 /// The scores of one tile over some keys (keys, panel). Does not depend on the elements that they were made of, so that
 /// what it does is compiled once for all of them.
@@ -115,7 +117,7 @@ impl TileScores<'_> {
         (0..self.keys).flat_map(move |key| (0..vectors).map(move |vector| key * K::PANEL + vector * K::Vector::LANES))
     }
 
-    /// ALiBi and bias, in natural units.
+    /// ALiBi and biases, in natural units.
     ///
     /// # Safety
     /// As [`finish`](Self::finish).
@@ -136,8 +138,29 @@ impl TileScores<'_> {
                     K::Vector::load(slopes.as_ptr().add(column)).mul_add(distance, score)
                 });
             }
+            if let (Some(bias), Some(table)) = (&options.distance_bias, self.inputs.distances) {
+                self.add_distances::<K>(bias, table);
+            }
             if let Some(bias) = &options.bias {
                 self.combine::<K, f32, true>(bias);
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`finish`](Self::finish).
+    #[inline(always)]
+    unsafe fn add_distances<K: Kernel>(&self, bias: &DistanceBias, table: &DistanceTable) {
+        let words = table.of_head(&self.inputs.dims, self.tile.kv).as_ptr();
+        for run in table.places().runs(&self.inputs, bias, self.tile, K::Vector::LANES) {
+            for key in 0..self.keys {
+                // SAFETY: as this method's contract; the table has a vector from each word of a run on.
+                unsafe {
+                    let at = self.scores.add(key * K::PANEL + run.column);
+                    let score: K::Vector = load_first(at.cast_const(), run.width);
+                    let bias = K::Vector::load(words.add(run.word(self.first + key)));
+                    store_first(score.add(bias), at, run.width);
+                }
             }
         }
     }

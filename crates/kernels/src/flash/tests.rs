@@ -6,6 +6,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 mod backward;
+mod distances;
 mod nan;
 mod shared_biases;
 mod sizes;
@@ -99,6 +100,7 @@ impl Case {
             scale: 0.7,
             softcap: everything.then_some(2.0),
             alibi: everything.then_some(Alibi { slopes: &data.slopes, positions: &data.positions }),
+            distance_bias: None,
             bias: everything.then_some(Strided { data: &data.bias, strides: [0, 0, t_kv, 1] }),
             keep: everything.then_some(Strided { data: &data.keep, strides: [0, 0, 0, 1] }),
             sinks: everything.then_some(&data.sinks),

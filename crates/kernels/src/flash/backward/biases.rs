@@ -1,9 +1,10 @@
-//! The gradients of what is added to scores: biases and ALiBi's slopes.
+//! The gradients of what is added to scores: biases, distance biases and ALiBi's slopes.
 
 use std::cell::Cell;
 
 use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, SharedPtr, Vector};
-use crate::flash::problem::{Alibi, Dims, Row};
+use crate::flash::distances::DistanceOutput;
+use crate::flash::problem::{Alibi, Dims, Row, ScoreInputs};
 use crate::flash::scores::TileScores;
 use crate::number::{load_first, store_first};
 
@@ -53,6 +54,9 @@ pub(super) struct BiasGradients<'a> {
     pub bias: Option<BiasOutput>,
     /// Sums over the task's queries, for each head of the group and key of the task, if queries share entries.
     pub by_key: &'a [Cell<f32>],
+    pub distances: Option<DistanceOutput>,
+    /// The task's sums for the distance biases of the group, at the places of its table.
+    pub by_distance: &'a [Cell<f32>],
     /// The first key of the task, and how many it has.
     pub first_key: usize,
     pub keys: usize,
@@ -72,6 +76,9 @@ impl BiasGradients<'_> {
         unsafe {
             if let Some(alibi) = scores.inputs.options.alibi.as_ref().filter(|_| !self.slopes.is_empty()) {
                 self.add_slopes::<K>(scores, alibi, gradients);
+            }
+            if self.distances.is_some() {
+                self.add_distances::<K>(scores, gradients);
             }
             match &self.bias {
                 Some(bias) if bias.is_summed_over_queries => self.add_by_key::<K>(scores, gradients),
@@ -109,6 +116,28 @@ impl BiasGradients<'_> {
         for (sum, row) in sums.iter().zip(rows()) {
             let slope = &self.slopes[row.head % dims.group()];
             slope.set(slope.get() - sum);
+        }
+    }
+
+    /// Along the diagonals.
+    ///
+    /// # Safety
+    /// As [`add`](Self::add).
+    #[inline(always)]
+    unsafe fn add_distances<K: Kernel>(&self, scores: &TileScores, gradients: *const f32) {
+        let inputs = &scores.inputs;
+        let (Some(bias), Some(table)) = (&inputs.options.distance_bias, inputs.distances) else { return };
+        let sums = self.by_distance.as_ptr().cast::<f32>().cast_mut();
+        for run in table.places().runs(inputs, bias, scores.tile, K::Vector::LANES) {
+            for key in 0..scores.keys {
+                // SAFETY: as this method's contract; cells of the task alone, a vector from each word of a run on.
+                unsafe {
+                    let to = sums.add(run.word(scores.first + key));
+                    let gradient: K::Vector = load_first(gradients.add(key * K::PANEL + run.column), run.width);
+                    let sum: K::Vector = load_first(to.cast_const(), run.width);
+                    store_first(sum.add(gradient), to, run.width);
+                }
+            }
         }
     }
 
@@ -154,11 +183,15 @@ impl BiasGradients<'_> {
         }
     }
 
-    /// Adds what was summed over queries to the tensor.
+    /// Adds what the task has summed to the gradients.
     ///
     /// # Safety
     /// No other thread uses the entries of the heads, whose first one's row is given.
-    pub unsafe fn finish(&self, row: Row) {
+    pub unsafe fn finish(&self, inputs: &ScoreInputs, row: Row) {
+        if let (Some(output), Some(table)) = (&self.distances, inputs.distances) {
+            // SAFETY: as this method's contract.
+            unsafe { table.places().add_to(output, self.by_distance, row) };
+        }
         let Some(bias) = self.bias.filter(|bias| bias.is_summed_over_queries) else { return };
         for (g, of_head) in self.by_key.chunks_exact(self.keys).enumerate() {
             for (key, sum) in of_head.iter().enumerate() {

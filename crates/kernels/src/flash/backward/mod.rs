@@ -10,6 +10,7 @@ mod rows;
 mod step;
 mod task;
 
+use super::distances::{DistanceOutput, DistanceTable};
 use super::heuristics;
 use super::problem::{Call, KeysValues, KvHead, KvRows, Problem, SoftmaxStats, StoredRows, Strided};
 use super::tile::Tile;
@@ -49,6 +50,8 @@ pub struct Wanted {
     pub v: bool,
     /// The shape of the bias, each dimension that of (B, H, T_q, T_kv), or 1. What shares an entry is summed.
     pub bias: Option<[usize; 4]>,
+    /// Of the distance biases.
+    pub distances: bool,
     /// Of ALiBi's slopes.
     pub slopes: bool,
     /// Of the sinks.
@@ -66,6 +69,8 @@ pub struct Gradients<E> {
     pub v: Option<Vec<E>>,
     /// In the shape that was named.
     pub bias: Option<Vec<f32>>,
+    /// (B, H) rows of a bias for each distance, or (1, H) where sequences share them.
+    pub distances: Option<Vec<f32>>,
     /// (H,).
     pub slopes: Option<Vec<f32>>,
     /// (H,).
@@ -87,6 +92,7 @@ pub struct BackwardCall<'a, E> {
     k: Option<SharedPtr<E>>,
     v: Option<SharedPtr<E>>,
     bias: Option<BiasOutput>,
+    distances: Option<DistanceOutput>,
     /// (H,).
     slopes: Option<SharedPtr<f32>>,
     sinks: Option<SharedPtr<f32>>,
@@ -157,7 +163,10 @@ pub fn attend_backward<E: AttentionKernels>(
         return Err(Error::Shape("expected keys and values that are floats, found some of 8 bits".into()));
     };
     let [k, v] = [k, v].map(|rows| StoredRows { rows, scales: None });
-    let call = Call::after(&forward, KeysValues { k, v }, context)?;
+    let mut call = Call::after(&forward, KeysValues { k, v }, context)?;
+    let no_memory = || Error::Memory("what attention's backward pass keeps between its steps".into());
+    let table = DistanceTable::new(&call.inputs).ok_or_else(no_memory)?;
+    call.inputs.distances = table.as_ref();
     let queries = dims.b * dims.h * dims.t_q;
     check_len("stats", stats.len(), queries)?;
     lse_grad.map_or(Ok(()), |lse| check_len("lse_grad", lse.len(), queries))?;
@@ -173,9 +182,10 @@ pub fn attend_backward<E: AttentionKernels>(
     let mut wide = Zeroable::<f32>::new(if is_f32 { [0; 4] } else { q_dims })?;
     let mut deltas = Zeroable::<f32>::new([dims.b, dims.h, dims.t_q, 1])?;
     let mut bias = wanted.bias.map(Zeroable::<f32>::new).transpose()?;
-    if let Some(bias) = &mut bias {
-        bias.clear();
-    }
+    let distance_bias = forward.scores.distance_bias.filter(|_| wanted.distances);
+    let distance_dims = distance_bias.map(|bias| [bias.sequences(&dims), dims.h, bias.len, 1]);
+    let mut distances = distance_dims.map(Zeroable::<f32>::new).transpose()?;
+    bias.iter_mut().chain(&mut distances).for_each(Zeroable::clear);
     let [mut slopes, mut sinks] = [wanted.slopes, wanted.sinks].map(|wanted| wanted.then(|| vec![0f32; dims.h]));
     let q_out = SharedPtr(q.vec.as_mut_ptr());
     let backward = BackwardCall {
@@ -193,6 +203,10 @@ pub fn attend_backward<E: AttentionKernels>(
             .as_mut()
             .zip(wanted.bias)
             .map(|(bias, shape)| BiasOutput::new(SharedPtr(bias.vec.as_mut_ptr()), shape)),
+        distances: distances.as_mut().zip(distance_dims).map(|(distances, [sequences, h, len, _])| DistanceOutput {
+            at: SharedPtr(distances.vec.as_mut_ptr()),
+            of_sequence: if sequences == dims.b { h * len } else { 0 },
+        }),
         slopes: slopes.as_mut().map(|slopes| SharedPtr(slopes.as_mut_ptr())),
         sinks: sinks.as_mut().map(|sinks| SharedPtr(sinks.as_mut_ptr())),
     };
@@ -201,8 +215,7 @@ pub fn attend_backward<E: AttentionKernels>(
         k.clear();
         v.clear();
     } else {
-        let done = E::attend_backward(&backward, tier);
-        done.ok_or_else(|| Error::Memory("what attention's backward pass keeps between its steps".into()))?;
+        E::attend_backward(&backward, tier).ok_or_else(no_memory)?;
     }
     // SAFETY: every element was written.
     let [q, k, v] = unsafe { [q.finish(), k.finish(), v.finish()] };
@@ -212,6 +225,8 @@ pub fn attend_backward<E: AttentionKernels>(
         v: wanted.v.then_some(v),
         // SAFETY: it was cleared.
         bias: bias.map(|bias| unsafe { bias.finish() }),
+        // SAFETY: likewise.
+        distances: distances.map(|distances| unsafe { distances.finish() }),
         slopes,
         sinks,
     })
@@ -266,7 +281,9 @@ unsafe fn run_on<K: Kernel, E: Number>(backward: &BackwardCall<E>) -> Option<()>
     };
     let seen: Vec<_> = (0..dims.b * tiles).map(seen).collect();
     // What is added to the same numbers waits for each other: tasks of the same head, or all.
-    let step = if backward.bias.is_some_and(|bias| bias.is_shared(dims)) { 1 } else { heads };
+    let is_shared = backward.bias.is_some_and(|bias| bias.is_shared(dims))
+        || backward.distances.is_some_and(|distances| distances.is_shared(dims));
+    let step = if is_shared { 1 } else { heads };
     let tasks = chunks.checked_mul(heads)?;
     let chain = Chain::new(tasks, step)?;
     let mut slopes = Scratch::try_zeros(&[chunks, if wanted.slopes { rows } else { 0 }])?;
@@ -319,6 +336,7 @@ fn check_wanted<E>(forward: &Problem<E>, wanted: Wanted) -> Result<(), Error> {
     let (dims, scores) = (forward.dims, &forward.scores);
     for (what, is_wanted, is_there) in [
         ("bias", wanted.bias.is_some(), scores.bias.is_some()),
+        ("distance biases", wanted.distances, scores.distance_bias.is_some()),
         ("slopes", wanted.slopes, scores.alibi.is_some()),
         ("sinks", wanted.sinks, scores.sinks.is_some()),
     ] {

@@ -48,15 +48,21 @@ impl<E: Number> SimdTask for BackwardTask<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { backward, memory, kv, keys, tiles, chain, task, slopes } = self;
-        let (call, wanted, bias) = (&backward.call, &backward.wanted, backward.bias);
+        let (call, wanted, bias, distances) = (&backward.call, &backward.wanted, backward.bias, backward.distances);
         let (inputs, units) = (&call.inputs, call.inputs.options.units(K::ELEMENTS == 2));
         let by_key = match bias {
             Some(bias) if bias.is_summed_over_queries => vec![Cell::new(0f32); inputs.dims.group() * keys.len()],
             _ => Vec::new(),
         };
-        let biases = (bias.is_some() || !slopes.is_empty()).then(|| BiasGradients {
+        let by_distance = match (distances, inputs.distances) {
+            (Some(_), Some(table)) => vec![Cell::new(0f32); table.places().words()],
+            _ => Vec::new(),
+        };
+        let biases = (bias.is_some() || distances.is_some() || !slopes.is_empty()).then(|| BiasGradients {
             bias,
             by_key: &by_key,
+            distances,
+            by_distance: &by_distance,
             first_key: keys.start,
             keys: keys.len(),
             slopes: Cell::from_mut(slopes).as_slice_of_cells(),
@@ -98,9 +104,9 @@ impl<E: Number> SimdTask for BackwardTask<'_, '_, E> {
                     rows(&memory.sizes.d_v, block.value_sums).write(to, backward.key_row(kv));
                 }
             }
-            if let Some(biases) = biases.filter(|_| !by_key.is_empty()) {
+            if let Some(biases) = biases.filter(|_| !by_key.is_empty() || !by_distance.is_empty()) {
                 chain.wait_for_all(task);
-                biases.finish(inputs.dims.row(kv, 0));
+                biases.finish(inputs, inputs.dims.row(kv, 0));
             }
         }
         chain.finish(task);

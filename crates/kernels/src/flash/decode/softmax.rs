@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector, tanh};
+use crate::flash::distances::DistanceBias;
 use crate::flash::problem::{Row, ScoreInputs, ScoreUnits, Strided};
 use crate::flash::softmax::PARTIAL_SUMS;
 
@@ -47,7 +48,7 @@ impl SimdTask for RowSoftmax<'_> {
 }
 
 impl RowSoftmax<'_> {
-    /// Softcap, ALiBi and bias, in natural units.
+    /// Softcap, ALiBi and biases, in natural units.
     ///
     /// # Safety
     /// As [`SimdTask::run`].
@@ -78,8 +79,35 @@ impl RowSoftmax<'_> {
                     slopes.mul_add(positions.sub(key).abs(), score)
                 });
             }
+            if let Some(bias) = &options.distance_bias {
+                self.add_distances(bias);
+            }
             if let Some(bias) = &options.bias {
                 self.combine(bias, |score, bias| score + bias);
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`SimdTask::run`].
+    #[inline(always)]
+    unsafe fn add_distances(&self, bias: &DistanceBias) {
+        let (rows, keys) = (self.rows.len(), &self.keys);
+        for (r, &row) in self.rows.iter().enumerate() {
+            let (origin, biases) = (bias.origin(&self.inputs.dims, row), bias.of_row(row));
+            // The keys that have entries.
+            let first = keys.start.max(usize::try_from(-origin).unwrap_or(0)).min(keys.end);
+            let end = keys.end.min(usize::try_from(bias.len as i64 - origin).unwrap_or(0)).max(first);
+            let biases = &biases[(origin + first as i64).clamp(0, bias.len as i64) as usize..];
+            // SAFETY: as this method's contract; the keys lie within those of the scores.
+            unsafe {
+                let to = self.scores.add((first - keys.start) * rows + r);
+                // A length that the compiler knows lets it use vectors.
+                if rows == 1 {
+                    (0..end - first).for_each(|key| *to.add(key) += biases[key]);
+                    continue;
+                }
+                (0..end - first).for_each(|key| *to.add(key * rows) += biases[key]);
             }
         }
     }

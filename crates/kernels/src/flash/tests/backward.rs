@@ -13,7 +13,7 @@ fn backward<E: Element + Into<f32>>(case: &Case, data: &Data<E>, tier: Tier, fac
     let problem = BackwardProblem { forward, context: &context, stats: &stats, context_grad, lse_grad };
     let everything = case.everything;
     let bias = everything.then_some([1, 1, t_q, case.dims.t_kv]);
-    let wanted = Wanted { q: true, k: true, v: true, bias, slopes: everything, sinks: everything };
+    let wanted = Wanted { q: true, k: true, v: true, bias, distances: false, slopes: everything, sinks: everything };
     attend_backward(&problem, tier, wanted).expect("a few rows")
 }
 
@@ -63,7 +63,7 @@ fn central_differences<E: Element + Into<f32>>(case: &Case, factors: &Factors<E>
 
 /// The largest difference over the largest gradient, for each tensor.
 fn differences<E: Element + Into<f32>>(case: &Case, tier: Tier, factors: &Factors<E>, expected: &Expected) -> [f64; 6] {
-    let Gradients { q, k, v, bias, slopes, sinks } = backward(case, &case.data::<E>(), tier, factors);
+    let Gradients { q, k, v, bias, slopes, sinks, .. } = backward(case, &case.data::<E>(), tier, factors);
     let wide = |numbers: Option<Vec<E>>| numbers.expect("wanted").into_iter().map(|x| f64::from(x.into())).collect();
     let of_f32 = |numbers: Option<Vec<f32>>| numbers.unwrap_or_default().into_iter().map(f64::from).collect();
     let gradients: [Vec<f64>; 6] = [wide(q), wide(k), wide(v), of_f32(bias), of_f32(slopes), of_f32(sinks)];

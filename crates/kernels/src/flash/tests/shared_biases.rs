@@ -44,7 +44,7 @@ fn gradients<E: Element + Into<f32>>(
     let factors = numbers(context.len(), 7);
     let context_grad = rows(&factors, h, t_q, d_v);
     let problem = BackwardProblem { forward, context: &context, stats: &stats, context_grad, lse_grad: None };
-    let wanted = Wanted { q: true, k: true, v: true, bias: Some(shape), slopes: true, sinks: true };
+    let wanted = Wanted { q: true, k: true, v: true, bias: Some(shape), distances: false, slopes: true, sinks: true };
     let run = || {
         let found = attend_backward(&problem, tier, wanted).expect("a few rows");
         let wide = |gradient: Option<Vec<E>>| gradient.expect("wanted").into_iter().map(Into::into);
