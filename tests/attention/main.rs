@@ -26,6 +26,7 @@ mod recipe;
 use attention_oracle::{array, attention as oracle};
 
 mod calls;
+mod distance_bias;
 mod dropout;
 mod gradients;
 mod isolation;

@@ -86,6 +86,11 @@ impl RingAttention {
         let [q, k, v] = qkv;
         if size > 1 {
             expect_untracked("ring_attention", &[k, v])?;
+            if self.options.has_distance_bias() {
+                bail!(
+                    "[ring_attention] the options have a distance bias, which is of one process's keys, expected none"
+                )
+            }
         }
         let mut runs: Vec<_> = order.runs(rank).into_iter().map(|queries| Run { queries, attended: None }).collect();
         let mut held = [k.clone(), v.clone()];

@@ -3,11 +3,11 @@
 use std::fmt;
 use std::ops::Range;
 
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{D, DType, Device, Result, Tensor, bail};
 use macro_rules_attribute::apply;
 
 use super::validate::{Call, Dims};
-use super::{HeadGroups, cuda, metal};
+use super::{HeadGroups, PackedSequences, cuda, metal};
 use crate::base::options;
 use crate::init::TorchSeed;
 use crate::mask::EmptyRows;
@@ -40,6 +40,7 @@ pub struct SdpaOptions {
     #[methods(with)]
     pub(crate) softcap: Option<f64>,
     pub(crate) alibi_slopes: Option<Tensor>,
+    pub(crate) distance_bias: Option<Tensor>,
     pub(crate) sinks: Option<Tensor>,
     pub(crate) dropout: f64,
     pub(crate) train: bool,
@@ -70,6 +71,33 @@ impl SdpaOptions {
         Self { alibi_slopes: Some(slopes.clone()), ..self }
     }
 
+    /// Adds a number for each head and distance of query and key to the scores (T5 and its kin): entry `T_q - 1 + j - i`
+    /// of `biases` (H, T_q + T_kv - 1) to the score of query i and key j, or of (B, H, T_q + T_kv - 1) for each sequence
+    /// by itself. The entries of a head are the diagonals of its scores, and no tensor (T_q, T_kv) is made of them on a
+    /// CPU. Differentiable.
+    ///
+    /// Of packed sequences, T_q and T_kv are those of the longest, and i and j count in each sequence.
+    ///
+    /// ```
+    /// use candle_attention::{AttentionMask, SdpaOptions, scaled_dot_product_attention};
+    /// use candle_core::{Device, Tensor};
+    /// # fn main() -> candle_core::Result<()> {
+    /// let q = Tensor::randn(0f32, 1., (2, 4, 5, 64), &Device::Cpu)?;
+    /// let kv = Tensor::randn(0f32, 1., (2, 4, 7, 64), &Device::Cpu)?;
+    /// let options = SdpaOptions::default().with_distance_bias(&Tensor::randn(0f32, 1., (4, 5 + 7 - 1), &Device::Cpu)?);
+    /// let y = scaled_dot_product_attention(&q, &kv, &kv, &AttentionMask::none(), &options)?;
+    /// # assert_eq!(y.dims(), [2, 4, 5, 64]);
+    /// # Ok(()) }
+    /// ```
+    pub fn with_distance_bias(self, biases: &Tensor) -> Self {
+        Self { distance_bias: Some(biases.clone()), ..self }
+    }
+
+    /// Whether scores get a bias by distance.
+    pub fn has_distance_bias(&self) -> bool {
+        self.distance_bias.is_some()
+    }
+
     /// Attention sinks: a logit for each query head (H,) that joins the softmax and takes weight, but has no value
     /// (gpt-oss; Xiao et al., <https://arxiv.org/abs/2309.17453>). The weights of a query then sum to less than one.
     pub fn with_sinks(self, sinks: &Tensor) -> Self {
@@ -87,7 +115,19 @@ impl SdpaOptions {
         for by_head in [&mut own.alibi_slopes, &mut own.sinks].into_iter().flatten() {
             *by_head = by_head.narrow(0, heads.start, heads.len())?;
         }
+        if let Some(biases) = &mut own.distance_bias {
+            *biases = biases.narrow(D::Minus2, heads.start, heads.len())?;
+        }
         Ok(own)
+    }
+
+    /// Those of one of several packed sequences: its part of a distance bias.
+    pub(super) fn of_sequence(&self, sequences: &PackedSequences, s: usize) -> Result<Self> {
+        let (t_q, t_kv) = (sequences.queries(s).len(), sequences.keys(s).len());
+        let part = |biases: &Tensor| {
+            biases.narrow(D::Minus1, sequences.longest_queries() - t_q, (t_q + t_kv).saturating_sub(1))
+        };
+        Ok(Self { distance_bias: self.distance_bias.as_ref().map(part).transpose()?, ..self.clone() })
     }
 
     /// Whether a seed says which weights are dropped. It counts all heads of a call, which are not to be taken apart.
@@ -188,7 +228,8 @@ pub(super) fn choose(call: &Call, wanted: Wanted) -> Result<Choice> {
 /// Whether an input of the call is tracked.
 pub(super) fn tracks_gradients(call: &Call) -> bool {
     let Call { q, k, v, options, .. } = call;
-    let tensors = [Some(q), Some(k), Some(v), options.alibi_slopes.as_ref(), options.sinks.as_ref()];
+    let SdpaOptions { alibi_slopes, distance_bias, sinks, .. } = options;
+    let tensors = [Some(q), Some(k), Some(v), alibi_slopes.as_ref(), distance_bias.as_ref(), sinks.as_ref()];
     tensors.into_iter().flatten().any(Tensor::track_op) || call.mask.tracks_gradients()
 }
 
@@ -225,6 +266,9 @@ pub(super) fn obstacle_of_every_gpu(call: &Call, wanted: Wanted, dtypes: &[DType
     }
     if call.options.sinks.is_some() {
         return Some("has no sinks".into());
+    }
+    if call.options.distance_bias.is_some() {
+        return Some("takes no bias by distance".into());
     }
     if let Some(kind) = call.mask.tensor_kind() {
         return Some(format!("takes no {kind} tensor"));

@@ -37,7 +37,8 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences) -> Result<Attend
         }
         let mask = packed.mask.of_sequence(s, sequences.len(), queries.len(), keys.len());
         let [q, k, v] = sequences.narrow(s, [&packed.q, &packed.k, &packed.v])?;
-        let call = Call::new(packed.op, [&q, &k, &v], &mask, packed.options)?;
+        let options = packed.options.of_sequence(sequences, s)?;
+        let call = Call::new(packed.op, [&q, &k, &v], &mask, &options)?;
         let own = attend_batch(&Call {
             output_order: packed.output_order,
             first_row_and_key: [queries.start, keys.start],
@@ -101,6 +102,9 @@ fn attend_batch(call: &Call) -> Result<Attended> {
     if let Some(slopes) = &call.options.alibi_slopes {
         scores = scores.broadcast_sub(&alibi_penalty(call, &slopes.to_dtype(dtype)?)?)?;
     }
+    if let Some(biases) = &call.options.distance_bias {
+        scores = scores.broadcast_add(&by_diagonal(&biases.to_dtype(dtype)?, [t_q, t_kv])?)?;
+    }
     if let Some(bias) = bias {
         scores = scores.broadcast_add(&bias)?;
     }
@@ -147,6 +151,15 @@ fn alibi_penalty(call: &Call, slopes: &Tensor) -> Result<Tensor> {
     let keys = Tensor::arange(0, t_kv as i64, slopes.device())?.to_dtype(slopes.dtype())?.reshape((1, t_kv))?;
     let distance = queries.broadcast_sub(&keys)?.abs()?;
     slopes.reshape((1, h, 1, 1))?.broadcast_mul(&distance)
+}
+
+/// Biases (.., H, T_q + T_kv - 1) as a tensor of the scores, (.., H, T_q, T_kv).
+fn by_diagonal(biases: &Tensor, [t_q, t_kv]: [usize; 2]) -> Result<Tensor> {
+    let entries = (0..t_q).flat_map(|i| (0..t_kv).map(move |j| (t_q - 1 + j - i) as u32));
+    let entries = Tensor::from_iter(entries, biases.device())?;
+    let mut shape = biases.dims().to_vec();
+    shape.truncate(biases.rank() - 1);
+    biases.contiguous()?.index_select(&entries, biases.rank() - 1)?.reshape([shape, vec![t_q, t_kv]].concat())
 }
 
 /// Dropout that is to happen.

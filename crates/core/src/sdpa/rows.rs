@@ -17,6 +17,8 @@ pub(super) struct RowRanges {
     /// The key position at which a query stands, which ALiBi counts from; empty without ALiBi. It may lie outside of
     /// the query's own sequence.
     pub positions: Vec<i64>,
+    /// The entry of a distance bias that is of key 0; empty without such a bias.
+    pub origins: Vec<i64>,
 }
 
 impl RowRanges {
@@ -38,7 +40,9 @@ impl RowRanges {
         }
         keys.extend((0..b * t_q).map(|row| ranges.kv_range(row / t_q, row % t_q)));
         let positions = if call.options.alibi_slopes.is_some() { ranges.positions(b)? } else { Vec::new() };
-        Ok(Self { keys, positions })
+        let diagonals = if call.options.distance_bias.is_some() { b * t_q } else { 0 };
+        let origins = (0..diagonals).map(|row| (t_q - 1 - row % t_q) as i64).collect();
+        Ok(Self { keys, positions, origins })
     }
 
     fn of_sequences(call: &Call, sequences: &PackedSequences) -> Result<Self> {
@@ -46,12 +50,16 @@ impl RowRanges {
         if !fits_in_memory(&[total, size_of::<Range<usize>>() + size_of::<i64>()]) {
             bail!("[packed_sequences] the ranges of {total} queries do not fit in memory")
         }
-        let mut rows = Self { keys: Vec::with_capacity(total), positions: Vec::new() };
+        let mut rows = Self { keys: Vec::with_capacity(total), ..Self::default() };
+        let last_query = sequences.longest_queries() as i64 - 1;
         for s in 0..n {
             let (t_q, keys) = (sequences.queries(s).len(), sequences.keys(s));
             let ranges = call.mask.of_sequence(s, n, t_q, keys.len()).resolve(1, t_q, keys.len())?;
             let first = keys.start;
             rows.keys.extend((0..t_q).map(|i| ranges.kv_range(0, i)).map(|own| first + own.start..first + own.end));
+            if call.options.distance_bias.is_some() {
+                rows.origins.extend((0..t_q).map(|i| last_query - i as i64 - first as i64));
+            }
             if call.options.alibi_slopes.is_some() {
                 let first = i64::try_from(first).unwrap_or(i64::MAX);
                 rows.positions.extend(ranges.positions(1)?.into_iter().map(|position| position.saturating_add(first)));
@@ -174,16 +182,16 @@ mod tests {
 
     #[test]
     fn ranges_are_those_of_each_sequence_moved_to_its_keys() -> Result<()> {
-        let RowRanges { keys, positions } = packed_rows(&AttentionMask::none())?;
+        let RowRanges { keys, positions, .. } = packed_rows(&AttentionMask::none())?;
         assert_eq!(keys, [0..4, 0..4, 7..7, 7..9, 7..9, 7..9]);
         // The last query of a sequence stands at its last key.
         assert_eq!(positions, [2, 3, 6, 6, 7, 8]);
 
-        let RowRanges { keys, positions } = packed_rows(&AttentionMask::causal())?;
+        let RowRanges { keys, positions, .. } = packed_rows(&AttentionMask::causal())?;
         assert_eq!(keys, [0..3, 0..4, 7..7, 7..7, 7..8, 7..9]);
         assert_eq!(positions, [2, 3, 6, 6, 7, 8]);
 
-        let RowRanges { keys, positions } = packed_rows(&AttentionMask::causal_upper_left())?;
+        let RowRanges { keys, positions, .. } = packed_rows(&AttentionMask::causal_upper_left())?;
         assert_eq!(keys, [0..1, 0..2, 7..7, 7..8, 7..9, 7..9]);
         assert_eq!(positions, [0, 1, 7, 7, 8, 9]);
         Ok(())

@@ -72,6 +72,7 @@ impl<'a> Call<'a> {
     fn with_addressable_scores(self) -> Result<Self> {
         let (b, h, t_q, t_kv) = self.score_dims();
         check_addressable(self.op, [&self.q, &self.k, &self.v], &[[b, h, t_q, t_kv]])?;
+        self.check_distance_bias(b, [t_q, t_kv])?;
         Ok(self)
     }
 
@@ -106,6 +107,7 @@ impl<'a> Call<'a> {
             // No sequence resolves the mask, which may be wrong all the same.
             mask.resolve(0, 0, 0)?;
         }
+        call.check_distance_bias(1, [sequences.longest_queries(), sequences.longest_keys()])?;
         Ok(Self { sequences: Some(sequences), output_order: OutputOrder::Bthd, ..call })
     }
 
@@ -180,6 +182,28 @@ impl<'a> Call<'a> {
         self.options.scale.unwrap_or(1.0 / (self.dims.d as f64).sqrt())
     }
 
+    /// For `b` sequences of at most so many queries and keys.
+    fn check_distance_bias(&self, b: usize, [t_q, t_kv]: [usize; 2]) -> Result<()> {
+        let Some(biases) = &self.options.distance_bias else { return Ok(()) };
+        let (op, h, distances) = (self.op, self.dims.h, (t_q + t_kv).saturating_sub(1));
+        if biases.dims() != [h, distances] && biases.dims() != [b, h, distances] {
+            bail!(
+                "[{op}] distance_bias has shape {:?}, expected (H, T_q + T_kv - 1) = {:?}, or one for each of {b} \
+                 sequences",
+                biases.dims(),
+                [h, distances]
+            )
+        }
+        self.check_float("distance_bias", biases)
+    }
+
+    fn check_float(&self, name: &str, tensor: &Tensor) -> Result<()> {
+        if !FLOATS.contains(&tensor.dtype()) {
+            bail!("[{}] {name} has dtype {:?}, expected a float", self.op, tensor.dtype())
+        }
+        self.check_device(name, tensor)
+    }
+
     fn check_options(&self) -> Result<()> {
         let (op, options) = (self.op, self.options);
         // What the scores are computed in has to hold the factors as well, and one over the softcap.
@@ -204,10 +228,7 @@ impl<'a> Call<'a> {
                     self.dims.h
                 )
             }
-            if !FLOATS.contains(&tensor.dtype()) {
-                bail!("[{op}] {name} has dtype {:?}, expected a float", tensor.dtype())
-            }
-            self.check_device(name, tensor)?;
+            self.check_float(name, tensor)?;
         }
         Ok(())
     }

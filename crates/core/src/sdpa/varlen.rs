@@ -177,6 +177,16 @@ impl PackedSequences {
         Ok([of(q, &queries)?, of(k, &keys)?, of(v, &keys)?])
     }
 
+    /// The most queries of a sequence.
+    pub(crate) fn longest_queries(&self) -> usize {
+        longest(&self.cu_seqlens_q)
+    }
+
+    /// The most keys of a sequence.
+    pub(crate) fn longest_keys(&self) -> usize {
+        longest(&self.cu_seqlens_kv)
+    }
+
     /// The queries of all sequences.
     pub fn total_queries(&self) -> usize {
         self.cu_seqlens_q.last().copied().unwrap_or(0)
@@ -235,6 +245,10 @@ fn read(name: &str, cu_seqlens: &Tensor) -> Result<Vec<usize>> {
         Err(_) => bail!("[packed_sequences] entry {i} of {name} is {entry}, expected zero or more"),
     };
     entries.into_iter().enumerate().map(non_negative).collect()
+}
+
+fn longest(cu_seqlens: &[usize]) -> usize {
+    cu_seqlens.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or(0)
 }
 
 fn range(cu_seqlens: &[usize], s: usize) -> Range<usize> {

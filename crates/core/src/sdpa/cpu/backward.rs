@@ -77,7 +77,7 @@ impl Flash {
             };
             flash::attend_backward(&problem, self.tier, wanted).map_err(|error| self.error(error))
         })?;
-        let Gradients { q, k, v, bias, slopes, sinks } = gradients;
+        let Gradients { q, k, v, bias, distances, slopes, sinks } = gradients;
         let device = operands[0].device();
         let tensor = |gradient: Option<Vec<E>>, h: usize, t: usize, width: usize| {
             gradient.map(|gradient| Tensor::from_vec(gradient, (b, h, t, width), device)).transpose()
@@ -86,7 +86,7 @@ impl Flash {
             q: tensor(q, h, t_q, d)?,
             k: tensor(k, h_kv, t_kv, d)?,
             v: tensor(v, h_kv, t_kv, d_v)?,
-            leaves: [bias, slopes, sinks].into_iter().flatten().flatten().collect(),
+            leaves: [bias, distances, slopes, sinks].into_iter().flatten().flatten().collect(),
         })
     }
 }
@@ -95,7 +95,7 @@ impl Flash {
 /// taken apart by Candle's own operations, which know the gradients of that.
 pub(super) struct JoinedFlash {
     flash: Flash,
-    /// Of biases, slopes and sinks.
+    /// Of biases, distance biases, slopes and sinks.
     wanted: Wanted,
 }
 
@@ -110,6 +110,7 @@ impl JoinedFlash {
         let bias = leaves.bias.as_ref().filter(|bias| bias.track_op());
         let wanted = Wanted {
             bias: bias.map(|bias| bias.dims4()).transpose()?.map(<[usize; 4]>::from),
+            distances: is_tracked(&leaves.distances),
             slopes: is_tracked(&leaves.slopes),
             sinks: is_tracked(&leaves.sinks),
             ..Default::default()

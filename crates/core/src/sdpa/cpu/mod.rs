@@ -14,7 +14,7 @@ use crate::base::rowwise::with_contiguous_rows;
 use crate::base::{executor, fits_in_memory};
 use backward::JoinedFlash;
 use candle_attention_kernels::flash::{
-    self, Alibi, Dims, Dropout, DropoutMask, KvRows, Problem, ScoreOptions, SoftmaxStats, Strided,
+    self, Alibi, Dims, DistanceBias, Dropout, DropoutMask, KvRows, Problem, ScoreOptions, SoftmaxStats, Strided,
 };
 use candle_attention_kernels::{Element, Tier};
 
@@ -112,6 +112,8 @@ impl DrawnDropout {
 struct Leaves {
     /// Broadcastable to (B, H, T_q, T_kv).
     bias: Option<Tensor>,
+    /// Rows of (B or 1, H).
+    distances: Option<Tensor>,
     /// (H,).
     slopes: Option<Tensor>,
     sinks: Option<Tensor>,
@@ -128,6 +130,10 @@ impl Leaves {
         };
         Ok(Self {
             bias: bias.map(narrowed).transpose()?,
+            distances: match floats(&call.options.distance_bias)? {
+                Some(biases) if biases.rank() == 2 => Some(biases.unsqueeze(0)?.contiguous()?),
+                biases => biases.map(|biases| biases.contiguous()).transpose()?,
+            },
             slopes: floats(&call.options.alibi_slopes)?,
             sinks: floats(&call.options.sinks)?,
         })
@@ -135,7 +141,10 @@ impl Leaves {
 
     /// Those that are tracked for gradients, in the order of the fields.
     fn tracked(&self) -> impl Iterator<Item = &Tensor> {
-        [&self.bias, &self.slopes, &self.sinks].into_iter().flatten().filter(|tensor| tensor.track_op())
+        [&self.bias, &self.distances, &self.slopes, &self.sinks]
+            .into_iter()
+            .flatten()
+            .filter(|tensor| tensor.track_op())
     }
 
     fn are_tracked(&self) -> bool {
@@ -157,6 +166,9 @@ struct Flash {
     slopes: Option<Vec<f32>>,
     sinks: Option<Vec<f32>>,
     dropout: Option<DrawnDropout>,
+    /// (B, T_q), where there are biases by distance.
+    origins: Vec<i64>,
+    distances: Option<Tensor>,
     /// Broadcastable to (B, H, T_q, T_kv).
     bias: Option<Tensor>,
     keep: Option<Tensor>,
@@ -185,6 +197,8 @@ impl Flash {
             slopes: numbers(&leaves.slopes)?,
             sinks: numbers(&leaves.sinks)?,
             dropout: DrawnDropout::draw(call)?,
+            origins: rows.origins,
+            distances: leaves.distances.as_ref().map(Tensor::detach),
             bias: leaves.bias.as_ref().map(Tensor::detach),
             keep: call.mask.explicit_keep(call.score_dims(), call.q.device())?,
             scales: call.scales.cloned(),
@@ -214,11 +228,18 @@ impl Flash {
         [k, v]: [KvRows<'a, E>; 2],
         run: impl FnOnce(&Problem<E>) -> Result<R>,
     ) -> Result<R> {
-        let (bias, keep) = (self.bias.as_ref().map(read), self.keep.as_ref().map(read));
+        let [distances, bias, keep] = [&self.distances, &self.bias, &self.keep].map(|tensor| tensor.as_ref().map(read));
+        let distance_bias = match &distances {
+            Some(biases) => {
+                Some(DistanceBias { rows: biases.strided()?, len: biases.layout.dims()[2], origins: &self.origins })
+            }
+            None => None,
+        };
         let scores = ScoreOptions {
             scale: self.scale,
             softcap: self.softcap,
             alibi: self.slopes.as_ref().map(|slopes| Alibi { slopes, positions: &self.positions }),
+            distance_bias,
             bias: bias.as_ref().map(Read::strided).transpose()?,
             keep: keep.as_ref().map(Read::strided).transpose()?,
             sinks: self.sinks.as_deref(),
