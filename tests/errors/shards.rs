@@ -56,6 +56,10 @@ pub const CASES: &[Case] = cases! {
         load(&config().with_qk_norm(norm), 3, None)?.forward(&zeros((1, 2, 12)))
     },
     "unequal shares of a relative bias" => load(&config().with_relative_bias(RelativeBiasConfig::new(true)), 4, None),
+    "shares of a relative bias that key heads make unequal" => {
+        let cfg = Config::new(12, 12).with_num_kv_heads(4).with_relative_bias(RelativeBiasConfig::new(true));
+        load(&cfg, 3, None)
+    },
     "a rank past the last" => HeadShard::new(2, 2),
     "no processes" => HeadShard::new(0, 0),
     "a relative bias of other heads" => {

@@ -7,9 +7,9 @@ use candle_nn::var_builder::Shard;
 
 /// The heads of one process of several that compute a layer together: the share of `rank` of `world_size`.
 ///
-/// Query heads are divided in their order, as evenly as can be, and each process holds the key heads that its query
-/// heads read: a copy of one that others read too. Where key heads can be divided so that no process has more query
-/// heads than with an even division, none is held twice for nothing.
+/// Key heads are divided in their order, as evenly as can be, each with all query heads that read it: nine query heads
+/// over three key heads are six and three in two processes. Where there are more processes than key heads, several hold
+/// a copy of one key head, and its query heads are divided among them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct HeadShard {
     rank: usize,
@@ -53,14 +53,14 @@ impl HeadShard {
     #[doc(hidden)]
     pub fn shares(&self, h: usize, h_kv: usize) -> (Share, Share) {
         let (n, group) = (self.world_size, h / h_kv);
-        let by_group = |rank| queries_by_group(rank, n, h_kv, group);
-        let queries = if (0..n).all(|rank| by_group(rank).len() <= h.div_ceil(n)) {
-            by_group(self.rank)
-        } else {
-            self.part_of(h)
-        };
-        let keys = queries.start / group..queries.end.div_ceil(group);
-        (Share::new(queries, h), Share::new(keys, h_kv))
+        if n <= h_kv {
+            let keys = self.part_of(h_kv);
+            return (Share::new(keys.start * group..keys.end * group, h), Share::new(keys, h_kv));
+        }
+        let key = self.rank * h_kv / n;
+        let readers = part(key, n, h_kv);
+        let own = part(self.rank - readers.start, group, readers.len());
+        (Share::new(key * group + own.start..key * group + own.end, h), Share::new(key..key + 1, h_kv))
     }
 
     /// Of its key heads those that no process before this one has.
@@ -75,19 +75,6 @@ impl HeadShard {
 /// The entries of `len` that belong to part `i` of `of`.
 fn part(i: usize, len: usize, of: usize) -> Range<usize> {
     (i * len).div_ceil(of)..((i + 1) * len).div_ceil(of)
-}
-
-/// The query heads of a process where each has whole groups, or heads of one group only, of which it has a part.
-fn queries_by_group(rank: usize, n: usize, h_kv: usize, group: usize) -> Range<usize> {
-    if n <= h_kv {
-        let keys = part(rank, h_kv, n);
-        return keys.start * group..keys.end * group;
-    }
-    let key = rank * h_kv / n;
-    // The processes that read this key head.
-    let readers = part(key, n, h_kv);
-    let own = part(rank - readers.start, group, readers.len());
-    key * group + own.start..key * group + own.end
 }
 
 /// The units `start..end` of the `of` equal ones, each a head or several, that a dimension is divided into.

@@ -14,7 +14,6 @@ use crate::base::{Options, number, options};
 use crate::gate::OutputGate;
 use crate::norm::{ContextNorm, QkNorm, QkNormScope};
 use crate::position::{AlibiConfig, ContentPositions, QueryScaling, RelativeBiasConfig, RopeConfig};
-use crate::sdpa::HeadGroups;
 
 const OP: &str = "multi_head_attention";
 
@@ -46,8 +45,6 @@ pub struct MultiHeadAttentionConfig {
     #[check(number::size)]
     #[methods(with)]
     num_kv_heads: Option<usize>,
-    // Those of a process whose heads are not whole groups.
-    head_groups: Option<HeadGroups>,
     /// D, the width of one query and key head; `out_dim / num_heads` unless given.
     #[check(number::size)]
     #[methods(with)]
@@ -179,11 +176,6 @@ impl MultiHeadAttentionConfig {
         Self { num_heads, num_kv_heads: Some(num_kv_heads), ..self }
     }
 
-    /// Which key head a query head reads, where a part of a layer has not as many for each.
-    pub(crate) fn with_head_groups(self, head_groups: Option<HeadGroups>) -> Self {
-        Self { head_groups, ..self }
-    }
-
     /// Biases on all four projections.
     pub fn with_bias(self, bias: bool) -> Self {
         self.with_qkv_bias(bias).with_out_bias(bias)
@@ -199,11 +191,6 @@ impl MultiHeadAttentionConfig {
     /// many on either side.
     pub fn with_band(self, left: usize, right: usize) -> Self {
         Self { band: Some((left, right)), ..self }
-    }
-
-    /// Which key head a query head reads, if not `h / (H / H_kv)`.
-    pub(crate) fn head_groups(&self) -> Option<HeadGroups> {
-        self.head_groups
     }
 
     /// Whether the query, key and value projections have biases.

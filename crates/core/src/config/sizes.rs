@@ -44,10 +44,8 @@ impl MultiHeadAttentionConfig {
     /// That heads divide into groups, and that widths are those of the heads together.
     pub(super) fn validate_sizes(&self) -> Result<()> {
         let (h, h_kv) = (self.num_heads, self.num_kv_heads());
-        match self.head_groups {
-            Some(groups) => groups.check(OP, h, h_kv)?,
-            None if h.is_multiple_of(h_kv) => {}
-            None => bail!("[{OP}] num_kv_heads is {h_kv}, which does not divide num_heads {h}"),
+        if !h.is_multiple_of(h_kv) {
+            bail!("[{OP}] num_kv_heads is {h_kv}, which does not divide num_heads {h}")
         }
         for (name, width) in [("head_dim", self.head_dim()), ("value_head_dim", self.value_head_dim())] {
             if h.saturating_mul(width) > u32::MAX as usize {

@@ -64,15 +64,13 @@ impl ByHeads {
     fn blocks(&self, q: &Tensor, options: &SdpaOptions) -> Result<Vec<Range<usize>>> {
         let (h, h_kv) = (q.dim(1)?, self.k.dim(1)?);
         let numbers = self.terms.numbers_of_head()?.saturating_mul(h / h_kv).max(1);
-        let in_one = options.drops_by_seed() || options.groups.is_some();
-        let size = if in_one { h_kv } else { (MOST / numbers).clamp(1, h_kv) };
+        let size = if options.drops_by_seed() { h_kv } else { (MOST / numbers).clamp(1, h_kv) };
         Ok((0..h_kv).step_by(size).map(|start| start..h_kv.min(start + size)).collect())
     }
 
     fn part(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, keys: Range<usize>) -> Result<Part> {
         let (h, h_kv) = (q.dim(1)?, self.k.dim(1)?);
-        // Groups that are not all as large are not taken apart.
-        let heads = if keys.len() == h_kv { 0..h } else { keys.start * (h / h_kv)..keys.end * (h / h_kv) };
+        let heads = keys.start * (h / h_kv)..keys.end * (h / h_kv);
         let of_keys = |tensor: &Tensor| tensor.narrow(1, keys.start, keys.len());
         let mask = mask.of_heads(heads.clone(), h)?;
         Ok(Part {

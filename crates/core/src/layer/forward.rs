@@ -225,7 +225,6 @@ impl MultiHeadAttention {
         };
         options.softcap = self.config.softcap();
         options.sinks = self.sinks.clone();
-        options.groups = self.config.head_groups();
         if let Some(Alibi::Distances(slopes)) = &self.alibi {
             options.alibi_slopes = Some(slopes.clone());
         }

@@ -6,14 +6,13 @@ use crate::base::HeadShard;
 use crate::config::MultiHeadAttentionConfig;
 use crate::norm::{QkNorm, QkNormKind, QkNormScope};
 use crate::position::AlibiConfig;
-use crate::sdpa::HeadGroups;
 
 impl HeadShard {
     /// The config of a process's own layer.
     ///
     /// # Errors
     /// For more processes than query heads, for layer norms and norms of the context, which span all heads, and for
-    /// unequal shares of a relative bias.
+    /// unequal shares of a relative bias, whose heads are divided without the key heads.
     #[doc(hidden)]
     pub fn config(&self, cfg: &MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig> {
         let (h, h_kv, n) = (cfg.num_heads(), cfg.num_kv_heads(), self.world_size());
@@ -30,8 +29,11 @@ impl HeadShard {
                  mean square"
             )
         }
-        if cfg.relative_bias().is_some() && !h.is_multiple_of(n) {
-            bail!("[multi_head_attention] a world size of {n} does not divide the {h} heads of a relative bias equally")
+        if cfg.relative_bias().is_some() && self.all().any(|shard| shard.shares(h, h_kv).0.range(h).len() * n != h) {
+            bail!(
+                "[multi_head_attention] a world size of {n} does not divide the {h} heads of a relative bias equally, \
+                 with {h_kv} key heads"
+            )
         }
         let (queries, keys) = self.shares(h, h_kv);
         let (queries, keys) = (queries.range(h), keys.range(h_kv));
@@ -46,10 +48,7 @@ impl HeadShard {
         if let Some(alibi) = cfg.alibi().filter(|&alibi| *alibi != AlibiConfig::Falcon) {
             own = own.with_alibi(AlibiConfig::Slopes(alibi.slopes(h)?[queries.clone()].to_vec()));
         }
-        let (size, skipped) = (h / h_kv, queries.start % (h / h_kv));
-        let is_alike = keys.len() == 1 || (skipped == 0 && queries.len().is_multiple_of(size));
-        let groups = (!is_alike).then_some(HeadGroups { size, skipped });
-        Ok(own.with_heads(queries.len(), keys.len()).with_head_groups(groups))
+        Ok(own.with_heads(queries.len(), keys.len()))
     }
 }
 
@@ -72,13 +71,9 @@ mod tests {
                     next = queries.end;
                     own.validate()?;
                     for (n, query) in queries.clone().enumerate() {
-                        let local = match own.head_groups() {
-                            Some(groups) => (n + groups.skipped) / groups.size,
-                            None => n * keys.len() / queries.len(),
-                        };
+                        let local = n * keys.len() / queries.len();
                         assert_eq!(keys.start + local, query * h_kv / h, "query head {query}");
                     }
-                    assert!(queries.len() <= h.div_ceil(world_size), "{h}, {h_kv}, {rank} of {world_size}");
                     assert_eq!(keys.end - 1, (queries.end - 1) * h_kv / h);
                 }
                 assert_eq!(next, h);

@@ -15,7 +15,6 @@ pub use windows::Windows;
 
 pub(crate) use constraint::Placement;
 pub(crate) use ranges::RebaseDims;
-pub(crate) use tensors::readable;
 
 use std::sync::Arc;
 

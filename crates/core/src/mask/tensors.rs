@@ -204,7 +204,7 @@ pub(super) fn fit(what: &str, tensor: &Tensor, dims: (usize, usize, usize, usize
 }
 
 /// A view of an empty buffer may begin past its end, where Candle's copies panic; what is empty is made anew.
-pub(crate) fn readable(tensor: &Tensor) -> Result<Tensor> {
+pub(super) fn readable(tensor: &Tensor) -> Result<Tensor> {
     if tensor.elem_count() > 0 {
         return Ok(tensor.clone());
     }

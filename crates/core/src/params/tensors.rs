@@ -215,9 +215,6 @@ fn fits(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> std::result::Re
             "one packed weight reads one input, but the config has input widths {}, {} and {}",
             q.1, k.1, v.1
         )),
-        Form::Packed(_, _, QkvOrder::ByHead) if cfg.head_groups().is_some() => {
-            Err("a weight packed by head has as many query heads for each key head".into())
-        }
         Form::Packed(..) if q_bias != k_bias || q_bias != v_bias => {
             Err("one packed bias covers q, k and v, but the config wants some of them only".into())
         }

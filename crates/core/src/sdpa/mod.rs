@@ -6,7 +6,6 @@
 
 mod cpu;
 mod cuda;
-mod groups;
 mod metal;
 mod plan;
 mod quantized;
@@ -20,7 +19,6 @@ pub use plan::{Backend, OutputOrder, Plan, SdpaOptions};
 pub use softmax::{masked_softmax, merge_attention};
 pub use varlen::{PackedSequences, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse};
 
-pub(crate) use groups::HeadGroups;
 pub(crate) use quantized::{QuantizedCall, QuantizedKv};
 pub(crate) use reference::{Dropout, dropout, weighted_values};
 pub(crate) use softmax::VisibleSoftmax;
@@ -31,7 +29,6 @@ use std::sync::Once;
 use candle_core::{Result, Tensor, bail};
 
 use crate::mask::AttentionMask;
-use groups::in_parts;
 use plan::{Choice, Wanted};
 use validate::Call;
 
@@ -94,16 +91,13 @@ pub fn scaled_dot_product_attention_with_weights(
     options: &SdpaOptions,
 ) -> Result<AttentionOutput> {
     let call = Call::new("scaled_dot_product_attention_with_weights", [q, k, v], mask, options)?;
-    let [context, weights] = in_parts(&call, |call| {
-        plan::choose(call, Wanted::Weights)?;
-        let attended = reference::attend(call)?;
-        let Some(weights) = attended.weights else {
-            bail!("[{}] expected queries and keys on CUDA, where Candle has no empty tensors", call.op)
-        };
-        Ok([attended.context, weights])
-    })?;
+    plan::choose(&call, Wanted::Weights)?;
+    let attended = reference::attend(&call)?;
+    let Some(weights) = attended.weights else {
+        bail!("[{}] expected queries and keys on CUDA, where Candle has no empty tensors", call.op)
+    };
     Ok(AttentionOutput {
-        context: call.in_rank_of_q(context)?,
+        context: call.in_rank_of_q(attended.context)?,
         weights: call.in_rank_of_q(weights.to_dtype(q.dtype())?)?,
     })
 }
@@ -130,29 +124,25 @@ pub fn scaled_dot_product_attention_with_lse(
 
 /// (B, H, T_q, D_v) in the call's order.
 fn context(call: &Call) -> Result<Tensor> {
-    let [context] = in_parts(call, |call| {
-        let reference = || Ok(reference::attend(call)?.context);
-        Ok([match plan::choose(call, Wanted::Context)? {
-            Choice::Reference { .. } => reference(),
-            Choice::Cpu(tier) => cpu::attend(call, tier),
-            Choice::FlashAttn(plan) => or_reference(call, cuda::attend(call, &plan, cuda::flash_attn), reference),
-            Choice::Metal(plan) => or_reference(call, metal::attend(call, &plan, metal::sdpa), reference),
-        }?])
-    })?;
-    Ok(context)
+    let reference = || Ok(reference::attend(call)?.context);
+    match plan::choose(call, Wanted::Context)? {
+        Choice::Reference { .. } => reference(),
+        Choice::Cpu(tier) => cpu::attend(call, tier),
+        Choice::FlashAttn(plan) => or_reference(call, cuda::attend(call, &plan, cuda::flash_attn), reference),
+        Choice::Metal(plan) => or_reference(call, metal::attend(call, &plan, metal::sdpa), reference),
+    }
 }
 
 /// The context, and the log-sum-exp (B, H, T_q).
 fn context_and_lse(call: &Call) -> Result<(Tensor, Tensor)> {
-    let both = in_parts(call, |call| match plan::choose(call, Wanted::LogSumExp)? {
+    match plan::choose(call, Wanted::LogSumExp)? {
         // The operations of GPUs have no log-sum-exp, and are not chosen for one.
         Choice::Reference { .. } | Choice::FlashAttn(_) | Choice::Metal(_) => {
             let attended = reference::attend(call)?;
-            Ok([attended.context, attended.lse])
+            Ok((attended.context, attended.lse))
         }
-        Choice::Cpu(tier) => cpu::attend_with_lse(call, tier).map(<[Tensor; 2]>::from),
-    })?;
-    Ok(both.into())
+        Choice::Cpu(tier) => cpu::attend_with_lse(call, tier),
+    }
 }
 
 /// What a GPU's fused operation gave; where it failed and another path was allowed, what the reference path gives.

@@ -7,7 +7,7 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use macro_rules_attribute::apply;
 
 use super::validate::{Call, Dims};
-use super::{HeadGroups, PackedSequences, cuda, metal};
+use super::{PackedSequences, cuda, metal};
 use crate::base::options;
 use crate::init::TorchSeed;
 use crate::mask::EmptyRows;
@@ -60,8 +60,6 @@ pub struct SdpaOptions {
     /// if the processor lacks it.
     #[methods(with)]
     pub(crate) cpu_tier: Option<Tier>,
-    // Which key head a query head reads, if not `h / (H / H_kv)`.
-    pub(crate) groups: Option<HeadGroups>,
 }
 
 impl SdpaOptions {

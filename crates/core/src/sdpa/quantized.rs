@@ -2,7 +2,6 @@
 
 use candle_core::{Device, Result, Tensor};
 
-use super::groups::in_parts;
 use super::plan::{Choice, Wanted, choose};
 use super::validate::Call;
 use super::{Plan, SdpaOptions, cpu};
@@ -48,8 +47,7 @@ impl<'a> QuantizedCall<'a> {
 
     /// The context (B, H, T_q, D_v).
     pub fn attend(&self) -> Result<Tensor> {
-        let [context] = in_parts(&self.call, |call| Ok([cpu::attend(call, self.tier)?]))?;
-        Ok(context)
+        cpu::attend(&self.call, self.tier)
     }
 
     pub fn plan(&self) -> Plan {

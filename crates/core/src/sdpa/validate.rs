@@ -3,7 +3,7 @@
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::quantized::QuantizedKv;
-use super::{HeadGroups, OutputOrder, PackedSequences, SdpaOptions};
+use super::{OutputOrder, PackedSequences, SdpaOptions};
 use crate::base::{FLOATS, accumulation_dtype, is_addressable, number};
 use crate::mask::AttentionMask;
 
@@ -120,7 +120,7 @@ impl<'a> Call<'a> {
     ) -> Result<Self> {
         let rank = qkv[0].rank();
         let [q, k, v] = with_batch(op, qkv)?;
-        let dims = dims(op, [&q, &k, &v], options.groups)?;
+        let dims = dims(op, [&q, &k, &v])?;
         let expanded = |tensor: Tensor| -> Result<Tensor> {
             let (b, h_kv, t, d) = tensor.dims4()?;
             if b == dims.b { Ok(tensor) } else { tensor.broadcast_as((dims.b, h_kv, t, d)) }
@@ -257,7 +257,7 @@ fn check_ranks(op: &str, qkv: [&Tensor; 3], rank: usize, shapes: [&str; 3]) -> R
     Ok(())
 }
 
-fn dims(op: &str, [q, k, v]: [&Tensor; 3], groups: Option<HeadGroups>) -> Result<Dims> {
+fn dims(op: &str, [q, k, v]: [&Tensor; 3]) -> Result<Dims> {
     let (b, h, t_q, d) = q.dims4()?;
     let (b_k, h_kv, t_kv, d_k) = k.dims4()?;
     let (b_v, h_v, t_v, d_v) = v.dims4()?;
@@ -271,10 +271,8 @@ fn dims(op: &str, [q, k, v]: [&Tensor; 3], groups: Option<HeadGroups>) -> Result
     if h == 0 || h_kv == 0 {
         bail!("[{op}] q has {h} heads and k has {h_kv}, expected at least one")
     }
-    match groups {
-        Some(groups) => groups.check(op, h, h_kv)?,
-        None if h.is_multiple_of(h_kv) => {}
-        None => bail!("[{op}] k has {h_kv} heads, which does not divide q's {h}"),
+    if !h.is_multiple_of(h_kv) {
+        bail!("[{op}] k has {h_kv} heads, which does not divide q's {h}")
     }
     if t_v != t_kv {
         bail!("[{op}] v has {t_v} positions, expected k's {t_kv}")
