@@ -48,8 +48,8 @@ pub use config::{KvSource, MultiHeadAttentionConfig};
 pub use gate::{GateActivation, GatePlace, GateScope, OutputGate};
 pub use init::TorchSeed;
 pub use layer::{
-    AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionFunction, AttentionInput, LayerOutput,
-    MultiHeadAttention, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, ProjectedMemory, SumFunction,
+    AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionInput, LayerOutput, MultiHeadAttention,
+    MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, ProjectedMemory, SumFunction,
 };
 pub use linear::{
     PackedGatedLinear, PackedLinear, ProjectionModule, ProjectionModules, ProjectionPlace, packed_linear,
@@ -66,7 +66,8 @@ pub use position::{
     RelativeEmbeddings, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, alibi_slopes,
 };
 pub use sdpa::{
-    AttentionOutput, Backend, OutputOrder, PackedSequences, Plan, SdpaOptions, masked_softmax, merge_attention, plan,
-    scaled_dot_product_attention, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse,
-    scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
+    AttentionFunction, AttentionOutput, Backend, OutputOrder, PackedSequences, Plan, SdpaOptions, masked_softmax,
+    merge_attention, plan, scaled_dot_product_attention, scaled_dot_product_attention_varlen,
+    scaled_dot_product_attention_varlen_with_lse, scaled_dot_product_attention_with_lse,
+    scaled_dot_product_attention_with_weights,
 };

@@ -12,7 +12,7 @@ use super::{AttentionCache, NewTokens};
 use crate::base::accumulation_dtype;
 use crate::mask::{AttentionMask, Placement, RebaseDims};
 use crate::sdpa::{
-    AttentionOutput, Plan, QuantizedCall, QuantizedKv, SdpaOptions, plan, scaled_dot_product_attention,
+    AttentionOutput, Keys, Plan, QuantizedCall, QuantizedKv, SdpaOptions, plan, scaled_dot_product_attention,
     scaled_dot_product_attention_with_weights,
 };
 
@@ -134,65 +134,6 @@ impl<'c> CachedCall<'c> {
         Ok(Self { new, dtype, detached, read, append, expansion: None, in_graph: Cell::new(false) })
     }
 
-    /// Attention from the call's queries (B, H, T_q, D) to all keys; the mask counts positions in the sequence.
-    pub fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Tensor> {
-        let (rows, mask) = self.whole(q, mask)?;
-        if let Some(kv) = self.quantized(&rows)?
-            && let Some(call) = QuantizedCall::new(&self.own_query(q), &kv, &mask, options)?
-        {
-            return call.attend();
-        }
-        let (k, v) = self.read(&rows)?;
-        let context = scaled_dot_product_attention(&self.query(q)?, &k, &v, &mask, options)?;
-        self.in_graph.set(context.track_op());
-        context.to_dtype(q.dtype())
-    }
-
-    /// [`attend`](Self::attend) that also returns the weights (B, H, T_q, T_kv) over the keys that the cache holds, in
-    /// one call over all of them.
-    pub fn attend_with_weights(
-        &self,
-        q: &Tensor,
-        mask: &AttentionMask,
-        options: &SdpaOptions,
-    ) -> Result<AttentionOutput> {
-        let (rows, mask) = self.whole(q, mask)?;
-        let (k, v) = self.read(&rows)?;
-        let AttentionOutput { context, weights } =
-            scaled_dot_product_attention_with_weights(&self.query(q)?, &k, &v, &mask, options)?;
-        self.in_graph.set(context.track_op());
-        Ok(AttentionOutput { context: context.to_dtype(q.dtype())?, weights: weights.to_dtype(q.dtype())? })
-    }
-
-    /// The path that [`attend`](Self::attend) takes, and why.
-    pub fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-        let (rows, mask) = self.whole(q, mask)?;
-        if let Some(kv) = self.quantized(&rows)?
-            && let Some(call) = QuantizedCall::new(&self.own_query(q), &kv, &mask, options)?
-        {
-            return Ok(call.plan());
-        }
-        let (k, v) = self.read(&rows)?;
-        plan(&self.query(q)?, &k, &v, &mask, options)
-    }
-
-    /// Makes the call's keys and values part of the cache, if it has any.
-    ///
-    /// Later calls write to the buffers of a cache in place. A graph that refers to them keeps them for its `backward`,
-    /// and the cache goes on with a copy.
-    ///
-    /// # Errors
-    /// For a copy that does not fit in memory.
-    pub fn commit(self) -> Result<()> {
-        let Some(Append { cache, kept: HeldKv { buffers, held } }) = self.append else { return Ok(()) };
-        let positions = cache.positions_with(Some(&self.new))?;
-        cache.buffers = Some(if self.in_graph.get() { buffers.copy()? } else { buffers });
-        cache.positions = positions;
-        cache.held = held;
-        cache.dtype = Some(self.dtype);
-        Ok(())
-    }
-
     /// Keys (B, H_kv, rows, D) and values (B, H_kv, rows, D_v): views, or of 8 bits as floats, or computed from these.
     pub(super) fn read(&self, rows: &Range<usize>) -> Result<(Tensor, Tensor)> {
         let (keys, values) = self.read.buffers.read(rows, self.float_dtype())?;
@@ -255,6 +196,61 @@ impl<'c> CachedCall<'c> {
             }
         };
         self.read.held.iter().enumerate().map(of_sequence).collect()
+    }
+}
+
+/// Masks count positions in the sequence.
+impl Keys for CachedCall<'_> {
+    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Tensor> {
+        let (rows, mask) = self.whole(q, mask)?;
+        if let Some(kv) = self.quantized(&rows)?
+            && let Some(call) = QuantizedCall::new(&self.own_query(q), &kv, &mask, options)?
+        {
+            return call.attend();
+        }
+        let (k, v) = self.read(&rows)?;
+        let context = scaled_dot_product_attention(&self.query(q)?, &k, &v, &mask, options)?;
+        self.in_graph.set(context.track_op());
+        context.to_dtype(q.dtype())
+    }
+
+    /// Over the keys that the cache holds, in one call over all of them.
+    fn attend_with_weights(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<AttentionOutput> {
+        let (rows, mask) = self.whole(q, mask)?;
+        let (k, v) = self.read(&rows)?;
+        let AttentionOutput { context, weights } =
+            scaled_dot_product_attention_with_weights(&self.query(q)?, &k, &v, &mask, options)?;
+        self.in_graph.set(context.track_op());
+        Ok(AttentionOutput { context: context.to_dtype(q.dtype())?, weights: weights.to_dtype(q.dtype())? })
+    }
+
+    fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
+        let (rows, mask) = self.whole(q, mask)?;
+        if let Some(kv) = self.quantized(&rows)?
+            && let Some(call) = QuantizedCall::new(&self.own_query(q), &kv, &mask, options)?
+        {
+            return Ok(call.plan());
+        }
+        let (k, v) = self.read(&rows)?;
+        plan(&self.query(q)?, &k, &v, &mask, options)
+    }
+
+    /// Makes the call's keys and values part of the cache, if it has any.
+    ///
+    /// Later calls write to the buffers of a cache in place. A graph that refers to them keeps them for its `backward`,
+    /// and the cache goes on with a copy.
+    ///
+    /// # Errors
+    /// For a copy that does not fit in memory.
+    fn commit(self: Box<Self>) -> Result<()> {
+        let Self { append, new, in_graph, dtype, .. } = *self;
+        let Some(Append { cache, kept: HeldKv { buffers, held } }) = append else { return Ok(()) };
+        let positions = cache.positions_with(Some(&new))?;
+        cache.buffers = Some(if in_graph.get() { buffers.copy()? } else { buffers });
+        cache.positions = positions;
+        cache.held = held;
+        cache.dtype = Some(dtype);
+        Ok(())
     }
 }
 

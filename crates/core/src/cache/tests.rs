@@ -6,7 +6,7 @@ use super::buffers::{dequantize, quantize};
 use super::{AttentionCache, AttentionCacheConfig, CachedCall, Padding};
 use crate::init::TorchSeed;
 use crate::mask::{AttentionMask, EmptyRows};
-use crate::sdpa::{Backend, SdpaOptions, scaled_dot_product_attention};
+use crate::sdpa::{Backend, Keys, SdpaOptions, scaled_dot_product_attention};
 use candle_attention_kernels::Tier;
 
 const B: usize = 2;
@@ -45,7 +45,7 @@ fn append(cache: &mut AttentionCache, t: usize, first: usize, padding: Padding) 
     // A mask that sees no key which a sliding cache has dropped.
     let rows = staged.whole(&k, &AttentionMask::causal().with_window(1))?.0;
     let views = staged.read(&rows)?;
-    staged.commit()?;
+    Box::new(staged).commit()?;
     Ok(views)
 }
 
@@ -266,8 +266,8 @@ fn eight_bits_give_the_numbers_of_their_floats() -> Result<()> {
             if n == 2 {
                 compare(&staged_q8, &staged, slides)?;
             }
-            staged_q8.commit()?;
-            staged.commit()?;
+            Box::new(staged_q8).commit()?;
+            Box::new(staged).commit()?;
         }
         assert_eq!(small.lens(), LENS);
     }

@@ -1,29 +1,16 @@
-//! A forward pass: check, project, normalise and rotate, mask, cache, attend, project.
+//! A forward pass: check, project, normalise and rotate, add the terms of the scores, attend, project.
 
 use candle_core::{Result, Tensor, bail};
 
-use super::by_heads::ByHeads;
-use super::call::{AttentionCall, CallKeys};
-use super::checks::{Inputs, Keys, NO_KEYS};
+use super::call::AttentionCall;
+use super::checks::{Inputs, NO_KEYS};
 use super::heads::{Projected, split_heads};
-use super::packed_bias::PackedBias;
+use super::input::KeysFrom;
 use super::{AttentionInput, LayerOutput, MultiHeadAttention};
 use crate::base::accumulation_dtype;
-use crate::cache::AttentionCache;
 use crate::mask::AttentionMask;
-use crate::position::{Alibi, AxisPositions, ContentTables, Positions, RopeConfig};
-use crate::sdpa::{AttentionOutput, PackedSequences, Plan, SdpaOptions};
-
-/// The positions of a call's tokens.
-pub(super) struct CallPositions {
-    pub queries: Positions,
-    /// Those of the call's own keys; `None` where they are the queries'.
-    pub keys: Option<Positions>,
-    /// Those of the calls before too; `None` where there are none.
-    pub cached: Option<Positions>,
-    /// Those by which queries and keys are rotated, where these are on several axes.
-    pub axes: Option<AxisPositions>,
-}
+use crate::position::{KeysByHeads, Scores, TermCall};
+use crate::sdpa::{Keys, OwnKeys, Plan, uncached};
 
 impl MultiHeadAttention {
     /// Self-attention under the layer's own mask: (B, T, E) gives (B, T, out_dim). Training is
@@ -41,10 +28,7 @@ impl MultiHeadAttention {
     /// For inputs whose shape, dtype or device does not fit the layer or each other, more positions than the context
     /// length, a mask that does not fit, and a cache that does not take the call's keys.
     pub fn forward_with<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
-        let call = self.call(input.into())?;
-        let ys = self.output(&call.attend()?, &call)?;
-        call.commit()?;
-        Ok(ys)
+        self.call(input.into())?.finish(|context, call| self.output(context, call))
     }
 
     /// [`forward_with`](Self::forward_with) that also returns the weights (B, H, T_q, T_kv), after dropout; (H, T_q,
@@ -53,11 +37,7 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn forward_with_weights<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<LayerOutput> {
-        let call = self.call(input.into())?;
-        let AttentionOutput { context, weights } = call.attend_with_weights()?;
-        let output = self.output(&context, &call)?;
-        call.commit()?;
-        Ok(LayerOutput { output, weights })
+        self.call(input.into())?.finish_with_weights(|context, call| self.output(context, call))
     }
 
     /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's projections
@@ -79,156 +59,62 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn plan(&self, input: &AttentionInput) -> Result<Plan> {
-        let mut cache = input.cache.as_deref().map(AttentionCache::fork).transpose()?;
-        self.call(input.with_other_cache(cache.as_mut()))?.plan()
+        input.with_forked_cache(|input| self.call(input)?.plan())
     }
 
     /// Everything before attention.
-    pub(super) fn call<'a>(&self, mut input: AttentionInput<'a>) -> Result<AttentionCall<'a>> {
+    pub(super) fn call<'a>(&self, input: AttentionInput<'a>) -> Result<AttentionCall<'a>> {
         let inputs = self.check(&input)?;
         let positions = self.positions(&input, &inputs)?;
-        let Projected { q, kv, gate } = self.project(&inputs, positions.as_ref())?;
-        // No context is computed for padding, and zero times what it holds is to be zero.
+        let Projected { q, kv, gate } = self.project(&input, &inputs, positions.as_ref())?;
+        let (k, v) = kv.map_or((None, None), |[k, v]| (Some(k), Some(v)));
+        let mut options = input.options(self.config.dropout()).with_scale(self.config.score_scale());
+        options.softcap = self.config.softcap();
+        options.sinks = self.sinks.clone();
+
+        let mut scores = Scores { q, k, mask: self.mask(&input, &inputs)?, options, by_heads: None };
+        let call = TermCall {
+            queries: positions.as_ref().map(|positions| &positions.queries),
+            keys: positions.as_ref().map(|positions| positions.all_keys()),
+            has_given_positions: input.positions.is_some() || input.key_positions.is_some(),
+            packed: input.packed,
+            projections: &self.projections,
+            others: input.others(),
+        };
+        self.terms().try_for_each(|term| term.add(&mut scores, &call))?;
+
+        let Scores { q, k, mask, options, by_heads } = scores;
+        let batched = input.queries.rank() == 3;
         let gate = match (gate, &inputs.new_tokens) {
+            // No context is computed for padding, and zero times what it holds is to be zero.
             (Some(gate), Some(new_tokens)) => Some(new_tokens.without_padding(gate)?),
             (gate, _) => gate,
         };
-        let scale = self.config.score_scale();
-        let (q, kv, terms) = match (&self.content, kv) {
-            (Some(ContentTables::Grid(grid)), Some((k, v))) => {
-                let [q, k] = grid.widen(&q, &k, scale)?;
-                (q, Some((k, v)), None)
-            }
-            (Some(ContentTables::Window(tables)), Some((k, v))) => {
-                let [q, k] = tables.scaled(q, k)?;
-                (q, Some((k, v)), None)
-            }
-            (Some(ContentTables::Distances(tables)), Some((k, v))) => {
-                let (q, terms) = tables.terms(&q, &k, scale, &self.projections)?;
-                (q, Some((k, v)), Some(terms))
-            }
-            (_, kv) => (q, kv, None),
-        };
-        let mask = self.mask(&input, &inputs, positions.as_ref())?;
-        let keys = match (kv, input.cache.take(), inputs.keys, inputs.new_tokens) {
-            (Some((k, v)), Some(cache), _, Some(new_tokens)) => {
-                CallKeys::Cached(cache.stage(new_tokens, &k, &v)?.into())
-            }
-            (Some((k, v)), ..) => match (input.packed, terms) {
-                (_, Some(terms)) => CallKeys::ByHeads(ByHeads { k, v, terms }),
-                (Some(sequences), None) => match &self.relative_bias {
-                    Some(bias) => CallKeys::PackedBias(PackedBias::new(k, v, sequences, bias)?),
-                    None => CallKeys::Packed { k, v, sequences },
-                },
-                (None, None) => CallKeys::Own { k, v },
+        let keys: Box<dyn Keys + 'a> = match (k, v, input.keys, inputs.new_tokens) {
+            (Some(k), Some(v), KeysFrom::Cache(cache), Some(new)) => Box::new(cache.stage(new, &k, &v)?),
+            (Some(k), Some(v), ..) => match by_heads {
+                Some(terms) => Box::new(KeysByHeads { k, v, terms }),
+                None => uncached(OwnKeys { k, v }, input.packed, input.function.map(|given| given.0)),
             },
-            (None, _, Keys::Earlier(cache), Some(new_tokens)) => {
+            (.., KeysFrom::EarlierLayer(cache), Some(new)) => {
                 let cfg = &self.config;
-                let sizes = [cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()];
-                CallKeys::Cached(cache.read(new_tokens, &q, sizes)?.into())
+                Box::new(cache.read(new, &q, [cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim()])?)
             }
-            (None, ..) => bail!("[multi_head_attention] {NO_KEYS}"),
+            _ => bail!("[multi_head_attention] {NO_KEYS}"),
         };
-        let batched = input.queries.rank() == 3;
-        let (options, function) = (self.options(&input), input.function);
-        Ok(AttentionCall { q, keys, mask, options, batched, residual: inputs.residual, gate, function })
+        Ok(AttentionCall { q, keys, mask, options, batched, residual: inputs.residual, gate })
     }
 
-    /// Whether scores get a bias that follows from positions.
-    fn adds_bias(&self) -> bool {
-        matches!(self.alibi, Some(Alibi::Falcon(_))) || self.relative_bias.is_some()
-    }
-
-    /// `None` for a layer that has no use for positions; their shape is checked all the same.
-    fn positions(&self, input: &AttentionInput, inputs: &Inputs) -> Result<Option<CallPositions>> {
-        let Inputs { b, t_q, t_kv, .. } = *inputs;
-        let new_tokens = inputs.new_tokens.as_ref();
-        let queries = if new_tokens.is_some() { None } else { input.given_positions((b, t_q))? };
-        let keys = input.key_positions.map(|given| Positions::from_tensor("key positions", given, b, t_kv));
-        let keys = keys.transpose()?;
-        if keys.is_some() && !input.is_cross() {
-            bail!("[multi_head_attention] key positions are given, but the keys are the queries")
-        }
-        let axes = self.axis_positions(input, b, t_q)?;
-        let adds_bias = self.adds_bias();
-        if self.rotary.is_none() && self.config.query_scaling().is_none() && !adds_bias {
-            return Ok(None);
-        }
-        let queries = match (queries, new_tokens) {
-            (None, Some(new_tokens)) => new_tokens.positions()?,
-            (Some(given), _) => given,
-            (None, None) => input.default_positions(PackedSequences::queries, t_q)?,
-        };
-        let or_default = || input.default_positions(PackedSequences::keys, t_kv);
-        let keys = input.is_cross().then(|| keys.map_or_else(or_default, Ok)).transpose()?;
-        let length = keys.iter().map(Positions::length).fold(queries.length(), usize::max);
-        if let Some(context_length) = self.config.context_length().filter(|&most| length > most) {
-            bail!("[multi_head_attention] position {} is not below the context length {context_length}", length - 1)
-        }
-        let cache = input.cache.as_deref().or(input.shared_cache).filter(|_| adds_bias);
-        // An earlier layer's has the call's tokens already.
-        let added = new_tokens.filter(|_| input.cache.is_some());
-        let cached = cache.map(|cache| cache.key_positions(added)).transpose()?;
-        Ok(Some(CallPositions { queries, keys, cached, axes }))
-    }
-
-    fn axis_positions(&self, input: &AttentionInput, b: usize, t: usize) -> Result<Option<AxisPositions>> {
-        let axes = self.config.rope().and_then(RopeConfig::axes);
-        match (axes, input.axis_positions) {
-            (None, None) => Ok(None),
-            (None, Some(_)) => {
-                bail!("[multi_head_attention] axis positions were given, but the config's rope has no axes")
-            }
-            (Some(_), Some(_)) if input.is_cross() => {
-                bail!("[multi_head_attention] axis positions were given beside keys, expected self-attention")
-            }
-            (Some(axes), Some(given)) => AxisPositions::from_tensor(given, axes.sections().len(), b, t).map(Some),
-            (Some(axes), None) if axes.is_axial() => bail!(
-                "[multi_head_attention] rotary positions are on {} axes, expected a call `with_axis_positions`",
-                axes.sections().len()
-            ),
-            (Some(_), None) => Ok(None),
-        }
-    }
-
-    /// The layer's own mask and the call's, and the biases that follow from positions.
-    fn mask(&self, input: &AttentionInput, inputs: &Inputs, at: Option<&CallPositions>) -> Result<AttentionMask> {
-        let mut mask = input.mask_with(&self.mask);
-        let (dtype, device) = (accumulation_dtype(self.projections.dtype()), self.projections.device());
+    /// The layer's own mask and the call's, over the keys that the layer appends too.
+    fn mask(&self, input: &AttentionInput, inputs: &Inputs) -> Result<AttentionMask> {
+        let mask = input.mask_with(&self.mask);
         let appended = self.config.appended_keys();
-        if appended > 0 {
-            let dims = (inputs.b, self.config.num_heads(), inputs.t_q, inputs.t_kv);
-            mask = mask.with_appended_keys(appended, dims, dtype, device)?;
+        if appended == 0 {
+            return Ok(mask);
         }
-        if let Some(ContentTables::Window(tables)) = &self.content {
-            mask = mask.with_bias(&tables.bias(inputs.t_q)?);
-        }
-        let Some(at) = at else { return Ok(mask) };
-        let keys = at.cached.as_ref().or(at.keys.as_ref()).unwrap_or(&at.queries);
-        if let Some(Alibi::Falcon(bias)) = &self.alibi {
-            mask = mask.with_bias(&bias.at(keys, dtype)?);
-        }
-        // That of packed sequences is a part of one for each of them.
-        if let Some(bias) = self.relative_bias.as_ref().filter(|_| input.packed.is_none()) {
-            mask = mask.with_bias(&bias.between(&at.queries, keys)?);
-        }
-        Ok(mask)
-    }
-
-    fn options(&self, input: &AttentionInput) -> SdpaOptions {
-        let mut options = input.options(self.config.dropout());
-        options.scale = match &self.content {
-            Some(ContentTables::Window(tables)) if tables.is_cosine() => Some(1.0),
-            // Not that of wider queries.
-            Some(_) => Some(self.config.score_scale()),
-            None => self.config.scale(),
-        };
-        options.softcap = self.config.softcap();
-        options.sinks = self.sinks.clone();
-        if let Some(Alibi::Distances(slopes)) = &self.alibi {
-            options.alibi_slopes = Some(slopes.clone());
-        }
-        options
+        let dims = (inputs.b, self.config.num_heads(), inputs.t_q, inputs.t_kv);
+        let dtype = accumulation_dtype(self.projections.dtype());
+        mask.with_appended_keys(appended, dims, dtype, self.projections.device())
     }
 
     /// The context of a call (B, H, T, D_v), a view of (B, T, H, D_v), to (B, T, out_dim).
@@ -244,7 +130,6 @@ impl MultiHeadAttention {
             Some(norm) => norm.forward(&merged)?,
             None => merged,
         };
-        let ys = self.projections.output(merged, call.residual.as_ref())?;
-        if call.batched { Ok(ys) } else { ys.squeeze(0) }
+        self.projections.output(merged, call.residual.as_ref())
     }
 }

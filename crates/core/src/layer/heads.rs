@@ -2,12 +2,12 @@
 
 use candle_core::{Result, Tensor};
 
-use super::MultiHeadAttention;
-use super::checks::{Inputs, Keys};
-use super::forward::CallPositions;
-use super::input::GivenSum;
+use super::checks::Inputs;
+use super::input::{Given, KeysFrom};
+use super::positions::CallPositions;
+use super::{AttentionInput, MultiHeadAttention};
 use crate::linear::Queries;
-use crate::norm::Norm;
+use crate::norm::{Norm, SumFunction};
 use crate::position::{Positions, Rotation};
 
 /// Projected inputs as heads.
@@ -15,14 +15,19 @@ pub(super) struct Projected {
     /// (B, H, T_q, D).
     pub q: Tensor,
     /// (B, H_kv, T_kv, D) and (B, H_kv, T_kv, D_v), if the call does not take them from an earlier layer's cache.
-    pub kv: Option<(Tensor, Tensor)>,
+    pub kv: Option<[Tensor; 2]>,
     /// (B, T_q, H·D_v) or (B, T_q, H).
     pub gate: Option<Tensor>,
 }
 
 impl MultiHeadAttention {
     /// Queries, keys and values, normalised and rotated.
-    pub(super) fn project(&self, inputs: &Inputs, positions: Option<&CallPositions>) -> Result<Projected> {
+    pub(super) fn project(
+        &self,
+        input: &AttentionInput,
+        inputs: &Inputs,
+        positions: Option<&CallPositions>,
+    ) -> Result<Projected> {
         let at = |positions: Option<&Positions>| {
             positions.zip(self.rotary.as_ref()).map(|(positions, rotary)| rotary.at(positions)).transpose()
         };
@@ -32,24 +37,21 @@ impl MultiHeadAttention {
             None => at(positions.map(|positions| &positions.queries))?,
         };
         let at_keys = at(positions.and_then(|positions| positions.keys.as_ref()))?;
-        let (Queries { q, gate }, kv) = match &inputs.keys {
-            Keys::Inputs { keys, values } => {
+        let sum = input.sum;
+        let (Queries { q, gate }, kv) = match (&inputs.key_value, &input.keys) {
+            (Some([keys, values]), _) => {
                 let (own, kv) = self.projections.query_key_value(&inputs.queries, keys, values)?;
                 let rotation = at_keys.as_ref().or(at_queries.as_ref());
-                (own, kv.map(|[k, v]| self.key_value_heads([k, v], rotation, inputs.sum)).transpose()?)
+                (own, kv.map(|kv| self.key_value_heads(kv, rotation, sum)).transpose()?)
             }
-            Keys::Memory(memory) => {
-                (self.projections.query(&inputs.queries)?, Some((memory.k.clone(), memory.v.clone())))
+            (None, KeysFrom::Memory(memory)) => {
+                (self.projections.query(&inputs.queries)?, Some([memory.k.clone(), memory.v.clone()]))
             }
-            Keys::Earlier(_) => (self.projections.query(&inputs.queries)?, None),
+            (None, _) => (self.projections.query(&inputs.queries)?, None),
         };
         let norm = self.qk_norm.as_ref().map(|norms| &norms.q);
-        let q = self.heads(
-            self.normed_projection(q, norm, inputs.sum)?,
-            self.config.num_heads(),
-            norm,
-            at_queries.as_ref(),
-        )?;
+        let q =
+            self.heads(self.normed_projection(q, norm, sum)?, self.config.num_heads(), norm, at_queries.as_ref())?;
         let factors = match (self.config.query_scaling(), positions) {
             (Some(scaling), Some(at)) => scaling.factors(&at.queries, q.dtype(), q.device())?,
             _ => None,
@@ -68,8 +70,8 @@ impl MultiHeadAttention {
         &self,
         kv: [Tensor; 2],
         rotation: Option<&Rotation>,
-        sum: Option<GivenSum>,
-    ) -> Result<(Tensor, Tensor)> {
+        sum: Option<Given<SumFunction>>,
+    ) -> Result<[Tensor; 2]> {
         let [k, v] = kv;
         let norm = self.qk_norm.as_ref().and_then(|norms| norms.k.as_ref());
         let (mut k, mut v) = (self.normed_projection(k, norm, sum)?, self.normed_projection(v, None, None)?);
@@ -80,7 +82,7 @@ impl MultiHeadAttention {
         let h_kv = self.config.num_kv_heads();
         let v = split_heads(&v, h_kv)?;
         let v = self.value_norm.as_ref().map_or_else(|| Ok(v.clone()), |norm| norm.forward(&v))?;
-        Ok((self.heads(k, h_kv, norm, rotation)?, v.transpose(1, 2)?))
+        Ok([self.heads(k, h_kv, norm, rotation)?, v.transpose(1, 2)?])
     }
 
     /// (B, T, width) and the rows that the layer appends to each sequence: the learned one, then that of zeros.
@@ -95,9 +97,14 @@ impl MultiHeadAttention {
     }
 
     /// What happens to a projection before it is split into heads.
-    fn normed_projection(&self, mut xs: Tensor, norm: Option<&Norm>, sum: Option<GivenSum>) -> Result<Tensor> {
+    fn normed_projection(
+        &self,
+        mut xs: Tensor,
+        norm: Option<&Norm>,
+        sum: Option<Given<SumFunction>>,
+    ) -> Result<Tensor> {
         if let Some(norm) = norm.filter(|_| self.qk_norm.as_ref().is_some_and(|norms| norms.of_projections())) {
-            xs = norm.forward_over(&xs, sum.map(|GivenSum(sum)| sum))?;
+            xs = norm.forward_over(&xs, sum.map(|Given(sum)| sum))?;
         }
         match self.config.clip_qkv() {
             Some(clip) => xs.clamp(-clip, clip),

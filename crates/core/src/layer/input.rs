@@ -12,29 +12,49 @@ use crate::init::TorchSeed;
 use crate::mask::AttentionMask;
 use crate::norm::SumFunction;
 use crate::position::Positions;
-use crate::sdpa::{Backend, OutputOrder, PackedSequences, SdpaOptions};
+use crate::sdpa::{AttentionFunction, Backend, OutputOrder, PackedSequences, SdpaOptions};
 
-/// A function of the arguments and with the result of
-/// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention).
-pub type AttentionFunction<'a> = dyn Fn(&Tensor, &Tensor, &Tensor, &AttentionMask, &SdpaOptions) -> Result<Tensor> + 'a;
+/// A function that can be printed.
+pub(super) struct Given<'a, F: ?Sized>(pub &'a F);
 
-/// An [`AttentionFunction`] that can be printed.
-#[derive(Clone, Copy)]
-pub(super) struct GivenFunction<'a>(pub &'a AttentionFunction<'a>);
+impl<F: ?Sized> Clone for Given<'_, F> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
 
-impl fmt::Debug for GivenFunction<'_> {
+impl<F: ?Sized> Copy for Given<'_, F> {}
+
+impl<F: ?Sized> fmt::Debug for Given<'_, F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a function")
     }
 }
 
-/// A [`SumFunction`] that can be printed.
-#[derive(Clone, Copy)]
-pub(super) struct GivenSum<'a>(pub &'a SumFunction<'a>);
+/// Where the keys and values of a call come from.
+#[derive(Debug)]
+pub(super) enum KeysFrom<'a> {
+    /// What the queries are projected from.
+    Own,
+    /// Inputs of their own: cross-attention.
+    Cross { keys: &'a Tensor, values: &'a Tensor },
+    /// Projected before.
+    Memory(&'a ProjectedMemory),
+    /// Those of earlier calls too.
+    Cache(&'a mut AttentionCache),
+    /// What an earlier layer's call of the same tokens left.
+    EarlierLayer(&'a AttentionCache),
+}
 
-impl fmt::Debug for GivenSum<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a sum")
+impl KeysFrom<'_> {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Own => "the queries' inputs",
+            Self::Cross { .. } => "keys and values",
+            Self::Memory(_) => "a memory",
+            Self::Cache(_) => "a cache",
+            Self::EarlierLayer(_) => "the cache of an earlier layer",
+        }
     }
 }
 
@@ -43,8 +63,9 @@ impl fmt::Debug for GivenSum<'_> {
 #[must_use]
 pub struct AttentionInput<'a> {
     pub(super) queries: &'a Tensor,
-    pub(super) key_value: Option<(&'a Tensor, &'a Tensor)>,
-    pub(super) memory: Option<&'a ProjectedMemory>,
+    pub(super) keys: KeysFrom<'a>,
+    /// Two origins of keys that were given, of which one is meant.
+    conflict: Option<[&'static str; 2]>,
     pub(super) mask: Option<&'a AttentionMask>,
     pub(super) positions: Option<&'a Tensor>,
     pub(super) key_positions: Option<&'a Tensor>,
@@ -52,13 +73,11 @@ pub struct AttentionInput<'a> {
     pub(super) train: bool,
     pub(super) dropout_seed: Option<&'a TorchSeed>,
     pub(super) backend: Backend,
-    pub(super) cache: Option<&'a mut AttentionCache>,
-    pub(super) shared_cache: Option<&'a AttentionCache>,
     pub(super) padding: Padding<'a>,
     pub(super) packed: Option<&'a PackedSequences>,
     pub(super) residual: Option<&'a Tensor>,
-    pub(super) function: Option<GivenFunction<'a>>,
-    pub(super) sum: Option<GivenSum<'a>>,
+    pub(super) function: Option<Given<'a, AttentionFunction<'a>>>,
+    pub(super) sum: Option<Given<'a, SumFunction<'a>>>,
 }
 
 impl<'a> AttentionInput<'a> {
@@ -66,8 +85,8 @@ impl<'a> AttentionInput<'a> {
     pub fn new(xs: &'a Tensor) -> Self {
         Self {
             queries: xs,
-            key_value: None,
-            memory: None,
+            keys: KeysFrom::Own,
+            conflict: None,
             mask: None,
             positions: None,
             key_positions: None,
@@ -75,8 +94,6 @@ impl<'a> AttentionInput<'a> {
             train: false,
             dropout_seed: None,
             backend: Backend::Auto,
-            cache: None,
-            shared_cache: None,
             padding: Padding::default(),
             packed: None,
             residual: None,
@@ -86,20 +103,43 @@ impl<'a> AttentionInput<'a> {
     }
 
     /// Cross-attention: keys are projected from `keys` (B, T_kv, key_size), values from `values` (B, T_kv, value_size).
-    pub fn with_key_value(mut self, keys: &'a Tensor, values: &'a Tensor) -> Self {
-        self.key_value = Some((keys, values));
-        self
+    pub fn with_key_value(self, keys: &'a Tensor, values: &'a Tensor) -> Self {
+        self.with_keys_from(KeysFrom::Cross { keys, values })
     }
 
     /// Cross-attention to keys and values that the layer projected before
     /// ([`project_memory`](crate::MultiHeadAttention::project_memory)).
-    pub fn with_memory(mut self, memory: &'a ProjectedMemory) -> Self {
-        self.memory = Some(memory);
+    pub fn with_memory(self, memory: &'a ProjectedMemory) -> Self {
+        self.with_keys_from(KeysFrom::Memory(memory))
+    }
+
+    fn with_keys_from(mut self, keys: KeysFrom<'a>) -> Self {
+        let [before, after] = [self.keys.name(), keys.name()];
+        if !matches!(self.keys, KeysFrom::Own) && before != after {
+            self.conflict = Some([before, after]);
+        }
+        self.keys = keys;
         self
     }
 
     pub(super) fn is_cross(&self) -> bool {
-        self.key_value.is_some() || self.memory.is_some()
+        matches!(self.keys, KeysFrom::Cross { .. } | KeysFrom::Memory(_))
+    }
+
+    fn is_cached(&self) -> bool {
+        matches!(self.keys, KeysFrom::Cache(_) | KeysFrom::EarlierLayer(_))
+    }
+
+    /// What there is beside the call's own tokens, if anything.
+    pub(super) fn others(&self) -> Option<&'static str> {
+        let others = [
+            ("keys of others", self.is_cross()),
+            ("earlier tokens", self.is_cached()),
+            ("packed sequences", self.packed.is_some()),
+            ("positions", self.positions.is_some()),
+            ("other functions", self.function.is_some()),
+        ];
+        others.into_iter().find_map(|(what, is_given)| is_given.then_some(what))
     }
 
     /// A mask that holds together with the layer's own. A prefix in it lifts the layer's own causal constraint too.
@@ -157,9 +197,8 @@ impl<'a> AttentionInput<'a> {
     /// The outputs are those of one call over all tokens if no query sees a later key, as in a causal layer. In a layer
     /// that is not causal, the tokens of earlier calls have not seen those of this one; the first time, this is logged
     /// as a warning.
-    pub fn with_cache(mut self, cache: &'a mut AttentionCache) -> Self {
-        self.cache = Some(cache);
-        self
+    pub fn with_cache(self, cache: &'a mut AttentionCache) -> Self {
+        self.with_keys_from(KeysFrom::Cache(cache))
     }
 
     /// Attention to the keys and values in the cache of an earlier layer, whose call with the same tokens and padding
@@ -184,9 +223,8 @@ impl<'a> AttentionInput<'a> {
     /// }
     /// # Ok(()) }
     /// ```
-    pub fn with_shared_cache(mut self, cache: &'a AttentionCache) -> Self {
-        self.shared_cache = Some(cache);
-        self
+    pub fn with_shared_cache(self, cache: &'a AttentionCache) -> Self {
+        self.with_keys_from(KeysFrom::EarlierLayer(cache))
     }
 
     /// Right padding in a call with a cache: of each sequence, the length up to which the T positions are tokens. The
@@ -246,7 +284,7 @@ impl<'a> AttentionInput<'a> {
     /// tensors: for norms of whole projections, of which each process has a part (OLMo 2). Two numbers of each token,
     /// in f32, are added up; a layer without such norms does not ask for it.
     pub fn with_sum(mut self, sum: &'a SumFunction<'a>) -> Self {
-        self.sum = Some(GivenSum(sum));
+        self.sum = Some(Given(sum));
         self
     }
 
@@ -269,7 +307,7 @@ impl<'a> AttentionInput<'a> {
     /// # Ok(()) }
     /// ```
     pub fn with_function(mut self, function: &'a AttentionFunction<'a>) -> Self {
-        self.function = Some(GivenFunction(function));
+        self.function = Some(Given(function));
         self
     }
 
@@ -303,7 +341,7 @@ impl<'a> AttentionInput<'a> {
         if self.queries.rank() != 2 {
             bail!("[{op}] packed queries have shape {:?}, expected (total_q, E)", self.queries.dims())
         }
-        if self.cache.is_some() || self.shared_cache.is_some() {
+        if self.is_cached() {
             bail!("[{op}] packed sequences were given with a cache, expected one of the two")
         }
         let totals = (sequences.total_queries(), sequences.total_keys());
@@ -342,42 +380,51 @@ impl<'a> AttentionInput<'a> {
 
     /// The most positions that a sequence of `t` queries and `t_kv` keys has.
     pub(super) fn longest(&self, t_q: usize, t_kv: usize) -> usize {
-        let Some(sequences) = self.packed else { return t_q.max(t_kv) };
-        let lens = (0..sequences.len()).flat_map(|s| [sequences.queries(s).len(), sequences.keys(s).len()]);
-        lens.max().unwrap_or(0)
+        match self.packed {
+            Some(sequences) => sequences.longest_queries().max(sequences.longest_keys()),
+            None => t_q.max(t_kv),
+        }
     }
 
-    /// The same input with another cache.
-    pub(super) fn with_other_cache<'b>(&'b self, cache: Option<&'b mut AttentionCache>) -> AttentionInput<'b> {
-        AttentionInput { cache, ..*self }
+    /// Gives the same input, with a copy of its cache if it has one, to a function.
+    pub(super) fn with_forked_cache<R>(&self, run: impl FnOnce(AttentionInput) -> Result<R>) -> Result<R> {
+        let mut fork;
+        let keys = match &self.keys {
+            KeysFrom::Own => KeysFrom::Own,
+            &KeysFrom::Cross { keys, values } => KeysFrom::Cross { keys, values },
+            KeysFrom::Memory(memory) => KeysFrom::Memory(memory),
+            KeysFrom::EarlierLayer(cache) => KeysFrom::EarlierLayer(cache),
+            KeysFrom::Cache(cache) => {
+                fork = cache.fork()?;
+                KeysFrom::Cache(&mut fork)
+            }
+        };
+        run(AttentionInput { keys, ..*self })
+    }
+
+    /// That keys come from one place.
+    pub(super) fn check_keys(&self, op: &str) -> Result<()> {
+        match self.conflict {
+            Some([one, other]) => bail!("[{op}] keys were given as {one} and as {other}, expected one of the two"),
+            None => Ok(()),
+        }
     }
 
     /// The tokens that a call of `dims` (B, T) adds to its cache, if it has one. `own` is the layer's mask.
     pub(super) fn new_tokens(&self, op: &str, dims: (usize, usize), own: &AttentionMask) -> Result<Option<NewTokens>> {
-        let is_cached = self.cache.is_some() || self.shared_cache.is_some();
-        if self.function.is_some() && (is_cached || self.packed.is_some()) {
+        if self.function.is_some() && (self.is_cached() || self.packed.is_some()) {
             bail!("[{op}] an attention function was given with a cache or packed sequences, expected one of them")
         }
-        if !is_cached {
-            if self.padding.valid_lens.is_some() || self.padding.starts.is_some() {
-                bail!(
-                    "[{op}] valid_lens or starts of an `AttentionInput` were given to a call without a cache, expected those \
-                     of an `AttentionMask`"
-                )
-            }
-            return Ok(None);
-        }
-        if self.is_cross() {
-            bail!("[{op}] keys and values were given beside a cache, expected self-attention")
-        }
-        let tokens = match (&self.cache, self.shared_cache) {
-            (Some(_), Some(_)) => {
-                bail!("[{op}] a cache was given beside that of an earlier layer, expected one of the two")
-            }
-            (Some(cache), None) => Some(cache.new_tokens(dims, self.padding)?),
-            (None, shared) => shared.map(|cache| cache.latest_tokens(dims, self.padding)).transpose()?,
+        let tokens = match &self.keys {
+            KeysFrom::Cache(cache) => cache.new_tokens(dims, self.padding)?,
+            KeysFrom::EarlierLayer(cache) => cache.latest_tokens(dims, self.padding)?,
+            _ if self.padding.valid_lens.is_some() || self.padding.starts.is_some() => bail!(
+                "[{op}] valid_lens or starts of an `AttentionInput` were given to a call without a cache, expected those \
+                 of an `AttentionMask`"
+            ),
+            _ => return Ok(None),
         };
-        let has_earlier = tokens.as_ref().is_some_and(|tokens| tokens.before.iter().any(|&before| before > 0));
+        let has_earlier = tokens.before.iter().any(|&before| before > 0);
         if has_earlier && own.shows_later_keys() && self.mask.is_none_or(AttentionMask::shows_later_keys) {
             // Once, since a model would say the same for every layer and token.
             static LOGGED: Once = Once::new();
@@ -388,8 +435,17 @@ impl<'a> AttentionInput<'a> {
                 );
             });
         }
-        let given = self.given_positions(dims)?;
-        Ok(tokens.map(|tokens| NewTokens { given, ..tokens }))
+        Ok(Some(NewTokens { given: self.given_positions(dims)?, ..tokens }))
+    }
+
+    /// The positions of all keys that a cache holds with those that the call adds to it.
+    pub(super) fn cached_positions(&self, new_tokens: Option<&NewTokens>) -> Result<Option<Positions>> {
+        match &self.keys {
+            KeysFrom::Cache(cache) => cache.key_positions(new_tokens).map(Some),
+            // It has the call's tokens already.
+            KeysFrom::EarlierLayer(cache) => cache.key_positions(None).map(Some),
+            _ => Ok(None),
+        }
     }
 
     /// The positions that a call of `dims` (B, T) was given.

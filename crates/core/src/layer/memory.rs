@@ -76,7 +76,7 @@ impl MultiHeadAttention {
                  projects"
             )
         };
-        let (k, v) = self.key_value_heads([k, v], rotation.as_ref(), None)?;
+        let [k, v] = self.key_value_heads([k, v], rotation.as_ref(), None)?;
         // Read in every call from now on: each head's positions side by side.
         Ok(ProjectedMemory { k: k.contiguous()?, v: v.contiguous()?, t_kv, batched })
     }
@@ -92,9 +92,6 @@ impl MultiHeadAttention {
     /// That a memory is this layer's or one that it may read, and of the queries' batch.
     pub(super) fn check_memory(&self, input: &AttentionInput, memory: &ProjectedMemory, b: usize) -> Result<()> {
         let batched = input.queries.rank() == 3;
-        if input.key_value.is_some() {
-            bail!("[multi_head_attention] keys and values were given beside a memory, expected one of the two")
-        }
         if input.key_positions.is_some() && self.rotary.is_some() {
             bail!("[multi_head_attention] key positions were given beside a memory, whose keys stand at 0..T_kv")
         }

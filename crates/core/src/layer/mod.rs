@@ -2,7 +2,6 @@
 //! in the same [`call`].
 
 mod additive;
-mod by_heads;
 mod call;
 mod checks;
 mod forward;
@@ -11,17 +10,19 @@ mod input;
 mod latent;
 mod memory;
 mod output;
-mod packed_bias;
+mod positions;
 mod shard;
 #[cfg(test)]
 mod tests;
 
 pub use crate::norm::SumFunction;
 pub use additive::{AdditiveAttention, AdditiveAttentionConfig, AdditiveInput};
-pub use input::{AttentionFunction, AttentionInput};
+pub use input::AttentionInput;
 pub use latent::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
 pub use memory::ProjectedMemory;
 pub use output::LayerOutput;
+
+use std::sync::Arc;
 
 use candle_core::{Error, ModuleT, Result, Tensor, bail};
 use candle_nn::var_builder::ShardedVarBuilder;
@@ -34,7 +35,7 @@ use crate::mask::AttentionMask;
 use crate::norm::{Norm, NormDims, QkNorms};
 use crate::params::{WeightLayout, load_projections, projection_shapes, state_dict};
 use crate::position::{
-    Alibi, ContentPositions, ContentTables, LayerSizes, RelativeBias, RelativeEmbeddings, RotaryEmbedding,
+    ContentPositions, LayerSizes, RelativeBias, RelativeEmbeddings, RotaryEmbedding, Term, alibi, content,
 };
 use input::Expected;
 
@@ -70,9 +71,10 @@ pub struct MultiHeadAttention {
     value_norm: Option<Norm>,
     context_norm: Option<Norm>,
     rotary: Option<RotaryEmbedding>,
-    alibi: Option<Alibi>,
-    relative_bias: Option<RelativeBias>,
-    content: Option<ContentTables>,
+    /// What is added to the scores, in this order.
+    terms: Vec<Term>,
+    /// The stack's, which is the last of the terms.
+    relative_bias: Option<Term>,
     sinks: Option<Tensor>,
     bias_kv: Option<(Tensor, Tensor)>,
     mask: AttentionMask,
@@ -192,7 +194,7 @@ impl MultiHeadAttention {
 
     /// The rest of a layer around its projections.
     fn around(cfg: &MultiHeadAttentionConfig, projections: Projections, parameters: Parameters) -> Result<Self> {
-        let Parameters { qk_norm, value_norm, context_norm, bias_kv, sinks, alibi, content } = parameters;
+        let Parameters { qk_norm, value_norm, context_norm, bias_kv, sinks, terms } = parameters;
         let rotary = cfg.rope().map(|rope| RotaryEmbedding::new(rope, cfg.head_dim())).transpose()?;
         let mut mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
         if let Some(window) = cfg.window() {
@@ -212,9 +214,8 @@ impl MultiHeadAttention {
             value_norm,
             context_norm,
             rotary,
-            alibi,
+            terms,
             relative_bias,
-            content,
             sinks,
             bias_kv,
             mask,
@@ -264,7 +265,7 @@ impl MultiHeadAttention {
                 device.location()
             )
         }
-        self.relative_bias = Some(bias);
+        self.relative_bias = Some(Arc::new(bias));
         Ok(self)
     }
 
@@ -290,7 +291,9 @@ impl MultiHeadAttention {
                 device.location()
             )
         }
-        self.content = self.content.map(|tables| tables.with_embeddings(embeddings));
+        for term in &mut self.terms {
+            *term = term.with_embeddings(&embeddings).unwrap_or_else(|| term.clone());
+        }
         Ok(self)
     }
 
@@ -363,9 +366,8 @@ impl MultiHeadAttention {
             value_norm: self.value_norm.clone(),
             context_norm: self.context_norm.as_ref().map(Norm::freeze).transpose()?,
             rotary: self.rotary.clone(),
-            alibi: self.alibi.clone(),
-            relative_bias: self.relative_bias.as_ref().map(RelativeBias::freeze).transpose()?,
-            content: self.content.as_ref().map(ContentTables::freeze).transpose()?,
+            terms: self.terms.iter().map(|term| term.freeze()).collect::<Result<_>>()?,
+            relative_bias: self.relative_bias.as_ref().map(|bias| bias.freeze()).transpose()?,
             sinks: self.sinks.as_ref().map(frozen).transpose()?,
             bias_kv: match &self.bias_kv {
                 Some((k, v)) => Some((frozen(k)?, frozen(v)?)),
@@ -420,7 +422,7 @@ impl MultiHeadAttention {
             tensors.push(("bias_v".into(), bias_v.clone()));
         }
         tensors.extend(self.sinks.iter().map(|sinks| ("sinks".into(), sinks.clone())));
-        tensors.extend(self.content.iter().flat_map(ContentTables::parameters));
+        tensors.extend(self.terms.iter().flat_map(|term| term.parameters()));
         Ok(tensors)
     }
 
@@ -433,6 +435,10 @@ impl MultiHeadAttention {
         let path = path.as_ref();
         candle_core::safetensors::save(&tensors, path)
             .map_err(|error| Error::msg(format!("[save] cannot write {}: {}", path.display(), root(&error))))
+    }
+
+    fn terms(&self) -> impl Iterator<Item = &Term> {
+        self.terms.iter().chain(&self.relative_bias)
     }
 
     /// What an input of that width has to be like.
@@ -448,8 +454,8 @@ impl ModuleT for MultiHeadAttention {
     }
 }
 
-/// The parameters that belong to no projection: norms, a learned key and value, sinks, what ALiBi adds, and relative
-/// positions by content: what the config wants of them.
+/// The parameters that belong to no projection, as far as the config wants them: norms, a learned key and value, sinks,
+/// and those of the terms of scores.
 struct Parameters {
     qk_norm: Option<QkNorms>,
     value_norm: Option<Norm>,
@@ -458,8 +464,7 @@ struct Parameters {
     bias_kv: Option<(Tensor, Tensor)>,
     /// (H,).
     sinks: Option<Tensor>,
-    alibi: Option<Alibi>,
-    content: Option<ContentTables>,
+    terms: Vec<Term>,
 }
 
 impl Parameters {
@@ -504,10 +509,10 @@ impl Parameters {
             source.refuse("sinks", "the config says there are no sinks")?;
             None
         };
-        let alibi = cfg.alibi().map(|alibi| Alibi::new(alibi, h, cfg.score_scale(), source.device())).transpose()?;
+        let alibi = cfg.alibi().map(|config| alibi(config, h, cfg.score_scale(), source.device())).transpose()?;
         let sizes = LayerSizes { embed_dim: cfg.embed_dim(), num_heads: cfg.num_heads(), head_dim: cfg.head_dim() };
-        let content = ContentTables::load(cfg.content_positions(), sizes, source)?;
-        Ok(Self { qk_norm, value_norm, context_norm, bias_kv, sinks, alibi, content })
+        let terms = content(cfg.content_positions(), sizes, source)?.into_iter().chain(alibi).collect();
+        Ok(Self { qk_norm, value_norm, context_norm, bias_kv, sinks, terms })
     }
 
     /// Those of one process's heads; the config is the whole layer's.
@@ -524,8 +529,7 @@ impl Parameters {
             context_norm: self.context_norm,
             bias_kv,
             sinks: self.sinks.map(|sinks| queries.copy(&sinks, 0)).transpose()?,
-            alibi: self.alibi.map(|alibi| alibi.heads(queries.range(h))).transpose()?,
-            content: self.content.map(|tables| tables.shard(queries)).transpose()?,
+            terms: self.terms.iter().map(|term| term.shard(queries)).collect::<Result<_>>()?,
         })
     }
 }

@@ -1,33 +1,18 @@
-//! Positions: rotary embeddings of queries and keys, and biases by distance.
+//! Positions: rotary embeddings of queries and keys (`rope`), and what is added to scores (`terms`).
 
-mod alibi;
-mod angles;
-mod axes;
-mod config;
-mod content;
-mod disentangled;
-mod distances;
-mod grid;
 mod query_scaling;
-mod rotary;
-mod t5;
-mod window;
+mod rope;
+mod terms;
 
-pub use alibi::{AlibiConfig, alibi_slopes};
-pub use axes::{RopeAxes, RopeAxisLayout};
-pub use config::{RopeConfig, RopeScaling, RopeStyle};
-pub use content::ContentPositions;
-pub use disentangled::{DisentangledConfig, RelativeEmbeddings};
 pub use query_scaling::QueryScaling;
-pub use rotary::RotaryEmbedding;
-pub use t5::{RelativeBias, RelativeBiasConfig};
+pub use rope::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding};
+pub use terms::{
+    AlibiConfig, ContentPositions, DisentangledConfig, RelativeBias, RelativeBiasConfig, RelativeEmbeddings,
+    alibi_slopes,
+};
 
-pub(crate) use alibi::Alibi;
-pub(crate) use angles::score_factor;
-pub(crate) use axes::AxisPositions;
-pub(crate) use content::{ContentTables, LayerSizes};
-pub(crate) use distances::DistanceTerms;
-pub(crate) use rotary::Rotation;
+pub(crate) use rope::{AxisPositions, Rotation, score_factor};
+pub(crate) use terms::{KeysByHeads, LayerSizes, Scores, Term, TermCall, alibi, content};
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -96,7 +81,7 @@ impl Positions {
     }
 
     /// T.
-    pub(super) fn per_sequence(&self) -> usize {
+    pub(crate) fn per_sequence(&self) -> usize {
         self.t
     }
 
@@ -109,6 +94,13 @@ impl Positions {
     pub(crate) fn of_sequence(&self, b: usize) -> &[u32] {
         let start = if self.entries.len() == self.t { 0 } else { b * self.t };
         &self.entries[start..start + self.t]
+    }
+
+    /// The first position of each sequence, or of all, if the others count up from it by one.
+    pub(super) fn starts(&self) -> Option<Vec<u32>> {
+        let mut rows = self.entries.chunks(self.t.max(1));
+        let is_run = |row: &[u32]| row.windows(2).all(|pair| pair[0] + 1 == pair[1]);
+        rows.clone().all(is_run).then(|| rows.by_ref().map(|row| row[0]).collect())
     }
 
     /// Row by row, T for all sequences or B · T.

@@ -6,6 +6,7 @@
 
 mod cpu;
 mod cuda;
+mod keys;
 mod metal;
 mod plan;
 mod quantized;
@@ -15,10 +16,12 @@ mod softmax;
 mod validate;
 mod varlen;
 
+pub use keys::AttentionFunction;
 pub use plan::{Backend, OutputOrder, Plan, SdpaOptions};
 pub use softmax::{masked_softmax, merge_attention};
 pub use varlen::{PackedSequences, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse};
 
+pub(crate) use keys::{Keys, OwnKeys, uncached};
 pub(crate) use quantized::{QuantizedCall, QuantizedKv};
 pub(crate) use reference::{Dropout, dropout, weighted_values};
 pub(crate) use softmax::VisibleSoftmax;

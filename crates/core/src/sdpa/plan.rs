@@ -69,9 +69,9 @@ impl SdpaOptions {
         Self { alibi_slopes: Some(slopes.clone()), ..self }
     }
 
-    /// Adds a number for each head and distance of query and key to the scores (T5 and its kin): entry `T_q - 1 + j - i`
-    /// of `biases` (H, T_q + T_kv - 1) to the score of query i and key j, or of (B, H, T_q + T_kv - 1) for each sequence
-    /// by itself. The entries of a head are the diagonals of its scores, and no tensor (T_q, T_kv) is made of them on a
+    /// Adds a number for each head and distance of query and key to the scores (T5 and its kin): entry `T_q - 1 + j -
+    /// i` of `biases` (H, T_q + T_kv - 1) to the score of query i and key j, or of (B, H, T_q + T_kv - 1) for each
+    /// sequence by itself. The entries of a head are the diagonals of its scores, and no tensor (T_q, T_kv) is made of them on a
     /// CPU. Differentiable.
     ///
     /// Of packed sequences, T_q and T_kv are those of the longest, and i and j count in each sequence.

@@ -12,15 +12,15 @@ use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Linear, VarBuilder};
 
 use super::LayerOutput;
-use super::call::{AttentionCall, CallKeys};
-use super::input::{AttentionInput, Expected};
+use super::call::AttentionCall;
+use super::input::{AttentionInput, Expected, KeysFrom};
 use crate::base::{HeadShard, Part, Source, is_addressable, part};
-use crate::cache::{AttentionCache, Expand, NewTokens};
+use crate::cache::{Expand, NewTokens};
 use crate::linear::PackedLinear;
 use crate::mask::AttentionMask;
 use crate::norm::Norm;
 use crate::position::{Positions, RotaryEmbedding};
-use crate::sdpa::{AttentionOutput, PackedSequences, Plan};
+use crate::sdpa::{Keys, OwnKeys, PackedSequences, Plan, uncached};
 use up::UpProjection;
 
 const OP: &str = "multi_head_latent_attention";
@@ -247,9 +247,7 @@ impl MultiHeadLatentAttention {
     /// not fit, and a cache that does not take the call's rows.
     pub fn forward_with<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
         let (call, form) = self.call(input.into(), None)?;
-        let ys = self.output(&call.attend()?, form, &call)?;
-        call.commit()?;
-        Ok(ys)
+        call.finish(|context, call| self.output(context, form, call))
     }
 
     /// [`forward_with`](Self::forward_with) that also returns the weights (B, H, T_q, T_kv), after dropout; (H, T_q,
@@ -259,10 +257,7 @@ impl MultiHeadLatentAttention {
     /// As [`forward_with`](Self::forward_with).
     pub fn forward_with_weights<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<LayerOutput> {
         let (call, form) = self.call(input.into(), None)?;
-        let AttentionOutput { context, weights } = call.attend_with_weights()?;
-        let output = self.output(&context, form, &call)?;
-        call.commit()?;
-        Ok(LayerOutput { output, weights })
+        call.finish_with_weights(|context, call| self.output(context, form, call))
     }
 
     /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's projections
@@ -271,18 +266,18 @@ impl MultiHeadLatentAttention {
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn plan(&self, input: &AttentionInput) -> Result<Plan> {
-        let mut cache = input.cache.as_deref().map(AttentionCache::fork).transpose()?;
-        self.call(input.with_other_cache(cache.as_mut()), None)?.0.plan()
+        input.with_forked_cache(|input| self.call(input, None)?.0.plan())
     }
 
     /// Everything before attention, in one form in particular or the one that takes less. The context is of values
     /// (B, H, T, D_v) if expanded and of latents (B, H, T, rank) if absorbed.
-    fn call<'a>(&'a self, mut input: AttentionInput<'a>, form: Option<Form>) -> Result<(AttentionCall<'a>, Form)> {
+    fn call<'a>(&'a self, input: AttentionInput<'a>, form: Option<Form>) -> Result<(AttentionCall<'a>, Form)> {
         let cfg = &self.config;
+        input.check_keys(OP)?;
         if input.is_cross() {
             bail!("[{OP}] keys and values were given, expected self-attention")
         }
-        if input.shared_cache.is_some() {
+        if matches!(input.keys, KeysFrom::EarlierLayer(_)) {
             bail!("[{OP}] the cache of an earlier layer was given, but the layer has latents of its own")
         }
         if input.key_positions.is_some() {
@@ -325,22 +320,18 @@ impl MultiHeadLatentAttention {
 
         let mask = input.mask_with(&self.mask);
         let options = input.options(cfg.dropout()).with_scale(cfg.scale());
-        let keys = match (input.cache.take(), new_tokens, form) {
-            (Some(cache), Some(new_tokens), form) => {
+        let keys: Box<dyn Keys + 'a> = match (input.keys, new_tokens, form) {
+            (KeysFrom::Cache(cache), Some(new_tokens), form) => {
                 let expansion: Option<&dyn Expand> = if form == Form::Expanded { Some(&self.up) } else { None };
-                CallKeys::Cached(cache.stage_latents(new_tokens, &rows, rank, expansion)?.into())
+                Box::new(cache.stage_latents(new_tokens, &rows, rank, expansion)?)
             }
+            (_, _, Form::Absorbed) => Box::new(OwnKeys { v: part(&rows, 3, 0..rank)?, k: rows }),
             (_, _, Form::Expanded) => {
                 let (k, v) = self.up.expand(&rows)?;
-                match input.packed {
-                    Some(sequences) => CallKeys::Packed { k, v, sequences },
-                    None => CallKeys::Own { k, v },
-                }
+                uncached(OwnKeys { k, v }, input.packed, input.function.map(|given| given.0))
             }
-            (_, _, Form::Absorbed) => CallKeys::Own { v: part(&rows, 3, 0..rank)?, k: rows },
         };
-        let function = input.function;
-        Ok((AttentionCall { q, keys, mask, options, batched, residual, gate: None, function }, form))
+        Ok((AttentionCall { q, keys, mask, options, batched, residual, gate: None }, form))
     }
 
     /// A call's context to the layer's output (B, T, E).
@@ -351,8 +342,7 @@ impl MultiHeadLatentAttention {
             Form::Absorbed => self.up.values_of(&context)?,
         };
         let (b, t, h, d_v) = context.dims4()?;
-        let ys = self.out.product(&context.reshape((b, t, h * d_v))?, 0..self.out.out_dim(), call.residual.as_ref())?;
-        if call.batched { Ok(ys) } else { ys.squeeze(0) }
+        self.out.product(&context.reshape((b, t, h * d_v))?, 0..self.out.out_dim(), call.residual.as_ref())
     }
 }
 

@@ -125,12 +125,14 @@ fn check(case: &Case) -> Result<()> {
         for (form, cache) in [Form::Expanded, Form::Absorbed].into_iter().zip(&mut caches) {
             let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
             let input = input.with_cache(&mut *cache).with_starts(&starts).with_valid_lens(&ends);
-            let with_weights = layer.call(input, Some(form))?.0.attend_with_weights()?.weights;
+            let with_weights = {
+                let call = layer.call(input, Some(form))?.0;
+                call.keys.attend_with_weights(&call.q, &call.mask, &call.options)?.weights
+            };
             let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
             let input = input.with_cache(cache).with_starts(&starts).with_valid_lens(&ends);
             let (call, form) = layer.call(input, Some(form))?;
-            let ys = layer.output(&call.attend()?, form, &call)?;
-            call.commit()?;
+            let ys = call.finish(|context, call| layer.output(context, form, call))?;
             outputs.push((ys, with_weights));
         }
         let [(expanded, expanded_weights), (absorbed, absorbed_weights)] = &outputs[..] else { unreachable!() };
@@ -159,7 +161,7 @@ fn both_forms_give_the_same_without_a_cache() -> Result<()> {
     let mut found = Vec::new();
     for form in [Form::Expanded, Form::Absorbed] {
         let (call, form) = layer.call(AttentionInput::new(&xs), Some(form))?;
-        let ys = layer.output(&call.attend()?, form, &call)?;
+        let ys = call.finish(|context, call| layer.output(context, form, call))?;
         let gradient = ys.sqr()?.sum_all()?.backward()?.get(&xs).expect("the input is a variable").clone();
         found.push([ys, gradient]);
     }
@@ -186,10 +188,10 @@ fn the_fused_kernel_attends_to_latents_of_full_width() -> Result<()> {
             for ((backend, form), cache) in ways.into_iter().zip(&mut caches) {
                 let input = AttentionInput::new(&xs).with_backend(backend).with_cache(cache);
                 let (call, form) = layer.call(input, Some(form))?;
-                let context = call.attend()?;
-                assert_eq!(context.dims(), [2, 2, t, if form == Form::Absorbed { 512 } else { 8 }]);
-                outputs.push(layer.output(&context, form, &call)?);
-                call.commit()?;
+                outputs.push(call.finish(|context, call| {
+                    assert_eq!(context.dims(), [2, 2, t, if form == Form::Absorbed { 512 } else { 8 }]);
+                    layer.output(context, form, call)
+                })?);
             }
             let difference = difference(&outputs[0], &outputs[1])?;
             assert!(difference <= if dtype == DType::F32 { 1e-5 } else { 4e-2 }, "{dtype:?}: off by {difference:e}");

@@ -7,9 +7,10 @@ use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor
 use candle_nn::rotary_emb;
 
 use super::angles::{Angles, Rows, Tables};
-use super::{AxisPositions, Positions, RopeConfig, RopeStyle};
+use super::{AxisPositions, RopeConfig, RopeStyle};
 use crate::base::rowwise::{Element, map_heads, with_contiguous_rows};
 use crate::base::{FLOATS, accumulation_dtype, fits_in_memory};
+use crate::position::Positions;
 
 /// The cosines and sines of a [`RopeConfig`] for heads of one width, and the rotation of queries and keys by them.
 ///

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use super::END;
+use crate::position::END;
 
 /// Which axis turns a pair, and how fast.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,13 +1,14 @@
 //! ALiBi: scores fall with the distance of query and key, by a slope for each head.
 
-use std::ops::Range;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use half::bf16;
 use serde::{Deserialize, Serialize};
 
-use super::Positions;
-use crate::base::fits_in_memory;
+use super::{ScoreTerm, Scores, Term, TermCall};
+use crate::base::{Share, accumulation_dtype, fits_in_memory};
+use crate::position::Positions;
 
 /// The slopes' largest exponent in the paper, and in every model but some of MPT.
 const BIAS_MAX: f64 = 8.0;
@@ -103,48 +104,74 @@ fn series(num_heads: usize, bias_max: f64) -> Result<Vec<f32>> {
     Ok(even.chain(odd).take(num_heads).map(|i| slope(i, n)).collect())
 }
 
-/// What a layer adds to its scores.
-#[derive(Debug, Clone)]
-pub(crate) enum Alibi {
-    /// Slopes (H,) in f32, for the distance of each query and key.
-    Distances(Tensor),
-    Falcon(KeyBias),
+/// The term for scores that are multiplied by `scale`.
+pub(crate) fn alibi(config: &AlibiConfig, num_heads: usize, scale: f64, device: &Device) -> Result<Term> {
+    let slopes = config.slopes(num_heads)?;
+    if *config == AlibiConfig::Falcon {
+        let slopes = slopes.into_iter().map(round).collect();
+        return Ok(Arc::new(KeyBias { slopes, scale, device: device.clone() }));
+    }
+    Ok(Arc::new(Slopes(Tensor::from_vec(slopes, num_heads, device)?)))
 }
 
-impl Alibi {
-    /// For scores that are multiplied by `scale`.
-    pub(crate) fn new(config: &AlibiConfig, num_heads: usize, scale: f64, device: &Device) -> Result<Self> {
-        let slopes = config.slopes(num_heads)?;
-        if *config == AlibiConfig::Falcon {
-            let slopes = slopes.into_iter().map(round).collect();
-            return Ok(Self::Falcon(KeyBias { slopes, scale, device: device.clone() }));
-        }
-        Ok(Self::Distances(Tensor::from_vec(slopes, num_heads, device)?))
+/// Slopes (H,) in f32, for the distance of each query and key.
+#[derive(Debug, Clone)]
+struct Slopes(Tensor);
+
+impl ScoreTerm for Slopes {
+    fn add(&self, scores: &mut Scores, _: &TermCall) -> Result<()> {
+        scores.options.alibi_slopes = Some(self.0.clone());
+        Ok(())
     }
 
-    /// That of some of the heads.
-    pub(crate) fn heads(self, heads: Range<usize>) -> Result<Self> {
-        Ok(match self {
-            Self::Distances(slopes) => Self::Distances(slopes.narrow(0, heads.start, heads.len())?.force_contiguous()?),
-            Self::Falcon(bias) => {
-                let slopes = bias.slopes.into_iter().skip(heads.start).take(heads.len()).collect();
-                Self::Falcon(KeyBias { slopes, ..bias })
-            }
-        })
+    fn freeze(&self) -> Result<Term> {
+        Ok(Arc::new(self.clone()))
+    }
+
+    fn shard(&self, heads: Share) -> Result<Term> {
+        Ok(Arc::new(Self(heads.copy(&self.0, 0)?)))
     }
 }
 
 /// A bias for each key by its own position, whatever the query's.
 #[derive(Debug, Clone)]
-pub(crate) struct KeyBias {
+struct KeyBias {
     slopes: Vec<f32>,
     scale: f64,
     device: Device,
 }
 
+impl ScoreTerm for KeyBias {
+    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
+        if call.packed.is_some() {
+            bail!(
+                "[multi_head_attention] the layer has a bias for each key that follows from its position, which packed \
+                 sequences do not take"
+            )
+        }
+        if let Some(keys) = call.keys {
+            scores.mask = scores.mask.clone().with_bias(&self.at(keys, accumulation_dtype(scores.q.dtype()))?);
+        }
+        Ok(())
+    }
+
+    fn takes_positions(&self) -> bool {
+        true
+    }
+
+    fn freeze(&self) -> Result<Term> {
+        Ok(Arc::new(self.clone()))
+    }
+
+    fn shard(&self, heads: Share) -> Result<Term> {
+        let own = heads.range(self.slopes.len());
+        Ok(Arc::new(Self { slopes: self.slopes[own].to_vec(), ..self.clone() }))
+    }
+}
+
 impl KeyBias {
     /// (B, H, 1, T_kv), or (1, H, 1, T_kv) where all sequences have the same positions.
-    pub(crate) fn at(&self, keys: &Positions, dtype: DType) -> Result<Tensor> {
+    fn at(&self, keys: &Positions, dtype: DType) -> Result<Tensor> {
         let (b, t, entries) = (keys.rows(), keys.per_sequence(), keys.entries());
         let mut biases = Vec::with_capacity(entries.len() * self.slopes.len());
         for sequence in entries.chunks(t.max(1)) {

@@ -5,6 +5,7 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use candle_nn::{Init, ops};
 
+use super::{ScoreTerm, Scores, Term, TermCall};
 use crate::base::{LINEAR_WEIGHT, Share, Source, accumulation_dtype, fits_in_memory, linear_bias};
 use crate::linear::frozen;
 use crate::norm::Norm;
@@ -12,7 +13,7 @@ use crate::norm::Norm;
 /// The parameters of [`ContentPositions::Window`](crate::ContentPositions::Window) and
 /// [`ContentPositions::CosineWindow`](crate::ContentPositions::CosineWindow).
 #[derive(Debug, Clone)]
-pub(crate) struct WindowTables {
+pub(super) struct WindowTables {
     /// Rows and columns of the window.
     sizes: [usize; 2],
     /// Those of [`TABLE`], or of [`COSINE`].
@@ -41,6 +42,36 @@ const COSINE: [&str; 4] = [
 const PREFIXES: [&str; 3] = ["", "self.", "relative_position_bias."];
 /// Numbers between the two layers of Swin v2's network.
 const HIDDEN: usize = 512;
+
+impl ScoreTerm for WindowTables {
+    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
+        let [q, k] = self.scaled(scores.q.clone(), scores.own_keys(call)?)?;
+        scores.mask = scores.mask.clone().with_bias(&self.bias(q.dim(2)?)?);
+        (scores.q, scores.k) = (q, Some(k));
+        if self.is_cosine() {
+            scores.options.scale = Some(1.0);
+        }
+        Ok(())
+    }
+
+    fn parameters(&self) -> Vec<(String, Tensor)> {
+        let names = if self.is_cosine() { COSINE.as_slice() } else { &TABLE };
+        names.iter().zip(&self.tensors).map(|(name, tensor)| (name.to_string(), tensor.clone())).collect()
+    }
+
+    fn freeze(&self) -> Result<Term> {
+        self.map(|_, tensor| frozen(tensor))
+    }
+
+    fn shard(&self, heads: Share) -> Result<Term> {
+        let is_cosine = self.is_cosine();
+        self.map(|i, tensor| match (is_cosine, i) {
+            (false, _) => heads.copy(tensor, 1),
+            (true, 0 | 3) => heads.copy(tensor, 0),
+            (true, _) => Ok(tensor.clone()),
+        })
+    }
+}
 
 impl WindowTables {
     pub(super) fn of_table(sizes: [usize; 2], h: usize, source: &Source) -> Result<Self> {
@@ -73,38 +104,19 @@ impl WindowTables {
         names.into_iter().try_for_each(|name| source.refuse(&name, "the config has no content_positions"))
     }
 
-    fn map(&self, change: impl Fn(usize, &Tensor) -> Result<Tensor>) -> Result<Self> {
+    fn map(&self, change: impl Fn(usize, &Tensor) -> Result<Tensor>) -> Result<Term> {
         let tensors = self.tensors.iter().enumerate().map(|(i, tensor)| change(i, tensor)).collect::<Result<_>>()?;
-        Ok(Self { tensors, bias: Arc::default(), ..self.clone() })
-    }
-
-    pub(super) fn freeze(&self) -> Result<Self> {
-        self.map(|_, tensor| frozen(tensor))
-    }
-
-    /// The share of the heads.
-    pub(super) fn shard(&self, heads: Share) -> Result<Self> {
-        let is_cosine = self.is_cosine();
-        self.map(|i, tensor| match (is_cosine, i) {
-            (false, _) => heads.copy(tensor, 1),
-            (true, 0 | 3) => heads.copy(tensor, 0),
-            (true, _) => Ok(tensor.clone()),
-        })
-    }
-
-    pub(super) fn parameters(&self) -> Vec<(String, Tensor)> {
-        let names = if self.is_cosine() { COSINE.as_slice() } else { &TABLE };
-        names.iter().zip(&self.tensors).map(|(name, tensor)| (name.to_string(), tensor.clone())).collect()
+        Ok(Arc::new(Self { tensors, bias: Arc::default(), ..self.clone() }))
     }
 
     /// Whether queries have their scale already.
-    pub(crate) fn is_cosine(&self) -> bool {
+    fn is_cosine(&self) -> bool {
         self.cosine.is_some()
     }
 
     /// Queries (B, H, T, D) and keys (B, H_kv, T, D), views of (B, T, ..), of which products are the scores, but for
     /// the layer's scale where these are no cosines.
-    pub(crate) fn scaled(&self, q: Tensor, k: Tensor) -> Result<[Tensor; 2]> {
+    fn scaled(&self, q: Tensor, k: Tensor) -> Result<[Tensor; 2]> {
         let Some(Cosine { norm, .. }) = &self.cosine else { return Ok([q, k]) };
         let (dtype, wide) = (q.dtype(), accumulation_dtype(q.dtype()));
         let (h, d) = (q.dim(1)?, q.dim(3)?);
@@ -115,7 +127,7 @@ impl WindowTables {
     }
 
     /// What the scores of `t` tokens get, (1, H, T, T).
-    pub(crate) fn bias(&self, t: usize) -> Result<Tensor> {
+    fn bias(&self, t: usize) -> Result<Tensor> {
         let [rows, columns] = self.sizes;
         if t != rows * columns {
             bail!("[multi_head_attention] queries have {t} tokens, expected the {rows} × {columns} of the window")

@@ -1,14 +1,17 @@
 //! Decomposed relative positions in a grid of patches, as part of the product of queries and keys.
 
+use std::sync::Arc;
+
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::Init;
 
-use crate::base::{Source, accumulation_dtype};
+use super::{ScoreTerm, Scores, Term, TermCall};
+use crate::base::{Share, Source, accumulation_dtype};
 use crate::linear::frozen;
 
 /// The parameters of [`ContentPositions::Grid`](crate::ContentPositions::Grid).
 #[derive(Debug, Clone)]
-pub(crate) struct GridTables {
+pub(super) struct GridTables {
     /// Rows and columns of the grid.
     sizes: [usize; 2],
     /// (2 · rows - 1, D) and (2 · columns - 1, D).
@@ -17,25 +20,38 @@ pub(crate) struct GridTables {
 
 pub(super) const NAMES: [&str; 2] = ["rel_pos_h", "rel_pos_w"];
 
+impl ScoreTerm for GridTables {
+    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
+        let [q, k] = self.widen(&scores.q, &scores.own_keys(call)?, scores.scale())?;
+        (scores.q, scores.k) = (q, Some(k));
+        Ok(())
+    }
+
+    fn parameters(&self) -> Vec<(String, Tensor)> {
+        NAMES.iter().zip(&self.tables).map(|(name, table)| (name.to_string(), table.clone())).collect()
+    }
+
+    fn freeze(&self) -> Result<Term> {
+        let [rows, columns] = &self.tables;
+        Ok(Arc::new(Self { sizes: self.sizes, tables: [frozen(rows)?, frozen(columns)?] }))
+    }
+
+    /// All heads have the same tables.
+    fn shard(&self, _: Share) -> Result<Term> {
+        Ok(Arc::new(self.clone()))
+    }
+}
+
 impl GridTables {
     pub(super) fn load(sizes: [usize; 2], d: usize, source: &Source) -> Result<Self> {
         let table = |axis: usize| source.get((2 * sizes[axis] - 1, d), NAMES[axis], Init::Const(0.0));
         Ok(Self { sizes, tables: [table(0)?, table(1)?] })
     }
 
-    pub(super) fn freeze(&self) -> Result<Self> {
-        let [rows, columns] = &self.tables;
-        Ok(Self { sizes: self.sizes, tables: [frozen(rows)?, frozen(columns)?] })
-    }
-
-    pub(super) fn parameters(&self) -> Vec<(String, Tensor)> {
-        NAMES.iter().zip(&self.tables).map(|(name, table)| (name.to_string(), table.clone())).collect()
-    }
-
     /// Queries (B, H, T, D) and keys (B, H_kv, T, D), views of (B, T, ..), made wider: a query by its product with the
     /// table's entry for each row and each column of keys, a key by ones at its own row and column. `scale` times the
     /// product of the two is then the whole score.
-    pub(crate) fn widen(&self, q: &Tensor, k: &Tensor, scale: f64) -> Result<[Tensor; 2]> {
+    fn widen(&self, q: &Tensor, k: &Tensor, scale: f64) -> Result<[Tensor; 2]> {
         let [rows, columns] = self.sizes;
         let (b, h, t, d) = q.dims4()?;
         if t != rows * columns {

@@ -1,14 +1,16 @@
 //! Relative positions by content: terms of a score that depend on where the key stands from its query, and mostly on
 //! what one of the two holds.
 
-use candle_core::{Result, Tensor};
+use std::sync::Arc;
+
+use candle_core::Result;
 use serde::{Deserialize, Serialize};
 
 use super::distances::{self, DistanceTables};
 use super::grid::{self, GridTables};
 use super::window::WindowTables;
-use crate::base::{Share, Source};
-use crate::position::{DisentangledConfig, RelativeEmbeddings};
+use super::{DisentangledConfig, Term};
+use crate::base::Source;
 
 /// Terms of the scores by the place of the key from its query and, but for those of windows, by what one of the two
 /// holds, for self-attention.
@@ -93,14 +95,6 @@ pub enum ContentPositions {
     Disentangled(DisentangledConfig),
 }
 
-/// The parameters of a layer's [`ContentPositions`].
-#[derive(Debug, Clone)]
-pub(crate) enum ContentTables {
-    Grid(GridTables),
-    Window(WindowTables),
-    Distances(DistanceTables),
-}
-
 /// The sizes of the layer that has them.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LayerSizes {
@@ -109,65 +103,32 @@ pub(crate) struct LayerSizes {
     pub head_dim: usize,
 }
 
-impl ContentTables {
-    pub(crate) fn load(
-        positions: Option<&ContentPositions>,
-        sizes: LayerSizes,
-        source: &Source,
-    ) -> Result<Option<Self>> {
-        match positions {
-            None => {
-                let mut names = grid::NAMES.iter().chain(&distances::PARAMETERS);
-                names.try_for_each(|name| source.refuse(name, "the config has no content_positions"))?;
-                WindowTables::refuse(source)?;
-                Ok(None)
-            }
-            Some(&ContentPositions::Grid { height, width }) => {
-                Ok(Some(Self::Grid(GridTables::load([height, width], sizes.head_dim, source)?)))
-            }
-            Some(&ContentPositions::Window { height, width }) => {
-                Ok(Some(Self::Window(WindowTables::of_table([height, width], sizes.num_heads, source)?)))
-            }
-            Some(&ContentPositions::CosineWindow { height, width, trained }) => {
-                let heads = [sizes.num_heads, sizes.head_dim];
-                Ok(Some(Self::Window(WindowTables::of_cosines([height, width], trained, heads, source)?)))
-            }
-            Some(of_distances) => Ok(Some(Self::Distances(DistanceTables::load(of_distances, sizes, source)?))),
+/// The term of a layer, with its parameters.
+///
+/// # Errors
+/// For a missing or misshapen tensor, and for parameters that a config without such positions does not name.
+pub(crate) fn content(
+    positions: Option<&ContentPositions>,
+    sizes: LayerSizes,
+    source: &Source,
+) -> Result<Option<Term>> {
+    let LayerSizes { num_heads, head_dim, .. } = sizes;
+    let Some(positions) = positions else {
+        let mut names = grid::NAMES.iter().chain(&distances::PARAMETERS);
+        names.try_for_each(|name| source.refuse(name, "the config has no content_positions"))?;
+        WindowTables::refuse(source)?;
+        return Ok(None);
+    };
+    Ok(Some(match *positions {
+        ContentPositions::Grid { height, width } => Arc::new(GridTables::load([height, width], head_dim, source)?),
+        ContentPositions::Window { height, width } => {
+            Arc::new(WindowTables::of_table([height, width], num_heads, source)?)
         }
-    }
-
-    /// With what variables hold now.
-    pub(crate) fn freeze(&self) -> Result<Self> {
-        match self {
-            Self::Grid(tables) => Ok(Self::Grid(tables.freeze()?)),
-            Self::Window(tables) => Ok(Self::Window(tables.freeze()?)),
-            Self::Distances(tables) => Ok(Self::Distances(tables.freeze()?)),
+        ContentPositions::CosineWindow { height, width, trained } => {
+            Arc::new(WindowTables::of_cosines([height, width], trained, [num_heads, head_dim], source)?)
         }
-    }
-
-    /// Those of some of the heads.
-    pub(crate) fn shard(self, heads: Share) -> Result<Self> {
-        match self {
-            Self::Grid(_) => Ok(self),
-            Self::Window(tables) => Ok(Self::Window(tables.shard(heads)?)),
-            Self::Distances(tables) => Ok(Self::Distances(tables.shard(heads)?)),
+        ContentPositions::TransformerXl | ContentPositions::Clipped { .. } | ContentPositions::Disentangled(_) => {
+            Arc::new(DistanceTables::load(positions, sizes, source)?)
         }
-    }
-
-    /// With the vectors that a stack's layers share.
-    pub(crate) fn with_embeddings(self, embeddings: RelativeEmbeddings) -> Self {
-        match self {
-            Self::Grid(_) | Self::Window(_) => self,
-            Self::Distances(tables) => Self::Distances(tables.with_embeddings(embeddings)),
-        }
-    }
-
-    /// By their names.
-    pub(crate) fn parameters(&self) -> Vec<(String, Tensor)> {
-        match self {
-            Self::Grid(tables) => tables.parameters(),
-            Self::Window(tables) => tables.parameters(),
-            Self::Distances(tables) => tables.parameters(),
-        }
-    }
+    }))
 }

@@ -5,18 +5,19 @@ use std::ops::Range;
 
 use candle_core::{Result, Tensor};
 
+use super::distances::DistanceTerms;
 use crate::mask::AttentionMask;
-use crate::position::DistanceTerms;
 use crate::sdpa::{
-    AttentionOutput, Plan, SdpaOptions, plan, scaled_dot_product_attention, scaled_dot_product_attention_with_weights,
+    AttentionOutput, Keys, Plan, SdpaOptions, plan, scaled_dot_product_attention,
+    scaled_dot_product_attention_with_weights,
 };
 
 /// The most numbers in which terms are computed at once, unless those of one key head are more: 16 MB, for them to stay
 /// in a processor's cache until they are read.
-const MOST: usize = 1 << 22;
+const MAX_NUMBERS: usize = 1 << 22;
 
 /// The keys and values of a call, and the terms of its scores.
-pub(super) struct ByHeads {
+pub(crate) struct KeysByHeads {
     /// (B, H, T, D) and (B, H, T, D_v), or with H_kv heads.
     pub k: Tensor,
     pub v: Tensor,
@@ -32,9 +33,8 @@ struct Part {
     options: SdpaOptions,
 }
 
-impl ByHeads {
-    /// The context (B, H, T, D_v), a view of (B, T, H, D_v).
-    pub fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Tensor> {
+impl Keys for KeysByHeads {
+    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Tensor> {
         let contexts = self.blocks(q, options)?.into_iter().map(|heads| {
             let Part { q, k, v, mask, options } = self.part(q, mask, options, heads)?;
             scaled_dot_product_attention(&q, &k, &v, &mask, &options)?.transpose(1, 2)
@@ -43,28 +43,25 @@ impl ByHeads {
     }
 
     /// All at once, as weights are.
-    pub fn attend_with_weights(
-        &self,
-        q: &Tensor,
-        mask: &AttentionMask,
-        options: &SdpaOptions,
-    ) -> Result<AttentionOutput> {
+    fn attend_with_weights(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<AttentionOutput> {
         let Part { q, k, v, mask, options } = self.part(q, mask, options, 0..self.k.dim(1)?)?;
         scaled_dot_product_attention_with_weights(&q, &k, &v, &mask, &options)
     }
 
     /// The path of the first heads, which is that of all.
-    pub fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
+    fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
         let first = self.blocks(q, options)?.into_iter().next().unwrap_or(0..0);
         let Part { q, k, v, mask, options } = self.part(q, mask, options, first)?;
         plan(&q, &k, &v, &mask, &options)
     }
+}
 
+impl KeysByHeads {
     /// Key heads that are attended to at once.
     fn blocks(&self, q: &Tensor, options: &SdpaOptions) -> Result<Vec<Range<usize>>> {
         let (h, h_kv) = (q.dim(1)?, self.k.dim(1)?);
         let numbers = self.terms.numbers_of_head()?.saturating_mul(h / h_kv).max(1);
-        let size = if options.drops_by_seed() { h_kv } else { (MOST / numbers).clamp(1, h_kv) };
+        let size = if options.drops_by_seed() { h_kv } else { (MAX_NUMBERS / numbers).clamp(1, h_kv) };
         Ok((0..h_kv).step_by(size).map(|start| start..h_kv.min(start + size)).collect())
     }
 

@@ -9,13 +9,13 @@ use candle_nn::Init;
 
 use super::content::{ContentPositions, LayerSizes};
 use super::disentangled::DisentangledTables;
+use super::{RelativeEmbeddings, ScoreTerm, Scores, Term, TermCall};
 use crate::base::{LINEAR_WEIGHT, Share, Source, accumulation_dtype, fits_in_memory};
 use crate::linear::{Projections, frozen};
-use crate::position::RelativeEmbeddings;
 
 /// The parameters of a layer's [`ContentPositions`] that go by the distance of query and key.
 #[derive(Debug, Clone)]
-pub(crate) struct DistanceTables {
+pub(super) struct DistanceTables {
     kind: Kind,
     /// For the latest length, where they depend on plain tensors alone. Clones of a layer share it.
     latest: Arc<Mutex<Option<(usize, DistanceRows)>>>,
@@ -76,6 +76,46 @@ pub(super) fn rows_of(table: &Tensor, indices: impl Iterator<Item = usize>) -> R
     table.contiguous()?.index_select(&indices, 0)
 }
 
+impl ScoreTerm for DistanceTables {
+    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
+        let k = scores.own_keys(call)?;
+        let (q, terms) = self.terms(&scores.q, &k, scores.scale(), call.projections)?;
+        (scores.q, scores.by_heads) = (q, Some(terms));
+        Ok(())
+    }
+
+    fn parameters(&self) -> Vec<(String, Tensor)> {
+        match &self.kind {
+            Kind::TransformerXl(TransformerXl { projection, biases }) => {
+                let [name, names @ ..] = TRANSFORMER_XL[0];
+                let biases = names.into_iter().zip(biases).map(|(name, bias)| (name.to_string(), bias.clone()));
+                biases.chain([(format!("{name}.weight"), projection.clone())]).collect()
+            }
+            Kind::Clipped { table, .. } => vec![(format!("{CLIPPED}.weight"), table.clone())],
+            Kind::Disentangled(tables) => tables.parameters(),
+        }
+    }
+
+    fn freeze(&self) -> Result<Term> {
+        self.map(&frozen, |tables| tables.freeze())
+    }
+
+    fn shard(&self, heads: Share) -> Result<Term> {
+        let own = |table: &Tensor| heads.copy(table, 0);
+        match &self.kind {
+            // All heads have the same.
+            Kind::Clipped { .. } => Ok(Arc::new(self.clone())),
+            _ => self.map(&own, |tables| tables.map(&own)),
+        }
+    }
+
+    fn with_embeddings(&self, embeddings: &RelativeEmbeddings) -> Option<Term> {
+        let Kind::Disentangled(tables) = &self.kind else { return None };
+        let kind = Kind::Disentangled(tables.clone().with_embeddings(embeddings.clone()));
+        Some(Arc::new(Self { kind, latest: Arc::default() }))
+    }
+}
+
 impl DistanceTables {
     /// # Errors
     /// For a missing or misshapen tensor, and for a grid.
@@ -104,25 +144,11 @@ impl DistanceTables {
         Ok(Self { kind, latest: Arc::default() })
     }
 
-    pub(super) fn freeze(&self) -> Result<Self> {
-        self.map(&frozen, |tables| tables.freeze())
-    }
-
-    /// The share of the heads.
-    pub(super) fn shard(&self, heads: Share) -> Result<Self> {
-        let own = |table: &Tensor| heads.copy(table, 0);
-        match &self.kind {
-            // All heads have the same.
-            Kind::Clipped { .. } => Ok(self.clone()),
-            _ => self.map(&own, |tables| tables.map(&own)),
-        }
-    }
-
     fn map(
         &self,
         change: &dyn Fn(&Tensor) -> Result<Tensor>,
         disentangled: impl FnOnce(&DisentangledTables) -> Result<DisentangledTables>,
-    ) -> Result<Self> {
+    ) -> Result<Term> {
         let kind = match &self.kind {
             Kind::TransformerXl(TransformerXl { projection, biases: [u, v] }) => {
                 let biases = [change(u)?, change(v)?];
@@ -131,38 +157,11 @@ impl DistanceTables {
             &Kind::Clipped { ref table, left, right } => Kind::Clipped { table: change(table)?, left, right },
             Kind::Disentangled(tables) => Kind::Disentangled(disentangled(tables)?),
         };
-        Ok(Self { kind, latest: Arc::default() })
-    }
-
-    pub(super) fn parameters(&self) -> Vec<(String, Tensor)> {
-        match &self.kind {
-            Kind::TransformerXl(TransformerXl { projection, biases }) => {
-                let [name, names @ ..] = TRANSFORMER_XL[0];
-                let biases = names.into_iter().zip(biases).map(|(name, bias)| (name.to_string(), bias.clone()));
-                biases.chain([(format!("{name}.weight"), projection.clone())]).collect()
-            }
-            Kind::Clipped { table, .. } => vec![(format!("{CLIPPED}.weight"), table.clone())],
-            Kind::Disentangled(tables) => tables.parameters(),
-        }
-    }
-
-    /// With the vectors that a stack's layers share, if this kind has such.
-    pub(super) fn with_embeddings(self, embeddings: RelativeEmbeddings) -> Self {
-        let kind = match self.kind {
-            Kind::Disentangled(tables) => Kind::Disentangled(tables.with_embeddings(embeddings)),
-            kind => kind,
-        };
-        Self { kind, latest: Arc::default() }
+        Ok(Arc::new(Self { kind, latest: Arc::default() }))
     }
 
     /// The queries (B, H, T, D) that meet keys (B, H_kv, T, D), and the terms of the scores beside.
-    pub(crate) fn terms(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        scale: f64,
-        projections: &Projections,
-    ) -> Result<(Tensor, DistanceTerms)> {
+    fn terms(&self, q: &Tensor, k: &Tensor, scale: f64, projections: &Projections) -> Result<(Tensor, DistanceTerms)> {
         let (dtype, dims) = (accumulation_dtype(q.dtype()), [q.dim(2)?, q.dim(3)?]);
         let rows = self.rows(dims, projections)?;
         let wide = q.to_dtype(dtype)?;

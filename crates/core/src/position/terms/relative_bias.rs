@@ -7,9 +7,10 @@ use candle_nn::{Init, VarBuilder};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use super::Positions;
-use crate::base::{HeadShard, Options, Source, accumulation_dtype, fits_in_memory, options};
+use super::{ScoreTerm, Scores, Term, TermCall};
+use crate::base::{HeadShard, Options, Share, Source, accumulation_dtype, fits_in_memory, options};
 use crate::linear::frozen;
+use crate::position::Positions;
 
 /// The most biases that are kept for the next layer, 64 MB.
 const KEPT: usize = 1 << 24;
@@ -139,7 +140,50 @@ pub struct RelativeBias {
 struct Computed {
     queries: Positions,
     keys: Positions,
-    biases: Tensor,
+    biases: Biases,
+}
+
+/// What is added to the scores.
+#[derive(Debug, Clone)]
+enum Biases {
+    /// (H, T_q + T_kv - 1), or one for each sequence: where positions count up by one.
+    ByDistance(Tensor),
+    /// (B, H, T_q, T_kv).
+    ByPair(Tensor),
+}
+
+impl ScoreTerm for RelativeBias {
+    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
+        let biases = match (call.packed, call.queries, call.keys) {
+            (Some(_), ..) if call.has_given_positions => bail!(
+                "[multi_head_attention] positions were given beside packed sequences, expected none for a relative \
+                 bias: each counts from 0"
+            ),
+            (Some(sequences), ..) => {
+                let (t_q, t_kv) = (sequences.longest_queries(), sequences.longest_keys());
+                self.between(&Positions::starting_at(&[0], t_q)?, &Positions::starting_at(&[0], t_kv)?)?
+            }
+            (None, Some(queries), Some(keys)) => self.between(queries, keys)?,
+            (None, ..) => return Ok(()),
+        };
+        match biases {
+            Biases::ByDistance(biases) => scores.options.distance_bias = Some(biases),
+            Biases::ByPair(bias) => scores.mask = scores.mask.clone().with_bias(&bias),
+        }
+        Ok(())
+    }
+
+    fn takes_positions(&self) -> bool {
+        true
+    }
+
+    fn freeze(&self) -> Result<Term> {
+        Ok(Arc::new(if self.weight.track_op() { self.with_weight(frozen(&self.weight)?) } else { self.clone() }))
+    }
+
+    fn shard(&self, heads: Share) -> Result<Term> {
+        Ok(Arc::new(self.of_heads(heads)?))
+    }
 }
 
 impl RelativeBias {
@@ -169,22 +213,20 @@ impl RelativeBias {
         if !h.is_multiple_of(n) {
             bail!("[relative_bias] a world size of {n} does not divide the {h} heads")
         }
-        let (share, _) = shard.shares(h, h);
-        let heads = share.range(h);
-        // A view of a variable, which training changes in place.
-        let weight = match self.weight.track_op() {
-            true => self.weight.narrow(1, heads.start, heads.len())?,
-            false => share.copy(&self.weight, 1)?,
-        };
-        Ok(Self { config: self.config.clone(), weight, latest: Arc::default() })
+        self.of_heads(shard.shares(h, h).0)
     }
 
-    /// With what a variable holds now.
-    pub(crate) fn freeze(&self) -> Result<Self> {
-        if !self.weight.track_op() {
-            return Ok(self.clone());
-        }
-        Ok(Self { config: self.config.clone(), weight: frozen(&self.weight)?, latest: Arc::default() })
+    fn of_heads(&self, share: Share) -> Result<Self> {
+        let heads = share.range(self.num_heads());
+        // A view of a variable, which training changes in place.
+        Ok(self.with_weight(match self.weight.track_op() {
+            true => self.weight.narrow(1, heads.start, heads.len())?,
+            false => share.copy(&self.weight, 1)?,
+        }))
+    }
+
+    fn with_weight(&self, weight: Tensor) -> Self {
+        Self { config: self.config.clone(), weight, latest: Arc::default() }
     }
 
     /// What the buckets were made from.
@@ -206,23 +248,48 @@ impl RelativeBias {
     /// on: to be added to the scores, see [`AttentionMask::with_bias`](crate::AttentionMask::with_bias). In f32, or f64
     /// where the parameter is. Differentiable.
     ///
+    /// [`distance_bias`](Self::distance_bias) has the same numbers in T_q + T_kv - 1 entries for each head.
+    ///
     /// # Errors
     /// For positions of 2^24 and more, and for more biases than memory holds.
     pub fn forward(&self, t_q: usize, t_kv: usize, offset: usize) -> Result<Tensor> {
-        self.between(&Positions::starting_at(&[offset], t_q)?, &Positions::starting_at(&[0], t_kv)?)
+        self.by_pair(&Positions::starting_at(&[offset], t_q)?, &Positions::starting_at(&[0], t_kv)?)
     }
 
-    /// (B, H, T_q, T_kv), with B = 1 where all sequences have the same positions.
-    pub(crate) fn between(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
+    /// The biases of [`forward`](Self::forward) by distance, (H, T_q + T_kv - 1): see
+    /// [`SdpaOptions::with_distance_bias`](crate::SdpaOptions::with_distance_bias). Differentiable.
+    ///
+    /// # Errors
+    /// For positions of 2^24 and more.
+    pub fn distance_bias(&self, t_q: usize, t_kv: usize, offset: usize) -> Result<Tensor> {
+        Positions::starting_at(&[offset], t_q)?;
+        self.by_distance(&[offset as i64], t_q, t_kv)?.squeeze(0)
+    }
+
+    fn between(&self, queries: &Positions, keys: &Positions) -> Result<Biases> {
         let latest = || self.latest.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(latest) = &*latest()
             && (&latest.queries, &latest.keys) == (queries, keys)
         {
             return Ok(latest.biases.clone());
         }
-        let biases = self.computed(queries, keys)?;
+        let (t_q, t_kv) = (queries.per_sequence(), keys.per_sequence());
+        let biases = match (queries.starts(), keys.starts()) {
+            (Some(first_queries), Some(first_keys)) if !first_queries.is_empty() && !first_keys.is_empty() => {
+                let b = first_queries.len().max(first_keys.len());
+                let of = |firsts: &[u32], b: usize| i64::from(firsts[b % firsts.len()]);
+                let mut offsets: Vec<_> = (0..b).map(|b| of(&first_queries, b) - of(&first_keys, b)).collect();
+                if offsets.iter().all(|offset| *offset == offsets[0]) {
+                    offsets.truncate(1);
+                }
+                let biases = self.by_distance(&offsets, t_q, t_kv)?;
+                Biases::ByDistance(if offsets.len() == 1 { biases.squeeze(0)? } else { biases })
+            }
+            _ => Biases::ByPair(self.by_pair(queries, keys)?),
+        };
+        let (Biases::ByDistance(tensor) | Biases::ByPair(tensor)) = &biases;
         // Training changes a variable in its own place, which biases of before would not see.
-        *latest() = (!biases.track_op() && biases.elem_count() <= KEPT).then(|| Computed {
+        *latest() = (!tensor.track_op() && tensor.elem_count() <= KEPT).then(|| Computed {
             queries: queries.clone(),
             keys: keys.clone(),
             biases: biases.clone(),
@@ -230,17 +297,25 @@ impl RelativeBias {
         Ok(biases)
     }
 
-    fn computed(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
+    /// For sequences whose first query is so far behind its first key, (B, H, T_q + T_kv - 1).
+    fn by_distance(&self, offsets: &[i64], t_q: usize, t_kv: usize) -> Result<Tensor> {
+        let distances = (t_q + t_kv).saturating_sub(1);
+        let of_sequence = |offset: &i64| {
+            let furthest = offset + t_q as i64 - 1;
+            (0..distances as i64).map(move |entry| self.config.bucket(furthest - entry))
+        };
+        let buckets = offsets.iter().flat_map(of_sequence).collect();
+        self.gathered(buckets, &[offsets.len(), distances])?.transpose(0, 1)
+    }
+
+    /// (B, H, T_q, T_kv), with B = 1 where all sequences have the same positions.
+    fn by_pair(&self, queries: &Positions, keys: &Positions) -> Result<Tensor> {
         let (h, t_q, t_kv) = (self.num_heads(), queries.per_sequence(), keys.per_sequence());
         let rows = [queries.rows(), keys.rows()];
         // Positions for all sequences, of which there may be none.
         let b = if rows.contains(&0) { 0 } else { rows[0].max(rows[1]) };
         if !fits_in_memory(&[b, h, t_q, t_kv]) {
             bail!("[relative_bias] biases of {:?} do not fit in memory", [b, h, t_q, t_kv])
-        }
-        let dtype = accumulation_dtype(self.weight.dtype());
-        if b * t_q * t_kv == 0 {
-            return Tensor::zeros((b, h, t_q, t_kv), dtype, self.weight.device());
         }
         let mut buckets = Vec::with_capacity(b * t_q * t_kv);
         for b in 0..b {
@@ -249,10 +324,20 @@ impl RelativeBias {
                 buckets.extend(keys.of_sequence(b).iter().map(behind).map(|behind| self.config.bucket(behind)));
             }
         }
-        let buckets = Tensor::from_vec(buckets, b * t_q * t_kv, self.weight.device())?;
+        self.gathered(buckets, &[b, t_q, t_kv])?.transpose(0, 1)
+    }
+
+    /// The biases of buckets of a shape, (H, ..).
+    fn gathered(&self, buckets: Vec<u32>, shape: &[usize]) -> Result<Tensor> {
+        let (dtype, device) = (accumulation_dtype(self.weight.dtype()), self.weight.device());
+        let shape = [&[self.num_heads()], shape].concat();
+        if buckets.is_empty() {
+            return Tensor::zeros(shape, dtype, device);
+        }
+        let count = buckets.len();
+        let buckets = Tensor::from_vec(buckets, count, device)?;
         // Rows of one head each: gathered, they lie as scores do.
-        let heads = self.weight.to_dtype(dtype)?.t()?.contiguous()?.index_select(&buckets, 1)?;
-        heads.reshape((h, b, t_q, t_kv))?.transpose(0, 1)
+        self.weight.to_dtype(dtype)?.t()?.contiguous()?.index_select(&buckets, 1)?.reshape(shape)
     }
 }
 
@@ -272,9 +357,14 @@ mod tests {
     #[test]
     fn layers_of_a_stack_share_what_was_computed() -> Result<()> {
         let bias = bias(2)?;
-        let first = bias.forward(3, 5, 2)?;
-        assert_eq!(bias.clone().forward(3, 5, 2)?.id(), first.id());
-        assert_ne!(bias.forward(3, 5, 1)?.id(), first.id());
+        let computed = |bias: &RelativeBias, offset: usize| -> Result<_> {
+            match bias.between(&Positions::starting_at(&[offset], 3)?, &Positions::starting_at(&[0], 5)?)? {
+                Biases::ByDistance(biases) | Biases::ByPair(biases) => Ok(biases.id()),
+            }
+        };
+        let first = computed(&bias, 2)?;
+        assert_eq!(computed(&bias.clone(), 2)?, first);
+        assert_ne!(computed(&bias, 1)?, first);
         Ok(())
     }
 
@@ -282,13 +372,30 @@ mod tests {
     fn sequences_have_positions_of_their_own() -> Result<()> {
         let bias = bias(3)?;
         let (queries, keys) = (Positions::starting_at(&[4, 0, 9], 2)?, Positions::starting_at(&[0], 6)?);
-        let together = bias.between(&queries, &keys)?;
+        let together = bias.by_pair(&queries, &keys)?;
         assert_eq!(together.dims(), [3, 3, 2, 6]);
         for (b, offset) in [4, 0, 9].into_iter().enumerate() {
             let alone = bias.forward(2, 6, offset)?.flatten_all()?.to_vec1::<f32>()?;
             assert_eq!(together.get(b)?.flatten_all()?.to_vec1::<f32>()?, alone);
         }
         assert_eq!(bias.forward(0, 4, 0)?.dims(), [1, 3, 0, 4]);
+        Ok(())
+    }
+
+    #[test]
+    fn biases_by_distance_are_those_of_every_pair() -> Result<()> {
+        let bias = bias(2)?;
+        let (queries, keys) = (Positions::starting_at(&[4, 0, 9], 3)?, Positions::starting_at(&[0], 6)?);
+        let Biases::ByDistance(by_distance) = bias.between(&queries, &keys)? else { panic!("positions count up") };
+        let by_pair = bias.by_pair(&queries, &keys)?;
+        assert_eq!(by_distance.dims(), [3, 2, 8]);
+        for i in 0..3 {
+            let diagonal = by_distance.narrow(2, 2 - i, 6)?.flatten_all()?.to_vec1::<f32>()?;
+            assert_eq!(diagonal, by_pair.narrow(2, i, 1)?.flatten_all()?.to_vec1::<f32>()?);
+        }
+        assert_eq!(bias.distance_bias(3, 6, 4)?.to_vec2::<f32>()?, by_distance.get(0)?.to_vec2::<f32>()?);
+        let scattered = Positions::of_each(vec![0, 2, 3], 3)?;
+        assert!(matches!(bias.between(&scattered, &keys)?, Biases::ByPair(_)));
         Ok(())
     }
 }

@@ -10,9 +10,10 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use candle_core::{Device, DeviceLocation, Result, Tensor, bail};
 use rayon::prelude::*;
 
+use super::RopeAxisLayout;
 use super::axes::AxisPositions;
 use super::config::{RopeConfig, RopeScaling};
-use super::{Positions, RopeAxisLayout};
+use crate::position::Positions;
 
 /// The most entries of a table, 32 MB each of cosines and of sines: positions up to 131,072 of heads of 128.
 const TABLE_ENTRIES: usize = 1 << 23;
