@@ -46,6 +46,13 @@ pub(crate) struct CachedCall<'c> {
     in_graph: Cell<bool>,
 }
 
+/// The rows of the buffers that hold a key of some sequence, and what attention to them is told.
+pub(super) struct AllRows {
+    pub rows: Range<usize>,
+    mask: AttentionMask,
+    options: SdpaOptions,
+}
+
 /// What a cache becomes.
 #[derive(Debug)]
 struct Append<'c> {
@@ -163,11 +170,11 @@ impl<'c> CachedCall<'c> {
         if self.detached { q.detach() } else { q.clone() }
     }
 
-    /// The rows of the buffers that hold a key of some sequence, and the mask for them.
+    /// The mask counts positions in the sequence.
     ///
     /// # Errors
     /// If a query sees a key that a sliding cache no longer holds, and for a mask that does not fit.
-    pub(super) fn whole(&self, q: &Tensor, mask: &AttentionMask) -> Result<(Range<usize>, AttentionMask)> {
+    pub(super) fn all_rows(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<AllRows> {
         let held = &self.read.held;
         let rows = 0..longest(held);
         let placements = self.placements();
@@ -182,7 +189,9 @@ impl<'c> CachedCall<'c> {
         }
         let (_, h, t_q, _) = q.dims4()?;
         let mask = mask.rebase(&placements, RebaseDims { h, t_q, rows: rows.len() }, q.device())?;
-        Ok((rows, mask))
+        let starts: Vec<_> = held.iter().map(|held| held.start).collect();
+        let options = options.of_keys(&starts, t_q, rows.len())?;
+        Ok(AllRows { rows, mask, options })
     }
 
     fn placements(&self) -> Vec<Placement> {
@@ -199,40 +208,39 @@ impl<'c> CachedCall<'c> {
     }
 }
 
-/// Masks count positions in the sequence.
 impl Keys for CachedCall<'_> {
     fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Tensor> {
-        let (rows, mask) = self.whole(q, mask)?;
-        if let Some(kv) = self.quantized(&rows)?
-            && let Some(call) = QuantizedCall::new(&self.own_query(q), &kv, &mask, options)?
+        let AllRows { rows, mask, options } = &self.all_rows(q, mask, options)?;
+        if let Some(kv) = self.quantized(rows)?
+            && let Some(call) = QuantizedCall::new(&self.own_query(q), &kv, mask, options)?
         {
             return call.attend();
         }
-        let (k, v) = self.read(&rows)?;
-        let context = scaled_dot_product_attention(&self.query(q)?, &k, &v, &mask, options)?;
+        let (k, v) = self.read(rows)?;
+        let context = scaled_dot_product_attention(&self.query(q)?, &k, &v, mask, options)?;
         self.in_graph.set(context.track_op());
         context.to_dtype(q.dtype())
     }
 
     /// Over the keys that the cache holds, in one call over all of them.
     fn attend_with_weights(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<AttentionOutput> {
-        let (rows, mask) = self.whole(q, mask)?;
-        let (k, v) = self.read(&rows)?;
+        let AllRows { rows, mask, options } = &self.all_rows(q, mask, options)?;
+        let (k, v) = self.read(rows)?;
         let AttentionOutput { context, weights } =
-            scaled_dot_product_attention_with_weights(&self.query(q)?, &k, &v, &mask, options)?;
+            scaled_dot_product_attention_with_weights(&self.query(q)?, &k, &v, mask, options)?;
         self.in_graph.set(context.track_op());
         Ok(AttentionOutput { context: context.to_dtype(q.dtype())?, weights: weights.to_dtype(q.dtype())? })
     }
 
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-        let (rows, mask) = self.whole(q, mask)?;
-        if let Some(kv) = self.quantized(&rows)?
-            && let Some(call) = QuantizedCall::new(&self.own_query(q), &kv, &mask, options)?
+        let AllRows { rows, mask, options } = &self.all_rows(q, mask, options)?;
+        if let Some(kv) = self.quantized(rows)?
+            && let Some(call) = QuantizedCall::new(&self.own_query(q), &kv, mask, options)?
         {
             return Ok(call.plan());
         }
-        let (k, v) = self.read(&rows)?;
-        plan(&self.query(q)?, &k, &v, &mask, options)
+        let (k, v) = self.read(rows)?;
+        plan(&self.query(q)?, &k, &v, mask, options)
     }
 
     /// Makes the call's keys and values part of the cache, if it has any.

@@ -405,7 +405,7 @@ impl<'a> AttentionInput<'a> {
     /// That keys come from one place.
     pub(super) fn check_keys(&self, op: &str) -> Result<()> {
         match self.conflict {
-            Some([one, other]) => bail!("[{op}] keys were given as {one} and as {other}, expected one of the two"),
+            Some([one, other]) => bail!("[{op}] both {one} and {other} were given, expected one of the two"),
             None => Ok(()),
         }
     }

@@ -128,6 +128,24 @@ impl SdpaOptions {
         Ok(Self { distance_bias: self.distance_bias.as_ref().map(part).transpose()?, ..self.clone() })
     }
 
+    /// Those of `t_q` queries and `t_kv` keys, of which the first of each sequence is the one at its start: each its part
+    /// of a distance bias.
+    pub(crate) fn of_keys(&self, starts: &[usize], t_q: usize, t_kv: usize) -> Result<Self> {
+        let Some(biases) = &self.distance_bias else { return Ok(self.clone()) };
+        let distances = (t_q + t_kv).saturating_sub(1);
+        if starts.iter().all(|&start| start == 0) && biases.dim(D::Minus1)? == distances {
+            return Ok(self.clone());
+        }
+        let part = |(s, &start): (usize, &usize)| {
+            let own = if biases.rank() == 3 { biases.get(s)? } else { biases.clone() };
+            // No query sees a key behind the end of its sequence.
+            let len = distances.min(own.dim(1)? - start);
+            own.narrow(1, start, len)?.pad_with_zeros(1, 0, distances - len)
+        };
+        let parts = starts.iter().enumerate().map(part).collect::<Result<Vec<_>>>()?;
+        Ok(Self { distance_bias: Some(Tensor::stack(&parts, 0)?), ..self.clone() })
+    }
+
     /// Whether a seed says which weights are dropped. It counts all heads of a call, which are not to be taken apart.
     pub(crate) fn drops_by_seed(&self) -> bool {
         let is_seeded = self.dropout_seed.is_some() || self.dropout_philox_seed.is_some();
