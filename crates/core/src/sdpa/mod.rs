@@ -5,9 +5,8 @@
 //! path has to give its numbers.
 
 mod cpu;
-mod cuda;
+mod gpu;
 mod keys;
-mod metal;
 mod plan;
 mod quantized;
 mod reference;
@@ -131,8 +130,7 @@ fn context(call: &Call) -> Result<Tensor> {
     match plan::choose(call, Wanted::Context)? {
         Choice::Reference { .. } => reference(),
         Choice::Cpu(tier) => cpu::attend(call, tier),
-        Choice::FlashAttn(plan) => or_reference(call, cuda::attend(call, &plan, cuda::flash_attn), reference),
-        Choice::Metal(plan) => or_reference(call, metal::attend(call, &plan, metal::sdpa), reference),
+        Choice::Gpu(plan) => or_reference(call, plan.attend(call), reference),
     }
 }
 
@@ -140,7 +138,7 @@ fn context(call: &Call) -> Result<Tensor> {
 fn context_and_lse(call: &Call) -> Result<(Tensor, Tensor)> {
     match plan::choose(call, Wanted::LogSumExp)? {
         // The operations of GPUs have no log-sum-exp, and are not chosen for one.
-        Choice::Reference { .. } | Choice::FlashAttn(_) | Choice::Metal(_) => {
+        Choice::Reference { .. } | Choice::Gpu(_) => {
             let attended = reference::attend(call)?;
             Ok((attended.context, attended.lse))
         }

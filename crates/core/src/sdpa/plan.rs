@@ -6,8 +6,8 @@ use std::ops::Range;
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 use macro_rules_attribute::apply;
 
-use super::validate::{Call, Dims};
-use super::{PackedSequences, cuda, metal};
+use super::validate::Call;
+use super::{PackedSequences, gpu};
 use crate::base::options;
 use crate::init::TorchSeed;
 use crate::mask::EmptyRows;
@@ -198,8 +198,7 @@ pub(super) enum Wanted {
 pub(super) enum Choice {
     Reference { reason: String },
     Cpu(Tier),
-    FlashAttn(cuda::Plan),
-    Metal(metal::Plan),
+    Gpu(gpu::Plan),
 }
 
 impl Choice {
@@ -208,8 +207,7 @@ impl Choice {
         match self {
             Self::Reference { reason } => Plan { backend: Backend::Reference, reason: reason.clone() },
             Self::Cpu(tier) => fused(format!("the CPU kernel, {tier}")),
-            Self::FlashAttn(plan) => fused(plan.to_string()),
-            Self::Metal(plan) => fused(plan.to_string()),
+            Self::Gpu(plan) => fused(plan.to_string()),
         }
     }
 }
@@ -230,9 +228,8 @@ pub(super) fn choose(call: &Call, wanted: Wanted) -> Result<Choice> {
             Tier::choose(call.options.cpu_tier, call.q.dtype() == DType::BF16)
                 .map_err(|error| candle_core::Error::msg(format!("[{}] {error}", call.op)))?,
         )),
-        (None, Device::Cuda(_)) => cuda::decide(call, wanted)?
-            .and_then(|plan| cuda::obstacle(call.q.device()).map_or(Ok(Choice::FlashAttn(plan)), Err)),
-        (None, Device::Metal(_)) => metal::decide(call, wanted)?.map(Choice::Metal),
+        (None, device @ Device::Cuda(_)) => on_gpu(&gpu::FLASH_ATTN, call, wanted, device)?,
+        (None, device @ Device::Metal(_)) => on_gpu(&gpu::METAL, call, wanted, device)?,
     };
     match chosen {
         Ok(choice) => Ok(choice),
@@ -268,26 +265,11 @@ fn obstacle_of_every_kernel(call: &Call, wanted: Wanted) -> Option<String> {
     None
 }
 
-/// What keeps the call from the fused operation of a GPU that computes in `dtypes`, whichever it is.
-pub(super) fn obstacle_of_every_gpu(call: &Call, wanted: Wanted, dtypes: &[DType]) -> Option<String> {
-    if tracks_gradients(call) {
-        return Some("has no gradients, and an input is tracked for them".into());
-    }
-    let (Dims { d, d_v, .. }, dtype) = (call.dims, call.q.dtype());
-    if !dtypes.contains(&dtype) {
-        return Some(format!("computes in {dtypes:?}, and the inputs are {dtype:?}"));
-    }
-    if wanted == Wanted::LogSumExp {
-        return Some("has no log-sum-exp".into());
-    }
-    if call.options.sinks.is_some() {
-        return Some("has no sinks".into());
-    }
-    if call.options.distance_bias.is_some() {
-        return Some("takes no bias by distance".into());
-    }
-    if let Some(kind) = call.mask.tensor_kind() {
-        return Some(format!("takes no {kind} tensor"));
-    }
-    (d_v != d).then(|| format!("takes values as wide as keys, and D_v is {d_v} where D is {d}"))
+fn on_gpu(
+    operation: &'static gpu::Operation,
+    call: &Call,
+    wanted: Wanted,
+    device: &Device,
+) -> Result<std::result::Result<Choice, String>> {
+    Ok(operation.decide(call, wanted)?.and_then(|plan| plan.on(device)).map(Choice::Gpu))
 }

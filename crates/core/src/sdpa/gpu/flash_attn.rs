@@ -1,0 +1,178 @@
+//! candle-flash-attn: f16 and bf16 on CUDA, behind the feature `flash-attn`. What it computes rightly was read from
+//! version 0.11.
+
+use std::sync::{Mutex, PoisonError};
+
+use candle_core::{DType, Device, DeviceLocation, Result, Tensor};
+
+use super::{Inputs, Operation};
+use crate::sdpa::first_line;
+use crate::sdpa::rows::Window;
+use crate::sdpa::validate::{Call, Dims};
+
+pub(in crate::sdpa) static FLASH_ATTN: Operation = Operation {
+    name: "candle-flash-attn",
+    dtypes: &[DType::F16, DType::BF16],
+    alibi: true,
+    softcap: true,
+    varlen: true,
+    // It takes the maximum before it scales: a scale below zero makes infinities, one of zero NaN.
+    scales: NORMAL,
+    limit,
+    rest: |_, _, _| Ok(0),
+    obstacle,
+    sequence_first: true,
+    readable: |tensor, _| aligned(tensor),
+    run: flash_attn,
+};
+
+/// Normal numbers in f32, and their doubles.
+const NORMAL: [f64; 2] = [f32::MIN_POSITIVE as f64, f32::MAX as f64 / 2.0];
+
+/// CUDA's limit on the second and third dimension of a grid, in which the kernel lays out sequences and heads.
+pub(super) const GRID: usize = 65_535;
+
+pub(super) fn too_many(sequences: usize) -> String {
+    format!("launches {GRID} sequences at most, and there are {sequences}")
+}
+
+fn limit(call: &Call) -> Option<String> {
+    let Dims { b, h, t_q, t_kv, d, .. } = call.dims;
+    if !d.is_multiple_of(8) || d > 256 {
+        return Some(format!("takes D in multiples of 8 up to 256, and D is {d}"));
+    }
+    // It folds the softcap into the scale, and takes a scale of zero for no softcap.
+    let normal = |x: f64| (NORMAL[0]..=NORMAL[1]).contains(&x);
+    let scale = call.scale();
+    if let Some(softcap) = call.options.softcap.filter(|&softcap| !normal(softcap) || !normal(scale / softcap)) {
+        return Some(format!("drops a softcap of {softcap:?} at a scale of {scale:?}"));
+    }
+    // A launch that fails is not noticed: the result would be whatever lay in memory.
+    if h > GRID || b > GRID || call.sequences.is_some_and(|sequences| sequences.len() > GRID) {
+        return Some(format!("launches {GRID} sequences and heads at most, and there are {b} and {h}"));
+    }
+    let rows = b.checked_mul(t_q.max(t_kv)).is_some_and(|rows| i32::try_from(rows).is_ok());
+    let strides = t_q.max(t_kv).checked_mul(h).and_then(|rows| rows.checked_mul(d));
+    let fits = rows && strides.is_some_and(|stride| u32::try_from(stride).is_ok());
+    (!fits).then(|| "counts in 32 bits, and the call is larger".into())
+}
+
+/// A copy where the kernel cannot read a tensor (B, T, H, D): it loads 8 elements at a time, from addresses that are
+/// multiples of 16 bytes, and has strides of 32 bits.
+fn aligned(tensor: &Tensor) -> Result<Tensor> {
+    let [strides @ .., last] = tensor.stride() else { return Ok(tensor.clone()) };
+    let aligned = |n: &usize| n.is_multiple_of(8) && u32::try_from(*n).is_ok();
+    if *last == 1 && strides.iter().all(aligned) && tensor.layout().start_offset().is_multiple_of(8) {
+        return Ok(tensor.clone());
+    }
+    // Not `contiguous`, which leaves a view that begins at an odd element as it is.
+    tensor.force_contiguous()
+}
+
+/// The operation itself: a contiguous tensor of q's shape.
+#[cfg(feature = "flash-attn")]
+fn flash_attn(inputs: &Inputs) -> Result<Tensor> {
+    let Inputs { qkv: [q, k, v], lengths, alibi_slopes, scale, softcap, window } = inputs;
+    let slopes = alibi_slopes.as_ref();
+    match lengths {
+        None => candle_flash_attn::flash_attn_alibi_windowed_softcap(
+            q,
+            k,
+            v,
+            slopes,
+            *scale,
+            window.left,
+            window.right,
+            *softcap,
+        ),
+        Some(super::Lengths { cu_seqlens: [of_q, of_kv], max: [max_q, max_kv] }) => {
+            candle_flash_attn::flash_attn_varlen_alibi_windowed_softcap(
+                q,
+                k,
+                v,
+                slopes,
+                of_q,
+                of_kv,
+                *max_q,
+                *max_kv,
+                *scale,
+                window.left,
+                window.right,
+                *softcap,
+            )
+        }
+    }
+}
+
+#[cfg(not(feature = "flash-attn"))]
+fn flash_attn(_: &Inputs) -> Result<Tensor> {
+    candle_core::bail!("[flash_attn] this build lacks the feature `flash-attn`")
+}
+
+/// What keeps candle-flash-attn from a device.
+///
+/// Its kernels are compiled for the compute capability of the machine that built them, or that `CUDA_COMPUTE_CAP`
+/// named. On another device their launch fails, which candle-flash-attn does not look at: it returns memory that
+/// nothing was written to. So the first call on a device is preceded by one whose result is known. An error of that
+/// call (out of memory, say) may be gone the next time, and is not remembered.
+fn obstacle(device: &Device) -> Option<String> {
+    static FOUND: Mutex<Vec<(DeviceLocation, bool)>> = Mutex::new(Vec::new());
+    if !cfg!(feature = "flash-attn") {
+        return Some(
+            "this build lacks the feature `flash-attn`, with which candle-flash-attn would run the call".into(),
+        );
+    }
+    probe_once(&FOUND, device, flash_attn).err().map(|cause| {
+        format!(
+            "candle-flash-attn does not run on this device ({}): {cause}; it takes compute capability 8.0 and later, and \
+             only what CUDA_COMPUTE_CAP was when it was built",
+            capability(device)
+        )
+    })
+}
+
+pub(super) fn probe_once(
+    found: &Mutex<Vec<(DeviceLocation, bool)>>,
+    device: &Device,
+    op: impl Fn(&Inputs) -> Result<Tensor>,
+) -> std::result::Result<(), String> {
+    let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
+    let location = device.location();
+    let runs = match found.iter().find(|(known, _)| *known == location) {
+        Some(&(_, runs)) => runs,
+        None => {
+            let runs = probe(device, op).map_err(|error| first_line(&error))?;
+            found.push((location, runs));
+            runs
+        }
+    };
+    if runs { Ok(()) } else { Err("it returns memory to which no kernel wrote".into()) }
+}
+
+/// Whether four queries of zeros get the mean of three values.
+fn probe(device: &Device, op: impl Fn(&Inputs) -> Result<Tensor>) -> Result<bool> {
+    let zeros = |t: usize| Tensor::zeros((1, t, 1, 32), DType::F16, device);
+    let values = Tensor::new(&[2f32, 3.0, 7.0], &Device::Cpu)?.reshape((1, 3, 1, 1))?.broadcast_as((1, 3, 1, 32))?;
+    let values = values.to_dtype(DType::F16)?.contiguous()?.to_device(device)?;
+    let qkv = [zeros(4)?, zeros(3)?, values];
+    let window = Window::default();
+    let context = op(&Inputs { qkv, lengths: None, alibi_slopes: None, scale: 1.0, softcap: 0.0, window })?;
+    let context = context.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+    Ok(context.len() == 128 && context.iter().all(|x| (x - 4.0).abs() < 0.01))
+}
+
+#[cfg(feature = "flash-attn")]
+fn capability(device: &Device) -> String {
+    let capability = device
+        .as_cuda_device()
+        .and_then(|device| device.cuda_stream().context().compute_capability().map_err(candle_core::Error::wrap));
+    match capability {
+        Ok((major, minor)) => format!("compute capability {major}.{minor}"),
+        Err(error) => first_line(&error),
+    }
+}
+
+#[cfg(not(feature = "flash-attn"))]
+fn capability(_: &Device) -> String {
+    "compute capability unknown".into()
+}

@@ -1,0 +1,262 @@
+//! The fused operations of GPUs, which are other libraries': what each computes rightly, and how a call goes to it. All
+//! else takes the reference path.
+
+mod flash_attn;
+mod metal;
+#[cfg(test)]
+mod tests;
+
+pub(super) use flash_attn::FLASH_ATTN;
+pub(super) use metal::METAL;
+
+use std::fmt;
+use std::ops::Range;
+
+use candle_core::{DType, Device, Result, Tensor};
+
+use super::plan::{Wanted, tracks_gradients};
+use super::rows::{Bands, Window};
+use super::validate::{Call, Dims};
+use super::{OutputOrder, reference};
+use crate::mask::AttentionMask;
+
+/// A fused operation, and what it computes rightly.
+#[derive(Debug)]
+pub(super) struct Operation {
+    name: &'static str,
+    dtypes: &'static [DType],
+    alibi: bool,
+    softcap: bool,
+    /// Whether sequences may be of different lengths.
+    varlen: bool,
+    /// The least and the largest scale.
+    scales: [f64; 2],
+    /// What else keeps a call from it: widths, sizes, and what it makes of softcaps.
+    limit: fn(&Call) -> Option<String>,
+    /// The last queries and keys of a call with such keys and window that go to the reference path, or why all do.
+    rest: fn(&Call, &Range<usize>, Window) -> std::result::Result<usize, String>,
+    /// What keeps it from a device.
+    obstacle: fn(&Device) -> Option<String>,
+    /// (B, T, H, D) is the order of its tensors, and not (B, H, T, D).
+    sequence_first: bool,
+    /// A tensor in that order, of a call with `t_q` queries, as the operation reads it.
+    readable: fn(&Tensor, t_q: usize) -> Result<Tensor>,
+    run: fn(&Inputs) -> Result<Tensor>,
+}
+
+/// What an operation reads.
+#[cfg_attr(
+    not(any(feature = "flash-attn", test)),
+    expect(dead_code, reason = "read by candle-flash-attn and by the tests")
+)]
+pub(super) struct Inputs {
+    /// Queries, keys and values, without B where there are cumulative lengths.
+    qkv: [Tensor; 3],
+    lengths: Option<Lengths>,
+    /// (H,) in f32.
+    alibi_slopes: Option<Tensor>,
+    scale: f32,
+    /// 0 is none.
+    softcap: f32,
+    window: Window,
+}
+
+/// (n + 1,) in u32 each, and the longest sequence of each kind.
+#[cfg_attr(
+    not(any(feature = "flash-attn", test)),
+    expect(dead_code, reason = "read by candle-flash-attn and by the tests")
+)]
+struct Lengths {
+    cu_seqlens: [Tensor; 2],
+    max: [usize; 2],
+}
+
+/// A call that an operation takes.
+#[derive(Debug)]
+pub(super) struct Plan {
+    operation: &'static Operation,
+    sequences: Sequences,
+    window: Window,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Sequences {
+    /// All queries of all sequences see the same keys, up to the window; the last `rest` queries and keys are for the
+    /// reference path.
+    Alike { keys: Range<usize>, rest: usize },
+    /// Sequences of different lengths, by their cumulative lengths.
+    Varlen { cu_seqlens_q: Vec<u32>, cu_seqlens_kv: Vec<u32> },
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.operation.name)?;
+        match self.sequences {
+            Sequences::Alike { rest: 0, .. } => Ok(()),
+            Sequences::Alike { rest, .. } => write!(f, ", the last {rest} queries on the reference path"),
+            Sequences::Varlen { .. } => write!(f, " on sequences of different lengths"),
+        }
+    }
+}
+
+impl Operation {
+    /// How a call goes to the operation, or why it does not.
+    ///
+    /// # Errors
+    /// As [`AttentionMask::resolve`].
+    pub fn decide(&'static self, call: &Call, wanted: Wanted) -> Result<std::result::Result<Plan, String>> {
+        let refuse = |reason: String| Ok(Err(format!("{} {reason}", self.name)));
+        if let Some(reason) = self.refusal(call, wanted).or_else(|| (self.limit)(call)) {
+            return refuse(reason);
+        }
+        let bands = Bands::new(call)?;
+        if bands.as_ref().is_some_and(|bands| bands.spans.is_empty()) {
+            return Ok(Err("no query sees a key".into()));
+        }
+        let Some(bands) = bands else {
+            return refuse(
+                "takes masks that are one band of keys, aligned with the last query and key, and ALiBi from there"
+                    .into(),
+            );
+        };
+        let (window, keys) = (bands.window, bands.common_keys(call).filter(|_| call.sequences.is_none()));
+        let sequences = match keys {
+            Some(keys) => match (self.rest)(call, &keys, window) {
+                Ok(rest) => Sequences::Alike { keys, rest },
+                Err(reason) => return refuse(reason),
+            },
+            None if self.varlen => {
+                let Dims { b, t_q, t_kv, .. } = call.dims;
+                let (cu_seqlens_q, cu_seqlens_kv) = cumulative(&bands, b * t_q, b * t_kv);
+                if cu_seqlens_q.len() > flash_attn::GRID + 1 {
+                    return refuse(flash_attn::too_many(cu_seqlens_q.len() - 1));
+                }
+                Sequences::Varlen { cu_seqlens_q, cu_seqlens_kv }
+            }
+            None => return refuse("takes sequences that all see the same keys".into()),
+        };
+        Ok(Ok(Plan { operation: self, sequences, window }))
+    }
+
+    /// What it has not.
+    fn refusal(&self, call: &Call, wanted: Wanted) -> Option<String> {
+        let (Dims { d, d_v, .. }, options, dtype, scale) = (call.dims, call.options, call.q.dtype(), call.scale());
+        let lacks = [
+            (tracks_gradients(call), "has no gradients, and an input is tracked for them"),
+            (wanted == Wanted::LogSumExp, "has no log-sum-exp"),
+            (options.sinks.is_some(), "has no sinks"),
+            (options.distance_bias.is_some(), "takes no bias by distance"),
+            (options.alibi_slopes.is_some() && !self.alibi, "has no ALiBi"),
+            (options.softcap.is_some() && !self.softcap, "has no softcap for several queries"),
+            (call.sequences.is_some() && !self.varlen, "has no packed sequences"),
+        ];
+        if !self.dtypes.contains(&dtype) {
+            return Some(format!("computes in {:?}, and the inputs are {dtype:?}", self.dtypes));
+        }
+        if let Some((_, reason)) = lacks.into_iter().find(|&(is_wanted, _)| is_wanted) {
+            return Some(reason.into());
+        }
+        if let Some(kind) = call.mask.tensor_kind() {
+            return Some(format!("takes no {kind} tensor"));
+        }
+        if d_v != d {
+            return Some(format!("takes values as wide as keys, and D_v is {d_v} where D is {d}"));
+        }
+        let [least, most] = self.scales;
+        (!(least..=most).contains(&scale))
+            .then(|| format!("takes scales from {least:e} to {most:e}, and this one is {scale:?}"))
+    }
+}
+
+/// The cumulative lengths of all spans, and of what lies between them: queries without keys, which get zeros, and keys
+/// without queries.
+fn cumulative(bands: &Bands, total_q: usize, total_kv: usize) -> (Vec<u32>, Vec<u32>) {
+    let (mut cu_seqlens_q, mut cu_seqlens_kv) = (vec![0], vec![0]);
+    let (mut last_q, mut last_kv) = (0, 0);
+    let mut end_at = |q: usize, kv: usize| {
+        if (q, kv) != (last_q, last_kv) {
+            cu_seqlens_q.push(q as u32);
+            cu_seqlens_kv.push(kv as u32);
+            (last_q, last_kv) = (q, kv);
+        }
+    };
+    let mut before = 0;
+    for span in &bands.spans {
+        end_at(span.queries.start, before);
+        end_at(span.queries.start, span.keys.start);
+        end_at(span.queries.end, span.keys.end);
+        before = span.keys.end;
+    }
+    end_at(total_q, before);
+    end_at(total_q, total_kv);
+    (cu_seqlens_q, cu_seqlens_kv)
+}
+
+impl Plan {
+    /// The plan, if the operation runs on a device.
+    pub fn on(self, device: &Device) -> std::result::Result<Self, String> {
+        (self.operation.obstacle)(device).map_or(Ok(self), Err)
+    }
+
+    /// Context (B, H, T_q, D) in the order asked for.
+    pub fn attend(&self, call: &Call) -> Result<Tensor> {
+        self.attend_by(call, self.operation.run)
+    }
+
+    /// [`attend`](Self::attend) by another function in the operation's place.
+    fn attend_by(&self, call: &Call, run: impl Fn(&Inputs) -> Result<Tensor>) -> Result<Tensor> {
+        let operation = self.operation;
+        let in_order = |tensor: &Tensor| {
+            let tensor = if operation.sequence_first { tensor.transpose(1, 2)? } else { tensor.clone() };
+            (operation.readable)(&tensor, call.dims.t_q)
+        };
+        let mut last = None;
+        let (qkv, lengths) = match &self.sequences {
+            Sequences::Alike { keys, rest } => {
+                let [t_q, t_kv] = [call.dims.t_q - rest, keys.len() - rest];
+                let of_keys = |xs: &Tensor, start: usize, len: usize| xs.narrow(2, keys.start + start, len);
+                if *rest > 0 {
+                    let qkv = [
+                        call.q.narrow(2, t_q, *rest)?,
+                        of_keys(&call.k, 0, keys.len())?,
+                        of_keys(&call.v, 0, keys.len())?,
+                    ];
+                    let causal = Call::new(call.op, qkv.each_ref(), &AttentionMask::causal(), call.options)
+                        .map(|call| reference::attend(&call));
+                    last = Some(causal??.context);
+                }
+                let q = in_order(&call.q.narrow(2, 0, t_q)?)?;
+                ([q, in_order(&of_keys(&call.k, 0, t_kv)?)?, in_order(&of_keys(&call.v, 0, t_kv)?)?], None)
+            }
+            Sequences::Varlen { cu_seqlens_q, cu_seqlens_kv } => {
+                let joined = |tensor: &Tensor| in_order(tensor)?.flatten(0, 1);
+                let tensor = |lens: &[u32]| Tensor::new(lens, call.q.device());
+                let longest =
+                    |lens: &[u32]| lens.windows(2).map(|pair| (pair[1] - pair[0]) as usize).max().unwrap_or(0);
+                let lengths = Lengths {
+                    cu_seqlens: [tensor(cu_seqlens_q)?, tensor(cu_seqlens_kv)?],
+                    max: [longest(cu_seqlens_q), longest(cu_seqlens_kv)],
+                };
+                ([joined(&call.q)?, joined(&call.k)?, joined(&call.v)?], Some(lengths))
+            }
+        };
+        let slopes = |slopes: &Tensor| slopes.to_dtype(DType::F32)?.contiguous();
+        let alibi_slopes = call.options.alibi_slopes.as_ref().map(slopes).transpose()?;
+        let (scale, softcap) = (call.scale() as f32, call.options.softcap.unwrap_or(0.0) as f32);
+        let context = run(&Inputs { qkv, lengths, alibi_slopes, scale, softcap, window: self.window })?;
+        let Dims { b, h, t_q, d_v, .. } = call.dims;
+        let t_q = t_q - last.as_ref().map_or(Ok(0), |last| last.dim(2))?;
+        let context = match operation.sequence_first {
+            true => context.reshape((b, t_q, h, d_v))?.transpose(1, 2)?,
+            false => context,
+        };
+        let context = match last {
+            Some(last) => Tensor::cat(&[context, last], 2)?,
+            None => context,
+        };
+        match call.output_order {
+            OutputOrder::Bhtd => context.contiguous(),
+            OutputOrder::Bthd => context.transpose(1, 2)?.contiguous()?.transpose(1, 2),
+        }
+    }
+}
