@@ -1,0 +1,101 @@
+//! Time and memory of a relative bias of T5's kind, by distance and as a tensor (H, T_q, T_kv): `cargo bench --bench
+//! distance_bias`, and `-- --help`. ALiBi, which computes its biases, stands beside the same numbers by distance.
+//!
+//! The ways take turns in each round; a cell's time is the least, memory what a call adds to the process at its peak.
+
+#[path = "common/memory.rs"]
+#[expect(dead_code, reason = "a part is for the other benches")]
+mod memory;
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use candle_attention::{
+    AttentionMask, RelativeBias, RelativeBiasConfig, SdpaOptions, alibi_slopes, scaled_dot_product_attention,
+};
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::VarBuilder;
+use clap::Parser;
+
+#[derive(Parser)]
+struct Args {
+    /// Keys, and queries unless those are given.
+    #[arg(long, value_delimiter = ',', default_values_t = [512, 2048, 4096, 16384])]
+    lengths: Vec<usize>,
+    #[arg(long)]
+    queries: Option<usize>,
+    #[arg(long, default_value_t = 16)]
+    heads: usize,
+    /// The width of a head.
+    #[arg(long, default_value_t = 64)]
+    width: usize,
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// The most positions for which a tensor (H, T_q, T_kv) is made.
+    #[arg(long, default_value_t = 4096)]
+    most_by_pair: usize,
+    /// What cargo passes.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// A way to add biases: what it makes for a call, and then the call.
+type Way<'a> = (&'static str, Box<dyn Fn() -> Result<Tensor> + 'a>);
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let (h, d) = (args.heads, args.width);
+    let weight = Tensor::randn(0f32, 1., (32, h), &Device::Cpu)?;
+    let tensors = HashMap::from([("relative_attention_bias.weight".to_string(), weight)]);
+    let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
+    let bias = RelativeBias::new(&RelativeBiasConfig::new(true), h, vb)?;
+    let slopes = Tensor::from_vec(alibi_slopes(h)?, h, &Device::Cpu)?;
+    println!("{:<8} {:<24} {:>10} {:>12}", "T", "bias", "ms", "MiB");
+    for &t in &args.lengths {
+        let t_q = args.queries.unwrap_or(t);
+        let random = |t: usize| Tensor::randn(0f32, 1., (1, h, t, d), &Device::Cpu);
+        let (q, k, v) = (random(t_q)?, random(t)?, random(t)?);
+        let attend =
+            |mask: &AttentionMask, options: &SdpaOptions| scaled_dot_product_attention(&q, &k, &v, mask, options);
+        let (none, plain) = (AttentionMask::none(), SdpaOptions::default);
+        let distances = Tensor::arange(1 - t as i64, t_q as i64, &Device::Cpu)?.to_dtype(DType::F32)?.abs()?.neg()?;
+        let mut ways: Vec<Way> = vec![
+            ("none", Box::new(|| attend(&none, &plain()))),
+            (
+                "T5's by distance",
+                Box::new(|| attend(&none, &plain().with_distance_bias(&bias.distance_bias(t_q, t, t - t_q)?))),
+            ),
+            ("ALiBi's slopes", Box::new(|| attend(&none, &plain().with_alibi_slopes(&slopes)))),
+            (
+                "ALiBi's by distance",
+                Box::new(|| {
+                    let biases = slopes.unsqueeze(1)?.broadcast_mul(&distances)?;
+                    attend(&none, &plain().with_distance_bias(&biases))
+                }),
+            ),
+        ];
+        if t <= args.most_by_pair {
+            ways.push((
+                "T5's (H, T_q, T_kv)",
+                Box::new(|| attend(&none.clone().with_bias(&bias.forward(t_q, t, t - t_q)?), &plain())),
+            ));
+        }
+        let mut least = vec![Duration::MAX; ways.len()];
+        let mut added = vec![0; ways.len()];
+        for _ in 0..args.rounds {
+            for (n, (_, call)) in ways.iter().enumerate() {
+                memory::forget_peak();
+                let before = memory::peak_resident();
+                let start = Instant::now();
+                call()?;
+                least[n] = least[n].min(start.elapsed());
+                added[n] = added[n].max(memory::peak_resident().unwrap_or(0).saturating_sub(before.unwrap_or(0)));
+            }
+        }
+        for ((name, _), (time, added)) in ways.iter().zip(least.iter().zip(added)) {
+            let mib = added as f64 / f64::from(1 << 20);
+            println!("{t:<8} {name:<24} {:>10.2} {mib:>12.1}", time.as_secs_f64() * 1e3);
+        }
+    }
+    Ok(())
+}
