@@ -11,16 +11,19 @@ pub(super) type Aliases = &'static [(&'static str, &'static str)];
 
 static EMPTY: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
 
-/// The fields of one object of a `config.json`. Every error names the model and the field, and says what was expected
-/// and what was found.
+/// The fields of one object of a `config.json`, as a layer reads them. Every error names the model and the field, and
+/// says what was expected and what was found.
 #[derive(Debug, Clone)]
 pub(super) struct Fields<'a> {
     model: &'static str,
+    /// The layer, of so many; both are 0 before they are known.
+    pub layer: usize,
+    pub num_layers: usize,
     /// The prefix of the fields' names in errors, for an object in the config.
     within: String,
     object: &'a Map<String, Value>,
-    /// What one layer has in place of the fields of all.
-    of_layer: Option<&'a Map<String, Value>>,
+    /// What the layer has in place of the fields of all.
+    own: Option<&'a Map<String, Value>>,
     aliases: Vec<(&'static str, &'static str)>,
 }
 
@@ -30,7 +33,7 @@ impl<'a> Fields<'a> {
         object: &'a Map<String, Value>,
         aliases: Vec<(&'static str, &'static str)>,
     ) -> Self {
-        Self { model, within: String::new(), object, of_layer: None, aliases }
+        Self { model, layer: 0, num_layers: 0, within: String::new(), object, own: None, aliases }
     }
 
     /// The object in a field; `None` where it is absent, null or empty.
@@ -48,18 +51,14 @@ impl<'a> Fields<'a> {
         Ok(self.object(name)?.unwrap_or_else(|| self.within(name, &EMPTY)))
     }
 
-    fn within(&self, name: &str, object: &'a Map<String, Value>) -> Self {
-        Self {
-            within: format!("{}{name}.", self.within),
-            object,
-            of_layer: None,
-            aliases: Vec::new(),
-            model: self.model,
-        }
+    /// Those of an object, which is named so in errors.
+    pub(super) fn within<'b>(&self, name: &str, object: &'b Map<String, Value>) -> Fields<'b> {
+        let within = format!("{}{name}.", self.within);
+        Fields { within, layer: self.layer, num_layers: self.num_layers, ..Fields::new(self.model, object, Vec::new()) }
     }
 
-    /// With what `per_layer_config` has for a layer.
-    pub(super) fn of_layer_config(self, layer: usize) -> Result<Self> {
+    /// Those of a layer, with what `per_layer_config` has for it.
+    pub(super) fn of(self, layer: usize, num_layers: usize) -> Result<Self> {
         const NAME: &str = "per_layer_config";
         let mut of_layer = None;
         for (key, own) in self.object(NAME)?.iter().flat_map(|layers| layers.object) {
@@ -69,7 +68,7 @@ impl<'a> Fields<'a> {
                 _ => return self.fail(format!("{NAME} has {key}: {own}, expected a layer's number and an object")),
             }
         }
-        Ok(Self { of_layer, ..self })
+        Ok(Self { layer, num_layers, own: of_layer, ..self })
     }
 
     pub(super) fn fail<T>(&self, message: impl std::fmt::Display) -> Result<T> {
@@ -84,8 +83,8 @@ impl<'a> Fields<'a> {
     fn raw(&self, name: &str) -> Option<&'a Value> {
         let aliases = self.aliases.iter().filter(|(_, own)| *own == name).map(|(other, _)| *other);
         let mut names = aliases.chain([name]);
-        let of_layer = self.of_layer.and_then(|own| names.clone().find_map(|name| own.get(name)));
-        of_layer.or_else(|| names.find_map(|name| self.object.get(name)))
+        let own = self.own.and_then(|own| names.clone().find_map(|name| own.get(name)));
+        own.or_else(|| names.find_map(|name| self.object.get(name)))
     }
 
     /// Whether there is such a field, be it null.
@@ -108,6 +107,11 @@ impl<'a> Fields<'a> {
     /// A value, which may not be null, or its default where it is absent.
     pub(super) fn get_or<T: Field<'a>>(&self, name: &str, default: T) -> Result<T> {
         self.raw(name).map_or(Ok(default), |value| self.read(name, value))
+    }
+
+    /// A number of things, of which there may be none.
+    pub(super) fn count(&self, name: &str, default: usize) -> Result<usize> {
+        if self.get(name).is_some_and(|count| *count == 0) { Ok(0) } else { self.get_or(name, default) }
     }
 
     /// The height and width of something, which one number gives if they are the same.
@@ -140,13 +144,13 @@ impl<'a> Fields<'a> {
         if self.has(name) { self.optional(name) } else { Ok(default) }
     }
 
-    /// The entry of a layer in a list, or nothing where the list is absent or null.
-    pub(super) fn of_layer(&self, name: &str, layer: usize) -> Result<Option<&'a Value>> {
+    /// The entry of the layer in a list, or nothing where the list is absent or null.
+    pub(super) fn of_layer(&self, name: &str) -> Result<Option<&'a Value>> {
         match self.get(name) {
-            Some(Value::Array(list)) if layer >= list.len() => {
+            Some(Value::Array(list)) if self.layer >= list.len() => {
                 self.fail(format!("{name} has {} entries, expected one for each layer", list.len()))
             }
-            Some(Value::Array(list)) => Ok(Some(&list[layer])),
+            Some(Value::Array(list)) => Ok(Some(&list[self.layer])),
             Some(value) => self.expected(name, value, "a list"),
             None => Ok(None),
         }

@@ -242,13 +242,18 @@
 //! # Ok(()) }
 //! ```
 
+mod entry;
 mod families;
 mod family;
 mod fields;
+mod latent;
+mod load;
 mod names;
+mod positions;
 mod rope;
 mod rules;
 mod stages;
+mod windows;
 
 use candle_core::Result;
 use candle_nn::VarBuilder;
@@ -260,11 +265,11 @@ use candle_attention_core::{
     HeadShard, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig,
     RelativeBias,
 };
-use family::Family;
+use entry::Entry;
 
 /// The values of `model_type` that are known, in alphabetical order.
 pub fn architectures() -> impl Iterator<Item = &'static str> {
-    family::model_types()
+    entry::model_types()
 }
 
 /// The config of one layer's attention, from a `config.json`; layers count from 0. Of a model with an encoder and a
@@ -275,7 +280,7 @@ pub fn architectures() -> impl Iterator<Item = &'static str> {
 /// named; for a layer that is not there; and for a field that is of the wrong type, contradicts others, or asks for
 /// what is not supported, named with its value. Latent attention is for [`latent_attention_config`].
 pub fn attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttentionConfig> {
-    Family::of(json)?.attention(json, layer)
+    Entry::of(json)?.attention(layer)
 }
 
 /// One layer's attention, from a `config.json` and a builder at the model's root; layers count from 0. Of a model with
@@ -289,7 +294,7 @@ pub fn attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttention
 /// reads with its scales), and for a missing or misshapen tensor, named with both shapes. Latent attention is for
 /// [`load_latent_attention`].
 pub fn load_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
-    Family::of(json)?.load(json, layer, vb)
+    Entry::of(json)?.load(layer, vb)
 }
 
 /// The earlier layer whose keys and values a layer reads, if it has none of its own
@@ -298,7 +303,7 @@ pub fn load_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<Mult
 /// # Errors
 /// As [`attention_config`].
 pub fn kv_layer(json: &Value, layer: usize) -> Result<Option<usize>> {
-    Family::of(json)?.kv_layer(json, layer)
+    Entry::of(json)?.kv_layer(layer)
 }
 
 /// [`attention_config`] for the self-attention of a decoder beside an encoder.
@@ -306,7 +311,7 @@ pub fn kv_layer(json: &Value, layer: usize) -> Result<Option<usize>> {
 /// # Errors
 /// As that, and for an architecture without both.
 pub fn decoder_attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttentionConfig> {
-    Family::of(json)?.decoder()?.attention(json, layer)
+    Entry::of(json)?.decoder()?.attention(layer)
 }
 
 /// [`load_attention`] for the self-attention of a decoder beside an encoder.
@@ -314,7 +319,7 @@ pub fn decoder_attention_config(json: &Value, layer: usize) -> Result<MultiHeadA
 /// # Errors
 /// As that, and for an architecture without both.
 pub fn load_decoder_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
-    Family::of(json)?.decoder()?.load(json, layer, vb)
+    Entry::of(json)?.decoder()?.load(layer, vb)
 }
 
 /// [`attention_config`] for the attention of a decoder's layer to an encoder's outputs.
@@ -322,7 +327,7 @@ pub fn load_decoder_attention(json: &Value, layer: usize, vb: VarBuilder) -> Res
 /// # Errors
 /// As that, and for an architecture without it.
 pub fn cross_attention_config(json: &Value, layer: usize) -> Result<MultiHeadAttentionConfig> {
-    Family::of(json)?.cross()?.attention(json, layer)
+    Entry::of(json)?.cross()?.attention(layer)
 }
 
 /// [`load_attention`] for the attention of a decoder's layer to an encoder's outputs, which
@@ -331,7 +336,7 @@ pub fn cross_attention_config(json: &Value, layer: usize) -> Result<MultiHeadAtt
 /// # Errors
 /// As that, and for an architecture without it.
 pub fn load_cross_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
-    Family::of(json)?.cross()?.load(json, layer, vb)
+    Entry::of(json)?.cross()?.load(layer, vb)
 }
 
 /// One process's heads of a layer's attention, from a `config.json` and Candle's sharded builder at the model's root;
@@ -346,7 +351,7 @@ pub fn load_attention_shard(
     vb: &ShardedVarBuilder<'static>,
 ) -> Result<MultiHeadAttention> {
     let load = |cfg: &_, layout, module: &str| MultiHeadAttention::load_shard(cfg, layout, shard, &vb.pp(module));
-    Family::of(json)?.load_with_bias(json, layer, &whole(vb), load, |bias| bias.shard(shard))
+    Entry::of(json)?.load_with(layer, &whole(vb), load, |bias| bias.shard(shard))
 }
 
 /// [`attention_config`] for latent attention: DeepSeek V2 and V3, and what is the same by other names.
@@ -354,7 +359,7 @@ pub fn load_attention_shard(
 /// # Errors
 /// As that, and for an architecture of another kind.
 pub fn latent_attention_config(json: &Value, layer: usize) -> Result<MultiHeadLatentAttentionConfig> {
-    Family::of(json)?.latent_attention(json, layer)
+    Entry::of(json)?.latent_attention(layer)
 }
 
 /// [`load_attention`] for latent attention: DeepSeek V2 and V3, and what is the same by other names.
@@ -362,7 +367,8 @@ pub fn latent_attention_config(json: &Value, layer: usize) -> Result<MultiHeadLa
 /// # Errors
 /// As that, and for an architecture of another kind.
 pub fn load_latent_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<MultiHeadLatentAttention> {
-    load_latent(json, layer, &vb, |cfg, module| MultiHeadLatentAttention::new(cfg, vb.pp(module)))
+    let load = |cfg: &_, module: &str| MultiHeadLatentAttention::new(cfg, vb.pp(module));
+    Entry::of(json)?.load_latent_with(layer, &vb, load)
 }
 
 /// [`load_attention_shard`] for latent attention: see [`MultiHeadLatentAttention::load_shard`].
@@ -376,19 +382,7 @@ pub fn load_latent_attention_shard(
     vb: &ShardedVarBuilder<'static>,
 ) -> Result<MultiHeadLatentAttention> {
     let load = |cfg: &_, module: &str| MultiHeadLatentAttention::load_shard(cfg, shard, &vb.pp(module));
-    load_latent(json, layer, &whole(vb), load)
-}
-
-fn load_latent(
-    json: &Value,
-    layer: usize,
-    vb: &VarBuilder,
-    load: impl Fn(&MultiHeadLatentAttentionConfig, &str) -> Result<MultiHeadLatentAttention>,
-) -> Result<MultiHeadLatentAttention> {
-    let family = Family::of(json)?;
-    let cfg = family.latent_attention(json, layer)?;
-    family.refuse_quantized(json)?;
-    names::load_module(family.modules, &family.place(json, layer)?, vb, |_, module| load(&cfg, module))
+    Entry::of(json)?.load_latent_with(layer, &whole(vb), load)
 }
 
 /// The relative bias that all layers of a stack have together, from a `config.json` and a builder at the model's root.
@@ -400,7 +394,7 @@ fn load_latent(
 /// # Errors
 /// As [`load_attention`], and for an architecture without one.
 pub fn load_relative_bias(json: &Value, vb: VarBuilder) -> Result<RelativeBias> {
-    Family::of(json)?.load_relative_bias(json, &vb)
+    Entry::of(json)?.load_relative_bias(&vb)
 }
 
 /// [`load_relative_bias`] for a decoder beside an encoder.
@@ -408,5 +402,5 @@ pub fn load_relative_bias(json: &Value, vb: VarBuilder) -> Result<RelativeBias> 
 /// # Errors
 /// As that, and for an architecture without both.
 pub fn load_decoder_relative_bias(json: &Value, vb: VarBuilder) -> Result<RelativeBias> {
-    Family::of(json)?.decoder()?.load_relative_bias(json, &vb)
+    Entry::of(json)?.decoder()?.load_relative_bias(&vb)
 }

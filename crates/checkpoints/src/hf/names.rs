@@ -39,14 +39,13 @@ impl ModuleNames {
 
 /// Calls `load` with the layout and the name of the attention of the layer at a place: the first that the builder has.
 /// A builder that claims every name (zeros, fresh variables) gets the first of all.
-pub(super) fn load_module<T>(
-    names: &[ModuleNames],
+pub(super) fn load_module<'a, T>(
+    names: impl Iterator<Item = &'a ModuleNames>,
     place: &[usize],
     vb: &VarBuilder,
     load: impl Fn(WeightLayout, &str) -> Result<T>,
 ) -> Result<T> {
-    let candidates: Vec<_> =
-        names.iter().flat_map(|names| names.modules(place).map(move |module| (module, names))).collect();
+    let candidates: Vec<_> = names.flat_map(|names| names.modules(place).map(move |module| (module, names))).collect();
     if let Some((module, names)) = candidates.iter().find(|(module, names)| has(vb, &names.parameter(module))) {
         return load(names.layout, module);
     }

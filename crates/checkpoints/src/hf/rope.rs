@@ -2,21 +2,29 @@
 
 use candle_core::Result;
 
+use serde_json::Value;
+
+use super::family::Number;
 use super::fields::Fields;
 use candle_attention_core::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle};
 
 /// The kinds of layers that may have parameters of their own.
 const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
+const PARTIAL: &str = "partial_rotary_factor";
+const ORIGINAL: &str = "original_max_position_embeddings";
 
 /// The rotary positions of a family: the defaults of its class, and the names of its fields.
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone, Copy)]
 pub(super) struct Rope {
-    theta: (&'static str, f64),
-    /// The field with the part of each head that is rotated, and its default; without it heads are rotated as a whole.
-    partial: Option<(&'static str, f64)>,
+    layers: Rotated,
+    theta: Number,
+    /// The part of each head that is rotated; without it heads are rotated as a whole.
+    partial: Option<Number>,
     /// `max_position_embeddings`.
     context: usize,
     style: RopeStyle,
+    /// The flag that chooses neighbours unless it is false.
+    interleaving: Option<&'static str>,
     /// Whether LongRoPE is the only scaling, and has two more names (Phi 3).
     long_rope_only: bool,
     /// Positions on several axes: the sections of the class, or none for equal ones.
@@ -24,37 +32,68 @@ pub(super) struct Rope {
     /// Whether `rope_parameters` may also be one object for layers of all kinds, whose scaling is for those that are
     /// scaled.
     one_for_all: bool,
-    /// The scaling of a config with neither `rope_scaling` nor `rope_parameters`.
-    default_scaling: fn(&Fields) -> Result<RopeScaling>,
+    /// In layers with a window, whether `rope_scaling` of older configurations is for them too.
+    shares_scaling: bool,
+    /// What stands for `rope_parameters` in a config with neither `rope_scaling` nor that, in JSON.
+    default_parameters: Option<&'static str>,
+}
+
+/// Which layers have rotary positions.
+#[derive(Clone, Copy)]
+pub(super) enum Rotated {
+    All,
+    /// Those with a window.
+    Windowed,
+    /// The same, or all where `sliding_window` is null.
+    WindowedIfAny,
+    /// All, if a field is this text.
+    IfText(&'static str, &'static str),
+    If(fn(&Fields) -> Result<bool>),
 }
 
 /// Whole heads in halves, with `rope_theta`, for a context of so many positions.
 pub(super) const fn rope(theta: f64, context: usize) -> Rope {
     Rope {
-        theta: ("rope_theta", theta),
+        layers: Rotated::All,
+        theta: Number("rope_theta", theta),
         partial: None,
         context,
         style: RopeStyle::Halves,
+        interleaving: None,
         long_rope_only: false,
         axes: None,
         one_for_all: false,
-        default_scaling: |_| Ok(RopeScaling::None),
+        shares_scaling: false,
+        default_parameters: None,
     }
 }
 
 impl Rope {
-    /// Another field than `rope_theta`.
-    pub(super) const fn theta_from(self, name: &'static str) -> Self {
-        Self { theta: (name, self.theta.1), ..self }
+    pub(super) const fn in_layers(self, layers: Rotated) -> Self {
+        Self { layers, ..self }
     }
 
-    /// Partial rotary: the field with the part of each head that is rotated, and its default.
-    pub(super) const fn partial(self, name: &'static str, default: f64) -> Self {
-        Self { partial: Some((name, default)), ..self }
+    /// Another field than `rope_theta`.
+    pub(super) const fn theta_from(self, name: &'static str) -> Self {
+        Self { theta: Number(name, self.theta.1), ..self }
+    }
+
+    /// `partial_rotary_factor` and its default.
+    pub(super) const fn partial(self, default: f64) -> Self {
+        self.partial_from(PARTIAL, default)
+    }
+
+    /// The same by another name.
+    pub(super) const fn partial_from(self, name: &'static str, default: f64) -> Self {
+        Self { partial: Some(Number(name, default)), ..self }
     }
 
     pub(super) const fn interleaved(self) -> Self {
         Self { style: RopeStyle::Interleaved, ..self }
+    }
+
+    pub(super) const fn interleaved_unless(self, flag: &'static str) -> Self {
+        Self { interleaving: Some(flag), ..self }
     }
 
     pub(super) const fn long_rope_only(self) -> Self {
@@ -70,8 +109,25 @@ impl Rope {
         Self { one_for_all: true, ..self }
     }
 
-    pub(super) const fn scaled_unless_given(self, scaling: fn(&Fields) -> Result<RopeScaling>) -> Self {
-        Self { default_scaling: scaling, ..self }
+    pub(super) const fn sharing_scaling(self) -> Self {
+        Self { shares_scaling: true, ..self }
+    }
+
+    pub(super) const fn or_parameters(self, json: &'static str) -> Self {
+        Self { default_parameters: Some(json), ..self }
+    }
+
+    /// Whether a layer with this window has them.
+    pub(super) fn rotates(&self, fields: &Fields, window: Option<usize>) -> Result<bool> {
+        Ok(match self.layers {
+            Rotated::All => true,
+            Rotated::Windowed => window.is_some(),
+            Rotated::WindowedIfAny => {
+                window.is_some() || fields.nullable::<usize>("sliding_window", Some(1))?.is_none()
+            }
+            Rotated::IfText(name, text) => fields.get(name).is_some_and(|value| *value == text),
+            Rotated::If(condition) => condition(fields)?,
+        })
     }
 
     /// For heads of this width.
@@ -86,26 +142,28 @@ impl Rope {
         self.read(fields, parameters, head_dim)
     }
 
-    /// For a family with parameters for each kind of layer. `scaled` is whether `rope_scaling` of older configurations
-    /// is for layers of this kind.
-    pub(super) fn of_kind(&self, fields: &Fields, kind: &str, scaled: bool, head_dim: usize) -> Result<RopeConfig> {
+    /// For layers of a kind, of a family with parameters for each.
+    pub(super) fn of_kind(&self, fields: &Fields, kind: &str, head_dim: usize) -> Result<RopeConfig> {
+        let is_scaled = kind == KINDS[0] || self.shares_scaling;
         let parameters = match (fields.object("rope_scaling")?, fields.object("rope_parameters")?) {
             (Some(_), Some(_)) => return fields.fail("rope_scaling and rope_parameters are both given, expected one"),
             (_, Some(kinds)) if KINDS.iter().any(|kind| kinds.has(kind)) => kinds.object(kind)?,
             (_, Some(all)) if self.one_for_all => {
                 let rope = self.read(fields, Some(all), head_dim)?;
-                return Ok(if scaled { rope } else { rope.with_scaling(RopeScaling::None) });
+                return Ok(if is_scaled { rope } else { rope.with_scaling(RopeScaling::None) });
             }
             (_, Some(_)) => return fields.fail("rope_parameters has no full_attention and no sliding_attention"),
-            (scaling, None) => scaling.filter(|_| scaled),
+            (scaling, None) => scaling.filter(|_| is_scaled),
         };
         self.read(fields, parameters, head_dim)
     }
 
-    fn read(&self, fields: &Fields, parameters: Option<Fields>, head_dim: usize) -> Result<RopeConfig> {
-        let rope = self.read_angles(fields, parameters.as_ref(), head_dim)?;
+    fn read(&self, fields: &Fields, given: Option<Fields>, head_dim: usize) -> Result<RopeConfig> {
+        let default: Value = serde_json::from_str(self.default_parameters.unwrap_or("null")).unwrap_or_default();
+        let given = given.or_else(|| Some(fields.within("rope_parameters", default.as_object()?)));
+        let rope = self.angles(fields, given.as_ref(), head_dim)?;
         let Some((layout, sections)) = self.axes else { return Ok(rope) };
-        let given = parameters.map_or(Ok(None), |parameters| parameters.optional("mrope_section"))?;
+        let given = given.map_or(Ok(None), |given| given.optional("mrope_section"))?;
         let sections = given.unwrap_or_else(|| match sections {
             [] => vec![rope.rotary_dim(head_dim) / 4; 2],
             sections => sections.to_vec(),
@@ -113,22 +171,26 @@ impl Rope {
         Ok(rope.with_axes(RopeAxes::new(sections, layout)))
     }
 
-    fn read_angles(&self, fields: &Fields, parameters: Option<&Fields>, head_dim: usize) -> Result<RopeConfig> {
-        let given = |name| parameters.map_or(Ok(None), |parameters| parameters.optional(name));
-        let base = match given("rope_theta")? {
+    fn angles(&self, fields: &Fields, given: Option<&Fields>, head_dim: usize) -> Result<RopeConfig> {
+        let number = |name| given.map_or(Ok(None), |given| given.optional(name));
+        let base = match number("rope_theta")? {
             Some(base) => base,
             None => fields.get_or(self.theta.0, self.theta.1)?,
         };
-        let (name, default) = self.partial.unwrap_or(("partial_rotary_factor", 1.0));
-        let part = match given("partial_rotary_factor")? {
+        let Number(name, default) = self.partial.unwrap_or(Number(PARTIAL, 1.0));
+        let part = match number(PARTIAL)? {
             Some(part) => part,
             None => fields.optional(name)?.unwrap_or(default),
         };
-        let scaling = match parameters {
-            Some(parameters) => self.scaling(fields, parameters, part)?,
-            None => (self.default_scaling)(fields)?,
+        let scaling = match given {
+            Some(given) => self.scaling(fields, given, part)?,
+            None => RopeScaling::None,
         };
-        let rope = RopeConfig::new(base).with_style(self.style);
+        let style = match self.interleaving {
+            Some(flag) if fields.flag(flag, true)? => RopeStyle::Interleaved,
+            _ => self.style,
+        };
+        let rope = RopeConfig::new(base).with_style(style);
         if matches!(scaling, RopeScaling::Proportional { .. }) || part == 1.0 {
             return Ok(rope.with_scaling(scaling));
         }
@@ -142,9 +204,9 @@ impl Rope {
         Ok(rope.with_rotary_dim(rotary_dim as usize).with_scaling(scaling))
     }
 
-    fn scaling(&self, fields: &Fields, object: &Fields, part: f64) -> Result<RopeScaling> {
-        let kind = match object.optional::<&str>("rope_type")? {
-            None => object.optional::<&str>("type")?.unwrap_or("default"),
+    fn scaling(&self, fields: &Fields, given: &Fields, part: f64) -> Result<RopeScaling> {
+        let kind = match given.optional::<&str>("rope_type")? {
+            None => given.optional::<&str>("type")?.unwrap_or("default"),
             Some(kind) => kind,
         };
         let kind = match kind {
@@ -159,64 +221,66 @@ impl Rope {
         };
         let context = fields.get_or("max_position_embeddings", self.context)?;
         let original = || -> Result<usize> {
-            const NAME: &str = "original_max_position_embeddings";
-            match fields.optional(NAME)? {
+            match fields.optional(ORIGINAL)? {
                 Some(original) => Ok(original),
                 // Phi 3's class has a default of its own.
                 None if self.long_rope_only => Ok(self.context),
-                None => Ok(object.optional(NAME)?.unwrap_or(context)),
+                None => Ok(given.optional(ORIGINAL)?.unwrap_or(context)),
             }
         };
-        Ok(match kind {
-            "default" => RopeScaling::None,
-            "linear" => RopeScaling::Linear { factor: object.required("factor")? },
-            "dynamic" => RopeScaling::Dynamic { factor: object.required("factor")?, original_context: context },
-            "llama3" => RopeScaling::Llama3 {
-                factor: object.required("factor")?,
-                low_freq_factor: object.required("low_freq_factor")?,
-                high_freq_factor: object.required("high_freq_factor")?,
-                original_context: original()?,
-            },
-            "yarn" => {
-                let original_context = original()?;
-                let factor = match object.get("factor") {
-                    None if object.has("factor") => context as f64 / original_context as f64,
-                    _ => object.required("factor")?,
-                };
-                // transformers treats 0 as absent.
-                let beta = |name: &str, default: f64| -> Result<f64> {
-                    Ok(object.optional(name)?.filter(|&beta| beta != 0.0).unwrap_or(default))
-                };
-                RopeScaling::Yarn {
-                    factor,
-                    original_context,
-                    beta_fast: beta("beta_fast", 32.0)?,
-                    beta_slow: beta("beta_slow", 1.0)?,
-                    attention_factor: object.optional("attention_factor")?,
-                    mscale: object.optional("mscale")?,
-                    mscale_all_dim: object.optional("mscale_all_dim")?,
-                    truncate: object.flag("truncate", true)?,
-                }
-            }
-            "longrope" => {
-                let original_context = original()?;
-                let factor = object.optional("factor")?;
-                RopeScaling::LongRope {
-                    short_factor: object.required("short_factor")?,
-                    long_factor: object.required("long_factor")?,
-                    original_context,
-                    factor: Some(factor.unwrap_or(context as f64 / original_context as f64)),
-                    attention_factor: object.optional("attention_factor")?,
-                }
-            }
+        match kind {
+            "default" => Ok(RopeScaling::None),
+            "linear" => Ok(RopeScaling::Linear { factor: given.required("factor")? }),
+            "dynamic" => Ok(RopeScaling::Dynamic { factor: given.required("factor")?, original_context: context }),
+            "llama3" => llama3(given, original()?),
+            "yarn" => yarn(given, context, original()?),
+            "longrope" => long_rope(given, context, original()?),
             "proportional" if self.partial.is_none() => {
-                RopeScaling::Proportional { factor: object.get_or("factor", 1.0)?, proportion: part }
+                Ok(RopeScaling::Proportional { factor: given.get_or("factor", 1.0)?, proportion: part })
             }
-            _ => {
-                return fields.fail(format!(
-                    "rope_type is {kind:?}, expected one of: default, linear, dynamic, llama3, yarn, longrope, proportional"
-                ));
-            }
-        })
+            _ => fields.fail(format!(
+                "rope_type is {kind:?}, expected one of: default, linear, dynamic, llama3, yarn, longrope, proportional"
+            )),
+        }
     }
+}
+
+fn llama3(given: &Fields, original_context: usize) -> Result<RopeScaling> {
+    Ok(RopeScaling::Llama3 {
+        factor: given.required("factor")?,
+        low_freq_factor: given.required("low_freq_factor")?,
+        high_freq_factor: given.required("high_freq_factor")?,
+        original_context,
+    })
+}
+
+fn yarn(given: &Fields, context: usize, original_context: usize) -> Result<RopeScaling> {
+    // transformers treats 0 as absent.
+    let beta = |name: &str, default: f64| -> Result<f64> {
+        Ok(given.optional(name)?.filter(|&beta| beta != 0.0).unwrap_or(default))
+    };
+    Ok(RopeScaling::Yarn {
+        factor: match given.get("factor") {
+            None if given.has("factor") => context as f64 / original_context as f64,
+            _ => given.required("factor")?,
+        },
+        original_context,
+        beta_fast: beta("beta_fast", 32.0)?,
+        beta_slow: beta("beta_slow", 1.0)?,
+        attention_factor: given.optional("attention_factor")?,
+        mscale: given.optional("mscale")?,
+        mscale_all_dim: given.optional("mscale_all_dim")?,
+        truncate: given.flag("truncate", true)?,
+    })
+}
+
+fn long_rope(given: &Fields, context: usize, original_context: usize) -> Result<RopeScaling> {
+    let factor = given.optional("factor")?.unwrap_or(context as f64 / original_context as f64);
+    Ok(RopeScaling::LongRope {
+        short_factor: given.required("short_factor")?,
+        long_factor: given.required("long_factor")?,
+        original_context,
+        factor: Some(factor),
+        attention_factor: given.optional("attention_factor")?,
+    })
 }

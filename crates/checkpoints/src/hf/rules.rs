@@ -1,64 +1,239 @@
-//! What a row of the table cannot say with a field and its default.
+//! Rules of single families, which rows of the table name where no column says what they need.
 
-use candle_core::Result;
-use serde::Deserialize;
-use serde_json::{Value, json};
-
-use super::families::{HEADS, HIDDEN};
-use super::fields::Fields;
-use super::rope::{Rope, rope};
 use candle_attention_core::{
-    AlibiConfig, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig, QkNorm, QkNormKind, QkNormScope,
-    QueryScaling, RopeScaling,
+    AlibiConfig, ContextNorm, GateActivation, GatePlace, GateScope, KvSource, MultiHeadAttentionConfig as Config,
+    OutputGate, QkNorm, QkNormKind, QkNormScope, QueryScaling, RopeConfig, RopeScaling, RopeStyle,
 };
+use candle_core::Result;
 
-/// The window of a layer that has one by `layer_types`, or else by the family's own rule.
-pub(super) fn sliding(fields: &Fields, layer: usize, otherwise: bool, default: Option<usize>) -> Result<Option<usize>> {
-    if !is_sliding(fields, layer, otherwise)? {
-        return Ok(None);
+use super::fields::Fields;
+use super::windows::is_fourth_from_last;
+
+/// A gate in the projection of the queries: Qwen 3 Next's.
+pub(super) const GATE_IN_QUERY: OutputGate =
+    OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerEntry, place: GatePlace::Query };
+/// A gate with a projection of its own.
+pub(super) const GATE: OutputGate = OutputGate { place: GatePlace::Own { bias: false }, ..GATE_IN_QUERY };
+/// The same with one number for a head.
+pub(super) const GATE_OF_HEADS: OutputGate = OutputGate { scope: GateScope::PerHead, ..GATE };
+
+/// DBRX: `kv_n_heads` of `attn_config`.
+pub(super) fn dbrx_key_heads(fields: &Fields, _: usize) -> Result<usize> {
+    fields.section("attn_config")?.get_or("kv_n_heads", 1)
+}
+
+/// Falcon: one key head for all query heads (`multi_query`), one for each, or one for each group
+/// (`new_decoder_architecture`).
+pub(super) fn falcon_key_heads(fields: &Fields, num_heads: usize) -> Result<usize> {
+    let grouped = fields.flag("new_decoder_architecture", false)?;
+    if !grouped && fields.flag("multi_query", true)? {
+        return Ok(1);
     }
-    match fields.nullable("sliding_window", default)? {
-        Some(window) => Ok(Some(window)),
-        None => fields.fail("a layer has sliding_attention, but sliding_window is not given"),
+    let key_heads = fields.optional("num_kv_heads")?.unwrap_or(num_heads);
+    if !grouped && key_heads != 1 {
+        fields.agrees("num_kv_heads", num_heads)?;
+    }
+    Ok(key_heads)
+}
+
+/// GPT BigCode: one key head for all query heads, or one for each.
+pub(super) fn bigcode_key_heads(fields: &Fields, num_heads: usize) -> Result<usize> {
+    let key_heads = if fields.flag("multi_query", true)? { 1 } else { num_heads };
+    fields.agrees("num_key_value_heads", key_heads)?;
+    Ok(key_heads)
+}
+
+/// SmolLM 3 and Llama 4: every so many layers have no rotary positions.
+pub(super) fn alternates_rotary(fields: &Fields) -> Result<bool> {
+    let interval = fields.get_or("no_rope_layer_interval", 4)?;
+    match fields.of_layer("no_rope_layers")? {
+        None => Ok(!(fields.layer + 1).is_multiple_of(interval)),
+        Some(flag) if *flag == 1 || *flag == true => Ok(true),
+        Some(flag) if *flag == 0 || *flag == false => Ok(false),
+        Some(flag) => fields.fail(format!("no_rope_layers has {flag} for layer {}, expected 0 or 1", fields.layer)),
     }
 }
 
-fn is_sliding(fields: &Fields, layer: usize, otherwise: bool) -> Result<bool> {
-    match fields.of_layer("layer_types", layer)? {
-        None => Ok(otherwise),
-        Some(kind) if kind == "sliding_attention" => Ok(true),
-        Some(kind) if kind == "full_attention" || kind == "attention" => Ok(false),
-        Some(kind) => fields.fail(format!(
-            "layer_types has {kind} for layer {layer}, expected \"full_attention\" or \"sliding_attention\""
-        )),
+/// Falcon: rotary positions unless there is ALiBi.
+pub(super) fn has_no_alibi(fields: &Fields) -> Result<bool> {
+    Ok(!fields.flag("alibi", false)?)
+}
+
+/// Muse Glimmer: layers that see all keys have no rotary positions, nor have those with a base of 0.
+pub(super) fn muse_rotary(fields: &Fields) -> Result<bool> {
+    Ok(match fields.of_layer("layer_rope_theta")? {
+        Some(theta) => theta.as_f64() != Some(0.0),
+        None => !is_fourth_from_last(fields),
+    })
+}
+
+pub(super) fn alibi(_: &Fields, cfg: Config) -> Result<Config> {
+    Ok(cfg.with_alibi(AlibiConfig::Standard))
+}
+
+/// `alibi`, by Falcon's numbers.
+pub(super) fn alibi_if_flag(fields: &Fields, cfg: Config) -> Result<Config> {
+    Ok(if fields.flag("alibi", false)? { cfg.with_alibi(AlibiConfig::Falcon) } else { cfg })
+}
+
+/// `clip_qkv`.
+pub(super) fn clipped(fields: &Fields, cfg: Config) -> Result<Config> {
+    Ok(match fields.optional("clip_qkv")? {
+        Some(clip) => cfg.with_clip_qkv(clip),
+        None => cfg,
+    })
+}
+
+/// `attn_logit_softcapping`, as in Gemma 2.
+pub(super) fn softcapped(fields: &Fields, cfg: Config) -> Result<Config> {
+    Ok(match fields.nullable("attn_logit_softcapping", Some(50.0))? {
+        Some(softcap) => cfg.with_softcap(softcap),
+        None => cfg,
+    })
+}
+
+/// BitNet: an RMS norm of the context.
+pub(super) fn rms_of_context(fields: &Fields, cfg: Config) -> Result<Config> {
+    let eps = fields.get_or("rms_norm_eps", 1e-5)?;
+    Ok(cfg.with_context_norm(ContextNorm { kind: QkNormKind::Rms, eps }))
+}
+
+/// Kosmos-2: a layer norm of the context.
+pub(super) fn layer_norm_of_context(fields: &Fields, cfg: Config) -> Result<Config> {
+    let eps = fields.get_or("layer_norm_eps", 1e-5)?;
+    Ok(cfg.with_context_norm(ContextNorm { kind: QkNormKind::Layer, eps }))
+}
+
+/// DBRX: `attn_config`.
+pub(super) fn dbrx(fields: &Fields, cfg: Config) -> Result<Config> {
+    let own = fields.section("attn_config")?;
+    let cfg = cfg.with_dropout(own.optional("attn_pdrop")?.unwrap_or(0.0));
+    // As published, the base stands there.
+    let cfg = match (fields.object("rope_parameters")?, own.optional("rope_theta")?) {
+        (None, Some(base)) => cfg.with_rope(RopeConfig::new(base)),
+        _ => cfg,
+    };
+    clipped(&own, cfg)
+}
+
+/// MPT: `attn_config`. Options that the model's first implementation has and transformers ignores are refused.
+pub(super) fn mpt(fields: &Fields, cfg: Config) -> Result<Config> {
+    let own = fields.section("attn_config")?;
+    own.only("attn_type", "multihead_attention")?;
+    own.only("alibi", true)?;
+    for name in ["prefix_lm", "qk_ln", "attn_uses_sequence_id"] {
+        own.only(name, false)?;
+    }
+    own.only("alibi_bias_max", 8)?;
+    let mut cfg = cfg.with_alibi(AlibiConfig::Standard).with_dropout(own.get_or("attn_pdrop", 0.0)?);
+    // transformers treats 0 as absent.
+    if let Some(clip) = own.optional("clip_qkv")?.filter(|&clip| clip != 0.0) {
+        cfg = cfg.with_clip_qkv(clip);
+    }
+    Ok(match own.optional("softmax_scale")? {
+        Some(scale) => cfg.with_scale(scale),
+        None => cfg,
+    })
+}
+
+/// Falcon H1: keys times `key_multiplier`.
+pub(super) fn key_multiplier(fields: &Fields, cfg: Config) -> Result<Config> {
+    let scale = fields.optional("key_multiplier")?.unwrap_or(1.0) / (cfg.head_dim() as f64).sqrt();
+    Ok(cfg.with_scale(scale))
+}
+
+/// HyperCLOVA X: `attention_multiplier`, which may be null.
+pub(super) fn attention_multiplier(fields: &Fields, cfg: Config) -> Result<Config> {
+    let usual = (cfg.head_dim() as f64).powf(-0.5);
+    Ok(cfg.with_scale(fields.optional("attention_multiplier")?.unwrap_or(usual)))
+}
+
+/// Muse Glimmer: `qk_scale_factor`.
+pub(super) fn qk_scale_factor(fields: &Fields, cfg: Config) -> Result<Config> {
+    let scale = fields.get_or("qk_scale_factor", 3.87)? / (cfg.head_dim() as f64).sqrt();
+    Ok(cfg.with_scale(scale))
+}
+
+/// GPT-2: `scale_attn_weights` and `scale_attn_by_inverse_layer_idx`.
+pub(super) fn gpt2_scale(fields: &Fields, cfg: Config) -> Result<Config> {
+    let width = if fields.flag("scale_attn_weights", true)? { (cfg.head_dim() as f64).sqrt() } else { 1.0 };
+    let by_layer = fields.flag("scale_attn_by_inverse_layer_idx", false)?;
+    let depth = if by_layer { fields.layer as f64 + 1.0 } else { 1.0 };
+    Ok(if width == 1.0 || by_layer { cfg.with_scale(1.0 / (width * depth)) } else { cfg })
+}
+
+/// GPT BigCode: `scale_attn_weights`.
+pub(super) fn bigcode_scale(fields: &Fields, cfg: Config) -> Result<Config> {
+    Ok(if fields.flag("scale_attn_weights", true)? { cfg } else { cfg.with_scale(1.0) })
+}
+
+/// Hunyuan: norms after rotary positions. A factor of their base that depends on the head is refused.
+pub(super) fn norm_after_rotary(fields: &Fields, cfg: Config) -> Result<Config> {
+    for name in ["rope_scaling", "rope_parameters"] {
+        fields.section(name)?.only("alpha", 0)?;
+    }
+    Ok(cfg.with_norm_after_rope(true))
+}
+
+/// GPT-J: `rotary_dim`.
+pub(super) fn gptj_rotary(fields: &Fields, cfg: Config) -> Result<Config> {
+    let rope = RopeConfig::new(10_000.0).with_style(RopeStyle::Interleaved);
+    Ok(cfg.with_rope(rope.with_rotary_dim(fields.get_or("rotary_dim", 64)?)))
+}
+
+/// MiniMax M2: `rotary_dim`, where `partial_rotary_factor` does not say it.
+pub(super) fn minimax_rotary(fields: &Fields, cfg: Config) -> Result<Config> {
+    Ok(match (cfg.rope(), fields.optional("rotary_dim")?) {
+        (Some(rope), Some(rotary_dim)) if rope.rotary_dim(cfg.head_dim()) == cfg.head_dim() => {
+            let rope = rope.clone().with_rotary_dim(rotary_dim);
+            cfg.with_rope(rope)
+        }
+        _ => cfg,
+    })
+}
+
+/// Phi-MoE: a scaling of rotary positions of its own kind is refused.
+pub(super) fn no_scaling(fields: &Fields, cfg: Config) -> Result<Config> {
+    match is_scaled(&cfg) {
+        true => fields.fail("a scaling of rotary positions of its own kind is not supported"),
+        false => Ok(cfg),
     }
 }
 
-/// Every n-th layer has no window.
-pub(super) fn all_but_each(fields: &Fields, layer: usize, n: usize) -> Result<Option<usize>> {
-    let n = fields.get_or("sliding_window_pattern", n)?;
-    sliding(fields, layer, !(layer + 1).is_multiple_of(n), Some(4096))
-}
-
-/// Every n-th layer has softmax attention over all keys, the others are recurrences.
-pub(super) fn softmax_each(fields: &Fields, layer: usize, n: usize) -> Result<Option<usize>> {
-    let n = fields.get_or("full_attention_interval", n)?;
-    if fields.get("layer_types").is_none() && !(layer + 1).is_multiple_of(n) {
-        return fields.fail(format!("layer {layer} has linear_attention, expected softmax attention"));
+/// Molmo 2: a scaling for some layers is refused.
+pub(super) fn molmo_scaling(fields: &Fields, cfg: Config) -> Result<Config> {
+    let listed = fields.optional::<Vec<usize>>("rope_scaling_layers")?;
+    match listed.is_some_and(|listed| is_scaled(&cfg) && !listed.contains(&fields.layer)) {
+        true => fields.fail("rope_scaling_layers leaves out layers, which is not supported"),
+        false => Ok(cfg),
     }
-    sliding(fields, layer, false, None)
 }
 
-/// Layers with positions have norms after them and see a chunk of keys; those without scale their queries.
-pub(super) fn llama4(fields: &Fields, layer: usize, cfg: MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig> {
+fn is_scaled(cfg: &Config) -> bool {
+    cfg.rope().is_some_and(|rope| *rope.scaling() != RopeScaling::None)
+}
+
+/// ESM: positions that are neither rotary nor learned are refused.
+pub(super) fn esm_positions(fields: &Fields, cfg: Config) -> Result<Config> {
+    match fields.optional::<&str>("position_embedding_type")? {
+        None | Some("absolute" | "rotary") => Ok(cfg),
+        Some(other) => {
+            fields.fail(format!("position_embedding_type is {other:?}, expected \"absolute\" or \"rotary\""))
+        }
+    }
+}
+
+/// Llama 4: layers with positions have norms after them and see a chunk of keys; those without scale their queries.
+pub(super) fn llama4(fields: &Fields, cfg: Config) -> Result<Config> {
     let rotates = cfg.rope().is_some();
-    let is_chunked = match fields.of_layer("layer_types", layer)? {
+    let is_chunked = match fields.of_layer("layer_types")? {
         None => rotates,
         Some(kind) if kind == "chunked_attention" => true,
         Some(kind) if kind == "full_attention" => false,
         Some(kind) => {
             return fields.fail(format!(
-                "layer_types has {kind} for layer {layer}, expected \"chunked_attention\" or \"full_attention\""
+                "layer_types has {kind} for layer {}, expected \"chunked_attention\" or \"full_attention\"",
+                fields.layer
             ));
         }
     };
@@ -79,26 +254,8 @@ pub(super) fn llama4(fields: &Fields, layer: usize, cfg: MultiHeadAttentionConfi
     Ok(cfg.with_query_scaling(QueryScaling { beta, interval, first: 1 }))
 }
 
-/// The scaling of a config that gives none.
-pub(super) fn ministral3_scaling(_: &Fields) -> Result<RopeScaling> {
-    Ok(RopeScaling::Yarn {
-        factor: 16.0,
-        original_context: 16_384,
-        beta_fast: 32.0,
-        beta_slow: 1.0,
-        attention_factor: None,
-        mscale: Some(1.0),
-        mscale_all_dim: Some(1.0),
-        truncate: true,
-    })
-}
-
-/// `llama_4_scaling_beta` beside the parameters of rotary positions.
-pub(super) fn query_scaling(
-    fields: &Fields,
-    _: usize,
-    cfg: MultiHeadAttentionConfig,
-) -> Result<MultiHeadAttentionConfig> {
+/// Ministral 3: `llama_4_scaling_beta` beside the parameters of rotary positions.
+pub(super) fn query_scaling(fields: &Fields, cfg: Config) -> Result<Config> {
     let parameters = match fields.object("rope_parameters")? {
         None => fields.object("rope_scaling")?,
         parameters => parameters,
@@ -115,227 +272,122 @@ pub(super) fn query_scaling(
     })
 }
 
-/// Layers from `max_window_layers` on have a window, if windows are used at all: many configurations that give a
-/// `sliding_window` turn them off.
-pub(super) fn qwen_window(fields: &Fields, layer: usize) -> Result<Option<usize>> {
-    qwen_window_from(fields, layer, 28)
+/// Laguna: `gating`, and heads of each layer by `num_attention_heads_per_layer`.
+pub(super) fn laguna(fields: &Fields, cfg: Config) -> Result<Config> {
+    let per_head = fields.get("gating").is_none_or(|gating| *gating == true || *gating == "per-head");
+    let gate = OutputGate { activation: GateActivation::Softplus, ..if per_head { GATE_OF_HEADS } else { GATE } };
+    let heads = match fields.of_layer("num_attention_heads_per_layer")? {
+        None => cfg.num_heads(),
+        Some(heads) => match heads.as_u64().and_then(|heads| usize::try_from(heads).ok()) {
+            Some(heads) => heads,
+            None => {
+                return fields.fail(format!("layer {} has {heads} heads, expected a whole number", fields.layer));
+            }
+        },
+    };
+    let key_heads = cfg.num_kv_heads();
+    Ok(cfg.with_heads(heads, key_heads).with_output_gate(gate))
 }
 
-/// [`qwen_window`] with another default of `max_window_layers`.
-pub(super) fn qwen_window_from(fields: &Fields, layer: usize, first: usize) -> Result<Option<usize>> {
-    let used = fields.flag("use_sliding_window", false)?;
-    let given = used && fields.nullable("sliding_window", Some(4096))?.is_some();
-    // Zero is a valid number of layers here.
-    let none = fields.get("max_window_layers").is_some_and(|layers| *layers == 0);
-    let full = if none { 0 } else { fields.get_or("max_window_layers", first)? };
-    let window = sliding(fields, layer, given && layer >= full, Some(4096))?;
-    if window.is_some() && !used {
-        return fields.fail(format!("layer {layer} has sliding_attention, but use_sliding_window is false"));
-    }
-    Ok(window)
+/// LFM 3: `use_attention_gate`.
+pub(super) fn gate_if_flag(fields: &Fields, cfg: Config) -> Result<Config> {
+    Ok(if fields.flag("use_attention_gate", true)? { cfg.with_output_gate(GATE_OF_HEADS) } else { cfg })
 }
 
-/// Every so many layers see all keys, the others a band of `local_attention` of them.
-pub(super) fn modernbert_side(fields: &Fields, layer: usize) -> Result<Option<usize>> {
-    let side = fields.get_or("local_attention", 128)? / 2;
-    fields.agrees("sliding_window", side)?;
-    let interval = fields.get_or("global_attn_every_n_layers", 3)?;
-    Ok(is_sliding(fields, layer, !layer.is_multiple_of(interval))?.then_some(side))
+/// Step 3.5: a scale by `query_pre_attn_scalar`, and other heads in layers with a window.
+pub(super) fn step3p5(fields: &Fields, cfg: Config) -> Result<Config> {
+    let width = fields.optional("query_pre_attn_scalar")?.unwrap_or(cfg.head_dim() as f64);
+    let other = fields.optional("num_sliding_attention_heads")?;
+    let cfg = cfg.with_scale(width.powf(-0.5));
+    Ok(match other.filter(|_| cfg.window().is_some() && !fields.has("per_layer_config")) {
+        Some(heads) => {
+            let key_heads = cfg.num_kv_heads();
+            cfg.with_heads(heads, key_heads)
+        }
+        None => cfg,
+    })
 }
 
-/// Every so many layers have no positions.
-pub(super) fn smollm3_rotates(fields: &Fields, layer: usize) -> Result<bool> {
-    let interval = fields.get_or("no_rope_layer_interval", 4)?;
-    match fields.of_layer("no_rope_layers", layer)? {
-        None => Ok(!(layer + 1).is_multiple_of(interval)),
-        Some(flag) if *flag == 1 || *flag == true => Ok(true),
-        Some(flag) if *flag == 0 || *flag == false => Ok(false),
-        Some(flag) => fields.fail(format!("no_rope_layers has {flag} for layer {layer}, expected 0 or 1")),
-    }
+/// Gemma 4: heads of layers that see all keys, and with `attention_k_eq_v` their keys as values.
+pub(super) fn gemma4_full(fields: &Fields, cfg: Config) -> Result<Config> {
+    let keys_as_values = fields.flag("attention_k_eq_v", false)?;
+    let key_heads = fields.optional("num_global_key_value_heads")?.filter(|_| keys_as_values);
+    let cfg = widened(fields, cfg, key_heads)?;
+    Ok(if keys_as_values && is_full(&cfg) { cfg.with_kv_source(KvSource::KeysAsValues) } else { cfg })
 }
 
-/// One key head for all query heads (`multi_query`), one for each, or one for each group (`new_decoder_architecture`).
-pub(super) fn falcon_key_heads(fields: &Fields, num_heads: usize) -> Result<usize> {
-    let grouped = fields.flag("new_decoder_architecture", false)?;
-    if !grouped && fields.flag("multi_query", true)? {
-        return Ok(1);
-    }
-    let key_heads = fields.nullable("num_kv_heads", None)?.unwrap_or(num_heads);
-    if !grouped && key_heads != 1 {
-        fields.agrees("num_kv_heads", num_heads)?;
-    }
-    Ok(key_heads)
+/// Gemma's diffusion model: the same, always with keys as values.
+pub(super) fn diffusion_gemma_full(fields: &Fields, cfg: Config) -> Result<Config> {
+    let cfg = widened(fields, cfg, fields.optional("num_global_key_value_heads")?)?;
+    Ok(if is_full(&cfg) { cfg.with_kv_source(KvSource::KeysAsValues) } else { cfg })
 }
 
-/// `attn_config`. Options that the model's first implementation has and transformers ignores are refused.
-pub(super) fn mpt(attention: &Fields, cfg: MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig> {
-    attention.only("attn_type", "multihead_attention")?;
-    attention.only("alibi", true)?;
-    for name in ["prefix_lm", "qk_ln", "attn_uses_sequence_id"] {
-        attention.only(name, false)?;
+/// EmbeddingGemma 2: the same, never.
+pub(super) fn embedding_gemma_full(fields: &Fields, cfg: Config) -> Result<Config> {
+    let key_heads = fields.get_or("num_global_key_value_heads", 1)?;
+    widened(fields, cfg, Some(key_heads))
+}
+
+/// Layers that see all keys have heads of their own, unless the config says so for each layer by itself.
+fn widened(fields: &Fields, cfg: Config, key_heads: Option<usize>) -> Result<Config> {
+    if !is_full(&cfg) || fields.has("per_layer_config") {
+        return Ok(cfg);
     }
-    attention.only("alibi_bias_max", 8)?;
-    let mut cfg = cfg.with_alibi(AlibiConfig::Standard).with_dropout(attention.get_or("attn_pdrop", 0.0)?);
-    // transformers treats 0 as absent.
-    if let Some(clip) = attention.optional("clip_qkv")?.filter(|&clip| clip != 0.0) {
-        cfg = cfg.with_clip_qkv(clip);
-    }
-    if let Some(scale) = attention.optional("softmax_scale")? {
-        cfg = cfg.with_scale(scale);
-    }
+    let cfg = cfg.with_head_dim(fields.get_or("global_head_dim", 512)?);
+    Ok(match key_heads {
+        Some(key_heads) => cfg.with_num_kv_heads(key_heads),
+        None => cfg,
+    })
+}
+
+fn is_full(cfg: &Config) -> bool {
+    cfg.window().is_none() && cfg.band().is_none()
+}
+
+/// SeedOSS: `attention_out_bias`.
+pub(super) fn out_bias(fields: &Fields, cfg: Config) -> Result<Config> {
+    Ok(cfg.with_out_bias(fields.flag("attention_out_bias", false)?))
+}
+
+/// T5: `d_kv`.
+pub(super) fn t5_heads(fields: &Fields, cfg: Config) -> Result<Config> {
+    Ok(cfg.with_head_dim(fields.get_or("d_kv", 64)?))
+}
+
+/// Nomic: a key head for each query head; `num_key_value_heads` may only agree.
+pub(super) fn equal_heads(fields: &Fields, cfg: Config) -> Result<Config> {
+    fields.agrees("num_key_value_heads", cfg.num_heads())?;
     Ok(cfg)
 }
 
-/// The scaling of the published checkpoints, for a config that gives none.
-pub(super) fn gpt_oss_scaling(fields: &Fields) -> Result<RopeScaling> {
-    Ok(RopeScaling::Yarn {
-        factor: 32.0,
-        original_context: fields.optional("original_max_position_embeddings")?.unwrap_or(4096),
-        beta_fast: 32.0,
-        beta_slow: 1.0,
-        attention_factor: None,
-        mscale: None,
-        mscale_all_dim: None,
-        truncate: false,
+/// MobileBERT: queries and keys may be made from a narrower input than values.
+pub(super) fn mobilebert_values(fields: &Fields, cfg: Config) -> Result<Config> {
+    Ok(match fields.flag("use_bottleneck_attention", false)? {
+        true => cfg,
+        false => cfg.with_value_size(fields.get_or("hidden_size", 512)?),
     })
 }
 
-/// The defaults of latent attention's own sizes.
-#[derive(Clone, Copy)]
-pub(super) struct LatentSizes {
-    pub q_lora_rank: usize,
-    pub kv_lora_rank: usize,
-    pub nope_head_dim: usize,
-    pub rope_head_dim: usize,
-    pub value_head_dim: usize,
-}
-
-pub(super) const DEEPSEEK: LatentSizes =
-    LatentSizes { q_lora_rank: 1536, kv_lora_rank: 512, nope_head_dim: 128, rope_head_dim: 64, value_head_dim: 128 };
-
-/// DeepSeek V3's attention, for a context of so many positions.
-pub(super) fn deepseek_v3(
-    fields: &Fields,
-    row: [usize; 3],
-    sizes: LatentSizes,
-    context: usize,
-) -> Result<MultiHeadLatentAttentionConfig> {
-    let half = rope(10_000.0, context);
-    deepseek(fields, row, sizes, if fields.flag("rope_interleave", true)? { half.interleaved() } else { half })
-}
-
-/// `row` is the table's default of the number of layers, of `embed_dim` and of `num_heads`.
-pub(super) fn deepseek(
-    fields: &Fields,
-    row: [usize; 3],
-    sizes: LatentSizes,
-    rope: Rope,
-) -> Result<MultiHeadLatentAttentionConfig> {
-    let [_, embed_dim, heads] = row;
-    let num_heads = fields.get_or(HEADS, heads)?;
-    let nope = fields.get_or("qk_nope_head_dim", sizes.nope_head_dim)?;
-    let rotated = fields.get_or("qk_rope_head_dim", sizes.rope_head_dim)?;
-    fields.agrees("num_key_value_heads", num_heads)?;
-    fields.agrees("head_dim", rotated)?;
-    fields.agrees("qk_head_dim", nope.saturating_add(rotated))?;
-    let rope = rope.config(fields, rotated)?;
-    if !matches!(rope.scaling(), RopeScaling::None | RopeScaling::Yarn { .. }) {
-        // transformers corrects the scale of the scores with any scaling, but only models with YaRN have been checked.
-        for name in ["rope_scaling", "rope_parameters"] {
-            fields.section(name)?.only("mscale_all_dim", 0)?;
-        }
+/// A Q-Former's attention to images: in every so many layers.
+pub(super) fn qformer_cross(fields: &Fields, cfg: Config) -> Result<Config> {
+    let every = fields.get_or("cross_attention_frequency", 2)?;
+    let layer = fields.layer;
+    if !layer.is_multiple_of(every) {
+        return fields.fail(format!("layer {layer} has no cross-attention, one layer in {every} has"));
     }
-    let cfg = MultiHeadLatentAttentionConfig::new(fields.get_or(HIDDEN, embed_dim)?, num_heads)
-        .with_kv_lora_rank(fields.get_or("kv_lora_rank", sizes.kv_lora_rank)?)
-        .with_nope_head_dim(nope)
-        .with_rope_head_dim(rotated)
-        .with_value_head_dim(fields.nullable("v_head_dim", None)?.unwrap_or(sizes.value_head_dim))
-        .with_bias(fields.flag("attention_bias", false)?)
-        .with_rope(rope)
-        // transformers ignores `rms_norm_eps` in the norms of the latents.
-        .with_norm_eps(1e-6)
-        .with_causal(fields.flag("is_causal", true)?)
-        .with_dropout(fields.optional("attention_dropout")?.unwrap_or(0.0));
-    Ok(match fields.nullable("q_lora_rank", Some(sizes.q_lora_rank))? {
-        Some(rank) => cfg.with_q_lora_rank(rank),
+    let width = fields.get_or("encoder_hidden_size", 1408)?;
+    Ok(cfg.with_key_size(width).with_value_size(width))
+}
+
+/// TrOCR: the width of the encoder's outputs.
+pub(super) fn trocr_cross(fields: &Fields, cfg: Config) -> Result<Config> {
+    Ok(match fields.optional("cross_attention_hidden_size")? {
+        Some(width) => cfg.with_key_size(width).with_value_size(width),
         None => cfg,
     })
 }
 
-/// Llama 3's scaling: its factor, those of low and high frequencies, and the context of the training.
-pub(super) fn llama3(factor: f64, frequencies: [f64; 2], original_context: usize) -> RopeScaling {
-    let [low_freq_factor, high_freq_factor] = frequencies;
-    RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context }
-}
-
-/// `clip_qkv`.
-pub(super) fn clipped(fields: &Fields, cfg: MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig> {
-    Ok(match fields.optional("clip_qkv")? {
-        Some(clip) => cfg.with_clip_qkv(clip),
-        None => cfg,
-    })
-}
-
-/// `attn_logit_softcapping`, as in Gemma 2.
-pub(super) fn softcapped(fields: &Fields, cfg: MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig> {
-    Ok(match fields.nullable("attn_logit_softcapping", Some(50.0))? {
-        Some(softcap) => cfg.with_softcap(softcap),
-        None => cfg,
-    })
-}
-
-/// Every so many layers see all keys, where others have a window at all.
-pub(super) fn exaone_window(fields: &Fields, layer: usize) -> Result<Option<usize>> {
-    match fields.nullable("sliding_window", Some(4096))? {
-        Some(_) => all_but_each(fields, layer, 4),
-        None => Ok(None),
-    }
-}
-
-/// Layers that see all keys have no positions, where others have a window.
-pub(super) fn exaone_rotates(fields: &Fields, layer: usize) -> Result<bool> {
-    Ok(fields.nullable("sliding_window", Some(4096))?.is_none() || exaone_window(fields, layer)?.is_some())
-}
-
-/// Every fifth layer sees all keys.
-pub(super) fn kolibri_window(fields: &Fields, layer: usize) -> Result<Option<usize>> {
-    sliding(fields, layer, !(layer + 1).is_multiple_of(5), Some(513))
-}
-
-/// `attention_layers`, or `attention_types`, which says how often a list of kinds of layers stands in it.
-pub(super) fn gpt_neo_window(fields: &Fields, layer: usize) -> Result<Option<usize>> {
-    let kind = match fields.of_layer("attention_layers", layer)? {
-        Some(kind) => kind.clone(),
-        None => {
-            let default = json!([[["global", "local"], 12]]);
-            let given = fields.get("attention_types").unwrap_or(&default);
-            let Ok(types) = Vec::<(Vec<Value>, usize)>::deserialize(given) else {
-                return fields
-                    .fail(format!("attention_types is {given}, expected a list of lists of kinds and their number"));
-            };
-            let mut rest = layer;
-            let kind =
-                types.iter().find_map(|(kinds, times)| match rest.checked_sub(kinds.len().saturating_mul(*times)) {
-                    None => kinds.get(rest % kinds.len()),
-                    Some(after) => {
-                        rest = after;
-                        None
-                    }
-                });
-            match kind {
-                Some(kind) => kind.clone(),
-                None => {
-                    return fields.fail(format!(
-                        "attention_types has kinds of {} layers, expected one for each layer",
-                        layer - rest
-                    ));
-                }
-            }
-        }
-    };
-    match kind.as_str() {
-        Some("global") => Ok(None),
-        Some("local") => fields.get_or("window_size", 256).map(Some),
-        _ => fields.fail(format!("layer {layer} has {kind}, expected \"global\" or \"local\"")),
-    }
+/// FastSpeech 2's decoder, whose dropout is a field of its own.
+pub(super) fn fastspeech_decoder_dropout(fields: &Fields, cfg: Config) -> Result<Config> {
+    Ok(cfg.with_dropout(fields.nullable("decoder_attention_dropout_rate", Some(0.2))?.unwrap_or(0.0)))
 }

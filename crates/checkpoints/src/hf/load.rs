@@ -1,0 +1,124 @@
+//! A layer of a checkpoint, with what it shares with other layers.
+
+use candle_attention_core::internal::has;
+use candle_attention_core::{
+    ContentPositions, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention,
+    MultiHeadLatentAttentionConfig, RelativeBias, RelativeBiasConfig, RelativeEmbeddings, WeightLayout,
+};
+use candle_core::{Result, bail};
+use candle_nn::VarBuilder;
+use serde_json::Value;
+
+use super::entry::Entry;
+use super::family::SharedPlace;
+use super::names::{ModuleNames, load_module};
+
+impl Entry<'_> {
+    /// One layer of a checkpoint.
+    pub fn load(&self, layer: usize, vb: VarBuilder) -> Result<MultiHeadAttention> {
+        let load = |cfg: &_, layout, module: &str| MultiHeadAttention::load(cfg, layout, vb.pp(module));
+        self.load_with(layer, &vb, load, Ok)
+    }
+
+    /// The layer that `load` gives, with the heads of the relative bias that `shard` gives, if it needs one.
+    pub fn load_with(
+        &self,
+        layer: usize,
+        vb: &VarBuilder,
+        load: impl Fn(&MultiHeadAttentionConfig, WeightLayout, &str) -> Result<MultiHeadAttention>,
+        shard: impl FnOnce(RelativeBias) -> Result<RelativeBias>,
+    ) -> Result<MultiHeadAttention> {
+        let cfg = self.attention(layer)?;
+        self.refuse_quantized()?;
+        let attention = load_module(self.modules(), &self.place(layer)?, vb, |layout, module| {
+            let of_queries = cfg.qkv_bias()[0];
+            let of_keys = self.family.key_bias.is_some_and(|name| of_queries && has(vb, &format!("{module}.{name}")));
+            let cfg = if of_keys { cfg.clone().with_k_bias(true) } else { cfg.clone() };
+            load(&cfg, layout, module)
+        })?;
+        let attention = match cfg.content_positions() {
+            Some(ContentPositions::Disentangled(positions)) => {
+                let module = self.shared_module(layer, vb, "rel_embeddings.weight")?;
+                let embeddings = RelativeEmbeddings::new(positions, cfg.embed_dim(), vb.pp(module))?;
+                attention.with_relative_embeddings(embeddings)?
+            }
+            _ => attention,
+        };
+        match cfg.relative_bias() {
+            Some(buckets) => {
+                attention.with_relative_bias(shard(self.relative_bias(buckets, cfg.num_heads(), layer, vb)?)?)
+            }
+            None => Ok(attention),
+        }
+    }
+
+    /// The layer of latent attention that `load` gives.
+    pub fn load_latent_with(
+        &self,
+        layer: usize,
+        vb: &VarBuilder,
+        load: impl Fn(&MultiHeadLatentAttentionConfig, &str) -> Result<MultiHeadLatentAttention>,
+    ) -> Result<MultiHeadLatentAttention> {
+        let cfg = self.latent_attention(layer)?;
+        self.refuse_quantized()?;
+        load_module(self.modules(), &self.place(layer)?, vb, |_, module| load(&cfg, module))
+    }
+
+    /// The relative bias that all layers of a checkpoint share.
+    pub fn load_relative_bias(&self, vb: &VarBuilder) -> Result<RelativeBias> {
+        let (cfg, model) = (self.attention(0)?, self.family.model_type);
+        self.refuse_quantized()?;
+        let Some(buckets) = cfg.relative_bias() else {
+            bail!("[hf] {model}: there is no relative bias in this architecture")
+        };
+        if matches!(self.family.shared_place, SharedPlace::EachLayer) {
+            bail!("[hf] {model}: every layer has a relative bias of its own, which comes with it")
+        }
+        self.relative_bias(buckets, cfg.num_heads(), 0, vb)
+    }
+
+    fn relative_bias(
+        &self,
+        buckets: &RelativeBiasConfig,
+        num_heads: usize,
+        layer: usize,
+        vb: &VarBuilder,
+    ) -> Result<RelativeBias> {
+        let module = self.shared_module(layer, vb, "relative_attention_bias.weight")?;
+        RelativeBias::new(buckets, num_heads, vb.pp(module))
+    }
+
+    /// The module of a parameter that stands where the family's `shared_place` says: the first that the builder has.
+    fn shared_module(&self, layer: usize, vb: &VarBuilder, parameter: &str) -> Result<String> {
+        let of_layer = |layer: usize| self.modules().flat_map(|names| names.modules(&[layer])).collect();
+        let modules: Vec<_> = match self.family.shared_place {
+            SharedPlace::FirstLayer => of_layer(0),
+            SharedPlace::EachLayer => of_layer(layer),
+            SharedPlace::Module(path) => {
+                self.modules().flat_map(|names| names.prefixes).map(|prefix| format!("{prefix}{path}")).collect()
+            }
+        };
+        let found = modules.iter().find(|module| has(vb, &format!("{module}.{parameter}")));
+        match found.or(modules.first()) {
+            Some(module) => Ok(module.clone()),
+            None => bail!("[hf] there is no name for {parameter}"),
+        }
+    }
+
+    fn modules(&self) -> impl Iterator<Item = &ModuleNames> {
+        self.family.modules.iter().flatten()
+    }
+
+    /// An error for quantised weights, but for MXFP4, in which experts are and attention is not, and for float8, whose
+    /// scales are applied where tensors are read (or refused there).
+    fn refuse_quantized(&self) -> Result<()> {
+        match self.json.get("quantization_config") {
+            None | Some(Value::Null) => Ok(()),
+            Some(quantization) if ["mxfp4", "fp8"].iter().any(|known| quantization["quant_method"] == *known) => Ok(()),
+            Some(quantization) => bail!(
+                "[hf] {}: quantization_config is {quantization}, expected weights that are not quantised",
+                self.family.model_type
+            ),
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! Which layers have a window, and how wide it is.
+
+use candle_core::Result;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::fields::Fields;
+use super::rules::alternates_rotary;
+
+const SIZE: &str = "sliding_window";
+
+/// The windows of a model's layers.
+#[derive(Clone, Copy)]
+pub(super) enum Window {
+    None,
+    /// `sliding_window`, or this default, in all layers.
+    All(Option<usize>),
+    /// The same in layers with "sliding_attention" in `layer_types`, or else of a pattern.
+    Layers(Pattern, Option<usize>),
+    /// The same in all layers but the last, by a pattern and with a default.
+    NeverLast(Pattern, usize),
+    /// If `use_sliding_window` says so, in layers from `max_window_layers` on, with its default: many configurations
+    /// that give a `sliding_window` turn it off.
+    From(usize),
+    By(fn(&Fields) -> Result<Option<usize>>),
+}
+
+/// Layers with a window where `layer_types` says nothing.
+#[derive(Clone, Copy)]
+pub(super) enum Pattern {
+    NoLayer,
+    /// The first of every so many layers.
+    FirstOf(usize),
+    ButFirstOf(usize),
+    ButLastOf(usize),
+    /// The same by a field and its default.
+    ButLastBy(&'static str, usize),
+}
+
+impl Window {
+    /// That of a layer.
+    pub fn of(self, fields: &Fields) -> Result<Option<usize>> {
+        match self {
+            Self::None => Ok(None),
+            Self::All(default) => fields.nullable(SIZE, default),
+            Self::Layers(pattern, default) => sliding(fields, pattern.has(fields)?, default),
+            Self::NeverLast(..) if fields.layer + 1 == fields.num_layers => Ok(None),
+            Self::NeverLast(pattern, default) => sliding(fields, pattern.has(fields)?, Some(default)),
+            Self::From(first) => from(fields, first),
+            Self::By(rule) => rule(fields),
+        }
+    }
+}
+
+impl Pattern {
+    fn has(self, fields: &Fields) -> Result<bool> {
+        let is_last_of = |n| (fields.layer + 1).is_multiple_of(n);
+        Ok(match self {
+            Self::NoLayer => false,
+            Self::FirstOf(n) => fields.layer.is_multiple_of(n),
+            Self::ButFirstOf(n) => !fields.layer.is_multiple_of(n),
+            Self::ButLastOf(n) => !is_last_of(n),
+            Self::ButLastBy(name, default) => !is_last_of(fields.get_or(name, default)?),
+        })
+    }
+}
+
+/// The window of a layer that has one by `layer_types`, or else by the family's own rule.
+fn sliding(fields: &Fields, otherwise: bool, default: Option<usize>) -> Result<Option<usize>> {
+    if !is_sliding(fields, otherwise)? {
+        return Ok(None);
+    }
+    match fields.nullable(SIZE, default)? {
+        Some(window) => Ok(Some(window)),
+        None => fields.fail("a layer has sliding_attention, but sliding_window is not given"),
+    }
+}
+
+fn is_sliding(fields: &Fields, otherwise: bool) -> Result<bool> {
+    match fields.of_layer("layer_types")? {
+        None => Ok(otherwise),
+        Some(kind) if kind == "sliding_attention" => Ok(true),
+        Some(kind) if kind == "full_attention" || kind == "attention" => Ok(false),
+        Some(kind) => fields.fail(format!(
+            "layer_types has {kind} for layer {}, expected \"full_attention\" or \"sliding_attention\"",
+            fields.layer
+        )),
+    }
+}
+
+fn from(fields: &Fields, first: usize) -> Result<Option<usize>> {
+    let used = fields.flag("use_sliding_window", false)?;
+    let given = used && fields.nullable(SIZE, Some(4096))?.is_some();
+    let window = sliding(fields, given && fields.layer >= fields.count("max_window_layers", first)?, Some(4096))?;
+    if window.is_some() && !used {
+        return fields.fail(format!("layer {} has sliding_attention, but use_sliding_window is false", fields.layer));
+    }
+    Ok(window)
+}
+
+/// Dots: from `max_window_layers` on.
+pub(super) fn dots(fields: &Fields) -> Result<Option<usize>> {
+    let given = fields.nullable(SIZE, Some(4096))?.is_some();
+    sliding(fields, given && fields.layer >= fields.get_or("max_window_layers", 62)?, Some(4096))
+}
+
+/// EXAONE 4: every so many layers see all keys, where others have a window at all.
+pub(super) fn exaone(fields: &Fields) -> Result<Option<usize>> {
+    match fields.nullable(SIZE, Some(4096))? {
+        Some(_) => Window::Layers(Pattern::ButLastBy("sliding_window_pattern", 4), Some(4096)).of(fields),
+        None => Ok(None),
+    }
+}
+
+/// Ministral: `layer_types`, or all layers with a window that is not null.
+pub(super) fn ministral(fields: &Fields) -> Result<Option<usize>> {
+    sliding(fields, fields.nullable(SIZE, Some(4096))?.is_some(), Some(4096))
+}
+
+/// Qwen 3's mixtures of experts: all layers or none.
+pub(super) fn qwen3_moe(fields: &Fields) -> Result<Option<usize>> {
+    if fields.flag("use_sliding_window", false)? { fields.nullable(SIZE, Some(4096)) } else { Ok(None) }
+}
+
+/// SmolLM 3: layers without positions, if windows are used.
+pub(super) fn smollm3(fields: &Fields) -> Result<Option<usize>> {
+    let used = fields.flag("use_sliding_window", false)? && fields.get(SIZE).is_some();
+    sliding(fields, used && !alternates_rotary(fields)?, None)
+}
+
+/// Muse Glimmer: every fourth layer sees all keys, counted from the last.
+pub(super) fn muse_glimmer(fields: &Fields) -> Result<Option<usize>> {
+    sliding(fields, !is_fourth_from_last(fields), Some(2048))
+}
+
+pub(super) fn is_fourth_from_last(fields: &Fields) -> bool {
+    (fields.num_layers - 1).abs_diff(fields.layer).is_multiple_of(4)
+}
+
+/// ModernBERT: every so many layers see all keys, the others a band of `local_attention` of them.
+pub(super) fn modernbert(fields: &Fields) -> Result<Option<usize>> {
+    let side = fields.get_or("local_attention", 128)? / 2;
+    fields.agrees(SIZE, side)?;
+    let interval = fields.get_or("global_attn_every_n_layers", 3)?;
+    Ok(is_sliding(fields, !fields.layer.is_multiple_of(interval))?.then_some(side))
+}
+
+/// GPT-Neo: `attention_layers`, or `attention_types`, which says how often a list of kinds of layers stands in it.
+pub(super) fn gpt_neo(fields: &Fields) -> Result<Option<usize>> {
+    let kind = match fields.of_layer("attention_layers")? {
+        Some(kind) => kind.clone(),
+        None => repeated_kind(fields)?,
+    };
+    match kind.as_str() {
+        Some("global") => Ok(None),
+        Some("local") => fields.get_or("window_size", 256).map(Some),
+        _ => fields.fail(format!("layer {} has {kind}, expected \"global\" or \"local\"", fields.layer)),
+    }
+}
+
+fn repeated_kind(fields: &Fields) -> Result<Value> {
+    let default = json!([[["global", "local"], 12]]);
+    let given = fields.get("attention_types").unwrap_or(&default);
+    let Ok(types) = Vec::<(Vec<Value>, usize)>::deserialize(given) else {
+        return fields.fail(format!("attention_types is {given}, expected a list of lists of kinds and their number"));
+    };
+    let mut before = 0usize;
+    for (kinds, times) in types {
+        let after = before.saturating_add(kinds.len().saturating_mul(times));
+        if fields.layer < after {
+            return Ok(kinds[(fields.layer - before) % kinds.len()].clone());
+        }
+        before = after;
+    }
+    fields.fail(format!("attention_types has kinds of {before} layers, expected one for each layer"))
+}
+
+/// Qwen 3 Next and others: every so many layers have softmax attention over all keys, the others are recurrences.
+pub(super) fn softmax_last_of_four(fields: &Fields) -> Result<Option<usize>> {
+    let n = fields.get_or("full_attention_interval", 4)?;
+    softmax_where(fields, (fields.layer + 1).is_multiple_of(n))
+}
+
+/// MiniMax: every other layer has softmax attention, with a window if there is one.
+pub(super) fn minimax(fields: &Fields) -> Result<Option<usize>> {
+    softmax_where(fields, fields.layer.is_multiple_of(2))?;
+    fields.nullable(SIZE, None)
+}
+
+/// LFM 3: even layers but the first have softmax attention, every other of them with a window.
+pub(super) fn lfm3(fields: &Fields) -> Result<Option<usize>> {
+    let layer = fields.layer;
+    if fields.get("layer_types").is_none() && (!layer.is_multiple_of(2) || layer == 0) {
+        return fields.fail(format!("layer {layer} has conv, expected softmax attention"));
+    }
+    sliding(fields, layer.is_multiple_of(4), Some(256))
+}
+
+/// Granite 4: layers of kind "attention".
+pub(super) fn granite_hybrid(fields: &Fields) -> Result<Option<usize>> {
+    match fields.get("layer_types") {
+        Some(_) => sliding(fields, false, None),
+        None => no_window(fields, false),
+    }
+}
+
+/// Bamba: the layers of `attn_layer_indices`.
+pub(super) fn bamba(fields: &Fields) -> Result<Option<usize>> {
+    let listed = fields.optional::<Vec<usize>>("attn_layer_indices")?.unwrap_or_default();
+    no_window(fields, listed.contains(&fields.layer))
+}
+
+/// Jamba: one layer of each period.
+pub(super) fn jamba(fields: &Fields) -> Result<Option<usize>> {
+    let offset = fields.count("attn_layer_offset", 4)?;
+    no_window(fields, fields.layer % fields.get_or("attn_layer_period", 8)? == offset)
+}
+
+/// Nemotron H: `layers_block_type`, or the stars of `hybrid_override_pattern`.
+pub(super) fn nemotron_h(fields: &Fields) -> Result<Option<usize>> {
+    let has_softmax = match fields.of_layer("layers_block_type")? {
+        Some(kind) => *kind == "full_attention" || *kind == "attention",
+        None => {
+            let pattern = fields.optional::<&str>("hybrid_override_pattern")?.unwrap_or("ME*-");
+            pattern.chars().nth(fields.layer) == Some('*')
+        }
+    };
+    no_window(fields, has_softmax)?;
+    fields.nullable(SIZE, None)
+}
+
+/// RecurrentGemma: `block_types`, again and again.
+pub(super) fn recurrent_gemma(fields: &Fields) -> Result<Option<usize>> {
+    let usual = [json!("recurrent"), json!("recurrent"), json!("attention")];
+    let types = fields.get("block_types").and_then(Value::as_array).filter(|types| !types.is_empty());
+    let types = types.map_or(&usual[..], Vec::as_slice);
+    no_window(fields, types[fields.layer % types.len()] == "attention")?;
+    fields.get_or("attention_window_size", 2048).map(Some)
+}
+
+/// The window of a layer that has softmax attention by `layer_types`, or else by a rule.
+fn softmax_where(fields: &Fields, has_softmax: bool) -> Result<Option<usize>> {
+    if fields.get("layer_types").is_none() && !has_softmax {
+        return fields.fail(format!("layer {} has linear_attention, expected softmax attention", fields.layer));
+    }
+    sliding(fields, false, None)
+}
+
+/// All keys, in a layer that has any.
+fn no_window(fields: &Fields, has_softmax: bool) -> Result<Option<usize>> {
+    match has_softmax {
+        true => Ok(None),
+        false => fields.fail(format!("layer {} is a recurrence, expected softmax attention", fields.layer)),
+    }
+}
