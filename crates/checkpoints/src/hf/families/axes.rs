@@ -31,52 +31,25 @@ const SAM3: &[&str] = &["detector_model.vision_encoder.backbone.", "vision_encod
 
 const VISUAL: &[&str] = &["model.visual.", "visual.", "", "thinker.visual."];
 
-const QWEN2_VL: Family = DECODER
-    .of("qwen2_vl_text")
-    .sizes([80, 8192, 64])
-    .kv_heads(8)
-    .head_dim_follows(true)
-    .bias(Bias::Qkv)
-    .rope(qwen2_vl(rope(1e6, 32_768)))
-    .window(Window::From(80));
-const QWEN3_VL: Family = LLAMA
-    .of("qwen3_vl_text")
-    .sizes([32, 4096, 32])
-    .grouped(32, 128)
-    .rope(qwen3_vl(rope(500_000.0, 128_000)))
-    .qk_norm(rms_per_head(1e-6));
-const QWEN3_5: Family = QWEN3_VL
-    .of("qwen3_5_text")
-    .sizes([32, 4096, 16])
-    .grouped(4, 256)
+const QWEN2_VL: Family = DECODER.of("qwen2_vl_text").sizes([80, 8192, 64]).kv_heads(8).head_dim_follows(true)
+    .bias(Bias::Qkv).rope(qwen2_vl(rope(1e6, 32_768))).window(Window::From(80));
+const QWEN3_VL: Family = LLAMA.of("qwen3_vl_text").sizes([32, 4096, 32]).grouped(32, 128)
+    .rope(qwen3_vl(rope(500_000.0, 128_000))).qk_norm(rms_per_head(1e-6));
+const QWEN3_5: Family = QWEN3_VL.of("qwen3_5_text").sizes([32, 4096, 16]).grouped(4, 256)
     .rope(rope(10_000.0, 32_768).partial(0.25).on_axes(RopeAxisLayout::Interleaved, &[11, 11, 10]))
-    .qk_norm(rms_per_head(1e-6).of_kind(QkNormKind::RmsPlusOne))
-    .window(Window::By(windows::softmax_last_of_four))
+    .qk_norm(rms_per_head(1e-6).of_kind(QkNormKind::RmsPlusOne)).window(Window::By(windows::softmax_last_of_four))
     .gate(GATE_IN_QUERY);
-const GLM4V: Family = DECODER
-    .of("glm4v_text")
-    .sizes([40, 4096, 32])
-    .kv_heads(2)
-    .head_dim_follows(true)
-    .bias(Bias::Qkv)
+const GLM4V: Family = DECODER.of("glm4v_text").sizes([40, 4096, 32]).kv_heads(2).head_dim_follows(true).bias(Bias::Qkv)
     .rope(glm4v(rope(10_000.0, 32_768).partial(1.0).interleaved()));
-const QWEN3_VL_IMAGES: Family = ENCODER
-    .of("qwen3_vl_vision")
-    .sizes([27, 1152, 16])
-    .names(["depth", "hidden_size", "num_heads"])
-    .at(VISUAL, "blocks.{}.attn", QKV)
-    .dropout(Number("attention_dropout", 0.0))
-    .rope(image(10_000.0));
-const GLM4V_IMAGES: Family =
-    QWEN3_VL_IMAGES.of("glm4v_vision").sizes([24, 1536, 12]).bias(Bias::QkvIf("attention_bias", false));
-const GLM_OCR_IMAGES: Family = GLM4V_IMAGES
-    .of("glm_ocr_vision")
-    .sizes([24, 1024, 16])
-    .bias(Bias::AllIf("attention_bias", true))
-    .qk_norm(rms_per_head(1e-5));
+const QWEN3_VL_IMAGES: Family = ENCODER.of("qwen3_vl_vision").sizes([27, 1152, 16])
+    .names(["depth", "hidden_size", "num_heads"]).at(VISUAL, "blocks.{}.attn", QKV)
+    .dropout(Number("attention_dropout", 0.0)).rope(image(10_000.0));
+const GLM4V_IMAGES: Family = QWEN3_VL_IMAGES.of("glm4v_vision").sizes([24, 1536, 12])
+    .bias(Bias::QkvIf("attention_bias", false));
+const GLM_OCR_IMAGES: Family = GLM4V_IMAGES.of("glm_ocr_vision").sizes([24, 1024, 16])
+    .bias(Bias::AllIf("attention_bias", true)).qk_norm(rms_per_head(1e-5));
 
 /// In alphabetical order.
-#[rustfmt::skip]
 pub(super) const ROWS: &[Family] = &[
     QWEN3_VL_IMAGES.of("cohere_compass_vision"),
     Family { qk_norm: None, ..QWEN3_VL }.of("cosmos3_edge_text").sizes([28, 2048, 16]).grouped(8, 128)

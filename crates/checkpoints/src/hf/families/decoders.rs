@@ -20,48 +20,30 @@ const HIGGS_AUDIO_ROPE: &str = r#"{"rope_type": "llama3", "factor": 32, "low_fre
     "high_freq_factor": 0.5, "original_max_position_embeddings": 1024}"#;
 
 const MISTRAL: Family = DECODER.of("mistral").kv_heads(8).rope(rope(10_000.0, 131_072)).window(Window::All(Some(4096)));
-const QWEN2: Family =
-    DECODER.of("qwen2").kv_heads(32).bias(Bias::Qkv).rope(rope(10_000.0, 32_768)).window(Window::From(28));
-const COHERE: Family = LLAMA
-    .of("cohere")
-    .sizes([40, 8192, 64])
-    .rope(rope(500_000.0, 8192).interleaved())
+const QWEN2: Family = DECODER.of("qwen2").kv_heads(32).bias(Bias::Qkv).rope(rope(10_000.0, 32_768))
+    .window(Window::From(28));
+const COHERE: Family = LLAMA.of("cohere").sizes([40, 8192, 64]).rope(rope(500_000.0, 8192).interleaved())
     .qk_norm(layer_norm(QkNormKind::LayerNoBias, QkNormScope::PerHeadWeights).if_flag("use_qk_norm"));
-const GLM: Family = DECODER
-    .of("glm")
-    .sizes([40, 4096, 32])
-    .grouped(2, 128)
-    .bias(Bias::QkvIf("attention_bias", true))
+const GLM: Family = DECODER.of("glm").sizes([40, 4096, 32]).grouped(2, 128).bias(Bias::QkvIf("attention_bias", true))
     .rope(rope(10_000.0, 131_072).partial(0.5).interleaved());
-const COHERE2: Family = Family { qk_norm: None, ..COHERE }
-    .of("cohere2")
-    .head_dim_follows(true)
+const COHERE2: Family = Family { qk_norm: None, ..COHERE }.of("cohere2").head_dim_follows(true)
     .rope(rope(10_000.0, 8192).interleaved().in_layers(Rotated::Windowed))
     .window(Window::Layers(ButLastBy(PATTERN, 4), Some(4096)));
 const GRANITE: Family = LLAMA.of("granite").scale(Scale::Field(Number("attention_multiplier", 1.0)));
 const OLMO2: Family = LLAMA.of("olmo2").qk_norm(rms_norm(QkNormScope::Projection, 1e-5));
-const QWEN3: Family =
-    QWEN2.of("qwen3").grouped(32, 128).bias(Bias::AllIf("attention_bias", false)).qk_norm(rms_per_head(1e-6));
-const EXAONE4: Family = DECODER
-    .of("exaone4")
-    .rope(rope(10_000.0, 2048).in_layers(Rotated::WindowedIfAny))
-    .qk_norm(rms_per_head(1e-5))
-    .window(Window::By(windows::exaone));
+const QWEN3: Family = QWEN2.of("qwen3").grouped(32, 128).bias(Bias::AllIf("attention_bias", false))
+    .qk_norm(rms_per_head(1e-6));
+const EXAONE4: Family = DECODER.of("exaone4").rope(rope(10_000.0, 2048).in_layers(Rotated::WindowedIfAny))
+    .qk_norm(rms_per_head(1e-5)).window(Window::By(windows::exaone));
 const HUNYUAN: Family = LLAMA.of("hunyuan_v1_dense").qk_norm(rms_per_head(1e-5)).rules(&[rules::norm_after_rotary]);
 const ATT_PROJ: WeightLayout = WeightLayout::Packed(PackedNaming::AttProj, QkvOrder::ByPart);
 const ERNIE: Rope = rope(500_000.0, 131_072).interleaved();
 const GRANITE_SWA: Family = GRANITE.of("granitemoe_swa").window(Window::Layers(ButFirstOf(4), Some(128))).sinks(true);
 /// Some of its layers are convolutions.
-const LFM2: Family = DECODER
-    .of("lfm2")
-    .sizes([32, 2560, 32])
-    .kv_heads(8)
-    .at(MODEL, "layers.{}.self_attn", WeightLayout::Opt)
-    .rope(rope(1e6, 128_000))
-    .qk_norm(rms_per_head(1e-5).eps_from("norm_eps"))
-    .window(Window::Layers(NoLayer, None));
+const LFM2: Family = DECODER.of("lfm2").sizes([32, 2560, 32]).kv_heads(8)
+    .at(MODEL, "layers.{}.self_attn", WeightLayout::Opt).rope(rope(1e6, 128_000))
+    .qk_norm(rms_per_head(1e-5).eps_from("norm_eps")).window(Window::Layers(NoLayer, None));
 /// In alphabetical order.
-#[rustfmt::skip]
 pub(super) const ROWS: &[Family] = &[
     LLAMA.of("apertus").rope(rope(12e6, 65_536).or_parameters(APERTUS_ROPE)).qk_norm(rms_per_head(1e-5)),
     LLAMA.of("arcee").sizes([32, 2560, 32]).rope(rope(10_000.0, 4096)),

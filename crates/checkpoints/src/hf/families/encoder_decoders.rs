@@ -16,72 +16,43 @@ const TROCR: &[&str] = &["model.", "decoder.model.", ""];
 const PP_FORMULANET: &[&str] = &["model.decoder.", "decoder.", "head.decoder.", ""];
 const DROPOUT: Number = Number("attention_dropout", 0.1);
 
-const BART: Family = ENCODER
-    .names(["encoder_layers", "d_model", "encoder_attention_heads"])
-    .at(BASE, "encoder.layers.{}.self_attn", WeightLayout::Opt)
-    .decoder(&BART_DECODER)
-    .cross(&BART_CROSS);
-const BART_DECODER: Family = ENCODER
-    .names(["decoder_layers", "d_model", "decoder_attention_heads"])
-    .usual_names(false)
-    .aliases(&[("hidden_size", "d_model")])
-    .at(BASE, "decoder.layers.{}.self_attn", WeightLayout::Opt)
+const BART: Family = ENCODER.names(["encoder_layers", "d_model", "encoder_attention_heads"])
+    .at(BASE, "encoder.layers.{}.self_attn", WeightLayout::Opt).decoder(&BART_DECODER).cross(&BART_CROSS);
+const BART_DECODER: Family = ENCODER.names(["decoder_layers", "d_model", "decoder_attention_heads"]).usual_names(false)
+    .aliases(&[("hidden_size", "d_model")]).at(BASE, "decoder.layers.{}.self_attn", WeightLayout::Opt)
     .mask(Mask::Causal);
-const BART_CROSS: Family =
-    BART_DECODER.at(BASE, "decoder.layers.{}.encoder_attn", WeightLayout::Opt).mask(Mask::Encoder);
+const BART_CROSS: Family = BART_DECODER.at(BASE, "decoder.layers.{}.encoder_attn", WeightLayout::Opt)
+    .mask(Mask::Encoder);
 /// Queries of the decoder see each other. Positions are added to the inputs of queries and keys, and not of values.
 const DETR: Family = BART.decoder(&BART_DECODER.mask(Mask::Encoder));
 
-const MOONSHINE: Family = ENCODER
-    .of("moonshine")
-    .sizes([6, 288, 8])
-    .names(["encoder_num_hidden_layers", "hidden_size", "encoder_num_attention_heads"])
-    .usual_names(false)
-    .at(BASE, "encoder.layers.{}.self_attn", WeightLayout::Canonical)
-    .heads(Heads::Same("encoder_num_key_value_heads"))
-    .bias(Bias::QkvIf("attention_bias", false))
-    .rope(rope(10_000.0, 512).partial(0.9).interleaved());
+const MOONSHINE: Family = ENCODER.of("moonshine").sizes([6, 288, 8])
+    .names(["encoder_num_hidden_layers", "hidden_size", "encoder_num_attention_heads"]).usual_names(false)
+    .at(BASE, "encoder.layers.{}.self_attn", WeightLayout::Canonical).heads(Heads::Same("encoder_num_key_value_heads"))
+    .bias(Bias::QkvIf("attention_bias", false)).rope(rope(10_000.0, 512).partial(0.9).interleaved());
 const MOONSHINE_DECODER: Family = MOONSHINE
     .names(["decoder_num_hidden_layers", "hidden_size", "decoder_num_attention_heads"])
-    .at(BASE, "decoder.layers.{}.self_attn", WeightLayout::Canonical)
-    .heads(Heads::Same("decoder_num_key_value_heads"))
+    .at(BASE, "decoder.layers.{}.self_attn", WeightLayout::Canonical).heads(Heads::Same("decoder_num_key_value_heads"))
     .mask(Mask::Causal);
 const MOONSHINE_CROSS: Family = Family { rope: None, ..MOONSHINE_DECODER }
-    .at(BASE, "decoder.layers.{}.encoder_attn", WeightLayout::Canonical)
-    .mask(Mask::Encoder);
+    .at(BASE, "decoder.layers.{}.encoder_attn", WeightLayout::Canonical).mask(Mask::Encoder);
 
-const T5: Family = DECODER
-    .names(["num_layers", "d_model", "num_heads"])
-    .aliases(&[("head_dim", "d_kv")])
+const T5: Family = DECODER.names(["num_layers", "d_model", "num_heads"]).aliases(&[("head_dim", "d_kv")])
     .at(T5_PREFIXES, "encoder.block.{}.layer.0.SelfAttention", WeightLayout::T5)
-    .heads(Heads::Same("num_key_value_heads"))
-    .dropout(Number("dropout_rate", 0.1))
-    .mask(Mask::Encoder)
-    .scale(Scale::Fixed(1.0))
-    .positions(Positions::Relative { bidirectional: true })
-    .only(&[("is_decoder", "false")])
-    .rules(&[rules::t5_heads])
-    .decoder(&T5_DECODER)
-    .cross(&T5_CROSS);
-const T5_CROSS: Family = DECODER
-    .names([DECODER_LAYERS, "d_model", "num_heads"])
-    .usual_names(false)
+    .heads(Heads::Same("num_key_value_heads")).dropout(Number("dropout_rate", 0.1)).mask(Mask::Encoder)
+    .scale(Scale::Fixed(1.0)).positions(Positions::Relative { bidirectional: true }).only(&[("is_decoder", "false")])
+    .rules(&[rules::t5_heads]).decoder(&T5_DECODER).cross(&T5_CROSS);
+const T5_CROSS: Family = DECODER.names([DECODER_LAYERS, "d_model", "num_heads"]).usual_names(false)
     .aliases(&[("head_dim", "d_kv"), ("hidden_size", "d_model"), ("num_attention_heads", "num_heads")])
     .at(T5_PREFIXES, "decoder.block.{}.layer.1.EncDecAttention", WeightLayout::T5)
-    .heads(Heads::Same("num_key_value_heads"))
-    .mask(Mask::Encoder)
-    .scale(Scale::Fixed(1.0))
-    .only(&[("is_decoder", "false")])
-    .rules(&[rules::t5_heads]);
-const T5_DECODER: Family = T5_CROSS
-    .at(T5_PREFIXES, "decoder.block.{}.layer.0.SelfAttention", WeightLayout::T5)
-    .mask(Mask::Causal)
-    .positions(Positions::Relative { bidirectional: false });
+    .heads(Heads::Same("num_key_value_heads")).mask(Mask::Encoder).scale(Scale::Fixed(1.0))
+    .only(&[("is_decoder", "false")]).rules(&[rules::t5_heads]);
+const T5_DECODER: Family = T5_CROSS.at(T5_PREFIXES, "decoder.block.{}.layer.0.SelfAttention", WeightLayout::T5)
+    .mask(Mask::Causal).positions(Positions::Relative { bidirectional: false });
 
 /// Its prompts are keys of its own.
 const NO_PROMPT: &[(&str, &str)] = &[("use_prompt", "false")];
 
-#[rustfmt::skip]
 pub(super) const ROWS: &[Family] = &[
     BART.of("bart").sizes([12, 1024, 16]),
     BART.of("blenderbot").sizes([2, 2560, 32]).decoder_sizes([24, 2560, 32]),

@@ -16,22 +16,15 @@ const WQKV_WO: WeightLayout = WeightLayout::Packed(PackedNaming::WqkvWo, QkvOrde
 
 const BLOCKS: &str = "encoder.layer.{}.attention";
 
-const BERT: Family = ENCODER
-    .of("bert")
-    .at(&["bert.", ""], BLOCKS, WeightLayout::Bert)
-    .dropout(Number("attention_probs_dropout_prob", 0.1))
-    .mask(Mask::CausalIf("is_decoder"))
-    // Relative positions between queries and keys, which older versions of transformers had.
+// Relative positions between queries and keys, which older versions of transformers had.
+const BERT: Family = ENCODER.of("bert").at(&["bert.", ""], BLOCKS, WeightLayout::Bert)
+    .dropout(Number("attention_probs_dropout_prob", 0.1)).mask(Mask::CausalIf("is_decoder"))
     .only(&[("position_embedding_type", "\"absolute\"")]);
 const ROBERTA: Family = BERT.of("roberta").below(&["roberta.", ""]);
 /// The text of a model of texts and images.
 const BESIDE_IMAGES: Family = BERT.below(TEXT_MODEL);
-const XLM: Family = ENCODER
-    .of("xlm")
-    .names(["n_layers", "emb_dim", "n_heads"])
-    .sizes([12, 2048, 16])
-    .at(&["transformer.", ""], "attentions.{}", WeightLayout::DistilBert)
-    .dropout(Number("attention_dropout", 0.1))
+const XLM: Family = ENCODER.of("xlm").names(["n_layers", "emb_dim", "n_heads"]).sizes([12, 2048, 16])
+    .at(&["transformer.", ""], "attentions.{}", WeightLayout::DistilBert).dropout(Number("attention_dropout", 0.1))
     .mask(Mask::CausalIf("causal"));
 /// The names of the published checkpoints, which are older than the family in transformers.
 const NOMIC_ALIASES: Aliases = &[
@@ -43,7 +36,6 @@ const NOMIC_ALIASES: Aliases = &[
     ("rotary_emb_base", "rope_theta"),
 ];
 
-#[rustfmt::skip]
 pub(super) const ROWS: &[Family] = &[
     BERT.of("albert").sizes([12, 4096, 64])
         .at(&["albert.", ""], "encoder.albert_layer_groups.0.albert_layers.0.attention", WeightLayout::Albert)

@@ -11,17 +11,11 @@ use candle_attention_core::QkNormKind;
 const MINISTRAL_3_ROPE: &str = r#"{"rope_type": "yarn", "factor": 16, "mscale": 1, "mscale_all_dim": 1,
     "original_max_position_embeddings": 16384}"#;
 
-const QWEN3_NEXT: Family = LLAMA
-    .of("qwen3_next")
-    .sizes([48, 2048, 16])
-    .grouped(2, 256)
-    .rope(rope(10_000.0, 32_768).partial(0.25))
-    .qk_norm(rms_per_head(1e-6).of_kind(QkNormKind::RmsPlusOne))
-    .window(Window::By(windows::softmax_last_of_four))
-    .gate(GATE_IN_QUERY);
+const QWEN3_NEXT: Family = LLAMA.of("qwen3_next").sizes([48, 2048, 16]).grouped(2, 256)
+    .rope(rope(10_000.0, 32_768).partial(0.25)).qk_norm(rms_per_head(1e-6).of_kind(QkNormKind::RmsPlusOne))
+    .window(Window::By(windows::softmax_last_of_four)).gate(GATE_IN_QUERY);
 
 /// In alphabetical order.
-#[rustfmt::skip]
 pub(super) const ROWS: &[Family] = &[
     LLAMA.of("afmoe").sizes([32, 2048, 16]).head_dim(128).rope(rope(10_000.0, 16_384).in_layers(Rotated::Windowed))
         .qk_norm(rms_per_head(1e-5)).window(Window::Layers(ButLastBy("global_attn_every_n_layers", 4), Some(1024)))

@@ -14,40 +14,25 @@ const C_ATTN: WeightLayout = WeightLayout::Packed(PackedNaming::CAttn, QkvOrder:
 const CANARY_PREFIXES: &[&str] = &["model.decoder.", "decoder.", ""];
 const MUSICGEN_PREFIXES: &[&str] = &["decoder.model.decoder.", "model.decoder.", "decoder.", ""];
 /// GPT-2's names of its sizes, with those of newer families as aliases.
-const GPT: Family = DECODER
-    .names(["n_layer", "n_embd", "n_head"])
-    .sizes([12, 768, 12])
-    .heads(Heads::Equal)
-    .dropout(Number("attn_pdrop", 0.1))
-    .bias(Bias::All);
+const GPT: Family = DECODER.names(["n_layer", "n_embd", "n_head"]).sizes([12, 768, 12]).heads(Heads::Equal)
+    .dropout(Number("attn_pdrop", 0.1)).bias(Bias::All);
 const GPT2: Family = GPT.of("gpt2").at(TRANSFORMER, "h.{}.attn", WeightLayout::Conv1d).rules(&[rules::gpt2_scale]);
-const MUSICGEN: Family = DECODER.of("musicgen_decoder").sizes([24, 1024, 16]).heads(Heads::Equal).at(
-    MUSICGEN_PREFIXES,
-    "layers.{}.self_attn",
-    WeightLayout::Opt,
-);
+const MUSICGEN: Family = DECODER.of("musicgen_decoder").sizes([24, 1024, 16]).heads(Heads::Equal)
+    .at(MUSICGEN_PREFIXES, "layers.{}.self_attn", WeightLayout::Opt);
 
 const COHERE_ASR_PREFIXES: &[&str] = &["model.transf_decoder._decoder.", "transf_decoder._decoder."];
 /// Its decoder.
-const COHERE_ASR: Family = DECODER.of("cohere_asr").sizes([8, 1024, 8]).bias(Bias::AllIf("attention_bias", true)).at(
-    COHERE_ASR_PREFIXES,
-    "layers.{}.first_sub_layer",
-    WeightLayout::Nemo,
-);
+const COHERE_ASR: Family = DECODER.of("cohere_asr").sizes([8, 1024, 8]).bias(Bias::AllIf("attention_bias", true))
+    .at(COHERE_ASR_PREFIXES, "layers.{}.first_sub_layer", WeightLayout::Nemo);
 
-const KOSMOS_2_5: Family = DECODER
-    .of("kosmos_2_5_text_model")
-    .names(["layers", "embed_dim", "attention_heads"])
-    .sizes([24, 1536, 16])
-    .heads(Heads::Equal)
-    .bias(Bias::All)
+const KOSMOS_2_5: Family = DECODER.of("kosmos_2_5_text_model").names(["layers", "embed_dim", "attention_heads"])
+    .sizes([24, 1536, 16]).heads(Heads::Equal).bias(Bias::All)
     .at(&["text_model.model.", "model.", ""], "layers.{}.self_attn", WeightLayout::Opt);
 
-const CANARY: Family =
-    DECODER.of("canary_decoder").sizes([8, 1024, 8]).below(CANARY_PREFIXES).bias(Bias::AllIf("attention_bias", true));
+const CANARY: Family = DECODER.of("canary_decoder").sizes([8, 1024, 8]).below(CANARY_PREFIXES)
+    .bias(Bias::AllIf("attention_bias", true));
 
 /// In alphabetical order.
-#[rustfmt::skip]
 pub(super) const ROWS: &[Family] = &[
     DECODER.of("biogpt").sizes([24, 1024, 16]).heads(Heads::Equal).bias(Bias::All)
         .at(&["biogpt.", ""], "layers.{}.self_attn", WeightLayout::Opt)

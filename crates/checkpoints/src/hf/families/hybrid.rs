@@ -7,7 +7,6 @@ use crate::hf::windows::{self, Window};
 use candle_attention_core::WeightLayout;
 
 /// In alphabetical order.
-#[rustfmt::skip]
 pub(super) const ROWS: &[Family] = &[
     LLAMA.of("bamba").kv_heads(8).rope(rope(10_000.0, 262_144).partial(0.5)).window(Window::By(windows::bamba)),
     LLAMA.of("granitemoehybrid")

@@ -23,59 +23,38 @@ const QKV_PROJECTION: WeightLayout = WeightLayout::Packed(PackedNaming::QkvProje
 
 const BLOCKS: &str = "encoder.layer.{}.attention";
 
-const VIT: Family = ENCODER
-    .of("vit")
-    .at(&["vit.", ""], BLOCKS, WeightLayout::Vit)
-    .dropout(Number("attention_probs_dropout_prob", 0.0))
-    .bias(Bias::OutAndQkvIf("qkv_bias", true));
+const VIT: Family = ENCODER.of("vit").at(&["vit.", ""], BLOCKS, WeightLayout::Vit)
+    .dropout(Number("attention_probs_dropout_prob", 0.0)).bias(Bias::OutAndQkvIf("qkv_bias", true));
 /// CLIP's images, and those of most models after it.
-const CLIP_IMAGES: Family =
-    ENCODER.of("clip_vision_model").at(IMAGES, "encoder.layers.{}.self_attn", WeightLayout::Opt);
-const CLIP_TEXTS: Family = ENCODER
-    .of("clip_text_model")
-    .sizes([12, 512, 8])
-    .at(TEXT_MODEL, "encoder.layers.{}.self_attn", WeightLayout::Opt)
-    .mask(Mask::Causal);
+const CLIP_IMAGES: Family = ENCODER.of("clip_vision_model")
+    .at(IMAGES, "encoder.layers.{}.self_attn", WeightLayout::Opt);
+const CLIP_TEXTS: Family = ENCODER.of("clip_text_model").sizes([12, 512, 8])
+    .at(TEXT_MODEL, "encoder.layers.{}.self_attn", WeightLayout::Opt).mask(Mask::Causal);
 const SIGLIP_TEXTS: Family = CLIP_TEXTS.of("siglip_text_model").sizes([12, 768, 12]).mask(Mask::Encoder);
-const BLIP_2: Family = ENCODER
-    .of("blip_2_vision_model")
-    .sizes([39, 1408, 16])
-    .at(IMAGES, "encoder.layers.{}.self_attn", QKV_PROJECTION)
-    .bias(Bias::OutAndQkvIf("qkv_bias", true));
-const WAV2VEC2: Family = ENCODER
-    .of("wav2vec2")
-    .at(&["wav2vec2.", ""], "encoder.layers.{}.attention", WeightLayout::Opt)
-    .dropout(Number("attention_dropout", 0.1));
+const BLIP_2: Family = ENCODER.of("blip_2_vision_model").sizes([39, 1408, 16])
+    .at(IMAGES, "encoder.layers.{}.self_attn", QKV_PROJECTION).bias(Bias::OutAndQkvIf("qkv_bias", true));
+const WAV2VEC2: Family = ENCODER.of("wav2vec2")
+    .at(&["wav2vec2.", ""], "encoder.layers.{}.attention", WeightLayout::Opt).dropout(Number("attention_dropout", 0.1));
 /// Whisper's encoder inside of another model.
-const WHISPER: Family =
-    ENCODER.sizes([32, 1280, 20]).at(AUDIO, "layers.{}.self_attn", WeightLayout::Opt).bias(Bias::AllButKey);
+const WHISPER: Family = ENCODER.sizes([32, 1280, 20]).at(AUDIO, "layers.{}.self_attn", WeightLayout::Opt)
+    .bias(Bias::AllButKey);
 
 const VOXTRAL_ALIASES: Aliases = &[("d_model", HIDDEN), ("encoder_layers", LAYERS), ("encoder_attention_heads", HEADS)];
 const AUDIO: &[&str] = &["audio_tower.", "", "model.audio_tower."];
-const BEIT: Family = VIT
-    .of("beit")
-    .below(&["beit.", ""])
-    .bias(Bias::AllButKey)
+const BEIT: Family = VIT.of("beit").below(&["beit.", ""]).bias(Bias::AllButKey)
     .only(&[("use_relative_position_bias", "false"), ("use_shared_relative_position_bias", "false")]);
 const QFORMER_PREFIXES: &[&str] = &["qformer.", "model.qformer.", ""];
-const QFORMER: Family = ENCODER
-    .of("blip_2_qformer")
-    .at(QFORMER_PREFIXES, BLOCKS, WeightLayout::Vit)
-    .dropout(Number("attention_probs_dropout_prob", 0.1))
-    .cross(
-        &ENCODER
-            .at(QFORMER_PREFIXES, "encoder.layer.{}.crossattention", WeightLayout::Vit)
-            .rules(&[rules::qformer_cross]),
-    );
+const QFORMER_CROSS: Family = ENCODER.at(QFORMER_PREFIXES, "encoder.layer.{}.crossattention", WeightLayout::Vit)
+    .rules(&[rules::qformer_cross]);
+const QFORMER: Family = ENCODER.of("blip_2_qformer").at(QFORMER_PREFIXES, BLOCKS, WeightLayout::Vit)
+    .dropout(Number("attention_probs_dropout_prob", 0.1)).cross(&QFORMER_CROSS);
 
+/// As published, and as transformers 5 saves it.
 const VIT_MAE_DECODER: Family = VIT
-    .names(["decoder_num_hidden_layers", "decoder_hidden_size", "decoder_num_attention_heads"])
-    .usual_names(false)
-    // As published, and as transformers 5 saves it.
+    .names(["decoder_num_hidden_layers", "decoder_hidden_size", "decoder_num_attention_heads"]).usual_names(false)
     .at(&["decoder."], "decoder_layers.{}.attention", WeightLayout::Vit)
     .or_at(&["decoder."], "decoder_encoder.layer.{}.attention", WeightLayout::Vit);
 
-#[rustfmt::skip]
 pub(super) const ROWS: &[Family] = &[
     CLIP_TEXTS.of("aimv2_text_model").sizes([12, 768, 6])
         .at(TEXT_MODEL, "encoder.layers.{}.attention", WeightLayout::Opt).bias(Bias::AllIf("qkv_bias", false)),
@@ -147,6 +126,7 @@ pub(super) const ROWS: &[Family] = &[
     WHISPER.of("qwen2_audio_encoder").names(["encoder_layers", "d_model", "encoder_attention_heads"]),
     ENCODER.of("radio").sizes([32, 1280, 16]).at(&["radio_model.model.", ""], "blocks.{}.attn", QKV)
         .dropout(Number("attention_probs_dropout_prob", 0.0)).bias(Bias::OutAndQkvIf("qkv_bias", true)),
+    // The names since transformers 5.18, and those before.
     VIT.of("rf_detr_dinov2").at(&[""], "encoder.layer.{}.attention", WeightLayout::Canonical)
         .or_at(&[""], BLOCKS, WeightLayout::Vit),
     WAV2VEC2.of("sew").below(&["sew.", ""]),

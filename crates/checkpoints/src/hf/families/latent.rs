@@ -12,12 +12,8 @@ const NAMES: ModuleNames = ModuleNames {
     parameter: Some("kv_a_proj_with_mqa.weight"),
     ..at(MODEL, "layers.{}.self_attn", WeightLayout::Canonical)
 };
-const DEEPSEEK_V2: Family = DECODER
-    .of("deepseek_v2")
-    .modules([Some(NAMES), None])
-    .latent(Latent::DEEPSEEK)
-    .rope(rope(10_000.0, 2048).interleaved())
-    .only(&[("rope_interleave", "true")]);
+const DEEPSEEK_V2: Family = DECODER.of("deepseek_v2").modules([Some(NAMES), None]).latent(Latent::DEEPSEEK)
+    .rope(rope(10_000.0, 2048).interleaved()).only(&[("rope_interleave", "true")]);
 const DEEPSEEK_V3: Family = DEEPSEEK_V2.of("deepseek_v3").sizes([61, 7168, 128]).rope(by_flag(4096)).only(&[]);
 
 /// Neighbours, or halves by `rope_interleave`.
@@ -31,7 +27,6 @@ const MINICPM3: Latent =
     Latent { q_lora_rank: 768, kv_lora_rank: 256, nope_head_dim: 64, rope_head_dim: 32, value_head_dim: None };
 
 /// In alphabetical order.
-#[rustfmt::skip]
 pub(super) const ROWS: &[Family] = &[
     DEEPSEEK_V3.of("axk1").sizes([61, 7168, 64]).rope(by_flag(32_768)),
     DEEPSEEK_V2,

@@ -1,18 +1,32 @@
 //! The table of model families. One that needs nothing new is one row: its fields and defaults are those of its
-//! configuration class in transformers, and a column that a row leaves out is as in the row it extends.
+//! configuration class in transformers, and a column that a row leaves out is as in the row it extends. Its files are
+//! laid out by hand, as a table is.
 
+#[rustfmt::skip]
 mod axes;
+#[rustfmt::skip]
 mod decoders;
+#[rustfmt::skip]
 mod distances;
+#[rustfmt::skip]
 mod encoder_decoders;
+#[rustfmt::skip]
 mod encoders;
+#[rustfmt::skip]
 mod gated;
+#[rustfmt::skip]
 mod gemma;
+#[rustfmt::skip]
 mod gpt;
+#[rustfmt::skip]
 mod hybrid;
+#[rustfmt::skip]
 mod images_and_sound;
+#[rustfmt::skip]
 mod latent;
+#[rustfmt::skip]
 mod swin;
+#[rustfmt::skip]
 mod windows;
 
 use super::family::{Bias, Family, Heads, Mask, Norm, Number};

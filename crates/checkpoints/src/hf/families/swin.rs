@@ -11,23 +11,15 @@ const STAGES: Stages = Stages { depths: &[2, 2, 6, 2], heads: &[3, 6, 12, 24], w
 const STAGES_OF_SWIN2SR: Stages = Stages { depths: &[6; 6], heads: &[6; 6], widens: false };
 const BLOCKS: &str = "encoder.layers.{}.blocks.{}.attention";
 
-const SWIN: Family = ENCODER
-    .of("swin")
-    .at(&["swin.", ""], BLOCKS, WeightLayout::Bert)
-    .or_at(&["swin.", ""], BLOCKS, WeightLayout::Canonical)
-    .names(["depths", "embed_dim", "num_heads"])
-    .usual_names(false)
-    .sizes([0, 96, 0])
-    .stages(STAGES)
-    .bias(Bias::OutAndQkvIf("qkv_bias", true))
-    .dropout(Number("attention_probs_dropout_prob", 0.0))
-    .positions(Positions::Table(7));
+const SWIN: Family = ENCODER.of("swin").at(&["swin.", ""], BLOCKS, WeightLayout::Bert)
+    .or_at(&["swin.", ""], BLOCKS, WeightLayout::Canonical).names(["depths", "embed_dim", "num_heads"])
+    .usual_names(false).sizes([0, 96, 0]).stages(STAGES).bias(Bias::OutAndQkvIf("qkv_bias", true))
+    .dropout(Number("attention_probs_dropout_prob", 0.0)).positions(Positions::Table(7));
 
-#[rustfmt::skip]
 pub(super) const ROWS: &[Family] = &[
     SWIN.of("clap_audio_model").names(["depths", "patch_embeds_hidden_size", "num_attention_heads"])
         .at(&["audio_model.audio_encoder.", "audio_encoder.", ""], "layers.{}.blocks.{}.attention", WeightLayout::Bert)
-        .stages(Stages { heads: &[4, 8, 16, 32],..STAGES }).positions(Positions::Table(8)),
+        .stages(Stages { heads: &[4, 8, 16, 32], ..STAGES }).positions(Positions::Table(8)),
     SWIN.of("donut-swin").at(&["encoder.", "donut.", ""], BLOCKS, WeightLayout::Bert),
     SWIN.of("maskformer-swin").at(&["model.", ""], BLOCKS, WeightLayout::Bert),
     SWIN,
@@ -35,5 +27,5 @@ pub(super) const ROWS: &[Family] = &[
         .at(&["swin2sr.", ""], "encoder.stages.{}.layers.{}.attention", WeightLayout::Bert)
         .positions(Positions::Cosine(Cosine { image: 64, patch: 1, window: 8, stages: None })),
     SWIN.of("swinv2").at(&["swinv2.", ""], BLOCKS, WeightLayout::Bert)
-        .positions(Positions::Cosine(Cosine { image: 224, patch: 4, window: 7, stages: Some(STAGES), })),
+        .positions(Positions::Cosine(Cosine { image: 224, patch: 4, window: 7, stages: Some(STAGES) })),
 ];

@@ -4,11 +4,9 @@ use super::{ENCODER, QKV};
 use crate::hf::family::{Bias, Family, Number};
 use crate::hf::positions::Positions;
 
-const SAM: Family = ENCODER
-    .of("sam_vision_model")
+const SAM: Family = ENCODER.of("sam_vision_model")
     .at(&["vision_encoder.", "sam.vision_encoder.", ""], "layers.{}.attn", QKV)
-    .bias(Bias::OutAndQkvIf("qkv_bias", true))
-    .dropout(Number("attention_dropout", 0.0))
+    .bias(Bias::OutAndQkvIf("qkv_bias", true)).dropout(Number("attention_dropout", 0.0))
     .positions(Positions::Grid { image: 1024 });
 
 pub(super) const ROWS: &[Family] =
