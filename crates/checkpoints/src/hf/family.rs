@@ -3,6 +3,7 @@
 use candle_attention_core::{MultiHeadAttentionConfig, OutputGate, QkNormKind, QkNormScope, WeightLayout};
 use candle_core::Result;
 
+use super::columns::columns;
 use super::families::{MODEL, SIZE_NAMES};
 use super::fields::{Aliases, Fields};
 use super::latent::Latent;
@@ -12,32 +13,12 @@ use super::rope::Rope;
 use super::stages::Stages;
 use super::windows::Window;
 
-/// Declares [`Family`] and its first row, and for each column a method of its name that sets it.
-macro_rules! columns {
-    (
-        $($(#[$about:meta])* $column:ident: $kind:ty = $default:expr,)+
-        [None unless set] $($(#[$of:meta])* $option:ident: $some:ty,)+
-    ) => {
-        /// A value of `model_type`: how its `config.json` describes attention, and where its checkpoints keep it. A
-        /// default is that of the class in transformers.
-        #[derive(Clone, Copy)]
-        pub(super) struct Family {
-            $($(#[$about])* pub $column: $kind,)+
-            $($(#[$of])* pub $option: Option<$some>,)+
-        }
-
-        impl Family {
-            /// Grouped heads without positions or biases, causal: what most decoders begin with.
-            pub const DECODER: Self = Self { $($column: $default,)+ $($option: None,)+ };
-
-            $($(#[$about])* pub const fn $column(self, $column: $kind) -> Self { Self { $column, ..self } })+
-            $($(#[$of])* pub const fn $option(self, value: $some) -> Self { Self { $option: Some(value), ..self } })+
-        }
-    };
-}
-
 columns! {
-    /// The value of `model_type`.
+    /// A value of `model_type`: how its `config.json` describes attention, and where its checkpoints keep it. A default
+    /// is that of the class in transformers.
+    struct Family,
+    /// Grouped heads without positions or biases, causal: what most decoders begin with.
+    first DECODER:
     model_type: &'static str = "",
     aliases: Aliases = &[],
     /// Where checkpoints keep the attention module of a layer, and where others do.
@@ -190,29 +171,17 @@ pub(super) enum SharedPlace {
     Module(&'static str),
 }
 
-/// Norms of queries and keys.
-#[derive(Clone, Copy)]
-pub(super) struct Norm {
-    /// The field that turns them on.
-    pub flag: Option<&'static str>,
-    pub kind: QkNormKind,
-    pub scope: QkNormScope,
+columns! {
+    /// A norm of queries and keys.
+    struct Norm,
+    first RMS_PER_HEAD:
+    kind: QkNormKind = QkNormKind::Rms,
+    scope: QkNormScope = QkNormScope::PerHead,
     /// The epsilon of the model's other norms.
-    pub eps: Number,
-}
-
-impl Norm {
-    pub const fn if_flag(self, flag: &'static str) -> Self {
-        Self { flag: Some(flag), ..self }
-    }
-
-    pub const fn of_kind(self, kind: QkNormKind) -> Self {
-        Self { kind, ..self }
-    }
-
-    pub const fn eps_from(self, name: &'static str) -> Self {
-        Self { eps: Number(name, self.eps.1), ..self }
-    }
+    eps: Number = Number("rms_norm_eps", 1e-6),
+    [None unless set]
+    /// The field that turns it on.
+    flag: &'static str,
 }
 
 /// The scale of the scores.

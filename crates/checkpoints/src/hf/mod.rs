@@ -242,6 +242,7 @@
 //! # Ok(()) }
 //! ```
 
+mod columns;
 mod entry;
 mod families;
 mod family;

@@ -1,9 +1,9 @@
 //! Rotary positions: `rope_parameters`, or `rope_theta` and `rope_scaling` in older configurations.
 
 use candle_core::Result;
-
 use serde_json::Value;
 
+use super::columns::columns;
 use super::family::Number;
 use super::fields::Fields;
 use candle_attention_core::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle};
@@ -13,30 +13,37 @@ const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
 const PARTIAL: &str = "partial_rotary_factor";
 const ORIGINAL: &str = "original_max_position_embeddings";
 
-/// The rotary positions of a family: the defaults of its class, and the names of its fields.
-#[derive(Clone, Copy)]
-pub(super) struct Rope {
-    layers: Rotated,
-    theta: Number,
-    /// The part of each head that is rotated; without it heads are rotated as a whole.
-    partial: Option<Number>,
+columns! {
+    /// The rotary positions of a family: the defaults of its class, and the names of its fields.
+    struct Rope,
+    /// Whole heads in halves.
+    first WHOLE:
+    layers: Rotated = Rotated::All,
+    theta: Number = Number("rope_theta", 10_000.0),
     /// `max_position_embeddings`.
-    context: usize,
-    style: RopeStyle,
-    /// The flag that chooses neighbours unless it is false.
-    interleaving: Option<&'static str>,
+    context: usize = 2048,
+    style: RopeStyle = RopeStyle::Halves,
     /// Whether LongRoPE is the only scaling, and has two more names (Phi 3).
-    long_rope_only: bool,
-    /// Positions on several axes: the sections of the class, or none for equal ones.
-    axes: Option<(RopeAxisLayout, &'static [usize])>,
+    long_rope_only: bool = false,
     /// Whether `rope_parameters` may also be one object for layers of all kinds, whose scaling is for those that are
     /// scaled.
-    one_for_all: bool,
+    one_for_all: bool = false,
     /// In layers with a window, whether `rope_scaling` of older configurations is for them too.
-    shares_scaling: bool,
+    shares_scaling: bool = false,
+    [None unless set]
+    /// The part of each head that is rotated; without it heads are rotated as a whole.
+    part: Number,
+    /// The flag by which neighbours are rotated together, unless it is false.
+    interleaving_flag: &'static str,
+    /// Positions on several axes.
+    axes: Axes,
     /// What stands for `rope_parameters` in a config with neither `rope_scaling` nor that, in JSON.
-    default_parameters: Option<&'static str>,
+    default_parameters: &'static str,
 }
+
+/// How axes stand in a head, and the sections that are theirs unless `mrope_section` gives others; none for equal ones.
+#[derive(Clone, Copy)]
+pub(super) struct Axes(pub RopeAxisLayout, pub &'static [usize]);
 
 /// Which layers have rotary positions.
 #[derive(Clone, Copy)]
@@ -53,68 +60,17 @@ pub(super) enum Rotated {
 
 /// Whole heads in halves, with `rope_theta`, for a context of so many positions.
 pub(super) const fn rope(theta: f64, context: usize) -> Rope {
-    Rope {
-        layers: Rotated::All,
-        theta: Number("rope_theta", theta),
-        partial: None,
-        context,
-        style: RopeStyle::Halves,
-        interleaving: None,
-        long_rope_only: false,
-        axes: None,
-        one_for_all: false,
-        shares_scaling: false,
-        default_parameters: None,
-    }
+    Rope::WHOLE.theta(Number("rope_theta", theta)).context(context)
 }
 
 impl Rope {
-    pub(super) const fn in_layers(self, layers: Rotated) -> Self {
-        Self { layers, ..self }
-    }
-
-    /// Another field than `rope_theta`.
-    pub(super) const fn theta_from(self, name: &'static str) -> Self {
-        Self { theta: Number(name, self.theta.1), ..self }
-    }
-
     /// `partial_rotary_factor` and its default.
     pub(super) const fn partial(self, default: f64) -> Self {
-        self.partial_from(PARTIAL, default)
-    }
-
-    /// The same by another name.
-    pub(super) const fn partial_from(self, name: &'static str, default: f64) -> Self {
-        Self { partial: Some(Number(name, default)), ..self }
+        self.part(Number(PARTIAL, default))
     }
 
     pub(super) const fn interleaved(self) -> Self {
-        Self { style: RopeStyle::Interleaved, ..self }
-    }
-
-    pub(super) const fn interleaved_unless(self, flag: &'static str) -> Self {
-        Self { interleaving: Some(flag), ..self }
-    }
-
-    pub(super) const fn long_rope_only(self) -> Self {
-        Self { long_rope_only: true, ..self }
-    }
-
-    /// Positions on several axes, whose sections are these unless `mrope_section` gives others.
-    pub(super) const fn on_axes(self, layout: RopeAxisLayout, sections: &'static [usize]) -> Self {
-        Self { axes: Some((layout, sections)), ..self }
-    }
-
-    pub(super) const fn or_one_for_all(self) -> Self {
-        Self { one_for_all: true, ..self }
-    }
-
-    pub(super) const fn sharing_scaling(self) -> Self {
-        Self { shares_scaling: true, ..self }
-    }
-
-    pub(super) const fn or_parameters(self, json: &'static str) -> Self {
-        Self { default_parameters: Some(json), ..self }
+        self.style(RopeStyle::Interleaved)
     }
 
     /// Whether a layer with this window has them.
@@ -162,7 +118,7 @@ impl Rope {
         let default: Value = serde_json::from_str(self.default_parameters.unwrap_or("null")).unwrap_or_default();
         let given = given.or_else(|| Some(fields.within("rope_parameters", default.as_object()?)));
         let rope = self.angles(fields, given.as_ref(), head_dim)?;
-        let Some((layout, sections)) = self.axes else { return Ok(rope) };
+        let Some(Axes(layout, sections)) = self.axes else { return Ok(rope) };
         let given = given.map_or(Ok(None), |given| given.optional("mrope_section"))?;
         let sections = given.unwrap_or_else(|| match sections {
             [] => vec![rope.rotary_dim(head_dim) / 4; 2],
@@ -177,7 +133,7 @@ impl Rope {
             Some(base) => base,
             None => fields.get_or(self.theta.0, self.theta.1)?,
         };
-        let Number(name, default) = self.partial.unwrap_or(Number(PARTIAL, 1.0));
+        let Number(name, default) = self.part.unwrap_or(Number(PARTIAL, 1.0));
         let part = match number(PARTIAL)? {
             Some(part) => part,
             None => fields.optional(name)?.unwrap_or(default),
@@ -186,7 +142,7 @@ impl Rope {
             Some(given) => self.scaling(fields, given, part)?,
             None => RopeScaling::None,
         };
-        let style = match self.interleaving {
+        let style = match self.interleaving_flag {
             Some(flag) if fields.flag(flag, true)? => RopeStyle::Interleaved,
             _ => self.style,
         };
@@ -194,7 +150,7 @@ impl Rope {
         if matches!(scaling, RopeScaling::Proportional { .. }) || part == 1.0 {
             return Ok(rope.with_scaling(scaling));
         }
-        if self.partial.is_none() {
+        if self.part.is_none() {
             return fields.fail(format!("{name} is {part:?}, which is not supported, expected 1"));
         }
         let rotary_dim = head_dim as f64 * part;
@@ -235,7 +191,7 @@ impl Rope {
             "llama3" => llama3(given, original()?),
             "yarn" => yarn(given, context, original()?),
             "longrope" => long_rope(given, context, original()?),
-            "proportional" if self.partial.is_none() => {
+            "proportional" if self.part.is_none() => {
                 Ok(RopeScaling::Proportional { factor: given.get_or("factor", 1.0)?, proportion: part })
             }
             _ => fields.fail(format!(

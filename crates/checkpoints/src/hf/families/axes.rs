@@ -2,28 +2,28 @@
 
 use super::{DECODER, ENCODER, LLAMA, QKV, rms_per_head};
 use crate::hf::family::{Bias, Family, Number};
-use crate::hf::rope::{Rope, rope};
+use crate::hf::rope::{Axes, Rope, rope};
 use crate::hf::rules::GATE_IN_QUERY;
 use crate::hf::windows::{self, Window};
 use candle_attention_core::{QkNormKind, RopeAxisLayout, WeightLayout};
 
 /// Time, height and width, section after section.
 const fn qwen2_vl(rope: Rope) -> Rope {
-    rope.on_axes(RopeAxisLayout::Sections, &[16, 24, 24])
+    rope.axes(Axes(RopeAxisLayout::Sections, &[16, 24, 24]))
 }
 
 /// The same in turns.
 const fn qwen3_vl(rope: Rope) -> Rope {
-    rope.on_axes(RopeAxisLayout::Interleaved, &[24, 20, 20])
+    rope.axes(Axes(RopeAxisLayout::Interleaved, &[24, 20, 20]))
 }
 
 const fn glm4v(rope: Rope) -> Rope {
-    rope.on_axes(RopeAxisLayout::Sections, &[8, 12, 12])
+    rope.axes(Axes(RopeAxisLayout::Sections, &[8, 12, 12]))
 }
 
 /// Rows and columns of an image, for halves of each head.
 const fn image(theta: f64) -> Rope {
-    rope(theta, 1).on_axes(RopeAxisLayout::Axial, &[])
+    rope(theta, 1).axes(Axes(RopeAxisLayout::Axial, &[]))
 }
 
 const PIXTRAL: &[&str] = &["vision_tower.", "", "model.vision_tower.", "vision_encoder."];
@@ -36,8 +36,8 @@ const QWEN2_VL: Family = DECODER.of("qwen2_vl_text").sizes([80, 8192, 64]).kv_he
 const QWEN3_VL: Family = LLAMA.of("qwen3_vl_text").sizes([32, 4096, 32]).grouped(32, 128)
     .rope(qwen3_vl(rope(500_000.0, 128_000))).qk_norm(rms_per_head(1e-6));
 const QWEN3_5: Family = QWEN3_VL.of("qwen3_5_text").sizes([32, 4096, 16]).grouped(4, 256)
-    .rope(rope(10_000.0, 32_768).partial(0.25).on_axes(RopeAxisLayout::Interleaved, &[11, 11, 10]))
-    .qk_norm(rms_per_head(1e-6).of_kind(QkNormKind::RmsPlusOne)).window(Window::By(windows::softmax_last_of_four))
+    .rope(rope(10_000.0, 32_768).partial(0.25).axes(Axes(RopeAxisLayout::Interleaved, &[11, 11, 10])))
+    .qk_norm(rms_per_head(1e-6).kind(QkNormKind::RmsPlusOne)).window(Window::By(windows::softmax_last_of_four))
     .gate(GATE_IN_QUERY);
 const GLM4V: Family = DECODER.of("glm4v_text").sizes([40, 4096, 32]).kv_heads(2).head_dim_follows(true).bias(Bias::Qkv)
     .rope(glm4v(rope(10_000.0, 32_768).partial(1.0).interleaved()));
@@ -74,7 +74,7 @@ pub(super) const ROWS: &[Family] = &[
         .bias(Bias::AllIf("use_bias", false)).rope(qwen2_vl(rope(500_000.0, 131_072))).window(Window::None),
     ENCODER.of("pixtral").sizes([24, 1024, 16]).bias(Bias::None)
         .at(PIXTRAL, "transformer.layers.{}.attention", WeightLayout::Canonical)
-        .rope(rope(10_000.0, 1).on_axes(RopeAxisLayout::AxialDealt, &[])),
+        .rope(rope(10_000.0, 1).axes(Axes(RopeAxisLayout::AxialDealt, &[]))),
     QWEN2_VL.of("qwen2_5_omni_text").sizes([28, 3584, 28]).kv_heads(4).below(&["thinker.model.", "model.", ""])
         .window(Window::From(28)),
     // As published, the text's fields are those of the whole.
@@ -95,5 +95,5 @@ pub(super) const ROWS: &[Family] = &[
     QWEN3_VL_IMAGES,
     QWEN3_VL_IMAGES.of("qwen4_exp_vision"),
     ENCODER.of("sam3_vit_model").sizes([32, 1024, 16]).at(SAM3, "layers.{}.attention", WeightLayout::Canonical)
-        .rope(rope(10_000.0, 1).on_axes(RopeAxisLayout::Axial, &[]).interleaved()),
+        .rope(rope(10_000.0, 1).axes(Axes(RopeAxisLayout::Axial, &[])).interleaved()),
 ];

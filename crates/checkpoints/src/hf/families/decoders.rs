@@ -1,7 +1,7 @@
 //! Decoders of text.
 
 use super::{DECODER, LLAMA, MODEL, MODERNBERT_ROPE, MODERNBERT_WINDOWED_ROPE, PATTERN, QKV_PROJ, WQKV};
-use super::{layer_norm, rms_norm, rms_per_head};
+use super::{layer_norm, rms_per_head};
 use crate::hf::family::{Bias, Family, Heads, Number, Scale};
 use crate::hf::rope::{Rope, Rotated, rope};
 use crate::hf::rules;
@@ -23,17 +23,17 @@ const MISTRAL: Family = DECODER.of("mistral").kv_heads(8).rope(rope(10_000.0, 13
 const QWEN2: Family = DECODER.of("qwen2").kv_heads(32).bias(Bias::Qkv).rope(rope(10_000.0, 32_768))
     .window(Window::From(28));
 const COHERE: Family = LLAMA.of("cohere").sizes([40, 8192, 64]).rope(rope(500_000.0, 8192).interleaved())
-    .qk_norm(layer_norm(QkNormKind::LayerNoBias, QkNormScope::PerHeadWeights).if_flag("use_qk_norm"));
+    .qk_norm(layer_norm(QkNormKind::LayerNoBias, QkNormScope::PerHeadWeights).flag("use_qk_norm"));
 const GLM: Family = DECODER.of("glm").sizes([40, 4096, 32]).grouped(2, 128).bias(Bias::QkvIf("attention_bias", true))
     .rope(rope(10_000.0, 131_072).partial(0.5).interleaved());
 const COHERE2: Family = Family { qk_norm: None, ..COHERE }.of("cohere2").head_dim_follows(true)
-    .rope(rope(10_000.0, 8192).interleaved().in_layers(Rotated::Windowed))
+    .rope(rope(10_000.0, 8192).interleaved().layers(Rotated::Windowed))
     .window(Window::Layers(ButLastBy(PATTERN, 4), Some(4096)));
 const GRANITE: Family = LLAMA.of("granite").scale(Scale::Field(Number("attention_multiplier", 1.0)));
-const OLMO2: Family = LLAMA.of("olmo2").qk_norm(rms_norm(QkNormScope::Projection, 1e-5));
+const OLMO2: Family = LLAMA.of("olmo2").qk_norm(rms_per_head(1e-5).scope(QkNormScope::Projection));
 const QWEN3: Family = QWEN2.of("qwen3").grouped(32, 128).bias(Bias::AllIf("attention_bias", false))
     .qk_norm(rms_per_head(1e-6));
-const EXAONE4: Family = DECODER.of("exaone4").rope(rope(10_000.0, 2048).in_layers(Rotated::WindowedIfAny))
+const EXAONE4: Family = DECODER.of("exaone4").rope(rope(10_000.0, 2048).layers(Rotated::WindowedIfAny))
     .qk_norm(rms_per_head(1e-5)).window(Window::By(windows::exaone));
 const HUNYUAN: Family = LLAMA.of("hunyuan_v1_dense").qk_norm(rms_per_head(1e-5)).rules(&[rules::norm_after_rotary]);
 const ATT_PROJ: WeightLayout = WeightLayout::Packed(PackedNaming::AttProj, QkvOrder::ByPart);
@@ -42,10 +42,10 @@ const GRANITE_SWA: Family = GRANITE.of("granitemoe_swa").window(Window::Layers(B
 /// Some of its layers are convolutions.
 const LFM2: Family = DECODER.of("lfm2").sizes([32, 2560, 32]).kv_heads(8)
     .at(MODEL, "layers.{}.self_attn", WeightLayout::Opt).rope(rope(1e6, 128_000))
-    .qk_norm(rms_per_head(1e-5).eps_from("norm_eps")).window(Window::Layers(NoLayer, None));
+    .qk_norm(rms_per_head(1e-5).eps(Number("norm_eps", 1e-5))).window(Window::Layers(NoLayer, None));
 /// In alphabetical order.
 pub(super) const ROWS: &[Family] = &[
-    LLAMA.of("apertus").rope(rope(12e6, 65_536).or_parameters(APERTUS_ROPE)).qk_norm(rms_per_head(1e-5)),
+    LLAMA.of("apertus").rope(rope(12e6, 65_536).default_parameters(APERTUS_ROPE)).qk_norm(rms_per_head(1e-5)),
     LLAMA.of("arcee").sizes([32, 2560, 32]).rope(rope(10_000.0, 4096)),
     LLAMA.of("aria_text"),
     LLAMA.of("bitnet").sizes([30, 2560, 20]).kv_heads(5).rope(rope(500_000.0, 2048)).rules(&[rules::rms_of_context]),
@@ -56,7 +56,7 @@ pub(super) const ROWS: &[Family] = &[
     COHERE2.of("cohere2_moe").head_dim(128).head_dim_follows(false),
     LLAMA.of("csm_depth_decoder_model").sizes([4, 1024, 8]).kv_heads(2).below(&["model.", "depth_decoder.model.", ""])
         .rope(rope(500_000.0, 33)),
-    DECODER.of("cwm").sizes([64, 6144, 48]).grouped(8, 128).rope(rope(1e6, 131_072).or_parameters(CWM_ROPE))
+    DECODER.of("cwm").sizes([64, 6144, 48]).grouped(8, 128).rope(rope(1e6, 131_072).default_parameters(CWM_ROPE))
         .window(Window::Layers(ButFirstOf(4), Some(8192))),
     DECODER.of("dbrx").names(["n_layers", "d_model", "n_heads"]).sizes([24, 2048, 16]).head_dim_follows(true)
         .at(&["transformer.", ""], "blocks.{}.norm_attn_norm.attn", WQKV).heads(Heads::By(rules::dbrx_key_heads))
@@ -71,13 +71,13 @@ pub(super) const ROWS: &[Family] = &[
     EXAONE4.of("exaone_moe"),
     // Beside a state space model in each layer.
     LLAMA.of("falcon_h1").kv_heads(8).rope(rope(10_000.0, 8192)).rules(&[rules::key_multiplier]),
-    LLAMA.of("flex_olmo").qk_norm(rms_norm(QkNormScope::Projection, 1e-6)).rope(rope(500_000.0, 4096)),
+    LLAMA.of("flex_olmo").qk_norm(rms_per_head(1e-6).scope(QkNormScope::Projection)).rope(rope(500_000.0, 4096)),
     GLM,
     GLM.of("glm4"),
     DECODER.of("glm4_moe").sizes([46, 4096, 96]).kv_heads(8).bias(Bias::QkvIf("attention_bias", false))
-        .rope(rope(10_000.0, 131_072).partial(0.5)).qk_norm(rms_per_head(1e-5).if_flag("use_qk_norm")),
+        .rope(rope(10_000.0, 131_072).partial(0.5)).qk_norm(rms_per_head(1e-5).flag("use_qk_norm")),
     DECODER.of("gpt_oss").sizes([36, 2880, 64]).grouped(8, 64).bias(Bias::AllIf("attention_bias", true))
-        .rope(rope(150_000.0, 131_072).or_parameters(GPT_OSS_ROPE)).window(Window::Layers(FirstOf(2), Some(128)))
+        .rope(rope(150_000.0, 131_072).default_parameters(GPT_OSS_ROPE)).window(Window::Layers(FirstOf(2), Some(128)))
         .sinks(true),
     GRANITE,
     GRANITE.of("granite4_vision_text"),
@@ -90,7 +90,7 @@ pub(super) const ROWS: &[Family] = &[
     DECODER.of("helium").sizes([24, 2560, 20]).grouped(20, 128).bias(Bias::QkvIf("attention_bias", false))
         .rope(rope(100_000.0, 4096).interleaved()),
     LLAMA.of("higgs_audio_v2").sizes([28, 3072, 24]).grouped(8, 128)
-        .rope(rope(500_000.0, 2048).or_parameters(HIGGS_AUDIO_ROPE)),
+        .rope(rope(500_000.0, 2048).default_parameters(HIGGS_AUDIO_ROPE)),
     HUNYUAN,
     HUNYUAN.of("hunyuan_v1_moe"),
     LLAMA.of("hy_v3").sizes([80, 4096, 64]).grouped(8, 128).rope(rope(11_158_840.0, 131_072))
@@ -99,7 +99,7 @@ pub(super) const ROWS: &[Family] = &[
     DECODER.of("jais2").sizes([32, 3328, 26]).head_dim(128).bias(Bias::AllIf("attention_bias", true))
         .rope(rope(10_000.0, 8192)),
     EXAONE4.of("kolibri1").sizes([50, 2560, 48]).grouped(4, 128).qk_norm(rms_per_head(1e-6))
-        .rope(rope(10_000.0, 2048).in_layers(Rotated::WindowedIfAny)).window(Window::Layers(ButLastOf(5), Some(513))),
+        .rope(rope(10_000.0, 2048).layers(Rotated::WindowedIfAny)).window(Window::Layers(ButLastOf(5), Some(513))),
     LFM2,
     LFM2.of("lfm2_moe").sizes([32, 2048, 32]),
     LLAMA,
@@ -107,7 +107,7 @@ pub(super) const ROWS: &[Family] = &[
         .windowed_rope(rope(10_000.0, 131_072)).qk_norm(rms_per_head(1e-6)).window(Window::Layers(NoLayer, Some(1024))),
     DECODER.of("minimax").kv_heads(8).rope(rope(1e6, 131_072)).window(Window::By(windows::minimax)),
     DECODER.of("minimax_m2").sizes([62, 3072, 48]).grouped(8, 128).rope(rope(5e6, 196_608).partial(1.0))
-        .qk_norm(rms_norm(QkNormScope::Projection, 1e-6)).rules(&[rules::minimax_rotary]),
+        .qk_norm(rms_per_head(1e-6).scope(QkNormScope::Projection)).rules(&[rules::minimax_rotary]),
     MISTRAL.of("ministral").window(Window::By(windows::ministral)),
     MISTRAL,
     MISTRAL.of("mixtral").rope(rope(1_000_000.0, 131_072)).window(Window::All(None)),
@@ -128,16 +128,16 @@ pub(super) const ROWS: &[Family] = &[
     LLAMA.of("olmo").rules(&[rules::clipped]),
     OLMO2,
     // transformers before 5.13 writes one object for layers of all kinds.
-    OLMO2.of("olmo3").rope(rope(500_000.0, 2048).or_one_for_all())
-        .windowed_rope(rope(500_000.0, 2048).or_one_for_all()).window(Window::Layers(ButLastOf(4), Some(4096))),
+    OLMO2.of("olmo3").rope(rope(500_000.0, 2048).one_for_all(true))
+        .windowed_rope(rope(500_000.0, 2048).one_for_all(true)).window(Window::Layers(ButLastOf(4), Some(4096))),
     // Most of its layers are recurrences.
-    OLMO2.of("olmo_hybrid").sizes([32, 3840, 30]).qk_norm(rms_norm(QkNormScope::Projection, 1e-6))
+    OLMO2.of("olmo_hybrid").sizes([32, 3840, 30]).qk_norm(rms_per_head(1e-6).scope(QkNormScope::Projection))
         .rope(rope(10_000.0, 65_536)).window(Window::By(windows::softmax_last_of_four)),
     OLMO2.of("olmoe").sizes([16, 2048, 16]).rope(rope(10_000.0, 4096)).rules(&[rules::clipped]),
     DECODER.of("phi3").sizes([32, 3072, 32]).at(MODEL, "layers.{}.self_attn", QKV_PROJ)
-        .rope(rope(10_000.0, 4096).partial(1.0).long_rope_only()).window(Window::All(None)),
+        .rope(rope(10_000.0, 4096).partial(1.0).long_rope_only(true)).window(Window::All(None)),
     DECODER.of("phi4_multimodal").sizes([32, 3072, 32]).kv_heads(8).at(MODEL, "layers.{}.self_attn", QKV_PROJ)
-        .rope(rope(10_000.0, 4096).partial(1.0).long_rope_only()).window(Window::All(None)),
+        .rope(rope(10_000.0, 4096).partial(1.0).long_rope_only(true)).window(Window::All(None)),
     LLAMA.of("phimoe").kv_heads(8).rope(rope(1e6, 131_072)).window(Window::All(None)).rules(&[rules::no_scaling]),
     QWEN2,
     QWEN2.of("qwen2_moe").sizes([24, 2048, 16]).kv_heads(16).bias(Bias::QkvIf("qkv_bias", true)),
@@ -148,13 +148,13 @@ pub(super) const ROWS: &[Family] = &[
     DECODER.of("seed_oss").sizes([64, 4096, 80]).grouped(8, 128).bias(Bias::QkvIf("attention_bias", true))
         .dropout(Number("attention_dropout", 0.1)).rope(rope(10_000.0, 524_288)).rules(&[rules::out_bias]),
     LLAMA.of("smollm3").sizes([36, 2048, 16]).kv_heads(4)
-        .rope(rope(2_000_000.0, 32_768).in_layers(Rotated::If(rules::alternates_rotary)))
+        .rope(rope(2_000_000.0, 32_768).layers(Rotated::If(rules::alternates_rotary)))
         .window(Window::By(windows::smollm3)),
     DECODER.of("solar_open").sizes([48, 4096, 64]).grouped(8, 128).bias(Bias::QkvIf("attention_bias", false))
         .rope(rope(1e6, 131_072)),
     DECODER.of("stablelm").sizes([32, 2560, 32]).kv_heads(32).head_dim_follows(true)
         .bias(Bias::QkvIf("use_qkv_bias", false)).rope(rope(10_000.0, 4096).partial(0.25))
-        .qk_norm(layer_norm(QkNormKind::LayerNoBias, QkNormScope::PerHeadWeights).if_flag("qk_layernorm")),
+        .qk_norm(layer_norm(QkNormKind::LayerNoBias, QkNormScope::PerHeadWeights).flag("qk_layernorm")),
     DECODER.of("starcoder2").sizes([30, 3072, 24]).kv_heads(2).bias(Bias::AllIf("use_bias", true))
         .rope(rope(10_000.0, 4096)).window(Window::All(None)),
 ];

@@ -62,7 +62,7 @@ pub(super) const ROWS: &[Family] = &[
         .dropout(Number("attention_dropout", 0.0)).rope(rope(10_000.0, 2048))
         .qk_norm(layer_norm(QkNormKind::LayerNoBias, QkNormScope::Projection)),
     BERT.of("esm").below(&["esm.", ""])
-        .rope(rope(10_000.0, 1026).in_layers(Rotated::IfText("position_embedding_type", "rotary"))).only(&[])
+        .rope(rope(10_000.0, 1026).layers(Rotated::IfText("position_embedding_type", "rotary"))).only(&[])
         .rules(&[rules::esm_positions]),
     BERT.of("electra").sizes([12, 256, 4]).below(&["electra.", ""]),
     BERT.of("ernie").below(&["ernie.", ""]),
@@ -109,7 +109,7 @@ pub(super) const ROWS: &[Family] = &[
     ENCODER.of("ultrabert").sizes([32, 4096, 32]).heads(Heads::Grouped(None, None))
         .below(&["ultrabert.", "model.", ""]).bias(Bias::AllIf("attention_bias", false))
         .dropout(Number("attention_dropout", 0.0)).rope(rope(2_560_000.0, 32_768))
-        .windowed_rope(rope(10_000.0, 32_768).sharing_scaling()).window(Window::Layers(ButLastOf(3), Some(128)))
+        .windowed_rope(rope(10_000.0, 32_768).shares_scaling(true)).window(Window::Layers(ButLastOf(3), Some(128)))
         .only(&[("attention_windows", "null")]),
     XLM,
     ROBERTA.of("xlm-roberta"),

@@ -11,7 +11,7 @@ use candle_attention_core::QkNormKind;
 const BELOW_IMAGES: &[&str] = &["model.language_model.", "language_model.model.", "language_model."];
 /// Wide heads of which a quarter of the pairs rotates.
 const PROPORTIONAL: Rope =
-    rope(1e6, 131_072).or_parameters(r#"{"rope_type": "proportional", "partial_rotary_factor": 0.25}"#);
+    rope(1e6, 131_072).default_parameters(r#"{"rope_type": "proportional", "partial_rotary_factor": 0.25}"#);
 
 // What it does depends on the implementation of attention that transformers uses: some keep the causal mask.
 const GEMMA: Family = LLAMA.of("gemma").sizes([28, 3072, 16]).grouped(16, 256).rope(rope(10_000.0, 8192))
@@ -20,12 +20,12 @@ const GEMMA2: Family = GEMMA.of("gemma2").sizes([26, 2304, 8]).grouped(4, 256)
     .window(Window::Layers(FirstOf(2), Some(4096))).scale(Scale::RootOf(Number("query_pre_attn_scalar", 256.0)))
     .rules(&[rules::softcapped]);
 const GEMMA3_TEXT: Family = GEMMA2.of("gemma3_text").rope(rope(1e6, 131_072))
-    .windowed_rope(rope(10_000.0, 131_072).theta_from("rope_local_base_freq"))
-    .qk_norm(rms_per_head(1e-6).of_kind(QkNormKind::RmsPlusOne))
+    .windowed_rope(rope(10_000.0, 131_072).theta(Number("rope_local_base_freq", 10_000.0)))
+    .qk_norm(rms_per_head(1e-6).kind(QkNormKind::RmsPlusOne))
     .window(Window::Layers(ButLastBy(PATTERN, 6), Some(4096))).mask(Mask::CausalOrBidirectional)
     .only(&[("model_type", "\"gemma3_text\""), ("attn_logit_softcapping", "null")]).rules(&[]);
 const GEMMA3N: Family = LLAMA.of("gemma3n_text").sizes([35, 2048, 8]).grouped(2, 256).rope(rope(1e6, 32_768))
-    .windowed_rope(rope(10_000.0, 32_768).theta_from("rope_local_base_freq")).qk_norm(rms_per_head(1e-6))
+    .windowed_rope(rope(10_000.0, 32_768).theta(Number("rope_local_base_freq", 10_000.0))).qk_norm(rms_per_head(1e-6))
     .window(Window::Layers(ButLastOf(5), Some(512))).scale(Scale::Fixed(1.0)).value_norm(true).kv_shared_layers(15);
 const GEMMA4: Family = GEMMA3N.of("gemma4_text").sizes([30, 2304, 8]).grouped(4, 256).rope(PROPORTIONAL)
     .windowed_rope(rope(10_000.0, 131_072)).window(Window::NeverLast(ButLastOf(6), 512))

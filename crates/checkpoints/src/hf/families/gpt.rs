@@ -51,7 +51,7 @@ pub(super) const ROWS: &[Family] = &[
     DECODER.of("falcon").sizes([32, 4544, 71]).aliases(&[("n_embed", HIDDEN)])
         .at(TRANSFORMER, "h.{}.self_attention", QUERY_KEY_VALUE).heads(Heads::By(rules::falcon_key_heads))
         .head_dim_follows(true).bias(Bias::AllIf("bias", false))
-        .rope(rope(10_000.0, 2048).in_layers(Rotated::If(rules::has_no_alibi))).rules(&[rules::alibi_if_flag]),
+        .rope(rope(10_000.0, 2048).layers(Rotated::If(rules::has_no_alibi))).rules(&[rules::alibi_if_flag]),
     GPT2,
     GPT.of("gpt_bigcode").at(TRANSFORMER, "h.{}.attn", C_ATTN).heads(Heads::By(rules::bigcode_key_heads))
         .rules(&[rules::bigcode_scale]),
@@ -60,13 +60,13 @@ pub(super) const ROWS: &[Family] = &[
         .scale(Scale::Fixed(1.0)),
     DECODER.of("gpt_neox").sizes([44, 6144, 64]).heads(Heads::Equal)
         .at(&["gpt_neox.", ""], "layers.{}.attention", QUERY_KEY_VALUE).bias(Bias::AllIf("attention_bias", true))
-        .rope(rope(10_000.0, 2048).theta_from("rotary_emb_base").partial_from("rotary_pct", 0.25)),
+        .rope(rope(10_000.0, 2048).theta(Number("rotary_emb_base", 10_000.0)).part(Number("rotary_pct", 0.25))),
     GPT.of("gptj").sizes([28, 4096, 16]).at(TRANSFORMER, "h.{}.attn", WeightLayout::Opt).bias(Bias::None)
         .dropout(Number("attn_pdrop", 0.0)).rules(&[rules::gptj_rotary]),
     DECODER.of("gpt_neox_japanese").sizes([32, 2560, 32]).heads(Heads::Equal)
         .at(&["gpt_neox_japanese.", ""], "layers.{}.attention", QUERY_KEY_VALUE)
         .dropout(Number("attention_dropout", 0.1))
-        .rope(rope(10_000.0, 2048).theta_from("rotary_emb_base").partial_from("rotary_pct", 1.0)),
+        .rope(rope(10_000.0, 2048).theta(Number("rotary_emb_base", 10_000.0)).part(Number("rotary_pct", 1.0))),
     GPT2.of("imagegpt").sizes([24, 512, 8]),
     KOSMOS_2_5.of("kosmos_2_text_model").sizes([24, 2048, 32]).dropout(Number("attention_dropout", 0.1))
         .rules(&[rules::layer_norm_of_context]),
@@ -83,7 +83,7 @@ pub(super) const ROWS: &[Family] = &[
         .qk_norm(layer_norm(QkNormKind::Layer, QkNormScope::PerHead)).only(&[("qk_layernorm", "true")]),
     DECODER.of("phi").sizes([24, 2048, 32]).bias(Bias::All).at(MODEL, "layers.{}.self_attn", WeightLayout::Phi)
         .rope(rope(10_000.0, 2048).partial(0.5))
-        .qk_norm(layer_norm(QkNormKind::Layer, QkNormScope::PerHead).if_flag("qk_layernorm")),
+        .qk_norm(layer_norm(QkNormKind::Layer, QkNormScope::PerHead).flag("qk_layernorm")),
     DECODER.of("xglm").names(["num_layers", "d_model", "attention_heads"]).sizes([24, 1024, 16]).heads(Heads::Equal)
         .bias(Bias::All).at(MODEL, "layers.{}.self_attn", WeightLayout::Opt).dropout(Number("attention_dropout", 0.1)),
 ];

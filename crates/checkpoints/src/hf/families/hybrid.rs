@@ -10,7 +10,7 @@ use candle_attention_core::WeightLayout;
 pub(super) const ROWS: &[Family] = &[
     LLAMA.of("bamba").kv_heads(8).rope(rope(10_000.0, 262_144).partial(0.5)).window(Window::By(windows::bamba)),
     LLAMA.of("granitemoehybrid")
-        .rope(rope(10_000.0, 2048).in_layers(Rotated::IfText("position_embedding_type", "rope")))
+        .rope(rope(10_000.0, 2048).layers(Rotated::IfText("position_embedding_type", "rope")))
         .window(Window::By(windows::granite_hybrid)).scale(Scale::Field(Number("attention_multiplier", 1.0))),
     DECODER.of("jamba").kv_heads(8).window(Window::By(windows::jamba)),
     // The layers of experts and of other feed-forward networks count too.

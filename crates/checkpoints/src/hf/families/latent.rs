@@ -18,7 +18,7 @@ const DEEPSEEK_V3: Family = DEEPSEEK_V2.of("deepseek_v3").sizes([61, 7168, 128])
 
 /// Neighbours, or halves by `rope_interleave`.
 const fn by_flag(context: usize) -> Rope {
-    rope(10_000.0, context).interleaved_unless("rope_interleave")
+    rope(10_000.0, context).interleaving_flag("rope_interleave")
 }
 
 const GLM4_LITE: Latent =

@@ -55,8 +55,9 @@ const QKV_PROJ: WeightLayout = WeightLayout::Packed(PackedNaming::QkvProj, QkvOr
 const WQKV: WeightLayout = WeightLayout::Packed(PackedNaming::Wqkv, QkvOrder::ByPart);
 
 /// ModernBERT's, as an encoder and as a decoder.
-const MODERNBERT_ROPE: Rope = rope(160_000.0, 8192).theta_from("global_rope_theta");
-const MODERNBERT_WINDOWED_ROPE: Rope = rope(10_000.0, 8192).theta_from("local_rope_theta").sharing_scaling();
+const MODERNBERT_ROPE: Rope = rope(160_000.0, 8192).theta(Number("global_rope_theta", 160_000.0));
+const MODERNBERT_WINDOWED_ROPE: Rope =
+    rope(10_000.0, 8192).theta(Number("local_rope_theta", 10_000.0)).shares_scaling(true);
 
 /// Every row.
 pub(super) fn families() -> impl Iterator<Item = &'static Family> {
@@ -78,14 +79,10 @@ const LLAMA: Family = DECODER.of("llama").bias(Bias::AllIf("attention_bias", fal
 /// A key head for each query head, biases, all keys: what most encoders begin with.
 const ENCODER: Family = DECODER.sizes([12, 768, 12]).heads(Heads::Equal).bias(Bias::All).mask(Mask::Encoder);
 
-const fn rms_norm(scope: QkNormScope, eps: f64) -> Norm {
-    Norm { flag: None, kind: QkNormKind::Rms, scope, eps: Number("rms_norm_eps", eps) }
-}
-
 const fn rms_per_head(eps: f64) -> Norm {
-    rms_norm(QkNormScope::PerHead, eps)
+    Norm::RMS_PER_HEAD.eps(Number("rms_norm_eps", eps))
 }
 
 const fn layer_norm(kind: QkNormKind, scope: QkNormScope) -> Norm {
-    Norm { flag: None, kind, scope, eps: Number("layer_norm_eps", 1e-5) }
+    Norm::RMS_PER_HEAD.kind(kind).scope(scope).eps(Number("layer_norm_eps", 1e-5))
 }
