@@ -98,24 +98,25 @@ pub struct Loader<'a> {
     pub tables: Vec<RotaryEmbedding>,
     /// E.
     pub width: usize,
-    /// Of norms.
-    pub eps: f64,
 }
 
 impl Loader<'_> {
     pub fn norm(&self, vb: VarBuilder) -> Result<Norm> {
-        let (width, eps) = (self.width, self.eps);
+        const EPSILONS: [&str; 4] = ["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"];
+        let given = EPSILONS.iter().find_map(|key| self.json[*key].as_f64());
+        let (width, eps) = (self.width, |default: f64| given.unwrap_or(default));
         Ok(match self.family.norm {
-            NormKind::Rms => Box::new(rms_norm(width, eps, vb)?),
-            NormKind::RmsPlusOne => Box::new(rms_norm_plus_one(width, eps, vb)?),
-            NormKind::Layer if vb.contains_tensor("bias") => Box::new(layer_norm(width, eps, vb)?),
-            NormKind::Layer => Box::new(layer_norm_no_bias(width, eps, vb)?),
+            NormKind::Rms(default) => Box::new(rms_norm(width, eps(default), vb)?),
+            NormKind::RmsPlusOne(default) => Box::new(rms_norm_plus_one(width, eps(default), vb)?),
+            NormKind::Layer(default) if vb.contains_tensor("bias") => Box::new(layer_norm(width, eps(default), vb)?),
+            NormKind::Layer(default) => Box::new(layer_norm_no_bias(width, eps(default), vb)?),
         })
     }
 
     /// A layer's block from a builder at its prefix.
     pub fn block(&mut self, layer: usize, at: Weights) -> Result<Block> {
-        let (share, shard, is_latent) = (self.weights.share(), self.weights.shard(), self.family.latent);
+        let (share, shard) = (self.weights.share(), self.weights.shard());
+        let is_latent = size(self.json, "kv_lora_rank").is_some();
         let attention = match (self.weights.gguf(), shard.zip(share.and_then(|share| share.vb.as_ref()))) {
             (Some(gguf), _) => Attention::MultiHead(gguf.attention(layer, shard)?),
             (None, Some((shard, vb))) if is_latent => {
@@ -149,12 +150,12 @@ impl Loader<'_> {
         let up = |name: &str| vb.pp(name).linear(Divided::Outputs);
         let down = |name: &str| vb.pp(name).linear(Divided::Inputs);
         Ok(FeedForward::Mlp(match self.family.mlp {
-            MlpKind::Plain { up: first, down: second } => Mlp::new(up(first)?, plain, down(second)?)?,
-            MlpKind::Conv1d { up, down } => {
+            MlpKind::Plain(first, second) => Mlp::new(up(first)?, plain, down(second)?)?,
+            MlpKind::Conv1d(up, down) => {
                 let up = vb.pp(up).transposed_linear(Divided::Outputs)?;
                 Mlp::new(up, plain, vb.pp(down).transposed_linear(Divided::Inputs)?)?
             }
-            MlpKind::Experts { load, dense_layers }
+            MlpKind::Experts(load, dense_layers)
                 if layer >= size(self.json, "first_k_dense_replace").unwrap_or(dense_layers) =>
             {
                 return Ok(FeedForward::Experts(load(self.json, vb, activation)?));
@@ -166,7 +167,7 @@ impl Loader<'_> {
                 let up = vb.pp("ffn_up").linear(Divided::JointOutputs)?;
                 Mlp::new(up, Between::Gated(activation), down("ffn_down")?)?
             }
-            MlpKind::Gated | MlpKind::Experts { .. } => Mlp::read_gated(&vb.pp("mlp"), LLAMA_MLP, activation)?,
+            MlpKind::Gated | MlpKind::Experts(..) => Mlp::read_gated(&vb.pp("mlp"), LLAMA_MLP, activation)?,
         }))
     }
 }

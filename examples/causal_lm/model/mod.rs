@@ -2,7 +2,8 @@
 //!
 //! Attention is `hf::load_attention` or `hf::load_latent_attention`: projections, rotary positions, norms of queries
 //! and keys, windows, grouped heads and the cache are the layer's. What is left of a model is here, and [`Family`] has
-//! the differences between families. Biases are those that the checkpoint has.
+//! the differences between families. Names around the blocks, biases and learned positions are those of the
+//! checkpoint.
 
 pub mod block;
 mod experts;
@@ -25,6 +26,16 @@ use block::{Attention, Block, Loader, Norm, optional};
 use family::Family;
 use gguf::Gguf;
 use weights::{Divided, Others, Weights, part_of};
+
+/// The names that families have for the base model, its embeddings, its blocks and its last norm, and for the head;
+/// the last are llama.cpp's. A checkpoint has one of each.
+const BASES: [&str; 5] = ["model", "transformer", "gpt_neox", "model.decoder", "decoder"];
+const EMBEDDINGS: &[&str] = &["embed_tokens", "wte", "word_embeddings", "embed_in", "token_embd"];
+const POSITIONS: &[&str] = &["wpe", "embed_positions", "position_embd"];
+const EMBEDDING_NORMS: &[&str] = &["word_embeddings_layernorm", "token_embd_norm"];
+const BLOCKS: [&str; 4] = ["layers", "h", "blocks", "blk"];
+const LAST_NORMS: &[&str] = &["norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "output_norm"];
+const HEADS: &[&str] = &["lm_head", "embed_out", "output"];
 
 /// The embeddings of tokens.
 enum TokenEmbedding {
@@ -118,16 +129,19 @@ impl CausalLm {
             bail!("[causal_lm] config.json has no number of layers")
         };
         let number = |key: &str| json[key].as_f64();
-        let eps = ["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"];
-        let eps = eps.iter().find_map(|key| number(key)).unwrap_or(family.eps);
-        let [base, embed, block, norm] = family.names;
-        // A base model without a head has no prefix; OPT's keeps its second part.
-        let bare = base.split_once('.').map_or(weights.clone(), |(_, rest)| weights.pp(rest));
-        let inner = [weights.pp(base), bare].into_iter().find(|weights| weights.pp(embed).contains_tensor("weight"));
-        let Some(inner) = inner else { bail!("[causal_lm] the checkpoint has no {base}.{embed}.weight") };
-
-        let (dtype, ties) = (weights.dtype(), json["tie_word_embeddings"].as_bool().unwrap_or(family.ties_embedding));
-        let head_at = if ties { inner.pp(embed) } else { weights.pp(family.head) };
+        let has_embedding = |inner: &Weights| inner.first(EMBEDDINGS).is_some();
+        let below = BASES.map(|base| weights.pp(base)).into_iter().find(has_embedding);
+        // A base model without a head has no prefix.
+        let inner = below.unwrap_or_else(|| weights.clone());
+        let (embed, norm) = (inner.named(EMBEDDINGS)?, inner.named(LAST_NORMS)?);
+        let first_norm = family.norms.iter().flatten().next().map_or("", |name| name);
+        let has_blocks = |name: &&&str| inner.contains_tensor(&format!("{name}.0.{first_norm}.weight"));
+        let Some(block) = BLOCKS.iter().find(has_blocks) else {
+            bail!("[causal_lm] the checkpoint has no {first_norm} in any of {}", BLOCKS.join(", "))
+        };
+        let head_name = weights.first(HEADS);
+        let (dtype, ties) = (weights.dtype(), json["tie_word_embeddings"].as_bool().unwrap_or(head_name.is_none()));
+        let head_at = if ties { inner.pp(embed) } else { weights.pp(weights.named(HEADS)?) };
         let words = gguf.map_or_else(|| size(json, "vocab_size"), Gguf::vocabulary).unwrap_or(1);
         let vocabulary = Vocabulary::new(words, weights.processes(), gguf.is_some());
         let head = head_at.linear(Divided::Outputs)?;
@@ -141,11 +155,13 @@ impl CausalLm {
         } else {
             TokenEmbedding::Table(table(embed)?)
         };
-        let positions = match family.positions {
-            Some((name, first)) => Some((table(name)?, first)),
+        let positions = match inner.first(POSITIONS) {
+            // The first two are padding.
+            Some("embed_positions") => Some((table("embed_positions")?, 2)),
+            Some(name) => Some((table(name)?, 0)),
             None => None,
         };
-        let mut loader = Loader { family, json, weights, tables: Vec::new(), width, eps };
+        let mut loader = Loader { family, json, weights, tables: Vec::new(), width };
         let mut blocks = Vec::with_capacity(layers);
         for layer in 0..layers {
             blocks.push(loader.block(layer, inner.pp(block).pp(layer))?);
@@ -163,7 +179,7 @@ impl CausalLm {
             vocabulary,
             embedding,
             dtype,
-            embedding_norm: loader.family.embedding_norm.map(norm_at).transpose()?,
+            embedding_norm: inner.first(EMBEDDING_NORMS).map(norm_at).transpose()?,
             positions,
             embedding_scale,
             blocks,

@@ -109,6 +109,19 @@ impl<'a> Weights<'a> {
         Self { vb: self.vb.pp(name), ..self.clone() }
     }
 
+    /// The first of these names below which there is a weight.
+    pub fn first(&self, names: &[&'static str]) -> Option<&'static str> {
+        names.iter().find(|name| self.contains_tensor(&format!("{name}.weight"))).copied()
+    }
+
+    /// The same, which has to be there.
+    pub fn named(&self, names: &[&'static str]) -> Result<&'static str> {
+        match self.first(names) {
+            Some(name) => Ok(name),
+            None => bail!("[causal_lm] the checkpoint has no weight below any of {}", names.join(", ")),
+        }
+    }
+
     pub fn gguf(&self) -> Option<&'a Gguf> {
         self.gguf
     }
