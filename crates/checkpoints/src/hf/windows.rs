@@ -253,3 +253,61 @@ fn no_window(fields: &Fields, has_softmax: bool) -> Result<Option<usize>> {
         false => fields.fail(format!("layer {} is a recurrence, expected softmax attention", fields.layer)),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use crate::hf::attention_config;
+
+    /// The windows of the first layers: a number, `-` for all keys, `x` for a layer without softmax attention.
+    fn windows(model_type: &str, mut config: Value) -> String {
+        config["model_type"] = json!(model_type);
+        let layers = (0..8).map(|layer| match attention_config(&config, layer) {
+            Ok(cfg) => {
+                cfg.window().or(cfg.band().map(|(side, _)| side)).map_or("-".into(), |window| window.to_string())
+            }
+            Err(_) => "x".into(),
+        });
+        layers.collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn layers_have_the_windows_of_their_rules() {
+        let used = json!({"use_sliding_window": true, "sliding_window": 9, "max_window_layers": 6});
+        for (model_type, config, expected) in [
+            ("llama", json!({"sliding_window": 9}), "- - - - - - - -"),
+            ("mistral", json!({}), "4096 4096 4096 4096 4096 4096 4096 4096"),
+            ("mixtral", json!({}), "- - - - - - - -"),
+            ("mellum", json!({}), "- - - - - - - -"),
+            ("gpt_oss", json!({}), "128 - 128 - 128 - 128 -"),
+            ("cwm", json!({}), "- 8192 8192 8192 - 8192 8192 8192"),
+            ("olmo3", json!({}), "4096 4096 4096 - 4096 4096 4096 -"),
+            ("cohere2", json!({}), "4096 4096 4096 - 4096 4096 4096 -"),
+            ("cohere2", json!({"sliding_window_pattern": 2}), "4096 - 4096 - 4096 - 4096 -"),
+            ("gemma4_text", json!({"num_hidden_layers": 8}), "512 512 512 512 512 - 512 -"),
+            ("qwen2", used.clone(), "- - - - - - 9 9"),
+            ("qwen2", json!({"sliding_window": 9}), "- - - - - - - -"),
+            ("dots1", json!({"max_window_layers": 6}), "- - - - - - 4096 4096"),
+            ("exaone4", json!({}), "4096 4096 4096 - 4096 4096 4096 -"),
+            ("exaone4", json!({"sliding_window": null}), "- - - - - - - -"),
+            ("ministral", json!({"sliding_window": 9}), "9 9 9 9 9 9 9 9"),
+            ("qwen3_moe", used.clone(), "9 9 9 9 9 9 9 9"),
+            ("smollm3", used.clone(), "- - - 9 - - - 9"),
+            ("muse_glimmer_text", json!({"num_hidden_layers": 8}), "2048 2048 2048 - 2048 2048 2048 -"),
+            ("modernbert", json!({}), "- 64 64 - 64 64 - 64"),
+            ("gpt_neo", json!({}), "- 256 - 256 - 256 - 256"),
+            ("gpt_neo", json!({"attention_layers": ["local", "local", "global"]}), "256 256 - x x x x x"),
+            ("qwen3_next", json!({}), "x x x - x x x -"),
+            ("minimax", json!({"sliding_window": 9}), "9 x 9 x 9 x 9 x"),
+            ("lfm3", json!({}), "x x - x 256 x - x"),
+            ("granitemoehybrid", json!({"layer_types": ["mamba", "attention"]}), "x - x x x x x x"),
+            ("bamba", json!({"attn_layer_indices": [2, 5]}), "x x - x x - x x"),
+            ("jamba", json!({}), "x x x x - x x x"),
+            ("nemotron_h", json!({"num_hidden_layers": 8, "hybrid_override_pattern": "M*M*-*MM"}), "x - x - x - x x"),
+            ("recurrent_gemma", json!({}), "x x 2048 x x 2048 x x"),
+        ] {
+            assert_eq!(windows(model_type, config.clone()), expected, "{model_type} {config}");
+        }
+    }
+}
