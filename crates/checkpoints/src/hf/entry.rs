@@ -238,10 +238,13 @@ impl<'a> Entry<'a> {
             cfg = cfg.with_qk_norm(QkNorm { kind: norm.kind, scope: norm.scope, eps });
         }
         if let Some(scale) = self.family.scale {
+            let width = cfg.head_dim() as f64;
             cfg = cfg.with_scale(match scale {
                 Scale::Fixed(scale) => scale,
                 Scale::Field(Number(name, default)) => fields.get_or(name, default)?,
                 Scale::RootOf(Number(name, default)) => fields.get_or(name, default)?.powf(-0.5),
+                Scale::UsualOr(name) => fields.optional(name)?.unwrap_or(width.powf(-0.5)),
+                Scale::UsualTimes(Number(name, default)) => fields.optional(name)?.unwrap_or(default) / width.sqrt(),
             });
         }
         if let Some(gate) = self.family.gate {

@@ -191,6 +191,10 @@ pub(super) enum Scale {
     Field(Number),
     /// One by the root of a field.
     RootOf(Number),
+    /// The usual one, unless this field has another.
+    UsualOr(&'static str),
+    /// The usual one times a field.
+    UsualTimes(Number),
 }
 
 /// Which keys a layer sees.

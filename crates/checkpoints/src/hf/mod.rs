@@ -254,6 +254,8 @@ mod positions;
 mod rope;
 mod rules;
 mod stages;
+#[cfg(test)]
+mod tests;
 mod windows;
 
 use candle_core::Result;

@@ -136,24 +136,6 @@ pub(super) fn mpt(fields: &Fields, cfg: Config) -> Result<Config> {
     })
 }
 
-/// Falcon H1: keys times `key_multiplier`.
-pub(super) fn key_multiplier(fields: &Fields, cfg: Config) -> Result<Config> {
-    let scale = fields.optional("key_multiplier")?.unwrap_or(1.0) / (cfg.head_dim() as f64).sqrt();
-    Ok(cfg.with_scale(scale))
-}
-
-/// HyperCLOVA X: `attention_multiplier`, which may be null.
-pub(super) fn attention_multiplier(fields: &Fields, cfg: Config) -> Result<Config> {
-    let usual = (cfg.head_dim() as f64).powf(-0.5);
-    Ok(cfg.with_scale(fields.optional("attention_multiplier")?.unwrap_or(usual)))
-}
-
-/// Muse Glimmer: `qk_scale_factor`.
-pub(super) fn qk_scale_factor(fields: &Fields, cfg: Config) -> Result<Config> {
-    let scale = fields.get_or("qk_scale_factor", 3.87)? / (cfg.head_dim() as f64).sqrt();
-    Ok(cfg.with_scale(scale))
-}
-
 /// GPT-2: `scale_attn_weights` and `scale_attn_by_inverse_layer_idx`.
 pub(super) fn gpt2_scale(fields: &Fields, cfg: Config) -> Result<Config> {
     let width = if fields.flag("scale_attn_weights", true)? { (cfg.head_dim() as f64).sqrt() } else { 1.0 };
@@ -390,58 +372,4 @@ pub(super) fn trocr_cross(fields: &Fields, cfg: Config) -> Result<Config> {
 /// FastSpeech 2's decoder, whose dropout is a field of its own.
 pub(super) fn fastspeech_decoder_dropout(fields: &Fields, cfg: Config) -> Result<Config> {
     Ok(cfg.with_dropout(fields.nullable("decoder_attention_dropout_rate", Some(0.2))?.unwrap_or(0.0)))
-}
-
-#[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use crate::hf::{attention_config, cross_attention_config, decoder_attention_config};
-
-    /// Rules that no model of `tests/hf` has.
-    #[test]
-    fn layers_have_what_their_rules_say() -> candle_core::Result<()> {
-        let dbrx = json!({"kv_n_heads": 4, "clip_qkv": 8, "rope_theta": 5e5, "attn_pdrop": 0.25});
-        for (config, layer, expected) in [
-            (json!({"model_type": "dbrx", "attn_config": dbrx}), 0, "num_kv_heads: Some(4)"),
-            (json!({"model_type": "dbrx", "attn_config": dbrx}), 0, "clip_qkv: Some(8.0)"),
-            (json!({"model_type": "dbrx", "attn_config": dbrx}), 0, "base: 500000.0"),
-            (json!({"model_type": "dbrx", "attn_config": dbrx}), 0, "dropout: 0.25"),
-            (json!({"model_type": "falcon_h1", "head_dim": 64, "key_multiplier": 2}), 0, "scale: Some(0.25)"),
-            (json!({"model_type": "hyperclovax", "head_dim": 64}), 0, "scale: Some(0.125)"),
-            (json!({"model_type": "hyperclovax", "attention_multiplier": 0.5}), 0, "scale: Some(0.5)"),
-            (json!({"model_type": "muse_glimmer_text", "head_dim": 64, "qk_scale_factor": 4}), 0, "scale: Some(0.5)"),
-            (json!({"model_type": "muse_glimmer_text", "num_hidden_layers": 8}), 3, "rope: None"),
-            (json!({"model_type": "minimax_m2", "rotary_dim": 64}), 0, "rotary_dim: Some(64)"),
-            (json!({"model_type": "phimoe", "rope_scaling": {"type": "linear", "factor": 2}}), 0, "of its own kind"),
-            (json!({"model_type": "esm", "position_embedding_type": "relative_key"}), 0, "expected \"absolute\""),
-            (json!({"model_type": "lfm3"}), 2, "scope: PerHead"),
-            (json!({"model_type": "lfm3", "use_attention_gate": false}), 2, "output_gate: None"),
-            (json!({"model_type": "step3p5", "query_pre_attn_scalar": 64, "head_dim": 32}), 0, "scale: Some(0.125)"),
-            (json!({"model_type": "embedding_gemma2_text"}), 5, "head_dim: Some(512)"),
-            (json!({"model_type": "embedding_gemma2_text"}), 5, "num_kv_heads: Some(1)"),
-            (json!({"model_type": "diffusion_gemma_text"}), 5, "kv_source: KeysAsValues"),
-            (json!({"model_type": "gemma4_text", "attention_k_eq_v": true}), 5, "kv_source: KeysAsValues"),
-            (json!({"model_type": "seed_oss", "attention_out_bias": true}), 0, "out_bias: true"),
-            (json!({"model_type": "mobilebert"}), 0, "value_size: Some(512)"),
-        ] {
-            let found = match attention_config(&config, layer) {
-                Ok(cfg) => format!("{cfg:?}"),
-                Err(error) => error.to_string(),
-            };
-            assert!(found.contains(expected), "{config}: {found}");
-        }
-        let molmo = json!({"rope_type": "linear", "factor": 2});
-        let molmo = json!({"model_type": "molmo2_text", "rope_parameters": molmo, "rope_scaling_layers": [1]});
-        assert!(attention_config(&molmo, 0).is_err() && attention_config(&molmo, 1).is_ok());
-
-        let cross = cross_attention_config(&json!({"model_type": "blip_2_qformer", "encoder_hidden_size": 96}), 2)?;
-        assert_eq!((cross.key_size(), cross.value_size()), (96, 96));
-        assert!(cross_attention_config(&json!({"model_type": "blip_2_qformer"}), 1).is_err());
-        let trocr = json!({"model_type": "trocr", "cross_attention_hidden_size": 96});
-        assert_eq!(cross_attention_config(&trocr, 0)?.key_size(), 96);
-        let speech = json!({"model_type": "fastspeech2_conformer", "decoder_attention_dropout_rate": 0.5});
-        assert_eq!(decoder_attention_config(&speech, 0)?.dropout(), 0.5);
-        Ok(())
-    }
 }

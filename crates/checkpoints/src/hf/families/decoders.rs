@@ -70,7 +70,8 @@ pub(super) const ROWS: &[Family] = &[
     EXAONE4,
     EXAONE4.of("exaone_moe"),
     // Beside a state space model in each layer.
-    LLAMA.of("falcon_h1").kv_heads(8).rope(rope(10_000.0, 8192)).rules(&[rules::key_multiplier]),
+    LLAMA.of("falcon_h1").kv_heads(8).rope(rope(10_000.0, 8192))
+        .scale(Scale::UsualTimes(Number("key_multiplier", 1.0))),
     LLAMA.of("flex_olmo").qk_norm(rms_per_head(1e-6).scope(QkNormScope::Projection)).rope(rope(500_000.0, 4096)),
     GLM,
     GLM.of("glm4"),
@@ -95,7 +96,7 @@ pub(super) const ROWS: &[Family] = &[
     HUNYUAN.of("hunyuan_v1_moe"),
     LLAMA.of("hy_v3").sizes([80, 4096, 64]).grouped(8, 128).rope(rope(11_158_840.0, 131_072))
         .qk_norm(rms_per_head(1e-5)),
-    LLAMA.of("hyperclovax").rules(&[rules::attention_multiplier]),
+    LLAMA.of("hyperclovax").scale(Scale::UsualOr("attention_multiplier")),
     DECODER.of("jais2").sizes([32, 3328, 26]).head_dim(128).bias(Bias::AllIf("attention_bias", true))
         .rope(rope(10_000.0, 8192)),
     EXAONE4.of("kolibri1").sizes([50, 2560, 48]).grouped(4, 128).qk_norm(rms_per_head(1e-6))

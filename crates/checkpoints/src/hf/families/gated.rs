@@ -1,7 +1,7 @@
 //! Decoders of text whose context passes a gate, or whose queries are scaled by position.
 
 use super::{LLAMA, rms_per_head};
-use crate::hf::family::{Bias, Family, Number};
+use crate::hf::family::{Bias, Family, Number, Scale};
 use crate::hf::rope::{Rotated, rope};
 use crate::hf::rules::{self, GATE, GATE_IN_QUERY, GATE_OF_HEADS};
 use crate::hf::windows::{self, Pattern::*, Window};
@@ -37,7 +37,7 @@ pub(super) const ROWS: &[Family] = &[
     LLAMA.of("muse_glimmer_text").sizes([52, 6656, 32]).grouped(2, 128)
         .rope(rope(10_000.0, 131_072).layers(Rotated::If(rules::muse_rotary)))
         .qk_norm(rms_per_head(1e-5).kind(QkNormKind::RmsNoWeight)).window(Window::By(windows::muse_glimmer))
-        .gate(GATE).rules(&[rules::qk_scale_factor]),
+        .gate(GATE).scale(Scale::UsualTimes(Number("qk_scale_factor", 3.87))),
     QWEN3_NEXT,
     // As published, several of its fields are lists or stand in these.
     LLAMA.of("step3p5").sizes([45, 4096, 64]).grouped(8, 128)
