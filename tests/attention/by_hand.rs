@@ -1,12 +1,13 @@
 //! The layer in plain f64 loops: project, normalise, split, attend by the oracle, merge, project.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use candle_attention::{
-    AlibiConfig, GateActivation, GatePlace, GateScope, MultiHeadAttentionConfig, OutputGate, QkNorm, QkNormKind,
-    QkNormScope, QueryScaling, RopeConfig, RopeStyle,
+    AlibiConfig, GateActivation, GatePlace, GateScope, MultiHeadAttention, MultiHeadAttentionConfig, OutputGate,
+    QkNorm, QkNormKind, QkNormScope, QueryScaling, RopeConfig, RopeStyle,
 };
 use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::{VarBuilder, VarMap};
 use half::bf16;
 
 use crate::array::{Array, Random};
@@ -40,63 +41,12 @@ impl Numbers {
 
 pub type Parameters = HashMap<String, Numbers>;
 
-/// Random parameters for a config, under the canonical names.
+/// Random numbers for every parameter that a layer of this config asks for.
 pub fn parameters(cfg: &MultiHeadAttentionConfig, seed: u64) -> Parameters {
-    let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
-    let [q_bias, k_bias, v_bias] = cfg.qkv_bias();
-    let mut shapes = vec![];
-    let gate = cfg.output_gate();
-    let in_query = gate.filter(|gate| gate.place == GatePlace::Query).map_or(0, |gate| gate_width(gate, d_v));
-    if let Some(OutputGate { place: GatePlace::Own { bias }, .. }) = gate {
-        let rows = h * gate_width(gate.expect("it is there"), d_v);
-        shapes.push(("gate_proj.weight".to_string(), vec![rows, cfg.embed_dim()]));
-        if bias {
-            shapes.push(("gate_proj.bias".into(), vec![rows]));
-        }
-    }
-    for (name, output, input, bias) in [
-        ("q_proj", h * (d + in_query), cfg.embed_dim(), q_bias),
-        ("k_proj", h_kv * d, cfg.key_size(), k_bias),
-        ("v_proj", h_kv * d_v, cfg.value_size(), v_bias),
-        ("o_proj", cfg.out_dim(), h * d_v, cfg.out_bias()),
-    ] {
-        if name == "o_proj" && !cfg.out_proj() {
-            continue;
-        }
-        shapes.push((format!("{name}.weight"), vec![output, input]));
-        if bias {
-            shapes.push((format!("{name}.bias"), vec![output]));
-        }
-    }
-    if let Some(norm) = cfg.qk_norm().filter(|norm| norm.kind != QkNormKind::RmsNoWeight) {
-        for (name, heads) in [("q_norm", h), ("k_norm", h_kv)] {
-            let shape = match norm.scope {
-                QkNormScope::PerHead => vec![d],
-                QkNormScope::PerHeadWeights => vec![heads, d],
-                QkNormScope::Projection => vec![heads * d],
-                other => unimplemented!("no shape of {other:?}"),
-            };
-            shapes.push((format!("{name}.weight"), shape.clone()));
-            if norm.kind == QkNormKind::Layer {
-                shapes.push((format!("{name}.bias"), shape));
-            }
-        }
-    }
-    if let Some(norm) = cfg.context_norm() {
-        shapes.push(("context_norm.weight".into(), vec![h * d_v]));
-        if norm.kind == QkNormKind::Layer {
-            shapes.push(("context_norm.bias".into(), vec![h * d_v]));
-        }
-    }
-    if cfg.bias_kv() {
-        shapes.push(("bias_k".into(), vec![1, 1, h_kv * d]));
-        shapes.push(("bias_v".into(), vec![1, 1, h_kv * d_v]));
-    }
-    if cfg.sinks() {
-        shapes.push(("sinks".into(), vec![h]));
-    }
-    let mut random = Random::new(seed);
-    shapes.into_iter().map(|(name, shape)| (name, Numbers::random(&shape, &mut random))).collect()
+    let (asked, mut random) = (VarMap::new(), Random::new(seed));
+    MultiHeadAttention::new(cfg, VarBuilder::from_varmap(&asked, DType::F32, &Device::Cpu)).expect("a valid config");
+    let asked: BTreeMap<_, _> = asked.data().lock().expect("one thread").clone().into_iter().collect();
+    asked.into_iter().map(|(name, var)| (name, Numbers::random(var.dims(), &mut random))).collect()
 }
 
 pub fn tensors(parameters: &Parameters, dtype: DType, device: &Device) -> Result<HashMap<String, Tensor>> {

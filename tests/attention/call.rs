@@ -12,15 +12,43 @@ use candle_attention::{
     AttentionMask, AttentionOutput, Backend, EmptyRows, OutputOrder, Plan, SdpaOptions, ValidLens, plan,
     scaled_dot_product_attention, scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
 };
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::array::Array;
-use crate::common::values;
+use crate::common::{bits, values};
 use crate::oracle::{Alignment, Attended, Case, Dims, Lens, Mask, Part};
 use crate::recipe::wide;
 
+pub const CPU: Device = Device::Cpu;
+
 /// What differs, and where.
 pub type Outcome = std::result::Result<(), String>;
+
+/// A way to compute a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Path {
+    Asked(Backend),
+    /// The CPU's kernel.
+    Kernel(Tier),
+}
+
+impl Path {
+    pub const REFERENCE: Self = Self::Asked(Backend::Reference);
+
+    /// The kernel on every tier of this processor.
+    pub fn kernels() -> Vec<Self> {
+        Tier::available().into_iter().map(Self::Kernel).collect()
+    }
+
+    /// All that can compute a case.
+    pub fn of(case: &Case, dtype: DType, device: &Device) -> Vec<Self> {
+        match device.is_cpu() {
+            true if dtype == DType::F64 || case.uniform_empty_rows => vec![Self::REFERENCE],
+            true => [vec![Self::REFERENCE], Self::kernels()].concat(),
+            false => vec![Self::REFERENCE, Self::Asked(Backend::Auto)],
+        }
+    }
+}
 
 /// The numbers of a case that gradients can flow into.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,6 +97,13 @@ impl Call {
         self.on(Backend::Reference)
     }
 
+    pub fn by(&self, path: Path) -> Self {
+        match path {
+            Path::Asked(backend) => self.on(backend),
+            Path::Kernel(tier) => self.on(Backend::Fused).on_tier(tier),
+        }
+    }
+
     pub fn on_tier(&self, tier: Tier) -> Self {
         self.clone().with(|options| options.with_cpu_tier(tier))
     }
@@ -87,6 +122,25 @@ impl Call {
 
     pub fn with_weights(&self) -> Result<AttentionOutput> {
         scaled_dot_product_attention_with_weights(&self.q, &self.k, &self.v, &self.mask, &self.options)
+    }
+
+    /// By all three functions: the same context beside each result, in the order of memory that is asked for.
+    pub fn results(&self) -> Result<Results> {
+        let (context, ran) = (self.context()?, self.plan()?.backend);
+        let (sequence_first, lse) = self.in_order(OutputOrder::Bthd).with_lse()?;
+        let lie_so = context.is_contiguous() && sequence_first.transpose(1, 2)?.is_contiguous();
+        // Without a key the reference path has its own order.
+        if !lie_so && context.elem_count() > 0 && (ran == Backend::Fused || self.k.elem_count() > 0) {
+            bail!("strides {:?} and {:?} of {:?}", context.stride(), sequence_first.stride(), context.shape());
+        }
+        // No fused path has weights, and those of GPUs have no log-sum-exp.
+        let output = if ran == Backend::Reference { Some(self.with_weights()?) } else { None };
+        let beside =
+            std::iter::once(&sequence_first).filter(|_| ran == Backend::Reference || context.device().is_cpu());
+        if beside.chain(output.as_ref().map(|output| &output.context)).any(|other| bits(other) != bits(&context)) {
+            bail!("another context beside the log-sum-exp or the weights");
+        }
+        Ok(Results { ran, context, lse, weights: output.map(|output| output.weights) })
     }
 
     pub fn plan(&self) -> Result<Plan> {
@@ -172,33 +226,49 @@ fn valid_lens(lens: &Lens) -> ValidLens {
     }
 }
 
-/// All three functions of the reference path against the oracle.
-pub fn check(case: &Case, dtype: DType, device: &Device) -> Outcome {
-    check_with(case, dtype, device, Backend::Reference)
-}
-
 /// Options of the reference path.
 pub fn reference() -> SdpaOptions {
     SdpaOptions::default().with_backend(Backend::Reference)
 }
 
-pub fn check_with(case: &Case, dtype: DType, device: &Device, backend: Backend) -> Outcome {
-    let run = || -> Result<_> {
-        let call = Call::new(case, dtype, device)?.on(backend);
-        // No fused path has weights.
-        let for_weights = if backend == Backend::Fused { call.on(Backend::Auto) } else { call.clone() };
-        Ok((call.context()?, for_weights.with_weights()?, call.with_lse()?, call.plan()?.backend))
-    };
-    let (context, output, (context_beside_lse, lse), ran) = run().map_err(|error| error.to_string())?;
-    let expected = if ran == Backend::Fused { Expected::fused(case, dtype) } else { Expected::new(case, dtype) };
-    expected.context("context", &context)?;
-    expected.context("context beside weights", &output.context)?;
-    expected.context("context beside lse", &context_beside_lse)?;
-    expected.weights("weights", &output.weights)?;
-    expected.lse("lse", &lse)
+/// A case against the oracle on every path that can compute it.
+pub fn check(case: &Case, dtype: DType, device: &Device) -> Outcome {
+    check_on(case, dtype, device, &Path::of(case, dtype, device))
+}
+
+/// On the CPU's kernel alone, since the reference path takes long for large cases.
+pub fn check_kernel(case: &Case, dtype: DType) -> Outcome {
+    check_on(case, dtype, &CPU, &Path::kernels())
+}
+
+fn check_on(case: &Case, dtype: DType, device: &Device, paths: &[Path]) -> Outcome {
+    let expected = Expected::new(case, dtype);
+    for &path in paths {
+        let results = Call::new(case, dtype, device).and_then(|call| call.by(path).results());
+        let outcome = results.map_err(|error| error.to_string()).and_then(|results| expected.check(case, &results));
+        outcome.map_err(|difference| format!("{path:?}: {difference}"))?;
+    }
+    Ok(())
+}
+
+/// What a path makes of a call.
+pub struct Results {
+    pub ran: Backend,
+    pub context: Tensor,
+    pub lse: Tensor,
+    /// Of paths that have them.
+    pub weights: Option<Tensor>,
+}
+
+impl Results {
+    /// The bits of each result.
+    pub fn bits(&self) -> Vec<Vec<u64>> {
+        [&self.context, &self.lse].into_iter().chain(&self.weights).map(bits).collect()
+    }
 }
 
 /// The oracle's numbers, and how far each result may be off them.
+#[derive(Clone)]
 pub struct Expected {
     pub attended: Attended,
     dims: Dims,
@@ -227,10 +297,17 @@ impl Expected {
 
     /// For a fused kernel, which may round weights to bf16 before their product with bf16 values, as PyTorch's does,
     /// and may take the cap's hyperbolic tangent from an exponential, so that it errs by some ε of 1 even near 0.
-    pub fn fused(case: &Case, dtype: DType) -> Self {
-        let expected = Self::new(case, dtype);
-        let rounded_weights = if dtype == DType::BF16 { expected.unit } else { 0.0 };
-        Self { rounded_weights, cap: 4.0 * expected.epsilon * case.options.softcap.unwrap_or(0.0), ..expected }
+    pub fn fused(mut self, case: &Case) -> Self {
+        self.rounded_weights = if self.dtype == DType::BF16 { self.unit } else { 0.0 };
+        self.cap = 4.0 * self.epsilon * case.options.softcap.unwrap_or(0.0);
+        self
+    }
+
+    pub fn check(&self, case: &Case, results: &Results) -> Outcome {
+        let fused = if results.ran == Backend::Fused { &self.clone().fused(case) } else { self };
+        fused.context("context", &results.context)?;
+        fused.lse("lse", &results.lse)?;
+        results.weights.as_ref().map_or(Ok(()), |weights| self.weights("weights", weights))
     }
 
     fn score_bound(&self, row: usize) -> f64 {
@@ -267,10 +344,14 @@ impl Expected {
         })
     }
 
+    /// What a hidden key weighs in a row of NaN says nothing.
     pub fn weights(&self, what: &str, weights: &Tensor) -> Outcome {
         let Dims { b, h, t_q, t_kv, .. } = self.dims;
-        let expected = &self.attended.weights;
-        compare(what, weights, (&[b, h, t_q, t_kv], self.dtype), expected, |n| {
+        let expected = self.attended.weights.iter().zip(values(weights)).enumerate();
+        let is_nan = |n: usize| self.attended.lse[n / t_kv].is_nan();
+        let expected = expected.map(|(n, (&x, found))| if is_nan(n) && !x.is_nan() { found } else { x });
+        let expected: Vec<f64> = expected.collect();
+        compare(what, weights, (&[b, h, t_q, t_kv], self.dtype), &expected, |n| {
             expected[n] * (self.share_bound(n / t_kv) + self.unit) + self.smallest
         })
     }

@@ -1,14 +1,11 @@
 //! `EmbeddingLayer`: ids to vectors, how the tables begin, and where gradients go.
 
-use std::collections::HashMap;
-
 use candle_attention::text::{EmbeddingConfig, EmbeddingLayer, SimpleTokenizer};
-use candle_core::{DType, Device, IndexOp, Module, NdArray, Result, Tensor, Var};
+use candle_core::{DType, IndexOp, Module, NdArray, Result, Tensor, Var};
 use candle_nn::{Embedding, VarBuilder, VarMap};
 
-use crate::common::{Golden, assert_close, values};
-
-const CPU: Device = Device::Cpu;
+use crate::common::{assert_close, values};
+use crate::tensors::{CPU, builder, named};
 
 /// Row i of a (rows, 3) table is [10 i, 10 i + 1, 10 i + 2].
 fn table(rows: usize) -> Result<Tensor> {
@@ -19,16 +16,18 @@ fn layer(rows: usize) -> Result<EmbeddingLayer> {
     EmbeddingLayer::from_embedding(Embedding::new(table(rows)?, 3))
 }
 
-fn load(cfg: &EmbeddingConfig, tensors: &[(&str, Tensor)]) -> Result<EmbeddingLayer> {
-    let tensors: HashMap<_, _> = tensors.iter().map(|(name, tensor)| (name.to_string(), tensor.clone())).collect();
-    EmbeddingLayer::new(cfg, VarBuilder::from_tensors(tensors, DType::F32, &CPU))
-}
-
 /// Of seven words; positions add 0.1, 0.2, 0.3, 0.4 to every feature.
 fn layer_with_4_positions() -> Result<EmbeddingLayer> {
     let positions = Tensor::new(&[0.1f32, 0.2, 0.3, 0.4], &CPU)?.unsqueeze(1)?.repeat((1, 3))?;
-    let cfg = EmbeddingConfig::new(7, 3).with_max_positions(4);
-    load(&cfg, &[("embedding.weight", table(7)?), ("position_embedding.weight", positions)])
+    let tensors = [("embedding.weight".into(), table(7)?), ("position_embedding.weight".into(), positions)].into();
+    EmbeddingLayer::new(&EmbeddingConfig::new(7, 3).with_max_positions(4), builder(tensors))
+}
+
+/// A layer over new variables.
+fn trained(cfg: &EmbeddingConfig) -> Result<(VarMap, EmbeddingLayer)> {
+    let map = VarMap::new();
+    let layer = EmbeddingLayer::new(cfg, VarBuilder::from_varmap(&map, DType::F32, &CPU))?;
+    Ok((map, layer))
 }
 
 /// The first feature of each vector.
@@ -39,20 +38,6 @@ fn firsts(layer: &EmbeddingLayer, ids: impl NdArray) -> Result<Vec<f64>> {
 fn firsts_at(layer: &EmbeddingLayer, ids: impl NdArray, offset: usize) -> Result<Vec<f64>> {
     let vectors = layer.forward_at(&Tensor::new(ids, &CPU)?, offset)?;
     Ok(values(&vectors.narrow(vectors.rank() - 1, 0, 1)?).into_iter().map(|x| (x * 10.0).round() / 10.0).collect())
-}
-
-#[test]
-fn the_golden_vectors_hold() -> Result<()> {
-    let golden = Golden::open("frontend_embedding");
-    let config: EmbeddingConfig = serde_json::from_value(golden.config["args"].clone()).expect("a config");
-    assert_eq!(config, EmbeddingConfig::new(100, 50));
-    let file = std::fs::read(golden.file("model.safetensors"))?;
-    let layer = EmbeddingLayer::new(&config, VarBuilder::from_buffered_safetensors(file, DType::F32, &CPU)?)?;
-    for case in golden.cases() {
-        // A look-up does no arithmetic: every bit is PyTorch's.
-        assert_close(&layer.forward(golden.get(&case, "ids"))?, golden.get(&case, "output"), 0.0, &case);
-    }
-    Ok(())
 }
 
 #[test]
@@ -71,13 +56,8 @@ fn each_id_becomes_its_row() -> Result<()> {
         assert_eq!(layer.forward(&Tensor::new(&[2u32], &CPU)?)?.dtype(), dtype);
         assert_eq!(firsts(&layer, &[2u32])?, [20.]);
     }
-    Ok(())
-}
-
-/// candle's `index_select` gives zeros for the largest number of the ids' dtype.
-#[test]
-fn the_largest_narrow_id_is_an_id_like_any_other() -> Result<()> {
-    assert_eq!(firsts(&layer(300)?, &[255u8, 254])?, [2550., 2540.]);
+    // candle's `index_select` gives zeros for the largest number of the ids' dtype.
+    assert_eq!(firsts(&self::layer(300)?, &[255u8, 254])?, [2550., 2540.]);
     Ok(())
 }
 
@@ -97,20 +77,14 @@ fn ids_and_tables_may_have_any_strides() -> Result<()> {
 }
 
 #[test]
-fn no_ids_give_no_vectors() -> Result<()> {
+fn no_ids_give_no_vectors_and_a_tokenizers_batch_goes_straight_in() -> Result<()> {
     for layer in [layer(7)?, layer_with_4_positions()?] {
         for (shape, expected) in [(vec![0], vec![0, 3]), (vec![2, 0], vec![2, 0, 3]), (vec![0, 2], vec![0, 2, 3])] {
             assert_eq!(layer.forward(&Tensor::zeros(shape, DType::U32, &CPU)?)?.dims(), expected);
         }
     }
-    Ok(())
-}
-
-#[test]
-fn a_tokenizers_batch_goes_straight_in() -> Result<()> {
-    let tokenizer = SimpleTokenizer::from_words(["<pad>", "a", "b"])?;
     for texts in [["a b", "b"], ["", ""]] {
-        let batch = tokenizer.encode_batch(&texts)?;
+        let batch = SimpleTokenizer::from_words(["<pad>", "a", "b"])?.encode_batch(&texts)?;
         assert_eq!(layer(3)?.forward(&batch.ids_tensor(&CPU)?)?.dims(), [2, batch.seq_len(), 3]);
     }
     Ok(())
@@ -129,31 +103,20 @@ fn positions_are_added_from_the_offset_on() -> Result<()> {
     Ok(())
 }
 
-/// A layer over new variables.
-fn trained(cfg: &EmbeddingConfig) -> Result<(VarMap, EmbeddingLayer)> {
-    let map = VarMap::new();
-    let layer = EmbeddingLayer::new(cfg, VarBuilder::from_varmap(&map, DType::F32, &CPU))?;
-    Ok((map, layer))
-}
-
-fn variable(map: &VarMap, name: &str) -> Var {
-    map.data().lock().expect("one thread")[name].clone()
-}
-
 #[test]
 fn new_tables_are_drawn_from_the_standard_normal_distribution() -> Result<()> {
     let (map, layer) = trained(&EmbeddingConfig::new(400, 50).with_max_positions(300))?;
-    assert_eq!(map.all_vars().len(), 2);
+    let tables = named(&map);
+    assert_eq!(tables.len(), 2);
     for (name, dims) in [("embedding.weight", [400, 50]), ("position_embedding.weight", [300, 50])] {
-        let numbers = values(&variable(&map, name));
-        let mean = numbers.iter().sum::<f64>() / numbers.len() as f64;
-        let variance = numbers.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / numbers.len() as f64;
+        let (numbers, count) = (values(&tables[name]), (dims[0] * dims[1]) as f64);
+        let mean = numbers.iter().sum::<f64>() / count;
+        let variance = numbers.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / count;
         assert!(mean.abs() < 0.05 && (variance - 1.).abs() < 0.1, "{mean} {variance}");
-        assert_eq!(variable(&map, name).dims(), dims);
+        assert_eq!(tables[name].dims(), dims);
     }
     // Training moves the layer and its variables together.
-    let before = firsts(&layer, &[1u32])?[0];
-    let table = variable(&map, "embedding.weight");
+    let (before, table) = (firsts(&layer, &[1u32])?[0], &tables["embedding.weight"]);
     table.set(&(table.as_tensor() + 1.)?)?;
     assert!((firsts(&layer, &[1u32])?[0] - before - 1.0).abs() < 1e-6);
     Ok(())
@@ -162,20 +125,25 @@ fn new_tables_are_drawn_from_the_standard_normal_distribution() -> Result<()> {
 /// Of the sum of the output times numbers that count up from 1.
 #[test]
 fn gradients_flow_into_the_rows_and_positions_that_were_used() -> Result<()> {
-    let gradient = |layer: &EmbeddingLayer, ids: &Tensor, of: &Tensor| -> Result<_> {
-        let out = layer.forward(ids)?;
+    let gradient = |layer: &EmbeddingLayer, ids: &[[u32; 2]; 2], of: &Tensor| -> Result<_> {
+        let out = layer.forward(&Tensor::new(ids, &CPU)?)?;
         let factors = Tensor::arange(1f32, (out.elem_count() + 1) as f32, &CPU)?.reshape(out.shape())?;
         (out * factors)?.sum_all()?.backward()?.get(of).expect("a gradient").to_vec2::<f32>()
     };
     let var = Var::from_tensor(&table(4)?)?;
     let layer = EmbeddingLayer::from_embedding(Embedding::new(var.as_tensor().clone(), 3))?;
-    let found = gradient(&layer, &Tensor::new(&[[1u32, 3], [1, 2]], &CPU)?, &var)?;
+    let found = gradient(&layer, &[[1, 3], [1, 2]], &var)?;
     assert_eq!(found, [[0., 0., 0.], [1. + 7., 2. + 8., 3. + 9.], [10., 11., 12.], [4., 5., 6.]]);
     // The padding token's position learns, as in PyTorch: only its row of the token table does not.
     let (map, layer) = trained(&EmbeddingConfig::new(4, 3).with_max_positions(3).with_padding_idx(0))?;
-    let positions = variable(&map, "position_embedding.weight");
-    let found = gradient(&layer, &Tensor::new(&[[1u32, 0], [1, 2]], &CPU)?, &positions)?;
+    let found = gradient(&layer, &[[1, 0], [1, 2]], &named(&map)["position_embedding.weight"])?;
     assert_eq!(found, [[1. + 7., 2. + 8., 3. + 9.], [4. + 10., 5. + 11., 6. + 12.], [0., 0., 0.]]);
+    // Whatever its values: these would spoil a product with zero.
+    let (map, layer) = trained(&EmbeddingConfig::new(4, 3).with_padding_idx(1))?;
+    layer.embeddings().slice_set(&Tensor::new(&[[f32::NAN, f32::INFINITY, 1.]], &CPU)?, 0, 1)?;
+    assert_eq!(layer.forward(&Tensor::new(&[1u32], &CPU)?)?.i((0, 2))?.to_scalar::<f32>()?, 1.);
+    let found = gradient(&layer, &[[1, 3], [1, 2]], &named(&map)["embedding.weight"])?;
+    assert_eq!(found, [[0., 0., 0.], [0., 0., 0.], [10., 11., 12.], [4., 5., 6.]]);
     Ok(())
 }
 
@@ -184,28 +152,16 @@ fn gradients_flow_into_the_rows_and_positions_that_were_used() -> Result<()> {
 fn the_padding_row_begins_at_zero_and_stays_as_it_is() -> Result<()> {
     let cfg = EmbeddingConfig::new(7, 3).with_padding_idx(2);
     let (map, layer) = trained(&cfg)?;
-    for (i, row) in variable(&map, "embedding.weight").to_vec2::<f32>()?.iter().enumerate() {
+    let variable = &named(&map)["embedding.weight"];
+    for (i, row) in variable.to_vec2::<f32>()?.iter().enumerate() {
         assert_eq!(row.iter().all(|&x| x == 0.), i == 2, "row {i}: {row:?}");
     }
     assert_eq!(firsts(&layer, &[2u32])?, [0.]);
-    assert_eq!(firsts(&load(&cfg, &[("embedding.weight", table(7)?)])?, &[2u32, 1])?, [20., 10.]);
-    variable(&map, "embedding.weight").set(&table(7)?)?;
+    let loaded = EmbeddingLayer::new(&cfg, builder([("embedding.weight".into(), table(7)?)].into()))?;
+    assert_eq!(firsts(&loaded, &[2u32, 1])?, [20., 10.]);
+    variable.set(&table(7)?)?;
     let again = EmbeddingLayer::new(&cfg, VarBuilder::from_varmap(&map, DType::F32, &CPU))?;
     assert_eq!(firsts(&again, &[2u32, 1])?, [20., 10.]);
-    Ok(())
-}
-
-#[test]
-fn the_padding_row_gets_no_gradient() -> Result<()> {
-    let (map, layer) = trained(&EmbeddingConfig::new(4, 3).with_padding_idx(1))?;
-    // Values that would spoil a product with zero.
-    let row = Tensor::new(&[[f32::NAN, f32::INFINITY, 1.]], &CPU)?;
-    layer.embeddings().slice_set(&row, 0, 1)?;
-    let out = layer.forward(&Tensor::new(&[[1u32, 3], [1, 2]], &CPU)?)?;
-    assert_eq!(out.i((0, 0, 2))?.to_scalar::<f32>()?, 1.);
-    let gradients = out.sum_all()?.backward()?;
-    let found = gradients.get(&variable(&map, "embedding.weight")).expect("a gradient").to_vec2::<f32>()?;
-    assert_eq!(found, [[0., 0., 0.], [0., 0., 0.], [1., 1., 1.], [1., 1., 1.]]);
     Ok(())
 }
 

@@ -6,8 +6,7 @@ use candle_attention::PackedLinear;
 use candle_attention::cpu::Tier;
 use candle_core::{Result, Tensor};
 
-use crate::call::Call;
-use crate::flash::fused::CPU;
+use crate::call::{CPU, Call};
 use crate::oracle::Dims;
 use crate::planned::has_word;
 use crate::recipe::{DTYPES, Recipe};

@@ -1,34 +1,26 @@
-//! Gradients of the functions against central differences of the oracle, in f64; and against PyTorch's.
+//! Gradients of the functions: of the reference path against central differences of the oracle, in f64; of the kernel
+//! against the reference path's; and of both against PyTorch's.
 
 mod pytorch;
 
-use candle_attention::{
-    AttentionMask, SdpaOptions, merge_attention, scaled_dot_product_attention,
-    scaled_dot_product_attention_with_lse as with_lse, scaled_dot_product_attention_with_weights as with_weights,
-};
+use candle_attention::{AttentionMask, SdpaOptions, merge_attention};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use proptest::prelude::*;
 
 use crate::array::Random;
-use crate::call::{Call, Leaf, Outcome};
-use crate::common::values;
+use crate::call::{CPU, Call, Leaf, Outcome, Path};
+use crate::common::{bits, values};
 use crate::merge::{keep_columns, options};
 use crate::oracle::{Attended, Case, Dims, Part};
-use crate::recipe::{Recipe, for_all, recipes};
+use crate::recipe::{Chosen, DTYPES, Kind, Reach, Recipe, for_all, kernel_recipes, recipes};
 
-/// The step of a difference: its own error is about the square of this times a third derivative, and rounding adds the
-/// last digit of the loss over the step. Both stay far below `TOLERANCE`.
-const STEP: f64 = 1e-5;
-const TOLERANCE: f64 = 1e-6;
-/// Entries of one tensor that are held against differences; all of them are looked at for being finite.
-const PROBES: usize = 16;
-
+/// What takes part in the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Function {
     Context,
     Weights,
     Lse,
-    /// Of keys cut in three.
+    /// Context and log-sum-exp of keys cut in three.
     Merged(usize, usize),
 }
 
@@ -40,39 +32,115 @@ struct Factors {
 }
 
 impl Factors {
-    fn new(case: &Case, function: Function, seed: u64) -> Self {
+    fn new(case: &Case, seed: u64) -> Self {
         let Dims { b, h, t_q, t_kv, d_v, .. } = case.dims;
         let mut random = Random::new(seed);
-        let mut draw = |used: bool, count: usize| -> Vec<f64> {
-            (0..count).map(|_| if used { random.between(-1.0, 1.0) } else { 0.0 }).collect()
-        };
-        Self {
-            context: draw(true, b * h * t_q * d_v),
-            weights: draw(function == Function::Weights, b * h * t_q * t_kv),
-            lse: draw(matches!(function, Function::Lse | Function::Merged(..)), b * h * t_q),
-        }
+        // Numbers that bf16 holds.
+        let mut draw = |count: usize| (0..count).map(|_| random.up_to(64) as f64 / 32.0 - 1.0).collect();
+        Self { context: draw(b * h * t_q * d_v), weights: draw(b * h * t_q * t_kv), lse: draw(b * h * t_q) }
     }
 
-    /// A row that sees nothing has a log-sum-exp of -inf, which stays out of the loss.
-    fn loss(&self, attended: &Attended) -> f64 {
+    /// The oracle's. A row that sees nothing has a log-sum-exp of -inf, which stays out of the loss.
+    fn loss(&self, function: Function, attended: &Attended) -> f64 {
         let dot =
-            |a: &[f64], b: &[f64]| -> f64 { a.iter().zip(b).filter(|(_, b)| b.is_finite()).map(|(a, b)| a * b).sum() };
-        dot(&self.context, &attended.context) + dot(&self.weights, &attended.weights) + dot(&self.lse, &attended.lse)
+            |a: &[f64], b: &[f64]| a.iter().zip(b).filter(|(_, b)| b.is_finite()).map(|(a, b)| a * b).sum::<f64>();
+        dot(&self.context, &attended.context)
+            + match function {
+                Function::Context => 0.0,
+                Function::Weights => dot(&self.weights, &attended.weights),
+                Function::Lse | Function::Merged(..) => dot(&self.lse, &attended.lse),
+            }
+    }
+}
+
+/// A call whose leaves are variables, or some of them.
+struct Tracked<'a> {
+    case: &'a Case,
+    call: Call,
+    leaves: Vec<(Leaf, Var)>,
+    function: Function,
+    factors: Factors,
+}
+
+impl<'a> Tracked<'a> {
+    fn new(case: &'a Case, dtype: DType, function: Function, seed: u64) -> Result<Self> {
+        Self::of_some(case, dtype, (function, seed), |_| true)
     }
 
-    fn loss_of(&self, context: &Tensor, weights: Option<&Tensor>, lse: Option<&Tensor>) -> Result<Tensor> {
+    fn of_some(
+        case: &'a Case,
+        dtype: DType,
+        (function, seed): (Function, u64),
+        is_tracked: impl Fn(Leaf) -> bool,
+    ) -> Result<Self> {
+        let mut leaves = Vec::new();
+        let call = Call::with_leaves(case, dtype, &CPU, &mut |which, tensor| {
+            if !is_tracked(which) {
+                return Ok(tensor);
+            }
+            let var = Var::from_tensor(&tensor)?;
+            leaves.push((which, var.clone()));
+            Ok(var.into_inner())
+        })?;
+        Ok(Self { case, call, leaves, function, factors: Factors::new(case, seed) })
+    }
+
+    fn loss(&self, call: &Call) -> Result<Tensor> {
         let dot = |factors: &[f64], tensor: &Tensor| {
-            Tensor::from_slice(factors, tensor.shape(), tensor.device())?.mul(tensor)?.sum_all()
+            let factors = Tensor::from_slice(factors, tensor.shape(), &CPU)?.to_dtype(tensor.dtype())?;
+            (factors * tensor)?.sum_all()?.to_dtype(DType::F64)
         };
-        let mut loss = dot(&self.context, context)?;
-        if let Some(weights) = weights {
-            loss = (loss + dot(&self.weights, weights)?)?;
+        let with_lse = |(context, lse): (Tensor, Tensor)| {
+            let finite = lse.detach().gt(f64::NEG_INFINITY)?.where_cond(&lse, &lse.zeros_like()?)?;
+            dot(&self.factors.context, &context)? + dot(&self.factors.lse, &finite)?
+        };
+        match self.function {
+            Function::Context => dot(&self.factors.context, &call.context()?),
+            Function::Weights => {
+                let output = call.with_weights()?;
+                dot(&self.factors.context, &output.context)? + dot(&self.factors.weights, &output.weights)?
+            }
+            Function::Lse => with_lse(call.with_lse()?),
+            Function::Merged(first, second) => with_lse(self.merged(first, second)?),
         }
-        if let Some(lse) = lse {
-            let finite = lse.detach().gt(f64::NEG_INFINITY)?.where_cond(lse, &lse.zeros_like()?)?;
-            loss = (loss + dot(&self.lse, &finite)?)?;
-        }
-        Ok(loss)
+    }
+
+    fn merged(&self, first: usize, second: usize) -> Result<(Tensor, Tensor)> {
+        let Dims { b, h, t_q, t_kv, .. } = self.case.dims;
+        let ends = [0, first.min(second), first.max(second), t_kv].map(|end| end.min(t_kv));
+        let part = |n: usize| {
+            let (start, len) = (ends[n], ends[n + 1] - ends[n]);
+            let keys: Vec<usize> = (start..start + len).collect();
+            let mut mask = AttentionMask::none().with_keep(&keep_columns(self.case, &keys, &CPU)?);
+            let mut options: SdpaOptions = options(self.case);
+            for (leaf, var) in &self.leaves {
+                match leaf {
+                    Leaf::Bias(m, p) => {
+                        let Part::Bias(array) = &self.case.masks[*m].parts[*p] else { continue };
+                        let whole = array.look(var)?.broadcast_as((b, h, t_q, t_kv))?;
+                        mask = mask.with_bias(&whole.narrow(3, start, len)?);
+                    }
+                    // In the part in the middle, which may have no keys.
+                    Leaf::Sinks if n == 1 => options = options.with_sinks(var),
+                    _ => {}
+                }
+            }
+            let Call { q, k, v, .. } = &self.call;
+            let (k, v) = (k.narrow(2, start, len)?, v.narrow(2, start, len)?);
+            Call { q: q.clone(), k, v, mask, options }.with_lse()
+        };
+        merge_attention(&(0..3).map(part).collect::<Result<Vec<_>>>()?)
+    }
+
+    /// The gradient of each leaf; zeros where there is none.
+    fn gradients(&self, call: &Call) -> Result<Vec<(Leaf, Tensor)>> {
+        let store = self.loss(call)?.backward()?;
+        let gradient = |(leaf, var): &(Leaf, Var)| {
+            let gradient = store.get(var).cloned().map_or_else(|| var.zeros_like(), Ok)?;
+            assert_eq!((gradient.dims(), gradient.dtype()), (var.dims(), var.dtype()), "{leaf:?}");
+            Ok((*leaf, gradient))
+        };
+        self.leaves.iter().map(gradient).collect()
     }
 }
 
@@ -90,116 +158,227 @@ fn numbers(case: &mut Case, leaf: Leaf) -> &mut Vec<f64> {
     }
 }
 
-type Gradients = Vec<(Leaf, Vec<f64>)>;
+/// The step of a difference: its own error is about the square of this times a third derivative, and rounding adds the
+/// last digit of the loss over the step. Both stay far below `TOLERANCE`.
+const STEP: f64 = 1e-5;
+const TOLERANCE: f64 = 1e-6;
+/// Entries of one tensor that are held against differences; all of them are looked at for being finite.
+const PROBES: usize = 16;
 
-/// Backward through the crate, with every input that can be tracked as a variable.
-fn gradients(case: &Case, function: Function, factors: &Factors) -> Result<Gradients> {
-    let mut leaves: Vec<(Leaf, Var)> = Vec::new();
-    let arguments = Call::with_leaves(case, DType::F64, &Device::Cpu, &mut |which, tensor| {
-        let var = Var::from_tensor(&tensor)?;
-        leaves.push((which, var.clone()));
-        Ok(var.as_tensor().clone())
-    })?;
-    let Call { q, k, v, mask, options } = &arguments;
-    let loss = match function {
-        Function::Context => factors.loss_of(&scaled_dot_product_attention(q, k, v, mask, options)?, None, None)?,
-        Function::Weights => {
-            let output = with_weights(q, k, v, mask, options)?;
-            factors.loss_of(&output.context, Some(&output.weights), None)?
-        }
-        Function::Lse => {
-            let (context, lse) = with_lse(q, k, v, mask, options)?;
-            factors.loss_of(&context, None, Some(&lse))?
-        }
-        Function::Merged(first, second) => {
-            let (context, lse) = merged(case, &arguments, &leaves, [first, second])?;
-            factors.loss_of(&context, None, Some(&lse))?
-        }
-    };
-    let store = loss.backward()?;
-    let gradient = |(leaf, var): &(Leaf, Var)| {
-        // No entry is a gradient of zero, which the differences have to confirm.
-        let numbers = store.get(var).map_or_else(|| vec![0.0; var.elem_count()], values);
-        (*leaf, numbers)
-    };
-    Ok(leaves.iter().map(gradient).collect())
-}
-
-fn merged(
-    case: &Case,
-    arguments: &Call,
-    leaves: &[(Leaf, Var)],
-    [first, second]: [usize; 2],
-) -> Result<(Tensor, Tensor)> {
-    let Dims { b, h, t_q, t_kv, .. } = case.dims;
-    let ends = [0, first.min(second), first.max(second), t_kv].map(|end| end.min(t_kv));
-    let part = |n: usize| {
-        let (start, len) = (ends[n], ends[n + 1] - ends[n]);
-        let keys: Vec<usize> = (start..start + len).collect();
-        let mut mask = AttentionMask::none().with_keep(&keep_columns(case, &keys, &Device::Cpu)?);
-        let mut options: SdpaOptions = options(case);
-        for (leaf, var) in leaves {
-            match leaf {
-                Leaf::Bias(m, p) => {
-                    let Part::Bias(array) = &case.masks[*m].parts[*p] else { continue };
-                    let whole = array.look(var)?.broadcast_as((b, h, t_q, t_kv))?;
-                    mask = mask.with_bias(&whole.narrow(3, start, len)?);
-                }
-                // In the part in the middle, which may have no keys.
-                Leaf::Sinks if n == 1 => options = options.with_sinks(var),
-                _ => {}
-            }
-        }
-        let Call { q, k, v, .. } = arguments;
-        with_lse(q, &k.narrow(2, start, len)?, &v.narrow(2, start, len)?, &mask, &options)
-    };
-    merge_attention(&(0..3).map(part).collect::<Result<Vec<_>>>()?)
-}
-
-fn check(case: &Case, function: Function, seed: u64) -> Outcome {
-    let factors = Factors::new(case, function, seed);
-    let gradients = gradients(case, function, &factors).map_err(|error| error.to_string())?;
+fn equal_differences(case: &Case, function: Function, seed: u64) -> Result<Outcome> {
+    let tracked = Tracked::new(case, DType::F64, function, seed)?;
     let mut random = Random::new(seed ^ 0xff);
-    for (leaf, gradient) in gradients {
+    for (leaf, gradient) in tracked.gradients(&tracked.call)? {
+        let gradient = values(&gradient);
         if let Some(n) = gradient.iter().position(|entry| !entry.is_finite()) {
-            return Err(format!("{leaf:?}: the gradient of entry {n} is {}", gradient[n]));
+            return Ok(Err(format!("{leaf:?}: the gradient of entry {n} is {}", gradient[n])));
         }
         for probe in 0..gradient.len().min(PROBES) {
             let n = if gradient.len() <= PROBES { probe } else { random.up_to(gradient.len() - 1) };
             let mut moved = case.clone();
-            let mut loss_at = |value: f64| {
-                numbers(&mut moved, leaf)[n] = value;
-                factors.loss(&moved.attend())
+            let mut loss_at = |step: f64| {
+                numbers(&mut moved, leaf)[n] += step;
+                let loss = tracked.factors.loss(function, &moved.attend());
+                numbers(&mut moved, leaf).clone_from(numbers(&mut case.clone(), leaf));
+                loss
             };
-            let value = numbers(&mut case.clone(), leaf)[n];
-            let difference = (loss_at(value + STEP) - loss_at(value - STEP)) / (2.0 * STEP);
+            let difference = (loss_at(STEP) - loss_at(-STEP)) / (2.0 * STEP);
             // What has no part in the loss has a gradient of nothing but rounding.
             let most = if difference == 0.0 { 1e-9 } else { TOLERANCE * (1.0 + difference.abs()) };
             if (gradient[n] - difference).abs() > most || difference.is_nan() {
-                return Err(format!("{leaf:?}: the gradient of entry {n} is {}, expected {difference}", gradient[n]));
+                return Ok(Err(format!("{leaf:?}: that of entry {n} is {}, expected {difference}", gradient[n])));
+            }
+        }
+    }
+    Ok(Ok(()))
+}
+
+#[test]
+fn random_gradients_equal_differences() {
+    let functions = prop_oneof![
+        Just(Function::Context),
+        Just(Function::Weights),
+        Just(Function::Lse),
+        (0..9usize, 0..9usize).prop_map(|(first, second)| Function::Merged(first, second)),
+    ];
+    for_all(400, (recipes(&[DType::F64]), functions), |(mut recipe, function): (Recipe, Function)| {
+        if let Function::Merged(..) = function {
+            // Parts have distances of their own, and an empty row of a part is no empty row of the whole.
+            recipe.chosen.alibi = false;
+            recipe.uniform_empty_rows = false;
+        }
+        equal_differences(&recipe.case(), function, recipe.seed).unwrap_or_else(|error| Err(error.to_string()))
+    });
+}
+
+/// How far a gradient of the kernel may be off, relative to the largest of its tensor: some roundings of each score,
+/// weight and sum.
+fn tolerance(case: &Case, dtype: DType) -> f64 {
+    let steepest = case.attend().score_terms.into_iter().fold(1.0, f64::max);
+    match dtype {
+        DType::F32 => 4e-6 * (4.0 + steepest),
+        DType::F16 => 1e-3 * (4.0 + steepest / 16.0),
+        _ => 1e-2 * (4.0 + steepest / 16.0),
+    }
+}
+
+/// With dropout in some cases, and the log-sum-exp in the loss in others. In pools of several sizes, every gradient has
+/// the same bits.
+fn equal_those_of_the_reference_path(recipe: &Recipe) -> Result<Outcome> {
+    let (case, dtype, seed) = (recipe.case(), recipe.dtype, recipe.seed);
+    let Dims { h, h_kv, t_q, t_kv, d_v, .. } = case.dims;
+    let function = if seed.is_multiple_of(4) { Function::Lse } else { Function::Context };
+    let drops = |options: SdpaOptions| match seed.is_multiple_of(3) {
+        true => options.with_dropout(0.3, true).with_dropout_philox_seed(seed),
+        false => options,
+    };
+    let exact = Tracked::new(&case, DType::F64, function, seed)?;
+    let expected = exact.gradients(&exact.call.clone().with(drops))?;
+    let tracked = Tracked::new(&case, dtype, function, seed)?;
+    for path in Path::kernels() {
+        let call = tracked.call.by(path).with(drops);
+        let found = tracked.gradients(&call)?;
+        for ((leaf, gradient), (_, expected)) in found.iter().zip(&expected) {
+            let (gradient, expected) = (values(gradient), values(expected));
+            let largest = expected.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
+            // What cancels leaves the rounding of its terms; a slope is multiplied by a distance.
+            let terms = 1.0 + ((t_q * h / h_kv) as f64).sqrt() / 4.0;
+            let floor = match leaf {
+                Leaf::Slopes => 2.0 * (t_q + t_kv) as f64,
+                _ => terms * (1.0 + 0.01 * d_v as f64),
+            };
+            let most = tolerance(&case, dtype) * (largest + floor);
+            let is_off = |(got, expected): (&f64, &f64)| (got - expected).abs() > most || got.is_nan();
+            if let Some(n) = gradient.iter().zip(&expected).position(is_off) {
+                let (got, expected) = (gradient[n], expected[n]);
+                return Ok(Err(format!("{path:?}, {leaf:?}: entry {n} is {got}, expected {expected} to {most:e}")));
+            }
+        }
+        for threads in [1, 2, 5].into_iter().filter(|_| seed.is_multiple_of(2)) {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
+            let again = pool.install(|| tracked.gradients(&call))?;
+            if again.iter().zip(&found).any(|((_, again), (_, found))| bits(again) != bits(found)) {
+                return Ok(Err(format!("{path:?}: {threads} threads, another gradient")));
+            }
+        }
+    }
+    Ok(Ok(()))
+}
+
+#[test]
+fn random_gradients_of_the_kernel_are_those_of_the_reference_path() {
+    for_all(96, kernel_recipes(), |recipe| {
+        equal_those_of_the_reference_path(&recipe).unwrap_or_else(|error| Err(error.to_string()))
+    });
+}
+
+/// Every mask with tensors of every reach, all options at once.
+fn everything(dtype: DType) -> Recipe {
+    let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 60, t_kv: 200, d: 24, d_v: 16 };
+    let masks = vec![Kind::Causal, Kind::Keep(Reach::Keys), Kind::Bias(Reach::Head), Kind::Bias(Reach::Keys)];
+    let chosen = Chosen { scale: true, softcap: true, alibi: true, sinks: true };
+    Recipe { chosen, seed: 4, ..Recipe::of_kernel(dims, masks, dtype) }
+}
+
+/// Neither which inputs are tracked beside one, nor a second backward pass, changes a bit of a gradient; and a result
+/// that is used twice gets the sum.
+#[test]
+fn what_is_tracked_alone_or_twice_gets_the_same_gradient() -> Result<()> {
+    let causal = |dtype| Recipe { masks: vec![vec![Kind::Causal]], chosen: Chosen::default(), ..everything(dtype) };
+    for recipe in DTYPES.into_iter().flat_map(|dtype| [everything(dtype), causal(dtype)]) {
+        let (case, dtype) = (recipe.case(), recipe.dtype);
+        let all = Tracked::new(&case, dtype, Function::Context, 5)?;
+        let call = all.call.by(Path::kernels().pop().expect("a tier"));
+        let loss = all.loss(&call)?;
+        let (first, second) = (loss.backward()?, loss.backward()?);
+        let (twice, once) =
+            (((&loss + (&loss * 2.0)?)? + (all.loss(&call)? * 3.0)?)?.backward()?, (loss * 6.0)?.backward()?);
+        for (leaf, var) in &all.leaves {
+            let gradient = first.get(var).expect("a gradient");
+            assert!(bits(gradient) == bits(second.get(var).expect("a gradient")), "{leaf:?} again in {dtype:?}");
+            let alone = Tracked::of_some(&case, dtype, (Function::Context, 5), |which| which == *leaf)?;
+            let gradients = alone.gradients(&alone.call.by(Path::kernels().pop().expect("a tier")))?;
+            assert!(bits(&gradients[0].1) == bits(gradient), "{leaf:?} alone in {dtype:?}");
+            if dtype == DType::F32 {
+                let [twice, once] = [&twice, &once].map(|store| values(store.get(var).expect("a gradient")));
+                let most = 1e-5 * once.iter().fold(1e-3, |most: f64, x| most.max(x.abs()));
+                assert!(twice.iter().zip(&once).all(|(a, b)| (a - b).abs() < most), "{leaf:?} of several uses");
             }
         }
     }
     Ok(())
 }
 
-fn functions() -> impl Strategy<Value = Function> {
-    prop_oneof![
-        Just(Function::Context),
-        Just(Function::Weights),
-        Just(Function::Lse),
-        (0..9usize, 0..9usize).prop_map(|(first, second)| Function::Merged(first, second)),
-    ]
+/// The gradients of q, k and v of a loss with these factors.
+fn gradients_of(
+    vars: &[Var],
+    path: Path,
+    call: impl FnOnce(&[Tensor]) -> Result<(Call, Tensor)>,
+) -> Result<Vec<Tensor>> {
+    let (call, factors) = call(&vars.iter().map(|var| var.as_tensor().clone()).collect::<Vec<_>>())?;
+    let store = (call.by(path).context()? * factors)?.sum_all()?.backward()?;
+    Ok(vars.iter().map(|var| store.get(var).expect("a gradient").clone()).collect())
 }
 
+/// NaN and infinities in keys and values that no query sees, and in queries that see none and in what their contexts
+/// get.
 #[test]
-fn random_gradients_equal_differences() {
-    for_all(400, (recipes(&[DType::F64]), functions()), |(mut recipe, function): (Recipe, Function)| {
-        if let Function::Merged(..) = function {
-            // Parts have distances of their own, and an empty row of a part is no empty row of the whole.
-            recipe.chosen.alibi = false;
-            recipe.uniform_empty_rows = false;
+fn what_is_hidden_is_silent() -> Result<()> {
+    let (t_q, t_kv, d) = (70, 300, 16);
+    // Queries from 50 on see nothing, keys from 290 on are seen by nobody.
+    let lens: Vec<usize> = (0..t_q).map(|i| if i < 50 { 90 + 4 * i } else { 0 }).collect();
+    let plain = AttentionMask::none().with_valid_lens(vec![lens]);
+    let kept = plain.clone().with_keep(&Tensor::ones((1, t_kv), DType::U8, &CPU)?);
+    for (dtype, most) in DTYPES.into_iter().zip([2e-5, 0.05, 0.05]) {
+        let drawn = [t_q, t_kv, t_kv, t_q].map(|t| Tensor::randn(0f32, 1.0, (1, 2, t, d), &Device::Cpu));
+        let drawn = drawn.into_iter().collect::<Result<Vec<_>>>()?;
+        let gradients = |with: f32, mask: &AttentionMask, path: Path| {
+            let spoilt = |tensor: &Tensor, from: usize| {
+                let rest = Tensor::full(with, (1, 2, tensor.dim(2)? - from, d), &CPU)?;
+                Tensor::cat(&[tensor.narrow(2, 0, from)?, rest], 2)?.to_dtype(dtype)
+            };
+            let vars = drawn[..3].iter().zip([50, 290, 290]).map(|(x, from)| Var::from_tensor(&spoilt(x, from)?));
+            let vars = vars.collect::<Result<Vec<_>>>()?;
+            gradients_of(&vars, path, |x| Ok((Call::plain(&x[0], &x[1], &x[2], mask), spoilt(&drawn[3], 50)?)))
+        };
+        for (mask, path) in
+            [&plain, &kept].into_iter().flat_map(|mask| Path::kernels().into_iter().map(move |path| (mask, path)))
+        {
+            let expected = gradients(0.0, mask, path)?;
+            for nothing in [f32::NAN, f32::INFINITY] {
+                for (got, expected) in gradients(nothing, mask, path)?.iter().zip(&expected) {
+                    let close = values(got).iter().zip(values(expected)).all(|(a, b)| (a - b).abs() < most);
+                    assert!(close, "{path:?}, {nothing} in {dtype:?}");
+                }
+            }
         }
-        check(&recipe.case(), function, recipe.seed)
-    });
+    }
+    Ok(())
+}
+
+/// Each sequence has the gradients that it has alone, to the bit.
+#[test]
+fn a_sequence_does_not_feel_its_batch() -> Result<()> {
+    for dtype in DTYPES {
+        let drawn = [4, 2, 2, 4].map(|h| Tensor::randn(0f32, 1.0, (3, h, 150, 24), &CPU)?.to_dtype(dtype));
+        let drawn = drawn.into_iter().collect::<Result<Vec<_>>>()?;
+        let vars = drawn[..3].iter().map(Var::from_tensor).collect::<Result<Vec<_>>>()?;
+        for path in Path::kernels() {
+            let gradients = |b: usize, count: usize| {
+                gradients_of(&vars, path, |xs| {
+                    let part = |x: &Tensor| x.narrow(0, b, count);
+                    let call = Call::plain(&part(&xs[0])?, &part(&xs[1])?, &part(&xs[2])?, &AttentionMask::causal());
+                    Ok((call, part(&drawn[3])?))
+                })
+            };
+            let whole = gradients(0, 3)?;
+            for b in 0..3 {
+                for (alone, whole) in gradients(b, 1)?.iter().zip(&whole) {
+                    let own = |x: &Tensor| x.narrow(0, b, 1).map(|x| bits(&x));
+                    assert!(own(alone)? == own(whole)?, "{path:?}, {dtype:?}, sequence {b}");
+                }
+            }
+        }
+    }
+    Ok(())
 }

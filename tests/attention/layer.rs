@@ -1,9 +1,12 @@
 //! The layer against itself in plain loops, for everything that a config can say.
 
+use candle_attention::GateActivation::{Sigmoid, Softplus};
+use candle_attention::QkNormKind::{Layer, LayerNoBias, Rms, RmsNoWeight, RmsPlusOne};
+use candle_attention::QkNormScope::{PerHead, PerHeadWeights, Projection};
 use candle_attention::{
-    AlibiConfig, AttentionInput, AttentionMask, Backend, ContextNorm, GateActivation, GatePlace, GateScope,
-    MultiHeadAttention, MultiHeadAttentionConfig as Config, OutputGate, QkNorm, QkNormKind, QkNormScope, QueryScaling,
-    RopeConfig, RopeStyle, scaled_dot_product_attention,
+    AlibiConfig, AttentionInput, AttentionMask, Backend, ContextNorm, GatePlace, GateScope, MultiHeadAttention,
+    MultiHeadAttentionConfig as Config, OutputGate, QkNorm, QueryScaling, RopeConfig, RopeStyle,
+    scaled_dot_product_attention,
 };
 use candle_core::{DType, Device, ModuleT, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -17,7 +20,6 @@ use crate::oracle::{Alignment, Lens, Mask, Part};
 crate::on_each_device!(
     every_config_gives_the_numbers_of_plain_loops,
     one_product_for_all_gives_the_bits_of_three,
-    two_dimensions_are_one_sequence,
     a_function_in_the_place_of_attention_gets_its_arguments,
     a_mask_of_the_call_and_the_layers_own_hold_together,
     a_prefix_of_the_call_lifts_the_layers_own_causal_constraint,
@@ -27,14 +29,17 @@ crate::on_each_device!(
 
 /// One config for each thing that a config can say, and some that say several.
 pub fn configs() -> Vec<(&'static str, Config)> {
-    let plain = || Config::new(12, 4);
+    let (plain, grouped) = (|| Config::new(12, 4), || Config::new(12, 4).with_num_kv_heads(2));
     let norm = |kind, scope| plain().with_causal(true).with_qk_norm(QkNorm { kind, scope, eps: 1e-5 });
-    let grouped = || Config::new(12, 4).with_num_kv_heads(2);
-    let gate = |activation, scope, place| OutputGate { activation, scope, place };
-    let own = |bias| GatePlace::Own { bias };
-    let scaled = |first| QueryScaling { beta: 0.7, interval: 2, first };
     let of_context = |kind| ContextNorm { kind, eps: 1e-5 };
+    let gate = |activation, scope, place| OutputGate { activation, scope, place };
+    let (own, biased) = (GatePlace::Own { bias: false }, GatePlace::Own { bias: true });
+    let scaled = |first| QueryScaling { beta: 0.7, interval: 2, first };
     let interleaved = || RopeConfig::new(100.0).with_style(RopeStyle::Interleaved).with_rotary_dim(4);
+    let slopes = AlibiConfig::Slopes(vec![0.5, 0.0, -0.25, 2.0]);
+    let all = Config::new(10, 6).with_num_kv_heads(3).with_head_dim(4).with_value_head_dim(3).with_out_dim(11);
+    let all = all.with_bias(true).with_causal(true).with_window(3).with_softcap(2.0).with_scale(0.8).with_sinks(true);
+    let all = all.with_qk_norm(QkNorm { kind: Rms, scope: PerHead, eps: 1e-6 });
     vec![
         ("plain", plain()),
         ("one head", Config::new(5, 1)),
@@ -56,109 +61,61 @@ pub fn configs() -> Vec<(&'static str, Config)> {
         ("softcap", plain().with_softcap(0.7)),
         ("scale", plain().with_scale(-1.3)),
         ("sinks", grouped().with_sinks(true).with_causal(true)),
-        ("rms norm of heads", norm(QkNormKind::Rms, QkNormScope::PerHead)),
-        ("rms norm of projections", norm(QkNormKind::Rms, QkNormScope::Projection).with_num_kv_heads(2)),
-        ("layer norm of heads", norm(QkNormKind::Layer, QkNormScope::PerHead).with_num_kv_heads(2)),
-        ("layer norm of projections", norm(QkNormKind::Layer, QkNormScope::Projection)),
-        ("norm of heads, 1 + weight", norm(QkNormKind::RmsPlusOne, QkNormScope::PerHead)),
-        ("norm of projections, 1 + weight", norm(QkNormKind::RmsPlusOne, QkNormScope::Projection)),
-        ("layer norm without bias", norm(QkNormKind::LayerNoBias, QkNormScope::PerHead)),
-        ("a layer norm for each head", norm(QkNormKind::LayerNoBias, QkNormScope::PerHeadWeights).with_num_kv_heads(2)),
-        (
-            "a biased layer norm for each head",
-            norm(QkNormKind::Layer, QkNormScope::PerHeadWeights).with_num_kv_heads(1),
-        ),
+        ("rms norm of heads", norm(Rms, PerHead)),
+        ("rms norm of projections", norm(Rms, Projection).with_num_kv_heads(2)),
+        ("layer norm of heads", norm(Layer, PerHead).with_num_kv_heads(2)),
+        ("layer norm of projections", norm(Layer, Projection)),
+        ("norm of heads, 1 + weight", norm(RmsPlusOne, PerHead)),
+        ("norm of projections, 1 + weight", norm(RmsPlusOne, Projection)),
+        ("layer norm without bias", norm(LayerNoBias, PerHead)),
+        ("a layer norm for each head", norm(LayerNoBias, PerHeadWeights).with_num_kv_heads(2)),
+        ("a biased layer norm for each head", norm(Layer, PerHeadWeights).with_num_kv_heads(1)),
+        ("norm without a weight", norm(RmsNoWeight, PerHead)),
+        ("norm of projections without a weight", norm(RmsNoWeight, Projection)),
+        ("norm of values", grouped().with_value_head_dim(5).with_value_norm(1e-5).with_v_bias(true)),
+        ("norm of the context", grouped().with_value_head_dim(5).with_context_norm(of_context(Rms))),
         ("clip", plain().with_bias(true).with_clip_qkv(0.4)),
-        ("clip after a norm", norm(QkNormKind::Rms, QkNormScope::Projection).with_clip_qkv(0.3)),
-        ("clip before a norm", norm(QkNormKind::Rms, QkNormScope::PerHead).with_clip_qkv(0.3)),
+        ("clip after a norm", norm(Rms, Projection).with_clip_qkv(0.3)),
+        ("clip before a norm", norm(Rms, PerHead).with_clip_qkv(0.3)),
         ("clip and a learned key", plain().with_bias_kv(true).with_clip_qkv(0.3)),
         ("band", grouped().with_band(1, 2)),
         ("causal band", plain().with_causal(true).with_band(2, 9).with_window(2)),
+        ("chunk", grouped().with_chunk(2)),
+        ("causal chunk", plain().with_causal(true).with_chunk(3)),
         ("alibi", Config::new(12, 6).with_causal(true).with_alibi(AlibiConfig::Standard)),
         ("alibi on both sides", Config::new(12, 3).with_alibi(AlibiConfig::BiasMax(3.0))),
-        ("alibi in a window", grouped().with_alibi(AlibiConfig::Slopes(vec![0.5, 0.0, -0.25, 2.0])).with_window(2)),
+        ("alibi in a window", grouped().with_alibi(slopes).with_window(2)),
         ("alibi of Falcon", Config::new(12, 6).with_causal(true).with_alibi(AlibiConfig::Falcon)),
         ("alibi of Falcon, scaled", grouped().with_alibi(AlibiConfig::Falcon).with_scale(0.9).with_softcap(2.0)),
         ("rope", grouped().with_head_dim(6).with_causal(true).with_rope(RopeConfig::new(10_000.0))),
         ("rope of pairs", plain().with_head_dim(6).with_rope(interleaved())),
-        (
-            "rope before norms",
-            norm(QkNormKind::Rms, QkNormScope::PerHead)
-                .with_head_dim(4)
-                .with_rope(interleaved())
-                .with_norm_after_rope(true),
-        ),
-        ("rope after norms", norm(QkNormKind::Rms, QkNormScope::PerHead).with_head_dim(4).with_rope(interleaved())),
-        ("norm without a weight", norm(QkNormKind::RmsNoWeight, QkNormScope::PerHead)),
-        ("norm of projections without a weight", norm(QkNormKind::RmsNoWeight, QkNormScope::Projection)),
-        ("norm of values", grouped().with_value_head_dim(5).with_value_norm(1e-5).with_v_bias(true)),
-        ("norm of the context", grouped().with_value_head_dim(5).with_context_norm(of_context(QkNormKind::Rms))),
-        (
-            "layer norm of a gated context",
-            plain().with_context_norm(of_context(QkNormKind::Layer)).with_output_gate(gate(
-                GateActivation::Sigmoid,
-                GateScope::PerEntry,
-                own(true),
-            )),
-        ),
-        ("chunk", grouped().with_chunk(2)),
-        ("causal chunk", plain().with_causal(true).with_chunk(3)),
+        ("rope before norms", norm(Rms, PerHead).with_head_dim(4).with_rope(interleaved()).with_norm_after_rope(true)),
+        ("rope after norms", norm(Rms, PerHead).with_head_dim(4).with_rope(interleaved())),
         ("scaled queries", grouped().with_causal(true).with_query_scaling(scaled(0))),
         ("rope and scaled queries", plain().with_head_dim(6).with_rope(interleaved()).with_query_scaling(scaled(1))),
-        ("gate", grouped().with_output_gate(gate(GateActivation::Sigmoid, GateScope::PerEntry, own(false)))),
+        ("gate", grouped().with_output_gate(gate(Sigmoid, GateScope::PerEntry, own))),
+        ("gate of heads", plain().with_value_head_dim(5).with_output_gate(gate(Softplus, GateScope::PerHead, biased))),
         (
-            "gate of heads",
-            plain().with_value_head_dim(5).with_output_gate(gate(
-                GateActivation::Softplus,
-                GateScope::PerHead,
-                own(true),
-            )),
+            "layer norm of a gated context",
+            plain().with_context_norm(of_context(Layer)).with_output_gate(gate(Sigmoid, GateScope::PerEntry, biased)),
         ),
-        (
-            "gate beside the query",
-            grouped().with_value_head_dim(5).with_bias(true).with_output_gate(gate(
-                GateActivation::Sigmoid,
-                GateScope::PerEntry,
-                GatePlace::Query,
-            )),
-        ),
-        (
-            "gate of heads beside the query",
-            plain().with_out_proj(false).with_output_gate(gate(
-                GateActivation::Softplus,
-                GateScope::PerHead,
-                GatePlace::Query,
-            )),
-        ),
-        (
-            "gate, cross",
-            plain().with_key_size(7).with_value_size(5).with_output_gate(gate(
-                GateActivation::Softplus,
-                GateScope::PerEntry,
-                own(false),
-            )),
-        ),
+        ("gate beside the query", {
+            let gate = gate(Sigmoid, GateScope::PerEntry, GatePlace::Query);
+            grouped().with_value_head_dim(5).with_bias(true).with_output_gate(gate)
+        }),
+        ("gate of heads beside the query", {
+            plain().with_out_proj(false).with_output_gate(gate(Softplus, GateScope::PerHead, GatePlace::Query))
+        }),
+        ("gate, cross", {
+            let gate = gate(Softplus, GateScope::PerEntry, own);
+            plain().with_key_size(7).with_value_size(5).with_output_gate(gate)
+        }),
         ("learned key", grouped().with_bias_kv(true)),
         ("learned key, causal", plain().with_bias_kv(true).with_causal(true).with_value_head_dim(5)),
         ("cross", plain().with_key_size(7).with_value_size(5).with_bias(true)),
         ("cross with keys' width", grouped().with_key_size(7)),
         ("cross with values' width", plain().with_value_size(9).with_bias_kv(true)),
-        (
-            "all at once",
-            Config::new(10, 6)
-                .with_num_kv_heads(3)
-                .with_head_dim(4)
-                .with_value_head_dim(3)
-                .with_out_dim(11)
-                .with_bias(true)
-                .with_causal(true)
-                .with_window(3)
-                .with_softcap(2.0)
-                .with_scale(0.8)
-                .with_sinks(true)
-                .with_qk_norm(QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::PerHead, eps: 1e-6 })
-                .with_rope(RopeConfig::new(5_000.0).with_rotary_dim(2)),
-        ),
+        ("all at once", all.with_rope(RopeConfig::new(5_000.0).with_rotary_dim(2))),
     ]
 }
 
@@ -239,10 +196,18 @@ fn run(cfg: &Config, sizes: [usize; 3], masks: Vec<Mask>, dtype: DType, device: 
         compare("weights", &output.weights, (&[b, h, t_q, columns], dtype), &expected.weights, most),
     ];
     if is_self(cfg, t_q, t_kv) && by_hand.mask.is_empty() {
-        let own = [layer.forward(&xs)?, layer.forward_t(&xs, false)?];
-        for own in own {
+        for own in [layer.forward(&xs)?, layer.forward_t(&xs, false)?] {
             assert_close(&own, &ys, 0.0, "forward is forward_with no mask");
         }
+    }
+    if b == 1 {
+        let [xs, keys, vs] = [&xs, &keys, &vs].map(|x| x.squeeze(0));
+        let (xs, keys, vs) = (xs?, keys?, vs?);
+        let single = AttentionInput::new(&xs).with_mask(&mask);
+        let single = if is_self(cfg, t_q, t_kv) { single } else { single.with_key_value(&keys, &vs) };
+        let single = layer.forward_with_weights(single)?;
+        assert_close(&single.output, &ys.squeeze(0)?, tolerance(dtype), "two dimensions are one sequence");
+        assert_close(&single.weights, &output.weights.squeeze(0)?, tolerance(dtype), "weights of two dimensions");
     }
     Ok(compared.into_iter().collect())
 }
@@ -282,7 +247,7 @@ fn one_product_for_all_gives_the_bits_of_three(device: &Device) -> Result<()> {
         grouped().with_qkv_bias(true),
         grouped().with_k_bias(true).with_value_head_dim(5),
         grouped().with_v_bias(true).with_sinks(true).with_head_dim(5),
-        grouped().with_qk_norm(QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::Projection, eps: 1e-5 }),
+        grouped().with_qk_norm(QkNorm { kind: Rms, scope: Projection, eps: 1e-5 }),
         grouped().with_bias_kv(true).with_out_proj(false),
     ] {
         for &dtype in crate::recipe::dtypes(device) {
@@ -303,26 +268,6 @@ fn one_product_for_all_gives_the_bits_of_three(device: &Device) -> Result<()> {
                     assert_close(&output.output, &expected.output, 0.0, &what);
                 }
             }
-        }
-    }
-    Ok(())
-}
-
-fn two_dimensions_are_one_sequence(device: &Device) -> Result<()> {
-    for (name, cfg) in configs() {
-        let layer = layer(&cfg, DType::F32, device)?;
-        let random = |width: usize| Tensor::randn(0f32, 1., (1, 4, width), device);
-        let (xs, keys, vs) = (random(cfg.embed_dim())?, random(cfg.key_size())?, random(cfg.value_size())?);
-        let [flat, flat_keys, flat_vs] = [&xs, &keys, &vs].map(|x| x.squeeze(0));
-        let (flat, flat_keys, flat_vs) = (flat?, flat_keys?, flat_vs?);
-        let padding = AttentionMask::none().with_valid_lens(vec![3]);
-        let batched = AttentionInput::new(&xs).with_key_value(&keys, &vs).with_mask(&padding);
-        let single = AttentionInput::new(&flat).with_key_value(&flat_keys, &flat_vs).with_mask(&padding);
-        let (batched, single) = (layer.forward_with_weights(batched)?, layer.forward_with_weights(single)?);
-        assert_close(&single.output, &batched.output.squeeze(0)?, 0.0, name);
-        assert_close(&single.weights, &batched.weights.squeeze(0)?, 0.0, name);
-        if is_self(&cfg, 4, 4) {
-            assert_close(&layer.forward(&flat)?, &layer.forward(&xs)?.squeeze(0)?, 0.0, name);
         }
     }
     Ok(())

@@ -23,6 +23,7 @@ mod plan;
 mod by_hand;
 mod call;
 mod recipe;
+mod tensors;
 use attention_oracle::{array, attention as oracle};
 
 mod calls;

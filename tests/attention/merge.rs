@@ -5,9 +5,8 @@ use candle_attention::{AttentionMask, Backend, EmptyRows, SdpaOptions, merge_att
 use candle_core::{DType, Device, Result, Tensor};
 use proptest::prelude::*;
 
-use crate::call::{Call, Expected, Outcome, reference};
+use crate::call::{CPU, Call, Expected, Outcome, reference};
 use crate::common::{assert_close, values};
-use crate::flash::fused::CPU;
 use crate::oracle::{Case, Dims};
 use crate::recipe::{DTYPES, Recipe, dtypes, for_all, kernel_recipes, recipes, wide};
 
@@ -146,7 +145,7 @@ fn random_cuts_of_the_kernel_merge_to_the_whole() {
         }
         cuts.sort_unstable();
         let ends = [&[0], cuts.as_slice(), &[case.dims.t_kv]].concat();
-        let expected = Expected::fused(&case, draw.dtype);
+        let expected = Expected::new(&case, draw.dtype).fused(&case);
         for tier in Tier::available() {
             let run = || -> Result<_> {
                 let whole = Call::fused(&case, draw.dtype)?;

@@ -11,8 +11,7 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::call::{Call, Outcome};
 use crate::common::bits;
-use crate::linear::case::{Product, TYPES};
-use crate::linear::draw::products;
+use crate::linear::case::{Product, TYPES, products};
 use crate::oracle::Dims;
 use crate::recipe::{DTYPES, Kind, Reach, Recipe, for_all, kernel_recipes};
 

@@ -17,17 +17,10 @@ mod last_words;
 mod recipe;
 use attention_oracle::{array, attention as oracle};
 
-#[path = "../attention/flash"]
-#[allow(dead_code, reason = "a part is for the grid")]
-mod flash {
-    pub mod fused;
-}
-
 #[path = "../attention/linear"]
 #[allow(dead_code, reason = "a part is for other properties")]
 mod linear {
     pub mod case;
-    pub mod draw;
 }
 
 use std::hint::black_box;
@@ -37,13 +30,13 @@ use std::sync::atomic::Ordering;
 
 use allocator::{GUARDED, GuardedAllocator, guard_is_before};
 use candle_attention::cpu::Tier;
+use candle_core::DType;
 use proptest::prelude::*;
 use proptest::sample::select;
 
-use flash::fused::run;
-use linear::case::{Layout as Rows, Outcome, Product, TYPES, check};
-use linear::draw::{INPUTS, OUTPUTS, ROWS, products};
-use oracle::{Dims, Lens, Mask, Part};
+use call::{Call, Path};
+use linear::case::{INPUTS, Layout as Rows, OUTPUTS, Outcome, Product, ROWS, TYPES, check, products};
+use oracle::{Case, Dims, Lens, Mask, Part};
 use recipe::{DTYPES, Kind, LENGTHS, Layout, Reach, Recipe, WIDTHS, for_all, kernel_recipes};
 
 #[global_allocator]
@@ -59,9 +52,18 @@ fn isolated<T: Send>(case: String, run: impl FnOnce() -> T + Send) -> T {
     rayon::ThreadPoolBuilder::new().num_threads(2).build().expect("a pool").install(run)
 }
 
+/// On every tier.
+fn run(case: &Case, dtype: DType) -> Outcome {
+    let call = Call::fused(case, dtype).map_err(|error| error.to_string())?;
+    Path::kernels().into_iter().try_for_each(|path| match call.by(path).results() {
+        Ok(_) => Ok(()),
+        Err(error) => Err(format!("{path:?}: {error}")),
+    })
+}
+
 fn holds(draw: &Recipe) -> Outcome {
     let case = draw.case();
-    isolated(format!("{draw:#?}"), || run(&case, draw.dtype)).map(drop).map_err(|error| error.to_string())
+    isolated(format!("{draw:#?}"), || run(&case, draw.dtype))
 }
 
 fn tight(mut draw: Recipe, layouts: [Layout; 3]) -> Recipe {

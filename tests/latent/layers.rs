@@ -1,8 +1,10 @@
 //! Random layers.
 
+use std::collections::BTreeMap;
+
 use candle_attention::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig as Config, RopeConfig, RopeStyle};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_nn::VarBuilder;
+use candle_nn::{VarBuilder, VarMap};
 
 use crate::array::Random;
 use crate::by_hand::{Numbers, Parameters, tensors};
@@ -34,30 +36,12 @@ pub fn config_of(embed_dim: usize, random: &mut Random) -> Config {
     cfg
 }
 
-/// Every parameter of a layer, none of them trivial.
+/// Random numbers for every parameter that a layer asks for.
 pub fn parameters(cfg: &Config, random: &mut Random) -> Parameters {
-    let (e, h) = (cfg.embed_dim(), cfg.num_heads());
-    let (rank, width) = (cfg.kv_lora_rank(), h * cfg.head_dim());
-    let mut shapes = vec![
-        ("kv_a_proj_with_mqa.weight", vec![rank + cfg.rope_head_dim(), e]),
-        ("kv_a_layernorm.weight", vec![rank]),
-        ("kv_b_proj.weight", vec![h * (cfg.nope_head_dim() + cfg.value_head_dim()), rank]),
-        ("o_proj.weight", vec![e, h * cfg.value_head_dim()]),
-    ];
-    match cfg.q_lora_rank() {
-        None => shapes.push(("q_proj.weight", vec![width, e])),
-        Some(q_rank) => {
-            shapes.push(("q_a_proj.weight", vec![q_rank, e]));
-            shapes.push(("q_a_layernorm.weight", vec![q_rank]));
-            shapes.push(("q_b_proj.weight", vec![width, q_rank]));
-        }
-    }
-    if cfg.bias() {
-        shapes.push(("kv_a_proj_with_mqa.bias", vec![rank + cfg.rope_head_dim()]));
-        shapes.push(("o_proj.bias", vec![e]));
-        shapes.extend(cfg.q_lora_rank().map(|q_rank| ("q_a_proj.bias", vec![q_rank])));
-    }
-    shapes.into_iter().map(|(name, shape)| (name.to_string(), Numbers::random(&shape, random))).collect()
+    let asked = VarMap::new();
+    MultiHeadLatentAttention::new(cfg, VarBuilder::from_varmap(&asked, DType::F32, &CPU)).expect("a valid config");
+    let asked: BTreeMap<_, _> = asked.data().lock().expect("one thread").clone().into_iter().collect();
+    asked.into_iter().map(|(name, var)| (name, Numbers::random(var.dims(), random))).collect()
 }
 
 /// Over plain tensors.

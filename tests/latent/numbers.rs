@@ -56,15 +56,18 @@ fn random_layers_give_the_numbers_of_plain_loops() -> Result<()> {
     Ok(())
 }
 
+/// And layers share the tables of their rotary positions.
 #[test]
 fn one_sequence_needs_no_batch() -> Result<()> {
     let random = &mut Random::new(2);
     let cfg = config(random);
     let layer = layer(&cfg, &parameters(&cfg, random), DType::F32, &CPU)?;
+    let shared = layer.clone().with_rotary(RotaryEmbedding::new(cfg.rope(), cfg.rope_head_dim())?)?;
     let xs = draw(random, &[4, cfg.embed_dim()], DType::F32)?;
-    let batch = layer.forward(&xs.unsqueeze(0)?)?;
-    assert_eq!(values(&layer.forward(&xs)?), values(&batch));
-    assert_eq!(layer.forward(&xs)?.dims(), [4, cfg.embed_dim()]);
+    let ys = layer.forward(&xs)?;
+    assert_eq!(ys.dims(), [4, cfg.embed_dim()]);
+    assert_eq!(values(&ys), values(&layer.forward(&xs.unsqueeze(0)?)?));
+    assert_eq!(values(&ys), values(&shared.forward(&xs)?));
     assert_eq!(layer.forward_with_weights(&xs)?.weights.dims(), [cfg.num_heads(), 4, 4]);
     Ok(())
 }
@@ -102,17 +105,6 @@ fn positions_are_those_that_are_given() -> Result<()> {
     let (xs, mask) = (xs.tensor(DType::F64, &CPU)?, AttentionMask::none().with_starts(vec![2]));
     let ys = layer.forward_with(AttentionInput::new(&xs).with_mask(&mask).with_positions(&positions))?;
     assert_close(&ys.narrow(1, 2, 4)?, &expected, most(DType::F64), "given positions");
-    Ok(())
-}
-
-#[test]
-fn layers_share_the_tables_of_their_rotary_positions() -> Result<()> {
-    let random = &mut Random::new(5);
-    let cfg = config(random);
-    let layer = layer(&cfg, &parameters(&cfg, random), DType::F32, &CPU)?;
-    let shared = layer.clone().with_rotary(RotaryEmbedding::new(cfg.rope(), cfg.rope_head_dim())?)?;
-    let xs = draw(random, &[5, cfg.embed_dim()], DType::F32)?;
-    assert_eq!(values(&layer.forward(&xs)?), values(&shared.forward(&xs)?));
     Ok(())
 }
 

@@ -1,40 +1,17 @@
-//! Nothing to attend to, nobody to attend, and numbers at the ends of their range.
+//! Rows that see nothing, and numbers at the ends of their range.
 
 use candle_attention::AttentionMask;
 use candle_attention::cpu::Tier;
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::array::{Array, round};
-use crate::call;
+use crate::call::{CPU, Call, Path, check, check_kernel};
 use crate::common::values;
-use crate::flash::fused::{CPU, Call, check};
 use crate::oracle::Lens::{PerQuery, PerSequence};
 use crate::oracle::{Case, Dims, Mask, Part};
 use crate::recipe::{Chosen, DTYPES, Kind, Recipe};
 
 const DIMS: Dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 35, t_kv: 67, d: 16, d_v: 24 };
-
-/// Empty results, or zeros and -inf for no keys; the log-sum-exp does not depend on how wide the values are, be it
-/// nothing.
-#[test]
-fn sizes_of_zero_give_empty_results_or_zeros() {
-    for [b, t_q, t_kv, d_v] in [
-        [0, 3, 4, 5],
-        [2, 0, 4, 5],
-        [2, 3, 0, 5],
-        [2, 3, 4, 0],
-        [2, 0, 0, 5],
-        [2, 3, 0, 0],
-        [0, 0, 0, 0],
-        [1, 300, 0, 64],
-        [2, 19, 40, 0],
-    ] {
-        for (n, kinds) in [vec![], vec![Kind::Causal], vec![Kind::Causal, Kind::Window]].into_iter().enumerate() {
-            let recipe = Recipe::of_kernel(Dims { b, t_q, t_kv, d_v, ..DIMS }, kinds, DTYPES[n]);
-            check(&recipe.case(), recipe.dtype).unwrap_or_else(|difference| panic!("{difference}\n{recipe:?}"));
-        }
-    }
-}
 
 /// Rows that see nothing, by each way to hide, between rows that see something: zeros, and -inf or the sink alone.
 #[test]
@@ -63,7 +40,7 @@ fn empty_rows_are_zeros() {
                 case.masks.push(Mask::of(part.clone()));
                 let empty = case.attend().lse.iter().filter(|&&lse| lse == lowest).count();
                 assert!(sinks || empty > 10, "{part:?} leaves rows empty");
-                check(&case, dtype).unwrap_or_else(|error| panic!("{error}: {part:?}, {dtype:?}, {sinks}"));
+                check_kernel(&case, dtype).unwrap_or_else(|error| panic!("{error}: {part:?}, {dtype:?}, {sinks}"));
             }
         }
     }
@@ -148,10 +125,7 @@ fn extreme_numbers_do_not_overflow(device: &Device) {
                 let mut case = Recipe::of_kernel(DIMS, kinds.to_vec(), dtype).case();
                 apply(&mut case, dtype);
                 let what = format!("{what} in {dtype:?} under {kinds:?}");
-                call::check(&case, dtype, device).unwrap_or_else(|difference| panic!("{difference}: {what}"));
-                if device.is_cpu() {
-                    check(&case, dtype).unwrap_or_else(|difference| panic!("{difference}: {what}"));
-                }
+                check(&case, dtype, device).unwrap_or_else(|difference| panic!("{difference}: {what}"));
                 set(&mut case.v, dtype, |_| 1.0);
                 let (expected, call) = (case.attend().context, Call::fused(&case, dtype).expect("tensors"));
                 let most = if dtype == DType::BF16 { 2f64.powi(-7) } else { 1e-3 };
@@ -165,29 +139,25 @@ fn extreme_numbers_do_not_overflow(device: &Device) {
     }
 }
 
-/// f32 and f16 keep subnormal values; bf16's dot products may take them for zero, and no more than that.
+/// f32 and f16 keep subnormal values, and subnormal keys that the scale brings back; bf16's dot products may take them
+/// for zero, and no more than that.
 #[test]
-fn subnormal_values_are_kept() -> Result<()> {
-    for (dtype, exponent) in [(DType::F32, -149), (DType::F16, -24), (DType::BF16, -133)] {
-        for t_kv in [1, 9, 40] {
-            let (q, k) = (Tensor::ones((1, 1, 5, 8), dtype, &CPU)?, Tensor::ones((1, 1, t_kv, 8), dtype, &CPU)?);
-            let (smallest, value) = (2f64.powi(exponent), 100.0 * 2f64.powi(exponent));
-            let v = Tensor::from_vec(vec![value; t_kv * 20], (1, 1, t_kv, 20), &CPU)?.to_dtype(dtype)?;
-            for tier in Tier::available() {
-                for x in values(&Call::plain(&q, &k, &v, &AttentionMask::none()).on_tier(tier).context()?) {
-                    let near = (x - value).abs() <= smallest * (t_kv as f64 + 1.0);
-                    let flushed = dtype == DType::BF16 && x == 0.0;
-                    assert!(near || flushed, "{tier}: a mean of {value:e} is {x:e} in {dtype:?} over {t_kv} keys");
-                }
+fn subnormal_numbers_are_kept() -> Result<()> {
+    for (dtype, t_kv, exponent) in [(DType::F32, -149), (DType::F16, -24), (DType::BF16, -133)]
+        .into_iter()
+        .flat_map(|(dtype, exponent)| [1, 9, 40].map(|t_kv| (dtype, t_kv, exponent)))
+    {
+        let (q, k) = (Tensor::ones((1, 1, 5, 8), dtype, &CPU)?, Tensor::ones((1, 1, t_kv, 8), dtype, &CPU)?);
+        let (smallest, value) = (2f64.powi(exponent), 100.0 * 2f64.powi(exponent));
+        let v = Tensor::full(value, (1, 1, t_kv, 20), &CPU)?.to_dtype(dtype)?;
+        for tier in Tier::available() {
+            for x in values(&Call::plain(&q, &k, &v, &AttentionMask::none()).on_tier(tier).context()?) {
+                let near = (x - value).abs() <= smallest * (t_kv as f64 + 1.0);
+                let flushed = dtype == DType::BF16 && x == 0.0;
+                assert!(near || flushed, "{tier}: a mean of {value:e} is {x:e} in {dtype:?} over {t_kv} keys");
             }
         }
     }
-    Ok(())
-}
-
-/// Subnormal keys, brought back by the scale, count in f32 and f16; bf16's dot products may take them for zero.
-#[test]
-fn subnormal_keys_are_kept() -> Result<()> {
     for (dtype, key, scale, most) in [(DType::F32, -128, 125, 1e-6), (DType::F16, -20, 17, 4e-4)] {
         let (key, scale) = (2f64.powi(key), 2f64.powi(scale));
         let q = (Tensor::ones((1, 1, 3, 1), dtype, &CPU)? * 4.0)?;
@@ -198,26 +168,6 @@ fn subnormal_keys_are_kept() -> Result<()> {
         for tier in Tier::available() {
             let got = values(&call.on_tier(tier).context()?);
             assert!(got.iter().all(|x| (x - expected).abs() <= most), "{tier}: {got:?} of {expected} in {dtype:?}");
-        }
-    }
-    Ok(())
-}
-
-/// A sink of +inf or NaN leaves NaN where the reference path leaves it.
-#[test]
-fn sinks_that_are_no_numbers() -> Result<()> {
-    for dtype in DTYPES {
-        for special in [f64::INFINITY, f64::NAN] {
-            let mut case = Recipe::of_kernel(DIMS, vec![Kind::Causal], dtype).case();
-            case.options.sinks = Some(vec![special, 0.0, 0.0, special]);
-            let call = Call::fused(&case, dtype)?;
-            let nan = |(context, lse): (Tensor, Tensor)| {
-                [context, lse].map(|x| values(&x).into_iter().map(f64::is_nan).collect::<Vec<_>>())
-            };
-            let expected = nan(call.on_reference().with_lse()?);
-            for tier in Tier::available() {
-                assert!(nan(call.on_tier(tier).with_lse()?) == expected, "{tier}: a sink of {special} in {dtype:?}");
-            }
         }
     }
     Ok(())
@@ -239,12 +189,11 @@ fn the_least_numbers_of_a_bias_compare_as_numbers() -> Result<()> {
         ] {
             let mask = AttentionMask::none().with_bias(&Tensor::new(&[[[bias]]], &CPU)?);
             let call = Call::plain(&q, &k, &v, &mask);
-            let tiers = Tier::available().into_iter().map(|tier| (tier.to_string(), call.on_tier(tier).with_lse()));
-            for (path, found) in tiers.chain([("reference".into(), call.on_reference().with_lse())]) {
-                let (context, lse) = found?;
+            for path in Path::kernels().into_iter().chain([Path::REFERENCE]) {
+                let (context, lse) = call.by(path).with_lse()?;
                 let context_agrees = values(&context).iter().all(|x| (x - expected).abs() < 0.02);
                 let lse_agrees = values(&lse).iter().all(|x| (x / f64::from(most) - 1.0).abs() < 1e-6);
-                assert!(context_agrees && lse_agrees, "{path}, {dtype:?}, bias {bias:?}: {context} {lse}");
+                assert!(context_agrees && lse_agrees, "{path:?}, {dtype:?}, bias {bias:?}: {context} {lse}");
             }
         }
     }

@@ -1,15 +1,14 @@
-//! Every size, layout, mask and option, on every tier: at random, and each pair of sizes once.
+//! Every size, mask and option, on every tier: at random, and each pair of sizes once.
 
 use candle_core::DType;
 
 use crate::array::{Array, Random, round};
-use crate::call::Outcome;
-use crate::flash::fused::check;
+use crate::call::{Outcome, check_kernel};
 use crate::oracle::{Alignment, Dims, Lens, Mask, Part};
 use crate::recipe::{Chosen, DTYPES, Kind, LENGTHS, Layout, Recipe, WIDTHS, for_all, kernel_recipes};
 
 fn holds(draw: &Recipe) -> Outcome {
-    check(&draw.case(), draw.dtype)
+    check_kernel(&draw.case(), draw.dtype)
 }
 
 #[track_caller]
@@ -85,14 +84,6 @@ fn every_pair_of_constraints() {
     }
 }
 
-#[test]
-fn every_pair_of_layouts() {
-    for (n, layouts) in Layout::triples().enumerate() {
-        let dims = Dims { t_q: 9, t_kv: 21, d: 17, d_v: 16, ..GROUPED };
-        assert_holds(&Recipe { layouts, ..Recipe::of_kernel(dims, vec![], DTYPES[n % 3]) });
-    }
-}
-
 /// Half-precision rows that begin at an odd element: a word of two of them is not aligned there.
 #[test]
 fn rows_at_odd_elements() {
@@ -112,7 +103,7 @@ fn keys_that_begin_within_a_block() {
             for start in (1..72).step_by(5).chain([8, 16, 32, 48, 64, t_kv - 1]).filter(|&start| start < t_kv) {
                 let mut case = Recipe::of_kernel(Dims { t_q: 17, t_kv, ..DIMS }, vec![], dtype).case();
                 case.masks = vec![Mask::of(Part::Starts(Lens::PerSequence(vec![start])))];
-                check(&case, dtype).unwrap_or_else(|error| panic!("{error}: {start}..{t_kv} in {dtype:?}"));
+                check_kernel(&case, dtype).unwrap_or_else(|error| panic!("{error}: {start}..{t_kv} in {dtype:?}"));
             }
         }
     }
@@ -143,7 +134,7 @@ fn every_broadcast_shape() {
                 let dtype = DTYPES[(set as usize + skipped) % 3];
                 let mut case = Recipe::of_kernel(GROUPED, vec![], dtype).case();
                 case.masks = vec![Mask { alignment: Alignment::Causal, parts }];
-                check(&case, dtype).unwrap_or_else(|difference| panic!("{difference}: {:?}", &shape[skipped..]));
+                check_kernel(&case, dtype).unwrap_or_else(|difference| panic!("{difference}: {:?}", &shape[skipped..]));
             }
         }
     }

@@ -1,8 +1,5 @@
-//! The fused CPU kernel against the oracle, on every tier.
-
-pub mod fused;
+//! The fused CPU kernel, on every tier, at the sizes that its tiles and vectors leave over.
 
 mod extremes;
-mod gradients;
 mod grid;
 mod invariance;

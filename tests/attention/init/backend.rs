@@ -160,13 +160,10 @@ fn shapes_beyond_memory_are_errors() {
             assert!(error.contains("more elements than memory can hold"), "{error}");
         }
         let vb = seed.var_builder(DType::F32, &CPU);
-        let default = DEFAULT_KAIMING_NORMAL;
-        for hint in [default, STANDARD_NORMAL, DEFAULT_KAIMING_UNIFORM] {
+        for hint in [DEFAULT_KAIMING_NORMAL, STANDARD_NORMAL, DEFAULT_KAIMING_UNIFORM] {
             let error = message(vb.get_with_hints(shape.clone(), "w", hint));
-            assert!(
-                error.starts_with("[torch_seed] parameter `w`:") && error.contains("than memory can hold"),
-                "{error}"
-            );
+            let is_named = error.starts_with("[torch_seed] parameter `w`:");
+            assert!(is_named && error.contains("than memory can hold"), "{error}");
         }
     }
     assert!(seed.dropout_keep(vec![usize::MAX, 2], 0.5).is_err());

@@ -119,20 +119,3 @@ fn every_seeded_system_has_pytorchs_parameters_bit_for_bit() -> Result<()> {
     println!("{systems} systems, {checked} comparisons");
     Ok(())
 }
-
-#[test]
-fn dropout_keeps_what_pytorch_keeps() -> Result<()> {
-    let folder = root().join("dropout");
-    let config = config(&folder).unwrap_or_else(|| panic!("no config in {}", folder.display()));
-    let tensors = candle_core::safetensors::load(folder.join("io.safetensors"), &CPU)?;
-    for case in ["ones", "tenth"] {
-        let arguments = &config["cases"][case];
-        let p = arguments["p"].as_f64().expect("p");
-        let seed = arguments["manual_seed"].as_u64().expect("a seed");
-        let expected = &tensors[&format!("{case}.keep")];
-        let keep = TorchSeed::new(seed).dropout_keep(expected.dims(), p)?;
-        assert_eq!((keep.dtype(), keep.dims()), (DType::U8, expected.dims()));
-        assert_eq!(keep.flatten_all()?.to_vec1::<u8>()?, expected.flatten_all()?.to_vec1::<u8>()?, "{case}");
-    }
-    Ok(())
-}

@@ -1,4 +1,4 @@
-//! One projection, and what plain loops in f64 make of it.
+//! One projection, drawn at random or by hand, and what plain loops in f64 make of it.
 
 use std::ops::Range;
 
@@ -6,9 +6,12 @@ use attention_oracle::attention::linear_with_sizes;
 use candle_attention::PackedLinear;
 use candle_attention::cpu::Tier;
 use candle_core::{DType, Device, Error, Module, Result, Tensor, bail};
+use proptest::prelude::*;
+use proptest::sample::select;
 
 use crate::array::{Array, Random, View};
 pub use crate::common::bits;
+use crate::common::property::within;
 use crate::common::values;
 
 pub const CPU: Device = Device::Cpu;
@@ -50,17 +53,10 @@ pub enum Layout {
 }
 
 impl Layout {
-    pub const ALL: [Self; 9] = [
-        Self::Contiguous,
-        Self::Wider,
-        Self::EveryThird,
-        Self::LeadingTransposed,
-        Self::ColumnMajor,
-        Self::OneRow,
-        Self::LeadingBroadcast,
-        Self::RankFour,
-        Self::RankOne,
-    ];
+    pub const ALL: [Self; 9] = {
+        use Layout::*;
+        [Contiguous, Wider, EveryThird, LeadingTransposed, ColumnMajor, OneRow, LeadingBroadcast, RankFour, RankOne]
+    };
 
     /// An array of NaN as a view of about so many rows of `width`: as many as the layout allows, one at least.
     fn array(self, rows: usize, width: usize) -> Array {
@@ -144,7 +140,7 @@ impl Product {
     pub fn case(&self) -> Case {
         let mut random = Random::new(self.seed);
         let (of_weight, of_input) = self.types;
-        let mut filled = |array: Array, most: f64, dtype| array.uniform(&mut random, most, dtype);
+        let mut filled = |array: Array, most, dtype| array.uniform(&mut random, most, dtype);
         let bias = self.bias.then(|| filled(Array::new(&[self.outputs]), 2.0 * self.size, of_weight));
         Case {
             types: self.types,
@@ -160,6 +156,48 @@ impl Product {
         let (start, end) = (at(self.part.0), at(self.part.1));
         start.min(end)..start.max(end)
     }
+}
+
+/// Groups of 2, 4, 8 and 16 rows, and tasks of 192.
+pub const ROWS: [usize; 27] =
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 31, 32, 33, 191, 192, 193, 400];
+
+/// Vectors of 4, 8 and 16 elements, pairs, and blocks of 192 words of one element or two.
+pub const INPUTS: [usize; 36] = [
+    1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 31, 32, 33, 47, 63, 64, 65, 97, 127, 128, 129, 191, 192, 193, 257, 383,
+    384, 385, 511, 577, 767, 768, 769, 1031,
+];
+
+/// Panels of 12, 16, 24, 32 and 48 columns.
+pub const OUTPUTS: [usize; 33] = [
+    1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 23, 24, 25, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 101,
+    144, 145, 199,
+];
+
+/// Random products: sizes at the edges of vectors, panels, tiles and blocks.
+pub fn products() -> impl Strategy<Value = Product> {
+    let most = prop_oneof![20 => Just(300_000), 1 => Just(8_000_000)];
+    let sizes = ((select(&ROWS[..]), select(&INPUTS[..]), select(&OUTPUTS[..])), most, 0..3usize);
+    let sizes = sizes.prop_map(|((rows, inputs, outputs), most, first)| {
+        let fits = |sizes: [usize; 3]| sizes.iter().product::<usize>() <= most;
+        within([rows, inputs, outputs], [&ROWS, &INPUTS, &OUTPUTS], first, fits)
+    });
+    let layouts = (select(&Layout::ALL[..]), select(&WeightLayout::ALL[..]));
+    let numbers = (any::<bool>(), (0.0..=1.0, 0.0..=1.0), select(&[1.0, 1.0, 1.0, 1.0 / 64.0, 16.0][..]));
+    (select(&TYPES[..]), sizes, layouts, numbers, any::<u64>().no_shrink()).prop_map(
+        |(types, [rows, inputs, outputs], (layout, weight_layout), (bias, part, size), seed)| Product {
+            types,
+            rows,
+            inputs,
+            outputs,
+            bias,
+            layout,
+            weight_layout,
+            part,
+            size,
+            seed,
+        },
+    )
 }
 
 /// A weight, a bias and an input, as numbers.

@@ -5,8 +5,7 @@ use candle_attention::cpu::Tier;
 use candle_core::{Module, Result, Tensor};
 
 use crate::common::property::for_all;
-use crate::linear::case::{CPU, Layout, Product, TYPES, WeightLayout, check};
-use crate::linear::draw::{INPUTS, OUTPUTS, ROWS, products};
+use crate::linear::case::{CPU, INPUTS, Layout, OUTPUTS, Product, ROWS, TYPES, WeightLayout, check, products};
 
 #[track_caller]
 fn assert_holds(product: &Product) {

@@ -2,11 +2,10 @@
 
 // What the tests stand on: random cases, and the comparison on every tier.
 pub mod case;
-pub mod draw;
 
 mod candle;
 mod followed;
+mod gradients;
 mod grid;
 mod isolation;
 mod quantized;
-mod tracked;

@@ -1,102 +1,141 @@
 //! Rotary positions in the layer.
 
 use candle_attention::{
-    AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig, RopeStyle, RotaryEmbedding,
+    AttentionCache, AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig as Config,
+    PackedSequences, RopeAxes, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, TorchSeed,
 };
-use candle_core::{DType, Device, Result, Tensor};
-use candle_nn::{VarBuilder, VarMap};
+use candle_core::{DType, Device, IndexOp, Result, Tensor};
 
-use crate::common::{assert_close, error_text, values};
+use super::layouts;
+use crate::common::{assert_close, error_text, max_error};
 use crate::on_each_device;
+use crate::tensors::{CPU, random};
 
-on_each_device!(each_sequence_has_its_own_positions, queries_and_keys_of_cross_attention_have_their_own);
+on_each_device!(
+    each_sequence_has_its_own_positions,
+    queries_and_keys_of_cross_attention_have_their_own,
+    one_position_on_all_axes_is_a_position,
+    a_cache_and_packed_sequences_give_the_numbers_of_one_call,
+);
 
 fn rope() -> RopeConfig {
     RopeConfig::new(100.0).with_style(RopeStyle::Interleaved).with_rotary_dim(4)
 }
 
-fn config() -> MultiHeadAttentionConfig {
-    MultiHeadAttentionConfig::new(24, 4).with_num_kv_heads(2).with_causal(true).with_rope(rope())
+fn config() -> Config {
+    Config::new(24, 4).with_num_kv_heads(2).with_causal(true).with_rope(rope())
 }
 
 /// The same random weights for every config: those of two layers differ in nothing else.
-fn layer(cfg: &MultiHeadAttentionConfig, vars: &VarMap, device: &Device) -> Result<MultiHeadAttention> {
-    MultiHeadAttention::new(cfg, VarBuilder::from_varmap(vars, DType::F32, device))
+fn layer(cfg: &Config, device: &Device) -> Result<MultiHeadAttention> {
+    MultiHeadAttention::new(cfg, TorchSeed::new(3).var_builder(DType::F32, device))
+}
+
+fn with_axes(axes: RopeAxes, scaling: RopeScaling, device: &Device) -> Result<MultiHeadAttention> {
+    let rope = RopeConfig::new(50.0).with_scaling(scaling).with_axes(axes);
+    layer(&Config::new(12, 2).with_head_dim(16).with_causal(true).with_rope(rope), device)
 }
 
 /// Three sequences of 6, 4 and 1 tokens, padded on the left to 6.
 fn each_sequence_has_its_own_positions(device: &Device) -> Result<()> {
-    let layer = layer(&config(), &VarMap::new(), device)?;
-    let xs = Tensor::randn(0f32, 1.0, (3, 6, 24), device)?;
+    let (layer, xs) = (layer(&config(), device)?, Tensor::randn(0f32, 1.0, (3, 6, 24), device)?);
     let ones = Tensor::new(&[[1u8, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]], device)?;
     let positions = Tensor::new(&[[0i64, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3], [0, 0, 0, 0, 0, 0]], device)?;
     let mask = AttentionMask::from_attention_mask(&ones)?;
-    let input = AttentionInput::new(&xs).with_mask(&mask).with_positions(&positions);
-    let ys = layer.forward_with(input)?;
+    let ys = layer.forward_with(AttentionInput::new(&xs).with_mask(&mask).with_positions(&positions))?;
     for (b, length) in [(0, 6), (1, 4), (2, 1)] {
-        let alone = layer.forward(&xs.narrow(0, b, 1)?.narrow(1, 6 - length, length)?)?;
-        assert_close(&ys.narrow(0, b, 1)?.narrow(1, 6 - length, length)?, &alone, 2e-6, &format!("sequence {b}"));
+        let own = |xs: &Tensor| xs.narrow(0, b, 1)?.narrow(1, 6 - length, length);
+        assert_close(&own(&ys)?, &layer.forward(&own(&xs)?)?, 2e-6, &format!("sequence {b}"));
     }
+    let own = Tensor::arange(0u32, 6, device)?;
+    let given = layer.forward_with(AttentionInput::new(&xs).with_positions(&own))?;
+    assert_close(&given, &layer.forward(&xs)?, 0.0, "0..T unless given");
     Ok(())
 }
 
 /// Moved together they change nothing; the queries alone do.
 fn queries_and_keys_of_cross_attention_have_their_own(device: &Device) -> Result<()> {
-    let layer = layer(&config().with_causal(false), &VarMap::new(), device)?;
-    let xs = Tensor::randn(0f32, 1.0, (2, 3, 24), device)?;
-    let memory = Tensor::randn(0f32, 1.0, (2, 5, 24), device)?;
+    let layer = layer(&config().with_causal(false), device)?;
+    let [xs, memory] = [3, 5].map(|t| Tensor::randn(0f32, 1.0, (2, t, 24), device));
+    let (xs, memory) = (xs?, memory?);
     let cross = || AttentionInput::new(&xs).with_key_value(&memory, &memory);
     let at = |first: i64, t: i64| Tensor::arange(first, first + t, device);
     let plain = layer.forward_with(cross())?;
-    let said = layer.forward_with(cross().with_positions(&at(0, 3)?).with_key_positions(&at(0, 5)?))?;
-    assert_close(&said, &plain, 0.0, "0..T unless given");
-    let moved = layer.forward_with(cross().with_positions(&at(9, 3)?).with_key_positions(&at(9, 5)?))?;
-    assert_close(&moved, &plain, 1e-5, "both moved");
-    let apart = layer.forward_with(cross().with_positions(&at(9, 3)?))?;
-    assert!(values(&(apart - plain)?).iter().any(|difference| difference.abs() > 1e-3));
+    for (first, most) in [(0, 0.0), (9, 1e-5)] {
+        let (queries, keys) = (at(first, 3)?, at(first, 5)?);
+        let moved = layer.forward_with(cross().with_positions(&queries).with_key_positions(&keys))?;
+        assert_close(&moved, &plain, most, "both from the same");
+    }
+    assert!(max_error(&layer.forward_with(cross().with_positions(&at(9, 3)?))?, &plain) > 1e-3);
     Ok(())
 }
 
-#[test]
-fn positions_given_are_those_of_the_default() -> Result<()> {
-    let layer = layer(&config(), &VarMap::new(), &Device::Cpu)?;
-    let xs = Tensor::randn(0f32, 1.0, (2, 5, 24), &Device::Cpu)?;
-    let positions = Tensor::arange(0u32, 5, &Device::Cpu)?;
-    let given = layer.forward_with(AttentionInput::new(&xs).with_positions(&positions))?;
-    assert_close(&given, &layer.forward(&xs)?, 0.0, "0..T");
-    let one = xs.narrow(0, 1, 1)?.squeeze(0)?;
-    assert_close(&layer.forward(&one)?, &given.get(1)?, 1e-6, "one sequence");
+/// Whatever the scaling; and text is at no positions but its own.
+fn one_position_on_all_axes_is_a_position(device: &Device) -> Result<()> {
+    let xs = Tensor::randn(0f32, 1.0, (2, 5, 12), device)?;
+    let positions = Tensor::new(&[[0u32, 1, 2, 3, 4], [7, 8, 9, 10, 11]], device)?;
+    let on_all = Tensor::stack(&[&positions, &positions, &positions], 0)?;
+    for scaling in [RopeScaling::None, RopeScaling::Dynamic { factor: 2.0, original_context: 8 }] {
+        for (axes, _) in layouts().into_iter().take(3) {
+            let layer = with_axes(axes, scaling.clone(), device)?;
+            let ys = layer.forward_with(AttentionInput::new(&xs).with_axis_positions(&on_all))?;
+            let expected = layer.forward_with(AttentionInput::new(&xs).with_positions(&positions))?;
+            assert_close(&ys, &expected, 1e-6, "one position on all axes");
+            let ys = layer.forward_with(AttentionInput::new(&xs).with_axis_positions(&on_all.i((.., 0))?))?;
+            assert_close(&ys, &layer.forward(&xs)?, 1e-6, "those of text");
+        }
+    }
     Ok(())
 }
 
+fn a_cache_and_packed_sequences_give_the_numbers_of_one_call(device: &Device) -> Result<()> {
+    for (axes, _) in layouts() {
+        let positions = Tensor::rand(0f32, 9.0, (axes.sections().len(), 2, 5), device)?;
+        let layer = with_axes(axes, RopeScaling::None, device)?;
+        let xs = Tensor::randn(0f32, 1.0, (2, 5, 12), device)?;
+        let whole = layer.forward_with(AttentionInput::new(&xs).with_axis_positions(&positions))?;
+        let mut cache = AttentionCache::default();
+        for (start, t) in [(0, 3), (3, 1), (4, 1)] {
+            let (tokens, at) = (xs.narrow(1, start, t)?.contiguous()?, positions.narrow(2, start, t)?);
+            let input = AttentionInput::new(&tokens).with_axis_positions(&at).with_cache(&mut cache);
+            assert_close(&layer.forward_with(input)?, &whole.narrow(1, start, t)?, 2e-6, "with a cache");
+        }
+        let sequences = PackedSequences::from_lens(&[5, 5], &[5, 5])?;
+        let (rows, at) = (xs.flatten(0, 1)?, positions.flatten(1, 2)?);
+        let input = AttentionInput::new(&rows).with_axis_positions(&at).with_packed(&sequences);
+        assert_close(&layer.forward_with(input)?, &whole.flatten(0, 1)?, 2e-6, "packed");
+    }
+    Ok(())
+}
+
+/// Of the config, or of another base under its name.
 #[test]
 fn layers_share_tables() -> Result<()> {
-    let vars = VarMap::new();
-    let own = layer(&config(), &vars, &Device::Cpu)?;
-    let rotary = RotaryEmbedding::new(&rope(), 6)?;
-    let shared = layer(&config(), &vars, &Device::Cpu)?.with_rotary(rotary.clone())?;
-    let xs = Tensor::randn(0f32, 1.0, (2, 5, 24), &Device::Cpu)?;
-    assert_close(&shared.forward(&xs)?, &own.forward(&xs)?, 0.0, "the same tables");
-    let expect = |cfg: &MultiHeadAttentionConfig, rotary: &RotaryEmbedding, expected: &str| {
-        let layer = layer(cfg, &VarMap::new(), &Device::Cpu).expect("the config fits");
-        let text = error_text(layer.with_rotary(rotary.clone()));
-        assert!(text.starts_with(expected), "{text}");
-    };
-    let without = MultiHeadAttentionConfig::new(24, 4);
-    expect(&without, &rotary, "[multi_head_attention] rotary tables are given, but the config has no rope");
-    let other = RotaryEmbedding::new(&rope().with_rotary_dim(2), 6)?;
-    expect(&config(), &other, "[multi_head_attention] rotary tables are of RopeConfig { base: 100.0, ");
-    let wider = RotaryEmbedding::new(&rope(), 8)?;
-    expect(&config(), &wider, "[multi_head_attention] rotary tables are of RopeConfig { base: 100.0, ");
+    let xs = random((2, 5, 24))?;
+    let shared = |of: &RopeConfig, d: usize, cfg: &Config| layer(cfg, &CPU)?.with_rotary(RotaryEmbedding::new(of, d)?);
+    let own = layer(&config(), &CPU)?.forward(&xs)?;
+    assert_close(&shared(&rope(), 6, &config())?.forward(&xs)?, &own, 0.0, "the same tables");
+    let angles = Tensor::new(&[[0f32, 0.], [1., 0.1], [2., 0.2], [3., 0.3], [4., 0.4]], &CPU)?;
+    let given = RotaryEmbedding::from_tables(&rope().with_rotary_dim(4), 6, &angles.cos()?, &angles.sin()?)?;
+    assert_close(&layer(&config(), &CPU)?.with_rotary(given)?.forward(&xs)?, &own, 2e-6, "tables of its angles");
+    let without = Config::new(24, 4);
+    let other = "rotary tables are of RopeConfig { base: 100.0, ";
+    for (of, d, cfg, expected) in [
+        (rope(), 6, &without, "rotary tables are given, but the config has no rope"),
+        (rope().with_rotary_dim(2), 6, &config(), other),
+        (rope(), 8, &config(), other),
+    ] {
+        let text = error_text(shared(&of, d, cfg));
+        assert!(text.starts_with(&format!("[multi_head_attention] {expected}")), "{text}");
+    }
     Ok(())
 }
 
 /// Layers that have rotary positions and layers that have none take the same input.
 #[test]
 fn a_layer_without_rotary_positions_checks_them_only() -> Result<()> {
-    let layer = layer(&MultiHeadAttentionConfig::new(24, 4), &VarMap::new(), &Device::Cpu)?;
-    let xs = Tensor::randn(0f32, 1.0, (2, 5, 24), &Device::Cpu)?;
-    let positions = Tensor::arange(3u32, 8, &Device::Cpu)?;
+    let (layer, xs) = (layer(&Config::new(24, 4), &CPU)?, random((2, 5, 24))?);
+    let positions = Tensor::arange(3u32, 8, &CPU)?;
     let given = layer.forward_with(AttentionInput::new(&xs).with_positions(&positions))?;
     assert_close(&given, &layer.forward(&xs)?, 0.0, "no rope");
     let short = positions.narrow(0, 0, 4)?;

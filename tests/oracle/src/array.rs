@@ -63,6 +63,12 @@ impl Array {
         self
     }
 
+    /// What belongs to one sequence of (B, .., .., ..); an array that is the same for every sequence stays as it is.
+    pub fn of_sequence(&self, b: usize) -> Self {
+        let has_own = self.rank() == 4 && self.shape[0] > 1;
+        if has_own { self.clone().view(View::Narrow { dim: 0, start: b, len: 1 }) } else { self.clone() }
+    }
+
     /// Fills every entry that the views reach.
     pub fn filled(mut self, mut value: impl FnMut() -> f64) -> Self {
         for n in 0..self.shape.iter().product() {

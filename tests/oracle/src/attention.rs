@@ -120,12 +120,14 @@ impl Mask {
         Self { alignment, parts: parts.into() }
     }
 
-    /// The mask of one sequence. `keep` and `bias` stay as they are: they have to fit any.
+    /// The mask of one sequence.
     pub fn of_sequence(&self, b: usize) -> Self {
         let part = |part: &Part| match part {
             Part::ValidLens(lens) => Part::ValidLens(lens.of_sequence(b)),
             Part::Starts(lens) => Part::Starts(lens.of_sequence(b)),
             Part::Prefix(lens) => Part::Prefix(lens.of_sequence(b)),
+            Part::Keep(keep) => Part::Keep(keep.of_sequence(b)),
+            Part::Bias(bias) => Part::Bias(bias.of_sequence(b)),
             other => other.clone(),
         };
         let alignment = match &self.alignment {
@@ -176,6 +178,13 @@ impl Case {
     /// Whether query i of head h in sequence b sees key j.
     pub fn sees(&self, index: [usize; 4]) -> bool {
         self.masks.iter().all(|mask| mask.sees(&self.dims, index))
+    }
+
+    /// The call of one sequence.
+    pub fn of_sequence(&self, b: usize) -> Self {
+        let [q, k, v] = [&self.q, &self.k, &self.v].map(|array| array.of_sequence(b));
+        let masks = self.masks.iter().map(|mask| mask.of_sequence(b)).collect();
+        Self { dims: Dims { b: 1, ..self.dims }, q, k, v, masks, ..self.clone() }
     }
 
     pub fn kv_head(&self, h: usize) -> usize {

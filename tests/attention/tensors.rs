@@ -1,0 +1,41 @@
+//! Tensors that several tests draw, and their gradients.
+
+use std::collections::HashMap;
+
+use candle_core::{DType, Result, Shape, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
+
+pub use crate::call::CPU;
+
+pub type Tensors = HashMap<String, Tensor>;
+
+/// Normally distributed, in f32.
+pub fn random(shape: impl Into<Shape>) -> Result<Tensor> {
+    Tensor::randn(0f32, 1.0, shape, &CPU)
+}
+
+pub fn variable(shape: impl Into<Shape>) -> Result<Var> {
+    Var::from_tensor(&random(shape)?)
+}
+
+pub fn builder(tensors: Tensors) -> VarBuilder<'static> {
+    VarBuilder::from_tensors(tensors, DType::F32, &CPU)
+}
+
+/// The variables of a map by name.
+pub fn named(variables: &VarMap) -> HashMap<String, Var> {
+    variables.data().lock().expect("one thread").clone()
+}
+
+/// The gradients of a sum in which each entry of `ys` has a factor of its own.
+#[track_caller]
+pub fn gradients(ys: &Tensor, of: &[&Tensor]) -> Result<Vec<Tensor>> {
+    let factors = (Tensor::arange(0f32, ys.elem_count() as f32, ys.device())? * 0.37)?.sin()?;
+    let store = (ys * factors.reshape(ys.dims())?.to_dtype(ys.dtype())?)?.sum_all()?.backward()?;
+    let gradient = |of: &&Tensor| {
+        let gradient = store.get(of).unwrap_or_else(|| panic!("{:?} has no gradient", of.dims()));
+        assert_eq!((gradient.dims(), gradient.dtype()), (of.dims(), of.dtype()), "the gradient's shape and dtype");
+        gradient.clone()
+    };
+    Ok(of.iter().map(gradient).collect())
+}
