@@ -241,7 +241,7 @@ pub fn check_kernel(case: &Case, dtype: DType) -> Outcome {
     check_on(case, dtype, &CPU, &Path::kernels())
 }
 
-fn check_on(case: &Case, dtype: DType, device: &Device, paths: &[Path]) -> Outcome {
+pub fn check_on(case: &Case, dtype: DType, device: &Device, paths: &[Path]) -> Outcome {
     let expected = Expected::new(case, dtype);
     for &path in paths {
         let results = Call::new(case, dtype, device).and_then(|call| call.by(path).results());

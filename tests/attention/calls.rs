@@ -1,4 +1,4 @@
-//! Random and enumerated calls of small sizes, on every path, against the oracle.
+//! Random and enumerated calls of small sizes, on the reference path and in the kernel, against the oracle.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use candle_attention::{AttentionMask, SdpaOptions, scaled_dot_product_attention_with_lse as with_lse};
 use candle_core::{DType, Device, Result, Tensor};
 
-use crate::call::check;
+use crate::call::{Path, check, check_on};
 use crate::common::assert_close;
 use crate::oracle::Dims;
 use crate::recipe::{Chosen, Kind, Layout, Recipe, dtypes, for_all, recipes};
@@ -33,7 +33,13 @@ fn random_calls_give_the_oracles_numbers(device: &Device) {
             drawn.insert(format!("{first:?}, {:?}, {}", recipe.dtype, recipe.uniform_empty_rows));
             drawn.extend(kinds[n + 1..].iter().map(|second| format!("{first:?} before {second:?}")));
         }
-        check(&recipe.case(), recipe.dtype, device)
+        let case = recipe.case();
+        let mut paths = Path::of(&case, recipe.dtype, device);
+        // The reference path, and another tier each time.
+        let others = paths.len() - 1;
+        paths[1..].rotate_left(recipe.seed as usize % others.max(1));
+        paths.truncate(2);
+        check_on(&case, recipe.dtype, device, &paths)
     });
     let (kinds, dtypes) = (Kind::all().len(), dtypes(device).len());
     let expected = kinds * kinds + 2 * dtypes * kinds + 16 * dtypes;

@@ -21,7 +21,6 @@ crate::on_each_device!(
     every_config_gives_the_numbers_of_plain_loops,
     one_product_for_all_gives_the_bits_of_three,
     a_function_in_the_place_of_attention_gets_its_arguments,
-    a_mask_of_the_call_and_the_layers_own_hold_together,
     a_prefix_of_the_call_lifts_the_layers_own_causal_constraint,
     the_context_length_bounds_queries_and_keys,
     dropout_happens_in_training_only,
@@ -123,9 +122,15 @@ fn dtypes(device: &Device) -> &'static [DType] {
     if device.is_metal() { &[DType::F32] } else { &[DType::F64, DType::F32] }
 }
 
-/// Sums of a few dozen products of numbers up to 1, through three matrices.
+/// Sums of a few dozen products of numbers up to 1, through three matrices; in half precision parameters are rounded
+/// too.
 fn tolerance(dtype: DType) -> f64 {
-    if dtype == DType::F64 { 1e-12 } else { 2e-5 }
+    match dtype {
+        DType::F64 => 1e-12,
+        DType::F32 => 2e-5,
+        DType::F16 => 0.03,
+        _ => 0.25,
+    }
 }
 
 pub fn layer(cfg: &Config, dtype: DType, device: &Device) -> Result<MultiHeadAttention> {
@@ -189,7 +194,8 @@ fn run(cfg: &Config, sizes: [usize; 3], masks: Vec<Mask>, dtype: DType, device: 
     let output = layer.forward_with_weights(call())?;
     let ys = layer.forward_with(call())?;
     let columns = t_kv + usize::from(cfg.bias_kv());
-    let most = |_| tolerance(dtype);
+    let largest = expected.ys.iter().fold(1.0, |most: f64, y| most.max(y.abs()));
+    let most = |_| tolerance(dtype) * largest;
     let compared = [
         compare("forward_with", &ys, (&[b, t_q, cfg.out_dim()], dtype), &expected.ys, most),
         compare("forward_with_weights", &output.output, (&[b, t_q, cfg.out_dim()], dtype), &expected.ys, most),
@@ -215,6 +221,10 @@ fn run(cfg: &Config, sizes: [usize; 3], masks: Vec<Mask>, dtype: DType, device: 
 fn every_config_gives_the_numbers_of_plain_loops(device: &Device) {
     let (mut calls, mut disagree) = (0, 0);
     for (name, cfg) in configs() {
+        for dtype in [DType::F16, DType::BF16].into_iter().filter(|_| device.is_cpu()) {
+            let outcome = run(&cfg, [2, 4, 4], vec![], dtype, device).expect(name);
+            outcome.unwrap_or_else(|difference| panic!("{name} in {dtype:?}: {difference}"));
+        }
         for sizes in [[2, 4, 4], [1, 3, 6], [2, 5, 3], [1, 1, 1], [0, 3, 3], [2, 0, 0], [0, 0, 0], [2, 0, 3], [2, 3, 0]]
         {
             for (n, masks) in call_masks(sizes, cfg.num_heads()).into_iter().enumerate() {
@@ -293,34 +303,6 @@ fn a_function_in_the_place_of_attention_gets_its_arguments(device: &Device) -> R
         1e-6,
         "without a bias, twice the context is twice the output",
     );
-    Ok(())
-}
-
-fn a_mask_of_the_call_and_the_layers_own_hold_together(device: &Device) -> Result<()> {
-    let layer = layer(&Config::new(12, 4).with_causal(true).with_window(3), DType::F32, device)?;
-    let xs = Tensor::randn(0f32, 1., (2, 5, 12), device)?;
-    let padding = AttentionMask::none().with_valid_lens(vec![4, 2]).with_starts(vec![1, 0]);
-    let weights = layer.forward_with_weights(AttentionInput::new(&xs).with_mask(&padding))?.weights;
-    let drawn = AttentionMask::causal().with_window(3).and(&padding).resolve(2, 5, 5)?.to_string();
-    #[rustfmt::skip]
-    assert_eq!(drawn, "\
-. . . . .
-. 1 . . .
-. 1 1 . .
-. 1 1 1 .
-. . 1 1 .
-
-1 . . . .
-1 1 . . .
-1 1 . . .
-. 1 . . .
-. . . . .
-");
-    let rows: Vec<bool> = drawn.split_whitespace().map(|entry| entry == "1").collect();
-    for (n, weight) in values(&weights).into_iter().enumerate() {
-        let (b, key) = (n / (4 * 5 * 5), n % 25);
-        assert_eq!(weight > 0.0, rows[b * 25 + key], "sequence {b}, entry {key}");
-    }
     Ok(())
 }
 

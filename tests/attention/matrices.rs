@@ -122,44 +122,39 @@ fn every_mask_is_what_is_drawn(device: &Device) -> Result<()> {
 }
 
 #[test]
-fn nothing_is_none_but_none() {
-    assert!(AttentionMask::none().is_none() && !AttentionMask::causal().is_none());
-}
-
-#[test]
 fn sequences_are_drawn_one_below_the_other() {
     let mask = AttentionMask::causal().with_valid_lens(vec![3, 1]).with_starts(vec![1, 0]);
     let drawn = mask.resolve(2, 3, 3).expect("the mask fits").to_string();
     assert_eq!(drawn, ". . .\n. 1 .\n. 1 1\n\n1 . .\n1 . .\n1 . .\n");
+    assert!(AttentionMask::none().is_none() && !mask.is_none());
 }
 
 #[test]
 fn positions_follow_the_alignment() {
-    let position = |mask: AttentionMask, (t_q, t_kv)| mask.resolve(1, t_q, t_kv).expect("fits").query_position(1);
-    assert_eq!(position(AttentionMask::none(), (2, 5)), 4);
-    assert_eq!(position(AttentionMask::causal(), (5, 2)), -2);
-    assert_eq!(position(AttentionMask::causal_upper_left(), (2, 5)), 1);
-    assert_eq!(position(AttentionMask::causal_with_offset(7), (2, 5)), 8);
-    assert_eq!(position(AttentionMask::causal_with_offsets([-7]), (2, 5)), -6);
+    for (mask, (t_q, t_kv), expected) in [
+        (AttentionMask::none(), (2, 5), 4),
+        (AttentionMask::causal(), (5, 2), -2),
+        (AttentionMask::causal_upper_left(), (2, 5), 1),
+        (AttentionMask::causal_with_offset(7), (2, 5), 8),
+        (AttentionMask::causal_with_offsets([-7]), (2, 5), -6),
+    ] {
+        assert_eq!(mask.resolve(1, t_q, t_kv).expect("fits").query_position(1), expected, "{mask:?}");
+    }
 }
 
-fn attention_masks_become_starts_and_lengths(device: &Device) {
-    let from = |rows: &[[u8; 4]]| {
-        let flat = Tensor::from_slice(rows.as_flattened(), (rows.len(), 4), device).expect("a tensor");
-        AttentionMask::from_attention_mask(&flat).expect("ones and zeros")
-    };
-    let drawn = |mask: &AttentionMask, b| mask.resolve(b, 1, 4).expect("the mask fits").to_string();
-    assert_eq!(drawn(&from(&[[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]), 3), "1 1 1 .\n\n1 . . .\n\n1 1 1 1\n");
-    assert_eq!(drawn(&from(&[[0, 1, 1, 1], [0, 0, 0, 1]]), 2), ". 1 1 1\n\n. . . 1\n");
-    assert_eq!(drawn(&from(&[[0, 1, 1, 0], [1, 1, 0, 0]]), 2), ". 1 1 .\n\n1 1 . .\n");
-    assert_eq!(drawn(&from(&[[0, 0, 0, 0], [0, 1, 0, 0]]), 2), ". . . .\n\n. 1 . .\n");
-    assert_eq!(drawn(&from(&[[0, 0, 0, 0]]), 1), ". . . .\n");
-    assert_eq!(drawn(&from(&[]), 0), "");
-    // Nothing is left to read from memory.
-    for mask in [from(&[[0, 1, 1, 0]]), from(&[[0, 0, 0, 0]]), from(&[[1, 1, 1, 1]])] {
+fn attention_masks_become_starts_and_lengths(device: &Device) -> Result<()> {
+    let cases: [&[&str]; 6] =
+        [&["111.", "1...", "1111"], &[".111", "...1"], &[".11.", "11.."], &["....", ".1.."], &["...."], &[]];
+    for rows in cases {
+        let ones: Vec<u8> = rows.iter().flat_map(|row| row.bytes()).map(|byte| u8::from(byte == b'1')).collect();
+        let mask = AttentionMask::from_attention_mask(&Tensor::from_vec(ones, (rows.len(), 4), device)?)?;
+        let drawn = mask.resolve(rows.len(), 1, 4)?.to_string();
+        assert_eq!(drawn.replace(' ', "").split_whitespace().collect::<Vec<_>>(), rows);
+        // Nothing is left to read from memory.
         let text = format!("{mask:?}");
         assert!(!text.contains("Keep") && !text.contains("Bias"), "{text}");
     }
+    Ok(())
 }
 
 fn attention_masks_with_holes_become_keep(device: &Device) -> Result<()> {

@@ -1,11 +1,11 @@
 //! Keys cut into parts, each attended alone, merge to what all keys together give.
 
 use candle_attention::cpu::Tier;
-use candle_attention::{AttentionMask, Backend, EmptyRows, SdpaOptions, merge_attention};
+use candle_attention::{AttentionMask, EmptyRows, SdpaOptions, merge_attention};
 use candle_core::{DType, Device, Result, Tensor};
 use proptest::prelude::*;
 
-use crate::call::{CPU, Call, Expected, Outcome, reference};
+use crate::call::{CPU, Call, Expected, Outcome, Path, reference};
 use crate::common::{assert_close, values};
 use crate::oracle::{Case, Dims};
 use crate::recipe::{DTYPES, Recipe, dtypes, for_all, kernel_recipes, recipes, wide};
@@ -22,8 +22,8 @@ struct Split {
     assigned: Vec<usize>,
 }
 
-fn splits(dtypes: &'static [DType]) -> impl Strategy<Value = Split> {
-    (recipes(dtypes), 1..=5usize).prop_flat_map(|(recipe, parts)| {
+fn splits(recipes: impl Strategy<Value = Recipe>) -> impl Strategy<Value = Split> {
+    (recipes, 1..=5usize).prop_flat_map(|(recipe, parts)| {
         let assigned = proptest::collection::vec(0..parts, recipe.dims.t_kv);
         (Just(recipe), Just(parts), 0..parts, any::<bool>(), assigned).prop_map(
             |(recipe, parts, sinks_in, in_order, mut assigned)| {
@@ -34,6 +34,37 @@ fn splits(dtypes: &'static [DType]) -> impl Strategy<Value = Split> {
             },
         )
     })
+}
+
+impl Split {
+    /// At once, and in two stages, as a tree of machines would do it.
+    fn check(&self, device: &Device, path: Path) -> Result<Outcome> {
+        let Self { recipe, parts, sinks_in, assigned } = self;
+        let mut case = recipe.case();
+        let whole = Call::new(&case, recipe.dtype, device)?;
+        let part = |n: usize| {
+            let keys: Vec<usize> = (0..case.dims.t_kv).filter(|&j| assigned[j] == n).collect();
+            let mut part = part(&whole, &case, &keys, n == *sinks_in)?;
+            // The mean of a part's keys must not enter the whole's; with a sink it would, which no merge can tell.
+            if recipe.uniform_empty_rows && case.options.sinks.is_none() {
+                part.mask = part.mask.with_empty_rows(EmptyRows::Uniform);
+            }
+            part.by(path).with_lse()
+        };
+        let parts = (0..*parts).map(part).collect::<Result<Vec<_>>>()?;
+        let (front, back) = parts.split_at(*sinks_in);
+        let halves = [front, back].into_iter().filter(|half| !half.is_empty());
+        let in_stages = merge_attention(&halves.map(merge_attention).collect::<Result<Vec<_>>>()?)?;
+        case.uniform_empty_rows = false;
+        let expected = Expected::new(&case, recipe.dtype);
+        let expected = if path == Path::REFERENCE { expected } else { expected.fused(&case) };
+        let compare = |(context, lse): &(Tensor, Tensor), stages: f64| {
+            expected.merged_context("context", context, stages)?;
+            expected.lse("lse", lse)
+        };
+        let at_once = compare(&merge_attention(&parts)?, 1.0).map_err(|error| format!("{path:?}, at once: {error}"));
+        Ok(at_once.and_then(|()| compare(&in_stages, 2.0).map_err(|error| format!("{path:?}, in stages: {error}"))))
+    }
 }
 
 fn columns<T>(case: &Case, keys: &[usize], entry: impl Fn([usize; 4]) -> T) -> Vec<T> {
@@ -60,7 +91,7 @@ pub fn options(case: &Case) -> SdpaOptions {
     options
 }
 
-/// These keys of a call as a call of their own, on the reference path. What is hidden and added is written out, since
+/// These keys of a call as a call of their own. What is hidden and added is written out, since
 /// positions, and ALiBi's distances, count in the whole.
 fn part(whole: &Call, case: &Case, keys: &[usize], with_sinks: bool) -> Result<Call> {
     let (dtype, device) = (whole.q.dtype(), whole.q.device());
@@ -90,35 +121,17 @@ fn part(whole: &Call, case: &Case, keys: &[usize], with_sinks: bool) -> Result<C
 }
 
 fn random_parts_merge_to_the_whole(device: &Device) {
-    for_all(2_000, splits(dtypes(device)), |split| {
-        let Split { recipe, parts, sinks_in, assigned } = &split;
-        let mut case = recipe.case();
-        let run = || -> Result<_> {
-            let whole = Call::new(&case, recipe.dtype, device)?;
-            let part = |n: usize| {
-                let keys: Vec<usize> = (0..case.dims.t_kv).filter(|&j| assigned[j] == n).collect();
-                let mut part = part(&whole, &case, &keys, n == *sinks_in)?;
-                // The mean of a part's keys must not enter the whole's; with a sink it would, which no merge can tell.
-                if recipe.uniform_empty_rows && case.options.sinks.is_none() {
-                    part.mask = part.mask.with_empty_rows(EmptyRows::Uniform);
-                }
-                part.with_lse()
-            };
-            let parts = (0..*parts).map(part).collect::<Result<Vec<_>>>()?;
-            // Two stages, as a tree of machines would do it.
-            let (front, back) = parts.split_at(*sinks_in);
-            let halves = [front, back].into_iter().filter(|half| !half.is_empty());
-            let in_stages = merge_attention(&halves.map(merge_attention).collect::<Result<Vec<_>>>()?)?;
-            Ok([merge_attention(&parts)?, in_stages])
-        };
-        let merged = run().map_err(|error| error.to_string())?;
-        case.uniform_empty_rows = false;
-        let expected = Expected::new(&case, recipe.dtype);
-        for (what, (context, lse)) in ["at once", "in stages"].into_iter().zip(&merged) {
-            expected.merged_context(what, context, 2.0)?;
-            expected.lse(&format!("lse {what}"), lse)?;
-        }
-        Ok(())
+    for_all(2_000, splits(recipes(dtypes(device))), |split| {
+        split.check(device, Path::REFERENCE).unwrap_or_else(|error| Err(error.to_string()))
+    });
+}
+
+/// Some of which have no keys.
+#[test]
+fn random_parts_of_the_kernel_merge_to_the_whole() {
+    for_all(64, splits(kernel_recipes()), |split| {
+        let check = |path| split.check(&CPU, path).unwrap_or_else(|error| Err(error.to_string()));
+        Path::kernels().into_iter().try_for_each(check)
     });
 }
 
@@ -131,39 +144,6 @@ fn one_part_merges_to_itself(device: &Device) -> Result<()> {
         assert_close(&merged_lse, &lse, 0.0, "lse");
     }
     Ok(())
-}
-
-/// Cut at random places, and at some of them twice, which leaves an empty part between.
-#[test]
-fn random_cuts_of_the_kernel_merge_to_the_whole() {
-    let cuts = proptest::collection::vec(0.0..1.0f64, 0..5);
-    for_all(64, (kernel_recipes(), cuts, any::<bool>()), |(draw, cuts, doubled)| {
-        let case = draw.case();
-        let mut cuts: Vec<_> = cuts.into_iter().map(|cut| (cut * (case.dims.t_kv + 1) as f64) as usize).collect();
-        if doubled {
-            cuts.extend(cuts.clone());
-        }
-        cuts.sort_unstable();
-        let ends = [&[0], cuts.as_slice(), &[case.dims.t_kv]].concat();
-        let expected = Expected::new(&case, draw.dtype).fused(&case);
-        for tier in Tier::available() {
-            let run = || -> Result<_> {
-                let whole = Call::fused(&case, draw.dtype)?;
-                let parts = ends.windows(2).enumerate().map(|(n, ends)| {
-                    let keys: Vec<_> = (ends[0]..ends[1]).collect();
-                    part(&whole, &case, &keys, n == 0)?.on(Backend::Fused).on_tier(tier).with_lse()
-                });
-                merge_attention(&parts.collect::<Result<Vec<_>>>()?)
-            };
-            let compare = |(context, lse): (Tensor, Tensor)| -> Outcome {
-                expected.merged_context("context", &context, 1.0)?;
-                expected.lse("lse", &lse)
-            };
-            let merged = run().map_err(|error| format!("{tier}: {error}"))?;
-            compare(merged).map_err(|difference| format!("{tier}, cut at {cuts:?}: {difference}"))?;
-        }
-        Ok(())
-    });
 }
 
 /// Without a mask a part is a plain call; parts of no keys and of hidden keys take nothing away.

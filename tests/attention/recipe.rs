@@ -159,36 +159,33 @@ impl Kind {
     }
 
     fn part(self, dims: &Dims, dtype: DType, random: &mut Random) -> Option<Part> {
-        let t_kv = dims.t_kv;
-        let mut rows = |most: usize| Lens::PerSequence((0..dims.b).map(|_| random.up_to(most)).collect());
-        let mut random = match self {
-            Self::ValidLens => return Some(Part::ValidLens(rows(t_kv + 2))),
-            Self::Starts => return Some(Part::Starts(rows(t_kv + 1))),
-            Self::Prefix => return Some(Part::Prefix(rows(t_kv + 1))),
-            _ => random,
-        };
-        let mut table =
-            |most| Lens::PerQuery((0..dims.b).map(|_| (0..dims.t_q).map(|_| random.up_to(most)).collect()).collect());
-        random = match self {
-            Self::ValidLensPerQuery => return Some(Part::ValidLens(table(t_kv + 2))),
-            Self::StartsPerQuery => return Some(Part::Starts(table(t_kv + 1))),
-            Self::PrefixPerQuery => return Some(Part::Prefix(table(t_kv + 1))),
-            _ => random,
-        };
+        let Dims { b, t_q, t_kv, .. } = *dims;
         Some(match self {
+            Self::ValidLens => Part::ValidLens(lens(random, b, t_kv + 2)),
+            Self::Starts => Part::Starts(lens(random, b, t_kv + 1)),
+            Self::Prefix => Part::Prefix(lens(random, b, t_kv + 1)),
+            Self::ValidLensPerQuery => Part::ValidLens(table(random, [b, t_q], t_kv + 2)),
+            Self::StartsPerQuery => Part::Starts(table(random, [b, t_q], t_kv + 1)),
+            Self::PrefixPerQuery => Part::Prefix(table(random, [b, t_q], t_kv + 1)),
             Self::Window => Part::Window(1 + random.up_to(t_kv + 1)),
             Self::Band => Part::Band(random.up_to(3), random.up_to(3)),
             Self::Chunk => Part::Chunk(1 + random.up_to(t_kv + 1)),
             Self::Keep(reach) => Part::Keep(reach.array(dims).filled(|| f64::from(u8::from(random.up_to(9) >= 4)))),
-            Self::Bias(reach) => Part::Bias(
-                reach
-                    .array(dims)
-                    .filled(|| if random.chance(0.15) { f64::NEG_INFINITY } else { random.between(-3.0, 3.0) })
-                    .rounded(wide(dtype)),
-            ),
-            _ => return None,
+            Self::Bias(reach) => {
+                let number = || if random.chance(0.15) { f64::NEG_INFINITY } else { random.between(-3.0, 3.0) };
+                Part::Bias(reach.array(dims).filled(number).rounded(wide(dtype)))
+            }
+            Self::Causal | Self::UpperLeft | Self::Offset | Self::Offsets => return None,
         })
     }
+}
+
+fn lens(random: &mut Random, b: usize, most: usize) -> Lens {
+    Lens::PerSequence((0..b).map(|_| random.up_to(most)).collect())
+}
+
+fn table(random: &mut Random, [b, t_q]: [usize; 2], most: usize) -> Lens {
+    Lens::PerQuery((0..b).map(|_| (0..t_q).map(|_| random.up_to(most)).collect()).collect())
 }
 
 /// Which options are set.

@@ -23,24 +23,17 @@ enum Work {
 
 impl Work {
     fn run(&self) -> Vec<u64> {
-        let run = || -> Result<_> {
-            Ok(match self {
-                Self::Attention(call) => {
-                    let (context, lse) = call.with_lse()?;
-                    [bits(&context), bits(&lse)].concat()
-                }
-                Self::Projection(packed, xs) => bits(&packed.forward(xs)?),
-            })
+        let results = match self {
+            Self::Attention(call) => call.with_lse().map(|(context, lse)| [bits(&context), bits(&lse)].concat()),
+            Self::Projection(packed, xs) => packed.forward(xs).map(|ys| bits(&ys)),
         };
-        run().unwrap_or_else(|error| panic!("{error}: {}", self.name()))
+        results.unwrap_or_else(|error| panic!("{error}: {}", self.name()))
     }
 
     fn name(&self) -> String {
         match self {
-            Self::Attention(call) => {
-                format!("{:?} {:?} {:?} {:?}", call.q.dims(), call.k.dims(), call.q.dtype(), call.options)
-            }
-            Self::Projection(packed, xs) => format!("{packed:?} over {:?} in {:?}", xs.dims(), xs.dtype()),
+            Self::Attention(Call { q, k, options, .. }) => format!("{q:?} {k:?} {options:?}"),
+            Self::Projection(packed, xs) => format!("{packed:?} over {xs:?}"),
         }
     }
 }

@@ -54,18 +54,12 @@ fn shiny_sun(golden: &Golden) -> Result<(Tensor, AttentionOutput)> {
 }
 
 #[test]
-fn shiny_sun_attends_without_weights() -> Result<()> {
-    let golden = Golden::open("shiny_sun");
-    assert_golden(&shiny_sun(&golden)?.1, &golden, "main")?;
-    let x = heads(golden.get("all_queries", "x"))?;
+fn small_examples_have_their_weights_and_contexts() -> Result<()> {
+    let (sun, golden) = (Golden::open("shiny_sun"), Golden::open("qkv_2x2"));
+    assert_golden(&shiny_sun(&sun)?.1, &sun, "main")?;
+    let x = heads(sun.get("all_queries", "x"))?;
     let context = attend(&x, &x, &x, &AttentionMask::none(), Some(1.0))?.context;
-    assert_close(&context.squeeze(0)?.squeeze(0)?, golden.get("all_queries", "expected_f64"), TOLERANCE, "all queries");
-    Ok(())
-}
-
-#[test]
-fn qkv_2x2_gives_weights_and_context() -> Result<()> {
-    let golden = Golden::open("qkv_2x2");
+    assert_close(&context.squeeze(0)?.squeeze(0)?, sun.get("all_queries", "expected_f64"), TOLERANCE, "all queries");
     let [q, k, v] = qkv_2x2(&golden)?;
     assert_golden(&attend(&q, &k, &v, &AttentionMask::none(), None)?, &golden, "main")
 }

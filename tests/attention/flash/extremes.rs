@@ -46,69 +46,76 @@ fn empty_rows_are_zeros() {
     }
 }
 
-type Apply = Box<dyn Fn(&mut Case, DType)>;
-
-/// A change of a case that leaves finite results.
+/// What differs from plain numbers and leaves finite results.
+#[derive(Debug, Clone, Default)]
 struct Change {
-    what: String,
-    apply: Apply,
+    /// Every number of queries and keys is this or its negative.
+    size: Option<f64>,
+    /// Queries and keys are multiplied by these, but in f16, which cannot hold the products.
+    factors: Option<[f64; 2]>,
+    /// Values are up to the largest number.
+    values: bool,
+    scale: Option<f64>,
+    softcap: Option<f64>,
+    /// Of the first key, and more for each key after it.
+    bias: Option<[f64; 2]>,
+    sinks: Option<[f64; 4]>,
 }
 
 fn set(array: &mut Array, dtype: DType, value: impl Fn(f64) -> f64) {
     array.data.iter_mut().for_each(|x| *x = round(value(*x), dtype));
 }
 
-#[rustfmt::skip]
-fn changes() -> Vec<Change> {
-    let mut all = Vec::new();
-    let mut add = |what: String, apply: Apply| all.push(Change { what, apply });
-    // Scores of ten thousand, and biases as large.
-    for (size, scale) in [(25.0, 1.0), (25.0, -1.0), (1.0, 625.0), (0.01, -6e6)] {
-        for bias in [0.0, 1e4, -1e4] {
-            add(format!("size {size}, scale {scale}, bias {bias}"), Box::new(move |case, dtype| {
-                case.options.scale = Some(scale);
-                set(&mut case.q, dtype, |x| x.signum() * size);
-                set(&mut case.k, dtype, |x| x.signum() * size);
-                case.masks.push(Mask::of(Part::Bias(Array::new(&[DIMS.t_kv]).filled(|| bias))));
-            }));
+impl Change {
+    fn apply(&self, case: &mut Case, dtype: DType) {
+        if self.factors.is_some() && dtype == DType::F16 {
+            return;
+        }
+        let [of_q, of_k] = self.factors.unwrap_or([1.0; 2]);
+        for (array, factor) in [(&mut case.q, of_q), (&mut case.k, of_k)] {
+            set(array, dtype, |x| self.size.map_or(x * factor, |size| x.signum() * size));
+        }
+        let largest = if dtype == DType::F16 { 30_000.0 } else { 1e36 };
+        set(&mut case.v, dtype, |x| if self.values { x * largest } else { x });
+        (case.options.scale, case.options.softcap) = (self.scale, self.softcap);
+        case.options.sinks = self.sinks.map(Vec::from);
+        if let Some([first, step]) = self.bias {
+            let mut bias = first - step;
+            let bias = Array::new(&[DIMS.t_kv]).filled(|| {
+                bias += step;
+                bias
+            });
+            case.masks.push(Mask::of(Part::Bias(bias)));
         }
     }
-    // Products of up to 1e36 under a scale that brings them back to a few units, and the reverse: beyond f16.
-    for (q, k, scale) in [
-        (1e15, 1e15, 1e-30), (1e30, 1.0, 1e-30), (1.0, 1e30, -1e-30), (1e18, 1e17, 1e-35),
-        (1e-15, 1e-15, 1e30), (1e-30, 1.0, 1e30), (1.0, 1e-30, 1e30), (1e15, 1e-15, 1.0),
-    ] {
-        add(format!("q around {q:e}, k around {k:e}, scale {scale:e}"), Box::new(move |case, dtype| {
-            if dtype != DType::F16 {
-                case.options.scale = Some(scale);
-                set(&mut case.q, dtype, |x| x * q);
-                set(&mut case.k, dtype, |x| x * k);
-            }
-        }));
+}
+
+fn changes() -> Vec<Change> {
+    let plain = Change::default();
+    let mut all = vec![Change { values: true, ..plain.clone() }];
+    // Scores of ten thousand, and biases as large.
+    for (size, scale) in [(25.0, 1.0), (25.0, -1.0), (1.0, 625.0), (0.01, -6e6)] {
+        let biased =
+            |bias| Change { size: Some(size), scale: Some(scale), bias: Some([bias, 0.0]), ..Change::default() };
+        all.extend([0.0, 1e4, -1e4].map(biased));
+    }
+    // Products of up to 1e36 under a scale that brings them back to a few units, and the reverse.
+    let large = [(1e15, 1e15, 1e-30), (1e30, 1.0, 1e-30), (1.0, 1e30, -1e-30), (1e18, 1e17, 1e-35)];
+    let small = [(1e-15, 1e-15, 1e30), (1e-30, 1.0, 1e30), (1.0, 1e-30, 1e30), (1e15, 1e-15, 1.0)];
+    for (q, k, scale) in large.into_iter().chain(small) {
+        all.push(Change { factors: Some([q, k]), scale: Some(scale), ..plain.clone() });
     }
     // Scores that rise or fall by hundreds from one key to the next: the running maximum moves in every tile, or never.
     for slope in [30.0, -30.0, 0.3, -0.3] {
-        add(format!("a slope of {slope}"), Box::new(move |case, _| {
-            let mut j = 0.0;
-            let mut ramp = || { j += 1.0; slope * j };
-            case.options.scale = Some(1.0);
-            case.masks.push(Mask::of(Part::Bias(Array::new(&[DIMS.t_kv]).filled(&mut ramp))));
-        }));
+        all.push(Change { scale: Some(1.0), bias: Some([slope, slope]), ..plain.clone() });
     }
-    // Values up to the largest number, whose weighted mean is a number too.
-    add("large values".into(), Box::new(|case, dtype| {
-        let most = if dtype == DType::F16 { 30_000.0 } else { 1e36 };
-        set(&mut case.v, dtype, |x| x * most);
-    }));
     // Caps far below and far above the scores.
     for (softcap, scale) in [(1e-3, 1.0), (30.0, 10.0), (50.0, 1e-3), (1e4, 1.0), (1e-20, 1e10), (1.0, 1e30)] {
-        add(format!("cap {softcap}, scale {scale}"), Box::new(move |case, _| {
-            (case.options.softcap, case.options.scale) = (Some(softcap), Some(scale));
-        }));
+        all.push(Change { softcap: Some(softcap), scale: Some(scale), ..plain.clone() });
     }
     // A sink of -inf is no sink; one of 1e4 takes all.
     for sinks in [[f64::NEG_INFINITY, 0.0, 1e4, -1e4], [f64::NEG_INFINITY; 4]] {
-        add(format!("sinks {sinks:?}"), Box::new(move |case, _| case.options.sinks = Some(sinks.to_vec())));
+        all.push(Change { sinks: Some(sinks), ..plain.clone() });
     }
     all
 }
@@ -119,12 +126,12 @@ crate::on_each_device!(extreme_numbers_do_not_overflow);
 /// of one give one.
 fn extreme_numbers_do_not_overflow(device: &Device) {
     let masks: [&[Kind]; 4] = [&[], &[Kind::Causal], &[Kind::ValidLens], &[Kind::Band]];
-    for (n, Change { what, apply }) in changes().into_iter().enumerate() {
+    for (n, change) in changes().into_iter().enumerate() {
         for (m, dtype) in DTYPES.into_iter().enumerate() {
             for kinds in [masks[(n + m) % 4], masks[(n + m + 2) % 4]] {
                 let mut case = Recipe::of_kernel(DIMS, kinds.to_vec(), dtype).case();
-                apply(&mut case, dtype);
-                let what = format!("{what} in {dtype:?} under {kinds:?}");
+                change.apply(&mut case, dtype);
+                let what = format!("{change:?} in {dtype:?} under {kinds:?}");
                 check(&case, dtype, device).unwrap_or_else(|difference| panic!("{difference}: {what}"));
                 set(&mut case.v, dtype, |_| 1.0);
                 let (expected, call) = (case.attend().context, Call::fused(&case, dtype).expect("tensors"));

@@ -6,16 +6,6 @@ use candle_core::{DType, Result};
 use candle_nn::Init;
 
 #[test]
-fn rand_is_torch_rand() -> Result<()> {
-    // torch.manual_seed(123); print(torch.rand(3, 2).tolist())
-    let printed = [[0.29611194f32, 0.5165623], [0.25167072, 0.6885568], [0.07397246, 0.86652195]];
-    assert_eq!(TorchSeed::new(123).rand((3, 2))?.to_vec2::<f32>()?, printed);
-    // PyTorch's generator takes the low 32 bits of a seed.
-    assert_eq!(TorchSeed::new(123 + (1 << 32)).rand((3, 2))?.to_vec2::<f32>()?, printed);
-    Ok(())
-}
-
-#[test]
 fn randn_of_any_size_is_torch_randn() -> Result<()> {
     // for n in sizes:
     //     torch.manual_seed(42)
@@ -37,26 +27,33 @@ fn randn_of_any_size_is_torch_randn() -> Result<()> {
 }
 
 #[test]
-fn the_spare_of_a_small_normal_waits_through_other_draws() -> Result<()> {
+fn a_stream_is_drawn_from_in_turn() -> Result<()> {
+    // torch.manual_seed(123); print(torch.rand(3, 2).tolist())
+    let printed = [[0.29611194f32, 0.5165623], [0.25167072, 0.6885568], [0.07397246, 0.86652195]];
+    // PyTorch's generator takes the low 32 bits of a seed.
+    for seed in [123, 123 + (1 << 32)] {
+        assert_eq!(TorchSeed::new(seed).rand((3, 2))?.to_vec2::<f32>()?, printed);
+    }
     // torch.manual_seed(42)
     // print(torch.randn(5), torch.rand(1), torch.randn(40)[:1], torch.randn(2))
     let seed = TorchSeed::new(42);
     assert_eq!(seed.randn(5)?.to_vec1::<f32>()?, [0.33669037, 0.1288094, 0.23446237, 0.23033303, -1.1228564]);
-    assert_eq!(seed.rand(1)?.to_vec1::<f32>()?, [0.86940444]);
+    assert_eq!(seed.rand(1)?.to_vec1::<f32>()?, [0.86940444], "the spare of a small normal waits");
     assert_eq!(seed.randn(40)?.to_vec1::<f32>()?[0], -1.2082148);
     assert_eq!(seed.randn(2)?.to_vec1::<f32>()?, [-0.18632829, -0.6778203]);
-    Ok(())
-}
-
-#[test]
-fn manual_seed_starts_again_without_a_spare() -> Result<()> {
+    // Clones and builders are handles to the one stream, which starts again without the spare; a name is drawn once.
     // torch.manual_seed(42); torch.randn(1); torch.manual_seed(42); print(torch.randn(1))
-    let seed = TorchSeed::new(42);
-    let parameter = seed.var_builder(DType::F32, &CPU).get_with_hints(1, "w", STANDARD_NORMAL)?;
+    let draw =
+        |name: &str, hint, n: usize| seed.var_builder(DType::F32, &CPU).get_with_hints(n, name, hint)?.to_vec1::<f32>();
+    seed.manual_seed(42);
+    let parameter = draw("w", STANDARD_NORMAL, 1)?;
     seed.clone().manual_seed(42);
     assert_eq!(seed.randn(1)?.to_vec1::<f32>()?, [0.33669037]);
-    let again = seed.var_builder(DType::F32, &CPU).get_with_hints(1, "w", STANDARD_NORMAL)?;
-    assert_eq!(again.to_vec1::<f32>()?, parameter.to_vec1::<f32>()?);
+    assert_eq!(draw("w", STANDARD_NORMAL, 1)?, parameter);
+    seed.manual_seed(8);
+    let uniform = Init::Uniform { lo: 0.0, up: 1.0 };
+    let drawn = [seed.rand(2)?.to_vec1::<f32>()?, seed.clone().rand(2)?.to_vec1()?, draw("u", uniform, 2)?].concat();
+    assert_eq!(drawn, TorchSeed::new(8).rand(6)?.to_vec1::<f32>()?);
     Ok(())
 }
 
@@ -91,17 +88,5 @@ fn dropout_takes_probabilities_only() -> Result<()> {
     // print(hashlib.sha256(keep.numpy().tobytes()).hexdigest())
     let keep = TorchSeed::new(9).dropout_keep(1000, 0.1)?.to_vec1::<u8>()?;
     assert_eq!(sha256_of_bytes(&keep), "c2459e3b3eeb4e1dafc4b0c46784aac7622ebb141cb00f9895d79d180e03529f");
-    Ok(())
-}
-
-#[test]
-fn clones_are_handles_to_one_stream() -> Result<()> {
-    let expected = TorchSeed::new(8).rand(6)?.to_vec1::<f32>()?;
-    let seed = TorchSeed::new(8);
-    let mut drawn = seed.rand(2)?.to_vec1::<f32>()?;
-    drawn.extend(seed.clone().rand(2)?.to_vec1::<f32>()?);
-    let hint = Init::Uniform { lo: 0.0, up: 1.0 };
-    drawn.extend(seed.var_builder(DType::F32, &CPU).get_with_hints(2, "w", hint)?.to_vec1::<f32>()?);
-    assert_eq!(drawn, expected);
     Ok(())
 }

@@ -7,9 +7,9 @@ use candle_attention::{
 use candle_core::{DType, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 
-use super::CPU;
 use crate::common::{assert_close, error_text, values};
 use crate::compare::layer;
+use crate::tensors::{CPU, builder, named, random};
 
 fn assert_plan(plan: &Plan, backend: Backend, why: &str) {
     assert_eq!(plan.backend, backend, "{plan}");
@@ -18,28 +18,26 @@ fn assert_plan(plan: &Plan, backend: Backend, why: &str) {
 
 #[test]
 fn a_plan_names_the_path_of_a_call_and_why() -> Result<()> {
-    let cfg = Config::new(12, 4).with_causal(true);
-    let xs = Tensor::randn(0f32, 1.0, (2, 5, 12), &CPU)?;
-    let plain = layer(&cfg, DType::F32, &CPU)?;
-    assert_plan(&plain.plan(&AttentionInput::new(&xs))?, Backend::Fused, "the CPU kernel");
-    assert_plan(&plain.plan(&AttentionInput::new(&xs).with_key_value(&xs, &xs))?, Backend::Fused, "the CPU kernel");
-    let memory = plain.project_memory(&xs, &xs)?;
-    assert_plan(&plain.plan(&AttentionInput::new(&xs).with_memory(&memory))?, Backend::Fused, "the CPU kernel");
-    let asked = AttentionInput::new(&xs).with_backend(Backend::Reference);
-    assert_plan(&plain.plan(&asked)?, Backend::Reference, "asked for");
+    let (cfg, xs) = (Config::new(12, 4).with_causal(true), random((2, 5, 12))?);
+    let (plain, dropped) = (layer(&cfg, DType::F32, &CPU)?, layer(&cfg.clone().with_dropout(0.5), DType::F32, &CPU)?);
+    let (memory, input) = (plain.project_memory(&xs, &xs)?, || AttentionInput::new(&xs));
     let uniform = AttentionMask::none().with_empty_rows(EmptyRows::Uniform);
-    assert_plan(&plain.plan(&AttentionInput::new(&xs).with_mask(&uniform))?, Backend::Reference, "see nothing");
-
-    let wide = xs.to_dtype(DType::F64)?;
-    let layer_f64 = layer(&cfg, DType::F64, &CPU)?;
-    assert_plan(&layer_f64.plan(&AttentionInput::new(&wide))?, Backend::Reference, "F64");
+    for (layer, input, backend, why) in [
+        (&plain, input(), Backend::Fused, "the CPU kernel"),
+        (&plain, input().with_key_value(&xs, &xs), Backend::Fused, "the CPU kernel"),
+        (&plain, input().with_memory(&memory), Backend::Fused, "the CPU kernel"),
+        (&plain, input().with_backend(Backend::Reference), Backend::Reference, "asked for"),
+        (&plain, input().with_mask(&uniform), Backend::Reference, "see nothing"),
+        (&dropped, input(), Backend::Fused, "the CPU kernel"),
+        (&dropped, input().with_train(true), Backend::Fused, "the CPU kernel"),
+    ] {
+        assert_plan(&layer.plan(&input)?, backend, why);
+    }
+    let (wide, in_f64) = (xs.to_dtype(DType::F64)?, layer(&cfg, DType::F64, &CPU)?);
+    assert_plan(&in_f64.plan(&AttentionInput::new(&wide))?, Backend::Reference, "F64");
     let fused = || AttentionInput::new(&wide).with_backend(Backend::Fused);
-    assert!(error_text(layer_f64.plan(&fused())).contains("no fused path"));
-    assert!(error_text(layer_f64.forward_with(fused())).contains("no fused path"));
-    let dropped = layer(&cfg.clone().with_dropout(0.5), DType::F32, &CPU)?;
-    assert_plan(&dropped.plan(&AttentionInput::new(&xs))?, Backend::Fused, "the CPU kernel");
-    let trained = AttentionInput::new(&xs).with_train(true);
-    assert_plan(&dropped.plan(&trained)?, Backend::Fused, "the CPU kernel");
+    assert!(error_text(in_f64.plan(&fused())).contains("no fused path"));
+    assert!(error_text(in_f64.forward_with(fused())).contains("no fused path"));
     assert!(error_text(plain.plan(&AttentionInput::new(&wide))).contains("queries have dtype F64"));
     Ok(())
 }
@@ -52,10 +50,9 @@ fn a_plan_leaves_a_cache_as_it_is() -> Result<()> {
     let cfg = MultiHeadLatentAttentionConfig::new(12, 2).with_kv_lora_rank(6).with_rope_head_dim(4);
     let variables = VarMap::new();
     MultiHeadLatentAttention::new(&cfg, VarBuilder::from_varmap(&variables, DType::F32, &CPU))?;
-    let tensors = variables.data().lock().expect("one thread").clone();
-    let plain = tensors.into_iter().map(|(name, var)| (name, var.as_detached_tensor())).collect();
-    let latents = MultiHeadLatentAttention::new(&cfg, VarBuilder::from_tensors(plain, DType::F32, &CPU))?;
-    let xs = Tensor::randn(0f32, 1.0, (2, 5, 12), &CPU)?;
+    let plain = named(&variables).into_iter().map(|(name, var)| (name, var.as_detached_tensor())).collect();
+    let latents = MultiHeadLatentAttention::new(&cfg, builder(plain))?;
+    let xs = random((2, 5, 12))?;
     for config in [AttentionCacheConfig::new(), AttentionCacheConfig::new().with_q8()] {
         let caches = &mut [AttentionCache::new(&config)?, AttentionCache::new(&config)?];
         for (n, cache) in caches.iter_mut().enumerate() {
@@ -87,9 +84,8 @@ fn a_key_of_zeros_is_a_sink_of_zero() -> Result<()> {
     let zeros = layer(&cfg.clone().with_add_zero_attn(true), DType::F32, &CPU)?;
     let mut tensors = zeros.state_dict(candle_attention::WeightLayout::Canonical)?;
     tensors.push(("sinks".into(), Tensor::zeros(4, DType::F32, &CPU)?));
-    let vb = VarBuilder::from_tensors(tensors.into_iter().collect(), DType::F32, &CPU);
-    let sinks = MultiHeadAttention::new(&cfg.with_sinks(true), vb)?;
-    let (xs, memory) = (Tensor::randn(0f32, 1.0, (2, 5, 12), &CPU)?, Tensor::randn(0f32, 1.0, (2, 7, 12), &CPU)?);
+    let sinks = MultiHeadAttention::new(&cfg.with_sinks(true), builder(tensors.into_iter().collect()))?;
+    let (xs, memory) = (random((2, 5, 12))?, random((2, 7, 12))?);
     for mask in [AttentionMask::none(), AttentionMask::causal(), AttentionMask::none().with_valid_lens(vec![0, 3])] {
         for backend in [Backend::Auto, Backend::Reference] {
             let input = || AttentionInput::new(&xs).with_key_value(&memory, &memory).with_mask(&mask);

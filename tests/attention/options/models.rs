@@ -6,8 +6,9 @@ use candle_attention::{
 };
 use candle_core::Result;
 
-use super::{builder, numbers};
+use super::numbers;
 use crate::common::assert_near;
+use crate::tensors::builder;
 
 #[test]
 fn layers_are_those_of_whole_models() -> Result<()> {

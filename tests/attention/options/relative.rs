@@ -8,11 +8,12 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use serde::Deserialize;
 
-use super::{CPU, builder, data, numbers};
+use super::{data, numbers};
 use crate::array::Random;
 use crate::common::{assert_close, max_error, values};
 use crate::compare::{Masks, Run, layer, tokens, tolerance};
 use crate::plan::{Plan, cases};
+use crate::tensors::{CPU, builder, named};
 
 #[derive(Deserialize)]
 struct Recorded {
@@ -202,7 +203,7 @@ fn a_stack_trains_its_bias() -> Result<()> {
     let (first, second) = (first?, second?);
     let xs = Tensor::randn(0f64, 1.0, (1, 5, 12), &CPU)?;
     let loss = || second.forward(&first.forward(&xs)?)?.sqr()?.sum_all();
-    let variables = varmap.data().lock().expect("one thread").clone();
+    let variables = named(&varmap);
     let weight = &variables["relative_attention_bias.weight"];
     let store = loss()?.backward()?;
     let gradient = values(store.get(weight).expect("the bias has a gradient"));
