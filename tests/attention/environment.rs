@@ -54,6 +54,7 @@ fn names(tiers: &[Tier]) -> String {
     tiers.iter().map(Tier::to_string).collect::<Vec<_>>().join(", ")
 }
 
+/// An empty value is no value, and an option overrides whatever there is.
 #[test]
 fn a_tier_of_the_environment_is_what_calls_run_on() {
     for tier in Tier::available() {
@@ -62,17 +63,7 @@ fn a_tier_of_the_environment_is_what_calls_run_on() {
             assert!(packed.contains(&format!(", {tier})")), "{tier}: {packed}");
         }
     }
-}
-
-#[test]
-fn an_empty_value_is_no_value() {
-    for [planned, _] in answers("", "as it comes") {
-        assert!(planned.starts_with("Fused: "), "{planned}");
-    }
-}
-
-#[test]
-fn an_option_overrides_the_environment() {
+    assert!(answers("", "as it comes").iter().all(|[planned, _]| planned.starts_with("Fused: ")));
     for value in [names(&Tier::available()[Tier::available().len() - 1..]), "no tier".to_string()] {
         for [planned, _] in answers(&value, "scalar") {
             assert!(planned.starts_with("Fused: ") && has_word(&planned, "scalar"), "{planned}");
@@ -82,17 +73,18 @@ fn an_option_overrides_the_environment() {
 
 #[test]
 fn a_wrong_value_is_an_error() {
-    let assert_errors = |value: &str, expected: &str| {
-        for answers in answers(value, "as it comes") {
+    let available = names(&Tier::available());
+    let unknown = ["avx3", "AVX2", "avx2 ", "scalar,avx2", "0"].map(|value| {
+        let expected = format!(" is {value:?}, which is no CPU tier, expected one of {available}");
+        (value.to_string(), expected)
+    });
+    let lacking = Tier::ALL.into_iter().filter(|tier| !tier.is_available()).map(|tier| {
+        let expected = format!(" is {tier}, which this processor lacks, expected one of {available}");
+        (tier.to_string(), expected)
+    });
+    for (value, expected) in unknown.into_iter().chain(lacking) {
+        for answers in answers(&value, "as it comes") {
             assert_eq!(answers, ["plan", "packed_linear"].map(|op| format!("[{op}] {VARIABLE}{expected}")));
         }
-    };
-    let available = names(&Tier::available());
-    for value in ["avx3", "AVX2", "avx2 ", "scalar,avx2", "0"] {
-        assert_errors(value, &format!(" is {value:?}, which is no CPU tier, expected one of {available}"));
-    }
-    for tier in Tier::ALL.into_iter().filter(|tier| !tier.is_available()) {
-        let lacks = format!(" is {tier}, which this processor lacks, expected one of {available}");
-        assert_errors(&tier.to_string(), &lacks);
     }
 }

@@ -189,20 +189,6 @@ fn attention_masks_come_in_any_dtype(device: &Device) -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn an_attention_mask_keeps_its_width() {
-    let mask = Tensor::new(&[[1u8, 1, 1, 0, 0]], &Device::Cpu).expect("a mask");
-    let mask = AttentionMask::from_attention_mask(&mask).expect("ones and zeros");
-    assert!(mask.resolve(1, 2, 5).is_ok());
-    for t_kv in [4, 6] {
-        let text = error_text(mask.resolve(1, 2, t_kv));
-        let expected =
-            format!("[attention_mask] the attention mask has 5 columns, expected one for each of {t_kv} keys");
-        assert_eq!(text, expected);
-        assert_eq!(error_text(AttentionMask::causal().and(&mask).resolve(1, 2, t_kv)), expected);
-    }
-}
-
 /// Builders that count from a query's position, on masks that disagree about it.
 #[test]
 fn what_joined_masks_leave_unclear_is_an_error() {

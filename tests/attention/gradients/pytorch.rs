@@ -6,12 +6,10 @@ use std::path::PathBuf;
 use candle_attention::cpu::Tier;
 use candle_attention::init::TorchSeed;
 use candle_attention::{AttentionMask, Backend, merge_attention};
-use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_core::{DType, Result, Tensor, Var};
 
-use crate::call::{Call, reference};
+use crate::call::{CPU, Call, Path, reference};
 use crate::common::{assert_near, values};
-
-const CPU: Device = Device::Cpu;
 
 /// What the script wrote.
 struct Numbers(HashMap<String, Tensor>);
@@ -121,10 +119,8 @@ fn every_option_and_every_pair_has_pytorchs_gradients() -> Result<()> {
         case.check(&run(&case.call, &case)?, expected, tolerance, &format!("{name} in f64"))?;
 
         let case = Case::new(&numbers, name, DType::F32)?;
-        case.check(&run(&case.call, &case)?, expected, 1e-5, &format!("{name} on the reference path"))?;
-        for tier in Tier::available() {
-            let call = case.call.on(Backend::Fused).on_tier(tier);
-            case.check(&run(&call, &case)?, expected, 1e-5, &format!("{name} on {tier}"))?;
+        for path in Path::kernels().into_iter().chain([Path::REFERENCE]) {
+            case.check(&run(&case.call.by(path), &case)?, expected, 1e-5, &format!("{name} by {path:?}"))?;
         }
         count += 1;
     }

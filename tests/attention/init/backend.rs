@@ -5,7 +5,7 @@ use candle_attention::init::TorchSeed;
 use candle_core::{DType, Result};
 use candle_nn::Init;
 use candle_nn::init::{DEFAULT_KAIMING_NORMAL, DEFAULT_KAIMING_UNIFORM, FanInOut, NonLinearity, NormalOrUniform};
-use candle_nn::var_builder::{SimpleBackend, VarBuilder};
+use candle_nn::var_builder::SimpleBackend;
 
 #[test]
 fn hints_are_read_as_pytorchs_initialisers() -> Result<()> {
@@ -106,20 +106,6 @@ fn only_drawn_names_are_contained_and_can_do_without_a_shape() -> Result<()> {
     assert!(vb.contains_tensor("w") && seed.contains_tensor("w") && !vb.pp("a").contains_tensor("w"));
     assert_eq!(vb.get_unchecked("w")?.id(), drawn.id());
     assert_eq!(seed.get_unchecked("w", DType::F32, &CPU)?.dtype(), DType::F32);
-    Ok(())
-}
-
-#[test]
-fn drawn_parameters_can_start_a_var_map() -> Result<()> {
-    let seeded = TorchSeed::new(123).var_builder(DType::F32, &CPU);
-    let expected = candle_nn::linear(3, 2, seeded.pp("proj"))?;
-    let variables = candle_nn::VarMap::new();
-    let trainable = candle_nn::linear(3, 2, VarBuilder::from_varmap(&variables, DType::F32, &CPU).pp("proj"))?;
-    for (name, variable) in variables.data().lock().expect("the lock").iter() {
-        variable.set(&seeded.get_unchecked(name)?)?;
-    }
-    assert!(trainable.weight().is_variable());
-    assert_eq!(trainable.weight().to_vec2::<f32>()?, expected.weight().to_vec2::<f32>()?);
     Ok(())
 }
 

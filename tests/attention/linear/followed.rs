@@ -1,9 +1,9 @@
 //! What follows a product in its pass - an activation, a gate, a residual - against Candle's own operations after it.
 
 use candle_attention::cpu::Tier;
-use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, PackedGatedLinear, PackedLinear};
+use candle_attention::{PackedGatedLinear, PackedLinear};
 use candle_core::{DType, Module, Result, Tensor};
-use candle_nn::{Activation, VarBuilder, VarMap};
+use candle_nn::Activation;
 
 use crate::common::{assert_close, bits};
 use crate::linear::case::{CPU, Layout, Product, TYPES};
@@ -110,25 +110,6 @@ fn results_are_rounded_once() -> Result<()> {
                 }
             }
         }
-    }
-    Ok(())
-}
-
-/// A layer adds a residual as its caller would: packed, over variables, without an output projection, for one sequence
-/// without a batch.
-#[test]
-fn a_layer_adds_a_residual() -> Result<()> {
-    let (xs, residual) = (random((2, 3, 8))?, random((2, 3, 8))?);
-    for (out_proj, is_trained) in [(true, false), (true, true), (false, false)] {
-        let (variables, cfg) = (VarMap::new(), MultiHeadAttentionConfig::new(8, 2).with_out_proj(out_proj));
-        let mha = MultiHeadAttention::new(&cfg, VarBuilder::from_varmap(&variables, DType::F32, &CPU))?;
-        let mha = if is_trained { mha } else { mha.freeze()? };
-        let expected = (mha.forward(&xs)? + &residual)?;
-        let found = mha.forward_with(AttentionInput::new(&xs).with_residual(&residual))?;
-        assert_close(&found, &expected, 1e-5, "a batch");
-        let (xs, residual) = (xs.get(0)?, residual.get(0)?);
-        let found = mha.forward_with(AttentionInput::new(&xs).with_residual(&residual))?;
-        assert_close(&found, &expected.get(0)?, 1e-5, "one sequence");
     }
     Ok(())
 }

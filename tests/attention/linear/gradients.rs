@@ -150,6 +150,7 @@ fn what_follows_a_product_has_gradients() -> Result<()> {
             let products = [xs.matmul(&gate.t()?)?, xs.matmul(&up.t()?)?];
             let expected = by_candle([&products[0], &products[1]], activation, &residual)?;
             for (n, what) in STEPS.into_iter().enumerate() {
+                assert_near(&found[n], &expected[n], 1e-5, what);
                 let (with_residual, with_up) = ([true, false, true, false][n], n == 3 && are_trained);
                 let leaves = [(&*xs, true), (&*residual, with_residual), (&gate, are_trained), (&up, with_up)];
                 let leaves: Vec<_> = leaves.into_iter().filter(|(_, is_used)| *is_used).map(|(leaf, _)| leaf).collect();

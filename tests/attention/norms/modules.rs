@@ -1,55 +1,49 @@
 //! Norms as modules: candle-nn's constructors and names, and variables.
 
-use std::collections::HashMap;
-
 use candle_attention::{layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one, untrained};
 use candle_core::{DType, Module, Result, Tensor};
 use candle_nn::{AdamW, LayerNormConfig, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear_no_bias};
 
-use super::CPU;
 use crate::common::{assert_close, max_error};
+use crate::tensors::{self, CPU, named, random};
 
 const WIDTH: usize = 12;
 
 fn builder(names: &[&str]) -> Result<VarBuilder<'static>> {
-    let row = |(n, name): (usize, &&str)| Ok((name.to_string(), Tensor::randn(n as f32, 1., WIDTH, &CPU)?));
-    let tensors: HashMap<_, _> = names.iter().enumerate().map(row).collect::<Result<_>>()?;
-    Ok(VarBuilder::from_tensors(tensors, DType::F32, &CPU))
+    let tensors = names.iter().map(|name| Ok((name.to_string(), random(WIDTH)?))).collect::<Result<_>>()?;
+    Ok(tensors::builder(tensors))
 }
 
-fn random() -> Result<Tensor> {
-    Tensor::randn(0f32, 1., (2, 3, WIDTH), &CPU)
+fn inputs() -> Result<Tensor> {
+    random((2, 3, WIDTH))
 }
 
 /// In what candle-nn gets right, the numbers are its own.
 #[test]
 fn constructors_are_those_of_candle_nn() -> Result<()> {
-    let xs = random()?;
+    let (xs, plain) = (inputs()?, LayerNormConfig { eps: 1e-3, remove_mean: false, affine: false });
+    let affine = |remove_mean| LayerNormConfig { eps: 1e-3, remove_mean, affine: true };
     let same = |ours: &dyn Module, theirs: &dyn Module, what: &str| -> Result<()> {
         assert_close(&ours.forward(&xs)?, &theirs.forward(&xs)?, 1e-5, what);
         Ok(())
     };
     for weight in ["norm.weight", "norm.gamma"] {
-        let vb = builder(&[weight])?.pp("norm");
-        same(&rms_norm(WIDTH, 1e-3, vb.clone())?, &candle_nn::rms_norm(WIDTH, 1e-3, vb.clone())?, weight)?;
-        let theirs = candle_nn::layer_norm_no_bias(WIDTH, 1e-3, vb.clone())?;
-        same(&layer_norm_no_bias(WIDTH, 1e-3, vb.clone())?, &theirs, weight)?;
-        let config = LayerNormConfig { eps: 1e-3, remove_mean: false, affine: false };
-        same(&layer_norm(WIDTH, config, vb.clone())?, &candle_nn::layer_norm(WIDTH, config, vb)?, weight)?;
+        let vb = || Ok::<_, candle_core::Error>(builder(&[weight])?.pp("norm"));
+        let (of_rms, of_layer, of_config) = (vb()?, vb()?, vb()?);
+        same(&rms_norm(WIDTH, 1e-3, of_rms.clone())?, &candle_nn::rms_norm(WIDTH, 1e-3, of_rms)?, weight)?;
+        let theirs = candle_nn::layer_norm_no_bias(WIDTH, 1e-3, of_layer.clone())?;
+        same(&layer_norm_no_bias(WIDTH, 1e-3, of_layer)?, &theirs, weight)?;
+        let theirs = candle_nn::layer_norm(WIDTH, plain, of_config.clone())?;
+        same(&layer_norm(WIDTH, plain, of_config)?, &theirs, weight)?;
     }
     for names in [["weight", "bias"], ["gamma", "beta"]] {
-        let vb = builder(&names)?;
-        for remove_mean in [true, false] {
-            let config = LayerNormConfig { eps: 1e-3, remove_mean, affine: true };
-            let theirs = candle_nn::layer_norm(WIDTH, config, vb.clone())?;
-            same(&layer_norm(WIDTH, config, vb.clone())?, &theirs, names[0])?;
+        for config in [affine(true), affine(false), 1e-3.into()] {
+            let vb = builder(&names)?;
+            let ours = layer_norm(WIDTH, config, vb.clone())?;
+            same(&ours, &candle_nn::layer_norm(WIDTH, config, vb)?, names[0])?;
+            let shapes = (ours.weight().dims(), ours.bias().map(Tensor::dims));
+            assert_eq!((ours.eps(), shapes), (1e-3, (&[WIDTH][..], Some(&[WIDTH][..]))));
         }
-        let ours = layer_norm(WIDTH, 1e-3, vb.clone())?;
-        same(&ours, &candle_nn::layer_norm(WIDTH, 1e-3, vb)?, names[0])?;
-        assert_eq!(
-            (ours.eps(), ours.weight().dims(), ours.bias().map(Tensor::dims)),
-            (1e-3, &[12][..], Some(&[12][..]))
-        );
     }
     Ok(())
 }
@@ -58,14 +52,14 @@ fn constructors_are_those_of_candle_nn() -> Result<()> {
 fn new_parameters_change_no_normed_row() -> Result<()> {
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &CPU);
-    let xs = random()?;
+    let xs = inputs()?;
     let plus_one = rms_norm_plus_one(WIDTH, 1e-6, vb.pp("plus_one"))?;
     let rms = rms_norm(WIDTH, 1e-6, vb.pp("rms"))?.forward(&xs)?;
     assert_close(&plus_one.forward(&xs)?, &rms, 0.0, "1 and 1 + 0");
     assert_close(&rms, &xs.broadcast_div(&(xs.sqr()?.mean_keepdim(2)? + 1e-6)?.sqrt()?)?, 1e-6, "rms");
     let layer = layer_norm(WIDTH, 1e-6, vb.pp("layer"))?.forward(&xs)?;
     assert_close(&layer, &layer_norm_no_bias(WIDTH, 1e-6, vb.pp("bare"))?.forward(&xs)?, 0.0, "a bias of 0");
-    let mut names: Vec<_> = vars.data().lock().expect("one thread").keys().cloned().collect();
+    let mut names: Vec<_> = named(&vars).into_keys().collect();
     names.sort();
     assert_eq!(names, ["bare.weight", "layer.bias", "layer.weight", "plus_one.weight", "rms.weight"]);
     Ok(())
@@ -74,7 +68,7 @@ fn new_parameters_change_no_normed_row() -> Result<()> {
 /// Training changes variables in their own place; a frozen norm keeps what they were.
 #[test]
 fn variables_are_read_in_every_call_until_they_are_frozen() -> Result<()> {
-    let (vars, xs) = (VarMap::new(), random()?);
+    let (vars, xs) = (VarMap::new(), inputs()?);
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &CPU);
     let below = linear_no_bias(WIDTH, WIDTH, vb.pp("below"))?;
     let norms = [rms_norm(WIDTH, 1e-6, vb.pp("rms"))?, rms_norm_plus_one(WIDTH, 1e-6, vb.pp("plus_one"))?];
@@ -88,8 +82,7 @@ fn variables_are_read_in_every_call_until_they_are_frozen() -> Result<()> {
     assert_eq!(untrained(&gradients, &vars), [""; 0]);
     assert_close(&frozen(&xs)?, &before, 0.0, "frozen");
     assert!(!frozen(&xs)?.track_op());
-    let norms_alone =
-        vars.data().lock().expect("one thread").clone().into_iter().filter(|(name, _)| !name.starts_with("below"));
+    let norms_alone = named(&vars).into_iter().filter(|(name, _)| !name.starts_with("below"));
     let params = ParamsAdamW { lr: 0.1, ..Default::default() };
     AdamW::new(norms_alone.map(|(_, var)| var).collect(), params)?.step(&gradients)?;
     assert!(max_error(&forward(&xs)?, &before) > 1e-2);
@@ -103,7 +96,7 @@ fn variables_without_a_gradient_are_named() -> Result<()> {
     let vars = VarMap::new();
     let vb = VarBuilder::from_varmap(&vars, DType::F32, &CPU);
     let [used, unused] = ["used", "unused"].map(|name| linear_no_bias(WIDTH, WIDTH, vb.pp(name)));
-    let (ys, _) = (used?.forward(&random()?.flatten_to(1)?)?, unused?);
+    let (ys, _) = (used?.forward(&inputs()?.flatten_to(1)?)?, unused?);
     let lost = candle_nn::ops::softmax_last_dim(&ys)?;
     assert_eq!(untrained(&lost.sum_all()?.backward()?, &vars), ["unused.weight", "used.weight"]);
     let kept = candle_nn::ops::softmax(&ys, 1)?;
