@@ -26,11 +26,12 @@ fn most(dtype: DType) -> f64 {
 #[test]
 fn random_layers_give_the_numbers_of_plain_loops() -> Result<()> {
     let random = &mut Random::new(1);
-    for case in 0..80 {
+    for case in 0..90 {
         let causal = random.chance(0.8);
         let cfg = config(random).with_causal(causal);
         let parameters = parameters(&cfg, random);
-        let (b, t) = (1 + random.up_to(2), 1 + random.up_to(8));
+        // Nothing gives nothing.
+        let (b, t) = (random.up_to(3), random.up_to(9));
         let xs = Numbers::random(&[b, t, cfg.embed_dim()], random);
         let lens: Vec<_> = (0..b).map(|_| random.up_to(t)).collect();
         let mask = AttentionMask::none().with_valid_lens(lens.clone());
@@ -69,24 +70,6 @@ fn one_sequence_needs_no_batch() -> Result<()> {
     assert_eq!(values(&ys), values(&layer.forward(&xs.unsqueeze(0)?)?));
     assert_eq!(values(&ys), values(&shared.forward(&xs)?));
     assert_eq!(layer.forward_with_weights(&xs)?.weights.dims(), [cfg.num_heads(), 4, 4]);
-    Ok(())
-}
-
-#[test]
-fn nothing_gives_nothing() -> Result<()> {
-    let random = &mut Random::new(3);
-    let cfg = Config::new(6, 2).with_q_lora_rank(3).with_bias(true).with_kv_lora_rank(5);
-    let parameters = parameters(&cfg, random);
-    for dtype in [DType::F32, DType::F64] {
-        let layer = layer(&cfg, &parameters, dtype, &CPU)?;
-        for (b, t) in [(0, 3), (2, 0), (0, 0)] {
-            let xs = Tensor::zeros((b, t, 6), dtype, &CPU)?;
-            for backend in [Backend::Auto, Backend::Reference] {
-                let ys = layer.forward_with(AttentionInput::new(&xs).with_backend(backend))?;
-                assert_eq!(ys.dims(), [b, t, 6]);
-            }
-        }
-    }
     Ok(())
 }
 
