@@ -176,13 +176,12 @@ fn equal_differences(case: &Case, function: Function, seed: u64) -> Result<Outco
         for probe in 0..gradient.len().min(PROBES) {
             let n = if gradient.len() <= PROBES { probe } else { random.up_to(gradient.len() - 1) };
             let mut moved = case.clone();
-            let mut loss_at = |step: f64| {
-                numbers(&mut moved, leaf)[n] += step;
-                let loss = tracked.factors.loss(function, &moved.attend());
-                numbers(&mut moved, leaf).clone_from(numbers(&mut case.clone(), leaf));
-                loss
+            let value = numbers(&mut moved, leaf)[n];
+            let mut loss_at = |value: f64| {
+                numbers(&mut moved, leaf)[n] = value;
+                tracked.factors.loss(function, &moved.attend())
             };
-            let difference = (loss_at(STEP) - loss_at(-STEP)) / (2.0 * STEP);
+            let difference = (loss_at(value + STEP) - loss_at(value - STEP)) / (2.0 * STEP);
             // What has no part in the loss has a gradient of nothing but rounding.
             let most = if difference == 0.0 { 1e-9 } else { TOLERANCE * (1.0 + difference.abs()) };
             if (gradient[n] - difference).abs() > most || difference.is_nan() {

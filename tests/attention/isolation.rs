@@ -85,7 +85,7 @@ impl Poison {
     /// The case as it is, and with special numbers.
     fn cases(&self) -> [Case; 2] {
         let mut clean = self.recipe.case();
-        let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = clean.dims;
+        let Dims { b, h, t_q, t_kv, .. } = clean.dims;
         let mut random = Random::new(self.seed);
         if self.of == Poisoned::Bias {
             let shapes: [&[usize]; 6] =
@@ -93,44 +93,39 @@ impl Poison {
             clean.masks.push(Mask::of(Part::Bias(Array::new(shapes[random.up_to(5)]).filled(|| 0.25))));
         }
         let mut poisoned = clean.clone();
+        match self.of {
+            Poisoned::Unseen => fill_unseen(&mut poisoned, SPECIALS[random.up_to(2)]),
+            _ => self.poison(&mut poisoned, &mut random),
+        }
+        [clean, poisoned]
+    }
+
+    /// Up to three entries of one head, in one column: infinities of both signs add up to NaN.
+    fn poison(&self, case: &mut Case, random: &mut Random) {
+        let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = case.dims;
         let mut at = |t: usize| match EDGES[random.up_to(12)] {
             edge if edge < t => edge,
             _ => random.up_to(t - 1),
         };
+        let (b, h, column) = (at(b), at(h), at(d.max(d_v)));
         for n in 0..1 + self.seed as usize % 3 {
             let special = SPECIALS[(self.seed as usize / 3 + n) % 3];
-            let [b, h] = [at(b), at(h)];
             let (array, place) = match self.of {
-                Poisoned::Queries => (&mut poisoned.q, [b, h, at(t_q), at(d)]),
-                Poisoned::Keys => (&mut poisoned.k, [b, h % h_kv, at(t_kv), at(d)]),
-                Poisoned::Values => (&mut poisoned.v, [b, h % h_kv, at(t_kv), at(d_v)]),
-                Poisoned::Bias => match poisoned.masks.last_mut().and_then(|mask| mask.parts.last_mut()) {
+                Poisoned::Queries => (&mut case.q, [b, h, at(t_q), column % d]),
+                Poisoned::Keys => (&mut case.k, [b, h % h_kv, at(t_kv), column % d]),
+                Poisoned::Values => (&mut case.v, [b, h % h_kv, at(t_kv), column % d_v]),
+                Poisoned::Bias => match case.masks.last_mut().map(|mask| &mut mask.parts[0]) {
                     Some(Part::Bias(bias)) => (bias, [b, h, at(t_q), at(t_kv)]),
-                    other => panic!("{other:?}"),
+                    other => panic!("{other:?} is no bias"),
                 },
-                Poisoned::Sinks => {
-                    poisoned.options.sinks.as_mut().expect("sinks")[h] = special;
-                    continue;
-                }
-                Poisoned::Unseen => {
-                    let group = clean.dims.h / h_kv;
-                    let sees = |[b, h, j]: [usize; 3]| {
-                        (h * group..(h + 1) * group).any(|h| (0..t_q).any(|i| clean.sees([b, h, i, j])))
-                    };
-                    for [b, h, j] in vectors(clean.dims.b, h_kv, t_kv).filter(|&key| !sees(key)) {
-                        for (array, width) in [(&mut poisoned.k, d), (&mut poisoned.v, d_v)] {
-                            for place in (0..width).map(|d| array.place([b, h, j, d])).collect::<Vec<_>>() {
-                                array.data[place] = special;
-                            }
-                        }
-                    }
+                Poisoned::Sinks | Poisoned::Unseen => {
+                    case.options.sinks.as_mut().expect("sinks")[h] = special;
                     continue;
                 }
             };
             let place = array.place(place);
             array.data[place] = special;
         }
-        [clean, poisoned]
     }
 
     /// The results agree with the oracle, whose bound leaves no room around what is infinite or NaN, and rows that do
@@ -180,6 +175,23 @@ impl Poison {
             }
         }
         Ok(Ok(()))
+    }
+}
+
+/// Padding may hold anything: every key that no query of its sequence and group sees.
+fn fill_unseen(case: &mut Case, special: f64) {
+    let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = case.dims;
+    let group = h / h_kv;
+    for [b, key_head, j] in vectors(b, h_kv, t_kv) {
+        let mut heads = key_head * group..(key_head + 1) * group;
+        if heads.any(|h| (0..t_q).any(|i| case.sees([b, h, i, j]))) {
+            continue;
+        }
+        for (array, width) in [(&mut case.k, d), (&mut case.v, d_v)] {
+            for place in (0..width).map(|d| array.place([b, key_head, j, d])).collect::<Vec<_>>() {
+                array.data[place] = special;
+            }
+        }
     }
 }
 
