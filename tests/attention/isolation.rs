@@ -77,7 +77,7 @@ fn poisons(dims: Dims, dtypes: &'static [DType], of_kernel: bool) -> impl Strate
 }
 
 /// Every (b, h, t) of an array of vectors.
-fn vectors(b: usize, h: usize, t: usize) -> impl Iterator<Item = [usize; 3]> {
+pub fn vectors(b: usize, h: usize, t: usize) -> impl Iterator<Item = [usize; 3]> {
     (0..b * h * t).map(move |n| [n / (t * h), n / t % h, n % t])
 }
 
@@ -179,7 +179,7 @@ impl Poison {
 }
 
 /// Padding may hold anything: every key that no query of its sequence and group sees.
-fn fill_unseen(case: &mut Case, special: f64) {
+pub fn fill_unseen(case: &mut Case, special: f64) {
     let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = case.dims;
     let group = h / h_kv;
     for [b, key_head, j] in vectors(b, h_kv, t_kv) {
