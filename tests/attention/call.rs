@@ -244,11 +244,27 @@ pub fn check_kernel(case: &Case, dtype: DType) -> Outcome {
 pub fn check_on(case: &Case, dtype: DType, device: &Device, paths: &[Path]) -> Outcome {
     let expected = Expected::new(case, dtype);
     for &path in paths {
-        let results = Call::new(case, dtype, device).and_then(|call| call.by(path).results());
-        let outcome = results.map_err(|error| error.to_string()).and_then(|results| expected.check(case, &results));
+        let run = || -> Result<_> {
+            let call = Call::new(case, dtype, device)?;
+            let plan = call.by(path).plan()?;
+            // What the kernel can do is planned for it, whether it is asked for or not, and the reason names the tier.
+            if let Path::Kernel(tier) = path
+                && !(has_word(&plan.reason, &tier.to_string())
+                    && call.on(Backend::Auto).plan()?.backend == plan.backend)
+            {
+                bail!("planned as {plan}")
+            }
+            call.by(path).results()
+        };
+        let outcome = run().map_err(|error| error.to_string()).and_then(|results| expected.check(case, &results));
         outcome.map_err(|difference| format!("{path:?}: {difference}"))?;
     }
     Ok(())
+}
+
+/// Whether a sentence has the word, and not only a longer one.
+pub fn has_word(sentence: &str, word: &str) -> bool {
+    sentence.split(|c: char| !c.is_ascii_alphanumeric()).any(|other| other == word)
 }
 
 /// What a path makes of a call.

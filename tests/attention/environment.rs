@@ -6,9 +6,8 @@ use candle_attention::PackedLinear;
 use candle_attention::cpu::Tier;
 use candle_core::{Result, Tensor};
 
-use crate::call::{CPU, Call};
+use crate::call::{CPU, Call, has_word};
 use crate::oracle::Dims;
-use crate::planned::has_word;
 use crate::recipe::{DTYPES, Recipe};
 
 const VARIABLE: &str = "CANDLE_ATTENTION_CPU";
