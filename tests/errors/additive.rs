@@ -1,62 +1,56 @@
 //! `AdditiveAttention`.
 
-use candle_attention::{AdditiveAttention, AdditiveAttentionConfig, AttentionMask};
-use candle_core::{DType, Result, Shape, Tensor};
-use candle_nn::VarBuilder;
+use candle_attention::AdditiveAttentionConfig as Config;
+use candle_attention::weights;
 
 use crate::common::models;
-use crate::{CPU, Case, of, zeros};
+use crate::wrong::Fitting;
+use crate::*;
 
-fn new(cfg: AdditiveAttentionConfig) -> Result<AdditiveAttention> {
-    AdditiveAttention::new(&cfg, VarBuilder::zeros(DType::F32, &CPU))
+/// Queries of width 4, keys of width 3, 5 hidden units.
+fn base() -> Config {
+    Config::new(4, 3, 5)
 }
 
-fn attend(queries: impl Into<Shape>, keys: impl Into<Shape>, values: impl Into<Shape>) -> Result<()> {
-    attend_to(&zeros(queries), &zeros(keys), &zeros(values), &AttentionMask::none())
+fn new(cfg: Config) -> Result<AdditiveAttention> {
+    AdditiveAttention::new(&cfg, any_weights())
 }
 
-/// Queries of width 4 and keys of width 3.
-fn attend_to(queries: &Tensor, keys: &Tensor, values: &Tensor, mask: &AttentionMask) -> Result<()> {
-    new(AdditiveAttentionConfig::new(4, 3, 5))?.forward(queries, keys, values, mask).map(drop)
+fn masked(t_q: usize, mask: AttentionMask) -> Result<Tensor> {
+    new(base())?.forward(&zeros((1, t_q, 4)), &zeros((1, 6, 3)), &zeros((1, 6, 7)), &mask)
 }
 
-fn json(text: &str) -> Result<()> {
-    serde_json::from_str::<AdditiveAttentionConfig>(text).map(drop).map_err(candle_core::Error::wrap)
+#[test]
+fn additive_attention() {
+    let cases = cases! {
+        "lengths for another batch, with no queries" => masked(0, AttentionMask::none().with_valid_lens(vec![1, 2])),
+        "a keep for several heads" => masked(2, AttentionMask::none().with_keep(&of(DType::U8, (1, 4, 2, 6)))),
+        "more scores than fit in memory" => {
+            let wide = |width| zeros((1, 1, width)).broadcast_as((1, 1 << 20, width));
+            new(base())?.forward(&wide(4)?, &wide(3)?, &wide(7)?, &AttentionMask::causal())
+        },
+        "queries of no width" => new(Config::new(0, 3, 5)),
+        "no hidden units" => new(Config::new(4, 3, 0)),
+        "sizes beyond memory" => new(Config::new(4, u32::MAX as usize, u32::MAX as usize)),
+        "a size beyond a shape" => new(Config::new(4, usize::MAX, 5)),
+        "dropout in percent" => new(base().with_dropout(10.0)),
+        "integer weights" => AdditiveAttention::new(&base(), VarBuilder::zeros(DType::U8, &CPU)),
+        "the weights of a multi-head layer" => {
+            let vb = weights::open(models().join("d2l_mha_100/model.safetensors"), DType::F32, &CPU)?;
+            AdditiveAttention::new(&Config::new(100, 100, 100), vb)
+        },
+        "an unknown field" =>
+            serde_json::from_str::<Config>(r#"{"query_size": 4, "key_size": 3, "hidden_size": 5, "bias": true}"#)
+                .map_err(candle_core::Error::wrap),
+    };
+    let f32 = DType::F32;
+    let dims: [Fitting; 3] = [("queries", f32, "B T 4"), ("keys", f32, "B S 3"), ("values", f32, "B S V")];
+    let inputs = wrong::tensors("B 2 T 2 S 6 V 7", &dims, |tensors| {
+        new(base())?.forward(&tensors[0], &tensors[1], &tensors[2], &AttentionMask::none())
+    });
+    let shape = |name: &str, shape: [usize; 2]| (name.to_string(), shape.to_vec());
+    let shapes = [shape("W_k.weight", [5, 3]), shape("W_q.weight", [5, 4]), shape("w_v.weight", [1, 5])].into();
+    let load = |vb| AdditiveAttention::new(&base(), vb);
+    let bias = [("W_q.bias".to_string(), vec![5])].into();
+    assert_reviewed("additive", &[cases, inputs, wrong::weights(&shapes, load), wrong::surplus(&shapes, &bias, load)]);
 }
-
-pub const CASES: &[Case] = cases! {
-    "queries without a batch" => attend((2, 4), (1, 6, 3), (1, 6, 7)),
-    "keys with heads" => attend((1, 2, 4), (1, 1, 6, 3), (1, 6, 7)),
-    "values without a width" => attend((1, 2, 4), (1, 6, 3), (1, 6)),
-    "queries and keys in each other's place" => attend((1, 2, 3), (1, 6, 4), (1, 6, 7)),
-    "fewer values than keys" => attend((1, 2, 4), (1, 6, 3), (1, 5, 7)),
-    "a larger batch of keys" => attend((1, 2, 4), (2, 6, 3), (2, 6, 7)),
-    "inputs in half precision" =>
-        attend_to(&zeros((1, 2, 4)), &zeros((1, 6, 3)), &of(DType::F16, (1, 6, 7)), &AttentionMask::none()),
-    "lengths for another batch, with no queries" => {
-        let mask = AttentionMask::none().with_valid_lens(vec![1, 2]);
-        attend_to(&zeros((1, 0, 4)), &zeros((1, 6, 3)), &zeros((1, 6, 7)), &mask)
-    },
-    "more scores than fit in memory" => {
-        let wide = |width| zeros((1, 1, width)).broadcast_as((1, 1 << 20, width));
-        let queries = wide(4)?;
-        attend_to(&queries, &wide(3)?, &wide(7)?, &AttentionMask::causal())
-    },
-    "a keep for several heads" => {
-        let mask = AttentionMask::none().with_keep(&of(DType::U8, (1, 4, 2, 6)));
-        attend_to(&zeros((1, 2, 4)), &zeros((1, 6, 3)), &zeros((1, 6, 7)), &mask)
-    },
-    "queries of no width" => new(AdditiveAttentionConfig::new(0, 3, 5)),
-    "no hidden units" => new(AdditiveAttentionConfig::new(4, 3, 0)),
-    "sizes beyond memory" => new(AdditiveAttentionConfig::new(4, u32::MAX as usize, u32::MAX as usize)),
-    "a size beyond a shape" => new(AdditiveAttentionConfig::new(4, usize::MAX, 5)),
-    "dropout in percent" => new(AdditiveAttentionConfig::new(4, 3, 5).with_dropout(10.0)),
-    "integer weights" =>
-        AdditiveAttention::new(&AdditiveAttentionConfig::new(4, 3, 5), VarBuilder::zeros(DType::U8, &CPU)),
-    "the weights of a multi-head layer" => {
-        let path = models().join("d2l_mha_100/model.safetensors");
-        let vb = candle_attention::weights::open(path, DType::F32, &CPU)?;
-        AdditiveAttention::new(&AdditiveAttentionConfig::new(100, 100, 100), vb)
-    },
-    "an unknown field" => json(r#"{"query_size": 4, "key_size": 3, "hidden_size": 5, "bias": true}"#),
-};

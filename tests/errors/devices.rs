@@ -1,15 +1,9 @@
 //! Tensors on different devices. On a machine with one device these tests say that they were skipped.
 
 use candle_attention::weights::{Naming, Orientation};
-use candle_attention::{
-    AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig, SdpaOptions, WeightLayout,
-    merge_attention, scaled_dot_product_attention,
-};
-use candle_core::{DType, Device, Result};
-use candle_nn::VarBuilder;
 
 use crate::common::{error_text, present};
-use crate::{CPU, of, zeros};
+use crate::*;
 
 /// Everything that meets the tensors of a call is checked for its device, which the error names.
 fn check(device: &Device) -> Result<()> {

@@ -2,15 +2,11 @@
 //! gives what the ordinary case would, or an error; never a panic.
 
 use candle_attention::init::TorchSeed;
-use candle_attention::{
-    AdditiveAttention, AdditiveAttentionConfig, AttentionMask, EmptyRows, MultiHeadAttention, MultiHeadAttentionConfig,
-    SdpaOptions, ValidLens, WeightLayout, masked_softmax, scaled_dot_product_attention,
-};
-use candle_core::{DType, Module, Result, Shape, Tensor};
-use candle_nn::{VarBuilder, VarMap};
+use candle_core::Module;
+use candle_nn::VarMap;
 
 use crate::common::{assert_close, error_text};
-use crate::{CPU, zeros};
+use crate::*;
 
 /// Distinct numbers of both signs.
 fn numbers(shape: impl Into<Shape>) -> Tensor {

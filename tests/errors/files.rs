@@ -1,11 +1,9 @@
 //! Files that are not what they should be.
 
-use candle_attention::weights::Checkpoint;
-use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout, weights};
-use candle_core::{DType, Result};
+use candle_attention::weights::{self, Checkpoint};
 
 use crate::common::models;
-use crate::{CPU, Case, file};
+use crate::*;
 
 /// A safetensors file with this header and so many bytes behind it.
 pub fn safetensors(header: &str, bytes: usize) -> Vec<u8> {
@@ -20,98 +18,105 @@ pub fn valid() -> Vec<u8> {
     std::fs::read(models().join("book_mha/model.safetensors")).expect("models/ is there")
 }
 
-fn open(name: &str, bytes: &[u8]) -> Result<()> {
-    Checkpoint::open(file(name, bytes)).map(drop)
+fn open(bytes: &[u8]) -> Result<Checkpoint> {
+    Checkpoint::open(file("damaged.safetensors", bytes))
 }
 
-fn headed(name: &str, header: &str, bytes: usize) -> Result<()> {
-    open(name, &safetensors(header, bytes))
+#[test]
+fn files_of_other_kinds() {
+    let bytes: [&[u8]; 4] = [
+        b"",
+        b"Hello, how are you?",
+        b"<!DOCTYPE html><html><body>Not found</body></html>",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n",
+    ];
+    let kinds = bytes.map(|bytes| {
+        case(String::from_utf8_lossy(bytes).replace('\n', " "), || Checkpoint::open(file("kind", bytes)).map(drop))
+    });
+    let one = safetensors(r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#, 4);
+    let files = cases! {
+        "a file that is not there" => weights::open(DIR.path().join("nothing.safetensors"), DType::F32, &CPU),
+        "no files" => Checkpoint::from_files::<&str>(&[]),
+        "a folder without weights" => {
+            let readme = file("folder/README.md", b"");
+            Checkpoint::open(readme.parent().expect("a folder"))
+        },
+        "the same file twice" => Checkpoint::from_files(&[file("once.safetensors", &one), file("twice.safetensors", &one)]),
+        "a part of Meta's Llama" => {
+            let part = std::fs::read(models().join("book_mha/model.pth"))?;
+            file("parts/consolidated.00.pth", &part);
+            file("parts/consolidated.01.pth", &part);
+            Checkpoint::open(DIR.path().join("parts"))
+        },
+        "a .pth file among shards" =>
+            Checkpoint::from_files(&[file("first.safetensors", &valid()), models().join("book_mha/model.pth")]),
+    };
+    assert_reviewed("files", &[kinds.into(), files]);
 }
 
-/// A folder with this index and, where a name is given, one shard.
-fn sharded(folder: &str, index: &str, shard: Option<&str>) -> Result<()> {
-    let index = file(&format!("{folder}/model.safetensors.index.json"), index.as_bytes());
-    if let Some(shard) = shard {
-        file(&format!("{folder}/{shard}"), &valid());
-    }
-    Checkpoint::open(index.parent().expect("a file has a folder")).map(drop)
+#[test]
+fn safetensors_files() {
+    let valid = valid();
+    let damaged = cases! {
+        "a truncated file" => open(&valid[..valid.len() - 1]),
+        "a truncated header" => open(&valid[..40]),
+        "bytes behind the last tensor" => open(&[valid.as_slice(), &[0]].concat()),
+        "a header longer than the file" => open(b"\xe8\x03\0\0\0\0\0\0{}"),
+        "a header longer than any" => open(b"\xff\xff\xff\xff\xff\xff\xff\xff{}"),
+        "weights as truth values" => {
+            let header = r#"{"q_proj.weight":{"dtype":"BOOL","shape":[2,2],"data_offsets":[0,4]}}"#;
+            let vb = weights::open(file("bool", &safetensors(header, 4)), DType::F32, &CPU)?;
+            MultiHeadAttention::new(&Config::new(2, 1), vb)
+        },
+        "weights of four bits" => {
+            let header = r#"{"Wq.weight":{"dtype":"F4","shape":[2,2],"data_offsets":[0,2]}}"#;
+            let vb = weights::open(file("four_bits", &safetensors(header, 2)), DType::F32, &CPU)?;
+            MultiHeadAttention::load(&Config::new(2, 1), WeightLayout::Short, vb)
+        },
+    };
+    let headers = [
+        (0, r#"{"a": }"#),
+        (0, r#"{"a": [1, 2]}"#),
+        (4, r#"{"a":{"dtype":"F31","shape":[1],"data_offsets":[0,4]}}"#),
+        (4, r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#),
+        (
+            6,
+            r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":{"dtype":"F32","shape":[1],"data_offsets":[2,6]}}"#,
+        ),
+        (
+            8,
+            r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}"#,
+        ),
+        (4, r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}"#),
+        (8, r#"{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}"#),
+        (8, r#"{"a":{"dtype":"F32","shape":[18446744073709551615,2],"data_offsets":[0,8]}}"#),
+        (0, r#"{"a":{"dtype":"F32","shape":[0,18446744073709551615,2],"data_offsets":[0,0]}}"#),
+    ];
+    let headers = headers.map(|(bytes, header)| case(header, || open(&safetensors(header, bytes)).map(drop)));
+    assert_reviewed("safetensors", &[damaged, headers.into()]);
 }
 
-pub const FILES: &[Case] = cases! {
-    "a file that is not there" => weights::open(crate::DIR.path().join("nothing.safetensors"), DType::F32, &CPU),
-    "no files" => Checkpoint::from_files::<&str>(&[]),
-    "an empty file" => open("empty", b""),
-    "a text" => open("text", b"Hello, how are you?"),
-    "a page of a web site" => open("page", b"<!DOCTYPE html><html><body>Not found</body></html>"),
-    "a pointer of Git LFS" => {
-        open("pointer", b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n")
-    },
-    "a folder without weights" =>
-        open("folder/README.md", b"").or_else(|_| Checkpoint::open(crate::DIR.path().join("folder")).map(drop)),
-    "the same file twice" =>
-        Checkpoint::from_files(&[file("once.safetensors", &valid()), file("twice.safetensors", &valid())]),
-    "a part of Meta's Llama" => {
-        for part in ["parts/consolidated.00.pth", "parts/consolidated.01.pth"] {
-            file(part, &std::fs::read(models().join("book_mha/model.pth"))?);
-        }
-        Checkpoint::open(crate::DIR.path().join("parts"))
-    },
-    "a .pth file among shards" =>
-        Checkpoint::from_files(&[file("first.safetensors", &valid()), models().join("book_mha/model.pth")]),
-};
-
-pub const SAFETENSORS: &[Case] = cases! {
-    "a truncated file" => open("truncated", &valid()[..valid().len() - 1]),
-    "a truncated header" => open("truncated_header", &valid()[..40]),
-    "bytes behind the last tensor" => open("longer", &[valid(), vec![0]].concat()),
-    "a header longer than the file" => open("long", b"\xe8\x03\0\0\0\0\0\0{}"),
-    "a header longer than any" => open("longest", b"\xff\xff\xff\xff\xff\xff\xff\xff{}"),
-    "a header that is no JSON" => headed("no_json", r#"{"a": }"#, 0),
-    "a header that is other JSON" => headed("other_json", r#"{"a": [1, 2]}"#, 0),
-    "an unknown dtype" => headed("dtype", r#"{"a":{"dtype":"F31","shape":[1],"data_offsets":[0,4]}}"#, 4),
-    "a tensor beyond the file" => headed("beyond", r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#, 4),
-    "tensors that overlap" => {
-        let (a, b) = (r#""a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}"#, r#""data_offsets":[2,6]"#);
-        headed("overlap", &format!(r#"{{{a},"b":{{"dtype":"F32","shape":[1],{b}}}}}"#), 6)
-    },
-    "a tensor that ends before it starts" =>
-        headed("backwards", r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}"#, 4),
-    "a shape that its bytes do not fill" =>
-        headed("unfilled", r#"{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}"#, 8),
-    "a shape beyond counting" =>
-        headed("countless", r#"{"a":{"dtype":"F32","shape":[18446744073709551615,2],"data_offsets":[0,8]}}"#, 8),
-    "a shape beyond counting beside a zero" =>
-        headed("zero", r#"{"a":{"dtype":"F32","shape":[0,18446744073709551615,2],"data_offsets":[0,0]}}"#, 0),
-    "one name for two tensors" => {
-        let a = |from, to| format!(r#""a":{{"dtype":"F32","shape":[1],"data_offsets":[{from},{to}]}}"#);
-        headed("twice", &format!("{{{},{}}}", a(0, 4), a(4, 8)), 8)
-    },
-    "weights as truth values" => {
-        let header = r#"{"q_proj.weight":{"dtype":"BOOL","shape":[2,2],"data_offsets":[0,4]}}"#;
-        let vb = weights::open(file("bool", &safetensors(header, 4)), DType::F32, &CPU)?;
-        MultiHeadAttention::new(&MultiHeadAttentionConfig::new(2, 1), vb)
-    },
-    "weights of four bits" => {
-        let header = r#"{"Wq.weight":{"dtype":"F4","shape":[2,2],"data_offsets":[0,2]}}"#;
-        let vb = weights::open(file("four_bits", &safetensors(header, 2)), DType::F32, &CPU)?;
-        MultiHeadAttention::load(&MultiHeadAttentionConfig::new(2, 1), WeightLayout::Short, vb)
-    },
-};
-
-pub const SHARDS: &[Case] = cases! {
-    "an index that is no JSON" => sharded("no_index", "weights", None),
-    "an index without a map" => sharded("no_map", "{}", None),
-    "an index without shards" => sharded("no_shards", r#"{"weight_map": {}}"#, None),
-    "a shard that is not there" => {
-        sharded(
-            "no_shard",
-            r#"{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}"#,
-            Some("one.safetensors"),
-        )
-    },
-    "a shard above the folder" => sharded("above", r#"{"weight_map": {"a": "../one.safetensors"}}"#, None),
-    "a shard at the root of the machine" => sharded("root", r#"{"weight_map": {"a": "/etc/passwd"}}"#, None),
-    "a shard of another format" => sharded("other", r#"{"weight_map": {"a": "one.bin"}}"#, Some("one.bin")),
-    "a shard without a name" => sharded("nameless", r#"{"weight_map": {"a": ""}}"#, None),
-    "the folder above as a shard" => sharded("dots", r#"{"weight_map": {"a": ".."}}"#, None),
-};
+#[test]
+fn indices_of_shards() {
+    let indices = [
+        "weights",
+        "{}",
+        r#"{"weight_map": {}}"#,
+        r#"{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}"#,
+    ];
+    // Above the folder, at the root of the machine, of another format, without a name, the folder above.
+    let shards = ["../one.safetensors", "/etc/passwd", "one.bin", "", ".."];
+    let sharded = |index: &str| {
+        file("sharded/one.safetensors", &valid());
+        file("sharded/one.bin", &valid());
+        file("sharded/model.safetensors.index.json", index.as_bytes());
+        Checkpoint::open(DIR.path().join("sharded"))
+    };
+    assert_reviewed(
+        "shards",
+        &[
+            indices.map(|index| case(index, || sharded(index).map(drop))).into(),
+            each("the shard", shards, |shard| sharded(&format!(r#"{{"weight_map": {{"a": "{shard}"}}}}"#))),
+        ],
+    );
+}

@@ -5,11 +5,9 @@ use std::path::{Path, PathBuf};
 
 use attention_oracle::array::Random;
 use candle_attention::weights::Checkpoint;
-use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
-use candle_core::{DType, Result};
 
 use crate::common::models;
-use crate::{CPU, DIR};
+use crate::*;
 
 const ROUNDS: u64 = 6_000;
 
