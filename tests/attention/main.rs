@@ -12,12 +12,8 @@
 
 #[path = "../common/mod.rs"]
 mod common;
-#[path = "../cache/compare.rs"]
-#[allow(dead_code, reason = "a part is for caches of other dtypes")]
-mod compare;
-#[path = "../cache/plan.rs"]
-#[allow(dead_code, reason = "a part is for the cache's own tests")]
-mod plan;
+#[path = "../cache/seeded.rs"]
+mod seeded;
 
 // What the tests stand on: numbers, the oracle, random calls, the comparison, and the layer in plain loops.
 mod by_hand;

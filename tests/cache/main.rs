@@ -1,7 +1,8 @@
-//! A layer with a cache gives the numbers of the layer without one, however its positions are cut into calls; what the
-//! cache holds is where it was written, and stays as it was where a call fails.
+//! A layer with a cache gives the numbers of the layer without one, however its positions are cut into calls and
+//! whatever is edited between them; what the cache holds is where it was written, and stays as it was where a call
+//! fails.
 //!
-//! Random plans come from fixed seeds; `CACHE_CASES` sets another number of them for every test.
+//! Random programs come from fixed seeds; `CACHE_CASES` sets another number of them for every test.
 
 #[path = "../attention/by_hand.rs"]
 #[allow(dead_code, reason = "only its parameters are needed")]
@@ -9,20 +10,80 @@ mod by_hand;
 #[path = "../common/mod.rs"]
 mod common;
 #[path = "../latent/layers.rs"]
+#[allow(dead_code, reason = "only its layers are needed")]
 mod latent_layers;
+mod seeded;
 use attention_oracle::{array, attention as oracle};
 
-// What the tests stand on: positions cut into calls, and the comparison with the layer without a cache.
-mod compare;
-mod plan;
+// The property: a program of random calls and edits, under random masks.
+mod masks;
+mod program;
 
 mod buffers;
-mod calls;
 mod edit;
-mod latent;
-mod masks;
+mod gradients;
+mod layers;
 mod memory;
-mod misuse;
 mod rotary;
 mod shared;
 mod warnings;
+
+use candle_attention::init::TorchSeed;
+use candle_attention::{
+    AttentionCache, AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig as Config, MultiHeadLatentAttention,
+    RelativeBias,
+};
+use candle_core::{DType, Device, Result, Tensor};
+
+const CPU: Device = Device::Cpu;
+
+/// Either kind of layer.
+trait Layer {
+    fn run(&self, input: AttentionInput) -> Result<Tensor>;
+}
+
+impl Layer for MultiHeadAttention {
+    fn run(&self, input: AttentionInput) -> Result<Tensor> {
+        self.forward_with(input)
+    }
+}
+
+impl Layer for MultiHeadLatentAttention {
+    fn run(&self, input: AttentionInput) -> Result<Tensor> {
+        self.forward_with(input)
+    }
+}
+
+/// A layer of random weights that are plain tensors, with a bias where the config has one.
+fn layer(cfg: &Config) -> Result<MultiHeadAttention> {
+    layer_on(cfg, DType::F32, &CPU)
+}
+
+fn layer_on(cfg: &Config, dtype: DType, device: &Device) -> Result<MultiHeadAttention> {
+    let layer = seeded::layer(cfg, dtype, device)?;
+    let Some(buckets) = cfg.relative_bias() else { return Ok(layer) };
+    let vb = TorchSeed::new(5).var_builder(dtype, device);
+    layer.with_relative_bias(RelativeBias::new(buckets, cfg.num_heads(), vb)?)
+}
+
+/// Numbers (B, T, E) on [-1, 1], others for each `first`.
+fn wave(b: usize, t: usize, width: usize, first: f32) -> Result<Tensor> {
+    let data: Vec<f32> = (0..b * t * width).map(|n| (n as f32 * 0.7 + first).sin()).collect();
+    Tensor::from_vec(data, (b, t, width), &CPU)
+}
+
+/// Positions of (B, T, E).
+fn part(xs: &Tensor, start: usize, t: usize) -> Result<Tensor> {
+    xs.narrow(1, start, t)?.force_contiguous()
+}
+
+/// What a layer gives in calls of so many positions.
+fn in_calls(layer: &dyn Layer, cache: &mut AttentionCache, xs: &Tensor, pieces: &[usize]) -> Result<Tensor> {
+    let mut start = 0;
+    let outputs = pieces.iter().map(|&t| {
+        let piece = part(xs, start, t)?;
+        start += t;
+        layer.run(AttentionInput::new(&piece).with_cache(cache))
+    });
+    Tensor::cat(&outputs.collect::<Result<Vec<_>>>()?, 1)
+}

@@ -1,20 +1,14 @@
-//! A caller's mask counts the positions of each sequence, whatever the cache holds of them.
+//! Random masks of a call. A caller's mask counts the positions of each sequence, whatever the cache holds of them.
 
-use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionMask, Backend, MultiHeadAttentionConfig as Config,
-};
+use candle_attention::AttentionMask;
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::array::Random;
-use crate::compare::{Masks, Run, layer, tokens, tolerance_of};
-use crate::plan::{Plan, cases};
+use crate::program::Call;
 
-const HEADS: usize = 2;
+/// For each sequence and each position of the call, a number for each key.
+type Table = Vec<Vec<Vec<f32>>>;
 
-/// For each query of a sequence, in order of position: a number for each of the longest sequence's positions.
-type Table = Vec<Vec<f32>>;
-
-/// One kind of mask, drawn for a plan.
 enum Kind {
     /// Hides the first tokens of each sequence.
     Starts(Vec<usize>),
@@ -25,131 +19,97 @@ enum Kind {
     /// With a causal constraint of the call's own.
     Prefix(Vec<usize>),
     Window(usize),
+    /// Of batches of one length.
     UpperLeft,
-    Keep(Vec<Table>),
-    Bias(Vec<Table>),
+    Keep(Table),
+    Bias(Table),
+}
+
+/// Two of them together.
+pub struct Drawn([Kind; 2]);
+
+impl Drawn {
+    pub fn draw(random: &mut Random, call: &Call) -> Self {
+        Self([Kind::draw(random, call), Kind::draw(random, call)])
+    }
+
+    pub fn of_call(&self, call: &Call, device: &Device) -> Result<AttentionMask> {
+        let [one, other] = &self.0;
+        Ok(one.of_call(call, device)?.and(&other.of_call(call, device)?))
+    }
+
+    /// The mask of sequence `n` as a whole, whose last queries are those of the call.
+    pub fn of_sequence(&self, n: usize, call: &Call, device: &Device) -> Result<AttentionMask> {
+        let [one, other] = &self.0;
+        Ok(one.of_sequence(n, call, device)?.and(&other.of_sequence(n, call, device)?))
+    }
+}
+
+/// The keys of the longest sequence.
+fn longest(call: &Call) -> usize {
+    call.before.iter().zip(&call.own).map(|(before, own)| before + own.len()).max().unwrap_or(0)
 }
 
 impl Kind {
-    fn draw(random: &mut Random, plan: &Plan) -> Self {
-        let lens = plan.lens();
-        let longest = lens.iter().copied().max().unwrap_or(0);
-        let each =
-            |random: &mut Random, most: usize| -> Vec<usize> { lens.iter().map(|_| random.up_to(most)).collect() };
-        let tables = |random: &mut Random, entry: &dyn Fn(&mut Random) -> f32| -> Vec<Table> {
-            let table = |&len: &usize| (0..len).map(|_| (0..longest).map(|_| entry(random)).collect()).collect();
-            lens.iter().map(table).collect()
+    fn draw(random: &mut Random, call: &Call) -> Self {
+        let (b, t_kv) = (call.own.len(), longest(call));
+        let each = |random: &mut Random, most| (0..b).map(|_| random.up_to(most)).collect();
+        let table = |random: &mut Random, entry: fn(&mut Random) -> f32| {
+            let mut row = || (0..t_kv).map(|_| entry(random)).collect();
+            (0..b).map(|_| (0..call.t).map(|_| row()).collect()).collect()
         };
+        let is_even = call.before.iter().all(|before| *before == call.before[0])
+            && call.own.iter().all(|own| own.len() == call.t);
         match random.up_to(7) {
             0 => Self::Starts(each(random, 4)),
-            1 => Self::Lens(each(random, longest + 1)),
-            2 => Self::LensByQuery(lens.iter().map(|&len| (0..len).map(|_| random.up_to(longest)).collect()).collect()),
+            1 => Self::Lens(each(random, t_kv + 1)),
+            2 => Self::LensByQuery((0..b).map(|_| (0..call.t).map(|_| random.up_to(t_kv)).collect()).collect()),
             3 => Self::Prefix(each(random, 5)),
-            4 => Self::Window(1 + random.up_to(4)),
-            5 => Self::UpperLeft,
-            6 => Self::Keep(tables(random, &|random| f32::from(u8::from(random.chance(0.6))))),
-            _ => Self::Bias(tables(random, &|random| random.between(-2.0, 2.0) as f32)),
+            5 if is_even => Self::UpperLeft,
+            4 | 5 => Self::Window(1 + random.up_to(4)),
+            6 => Self::Keep(table(random, |random| f32::from(u8::from(random.chance(0.6))))),
+            _ => Self::Bias(table(random, |random| random.between(-2.0, 2.0) as f32)),
         }
     }
 
-    /// The mask of one sequence of `len` positions without a cache.
-    fn of_sequence(&self, b: usize, len: usize, device: &Device) -> Result<AttentionMask> {
+    fn of_call(&self, call: &Call, device: &Device) -> Result<AttentionMask> {
         let none = AttentionMask::none;
-        let square = |table: &Table| -> Result<Tensor> {
-            let data: Vec<f32> = table.iter().flat_map(|row| &row[..len]).copied().collect();
-            Tensor::from_vec(data, (1, 1, len, len), &Device::Cpu)?.to_device(device)
-        };
-        Ok(match self {
-            Self::Starts(starts) => none().with_starts(vec![starts[b]]),
-            Self::Lens(lens) => none().with_valid_lens(vec![lens[b]]),
-            Self::LensByQuery(lens) => none().with_valid_lens(vec![lens[b].clone()]),
-            Self::Prefix(prefix) => AttentionMask::causal().with_prefix(vec![prefix[b]]),
-            &Self::Window(window) => none().with_window(window),
-            Self::UpperLeft => AttentionMask::causal_upper_left(),
-            Self::Keep(tables) => none().with_keep(&square(&tables[b])?.to_dtype(DType::U8)?),
-            Self::Bias(tables) => none().with_bias(&square(&tables[b])?),
-        })
-    }
-
-    /// The mask of one call of a plan.
-    fn of_call(&self, n: usize, plan: &Plan, device: &Device) -> Result<AttentionMask> {
-        let none = AttentionMask::none;
-        let (call, before) = (&plan.calls[n], &plan.before()[n]);
-        let t_kv = before.iter().zip(&call.tokens).map(|(before, own)| before + own.len()).max().unwrap_or(0);
-        // Of padding, what would be seen if it were looked at.
-        let row = |b: usize, i: usize| call.tokens[b].contains(&i).then(|| before[b] + i - call.tokens[b].start);
-        let rows = |tables: &[Table], padding: f32| -> Result<Tensor> {
-            let entries = (0..plan.b).flat_map(|b| (0..call.t).map(move |i| (b, i)));
-            let data: Vec<f32> = entries
-                .flat_map(|(b, i)| row(b, i).map_or(vec![padding; t_kv], |row| tables[b][row][..t_kv].to_vec()))
-                .collect();
-            Tensor::from_vec(data, (plan.b, 1, call.t, t_kv), &Device::Cpu)?.to_device(device)
+        let tensor = |table: &Table| {
+            let data: Vec<f32> = table.iter().flatten().flatten().copied().collect();
+            Tensor::from_vec(data, (call.own.len(), 1, call.t, longest(call)), &Device::Cpu)?.to_device(device)
         };
         Ok(match self {
             Self::Starts(starts) => none().with_starts(starts.clone()),
             Self::Lens(lens) => none().with_valid_lens(lens.clone()),
-            Self::LensByQuery(lens) => {
-                let of = |b: usize| (0..call.t).map(|i| row(b, i).map_or(t_kv, |row| lens[b][row])).collect();
-                none().with_valid_lens((0..plan.b).map(of).collect::<Vec<Vec<usize>>>())
-            }
+            Self::LensByQuery(lens) => none().with_valid_lens(lens.clone()),
             Self::Prefix(prefix) => AttentionMask::causal().with_prefix(prefix.clone()),
             &Self::Window(window) => none().with_window(window),
             // Without a cache query i stands at position i; here its position has to be said, one for all sequences.
-            Self::UpperLeft => AttentionMask::causal_with_offset(before[0]),
-            Self::Keep(tables) => none().with_keep(&rows(tables, 1.0)?.to_dtype(DType::U8)?),
-            Self::Bias(tables) => none().with_bias(&rows(tables, 1.0)?),
+            Self::UpperLeft => AttentionMask::causal_with_offset(call.before[0]),
+            Self::Keep(table) => none().with_keep(&tensor(table)?.to_dtype(DType::U8)?),
+            Self::Bias(table) => none().with_bias(&tensor(table)?),
+        })
+    }
+
+    fn of_sequence(&self, n: usize, call: &Call, device: &Device) -> Result<AttentionMask> {
+        let none = AttentionMask::none;
+        let (before, own) = (call.before[n], call.own[n].clone());
+        let len = before + own.len();
+        // Ones for the queries before the call, whose outputs nobody reads.
+        let tensor = |table: &Table| {
+            let rows = table[n][own.clone()].iter().flat_map(|row| &row[..len]).copied();
+            let data: Vec<f32> = vec![1.0; before * len].into_iter().chain(rows).collect();
+            Tensor::from_vec(data, (1, 1, len, len), &Device::Cpu)?.to_device(device)
+        };
+        Ok(match self {
+            Self::Starts(starts) => none().with_starts(vec![starts[n]]),
+            Self::Lens(lens) => none().with_valid_lens(vec![lens[n]]),
+            Self::LensByQuery(lens) => none().with_valid_lens(vec![[&vec![0; before], &lens[n][own.clone()]].concat()]),
+            Self::Prefix(prefix) => AttentionMask::causal().with_prefix(vec![prefix[n]]),
+            &Self::Window(window) => none().with_window(window),
+            Self::UpperLeft => AttentionMask::causal_upper_left(),
+            Self::Keep(table) => none().with_keep(&tensor(table)?.to_dtype(DType::U8)?),
+            Self::Bias(table) => none().with_bias(&tensor(table)?),
         })
     }
 }
-
-/// Layers that see far, and layers with a window and a cache that slides.
-fn setups() -> Vec<(Config, AttentionCacheConfig)> {
-    let base = || Config::new(6, HEADS);
-    let windowed = |window: usize| base().with_causal(true).with_window(window);
-    vec![
-        (base().with_causal(true), AttentionCacheConfig::new().with_capacity(2)),
-        (base(), AttentionCacheConfig::new()),
-        (base().with_causal(true), AttentionCacheConfig::new().with_q8()),
-        (windowed(3), AttentionCacheConfig::for_layer(&windowed(3))),
-        (windowed(3), AttentionCacheConfig::for_layer(&windowed(3)).with_q8()),
-        (windowed(5), AttentionCacheConfig::for_layer(&windowed(5)).with_capacity(5).with_growth(false)),
-    ]
-}
-
-fn masks_count_the_positions_of_each_sequence(device: &Device) {
-    for (cfg, cache) in setups() {
-        let layer = layer(&cfg, DType::F32, device).expect("the config fits");
-        for seed in 0..cases(150) {
-            let random = &mut Random::new(seed);
-            let ragged = random.chance(0.7);
-            let plan = Plan::random(random, ragged);
-            let lens = plan.lens();
-            let mut kinds = vec![Kind::draw(random, &plan), Kind::draw(random, &plan)];
-            if ragged {
-                kinds.retain(|kind| !matches!(kind, Kind::UpperLeft));
-            }
-            // What is lifted by a prefix is seen before its time, by queries of later calls only.
-            let there = |b: usize| AttentionMask::none().with_valid_lens(vec![plan.ends(b)]);
-            let all = |masks: Vec<AttentionMask>| masks.iter().fold(AttentionMask::none(), |all, mask| all.and(mask));
-            let of_call =
-                |n| Ok(all(kinds.iter().map(|kind| kind.of_call(n, &plan, device)).collect::<Result<_>>()?));
-            let of_sequence = |b: usize| {
-                let masks = kinds.iter().map(|kind| kind.of_sequence(b, lens[b], device)).collect::<Result<_>>()?;
-                Ok(all(masks).and(&there(b)))
-            };
-            let tokens: Result<Vec<_>> = lens.iter().map(|&t| tokens(random, (t, 6), DType::F32, device)).collect();
-            let run = Run {
-                layer: &layer,
-                plan: &plan,
-                tokens: &tokens.expect("random tokens"),
-                masks: Masks { of_call: &of_call, of_sequence: &of_sequence },
-                backend: Backend::Auto,
-            };
-            let found = run.difference(&mut AttentionCache::new(&cache).expect("the cache fits"));
-            let found = found.unwrap_or_else(|error| panic!("{cfg:?}, seed {seed}, {plan:?}: {error}"));
-            assert!(found <= tolerance_of(DType::F32, &cache), "{cfg:?}, seed {seed}, {plan:?}: off by {found:e}");
-        }
-    }
-}
-
-crate::on_each_device!(masks_count_the_positions_of_each_sequence);

@@ -1,26 +1,18 @@
 //! Keys and values that are projected once, against those that are projected in every call.
 
 use candle_attention::{
-    AlibiConfig, AttentionInput, AttentionMask, GateActivation, GatePlace, GateScope, MultiHeadAttention,
+    AlibiConfig, AttentionInput, AttentionMask, GateActivation, GatePlace, GateScope,
     MultiHeadAttentionConfig as Config, OutputGate, QkNorm, QkNormKind, QkNormScope, RopeConfig, RopeScaling,
 };
-use candle_core::{DType, Device, Result, Tensor};
-use candle_nn::{VarBuilder, VarMap};
+use candle_core::{DType, Result, Tensor};
 
 use crate::common::{assert_close, values};
-use crate::compare::layer;
+use crate::{CPU, layer_on, wave};
 
-const CPU: Device = Device::Cpu;
 const T: usize = 7;
 
 fn base() -> Config {
     Config::new(8, 4).with_num_kv_heads(2)
-}
-
-fn xs(dims: &[usize], first: f32) -> Tensor {
-    let count = dims.iter().product::<usize>();
-    let data: Vec<f32> = (0..count).map(|n| (n as f32 * 0.7 + first).sin()).collect();
-    Tensor::from_vec(data, dims, &CPU).expect("as many numbers")
 }
 
 #[test]
@@ -47,9 +39,12 @@ fn a_memory_gives_the_numbers_of_its_inputs() -> Result<()> {
     ] {
         // The memory lies in other strides, and the kernel may add in another order.
         for (dtype, tolerance) in [(DType::F32, 1e-6), (DType::F64, 1e-14), (DType::BF16, 1e-2)] {
-            let layer = layer(&cfg, dtype, &CPU)?;
+            let layer = layer_on(&cfg, dtype, &CPU)?;
             for batch in [&[2][..], &[]] {
-                let input = |t: usize, width: usize, first| xs(&[batch, &[t, width]].concat(), first).to_dtype(dtype);
+                let b = batch.first().copied().unwrap_or(1);
+                let input = |t: usize, width: usize, first| {
+                    wave(b, t, width, first)?.reshape([batch, &[t, width]].concat())?.to_dtype(dtype)
+                };
                 let (keys, values_in) = (input(T, cfg.key_size(), 1.0)?, input(T, cfg.value_size(), 2.0)?);
                 let one = cfg.key_size() == cfg.value_size();
                 for values_in in [values_in].iter().chain(one.then_some(&keys)) {
@@ -79,25 +74,9 @@ fn a_memory_gives_the_numbers_of_its_inputs() -> Result<()> {
 }
 
 #[test]
-fn gradients_go_through_a_memory() -> Result<()> {
-    let vars = VarMap::new();
-    let layer = MultiHeadAttention::new(&base(), VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
-    let (queries, encoded) = (xs(&[2, 3, 8], 0.0), xs(&[2, T, 8], 1.0));
-    let memory = layer.project_memory(&encoded, &encoded)?;
-    let squares = |input: AttentionInput| layer.forward_with(input)?.sqr()?.sum_all()?.backward();
-    let found = squares(AttentionInput::new(&queries).with_memory(&memory))?;
-    let expected = squares(AttentionInput::new(&queries).with_key_value(&encoded, &encoded))?;
-    for (name, var) in vars.data().lock().expect("one thread").iter() {
-        let of = |gradients: &candle_core::backprop::GradStore| gradients.get(var).cloned().expect("a gradient");
-        assert_close(&of(&found), &of(&expected), 1e-5, name);
-    }
-    Ok(())
-}
-
-#[test]
 fn an_empty_memory_gives_what_no_keys_give() -> Result<()> {
-    let layer = layer(&base(), DType::F32, &CPU)?;
-    let (queries, none) = (xs(&[2, 3, 8], 0.0), Tensor::zeros((2, 0, 8), DType::F32, &CPU)?);
+    let layer = layer_on(&base(), DType::F32, &CPU)?;
+    let (queries, none) = (wave(2, 3, 8, 0.0)?, Tensor::zeros((2, 0, 8), DType::F32, &CPU)?);
     let memory = layer.project_memory(&none, &none)?;
     let found = layer.forward_with(AttentionInput::new(&queries).with_memory(&memory))?;
     let expected = layer.forward_with(AttentionInput::new(&queries).with_key_value(&none, &none))?;

@@ -3,16 +3,13 @@
 use std::path::Path;
 
 use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig as Config,
-    RopeConfig, RopeScaling,
+    AttentionCache, AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig as Config, RopeConfig, RopeScaling,
 };
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 
 use crate::common::{assert_close, error_text, values};
-use crate::compare::layer;
-
-const CPU: Device = Device::Cpu;
+use crate::{CPU, in_calls, layer, wave};
 
 /// As in `make.py`.
 const ORIGINAL: usize = 6;
@@ -65,33 +62,26 @@ fn config() -> Config {
     Config::new(8, 2).with_causal(true).with_rope(RopeConfig::new(100.0))
 }
 
-fn xs(b: usize, t: usize) -> Result<Tensor> {
-    Tensor::randn(0f32, 1.0, (b, t, 8), &CPU)
-}
-
 #[test]
 fn positions_that_are_given_go_before_those_that_are_counted() -> Result<()> {
-    let layer = layer(&config(), DType::F32, &CPU)?;
-    let (prompt, token) = (xs(2, 4)?, xs(2, 1)?);
-    let run = |positions: [Option<Tensor>; 2]| -> Result<Tensor> {
+    let layer = layer(&config())?;
+    let (prompt, token) = (wave(2, 4, 8, 0.0)?, wave(2, 1, 8, 9.0)?);
+    let run = |at_prompt: Option<Tensor>, at_token: Option<Tensor>| -> Result<Tensor> {
         let mut cache = AttentionCache::default();
-        let mut last = None;
-        for (xs, positions) in [&prompt, &token].into_iter().zip(&positions) {
-            let mut input = AttentionInput::new(xs).with_cache(&mut cache).with_valid_lens(match xs.dim(1)? {
-                1 => &[1, 1],
-                _ => &[4, 2],
-            });
-            if let Some(positions) = positions {
-                input = input.with_positions(positions);
+        let mut call = |xs: &Tensor, lens: &[usize], positions: Option<Tensor>| {
+            let input = AttentionInput::new(xs).with_cache(&mut cache).with_valid_lens(lens);
+            match &positions {
+                Some(positions) => layer.forward_with(input.with_positions(positions)),
+                None => layer.forward_with(input),
             }
-            last = Some(layer.forward_with(input)?);
-        }
-        Ok(last.expect("two calls"))
+        };
+        call(&prompt, &[4, 2], at_prompt)?;
+        call(&token, &[1, 1], at_token)
     };
-    let counted = run([None, None])?;
-    let said = run([Some(Tensor::new(&[0i64, 1, 2, 3], &CPU)?), Some(Tensor::new(&[[4i64], [2]], &CPU)?)])?;
+    let counted = run(None, None)?;
+    let said = run(Some(Tensor::new(&[0i64, 1, 2, 3], &CPU)?), Some(Tensor::new(&[[4i64], [2]], &CPU)?))?;
     assert_close(&said, &counted, 0.0, "the positions that are counted");
-    let elsewhere = run([None, Some(Tensor::new(&[9i64], &CPU)?)])?;
+    let elsewhere = run(None, Some(Tensor::new(&[9i64], &CPU)?))?;
     assert!(values(&(elsewhere - &counted)?).iter().any(|difference| difference.abs() > 1e-3));
     Ok(())
 }
@@ -100,23 +90,19 @@ fn positions_that_are_given_go_before_those_that_are_counted() -> Result<()> {
 #[test]
 fn a_sequence_that_gets_no_token_takes_no_position() -> Result<()> {
     let scaling = RopeScaling::Dynamic { factor: 2.0, original_context: 4 };
-    for cfg in [config().with_context_length(4), config().with_rope(RopeConfig::new(100.0).with_scaling(scaling))] {
-        let layer = layer(&cfg, DType::F32, &CPU)?;
-        let (prompt, token) = (xs(2, 4)?, xs(2, 1)?);
-        let mut cache = AttentionCache::default();
-        let input = AttentionInput::new(&prompt).with_cache(&mut cache).with_valid_lens(&[4, 2]);
-        layer.forward_with(input)?;
+    let short = config().with_context_length(4);
+    for cfg in [&short, &config().with_rope(RopeConfig::new(100.0).with_scaling(scaling))] {
+        let (layer, mut cache) = (layer(cfg)?, AttentionCache::default());
+        let (prompt, token) = (wave(2, 4, 8, 0.0)?, wave(2, 1, 8, 9.0)?);
+        layer.forward_with(AttentionInput::new(&prompt).with_cache(&mut cache).with_valid_lens(&[4, 2]))?;
         let ys = layer.forward_with(AttentionInput::new(&token).with_cache(&mut cache).with_valid_lens(&[0, 1]))?;
         let alone = Tensor::cat(&[&prompt.narrow(0, 1, 1)?.narrow(1, 0, 2)?, &token.narrow(0, 1, 1)?], 1)?;
         let expected = layer.forward(&alone)?.narrow(1, 2, 1)?;
         assert_close(&ys.narrow(0, 1, 1)?, &expected, 1e-5, "the other sequence");
         assert_eq!(cache.lens(), [4, 3]);
     }
-    let layer = layer(&config().with_context_length(4), DType::F32, &CPU)?;
-    let mut cache = AttentionCache::new(&AttentionCacheConfig::new())?;
-    layer.forward_with(AttentionInput::new(&xs(1, 4)?).with_cache(&mut cache))?;
     assert_eq!(
-        error_text(layer.forward_with(AttentionInput::new(&xs(1, 1)?).with_cache(&mut cache))),
+        error_text(in_calls(&layer(&short)?, &mut AttentionCache::default(), &wave(1, 5, 8, 0.0)?, &[4, 1])),
         "[attention_cache] 5 positions with those of the calls before are more than the context length 4"
     );
     Ok(())

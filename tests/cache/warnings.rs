@@ -10,8 +10,7 @@ use candle_attention::{
 };
 use candle_core::{DType, Device, Result, Tensor};
 
-use crate::common::assert_close;
-use crate::compare::Layer;
+use crate::Layer;
 
 /// Tells a process that it is a child, and the layer that it tries.
 const ASKED: &str = "CACHE_TEST_WARNINGS";
@@ -82,19 +81,4 @@ fn a_layer_that_is_not_causal_is_named_once_where_it_continues_a_cache() {
         assert!(output.status.success(), "{asked}: {output:?}");
         assert!(String::from_utf8_lossy(&output.stdout).contains("1 passed"), "{output:?}");
     }
-}
-
-/// What a cache promises of such a layer: a query sees the later tokens of its own call, and none of the calls to come.
-#[test]
-fn a_layer_that_is_not_causal_sees_what_its_calls_bring() -> Result<()> {
-    let vb = TorchSeed::new(1).var_builder(DType::F32, &Device::Cpu);
-    let layer = MultiHeadAttention::new(&Config::new(8, 2), vb)?;
-    let xs = Tensor::randn(0f32, 1., (2, 5, 8), &Device::Cpu)?;
-    let mut cache = AttentionCache::default();
-    let mut call = |start, t| layer.forward_with(AttentionInput::new(&xs.narrow(1, start, t)?).with_cache(&mut cache));
-    let ys = Tensor::cat(&[call(0, 3)?, call(3, 2)?], 1)?;
-    let lens = vec![vec![3, 3, 3, 5, 5]; 2];
-    let mask = AttentionMask::none().with_valid_lens(lens);
-    assert_close(&ys, &layer.forward_with(AttentionInput::new(&xs).with_mask(&mask))?, 1e-6, "by calls");
-    Ok(())
 }

@@ -8,7 +8,7 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 
 use crate::common::{assert_close, error_text, values};
-use crate::compare::layer;
+use crate::seeded::layer;
 use crate::tensors::{CPU, builder, named, random};
 
 fn assert_plan(plan: &Plan, backend: Backend, why: &str) {

@@ -11,8 +11,7 @@ use serde::Deserialize;
 use super::{data, numbers};
 use crate::array::Random;
 use crate::common::{assert_close, max_error, values};
-use crate::compare::{Masks, Run, layer, tokens, tolerance};
-use crate::plan::{Plan, cases};
+use crate::seeded::layer;
 use crate::tensors::{CPU, builder, named};
 
 #[derive(Deserialize)]
@@ -101,26 +100,6 @@ fn layer_and_its_bias_give_the_numbers_of_a_mask(device: &Device) -> Result<()> 
     Ok(())
 }
 
-fn cached_calls_give_the_numbers_of_one(device: &Device) -> Result<()> {
-    for (bidirectional, backend) in [(false, Backend::Auto), (true, Backend::Auto), (true, Backend::Reference)] {
-        let cfg = config().with_causal(true).with_relative_bias(few(bidirectional));
-        let layer =
-            layer(&cfg, DType::F32, device)?.with_relative_bias(bias(&few(bidirectional), DType::F32, device)?)?;
-        for seed in 0..cases(20) {
-            let plan = Plan::random(&mut Random::new(seed), seed % 2 == 0);
-            let random = &mut Random::new(seed);
-            let of = |t| tokens(random, (t, 12), DType::F32, device);
-            let tokens = plan.lens().into_iter().map(of).collect::<Result<Vec<_>>>()?;
-            let none = |_| Ok(AttentionMask::none());
-            let masks = Masks { of_call: &none, of_sequence: &none };
-            let run = Run { layer: &layer, plan: &plan, tokens: &tokens, masks, backend };
-            let found = run.difference(&mut AttentionCache::default())?;
-            assert!(found <= tolerance(DType::F32), "seed {seed}, {plan:?}: off by {found:e}");
-        }
-    }
-    Ok(())
-}
-
 /// Keys stay where their call put them, whatever the positions of a later one.
 fn cached_keys_stand_at_the_positions_of_their_call(device: &Device) -> Result<()> {
     let relative = || Config::new(12, HEADS).with_causal(true).with_relative_bias(few(true));
@@ -152,11 +131,7 @@ fn cached_keys_stand_at_the_positions_of_their_call(device: &Device) -> Result<(
     Ok(())
 }
 
-crate::on_each_device!(
-    layer_and_its_bias_give_the_numbers_of_a_mask,
-    cached_calls_give_the_numbers_of_one,
-    cached_keys_stand_at_the_positions_of_their_call,
-);
+crate::on_each_device!(layer_and_its_bias_give_the_numbers_of_a_mask, cached_keys_stand_at_the_positions_of_their_call,);
 
 /// Positions of no sequence stand beside keys that are counted for all sequences.
 #[test]

@@ -1,0 +1,132 @@
+//! Gradients that pass no cached key stay; those that would are an error, or are left out on request.
+
+use candle_attention::{
+    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, KvSource, MultiHeadAttention,
+    MultiHeadAttentionConfig as Config,
+};
+use candle_core::{DType, Result, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
+
+use crate::common::{assert_close, values};
+use crate::{CPU, in_calls, layer, wave};
+
+fn config() -> Config {
+    Config::new(8, 4).with_num_kv_heads(2).with_causal(true).with_context_length(9)
+}
+
+fn trained(cfg: &Config) -> Result<(VarMap, MultiHeadAttention)> {
+    let vars = VarMap::new();
+    let layer = MultiHeadAttention::new(cfg, VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
+    Ok((vars, layer))
+}
+
+/// Generation with a model in training: the numbers of plain weights, and no gradient but that of the output
+/// projection.
+#[test]
+fn a_detached_cache_takes_variables() -> Result<()> {
+    let (vars, trained) = trained(&config())?;
+    let plain = trained.freeze()?;
+    let mut detached = AttentionCache::new(&AttentionCacheConfig::new().with_detached(true))?;
+    let mut cache = AttentionCache::default();
+    for t in [4, 1] {
+        let xs = wave(2, t, 8, 0.0)?;
+        let ys = in_calls(&trained, &mut detached, &xs, &[t])?;
+        assert_close(&ys, &in_calls(&plain, &mut cache, &xs, &[t])?, 1e-6, "the numbers of plain weights");
+        let gradients = ys.sum_all()?.backward()?;
+        let vars = vars.data().lock().expect("one thread");
+        let tracked = vars.iter().filter(|(_, var)| gradients.get(var).is_some());
+        assert_eq!(tracked.map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["o_proj.weight"]);
+        assert!(values(&ys).iter().any(|&y| y != 0.0));
+    }
+    Ok(())
+}
+
+/// A layer of plain weights but for one variable, its query projection.
+fn with_trained_queries(cfg: &Config) -> Result<(MultiHeadAttention, Var)> {
+    let mut weights = crate::by_hand::tensors(&crate::by_hand::parameters(cfg, 3), DType::F32, &CPU)?;
+    let q_proj = Var::from_tensor(&weights["q_proj.weight"])?;
+    weights.insert("q_proj.weight".into(), q_proj.as_tensor().clone());
+    Ok((MultiHeadAttention::new(cfg, VarBuilder::from_tensors(weights, DType::F32, &CPU))?, q_proj))
+}
+
+/// Of a bias that is added to the scores, and of the query projection.
+#[test]
+fn gradients_that_pass_no_cached_key_stay() -> Result<()> {
+    let (layer, q_proj) = with_trained_queries(&config())?;
+    let mut cache = AttentionCache::default();
+    in_calls(&layer, &mut cache, &wave(2, 3, 8, 0.0)?, &[3])?;
+    let bias = Var::zeros((4, 2, 5), DType::F32, &CPU)?;
+    let mask = AttentionMask::none().with_bias(bias.as_tensor());
+    let xs = wave(2, 2, 8, 0.0)?;
+    let ys = layer.forward_with(AttentionInput::new(&xs).with_mask(&mask).with_cache(&mut cache))?;
+    let gradients = ys.sqr()?.sum_all()?.backward()?;
+    for var in [&q_proj, &bias] {
+        assert!(values(gradients.get(var).expect("a gradient")).iter().any(|&entry| entry != 0.0));
+    }
+    Ok(())
+}
+
+type Use = fn(&MultiHeadAttention, &mut AttentionCache) -> Result<()>;
+
+/// What is done with a cache before `backward`.
+const USES: [(&str, Use); 3] = [
+    ("reset", |layer, cache| {
+        cache.reset();
+        append(layer, cache, 4)
+    }),
+    ("truncated", |layer, cache| {
+        cache.truncate(1)?;
+        append(layer, cache, 3)
+    }),
+    ("appended to", |layer, cache| append(layer, cache, 3)),
+];
+
+fn append(layer: &MultiHeadAttention, cache: &mut AttentionCache, t: usize) -> Result<()> {
+    in_calls(layer, cache, &wave(1, t, 8, 7.0)?, &[t]).map(drop)
+}
+
+/// A graph keeps the keys of its own call, and of an earlier layer's.
+#[test]
+fn gradients_are_those_of_the_call_when_its_cache_is_used_again() -> Result<()> {
+    for kv_heads in [1, 2] {
+        let cfg = config().with_num_kv_heads(kv_heads);
+        let (own, q_proj) = with_trained_queries(&cfg)?;
+        let earlier = layer(&cfg)?;
+        let (later_vars, later) = trained(&cfg.with_kv_source(KvSource::EarlierLayer))?;
+        let xs = wave(1, 4, 8, 0.0)?;
+        let gradients = |again: Option<Use>| -> Result<Vec<Tensor>> {
+            let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_capacity(16))?;
+            let ys = in_calls(&own, &mut cache, &xs, &[4])?;
+            again.map_or(Ok(()), |again| again(&own, &mut cache))?;
+            let of_own = ys.sqr()?.sum_all()?.backward()?.get(&q_proj).expect("a gradient").clone();
+            let mut cache = AttentionCache::default();
+            in_calls(&earlier, &mut cache, &xs, &[4])?;
+            let ys = later.forward_with(AttentionInput::new(&xs).with_shared_cache(&cache))?;
+            again.map_or(Ok(()), |again| again(&earlier, &mut cache))?;
+            let of_later = ys.sqr()?.sum_all()?.backward()?;
+            let of_later = later_vars.all_vars().into_iter().map(|var| of_later.get(&var).expect("one").clone());
+            Ok([of_own].into_iter().chain(of_later).collect())
+        };
+        let expected = gradients(None)?;
+        for (what, again) in USES {
+            for (found, expected) in gradients(Some(again))?.iter().zip(&expected) {
+                assert_close(found, expected, 0.0, &format!("{kv_heads} key heads, {what}"));
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn gradients_go_through_a_memory() -> Result<()> {
+    let (vars, layer) = trained(&Config::new(8, 4).with_num_kv_heads(2))?;
+    let (queries, encoded) = (wave(2, 3, 8, 0.0)?, wave(2, 7, 8, 1.0)?);
+    let memory = layer.project_memory(&encoded, &encoded)?;
+    let squares = |input: AttentionInput| layer.forward_with(input)?.sqr()?.sum_all()?.backward();
+    let found = squares(AttentionInput::new(&queries).with_memory(&memory))?;
+    let expected = squares(AttentionInput::new(&queries).with_key_value(&encoded, &encoded))?;
+    for (name, var) in vars.data().lock().expect("one thread").iter() {
+        assert_close(found.get(var).expect("a gradient"), expected.get(var).expect("a gradient"), 1e-5, name);
+    }
+    Ok(())
+}

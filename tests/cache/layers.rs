@@ -1,0 +1,258 @@
+//! The property over layers, caches, dtypes and masks.
+
+use candle_attention::{
+    AlibiConfig, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, GateActivation,
+    GatePlace, GateScope, MultiHeadAttentionConfig as Config, MultiHeadLatentAttentionConfig as LatentConfig,
+    OutputGate, QkNorm, QkNormKind, QkNormScope, QueryScaling, RelativeBiasConfig, RopeConfig, RopeScaling, RopeStyle,
+};
+use candle_core::{DType, Device, Result};
+
+use crate::array::Random;
+use crate::common::assert_close;
+use crate::latent_layers as latent;
+use crate::program::{EMBED_DIM, Program, Setup, cases, difference, tolerance};
+use crate::{CPU, Layer, in_calls, layer, layer_on, wave};
+
+fn base() -> Config {
+    Config::new(EMBED_DIM, 4).with_causal(true)
+}
+
+fn grouped() -> Config {
+    base().with_num_kv_heads(2)
+}
+
+fn growing() -> AttentionCacheConfig {
+    AttentionCacheConfig::new().with_capacity(4)
+}
+
+fn sliding(window: usize) -> AttentionCacheConfig {
+    AttentionCacheConfig::new().with_window(window)
+}
+
+fn yarn(mscale: Option<f64>) -> RopeScaling {
+    RopeScaling::Yarn {
+        factor: 4.0,
+        original_context: 8,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        attention_factor: None,
+        mscale,
+        mscale_all_dim: mscale.map(|scale| scale + 0.2),
+        truncate: true,
+    }
+}
+
+/// Layers, and the caches that serve them.
+fn setups() -> Vec<(Config, AttentionCacheConfig)> {
+    let fixed = || AttentionCacheConfig::new().with_capacity(400).with_growth(false);
+    let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::PerHead, eps: 1e-6 };
+    let rope = |scaling| RopeConfig::new(100.0).with_scaling(scaling);
+    let linear = rope(RopeScaling::Linear { factor: 3.0 }).with_rotary_dim(4);
+    let paired = rope(RopeScaling::None).with_style(RopeStyle::Interleaved);
+    let llama3 =
+        rope(RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_context: 32 });
+    let wide = || grouped().with_head_dim(8);
+    let place = GatePlace::Query;
+    let gate = OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerEntry, place };
+    vec![
+        (base(), growing()),
+        (base(), growing().with_capacity(0)),
+        (base(), fixed()),
+        (base(), AttentionCacheConfig::default()),
+        (grouped(), growing()),
+        (base().with_num_kv_heads(1).with_head_dim(5).with_value_head_dim(7), growing()),
+        (base().with_bias(true).with_qk_norm(norm).with_softcap(2.0), growing()),
+        (base().with_output_gate(gate), growing()),
+        (base().with_query_scaling(QueryScaling { beta: 0.5, interval: 3, first: 1 }), growing()),
+        (base().with_value_norm(1e-5), growing()),
+        (base().with_chunk(3), growing()),
+        (base().with_clip_qkv(0.4), growing()),
+        (base().with_alibi(AlibiConfig::Standard), growing()),
+        (Config::new(EMBED_DIM, 4).with_alibi(AlibiConfig::Standard), growing()),
+        (base().with_alibi(AlibiConfig::Standard).with_window(4), sliding(4)),
+        (base().with_band(2, 0), growing()),
+        (grouped().with_sinks(true).with_value_head_dim(3), fixed()),
+        (wide().with_rope(linear), growing()),
+        (wide().with_rope(paired).with_qk_norm(norm), growing()),
+        (wide().with_rope(llama3).with_window(4), sliding(4)),
+        (wide().with_rope(rope(yarn(None))).with_sinks(true), growing()),
+        (base().with_window(3), growing()),
+        (base().with_window(1), growing()),
+        (base().with_window(4), sliding(4)),
+        (base().with_window(1), sliding(1)),
+        (base().with_window(3), sliding(6)),
+        (base().with_window(5), sliding(5).with_capacity(5).with_growth(false)),
+        (base().with_window(3).with_sinks(true), sliding(3).with_capacity(16)),
+        (wide().with_window(3).with_rope(rope(RopeScaling::None)), sliding(5)),
+        (base().with_window(1), sliding(3).with_capacity(16)),
+        (grouped(), growing().with_q8()),
+        (base().with_sinks(true), fixed().with_q8()),
+        (base().with_window(4).with_sinks(true), sliding(4).with_q8()),
+        (base().with_alibi(AlibiConfig::Standard).with_value_head_dim(5), growing().with_q8()),
+        (wide().with_rope(rope(RopeScaling::None)).with_softcap(2.0), growing().with_q8()),
+        (wide().with_window(3).with_rope(rope(RopeScaling::None)), sliding(5).with_q8()),
+        (base().with_window(2), AttentionCacheConfig::for_layer(&base().with_window(2))),
+        // Those that are not causal see what is there.
+        (Config::new(EMBED_DIM, 3), growing()),
+        (Config::new(EMBED_DIM, 4).with_window(3), growing()),
+    ]
+}
+
+/// Layers that know of positions in each way.
+fn setups_by_position() -> Vec<(Config, AttentionCacheConfig)> {
+    let buckets = |both| RelativeBiasConfig::new(both).with_num_buckets(8).with_max_distance(9);
+    let relative = || base().with_relative_bias(buckets(true));
+    let rope = || RopeConfig::new(100.0);
+    let even = || base().with_head_dim(4);
+    vec![
+        (relative(), growing()),
+        (base().with_relative_bias(buckets(false)), growing()),
+        (relative().with_head_dim(4).with_rope(rope()), growing().with_q8()),
+        (relative().with_window(3), sliding(5)),
+        (base().with_alibi(AlibiConfig::Falcon), growing()),
+        (base().with_alibi(AlibiConfig::Falcon).with_window(3), sliding(5)),
+        (even().with_rope(rope()), growing()),
+    ]
+}
+
+fn assert_holds(setup: Setup, steps: usize, seeds: u64, most: f64, what: &str) {
+    for seed in 0..cases(seeds) {
+        let found = Program::run(setup, steps, seed).unwrap_or_else(|error| panic!("{what}, seed {seed}: {error}"));
+        assert!(found <= most, "{what}, seed {seed}: off by {found:e}");
+    }
+}
+
+/// What a program needs of a layer and its cache.
+fn of<'a>(
+    layer: &'a dyn Layer,
+    (cfg, cache): (&Config, &'a AttentionCacheConfig),
+    mask: &'a AttentionMask,
+    device: &'a Device,
+) -> Setup<'a> {
+    let back = cache.window().zip(cfg.window()).map(|(held, seen)| held - seen);
+    Setup { layer, cache, dtype: DType::F32, device, mask, back, gives_positions: false, draws_masks: false }
+}
+
+fn sequences_go_on_from_what_they_were_made(device: &Device) {
+    let none = AttentionMask::none();
+    for (gives_positions, setups) in [(false, setups()), (true, setups_by_position())] {
+        for (cfg, cache) in setups {
+            let layer = layer_on(&cfg, DType::F32, device).expect("the config fits");
+            let setup = Setup { gives_positions, ..of(&layer, (&cfg, &cache), &none, device) };
+            assert_holds(setup, 12, 25, tolerance(DType::F32, &cache), &format!("{cfg:?}, {cache:?}"));
+        }
+    }
+}
+
+fn masks_count_the_positions_of_each_sequence(device: &Device) {
+    let none = AttentionMask::none();
+    for (cfg, cache) in [
+        (base(), growing()),
+        (Config::new(EMBED_DIM, 2), AttentionCacheConfig::new()),
+        (base(), AttentionCacheConfig::new().with_q8()),
+        (base().with_window(3), sliding(3)),
+        (base().with_window(3), sliding(3).with_q8()),
+        (base().with_window(5), sliding(5).with_capacity(5).with_growth(false)),
+    ] {
+        let layer = layer_on(&cfg, DType::F32, device).expect("the config fits");
+        let setup = Setup { draws_masks: true, ..of(&layer, (&cfg, &cache), &none, device) };
+        assert_holds(setup, 8, 60, tolerance(DType::F32, &cache), &format!("{cfg:?}, {cache:?}"));
+    }
+}
+
+fn latents_go_on_from_what_they_were_made(device: &Device) {
+    let (none, windowed) = (AttentionMask::none(), AttentionMask::causal().with_window(4));
+    for seed in 0..cases(20) {
+        let random = &mut Random::new(seed);
+        let cfg = latent::config_of(EMBED_DIM, random);
+        let parameters = latent::parameters(&cfg, random);
+        for (cache, dtype) in [
+            (growing(), DType::F32),
+            (growing().with_capacity(0), DType::F64),
+            (growing().with_capacity(400).with_growth(false), DType::F32),
+            (growing().with_dtype(DType::BF16), DType::F32),
+            (growing().with_dtype(DType::F64), DType::F32),
+            (growing().with_q8(), DType::F32),
+            (sliding(6), DType::F64),
+            (sliding(4).with_q8(), DType::F32),
+        ] {
+            if dtype == DType::F64 && device.is_metal() {
+                continue;
+            }
+            let layer = latent::layer(&cfg, &parameters, dtype, device).expect("the config fits");
+            let back = cache.window().map(|window| window - 4);
+            let mask = if back.is_some() { &windowed } else { &none };
+            let gives_positions = seed % 2 == 0;
+            let setup =
+                Setup { layer: &layer, cache: &cache, dtype, device, mask, back, gives_positions, draws_masks: false };
+            // A random layer's scale of the scores can be large, which makes more of what 8 bits lose.
+            let most = if cache.q8() { 6e-2 } else { tolerance(dtype, &cache) };
+            assert_holds(setup, 12, 2, most, &format!("{cfg:?}, {cache:?}"));
+        }
+    }
+}
+
+crate::on_each_device!(
+    sequences_go_on_from_what_they_were_made,
+    masks_count_the_positions_of_each_sequence,
+    latents_go_on_from_what_they_were_made,
+    long_calls_of_latents_and_short_ones_go_on_from_each_other,
+);
+
+#[test]
+fn every_dtype_is_kept_in_every_other_and_in_8_bits() -> Result<()> {
+    let dtypes = [DType::F64, DType::F32, DType::F16, DType::BF16];
+    let none = AttentionMask::none();
+    for dtype in dtypes {
+        for cfg in [grouped(), base().with_window(3)] {
+            let layer = layer_on(&cfg, dtype, &CPU)?;
+            let kept = dtypes.map(|kept| AttentionCacheConfig::for_layer(&cfg).with_dtype(kept));
+            for cache in kept.into_iter().chain([AttentionCacheConfig::for_layer(&cfg).with_q8()]) {
+                let setup = Setup { dtype, ..of(&layer, (&cfg, &cache), &none, &CPU) };
+                assert_holds(setup, 8, 3, tolerance(dtype, &cache), &format!("{dtype:?}, {cfg:?}, {cache:?}"));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Long enough that the fused kernel cuts the keys into parts, and that buffers grow many times and slide often.
+#[test]
+fn long_sequences_give_the_numbers_of_one_call() -> Result<()> {
+    let growing = || AttentionCacheConfig::new().with_capacity(16);
+    for (cfg, cache) in [
+        (grouped(), growing()),
+        (grouped(), growing().with_q8()),
+        (grouped().with_sinks(true).with_window(700), growing().with_q8()),
+        (grouped().with_window(100), sliding(100)),
+        (grouped().with_window(1100), sliding(1100)),
+        (grouped().with_window(1100), sliding(1100).with_q8()),
+    ] {
+        let layer = layer(&cfg)?;
+        for (b, prompt, single) in [(1, &[1500, 700][..], 40), (2, &[90], 300)] {
+            let pieces = [prompt, &vec![1; single]].concat();
+            let xs = wave(b, pieces.iter().sum(), EMBED_DIM, 0.0)?;
+            let ys = in_calls(&layer, &mut AttentionCache::new(&cache)?, &xs, &pieces)?;
+            let expected = layer.forward_with(AttentionInput::new(&xs).with_backend(Backend::Reference))?;
+            let off = difference(&ys, &expected);
+            assert!(off <= tolerance(DType::F32, &cache), "{cfg:?}, {cache:?}: off by {off:e}");
+        }
+    }
+    Ok(())
+}
+
+/// A long prompt behind another one, and then single tokens: each the other way.
+fn long_calls_of_latents_and_short_ones_go_on_from_each_other(device: &Device) -> Result<()> {
+    let random = &mut Random::new(13);
+    let cfg = LatentConfig::new(16, 3).with_q_lora_rank(8).with_kv_lora_rank(48).with_nope_head_dim(16);
+    let cfg = cfg.with_rope_head_dim(8).with_value_head_dim(16);
+    let rope = RopeConfig::new(50.0).with_scaling(yarn(Some(0.7)));
+    for cfg in [cfg.clone(), cfg.with_rope(rope)] {
+        let layer = latent::layer(&cfg, &latent::parameters(&cfg, random), DType::F32, device)?;
+        let xs = wave(2, 201, 16, 0.0)?.to_device(device)?;
+        let expected = layer.forward_with(AttentionInput::new(&xs).with_backend(Backend::Reference))?;
+        let ys = in_calls(&layer, &mut AttentionCache::default(), &xs, &[100, 1, 1, 90, 1, 7, 1])?;
+        assert_close(&ys, &expected, 2e-5, "in calls");
+    }
+    Ok(())
+}
