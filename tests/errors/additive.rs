@@ -4,7 +4,7 @@ use candle_attention::AdditiveAttentionConfig as Config;
 use candle_attention::weights;
 
 use crate::common::models;
-use crate::wrong::Fitting;
+use crate::wrong::{Fitting, Shapes};
 use crate::*;
 
 /// Queries of width 4, keys of width 3, 5 hidden units.
@@ -48,9 +48,8 @@ fn additive_attention() {
     let inputs = wrong::tensors("B 2 T 2 S 6 V 7", &dims, |tensors| {
         new(base())?.forward(&tensors[0], &tensors[1], &tensors[2], &AttentionMask::none())
     });
-    let shape = |name: &str, shape: [usize; 2]| (name.to_string(), shape.to_vec());
-    let shapes = [shape("W_k.weight", [5, 3]), shape("W_q.weight", [5, 4]), shape("w_v.weight", [1, 5])].into();
-    let load = |vb| AdditiveAttention::new(&base(), vb);
-    let bias = [("W_q.bias".to_string(), vec![5])].into();
+    let tensors: [(&str, &[usize]); 3] = [("W_k.weight", &[5, 3]), ("W_q.weight", &[5, 4]), ("w_v.weight", &[1, 5])];
+    let (shapes, bias) = (wrong::shapes(&tensors), wrong::shapes(&[("W_q.bias", &[5])]));
+    let load = |shapes: &Shapes| AdditiveAttention::new(&base(), wrong::builder(shapes));
     assert_reviewed("additive", &[cases, inputs, wrong::weights(&shapes, load), wrong::surplus(&shapes, &bias, load)]);
 }

@@ -8,6 +8,7 @@ use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value;
 
 use crate::common::gguf::File;
+use crate::wrong::Shapes;
 use crate::*;
 
 /// The config of a file whose metadata are changed.
@@ -78,11 +79,11 @@ fn metadata() {
     assert_reviewed("gguf_metadata", &[each("", values, |(key, value)| config(key, value)), others]);
 }
 
-/// Layer 0 of a file with other tensors.
-fn layer(shapes: &[(&str, &[usize])], change: impl FnOnce(&mut File)) -> Result<MultiHeadAttention> {
-    let mut file = File::llama()?;
+/// Layer 0 of a file of these tensors.
+fn layer(shapes: &Shapes, change: impl FnOnce(&mut File)) -> Result<MultiHeadAttention> {
+    let mut file = File { tensors: Vec::new(), ..File::llama()? };
     for (name, shape) in shapes {
-        file.add(name, &zeros(*shape), GgmlDType::F32)?;
+        file.add(name, &zeros(shape.as_slice()), GgmlDType::F32)?;
     }
     change(&mut file);
     let (content, mut reader) = file.open()?;
@@ -105,21 +106,20 @@ fn claimed(dims: [usize; 2], changes: &[(&str, u64)], name: Option<&str>) -> Res
 }
 
 #[test]
-fn tensors() {
-    let shapes: [&[(&str, &[usize])]; 8] = [
-        &[("blk.0.attn_k.weight", &[8, 8])],
-        &[("blk.0.attn_qkv.weight", &[8, 8])],
-        &[("blk.0.attn_q.bias", &[4])],
-        &[("blk.0.attn_q_norm.weight", &[4])],
-        &[("blk.0.attn_sinks.weight", &[2])],
-        &[("rope_freqs.weight", &[3])],
-        &[("rope_freqs.weight", &[2]), ("rope_factors_long.weight", &[2])],
-        &[("rope_factors_long.weight", &[2])],
-    ];
-    let shapes = each("", shapes, |shapes| layer(shapes, |_| {}));
-    let missing = each("no", ["blk.0.attn_q.weight", "blk.0.attn_output.weight"], |name| {
-        layer(&[], |file| file.tensors.retain(|(known, _)| known != name))
-    });
+fn tensors() -> Result<()> {
+    let file = File::llama()?;
+    let shapes: Shapes =
+        file.tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shape().dims().to_vec())).collect();
+    let load = |shapes: &Shapes| layer(shapes, |_| {});
+    let more = wrong::shapes(&[
+        ("blk.0.attn_qkv.weight", &[8, 8]),
+        ("blk.0.attn_q.bias", &[4]),
+        ("blk.0.attn_q_norm.weight", &[4]),
+        ("blk.0.attn_sinks.weight", &[2]),
+        ("rope_freqs.weight", &[3]),
+        ("rope_factors_long.weight", &[2]),
+    ]);
+    let with = |more: &[(&str, &[usize])]| shapes.clone().into_iter().chain(wrong::shapes(more)).collect::<Shapes>();
     let claims = each("a weight that claims to be of", [[8, 64], [1 << 31, 1 << 31]], |dims| {
         let sizes =
             [("attention.key_length", dims[0]), ("attention.value_length", dims[0]), ("embedding_length", dims[1])];
@@ -134,8 +134,10 @@ fn tensors() {
             let (content, mut reader) = File::llama()?.open()?;
             gguf::load_attention(&content, &mut reader, 1, &CPU)
         },
-        "factors beside a scaling" =>
-            layer(&[("rope_freqs.weight", &[2])], |file| file.set("llama.rope.scaling.factor", Value::F32(4.0))),
+        "factors twice" => load(&with(&[("rope_freqs.weight", &[2]), ("rope_factors_long.weight", &[2])])),
+        "factors beside a scaling" => layer(&with(&[("rope_freqs.weight", &[2])]), |file| {
+            file.set("llama.rope.scaling.factor", Value::F32(4.0));
+        }),
         "a file that ends before its weights" => {
             let bytes = File::llama()?.bytes()?;
             let mut reader = Cursor::new(bytes[..bytes.len() - 600].to_vec());
@@ -154,7 +156,11 @@ fn tensors() {
             linear(file, "blk.0.ffn_up_exps")
         },
     };
-    assert_reviewed("gguf_tensors", &[shapes, missing, claims, empty, others]);
+    assert_reviewed(
+        "gguf_tensors",
+        &[wrong::weights(&shapes, load), wrong::surplus(&shapes, &more, load), claims, empty, others],
+    );
+    Ok(())
 }
 
 fn linear(file: File, name: &str) -> Result<Tensor> {

@@ -48,8 +48,8 @@ fn latent_tensors() -> Result<()> {
     assert_reviewed(
         "latent_tensors",
         &[
-            wrong::weights(&whole, |vb| Latent::new(&base().with_bias(true), vb)),
-            wrong::surplus(&bare, &whole, |vb| Latent::new(&base(), vb)),
+            wrong::weights(&whole, |shapes| Latent::new(&base().with_bias(true), wrong::builder(shapes))),
+            wrong::surplus(&bare, &whole, |shapes| Latent::new(&base(), wrong::builder(shapes))),
             integers,
         ],
     );

@@ -51,7 +51,9 @@ fn weights_and_inputs() {
             wrong,
             plain,
             each("a weight and an input in", dtypes, |(weight, xs)| packed(weight)?.forward(&ones((2, 4), xs)?)),
-            each("columns", [1..4, 4..4, 2..1], |columns| packed(F32)?.forward_columns(&ones((2, 4), F32)?, columns)),
+            each("columns", [(1, 4), (4, 4), (2, 1)], |(start, end)| {
+                packed(F32)?.forward_columns(&ones((2, 4), F32)?, start..end)
+            }),
             each("", [Activation::Mish, Activation::Swiglu], |activation| packed(F32)?.with_activation(activation)),
             others,
         ],

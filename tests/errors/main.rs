@@ -66,8 +66,8 @@ fn case(name: impl Into<String>, call: impl FnOnce() -> Result<()>) -> Case {
 
 const ACCEPTED: &str = "accepted";
 
-/// The first line of the error that a call gives, if it gives one, with DIR for the folder of [`file`], ROOT for that of
-/// the package, and `…` for what the operating system or the tokenizers crate says.
+/// The first line of the error that a call gives, if it gives one, with DIR for the folder of [`file`], ROOT for that
+/// of the package, and `…` for what the operating system or the tokenizers crate says.
 fn outcome(name: impl Into<String>, call: impl FnOnce() -> Result<()>) -> Case {
     let name = name.into();
     let Err(error) = call() else { return (name, ACCEPTED.into()) };

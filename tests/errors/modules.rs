@@ -3,6 +3,7 @@
 use candle_core::Error;
 use candle_nn::Linear;
 
+use crate::wrong::Shapes;
 use crate::*;
 
 fn linear(out: usize) -> Linear {
@@ -45,39 +46,30 @@ fn projections() {
     assert_reviewed("modules", &[cases]);
 }
 
-/// A layer of 4 heads over 2, with the lists of norms that some checkpoints have, one more or without one.
-fn normed(scope: Option<QkNormScope>, more: Option<&'static str>, without: &str) -> Result<MultiHeadAttention> {
-    let mut shapes: Vec<(&str, &[usize])> = vec![
+/// A layer of 4 heads over 2, with the lists of norms that some checkpoints have.
+#[test]
+fn norms_of_each_head() {
+    let norms = [("q", 0), ("q", 1), ("q", 2), ("q", 3), ("k", 0), ("k", 1)];
+    let mut shapes = wrong::shapes(&[
         ("q_proj.weight", &[12, 12]),
         ("k_proj.weight", &[6, 12]),
         ("v_proj.weight", &[6, 12]),
         ("o_proj.weight", &[12, 12]),
-        ("q_layernorm.norms.0.weight", &[3]),
-        ("q_layernorm.norms.1.weight", &[3]),
-        ("q_layernorm.norms.2.weight", &[3]),
-        ("q_layernorm.norms.3.weight", &[3]),
-        ("k_layernorm.norms.0.weight", &[3]),
-        ("k_layernorm.norms.1.weight", &[3]),
-    ];
-    shapes.retain(|(name, _)| *name != without);
-    shapes.extend(more.map(|name| (name, [3].as_slice())));
-    let cfg = Config::new(12, 4).with_num_kv_heads(2);
-    let norm = |scope| QkNorm { kind: QkNormKind::LayerNoBias, scope, eps: 1e-5 };
-    let cfg = scope.map_or(cfg.clone(), |scope| cfg.with_qk_norm(norm(scope)));
-    MultiHeadAttention::new(&cfg, weights_of(&shapes))
-}
-
-#[test]
-fn norms_of_each_head() {
-    let each = Some(QkNormScope::PerHeadWeights);
-    let cases = cases! {
-        "more norms than heads" => normed(each, Some("q_layernorm.norms.4.weight"), ""),
-        "fewer norms than heads" => normed(each, None, "k_layernorm.norms.1.weight"),
-        "a bias that the config denies" => normed(each, Some("k_layernorm.norms.1.bias"), ""),
-        "a list where the config has one norm" => normed(Some(QkNormScope::PerHead), None, ""),
-        "a list where the config has none" => normed(None, None, ""),
+    ]);
+    shapes.extend(norms.map(|(name, head)| (format!("{name}_layernorm.norms.{head}.weight"), vec![3])));
+    let load = |scope: Option<QkNormScope>, shapes: &Shapes| {
+        let cfg = Config::new(12, 4).with_num_kv_heads(2);
+        let norm = |scope| QkNorm { kind: QkNormKind::LayerNoBias, scope, eps: 1e-5 };
+        let cfg = scope.map_or(cfg.clone(), |scope| cfg.with_qk_norm(norm(scope)));
+        MultiHeadAttention::new(&cfg, wrong::builder(shapes))
     };
-    assert_reviewed("head_norms", &[cases]);
+    let listed = |shapes: &Shapes| load(Some(QkNormScope::PerHeadWeights), shapes);
+    let more = wrong::shapes(&[("q_layernorm.norms.4.weight", &[3]), ("k_layernorm.norms.1.bias", &[3])]);
+    let cases = cases! {
+        "a list where the config has one norm" => load(Some(QkNormScope::PerHead), &shapes),
+        "a list where the config has none" => load(None, &shapes),
+    };
+    assert_reviewed("head_norms", &[wrong::weights(&shapes, listed), wrong::surplus(&shapes, &more, listed), cases]);
 }
 
 #[test]

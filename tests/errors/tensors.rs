@@ -54,10 +54,13 @@ fn tensors_of_a_layout() -> Result<()> {
     ] {
         let layout: WeightLayout = layout.parse()?;
         let (whole, fewer) = (state_of(&rich, layout)?, state_of(&bare, layout)?);
-        let load = |cfg: &Config, vb| MultiHeadAttention::load(cfg, layout, vb);
+        let load = |cfg: &Config, shapes: &Shapes| MultiHeadAttention::load(cfg, layout, wrong::builder(shapes));
         assert_reviewed(
             &format!("layouts/{}", layout.to_string().replace(':', "-")),
-            &[wrong::weights(&whole, |vb| load(&rich, vb)), wrong::surplus(&fewer, &whole, |vb| load(&bare, vb))],
+            &[
+                wrong::weights(&whole, |shapes| load(&rich, shapes)),
+                wrong::surplus(&fewer, &whole, |shapes| load(&bare, shapes)),
+            ],
         );
     }
     Ok(())

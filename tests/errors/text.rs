@@ -4,6 +4,7 @@ use candle_attention::text::{EmbeddingConfig, EmbeddingLayer, PaddingSide, Simpl
 use candle_core::Module;
 use candle_nn::Embedding;
 
+use crate::wrong::Shapes;
 use crate::*;
 
 #[test]
@@ -47,7 +48,6 @@ fn embeddings() {
     let embedding = |cfg| EmbeddingLayer::new(&cfg, any_weights());
     let seven = || EmbeddingConfig::new(7, 3);
     let embed = |ids: Result<Tensor>| embedding(seven())?.forward(&ids?);
-    let load = |cfg: EmbeddingConfig, rows| EmbeddingLayer::new(&cfg, weights_of(&[("embedding.weight", &[rows, 3])]));
     let wrap = |table: Tensor, width| EmbeddingLayer::from_embedding(Embedding::new(table, width));
     let cases = cases! {
         "no words" => embedding(EmbeddingConfig::new(0, 4)),
@@ -66,9 +66,6 @@ fn embeddings() {
         "ids with heads" => embed(Ok(of(DType::U32, (1, 2, 3)))),
         "one id" => embed(Tensor::new(1u32, &CPU)),
         "more tokens than positions" => embedding(seven().with_max_positions(2))?.forward(&of(DType::U32, 3)),
-        "a file without a table" => EmbeddingLayer::new(&seven(), weights_of(&[("weight", &[7, 3])])),
-        "a table of another size" => load(seven(), 8),
-        "a file without positions" => load(seven().with_max_positions(2), 7),
         "a table of another width than it says" => wrap(zeros((7, 3)), 4),
         "a table with a batch" => wrap(zeros((1, 7, 3)), 3),
         "a table of ids" => wrap(of(DType::U32, (7, 3)), 3),
@@ -77,5 +74,7 @@ fn embeddings() {
     let at = each("of four positions, so many from", [(5, 0), (2, 3), (0, 5), (1, usize::MAX)], |(t, offset)| {
         embedding(seven().with_max_positions(4))?.forward_at(&of(DType::U32, t), offset)
     });
-    assert_reviewed("embeddings", &[cases, at]);
+    let shapes = wrong::shapes(&[("embedding.weight", &[7, 3]), ("position_embedding.weight", &[2, 3])]);
+    let load = |shapes: &Shapes| EmbeddingLayer::new(&seven().with_max_positions(2), wrong::builder(shapes));
+    assert_reviewed("embeddings", &[cases, at, wrong::weights(&shapes, load)]);
 }

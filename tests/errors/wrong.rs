@@ -69,6 +69,10 @@ pub fn tensors<T>(of_letters: &str, fitting: &[Fitting], call: impl Fn(&[Tensor]
 /// A checkpoint: the shapes of tensors by name.
 pub type Shapes = BTreeMap<String, Vec<usize>>;
 
+pub fn shapes(tensors: &[(&str, &[usize])]) -> Shapes {
+    tensors.iter().map(|(name, shape)| (name.to_string(), shape.to_vec())).collect()
+}
+
 pub fn shapes_of<'a>(tensors: impl IntoIterator<Item = &'a (String, Tensor)>) -> Shapes {
     tensors.into_iter().map(|(name, tensor)| (name.clone(), tensor.dims().to_vec())).collect()
 }
@@ -80,19 +84,22 @@ pub fn builder(shapes: &Shapes) -> VarBuilder<'static> {
 }
 
 /// What is said of a checkpoint in which one tensor is missing, or has another shape.
-pub fn weights<T>(fitting: &Shapes, load: impl Fn(VarBuilder<'static>) -> Result<T>) -> Vec<Case> {
-    load(builder(fitting)).expect("the checkpoint fits");
+pub fn weights<T>(fitting: &Shapes, load: impl Fn(&Shapes) -> Result<T>) -> Vec<Case> {
+    load(fitting).expect("the checkpoint fits");
     let mut cases = Vec::new();
     for (name, shape) in fitting {
         let mut others = fitting.clone();
         others.remove(name);
-        cases.push(outcome(format!("no {name}"), || load(builder(&others)).map(drop)));
-        let mut larger = shape.clone();
-        larger.iter_mut().for_each(|size| *size += 1);
-        for other in [larger, shape.iter().rev().copied().collect(), [shape.as_slice(), &[1]].concat()] {
+        cases.push(outcome(format!("no {name}"), || load(&others).map(drop)));
+        let larger = shape.iter().map(|size| size + 1).collect();
+        let transposed = shape.iter().rev().copied().collect();
+        let rows = shape[..shape.len().saturating_sub(1)].to_vec();
+        let mut shapes = vec![larger, transposed, rows, vec![]];
+        shapes.dedup();
+        for other in shapes {
             if other != *shape {
                 others.insert(name.clone(), other.clone());
-                cases.push(outcome(format!("{name} {other:?}"), || load(builder(&others)).map(drop)));
+                cases.push(outcome(format!("{name} {other:?}"), || load(&others).map(drop)));
             }
         }
     }
@@ -100,12 +107,12 @@ pub fn weights<T>(fitting: &Shapes, load: impl Fn(VarBuilder<'static>) -> Result
 }
 
 /// What is said of a checkpoint with one tensor more.
-pub fn surplus<T>(fitting: &Shapes, more: &Shapes, load: impl Fn(VarBuilder<'static>) -> Result<T>) -> Vec<Case> {
+pub fn surplus<T>(fitting: &Shapes, more: &Shapes, load: impl Fn(&Shapes) -> Result<T>) -> Vec<Case> {
     let surplus = more.iter().filter(|(name, _)| !fitting.contains_key(*name));
     let with = |(name, shape): (&String, &Vec<usize>)| {
         let mut all = fitting.clone();
         all.insert(name.clone(), shape.clone());
-        outcome(format!("{name} too"), || load(builder(&all)).map(drop))
+        outcome(format!("{name} too"), || load(&all).map(drop))
     };
     surplus.map(with).collect()
 }

@@ -46,56 +46,32 @@ fn pictures_without_their_feature_are_errors_that_name_it() -> Result<()> {
     Ok(())
 }
 
+/// The files of `maps/` are what was reviewed; `UPDATE_EXPECT=1 cargo test --test plot` writes them.
 #[test]
-fn a_small_map_reads_as_drawn() -> Result<()> {
-    let map = HeatMap::new(&two_heads()?)?.with_tokens(&["hello", "world"])?.with_title("Layer 0");
-    let lines = [
-        "Layer 0",
-        "mean of 2 heads",
-        "      hello world ",
-        "hello ██.75 ▒▒.25 ",
-        "world ▒▒.25 ██.75 ",
-        "░ to 0.188, ▒ to 0.375, ▓ to 0.562, █ to 0.75, blank is exactly 0",
-        "rows are queries, columns are keys",
-    ];
-    assert_eq!(map.to_terminal(Heads::Mean, &PLAIN)?, lines.join("\n"));
-    Ok(())
-}
-
-#[test]
-fn all_heads_share_one_scale_and_one_legend() -> Result<()> {
-    let text = HeatMap::new(&two_heads()?)?.to_terminal(Heads::All, &PLAIN)?;
-    let lines = [
-        "head 0 of 2",
-        "   0    1   ",
-        "0 █1.0    0 ",
-        "1 ░.25 ▓.75 ",
-        "",
-        "head 1 of 2",
-        "   0    1   ",
-        "0 ▒.50 ▒.50 ",
-        "1 ░.25 ▓.75 ",
-        "░ to 0.25, ▒ to 0.5, ▓ to 0.75, █ to 1, blank is exactly 0",
-        "rows are queries, columns are keys",
-    ];
-    assert_eq!(text, lines.join("\n"));
-    Ok(())
-}
-
-#[test]
-fn one_head_is_drawn_on_its_own_scale() -> Result<()> {
-    let text = HeatMap::new(&two_heads()?)?.to_terminal(Heads::One(1), &PLAIN)?;
-    assert!(text.starts_with("head 1 of 2\n"), "{text}");
-    assert!(text.contains("\n0 ▓.50 ▓.50 \n"), "{text}");
-    assert!(text.contains("█ to 0.75,"), "{text}");
-    Ok(())
-}
-
-#[test]
-fn an_exact_zero_is_told_from_a_small_weight() -> Result<()> {
-    let weights = Tensor::new(&[[0.0f32, 0.001, 0.999]], &Device::Cpu)?;
-    let text = HeatMap::new(&weights)?.to_terminal(Heads::Mean, &PLAIN)?;
-    assert!(text.contains("\n0    0 ░.00 █1.0 \n"), "{text}");
+fn maps_read_as_drawn() -> Result<()> {
+    let two = HeatMap::new(&two_heads()?)?;
+    let small = two.clone().with_tokens(&["hello", "world"])?.with_title("Layer 0");
+    let early = two.clone().with_scale_max(0.5)?;
+    let zero = HeatMap::new(&Tensor::new(&[[0.0f32, 0.001, 0.999]], &Device::Cpu)?)?;
+    let outside = Tensor::new(&[[1.25f32, -0.5], [f32::NAN, f32::NEG_INFINITY]], &Device::Cpu)?;
+    let rounding = Tensor::new(&[[1.000_001f32, -1e-7]], &Device::Cpu)?;
+    let (outside, rounding) = (HeatMap::new(&outside)?, HeatMap::new(&rounding)?);
+    let large = HeatMap::new(&many(1, 64, 50)?)?;
+    let cut = TerminalOptions { max_width: Some(34), max_rows: Some(4), ..PLAIN };
+    for (file, map, heads, options) in [
+        ("labelled", &small, Heads::Mean, &PLAIN),
+        ("all_heads_share_one_scale", &two, Heads::All, &PLAIN),
+        ("one_head_on_its_own_scale", &two, Heads::One(1), &PLAIN),
+        ("a_zero_and_a_small_weight", &zero, Heads::Mean, &PLAIN),
+        ("a_scale_that_ends_early", &early, Heads::All, &PLAIN),
+        ("weights_outside_of_0_to_1", &outside, Heads::Mean, &PLAIN),
+        ("weights_that_rounding_leaves_outside", &rounding, Heads::Mean, &PLAIN),
+        ("keys_and_queries_that_do_not_fit", &large, Heads::Mean, &cut),
+        ("all_keys_and_queries", &large, Heads::Mean, &PLAIN),
+    ] {
+        let path = format!("{}/tests/plot/maps/{file}.txt", env!("CARGO_MANIFEST_DIR"));
+        expect_test::expect_file![path].assert_eq(&map.to_terminal(heads, options)?);
+    }
     Ok(())
 }
 
@@ -195,61 +171,12 @@ proptest! {
     }
 }
 
-#[test]
-fn keys_and_queries_that_do_not_fit_are_left_out_of_the_middle_and_counted() -> Result<()> {
-    let options = TerminalOptions { max_width: Some(34), max_rows: Some(4), ..PLAIN };
-    let text = HeatMap::new(&many(1, 64, 50)?)?.to_terminal(Heads::Mean, &options)?;
-    let lines = matrix(&text, 5);
-    assert_eq!(lines[0], "    0    1    2   …  48   49  ");
-    let labels: Vec<_> = lines.iter().skip(1).map(|line| line.get(..2).unwrap_or("…")).collect();
-    assert_eq!(labels, [" 0", " 1", "…", "62", "63"]);
-    assert!(text.contains("\n… 60 queries not shown (2 to 61 of\n64)\n… 45 keys not shown (3 to 47 of\n50)"), "{text}");
-
-    let all = HeatMap::new(&many(1, 64, 50)?)?.to_terminal(Heads::Mean, &PLAIN)?;
-    assert!(!all.contains('…'));
-    assert_eq!(matrix(&all, 64)[64].matches('.').count(), 50);
-    Ok(())
-}
-
 /// tests/errors has what one column less says.
 #[test]
 fn the_narrowest_map_has_one_key() -> Result<()> {
     let map = HeatMap::new(&many(1, 2, 2)?)?.with_tokens(&["hello", "world"])?;
     let narrow = |max_width| map.to_terminal(Heads::Mean, &TerminalOptions { max_width: Some(max_width), ..PLAIN });
     assert!(narrow(10).is_err() && narrow(11).is_ok());
-    Ok(())
-}
-
-#[test]
-fn weights_outside_of_0_to_1_stretch_the_scale_and_are_named() -> Result<()> {
-    let weights = Tensor::new(&[[1.25f32, -0.5], [f32::NAN, f32::NEG_INFINITY]], &Device::Cpu)?;
-    let text = HeatMap::new(&weights)?.to_terminal(Heads::Mean, &PLAIN)?;
-    let lines = [
-        "mean of 1 head",
-        "    0     1   ",
-        "0 █ 1.2 ░-.50 ",
-        "1 ? nan ?-inf ",
-        "from -0.5 ░ to -0.0625, ▒ to 0.375, ▓ to 0.812, █ to 1.25, blank is exactly 0",
-        "rows are queries, columns are keys",
-        "2 weights not finite",
-        "weights reach 1.25: dropout in training leaves weights above 1",
-        "weights reach below 0, to -0.5",
-    ];
-    assert_eq!(text, lines.join("\n"));
-
-    let rounding = Tensor::new(&[[1.000_001f32, -1e-7]], &Device::Cpu)?;
-    let text = HeatMap::new(&rounding)?.to_terminal(Heads::Mean, &PLAIN)?;
-    assert!(!text.contains("weights reach"), "{text}");
-    Ok(())
-}
-
-#[test]
-fn a_scale_that_ends_early_counts_what_lies_above() -> Result<()> {
-    let map = HeatMap::new(&two_heads()?)?.with_scale_max(0.5)?;
-    let text = map.to_terminal(Heads::All, &PLAIN)?;
-    assert!(text.contains("▓ to 0.375, █ to 0.5,"), "{text}");
-    assert!(text.ends_with("\n3 weights above the scale's end 0.5"), "{text}");
-    assert!(text.contains("\n1 ▒.25 █.75 \n"), "{text}");
     Ok(())
 }
 
