@@ -3,10 +3,9 @@
 use candle_attention::{AttentionCache, AttentionInput, Backend, hf};
 use candle_core::{Result, Tensor};
 
-use crate::common::{error_text, relative_error, values};
+use crate::common::relative_error;
 use crate::golden::{TOLERANCE, models_of};
-use crate::names::renamed;
-use crate::{LATENT, Model, builder};
+use crate::{LATENT, Model};
 
 /// Token by token, beside what the cache holds of latents.
 #[test]
@@ -42,26 +41,5 @@ fn kimi_k2_is_deepseek_v3() -> Result<()> {
     let expected = hf::latent_attention_config(&config, 0)?;
     config["model_type"] = "kimi_k2".into();
     assert_eq!(hf::latent_attention_config(&config, 0)?, expected);
-    Ok(())
-}
-
-#[test]
-fn latent_attention_is_found_with_and_without_a_head() -> Result<()> {
-    for name in ["deepseek_v2_lite", "deepseek_v3"] {
-        let model = Model::named(name);
-        let bare = renamed(&model.weights, |name| name.strip_prefix("model.").expect("below a head").to_string());
-        let xs = &model.golden["layer0.in"];
-        let [with_head, without] = [model.weights.clone(), bare]
-            .map(|weights| hf::load_latent_attention(&model.config, 0, builder(weights))?.forward(xs));
-        assert_eq!(values(&with_head?), values(&without?), "{name}");
-
-        let mut weights = model.weights.clone();
-        weights.remove("model.layers.0.self_attn.kv_a_layernorm.weight");
-        assert_eq!(
-            error_text(hf::load_latent_attention(&model.config, 0, builder(weights))),
-            "[multi_head_latent_attention] model.layers.0.self_attn.kv_a_layernorm.weight is missing, expected shape [10] \
-             (layout latent)"
-        );
-    }
     Ok(())
 }

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use crate::common::{error_text, relative_error, values};
 use crate::golden::TOLERANCE;
-use crate::{CPU, Model, Tensors, builder};
+use crate::{CPU, LATENT, Model, Tensors, builder};
 
 /// Models below a head, which is the first part of every name.
 #[rustfmt::skip]
@@ -16,21 +16,34 @@ const HEADS: [&str; 17] = [
     "llama", "modernbert", "mpt", "opt", "phi", "phi3", "roberta",
 ];
 
-pub fn renamed(tensors: &Tensors, rename: impl Fn(&str) -> String) -> Tensors {
+fn renamed(tensors: &Tensors, rename: impl Fn(&str) -> String) -> Tensors {
     tensors.iter().map(|(name, tensor)| (rename(name), tensor.clone())).collect()
 }
 
+/// A layer of a model by other names gives the same numbers.
+#[track_caller]
+fn assert_same(model: &Model, layer: usize, other: Tensors) {
+    let xs = &model.golden[&format!("layer{layer}.in")];
+    let [own, other] = [model.weights.clone(), other].map(|weights| {
+        let vb = builder(weights);
+        match LATENT.contains(&model.model_type()) {
+            true => hf::load_latent_attention(&model.config, layer, vb)?.forward(xs),
+            false => hf::load_attention(&model.config, layer, vb)?.forward(xs),
+        }
+    });
+    assert_eq!(values(&own.expect("its own names")), values(&other.expect("the others")), "{}", model.name);
+}
+
 #[test]
-fn models_with_and_without_a_head_give_the_same_layer() -> Result<()> {
-    for name in HEADS {
+fn models_with_and_without_a_head_give_the_same_layer() {
+    for name in HEADS.into_iter().chain(["deepseek_v2_lite", "deepseek_v3"]) {
         let model = Model::named(name);
-        let bare = renamed(&model.weights, |name| name.split_once('.').expect("below a head").1.to_string());
-        let xs = &model.golden["layer0.in"];
-        let [with_head, without] = [model.weights.clone(), bare]
-            .map(|weights| hf::load_attention(&model.config, 0, builder(weights))?.forward(xs));
-        assert_eq!(values(&with_head?), values(&without?), "{name}");
+        let bare = |name: &str| name.split_once('.').expect("below a head").1.to_string();
+        assert_same(&model, 0, renamed(&model.weights, bare));
     }
-    Ok(())
+    // T5's classifiers have a name before all others, and a bias in the first layer.
+    let model = Model::named("t5");
+    assert_same(&model, 1, renamed(&model.weights, |name| format!("transformer.{name}")));
 }
 
 /// Nomic's published names, and those of transformers' own module.
@@ -44,26 +57,16 @@ fn both_names_of_a_layer_give_the_same() -> Result<()> {
     }
     let out = &model.weights["encoder.layers.0.attn.out_proj.weight"];
     own.insert("nomic_bert.layers.0.self_attn.o_proj.weight".to_string(), out.clone());
-    let xs = &model.golden["layer0.in"];
-    let [published, own] =
-        [model.weights.clone(), own].map(|weights| hf::load_attention(&model.config, 0, builder(weights))?.forward(xs));
-    assert_eq!(values(&published?), values(&own?));
-    Ok(())
-}
+    assert_same(&model, 0, own);
 
-/// RF-DETR's names before transformers 5.18, and those since.
-#[test]
-fn both_names_of_rf_detrs_layers_give_the_same() -> Result<()> {
+    // RF-DETR's names before transformers 5.18.
     let model = Model::named("rf_detr_dinov2");
     let former = renamed(&model.weights, |name| {
         let of_out = name.replace("attention.o_proj", "attention.output.dense");
         let names = [("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")];
         names.iter().fold(of_out, |name, (new, old)| name.replace(new, &format!("attention.{old}")))
     });
-    let xs = &model.golden["layer0.in"];
-    let [new, former] = [model.weights.clone(), former]
-        .map(|weights| hf::load_attention(&model.config, 0, builder(weights))?.forward(xs));
-    assert_eq!(values(&new?), values(&former?));
+    assert_same(&model, 0, former);
     Ok(())
 }
 
@@ -100,34 +103,28 @@ fn a_model_begins_with_fresh_variables_under_the_same_names() -> Result<()> {
     Ok(())
 }
 
-/// T5's classifiers have a name before all others.
-#[test]
-fn a_relative_bias_is_found_where_its_layers_are() -> Result<()> {
-    let model = Model::named("t5");
-    let below = renamed(&model.weights, |name| format!("transformer.{name}"));
-    let xs = &model.golden["layer1.in"];
-    let [by_itself, below] = [model.weights.clone(), below]
-        .map(|weights| hf::load_attention(&model.config, 1, builder(weights))?.forward(xs));
-    assert_eq!(values(&by_itself?), values(&below?));
-    Ok(())
-}
-
-#[test]
-fn a_missing_relative_bias_is_named() {
-    let mut model = Model::named("t5");
-    model.weights.remove("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight");
-    let expected = "[relative_bias] encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight is missing, \
-                    expected shape [8, 4] (layout t5)";
-    assert_eq!(error_text(hf::load_attention(&model.config, 1, model.vb())), expected);
-    assert_eq!(error_text(hf::load_relative_bias(&model.config, model.vb())), expected);
-}
-
 #[test]
 fn a_missing_tensor_is_named_where_it_belongs() {
-    let mut model = Model::named("opt");
-    model.weights.remove("model.decoder.layers.0.self_attn.k_proj.bias");
+    let without = |name: &str, tensor: &str| {
+        let mut model = Model::named(name);
+        model.weights.remove(tensor).expect("the model has it");
+        model
+    };
+    let tensor = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight";
+    let model = without("t5", tensor);
+    let expected = format!("[relative_bias] {tensor} is missing, expected shape [8, 4] (layout t5)");
+    assert_eq!(error_text(hf::load_attention(&model.config, 1, model.vb())), expected);
+    assert_eq!(error_text(hf::load_relative_bias(&model.config, model.vb())), expected);
+    let tensor = "model.decoder.layers.0.self_attn.k_proj.bias";
+    let model = without("opt", tensor);
     assert_eq!(
         error_text(hf::load_attention(&model.config, 0, model.vb())),
-        "[multi_head_attention] model.decoder.layers.0.self_attn.k_proj.bias is missing, expected shape [32] (layout opt)"
+        format!("[multi_head_attention] {tensor} is missing, expected shape [32] (layout opt)")
+    );
+    let tensor = "model.layers.0.self_attn.kv_a_layernorm.weight";
+    let model = without("deepseek_v3", tensor);
+    assert_eq!(
+        error_text(hf::load_latent_attention(&model.config, 0, model.vb())),
+        format!("[multi_head_latent_attention] {tensor} is missing, expected shape [10] (layout latent)")
     );
 }
