@@ -1,6 +1,5 @@
 //! What belongs to the architecture of an attention layer.
 
-mod content_positions;
 mod kv_source;
 mod sizes;
 
@@ -13,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::base::{Options, number, options};
 use crate::gate::OutputGate;
 use crate::norm::{ContextNorm, QkNorm, QkNormScope};
-use crate::position::{AlibiConfig, ContentPositions, QueryScaling, RelativeBiasConfig, RopeConfig};
+use crate::position::{AlibiConfig, ContentLayer, ContentPositions, QueryScaling, RelativeBiasConfig, RopeConfig};
 
 const OP: &str = "multi_head_attention";
 
@@ -208,6 +207,18 @@ impl MultiHeadAttentionConfig {
         self.scale.unwrap_or(1.0 / (self.head_dim() as f64).sqrt())
     }
 
+    /// What positions by content depend on.
+    pub(crate) fn content_layer(&self) -> ContentLayer {
+        ContentLayer {
+            embed_dim: self.embed_dim,
+            num_heads: self.num_heads,
+            num_kv_heads: self.num_kv_heads(),
+            head_dim: self.head_dim(),
+            scale: self.scale,
+            softcap: self.softcap,
+        }
+    }
+
     /// Checks that the numbers fit together.
     ///
     /// # Errors
@@ -228,7 +239,12 @@ impl MultiHeadAttentionConfig {
             relative_bias.validate()?;
         }
         self.validate_kv_source()?;
-        self.validate_content_positions()?;
+        if let Some(positions) = &self.content_positions {
+            if self.kv_source == KvSource::EarlierLayer {
+                bail!("[content_positions] keys are an earlier layer's, expected those of the tokens of a call")
+            }
+            positions.validate(&self.content_layer())?;
+        }
         self.validate_appended()?;
         self.validate_order()
     }

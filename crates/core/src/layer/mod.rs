@@ -34,9 +34,7 @@ use crate::linear::{Linears, ProjectionModule, ProjectionModules, ProjectionPlac
 use crate::mask::AttentionMask;
 use crate::norm::{Norm, NormDims, QkNorms};
 use crate::params::{WeightLayout, load_projections, projection_shapes, state_dict};
-use crate::position::{
-    ContentPositions, LayerSizes, RelativeBias, RelativeEmbeddings, RotaryEmbedding, Term, alibi, content,
-};
+use crate::position::{ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, Term, alibi, content};
 use input::Expected;
 
 const OP: &str = "multi_head_attention";
@@ -496,9 +494,9 @@ impl Parameters {
             };
             Some((learned("bias_k", h_kv * d)?, learned("bias_v", h_kv * cfg.value_head_dim())?))
         } else {
-            // Parakeet has a `bias_v` that is another thing.
-            let is_other = source.has("bias_u") && cfg.content_positions() == Some(&ContentPositions::TransformerXl);
-            for name in ["bias_k", "bias_v"].into_iter().filter(|_| !is_other) {
+            let positions = cfg.content_positions();
+            let is_other = |name: &&str| positions.is_some_and(|positions| positions.has_parameter(name, source));
+            for name in ["bias_k", "bias_v"].into_iter().filter(|name| !is_other(name)) {
                 source.refuse(name, "the config says there is no bias_kv")?;
             }
             None
@@ -510,8 +508,8 @@ impl Parameters {
             None
         };
         let alibi = cfg.alibi().map(|config| alibi(config, h, cfg.score_scale(), source.device())).transpose()?;
-        let sizes = LayerSizes { embed_dim: cfg.embed_dim(), num_heads: cfg.num_heads(), head_dim: cfg.head_dim() };
-        let terms = content(cfg.content_positions(), sizes, source)?.into_iter().chain(alibi).collect();
+        let content = content(cfg.content_positions(), cfg.content_layer(), source)?;
+        let terms = content.into_iter().chain(alibi).collect();
         Ok(Self { qk_norm, value_norm, context_norm, bias_kv, sinks, terms })
     }
 

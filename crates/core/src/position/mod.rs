@@ -12,7 +12,7 @@ pub use terms::{
 };
 
 pub(crate) use rope::{AxisPositions, Rotation, score_factor};
-pub(crate) use terms::{KeysByHeads, LayerSizes, Scores, Term, TermCall, alibi, content};
+pub(crate) use terms::{ContentLayer, KeysByHeads, Scores, Term, TermCall, alibi, content};
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 

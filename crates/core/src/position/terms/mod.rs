@@ -2,22 +2,15 @@
 //! relative positions by content, places in a window.
 
 mod alibi;
-mod by_heads;
 mod content;
-mod disentangled;
-mod distances;
-mod grid;
 mod relative_bias;
-mod window;
 
 pub use alibi::{AlibiConfig, alibi_slopes};
-pub use content::ContentPositions;
-pub use disentangled::{DisentangledConfig, RelativeEmbeddings};
+pub use content::{ContentPositions, DisentangledConfig, RelativeEmbeddings};
 pub use relative_bias::{RelativeBias, RelativeBiasConfig};
 
 pub(crate) use alibi::alibi;
-pub(crate) use by_heads::KeysByHeads;
-pub(crate) use content::{LayerSizes, content};
+pub(crate) use content::{ContentLayer, KeysByHeads, content};
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -29,7 +22,6 @@ use crate::base::Share;
 use crate::linear::Projections;
 use crate::mask::AttentionMask;
 use crate::sdpa::{PackedSequences, SdpaOptions};
-use distances::DistanceTerms;
 
 /// What the scores of a call are made of. Each term of a layer changes its part.
 pub(crate) struct Scores {
@@ -41,7 +33,7 @@ pub(crate) struct Scores {
     /// The scale is given.
     pub options: SdpaOptions,
     /// What is computed for a few heads at a time.
-    pub by_heads: Option<DistanceTerms>,
+    pub by_heads: Option<content::DistanceTerms>,
 }
 
 impl Scores {

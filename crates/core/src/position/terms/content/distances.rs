@@ -7,9 +7,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::{D, Device, Result, Tensor, bail};
 use candle_nn::Init;
 
-use super::content::{ContentPositions, LayerSizes};
 use super::disentangled::DisentangledTables;
-use super::{RelativeEmbeddings, ScoreTerm, Scores, Term, TermCall};
+use super::{ContentLayer, ContentPositions, RelativeEmbeddings, ScoreTerm, Scores, Term, TermCall};
 use crate::base::{LINEAR_WEIGHT, Share, Source, accumulation_dtype, fits_in_memory};
 use crate::linear::{Projections, frozen};
 
@@ -42,7 +41,7 @@ struct TransformerXl {
 }
 
 /// Names of these parameters: ESPnet's and NeMo's, which transformers has of Parakeet.
-const TRANSFORMER_XL: [[&str; 3]; 2] =
+pub(super) const TRANSFORMER_XL: [[&str; 3]; 2] =
     [["linear_pos", "pos_bias_u", "pos_bias_v"], ["relative_k_proj", "bias_u", "bias_v"]];
 const CLIPPED: &str = "distance_embedding";
 /// One of each kind.
@@ -119,8 +118,8 @@ impl ScoreTerm for DistanceTables {
 impl DistanceTables {
     /// # Errors
     /// For a missing or misshapen tensor, and for a grid.
-    pub(super) fn load(positions: &ContentPositions, sizes: LayerSizes, source: &Source) -> Result<Self> {
-        let (h, d, e) = (sizes.num_heads, sizes.head_dim, sizes.embed_dim);
+    pub(super) fn load(positions: &ContentPositions, layer: ContentLayer, source: &Source) -> Result<Self> {
+        let (h, d, e) = (layer.num_heads, layer.head_dim, layer.embed_dim);
         let kind = match positions {
             ContentPositions::TransformerXl => {
                 let has = |names: &&[&str; 3]| source.has(names[1]);

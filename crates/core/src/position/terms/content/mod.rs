@@ -1,16 +1,27 @@
 //! Relative positions by content: terms of a score that depend on where the key stands from its query, and mostly on
 //! what one of the two holds.
 
+mod by_heads;
+mod disentangled;
+mod distances;
+mod grid;
+mod window;
+
+pub use disentangled::{DisentangledConfig, RelativeEmbeddings};
+
+pub(crate) use by_heads::KeysByHeads;
+pub(super) use distances::DistanceTerms;
+
 use std::sync::Arc;
 
-use candle_core::Result;
+use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
-use super::distances::{self, DistanceTables};
-use super::grid::{self, GridTables};
-use super::window::WindowTables;
-use super::{DisentangledConfig, Term};
+use super::{ScoreTerm, Scores, Term, TermCall};
 use crate::base::Source;
+use distances::DistanceTables;
+use grid::GridTables;
+use window::WindowTables;
 
 /// Terms of the scores by the place of the key from its query and, but for those of windows, by what one of the two
 /// holds, for self-attention.
@@ -95,12 +106,92 @@ pub enum ContentPositions {
     Disentangled(DisentangledConfig),
 }
 
-/// The sizes of the layer that has them.
+/// What they depend on of the layer that has them.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct LayerSizes {
+pub(crate) struct ContentLayer {
     pub embed_dim: usize,
     pub num_heads: usize,
+    pub num_kv_heads: usize,
     pub head_dim: usize,
+    /// As the config has it.
+    pub scale: Option<f64>,
+    pub softcap: Option<f64>,
+}
+
+impl ContentPositions {
+    /// Whether a parameter of a checkpoint, whose name is elsewhere another one's, belongs to these positions.
+    pub(crate) fn has_parameter(&self, name: &str, source: &Source) -> bool {
+        let mut names = distances::TRANSFORMER_XL.iter();
+        *self == Self::TransformerXl && names.any(|names| source.has(names[1]) && names.contains(&name))
+    }
+}
+
+/// The most rows and columns of a grid or window, and the furthest key that has a vector of its own.
+const MAX_SIZE: usize = 1 << 16;
+
+impl ContentPositions {
+    /// Checks that the numbers fit together and the layer.
+    ///
+    /// # Errors
+    /// Names the option, what was expected and what was found.
+    pub(crate) fn validate(&self, layer: &ContentLayer) -> Result<()> {
+        match self {
+            ContentPositions::Grid { height, width } => {
+                check_window([*height, *width])?;
+                if layer.softcap.is_some() {
+                    bail!(
+                        "[content_positions] softcap is set, which bounds scores before relative positions of a grid \
+                         are added"
+                    )
+                }
+                if layer.scale.is_some_and(|scale| scale as f32 == 0.0) {
+                    bail!("[content_positions] scale is 0, expected another beside relative positions of a grid")
+                }
+            }
+            ContentPositions::Window { height, width } => check_window([*height, *width])?,
+            ContentPositions::CosineWindow { height, width, trained } => {
+                check_window([*height, *width])?;
+                if let Some(trained) =
+                    trained.filter(|trained| trained.iter().any(|size| !(2..=MAX_SIZE).contains(size)))
+                {
+                    bail!("[content_positions] trained is {trained:?}, expected 2 to {MAX_SIZE} each")
+                }
+                if let Some(scale) = layer.scale {
+                    bail!("[content_positions] scale is {scale}, expected none beside the factors of cosine scores")
+                }
+            }
+            ContentPositions::TransformerXl => {
+                if !layer.embed_dim.is_multiple_of(2) {
+                    bail!("[content_positions] embed_dim is {}, expected pairs of sines and cosines", layer.embed_dim)
+                }
+            }
+            ContentPositions::Clipped { left, right } => {
+                for (name, size) in [("left", *left), ("right", *right)] {
+                    if size > MAX_SIZE {
+                        bail!("[content_positions] {name} is {size}, expected at most {MAX_SIZE}")
+                    }
+                }
+            }
+            ContentPositions::Disentangled(config) => {
+                config.validate()?;
+                let (h, h_kv) = (layer.num_heads, layer.num_kv_heads);
+                if h != h_kv {
+                    bail!(
+                        "[content_positions] num_kv_heads is {h_kv}, expected the {h} query heads of disentangled \
+                         positions"
+                    )
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn check_window(sizes: [usize; 2]) -> Result<()> {
+    match ["height", "width"].into_iter().zip(sizes).find(|&(_, size)| size == 0 || size > MAX_SIZE) {
+        Some((name, size)) => bail!("[content_positions] {name} is {size}, expected 1 to {MAX_SIZE}"),
+        None => Ok(()),
+    }
 }
 
 /// The term of a layer, with its parameters.
@@ -109,10 +200,10 @@ pub(crate) struct LayerSizes {
 /// For a missing or misshapen tensor, and for parameters that a config without such positions does not name.
 pub(crate) fn content(
     positions: Option<&ContentPositions>,
-    sizes: LayerSizes,
+    layer: ContentLayer,
     source: &Source,
 ) -> Result<Option<Term>> {
-    let LayerSizes { num_heads, head_dim, .. } = sizes;
+    let ContentLayer { num_heads, head_dim, .. } = layer;
     let Some(positions) = positions else {
         let mut names = grid::NAMES.iter().chain(&distances::PARAMETERS);
         names.try_for_each(|name| source.refuse(name, "the config has no content_positions"))?;
@@ -128,7 +219,7 @@ pub(crate) fn content(
             Arc::new(WindowTables::of_cosines([height, width], trained, [num_heads, head_dim], source)?)
         }
         ContentPositions::TransformerXl | ContentPositions::Clipped { .. } | ContentPositions::Disentangled(_) => {
-            Arc::new(DistanceTables::load(positions, sizes, source)?)
+            Arc::new(DistanceTables::load(positions, layer, source)?)
         }
     }))
 }
