@@ -30,8 +30,8 @@ fn assert_uniform(tensor: &Tensor, lo: f64, up: f64, what: &str) {
 
 #[test]
 fn modules_start_as_their_own_do() -> Result<()> {
-    // A linear layer: within one over the root of its inputs. torch.nn.MultiheadAttention: Xavier over the packed weight,
-    // biases of zero, out_proj as a linear layer. nn.Parameter(torch.rand(d_in, d_out)): from 0 to 1.
+    // A linear layer: within one over the root of its inputs. torch.nn.MultiheadAttention: Xavier over the packed
+    // weight, biases of zero, out_proj as a linear layer. nn.Parameter(torch.rand(d_in, d_out)): from 0 to 1.
     let (linear, xavier) = (1.0 / (E as f64).sqrt(), (6.0 / (E + 3 * E) as f64).sqrt());
     for (layout, [lo, up], bias) in [
         ("canonical", [-linear, linear], Some(linear)),

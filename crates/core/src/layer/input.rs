@@ -250,8 +250,7 @@ impl<'a> AttentionInput<'a> {
     /// shape here is an error: a cache, weights, `keep` and `bias` tensors, layers with relative positions by content,
     /// Falcon's ALiBi or appended keys, and a memory of rotated keys.
     ///
-    /// A relative bias (T5, MPNet) is made once, (H, T_q, T_kv) for the longest sequence, of which each has a part; it
-    /// takes no positions of the caller's, and attention is to one sequence after the other.
+    /// A relative bias (T5, MPNet) is one vector by distance for all sequences, and takes no positions of the caller's.
     ///
     /// ```
     /// use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, PackedSequences};

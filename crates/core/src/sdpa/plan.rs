@@ -71,8 +71,8 @@ impl SdpaOptions {
 
     /// Adds a number for each head and distance of query and key to the scores (T5 and its kin): entry `T_q - 1 + j -
     /// i` of `biases` (H, T_q + T_kv - 1) to the score of query i and key j, or of (B, H, T_q + T_kv - 1) for each
-    /// sequence by itself. The entries of a head are the diagonals of its scores, and no tensor (T_q, T_kv) is made of them on a
-    /// CPU. Differentiable.
+    /// sequence by itself. The entries of a head are the diagonals of its scores, and no tensor (T_q, T_kv) is made of
+    /// them on a CPU. Differentiable.
     ///
     /// Of packed sequences, T_q and T_kv are those of the longest, and i and j count in each sequence.
     ///
@@ -128,8 +128,8 @@ impl SdpaOptions {
         Ok(Self { distance_bias: self.distance_bias.as_ref().map(part).transpose()?, ..self.clone() })
     }
 
-    /// Those of `t_q` queries and `t_kv` keys, of which the first of each sequence is the one at its start: each its part
-    /// of a distance bias.
+    /// Those of `t_q` queries and `t_kv` keys, of which the first of each sequence is the one at its start: each its
+    /// part of a distance bias.
     pub(crate) fn of_keys(&self, starts: &[usize], t_q: usize, t_kv: usize) -> Result<Self> {
         let Some(biases) = &self.distance_bias else { return Ok(self.clone()) };
         let distances = (t_q + t_kv).saturating_sub(1);

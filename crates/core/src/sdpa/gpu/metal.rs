@@ -1,7 +1,7 @@
 //! `candle_nn::ops::sdpa`: f32, f16 and bf16 on Metal. What it computes rightly was read from candle 0.11
 //! (`candle-nn/src/ops.rs`, `candle-metal-kernels/src/kernels/sdpa.rs` and its Metal source); issues are
-//! huggingface/candle's. Of one query it ignores mask tensors; of more, a bias is multiplied by log2 e, and rows without
-//! a key are NaN (#3690, #3388).
+//! huggingface/candle's. Of one query it ignores mask tensors; of more, a bias is multiplied by log2 e, and rows
+//! without a key are NaN (#3690, #3388).
 
 use std::ops::Range;
 
@@ -38,9 +38,9 @@ fn limit(call: &Call) -> Option<String> {
     (!is_there).then(|| format!("has no kernel for D of {d} and {t_q} queries"))
 }
 
-/// Its causal mask is right where blocks of queries end with blocks of keys: elsewhere it looks at one block too few for
-/// hidden keys, or walks on to keys that are not there. Other masks it takes as tensors as large as the scores, with the
-/// faults above.
+/// Its causal mask is right where blocks of queries end with blocks of keys: elsewhere it looks at one block too few
+/// for hidden keys, or walks on to keys that are not there. Other masks it takes as tensors as large as the scores,
+/// with the faults above.
 fn rest(call: &Call, keys: &Range<usize>, window: Window) -> std::result::Result<usize, String> {
     let t_q = call.dims.t_q;
     match window {

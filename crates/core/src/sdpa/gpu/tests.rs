@@ -1,5 +1,5 @@
-//! What each operation takes and refuses, and that a call that it takes has the reference path's numbers, with a stand-in
-//! of Candle's own operations.
+//! What each operation takes and refuses, and that a call that it takes has the reference path's numbers, with a
+//! stand-in of Candle's own operations.
 
 use std::sync::Mutex;
 
