@@ -1,7 +1,6 @@
 //! The files of a checkpoint: a folder as transformers has it, or a GGUF file.
 
-use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::rc::Rc;
 
 use candle_attention::weights::Checkpoint;
@@ -69,32 +68,22 @@ impl Files {
 
     /// What a model is loaded from; `processes` read their shares.
     pub fn weights(&self, dtype: DType, device: &Device, processes: Option<Rc<dyn Processes>>) -> Result<Weights<'_>> {
-        let (mut weights, shards) = match self {
+        let (weights, files) = match self {
             Self::Folder(folder) => {
-                (Weights::from(Checkpoint::open(folder)?.var_builder(dtype, device)?), Some(folder))
+                let checkpoint = Checkpoint::open(folder)?;
+                (Weights::from(checkpoint.var_builder(dtype, device)?), Some(checkpoint.safetensors().to_vec()))
             }
             Self::Gguf(gguf) => (gguf.weights(dtype)?, None),
         };
-        if let Some(processes) = processes {
+        let Some(processes) = processes else { return Ok(weights) };
+        let vb = match files {
+            Some(files) if files.is_empty() => {
+                bail!("[causal_lm] the checkpoint has no safetensors, which processes read parts of")
+            }
             // SAFETY: like every program that maps a checkpoint, this one counts on nobody writing to it.
-            let open =
-                |folder: &PathBuf| unsafe { ShardedSafeTensors::var_builder(&safetensors(folder)?, dtype, device) };
-            weights = weights.shared(Share { vb: shards.map(open).transpose()?, processes });
-        }
-        Ok(weights)
+            Some(files) => Some(unsafe { ShardedSafeTensors::var_builder(&files, dtype, device)? }),
+            None => None,
+        };
+        Ok(weights.shared(Share { vb, processes }))
     }
-}
-
-/// The files of a checkpoint's weights in a folder.
-fn safetensors(folder: &Path) -> Result<Vec<PathBuf>> {
-    let (whole, index) = (folder.join("model.safetensors"), folder.join("model.safetensors.index.json"));
-    if whole.is_file() {
-        return Ok(vec![whole]);
-    }
-    if !index.is_file() {
-        bail!("[causal_lm] {} has no safetensors, which processes read parts of", folder.display())
-    }
-    let index = read_json("causal_lm", &index)?;
-    let files = index["weight_map"].as_object().into_iter().flat_map(|map| map.values()).filter_map(Value::as_str);
-    Ok(files.collect::<BTreeSet<_>>().into_iter().map(|file| folder.join(file)).collect())
 }

@@ -115,9 +115,9 @@ impl Loader<'_> {
 
     /// A layer's block from a builder at its prefix.
     pub fn block(&mut self, layer: usize, at: Weights) -> Result<Block> {
-        let (share, shard) = (self.weights.share(), self.weights.shard());
+        let (share, shard) = (self.weights.share.as_ref(), self.weights.shard());
         let is_latent = size(self.json, "kv_lora_rank").is_some();
-        let attention = match (self.weights.gguf(), shard.zip(share.and_then(|share| share.vb.as_ref()))) {
+        let attention = match (self.weights.gguf, shard.zip(share.and_then(|share| share.vb.as_ref()))) {
             (Some(gguf), _) => Attention::MultiHead(gguf.attention(layer, shard)?),
             (None, Some((shard, vb))) if is_latent => {
                 Attention::Latent(hf::load_latent_attention_shard(self.json, layer, shard, vb)?)

@@ -123,7 +123,7 @@ impl CausalLm {
         // A model that sees as well keeps the text's config apart.
         let json = json.get("text_config").filter(|text| text.is_object()).unwrap_or(json);
         let weights = weights.into();
-        let gguf = weights.gguf();
+        let gguf = weights.gguf;
         let family = if gguf.is_some() { Family::of(json)?.in_gguf()? } else { Family::of(json)? };
         let Some(layers) = ["num_hidden_layers", "n_layer", "n_layers"].iter().find_map(|key| size(json, key)) else {
             bail!("[causal_lm] config.json has no number of layers")
@@ -150,7 +150,7 @@ impl CausalLm {
             |name: &str| Ok::<_, candle_core::Error>(Embedding::new(inner.pp(name).get_unchecked("weight")?, width));
         let embedding = if ties {
             TokenEmbedding::Weight(head.clone())
-        } else if gguf.is_some() || weights.share().is_some() {
+        } else if gguf.is_some() || weights.share.is_some() {
             TokenEmbedding::Weight(inner.pp(embed).linear(Divided::Outputs)?)
         } else {
             TokenEmbedding::Table(table(embed)?)

@@ -30,8 +30,8 @@ pub type Others = Option<Rc<dyn Processes>>;
 #[derive(Clone)]
 pub struct Weights<'a> {
     vb: VarBuilder<'a>,
-    gguf: Option<&'a Gguf>,
-    share: Option<Share>,
+    pub gguf: Option<&'a Gguf>,
+    pub share: Option<Share>,
 }
 
 /// Where a process reads its share, and the others.
@@ -122,17 +122,9 @@ impl<'a> Weights<'a> {
         }
     }
 
-    pub fn gguf(&self) -> Option<&'a Gguf> {
-        self.gguf
-    }
-
     /// Which of several processes this is.
     pub fn shard(&self) -> Option<HeadShard> {
         self.share.as_ref().map(|share| share.processes.shard())
-    }
-
-    pub fn share(&self) -> Option<&Share> {
-        self.share.as_ref()
     }
 
     pub fn processes(&self) -> Others {
@@ -184,7 +176,7 @@ impl<'a> Weights<'a> {
     pub fn own(&self, name: &str, of: Dimension) -> Result<Tensor> {
         let Dimension { dim, unit, part: [i, parts], dtype } = of;
         let dtype = dtype.unwrap_or(self.dtype());
-        let share = self.share().filter(|share| share.processes.shard().world_size() > 1);
+        let share = self.share.as_ref().filter(|share| share.processes.shard().world_size() > 1);
         if let Some(Share { vb: Some(vb), processes }) = share
             && unit == 1
             && dim < 2

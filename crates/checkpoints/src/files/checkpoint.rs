@@ -139,6 +139,12 @@ impl Checkpoint {
         VarBuilder::from_backend(Box::new(Backend { checkpoint: self.clone(), mapped }), dtype, device.clone())
     }
 
+    /// Its files that are safetensors, for builders of Candle's that read these alone.
+    #[must_use]
+    pub fn safetensors(&self) -> &[PathBuf] {
+        &self.safetensors
+    }
+
     /// Names and shapes of all tensors, in alphabetical order.
     pub fn shapes(&self) -> impl Iterator<Item = (&str, &[usize])> {
         self.entries.iter().filter_map(|(name, entry)| Some((name.as_str(), entry.shape()?)))
