@@ -243,34 +243,25 @@ fn a_layer_norm_keeps_its_digits_beside_a_large_mean() -> Result<()> {
     [Kind::Layer, Kind::LayerNoBias].into_iter().try_for_each(|kind| assert_those_of_f64(&given, kind, WHOLE, |_| 1e-3))
 }
 
-/// Nothing that is tracked alone loses its gradient, and tracking changes no output.
+/// Nothing that is tracked alone loses its gradient, tracking changes no output, and the bits are the same for any number
+/// of threads.
 #[test]
-fn what_is_tracked_alone_gets_the_same_gradient() -> Result<()> {
-    for dtype in [DType::F32, DType::BF16, DType::F64] {
-        let given = Given::drawn(&[90, 300], WHOLE)?.to_dtype(dtype)?;
-        for kind in KINDS {
-            let all = given.run(kind, WHOLE, [true; 3])?;
-            assert_eq!(bits(&given.run(kind, WHOLE, [false; 3])?[0]), bits(&all[0]), "{kind:?}, {dtype:?}");
-            for (leaf, expected) in all[1..].iter().enumerate() {
-                let alone = given.run(kind, WHOLE, [0, 1, 2].map(|n| n == leaf))?;
-                assert_eq!(bits(&alone[1]), bits(expected), "{kind:?}, {dtype:?}: leaf {leaf}");
-                assert_eq!(bits(&alone[0]), bits(&all[0]), "{kind:?}, {dtype:?}: beside leaf {leaf}");
-            }
+fn tracking_and_threads_change_no_bit() -> Result<()> {
+    for (dtype, kind) in
+        [DType::F32, DType::BF16, DType::F64].into_iter().flat_map(|dtype| KINDS.map(|kind| (dtype, kind)))
+    {
+        let given = Given::drawn(&[2, 350, 200], WHOLE)?.to_dtype(dtype)?;
+        let run = |are_vars| -> Result<Vec<_>> { Ok(given.run(kind, WHOLE, are_vars)?.iter().map(bits).collect()) };
+        let all = run([true; 3])?;
+        assert!(run([false; 3])?[0] == all[0], "{kind:?}, {dtype:?}");
+        for (leaf, expected) in all[1..].iter().enumerate() {
+            let alone = run([0, 1, 2].map(|n| n == leaf))?;
+            assert!(alone[1] == *expected && alone[0] == all[0], "{kind:?}, {dtype:?}: leaf {leaf}");
         }
-    }
-    Ok(())
-}
-
-#[test]
-fn the_bits_are_the_same_for_any_number_of_threads() -> Result<()> {
-    let given = Given::drawn(&[2, 350, 200], WHOLE)?;
-    for kind in KINDS {
-        let run = |threads: usize| {
+        for threads in [1, 2, 3, 8] {
             let pool = ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
-            let tensors = pool.install(|| given.run(kind, WHOLE, [true; 3])).expect("the norm runs");
-            tensors.iter().map(bits).collect::<Vec<_>>()
-        };
-        assert!([2, 3, 8].into_iter().all(|threads| run(threads) == run(1)), "{kind:?}");
+            assert!(pool.install(|| run([true; 3]))? == all, "{kind:?}, {dtype:?}: {threads} threads");
+        }
     }
     Ok(())
 }
