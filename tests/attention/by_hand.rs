@@ -41,11 +41,37 @@ impl Numbers {
 
 pub type Parameters = HashMap<String, Numbers>;
 
-/// Random numbers for every parameter that a layer of this config asks for.
+/// Random numbers for every parameter that a layer of this config asks for, which are those that the config names.
 pub fn parameters(cfg: &MultiHeadAttentionConfig, seed: u64) -> Parameters {
     let (asked, mut random) = (VarMap::new(), Random::new(seed));
     MultiHeadAttention::new(cfg, VarBuilder::from_varmap(&asked, DType::F32, &Device::Cpu)).expect("a valid config");
     let asked: BTreeMap<_, _> = asked.data().lock().expect("one thread").clone().into_iter().collect();
+    let [q_bias, k_bias, v_bias] = cfg.qkv_bias();
+    let (norm, of_context) = (cfg.qk_norm().map(|norm| norm.kind), cfg.context_norm().map(|norm| norm.kind));
+    let gate_bias = cfg.output_gate().and_then(|gate| match gate.place {
+        GatePlace::Own { bias } => Some(bias),
+        _ => None,
+    });
+    for (name, is_named) in [
+        ("q_proj.bias", q_bias),
+        ("k_proj.bias", k_bias),
+        ("v_proj.bias", v_bias),
+        ("o_proj.weight", cfg.out_proj()),
+        ("o_proj.bias", cfg.out_proj() && cfg.out_bias()),
+        ("gate_proj.weight", gate_bias.is_some()),
+        ("gate_proj.bias", gate_bias == Some(true)),
+        ("q_norm.weight", norm.is_some_and(|kind| kind != QkNormKind::RmsNoWeight)),
+        ("k_norm.weight", norm.is_some_and(|kind| kind != QkNormKind::RmsNoWeight)),
+        ("q_norm.bias", norm == Some(QkNormKind::Layer)),
+        ("k_norm.bias", norm == Some(QkNormKind::Layer)),
+        ("context_norm.weight", of_context.is_some()),
+        ("context_norm.bias", of_context == Some(QkNormKind::Layer)),
+        ("bias_k", cfg.bias_kv()),
+        ("bias_v", cfg.bias_kv()),
+        ("sinks", cfg.sinks()),
+    ] {
+        assert_eq!(asked.contains_key(name), is_named, "{name} of {cfg:?}");
+    }
     asked.into_iter().map(|(name, var)| (name, Numbers::random(var.dims(), &mut random))).collect()
 }
 

@@ -239,8 +239,18 @@ fn every_config_gives_the_numbers_of_plain_loops(device: &Device) {
             let outcome = run(&cfg, [2, 4, 4], vec![], dtype, device).expect(name);
             outcome.unwrap_or_else(|difference| panic!("{name} in {dtype:?}: {difference}"));
         }
-        for sizes in [[2, 4, 4], [1, 3, 6], [2, 5, 3], [1, 1, 1], [0, 3, 3], [2, 0, 0], [0, 0, 0], [2, 0, 3], [2, 3, 0]]
-        {
+        for sizes in [
+            [2, 4, 4],
+            [1, 3, 6],
+            [2, 5, 3],
+            [1, 1, 1],
+            [1, 4, 4],
+            [0, 3, 3],
+            [2, 0, 0],
+            [0, 0, 0],
+            [2, 0, 3],
+            [2, 3, 0],
+        ] {
             for (n, masks) in call_masks(sizes, cfg.num_heads()).into_iter().enumerate() {
                 for &dtype in dtypes(device) {
                     let outcome = run(&cfg, sizes, masks.clone(), dtype, device);

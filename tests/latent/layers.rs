@@ -41,6 +41,8 @@ pub fn parameters(cfg: &Config, random: &mut Random) -> Parameters {
     let asked = VarMap::new();
     MultiHeadLatentAttention::new(cfg, VarBuilder::from_varmap(&asked, DType::F32, &CPU)).expect("a valid config");
     let asked: BTreeMap<_, _> = asked.data().lock().expect("one thread").clone().into_iter().collect();
+    let biases = asked.keys().filter(|name| name.ends_with(".bias")).count();
+    assert_eq!(biases, if cfg.bias() { 2 + usize::from(cfg.q_lora_rank().is_some()) } else { 0 }, "{cfg:?}");
     asked.into_iter().map(|(name, var)| (name, Numbers::random(var.dims(), random))).collect()
 }
 

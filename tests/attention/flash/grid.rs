@@ -71,6 +71,19 @@ fn every_pair_of_widths() {
     }
 }
 
+/// In one order: the other is a matter of the mask, not of the kernel.
+#[test]
+fn every_pair_of_constraints() {
+    let kinds = Kind::all();
+    for (n, &first) in kinds.iter().enumerate() {
+        for (m, &second) in kinds[n..].iter().enumerate() {
+            let dims = Dims { b: 2, h: 2, t_q: 37, t_kv: 70, ..DIMS };
+            let recipe = Recipe::of_kernel(dims, vec![first, second], DTYPES[(n + m) % 3]);
+            assert_holds(&Recipe { runs: n % 2 == 0, ..recipe });
+        }
+    }
+}
+
 /// Half-precision rows that begin at an odd element: a word of two of them is not aligned there.
 #[test]
 fn rows_at_odd_elements() {

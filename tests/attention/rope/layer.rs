@@ -115,9 +115,13 @@ fn layers_share_tables() -> Result<()> {
     let shared = |of: &RopeConfig, d: usize, cfg: &Config| layer(cfg, &CPU)?.with_rotary(RotaryEmbedding::new(of, d)?);
     let own = layer(&config(), &CPU)?.forward(&xs)?;
     assert_close(&shared(&rope(), 6, &config())?.forward(&xs)?, &own, 0.0, "the same tables");
-    let angles = Tensor::new(&[[0f32, 0.], [1., 0.1], [2., 0.2], [3., 0.3], [4., 0.4]], &CPU)?;
-    let given = RotaryEmbedding::from_tables(&rope().with_rotary_dim(4), 6, &angles.cos()?, &angles.sin()?)?;
-    assert_close(&layer(&config(), &CPU)?.with_rotary(given)?.forward(&xs)?, &own, 2e-6, "tables of its angles");
+    // The angles of base 7, by whose tables a layer of another base goes.
+    let of_seven = RopeConfig::new(7.0).with_style(RopeStyle::Interleaved).with_rotary_dim(4);
+    let angles = Tensor::arange(0f32, 5.0, &CPU)?.unsqueeze(1)?;
+    let angles = angles.broadcast_mul(&Tensor::new(&[[1f32, 7f32.sqrt().recip()]], &CPU)?)?;
+    let given = RotaryEmbedding::from_tables(&rope(), 6, &angles.cos()?, &angles.sin()?)?;
+    let expected = layer(&config().with_rope(of_seven), &CPU)?.forward(&xs)?;
+    assert_close(&layer(&config(), &CPU)?.with_rotary(given)?.forward(&xs)?, &expected, 2e-6, "tables of another base");
     let without = Config::new(24, 4);
     let other = "rotary tables are of RopeConfig { base: 100.0, ";
     for (of, d, cfg, expected) in [
