@@ -8,7 +8,7 @@ use candle_core::{D, Device, Result, Tensor, bail};
 use candle_nn::Init;
 
 use super::disentangled::DisentangledTables;
-use super::{ContentLayer, ContentPositions, RelativeEmbeddings, ScoreTerm, Scores, Term, TermCall};
+use super::{ContentLayer, DisentangledConfig, RelativeEmbeddings, ScoreTerm, Scores, Term, TermCall};
 use crate::base::{LINEAR_WEIGHT, Share, Source, accumulation_dtype, fits_in_memory};
 use crate::linear::{Projections, frozen};
 
@@ -111,36 +111,33 @@ impl ScoreTerm for DistanceTables {
     fn with_embeddings(&self, embeddings: &RelativeEmbeddings) -> Option<Term> {
         let Kind::Disentangled(tables) = &self.kind else { return None };
         let kind = Kind::Disentangled(tables.clone().with_embeddings(embeddings.clone()));
-        Some(Arc::new(Self { kind, latest: Arc::default() }))
+        Some(Arc::new(Self::new(kind)))
     }
 }
 
 impl DistanceTables {
-    /// # Errors
-    /// For a missing or misshapen tensor, and for a grid.
-    pub(super) fn load(positions: &ContentPositions, layer: ContentLayer, source: &Source) -> Result<Self> {
-        let (h, d, e) = (layer.num_heads, layer.head_dim, layer.embed_dim);
-        let kind = match positions {
-            ContentPositions::TransformerXl => {
-                let has = |names: &&[&str; 3]| source.has(names[1]);
-                let [projection, u, v] = *TRANSFORMER_XL.iter().find(has).unwrap_or(&TRANSFORMER_XL[0]);
-                let bias = |name| source.get((h, d), name, Init::Const(0.0));
-                let projection = source.pp(projection).get((h * d, e), "weight", LINEAR_WEIGHT)?;
-                Kind::TransformerXl(TransformerXl { projection, biases: [bias(u)?, bias(v)?] })
-            }
-            &ContentPositions::Clipped { left, right } => {
-                let init = Init::Randn { mean: 0.0, stdev: 1.0 };
-                let table = source.pp(CLIPPED).get((left + right + 1, d), "weight", init)?;
-                Kind::Clipped { table, left, right }
-            }
-            ContentPositions::Disentangled(config) => {
-                Kind::Disentangled(DisentangledTables::load(config, (h * d, e), source)?)
-            }
-            ContentPositions::Grid { .. } | ContentPositions::Window { .. } | ContentPositions::CosineWindow { .. } => {
-                bail!("[content_positions] a grid has no distances on one axis")
-            }
-        };
-        Ok(Self { kind, latest: Arc::default() })
+    pub(super) fn transformer_xl(layer: ContentLayer, source: &Source) -> Result<Self> {
+        let (h, d) = (layer.num_heads, layer.head_dim);
+        let has = |names: &&[&str; 3]| source.has(names[1]);
+        let [projection, u, v] = *TRANSFORMER_XL.iter().find(has).unwrap_or(&TRANSFORMER_XL[0]);
+        let bias = |name| source.get((h, d), name, Init::Const(0.0));
+        let projection = source.pp(projection).get((h * d, layer.embed_dim), "weight", LINEAR_WEIGHT)?;
+        Ok(Self::new(Kind::TransformerXl(TransformerXl { projection, biases: [bias(u)?, bias(v)?] })))
+    }
+
+    pub(super) fn clipped(left: usize, right: usize, layer: ContentLayer, source: &Source) -> Result<Self> {
+        let init = Init::Randn { mean: 0.0, stdev: 1.0 };
+        let table = source.pp(CLIPPED).get((left + right + 1, layer.head_dim), "weight", init)?;
+        Ok(Self::new(Kind::Clipped { table, left, right }))
+    }
+
+    pub(super) fn disentangled(config: &DisentangledConfig, layer: ContentLayer, source: &Source) -> Result<Self> {
+        let shape = (layer.num_heads * layer.head_dim, layer.embed_dim);
+        Ok(Self::new(Kind::Disentangled(DisentangledTables::load(config, shape, source)?)))
+    }
+
+    fn new(kind: Kind) -> Self {
+        Self { kind, latest: Arc::default() }
     }
 
     fn map(
@@ -156,7 +153,7 @@ impl DistanceTables {
             &Kind::Clipped { ref table, left, right } => Kind::Clipped { table: change(table)?, left, right },
             Kind::Disentangled(tables) => Kind::Disentangled(disentangled(tables)?),
         };
-        Ok(Arc::new(Self { kind, latest: Arc::default() }))
+        Ok(Arc::new(Self::new(kind)))
     }
 
     /// The queries (B, H, T, D) that meet keys (B, H_kv, T, D), and the terms of the scores beside.

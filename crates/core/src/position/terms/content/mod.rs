@@ -218,8 +218,8 @@ pub(crate) fn content(
         ContentPositions::CosineWindow { height, width, trained } => {
             Arc::new(WindowTables::of_cosines([height, width], trained, [num_heads, head_dim], source)?)
         }
-        ContentPositions::TransformerXl | ContentPositions::Clipped { .. } | ContentPositions::Disentangled(_) => {
-            Arc::new(DistanceTables::load(positions, layer, source)?)
-        }
+        ContentPositions::TransformerXl => Arc::new(DistanceTables::transformer_xl(layer, source)?),
+        ContentPositions::Clipped { left, right } => Arc::new(DistanceTables::clipped(left, right, layer, source)?),
+        ContentPositions::Disentangled(ref config) => Arc::new(DistanceTables::disentangled(config, layer, source)?),
     }))
 }
