@@ -156,7 +156,7 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: Option<HeadShar
         let part = LinearPart::Inputs { range: own(o.1, true), has_bias: shard.rank() == 0 };
         output = output.part(&at("attn_output"), &part)?;
     }
-    let projections = Projections::of_columns([qkv, output.columns()?].concat(), device)?;
+    let projections = Projections::of_columns([qkv, output.columns()?].concat(), device);
 
     let mut parameters = HashMap::new();
     for (own, name, wanted) in [

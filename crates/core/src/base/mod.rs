@@ -1,9 +1,13 @@
-//! What every room stands on: options, numbers, dtypes, sizes, rows of tensors, parameters by name, and shares of them.
+//! What every room stands on: options, numbers, what a tensor is expected to be, rows of tensors, parameters by name,
+//! and shares of them.
 
 mod dtype;
+mod expect;
 mod nearest;
 pub(crate) mod number;
 mod options;
+mod parameters;
+mod rows;
 pub(crate) mod rowwise;
 mod share;
 mod size;
@@ -19,7 +23,10 @@ pub use source::{SCALES, Source, has, root, whole};
 pub use training::untrained;
 
 pub(crate) use dtype::{FLOATS, accumulation_dtype};
+pub(crate) use expect::{Dim, Expect};
 pub(crate) use options::{Options, options};
+pub(crate) use parameters::{HeadDim, Heads, Parameter, ParameterList, Spec, Stored, frozen};
+pub(crate) use rows::Rows;
 pub(crate) use size::part;
-pub(crate) use source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, Part, hint, linear_bias};
+pub(crate) use source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, hint, linear_bias};
 pub(crate) use threads::executor;

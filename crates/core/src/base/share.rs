@@ -3,7 +3,6 @@
 use std::ops::Range;
 
 use candle_core::{Result, Tensor, bail};
-use candle_nn::var_builder::Shard;
 
 /// The heads of one process of several that compute a layer together: the share of `rank` of `world_size`.
 ///
@@ -63,12 +62,10 @@ impl HeadShard {
         (Share::new(key * group + own.start..key * group + own.end, h), Share::new(key..key + 1, h_kv))
     }
 
-    /// Of its key heads those that no process before this one has.
-    pub(crate) fn counted_keys(self, h: usize, h_kv: usize) -> Share {
-        let keys = |shard: Self| shard.shares(h, h_kv).1.range(h_kv);
-        let before = self.rank.checked_sub(1).map_or(0, |rank| keys(Self { rank, ..self }).end);
-        let own = keys(self);
-        Share::new(own.start.max(before)..own.end, h_kv)
+    /// Whether no process before this one has its key heads.
+    pub(crate) fn is_first_of_keys(self, h_kv: usize) -> bool {
+        let key = |rank: usize| rank * h_kv / self.world_size;
+        self.world_size <= h_kv || self.rank == 0 || key(self.rank) != key(self.rank - 1)
     }
 }
 
@@ -77,7 +74,7 @@ fn part(i: usize, len: usize, of: usize) -> Range<usize> {
     (i * len).div_ceil(of)..((i + 1) * len).div_ceil(of)
 }
 
-/// The units `start..end` of the `of` equal ones, each a head or several, that a dimension is divided into.
+/// The heads `start..end` of the `of` that divide a dimension equally.
 #[derive(Debug, Clone, Copy)]
 pub struct Share {
     start: usize,
@@ -86,25 +83,14 @@ pub struct Share {
 }
 
 impl Share {
-    /// Some of `of` heads, as one unit where the others can be divided into units like it.
     fn new(heads: Range<usize>, of: usize) -> Self {
-        let Range { start, end } = heads;
-        let len = end - start;
-        if start.is_multiple_of(len) && of.is_multiple_of(len) {
-            return Self { start: start / len, end: end / len, of: of / len };
-        }
-        Self { start, end, of }
+        Self { start: heads.start, end: heads.end, of }
     }
 
     /// The entries of a dimension of `len`.
     pub fn range(self, len: usize) -> Range<usize> {
-        let unit = len / self.of;
-        self.start * unit..self.end * unit
-    }
-
-    /// The units, as Candle's sharded builders are asked for them.
-    pub(crate) fn units(self, dim: usize) -> impl Iterator<Item = Shard> {
-        (self.start..self.end).map(move |rank| Shard { dim, rank, world_size: self.of })
+        let width = len / self.of;
+        self.start * width..self.end * width
     }
 
     /// A copy of the entries of a tensor along a dimension.

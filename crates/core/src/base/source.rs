@@ -1,5 +1,6 @@
 //! Reading one named tensor, with errors that say what was looked for.
 
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
@@ -7,7 +8,7 @@ use candle_nn::init::{FanInOut, Init, NonLinearity, NormalOrUniform};
 use candle_nn::var_builder::{Shard, ShardedVarBuilder, SimpleBackend};
 use candle_nn::{Linear, VarBuilder};
 
-use super::{FLOATS, Share, fits_in_memory};
+use super::{FLOATS, HeadDim, HeadShard, Heads, Share, Spec, Stored, fits_in_memory};
 
 /// What is added to a float8 weight's name for that of its scale. Both are factors, whatever `inv` may suggest.
 pub const SCALES: [&str; 2] = ["_scale_inv", "_scale"];
@@ -38,17 +39,46 @@ pub struct Source<'a> {
     layout: String,
     /// The root of a builder that reads parts of the same tensors.
     sharded: Option<ShardedVarBuilder<'static>>,
+    own: Option<OwnHeads>,
+}
+
+/// The heads of one process of several.
+#[derive(Clone, Copy)]
+struct OwnHeads {
+    queries: Share,
+    keys: Share,
+    is_first: bool,
 }
 
 impl<'a> Source<'a> {
     /// Of `layout`, as errors call it, for the operation `op`.
     pub fn new(op: &'static str, layout: impl ToString, vb: VarBuilder<'a>) -> Self {
-        Self { vb, op, layout: layout.to_string(), sharded: None }
+        Self { vb, op, layout: layout.to_string(), sharded: None, own: None }
     }
 
-    /// One that reads only the parts that [`get_part`](Self::get_part) is called for.
+    /// Over a builder that can read parts of tensors.
     pub(crate) fn sharded(op: &'static str, layout: impl ToString, vb: &ShardedVarBuilder<'static>) -> Self {
         Self { sharded: Some(vb.root()), ..Self::new(op, layout, whole(vb)) }
+    }
+
+    /// One that gives a process its own of `h` query heads and `h_kv` key heads.
+    pub(crate) fn with_shard(self, shard: HeadShard, h: usize, h_kv: usize) -> Self {
+        let (queries, keys) = shard.shares(h, h_kv);
+        Self { own: Some(OwnHeads { queries, keys, is_first: shard.rank() == 0 }), ..self }
+    }
+
+    /// The entries of this process's heads along a dimension of `len`.
+    pub(crate) fn own_range(&self, heads: Heads, len: usize) -> Range<usize> {
+        match (self.own, heads) {
+            (None, _) => 0..len,
+            (Some(own), Heads::Query) => own.queries.range(len),
+            (Some(own), Heads::Key) => own.keys.range(len),
+        }
+    }
+
+    /// A bias that is added to the sum of what all processes give: one of them has it, the others have zeros.
+    pub(crate) fn bias_of_sum(&self, bias: Tensor) -> Result<Tensor> {
+        if self.own.is_none_or(|own| own.is_first) { Ok(bias) } else { bias.zeros_like() }
     }
 
     /// Below a prefix.
@@ -100,18 +130,33 @@ impl<'a> Source<'a> {
         Ok(tensor)
     }
 
-    /// A part of the tensor of that name and shape, or all of it.
-    pub(crate) fn get_part(&self, shape: &[usize], name: &str, init: Init, part: Option<Part>) -> Result<Tensor> {
-        let Some(Part { dim, share }) = part else { return self.get(shape, name, init) };
+    /// A parameter, or this process's part of it.
+    pub(crate) fn read(&self, spec: &Spec) -> Result<Tensor> {
+        match spec.by_head {
+            Some(HeadDim { heads, dim }) => self.read_part(spec, dim, self.own_range(heads, spec.shape[dim])),
+            None => self.read_part(spec, 0, 0..spec.shape[0]),
+        }
+    }
+
+    /// Some entries of a parameter along a dimension.
+    pub(crate) fn read_part(&self, spec: &Spec, dim: usize, own: Range<usize>) -> Result<Tensor> {
+        let name = if let Stored::Whole(name) = &spec.stored { name } else { &spec.name };
+        if own.len() == spec.shape[dim] {
+            return self.get(spec.shape.as_slice(), name, spec.init);
+        }
         if let Some(sharded) = &self.sharded {
             self.refuse_scale(name)?;
-            let mut expected = shape.to_vec();
-            expected[dim] = share.range(shape[dim]).len();
+            let mut expected = spec.shape.clone();
+            expected[dim] = own.len();
             let full_name = self.full_name(name);
-            // Candle indexes the shape in the file, and panics where it has fewer dimensions.
+            // Candle's builder divides a dimension into equal parts.
+            let unit = gcd(spec.shape[dim], gcd(own.start, own.end));
+            let part = |rank| Shard { dim, rank, world_size: spec.shape[dim] / unit };
+            // It indexes the shape in the file, and panics where that has fewer dimensions.
             let read = || {
-                let units = share.units(dim).map(|unit| sharded.get_with_hints(shape, &full_name, unit));
-                Tensor::cat(&units.collect::<Result<Vec<_>>>()?, dim)
+                let parts = own.start / unit..own.end / unit;
+                let parts = parts.map(|rank| sharded.get_with_hints(spec.shape.as_slice(), &full_name, part(rank)));
+                Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, dim)
             };
             if let Ok(Ok(own)) = catch_unwind(AssertUnwindSafe(read))
                 && own.dims() == expected
@@ -120,27 +165,30 @@ impl<'a> Source<'a> {
             }
         }
         // Reading all of it says what is wrong.
-        share.copy(&self.get(shape, name, init)?, dim)
+        let whole = self.get(spec.shape.as_slice(), name, spec.init)?;
+        whole.narrow(dim, own.start, own.len())?.force_contiguous()
     }
 
-    /// `name.weight` of shape (out, in), and `name.bias` (out) if there is to be one.
-    pub(crate) fn linear(&self, name: &str, shape: (usize, usize), bias: bool) -> Result<Linear> {
-        let source = self.pp(name);
-        let weight = source.get(shape, "weight", LINEAR_WEIGHT)?;
-        Ok(Linear::new(weight, source.bias("bias", shape.0, bias, linear_bias(shape.1))?))
-    }
-
-    /// [`linear`](Self::linear), or a part of its weight with the whole bias.
-    pub(crate) fn linear_part(
+    /// `name.weight` of shape (out, in), and `name.bias` (out) if there is to be one; of heads that divide one of the
+    /// two dimensions, this process's part.
+    pub(crate) fn linear(
         &self,
         name: &str,
         shape: (usize, usize),
         bias: bool,
-        part: Option<Part>,
+        by_head: Option<HeadDim>,
     ) -> Result<Linear> {
         let source = self.pp(name);
-        let weight = source.get_part(&[shape.0, shape.1], "weight", LINEAR_WEIGHT, part)?;
-        Ok(Linear::new(weight, source.bias("bias", shape.0, bias, linear_bias(shape.1))?))
+        let weight = source.read(&Spec { by_head, ..Spec::new("weight", [shape.0, shape.1], LINEAR_WEIGHT) })?;
+        let bias = match (source.bias("bias", shape.0, bias, linear_bias(shape.1))?, by_head) {
+            (Some(bias), Some(HeadDim { heads, dim: 0 })) => {
+                let own = self.own_range(heads, shape.0);
+                Some(bias.narrow(0, own.start, own.len())?)
+            }
+            (Some(bias), Some(_)) => Some(source.bias_of_sum(bias)?),
+            (bias, _) => bias,
+        };
+        Ok(Linear::new(weight, bias))
     }
 
     /// A bias that the config wants, or the assurance that the file has none.
@@ -214,11 +262,9 @@ impl<'a> Source<'a> {
     }
 }
 
-/// A share of a dimension of a tensor.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Part {
-    pub dim: usize,
-    pub share: Share,
+/// The largest number that divides both, of which one is not 0.
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 /// The same tensors from an ordinary builder, whole.

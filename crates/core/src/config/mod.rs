@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::base::{Options, number, options};
 use crate::gate::OutputGate;
-use crate::norm::{ContextNorm, QkNorm, QkNormScope};
+use crate::norm::{self, ContextNorm, QkNorm, QkNormScope};
 use crate::position::{AlibiConfig, ContentLayer, ContentPositions, QueryScaling, RelativeBiasConfig, RopeConfig};
 
 const OP: &str = "multi_head_attention";
@@ -123,7 +123,7 @@ pub struct MultiHeadAttentionConfig {
     #[serde(default)]
     sinks: bool,
     /// The normalisation of queries and keys before attention.
-    #[check(QkNorm::check)]
+    #[check(norm::check_epsilon)]
     qk_norm: Option<QkNorm>,
     /// The rotary positions of queries and keys, by which these are rotated after their norms.
     #[methods(with, get_ref)]
@@ -149,7 +149,7 @@ pub struct MultiHeadAttentionConfig {
     /// A gate by which the context is multiplied before the output projection (Qwen3-Next, AFMoE).
     output_gate: Option<OutputGate>,
     /// The normalisation of the context of all heads before the output projection, after a gate (BitNet, Kosmos-2).
-    #[check(ContextNorm::check)]
+    #[check(norm::check_epsilon)]
     context_norm: Option<ContextNorm>,
     /// Where keys and values come from: projections unless given (Gemma 3n, Gemma 4).
     #[serde(default)]

@@ -5,13 +5,9 @@ use candle_nn::{Linear, VarBuilder};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use crate::base::Options;
-use crate::base::Source;
-use crate::base::accumulation_dtype;
-use crate::base::check_keys_and_values;
-use crate::base::fits_in_memory;
-use crate::base::number;
-use crate::base::options;
+use crate::base::{
+    Dim, Expect, Options, Source, accumulation_dtype, check_keys_and_values, fits_in_memory, number, options,
+};
 use crate::init::TorchSeed;
 use crate::mask::AttentionMask;
 use crate::sdpa::{AttentionOutput, Dropout, VisibleSoftmax, dropout, weighted_values};
@@ -106,11 +102,12 @@ impl AdditiveAttention {
         cfg.check("additive_attention")?;
         let source = Source::new("additive_attention", "d2l", vb);
         source.check_dtype()?;
+        let linear = |name, outputs, inputs| source.linear(name, (outputs, inputs), false, None);
         Ok(Self {
             config: cfg.clone(),
-            key_proj: source.linear("W_k", (cfg.hidden_size, cfg.key_size), false)?,
-            query_proj: source.linear("W_q", (cfg.hidden_size, cfg.query_size), false)?,
-            score_proj: source.linear("w_v", (1, cfg.hidden_size), false)?,
+            key_proj: linear("W_k", cfg.hidden_size, cfg.key_size)?,
+            query_proj: linear("W_q", cfg.hidden_size, cfg.query_size)?,
+            score_proj: linear("w_v", 1, cfg.hidden_size)?,
         })
     }
 
@@ -180,35 +177,17 @@ impl AdditiveAttention {
     }
 
     fn check(&self, queries: &Tensor, keys: &Tensor, values: &Tensor) -> Result<AdditiveDims> {
-        let &[b, t_q, query_size] = queries.dims() else {
-            bail!("[additive_attention] queries have shape {:?}, expected (B, T_q, query_size)", queries.dims())
-        };
-        let &[_, t_kv, key_size] = keys.dims() else {
-            bail!("[additive_attention] keys have shape {:?}, expected (B, T_kv, key_size)", keys.dims())
-        };
-        let &[_, _, d_v] = values.dims() else {
-            bail!("[additive_attention] values have shape {:?}, expected (B, T_kv, D_v)", values.dims())
-        };
-        if (query_size, key_size) != (self.config.query_size, self.config.key_size) {
-            bail!(
-                "[additive_attention] queries and keys have widths {query_size} and {key_size}, expected {} and {}",
-                self.config.query_size,
-                self.config.key_size
-            )
+        let weight = self.query_proj.weight();
+        for (name, tensor, shape) in [
+            ("queries", queries, [Dim::Any("B"), Dim::Any("T_q"), Dim::Is(self.config.query_size)]),
+            ("keys", keys, [Dim::Any("B"), Dim::Any("T_kv"), Dim::Is(self.config.key_size)]),
+            ("values", values, ["B", "T_kv", "D_v"].map(Dim::Any)),
+        ] {
+            let tensor = Expect::many("additive_attention", name, tensor).shape(&shape)?;
+            tensor.dtype(weight.dtype(), "the weights'")?.beside("the weights", weight.device())?;
         }
+        let ((b, t_q, _), (_, t_kv, d_v)) = (queries.dims3()?, values.dims3()?);
         check_keys_and_values("additive_attention", Some(b), keys, values)?;
-        let expected = self.query_proj.weight();
-        for (what, tensor) in [("queries", queries), ("keys", keys), ("values", values)] {
-            if tensor.dtype() != expected.dtype() || !tensor.device().same_device(expected.device()) {
-                bail!(
-                    "[additive_attention] {what} are {:?} on {:?}, expected the weights' {:?} on {:?}",
-                    tensor.dtype(),
-                    tensor.device().location(),
-                    expected.dtype(),
-                    expected.device().location()
-                )
-            }
-        }
         // Four bytes an entry.
         if !fits_in_memory(&[4, b, t_q, t_kv, self.config.hidden_size]) {
             bail!(

@@ -10,6 +10,7 @@ mod input;
 mod latent;
 mod memory;
 mod output;
+mod parameters;
 mod positions;
 mod shard;
 #[cfg(test)]
@@ -26,13 +27,13 @@ use std::sync::Arc;
 
 use candle_core::{Error, ModuleT, Result, Tensor, bail};
 use candle_nn::var_builder::ShardedVarBuilder;
-use candle_nn::{Init, Linear, VarBuilder};
+use candle_nn::{Linear, VarBuilder};
 
-use crate::base::{HeadShard, Source, root};
-use crate::config::{KvSource, MultiHeadAttentionConfig};
-use crate::linear::{Linears, ProjectionModule, ProjectionModules, ProjectionPlace, Projections, frozen};
+use crate::base::{Dim, Expect, HeadShard, ParameterList, Source, root};
+use crate::config::MultiHeadAttentionConfig;
+use crate::linear::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
 use crate::mask::AttentionMask;
-use crate::norm::{Norm, NormDims, QkNorms};
+use crate::norm::{Norm, QkNorms, Span};
 use crate::params::{WeightLayout, load_projections, projection_shapes, state_dict};
 use crate::position::{ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, Term, alibi, content};
 use input::Expected;
@@ -65,6 +66,8 @@ const OP: &str = "multi_head_attention";
 pub struct MultiHeadAttention {
     config: MultiHeadAttentionConfig,
     projections: Projections,
+    parameters: ParameterList,
+    norm_spans: [Option<Span>; 2],
     qk_norm: Option<QkNorms>,
     value_norm: Option<Norm>,
     context_norm: Option<Norm>,
@@ -95,11 +98,8 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`new`](Self::new), and for a config that the layout cannot hold.
     pub fn load(cfg: &MultiHeadAttentionConfig, layout: WeightLayout, vb: VarBuilder) -> Result<Self> {
-        cfg.validate()?;
-        let source = Source::new(OP, layout, vb);
-        source.check_dtype()?;
-        let projections = Projections::new(load_projections(cfg, layout, None, &source)?)?;
-        Self::around(cfg, projections, Parameters::load(cfg, &source)?)
+        let projections = |source: &Source| Projections::new(load_projections(cfg, layout, source)?);
+        Self::build(cfg, None, Source::new(OP, layout, vb), projections)
     }
 
     /// A layer whose projections are modules of any kind, such as Candle's `QMatMul` over a quantised checkpoint, or
@@ -115,16 +115,10 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`new`](Self::new), and for an output projection that the config does not want, or a missing one.
     pub fn from_modules(cfg: &MultiHeadAttentionConfig, modules: ProjectionModules, vb: VarBuilder) -> Result<Self> {
-        cfg.validate()?;
-        let source = Source::new(OP, "of modules", vb.clone());
-        source.check_dtype()?;
-        let projections = Projections::from_modules(
-            projection_shapes(cfg).map(|(width, _)| width),
-            modules,
-            vb.dtype(),
-            vb.device(),
-        )?;
-        Self::around(cfg, projections, Parameters::load(cfg, &source)?)
+        Self::build(cfg, None, Source::new(OP, "of modules", vb), |source| {
+            let widths = projection_shapes(cfg).map(|(width, _)| width);
+            Projections::from_modules(widths, modules, source.dtype(), source.device())
+        })
     }
 
     /// A layer of a GGUF file, or a process's share of it if the projections are that; the other parameters of the
@@ -139,11 +133,7 @@ impl MultiHeadAttention {
         vb: VarBuilder,
         shard: Option<HeadShard>,
     ) -> Result<Self> {
-        let parameters = Parameters::load(cfg, &Source::new(OP, "gguf", vb))?;
-        match shard {
-            Some(shard) => Self::around(&shard.config(cfg)?, projections, parameters.shard(cfg, shard)?),
-            None => Self::around(cfg, projections, parameters),
-        }
+        Self::build(cfg, shard, Source::new(OP, "gguf", vb), |_| Ok(projections))
     }
 
     /// The heads of one process of several, from weights in any layout and Candle's sharded builder: tensor
@@ -181,19 +171,33 @@ impl MultiHeadAttention {
         shard: HeadShard,
         vb: &ShardedVarBuilder<'static>,
     ) -> Result<Self> {
-        cfg.validate()?;
-        let own = shard.config(cfg)?;
-        let source = Source::sharded(OP, layout, vb);
-        source.check_dtype()?;
-        let parameters = Parameters::load(cfg, &source)?.shard(cfg, shard)?;
-        let projections = Projections::new(load_projections(cfg, layout, Some(shard), &source)?)?;
-        Self::around(&own, projections, parameters)
+        let projections = |source: &Source| Projections::new(load_projections(cfg, layout, source)?);
+        Self::build(cfg, Some(shard), Source::sharded(OP, layout, vb), projections)
     }
 
-    /// The rest of a layer around its projections.
-    fn around(cfg: &MultiHeadAttentionConfig, projections: Projections, parameters: Parameters) -> Result<Self> {
-        let Parameters { qk_norm, value_norm, context_norm, bias_kv, sinks, terms } = parameters;
-        let rotary = cfg.rope().map(|rope| RotaryEmbedding::new(rope, cfg.head_dim())).transpose()?;
+    /// A layer, or a process's share of it, where the config is the whole layer's.
+    fn build(
+        cfg: &MultiHeadAttentionConfig,
+        shard: Option<HeadShard>,
+        source: Source,
+        projections: impl FnOnce(&Source) -> Result<Projections>,
+    ) -> Result<Self> {
+        cfg.validate()?;
+        let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
+        let (config, source) = match shard {
+            Some(shard) => (shard.config(cfg)?, source.with_shard(shard, h, h_kv)),
+            None => (cfg.clone(), source),
+        };
+        source.check_dtype()?;
+        let projections = projections(&source)?;
+        let parameters = ParameterList::load(&parameters::specs(cfg, &source)?, &source)?;
+        let alibi = cfg.alibi().map(|config| alibi(config, h, cfg.score_scale(), source.device())).transpose()?;
+        let content = content(cfg.content_positions(), cfg.content_layer(), &source)?;
+        let mut terms: Vec<_> = content.into_iter().chain(alibi).collect();
+        if let Some(shard) = shard {
+            let (queries, _) = shard.shares(h, h_kv);
+            terms = terms.iter().map(|term| term.shard(queries)).collect::<Result<_>>()?;
+        }
         let mut mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
         if let Some(window) = cfg.window() {
             mask = mask.with_window(window);
@@ -204,20 +208,22 @@ impl MultiHeadAttention {
         if let Some(chunk) = cfg.chunk() {
             mask = mask.with_chunk(chunk);
         }
-        let (config, relative_bias) = (cfg.clone(), None);
-        Ok(Self {
+        let layer = Self {
             config,
             projections,
-            qk_norm,
-            value_norm,
-            context_norm,
-            rotary,
+            parameters: ParameterList::default(),
+            norm_spans: shard.map_or([None; 2], |shard| shard.norm_spans(cfg)),
+            qk_norm: None,
+            value_norm: cfg.value_norm().map(|eps| Norm::without_weight(eps, d_v, &source)).transpose()?,
+            context_norm: None,
+            rotary: cfg.rope().map(|rope| RotaryEmbedding::new(rope, d)).transpose()?,
             terms,
-            relative_bias,
-            sinks,
-            bias_kv,
+            relative_bias: None,
+            sinks: None,
+            bias_kv: None,
             mask,
-        })
+        };
+        layer.with_parameters(parameters)
     }
 
     /// The same layer with tables of cosines and sines that it shares with others, in the place of its own.
@@ -254,15 +260,8 @@ impl MultiHeadAttention {
             ),
             Some(_) => {}
         }
-        let (dtype, device) = (self.projections.dtype(), self.projections.device());
-        if bias.weight().dtype() != dtype || !bias.weight().device().same_device(device) {
-            bail!(
-                "[multi_head_attention] the relative bias is {:?} on {:?}, expected the weights' {dtype:?} on {:?}",
-                bias.weight().dtype(),
-                bias.weight().device().location(),
-                device.location()
-            )
-        }
+        let weight = Expect::one(OP, "the relative bias", bias.weight());
+        weight.dtype(self.projections.dtype(), "the weights'")?.beside("the weights", self.projections.device())?;
         self.relative_bias = Some(Arc::new(bias));
         Ok(self)
     }
@@ -277,18 +276,9 @@ impl MultiHeadAttention {
         let Some(ContentPositions::Disentangled(config)) = self.config.content_positions() else {
             bail!("[multi_head_attention] relative embeddings are given, but the config has no disentangled positions")
         };
-        let (weight, shape) = (embeddings.weight(), [2 * config.span(), self.config.embed_dim()]);
-        let (dtype, device) = (self.projections.dtype(), self.projections.device());
-        if weight.dims() != shape || weight.dtype() != dtype || !weight.device().same_device(device) {
-            bail!(
-                "[multi_head_attention] the relative embeddings are {:?} {:?} on {:?}, expected {dtype:?} {shape:?} \
-                 on {:?}",
-                weight.dtype(),
-                weight.dims(),
-                weight.device().location(),
-                device.location()
-            )
-        }
+        let shape = [Dim::Is(2 * config.span()), Dim::Is(self.config.embed_dim())];
+        let weight = Expect::many(OP, "the relative embeddings", embeddings.weight()).shape(&shape)?;
+        weight.dtype(self.projections.dtype(), "the weights'")?.beside("the weights", self.projections.device())?;
         for term in &mut self.terms {
             *term = term.with_embeddings(&embeddings).unwrap_or_else(|| term.clone());
         }
@@ -357,22 +347,13 @@ impl MultiHeadAttention {
     /// # Errors
     /// If memory is short.
     pub fn freeze(&self) -> Result<Self> {
-        Ok(Self {
-            config: self.config.clone(),
+        let frozen = Self {
             projections: self.projections.freeze()?,
-            qk_norm: self.qk_norm.as_ref().map(QkNorms::freeze).transpose()?,
-            value_norm: self.value_norm.clone(),
-            context_norm: self.context_norm.as_ref().map(Norm::freeze).transpose()?,
-            rotary: self.rotary.clone(),
             terms: self.terms.iter().map(|term| term.freeze()).collect::<Result<_>>()?,
             relative_bias: self.relative_bias.as_ref().map(|bias| bias.freeze()).transpose()?,
-            sinks: self.sinks.as_ref().map(frozen).transpose()?,
-            bias_kv: match &self.bias_kv {
-                Some((k, v)) => Some((frozen(k)?, frozen(v)?)),
-                None => None,
-            },
-            mask: self.mask.clone(),
-        })
+            ..self.clone()
+        };
+        frozen.with_parameters(self.parameters.freeze()?)
     }
 
     /// What the layer was built from.
@@ -391,8 +372,7 @@ impl MultiHeadAttention {
     /// If a projection is a module of the caller's, for a layer without projections of keys and values, and if memory
     /// is short.
     pub fn projections(&self) -> Result<(Linear, Linear, Linear, Option<Linear>)> {
-        let Linears { q, k, v, o, .. } = self.projections.to_linears()?;
-        let Some(k) = k else {
+        let [Some(q), Some(k), v, o, _] = self.projections.to_linears()? else {
             bail!("[multi_head_attention] keys and values are those of an earlier layer, which has their projections")
         };
         Ok((q, k.clone(), v.unwrap_or(k), o))
@@ -409,17 +389,7 @@ impl MultiHeadAttention {
     /// If the layout cannot hold the layer, and why; and if a projection is a module of the caller's.
     pub fn state_dict(&self, layout: WeightLayout) -> Result<Vec<(String, Tensor)>> {
         let mut tensors = state_dict(&self.config, layout, &self.projections.to_linears()?)?;
-        if let Some(norms) = &self.qk_norm {
-            tensors.extend(norms.parameters()?);
-        }
-        if let Some(norm) = &self.context_norm {
-            tensors.extend(norm.parameters("context_norm")?);
-        }
-        if let Some((bias_k, bias_v)) = &self.bias_kv {
-            tensors.push(("bias_k".into(), bias_k.clone()));
-            tensors.push(("bias_v".into(), bias_v.clone()));
-        }
-        tensors.extend(self.sinks.iter().map(|sinks| ("sinks".into(), sinks.clone())));
+        tensors.extend(self.parameters.named()?);
         tensors.extend(self.terms.iter().flat_map(|term| term.parameters()));
         Ok(tensors)
     }
@@ -449,85 +419,5 @@ impl MultiHeadAttention {
 impl ModuleT for MultiHeadAttention {
     fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
         self.forward_with(AttentionInput::new(xs).with_train(train))
-    }
-}
-
-/// The parameters that belong to no projection, as far as the config wants them: norms, a learned key and value, sinks,
-/// and those of the terms of scores.
-struct Parameters {
-    qk_norm: Option<QkNorms>,
-    value_norm: Option<Norm>,
-    context_norm: Option<Norm>,
-    /// (1, 1, H_kv·D) and (1, 1, H_kv·D_v).
-    bias_kv: Option<(Tensor, Tensor)>,
-    /// (H,).
-    sinks: Option<Tensor>,
-    terms: Vec<Term>,
-}
-
-impl Parameters {
-    fn load(cfg: &MultiHeadAttentionConfig, source: &Source) -> Result<Self> {
-        let (h, h_kv, d) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim());
-        let qk_norm = match cfg.qk_norm() {
-            None => {
-                QkNorms::refuse(source)?;
-                None
-            }
-            Some(norm) => {
-                let h_kv = (cfg.kv_source() != KvSource::EarlierLayer).then_some(h_kv);
-                Some(QkNorms::load(norm, NormDims { h, h_kv, d }, source)?)
-            }
-        };
-        let width = cfg.value_head_dim();
-        let value_norm = cfg.value_norm().map(|eps| Norm::without_weight(eps, width, source)).transpose()?;
-        let context_norm = match cfg.context_norm() {
-            Some(norm) => Some(Norm::of_context(norm, h, width, source)?),
-            None => {
-                Norm::refuse_of_context(source)?;
-                None
-            }
-        };
-        let bias_kv = if cfg.bias_kv() {
-            // `xavier_normal_` of a (1, 1, width) parameter.
-            let learned = |name, width: usize| {
-                source.get((1, 1, width), name, Init::Randn { mean: 0.0, stdev: (width as f64).recip().sqrt() })
-            };
-            Some((learned("bias_k", h_kv * d)?, learned("bias_v", h_kv * cfg.value_head_dim())?))
-        } else {
-            let positions = cfg.content_positions();
-            let is_other = |name: &&str| positions.is_some_and(|positions| positions.has_parameter(name, source));
-            for name in ["bias_k", "bias_v"].into_iter().filter(|name| !is_other(name)) {
-                source.refuse(name, "the config says there is no bias_kv")?;
-            }
-            None
-        };
-        let sinks = if cfg.sinks() {
-            Some(source.get(h, "sinks", Init::Const(0.0))?)
-        } else {
-            source.refuse("sinks", "the config says there are no sinks")?;
-            None
-        };
-        let alibi = cfg.alibi().map(|config| alibi(config, h, cfg.score_scale(), source.device())).transpose()?;
-        let content = content(cfg.content_positions(), cfg.content_layer(), source)?;
-        let terms = content.into_iter().chain(alibi).collect();
-        Ok(Self { qk_norm, value_norm, context_norm, bias_kv, sinks, terms })
-    }
-
-    /// Those of one process's heads; the config is the whole layer's.
-    fn shard(self, cfg: &MultiHeadAttentionConfig, shard: HeadShard) -> Result<Self> {
-        let (h, h_kv) = (cfg.num_heads(), cfg.num_kv_heads());
-        let ((queries, keys), counted) = (shard.shares(h, h_kv), shard.counted_keys(h, h_kv));
-        let bias_kv = match &self.bias_kv {
-            Some((k, v)) => Some((keys.copy(k, 2)?, keys.copy(v, 2)?)),
-            None => None,
-        };
-        Ok(Self {
-            qk_norm: self.qk_norm.map(|norms| norms.shard(queries, keys, counted)).transpose()?,
-            value_norm: self.value_norm,
-            context_norm: self.context_norm,
-            bias_kv,
-            sinks: self.sinks.map(|sinks| queries.copy(&sinks, 0)).transpose()?,
-            terms: self.terms.iter().map(|term| term.shard(queries)).collect::<Result<_>>()?,
-        })
     }
 }

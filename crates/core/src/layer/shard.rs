@@ -4,7 +4,7 @@ use candle_core::{Result, bail};
 
 use crate::base::HeadShard;
 use crate::config::MultiHeadAttentionConfig;
-use crate::norm::{QkNorm, QkNormKind, QkNormScope};
+use crate::norm::{QkNorm, QkNormKind, QkNormScope, Span};
 use crate::position::AlibiConfig;
 
 impl HeadShard {
@@ -49,6 +49,16 @@ impl HeadShard {
             own = own.with_alibi(AlibiConfig::Slopes(alibi.slopes(h)?[queries.clone()].to_vec()));
         }
         Ok(own.with_heads(queries.len(), keys.len()))
+    }
+
+    /// What norms of whole queries and keys span, where the config has such.
+    pub(super) fn norm_spans(self, cfg: &MultiHeadAttentionConfig) -> [Option<Span>; 2] {
+        if cfg.qk_norm().is_none_or(|norm| norm.scope != QkNormScope::Projection) {
+            return [None; 2];
+        }
+        let (h, h_kv, d) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim());
+        let of_keys = Span { width: h_kv * d, counts: self.is_first_of_keys(h_kv) };
+        [Some(Span { width: h * d, counts: true }), Some(of_keys)]
     }
 }
 

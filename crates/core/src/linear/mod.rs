@@ -9,15 +9,15 @@ mod tracked;
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{D, DType, Device, Module, Result, Tensor, bail};
-use candle_nn::init::DEFAULT_KAIMING_NORMAL;
-use candle_nn::{Activation, Init, Linear, VarBuilder};
+use candle_core::{DType, Device, Module, Result, Tensor, bail};
+use candle_nn::{Activation, Linear, VarBuilder};
 
-use crate::base::{fits_in_memory, is_addressable};
+pub(crate) use crate::base::frozen;
+use crate::base::{Dim, Expect, FLOATS, fits_in_memory, is_addressable};
 use candle_attention_kernels::Tier;
 use forward::{Columns, Packed, choose_tier, kernel_activation, plain};
 pub use gated::PackedGatedLinear;
-pub(crate) use projections::{Linears, LoadedProjections, PROJECTIONS, Piece, ProjectionRows, Queries};
+pub(crate) use projections::{ByPlace, PROJECTIONS, Piece, ProjectionRows, Queries};
 pub use projections::{ProjectionColumns, ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
 use quantized::Quantized;
 
@@ -62,10 +62,8 @@ pub struct PackedLinear {
 #[derive(Debug, Clone)]
 enum Kind {
     Packed(Arc<Packed>),
-    /// Tracked for gradients, and read in each call.
-    Tracked(Linear, Tier),
-    /// Candle's own operations.
-    Plain(Linear),
+    /// Read in each call: by the CPU's kernels, where it is tracked for gradients, or by Candle's own operations.
+    Plain(Linear, Option<Tier>),
     Quantized(Arc<Quantized>),
 }
 
@@ -74,10 +72,7 @@ enum Kind {
 /// # Errors
 /// For missing or misshapen tensors.
 pub fn packed_linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<PackedLinear> {
-    let weight = vb.get_with_hints((out_dim, in_dim), "weight", DEFAULT_KAIMING_NORMAL)?;
-    let bound = (in_dim as f64).recip().sqrt();
-    let bias = vb.get_with_hints(out_dim, "bias", Init::Uniform { lo: -bound, up: bound })?;
-    PackedLinear::new(&weight, Some(&bias))
+    candle_nn::linear(in_dim, out_dim, vb)?.try_into()
 }
 
 /// [`candle_nn::linear_no_bias`](candle_nn::linear_no_bias()), packed: `weight` (out, in) below the builder's prefix.
@@ -85,8 +80,7 @@ pub fn packed_linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<Pa
 /// # Errors
 /// For a missing or misshapen tensor.
 pub fn packed_linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<PackedLinear> {
-    let weight = vb.get_with_hints((out_dim, in_dim), "weight", DEFAULT_KAIMING_NORMAL)?;
-    PackedLinear::new(&weight, None)
+    candle_nn::linear_no_bias(in_dim, out_dim, vb)?.try_into()
 }
 
 /// [`packed_linear`] or [`packed_linear_no_bias`].
@@ -111,41 +105,26 @@ impl PackedLinear {
     /// # Errors
     /// As [`new`](Self::new), if the processor lacks the tier, and for a tier on another device or in f64.
     pub fn with_tier(weight: &Tensor, bias: Option<&Tensor>, tier: Option<Tier>) -> Result<Self> {
-        let Ok((outputs, inputs)) = weight.dims2() else {
-            bail!("[{OP}] weight has shape {:?}, expected (out, in)", weight.dims())
-        };
-        if !is_addressable(&[outputs, inputs]) {
+        let dtype = weight.dtype();
+        Expect::one(OP, "weight", weight).shape(&["out", "in"].map(Dim::Any))?.dtype_of(&FLOATS, "")?;
+        if !is_addressable(weight.dims()) {
             bail!("[{OP}] weight has shape {:?}, which is too large to address", weight.dims())
         }
         if let Some(bias) = bias {
-            if bias.dims() != [outputs] {
-                bail!("[{OP}] bias has shape {:?}, expected ({outputs},)", bias.dims())
-            }
-            if bias.dtype() != weight.dtype() || !bias.device().same_device(weight.device()) {
-                bail!(
-                    "[{OP}] bias is {:?} on {:?}, expected the weight's {:?} on {:?}",
-                    bias.dtype(),
-                    bias.device().location(),
-                    weight.dtype(),
-                    weight.device().location()
-                )
-            }
-        }
-        let dtype = weight.dtype();
-        if !matches!(dtype, DType::F32 | DType::BF16 | DType::F16 | DType::F64) {
-            bail!("[{OP}] weight has dtype {dtype:?}, expected F32, BF16, F16 or F64")
+            let bias = Expect::one(OP, "bias", bias).shape(&[Dim::Is(weight.dims()[0])])?;
+            bias.dtype(dtype, "the weight's")?.beside("the weight", weight.device())?;
         }
         let linear = || Linear::new(weight.clone(), bias.cloned());
         let kind = match tier {
             _ if weight.device().is_cpu() && dtype != DType::F64 => match choose_tier(tier, dtype)? {
-                tier if tracks_gradients(weight, bias) => Kind::Tracked(linear(), tier),
+                tier if weight.track_op() || bias.is_some_and(Tensor::track_op) => Kind::Plain(linear(), Some(tier)),
                 tier => Kind::Packed(Packed::new(weight, bias, tier)?.into()),
             },
             Some(tier) => bail!(
                 "[{OP}] a weight in {dtype:?} on {:?} is not packed, expected no CPU tier, found {tier}",
                 weight.device().location()
             ),
-            None => Kind::Plain(linear()),
+            None => Kind::Plain(linear(), None),
         };
         Ok(Self { kind, activation: None })
     }
@@ -200,13 +179,9 @@ impl PackedLinear {
     /// # Errors
     /// If memory is short.
     pub fn freeze(&self) -> Result<Self> {
-        let (linear, tier) = match &self.kind {
-            Kind::Packed(_) | Kind::Quantized(_) => return Ok(self.clone()),
-            Kind::Tracked(linear, tier) => (linear, Some(*tier)),
-            Kind::Plain(linear) => (linear, None),
-        };
+        let Kind::Plain(linear, tier) = &self.kind else { return Ok(self.clone()) };
         let bias = linear.bias().map(frozen).transpose()?;
-        let packed = Self::with_tier(&frozen(linear.weight())?, bias.as_ref(), tier)?;
+        let packed = Self::with_tier(&frozen(linear.weight())?, bias.as_ref(), *tier)?;
         Ok(Self { activation: self.activation, ..packed })
     }
 
@@ -217,7 +192,7 @@ impl PackedLinear {
     /// If memory is short.
     pub fn to_linear(&self) -> Result<Linear> {
         match &self.kind {
-            Kind::Tracked(linear, _) | Kind::Plain(linear) => Ok(linear.clone()),
+            Kind::Plain(linear, _) => Ok(linear.clone()),
             Kind::Packed(packed) => packed.to_linear(),
             Kind::Quantized(quantized) => quantized.to_linear(),
         }
@@ -239,21 +214,14 @@ impl PackedLinear {
     /// # Errors
     /// For ids of another dtype or on another device, and those that are no outputs.
     pub fn weight_rows(&self, ids: &Tensor) -> Result<Tensor> {
-        if ids.dtype() != DType::U32 || !ids.device().same_device(self.device()) {
-            bail!(
-                "[{OP}] ids are {:?} on {:?}, expected U32 beside the weight on {:?}",
-                ids.dtype(),
-                ids.device().location(),
-                self.device().location()
-            )
-        }
+        Expect::many(OP, "ids", ids).dtype_of(&[DType::U32], "")?.beside("the weight", self.device())?;
         let flat: Vec<u32> = ids.flatten_all()?.to_vec1()?;
         if let Some(id) = flat.iter().find(|&&id| id as usize >= self.out_dim()) {
             bail!("[{OP}] id {id} is no row of the weight, expected one below {}", self.out_dim())
         }
         let rows = match &self.kind {
             Kind::Packed(packed) => packed.rows(Some(&flat.iter().map(|&id| id as usize).collect::<Vec<_>>()))?,
-            Kind::Tracked(linear, _) | Kind::Plain(linear) => linear.weight().index_select(&ids.flatten_all()?, 0)?,
+            Kind::Plain(linear, _) => linear.weight().index_select(&ids.flatten_all()?, 0)?,
             Kind::Quantized(quantized) => quantized.rows(&ids.flatten_all()?)?,
         };
         rows.reshape([ids.dims(), &[self.in_dim()]].concat())
@@ -262,7 +230,7 @@ impl PackedLinear {
     /// The width of the output.
     pub fn out_dim(&self) -> usize {
         match &self.kind {
-            Kind::Tracked(linear, _) | Kind::Plain(linear) => linear.weight().dims()[0],
+            Kind::Plain(linear, _) => linear.weight().dims()[0],
             Kind::Packed(packed) => packed.shape().0,
             Kind::Quantized(quantized) => quantized.dims()[0],
         }
@@ -271,7 +239,7 @@ impl PackedLinear {
     /// The width of the input.
     pub fn in_dim(&self) -> usize {
         match &self.kind {
-            Kind::Tracked(linear, _) | Kind::Plain(linear) => linear.weight().dims()[1],
+            Kind::Plain(linear, _) => linear.weight().dims()[1],
             Kind::Packed(packed) => packed.shape().1,
             Kind::Quantized(quantized) => quantized.dims()[1],
         }
@@ -280,7 +248,7 @@ impl PackedLinear {
     /// The weight's dtype; f32 of a quantised one.
     pub fn dtype(&self) -> DType {
         match &self.kind {
-            Kind::Tracked(linear, _) | Kind::Plain(linear) => linear.weight().dtype(),
+            Kind::Plain(linear, _) => linear.weight().dtype(),
             Kind::Packed(packed) => packed.dtype(),
             Kind::Quantized(_) => DType::F32,
         }
@@ -289,7 +257,7 @@ impl PackedLinear {
     /// Where the weight is.
     pub fn device(&self) -> &Device {
         match &self.kind {
-            Kind::Tracked(linear, _) | Kind::Plain(linear) => linear.weight().device(),
+            Kind::Plain(linear, _) => linear.weight().device(),
             Kind::Packed(_) => &Device::Cpu,
             Kind::Quantized(quantized) => quantized.device(),
         }
@@ -298,14 +266,6 @@ impl PackedLinear {
     /// Whether the weight is packed: on a CPU, in a type that is, and not tracked for gradients.
     pub fn is_packed(&self) -> bool {
         matches!(self.kind, Kind::Packed(_))
-    }
-
-    /// Whether training may change the weight or the bias.
-    pub(crate) fn is_tracked(&self) -> bool {
-        match &self.kind {
-            Kind::Packed(_) | Kind::Quantized(_) => false,
-            Kind::Tracked(linear, _) | Kind::Plain(linear) => tracks_gradients(linear.weight(), linear.bias()),
-        }
     }
 
     /// Some of the outputs only, with the bits that [`forward`](Module::forward) gives them: (.., in) gives
@@ -331,21 +291,14 @@ impl PackedLinear {
         if columns.start > columns.end || columns.end > self.out_dim() {
             bail!("[{OP}] columns {columns:?} were asked for, expected a part of 0..{}", self.out_dim())
         }
-        if xs.rank() == 0 || xs.dim(D::Minus1)? != self.in_dim() {
-            bail!("[{OP}] input has shape {:?}, expected (.., {})", xs.dims(), self.in_dim())
-        }
-        let is_wider = xs.dtype() == DType::F32 && matches!(self.dtype(), DType::BF16 | DType::F16);
-        if xs.dtype() != self.dtype() && !is_wider {
-            let or = if matches!(self.dtype(), DType::BF16 | DType::F16) { " or F32" } else { "" };
-            bail!("[{OP}] input has dtype {:?}, expected the weight's {:?}{or}", xs.dtype(), self.dtype())
-        }
-        if !xs.device().same_device(self.device()) {
-            bail!(
-                "[{OP}] input is on {:?}, expected it beside the weight on {:?}",
-                xs.device().location(),
-                self.device().location()
-            )
-        }
+        let input = Expect::one(OP, "input", xs).shape(&[Dim::Any(".."), Dim::Is(self.in_dim())])?;
+        let input = match self.dtype() {
+            dtype @ (DType::BF16 | DType::F16) => {
+                input.dtype_of(&[dtype, DType::F32], format_args!(" beside a weight in {dtype:?}"))?
+            }
+            dtype => input.dtype(dtype, "the weight's")?,
+        };
+        input.beside("the weight", self.device())?;
         if !is_addressable(xs.dims()) {
             bail!("[{OP}] input has shape {:?}, which is too large to address", xs.dims())
         }
@@ -360,20 +313,10 @@ impl PackedLinear {
     pub(crate) fn product(&self, xs: &Tensor, columns: Range<usize>, residual: Option<&Tensor>) -> Result<Tensor> {
         self.check(xs, &columns)?;
         if let Some(residual) = residual {
-            let lead = &xs.dims()[..xs.rank() - 1];
-            let expected = [lead, &[columns.len()]].concat();
-            if residual.dims() != expected
-                || residual.dtype() != xs.dtype()
-                || !residual.device().same_device(xs.device())
-            {
-                bail!(
-                    "[{OP}] residual has shape {:?} and dtype {:?} on {:?}, expected {expected:?} and {:?} beside the input",
-                    residual.dims(),
-                    residual.dtype(),
-                    residual.device().location(),
-                    xs.dtype()
-                )
-            }
+            let lead = xs.dims()[..xs.rank() - 1].iter();
+            let expected: Vec<_> = lead.chain([&columns.len()]).map(|&size| Dim::Is(size)).collect();
+            let residual = Expect::one(OP, "residual", residual).shape(&expected)?;
+            residual.dtype(xs.dtype(), "the input's")?.beside("the input", xs.device())?;
         }
         let is_tracked = xs.track_op() || residual.is_some_and(Tensor::track_op);
         let ys = match &self.kind {
@@ -385,7 +328,7 @@ impl PackedLinear {
                 }
                 Columns { activation: None, ..product }.forward(xs, None)?
             }
-            Kind::Tracked(linear, tier) => {
+            Kind::Plain(linear, Some(tier)) => {
                 let own = |tensor: &Tensor| {
                     let all = columns.len() == self.out_dim();
                     let part = if all { tensor.clone() } else { tensor.narrow(0, columns.start, columns.len())? };
@@ -393,7 +336,7 @@ impl PackedLinear {
                 };
                 tracked::product(xs, &own(linear.weight())?, linear.bias().map(own).transpose()?.as_ref(), *tier)?
             }
-            Kind::Plain(linear) => plain(linear, xs, columns)?,
+            Kind::Plain(linear, None) => plain(linear, xs, columns)?,
             Kind::Quantized(quantized) => quantized.forward(xs, columns)?,
         };
         let ys = if let Some(activation) = self.activation { activation.forward(&ys)? } else { ys };
@@ -402,16 +345,6 @@ impl PackedLinear {
             None => Ok(ys),
         }
     }
-}
-
-/// What a tensor holds now, in memory of its own where a variable could change it.
-pub(crate) fn frozen(tensor: &Tensor) -> Result<Tensor> {
-    if tensor.track_op() { tensor.detach().copy() } else { Ok(tensor.clone()) }
-}
-
-/// Whether training changes a linear layer in place, so that a copy would not follow it.
-fn tracks_gradients(weight: &Tensor, bias: Option<&Tensor>) -> bool {
-    weight.track_op() || bias.is_some_and(Tensor::track_op)
 }
 
 /// (.., in) gives (.., out) in the input's dtype, which is the weight's, or f32 over a weight in half precision.

@@ -10,7 +10,7 @@ use half::f16;
 
 use super::forward::{Packed, choose_tier, contiguous, plain};
 use super::{Kind, OP, PackedLinear};
-use crate::base::{fits_in_memory, part};
+use crate::base::{Dim, Expect, fits_in_memory, part};
 use candle_attention_kernels::linear::{CODE_BLOCK, Codes};
 
 impl PackedLinear {
@@ -44,16 +44,9 @@ impl PackedLinear {
             bail!("[{OP}] weight has shape {:?}, expected (out, in)", weight.shape().dims())
         };
         let device = weight.device();
-        if let Some(bias) = bias
-            && (bias.dims() != [outputs] || bias.dtype() != DType::F32 || !bias.device().same_device(&device))
-        {
-            bail!(
-                "[{OP}] bias is {:?} of {:?} on {:?}, expected ({outputs},) of F32 on the quantised weight's {:?}",
-                bias.dims(),
-                bias.dtype(),
-                bias.device().location(),
-                device.location()
-            )
+        if let Some(bias) = bias {
+            let bias = Expect::one(OP, "bias", bias).shape(&[Dim::Is(outputs)])?;
+            bias.dtype_of(&[DType::F32], "")?.beside("the quantised weight", &device)?;
         }
         let dtype = match weight.dtype() {
             GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K | GgmlDType::Q8K => {
@@ -77,7 +70,7 @@ impl PackedLinear {
                 let rows = weight.dequantize(&device)?.to_dtype(dtype)?;
                 Kind::Packed(Packed::new(&rows, bias, choose_tier(None, dtype)?)?.into())
             }
-            _ => Kind::Plain(Linear::new(weight.dequantize(&device)?, bias.cloned())),
+            _ => Kind::Plain(Linear::new(weight.dequantize(&device)?, bias.cloned()), None),
         };
         Ok(Self { kind, activation: None })
     }

@@ -1,6 +1,6 @@
 //! Products with a weight that gets gradients, as one of Candle's custom operations.
 
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, CustomOp1, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType, bail};
 use half::{bf16, f16};
 
 use super::OP;
@@ -13,10 +13,16 @@ use candle_attention_kernels::{Element, Tier};
 /// tracked for gradients. The weight is read as it is when the operation runs.
 pub(super) fn product(xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>, tier: Tier) -> Result<Tensor> {
     let (xs, weight) = (with_even_rows("input", xs)?, matrix("weight", weight)?);
-    match bias {
-        Some(bias) => xs.apply_op3(&weight, &contiguous("bias", bias)?, Project { tier }),
-        None => xs.apply_op2(&weight, Project { tier }),
-    }
+    let bias = match bias {
+        Some(bias) => contiguous("bias", bias)?,
+        None => nothing(&xs)?,
+    };
+    xs.apply_op3(&weight, &bias, Project { tier })
+}
+
+/// No bias, beside these inputs.
+fn nothing(xs: &Tensor) -> Result<Tensor> {
+    Tensor::zeros(0, xs.dtype(), xs.device())
 }
 
 /// Itself, or a copy whose rows are contiguous and at one distance.
@@ -63,7 +69,7 @@ macro_rules! with_elements {
     };
 }
 
-/// `xs · weightᵀ`, and a bias.
+/// `xs · weightᵀ + bias`; an empty bias adds nothing.
 struct Project {
     tier: Tier,
 }
@@ -73,24 +79,25 @@ impl Project {
         &self,
         (xs, xs_layout): (&[E], &Layout),
         (weight, layout): (&[E], &Layout),
-        bias: Option<(&[E], &Layout)>,
+        (bias, bias_layout): (&[E], &Layout),
     ) -> Result<Vec<E>> {
         let Some(weight) = view(weight, layout) else { bail!("[{OP}] the weight has no contiguous lines") };
-        let bias = bias.map(|(bias, own)| -> Vec<f32> {
-            bias[own.start_offset()..][..own.dims()[0]].iter().map(|x| x.to_f64() as f32).collect()
-        });
+        let bias = bias.iter().skip(bias_layout.start_offset()).take(bias_layout.dims()[0]);
+        let bias: Vec<_> = bias.map(|x| x.to_f64() as f32).collect();
+        // A matrix may be transposed.
+        let left = match xs_layout.dims() {
+            [_, _] => view(xs, xs_layout),
+            _ => rows_of(xs, xs_layout).ok(),
+        };
+        let Some(left) = left else { bail!("[{OP}] the input has no contiguous lines") };
         linear::multiply(&MatrixProduct {
-            left: rows_of(xs, xs_layout)?,
+            left,
             right: weight.t(),
-            bias: bias.as_deref(),
+            bias: Some(bias.as_slice()).filter(|bias| !bias.is_empty()),
             tier: self.tier,
             executor: executor(),
         })
         .map_err(kernel_error)
-    }
-
-    fn shape(xs: &Layout, weight: &Layout) -> Shape {
-        with_width(xs.dims(), weight.dims()[0])
     }
 
     /// The gradients of the inputs and of the weight: `gradient · weight` and `gradientᵀ · xs`.
@@ -101,7 +108,7 @@ impl Project {
             tensor.reshape((lead.iter().product::<usize>(), width))
         };
         let gradient = rows(gradient)?;
-        let multiply = |left: &Tensor, right: &Tensor| left.apply_op2_no_bwd(right, &Multiply { tier: self.tier });
+        let multiply = |left: &Tensor, right: &Tensor| left.apply_op3_no_bwd(&right.t()?, &nothing(left)?, self);
         let of_xs = || multiply(&gradient, &weight.detach())?.reshape(xs.dims());
         // In the order in which the weight is stored.
         let of_weight = || match weight.is_contiguous() {
@@ -109,34 +116,6 @@ impl Project {
             false => multiply(&rows(xs)?.t()?, &gradient)?.t(),
         };
         Ok([xs.track_op().then(of_xs).transpose()?, weight.track_op().then(of_weight).transpose()?])
-    }
-}
-
-impl CustomOp2 for Project {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(
-        &self,
-        xs: &CpuStorage,
-        xs_layout: &Layout,
-        weight: &CpuStorage,
-        layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let ys = with_elements!(|xs, weight| self.run((xs, xs_layout), (weight, layout), None), xs, weight);
-        Ok((ys, Self::shape(xs_layout, layout)))
-    }
-
-    fn bwd(
-        &self,
-        xs: &Tensor,
-        weight: &Tensor,
-        _: &Tensor,
-        gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let [of_xs, of_weight] = self.gradients(xs, weight, gradient)?;
-        Ok((of_xs, of_weight))
     }
 }
 
@@ -155,12 +134,12 @@ impl CustomOp3 for Project {
         own: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let ys = with_elements!(
-            |xs, weight, bias| self.run((xs, xs_layout), (weight, layout), Some((bias, own))),
+            |xs, weight, bias| self.run((xs, xs_layout), (weight, layout), (bias, own)),
             xs,
             weight,
             bias
         );
-        Ok((ys, Self::shape(xs_layout, layout)))
+        Ok((ys, with_width(xs_layout.dims(), layout.dims()[0])))
     }
 
     fn bwd(
@@ -175,37 +154,6 @@ impl CustomOp3 for Project {
         let [of_xs, of_weight] = self.gradients(xs, weight, &gradient)?;
         let sums = || gradient.apply_op1_no_bwd(&ColumnSums { tier: self.tier });
         Ok((of_xs, of_weight, bias.track_op().then(sums).transpose()?))
-    }
-}
-
-/// The product of two matrices whose rows or columns are contiguous.
-struct Multiply {
-    tier: Tier,
-}
-
-impl CustomOp2 for Multiply {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(
-        &self,
-        left: &CpuStorage,
-        left_layout: &Layout,
-        right: &CpuStorage,
-        right_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        fn run<E: Element>(left: (&[E], &Layout), right: (&[E], &Layout), tier: Tier) -> Result<Vec<E>> {
-            let (Some(left), Some(right)) = (view(left.0, left.1), view(right.0, right.1)) else {
-                bail!("[{OP}] an operand has no contiguous lines")
-            };
-            let product = MatrixProduct { left, right, bias: None, tier, executor: executor() };
-            linear::multiply(&product).map_err(kernel_error)
-        }
-        let shape = (left_layout.dims()[0], right_layout.dims()[1]).into();
-        let product =
-            with_elements!(|left, right| run((left, left_layout), (right, right_layout), self.tier), left, right);
-        Ok((product, shape))
     }
 }
 

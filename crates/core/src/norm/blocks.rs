@@ -1,10 +1,10 @@
 //! The norms between the layers of a model, under candle-nn's names.
 
 use candle_core::{D, DType, Module, Result, Tensor, bail};
-use candle_nn::{Init, LayerNormConfig, VarBuilder};
+use candle_nn::{LayerNormConfig, VarBuilder};
 
-use super::{Norm, Parameter, QkNormKind};
-use crate::base::{FLOATS, Source, accumulation_dtype, fits_in_memory};
+use super::{Norm, QkNormKind};
+use crate::base::{Dim, Expect, FLOATS, Parameter, Source, fits_in_memory, number};
 
 const RMS: &str = "rms_norm";
 const LAYER: &str = "layer_norm";
@@ -111,7 +111,7 @@ impl RmsNorm {
 
     /// The weight, (size,), without a one that is added to it.
     pub fn weight(&self) -> &Tensor {
-        self.0.own_weight()
+        self.0.weight.first()
     }
 
     /// What is added to the mean square.
@@ -148,12 +148,12 @@ impl LayerNorm {
 
     /// The weight, (size,).
     pub fn weight(&self) -> &Tensor {
-        self.0.own_weight()
+        self.0.weight.first()
     }
 
     /// The bias, (size,).
     pub fn bias(&self) -> Option<&Tensor> {
-        self.0.bias.as_ref().map(|Parameter(bias)| &bias[0])
+        self.0.bias.as_ref().map(Parameter::first)
     }
 
     /// What is added to the variance.
@@ -185,57 +185,34 @@ impl Module for LayerNorm {
     }
 }
 
-impl Norm {
-    /// Of a norm between layers, which has one.
-    fn own_weight(&self) -> &Tensor {
-        &self.weight.0[0]
-    }
-}
-
 fn load(op: &'static str, kind: QkNormKind, size: usize, config: LayerNormConfig, vb: VarBuilder) -> Result<Norm> {
+    number::epsilon(op, "eps", config.eps)?;
     let source = Source::new(op, "candle-nn", vb);
     source.check_dtype()?;
-    let name = |names: [&'static str; 2]| names.into_iter().find(|name| source.has(name)).unwrap_or(names[0]);
-    let initial = if kind == QkNormKind::RmsPlusOne { 0.0 } else { 1.0 };
-    let weight = source.get(size, name(["weight", "gamma"]), Init::Const(initial))?;
-    let bias = source.bias(name(["bias", "beta"]), size, config.affine, Init::Const(0.0))?;
-    checked(op, kind, config.eps, weight, bias)
+    Norm::load(kind, config.eps, size, config.affine, &source)
 }
 
 fn checked(op: &str, kind: QkNormKind, eps: f64, weight: Tensor, bias: Option<Tensor>) -> Result<Norm> {
-    if !((eps as f32).is_finite() && eps >= 0.0) {
-        bail!("[{op}] eps is {eps:?}, expected a finite number of zero or more")
-    }
-    if weight.rank() != 1 || !FLOATS.contains(&weight.dtype()) {
-        bail!(
-            "[{op}] weight has shape {:?} and dtype {:?}, expected (size,) and F32, F16, BF16 or F64",
-            weight.dims(),
-            weight.dtype()
-        )
-    }
+    number::epsilon(op, "eps", eps)?;
+    Expect::one(op, "weight", &weight).shape(&[Dim::Any("size")])?.dtype_of(&FLOATS, "")?;
     if !fits_in_memory(weight.dims()) {
         bail!("[{op}] a weight of shape {:?} does not fit in memory", weight.dims())
     }
-    let found = |tensor: &Tensor| (tensor.dims().to_vec(), tensor.dtype(), tensor.device().location());
-    if let Some(bias) = bias.as_ref().filter(|bias| found(bias) != found(&weight)) {
-        bail!("[{op}] bias is {:?}, expected the weight's {:?}", found(bias), found(&weight))
+    if let Some(bias) = &bias {
+        let bias = Expect::one(op, "bias", bias).shape(&[Dim::Is(weight.dims()[0])])?;
+        bias.dtype(weight.dtype(), "the weight's")?.beside("the weight", weight.device())?;
     }
-    Norm::new(kind, eps, weight, bias)
+    Norm::new(kind, eps, weight.into(), bias.map(Parameter::from))
 }
 
 fn forward(op: &str, norm: &Norm, xs: &Tensor) -> Result<Tensor> {
-    let (weight, dtype) = (norm.own_weight(), xs.dtype());
-    if xs.dims().last() != Some(&weight.dims()[0]) {
-        bail!("[{op}] input has shape {:?}, expected (.., {})", xs.dims(), weight.dims()[0])
-    }
-    if !FLOATS.contains(&dtype) || accumulation_dtype(dtype) != accumulation_dtype(weight.dtype()) {
-        let expected = if weight.dtype() == DType::F64 { "F64" } else { "F32, F16 or BF16" };
-        bail!("[{op}] input has dtype {dtype:?}, expected {expected} beside a weight in {:?}", weight.dtype())
-    }
-    if !xs.device().same_device(weight.device()) {
-        let [xs, weight] = [xs, weight].map(|tensor| tensor.device().location());
-        bail!("[{op}] input is on {xs:?}, expected it beside the weight on {weight:?}")
-    }
+    let weight = norm.weight.first();
+    let expected =
+        if weight.dtype() == DType::F64 { &[DType::F64][..] } else { &[DType::F32, DType::F16, DType::BF16] };
+    let input = Expect::one(op, "input", xs).shape(&[Dim::Any(".."), Dim::Is(weight.dims()[0])])?;
+    input
+        .dtype_of(expected, format_args!(" beside a weight in {:?}", weight.dtype()))?
+        .beside("the weight", weight.device())?;
     if !fits_in_memory(xs.dims()) {
         bail!("[{op}] an output of shape {:?} does not fit in memory", xs.dims())
     }

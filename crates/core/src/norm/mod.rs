@@ -3,18 +3,11 @@
 mod blocks;
 mod rows;
 
-use std::ops::Range;
-
-use candle_core::{D, DType, Error, Result, Tensor, bail};
+use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::{Init, ops};
 use serde::{Deserialize, Serialize};
 
-use crate::base::Share;
-use crate::base::Source;
-use crate::base::accumulation_dtype;
-use crate::base::fits_in_memory;
-use crate::base::number;
-use crate::linear::frozen;
+use crate::base::{Heads, Parameter, ParameterList, Source, Spec, Stored, accumulation_dtype, fits_in_memory, number};
 pub use blocks::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one};
 use rows::RowNorm;
 
@@ -73,18 +66,27 @@ pub struct ContextNorm {
     pub eps: f64,
 }
 
-impl QkNorm {
-    /// Checks the epsilon, in the place of which a norm is named.
-    pub(crate) fn check(op: &str, name: &str, norm: Option<Self>) -> Result<()> {
-        number::epsilon_of(op, name, norm.map(|norm| norm.eps))
+impl QkNormKind {
+    /// How a weight begins.
+    fn initial_weight(self) -> Init {
+        Init::Const(if self == Self::RmsPlusOne { 0.0 } else { 1.0 })
+    }
+
+    fn subtracts_mean(self) -> bool {
+        matches!(self, Self::Layer | Self::LayerNoBias)
     }
 }
 
-impl ContextNorm {
-    /// Checks the epsilon, in the place of which a norm is named.
-    pub(crate) fn check(op: &str, name: &str, norm: Option<Self>) -> Result<()> {
-        number::epsilon_of(op, name, norm.map(|norm| norm.eps))
+/// As a norm of one row.
+impl From<ContextNorm> for QkNorm {
+    fn from(ContextNorm { kind, eps }: ContextNorm) -> Self {
+        Self { kind, scope: QkNormScope::Projection, eps }
     }
+}
+
+/// Checks the epsilon of the option `name`.
+pub(crate) fn check_epsilon(op: &str, name: &str, norm: Option<impl Into<QkNorm>>) -> Result<()> {
+    number::epsilon(op, &format!("eps of {name}"), norm.map(|norm| norm.into().eps))
 }
 
 const OF_CONTEXT: [&str; 3] = ["context_norm", "attn_sub_norm", "inner_attn_ln"];
@@ -93,83 +95,128 @@ const OF_CONTEXT: [&str; 3] = ["context_norm", "attn_sub_norm", "inner_attn_ln"]
 const OF_QUERIES: [&str; 3] = ["q_norm", "q_layernorm", "query_layernorm"];
 const OF_KEYS: [&str; 3] = ["k_norm", "k_layernorm", "key_layernorm"];
 
-/// The norms of a layer's queries and keys.
-#[derive(Debug, Clone)]
-pub(crate) struct QkNorms {
-    scope: QkNormScope,
-    pub q: Norm,
-    /// None where keys are an earlier layer's.
-    pub k: Option<Norm>,
-}
-
-/// H, H_kv and D; no H_kv where keys are an earlier layer's.
+/// One of a layer's norms: where its parameters are, and what it spans.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct NormDims {
-    pub h: usize,
-    pub h_kv: Option<usize>,
-    pub d: usize,
+pub(crate) struct NormPlace {
+    norm: QkNorm,
+    names: [&'static str; 3],
+    heads: Heads,
+    /// How many heads there are, and how wide each is.
+    count: usize,
+    width: usize,
 }
 
-impl QkNorms {
-    pub(crate) fn load(norm: QkNorm, dims: NormDims, source: &Source) -> Result<Self> {
-        Ok(Self {
-            scope: norm.scope,
-            q: Norm::load(norm, OF_QUERIES, dims.h, dims.d, source)?,
-            k: dims.h_kv.map(|h_kv| Norm::load(norm, OF_KEYS, h_kv, dims.d, source)).transpose()?,
-        })
+impl NormPlace {
+    /// H heads of width D.
+    pub(crate) fn of_queries(norm: QkNorm, h: usize, d: usize) -> Self {
+        Self { norm, names: OF_QUERIES, heads: Heads::Query, count: h, width: d }
     }
 
-    /// An error if the file has norms that the config does not mention.
-    pub(crate) fn refuse(source: &Source) -> Result<()> {
+    /// H_kv heads of width D.
+    pub(crate) fn of_keys(norm: QkNorm, h_kv: usize, d: usize) -> Self {
+        Self { norm, names: OF_KEYS, heads: Heads::Key, count: h_kv, width: d }
+    }
+
+    /// H heads of width D_v together.
+    pub(crate) fn of_context(norm: ContextNorm, h: usize, d_v: usize) -> Self {
+        Self { norm: norm.into(), names: OF_CONTEXT, heads: Heads::Query, count: h, width: d_v }
+    }
+
+    fn shape(&self) -> Vec<usize> {
+        match self.norm.scope {
+            QkNormScope::Projection => vec![self.count * self.width],
+            QkNormScope::PerHeadWeights if self.norm.kind != QkNormKind::RmsNoWeight => vec![self.count, self.width],
+            QkNormScope::PerHead | QkNormScope::PerHeadWeights => vec![self.width],
+        }
+    }
+
+    /// The parameters, under the names that the file has for them.
+    pub(crate) fn specs(&self, source: &Source) -> Result<Vec<Spec>> {
+        let Self { norm, names, heads, count, .. } = *self;
+        if norm.kind == QkNormKind::RmsNoWeight {
+            return Ok(Vec::new());
+        }
+        let has = |name: &&str| source.has(&format!("{name}.weight")) || source.has(&first_of_list(name));
+        let stored = names.into_iter().find(has).unwrap_or(names[0]);
+        let is_list = norm.scope == QkNormScope::PerHeadWeights && source.has(&first_of_list(stored));
+        let list = format!("{stored}.norms");
+        if is_list {
+            source.refuse(&format!("{list}.{count}.weight"), &format!("there are {count} heads"))?;
+        }
+        let has_bias = norm.kind == QkNormKind::Layer;
+        if !has_bias {
+            let heads = (0..count).map(|head| format!("{list}.{head}"));
+            let in_list = heads.take_while(|head| is_list && source.has(&format!("{head}.weight")));
+            for module in in_list.chain([stored.to_string()]) {
+                source.refuse(&format!("{module}.bias"), "the config says there is no such bias")?;
+            }
+        }
+        let spec = |part: &'static str, init| {
+            let stored = match is_list {
+                true => Stored::List { list: list.clone(), part },
+                false => Stored::Whole(format!("{stored}.{part}")),
+            };
+            let spec = Spec::new(format!("{}.{part}", names[0]), self.shape(), init).stored(stored);
+            if norm.scope == QkNormScope::PerHead { spec } else { spec.by_head(heads, 0) }
+        };
+        let bias = has_bias.then(|| spec("bias", Init::Const(0.0)));
+        Ok([spec("weight", norm.kind.initial_weight())].into_iter().chain(bias).collect())
+    }
+
+    /// The norm, of numbers in a dtype on a device.
+    pub(crate) fn norm(&self, parameters: &ParameterList, dtype: DType, device: &Device) -> Result<Norm> {
+        let get = |part: &str| parameters.get(&format!("{}.{part}", self.names[0])).cloned();
+        let weight = match get("weight") {
+            Some(weight) => weight,
+            None => ones(self.shape()[0], dtype, device)?,
+        };
+        Norm::new(self.norm.kind, self.norm.eps, weight, get("bias"))
+    }
+}
+
+/// An error if the file has norms of queries, keys or a context that the config does not mention.
+pub(crate) fn refuse_norms(qk_norm: Option<QkNorm>, context_norm: Option<ContextNorm>, source: &Source) -> Result<()> {
+    if qk_norm.is_none() {
         for name in OF_QUERIES.into_iter().chain(OF_KEYS) {
             for parameter in [format!("{name}.weight"), first_of_list(name)] {
                 source.refuse(&parameter, "the config says there is no qk_norm")?;
             }
         }
-        Ok(())
     }
-
-    /// Whether the norms span whole projections, and so come before these are split.
-    pub(crate) fn of_projections(&self) -> bool {
-        self.scope == QkNormScope::Projection
-    }
-
-    /// Those of a share of the query heads and a share of the key heads, of which it counts some where norms span all
-    /// heads.
-    pub(crate) fn shard(self, queries: Share, keys: Share, counted_keys: Share) -> Result<Self> {
-        let of_projections = self.of_projections();
-        if self.scope == QkNormScope::PerHead || (self.q.kind == QkNormKind::RmsNoWeight && !of_projections) {
-            return Ok(self);
+    if context_norm.is_none() {
+        for name in OF_CONTEXT {
+            source.refuse(&format!("{name}.weight"), "the config says there is no context_norm")?;
         }
-        let own = |norm: Norm, heads: Share, counted: Share| {
-            let width = norm.weight.tensor()?.dim(0)?;
-            let (own, counted) = (heads.range(width), counted.range(width));
-            let span = Span { width, counted: counted.start - own.start..counted.end - own.start };
-            Ok::<_, Error>(Norm { span: of_projections.then_some(span), ..norm.shard(heads)? })
-        };
-        let k = self.k.map(|k| own(k, keys, counted_keys)).transpose()?;
-        Ok(Self { scope: self.scope, q: own(self.q, queries, queries)?, k })
     }
+    Ok(())
+}
 
-    /// With what variables hold now.
-    pub(crate) fn freeze(&self) -> Result<Self> {
-        let k = self.k.as_ref().map(Norm::freeze).transpose()?;
-        Ok(Self { scope: self.scope, q: self.q.freeze()?, k })
+/// The factors of a norm without a weight.
+fn ones(size: usize, dtype: DType, device: &Device) -> Result<Parameter> {
+    if !fits_in_memory(&[size]) {
+        bail!("[norm] a norm of {size} entries does not fit in memory")
     }
-
-    /// The parameters under the crate's own names.
-    pub(crate) fn parameters(&self) -> Result<Vec<(String, Tensor)>> {
-        let mut parameters = Vec::new();
-        let named = std::iter::once((OF_QUERIES[0], &self.q)).chain(self.k.iter().map(|k| (OF_KEYS[0], k)));
-        for (name, norm) in named {
-            parameters.extend(norm.parameters(name)?);
-        }
-        Ok(parameters)
-    }
+    Ok(Tensor::ones(size, dtype, device)?.into())
 }
 
 fn first_of_list(name: &str) -> String {
     format!("{name}.norms.0.weight")
+}
+
+/// The norms of a layer's queries and keys.
+#[derive(Debug, Clone)]
+pub(crate) struct QkNorms {
+    pub scope: QkNormScope,
+    pub q: Norm,
+    /// None where keys are an earlier layer's.
+    pub k: Option<Norm>,
+}
+
+impl QkNorms {
+    /// Whether the norms span whole projections, and so come before these are split.
+    pub(crate) fn of_projections(&self) -> bool {
+        self.scope == QkNormScope::Projection
+    }
 }
 
 /// A normalisation over the last dimension.
@@ -177,6 +224,7 @@ fn first_of_list(name: &str) -> String {
 pub(crate) struct Norm {
     kind: QkNormKind,
     eps: f64,
+    /// (size,) or (H, D).
     weight: Parameter,
     bias: Option<Parameter>,
     /// Where nothing is a variable.
@@ -188,144 +236,63 @@ pub(crate) struct Norm {
 #[derive(Debug, Clone)]
 struct Affine {
     factors: Tensor,
-    bias: Option<Tensor>,
+    /// Empty where nothing is added.
+    bias: Tensor,
 }
 
 /// What a norm spans of which this process has a part.
-#[derive(Debug, Clone)]
-struct Span {
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Span {
     /// Of all processes.
-    width: usize,
-    /// This process's columns but for those that another one counts.
-    counted: Range<usize>,
+    pub width: usize,
+    /// Whether this process's part counts: of those that have a part twice, one does.
+    pub counts: bool,
 }
 
 /// The sum over all processes of tensors of one shape.
 pub type SumFunction<'a> = dyn Fn(&Tensor) -> Result<Tensor> + 'a;
 
-/// A weight or bias: (size,) or (H, D), or a row (1, D) for each head, which may be views of variables that training
-/// changes in place.
-#[derive(Debug, Clone)]
-struct Parameter(Vec<Tensor>);
-
-impl Parameter {
-    fn tensor(&self) -> Result<Tensor> {
-        if let [whole] = self.0.as_slice() { Ok(whole.clone()) } else { Tensor::cat(&self.0, 0) }
-    }
-
-    fn is_tracked(&self) -> bool {
-        self.0.iter().any(Tensor::track_op)
-    }
-}
-
 impl Norm {
-    /// The root mean square of rows of one width, by itself: the weight `name.weight` (size,).
-    pub(crate) fn rms(name: &str, size: usize, eps: f64, source: &Source) -> Result<Self> {
-        let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::Projection, eps };
-        Self::load(norm, [name; 3], 1, size, source)
-    }
-
-    /// That of a context of so many heads of one width.
-    pub(crate) fn of_context(norm: ContextNorm, heads: usize, width: usize, source: &Source) -> Result<Self> {
-        let norm = QkNorm { kind: norm.kind, scope: QkNormScope::Projection, eps: norm.eps };
-        Self::load(norm, OF_CONTEXT, heads, width, source)
-    }
-
-    /// An error if the file has a norm of the context that the config does not mention.
-    pub(crate) fn refuse_of_context(source: &Source) -> Result<()> {
-        let refuse = |name| source.refuse(&format!("{name}.weight"), "the config says there is no context_norm");
-        OF_CONTEXT.into_iter().try_for_each(refuse)
-    }
-
-    /// The parameters below a name.
-    pub(crate) fn parameters(&self, name: &str) -> Result<Vec<(String, Tensor)>> {
-        if self.kind == QkNormKind::RmsNoWeight {
-            return Ok(Vec::new());
+    fn new(kind: QkNormKind, eps: f64, weight: Parameter, bias: Option<Parameter>) -> Result<Self> {
+        let mut norm = Self { kind, eps, weight, bias, affine: None, span: None };
+        if !norm.has_variables() {
+            norm.affine = Some(norm.affine()?);
         }
-        let parameters = [("weight", Some(&self.weight)), ("bias", self.bias.as_ref())];
-        let tensor =
-            |(part, own): (&str, Option<&Parameter>)| Some(own?.tensor().map(|own| (format!("{name}.{part}"), own)));
-        parameters.into_iter().filter_map(tensor).collect()
+        Ok(norm)
+    }
+
+    /// Below the source's prefix: `weight`, also read as `gamma`, and `bias`, also read as `beta` (size,).
+    fn load(kind: QkNormKind, eps: f64, size: usize, has_bias: bool, source: &Source) -> Result<Self> {
+        let name = |names: [&'static str; 2]| names.into_iter().find(|name| source.has(name)).unwrap_or(names[0]);
+        let weight = source.get(size, name(["weight", "gamma"]), kind.initial_weight())?;
+        let bias = source.bias(name(["bias", "beta"]), size, has_bias, Init::Const(0.0))?;
+        Self::new(kind, eps, weight.into(), bias.map(Parameter::from))
+    }
+
+    /// The root mean square of rows of one width: the weight `name.weight` (size,).
+    pub(crate) fn rms(name: &str, size: usize, eps: f64, source: &Source) -> Result<Self> {
+        Self::load(QkNormKind::Rms, eps, size, false, &source.pp(name))
     }
 
     /// The mean and variance of rows of one width: `name.weight` and `name.bias` (size,).
     pub(crate) fn layer(name: &str, size: usize, eps: f64, source: &Source) -> Result<Self> {
-        let norm = QkNorm { kind: QkNormKind::Layer, scope: QkNormScope::Projection, eps };
-        Self::load(norm, [name; 3], 1, size, source)
-    }
-
-    /// Of rows of one width.
-    fn new(kind: QkNormKind, eps: f64, weight: Tensor, bias: Option<Tensor>) -> Result<Self> {
-        let (weight, bias) = (Parameter(vec![weight]), bias.map(|bias| Parameter(vec![bias])));
-        Self { kind, eps, weight, bias, affine: None, span: None }.prepared()
+        Self::load(QkNormKind::Layer, eps, size, true, &source.pp(name))
     }
 
     /// The root mean square of rows of one width, without a parameter.
     pub(crate) fn without_weight(eps: f64, size: usize, source: &Source) -> Result<Self> {
-        if !fits_in_memory(&[size]) {
-            return source.fail(format!("a norm of {size} entries is too large to address"));
-        }
-        Self::new(QkNormKind::RmsNoWeight, eps, Tensor::ones(size, source.dtype(), source.device())?, None)
+        Self::new(QkNormKind::RmsNoWeight, eps, ones(size, source.dtype(), source.device())?, None)
     }
 
-    fn load(norm: QkNorm, names: [&str; 3], heads: usize, d: usize, source: &Source) -> Result<Self> {
-        if norm.kind == QkNormKind::RmsNoWeight {
-            let width = if norm.scope == QkNormScope::Projection { heads * d } else { d };
-            return Self::without_weight(norm.eps, width, source);
-        }
-        let has = |name: &&str| source.has(&format!("{name}.weight")) || source.has(&first_of_list(name));
-        let name = names.into_iter().find(has).unwrap_or(names[0]);
-        let initial = Init::Const(if norm.kind == QkNormKind::RmsPlusOne { 0.0 } else { 1.0 });
-        let has_bias = norm.kind == QkNormKind::Layer;
-        let (weight, bias) = if norm.scope == QkNormScope::PerHeadWeights && source.has(&first_of_list(name)) {
-            let list = source.pp(name).pp("norms");
-            list.refuse(&format!("{heads}.weight"), &format!("there are {heads} heads"))?;
-            let (mut weights, mut biases) = (Vec::new(), Vec::new());
-            for head in 0..heads {
-                let one = list.pp(head);
-                weights.push(one.get(d, "weight", initial)?.unsqueeze(0)?);
-                if let Some(bias) = one.bias("bias", d, has_bias, Init::Const(0.0))? {
-                    biases.push(bias.unsqueeze(0)?);
-                }
-            }
-            (weights, has_bias.then_some(biases))
-        } else {
-            let shape = match norm.scope {
-                QkNormScope::PerHead => vec![d],
-                QkNormScope::PerHeadWeights => vec![heads, d],
-                QkNormScope::Projection => vec![heads * d],
-            };
-            let source = source.pp(name);
-            let weight = source.get(shape.clone(), "weight", initial)?;
-            let bias = source.bias("bias", shape, has_bias, Init::Const(0.0))?;
-            (vec![weight], bias.map(|bias| vec![bias]))
-        };
-        let (weight, bias) = (Parameter(weight), bias.map(Parameter));
-        Self { kind: norm.kind, eps: norm.eps, weight, bias, affine: None, span: None }.prepared()
-    }
-
-    /// With what is computed once, where nothing is a variable.
-    fn prepared(mut self) -> Result<Self> {
-        if !self.has_variables() {
-            self.weight = Parameter(vec![self.weight.tensor()?]);
-            self.bias = self.bias.map(|bias| Ok::<_, Error>(Parameter(vec![bias.tensor()?]))).transpose()?;
-            self.affine = Some(self.affine()?);
-        }
-        Ok(self)
+    /// Over the parts of all processes.
+    pub(crate) fn over(self, span: Option<Span>) -> Self {
+        Self { span, ..self }
     }
 
     /// With what variables hold now.
     pub(crate) fn freeze(&self) -> Result<Self> {
-        let own = |parameter: &Parameter| Ok::<_, Error>(Parameter(vec![frozen(&parameter.tensor()?)?]));
-        let (weight, bias) = (own(&self.weight)?, self.bias.as_ref().map(own).transpose()?);
-        Self { kind: self.kind, eps: self.eps, weight, bias, affine: None, span: self.span.clone() }.prepared()
-    }
-
-    /// A share of the heads that have weights of their own.
-    fn shard(self, heads: Share) -> Result<Self> {
-        let own = |parameter: &Parameter| Ok::<_, Error>(Parameter(vec![heads.copy(&parameter.tensor()?, 0)?]));
-        let (weight, bias) = (own(&self.weight)?, self.bias.as_ref().map(own).transpose()?);
-        Self { weight, bias, affine: None, ..self }.prepared()
+        let bias = self.bias.as_ref().map(Parameter::freeze).transpose()?;
+        Ok(Self::new(self.kind, self.eps, self.weight.freeze()?, bias)?.over(self.span))
     }
 
     fn has_variables(&self) -> bool {
@@ -337,8 +304,8 @@ impl Norm {
         let affine = self.affine()?;
         let on_cpu = xs.device().is_cpu() && affine.factors.device().is_cpu();
         if on_cpu && affine.factors.dtype() == DType::F32 && xs.dtype() != DType::F64 {
-            let rows = RowNorm { subtracts_mean: self.subtracts_mean(), eps: self.eps as f32 };
-            return rows.apply(xs, &affine.factors, affine.bias.as_ref());
+            let rows = RowNorm { subtracts_mean: self.kind.subtracts_mean(), eps: self.eps as f32 };
+            return rows.apply(xs, &affine.factors, &affine.bias);
         }
         // Candle's fused norms have no backward pass and no f64.
         if xs.track_op() || self.has_variables() || xs.dtype() == DType::F64 {
@@ -355,7 +322,7 @@ impl Norm {
 
     /// [`forward`](Self::forward) of (B, T, width), where the mean is over all processes if the norm spans them.
     pub(crate) fn forward_over(&self, xs: &Tensor, sum: Option<&SumFunction>) -> Result<Tensor> {
-        let Some(Span { width, counted }) = &self.span else { return self.forward(xs) };
+        let Some(Span { width, counts }) = self.span else { return self.forward(xs) };
         let Some(sum) = sum else {
             bail!(
                 "[multi_head_attention] norms of whole projections span the heads of all processes, expected their sum in \
@@ -364,17 +331,17 @@ impl Norm {
         };
         let dtype = accumulation_dtype(xs.dtype());
         let wide = xs.to_dtype(dtype)?;
-        let squares = match counted.len() {
-            0 => Tensor::zeros((xs.dim(0)?, xs.dim(1)?, 1), dtype, xs.device())?,
-            len => wide.narrow(D::Minus1, counted.start, len)?.sqr()?.sum_keepdim(D::Minus1)?,
+        let squares = match counts {
+            true => wide.sqr()?.sum_keepdim(D::Minus1)?,
+            false => Tensor::zeros((xs.dim(0)?, xs.dim(1)?, 1), dtype, xs.device())?,
         };
-        self.affine()?.apply(&wide, &((sum(&squares)? / *width as f64)? + self.eps)?)?.to_dtype(xs.dtype())
+        self.affine()?.apply(&wide, &((sum(&squares)? / width as f64)? + self.eps)?)?.to_dtype(xs.dtype())
     }
 
     fn differentiable(&self, xs: &Tensor, affine: &Affine) -> Result<Tensor> {
         let size = xs.dim(D::Minus1)? as f64;
         let mut wide = xs.to_dtype(accumulation_dtype(xs.dtype()))?;
-        if self.subtracts_mean() {
+        if self.kind.subtracts_mean() {
             wide = wide.broadcast_sub(&(wide.sum_keepdim(D::Minus1)? / size)?)?;
         }
         let mean_square = (wide.sqr()?.sum_keepdim(D::Minus1)? / size)?;
@@ -389,12 +356,12 @@ impl Norm {
             let tensor = parameter.tensor()?;
             tensor.to_dtype(accumulation_dtype(tensor.dtype()))?.contiguous()
         };
-        let (weight, bias) = (own(&self.weight)?, self.bias.as_ref().map(own).transpose()?);
+        let weight = own(&self.weight)?;
+        let bias = match &self.bias {
+            Some(bias) => own(bias)?,
+            None => Tensor::zeros(0, weight.dtype(), weight.device())?,
+        };
         Ok(Affine { factors: if self.kind == QkNormKind::RmsPlusOne { (weight + 1.0)? } else { weight }, bias })
-    }
-
-    fn subtracts_mean(&self) -> bool {
-        matches!(self.kind, QkNormKind::Layer | QkNormKind::LayerNoBias)
     }
 }
 
@@ -403,9 +370,6 @@ impl Affine {
     fn apply(&self, rows: &Tensor, squares: &Tensor) -> Result<Tensor> {
         let own = |parameter: &Tensor| parameter.to_dtype(rows.dtype());
         let normed = rows.broadcast_div(&squares.sqrt()?)?.broadcast_mul(&own(&self.factors)?)?;
-        match &self.bias {
-            Some(bias) => normed.broadcast_add(&own(bias)?),
-            None => Ok(normed),
-        }
+        if self.bias.elem_count() > 0 { normed.broadcast_add(&own(&self.bias)?) } else { Ok(normed) }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use candle_core::{CpuStorage, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
@@ -30,13 +30,10 @@ pub(super) struct RowNorm {
 
 impl RowNorm {
     /// A view (D,), (T, D), (B, T, D) or (B, T, H, D) in f32, bf16 or f16 to a contiguous tensor of its shape and
-    /// dtype. Weight and bias are (D,) or (H, D), contiguous, in f32. Each of the three may be tracked for gradients.
-    pub fn apply(self, xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        let xs = with_contiguous_rows(xs)?;
-        match bias {
-            Some(bias) => xs.apply_op3(weight, bias, self),
-            None => xs.apply_op2(weight, self),
-        }
+    /// dtype. Weight and bias are (D,) or (H, D), contiguous, in f32; an empty bias adds nothing. Each of the three may
+    /// be tracked for gradients.
+    pub fn apply(self, xs: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
+        with_contiguous_rows(xs)?.apply_op3(weight, bias, self)
     }
 
     fn moments(self, row: &[f32]) -> Moments {
@@ -58,7 +55,7 @@ impl RowNorm {
 
     fn rows<E: Element<Wide = f32>>(self, xs: &[E], layout: &Layout, affine: Affine) -> Result<Vec<E>> {
         let Rows { h, d, .. } = Rows::new(layout)?;
-        for numbers in [Some(affine.weight), affine.bias].into_iter().flatten() {
+        for numbers in [affine.weight, affine.bias.unwrap_or(affine.weight)] {
             if layout.shape().elem_count() > 0 && numbers.len() != d && numbers.len() != h * d {
                 bail!("[{OP}] there are {} weights, expected {d}, or {h} times {d}", numbers.len())
             }
@@ -77,20 +74,12 @@ impl RowNorm {
         })
     }
 
-    fn backward(self, [xs, weight]: [&Tensor; 2], bias: Option<&Tensor>, gradient: &Tensor) -> Result<Gradients> {
-        match xs.dtype() {
-            DType::BF16 => self.backward_of::<bf16>([xs, weight], bias, gradient),
-            DType::F16 => self.backward_of::<f16>([xs, weight], bias, gradient),
-            _ => self.backward_of::<f32>([xs, weight], bias, gradient),
-        }
-    }
-
-    fn backward_of<E: Element<Wide = f32> + WithDType>(
+    /// The gradients of rows, weight and bias, as far as these are tracked.
+    fn backward<E: Element<Wide = f32> + WithDType>(
         self,
-        [xs, weight]: [&Tensor; 2],
-        bias: Option<&Tensor>,
+        [xs, weight, bias]: [&Tensor; 3],
         gradient: &Tensor,
-    ) -> Result<Gradients> {
+    ) -> Result<[Option<Tensor>; 3]> {
         let gradient = with_contiguous_rows(&gradient.detach())?;
         let [xs_read, gradient_read, weight_read] = [xs, &gradient, weight].map(Tensor::storage_and_layout);
         let (Storage::Cpu(rows), Storage::Cpu(gradients), Storage::Cpu(numbers)) =
@@ -105,18 +94,14 @@ impl RowNorm {
             gradient: gradients.as_slice()?,
             gradient_rows: Rows::new(gradient_read.1)?,
             weight: parameter(numbers, weight_read.1)?,
-            wants: [weight.track_op(), bias.is_some_and(Tensor::track_op)],
+            wants: [weight.track_op(), bias.track_op()],
         };
         let (of_xs, [of_weight, of_bias]) = backward.run();
-        let own = |gradient, of: Option<&Tensor>| {
-            let tracked = of.filter(|of| of.track_op());
-            tracked.map(|of| Tensor::from_vec(gradient, of.shape(), of.device())).transpose()
+        let own = |gradient, of: &Tensor| {
+            of.track_op().then(|| Tensor::from_vec(gradient, of.shape(), of.device())).transpose()
         };
-        Ok(Gradients {
-            xs: xs.track_op().then(|| Tensor::from_vec(of_xs, xs.shape(), xs.device())).transpose()?,
-            weight: own(of_weight, Some(weight))?,
-            bias: own(of_bias, bias)?,
-        })
+        let of_xs = xs.track_op().then(|| Tensor::from_vec(of_xs, xs.shape(), xs.device())).transpose()?;
+        Ok([of_xs, own(of_weight, weight)?, own(of_bias, bias)?])
     }
 }
 
@@ -153,13 +138,6 @@ fn parameter<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> 
 
 fn of_head(parameter: &[f32], head: usize, d: usize) -> Range<usize> {
     if parameter.len() == d { 0..d } else { head * d..(head + 1) * d }
-}
-
-/// As far as they are tracked.
-struct Gradients {
-    xs: Option<Tensor>,
-    weight: Option<Tensor>,
-    bias: Option<Tensor>,
 }
 
 struct Backward<'a, E> {
@@ -254,34 +232,6 @@ fn sum(xs: &[f32], ys: &[f32], of: impl Fn(f32, f32) -> f32) -> f32 {
     lanes.iter().sum()
 }
 
-impl CustomOp2 for RowNorm {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(
-        &self,
-        xs: &CpuStorage,
-        layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.forward(xs, layout, Affine { weight: parameter(weight, weight_layout)?, bias: None })
-    }
-
-    fn bwd(
-        &self,
-        xs: &Tensor,
-        weight: &Tensor,
-        _: &Tensor,
-        gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let gradients = self.backward([xs, weight], None, gradient)?;
-        Ok((gradients.xs, gradients.weight))
-    }
-}
-
-/// With a bias.
 impl CustomOp3 for RowNorm {
     fn name(&self) -> &'static str {
         OP
@@ -297,7 +247,7 @@ impl CustomOp3 for RowNorm {
         bias_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let (weight, bias) = (parameter(weight, weight_layout)?, parameter(bias, bias_layout)?);
-        self.forward(xs, layout, Affine { weight, bias: Some(bias) })
+        self.forward(xs, layout, Affine { weight, bias: Some(bias).filter(|bias| !bias.is_empty()) })
     }
 
     fn bwd(
@@ -308,7 +258,12 @@ impl CustomOp3 for RowNorm {
         _: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let gradients = self.backward([xs, weight], Some(bias), gradient)?;
-        Ok((gradients.xs, gradients.weight, gradients.bias))
+        let all = [xs, weight, bias];
+        let [xs, weight, bias] = match xs.dtype() {
+            DType::BF16 => self.backward::<bf16>(all, gradient),
+            DType::F16 => self.backward::<f16>(all, gradient),
+            _ => self.backward::<f32>(all, gradient),
+        }?;
+        Ok((xs, weight, bias))
     }
 }

@@ -1,68 +1,69 @@
 //! The projections of a layer or of one process's heads, from any layout and to any layout that can hold them.
 
 use candle_core::{Error, Result, Tensor};
+use candle_nn::Linear;
 
 use super::layout::{Form, WeightLayout};
-use super::tensors::{GATE_NAMES, Rows, projection_tensors};
-use crate::base::{HeadShard, Part, Source, fits_in_memory};
+use super::tensors::{GATE_NAMES, Part, heads_of, projection_shapes, projection_tensors};
+use crate::base::{Heads, Source, Spec, fits_in_memory};
 use crate::config::{KvSource, MultiHeadAttentionConfig};
 use crate::gate::GatePlace;
-use crate::linear::{Linears, LoadedProjections, PROJECTIONS, ProjectionRows};
+use crate::linear::{ByPlace, PROJECTIONS, Piece, ProjectionPlace, ProjectionRows};
 
-/// The projections in any layout; of a `shard`, its part of each, where the config is the whole layer's.
+/// The projections in any layout, or this process's part of each, where the config is the whole layer's.
 ///
 /// # Errors
 /// For a config that the layout cannot hold, and for a missing or misshapen tensor.
 pub(crate) fn load_projections(
     cfg: &MultiHeadAttentionConfig,
     layout: WeightLayout,
-    shard: Option<HeadShard>,
     source: &Source,
-) -> Result<LoadedProjections> {
+) -> Result<ByPlace<ProjectionRows>> {
     let has_weight = |name: &&str| source.has(&format!("{name}.weight"));
     let gate_name = GATE_NAMES.into_iter().find(has_weight).unwrap_or(GATE_NAMES[0]);
     let tensors = projection_tensors(cfg, layout, gate_name).or_else(|problem| source.fail(problem))?;
     if !cfg.output_gate().is_some_and(|gate| gate.place != GatePlace::Query) {
         source.refuse(&format!("{gate_name}.weight"), "the config says there is no such gate")?;
     }
-    let shares = shard.map(|shard| {
-        let (queries, keys) = shard.shares(cfg.num_heads(), cfg.num_kv_heads());
-        [queries, keys, keys, queries, queries]
-    });
+    let shapes = projection_shapes(cfg);
+    let own_inputs = source.own_range(Heads::Query, shapes[ProjectionPlace::Output as usize].1);
     let mut projections: [ProjectionRows; PROJECTIONS] = Default::default();
     for mut tensor in tensors {
-        if let Some(beside) =
-            tensor.is_bias.then(|| bias_beside(&tensor.name)).flatten().filter(|name| source.has(name))
-        {
-            tensor.name = beside;
+        let beside = tensor.is_bias.then(|| bias_beside(&tensor.spec.name)).flatten();
+        if let Some(beside) = beside.filter(|name| source.has(name)) {
+            tensor.spec = Spec::new(beside, tensor.spec.shape, tensor.spec.init);
         }
         if !tensor.is_wanted {
-            source.refuse(&tensor.name, "the config says there is no such bias")?;
+            source.refuse(&tensor.spec.name, "the config says there is no such bias")?;
             continue;
         }
-        let part = match (tensor.rows, shares) {
-            // A share of the heads is one of rows, or of the columns of the output projection, whose bias is whole.
-            (Rows::Projection(i), Some(shares)) if i != 3 || !tensor.is_bias => {
-                Some(Part { dim: usize::from((i == 3) != tensor.is_transposed), share: shares[i] })
+        // Of the rows of this process's heads those that are in the tensor.
+        let own_rows = |Part { place, rows, first }: &Part| {
+            let own = source.own_range(heads_of(*place), shapes[*place as usize].0);
+            own.start.clamp(*first, first + rows.len()) - first..own.end.clamp(*first, first + rows.len()) - first
+        };
+        match tensor.parts.as_slice() {
+            [Part { place: ProjectionPlace::Output, .. }] => {
+                let stored = match tensor.is_bias {
+                    true => source.bias_of_sum(tensor.read(source)?)?,
+                    false => tensor.read_part(1, own_inputs.clone(), source)?,
+                };
+                projections[ProjectionPlace::Output as usize].push(Piece::whole(stored), tensor.is_bias);
             }
-            _ => None,
-        };
-        let stored = source.get_part(&tensor.shape, &tensor.name, tensor.init, part)?;
-        let stored = match (tensor.rows, shard) {
-            // Each process's output is added to the others': one of them adds the bias.
-            (Rows::Projection(3), Some(shard)) if tensor.is_bias && shard.rank() > 0 => stored.zeros_like()?,
-            _ if tensor.is_transposed => stored.t()?,
-            _ => stored,
-        };
-        for (i, piece) in tensor.rows.split(stored) {
-            let piece = match (tensor.rows, shares) {
-                (Rows::Head { head, .. }, Some(shares)) if !shares[i].range(cfg.num_heads()).contains(&head) => {
-                    continue;
+            [part] => {
+                let own = own_rows(part);
+                if !own.is_empty() {
+                    let stored = tensor.read_part(0, own, source)?;
+                    projections[part.place as usize].push(Piece::whole(stored), tensor.is_bias);
                 }
-                (Rows::Several { .. }, Some(shares)) => piece.share(shares[i])?,
-                _ => piece,
-            };
-            projections[i].push(piece, tensor.is_bias);
+            }
+            parts => {
+                let stored = tensor.read(source)?;
+                for part in parts {
+                    let piece = Piece::new(stored.clone(), part.rows.clone()).narrow(own_rows(part))?;
+                    projections[part.place as usize].push(piece, tensor.is_bias);
+                }
+            }
         }
     }
     if !cfg.out_proj() {
@@ -105,27 +106,28 @@ fn refuse_out_proj(source: &Source) -> Result<()> {
 pub(crate) fn state_dict(
     cfg: &MultiHeadAttentionConfig,
     layout: WeightLayout,
-    projections: &Linears,
+    projections: &ByPlace<Linear>,
 ) -> Result<Vec<(String, Tensor)>> {
     let fail = |problem: String| Error::msg(format!("[state_dict] {problem} (layout {layout})"));
-    let Linears { q, k, v, o, gate } = projections;
-    let linears = [Some(q), k.as_ref(), v.as_ref(), o.as_ref(), gate.as_ref()];
     let mut named = Vec::new();
     for tensor in projection_tensors(cfg, layout, GATE_NAMES[0]).map_err(fail)?.filter(|tensor| tensor.is_wanted) {
-        let rows_of =
-            |i: usize| linears[i].and_then(|linear| if tensor.is_bias { linear.bias() } else { Some(linear.weight()) });
-        let Some(stored) = tensor.rows.join(rows_of)? else { continue };
-        let stored = if tensor.is_transposed { stored.t()? } else { stored };
-        named.push((tensor.name, stored.contiguous()?));
+        let rows_of = |place: ProjectionPlace| {
+            let linear = projections[place as usize].as_ref()?;
+            if tensor.is_bias { linear.bias() } else { Some(linear.weight()) }
+        };
+        if let Some(stored) = tensor.join(rows_of)? {
+            named.push((tensor.spec.name, stored));
+        }
     }
-    if let Some(t) = cfg.context_length().filter(|_| cfg.causal() && layout.has_mask_buffer()) {
+    let mask_size = cfg.context_length().filter(|_| cfg.causal() && layout.has_mask_buffer());
+    if let (Some(t), Some((_, weight))) = (mask_size, named.first()) {
         // Four bytes an entry, and a copy in the weights' own dtype.
         if !fits_in_memory(&[8, t, t]) {
             return Err(fail(format!("the mask buffer of a context length of {t} does not fit in memory")));
         }
         // The book's `triu(ones(T, T), diagonal=1)`: 1 where a key is hidden.
         let hidden: Vec<f32> = (0..t * t).map(|at| if at % t > at / t { 1.0 } else { 0.0 }).collect();
-        let mask = Tensor::from_vec(hidden, (t, t), q.weight().device())?.to_dtype(q.weight().dtype())?;
+        let mask = Tensor::from_vec(hidden, (t, t), weight.device())?.to_dtype(weight.dtype())?;
         match layout.form() {
             Form::Stacked(..) => {
                 named.extend((0..cfg.num_heads()).map(|head| (format!("heads.{head}.mask"), mask.clone())))

@@ -1,94 +1,103 @@
 //! The tensors that hold a layer's projections in each layout: the one list that loading and saving go by.
 
+use std::ops::Range;
+
 use candle_core::{Result, Tensor};
 use candle_nn::Init;
 
 use super::layout::{Form, Kind, Orientation, QkvOrder, WeightLayout};
-use crate::base::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, linear_bias};
+use crate::base::{DRAWN_THEN_ZEROED, Heads, LINEAR_WEIGHT, Rows, Source, Spec, linear_bias};
 use crate::config::{KvSource, MultiHeadAttentionConfig};
 use crate::gate::{GatePlace, OutputGate};
-use crate::linear::{PROJECTIONS, Piece};
+use crate::linear::{PROJECTIONS, ProjectionPlace};
 
-/// A weight or a bias as a checkpoint has it.
+use ProjectionPlace::{Gate, Key, Output, Query, Value};
+
+/// A weight or a bias of projections, as a checkpoint has it.
 pub(super) struct ProjectionTensor {
-    pub name: String,
-    /// As stored.
-    pub shape: Vec<usize>,
+    pub spec: Spec,
     /// Whether a weight is stored (in, out).
     pub is_transposed: bool,
     pub is_bias: bool,
-    pub rows: Rows,
-    pub init: Init,
+    /// What its rows (out, ..) are.
+    pub parts: Vec<Part>,
     /// Whether the config has it.
     pub is_wanted: bool,
 }
 
-/// What the rows of a tensor are. Query, key, value and output projections and the gate are numbered from 0 to 4.
-#[derive(Clone, Copy)]
-pub(super) enum Rows {
-    /// Those of one projection.
-    Projection(usize),
-    /// Those of one of the heads of a projection.
-    Head { projection: usize, head: usize, heads: usize },
-    /// Those of several projections, so many of each in every one of `groups`: in one group they follow each other, by
-    /// head there is a group for each.
-    Several { groups: usize, each: [usize; PROJECTIONS] },
+/// The rows of a projection in a tensor.
+#[derive(Clone)]
+pub(super) struct Part {
+    pub place: ProjectionPlace,
+    /// Where they are in the tensor.
+    pub rows: Rows,
+    /// The first of them in the projection.
+    pub first: usize,
 }
 
-/// The number of the gate.
-const GATE: usize = 4;
 /// The names of a gate's own projection, the first of which is the crate's own.
 pub(super) const GATE_NAMES: [&str; 2] = ["gate_proj", "g_proj"];
 
-impl Rows {
-    fn qkv(cfg: &MultiHeadAttentionConfig, order: QkvOrder) -> Self {
-        let [q, k, v, ..] = projection_shapes(cfg).map(|(rows, _)| rows);
-        let groups = if order == QkvOrder::ByHead { cfg.num_kv_heads() } else { 1 };
-        Self::Several { groups, each: [q / groups, k / groups, v / groups, 0, 0] }
+/// The heads that divide the outputs of a projection, or the inputs of the output projection.
+pub(super) fn heads_of(place: ProjectionPlace) -> Heads {
+    if matches!(place, Key | Value) { Heads::Key } else { Heads::Query }
+}
+
+impl ProjectionTensor {
+    /// The whole tensor as (out, ..).
+    pub fn read(&self, source: &Source) -> Result<Tensor> {
+        self.read_part(0, 0..self.spec.shape[usize::from(self.is_transposed)], source)
     }
 
-    /// Of a query projection, which may hold the gate too, each head's after its query.
-    fn query(cfg: &MultiHeadAttentionConfig) -> Self {
-        let width = |gate: OutputGate| gate.width(cfg.value_head_dim());
-        match cfg.output_gate().filter(|gate| gate.place == GatePlace::Query) {
-            Some(gate) => Self::Several { groups: cfg.num_heads(), each: [cfg.head_dim(), 0, 0, 0, width(gate)] },
-            None => Self::Projection(0),
+    /// Some of the outputs, dimension 0, or of the inputs, dimension 1.
+    pub fn read_part(&self, dim: usize, own: Range<usize>, source: &Source) -> Result<Tensor> {
+        if !self.is_transposed {
+            return source.read_part(&self.spec, dim, own);
         }
+        source.read_part(&self.spec, 1 - dim, own)?.t()
     }
 
-    /// The parts of a tensor (rows, ..), each with the projection that it belongs to.
-    pub fn split(&self, tensor: Tensor) -> Vec<(usize, Piece)> {
-        match *self {
-            Self::Projection(projection) | Self::Head { projection, .. } => vec![(projection, Piece::whole(tensor))],
-            Self::Several { groups, each } => {
-                let mut end = 0;
-                let piece = |(projection, len): (usize, usize)| {
-                    end += len;
-                    (projection, Piece { tensor: tensor.clone(), groups, range: end - len..end })
-                };
-                each.into_iter().enumerate().filter(|(_, len)| *len > 0).map(piece).collect()
-            }
+    /// The tensor as stored, of the rows of whole projections; `None` where one of them is not there.
+    pub fn join<'a>(&self, of: impl Fn(ProjectionPlace) -> Option<&'a Tensor>) -> Result<Option<Tensor>> {
+        let mut own = Vec::with_capacity(self.parts.len());
+        for Part { place, rows, first } in &self.parts {
+            let Some(whole) = of(*place) else { return Ok(None) };
+            own.push((rows, whole.narrow(0, *first, rows.len())?));
         }
+        let joined = Rows::join(&own)?;
+        let stored = if self.is_transposed { joined.t()? } else { joined };
+        stored.contiguous().map(Some)
     }
+}
 
-    /// The inverse of [`split`](Self::split), from the rows of whole projections; `None` where one of them is not
-    /// there.
-    pub fn join<'a>(&self, of: impl Fn(usize) -> Option<&'a Tensor>) -> Result<Option<Tensor>> {
-        match *self {
-            Self::Projection(projection) => Ok(of(projection).cloned()),
-            Self::Head { projection, head, heads } => {
-                let rows_of = |whole: &Tensor| whole.narrow(0, head * (whole.dim(0)? / heads), whole.dim(0)? / heads);
-                of(projection).map(rows_of).transpose()
-            }
-            Self::Several { groups, each } => {
-                let mut grouped = Vec::with_capacity(PROJECTIONS);
-                for (i, len) in each.into_iter().enumerate().filter(|(_, len)| *len > 0) {
-                    let Some(part) = of(i) else { return Ok(None) };
-                    grouped.push(part.reshape([&[groups, len], &part.dims()[1..]].concat())?);
-                }
-                Tensor::cat(&grouped, 1)?.flatten(0, 1).map(Some)
-            }
-        }
+/// All rows of one projection.
+fn whole(place: ProjectionPlace, rows: usize) -> Vec<Part> {
+    vec![Part { place, rows: Rows::first(rows), first: 0 }]
+}
+
+/// All rows of several projections, so many of each in every one of `groups`: in one group they follow each other, by
+/// head there is a group for each.
+fn several(groups: usize, each: impl IntoIterator<Item = (ProjectionPlace, usize)>) -> Vec<Part> {
+    let mut end = 0;
+    let part = |(place, len)| {
+        end += len;
+        Part { place, rows: Rows { groups, range: end - len..end }, first: 0 }
+    };
+    each.into_iter().map(part).collect()
+}
+
+fn packed_rows(cfg: &MultiHeadAttentionConfig, order: QkvOrder) -> Vec<Part> {
+    let groups = if order == QkvOrder::ByHead { cfg.num_kv_heads() } else { 1 };
+    let shapes = projection_shapes(cfg);
+    several(groups, [Query, Key, Value].map(|place| (place, shapes[place as usize].0 / groups)))
+}
+
+/// Of a query projection, which may hold the gate too, each head's after its query.
+fn query_rows(cfg: &MultiHeadAttentionConfig) -> Vec<Part> {
+    let h = cfg.num_heads();
+    match cfg.output_gate().filter(|gate| gate.place == GatePlace::Query) {
+        Some(gate) => several(h, [(Query, cfg.head_dim()), (Gate, gate.width(cfg.value_head_dim()))]),
+        None => whole(Query, h * cfg.head_dim()),
     }
 }
 
@@ -124,53 +133,59 @@ pub(super) fn projection_tensors(
     let shapes = projection_shapes(cfg);
     let ([q_bias, k_bias, v_bias], [q, k, v, ..]) = (cfg.qkv_bias(), shapes);
     let biases = [q_bias, k_bias, v_bias, cfg.out_bias()];
-    let projection = move |i: usize, name, kind| Module { name, kind, rows: Rows::Projection(i), shape: shapes[i] };
-    let packed = |name, kind, order| Module { name, kind, rows: Rows::qkv(cfg, order), shape: (q.0 + k.0 + v.0, q.1) };
+    let projection = |place: ProjectionPlace, name, kind| {
+        let (rows, in_dim) = shapes[place as usize];
+        let parts = if place == Query { query_rows(cfg) } else { whole(place, rows) };
+        Module { name, kind, parts, in_dim }
+    };
+    let packed = |name, kind, order| Module { name, kind, parts: packed_rows(cfg, order), in_dim: q.1 };
     let gate = match cfg.output_gate() {
         Some(OutputGate { place: GatePlace::Own { bias }, .. }) => {
-            projection(GATE, gate_name, Kind::Linear).tensors(bias)
+            projection(Gate, gate_name, Kind::Linear).tensors(bias)
         }
         _ => Vec::new(),
     };
     Ok(match layout.form() {
         Form::Separate(names, kind) => {
-            let query = Rows::query(cfg);
-            let module = move |i| match (i, query) {
-                (0, Rows::Several { groups, each }) => {
-                    let shape = (groups * each.iter().sum::<usize>(), shapes[0].1);
-                    Module { name: names[0], kind, rows: query, shape }
-                }
-                _ => projection(i, names[i], kind),
-            };
-            let present = (0..names.len()).filter(move |&i| shapes[i].0 > 0);
-            Box::new(present.flat_map(move |i| module(i).tensors(biases[i])).chain(gate))
+            let mut tensors = Vec::new();
+            for place in [Query, Key, Value, Output].into_iter().filter(|&place| shapes[place as usize].0 > 0) {
+                tensors.extend(projection(place, names[place as usize], kind).tensors(biases[place as usize]));
+            }
+            Box::new(tensors.into_iter().chain(gate))
         }
         Form::Stacked(names, kind) => {
             let heads = cfg.num_heads();
-            let of_head = move |projection: usize, head| {
-                let (out_dim, in_dim) = shapes[projection];
-                let (name, rows) =
-                    (format!("heads.{head}.{}", names[projection]), Rows::Head { projection, head, heads });
-                Module { name: &name, kind, rows, shape: (out_dim / heads, in_dim) }.tensors(biases[projection])
+            let of_head = move |place: ProjectionPlace, head| {
+                let (rows, in_dim) = shapes[place as usize];
+                let rows = Rows::first(rows / heads);
+                let name = format!("heads.{head}.{}", names[place as usize]);
+                let parts = vec![Part { place, first: head * rows.len(), rows }];
+                Module { name: &name, kind, parts, in_dim }.tensors(biases[place as usize])
             };
-            Box::new((0..heads).flat_map(move |head| (0..3).flat_map(move |projection| of_head(projection, head))))
+            let of_heads = move |head| [Query, Key, Value].into_iter().flat_map(move |place| of_head(place, head));
+            Box::new((0..heads).flat_map(of_heads))
         }
         Form::Packed([qkv, out], kind, order) => {
-            let out = cfg.out_proj().then(|| projection(3, out, kind).tensors(biases[3]));
-            Box::new(packed(qkv, kind, order).tensors(q_bias).into_iter().chain(out.into_iter().flatten()).chain(gate))
+            let mut tensors = packed(qkv, kind, order).tensors(q_bias);
+            if cfg.out_proj() {
+                tensors.extend(projection(Output, out, kind).tensors(biases[Output as usize]));
+            }
+            Box::new(tensors.into_iter().chain(gate))
         }
         Form::Torch => {
-            let out = projection(3, "out_proj", Kind::Linear);
-            let mut list = vec![out.weight(), ProjectionTensor { init: DRAWN_THEN_ZEROED, ..out.bias(biases[3]) }];
+            let out = projection(Output, "out_proj", Kind::Linear);
+            let mut out_bias = out.bias(biases[Output as usize]);
+            out_bias.spec.init = DRAWN_THEN_ZEROED;
+            let mut tensors = vec![out.weight(), out_bias];
             let qkv = packed("in_proj", Kind::InProj, QkvOrder::ByPart);
             if q.1 == k.1 && q.1 == v.1 {
-                list.push(qkv.weight());
+                tensors.push(qkv.weight());
             } else {
-                let names = ["q_proj", "k_proj", "v_proj"].into_iter().enumerate();
-                list.extend(names.map(|(i, name)| projection(i, name, Kind::InProj).weight()));
+                let names = [(Query, "q_proj"), (Key, "k_proj"), (Value, "v_proj")];
+                tensors.extend(names.map(|(place, name)| projection(place, name, Kind::InProj).weight()));
             }
-            list.push(qkv.bias(q_bias));
-            Box::new(list.into_iter())
+            tensors.push(qkv.bias(q_bias));
+            Box::new(tensors.into_iter())
         }
     })
 }
@@ -238,9 +253,8 @@ fn fits(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> std::result::Re
 struct Module<'a> {
     name: &'a str,
     kind: Kind,
-    rows: Rows,
-    /// (out, in).
-    shape: (usize, usize),
+    parts: Vec<Part>,
+    in_dim: usize,
 }
 
 impl Module<'_> {
@@ -252,8 +266,12 @@ impl Module<'_> {
         }
     }
 
+    fn out_dim(&self) -> usize {
+        self.parts.iter().map(|part| part.rows.len()).sum()
+    }
+
     fn weight(&self) -> ProjectionTensor {
-        let (out_dim, in_dim) = self.shape;
+        let (out_dim, in_dim) = (self.out_dim(), self.in_dim);
         let is_transposed = matches!(self.kind, Kind::Conv1d | Kind::Raw(Orientation::InOut));
         let init = match self.kind {
             Kind::Linear => LINEAR_WEIGHT,
@@ -265,14 +283,14 @@ impl Module<'_> {
                 Init::Uniform { lo: -bound, up: bound }
             }
         };
-        let shape = if is_transposed { vec![in_dim, out_dim] } else { vec![out_dim, in_dim] };
-        let (name, rows) = (self.kind.weight(self.name), self.rows);
-        ProjectionTensor { name, shape, is_transposed, is_bias: false, rows, init, is_wanted: true }
+        let shape = if is_transposed { [in_dim, out_dim] } else { [out_dim, in_dim] };
+        let (spec, parts) = (Spec::new(self.kind.weight(self.name), shape, init), self.parts.clone());
+        ProjectionTensor { spec, is_transposed, is_bias: false, parts, is_wanted: true }
     }
 
     fn bias(&self, is_wanted: bool) -> ProjectionTensor {
-        let init = if self.kind == Kind::Linear { linear_bias(self.shape.1) } else { Init::Const(0.0) };
-        let (name, shape, rows) = (self.kind.bias(self.name), vec![self.shape.0], self.rows);
-        ProjectionTensor { name, shape, is_transposed: false, is_bias: true, rows, init, is_wanted }
+        let init = if self.kind == Kind::Linear { linear_bias(self.in_dim) } else { Init::Const(0.0) };
+        let (spec, parts) = (Spec::new(self.kind.bias(self.name), [self.out_dim()], init), self.parts.clone());
+        ProjectionTensor { spec, is_transposed: false, is_bias: true, parts, is_wanted }
     }
 }

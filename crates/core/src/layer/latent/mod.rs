@@ -8,13 +8,13 @@ mod up;
 pub use config::MultiHeadLatentAttentionConfig;
 
 use candle_core::{Module, ModuleT, Result, Tensor, bail};
+use candle_nn::VarBuilder;
 use candle_nn::var_builder::ShardedVarBuilder;
-use candle_nn::{Linear, VarBuilder};
 
 use super::LayerOutput;
 use super::call::AttentionCall;
 use super::input::{AttentionInput, Expected, KeysFrom};
-use crate::base::{HeadShard, Part, Source, is_addressable, part};
+use crate::base::{HeadDim, HeadShard, Heads, Source, is_addressable, part};
 use crate::cache::{Expand, NewTokens};
 use crate::linear::PackedLinear;
 use crate::mask::AttentionMask;
@@ -24,6 +24,10 @@ use crate::sdpa::{Keys, OwnKeys, PackedSequences, Plan, uncached};
 use up::UpProjection;
 
 const OP: &str = "multi_head_latent_attention";
+
+/// The rows and the columns of a weight (out, in) that belong to heads.
+const ROWS: HeadDim = HeadDim { heads: Heads::Query, dim: 0 };
+const COLUMNS: HeadDim = HeadDim { heads: Heads::Query, dim: 1 };
 
 /// Multi-head latent attention, as DeepSeek-V2 (<https://arxiv.org/abs/2405.04434>, section 2.1) and V3 have it.
 ///
@@ -80,13 +84,12 @@ enum Queries {
 }
 
 impl Queries {
-    /// The rows of all heads or of a part of them; the config is the whole layer's.
-    fn load(cfg: &MultiHeadLatentAttentionConfig, rows: Option<Part>, source: &Source) -> Result<Self> {
+    /// The config is the whole layer's.
+    fn load(cfg: &MultiHeadLatentAttentionConfig, source: &Source) -> Result<Self> {
         let (width, embed_dim) = (cfg.num_heads() * cfg.head_dim(), cfg.embed_dim());
-        let heads =
-            |name, inputs| PackedLinear::from_linear(&source.linear_part(name, (width, inputs), false, rows)?);
+        let heads = |name, inputs| source.linear(name, (width, inputs), false, Some(ROWS))?.try_into();
         let Some(rank) = cfg.q_lora_rank() else { return Ok(Self::Direct(heads("q_proj", embed_dim)?)) };
-        let down = PackedLinear::from_linear(&source.linear("q_a_proj", (rank, embed_dim), cfg.bias())?)?;
+        let down = source.linear("q_a_proj", (rank, embed_dim), cfg.bias(), None)?.try_into()?;
         let norm = Norm::rms("q_a_layernorm", rank, cfg.norm_eps(), source)?;
         Ok(Self::Compressed(down, norm, heads("q_b_proj", rank)?))
     }
@@ -115,7 +118,7 @@ impl MultiHeadLatentAttention {
     /// # Errors
     /// For a config that does not fit together, and for a missing or misshapen tensor, named with both shapes.
     pub fn new(cfg: &MultiHeadLatentAttentionConfig, vb: VarBuilder) -> Result<Self> {
-        Self::load(cfg, None, &Source::new(OP, "latent", vb))
+        Self::load(cfg, None, Source::new(OP, "latent", vb))
     }
 
     /// The heads of one process of several, from Candle's sharded builder: tensor parallelism, as
@@ -129,36 +132,28 @@ impl MultiHeadLatentAttention {
         shard: HeadShard,
         vb: &ShardedVarBuilder<'static>,
     ) -> Result<Self> {
-        Self::load(cfg, Some(shard), &Source::sharded(OP, "latent", vb))
+        Self::load(cfg, Some(shard), Source::sharded(OP, "latent", vb))
     }
 
     /// All heads, or those of a shard.
-    fn load(cfg: &MultiHeadLatentAttentionConfig, shard: Option<HeadShard>, source: &Source) -> Result<Self> {
+    fn load(cfg: &MultiHeadLatentAttentionConfig, shard: Option<HeadShard>, mut source: Source) -> Result<Self> {
         cfg.validate()?;
         source.check_dtype()?;
         let (h, embed_dim, rank) = (cfg.num_heads(), cfg.embed_dim(), cfg.kv_lora_rank());
-        if let Some(shard) = shard.filter(|shard| shard.world_size() > h) {
-            bail!("[{OP}] a world size of {} is more than the {h} heads", shard.world_size())
+        if let Some(shard) = shard {
+            if shard.world_size() > h {
+                bail!("[{OP}] a world size of {} is more than the {h} heads", shard.world_size())
+            }
+            source = source.with_shard(shard, h, h);
         }
-        let part = |dim| shard.map(|shard| Part { dim, share: shard.shares(h, h).0 });
-        let linear = |name, shape, part| source.linear_part(name, shape, cfg.bias(), part);
-        let down = |name, outputs| PackedLinear::from_linear(&linear(name, (outputs, embed_dim), None)?);
-        let out = || {
-            let out = linear("o_proj", (embed_dim, h * cfg.value_head_dim()), part(1))?;
-            PackedLinear::from_linear(&match out.bias() {
-                // The first process's output has it.
-                Some(bias) if shard.is_some_and(|shard| shard.rank() > 0) => {
-                    Linear::new(out.weight().clone(), Some(bias.zeros_like()?))
-                }
-                _ => out,
-            })
-        };
+        let down = (rank + cfg.rope_head_dim(), embed_dim);
+        let out = (embed_dim, h * cfg.value_head_dim());
         Ok(Self {
-            queries: Queries::load(cfg, part(0), source)?,
-            down: down("kv_a_proj_with_mqa", rank + cfg.rope_head_dim())?,
-            norm: Norm::rms("kv_a_layernorm", rank, cfg.norm_eps(), source)?,
-            up: UpProjection::load(cfg, part(0), source)?,
-            out: out()?,
+            queries: Queries::load(cfg, &source)?,
+            down: source.linear("kv_a_proj_with_mqa", down, cfg.bias(), None)?.try_into()?,
+            norm: Norm::rms("kv_a_layernorm", rank, cfg.norm_eps(), &source)?,
+            up: UpProjection::load(cfg, &source)?,
+            out: source.linear("o_proj", out, cfg.bias(), Some(COLUMNS))?.try_into()?,
             rotary: RotaryEmbedding::new(cfg.rope(), cfg.rope_head_dim())?,
             mask: if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() },
             config: cfg.clone().with_num_heads(shard.map_or(h, |shard| shard.part_of(h).len())),
@@ -189,14 +184,12 @@ impl MultiHeadLatentAttention {
     /// If memory is short.
     pub fn freeze(&self) -> Result<Self> {
         Ok(Self {
-            config: self.config.clone(),
             queries: self.queries.freeze()?,
             down: self.down.freeze()?,
             norm: self.norm.freeze()?,
             up: self.up.freeze()?,
             out: self.out.freeze()?,
-            rotary: self.rotary.clone(),
-            mask: self.mask.clone(),
+            ..self.clone()
         })
     }
 

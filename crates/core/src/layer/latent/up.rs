@@ -4,8 +4,8 @@ use std::sync::OnceLock;
 
 use candle_core::{DType, Module, Result, Tensor};
 
-use super::MultiHeadLatentAttentionConfig;
-use crate::base::{Part, Source, part};
+use super::{MultiHeadLatentAttentionConfig, ROWS};
+use crate::base::{Source, part};
 use crate::cache::Expand;
 use crate::linear::PackedLinear;
 use candle_attention_kernels::{Workers, for_each_task};
@@ -25,11 +25,11 @@ pub(super) struct UpProjection {
 }
 
 impl UpProjection {
-    /// The rows of all heads or of a part of them; the config is the whole layer's.
-    pub fn load(cfg: &MultiHeadLatentAttentionConfig, rows: Option<Part>, source: &Source) -> Result<Self> {
+    /// The config is the whole layer's.
+    pub fn load(cfg: &MultiHeadLatentAttentionConfig, source: &Source) -> Result<Self> {
         let rank = cfg.kv_lora_rank();
         let (nope, value) = (cfg.nope_head_dim(), cfg.value_head_dim());
-        let linear = source.linear_part("kv_b_proj", (cfg.num_heads() * (nope + value), rank), false, rows)?;
+        let linear = source.linear("kv_b_proj", (cfg.num_heads() * (nope + value), rank), false, Some(ROWS))?;
         let h = linear.weight().dim(0)? / (nope + value);
         Self { kv_b: linear.try_into()?, keys: Vec::new(), h, rank, nope, value }.prepared()
     }

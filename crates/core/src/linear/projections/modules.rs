@@ -23,7 +23,7 @@ pub enum ProjectionPlace {
 
 impl ProjectionPlace {
     /// In the order of the type.
-    pub(super) const ALL: [Self; 5] = [Self::Query, Self::Key, Self::Value, Self::Output, Self::Gate];
+    pub(super) const ALL: [Self; PROJECTIONS] = [Self::Query, Self::Key, Self::Value, Self::Output, Self::Gate];
 
     /// For errors.
     pub(super) fn noun(self) -> String {
@@ -43,20 +43,20 @@ impl fmt::Display for ProjectionPlace {
     }
 }
 
+/// How many projections a layer may have.
+pub(crate) const PROJECTIONS: usize = 5;
+
+/// What there is of something for each projection, in the order of [`ProjectionPlace`].
+pub(crate) type ByPlace<T> = [Option<T>; PROJECTIONS];
+
 /// A module in a projection's place.
 pub type ProjectionModule = Arc<dyn Module + Send + Sync>;
 
 /// Modules for all projections of a layer
 /// ([`MultiHeadAttention::from_modules`](crate::MultiHeadAttention::from_modules)), biases included.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 #[must_use]
-pub struct ProjectionModules {
-    pub(super) query: ProjectionModule,
-    pub(super) key: Option<ProjectionModule>,
-    pub(super) value: Option<ProjectionModule>,
-    pub(super) output: Option<ProjectionModule>,
-    pub(super) gate: Option<ProjectionModule>,
-}
+pub struct ProjectionModules(pub(super) ByPlace<ProjectionModule>);
 
 impl ProjectionModules {
     /// Query, key and value projections, and no output projection.
@@ -65,41 +65,38 @@ impl ProjectionModules {
         key: impl Module + Send + Sync + 'static,
         value: impl Module + Send + Sync + 'static,
     ) -> Self {
-        Self { value: Some(Arc::new(value)), ..Self::of_query(query).with_key(key) }
+        Self::of_query(query).with_key(key).with(ProjectionPlace::Value, value)
     }
 
     /// A query projection alone, for keys and values of an earlier layer.
     pub fn of_query(query: impl Module + Send + Sync + 'static) -> Self {
-        Self { query: Arc::new(query), key: None, value: None, output: None, gate: None }
+        Self::default().with(ProjectionPlace::Query, query)
     }
 
     /// With a key projection, whose output may be the values too.
-    pub fn with_key(mut self, key: impl Module + Send + Sync + 'static) -> Self {
-        self.key = Some(Arc::new(key));
-        self
+    pub fn with_key(self, key: impl Module + Send + Sync + 'static) -> Self {
+        self.with(ProjectionPlace::Key, key)
     }
 
     /// With an output projection.
-    pub fn with_output(mut self, output: impl Module + Send + Sync + 'static) -> Self {
-        self.output = Some(Arc::new(output));
-        self
+    pub fn with_output(self, output: impl Module + Send + Sync + 'static) -> Self {
+        self.with(ProjectionPlace::Output, output)
     }
 
     /// With the projection of an output gate, wherever a checkpoint may keep it.
-    pub fn with_gate(mut self, gate: impl Module + Send + Sync + 'static) -> Self {
-        self.gate = Some(Arc::new(gate));
+    pub fn with_gate(self, gate: impl Module + Send + Sync + 'static) -> Self {
+        self.with(ProjectionPlace::Gate, gate)
+    }
+
+    fn with(mut self, place: ProjectionPlace, module: impl Module + Send + Sync + 'static) -> Self {
+        self.0[place as usize] = Some(Arc::new(module));
         self
     }
 }
 
 impl fmt::Debug for ProjectionModules {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let mut parts = f.debug_struct("ProjectionModules");
-        for (name, module) in
-            [("key", &self.key), ("value", &self.value), ("output", &self.output), ("gate", &self.gate)]
-        {
-            parts.field(name, &module.is_some());
-        }
-        parts.finish_non_exhaustive()
+        let places = ProjectionPlace::ALL.into_iter().filter(|&place| self.0[place as usize].is_some());
+        f.debug_tuple("ProjectionModules").field(&places.collect::<Vec<_>>()).finish()
     }
 }

@@ -1,0 +1,141 @@
+//! The parameters of a layer, listed once: what loading, freezing, saving and a process's share go by.
+
+use candle_core::{Result, Tensor};
+use candle_nn::Init;
+
+use super::Source;
+
+/// The heads that entries of a parameter belong to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Heads {
+    Query,
+    Key,
+}
+
+/// A dimension of a parameter that heads divide: each has as many entries, one head after the other.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct HeadDim {
+    pub heads: Heads,
+    pub dim: usize,
+}
+
+/// A parameter before it is read.
+#[derive(Debug, Clone)]
+pub(crate) struct Spec {
+    /// The crate's own name for it.
+    pub name: String,
+    /// Of the whole layer, as stored.
+    pub shape: Vec<usize>,
+    /// How a new one begins.
+    pub init: Init,
+    /// `None` where each process has all of it.
+    pub by_head: Option<HeadDim>,
+    pub stored: Stored,
+}
+
+/// Where a file has a parameter.
+#[derive(Debug, Clone)]
+pub(crate) enum Stored {
+    /// Whole, under this name.
+    Whole(String),
+    /// Each entry of the first dimension by itself, `list.{i}.part`.
+    List { list: String, part: &'static str },
+}
+
+impl Spec {
+    /// One that files have under the crate's own name, and each process whole.
+    pub fn new(name: impl Into<String>, shape: impl Into<Vec<usize>>, init: Init) -> Self {
+        let name = name.into();
+        Self { stored: Stored::Whole(name.clone()), name, shape: shape.into(), init, by_head: None }
+    }
+
+    /// One whose dimension `dim` is divided by heads.
+    pub fn by_head(self, heads: Heads, dim: usize) -> Self {
+        Self { by_head: Some(HeadDim { heads, dim }), ..self }
+    }
+
+    /// One that a file has in another place.
+    pub fn stored(self, stored: Stored) -> Self {
+        Self { stored, ..self }
+    }
+
+    fn load(&self, source: &Source) -> Result<Parameter> {
+        let Stored::List { list, part } = &self.stored else { return Ok(source.read(self)?.into()) };
+        let own = self.by_head.map_or(0..self.shape[0], |by_head| source.own_range(by_head.heads, self.shape[0]));
+        let entry = |i: usize| source.pp(list).pp(i).get(&self.shape[1..], part, self.init)?.unsqueeze(0);
+        let parameter = Parameter(own.map(entry).collect::<Result<_>>()?);
+        if parameter.is_tracked() { Ok(parameter) } else { Ok(parameter.tensor()?.into()) }
+    }
+}
+
+/// A parameter that was read: a tensor, or parts of it along its first dimension. Training may change them in place.
+#[derive(Debug, Clone)]
+pub(crate) struct Parameter(Vec<Tensor>);
+
+impl From<Tensor> for Parameter {
+    fn from(tensor: Tensor) -> Self {
+        Self(vec![tensor])
+    }
+}
+
+impl Parameter {
+    /// What it holds now.
+    pub fn tensor(&self) -> Result<Tensor> {
+        if let [whole] = self.0.as_slice() { Ok(whole.clone()) } else { Tensor::cat(&self.0, 0) }
+    }
+
+    /// The tensor, or the first part of it.
+    pub fn first(&self) -> &Tensor {
+        &self.0[0]
+    }
+
+    /// Whether training may change it.
+    pub fn is_tracked(&self) -> bool {
+        self.0.iter().any(Tensor::track_op)
+    }
+
+    /// With what variables hold now.
+    pub fn freeze(&self) -> Result<Self> {
+        Ok(frozen(&self.tensor()?)?.into())
+    }
+}
+
+/// Parameters by name, in the order in which they were listed.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct ParameterList(Vec<(String, Parameter)>);
+
+impl ParameterList {
+    /// Reads each, or this process's part of it.
+    ///
+    /// # Errors
+    /// For a missing or misshapen tensor.
+    pub fn load(specs: &[Spec], source: &Source) -> Result<Self> {
+        let read = |spec: &Spec| Ok((spec.name.clone(), spec.load(source)?));
+        Ok(Self(specs.iter().map(read).collect::<Result<_>>()?))
+    }
+
+    pub fn get(&self, name: &str) -> Option<&Parameter> {
+        self.0.iter().find(|(own, _)| own == name).map(|(_, parameter)| parameter)
+    }
+
+    /// What a parameter holds now, if there is one of this name.
+    pub fn tensor(&self, name: &str) -> Result<Option<Tensor>> {
+        self.get(name).map(Parameter::tensor).transpose()
+    }
+
+    /// With what variables hold now.
+    pub fn freeze(&self) -> Result<Self> {
+        let freeze = |(name, parameter): &(String, Parameter)| Ok((name.clone(), parameter.freeze()?));
+        Ok(Self(self.0.iter().map(freeze).collect::<Result<_>>()?))
+    }
+
+    /// What each holds now, by name.
+    pub fn named(&self) -> Result<Vec<(String, Tensor)>> {
+        self.0.iter().map(|(name, parameter)| Ok((name.clone(), parameter.tensor()?))).collect()
+    }
+}
+
+/// What a tensor holds now, in memory of its own where a variable could change it.
+pub(crate) fn frozen(tensor: &Tensor) -> Result<Tensor> {
+    if tensor.track_op() { tensor.detach().copy() } else { Ok(tensor.clone()) }
+}
