@@ -1,6 +1,6 @@
 //! The parameters of a layer, listed once: what loading, freezing, saving and a process's share go by.
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 use candle_nn::Init;
 
 use super::Source;
@@ -121,6 +121,14 @@ impl ParameterList {
     /// What a parameter holds now, if there is one of this name.
     pub fn tensor(&self, name: &str) -> Result<Option<Tensor>> {
         self.get(name).map(Parameter::tensor).transpose()
+    }
+
+    /// What a parameter that was listed holds now.
+    pub fn expect(&self, name: &str) -> Result<Tensor> {
+        match self.tensor(name)? {
+            Some(tensor) => Ok(tensor),
+            None => bail!("[parameters] {name} is not among those that were listed"),
+        }
     }
 
     /// With what variables hold now.

@@ -29,7 +29,7 @@ use candle_core::{Error, ModuleT, Result, Tensor, bail};
 use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Linear, VarBuilder};
 
-use crate::base::{Dim, Expect, HeadShard, ParameterList, Source, root};
+use crate::base::{Dim, Expect, HeadShard, Heads, ParameterList, Source, root};
 use crate::config::MultiHeadAttentionConfig;
 use crate::linear::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
 use crate::mask::AttentionMask;
@@ -191,13 +191,10 @@ impl MultiHeadAttention {
         source.check_dtype()?;
         let projections = projections(&source)?;
         let parameters = ParameterList::load(&parameters::specs(cfg, &source)?, &source)?;
-        let alibi = cfg.alibi().map(|config| alibi(config, h, cfg.score_scale(), source.device())).transpose()?;
+        let own = source.own_range(Heads::Query, h);
+        let alibi = cfg.alibi().map(|config| alibi(config, h, own, cfg.score_scale(), source.device())).transpose()?;
         let content = content(cfg.content_positions(), cfg.content_layer(), &source)?;
-        let mut terms: Vec<_> = content.into_iter().chain(alibi).collect();
-        if let Some(shard) = shard {
-            let (queries, _) = shard.shares(h, h_kv);
-            terms = terms.iter().map(|term| term.shard(queries)).collect::<Result<_>>()?;
-        }
+        let terms = content.into_iter().chain(alibi).collect();
         let mut mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
         if let Some(window) = cfg.window() {
             mask = mask.with_window(window);
@@ -347,13 +344,14 @@ impl MultiHeadAttention {
     /// # Errors
     /// If memory is short.
     pub fn freeze(&self) -> Result<Self> {
-        let frozen = Self {
+        let frozen = |term: &Term| Ok::<_, Error>(term.freeze()?.unwrap_or_else(|| term.clone()));
+        let layer = Self {
             projections: self.projections.freeze()?,
-            terms: self.terms.iter().map(|term| term.freeze()).collect::<Result<_>>()?,
-            relative_bias: self.relative_bias.as_ref().map(|bias| bias.freeze()).transpose()?,
+            terms: self.terms.iter().map(frozen).collect::<Result<_>>()?,
+            relative_bias: self.relative_bias.as_ref().map(frozen).transpose()?,
             ..self.clone()
         };
-        frozen.with_parameters(self.parameters.freeze()?)
+        layer.with_parameters(self.parameters.freeze()?)
     }
 
     /// What the layer was built from.
@@ -390,7 +388,9 @@ impl MultiHeadAttention {
     pub fn state_dict(&self, layout: WeightLayout) -> Result<Vec<(String, Tensor)>> {
         let mut tensors = state_dict(&self.config, layout, &self.projections.to_linears()?)?;
         tensors.extend(self.parameters.named()?);
-        tensors.extend(self.terms.iter().flat_map(|term| term.parameters()));
+        for parameters in self.terms.iter().filter_map(|term| term.parameters()) {
+            tensors.extend(parameters.named()?);
+        }
         Ok(tensors)
     }
 

@@ -1,5 +1,6 @@
 //! ALiBi: scores fall with the distance of query and key, by a slope for each head.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -7,7 +8,7 @@ use half::bf16;
 use serde::{Deserialize, Serialize};
 
 use super::{ScoreTerm, Scores, Term, TermCall};
-use crate::base::{Share, accumulation_dtype, fits_in_memory};
+use crate::base::{accumulation_dtype, fits_in_memory};
 use crate::position::Positions;
 
 /// The slopes' largest exponent in the paper, and in every model but some of MPT.
@@ -104,14 +105,20 @@ fn series(num_heads: usize, bias_max: f64) -> Result<Vec<f32>> {
     Ok(even.chain(odd).take(num_heads).map(|i| slope(i, n)).collect())
 }
 
-/// The term for scores that are multiplied by `scale`.
-pub(crate) fn alibi(config: &AlibiConfig, num_heads: usize, scale: f64, device: &Device) -> Result<Term> {
-    let slopes = config.slopes(num_heads)?;
+/// The term of some of `num_heads` heads, for scores that are multiplied by `scale`.
+pub(crate) fn alibi(
+    config: &AlibiConfig,
+    num_heads: usize,
+    own: Range<usize>,
+    scale: f64,
+    device: &Device,
+) -> Result<Term> {
+    let slopes = config.slopes(num_heads)?[own].to_vec();
     if *config == AlibiConfig::Falcon {
         let slopes = slopes.into_iter().map(round).collect();
         return Ok(Arc::new(KeyBias { slopes, scale, device: device.clone() }));
     }
-    Ok(Arc::new(Slopes(Tensor::from_vec(slopes, num_heads, device)?)))
+    Ok(Arc::new(Slopes(Tensor::new(slopes, device)?)))
 }
 
 /// Slopes (H,) in f32, for the distance of each query and key.
@@ -122,14 +129,6 @@ impl ScoreTerm for Slopes {
     fn add(&self, scores: &mut Scores, _: &TermCall) -> Result<()> {
         scores.options.alibi_slopes = Some(self.0.clone());
         Ok(())
-    }
-
-    fn freeze(&self) -> Result<Term> {
-        Ok(Arc::new(self.clone()))
-    }
-
-    fn shard(&self, heads: Share) -> Result<Term> {
-        Ok(Arc::new(Self(heads.copy(&self.0, 0)?)))
     }
 }
 
@@ -157,15 +156,6 @@ impl ScoreTerm for KeyBias {
 
     fn takes_positions(&self) -> bool {
         true
-    }
-
-    fn freeze(&self) -> Result<Term> {
-        Ok(Arc::new(self.clone()))
-    }
-
-    fn shard(&self, heads: Share) -> Result<Term> {
-        let own = heads.range(self.slopes.len());
-        Ok(Arc::new(Self { slopes: self.slopes[own].to_vec(), ..self.clone() }))
     }
 }
 

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use candle_core::{Result, Tensor, bail};
 
 use super::Positions;
-use crate::base::Share;
+use crate::base::ParameterList;
 use crate::linear::Projections;
 use crate::mask::AttentionMask;
 use crate::sdpa::{PackedSequences, SdpaOptions};
@@ -77,16 +77,15 @@ pub(crate) trait ScoreTerm: Debug + Send + Sync {
         false
     }
 
-    /// The layer's own parameters of the term, by their names.
-    fn parameters(&self) -> Vec<(String, Tensor)> {
-        Vec::new()
+    /// The layer's own parameters of the term, if it has any.
+    fn parameters(&self) -> Option<&ParameterList> {
+        None
     }
 
-    /// The term with what variables hold now.
-    fn freeze(&self) -> Result<Term>;
-
-    /// The term of some of the heads.
-    fn shard(&self, heads: Share) -> Result<Term>;
+    /// The term with what variables hold now; `None` for one without variables.
+    fn freeze(&self) -> Result<Option<Term>> {
+        Ok(None)
+    }
 
     /// The term with the vectors of distances that the layers of a stack share, if it takes such.
     fn with_embeddings(&self, _embeddings: &RelativeEmbeddings) -> Option<Term> {

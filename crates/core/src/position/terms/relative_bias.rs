@@ -8,7 +8,7 @@ use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use super::{ScoreTerm, Scores, Term, TermCall};
-use crate::base::{HeadShard, Options, Share, Source, accumulation_dtype, fits_in_memory, options};
+use crate::base::{HeadShard, Options, Source, accumulation_dtype, fits_in_memory, options};
 use crate::linear::frozen;
 use crate::position::Positions;
 
@@ -177,12 +177,11 @@ impl ScoreTerm for RelativeBias {
         true
     }
 
-    fn freeze(&self) -> Result<Term> {
-        Ok(Arc::new(if self.weight.track_op() { self.with_weight(frozen(&self.weight)?) } else { self.clone() }))
-    }
-
-    fn shard(&self, heads: Share) -> Result<Term> {
-        Ok(Arc::new(self.of_heads(heads)?))
+    fn freeze(&self) -> Result<Option<Term>> {
+        match self.weight.track_op() {
+            true => Ok(Some(Arc::new(self.with_weight(frozen(&self.weight)?)))),
+            false => Ok(None),
+        }
     }
 }
 
@@ -213,11 +212,8 @@ impl RelativeBias {
         if !h.is_multiple_of(n) {
             bail!("[relative_bias] a world size of {n} does not divide the {h} heads")
         }
-        self.of_heads(shard.shares(h, h).0)
-    }
-
-    fn of_heads(&self, share: Share) -> Result<Self> {
-        let heads = share.range(self.num_heads());
+        let share = shard.shares(h, h).0;
+        let heads = share.range(h);
         // A view of a variable, which training changes in place.
         Ok(self.with_weight(match self.weight.track_op() {
             true => self.weight.narrow(1, heads.start, heads.len())?,

@@ -6,7 +6,10 @@ use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use super::distances::{DistanceRows, descending, rows_of};
-use crate::base::{LINEAR_WEIGHT, Options, Source, accumulation_dtype, linear_bias, number, options};
+use crate::base::{
+    Heads, LINEAR_WEIGHT, Options, ParameterList, Source, Spec, Stored, accumulation_dtype, linear_bias, number,
+    options,
+};
 use crate::linear::{Projections, frozen};
 use crate::norm::Norm;
 
@@ -137,57 +140,43 @@ impl RelativeEmbeddings {
     }
 }
 
-/// The parameters of one layer.
+/// The vectors of one layer.
 #[derive(Debug, Clone)]
-pub(super) struct DisentangledTables {
+pub(super) struct Disentangled {
     config: DisentangledConfig,
     embeddings: Option<RelativeEmbeddings>,
-    /// To keys and to queries, unless the layer's own are used: weight (H·D, E), and bias.
-    projections: [Option<[Tensor; 2]>; 2],
 }
 
 const NAMES: [&str; 2] = ["pos_key_proj", "pos_query_proj"];
 
-impl DisentangledTables {
-    pub fn load(config: &DisentangledConfig, shape: (usize, usize), source: &Source) -> Result<Self> {
-        let load = |wanted: bool, name: &str| -> Result<Option<[Tensor; 2]>> {
-            if !wanted || config.shared_projections {
-                return Ok(None);
-            }
-            let own = [source.pp(name), source.pp("self").pp(name)];
-            let source = own.iter().find(|source| source.has("weight")).unwrap_or(&own[0]);
-            let weight = source.get(shape, "weight", LINEAR_WEIGHT)?;
-            Ok(Some([weight, source.get(shape.0, "bias", linear_bias(shape.1))?]))
+/// The projections to keys and to queries, weight (H·D, E) and bias, unless the layer's own are used.
+pub(super) fn specs(config: &DisentangledConfig, [outputs, inputs]: [usize; 2], source: &Source) -> Vec<Spec> {
+    let wanted = [config.content_to_position, config.position_to_content];
+    let wanted = NAMES.into_iter().zip(wanted).filter(|&(_, wanted)| wanted && !config.shared_projections);
+    let of = |(name, _): (&str, bool)| {
+        let prefix = if source.pp("self").pp(name).has("weight") { "self." } else { "" };
+        let spec = |part: &str, shape: &[usize], init| {
+            let name = format!("{name}.{part}");
+            let stored = Stored::Whole(format!("{prefix}{name}"));
+            Spec::new(name, shape, init).stored(stored).by_head(Heads::Query, 0)
         };
-        let projections = [load(config.content_to_position, NAMES[0])?, load(config.position_to_content, NAMES[1])?];
-        Ok(Self { config: config.clone(), embeddings: None, projections })
+        [spec("weight", &[outputs, inputs], LINEAR_WEIGHT), spec("bias", &[outputs], linear_bias(inputs))]
+    };
+    wanted.flat_map(of).collect()
+}
+
+impl Disentangled {
+    pub fn new(config: &DisentangledConfig) -> Self {
+        Self { config: config.clone(), embeddings: None }
     }
 
-    pub fn with_embeddings(self, embeddings: RelativeEmbeddings) -> Self {
-        Self { embeddings: Some(embeddings), ..self }
+    pub fn with_embeddings(&self, embeddings: RelativeEmbeddings) -> Self {
+        Self { config: self.config.clone(), embeddings: Some(embeddings) }
     }
 
     pub fn freeze(&self) -> Result<Self> {
         let embeddings = self.embeddings.as_ref().map(RelativeEmbeddings::freeze).transpose()?;
-        Ok(Self { embeddings, ..self.map(&frozen)? })
-    }
-
-    /// With other projections.
-    pub fn map(&self, change: &dyn Fn(&Tensor) -> Result<Tensor>) -> Result<Self> {
-        let own = |linear: &Option<[Tensor; 2]>| -> Result<Option<[Tensor; 2]>> {
-            let Some([weight, bias]) = linear else { return Ok(None) };
-            Ok(Some([change(weight)?, change(bias)?]))
-        };
-        let [keys, queries] = &self.projections;
-        Ok(Self { projections: [own(keys)?, own(queries)?], ..self.clone() })
-    }
-
-    pub fn parameters(&self) -> Vec<(String, Tensor)> {
-        let named = NAMES.iter().zip(&self.projections).filter_map(|(name, linear)| Some((name, linear.as_ref()?)));
-        let named = named.flat_map(|(name, [weight, bias])| {
-            [(format!("{name}.weight"), weight.clone()), (format!("{name}.bias"), bias.clone())]
-        });
-        named.collect()
+        Ok(Self { config: self.config.clone(), embeddings })
     }
 
     /// Whether [`rows`](Self::rows) depends on tensors alone, and not on modules, which may differ in a clone of the
@@ -197,7 +186,12 @@ impl DisentangledTables {
     }
 
     /// For T tokens and heads of width D.
-    pub fn rows(&self, [t, d]: [usize; 2], projections: &Projections) -> Result<DistanceRows> {
+    pub fn rows(
+        &self,
+        [t, d]: [usize; 2],
+        parameters: &ParameterList,
+        projections: &Projections,
+    ) -> Result<DistanceRows> {
         let Some(embeddings) = &self.embeddings else {
             bail!(
                 "[multi_head_attention] the config has disentangled positions, expected the stack's embeddings in \
@@ -213,12 +207,12 @@ impl DisentangledTables {
                 [keys, Some(own.q.squeeze(0)?)]
             }
             false => {
-                let project = |linear: &Option<[Tensor; 2]>| -> Result<Option<Tensor>> {
-                    let Some([weight, bias]) = linear else { return Ok(None) };
-                    Ok(Some(embeddings.matmul(&weight.t()?)?.broadcast_add(bias)?))
+                let project = |name: &str| -> Result<Option<Tensor>> {
+                    let Some(weight) = parameters.tensor(&format!("{name}.weight"))? else { return Ok(None) };
+                    let bias = parameters.expect(&format!("{name}.bias"))?;
+                    Ok(Some(embeddings.matmul(&weight.t()?)?.broadcast_add(&bias)?))
                 };
-                let [keys, queries] = &self.projections;
-                [project(keys)?, project(queries)?]
+                [project(NAMES[0])?, project(NAMES[1])?]
             }
         };
         let (config, dtype) = (&self.config, accumulation_dtype(embeddings.dtype()));

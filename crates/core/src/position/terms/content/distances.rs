@@ -7,43 +7,35 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::{D, Device, Result, Tensor, bail};
 use candle_nn::Init;
 
-use super::disentangled::DisentangledTables;
+use super::disentangled::{self, Disentangled};
 use super::{ContentLayer, DisentangledConfig, RelativeEmbeddings, ScoreTerm, Scores, Term, TermCall};
-use crate::base::{LINEAR_WEIGHT, Share, Source, accumulation_dtype, fits_in_memory};
-use crate::linear::{Projections, frozen};
+use crate::base::{Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, Stored, accumulation_dtype, fits_in_memory};
+use crate::linear::Projections;
 
 /// The parameters of a layer's [`ContentPositions`] that go by the distance of query and key.
 #[derive(Debug, Clone)]
 pub(super) struct DistanceTables {
     kind: Kind,
+    parameters: ParameterList,
     /// For the latest length, where they depend on plain tensors alone. Clones of a layer share it.
     latest: Arc<Mutex<Option<(usize, DistanceRows)>>>,
 }
 
 #[derive(Debug, Clone)]
 enum Kind {
-    TransformerXl(TransformerXl),
-    /// The vectors (left + right + 1, D) of keys from `left` before their query to `right` after it.
+    TransformerXl,
+    /// Keys from `left` before their query to `right` after it have vectors of their own.
     Clipped {
-        table: Tensor,
         left: usize,
         right: usize,
     },
-    Disentangled(DisentangledTables),
-}
-
-#[derive(Debug, Clone)]
-struct TransformerXl {
-    /// (H·D, E).
-    projection: Tensor,
-    /// Added to queries before they meet keys, and before they meet distances: (H, D).
-    biases: [Tensor; 2],
+    Disentangled(Disentangled),
 }
 
 /// Names of these parameters: ESPnet's and NeMo's, which transformers has of Parakeet.
 pub(super) const TRANSFORMER_XL: [[&str; 3]; 2] =
     [["linear_pos", "pos_bias_u", "pos_bias_v"], ["relative_k_proj", "bias_u", "bias_v"]];
-const CLIPPED: &str = "distance_embedding";
+const CLIPPED: &str = "distance_embedding.weight";
 /// One of each kind.
 pub(super) const PARAMETERS: [&str; 5] =
     ["pos_bias_u", "bias_u", "distance_embedding.weight", "pos_key_proj.weight", "pos_query_proj.weight"];
@@ -83,35 +75,22 @@ impl ScoreTerm for DistanceTables {
         Ok(())
     }
 
-    fn parameters(&self) -> Vec<(String, Tensor)> {
-        match &self.kind {
-            Kind::TransformerXl(TransformerXl { projection, biases }) => {
-                let [name, names @ ..] = TRANSFORMER_XL[0];
-                let biases = names.into_iter().zip(biases).map(|(name, bias)| (name.to_string(), bias.clone()));
-                biases.chain([(format!("{name}.weight"), projection.clone())]).collect()
-            }
-            Kind::Clipped { table, .. } => vec![(format!("{CLIPPED}.weight"), table.clone())],
-            Kind::Disentangled(tables) => tables.parameters(),
-        }
+    fn parameters(&self) -> Option<&ParameterList> {
+        Some(&self.parameters)
     }
 
-    fn freeze(&self) -> Result<Term> {
-        self.map(&frozen, |tables| tables.freeze())
-    }
-
-    fn shard(&self, heads: Share) -> Result<Term> {
-        let own = |table: &Tensor| heads.copy(table, 0);
-        match &self.kind {
-            // All heads have the same.
-            Kind::Clipped { .. } => Ok(Arc::new(self.clone())),
-            _ => self.map(&own, |tables| tables.map(&own)),
-        }
+    fn freeze(&self) -> Result<Option<Term>> {
+        let kind = match &self.kind {
+            Kind::Disentangled(vectors) => Kind::Disentangled(vectors.freeze()?),
+            kind => kind.clone(),
+        };
+        Ok(Some(Arc::new(Self::new(kind, self.parameters.freeze()?))))
     }
 
     fn with_embeddings(&self, embeddings: &RelativeEmbeddings) -> Option<Term> {
-        let Kind::Disentangled(tables) = &self.kind else { return None };
-        let kind = Kind::Disentangled(tables.clone().with_embeddings(embeddings.clone()));
-        Some(Arc::new(Self::new(kind)))
+        let Kind::Disentangled(vectors) = &self.kind else { return None };
+        let kind = Kind::Disentangled(vectors.with_embeddings(embeddings.clone()));
+        Some(Arc::new(Self::new(kind, self.parameters.clone())))
     }
 }
 
@@ -120,40 +99,32 @@ impl DistanceTables {
         let (h, d) = (layer.num_heads, layer.head_dim);
         let has = |names: &&[&str; 3]| source.has(names[1]);
         let [projection, u, v] = *TRANSFORMER_XL.iter().find(has).unwrap_or(&TRANSFORMER_XL[0]);
-        let bias = |name| source.get((h, d), name, Init::Const(0.0));
-        let projection = source.pp(projection).get((h * d, layer.embed_dim), "weight", LINEAR_WEIGHT)?;
-        Ok(Self::new(Kind::TransformerXl(TransformerXl { projection, biases: [bias(u)?, bias(v)?] })))
+        let [own_projection, own_u, own_v] = TRANSFORMER_XL[0];
+        let spec = |name: String, stored: String, shape: [usize; 2], init| {
+            Spec::new(name, shape, init).stored(Stored::Whole(stored)).by_head(Heads::Query, 0)
+        };
+        let weight = |name: &str| format!("{name}.weight");
+        let specs = [
+            spec(weight(own_projection), weight(projection), [h * d, layer.embed_dim], LINEAR_WEIGHT),
+            spec(own_u.into(), u.into(), [h, d], Init::Const(0.0)),
+            spec(own_v.into(), v.into(), [h, d], Init::Const(0.0)),
+        ];
+        Ok(Self::new(Kind::TransformerXl, ParameterList::load(&specs, source)?))
     }
 
     pub(super) fn clipped(left: usize, right: usize, layer: ContentLayer, source: &Source) -> Result<Self> {
         let init = Init::Randn { mean: 0.0, stdev: 1.0 };
-        let table = source.pp(CLIPPED).get((left + right + 1, layer.head_dim), "weight", init)?;
-        Ok(Self::new(Kind::Clipped { table, left, right }))
+        let table = Spec::new(CLIPPED, [left + right + 1, layer.head_dim], init);
+        Ok(Self::new(Kind::Clipped { left, right }, ParameterList::load(&[table], source)?))
     }
 
     pub(super) fn disentangled(config: &DisentangledConfig, layer: ContentLayer, source: &Source) -> Result<Self> {
-        let shape = (layer.num_heads * layer.head_dim, layer.embed_dim);
-        Ok(Self::new(Kind::Disentangled(DisentangledTables::load(config, shape, source)?)))
+        let specs = disentangled::specs(config, [layer.num_heads * layer.head_dim, layer.embed_dim], source);
+        Ok(Self::new(Kind::Disentangled(Disentangled::new(config)), ParameterList::load(&specs, source)?))
     }
 
-    fn new(kind: Kind) -> Self {
-        Self { kind, latest: Arc::default() }
-    }
-
-    fn map(
-        &self,
-        change: &dyn Fn(&Tensor) -> Result<Tensor>,
-        disentangled: impl FnOnce(&DisentangledTables) -> Result<DisentangledTables>,
-    ) -> Result<Term> {
-        let kind = match &self.kind {
-            Kind::TransformerXl(TransformerXl { projection, biases: [u, v] }) => {
-                let biases = [change(u)?, change(v)?];
-                Kind::TransformerXl(TransformerXl { projection: change(projection)?, biases })
-            }
-            &Kind::Clipped { ref table, left, right } => Kind::Clipped { table: change(table)?, left, right },
-            Kind::Disentangled(tables) => Kind::Disentangled(disentangled(tables)?),
-        };
-        Ok(Arc::new(Self::new(kind)))
+    fn new(kind: Kind, parameters: ParameterList) -> Self {
+        Self { kind, parameters, latest: Arc::default() }
     }
 
     /// The queries (B, H, T, D) that meet keys (B, H_kv, T, D), and the terms of the scores beside.
@@ -161,9 +132,12 @@ impl DistanceTables {
         let (dtype, dims) = (accumulation_dtype(q.dtype()), [q.dim(2)?, q.dim(3)?]);
         let rows = self.rows(dims, projections)?;
         let wide = q.to_dtype(dtype)?;
-        let with = |bias: &Tensor| wide.broadcast_add(&bias.to_dtype(dtype)?.unsqueeze(1)?);
+        let with = |bias: &str| wide.broadcast_add(&self.parameters.expect(bias)?.to_dtype(dtype)?.unsqueeze(1)?);
         let (of_keys, of_distances) = match &self.kind {
-            Kind::TransformerXl(TransformerXl { biases: [u, v], .. }) => (with(u)?.to_dtype(q.dtype())?, with(v)?),
+            Kind::TransformerXl => {
+                let [_, u, v] = TRANSFORMER_XL[0];
+                (with(u)?.to_dtype(q.dtype())?, with(v)?)
+            }
             Kind::Clipped { .. } | Kind::Disentangled(_) => (q.clone(), wide.clone()),
         };
         let terms = DistanceTerms { rows, queries: (of_distances * scale)?, keys: (k.to_dtype(dtype)? * scale)? };
@@ -173,8 +147,8 @@ impl DistanceTables {
     /// For T tokens and heads of width D.
     fn rows(&self, [t, d]: [usize; 2], projections: &Projections) -> Result<DistanceRows> {
         let is_fixed = match &self.kind {
-            Kind::Disentangled(tables) => tables.are_fixed(projections),
-            Kind::TransformerXl(_) | Kind::Clipped { .. } => true,
+            Kind::Disentangled(vectors) => vectors.are_fixed(projections),
+            Kind::TransformerXl | Kind::Clipped { .. } => true,
         };
         if !is_fixed {
             return self.computed([t, d], projections);
@@ -194,18 +168,20 @@ impl DistanceTables {
     fn computed(&self, [t, d]: [usize; 2], projections: &Projections) -> Result<DistanceRows> {
         let dtype = accumulation_dtype(projections.dtype());
         match &self.kind {
-            Kind::TransformerXl(TransformerXl { projection, biases: [u, _] }) => {
-                let h = u.dim(0)?;
+            Kind::TransformerXl => {
+                let projection = self.parameters.expect(&format!("{}.weight", TRANSFORMER_XL[0][0]))?;
+                let h = projection.dim(0)? / d;
                 let waves = sinusoids(t, projection.dim(1)?, projection.device())?.to_dtype(dtype)?;
                 let rows = waves.matmul(&projection.to_dtype(dtype)?.t()?)?.reshape((2 * t, h, d))?;
                 Ok(DistanceRows { queries: Some(rows.transpose(0, 1)?.contiguous()?), keys: None })
             }
-            &Kind::Clipped { ref table, left, right } => {
+            &Kind::Clipped { left, right } => {
+                let table = self.parameters.expect(CLIPPED)?;
                 let behind = |distance: i64| (left as i64 - distance.clamp(-(right as i64), left as i64)) as usize;
                 let rows = rows_of(&table.to_dtype(dtype)?, descending(t).map(behind))?;
                 Ok(DistanceRows { queries: Some(rows.unsqueeze(0)?), keys: None })
             }
-            Kind::Disentangled(tables) => tables.rows([t, d], projections),
+            Kind::Disentangled(vectors) => vectors.rows([t, d], &self.parameters, projections),
         }
     }
 }

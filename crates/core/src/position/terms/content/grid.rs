@@ -6,16 +6,15 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::Init;
 
 use super::{ScoreTerm, Scores, Term, TermCall};
-use crate::base::{Share, Source, accumulation_dtype};
-use crate::linear::frozen;
+use crate::base::{ParameterList, Source, Spec, accumulation_dtype};
 
 /// The parameters of [`ContentPositions::Grid`](crate::ContentPositions::Grid).
 #[derive(Debug, Clone)]
 pub(super) struct GridTables {
     /// Rows and columns of the grid.
     sizes: [usize; 2],
-    /// (2 · rows - 1, D) and (2 · columns - 1, D).
-    tables: [Tensor; 2],
+    /// (2 · rows - 1, D) and (2 · columns - 1, D), which all heads share.
+    parameters: ParameterList,
 }
 
 pub(super) const NAMES: [&str; 2] = ["rel_pos_h", "rel_pos_w"];
@@ -27,25 +26,19 @@ impl ScoreTerm for GridTables {
         Ok(())
     }
 
-    fn parameters(&self) -> Vec<(String, Tensor)> {
-        NAMES.iter().zip(&self.tables).map(|(name, table)| (name.to_string(), table.clone())).collect()
+    fn parameters(&self) -> Option<&ParameterList> {
+        Some(&self.parameters)
     }
 
-    fn freeze(&self) -> Result<Term> {
-        let [rows, columns] = &self.tables;
-        Ok(Arc::new(Self { sizes: self.sizes, tables: [frozen(rows)?, frozen(columns)?] }))
-    }
-
-    /// All heads have the same tables.
-    fn shard(&self, _: Share) -> Result<Term> {
-        Ok(Arc::new(self.clone()))
+    fn freeze(&self) -> Result<Option<Term>> {
+        Ok(Some(Arc::new(Self { sizes: self.sizes, parameters: self.parameters.freeze()? })))
     }
 }
 
 impl GridTables {
     pub(super) fn load(sizes: [usize; 2], d: usize, source: &Source) -> Result<Self> {
-        let table = |axis: usize| source.get((2 * sizes[axis] - 1, d), NAMES[axis], Init::Const(0.0));
-        Ok(Self { sizes, tables: [table(0)?, table(1)?] })
+        let table = |axis: usize| Spec::new(NAMES[axis], [2 * sizes[axis] - 1, d], Init::Const(0.0));
+        Ok(Self { sizes, parameters: ParameterList::load(&[table(0), table(1)], source)? })
     }
 
     /// Queries (B, H, T, D) and keys (B, H_kv, T, D), views of (B, T, ..), made wider: a query by its product with the
@@ -80,7 +73,7 @@ impl GridTables {
 
     /// The table's entry of each place of a query and each of a key on an axis, (n, D, n).
     fn of_axis(&self, axis: usize, dtype: DType) -> Result<Tensor> {
-        let (n, table) = (self.sizes[axis], &self.tables[axis]);
+        let (n, table) = (self.sizes[axis], self.parameters.expect(NAMES[axis])?);
         let distances = (0..n).flat_map(|query| (0..n).map(move |key| (query + n - 1 - key) as u32));
         let distances = Tensor::from_vec(distances.collect::<Vec<_>>(), n * n, table.device())?;
         let entries = table.to_dtype(dtype)?.index_select(&distances, 0)?;

@@ -2,12 +2,13 @@
 
 use std::sync::{Arc, OnceLock};
 
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor, bail};
 use candle_nn::{Init, ops};
 
 use super::{ScoreTerm, Scores, Term, TermCall};
-use crate::base::{LINEAR_WEIGHT, Share, Source, accumulation_dtype, fits_in_memory, linear_bias};
-use crate::linear::frozen;
+use crate::base::{
+    Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, Stored, accumulation_dtype, fits_in_memory, linear_bias,
+};
 use crate::norm::Norm;
 
 /// The parameters of [`ContentPositions::Window`](crate::ContentPositions::Window) and
@@ -16,8 +17,8 @@ use crate::norm::Norm;
 pub(super) struct WindowTables {
     /// Rows and columns of the window.
     sizes: [usize; 2],
-    /// Those of [`TABLE`], or of [`COSINE`].
-    tensors: Vec<Tensor>,
+    /// [`TABLE`], or those of [`COSINE`].
+    parameters: ParameterList,
     cosine: Option<Cosine>,
     /// (1, H, T, T), where nothing is tracked.
     bias: Arc<OnceLock<Tensor>>,
@@ -31,7 +32,7 @@ struct Cosine {
     norm: Norm,
 }
 
-const TABLE: [&str; 1] = ["relative_position_bias_table"];
+const TABLE: &str = "relative_position_bias_table";
 const COSINE: [&str; 4] = [
     "logit_scale",
     "continuous_position_bias_mlp.0.weight",
@@ -54,31 +55,20 @@ impl ScoreTerm for WindowTables {
         Ok(())
     }
 
-    fn parameters(&self) -> Vec<(String, Tensor)> {
-        let names = if self.is_cosine() { COSINE.as_slice() } else { &TABLE };
-        names.iter().zip(&self.tensors).map(|(name, tensor)| (name.to_string(), tensor.clone())).collect()
+    fn parameters(&self) -> Option<&ParameterList> {
+        Some(&self.parameters)
     }
 
-    fn freeze(&self) -> Result<Term> {
-        self.map(|_, tensor| frozen(tensor))
-    }
-
-    fn shard(&self, heads: Share) -> Result<Term> {
-        let is_cosine = self.is_cosine();
-        self.map(|i, tensor| match (is_cosine, i) {
-            (false, _) => heads.copy(tensor, 1),
-            (true, 0 | 3) => heads.copy(tensor, 0),
-            (true, _) => Ok(tensor.clone()),
-        })
+    fn freeze(&self) -> Result<Option<Term>> {
+        Ok(Some(Arc::new(Self { parameters: self.parameters.freeze()?, bias: Arc::default(), ..self.clone() })))
     }
 }
 
 impl WindowTables {
     pub(super) fn of_table(sizes: [usize; 2], h: usize, source: &Source) -> Result<Self> {
-        let [name] = TABLE;
         let init = Init::Randn { mean: 0.0, stdev: 0.02 };
-        let table = source.get((places(sizes)?, h), &full_name(name, source), init)?;
-        Ok(Self { sizes, tensors: vec![table], cosine: None, bias: Arc::default() })
+        let table = spec(TABLE, &[places(sizes)?, h], init, source).by_head(Heads::Query, 1);
+        Ok(Self { sizes, parameters: ParameterList::load(&[table], source)?, cosine: None, bias: Arc::default() })
     }
 
     pub(super) fn of_cosines(
@@ -88,25 +78,24 @@ impl WindowTables {
         source: &Source,
     ) -> Result<Self> {
         let [h, d] = heads;
-        let inits = [Init::Const(10f64.ln()), LINEAR_WEIGHT, linear_bias(2), LINEAR_WEIGHT];
-        let shapes = [vec![h, 1, 1], vec![HIDDEN, 2], vec![HIDDEN], vec![h, HIDDEN]];
-        let get = |((name, init), shape)| source.get(shape, &full_name(name, source), init);
-        let tensors = COSINE.into_iter().zip(inits).zip(shapes).map(get).collect::<Result<_>>()?;
+        let [scale, weight, bias, last] = COSINE;
+        let specs = [
+            spec(scale, &[h, 1, 1], Init::Const(10f64.ln()), source).by_head(Heads::Query, 0),
+            spec(weight, &[HIDDEN, 2], LINEAR_WEIGHT, source),
+            spec(bias, &[HIDDEN], linear_bias(2), source),
+            spec(last, &[h, HIDDEN], LINEAR_WEIGHT, source).by_head(Heads::Query, 0),
+        ];
         // A length of 1e-12 is the least that anything is divided by.
         let norm = Norm::without_weight(1e-24 / d as f64, d, source)?;
         let cosine = Cosine { trained: trained.unwrap_or(sizes), norm };
-        Ok(Self { sizes, tensors, cosine: Some(cosine), bias: Arc::default() })
+        let parameters = ParameterList::load(&specs, source)?;
+        Ok(Self { sizes, parameters, cosine: Some(cosine), bias: Arc::default() })
     }
 
     /// An error if the file has any.
     pub(super) fn refuse(source: &Source) -> Result<()> {
-        let names = PREFIXES.into_iter().flat_map(|prefix| [TABLE[0], COSINE[0]].map(|name| format!("{prefix}{name}")));
+        let names = PREFIXES.into_iter().flat_map(|prefix| [TABLE, COSINE[0]].map(|name| format!("{prefix}{name}")));
         names.into_iter().try_for_each(|name| source.refuse(&name, "the config has no content_positions"))
-    }
-
-    fn map(&self, change: impl Fn(usize, &Tensor) -> Result<Tensor>) -> Result<Term> {
-        let tensors = self.tensors.iter().enumerate().map(|(i, tensor)| change(i, tensor)).collect::<Result<_>>()?;
-        Ok(Arc::new(Self { tensors, bias: Arc::default(), ..self.clone() }))
     }
 
     /// Whether queries have their scale already.
@@ -121,7 +110,8 @@ impl WindowTables {
         let (dtype, wide) = (q.dtype(), accumulation_dtype(q.dtype()));
         let (h, d) = (q.dim(1)?, q.dim(3)?);
         // Normed rows are as long as the root of D.
-        let factors = (self.tensors[0].to_dtype(wide)?.minimum(100f64.ln())?.exp()? / d as f64)?.reshape((h, 1))?;
+        let factors = (self.parameters.expect(COSINE[0])?.to_dtype(wide)?.minimum(100f64.ln())?.exp()? / d as f64)?
+            .reshape((h, 1))?;
         let q = norm.forward(&q.transpose(1, 2)?)?.to_dtype(wide)?.broadcast_mul(&factors)?.to_dtype(dtype)?;
         Ok([q.transpose(1, 2)?, norm.forward(&k.transpose(1, 2)?)?.transpose(1, 2)?])
     }
@@ -144,10 +134,9 @@ impl WindowTables {
     }
 
     fn computed(&self, t: usize) -> Result<Tensor> {
-        let dtype = accumulation_dtype(self.tensors[0].dtype());
         let of_places = match &self.cosine {
-            Some(cosine) => self.of_network(cosine, dtype)?,
-            None => self.tensors[0].to_dtype(dtype)?,
+            Some(cosine) => self.of_network(cosine)?,
+            None => self.wide(TABLE)?,
         };
         let h = of_places.dim(1)?;
         if !fits_in_memory(&[t, t, h]) {
@@ -164,7 +153,9 @@ impl WindowTables {
     }
 
     /// What Swin v2's network gives for each place, (places, H).
-    fn of_network(&self, cosine: &Cosine, dtype: DType) -> Result<Tensor> {
+    fn of_network(&self, cosine: &Cosine) -> Result<Tensor> {
+        let [_, weight, bias, last] = COSINE;
+        let weight = self.wide(weight)?;
         let [rows, columns] = self.sizes;
         let along = |axis: usize, n: usize| {
             let place = (n + 1) as f64 - self.sizes[axis] as f64;
@@ -174,10 +165,14 @@ impl WindowTables {
         let pairs = (0..2 * rows - 1).flat_map(|y| (0..2 * columns - 1).map(move |x| [y, x]));
         let coordinates: Vec<_> = pairs.flat_map(|[y, x]| [along(0, y), along(1, x)]).collect();
         let coordinates = Tensor::from_vec(coordinates, (places(self.sizes)?, 2), &Device::Cpu)?;
-        let coordinates = coordinates.to_device(self.tensors[0].device())?.to_dtype(dtype)?;
-        let wide = |i: usize| self.tensors[i].to_dtype(dtype);
-        let hidden = coordinates.matmul(&wide(1)?.t()?)?.broadcast_add(&wide(2)?)?.relu()?;
-        ops::sigmoid(&hidden.matmul(&wide(3)?.t()?)?)? * 16.0
+        let coordinates = coordinates.to_device(weight.device())?.to_dtype(weight.dtype())?;
+        let hidden = coordinates.matmul(&weight.t()?)?.broadcast_add(&self.wide(bias)?)?.relu()?;
+        ops::sigmoid(&hidden.matmul(&self.wide(last)?.t()?)?)? * 16.0
+    }
+
+    fn wide(&self, name: &str) -> Result<Tensor> {
+        let tensor = self.parameters.expect(name)?;
+        tensor.to_dtype(accumulation_dtype(tensor.dtype()))
     }
 }
 
@@ -190,7 +185,9 @@ fn places(sizes: [usize; 2]) -> Result<usize> {
     Ok(sizes[0] * sizes[1])
 }
 
-fn full_name(name: &str, source: &Source) -> String {
+/// A parameter, below whichever prefix the file has it.
+fn spec(name: &str, shape: &[usize], init: Init, source: &Source) -> Spec {
     let names = PREFIXES.map(|prefix| format!("{prefix}{name}"));
-    names.iter().find(|name| source.has(name)).unwrap_or(&names[0]).clone()
+    let stored = names.iter().find(|name| source.has(name)).unwrap_or(&names[0]);
+    Spec::new(name, shape, init).stored(Stored::Whole(stored.clone()))
 }
