@@ -4,7 +4,7 @@ use std::fmt;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use Dim::{Any, Is};
+use Dim::{Any, Is, Named};
 
 /// One dimension of an expected shape.
 #[derive(Debug, Clone, Copy)]
@@ -12,6 +12,8 @@ pub(crate) enum Dim {
     /// Of any size, by its name in errors. `..` in front stands for any number of dimensions.
     Any(&'static str),
     Is(usize),
+    /// Of a size that has a name, `H = 4`.
+    Named(&'static str, usize),
 }
 
 /// A shape of which some dimensions may have any size, `(B, T, 64)`.
@@ -25,7 +27,7 @@ impl Dims<'_> {
         };
         let fits = |(&found, expected): (&usize, &Dim)| match *expected {
             Any(_) => true,
-            Is(size) => found == size,
+            Is(size) | Named(_, size) => found == size,
         };
         found.len() == expected.len() && found.iter().zip(expected).all(fits)
     }
@@ -43,6 +45,7 @@ impl fmt::Display for Dim {
         match self {
             Any(name) => f.write_str(name),
             Is(size) => size.fmt(f),
+            Named(name, size) => write!(f, "{name} = {size}"),
         }
     }
 }
@@ -134,6 +137,7 @@ mod tests {
         let text = |result: Result<Expect>| result.err().expect("an error").to_string();
         let cases = [
             (input.shape(&[Is(2)]), "[op] input has shape [2, 3], expected (2,)"),
+            (input.shape(&[Named("H", 4)]), "[op] input has shape [2, 3], expected (H = 4,)"),
             (input.shape(&[Any(".."), Any("B"), Is(4)]), "[op] input has shape [2, 3], expected (.., B, 4)"),
             (
                 input.shape(&[Any(".."), Any("B"), Any("T"), Is(3)]),

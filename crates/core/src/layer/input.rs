@@ -4,9 +4,10 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Once;
 
-use candle_core::{D, DType, Device, Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::ProjectedMemory;
+use crate::base::{Dim, Expect};
 use crate::cache::{AttentionCache, NewTokens, Padding};
 use crate::init::TorchSeed;
 use crate::mask::AttentionMask;
@@ -467,25 +468,15 @@ impl Expected<'_> {
     /// An input as (B, T, width), after its shape, dtype and device were checked.
     pub fn check(&self, what: &str, xs: &Tensor) -> Result<Tensor> {
         let &Self { op, width, batched, dtype, device } = self;
-        let rank = if batched { 3 } else { 2 };
-        if xs.rank() != rank || xs.dim(D::Minus1)? != width {
-            let expected = match (batched, what) {
-                (true, _) => format!("(B, T, {width})"),
-                (false, "queries") => format!("(B, T, {width}) or (T, {width})"),
-                (false, _) => format!("(T, {width}) beside queries without a batch"),
-            };
-            bail!("[{op}] {what} have shape {:?}, expected {expected}", xs.dims())
-        }
-        if xs.dtype() != dtype {
-            bail!("[{op}] {what} have dtype {:?}, expected the weights' {dtype:?}", xs.dtype())
-        }
-        if !xs.device().same_device(device) {
-            bail!(
-                "[{op}] {what} are on {:?}, expected them beside the weights on {:?}",
-                xs.device().location(),
-                device.location()
-            )
-        }
+        let (one, batch) = ([Dim::Any("T"), Dim::Is(width)], [Dim::Any("B"), Dim::Any("T"), Dim::Is(width)]);
+        let xs_in = Expect::many(op, what, xs);
+        let xs_in = match (batched, what) {
+            (true, _) => xs_in.shape(&batch)?,
+            (false, "queries") => xs_in.shape_of(&[&batch, &one])?,
+            // Those of one sequence, as the queries are.
+            (false, _) => xs_in.shape(&one)?,
+        };
+        xs_in.dtype(dtype, "the weights'")?.beside("the weights", device)?;
         if batched { Ok(xs.clone()) } else { xs.unsqueeze(0) }
     }
 

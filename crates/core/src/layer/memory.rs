@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor, bail};
 
 use super::{AttentionInput, MultiHeadAttention, OP};
-use crate::base::check_keys_and_values;
+use crate::base::{Dim, Expect, check_keys_and_values};
 use crate::config::KvSource;
 use crate::position::{Positions, RopeAxes, RopeConfig};
 
@@ -97,7 +97,6 @@ impl MultiHeadAttention {
         }
         let cfg = &self.config;
         let rows = memory.t_kv + cfg.appended_keys();
-        let shapes = [cfg.head_dim(), cfg.value_head_dim()].map(|width| [b, cfg.num_kv_heads(), rows, width]);
         if memory.batched != batched {
             let of = |batched| if batched { "a batch" } else { "one sequence without a batch" };
             bail!(
@@ -106,23 +105,13 @@ impl MultiHeadAttention {
                 of(batched)
             )
         }
-        if [memory.k.dims(), memory.v.dims()] != [&shapes[0], &shapes[1]] {
-            bail!(
-                "[multi_head_attention] the memory holds keys {:?} and values {:?}, expected {:?} and {:?} of this layer and batch",
-                memory.k.dims(),
-                memory.v.dims(),
-                shapes[0],
-                shapes[1]
-            )
-        }
         let (dtype, device) = (self.projections.dtype(), self.projections.device());
-        if memory.k.dtype() != dtype || !memory.k.device().same_device(device) {
-            bail!(
-                "[multi_head_attention] the memory is {:?} on {:?}, expected the weights' {dtype:?} on {:?}",
-                memory.k.dtype(),
-                memory.k.device().location(),
-                device.location()
-            )
+        for (name, tensor, width) in
+            [("the memory's keys", &memory.k, cfg.head_dim()), ("the memory's values", &memory.v, cfg.value_head_dim())]
+        {
+            let tensor = Expect::many(OP, name, tensor);
+            tensor.shape(&[b, cfg.num_kv_heads(), rows, width].map(Dim::Is))?;
+            tensor.dtype(dtype, "the weights'")?.beside("the weights", device)?;
         }
         Ok(())
     }

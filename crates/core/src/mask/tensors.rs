@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::AttentionMask;
 use super::constraint::Constraint;
-use crate::base::{FLOATS, fits_in_memory, is_addressable};
+use crate::base::{Expect, FLOATS, fits_in_memory, is_addressable};
 
 impl AttentionMask {
     /// The mask as one tensor to add to scores: the biases, and -inf where a key is hidden. Shape broadcastable to
@@ -47,9 +47,7 @@ impl AttentionMask {
     pub(crate) fn explicit_keep(&self, dims: (usize, usize, usize, usize), device: &Device) -> Result<Option<Tensor>> {
         let mut all: Option<Tensor> = None;
         for keep in self.keeps() {
-            if keep.dtype() != DType::U8 {
-                bail!("[attention_mask] keep has dtype {:?}, expected U8 with 1 = attend", keep.dtype())
-            }
+            Expect::one("attention_mask", "keep", keep).dtype_of(&[DType::U8], " with 1 = attend")?;
             let keep = fit("keep", keep, dims, device)?;
             all = Some(match all {
                 None => keep,
@@ -68,12 +66,7 @@ impl AttentionMask {
     ) -> Result<Option<Tensor>> {
         let mut sum: Option<Tensor> = None;
         for bias in self.biases() {
-            if !FLOATS.contains(&bias.dtype()) {
-                bail!(
-                    "[attention_mask] bias has dtype {:?}, expected a float; a mask of ones and zeros is a keep",
-                    bias.dtype()
-                )
-            }
+            Expect::one("attention_mask", "bias", bias).dtype_of(&FLOATS, "; a mask of ones and zeros is a keep")?;
             let bias = fit("bias", bias, dims, device)?;
             if bias.dtype() != dtype {
                 check_memory(bias.dims())?;
@@ -188,13 +181,7 @@ pub(super) fn fit(what: &str, tensor: &Tensor, dims: (usize, usize, usize, usize
             "[attention_mask] {what} has shape {shape:?}, which does not broadcast to (B, H, T_q, T_kv) = {full:?}{meant}"
         )
     }
-    if !tensor.device().same_device(device) {
-        bail!(
-            "[attention_mask] {what} is on {:?}, expected it beside the queries on {:?}",
-            tensor.device().location(),
-            device.location()
-        )
-    }
+    Expect::one("attention_mask", what, tensor).beside("the queries", device)?;
     // Not a reshape, which would write out a view that is expanded.
     let mut padded = readable(tensor)?;
     while padded.rank() < 4 {

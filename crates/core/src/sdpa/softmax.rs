@@ -2,7 +2,7 @@
 
 use candle_core::{D, Device, Result, Tensor, bail};
 
-use crate::base::{FLOATS, accumulation_dtype};
+use crate::base::{Dim, Expect, FLOATS, accumulation_dtype};
 use crate::mask::{AttentionMask, EmptyRows, ValidLens};
 
 /// A softmax over the last dimension that knows of hidden keys, sinks and rows that see nothing.
@@ -75,12 +75,9 @@ pub(super) fn scalar(value: f64, like: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// For scores of another rank or of an integer dtype, and for lengths that do not fit them.
 pub fn masked_softmax(scores: &Tensor, valid_lens: Option<&ValidLens>, empty_rows: EmptyRows) -> Result<Tensor> {
-    let &[b, t_q, t_kv] = scores.dims() else {
-        bail!("[masked_softmax] scores have shape {:?}, expected (B, T_q, T_kv)", scores.dims())
-    };
-    if !FLOATS.contains(&scores.dtype()) {
-        bail!("[masked_softmax] scores have dtype {:?}, expected a float", scores.dtype())
-    }
+    let shape = [Dim::Any("B"), Dim::Any("T_q"), Dim::Any("T_kv")];
+    Expect::many("masked_softmax", "scores", scores).shape(&shape)?.dtype_of(&FLOATS, "")?;
+    let (b, t_q, t_kv) = scores.dims3()?;
     let mask = valid_lens.map_or_else(AttentionMask::none, |lens| AttentionMask::none().with_valid_lens(lens.clone()));
     let keep = mask.keep_tensor((b, 1, t_q, t_kv), scores.device())?;
     if scores.elem_count() == 0 {
@@ -104,33 +101,18 @@ pub fn merge_attention(parts: &[(Tensor, Tensor)]) -> Result<(Tensor, Tensor)> {
     let Some((first, first_lse)) = parts.first() else {
         bail!("[merge_attention] expected at least one part, found none")
     };
-    let &[b, h, t_q, _] = first.dims() else {
-        bail!("[merge_attention] context has shape {:?}, expected (B, H, T_q, D_v)", first.dims())
-    };
+    const OP: &str = "merge_attention";
+    let shape = [Dim::Any("B"), Dim::Any("H"), Dim::Any("T_q"), Dim::Any("D_v")];
+    Expect::one(OP, "the context", first).shape(&shape)?.dtype_of(&FLOATS, "")?;
+    Expect::one(OP, "the log-sum-exp", first_lse).dtype_of(&FLOATS, "")?;
+    let context_shape = first.dims().iter().map(|&dim| Dim::Is(dim)).collect::<Vec<_>>();
     for (i, (context, lse)) in parts.iter().enumerate() {
-        if context.dims() != first.dims() || lse.dims() != [b, h, t_q] {
-            bail!(
-                "[merge_attention] part {i} has context {:?} and log-sum-exp {:?}, expected {:?} and {:?}",
-                context.dims(),
-                lse.dims(),
-                first.dims(),
-                [b, h, t_q]
-            )
-        }
-        if context.dtype() != first.dtype() || lse.dtype() != first_lse.dtype() {
-            bail!(
-                "[merge_attention] part {i} has dtypes {:?} and {:?}, expected {:?} and {:?}",
-                context.dtype(),
-                lse.dtype(),
-                first.dtype(),
-                first_lse.dtype()
-            )
-        }
-        if !FLOATS.contains(&context.dtype()) || !FLOATS.contains(&lse.dtype()) {
-            bail!("[merge_attention] part {i} has dtypes {:?} and {:?}, expected floats", context.dtype(), lse.dtype())
-        }
-        if !context.device().same_device(first.device()) || !lse.device().same_device(first.device()) {
-            bail!("[merge_attention] part {i} is not on {:?} with the first", first.device().location())
+        for (what, tensor, like, shape) in
+            [("context", context, first, &context_shape[..]), ("log-sum-exp", lse, first_lse, &context_shape[..3])]
+        {
+            let name = format!("the {what} of part {i}");
+            let part = Expect::one(OP, &name, tensor).shape(shape)?.dtype(like.dtype(), "the first part's")?;
+            part.beside("the first part", first.device())?;
         }
     }
     if first_lse.elem_count() == 0 {

@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::quantized::QuantizedKv;
 use super::{OutputOrder, PackedSequences, SdpaOptions};
-use crate::base::{FLOATS, accumulation_dtype, is_addressable, number};
+use crate::base::{Dim, Expect, FLOATS, accumulation_dtype, is_addressable, number};
 use crate::mask::AttentionMask;
 
 /// The dimensions of a call, by the letters of the glossary.
@@ -150,26 +150,18 @@ impl<'a> Call<'a> {
         (self.rank..4).try_fold(result, |result, _| result.squeeze(0))
     }
 
-    fn check_tensors(&self) -> Result<()> {
-        let Self { op, q, k, v, .. } = self;
-        for (name, tensor) in [("k", k), ("v", v)] {
-            if self.scales.is_none() && tensor.dtype() != q.dtype() {
-                bail!("[{op}] {name} has dtype {:?}, expected q's {:?}", tensor.dtype(), q.dtype())
-            }
-            self.check_device(name, tensor)?;
-        }
-        if !FLOATS.contains(&q.dtype()) {
-            bail!("[{op}] q has dtype {:?}, expected F32, F16, BF16 or F64", q.dtype())
-        }
-        Ok(())
+    fn expect<'b>(&'b self, name: &'b str, tensor: &'b Tensor) -> Result<Expect<'b>> {
+        Expect::one(self.op, name, tensor).beside("q", self.q.device())
     }
 
-    fn check_device(&self, name: &str, tensor: &Tensor) -> Result<()> {
-        let (device, expected) = (tensor.device(), self.q.device());
-        if !device.same_device(expected) {
-            let (op, found, expected) = (self.op, device.location(), expected.location());
-            bail!("[{op}] {name} is on {found:?}, expected it beside q on {expected:?}")
+    fn check_tensors(&self) -> Result<()> {
+        for (name, tensor) in [("k", &self.k), ("v", &self.v)] {
+            let tensor = self.expect(name, tensor)?;
+            if self.scales.is_none() {
+                tensor.dtype(self.q.dtype(), "q's")?;
+            }
         }
+        self.expect("q", &self.q)?.dtype_of(&FLOATS, "")?;
         Ok(())
     }
 
@@ -185,23 +177,11 @@ impl<'a> Call<'a> {
     /// For `b` sequences of at most so many queries and keys.
     fn check_distance_bias(&self, b: usize, [t_q, t_kv]: [usize; 2]) -> Result<()> {
         let Some(biases) = &self.options.distance_bias else { return Ok(()) };
-        let (op, h, distances) = (self.op, self.dims.h, (t_q + t_kv).saturating_sub(1));
-        if biases.dims() != [h, distances] && biases.dims() != [b, h, distances] {
-            bail!(
-                "[{op}] distance_bias has shape {:?}, expected (H, T_q + T_kv - 1) = {:?}, or one for each of {b} \
-                 sequences",
-                biases.dims(),
-                [h, distances]
-            )
-        }
-        self.check_float("distance_bias", biases)
-    }
-
-    fn check_float(&self, name: &str, tensor: &Tensor) -> Result<()> {
-        if !FLOATS.contains(&tensor.dtype()) {
-            bail!("[{}] {name} has dtype {:?}, expected a float", self.op, tensor.dtype())
-        }
-        self.check_device(name, tensor)
+        let (h, distances) = (self.dims.h, (t_q + t_kv).saturating_sub(1));
+        let (h, distances) = (Dim::Named("H", h), Dim::Named("T_q + T_kv - 1", distances));
+        let biases = self.expect("distance_bias", biases)?.dtype_of(&FLOATS, "")?;
+        biases.shape_of(&[&[h, distances], &[Dim::Named("B", b), h, distances]])?;
+        Ok(())
     }
 
     fn check_options(&self) -> Result<()> {
@@ -221,14 +201,7 @@ impl<'a> Call<'a> {
         number::probability(op, "dropout", options.dropout)?;
         for (name, tensor) in [("alibi_slopes", &options.alibi_slopes), ("sinks", &options.sinks)] {
             let Some(tensor) = tensor else { continue };
-            if tensor.dims() != [self.dims.h] {
-                bail!(
-                    "[{op}] {name} has shape {:?}, expected one entry for each of {} heads",
-                    tensor.dims(),
-                    self.dims.h
-                )
-            }
-            self.check_float(name, tensor)?;
+            self.expect(name, tensor)?.shape(&[Dim::Named("H", self.dims.h)])?.dtype_of(&FLOATS, "")?;
         }
         Ok(())
     }

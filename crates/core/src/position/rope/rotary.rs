@@ -9,7 +9,7 @@ use candle_nn::rotary_emb;
 use super::angles::{Angles, Rows, Tables};
 use super::{AxisPositions, RopeConfig, RopeStyle};
 use crate::base::rowwise::{Element, map_heads, with_contiguous_rows};
-use crate::base::{FLOATS, accumulation_dtype, fits_in_memory};
+use crate::base::{Dim, Expect, FLOATS, accumulation_dtype, fits_in_memory};
 use crate::position::Positions;
 
 /// The cosines and sines of a [`RopeConfig`] for heads of one width, and the rotation of queries and keys by them.
@@ -75,12 +75,8 @@ impl RotaryEmbedding {
         if config.axes().is_some() {
             bail!("[rope] tables have one row for a position, but the config has axes")
         }
-        if !matches!(*cos.dims(), [_, width] if width == half) {
-            bail!("[rope] cos has shape {:?}, expected (P, r/2) with r/2 = {half}", cos.dims())
-        }
-        if sin.dims() != cos.dims() {
-            bail!("[rope] sin has shape {:?}, expected that of cos, {:?}", sin.dims(), cos.dims())
-        }
+        Expect::one("rope", "cos", cos).shape(&[Dim::Any("P"), Dim::Named("r/2", half)])?;
+        Expect::one("rope", "sin", sin).shape(&[Dim::Named("P", cos.dim(0)?), Dim::Named("r/2", half)])?;
         if !fits_in_memory(&[cos.elem_count(), size_of::<f32>()]) {
             bail!("[rope] tables of shape {:?} do not fit in memory", cos.dims())
         }
@@ -162,16 +158,9 @@ impl RotaryEmbedding {
 
     /// B and T.
     fn check(&self, xs: &Tensor) -> Result<(usize, usize)> {
-        let d = self.head_dim();
-        let (b, t) = match *xs.dims() {
-            [b, _, t, width] if width == d => (b, t),
-            ref other => {
-                bail!("[rope] xs have shape {other:?}, expected (B, H, T, D) with D = {d}")
-            }
-        };
-        if !FLOATS.contains(&xs.dtype()) {
-            bail!("[rope] xs have dtype {:?}, expected F32, F16, BF16 or F64", xs.dtype())
-        }
+        let shape = [Dim::Any("B"), Dim::Any("H"), Dim::Any("T"), Dim::Named("D", self.head_dim())];
+        Expect::many("rope", "xs", xs).shape(&shape)?.dtype_of(&FLOATS, "")?;
+        let (b, _, t, _) = xs.dims4()?;
         if !fits_in_memory(&[xs.dims(), &[xs.dtype().size_in_bytes()]].concat()) {
             bail!("[rope] xs of shape {:?} are too large to address or allocate", xs.dims())
         }
