@@ -25,29 +25,7 @@ impl Element for f16 {}
 /// assert!(rows_of(&[1f32, 2.0], (2, 2), &[]).is_err());
 /// ```
 ///
-/// and not past the checks:
-///
-/// ```compile_fail,E0061
-/// use candle_attention_kernels::{Element, Tier, linear::PackedWeight};
-///
-/// fn pack<E: Element>(rows: &[E], shape: (usize, usize)) -> Option<PackedWeight> {
-///     E::pack(rows, shape.0, shape.1, Tier::Scalar)
-/// }
-/// ```
-///
-/// ```compile_fail,E0061
-/// use candle_attention_kernels::{Element, linear::PackedWeight};
-///
-/// fn unpack<E: Element>(weight: &PackedWeight, outputs: &[usize]) -> Option<Vec<E>> {
-///     E::unpack(weight, outputs)
-/// }
-/// ```
-///
 /// What those methods take cannot be named, nor can the traits:
-///
-/// ```compile_fail,E0603
-/// use candle_attention_kernels::linear::{WeightOutputs, WeightRows};
-/// ```
 ///
 /// ```compile_fail,E0603
 /// use candle_attention_kernels::linear::Product;

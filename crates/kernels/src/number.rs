@@ -148,3 +148,36 @@ pub(crate) unsafe fn widen_row<E: Stored, V: Vector>(
         to.add(width).write_bytes(0, padded - width);
     }
 }
+
+/// Two rows as pairs, the first one in the lower halves, and zeros for a row that is missing and up to `padded` words.
+///
+/// # Safety
+/// The rows are valid for `width` elements of 16 bits, `to` for writes of `padded` words.
+#[inline(always)]
+pub(crate) unsafe fn pack_row_pair<E>(
+    low: Option<*const E>,
+    high: Option<*const E>,
+    width: usize,
+    to: *mut f32,
+    padded: usize,
+) {
+    let to: *mut u32 = to.cast();
+    // SAFETY: as this function's contract.
+    unsafe {
+        match (low, high) {
+            (Some(low), Some(high)) => {
+                for d in 0..width {
+                    *to.add(d) = u32::from(*low.cast::<u16>().add(d)) | u32::from(*high.cast::<u16>().add(d)) << 16;
+                }
+            }
+            (Some(row), None) | (None, Some(row)) => {
+                let shift = if low.is_some() { 0 } else { 16 };
+                for d in 0..width {
+                    *to.add(d) = u32::from(*row.cast::<u16>().add(d)) << shift;
+                }
+            }
+            (None, None) => to.write_bytes(0, width),
+        }
+        to.add(width).write_bytes(0, padded - width);
+    }
+}

@@ -19,6 +19,9 @@ pub trait Kernel {
     type Tiles;
     /// Elements in a word: 1 for f32, 2 for bf16.
     const ELEMENTS: usize;
+    /// Whether a word is a pair of bf16. A branch on one constant, as this one or a `const` block, that is not taken is
+    /// not compiled for the kernel.
+    const IS_BF16: bool = Self::ELEMENTS == 2;
     /// The rows of a group of A, which a register tile takes at once.
     const ROWS: usize;
     /// The rows of A and C come in multiples of this; what is left of a group takes smaller tiles.

@@ -64,7 +64,7 @@ impl Scratch {
     ///
     /// # Safety
     /// `write` writes each of the `words` words.
-    pub unsafe fn written(words: usize, write: impl FnOnce(*mut f32)) -> Option<Self> {
+    pub unsafe fn written(words: usize, write: &dyn Fn(*mut f32)) -> Option<Self> {
         let count = words.div_ceil(WORDS);
         let mut lines: Vec<Line> = large_page_vec(count)?;
         // The last line may be longer than what is written.

@@ -31,7 +31,10 @@ pub(crate) use kernel::{Kernel, SimdTask, dispatch_bf16, dispatch_f32};
 pub use memory::large_page_vec;
 pub(crate) use memory::{Scratch, SharedPtr};
 pub use product::CODE_BLOCK;
-pub(crate) use product::{Bf16Pairs, CodeBlocks, Columns, F16Rows, MAX_COLUMNS, Product, Words};
+pub(crate) use product::{
+    Bf16Pairs, CodeBlocks, ColumnBlock, Columns, F16Rows, LeftOperand, MAX_COLUMNS, Product, Words, add_products,
+};
+pub(crate) use threads::for_each_index;
 pub use threads::{Executor, Workers, for_each_task};
 pub use tier::{Tier, TierError};
 pub(crate) use vector::{MAX_LANES, Vector, erfc, sigmoid, tanh};

@@ -2,16 +2,10 @@
 
 use super::vector::Vector;
 
-/// One product over a panel of columns. Strides and sizes count 32-bit words.
-///
-/// A is (rows, depth) in groups of [`ROWS`](super::Kernel::ROWS) rows, the last of which may be short: row r of group g
-/// begins at `a + g · a_group + r · a_row`, and its depth follows at steps of `a_step`. B is (depth, panel) and C
-/// (rows, panel), both contiguous.
+/// One product over a panel of columns. Strides and sizes count 32-bit words. B is (depth, panel) and C (rows, panel),
+/// both contiguous.
 pub struct Product {
-    pub a: *const f32,
-    pub a_group: usize,
-    pub a_row: usize,
-    pub a_step: usize,
+    pub a: LeftOperand,
     pub b: *const f32,
     pub c: *mut f32,
     pub rows: usize,
@@ -24,8 +18,36 @@ pub struct Product {
     pub has_minimums: bool,
 }
 
+/// (rows, depth) in groups of [`ROWS`](super::Kernel::ROWS) rows, the last of which may be short: row r of group g begins
+/// at `at + g · group + r · row`, and its depth follows at steps of `step`.
+#[derive(Clone, Copy)]
+pub struct LeftOperand {
+    pub at: *const f32,
+    pub group: usize,
+    pub row: usize,
+    pub step: usize,
+}
+
+impl LeftOperand {
+    /// The same rows from another word on.
+    #[inline(always)]
+    pub fn offset(self, words: usize) -> Self {
+        Self { at: self.at.wrapping_add(words), ..self }
+    }
+}
+
 /// The most columns that a panel of any kernel has.
 pub(crate) const MAX_COLUMNS: usize = 64;
+
+/// The steps of depth that share the scales of a panel.
+#[derive(Clone, Copy)]
+pub struct ColumnBlock {
+    /// The first word, of the scales if there are any.
+    pub at: *const f32,
+    /// The columns of the panel.
+    pub panel: usize,
+    pub has_minimums: bool,
+}
 
 /// How the columns of B are stored. `Product::b` points to them.
 pub trait Columns {
@@ -38,29 +60,21 @@ pub trait Columns {
 
     /// `STEPS` steps of a vector of columns.
     type Loaded<V: Vector>: Copy;
-    /// What all numbers of a block need in a vector of columns.
-    type Scales<V: Vector>: Copy;
-
-    /// The scales that stand before a block's numbers, of the vector that begins at a column.
-    ///
-    /// # Safety
-    /// As [`Vector::load`], for the block of a panel.
-    unsafe fn scales<V: Vector>(b: *const f32, panel: usize, column: usize, has_minimums: bool) -> Self::Scales<V>;
 
     /// The address of a block's numbers.
-    fn numbers(b: *const f32, _panel: usize, _has_minimums: bool) -> *const f32 {
-        b
+    fn numbers(block: ColumnBlock) -> *const f32 {
+        block.at
     }
 
     /// # Safety
-    /// As [`Vector::load`], for `STEPS` steps from a column on.
-    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> Self::Loaded<V>;
+    /// As [`Vector::load`], for `STEPS` steps of the block from a column on.
+    unsafe fn load<V: Vector>(b: *const f32, block: ColumnBlock, column: usize) -> Self::Loaded<V>;
 
     /// The first of the steps that are left.
     ///
     /// # Safety
     /// As [`Vector`].
-    unsafe fn take<V: Vector>(loaded: &mut Self::Loaded<V>, scales: Self::Scales<V>) -> V;
+    unsafe fn take<V: Vector>(loaded: &mut Self::Loaded<V>) -> V;
 
     /// The address `STEPS` steps on, in a panel of so many columns.
     fn next(b: *const f32, panel: usize) -> *const f32 {
@@ -74,19 +88,15 @@ pub(crate) struct Words;
 impl Columns for Words {
     const IS_WORDS: bool = true;
     type Loaded<V: Vector> = V;
-    type Scales<V: Vector> = ();
 
     #[inline(always)]
-    unsafe fn scales<V: Vector>(_: *const f32, _: usize, _: usize, _: bool) {}
-
-    #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> V {
+    unsafe fn load<V: Vector>(b: *const f32, _: ColumnBlock, column: usize) -> V {
         // SAFETY: the panel holds a vector of words from this column on.
         unsafe { V::load(b.add(column)) }
     }
 
     #[inline(always)]
-    unsafe fn take<V: Vector>(loaded: &mut V, (): ()) -> V {
+    unsafe fn take<V: Vector>(loaded: &mut V) -> V {
         *loaded
     }
 }
@@ -97,19 +107,15 @@ pub(crate) struct Bf16Pairs;
 impl Columns for Bf16Pairs {
     const STEPS: usize = 2;
     type Loaded<V: Vector> = (V, V);
-    type Scales<V: Vector> = ();
 
     #[inline(always)]
-    unsafe fn scales<V: Vector>(_: *const f32, _: usize, _: usize, _: bool) {}
-
-    #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> (V, V) {
+    unsafe fn load<V: Vector>(b: *const f32, _: ColumnBlock, column: usize) -> (V, V) {
         // SAFETY: the panel holds a vector of pairs from this column on.
         unsafe { V::load_pairs(b.add(column)) }
     }
 
     #[inline(always)]
-    unsafe fn take<V: Vector>(loaded: &mut (V, V), (): ()) -> V {
+    unsafe fn take<V: Vector>(loaded: &mut (V, V)) -> V {
         std::mem::replace(&mut loaded.0, loaded.1)
     }
 }
@@ -119,19 +125,15 @@ pub(crate) struct F16Rows;
 
 impl Columns for F16Rows {
     type Loaded<V: Vector> = V;
-    type Scales<V: Vector> = ();
 
     #[inline(always)]
-    unsafe fn scales<V: Vector>(_: *const f32, _: usize, _: usize, _: bool) {}
-
-    #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> V {
+    unsafe fn load<V: Vector>(b: *const f32, _: ColumnBlock, column: usize) -> V {
         // SAFETY: the panel holds a vector of f16 from this column on.
         unsafe { V::load_f16(b.cast::<u16>().add(column)) }
     }
 
     #[inline(always)]
-    unsafe fn take<V: Vector>(loaded: &mut V, (): ()) -> V {
+    unsafe fn take<V: Vector>(loaded: &mut V) -> V {
         *loaded
     }
 
@@ -147,46 +149,48 @@ pub const CODE_BLOCK: usize = 32;
 /// Blocks of unsigned codes of 4 or 8 bits: the scales of a panel in f16, its minimums in f16 if there are any, and
 /// then words of the codes of neighbouring steps, the first one lowest. A number is `code · scale + minimum`, rounded
 /// once, where blocks without minimums have `-2^(BITS - 1) · scale` in their place, for codes on both sides of zero.
-pub(crate) struct CodeBlocks<const BITS: usize>;
+pub(crate) struct CodeBlocks<const BITS: u32>;
 
-impl<const BITS: usize> Columns for CodeBlocks<BITS> {
-    const STEPS: usize = 32 / BITS;
+/// Codes of a vector of columns, the next ones lowest.
+#[derive(Clone, Copy)]
+pub struct LoadedCodes<V> {
+    codes: V,
+    scale: V,
+    minimum: V,
+}
+
+impl<const BITS: u32> Columns for CodeBlocks<BITS> {
+    const STEPS: usize = 32 / BITS as usize;
     const BLOCK: usize = CODE_BLOCK;
-    type Loaded<V: Vector> = V;
-    type Scales<V: Vector> = (V, V);
+    type Loaded<V: Vector> = LoadedCodes<V>;
 
     #[inline(always)]
-    unsafe fn scales<V: Vector>(b: *const f32, panel: usize, column: usize, has_minimums: bool) -> (V, V) {
-        let scales = b.cast::<u16>().wrapping_add(column);
-        // SAFETY: the block holds a vector of f16 from this column on, and another one if it has minimums.
+    fn numbers(block: ColumnBlock) -> *const f32 {
+        block.at.cast::<u16>().wrapping_add(block.panel << u32::from(block.has_minimums)).cast()
+    }
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(b: *const f32, block: ColumnBlock, column: usize) -> LoadedCodes<V> {
+        let scales = block.at.cast::<u16>().wrapping_add(column);
+        // SAFETY: the block holds a vector of f16 from this column on, and another one if it has minimums; the panel
+        // holds a vector of words.
         unsafe {
             let scale = V::load_f16(scales);
-            let minimum = match has_minimums {
-                true => V::load_f16(scales.add(panel)),
+            let minimum = match block.has_minimums {
+                true => V::load_f16(scales.add(block.panel)),
                 false => scale.mul(V::splat(-((1 << (BITS - 1)) as f32))),
             };
-            (scale, minimum)
+            LoadedCodes { codes: V::load(b.add(column)), scale, minimum }
         }
     }
 
     #[inline(always)]
-    fn numbers(b: *const f32, panel: usize, has_minimums: bool) -> *const f32 {
-        b.cast::<u16>().wrapping_add(panel << u32::from(has_minimums)).cast()
-    }
-
-    #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, column: usize) -> V {
-        // SAFETY: the panel holds a vector of words from this column on.
-        unsafe { V::load(b.add(column)) }
-    }
-
-    #[inline(always)]
-    unsafe fn take<V: Vector>(loaded: &mut V, (scale, minimum): (V, V)) -> V {
+    unsafe fn take<V: Vector>(loaded: &mut LoadedCodes<V>) -> V {
         // SAFETY: the processor has the tier of V.
         unsafe {
-            let (code, rest) = if BITS == 4 { loaded.take_nibble() } else { loaded.take_byte() };
-            *loaded = rest;
-            code.mul_add(scale, minimum)
+            let code;
+            (code, loaded.codes) = loaded.codes.take_bits::<BITS>();
+            code.mul_add(loaded.scale, loaded.minimum)
         }
     }
 }
@@ -246,43 +250,93 @@ pub(crate) unsafe fn accumulate<M: MulAdd + ?Sized, B: Columns, const R: usize, 
     mut a: *const f32,
     panel: usize,
 ) {
-    let (mut b, lanes) = (product.b, M::Vector::LANES);
+    let mut b = product.b;
     for _ in 0..product.depth / B::BLOCK {
-        // SAFETY: the processor has the tier; A has R rows of `depth` words from `a` on, and B as many rows of N
-        // vectors.
-        unsafe {
-            let mut scales = [B::scales::<M::Vector>(b, panel, 0, product.has_minimums); N];
-            for (n, scales) in scales.iter_mut().enumerate().skip(1) {
-                *scales = B::scales(b, panel, n * lanes, product.has_minimums);
-            }
-            b = B::numbers(b, panel, product.has_minimums);
-            for _ in 0..B::BLOCK / B::STEPS {
-                let next = B::next(b, panel);
-                if !B::IS_WORDS {
-                    for line in (0..next.addr() - b.addr()).step_by(64) {
-                        M::Vector::prefetch(b.cast::<u8>().wrapping_add(PREFETCH_BYTES + line));
-                    }
+        let block = ColumnBlock { at: b, panel, has_minimums: product.has_minimums };
+        b = B::numbers(block);
+        for _ in 0..B::BLOCK / B::STEPS {
+            let next = B::next(b, panel);
+            // SAFETY: the processor has the tier; A has R rows of `depth` words from `a` on, and B as many rows of N
+            // vectors.
+            unsafe {
+                if const { !B::IS_WORDS } {
+                    prefetch_columns::<M::Vector>(b, next.addr() - b.addr());
                 }
-                let mut loaded = [B::load::<M::Vector>(b, 0); N];
-                for (n, loaded) in loaded.iter_mut().enumerate().skip(1) {
-                    *loaded = B::load(b, n * lanes);
-                }
-                let mut columns = [M::Vector::splat(0.0); N];
+                let mut loaded = load_columns::<M::Vector, B, N>(b, block);
                 for _ in 0..B::STEPS {
-                    for ((column, loaded), &scales) in columns.iter_mut().zip(&mut loaded).zip(&scales) {
-                        *column = B::take(loaded, scales);
-                    }
-                    for (r, sums) in sums.iter_mut().enumerate() {
-                        let word = M::Vector::splat(*a.wrapping_add(r * product.a_row));
-                        for (sum, &column) in sums.iter_mut().zip(&columns) {
-                            *sum = M::mul_add(*sum, word, column);
-                        }
-                    }
-                    a = a.wrapping_add(product.a_step);
+                    add_products::<M, R, N>(sums, a, product.a.row, &take_columns::<M::Vector, B, N>(&mut loaded));
+                    a = a.wrapping_add(product.a.step);
                 }
-                b = next;
+            }
+            b = next;
+        }
+    }
+}
+
+/// Adds the products of R words, `row` words apart, and N vectors to the sums.
+///
+/// # Safety
+/// The processor has the tier, and the words are valid.
+#[inline(always)]
+pub(crate) unsafe fn add_products<M: MulAdd + ?Sized, const R: usize, const N: usize>(
+    sums: &mut [[M::Vector; N]; R],
+    mut words: *const f32,
+    row: usize,
+    columns: &[M::Vector; N],
+) {
+    for sums in sums.iter_mut() {
+        // SAFETY: as this function's contract.
+        unsafe {
+            let word = M::Vector::splat(*words);
+            for (sum, &column) in sums.iter_mut().zip(columns.iter()) {
+                *sum = M::mul_add(*sum, word, column);
             }
         }
+        words = words.wrapping_add(row);
+    }
+}
+
+/// `STEPS` steps of N vectors of columns.
+///
+/// # Safety
+/// As [`Columns::load`].
+#[inline(always)]
+unsafe fn load_columns<V: Vector, B: Columns, const N: usize>(b: *const f32, block: ColumnBlock) -> [B::Loaded<V>; N] {
+    // SAFETY: as this function's contract.
+    unsafe {
+        let mut loaded = [B::load::<V>(b, block, 0); N];
+        for (n, loaded) in loaded.iter_mut().enumerate().skip(1) {
+            *loaded = B::load(b, block, n * V::LANES);
+        }
+        loaded
+    }
+}
+
+/// The first of the steps that are left, of each vector.
+///
+/// # Safety
+/// As [`Columns::take`].
+#[inline(always)]
+unsafe fn take_columns<V: Vector, B: Columns, const N: usize>(loaded: &mut [B::Loaded<V>; N]) -> [V; N] {
+    // SAFETY: as this function's contract.
+    unsafe {
+        let mut columns = [V::splat(0.0); N];
+        for (column, loaded) in columns.iter_mut().zip(loaded.iter_mut()) {
+            *column = B::take(loaded);
+        }
+        columns
+    }
+}
+
+/// Prefetches what lies [`PREFETCH_BYTES`] after some bytes.
+///
+/// # Safety
+/// The processor has the tier of V.
+#[inline(always)]
+unsafe fn prefetch_columns<V: Vector>(b: *const f32, bytes: usize) {
+    for line in (0..bytes).step_by(64) {
+        // SAFETY: the processor has the tier, and an address to prefetch need not be valid.
+        unsafe { V::prefetch(b.cast::<u8>().wrapping_add(PREFETCH_BYTES + line)) };
     }
 }
 
@@ -299,7 +353,7 @@ pub(crate) unsafe fn multiply<M: MulAdd, B: Columns, const ROWS: usize, const VE
     let whole = product.rows / ROWS * ROWS;
     for row in (0..whole).step_by(ROWS) {
         // SAFETY: as this function's contract; `row + ROWS` rows exist.
-        unsafe { tile_rows::<M, B, ROWS, VECTORS>(product, row, product.a.add(row / ROWS * product.a_group)) };
+        unsafe { tile_rows::<M, B, ROWS, VECTORS>(product, row, product.a.at.add(row / ROWS * product.a.group)) };
     }
     if whole < product.rows {
         // SAFETY: as this function's contract.
@@ -314,7 +368,7 @@ pub(crate) unsafe fn multiply<M: MulAdd, B: Columns, const ROWS: usize, const VE
 #[inline(always)]
 pub(super) unsafe fn remaining_rows<M: MulAdd, B: Columns, const ROWS: usize, const VECTORS: usize>(product: &Product) {
     let (mut row, rest) = (product.rows / ROWS * ROWS, product.rows % ROWS);
-    let mut a = product.a.wrapping_add(row / ROWS * product.a_group);
+    let mut a = product.a.at.wrapping_add(row / ROWS * product.a.group);
     for rows in [4, 2, 1] {
         if rest & rows == 0 {
             continue;
@@ -322,12 +376,12 @@ pub(super) unsafe fn remaining_rows<M: MulAdd, B: Columns, const ROWS: usize, co
         // SAFETY: as this function's contract; `row + rows` rows exist.
         unsafe {
             match rows {
-                4 => tile_rows::<M, B, 4, VECTORS>(product, row, a),
-                2 => tile_rows::<M, B, 2, VECTORS>(product, row, a),
+                4 if const { ROWS > 4 } => tile_rows::<M, B, 4, VECTORS>(product, row, a),
+                2 if const { ROWS > 2 } => tile_rows::<M, B, 2, VECTORS>(product, row, a),
                 _ => tile_rows::<M, B, 1, VECTORS>(product, row, a),
             }
         }
-        (row, a) = (row + rows, a.wrapping_add(rows * product.a_row));
+        (row, a) = (row + rows, a.wrapping_add(rows * product.a.row));
     }
 }
 
@@ -345,7 +399,7 @@ unsafe fn tile_rows<M: MulAdd, B: Columns, const R: usize, const VECTORS: usize>
     unsafe {
         match product.vectors {
             1 => tile::<M, B, R, 1, VECTORS>(product, row, a),
-            2 if VECTORS >= 2 => tile::<M, B, R, 2, VECTORS>(product, row, a),
+            2 if const { VECTORS > 2 } => tile::<M, B, R, 2, VECTORS>(product, row, a),
             _ => tile::<M, B, R, VECTORS, VECTORS>(product, row, a),
         }
     }
@@ -361,21 +415,36 @@ unsafe fn tile<M: MulAdd, B: Columns, const R: usize, const N: usize, const VECT
 ) {
     // SAFETY: the processor has the tier; C has R rows of a panel from `row` on, and the factors a panel.
     unsafe {
-        let lanes = M::Vector::LANES;
-        let panel = VECTORS * lanes;
+        let panel = VECTORS * M::Vector::LANES;
         let c = product.c.add(row * panel);
         let mut sums = [[M::Vector::splat(0.0); N]; R];
         M::accumulate::<B, R, N>(&mut sums, product, a, panel);
-        for (r, sums) in sums.iter().enumerate() {
-            for (n, &sum) in sums.iter().enumerate() {
-                let at = c.add(r * panel + n * lanes);
+        store_sums(&sums, product, c, panel);
+    }
+}
+
+/// Writes the sums of R rows by N vectors to C, or adds what was there times the factors.
+///
+/// # Safety
+/// The processor has the tier; `c` has R rows of a panel, and the factors N vectors.
+#[inline(always)]
+unsafe fn store_sums<V: Vector, const R: usize, const N: usize>(
+    sums: &[[V; N]; R],
+    product: &Product,
+    mut c: *mut f32,
+    panel: usize,
+) {
+    for sums in sums.iter() {
+        for (n, &sum) in sums.iter().enumerate() {
+            // SAFETY: as this function's contract.
+            unsafe {
+                let at = c.add(n * V::LANES);
                 match product.factors {
                     None => sum.store(at),
-                    Some(factors) => {
-                        M::Vector::load(at).mul_add(M::Vector::load(factors.add(n * lanes)), sum).store(at)
-                    }
+                    Some(factors) => V::load(at).mul_add(V::load(factors.add(n * V::LANES)), sum).store(at),
                 }
             }
         }
+        c = c.wrapping_add(panel);
     }
 }

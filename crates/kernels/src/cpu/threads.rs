@@ -22,7 +22,7 @@ pub struct Workers {
     executor: Option<Executor>,
 }
 
-/// ProductKernels-adds that are worth a second thread: some tens of microseconds, a few times what waking it takes.
+/// Multiply-adds that are worth a second thread: some tens of microseconds, a few times what waking it takes.
 const MULTIPLY_ADDS_OF_A_THREAD: usize = 1 << 20;
 
 /// Bytes whose reading is worth one: one core takes 10 to 20 µs for them from memory.
@@ -66,6 +66,16 @@ pub fn for_each_task<S>(
     state: impl Fn() -> S + Sync,
     task: impl Fn(&mut S, usize) + Sync,
 ) {
+    run_tasks(tasks, workers, &state, &task);
+}
+
+/// [`for_each_task`] for tasks without a state.
+pub fn for_each_index(tasks: usize, workers: Workers, task: &(dyn Fn(usize) + Sync)) {
+    run_tasks(tasks, workers, &|| (), &|(), index| task(index));
+}
+
+/// [`for_each_task`] of no closure's own type, so that it is compiled once for each type of state.
+fn run_tasks<S>(tasks: usize, workers: Workers, state: &(dyn Fn() -> S + Sync), task: &(dyn Fn(&mut S, usize) + Sync)) {
     let count = workers.count.min(tasks);
     let next = AtomicUsize::new(0);
     let work = || {
@@ -85,8 +95,7 @@ pub fn for_each_task<S>(
     on_threads(workers, count - 1, &work);
 }
 
-/// Runs `work` on the calling thread and on so many others. Of no closure's own type: what rayon compiles for each type
-/// that it is given is several times as much as the work itself.
+/// Runs `work` on the calling thread and on so many others.
 fn on_threads(workers: Workers, others: usize, work: &(dyn Fn() + Sync)) {
     match (workers.executor, workers.is_brief) {
         (Some(executor), _) => {

@@ -21,10 +21,8 @@ pub trait Vector: Copy {
     unsafe fn load_u8(from: *const u8) -> Self;
     /// The lower and the upper bf16 of each of `LANES` words.
     unsafe fn load_pairs(from: *const f32) -> (Self, Self);
-    /// The lowest 4 bits of each word as a number, and the words without them.
-    unsafe fn take_nibble(self) -> (Self, Self);
-    /// The same with the lowest 8 bits.
-    unsafe fn take_byte(self) -> (Self, Self);
+    /// The lowest bits of each word as a number, 4 or 8 of them, and the words without them.
+    unsafe fn take_bits<const BITS: u32>(self) -> (Self, Self);
     /// Rounded to the nearest, ties to even.
     unsafe fn store_bf16(self, to: *mut u16);
     unsafe fn store_f16(self, to: *mut u16);
@@ -67,10 +65,10 @@ pub(crate) const MAX_LANES: usize = 16;
 
 /// The methods of a [`Vector`], which all have the same attributes and the same reason to be sound.
 macro_rules! simd_fns {
-    ($(fn $name:ident($($args:tt)*) $(-> $out:ty)? $body:block)*) => {$(
+    ($(fn $name:ident $(<const $bits:ident: u32>)? ($($args:tt)*) $(-> $out:ty)? $body:block)*) => {$(
         #[inline(always)]
         #[allow(unused_unsafe, reason = "the scalar tier's arithmetic is safe")]
-        unsafe fn $name($($args)*) $(-> $out)? {
+        unsafe fn $name $(<const $bits: u32>)? ($($args)*) $(-> $out)? {
             // SAFETY: by the contract of `Vector`, the processor has the tier and pointers are valid for a vector.
             unsafe { $body }
         }

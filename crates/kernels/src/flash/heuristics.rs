@@ -102,7 +102,7 @@ impl PackedWidth {
 
     /// The words on the way there.
     pub fn staging_words<K: Kernel>(&self) -> usize {
-        let pairs = if K::ELEMENTS == 2 { K::BLOCK / 2 * self.row_squares } else { 0 };
+        let pairs = if K::IS_BF16 { K::BLOCK / 2 * self.row_squares } else { 0 };
         pairs.max(K::Vector::LANES * self.word_squares.max(self.rows))
     }
 }

@@ -31,10 +31,11 @@ pub use kernels::AttentionKernels;
 pub(crate) use problem::Call;
 pub use problem::{Alibi, Dims, KvRows, OutputOrder, Problem, ScoreOptions, SoftmaxStats, Strided};
 
+use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Tier, Vector, for_each_task, large_page_vec};
+use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Tier, Vector, Workers, for_each_task, large_page_vec};
 use crate::error::{Error, check_tier};
 use crate::number::{Number, Stored};
 use distances::DistanceTable;
@@ -150,18 +151,18 @@ pub fn attend_vec<E: AttentionKernels>(
 
 /// A call on a tier that the processor has. `None` where there is no memory for intermediate results.
 pub(crate) fn run<E: Number, S: Stored>(call: &Call<E, S>, tier: Tier) -> Option<()> {
-    struct AttentionKernels<'a, 'b, E, S> {
+    struct Attend<'a, 'b, E, S> {
         call: &'a Call<'b, E, S>,
         done: &'a mut Option<()>,
     }
-    impl<E: Number, S: Stored> SimdTask for AttentionKernels<'_, '_, E, S> {
+    impl<E: Number, S: Stored> SimdTask for Attend<'_, '_, E, S> {
         unsafe fn run<K: Kernel>(self) {
             // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
             *self.done = unsafe { attend_on::<K, E, S>(self.call) };
         }
     }
     let mut done = None;
-    E::dispatch(tier, AttentionKernels { call, done: &mut done });
+    E::dispatch(tier, Attend { call, done: &mut done });
     done
 }
 
@@ -179,32 +180,73 @@ unsafe fn attend_on<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> Optio
         return unsafe { decode::run::<K::F32, E, S>(call) };
     }
     let distances = DistanceTable::new(&call.inputs)?;
-    let inputs = &ScoreInputs { distances: distances.as_ref(), ..call.inputs };
+    let inputs = ScoreInputs { distances: distances.as_ref(), ..call.inputs };
     let workers = heuristics::workers(call, 1);
     let split = TaskSplit::new::<K>(dims, workers.count);
     let panels = split.rows_per_chunk.min(dims.rows()).div_ceil(K::PANEL);
+    run_steps(&KernelSteps::<K, E, S> { call, inputs, panels, kernel: PhantomData }, &inputs, &split, workers)
+}
+
+/// What the tasks of a call do. The order in which they do it is compiled once for all kernels and elements.
+trait Steps: Sync {
+    /// The panels of a chunk of rows.
+    fn panels(&self) -> usize;
+    fn workspace(&self) -> Workspace;
+    /// Some rows of a key head against some of its keys.
+    fn prefill(&self, workspace: &mut Workspace, kv: KvHead, rows: Range<usize>, keys: Range<usize>);
+    fn epilogue(&self, workspace: &mut Workspace, kv: KvHead, rows: Range<usize>);
+}
+
+/// The steps of a call on a kernel whose tier the processor has.
+struct KernelSteps<'a, 'b, K, E, S> {
+    call: &'a Call<'b, E, S>,
+    inputs: ScoreInputs<'a>,
+    panels: usize,
+    kernel: PhantomData<fn() -> K>,
+}
+
+impl<K: Kernel, E: Number, S: Stored> Steps for KernelSteps<'_, '_, K, E, S> {
+    fn panels(&self) -> usize {
+        self.panels
+    }
+
+    fn workspace(&self) -> Workspace {
+        Workspace::new::<K>(&self.inputs, self.panels)
+    }
+
+    fn prefill(&self, workspace: &mut Workspace, kv: KvHead, rows: Range<usize>, keys: Range<usize>) {
+        let (Call { q, keys_values, .. }, inputs) = (self.call, &self.inputs);
+        let tiles = &Tile::of_rows(inputs, kv, rows, K::PANEL, K::Vector::LANES);
+        // SAFETY: the processor has the tier of K; the workspace was made for the call and has a panel for each tile.
+        unsafe {
+            K::run_simd(PackQueries { q, inputs, workspace, tiles });
+            K::run_simd(Prefill { inputs, keys_values, workspace, kv, tiles, keys });
+        }
+    }
+
+    fn epilogue(&self, workspace: &mut Workspace, kv: KvHead, rows: Range<usize>) {
+        let task = Epilogue { call: self.call, state: &mut workspace.state, kv, rows };
+        // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
+        unsafe { K::F32::run_simd(task) };
+    }
+}
+
+/// Runs the steps of every task. `None` where there is no memory for partial results.
+fn run_steps(steps: &dyn Steps, inputs: &ScoreInputs, split: &TaskSplit, workers: Workers) -> Option<()> {
+    let (dims, panels) = (&inputs.dims, steps.panels());
     let heads = dims.b * dims.h_kv;
     let chunk = |index: usize| -> (KvHead, Range<usize>) {
         let first = (split.row_chunks - 1 - index / heads) * split.rows_per_chunk;
         (dims.kv_head(index % heads), first..dims.rows().min(first + split.rows_per_chunk))
     };
-    let workspace = || Workspace::new::<K>(&call.inputs, panels);
+    let workspace = || steps.workspace();
     let prefill = |workspace: &mut Workspace, index: usize, keys: Range<usize>| {
         let (kv, rows) = chunk(index);
-        let tile = |first| Tile::new(inputs, kv, first..rows.end.min(first + K::PANEL), K::Vector::LANES);
-        let tiles: &[Tile] = &rows.clone().step_by(K::PANEL).map(tile).collect::<Vec<_>>();
-        let keys_values = &call.keys_values;
-        // SAFETY: the processor has the tier of K; the workspace was made for the call and has a panel for each tile.
-        unsafe {
-            K::run_simd(PackQueries { q: &call.q, inputs, workspace, tiles });
-            K::run_simd(Prefill { inputs, keys_values, workspace, kv, tiles, keys });
-        }
+        steps.prefill(workspace, kv, rows, keys);
     };
     let epilogue = |workspace: &mut Workspace, index: usize| {
         let (kv, rows) = chunk(index);
-        let task = Epilogue { call, state: &mut workspace.state, kv, rows };
-        // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
-        unsafe { K::F32::run_simd(task) };
+        steps.epilogue(workspace, kv, rows);
     };
     let chunks = heads.checked_mul(split.row_chunks)?;
     if split.key_chunks == 1 {
@@ -228,7 +270,7 @@ unsafe fn attend_on<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> Optio
         workspace.state.clear(panels);
         let own = &partials[index * split.key_chunks * state_words..][..split.key_chunks * state_words];
         for partial in own.chunks_exact(state_words) {
-            workspace.state.merge(partial, call.inputs.options.exponent_unit());
+            workspace.state.merge(partial, inputs.options.exponent_unit());
         }
         epilogue(workspace, index);
     });

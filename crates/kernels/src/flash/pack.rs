@@ -9,8 +9,8 @@ use super::heuristics::{PackedSizes, PackedWidth};
 use super::problem::{Dims, KeysValues, KvHead, ScoreInputs, StoredRows, Strided};
 use super::tile::Tile;
 use super::workspace::Workspace;
-use crate::cpu::{Kernel, SimdTask, Vector};
-use crate::number::{Number, Stored, load_first, store_first, widen_row};
+use crate::cpu::{Kernel, LeftOperand, SimdTask, Vector};
+use crate::number::{Number, Stored, load_first, pack_row_pair, store_first, widen_row};
 
 /// How many rows of f32 ahead are prefetched: enough to cover the latency of memory at a row every few dozen cycles. Of
 /// narrower elements so many more that the bytes are the same.
@@ -44,42 +44,77 @@ impl<S: Stored> HeadRows<'_, S> {
         self.rows.row(self.kv, key)
     }
 
+    /// The numbers of a key, while those some keys on are prefetched.
+    ///
+    /// # Safety
+    /// The processor has the tier of V.
+    #[inline(always)]
+    unsafe fn prefetched<V: Vector>(&self, key: usize) -> *const S {
+        let row = self.row(key);
+        // SAFETY: as this method's contract.
+        unsafe { prefetch_row::<V, S>(row, self.rows.stride(), self.width) };
+        row
+    }
+
     #[inline(always)]
     pub fn scale(&self, key: usize) -> f32 {
         self.rows.scale(self.kv, key)
+    }
+
+    /// Adds the numbers of a key times a weight to sums that have room for whole vectors.
+    ///
+    /// # Safety
+    /// The processor has the tier of V; the key belongs to the call.
+    #[inline(always)]
+    pub unsafe fn add<V: Vector>(&self, key: usize, weight: f32, sums: &mut [f32]) {
+        // SAFETY: as this method's contract.
+        unsafe {
+            let weight = V::splat(weight * self.scale(key));
+            for d in (0..self.width).step_by(V::LANES) {
+                let value: V = load_first(self.row(key).add(d), V::LANES.min(self.width - d));
+                let sum = sums.as_mut_ptr().add(d);
+                weight.mul_add(value, V::load(sum)).store(sum);
+            }
+        }
     }
 
     /// Whether a number of some keys is infinite or NaN, which a weight of zero does not silence.
     ///
     /// # Safety
     /// The processor has the tier of K; the keys belong to the call.
-    pub unsafe fn has_non_finite<K: Kernel>(&self, mut keys: Range<usize>) -> bool {
+    pub unsafe fn has_non_finite<K: Kernel>(&self, keys: Range<usize>) -> bool {
         match S::IS_SCALED {
-            true => keys.any(|key| !self.scale(key).is_finite()),
+            true => keys.clone().any(|key| !self.scale(key).is_finite()),
             // SAFETY: as this method's contract.
-            false => unsafe { has_non_finite::<K, S>(keys.map(|key| self.row(key)), self.width) },
+            false => unsafe { has_non_finite::<K, S>(keys.len(), self.width, &|at| Some(self.row(keys.start + at))) },
         }
     }
 }
 
-/// Whether a number of some rows, which are not scaled, is infinite or NaN.
+/// Whether a number of some of `count` rows, which are not scaled, is infinite or NaN.
 ///
 /// # Safety
-/// The processor has the tier of K; the rows are valid for `width` elements.
-pub(super) unsafe fn has_non_finite<K: Kernel, S: Stored>(rows: impl Iterator<Item = *const S>, width: usize) -> bool {
-    struct Find<'a, I> {
-        rows: I,
+/// The processor has the tier of K; `row` returns rows that are valid for `width` elements.
+pub(super) unsafe fn has_non_finite<K: Kernel, S: Stored>(
+    count: usize,
+    width: usize,
+    row: &dyn Fn(usize) -> Option<*const S>,
+) -> bool {
+    struct Find<'a, S> {
+        count: usize,
         width: usize,
+        row: &'a dyn Fn(usize) -> Option<*const S>,
         found: &'a mut bool,
     }
-    impl<S: Stored, I: Iterator<Item = *const S>> SimdTask for Find<'_, I> {
+    impl<S: Stored> SimdTask for Find<'_, S> {
         #[inline(always)]
         unsafe fn run<K: Kernel>(self) {
             let lanes = K::Vector::LANES;
             // SAFETY: the processor has the tier of K; a row has `width` elements.
             unsafe {
                 let mut residue = K::Vector::splat(0.0);
-                for row in self.rows {
+                for at in 0..self.count {
+                    let Some(row) = (self.row)(at) else { continue };
                     for d in (0..self.width).step_by(lanes) {
                         let value: K::Vector = load_first(row.add(d), lanes.min(self.width - d));
                         // 0 for what is finite, NaN for the rest.
@@ -92,7 +127,7 @@ pub(super) unsafe fn has_non_finite<K: Kernel, S: Stored>(rows: impl Iterator<It
     }
     let mut found = false;
     // SAFETY: as this function's contract; the tier includes that of its kernel for f32.
-    unsafe { K::F32::run_simd(Find { rows, width, found: &mut found }) };
+    unsafe { K::F32::run_simd(Find { count, width, row, found: &mut found }) };
     found
 }
 
@@ -100,15 +135,6 @@ pub(super) unsafe fn has_non_finite<K: Kernel, S: Stored>(rows: impl Iterator<It
 /// two apart would share a set of the first cache, where each row is written to all of them.
 pub(super) const fn column_group<K: Kernel>() -> usize {
     K::ROWS * K::BLOCK + 16
-}
-
-/// The left operand of a product in memory, as [`Product`](crate::cpu::Product) describes it.
-#[derive(Clone, Copy)]
-pub(super) struct LeftOperand {
-    pub at: *const f32,
-    pub group: usize,
-    pub row: usize,
-    pub step: usize,
 }
 
 /// One block of keys and values of one key head, packed.
@@ -156,7 +182,8 @@ impl<'a, S: Stored> Block<'a, S> {
     /// The processor has the tier of K.
     pub unsafe fn has_non_finite_values<K: Kernel>(&self) -> bool {
         // SAFETY: as this method's contract; the block's keys belong to the call.
-        *self.non_finite.get_or_init(|| unsafe { self.values.has_non_finite::<K>(self.keys.clone()) })
+        let find: &dyn Fn() -> bool = &|| unsafe { self.values.has_non_finite::<K>(self.keys.clone()) };
+        *self.non_finite.get_or_init(find)
     }
 }
 
@@ -173,13 +200,12 @@ pub(super) unsafe fn pack_rows<K: Kernel, S: Stored>(
 ) -> LeftOperand {
     // SAFETY: as this function's contract.
     unsafe {
-        for (index, key) in keys.clone().enumerate() {
-            let row = rows.row(key);
-            prefetch_row::<K::Vector, S>(row, rows.rows.stride(), rows.width);
-            pack_row::<K, S>(row, rows.width, to.add(index * depth), depth, rows.scale(key));
+        for key in keys.clone() {
+            let to = to.add((key - keys.start) * depth);
+            pack_row::<K, S>(rows.prefetched::<K::Vector>(key), rows.width, to, depth, rows.scale(key));
         }
-        let padded = keys.len().next_multiple_of(K::ROWS);
-        to.add(keys.len() * depth).write_bytes(0, (padded - keys.len()) * depth);
+        let count = keys.end - keys.start;
+        to.add(count * depth).write_bytes(0, (count.next_multiple_of(K::ROWS) - count) * depth);
     }
     LeftOperand { at: to, group: K::ROWS * depth, row: depth, step: 1 }
 }
@@ -199,7 +225,7 @@ pub(super) unsafe fn pack_columns<K: Kernel, S: Stored>(
 ) -> LeftOperand {
     // SAFETY: as this function's contract.
     unsafe {
-        if K::ELEMENTS == 2 {
+        if K::IS_BF16 {
             pack_column_pairs::<K, S>(rows, keys, to, staging, width);
             LeftOperand { at: to, group: K::ROWS * (K::BLOCK / 2), row: K::BLOCK / 2, step: 1 }
         } else {
@@ -224,7 +250,7 @@ pub(super) unsafe fn pack_row<K: Kernel, S: Stored>(
 ) {
     // SAFETY: as this function's contract; pairs are two elements of 16 bits.
     unsafe {
-        if K::ELEMENTS == 1 {
+        if const { !K::IS_BF16 } {
             return widen_row::<S, K::Vector>(row, width, to, padded, factor);
         }
         let pairs: *mut bf16 = to.cast();
@@ -263,7 +289,7 @@ impl<E: Number> SimdTask for PackQueries<'_, '_, E> {
     unsafe fn run<K: Kernel>(self) {
         let Self { q, inputs, workspace, tiles } = self;
         let (width, staging) = (workspace.sizes.d, workspace.staging.as_mut_ptr());
-        let factor = inputs.options.units(K::ELEMENTS == 2).query;
+        let factor = inputs.options.units(K::IS_BF16).query;
         for (index, tile) in tiles.iter().enumerate() {
             let rows = TileRows { matrix: q, width: inputs.dims.d, dims: &inputs.dims, tile };
             // SAFETY: the processor has the tier of K; the workspace has a panel for each tile.
@@ -346,12 +372,11 @@ unsafe fn pack_column_groups<K: Kernel, S: Stored>(
 ) {
     // SAFETY: as this function's contract; the staging memory holds a row.
     unsafe {
-        for (at, key) in keys.enumerate() {
-            let row = rows.row(key);
-            prefetch_row::<K::Vector, S>(row, rows.rows.stride(), rows.width);
+        for key in keys.clone() {
+            let row = rows.prefetched::<K::Vector>(key);
             pack_row::<K, S>(row, rows.width, staging, width.rows, rows.scale(key));
             for group in 0..width.rows / K::ROWS {
-                let to = to.add(group * column_group::<K>() + at * K::ROWS);
+                let to = to.add(group * column_group::<K>() + (key - keys.start) * K::ROWS);
                 std::ptr::copy_nonoverlapping(staging.add(group * K::ROWS), to, K::ROWS);
             }
         }
@@ -401,32 +426,5 @@ unsafe fn pack_column_pairs<K: Kernel, S: Stored>(
                 K::Vector::transpose(staging.add(pair * padded + d), padded, to.add(d * half + pair), half);
             }
         }
-    }
-}
-
-/// Two rows as pairs, the first one in the lower halves, and zeros for a row that is missing and up to `padded` words.
-///
-/// # Safety
-/// The rows are valid for `width` elements of 16 bits, `to` for writes of `padded` words.
-#[inline(always)]
-pub(super) unsafe fn pack_row_pair<E>(
-    low: Option<*const E>,
-    high: Option<*const E>,
-    width: usize,
-    to: *mut f32,
-    padded: usize,
-) {
-    let to: *mut u32 = to.cast();
-    // SAFETY: as this function's contract.
-    unsafe {
-        match (low.map(<*const E>::cast::<u16>), high.map(<*const E>::cast::<u16>)) {
-            (Some(low), Some(high)) => {
-                (0..width).for_each(|d| *to.add(d) = u32::from(*low.add(d)) | u32::from(*high.add(d)) << 16);
-            }
-            (Some(low), None) => (0..width).for_each(|d| *to.add(d) = u32::from(*low.add(d))),
-            (None, Some(high)) => (0..width).for_each(|d| *to.add(d) = u32::from(*high.add(d)) << 16),
-            (None, None) => to.write_bytes(0, width),
-        }
-        to.add(width).write_bytes(0, padded - width);
     }
 }

@@ -13,14 +13,14 @@
 
 use std::ops::Range;
 
-use super::pack::{Block, LeftOperand};
+use super::pack::Block;
 use super::problem::{KeysValues, KvHead, ScoreInputs, ScoreUnits};
 use super::scores::TileScores;
 use super::softmax::TileSoftmax;
 use super::tile::{Part, Tile};
 use super::workspace::Workspace;
-use crate::cpu::{Kernel, MAX_COLUMNS, Product, SimdTask, Vector, Words};
-use crate::number::{Stored, load_first, store_first};
+use crate::cpu::{Kernel, LeftOperand, MAX_COLUMNS, Product, SimdTask, Vector, Words};
+use crate::number::{Stored, store_first};
 
 /// Tiles of one key head, whose queries are packed, against some of its keys. Leaves their state in the workspace.
 pub(super) struct Prefill<'a, 'b, S> {
@@ -36,15 +36,14 @@ impl<S: Stored> SimdTask for Prefill<'_, '_, S> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { inputs, keys_values, workspace, kv, tiles, keys } = self;
-        let units = inputs.options.units(K::ELEMENTS == 2);
+        let units = inputs.options.units(K::IS_BF16);
         workspace.state.clear(tiles.len());
         // SAFETY: the processor has the tier of K; the workspace was made for the call and has a panel for each tile.
         unsafe {
             let _tiles = K::configure_tiles();
-            let start = tiles.iter().map(|tile| tile.some.start).min().unwrap_or(0).max(keys.start);
-            let end = tiles.iter().map(|tile| tile.some.end).max().unwrap_or(0).min(keys.end);
-            let first_block = start / K::BLOCK * K::BLOCK;
-            for first in (first_block..end).step_by(K::BLOCK) {
+            let seen = Tile::seen_keys(tiles);
+            let first_block = seen.start.max(keys.start) / K::BLOCK * K::BLOCK;
+            for first in (first_block..seen.end.min(keys.end)).step_by(K::BLOCK) {
                 let block = Block::new::<K>(keys_values, inputs.dims, workspace, kv, first);
                 for (index, tile) in tiles.iter().enumerate() {
                     Step { inputs, block: &block, tile, index, units }.run::<K>(workspace);
@@ -82,7 +81,9 @@ impl<S: Stored> Step<'_, '_, S> {
             let queries = workspace.queries.as_ptr().add(index * sizes.d.word_squares * K::PANEL);
             let keys = OverKeys { from: block.keys.start, first };
             let product = KeyProduct { keys, rows: block.k, depth: sizes.d.words, columns: queries, to: scores };
-            overlap.parts.iter().for_each(|part| product.multiply::<K>(part));
+            for part in overlap.parts.iter() {
+                product.multiply::<K>(part);
+            }
             let tile_scores = TileScores {
                 inputs: *inputs,
                 tile,
@@ -95,7 +96,7 @@ impl<S: Stored> Step<'_, '_, S> {
                 dropout: workspace.dropout.as_mut_ptr(),
             };
             K::run_simd(TileSoftmax { scores: tile_scores, depth, pairs, state, factors: factors.as_mut_ptr() });
-            let weights = if K::ELEMENTS == 1 { scores } else { pairs };
+            let weights = if K::IS_BF16 { pairs } else { scores };
             let values = ValueProduct { keys, columns: block.v, rows: sizes.d_v.rows, weights, to: state.context };
             let only_seen = is_masked && block.has_non_finite_values::<K>();
             for part in overlap.parts.iter() {
@@ -138,10 +139,7 @@ impl KeyProduct {
         // SAFETY: as this method's contract; a block has `BLOCK` rows, which is a multiple of `ROWS`.
         unsafe {
             K::multiply::<Words>(&Product {
-                a: self.rows.at.add((part.keys.start - self.keys.from) * self.rows.row),
-                a_group: self.rows.group,
-                a_row: self.rows.row,
-                a_step: self.rows.step,
+                a: self.rows.offset((part.keys.start - self.keys.from) * self.rows.row),
                 b: self.columns.add(column),
                 c: self.to.add((part.keys.start - self.keys.first) * K::PANEL + column),
                 rows: part.keys.len().next_multiple_of(K::ROWS),
@@ -174,10 +172,7 @@ impl ValueProduct {
         // SAFETY: as this method's contract.
         unsafe {
             K::multiply::<Words>(&Product {
-                a: self.columns.at.add((part.keys.start - self.keys.from) / K::ELEMENTS * self.columns.step),
-                a_group: self.columns.group,
-                a_row: self.columns.row,
-                a_step: self.columns.step,
+                a: self.columns.offset((part.keys.start - self.keys.from) / K::ELEMENTS * self.columns.step),
                 b: self.weights.add((part.keys.start - self.keys.first) / K::ELEMENTS * K::PANEL + column),
                 c: self.to.add(column),
                 rows: self.rows,
@@ -197,7 +192,7 @@ impl ValueProduct {
     /// As [`add`](Self::add).
     #[inline(always)]
     unsafe fn add_seen<K: Kernel, S: Stored>(&self, step: &Step<S>, part: &Part, factors: &[f32; MAX_COLUMNS]) {
-        let (&Step { inputs, tile, .. }, values_of) = (step, &step.block.values);
+        let &Step { inputs, tile, block, .. } = step;
         let (kv, dims, lanes) = (tile.kv, &inputs.dims, K::Vector::LANES);
         let d_v = dims.d_v;
         let mut sums = vec![0f32; d_v.next_multiple_of(lanes)];
@@ -211,19 +206,13 @@ impl ValueProduct {
                     if !tile.sees(column, key) || !inputs.is_kept(row, key) {
                         continue;
                     }
-                    let word = *self.weights.add((key - self.keys.first) / K::ELEMENTS * K::PANEL + column);
-                    let weight = match (K::ELEMENTS, (key - self.keys.first) % 2) {
-                        (1, _) => word,
-                        (_, 0) => f32::from_bits(word.to_bits() << 16),
-                        _ => f32::from_bits(word.to_bits() & 0xffff_0000),
-                    };
-                    let weight = K::Vector::splat(weight * values_of.scale(key));
-                    let values = values_of.row(key);
-                    for d in (0..d_v).step_by(lanes) {
-                        let value: K::Vector = load_first(values.add(d), lanes.min(d_v - d));
-                        let sum = K::Vector::load(sums.as_ptr().add(d));
-                        weight.mul_add(value, sum).store(sums.as_mut_ptr().add(d));
+                    let at = key - self.keys.first;
+                    let mut weight = (*self.weights.add(at / K::ELEMENTS * K::PANEL + column)).to_bits();
+                    if K::IS_BF16 {
+                        // A bf16 is the upper half of the same f32.
+                        weight = if at.is_multiple_of(2) { weight << 16 } else { weight & 0xffff_0000 };
                     }
+                    block.values.add::<K::Vector>(key, f32::from_bits(weight), &mut sums);
                 }
                 let factor = K::Vector::splat(factors[column]);
                 for (d, &sum) in sums[..d_v].iter().enumerate() {

@@ -34,10 +34,10 @@ impl SimdTask for TileSoftmax<'_> {
             match self.scores.tile.vectors {
                 1 => self.softmax::<K, 1>(0),
                 2 => self.softmax::<K, 2>(0),
-                3 => self.softmax::<K, 3>(0),
+                3 if const { K::VECTORS >= 3 } => self.softmax::<K, 3>(0),
                 vectors => (0..vectors).for_each(|vector| self.softmax::<K, 1>(vector)),
             }
-            if K::ELEMENTS == 1 && self.drops() {
+            if const { !K::IS_BF16 } && self.drops() {
                 for key in 0..self.scores.keys {
                     for column in (0..self.scores.tile.vectors * K::Vector::LANES).step_by(K::Vector::LANES) {
                         let at = self.scores.scores.add(key * K::PANEL + column);
@@ -107,7 +107,7 @@ impl TileSoftmax<'_> {
                 weights.shifts = [K::Vector::splat(0.0); N];
             }
             let mut sums = [[K::Vector::splat(0.0); N]; PARTIAL_SUMS];
-            if K::ELEMENTS == 1 {
+            if const { !K::IS_BF16 } {
                 let whole = keys / PARTIAL_SUMS * PARTIAL_SUMS;
                 for first in (0..whole).step_by(PARTIAL_SUMS) {
                     for (offset, sums) in sums.iter_mut().enumerate() {

@@ -93,6 +93,18 @@ impl Tile {
         Self { kv, rows, vectors, some: first.min(end)..end, every, seen, starts, ends }
     }
 
+    /// The tiles of some rows of a key head, `panel` of them each.
+    pub fn of_rows(inputs: &ScoreInputs, kv: KvHead, rows: Range<usize>, panel: usize, lanes: usize) -> Vec<Self> {
+        let tile = |first| Self::new(inputs, kv, first..rows.end.min(first + panel), lanes);
+        rows.clone().step_by(panel).map(tile).collect()
+    }
+
+    /// The keys from the first to the last that some query of some tiles sees.
+    pub fn seen_keys(tiles: &[Self]) -> Range<usize> {
+        let start = tiles.iter().map(|tile| tile.some.start).min().unwrap_or(0);
+        start..tiles.iter().map(|tile| tile.some.end).max().unwrap_or(0)
+    }
+
     /// Splits keys where the vectors that see some of them change, in multiples of `step` from the first: along the
     /// edge of a mask, products over the part of a panel that sees anything are enough. Parts that nothing sees are
     /// left out.

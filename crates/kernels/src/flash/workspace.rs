@@ -106,7 +106,6 @@ impl Workspace {
     pub fn new<K: Kernel>(inputs: &ScoreInputs, panels: usize) -> Self {
         let sizes = PackedSizes::new::<K>(&inputs.dims);
         let (block, lanes) = (K::BLOCK, K::Vector::LANES);
-        let pairs = K::ELEMENTS == 2;
         // For scores, a row of a block for each lane.
         let staging = (lanes * block).max(sizes.d.staging_words::<K>()).max(sizes.d_v.staging_words::<K>());
         Self {
@@ -116,7 +115,7 @@ impl Workspace {
             keys: Scratch::zeros(block * sizes.d.words),
             values: Scratch::zeros(sizes.d_v.column_words::<K>()),
             scores: Scratch::zeros(block * K::PANEL),
-            weights: Scratch::zeros(if pairs { block / 2 * K::PANEL } else { 0 }),
+            weights: Scratch::zeros(if K::IS_BF16 { block / 2 * K::PANEL } else { 0 }),
             dropout: Scratch::zeros(if inputs.options.dropout.is_some() { block * K::PANEL } else { 0 }),
             staging: Scratch::zeros(staging),
         }

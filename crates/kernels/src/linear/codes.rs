@@ -6,7 +6,7 @@ use super::PackedWeight;
 use super::format::Format;
 use super::weight::no_memory;
 pub use crate::cpu::CODE_BLOCK;
-use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Tier, Workers, dispatch_f32, for_each_task};
+use crate::cpu::{Kernel, Scratch, SimdTask, Tier, dispatch_f32};
 use crate::error::{Error, check_len, check_tier};
 
 /// A weight (out, in) whose numbers are `code · scale + minimum`, with a scale and a minimum for each [`CODE_BLOCK`]
@@ -50,9 +50,29 @@ impl PackedWeight {
         let (outputs, inputs) = shape;
         check_tier(tier)?;
         codes.check(outputs, inputs)?;
-        let mut packed = None;
-        dispatch_f32(tier, Pack { codes, outputs, inputs, tier, packed: &mut packed });
+        let format = Format::Codes { bits: codes.bits, has_minimums: codes.minimums.is_some() };
+        let mut panel = 0;
+        dispatch_f32(tier, ReadPanel(&mut panel));
+        let words = format.bytes(inputs) * panel / size_of::<u16>();
+        let weight = Self { words: Scratch::zeros(0), format, tier, inputs, outputs, panel, padded: inputs };
+        let packed = weight.fill(&|index, to| {
+            // SAFETY: the words of a panel are this task's; they were not initialised before.
+            let own = unsafe {
+                to.cast::<u16>().write_bytes(0, words);
+                std::slice::from_raw_parts_mut(to.cast(), words)
+            };
+            codes.pack_panel(own, index * panel..outputs.min((index + 1) * panel), inputs, panel);
+        });
         packed.ok_or_else(|| no_memory(outputs, inputs))
+    }
+}
+
+/// Takes the outputs of a tier's panel.
+struct ReadPanel<'a>(&'a mut usize);
+
+impl SimdTask for ReadPanel<'_> {
+    unsafe fn run<K: Kernel>(self) {
+        *self.0 = K::PANEL;
     }
 }
 
@@ -78,48 +98,7 @@ impl Codes<'_> {
             _ => Ok(()),
         }
     }
-}
 
-struct Pack<'a> {
-    codes: &'a Codes<'a>,
-    outputs: usize,
-    inputs: usize,
-    tier: Tier,
-    packed: &'a mut Option<PackedWeight>,
-}
-
-impl SimdTask for Pack<'_> {
-    unsafe fn run<K: Kernel>(self) {
-        let Self { codes, outputs, inputs, tier, packed } = self;
-        let format = Format::Codes { bits: codes.bits, has_minimums: codes.minimums.is_some() };
-        let panel = K::PANEL;
-        let panels = outputs.div_ceil(panel);
-        let words = format.bytes(inputs) * panel / size_of::<f32>();
-        let pack = |to: *mut f32| {
-            let to = SharedPtr(to);
-            let tasks = if words == 0 { 0 } else { panels };
-            for_each_task(
-                tasks,
-                Workers::of(outputs * inputs, 0, None),
-                || (),
-                |(), index| {
-                    // SAFETY: the words of a panel are this task's; they were not initialised before.
-                    let own = unsafe {
-                        let own = to.add(index * words);
-                        own.write_bytes(0, words);
-                        std::slice::from_raw_parts_mut(own.cast::<u16>(), 2 * words)
-                    };
-                    codes.pack_panel(own, index * panel..outputs.min((index + 1) * panel), inputs, panel);
-                },
-            );
-        };
-        // SAFETY: every panel is written from its beginning to its end.
-        let words = panels.checked_mul(words).and_then(|words| unsafe { Scratch::written(words, pack) });
-        *packed = words.map(|words| PackedWeight { words, format, tier, inputs, outputs, panel, padded: inputs });
-    }
-}
-
-impl Codes<'_> {
     /// Puts the outputs of a panel into it. What the panel has beyond them is zeros before.
     fn pack_panel(&self, to: &mut [u16], outputs: std::ops::Range<usize>, inputs: usize, panel: usize) {
         let &Self { bits, codes, scales, minimums } = self;

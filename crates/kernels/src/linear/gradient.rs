@@ -1,13 +1,13 @@
 //! Gradients of a projection.
 
-use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::left::Left;
 use super::matrix::{Matrix, MatrixProduct, multiply};
 use super::right::{Right, depth_start};
-use super::{Epilogue, PackedWeight, Product, filled};
-use crate::cpu::{Executor, SharedPtr, Tier};
+use super::task::Product;
+use super::{Epilogue, PackedWeight, multiplied};
+use crate::cpu::{Executor, Tier};
 use crate::error::Error;
 use crate::linear::ProductKernels;
 
@@ -31,7 +31,6 @@ pub struct InputGradient<'a, X> {
 /// [`Error::Memory`] if there is none for the result.
 pub fn input_gradient<X: ProductKernels>(operands: &InputGradient<X>) -> Result<Vec<X>, Error> {
     let &InputGradient { weight, ref columns, gradient, executor } = operands;
-    let (rows, inputs) = (gradient.rows, weight.inputs());
     if columns.start > columns.end || columns.end > weight.outputs() {
         return Err(Error::Shape(format!("expected columns within {} outputs, found {columns:?}", weight.outputs())));
     }
@@ -39,24 +38,16 @@ pub fn input_gradient<X: ProductKernels>(operands: &InputGradient<X>) -> Result<
         return Err(Error::Shape(format!("expected rows of {} columns, found {}", columns.len(), gradient.columns)));
     }
     gradient.check("the gradient")?;
-    let count = rows.checked_mul(inputs).filter(|&count| count.checked_mul(size_of::<X>()).is_some());
-    let count = count.ok_or_else(|| Error::Memory(format!("a gradient of {rows} rows of {inputs}")))?;
     // Without columns nothing is read, wherever they would begin.
     let columns = if columns.is_empty() { 0..0 } else { columns.clone() };
-    let fill = |output: &mut [MaybeUninit<X>]| {
-        X::multiply(&Product {
-            left: Left { matrix: gradient, lead: columns.start - depth_start(columns.start) },
-            right: Right::Transposed { weight, first: columns.start, end: columns.end },
-            columns: 0..inputs,
-            epilogue: Epilogue::default(),
-            executor,
-            tier: weight.tier(),
-            output: SharedPtr(output.as_mut_ptr().cast()),
-        });
-        Ok(())
-    };
-    // SAFETY: the product initialises every element.
-    unsafe { filled(rows, inputs, count, fill) }
+    multiplied(&Product {
+        left: Left { matrix: gradient, lead: columns.start - depth_start(columns.start) },
+        rights: &[Right::Transposed { weight, first: columns.start, end: columns.end }],
+        columns: 0..weight.inputs(),
+        epilogue: Epilogue::default(),
+        executor,
+        tier: weight.tier(),
+    })
 }
 
 /// The sum of each column, in f32 and rounded once: a bias's gradient.

@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use super::Matrix;
-use crate::cpu::{Kernel, MAX_LANES, Vector};
-use crate::number::{Dtype, Number, widen_row};
+use crate::cpu::{Kernel, LeftOperand, MAX_LANES, Vector};
+use crate::number::{Dtype, Number, pack_row_pair, widen_row};
 
 /// The words of depth of a block: with 48 columns 37 KB of the right operand, which the second cache holds beside the
 /// rest. The sums are read and written once a block. Rounding errors grow with the sum that is being added to, so that
@@ -23,16 +23,16 @@ pub struct Left<'a, X> {
     pub lead: usize,
 }
 
-/// How words of a block follow each other, as in [`Product`](crate::cpu::Product).
-pub struct WordOrder {
-    pub row: usize,
-    pub step: usize,
-}
-
 impl<X: Number> Left<'_, X> {
     /// The elements of depth.
     pub fn depth(&self) -> usize {
         self.lead + self.matrix.columns
+    }
+
+    /// The order in which [`copy`](Self::copy) leaves a block that begins at `at`.
+    pub fn operand<K: Kernel>(&self, at: *const f32) -> LeftOperand {
+        let (row, step) = if self.matrix.is_transposed && !K::IS_BF16 { (1, K::ROWS) } else { (BLOCK_ROW, 1) };
+        LeftOperand { at, group: K::ROWS * BLOCK_ROW, row, step }
     }
 
     /// Copies some rows' elements from `first` on to (rows, [`BLOCK_ROW`]) words, with zeros beyond the last element
@@ -42,21 +42,18 @@ impl<X: Number> Left<'_, X> {
     /// The processor has the tier of K; the rows belong to the matrix, the block begins within its padded depth, and
     /// `to` is valid for the rows as a multiple of `K::MIN_ROWS`, or of `K::ROWS` where columns are contiguous.
     #[inline(always)]
-    pub unsafe fn copy<K: Kernel>(&self, rows: &Range<usize>, first: usize, steps: usize, to: *mut f32) -> WordOrder {
+    pub unsafe fn copy<K: Kernel>(&self, rows: &Range<usize>, first: usize, steps: usize, to: *mut f32) {
         // SAFETY: as this method's contract.
         unsafe {
             if !self.matrix.is_transposed {
                 self.copy_rows::<K>(rows, first, steps, to);
                 let (filled, padded) = (rows.len(), rows.len().next_multiple_of(K::MIN_ROWS));
                 to.add(filled * BLOCK_ROW).write_bytes(0, (padded - filled) * BLOCK_ROW);
-                return WordOrder { row: BLOCK_ROW, step: 1 };
-            }
-            if K::ELEMENTS == 1 {
+            } else if K::IS_BF16 {
+                self.copy_column_pairs::<K>(rows, first, steps, to);
+            } else {
                 self.copy_columns::<K>(rows, first, steps, to);
-                return WordOrder { row: 1, step: K::ROWS };
             }
-            self.copy_column_pairs::<K>(rows, first, steps, to);
-            WordOrder { row: BLOCK_ROW, step: 1 }
         }
     }
 
@@ -70,9 +67,9 @@ impl<X: Number> Left<'_, X> {
         let width = (count - lead).min(columns - start);
         // SAFETY: as this method's contract; words of two elements are pairs of X.
         unsafe {
-            for (index, row) in rows.clone().enumerate() {
-                let (from, to) = (data.as_ptr().add(row * stride + start), to.add(index * BLOCK_ROW));
-                if K::ELEMENTS == 1 {
+            for row in rows.clone() {
+                let (from, to) = (data.as_ptr().add(row * stride + start), to.add((row - rows.start) * BLOCK_ROW));
+                if const { !K::IS_BF16 } {
                     to.write_bytes(0, lead);
                     widen_row::<X, K::Vector>(from, width, to.add(lead), count - lead, 1.0);
                     continue;
@@ -94,22 +91,21 @@ impl<X: Number> Left<'_, X> {
         let (Matrix { data, stride, columns, .. }, lead) = (self.matrix, self.lead);
         let padded = rows.len().next_multiple_of(K::ROWS);
         let mut wide = [0f32; MAX_ROWS];
+        let wide = wide.as_mut_ptr();
         // SAFETY: as this method's contract; a task has at most `MAX_ROWS` rows.
         unsafe {
             for step in 0..steps {
-                let column = (first + step).checked_sub(lead).filter(|&column| column < columns);
-                let from = column.map(|column| data.as_ptr().add(column * stride + rows.start));
-                let words = match from {
-                    Some(from) if X::DTYPE == Dtype::F32 && padded == rows.len() => from.cast(),
-                    Some(from) => {
-                        widen_row::<X, K::Vector>(from, rows.len(), wide.as_mut_ptr(), padded, 1.0);
-                        wide.as_ptr()
+                let mut words = wide.cast_const();
+                if (lead..lead + columns).contains(&(first + step)) {
+                    let from = data.as_ptr().add((first + step - lead) * stride + rows.start);
+                    if const { matches!(X::DTYPE, Dtype::F32) } && padded == rows.len() {
+                        words = from.cast();
+                    } else {
+                        widen_row::<X, K::Vector>(from, rows.len(), wide, padded, 1.0);
                     }
-                    None => {
-                        wide[..padded].fill(0.0);
-                        wide.as_ptr()
-                    }
-                };
+                } else {
+                    wide.write_bytes(0, padded);
+                }
                 for group in 0..padded / K::ROWS {
                     let to = to.add(group * K::ROWS * BLOCK_ROW + step * K::ROWS);
                     std::ptr::copy_nonoverlapping(words.add(group * K::ROWS), to, K::ROWS);
@@ -121,30 +117,24 @@ impl<X: Number> Left<'_, X> {
     /// Pairs of bf16 of neighbouring columns whose rows are contiguous in memory, transposed to rows.
     ///
     /// # Safety
-    /// As [`copy`](Self::copy); X is bf16.
+    /// As [`copy`](Self::copy); X has 16 bits.
     #[inline(always)]
     unsafe fn copy_column_pairs<K: Kernel>(&self, rows: &Range<usize>, first: usize, steps: usize, to: *mut f32) {
         let (Matrix { data, stride, columns, .. }, lead, lanes) = (self.matrix, self.lead, K::Vector::LANES);
-        let (mut pairs, mut words) = ([0u32; MAX_LANES * MAX_LANES], [0f32; MAX_LANES * MAX_LANES]);
-        // SAFETY: as this method's contract; the squares hold LANES by LANES words, and bf16 is stored as its bits.
+        let (mut pairs, mut words) = ([0f32; MAX_LANES * MAX_LANES], [0f32; MAX_LANES * MAX_LANES]);
+        // SAFETY: as this method's contract; the squares hold LANES by LANES words.
         unsafe {
             for row in (0..rows.len()).step_by(lanes) {
                 let filled = lanes.min(rows.len() - row);
                 for step in (0..steps).step_by(lanes) {
-                    pairs.fill(0);
                     for at in 0..lanes {
-                        for half in 0..2 {
-                            let column = first + 2 * (step + at) + half;
-                            if column < lead || column - lead >= columns {
-                                continue;
-                            }
-                            let from = data.as_ptr().add((column - lead) * stride + rows.start + row).cast::<u16>();
-                            for (lane, pair) in pairs[at * lanes..][..filled].iter_mut().enumerate() {
-                                *pair |= u32::from(*from.add(lane)) << (16 * half);
-                            }
-                        }
+                        let column = |half: usize| {
+                            let column = (first + 2 * (step + at) + half).checked_sub(lead)?;
+                            (column < columns).then(|| data.as_ptr().add(column * stride + rows.start + row))
+                        };
+                        pack_row_pair(column(0), column(1), filled, pairs.as_mut_ptr().add(at * lanes), lanes);
                     }
-                    K::Vector::transpose(pairs.as_ptr().cast(), lanes, words.as_mut_ptr(), lanes);
+                    K::Vector::transpose(pairs.as_ptr(), lanes, words.as_mut_ptr(), lanes);
                     let kept = filled.next_multiple_of(K::MIN_ROWS);
                     for (index, words) in words.chunks_exact(lanes).take(kept).enumerate() {
                         K::Vector::load(words.as_ptr()).store(to.add((row + index) * BLOCK_ROW + step));

@@ -1,11 +1,10 @@
 //! Products of matrices that are not packed.
 
-use std::mem::MaybeUninit;
-
 use super::left::Left;
 use super::right::Right;
-use super::{Epilogue, Product, filled};
-use crate::cpu::{Executor, SharedPtr, Tier};
+use super::task::Product;
+use super::{Epilogue, multiplied};
+use crate::cpu::{Executor, Tier};
 use crate::error::{Error, check_len, check_tier};
 use crate::linear::ProductKernels;
 
@@ -90,21 +89,12 @@ pub fn multiply<X: ProductKernels>(product: &MatrixProduct<X>) -> Result<Vec<X>,
     if let Some(bias) = bias {
         check_len("bias", bias.len(), right.columns)?;
     }
-    let (rows, columns) = (left.rows, right.columns);
-    let count = rows.checked_mul(columns).filter(|&count| count.checked_mul(size_of::<X>()).is_some());
-    let count = count.ok_or_else(|| Error::Memory(format!("an output of {rows} rows of {columns}")))?;
-    let fill = |output: &mut [MaybeUninit<X>]| {
-        X::multiply(&Product {
-            left: Left { matrix: left, lead: 0 },
-            right: Right::Matrix(right),
-            columns: 0..columns,
-            epilogue: Epilogue { bias, ..Default::default() },
-            executor,
-            tier,
-            output: SharedPtr(output.as_mut_ptr().cast()),
-        });
-        Ok(())
-    };
-    // SAFETY: the product initialises every element.
-    unsafe { filled(rows, columns, count, fill) }
+    multiplied(&Product {
+        left: Left { matrix: left, lead: 0 },
+        rights: &[Right::Matrix(right)],
+        columns: 0..right.columns,
+        epilogue: Epilogue { bias, ..Default::default() },
+        executor,
+        tier,
+    })
 }

@@ -36,17 +36,16 @@ pub use epilogue::{Activation, Epilogue, Up};
 pub use gradient::{InputGradient, column_sums, input_gradient};
 pub use kernels::ProductKernels;
 pub use matrix::{Matrix, MatrixProduct, multiply};
-pub(crate) use task::{Product, run};
 pub use weight::PackedWeight;
-pub(crate) use weight::{WeightOutputs, WeightRows, pack_weight, unpack_weight};
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use crate::cpu::{Executor, SharedPtr, large_page_vec};
+use crate::cpu::{Executor, large_page_vec};
 use crate::error::{Error, check_len};
 use left::Left;
 use right::Right;
+use task::Product;
 
 /// The operands of [`project`]: `xs · weightᵀ` for some of the weight's outputs, and what follows.
 #[derive(Clone, Debug)]
@@ -79,10 +78,7 @@ impl<'a, X> Projection<'a, X> {
         if columns.start > columns.end || columns.end > outputs {
             return Err(Error::Shape(format!("expected columns within {outputs} outputs, found {columns:?}")));
         }
-        let count = rows.checked_mul(columns.len()).filter(|&count| count.checked_mul(size_of::<X>()).is_some());
-        let Some(count) = count else {
-            return Err(Error::Memory(format!("an output of {rows} rows of {}", columns.len())));
-        };
+        let count = output_len::<X>(rows, columns.len())?;
         let end = (rows.saturating_sub(1)).checked_mul(xs_row).and_then(|last| last.checked_add(inputs));
         if count > 0 && end.is_none_or(|end| end > xs.len()) {
             let found = xs.len();
@@ -124,19 +120,19 @@ impl<'a, X> Projection<'a, X> {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn project<X: ProductKernels>(projection: &Projection<X>, output: &mut [MaybeUninit<X>]) -> Result<(), Error> {
-    let count = projection.output_len()?;
-    check_len("output", output.len(), count)?;
+    check_len("output", output.len(), projection.output_len()?)?;
     let &Projection { weight, xs, xs_row, rows, ref columns, epilogue, executor } = projection;
     let matrix = Matrix { data: xs, rows, columns: weight.inputs(), stride: xs_row, is_transposed: false };
-    X::multiply(&Product {
+    let up = epilogue.up.map_or(weight, |up| up.weight);
+    let product = Product {
         left: Left { matrix, lead: 0 },
-        right: Right::Weight(weight),
+        rights: &[Right::Weight(weight), Right::Weight(up)][..1 + usize::from(epilogue.up.is_some())],
         columns: columns.clone(),
         epilogue,
         executor,
         tier: weight.tier(),
-        output: SharedPtr(output.as_mut_ptr().cast()),
-    });
+    };
+    X::multiply(&product, output);
     Ok(())
 }
 
@@ -145,26 +141,45 @@ pub fn project<X: ProductKernels>(projection: &Projection<X>, output: &mut [Mayb
 /// # Errors
 /// As [`project`], and [`Error::Memory`] if there is none for the output.
 pub fn project_vec<X: ProductKernels>(projection: &Projection<X>) -> Result<Vec<X>, Error> {
-    let count = projection.output_len()?;
     let (rows, columns) = (projection.rows, projection.columns.len());
-    // SAFETY: `project` initialises every element.
-    unsafe { filled(rows, columns, count, |output| project(projection, output)) }
+    projection.output_len()?;
+    // SAFETY: `project` initialises every element, or fails.
+    unsafe { filled(rows, columns, |output| project(projection, output)) }
 }
 
-/// A vector of `count` elements, (rows, columns), that `fill` writes.
+/// The elements of an output.
+///
+/// # Errors
+/// If no memory can hold as many.
+fn output_len<X>(rows: usize, columns: usize) -> Result<usize, Error> {
+    let count = rows.checked_mul(columns).filter(|&count| count.checked_mul(size_of::<X>()).is_some());
+    count.ok_or_else(|| Error::Memory(format!("an output of {rows} rows of {columns}")))
+}
+
+/// An output (rows, columns) that `fill` writes.
 ///
 /// # Safety
 /// On success `fill` has initialised every element.
 unsafe fn filled<X>(
     rows: usize,
     columns: usize,
-    count: usize,
     fill: impl FnOnce(&mut [MaybeUninit<X>]) -> Result<(), Error>,
 ) -> Result<Vec<X>, Error> {
-    let mut output =
-        large_page_vec(count).ok_or_else(|| Error::Memory(format!("an output of {rows} rows of {columns}")))?;
+    let count = output_len::<X>(rows, columns)?;
+    let no_memory = || Error::Memory(format!("an output of {rows} rows of {columns}"));
+    let mut output = large_page_vec(count).ok_or_else(no_memory)?;
     fill(&mut output.spare_capacity_mut()[..count])?;
     // SAFETY: `fill` initialised them, by this function's contract.
     unsafe { output.set_len(count) };
     Ok(output)
+}
+
+/// The output of a product, (rows, columns).
+fn multiplied<X: ProductKernels>(product: &Product<X>) -> Result<Vec<X>, Error> {
+    let fill = |output: &mut [MaybeUninit<X>]| {
+        X::multiply(product, output);
+        Ok(())
+    };
+    // SAFETY: a product initialises every element.
+    unsafe { filled(product.left.matrix.rows, product.columns.len(), fill) }
 }

@@ -1,7 +1,66 @@
 //! Rows of a weight on their way into panels.
 
-use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector};
+use super::PackedWeight;
+use super::format::Format;
+use super::weight::no_memory;
+use crate::cpu::{Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, Tier, Vector, Workers, for_each_index};
+use crate::error::{Error, check_len, check_tier};
 use crate::number::{Dtype, Number};
+
+/// [`PackedWeight::new`], compiled once.
+pub(super) fn pack_weight<E: Number>(rows: &[E], shape: (usize, usize), tier: Tier) -> Result<PackedWeight, Error> {
+    struct Pack<'a, E> {
+        rows: &'a [E],
+        weight: PackedWeight,
+        packed: &'a mut Option<PackedWeight>,
+    }
+    impl<E: Number> SimdTask for Pack<'_, E> {
+        unsafe fn run<K: Kernel>(self) {
+            let Self { rows, weight, packed } = self;
+            // Steps are whole, and a tier may take more.
+            let (inputs, panel) = (weight.inputs, K::PANEL);
+            let padded = inputs.next_multiple_of((K::ELEMENTS * K::DEPTH).max(weight.format.step()));
+            let outputs = panel * inputs;
+            *packed = PackedWeight { panel, padded, ..weight }.fill(&|index, to| {
+                let rows = &rows[index * outputs..rows.len().min((index + 1) * outputs)];
+                // SAFETY: the processor has the tier of K, which includes that of its kernel for f32; the panel is
+                // this task's.
+                unsafe { K::F32::run_simd(PackPanel { rows, inputs, to, padded, panel }) };
+            });
+        }
+    }
+    let (outputs, inputs) = shape;
+    let no_memory = || no_memory(outputs, inputs);
+    check_tier(tier)?;
+    check_len("the weight", rows.len(), outputs.checked_mul(inputs).ok_or_else(no_memory)?)?;
+    let (words, format) = (Scratch::zeros(0), Format::Elements(E::DTYPE));
+    let weight = PackedWeight { words, format, tier, inputs, outputs, panel: 0, padded: 0 };
+    let mut packed = None;
+    E::dispatch(tier, Pack { rows, weight, packed: &mut packed });
+    packed.ok_or_else(no_memory)
+}
+
+impl PackedWeight {
+    /// Calls `write` for every panel with its words, all of which it initialises. `None` where there is no memory for
+    /// them.
+    pub(super) fn fill(mut self, write: &(dyn Fn(usize, *mut f32) + Sync)) -> Option<Self> {
+        let Self { inputs, outputs, panel, padded, .. } = self;
+        let panels = outputs.div_ceil(panel);
+        panels.checked_mul(padded)?.checked_mul(panel)?.checked_mul(size_of::<f32>())?;
+        let words = self.format.bytes(padded) * panel / size_of::<f32>();
+        let tasks = if words == 0 { 0 } else { panels };
+        let write_all = |to: *mut f32| {
+            let to = SharedPtr(to);
+            for_each_index(tasks, Workers::of(outputs * inputs, 0, None), &|index| {
+                // SAFETY: there are as many panels.
+                write(index, unsafe { to.add(index * words) });
+            });
+        };
+        // SAFETY: every panel is written from its beginning to its end.
+        self.words = unsafe { Scratch::written(panels * words, &write_all) }?;
+        Some(self)
+    }
+}
 
 /// Copies the rows of one panel into it: [`Vector::LANES`] rows and as many words of each at a time are transposed, so
 /// that memory is read and written in whole cache lines. What the panel has beyond the rows and their inputs becomes
@@ -72,22 +131,19 @@ impl<E: Number> PackPanel<'_, E> {
         let lanes = K::Vector::LANES;
         let of_word = size_of::<f32>() / size_of::<E>();
         let filled = lanes.min((self.padded - first).div_ceil(of_word));
-        for (word, columns) in square.chunks_exact(lanes).take(filled).enumerate() {
-            let input = first + word * of_word;
+        for word in 0..filled {
+            let (input, columns) = (first + word * of_word, square.as_ptr().wrapping_add(word * lanes));
             // SAFETY: as this method's contract; inputs below `padded` are rows of the panel.
             unsafe {
-                if E::DTYPE != Dtype::F16 {
-                    let to = self.to.add(input / of_word * self.panel + column);
-                    K::Vector::load(columns.as_ptr()).store(to);
+                if const { !matches!(E::DTYPE, Dtype::F16) } {
+                    K::Vector::load(columns).store(self.to.add(input / of_word * self.panel + column));
                     continue;
                 }
+                // The lower halves are one row, the upper ones the next.
                 let to = self.to.cast::<u16>().add(input * self.panel + column);
-                for (at, pair) in columns.iter().enumerate() {
-                    *to.add(at) = pair.to_bits() as u16;
-                }
-                if input + 1 < self.padded {
-                    for (at, pair) in columns.iter().enumerate() {
-                        *to.add(self.panel + at) = (pair.to_bits() >> 16) as u16;
+                for half in 0..2.min(self.padded - input) {
+                    for at in 0..lanes {
+                        *to.add(half * self.panel + at) = *columns.cast::<u16>().add(2 * at + half);
                     }
                 }
             }

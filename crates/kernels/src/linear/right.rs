@@ -6,7 +6,7 @@ use super::Matrix;
 use super::left::BLOCK;
 use super::weight::PackedWeight;
 use crate::cpu::{Kernel, MAX_LANES, Product, Vector, Words};
-use crate::number::{Dtype, Number, load_first, widen_row};
+use crate::number::{Dtype, Number, pack_row_pair, widen_row};
 
 /// A matrix (depth, columns). A weight in panels is read in place where it can be; of everything else a block of a
 /// panel at a time is copied, for all rows of a task, which is some hundredths of their products.
@@ -40,7 +40,7 @@ impl<X: Number> Right<'_, X> {
 
     /// The columns of a panel.
     pub fn panel<K: Kernel>(&self) -> usize {
-        if let Self::Weight(weight) = self { weight.panel() } else { K::PANEL }
+        if let Self::Weight(weight) = self { weight.panel } else { K::PANEL }
     }
 
     /// The columns of one of the panels.
@@ -52,7 +52,7 @@ impl<X: Number> Right<'_, X> {
     /// The elements of depth with the zeros at its end.
     pub fn padded<K: Kernel>(&self) -> usize {
         let depth = match *self {
-            Self::Weight(weight) => return weight.padded(),
+            Self::Weight(weight) => return weight.padded,
             Self::Transposed { first, end, .. } => end - depth_start(first),
             Self::Matrix(matrix) => matrix.rows,
         };
@@ -95,9 +95,7 @@ impl<X: Number> Right<'_, X> {
                 &Self::Transposed { weight, first: start, end } => {
                     for at in (0..steps).step_by(K::Vector::LANES) {
                         let output = depth_start(start) + first + at * K::ELEMENTS;
-                        for column in
-                            (column..weight.inputs().min(column + K::PANEL)).step_by(K::Vector::LANES * K::ELEMENTS)
-                        {
+                        for column in (column..weight.inputs().min(column + K::PANEL)).step_by(K::Vector::LANES) {
                             let to = copy.add(at * K::PANEL + column % K::PANEL);
                             transpose_weight::<K>(weight, &(start..end), output, column, to);
                         }
@@ -136,18 +134,11 @@ unsafe fn copy_row<K: Kernel, X: Number>(matrix: &Matrix<X>, row: usize, column:
     unsafe {
         if row >= matrix.rows {
             to.write_bytes(0, K::PANEL);
-        } else if K::ELEMENTS == 1 {
+        } else if const { !K::IS_BF16 } {
             widen_row::<X, K::Vector>(from(row), width, to, width.next_multiple_of(lanes), 1.0);
         } else {
-            for at in (0..width).step_by(lanes) {
-                let filled = lanes.min(width - at);
-                let low: K::Vector = load_first(from(row).add(at), filled);
-                let high = match row + 1 < matrix.rows {
-                    true => load_first(from(row + 1).add(at), filled),
-                    false => K::Vector::splat(0.0),
-                };
-                K::store_pairs(low, high, to.add(at));
-            }
+            let high = (row + 1 < matrix.rows).then(|| from(row + 1));
+            pack_row_pair(Some(from(row)), high, width, to, width.next_multiple_of(lanes));
         }
     }
 }
@@ -165,13 +156,13 @@ unsafe fn transpose_rows<K: Kernel, X: Number>(matrix: &Matrix<X>, column: usize
     // SAFETY: as this function's contract; what is read belongs to the matrix.
     unsafe {
         let from = matrix.data.as_ptr().wrapping_add(column * matrix.stride + first);
-        if X::DTYPE == Dtype::F32 && (columns, width) == (lanes, depth) {
+        if const { matches!(X::DTYPE, Dtype::F32) } && (columns, width) == (lanes, depth) {
             return K::Vector::transpose(from.cast(), matrix.stride, to, K::PANEL);
         }
         let mut square: Square = [0.0; _];
         for at in 0..columns {
             let (from, to) = (from.wrapping_add(at * matrix.stride), square.as_mut_ptr().add(at * lanes));
-            if K::ELEMENTS == 1 {
+            if const { !K::IS_BF16 } {
                 widen_row::<X, K::Vector>(from, width, to, width, 1.0);
             } else if width == depth {
                 // The length is known to the compiler.
@@ -185,53 +176,45 @@ unsafe fn transpose_rows<K: Kernel, X: Number>(matrix: &Matrix<X>, column: usize
 }
 
 /// A square of words of a weight the other way round: columns are its inputs from `input`, the depth its outputs from
-/// `output`, of which those outside of `outputs` are zeros. Where a word is a pair of outputs, the square is two
-/// vectors wide, of which those are written that the panel has.
+/// `first`, of which those outside of `outputs` are zeros.
 ///
 /// # Safety
-/// The processor has the tier of K; the input and the outputs' panel belong to the weight, `input` and `output` are
+/// The processor has the tier of K; the input and the outputs' panel belong to the weight, `input` and `first` are
 /// multiples of a vector of words, and `to` takes a square, whose rows are a panel apart.
 #[inline(always)]
 unsafe fn transpose_weight<K: Kernel>(
     weight: &PackedWeight,
     outputs: &Range<usize>,
-    output: usize,
+    first: usize,
     input: usize,
     to: *mut f32,
 ) {
     let lanes = K::Vector::LANES;
-    let mut square: Square = [0.0; _];
-    // SAFETY: as this function's contract; the square takes what is written to it.
+    let (mut square, mut pairs): (Square, [f32; 2 * MAX_LANES * MAX_LANES]) = ([0.0; _], [0.0; _]);
+    let (rows, stride) = if K::IS_BF16 { (pairs.as_mut_ptr(), lanes) } else { (to, K::PANEL) };
+    // SAFETY: as this function's contract; the squares take what is written to them.
     unsafe {
-        if K::ELEMENTS == 1 {
+        for output in (first..first + K::ELEMENTS * lanes).step_by(lanes) {
+            let rows = rows.add((output - first) * stride);
             if let Some(from) = weight.square_in_place(output, input, lanes) {
-                K::Vector::transpose(from, weight.panel(), to, K::PANEL);
-            } else {
-                weight.widened_rows::<K::Vector>(output, input, square.as_mut_ptr());
-                K::Vector::transpose(square.as_ptr(), lanes, to, K::PANEL);
+                K::Vector::transpose(from, weight.panel, rows, stride);
+            } else if output < weight.outputs() {
+                let inputs = input..weight.padded.min(input + lanes);
+                square[inputs.len() * lanes..].fill(0.0);
+                let (panel, column) = (output / weight.panel, output % weight.panel);
+                weight.widen::<K::Vector>(panel, column..column + lanes, inputs, square.as_mut_ptr(), lanes);
+                K::Vector::transpose(square.as_ptr(), lanes, rows, stride);
             }
-            for at in (0..lanes).filter(|at| !outputs.contains(&(output + at))) {
-                to.add(at * K::PANEL).write_bytes(0, lanes);
-            }
-            return;
-        }
-        let vectors = if input % K::PANEL + lanes < K::PANEL { 2 } else { 1 };
-        for half in 0..2 {
-            let (mut words, first) = ([0.0; MAX_LANES * MAX_LANES], output + half * lanes);
-            weight.pair_rows::<K::Vector>(first, input, square.as_mut_ptr());
-            K::Vector::transpose(square.as_ptr(), lanes, words.as_mut_ptr(), lanes);
-            for at in (0..lanes).filter(|at| !outputs.contains(&(first + at))) {
-                words[at * lanes..(at + 1) * lanes].fill(0.0);
-            }
-            for (at, rows) in words[..lanes * lanes].chunks_exact(2 * lanes).enumerate() {
-                // Pairs of inputs of two outputs become pairs of outputs of two inputs.
-                let (low, high) = rows.split_at(lanes);
-                let to = to.add((half * lanes / 2 + at) * K::PANEL).cast::<u32>();
-                for (at, (low, high)) in low.iter().zip(high).take(vectors * lanes / 2).enumerate() {
-                    let (low, high) = (low.to_bits(), high.to_bits());
-                    *to.add(2 * at) = low & 0xffff | high << 16;
-                    *to.add(2 * at + 1) = low >> 16 | high & 0xffff_0000;
+            for at in 0..lanes {
+                if !outputs.contains(&(output + at)) {
+                    rows.add(at * stride).write_bytes(0, lanes);
                 }
+            }
+        }
+        if K::IS_BF16 {
+            for (at, rows) in pairs[..2 * lanes * lanes].chunks_exact(2 * lanes).enumerate() {
+                let (low, high) = (K::Vector::load(rows.as_ptr()), K::Vector::load(rows.as_ptr().add(lanes)));
+                K::store_pairs(low, high, to.add(at * K::PANEL));
             }
         }
     }

@@ -1,9 +1,10 @@
 //! The loops of every product.
 
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::epilogue::{Epilogue, Up};
-use super::left::{BLOCK, BLOCK_ROW, Left, MAX_ROWS, WordOrder};
+use super::left::{BLOCK, BLOCK_ROW, Left, MAX_ROWS};
 use super::right::Right;
 use crate::cpu::{
     Executor, Kernel, MAX_COLUMNS, Product as PanelProduct, Scratch, SharedPtr, SimdTask, Tier, Vector, Workers,
@@ -22,49 +23,45 @@ const TASKS_PER_THREAD: usize = 8;
 /// `left · right` for some of the columns, and what follows; all sizes fit.
 pub struct Product<'a, X> {
     pub(super) left: Left<'a, X>,
-    pub(super) right: Right<'a, X>,
+    /// The operand on the right, and that of the epilogue's second product.
+    pub(super) rights: &'a [Right<'a, X>],
     pub(super) columns: Range<usize>,
     pub(super) epilogue: Epilogue<'a, X>,
     pub(super) executor: Option<Executor>,
     pub(super) tier: Tier,
-    /// (rows, columns).
-    pub(super) output: SharedPtr<X>,
 }
 
-impl<'a, X: Number> Product<'a, X> {
-    /// The operand on the right, and that of the epilogue.
-    fn rights(&self) -> impl Iterator<Item = Right<'a, X>> + use<'a, X> {
-        [Some(self.right), self.epilogue.up.map(|up| Right::Weight(up.weight))].into_iter().flatten()
-    }
-}
-
-/// Initialises the output.
-pub(crate) fn run<X: Number>(product: &Product<X>) {
+/// Initialises the output, (rows, columns).
+pub(super) fn run<X: Number>(product: &Product<X>, output: &mut [MaybeUninit<X>]) {
+    let output = SharedPtr(output.as_mut_ptr().cast());
     if product.left.matrix.rows == 0 || product.columns.is_empty() {
         return;
     }
-    let is_bf16 = match product.right {
+    let is_bf16 = match product.rights[0] {
         Right::Weight(weight) | Right::Transposed { weight, .. } => weight.is_bf16(),
         Right::Matrix(_) => true,
     };
     match is_bf16 {
-        true => X::dispatch(product.tier, Run(product)),
-        false => dispatch_f32(product.tier, Run(product)),
+        true => X::dispatch(product.tier, Run { product, output }),
+        false => dispatch_f32(product.tier, Run { product, output }),
     }
 }
 
-struct Run<'a, X>(&'a Product<'a, X>);
+struct Run<'a, X> {
+    product: &'a Product<'a, X>,
+    output: SharedPtr<X>,
+}
 
 impl<X: Number> SimdTask for Run<'_, X> {
     unsafe fn run<K: Kernel>(self) {
-        let product = self.0;
-        let Product { left, right, columns, executor, .. } = product;
+        let Self { product, output } = self;
+        let Product { left, rights, columns, executor, .. } = product;
+        let right = &rights[0];
         let (rows, width) = (left.matrix.rows, right.panel::<K>());
         let panels = columns.start / width..columns.end.div_ceil(width);
-        let rights = product.rights().count();
-        let products = rows.saturating_mul(columns.len()).saturating_mul(left.depth()).saturating_mul(rights);
-        let workers = Workers::of(products, rights * right.bytes(columns.len()), *executor);
-        let split = TaskSplit::new::<K>(rows, panels.len(), rights, workers.count);
+        let products = rows.saturating_mul(columns.len()).saturating_mul(left.depth()).saturating_mul(rights.len());
+        let workers = Workers::of(products, rights.len() * right.bytes(columns.len()), *executor);
+        let split = TaskSplit::new::<K>(rows, panels.len(), rights.len(), workers.count);
         let multiple = if left.matrix.is_transposed { K::ROWS } else { K::MIN_ROWS };
         let most_rows = split.rows.min(rows.next_multiple_of(multiple));
         let blocks = blocks_together(most_rows, right.padded::<K>() / K::ELEMENTS);
@@ -74,7 +71,7 @@ impl<X: Number> SimdTask for Run<'_, X> {
             block_words,
             left: Scratch::zeros(blocks * block_words),
             right: Scratch::zeros(if right.is_copied::<K>(most_rows) { BLOCK * K::PANEL } else { 0 }),
-            sums: Scratch::zeros(rights * split.panels * most_rows * K::PANEL),
+            sums: Scratch::zeros(rights.len() * split.panels * most_rows * K::PANEL),
         };
         for_each_task(split.row_chunks * split.panel_chunks, workers, scratch, |scratch, index| {
             // Tasks of the same panels follow each other, and find them in a cache.
@@ -82,6 +79,7 @@ impl<X: Number> SimdTask for Run<'_, X> {
             let first = panels.start + panel;
             let task = Task::<X> {
                 product,
+                output,
                 rows: row..rows.min(row + split.rows),
                 panels: first..panels.end.min(first + split.panels),
                 scratch,
@@ -135,6 +133,7 @@ struct TaskScratch {
 
 struct Task<'a, X> {
     product: &'a Product<'a, X>,
+    output: SharedPtr<X>,
     rows: Range<usize>,
     panels: Range<usize>,
     scratch: &'a mut TaskScratch,
@@ -142,10 +141,10 @@ struct Task<'a, X> {
 
 impl<X: Number> SimdTask for Task<'_, X> {
     #[inline(always)]
-    unsafe fn run<K: Kernel>(self) {
-        let Self { product, rows: own, panels, scratch } = self;
+    unsafe fn run<K: Kernel>(mut self) {
+        let Self { product, rows: ref own, ref panels, ref mut scratch, .. } = self;
         let rows = own.len().next_multiple_of(K::MIN_ROWS);
-        let depth = product.right.padded::<K>() / K::ELEMENTS;
+        let depth = product.rights[0].padded::<K>() / K::ELEMENTS;
         let ones = [1f32; MAX_COLUMNS];
         let sums = scratch.sums.as_mut_ptr();
         if depth == 0 {
@@ -158,23 +157,19 @@ impl<X: Number> SimdTask for Task<'_, X> {
         unsafe {
             let _tiles = K::configure_tiles();
             let (to, right_copy) = (scratch.left.as_mut_ptr(), scratch.right.as_mut_ptr());
-            let together = scratch.blocks * BLOCK;
+            let (left, together) = (product.left.operand::<K>(to), scratch.blocks * BLOCK);
             for start in (0..depth).step_by(together) {
                 let blocks = (start..depth.min(start + together)).step_by(BLOCK);
                 let steps = |first: usize| BLOCK.min(depth - first);
-                let left = |first: usize| to.wrapping_add((first - start) / BLOCK * scratch.block_words);
-                let mut order = WordOrder { row: BLOCK_ROW, step: 1 };
+                let words_before = |first: usize| (first - start) / BLOCK * scratch.block_words;
                 for first in blocks.clone() {
-                    order = product.left.copy::<K>(&own, first * K::ELEMENTS, steps(first), left(first));
+                    product.left.copy::<K>(own, first * K::ELEMENTS, steps(first), to.add(words_before(first)));
                 }
                 for (index, panel) in panels.clone().enumerate() {
-                    for (at, right) in product.rights().enumerate() {
+                    for (at, right) in product.rights.iter().enumerate() {
                         for first in blocks.clone() {
                             let block = PanelProduct {
-                                a: left(first),
-                                a_group: K::ROWS * BLOCK_ROW,
-                                a_row: order.row,
-                                a_step: order.step,
+                                a: left.offset(words_before(first)),
                                 b: std::ptr::null(),
                                 c: sums.add(at * right_words + index * panel_words),
                                 rows,
@@ -188,29 +183,29 @@ impl<X: Number> SimdTask for Task<'_, X> {
                     }
                 }
             }
-            for (index, panel) in panels.clone().enumerate() {
+            for (index, panel) in self.panels.clone().enumerate() {
                 let own_sums = sums.add(index * panel_words);
-                product.write::<K>(&own, panel, own_sums, own_sums.wrapping_add(right_words));
+                self.write::<K>(panel, own_sums, own_sums.wrapping_add(right_words));
             }
         }
     }
 }
 
-impl<X: Number> Product<'_, X> {
+impl<X: Number> Task<'_, X> {
     /// The sums of a panel, and what follows them, to some rows of the columns that are wanted. `up` are those of the
     /// second operand, if there is one.
     ///
     /// # Safety
     /// As [`SimdTask::run`]; nobody else writes these rows and columns.
     #[inline(always)]
-    unsafe fn write<K: Kernel>(&self, rows: &Range<usize>, panel: usize, sums: *const f32, up: *const f32) {
-        let Self { right, columns, epilogue, output, .. } = self;
-        let own = right.columns_of::<K>(panel);
+    unsafe fn write<K: Kernel>(&self, panel: usize, sums: *const f32, up: *const f32) {
+        let Self { product: Product { rights, columns, epilogue, .. }, output, rows, .. } = self;
+        let own = rights[0].columns_of::<K>(panel);
         let (start, end) = (own.start.max(columns.start), own.end.min(columns.end));
-        for (index, row) in rows.clone().enumerate() {
+        for row in rows.clone() {
             for column in (start..end).step_by(K::Vector::LANES) {
                 let filled = K::Vector::LANES.min(end - column);
-                let from = index * K::PANEL + column - own.start;
+                let from = (row - rows.start) * K::PANEL + column - own.start;
                 let to = row * columns.len() + column - columns.start;
                 // SAFETY: as this method's contract; the columns lie within the panels, and within the epilogue, which
                 // was checked, and the output.

@@ -1,16 +1,16 @@
 //! A weight in the order in which products read it.
 
 use std::fmt;
+use std::ops::Range;
 
 use half::f16;
 
 use super::format::Format;
-use super::pack::PackPanel;
 use crate::cpu::{
-    Bf16Pairs, CodeBlocks, Columns, F16Rows, Kernel, Product, Scratch, SharedPtr, SimdTask, Tier, Vector, Words,
-    Workers, for_each_task,
+    Bf16Pairs, CodeBlocks, ColumnBlock, Columns, F16Rows, Kernel, Product, Scratch, SharedPtr, Tier, Vector, Words,
+    Workers, for_each_index,
 };
-use crate::error::{Error, check_len, check_tier};
+use crate::error::Error;
 use crate::linear::ProductKernels;
 use crate::number::{Dtype, Number};
 
@@ -51,13 +51,7 @@ impl PackedWeight {
     /// # Ok::<(), candle_attention_kernels::Error>(())
     /// ```
     pub fn new<E: ProductKernels>(rows: &[E], shape: (usize, usize), tier: Tier) -> Result<Self, Error> {
-        let (outputs, inputs) = shape;
-        check_tier(tier)?;
-        match outputs.checked_mul(inputs) {
-            Some(count) => check_len("the weight", rows.len(), count)?,
-            None => return Err(no_memory(outputs, inputs)),
-        }
-        E::pack(&WeightRows { rows, outputs, inputs, tier }).ok_or_else(|| no_memory(outputs, inputs))
+        E::pack(rows, shape, tier)
     }
 
     /// The rows as they were packed, (out, in); those of codes as the numbers that they stand for, in f32.
@@ -75,13 +69,7 @@ impl PackedWeight {
     /// # Errors
     /// As [`unpack`](Self::unpack), and [`Error::Shape`] for an output that the weight does not have.
     pub fn unpack_rows<E: ProductKernels>(&self, outputs: &[usize]) -> Result<Vec<E>, Error> {
-        if E::DTYPE != self.format.dtype() {
-            return Err(Error::Shape(format!("expected a weight of {:?}, found {:?}", E::DTYPE, self.format)));
-        }
-        if let Some(output) = outputs.iter().find(|&&output| output >= self.outputs) {
-            return Err(Error::Shape(format!("expected outputs below {}, found {output}", self.outputs)));
-        }
-        E::unpack(&WeightOutputs { weight: self, outputs }).ok_or_else(|| no_memory(outputs.len(), self.inputs))
+        E::unpack_rows(self, outputs)
     }
 
     /// The bytes that it takes.
@@ -102,16 +90,6 @@ impl PackedWeight {
     /// The tier that multiplies the weight.
     pub fn tier(&self) -> Tier {
         self.tier
-    }
-
-    /// The outputs of a panel.
-    pub(super) fn panel(&self) -> usize {
-        self.panel
-    }
-
-    /// The inputs of a panel, the last of which may be zeros.
-    pub(super) fn padded(&self) -> usize {
-        self.padded
     }
 
     pub(super) fn is_bf16(&self) -> bool {
@@ -143,7 +121,7 @@ impl PackedWeight {
     /// Whether products with so many rows take words that were widened before.
     pub(super) fn is_widened<K: Kernel>(&self, rows: usize) -> bool {
         let is_few = rows <= 2 * K::ROWS && self.panel == K::PANEL;
-        K::ELEMENTS == 1 && self.format != Format::Elements(Dtype::F32) && !is_few
+        !K::IS_BF16 && self.format != Format::Elements(Dtype::F32) && !is_few
     }
 
     /// A product with `product.depth` words of inputs from `first` of a panel. Words of the kernel's own are read in
@@ -161,104 +139,79 @@ impl PackedWeight {
         widened: *mut f32,
         mut product: Product,
     ) {
-        let is_widened = self.is_widened::<K>(product.rows);
         product.b = self.at(panel, first);
         // SAFETY: as this method's contract; the panel's inputs from `first` on are valid for the depth of the product.
         unsafe {
-            match (self.format, is_widened) {
-                (Format::Elements(Dtype::F32), _) => {}
+            if self.is_widened::<K>(product.rows) {
+                self.widen::<K::Vector>(panel, 0..self.panel, first..first + product.depth, widened, K::PANEL);
+                product.b = widened;
+                return K::multiply::<Words>(&product);
+            }
+            match self.format {
+                Format::Elements(Dtype::F32) => K::multiply::<Words>(&product),
                 // Pairs that the kernel multiplies.
-                (Format::Elements(Dtype::BF16), _) if K::ELEMENTS == 2 => {}
-                (Format::Elements(Dtype::BF16), false) => return K::F32::multiply::<Bf16Pairs>(&product),
-                (Format::Elements(Dtype::F16), false) => return K::F32::multiply::<F16Rows>(&product),
-                (Format::Codes { bits: 4, .. }, false) => return K::F32::multiply::<CodeBlocks<4>>(&product),
-                (Format::Codes { .. }, false) => return K::F32::multiply::<CodeBlocks<8>>(&product),
-                (Format::Elements(Dtype::BF16), true) => self.widen::<K, Bf16Pairs>(&mut product, widened),
-                (Format::Elements(Dtype::F16), true) => self.widen::<K, F16Rows>(&mut product, widened),
-                (Format::Codes { bits: 4, .. }, true) => self.widen::<K, CodeBlocks<4>>(&mut product, widened),
-                (Format::Codes { .. }, true) => self.widen::<K, CodeBlocks<8>>(&mut product, widened),
+                Format::Elements(Dtype::BF16) if K::IS_BF16 => K::multiply::<Words>(&product),
+                Format::Elements(Dtype::BF16) => K::F32::multiply::<Bf16Pairs>(&product),
+                Format::Elements(Dtype::F16) => K::F32::multiply::<F16Rows>(&product),
+                Format::Codes { bits: 4, .. } => K::F32::multiply::<CodeBlocks<4>>(&product),
+                Format::Codes { .. } => K::F32::multiply::<CodeBlocks<8>>(&product),
             }
-            K::multiply::<Words>(&product);
         }
     }
 
-    /// Puts a product's columns into `to` as f32.
+    /// Some inputs of some columns of a panel as f32, each `stride` words after the one before.
     ///
     /// # Safety
-    /// As [`multiply`](Self::multiply), with B.
+    /// The processor has the tier of V; the inputs lie within [`padded`](Self::padded), the columns are whole vectors
+    /// of the panel, and `to` takes them.
     #[inline(always)]
-    unsafe fn widen<K: Kernel, B: Columns>(&self, product: &mut Product, to: *mut f32) {
-        let mut from = product.b;
-        for first in (0..product.depth).step_by(B::BLOCK) {
-            let numbers = B::numbers(from, self.panel, product.has_minimums);
-            for column in (0..self.panel).step_by(K::Vector::LANES) {
-                // SAFETY: as this method's contract.
-                unsafe {
-                    let scales = B::scales::<K::Vector>(from, self.panel, column, product.has_minimums);
-                    let mut words = numbers;
-                    for step in (first..first + B::BLOCK).step_by(B::STEPS) {
-                        let mut loaded = B::load::<K::Vector>(words, column);
-                        for step in step..step + B::STEPS {
-                            B::take(&mut loaded, scales).store(to.add(step * K::PANEL + column));
-                        }
-                        words = B::next(words, self.panel);
-                    }
-                }
-            }
-            from = (0..B::BLOCK / B::STEPS).fold(numbers, |words, _| B::next(words, self.panel));
-        }
-        product.b = to;
-    }
-}
-
-/// Squares whose rows are inputs and whose columns are outputs, for products with the outputs. `output` is a multiple
-/// of the columns, so that these belong to one panel.
-impl PackedWeight {
-    /// A square of f32 where it is, its rows a panel apart; `None` where its words are others, or some are missing.
-    pub(super) fn square_in_place(&self, output: usize, input: usize, size: usize) -> Option<*const f32> {
-        let is_f32 = self.format == Format::Elements(Dtype::F32);
-        let is_whole = is_f32 && output < self.outputs && input + size <= self.padded;
-        is_whole.then(|| self.at(output / self.panel, input).wrapping_add(output % self.panel))
-    }
-
-    /// LANES inputs from `input`, each a vector of outputs as f32; zeros where there are none.
-    ///
-    /// # Safety
-    /// The processor has the tier of V, `input` is a multiple of LANES, and `to` takes LANES vectors.
-    #[inline(always)]
-    pub(super) unsafe fn widened_rows<V: Vector>(&self, output: usize, input: usize, to: *mut f32) {
+    pub(super) unsafe fn widen<V: Vector>(
+        &self,
+        panel: usize,
+        columns: Range<usize>,
+        inputs: Range<usize>,
+        to: *mut f32,
+        stride: usize,
+    ) {
         // SAFETY: as this method's contract.
         unsafe {
-            to.write_bytes(0, V::LANES * V::LANES);
             match self.format {
-                _ if output >= self.outputs => {}
-                Format::Elements(Dtype::F32) => self.rows_of::<V, Words>(output, input, to),
-                Format::Elements(Dtype::BF16) => self.rows_of::<V, Bf16Pairs>(output, input, to),
-                Format::Elements(Dtype::F16) => self.rows_of::<V, F16Rows>(output, input, to),
-                Format::Codes { bits: 4, .. } => self.rows_of::<V, CodeBlocks<4>>(output, input, to),
-                Format::Codes { .. } => self.rows_of::<V, CodeBlocks<8>>(output, input, to),
+                Format::Elements(Dtype::F32) => self.widen_columns::<V, Words>(panel, columns, inputs, to, stride),
+                Format::Elements(Dtype::BF16) => self.widen_columns::<V, Bf16Pairs>(panel, columns, inputs, to, stride),
+                Format::Elements(Dtype::F16) => self.widen_columns::<V, F16Rows>(panel, columns, inputs, to, stride),
+                Format::Codes { bits: 4, .. } => {
+                    self.widen_columns::<V, CodeBlocks<4>>(panel, columns, inputs, to, stride);
+                }
+                Format::Codes { .. } => self.widen_columns::<V, CodeBlocks<8>>(panel, columns, inputs, to, stride),
             }
         }
     }
 
     /// # Safety
-    /// As [`widened_rows`](Self::widened_rows); the weight has the output, and is stored as B.
+    /// As [`widen`](Self::widen), of a weight that is stored as B.
     #[inline(always)]
-    unsafe fn rows_of<V: Vector, B: Columns>(&self, output: usize, input: usize, to: *mut f32) {
-        let (panel, column, has_minimums) = (output / self.panel, output % self.panel, self.has_minimums());
-        let wanted = input..self.padded.min(input + V::LANES);
-        for first in (input / B::BLOCK * B::BLOCK..wanted.end).step_by(B::BLOCK) {
-            let block = self.at(panel, first);
-            // SAFETY: as this method's contract; the block lies within the panel, and a wanted row within `to`.
-            unsafe {
-                let scales = B::scales::<V>(block, self.panel, column, has_minimums);
-                let mut words = B::numbers(block, self.panel, has_minimums);
+    unsafe fn widen_columns<V: Vector, B: Columns>(
+        &self,
+        panel: usize,
+        columns: Range<usize>,
+        inputs: Range<usize>,
+        to: *mut f32,
+        stride: usize,
+    ) {
+        for first in (inputs.start / B::BLOCK * B::BLOCK..inputs.end).step_by(B::BLOCK) {
+            let block = ColumnBlock { at: self.at(panel, first), panel: self.panel, has_minimums: self.has_minimums() };
+            for column in columns.clone().step_by(V::LANES) {
+                let to = to.wrapping_add(column - columns.start);
+                let mut words = B::numbers(block);
                 for step in (first..first + B::BLOCK).step_by(B::STEPS) {
-                    let mut loaded = B::load::<V>(words, column);
-                    for step in step..step + B::STEPS {
-                        let numbers = B::take(&mut loaded, scales);
-                        if wanted.contains(&step) {
-                            numbers.store(to.add((step - input) * V::LANES));
+                    // SAFETY: as this method's contract; the block lies within the panel.
+                    unsafe {
+                        let mut loaded = B::load::<V>(words, block, column);
+                        for input in step..step + B::STEPS {
+                            let numbers = B::take(&mut loaded);
+                            if inputs.contains(&input) {
+                                numbers.store(to.add((input - inputs.start) * stride));
+                            }
                         }
                     }
                     words = B::next(words, self.panel);
@@ -267,21 +220,12 @@ impl PackedWeight {
         }
     }
 
-    /// LANES pairs of inputs from `input`, each a vector of words of as many outputs; zeros where there are none.
-    ///
-    /// # Safety
-    /// The weight is of bf16, the processor has the tier of V, `input` is even, and `to` takes LANES vectors.
-    #[inline(always)]
-    pub(super) unsafe fn pair_rows<V: Vector>(&self, output: usize, input: usize, to: *mut f32) {
-        let filled = if output < self.outputs { V::LANES.min((self.padded - input) / 2) } else { 0 };
-        // SAFETY: as this method's contract; the rows that are read lie within a panel.
-        unsafe {
-            to.add(filled * V::LANES).write_bytes(0, (V::LANES - filled) * V::LANES);
-            for row in 0..filled {
-                let from = self.at(output / self.panel, input + 2 * row).wrapping_add(output % self.panel);
-                V::load(from).store(to.add(row * V::LANES));
-            }
-        }
+    /// A square of f32 where it is, inputs from `input` on by outputs from `output` on, its rows a panel apart; `None`
+    /// where its words are others, or some are missing.
+    pub(super) fn square_in_place(&self, output: usize, input: usize, size: usize) -> Option<*const f32> {
+        let is_f32 = self.format == Format::Elements(Dtype::F32);
+        let is_whole = is_f32 && output < self.outputs && input + size <= self.padded;
+        is_whole.then(|| self.at(output / self.panel, input).wrapping_add(output % self.panel))
     }
 }
 
@@ -289,97 +233,27 @@ pub(super) fn no_memory(outputs: usize, inputs: usize) -> Error {
     Error::Memory(format!("a packed weight of {:?}", (outputs, inputs)))
 }
 
-/// Rows that are as many as the shape (out, in) says, and the tier that is to multiply them.
-pub struct WeightRows<'a, E> {
-    rows: &'a [E],
-    outputs: usize,
-    inputs: usize,
-    tier: Tier,
-}
-
-/// Some outputs that a weight has, which are to be unpacked as what [`Format::dtype`] says.
-pub struct WeightOutputs<'a> {
-    weight: &'a PackedWeight,
-    outputs: &'a [usize],
-}
-
-/// `None` where there is no memory for a copy.
-pub(crate) fn pack_weight<E: Number>(rows: &WeightRows<E>) -> Option<PackedWeight> {
-    struct Pack<'a, E> {
-        rows: &'a [E],
-        weight: PackedWeight,
-        packed: &'a mut Option<PackedWeight>,
+/// [`PackedWeight::unpack_rows`], compiled once.
+pub(super) fn unpack_rows<E: Number>(weight: &PackedWeight, outputs: &[usize]) -> Result<Vec<E>, Error> {
+    let &PackedWeight { inputs, format, .. } = weight;
+    if E::DTYPE != format.dtype() {
+        return Err(Error::Shape(format!("expected a weight of {:?}, found {format:?}", E::DTYPE)));
     }
-    impl<E: Number> SimdTask for Pack<'_, E> {
-        unsafe fn run<K: Kernel>(self) {
-            // Steps are whole, and a tier may take more.
-            let panel = K::PANEL;
-            let step = (K::ELEMENTS * K::DEPTH).max(self.weight.format.step());
-            let padded = self.weight.inputs.next_multiple_of(step);
-            let weight = PackedWeight { panel, padded, ..self.weight };
-            // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
-            *self.packed = unsafe { weight.fill::<K::F32, E>(self.rows) };
-        }
+    if let Some(output) = outputs.iter().find(|&&output| output >= weight.outputs) {
+        return Err(Error::Shape(format!("expected outputs below {}, found {output}", weight.outputs)));
     }
-    let &WeightRows { rows, outputs, inputs, tier } = rows;
-    let words = Scratch::zeros(0);
-    let weight = PackedWeight { words, format: Format::Elements(E::DTYPE), tier, inputs, outputs, panel: 0, padded: 0 };
-    let mut packed = None;
-    E::dispatch(tier, Pack { rows, weight, packed: &mut packed });
-    packed
-}
-
-impl PackedWeight {
-    /// Copies the rows into panels; `None` where there is no memory for them.
-    ///
-    /// # Safety
-    /// The processor has the tier of K.
-    unsafe fn fill<K: Kernel, E: Number>(mut self, rows: &[E]) -> Option<Self> {
-        let Self { inputs, outputs, panel, padded, .. } = self;
-        let panels = outputs.div_ceil(panel);
-        panels.checked_mul(padded)?.checked_mul(panel)?.checked_mul(size_of::<f32>())?;
-        let each = self.format.bytes(padded) * panel / size_of::<f32>();
-        let pack = |words: *mut f32| {
-            let words = SharedPtr(words);
-            let tasks = if each == 0 { 0 } else { panels };
-            for_each_task(
-                tasks,
-                Workers::of(rows.len(), 0, None),
-                || (),
-                |(), index| {
-                    let own = index * panel * inputs..outputs.min((index + 1) * panel) * inputs;
-                    // SAFETY: the processor has the tier of K; the panel is this task's.
-                    unsafe {
-                        let to = words.add(index * each);
-                        K::run_simd(PackPanel { rows: &rows[own], inputs, to, padded, panel });
-                    }
-                },
-            );
-        };
-        // SAFETY: every panel is written from its beginning to its end.
-        self.words = unsafe { Scratch::written(panels * each, pack) }?;
-        Some(self)
-    }
-}
-
-/// The rows of some outputs of a weight of E; `None` where there is no memory for them.
-pub(crate) fn unpack_weight<E: Number>(rows: &WeightOutputs) -> Option<Vec<E>> {
-    let &WeightOutputs { weight, outputs } = rows;
-    let inputs = weight.inputs;
-    let count = outputs.len().checked_mul(inputs)?;
+    let no_memory = || no_memory(outputs.len(), inputs);
+    let count = outputs.len().checked_mul(inputs).ok_or_else(no_memory)?;
     let mut rows = Vec::new();
-    rows.try_reserve_exact(count).ok()?;
+    rows.try_reserve_exact(count).map_err(|_| no_memory())?;
     rows.resize(count, E::default());
     let to = SharedPtr(rows.as_mut_ptr());
     let tasks = if inputs == 0 { 0 } else { outputs.len() };
-    for_each_task(
-        tasks,
-        Workers::of(count, 0, None),
-        || (),
+    for_each_index(tasks, Workers::of(count, 0, None), &|row| {
         // SAFETY: the row is this task's.
-        |(), row| unsafe { weight.unpack_row(outputs[row], to.slice(row * inputs, inputs)) },
-    );
-    Some(rows)
+        unsafe { weight.unpack_row(outputs[row], to.slice(row * inputs, inputs)) }
+    });
+    Ok(rows)
 }
 
 impl PackedWeight {

@@ -6,7 +6,7 @@
 use std::arch::asm;
 use std::sync::OnceLock;
 
-use super::avx512::{self, Avx512};
+use super::avx512::{Avx512, Avx512Bf16};
 use crate::cpu::kernel::{Kernel, compiled_for};
 use crate::cpu::product::Product;
 use crate::cpu::tier::cpuid;
@@ -133,14 +133,14 @@ unsafe fn block_32_by_32(product: &Product, row: usize) {
             tile!("zero", "3");
         }
         for depth in (0..product.depth).step_by(TILE) {
-            let a = product.a.add(row / TILE * product.a_group + depth);
+            let a = product.a.at.add(row / TILE * product.a.group + depth);
             let b = product.b.add(depth * PANEL);
             tile!("load", "6", b, PANEL);
-            tile!("load", "4", a, product.a_row);
+            tile!("load", "4", a, product.a.row);
             tile!("multiply", "0", "4", "6");
             tile!("load", "7", b.add(TILE), PANEL);
             tile!("multiply", "1", "4", "7");
-            tile!("load", "5", a.add(product.a_group), product.a_row);
+            tile!("load", "5", a.add(product.a.group), product.a.row);
             tile!("multiply", "2", "5", "6");
             tile!("multiply", "3", "5", "7");
         }
@@ -166,7 +166,7 @@ unsafe fn block_16_by_16(product: &Product, row: usize, column: usize) {
         }
         for depth in (0..product.depth).step_by(TILE) {
             tile!("load", "6", product.b.add(depth * PANEL + column), PANEL);
-            tile!("load", "4", product.a.add(row / TILE * product.a_group + depth), product.a_row);
+            tile!("load", "4", product.a.at.add(row / TILE * product.a.group + depth), product.a.row);
             tile!("multiply", "0", "4", "6");
         }
         tile!("store", "0", c, PANEL);
@@ -233,13 +233,13 @@ impl Kernel for Amx {
     #[inline(always)]
     unsafe fn store_pairs(low: Avx512, high: Avx512, to: *mut f32) {
         // SAFETY: as this method's contract; the tier includes AVX-512 with BF16.
-        unsafe { avx512::store_pairs(low, high, to) }
+        unsafe { Avx512Bf16::store_pairs(low, high, to) }
     }
 
     #[inline(always)]
     unsafe fn store_halves(vector: Avx512, to: *mut f32) {
         // SAFETY: as this method's contract; the tier includes AVX-512 with BF16.
-        unsafe { avx512::store_halves(vector, to) }
+        unsafe { Avx512Bf16::store_halves(vector, to) }
     }
 
     unsafe fn configure_tiles() -> Tiles {

@@ -47,15 +47,11 @@ impl Vector for Avx2 {
             let upper = _mm256_and_si256(words, _mm256_set1_epi32(0xffff_0000_u32 as i32));
             (Self(_mm256_castsi256_ps(_mm256_slli_epi32(words, 16))), Self(_mm256_castsi256_ps(upper)))
         }
-        fn take_nibble(self) -> (Self, Self) {
+        fn take_bits<const BITS: u32>(self) -> (Self, Self) {
             let words = _mm256_castps_si256(self.0);
-            let lowest = _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(0xf)));
-            (Self(lowest), Self(_mm256_castsi256_ps(_mm256_srli_epi32(words, 4))))
-        }
-        fn take_byte(self) -> (Self, Self) {
-            let words = _mm256_castps_si256(self.0);
-            let lowest = _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(0xff)));
-            (Self(lowest), Self(_mm256_castsi256_ps(_mm256_srli_epi32(words, 8))))
+            let lowest = _mm256_and_si256(words, _mm256_set1_epi32((1 << BITS) - 1));
+            let rest = _mm256_srl_epi32(words, _mm_cvtsi32_si128(BITS as i32));
+            (Self(_mm256_cvtepi32_ps(lowest)), Self(_mm256_castsi256_ps(rest)))
         }
         fn load_f16(from: *const u16) -> Self { Self(_mm256_cvtph_ps(_mm_loadu_si128(from.cast()))) }
         fn store_bf16(self, to: *mut u16) {
@@ -119,7 +115,7 @@ impl Vector for Avx2 {
     }
 }
 
-/// ProductKernels-adds of f32, with the whole tile in assembly.
+/// Multiply-adds of f32, with the whole tile in assembly.
 struct Fma;
 
 impl MulAdd for Fma {
@@ -156,7 +152,7 @@ impl MulAdd for Fma {
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn four_rows_by_three(sums: &mut [Avx2], product: &Product, a: *const f32) {
-    let row = 4 * product.a_row;
+    let row = 4 * product.a.row;
     // SAFETY: the loop reads `depth` steps of four rows of A and of three vectors of B, which are valid by this
     // function's contract.
     unsafe {
@@ -190,7 +186,7 @@ unsafe fn four_rows_by_three(sums: &mut [Avx2], product: &Product, a: *const f32
             left = inout(reg) product.depth => _,
             row = in(reg) row,
             rows = in(reg) 3 * row,
-            step = in(reg) 4 * product.a_step,
+            step = in(reg) 4 * product.a.step,
             s0 = inout(ymm_reg) sums[0].0,
             s1 = inout(ymm_reg) sums[1].0,
             s2 = inout(ymm_reg) sums[2].0,

@@ -49,16 +49,14 @@ impl Vector for Avx512 {
             let upper = _mm512_and_si512(words, _mm512_set1_epi32(0xffff_0000_u32 as i32));
             (Self(_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))), Self(_mm512_castsi512_ps(upper)))
         }
-        fn take_nibble(self) -> (Self, Self) {
-            // A permutation reads no more of an index than its 4 bits: a table in one instruction.
-            let numbers = _mm512_loadu_ps(NIBBLES.as_ptr());
+        fn take_bits<const BITS: u32>(self) -> (Self, Self) {
             let words = _mm512_castps_si512(self.0);
-            (Self(_mm512_permutexvar_ps(words, numbers)), Self(_mm512_castsi512_ps(_mm512_srli_epi32(words, 4))))
-        }
-        fn take_byte(self) -> (Self, Self) {
-            let words = _mm512_castps_si512(self.0);
-            let lowest = _mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(0xff)));
-            (Self(lowest), Self(_mm512_castsi512_ps(_mm512_srli_epi32(words, 8))))
+            let lowest = match BITS {
+                // A permutation reads no more of an index than its 4 bits: a table in one instruction.
+                4 => _mm512_permutexvar_ps(words, _mm512_loadu_ps(NIBBLES.as_ptr())),
+                _ => _mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32((1 << BITS) - 1))),
+            };
+            (Self(lowest), Self(_mm512_castsi512_ps(_mm512_srli_epi32::<BITS>(words))))
         }
         fn load_f16(from: *const u16) -> Self { Self(_mm512_cvtph_ps(_mm256_loadu_si256(from.cast()))) }
         fn store_bf16(self, to: *mut u16) { _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(bf16_words(self.0))) }
@@ -172,44 +170,6 @@ impl MulAdd for Avx512Bf16 {
     }
 }
 
-/// [`Kernel::store_pairs`], by AVX-512 with BW and BF16.
-///
-/// # Safety
-/// As there.
-#[inline(always)]
-pub(super) unsafe fn store_pairs(low: Avx512, high: Avx512, to: *mut f32) {
-    const INTERLEAVE: [u16; 32] = {
-        let mut order = [0; 32];
-        let mut i = 0;
-        while i < 16 {
-            (order[2 * i], order[2 * i + 1]) = (i as u16, 16 + i as u16);
-            i += 1;
-        }
-        order
-    };
-    // SAFETY: the processor has the instructions and `to` takes 16 words, by this function's contract; both types of
-    // the transmutation are 512 bits of any content.
-    unsafe {
-        let concatenated = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high.0, low.0));
-        let order = _mm512_loadu_si512(INTERLEAVE.as_ptr().cast());
-        _mm512_storeu_si512(to.cast(), _mm512_permutexvar_epi16(order, concatenated));
-    }
-}
-
-/// [`Kernel::store_halves`], by AVX-512 with BF16.
-///
-/// # Safety
-/// As there.
-#[inline(always)]
-pub(super) unsafe fn store_halves(vector: Avx512, to: *mut f32) {
-    // SAFETY: the processor has the instruction and `to` takes 8 words, by this function's contract; both types are 256
-    // bits of any content.
-    unsafe {
-        let halves = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(vector.0));
-        _mm256_storeu_si256(to.cast(), halves);
-    }
-}
-
 impl Kernel for Avx512Bf16 {
     type Vector = Avx512;
     type F32 = Avx512;
@@ -220,14 +180,30 @@ impl Kernel for Avx512Bf16 {
 
     #[inline(always)]
     unsafe fn store_pairs(low: Avx512, high: Avx512, to: *mut f32) {
-        // SAFETY: as this method's contract.
-        unsafe { store_pairs(low, high, to) }
+        const INTERLEAVE: [u16; 32] = {
+            let mut order = [0; 32];
+            let mut i = 0;
+            while i < 16 {
+                (order[2 * i], order[2 * i + 1]) = (i as u16, 16 + i as u16);
+                i += 1;
+            }
+            order
+        };
+        // SAFETY: as this method's contract; both types of the transmutation are 512 bits of any content.
+        unsafe {
+            let concatenated = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high.0, low.0));
+            let order = _mm512_loadu_si512(INTERLEAVE.as_ptr().cast());
+            _mm512_storeu_si512(to.cast(), _mm512_permutexvar_epi16(order, concatenated));
+        }
     }
 
     #[inline(always)]
     unsafe fn store_halves(vector: Avx512, to: *mut f32) {
-        // SAFETY: as this method's contract.
-        unsafe { store_halves(vector, to) }
+        // SAFETY: as this method's contract; both types of the transmutation are 256 bits of any content.
+        unsafe {
+            let halves = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(vector.0));
+            _mm256_storeu_si256(to.cast(), halves);
+        }
     }
 
     unsafe fn configure_tiles() {}

@@ -1,7 +1,7 @@
 //! Matrix products whose words of A come from a lane of a register.
 //!
 //! A broadcast word costs an Arm processor a load and, on most, a vector operation that a multiply-add could have had.
-//! ProductKernels-adds take a lane of a register just as well, so a load brings four words of A: four steps of the
+//! Multiply-adds take a lane of a register just as well, so a load brings four words of A: four steps of the
 //! depth, or four rows where rows lie side by side. For 96 multiply-adds that are 32 loads at most, and no register is
 //! spilt.
 
@@ -58,18 +58,18 @@ pub(super) unsafe fn multiply<M: ByLane>(product: &Product) {
 /// As [`multiply`]; the rows exist.
 #[inline(always)]
 unsafe fn tile<M: ByLane, const N: usize>(product: &Product, row: usize) {
-    let a_row = product.a_row;
+    let a_row = product.a.row;
     // SAFETY: as this function's contract.
     unsafe {
         let mut sums: Sums<N> = [[vdupq_n_f32(0.0); ROWS]; N];
-        let (mut a, mut b) = (product.a.wrapping_add(row / ROWS * product.a_group), product.b);
+        let (mut a, mut b) = (product.a.at.wrapping_add(row / ROWS * product.a.group), product.b);
         let mut left = product.depth;
         if a_row == 1 {
             while left > 0 {
                 eight_rows::<M, N>(&mut sums, a, b);
-                (a, b, left) = (a.wrapping_add(product.a_step), b.add(PANEL), left - 1);
+                (a, b, left) = (a.wrapping_add(product.a.step), b.add(PANEL), left - 1);
             }
-        } else if product.a_step == 1 {
+        } else if product.a.step == 1 {
             while left >= 4 {
                 four_steps::<M, N, 0>(&mut sums, a, a_row, b);
                 // Read again: what both halves share would not fit beside the sums, and the compiler would spill it.
@@ -82,7 +82,7 @@ unsafe fn tile<M: ByLane, const N: usize>(product: &Product, row: usize) {
         while left > 0 {
             one_step::<M, N, 0>(&mut sums, a, a_row, b);
             one_step::<M, N, 4>(&mut sums, a.add(4 * a_row), a_row, b);
-            (a, b, left) = (a.wrapping_add(product.a_step), b.add(PANEL), left - 1);
+            (a, b, left) = (a.wrapping_add(product.a.step), b.add(PANEL), left - 1);
         }
         let c = product.c.add(row * PANEL);
         for (n, sums) in sums.iter().enumerate() {

@@ -12,52 +12,64 @@ const LANES: usize = 8;
 #[derive(Clone, Copy)]
 pub(crate) struct Scalar([f32; LANES]);
 
+/// Numbers of another type, one for each lane.
+type Lanes<T> = [T; LANES];
+
 impl Scalar {
+    /// Each lane by its number. A loop, which takes a fraction of the time that `array::map` takes to compile.
+    #[inline(always)]
+    fn each(f: impl Fn(usize) -> f32) -> Self {
+        let mut lanes = [0.0; LANES];
+        for (lane, x) in lanes.iter_mut().enumerate() {
+            *x = f(lane);
+        }
+        Self(lanes)
+    }
+
     #[inline(always)]
     fn map(self, f: impl Fn(f32) -> f32) -> Self {
-        Self(self.0.map(f))
+        Self::each(|lane| f(self.0[lane]))
     }
 
     #[inline(always)]
     fn zip(self, other: Self, f: impl Fn(f32, f32) -> f32) -> Self {
-        Self(std::array::from_fn(|lane| f(self.0[lane], other.0[lane])))
-    }
-
-    /// Words, by their bits.
-    #[inline(always)]
-    fn shifted_right(self, bits: u32) -> Self {
-        self.map(|x| f32::from_bits(x.to_bits() >> bits))
+        Self::each(|lane| f(self.0[lane], other.0[lane]))
     }
 }
 
 impl Vector for Scalar {
     const LANES: usize = LANES;
-    type Mask = [bool; LANES];
+    type Mask = Lanes<bool>;
 
     simd_fns! {
         fn splat(x: f32) -> Self { Self([x; LANES]) }
-        fn load(from: *const f32) -> Self { Self(from.cast::<[f32; LANES]>().read_unaligned()) }
-        fn store(self, to: *mut f32) { to.cast::<[f32; LANES]>().write_unaligned(self.0) }
+        fn load(from: *const f32) -> Self { Self(from.cast::<Lanes<f32>>().read_unaligned()) }
+        fn store(self, to: *mut f32) { to.cast::<Lanes<f32>>().write_unaligned(self.0) }
         fn load_bf16(from: *const u16) -> Self {
-            let bits = from.cast::<[u16; LANES]>().read_unaligned();
-            Self(bits.map(|bits| f32::from_bits(u32::from(bits) << 16)))
+            let bits = from.cast::<Lanes<u16>>().read_unaligned();
+            Self::each(|lane| f32::from_bits(u32::from(bits[lane]) << 16))
         }
-        fn load_u8(from: *const u8) -> Self { Self(from.cast::<[u8; LANES]>().read_unaligned().map(f32::from)) }
+        fn load_u8(from: *const u8) -> Self {
+            let codes = from.cast::<Lanes<u8>>().read_unaligned();
+            Self::each(|lane| codes[lane].into())
+        }
         fn load_pairs(from: *const f32) -> (Self, Self) {
-            let words = from.cast::<[u32; LANES]>().read_unaligned();
-            (Self(words.map(|word| f32::from_bits(word << 16))), Self(words.map(|word| f32::from_bits(word & 0xffff_0000))))
+            let words = Self::load(from);
+            (words.map(|x| f32::from_bits(x.to_bits() << 16)), words.map(|x| f32::from_bits(x.to_bits() & 0xffff_0000)))
         }
-        fn take_nibble(self) -> (Self, Self) { (self.map(|x| (x.to_bits() & 0xf) as f32), self.shifted_right(4)) }
-        fn take_byte(self) -> (Self, Self) { (self.map(|x| (x.to_bits() & 0xff) as f32), self.shifted_right(8)) }
+        fn take_bits<const BITS: u32>(self) -> (Self, Self) {
+            let lowest = self.map(|x| (x.to_bits() & ((1 << BITS) - 1)) as f32);
+            (lowest, self.map(|x| f32::from_bits(x.to_bits() >> BITS)))
+        }
         fn load_f16(from: *const u16) -> Self {
-            let bits = from.cast::<[u16; LANES]>().read_unaligned();
-            Self(bits.map(|bits| f16::from_bits(bits).to_f32()))
+            let bits = from.cast::<Lanes<u16>>().read_unaligned();
+            Self::each(|lane| f16::from_bits(bits[lane]).to_f32())
         }
         fn store_bf16(self, to: *mut u16) {
-            to.cast::<[u16; LANES]>().write_unaligned(self.0.map(|x| bf16::from_f32(x).to_bits()))
+            (0..LANES).for_each(|lane| to.add(lane).write_unaligned(bf16::from_f32(self.0[lane]).to_bits()));
         }
         fn store_f16(self, to: *mut u16) {
-            to.cast::<[u16; LANES]>().write_unaligned(self.0.map(|x| f16::from_f32(x).to_bits()))
+            (0..LANES).for_each(|lane| to.add(lane).write_unaligned(f16::from_f32(self.0[lane]).to_bits()));
         }
 
         fn add(self, other: Self) -> Self { self.zip(other, |a, b| a + b) }
@@ -66,19 +78,19 @@ impl Vector for Scalar {
         fn div(self, other: Self) -> Self { self.zip(other, |a, b| a / b) }
         fn mul_add(self, factor: Self, addend: Self) -> Self {
             // `f32::mul_add` is a library call where the target has no FMA.
-            self.zip(factor, |a, b| a * b).zip(addend, |a, b| a + b)
+            self.mul(factor).add(addend)
         }
         fn max(self, other: Self) -> Self { self.zip(other, |a, b| if a > b { a } else { b }) }
         fn abs(self) -> Self { self.map(f32::abs) }
         fn less_than(self, other: Self) -> Self::Mask { std::array::from_fn(|lane| self.0[lane] < other.0[lane]) }
         fn select(mask: Self::Mask, yes: Self, no: Self) -> Self {
-            Self(std::array::from_fn(|lane| if mask[lane] { yes.0[lane] } else { no.0[lane] }))
+            Self::each(|lane| if mask[lane] { yes.0[lane] } else { no.0[lane] })
         }
         fn sum(self) -> f32 {
             let [a, b, c, d, e, f, g, h] = self.0;
             ((a + e) + (c + g)) + ((b + f) + (d + h))
         }
-        fn sum_each(vectors: &[Self; MAX_LANES]) -> Self { Self(std::array::from_fn(|n| vectors[n].sum())) }
+        fn sum_each(vectors: &[Self; MAX_LANES]) -> Self { Self::each(|n| vectors[n].sum()) }
         fn exp2(self) -> Self {
             let shifted = self.map(|x| if x < EXP2_MIN { EXP2_MIN } else { x } + EXP2_ROUND);
             let f = self.zip(shifted, |x, shifted| x - (shifted - EXP2_ROUND));

@@ -3,7 +3,7 @@
 use half::bf16;
 
 use super::{Sequence, on_every_tier};
-use crate::cpu::{Kernel, Product, SimdTask, Vector, Words};
+use crate::cpu::{Kernel, LeftOperand, Product, SimdTask, Vector, Words};
 
 /// A word of one or two elements.
 fn word<K: Kernel>(elements: [f32; 2]) -> f32 {
@@ -64,10 +64,7 @@ impl Case {
         let factors: Vec<f32> = (0..panel).map(|_| number()).collect();
         let before = c.clone();
         let product = Product {
-            a: a.as_ptr(),
-            a_group,
-            a_row,
-            a_step,
+            a: LeftOperand { at: a.as_ptr(), group: a_group, row: a_row, step: a_step },
             b: b.as_ptr(),
             c: c.as_mut_ptr(),
             rows,

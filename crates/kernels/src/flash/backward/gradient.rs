@@ -59,7 +59,7 @@ impl SimdTask for TileGradient<'_> {
             if !is_plain {
                 self.multiply::<K>(softcap.is_some());
             }
-            if K::ELEMENTS == 2 {
+            if K::IS_BF16 {
                 self.store_words::<K>();
             }
         }

@@ -103,7 +103,7 @@ impl BackwardMemory {
         let PackedSizes { d, d_v } = sizes.packed;
         let (block, blocks, scores) = (K::BLOCK, sizes.blocks, K::BLOCK * K::PANEL);
         let panel = |width: PackedWidth| Scratch::zeros(width.word_squares * K::PANEL);
-        let halves = || Scratch::zeros(if K::ELEMENTS == 2 { scores / 2 } else { 0 });
+        let halves = || Scratch::zeros(if K::IS_BF16 { scores / 2 } else { 0 });
         let staging = (K::Vector::LANES * block).max(d.staging_words::<K>()).max(d_v.staging_words::<K>());
         Self {
             sizes,

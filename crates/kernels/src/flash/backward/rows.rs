@@ -43,10 +43,10 @@ impl<E: Number> SimdTask for Deltas<'_, '_, E> {
                 // What sees nothing has no gradient, whatever the gradient of its context is.
                 let is_empty = call.inputs.range(row).is_empty() && options.sinks.is_none() || stats.sum == 0.0;
                 // Adding to every score adds as much to the log-sum-exp.
-                let of_lse = backward.lse_grad.map_or(0.0, |lse| lse[index]);
+                let of_lse = if let Some(lse) = backward.lse_grad { lse[index] } else { 0.0 };
                 let delta = if is_empty { 0.0 } else { sum.sum() - of_lse };
                 backward.deltas.add(index).write(delta);
-                if let Some(sinks) = options.sinks.filter(|_| backward.wanted.sinks && !is_empty) {
+                if let (Some(sinks), true) = (options.sinks, backward.wanted.sinks && !is_empty) {
                     let unit = options.exponent_unit();
                     let weight = ((sinks[head] * (LOG2_E / unit) - stats.max) * unit).exp2() / stats.sum;
                     // A sink without weight has no gradient either.

@@ -7,8 +7,8 @@ use super::BackwardCall;
 use super::biases::BiasGradients;
 use super::gradient::{TileColumns, TileGradient};
 use super::memory::{BackwardMemory, ColumnPanels};
-use crate::cpu::{Kernel, MAX_COLUMNS, Product, Vector, Words};
-use crate::flash::pack::{HeadRows, LeftOperand, TileRows, has_non_finite, pack_columns, pack_rows};
+use crate::cpu::{Kernel, LeftOperand, MAX_COLUMNS, Product, Vector, Words};
+use crate::flash::pack::{HeadRows, TileRows, has_non_finite, pack_columns, pack_rows};
 use crate::flash::prefill::{KeyProduct, OverKeys, ValueProduct};
 use crate::flash::problem::{KvHead, ScoreUnits};
 use crate::flash::scores::TileScores;
@@ -68,7 +68,8 @@ impl<'a, E: Number> KeyBlock<'a, E> {
     /// The processor has the tier of K.
     unsafe fn has_non_finite_keys<K: Kernel>(&self) -> bool {
         // SAFETY: as this method's contract; the block's keys belong to the call.
-        *self.non_finite.get_or_init(|| unsafe { self.rows.has_non_finite::<K>(self.keys.clone()) })
+        let find: &dyn Fn() -> bool = &|| unsafe { self.rows.has_non_finite::<K>(self.keys.clone()) };
+        *self.non_finite.get_or_init(find)
     }
 }
 
@@ -89,11 +90,11 @@ impl<E: Number> PackedTile<'_, E> {
     /// The processor has the tier of K.
     unsafe fn has_non_finite_rows<K: Kernel>(&self) -> bool {
         let of = |rows: &TileRows<E>| {
-            let all = (0..self.tile.rows.len()).filter_map(|column| rows.row(column));
             // SAFETY: as this method's contract; the rows belong to the call.
-            unsafe { has_non_finite::<K, E>(all, rows.width) }
+            unsafe { has_non_finite::<K, E>(self.tile.rows.len(), rows.width, &|column| rows.row(column)) }
         };
-        *self.non_finite.get_or_init(|| of(&self.queries) || of(&self.contexts))
+        let find: &dyn Fn() -> bool = &|| of(&self.queries) || of(&self.contexts);
+        *self.non_finite.get_or_init(find)
     }
 }
 
@@ -210,25 +211,37 @@ impl<E: Number> Step<'_, '_, E> {
             };
             let (query, context) = (widened(query, sizes.d.width), widened(context, sizes.d_v.width));
             let row = inputs.dims.row(tile.kv, tile.rows.start + column);
-            for key in overlap.keys.clone().filter(|&key| tile.sees(column, key) && inputs.is_kept(row, key)) {
+            for key in overlap.keys.clone() {
+                if !tile.sees(column, key) || !inputs.is_kept(row, key) {
+                    continue;
+                }
                 let at = (key - first) * K::PANEL + column;
                 let (weight, gradient) = (memory.scores.words()[at], memory.products.words()[at]);
                 let sums = memory.query_sums.words_mut()[column..].iter_mut().step_by(K::PANEL);
                 for (sum, x) in sums.zip(widened(block.rows.row(key), sizes.d.width)) {
                     *sum += gradient * x;
                 }
-                for (panels, sums, factor, row) in
-                    [(&sizes.d, block.key_sums, gradient, &query), (&sizes.d_v, block.value_sums, weight, &context)]
-                {
-                    for panel in 0..panels.count {
-                        let sums = sums.wrapping_add((panel * K::BLOCK + key - block.keys.start) * K::PANEL);
-                        for (n, &x) in row[panels.columns::<K>(panel)].iter().enumerate() {
-                            // SAFETY: as this method's contract; the key is one of the block's.
-                            unsafe { *sums.add(n) += factor * x };
-                        }
-                    }
+                let key = key - block.keys.start;
+                // SAFETY: as this method's contract; the key is one of the block's.
+                unsafe {
+                    add_row::<K>(&sizes.d, block.key_sums, key, gradient, &query);
+                    add_row::<K>(&sizes.d_v, block.value_sums, key, weight, &context);
                 }
             }
+        }
+    }
+}
+
+/// Adds a row times a factor to the sums (panels, block, panel) of a key of the block.
+///
+/// # Safety
+/// The sums have the key.
+unsafe fn add_row<K: Kernel>(panels: &ColumnPanels, sums: *mut f32, key: usize, factor: f32, row: &[f32]) {
+    for panel in 0..panels.count {
+        let sums = sums.wrapping_add((panel * K::BLOCK + key) * K::PANEL);
+        for (n, &x) in row[panels.columns::<K>(panel)].iter().enumerate() {
+            // SAFETY: as this function's contract.
+            unsafe { *sums.add(n) += factor * x };
         }
     }
 }
@@ -259,10 +272,7 @@ impl RowProduct<'_> {
             // SAFETY: as this method's contract.
             unsafe {
                 K::multiply::<Words>(&Product {
-                    a: self.weights.add(row + start),
-                    a_group: K::ROWS * words,
-                    a_row: words,
-                    a_step: 1,
+                    a: LeftOperand { at: self.weights.add(row + start), group: K::ROWS * words, row: words, step: 1 },
                     b: self.rows.add((panel * words + start) * K::PANEL),
                     c: self.to.add((panel * K::BLOCK + part.keys.start - self.keys.from) * K::PANEL),
                     rows: part.keys.len().next_multiple_of(K::MIN_ROWS),

@@ -24,10 +24,10 @@ use super::gradient::TileColumns;
 use super::memory::{BackwardMemory, ColumnPanels};
 use super::step::{KeyBlock, PackedTile, Step};
 use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, SharedPtr, SimdTask, Vector};
-use crate::flash::pack::{TileRows, pack_panel, pack_row_pair};
+use crate::flash::pack::{TileRows, pack_panel};
 use crate::flash::problem::KvHead;
 use crate::flash::tile::Tile;
-use crate::number::{Number, load_first, store_first, widen_row};
+use crate::number::{Number, load_first, pack_row_pair, store_first, widen_row};
 
 /// Some keys of one key head.
 pub(super) struct BackwardTask<'a, 'b, E> {

@@ -19,9 +19,9 @@ use super::epilogue::normalise;
 use super::heuristics::{self, KV_SPLIT};
 use super::pack::HeadRows;
 use super::problem::{Call, KeysValues, KvHead, Row, ScoreInputs, Strided};
-use crate::cpu::{Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector, Workers, for_each_task};
+use crate::cpu::{Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector, Workers, for_each_index, for_each_task};
 use crate::number::{Number, Stored, widen_row};
-use products::{AccumulateSeen, KEY_BLOCK, RowProducts};
+use products::{AccumulateSeen, KEY_BLOCK, RowProducts, group_rows};
 use softmax::RowSoftmax;
 
 /// The most rows that are decoded on any tier.
@@ -67,15 +67,11 @@ pub(super) unsafe fn run<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> 
     let partials = partials.words();
     // A short sum for most calls, which is over before another thread would have begun.
     let sums = [dims.b, dims.h, dims.t_q, key_chunks, dims.d_v].into_iter().fold(1, usize::saturating_mul);
-    for_each_task(
-        heads,
-        Workers::of(sums, sums.saturating_mul(size_of::<f32>()), call.executor),
-        || (),
-        |(), head| {
-            let own = &partials[head * key_chunks * words..][..key_chunks * words];
-            merge(call, dims.kv_head(head), own.chunks_exact(words));
-        },
-    );
+    let workers = Workers::of(sums, sums.saturating_mul(size_of::<f32>()), call.executor);
+    for_each_index(heads, workers, &|head| {
+        let own = &partials[head * key_chunks * words..][..key_chunks * words];
+        merge(call, dims.kv_head(head), own.chunks_exact(words));
+    });
     Some(())
 }
 
@@ -126,21 +122,6 @@ struct Decode<'a, 'b, S> {
     partial: &'a mut [f32],
 }
 
-impl<S: Stored> SimdTask for Decode<'_, '_, S> {
-    #[inline(always)]
-    unsafe fn run<K: Kernel>(self) {
-        // SAFETY: the processor has the tier of K; the padded rows are groups of R.
-        unsafe {
-            match self.seen.padded {
-                1 => self.groups::<K, 1>(),
-                2 => self.groups::<K, 2>(),
-                8 | 16 if K::Vector::LANES == MAX_LANES => self.groups::<K, 8>(),
-                _ => self.groups::<K, 4>(),
-            }
-        }
-    }
-}
-
 /// The query rows of a key head, and what they see of some keys.
 struct SeenRows {
     /// The number of rows, up to a power of two. Rows that pad it repeat the first.
@@ -164,54 +145,62 @@ impl SeenRows {
         let end = seen.map(|range| range.end).max().unwrap_or(0);
         Self { padded: count.next_power_of_two(), rows, ranges, keys: first..end }
     }
-}
 
-impl<S: Stored> Decode<'_, '_, S> {
-    /// # Safety
-    /// As [`SimdTask::run`]; the padded number of rows is a multiple of R.
-    #[inline(always)]
-    unsafe fn groups<K: Kernel, const R: usize>(self) {
-        let Self { inputs, keys_values, kv, .. } = self;
-        let SeenRows { padded, keys, .. } = self.seen;
-        let [d, d_v] = [inputs.dims.d, inputs.dims.d_v];
-        let (context, rest) = self.partial.split_at_mut(padded * d_v);
-        let (max, sum) = rest.split_at_mut(*padded);
+    /// The context, maxima and sums of a partial result, before any key.
+    fn cleared<'p>(&self, partial: &'p mut [f32], d_v: usize) -> [&'p mut [f32]; 3] {
+        let (context, rest) = partial.split_at_mut(self.padded * d_v);
+        let (max, sum) = rest.split_at_mut(self.padded);
         context.fill(0.0);
         max.fill(f32::NEG_INFINITY);
         sum.fill(0.0);
+        [context, max, sum]
+    }
+
+    /// Whether every row sees all of the keys.
+    fn is_same_for_all(&self) -> bool {
+        self.ranges[..self.padded].iter().all(|range| *range == self.keys)
+    }
+}
+
+impl<S: Stored> SimdTask for Decode<'_, '_, S> {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        let Self { inputs, keys_values, kv, .. } = self;
+        let SeenRows { padded, keys, .. } = self.seen;
+        let [d, d_v] = [inputs.dims.d, inputs.dims.d_v];
+        let [context, max, sum] = self.seen.cleared(self.partial, d_v);
         if keys.is_empty() {
             return;
         }
-        let groups = padded / R;
+        let r = group_rows::<K::Vector>(*padded);
+        let groups = padded / r;
         let block = if groups == 1 { keys.len() } else { KEY_BLOCK };
-        let (group_queries, group_scores) = (R * d.next_multiple_of(K::Vector::LANES), (keys.len() + MAX_LANES) * R);
+        let (group_queries, group_scores) = (r * d.next_multiple_of(K::Vector::LANES), (keys.len() + MAX_LANES) * r);
         let (queries, scores) = (self.scratch.queries.as_ptr(), self.scratch.scores.as_mut_ptr());
-        let products = |keys: Range<usize>| RowProducts::<S, R> { keys_values, widths: [d, d_v], kv, keys };
+        let products = |keys: Range<usize>| RowProducts { keys_values, widths: [d, d_v], kv, keys, rows: r };
         let ranges = &self.seen.ranges[..*padded];
-        let all_seen = inputs.options.keep.is_none() && ranges.iter().all(|range| range == keys);
+        let all_seen = inputs.options.keep.is_none() && self.seen.is_same_for_all();
         // SAFETY: the processor has the tier of K; the scratch was made for these sizes.
         unsafe {
             for first in keys.clone().step_by(block) {
                 let products = products(first..keys.end.min(first + block));
                 for group in 0..groups {
-                    let scores = scores.add(group * group_scores + (first - keys.start) * R);
+                    let scores = scores.add(group * group_scores + (first - keys.start) * r);
                     products.scores::<K::Vector>(queries.add(group * group_queries), scores);
                 }
             }
-            let values = &keys_values.v;
-            let of_head = HeadRows { rows: values, kv, width: d_v };
-            let only_seen = !all_seen && of_head.has_non_finite::<K>(keys.clone());
+            let values = HeadRows { rows: &keys_values.v, kv, width: d_v };
+            let only_seen = !all_seen && values.has_non_finite::<K>(keys.clone());
             for group in 0..groups {
-                let own = group * R..(group + 1) * R;
+                let own = group * r..(group + 1) * r;
                 let (rows, ranges) = (&self.seen.rows[own.clone()], &ranges[own.clone()]);
                 let (max, sum) = (&mut max[own.clone()], &mut sum[own.clone()]);
                 let scores = scores.add(group * group_scores);
                 K::run_simd(RowSoftmax { inputs: *inputs, rows, ranges, keys: keys.clone(), scores, max, sum });
-                products(keys.clone()).scale_weights(scores);
                 if only_seen {
                     let context = &mut context[own.start * d_v..own.end * d_v];
                     let (keys, weights) = (keys.clone(), scores);
-                    K::run_simd(AccumulateSeen { inputs, values, kv, rows, ranges, keys, weights, context });
+                    K::run_simd(AccumulateSeen { inputs, values, rows, ranges, keys, weights, context });
                 }
             }
             for first in keys.clone().step_by(block) {
@@ -220,8 +209,8 @@ impl<S: Stored> Decode<'_, '_, S> {
                 }
                 let products = products(first..keys.end.min(first + block));
                 for group in 0..groups {
-                    let context = &mut context[group * R * d_v..][..R * d_v];
-                    let weights = scores.add(group * group_scores + (first - keys.start) * R);
+                    let context = &mut context[group * r * d_v..][..r * d_v];
+                    let weights = scores.add(group * group_scores + (first - keys.start) * r);
                     products.accumulate::<K::Vector>(weights, context);
                 }
             }
