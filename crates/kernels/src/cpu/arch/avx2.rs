@@ -77,9 +77,11 @@ impl Vector for Avx2 {
         }
         fn sum_each(vectors: &[Self; MAX_LANES]) -> Self {
             // Half as many shuffles as a transposition: vectors are added up as soon as they are brought together.
-            let pairs = |n: usize| _mm256_hadd_ps(vectors[n].0, vectors[n + 1].0);
-            let fours = |n: usize| _mm256_hadd_ps(pairs(n), pairs(n + 2));
-            let (a, b) = (fours(0), fours(4));
+            let mut pairs = [_mm256_setzero_ps(); 4];
+            for (n, pair) in pairs.iter_mut().enumerate() {
+                *pair = _mm256_hadd_ps(vectors[2 * n].0, vectors[2 * n + 1].0);
+            }
+            let (a, b) = (_mm256_hadd_ps(pairs[0], pairs[1]), _mm256_hadd_ps(pairs[2], pairs[3]));
             Self(_mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)))
         }
         fn exp2(self) -> Self {

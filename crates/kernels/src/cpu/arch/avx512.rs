@@ -27,6 +27,19 @@ unsafe fn bf16_words(x: __m512) -> __m512i {
     }
 }
 
+/// The sums of neighbouring 128-bit quarters, those of `a` first.
+///
+/// # Safety
+/// The processor has AVX-512.
+#[inline(always)]
+unsafe fn add_quarters(a: __m512, b: __m512) -> __m512 {
+    // SAFETY: the processor has AVX-512, by this function's contract.
+    unsafe {
+        let even = _mm512_shuffle_f32x4(a, b, 0b10_00_10_00);
+        _mm512_add_ps(even, _mm512_shuffle_f32x4(a, b, 0b11_01_11_01))
+    }
+}
+
 const NIBBLES: [f32; 16] = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
 
 impl Vector for Avx512 {
@@ -75,21 +88,19 @@ impl Vector for Avx512 {
         fn select(mask: Self::Mask, yes: Self, no: Self) -> Self { Self(_mm512_mask_blend_ps(mask, no.0, yes.0)) }
         fn sum(self) -> f32 { _mm512_reduce_add_ps(self.0) }
         fn sum_each(vectors: &[Self; MAX_LANES]) -> Self {
-            // Half as many shuffles as a transposition: vectors are added up as soon as they are brought together.
-            let pairs = |n: usize| {
-                let (a, b) = (vectors[n].0, vectors[n + 1].0);
-                _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)))
-            };
-            let fours = |n: usize| {
-                let (a, b) = (pairs(n), pairs(n + 2));
-                let [a, b] = [_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b)].map(|x| _mm512_castpd_ps(x));
-                _mm512_add_ps(a, b)
-            };
-            let quarters = |a: __m512, b: __m512| {
-                let even = _mm512_shuffle_f32x4(a, b, 0b10_00_10_00);
-                _mm512_add_ps(even, _mm512_shuffle_f32x4(a, b, 0b11_01_11_01))
-            };
-            Self(quarters(quarters(fours(0), fours(4)), quarters(fours(8), fours(12))))
+            // Half as many shuffles as a transposition: vectors are added up as soon as they are brought together. No
+            // closures, which would not be compiled for the tier.
+            let (mut pairs, mut fours) = ([_mm512_setzero_pd(); 8], [_mm512_setzero_ps(); 4]);
+            for (n, pair) in pairs.iter_mut().enumerate() {
+                let (a, b) = (vectors[2 * n].0, vectors[2 * n + 1].0);
+                *pair = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+            }
+            for (n, four) in fours.iter_mut().enumerate() {
+                let (a, b) = (pairs[2 * n], pairs[2 * n + 1]);
+                let (low, high) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
+                *four = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+            }
+            Self(add_quarters(add_quarters(fours[0], fours[1]), add_quarters(fours[2], fours[3])))
         }
         fn exp2(self) -> Self {
             // `vreduceps` leaves what is beyond the nearest integer, 0 for infinities, and `vscalefps` multiplies by

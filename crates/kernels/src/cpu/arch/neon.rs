@@ -77,8 +77,8 @@ impl Vector for Neon {
         fn select(mask: Self::Mask, yes: Self, no: Self) -> Self { Self(vbslq_f32(mask, yes.0, no.0)) }
         fn sum(self) -> f32 { vaddvq_f32(self.0) }
         fn sum_each(vectors: &[Self; MAX_LANES]) -> Self {
-            let pairs = |n: usize| vpaddq_f32(vectors[n].0, vectors[n + 1].0);
-            Self(vpaddq_f32(pairs(0), pairs(2)))
+            let [a, b, c, d, ..] = *vectors;
+            Self(vpaddq_f32(vpaddq_f32(a.0, b.0), vpaddq_f32(c.0, d.0)))
         }
         fn exp2(self) -> Self {
             let (round, least) = (vdupq_n_f32(EXP2_ROUND), vdupq_n_f32(EXP2_MIN));
