@@ -333,17 +333,6 @@ fn what_is_tracked_alone_or_twice_gets_the_same_gradient() -> Result<()> {
     Ok(())
 }
 
-/// The gradients of q, k and v of a loss with these factors.
-fn gradients_of(
-    vars: &[Var],
-    path: Path,
-    call: impl FnOnce(&[Tensor]) -> Result<(Call, Tensor)>,
-) -> Result<Vec<Tensor>> {
-    let (call, factors) = call(&vars.iter().map(|var| var.as_tensor().clone()).collect::<Vec<_>>())?;
-    let store = (call.by(path).context()? * factors)?.sum_all()?.backward()?;
-    Ok(vars.iter().map(|var| store.get(var).expect("a gradient").clone()).collect())
-}
-
 /// Each sequence has the gradients that it has alone, to the bit.
 #[test]
 fn a_sequence_does_not_feel_its_batch() -> Result<()> {
@@ -352,12 +341,11 @@ fn a_sequence_does_not_feel_its_batch() -> Result<()> {
         let drawn = drawn.into_iter().collect::<Result<Vec<_>>>()?;
         let vars = drawn[..3].iter().map(Var::from_tensor).collect::<Result<Vec<_>>>()?;
         for path in Path::kernels() {
-            let gradients = |b: usize, count: usize| {
-                gradients_of(&vars, path, |xs| {
-                    let part = |x: &Tensor| x.narrow(0, b, count);
-                    let call = Call::plain(&part(&xs[0])?, &part(&xs[1])?, &part(&xs[2])?, &AttentionMask::causal());
-                    Ok((call, part(&drawn[3])?))
-                })
+            let gradients = |b: usize, count: usize| -> Result<Vec<Tensor>> {
+                let part = |x: &Tensor| x.narrow(0, b, count);
+                let call = Call::plain(&part(&vars[0])?, &part(&vars[1])?, &part(&vars[2])?, &AttentionMask::causal());
+                let store = (call.by(path).context()? * part(&drawn[3])?)?.sum_all()?.backward()?;
+                Ok(vars.iter().map(|var| store.get(var).expect("a gradient").clone()).collect())
             };
             let whole = gradients(0, 3)?;
             for b in 0..3 {

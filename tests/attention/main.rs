@@ -15,7 +15,7 @@ mod common;
 #[path = "../cache/seeded.rs"]
 mod seeded;
 
-// What the tests stand on: numbers, the oracle, random calls, the comparison, and the layer in plain loops.
+// What the tests stand on: the oracle, random calls, the comparison, the layer in plain loops, and drawn tensors.
 mod by_hand;
 mod call;
 mod recipe;
