@@ -21,8 +21,8 @@ fn quantized(shape: (usize, usize), dtype: GgmlDType) -> Result<(QTensor, Tensor
     Ok((weight, numbers))
 }
 
-/// Blocks give the bits of their numbers, K-quants those of Candle's product; and all have their gradient, their rows
-/// and their numbers back.
+/// Blocks give the bits of their numbers, K-quants those of Candle's product; and all have gradients, rows that are
+/// looked up, and their numbers back.
 #[test]
 fn every_type_gives_its_numbers() -> Result<()> {
     let (bias, ids) = (random(50)?, Tensor::new(&[[3u32, 0, 49], [3, 17, 48]], &CPU)?);

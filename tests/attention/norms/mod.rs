@@ -243,8 +243,8 @@ fn a_layer_norm_keeps_its_digits_beside_a_large_mean() -> Result<()> {
     [Kind::Layer, Kind::LayerNoBias].into_iter().try_for_each(|kind| assert_those_of_f64(&given, kind, WHOLE, |_| 1e-3))
 }
 
-/// Nothing that is tracked alone loses its gradient, tracking changes no output, and the bits are the same for any number
-/// of threads.
+/// Nothing that is tracked alone loses its gradient, tracking changes no output, and the bits are the same for any
+/// number of threads.
 #[test]
 fn tracking_and_threads_change_no_bit() -> Result<()> {
     for (dtype, kind) in
