@@ -116,6 +116,11 @@ fn other_tensors_than_those_of_the_config() -> Result<()> {
             MultiHeadAttention::new(&Config::new(6, 2), vb.clone())?;
             MultiHeadAttention::new(&cfg(), vb)
         },
+        "a second config over the same variables" => {
+            let vb = variables();
+            MultiHeadAttention::new(&cfg().with_qkv_bias(true), vb.clone())?;
+            MultiHeadAttention::new(&cfg(), vb)
+        },
         "a variable of another dtype" => {
             let vars = VarMap::new();
             VarBuilder::from_varmap(&vars, DType::F16, &CPU).get((8, 8), "k_proj.weight")?;
