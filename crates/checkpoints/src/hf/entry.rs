@@ -134,6 +134,7 @@ impl<'a> Entry<'a> {
     fn fields(&self, layer: usize) -> Result<Fields<'a>> {
         let Family { model_type, names, sizes, usual_names, .. } = self.family;
         let Some(object) = self.json.as_object() else { bail!("[hf] the config is {}, expected an object", self.json) };
+        // The usual names of sizes are read too, where a family has others.
         let renamed = SIZE_NAMES.into_iter().zip(names).filter(|(usual, own)| usual_names && usual != own);
         let fields = Fields::new(model_type, object, self.family.aliases.iter().copied().chain(renamed).collect());
         let fields = match self.family.section {

@@ -102,6 +102,7 @@ impl Family {
         }
     }
 
+    /// The attention module of a layer, `{}`, below the first of these prefixes that a checkpoint has.
     pub const fn at(self, prefixes: &'static [&'static str], path: &'static str, layout: WeightLayout) -> Self {
         self.modules([Some(at(prefixes, path, layout)), None])
     }
