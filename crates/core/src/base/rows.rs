@@ -22,7 +22,8 @@ impl Rows {
         self.groups * self.range.len()
     }
 
-    /// The rows of a tensor, (len, ..): the tensor itself or a view of it where they lie side by side, a copy otherwise.
+    /// The rows of a tensor, (len, ..): the tensor itself or a view of it where they lie side by side, a copy
+    /// otherwise.
     pub fn of(&self, tensor: &Tensor) -> Result<Tensor> {
         let Range { start, end } = self.range;
         let (rows, columns) = (tensor.dims()[0], &tensor.dims()[1..]);
