@@ -29,13 +29,13 @@ use candle_core::{Error, ModuleT, Result, Tensor, bail};
 use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Linear, VarBuilder};
 
-use crate::base::{Dim, Expect, HeadShard, Heads, ParameterList, Source, root};
+use crate::base::{Expect, HeadShard, Heads, ParameterList, Source, root};
 use crate::config::MultiHeadAttentionConfig;
 use crate::linear::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
 use crate::mask::AttentionMask;
 use crate::norm::{Norm, QkNorms, Span};
 use crate::params::{WeightLayout, load_projections, projection_shapes, state_dict};
-use crate::position::{ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, Term, alibi, content};
+use crate::position::{RelativeBias, RelativeEmbeddings, RotaryEmbedding, Term, alibi, content};
 use input::Expected;
 
 const OP: &str = "multi_head_attention";
@@ -270,14 +270,16 @@ impl MultiHeadAttention {
     /// # Errors
     /// If the config has no such positions, and for vectors of another shape, dtype or device.
     pub fn with_relative_embeddings(mut self, embeddings: RelativeEmbeddings) -> Result<Self> {
-        let Some(ContentPositions::Disentangled(config)) = self.config.content_positions() else {
-            bail!("[multi_head_attention] relative embeddings are given, but the config has no disentangled positions")
-        };
-        let shape = [Dim::Is(2 * config.span()), Dim::Is(self.config.embed_dim())];
-        let weight = Expect::many(OP, "the relative embeddings", embeddings.weight()).shape(&shape)?;
+        let weight = Expect::many(OP, "the relative embeddings", embeddings.weight());
         weight.dtype(self.projections.dtype(), "the weights'")?.beside("the weights", self.projections.device())?;
+        let mut is_taken = false;
         for term in &mut self.terms {
-            *term = term.with_embeddings(&embeddings).unwrap_or_else(|| term.clone());
+            if let Some(with) = term.with_embeddings(&embeddings)? {
+                (*term, is_taken) = (with, true);
+            }
+        }
+        if !is_taken {
+            bail!("[multi_head_attention] relative embeddings are given, but the config has no disentangled positions")
         }
         Ok(self)
     }

@@ -88,8 +88,11 @@ pub(crate) trait ScoreTerm: Debug + Send + Sync {
     }
 
     /// The term with the vectors of distances that the layers of a stack share, if it takes such.
-    fn with_embeddings(&self, _embeddings: &RelativeEmbeddings) -> Option<Term> {
-        None
+    ///
+    /// # Errors
+    /// For vectors of another shape.
+    fn with_embeddings(&self, _embeddings: &RelativeEmbeddings) -> Result<Option<Term>> {
+        Ok(None)
     }
 }
 

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use super::distances::{DistanceRows, descending, rows_of};
 use crate::base::{
-    Heads, LINEAR_WEIGHT, Options, ParameterList, Source, Spec, Stored, accumulation_dtype, linear_bias, number,
-    options,
+    Dim, Expect, Heads, LINEAR_WEIGHT, Options, ParameterList, Source, Spec, Stored, accumulation_dtype, linear_bias,
+    number, options,
 };
 use crate::linear::{Projections, frozen};
 use crate::norm::Norm;
@@ -144,6 +144,7 @@ impl RelativeEmbeddings {
 #[derive(Debug, Clone)]
 pub(super) struct Disentangled {
     config: DisentangledConfig,
+    embed_dim: usize,
     embeddings: Option<RelativeEmbeddings>,
 }
 
@@ -166,17 +167,19 @@ pub(super) fn specs(config: &DisentangledConfig, [outputs, inputs]: [usize; 2], 
 }
 
 impl Disentangled {
-    pub fn new(config: &DisentangledConfig) -> Self {
-        Self { config: config.clone(), embeddings: None }
+    pub fn new(config: &DisentangledConfig, embed_dim: usize) -> Self {
+        Self { config: config.clone(), embed_dim, embeddings: None }
     }
 
-    pub fn with_embeddings(&self, embeddings: RelativeEmbeddings) -> Self {
-        Self { config: self.config.clone(), embeddings: Some(embeddings) }
+    pub fn with_embeddings(&self, embeddings: &RelativeEmbeddings) -> Result<Self> {
+        let shape = [Dim::Named("2 · span", 2 * self.config.span()), Dim::Named("E", self.embed_dim)];
+        Expect::many("multi_head_attention", "the relative embeddings", embeddings.weight()).shape(&shape)?;
+        Ok(Self { embeddings: Some(embeddings.clone()), ..self.clone() })
     }
 
     pub fn freeze(&self) -> Result<Self> {
         let embeddings = self.embeddings.as_ref().map(RelativeEmbeddings::freeze).transpose()?;
-        Ok(Self { config: self.config.clone(), embeddings })
+        Ok(Self { embeddings, ..self.clone() })
     }
 
     /// Whether [`rows`](Self::rows) depends on tensors alone, and not on modules, which may differ in a clone of the

@@ -87,10 +87,10 @@ impl ScoreTerm for DistanceTables {
         Ok(Some(Arc::new(Self::new(kind, self.parameters.freeze()?))))
     }
 
-    fn with_embeddings(&self, embeddings: &RelativeEmbeddings) -> Option<Term> {
-        let Kind::Disentangled(vectors) = &self.kind else { return None };
-        let kind = Kind::Disentangled(vectors.with_embeddings(embeddings.clone()));
-        Some(Arc::new(Self::new(kind, self.parameters.clone())))
+    fn with_embeddings(&self, embeddings: &RelativeEmbeddings) -> Result<Option<Term>> {
+        let Kind::Disentangled(vectors) = &self.kind else { return Ok(None) };
+        let kind = Kind::Disentangled(vectors.with_embeddings(embeddings)?);
+        Ok(Some(Arc::new(Self::new(kind, self.parameters.clone()))))
     }
 }
 
@@ -120,7 +120,10 @@ impl DistanceTables {
 
     pub(super) fn disentangled(config: &DisentangledConfig, layer: ContentLayer, source: &Source) -> Result<Self> {
         let specs = disentangled::specs(config, [layer.num_heads * layer.head_dim, layer.embed_dim], source);
-        Ok(Self::new(Kind::Disentangled(Disentangled::new(config)), ParameterList::load(&specs, source)?))
+        Ok(Self::new(
+            Kind::Disentangled(Disentangled::new(config, layer.embed_dim)),
+            ParameterList::load(&specs, source)?,
+        ))
     }
 
     fn new(kind: Kind, parameters: ParameterList) -> Self {
