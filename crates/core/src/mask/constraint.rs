@@ -31,7 +31,7 @@ pub(super) enum Constraint {
     /// Added to the scores.
     Bias(Tensor),
     /// A builder whose meaning depends on the order in which masks were joined: an error where the mask is resolved.
-    Unclear { builder: &'static str },
+    Ambiguous { builder: &'static str },
 }
 
 /// At which key position a query stands.
@@ -104,7 +104,7 @@ impl Constraint {
             | Self::Keep(_)
             | Self::KeepEntry(_)
             | Self::Bias(_)
-            | Self::Unclear { .. } => ALL,
+            | Self::Ambiguous { .. } => ALL,
         }
     }
 
@@ -180,7 +180,7 @@ impl Constraint {
             Self::KeepEntry(entry) => {
                 bail!("[attention_mask] keep has an entry {entry}, expected ones (the key is seen) and zeros")
             }
-            Self::Unclear { builder } => bail!(
+            Self::Ambiguous { builder } => bail!(
                 "[attention_mask] {builder} was called on masks that were joined and whose queries stand at different \
                  positions, expected it on one of them before `and`"
             ),

@@ -194,7 +194,7 @@ impl AttentionMask {
         });
         let Some(first) = causals.next() else { return self.with(Constraint::Prefix(prefix.into())) };
         if causals.any(|other| other != first) {
-            return self.with(Constraint::Unclear { builder: "with_prefix" });
+            return self.with(Constraint::Ambiguous { builder: "with_prefix" });
         }
         self.lift(&[prefix.into()]);
         self
@@ -317,7 +317,7 @@ impl AttentionMask {
         let mut alignments = self.constraints.iter().filter_map(Constraint::alignment);
         let alignment = alignments.next().unwrap_or(&Alignment::End).clone();
         let clear = alignments.all(|other| *other == alignment);
-        self.with(if clear { constraint(alignment) } else { Constraint::Unclear { builder } })
+        self.with(if clear { constraint(alignment) } else { Constraint::Ambiguous { builder } })
     }
 
     fn lift(&mut self, prefixes: &[ValidLens]) {

@@ -31,7 +31,7 @@ use std::sync::Once;
 use candle_core::{Result, Tensor, bail};
 
 use crate::mask::AttentionMask;
-use plan::{Choice, Wanted};
+use plan::{Choice, Outputs};
 use validate::Call;
 
 /// What attention gives when the weights are asked for too.
@@ -93,7 +93,7 @@ pub fn scaled_dot_product_attention_with_weights(
     options: &SdpaOptions,
 ) -> Result<AttentionOutput> {
     let call = Call::new("scaled_dot_product_attention_with_weights", [q, k, v], mask, options)?;
-    plan::choose(&call, Wanted::Weights)?;
+    plan::choose(&call, Outputs::Weights)?;
     let attended = reference::attend(&call)?;
     let Some(weights) = attended.weights else {
         bail!("[{}] expected queries and keys on CUDA, where Candle has no empty tensors", call.op)
@@ -127,7 +127,7 @@ pub fn scaled_dot_product_attention_with_lse(
 /// (B, H, T_q, D_v) in the call's order.
 fn context(call: &Call) -> Result<Tensor> {
     let reference = || Ok(reference::attend(call)?.context);
-    match plan::choose(call, Wanted::Context)? {
+    match plan::choose(call, Outputs::Context)? {
         Choice::Reference { .. } => reference(),
         Choice::Cpu(tier) => cpu::attend(call, tier),
         Choice::Gpu(plan) => or_reference(call, plan.attend(call), reference),
@@ -136,7 +136,7 @@ fn context(call: &Call) -> Result<Tensor> {
 
 /// The context, and the log-sum-exp (B, H, T_q).
 fn context_and_lse(call: &Call) -> Result<(Tensor, Tensor)> {
-    match plan::choose(call, Wanted::LogSumExp)? {
+    match plan::choose(call, Outputs::LogSumExp)? {
         // The operations of GPUs have no log-sum-exp, and are not chosen for one.
         Choice::Reference { .. } | Choice::Gpu(_) => {
             let attended = reference::attend(call)?;
@@ -170,7 +170,7 @@ fn first_line(error: &candle_core::Error) -> String {
 /// # Errors
 /// As [`scaled_dot_product_attention`].
 pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-    Ok(plan::choose(&Call::new("plan", [q, k, v], mask, options)?, Wanted::Context)?.plan())
+    Ok(plan::choose(&Call::new("plan", [q, k, v], mask, options)?, Outputs::Context)?.plan())
 }
 
 #[cfg(test)]

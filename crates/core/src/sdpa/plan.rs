@@ -188,7 +188,7 @@ impl fmt::Display for Plan {
 
 /// What a caller wants next to the context.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Wanted {
+pub(super) enum Outputs {
     Context,
     Weights,
     LogSumExp,
@@ -212,11 +212,11 @@ impl Choice {
     }
 }
 
-pub(super) fn choose(call: &Call, wanted: Wanted) -> Result<Choice> {
+pub(super) fn choose(call: &Call, outputs: Outputs) -> Result<Choice> {
     if call.options.backend == Backend::Reference {
         return Ok(Choice::Reference { reason: "asked for".into() });
     }
-    let chosen = match (obstacle_of_every_kernel(call, wanted), call.q.device()) {
+    let chosen = match (obstacle_of_every_kernel(call, outputs), call.q.device()) {
         (Some(obstacle), _) => Err(obstacle),
         (None, Device::Cpu) if call.q.dtype() == DType::F64 => {
             Err("the CPU kernel computes in f32, and the inputs are F64".into())
@@ -228,8 +228,8 @@ pub(super) fn choose(call: &Call, wanted: Wanted) -> Result<Choice> {
             Tier::choose(call.options.cpu_tier, call.q.dtype() == DType::BF16)
                 .map_err(|error| candle_core::Error::msg(format!("[{}] {error}", call.op)))?,
         )),
-        (None, device @ Device::Cuda(_)) => on_gpu(&gpu::FLASH_ATTN, call, wanted, device)?,
-        (None, device @ Device::Metal(_)) => on_gpu(&gpu::METAL, call, wanted, device)?,
+        (None, device @ Device::Cuda(_)) => on_gpu(&gpu::FLASH_ATTN, call, outputs, device)?,
+        (None, device @ Device::Metal(_)) => on_gpu(&gpu::METAL, call, outputs, device)?,
     };
     match chosen {
         Ok(choice) => Ok(choice),
@@ -247,9 +247,9 @@ pub(super) fn tracks_gradients(call: &Call) -> bool {
 }
 
 /// What keeps the call from every fused kernel.
-fn obstacle_of_every_kernel(call: &Call, wanted: Wanted) -> Option<String> {
+fn obstacle_of_every_kernel(call: &Call, outputs: Outputs) -> Option<String> {
     let options = call.options;
-    if wanted == Wanted::Weights {
+    if outputs == Outputs::Weights {
         return Some("the weights are asked for, which a fused kernel never has as a whole".into());
     }
     let drops = options.train && options.dropout > 0.0;
@@ -268,8 +268,8 @@ fn obstacle_of_every_kernel(call: &Call, wanted: Wanted) -> Option<String> {
 fn on_gpu(
     operation: &'static gpu::Operation,
     call: &Call,
-    wanted: Wanted,
+    outputs: Outputs,
     device: &Device,
 ) -> Result<std::result::Result<Choice, String>> {
-    Ok(operation.decide(call, wanted)?.and_then(|plan| plan.on(device)).map(Choice::Gpu))
+    Ok(operation.decide(call, outputs)?.and_then(|plan| plan.on(device)).map(Choice::Gpu))
 }

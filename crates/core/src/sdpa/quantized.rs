@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Result, Tensor};
 
-use super::plan::{Choice, Wanted, choose};
+use super::plan::{Choice, Outputs, choose};
 use super::validate::Call;
 use super::{Plan, SdpaOptions, cpu};
 use crate::mask::AttentionMask;
@@ -39,7 +39,7 @@ impl<'a> QuantizedCall<'a> {
             return Ok(None);
         }
         let call = Call::quantized("scaled_dot_product_attention", q, kv, mask, options)?;
-        Ok(match choose(&call, Wanted::Context)? {
+        Ok(match choose(&call, Outputs::Context)? {
             Choice::Cpu(tier) => Some(Self { call, tier }),
             _ => None,
         })

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
-use super::plan::{self, Plan, Wanted};
+use super::plan::{self, Outputs, Plan};
 use super::validate::Call;
 use super::{SdpaOptions, context, context_and_lse};
 use crate::mask::AttentionMask;
@@ -77,7 +77,7 @@ pub(crate) fn plan_varlen(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<Plan> {
-    Ok(plan::choose(&Call::packed("plan", [q, k, v], sequences, mask, options)?, Wanted::Context)?.plan())
+    Ok(plan::choose(&Call::packed("plan", [q, k, v], sequences, mask, options)?, Outputs::Context)?.plan())
 }
 
 /// Where each sequence of a packed batch begins and ends, among the queries and among the keys.

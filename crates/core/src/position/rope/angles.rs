@@ -105,7 +105,7 @@ pub(super) struct Tables {
     /// For calls within the original context, and beyond it.
     regular: [RwLock<Arc<Angles>>; 2],
     /// What was last computed for positions that no table holds: the layers of a model ask for the same one by one.
-    latest: Mutex<Option<(Regime, Positions, Arc<Angles>)>>,
+    latest: Mutex<Option<(ContextRange, Positions, Arc<Angles>)>>,
     /// What was last computed on several axes.
     latest_on_axes: Mutex<Option<(AxisPositions, Arc<Angles>)>>,
     /// A table that was given and does not grow.
@@ -138,7 +138,7 @@ impl Tables {
         let angles = kept.unwrap_or_else(|| {
             let axis_of = self.config.axes().map(|axes| axes.axis_of_pairs()).unwrap_or_default();
             let position = |row: usize, pair: usize| positions.at(axis_of[pair], row);
-            let angles = self.angles(Regime::of(self.config.scaling(), positions.length()), rows, position);
+            let angles = self.angles(ContextRange::of(self.config.scaling(), positions.length()), rows, position);
             *latest() = Some((positions.clone(), angles.clone()));
             angles
         });
@@ -155,21 +155,21 @@ impl Tables {
             }
             return Ok(Rows { angles: angles.clone(), index: positions.entries().into() });
         }
-        let regime = Regime::of(self.config.scaling(), positions.length());
-        let table = match regime {
-            Regime::Short => Some(&self.regular[0]),
-            Regime::Long => Some(&self.regular[1]),
-            Regime::DynamicNtk(_) => None,
+        let range = ContextRange::of(self.config.scaling(), positions.length());
+        let table = match range {
+            ContextRange::Short => Some(&self.regular[0]),
+            ContextRange::Long => Some(&self.regular[1]),
+            ContextRange::DynamicNtk(_) => None,
         };
-        if let Some(angles) = table.and_then(|table| self.table(table, regime, positions)) {
+        if let Some(angles) = table.and_then(|table| self.table(table, range, positions)) {
             return Ok(Rows { angles, index: positions.entries().into() });
         }
         let index = (0..positions.entries().len() as u32).collect();
-        Ok(Rows { angles: self.computed(regime, positions), index })
+        Ok(Rows { angles: self.computed(range, positions), index })
     }
 
     /// A table that reaches to the last position, unless most of it would be computed for a few far positions.
-    fn table(&self, table: &RwLock<Arc<Angles>>, regime: Regime, positions: &Positions) -> Option<Arc<Angles>> {
+    fn table(&self, table: &RwLock<Arc<Angles>>, range: ContextRange, positions: &Positions) -> Option<Arc<Angles>> {
         let angles = table.read().unwrap_or_else(PoisonError::into_inner).clone();
         let (length, rows) = (positions.length(), angles.rows());
         if length <= rows {
@@ -180,7 +180,7 @@ impl Tables {
             return None;
         }
         // Not under the lock: a thread that computes rows may meanwhile take up other work that wants the table.
-        let grown = self.angles(regime, length.next_power_of_two().min(most), |row, _| row as f32);
+        let grown = self.angles(range, length.next_power_of_two().min(most), |row, _| row as f32);
         let mut current = table.write().unwrap_or_else(PoisonError::into_inner);
         if grown.rows() > current.rows() {
             *current = grown;
@@ -188,28 +188,28 @@ impl Tables {
         Some(current.clone())
     }
 
-    fn computed(&self, regime: Regime, positions: &Positions) -> Arc<Angles> {
+    fn computed(&self, range: ContextRange, positions: &Positions) -> Arc<Angles> {
         let latest = || self.latest.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((of_regime, of_positions, angles)) = &*latest()
-            && (of_regime, of_positions) == (&regime, positions)
+        if let Some((of_range, of_positions, angles)) = &*latest()
+            && (of_range, of_positions) == (&range, positions)
         {
             return angles.clone();
         }
         let entries = positions.entries();
-        let angles = self.angles(regime, entries.len(), |row, _| entries[row] as f32);
-        *latest() = Some((regime, positions.clone(), angles.clone()));
+        let angles = self.angles(range, entries.len(), |row, _| entries[row] as f32);
+        *latest() = Some((range, positions.clone(), angles.clone()));
         angles
     }
 
-    fn angles(&self, regime: Regime, rows: usize, position: impl Fn(usize, usize) -> f32 + Sync) -> Arc<Angles> {
-        let frequencies = frequencies(&self.config, self.head_dim, regime);
+    fn angles(&self, range: ContextRange, rows: usize, position: impl Fn(usize, usize) -> f32 + Sync) -> Arc<Angles> {
+        let frequencies = frequencies(&self.config, self.head_dim, range);
         Arc::new(Angles::of(rows, position, &frequencies, attention_factor(self.config.scaling()) as f32))
     }
 }
 
 /// Which frequencies a call has, by its length: its largest position + 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Regime {
+enum ContextRange {
     /// Those of every call, or of calls within the original context.
     Short,
     /// Those of all calls beyond the original context.
@@ -218,7 +218,7 @@ enum Regime {
     DynamicNtk(usize),
 }
 
-impl Regime {
+impl ContextRange {
     fn of(scaling: &RopeScaling, length: usize) -> Self {
         match scaling {
             RopeScaling::Dynamic { original_context, .. } if length > *original_context => Self::DynamicNtk(length),
@@ -229,7 +229,7 @@ impl Regime {
 }
 
 /// The angle between one position and the next for each pair, (r/2,). The config fits the heads.
-fn frequencies(config: &RopeConfig, head_dim: usize, regime: Regime) -> Vec<f32> {
+fn frequencies(config: &RopeConfig, head_dim: usize, range: ContextRange) -> Vec<f32> {
     let r = config.rotary_dim(head_dim);
     let base = config.base() as f32;
     let plain = || periods(base, r).map(f32::recip);
@@ -250,7 +250,7 @@ fn frequencies(config: &RopeConfig, head_dim: usize, regime: Regime) -> Vec<f32>
         },
         RopeScaling::Linear { factor } => plain().map(|frequency| frequency / *factor as f32).collect(),
         RopeScaling::Dynamic { factor, original_context } => {
-            let Regime::DynamicNtk(length) = regime else {
+            let ContextRange::DynamicNtk(length) = range else {
                 return plain().collect();
             };
             let stretch = *factor as f32 * length as f32 / *original_context as f32 - (factor - 1.0) as f32;
@@ -295,7 +295,7 @@ fn frequencies(config: &RopeConfig, head_dim: usize, regime: Regime) -> Vec<f32>
             periods(base, r).enumerate().map(scale).collect()
         }
         RopeScaling::LongRope { short_factor, long_factor, .. } => {
-            let divisors = if regime == Regime::Long { long_factor } else { short_factor };
+            let divisors = if range == ContextRange::Long { long_factor } else { short_factor };
             let scale = |(period, &divisor): (f32, &f64)| (divisor as f32 * period).recip();
             periods(base, r).zip(divisors).map(scale).collect()
         }

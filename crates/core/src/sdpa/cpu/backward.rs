@@ -3,7 +3,7 @@
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, WithDType};
 use half::{bf16, f16};
 
-use super::{Flash, Leaves, read};
+use super::{Flash, ScoreTensors, read};
 use crate::base::rowwise::with_contiguous_rows;
 use crate::sdpa::OutputOrder;
 use candle_attention_kernels::Element;
@@ -25,7 +25,7 @@ struct TensorGradients {
     k: Option<Tensor>,
     v: Option<Tensor>,
     /// One after the other.
-    leaves: Vec<f32>,
+    score_tensors: Vec<f32>,
 }
 
 impl Flash {
@@ -86,41 +86,45 @@ impl Flash {
             q: tensor(q, h, t_q, d)?,
             k: tensor(k, h_kv, t_kv, d)?,
             v: tensor(v, h_kv, t_kv, d_v)?,
-            leaves: [bias, distances, slopes, sinks].into_iter().flatten().flatten().collect(),
+            score_tensors: [bias, distances, slopes, sinks].into_iter().flatten().flatten().collect(),
         })
     }
 }
 
 /// Attention that has more inputs than Candle's operations, or more results: they are joined in one flat tensor, and
 /// taken apart by Candle's own operations, which know the gradients of that.
-pub(super) struct JoinedFlash {
+pub(super) struct FlattenedFlash {
     flash: Flash,
     /// Of biases, distance biases, slopes and sinks.
     wanted: Wanted,
 }
 
-impl JoinedFlash {
+impl FlattenedFlash {
     /// The context as it lies in memory, and the log-sum-exp if it is wanted.
-    pub fn attend(operands: [&Tensor; 3], leaves: &Leaves, flash: Flash) -> Result<(Tensor, Option<Tensor>)> {
+    pub fn attend(
+        operands: [&Tensor; 3],
+        score_tensors: &ScoreTensors,
+        flash: Flash,
+    ) -> Result<(Tensor, Option<Tensor>)> {
         let join = |tensors: &[&Tensor]| -> Result<Tensor> {
             let flat: Vec<_> = tensors.iter().map(|tensor| tensor.flatten_all()).collect::<Result<_>>()?;
             Tensor::cat(&flat, 0)
         };
         let is_tracked = |tensor: &Option<Tensor>| tensor.as_ref().is_some_and(Tensor::track_op);
-        let bias = leaves.bias.as_ref().filter(|bias| bias.track_op());
+        let bias = score_tensors.bias.as_ref().filter(|bias| bias.track_op());
         let wanted = Wanted {
             bias: bias.map(|bias| bias.dims4()).transpose()?.map(<[usize; 4]>::from),
-            distances: is_tracked(&leaves.distances),
-            slopes: is_tracked(&leaves.slopes),
-            sinks: is_tracked(&leaves.sinks),
+            distances: is_tracked(&score_tensors.distances),
+            slopes: is_tracked(&score_tensors.slopes),
+            sinks: is_tracked(&score_tensors.sinks),
             ..Default::default()
         };
-        let leaves = match leaves.are_tracked() {
-            true => join(&leaves.tracked().collect::<Vec<_>>())?,
+        let score_tensors = match score_tensors.are_tracked() {
+            true => join(&score_tensors.tracked().collect::<Vec<_>>())?,
             false => Tensor::zeros(1, DType::F32, operands[0].device())?,
         };
         let (shape, wants_lse, Dims { b, h, t_q, .. }) = (flash.context_shape(), flash.lse.is_some(), flash.dims);
-        let results = join(&operands)?.apply_op2(&leaves, Self { flash, wanted })?;
+        let results = join(&operands)?.apply_op2(&score_tensors, Self { flash, wanted })?;
         let count = shape.elem_count();
         let context = results.narrow(0, 0, count)?.reshape(shape)?.to_dtype(operands[0].dtype())?;
         let lse = wants_lse.then(|| results.narrow(0, count, b * h * t_q)?.reshape((b, h, t_q)));
@@ -169,11 +173,11 @@ impl JoinedFlash {
         let gradients = self.flash.gradients::<E>([&q?, &k?, &v?], results, wanted)?;
         let flat = [gradients.q, gradients.k, gradients.v].into_iter().flatten().map(|tensor| tensor.flatten_all());
         let flat: Vec<_> = flat.collect::<Result<_>>()?;
-        Ok((wants_operands.then(|| Tensor::cat(&flat, 0)).transpose()?, gradients.leaves))
+        Ok((wants_operands.then(|| Tensor::cat(&flat, 0)).transpose()?, gradients.score_tensors))
     }
 }
 
-impl CustomOp2 for JoinedFlash {
+impl CustomOp2 for FlattenedFlash {
     fn name(&self) -> &'static str {
         "flash-attention"
     }
@@ -200,7 +204,7 @@ impl CustomOp2 for JoinedFlash {
     fn bwd(
         &self,
         operands: &Tensor,
-        leaves: &Tensor,
+        score_tensors: &Tensor,
         results: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
@@ -213,12 +217,14 @@ impl CustomOp2 for JoinedFlash {
             self.flash.lse.as_ref().map(|_| gradient.narrow(0, count, queries)?.to_vec1()).transpose()?;
         let (context, gradient) = (of_context(results)?, of_context(gradient)?);
         let results = Results { context: &context, gradient: &gradient, lse_gradient };
-        let (operand_gradient, leaf_gradients) = match dtype {
+        let (operand_gradient, tensor_gradients) = match dtype {
             DType::BF16 => self.gradients::<bf16>(operands, &results)?,
             DType::F16 => self.gradients::<f16>(operands, &results)?,
             _ => self.gradients::<f32>(operands, &results)?,
         };
-        let are_tracked = leaves.track_op().then(|| Tensor::from_vec(leaf_gradients, leaves.shape(), leaves.device()));
+        let are_tracked = score_tensors
+            .track_op()
+            .then(|| Tensor::from_vec(tensor_gradients, score_tensors.shape(), score_tensors.device()));
         Ok((operand_gradient, are_tracked.transpose()?))
     }
 }

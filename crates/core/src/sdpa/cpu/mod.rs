@@ -12,7 +12,7 @@ use super::validate::{self, Call};
 use super::{OutputOrder, plan, reference};
 use crate::base::rowwise::with_contiguous_rows;
 use crate::base::{executor, fits_in_memory};
-use backward::JoinedFlash;
+use backward::FlattenedFlash;
 use candle_attention_kernels::flash::{
     self, Alibi, Dims, DistanceBias, Dropout, DropoutMask, KvRows, Problem, ScoreOptions, SoftmaxStats, Strided,
 };
@@ -38,7 +38,7 @@ fn run(call: &Call, tier: Tier, wants_lse: bool) -> Result<(Tensor, Option<Tenso
         bail!("[{}] a log-sum-exp of {:?} does not fit in memory", call.op, [b, h, t_q])
     }
     let (q, k, v) = (with_contiguous_rows(&call.q)?, with_contiguous_rows(&call.k)?, with_contiguous_rows(&call.v)?);
-    let leaves = Leaves::new(call)?;
+    let score_tensors = ScoreTensors::new(call)?;
     let is_tracked = plan::tracks_gradients(call);
     if is_tracked && call.dims.is_empty() {
         // Candle has no views of nothing to take gradients apart with.
@@ -46,13 +46,13 @@ fn run(call: &Call, tier: Tier, wants_lse: bool) -> Result<(Tensor, Option<Tenso
         return Ok((attended.context, wants_lse.then_some(attended.lse)));
     }
     let lse = wants_lse.then(OnceLock::new);
-    let flash = Flash { lse, ..Flash::new(call, tier, &leaves, is_tracked)? };
+    let flash = Flash { lse, ..Flash::new(call, tier, &score_tensors, is_tracked)? };
     let (context, lse) = if !is_tracked {
         let context = q.apply_op3_no_bwd(&k, &v, &flash)?;
         let lse = flash.lse.and_then(OnceLock::into_inner);
         (context, lse.map(|lse| Tensor::from_vec(lse, (b, h, t_q), call.q.device())).transpose()?)
-    } else if wants_lse || leaves.are_tracked() {
-        JoinedFlash::attend([&q, &k, &v], &leaves, flash)?
+    } else if wants_lse || score_tensors.are_tracked() {
+        FlattenedFlash::attend([&q, &k, &v], &score_tensors, flash)?
     } else {
         (q.apply_op3(&k, &v, flash)?, None)
     };
@@ -109,7 +109,7 @@ impl DrawnDropout {
 }
 
 /// What a call reads besides q, k and v, in f32. Gradients flow into it.
-struct Leaves {
+struct ScoreTensors {
     /// Broadcastable to (B, H, T_q, T_kv).
     bias: Option<Tensor>,
     /// Rows of (B or 1, H).
@@ -119,7 +119,7 @@ struct Leaves {
     sinks: Option<Tensor>,
 }
 
-impl Leaves {
+impl ScoreTensors {
     fn new(call: &Call) -> Result<Self> {
         let floats = |tensor: &Option<Tensor>| tensor.as_ref().map(|tensor| tensor.to_dtype(DType::F32)).transpose();
         let bias = call.mask.bias_tensor(call.score_dims(), DType::F32, call.q.device())?;
@@ -182,7 +182,7 @@ struct Flash {
 }
 
 impl Flash {
-    fn new(call: &Call, tier: Tier, leaves: &Leaves, is_tracked: bool) -> Result<Self> {
+    fn new(call: &Call, tier: Tier, score_tensors: &ScoreTensors, is_tracked: bool) -> Result<Self> {
         let validate::Dims { b, h, t_q, t_kv, d, d_v } = call.dims;
         let rows = RowRanges::new(call)?;
         let numbers = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::to_vec1).transpose();
@@ -194,12 +194,12 @@ impl Flash {
             softcap: call.options.softcap.map(|softcap| softcap as f32),
             ranges: rows.keys,
             positions: rows.positions.into_iter().map(|position| position as f32).collect(),
-            slopes: numbers(&leaves.slopes)?,
-            sinks: numbers(&leaves.sinks)?,
+            slopes: numbers(&score_tensors.slopes)?,
+            sinks: numbers(&score_tensors.sinks)?,
             dropout: DrawnDropout::draw(call)?,
             origins: rows.origins,
-            distances: leaves.distances.as_ref().map(Tensor::detach),
-            bias: leaves.bias.as_ref().map(Tensor::detach),
+            distances: score_tensors.distances.as_ref().map(Tensor::detach),
+            bias: score_tensors.bias.as_ref().map(Tensor::detach),
             keep: call.mask.explicit_keep(call.score_dims(), call.q.device())?,
             scales: call.scales.cloned(),
             output_order: call.output_order,

@@ -14,7 +14,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::plan::{Wanted, tracks_gradients};
+use super::plan::{Outputs, tracks_gradients};
 use super::rows::{Bands, Window};
 use super::validate::{Call, Dims};
 use super::{OutputOrder, reference};
@@ -104,9 +104,9 @@ impl Operation {
     ///
     /// # Errors
     /// As [`AttentionMask::resolve`].
-    pub fn decide(&'static self, call: &Call, wanted: Wanted) -> Result<std::result::Result<Plan, String>> {
+    pub fn decide(&'static self, call: &Call, outputs: Outputs) -> Result<std::result::Result<Plan, String>> {
         let refuse = |reason: String| Ok(Err(format!("{} {reason}", self.name)));
-        if let Some(reason) = self.refusal(call, wanted).or_else(|| (self.limit)(call)) {
+        if let Some(reason) = self.refusal(call, outputs).or_else(|| (self.limit)(call)) {
             return refuse(reason);
         }
         let bands = Bands::new(call)?;
@@ -139,11 +139,11 @@ impl Operation {
     }
 
     /// What it has not.
-    fn refusal(&self, call: &Call, wanted: Wanted) -> Option<String> {
+    fn refusal(&self, call: &Call, outputs: Outputs) -> Option<String> {
         let (Dims { d, d_v, .. }, options, dtype, scale) = (call.dims, call.options, call.q.dtype(), call.scale());
         let lacks = [
             (tracks_gradients(call), "has no gradients, and an input is tracked for them"),
-            (wanted == Wanted::LogSumExp, "has no log-sum-exp"),
+            (outputs == Outputs::LogSumExp, "has no log-sum-exp"),
             (options.sinks.is_some(), "has no sinks"),
             (options.distance_bias.is_some(), "takes no bias by distance"),
             (options.alibi_slopes.is_some() && !self.alibi, "has no ALiBi"),
