@@ -186,7 +186,7 @@ fn latents_go_on_from_what_they_were_made(device: &Device) {
             let setup =
                 Setup { layer: &layer, cache: &cache, dtype, device, mask, back, gives_positions, draws_masks: false };
             // A random layer's scale of the scores can be large, which makes more of what 8 bits lose.
-            let most = if cache.q8() { 6e-2 } else { tolerance(dtype, &cache) };
+            let most = if cache.q8() { 8e-2 } else { tolerance(dtype, &cache) };
             assert_holds(setup, 12, 2, most, &format!("{cfg:?}, {cache:?}"));
         }
     }
