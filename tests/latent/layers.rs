@@ -1,7 +1,5 @@
 //! Random layers.
 
-use std::collections::BTreeMap;
-
 use candle_attention::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig as Config, RopeConfig, RopeStyle};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
@@ -36,14 +34,30 @@ pub fn config_of(embed_dim: usize, random: &mut Random) -> Config {
     cfg
 }
 
-/// Random numbers for every parameter that a layer asks for.
+/// In the order in which they are drawn.
+const NAMES: [&str; 11] = [
+    "kv_a_proj_with_mqa.weight",
+    "kv_a_layernorm.weight",
+    "kv_b_proj.weight",
+    "o_proj.weight",
+    "q_proj.weight",
+    "q_a_proj.weight",
+    "q_a_layernorm.weight",
+    "q_b_proj.weight",
+    "kv_a_proj_with_mqa.bias",
+    "o_proj.bias",
+    "q_a_proj.bias",
+];
+
+/// Random numbers for every parameter that a layer asks for, which are those that the config names.
 pub fn parameters(cfg: &Config, random: &mut Random) -> Parameters {
-    let asked = VarMap::new();
+    let (asked, is_compressed) = (VarMap::new(), cfg.q_lora_rank().is_some());
     MultiHeadLatentAttention::new(cfg, VarBuilder::from_varmap(&asked, DType::F32, &CPU)).expect("a valid config");
-    let asked: BTreeMap<_, _> = asked.data().lock().expect("one thread").clone().into_iter().collect();
-    let biases = asked.keys().filter(|name| name.ends_with(".bias")).count();
-    assert_eq!(biases, if cfg.bias() { 2 + usize::from(cfg.q_lora_rank().is_some()) } else { 0 }, "{cfg:?}");
-    asked.into_iter().map(|(name, var)| (name, Numbers::random(var.dims(), random))).collect()
+    let asked = asked.data().lock().expect("one thread").clone();
+    let biases = if cfg.bias() { 2 + usize::from(is_compressed) } else { 0 };
+    assert_eq!(asked.len(), if is_compressed { 7 } else { 5 } + biases, "{cfg:?}");
+    let asked = NAMES.into_iter().filter_map(|name| Some((name.to_string(), asked.get(name)?)));
+    asked.map(|(name, var)| (name, Numbers::random(var.dims(), random))).collect()
 }
 
 /// Over plain tensors.
