@@ -469,6 +469,7 @@ fn sentencepiece_merges_by_score() -> Result<()> {
     let (found, text) = tokens(&file, "hello é")?;
     assert_eq!(found, ["<s>", "▁he", "ll", "o", "▁", "<0xC3>", "<0xA9>"]);
     assert_eq!(text, "hello é");
+    assert_eq!(tokens(&file, "hel")?.0, ["<s>", "▁he", "l"]);
     for (key, flag) in [("add_space_prefix", false), ("add_bos_token", false), ("add_eos_token", true)] {
         file.set(&format!("tokenizer.ggml.{key}"), Value::Bool(flag));
     }

@@ -87,7 +87,14 @@ fn float8_weights_are_multiplied_by_their_scales() -> Result<()> {
         stored.insert(format!("{name}.weight"), weight.clone());
         stored.insert(format!("{name}.{kind}"), scale.clone());
     }
+    // More elements than are converted at once.
+    let (tall, scale) = (wave(4100, 260)?.to_dtype(DType::F8E4M3)?, (wave(4100, 1)? + 1.5)?);
+    stored.insert("tall.weight".into(), tall.clone());
+    stored.insert("tall.weight_scale".into(), scale.clone());
     candle_core::safetensors::save(&stored, &path)?;
+    let found = weights::open(&path, DType::F32, &CPU)?.get((4100, 260), "tall.weight")?.narrow(0, 4090, 10)?;
+    let expected = tall.to_dtype(DType::F32)?.broadcast_mul(&scale)?.narrow(0, 4090, 10)?;
+    assert_close(&found, &expected, 0.0, "the last rows of a tall weight");
     for dtype in [DType::F32, DType::BF16, DType::F16] {
         // SAFETY: nobody changes the file of this test.
         let mapped = unsafe { weights::open_mmaped(&path, dtype, &CPU)? };
