@@ -109,9 +109,13 @@ impl<'a> Fields<'a> {
         self.raw(name).map_or(Ok(default), |value| self.read(name, value))
     }
 
-    /// A number of things, of which there may be none.
+    /// A number of things, of which there may be none; null is none where that is the default.
     pub(super) fn count(&self, name: &str, default: usize) -> Result<usize> {
-        if self.get(name).is_some_and(|count| *count == 0) { Ok(0) } else { self.get_or(name, default) }
+        match self.get(name) {
+            None if default == 0 => Ok(0),
+            Some(count) if *count == 0 => Ok(0),
+            _ => self.get_or(name, default),
+        }
     }
 
     /// The height and width of something, which one number gives if they are the same.

@@ -75,6 +75,7 @@ fn layers_have_what_their_rules_say() -> candle_core::Result<()> {
         (json!({"model_type": "embedding_gemma2_text"}), 5, "head_dim: Some(512)"),
         (json!({"model_type": "embedding_gemma2_text"}), 5, "num_kv_heads: Some(1)"),
         (json!({"model_type": "diffusion_gemma_text"}), 5, "kv_source: KeysAsValues"),
+        (json!({"model_type": "gemma4_text", "num_kv_shared_layers": null}), 0, "kv_source: Projected"),
         (json!({"model_type": "gemma4_text", "attention_k_eq_v": true}), 5, "kv_source: KeysAsValues"),
         (json!({"model_type": "seed_oss", "attention_out_bias": true}), 0, "out_bias: true"),
         (json!({"model_type": "mobilebert"}), 0, "value_size: Some(512)"),

@@ -91,7 +91,8 @@ fn is_sliding(fields: &Fields, otherwise: bool) -> Result<bool> {
 fn from(fields: &Fields, first: usize) -> Result<Option<usize>> {
     let used = fields.flag("use_sliding_window", false)?;
     let given = used && fields.nullable(SIZE, Some(4096))?.is_some();
-    let window = sliding(fields, given && fields.layer >= fields.count("max_window_layers", first)?, Some(4096))?;
+    let first = fields.count("max_window_layers", first)?;
+    let window = sliding(fields, given && fields.layer >= first, Some(4096))?;
     if window.is_some() && !used {
         return fields.fail(format!("layer {} has sliding_attention, but use_sliding_window is false", fields.layer));
     }
