@@ -1,5 +1,7 @@
 //! A layer's heads on several processes.
 
+use std::sync::{Barrier, Mutex};
+
 use candle_attention::{
     AlibiConfig, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, GateActivation, GatePlace,
     GateScope, HeadShard, MultiHeadAttention, MultiHeadAttentionConfig as Config, OutputGate, PackedSequences, QkNorm,
@@ -196,6 +198,52 @@ fn whole_key_heads_are_divided() -> Result<()> {
         assert_near(&together(&cfg, &outputs)?, &call(&whole)?, 1e-5, what);
     }
     shards[0].state_dict(WeightLayout::Packed(PackedNaming::QueryKeyValue, QkvOrder::ByHead))?;
+    Ok(())
+}
+
+/// Processes as threads, each of which waits for the others where their parts are added up.
+struct Processes {
+    barrier: Barrier,
+    parts: Mutex<Vec<Tensor>>,
+}
+
+impl Processes {
+    fn sum(&self, own: &Tensor) -> Result<Tensor> {
+        let parts = || self.parts.lock().expect("no thread panicked");
+        parts().push(own.clone());
+        self.barrier.wait();
+        let all = parts().clone();
+        let sum = all.iter().skip(1).try_fold(all[0].clone(), |sum, part| sum + part)?;
+        if self.barrier.wait().is_leader() {
+            parts().clear();
+        }
+        self.barrier.wait();
+        Ok(sum)
+    }
+}
+
+/// Where several processes have a copy of a key head, it counts once.
+#[test]
+fn norms_of_whole_projections_are_over_all_processes() -> Result<()> {
+    for (h, h_kv, world_size) in [(6, 3, 2), (6, 3, 3), (4, 2, 4), (4, 1, 2), (9, 3, 5)] {
+        for kind in [QkNormKind::Rms, QkNormKind::RmsPlusOne, QkNormKind::RmsNoWeight] {
+            let norm = QkNorm { kind, scope: QkNormScope::Projection, eps: 1e-5 };
+            let cfg = Config::new(EMBED_DIM, h).with_num_kv_heads(h_kv).with_head_dim(4).with_qk_norm(norm);
+            let whole = invented(&cfg, WeightLayout::Canonical)?;
+            let file = File::new(whole.state_dict(WeightLayout::Canonical)?)?;
+            let layers = shards(&cfg, WeightLayout::Canonical, world_size, &file)?;
+            let xs = xs(EMBED_DIM)?;
+            let processes = Processes { barrier: Barrier::new(world_size), parts: Mutex::default() };
+            let sum = |own: &Tensor| processes.sum(own);
+            let call = |layer: &MultiHeadAttention| layer.forward_with(AttentionInput::new(&xs).with_sum(&sum));
+            let outputs = std::thread::scope(|scope| {
+                let running: Vec<_> = layers.iter().map(|layer| scope.spawn(move || call(layer))).collect();
+                running.into_iter().map(|process| process.join().expect("no panic")).collect::<Result<Vec<_>>>()
+            })?;
+            let what = format!("{h} and {h_kv} heads, {kind:?}, in {world_size}");
+            assert_near(&together(&cfg, &outputs)?, &whole.forward(&xs)?, 1e-5, &what);
+        }
+    }
     Ok(())
 }
 

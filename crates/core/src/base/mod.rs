@@ -1,13 +1,11 @@
 //! What every room stands on: options, numbers, what a tensor is expected to be, rows of tensors, parameters by name,
 //! and shares of them.
 
-mod dtype;
 mod expect;
 mod nearest;
 pub(crate) mod number;
 mod options;
 mod parameters;
-mod rows;
 pub(crate) mod rowwise;
 mod share;
 mod size;
@@ -22,11 +20,10 @@ pub use size::{filled, fits_in_memory, is_addressable};
 pub use source::{SCALES, Source, has, root, whole};
 pub use training::untrained;
 
-pub(crate) use dtype::{FLOATS, accumulation_dtype};
-pub(crate) use expect::{Dim, Expect};
+pub(crate) use expect::{Dim, Expect, FLOATS, accumulation_dtype};
 pub(crate) use options::{Options, options};
 pub(crate) use parameters::{HeadDim, Heads, Parameter, ParameterList, Spec, Stored, frozen};
-pub(crate) use rows::Rows;
+pub(crate) use share::Rows;
 pub(crate) use size::part;
 pub(crate) use source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, hint, linear_bias};
 pub(crate) use threads::executor;

@@ -35,7 +35,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::base::{filled, is_addressable};
+use crate::base::{filled, is_addressable, number};
 
 /// PyTorch's CPU generator after `torch.manual_seed(seed)`, with the parameters drawn from it so far.
 ///
@@ -118,9 +118,7 @@ impl TorchSeed {
     ///
     /// If `p` is not between 0 and 1, or if `shape` has more elements than memory can hold.
     pub fn dropout_keep<S: Into<Shape>>(&self, shape: S, p: f64) -> Result<Tensor> {
-        if !(0.0..=1.0).contains(&p) {
-            bail!("[dropout_keep] p is a probability between 0 and 1, found {p}")
-        }
+        number::probability("dropout_keep", "p", p)?;
         let shape = shape.into();
         let mut keep = buffer("[dropout_keep]", &shape, u8::from(p == 0.0))?;
         if p > 0.0 && p < 1.0 {

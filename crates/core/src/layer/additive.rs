@@ -148,7 +148,8 @@ impl AdditiveAttention {
     /// As [`forward`](Self::forward).
     pub fn forward_with(&self, input: AdditiveInput) -> Result<AttentionOutput> {
         let AdditiveInput { queries, keys, values, train, dropout_seed, .. } = input;
-        let AdditiveDims { b, t_q, t_kv, d_v } = self.check(queries, keys, values)?;
+        self.check(queries, keys, values)?;
+        let ((b, t_q, _), (_, t_kv, d_v)) = (queries.dims3()?, values.dims3()?);
         let (device, dtype) = (queries.device(), accumulation_dtype(queries.dtype()));
         let mask = input.mask.cloned().unwrap_or_default();
         let keep = mask.keep_tensor((b, 1, t_q, t_kv), device)?;
@@ -176,7 +177,7 @@ impl AdditiveAttention {
         Ok(AttentionOutput { context: one_head(context)?, weights: one_head(weights)? })
     }
 
-    fn check(&self, queries: &Tensor, keys: &Tensor, values: &Tensor) -> Result<AdditiveDims> {
+    fn check(&self, queries: &Tensor, keys: &Tensor, values: &Tensor) -> Result<()> {
         let weight = self.query_proj.weight();
         for (name, tensor, shape) in [
             ("queries", queries, [Dim::Any("B"), Dim::Any("T_q"), Dim::Is(self.config.query_size)]),
@@ -186,7 +187,7 @@ impl AdditiveAttention {
             let tensor = Expect::many("additive_attention", name, tensor).shape(&shape)?;
             tensor.dtype(weight.dtype(), "the weights'")?.beside("the weights", weight.device())?;
         }
-        let ((b, t_q, _), (_, t_kv, d_v)) = (queries.dims3()?, values.dims3()?);
+        let ([b, t_q], t_kv) = ([queries.dims()[0], queries.dims()[1]], keys.dims()[1]);
         check_keys_and_values("additive_attention", Some(b), keys, values)?;
         // Four bytes an entry.
         if !fits_in_memory(&[4, b, t_q, t_kv, self.config.hidden_size]) {
@@ -195,13 +196,6 @@ impl AdditiveAttention {
                 self.config.hidden_size
             )
         }
-        Ok(AdditiveDims { b, t_q, t_kv, d_v })
+        Ok(())
     }
-}
-
-struct AdditiveDims {
-    b: usize,
-    t_q: usize,
-    t_kv: usize,
-    d_v: usize,
 }

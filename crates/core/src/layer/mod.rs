@@ -9,7 +9,6 @@ mod heads;
 mod input;
 mod latent;
 mod memory;
-mod output;
 mod parameters;
 mod positions;
 mod shard;
@@ -21,7 +20,6 @@ pub use additive::{AdditiveAttention, AdditiveAttentionConfig, AdditiveInput};
 pub use input::AttentionInput;
 pub use latent::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
 pub use memory::ProjectedMemory;
-pub use output::LayerOutput;
 
 use std::sync::Arc;
 
@@ -39,6 +37,15 @@ use crate::position::{RelativeBias, RelativeEmbeddings, RotaryEmbedding, Term, a
 use input::Expected;
 
 const OP: &str = "multi_head_attention";
+
+/// What a layer gives when the weights are asked for too.
+#[derive(Debug, Clone)]
+pub struct LayerOutput {
+    /// The output, projected: (B, T_q, out_dim); (T_q, out_dim) for an input (T_q, E).
+    pub output: Tensor,
+    /// The weights after softmax and dropout: (B, H, T_q, T_kv); (H, T_q, T_kv) for an input (T_q, E).
+    pub weights: Tensor,
+}
 
 /// Multi-head attention: self or cross, of any head count down to one.
 ///
