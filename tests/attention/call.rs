@@ -129,8 +129,7 @@ impl Call {
         let (context, ran) = (self.context()?, self.plan()?.backend);
         let (sequence_first, lse) = self.in_order(OutputOrder::Bthd).with_lse()?;
         let lie_so = context.is_contiguous() && sequence_first.transpose(1, 2)?.is_contiguous();
-        // Without a key the reference path has its own order.
-        if !lie_so && context.elem_count() > 0 && (ran == Backend::Fused || self.k.elem_count() > 0) {
+        if !lie_so && context.elem_count() > 0 {
             bail!("strides {:?} and {:?} of {:?}", context.stride(), sequence_first.stride(), context.shape());
         }
         // No fused path has weights, and those of GPUs have no log-sum-exp.

@@ -87,7 +87,10 @@ fn attend_batch(call: &Call) -> Result<Attended> {
             None => Tensor::full(f32::NEG_INFINITY, (b, h, t_q), device)?.to_dtype(dtype)?,
         };
         return Ok(Attended {
-            context: Tensor::zeros((b, h, t_q, d_v), call.q.dtype(), device)?,
+            context: match call.output_order {
+                OutputOrder::Bhtd => Tensor::zeros((b, h, t_q, d_v), call.q.dtype(), device)?,
+                OutputOrder::Bthd => Tensor::zeros((b, t_q, h, d_v), call.q.dtype(), device)?.transpose(1, 2)?,
+            },
             weights: if device.is_cuda() { None } else { Some(Tensor::zeros((b, h, t_q, t_kv), dtype, device)?) },
             lse,
         });

@@ -99,7 +99,8 @@ impl<T, const N: usize> Strided<'_, T, N> {
             .zip(&self.strides)
             .try_fold(0usize, |last, (&dim, &stride)| last.checked_add(dim.saturating_sub(1).checked_mul(stride)?));
         let end = last.and_then(|last| last.checked_add(width));
-        if dims.contains(&0) || end.is_some_and(|end| end <= self.data.len()) {
+        // Entries of nothing may stand anywhere.
+        if width == 0 || dims.contains(&0) || end.is_some_and(|end| end <= self.data.len()) {
             return Ok(());
         }
         let (strides, found) = (self.strides, self.data.len());
