@@ -242,7 +242,6 @@
 //! # Ok(()) }
 //! ```
 
-mod columns;
 mod entry;
 mod families;
 mod family;

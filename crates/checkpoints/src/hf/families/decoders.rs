@@ -3,8 +3,10 @@
 use super::{DECODER, LLAMA, MODEL, MODERNBERT_ROPE, MODERNBERT_WINDOWED_ROPE, PATTERN, QKV_PROJ, WQKV};
 use super::{layer_norm, rms_per_head};
 use crate::hf::family::{Bias, Family, Heads, Number, Scale};
+use crate::hf::latent::Latent;
+use crate::hf::names::{ModuleNames, at};
 use crate::hf::rope::{Rope, Rotated, rope};
-use crate::hf::rules;
+use crate::hf::rules::{self, GATE, GATE_IN_QUERY, GATE_OF_HEADS};
 use crate::hf::windows::{self, Pattern::*, Window};
 use candle_attention_core::weights::{PackedNaming, QkvOrder};
 use candle_attention_core::{QkNormKind, QkNormScope, WeightLayout};
@@ -158,4 +160,95 @@ pub(super) const ROWS: &[Family] = &[
         .qk_norm(layer_norm(QkNormKind::LayerNoBias, QkNormScope::PerHeadWeights).flag("qk_layernorm")),
     DECODER.of("starcoder2").sizes([30, 3072, 24]).kv_heads(2).bias(Bias::AllIf("use_bias", true))
         .rope(rope(10_000.0, 4096)).window(Window::All(None)),
+];
+
+/// The parameters of rotary positions that its class in transformers has by default.
+const MINISTRAL_3_ROPE: &str = r#"{"rope_type": "yarn", "factor": 16, "mscale": 1, "mscale_all_dim": 1,
+    "original_max_position_embeddings": 16384}"#;
+
+const QWEN3_NEXT: Family = LLAMA.of("qwen3_next").sizes([48, 2048, 16]).grouped(2, 256)
+    .rope(rope(10_000.0, 32_768).partial(0.25)).qk_norm(rms_per_head(1e-6).kind(QkNormKind::RmsPlusOne))
+    .window(Window::By(windows::softmax_last_of_four)).gate(GATE_IN_QUERY);
+
+/// Decoders of text whose context passes a gate, or whose queries are scaled by position.
+pub(super) const GATED: &[Family] = &[
+    LLAMA.of("afmoe").sizes([32, 2048, 16]).head_dim(128).rope(rope(10_000.0, 16_384).layers(Rotated::Windowed))
+        .qk_norm(rms_per_head(1e-5)).window(Window::Layers(ButLastBy("global_attn_every_n_layers", 4), Some(1024)))
+        .gate(GATE),
+    LLAMA.of("laguna").sizes([40, 2048, 48]).grouped(8, 128).rope(rope(500_000.0, 131_072).partial(0.5))
+        .windowed_rope(rope(10_000.0, 131_072).partial(1.0)).qk_norm(rms_per_head(1e-6))
+        .window(Window::Layers(NoLayer, Some(512))).rules(&[rules::laguna]),
+    // Most of its layers are convolutions.
+    LLAMA.of("lfm3").sizes([24, 2048, 16]).grouped(4, 128)
+        .rope(rope(1e6, 128_000).default_parameters(r#"{"rope_type": "proportional", "partial_rotary_factor": 0.5}"#))
+        .windowed_rope(rope(10_000.0, 128_000)).qk_norm(rms_per_head(1e-5).eps(Number("norm_eps", 1e-5)))
+        .window(Window::By(windows::lfm3)).rules(&[rules::gate_if_flag]),
+    LLAMA.of("llama4_text").sizes([48, 5120, 40]).grouped(8, 128)
+        .rope(rope(500_000.0, 131_072).interleaved().layers(Rotated::If(rules::alternates_rotary)))
+        .rules(&[rules::llama4]),
+    LLAMA.of("ministral3").sizes([34, 4096, 32]).grouped(8, 128).bias(Bias::None)
+        .rope(rope(1e6, 262_144).default_parameters(MINISTRAL_3_ROPE)).window(Window::All(None))
+        .rules(&[rules::query_scaling]),
+    LLAMA.of("muse_glimmer_text").sizes([52, 6656, 32]).grouped(2, 128)
+        .rope(rope(10_000.0, 131_072).layers(Rotated::If(rules::muse_rotary)))
+        .qk_norm(rms_per_head(1e-5).kind(QkNormKind::RmsNoWeight)).window(Window::By(windows::muse_glimmer))
+        .gate(GATE).scale(Scale::UsualTimes(Number("qk_scale_factor", 3.87))),
+    QWEN3_NEXT,
+    // As published, several of its fields are lists or stand in these.
+    LLAMA.of("step3p5").sizes([45, 4096, 64]).grouped(8, 128)
+        .aliases(&[("num_attention_groups", "num_key_value_heads")]).rope(rope(10_000.0, 128_000).partial(1.0))
+        .windowed_rope(rope(10_000.0, 128_000).partial(1.0))
+        .qk_norm(rms_per_head(1e-5).kind(QkNormKind::RmsPlusOne)).window(Window::Layers(NoLayer, None))
+        .only(&[("attention_other_setting", "null"), ("partial_rotary_factors", "null"), ("gating", "true")])
+        .gate(GATE_OF_HEADS).rules(&[rules::step3p5]),
+];
+
+/// Decoders of text in which few layers have softmax attention, and the others are recurrences.
+pub(super) const HYBRID: &[Family] = &[
+    LLAMA.of("bamba").kv_heads(8).rope(rope(10_000.0, 262_144).partial(0.5)).window(Window::By(windows::bamba)),
+    LLAMA.of("granitemoehybrid")
+        .rope(rope(10_000.0, 2048).layers(Rotated::IfText("position_embedding_type", "rope")))
+        .window(Window::By(windows::granite_hybrid)).scale(Scale::Field(Number("attention_multiplier", 1.0))),
+    DECODER.of("jamba").kv_heads(8).window(Window::By(windows::jamba)),
+    // The layers of experts and of other feed-forward networks count too.
+    DECODER.of("nemotron_h").sizes([4, 4096, 32]).grouped(8, 128)
+        .at(&["model.", "backbone.", ""], "layers.{}.mixer", WeightLayout::Canonical)
+        .bias(Bias::AllIf("attention_bias", false)).aliases(&[("layer_types", "layers_block_type")])
+        .window(Window::By(windows::nemotron_h)),
+    DECODER.of("recurrent_gemma").sizes([26, 2560, 10]).head_dim_follows(true)
+        .bias(Bias::OutAndQkvIf("attention_bias", false))
+        .at(MODEL, "layers.{}.temporal_block", WeightLayout::Canonical).rope(rope(10_000.0, 8192).partial(0.5))
+        .window(Window::By(windows::recurrent_gemma)),
+];
+
+/// Latent attention names its parameters itself, and those of queries differ between checkpoints.
+const NAMES: ModuleNames = ModuleNames {
+    parameter: Some("kv_a_proj_with_mqa.weight"),
+    ..at(MODEL, "layers.{}.self_attn", WeightLayout::Canonical)
+};
+const DEEPSEEK_V2: Family = DECODER.of("deepseek_v2").modules([Some(NAMES), None]).latent(Latent::DEEPSEEK)
+    .rope(rope(10_000.0, 2048).interleaved()).only(&[("rope_interleave", "true")]);
+const DEEPSEEK_V3: Family = DEEPSEEK_V2.of("deepseek_v3").sizes([61, 7168, 128]).rope(by_flag(4096)).only(&[]);
+
+/// Neighbours, or halves by `rope_interleave`.
+const fn by_flag(context: usize) -> Rope {
+    rope(10_000.0, context).interleaving_flag("rope_interleave")
+}
+
+const GLM4_LITE: Latent =
+    Latent { q_lora_rank: 768, nope_head_dim: 192, value_head_dim: Some(256), ..Latent::DEEPSEEK };
+const MINICPM3: Latent =
+    Latent { q_lora_rank: 768, kv_lora_rank: 256, nope_head_dim: 64, rope_head_dim: 32, value_head_dim: None };
+
+/// Latent attention: DeepSeek's, and what is the same by other names.
+pub(super) const LATENT: &[Family] = &[
+    DEEPSEEK_V3.of("axk1").sizes([61, 7168, 64]).rope(by_flag(32_768)),
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DEEPSEEK_V3.of("glm4_moe_lite").sizes([47, 2048, 20]).rope(by_flag(202_752))
+        .latent(GLM4_LITE),
+    // As it is published; transformers loads it as DeepSeek V3.
+    DEEPSEEK_V3.of("kimi_k2").sizes([61, 7168, 64]),
+    DEEPSEEK_V3.of("minicpm3").sizes([62, 2560, 40]).rope(rope(10_000.0, 32_768)).latent(MINICPM3),
+    DEEPSEEK_V3.of("youtu").sizes([32, 2048, 16]).rope(by_flag(131_072)),
 ];

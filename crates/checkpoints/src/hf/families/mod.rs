@@ -7,25 +7,15 @@ mod axes;
 #[rustfmt::skip]
 mod decoders;
 #[rustfmt::skip]
-mod distances;
-#[rustfmt::skip]
 mod encoder_decoders;
 #[rustfmt::skip]
 mod encoders;
-#[rustfmt::skip]
-mod gated;
 #[rustfmt::skip]
 mod gemma;
 #[rustfmt::skip]
 mod gpt;
 #[rustfmt::skip]
-mod hybrid;
-#[rustfmt::skip]
 mod images_and_sound;
-#[rustfmt::skip]
-mod latent;
-#[rustfmt::skip]
-mod swin;
 #[rustfmt::skip]
 mod windows;
 
@@ -61,14 +51,14 @@ const MODERNBERT_WINDOWED_ROPE: Rope =
 
 /// Every row.
 pub(super) fn families() -> impl Iterator<Item = &'static Family> {
-    let decoders = [decoders::ROWS, gated::ROWS, gemma::ROWS, gpt::ROWS, hybrid::ROWS, latent::ROWS];
+    let decoders = [decoders::ROWS, decoders::GATED, decoders::HYBRID, decoders::LATENT, gemma::ROWS, gpt::ROWS];
     let others = [
         encoders::ROWS,
+        encoders::BY_DISTANCE,
         axes::ROWS,
         images_and_sound::ROWS,
         windows::ROWS,
-        swin::ROWS,
-        distances::ROWS,
+        windows::IN_STAGES,
         encoder_decoders::ROWS,
     ];
     decoders.into_iter().chain(others).flatten()
