@@ -1,13 +1,12 @@
 //! The tokenizer that the metadata of a GGUF file describe.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 
 use candle_core::quantized::gguf_file::{Content, Value};
 use candle_core::{Result, bail};
 use serde_json::{Map, json};
 
 use super::SimpleTokenizer;
-use super::splits::Splits;
 
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
@@ -32,9 +31,9 @@ const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
 const BYTE: i64 = 6;
 
-/// Bytes of the merges of SentencePiece, several times those of the largest vocabularies: of tokens that begin and end
-/// with each other there are many more than their own.
-const MAX_MERGES: usize = 1 << 26;
+/// Bytes of the tokens of SentencePiece, each counted for every length at which it may divide into two: several times
+/// those of the largest vocabularies.
+const MAX_DIVIDED: usize = 1 << 27;
 
 /// The tokenizer of a GGUF file: byte-level BPE (`gpt2`), or SentencePiece's BPE (`llama`).
 ///
@@ -44,11 +43,10 @@ const MAX_MERGES: usize = 1 << 26;
 pub fn gguf_tokenizer(content: &Content) -> Result<SimpleTokenizer> {
     let metadata = Metadata(content);
     let tokens = metadata.texts("tokens")?;
-    let types = match metadata.list("token_type")? {
-        None => vec![1; tokens.len()],
-        Some(types) if types.len() == tokens.len() => types.iter().filter_map(integer).collect(),
-        Some(types) => return metadata.fail("token_type", types.len(), &format!("{} entries", tokens.len())),
-    };
+    let types = metadata.list("token_type", "integers", integer)?.unwrap_or_else(|| vec![1; tokens.len()]);
+    if types.len() != tokens.len() {
+        return metadata.fail("token_type", types.len(), &format!("{} entries", tokens.len()));
+    }
     let parts = match metadata.text("model")? {
         "gpt2" => byte_level(&metadata)?,
         "llama" => sentence_piece(&metadata, &tokens, &types)?,
@@ -56,7 +54,7 @@ pub fn gguf_tokenizer(content: &Content) -> Result<SimpleTokenizer> {
     };
     let vocab: Map<_, _> = tokens.iter().enumerate().map(|(id, token)| (token.to_string(), json!(id))).collect();
     let mut model = parts.model;
-    model.extend([("type".to_string(), json!("BPE")), ("vocab".to_string(), vocab.into())]);
+    model["vocab"] = vocab.into();
     let is_added = |kind: i64| matches!(kind, UNKNOWN | CONTROL | USER_DEFINED);
     let added =
         tokens.iter().zip(&types).enumerate().filter(|&(_, (token, &kind))| is_added(kind) && !token.is_empty());
@@ -66,32 +64,28 @@ pub fn gguf_tokenizer(content: &Content) -> Result<SimpleTokenizer> {
             "single_word": false, "lstrip": false, "rstrip": false,
         })
     });
-    let mut ends = [json!(null), json!(null)];
+    let mut ends = [Vec::new(), Vec::new()];
     let mut special_tokens = Map::new();
     for (end, name, default) in [(0, "bos", parts.adds_bos), (1, "eos", false)] {
         if !metadata.flag(&format!("add_{name}_token"))?.unwrap_or(default) {
             continue;
         }
-        let id = metadata.get(&format!("{name}_token_id")).and_then(integer);
+        let id = metadata.one(&format!("{name}_token_id"), "an integer", integer)?;
         let Some(token) = id.and_then(|id| tokens.get(usize::try_from(id).ok()?)) else {
             bail!("[gguf] tokenizer.ggml.{name}_token_id names no token, expected one below {}", tokens.len())
         };
-        ends[end] = json!({"SpecialToken": {"id": token, "type_id": 0}});
+        ends[end].push(json!({"SpecialToken": {"id": token, "type_id": 0}}));
         special_tokens.insert(token.to_string(), json!({"id": token, "ids": [id], "tokens": [token]}));
     }
-    let [bos, eos] = ends;
-    let template = |sequences: &[&str]| {
-        let sequences = sequences.iter().map(|id| json!({"Sequence": {"id": id, "type_id": 0}}));
-        let all = [bos.clone()].into_iter().chain(sequences).chain([eos.clone()]);
-        all.filter(|part| !part.is_null()).collect::<Vec<_>>()
-    };
+    let sequences = ["A", "B"].map(|id| json!({"Sequence": {"id": id, "type_id": 0}}));
+    let template = |sequences: &[serde_json::Value]| [ends[0].as_slice(), sequences, &ends[1]].concat();
     let tokenizer = json!({
         "version": "1.0",
         "added_tokens": added.collect::<Vec<_>>(),
         "normalizer": parts.normalizer,
         "pre_tokenizer": parts.pre_tokenizer,
         "post_processor": {
-            "type": "TemplateProcessing", "single": template(&["A"]), "pair": template(&["A", "B"]),
+            "type": "TemplateProcessing", "single": template(&sequences[..1]), "pair": template(&sequences),
             "special_tokens": special_tokens,
         },
         "decoder": parts.decoder,
@@ -102,18 +96,12 @@ pub fn gguf_tokenizer(content: &Content) -> Result<SimpleTokenizer> {
 
 /// What differs between models, as a tokenizer.json has it.
 struct Parts {
-    model: Map<String, serde_json::Value>,
+    /// Without its vocabulary.
+    model: serde_json::Value,
     normalizer: serde_json::Value,
     pre_tokenizer: serde_json::Value,
     decoder: serde_json::Value,
     adds_bos: bool,
-}
-
-fn object(fields: serde_json::Value) -> Map<String, serde_json::Value> {
-    match fields {
-        serde_json::Value::Object(fields) => fields,
-        _ => Map::new(),
-    }
 }
 
 fn byte_level(metadata: &Metadata) -> Result<Parts> {
@@ -136,7 +124,7 @@ fn byte_level(metadata: &Metadata) -> Result<Parts> {
     let digits = digits.then(|| json!({"type": "Digits", "individual_digits": true}));
     let steps: Vec<_> = digits.into_iter().chain([split, bytes.clone()]).collect();
     Ok(Parts {
-        model: object(json!({"merges": merges, "ignore_merges": is_llama3})),
+        model: json!({"type": "BPE", "merges": merges, "ignore_merges": is_llama3}),
         normalizer: if composes { json!({"type": "NFC"}) } else { json!(null) },
         pre_tokenizer: json!({"type": "Sequence", "pretokenizers": steps}),
         decoder: bytes,
@@ -146,25 +134,28 @@ fn byte_level(metadata: &Metadata) -> Result<Parts> {
 
 /// The merges of SentencePiece are those that make a token of two others, that of the highest score first.
 fn sentence_piece(metadata: &Metadata, tokens: &[&str], types: &[i64]) -> Result<Parts> {
-    let scores = metadata.list("scores")?.unwrap_or_default();
+    let scores = metadata.list("scores", "numbers", Value::to_f32)?.unwrap_or_default();
     if scores.len() != tokens.len() {
         return metadata.fail("scores", scores.len(), &format!("{} entries", tokens.len()));
     }
     let ids: HashMap<_, _> = tokens.iter().enumerate().map(|(id, token)| (*token, id)).collect();
-    let splits = Splits::new(tokens);
-    let (mut merges, mut merges_len) = (Vec::new(), 0);
-    for (i, (score, kind)) in scores.iter().zip(types).enumerate() {
+    // A token can be two others only where there are tokens of those lengths, however long it is.
+    let lens: BTreeSet<_> = tokens.iter().map(|token| token.len()).filter(|&len| len > 0).collect();
+    let (mut merges, mut divided) = (Vec::new(), 0);
+    for ((token, score), kind) in tokens.iter().zip(scores).zip(types) {
         if matches!(*kind, UNKNOWN | CONTROL | BYTE) {
             continue;
         }
-        let Ok(score) = score.to_f32() else { return metadata.fail("scores", format!("{score:?}"), "numbers") };
-        for at in splits.of(i) {
-            let pair = tokens[i].split_at(at);
-            merges_len += tokens[i].len();
-            if merges_len > MAX_MERGES {
-                return metadata.fail("tokens", "too many merges", &format!("at most {MAX_MERGES} bytes of them"));
+        for &at in lens.range(..token.len()).filter(|&&at| token.is_char_boundary(at)) {
+            divided += token.len();
+            if divided > MAX_DIVIDED {
+                let expected = format!("at most {MAX_DIVIDED} bytes of them");
+                return metadata.fail("tokens", "too many divisions of its texts", &expected);
             }
-            merges.push((score, (ids[pair.0], ids[pair.1]), pair));
+            let pair = token.split_at(at);
+            if let (Some(first), Some(second)) = (ids.get(pair.0), ids.get(pair.1)) {
+                merges.push((score, (first, second), pair));
+            }
         }
     }
     merges.sort_by(|(a, ids_a, _), (b, ids_b, _)| b.total_cmp(a).then(ids_a.cmp(ids_b)));
@@ -181,7 +172,9 @@ fn sentence_piece(metadata: &Metadata, tokens: &[&str], types: &[i64]) -> Result
         json!({"type": "Fuse"}),
     ];
     Ok(Parts {
-        model: object(json!({"merges": merges, "unk_token": unknown, "fuse_unk": true, "byte_fallback": true})),
+        model: json!({
+            "type": "BPE", "merges": merges, "unk_token": unknown, "fuse_unk": true, "byte_fallback": true,
+        }),
         normalizer: json!({"type": "Sequence", "normalizers": normalizers.collect::<Vec<_>>()}),
         pre_tokenizer: json!(null),
         decoder: json!({"type": "Sequence", "decoders": decoders.into_iter().chain(strip).collect::<Vec<_>>()}),
@@ -197,50 +190,45 @@ impl<'a> Metadata<'a> {
         bail!("[gguf] tokenizer.ggml.{key} has {found}, expected {expected}")
     }
 
-    fn get(&self, key: &str) -> Option<&'a Value> {
-        self.0.metadata.get(&format!("tokenizer.ggml.{key}"))
+    /// The value of a key, if the file has it, as `read` takes it.
+    fn one<T>(&self, key: &str, expected: &str, read: impl Fn(&'a Value) -> Result<T>) -> Result<Option<T>> {
+        let Some(value) = self.0.metadata.get(&format!("tokenizer.ggml.{key}")) else { return Ok(None) };
+        match read(value) {
+            Ok(value) => Ok(Some(value)),
+            Err(_) => self.fail(key, format!("{value:?}"), expected),
+        }
     }
 
-    fn list(&self, key: &str) -> Result<Option<&'a [Value]>> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(Value::Array(list)) => Ok(Some(list)),
-            Some(other) => self.fail(key, format!("{other:?}"), "a list"),
-        }
+    /// The list of a key, if the file has it, each entry as `read` takes it.
+    fn list<T>(&self, key: &str, expected: &str, read: impl Fn(&'a Value) -> Result<T>) -> Result<Option<Vec<T>>> {
+        let Some(list) = self.one(key, "a list", Value::to_vec)? else { return Ok(None) };
+        let entry = |value| read(value).or_else(|_| self.fail(key, format!("{value:?}"), expected));
+        list.iter().map(entry).collect::<Result<_>>().map(Some)
     }
 
     fn texts(&self, key: &str) -> Result<Vec<&'a str>> {
-        let Some(list) = self.list(key)? else { bail!("[gguf] the metadata has no tokenizer.ggml.{key}") };
-        let text = |value: &'a Value| match value {
-            Value::String(text) => Ok(text.as_str()),
-            other => self.fail(key, format!("{other:?}"), "texts"),
-        };
-        list.iter().map(text).collect()
+        self.required(key, self.list(key, "texts", |value| value.to_string().map(String::as_str))?)
     }
 
     fn text(&self, key: &str) -> Result<&'a str> {
-        match self.get(key) {
-            Some(Value::String(text)) => Ok(text),
-            Some(other) => self.fail(key, format!("{other:?}"), "a text"),
-            None => bail!("[gguf] the metadata has no tokenizer.ggml.{key}"),
-        }
+        self.required(key, self.one(key, "a text", |value| value.to_string().map(String::as_str))?)
     }
 
     fn flag(&self, key: &str) -> Result<Option<bool>> {
-        match self.get(key) {
-            None => Ok(None),
-            Some(Value::Bool(flag)) => Ok(Some(*flag)),
-            Some(other) => self.fail(key, format!("{other:?}"), "true or false"),
-        }
+        self.one(key, "true or false", Value::to_bool)
+    }
+
+    fn required<T>(&self, key: &str, found: Option<T>) -> Result<T> {
+        found.map_or_else(|| bail!("[gguf] the metadata has no tokenizer.ggml.{key}"), Ok)
     }
 }
 
-fn integer(value: &Value) -> Option<i64> {
+fn integer(value: &Value) -> Result<i64> {
     match *value {
-        Value::I8(number) => Some(number.into()),
-        Value::I16(number) => Some(number.into()),
-        Value::I32(number) => Some(number.into()),
-        Value::I64(number) => Some(number),
-        ref value => value.to_u64().ok()?.try_into().ok(),
+        Value::I8(number) => Ok(number.into()),
+        Value::I16(number) => Ok(number.into()),
+        Value::I32(number) => Ok(number.into()),
+        Value::I64(number) => Ok(number),
+        ref value => value.to_u64()?.try_into().map_err(candle_core::Error::wrap),
     }
 }

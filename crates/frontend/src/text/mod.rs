@@ -4,7 +4,6 @@ mod embedding;
 mod error;
 mod gguf;
 mod pipeline;
-mod splits;
 mod tokenizer;
 
 use candle_core::{Device, Result, Tensor};
@@ -54,7 +53,7 @@ impl Batch {
     fn new(mut rows: Vec<Encoding>, padding: Option<PaddingParams>) -> std::result::Result<Self, TokenizerError> {
         let lens: Vec<usize> = rows.iter().map(|row| row.ids.len()).collect();
         let (Some(&shortest), Some(&longest)) = (lens.iter().min(), lens.iter().max()) else {
-            return Err(TokenizerError::EmptyBatch);
+            return error::invalid("the batch is empty: give at least one text");
         };
         let is_left = padding.as_ref().is_some_and(|padding| matches!(padding.direction, PaddingDirection::Left));
         let side = if is_left { PaddingSide::Left } else { PaddingSide::Right };
@@ -66,7 +65,10 @@ impl Batch {
                 row.tokens.splice(at..at, std::iter::repeat_n(padding.pad_token.clone(), missing));
             }
         } else if shortest < longest {
-            return Err(TokenizerError::NoPadding { shortest, longest });
+            return error::invalid(format!(
+                "the batch's texts have {shortest} to {longest} tokens, which takes a padding token: choose one with \
+                 with_padding, or give texts of one length"
+            ));
         }
         let num_truncated = rows.iter().map(|row| row.num_truncated).collect();
         let (ids, tokens) = rows.into_iter().map(|row| (row.ids, row.tokens)).unzip();
@@ -144,12 +146,14 @@ impl Batch {
     ///
     /// # Errors
     ///
-    /// [`TokenizerError::PaddedOnTheLeft`] if the tokenizer pads on the left, whether or not this batch has padding:
+    /// If the tokenizer pads on the left, whether or not this batch has padding:
     /// there the first keys are padding, and [`starts`](Self::starts) describes them.
     pub fn valid_lens(&self) -> std::result::Result<ValidLens, TokenizerError> {
         match self.side {
             PaddingSide::Right => Ok(ValidLens::from(self.lens.clone())),
-            PaddingSide::Left => Err(TokenizerError::PaddedOnTheLeft),
+            PaddingSide::Left => error::invalid(
+                "the batch is padded on the left, so lengths would hide the wrong tokens: use mask(), or starts()",
+            ),
         }
     }
 

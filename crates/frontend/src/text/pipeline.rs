@@ -6,11 +6,16 @@ use tokenizers::models::unigram::UnigramError;
 use tokenizers::models::{ModelWrapper, bpe, wordlevel, wordpiece};
 use tokenizers::{
     Model, NormalizedString, OffsetReferential, OffsetType, PaddingParams, PostProcessor, PreTokenizedString,
-    PreTokenizer, Token, Tokenizer, TruncationDirection,
+    PreTokenizer, Token, Tokenizer, TruncationParams, truncate_encodings,
 };
 
+use candle_attention_core::internal::nearest;
+
 use super::Encoding;
-use super::error::{BoxError, TokenizerError, nearest_and_first};
+use super::error::{BoxError, TokenizerError, failed, invalid};
+
+/// What fails where a text's tokens cannot be had.
+const ENCODE: &str = "the file's tokenizer failed to encode";
 
 /// Stands for the error that the BPE model should give where it leaves characters out.
 #[derive(Debug, thiserror::Error)]
@@ -38,63 +43,46 @@ pub(super) fn num_special_tokens(tokenizer: &Tokenizer, is_pair: bool) -> usize 
     tokenizer.get_post_processor().map_or(0, |processor| processor.added_tokens(is_pair))
 }
 
-/// Encodes as [`Tokenizer::encode`] does, but that characters which the model leaves out are an error. The text keeps
-/// at most `max_tokens` tokens, special ones included.
+/// Encodes one text, or two as one, as [`Tokenizer::encode`] does, but that characters which the model leaves out are
+/// an error. At most `max_tokens` tokens are kept, special ones included; of two texts the longer is cut first.
 pub(super) fn encode(
     tokenizer: &Tokenizer,
     text: &str,
+    second: Option<&str>,
     add_special_tokens: bool,
     max_tokens: Option<usize>,
 ) -> Result<Encoding, TokenizerError> {
-    let mut encoding = tokens(tokenizer, text, 0)?;
-    let added = if add_special_tokens { num_special_tokens(tokenizer, false) } else { 0 };
-    let room = max_tokens.map_or(usize::MAX, |most| most.saturating_sub(added));
-    let num_truncated = encoding.len().saturating_sub(room);
-    let whole = catch_panic(|| {
-        encoding.truncate(room, 0, TruncationDirection::Right);
-        encoding.take_overflowing();
-        tokenizer.post_process(encoding, None, add_special_tokens)
-    });
-    Ok(read(&whole.map_err(failed)?, num_truncated))
-}
-
-/// Encodes two texts as one, of which the longer is cut first.
-pub(super) fn encode_pair(
-    tokenizer: &Tokenizer,
-    texts: [&str; 2],
-    max_tokens: Option<usize>,
-) -> Result<Encoding, TokenizerError> {
-    let mut pair = [tokens(tokenizer, texts[0], 0)?, tokens(tokenizer, texts[1], 1)?];
-    let num_special = num_special_tokens(tokenizer, true);
-    let mut num_truncated = 0;
+    let mut first = tokens(tokenizer, text, 0)?;
+    let mut second = second.map(|text| tokens(tokenizer, text, 1)).transpose()?;
+    let len = |first: &tokenizers::Encoding, second: &Option<_>| {
+        first.len() + second.as_ref().map_or(0, tokenizers::Encoding::len)
+    };
+    let whole_len = len(&first, &second);
     if let Some(max_tokens) = max_tokens {
-        let Some(room) = max_tokens.checked_sub(num_special).filter(|&room| room > 0) else {
-            return Err(TokenizerError::NoRoomForText { max_tokens, num_special });
-        };
-        let lens = pair.each_ref().map(tokenizers::Encoding::len);
-        let shorter = lens[0].min(lens[1]).min(room / 2);
-        let keeps = if lens[0] <= lens[1] { [shorter, room - shorter] } else { [room - shorter, shorter] };
-        for ((encoding, len), keep) in pair.iter_mut().zip(lens).zip(keeps) {
-            num_truncated += len.saturating_sub(keep);
-            encoding.truncate(keep, 0, TruncationDirection::Right);
+        let num_special = if add_special_tokens { num_special_tokens(tokenizer, second.is_some()) } else { 0 };
+        let params = TruncationParams { max_length: room(max_tokens, num_special)?, ..TruncationParams::default() };
+        (first, second) = catch_panic(|| truncate_encodings(first, second, &params)).map_err(failed(ENCODE))?;
+        for encoding in [Some(&mut first), second.as_mut()].into_iter().flatten() {
             encoding.take_overflowing();
         }
     }
-    let [first, second] = pair;
-    let whole = catch_panic(|| tokenizer.post_process(first, Some(second), true));
-    Ok(read(&whole.map_err(failed)?, num_truncated))
-}
-
-fn failed(source: BoxError) -> TokenizerError {
-    TokenizerError::Pipeline { action: "encode", source }
-}
-
-fn read(encoding: &tokenizers::Encoding, num_truncated: usize) -> Encoding {
-    Encoding {
+    let num_truncated = whole_len - len(&first, &second);
+    let encoding = catch_panic(|| tokenizer.post_process(first, second, add_special_tokens)).map_err(failed(ENCODE))?;
+    Ok(Encoding {
         ids: encoding.get_ids().to_vec(),
         tokens: encoding.get_tokens().to_vec(),
         type_ids: encoding.get_type_ids().to_vec(),
         num_truncated,
+    })
+}
+
+/// How many tokens of the text there may be beside the special ones.
+pub(super) fn room(max_tokens: usize, num_special: usize) -> Result<usize, TokenizerError> {
+    match max_tokens.checked_sub(num_special) {
+        None | Some(0) => invalid(format!(
+            "texts are cut at {max_tokens} tokens, expected more than the {num_special} that are added"
+        )),
+        Some(room) => Ok(room),
     }
 }
 
@@ -107,7 +95,7 @@ fn tokens(tokenizer: &Tokenizer, text: &str, type_id: u32) -> Result<tokenizers:
         }
         Ok(pieces)
     })
-    .map_err(failed)?;
+    .map_err(failed(ENCODE))?;
     let model = tokenizer.get_model();
     let complete = |piece: &NormalizedString| -> Result<Vec<Token>, BoxError> {
         let tokens = model.tokenize(piece.get())?;
@@ -116,7 +104,7 @@ fn tokens(tokenizer: &Tokenizer, text: &str, type_id: u32) -> Result<tokenizers:
         if covered < piece.get().len() { Err(Box::new(Dropped)) } else { Ok(tokens) }
     };
     catch_panic(|| pieces.tokenize(complete)).map_err(|source| explain(tokenizer, &pieces, source))?;
-    catch_panic(|| pieces.into_encoding(None, type_id, OffsetType::Byte)).map_err(failed)
+    catch_panic(|| pieces.into_encoding(None, type_id, OffsetType::Byte)).map_err(failed(ENCODE))
 }
 
 /// The pieces into which `pre_tokenizer` splits a text.
@@ -132,7 +120,7 @@ fn explain(tokenizer: &Tokenizer, pieces: &PreTokenizedString, source: BoxError)
     let splits = pieces.get_splits(OffsetReferential::Original, OffsetType::None);
     let stopped_at = splits.iter().enumerate().find(|(_, (_, _, tokens))| tokens.is_none());
     let Some((position, (word, ..))) = stopped_at else {
-        return TokenizerError::Pipeline { action: "encode", source };
+        return failed(ENCODE)(source);
     };
     let (word, model) = ((*word).to_owned(), model_kind(tokenizer.get_model()));
     if source.is::<Dropped>() {
@@ -141,7 +129,7 @@ fn explain(tokenizer: &Tokenizer, pieces: &PreTokenizedString, source: BoxError)
         let [nearest, vocabulary] = nearest_and_first(&word, tokenizer);
         TokenizerError::UnknownWord { word, position, nearest, vocabulary }
     } else {
-        TokenizerError::Pipeline { action: "encode", source }
+        failed(ENCODE)(source)
     }
 }
 
@@ -150,6 +138,22 @@ fn is_unknown_word(error: &BoxError) -> bool {
         || matches!(error.downcast_ref(), Some(wordpiece::Error::MissingUnkToken))
         || matches!(error.downcast_ref(), Some(bpe::Error::UnkTokenOutOfVocabulary(_)))
         || matches!(error.downcast_ref(), Some(UnigramError::MissingUnkId))
+}
+
+/// All words, added tokens included, in the order of their ids.
+pub(super) fn words(tokenizer: &Tokenizer) -> Vec<String> {
+    let mut words: Vec<_> = tokenizer.get_vocab(true).into_iter().map(|(word, id)| (id, word)).collect();
+    words.sort_unstable();
+    words.into_iter().map(|(_, word)| word).collect()
+}
+
+/// What of a vocabulary helps somebody who gave a word that is not in it: the [`nearest`] words, at most three, and the
+/// first by id, at most ten.
+pub(super) fn nearest_and_first(word: &str, tokenizer: &Tokenizer) -> [Vec<String>; 2] {
+    let mut words = words(tokenizer);
+    let nearest = nearest(word, words.iter().map(String::as_str)).into_iter().map(str::to_owned).collect();
+    words.truncate(10);
+    [nearest, words]
 }
 
 /// The model's kind, as tokenizer.json names it.

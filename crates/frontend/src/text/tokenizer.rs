@@ -15,7 +15,7 @@ use tokenizers::{
     Decoder, Model, PaddingDirection, PaddingParams, PaddingStrategy, PreTokenizerWrapper, Tokenizer, TruncationParams,
 };
 
-use super::error::{TokenizerError, nearest_and_first};
+use super::error::{TokenizerError, failed, invalid, quoted, suggestion};
 use super::{Batch, Encoding, PaddingSide, pipeline};
 
 type Result<T> = std::result::Result<T, TokenizerError>;
@@ -107,21 +107,28 @@ impl SimpleTokenizer {
         let mut vocab = HashMap::new();
         for (position, word) in words.into_iter().enumerate() {
             let word = word.into();
+            let number = position + 1;
             if word.is_empty() {
-                return Err(TokenizerError::EmptyWord { position });
+                return invalid(format!(
+                    "the vocabulary's word {number} is empty, and no text contains an empty word: remove it"
+                ));
             }
-            if let Some(&first) = vocab.get(&word) {
-                return Err(TokenizerError::DuplicateWord { word, first: first as usize, second: position });
+            if let Some(first) = vocab.get(&word) {
+                return invalid(format!(
+                    "the word {} is in the vocabulary twice, as word {} and word {number}: remove one",
+                    quoted(&word),
+                    first + 1
+                ));
             }
             vocab.insert(word, position as u32);
         }
         if vocab.is_empty() {
-            return Err(TokenizerError::EmptyVocabulary);
+            return invalid("the vocabulary is empty: give at least one word");
         }
         // The model takes words that it does not know for its unknown token wherever the vocabulary has it, and its
         // default is "<unk>". The empty word is never in the vocabulary, also not after a round trip through a file.
         let model = WordLevel::builder().vocab(vocab.into_iter().collect()).unk_token(String::new()).build();
-        let model = model.map_err(|source| TokenizerError::Load { path: None, source })?;
+        let model = model.map_err(failed("the words make no vocabulary"))?;
         Ok(Self { inner: Tokenizer::new(model), padding: None, max_tokens: None }.with_split(Split::default()))
     }
 
@@ -142,7 +149,7 @@ impl SimpleTokenizer {
         let mut words = vec![USUAL_PADDING[0].to_owned()];
         for text in texts {
             let pieces = pipeline::split(&split.pre_tokenizer(), text.as_ref());
-            words.extend(pieces.map_err(|source| TokenizerError::Pipeline { action: "split", source })?);
+            words.extend(pieces.map_err(failed("the text cannot be split"))?);
         }
         let mut seen = HashSet::new();
         words.retain(|word| seen.insert(word.clone()));
@@ -157,12 +164,8 @@ impl SimpleTokenizer {
     /// define.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let bytes = std::fs::read(path).map_err(|source| TokenizerError::File {
-            action: "read",
-            path: path.to_owned(),
-            source,
-        })?;
-        Self::load(&bytes, Some(path))
+        let bytes = std::fs::read(path).map_err(failed(format!("cannot read {path:?}")))?;
+        Self::load(&bytes, &format!("{path:?}"))
     }
 
     /// [`from_file`](Self::from_file) with the file's bytes.
@@ -171,13 +174,12 @@ impl SimpleTokenizer {
     ///
     /// As there, but for the reading.
     pub fn from_bytes(bytes: impl AsRef<[u8]>) -> Result<Self> {
-        Self::load(bytes.as_ref(), None)
+        Self::load(bytes.as_ref(), "the input")
     }
 
-    fn load(bytes: &[u8], path: Option<&Path>) -> Result<Self> {
-        let loaded = pipeline::load(bytes);
-        let (inner, padding) =
-            loaded.map_err(|source| TokenizerError::Load { path: path.map(Path::to_owned), source })?;
+    fn load(bytes: &[u8], name: &str) -> Result<Self> {
+        let unusable = failed(format!("{name} is not a tokenizer.json that can be used"));
+        let (inner, padding) = pipeline::load(bytes).map_err(unusable)?;
         let padding = padding.map(|params| PaddingParams {
             strategy: PaddingStrategy::BatchLongest,
             pad_to_multiple_of: None,
@@ -195,14 +197,11 @@ impl SimpleTokenizer {
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let mut whole = self.inner.clone();
-        let failed = |source| TokenizerError::Pipeline { action: "save", source };
         let truncation = self.max_tokens.map(|max_length| TruncationParams { max_length, ..Default::default() });
-        whole.with_truncation(truncation).map_err(failed)?.with_padding(self.padding.clone());
-        std::fs::write(path, whole.to_string(true).map_err(failed)?).map_err(|source| TokenizerError::File {
-            action: "write",
-            path: path.to_owned(),
-            source,
-        })
+        let unsaved = "the file's tokenizer failed to save";
+        whole.with_truncation(truncation).map_err(failed(unsaved))?.with_padding(self.padding.clone());
+        let json = whole.to_string(true).map_err(failed(unsaved))?;
+        std::fs::write(path, json).map_err(failed(format!("cannot write {path:?}")))
     }
 
     /// Splits texts at `split`, in place of what a loaded file does before its model.
@@ -219,7 +218,11 @@ impl SimpleTokenizer {
     /// If it is not, or if this is not a word-level vocabulary.
     pub fn with_unknown(mut self, token: &str) -> Result<Self> {
         let ModelWrapper::WordLevel(model) = self.inner.get_model() else {
-            return Err(TokenizerError::NotWordLevel { model: pipeline::model_kind(self.inner.get_model()) });
+            return invalid(format!(
+                "with_unknown is for word-level vocabularies, and this is a {} model, whose file names its own: leave it \
+                 out",
+                pipeline::model_kind(self.inner.get_model())
+            ));
         };
         let mut model = model.clone();
         self.id_of("unknown", token)?;
@@ -247,7 +250,9 @@ impl SimpleTokenizer {
     ///
     /// If there is no padding token.
     pub fn with_padding_side(mut self, side: PaddingSide) -> Result<Self> {
-        let params = self.padding_params().ok_or(TokenizerError::NoPaddingToken)?;
+        let Some(params) = self.padding_params() else {
+            return invalid("there is no padding token to put on a side: choose one with with_padding first");
+        };
         let direction = match side {
             PaddingSide::Left => PaddingDirection::Left,
             PaddingSide::Right => PaddingDirection::Right,
@@ -264,10 +269,7 @@ impl SimpleTokenizer {
     ///
     /// If so many tokens leave no room beside the special ones.
     pub fn with_truncation(mut self, max_tokens: usize) -> Result<Self> {
-        let num_special = pipeline::num_special_tokens(&self.inner, false);
-        if max_tokens <= num_special {
-            return Err(TokenizerError::NoRoomForText { max_tokens, num_special });
-        }
+        pipeline::room(max_tokens, pipeline::num_special_tokens(&self.inner, false))?;
         self.max_tokens = Some(max_tokens);
         Ok(self)
     }
@@ -288,7 +290,7 @@ impl SimpleTokenizer {
     ///
     /// As there.
     pub fn encode_with(&self, text: &str, special: SpecialTokens) -> Result<Encoding> {
-        pipeline::encode(&self.inner, text, special == SpecialTokens::With, self.max_tokens)
+        pipeline::encode(&self.inner, text, None, special == SpecialTokens::With, self.max_tokens)
     }
 
     /// Two texts as one, as the file puts them together: a question and a passage for a cross-encoder. What is too long
@@ -307,7 +309,7 @@ impl SimpleTokenizer {
     /// # Ok::<(), candle_attention::text::TokenizerError>(())
     /// ```
     pub fn encode_pair(&self, first: &str, second: &str) -> Result<Encoding> {
-        pipeline::encode_pair(&self.inner, [first, second], self.max_tokens)
+        pipeline::encode(&self.inner, first, Some(second), true, self.max_tokens)
     }
 
     /// The texts' ids (B, T), padded to the longest text.
@@ -354,16 +356,23 @@ impl SimpleTokenizer {
         let is_special = |token: &String| {
             self.inner.get_added_vocabulary().is_special_token(token) || padding.as_ref() == Some(token)
         };
-        let vocab_size = self.vocab_size();
-        let token = |(position, &id): (usize, &u32)| {
-            self.inner.id_to_token(id).ok_or(TokenizerError::UnknownId { id, position, vocab_size })
-        };
-        let mut tokens = ids.iter().enumerate().map(token).collect::<Result<Vec<_>>>()?;
+        let mut tokens = Vec::with_capacity(ids.len());
+        for (i, &id) in ids.iter().enumerate() {
+            let Some(token) = self.inner.id_to_token(id) else {
+                return invalid(format!(
+                    "id {id}, number {} of the list, is not in the vocabulary of {} words: give ids that this tokenizer \
+                     made",
+                    i + 1,
+                    self.vocab_size()
+                ));
+            };
+            tokens.push(token);
+        }
         tokens.retain(|token| special == SpecialTokens::With || !is_special(token));
         match self.inner.get_decoder() {
             // Some decoders count down from the number of tokens.
             Some(decoder) if !tokens.is_empty() => pipeline::catch_panic(|| decoder.decode(tokens))
-                .map_err(|source| TokenizerError::Pipeline { action: "decode", source }),
+                .map_err(failed("the file's tokenizer failed to decode")),
             _ => Ok(tokens.join(" ")),
         }
     }
@@ -387,9 +396,7 @@ impl SimpleTokenizer {
 
     /// All words, added tokens included, in the order of their ids.
     pub fn words(&self) -> Vec<String> {
-        let mut words: Vec<_> = self.inner.get_vocab(true).into_iter().map(|(word, id)| (id, word)).collect();
-        words.sort_unstable();
-        words.into_iter().map(|(_, word)| word).collect()
+        pipeline::words(&self.inner)
     }
 
     /// The token that batches are padded with, if there is one.
@@ -414,8 +421,9 @@ impl SimpleTokenizer {
 
     fn id_of(&self, part: &'static str, token: &str) -> Result<u32> {
         self.token_to_id(token).ok_or_else(|| {
-            let [nearest, vocabulary] = nearest_and_first(token, &self.inner);
-            TokenizerError::NotInVocabulary { part, token: token.to_owned(), nearest, vocabulary }
+            let [nearest, vocabulary] = pipeline::nearest_and_first(token, &self.inner);
+            let advice = suggestion(&nearest, &vocabulary, "add it");
+            TokenizerError::Invalid(format!("the {part} token {} is not in the vocabulary: {advice}", quoted(token)))
         })
     }
 }
