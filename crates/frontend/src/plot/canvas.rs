@@ -25,30 +25,42 @@ pub(super) struct Style {
     pub(super) vertical: bool,
 }
 
-/// Which end of a text its point marks.
+/// Which place of a text its point marks, in halves of the text's length.
 #[derive(Clone, Copy)]
 pub(super) enum Anchor {
-    Start,
-    Middle,
-    End,
+    Start = 0,
+    Middle = 1,
+    End = 2,
 }
 
-/// An SVG document.
-pub(super) struct Svg(String);
-
-impl Svg {
-    pub(super) fn new([w, h]: [i32; 2]) -> Self {
-        // Without crisp edges, cells are blurred where the picture is scaled, and the ground shines through.
-        Self(format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{w}\" height=\"{h}\" viewBox=\"0 0 {w} {h}\" \
-             shape-rendering=\"crispEdges\" font-family=\"{FAMILIES}\">\n"
-        ))
-    }
-
-    pub(super) fn finish(self) -> String {
-        self.0 + "</svg>\n"
-    }
+/// What `draw` draws, as an SVG document.
+pub(super) fn to_svg([w, h]: [i32; 2], draw: impl FnOnce(&mut dyn Canvas) -> Result<()>) -> Result<String> {
+    // Without crisp edges, cells are blurred where the picture is scaled, and the ground shines through.
+    let mut svg = Svg(format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{w}\" height=\"{h}\" viewBox=\"0 0 {w} {h}\" \
+         shape-rendering=\"crispEdges\" font-family=\"{FAMILIES}\">\n"
+    ));
+    draw(&mut svg)?;
+    Ok(svg.0 + "</svg>\n")
 }
+
+/// What `draw` draws, as a PNG file.
+pub(super) fn to_png(font: Hack, size: [i32; 2], draw: impl FnOnce(&mut dyn Canvas) -> Result<()>) -> Result<Vec<u8>> {
+    let mut bitmap = Bitmap { font, size, pixels: vec![0; 3 * size[0] as usize * size[1] as usize] };
+    draw(&mut bitmap)?;
+    let failed = |error| Error::Msg(format!("[plot] the PNG cannot be encoded: {error}"));
+    let mut bytes = Vec::new();
+    let mut encoder = png::Encoder::new(&mut bytes, size[0].unsigned_abs(), size[1].unsigned_abs());
+    encoder.set_color(png::ColorType::Rgb);
+    encoder.set_depth(png::BitDepth::Eight);
+    let mut writer = encoder.write_header().map_err(failed)?;
+    writer.write_image_data(&bitmap.pixels).map_err(failed)?;
+    writer.finish().map_err(failed)?;
+    Ok(bytes)
+}
+
+/// The elements of an SVG document.
+struct Svg(String);
 
 fn hex([r, g, b]: Rgb) -> String {
     format!("#{r:02X}{g:02X}{b:02X}")
@@ -61,11 +73,7 @@ impl Canvas for Svg {
     }
 
     fn text(&mut self, text: &str, [x, y]: [i32; 2], Style { em, anchor, color, vertical }: Style) {
-        let anchor = match anchor {
-            Anchor::Start => "start",
-            Anchor::Middle => "middle",
-            Anchor::End => "end",
-        };
+        let anchor = ["start", "middle", "end"][anchor as usize];
         let (fill, baseline) = (hex(color), y + (HALF_CAPITAL * em as f32).round() as i32);
         let turn = if vertical { format!(" transform=\"rotate(270 {x} {y})\"") } else { String::new() };
         let text = text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
@@ -96,29 +104,13 @@ impl Hack {
 }
 
 /// A picture of pixels, three bytes each.
-pub(super) struct Bitmap {
+struct Bitmap {
     font: Hack,
     size: [i32; 2],
     pixels: Vec<u8>,
 }
 
 impl Bitmap {
-    pub(super) fn new(font: Hack, size: [i32; 2]) -> Self {
-        Self { font, size, pixels: vec![0; 3 * size[0] as usize * size[1] as usize] }
-    }
-
-    pub(super) fn to_png(&self) -> Result<Vec<u8>> {
-        let failed = |error| Error::Msg(format!("[plot] the PNG cannot be encoded: {error}"));
-        let mut bytes = Vec::new();
-        let mut encoder = png::Encoder::new(&mut bytes, self.size[0].unsigned_abs(), self.size[1].unsigned_abs());
-        encoder.set_color(png::ColorType::Rgb);
-        encoder.set_depth(png::BitDepth::Eight);
-        let mut writer = encoder.write_header().map_err(failed)?;
-        writer.write_image_data(&self.pixels).map_err(failed)?;
-        writer.finish().map_err(failed)?;
-        Ok(bytes)
-    }
-
     /// The bytes of `w` pixels from (x, y), without those outside of the picture.
     fn row(&mut self, x: i32, y: i32, w: i32) -> &mut [u8] {
         let [width, height] = self.size;
@@ -145,11 +137,7 @@ impl Canvas for Bitmap {
         let scale = PxScale::from(em * font.height_unscaled() / font.units_per_em().unwrap_or(2048.0));
         let font = font.as_scaled(scale);
         let advance: f32 = glyphs.iter().map(|&id| font.h_advance(id)).sum();
-        let mut pen = match anchor {
-            Anchor::Start => 0.0,
-            Anchor::Middle => -(advance / 2.0).round(),
-            Anchor::End => -advance.round(),
-        };
+        let mut pen = -(advance * f32::from(anchor as u8) / 2.0).round();
         let baseline = (HALF_CAPITAL * em).round();
         for id in glyphs {
             let outline = font.outline_glyph(id.with_scale_and_position(scale, point(pen, baseline)));

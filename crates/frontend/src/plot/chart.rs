@@ -4,8 +4,9 @@ use std::path::Path;
 
 use candle_core::{Result, bail};
 
-use super::canvas::{Anchor, Bitmap, Canvas, Hack, Style, Svg};
-use super::picture::{AXIS_NAME, FRAME, TICK, TITLE, WHITE, save, text_width, ticks};
+use super::canvas::{self, Anchor, Canvas, Hack, Style};
+use super::picture::{AXIS_NAME, FRAME, TICK, TITLE, WHITE, text_width, ticks};
+use super::save;
 use super::style::{Rgb, gradient, safe};
 
 const SIZE: [i32; 2] = [720, 420];
@@ -111,9 +112,7 @@ impl LineChart {
     /// # Errors
     /// If there is no line.
     pub fn to_svg(&self) -> Result<String> {
-        let mut svg = Svg::new(SIZE);
-        self.draw(&mut svg)?;
-        Ok(svg.finish())
+        canvas::to_svg(SIZE, |svg| self.draw(svg))
     }
 
     /// The same picture as a PNG file.
@@ -121,9 +120,7 @@ impl LineChart {
     /// # Errors
     /// If there is no line.
     pub fn to_png(&self) -> Result<Vec<u8>> {
-        let mut bitmap = Bitmap::new(Hack::new()?, SIZE);
-        self.draw(&mut bitmap)?;
-        bitmap.to_png()
+        canvas::to_png(Hack::new()?, SIZE, |bitmap| self.draw(bitmap))
     }
 
     fn draw(&self, canvas: &mut dyn Canvas) -> Result<()> {

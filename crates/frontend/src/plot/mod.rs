@@ -15,14 +15,14 @@
 mod canvas;
 #[cfg(feature = "plot")]
 mod chart;
-#[cfg(not(feature = "plot"))]
-mod no_picture;
-#[cfg(feature = "plot")]
+#[cfg_attr(not(feature = "plot"), path = "no_picture.rs")]
 mod picture;
 mod style;
 mod terminal;
 
-use candle_core::{DType, Device, Result, Tensor, bail};
+use std::path::Path;
+
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
 
 #[cfg(feature = "plot")]
 pub use chart::LineChart;
@@ -42,8 +42,8 @@ pub use terminal::{Color, TerminalOptions};
 pub struct HeatMap {
     /// (H, T_q, T_kv), on the CPU, in the dtype it came in.
     weights: Tensor,
-    query_labels: Option<Vec<String>>,
-    key_labels: Option<Vec<String>>,
+    queries: Axis,
+    keys: Axis,
     title: Option<String>,
     scale_max: Option<f64>,
 }
@@ -86,10 +86,11 @@ impl HeatMap {
         if !weights.dtype().is_float() {
             bail!("[heat_map] the weights are {}; expected a float dtype", weights.dtype().as_str());
         }
+        let (_, queries, keys) = weights.dims3()?;
         Ok(Self {
             weights: weights.detach().to_device(&Device::Cpu)?,
-            query_labels: None,
-            key_labels: None,
+            queries: Axis::indices(queries),
+            keys: Axis::indices(keys),
             title: None,
             scale_max: None,
         })
@@ -116,7 +117,7 @@ impl HeatMap {
     ///
     /// If T_q and T_kv differ, or are not the number of tokens.
     pub fn with_tokens<S: AsRef<str>>(self, tokens: &[S]) -> Result<Self> {
-        let (_, queries, keys) = self.weights.dims3()?;
+        let [queries, keys] = [&self.queries, &self.keys].map(|axis| axis.labels.len());
         if queries != keys {
             bail!(
                 "[heat_map] one list of {} tokens cannot label both {queries} queries and {keys} keys: \
@@ -133,7 +134,7 @@ impl HeatMap {
     ///
     /// If the number of tokens is not T_q.
     pub fn with_query_tokens<S: AsRef<str>>(mut self, tokens: &[S]) -> Result<Self> {
-        self.query_labels = Some(labels(tokens, self.weights.dim(1)?, "query", "queries")?);
+        self.queries = self.queries.with_tokens(tokens, "query", "queries")?;
         Ok(self)
     }
 
@@ -143,7 +144,7 @@ impl HeatMap {
     ///
     /// If the number of tokens is not T_kv.
     pub fn with_key_tokens<S: AsRef<str>>(mut self, tokens: &[S]) -> Result<Self> {
-        self.key_labels = Some(labels(tokens, self.weights.dim(2)?, "key", "keys")?);
+        self.keys = self.keys.with_tokens(tokens, "key", "keys")?;
         Ok(self)
     }
 
@@ -166,6 +167,41 @@ impl HeatMap {
         }
         self.scale_max = Some(max);
         Ok(self)
+    }
+
+    /// Writes the map to `path` as SVG or PNG, by the extension. See [`HeatMap::to_svg`] and [`HeatMap::to_png`].
+    ///
+    /// # Errors
+    ///
+    /// If the extension is neither, the file cannot be written, or the picture cannot be made.
+    pub fn save(&self, path: impl AsRef<Path>, heads: Heads) -> Result<()> {
+        save("heat_map", path.as_ref(), || self.to_svg(heads), || self.to_png(heads))
+    }
+
+    /// The map as an SVG document: the title, a grid of panels (one for each head drawn) of T_q rows and T_kv columns,
+    /// labels at the left and below, and one colour bar for all panels. Text stays text, in a monospaced font of the
+    /// viewer's; the layout is that of [`HeatMap::to_png`].
+    ///
+    /// # Errors
+    ///
+    /// As in [`HeatMap::to_png`], and if the panels have more than 300,000 weights, which viewers are slow to show.
+    pub fn to_svg(&self, heads: Heads) -> Result<String> {
+        picture::to_svg(self, heads)
+    }
+
+    /// The map as a PNG file: the same picture as [`HeatMap::to_svg`], with no side much over 4000 pixels.
+    ///
+    /// Cells shrink as heads and tokens grow in number. Cells of at least 30 x 20 pixels have their weight written in.
+    /// Where cells are too small for a label each, every n-th is labelled, and a note in the picture says so. Labels
+    /// over 20 columns end in `…`. Characters that the embedded font (Hack: Latin, Greek, Cyrillic, symbols) lacks are
+    /// drawn as empty boxes, with a note; the SVG shows them.
+    ///
+    /// # Errors
+    ///
+    /// In a build without the feature `plot`, if a head is out of range, or if the panels do not fit at one pixel a
+    /// weight.
+    pub fn to_png(&self, heads: Heads) -> Result<Vec<u8>> {
+        picture::to_png(self, heads)
     }
 
     /// The number of panels that `heads` makes.
@@ -215,23 +251,50 @@ impl HeatMap {
             Heads::All => format!("head {panel} of {count}"),
         })
     }
+}
 
-    fn query_label(&self, i: usize) -> String {
-        label_or_index(self.query_labels.as_deref(), i)
+/// The labels of the queries or of the keys.
+#[derive(Debug, Clone)]
+struct Axis {
+    labels: Vec<String>,
+    /// Display columns of the longest label.
+    columns: usize,
+    /// Indices, unlike tokens, can be thinned to round numbers and need no note.
+    #[cfg_attr(not(feature = "plot"), expect(dead_code, reason = "labels of a terminal are not thinned"))]
+    has_tokens: bool,
+}
+
+impl Axis {
+    fn new(labels: impl Iterator<Item = String>, has_tokens: bool) -> Self {
+        let labels: Vec<_> = labels.collect();
+        Self { columns: labels.iter().map(|label| style::width(label)).max().unwrap_or(0), labels, has_tokens }
     }
 
-    fn key_label(&self, i: usize) -> String {
-        label_or_index(self.key_labels.as_deref(), i)
+    fn indices(len: usize) -> Self {
+        Self::new((0..len).map(|i| i.to_string()), false)
+    }
+
+    /// With a token for each label; the names of one and of many are for errors.
+    fn with_tokens<S: AsRef<str>>(&self, tokens: &[S], one: &str, many: &str) -> Result<Self> {
+        if tokens.len() != self.labels.len() {
+            bail!("[heat_map] {} {one} tokens for {} {many}", tokens.len(), self.labels.len());
+        }
+        Ok(Self::new(tokens.iter().map(|token| style::token(token.as_ref())), true))
     }
 }
 
-fn label_or_index(labels: Option<&[String]>, i: usize) -> String {
-    labels.and_then(|labels| labels.get(i)).cloned().unwrap_or_else(|| i.to_string())
-}
-
-fn labels<S: AsRef<str>>(tokens: &[S], len: usize, one: &str, many: &str) -> Result<Vec<String>> {
-    if tokens.len() != len {
-        bail!("[heat_map] {} {one} tokens for {len} {many}", tokens.len());
-    }
-    Ok(tokens.iter().map(|token| style::token(token.as_ref())).collect())
+/// Writes a picture in the format that the file's extension names.
+fn save(
+    op: &str,
+    path: &Path,
+    to_svg: impl FnOnce() -> Result<String>,
+    to_png: impl FnOnce() -> Result<Vec<u8>>,
+) -> Result<()> {
+    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
+    let bytes = match extension.to_ascii_lowercase().as_str() {
+        "svg" => to_svg()?.into_bytes(),
+        "png" => to_png()?,
+        _ => bail!("[{op}] the extension of {} is {extension:?}; expected svg or png", path.display()),
+    };
+    std::fs::write(path, bytes).map_err(|error| Error::Msg(format!("[{op}] cannot write {}: {error}", path.display())))
 }

@@ -1,12 +1,10 @@
 //! The heat map as SVG and PNG: one layout, drawn on either canvas. All lengths are pixels.
 
-use std::path::Path;
+use candle_core::{Result, bail};
 
-use candle_core::{Error, Result, bail};
-
-use super::canvas::{Anchor, Bitmap, Canvas, Hack, Style, Svg};
-use super::style::{NOT_FINITE, Rgb, Scale, contrasting, count, gradient, short, shorten, tick, width, wrap};
-use super::{Heads, HeatMap};
+use super::canvas::{self, Anchor, Canvas, Hack, Style};
+use super::style::{NOT_FINITE, Rgb, Scale, contrasting, count, gradient, short, shorten, tick, wrap};
+use super::{Axis, Heads, HeatMap};
 
 /// The largest side of a picture, but for a title and notes beyond `TEXT_SPACE`.
 const MAX_SIDE: i32 = 4000;
@@ -61,68 +59,19 @@ const NOTE: Style = Style { anchor: Anchor::Start, ..AXIS_NAME };
 pub(super) const TICK: Style = Style { color: INK, ..NOTE };
 const NUMBER: Style = Style { em: 12, ..TITLE };
 
-impl HeatMap {
-    /// Writes the map to `path` as SVG or PNG, by the extension. See [`HeatMap::to_svg`] and [`HeatMap::to_png`].
-    ///
-    /// # Errors
-    ///
-    /// If the extension is neither, the file cannot be written, or the picture cannot be made.
-    pub fn save(&self, path: impl AsRef<Path>, heads: Heads) -> Result<()> {
-        save("heat_map", path.as_ref(), || self.to_svg(heads), || self.to_png(heads))
+pub(super) fn to_svg(map: &HeatMap, heads: Heads) -> Result<String> {
+    let weights = map.panel_count(heads)? * map.queries.labels.len() * map.keys.labels.len();
+    if weights > MAX_SVG_WEIGHTS {
+        bail!("[heat_map] {weights} weights are too many for an SVG, which may hold {MAX_SVG_WEIGHTS}: make a PNG");
     }
-
-    /// The map as an SVG document: the title, a grid of panels (one for each head drawn) of T_q rows and T_kv columns,
-    /// labels at the left and below, and one colour bar for all panels. Text stays text, in a monospaced font of the
-    /// viewer's; the layout is that of [`HeatMap::to_png`].
-    ///
-    /// # Errors
-    ///
-    /// As in [`HeatMap::to_png`], and if the panels have more than 300,000 weights, which viewers are slow to show.
-    pub fn to_svg(&self, heads: Heads) -> Result<String> {
-        let (_, queries, keys) = self.weights.dims3()?;
-        let weights = self.panel_count(heads)? * queries * keys;
-        if weights > MAX_SVG_WEIGHTS {
-            bail!("[heat_map] {weights} weights are too many for an SVG, which may hold {MAX_SVG_WEIGHTS}: make a PNG");
-        }
-        let picture = Picture::new(self, heads, |_| true)?;
-        let mut svg = Svg::new(picture.size);
-        picture.draw(&mut svg)?;
-        Ok(svg.finish())
-    }
-
-    /// The map as a PNG file: the same picture as [`HeatMap::to_svg`], with no side much over 4000 pixels.
-    ///
-    /// Cells shrink as heads and tokens grow in number. Cells of at least 30 x 20 pixels have their weight written in.
-    /// Where cells are too small for a label each, every n-th is labelled, and a note in the picture says so. Labels
-    /// over 20 columns end in `…`. Characters that the embedded font (Hack: Latin, Greek, Cyrillic, symbols) lacks are
-    /// drawn as empty boxes, with a note; the SVG shows them.
-    ///
-    /// # Errors
-    ///
-    /// If a head is out of range, or the panels do not fit at one pixel a weight.
-    pub fn to_png(&self, heads: Heads) -> Result<Vec<u8>> {
-        let font = Hack::new()?;
-        let picture = Picture::new(self, heads, |text| font.covers(text))?;
-        let mut bitmap = Bitmap::new(font, picture.size);
-        picture.draw(&mut bitmap)?;
-        bitmap.to_png()
-    }
+    let picture = Picture::new(map, heads, |_| true)?;
+    canvas::to_svg(picture.size, |svg| picture.draw(svg))
 }
 
-/// The queries or the keys.
-struct Axis {
-    labels: Vec<String>,
-    /// Display columns of the longest label.
-    columns: usize,
-    /// Whether labels are tokens; indices can be thinned to round numbers and need no note.
-    tokens: bool,
-}
-
-impl Axis {
-    fn new(len: usize, tokens: bool, label: impl Fn(usize) -> String) -> Self {
-        let labels: Vec<_> = (0..len).map(|i| shorten(&label(i), MAX_LABEL)).collect();
-        Self { columns: labels.iter().map(|label| width(label)).max().unwrap_or(0), labels, tokens }
-    }
+pub(super) fn to_png(map: &HeatMap, heads: Heads) -> Result<Vec<u8>> {
+    let font = Hack::new()?;
+    let picture = Picture::new(map, heads, |text| font.covers(text))?;
+    canvas::to_png(font, picture.size, |bitmap| picture.draw(bitmap))
 }
 
 /// How the labels of an axis are written.
@@ -140,17 +89,17 @@ impl Labels {
         let em = (cell - 1).clamp(LABEL_EM.0, LABEL_EM.1);
         let length = text_width(axis.columns, em) + LABEL_GAP;
         // Numbers are thinned before they are turned, as a reader can count; tokens are turned before any is left out.
-        let vertical = is_key && axis.tokens && length > cell;
+        let vertical = is_key && axis.has_tokens && length > cell;
         let along = match is_key && !vertical {
             true => length,
             // Once numbers are thinned they are read as an axis, with space between; tokens are read one by one.
-            false if !axis.tokens && cell <= em => 2 * em,
+            false if !axis.has_tokens && cell <= em => 2 * em,
             false => em + 1,
         };
         let least = along.unsigned_abs().div_ceil(cell.unsigned_abs()) as usize;
         // Indices at 1, 2, 5, 10, 20 and so on.
         let mut round = (0..).flat_map(|power| [1, 2, 5].map(|digit| digit * 10usize.pow(power)));
-        let stride = if axis.tokens { least } else { round.find(|&round| round >= least).unwrap_or(least) };
+        let stride = if axis.has_tokens { least } else { round.find(|&round| round >= least).unwrap_or(least) };
         Self { em, stride, vertical, depth: if is_key && !vertical { em + LABEL_GAP } else { length } }
     }
 }
@@ -262,7 +211,7 @@ fn preferred_cell(content: &Content) -> i32 {
         _ => 180,
     };
     let tokens = content.queries.labels.len().max(content.keys.labels.len()).clamp(1, panel);
-    let least = if content.queries.tokens || content.keys.tokens { TOKEN_CELL } else { INDEX_CELL };
+    let least = if content.queries.has_tokens || content.keys.has_tokens { TOKEN_CELL } else { INDEX_CELL };
     ((panel / tokens) as i32).clamp(least, LARGEST_CELL)
 }
 
@@ -282,22 +231,23 @@ impl<'a> Picture<'a> {
     /// `is_covered`: whether the font can write all of a text; what it cannot write needs a note.
     fn new(map: &'a HeatMap, heads: Heads, is_covered: impl Fn(&str) -> bool) -> Result<Self> {
         let panels = map.panel_count(heads)?;
-        let (_, queries, keys) = map.weights.dims3()?;
         let scale = Scale::of(map, heads)?;
         let tick_columns = ticks(scale.low, scale.high, 0.0).iter().map(|(_, tick)| tick.len()).max().unwrap_or(0);
         let content = Content {
             panels,
-            queries: Axis::new(queries, map.query_labels.is_some(), |i| map.query_label(i)),
-            keys: Axis::new(keys, map.key_labels.is_some(), |i| map.key_label(i)),
+            queries: shortened(&map.queries),
+            keys: shortened(&map.keys),
             caption_width: text_width(caption(map, heads, panels - 1)?.len(), CAPTION.em),
             bar_width: (BAR_WIDTH + LABEL_GAP + text_width(tick_columns, TICK.em))
                 .max(text_width(BAR_NAME.len(), NOTE.em)),
         };
         let Some(grid) = Grid::fit(&content) else {
             bail!(
-                "[heat_map] {} of {queries} x {keys} weights do not fit in {MAX_SIDE} x {MAX_SIDE} pixels: \
-                 draw fewer heads, or fewer tokens",
-                count(panels, "panel")
+                "[heat_map] {} of {} x {} weights do not fit in {MAX_SIDE} x {MAX_SIDE} pixels: draw fewer heads, or \
+                 fewer tokens",
+                count(panels, "panel"),
+                map.queries.labels.len(),
+                map.keys.labels.len()
             );
         };
 
@@ -313,7 +263,7 @@ impl<'a> Picture<'a> {
             notes.push(String::from("empty boxes: characters that the picture's font lacks; the SVG shows them"));
         }
         for (name, axis, labels) in [("queries", queries, &grid.query_labels), ("keys", keys, &grid.key_labels)] {
-            if axis.tokens && labels.stride > 1 {
+            if axis.has_tokens && labels.stride > 1 {
                 notes.push(format!("{name}: 1 token in {} is labelled", labels.stride));
             }
         }
@@ -405,20 +355,8 @@ impl<'a> Picture<'a> {
     }
 }
 
-/// Writes a picture in the format that the file's extension names.
-pub(super) fn save(
-    op: &str,
-    path: &Path,
-    to_svg: impl FnOnce() -> Result<String>,
-    to_png: impl FnOnce() -> Result<Vec<u8>>,
-) -> Result<()> {
-    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
-    let bytes = match extension.to_ascii_lowercase().as_str() {
-        "svg" => to_svg()?.into_bytes(),
-        "png" => to_png()?,
-        _ => bail!("[{op}] the extension of {} is {extension:?}; expected svg or png", path.display()),
-    };
-    std::fs::write(path, bytes).map_err(|error| Error::Msg(format!("[{op}] cannot write {}: {error}", path.display())))
+fn shortened(axis: &Axis) -> Axis {
+    Axis::new(axis.labels.iter().map(|label| shorten(label, MAX_LABEL)), axis.has_tokens)
 }
 
 /// In a grid the number of heads is plain to see.

@@ -178,20 +178,18 @@ pub(super) fn width(text: &str) -> usize {
     text.width()
 }
 
+/// The length in bytes of the longest beginning of `text` that fits in `columns`.
+fn fitting(text: &str, columns: usize) -> usize {
+    let ends = text.char_indices().map(|(start, c)| start + c.len_utf8());
+    ends.take_while(|&end| width(&text[..end]) <= columns).last().unwrap_or(0)
+}
+
 /// `text`, or as much of it as fits in `columns` with a `…` at the end.
 pub(super) fn shorten(text: &str, columns: usize) -> String {
     if width(text) <= columns {
         return text.to_string();
     }
-    let mut end = 0;
-    for (start, c) in text.char_indices() {
-        let next = start + c.len_utf8();
-        if width(&text[..next]) + 1 > columns {
-            break;
-        }
-        end = next;
-    }
-    format!("{}…", &text[..end])
+    format!("{}…", &text[..fitting(text, columns.saturating_sub(1))])
 }
 
 /// `text` in the middle of `columns`; what is left over by an odd number goes to the right.
@@ -207,27 +205,17 @@ pub(super) fn right(text: &str, columns: usize) -> String {
 
 /// `text` broken between words into lines of at most `columns`; a word that is longer by itself is broken inside.
 pub(super) fn wrap(text: &str, columns: usize) -> Vec<String> {
-    let columns = columns.max(2);
-    let mut lines = Vec::new();
-    let (mut line, mut used) = (String::new(), 0);
-    for word in text.split(' ') {
-        if used > 0 && columns - used < 1 + width(word) {
-            lines.push(std::mem::take(&mut line));
-            used = 0;
-        } else if used > 0 {
-            line.push(' ');
-            used += 1;
-        }
-        for c in word.chars() {
-            let c_width = c.width().unwrap_or(0);
-            if used + c_width > columns {
-                lines.push(std::mem::take(&mut line));
-                used = 0;
-            }
-            line.push(c);
-            used += c_width;
-        }
+    let (mut lines, mut rest) = (Vec::new(), text);
+    while width(rest) > columns {
+        // Where not even one character fits, it makes a line of its own.
+        let end = fitting(rest, columns).max(rest.chars().next().map_or(0, char::len_utf8));
+        // A line ends at a space, perhaps the one behind it, which is left out.
+        let with_space = if rest[end..].starts_with(' ') { end + 1 } else { end };
+        let at_space = rest[..with_space].rfind(' ').filter(|&space| space > 0);
+        let (line, next) = at_space.map_or(rest.split_at(end), |space| (&rest[..space], &rest[space + 1..]));
+        lines.push(line.to_string());
+        rest = next;
     }
-    lines.push(line);
+    lines.push(rest.to_string());
     lines
 }

@@ -4,9 +4,7 @@ use std::ops::Range;
 
 use candle_core::{Result, bail};
 
-use super::style::{
-    NOT_FINITE, Rgb, Scale, centre, contrasting, count, gradient, right, short, shorten, tick, width, wrap,
-};
+use super::style::{NOT_FINITE, Scale, centre, contrasting, count, gradient, right, short, shorten, tick, width, wrap};
 use super::{Heads, HeatMap};
 
 /// Row labels take at most this many columns.
@@ -26,6 +24,8 @@ const SHADES: [&str; 4] = ["░", "▒", "▓", "█"];
 /// Viridis by tenths in the xterm palette. Chosen so that lightness never falls: the nearest colour of each would be
 /// grey in places.
 const RAMP: [u8; 10] = [53, 54, 24, 30, 36, 71, 77, 148, 184, 220];
+/// How many of them, from the first, are so dark that white text stands out from them and not black.
+const DARK: usize = 3;
 /// The xterm colour for weights that are not finite.
 const GREY: u8 = 250;
 
@@ -114,12 +114,12 @@ impl HeatMap {
 }
 
 /// What of an axis is drawn: all of it, or its two ends with a gap between them.
-struct Axis {
+struct Shown {
     len: usize,
     omitted: Range<usize>,
 }
 
-impl Axis {
+impl Shown {
     /// At most `most` of `len`.
     fn within(len: usize, most: usize) -> Self {
         let shown = most.min(len);
@@ -127,7 +127,7 @@ impl Axis {
     }
 
     /// The indices drawn, with none for the gap.
-    fn shown(&self) -> impl Iterator<Item = Option<usize>> + '_ {
+    fn indices(&self) -> impl Iterator<Item = Option<usize>> + '_ {
         let gap = (!self.omitted.is_empty()).then_some(None);
         (0..self.omitted.start).map(Some).chain(gap).chain((self.omitted.end..self.len).map(Some))
     }
@@ -143,8 +143,8 @@ impl Axis {
 
 /// What all panels have in common: their rows and columns, and labels cut to size.
 struct Matrix {
-    rows: Axis,
-    columns: Axis,
+    rows: Shown,
+    columns: Shown,
     row_labels: Vec<String>,
     header: String,
     /// The columns of a cell, with the space that separates it from the next.
@@ -155,20 +155,18 @@ struct Matrix {
 
 impl Matrix {
     fn plan(map: &HeatMap, scale: &Scale, options: &TerminalOptions) -> Result<Self> {
-        let (_, queries, keys) = map.weights.dims3()?;
+        let [queries, keys] = [&map.queries, &map.keys].map(|axis| axis.labels.len());
         if options.max_rows == Some(0) {
             bail!("[heat_map] max_rows is 0; expected at least 1");
         }
         let max_width = options.max_width.unwrap_or(usize::MAX);
-        let rows = Axis::within(queries, options.max_rows.unwrap_or(usize::MAX));
-        let labels = rows.shown().map(|i| i.map_or_else(|| String::from("…"), |i| map.query_label(i)));
-        let labels: Vec<_> = labels.collect();
+        let rows = Shown::within(queries, options.max_rows.unwrap_or(usize::MAX));
+        let labels: Vec<_> = rows.indices().map(|i| i.map_or("…", |i| &map.queries.labels[i])).collect();
         let longest = labels.iter().map(|label| width(label)).max().unwrap_or(0);
         let row_label = longest.min(MAX_ROW_LABEL).min((max_width / 3).max(1));
 
-        let longest = (0..keys).map(|key| width(&map.key_label(key))).max().unwrap_or(0);
         let smallest = scale.digits + 2;
-        let widest = smallest.max(longest.min(MAX_KEY_LABEL) + 1);
+        let widest = smallest.max(map.keys.columns.min(MAX_KEY_LABEL) + 1);
         let room = max_width.saturating_sub(row_label + 1);
         let (cell, shown) = if room / keys >= smallest {
             (widest.min(room / keys), keys)
@@ -183,11 +181,11 @@ impl Matrix {
             bail!("[heat_map] max_width is {max_width} columns; the row labels and one key need {needed}");
         }
 
-        let columns = Axis::within(keys, shown);
+        let columns = Shown::within(keys, shown);
         let mut header = " ".repeat(row_label + 1);
-        for key in columns.shown() {
+        for key in columns.indices() {
             header += &match key {
-                Some(key) => centre(&shorten(&map.key_label(key), cell - 1), cell - 1) + " ",
+                Some(key) => centre(&shorten(&map.keys.labels[key], cell - 1), cell - 1) + " ",
                 None => right("… ", GAP),
             };
         }
@@ -198,9 +196,9 @@ impl Matrix {
     /// The header and the rows of a panel, all of the same display width.
     fn lines(&self, weights: &[f64], scale: &Scale, color: Color) -> Vec<String> {
         let mut lines = vec![self.header.clone()];
-        for (query, label) in self.rows.shown().zip(&self.row_labels) {
+        for (query, label) in self.rows.indices().zip(&self.row_labels) {
             let mut line = format!("{label} ");
-            for key in self.columns.shown() {
+            for key in self.columns.indices() {
                 line += &match (query, key) {
                     (Some(query), Some(key)) => self.cell(weights[query * self.stride + key], scale, color),
                     (None, Some(_)) => centre("…", self.cell - 1) + " ",
@@ -261,20 +259,11 @@ fn paint(text: &str, position: Option<f64>, color: Color) -> String {
             format!("\x1b[38;2;{fr};{fg};{fb};48;2;{r};{g};{b}m{text}\x1b[0m")
         }
         Color::Ansi256 => {
-            let step = |position: f64| ((position * RAMP.len() as f64) as usize).min(RAMP.len() - 1);
-            let background = position.map_or(GREY, |position| RAMP[step(position)]);
-            let foreground = if contrasting(xterm(background)) == [0; 3] { 16 } else { 231 };
+            let step = position.map(|position| ((position * RAMP.len() as f64) as usize).min(RAMP.len() - 1));
+            let background = step.map_or(GREY, |step| RAMP[step]);
+            let foreground = if step.is_some_and(|step| step < DARK) { 231 } else { 16 };
             format!("\x1b[38;5;{foreground};48;5;{background}m{text}\x1b[0m")
         }
-    }
-}
-
-/// The colour of an index from 16 of the xterm palette: a cube of 6 x 6 x 6, then 24 greys.
-fn xterm(index: u8) -> Rgb {
-    const LEVELS: [u8; 6] = [0, 95, 135, 175, 215, 255];
-    match index {
-        232.. => [8 + 10 * (index - 232); 3],
-        _ => [36, 6, 1].map(|place| LEVELS[usize::from(index.saturating_sub(16) / place % 6)]),
     }
 }
 
@@ -308,11 +297,22 @@ mod tests {
         }
     }
 
+    /// The colour of an index from 16 of the xterm palette: a cube of 6 x 6 x 6, then 24 greys.
+    fn xterm(index: u8) -> [u8; 3] {
+        const LEVELS: [u8; 6] = [0, 95, 135, 175, 215, 255];
+        match index {
+            232.. => [8 + 10 * (index - 232); 3],
+            _ => [36, 6, 1].map(|place| LEVELS[usize::from(index.saturating_sub(16) / place % 6)]),
+        }
+    }
+
     #[test]
     fn the_ramp_of_256_colours_grows_lighter() {
         let sum =
             |index| xterm(index).iter().zip([2126u32, 7152, 722]).map(|(&c, w)| u32::from(c).pow(2) * w).sum::<u32>();
         assert!(RAMP.map(sum).is_sorted_by(|a, b| a < b), "{:?}", RAMP.map(sum));
+        let dark = RAMP.into_iter().chain([GREY]).take_while(|&index| contrasting(xterm(index)) == [255; 3]);
+        assert_eq!(dark.count(), DARK);
         assert_eq!([xterm(16), xterm(231), xterm(24), xterm(250)], [[0; 3], [255; 3], [0, 95, 135], [188; 3]]);
     }
 }
