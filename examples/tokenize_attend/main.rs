@@ -14,8 +14,6 @@ mod common;
 mod decoder;
 #[path = "../sentence_embedding/model.rs"]
 mod encoder;
-#[path = "../common/pictures.rs"]
-mod pictures;
 mod report;
 mod source;
 
@@ -23,6 +21,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use candle_attention::AttentionInput;
+use candle_attention::plot::Heads;
 use candle_core::{Error, Result, bail};
 
 use args::Args;
@@ -63,7 +62,7 @@ fn run(args: &Args) -> Result<String> {
     let report = Report { source, batch, hidden, output, times };
     if let Some(file) = &args.plot {
         let [text] = &args.texts[..] else { bail!("[tokenize_attend] --plot draws one text, found several") };
-        pictures::save(&report.heat_map(0)?.with_title(text), file)?;
+        report.heat_map(0)?.with_title(text).save(file, Heads::All)?;
     }
     report.to_text()
 }
