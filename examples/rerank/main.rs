@@ -17,11 +17,10 @@ mod model;
 #[path = "../common/texts.rs"]
 mod texts;
 
-use std::fmt::Write;
 use std::process::ExitCode;
 
 use candle_attention::text::SimpleTokenizer;
-use candle_core::{Error, Result, Tensor};
+use candle_core::{Result, Tensor};
 use clap::Parser;
 
 use common::{Files, ModelArgs, with_bar};
@@ -93,7 +92,7 @@ fn run(args: &Args) -> Result<String> {
     );
     for i in order.into_iter().take(args.top.unwrap_or(usize::MAX)) {
         let (score, passage) = (scores[i], shown(&passages[i]));
-        writeln!(text, "{score:>8.4}  {:>11.4}  {passage}", 1.0 / (1.0 + (-score).exp())).map_err(Error::wrap)?;
+        text += &format!("{score:>8.4}  {:>11.4}  {passage}\n", 1.0 / (1.0 + (-score).exp()));
     }
     Ok(text)
 }

@@ -1,8 +1,6 @@
 //! What is printed: how similar the sentences are.
 
-use std::fmt::Write;
-
-use candle_core::{Error, Result, Tensor};
+use candle_core::{Result, Tensor};
 
 use crate::embed::normalized;
 use crate::texts::shown;
@@ -14,23 +12,20 @@ const TABLE: usize = 12;
 pub fn similarity(vectors: &Tensor, sentences: &[String]) -> Result<String> {
     let unit = normalized(vectors)?;
     let cosines: Vec<Vec<f32>> = unit.matmul(&unit.t()?)?.to_vec2()?;
-    let mut text = String::new();
     let digits = sentences.len().to_string().len();
+    let rows = cosines.iter().zip(sentences).enumerate();
     if sentences.len() > TABLE {
-        writeln!(text, "the nearest to each, by cosine similarity").map_err(Error::wrap)?;
-        for (i, (row, sentence)) in cosines.iter().zip(sentences).enumerate() {
+        let nearest = rows.filter_map(|(i, (row, sentence))| {
             let others = row.iter().enumerate().filter(|&(j, _)| j != i);
-            let Some((j, cosine)) = others.max_by(|a, b| a.1.total_cmp(b.1)) else { continue };
-            let line = format!("{:>digits$}  {cosine:>7.4}  to {:>digits$}  {}", i + 1, j + 1, shown(sentence));
-            writeln!(text, "{line}").map_err(Error::wrap)?;
-        }
-        return Ok(text);
+            let (j, cosine) = others.max_by(|a, b| a.1.total_cmp(b.1))?;
+            Some(format!("{:>digits$}  {cosine:>7.4}  to {:>digits$}  {}\n", i + 1, j + 1, shown(sentence)))
+        });
+        return Ok(format!("the nearest to each, by cosine similarity\n{}", nearest.collect::<String>()));
     }
     let heads: String = (1..=sentences.len()).map(|i| format!("{i:>8}")).collect();
-    writeln!(text, "cosine similarity\n{:digits$}{heads}", "").map_err(Error::wrap)?;
-    for (i, (row, sentence)) in cosines.iter().zip(sentences).enumerate() {
+    let table = rows.map(|(i, (row, sentence))| {
         let cells: String = row.iter().map(|cosine| format!(" {cosine:>7.4}")).collect();
-        writeln!(text, "{:>digits$}{cells}  {}", i + 1, shown(sentence)).map_err(Error::wrap)?;
-    }
-    Ok(text)
+        format!("{:>digits$}{cells}  {}\n", i + 1, shown(sentence))
+    });
+    Ok(format!("cosine similarity\n{:digits$}{heads}\n{}", "", table.collect::<String>()))
 }
