@@ -43,7 +43,7 @@ impl HeadShard {
     }
 
     /// This process's part of `len` entries that are divided in their order and as evenly as can be: inner columns of
-    /// an MLP, a vocabulary. Candle's [`Shard`] of as many where these divide the entries.
+    /// an MLP, a vocabulary. Candle's `Shard` of as many where these divide the entries.
     pub fn part_of(&self, len: usize) -> Range<usize> {
         part(self.rank, len, self.world_size)
     }
