@@ -3,7 +3,7 @@
 use std::f32::consts::{LN_2, LOG2_E};
 use std::ops::Range;
 
-use super::problem::{Call, KvHead, Row, SoftmaxStats};
+use super::problem::{Call, KvHead, Row, ScoreInputs, SoftmaxStats};
 use super::workspace::State;
 use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector};
 use crate::number::{Number, store_first};
@@ -48,6 +48,16 @@ impl<E: Number, S> SimdTask for Epilogue<'_, '_, E, S> {
     }
 }
 
+/// The largest exponent and the sum of the weights of a row, its sink's included.
+pub(super) fn with_sink(inputs: &ScoreInputs, row: Row, max: f32, sum: f32) -> SoftmaxStats {
+    let Some(sinks) = inputs.options.sinks else { return SoftmaxStats { max, sum } };
+    let unit = inputs.options.exponent_unit();
+    let sink = sinks[row.head] * (LOG2_E / unit);
+    let shift = max.max(sink);
+    let finite = if shift == f32::NEG_INFINITY { 0.0 } else { shift };
+    SoftmaxStats { max: shift, sum: sum * ((max - finite) * unit).exp2() + ((sink - finite) * unit).exp2() }
+}
+
 /// The factor from a sum of weighted values to the context of a row, whose log-sum-exp is written too. `max` is the
 /// largest exponent, `sum` that of the weights.
 ///
@@ -56,15 +66,7 @@ impl<E: Number, S> SimdTask for Epilogue<'_, '_, E, S> {
 #[inline(always)]
 pub(super) unsafe fn normalise<E, S>(call: &Call<E, S>, row: Row, max: f32, sum: f32) -> f32 {
     let unit = call.inputs.options.exponent_unit();
-    let (shift, whole) = match call.inputs.options.sinks {
-        None => (max, sum),
-        Some(sinks) => {
-            let sink = sinks[row.head] * (LOG2_E / unit);
-            let shift = max.max(sink);
-            let finite = if shift == f32::NEG_INFINITY { 0.0 } else { shift };
-            (shift, sum * ((max - finite) * unit).exp2() + ((sink - finite) * unit).exp2())
-        }
-    };
+    let SoftmaxStats { max: shift, sum: whole } = with_sink(&call.inputs, row, max, sum);
     let lse = || match (whole == 0.0, shift * (LN_2 * unit)) {
         (true, _) => f32::NEG_INFINITY,
         // Rounding may not take the least score to -inf.

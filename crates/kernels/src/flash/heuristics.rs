@@ -71,6 +71,34 @@ impl TaskSplit {
     }
 }
 
+/// How a call that has statistics is split. It does not depend on the number of threads, since where rows are parted
+/// shows in the last bits of the sums over them.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct StatisticsSplit {
+    /// The rows of a panel.
+    pub panel: usize,
+    /// The panels of a task's rows at a time.
+    pub panels: usize,
+    /// The tasks of a key head.
+    pub parts: usize,
+}
+
+/// The scores that a task keeps, in bytes, unless those of one panel are more: what a thread has of a third cache.
+const KEPT_BYTES: usize = 4 << 20;
+
+/// Tasks of a call that has statistics. Each has sums over queries of its own, T_kv for each head of its group.
+const STATISTICS_TASKS: usize = 64;
+
+impl StatisticsSplit {
+    pub fn new<K: Kernel>(dims: &Dims) -> Self {
+        let panels = dims.rows().div_ceil(K::PANEL);
+        let parts = (STATISTICS_TASKS / (dims.b * dims.h_kv).max(1)).clamp(1, panels.max(1));
+        let rows = state_bytes() / (4 * PackedSizes::new::<K>(dims).row_words());
+        let fit = (rows / K::PANEL).min(KEPT_BYTES / (4 * K::PANEL * dims.t_kv).max(1));
+        Self { panel: K::PANEL, panels: fit.min(panels.div_ceil(parts)).max(1), parts }
+    }
+}
+
 /// A width, D or D_v, as packed matrices have it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PackedWidth {

@@ -13,6 +13,7 @@ mod prefill;
 mod problem;
 mod scores;
 mod softmax;
+mod statistics;
 #[cfg(test)]
 #[expect(
     clippy::single_range_in_vec_init,
@@ -30,6 +31,7 @@ pub use dropout::{Dropout, DropoutMask, philox_keeps};
 pub use kernels::AttentionKernels;
 pub(crate) use problem::Call;
 pub use problem::{Alibi, Dims, KvRows, OutputOrder, Problem, ScoreOptions, SoftmaxStats, Strided};
+pub use statistics::{MAX_TOP, Statistics, StatisticsOptions, attend_with_statistics};
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -40,10 +42,11 @@ use crate::error::{Error, check_tier};
 use crate::number::{Number, Stored};
 use distances::DistanceTable;
 use epilogue::Epilogue;
-use heuristics::TaskSplit;
+use heuristics::{StatisticsSplit, TaskSplit};
 use pack::PackQueries;
 use prefill::Prefill;
 use problem::{KeysValues, KvHead, ScoreInputs, StoredRows};
+use statistics::{Observe, StatisticsOutput};
 use tile::Tile;
 use workspace::Workspace;
 
@@ -93,16 +96,30 @@ pub fn attend<E: AttentionKernels>(
     lse: Option<&mut [MaybeUninit<f32>]>,
     stats: Option<&mut [MaybeUninit<SoftmaxStats>]>,
 ) -> Result<(), Error> {
+    attend_to(problem, tier, context, lse, stats, None)
+}
+
+/// [`attend`], and the statistics of the weights if they are wanted.
+fn attend_to<E: AttentionKernels>(
+    problem: &Problem<E>,
+    tier: Tier,
+    context: &mut [MaybeUninit<E>],
+    lse: Option<&mut [MaybeUninit<f32>]>,
+    stats: Option<&mut [MaybeUninit<SoftmaxStats>]>,
+    statistics: Option<StatisticsOutput>,
+) -> Result<(), Error> {
     check_tier(tier)?;
     let done = match (problem.k, problem.v) {
         (KvRows::Float(k), KvRows::Float(v)) => {
             let [k, v] = [k, v].map(|rows| StoredRows { rows, scales: None });
-            E::attend(&Call::new(problem, KeysValues { k, v }, context, lse, stats)?, tier)
+            let call = Call::new(problem, KeysValues { k, v }, context, lse, stats)?;
+            E::attend(&call.with_statistics(statistics), tier)
         }
         (KvRows::Q8 { codes: k, scales: k_scales }, KvRows::Q8 { codes: v, scales: v_scales }) => {
             let k = StoredRows { rows: k, scales: Some(k_scales) };
             let v = StoredRows { rows: v, scales: Some(v_scales) };
-            E::attend_q8(&Call::new(problem, KeysValues { k, v }, context, lse, stats)?, tier)
+            let call = Call::new(problem, KeysValues { k, v }, context, lse, stats)?;
+            E::attend_q8(&call.with_statistics(statistics), tier)
         }
         _ => return Err(Error::Shape("expected keys and values that are both floats or both of 8 bits".into())),
     };
@@ -175,13 +192,19 @@ unsafe fn attend_on<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> Optio
     if dims.b * dims.rows() == 0 {
         return Some(());
     }
-    if dims.rows() <= decode::max_rows::<K>() && call.inputs.options.dropout.is_none() {
+    let is_decoded = call.inputs.options.dropout.is_none() && call.statistics.is_none();
+    if is_decoded && dims.rows() <= decode::max_rows::<K>() {
         // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
         return unsafe { decode::run::<K::F32, E, S>(call) };
     }
     let distances = DistanceTable::new(&call.inputs)?;
     let inputs = ScoreInputs { distances: distances.as_ref(), ..call.inputs };
     let workers = heuristics::workers(call, 1);
+    if let Some(statistics) = &call.statistics {
+        let split = StatisticsSplit::new::<K>(dims);
+        let steps = KernelSteps::<K, E, S> { call, inputs, panels: split.panels, kernel: PhantomData };
+        return statistics::run(&steps, dims, statistics, split, workers);
+    }
     let split = TaskSplit::new::<K>(dims, workers.count);
     let panels = split.rows_per_chunk.min(dims.rows()).div_ceil(K::PANEL);
     run_steps(&KernelSteps::<K, E, S> { call, inputs, panels, kernel: PhantomData }, &inputs, &split, workers)
@@ -195,6 +218,15 @@ trait Steps: Sync {
     /// Some rows of a key head against some of its keys.
     fn prefill(&self, workspace: &mut Workspace, kv: KvHead, rows: Range<usize>, keys: Range<usize>);
     fn epilogue(&self, workspace: &mut Workspace, kv: KvHead, rows: Range<usize>);
+    /// Statistics of some rows after all keys, whose scores were kept: see [`Observe`].
+    fn observe(
+        &self,
+        workspace: &mut Workspace,
+        kv: KvHead,
+        rows: Range<usize>,
+        output: &StatisticsOutput,
+        received: &mut [f32],
+    );
 }
 
 /// The steps of a call on a kernel whose tier the processor has.
@@ -228,6 +260,21 @@ impl<K: Kernel, E: Number, S: Stored> Steps for KernelSteps<'_, '_, K, E, S> {
         let task = Epilogue { call: self.call, state: &mut workspace.state, kv, rows };
         // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
         unsafe { K::F32::run_simd(task) };
+    }
+
+    fn observe(
+        &self,
+        workspace: &mut Workspace,
+        kv: KvHead,
+        rows: Range<usize>,
+        output: &StatisticsOutput,
+        received: &mut [f32],
+    ) {
+        let inputs = &self.inputs;
+        let tiles = &Tile::of_rows(inputs, kv, rows, K::PANEL, K::Vector::LANES);
+        let units = inputs.options.units(K::IS_BF16);
+        // SAFETY: as above; the workspace has the state and the scores of the tiles.
+        unsafe { K::F32::run_simd(Observe { inputs, output, workspace, tiles, units, received }) };
     }
 }
 

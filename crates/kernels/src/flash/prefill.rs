@@ -95,7 +95,9 @@ impl<S: Stored> Step<'_, '_, S> {
                 staging: workspace.staging.as_mut_ptr(),
                 dropout: workspace.dropout.as_mut_ptr(),
             };
-            K::run_simd(TileSoftmax { scores: tile_scores, depth, pairs, state, factors: factors.as_mut_ptr() });
+            let kept = workspace.kept.as_mut();
+            let kept = kept.map(|kept| kept.as_mut_ptr().add((index * inputs.dims.t_kv + first) * K::PANEL));
+            K::run_simd(TileSoftmax { scores: tile_scores, depth, pairs, state, factors: factors.as_mut_ptr(), kept });
             let weights = if K::IS_BF16 { pairs } else { scores };
             let values = ValueProduct { keys, columns: block.v, rows: sizes.d_v.rows, weights, to: state.context };
             let only_seen = is_masked && block.has_non_finite_values::<K>();

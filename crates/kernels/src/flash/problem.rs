@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use super::distances::{DistanceBias, DistanceTable};
 use super::dropout::Dropout;
+use super::statistics::StatisticsOutput;
 use crate::cpu::{Executor, SharedPtr};
 use crate::error::{Error, check_len};
 use crate::flash::AttentionKernels;
@@ -416,6 +417,8 @@ pub struct Call<'a, E, S = E> {
     lse: Option<SharedPtr<f32>>,
     /// (B, H, T_q).
     stats: Option<SharedPtr<SoftmaxStats>>,
+    /// Those of the weights, if they are wanted.
+    pub(super) statistics: Option<StatisticsOutput<'a>>,
     pub(super) executor: Option<Executor>,
 }
 
@@ -434,6 +437,10 @@ impl<'a, E: AttentionKernels, S: Stored> Call<'a, E, S> {
         stats.as_ref().map_or(Ok(()), |stats| check_len("stats", stats.len(), queries))?;
         let lse = lse.map(|lse| SharedPtr(lse.as_mut_ptr().cast()));
         Ok(Self { lse, stats: stats.map(|stats| SharedPtr(stats.as_mut_ptr().cast())), ..call })
+    }
+
+    pub(super) fn with_statistics(self, statistics: Option<StatisticsOutput<'a>>) -> Self {
+        Self { statistics, ..self }
     }
 
     /// A call whose context is there already, and is not written.
@@ -456,7 +463,7 @@ impl<'a, E: AttentionKernels, S: Stored> Call<'a, E, S> {
         problem.check()?;
         check_len("context", len, count)?;
         let (inputs, context) = (ScoreInputs { dims, ranges, options, distances: None }, SharedPtr(context));
-        Ok(Self { q, keys_values, inputs, output_order, context, lse: None, stats: None, executor })
+        Ok(Self { q, keys_values, inputs, output_order, context, lse: None, stats: None, statistics: None, executor })
     }
 }
 

@@ -10,6 +10,7 @@ mod distances;
 mod nan;
 mod shared_biases;
 mod sizes;
+mod statistics;
 
 use super::{
     Alibi, Dims, Dropout, DropoutMask, KvRows, OutputOrder, Problem, ScoreOptions, Strided, attend, attend_vec,
@@ -128,39 +129,54 @@ impl Case {
         }
     }
 
+    /// Whether a row is of a head, a query or a sequence, of B·H·T_q rows.
+    fn row(&self, row: usize) -> [usize; 3] {
+        let Dims { h, t_q, .. } = self.dims;
+        [row / (h * t_q), row / t_q % h, row % t_q]
+    }
+
+    /// The weights of a row before dropout, T_kv of them, and the log-sum-exp, in plain loops.
+    fn weights(&self, data: &Data<f64>, row: usize) -> (Vec<f64>, f64) {
+        let Dims { h, h_kv, t_q, t_kv, d, .. } = self.dims;
+        let [batch, head, i] = self.row(row);
+        let range = &self.ranges[batch * t_q + i];
+        let score = |key: usize| {
+            if !range.contains(&key) || self.everything && data.keep[key] == 0 {
+                return f64::NEG_INFINITY;
+            }
+            let key_row = (batch * h_kv + head / (h / h_kv)) * t_kv + key;
+            let products = (0..d).map(|n| data.q[row * d + n] * data.k[key_row * d + n]);
+            let score = 0.7 * products.sum::<f64>();
+            if !self.everything {
+                return score;
+            }
+            let distance = f64::from((data.positions[batch * t_q + i] - key as f32).abs());
+            2.0 * (score / 2.0).tanh() - f64::from(data.slopes[head]) * distance + f64::from(data.bias[i * t_kv + key])
+        };
+        let powers: Vec<f64> = (0..t_kv).map(|key| score(key).exp()).collect();
+        let sink = if self.everything { f64::from(data.sinks[head]).exp() } else { 0.0 };
+        let sum = powers.iter().sum::<f64>() + sink;
+        (powers.into_iter().map(|power| if sum == 0.0 { 0.0 } else { power / sum }).collect(), sum.ln())
+    }
+
     /// The context and the log-sum-exp, in plain loops.
     fn exact(&self, data: &Data<f64>) -> (Vec<f64>, Vec<f64>) {
-        let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = self.dims;
+        let Dims { b, h, h_kv, t_q, t_kv, d_v, .. } = self.dims;
         let (mut context, mut lse) = (Vec::new(), Vec::new());
         for row in 0..b * h * t_q {
-            let (batch, head, i) = (row / (h * t_q), row / t_q % h, row % t_q);
-            let key_row = |key: usize| (batch * h_kv + head / (h / h_kv)) * t_kv + key;
-            let range = self.ranges[batch * t_q + i].clone();
-            let seen: Vec<usize> = range.filter(|&key| !self.everything || data.keep[key] == 1).collect();
-            let score = |&key: &usize| {
-                let products = (0..d).map(|n| data.q[row * d + n] * data.k[key_row(key) * d + n]);
-                let score = 0.7 * products.sum::<f64>();
-                if !self.everything {
-                    return score;
-                }
-                let distance = f64::from((data.positions[batch * t_q + i] - key as f32).abs());
-                2.0 * (score / 2.0).tanh() - f64::from(data.slopes[head]) * distance
-                    + f64::from(data.bias[i * t_kv + key])
-            };
-            let powers: Vec<f64> = seen.iter().map(|key| score(key).exp()).collect();
-            let sink = if self.everything { f64::from(data.sinks[head]).exp() } else { 0.0 };
-            let sum = powers.iter().sum::<f64>() + sink;
+            let [batch, head, i] = self.row(row);
+            let (weights, of_row) = self.weights(data, row);
             let kept = |key: usize| match self.dropout {
                 Some(seed) if !philox_keeps(seed, P, [batch, head, i, key]) => 0.0,
                 Some(_) => 1.0 / (1.0 - P),
                 None => 1.0,
             };
             for n in 0..d_v {
-                let value = |key: usize| kept(key) * data.v[key_row(key) * d_v + n];
-                let mixed: f64 = seen.iter().zip(&powers).map(|(&key, power)| power * value(key)).sum();
-                context.push(if sum == 0.0 { 0.0 } else { mixed / sum });
+                let value = |key: usize| data.v[((batch * h_kv + head / (h / h_kv)) * t_kv + key) * d_v + n];
+                let mixed = weights.iter().enumerate().filter(|(_, weight)| **weight > 0.0);
+                context.push(mixed.map(|(key, weight)| weight * kept(key) * value(key)).sum());
             }
-            lse.push(sum.ln());
+            lse.push(of_row);
         }
         (context, lse)
     }

@@ -100,6 +100,9 @@ pub(super) struct Workspace {
     pub dropout: Scratch,
     /// Rows on their way to being transposed.
     pub staging: Scratch,
+    /// (panels, T_kv, panel), where statistics are wanted: the scores of all keys, until the sum of their weights is
+    /// known.
+    pub kept: Option<Scratch>,
 }
 
 impl Workspace {
@@ -118,6 +121,7 @@ impl Workspace {
             weights: Scratch::zeros(if K::IS_BF16 { block / 2 * K::PANEL } else { 0 }),
             dropout: Scratch::zeros(if inputs.options.dropout.is_some() { block * K::PANEL } else { 0 }),
             staging: Scratch::zeros(staging),
+            kept: None,
         }
     }
 }

@@ -1,0 +1,143 @@
+//! Statistics of the weights against those of plain loops in f64.
+
+use half::{bf16, f16};
+
+use super::{Case, dims};
+use crate::cpu::Tier;
+use crate::flash::{
+    Dims, OutputOrder, Problem, ScoreOptions, Statistics, StatisticsOptions, Strided, attend_vec,
+    attend_with_statistics,
+};
+use crate::{Element, Error};
+
+/// Compares what a tier finds with the weights of plain loops, and the context with that of a call without statistics.
+fn check<E: Element + Into<f32> + PartialEq>(case: &Case, tier: Tier, top: usize, tolerance: f64) {
+    let Dims { b, h, t_q, t_kv, .. } = case.dims;
+    let (rows, columns) = (t_q / 3..t_q, 0..t_kv.div_ceil(2));
+    let options = StatisticsOptions { top, rows: rows.clone(), columns: columns.clone() };
+    let data = case.data::<E>();
+    let problem = case.problem(&data);
+    let (context, found) = attend_with_statistics(&problem, tier, &options).expect("a few rows");
+    let without = attend_vec(&problem, tier, None, None).expect("a few rows");
+    let near = |found: f32, exact: f64, what: &str| {
+        assert!((f64::from(found) - exact).abs() <= tolerance * (1.0 + exact.abs()), "{what}: {found}, not {exact}");
+    };
+    for (with, without) in context.iter().zip(without) {
+        near((*with).into(), f64::from(without.into()), "context");
+    }
+
+    let k = top.min(t_kv);
+    let wide = data.clone().widened(case.q8);
+    let mut received = vec![0.0; b * h * t_kv];
+    for row in 0..b * h * t_q {
+        let [batch, head, i] = case.row(row);
+        let (weights, _) = case.weights(&wide, row);
+        for (key, weight) in weights.iter().enumerate() {
+            received[(batch * h + head) * t_kv + key] += weight;
+        }
+        let terms = weights.iter().filter(|weight| **weight > 0.0).map(|weight| -weight * weight.ln());
+        near(found.entropy[row], terms.sum(), "entropy");
+        let mut sorted = weights.clone();
+        sorted.sort_by(|a, b| b.total_cmp(a));
+        let (keys, of_keys) = (&found.top_keys[row * k..][..k], &found.top_weights[row * k..][..k]);
+        for (n, (&key, &weight)) in keys.iter().zip(of_keys).enumerate() {
+            near(weight, sorted[n], "the largest weights");
+            near(weight, weights[key as usize], "the weight of a key");
+            assert!(!keys[..n].contains(&key), "{keys:?}");
+        }
+        if rows.contains(&i) {
+            let first = ((batch * h + head) * rows.len() + i - rows.start) * columns.len();
+            for (found, exact) in found.weights[first..][..columns.len()].iter().zip(&weights) {
+                near(*found, *exact, "weights");
+            }
+        }
+    }
+    for (found, exact) in found.received.iter().zip(&received) {
+        near(*found, *exact, "received");
+    }
+}
+
+#[test]
+fn every_tier_finds_the_statistics_of_plain_loops() {
+    let shapes = [dims(2, 1, 3, 3, 2), dims(2, 9, 40, 8, 3), dims(6, 50, 131, 5, 3), dims(1, 130, 300, 8, 4)];
+    let (tiers, shapes) = match cfg!(miri) {
+        true => (vec![Tier::Scalar], &shapes[..1]),
+        false => (Tier::available(), &shapes[..]),
+    };
+    for tier in tiers {
+        for (&dims, top) in shapes.iter().zip([5, 32, 7, 0]) {
+            let cases = [(false, false), (true, false), (true, true)];
+            for ((causal, everything), q8) in cases.into_iter().flat_map(|case| [(case, false), (case, true)]) {
+                let case = Case { q8, ..Case::new(dims, causal, everything) };
+                let case = if causal && q8 { case.with_dropout(7) } else { case };
+                check::<f32>(&case, tier, top, 2e-5);
+                check::<bf16>(&case, tier, top, 2e-2);
+                check::<f16>(&case, tier, top, 2e-3);
+            }
+        }
+    }
+}
+
+/// A call of one head, causal where it has a query for each key.
+fn one_head(keys: &[f32], queries: &[f32], options: &StatisticsOptions) -> Result<Statistics, Error> {
+    let (t_q, t_kv) = (queries.len(), keys.len());
+    let rows = |data| Strided { data, strides: [0, 0, 1] };
+    let end = |query: usize| if t_q == t_kv { query + 1 } else { t_kv };
+    let problem = Problem {
+        dims: Dims { b: 1, h: 1, h_kv: 1, t_q, t_kv, d: 1, d_v: 1 },
+        q: rows(queries),
+        k: rows(keys).into(),
+        v: rows(keys).into(),
+        ranges: &(0..t_q).map(|query| 0..end(query)).collect::<Vec<_>>(),
+        scores: ScoreOptions::default(),
+        output_order: OutputOrder::Bhtd,
+        executor: None,
+    };
+    Ok(attend_with_statistics(&problem, Tier::available()[0], options)?.1)
+}
+
+#[test]
+fn of_equal_weights_the_lower_key_comes_first_and_hidden_keys_come_last() -> Result<(), Error> {
+    let top = |top| StatisticsOptions { top, ..Default::default() };
+    let keys: Vec<f32> = (0..500).map(|key| if key % 100 == 3 { 2.0 } else { 1.0 }).collect();
+    let found = one_head(&keys, &[1.0], &top(8))?;
+    assert_eq!(found.top_keys, [3, 103, 203, 303, 403, 0, 1, 2]);
+
+    let found = one_head(&[1.0, 2.0, 3.0, 4.0], &[1.0; 4], &top(3))?;
+    assert_eq!(found.top_keys, [0, 1, 2, 1, 0, 2, 2, 1, 0, 3, 2, 1]);
+    assert_eq!(found.top_weights[1..3], [0.0; 2]);
+
+    // A weight that is too small for a number is that of a hidden key.
+    let found = one_head(&[-500.0, 500.0, -400.0], &[1.0], &top(3))?;
+    assert_eq!((found.top_keys, found.top_weights), (vec![1, 0, 2], vec![1.0, 0.0, 0.0]));
+    assert_eq!((found.entropy, found.received), (vec![0.0], vec![0.0, 1.0, 0.0]));
+    Ok(())
+}
+
+#[test]
+fn what_a_call_does_not_have_is_an_error() {
+    let options = StatisticsOptions { top: 1, rows: 0..2, columns: 0..3 };
+    let error = |options| one_head(&[1.0; 3], &[1.0; 2], &options).expect_err("not there").to_string();
+    assert!(one_head(&[1.0; 3], &[1.0; 2], &options).is_ok());
+    assert_eq!(error(StatisticsOptions { rows: 1..3, ..options.clone() }), "expected rows within 0..2, found 1..3");
+    assert_eq!(
+        error(StatisticsOptions { columns: 0..4, ..options.clone() }),
+        "expected columns within 0..3, found 0..4"
+    );
+    let found = error(StatisticsOptions { top: 33, ..options });
+    assert_eq!(found, "expected at most 32 top keys of 4294967295 keys, found 33 of 3");
+}
+
+#[test]
+fn statistics_do_not_depend_on_the_number_of_threads() {
+    let case = Case::new(dims(2, 700, 700, 8, 4), true, false);
+    let data = case.data::<f32>();
+    let options = StatisticsOptions { top: 4, ..Default::default() };
+    let run = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
+        pool.install(|| {
+            attend_with_statistics(&case.problem(&data), Tier::available()[0], &options).expect("a few rows")
+        })
+    };
+    assert_eq!(run(1), run(3));
+}
