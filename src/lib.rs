@@ -49,17 +49,18 @@
 
 pub use candle_attention_core::{
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AlibiConfig, AttentionCache, AttentionCacheConfig,
-    AttentionFunction, AttentionInput, AttentionMask, AttentionOutput, Backend, ContentPositions, ContextNorm,
-    DisentangledConfig, EmptyRows, GateActivation, GatePlace, GateScope, HeadShard, KvRanges, KvSource, LayerNorm,
-    LayerOutput, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention,
+    AttentionFunction, AttentionInput, AttentionMask, AttentionOutput, AttentionStatistics, Backend, ContentPositions,
+    ContextNorm, DisentangledConfig, EmptyRows, GateActivation, GatePlace, GateScope, HeadShard, KvRanges, KvSource,
+    LayerNorm, LayerOutput, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention,
     MultiHeadLatentAttentionConfig, OutputGate, OutputOrder, PackedGatedLinear, PackedLinear, PackedSequences, Plan,
     ProjectedMemory, ProjectionModule, ProjectionModules, ProjectionPlace, QkNorm, QkNormKind, QkNormScope,
     QueryScaling, RelativeBias, RelativeBiasConfig, RelativeEmbeddings, RmsNorm, RopeAxes, RopeAxisLayout, RopeConfig,
-    RopeScaling, RopeStyle, RotaryEmbedding, SdpaOptions, SumFunction, TorchSeed, ValidLens, WeightLayout, Windows,
-    alibi_slopes, cpu, init, layer_norm, layer_norm_no_bias, masked_softmax, merge_attention, packed_linear,
-    packed_linear_b, packed_linear_no_bias, plan, rms_norm, rms_norm_plus_one, scaled_dot_product_attention,
-    scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse,
-    scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights, untrained,
+    RopeScaling, RopeStyle, RotaryEmbedding, SdpaOptions, StatisticsOptions, SumFunction, TorchSeed, ValidLens,
+    WeightLayout, Windows, alibi_slopes, cpu, init, layer_norm, layer_norm_no_bias, masked_softmax, merge_attention,
+    packed_linear, packed_linear_b, packed_linear_no_bias, plan, rms_norm, rms_norm_plus_one,
+    scaled_dot_product_attention, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse,
+    scaled_dot_product_attention_varlen_with_statistics, scaled_dot_product_attention_with_lse,
+    scaled_dot_product_attention_with_statistics, scaled_dot_product_attention_with_weights, untrained,
 };
 
 #[cfg(feature = "checkpoints")]

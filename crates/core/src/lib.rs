@@ -66,8 +66,9 @@ pub use position::{
     RelativeEmbeddings, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, alibi_slopes,
 };
 pub use sdpa::{
-    AttentionFunction, AttentionOutput, Backend, OutputOrder, PackedSequences, Plan, SdpaOptions, masked_softmax,
-    merge_attention, plan, scaled_dot_product_attention, scaled_dot_product_attention_varlen,
-    scaled_dot_product_attention_varlen_with_lse, scaled_dot_product_attention_with_lse,
-    scaled_dot_product_attention_with_weights,
+    AttentionFunction, AttentionOutput, AttentionStatistics, Backend, OutputOrder, PackedSequences, Plan, SdpaOptions,
+    StatisticsOptions, masked_softmax, merge_attention, plan, scaled_dot_product_attention,
+    scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse,
+    scaled_dot_product_attention_varlen_with_statistics, scaled_dot_product_attention_with_lse,
+    scaled_dot_product_attention_with_statistics, scaled_dot_product_attention_with_weights,
 };

@@ -12,7 +12,8 @@ use super::{AttentionCache, NewTokens};
 use crate::base::accumulation_dtype;
 use crate::mask::{AttentionMask, Placement, RebaseDims};
 use crate::sdpa::{
-    AttentionOutput, Keys, Plan, QuantizedCall, QuantizedKv, SdpaOptions, plan, scaled_dot_product_attention,
+    AttentionOutput, AttentionStatistics, Keys, Plan, QuantizedCall, QuantizedKv, SdpaOptions, StatisticsOptions, plan,
+    scaled_dot_product_attention, scaled_dot_product_attention_with_statistics,
     scaled_dot_product_attention_with_weights,
 };
 
@@ -230,6 +231,26 @@ impl Keys for CachedCall<'_> {
             scaled_dot_product_attention_with_weights(&self.query(q)?, &k, &v, mask, options)?;
         self.in_graph.set(context.track_op());
         Ok(AttentionOutput { context: context.to_dtype(q.dtype())?, weights: weights.to_dtype(q.dtype())? })
+    }
+
+    fn attend_with_statistics(
+        &self,
+        q: &Tensor,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+        wanted: &StatisticsOptions,
+    ) -> Result<(Tensor, AttentionStatistics)> {
+        let AllRows { rows, mask, options } = &self.all_rows(q, mask, options)?;
+        if let Some(kv) = self.quantized(rows)?
+            && let Some(call) = QuantizedCall::new(&self.own_query(q), &kv, mask, options)?
+        {
+            return call.attend_with_statistics(wanted);
+        }
+        let (k, v) = self.read(rows)?;
+        let (context, found) =
+            scaled_dot_product_attention_with_statistics(&self.query(q)?, &k, &v, mask, options, wanted)?;
+        self.in_graph.set(context.track_op());
+        Ok((context.to_dtype(q.dtype())?, found))
     }
 
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {

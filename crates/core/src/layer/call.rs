@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 
 use super::LayerOutput;
 use crate::mask::AttentionMask;
-use crate::sdpa::{AttentionOutput, Keys, Plan, SdpaOptions};
+use crate::sdpa::{AttentionOutput, AttentionStatistics, Keys, Plan, SdpaOptions, StatisticsOptions};
 
 /// The arguments of attention that a layer makes of an input.
 pub(super) struct AttentionCall<'a> {
@@ -39,6 +39,19 @@ impl AttentionCall<'_> {
         let weights = self.in_rank_of_input(weights)?;
         self.keys.commit()?;
         Ok(LayerOutput { output, weights })
+    }
+
+    /// [`finish`](Self::finish), and statistics of the weights.
+    pub fn finish_with_statistics(
+        self,
+        wanted: &StatisticsOptions,
+        output: impl FnOnce(&Tensor, &Self) -> Result<Tensor>,
+    ) -> Result<(Tensor, AttentionStatistics)> {
+        let (context, found) = self.keys.attend_with_statistics(&self.q, &self.mask, &self.options, wanted)?;
+        let output = self.in_rank_of_input(output(&context, &self)?)?;
+        let found = found.map(|found| self.in_rank_of_input(found))?;
+        self.keys.commit()?;
+        Ok((output, found))
     }
 
     /// The path that attention takes, and why.

@@ -10,7 +10,7 @@ use super::{AttentionInput, LayerOutput, MultiHeadAttention};
 use crate::base::accumulation_dtype;
 use crate::mask::AttentionMask;
 use crate::position::{KeysByHeads, Scores, TermCall};
-use crate::sdpa::{Keys, OwnKeys, Plan, uncached};
+use crate::sdpa::{AttentionStatistics, Keys, OwnKeys, Plan, StatisticsOptions, uncached};
 
 impl MultiHeadAttention {
     /// Self-attention under the layer's own mask: (B, T, E) gives (B, T, out_dim). Training is
@@ -38,6 +38,35 @@ impl MultiHeadAttention {
     /// As [`forward_with`](Self::forward_with).
     pub fn forward_with_weights<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<LayerOutput> {
         self.call(input.into())?.finish_with_weights(|context, call| self.output(context, call))
+    }
+
+    /// [`forward_with`](Self::forward_with) that also returns statistics of the weights: for each query its largest
+    /// weights and its entropy, for each key the weight that it receives, (B, H, ..); (H, ..) for an input (T, E), and
+    /// for packed sequences. The kernel finds them without having the weights as a whole, see
+    /// [`scaled_dot_product_attention_with_statistics`](crate::scaled_dot_product_attention_with_statistics). Keys are
+    /// counted as those that attention is to: with a cache, from the first that it holds.
+    ///
+    /// ```
+    /// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, StatisticsOptions};
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_nn::VarBuilder;
+    /// # fn main() -> candle_core::Result<()> {
+    /// let cfg = MultiHeadAttentionConfig::new(64, 4).with_causal(true);
+    /// let mha = MultiHeadAttention::new(&cfg, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+    /// let xs = Tensor::randn(0f32, 1., (2, 6, 64), &Device::Cpu)?;
+    /// let (ys, found) = mha.forward_with_statistics(&xs, &StatisticsOptions::default().with_top_keys(3))?;
+    /// assert_eq!((ys.dims(), found.top_keys.dims()), (&[2, 6, 64][..], &[2, 4, 6, 3][..]));
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`forward_with`](Self::forward_with), and for statistics that a call does not have.
+    pub fn forward_with_statistics<'a>(
+        &self,
+        input: impl Into<AttentionInput<'a>>,
+        wanted: &StatisticsOptions,
+    ) -> Result<(Tensor, AttentionStatistics)> {
+        self.call(input.into())?.finish_with_statistics(wanted, |context, call| self.output(context, call))
     }
 
     /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's projections

@@ -3,8 +3,10 @@
 use candle_core::{Result, Tensor, bail};
 
 use super::{
-    AttentionOutput, PackedSequences, Plan, SdpaOptions, plan, plan_varlen, scaled_dot_product_attention,
-    scaled_dot_product_attention_varlen, scaled_dot_product_attention_with_weights,
+    AttentionOutput, AttentionStatistics, PackedSequences, Plan, SdpaOptions, StatisticsOptions, plan, plan_varlen,
+    scaled_dot_product_attention, scaled_dot_product_attention_varlen,
+    scaled_dot_product_attention_varlen_with_statistics, scaled_dot_product_attention_with_statistics,
+    scaled_dot_product_attention_with_weights,
 };
 use crate::mask::AttentionMask;
 
@@ -19,6 +21,15 @@ pub(crate) trait Keys {
 
     /// [`attend`](Self::attend), and the weights (B, H, T_q, T_kv).
     fn attend_with_weights(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<AttentionOutput>;
+
+    /// [`attend`](Self::attend), and statistics (B, H, ..) of the weights.
+    fn attend_with_statistics(
+        &self,
+        q: &Tensor,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+        wanted: &StatisticsOptions,
+    ) -> Result<(Tensor, AttentionStatistics)>;
 
     /// The path that [`attend`](Self::attend) takes, and why.
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan>;
@@ -57,6 +68,16 @@ impl Keys for OwnKeys {
         scaled_dot_product_attention_with_weights(q, &self.k, &self.v, mask, options)
     }
 
+    fn attend_with_statistics(
+        &self,
+        q: &Tensor,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+        wanted: &StatisticsOptions,
+    ) -> Result<(Tensor, AttentionStatistics)> {
+        scaled_dot_product_attention_with_statistics(q, &self.k, &self.v, mask, options, wanted)
+    }
+
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
         plan(q, &self.k, &self.v, mask, options)
     }
@@ -89,6 +110,16 @@ impl Keys for FunctionKeys<'_> {
         bail!("[attention_function] weights are asked for, which a function of the caller's does not give")
     }
 
+    fn attend_with_statistics(
+        &self,
+        _: &Tensor,
+        _: &AttentionMask,
+        _: &SdpaOptions,
+        _: &StatisticsOptions,
+    ) -> Result<(Tensor, AttentionStatistics)> {
+        bail!("[attention_function] statistics are asked for, which a function of the caller's does not give")
+    }
+
     fn plan(&self, _: &Tensor, _: &AttentionMask, _: &SdpaOptions) -> Result<Plan> {
         bail!("[attention_function] plans are asked for, which a function of the caller's does not give")
     }
@@ -116,6 +147,19 @@ impl Keys for PackedKeys<'_> {
 
     fn attend_with_weights(&self, _: &Tensor, _: &AttentionMask, _: &SdpaOptions) -> Result<AttentionOutput> {
         bail!("[multi_head_attention] weights (B, H, T_q, T_kv) are asked for, which packed sequences do not have")
+    }
+
+    fn attend_with_statistics(
+        &self,
+        q: &Tensor,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+        wanted: &StatisticsOptions,
+    ) -> Result<(Tensor, AttentionStatistics)> {
+        let [q, k, v] = self.packed(q)?;
+        let (context, found) =
+            scaled_dot_product_attention_varlen_with_statistics(&q, &k, &v, self.sequences, mask, options, wanted)?;
+        Ok((context.unsqueeze(0)?.transpose(1, 2)?, found.map(|found| found.unsqueeze(0))?))
     }
 
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {

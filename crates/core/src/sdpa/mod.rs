@@ -12,12 +12,17 @@ mod quantized;
 mod reference;
 mod rows;
 mod softmax;
+mod statistics;
 mod validate;
 mod varlen;
 
 pub use keys::AttentionFunction;
 pub use plan::{Backend, OutputOrder, Plan, SdpaOptions};
 pub use softmax::{masked_softmax, merge_attention};
+pub use statistics::{
+    AttentionStatistics, StatisticsOptions, scaled_dot_product_attention_varlen_with_statistics,
+    scaled_dot_product_attention_with_statistics,
+};
 pub use varlen::{PackedSequences, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse};
 
 pub(crate) use keys::{Keys, OwnKeys, uncached};

@@ -192,6 +192,7 @@ pub(super) enum Outputs {
     Context,
     Weights,
     LogSumExp,
+    Statistics,
 }
 
 /// What is going to run.
@@ -220,6 +221,9 @@ pub(super) fn choose(call: &Call, outputs: Outputs) -> Result<Choice> {
         (Some(obstacle), _) => Err(obstacle),
         (None, Device::Cpu) if call.q.dtype() == DType::F64 => {
             Err("the CPU kernel computes in f32, and the inputs are F64".into())
+        }
+        (None, Device::Cpu) if outputs == Outputs::Statistics && tracks_gradients(call) => {
+            Err("an input is tracked for gradients, which the kernel does not have beside statistics".into())
         }
         (None, Device::Cpu) if call.scales.is_some() && tracks_gradients(call) => {
             Err("an input is tracked for gradients, which keys and values of 8 bits do not have".into())

@@ -4,7 +4,7 @@ use candle_core::{Device, Result, Tensor};
 
 use super::plan::{Choice, Outputs, choose};
 use super::validate::Call;
-use super::{Plan, SdpaOptions, cpu};
+use super::{AttentionStatistics, Plan, SdpaOptions, StatisticsOptions, cpu, statistics};
 use crate::mask::AttentionMask;
 use candle_attention_kernels::Tier;
 
@@ -48,6 +48,11 @@ impl<'a> QuantizedCall<'a> {
     /// The context (B, H, T_q, D_v).
     pub fn attend(&self) -> Result<Tensor> {
         cpu::attend(&self.call, self.tier)
+    }
+
+    /// The context, and statistics of the weights.
+    pub fn attend_with_statistics(&self, wanted: &StatisticsOptions) -> Result<(Tensor, AttentionStatistics)> {
+        statistics::attend(&self.call, wanted)
     }
 
     pub fn plan(&self) -> Plan {

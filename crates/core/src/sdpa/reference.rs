@@ -1,5 +1,7 @@
 //! The specification: attention in Candle's own operations, differentiable, on any device.
 
+use std::ops::Range;
+
 use candle_attention_kernels::flash::philox_keeps;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -26,24 +28,34 @@ pub(super) fn attend(call: &Call) -> Result<Attended> {
     }
 }
 
-/// Each sequence by itself. No weights: they have no one shape.
-fn attend_sequences(packed: &Call, sequences: &PackedSequences) -> Result<Attended> {
-    let (Dims { h, t_q, d_v, .. }, device) = (packed.dims, packed.q.device());
-    let (mut contexts, mut lses) = (Vec::new(), Vec::new());
-    for s in 0..sequences.len() {
+/// Each sequence that has queries by itself.
+fn each_sequence<'a>(
+    packed: &'a Call,
+    sequences: &'a PackedSequences,
+) -> impl Iterator<Item = Result<(Range<usize>, Attended)>> + 'a {
+    (0..sequences.len()).filter(|&s| !sequences.queries(s).is_empty()).map(|s| {
         let (queries, keys) = (sequences.queries(s), sequences.keys(s));
-        if queries.is_empty() {
-            continue;
-        }
         let mask = packed.mask.of_sequence(s, sequences.len(), queries.len(), keys.len());
         let [q, k, v] = sequences.narrow(s, [&packed.q, &packed.k, &packed.v])?;
         let options = packed.options.of_sequence(sequences, s)?;
         let call = Call::new(packed.op, [&q, &k, &v], &mask, &options)?;
-        let own = attend_batch(&Call {
-            output_order: packed.output_order,
-            first_row_and_key: [queries.start, keys.start],
-            ..call
-        })?;
+        let first_row_and_key = [queries.start, keys.start];
+        Ok((keys, attend_batch(&Call { output_order: packed.output_order, first_row_and_key, ..call })?))
+    })
+}
+
+/// Of each sequence that has queries, its keys and the weights (1, H, T_q, T_kv).
+pub(super) fn weights_of_sequences(packed: &Call, sequences: &PackedSequences) -> Result<Vec<(Range<usize>, Tensor)>> {
+    let with_weights = |own: Result<(_, Attended)>| own.map(|(keys, own)| own.weights.map(|weights| (keys, weights)));
+    each_sequence(packed, sequences).filter_map(|own| with_weights(own).transpose()).collect()
+}
+
+/// Each sequence by itself. No weights: they have no one shape.
+fn attend_sequences(packed: &Call, sequences: &PackedSequences) -> Result<Attended> {
+    let (Dims { h, t_q, d_v, .. }, device) = (packed.dims, packed.q.device());
+    let (mut contexts, mut lses) = (Vec::new(), Vec::new());
+    for own in each_sequence(packed, sequences) {
+        let (_, own) = own?;
         contexts.push(own.context.transpose(1, 2)?);
         lses.push(own.lse);
     }

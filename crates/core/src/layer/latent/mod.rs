@@ -20,7 +20,7 @@ use crate::linear::PackedLinear;
 use crate::mask::AttentionMask;
 use crate::norm::Norm;
 use crate::position::{Positions, RotaryEmbedding};
-use crate::sdpa::{Keys, OwnKeys, PackedSequences, Plan, uncached};
+use crate::sdpa::{AttentionStatistics, Keys, OwnKeys, PackedSequences, Plan, StatisticsOptions, uncached};
 use up::UpProjection;
 
 const OP: &str = "multi_head_latent_attention";
@@ -251,6 +251,20 @@ impl MultiHeadLatentAttention {
     pub fn forward_with_weights<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<LayerOutput> {
         let (call, form) = self.call(input.into(), None)?;
         call.finish_with_weights(|context, call| self.output(context, form, call))
+    }
+
+    /// [`forward_with`](Self::forward_with) that also returns statistics of the weights, as
+    /// [`MultiHeadAttention::forward_with_statistics`](crate::MultiHeadAttention::forward_with_statistics) does.
+    ///
+    /// # Errors
+    /// As [`forward_with`](Self::forward_with), and for statistics that a call does not have.
+    pub fn forward_with_statistics<'a>(
+        &'a self,
+        input: impl Into<AttentionInput<'a>>,
+        wanted: &StatisticsOptions,
+    ) -> Result<(Tensor, AttentionStatistics)> {
+        let (call, form) = self.call(input.into(), None)?;
+        call.finish_with_statistics(wanted, |context, call| self.output(context, form, call))
     }
 
     /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's projections

@@ -9,7 +9,7 @@ use candle_core::{CpuStorage, CustomOp3, DType, Error, Layout, Result, Shape, St
 
 use super::rows::RowRanges;
 use super::validate::{self, Call};
-use super::{OutputOrder, plan, reference};
+use super::{AttentionStatistics, OutputOrder, StatisticsOptions, plan, reference};
 use crate::base::rowwise::with_contiguous_rows;
 use crate::base::{executor, fits_in_memory};
 use backward::FlattenedFlash;
@@ -31,13 +31,41 @@ pub(super) fn attend_with_lse(call: &Call, tier: Tier) -> Result<(Tensor, Tensor
     }
 }
 
+/// The context, and statistics of the weights. No input is tracked for gradients.
+pub(super) fn attend_with_statistics(
+    call: &Call,
+    tier: Tier,
+    wanted: &StatisticsOptions,
+) -> Result<(Tensor, AttentionStatistics)> {
+    let observed = Observed { options: wanted.as_kernels(), found: OnceLock::new() };
+    let [q, k, v] = contiguous(call)?;
+    let flash = Flash { observed: Some(observed), ..Flash::new(call, tier, &ScoreTensors::new(call)?, false)? };
+    let context = q.apply_op3_no_bwd(&k, &v, &flash)?;
+    let Some(found) = flash.observed.and_then(|observed| observed.found.into_inner()) else {
+        bail!("[{}] the kernel gave no statistics", call.op)
+    };
+    Ok((in_order(call, context)?, AttentionStatistics::of_kernel(found, call, wanted)?))
+}
+
+fn contiguous(call: &Call) -> Result<[Tensor; 3]> {
+    Ok([with_contiguous_rows(&call.q)?, with_contiguous_rows(&call.k)?, with_contiguous_rows(&call.v)?])
+}
+
+/// The context as it lies in memory, as (B, H, T_q, D_v).
+fn in_order(call: &Call, context: Tensor) -> Result<Tensor> {
+    match call.output_order {
+        OutputOrder::Bhtd => Ok(context),
+        OutputOrder::Bthd => context.transpose(1, 2),
+    }
+}
+
 /// The context, and the log-sum-exp if it is wanted.
 fn run(call: &Call, tier: Tier, wants_lse: bool) -> Result<(Tensor, Option<Tensor>)> {
     let validate::Dims { b, h, t_q, .. } = call.dims;
     if wants_lse && !fits_in_memory(&[b, h, t_q]) {
         bail!("[{}] a log-sum-exp of {:?} does not fit in memory", call.op, [b, h, t_q])
     }
-    let (q, k, v) = (with_contiguous_rows(&call.q)?, with_contiguous_rows(&call.k)?, with_contiguous_rows(&call.v)?);
+    let [q, k, v] = contiguous(call)?;
     let score_tensors = ScoreTensors::new(call)?;
     let is_tracked = plan::tracks_gradients(call);
     if is_tracked && call.dims.is_empty() {
@@ -56,10 +84,7 @@ fn run(call: &Call, tier: Tier, wants_lse: bool) -> Result<(Tensor, Option<Tenso
     } else {
         (q.apply_op3(&k, &v, flash)?, None)
     };
-    match call.output_order {
-        OutputOrder::Bhtd => Ok((context, lse)),
-        OutputOrder::Bthd => Ok((context.transpose(1, 2)?, lse)),
-    }
+    Ok((in_order(call, context)?, lse))
 }
 
 /// The weights that a call drops.
@@ -179,6 +204,13 @@ struct Flash {
     stats: Option<OnceLock<Vec<SoftmaxStats>>>,
     /// Candle's operations give one tensor; the second result leaves by here, if it is wanted.
     lse: Option<OnceLock<Vec<f32>>>,
+    observed: Option<Observed>,
+}
+
+/// Statistics that are wanted, and leave as the log-sum-exp does.
+struct Observed {
+    options: flash::StatisticsOptions,
+    found: OnceLock<flash::Statistics>,
 }
 
 impl Flash {
@@ -205,6 +237,7 @@ impl Flash {
             output_order: call.output_order,
             stats: is_tracked.then(OnceLock::new),
             lse: None,
+            observed: None,
         })
     }
 
@@ -259,6 +292,14 @@ impl Flash {
 
     /// The context, and the other results to where they are wanted.
     fn attend<E: Element + WithDType>(&self, q: Strided<E, 3>, kv: [KvRows<E>; 2]) -> Result<Vec<E>> {
+        if let Some(Observed { options, found }) = &self.observed {
+            return self.with_problem(q, kv, |problem| {
+                let attended = flash::attend_with_statistics(problem, self.tier, options);
+                let (context, statistics) = attended.map_err(|error| self.error(error))?;
+                let _ = found.set(statistics);
+                Ok(context)
+            });
+        }
         let (mut lse, mut stats) = (Vec::new(), Vec::new());
         let context = self.with_problem(q, kv, |problem| {
             let (lse, stats) = (self.lse.is_some().then_some(&mut lse), self.stats.is_some().then_some(&mut stats));

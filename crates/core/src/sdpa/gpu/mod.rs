@@ -144,6 +144,7 @@ impl Operation {
         let lacks = [
             (tracks_gradients(call), "has no gradients, and an input is tracked for them"),
             (outputs == Outputs::LogSumExp, "has no log-sum-exp"),
+            (outputs == Outputs::Statistics, "has no statistics of weights"),
             (options.sinks.is_some(), "has no sinks"),
             (options.distance_bias.is_some(), "takes no bias by distance"),
             (options.alibi_slopes.is_some() && !self.alibi, "has no ALiBi"),

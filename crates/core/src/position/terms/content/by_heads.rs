@@ -8,7 +8,8 @@ use candle_core::{Result, Tensor};
 use super::distances::DistanceTerms;
 use crate::mask::AttentionMask;
 use crate::sdpa::{
-    AttentionOutput, Keys, Plan, SdpaOptions, plan, scaled_dot_product_attention,
+    AttentionOutput, AttentionStatistics, Keys, Plan, SdpaOptions, StatisticsOptions, plan,
+    scaled_dot_product_attention, scaled_dot_product_attention_with_statistics,
     scaled_dot_product_attention_with_weights,
 };
 
@@ -46,6 +47,17 @@ impl Keys for KeysByHeads {
     fn attend_with_weights(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<AttentionOutput> {
         let Part { q, k, v, mask, options } = self.part(q, mask, options, 0..self.k.dim(1)?)?;
         scaled_dot_product_attention_with_weights(&q, &k, &v, &mask, &options)
+    }
+
+    fn attend_with_statistics(
+        &self,
+        q: &Tensor,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+        wanted: &StatisticsOptions,
+    ) -> Result<(Tensor, AttentionStatistics)> {
+        let Part { q, k, v, mask, options } = self.part(q, mask, options, 0..self.k.dim(1)?)?;
+        scaled_dot_product_attention_with_statistics(&q, &k, &v, &mask, &options, wanted)
     }
 
     /// The path of the first heads, which is that of all.

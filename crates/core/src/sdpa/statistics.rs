@@ -1,0 +1,241 @@
+//! Statistics of attention weights, which the fused kernel finds without having the weights as a whole.
+
+use std::ops::Range;
+
+use candle_attention_kernels::flash::{self, MAX_TOP};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use macro_rules_attribute::apply;
+
+use super::plan::{self, Choice, Outputs};
+use super::validate::{Call, Dims};
+use super::{PackedSequences, SdpaOptions, cpu, reference};
+use crate::base::{Options, accumulation_dtype, options};
+use crate::mask::AttentionMask;
+
+/// What [`scaled_dot_product_attention_with_statistics`] is to find out, besides entropies and sums.
+///
+/// ```
+/// use candle_attention::StatisticsOptions;
+/// // The four keys that matter most to each query, and the weights of queries 100 to 103 in full.
+/// let options = StatisticsOptions::default().with_top_keys(4).with_weights_of(100..104, 0..1000);
+/// assert_eq!(options.top_keys(), 4);
+/// ```
+#[apply(options)]
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use]
+pub struct StatisticsOptions {
+    /// How many keys with the largest weights are wanted of each query, at most 32; 8 unless given.
+    #[default(8)]
+    top_keys: usize,
+    window: Option<[Range<usize>; 2]>,
+}
+
+impl Default for StatisticsOptions {
+    fn default() -> Self {
+        Self::unset()
+    }
+}
+
+impl StatisticsOptions {
+    /// The weights of the queries `rows` and the keys `columns` are wanted as they are: that tile, and not those of all
+    /// queries and keys.
+    pub fn with_weights_of(self, rows: Range<usize>, columns: Range<usize>) -> Self {
+        Self { window: Some([rows, columns]), ..self }
+    }
+
+    fn check(&self, call: &Call) -> Result<()> {
+        let (op, Dims { t_q, t_kv, .. }) = (call.op, call.dims);
+        if self.top_keys > MAX_TOP {
+            bail!("[{op}] top_keys is {}, expected at most {MAX_TOP}", self.top_keys)
+        }
+        match &self.window {
+            Some([rows, columns]) if !is_within(rows, t_q) || !is_within(columns, t_kv) => bail!(
+                "[{op}] weights of queries {rows:?} and keys {columns:?} were asked for, expected some of {t_q} queries \
+                 and {t_kv} keys"
+            ),
+            _ => Ok(()),
+        }
+    }
+
+    /// The same for the kernels.
+    pub(super) fn as_kernels(&self) -> flash::StatisticsOptions {
+        let [rows, columns] = self.window.clone().unwrap_or([0..0, 0..0]);
+        flash::StatisticsOptions { top: self.top_keys, rows, columns }
+    }
+}
+
+fn is_within(range: &Range<usize>, count: usize) -> bool {
+    range.start <= range.end && range.end <= count
+}
+
+/// Statistics of the weights of one call, after the softmax and before dropout: in f32 (f64 for f64 inputs), on q's
+/// device, without gradients.
+#[derive(Debug, Clone)]
+pub struct AttentionStatistics {
+    /// The keys with the largest weights of each query, the largest first and of two alike the lower key first: (B, H,
+    /// T_q, k) in u32, where k is the smaller of [`StatisticsOptions::top_keys`] and T_kv. Keys of weight 0, such as
+    /// hidden ones, come last, the lowest first.
+    pub top_keys: Tensor,
+    /// The weights of [`top_keys`](Self::top_keys): (B, H, T_q, k).
+    pub top_weights: Tensor,
+    /// `-Σ w ln w` over the keys of each query, in nats: (B, H, T_q). 0 for a query that sees one key, or none.
+    pub entropy: Tensor,
+    /// The sum over the queries of the weight that a key has: (B, H, T_kv).
+    pub received: Tensor,
+    /// The weights of [`StatisticsOptions::with_weights_of`], if they were asked for: (B, H, rows, columns).
+    pub weights: Option<Tensor>,
+}
+
+impl AttentionStatistics {
+    /// The same after a change of each tensor.
+    pub(crate) fn map(self, change: impl Fn(Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(Self {
+            top_keys: change(self.top_keys)?,
+            top_weights: change(self.top_weights)?,
+            entropy: change(self.entropy)?,
+            received: change(self.received)?,
+            weights: self.weights.map(change).transpose()?,
+        })
+    }
+
+    /// Those that the kernel found.
+    pub(super) fn of_kernel(found: flash::Statistics, call: &Call, wanted: &StatisticsOptions) -> Result<Self> {
+        let (Dims { b, h, t_q, t_kv, .. }, device) = (call.dims, call.q.device());
+        let k = wanted.top_keys.min(t_kv);
+        let weights = |[rows, columns]: &[Range<usize>; 2]| {
+            Tensor::from_vec(found.weights, (b, h, rows.len(), columns.len()), device)
+        };
+        Ok(Self {
+            top_keys: Tensor::from_vec(found.top_keys, (b, h, t_q, k), device)?,
+            top_weights: Tensor::from_vec(found.top_weights, (b, h, t_q, k), device)?,
+            entropy: Tensor::from_vec(found.entropy, (b, h, t_q), device)?,
+            received: Tensor::from_vec(found.received, (b, h, t_kv), device)?,
+            weights: wanted.window.as_ref().map(weights).transpose()?,
+        })
+    }
+
+    /// The specification: those of weights (B, H, T_q, T_kv), in plain loops.
+    fn of_weights(weights: &Tensor, wanted: &StatisticsOptions) -> Result<Self> {
+        let (b, h, t_q, t_kv) = weights.dims4()?;
+        let (k, dtype, device) = (wanted.top_keys.min(t_kv), weights.dtype(), weights.device());
+        let numbers = weights.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
+        let (mut top_keys, mut top_weights, mut entropy) = (Vec::new(), Vec::new(), Vec::new());
+        let mut received = vec![0.0; b * h * t_kv];
+        for index in 0..b * h * t_q {
+            let row = &numbers[index * t_kv..][..t_kv];
+            let mut order: Vec<_> = (0..t_kv).collect();
+            order.sort_by(|&one, &other| row[other].total_cmp(&row[one]));
+            top_keys.extend(order[..k].iter().map(|&key| key as u32));
+            top_weights.extend(order[..k].iter().map(|&key| row[key]));
+            entropy.push(row.iter().filter(|weight| **weight > 0.0).map(|weight| -weight * weight.ln()).sum());
+            let received = &mut received[index / t_q * t_kv..][..t_kv];
+            received.iter_mut().zip(row).for_each(|(sum, weight)| *sum += weight);
+        }
+        let floats = |numbers: Vec<f64>, shape: &[usize]| {
+            Tensor::from_vec(numbers, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
+        };
+        let window = |[rows, columns]: &[Range<usize>; 2]| {
+            weights.narrow(2, rows.start, rows.len())?.narrow(3, columns.start, columns.len())?.contiguous()
+        };
+        Ok(Self {
+            top_keys: Tensor::from_vec(top_keys, (b, h, t_q, k), device)?,
+            top_weights: floats(top_weights, &[b, h, t_q, k])?,
+            entropy: floats(entropy, &[b, h, t_q])?,
+            received: floats(received, &[b, h, t_kv])?,
+            weights: wanted.window.as_ref().map(window).transpose()?,
+        })
+    }
+}
+
+/// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention) that also returns statistics of its weights:
+/// for each query the keys with the largest weights and the entropy, for each key the weight that it receives, and the
+/// weights of a window of queries and keys if they are asked for.
+///
+/// On a CPU, the fused kernel finds them. It takes memory for the statistics alone and for T_kv scores of some dozens of
+/// queries in each thread, and a second exponential for each score: about a fifth more time than without.
+///
+/// ```
+/// use candle_attention::{AttentionMask, SdpaOptions, StatisticsOptions, scaled_dot_product_attention_with_statistics};
+/// use candle_core::{Device, Tensor};
+/// # fn main() -> candle_core::Result<()> {
+/// let xs = Tensor::randn(0f32, 1., (1, 8, 1000, 64), &Device::Cpu)?;
+/// let (causal, options) = (AttentionMask::causal(), SdpaOptions::default());
+/// let wanted = StatisticsOptions::default().with_top_keys(4);
+/// let (ys, found) = scaled_dot_product_attention_with_statistics(&xs, &xs, &xs, &causal, &options, &wanted)?;
+/// assert_eq!(ys.dims(), [1, 8, 1000, 64]);
+/// assert_eq!(found.top_keys.dims(), [1, 8, 1000, 4]);
+/// assert_eq!(found.received.dims(), [1, 8, 1000]);
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// As [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), for more than 32 keys, and for a window
+/// that reaches past the queries or keys. [`Backend::Fused`](crate::Backend) is an error where an input is tracked for
+/// gradients.
+pub fn scaled_dot_product_attention_with_statistics(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    mask: &AttentionMask,
+    options: &SdpaOptions,
+    wanted: &StatisticsOptions,
+) -> Result<(Tensor, AttentionStatistics)> {
+    let call = Call::new("scaled_dot_product_attention_with_statistics", [q, k, v], mask, options)?;
+    let (context, found) = attend(&call, wanted)?;
+    Ok((call.in_rank_of_q(context)?, found.map(|found| call.in_rank_of_q(found))?))
+}
+
+/// [`scaled_dot_product_attention_varlen`](crate::scaled_dot_product_attention_varlen) that also returns statistics of
+/// its weights, without the dimension B: for (H, total_q) queries and (H, total_kv) keys. Keys and windows count through
+/// all sequences, and a query's weights for the keys of other sequences are 0.
+///
+/// # Errors
+/// As [`scaled_dot_product_attention_varlen`](crate::scaled_dot_product_attention_varlen) and
+/// [`scaled_dot_product_attention_with_statistics`].
+pub fn scaled_dot_product_attention_varlen_with_statistics(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    sequences: &PackedSequences,
+    mask: &AttentionMask,
+    options: &SdpaOptions,
+    wanted: &StatisticsOptions,
+) -> Result<(Tensor, AttentionStatistics)> {
+    let op = "scaled_dot_product_attention_varlen_with_statistics";
+    let (context, found) = attend(&Call::packed(op, [q, k, v], sequences, mask, options)?, wanted)?;
+    Ok((context.transpose(1, 2)?.squeeze(0)?, found.map(|found| found.squeeze(0))?))
+}
+
+/// The context (B, H, T_q, D_v) in the call's order, and statistics with all dimensions.
+pub(super) fn attend(call: &Call, wanted: &StatisticsOptions) -> Result<(Tensor, AttentionStatistics)> {
+    wanted.check(call)?;
+    match plan::choose(call, Outputs::Statistics)? {
+        Choice::Cpu(tier) => cpu::attend_with_statistics(call, tier, wanted),
+        // The operations of GPUs have no statistics, and are not chosen for them.
+        Choice::Reference { .. } | Choice::Gpu(_) => {
+            let context = reference::attend(call)?.context;
+            let options = SdpaOptions { train: false, ..call.options.clone() };
+            let weights = weights(&Call { options: &options, ..call.clone() })?;
+            Ok((context, AttentionStatistics::of_weights(&weights.detach(), wanted)?))
+        }
+    }
+}
+
+/// (B, H, T_q, T_kv), or (1, H, total_q, total_kv) of packed sequences.
+fn weights(call: &Call) -> Result<Tensor> {
+    let Some(sequences) = call.sequences else {
+        return match reference::attend(call)?.weights {
+            Some(weights) => Ok(weights),
+            None => bail!("[{}] expected queries and keys on CUDA, where Candle has no empty tensors", call.op),
+        };
+    };
+    let total = sequences.total_keys();
+    let own = reference::weights_of_sequences(call, sequences)?
+        .into_iter()
+        .map(|(keys, weights)| weights.pad_with_zeros(3, keys.start, total - keys.end));
+    let own = own.collect::<Result<Vec<_>>>()?;
+    match own.is_empty() {
+        true => Tensor::zeros((1, call.dims.h, 0, total), accumulation_dtype(call.q.dtype()), call.q.device()),
+        false => Tensor::cat(&own, 2),
+    }
+}
