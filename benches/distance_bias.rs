@@ -3,12 +3,10 @@
 //!
 //! The ways take turns in each round; a cell's time is the least, memory what a call adds to the process at its peak.
 
-#[path = "common/memory.rs"]
-#[expect(dead_code, reason = "a part is for the other benches")]
-mod memory;
+#[path = "common/turns.rs"]
+mod turns;
 
 use std::collections::HashMap;
-use std::time::{Duration, Instant};
 
 use candle_attention::{
     AttentionMask, RelativeBias, RelativeBiasConfig, SdpaOptions, alibi_slopes, scaled_dot_product_attention,
@@ -39,9 +37,6 @@ struct Args {
     bench: bool,
 }
 
-/// A way to add biases: what it makes for a call, and then the call.
-type Way<'a> = (&'static str, Box<dyn Fn() -> Result<Tensor> + 'a>);
-
 fn main() -> Result<()> {
     let args = Args::parse();
     let (h, d) = (args.heads, args.width);
@@ -50,7 +45,7 @@ fn main() -> Result<()> {
     let vb = VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu);
     let bias = RelativeBias::new(&RelativeBiasConfig::new(true), h, vb)?;
     let slopes = Tensor::from_vec(alibi_slopes(h)?, h, &Device::Cpu)?;
-    println!("{:<8} {:<24} {:>10} {:>12}", "T", "bias", "ms", "MiB");
+    turns::print_header("T", "bias");
     for &t in &args.lengths {
         let t_q = args.queries.unwrap_or(t);
         let random = |t: usize| Tensor::randn(0f32, 1., (1, h, t, d), &Device::Cpu);
@@ -59,7 +54,7 @@ fn main() -> Result<()> {
             |mask: &AttentionMask, options: &SdpaOptions| scaled_dot_product_attention(&q, &k, &v, mask, options);
         let (none, plain) = (AttentionMask::none(), SdpaOptions::default);
         let distances = Tensor::arange(1 - t as i64, t_q as i64, &Device::Cpu)?.to_dtype(DType::F32)?.abs()?.neg()?;
-        let mut ways: Vec<Way> = vec![
+        let mut ways: Vec<turns::Way> = vec![
             ("none", Box::new(|| attend(&none, &plain()))),
             (
                 "T5's by distance",
@@ -80,22 +75,7 @@ fn main() -> Result<()> {
                 Box::new(|| attend(&none.clone().with_bias(&bias.forward(t_q, t, t - t_q)?), &plain())),
             ));
         }
-        let mut least = vec![Duration::MAX; ways.len()];
-        let mut added = vec![0; ways.len()];
-        for _ in 0..args.rounds {
-            for (n, (_, call)) in ways.iter().enumerate() {
-                memory::forget_peak();
-                let before = memory::peak_resident();
-                let start = Instant::now();
-                call()?;
-                least[n] = least[n].min(start.elapsed());
-                added[n] = added[n].max(memory::peak_resident().unwrap_or(0).saturating_sub(before.unwrap_or(0)));
-            }
-        }
-        for ((name, _), (time, added)) in ways.iter().zip(least.iter().zip(added)) {
-            let mib = added as f64 / f64::from(1 << 20);
-            println!("{t:<8} {name:<24} {:>10.2} {mib:>12.1}", time.as_secs_f64() * 1e3);
-        }
+        turns::print(&t.to_string(), &turns::take(&ways, args.rounds)?);
     }
     Ok(())
 }

@@ -330,7 +330,7 @@ impl Expected {
     }
 
     /// Relative to the weight.
-    fn share_bound(&self, row: usize) -> f64 {
+    pub fn share_bound(&self, row: usize) -> f64 {
         2.0 * self.score_bound(row) + (2 * self.dims.t_kv + 16) as f64 * self.epsilon
     }
 

@@ -35,6 +35,7 @@ mod matrices;
 mod merge;
 mod norms;
 mod planned;
+mod statistics;
 mod varlen;
 
 // Of the kernels alone.

@@ -117,31 +117,26 @@ impl AttentionStatistics {
     /// The specification: those of weights (B, H, T_q, T_kv), in plain loops.
     fn of_weights(weights: &Tensor, wanted: &StatisticsOptions) -> Result<Self> {
         let (b, h, t_q, t_kv) = weights.dims4()?;
-        let (k, dtype, device) = (wanted.top_keys.min(t_kv), weights.dtype(), weights.device());
+        let (k, device) = (wanted.top_keys.min(t_kv), weights.device());
         let numbers = weights.to_device(&Device::Cpu)?.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
-        let (mut top_keys, mut top_weights, mut entropy) = (Vec::new(), Vec::new(), Vec::new());
-        let mut received = vec![0.0; b * h * t_kv];
+        let (mut top_keys, mut entropy) = (Vec::new(), Vec::new());
         for index in 0..b * h * t_q {
             let row = &numbers[index * t_kv..][..t_kv];
-            let mut order: Vec<_> = (0..t_kv).collect();
-            order.sort_by(|&one, &other| row[other].total_cmp(&row[one]));
-            top_keys.extend(order[..k].iter().map(|&key| key as u32));
-            top_weights.extend(order[..k].iter().map(|&key| row[key]));
-            entropy.push(row.iter().filter(|weight| **weight > 0.0).map(|weight| -weight * weight.ln()).sum());
-            let received = &mut received[index / t_q * t_kv..][..t_kv];
-            received.iter_mut().zip(row).for_each(|(sum, weight)| *sum += weight);
+            let mut order: Vec<_> = (0..t_kv as u32).collect();
+            order.sort_by(|&one, &other| row[other as usize].total_cmp(&row[one as usize]));
+            top_keys.extend_from_slice(&order[..k]);
+            entropy.push(row.iter().filter(|weight| **weight > 0.0).map(|weight| -weight * weight.ln()).sum::<f64>());
         }
-        let floats = |numbers: Vec<f64>, shape: &[usize]| {
-            Tensor::from_vec(numbers, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
-        };
+        let top_keys = Tensor::from_vec(top_keys, (b, h, t_q, k), device)?;
+        let entropy = Tensor::from_vec(entropy, (b, h, t_q), &Device::Cpu)?.to_dtype(weights.dtype())?;
         let window = |[rows, columns]: &[Range<usize>; 2]| {
             weights.narrow(2, rows.start, rows.len())?.narrow(3, columns.start, columns.len())?.contiguous()
         };
         Ok(Self {
-            top_keys: Tensor::from_vec(top_keys, (b, h, t_q, k), device)?,
-            top_weights: floats(top_weights, &[b, h, t_q, k])?,
-            entropy: floats(entropy, &[b, h, t_q])?,
-            received: floats(received, &[b, h, t_kv])?,
+            top_weights: weights.contiguous()?.gather(&top_keys, 3)?,
+            top_keys,
+            entropy: entropy.to_device(device)?,
+            received: weights.sum(2)?,
             weights: wanted.window.as_ref().map(window).transpose()?,
         })
     }

@@ -218,15 +218,8 @@ trait Steps: Sync {
     /// Some rows of a key head against some of its keys.
     fn prefill(&self, workspace: &mut Workspace, kv: KvHead, rows: Range<usize>, keys: Range<usize>);
     fn epilogue(&self, workspace: &mut Workspace, kv: KvHead, rows: Range<usize>);
-    /// Statistics of some rows after all keys, whose scores were kept: see [`Observe`].
-    fn observe(
-        &self,
-        workspace: &mut Workspace,
-        kv: KvHead,
-        rows: Range<usize>,
-        output: &StatisticsOutput,
-        received: &mut [f32],
-    );
+    /// The statistics of some rows after all keys, whose scores were kept: see [`Observe`].
+    fn observe(&self, workspace: &mut Workspace, kv: KvHead, rows: Range<usize>, received: &mut [f32]);
 }
 
 /// The steps of a call on a kernel whose tier the processor has.
@@ -262,15 +255,8 @@ impl<K: Kernel, E: Number, S: Stored> Steps for KernelSteps<'_, '_, K, E, S> {
         unsafe { K::F32::run_simd(task) };
     }
 
-    fn observe(
-        &self,
-        workspace: &mut Workspace,
-        kv: KvHead,
-        rows: Range<usize>,
-        output: &StatisticsOutput,
-        received: &mut [f32],
-    ) {
-        let inputs = &self.inputs;
+    fn observe(&self, workspace: &mut Workspace, kv: KvHead, rows: Range<usize>, received: &mut [f32]) {
+        let (inputs, Some(output)) = (&self.inputs, &self.call.statistics) else { return };
         let tiles = &Tile::of_rows(inputs, kv, rows, K::PANEL, K::Vector::LANES);
         let units = inputs.options.units(K::IS_BF16);
         // SAFETY: as above; the workspace has the state and the scores of the tiles.

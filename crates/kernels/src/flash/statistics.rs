@@ -20,6 +20,10 @@ use crate::error::Error;
 /// The most keys that [`StatisticsOptions::top`] may ask for: queries keep a sorted list of them.
 pub const MAX_TOP: usize = 32;
 
+/// The keys among which the largest weight of a query is found before those of the whole are: a whole number of vectors
+/// of every tier.
+const GROUP: usize = MAX_LANES;
+
 /// What [`attend_with_statistics`] is to find out besides entropies and sums.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StatisticsOptions {
@@ -157,7 +161,8 @@ pub(super) fn run(
     let mut sums = Scratch::try_zeros(&[heads, parts, words])?;
     let all_sums = SharedPtr(sums.as_mut_ptr());
     let is_short = AtomicBool::new(false);
-    let workspace = || Workspace { kept: Scratch::try_zeros(&[panels, dims.t_kv, panel]), ..steps.workspace() };
+    let kept = || Scratch::try_zeros(&[panels.checked_mul(dims.t_kv)?.checked_add(dims.t_kv.div_ceil(GROUP))?, panel]);
+    let workspace = || Workspace { kept: kept(), ..steps.workspace() };
     for_each_task(heads * parts, workers, workspace, |workspace, task| {
         if workspace.kept.is_none() {
             return is_short.store(true, Ordering::Relaxed);
@@ -169,7 +174,7 @@ pub(super) fn run(
         for first in (part * panels * panel..rows).step_by(parts * panels * panel) {
             let (kv, own) = (dims.kv_head(head), first..rows.min(first + panels * panel));
             steps.prefill(workspace, kv, own.clone(), 0..dims.t_kv);
-            steps.observe(workspace, kv, own.clone(), output, received);
+            steps.observe(workspace, kv, own.clone(), received);
             steps.epilogue(workspace, kv, own);
         }
     });
@@ -199,14 +204,15 @@ impl SimdTask for Observe<'_, '_> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { inputs, output, workspace, tiles, units, received } = self;
-        let panel = workspace.state.panel;
+        let (panel, t_kv) = (workspace.state.panel, inputs.dims.t_kv);
         let Some(kept) = workspace.kept.as_mut().map(Scratch::as_mut_ptr) else { return };
         for (index, tile) in tiles.iter().enumerate() {
             let state = workspace.state.of_panel(index);
-            // SAFETY: the processor has the tier of K; the scores of the keys that the tile sees were kept.
+            // SAFETY: the processor has the tier of K; the scores of the keys that the tile sees were kept, and behind
+            // them is a row for each group of keys.
             unsafe {
-                let scores = kept.add(index * inputs.dims.t_kv * panel);
-                KeptTile { inputs, output, tile, units, scores, panel }.observe::<K>(state, received);
+                let (scores, largest) = (kept.add(index * t_kv * panel), kept.add(tiles.len() * t_kv * panel));
+                KeptTile { inputs, output, tile, units, scores, largest, panel }.observe::<K>(state, received);
             }
         }
     }
@@ -218,50 +224,66 @@ struct KeptTile<'a, 'b> {
     output: &'a StatisticsOutput<'a>,
     tile: &'a Tile,
     units: ScoreUnits,
-    scores: *mut f32,
+    scores: *const f32,
+    /// The largest score in each group of keys, (groups, panel).
+    largest: *mut f32,
     panel: usize,
 }
 
 /// What scores become weights by: for each column, what is added to exponents, the factor on their powers and the
-/// logarithm of its inverse.
+/// logarithm of its inverse; and what is found.
 struct Columns {
     shifts: [f32; MAX_COLUMNS],
     factors: [f32; MAX_COLUMNS],
     logarithms: [f32; MAX_COLUMNS],
     entropy: [f32; MAX_COLUMNS],
+    /// The largest of the scores of [`KeptTile::largest`], as many as there are top keys, in order.
+    top: [[f32; MAX_COLUMNS]; MAX_TOP],
 }
+
+/// The weights of a group of keys: not in the place of the scores, which would write all of them to memory again.
+type Weights = [[f32; MAX_COLUMNS]; GROUP];
 
 impl KeptTile<'_, '_> {
     /// # Safety
     /// The processor has the tier of K; the scores of the keys that the tile sees were kept.
     #[inline(always)]
     unsafe fn observe<K: Kernel>(&self, state: PanelState, received: &mut [f32]) {
-        let (lanes, t_kv) = (K::Vector::LANES, self.inputs.dims.t_kv);
+        let t_kv = self.inputs.dims.t_kv;
         let mut columns = self.columns(state);
-        let mut top = Top::new(self.tile.rows.len(), self.output.options.top.min(t_kv));
         let of_head = self.columns_of_heads();
-        for first in self.tile.some.clone().step_by(lanes) {
-            let keys = first..self.tile.some.end.min(first + lanes);
+        let mut weights = [[0f32; MAX_COLUMNS]; GROUP];
+        for group in 0..self.tile.some.len().div_ceil(GROUP) {
+            let keys = self.keys_of(group);
             // SAFETY: as this method's contract.
             unsafe {
-                self.find_top::<K>(&keys, &mut top);
-                self.weigh::<K>(&keys, &mut columns);
+                self.weigh::<K>(group, &mut columns, &mut weights);
                 for (head, of_head) in of_head.iter().enumerate() {
-                    let sums = self.sums_over::<K>(&keys, of_head);
+                    let sums = sums_of_keys::<K>(&weights, of_head, self.tile.vectors);
                     let received = &mut received[head * t_kv..][keys.clone()];
                     received.iter_mut().zip(sums).for_each(|(received, sum)| *received += sum);
                 }
+                self.write_window(&keys, &weights);
             }
         }
-        for (column, &entropy) in columns.entropy[..self.tile.rows.len()].iter().enumerate() {
-            // SAFETY: the rows of the tile are this task's, and the scores of the keys that it sees are weights now.
-            unsafe { self.write(column, entropy, &mut top) };
-        }
+        // SAFETY: as this method's contract; the rows of the tile are this task's.
+        unsafe { self.write::<K>(&columns) };
+    }
+
+    fn keys_of(&self, group: usize) -> Range<usize> {
+        let first = self.tile.some.start + group * GROUP;
+        first..self.tile.some.end.min(first + GROUP)
     }
 
     fn columns(&self, state: PanelState) -> Columns {
         let zeros = [0f32; MAX_COLUMNS];
-        let mut columns = Columns { shifts: zeros, factors: zeros, logarithms: zeros, entropy: zeros };
+        let mut columns = Columns {
+            shifts: zeros,
+            factors: zeros,
+            logarithms: zeros,
+            entropy: zeros,
+            top: [[f32::NEG_INFINITY; MAX_COLUMNS]; MAX_TOP],
+        };
         for column in 0..self.panel {
             // SAFETY: the state has an element for each column.
             let (max, sum) = unsafe { (*state.max.add(column), *state.sum.add(column)) };
@@ -293,154 +315,205 @@ impl KeptTile<'_, '_> {
         (0..group).map(of_head).collect()
     }
 
-    /// Takes up keys whose scores are among the largest of a column.
-    ///
-    /// # Safety
-    /// As [`observe`](Self::observe); there are at most as many keys as lanes.
-    #[inline(always)]
-    unsafe fn find_top<K: Kernel>(&self, keys: &Range<usize>, top: &mut Top) {
-        if top.k == 0 {
-            return;
-        }
-        let mut most = [f32::NEG_INFINITY; MAX_COLUMNS];
-        // SAFETY: as this method's contract.
-        unsafe {
-            for vector in 0..self.tile.vectors {
-                let column = vector * K::Vector::LANES;
-                let mut largest = K::Vector::splat(f32::NEG_INFINITY);
-                for key in keys.clone() {
-                    largest = K::Vector::load(self.scores.add(key * self.panel + column)).max(largest);
-                }
-                largest.store(most.as_mut_ptr().add(column));
-            }
-            for (column, &most) in most[..self.tile.rows.len()].iter().enumerate() {
-                if most > top.least[column] {
-                    for key in keys.clone() {
-                        top.offer(column, key, *self.scores.add(key * self.panel + column));
-                    }
-                }
-            }
-        }
-    }
-
-    /// Scores become weights, and their entropy is added up.
+    /// The weights of a group of keys, whose entropy is added up, and the largest of their scores.
     ///
     /// # Safety
     /// As [`observe`](Self::observe).
     #[inline(always)]
-    unsafe fn weigh<K: Kernel>(&self, keys: &Range<usize>, columns: &mut Columns) {
-        let ScoreUnits { exponent, exponent_unit, .. } = self.units;
+    unsafe fn weigh<K: Kernel>(&self, group: usize, columns: &mut Columns, weights: &mut Weights) {
         for vector in 0..self.tile.vectors {
             let column = vector * K::Vector::LANES;
             // SAFETY: as this method's contract; the arrays have an element for each column.
             unsafe {
-                let of_columns = |array: &[f32; MAX_COLUMNS]| array.as_ptr().add(column);
-                let shift = K::Vector::load(of_columns(&columns.shifts));
-                let factor = K::Vector::load(of_columns(&columns.factors));
-                let logarithm = K::Vector::load(of_columns(&columns.logarithms));
-                let (zero, exponent) = (K::Vector::splat(0.0), K::Vector::splat(exponent));
-                let unit = K::Vector::splat(exponent_unit);
-                let natural = K::Vector::splat(-std::f32::consts::LN_2);
-                let mut entropy = K::Vector::load(of_columns(&columns.entropy));
-                for key in keys.clone() {
-                    let at = self.scores.add(key * self.panel + column);
-                    let power = K::Vector::load(at).mul(exponent).add(shift).mul(unit);
+                let (zero, natural) = (K::Vector::splat(0.0), K::Vector::splat(-std::f32::consts::LN_2));
+                let shift = K::Vector::load(columns.shifts.as_ptr().add(column));
+                let factor = K::Vector::load(columns.factors.as_ptr().add(column));
+                let logarithm = K::Vector::load(columns.logarithms.as_ptr().add(column));
+                let mut entropy = K::Vector::load(columns.entropy.as_ptr().add(column));
+                let mut largest = K::Vector::splat(f32::NEG_INFINITY);
+                for (key, weights) in self.keys_of(group).zip(weights.iter_mut()) {
+                    let score = K::Vector::load(self.scores.add(key * self.panel + column));
+                    largest = score.max(largest);
+                    let power = self.power(score, shift);
                     let weight = power.exp2().mul(factor);
-                    weight.store(at);
+                    weight.store(weights.as_mut_ptr().add(column));
                     let term = weight.mul(power.mul_add(natural, logarithm));
                     // Not 0 · inf of what weighs nothing; and a NaN stays one.
                     let is_nothing = weight.abs().less_than(K::Vector::splat(f32::MIN_POSITIVE));
                     entropy = entropy.add(K::Vector::select(is_nothing, zero, term));
                 }
                 entropy.store(columns.entropy.as_mut_ptr().add(column));
+                largest.store(self.largest.add(group * self.panel + column));
+                // Each takes the place of the first that is smaller.
+                for top in &mut columns.top[..self.k()] {
+                    let at = top.as_mut_ptr().add(column);
+                    let before = K::Vector::load(at);
+                    let is_larger = before.less_than(largest);
+                    K::Vector::select(is_larger, largest, before).store(at);
+                    largest = K::Vector::select(is_larger, before, largest);
+                }
             }
         }
     }
 
-    /// The sums over some columns of the weights of each key.
+    /// The keys that are wanted of each query.
+    fn k(&self) -> usize {
+        self.output.options.top.min(self.inputs.dims.t_kv)
+    }
+
+    /// Writes those of a group's weights that are wanted as they are.
     ///
     /// # Safety
-    /// As [`observe`](Self::observe); there are at most as many keys as lanes, and the scores are weights.
+    /// As [`observe`](Self::observe).
+    unsafe fn write_window(&self, keys: &Range<usize>, weights: &Weights) {
+        let (dims, StatisticsOptions { rows, columns, .. }) = (&self.inputs.dims, self.output.options);
+        let wanted = keys.start.max(columns.start)..keys.end.min(columns.end);
+        if rows.is_empty() || wanted.is_empty() {
+            return;
+        }
+        for (column, row) in self.tile.rows.clone().enumerate() {
+            let row = dims.row(self.tile.kv, row);
+            if rows.contains(&row.query) {
+                let index = (row.b * dims.h + row.head) * rows.len() + row.query - rows.start;
+                let first = index * columns.len() + wanted.start - columns.start;
+                // SAFETY: the row is this task's, and there is an element for each of the columns.
+                let to = unsafe { self.output.weights.slice(first, wanted.len()) };
+                to.iter_mut().zip(&weights[wanted.start - keys.start..]).for_each(|(to, key)| *to = key[column]);
+            }
+        }
+    }
+
+    /// Writes what was found of each query.
+    ///
+    /// # Safety
+    /// As [`observe`](Self::observe); the rows of the tile are this task's alone.
     #[inline(always)]
-    unsafe fn sums_over<K: Kernel>(&self, keys: &Range<usize>, columns: &[f32; MAX_COLUMNS]) -> [f32; MAX_LANES] {
-        let mut found = [0f32; MAX_LANES];
-        // SAFETY: as this method's contract; the array has an element for each column.
+    unsafe fn write<K: Kernel>(&self, columns: &Columns) {
+        let index = |column: usize| {
+            let row = self.inputs.dims.row(self.tile.kv, self.tile.rows.start + column);
+            self.inputs.dims.row_index(row)
+        };
+        let count = self.tile.rows.len();
+        let k = self.k();
+        // SAFETY: as this method's contract; the results are initialised.
+        unsafe {
+            for (column, entropy) in columns.entropy[..count].iter().enumerate() {
+                self.output.entropy.add(index(column)).write(*entropy);
+            }
+            if k == 0 {
+                return;
+            }
+            let top = |column: usize| Top {
+                keys: self.output.top_keys.slice(index(column) * k, k),
+                scores: self.output.top_weights.slice(index(column) * k, k),
+                count: 0,
+            };
+            let mut all: Vec<_> = (0..count).map(top).collect();
+            self.find_top(&columns.top[k - 1][..count], &mut all);
+            for (column, top) in all.into_iter().enumerate() {
+                let shift = K::Vector::splat(columns.shifts[column]);
+                let factor = K::Vector::splat(columns.factors[column]);
+                top.finish(|score| {
+                    let mut lanes = [0f32; MAX_LANES];
+                    self.power(K::Vector::splat(score), shift).exp2().mul(factor).store(lanes.as_mut_ptr());
+                    lanes[0]
+                });
+            }
+        }
+    }
+
+    /// The powers of two that scores of columns with these shifts are.
+    ///
+    /// # Safety
+    /// The processor has the tier of the vector.
+    #[inline(always)]
+    unsafe fn power<V: Vector>(&self, scores: V, shifts: V) -> V {
+        // SAFETY: as this method's contract.
+        unsafe { scores.mul(V::splat(self.units.exponent)).add(shifts).mul(V::splat(self.units.exponent_unit)) }
+    }
+
+    /// The keys of the largest scores of each column. `least` is the k-th largest of those that groups have: k scores
+    /// are at least that, and few others.
+    ///
+    /// # Safety
+    /// As [`observe`](Self::observe).
+    #[inline(always)]
+    unsafe fn find_top(&self, least: &[f32], all: &mut [Top]) {
+        for group in 0..self.tile.some.len().div_ceil(GROUP) {
+            // SAFETY: as this method's contract.
+            let largest = unsafe { std::slice::from_raw_parts(self.largest.add(group * self.panel), least.len()) };
+            if !largest.iter().zip(least).fold(false, |found, (largest, least)| found | (largest >= least)) {
+                continue;
+            }
+            for (column, top) in all.iter_mut().enumerate().filter(|(column, _)| largest[*column] >= least[*column]) {
+                for key in self.keys_of(group) {
+                    // SAFETY: as this method's contract.
+                    let score = unsafe { *self.scores.add(key * self.panel + column) };
+                    if score >= least[column] {
+                        top.offer(key as u32, score);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The largest scores of a query, and their keys.
+struct Top<'a> {
+    keys: &'a mut [u32],
+    /// Of which `count` are scores.
+    scores: &'a mut [f32],
+    count: usize,
+}
+
+impl Top<'_> {
+    /// Keys are offered from the lowest on, so that of two alike the lower one comes first.
+    #[inline(always)]
+    fn offer(&mut self, key: u32, score: f32) {
+        let Self { keys, scores, count } = self;
+        if score == f32::NEG_INFINITY || *count == keys.len() && score <= scores[*count - 1] {
+            return;
+        }
+        let mut at = (*count).min(keys.len() - 1);
+        while at > 0 && scores[at - 1] < score {
+            (scores[at], keys[at]) = (scores[at - 1], keys[at - 1]);
+            at -= 1;
+        }
+        (scores[at], keys[at]) = (score, key);
+        *count = (*count + 1).min(keys.len());
+    }
+
+    /// Scores become weights, and those that are 0 the weights of the lowest other keys.
+    #[inline(always)]
+    fn finish(self, weigh: impl Fn(f32) -> f32) {
+        let Self { keys, scores: weights, count } = self;
+        weights[..count].iter_mut().for_each(|weight| *weight = weigh(*weight));
+        let count = weights[..count].iter().filter(|weight| **weight != 0.0).count();
+        let (found, others) = keys.split_at_mut(count);
+        let mut lowest = (0..).filter(|key| !found.contains(key));
+        others.iter_mut().for_each(|key| *key = lowest.next().unwrap_or(0));
+    }
+}
+
+/// The sums over some columns of the weights of each key.
+///
+/// # Safety
+/// The processor has the tier of K.
+#[inline(always)]
+unsafe fn sums_of_keys<K: Kernel>(weights: &Weights, columns: &[f32; MAX_COLUMNS], vectors: usize) -> [f32; GROUP] {
+    let mut found = [0f32; GROUP];
+    for (weights, found) in weights.chunks_exact(K::Vector::LANES).zip(found.chunks_exact_mut(K::Vector::LANES)) {
+        // SAFETY: as this function's contract; the arrays have an element for each column.
         unsafe {
             let mut sums = [K::Vector::splat(0.0); MAX_LANES];
-            for column in (0..self.tile.vectors).map(|vector| vector * K::Vector::LANES) {
-                let counts = K::Vector::load(columns.as_ptr().add(column));
-                for (key, sum) in keys.clone().zip(&mut sums) {
-                    *sum = K::Vector::load(self.scores.add(key * self.panel + column)).mul_add(counts, *sum);
+            for column in (0..vectors).map(|vector| vector * K::Vector::LANES) {
+                let counted = K::Vector::load(columns.as_ptr().add(column));
+                for (weights, sum) in weights.iter().zip(&mut sums) {
+                    *sum = K::Vector::load(weights.as_ptr().add(column)).mul_add(counted, *sum);
                 }
             }
             K::Vector::sum_each(&sums).store(found.as_mut_ptr());
         }
-        found
     }
-
-    /// Writes what was found of a query.
-    ///
-    /// # Safety
-    /// The row of the column is this task's alone; the scores of the keys that the tile sees are weights.
-    unsafe fn write(&self, column: usize, entropy: f32, top: &mut Top) {
-        let (dims, options) = (&self.inputs.dims, self.output.options);
-        let row = dims.row(self.tile.kv, self.tile.rows.start + column);
-        let (index, k) = (dims.row_index(row), top.k);
-        // SAFETY: as this method's contract; a key that was taken up is one that the tile sees.
-        unsafe {
-            let weight = |key: usize| *self.scores.add(key * self.panel + column);
-            self.output.entropy.add(index).write(entropy);
-            let (keys, weights) =
-                (self.output.top_keys.slice(index * k, k), self.output.top_weights.slice(index * k, k));
-            let found = top.found(column).map(|key| (key, weight(key as usize))).filter(|(_, weight)| *weight != 0.0);
-            let count = keys.iter_mut().zip(weights).zip(found).map(|((key, to), found)| (*key, *to) = found).count();
-            let mut others = (0..).filter(|key| !top.found(column).take(count).any(|found| found == *key));
-            keys[count..].iter_mut().for_each(|key| *key = others.next().unwrap_or(0));
-
-            if options.rows.contains(&row.query) {
-                let (count, width) = (options.rows.len(), options.columns.len());
-                let first = ((row.b * dims.h + row.head) * count + row.query - options.rows.start) * width;
-                let to = self.output.weights.slice(first, width);
-                for (key, to) in options.columns.clone().zip(to).filter(|(key, _)| self.tile.some.contains(key)) {
-                    *to = weight(key);
-                }
-            }
-        }
-    }
-}
-
-/// The largest scores of some columns and their keys, in order.
-struct Top {
-    k: usize,
-    scores: Vec<f32>,
-    keys: Vec<u32>,
-    /// The last of each column, which another has to exceed.
-    least: [f32; MAX_COLUMNS],
-}
-
-impl Top {
-    fn new(columns: usize, k: usize) -> Self {
-        let least = [f32::NEG_INFINITY; MAX_COLUMNS];
-        Self { k, scores: vec![f32::NEG_INFINITY; columns * k], keys: vec![0; columns * k], least }
-    }
-
-    /// Keys are offered from the lowest on, so that of two alike the lower one comes first.
-    fn offer(&mut self, column: usize, key: usize, score: f32) {
-        if score > self.least[column] {
-            let own = column * self.k..(column + 1) * self.k;
-            let (scores, keys) = (&mut self.scores[own.clone()], &mut self.keys[own]);
-            let at = scores.iter().position(|other| *other < score).unwrap_or(self.k - 1);
-            scores[at..].rotate_right(1);
-            keys[at..].rotate_right(1);
-            (scores[at], keys[at]) = (score, key as u32);
-            self.least[column] = scores[self.k - 1];
-        }
-    }
-
-    /// The keys of a column, the best first.
-    fn found(&self, column: usize) -> impl Iterator<Item = u32> {
-        let own = column * self.k..(column + 1) * self.k;
-        let seen = |(_, score): &(&u32, &f32)| **score > f32::NEG_INFINITY;
-        self.keys[own.clone()].iter().zip(&self.scores[own]).filter(seen).map(|(&key, _)| key)
-    }
+    found
 }

@@ -1,0 +1,48 @@
+//! Ways to compute the same that take turns: a way's time is the least of its rounds, its memory what a call adds to the
+//! process at its peak.
+
+#[path = "memory.rs"]
+#[expect(dead_code, reason = "a part is for the other benches")]
+mod memory;
+
+use std::time::{Duration, Instant};
+
+use candle_core::{Result, Tensor};
+
+/// A name, and a call with what it makes for itself.
+pub type Way<'a> = (&'static str, Box<dyn Fn() -> Result<Tensor> + 'a>);
+
+pub struct Taken {
+    name: &'static str,
+    time: Duration,
+    bytes: u64,
+}
+
+pub fn take(ways: &[Way], rounds: usize) -> Result<Vec<Taken>> {
+    let mut taken: Vec<_> = ways.iter().map(|(name, _)| Taken { name, time: Duration::MAX, bytes: 0 }).collect();
+    for _ in 0..rounds {
+        for ((_, call), taken) in ways.iter().zip(&mut taken) {
+            memory::forget_peak();
+            let before = memory::peak_resident();
+            let start = Instant::now();
+            let result = call()?;
+            taken.time = taken.time.min(start.elapsed());
+            drop(result);
+            taken.bytes = taken.bytes.max(memory::peak_resident().unwrap_or(0).saturating_sub(before.unwrap_or(0)));
+        }
+    }
+    Ok(taken)
+}
+
+pub fn print_header(size: &str, way: &str) {
+    println!("{size:<8} {way:<32} {:>10} {:>10} {:>10}", "ms", "of first", "MiB");
+}
+
+/// A line for each, with the time as a multiple of the first's.
+pub fn print(size: &str, taken: &[Taken]) {
+    for way in taken {
+        let (ms, mib) = (way.time.as_secs_f64() * 1e3, way.bytes as f64 / f64::from(1 << 20));
+        let ratio = way.time.as_secs_f64() / taken[0].time.as_secs_f64();
+        println!("{size:<8} {:<32} {ms:>10.2} {ratio:>10.2} {mib:>10.1}", way.name);
+    }
+}

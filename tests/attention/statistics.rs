@@ -1,0 +1,307 @@
+//! Statistics of weights: on every path against the oracle's weights, and in layers against the weights of the same
+//! call.
+
+use candle_attention::{
+    AlibiConfig, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, AttentionStatistics, Backend,
+    ContentPositions, MultiHeadAttention, MultiHeadAttentionConfig as Config, MultiHeadLatentAttention,
+    MultiHeadLatentAttentionConfig, PackedSequences, RelativeBias, RelativeBiasConfig, RopeConfig, SdpaOptions,
+    StatisticsOptions, scaled_dot_product_attention_varlen_with_statistics,
+    scaled_dot_product_attention_with_statistics, scaled_dot_product_attention_with_weights,
+};
+use candle_core::{DType, Device, IndexOp, Result, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
+
+use crate::call::{Call, Expected, Outcome, Path};
+use crate::common::{assert_close, error_text, values};
+use crate::oracle::{Case, Dims};
+use crate::recipe::{Recipe, dtypes, for_all, kernel_recipes, recipes, wide};
+use crate::seeded;
+
+crate::on_each_device!(random_calls_have_the_statistics_of_the_oracles_weights);
+
+/// What a call is asked for, by its seed.
+fn wanted(recipe: &Recipe) -> StatisticsOptions {
+    let (Dims { t_q, t_kv, .. }, seed) = (recipe.dims, recipe.seed as usize);
+    let options = StatisticsOptions::default().with_top_keys(seed % 33);
+    match seed % 3 {
+        0 => options,
+        n => options.with_weights_of(t_q / (n + 1)..t_q, 0..t_kv.div_ceil(n)),
+    }
+}
+
+fn check(recipe: &Recipe, case: &Case, path: Path, device: &Device) -> Outcome {
+    let run = || -> Result<_> {
+        let Call { q, k, v, mask, options } = Call::new(case, recipe.dtype, device)?.by(path);
+        scaled_dot_product_attention_with_statistics(&q, &k, &v, &mask, &options, &wanted(recipe))
+    };
+    let (context, found) = run().map_err(|error| error.to_string())?;
+    let expected = Expected::new(case, recipe.dtype);
+    let expected = if matches!(path, Path::Kernel(_)) { expected.fused(case) } else { expected };
+    expected.context("context", &context)?;
+    statistics(&expected, recipe, &found)
+}
+
+/// Each number errs as the weights do that it was made of.
+fn statistics(expected: &Expected, recipe: &Recipe, found: &AttentionStatistics) -> Outcome {
+    let Dims { b, h, t_q, t_kv, .. } = recipe.dims;
+    let options = wanted(recipe);
+    let k = options.top_keys().min(t_kv);
+    let shape = |tensor: &Tensor, expected: &[usize], dtype: DType| match (tensor.dims(), tensor.dtype()) {
+        found if found == (expected, dtype) => Ok(values(tensor)),
+        found => Err(format!("{found:?}, expected {expected:?} in {dtype:?}")),
+    };
+    let float = wide(recipe.dtype);
+    let top_keys = shape(&found.top_keys, &[b, h, t_q, k], DType::U32)?;
+    let top_weights = shape(&found.top_weights, &[b, h, t_q, k], float)?;
+    let entropy = shape(&found.entropy, &[b, h, t_q], float)?;
+    let received = shape(&found.received, &[b, h, t_kv], float)?;
+    let near = |what: &str, found: f64, exact: f64, bound: f64| match (found - exact).abs() <= bound {
+        true => Ok(()),
+        false => Err(format!("{what} is {found}, expected {exact} to within {bound:e}")),
+    };
+
+    let (mut sums, mut bounds) = (vec![0.0; b * h * t_kv], vec![0.0; b * h * t_kv]);
+    for row in 0..b * h * t_q {
+        let weights = &expected.attended.weights[row * t_kv..][..t_kv];
+        let share = expected.share_bound(row);
+        let bound = |weight: f64| weight * share + 1e-37;
+        for (key, &weight) in weights.iter().enumerate() {
+            sums[row / t_q * t_kv + key] += weight;
+            bounds[row / t_q * t_kv + key] += bound(weight) + t_q as f64 * weight * f64::from(f32::EPSILON);
+        }
+        let logarithms = || weights.iter().filter(|weight| **weight > 0.0).map(|weight| (weight, weight.ln()));
+        let most: f64 = logarithms().map(|(weight, ln)| bound(*weight) * (2.0 + 2.0 * ln.abs())).sum();
+        near("entropy", entropy[row], logarithms().map(|(weight, ln)| -weight * ln).sum(), most + 1e-6 * share)?;
+
+        let mut sorted = weights.to_vec();
+        sorted.sort_by(|one, other| other.total_cmp(one));
+        let keys = &top_keys[row * k..][..k];
+        for (n, (&key, &weight)) in keys.iter().zip(&top_weights[row * k..]).enumerate() {
+            near("a top weight", weight, sorted[n], bound(sorted[n]))?;
+            near("the weight of a top key", weight, weights[key as usize], bound(weights[key as usize]))?;
+            if keys[..n].contains(&key) {
+                return Err(format!("a key comes twice in {keys:?}"));
+            }
+        }
+    }
+    for ((found, sum), bound) in received.iter().zip(sums).zip(bounds) {
+        near("a sum", *found, sum, bound)?;
+    }
+    let n = recipe.seed as usize % 3;
+    let Some(window) = &found.weights else {
+        return if n == 0 { Ok(()) } else { Err("weights were asked for".into()) };
+    };
+    let (first, columns) = (t_q / (n + 1), t_kv.div_ceil(n));
+    let window = shape(window, &[b, h, t_q - first, columns], float)?;
+    for (at, found) in window.into_iter().enumerate() {
+        let (rest, key) = (at / columns, at % columns);
+        let row = rest / (t_q - first) * t_q + first + rest % (t_q - first);
+        let exact = expected.attended.weights[row * t_kv + key];
+        near("a weight", found, exact, exact * expected.share_bound(row) + 1e-37)?;
+    }
+    Ok(())
+}
+
+fn random_calls_have_the_statistics_of_the_oracles_weights(device: &Device) {
+    let check_path = |recipe: &Recipe, small: bool| {
+        let case = recipe.case();
+        let paths = Path::of(&case, recipe.dtype, device);
+        // The reference path for small calls, and another tier each time.
+        let other = paths[recipe.seed as usize % paths.len()];
+        let paths = if small { vec![Path::REFERENCE, other] } else { vec![*paths.last().unwrap_or(&other)] };
+        paths.into_iter().try_for_each(|path| {
+            check(recipe, &case, path, device).map_err(|difference| format!("{path:?}: {difference}"))
+        })
+    };
+    for_all(1_500, recipes(dtypes(device)), |recipe| check_path(&recipe, true));
+    for_all(150, kernel_recipes(), |recipe| check_path(&recipe, false));
+}
+
+/// Those of the weights (B, H, T_q, T_kv), by the reference path's definition.
+fn assert_of(found: &AttentionStatistics, weights: &Tensor, tolerance: f64, what: &str) -> Result<()> {
+    let weights = weights.to_dtype(DType::F64)?;
+    let k = found.top_keys.dim(candle_core::D::Minus1)?;
+    let own = weights.contiguous()?.gather(&found.top_keys, weights.rank() - 1)?;
+    assert_close(&found.top_weights, &own, tolerance, what);
+    let (sorted, _) = weights.contiguous()?.sort_last_dim(false)?;
+    assert_close(&found.top_weights, &sorted.narrow(weights.rank() - 1, 0, k)?, tolerance, what);
+    assert_close(&found.received, &weights.sum(weights.rank() - 2)?, 10.0 * tolerance, what);
+    let terms = (weights.clone() * (weights + 1e-300)?.log()?)?;
+    assert_close(&found.entropy, &terms.sum(terms.rank() - 1)?.neg()?, 20.0 * tolerance, what);
+    Ok(())
+}
+
+fn random(shape: &[usize]) -> Result<Tensor> {
+    Tensor::randn(0f32, 1., shape, &Device::Cpu)
+}
+
+#[test]
+fn packed_sequences_have_the_statistics_of_each_by_itself() -> Result<()> {
+    let (lens_q, lens_kv) = ([5, 0, 1, 70], [9, 2, 1, 70]);
+    let sequences = PackedSequences::from_lens(&lens_q, &lens_kv)?;
+    let (total_q, total_kv) = (sequences.total_queries(), sequences.total_keys());
+    let (q, k, v) = (random(&[total_q, 4, 8])?, random(&[total_kv, 2, 8])?, random(&[total_kv, 2, 6])?);
+    let mask = AttentionMask::causal();
+    let wanted = StatisticsOptions::default().with_weights_of(0..total_q, 0..total_kv);
+    for backend in [Backend::Fused, Backend::Reference] {
+        let options = SdpaOptions::default().with_backend(backend);
+        let varlen = scaled_dot_product_attention_varlen_with_statistics;
+        let (context, found) = varlen(&q, &k, &v, &sequences, &mask, &options, &wanted)?;
+        assert_eq!(found.top_keys.dims(), [4, total_q, 8]);
+        let all = found.weights.clone().expect("asked for");
+        assert_of(&found, &all, 1e-6, "packed")?;
+        for s in 0..sequences.len() {
+            let (queries, keys) = (sequences.queries(s), sequences.keys(s));
+            if queries.is_empty() {
+                continue;
+            }
+            let part = |xs: &Tensor, of: &std::ops::Range<usize>| xs.narrow(0, of.start, of.len())?.transpose(0, 1);
+            let (q, k, v) = (part(&q, &queries)?, part(&k, &keys)?, part(&v, &keys)?);
+            let own = scaled_dot_product_attention_with_weights(&q, &k, &v, &mask, &SdpaOptions::default())?;
+            assert_close(&part(&context, &queries)?, &own.context, 1e-5, "context");
+            assert_close(&all.i((.., queries, keys))?, &own.weights, 1e-6, "weights");
+        }
+        assert_close(&found.received.sum_all()?, &Tensor::new(4.0 * total_q as f64, &Device::Cpu)?, 1e-3, "all");
+    }
+    Ok(())
+}
+
+#[test]
+fn layers_have_the_statistics_of_their_weights() -> Result<()> {
+    let base = || Config::new(32, 4);
+    let content = ContentPositions::Clipped { left: 4, right: 2 };
+    let layers = [
+        base(),
+        base().with_causal(true).with_num_kv_heads(2).with_rope(RopeConfig::new(100.0)).with_window(5),
+        base().with_alibi(AlibiConfig::Falcon).with_causal(true),
+        base().with_relative_bias(RelativeBiasConfig::new(true)),
+        base().with_content_positions(content),
+        base().with_sinks(true).with_softcap(2.0).with_add_zero_attn(true),
+    ];
+    for cfg in layers {
+        let mut layer = seeded::layer(&cfg, DType::F32, &Device::Cpu)?;
+        if let Some(buckets) = cfg.relative_bias() {
+            let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+            layer = layer.with_relative_bias(RelativeBias::new(buckets, 4, vb)?)?;
+        }
+        for shape in [&[2, 11, 32][..], &[7, 32], &[2, 1, 32]] {
+            let xs = random(shape)?;
+            let (ys, found) = layer.forward_with_statistics(&xs, &StatisticsOptions::default())?;
+            let expected = layer.forward_with_weights(&xs)?;
+            assert_close(&ys, &expected.output, 1e-4, &format!("{cfg:?}"));
+            assert_of(&found, &expected.weights, 1e-4, &format!("{cfg:?}"))?;
+        }
+        let (keys, queries) = (random(&[2, 9, 32])?, random(&[2, 4, 32])?);
+        if cfg.relative_bias().is_none() && cfg.content_positions().is_none() && cfg.alibi().is_none() {
+            let input = || AttentionInput::new(&queries).with_key_value(&keys, &keys);
+            let (_, found) = layer.forward_with_statistics(input(), &StatisticsOptions::default())?;
+            assert_of(&found, &layer.forward_with_weights(input())?.weights, 1e-5, "cross-attention")?;
+        }
+    }
+    Ok(())
+}
+
+/// A layer of either kind, its outputs and weights in calls with a cache.
+macro_rules! assert_with_cache {
+    ($layer:expr, $cache:expr, $tolerance:expr) => {{
+        let (layer, mut caches) = ($layer, [AttentionCache::new(&$cache)?, AttentionCache::new(&$cache)?]);
+        for t in [9, 1, 3, 1] {
+            let xs = random(&[2, t, 32])?;
+            let [one, other] = caches.each_mut();
+            let wanted = StatisticsOptions::default().with_top_keys(3);
+            let (ys, found) = layer.forward_with_statistics(AttentionInput::new(&xs).with_cache(one), &wanted)?;
+            let expected = layer.forward_with_weights(AttentionInput::new(&xs).with_cache(other))?;
+            assert_close(&ys, &expected.output, $tolerance, "a call with a cache");
+            assert_of(&found, &expected.weights, $tolerance, "a call with a cache")?;
+            assert_eq!(one.lens(), other.lens());
+        }
+    }};
+}
+
+#[test]
+fn calls_with_a_cache_have_the_statistics_of_the_keys_that_it_holds() -> Result<()> {
+    let cfg = Config::new(32, 4).with_causal(true).with_num_kv_heads(2).with_rope(RopeConfig::new(100.0));
+    let layer = seeded::layer(&cfg, DType::F32, &Device::Cpu)?;
+    assert_with_cache!(&layer, AttentionCacheConfig::new(), 1e-4);
+    assert_with_cache!(&layer, AttentionCacheConfig::new().with_q8(), 1e-4);
+    let windowed = seeded::layer(&cfg.with_window(4), DType::F32, &Device::Cpu)?;
+    assert_with_cache!(&windowed, AttentionCacheConfig::new().with_window(4), 1e-4);
+
+    let cfg = MultiHeadLatentAttentionConfig::new(32, 4).with_causal(true);
+    let latent =
+        MultiHeadLatentAttention::new(&cfg, VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu))?
+            .freeze()?;
+    assert_with_cache!(&latent, AttentionCacheConfig::new(), 1e-4);
+    let xs = random(&[2, 6, 32])?;
+    let (ys, found) = latent.forward_with_statistics(&xs, &StatisticsOptions::default())?;
+    let expected = latent.forward_with_weights(&xs)?;
+    assert_close(&ys, &expected.output, 1e-5, "latent attention");
+    assert_of(&found, &expected.weights, 1e-5, "latent attention")
+}
+
+#[test]
+fn layers_of_packed_sequences_have_statistics() -> Result<()> {
+    let layer = seeded::layer(&Config::new(32, 4).with_causal(true), DType::F32, &Device::Cpu)?;
+    let (sequences, xs) = (PackedSequences::from_lens(&[3, 8], &[3, 8])?, random(&[11, 32])?);
+    let input = AttentionInput::new(&xs).with_packed(&sequences);
+    let (_, found) = layer.forward_with_statistics(input, &StatisticsOptions::default())?;
+    let (_, of_last) =
+        layer.forward_with_statistics(&xs.narrow(0, 3, 8)?, &StatisticsOptions::default().with_top_keys(3))?;
+    assert_close(&found.received.narrow(1, 3, 8)?, &of_last.received, 1e-5, "received");
+    assert_close(&found.entropy.narrow(1, 3, 8)?, &of_last.entropy, 1e-5, "entropy");
+    Ok(())
+}
+
+/// Of weights that are dropped, statistics are those before.
+#[test]
+fn dropout_changes_the_context_and_no_statistics() -> Result<()> {
+    let (q, mask) = (random(&[1, 2, 20, 8])?, AttentionMask::causal());
+    for backend in [Backend::Fused, Backend::Reference] {
+        let run = |options: SdpaOptions| {
+            let (options, wanted) = (options.with_backend(backend), StatisticsOptions::default());
+            scaled_dot_product_attention_with_statistics(&q, &q, &q, &mask, &options, &wanted)
+        };
+        let (plain, expected) = run(SdpaOptions::default())?;
+        let (dropped, found) = run(SdpaOptions::default().with_dropout(0.5, true))?;
+        assert_close(&found.received, &expected.received, 1e-6, "received");
+        assert!(values(&(plain - dropped)?.abs()?.sum_all()?)[0] > 0.1);
+    }
+    Ok(())
+}
+
+#[test]
+fn gradients_reach_tracked_inputs() -> Result<()> {
+    let q = Var::from_tensor(&random(&[1, 2, 5, 8])?)?;
+    let (mask, wanted) = (AttentionMask::causal(), StatisticsOptions::default());
+    let run = |options: &SdpaOptions| scaled_dot_product_attention_with_statistics(&q, &q, &q, &mask, options, &wanted);
+    let (context, found) = run(&SdpaOptions::default())?;
+    assert!(context.sqr()?.sum_all()?.backward()?.get(&q).is_some());
+    assert!(!found.received.track_op());
+    let text = error_text(run(&SdpaOptions::default().with_backend(Backend::Fused)));
+    assert!(text.contains("an input is tracked for gradients"), "{text}");
+    Ok(())
+}
+
+#[test]
+fn what_has_no_statistics_is_an_error() -> Result<()> {
+    let (q, mask, options) = (random(&[1, 2, 5, 8])?, AttentionMask::none(), SdpaOptions::default());
+    let text = |wanted: StatisticsOptions| {
+        error_text(scaled_dot_product_attention_with_statistics(&q, &q, &q, &mask, &options, &wanted))
+    };
+    let op = "[scaled_dot_product_attention_with_statistics]";
+    let default = StatisticsOptions::default;
+    assert_eq!(text(default().with_top_keys(33)), format!("{op} top_keys is 33, expected at most 32"));
+    let expected = "were asked for, expected some of 5 queries and 5 keys";
+    assert_eq!(
+        text(default().with_weights_of(3..6, 0..5)),
+        format!("{op} weights of queries 3..6 and keys 0..5 {expected}")
+    );
+    let layer: MultiHeadAttention = seeded::layer(&Config::new(32, 4), DType::F32, &Device::Cpu)?;
+    let xs = random(&[1, 5, 32])?;
+    let input = AttentionInput::new(&xs).with_function(&candle_attention::scaled_dot_product_attention);
+    assert_eq!(
+        error_text(layer.forward_with_statistics(input, &default())),
+        "[attention_function] statistics are asked for, which a function of the caller's does not give"
+    );
+    Ok(())
+}
