@@ -1,0 +1,186 @@
+//! Statistics of the weights, which the forward pass never has as a whole.
+//!
+//! A weight is known when the sum over all keys of its query is. So a task keeps the scores of the few tiles that it
+//! works on, T_kv for each of their queries, and goes over them a second time: that takes one more exponential for each
+//! score, and no product.
+
+mod observe;
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::heuristics::StatisticsSplit;
+use super::workspace::Workspace;
+use super::{AttentionKernels, Dims, Problem, Steps, attend_to};
+use crate::cpu::{Scratch, SharedPtr, Tier, Workers, for_each_index, for_each_task, large_page_vec};
+use crate::error::Error;
+use observe::GROUP;
+pub(in crate::flash) use observe::Observe;
+
+/// The most keys that [`StatisticsOptions::top`] may ask for: queries keep a sorted list of them.
+pub const MAX_TOP: usize = 32;
+
+/// What [`attend_with_statistics`] is to find out besides entropies and sums.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct StatisticsOptions {
+    /// How many of a query's largest weights, at most [`MAX_TOP`].
+    pub top: usize,
+    /// The queries whose weights are wanted as they are.
+    pub rows: Range<usize>,
+    /// The keys whose weights are.
+    pub columns: Range<usize>,
+}
+
+/// Statistics of the weights before dropout.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Statistics {
+    /// The keys with the largest weights of each query, the largest first, of two alike the lower key: (B, H, T_q, k),
+    /// where k is the smaller of [`StatisticsOptions::top`] and T_kv. Keys of weight 0 come last, the lowest first.
+    pub top_keys: Vec<u32>,
+    /// Their weights.
+    pub top_weights: Vec<f32>,
+    /// `-Σ w ln w` of each query, (B, H, T_q).
+    pub entropy: Vec<f32>,
+    /// The sum over the queries of the weight that a key has, (B, H, T_kv).
+    pub received: Vec<f32>,
+    /// The weights that were asked for, (B, H, rows, columns).
+    pub weights: Vec<f32>,
+}
+
+impl Statistics {
+    /// Zeros for a call.
+    fn zeros(dims: &Dims, options: &StatisticsOptions) -> Result<Self, Error> {
+        let Dims { b, h, t_q, t_kv, .. } = *dims;
+        let StatisticsOptions { top, rows, columns } = options;
+        for (what, wanted, most) in [("rows", rows, t_q), ("columns", columns, t_kv)] {
+            if wanted.start > wanted.end || wanted.end > most {
+                return Err(Error::Shape(format!("expected {what} within 0..{most}, found {wanted:?}")));
+            }
+        }
+        if *top > MAX_TOP || u32::try_from(t_kv).is_err() {
+            let expected = format!("expected at most {MAX_TOP} top keys of {} keys", u32::MAX);
+            return Err(Error::Shape(format!("{expected}, found {top} of {t_kv}")));
+        }
+        let (top, weights) = ([b, h, t_q, (*top).min(t_kv)], [b, h, rows.len(), columns.len()]);
+        Ok(Self {
+            top_keys: zeros(&top)?,
+            top_weights: zeros(&top)?,
+            entropy: zeros(&[b, h, t_q])?,
+            received: zeros(&[b, h, t_kv])?,
+            weights: zeros(&weights)?,
+        })
+    }
+}
+
+fn zeros<T: Copy + Default>(shape: &[usize]) -> Result<Vec<T>, Error> {
+    let no_memory = || Error::Memory(format!("statistics of {shape:?}"));
+    let count = shape.iter().try_fold(1usize, |count, &dim| count.checked_mul(dim)).ok_or_else(no_memory)?;
+    let mut vec = Vec::new();
+    vec.try_reserve_exact(count).map_err(|_| no_memory())?;
+    vec.resize(count, T::default());
+    Ok(vec)
+}
+
+/// Where the statistics of a call go. Each task writes those of its own queries.
+pub(super) struct StatisticsOutput<'a> {
+    options: &'a StatisticsOptions,
+    top_keys: SharedPtr<u32>,
+    top_weights: SharedPtr<f32>,
+    entropy: SharedPtr<f32>,
+    received: SharedPtr<f32>,
+    weights: SharedPtr<f32>,
+}
+
+/// [`attend_vec`](super::attend_vec) that also returns statistics of the weights. They are the same for any number of
+/// threads. A call takes memory for them, and for each thread for T_kv scores of the queries of a tile or a few.
+///
+/// # Errors
+/// As [`attend`](super::attend), and [`Error::Shape`] for more than [`MAX_TOP`] keys, or for rows and columns that are
+/// not those of the call.
+///
+/// ```
+/// use candle_attention_kernels::Tier;
+/// use candle_attention_kernels::flash::{self, Dims, OutputOrder, Problem, ScoreOptions, StatisticsOptions, Strided};
+///
+/// // One query over three keys of width 1.
+/// let (q, k, v) = ([1.0], [0.0, 1.0, 0.0], [1.0, 2.0, 3.0]);
+/// let rows = |data| Strided { data, strides: [3, 3, 1] };
+/// let problem = Problem {
+///     dims: Dims { b: 1, h: 1, h_kv: 1, t_q: 1, t_kv: 3, d: 1, d_v: 1 },
+///     q: rows(&q),
+///     k: rows(&k).into(),
+///     v: rows(&v).into(),
+///     ranges: &[0..3],
+///     scores: ScoreOptions::default(),
+///     output_order: OutputOrder::Bhtd,
+///     executor: None,
+/// };
+/// let options = StatisticsOptions { top: 2, ..Default::default() };
+/// let (_, statistics) = flash::attend_with_statistics::<f32>(&problem, Tier::Scalar, &options)?;
+/// assert_eq!(statistics.top_keys, [1, 0]);
+/// assert!((statistics.received.iter().sum::<f32>() - 1.0).abs() < 1e-6);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn attend_with_statistics<E: AttentionKernels>(
+    problem: &Problem<E>,
+    tier: Tier,
+    options: &StatisticsOptions,
+) -> Result<(Vec<E>, Statistics), Error> {
+    let count = problem.context_len()?;
+    let mut found = Statistics::zeros(&problem.dims, options)?;
+    let output = StatisticsOutput {
+        options,
+        top_keys: SharedPtr(found.top_keys.as_mut_ptr()),
+        top_weights: SharedPtr(found.top_weights.as_mut_ptr()),
+        entropy: SharedPtr(found.entropy.as_mut_ptr()),
+        received: SharedPtr(found.received.as_mut_ptr()),
+        weights: SharedPtr(found.weights.as_mut_ptr()),
+    };
+    let mut context = large_page_vec(count).ok_or_else(|| Error::Memory(format!("a context of {count} elements")))?;
+    attend_to(problem, tier, &mut context.spare_capacity_mut()[..count], None, None, Some(output))?;
+    // SAFETY: `attend_to` initialised every element.
+    unsafe { context.set_len(count) };
+    Ok((context, found))
+}
+
+/// Runs the steps of every task: contexts and statistics. `None` where there is no memory for scores.
+pub(super) fn run(
+    steps: &dyn Steps,
+    dims: &Dims,
+    output: &StatisticsOutput,
+    split: StatisticsSplit,
+    workers: Workers,
+) -> Option<()> {
+    let StatisticsSplit { panel, panels, parts } = split;
+    let (heads, rows, words) = (dims.b * dims.h_kv, dims.rows(), dims.group() * dims.t_kv);
+    // Tasks of one head add to sums of their own, which are added up in their order.
+    let mut sums = Scratch::try_zeros(&[heads, parts, words])?;
+    let all_sums = SharedPtr(sums.as_mut_ptr());
+    let is_short = AtomicBool::new(false);
+    let kept = || Scratch::try_zeros(&[panels.checked_mul(dims.t_kv)?.checked_add(dims.t_kv.div_ceil(GROUP))?, panel]);
+    let workspace = || Workspace { kept: kept(), ..steps.workspace() };
+    for_each_task(heads * parts, workers, workspace, |workspace, task| {
+        if workspace.kept.is_none() {
+            return is_short.store(true, Ordering::Relaxed);
+        }
+        let (head, part) = (task % heads, task / heads);
+        // SAFETY: the sums are initialised, and each task has its own.
+        let received = unsafe { all_sums.slice((head * parts + part) * words, words) };
+        // Every so many-th chunk, since the last ones see most keys of a causal mask.
+        for first in (part * panels * panel..rows).step_by(parts * panels * panel) {
+            let (kv, own) = (dims.kv_head(head), first..rows.min(first + panels * panel));
+            steps.prefill(workspace, kv, own.clone(), 0..dims.t_kv);
+            steps.observe(workspace, kv, own.clone(), received);
+            steps.epilogue(workspace, kv, own);
+        }
+    });
+    let sums = sums.words();
+    for_each_index(heads, workers, &|head| {
+        // SAFETY: the sums received by the heads of a group stand one after the other, and are this task's.
+        let received = unsafe { output.received.slice(head * words, words) };
+        for own in sums[head * parts * words..][..parts * words].chunks_exact(words.max(1)) {
+            received.iter_mut().zip(own).for_each(|(sum, own)| *sum += own);
+        }
+    });
+    (!is_short.into_inner()).then_some(())
+}
