@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 
-use super::problem::{Dims, KvHead, Row, ScoreInputs, Strided};
+use super::problem::{Dims, KvHead, Row, Strided};
 use super::tile::Tile;
 use crate::cpu::{MAX_LANES, Scratch, SharedPtr};
 use crate::error::{Error, check_len};
@@ -47,19 +47,13 @@ impl DistanceBias<'_> {
 
 /// Biases as tiles of queries read them: of each key head from the last entry to the first, those of the heads of a
 /// group side by side. The entries of one key and successive query rows are then successive too. Zeros stand before
-/// and behind them.
-pub(super) struct DistanceTable {
+/// and behind them. Sums of their gradients have the same places.
+pub(super) struct DistanceTable<'a> {
+    bias: DistanceBias<'a>,
+    group: usize,
     words: Scratch,
     /// B·H_kv, or H_kv where sequences share biases.
     heads: usize,
-    places: DistancePlaces,
-}
-
-/// Where entries stand in a [`DistanceTable`], and in sums of their gradients.
-#[derive(Clone, Copy)]
-pub(super) struct DistancePlaces {
-    len: usize,
-    group: usize,
 }
 
 /// Columns of a tile whose biases of one key are successive words.
@@ -81,38 +75,55 @@ impl DistanceRun {
     }
 }
 
-impl DistancePlaces {
-    /// The words of a key head.
-    pub fn words(&self) -> usize {
-        self.len * self.group + 2 * MAX_LANES
+impl<'a> DistanceTable<'a> {
+    /// `None` where there is no memory for it.
+    pub fn new(bias: DistanceBias<'a>, dims: &Dims) -> Option<Self> {
+        let (group, heads) = (dims.group(), bias.sequences(dims) * dims.h_kv);
+        let size = bias.len * group + 2 * MAX_LANES;
+        let mut words = Scratch::try_zeros(&[heads, size])?;
+        for (index, of_head) in words.words_mut().chunks_exact_mut(size).take(heads).enumerate() {
+            let kv = dims.kv_head(index);
+            for g in 0..group {
+                let row = Row { b: kv.b, head: kv.head * group + g, query: 0 };
+                let places = of_head[MAX_LANES..].chunks_exact_mut(group);
+                places.zip(bias.of_row(row).iter().rev()).for_each(|(place, &value)| place[g] = value);
+            }
+        }
+        Some(Self { bias, group, words, heads })
     }
 
-    /// The word of an entry of the g-th head of the group.
-    fn word(&self, entry: usize, g: usize) -> usize {
-        MAX_LANES + (self.len - 1 - entry) * self.group + g
+    /// The words of a key head.
+    pub fn size(&self) -> usize {
+        self.bias.len * self.group + 2 * MAX_LANES
+    }
+
+    #[inline(always)]
+    pub fn of_head(&self, dims: &Dims, kv: KvHead) -> &[f32] {
+        let head = (kv.b * dims.h_kv + kv.head) % self.heads;
+        &self.words.words()[head * self.size()..][..self.size()]
     }
 
     /// The runs of a tile: a vector each where the origins of its queries count down by one, which all do but for those
     /// of packed sequences that begin elsewhere among the queries than among the keys.
-    pub fn runs(&self, inputs: &ScoreInputs, bias: &DistanceBias, tile: &Tile, lanes: usize) -> Vec<DistanceRun> {
-        let (dims, kv, group) = (&inputs.dims, tile.kv, self.group);
-        let origin = |row: usize| bias.origin(dims, dims.row(kv, row));
-        let mut runs = Vec::with_capacity(tile.vectors);
-        for first in tile.rows.clone().step_by(lanes) {
+    pub fn runs(&self, dims: &Dims, tile: &Tile, lanes: usize) -> impl Iterator<Item = DistanceRun> {
+        let (kv, group) = (tile.kv, self.group);
+        tile.rows.clone().step_by(lanes).flat_map(move |first| {
             let rows = first..tile.rows.end.min(first + lanes);
             let queries = rows.start / group..rows.end.div_ceil(group);
-            let origins = &bias.origins[kv.b * dims.t_q..][queries];
+            let origins = &self.bias.origins[kv.b * dims.t_q..][queries];
             let are_successive = origins.windows(2).all(|pair| pair[0].checked_sub(1) == Some(pair[1]));
             let width = if are_successive { rows.len() } else { 1 };
-            runs.extend(rows.step_by(width).map(|row| DistanceRun {
-                column: row - tile.rows.start,
-                width,
-                first: MAX_LANES as i64 + (self.len as i64 - 1 - origin(row)) * group as i64 + (row % group) as i64,
-                group: group as i64,
-                last: (self.words() - MAX_LANES) as i64,
-            }));
-        }
-        runs
+            rows.step_by(width).map(move |row| {
+                let from_last = self.bias.len as i64 - 1 - self.bias.origin(dims, dims.row(kv, row));
+                DistanceRun {
+                    column: row - tile.rows.start,
+                    width,
+                    first: MAX_LANES as i64 + from_last * group as i64 + (row % group) as i64,
+                    group: group as i64,
+                    last: (self.size() - MAX_LANES) as i64,
+                }
+            })
+        })
     }
 
     /// Adds sums of gradients, a task's for the heads of a group from `row` on, to those of the entries.
@@ -120,47 +131,14 @@ impl DistancePlaces {
     /// # Safety
     /// No other thread uses the gradients of these heads.
     pub unsafe fn add_to(&self, output: &DistanceOutput, sums: &[Cell<f32>], row: Row) {
+        let len = self.bias.len;
         for g in 0..self.group {
-            let to = output.at.0.wrapping_add(row.b * output.of_sequence + (row.head + g) * self.len);
-            for entry in 0..self.len {
+            let to = output.at.0.wrapping_add(row.b * output.of_sequence + (row.head + g) * len);
+            for (entry, sums) in (0..len).rev().zip(sums[MAX_LANES..].chunks_exact(self.group)) {
                 // SAFETY: as this method's contract; the gradient has an element for each entry of each head.
-                unsafe { *to.add(entry) += sums[self.word(entry, g)].get() };
+                unsafe { *to.add(entry) += sums[g].get() };
             }
         }
-    }
-}
-
-impl DistanceTable {
-    /// `None` inside for a call without such biases; `None` where there is no memory for them.
-    #[expect(clippy::option_option, reason = "no biases, and no memory")]
-    pub fn new(inputs: &ScoreInputs) -> Option<Option<Self>> {
-        let Some(bias) = &inputs.options.distance_bias else { return Some(None) };
-        let dims = &inputs.dims;
-        let places = DistancePlaces { len: bias.len, group: dims.group() };
-        let heads = bias.sequences(dims) * dims.h_kv;
-        let mut words = Scratch::try_zeros(&[heads, places.words()])?;
-        for (index, of_head) in words.words_mut().chunks_exact_mut(places.words()).take(heads).enumerate() {
-            let kv = dims.kv_head(index);
-            for g in 0..places.group {
-                let row = Row { b: kv.b, head: kv.head * places.group + g, query: 0 };
-                for (entry, &value) in bias.of_row(row).iter().enumerate() {
-                    of_head[places.word(entry, g)] = value;
-                }
-            }
-        }
-        Some(Some(Self { words, heads, places }))
-    }
-
-    pub fn places(&self) -> DistancePlaces {
-        self.places
-    }
-
-    /// The words of a key head.
-    #[inline(always)]
-    pub fn of_head(&self, dims: &Dims, kv: KvHead) -> &[f32] {
-        let size = self.places.words();
-        let head = (kv.b * dims.h_kv + kv.head) % self.heads;
-        &self.words.words()[head * size..][..size]
     }
 }
 

@@ -197,7 +197,10 @@ unsafe fn attend_on<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> Optio
         // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
         return unsafe { decode::run::<K::F32, E, S>(call) };
     }
-    let distances = DistanceTable::new(&call.inputs)?;
+    let distances = match call.inputs.options.distance_bias {
+        Some(bias) => Some(DistanceTable::new(bias, dims)?),
+        None => None,
+    };
     let inputs = ScoreInputs { distances: distances.as_ref(), ..call.inputs };
     let workers = heuristics::workers(call, 1);
     if let Some(statistics) = &call.statistics {

@@ -346,7 +346,7 @@ pub(super) struct ScoreInputs<'a> {
     pub ranges: &'a [Range<usize>],
     pub options: ScoreOptions<'a>,
     /// The distance biases of the options, for tiles.
-    pub distances: Option<&'a DistanceTable>,
+    pub distances: Option<&'a DistanceTable<'a>>,
 }
 
 impl ScoreInputs<'_> {

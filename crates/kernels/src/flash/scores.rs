@@ -2,7 +2,7 @@
 //!
 //! Queries are lanes: a score's key is a row of a panel, its query a column.
 
-use super::distances::{DistanceBias, DistanceTable};
+use super::distances::DistanceTable;
 use super::problem::{ScoreInputs, ScoreUnits, Strided};
 use super::tile::Tile;
 use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, Vector, tanh};
@@ -138,8 +138,8 @@ impl TileScores<'_> {
                     K::Vector::load(slopes.as_ptr().add(column)).mul_add(distance, score)
                 });
             }
-            if let (Some(bias), Some(table)) = (&options.distance_bias, self.inputs.distances) {
-                self.add_distances::<K>(bias, table);
+            if let Some(table) = self.inputs.distances {
+                self.add_distances::<K>(table);
             }
             if let Some(bias) = &options.bias {
                 self.combine::<K, f32, true>(bias);
@@ -150,9 +150,9 @@ impl TileScores<'_> {
     /// # Safety
     /// As [`finish`](Self::finish).
     #[inline(always)]
-    unsafe fn add_distances<K: Kernel>(&self, bias: &DistanceBias, table: &DistanceTable) {
+    unsafe fn add_distances<K: Kernel>(&self, table: &DistanceTable) {
         let words = table.of_head(&self.inputs.dims, self.tile.kv).as_ptr();
-        for run in table.places().runs(&self.inputs, bias, self.tile, K::Vector::LANES) {
+        for run in table.runs(&self.inputs.dims, self.tile, K::Vector::LANES) {
             for key in 0..self.keys {
                 // SAFETY: as this method's contract; the table has a vector from each word of a run on.
                 unsafe {

@@ -125,10 +125,9 @@ impl BiasGradients<'_> {
     /// As [`add`](Self::add).
     #[inline(always)]
     unsafe fn add_distances<K: Kernel>(&self, scores: &TileScores, gradients: *const f32) {
-        let inputs = &scores.inputs;
-        let (Some(bias), Some(table)) = (&inputs.options.distance_bias, inputs.distances) else { return };
+        let Some(table) = scores.inputs.distances else { return };
         let sums = self.by_distance.as_ptr().cast::<f32>().cast_mut();
-        for run in table.places().runs(inputs, bias, scores.tile, K::Vector::LANES) {
+        for run in table.runs(&scores.inputs.dims, scores.tile, K::Vector::LANES) {
             for key in 0..scores.keys {
                 // SAFETY: as this method's contract; cells of the task alone, a vector from each word of a run on.
                 unsafe {
@@ -190,7 +189,7 @@ impl BiasGradients<'_> {
     pub unsafe fn finish(&self, inputs: &ScoreInputs, row: Row) {
         if let (Some(output), Some(table)) = (&self.distances, inputs.distances) {
             // SAFETY: as this method's contract.
-            unsafe { table.places().add_to(output, self.by_distance, row) };
+            unsafe { table.add_to(output, self.by_distance, row) };
         }
         let Some(bias) = self.bias.filter(|bias| bias.is_summed_over_queries) else { return };
         for (g, of_head) in self.by_key.chunks_exact(self.keys).enumerate() {

@@ -165,7 +165,8 @@ pub fn attend_backward<E: AttentionKernels>(
     let [k, v] = [k, v].map(|rows| StoredRows { rows, scales: None });
     let mut call = Call::after(&forward, KeysValues { k, v }, context)?;
     let no_memory = || Error::Memory("what attention's backward pass keeps between its steps".into());
-    let table = DistanceTable::new(&call.inputs).ok_or_else(no_memory)?;
+    let table = |bias| DistanceTable::new(bias, &dims).ok_or_else(no_memory);
+    let table = forward.scores.distance_bias.map(table).transpose()?;
     call.inputs.distances = table.as_ref();
     let queries = dims.b * dims.h * dims.t_q;
     check_len("stats", stats.len(), queries)?;

@@ -55,7 +55,7 @@ impl<E: Number> SimdTask for BackwardTask<'_, '_, E> {
             _ => Vec::new(),
         };
         let by_distance = match (distances, inputs.distances) {
-            (Some(_), Some(table)) => vec![Cell::new(0f32); table.places().words()],
+            (Some(_), Some(table)) => vec![Cell::new(0f32); table.size()],
             _ => Vec::new(),
         };
         let biases = (bias.is_some() || distances.is_some() || !slopes.is_empty()).then(|| BiasGradients {
