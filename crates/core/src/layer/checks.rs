@@ -1,15 +1,97 @@
-//! The inputs of a call, checked.
+//! What the inputs of a call have to be like.
 
-use candle_core::{Result, Tensor, bail};
+use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::input::KeysFrom;
 use super::{AttentionInput, MultiHeadAttention, OP};
-use crate::base::{check_keys_and_values, is_addressable};
+use crate::base::{Dim, Expect, check_keys_and_values, is_addressable};
 use crate::cache::NewTokens;
 use crate::config::KvSource;
 
 pub(super) const NO_KEYS: &str =
     "the layer has no keys and values of its own, expected an earlier layer's, `with_shared_cache` or `with_memory`";
+
+/// What the inputs of a layer have to be like.
+#[derive(Clone, Copy)]
+pub(super) struct Expected<'a> {
+    pub op: &'static str,
+    pub width: usize,
+    pub batched: bool,
+    pub dtype: DType,
+    pub device: &'a Device,
+}
+
+impl Expected<'_> {
+    /// An input as (B, T, width), after its shape, dtype and device were checked.
+    pub fn check(&self, what: &str, xs: &Tensor) -> Result<Tensor> {
+        let &Self { op, width, batched, dtype, device } = self;
+        let (one, batch) = ([Dim::Any("T"), Dim::Is(width)], [Dim::Any("B"), Dim::Any("T"), Dim::Is(width)]);
+        let xs_in = Expect::many(op, what, xs);
+        let xs_in = match (batched, what) {
+            (true, _) => xs_in.shape(&batch)?,
+            (false, "queries") => xs_in.shape_of(&[&batch, &one])?,
+            // Those of one sequence, as the queries are.
+            (false, _) => xs_in.shape(&one)?,
+        };
+        xs_in.dtype(dtype, "the weights'")?.beside("the weights", device)?;
+        if batched { Ok(xs.clone()) } else { xs.unsqueeze(0) }
+    }
+
+    /// The residual of a call, as (B, T, out_dim), if it has one.
+    pub fn check_residual(self, input: &AttentionInput, out_dim: usize) -> Result<Option<Tensor>> {
+        let Some(residual) = input.residual else { return Ok(None) };
+        let checked = Expected { width: out_dim, ..self }.check("residuals", residual)?;
+        if residual.dims()[..residual.rank() - 1] != input.queries.dims()[..input.queries.rank() - 1] {
+            bail!(
+                "[{}] residuals have shape {:?}, expected that of the output of queries {:?}",
+                self.op,
+                residual.dims(),
+                input.queries.dims()
+            )
+        }
+        Ok(Some(checked))
+    }
+}
+
+impl AttentionInput<'_> {
+    /// That keys come from one place.
+    pub(super) fn check_keys(&self, op: &str) -> Result<()> {
+        match self.conflict {
+            Some([one, other]) => bail!("[{op}] both {one} and {other} were given, expected one of the two"),
+            None => Ok(()),
+        }
+    }
+
+    /// That packed sequences fit the queries (1, total_q, ..) and `t_kv` keys, and that nothing else is asked for that
+    /// has no shape for them.
+    pub(super) fn check_packed(&self, op: &str, queries: &Tensor, t_kv: usize) -> Result<()> {
+        let Some(sequences) = self.packed else { return Ok(()) };
+        if self.queries.rank() != 2 {
+            bail!("[{op}] packed queries have shape {:?}, expected (total_q, E)", self.queries.dims())
+        }
+        if self.is_cached() {
+            bail!("[{op}] packed sequences were given with a cache, expected one of the two")
+        }
+        let totals = (sequences.total_queries(), sequences.total_keys());
+        let t_q = queries.dim(1)?;
+        if totals != (t_q, t_kv) {
+            bail!(
+                "[{op}] the packed sequences have {} queries and {} keys, expected the {t_q} and {t_kv} of the inputs",
+                totals.0,
+                totals.1
+            )
+        }
+        let is_of_both = |s| sequences.queries(s) == sequences.keys(s);
+        if let Some(s) = (0..sequences.len()).find(|&s| !self.is_cross() && !is_of_both(s)) {
+            bail!(
+                "[{op}] packed sequence {s} has queries {:?} and keys {:?}, expected the same in self-attention",
+                sequences.queries(s),
+                sequences.keys(s)
+            )
+        }
+        Ok(())
+    }
+}
 
 /// The inputs of a call, checked.
 pub(super) struct Inputs {

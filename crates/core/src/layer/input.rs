@@ -4,10 +4,9 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Once;
 
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
 use super::ProjectedMemory;
-use crate::base::{Dim, Expect};
 use crate::cache::{AttentionCache, NewTokens, Padding};
 use crate::init::TorchSeed;
 use crate::mask::AttentionMask;
@@ -66,7 +65,7 @@ pub struct AttentionInput<'a> {
     pub(super) queries: &'a Tensor,
     pub(super) keys: KeysFrom<'a>,
     /// Two origins of keys that were given, of which one is meant.
-    conflict: Option<[&'static str; 2]>,
+    pub(super) conflict: Option<[&'static str; 2]>,
     pub(super) mask: Option<&'a AttentionMask>,
     pub(super) positions: Option<&'a Tensor>,
     pub(super) key_positions: Option<&'a Tensor>,
@@ -127,7 +126,7 @@ impl<'a> AttentionInput<'a> {
         matches!(self.keys, KeysFrom::Cross { .. } | KeysFrom::Memory(_))
     }
 
-    fn is_cached(&self) -> bool {
+    pub(super) fn is_cached(&self) -> bool {
         matches!(self.keys, KeysFrom::Cache(_) | KeysFrom::EarlierLayer(_))
     }
 
@@ -334,36 +333,6 @@ impl<'a> AttentionInput<'a> {
         SdpaOptions { dropout_seed: self.dropout_seed.cloned(), ..options }
     }
 
-    /// That packed sequences fit the queries (1, total_q, ..) and `t_kv` keys, and that nothing else is asked for that
-    /// has no shape for them.
-    pub(super) fn check_packed(&self, op: &str, queries: &Tensor, t_kv: usize) -> Result<()> {
-        let Some(sequences) = self.packed else { return Ok(()) };
-        if self.queries.rank() != 2 {
-            bail!("[{op}] packed queries have shape {:?}, expected (total_q, E)", self.queries.dims())
-        }
-        if self.is_cached() {
-            bail!("[{op}] packed sequences were given with a cache, expected one of the two")
-        }
-        let totals = (sequences.total_queries(), sequences.total_keys());
-        let t_q = queries.dim(1)?;
-        if totals != (t_q, t_kv) {
-            bail!(
-                "[{op}] the packed sequences have {} queries and {} keys, expected the {t_q} and {t_kv} of the inputs",
-                totals.0,
-                totals.1
-            )
-        }
-        let is_of_both = |s| sequences.queries(s) == sequences.keys(s);
-        if let Some(s) = (0..sequences.len()).find(|&s| !self.is_cross() && !is_of_both(s)) {
-            bail!(
-                "[{op}] packed sequence {s} has queries {:?} and keys {:?}, expected the same in self-attention",
-                sequences.queries(s),
-                sequences.keys(s)
-            )
-        }
-        Ok(())
-    }
-
     /// Those of `t` queries or keys, which are `ranges` of the packed sequences where there are such.
     pub(super) fn default_positions(
         &self,
@@ -400,14 +369,6 @@ impl<'a> AttentionInput<'a> {
             }
         };
         run(AttentionInput { keys, ..*self })
-    }
-
-    /// That keys come from one place.
-    pub(super) fn check_keys(&self, op: &str) -> Result<()> {
-        match self.conflict {
-            Some([one, other]) => bail!("[{op}] both {one} and {other} were given, expected one of the two"),
-            None => Ok(()),
-        }
     }
 
     /// The tokens that a call of `dims` (B, T) adds to its cache, if it has one. `own` is the layer's mask.
@@ -451,48 +412,6 @@ impl<'a> AttentionInput<'a> {
     /// The positions that a call of `dims` (B, T) was given.
     pub(super) fn given_positions(&self, (b, t): (usize, usize)) -> Result<Option<Positions>> {
         self.positions.map(|given| Positions::from_tensor("positions", given, b, t)).transpose()
-    }
-}
-
-/// What the inputs of a layer have to be like.
-#[derive(Clone, Copy)]
-pub(super) struct Expected<'a> {
-    pub op: &'static str,
-    pub width: usize,
-    pub batched: bool,
-    pub dtype: DType,
-    pub device: &'a Device,
-}
-
-impl Expected<'_> {
-    /// An input as (B, T, width), after its shape, dtype and device were checked.
-    pub fn check(&self, what: &str, xs: &Tensor) -> Result<Tensor> {
-        let &Self { op, width, batched, dtype, device } = self;
-        let (one, batch) = ([Dim::Any("T"), Dim::Is(width)], [Dim::Any("B"), Dim::Any("T"), Dim::Is(width)]);
-        let xs_in = Expect::many(op, what, xs);
-        let xs_in = match (batched, what) {
-            (true, _) => xs_in.shape(&batch)?,
-            (false, "queries") => xs_in.shape_of(&[&batch, &one])?,
-            // Those of one sequence, as the queries are.
-            (false, _) => xs_in.shape(&one)?,
-        };
-        xs_in.dtype(dtype, "the weights'")?.beside("the weights", device)?;
-        if batched { Ok(xs.clone()) } else { xs.unsqueeze(0) }
-    }
-
-    /// The residual of a call, as (B, T, out_dim), if it has one.
-    pub fn check_residual(self, input: &AttentionInput, out_dim: usize) -> Result<Option<Tensor>> {
-        let Some(residual) = input.residual else { return Ok(None) };
-        let checked = Expected { width: out_dim, ..self }.check("residuals", residual)?;
-        if residual.dims()[..residual.rank() - 1] != input.queries.dims()[..input.queries.rank() - 1] {
-            bail!(
-                "[{}] residuals have shape {:?}, expected that of the output of queries {:?}",
-                self.op,
-                residual.dims(),
-                input.queries.dims()
-            )
-        }
-        Ok(Some(checked))
     }
 }
 

@@ -34,7 +34,7 @@ use crate::mask::AttentionMask;
 use crate::norm::{Norm, QkNorms, Span};
 use crate::params::{WeightLayout, load_projections, projection_shapes, state_dict};
 use crate::position::{RelativeBias, RelativeEmbeddings, RotaryEmbedding, Term, alibi, content};
-use input::Expected;
+use checks::Expected;
 
 const OP: &str = "multi_head_attention";
 

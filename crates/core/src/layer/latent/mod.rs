@@ -13,7 +13,8 @@ use candle_nn::var_builder::ShardedVarBuilder;
 
 use super::LayerOutput;
 use super::call::AttentionCall;
-use super::input::{AttentionInput, Expected, KeysFrom};
+use super::checks::Expected;
+use super::input::{AttentionInput, KeysFrom};
 use crate::base::{HeadDim, HeadShard, Heads, Source, is_addressable, part};
 use crate::cache::{Expand, NewTokens};
 use crate::linear::PackedLinear;
