@@ -59,17 +59,18 @@ impl Axis {
     }
 
     fn pixel(&self, number: f64) -> f64 {
-        let share = (number - self.low) / (self.high - self.low);
+        self.at((number - self.low) / (self.high - self.low))
+    }
+
+    /// The pixel at a share of the axis.
+    fn at(&self, share: f64) -> f64 {
         f64::from(self.start) + share * f64::from(self.end - self.start)
     }
 
     /// The pixels of round numbers, and their texts.
     fn ticks(&self) -> impl Iterator<Item = (i32, String)> {
         let clear = 1.5 * f64::from(TICK.em) / f64::from((self.end - self.start).abs());
-        let length = f64::from(self.end - self.start);
-        ticks(self.low, self.high, clear)
-            .into_iter()
-            .map(move |(share, text)| (self.start + (share * length).round() as i32, text))
+        ticks(self.low, self.high, clear).into_iter().map(|(share, text)| (self.at(share).round() as i32, text))
     }
 }
 

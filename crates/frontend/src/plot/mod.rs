@@ -20,9 +20,11 @@ mod picture;
 mod style;
 mod terminal;
 
+use std::ops::Range;
 use std::path::Path;
 
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use unicode_width::UnicodeWidthStr;
 
 #[cfg(feature = "plot")]
 pub use chart::LineChart;
@@ -204,32 +206,28 @@ impl HeatMap {
         picture::to_png(self, heads)
     }
 
-    /// The number of panels that `heads` makes.
-    fn panel_count(&self, heads: Heads) -> Result<usize> {
+    fn panels(&self, heads: Heads) -> Result<Vec<Panel>> {
         let count = self.weights.dim(0)?;
-        match heads {
-            Heads::All => Ok(count),
-            Heads::One(h) if h >= count => {
-                bail!("[heat_map] head {h} is not below the number of heads {count}")
+        let one = |h| Panel { name: format!("head {h}"), of: format!(" of {count}"), heads: h..h + 1 };
+        Ok(match heads {
+            Heads::All => (0..count).map(one).collect(),
+            Heads::One(h) if h >= count => bail!("[heat_map] head {h} is not below the number of heads {count}"),
+            Heads::One(h) => vec![one(h)],
+            Heads::Mean => {
+                let of = format!(" of {}", style::count(count, "head"));
+                vec![Panel { name: String::from("mean"), of, heads: 0..count }]
             }
-            Heads::Mean | Heads::One(_) => Ok(1),
-        }
+        })
     }
 
     /// The weights of a panel, (T_q, T_kv) in row-major order. One panel at a time is held in f64, so that a long
     /// sequence does not cost the memory of all its heads.
-    fn panel(&self, heads: Heads, panel: usize) -> Result<Vec<f64>> {
-        let heads = match heads {
-            Heads::One(h) => h..h + 1,
-            Heads::All => panel..panel + 1,
-            Heads::Mean => 0..self.weights.dim(0)?,
-        };
-        let count = heads.len() as f64;
+    fn panel(&self, Panel { heads, .. }: &Panel) -> Result<Vec<f64>> {
         let mut sum = self.head(heads.start)?;
-        for h in heads.skip(1) {
+        for h in heads.clone().skip(1) {
             sum.iter_mut().zip(self.head(h)?).for_each(|(sum, weight)| *sum += weight);
         }
-        sum.iter_mut().for_each(|sum| *sum /= count);
+        sum.iter_mut().for_each(|sum| *sum /= heads.len() as f64);
         Ok(sum)
     }
 
@@ -241,16 +239,15 @@ impl HeatMap {
             _ => weights.to_dtype(DType::F32)?.to_dtype(DType::F64)?.to_vec1(),
         }
     }
+}
 
-    /// What a panel shows, as `mean of 16 heads` or `head 3 of 16`.
-    fn caption(&self, heads: Heads, panel: usize) -> Result<String> {
-        let count = self.weights.dim(0)?;
-        Ok(match heads {
-            Heads::Mean => format!("mean of {}", style::count(count, "head")),
-            Heads::One(h) => format!("head {h} of {count}"),
-            Heads::All => format!("head {panel} of {count}"),
-        })
-    }
+/// One matrix of a drawing: a head, or the mean of several.
+struct Panel {
+    /// `mean` or `head 3`.
+    name: String,
+    /// ` of 16 heads`, which in a grid of all heads is plain to see.
+    of: String,
+    heads: Range<usize>,
 }
 
 /// The labels of the queries or of the keys.
@@ -267,7 +264,7 @@ struct Axis {
 impl Axis {
     fn new(labels: impl Iterator<Item = String>, has_tokens: bool) -> Self {
         let labels: Vec<_> = labels.collect();
-        Self { columns: labels.iter().map(|label| style::width(label)).max().unwrap_or(0), labels, has_tokens }
+        Self { columns: labels.iter().map(|label| label.width()).max().unwrap_or(0), labels, has_tokens }
     }
 
     fn indices(len: usize) -> Self {

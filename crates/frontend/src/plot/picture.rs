@@ -4,7 +4,7 @@ use candle_core::{Result, bail};
 
 use super::canvas::{self, Anchor, Canvas, Hack, Style};
 use super::style::{NOT_FINITE, Rgb, Scale, contrasting, count, gradient, short, shorten, tick, wrap};
-use super::{Axis, Heads, HeatMap};
+use super::{Axis, Heads, HeatMap, Panel};
 
 /// The largest side of a picture, but for a title and notes beyond `TEXT_SPACE`.
 const MAX_SIDE: i32 = 4000;
@@ -60,7 +60,7 @@ pub(super) const TICK: Style = Style { color: INK, ..NOTE };
 const NUMBER: Style = Style { em: 12, ..TITLE };
 
 pub(super) fn to_svg(map: &HeatMap, heads: Heads) -> Result<String> {
-    let weights = map.panel_count(heads)? * map.queries.labels.len() * map.keys.labels.len();
+    let weights = map.panels(heads)?.len() * map.queries.labels.len() * map.keys.labels.len();
     if weights > MAX_SVG_WEIGHTS {
         bail!("[heat_map] {weights} weights are too many for an SVG, which may hold {MAX_SVG_WEIGHTS}: make a PNG");
     }
@@ -106,7 +106,7 @@ impl Labels {
 
 /// What decides on a grid.
 struct Content {
-    panels: usize,
+    panels: Vec<Panel>,
     queries: Axis,
     keys: Axis,
     caption_width: i32,
@@ -118,7 +118,6 @@ struct Content {
 struct Grid {
     cell: [i32; 2],
     columns: usize,
-    rows: usize,
     panel: [i32; 2],
     /// From one panel to the next.
     step: [i32; 2],
@@ -145,25 +144,28 @@ impl Grid {
             let aspect = (f64::from(grid.width) / f64::from(grid.notes + 2 * MARGIN)).ln();
             // Screens and pages with text around it suit a wide picture more than a tall one.
             let aspect = if aspect < 0.0 { -1.5 * aspect } else { aspect };
-            let empty = 1.0 - content.panels as f64 / (grid.columns * grid.rows) as f64;
+            let panels = content.panels.len();
+            let empty = 1.0 - panels as f64 / panels.next_multiple_of(grid.columns) as f64;
             let shrunk = (f64::from(preferred) / f64::from(grid.cell[0].min(grid.cell[1]))).ln();
             // Weighted so that 8 heads are 4 x 2 and not 3 x 3 with a hole, and 5 heads are 3 x 2.
             aspect + 5.75 * empty + shrunk
         };
         // More columns than this have no space for their captions.
-        let most = content.panels.min((MAX_SIDE / (CAPTION.em + GAP)) as usize);
+        let most = content.panels.len().min((MAX_SIDE / (CAPTION.em + GAP)) as usize);
         let largest = |columns| (1..=preferred).rev().find_map(|cell| Self::new(content, columns, cell));
         (1..=most).filter_map(largest).min_by(|a, b| badness(a).total_cmp(&badness(b)))
     }
 
     /// None if the picture would be too large.
     fn new(content: &Content, columns: usize, cell: i32) -> Option<Self> {
-        let rows = content.panels.div_ceil(columns);
-        let [queries, keys] = [&content.queries, &content.keys].map(|axis| i32::try_from(axis.labels.len()));
-        let (queries, keys) = (queries.ok()?, keys.ok()?);
+        let rows = content.panels.len().div_ceil(columns);
+        // More cells than a picture has pixels are too many, however many they are.
+        let [queries, keys] =
+            [&content.queries, &content.keys].map(|axis| axis.labels.len().min(MAX_SIDE as usize + 1));
+        let (queries, keys) = (queries as i32, keys as i32);
         let short = cell.max(SHORT_AXIS_CELL.min(4 * cell));
         let cell = [if keys < queries { short } else { cell }, if queries < keys { short } else { cell }];
-        let panel = [cell[0].checked_mul(keys)?, cell[1].checked_mul(queries)?];
+        let panel = [cell[0] * keys, cell[1] * queries];
         if panel[0].max(panel[1]) > MAX_SIDE || columns.max(rows) > MAX_SIDE as usize {
             return None;
         }
@@ -181,29 +183,16 @@ impl Grid {
         let key_name = size[1] + key_labels.depth + LABEL_GAP + SMALL_LINE / 2;
         let notes = (key_name + SMALL_LINE).max(bar_top + bar_height + SMALL_LINE / 2);
         let (left, width, bar) = (left + inset, width + 2 * inset, (bar_top, bar_height));
-        let fits = width <= MAX_SIDE && notes + 2 * MARGIN <= MAX_SIDE - TEXT_SPACE;
-        let grid = Self {
-            cell,
-            columns,
-            rows,
-            panel,
-            step,
-            size,
-            query_labels,
-            key_labels,
-            left,
-            width,
-            bar,
-            key_name,
-            notes,
-        };
-        fits.then_some(grid)
+        if width > MAX_SIDE || notes + 2 * MARGIN > MAX_SIDE - TEXT_SPACE {
+            return None;
+        }
+        Some(Self { cell, columns, panel, step, size, query_labels, key_labels, left, width, bar, key_name, notes })
     }
 }
 
 /// The side of a cell where nothing forces it to be smaller: panels get smaller the more there are.
 fn preferred_cell(content: &Content) -> i32 {
-    let panel = match content.panels {
+    let panel = match content.panels.len() {
         1 => 480,
         2..=4 => 360,
         5..=9 => 280,
@@ -218,7 +207,6 @@ fn preferred_cell(content: &Content) -> i32 {
 /// A picture before it is drawn.
 struct Picture<'a> {
     map: &'a HeatMap,
-    heads: Heads,
     scale: Scale,
     content: Content,
     grid: Grid,
@@ -230,33 +218,33 @@ struct Picture<'a> {
 impl<'a> Picture<'a> {
     /// `is_covered`: whether the font can write all of a text; what it cannot write needs a note.
     fn new(map: &'a HeatMap, heads: Heads, is_covered: impl Fn(&str) -> bool) -> Result<Self> {
-        let panels = map.panel_count(heads)?;
-        let scale = Scale::of(map, heads)?;
+        let mut panels = map.panels(heads)?;
+        let scale = Scale::of(map, &panels)?;
+        if let [one] = panels.as_mut_slice() {
+            one.name += &one.of;
+        }
         let tick_columns = ticks(scale.low, scale.high, 0.0).iter().map(|(_, tick)| tick.len()).max().unwrap_or(0);
         let content = Content {
-            panels,
             queries: shortened(&map.queries),
             keys: shortened(&map.keys),
-            caption_width: text_width(caption(map, heads, panels - 1)?.len(), CAPTION.em),
+            caption_width: text_width(panels.last().map_or(0, |panel| panel.name.len()), CAPTION.em),
             bar_width: (BAR_WIDTH + LABEL_GAP + text_width(tick_columns, TICK.em))
                 .max(text_width(BAR_NAME.len(), NOTE.em)),
+            panels,
         };
         let Some(grid) = Grid::fit(&content) else {
             bail!(
                 "[heat_map] {} of {} x {} weights do not fit in {MAX_SIDE} x {MAX_SIDE} pixels: draw fewer heads, or \
                  fewer tokens",
-                count(panels, "panel"),
+                count(content.panels.len(), "panel"),
                 map.queries.labels.len(),
                 map.keys.labels.len()
             );
         };
 
         let columns = |em| columns_in(grid.width - 2 * MARGIN, em);
-        let title = map
-            .title
-            .iter()
-            .flat_map(|title| wrap(&shorten(title, columns(TITLE.em) * MAX_TITLE_LINES), columns(TITLE.em)));
-        let title: Vec<_> = title.collect();
+        let lines = |title: &String| wrap(&shorten(title, columns(TITLE.em) * MAX_TITLE_LINES), columns(TITLE.em));
+        let title = map.title.as_ref().map_or(Vec::new(), lines);
         let Content { queries, keys, .. } = &content;
         let mut notes = Vec::new();
         if !queries.labels.iter().chain(&keys.labels).chain(&title).all(|text| is_covered(text)) {
@@ -270,11 +258,10 @@ impl<'a> Picture<'a> {
         if scale.not_finite > 0 {
             notes.push(format!("{} not finite, in grey", count(scale.not_finite, "weight")));
         }
-        notes.extend(scale.notes.iter().cloned());
-        let notes: Vec<_> = notes.iter().flat_map(|note| wrap(note, columns(NOTE.em))).collect();
+        let notes: Vec<_> = notes.iter().chain(&scale.notes).flat_map(|note| wrap(note, columns(NOTE.em))).collect();
         let text_height = title.len() as i32 * TITLE_LINE + notes.len() as i32 * SMALL_LINE;
         let size = [grid.width, grid.notes + text_height + 2 * MARGIN];
-        Ok(Self { map, heads, scale, content, grid, title, notes, size })
+        Ok(Self { map, scale, content, grid, title, notes, size })
     }
 
     fn draw(&self, canvas: &mut dyn Canvas) -> Result<()> {
@@ -284,8 +271,8 @@ impl<'a> Picture<'a> {
             canvas.text(text, [w / 2, y], TITLE);
         }
         let top = MARGIN + self.title.len() as i32 * TITLE_LINE;
-        for panel in 0..self.content.panels {
-            self.draw_panel(canvas, panel, top)?;
+        for index in 0..self.content.panels.len() {
+            self.draw_panel(canvas, index, top)?;
         }
         canvas.text("keys", [grid.left + grid.size[0] / 2, top + grid.key_name], AXIS_NAME);
         let left = grid.left - grid.query_labels.depth - AXIS_NAME_SPACE + SMALL_LINE / 2;
@@ -299,15 +286,16 @@ impl<'a> Picture<'a> {
         Ok(())
     }
 
-    fn draw_panel(&self, canvas: &mut dyn Canvas, panel: usize, top: i32) -> Result<()> {
+    fn draw_panel(&self, canvas: &mut dyn Canvas, index: usize, top: i32) -> Result<()> {
         let Grid { cell: [w, h], columns, panel: [width, height], step, .. } = self.grid;
-        let left = self.grid.left + (panel % columns) as i32 * step[0] + (step[0] - GAP - width) / 2;
-        let top = top + (panel / columns) as i32 * step[1] + CAPTION_LINE;
-        canvas.text(&caption(self.map, self.heads, panel)?, [left + width / 2, top - CAPTION_LINE / 2], CAPTION);
+        let left = self.grid.left + (index % columns) as i32 * step[0] + (step[0] - GAP - width) / 2;
+        let top = top + (index / columns) as i32 * step[1] + CAPTION_LINE;
+        let panel = &self.content.panels[index];
+        canvas.text(&panel.name, [left + width / 2, top - CAPTION_LINE / 2], CAPTION);
         canvas.rect([left - 1, top - 1, width + 2, height + 2], FRAME);
 
         let numbered = w >= NUMBERED_CELL.0 && h >= NUMBERED_CELL.1;
-        let weights = self.map.panel(self.heads, panel)?;
+        let weights = self.map.panel(panel)?;
         for (y, row) in (top..).step_by(h as usize).zip(weights.chunks(self.content.keys.labels.len())) {
             for (x, &weight) in (left..).step_by(w as usize).zip(row) {
                 let color = self.scale.position(weight).map_or(NOT_FINITE, gradient);
@@ -319,7 +307,7 @@ impl<'a> Picture<'a> {
             }
         }
 
-        if panel.is_multiple_of(columns) {
+        if index.is_multiple_of(columns) {
             let labels = &self.grid.query_labels;
             let style = Style { em: labels.em, anchor: Anchor::End, ..TITLE };
             for (i, text) in self.content.queries.labels.iter().enumerate().step_by(labels.stride) {
@@ -327,7 +315,7 @@ impl<'a> Picture<'a> {
             }
         }
         // The last panel of each column, which in a grid with empty places is not always in the last row.
-        if panel + columns >= self.content.panels {
+        if index + columns >= self.content.panels.len() {
             let labels = &self.grid.key_labels;
             let (anchor, drop) = if labels.vertical { (Anchor::End, 0) } else { (Anchor::Middle, labels.em / 2) };
             let style = Style { em: labels.em, anchor, vertical: labels.vertical, ..TITLE };
@@ -357,14 +345,6 @@ impl<'a> Picture<'a> {
 
 fn shortened(axis: &Axis) -> Axis {
     Axis::new(axis.labels.iter().map(|label| shorten(label, MAX_LABEL)), axis.has_tokens)
-}
-
-/// In a grid the number of heads is plain to see.
-fn caption(map: &HeatMap, heads: Heads, panel: usize) -> Result<String> {
-    match heads {
-        Heads::All => Ok(format!("head {panel}")),
-        Heads::Mean | Heads::One(_) => map.caption(heads, panel),
-    }
 }
 
 /// The positions and texts of the numbers along a scale: its ends, and round numbers between that are more than `clear`

@@ -1,10 +1,13 @@
 //! What all drawings have in common: the colour scale, weights as numbers, and text that came from outside, made safe
 //! to print and measured in terminal columns.
 
+use std::borrow::Cow;
+
 use candle_core::Result;
+use textwrap::{Options, WordSplitter};
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
-use super::{Heads, HeatMap};
+use super::{HeatMap, Panel};
 
 /// How far a weight may leave \[0, 1\] by rounding: one step of bf16 above 1 is 0.0078.
 const ROUNDING: f64 = 0.01;
@@ -28,18 +31,16 @@ pub(super) struct Scale {
 
 impl Scale {
     /// Over the weights of all panels of a drawing.
-    pub(super) fn of(map: &HeatMap, heads: Heads) -> Result<Self> {
-        let (mut min, mut max, mut not_finite, mut above, mut longest) = (0f64, 0f64, 0, 0, 3);
-        for panel in 0..map.panel_count(heads)? {
-            for weight in map.panel(heads, panel)? {
+    pub(super) fn of(map: &HeatMap, panels: &[Panel]) -> Result<Self> {
+        let (mut min, mut max, mut not_finite, mut above, mut is_signed) = (0f64, 0f64, 0, 0, false);
+        for panel in panels {
+            for weight in map.panel(panel)? {
+                is_signed |= weight < 0.0;
                 if weight.is_finite() {
                     (min, max) = (min.min(weight), max.max(weight));
                     above += usize::from(map.scale_max.is_some_and(|end| weight > end));
                 } else {
                     not_finite += 1;
-                }
-                if weight < 0.0 {
-                    longest = 4;
                 }
             }
         }
@@ -55,7 +56,7 @@ impl Scale {
         }
         let low = if min < -ROUNDING { min } else { 0.0 };
         let high = map.scale_max.unwrap_or(max);
-        let digits = longest.max(short(min).len()).max(short(max).len());
+        let digits = [short(min).len(), short(max).len(), 3 + usize::from(is_signed)].into_iter().max().unwrap_or(3);
         // With no weight but 0 the scale still needs a length.
         Ok(Self { low, high: if high > low { high } else { 1.0 }, digits, not_finite, notes })
     }
@@ -86,19 +87,13 @@ pub(super) fn contrasting(background: Rgb) -> Rgb {
 
 /// A weight in two digits, `.27` or `1.3`; `0` only for exactly 0.
 pub(super) fn short(weight: f64) -> String {
-    let size = weight.abs();
-    if weight.is_nan() {
-        String::from("nan")
-    } else if size.is_infinite() || weight == 0.0 {
-        format!("{}", if weight == 0.0 { 0.0 } else { weight })
-    } else if size < 0.995 {
-        format!("{weight:.2}").replacen("0.", ".", 1)
-    } else if size < 9.95 {
-        format!("{weight:.1}")
-    } else if size < 999.5 {
-        format!("{weight:.0}")
-    } else {
-        format!("{weight:.0e}")
+    match weight.abs() {
+        0.0 => String::from("0"),
+        ..0.995 => format!("{weight:.2}").replacen("0.", ".", 1),
+        ..9.95 => format!("{weight:.1}"),
+        ..999.5 => format!("{weight:.0}"),
+        ..f64::INFINITY => format!("{weight:.0e}"),
+        _ => weight.to_string().to_lowercase(),
     }
 }
 
@@ -173,20 +168,15 @@ fn is_unprintable(c: char) -> bool {
         || u32::from(c) & 0xfffe == 0xfffe
 }
 
-/// The columns that `text` takes in a terminal.
-pub(super) fn width(text: &str) -> usize {
-    text.width()
-}
-
 /// The length in bytes of the longest beginning of `text` that fits in `columns`.
 fn fitting(text: &str, columns: usize) -> usize {
     let ends = text.char_indices().map(|(start, c)| start + c.len_utf8());
-    ends.take_while(|&end| width(&text[..end]) <= columns).last().unwrap_or(0)
+    ends.take_while(|&end| text[..end].width() <= columns).last().unwrap_or(0)
 }
 
 /// `text`, or as much of it as fits in `columns` with a `…` at the end.
 pub(super) fn shorten(text: &str, columns: usize) -> String {
-    if width(text) <= columns {
+    if text.width() <= columns {
         return text.to_string();
     }
     format!("{}…", &text[..fitting(text, columns.saturating_sub(1))])
@@ -194,28 +184,17 @@ pub(super) fn shorten(text: &str, columns: usize) -> String {
 
 /// `text` in the middle of `columns`; what is left over by an odd number goes to the right.
 pub(super) fn centre(text: &str, columns: usize) -> String {
-    let space = columns.saturating_sub(width(text));
+    let space = columns.saturating_sub(text.width());
     format!("{}{text}{}", " ".repeat(space / 2), " ".repeat(space - space / 2))
 }
 
 /// `text` at the right of `columns`.
 pub(super) fn right(text: &str, columns: usize) -> String {
-    format!("{}{text}", " ".repeat(columns.saturating_sub(width(text))))
+    format!("{}{text}", " ".repeat(columns.saturating_sub(text.width())))
 }
 
 /// `text` broken between words into lines of at most `columns`; a word that is longer by itself is broken inside.
 pub(super) fn wrap(text: &str, columns: usize) -> Vec<String> {
-    let (mut lines, mut rest) = (Vec::new(), text);
-    while width(rest) > columns {
-        // Where not even one character fits, it makes a line of its own.
-        let end = fitting(rest, columns).max(rest.chars().next().map_or(0, char::len_utf8));
-        // A line ends at a space, perhaps the one behind it, which is left out.
-        let with_space = if rest[end..].starts_with(' ') { end + 1 } else { end };
-        let at_space = rest[..with_space].rfind(' ').filter(|&space| space > 0);
-        let (line, next) = at_space.map_or(rest.split_at(end), |space| (&rest[..space], &rest[space + 1..]));
-        lines.push(line.to_string());
-        rest = next;
-    }
-    lines.push(rest.to_string());
-    lines
+    let options = Options::new(columns).word_splitter(WordSplitter::NoHyphenation);
+    textwrap::wrap(text, options).into_iter().map(Cow::into_owned).collect()
 }

@@ -3,8 +3,9 @@
 use std::ops::Range;
 
 use candle_core::{Result, bail};
+use unicode_width::UnicodeWidthStr;
 
-use super::style::{NOT_FINITE, Scale, centre, contrasting, count, gradient, right, short, shorten, tick, width, wrap};
+use super::style::{NOT_FINITE, Scale, centre, contrasting, count, gradient, right, short, shorten, tick, wrap};
 use super::{Heads, HeatMap};
 
 /// Row labels take at most this many columns.
@@ -13,8 +14,8 @@ const MAX_ROW_LABEL: usize = 16;
 const MAX_KEY_LABEL: usize = 10;
 /// Where keys have to be left out, labels of the others are shortened to this many columns first.
 const ELIDED_KEY_LABEL: usize = 7;
-/// The columns of the gap that stands for keys left out.
-const GAP: usize = 2;
+/// Stands for keys left out.
+const GAP: &str = "… ";
 /// The columns of the colour bar in the legend.
 const BAR: usize = 24;
 /// A shorter colour bar shows nothing.
@@ -93,22 +94,15 @@ impl HeatMap {
     ///
     /// If a head is out of range, `max_rows` is 0, or `max_width` has no room for one key.
     pub fn to_terminal(&self, heads: Heads, options: &TerminalOptions) -> Result<String> {
-        let scale = Scale::of(self, heads)?;
-        let matrix = Matrix::plan(self, &scale, options)?;
-        let max_width = options.max_width.unwrap_or(usize::MAX);
-
-        let mut lines = Vec::new();
-        if let Some(title) = &self.title {
-            lines.extend(wrap(title, max_width));
+        let panels = self.panels(heads)?;
+        let matrix = Matrix::plan(self, Scale::of(self, &panels)?, options)?;
+        let mut lines = self.title.as_deref().map_or(Vec::new(), |title| matrix.wrap(title));
+        for (index, panel) in panels.iter().enumerate() {
+            lines.extend((index > 0).then(String::new));
+            lines.extend(matrix.wrap(&format!("{}{}", panel.name, panel.of)));
+            lines.extend(matrix.lines(&self.panel(panel)?));
         }
-        for panel in 0..self.panel_count(heads)? {
-            if panel > 0 {
-                lines.push(String::new());
-            }
-            lines.extend(wrap(&self.caption(heads, panel)?, max_width));
-            lines.extend(matrix.lines(&self.panel(heads, panel)?, &scale, options.color));
-        }
-        lines.extend(matrix.legend(&scale, options.color, max_width));
+        lines.extend(matrix.legend());
         Ok(lines.join("\n"))
     }
 }
@@ -141,110 +135,105 @@ impl Shown {
     }
 }
 
-/// What all panels have in common: their rows and columns, and labels cut to size.
-struct Matrix {
-    rows: Shown,
-    columns: Shown,
-    row_labels: Vec<String>,
-    header: String,
+/// What all panels have in common.
+struct Matrix<'a> {
+    map: &'a HeatMap,
+    scale: Scale,
+    color: Color,
+    max_width: usize,
+    queries: Shown,
+    keys: Shown,
+    /// The columns of a row's label.
+    label: usize,
     /// The columns of a cell, with the space that separates it from the next.
     cell: usize,
-    /// The keys of a row in memory, T_kv.
-    stride: usize,
 }
 
-impl Matrix {
-    fn plan(map: &HeatMap, scale: &Scale, options: &TerminalOptions) -> Result<Self> {
-        let [queries, keys] = [&map.queries, &map.keys].map(|axis| axis.labels.len());
+impl<'a> Matrix<'a> {
+    fn plan(map: &'a HeatMap, scale: Scale, options: &TerminalOptions) -> Result<Self> {
         if options.max_rows == Some(0) {
             bail!("[heat_map] max_rows is 0; expected at least 1");
         }
+        let (labels, keys) = (&map.queries.labels, map.keys.labels.len());
         let max_width = options.max_width.unwrap_or(usize::MAX);
-        let rows = Shown::within(queries, options.max_rows.unwrap_or(usize::MAX));
-        let labels: Vec<_> = rows.indices().map(|i| i.map_or("…", |i| &map.queries.labels[i])).collect();
-        let longest = labels.iter().map(|label| width(label)).max().unwrap_or(0);
-        let row_label = longest.min(MAX_ROW_LABEL).min((max_width / 3).max(1));
+        let queries = Shown::within(labels.len(), options.max_rows.unwrap_or(usize::MAX));
+        let longest = queries.indices().map(|query| query.map_or(1, |query| labels[query].width())).max().unwrap_or(0);
+        let label = longest.min(MAX_ROW_LABEL).min((max_width / 3).max(1));
 
         let smallest = scale.digits + 2;
         let widest = smallest.max(map.keys.columns.min(MAX_KEY_LABEL) + 1);
-        let room = max_width.saturating_sub(row_label + 1);
+        let room = max_width.saturating_sub(label + 1);
         let (cell, shown) = if room / keys >= smallest {
             (widest.min(room / keys), keys)
         } else {
-            let room = room.saturating_sub(GAP);
+            let room = room.saturating_sub(GAP.width());
             let cell = widest.min(ELIDED_KEY_LABEL + 1).max(smallest);
             let cell = if room / cell < 2 { smallest } else { cell };
             (cell, room / cell)
         };
         if shown == 0 {
-            let needed = row_label + 1 + smallest + if keys > 1 { GAP } else { 0 };
+            let needed = label + 1 + smallest + if keys > 1 { GAP.width() } else { 0 };
             bail!("[heat_map] max_width is {max_width} columns; the row labels and one key need {needed}");
         }
+        let keys = Shown::within(keys, shown);
+        Ok(Self { map, scale, color: options.color, max_width, queries, keys, label, cell })
+    }
 
-        let columns = Shown::within(keys, shown);
-        let mut header = " ".repeat(row_label + 1);
-        for key in columns.indices() {
-            header += &match key {
-                Some(key) => centre(&shorten(&map.keys.labels[key], cell - 1), cell - 1) + " ",
-                None => right("… ", GAP),
-            };
-        }
-        let row_labels = labels.iter().map(|label| right(&shorten(label, row_label), row_label)).collect();
-        Ok(Self { rows, columns, row_labels, header, cell, stride: keys })
+    fn wrap(&self, text: &str) -> Vec<String> {
+        wrap(text, self.max_width)
     }
 
     /// The header and the rows of a panel, all of the same display width.
-    fn lines(&self, weights: &[f64], scale: &Scale, color: Color) -> Vec<String> {
-        let mut lines = vec![self.header.clone()];
-        for (query, label) in self.rows.indices().zip(&self.row_labels) {
-            let mut line = format!("{label} ");
-            for key in self.columns.indices() {
-                line += &match (query, key) {
-                    (Some(query), Some(key)) => self.cell(weights[query * self.stride + key], scale, color),
-                    (None, Some(_)) => centre("…", self.cell - 1) + " ",
-                    (_, None) => right("… ", GAP),
-                };
-            }
-            lines.push(line);
-        }
-        lines
+    fn lines(&self, weights: &[f64]) -> Vec<String> {
+        let (queries, keys) = (&self.map.queries.labels, &self.map.keys.labels);
+        let word = |text: &str| centre(&shorten(text, self.cell - 1), self.cell - 1) + " ";
+        let rows = self.queries.indices().map(|query| match query {
+            Some(query) => self.line(&queries[query], |key| self.cell(weights[query * keys.len() + key])),
+            None => self.line("…", |_| word("…")),
+        });
+        std::iter::once(self.line("", |key| word(&keys[key]))).chain(rows).collect()
     }
 
-    fn cell(&self, weight: f64, scale: &Scale, color: Color) -> String {
-        let number = right(&short(weight), scale.digits);
-        if color != Color::None {
-            return paint(&centre(&number, self.cell), scale.position(weight), color);
+    /// A label, and what stands for each key that is shown.
+    fn line(&self, label: &str, cell: impl Fn(usize) -> String) -> String {
+        let cells = self.keys.indices().map(|key| key.map_or_else(|| String::from(GAP), &cell));
+        right(&shorten(label, self.label), self.label) + " " + &cells.collect::<String>()
+    }
+
+    fn cell(&self, weight: f64) -> String {
+        let number = right(&short(weight), self.scale.digits);
+        let position = self.scale.position(weight);
+        if self.color != Color::None {
+            return paint(&centre(&number, self.cell), position, self.color);
         }
-        let shade = match scale.position(weight) {
+        let shade = match position {
             None => "?",
             Some(_) if weight == 0.0 => " ",
             Some(position) => SHADES[((position * 4.0).ceil() as usize).clamp(1, 4) - 1],
         };
-        shade.repeat(self.cell - 1 - scale.digits) + &number + " "
+        shade.repeat(self.cell - 1 - self.scale.digits) + &number + " "
     }
 
-    fn legend(&self, scale: &Scale, color: Color, max_width: usize) -> Vec<String> {
-        let (low, high) = (tick(scale.low), tick(scale.high));
-        let room = max_width.saturating_sub(low.len() + high.len() + 2);
-        let mut lines = Vec::new();
-        if color == Color::None {
-            let [a, b, c] = [0.25, 0.5, 0.75].map(|at| tick(scale.low * (1.0 - at) + scale.high * at));
-            let from = if scale.low < 0.0 { format!("from {low} ") } else { String::new() };
-            let text = format!("{from}░ to {a}, ▒ to {b}, ▓ to {c}, █ to {high}, blank is exactly 0");
-            lines.extend(wrap(&text, max_width));
+    fn legend(&self) -> Vec<String> {
+        let Scale { low, high, not_finite, .. } = self.scale;
+        let [first, last] = [low, high].map(tick);
+        let room = self.max_width.saturating_sub(first.len() + last.len() + 2);
+        let mut lines = if self.color == Color::None {
+            let [a, b, c] = [0.25, 0.5, 0.75].map(|at| tick(low * (1.0 - at) + high * at));
+            let from = if low < 0.0 { format!("from {first} ") } else { String::new() };
+            self.wrap(&format!("{from}░ to {a}, ▒ to {b}, ▓ to {c}, █ to {last}, blank is exactly 0"))
         } else if room < MIN_BAR {
-            lines.extend(wrap(&format!("colours from {low} to {high}"), max_width));
+            self.wrap(&format!("colours from {first} to {last}"))
         } else {
             let bar = BAR.min(room);
-            let bar: String = (0..bar).map(|i| paint(" ", Some(i as f64 / (bar - 1) as f64), color)).collect();
-            lines.push(format!("{low} {bar} {high}"));
-        }
+            let bar = (0..bar).map(|i| paint(" ", Some(i as f64 / (bar - 1) as f64), self.color));
+            vec![format!("{first} {} {last}", bar.collect::<String>())]
+        };
         let mut notes = vec![String::from("rows are queries, columns are keys")];
-        notes.extend(self.rows.note("query", "queries"));
-        notes.extend(self.columns.note("key", "keys"));
-        notes.extend((scale.not_finite > 0).then(|| format!("{} not finite", count(scale.not_finite, "weight"))));
-        notes.extend(scale.notes.iter().cloned());
-        lines.extend(notes.iter().flat_map(|note| wrap(note, max_width)));
+        notes.extend(self.queries.note("query", "queries"));
+        notes.extend(self.keys.note("key", "keys"));
+        notes.extend((not_finite > 0).then(|| format!("{} not finite", count(not_finite, "weight"))));
+        lines.extend(notes.iter().chain(&self.scale.notes).flat_map(|note| self.wrap(note)));
         lines
     }
 }
