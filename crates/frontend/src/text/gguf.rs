@@ -47,26 +47,27 @@ pub fn gguf_tokenizer(content: &Content) -> Result<SimpleTokenizer> {
     if types.len() != tokens.len() {
         return metadata.fail("token_type", types.len(), &format!("{} entries", tokens.len()));
     }
-    let parts = match metadata.text("model")? {
+    let (mut tokenizer, adds_bos) = match metadata.text("model")? {
         "gpt2" => byte_level(&metadata)?,
         "llama" => sentence_piece(&metadata, &tokens, &types)?,
         other => bail!("[gguf] tokenizer.ggml.model is {other:?}, expected \"gpt2\" or \"llama\""),
     };
     let vocab: Map<_, _> = tokens.iter().enumerate().map(|(id, token)| (token.to_string(), json!(id))).collect();
-    let mut model = parts.model;
-    model["vocab"] = vocab.into();
+    tokenizer["model"]["vocab"] = vocab.into();
     let is_added = |kind: i64| matches!(kind, UNKNOWN | CONTROL | USER_DEFINED);
     let added =
-        tokens.iter().zip(&types).enumerate().filter(|&(_, (token, &kind))| is_added(kind) && !token.is_empty());
-    let added = added.map(|(id, (token, &kind))| {
-        json!({
-            "id": id, "content": token, "special": kind != USER_DEFINED, "normalized": false,
-            "single_word": false, "lstrip": false, "rstrip": false,
+        tokens.iter().zip(&types).enumerate().filter(|(_, (token, kind))| is_added(**kind) && !token.is_empty());
+    tokenizer["added_tokens"] = added
+        .map(|(id, (token, &kind))| {
+            json!({
+                "id": id, "content": token, "special": kind != USER_DEFINED, "normalized": false,
+                "single_word": false, "lstrip": false, "rstrip": false,
+            })
         })
-    });
+        .collect();
     let mut ends = [Vec::new(), Vec::new()];
     let mut special_tokens = Map::new();
-    for (end, name, default) in [(0, "bos", parts.adds_bos), (1, "eos", false)] {
+    for (end, name, default) in [(0, "bos", adds_bos), (1, "eos", false)] {
         if !metadata.flag(&format!("add_{name}_token"))?.unwrap_or(default) {
             continue;
         }
@@ -79,30 +80,15 @@ pub fn gguf_tokenizer(content: &Content) -> Result<SimpleTokenizer> {
     }
     let sequences = ["A", "B"].map(|id| json!({"Sequence": {"id": id, "type_id": 0}}));
     let template = |sequences: &[serde_json::Value]| [ends[0].as_slice(), sequences, &ends[1]].concat();
-    let tokenizer = json!({
-        "version": "1.0",
-        "added_tokens": added.collect::<Vec<_>>(),
-        "normalizer": parts.normalizer,
-        "pre_tokenizer": parts.pre_tokenizer,
-        "post_processor": {
-            "type": "TemplateProcessing", "single": template(&sequences[..1]), "pair": template(&sequences),
-            "special_tokens": special_tokens,
-        },
-        "decoder": parts.decoder,
-        "model": model,
+    tokenizer["post_processor"] = json!({
+        "type": "TemplateProcessing", "single": template(&sequences[..1]), "pair": template(&sequences),
+        "special_tokens": special_tokens,
     });
     Ok(SimpleTokenizer::from_bytes(tokenizer.to_string())?)
 }
 
-/// What differs between models, as a tokenizer.json has it.
-struct Parts {
-    /// Without its vocabulary.
-    model: serde_json::Value,
-    normalizer: serde_json::Value,
-    pre_tokenizer: serde_json::Value,
-    decoder: serde_json::Value,
-    adds_bos: bool,
-}
+/// A model's tokenizer.json without its tokens, and whether a text begins with one unless the file says otherwise.
+type Parts = (serde_json::Value, bool);
 
 fn byte_level(metadata: &Metadata) -> Result<Parts> {
     let pre = metadata.text("pre")?;
@@ -123,13 +109,14 @@ fn byte_level(metadata: &Metadata) -> Result<Parts> {
     let split = json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false});
     let digits = digits.then(|| json!({"type": "Digits", "individual_digits": true}));
     let steps: Vec<_> = digits.into_iter().chain([split, bytes.clone()]).collect();
-    Ok(Parts {
-        model: json!({"type": "BPE", "merges": merges, "ignore_merges": is_llama3}),
-        normalizer: if composes { json!({"type": "NFC"}) } else { json!(null) },
-        pre_tokenizer: json!({"type": "Sequence", "pretokenizers": steps}),
-        decoder: bytes,
-        adds_bos: is_llama3,
-    })
+    let tokenizer = json!({
+        "version": "1.0",
+        "normalizer": composes.then(|| json!({"type": "NFC"})),
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": bytes,
+        "model": {"type": "BPE", "merges": merges, "ignore_merges": is_llama3},
+    });
+    Ok((tokenizer, is_llama3))
 }
 
 /// The merges of SentencePiece are those that make a token of two others, that of the highest score first.
@@ -160,26 +147,24 @@ fn sentence_piece(metadata: &Metadata, tokens: &[&str], types: &[i64]) -> Result
     }
     merges.sort_by(|(a, ids_a, _), (b, ids_b, _)| b.total_cmp(a).then(ids_a.cmp(ids_b)));
     let merges: Vec<_> = merges.iter().map(|(_, _, pair)| json!([pair.0, pair.1])).collect();
-    let spaced = metadata.flag("add_space_prefix")?.unwrap_or(true);
     let unknown = types.iter().position(|&kind| kind == UNKNOWN).map(|id| tokens[id]);
-    let prefix = spaced.then(|| json!({"type": "Prepend", "prepend": "▁"}));
-    let normalizers =
-        prefix.into_iter().chain([json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})]);
-    let strip = spaced.then(|| json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));
-    let decoders = [
+    let mut normalizers = vec![json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})];
+    let mut decoders = vec![
         json!({"type": "Replace", "pattern": {"String": "▁"}, "content": " "}),
         json!({"type": "ByteFallback"}),
         json!({"type": "Fuse"}),
     ];
-    Ok(Parts {
-        model: json!({
-            "type": "BPE", "merges": merges, "unk_token": unknown, "fuse_unk": true, "byte_fallback": true,
-        }),
-        normalizer: json!({"type": "Sequence", "normalizers": normalizers.collect::<Vec<_>>()}),
-        pre_tokenizer: json!(null),
-        decoder: json!({"type": "Sequence", "decoders": decoders.into_iter().chain(strip).collect::<Vec<_>>()}),
-        adds_bos: true,
-    })
+    if metadata.flag("add_space_prefix")?.unwrap_or(true) {
+        normalizers.insert(0, json!({"type": "Prepend", "prepend": "▁"}));
+        decoders.push(json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));
+    }
+    let tokenizer = json!({
+        "version": "1.0",
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {"type": "BPE", "merges": merges, "unk_token": unknown, "fuse_unk": true, "byte_fallback": true},
+    });
+    Ok((tokenizer, true))
 }
 
 /// The keys of `tokenizer.ggml`.

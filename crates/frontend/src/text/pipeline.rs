@@ -5,17 +5,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use tokenizers::models::unigram::UnigramError;
 use tokenizers::models::{ModelWrapper, bpe, wordlevel, wordpiece};
 use tokenizers::{
-    Model, NormalizedString, OffsetReferential, OffsetType, PaddingParams, PostProcessor, PreTokenizedString,
-    PreTokenizer, Token, Tokenizer, TruncationParams, truncate_encodings,
+    Encoding as Tokens, Model, NormalizedString, OffsetReferential, OffsetType, PaddingParams, PostProcessor,
+    PreTokenizedString, PreTokenizer, Token, Tokenizer, TruncationParams, truncate_encodings,
 };
 
 use candle_attention_core::internal::nearest;
 
 use super::Encoding;
 use super::error::{BoxError, TokenizerError, failed, invalid};
-
-/// What fails where a text's tokens cannot be had.
-const ENCODE: &str = "the file's tokenizer failed to encode";
 
 /// Stands for the error that the BPE model should give where it leaves characters out.
 #[derive(Debug, thiserror::Error)]
@@ -32,7 +29,7 @@ pub(super) fn load(bytes: &[u8]) -> Result<(Tokenizer, Option<PaddingParams>), B
     let padding = tokenizer.get_padding().cloned();
     tokenizer.with_truncation(None)?.with_padding(None);
     for add_special_tokens in [true, false] {
-        catch_panic(|| tokenizer.post_process(tokenizers::Encoding::default(), None, add_special_tokens))
+        catch_panic(|| tokenizer.post_process(Tokens::default(), None, add_special_tokens))
             .map_err(|error| format!("its post-processor cannot be applied: {error}"))?;
     }
     Ok((tokenizer, padding))
@@ -52,27 +49,28 @@ pub(super) fn encode(
     add_special_tokens: bool,
     max_tokens: Option<usize>,
 ) -> Result<Encoding, TokenizerError> {
-    let mut first = tokens(tokenizer, text, 0)?;
-    let mut second = second.map(|text| tokens(tokenizer, text, 1)).transpose()?;
-    let len = |first: &tokenizers::Encoding, second: &Option<_>| {
-        first.len() + second.as_ref().map_or(0, tokenizers::Encoding::len)
-    };
-    let whole_len = len(&first, &second);
-    if let Some(max_tokens) = max_tokens {
-        let num_special = if add_special_tokens { num_special_tokens(tokenizer, second.is_some()) } else { 0 };
-        let params = TruncationParams { max_length: room(max_tokens, num_special)?, ..TruncationParams::default() };
-        (first, second) = catch_panic(|| truncate_encodings(first, second, &params)).map_err(failed(ENCODE))?;
-        for encoding in [Some(&mut first), second.as_mut()].into_iter().flatten() {
-            encoding.take_overflowing();
+    let encoded = catch_panic(|| {
+        let mut first = tokens(tokenizer, text, 0)?;
+        let mut second = second.map(|text| tokens(tokenizer, text, 1)).transpose()?;
+        let len = |first: &Tokens, second: &Option<Tokens>| first.len() + second.as_ref().map_or(0, Tokens::len);
+        let whole_len = len(&first, &second);
+        if let Some(max_tokens) = max_tokens {
+            let num_special = if add_special_tokens { num_special_tokens(tokenizer, second.is_some()) } else { 0 };
+            let params = TruncationParams { max_length: room(max_tokens, num_special)?, ..TruncationParams::default() };
+            (first, second) = truncate_encodings(first, second, &params)?;
+            // The post-processor would take all pairs of what is left over.
+            for encoding in [Some(&mut first), second.as_mut()].into_iter().flatten() {
+                encoding.take_overflowing();
+            }
         }
-    }
-    let num_truncated = whole_len - len(&first, &second);
-    let encoding = catch_panic(|| tokenizer.post_process(first, second, add_special_tokens)).map_err(failed(ENCODE))?;
-    Ok(Encoding {
-        ids: encoding.get_ids().to_vec(),
-        tokens: encoding.get_tokens().to_vec(),
-        type_ids: encoding.get_type_ids().to_vec(),
-        num_truncated,
+        let num_truncated = whole_len - len(&first, &second);
+        let encoding = tokenizer.post_process(first, second, add_special_tokens)?;
+        let (ids, tokens) = (encoding.get_ids().to_vec(), encoding.get_tokens().to_vec());
+        Ok(Encoding { ids, tokens, type_ids: encoding.get_type_ids().to_vec(), num_truncated })
+    });
+    encoded.map_err(|error| match error.downcast() {
+        Ok(explained) => *explained,
+        Err(source) => failed("the file's tokenizer failed to encode")(source),
     })
 }
 
@@ -87,15 +85,11 @@ pub(super) fn room(max_tokens: usize, num_special: usize) -> Result<usize, Token
 }
 
 /// A text's tokens without special ones.
-fn tokens(tokenizer: &Tokenizer, text: &str, type_id: u32) -> Result<tokenizers::Encoding, TokenizerError> {
-    let mut pieces = catch_panic(|| {
-        let mut pieces = tokenizer.get_added_vocabulary().extract_and_normalize(tokenizer.get_normalizer(), text);
-        if let Some(pre_tokenizer) = tokenizer.get_pre_tokenizer() {
-            pre_tokenizer.pre_tokenize(&mut pieces)?;
-        }
-        Ok(pieces)
-    })
-    .map_err(failed(ENCODE))?;
+fn tokens(tokenizer: &Tokenizer, text: &str, type_id: u32) -> Result<Tokens, BoxError> {
+    let mut pieces = tokenizer.get_added_vocabulary().extract_and_normalize(tokenizer.get_normalizer(), text);
+    if let Some(pre_tokenizer) = tokenizer.get_pre_tokenizer() {
+        pre_tokenizer.pre_tokenize(&mut pieces)?;
+    }
     let model = tokenizer.get_model();
     let complete = |piece: &NormalizedString| -> Result<Vec<Token>, BoxError> {
         let tokens = model.tokenize(piece.get())?;
@@ -103,8 +97,8 @@ fn tokens(tokenizer: &Tokenizer, text: &str, type_id: u32) -> Result<tokenizers:
         let covered = tokens.iter().map(|token| token.offsets.1).max().unwrap_or(0);
         if covered < piece.get().len() { Err(Box::new(Dropped)) } else { Ok(tokens) }
     };
-    catch_panic(|| pieces.tokenize(complete)).map_err(|source| explain(tokenizer, &pieces, source))?;
-    catch_panic(|| pieces.into_encoding(None, type_id, OffsetType::Byte)).map_err(failed(ENCODE))
+    pieces.tokenize(complete).map_err(|source| explain(tokenizer, &pieces, source))?;
+    pieces.into_encoding(None, type_id, OffsetType::Byte)
 }
 
 /// The pieces into which `pre_tokenizer` splits a text.
@@ -116,20 +110,17 @@ pub(super) fn split(pre_tokenizer: &impl PreTokenizer, text: &str) -> Result<Vec
 }
 
 /// Names the piece at which the model stopped.
-fn explain(tokenizer: &Tokenizer, pieces: &PreTokenizedString, source: BoxError) -> TokenizerError {
+fn explain(tokenizer: &Tokenizer, pieces: &PreTokenizedString, source: BoxError) -> BoxError {
     let splits = pieces.get_splits(OffsetReferential::Original, OffsetType::None);
-    let stopped_at = splits.iter().enumerate().find(|(_, (_, _, tokens))| tokens.is_none());
-    let Some((position, (word, ..))) = stopped_at else {
-        return failed(ENCODE)(source);
-    };
-    let (word, model) = ((*word).to_owned(), model_kind(tokenizer.get_model()));
+    let Some(position) = splits.iter().position(|(_, _, tokens)| tokens.is_none()) else { return source };
+    let word = splits[position].0.to_owned();
     if source.is::<Dropped>() {
-        TokenizerError::DroppedCharacters { word, position, model }
+        TokenizerError::DroppedCharacters { word, position, model: model_kind(tokenizer.get_model()) }.into()
     } else if is_unknown_word(&source) {
         let [nearest, vocabulary] = nearest_and_first(&word, tokenizer);
-        TokenizerError::UnknownWord { word, position, nearest, vocabulary }
+        TokenizerError::UnknownWord { word, position, nearest, vocabulary }.into()
     } else {
-        failed(ENCODE)(source)
+        source
     }
 }
 
