@@ -120,25 +120,19 @@ pub(super) fn safe(text: &str) -> String {
     // Marks on the character before, or none where there is no character that could carry one.
     let mut marks = None;
     for c in text.chars() {
-        if c == '\\' || is_unprintable(c) {
-            out.extend(c.escape_default());
-            marks = None;
-        } else if c.width() != Some(0) {
-            out.push(c);
-            marks = Some(0);
-        } else {
+        let is_mark = c.width() == Some(0) && !is_unprintable(c);
+        if is_mark && marks.is_none() {
             // A dotted circle carries a mark that stands alone, as is the custom.
-            let stacked = marks.unwrap_or_else(|| {
-                out.push('◌');
-                0
-            });
-            if stacked < MAX_MARKS {
-                out.push(c);
-                marks = Some(stacked + 1);
-            } else {
-                out.extend(c.escape_default());
-            }
+            out.push('◌');
         }
+        let stacked = if is_mark { marks.unwrap_or(0) + 1 } else { 0 };
+        let prints = c != '\\' && !is_unprintable(c) && stacked <= MAX_MARKS;
+        if prints {
+            out.push(c);
+        } else {
+            out.extend(c.escape_default());
+        }
+        marks = (prints || is_mark).then_some(stacked);
     }
     out
 }
