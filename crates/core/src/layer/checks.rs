@@ -72,13 +72,11 @@ impl AttentionInput<'_> {
         if self.is_cached() {
             bail!("[{op}] packed sequences were given with a cache, expected one of the two")
         }
-        let totals = (sequences.total_queries(), sequences.total_keys());
-        let t_q = queries.dim(1)?;
-        if totals != (t_q, t_kv) {
+        let (t_q, all_queries, all_keys) = (queries.dim(1)?, sequences.total_queries(), sequences.total_keys());
+        if [all_queries, all_keys] != [t_q, t_kv] {
             bail!(
-                "[{op}] the packed sequences have {} queries and {} keys, expected the {t_q} and {t_kv} of the inputs",
-                totals.0,
-                totals.1
+                "[{op}] the packed sequences have {all_queries} queries and {all_keys} keys, expected the {t_q} and \
+                 {t_kv} of the inputs"
             )
         }
         let is_of_both = |s| sequences.queries(s) == sequences.keys(s);

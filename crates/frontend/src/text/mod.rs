@@ -134,11 +134,15 @@ impl Batch {
     /// # Ok::<(), candle_core::Error>(())
     /// ```
     pub fn mask(&self) -> AttentionMask {
-        let run = |&len: &usize| match self.side {
+        AttentionMask::of_runs(self.runs(), self.seq_len)
+    }
+
+    /// Where each text starts and ends in its row.
+    fn runs(&self) -> impl Iterator<Item = (usize, usize)> {
+        self.lens.iter().map(|&len| match self.side {
             PaddingSide::Right => (0, len),
             PaddingSide::Left => (self.seq_len - len, self.seq_len),
-        };
-        AttentionMask::of_runs(self.lens.iter().map(run), self.seq_len)
+        })
     }
 
     /// The number of tokens in each text, (B,), for `AttentionMask::with_valid_lens`: keys at and past the length
@@ -160,7 +164,6 @@ impl Batch {
     /// The position of each text's first token, (B,), for `AttentionMask::with_starts`: keys before it are padding.
     /// All zero if the padding is on the right.
     pub fn starts(&self) -> ValidLens {
-        let is_left = self.side == PaddingSide::Left;
-        ValidLens::from(self.lens.iter().map(|len| if is_left { self.seq_len - len } else { 0 }).collect::<Vec<_>>())
+        ValidLens::from(self.runs().map(|(start, _)| start).collect::<Vec<_>>())
     }
 }
