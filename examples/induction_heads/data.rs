@@ -43,8 +43,8 @@ impl Batch {
         Tensor::new(self.tokens.concat(), device)?.reshape(((), LENGTH))
     }
 
-    /// The places, counted through the batch, whose next token follows from what came before, and these next tokens.
-    pub fn copies(&self, device: &Device) -> Result<Copies> {
+    /// The places (N,), rows of (B·T, ..), whose next token follows from what came before, and these next tokens (N,).
+    pub fn copies(&self, device: &Device) -> Result<(Tensor, Tensor)> {
         let (mut places, mut next) = (Vec::new(), Vec::new());
         for (row, (tokens, &period)) in self.tokens.iter().zip(&self.periods).enumerate() {
             for t in period..LENGTH - 1 {
@@ -52,35 +52,23 @@ impl Batch {
                 next.push(tokens[t + 1]);
             }
         }
-        Ok(Copies { places: Tensor::new(places, device)?, next: Tensor::new(next, device)? })
+        Ok((Tensor::new(places, device)?, Tensor::new(next, device)?))
     }
 
     /// Of each head, the share of its weights (B, H, T, T) that queries in a repetition put on tokens after a previous
     /// copy of theirs.
     pub fn induction(&self, weights: &Tensor) -> Result<Vec<f32>> {
-        let after_a_copy = |row: usize| {
-            let (tokens, period) = (&self.tokens[row], self.periods[row]);
-            move |(query, key): (usize, usize)| {
-                query >= period && (1..=query).contains(&key) && tokens[key - 1] == tokens[query]
-            }
-        };
         let mut marks = Vec::with_capacity(self.tokens.len() * LENGTH * LENGTH);
         let mut queries = 0;
-        for row in 0..self.tokens.len() {
-            let is_marked = after_a_copy(row);
-            marks.extend((0..LENGTH * LENGTH).map(|at| f32::from(u8::from(is_marked((at / LENGTH, at % LENGTH))))));
-            queries += LENGTH - self.periods[row];
+        for (tokens, &period) in self.tokens.iter().zip(&self.periods) {
+            let is_after_a_copy = |query: usize, key: usize| {
+                query >= period && (1..=query).contains(&key) && tokens[key - 1] == tokens[query]
+            };
+            marks.extend((0..LENGTH * LENGTH).map(|at| f32::from(is_after_a_copy(at / LENGTH, at % LENGTH))));
+            queries += LENGTH - period;
         }
         let marks = Tensor::from_vec(marks, (self.tokens.len(), 1, LENGTH, LENGTH), weights.device())?;
         let sums = weights.broadcast_mul(&marks)?.sum((0, 2, 3))?;
         (sums / queries as f64)?.to_vec1()
     }
-}
-
-/// Where a batch repeats, and what comes next there.
-pub struct Copies {
-    /// (N,), into the rows (B·T, ..) of a batch.
-    pub places: Tensor,
-    /// (N,).
-    pub next: Tensor,
 }

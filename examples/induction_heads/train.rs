@@ -98,9 +98,9 @@ impl Training {
 
     /// Logits (N, V) where a batch repeats, and the tokens (N,) that come next there.
     fn logits(&self, batch: &Batch) -> Result<(Tensor, Tensor)> {
-        let copies = batch.copies(&DEVICE)?;
+        let (places, next) = batch.copies(&DEVICE)?;
         let logits = self.model.forward(&batch.ids(&DEVICE)?)?.flatten_to(1)?;
-        Ok((logits.index_select(&copies.places, 0)?, copies.next))
+        Ok((logits.index_select(&places, 0)?, next))
     }
 
     /// After so many steps; kept in the history.
