@@ -18,7 +18,8 @@ pub struct Experts {
 
 struct Router {
     linear: PackedLinear,
-    scoring: Scoring,
+    /// Of logits.
+    scores: fn(&Tensor) -> Result<Tensor>,
     /// Added to the scores where experts are compared, and not to their weights.
     correction: Option<Vec<f32>>,
     groups: Option<Groups>,
@@ -28,11 +29,6 @@ struct Router {
     normalized: bool,
     /// What weights are multiplied by.
     scale: f32,
-}
-
-enum Scoring {
-    Softmax,
-    Sigmoid,
 }
 
 /// The experts of a token are those of a few groups only, the ones whose `best` highest scores have the largest sums.
@@ -68,7 +64,7 @@ impl Experts {
         let gate = vb.pp("mlp.gate");
         let correction = gate.get_unchecked_dtype("e_score_correction_bias", DType::F32)?.to_vec1()?;
         let router = Router {
-            scoring: Scoring::Sigmoid,
+            scores: ops::sigmoid,
             correction: Some(correction),
             groups: Some(Groups::read(json, 2)?),
             normalized: json["norm_topk_prob"].as_bool().unwrap_or(true),
@@ -147,7 +143,7 @@ impl Router {
     fn softmax(json: &Value, vb: &Weights) -> Result<Self> {
         Ok(Self {
             linear: vb.linear(Divided::Not)?,
-            scoring: Scoring::Softmax,
+            scores: |logits| ops::softmax(logits, D::Minus1),
             correction: None,
             groups: None,
             chosen: required(json, "num_experts_per_tok")?,
@@ -174,11 +170,7 @@ impl Router {
 
     /// The scores (N, experts) of tokens (N, E), in f32, with gradients.
     fn scores(&self, tokens: &Tensor) -> Result<Tensor> {
-        let logits = self.linear.forward(&tokens.to_dtype(DType::F32)?)?;
-        match self.scoring {
-            Scoring::Softmax => ops::softmax(&logits, D::Minus1),
-            Scoring::Sigmoid => ops::sigmoid(&logits),
-        }
+        (self.scores)(&self.linear.forward(&tokens.to_dtype(DType::F32)?)?)
     }
 
     /// The weights (N, experts) of scores that are 0 but for the experts of a token.
