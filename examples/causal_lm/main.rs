@@ -7,11 +7,9 @@
 
 mod args;
 #[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "what other examples use")]
 mod common;
 mod files;
 mod generate;
-#[allow(dead_code, reason = "what other examples use")]
 mod model;
 mod run;
 mod sampler;

@@ -1,4 +1,5 @@
 //! A transformer of attention layers alone: what `induction_heads` trains and `tokenize_attend` shows.
+#![allow(dead_code, reason = "each program uses a part")]
 
 use candle_attention::text::{EmbeddingConfig, EmbeddingLayer};
 use candle_attention::{AttentionInput, LayerNorm, MultiHeadAttention, MultiHeadAttentionConfig, layer_norm_no_bias};

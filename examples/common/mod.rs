@@ -1,4 +1,5 @@
 //! What examples share: the command line, where a model is and how it computes, a bar, and what is printed.
+#![allow(dead_code, reason = "each program uses a part")]
 
 mod command_line;
 
@@ -117,11 +118,16 @@ pub fn fetch(example: &str, _: &str, _: &[&str]) -> Result<PathBuf> {
     bail!("--model-id needs the hub: run again with `cargo run --features hub --example {example} ..`")
 }
 
-/// A file of JSON; the example's name stands before what went wrong.
+/// A file of text; the example's name stands before what went wrong.
+pub fn read_text(example: &str, path: &Path) -> Result<String> {
+    std::fs::read_to_string(path)
+        .map_err(|error| Error::Msg(format!("[{example}] cannot read {}: {error}", path.display())))
+}
+
+/// A file of JSON, likewise.
 pub fn read_json(example: &str, path: &Path) -> Result<Value> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|error| Error::Msg(format!("[{example}] cannot read {}: {error}", path.display())))?;
-    serde_json::from_str(&text).map_err(|error| Error::Msg(format!("[{example}] {}: {error}", path.display())))
+    serde_json::from_str(&read_text(example, path)?)
+        .map_err(|error| Error::Msg(format!("[{example}] {}: {error}", path.display())))
 }
 
 /// A bar on stderr, where that is a terminal: what is done, and how many of what.

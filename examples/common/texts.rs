@@ -3,10 +3,11 @@
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
-use candle_core::{Error, Result, bail};
+use candle_attention::text::SimpleTokenizer;
+use candle_core::{Result, bail};
 use clap::Args;
 
-use crate::common::read_json;
+use crate::common::{read_json, read_text};
 
 /// Characters of a text that are shown.
 const SHOWN: usize = 50;
@@ -34,8 +35,7 @@ impl TextArgs {
     pub fn read(&self, example: &str) -> Result<Vec<String>> {
         let mut texts = self.texts.clone();
         if let Some(path) = &self.file {
-            let text = std::fs::read_to_string(path)
-                .map_err(|error| Error::Msg(format!("[{example}] cannot read {}: {error}", path.display())))?;
+            let text = read_text(example, path)?;
             texts.extend(text.lines().filter(|line| !line.trim().is_empty()).map(str::to_string));
         }
         if texts.is_empty() {
@@ -51,6 +51,15 @@ pub fn max_tokens(example: &str, folder: &Path, positions: Option<usize>) -> Res
     let said = if file.is_file() { read_json(example, &file)?["model_max_length"].as_u64() } else { None };
     // Where there is no limit, the file has a number of thirty digits.
     Ok(said.and_then(|most| usize::try_from(most).ok()).into_iter().chain(positions).min())
+}
+
+/// A checkpoint's tokenizer; texts are cut at so many tokens.
+pub fn tokenizer(folder: &Path, max_tokens: Option<usize>) -> Result<SimpleTokenizer> {
+    let whole = SimpleTokenizer::from_file(folder.join("tokenizer.json"))?;
+    Ok(match max_tokens {
+        Some(max_tokens) => whole.with_truncation(max_tokens)?,
+        None => whole,
+    })
 }
 
 /// The beginning of a text, with what would move the cursor spelled out.

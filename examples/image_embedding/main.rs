@@ -6,7 +6,6 @@
 //! ```
 
 #[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "what other examples use")]
 mod common;
 mod model;
 mod picture;

@@ -12,10 +12,8 @@
 
 mod args;
 #[path = "../common/attention_only.rs"]
-#[allow(dead_code, reason = "what `tokenize_attend` uses")]
 mod attention_only;
 #[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "what other examples use")]
 mod common;
 mod data;
 mod train;

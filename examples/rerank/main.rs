@@ -8,25 +8,22 @@
 //! ```
 
 #[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "what other examples use")]
 mod common;
 mod head;
 #[path = "../sentence_embedding/model.rs"]
-#[allow(dead_code, reason = "the other example's part")]
 mod model;
 #[path = "../common/texts.rs"]
 mod texts;
 
 use std::process::ExitCode;
 
-use candle_attention::text::SimpleTokenizer;
 use candle_core::{Result, Tensor};
 use clap::Parser;
 
 use common::{Files, ModelArgs, with_bar};
 use head::Head;
 use model::Encoder;
-use texts::{TOKENIZER, TextArgs, max_tokens, shown};
+use texts::{TOKENIZER, TextArgs, max_tokens, shown, tokenizer};
 
 const EXAMPLE: &str = "rerank";
 
@@ -60,10 +57,7 @@ fn run(args: &Args) -> Result<String> {
     let (layers, width) = model.size()?;
     let head = Head::load(width, &vb)?;
     let most = max_tokens(EXAMPLE, &folder, model.max_tokens())?;
-    let mut tokenizer = SimpleTokenizer::from_file(folder.join("tokenizer.json"))?;
-    if let Some(most) = most {
-        tokenizer = tokenizer.with_truncation(most)?;
-    }
+    let tokenizer = tokenizer(&folder, most)?;
     let (mut scores, mut cut) = (Vec::with_capacity(passages.len()), 0);
     with_bar("reading", "passages", |done| {
         for batch in passages.chunks(args.passages.batch.get()) {

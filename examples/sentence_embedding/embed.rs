@@ -3,7 +3,7 @@
 use std::sync::mpsc;
 use std::thread;
 
-use candle_attention::text::SimpleTokenizer;
+use candle_attention::text::{Encoding, SimpleTokenizer};
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::model::Encoder;
@@ -45,14 +45,14 @@ impl Embedder<'_> {
             scope.spawn(move || {
                 for (i, sentences) in sentences.chunks(batch).enumerate() {
                     // The other end is gone after an error.
-                    if sender.send(Tokens::of(sentences, i * batch, tokenizer, recipe)).is_err() {
+                    if sender.send(tokens(sentences, i * batch, tokenizer, recipe)).is_err() {
                         break;
                     }
                 }
             });
-            for tokens in batches {
-                let tokens = tokens?;
-                let texts: Vec<_> = tokens.ids.iter().map(Vec::as_slice).collect();
+            for encodings in batches {
+                let encodings = encodings?;
+                let texts: Vec<_> = encodings.iter().map(|encoding| encoding.ids.as_slice()).collect();
                 let hidden = model.forward(&texts)?;
                 let mut start = 0;
                 for len in texts.iter().map(|text| text.len()) {
@@ -60,7 +60,7 @@ impl Embedder<'_> {
                     lens.push(len);
                     start += len;
                 }
-                cut += tokens.cut;
+                cut += encodings.iter().filter(|encoding| encoding.num_truncated > 0).count();
                 done(lens.len(), sentences.len());
             }
             Ok::<_, candle_core::Error>(())
@@ -70,28 +70,17 @@ impl Embedder<'_> {
     }
 }
 
-/// A batch of sentences as tokens.
-struct Tokens {
-    ids: Vec<Vec<u32>>,
-    /// How many of the sentences were cut.
-    cut: usize,
-}
-
-impl Tokens {
-    /// `first` is the index of the first of the sentences.
-    fn of(sentences: &[String], first: usize, tokenizer: &SimpleTokenizer, recipe: &Recipe) -> Result<Self> {
-        let mut tokens = Self { ids: Vec::with_capacity(sentences.len()), cut: 0 };
-        for (i, sentence) in sentences.iter().enumerate() {
-            let text = format!("{}{sentence}", recipe.prompt);
-            let encoding = tokenizer.encode(&if recipe.lowercase { text.to_lowercase() } else { text })?;
-            if encoding.ids.is_empty() {
-                bail!("[sentence_embedding] sentence {} has no token", first + i + 1)
-            }
-            tokens.cut += usize::from(encoding.num_truncated > 0);
-            tokens.ids.push(encoding.ids);
+/// A batch of sentences as tokens; `first` is the index of the first of them.
+fn tokens(sentences: &[String], first: usize, tokenizer: &SimpleTokenizer, recipe: &Recipe) -> Result<Vec<Encoding>> {
+    let encode = |(i, sentence): (usize, &String)| {
+        let text = format!("{}{sentence}", recipe.prompt);
+        let encoding = tokenizer.encode(&if recipe.lowercase { text.to_lowercase() } else { text })?;
+        if encoding.ids.is_empty() {
+            bail!("[sentence_embedding] sentence {} has no token", first + i + 1)
         }
-        Ok(tokens)
-    }
+        Ok(encoding)
+    };
+    sentences.iter().enumerate().map(encode).collect()
 }
 
 /// The vector (E,) of one sentence's hidden states (T, E).

@@ -7,10 +7,8 @@
 //! ```
 
 #[path = "../common/mod.rs"]
-#[allow(dead_code, reason = "what other examples use")]
 mod common;
 mod embed;
-#[allow(dead_code, reason = "what other examples use")]
 mod model;
 mod recipe;
 mod report;
@@ -21,7 +19,6 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use candle_attention::text::SimpleTokenizer;
 use candle_core::{Error, Result, Tensor, bail};
 use clap::Parser;
 
@@ -29,7 +26,7 @@ use common::{Files, ModelArgs, fetch, with_bar};
 use embed::{Embedder, Embeddings};
 use model::Encoder;
 use recipe::{EXAMPLE, Pooling, Recipe};
-use texts::TextArgs;
+use texts::{TextArgs, tokenizer};
 
 /// Turns sentences into vectors with an encoder of BERT's family, and shows how similar they are.
 ///
@@ -65,10 +62,7 @@ fn run(args: &Args) -> Result<String> {
     }
     let model = with_bar("loading", "blocks", |loaded| Encoder::load(&config, vb, loaded))?;
     let recipe = Recipe::read(&folder, model.max_tokens())?;
-    let mut tokenizer = SimpleTokenizer::from_file(folder.join("tokenizer.json"))?;
-    if let Some(max_tokens) = recipe.max_tokens {
-        tokenizer = tokenizer.with_truncation(max_tokens)?;
-    }
+    let tokenizer = tokenizer(&folder, recipe.max_tokens)?;
     let batch = args.sentences.batch.get();
     let embedder = Embedder { model: &model, tokenizer: &tokenizer, recipe: &recipe, batch };
     let Embeddings { vectors, lens, cut } =

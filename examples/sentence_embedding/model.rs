@@ -2,6 +2,7 @@
 //!
 //! Attention is `hf::load_attention`, whatever the architecture: its names, biases, rotary positions and bands come
 //! from `config.json`. What remains of a model is its embeddings, its norms and its MLP, and that is what stands here.
+#![allow(dead_code, reason = "each program uses a part")]
 
 use candle_attention::text::EmbeddingLayer;
 use candle_attention::{

@@ -3,7 +3,6 @@
 //! ```sh
 //! cargo run --example tokenize_attend "hello world how are you ?"
 //! ```
-#![allow(dead_code, reason = "what other examples use of the files that they share")]
 
 mod args;
 #[path = "../common/attention_only.rs"]

@@ -5,7 +5,6 @@
 mod common;
 mod gguf;
 #[path = "../../examples/causal_lm/model/mod.rs"]
-#[allow(dead_code, reason = "the program's part")]
 mod model;
 #[path = "../examples/process.rs"]
 #[allow(dead_code, reason = "the other examples' part")]

@@ -5,7 +5,6 @@ mod checkpoints;
 mod common;
 mod misuse;
 #[path = "../../examples/sentence_embedding/model.rs"]
-#[allow(dead_code, reason = "the program's part")]
 mod model;
 #[path = "../examples/process.rs"]
 #[allow(dead_code, reason = "the other examples' part")]

@@ -4,7 +4,6 @@
 //!
 //! Both read the same weights; their logits are compared before anything is timed.
 
-#[allow(dead_code, reason = "a part is for the command line")]
 #[path = "../../../examples/causal_lm/model/mod.rs"]
 mod model;
 

@@ -4,6 +4,7 @@
 //! and keys, windows, grouped heads and the cache are the layer's. What is left of a model is here, and [`Family`] has
 //! the differences between families. Names around the blocks, biases and learned positions are those of the
 //! checkpoint.
+#![allow(dead_code, reason = "each program uses a part")]
 
 pub mod block;
 mod experts;

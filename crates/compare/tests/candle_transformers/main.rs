@@ -8,11 +8,9 @@ mod decoders;
 mod differs;
 mod encoder;
 mod equal;
-#[allow(dead_code, reason = "a part is for the command line")]
 #[path = "../../../../examples/causal_lm/model/mod.rs"]
 mod our_decoder;
 #[path = "../../../../examples/sentence_embedding/model.rs"]
-#[allow(dead_code, reason = "its size is asked for by the example alone")]
 mod our_encoder;
 
 use std::collections::HashMap;

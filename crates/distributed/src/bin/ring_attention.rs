@@ -1,7 +1,6 @@
 //! Times ring attention over a long prompt, and a token after it: `mpirun -n 2 ring_attention --positions 65536`.
 
 #[path = "../../../../examples/common/mod.rs"]
-#[allow(dead_code, reason = "what other programs use")]
 mod common;
 
 use std::process::ExitCode;

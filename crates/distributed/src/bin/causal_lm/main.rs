@@ -7,14 +7,12 @@
 #[path = "../../../../../examples/causal_lm/args.rs"]
 mod args;
 #[path = "../../../../../examples/common/mod.rs"]
-#[allow(dead_code, reason = "what other examples use")]
 mod common;
 #[path = "../../../../../examples/causal_lm/files.rs"]
 mod files;
 #[path = "../../../../../examples/causal_lm/generate.rs"]
 mod generate;
 #[path = "../../../../../examples/causal_lm/model/mod.rs"]
-#[allow(dead_code, reason = "what examples use")]
 mod model;
 mod positions;
 #[path = "../../../../../examples/causal_lm/run.rs"]
