@@ -91,8 +91,8 @@ impl HeatMap {
         let (_, queries, keys) = weights.dims3()?;
         Ok(Self {
             weights: weights.detach().to_device(&Device::Cpu)?,
-            queries: Axis::indices(queries),
-            keys: Axis::indices(keys),
+            queries: Axis::indices(["query", "queries"], queries),
+            keys: Axis::indices(["key", "keys"], keys),
             title: None,
             scale_max: None,
         })
@@ -136,7 +136,7 @@ impl HeatMap {
     ///
     /// If the number of tokens is not T_q.
     pub fn with_query_tokens<S: AsRef<str>>(mut self, tokens: &[S]) -> Result<Self> {
-        self.queries = self.queries.with_tokens(tokens, "query", "queries")?;
+        self.queries = self.queries.with_tokens(tokens)?;
         Ok(self)
     }
 
@@ -146,7 +146,7 @@ impl HeatMap {
     ///
     /// If the number of tokens is not T_kv.
     pub fn with_key_tokens<S: AsRef<str>>(mut self, tokens: &[S]) -> Result<Self> {
-        self.keys = self.keys.with_tokens(tokens, "key", "keys")?;
+        self.keys = self.keys.with_tokens(tokens)?;
         Ok(self)
     }
 
@@ -253,6 +253,8 @@ struct Panel {
 /// The labels of the queries or of the keys.
 #[derive(Debug, Clone)]
 struct Axis {
+    /// Of one and of several.
+    names: [&'static str; 2],
     labels: Vec<String>,
     /// Display columns of the longest label.
     columns: usize,
@@ -262,21 +264,22 @@ struct Axis {
 }
 
 impl Axis {
-    fn new(labels: impl Iterator<Item = String>, has_tokens: bool) -> Self {
+    fn new(names: [&'static str; 2], labels: impl Iterator<Item = String>, has_tokens: bool) -> Self {
         let labels: Vec<_> = labels.collect();
-        Self { columns: labels.iter().map(|label| label.width()).max().unwrap_or(0), labels, has_tokens }
+        Self { names, columns: labels.iter().map(|label| label.width()).max().unwrap_or(0), labels, has_tokens }
     }
 
-    fn indices(len: usize) -> Self {
-        Self::new((0..len).map(|i| i.to_string()), false)
+    fn indices(names: [&'static str; 2], len: usize) -> Self {
+        Self::new(names, (0..len).map(|i| i.to_string()), false)
     }
 
-    /// With a token for each label; the names of one and of many are for errors.
-    fn with_tokens<S: AsRef<str>>(&self, tokens: &[S], one: &str, many: &str) -> Result<Self> {
+    /// With a token for each label.
+    fn with_tokens<S: AsRef<str>>(&self, tokens: &[S]) -> Result<Self> {
+        let [one, many] = self.names;
         if tokens.len() != self.labels.len() {
             bail!("[heat_map] {} {one} tokens for {} {many}", tokens.len(), self.labels.len());
         }
-        Ok(Self::new(tokens.iter().map(|token| style::token(token.as_ref())), true))
+        Ok(Self::new(self.names, tokens.iter().map(|token| style::token(token.as_ref())), true))
     }
 }
 

@@ -250,9 +250,9 @@ impl<'a> Picture<'a> {
         if !queries.labels.iter().chain(&keys.labels).chain(&title).all(|text| is_covered(text)) {
             notes.push(String::from("empty boxes: characters that the picture's font lacks; the SVG shows them"));
         }
-        for (name, axis, labels) in [("queries", queries, &grid.query_labels), ("keys", keys, &grid.key_labels)] {
+        for (axis, labels) in [(queries, &grid.query_labels), (keys, &grid.key_labels)] {
             if axis.has_tokens && labels.stride > 1 {
-                notes.push(format!("{name}: 1 token in {} is labelled", labels.stride));
+                notes.push(format!("{}: 1 token in {} is labelled", axis.names[1], labels.stride));
             }
         }
         if scale.not_finite > 0 {
@@ -344,7 +344,7 @@ impl<'a> Picture<'a> {
 }
 
 fn shortened(axis: &Axis) -> Axis {
-    Axis::new(axis.labels.iter().map(|label| shorten(label, MAX_LABEL)), axis.has_tokens)
+    Axis::new(axis.names, axis.labels.iter().map(|label| shorten(label, MAX_LABEL)), axis.has_tokens)
 }
 
 /// The positions and texts of the numbers along a scale: its ends, and round numbers between that are more than `clear`

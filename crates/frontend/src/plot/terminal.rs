@@ -6,7 +6,7 @@ use candle_core::{Result, bail};
 use unicode_width::UnicodeWidthStr;
 
 use super::style::{NOT_FINITE, Scale, centre, contrasting, count, gradient, right, short, shorten, tick, wrap};
-use super::{Heads, HeatMap};
+use super::{Axis, Heads, HeatMap};
 
 /// Row labels take at most this many columns.
 const MAX_ROW_LABEL: usize = 16;
@@ -108,41 +108,39 @@ impl HeatMap {
 }
 
 /// What of an axis is drawn: all of it, or its two ends with a gap between them.
-struct Shown {
-    len: usize,
+struct Shown<'a> {
+    axis: &'a Axis,
     omitted: Range<usize>,
 }
 
-impl Shown {
-    /// At most `most` of `len`.
-    fn within(len: usize, most: usize) -> Self {
-        let shown = most.min(len);
-        Self { len, omitted: shown.div_ceil(2)..len - shown / 2 }
+impl<'a> Shown<'a> {
+    /// At most so many.
+    fn of(axis: &'a Axis, most: usize) -> Self {
+        let (len, shown) = (axis.labels.len(), most.min(axis.labels.len()));
+        Self { axis, omitted: shown.div_ceil(2)..len - shown / 2 }
     }
 
     /// The indices drawn, with none for the gap.
-    fn indices(&self) -> impl Iterator<Item = Option<usize>> + '_ {
+    fn indices(&self) -> impl Iterator<Item = Option<usize>> {
         let gap = (!self.omitted.is_empty()).then_some(None);
-        (0..self.omitted.start).map(Some).chain(gap).chain((self.omitted.end..self.len).map(Some))
+        (0..self.omitted.start).map(Some).chain(gap).chain((self.omitted.end..self.axis.labels.len()).map(Some))
     }
 
     /// `… 40 keys not shown (12 to 51 of 64)`
-    fn note(&self, one: &str, many: &str) -> Option<String> {
-        let Range { start, end } = self.omitted;
-        let (omitted, len) = (self.omitted.len(), self.len);
-        let noun = if omitted == 1 { one } else { many };
+    fn note(&self) -> Option<String> {
+        let (Range { start, end }, omitted, len) = (&self.omitted, self.omitted.len(), self.axis.labels.len());
+        let noun = self.axis.names[usize::from(omitted > 1)];
         (omitted > 0).then(|| format!("… {omitted} {noun} not shown ({start} to {} of {len})", end - 1))
     }
 }
 
 /// What all panels have in common.
 struct Matrix<'a> {
-    map: &'a HeatMap,
     scale: Scale,
     color: Color,
     max_width: usize,
-    queries: Shown,
-    keys: Shown,
+    queries: Shown<'a>,
+    keys: Shown<'a>,
     /// The columns of a row's label.
     label: usize,
     /// The columns of a cell, with the space that separates it from the next.
@@ -154,11 +152,11 @@ impl<'a> Matrix<'a> {
         if options.max_rows == Some(0) {
             bail!("[heat_map] max_rows is 0; expected at least 1");
         }
-        let (labels, keys) = (&map.queries.labels, map.keys.labels.len());
+        let keys = map.keys.labels.len();
         let max_width = options.max_width.unwrap_or(usize::MAX);
-        let queries = Shown::within(labels.len(), options.max_rows.unwrap_or(usize::MAX));
-        let longest = queries.indices().map(|query| query.map_or(1, |query| labels[query].width())).max().unwrap_or(0);
-        let label = longest.min(MAX_ROW_LABEL).min((max_width / 3).max(1));
+        let queries = Shown::of(&map.queries, options.max_rows.unwrap_or(usize::MAX));
+        let widths = queries.indices().map(|query| query.map_or(1, |query| map.queries.labels[query].width()));
+        let label = widths.max().unwrap_or(0).min(MAX_ROW_LABEL).min((max_width / 3).max(1));
 
         let smallest = scale.digits + 2;
         let widest = smallest.max(map.keys.columns.min(MAX_KEY_LABEL) + 1);
@@ -175,8 +173,8 @@ impl<'a> Matrix<'a> {
             let needed = label + 1 + smallest + if keys > 1 { GAP.width() } else { 0 };
             bail!("[heat_map] max_width is {max_width} columns; the row labels and one key need {needed}");
         }
-        let keys = Shown::within(keys, shown);
-        Ok(Self { map, scale, color: options.color, max_width, queries, keys, label, cell })
+        let keys = Shown::of(&map.keys, shown);
+        Ok(Self { scale, color: options.color, max_width, queries, keys, label, cell })
     }
 
     fn wrap(&self, text: &str) -> Vec<String> {
@@ -185,7 +183,7 @@ impl<'a> Matrix<'a> {
 
     /// The header and the rows of a panel, all of the same display width.
     fn lines(&self, weights: &[f64]) -> Vec<String> {
-        let (queries, keys) = (&self.map.queries.labels, &self.map.keys.labels);
+        let [queries, keys] = [&self.queries, &self.keys].map(|shown| &shown.axis.labels);
         let word = |text: &str| centre(&shorten(text, self.cell - 1), self.cell - 1) + " ";
         let rows = self.queries.indices().map(|query| match query {
             Some(query) => self.line(&queries[query], |key| self.cell(weights[query * keys.len() + key])),
@@ -230,8 +228,8 @@ impl<'a> Matrix<'a> {
             vec![format!("{first} {} {last}", bar.collect::<String>())]
         };
         let mut notes = vec![String::from("rows are queries, columns are keys")];
-        notes.extend(self.queries.note("query", "queries"));
-        notes.extend(self.keys.note("key", "keys"));
+        notes.extend(self.queries.note());
+        notes.extend(self.keys.note());
         notes.extend((not_finite > 0).then(|| format!("{} not finite", count(not_finite, "weight"))));
         lines.extend(notes.iter().chain(&self.scale.notes).flat_map(|note| self.wrap(note)));
         lines

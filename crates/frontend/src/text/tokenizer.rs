@@ -198,10 +198,8 @@ impl SimpleTokenizer {
         let path = path.as_ref();
         let mut whole = self.inner.clone();
         let truncation = self.max_tokens.map(|max_length| TruncationParams { max_length, ..Default::default() });
-        let unsaved = "the file's tokenizer failed to save";
-        whole.with_truncation(truncation).map_err(failed(unsaved))?.with_padding(self.padding.clone());
-        let json = whole.to_string(true).map_err(failed(unsaved))?;
-        std::fs::write(path, json).map_err(failed(format!("cannot write {path:?}")))
+        let saved = whole.with_padding(self.padding.clone()).with_truncation(truncation);
+        saved.and_then(|whole| whole.save(path, true)).map_err(failed(format!("cannot write {path:?}")))
     }
 
     /// Splits texts at `split`, in place of what a loaded file does before its model.
