@@ -36,7 +36,8 @@ pub mod weights {
 #[doc(hidden)]
 pub mod internal {
     pub use crate::base::{
-        SCALES, Share, Source, did_you_mean, edits, filled, fits_in_memory, has, is_addressable, nearest, root, whole,
+        Dim, Expect, SCALES, Source, did_you_mean, edits, filled, fits_in_memory, has, is_addressable, nearest, root,
+        whole,
     };
     pub use crate::linear::{ProjectionColumns, Projections};
     pub use crate::params::{detect_with, infer_config, projection_shapes, query_weights};

@@ -7,18 +7,19 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use Dim::{Any, Is, Named};
 
 /// The dtypes in which attention is computed. Candle's other floats lack what it needs: an infinity, or conversions.
-pub(crate) const FLOATS: [DType; 4] = [DType::F32, DType::F16, DType::BF16, DType::F64];
+pub const FLOATS: [DType; 4] = [DType::F32, DType::F16, DType::BF16, DType::F64];
 
 /// The dtype in which scores and weights are computed.
-pub(crate) fn accumulation_dtype(dtype: DType) -> DType {
+pub fn accumulation_dtype(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
 /// One dimension of an expected shape.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Dim {
+pub enum Dim {
     /// Of any size, by its name in errors. `..` in front stands for any number of dimensions.
     Any(&'static str),
+    /// Of this size.
     Is(usize),
     /// Of a size that has a name, `H = 4`.
     Named(&'static str, usize),
@@ -61,7 +62,7 @@ impl fmt::Display for Dim {
 /// A tensor that an operation is given, by its name in errors: each check gives it back, or an error of what was
 /// expected and what was found.
 #[derive(Clone, Copy)]
-pub(crate) struct Expect<'a> {
+pub struct Expect<'a> {
     op: &'a str,
     name: &'a str,
     is_plural: bool,

@@ -13,6 +13,7 @@ mod source;
 mod threads;
 mod training;
 
+pub use expect::{Dim, Expect, FLOATS, accumulation_dtype};
 pub use nearest::{did_you_mean, edits, nearest};
 pub use share::{HeadShard, Share};
 pub(crate) use size::check_keys_and_values;
@@ -20,7 +21,6 @@ pub use size::{filled, fits_in_memory, is_addressable};
 pub use source::{SCALES, Source, has, root, whole};
 pub use training::untrained;
 
-pub(crate) use expect::{Dim, Expect, FLOATS, accumulation_dtype};
 pub(crate) use options::{Options, options};
 pub(crate) use parameters::{HeadDim, Heads, Parameter, ParameterList, Spec, Stored, frozen};
 pub(crate) use share::Rows;

@@ -81,10 +81,9 @@ impl AttentionInput<'_> {
         }
         let is_of_both = |s| sequences.queries(s) == sequences.keys(s);
         if let Some(s) = (0..sequences.len()).find(|&s| !self.is_cross() && !is_of_both(s)) {
+            let (queries, keys) = (sequences.queries(s), sequences.keys(s));
             bail!(
-                "[{op}] packed sequence {s} has queries {:?} and keys {:?}, expected the same in self-attention",
-                sequences.queries(s),
-                sequences.keys(s)
+                "[{op}] packed sequence {s} has queries {queries:?} and keys {keys:?}, expected the same in self-attention"
             )
         }
         Ok(())

@@ -1,10 +1,10 @@
 //! [`EmbeddingLayer`]: ids to vectors.
 
-use candle_core::{DType, Module, Result, Tensor, bail};
+use candle_core::{D, DType, Module, Result, Tensor, bail};
 use candle_nn::{Embedding, Init, VarBuilder};
 use serde::{Deserialize, Serialize};
 
-use candle_attention_core::internal::Source;
+use candle_attention_core::internal::{Dim, Expect, Source};
 
 /// The sizes of an [`EmbeddingLayer`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -142,17 +142,11 @@ impl EmbeddingLayer {
     /// If `ids` is not an integer tensor (T,) or (B, T) on the table's device, an id is negative or not below V, or
     /// `offset + T` exceeds the number of positions.
     pub fn forward_at(&self, ids: &Tensor, offset: usize) -> Result<Tensor> {
-        let t = match ids.dims() {
-            &[t] | &[_, t] => t,
-            dims => bail!("[embedding] expected ids (T,) or (B, T), found {dims:?}"),
-        };
-        if !ids.dtype().is_int() {
-            bail!("[embedding] expected ids of an integer dtype, found {:?}", ids.dtype())
-        }
-        if !ids.device().same_device(self.table.device()) {
-            let [here, there] = [ids, &self.table].map(|tensor| tensor.device().location());
-            bail!("[embedding] ids are on {here:?} and the table is on {there:?}")
-        }
+        let (one, batch) = ([Dim::Any("T")], [Dim::Any("B"), Dim::Any("T")]);
+        let integers = [DType::U8, DType::U32, DType::I16, DType::I32, DType::I64];
+        let expected = Expect::many("embedding", "ids", ids).shape_of(&[&one, &batch])?;
+        expected.dtype_of(&integers, "")?.beside("the table", self.table.device())?;
+        let t = ids.dim(D::Minus1)?;
         if let Some(n) = self.positions.as_ref().map(|positions| positions.dims()[0])
             && offset.checked_add(t).is_none_or(|end| end > n)
         {
