@@ -15,6 +15,8 @@
 mod canvas;
 #[cfg(feature = "plot")]
 mod chart;
+#[cfg(feature = "plot")]
+mod page;
 #[cfg_attr(not(feature = "plot"), path = "no_picture.rs")]
 mod picture;
 mod style;
@@ -28,6 +30,8 @@ use unicode_width::UnicodeWidthStr;
 
 #[cfg(feature = "plot")]
 pub use chart::LineChart;
+#[cfg(feature = "plot")]
+pub use page::Page;
 pub use terminal::{Color, TerminalOptions};
 
 /// The attention weights of one sequence with what is needed to read them: labels on both axes and a title.

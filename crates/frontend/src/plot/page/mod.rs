@@ -1,0 +1,199 @@
+//! Attention weights of a whole model as one HTML file.
+
+mod layer;
+mod write;
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
+
+use candle_attention_core::AttentionStatistics;
+use candle_core::{Error, Result, bail};
+
+use super::style;
+use layer::{Layer, Shape};
+
+/// The attention of one sequence, in all heads of all layers, as one HTML file to look around in. Needs the feature
+/// `plot`.
+///
+/// The file needs nothing but a browser: no network, no server. It has three views that lead into each other. *Model*
+/// has a small map of each head of each layer. *Head* has the tokens on both sides with lines between them, or the map
+/// of T_q rows and T_kv columns with the weight under the pointer, or, with [`with_picture`](Self::with_picture), the
+/// picture. *Token* has the keys that a token reads and the queries that read it, over all heads. Keys and touch do
+/// what a pointer does. The address says what is shown: `#layer=3&head=5` opens that head, `#layer=3&head=5&token=17`
+/// chooses query 17 in it, `key=4` a key, `as=map` the map; `#token=17` opens the view of a token. All count from 0.
+///
+/// What is shown comes from [`AttentionStatistics`], so that the weights need not be held: for each query the keys with
+/// the largest weights, to within 2e-5, its entropy, and for each key the weight that it receives. The page says how
+/// much of the weight the other keys have. Where a layer's statistics have the weights of all queries and keys
+/// ([`with_weights_of`]), every weight is kept, those that are not among the largest to within `w.sqrt() / 250`.
+///
+/// Each head takes `T_q · (4 + 4k) + 4 · T_kv` bytes for k top keys (`4 + 6k` where T_kv is above 65,536), each kept
+/// weight one byte more, and base64 a third on top: 20 MB for 144 heads, 2,048 tokens and k = 8 without kept weights.
+///
+/// Tokens, names and the title are taken as untrusted text, written as in [`HeatMap`](super::HeatMap).
+///
+/// ```
+/// use candle_attention::plot::Page;
+/// use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, StatisticsOptions, TorchSeed};
+/// use candle_core::{DType, Device, Tensor};
+///
+/// let vb = TorchSeed::new(0).var_builder(DType::F32, &Device::Cpu);
+/// let mut page = Page::new("two layers").with_tokens(&["The", " cat", " sat"])?;
+/// let mut xs = Tensor::randn(0f32, 1., (1, 3, 16), &Device::Cpu)?;
+/// for name in ["first", "second"] {
+///     let layer = MultiHeadAttention::new(&MultiHeadAttentionConfig::new(16, 2), vb.pp(name))?;
+///     let statistics;
+///     (xs, statistics) = layer.forward_with_statistics(AttentionInput::new(&xs), &StatisticsOptions::default())?;
+///     page = page.with_layer(name, &statistics, 0)?; // here a caller's bar of progress moves on
+/// }
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("attention.html");
+/// page.write(&path)?;
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// [`with_weights_of`]: candle_attention_core::StatisticsOptions::with_weights_of
+#[derive(Debug, Clone)]
+#[must_use]
+pub struct Page {
+    title: String,
+    /// That of every layer; none before the first.
+    shape: Option<Shape>,
+    layers: Vec<Layer>,
+    query_tokens: Option<Vec<String>>,
+    key_tokens: Option<Vec<String>>,
+    picture: Option<Picture>,
+}
+
+/// What the keys are patches of.
+#[derive(Debug, Clone)]
+struct Picture {
+    kind: &'static str,
+    bytes: Vec<u8>,
+    /// Rows and columns of patches.
+    grid: [usize; 2],
+    /// Keys before the first patch.
+    leading: usize,
+}
+
+impl Page {
+    /// A page without layers.
+    pub fn new(title: impl AsRef<str>) -> Self {
+        Self {
+            title: style::safe(title.as_ref()),
+            shape: None,
+            layers: Vec::new(),
+            query_tokens: None,
+            key_tokens: None,
+            picture: None,
+        }
+    }
+
+    /// Names queries and keys by the same tokens, as self-attention has them. Without tokens they have their index.
+    ///
+    /// # Errors
+    /// If layers are there whose T_q or T_kv is not the number of tokens.
+    pub fn with_tokens<S: AsRef<str>>(self, tokens: &[S]) -> Result<Self> {
+        self.with_query_tokens(tokens)?.with_key_tokens(tokens)
+    }
+
+    /// Names the queries: T_q tokens.
+    ///
+    /// # Errors
+    /// If layers are there whose T_q is not the number of tokens.
+    pub fn with_query_tokens<S: AsRef<str>>(mut self, tokens: &[S]) -> Result<Self> {
+        self.query_tokens = Some(tokens.iter().map(|token| style::token(token.as_ref())).collect());
+        self.checked()
+    }
+
+    /// Names the keys: T_kv tokens.
+    ///
+    /// # Errors
+    /// If layers are there whose T_kv is not the number of tokens.
+    pub fn with_key_tokens<S: AsRef<str>>(mut self, tokens: &[S]) -> Result<Self> {
+        self.key_tokens = Some(tokens.iter().map(|token| style::token(token.as_ref())).collect());
+        self.checked()
+    }
+
+    /// Shows weights over a picture, a PNG or JPEG file: the keys are `leading` tokens, such as `[CLS]`, and after them
+    /// `grid` rows and columns of patches, row by row. Statistics with all weights, which pictures have room for, colour
+    /// every patch.
+    ///
+    /// # Errors
+    /// If the picture is of another format, the grid is empty, or layers are there whose T_kv is another.
+    pub fn with_picture(mut self, picture: &[u8], grid: [usize; 2], leading: usize) -> Result<Self> {
+        let kind = match picture {
+            [0x89, b'P', b'N', b'G', b'\r', b'\n', 0x1a, b'\n', ..] => "png",
+            [0xff, 0xd8, 0xff, ..] => "jpeg",
+            _ => bail!("[page] the picture of {} bytes is neither a PNG nor a JPEG file", picture.len()),
+        };
+        if grid.contains(&0) {
+            bail!("[page] the picture has {} x {} patches, expected at least one", grid[0], grid[1])
+        }
+        self.picture = Some(Picture { kind, bytes: picture.to_vec(), grid, leading });
+        self.checked()
+    }
+
+    /// With the next layer: sequence `b` of its statistics, in the shapes that [`AttentionStatistics`] names, or without
+    /// the dimension B. The page keeps a compact copy, so that layers can be added as a model runs.
+    ///
+    /// # Errors
+    /// If `b` is not below B, a tensor has another shape or dtype, the statistics have no top keys, a weight is outside
+    /// \[0, 1\], there are weights of some queries or keys alone, the layers before have other numbers of heads,
+    /// queries, keys or top keys, or the tokens are not as many. Weights that are not finite are shown as such.
+    pub fn with_layer(mut self, name: impl AsRef<str>, statistics: &AttentionStatistics, b: usize) -> Result<Self> {
+        let name = style::safe(name.as_ref());
+        let (layer, shape) = Layer::new(name, statistics, b)?;
+        let before = *self.shape.get_or_insert(shape);
+        if shape != before {
+            bail!("[page] layer {:?} has {shape}, the layers before it {before}", layer.name)
+        }
+        self.layers.push(layer);
+        self.checked()
+    }
+
+    /// Writes the page to `path`.
+    ///
+    /// # Errors
+    /// If there is no layer, or the file cannot be written.
+    pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        let cannot = |error| Error::Msg(format!("[page] cannot write {}: {error}", path.display()));
+        self.shape()?;
+        let mut file = BufWriter::new(File::create(path).map_err(cannot)?);
+        self.write_to(&mut file)?;
+        file.flush().map_err(cannot)
+    }
+
+    /// Writes the page, in UTF-8, in many small pieces: a file wants a [`BufWriter`].
+    ///
+    /// # Errors
+    /// If there is no layer, or `out` has an error.
+    pub fn write_to(&self, mut out: impl Write) -> Result<()> {
+        let shape = self.shape()?;
+        write::html(self, shape, &mut out).map_err(|error| Error::Msg(format!("[page] cannot write: {error}")))
+    }
+
+    fn shape(&self) -> Result<&Shape> {
+        self.shape.as_ref().ok_or_else(|| Error::Msg("[page] there is no layer to show: see Page::with_layer".into()))
+    }
+
+    /// The page, if its parts fit each other.
+    fn checked(self) -> Result<Self> {
+        let Some(Shape { queries, keys, .. }) = self.shape else { return Ok(self) };
+        for (tokens, count, one, many) in
+            [(&self.query_tokens, queries, "query", "queries"), (&self.key_tokens, keys, "key", "keys")]
+        {
+            if let Some(tokens) = tokens.as_ref().filter(|tokens| tokens.len() != count) {
+                bail!("[page] {} {one} tokens for {count} {many}", tokens.len())
+            }
+        }
+        if let Some(Picture { grid: [rows, columns], leading, .. }) = self.picture
+            && rows.checked_mul(columns).and_then(|patches| patches.checked_add(leading)) != Some(keys)
+        {
+            bail!("[page] {rows} x {columns} patches after {leading} leading tokens for {keys} keys")
+        }
+        Ok(self)
+    }
+}
