@@ -1,0 +1,211 @@
+//! Pages of attention weights. `browser.test.mjs` opens those that `pages_are_written_for_the_browser` writes.
+
+use std::path::Path;
+
+use candle_attention::plot::Page;
+use candle_attention::*;
+use candle_core::{DType, Device, Result, Tensor};
+use serde_json::json;
+
+const CPU: Device = Device::Cpu;
+/// Tokens of several scripts, and what could harm a page or a reader.
+const TOKENS: [&str; 12] = [
+    "[CLS]",
+    "</script>",
+    "<img src=x onerror=alert(1)>",
+    " the",
+    "cat",
+    "שלום",
+    "سلام",
+    "猫",
+    "🙂",
+    "a\u{202e}b",
+    "\u{1b}[0m\n",
+    "",
+];
+
+/// Numbers from -1 to 1, the same on every machine.
+fn draw(seed: usize, shape: &[usize]) -> Result<Tensor> {
+    let count: usize = shape.iter().product();
+    let numbers = (0..count).map(|i| ((i * 7919 + seed * 104_729 + i / 7 * 31) % 2003) as f32 / 1001.0 - 1.0);
+    Tensor::from_iter(numbers, &CPU)?.reshape(shape)
+}
+
+/// What heads attend to: statistics, and the weights of the reference path (H, T_q, T_kv).
+fn attend(
+    seed: usize,
+    [heads, queries, keys]: [usize; 3],
+    mask: &AttentionMask,
+    wanted: &StatisticsOptions,
+) -> Result<(AttentionStatistics, Tensor)> {
+    let q = (draw(seed, &[1, heads, queries, 8])? * 4.0)?;
+    let k = draw(seed + 1, &[1, heads, keys, 8])?;
+    let options = SdpaOptions::default();
+    let reference = options.clone().with_backend(Backend::Reference);
+    let weights = scaled_dot_product_attention_with_weights(&q, &k, &k, mask, &reference)?.weights;
+    let (_, found) = scaled_dot_product_attention_with_statistics(&q, &k, &k, mask, &options, wanted)?;
+    Ok((found, weights.squeeze(0)?))
+}
+
+fn top(keys: usize) -> StatisticsOptions {
+    StatisticsOptions::default().with_top_keys(keys)
+}
+
+/// Statistics of this size that took no attention: (1, H, T, 8), each query's keys spread over those before it.
+fn synthetic(heads: usize, len: usize) -> Result<AttentionStatistics> {
+    let rows = || (0..heads * len).map(|row| (row / len, row % len));
+    let keys = rows().flat_map(|(head, query)| (0..8).map(move |i| ((query * i / 8 + head * i) % len) as u32));
+    let weights = rows().flat_map(|_| (0..8).map(|i| 0.5f32 / (1 << i) as f32));
+    Ok(AttentionStatistics {
+        top_keys: Tensor::from_iter(keys, &CPU)?.reshape((1, heads, len, 8))?,
+        top_weights: Tensor::from_iter(weights, &CPU)?.reshape((1, heads, len, 8))?,
+        entropy: Tensor::ones((1, heads, len), DType::F32, &CPU)?,
+        received: Tensor::ones((1, heads, len), DType::F32, &CPU)?,
+        weights: None,
+    })
+}
+
+fn synthetic_page(layers: usize, heads: usize, len: usize) -> Result<Page> {
+    let tokens: Vec<_> = (0..len).map(|i| format!("token{}", i * 7919 % 1000)).collect();
+    let statistics = synthetic(heads, len)?;
+    let page = Page::new("synthetic").with_tokens(&tokens)?;
+    (0..layers).try_fold(page, |page, layer| page.with_layer(format!("layers.{layer}"), &statistics, 0))
+}
+
+fn html(page: &Page) -> Result<String> {
+    let mut bytes = Vec::new();
+    page.write_to(&mut bytes)?;
+    Ok(String::from_utf8(bytes).expect("UTF-8"))
+}
+
+/// Two layers of three heads over [`TOKENS`], the first with all weights; and what the reference path says.
+fn hostile() -> Result<(Page, serde_json::Value)> {
+    let len = TOKENS.len();
+    let mut page = Page::new("Heads & <script>alert(1)</script>").with_tokens(&TOKENS)?;
+    let mut expected = Vec::new();
+    for (layer, wanted) in [top(4).with_weights_of(0..len, 0..len), top(4)].iter().enumerate() {
+        let (found, weights) = attend(layer, [3, len, len], &AttentionMask::causal(), wanted)?;
+        page = page.with_layer(["first", "<b>second</b>"][layer], &found, 0)?;
+        expected.push(json!({
+            "weights": weights.to_vec3::<f32>()?,
+            "entropy": found.entropy.get(0)?.to_vec2::<f32>()?,
+            "received": weights.sum(1)?.to_vec2::<f32>()?,
+        }));
+    }
+    Ok((page, json!(expected)))
+}
+
+/// A PNG file of a gradient.
+fn png() -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let mut encoder = png::Encoder::new(&mut bytes, 40, 32);
+    encoder.set_color(png::ColorType::Rgb);
+    let pixels: Vec<_> = (0..40 * 32u32).flat_map(|i| [(i % 40 * 6) as u8, (i / 40 * 7) as u8, 128]).collect();
+    encoder.write_header().and_then(|mut file| file.write_image_data(&pixels)).expect("a picture");
+    bytes
+}
+
+#[test]
+fn pages_are_written_for_the_browser() -> Result<()> {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("page");
+    std::fs::create_dir_all(&folder)?;
+    let write = |name: &str, page: Page| page.write(folder.join(name).with_extension("html"));
+    let of = |shape: [usize; 3], mask: AttentionMask, wanted| {
+        Page::new("page").with_layer("", &attend(5, shape, &mask, &wanted)?.0, 0)
+    };
+
+    let (page, expected) = hostile()?;
+    write("hostile", page)?;
+    std::fs::write(folder.join("hostile.json"), expected.to_string())?;
+    write("cross", of([2, 3, 7], AttentionMask::none(), top(3))?.with_query_tokens(&["a", "b", "c"])?)?;
+    write("one", of([1, 1, 1], AttentionMask::none(), top(8))?.with_tokens(&["only"])?)?;
+    write("none", of([2, 0, 0], AttentionMask::none(), top(8))?)?;
+    let nothing = AttentionMask::none().with_valid_lens(vec![0]);
+    write("hidden", of([2, 4, 4], nothing, top(2))?)?;
+    let mut not_finite = synthetic(1, 16)?;
+    not_finite.top_weights = (not_finite.top_weights * f64::NAN)?;
+    write("not_finite", Page::new("page").with_layer("", &not_finite, 0)?)?;
+    let all = top(8).with_weights_of(0..21, 0..21);
+    write("picture", of([2, 21, 21], AttentionMask::none(), all)?.with_picture(&png(), [4, 5], 1)?)?;
+    write("large", synthetic_page(30, 9, 1024)?)?;
+    write("long", synthetic_page(12, 12, 4096)?)
+}
+
+#[test]
+fn pages_stay_small() -> Result<()> {
+    for (layers, heads, len, most) in [(30, 9, 1024, 25), (12, 12, 4096, 40), (6, 12, 512, 5)] {
+        let size = html(&synthetic_page(layers, heads, len)?)?.len();
+        println!("{layers} x {heads} heads, {len} tokens: {size} bytes");
+        assert!(size < most * 1_000_000, "{layers} x {heads} heads, {len} tokens: {size} bytes");
+    }
+    Ok(())
+}
+
+#[test]
+fn texts_stay_texts() -> Result<()> {
+    let page = html(&hostile()?.0)?;
+    assert!(page.contains("<title>Heads &amp; &lt;script>alert(1)&lt;/script></title>"), "{}", &page[..600]);
+    assert_eq!(page.matches("</script>").count(), 4, "data, two layers and the script");
+    for text in ["<img src=x", "alert(1)</script>", "\u{202e}", "\u{1b}", "<b>"] {
+        assert!(!page.contains(text), "{text:?}");
+    }
+    for text in [r"\u003c/script>", "שלום", r"a\\u{202e}b", r"\\u{1b}[0m\\n", "␣the"] {
+        assert!(page.contains(text), "{text:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn what_does_not_fit_is_an_error() -> Result<()> {
+    let good = synthetic(2, 6)?;
+    let with = |change: fn(&mut AttentionStatistics) -> Result<()>| {
+        let mut statistics = good.clone();
+        change(&mut statistics)?;
+        Page::new("").with_layer("l", &statistics, 0)
+    };
+    let page = || Page::new("").with_layer("l", &good, 0);
+    let cases = [
+        (Page::new("").write_to(Vec::new()).map(|()| page()), "there is no layer to show"),
+        (Ok(Page::new("").with_layer("l", &good, 1)), "sequence 1 is not below the batch size 1"),
+        (
+            Ok(page()?.with_layer("m", &synthetic(3, 6)?, 0)),
+            "layer \"m\" has 3 heads, 6 queries, 6 keys and 8 top keys, the layers before it 2 heads",
+        ),
+        (Ok(page()?.with_tokens(&["a"])), "1 query tokens for 6 queries"),
+        (Ok(Page::new("").with_key_tokens(&["a"; 7])?.with_layer("l", &good, 0)), "7 key tokens for 6 keys"),
+        (Ok(page()?.with_picture(b"GIF89a", [2, 3], 0)), "the picture of 6 bytes is neither a PNG nor a JPEG file"),
+        (Ok(page()?.with_picture(&png(), [0, 3], 0)), "0 x 3 patches, expected at least one"),
+        (Ok(page()?.with_picture(&png(), [2, 3], 1)), "2 x 3 patches after 1 leading tokens for 6 keys"),
+        (Ok(with(|s| Ok(s.top_keys = s.top_keys.to_dtype(DType::I64)?))), "the top keys are i64; expected u32"),
+        (Ok(with(|s| Ok(s.top_keys = (&s.top_keys + 1.0)?))), "expected keys below 6"),
+        (Ok(with(|s| Ok(s.top_keys = s.top_keys.get(0)?.get(0)?))), "expected (B, H, T_q, k) or (H, T_q, k)"),
+        (
+            Ok(with(|s| Ok(s.top_weights = s.top_weights.to_dtype(DType::U32)?))),
+            "top_weights is u32; expected a float dtype",
+        ),
+        (
+            Ok(with(|s| Ok(s.top_weights = (&s.top_weights * 3.0)?))),
+            "layer \"l\" has a weight of 1.5; expected weights from 0 to 1",
+        ),
+        (
+            Ok(with(|s| Ok(s.entropy = s.entropy.narrow(2, 0, 5)?))),
+            "entropy has shape [2, 5] in each sequence; expected [2, 6]",
+        ),
+        (
+            Ok(with(|s| Ok(s.received = s.received.narrow(1, 0, 1)?))),
+            "received has shape [1, 6] in each sequence; expected [2, 6]",
+        ),
+        (
+            Ok(with(|s| Ok(s.weights = Some(draw(0, &[1, 2, 3, 6])?)))),
+            "weights has shape [2, 3, 6] in each sequence; expected [2, 6, 6]",
+        ),
+        (Ok(with(|s| Ok(s.top_keys = s.top_keys.narrow(3, 0, 0)?))), "expected at least one head and one top key"),
+    ];
+    for (outcome, expected) in cases {
+        let error = outcome.and_then(|page| page).map(drop).expect_err(expected).to_string();
+        assert!(error.starts_with("[page] ") && error.contains(expected), "{error}\n    expected {expected}");
+    }
+    let error = page()?.write("/").expect_err("a folder").to_string();
+    assert!(error.starts_with("[page] cannot write /: "), "{error}");
+    Ok(())
+}
