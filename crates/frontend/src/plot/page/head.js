@@ -1,63 +1,53 @@
-// The view of a head: tokens with lines between them, the map, or the picture.
+// The view of a head: tokens with lines between them, or the map, of all tokens or of the patches of a picture.
 
 const ROW = 24; // the height of a token beside the lines, as in page.css
-const LEAST_ZOOM = 8; // tokens that are shown at least
+const photo = new Image();
+let hovered = null; // the token under the pointer, `{ side, index }`
+let zoomed = 1;
+const shownFrom = { query: 0, key: 0 }; // where a zoomed map begins
 
-/** What a map of cells answers to: `hover(cell)`, `press(cell)` by a pointer or Enter, `move([down, right])` by arrows. */
-function matrixEvents(canvas, { size, hover, press, move }) {
-  const cell = (event) => cellAt(canvas, event, ...size());
-  canvas.addEventListener("pointermove", (event) => hover(cell(event)));
-  canvas.addEventListener("pointerleave", () => hover(null));
-  canvas.addEventListener("click", (event) => press(cell(event)));
-  canvas.addEventListener("keydown", (event) => {
-    const step = arrow(event);
-    if (step) move(step);
-    else if (event.key === "Enter") press(canvas.cell ?? null, true);
-    else return;
-    event.preventDefault();
-  });
-}
+/** The address of a token: a query's wherever it is one. */
+const chosen = (side, index) => (side === "query" || about.isSelf ? { token: index, key: null } : { token: null, key: index });
 
 function buildHead() {
-  byId("layer").append(...about.layers.map(({ name }, layer) => element("option", { value: layer }, name ? `${layer}: ${name}` : `${layer}`)));
-  byId("number").append(...Array.from({ length: shape.heads }, (_, head) => element("option", { value: head }, `${head}`)));
-  byId("layer").addEventListener("change", ({ target }) => go({ layer: Number(target.value) }));
-  byId("number").addEventListener("change", ({ target }) => go({ head: Number(target.value) }));
+  const option = (name, value) => element("option", { value }, name ? `${value}: ${name}` : value);
+  byId("layer").append(...about.layers.map(({ name }, layer) => option(name, layer)));
+  byId("number").append(...Array.from({ length: shape.heads }, (_, head) => option("", head)));
+  byId("layer").addEventListener("change", (event) => go({ layer: Number(event.target.value) }));
+  byId("number").addEventListener("change", (event) => go({ head: Number(event.target.value) }));
   byId("previous").addEventListener("click", () => moveHead(-1));
   byId("next").addEventListener("click", () => moveHead(1));
-  for (const button of document.querySelectorAll("[data-as]")) button.addEventListener("click", () => go({ as: button.dataset.as }));
   byId("zoom-in").addEventListener("click", () => zoom(2));
   byId("zoom-out").addEventListener("click", () => zoom(0.5));
-  document.querySelector("[data-as=picture]").hidden = !about.picture;
-
+  for (const as of AS) byId(`as-${as}`).addEventListener("click", () => go({ as }));
   for (const side of ["query", "key"]) {
     tokenList(byId(`list-${side}`), side, {
-      choose: (index) => go(side === "query" ? { token: index, key: null } : { key: index, token: null }, true),
+      choose: (index) => go(side === "query" ? { token: index, key: null } : { token: null, key: index }, true),
       open: () => go({ view: "token" }),
-      hover: (index) => hoverToken(index === null ? null : { side, index }),
+      hover: (index) => {
+        hovered = index < 0 ? null : { side, index };
+        drawLines();
+        showDetails();
+      },
     });
   }
   byId("lines").addEventListener("scroll", drawLines);
-  const map = byId("map");
-  matrixEvents(map, {
-    size: () => [map.drawn.rows, map.drawn.columns],
-    hover: (cell) => readPair(cell ? strongest(cell) : chosenPair()),
-    press: (cell, isKey) => {
-      if (isKey) go({ view: "token" });
-      else if (cell) go(strongest(cell), true);
-    },
-    move: ([down, right]) => {
-      const { token, key } = chosenPair() ?? { token: 0, key: -right };
-      const inside = (at, count) => Math.max(0, Math.min(count - 1, at));
-      go({ token: inside(token + down, shape.queries), key: inside(key + right, shape.keys) }, true);
-    },
+  mapEvents(byId("map"), {
+    hover: (cell) => readPair(cell ? mapped.pairAt(cell) : state),
+    press: (cell) => go(mapped.press(mapped.pairAt(cell)), true),
+    move: (step) => go(mapped.move(step), true),
+    open: () => go({ view: "token" }),
   });
-  if (about.picture) buildPicture();
+  if (!about.picture) return;
+  byId("as-picture").hidden = false;
+  photo.src = `data:image/${about.picture.kind};base64,${byId("picture-data").textContent}`;
+  photo.onload = show;
+  const whose = (name, token) => element("button", { onclick: () => go({ token, key: null }, true) }, name);
+  const firstTokens = Array.from({ length: about.isSelf ? about.picture.leading : shape.queries }, (_, token) => token);
+  byId("leading").append(whose("All queries", null), ...firstTokens.map((token) => whose(named("query", token), token)));
 }
 
-const chosenPair = () => (state.token === null || state.key === null ? null : { token: state.token, key: state.key });
-
-/** The next head, or the last one before, in the order of layers. */
+/** Another head, in the order of layers. */
 function moveHead(step) {
   const at = state.layer * shape.heads + state.head + step;
   if (at < 0 || at >= about.layers.length * shape.heads) return;
@@ -65,27 +55,20 @@ function moveHead(step) {
 }
 
 function showHead() {
-  const { layer, head } = state;
-  byId("layer").value = layer;
-  byId("number").value = head;
-  byId("head-name").textContent = capital(headName(layer, head));
-  byId("head-summary").textContent = `${capital(headText(layer, head))}.`;
-  for (const button of document.querySelectorAll("[data-as]")) button.setAttribute("aria-pressed", button.dataset.as === state.as);
-  for (const as of ["lines", "map", "picture"]) byId(`${as}-part`).hidden = as !== state.as;
-  if (state.as === "lines") showLines();
-  if (state.as === "map") showMap();
-  if (state.as === "picture") showPicture();
-  showDetails();
-}
-
-// Lines.
-
-let hovered = null;
-
-function hoverToken(token) {
-  if (token?.side === hovered?.side && token?.index === hovered?.index) return;
-  hovered = token;
-  drawLines();
+  [byId("layer").value, byId("number").value] = [state.layer, state.head];
+  byId("head-summary").textContent = `${capital(headName(state.layer, state.head))}: ${headText(state.layer, state.head)}.`;
+  for (const as of AS) byId(`as-${as}`).setAttribute("aria-pressed", as === state.as);
+  byId("lines-part").hidden = state.as !== "lines";
+  byId("map-part").hidden = state.as === "lines";
+  byId("leading").hidden = state.as !== "picture";
+  byId("zoom").hidden = state.as !== "map";
+  if (state.as === "lines") {
+    chooseIn(byId("list-key"), state.token === null ? state.key : null);
+    chooseIn(byId("list-query"), state.token);
+    drawLines();
+  } else {
+    showMap();
+  }
   showDetails();
 }
 
@@ -96,179 +79,175 @@ function shownToken() {
   return state.key === null ? null : { side: "key", index: state.key };
 }
 
-function showLines() {
-  const lines = byId("lines");
-  for (const [side, index] of [["query", state.token], ["key", state.token === null ? state.key : null]]) {
-    const token = chooseIn(byId(`list-${side}`), index);
-    if (token && (index * ROW < lines.scrollTop || (index + 2) * ROW > lines.scrollTop + lines.clientHeight)) {
-      lines.scrollTop = index * ROW - lines.clientHeight / 2;
-    }
-  }
-  drawLines();
-}
-
-/** What is read by the token shown, or by all queries in sight: `[query, key, weight]`. */
-function shownLines(first, last) {
-  const layer = layerAt(state.layer);
-  const shown = shownToken();
-  if (shown?.side === "key") return layer.readers(state.head, shown.index).map(({ index, weight }) => [index, shown.index, weight]);
-  const queries = shown ? [shown.index] : Array.from({ length: Math.max(0, last - first) }, (_, i) => first + i);
-  return queries.flatMap((query) => layer.reads(state.head, query).entries.map(({ index, weight }) => [query, index, weight]));
-}
-
 function drawLines() {
   if (state.view !== "head" || state.as !== "lines") return;
-  const [lines, canvas] = [byId("lines"), byId("links")];
-  const [width, height, top] = [canvas.parentElement.clientWidth, lines.clientHeight, lines.scrollTop];
-  const context = fitted(canvas, width, height);
-  const first = Math.max(0, Math.floor(top / ROW) - 1);
-  const links = shownLines(first, Math.min(shape.queries, first + Math.ceil(height / ROW) + 2));
+  const [layer, head, shown] = [layerAt(state.layer), state.head, shownToken()];
+  const [width, height, top] = [byId("between").clientWidth, byId("lines").clientHeight, byId("lines").scrollTop];
+  const context = fitted(byId("links"), width, height);
+  let links;
+  if (shown?.side === "key") {
+    links = layer.readers(head, shown.index).map(({ index, weight }) => [index, shown.index, weight]);
+  } else {
+    const first = Math.floor(top / ROW);
+    const count = Math.min(shape.queries - first, Math.ceil(height / ROW) + 1);
+    const queries = shown ? [shown.index] : Array.from({ length: count }, (_, i) => first + i);
+    links = queries.flatMap((query) => layer.reads(head, query).entries.map(({ index, weight }) => [query, index, weight]));
+  }
+  byId("lines").querySelectorAll(".is-linked").forEach((token) => token.classList.remove("is-linked"));
   const y = (index) => (index + 0.5) * ROW - top;
-  const shown = shownToken();
-  document.querySelectorAll("#lines .is-read").forEach((token) => token.classList.remove("is-read"));
-  const lineColour = colour("--accent");
   for (const [query, key, weight] of links.reverse()) {
-    const isNumber = Number.isFinite(weight);
-    context.strokeStyle = isNumber ? lineColour : `rgb(${NOT_FINITE})`;
-    context.setLineDash(isNumber ? [] : [4, 4]);
-    context.globalAlpha = isNumber ? Math.max(0.06, Math.sqrt(weight)) : 1;
-    context.lineWidth = isNumber ? 0.75 + 3.5 * weight : 1;
+    const share = Number.isFinite(weight) ? weight : 0;
+    context.strokeStyle = Number.isFinite(weight) ? colour("--accent") : `rgb(${NOT_FINITE})`;
+    context.globalAlpha = Math.max(0.08, Math.sqrt(share));
+    context.lineWidth = 1 + 3 * share;
     context.beginPath();
     context.moveTo(0, y(query));
     context.bezierCurveTo(width / 2, y(query), width / 2, y(key), width, y(key));
     context.stroke();
-    if (shown) byId(shown.side === "query" ? `list-key-${key}` : `list-query-${query}`)?.classList.add("is-read");
   }
   context.globalAlpha = 1;
   if (!shown) return;
-  // The weight beside the token at the other end, on a ground of its own.
+  const isQuery = shown.side === "query";
+  context.textAlign = isQuery ? "right" : "left";
   for (const [query, key, weight] of links) {
-    const [text, at] = shown.side === "query" ? [textOf(weight), y(key)] : [textOf(weight), y(query)];
-    if (at < 0 || at > height) continue;
-    context.textAlign = shown.side === "query" ? "right" : "left";
-    const [x, size] = [shown.side === "query" ? width - 4 : 4, context.measureText(text).width];
+    byId(isQuery ? `list-key-${key}` : `list-query-${query}`).classList.add("is-linked");
+    const [x, at, size] = [isQuery ? width - 4 : 4, y(isQuery ? key : query), context.measureText(textOf(weight)).width];
     context.fillStyle = colour("--ground");
-    context.fillRect(shown.side === "query" ? x - size - 2 : x - 2, at - 8, size + 4, 16);
+    context.fillRect(isQuery ? x - size - 2 : x - 2, at - 8, size + 4, 16);
     context.fillStyle = colour("--text");
-    context.fillText(text, x, at);
+    context.fillText(textOf(weight), x, at);
   }
 }
 
-// The map.
+/** What is on the map now: see `drawMap`; `pairAt(cell)`, `press(pair)` and `move(step)` give what is chosen. */
+let mapped = null;
 
-let zoomed = 1;
-const mapStart = { query: 0, key: 0 };
+function showMap() {
+  const map = byId("map");
+  mapped = state.as === "map" ? mapOfTokens() : mapOfPatches();
+  map.pixels = null;
+  drawMap(map, mapped);
+  const context = fitted(byId("scale"), 220, 34);
+  for (let x = 0; x < 200; x++) {
+    context.fillStyle = `rgb(${colourOf((x / 199) ** 2 * mapped.most, mapped.most)})`;
+    context.fillRect(10 + x, 0, 1, 14);
+  }
+  Object.assign(context, { fillStyle: colour("--soft"), textAlign: "center" });
+  for (const at of [0, 0.5, 1]) context.fillText(at ? (at ** 2 * mapped.most).toPrecision(2) : "0", 10 + 200 * at, 25);
+  byId("map-note").textContent = mapped.note;
+  readPair(state);
+}
 
-/** The queries and keys on the map: all, or as many as the zoom leaves. */
-function mapWindow() {
-  return Object.fromEntries([["query", shape.queries], ["key", shape.keys]].map(([side, count]) => {
-    const size = Math.min(count, Math.max(LEAST_ZOOM, Math.ceil(count / zoomed)));
-    mapStart[side] = Math.max(0, Math.min(count - size, mapStart[side]));
-    return [side, [mapStart[side], mapStart[side] + size]];
-  }));
+/** The first and the end of what a zoomed map shows of a side, so that what is chosen is in sight. */
+function rangeOf(side, count, at) {
+  const size = Math.min(count, Math.max(8, Math.ceil(count / zoomed)));
+  if (at !== null && (at < shownFrom[side] || at >= shownFrom[side] + size)) shownFrom[side] = at - (size >> 1);
+  shownFrom[side] = Math.max(0, Math.min(count - size, shownFrom[side]));
+  return [shownFrom[side], shownFrom[side] + size];
 }
 
 /** Zooms around the chosen weight, or the middle. */
 function zoom(factor) {
-  const before = mapWindow();
-  zoomed = Math.max(1, Math.min(zoomed * factor, Math.max(shape.queries, shape.keys, LEAST_ZOOM) / LEAST_ZOOM));
-  const after = mapWindow();
-  for (const [side, chosen] of [["query", state.token], ["key", state.key]]) {
-    const [start, end] = before[side];
-    mapStart[side] = Math.round((chosen ?? (start + end) / 2) - (after[side][1] - after[side][0]) / 2);
+  if (state.view !== "head" || state.as !== "map") return;
+  const middles = [mapped.query, mapped.key].map(([start, end]) => (start + end) / 2);
+  zoomed = Math.max(1, Math.min(zoomed * factor, Math.max(shape.queries, shape.keys) / 8));
+  for (const [side, at, middle] of [["query", state.token, middles[0]], ["key", state.key, middles[1]]]) {
+    const count = shape[side === "query" ? "queries" : "keys"];
+    shownFrom[side] = Math.round((at ?? middle) - count / zoomed / 2);
   }
-  showHead();
+  show();
 }
 
-function showMap() {
-  const [map, { layer, head }] = [byId("map"), state];
-  let { query, key } = mapWindow();
-  // What is chosen is in sight.
-  for (const [side, [start, end], chosen] of [["query", query, state.token], ["key", key, state.key]]) {
-    if (chosen !== null && (chosen < start || chosen >= end)) mapStart[side] = chosen - Math.floor((end - start) / 2);
-  }
-  ({ query, key } = mapWindow());
-  const [rows, columns] = [Math.min(1024, query[1] - query[0]), Math.min(1024, key[1] - key[0])];
-  const name = [layer, head, query, key, isDark].join();
-  if (map.name !== name) {
-    const { largest, notFinite } = summaryOf(layer, head);
-    const weights = layerAt(layer).largest(head, { query, key }, rows, columns);
-    Object.assign(map, { name, image: null, drawn: { rows, columns, query, key, weights, most: largest || 1, notFinite } });
-  }
-  const cell = (index, [start, end], count) => Math.floor(((index - start) * count) / (end - start));
-  const label = (side, [start, end], count) => (i) => tokenText(side, start + Math.floor((i * (end - start)) / count));
-  const mark = chosenPair() && [cell(state.token, query, rows), cell(state.key, key, columns)];
-  drawMap(map, { ...map.drawn, mark, label: { row: label("query", query, rows), column: label("key", key, columns) } });
-  byId("zoom-in").disabled = rows <= LEAST_ZOOM && columns <= LEAST_ZOOM;
-  byId("zoom-out").disabled = zoomed === 1;
-  drawScale(map.drawn.most);
-  const { tile } = layerAt(layer);
-  byId("map-note").textContent =
-    `Queries ${query[0]} to ${query[1] - 1} go down, keys ${key[0]} to ${key[1] - 1} across. ` +
-    (tile ? "All weights are drawn." : `The ${shape.top} largest weights of each query are drawn, and no others.`) +
-    (rows < query[1] - query[0] || columns < key[1] - key[0] ? " A cell has the largest weight of several tokens: zoom in to tell them apart." : "");
-  readPair(chosenPair());
+function mapOfTokens() {
+  const [layer, { head, token, key: chosenKey }] = [layerAt(state.layer), state];
+  const [query, key] = [rangeOf("query", shape.queries, token), rangeOf("key", shape.keys, chosenKey)];
+  const [rows, columns] = [Math.min(720, query[1] - query[0]), Math.min(720, key[1] - key[0])];
+  const cell = (at, [start, end], count) => Math.floor(((at - start) * count) / (end - start));
+  const from = (i, [start, end], count) => start + Math.ceil((i * (end - start)) / count);
+  const drawn = layer.tile ? "All weights are drawn." : `The ${shape.top} largest weights of each query are drawn.`;
+  const isCoarse = rows < query[1] - query[0] || columns < key[1] - key[0];
+  return {
+    query, key, rows, columns,
+    weights: layer.largest(head, { query, key }, rows, columns),
+    most: summaryOf(state.layer, head).largest || 1,
+    mark: token === null || chosenKey === null ? null : [cell(token, query, rows), cell(chosenKey, key, columns)],
+    label: { row: (i) => tokenText("query", from(i, query, rows)), column: (i) => tokenText("key", from(i, key, columns)) },
+    note: `Queries ${query[0]} to ${query[1] - 1} go down, keys ${key[0]} to ${key[1] - 1} across. ${drawn}` +
+      (isCoarse ? " A cell has the largest weight of several tokens: zoom in to tell them apart." : ""),
+    pairAt([row, column]) {
+      const within = { query: [0, 1].map((i) => from(row + i, query, rows)), key: [0, 1].map((i) => from(column + i, key, columns)) };
+      let best = { token: within.query[0], key: within.key[0], weight: 0 };
+      layer.forEach(head, within, (q, k, weight) => weight > best.weight && (best = { token: q, key: k, weight }));
+      return { token: best.token, key: best.key };
+    },
+    press: (pair) => pair,
+    move: ([down, right]) => ({
+      token: Math.max(0, Math.min(shape.queries - 1, (token ?? 0) + (chosenKey === null ? 0 : down))),
+      key: Math.max(0, Math.min(shape.keys - 1, chosenKey === null ? 0 : chosenKey + right)),
+    }),
+  };
 }
 
-/** The colours of weights, with the weights that they stand for. */
-function drawScale(most) {
-  const context = fitted(byId("scale"), 220, 34);
-  for (let x = 0; x < 200; x++) {
-    context.fillStyle = `rgb(${colourOf((x / 199) ** 2 * most, most)})`;
-    context.fillRect(10 + x, 0, 1, 14);
-  }
-  context.fillStyle = colour("--soft");
-  context.textAlign = "center";
-  for (const share of [0, 0.5, 1]) context.fillText(share ? (share ** 2 * most).toPrecision(2) : "0", 10 + 200 * share, 25);
-}
-
-/** The query and key with the largest weight in a cell of the map. */
-function strongest([row, column]) {
-  const { rows, columns, query, key } = byId("map").drawn;
-  const within = (i, [start, end], count) => [0, 1].map((step) => start + Math.ceil(((i + step) * (end - start)) / count));
-  const window = { query: within(row, query, rows), key: within(column, key, columns) };
-  let best = { token: window.query[0], key: window.key[0], weight: -1 };
-  layerAt(state.layer).forEach(state.head, window, (q, k, weight) => {
-    if (weight > best.weight) best = { token: q, key: k, weight };
+function mapOfPatches() {
+  const { rows, columns, leading } = about.picture;
+  const patch = about.isSelf ? state.token : state.key;
+  const weights = Array.from({ length: rows * columns }, (_, i) => {
+    const { weight, isBound } = weightOf(state.token, leading + i);
+    return isBound ? 0 : weight;
   });
-  return { token: best.token, key: best.key };
+  const most = Math.max(...weights.filter(Number.isFinite), 0) || 1;
+  return {
+    rows, columns, weights, most, photo,
+    mark: patch >= leading ? [Math.floor((patch - leading) / columns), (patch - leading) % columns] : null,
+    note: state.token === null ? "The weight that each patch receives, in the mean over queries."
+      : `What query ${named("query", state.token)} reads` +
+        (layerAt(state.layer).tile ? "." : `: the ${shape.top} largest weights are drawn.`),
+    pairAt: ([row, column]) => ({ token: state.token, key: leading + row * columns + column }),
+    press: ({ key }) => chosen("key", key),
+    move: ([down, right]) => {
+      const to = Math.max(leading, patch ?? 0) + down * columns + right;
+      return to >= leading && to < shape.keys ? chosen("key", to) : {};
+    },
+  };
 }
 
-/** Says which weight is under the pointer or chosen. */
-function readPair(pair) {
-  byId("map-readout").textContent = pair ? pairText(pair.token, pair.key) : "Point at a cell, or move with the arrow keys.";
-}
-
-function pairText(query, key) {
-  const { weight, isBound } = layerAt(state.layer).weightAt(state.head, query, key);
-  return `query ${named("query", query)} → key ${named("key", key)}: ${isBound ? "at most " : ""}${textOf(weight)}`;
-}
-
-// What the chosen or hovered token reads in this head, and what reads it.
-
-function showDetails() {
+/** The weight of a pair, as `Layer.weightAt` gives it; without a query, what a key receives in the mean. */
+function weightOf(query, key) {
   const layer = layerAt(state.layer);
-  const shown = shownToken();
+  if (query !== null) return layer.weightAt(state.head, query, key);
+  return { weight: layer.received[state.head * shape.keys + key] / shape.queries, isBound: false };
+}
+
+/** Says which weight is under the pointer, or chosen. */
+function readPair({ token, key }) {
+  const { weight, isBound } = key === null ? {} : weightOf(token, key);
+  byId("map-readout").textContent = key === null ? "Point at a cell, or move with the arrow keys."
+    : `${token === null ? "all queries" : `query ${named("query", token)}`} → key ${named("key", key)}: ` +
+      (isBound ? "at most " : "") + textOf(weight);
+}
+
+/** What the token shown reads in this head, and what reads it. */
+function showDetails() {
+  const [layer, { head }, shown] = [layerAt(state.layer), state, shownToken()];
   const parts = [];
-  const query = shown && (shown.side === "query" || about.isSelf) ? shown.index : null;
-  const key = shown && (shown.side === "key" || about.isSelf) ? shown.index : null;
-  if (query !== null) {
-    const { entries, rest } = layer.reads(state.head, query);
-    const rows = entries.map(({ index, weight }) => ({ name: named("key", index), weight, press: () => go({ token: query, key: index }, true) }));
-    if (rest > 0) rows.push({ name: "other keys", weight: rest, text: percent(rest) });
-    parts.push(element("h3", {}, `${named("query", query)} reads`),
-      element("p", {}, entries.length ? `entropy ${layer.entropy[state.head * shape.queries + query].toFixed(2)} nats` : "Every key is hidden from it."),
-      weightList(rows, 1));
+  const rows = (entries, side, pair) => entries.map(({ index, weight }) => (
+    { name: named(side, index), weight, press: () => go(pair(index), true) }));
+  if (shown && (shown.side === "query" || about.isSelf)) {
+    const { entries, rest } = layer.reads(head, shown.index);
+    const listed = rows(entries, "key", (key) => ({ token: shown.index, key }));
+    if (rest > 0) listed.push({ name: "other keys", weight: rest, text: percent(rest) });
+    const entropy = layer.entropy[head * shape.queries + shown.index];
+    const text = entries.length ? `entropy ${entropy.toFixed(2)} nats` : "every key is hidden from it";
+    parts.push(element("h3", {}, `${named("query", shown.index)} reads`), element("p", {}, text), weightList(listed, 1));
   }
-  if (key !== null) {
-    const readers = layer.readers(state.head, key);
-    const rows = readers.slice(0, 12).map(({ index, weight }) => ({ name: named("query", index), weight, press: () => go({ token: index, key }, true) }));
-    parts.push(element("h3", {}, `${named("key", key)} is read by`),
-      element("p", {}, `receives ${layer.received[state.head * shape.keys + key].toFixed(2)} in all; is among the ${shape.top} ` +
-        `largest of ${counted(readers.length, "query", "queries")}`),
-      weightList(rows, 1));
+  if (shown && (shown.side === "key" || about.isSelf)) {
+    const readers = layer.readers(head, shown.index);
+    const received = layer.received[head * shape.keys + shown.index];
+    const text = `receives ${received.toFixed(2)} in all; ${counted(readers.length, "query has", "queries have")} it among the ${shape.top} largest`;
+    const listed = rows(readers.slice(0, 12), "query", (token) => ({ token, key: shown.index }));
+    parts.push(element("h3", {}, `${named("key", shown.index)} is read by`), element("p", {}, text), weightList(listed, 1));
   }
-  if (shown) parts.push(element("button", { type: "button", onclick: () => go({ view: "token" }) }, "This token in all heads"));
-  else parts.push(element("p", {}, "Choose a token to see what it reads and what reads it."));
+  parts.push(shown ? element("button", { onclick: () => go({ view: "token" }) }, "This token in all heads")
+    : element("p", {}, "Choose a token to see what it reads and what reads it."));
   byId("details").replaceChildren(...parts);
 }

@@ -2,36 +2,31 @@
 
 const about = JSON.parse(byId("about").textContent);
 const { shape } = about;
-const state = { view: "model", layer: 0, head: 0, token: null, key: null, as: "lines" };
 const VIEWS = ["model", "head", "token"];
+const AS = about.picture ? ["lines", "map", "picture"] : ["lines", "map"];
+const state = { view: "model", layer: 0, head: 0, token: null, key: null, as: "lines" };
+const layers = [];
+const summaries = {};
 
-const tokensOf = (side) => (side === "key" && about.tokens.key) || about.tokens.query;
-const hasTokens = (side) => about.hasTokens[side];
-const tokenText = (side, index) => (hasTokens(side) ? tokensOf(side)[index] : `${index}`);
+const tokenText = (side, index) => ((side === "key" && about.tokens.key) || about.tokens.query)[index];
 /** A token with its index, held together whatever its direction of writing. */
-const named = (side, index) => (hasTokens(side) ? `${index} “\u2068${tokensOf(side)[index]}\u2069”` : `${index}`);
+const named = (side, index) => (about.hasTokens[side] ? `${index} “\u2068${tokenText(side, index)}\u2069”` : `${index}`);
 const counted = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
-const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
+const percent = (share) => (share > 0 && share < 0.001 ? "under 0.1 %" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`);
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
 
 function headName(layer, head) {
   const { name } = about.layers[layer];
-  return `layer ${layer}${name && name !== `${layer}` ? ` (\u2068${name}\u2069)` : ""}, head ${head}`;
+  return `layer ${layer}${name ? ` (\u2068${name}\u2069)` : ""}, head ${head}`;
 }
 
-const layers = [];
 /** A layer, read when it is first asked for. */
 function layerAt(index) {
-  layers[index] ??= new Layer(bytesOf(byId(`layer-${index}`).textContent), shape, about.layers[index].hasAllWeights);
-  return layers[index];
+  const { hasAllWeights } = about.layers[index];
+  return (layers[index] ??= new Layer(bytesOf(byId(`layer-${index}`).textContent), shape, hasAllWeights));
 }
 
-const summaries = new Map();
-function summaryOf(layer, head) {
-  const at = layer * shape.heads + head;
-  if (!summaries.has(at)) summaries.set(at, layerAt(layer).summary(head));
-  return summaries.get(at);
-}
+const summaryOf = (layer, head) => (summaries[[layer, head]] ??= layerAt(layer).summary(head));
 
 /** The step of an arrow key without Shift, as rows and columns. */
 function arrow({ key, shiftKey }) {
@@ -39,46 +34,35 @@ function arrow({ key, shiftKey }) {
   return shiftKey ? undefined : steps[key];
 }
 
-/** Changes what is shown. A move within a view replaces the address; others can be gone back from. */
+/** Changes what is shown. A move within a view replaces the address, so that Back leaves the view. */
 function go(changes, isMove = false) {
   Object.assign(state, changes);
-  hovered = null;
-  history[isMove ? "replaceState" : "pushState"](null, "", address());
+  const { view, layer, head, token, key, as } = state;
+  const parts = { view: view === "token" && (token ?? key) === null ? view : null };
+  if (view === "head") Object.assign(parts, { layer, head, as: as === "lines" ? null : as });
+  if (view !== "model") Object.assign(parts, { token, key });
+  const address = Object.entries(parts).flatMap(([name, value]) => (value === null ? [] : [`${name}=${value}`])).join("&");
+  history[isMove ? "replaceState" : "pushState"](null, "", `#${address}`);
   show();
 }
 
-function address() {
-  const { view, layer, head, token, key, as } = state;
-  const parts = [];
-  if (view === "head") parts.push(`layer=${layer}`, `head=${head}`);
-  if (view !== "model" && token !== null) parts.push(`token=${token}`);
-  if (view !== "model" && key !== null) parts.push(`key=${key}`);
-  if (view === "head" && as !== "lines") parts.push(`as=${as}`);
-  if (view === "token" && token === null && key === null) parts.push("view=token");
-  return `#${parts.join("&")}`;
-}
-
-/** Shows what the address says, and says what it cannot. */
+/** Shows what the address says, and says what of it is not of this page. */
 function follow() {
   const limits = {
-    layer: about.layers.length, head: shape.heads, token: shape.queries, key: shape.keys, view: VIEWS,
-    as: about.picture ? ["lines", "map", "picture"] : ["lines", "map"],
+    layer: about.layers.length, head: shape.heads, token: shape.queries, key: shape.keys, view: VIEWS, as: AS,
   };
   const { found, problems } = parseAddress(location.hash, limits);
-  const isHead = "layer" in found || "head" in found;
-  const isToken = "token" in found || "key" in found;
-  Object.assign(state, { token: null, key: null, as: "lines", view: isHead ? "head" : isToken ? "token" : "model" }, found);
-  hovered = null;
-  byId("problem").hidden = !problems.length;
-  byId("problem").textContent = problems.length ? `The address is not of this page: ${problems.join("; ")}.` : "";
+  const view = "layer" in found || "head" in found ? "head" : "token" in found || "key" in found ? "token" : "model";
+  Object.assign(state, { token: null, key: null, as: "lines", view }, found);
+  byId("problem").textContent = problems.length ? `Not of this page: ${problems.join(", ")}.` : "";
   show();
 }
 
 function show() {
+  hovered = null;
   for (const view of VIEWS) {
     byId(view).hidden = view !== state.view || isEmpty;
-    if (view === state.view) byId(`to-${view}`).setAttribute("aria-current", "page");
-    else byId(`to-${view}`).removeAttribute("aria-current");
+    byId(`to-${view}`).setAttribute("aria-current", view === state.view);
   }
   if (isEmpty) return;
   if (state.view === "head") showHead();
@@ -89,30 +73,26 @@ function useTheme(dark) {
   isDark = dark;
   document.documentElement.dataset.theme = dark ? "dark" : "light";
   byId("theme").setAttribute("aria-pressed", dark);
-  if (isEmpty) return;
-  for (const id of ["map", "by-head"]) byId(id).image = null;
-  drawModel();
+  if (!isEmpty) drawModel();
   show();
 }
 
+const above = { token: "head", head: "model", model: "model" };
 const KEYS = {
   1: () => go({ view: "model" }),
   2: () => go({ view: "head" }),
   3: () => go({ view: "token" }),
-  Escape: () => {
-    const above = { token: "head", head: "model" }[state.view];
-    if (above) go({ view: above });
-    if (above === "model") focusMap(state.layer, state.head);
+  Escape() {
+    go({ view: above[state.view] });
+    if (state.view === "model" && !isEmpty) focusMap(byId(`map-${state.layer}-${state.head}`));
   },
-  "+": () => state.view === "head" && state.as === "map" && zoom(2),
-  "-": () => state.view === "head" && state.as === "map" && zoom(0.5),
+  "+": () => zoom(2),
+  "-": () => zoom(0.5),
 };
-
 const isEmpty = !shape.queries || !shape.keys;
 byId("title").textContent = about.title;
-byId("empty").hidden = !isEmpty;
 if (isEmpty) {
-  byId("empty").textContent = `There is nothing to see: ${counted(shape.queries, "query", "queries")} and ${counted(shape.keys, "key")}.`;
+  byId("problem").textContent = `There is nothing to see: ${counted(shape.queries, "query", "queries")}, ${counted(shape.keys, "key")}.`;
 } else {
   buildModel();
   buildHead();
@@ -120,12 +100,11 @@ if (isEmpty) {
 }
 for (const view of VIEWS) byId(`to-${view}`).addEventListener("click", () => go({ view }));
 byId("theme").addEventListener("click", () => useTheme(!isDark));
-addEventListener("hashchange", follow);
-addEventListener("popstate", follow);
+for (const name of ["hashchange", "popstate"]) addEventListener(name, follow);
 addEventListener("resize", show);
 addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches?.("select, input")) return;
   const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -shape.heads, ArrowDown: shape.heads };
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches?.("select")) return;
   if (event.shiftKey && event.key in steps && state.view === "head") moveHead(steps[event.key]);
   else if (event.key in KEYS) KEYS[event.key]();
   else return;

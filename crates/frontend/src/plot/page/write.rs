@@ -10,12 +10,11 @@ use super::{Page, Picture};
 const TEMPLATE: &str = include_str!("page.html");
 const STYLE: &str = include_str!("page.css");
 /// One script, in this order: the last file starts it.
-const SCRIPTS: [&str; 7] = [
+const SCRIPTS: [&str; 6] = [
     include_str!("decode.js"),
     include_str!("draw.js"),
     include_str!("model.js"),
     include_str!("head.js"),
-    include_str!("picture.js"),
     include_str!("token.js"),
     include_str!("page.js"),
 ];
