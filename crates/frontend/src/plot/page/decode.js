@@ -100,20 +100,6 @@ export class Layer {
     return cells;
   }
 
-  /** The share of their weight that blocks of queries give to blocks of keys, by their top keys. */
-  coarse(head, rows, columns) {
-    const { queries, keys, top } = this.shape;
-    const cells = new Float32Array(rows * columns);
-    let i = head * queries * top;
-    for (let query = 0; query < queries; query++) {
-      const row = Math.floor((query * rows) / queries) * columns;
-      for (const end = i + top; i < end; i++) {
-        cells[row + Math.floor((this.topKeys[i] * columns) / keys)] += WEIGHTS[this.topCodes[i]];
-      }
-    }
-    return cells.map((sum) => (sum * rows) / queries);
-  }
-
   /** Of a head: mean entropy, largest weight, top weights that are not finite, the weight of top and of all keys. */
   summary(head) {
     const { queries, keys, top } = this.shape;
@@ -134,7 +120,7 @@ export class Layer {
   }
 }
 
-/** Entries of all heads, each `{ layer, head, index, weight }`, by index: the mean weight, and the best of them. */
+/** Entries of several heads, `{ index, weight, .. }`, by index: the mean weight over the heads, and the best entry. */
 export function overHeads(entries, heads) {
   const found = new Map();
   for (const entry of entries) {
@@ -152,7 +138,7 @@ export function textOf(weight) {
   return weight === 0 ? "0" : weight < 0.001 ? weight.toExponential(1) : weight.toFixed(3);
 }
 
-/** What an address such as `#layer=3&as=map` says: numbers below their limit, or words of a list. Others are problems. */
+/** What an address such as `#layer=3&as=map` says: numbers below a limit, or words of a list; others are problems. */
 export function parseAddress(hash, limits) {
   const [found, problems] = [{}, []];
   for (const [name, text] of new URLSearchParams(hash.slice(1))) {

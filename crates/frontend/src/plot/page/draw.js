@@ -47,7 +47,10 @@ function fitted(canvas, width, height) {
 /** Draws weights as cells, with labels of rows and columns (or over a photo), and a mark around one of them. */
 function drawMap(canvas, { rows, columns, weights, most, label, photo, mark }) {
   const full = canvas.parentElement.clientWidth;
-  const [left, above] = photo ? [2, 2] : full < 500 ? [64, 64] : [116, 84];
+  const longest = (count, text) => 7 * Math.max(3, ...Array.from({ length: count }, (_, i) => text(i).length)) + 16;
+  const limit = full < 500 ? 64 : 116;
+  const left = photo ? 2 : Math.min(limit, longest(rows, label.row));
+  const above = photo ? 2 : Math.min(limit - 20, longest(columns, label.column));
   const cell = photo ? 520 / columns : 40;
   const width = Math.min(full - left - 2, columns * cell);
   const height = Math.min(rows * cell, Math.max((rows * width) / columns, Math.min(rows * 14, 160)), 720);
@@ -57,7 +60,7 @@ function drawMap(canvas, { rows, columns, weights, most, label, photo, mark }) {
   canvas.pixels ??= pixelsOf(weights, rows, columns, most);
   if (photo?.naturalWidth) {
     context.drawImage(photo, left, above, width, height);
-    context.globalAlpha = 0.7;
+    context.globalAlpha = 0.6;
   }
   context.drawImage(canvas.pixels, left, above, width, height);
   Object.assign(context, { globalAlpha: 1, strokeStyle: colour("--line"), textAlign: "center" });
@@ -65,7 +68,7 @@ function drawMap(canvas, { rows, columns, weights, most, label, photo, mark }) {
   for (let i = 0; across >= 34 && down >= 16 && i < weights.length; i++) {
     if (weights[i] === 0) continue;
     const [r, g, b] = colourOf(weights[i], most);
-    context.fillStyle = r + 2 * g + b / 2 > 420 || (photo && !isDark) ? "#000" : "#fff";
+    context.fillStyle = r + 2 * g + b / 2 > 420 ? "#000" : "#fff";
     const text = Number.isFinite(weights[i]) ? weights[i].toFixed(2).replace(/^0/, "") : "×";
     context.fillText(text, left + ((i % columns) + 0.5) * across, above + (Math.floor(i / columns) + 0.5) * down);
   }
@@ -136,7 +139,7 @@ function weightList(entries, most) {
   return element("ol", { class: "weights" }, ...rows);
 }
 
-/** Fills a list with tokens, as text that can be selected: `choose(index)`, `open()` on Enter, `hover(index)`. */
+/** Fills a list with tokens, as text that can be selected: `choose(index)`, `open()` on Enter, `hover(index)` or -1. */
 function tokenList(list, side, { choose, open, hover = () => {} }) {
   const count = shape[side === "query" ? "queries" : "keys"];
   // Blocks, so that a browser lays out only what is seen.

@@ -6,8 +6,16 @@ let hovered = null; // the token under the pointer, `{ side, index }`
 let zoomed = 1;
 const shownFrom = { query: 0, key: 0 }; // where a zoomed map begins
 
-/** The address of a token: a query's wherever it is one. */
-const chosen = (side, index) => (side === "query" || about.isSelf ? { token: index, key: null } : { token: null, key: index });
+/** What is chosen with a token alone: a query wherever it is one. */
+function chosen(side, index) {
+  return side === "query" || about.isSelf ? { token: index, key: null } : { token: null, key: index };
+}
+
+/** The query and the key that a token is: both in self-attention. */
+const sidesOf = ({ side, index }) => ({
+  query: side === "query" || about.isSelf ? index : null,
+  key: side === "key" || about.isSelf ? index : null,
+});
 
 function buildHead() {
   const option = (name, value) => element("option", { value }, name ? `${value}: ${name}` : value);
@@ -72,9 +80,9 @@ function showHead() {
   showDetails();
 }
 
-/** The token whose lines are shown: the one under the pointer, or the chosen one. */
+/** The token that is shown: the one under the pointer, or the chosen one. */
 function shownToken() {
-  if (hovered && state.as === "lines") return hovered;
+  if (hovered) return hovered;
   if (state.token !== null) return { side: "query", index: state.token };
   return state.key === null ? null : { side: "key", index: state.key };
 }
@@ -127,7 +135,7 @@ function showMap() {
   mapped = state.as === "map" ? mapOfTokens() : mapOfPatches();
   map.pixels = null;
   drawMap(map, mapped);
-  const context = fitted(byId("scale"), 220, 34);
+  const context = fitted(byId("scale"), 236, 34);
   for (let x = 0; x < 200; x++) {
     context.fillStyle = `rgb(${colourOf((x / 199) ** 2 * mapped.most, mapped.most)})`;
     context.fillRect(10 + x, 0, 1, 14);
@@ -228,26 +236,8 @@ function readPair({ token, key }) {
 
 /** What the token shown reads in this head, and what reads it. */
 function showDetails() {
-  const [layer, { head }, shown] = [layerAt(state.layer), state, shownToken()];
-  const parts = [];
-  const rows = (entries, side, pair) => entries.map(({ index, weight }) => (
-    { name: named(side, index), weight, press: () => go(pair(index), true) }));
-  if (shown && (shown.side === "query" || about.isSelf)) {
-    const { entries, rest } = layer.reads(head, shown.index);
-    const listed = rows(entries, "key", (key) => ({ token: shown.index, key }));
-    if (rest > 0) listed.push({ name: "other keys", weight: rest, text: percent(rest) });
-    const entropy = layer.entropy[head * shape.queries + shown.index];
-    const text = entries.length ? `entropy ${entropy.toFixed(2)} nats` : "every key is hidden from it";
-    parts.push(element("h3", {}, `${named("query", shown.index)} reads`), element("p", {}, text), weightList(listed, 1));
-  }
-  if (shown && (shown.side === "key" || about.isSelf)) {
-    const readers = layer.readers(head, shown.index);
-    const received = layer.received[head * shape.keys + shown.index];
-    const text = `receives ${received.toFixed(2)} in all; ${counted(readers.length, "query has", "queries have")} it among the ${shape.top} largest`;
-    const listed = rows(readers.slice(0, 12), "query", (token) => ({ token, key: shown.index }));
-    parts.push(element("h3", {}, `${named("key", shown.index)} is read by`), element("p", {}, text), weightList(listed, 1));
-  }
-  parts.push(shown ? element("button", { onclick: () => go({ view: "token" }) }, "This token in all heads")
-    : element("p", {}, "Choose a token to see what it reads and what reads it."));
-  byId("details").replaceChildren(...parts);
+  const shown = shownToken();
+  const link = element("button", { onclick: () => go({ view: "token" }) }, "This token in all heads");
+  const hint = element("p", {}, "Choose a token to see what it reads and what reads it.");
+  byId("details").replaceChildren(...(shown ? [...tokenParts(sidesOf(shown), [[state.layer, state.head]]), link] : [hint]));
 }

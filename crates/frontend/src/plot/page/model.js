@@ -51,10 +51,11 @@ function headText(layer, head) {
 /** Draws the small maps of the layers from one on, a few at a time, so that the page answers meanwhile. */
 function drawModel(layer = 0, run = (drawModel.run = {})) {
   const [rows, columns] = [Math.min(64, shape.queries), Math.min(64, shape.keys)];
+  const all = { query: [0, shape.queries], key: [0, shape.keys] };
   for (const start = performance.now(); layer < about.layers.length && performance.now() - start < 30; layer++) {
     for (let head = 0; head < shape.heads; head++) {
       const [canvas, number] = byId(`map-${layer}-${head}`).children;
-      canvas.cells ??= layerAt(layer).coarse(head, rows, columns);
+      canvas.cells ??= layerAt(layer).largest(head, all, rows, columns);
       pixelsOf(canvas.cells, rows, columns, 1, canvas);
       number.textContent = summaryOf(layer, head).entropy.toFixed(1);
     }

@@ -12,7 +12,7 @@ const tokenText = (side, index) => ((side === "key" && about.tokens.key) || abou
 /** A token with its index, held together whatever its direction of writing. */
 const named = (side, index) => (about.hasTokens[side] ? `${index} “\u2068${tokenText(side, index)}\u2069”` : `${index}`);
 const counted = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
-const percent = (share) => (share > 0 && share < 0.001 ? "under 0.1 %" : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`);
+const percent = (share) => (share > 0 && share < 0.001 ? "under 0.1 %" : `${Number((100 * share).toPrecision(2))} %`);
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
 
 function headName(layer, head) {
@@ -54,7 +54,7 @@ function follow() {
   const { found, problems } = parseAddress(location.hash, limits);
   const view = "layer" in found || "head" in found ? "head" : "token" in found || "key" in found ? "token" : "model";
   Object.assign(state, { token: null, key: null, as: "lines", view }, found);
-  byId("problem").textContent = problems.length ? `Not of this page: ${problems.join(", ")}.` : "";
+  byId("problem").textContent = problems.length ? `The address is not of this page: ${problems.join(", ")}.` : "";
   show();
 }
 
@@ -65,6 +65,8 @@ function show() {
     byId(`to-${view}`).setAttribute("aria-current", view === state.view);
   }
   if (isEmpty) return;
+  // A view's tokens are made when it is first seen: there may be thousands.
+  built[state.view] ??= BUILD[state.view]() ?? true;
   if (state.view === "head") showHead();
   if (state.view === "token") showToken();
 }
@@ -89,15 +91,12 @@ const KEYS = {
   "+": () => zoom(2),
   "-": () => zoom(0.5),
 };
+const BUILD = { model() {}, head: buildHead, token: buildToken };
+const built = {};
 const isEmpty = !shape.queries || !shape.keys;
 byId("title").textContent = about.title;
-if (isEmpty) {
-  byId("problem").textContent = `There is nothing to see: ${counted(shape.queries, "query", "queries")}, ${counted(shape.keys, "key")}.`;
-} else {
-  buildModel();
-  buildHead();
-  buildToken();
-}
+byId("empty").hidden = !isEmpty;
+if (!isEmpty) buildModel();
 for (const view of VIEWS) byId(`to-${view}`).addEventListener("click", () => go({ view }));
 byId("theme").addEventListener("click", () => useTheme(!isDark));
 for (const name of ["hashchange", "popstate"]) addEventListener(name, follow);

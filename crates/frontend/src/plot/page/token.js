@@ -6,64 +6,76 @@ function buildToken() {
     list.hidden = false;
     tokenList(list, side, { choose: (index) => go(chosen(side, index), true), open: () => byId("by-head").focus() });
   }
-  const grid = byId("by-head");
-  mapEvents(grid, {
+  mapEvents(byId("by-head"), {
     hover: (cell) => describeHead(cell ?? [state.layer, state.head]),
     press: ([layer, head]) => go({ view: "head", layer, head }),
     move: ([down, right]) => {
-      const inside = (at, count) => Math.max(0, Math.min(count - 1, at));
-      go({ layer: inside(state.layer + down, about.layers.length), head: inside(state.head + right, shape.heads) }, true);
+      const [layer, head] = [state.layer + down, state.head + right];
+      if (layer in about.layers && head >= 0 && head < shape.heads) go({ layer, head }, true);
     },
     open: () => go({ view: "head" }),
   });
 }
 
-/** The query and the key that the chosen token is: both in self-attention. */
-const sidesOfToken = () => (about.isSelf ? { query: state.token ?? state.key, key: state.token ?? state.key }
-  : { query: state.token, key: state.token === null ? state.key : null });
+const allHeads = () =>
+  about.layers.flatMap((_, layer) => Array.from({ length: shape.heads }, (_, head) => [layer, head]));
 
-/** What `entriesOf(layer, head)` finds in every head. */
-const inAllHeads = (entriesOf) => about.layers.flatMap((_, layer) => Array.from({ length: shape.heads }, (_, head) => (
-  entriesOf(layerAt(layer), head).map((entry) => ({ layer, head, ...entry })))).flat());
+/** The sum over queries of the weight that a key has in a head. */
+const receivedBy = (layer, head, key) => layerAt(layer).received[head * shape.keys + key];
 
-function showToken() {
-  const { query, key } = sidesOfToken();
-  const [side, index] = query === null ? ["key", key] : ["query", query];
-  byId("token-name").textContent = index === null ? "Choose a token"
-    : `${about.isSelf ? "Token" : capital(side)} ${named(side, index)}`;
-  chooseIn(byId("text-query"), query);
-  chooseIn(byId("text-key"), key);
-  byId("token-parts").hidden = index === null;
-  if (index === null) return;
-  const all = about.layers.length * shape.heads;
-  const list = (found, name, pair) => weightList(found.slice(0, 12).map(({ index, weight, best }) => ({
-    name: named(name, index), weight,
-    note: `most in ${headName(best.layer, best.head)}: ${textOf(best.weight)}`,
-    press: () => go({ view: "head", layer: best.layer, head: best.head, ...pair(index) }),
-  })), found[0]?.weight);
+/** Elements that say what a token reads and what reads it, in the mean over heads `[layer, head]`. */
+function tokenParts({ query, key }, heads) {
+  const mean = heads.length > 1 ? `, mean over ${counted(heads.length, "head")}` : "";
+  const sum = (numberOf) => heads.reduce((sum, [layer, head]) => sum + numberOf(layer, head) / heads.length, 0);
+  const part = (title, text, entriesOf, side, pair) => {
+    const entries = heads.flatMap(([layer, head]) =>
+      entriesOf(layerAt(layer), head).map((entry) => ({ layer, head, ...entry })));
+    const found = overHeads(entries, heads.length);
+    const rows = found.slice(0, 12).map(({ index, weight, best: { layer, head, weight: most } }) => ({
+      name: named(side, index),
+      weight,
+      note: mean && `most in ${headName(layer, head)}: ${textOf(most)}`,
+      press: () => go({ view: "head", layer, head, ...pair(index) }, !mean),
+    }));
+    const list = found.length ? weightList(rows, mean ? found[0].weight : 1) : element("p", {}, `No ${side}.`);
+    return element("div", {}, element("h3", {}, title), element("p", {}, text + mean), list);
+  };
   const parts = [];
   if (query !== null) {
-    const reads = overHeads(inAllHeads((layer, head) => layer.reads(head, query).entries), all);
-    const known = percent(reads.reduce((sum, { weight }) => sum + weight, 0));
-    const text = reads.length ? `Mean weight over ${counted(all, "head")}, of keys among the ${shape.top} largest, which have ` +
-      `${known} of the weight.` : "Every key is hidden from it in every head.";
-    parts.push(element("div", {}, element("h3", {}, "Reads"), element("p", {}, text), list(reads, "key", (key) => ({ token: query, key }))));
+    const entropy = sum((layer, head) => layerAt(layer).entropy[head * shape.queries + query]);
+    const rest = sum((layer, head) => layerAt(layer).reads(head, query).rest);
+    const text = `entropy ${entropy.toFixed(2)} nats; other keys than the ${shape.top} largest: ${percent(rest)}`;
+    const entriesOf = (layer, head) => layer.reads(head, query).entries;
+    parts.push(part(`${named("query", query)} reads`, text, entriesOf, "key", (key) => ({ token: query, key })));
   }
   if (key !== null) {
-    const readers = overHeads(inAllHeads((layer, head) => layer.readers(head, key)), all);
-    const received = inAllHeads((layer, head) => [{ weight: layer.received[head * shape.keys + key] }]);
-    const sum = received.reduce((sum, { weight }) => sum + weight, 0);
-    const text = `Mean weight over ${counted(all, "head")}; all queries together give it ${(sum / all).toFixed(2)}.`;
-    parts.push(element("div", {}, element("h3", {}, "Is read by"), element("p", {}, text), list(readers, "query", (token) => ({ token, key }))));
+    const text = `receives ${sum((layer, head) => receivedBy(layer, head, key)).toFixed(2)} from all queries together`;
+    const entriesOf = (layer, head) => layer.readers(head, key);
+    parts.push(part(`${named("key", key)} is read by`, text, entriesOf, "query", (token) => ({ token, key })));
   }
-  byId("token-lists").replaceChildren(...parts);
+  return parts;
+}
+
+function showToken() {
+  const shown = shownToken();
+  const { query, key } = shown ? sidesOf(shown) : { query: null, key: null };
+  byId("token-name").textContent = shown
+    ? `${about.isSelf ? "Token" : capital(shown.side)} ${named(shown.side, shown.index)}` : "Choose a token";
+  chooseIn(byId("text-query"), query);
+  chooseIn(byId("text-key"), key);
+  byId("token-parts").hidden = !shown;
+  if (!shown) return;
+  byId("token-lists").replaceChildren(...tokenParts({ query, key }, allHeads()));
   byId("by-head-title").textContent = query === null ? "By head: the mean weight that queries give it"
     : "By head: the weight of the key that it reads most";
   byId("by-head").pixels = null;
   drawMap(byId("by-head"), {
-    rows: about.layers.length, columns: shape.heads, most: 1, mark: [state.layer, state.head],
-    weights: inAllHeads((layer, head) => [query === null ? { weight: layer.received[head * shape.keys + key] / shape.queries }
-      : layer.reads(head, query).entries[0] ?? { weight: 0 }]).map(({ weight }) => weight),
+    rows: about.layers.length,
+    columns: shape.heads,
+    weights: allHeads().map(([layer, head]) => (query === null ? receivedBy(layer, head, key) / shape.queries
+      : layerAt(layer).reads(head, query).entries[0]?.weight ?? 0)),
+    most: 1,
+    mark: [state.layer, state.head],
     label: { row: (layer) => about.layers[layer].name || `${layer}`, column: (head) => `head ${head}` },
   });
   describeHead([state.layer, state.head]);
@@ -71,12 +83,13 @@ function showToken() {
 
 /** Says what the chosen token does in a head. */
 function describeHead([layer, head]) {
-  const { query, key } = sidesOfToken();
+  const { query, key } = sidesOf(shownToken());
   const texts = [];
   if (query !== null) {
     const entries = layerAt(layer).reads(head, query).entries.slice(0, 4);
-    texts.push(`reads ${entries.map(({ index, weight }) => `${named("key", index)} ${textOf(weight)}`).join(", ") || "no key"}`);
+    const listed = entries.map(({ index, weight }) => `${named("key", index)} ${textOf(weight)}`).join(", ");
+    texts.push(`reads ${listed || "no key"}`);
   }
-  if (key !== null) texts.push(`receives ${layerAt(layer).received[head * shape.keys + key].toFixed(3)} in all`);
+  if (key !== null) texts.push(`receives ${receivedBy(layer, head, key).toFixed(3)}`);
   byId("by-head-readout").textContent = `${capital(headName(layer, head))}: ${texts.join("; ")}`;
 }
