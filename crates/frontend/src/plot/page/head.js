@@ -90,7 +90,8 @@ function shownToken() {
 function drawLines() {
   if (state.view !== "head" || state.as !== "lines") return;
   const [layer, head, shown] = [layerAt(state.layer), state.head, shownToken()];
-  const [width, height, top] = [byId("between").clientWidth, byId("lines").clientHeight, byId("lines").scrollTop];
+  const [width, top] = [byId("between").clientWidth, byId("lines").scrollTop];
+  const height = Math.min(byId("lines").clientHeight, Math.max(shape.queries, shape.keys) * ROW);
   const context = fitted(byId("links"), width, height);
   let links;
   if (shown?.side === "key") {

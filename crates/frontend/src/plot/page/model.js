@@ -4,8 +4,8 @@ function buildModel() {
   const { heads, queries, keys, top } = shape;
   byId("model-summary").textContent =
     `${counted(about.layers.length, "layer")} of ${counted(heads, "head")}, ${counted(queries, "query", "queries")} and ` +
-    `${counted(keys, "key")}. In a small map queries go down and keys across, and the ${top} largest weights of each ` +
-    "query are drawn. The number below is the mean entropy in nats, which is low where a head reads few keys.";
+    `${counted(keys, "key")}. In a small map queries go down and keys across, and at least the ${top} largest weights of ` +
+    "each query are drawn. The number below is the mean entropy in nats, which is low where a head reads few keys.";
   const grid = byId("heads");
   grid.style.setProperty("--heads", heads);
   grid.style.setProperty("--size", `${Math.max(96, Math.min(200, 900 / Math.max(heads, about.layers.length)))}px`);
@@ -60,6 +60,6 @@ function drawModel(layer = 0, run = (drawModel.run = {})) {
       number.textContent = summaryOf(layer, head).entropy.toFixed(1);
     }
   }
-  document.documentElement.dataset.drawn = layer;
+  performance.mark(layer < about.layers.length ? "some maps are drawn" : "all maps are drawn");
   if (layer < about.layers.length) setTimeout(() => run === drawModel.run && drawModel(layer, run));
 }
