@@ -24,7 +24,7 @@ async function open(address, use, options = {}) {
   const problems = [];
   page.on("console", (message) => problems.push(message.text()));
   page.on("pageerror", (error) => problems.push(error.stack));
-  page.on("request", ({ url }) => /^(file|data):/.test(url()) || problems.push(url()));
+  page.on("request", (request) => /^(file|data):/.test(request.url()) || problems.push(request.url()));
   await page.goto(`file://${folder}/${address}`);
   await use(page, (id) => page.textContent(`#${id}`));
   assert.deepEqual(problems, []);
@@ -61,9 +61,10 @@ for (const layer of [0, 1]) {
       }
       // The greater a weight, the darker its cell.
       const lightness = await page.evaluate(([left, above, size]) => {
-        const context = document.getElementById("map").getContext("2d");
-        const at = (i) => [...context.getImageData(left + (i % 12) * size + 3, above + Math.floor(i / 12) * size + 3, 1, 1).data];
-        return Array.from({ length: 144 }, (_, i) => at(i).slice(0, 3).reduce((sum, channel) => sum + channel));
+        const map = document.getElementById("map");
+        const { data } = map.getContext("2d").getImageData(0, 0, map.width, map.height);
+        const at = (i) => Math.round(above + Math.floor(i / 12) * size + 3) * map.width + Math.round(left + (i % 12) * size + 3);
+        return Array.from({ length: 144 }, (_, i) => data[4 * at(i)] + data[4 * at(i) + 1] + data[4 * at(i) + 2]);
       }, [left, above, size]);
       const flat = weights.flat();
       const known = flat.map((_, i) => i).filter((i) => layer === 0 || flat[i] > 0.2 || flat[i] === 0);
@@ -135,7 +136,7 @@ test("keys alone lead through the views", async () => {
     await page.locator("#as-map").press("Enter");
     await page.locator("#map").focus();
     await press("+", "ArrowDown", "ArrowDown", "ArrowRight");
-    assert.match(await page.textContent("#map-readout"), /^query 3 .* → key 1 /);
+    assert.match(await page.textContent("#map-readout"), /^query 2 .* → key 1 /);
     await press("3", "1");
     await isVisible(page, "model");
   });
@@ -164,26 +165,28 @@ test("what can be pressed has a name, and colours can be dark", async () => {
         !(one.ariaLabel || one.textContent.trim()) && !one.labels?.length).map(({ outerHTML }) => outerHTML));
       assert.deepEqual(unnamed, []);
     }
-    const ground = () => page.evaluate(() => getComputedStyle(document.body).backgroundColor);
-    const light = await ground();
+    const isGround = (colour) => page.waitForFunction((colour) => getComputedStyle(document.body).backgroundColor === colour, colour);
+    await isGround("rgb(251, 251, 249)");
     await page.getByRole("button", { name: "Dark colours" }).click();
-    assert.notEqual(await ground(), light);
+    await isGround("rgb(20, 21, 26)");
+    await page.getByRole("button", { name: "Dark colours" }).click();
+    await isGround("rgb(251, 251, 249)");
     await page.emulateMedia({ colorScheme: "dark" });
-    await page.emulateMedia({ colorScheme: "light" });
-    assert.equal(await ground(), light);
+    await isGround("rgb(20, 21, 26)");
   });
 });
 
 test("sequences of other kinds are shown", async () => {
-  const pages = { one: /0 “only”/, cross: /1 “b” reads/, hidden: /No key\./, not_finite: /not finite/, picture: /1 reads/ };
+  const pages = { one: /0 “.only.”/, cross: /1 “.b.” reads/, hidden: /No key\./, not_finite: /not finite/, picture: /1 reads/ };
   for (const [name, said] of Object.entries(pages)) {
-    const token = name === "one" ? 0 : 1;
-    for (const view of [`#token=${token}`, `#layer=0&head=0&token=${token}&as=map`, `#layer=0&head=0&token=${token}`]) {
-      await open(`${name}.html${view}`, async (page) => {
-        assert.match(await page.innerText("main"), said, name);
+    const token = `token=${name === "one" ? 0 : 1}`;
+    await open(`${name}.html`, async (page) => {
+      for (const view of [token, `layer=0&head=0&${token}&as=map`, `layer=0&head=0&${token}`]) {
+        await page.evaluate((view) => { location.hash = view; }, view);
+        await page.waitForFunction((said) => new RegExp(said).test(document.querySelector("main").innerText), said.source);
         for (const key of ["1", "2", "3"]) await page.keyboard.press(key);
-      }, { hasTouch: true, viewport: { width: 390, height: 800 } });
-    }
+      }
+    }, { hasTouch: true, viewport: { width: 390, height: 800 } });
   }
   await open("none.html#token=0", async (page) => assert.match(await page.innerText("main"), /no queries or no keys/));
   await open("picture.html#layer=0&head=0&as=picture", async (page, text) => {
@@ -192,6 +195,35 @@ test("sequences of other kinds are shown", async () => {
     await page.locator("#map").hover({ position: { x: 510, y: 20 } });
     assert.match(await text("map-readout"), /^query 1 → key 5: /);
   });
+});
+
+/** The mean difference of two PNG files, of channels from 0 to 255, after both were shrunk to a coarse grid. */
+const difference = (page, files) => page.evaluate(async (files) => {
+  const [one, other] = await Promise.all(files.map(async (file) => {
+    const image = Object.assign(new Image(), { src: `data:image/png;base64,${file}` });
+    await image.decode();
+    const context = new OffscreenCanvas(64, 40).getContext("2d");
+    Object.assign(context, { imageSmoothingQuality: "high" }).drawImage(image, 0, 0, 64, 40);
+    return context.getImageData(0, 0, 64, 40).data;
+  }));
+  return one.reduce((sum, channel, i) => sum + Math.abs(channel - other[i]), 0) / one.length;
+}, files.map((file) => file.toString("base64")));
+
+test("each view looks as it did", async () => {
+  const views = { model: "", head: "#layer=0&head=1&token=9", map: "#layer=0&head=1&token=9&key=3&as=map", token: "#token=9" };
+  const shots = {};
+  for (const [name, hash] of Object.entries(views)) {
+    await open(`hostile.html${hash}`, async (page) => {
+      await drawn(page);
+      shots[name] = await page.screenshot();
+      const stored = new URL(`views/${name}.png`, import.meta.url);
+      if (process.env.UPDATE_EXPECT) writeFileSync(stored, shots[name]);
+      const off = await difference(page, [shots[name], readFileSync(stored)]);
+      assert.ok(off < 2.5, `${name}: ${off}`);
+      // Another view in its place would be noticed.
+      for (const other of Object.values(shots).slice(0, -1)) assert.ok(await difference(page, [shots[name], other]) > 5, name);
+    }, { viewport: { width: 640, height: 480 }, deviceScaleFactor: 0.5 });
+  }
 });
 
 test("large pages are there in a second and answer in a tenth", async () => {

@@ -44,7 +44,8 @@ function tokenParts({ query, key }, heads) {
   if (query !== null) {
     const entropy = sum((layer, head) => layerAt(layer).entropy[head * shape.queries + query]);
     const rest = sum((layer, head) => layerAt(layer).reads(head, query).rest);
-    const text = `entropy ${entropy.toFixed(2)} nats; other keys than the ${shape.top} largest: ${percent(rest)}`;
+    const others = shape.top < shape.keys ? `; other keys than the ${shape.top} largest: ${percent(rest)}` : "";
+    const text = `entropy ${entropy.toFixed(2)} nats${others}`;
     const entriesOf = (layer, head) => layer.reads(head, query).entries;
     parts.push(part(`${named("query", query)} reads`, text, entriesOf, "key", (key) => ({ token: query, key })));
   }

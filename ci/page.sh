@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# The page of attention weights, as a browser shows it: its script is linted, its decoding runs in Node, and a Chromium
+# without a network opens pages that a test writes, beside the weights of the reference path.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+missing() { echo "ci/page.sh: $*" >&2; exit 1; }
+command -v node npm >/dev/null || missing "there is no Node.js with npm, expected version 20 or later"
+CHROMIUM=${CHROMIUM:-$(command -v chromium || command -v google-chrome || true)}
+if [ -z "$CHROMIUM" ]; then
+    root=; [ "$(id -u)" = 0 ] || root="sudo -n"
+    { $root apt-get update && DEBIAN_FRONTEND=noninteractive $root apt-get install -y chromium; } >/dev/null ||
+        missing "there is no Chromium, and apt-get cannot install it; CHROMIUM names one that is elsewhere"
+    CHROMIUM=$(command -v chromium)
+fi
+export CHROMIUM
+
+cargo test --quiet --features plot --test page
+PAGES=$(cargo metadata --format-version 1 --no-deps | sed -E 's/.*"target_directory":"([^"]*)".*/\1/')/tmp/page
+export PAGES
+
+cd tests/page
+[ node_modules/.package-lock.json -nt package-lock.json ] || npm ci --silent --no-audit --no-fund
+# One script, in the order of write.rs, so that the linter knows what is used in another file.
+sed -nE 's/.*include_str!\("([a-z]*\.js)"\).*/\1/p' ../../crates/frontend/src/plot/page/write.rs |
+    sed 's|^|../../crates/frontend/src/plot/page/|' | xargs cat | npx eslint --stdin --stdin-filename page.js
+npx eslint .
+node --test --test-reporter=dot decode.test.mjs
+node --test --test-reporter=spec browser.test.mjs
