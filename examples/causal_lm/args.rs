@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::{Parser, ValueEnum};
 
 use crate::common::ModelArgs;
+use crate::common::page::PageArgs;
 
 /// Generates text with a decoder: Llama, Gemma, DeepSeek, GPT-OSS, GPT-2, Falcon and others.
 ///
@@ -29,6 +30,10 @@ pub struct Args {
     /// unless --max-tokens is given too
     #[arg(long, value_name = "FILE")]
     pub logits: Option<PathBuf>,
+
+    /// Of the first prompt
+    #[command(flatten)]
+    pub page: PageArgs,
 
     /// The most tokens to make of each prompt [default: 100]
     #[arg(long, value_name = "N")]

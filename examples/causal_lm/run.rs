@@ -2,17 +2,19 @@
 
 use std::collections::HashMap;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 use candle_attention::text::{SimpleTokenizer, SpecialTokens};
-use candle_core::{Device, Error, Result, bail};
+use candle_core::{Device, Error, Result, Tensor, bail};
 
 use crate::args::{Args, KvCache};
+use crate::common::page::{PageOfLayers, texts};
 use crate::common::with_bar;
 use crate::files::Files;
 use crate::generate::{Options, generate, padded};
 use crate::model::CausalLm;
+use crate::model::block::Attention;
 use crate::model::weights::Processes;
 use crate::sampler::Sampling;
 
@@ -34,6 +36,9 @@ pub fn run(args: &Args, device: Device, processes: Option<Rc<dyn Processes>>) ->
         if args.max_tokens.is_none() {
             return Ok(());
         }
+    }
+    if let Some(path) = &args.page.page {
+        write_page(&model, &prompts[0], tokenizer.as_ref(), &device, path)?;
     }
     let options = Options {
         sampling: match args.temperature {
@@ -123,6 +128,32 @@ fn answer(
         rate(times.made_tokens.saturating_sub(prompts.len()), times.made),
         held as f64 / f64::from(1 << 20)
     ))
+}
+
+/// What every layer attends to in a prompt.
+fn write_page(
+    model: &CausalLm,
+    prompt: &[u32],
+    tokenizer: Option<&SimpleTokenizer>,
+    device: &Device,
+    path: &Path,
+) -> Result<()> {
+    let tokens = match tokenizer {
+        Some(tokenizer) => texts(tokenizer, prompt),
+        None => prompt.iter().map(u32::to_string).collect(),
+    };
+    let heads = model.attentions().next().map_or(0, Attention::num_heads);
+    let mut page = PageOfLayers::new("a prompt", &tokens, &tokens, [model.attentions().count(), heads])?;
+    let mut caches = model.caches(|config| config)?;
+    let xs = model.embed(
+        &Tensor::new(prompt, device)?.unsqueeze(0)?,
+        &(0..prompt.len()).collect::<Vec<_>>(),
+        prompt.len(),
+    )?;
+    model.through_blocks(xs, |layer, attention, input| {
+        page.attend(|wanted| attention.forward_with_statistics(input.with_cache(&mut caches[layer]), wanted))
+    })?;
+    page.write(path)
 }
 
 /// The logits of all prompt tokens as one tensor (B, T, V); of a shorter prompt, those past its end mean nothing.

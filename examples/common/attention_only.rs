@@ -53,8 +53,19 @@ impl AttentionOnly {
 
     /// Ids (B, T) to logits (B, T, V).
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        let xs = self.blocks.iter().try_fold(self.embedding.forward(ids)?, |xs, block| block.forward(&xs))?;
+        let xs = self.through_blocks(ids, |attention, input| attention.forward_with(input))?;
         self.head.forward(&self.norm.forward(&xs)?)
+    }
+
+    /// Ids (B, T) to hidden states (B, T, E), where `attend` gives the output of a layer for an input.
+    pub fn through_blocks(
+        &self,
+        ids: &Tensor,
+        mut attend: impl FnMut(&MultiHeadAttention, AttentionInput) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        self.blocks.iter().try_fold(self.embedding.forward(ids)?, |xs, block| {
+            attend(&block.attention, AttentionInput::new(&block.norm.forward(&xs)?).with_residual(&xs))
+        })
     }
 
     pub fn attention(&self, layer: usize) -> Option<&MultiHeadAttention> {

@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each program uses a part")]
 
 mod command_line;
+pub mod page;
 
 pub use command_line::*;
 

@@ -15,9 +15,10 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use candle_core::{Result, bail};
+use candle_core::{Error, Result, Tensor, bail};
 use clap::Parser;
 
+use common::page::{PageArgs, PageOfLayers};
 use common::{Files, ModelArgs, read_json, with_bar};
 use model::{Encoder, Output};
 use picture::{Picture, Preprocessor};
@@ -52,6 +53,9 @@ struct Args {
     #[arg(long, value_name = "FILE")]
     attention: Option<PathBuf>,
 
+    #[command(flatten)]
+    page: PageArgs,
+
     /// Writes the embedding (E,) in f32, and the weights (H, rows, columns) of the class token to patches
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
@@ -73,7 +77,15 @@ fn run(args: &Args) -> Result<String> {
     if layer == 0 || layer > layers {
         bail!("[{EXAMPLE}] there is no layer {layer}, expected 1 to {layers}")
     }
-    let Output { embedding, attention } = model.forward(&preprocessor.pixels(&seen)?, layer - 1)?;
+    let pixels = preprocessor.pixels(&seen)?;
+    let mut page = args.page.page.as_ref().map(|_| start_page(&model, &seen, &pixels)).transpose()?;
+    let Output { embedding, attention } = model.forward(&pixels, layer - 1, |attention, input| match &mut page {
+        Some(page) => page.attend(|wanted| attention.forward_with_statistics(input, wanted)),
+        None => attention.forward_with(input),
+    })?;
+    if let (Some(page), Some(path)) = (page, &args.page.page) {
+        page.write(path)?;
+    }
     let (heads, rows, columns) = attention.dims3()?;
     let (weights, of) = match args.head {
         None => (attention.mean(0)?, format!("the mean of {heads} heads")),
@@ -108,4 +120,16 @@ fn run(args: &Args) -> Result<String> {
         most % columns + 1,
         percent(weights[most]),
     ))
+}
+
+/// A page over the picture as the model sees it.
+fn start_page(model: &Encoder, seen: &Picture, pixels: &Tensor) -> Result<PageOfLayers> {
+    let grid = model.grid(pixels)?;
+    let place = |patch: usize| format!("row {}, column {}", patch / grid.columns + 1, patch % grid.columns + 1);
+    let patches = (0..grid.rows * grid.columns).map(place);
+    let tokens: Vec<_> = std::iter::once("[CLS]".to_string()).chain(patches).collect();
+    let mut png = Vec::new();
+    seen.write(&mut png).map_err(Error::wrap)?;
+    PageOfLayers::new("a picture", &tokens, &tokens, [model.size()?.0, model.heads()])?
+        .over_picture(&png, [grid.rows, grid.columns])
 }

@@ -173,17 +173,35 @@ impl Encoder {
         Ok((self.blocks.len(), self.class.dim(1)?))
     }
 
-    /// Pixels (3, rows, columns) to the picture's vector and the attention of one layer.
+    /// The patches of a picture, whose class token stands before them.
     ///
     /// # Errors
-    /// For a picture whose size the model has no positions for.
-    pub fn forward(&self, pixels: &Tensor, layer: usize) -> Result<Output> {
-        let side = self.side;
-        let (_, height, width) = pixels.dims3()?;
+    /// For pixels (3, rows, columns) that are not a whole number of patches.
+    pub fn grid(&self, pixels: &Tensor) -> Result<Size> {
+        let (side, (_, height, width)) = (self.side, pixels.dims3()?);
         if !height.is_multiple_of(side) || !width.is_multiple_of(side) {
             bail!("[encoder] a picture of {height} x {width} has no whole patches of {side} x {side}")
         }
-        let grid = Size { rows: height / side, columns: width / side };
+        Ok(Size { rows: height / side, columns: width / side })
+    }
+
+    /// The number of heads of a layer.
+    pub fn heads(&self) -> usize {
+        self.blocks.first().map_or(0, |block| block.attention.config().num_heads())
+    }
+
+    /// Pixels (3, rows, columns) to the picture's vector and the attention of one layer; `attend` gives the output of
+    /// each layer for an input.
+    ///
+    /// # Errors
+    /// For a picture whose size the model has no positions for.
+    pub fn forward(
+        &self,
+        pixels: &Tensor,
+        layer: usize,
+        mut attend: impl FnMut(&MultiHeadAttention, AttentionInput) -> Result<Tensor>,
+    ) -> Result<Output> {
+        let (side, grid) = (self.side, self.grid(pixels)?);
         let pixels = pixels.to_dtype(self.class.dtype())?.to_device(self.class.device())?;
         let cut = pixels.reshape(&[3, grid.rows, side, grid.columns, side][..])?.permute((1, 3, 0, 2, 4))?;
         let patches = self.patches.forward(&cut.reshape((grid.rows * grid.columns, 3 * side * side))?)?;
@@ -194,15 +212,13 @@ impl Encoder {
         let mut attention = None;
         for (i, block) in self.blocks.iter().enumerate() {
             let input = block.norms[0].forward(&xs)?;
-            let ys = if i == layer {
-                let attended = block.attention.forward_with_weights(AttentionInput::new(&input))?;
-                let heads = attended.weights.dim(1)?;
-                let to_patches = attended.weights.narrow(2, 0, 1)?.narrow(3, 1, grid.rows * grid.columns)?;
-                attention = Some(to_patches.reshape((heads, grid.rows, grid.columns))?.to_dtype(DType::F32)?);
-                attended.output
-            } else {
-                block.attention.forward(&input)?
-            };
+            if i == layer {
+                let weights = block.attention.forward_with_weights(AttentionInput::new(&input))?.weights;
+                let to_patches = weights.narrow(2, 0, 1)?.narrow(3, 1, grid.rows * grid.columns)?;
+                let planes = (weights.dim(1)?, grid.rows, grid.columns);
+                attention = Some(to_patches.reshape(planes)?.to_dtype(DType::F32)?);
+            }
+            let ys = attend(&block.attention, AttentionInput::new(&input))?;
             xs = block.add(&xs, ys, 0)?;
             let hidden = self.activation.forward(&block.mlp[0].forward(&block.norms[1].forward(&xs)?)?)?;
             xs = block.add(&xs, block.mlp[1].forward(&hidden)?, 1)?;

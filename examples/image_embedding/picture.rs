@@ -1,7 +1,7 @@
 //! Pictures: read from PNG, brought to a model's size and colours, and written with attention over them.
 
 use std::fs::File;
-use std::io::{BufReader, BufWriter};
+use std::io::{BufReader, BufWriter, Write};
 use std::path::Path;
 
 use candle_core::{Device, Error, Result, Tensor, bail};
@@ -45,13 +45,17 @@ impl Picture {
     }
 
     pub fn save(&self, path: &Path) -> Result<()> {
-        let file = BufWriter::new(File::create(path).map_err(|error| wrong(path, error))?);
-        let mut encoder = png::Encoder::new(file, self.size.columns as u32, self.size.rows as u32);
+        let file = File::create(path).map_err(|error| wrong(path, error))?;
+        self.write(BufWriter::new(file)).map_err(|error| wrong(path, error))
+    }
+
+    /// As a PNG file.
+    pub fn write(&self, to: impl Write) -> std::result::Result<(), png::EncodingError> {
+        let mut encoder = png::Encoder::new(to, self.size.columns as u32, self.size.rows as u32);
         encoder.set_color(png::ColorType::Rgb);
         let count = self.size.rows * self.size.columns;
         let pixels: Vec<u8> = (0..count).flat_map(|i| self.planes.each_ref().map(|plane| plane[i] as u8)).collect();
-        let write = |pixels: &[u8]| encoder.write_header()?.write_image_data(pixels);
-        write(&pixels).map_err(|error| wrong(path, error))
+        encoder.write_header()?.write_image_data(&pixels)
     }
 
     fn map(&self, size: Size, change: impl Fn(&[f32]) -> Vec<f32>) -> Self {

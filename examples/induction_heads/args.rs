@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use clap::Parser;
 
+use crate::common::page::PageArgs;
+
 /// Trains a transformer of two attention layers on random sequences that repeat, until an induction head forms: a head
 /// that attends to the token after the previous copy of the present one.
 #[derive(Debug, Parser)]
@@ -33,4 +35,8 @@ pub struct Args {
     /// Of the first weights and of all sequences
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
+
+    /// Of both layers after training
+    #[command(flatten)]
+    pub page: PageArgs,
 }

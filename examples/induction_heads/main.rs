@@ -27,6 +27,7 @@ use candle_core::{Device, Error, Result};
 
 use args::Args;
 use attention_only::AttentionOnlyConfig;
+use common::page::PageOfLayers;
 use data::WORDS;
 use train::{Measurement, Training, checkpoint};
 
@@ -59,6 +60,15 @@ fn run(args: &Args) -> Result<()> {
     std::fs::write(args.out.join("config.json"), json + "\n")?;
     let after = heat_map(&training, &tokenizer, &format!("after {} steps", training.next_step()))?;
     common::print(&format!("\n{}\n", after.to_terminal(Heads::All, &TerminalOptions::detect())?))?;
+    if let Some(path) = &args.page.page {
+        let encoding = tokenizer.encode_batch(&[SENTENCE]).map_err(Error::wrap)?;
+        let tokens = &encoding.tokens()[0];
+        let mut page = PageOfLayers::new(SENTENCE, tokens, tokens, [cfg.num_layers, HEADS])?;
+        training.model.through_blocks(&encoding.ids_tensor(&Device::Cpu)?, |attention, input| {
+            page.attend(|wanted| attention.forward_with_statistics(input, wanted))
+        })?;
+        page.write(path)?;
+    }
     common::print(&format!("{}\n", pictures(args, &training.history, &before, &after)?))
 }
 

@@ -12,6 +12,8 @@ mod common;
 mod head;
 #[path = "../sentence_embedding/model.rs"]
 mod model;
+#[path = "../sentence_embedding/page.rs"]
+mod page;
 #[path = "../common/texts.rs"]
 mod texts;
 
@@ -20,6 +22,7 @@ use std::process::ExitCode;
 use candle_core::{Result, Tensor};
 use clap::Parser;
 
+use common::page::PageArgs;
 use common::{Files, ModelArgs, with_bar};
 use head::Head;
 use model::Encoder;
@@ -44,6 +47,10 @@ struct Args {
     /// How many of the best are shown; all unless given
     #[arg(long, value_name = "N")]
     top: Option<usize>,
+
+    /// Of the question and the best passage
+    #[command(flatten)]
+    page: PageArgs,
 }
 
 fn main() -> ExitCode {
@@ -77,6 +84,10 @@ fn run(args: &Args) -> Result<String> {
 
     let mut order: Vec<usize> = (0..passages.len()).collect();
     order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));
+    if let (Some(path), Some(&best)) = (&args.page.page, order.first()) {
+        let pair = tokenizer.encode_pair(&args.question, &passages[best])?;
+        page::write(&model, &tokenizer, &args.question, &pair.ids, &pair.type_ids, path)?;
+    }
     let cut = most.map_or(String::new(), |most| format!(", {cut} cut at {most} tokens"));
     let model_type = config["model_type"].as_str().unwrap_or_default();
     let mut text = format!(

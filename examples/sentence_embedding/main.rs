@@ -10,6 +10,7 @@
 mod common;
 mod embed;
 mod model;
+mod page;
 mod recipe;
 mod report;
 #[path = "../common/texts.rs"]
@@ -22,6 +23,7 @@ use std::process::ExitCode;
 use candle_core::{Error, Result, Tensor, bail};
 use clap::Parser;
 
+use common::page::PageArgs;
 use common::{Files, ModelArgs, fetch, with_bar};
 use embed::{Embedder, Embeddings};
 use model::Encoder;
@@ -44,6 +46,10 @@ struct Args {
     /// Writes the embeddings (N, E) in f32, in the order of the sentences, which stand in the metadata as a JSON list
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
+
+    /// Of the first sentence
+    #[command(flatten)]
+    page: PageArgs,
 }
 
 fn main() -> ExitCode {
@@ -69,6 +75,11 @@ fn run(args: &Args) -> Result<String> {
         with_bar("embedding", "sentences", |done| embedder.embed(&sentences, done))?;
     if let Some(path) = &args.out {
         write_vectors(&vectors, &sentences, path)?;
+    }
+
+    if let Some(path) = &args.page.page {
+        let encodings = embed::tokens(&sentences[..1], 0, &tokenizer, &recipe)?;
+        page::write(&model, &tokenizer, &sentences[0], &encodings[0].ids, &[], path)?;
     }
 
     let (layers, width) = model.size()?;

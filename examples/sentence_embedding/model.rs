@@ -400,11 +400,21 @@ impl Encoder {
 
     /// [`forward`](Self::forward) of texts whose tokens are in these segments (total,), or all in the first if empty.
     pub fn forward_in_segments(&self, texts: &[&[u32]], segments: &[u32]) -> Result<Tensor> {
+        self.through_blocks(texts, segments, |attention, input| attention.forward_with(input))
+    }
+
+    /// The same, where `attend` gives the output of a layer for an input.
+    pub fn through_blocks(
+        &self,
+        texts: &[&[u32]],
+        segments: &[u32],
+        mut attend: impl FnMut(&MultiHeadAttention, AttentionInput) -> Result<Tensor>,
+    ) -> Result<Tensor> {
         let lens: Vec<_> = texts.iter().map(|ids| ids.len()).collect();
         let sequences = PackedSequences::from_lens(&lens, &lens)?;
         let mut xs = self.embed(texts, segments)?;
         for block in &self.blocks {
-            xs = block.forward(&xs, |attention, input| attention.forward_with(input.with_packed(&sequences)))?;
+            xs = block.forward(&xs, |attention, input| attend(attention, input.with_packed(&sequences)))?;
         }
         optional(&self.last_norm, &xs)
     }

@@ -6,6 +6,7 @@ use candle_attention::WeightLayout;
 use clap::Parser;
 
 use crate::common::ModelArgs;
+use crate::common::page::PageArgs;
 
 /// Runs text through one attention layer and shows what attends to what.
 ///
@@ -40,4 +41,8 @@ pub struct Args {
     /// Draw the weights of each head: FILE.svg or FILE.png, for one text (needs `--features plot`)
     #[arg(long, value_name = "FILE")]
     pub plot: Option<PathBuf>,
+
+    /// Of one text
+    #[command(flatten)]
+    pub page: PageArgs,
 }

@@ -59,9 +59,17 @@ fn run(args: &Args) -> Result<String> {
     lap("attention")?;
 
     let report = Report { source, batch, hidden, output, times };
+    let text = match &args.texts[..] {
+        [_, _, ..] if args.plot.is_some() || args.page.page.is_some() => {
+            bail!("[tokenize_attend] --plot and --page show one text, found several")
+        }
+        texts => &texts[0],
+    };
     if let Some(file) = &args.plot {
-        let [text] = &args.texts[..] else { bail!("[tokenize_attend] --plot draws one text, found several") };
         report.heat_map(0)?.with_title(text).save(file, Heads::All)?;
+    }
+    if let Some(file) = &args.page.page {
+        report.write_page(text, file)?;
     }
     report.to_text()
 }

@@ -1,5 +1,6 @@
 //! What is printed.
 
+use std::path::Path;
 use std::time::Duration;
 
 use candle_attention::LayerOutput;
@@ -7,6 +8,7 @@ use candle_attention::plot::{Heads, HeatMap, TerminalOptions};
 use candle_attention::text::Batch;
 use candle_core::{DType, Result, Tensor};
 
+use crate::common::page::PageOfLayers;
 use crate::source::Source;
 
 pub struct Report {
@@ -62,12 +64,23 @@ impl Report {
     /// The weights of one text, without its padding.
     pub fn heat_map(&self, row: usize) -> Result<HeatMap> {
         let (len, t) = (self.batch.lens()[row], self.batch.seq_len());
-        let tokens = &self.batch.tokens()[row][..len];
         let weights = self.output.weights.narrow(0, row, 1)?.narrow(2, 0, len)?;
-        // A layer may have keys of its own behind those of the tokens.
-        let learned = weights.dim(3)? - t;
-        let weights = Tensor::cat(&[weights.narrow(3, 0, len)?, weights.narrow(3, t, learned)?], 3)?;
-        let keys = [tokens, &vec!["(learned)".to_string(); learned]].concat();
-        HeatMap::new(&weights)?.with_query_tokens(tokens)?.with_key_tokens(&keys)
+        let weights = Tensor::cat(&[weights.narrow(3, 0, len)?, weights.narrow(3, t, weights.dim(3)? - t)?], 3)?;
+        HeatMap::new(&weights)?.with_query_tokens(&self.batch.tokens()[row][..len])?.with_key_tokens(&self.keys(row)?)
+    }
+
+    /// The tokens of one text, and the keys that a layer may have of its own behind them.
+    fn keys(&self, row: usize) -> Result<Vec<String>> {
+        let learned = self.output.weights.dim(3)? - self.batch.seq_len();
+        let tokens = &self.batch.tokens()[row][..self.batch.lens()[row]];
+        Ok([tokens, &vec!["(learned)".to_string(); learned]].concat())
+    }
+
+    /// The weights of the only text as a page.
+    pub fn write_page(&self, title: &str, file: &Path) -> Result<()> {
+        let heads = self.source.layer.config().num_heads();
+        let mut page = PageOfLayers::new(title, &self.batch.tokens()[0], &self.keys(0)?, [1, heads])?;
+        page.attend(|wanted| self.source.layer.forward_with_statistics(&self.hidden, wanted))?;
+        page.write(file)
     }
 }

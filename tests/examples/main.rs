@@ -6,5 +6,6 @@ mod common;
 mod induction_heads;
 mod misuse;
 mod output;
+mod page;
 mod process;
 mod swap_in_candle_model;

@@ -1,8 +1,8 @@
 //! A block: attention and an MLP, each with its norms and a residual.
 
 use candle_attention::{
-    AttentionCacheConfig, AttentionInput, MultiHeadAttention, MultiHeadLatentAttention, RopeConfig, RotaryEmbedding,
-    hf, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one,
+    AttentionCacheConfig, AttentionInput, AttentionStatistics, MultiHeadAttention, MultiHeadLatentAttention,
+    RopeConfig, RotaryEmbedding, StatisticsOptions, hf, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one,
 };
 use candle_core::{Module, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -65,6 +65,24 @@ impl Attention {
         match self {
             Self::MultiHead(attention) => attention.forward_with(input),
             Self::Latent(attention) => attention.forward_with(input),
+        }
+    }
+
+    pub fn forward_with_statistics(
+        &self,
+        input: AttentionInput,
+        wanted: &StatisticsOptions,
+    ) -> Result<(Tensor, AttentionStatistics)> {
+        match self {
+            Self::MultiHead(attention) => attention.forward_with_statistics(input, wanted),
+            Self::Latent(attention) => attention.forward_with_statistics(input, wanted),
+        }
+    }
+
+    pub fn num_heads(&self) -> usize {
+        match self {
+            Self::MultiHead(attention) => attention.config().num_heads(),
+            Self::Latent(attention) => attention.config().num_heads(),
         }
     }
 }

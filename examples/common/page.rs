@@ -1,0 +1,121 @@
+//! `--page`: what every head of every layer of a model attends to, as one HTML file.
+
+use std::path::{Path, PathBuf};
+
+#[cfg(feature = "plot")]
+use candle_attention::plot::Page;
+use candle_attention::text::SimpleTokenizer;
+use candle_attention::{AttentionStatistics, StatisticsOptions};
+use candle_core::{Result, Tensor};
+use clap::Args;
+use indicatif::ProgressBar;
+
+#[cfg(not(feature = "plot"))]
+use without_plot::Page;
+
+/// Weights are kept as they are up to so many in all layers together; of longer texts, those of each token's top keys.
+const MOST_WEIGHTS: usize = 4 << 20;
+
+#[derive(Debug, Clone, Args)]
+pub struct PageArgs {
+    /// Writes a page to look around in what every head attends to: FILE.html (needs `--features plot`)
+    #[arg(long, value_name = "FILE")]
+    pub page: Option<PathBuf>,
+}
+
+/// A page that grows as the layers of a model run.
+pub struct PageOfLayers {
+    page: Page,
+    bar: ProgressBar,
+    /// What is asked of a layer.
+    wanted: StatisticsOptions,
+}
+
+impl PageOfLayers {
+    /// For so many layers of so many heads.
+    pub fn new(title: &str, queries: &[String], keys: &[String], [layers, heads]: [usize; 2]) -> Result<Self> {
+        let (t_q, t_kv) = (queries.len(), keys.len());
+        let weights = [t_kv, layers, heads].iter().fold(t_q, |product, &count| product.saturating_mul(count));
+        let wanted = StatisticsOptions::default();
+        let wanted = if weights <= MOST_WEIGHTS { wanted.with_weights_of(0..t_q, 0..t_kv) } else { wanted };
+        let bar = super::bar("attention", "layers");
+        bar.set_length(layers as u64);
+        Ok(Self { page: Page::new(title).with_query_tokens(queries)?.with_key_tokens(keys)?, bar, wanted })
+    }
+
+    /// Over a picture, a PNG file, of rows and columns of patches behind a class token.
+    pub fn over_picture(self, png: &[u8], grid: [usize; 2]) -> Result<Self> {
+        Ok(Self { page: self.page.with_picture(png, grid, 1)?, ..self })
+    }
+
+    /// Attends by `run`, that of the next layer, and keeps its statistics.
+    pub fn attend(
+        &mut self,
+        run: impl FnOnce(&StatisticsOptions) -> Result<(Tensor, AttentionStatistics)>,
+    ) -> Result<Tensor> {
+        let (output, statistics) = run(&self.wanted)?;
+        let page = std::mem::replace(&mut self.page, Page::new(""));
+        self.page = page.with_layer(format!("layer {}", self.bar.position()), &statistics, 0)?;
+        self.bar.inc(1);
+        Ok(output)
+    }
+
+    /// Writes the page, and says so.
+    pub fn write(self, path: &Path) -> Result<()> {
+        self.bar.finish_and_clear();
+        self.page.write(path)?;
+        eprintln!("{}: {:.1} MB, to open in a browser", path.display(), std::fs::metadata(path)?.len() as f64 / 1e6);
+        Ok(())
+    }
+}
+
+/// What each id stands for, as text where it is some by itself.
+pub fn texts(tokenizer: &SimpleTokenizer, ids: &[u32]) -> Vec<String> {
+    let text = |&id: &u32| {
+        let token = tokenizer.id_to_token(id).unwrap_or_else(|| id.to_string());
+        match tokenizer.decode(&[id]) {
+            // SentencePiece takes the space from the first word.
+            Ok(text) if token.starts_with('\u{2581}') => format!(" {}", text.trim_start()),
+            Ok(text) if !text.is_empty() && !text.contains('\u{fffd}') => text,
+            _ => token,
+        }
+    };
+    ids.iter().map(text).collect()
+}
+
+#[cfg(not(feature = "plot"))]
+mod without_plot {
+    use std::path::Path;
+
+    use candle_attention::AttentionStatistics;
+    use candle_core::{Result, bail};
+
+    /// Says what is missing.
+    pub struct Page;
+
+    impl Page {
+        pub fn new(_: &str) -> Self {
+            Self
+        }
+
+        pub fn with_query_tokens(self, _: &[String]) -> Result<Self> {
+            bail!("--page needs a page: run again with `cargo run --features plot --example ..`")
+        }
+
+        pub fn with_key_tokens(self, _: &[String]) -> Result<Self> {
+            Ok(self)
+        }
+
+        pub fn with_picture(self, _: &[u8], _: [usize; 2], _: usize) -> Result<Self> {
+            Ok(self)
+        }
+
+        pub fn with_layer(self, _: String, _: &AttentionStatistics, _: usize) -> Result<Self> {
+            Ok(self)
+        }
+
+        pub fn write(&self, _: &Path) -> Result<()> {
+            Ok(())
+        }
+    }
+}

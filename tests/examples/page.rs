@@ -1,0 +1,84 @@
+//! `--page` of every example that has it: each layer of each model is in the page.
+
+use std::path::Path;
+
+use crate::process::{Run, SENTENCE, run_example};
+
+/// The page that a run writes, which has so many layers.
+#[track_caller]
+fn page(example: &str, args: &[&str], layers: Option<usize>) -> String {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("attention.html");
+    let path = file.to_str().expect("UTF-8");
+    let Run { code, stderr, .. } = run_example(example, &[args, &["--page", path]].concat());
+    if !cfg!(feature = "plot") {
+        assert!(stderr.ends_with("run again with `cargo run --features plot --example ..`\n"), "{stderr}");
+        return String::new();
+    }
+    assert_eq!(code, Some(0), "{example} {args:?}: {stderr}");
+    assert!(stderr.contains("attention.html: "), "{stderr}");
+    let html = std::fs::read_to_string(file).expect("the page is there");
+    assert!(html.starts_with("<!doctype html>") && html.trim_end().ends_with("</html>"), "{example} {args:?}");
+    if let Some(layers) = layers {
+        let names = (0..).take_while(|layer| html.contains(&format!("\"layer {layer}\""))).count();
+        assert_eq!(names, layers, "{example} {args:?}");
+    }
+    html
+}
+
+/// The number of layers that a checkpoint's config names.
+fn layers(model: &str) -> Option<usize> {
+    let config = std::fs::read_to_string(Path::new(model).join("config.json")).expect("a config");
+    let json: serde_json::Value = serde_json::from_str(&config).expect("JSON");
+    let text = json.get("text_config").unwrap_or(&json);
+    let layers = ["num_hidden_layers", "n_layer", "n_layers"].iter().find_map(|key| text[*key].as_u64());
+    layers.map(|layers| layers as usize)
+}
+
+/// The folders of a test's models.
+fn models(test: &str) -> Vec<String> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(test).join("models");
+    let folders = std::fs::read_dir(folder).expect("the folder of models is there");
+    let path = |entry: std::io::Result<std::fs::DirEntry>| entry.expect("it can be listed").path();
+    folders.map(|entry| path(entry).to_str().expect("UTF-8").to_string()).collect()
+}
+
+#[test]
+fn one_layer_has_a_page_of_its_tokens() {
+    let html = page("tokenize_attend", &[SENTENCE], Some(1));
+    for token in if cfg!(feature = "plot") { SENTENCE.split(' ') } else { "".split(' ') } {
+        assert!(html.contains(&format!("\"{token}\"")) || token.is_empty(), "{token}");
+    }
+    // Keys that the layer appends, and no tokens.
+    page("tokenize_attend", &["hello world", "--model", "torch_mha_bias_kv"], Some(1));
+    let several = run_example("tokenize_attend", &["one", "two", "--page", "none.html"]);
+    assert!(several.stderr.contains("--plot and --page show one text, found several"), "{}", several.stderr);
+}
+
+#[test]
+fn every_decoder_has_a_page_of_all_layers() {
+    for model in models("causal_lm") {
+        page("causal_lm", &["--model", &model, "--ids", "5,7,9,11,2", "--max-tokens", "1"], layers(&model));
+    }
+}
+
+#[test]
+fn encoders_of_texts_and_pictures_have_pages() {
+    for model in models("sentence_embedding") {
+        page("sentence_embedding", &["--model", &model, "a man is eating", "another"], layers(&model));
+    }
+    for model in models("rerank") {
+        page("rerank", &["--model", &model, "what is it", "a man", "a bird"], layers(&model));
+    }
+    for model in models("image_embedding") {
+        let html = page("image_embedding", &["--model", &model, "tests/image_embedding/picture.png"], None);
+        assert!(html.contains("data:image/png;base64,") || !cfg!(feature = "plot"), "{model}");
+    }
+}
+
+#[test]
+fn a_training_ends_with_a_page_of_both_layers() {
+    let out = tempfile::tempdir().expect("a folder");
+    let out = out.path().to_str().expect("UTF-8");
+    page("induction_heads", &["--steps", "1", "--out", out], Some(2));
+}
