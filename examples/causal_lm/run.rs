@@ -143,7 +143,7 @@ fn write_page(
         None => prompt.iter().map(u32::to_string).collect(),
     };
     let heads = model.attentions().next().map_or(0, Attention::num_heads);
-    let mut page = PageOfLayers::new("a prompt", &tokens, &tokens, [model.attentions().count(), heads])?;
+    let mut page = PageOfLayers::new(&tokens.concat(), &tokens, &tokens, [model.attentions().count(), heads])?;
     let mut caches = model.caches(|config| config)?;
     let xs = model.embed(
         &Tensor::new(prompt, device)?.unsqueeze(0)?,

@@ -16,6 +16,9 @@ use without_plot::Page;
 /// Weights are kept as they are up to so many in all layers together; of longer texts, those of each token's top keys.
 const MOST_WEIGHTS: usize = 4 << 20;
 
+/// Characters of a text.
+const MOST_OF_TITLE: usize = 60;
+
 #[derive(Debug, Clone, Args)]
 pub struct PageArgs {
     /// Writes a page to look around in what every head attends to: FILE.html (needs `--features plot`)
@@ -32,15 +35,19 @@ pub struct PageOfLayers {
 }
 
 impl PageOfLayers {
-    /// For so many layers of so many heads.
-    pub fn new(title: &str, queries: &[String], keys: &[String], [layers, heads]: [usize; 2]) -> Result<Self> {
+    /// For so many layers of so many heads. A title is the beginning of the text.
+    pub fn new(text: &str, queries: &[String], keys: &[String], [layers, heads]: [usize; 2]) -> Result<Self> {
         let (t_q, t_kv) = (queries.len(), keys.len());
         let weights = [t_kv, layers, heads].iter().fold(t_q, |product, &count| product.saturating_mul(count));
         let wanted = StatisticsOptions::default();
         let wanted = if weights <= MOST_WEIGHTS { wanted.with_weights_of(0..t_q, 0..t_kv) } else { wanted };
         let bar = super::bar("attention", "layers");
         bar.set_length(layers as u64);
-        Ok(Self { page: Page::new(title).with_query_tokens(queries)?.with_key_tokens(keys)?, bar, wanted })
+        let mut title: String = text.chars().take(MOST_OF_TITLE).collect();
+        if title.len() < text.len() {
+            title.push('…');
+        }
+        Ok(Self { page: Page::new(&title).with_query_tokens(queries)?.with_key_tokens(keys)?, bar, wanted })
     }
 
     /// Over a picture, a PNG file, of rows and columns of patches behind a class token.
@@ -55,7 +62,7 @@ impl PageOfLayers {
     ) -> Result<Tensor> {
         let (output, statistics) = run(&self.wanted)?;
         let page = std::mem::replace(&mut self.page, Page::new(""));
-        self.page = page.with_layer(format!("layer {}", self.bar.position()), &statistics, 0)?;
+        self.page = page.with_layer("", &statistics, 0)?;
         self.bar.inc(1);
         Ok(output)
     }
@@ -110,7 +117,7 @@ mod without_plot {
             Ok(self)
         }
 
-        pub fn with_layer(self, _: String, _: &AttentionStatistics, _: usize) -> Result<Self> {
+        pub fn with_layer(self, _: &str, _: &AttentionStatistics, _: usize) -> Result<Self> {
             Ok(self)
         }
 

@@ -71,7 +71,12 @@ impl Embedder<'_> {
 }
 
 /// A batch of sentences as tokens; `first` is the index of the first of them.
-pub fn tokens(sentences: &[String], first: usize, tokenizer: &SimpleTokenizer, recipe: &Recipe) -> Result<Vec<Encoding>> {
+pub fn tokens(
+    sentences: &[String],
+    first: usize,
+    tokenizer: &SimpleTokenizer,
+    recipe: &Recipe,
+) -> Result<Vec<Encoding>> {
     let encode = |(i, sentence): (usize, &String)| {
         let text = format!("{}{sentence}", recipe.prompt);
         let encoding = tokenizer.encode(&if recipe.lowercase { text.to_lowercase() } else { text })?;

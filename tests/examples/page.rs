@@ -20,8 +20,8 @@ fn page(example: &str, args: &[&str], layers: Option<usize>) -> String {
     let html = std::fs::read_to_string(file).expect("the page is there");
     assert!(html.starts_with("<!doctype html>") && html.trim_end().ends_with("</html>"), "{example} {args:?}");
     if let Some(layers) = layers {
-        let names = (0..).take_while(|layer| html.contains(&format!("\"layer {layer}\""))).count();
-        assert_eq!(names, layers, "{example} {args:?}");
+        let found = (0..).take_while(|layer| html.contains(&format!("id=\"layer-{layer}\""))).count();
+        assert_eq!(found, layers, "{example} {args:?}");
     }
     html
 }
