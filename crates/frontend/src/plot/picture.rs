@@ -220,8 +220,9 @@ impl<'a> Picture<'a> {
     fn new(map: &'a HeatMap, heads: Heads, is_covered: impl Fn(&str) -> bool) -> Result<Self> {
         let mut panels = map.panels(heads)?;
         let scale = Scale::of(map, &panels)?;
-        if let [one] = panels.as_mut_slice() {
-            one.name += &one.of;
+        // In a grid the number of heads is plain to see.
+        if heads != Heads::All {
+            panels.iter_mut().for_each(|panel| panel.name += &panel.of);
         }
         let tick_columns = ticks(scale.low, scale.high, 0.0).iter().map(|(_, tick)| tick.len()).max().unwrap_or(0);
         let content = Content {
