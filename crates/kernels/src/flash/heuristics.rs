@@ -84,7 +84,7 @@ pub(super) struct StatisticsSplit {
 }
 
 /// The scores that a task keeps, in bytes, unless those of one panel are more: what a thread has of a third cache.
-const KEPT_BYTES: usize = 4 << 20;
+const KEPT_BYTES: usize = 8 << 20;
 
 /// Tasks of a call that has statistics. Each has sums over queries of its own, T_kv for each head of its group.
 const STATISTICS_TASKS: usize = 64;

@@ -1,11 +1,12 @@
 //! From the scores of a tile, which were kept, to the statistics of its weights.
 
+use std::f32::consts::LN_2;
 use std::ops::Range;
 
 use super::{MAX_TOP, StatisticsOptions, StatisticsOutput};
-use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, Scratch, SimdTask, Vector};
+use crate::cpu::{EXP2_MIN, Kernel, MAX_COLUMNS, MAX_LANES, Scratch, SimdTask, Vector};
 use crate::flash::epilogue::with_sink;
-use crate::flash::problem::{ScoreInputs, ScoreUnits};
+use crate::flash::problem::{ScoreInputs, ScoreUnits, SoftmaxStats};
 use crate::flash::tile::Tile;
 use crate::flash::workspace::{PanelState, Workspace};
 
@@ -54,19 +55,22 @@ struct KeptTile<'a, 'b> {
     panel: usize,
 }
 
-/// What scores become weights by: for each column, what is added to exponents, the factor on their powers and the
-/// logarithm of its inverse; and what is found.
+/// What scores become weights by, for each column: what is added to exponents, and the factor from powers to weights;
+/// and what is found.
 struct Columns {
     shifts: [f32; MAX_COLUMNS],
     factors: [f32; MAX_COLUMNS],
-    logarithms: [f32; MAX_COLUMNS],
+    /// `-Σ w ln w`, where every `ln w` is that of the factor.
     entropy: [f32; MAX_COLUMNS],
+    /// The sums of powers times their exponents, of which the rest of the entropy is made.
+    exponents: [f32; MAX_COLUMNS],
     /// The largest of the scores of [`KeptTile::largest`], as many as there are top keys, in order.
     top: [[f32; MAX_COLUMNS]; MAX_TOP],
 }
 
-/// The weights of a group of keys: not in the place of the scores, which would write all of them to memory again.
-type Weights = [[f32; MAX_COLUMNS]; GROUP];
+/// Weights of a group of keys without their factors: not in the place of scores, which would write all of them to memory
+/// again.
+type Powers = [[f32; MAX_COLUMNS]; GROUP];
 
 impl KeptTile<'_, '_> {
     /// # Safety
@@ -75,19 +79,19 @@ impl KeptTile<'_, '_> {
     unsafe fn observe<K: Kernel>(&self, state: PanelState, received: &mut [f32]) {
         let t_kv = self.inputs.dims.t_kv;
         let mut columns = self.columns(state);
-        let of_head = self.columns_of_heads();
-        let mut weights = [[0f32; MAX_COLUMNS]; GROUP];
+        let of_head = self.factors_of_heads(&columns);
+        let mut powers = [[0f32; MAX_COLUMNS]; GROUP];
         for group in 0..self.tile.some.len().div_ceil(GROUP) {
             let keys = self.keys_of(group);
             // SAFETY: as this method's contract.
             unsafe {
-                self.weigh::<K>(group, &mut columns, &mut weights);
+                self.weigh::<K>(group, &mut columns, &mut powers);
                 for (head, of_head) in of_head.iter().enumerate() {
-                    let sums = sums_of_keys::<K>(&weights, of_head, self.tile.vectors);
+                    let sums = sums_of_keys::<K>(&powers, of_head, self.tile.vectors);
                     let received = &mut received[head * t_kv..][keys.clone()];
                     received.iter_mut().zip(sums).for_each(|(received, sum)| *received += sum);
                 }
-                self.write_window(&keys, &weights);
+                self.write_window(&keys, &columns, &powers);
             }
         }
         // SAFETY: as this method's contract; the rows of the tile are this task's.
@@ -101,72 +105,62 @@ impl KeptTile<'_, '_> {
 
     fn columns(&self, state: PanelState) -> Columns {
         let zeros = [0f32; MAX_COLUMNS];
-        let mut columns = Columns {
-            shifts: zeros,
-            factors: zeros,
-            logarithms: zeros,
-            entropy: zeros,
-            top: [[f32::NEG_INFINITY; MAX_COLUMNS]; MAX_TOP],
-        };
+        let top = [[f32::NEG_INFINITY; MAX_COLUMNS]; MAX_TOP];
+        let mut columns = Columns { shifts: zeros, factors: zeros, entropy: zeros, exponents: zeros, top };
         for column in 0..self.panel {
             // SAFETY: the state has an element for each column.
             let (max, sum) = unsafe { (*state.max.add(column), *state.sum.add(column)) };
-            let Some(row) = Some(self.tile.rows.start + column).filter(|row| *row < self.tile.rows.end) else {
-                // Weighs nothing, but has powers that are to be finite.
-                columns.shifts[column] = if max == f32::NEG_INFINITY { 0.0 } else { -max };
-                continue;
+            let row = self.tile.rows.start + column;
+            // A column without a query weighs nothing, but has powers that are to be finite.
+            let whole = match row < self.tile.rows.end {
+                true => with_sink(self.inputs, self.inputs.dims.row(self.tile.kv, row), max, sum),
+                false => SoftmaxStats { max, sum: 0.0 },
             };
-            let whole = with_sink(self.inputs, self.inputs.dims.row(self.tile.kv, row), max, sum);
-            // A query that sees nothing weighs nothing.
+            columns.shifts[column] = if whole.max == f32::NEG_INFINITY { 0.0 } else { -whole.max };
+            // Nor does a query that sees nothing.
             if whole.sum != 0.0 {
-                columns.shifts[column] = -whole.max;
-                (columns.factors[column], columns.logarithms[column]) = (1.0 / whole.sum, whole.sum.ln());
+                columns.factors[column] = 1.0 / whole.sum;
+                // What a sink leaves to the keys.
+                let share = sum * ((max - whole.max) * self.units.exponent_unit).exp2() / whole.sum;
+                columns.entropy[column] = share * whole.sum.ln();
             }
         }
         columns
     }
 
-    /// For each head of the group, 1 for the columns of its queries.
-    fn columns_of_heads(&self) -> Vec<[f32; MAX_COLUMNS]> {
+    /// For each head of the group, the factors of the columns of its queries, and 0.
+    fn factors_of_heads(&self, columns: &Columns) -> Vec<[f32; MAX_COLUMNS]> {
         let group = self.inputs.dims.group();
-        let of_head = |head| {
-            let mut of_head = [0f32; MAX_COLUMNS];
-            for (column, row) in self.tile.rows.clone().enumerate() {
-                of_head[column] = f32::from(u8::from(row % group == head));
-            }
-            of_head
-        };
-        (0..group).map(of_head).collect()
+        let mut of_heads = vec![[0f32; MAX_COLUMNS]; group];
+        for (column, row) in self.tile.rows.clone().enumerate() {
+            of_heads[row % group][column] = columns.factors[column];
+        }
+        of_heads
     }
 
-    /// The weights of a group of keys, whose entropy is added up, and the largest of their scores.
+    /// The powers of a group of keys, the sums of these times their exponents, and the largest scores.
     ///
     /// # Safety
     /// As [`observe`](Self::observe).
     #[inline(always)]
-    unsafe fn weigh<K: Kernel>(&self, group: usize, columns: &mut Columns, weights: &mut Weights) {
+    unsafe fn weigh<K: Kernel>(&self, group: usize, columns: &mut Columns, powers: &mut Powers) {
         for vector in 0..self.tile.vectors {
             let column = vector * K::Vector::LANES;
             // SAFETY: as this method's contract; the arrays have an element for each column.
             unsafe {
-                let (zero, natural) = (K::Vector::splat(0.0), K::Vector::splat(-std::f32::consts::LN_2));
                 let shift = K::Vector::load(columns.shifts.as_ptr().add(column));
-                let factor = K::Vector::load(columns.factors.as_ptr().add(column));
-                let logarithm = K::Vector::load(columns.logarithms.as_ptr().add(column));
-                let mut entropy = K::Vector::load(columns.entropy.as_ptr().add(column));
+                let mut exponents = K::Vector::load(columns.exponents.as_ptr().add(column));
                 let mut largest = K::Vector::splat(f32::NEG_INFINITY);
-                for (key, weights) in self.keys_of(group).zip(weights.iter_mut()) {
+                for (key, powers) in self.keys_of(group).zip(powers.iter_mut()) {
                     let score = K::Vector::load(self.scores.add(key * self.panel + column));
                     largest = score.max(largest);
-                    let power = self.power(score, shift);
-                    let weight = power.exp2().mul(factor);
-                    weight.store(weights.as_mut_ptr().add(column));
-                    let term = weight.mul(power.mul_add(natural, logarithm));
-                    // Not 0 · inf of what weighs nothing; and a NaN stays one.
-                    let is_nothing = weight.abs().less_than(K::Vector::splat(f32::MIN_POSITIVE));
-                    entropy = entropy.add(K::Vector::select(is_nothing, zero, term));
+                    let exponent = self.exponent(score, shift);
+                    let power = exponent.exp2();
+                    power.store(powers.as_mut_ptr().add(column));
+                    // Not 0 · inf of what weighs nothing.
+                    exponents = power.mul_add(exponent.max(K::Vector::splat(EXP2_MIN)), exponents);
                 }
-                entropy.store(columns.entropy.as_mut_ptr().add(column));
+                exponents.store(columns.exponents.as_mut_ptr().add(column));
                 largest.store(self.largest.add(group * self.panel + column));
                 // Each takes the place of the first that is smaller.
                 for top in &mut columns.top[..self.k()] {
@@ -189,9 +183,9 @@ impl KeptTile<'_, '_> {
     ///
     /// # Safety
     /// As [`observe`](Self::observe).
-    unsafe fn write_window(&self, keys: &Range<usize>, weights: &Weights) {
-        let (dims, StatisticsOptions { rows, columns, .. }) = (&self.inputs.dims, self.output.options);
-        let wanted = keys.start.max(columns.start)..keys.end.min(columns.end);
+    unsafe fn write_window(&self, keys: &Range<usize>, columns: &Columns, powers: &Powers) {
+        let (dims, StatisticsOptions { rows, columns: window, .. }) = (&self.inputs.dims, self.output.options);
+        let wanted = keys.start.max(window.start)..keys.end.min(window.end);
         if rows.is_empty() || wanted.is_empty() {
             return;
         }
@@ -199,10 +193,11 @@ impl KeptTile<'_, '_> {
             let row = dims.row(self.tile.kv, row);
             if rows.contains(&row.query) {
                 let index = (row.b * dims.h + row.head) * rows.len() + row.query - rows.start;
-                let first = index * columns.len() + wanted.start - columns.start;
+                let first = index * window.len() + wanted.start - window.start;
                 // SAFETY: the row is this task's, and there is an element for each of the columns.
                 let to = unsafe { self.output.weights.slice(first, wanted.len()) };
-                to.iter_mut().zip(&weights[wanted.start - keys.start..]).for_each(|(to, key)| *to = key[column]);
+                let powers = powers[wanted.start - keys.start..].iter();
+                to.iter_mut().zip(powers).for_each(|(to, power)| *to = power[column] * columns.factors[column]);
             }
         }
     }
@@ -221,8 +216,9 @@ impl KeptTile<'_, '_> {
         let k = self.k();
         // SAFETY: as this method's contract; the results are initialised.
         unsafe {
-            for (column, entropy) in columns.entropy[..count].iter().enumerate() {
-                self.output.entropy.add(index(column)).write(*entropy);
+            for column in 0..count {
+                let rest = columns.factors[column] * columns.exponents[column] * LN_2;
+                self.output.entropy.add(index(column)).write(columns.entropy[column] - rest);
             }
             if k == 0 {
                 return;
@@ -239,19 +235,19 @@ impl KeptTile<'_, '_> {
                 let factor = K::Vector::splat(columns.factors[column]);
                 top.finish(|score| {
                     let mut lanes = [0f32; MAX_LANES];
-                    self.power(K::Vector::splat(score), shift).exp2().mul(factor).store(lanes.as_mut_ptr());
+                    self.exponent(K::Vector::splat(score), shift).exp2().mul(factor).store(lanes.as_mut_ptr());
                     lanes[0]
                 });
             }
         }
     }
 
-    /// The powers of two that scores of columns with these shifts are.
+    /// The exponents of two that scores of columns with these shifts are.
     ///
     /// # Safety
     /// The processor has the tier of the vector.
     #[inline(always)]
-    unsafe fn power<V: Vector>(&self, scores: V, shifts: V) -> V {
+    unsafe fn exponent<V: Vector>(&self, scores: V, shifts: V) -> V {
         // SAFETY: as this method's contract.
         unsafe { scores.mul(V::splat(self.units.exponent)).add(shifts).mul(V::splat(self.units.exponent_unit)) }
     }
@@ -319,21 +315,21 @@ impl Top<'_> {
     }
 }
 
-/// The sums over some columns of the weights of each key.
+/// The sums over columns of the weights of each key, by the factors of the columns.
 ///
 /// # Safety
 /// The processor has the tier of K.
 #[inline(always)]
-unsafe fn sums_of_keys<K: Kernel>(weights: &Weights, columns: &[f32; MAX_COLUMNS], vectors: usize) -> [f32; GROUP] {
+unsafe fn sums_of_keys<K: Kernel>(powers: &Powers, factors: &[f32; MAX_COLUMNS], vectors: usize) -> [f32; GROUP] {
     let mut found = [0f32; GROUP];
-    for (weights, found) in weights.chunks_exact(K::Vector::LANES).zip(found.chunks_exact_mut(K::Vector::LANES)) {
+    for (powers, found) in powers.chunks_exact(K::Vector::LANES).zip(found.chunks_exact_mut(K::Vector::LANES)) {
         // SAFETY: as this function's contract; the arrays have an element for each column.
         unsafe {
             let mut sums = [K::Vector::splat(0.0); MAX_LANES];
             for column in (0..vectors).map(|vector| vector * K::Vector::LANES) {
-                let counted = K::Vector::load(columns.as_ptr().add(column));
-                for (weights, sum) in weights.iter().zip(&mut sums) {
-                    *sum = K::Vector::load(weights.as_ptr().add(column)).mul_add(counted, *sum);
+                let factor = K::Vector::load(factors.as_ptr().add(column));
+                for (powers, sum) in powers.iter().zip(&mut sums) {
+                    *sum = K::Vector::load(powers.as_ptr().add(column)).mul_add(factor, *sum);
                 }
             }
             K::Vector::sum_each(&sums).store(found.as_mut_ptr());
