@@ -9,7 +9,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WIDTH = 120
 # Whole lines that are comments, by the ending of a file's name; every line of a document counts.
-COMMENTS = {".rs": r"\s*//", ".py": r"\s*#", ".sh": r"\s*#", ".toml": r"\s*#", ".yml": r"\s*#", ".txt": r"\s*#", ".md": ""}
+COMMENTS = {".rs": r"\s*//", ".py": r"\s*#", ".sh": r"\s*#", ".js": r"\s*(//|/?\*)", ".mjs": r"\s*(//|/?\*)", ".toml": r"\s*#", ".yml": r"\s*#", ".txt": r"\s*#", ".md": ""}
 
 
 def is_excepted(line: str) -> bool:

@@ -158,51 +158,44 @@ fn texts_stay_texts() -> Result<()> {
 #[test]
 fn what_does_not_fit_is_an_error() -> Result<()> {
     let good = synthetic(2, 6)?;
-    let with = |change: fn(&mut AttentionStatistics) -> Result<()>| {
-        let mut statistics = good.clone();
-        change(&mut statistics)?;
-        Page::new("").with_layer("l", &statistics, 0)
-    };
-    let page = || Page::new("").with_layer("l", &good, 0);
+    macro_rules! with {
+        ($field:ident = $value:expr) => {
+            Page::new("").with_layer("l", &AttentionStatistics { $field: $value, ..good.clone() }, 0)
+        };
+    }
+    let new = || Page::new("");
+    let page = || new().with_layer("l", &good, 0);
+    let sizes = "layer \"m\" has 3 heads, 6 queries, 6 keys and 8 top keys, the layers before it 2 heads, 6 queries";
     let cases = [
-        (Page::new("").write_to(Vec::new()).map(|()| page()), "there is no layer to show"),
-        (Ok(Page::new("").with_layer("l", &good, 1)), "sequence 1 is not below the batch size 1"),
+        (new().write_to(Vec::new()).map(|()| new()), "there is no layer to show"),
+        (new().with_layer("l", &good, 1), "sequence 1 is not below the batch size 1"),
+        (page()?.with_layer("m", &synthetic(3, 6)?, 0), sizes),
+        (page()?.with_tokens(&["a"]), "1 query tokens for 6 queries"),
+        (new().with_key_tokens(&["a"; 7])?.with_layer("l", &good, 0), "7 key tokens for 6 keys"),
+        (page()?.with_picture(b"GIF89a", [2, 3], 0), "the picture of 6 bytes is neither a PNG nor a JPEG file"),
+        (page()?.with_picture(&png(), [0, 3], 0), "0 x 3 patches, expected at least one"),
+        (page()?.with_picture(&png(), [2, 3], 1), "2 x 3 patches after 1 leading tokens for 6 keys"),
+        (with!(top_keys = good.top_keys.to_dtype(DType::I64)?), "the top keys are i64; expected u32"),
+        (with!(top_keys = (&good.top_keys + 1.0)?), "the top keys have key 6; expected keys below 6"),
+        (with!(top_keys = good.entropy.get(0)?), "shape [2, 6]; expected (B, H, T_q, k) or (H, T_q, k)"),
+        (with!(top_keys = good.top_keys.narrow(3, 0, 0)?), "expected at least one head and one top key"),
+        (with!(top_weights = good.top_keys.clone()), "top_weights is u32; expected a float dtype"),
         (
-            Ok(page()?.with_layer("m", &synthetic(3, 6)?, 0)),
-            "layer \"m\" has 3 heads, 6 queries, 6 keys and 8 top keys, the layers before it 2 heads",
-        ),
-        (Ok(page()?.with_tokens(&["a"])), "1 query tokens for 6 queries"),
-        (Ok(Page::new("").with_key_tokens(&["a"; 7])?.with_layer("l", &good, 0)), "7 key tokens for 6 keys"),
-        (Ok(page()?.with_picture(b"GIF89a", [2, 3], 0)), "the picture of 6 bytes is neither a PNG nor a JPEG file"),
-        (Ok(page()?.with_picture(&png(), [0, 3], 0)), "0 x 3 patches, expected at least one"),
-        (Ok(page()?.with_picture(&png(), [2, 3], 1)), "2 x 3 patches after 1 leading tokens for 6 keys"),
-        (Ok(with(|s| Ok(s.top_keys = s.top_keys.to_dtype(DType::I64)?))), "the top keys are i64; expected u32"),
-        (Ok(with(|s| Ok(s.top_keys = (&s.top_keys + 1.0)?))), "expected keys below 6"),
-        (Ok(with(|s| Ok(s.top_keys = s.top_keys.get(0)?.get(0)?))), "expected (B, H, T_q, k) or (H, T_q, k)"),
-        (
-            Ok(with(|s| Ok(s.top_weights = s.top_weights.to_dtype(DType::U32)?))),
-            "top_weights is u32; expected a float dtype",
-        ),
-        (
-            Ok(with(|s| Ok(s.top_weights = (&s.top_weights * 3.0)?))),
+            with!(top_weights = (&good.top_weights * 3.0)?),
             "layer \"l\" has a weight of 1.5; expected weights from 0 to 1",
         ),
+        (with!(entropy = good.entropy.narrow(2, 0, 5)?), "entropy has shape [2, 5] in each sequence; expected [2, 6]"),
         (
-            Ok(with(|s| Ok(s.entropy = s.entropy.narrow(2, 0, 5)?))),
-            "entropy has shape [2, 5] in each sequence; expected [2, 6]",
-        ),
-        (
-            Ok(with(|s| Ok(s.received = s.received.narrow(1, 0, 1)?))),
+            with!(received = good.received.narrow(1, 0, 1)?),
             "received has shape [1, 6] in each sequence; expected [2, 6]",
         ),
         (
-            Ok(with(|s| Ok(s.weights = Some(draw(0, &[1, 2, 3, 6])?)))),
+            with!(weights = Some(draw(0, &[1, 2, 3, 6])?)),
             "weights has shape [2, 3, 6] in each sequence; expected [2, 6, 6]",
         ),
-        (Ok(with(|s| Ok(s.top_keys = s.top_keys.narrow(3, 0, 0)?))), "expected at least one head and one top key"),
     ];
     for (outcome, expected) in cases {
-        let error = outcome.and_then(|page| page).map(drop).expect_err(expected).to_string();
+        let error = outcome.map(drop).expect_err(expected).to_string();
         assert!(error.starts_with("[page] ") && error.contains(expected), "{error}\n    expected {expected}");
     }
     let error = page()?.write("/").expect_err("a folder").to_string();

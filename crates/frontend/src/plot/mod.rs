@@ -1,5 +1,6 @@
 //! Heat maps of attention weights: in the terminal always, as SVG and PNG under the feature `plot`, which has a line
-//! chart for the numbers of a training as well. Without it, what draws a heat map into a file is an error that says so.
+//! chart for the numbers of a training and a page for all heads of a model as well. Without it, what draws a heat map
+//! into a file is an error that says so.
 //!
 //! ```
 //! use candle_attention::plot::{HeatMap, Heads, TerminalOptions};

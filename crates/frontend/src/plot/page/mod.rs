@@ -117,8 +117,7 @@ impl Page {
     }
 
     /// Shows weights over a picture, a PNG or JPEG file: the keys are `leading` tokens, such as `[CLS]`, and after them
-    /// `grid` rows and columns of patches, row by row. Statistics with all weights, which pictures have room for, colour
-    /// every patch.
+    /// `grid` rows and columns of patches, row by row. Statistics with all weights colour every patch.
     ///
     /// # Errors
     /// If the picture is of another format, the grid is empty, or layers are there whose T_kv is another.
@@ -135,8 +134,8 @@ impl Page {
         self.checked()
     }
 
-    /// With the next layer: sequence `b` of its statistics, in the shapes that [`AttentionStatistics`] names, or without
-    /// the dimension B. The page keeps a compact copy, so that layers can be added as a model runs.
+    /// With the next layer: sequence `b` of its statistics, in the shapes that [`AttentionStatistics`] names, or
+    /// without the dimension B. The page keeps a compact copy, so that layers can be added as a model runs.
     ///
     /// # Errors
     /// If `b` is not below B, a tensor has another shape or dtype, the statistics have no top keys, a weight is outside
