@@ -46,11 +46,12 @@ test("a weight is known, or bounded by the least of the top keys", () => {
 });
 
 test("a cell of a map has its largest weight", () => {
-  const all = layer.largest(0, { query: [0, 3], key: [0, 4] }, 3, 2);
-  [1, 0, 0.25, 0.5].forEach((weight, i) => near(all[i], weight));
-  assert.ok(Number.isNaN(all[5]));
-  const part = layer.largest(0, { query: [1, 2], key: [1, 3] }, 1, 2);
-  [0.25, 0.5].forEach((weight, i) => near(part[i], weight));
+  const { rows, columns, weights } = layer.largest(0, { query: [0, 3], key: [0, 4] }, { query: 1, key: 2 });
+  assert.deepEqual([rows, columns], [3, 2]);
+  [1, 0, 0.25, 0.5].forEach((weight, i) => near(weights[i], weight));
+  assert.ok(Number.isNaN(weights[5]));
+  const part = layer.largest(0, { query: [1, 2], key: [1, 3] }, { query: 1, key: 1 });
+  [0.25, 0.5].forEach((weight, i) => near(part.weights[i], weight));
 });
 
 test("a head is summed up", () => {

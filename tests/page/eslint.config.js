@@ -2,7 +2,7 @@ import js from "@eslint/js";
 
 const readonly = (names) => Object.fromEntries(names.split(" ").map((name) => [name, "readonly"]));
 const ofBrowsers = readonly(
-  "Image ImageData OffscreenCanvas PointerEvent URLSearchParams addEventListener atob devicePixelRatio document " +
+  "DOMMatrix Image ImageData OffscreenCanvas PointerEvent URLSearchParams addEventListener atob devicePixelRatio document " +
   "getComputedStyle getSelection history location matchMedia performance setTimeout",
 );
 

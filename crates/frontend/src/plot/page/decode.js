@@ -88,31 +88,29 @@ export class Layer {
     }
   }
 
-  /** The largest weight in each cell of a map of a window as above: queries are rows, keys are columns. */
-  largest(head, window, rows, columns) {
+  /** A map of a window as above: the largest weight of `per.query` queries, which are rows, and `per.key` keys. */
+  largest(head, window, per) {
     const { query, key } = window;
-    const cells = new Float32Array(rows * columns);
-    const [down, across] = [rows / (query[1] - query[0]), columns / (key[1] - key[0])];
+    const [rows, columns] = [(query[1] - query[0]) / per.query, (key[1] - key[0]) / per.key].map(Math.ceil);
+    const weights = new Float32Array(rows * columns);
     this.forEach(head, window, (q, k, weight) => {
-      const cell = Math.floor((q - query[0]) * down) * columns + Math.floor((k - key[0]) * across);
-      if (Number.isNaN(weight) || weight > cells[cell]) cells[cell] = weight;
+      const cell = Math.floor((q - query[0]) / per.query) * columns + Math.floor((k - key[0]) / per.key);
+      if (Number.isNaN(weight) || weight > weights[cell]) weights[cell] = weight;
     });
-    return cells;
+    return { rows, columns, weights };
   }
 
   /** Of a head: mean entropy, largest weight, top weights that are not finite, the weight of top and of all keys. */
   summary(head) {
     const { queries, keys, top } = this.shape;
     const found = { entropy: 0, largest: 0, notFinite: 0, top: 0, all: 0, mostRead: 0 };
-    for (let i = head * queries * top; i < (head + 1) * queries * top; i++) {
-      const weight = WEIGHTS[this.topCodes[i]];
-      if (Number.isNaN(weight)) found.notFinite++;
-      else found.top += weight;
-      if (weight > found.largest) found.largest = weight;
+    for (const code of this.topCodes.subarray(head * queries * top, (head + 1) * queries * top)) {
+      if (code === 65535) found.notFinite++;
+      else found.top += WEIGHTS[code];
+      if (WEIGHTS[code] > found.largest) found.largest = WEIGHTS[code];
     }
-    for (let q = head * queries; q < (head + 1) * queries; q++) found.entropy += this.entropy[q] / queries;
-    const received = this.received.subarray(head * keys, (head + 1) * keys);
-    received.forEach((weight, key) => {
+    for (const entropy of this.entropy.subarray(head * queries, (head + 1) * queries)) found.entropy += entropy / queries;
+    this.received.subarray(head * keys, (head + 1) * keys).forEach((weight, key, received) => {
       found.all += weight;
       if (weight > received[found.mostRead]) found.mostRead = key;
     });

@@ -1,6 +1,9 @@
 // What the views share: colours, maps of cells on a canvas, lists of tokens and of weights.
 
 const byId = (id) => document.getElementById(id);
+const on = (id, event, listener) => byId(id).addEventListener(event, listener);
+const range = (count, item) => Array.from({ length: count }, (_, i) => item(i));
+const inside = (at, count) => Math.max(0, Math.min(count - 1, at));
 /** A colour of the style sheet, by its name there. */
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
 /** From the weight 0 to the largest: lightness changes evenly, so that they are told apart without their hue. */
@@ -21,15 +24,13 @@ function colourOf(weight, most) {
 }
 
 /** A canvas of one pixel for each weight. */
-function pixelsOf(weights, rows, columns, most, canvas = document.createElement("canvas")) {
+function pixelsOf({ weights, rows, columns, most }, canvas = document.createElement("canvas")) {
   [canvas.width, canvas.height] = [columns, rows];
   const pixels = new ImageData(columns, rows);
-  const colours = new Uint32Array(pixels.data.buffer);
   const packed = ([r, g, b]) => (255 << 24) | (b << 16) | (g << 8) | r;
-  const palette = Array.from({ length: 513 }, (_, i) => packed(colourOf((i / 512) ** 2, 1)));
-  weights.forEach((weight, i) => {
-    colours[i] = palette[Math.round(Math.sqrt(Math.min(1, weight / most)) * 512)] ?? packed(NOT_FINITE);
-  });
+  const palette = range(513, (i) => packed(colourOf((i / 512) ** 2, 1)));
+  const colourAt = (weight) => palette[Math.round(Math.sqrt(Math.min(1, weight / most)) * 512)] ?? packed(NOT_FINITE);
+  new Uint32Array(pixels.data.buffer).forEach((_, i, colours) => (colours[i] = colourAt(weights[i])));
   canvas.getContext("2d").putImageData(pixels, 0, 0);
   return canvas;
 }
@@ -40,29 +41,25 @@ function fitted(canvas, width, height) {
   [canvas.style.width, canvas.style.height] = [`${width}px`, `${height}px`];
   const context = canvas.getContext("2d");
   context.scale(devicePixelRatio, devicePixelRatio);
-  Object.assign(context, { font: "12px system-ui, sans-serif", textBaseline: "middle", imageSmoothingEnabled: false });
-  return context;
+  return Object.assign(context, { font: "12px system-ui, sans-serif", textBaseline: "middle", imageSmoothingEnabled: false });
 }
 
 /** Draws weights as cells, with labels of rows and columns (or over a photo), and a mark around one of them. */
-function drawMap(canvas, { rows, columns, weights, most, label, photo, mark }) {
+function drawMap(canvas, map) {
+  const { rows, columns, weights, most, label, photo, mark } = map;
   const full = canvas.parentElement.clientWidth;
-  const longest = (count, text) => 7 * Math.max(3, ...Array.from({ length: count }, (_, i) => text(i).length)) + 16;
-  const limit = full < 500 ? 64 : 116;
-  const left = photo ? 2 : Math.min(limit, longest(rows, label.row));
-  const above = photo ? 2 : Math.min(limit - 20, longest(columns, label.column));
+  const room = (count, text, limit) => Math.min(limit, 16 + 7 * Math.max(3, ...range(count, (i) => text(i).length)));
+  const left = photo ? 2 : room(rows, label.row, full < 500 ? 64 : 116);
+  const above = photo ? 2 : room(columns, label.column, full < 500 ? 48 : 92);
   const cell = photo ? 520 / columns : 40;
   const width = Math.min(full - left - 2, columns * cell);
   const height = Math.min(rows * cell, Math.max((rows * width) / columns, Math.min(rows * 14, 160)), 720);
-  const context = fitted(canvas, full, above + height + 2);
   const [across, down] = [width / columns, height / rows];
   canvas.area = { left, above, width, height, rows, columns };
-  canvas.pixels ??= pixelsOf(weights, rows, columns, most);
-  if (photo?.naturalWidth) {
-    context.drawImage(photo, left, above, width, height);
-    context.globalAlpha = 0.6;
-  }
-  context.drawImage(canvas.pixels, left, above, width, height);
+  const context = fitted(canvas, full, above + height + 2);
+  if (photo?.naturalWidth) context.drawImage(photo, left, above, width, height);
+  context.globalAlpha = photo ? 0.6 : 1;
+  context.drawImage(pixelsOf(map), left, above, width, height);
   Object.assign(context, { globalAlpha: 1, strokeStyle: colour("--line"), textAlign: "center" });
   context.strokeRect(left, above, width, height);
   for (let i = 0; across >= 34 && down >= 16 && i < weights.length; i++) {
@@ -80,19 +77,17 @@ function drawMap(canvas, { rows, columns, weights, most, label, photo, mark }) {
       context.save();
       context.fillStyle = colour(i === marked ? "--accent" : "--soft");
       place((i + 0.5) * size);
-      const all = text(i);
-      context.fillText([...all].length > room ? `${[...all].slice(0, room - 1).join("")}…` : all, 0, 0, room * 8);
+      const [characters, most] = [[...text(i)], Math.floor((room - 8) / 7)];
+      context.fillText(characters.length > most ? `${characters.slice(0, most - 1).join("")}…` : text(i), 0, 0, room - 6);
       context.restore();
     }
   };
-  context.textAlign = "right";
-  if (label) write(rows, down, label.row, mark?.[0], left / 8, (y) => context.translate(left - 6, above + y));
-  context.textAlign = "left";
   if (label) {
-    write(columns, across, label.column, mark?.[1], above / 8, (x) => {
-      context.translate(left + x, above - 6);
-      context.rotate(-Math.PI / 2);
-    });
+    context.textAlign = "right";
+    write(rows, down, label.row, mark?.[0], left, (y) => context.translate(left - 6, above + y));
+    context.textAlign = "left";
+    write(columns, across, label.column, mark?.[1], above, (x) => context.setTransform(
+      new DOMMatrix().scale(devicePixelRatio).translate(left + x, above - 6).rotate(-90)));
   }
   if (!mark) return;
   Object.assign(context, { strokeStyle: colour("--accent"), lineWidth: 2 });
@@ -100,20 +95,20 @@ function drawMap(canvas, { rows, columns, weights, most, label, photo, mark }) {
 }
 
 /** What a map answers to: `hover(cell)`, `press(cell)`, `move([down, right])` by arrow keys, `open()` by Enter. */
-function mapEvents(canvas, { hover, press, move, open }) {
-  const cellAt = (event) => {
-    const { left, above, width, height, rows, columns } = canvas.area;
-    const [x, y] = [(event.offsetX - left) / width, (event.offsetY - above) / height];
+function mapEvents(id, { hover, press, move, open }) {
+  const cellAt = ({ offsetX, offsetY }) => {
+    const { left, above, width, height, rows, columns } = byId(id).area;
+    const [x, y] = [(offsetX - left) / width, (offsetY - above) / height];
     return x >= 0 && x < 1 && y >= 0 && y < 1 ? [Math.floor(y * rows), Math.floor(x * columns)] : null;
   };
-  canvas.addEventListener("pointermove", (event) => hover(cellAt(event)));
-  canvas.addEventListener("pointerleave", () => hover(null));
-  canvas.addEventListener("click", (event) => cellAt(event) && press(cellAt(event)));
-  canvas.addEventListener("keydown", (event) => {
-    if (arrow(event)) move(arrow(event));
-    else if (event.key === "Enter") open();
-    else return;
+  on(id, "pointermove", (event) => hover(cellAt(event)));
+  on(id, "pointerleave", () => hover(null));
+  on(id, "click", (event) => cellAt(event) && press(cellAt(event)));
+  on(id, "keydown", (event) => {
+    if (!arrow(event) && event.key !== "Enter") return;
     event.preventDefault();
+    if (arrow(event)) move(arrow(event));
+    else open();
   });
 }
 
@@ -128,53 +123,49 @@ function element(name, attributes, ...children) {
   return made;
 }
 
-/** Weights with bars, which can be pressed: `[{ name, weight, text, note, press }]`; the bar of `most` is full. */
+/** Weights with bars, which can be pressed: `[{ name, weight, note, press }]`; the bar of `most` is full. */
 function weightList(entries, most) {
-  const rows = entries.map(({ name, weight, text = textOf(weight), note = "", press }) => {
+  return element("ol", { class: "weights" }, ...entries.map(({ name, weight, note, press }) => {
     const bar = element("span", { class: "bar" });
     bar.style.width = `${(100 * weight) / most || 0}%`;
-    const parts = [bar, element("span", { class: "name" }, name), element("span", {}, text), element("small", {}, note)];
-    return element("li", {}, element("button", press ? { onclick: press } : { disabled: "" }, ...parts));
-  });
-  return element("ol", { class: "weights" }, ...rows);
+    const texts = [element("span", { class: "name" }, name), element("span", {}, textOf(weight)), element("small", {}, note)];
+    return element("li", {}, element("button", { onclick: press }, bar, ...texts));
+  }));
 }
 
 /** Fills a list with tokens, as text that can be selected: `choose(index)`, `open()` on Enter, `hover(index)` or -1. */
-function tokenList(list, side, { choose, open, hover = () => {} }) {
-  const count = shape[side === "query" ? "queries" : "keys"];
+function tokenList(id, side, { choose, open, hover = () => {} }) {
+  const [list, count] = [byId(id), countOf(side)];
+  const token = (index) => element(
+    "span", { class: "token", role: "option", id: `${id}-${index}`, "data-index": index },
+    about.hasTokens[side] ? element("span", { class: "index" }, index) : "", element("bdi", {}, tokenText(side, index)), " ");
   // Blocks, so that a browser lays out only what is seen.
   for (let start = 0; start < count; start += 64) {
-    const tokens = Array.from({ length: Math.min(64, count - start) }, (_, i) => {
-      const index = about.hasTokens[side] ? element("span", { class: "index" }, start + i) : "";
-      const attributes = { class: "token", role: "option", id: `${list.id}-${start + i}`, "data-index": start + i };
-      return element("span", attributes, index, element("bdi", {}, tokenText(side, start + i)), " ");
-    });
+    const tokens = range(Math.min(64, count - start), (i) => token(start + i));
     list.append(element("div", { class: "block", role: "presentation" }, ...tokens));
   }
   const at = ({ target }) => Number(target.closest?.("[data-index]")?.dataset.index ?? -1);
-  list.addEventListener("click", (event) => {
-    // The end of a selection of text chooses nothing.
-    if (at(event) >= 0 && getSelection().isCollapsed) choose(at(event));
-  });
-  list.addEventListener("pointerover", (event) => event.pointerType === "mouse" && hover(at(event)));
-  list.addEventListener("pointerleave", () => hover(-1));
-  list.addEventListener("keydown", (event) => {
-    const [chosen, isFlow] = [list.chosen ?? -1, list.classList.contains("flow")];
-    const step = arrow(event)?.[0] || (isFlow && arrow(event)?.[1]) || { PageUp: -20, PageDown: 20 }[event.key];
-    const to = { Home: 0, End: count - 1 }[event.key] ?? (step && chosen + step);
-    if (event.key === "Enter") open();
-    else if (to !== undefined) choose(Math.max(0, Math.min(count - 1, to)));
-    else return;
+  // The end of a selection of text chooses nothing.
+  on(id, "click", (event) => at(event) >= 0 && getSelection().isCollapsed && choose(at(event)));
+  on(id, "pointerover", (event) => event.pointerType === "mouse" && hover(at(event)));
+  on(id, "pointerleave", () => hover(-1));
+  on(id, "keydown", (event) => {
+    const [down, right] = arrow(event) ?? [0, 0];
+    const step = down || (list.classList.contains("flow") && right) || { PageUp: -20, PageDown: 20 }[event.key];
+    const to = { Home: 0, End: count - 1 }[event.key] ?? (step ? (list.chosen ?? -1) + step : undefined);
+    if (to === undefined && event.key !== "Enter") return;
     event.preventDefault();
+    if (to === undefined) open();
+    else choose(inside(to, count));
   });
 }
 
 /** Marks the chosen token of a list, or none, and brings it into sight. */
 function chooseIn(list, index) {
   list.querySelector("[aria-selected]")?.removeAttribute("aria-selected");
-  list.chosen = index;
   const token = byId(`${list.id}-${index}`);
-  token?.setAttribute("aria-selected", "true");
+  list.chosen = index;
   list.setAttribute("aria-activedescendant", token?.id ?? "");
+  token?.setAttribute("aria-selected", "true");
   token?.scrollIntoView({ block: "nearest", inline: "nearest" });
 }

@@ -9,24 +9,21 @@ function buildModel() {
   const grid = byId("heads");
   grid.style.setProperty("--heads", heads);
   grid.style.setProperty("--size", `${Math.max(96, Math.min(200, 900 / Math.max(heads, about.layers.length)))}px`);
-  grid.append(element("span", {}), ...Array.from({ length: heads }, (_, head) => element("span", {}, head)));
-  about.layers.forEach(({ name }, layer) => {
-    grid.append(element("bdi", { title: name }, name || layer));
-    for (let head = 0; head < heads; head++) {
-      const describe = () => (byId("model-readout").textContent = `${headName(layer, head)}: ${headText(layer, head)}`);
-      const listeners = { onclick: () => go({ view: "head", layer, head }), onfocus: describe, onpointerenter: describe };
-      const attributes = { id: `map-${layer}-${head}`, "aria-label": headName(layer, head), tabindex: -1, ...listeners };
-      grid.append(element("button", attributes, element("canvas", {}), element("small", {})));
-    }
-  });
+  grid.append(element("span", {}), ...range(heads, (head) => element("span", {}, head)));
+  about.layers.forEach(({ name }, layer) => grid.append(element("bdi", { title: name }, name || layer), ...range(heads, (head) => {
+    const describe = () => (byId("model-readout").textContent = `${headName(layer, head)}: ${headText(layer, head)}`);
+    const listeners = { onclick: () => go({ view: "head", layer, head }), onfocus: describe, onpointerenter: describe };
+    const attributes = { id: `map-${layer}-${head}`, "aria-label": headName(layer, head), tabindex: -1, ...listeners };
+    return element("button", attributes, element("canvas", {}), element("small", {}));
+  })));
   byId("map-0-0").tabIndex = 0;
-  grid.addEventListener("keydown", (event) => {
+  on("heads", "keydown", (event) => {
     const [, layer, head] = event.target.id.split("-").map(Number);
     const [down, right] = arrow(event) ?? [];
     const next = byId(`map-${layer + down}-${head + right}`);
     if (!next) return;
-    focusMap(next);
     event.preventDefault();
+    focusMap(next);
   });
 }
 
@@ -42,21 +39,21 @@ function headText(layer, head) {
   const { entropy, notFinite, top, all, mostRead } = summaryOf(layer, head);
   if (notFinite) return `${counted(notFinite, "weight")} of the largest not finite, drawn in grey`;
   if (!(all > 0)) return "every key is hidden from every query";
-  const { received, tile } = layerAt(layer);
-  const share = received[head * shape.keys + mostRead] / all;
-  const others = tile || shape.top === shape.keys ? "" : `; other keys: ${percent(Math.max(0, 1 - top / all))}`;
-  return `mean entropy ${entropy.toFixed(2)} nats; most read: ${named("key", mostRead)}, ${percent(share)} of all weight${others}`;
+  const most = `${named("key", mostRead)}, ${percent(receivedBy(layer, head, mostRead) / all)} of all weight`;
+  const isAll = layerAt(layer).tile || shape.top === shape.keys;
+  const others = isAll ? "" : `; other keys than the ${shape.top} largest: ${percent(Math.max(0, 1 - top / all))}`;
+  return `mean entropy ${entropy.toFixed(2)} nats; most read: ${most}${others}`;
 }
 
 /** Draws the small maps of the layers from one on, a few at a time, so that the page answers meanwhile. */
 function drawModel(layer = 0, run = (drawModel.run = {})) {
-  const [rows, columns] = [Math.min(64, shape.queries), Math.min(64, shape.keys)];
   const all = { query: [0, shape.queries], key: [0, shape.keys] };
+  const per = { query: Math.ceil(shape.queries / 64), key: Math.ceil(shape.keys / 64) };
   for (const start = performance.now(); layer < about.layers.length && performance.now() - start < 30; layer++) {
     for (let head = 0; head < shape.heads; head++) {
       const [canvas, number] = byId(`map-${layer}-${head}`).children;
-      canvas.cells ??= layerAt(layer).largest(head, all, rows, columns);
-      pixelsOf(canvas.cells, rows, columns, 1, canvas);
+      canvas.map ??= { ...layerAt(layer).largest(head, all, per), most: 1 };
+      pixelsOf(canvas.map, canvas);
       number.textContent = summaryOf(layer, head).entropy.toFixed(1);
     }
   }

@@ -8,6 +8,7 @@ const state = { view: "model", layer: 0, head: 0, token: null, key: null, as: "l
 const layers = [];
 const summaries = {};
 
+const countOf = (side) => shape[side === "query" ? "queries" : "keys"];
 const tokenText = (side, index) => ((side === "key" && about.tokens.key) || about.tokens.query)[index];
 /** A token with its index, held together whatever its direction of writing. */
 const named = (side, index) => (about.hasTokens[side] ? `${index} “\u2068${tokenText(side, index)}\u2069”` : `${index}`);
@@ -29,10 +30,8 @@ function layerAt(index) {
 const summaryOf = (layer, head) => (summaries[[layer, head]] ??= layerAt(layer).summary(head));
 
 /** The step of an arrow key without Shift, as rows and columns. */
-function arrow({ key, shiftKey }) {
-  const steps = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
-  return shiftKey ? undefined : steps[key];
-}
+const ARROWS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
+const arrow = ({ key, shiftKey }) => (shiftKey ? undefined : ARROWS[key]);
 
 /** Changes what is shown. A move within a view replaces the address, so that Back leaves the view. */
 function go(changes, isMove = false) {
@@ -48,9 +47,8 @@ function go(changes, isMove = false) {
 
 /** Shows what the address says, and says what of it is not of this page. */
 function follow() {
-  const limits = {
-    layer: about.layers.length, head: shape.heads, token: shape.queries, key: shape.keys, view: VIEWS, as: AS,
-  };
+  const { heads, queries, keys } = shape;
+  const limits = { layer: about.layers.length, head: heads, token: queries, key: keys, view: VIEWS, as: AS };
   const { found, problems } = parseAddress(location.hash, limits);
   const view = "layer" in found || "head" in found ? "head" : "token" in found || "key" in found ? "token" : "model";
   Object.assign(state, { token: null, key: null, as: "lines", view }, found);
@@ -79,13 +77,12 @@ function useTheme(dark) {
   show();
 }
 
-const above = { token: "head", head: "model", model: "model" };
 const KEYS = {
   1: () => go({ view: "model" }),
   2: () => go({ view: "head" }),
   3: () => go({ view: "token" }),
   Escape() {
-    go({ view: above[state.view] });
+    go({ view: state.view === "token" ? "head" : "model" });
     if (state.view === "model" && !isEmpty) focusMap(byId(`map-${state.layer}-${state.head}`));
   },
   "+": () => zoom(2),
@@ -97,14 +94,14 @@ const isEmpty = !shape.queries || !shape.keys;
 byId("title").textContent = about.title;
 byId("empty").hidden = !isEmpty;
 if (!isEmpty) buildModel();
-for (const view of VIEWS) byId(`to-${view}`).addEventListener("click", () => go({ view }));
-byId("theme").addEventListener("click", () => useTheme(!isDark));
+for (const view of VIEWS) on(`to-${view}`, "click", () => go({ view }));
+on("theme", "click", () => useTheme(!isDark));
 for (const name of ["hashchange", "popstate"]) addEventListener(name, follow);
 addEventListener("resize", show);
 addEventListener("keydown", (event) => {
-  const steps = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -shape.heads, ArrowDown: shape.heads };
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches?.("select")) return;
-  if (event.shiftKey && event.key in steps && state.view === "head") moveHead(steps[event.key]);
+  const [down, right] = ARROWS[event.key] ?? [0, 0];
+  if (event.shiftKey && (down || right) && state.view === "head") moveHead(down * shape.heads + right);
   else if (event.key in KEYS) KEYS[event.key]();
   else return;
   event.preventDefault();

@@ -2,23 +2,21 @@
 
 function buildToken() {
   for (const side of about.isSelf ? ["query"] : ["query", "key"]) {
-    const list = byId(`text-${side}`);
-    list.hidden = false;
-    tokenList(list, side, { choose: (index) => go(chosen(side, index), true), open: () => byId("by-head").focus() });
+    byId(`text-${side}`).hidden = false;
+    const choose = (index) => go(chosen(side, index), true);
+    tokenList(`text-${side}`, side, { choose, open: () => byId("by-head").focus() });
   }
-  mapEvents(byId("by-head"), {
+  mapEvents("by-head", {
     hover: (cell) => describeHead(cell ?? [state.layer, state.head]),
     press: ([layer, head]) => go({ view: "head", layer, head }),
-    move: ([down, right]) => {
-      const [layer, head] = [state.layer + down, state.head + right];
-      if (layer in about.layers && head >= 0 && head < shape.heads) go({ layer, head }, true);
-    },
+    move: ([down, right]) => go({
+      layer: inside(state.layer + down, about.layers.length), head: inside(state.head + right, shape.heads),
+    }, true),
     open: () => go({ view: "head" }),
   });
 }
 
-const allHeads = () =>
-  about.layers.flatMap((_, layer) => Array.from({ length: shape.heads }, (_, head) => [layer, head]));
+const allHeads = () => about.layers.flatMap((_, layer) => range(shape.heads, (head) => [layer, head]));
 
 /** The sum over queries of the weight that a key has in a head. */
 const receivedBy = (layer, head, key) => layerAt(layer).received[head * shape.keys + key];
@@ -32,8 +30,7 @@ function tokenParts({ query, key }, heads) {
       entriesOf(layerAt(layer), head).map((entry) => ({ layer, head, ...entry })));
     const found = overHeads(entries, heads.length);
     const rows = found.slice(0, 12).map(({ index, weight, best: { layer, head, weight: most } }) => ({
-      name: named(side, index),
-      weight,
+      name: named(side, index), weight,
       note: mean && `most in ${headName(layer, head)}: ${textOf(most)}`,
       press: () => go({ view: "head", layer, head, ...pair(index) }, !mean),
     }));
@@ -69,14 +66,10 @@ function showToken() {
   byId("token-lists").replaceChildren(...tokenParts({ query, key }, allHeads()));
   byId("by-head-title").textContent = query === null ? "By head: the mean weight that queries give it"
     : "By head: the weight of the key that it reads most";
-  byId("by-head").pixels = null;
   drawMap(byId("by-head"), {
-    rows: about.layers.length,
-    columns: shape.heads,
+    rows: about.layers.length, columns: shape.heads, most: 1, mark: [state.layer, state.head],
     weights: allHeads().map(([layer, head]) => (query === null ? receivedBy(layer, head, key) / shape.queries
       : layerAt(layer).reads(head, query).entries[0]?.weight ?? 0)),
-    most: 1,
-    mark: [state.layer, state.head],
     label: { row: (layer) => about.layers[layer].name || `${layer}`, column: (head) => `head ${head}` },
   });
   describeHead([state.layer, state.head]);
