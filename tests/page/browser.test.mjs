@@ -190,11 +190,11 @@ test("sequences of other kinds are shown", async () => {
   }
   await open("none.html#token=0", async (page) => assert.match(await page.innerText("main"), /no queries or no keys/));
   await open("picture.html#layer=0&head=0&as=picture", async (page, text) => {
-    await page.locator("#map").click({ position: { x: 20, y: 20 } });
+    await page.locator("#map").tap({ position: { x: 20, y: 20 } });
     assert.equal(await page.evaluate(() => location.hash), "#layer=0&head=0&as=picture&token=1");
     await page.locator("#map").hover({ position: { x: 510, y: 20 } });
     assert.match(await text("map-readout"), /^query 1 → key 5: /);
-  });
+  }, { hasTouch: true });
 });
 
 /** The mean difference of two PNG files, of channels from 0 to 255, after both were shrunk to a coarse grid. */

@@ -67,7 +67,7 @@ test("heads are taken together by index", () => {
 });
 
 test("a layer of another length is an error", () => {
-  assert.throws(() => new Layer(bytes().slice(0, 40), shape, false), /40 bytes, expected at least/);
+  assert.throws(() => new Layer(bytes().slice(0, 40), shape, false), RangeError);
   assert.throws(() => new Layer(bytes(), { ...shape, top: 1 }, false), /bytes, expected 40/);
 });
 

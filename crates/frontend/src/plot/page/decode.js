@@ -22,7 +22,6 @@ export class Layer {
     const take = (Numbers, count) => {
       const start = end;
       end += count * Numbers.BYTES_PER_ELEMENT;
-      if (end > bytes.length) throw new Error(`a layer has ${bytes.length} bytes, expected at least ${end}`);
       return new Numbers(bytes.buffer, bytes.byteOffset + start, count);
     };
     const { heads, queries, keys, top } = shape;

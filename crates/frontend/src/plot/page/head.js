@@ -12,10 +12,8 @@ const chosen = (side, index) =>
   side === "query" || about.isSelf ? { token: index, key: null } : { token: null, key: index };
 
 /** The query and the key that a token is: both in self-attention. */
-const sidesOf = ({ side, index }) => ({
-  query: side === "query" || about.isSelf ? index : null,
-  key: side === "key" || about.isSelf ? index : null,
-});
+const sidesOf = ({ side, index }) =>
+  about.isSelf ? { query: index, key: index } : { query: null, key: null, [side]: index };
 
 function buildHead() {
   const option = (value, text) => element("option", { value }, text);
@@ -84,15 +82,11 @@ function shownToken() {
   return state.key === null ? null : { side: "key", index: state.key };
 }
 
-/** The lines of the token that is shown, or of all queries in sight: `[query, key, weight]`. */
-function linesOf(shown, firstQuery, count) {
-  const layer = layerAt(state.layer);
-  if (shown?.side === "key") {
-    return layer.readers(state.head, shown.index).map(({ index, weight }) => [index, shown.index, weight]);
-  }
-  const queries = shown ? [shown.index] : range(count, (i) => firstQuery + i);
-  const ofQuery = (query) => layer.reads(state.head, query).entries.map(({ index, weight }) => [query, index, weight]);
-  return queries.flatMap(ofQuery);
+/** The lines of a token, `[query, key, weight]`. */
+function linesOf({ side, index: token }) {
+  const [layer, { head }] = [layerAt(state.layer), state];
+  if (side === "key") return layer.readers(head, token).map(({ index, weight }) => [index, token, weight]);
+  return layer.reads(head, token).entries.map(({ index, weight }) => [token, index, weight]);
 }
 
 function drawLines() {
@@ -101,7 +95,8 @@ function drawLines() {
   const height = Math.min(byId("lines").clientHeight, Math.max(shape.queries, shape.keys) * ROW);
   const context = fitted(byId("links"), width, height);
   const [shown, first] = [shownToken(), Math.floor(top / ROW)];
-  const lines = linesOf(shown, first, Math.max(0, Math.min(shape.queries - first, Math.ceil(height / ROW) + 1)));
+  const inSight = range(Math.max(0, Math.min(shape.queries - first, height / ROW + 2)), (i) => ({ side: "query", index: first + i }));
+  const lines = (shown ? [shown] : inSight).flatMap(linesOf);
   const y = (index) => (index + 0.5) * ROW - top;
   const accent = colour("--accent");
   for (const [query, key, weight] of lines.reverse()) {

@@ -10,7 +10,7 @@ function buildModel() {
   grid.style.setProperty("--heads", heads);
   grid.style.setProperty("--size", `${Math.max(96, Math.min(200, 900 / Math.max(heads, about.layers.length)))}px`);
   grid.append(element("span", {}), ...range(heads, (head) => element("span", {}, head)));
-  about.layers.forEach(({ name }, layer) => grid.append(element("bdi", { title: name }, name || layer), ...range(heads, (head) => {
+  about.layers.forEach(({ name }, layer) => grid.append(element("bdi", { title: name }, `${layer} ${name}`), ...range(heads, (head) => {
     const describe = () => (byId("model-readout").textContent = `${headName(layer, head)}: ${headText(layer, head)}`);
     const listeners = { onclick: () => go({ view: "head", layer, head }), onfocus: describe, onpointerenter: describe };
     const attributes = { id: `map-${layer}-${head}`, "aria-label": headName(layer, head), tabindex: -1, ...listeners };

@@ -13,7 +13,7 @@ const tokenText = (side, index) => ((side === "key" && about.tokens.key) || abou
 /** A token with its index, held together whatever its direction of writing. */
 const named = (side, index) => (about.hasTokens[side] ? `${index} “\u2068${tokenText(side, index)}\u2069”` : `${index}`);
 const counted = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
-const percent = (share) => (share > 0 && share < 0.001 ? "under 0.1 %" : `${Number((100 * share).toPrecision(2))} %`);
+const percent = (share) => (share > 0 && share < 0.001 ? "under 0.1\u00a0%" : `${Number((100 * share).toPrecision(2))}\u00a0%`);
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
 
 function headName(layer, head) {

@@ -78,12 +78,8 @@ function showToken() {
 /** Says what the chosen token does in a head. */
 function describeHead([layer, head]) {
   const { query, key } = sidesOf(shownToken());
-  const texts = [];
-  if (query !== null) {
-    const entries = layerAt(layer).reads(head, query).entries.slice(0, 4);
-    const listed = entries.map(({ index, weight }) => `${named("key", index)} ${textOf(weight)}`).join(", ");
-    texts.push(`reads ${listed || "no key"}`);
-  }
-  if (key !== null) texts.push(`receives ${receivedBy(layer, head, key).toFixed(3)}`);
-  byId("by-head-readout").textContent = `${capital(headName(layer, head))}: ${texts.join("; ")}`;
+  const best = query === null ? null : layerAt(layer).reads(head, query).entries[0];
+  const reads = best ? `reads ${named("key", best.index)} most, ${textOf(best.weight)}` : "reads no key";
+  const text = query === null ? `receives ${receivedBy(layer, head, key).toFixed(3)} in all` : reads;
+  byId("by-head-readout").textContent = `${capital(headName(layer, head))}: ${text}`;
 }
