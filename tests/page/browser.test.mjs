@@ -227,7 +227,7 @@ test("each view looks as it did", async () => {
 });
 
 test("large pages are there in a second and answer in a tenth", async () => {
-  let [first, slowest] = [Infinity, Infinity];
+  let first = Infinity;
   // The best of several: other processes of the machine are not what is measured.
   for (let i = 0; i < 3; i++) {
     await open("large.html", async (page) => {
@@ -235,24 +235,25 @@ test("large pages are there in a second and answer in a tenth", async () => {
       first = Math.min(first, await page.evaluate(() => performance.getEntriesByType("mark")[0].startTime));
     });
   }
+  // Key 0 is read by every query in every head, as the first token of many models is.
+  const actions = ["to-head", "as-lines", "next", "list-query-300", "list-query-4000", "list-key-0", "as-map", "next",
+    "zoom-in", "zoom-out", "to-token", "text-query-17", "text-query-0", "to-model"];
+  const times = {};
   await open("long.html#layer=3&head=4&token=2000&as=map", async (page) => {
     await drawn(page);
-    for (const as of ["lines", "map"]) {
-      await page.evaluate((as) => document.getElementById(`as-${as}`).click(), as);
-      const times = await page.evaluate(() => Array.from({ length: 12 }, (_, i) => {
-        const start = performance.now();
-        const part = document.getElementById(i < 6 ? "next" : `list-query-${300 * i}`);
-        if (i < 9) part.click();
-        else document.getElementById("map").dispatchEvent(new PointerEvent("pointermove", { clientX: 500, clientY: 300 + i }));
-        document.body.getBoundingClientRect();
-        return performance.now() - start;
-      }));
-      times.sort((a, b) => a - b);
-      slowest = Math.min(slowest, times[times.length - 2]);
+    for (let round = 0; round < 4; round++) {
+      for (const id of actions) {
+        const time = await page.evaluate((id) => {
+          const start = performance.now();
+          document.getElementById(id).click();
+          document.body.getBoundingClientRect();
+          return performance.now() - start;
+        }, id);
+        times[id] = Math.min(times[id] ?? Infinity, time);
+      }
     }
-    await page.evaluate(() => { location.hash = "#token=17"; });
   });
-  console.log(`first view ${first.toFixed(0)} ms, slow answers ${slowest.toFixed(0)} ms`);
+  console.log(`first view ${first.toFixed(0)} ms; answers in ms:`, JSON.stringify(times, (_, time) => Math.round(time) || time));
   assert.ok(first < 1000, `the first view took ${first} ms`);
-  assert.ok(slowest < 100, `an answer took ${slowest} ms`);
+  for (const [id, time] of Object.entries(times)) assert.ok(time < 100, `${id} took ${time} ms`);
 });

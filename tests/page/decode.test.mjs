@@ -61,9 +61,9 @@ test("a head is summed up", () => {
 });
 
 test("heads are taken together by index", () => {
-  const entries = [{ index: 4, weight: 0.5, head: 0 }, { index: 4, weight: 1, head: 1 }, { index: 2, weight: 0.25, head: 1 }];
-  const found = overHeads(entries, 2);
-  assert.deepEqual(found.map(({ index, weight, best }) => [index, weight, best.head]), [[4, 0.75, 1], [2, 0.125, 1]]);
+  const heads = { a: [[4, 0.5]], b: [[4, 1], [2, 0.25]] };
+  const found = overHeads(["a", "b"], 5, (head, each) => heads[head].forEach((entry) => each(...entry)));
+  assert.deepEqual(found, [{ index: 4, weight: 0.75, most: 1, head: "b" }, { index: 2, weight: 0.125, most: 0.25, head: "b" }]);
 });
 
 test("a layer of another length is an error", () => {

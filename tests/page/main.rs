@@ -1,4 +1,5 @@
-//! Pages of attention weights. `browser.test.mjs`, which `ci/page.sh` runs, opens those that `pages_are_written_for_the_browser` writes.
+//! Pages of attention weights. `browser.test.mjs`, which `ci/page.sh` runs, opens those that
+//! `pages_are_written_for_the_browser` writes.
 
 use std::path::Path;
 

@@ -49,15 +49,19 @@ export class Layer {
     return { entries: sorted(entries), rest: Math.max(0, rest), least };
   }
 
-  /** The queries among whose top keys a key is. */
-  readers(head, key) {
+  /** Calls `each(query, weight)` for the queries among whose top keys a key is: those of a sink are all. */
+  forEachReader(head, key, each) {
     const { queries, top } = this.shape;
-    const entries = [];
     const [start, end] = [head * queries * top, (head + 1) * queries * top];
     for (let i = this.topKeys.indexOf(key, start); i >= 0 && i < end; i = this.topKeys.indexOf(key, i + 1)) {
-      const weight = WEIGHTS[this.topCodes[i]];
-      if (weight !== 0) entries.push({ index: Math.floor((i - start) / top), weight });
+      if (this.topCodes[i] !== 0) each(Math.floor((i - start) / top), WEIGHTS[this.topCodes[i]]);
     }
+  }
+
+  /** Those queries, by weight. */
+  readers(head, key) {
+    const entries = [];
+    this.forEachReader(head, key, (index, weight) => entries.push({ index, weight }));
     return sorted(entries);
   }
 
@@ -117,16 +121,19 @@ export class Layer {
   }
 }
 
-/** Entries of several heads, `{ index, weight, .. }`, by index: the mean weight over the heads, and the best entry. */
-export function overHeads(entries, heads) {
-  const found = new Map();
-  for (const entry of entries) {
-    const sum = found.get(entry.index) ?? { index: entry.index, weight: 0, best: entry };
-    sum.weight += entry.weight / heads;
-    if (entry.weight > sum.best.weight) sum.best = entry;
-    found.set(entry.index, sum);
-  }
-  return sorted([...found.values()]);
+/**
+ * What `visit(head, each)` calls `each(index, weight)` with, for indices below `count`: the mean weight over the heads,
+ * and of the head with the most, `most` and `head`.
+ */
+export function overHeads(heads, count, visit) {
+  const [sums, most, best] = [new Float64Array(count), new Float64Array(count), new Uint32Array(count)];
+  heads.forEach((head, number) => visit(head, (index, weight) => {
+    sums[index] += weight / heads.length;
+    if (weight > most[index]) [most[index], best[index]] = [weight, number];
+  }));
+  const found = [];
+  sums.forEach((weight, index) => weight !== 0 && found.push({ index, weight, most: most[index], head: heads[best[index]] }));
+  return sorted(found);
 }
 
 /** `0`, `0.123`, or `4.5e-5` where three digits would not do. */

@@ -25,11 +25,9 @@ const receivedBy = (layer, head, key) => layerAt(layer).received[head * shape.ke
 function tokenParts({ query, key }, heads) {
   const mean = heads.length > 1 ? `, mean over ${counted(heads.length, "head")}` : "";
   const sum = (numberOf) => heads.reduce((sum, [layer, head]) => sum + numberOf(layer, head) / heads.length, 0);
-  const part = (title, text, entriesOf, side, pair) => {
-    const entries = heads.flatMap(([layer, head]) =>
-      entriesOf(layerAt(layer), head).map((entry) => ({ layer, head, ...entry })));
-    const found = overHeads(entries, heads.length);
-    const rows = found.slice(0, 12).map(({ index, weight, best: { layer, head, weight: most } }) => ({
+  const part = (title, text, visit, side, pair) => {
+    const found = overHeads(heads, countOf(side), ([layer, head], each) => visit(layerAt(layer), head, each));
+    const rows = found.slice(0, 12).map(({ index, weight, most, head: [layer, head] }) => ({
       name: named(side, index), weight,
       note: mean && `most in ${headName(layer, head)}: ${textOf(most)}`,
       press: () => go({ view: "head", layer, head, ...pair(index) }, !mean),
@@ -43,13 +41,14 @@ function tokenParts({ query, key }, heads) {
     const rest = sum((layer, head) => layerAt(layer).reads(head, query).rest);
     const others = shape.top < shape.keys ? `; other keys than the ${shape.top} largest: ${percent(rest)}` : "";
     const text = `entropy ${entropy.toFixed(2)} nats${others}`;
-    const entriesOf = (layer, head) => layer.reads(head, query).entries;
-    parts.push(part(`${named("query", query)} reads`, text, entriesOf, "key", (key) => ({ token: query, key })));
+    const visit = (layer, head, each) =>
+      layer.reads(head, query).entries.forEach(({ index, weight }) => each(index, weight));
+    parts.push(part(`${named("query", query)} reads`, text, visit, "key", (key) => ({ token: query, key })));
   }
   if (key !== null) {
     const text = `receives ${sum((layer, head) => receivedBy(layer, head, key)).toFixed(2)} from all queries together`;
-    const entriesOf = (layer, head) => layer.readers(head, key);
-    parts.push(part(`${named("key", key)} is read by`, text, entriesOf, "query", (token) => ({ token, key })));
+    const visit = (layer, head, each) => layer.forEachReader(head, key, each);
+    parts.push(part(`${named("key", key)} is read by`, text, visit, "query", (token) => ({ token, key })));
   }
   return parts;
 }
