@@ -136,9 +136,11 @@ function weightList(entries, most) {
 /** Fills a list with tokens, as text that can be selected: `choose(index)`, `open()` on Enter, `hover(index)` or -1. */
 function tokenList(id, side, { choose, open, hover = () => {} }) {
   const [list, count] = [byId(id), countOf(side)];
+  const isFlow = list.className === "flow";
   const token = (index) => element(
     "span", { class: "token", role: "option", id: `${id}-${index}`, "data-index": index },
-    about.hasTokens[side] ? element("span", { class: "index" }, index) : "", element("bdi", {}, tokenText(side, index)), " ");
+    about.hasTokens[side] && !isFlow ? element("span", { class: "index" }, index) : "",
+    element("bdi", {}, tokenText(side, index)), " ");
   // Blocks, so that a browser lays out only what is seen.
   for (let start = 0; start < count; start += 64) {
     const tokens = range(Math.min(64, count - start), (i) => token(start + i));
@@ -151,7 +153,7 @@ function tokenList(id, side, { choose, open, hover = () => {} }) {
   on(id, "pointerleave", () => hover(-1));
   on(id, "keydown", (event) => {
     const [down, right] = arrow(event) ?? [0, 0];
-    const step = down || (list.classList.contains("flow") && right) || { PageUp: -20, PageDown: 20 }[event.key];
+    const step = down || (isFlow && right) || { PageUp: -20, PageDown: 20 }[event.key];
     const to = { Home: 0, End: count - 1 }[event.key] ?? (step ? (list.chosen ?? -1) + step : undefined);
     if (to === undefined && event.key !== "Enter") return;
     event.preventDefault();

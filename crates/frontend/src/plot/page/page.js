@@ -64,7 +64,8 @@ function show() {
   }
   if (isEmpty) return;
   // A view's tokens are made when it is first seen: there may be thousands.
-  built[state.view] ??= BUILD[state.view]() ?? true;
+  BUILD[state.view]?.();
+  delete BUILD[state.view];
   if (state.view === "head") showHead();
   if (state.view === "token") showToken();
 }
@@ -83,13 +84,12 @@ const KEYS = {
   3: () => go({ view: "token" }),
   Escape() {
     go({ view: state.view === "token" ? "head" : "model" });
-    if (state.view === "model" && !isEmpty) focusMap(byId(`map-${state.layer}-${state.head}`));
+    if (state.view === "model") focusMap(byId(`map-${state.layer}-${state.head}`));
   },
   "+": () => zoom(2),
   "-": () => zoom(0.5),
 };
-const BUILD = { model() {}, head: buildHead, token: buildToken };
-const built = {};
+const BUILD = { head: buildHead, token: buildToken };
 const isEmpty = !shape.queries || !shape.keys;
 byId("title").textContent = about.title;
 byId("empty").hidden = !isEmpty;
@@ -99,7 +99,7 @@ on("theme", "click", () => useTheme(!isDark));
 for (const name of ["hashchange", "popstate"]) addEventListener(name, follow);
 addEventListener("resize", show);
 addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches?.("select")) return;
+  if (isEmpty || event.ctrlKey || event.metaKey || event.altKey || event.target.matches?.("select")) return;
   const [down, right] = ARROWS[event.key] ?? [0, 0];
   if (event.shiftKey && (down || right) && state.view === "head") moveHead(down * shape.heads + right);
   else if (event.key in KEYS) KEYS[event.key]();
