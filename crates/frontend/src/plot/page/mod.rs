@@ -45,7 +45,7 @@ use layer::{Layer, Shape};
 ///     let layer = MultiHeadAttention::new(&MultiHeadAttentionConfig::new(16, 2), vb.pp(name))?;
 ///     let statistics;
 ///     (xs, statistics) = layer.forward_with_statistics(AttentionInput::new(&xs), &StatisticsOptions::default())?;
-///     page = page.with_layer(name, &statistics, 0)?; // here a caller's bar of progress moves on
+///     page.push_layer(name, &statistics, 0)?; // here a caller's bar of progress moves on
 /// }
 /// # let folder = tempfile::tempdir()?;
 /// # let path = folder.path().join("attention.html");
@@ -104,7 +104,8 @@ impl Page {
     /// If layers are there whose T_q is not the number of tokens.
     pub fn with_query_tokens<S: AsRef<str>>(mut self, tokens: &[S]) -> Result<Self> {
         self.query_tokens = Some(tokens.iter().map(|token| style::token(token.as_ref())).collect());
-        self.checked()
+        self.check(self.shape)?;
+        Ok(self)
     }
 
     /// Names the keys: T_kv tokens.
@@ -113,7 +114,8 @@ impl Page {
     /// If layers are there whose T_kv is not the number of tokens.
     pub fn with_key_tokens<S: AsRef<str>>(mut self, tokens: &[S]) -> Result<Self> {
         self.key_tokens = Some(tokens.iter().map(|token| style::token(token.as_ref())).collect());
-        self.checked()
+        self.check(self.shape)?;
+        Ok(self)
     }
 
     /// Shows weights over a picture, a PNG or JPEG file: the keys are `leading` tokens, such as `[CLS]`, and after them
@@ -131,25 +133,37 @@ impl Page {
             bail!("[page] the picture has {} x {} patches, expected at least one", grid[0], grid[1])
         }
         self.picture = Some(Picture { kind, bytes: picture.to_vec(), grid, leading });
-        self.checked()
+        self.check(self.shape)?;
+        Ok(self)
     }
 
-    /// With the next layer: sequence `b` of its statistics, in the shapes that [`AttentionStatistics`] names, or
+    /// With the next layer: see [`Page::push_layer`].
+    ///
+    /// # Errors
+    /// As [`Page::push_layer`].
+    pub fn with_layer(mut self, name: impl AsRef<str>, statistics: &AttentionStatistics, b: usize) -> Result<Self> {
+        self.push_layer(name, statistics, b)?;
+        Ok(self)
+    }
+
+    /// Adds the next layer: sequence `b` of its statistics, in the shapes that [`AttentionStatistics`] names, or
     /// without the dimension B. The page keeps a compact copy, so that layers can be added as a model runs.
     ///
     /// # Errors
     /// If `b` is not below B, a tensor has another shape or dtype, the statistics have no top keys, a weight is outside
     /// \[0, 1\], there are weights of some queries or keys alone, the layers before have other numbers of heads,
-    /// queries, keys or top keys, or the tokens are not as many. Weights that are not finite are shown as such.
-    pub fn with_layer(mut self, name: impl AsRef<str>, statistics: &AttentionStatistics, b: usize) -> Result<Self> {
-        let name = style::safe(name.as_ref());
-        let (layer, shape) = Layer::new(name, statistics, b)?;
-        let before = *self.shape.get_or_insert(shape);
+    /// queries, keys or top keys, or the tokens are not as many. The page stays as it was. Weights that are not finite
+    /// are no error, and are shown as such.
+    pub fn push_layer(&mut self, name: impl AsRef<str>, statistics: &AttentionStatistics, b: usize) -> Result<()> {
+        let (layer, shape) = Layer::new(style::safe(name.as_ref()), statistics, b)?;
+        let before = self.shape.unwrap_or(shape);
         if shape != before {
             bail!("[page] layer {:?} has {shape}, the layers before it {before}", layer.name)
         }
+        self.check(Some(shape))?;
+        self.shape = Some(shape);
         self.layers.push(layer);
-        self.checked()
+        Ok(())
     }
 
     /// Writes the page to `path`.
@@ -178,9 +192,9 @@ impl Page {
         self.shape.as_ref().ok_or_else(|| Error::Msg("[page] there is no layer to show: see Page::with_layer".into()))
     }
 
-    /// The page, if its parts fit each other.
-    fn checked(self) -> Result<Self> {
-        let Some(Shape { queries, keys, .. }) = self.shape else { return Ok(self) };
+    /// Whether tokens and picture fit layers of this shape, if there are any.
+    fn check(&self, shape: Option<Shape>) -> Result<()> {
+        let Some(Shape { queries, keys, .. }) = shape else { return Ok(()) };
         for (tokens, count, one, many) in
             [(&self.query_tokens, queries, "query", "queries"), (&self.key_tokens, keys, "key", "keys")]
         {
@@ -193,6 +207,6 @@ impl Page {
         {
             bail!("[page] {rows} x {columns} patches after {leading} leading tokens for {keys} keys")
         }
-        Ok(self)
+        Ok(())
     }
 }
