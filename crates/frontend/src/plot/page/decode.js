@@ -53,8 +53,9 @@ export class Layer {
   forEachReader(head, key, each) {
     const { queries, top } = this.shape;
     const [start, end] = [head * queries * top, (head + 1) * queries * top];
-    for (let i = this.topKeys.indexOf(key, start); i >= 0 && i < end; i = this.topKeys.indexOf(key, i + 1)) {
-      if (this.topCodes[i] !== 0) each(Math.floor((i - start) / top), WEIGHTS[this.topCodes[i]]);
+    const [keys, codes] = [this.topKeys, this.topCodes];
+    for (let i = start; i < end; i++) {
+      if (keys[i] === key && codes[i] !== 0) each(Math.floor((i - start) / top), WEIGHTS[codes[i]]);
     }
   }
 
