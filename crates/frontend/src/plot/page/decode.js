@@ -31,6 +31,7 @@ export class Layer {
     this.topKeys = take(keys > 65536 ? Uint32Array : Uint16Array, heads * queries * top);
     this.topCodes = take(Uint16Array, heads * queries * top);
     this.tile = hasAllWeights ? take(Uint8Array, heads * queries * keys) : null;
+    this.isComplete = hasAllWeights || top === keys;
     if (end !== bytes.length) throw new Error(`a layer has ${bytes.length} bytes, expected ${end}`);
   }
 

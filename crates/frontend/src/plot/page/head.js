@@ -164,7 +164,7 @@ function mapOfTokens() {
     mark: isChosen ? [(token - query[0]) / per.query, (chosenKey - key[0]) / per.key].map(Math.floor) : null,
     label: { row: (i) => tokenText("query", query[0] + i * per.query), column: (i) => tokenText("key", key[0] + i * per.key) },
     note: `Queries ${query[0]} to ${query[1] - 1} go down, keys ${key[0]} to ${key[1] - 1} across. ` +
-      (layer.tile ? "All weights are drawn." : `The ${shape.top} largest weights of each query are drawn.`) +
+      (layer.isComplete ? "All weights are drawn." : `The ${shape.top} largest weights of each query are drawn.`) +
       (per.query + per.key > 2 ? " A cell has the largest weight of several tokens: zoom in to tell them apart." : ""),
     pairAt([row, column]) {
       const [q, k] = [query[0] + row * per.query, key[0] + column * per.key];
@@ -186,7 +186,7 @@ function mapOfPatches() {
   const patch = about.isSelf ? state.token : state.key;
   const found = range(rows * columns, (i) => weightOf(state.token, leading + i));
   const weights = found.map(({ weight, isBound }) => (isBound ? 0 : weight));
-  const known = layerAt(state.layer).tile ? "" : `: the ${shape.top} largest weights are drawn`;
+  const known = layerAt(state.layer).isComplete ? "" : `: the ${shape.top} largest weights are drawn`;
   return {
     rows, columns, weights, photo,
     most: Math.max(...weights.filter(Number.isFinite), 0) || 1,

@@ -4,12 +4,13 @@ function buildModel() {
   const { heads, queries, keys, top } = shape;
   byId("model-summary").textContent =
     `${counted(about.layers.length, "layer")} of ${counted(heads, "head")}, ${counted(queries, "query", "queries")} and ` +
-    `${counted(keys, "key")}. In a small map queries go down and keys across, and at least the ${top} largest weights of ` +
-    "each query are drawn. The number below is the mean entropy in nats, which is low where a head reads few keys.";
+    `${counted(keys, "key")}. In a small map queries go down and keys across; ` +
+    `${top === keys ? "all weights" : `at least the ${top} largest weights of each query`} are drawn. ` +
+    "The number below is the mean entropy in nats, which is low where a head reads few keys.";
   const grid = byId("heads");
   grid.style.setProperty("--heads", heads);
   grid.style.setProperty("--size", `${Math.max(96, Math.min(200, 900 / Math.max(heads, about.layers.length)))}px`);
-  grid.append(element("span", {}), ...range(heads, (head) => element("span", {}, head)));
+  grid.append(element("span", {}, "layer, head"), ...range(heads, (head) => element("span", {}, head)));
   about.layers.forEach(({ name }, layer) => grid.append(element("bdi", { title: name }, `${layer} ${name}`), ...range(heads, (head) => {
     const describe = () => (byId("model-readout").textContent = `${headName(layer, head)}: ${headText(layer, head)}`);
     const listeners = { onclick: () => go({ view: "head", layer, head }), onfocus: describe, onpointerenter: describe };
@@ -40,8 +41,7 @@ function headText(layer, head) {
   if (notFinite) return `${counted(notFinite, "weight")} of the largest not finite, drawn in grey`;
   if (!(all > 0)) return "every key is hidden from every query";
   const most = `${named("key", mostRead)}, ${percent(receivedBy(layer, head, mostRead) / all)} of all weight`;
-  const isAll = layerAt(layer).tile || shape.top === shape.keys;
-  const others = isAll ? "" : `; other keys than the ${shape.top} largest: ${percent(Math.max(0, 1 - top / all))}`;
+  const others = layerAt(layer).isComplete ? "" : `; other keys than the ${shape.top} largest: ${percent(Math.max(0, 1 - top / all))}`;
   return `mean entropy ${entropy.toFixed(2)} nats; most read: ${most}${others}`;
 }
 
