@@ -1,5 +1,5 @@
-//! Ways to compute the same that take turns: a way's time is the least of its rounds, its memory what a call adds to the
-//! process at its peak.
+//! Ways to compute the same that take turns: a way's time is the least of its rounds, its memory what a call adds to
+//! the process at its peak.
 
 #[path = "memory.rs"]
 #[expect(dead_code, reason = "a part is for the other benches")]

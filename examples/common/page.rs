@@ -2,16 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
-#[cfg(feature = "plot")]
 use candle_attention::plot::Page;
 use candle_attention::text::SimpleTokenizer;
 use candle_attention::{AttentionStatistics, StatisticsOptions};
 use candle_core::{Result, Tensor};
 use clap::Args;
 use indicatif::ProgressBar;
-
-#[cfg(not(feature = "plot"))]
-use without_plot::Page;
 
 /// Weights are kept as they are up to so many in all layers together; of longer texts, those of each token's top keys.
 const MOST_WEIGHTS: usize = 4 << 20;
@@ -21,7 +17,7 @@ const MOST_OF_TITLE: usize = 60;
 
 #[derive(Debug, Clone, Args)]
 pub struct PageArgs {
-    /// Writes a page to look around in what every head attends to: FILE.html (needs `--features plot`)
+    /// Writes a page to look around in what every head attends to: FILE.html
     #[arg(long, value_name = "FILE")]
     pub page: Option<PathBuf>,
 }
@@ -61,8 +57,7 @@ impl PageOfLayers {
         run: impl FnOnce(&StatisticsOptions) -> Result<(Tensor, AttentionStatistics)>,
     ) -> Result<Tensor> {
         let (output, statistics) = run(&self.wanted)?;
-        let page = std::mem::replace(&mut self.page, Page::new(""));
-        self.page = page.with_layer("", &statistics, 0)?;
+        self.page.push_layer("", &statistics, 0)?;
         self.bar.inc(1);
         Ok(output)
     }
@@ -88,41 +83,4 @@ pub fn texts(tokenizer: &SimpleTokenizer, ids: &[u32]) -> Vec<String> {
         }
     };
     ids.iter().map(text).collect()
-}
-
-#[cfg(not(feature = "plot"))]
-mod without_plot {
-    use std::path::Path;
-
-    use candle_attention::AttentionStatistics;
-    use candle_core::{Result, bail};
-
-    /// Says what is missing.
-    pub struct Page;
-
-    impl Page {
-        pub fn new(_: &str) -> Self {
-            Self
-        }
-
-        pub fn with_query_tokens(self, _: &[String]) -> Result<Self> {
-            bail!("--page needs a page: run again with `cargo run --features plot --example ..`")
-        }
-
-        pub fn with_key_tokens(self, _: &[String]) -> Result<Self> {
-            Ok(self)
-        }
-
-        pub fn with_picture(self, _: &[u8], _: [usize; 2], _: usize) -> Result<Self> {
-            Ok(self)
-        }
-
-        pub fn with_layer(self, _: &str, _: &AttentionStatistics, _: usize) -> Result<Self> {
-            Ok(self)
-        }
-
-        pub fn write(&self, _: &Path) -> Result<()> {
-            Ok(())
-        }
-    }
 }

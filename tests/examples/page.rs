@@ -11,10 +11,6 @@ fn page(example: &str, args: &[&str], layers: Option<usize>) -> String {
     let file = folder.path().join("attention.html");
     let path = file.to_str().expect("UTF-8");
     let Run { code, stderr, .. } = run_example(example, &[args, &["--page", path]].concat());
-    if !cfg!(feature = "plot") {
-        assert!(stderr.ends_with("run again with `cargo run --features plot --example ..`\n"), "{stderr}");
-        return String::new();
-    }
     assert_eq!(code, Some(0), "{example} {args:?}: {stderr}");
     assert!(stderr.contains("attention.html: "), "{stderr}");
     let html = std::fs::read_to_string(file).expect("the page is there");
@@ -46,8 +42,8 @@ fn models(test: &str) -> Vec<String> {
 #[test]
 fn one_layer_has_a_page_of_its_tokens() {
     let html = page("tokenize_attend", &[SENTENCE], Some(1));
-    for token in if cfg!(feature = "plot") { SENTENCE.split(' ') } else { "".split(' ') } {
-        assert!(html.contains(&format!("\"{token}\"")) || token.is_empty(), "{token}");
+    for token in SENTENCE.split(' ') {
+        assert!(html.contains(&format!("\"{token}\"")), "{token}");
     }
     // Keys that the layer appends, and no tokens.
     page("tokenize_attend", &["hello world", "--model", "torch_mha_bias_kv"], Some(1));
@@ -72,7 +68,7 @@ fn encoders_of_texts_and_pictures_have_pages() {
     }
     for model in models("image_embedding") {
         let html = page("image_embedding", &["--model", &model, "tests/image_embedding/picture.png"], None);
-        assert!(html.contains("data:image/png;base64,") || !cfg!(feature = "plot"), "{model}");
+        assert!(html.contains("data:image/png;base64,"), "{model}");
     }
 }
 

@@ -1,6 +1,6 @@
-//! Heat maps of attention weights: in the terminal always, as SVG and PNG under the feature `plot`, which has a line
-//! chart for the numbers of a training and a page for all heads of a model as well. Without it, what draws a heat map
-//! into a file is an error that says so.
+//! Pages of the attention of a whole model, and heat maps of weights: in the terminal always, as SVG and PNG under the
+//! feature `plot`, which has a line chart for the numbers of a training as well. Without it, what draws a heat map into
+//! a file is an error that says so.
 //!
 //! ```
 //! use candle_attention::plot::{HeatMap, Heads, TerminalOptions};
@@ -16,7 +16,6 @@
 mod canvas;
 #[cfg(feature = "plot")]
 mod chart;
-#[cfg(feature = "plot")]
 mod page;
 #[cfg_attr(not(feature = "plot"), path = "no_picture.rs")]
 mod picture;
@@ -31,7 +30,6 @@ use unicode_width::UnicodeWidthStr;
 
 #[cfg(feature = "plot")]
 pub use chart::LineChart;
-#[cfg(feature = "plot")]
 pub use page::Page;
 pub use terminal::{Color, TerminalOptions};
 

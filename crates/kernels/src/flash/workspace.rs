@@ -100,8 +100,8 @@ pub(super) struct Workspace {
     pub dropout: Scratch,
     /// Rows on their way to being transposed.
     pub staging: Scratch,
-    /// Where statistics are wanted, the scores of all keys (panels, T_kv, panel), until the sum of their weights is known,
-    /// and what is found of groups of keys.
+    /// Where statistics are wanted, the scores of all keys (panels, T_kv, panel), until the sum of their weights is
+    /// known, and what is found of groups of keys.
     pub kept: Option<Scratch>,
 }
 

@@ -13,8 +13,7 @@ use candle_core::{Error, Result, bail};
 use super::style;
 use layer::{Layer, Shape};
 
-/// The attention of one sequence, in all heads of all layers, as one HTML file to look around in. Needs the feature
-/// `plot`.
+/// The attention of one sequence, in all heads of all layers, as one HTML file to look around in.
 ///
 /// The file needs nothing but a browser: no network, no server. It has three views that lead into each other. *Model*
 /// has a small map of each head of each layer. *Head* has the tokens on both sides with lines between them, or the map

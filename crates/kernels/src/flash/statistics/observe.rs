@@ -68,8 +68,8 @@ struct Columns {
     top: [[f32; MAX_COLUMNS]; MAX_TOP],
 }
 
-/// Weights of a group of keys without their factors: not in the place of scores, which would write all of them to memory
-/// again.
+/// Weights of a group of keys without their factors. They do not replace the scores, which would write all of them to
+/// memory again.
 type Powers = [[f32; MAX_COLUMNS]; GROUP];
 
 impl KeptTile<'_, '_> {
