@@ -14,7 +14,7 @@ use clap::Parser;
 #[derive(Parser)]
 struct Args {
     /// Queries and keys.
-    #[arg(long, value_delimiter = ',', default_values_t = [512, 2048, 16384])]
+    #[arg(long, value_delimiter = ',', default_values_t = [512, 2048, 4096, 16384])]
     lengths: Vec<usize>,
     #[arg(long, default_value_t = 16)]
     heads: usize,
