@@ -2,6 +2,8 @@
 
 use std::io::{Result, Write};
 
+use base64::engine::general_purpose::STANDARD;
+use base64::write::EncoderWriter;
 use serde_json::json;
 
 use super::layer::Shape;
@@ -63,16 +65,7 @@ fn data(page: &Page, shape: &Shape, out: &mut impl Write) -> Result<()> {
 }
 
 fn base64(bytes: &[u8], out: &mut impl Write) -> Result<()> {
-    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    for piece in bytes.chunks(3 << 10) {
-        let mut text = Vec::with_capacity(4 << 10);
-        for three in piece.chunks(3) {
-            let at = |i: usize| u32::from(three.get(i).copied().unwrap_or_default());
-            let bits = at(0) << 16 | at(1) << 8 | at(2);
-            let digit = |i: usize| DIGITS[(bits >> (18 - 6 * i)) as usize & 63];
-            text.extend((0..4).map(|i| if i > three.len() { b'=' } else { digit(i) }));
-        }
-        out.write_all(&text)?;
-    }
-    Ok(())
+    let mut encoder = EncoderWriter::new(out, &STANDARD);
+    encoder.write_all(bytes)?;
+    encoder.finish().map(drop)
 }
