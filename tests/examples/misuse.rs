@@ -33,7 +33,7 @@ hello world how are you ? hello | --model | book_mha => 1 7 positions are more t
 #[cfg(feature = "plot")]
 const PLOT: &str = r#"
 hello | --plot | a.gif => 1 [heat_map] the extension of a.gif is "gif"; expected svg or png
-hello | hello | --plot | a.svg => 1 [tokenize_attend] --plot draws one text, found several
+hello | hello | --plot | a.svg => 1 [tokenize_attend] --plot and --page show one text, found several
 "#;
 #[cfg(not(feature = "plot"))]
 const PLOT: &str = "\nhello | --plot | a.svg => 1 --features plot\n";

@@ -14,7 +14,7 @@ fn page(example: &str, args: &[&str], layers: Option<usize>) -> String {
     assert_eq!(code, Some(0), "{example} {args:?}: {stderr}");
     assert!(stderr.contains("attention.html: "), "{stderr}");
     let html = std::fs::read_to_string(file).expect("the page is there");
-    assert!(html.starts_with("<!doctype html>") && html.trim_end().ends_with("</html>"), "{example} {args:?}");
+    assert!(html.starts_with("<!doctype html>") && html.trim_end().ends_with("</script>"), "{example} {args:?}");
     if let Some(layers) = layers {
         let found = (0..).take_while(|layer| html.contains(&format!("id=\"layer-{layer}\""))).count();
         assert_eq!(found, layers, "{example} {args:?}");
