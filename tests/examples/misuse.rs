@@ -76,9 +76,8 @@ fn an_absent_device_is_one_line() {
 fn help_is_no_error() {
     let run = run(&["--help"]);
     assert_eq!((run.code, run.stderr.as_str()), (Some(0), ""));
-    for option in
-        ["--model", "--weights", "--model-id", "--heads", "--layout", "--layer", "--device", "--dtype", "--plot"]
-    {
+    let of_model = ["--model", "--weights", "--model-id", "--heads", "--layout", "--layer", "--device", "--dtype"];
+    for option in of_model.into_iter().chain(["--plot", "--page"]) {
         assert!(run.stdout.contains(option), "{option} is not in the help");
     }
 }
