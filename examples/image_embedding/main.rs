@@ -15,12 +15,13 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use candle_attention::MultiHeadAttention;
 use candle_core::{Error, Result, Tensor, bail};
 use clap::Parser;
 
 use common::page::{PageArgs, PageOfLayers};
 use common::{Files, ModelArgs, read_json, with_bar};
-use model::{Encoder, Output};
+use model::{Attend, Encoder, Output};
 use picture::{Picture, Preprocessor};
 use resample::Size;
 
@@ -79,10 +80,13 @@ fn run(args: &Args) -> Result<String> {
     }
     let pixels = preprocessor.pixels(&seen)?;
     let mut page = args.page.page.as_ref().map(|_| start_page(&model, &seen, &pixels)).transpose()?;
-    let Output { embedding, attention } = model.forward(&pixels, layer - 1, |attention, input| match &mut page {
-        Some(page) => page.attend(|wanted| attention.forward_with_statistics(input, wanted)),
-        None => attention.forward_with(input),
-    })?;
+    let mut attend = page.as_mut().map(|page| {
+        |attention: &MultiHeadAttention, input: &Tensor| {
+            page.attend(|wanted| attention.forward_with_statistics(input, wanted))
+        }
+    });
+    let attend = attend.as_mut().map(|attend| attend as &mut Attend);
+    let Output { embedding, attention } = model.forward(&pixels, layer - 1, attend)?;
     if let (Some(page), Some(path)) = (page, &args.page.page) {
         page.write(path)?;
     }

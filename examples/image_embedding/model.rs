@@ -3,7 +3,7 @@
 //! Attention is `hf::load_attention`, whatever the architecture. What remains of a model is its patches, its norms and
 //! its MLP, and that is what stands here.
 
-use candle_attention::{AttentionInput, LayerNorm, MultiHeadAttention, PackedLinear, hf, layer_norm, packed_linear};
+use candle_attention::{LayerNorm, MultiHeadAttention, PackedLinear, hf, layer_norm, packed_linear};
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use candle_nn::{Activation, VarBuilder, linear_no_bias, ops};
 use serde_json::Value;
@@ -83,6 +83,9 @@ pub struct Output {
     /// What the class token sees of each patch in one layer: (H, rows, columns).
     pub attention: Tensor,
 }
+
+/// Gives the output of a layer for an input (1, T, E).
+pub type Attend<'a> = dyn FnMut(&MultiHeadAttention, &Tensor) -> Result<Tensor> + 'a;
 
 /// An encoder of images.
 pub struct Encoder {
@@ -190,17 +193,12 @@ impl Encoder {
         self.blocks.first().map_or(0, |block| block.attention.config().num_heads())
     }
 
-    /// Pixels (3, rows, columns) to the picture's vector and the attention of one layer; `attend` gives the output of
-    /// each layer for an input.
+    /// Pixels (3, rows, columns) to the picture's vector and the attention of one layer. `attend`, if there is one,
+    /// gives the output of each layer for an input.
     ///
     /// # Errors
     /// For a picture whose size the model has no positions for.
-    pub fn forward(
-        &self,
-        pixels: &Tensor,
-        layer: usize,
-        mut attend: impl FnMut(&MultiHeadAttention, AttentionInput) -> Result<Tensor>,
-    ) -> Result<Output> {
+    pub fn forward(&self, pixels: &Tensor, layer: usize, mut attend: Option<&mut Attend>) -> Result<Output> {
         let (side, grid) = (self.side, self.grid(pixels)?);
         let pixels = pixels.to_dtype(self.class.dtype())?.to_device(self.class.device())?;
         let cut = pixels.reshape(&[3, grid.rows, side, grid.columns, side][..])?.permute((1, 3, 0, 2, 4))?;
@@ -212,13 +210,19 @@ impl Encoder {
         let mut attention = None;
         for (i, block) in self.blocks.iter().enumerate() {
             let input = block.norms[0].forward(&xs)?;
+            let mut own = None;
             if i == layer {
-                let weights = block.attention.forward_with_weights(AttentionInput::new(&input))?.weights;
-                let to_patches = weights.narrow(2, 0, 1)?.narrow(3, 1, grid.rows * grid.columns)?;
+                let attended = block.attention.forward_with_weights(&input)?;
+                let weights = attended.weights.narrow(2, 0, 1)?.narrow(3, 1, grid.rows * grid.columns)?;
                 let planes = (weights.dim(1)?, grid.rows, grid.columns);
-                attention = Some(to_patches.reshape(planes)?.to_dtype(DType::F32)?);
+                attention = Some(weights.reshape(planes)?.to_dtype(DType::F32)?);
+                own = Some(attended.output);
             }
-            let ys = attend(&block.attention, AttentionInput::new(&input))?;
+            let ys = match (&mut attend, own) {
+                (Some(attend), _) => attend(&block.attention, &input)?,
+                (None, Some(output)) => output,
+                (None, None) => block.attention.forward(&input)?,
+            };
             xs = block.add(&xs, ys, 0)?;
             let hidden = self.activation.forward(&block.mlp[0].forward(&block.norms[1].forward(&xs)?)?)?;
             xs = block.add(&xs, block.mlp[1].forward(&hidden)?, 1)?;

@@ -43,8 +43,8 @@ impl MultiHeadAttention {
     /// [`forward_with`](Self::forward_with) that also returns statistics of the weights: for each query its largest
     /// weights and its entropy, for each key the weight that it receives, (B, H, ..); (H, ..) for an input (T, E), and
     /// for packed sequences. The kernel finds them without having the weights as a whole, see
-    /// [`scaled_dot_product_attention_with_statistics`](crate::scaled_dot_product_attention_with_statistics). Keys are
-    /// counted as those that attention is to: with a cache, from the first that it holds.
+    /// [`scaled_dot_product_attention_with_statistics`](crate::scaled_dot_product_attention_with_statistics). Indices of
+    /// keys count those that are attended to; with a cache, from the first that it holds.
     ///
     /// ```
     /// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, StatisticsOptions};
@@ -60,7 +60,7 @@ impl MultiHeadAttention {
     /// ```
     ///
     /// # Errors
-    /// As [`forward_with`](Self::forward_with), and for statistics that a call does not have.
+    /// As [`forward_with`](Self::forward_with), and if `wanted` does not fit the call.
     pub fn forward_with_statistics<'a>(
         &self,
         input: impl Into<AttentionInput<'a>>,

@@ -4,7 +4,7 @@ use candle_core::{Device, Result, Tensor};
 
 use super::plan::{Choice, Outputs, choose};
 use super::validate::Call;
-use super::{AttentionStatistics, Plan, SdpaOptions, StatisticsOptions, cpu, statistics};
+use super::{AttentionStatistics, Plan, SdpaOptions, StatisticsOptions, cpu};
 use crate::mask::AttentionMask;
 use candle_attention_kernels::Tier;
 
@@ -52,7 +52,8 @@ impl<'a> QuantizedCall<'a> {
 
     /// The context, and statistics of the weights.
     pub fn attend_with_statistics(&self, wanted: &StatisticsOptions) -> Result<(Tensor, AttentionStatistics)> {
-        statistics::attend(&self.call, wanted)
+        wanted.check(&self.call)?;
+        cpu::attend_with_statistics(&self.call, self.tier, wanted)
     }
 
     pub fn plan(&self) -> Plan {

@@ -28,8 +28,8 @@ pub(super) fn attend(call: &Call) -> Result<Attended> {
     }
 }
 
-/// Each sequence that has queries by itself.
-fn each_sequence<'a>(
+/// Each sequence that has queries by itself, with the keys that are its own.
+pub(super) fn each_sequence<'a>(
     packed: &'a Call,
     sequences: &'a PackedSequences,
 ) -> impl Iterator<Item = Result<(Range<usize>, Attended)>> + 'a {
@@ -42,12 +42,6 @@ fn each_sequence<'a>(
         let first_row_and_key = [queries.start, keys.start];
         Ok((keys, attend_batch(&Call { output_order: packed.output_order, first_row_and_key, ..call })?))
     })
-}
-
-/// Of each sequence that has queries, its keys and the weights (1, H, T_q, T_kv).
-pub(super) fn weights_of_sequences(packed: &Call, sequences: &PackedSequences) -> Result<Vec<(Range<usize>, Tensor)>> {
-    let with_weights = |own: Result<(_, Attended)>| own.map(|(keys, own)| own.weights.map(|weights| (keys, weights)));
-    each_sequence(packed, sequences).filter_map(|own| with_weights(own).transpose()).collect()
 }
 
 /// Each sequence by itself. No weights: they have no one shape.

@@ -7,6 +7,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use macro_rules_attribute::apply;
 
 use super::plan::{self, Choice, Outputs};
+use super::reference::Attended;
 use super::validate::{Call, Dims};
 use super::{PackedSequences, SdpaOptions, cpu, reference};
 use crate::base::{Options, accumulation_dtype, options};
@@ -43,7 +44,7 @@ impl StatisticsOptions {
         Self { window: Some([rows, columns]), ..self }
     }
 
-    fn check(&self, call: &Call) -> Result<()> {
+    pub(super) fn check(&self, call: &Call) -> Result<()> {
         let (op, Dims { t_q, t_kv, .. }) = (call.op, call.dims);
         if self.top_keys > MAX_TOP {
             bail!("[{op}] top_keys is {}, expected at most {MAX_TOP}", self.top_keys)
@@ -72,13 +73,13 @@ fn is_within(range: &Range<usize>, count: usize) -> bool {
 /// device, without gradients.
 #[derive(Debug, Clone)]
 pub struct AttentionStatistics {
-    /// The keys with the largest weights of each query, the largest first and of two alike the lower key first: (B, H,
-    /// T_q, k) in u32, where k is the smaller of [`StatisticsOptions::top_keys`] and T_kv. Keys of weight 0, such as
-    /// hidden ones, come last, the lowest first.
+    /// The keys with the largest weights of each query, the largest first and of equal scores the lower key first:
+    /// (B, H, T_q, k) in u32, where k is the smaller of [`StatisticsOptions::top_keys`] and T_kv. Keys of weight 0,
+    /// such as hidden ones, come last, the lowest first.
     pub top_keys: Tensor,
     /// The weights of [`top_keys`](Self::top_keys): (B, H, T_q, k).
     pub top_weights: Tensor,
-    /// `-Σ w ln w` over the keys of each query, in nats: (B, H, T_q). 0 for a query that sees one key, or none.
+    /// `-Σ w ln w` over the keys of each query, in nats: (B, H, T_q). 0 for a query that sees no key.
     pub entropy: Tensor,
     /// The sum over the queries of the weight that a key has: (B, H, T_kv).
     pub received: Tensor,
@@ -209,29 +210,38 @@ pub(super) fn attend(call: &Call, wanted: &StatisticsOptions) -> Result<(Tensor,
         Choice::Cpu(tier) => cpu::attend_with_statistics(call, tier, wanted),
         // The operations of GPUs have no statistics, and are not chosen for them.
         Choice::Reference { .. } | Choice::Gpu(_) => {
-            let context = reference::attend(call)?.context;
-            let options = SdpaOptions { train: false, ..call.options.clone() };
-            let weights = weights(&Call { options: &options, ..call.clone() })?;
+            let Attended { context, weights, .. } = reference::attend(call)?;
+            let drops = call.options.train && call.options.dropout > 0.0;
+            let weights = match weights.filter(|_| !drops) {
+                Some(weights) => weights,
+                None => {
+                    let options = SdpaOptions { train: false, ..call.options.clone() };
+                    before_dropout(&Call { options: &options, ..call.clone() })?
+                }
+            };
             Ok((context, AttentionStatistics::of_weights(&weights.detach(), wanted)?))
         }
     }
 }
 
-/// (B, H, T_q, T_kv), or (1, H, total_q, total_kv) of packed sequences.
-fn weights(call: &Call) -> Result<Tensor> {
-    let Some(sequences) = call.sequences else {
-        return match reference::attend(call)?.weights {
-            Some(weights) => Ok(weights),
-            None => bail!("[{}] expected queries and keys on CUDA, where Candle has no empty tensors", call.op),
-        };
-    };
+/// The weights (B, H, T_q, T_kv) of a call that drops none, or (1, H, total_q, total_kv) of packed sequences.
+fn before_dropout(call: &Call) -> Result<Tensor> {
+    let Some(sequences) = call.sequences else { return weights(call, reference::attend(call)?) };
     let total = sequences.total_keys();
-    let own = reference::weights_of_sequences(call, sequences)?
-        .into_iter()
-        .map(|(keys, weights)| weights.pad_with_zeros(3, keys.start, total - keys.end));
+    let own = reference::each_sequence(call, sequences).map(|own| {
+        let (keys, own) = own?;
+        weights(call, own)?.pad_with_zeros(3, keys.start, total - keys.end)
+    });
     let own = own.collect::<Result<Vec<_>>>()?;
     match own.is_empty() {
         true => Tensor::zeros((1, call.dims.h, 0, total), accumulation_dtype(call.q.dtype()), call.q.device()),
         false => Tensor::cat(&own, 2),
+    }
+}
+
+fn weights(call: &Call, attended: Attended) -> Result<Tensor> {
+    match attended.weights {
+        Some(weights) => Ok(weights),
+        None => bail!("[{}] expected queries and keys on CUDA, where Candle has no empty tensors", call.op),
     }
 }

@@ -89,10 +89,15 @@ const KEPT_BYTES: usize = 8 << 20;
 /// Tasks of a call that has statistics. Each has sums over queries of its own, T_kv for each head of its group.
 const STATISTICS_TASKS: usize = 64;
 
+/// The most bytes of all these sums, unless those of one task for each key head are more.
+const SUMS_BYTES: usize = 64 << 20;
+
 impl StatisticsSplit {
     pub fn new<K: Kernel>(dims: &Dims) -> Self {
         let panels = dims.rows().div_ceil(K::PANEL);
-        let parts = (STATISTICS_TASKS / (dims.b * dims.h_kv).max(1)).clamp(1, panels.max(1));
+        let sums = [dims.b, dims.h, dims.t_kv].into_iter().fold(4usize, usize::saturating_mul);
+        let most = panels.min(SUMS_BYTES / sums.max(1)).max(1);
+        let parts = (STATISTICS_TASKS / (dims.b * dims.h_kv).max(1)).clamp(1, most);
         let rows = state_bytes() / (4 * PackedSizes::new::<K>(dims).row_words());
         let fit = (rows / K::PANEL).min(KEPT_BYTES / (4 * K::PANEL * dims.t_kv).max(1));
         Self { panel: K::PANEL, panels: fit.min(panels.div_ceil(parts)).max(1), parts }

@@ -96,8 +96,9 @@ impl<S: Stored> Step<'_, '_, S> {
                 dropout: workspace.dropout.as_mut_ptr(),
             };
             let kept = workspace.kept.as_mut();
-            let kept = kept.map(|kept| kept.as_mut_ptr().add((index * inputs.dims.t_kv + first) * K::PANEL));
-            K::run_simd(TileSoftmax { scores: tile_scores, depth, pairs, state, factors: factors.as_mut_ptr(), kept });
+            let scores_out = kept.map(|kept| kept.as_mut_ptr().add((index * inputs.dims.t_kv + first) * K::PANEL));
+            let factors_out = factors.as_mut_ptr();
+            K::run_simd(TileSoftmax { scores: tile_scores, depth, pairs, state, factors: factors_out, scores_out });
             let weights = if K::IS_BF16 { pairs } else { scores };
             let values = ValueProduct { keys, columns: block.v, rows: sizes.d_v.rows, weights, to: state.context };
             let only_seen = is_masked && block.has_non_finite_values::<K>();

@@ -299,7 +299,7 @@ impl<E> Problem<'_, E> {
     }
 
     /// That every index of the call lies within its slice.
-    fn check(&self) -> Result<(), Error> {
+    pub(super) fn check(&self) -> Result<(), Error> {
         let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = self.dims;
         if h_kv == 0 || !h.is_multiple_of(h_kv) {
             return Err(Error::Shape(format!("expected key heads that divide the {h} query heads, found {h_kv}")));

@@ -22,8 +22,8 @@ pub(super) struct TileSoftmax<'a> {
     pub state: PanelState,
     /// A panel that receives the factors by which earlier sums shrink.
     pub factors: *mut f32,
-    /// As many rows as there are keys, which receive the scores, if they are to be kept.
-    pub kept: Option<*mut f32>,
+    /// As many rows as there are keys, which receive the scores, if those are wanted.
+    pub scores_out: Option<*mut f32>,
 }
 
 impl SimdTask for TileSoftmax<'_> {
@@ -33,8 +33,8 @@ impl SimdTask for TileSoftmax<'_> {
         // name.
         unsafe {
             self.scores.finish::<K>(None);
-            if let Some(kept) = self.kept {
-                self.scores.scores.cast_const().copy_to_nonoverlapping(kept, self.scores.keys * K::PANEL);
+            if let Some(scores_out) = self.scores_out {
+                self.scores.scores.cast_const().copy_to_nonoverlapping(scores_out, self.scores.keys * K::PANEL);
             }
             match self.scores.tile.vectors {
                 1 => self.softmax::<K, 1>(0),

@@ -258,7 +258,7 @@ impl MultiHeadLatentAttention {
     /// [`MultiHeadAttention::forward_with_statistics`](crate::MultiHeadAttention::forward_with_statistics) does.
     ///
     /// # Errors
-    /// As [`forward_with`](Self::forward_with), and for statistics that a call does not have.
+    /// As [`forward_with`](Self::forward_with), and if `wanted` does not fit the call.
     pub fn forward_with_statistics<'a>(
         &'a self,
         input: impl Into<AttentionInput<'a>>,

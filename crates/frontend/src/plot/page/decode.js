@@ -45,9 +45,9 @@ export class Layer {
       if (least !== 0) entries.push({ index: this.topKeys[i], weight: least });
       rest -= least;
     }
-    // Keys come in the order of their weights: no other has any if the last has none.
-    if (least === 0 || top === keys) [rest, least] = [0, 0];
-    return { entries: sorted(entries), rest: Math.max(0, rest), least };
+    // Keys come in the order of their weights: no other has any if the last has none. Of NaN nothing is known.
+    if (!(least > 0) || top === keys) [rest, least] = [0, 0];
+    return { entries: sorted(entries), rest: rest > 0 ? rest : 0, least };
   }
 
   /** Calls `each(query, weight)` for the queries among whose top keys a key is: those of a sink are all. */

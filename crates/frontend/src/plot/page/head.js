@@ -190,7 +190,7 @@ function mapOfPatches() {
   return {
     rows, columns, weights, photo,
     most: Math.max(...weights.filter(Number.isFinite), 0) || 1,
-    mark: patch >= leading ? [Math.floor((patch - leading) / columns), (patch - leading) % columns] : null,
+    mark: patch !== null && patch >= leading ? [Math.floor((patch - leading) / columns), (patch - leading) % columns] : null,
     note: state.token === null ? "The weight that each patch receives, in the mean over queries."
       : `What query ${named("query", state.token)} reads${known}.`,
     pairAt: ([row, column]) => ({ token: state.token, key: leading + row * columns + column }),

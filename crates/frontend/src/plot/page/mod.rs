@@ -25,10 +25,11 @@ use layer::{Layer, Shape};
 /// What is shown comes from [`AttentionStatistics`], so that the weights need not be held: for each query the keys with
 /// the largest weights, to within 2e-5, its entropy, and for each key the weight that it receives. The page says how
 /// much of the weight the other keys have. Where a layer's statistics have the weights of all queries and keys
-/// ([`with_weights_of`]), every weight is kept, those that are not among the largest to within `w.sqrt() / 250`.
+/// ([`with_weights_of`]), every weight is kept: those that are not among the largest to within `w.sqrt() / 250`, or
+/// 2e-5 where that is more.
 ///
 /// Each head takes `T_q · (4 + 4k) + 4 · T_kv` bytes for k top keys (`4 + 6k` where T_kv is above 65,536), each kept
-/// weight one byte more, and base64 a third on top: 20 MB for 144 heads, 2,048 tokens and k = 8 without kept weights.
+/// weight one byte more, and base64 a third on top: 16 MB for 144 heads, 2,048 tokens and k = 8 without kept weights.
 ///
 /// Tokens, names and the title are taken as untrusted text, written as in [`HeatMap`](super::HeatMap).
 ///
@@ -44,7 +45,7 @@ use layer::{Layer, Shape};
 ///     let layer = MultiHeadAttention::new(&MultiHeadAttentionConfig::new(16, 2), vb.pp(name))?;
 ///     let statistics;
 ///     (xs, statistics) = layer.forward_with_statistics(AttentionInput::new(&xs), &StatisticsOptions::default())?;
-///     page.push_layer(name, &statistics, 0)?; // here a caller's bar of progress moves on
+///     page.push_layer(name, &statistics, 0)?; // a progress bar advances here
 /// }
 /// # let folder = tempfile::tempdir()?;
 /// # let path = folder.path().join("attention.html");
@@ -172,10 +173,9 @@ impl Page {
     pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let cannot = |error| Error::Msg(format!("[page] cannot write {}: {error}", path.display()));
-        self.shape()?;
+        let shape = self.shape()?;
         let mut file = BufWriter::new(File::create(path).map_err(cannot)?);
-        self.write_to(&mut file)?;
-        file.flush().map_err(cannot)
+        write::html(self, shape, &mut file).and_then(|()| file.flush()).map_err(cannot)
     }
 
     /// Writes the page, in UTF-8, in many small pieces: a file wants a [`BufWriter`].

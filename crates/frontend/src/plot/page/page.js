@@ -51,7 +51,7 @@ function follow() {
   const limits = { layer: about.layers.length, head: heads, token: queries, key: keys, view: VIEWS, as: AS };
   const { found, problems } = parseAddress(location.hash, limits);
   const view = "layer" in found || "head" in found ? "head" : "token" in found || "key" in found ? "token" : "model";
-  Object.assign(state, { token: null, key: null, as: "lines", view }, found);
+  Object.assign(state, { layer: 0, head: 0, token: null, key: null, as: "lines", view }, found);
   byId("problem").textContent = problems.length ? `The address is not of this page: ${problems.join(", ")}.` : "";
   show();
 }

@@ -39,7 +39,7 @@ function tokenParts({ query, key }, heads) {
   if (query !== null) {
     const entropy = sum((layer, head) => layerAt(layer).entropy[head * shape.queries + query]);
     const rest = sum((layer, head) => layerAt(layer).reads(head, query).rest);
-    const others = shape.top < shape.keys ? `; other keys than the ${shape.top} largest: ${percent(rest)}` : "";
+    const others = shape.top < shape.keys ? `; other keys than the ${shape.top} largest, or a sink: ${percent(rest)}` : "";
     const text = `entropy ${entropy.toFixed(2)} nats${others}`;
     const visit = (layer, head, each) =>
       layer.reads(head, query).entries.forEach(({ index, weight }) => each(index, weight));
@@ -76,7 +76,10 @@ function showToken() {
 
 /** Says what the chosen token does in a head. */
 function describeHead([layer, head]) {
-  const { query, key } = sidesOf(shownToken());
+  const shown = shownToken();
+  // A pointer that leaves may come after the view was left.
+  if (!shown) return;
+  const { query, key } = sidesOf(shown);
   const best = query === null ? null : layerAt(layer).reads(head, query).entries[0];
   const reads = best ? `reads ${named("key", best.index)} most, ${textOf(best.weight)}` : "reads no key";
   const text = query === null ? `receives ${receivedBy(layer, head, key).toFixed(3)} in all` : reads;

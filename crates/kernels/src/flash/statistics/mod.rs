@@ -34,8 +34,9 @@ pub struct StatisticsOptions {
 /// Statistics of the weights before dropout.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Statistics {
-    /// The keys with the largest weights of each query, the largest first, of two alike the lower key: (B, H, T_q, k),
-    /// where k is the smaller of [`StatisticsOptions::top`] and T_kv. Keys of weight 0 come last, the lowest first.
+    /// The keys with the largest weights of each query, the largest first, of equal scores the lower key:
+    /// (B, H, T_q, k), where k is the smaller of [`StatisticsOptions::top`] and T_kv. Keys of weight 0 come last, the
+    /// lowest first.
     pub top_keys: Vec<u32>,
     /// Their weights.
     pub top_weights: Vec<f32>,
@@ -57,9 +58,11 @@ impl Statistics {
                 return Err(Error::Shape(format!("expected {what} within 0..{most}, found {wanted:?}")));
             }
         }
-        if *top > MAX_TOP || u32::try_from(t_kv).is_err() {
-            let expected = format!("expected at most {MAX_TOP} top keys of {} keys", u32::MAX);
-            return Err(Error::Shape(format!("{expected}, found {top} of {t_kv}")));
+        if *top > MAX_TOP {
+            return Err(Error::Shape(format!("expected at most {MAX_TOP} top keys, found {top}")));
+        }
+        if u32::try_from(t_kv).is_err() {
+            return Err(Error::Shape(format!("expected at most {} keys, found {t_kv}", u32::MAX)));
         }
         let (top, weights) = ([b, h, t_q, (*top).min(t_kv)], [b, h, rows.len(), columns.len()]);
         Ok(Self {
@@ -92,11 +95,12 @@ pub(super) struct StatisticsOutput<'a> {
 }
 
 /// [`attend_vec`](super::attend_vec) that also returns statistics of the weights. They are the same for any number of
-/// threads. A call takes memory for them, and for each thread for T_kv scores of the queries of a tile or a few.
+/// threads. A call takes memory for them, for several times what [`Statistics::received`] takes (64 MB at most, or once
+/// that), and for each thread for T_kv scores of the queries of a tile or, up to 8 MB, of several.
 ///
 /// # Errors
-/// As [`attend`](super::attend), and [`Error::Shape`] for more than [`MAX_TOP`] keys, or for rows and columns that are
-/// not those of the call.
+/// As [`attend`](super::attend), and [`Error::Shape`] for more than [`MAX_TOP`] top keys, for more keys than a u32
+/// counts, and for rows and columns that are not those of the call.
 ///
 /// ```
 /// use candle_attention_kernels::Tier;
@@ -126,6 +130,7 @@ pub fn attend_with_statistics<E: AttentionKernels>(
     tier: Tier,
     options: &StatisticsOptions,
 ) -> Result<(Vec<E>, Statistics), Error> {
+    problem.check()?;
     let count = problem.context_len()?;
     let mut found = Statistics::zeros(&problem.dims, options)?;
     let output = StatisticsOutput {

@@ -231,6 +231,10 @@ impl KeptTile<'_, '_> {
             let mut all: Vec<_> = (0..count).map(top).collect();
             self.find_top(&columns.top[k - 1][..count], &mut all);
             for (column, top) in all.into_iter().enumerate() {
+                if columns.factors[column].is_nan() {
+                    top.fill_with_nan();
+                    continue;
+                }
                 let shift = K::Vector::splat(columns.shifts[column]);
                 let factor = K::Vector::splat(columns.factors[column]);
                 top.finish(|score| {
@@ -303,6 +307,12 @@ impl Top<'_> {
         *count = (*count + 1).min(keys.len());
     }
 
+    /// All weights of a query are NaN if one of its scores is.
+    fn fill_with_nan(self) {
+        self.scores.fill(f32::NAN);
+        (0..).zip(self.keys).for_each(|(lowest, key)| *key = lowest);
+    }
+
     /// Scores become weights, and those that are 0 the weights of the lowest other keys.
     #[inline(always)]
     fn finish(self, weigh: impl Fn(f32) -> f32) {
@@ -327,9 +337,12 @@ unsafe fn sums_of_keys<K: Kernel>(powers: &Powers, factors: &[f32; MAX_COLUMNS],
         unsafe {
             let mut sums = [K::Vector::splat(0.0); MAX_LANES];
             for column in (0..vectors).map(|vector| vector * K::Vector::LANES) {
-                let factor = K::Vector::load(factors.as_ptr().add(column));
+                let (factor, zero) = (K::Vector::load(factors.as_ptr().add(column)), K::Vector::splat(0.0));
+                // Columns of other heads, and of no query, may have powers that are not finite.
+                let is_left_out = factor.abs().less_than(K::Vector::splat(f32::MIN_POSITIVE));
                 for (powers, sum) in powers.iter().zip(&mut sums) {
-                    *sum = K::Vector::load(powers.as_ptr().add(column)).mul_add(factor, *sum);
+                    let power = K::Vector::load(powers.as_ptr().add(column));
+                    *sum = K::Vector::select(is_left_out, zero, power).mul_add(factor, *sum);
                 }
             }
             K::Vector::sum_each(&sums).store(found.as_mut_ptr());
