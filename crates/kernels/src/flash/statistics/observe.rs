@@ -60,6 +60,8 @@ struct KeptTile<'a, 'b> {
 struct Columns {
     shifts: [f32; MAX_COLUMNS],
     factors: [f32; MAX_COLUMNS],
+    /// Whether all powers are numbers, those of columns without a query too.
+    are_finite: bool,
     /// `-Σ w ln w`, where every `ln w` is that of the factor.
     entropy: [f32; MAX_COLUMNS],
     /// The sums of powers times their exponents, of which the rest of the entropy is made.
@@ -87,7 +89,7 @@ impl KeptTile<'_, '_> {
             unsafe {
                 self.weigh::<K>(group, &mut columns, &mut powers);
                 for (head, of_head) in of_head.iter().enumerate() {
-                    let sums = sums_of_keys::<K>(&powers, of_head, self.tile.vectors);
+                    let sums = sums_of_keys::<K>(&powers, of_head, self.tile.vectors, columns.are_finite);
                     let received = &mut received[head * t_kv..][keys.clone()];
                     received.iter_mut().zip(sums).for_each(|(received, sum)| *received += sum);
                 }
@@ -106,10 +108,12 @@ impl KeptTile<'_, '_> {
     fn columns(&self, state: PanelState) -> Columns {
         let zeros = [0f32; MAX_COLUMNS];
         let top = [[f32::NEG_INFINITY; MAX_COLUMNS]; MAX_TOP];
-        let mut columns = Columns { shifts: zeros, factors: zeros, entropy: zeros, exponents: zeros, top };
+        let mut columns =
+            Columns { shifts: zeros, factors: zeros, are_finite: true, entropy: zeros, exponents: zeros, top };
         for column in 0..self.panel {
             // SAFETY: the state has an element for each column.
             let (max, sum) = unsafe { (*state.max.add(column), *state.sum.add(column)) };
+            columns.are_finite &= sum.is_finite();
             let row = self.tile.rows.start + column;
             // A column without a query weighs nothing, but has powers that are to be finite.
             let whole = match row < self.tile.rows.end {
@@ -330,7 +334,12 @@ impl Top<'_> {
 /// # Safety
 /// The processor has the tier of K.
 #[inline(always)]
-unsafe fn sums_of_keys<K: Kernel>(powers: &Powers, factors: &[f32; MAX_COLUMNS], vectors: usize) -> [f32; GROUP] {
+unsafe fn sums_of_keys<K: Kernel>(
+    powers: &Powers,
+    factors: &[f32; MAX_COLUMNS],
+    vectors: usize,
+    are_finite: bool,
+) -> [f32; GROUP] {
     let mut found = [0f32; GROUP];
     for (powers, found) in powers.chunks_exact(K::Vector::LANES).zip(found.chunks_exact_mut(K::Vector::LANES)) {
         // SAFETY: as this function's contract; the arrays have an element for each column.
@@ -338,11 +347,14 @@ unsafe fn sums_of_keys<K: Kernel>(powers: &Powers, factors: &[f32; MAX_COLUMNS],
             let mut sums = [K::Vector::splat(0.0); MAX_LANES];
             for column in (0..vectors).map(|vector| vector * K::Vector::LANES) {
                 let (factor, zero) = (K::Vector::load(factors.as_ptr().add(column)), K::Vector::splat(0.0));
-                // Columns of other heads, and of no query, may have powers that are not finite.
+                // Columns of other heads, and of no query, may have powers that are no numbers, which 0 does not undo.
                 let is_left_out = factor.abs().less_than(K::Vector::splat(f32::MIN_POSITIVE));
                 for (powers, sum) in powers.iter().zip(&mut sums) {
-                    let power = K::Vector::load(powers.as_ptr().add(column));
-                    *sum = K::Vector::select(is_left_out, zero, power).mul_add(factor, *sum);
+                    let mut power = K::Vector::load(powers.as_ptr().add(column));
+                    if !are_finite {
+                        power = K::Vector::select(is_left_out, zero, power);
+                    }
+                    *sum = power.mul_add(factor, *sum);
                 }
             }
             K::Vector::sum_each(&sums).store(found.as_mut_ptr());
