@@ -11,11 +11,7 @@ use super::buffers::{KvBuffers, KvFormat};
 use super::{AttentionCache, NewTokens};
 use crate::base::accumulation_dtype;
 use crate::mask::{AttentionMask, Placement, RebaseDims};
-use crate::sdpa::{
-    AttentionOutput, AttentionStatistics, Keys, Plan, QuantizedCall, QuantizedKv, SdpaOptions, StatisticsOptions, plan,
-    scaled_dot_product_attention, scaled_dot_product_attention_with_statistics,
-    scaled_dot_product_attention_with_weights,
-};
+use crate::sdpa::{Attended, Beside, Keys, Plan, QuantizedCall, QuantizedKv, SdpaOptions, attend, plan};
 
 /// Computes keys and values from the rows of a cache.
 pub(crate) trait Expand: fmt::Debug {
@@ -210,47 +206,20 @@ impl<'c> CachedCall<'c> {
 }
 
 impl Keys for CachedCall<'_> {
-    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Tensor> {
+    /// Weights are of floats, over the keys that the cache holds.
+    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, beside: Beside) -> Result<Attended> {
         let AllRows { rows, mask, options } = &self.all_rows(q, mask, options)?;
-        if let Some(kv) = self.quantized(rows)?
+        if !matches!(beside, Beside::Weights)
+            && let Some(kv) = self.quantized(rows)?
             && let Some(call) = QuantizedCall::new(&self.own_query(q), &kv, mask, options)?
         {
-            return call.attend();
+            return call.attend(beside);
         }
         let (k, v) = self.read(rows)?;
-        let context = scaled_dot_product_attention(&self.query(q)?, &k, &v, mask, options)?;
+        let Attended { context, weights, statistics } = attend([&self.query(q)?, &k, &v], mask, options, beside)?;
         self.in_graph.set(context.track_op());
-        context.to_dtype(q.dtype())
-    }
-
-    /// Over the keys that the cache holds, in one call over all of them.
-    fn attend_with_weights(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<AttentionOutput> {
-        let AllRows { rows, mask, options } = &self.all_rows(q, mask, options)?;
-        let (k, v) = self.read(rows)?;
-        let AttentionOutput { context, weights } =
-            scaled_dot_product_attention_with_weights(&self.query(q)?, &k, &v, mask, options)?;
-        self.in_graph.set(context.track_op());
-        Ok(AttentionOutput { context: context.to_dtype(q.dtype())?, weights: weights.to_dtype(q.dtype())? })
-    }
-
-    fn attend_with_statistics(
-        &self,
-        q: &Tensor,
-        mask: &AttentionMask,
-        options: &SdpaOptions,
-        wanted: &StatisticsOptions,
-    ) -> Result<(Tensor, AttentionStatistics)> {
-        let AllRows { rows, mask, options } = &self.all_rows(q, mask, options)?;
-        if let Some(kv) = self.quantized(rows)?
-            && let Some(call) = QuantizedCall::new(&self.own_query(q), &kv, mask, options)?
-        {
-            return call.attend_with_statistics(wanted);
-        }
-        let (k, v) = self.read(rows)?;
-        let (context, found) =
-            scaled_dot_product_attention_with_statistics(&self.query(q)?, &k, &v, mask, options, wanted)?;
-        self.in_graph.set(context.track_op());
-        Ok((context.to_dtype(q.dtype())?, found))
+        let weights = weights.map(|weights| weights.to_dtype(q.dtype())).transpose()?;
+        Ok(Attended { context: context.to_dtype(q.dtype())?, weights, statistics })
     }
 
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {

@@ -6,7 +6,7 @@ use super::buffers::{dequantize, quantize};
 use super::{AttentionCache, AttentionCacheConfig, CachedCall, Padding};
 use crate::init::TorchSeed;
 use crate::mask::{AttentionMask, EmptyRows};
-use crate::sdpa::{Backend, Keys, SdpaOptions, scaled_dot_product_attention};
+use crate::sdpa::{Backend, Beside, Keys, SdpaOptions, scaled_dot_product_attention};
 use candle_attention_kernels::Tier;
 
 const B: usize = 2;
@@ -248,7 +248,7 @@ fn queries_that_see_nothing_may_weigh_keys_of_8_bits_alike() -> Result<()> {
     let mask = AttentionMask::none().with_valid_lens(vec![3, 0]).with_empty_rows(EmptyRows::Uniform);
     let (q, options) = (random((B, H, 5, 6))?, SdpaOptions::default());
     let expected = scaled_dot_product_attention(&q, &rounded(&k)?, &rounded(&v)?, &mask, &options)?;
-    assert_close(&staged.attend(&q, &mask, &options)?, &expected, "uniform rows")
+    assert_close(&staged.attend(&q, &mask, &options, Beside::Nothing)?.context, &expected, "uniform rows")
 }
 
 /// Compared with a cache of f32 whose keys and values went through 8 bits before, in which attention is one call.
@@ -280,7 +280,7 @@ fn compare(small: &CachedCall, plain: &CachedCall, slides: bool) -> Result<()> {
     for (n, mask) in masks()?.into_iter().enumerate() {
         let mask = if slides { mask.and(&window) } else { mask };
         for options in options()? {
-            let expected = match plain.attend_with_weights(&q, &mask, &options) {
+            let expected = match plain.attend(&q, &mask, &options, Beside::Weights) {
                 // Joined masks that count from different positions leave ALiBi none.
                 Err(error) if slides && error.to_string().contains("ALiBi counts") => continue,
                 expected => expected?,
@@ -290,14 +290,16 @@ fn compare(small: &CachedCall, plain: &CachedCall, slides: bool) -> Result<()> {
                 Some(_) => options.clone().with_dropout_seed(&TorchSeed::new(5)),
                 None => options.clone(),
             };
-            let found = small.attend_with_weights(&q, &mask, &seeded(&options))?;
+            let found = small.attend(&q, &mask, &seeded(&options), Beside::Weights)?;
             assert_close(&found.context, &expected.context, &format!("mask {n}, {options:?}"))?;
-            assert_close(&found.weights, &expected.weights, &format!("weights of mask {n}, {options:?}"))?;
+            let [found, weights] =
+                [&found.weights, &expected.weights].map(|weights| weights.as_ref().expect("asked for"));
+            assert_close(found, weights, &format!("weights of mask {n}, {options:?}"))?;
             let of_tiers = Tier::available().into_iter().map(|tier| options.clone().with_cpu_tier(tier));
             for options in of_tiers.chain([options.clone().with_backend(Backend::Reference)]) {
                 let what = format!("mask {n}, {options:?}");
                 let options = seeded(&options);
-                assert_close(&small.attend(&q, &mask, &options)?, &expected.context, &what)?;
+                assert_close(&small.attend(&q, &mask, &options, Beside::Nothing)?.context, &expected.context, &what)?;
                 let plan = small.plan(&q, &mask, &options)?;
                 let expected = if options.backend == Backend::Auto { Backend::Fused } else { Backend::Reference };
                 assert_eq!(plan.backend, expected, "{what}: {plan}");

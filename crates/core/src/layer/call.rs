@@ -1,10 +1,10 @@
 //! A call of a layer when its queries, keys and values are ready.
 
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 
 use super::LayerOutput;
 use crate::mask::AttentionMask;
-use crate::sdpa::{AttentionOutput, AttentionStatistics, Keys, Plan, SdpaOptions, StatisticsOptions};
+use crate::sdpa::{Attended, AttentionStatistics, Beside, Keys, Plan, SdpaOptions, StatisticsOptions};
 
 /// The arguments of attention that a layer makes of an input.
 pub(super) struct AttentionCall<'a> {
@@ -23,22 +23,30 @@ pub(super) struct AttentionCall<'a> {
 
 impl AttentionCall<'_> {
     /// Attends, projects the context (B, H, T_q, D_v) by `output` to (B, T_q, out_dim), and keeps the keys and values
-    /// where there is a cache.
-    pub fn finish(self, output: impl FnOnce(&Tensor, &Self) -> Result<Tensor>) -> Result<Tensor> {
-        let context = self.keys.attend(&self.q, &self.mask, &self.options)?;
-        let ys = self.in_rank_of_input(output(&context, &self)?)?;
+    /// where there is a cache. The output stands in the place of the context.
+    fn finish_beside(self, beside: Beside, output: impl FnOnce(&Tensor, &Self) -> Result<Tensor>) -> Result<Attended> {
+        let Attended { context, weights, statistics } = self.keys.attend(&self.q, &self.mask, &self.options, beside)?;
+        let in_rank = |tensor| self.in_rank_of_input(tensor);
+        let finished = Attended {
+            context: in_rank(output(&context, &self)?)?,
+            weights: weights.map(in_rank).transpose()?,
+            statistics: statistics.map(|found| found.map(in_rank)).transpose()?,
+        };
         self.keys.commit()?;
-        Ok(ys)
+        Ok(finished)
+    }
+
+    /// The output (B, T_q, out_dim).
+    pub fn finish(self, output: impl FnOnce(&Tensor, &Self) -> Result<Tensor>) -> Result<Tensor> {
+        Ok(self.finish_beside(Beside::Nothing, output)?.context)
     }
 
     /// [`finish`](Self::finish), and the weights (B, H, T_q, T_kv).
     pub fn finish_with_weights(self, output: impl FnOnce(&Tensor, &Self) -> Result<Tensor>) -> Result<LayerOutput> {
-        let attended = self.keys.attend_with_weights(&self.q, &self.mask, &self.options)?;
-        let AttentionOutput { context, weights } = attended;
-        let output = self.in_rank_of_input(output(&context, &self)?)?;
-        let weights = self.in_rank_of_input(weights)?;
-        self.keys.commit()?;
-        Ok(LayerOutput { output, weights })
+        match self.finish_beside(Beside::Weights, output)? {
+            Attended { context: output, weights: Some(weights), .. } => Ok(LayerOutput { output, weights }),
+            _ => bail!("[multi_head_attention] attention gave no weights"),
+        }
     }
 
     /// [`finish`](Self::finish), and statistics of the weights.
@@ -47,11 +55,10 @@ impl AttentionCall<'_> {
         wanted: &StatisticsOptions,
         output: impl FnOnce(&Tensor, &Self) -> Result<Tensor>,
     ) -> Result<(Tensor, AttentionStatistics)> {
-        let (context, found) = self.keys.attend_with_statistics(&self.q, &self.mask, &self.options, wanted)?;
-        let output = self.in_rank_of_input(output(&context, &self)?)?;
-        let found = found.map(|found| self.in_rank_of_input(found))?;
-        self.keys.commit()?;
-        Ok((output, found))
+        match self.finish_beside(Beside::Statistics(wanted), output)? {
+            Attended { context: output, statistics: Some(found), .. } => Ok((output, found)),
+            _ => bail!("[multi_head_attention] attention gave no statistics"),
+        }
     }
 
     /// The path that attention takes, and why.

@@ -14,22 +14,56 @@ use crate::mask::AttentionMask;
 /// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention).
 pub type AttentionFunction<'a> = dyn Fn(&Tensor, &Tensor, &Tensor, &AttentionMask, &SdpaOptions) -> Result<Tensor> + 'a;
 
+/// What is wanted beside the context.
+#[derive(Clone, Copy)]
+pub(crate) enum Beside<'a> {
+    Nothing,
+    Weights,
+    Statistics(&'a StatisticsOptions),
+}
+
+/// The context (B, H, T_q, D_v), in the order of the options, and what was wanted beside it.
+pub(crate) struct Attended {
+    pub context: Tensor,
+    /// (B, H, T_q, T_kv).
+    pub weights: Option<Tensor>,
+    /// (B, H, ..).
+    pub statistics: Option<AttentionStatistics>,
+}
+
+impl Attended {
+    pub fn context(context: Tensor) -> Self {
+        Self { context, weights: None, statistics: None }
+    }
+
+    pub fn with_statistics((context, statistics): (Tensor, AttentionStatistics)) -> Self {
+        Self { statistics: Some(statistics), ..Self::context(context) }
+    }
+}
+
+/// Attention to keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v).
+pub(crate) fn attend(
+    [q, k, v]: [&Tensor; 3],
+    mask: &AttentionMask,
+    options: &SdpaOptions,
+    beside: Beside,
+) -> Result<Attended> {
+    Ok(match beside {
+        Beside::Nothing => Attended::context(scaled_dot_product_attention(q, k, v, mask, options)?),
+        Beside::Weights => {
+            let AttentionOutput { context, weights } =
+                scaled_dot_product_attention_with_weights(q, k, v, mask, options)?;
+            Attended { weights: Some(weights), ..Attended::context(context) }
+        }
+        Beside::Statistics(wanted) => {
+            Attended::with_statistics(scaled_dot_product_attention_with_statistics(q, k, v, mask, options, wanted)?)
+        }
+    })
+}
+
 /// The keys and values of one call, to which queries (B, H, T_q, D) attend.
 pub(crate) trait Keys {
-    /// The context (B, H, T_q, D_v), in the order of the options.
-    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Tensor>;
-
-    /// [`attend`](Self::attend), and the weights (B, H, T_q, T_kv).
-    fn attend_with_weights(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<AttentionOutput>;
-
-    /// [`attend`](Self::attend), and statistics (B, H, ..) of the weights.
-    fn attend_with_statistics(
-        &self,
-        q: &Tensor,
-        mask: &AttentionMask,
-        options: &SdpaOptions,
-        wanted: &StatisticsOptions,
-    ) -> Result<(Tensor, AttentionStatistics)>;
+    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, beside: Beside) -> Result<Attended>;
 
     /// The path that [`attend`](Self::attend) takes, and why.
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan>;
@@ -60,22 +94,8 @@ pub(crate) struct OwnKeys {
 }
 
 impl Keys for OwnKeys {
-    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Tensor> {
-        scaled_dot_product_attention(q, &self.k, &self.v, mask, options)
-    }
-
-    fn attend_with_weights(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<AttentionOutput> {
-        scaled_dot_product_attention_with_weights(q, &self.k, &self.v, mask, options)
-    }
-
-    fn attend_with_statistics(
-        &self,
-        q: &Tensor,
-        mask: &AttentionMask,
-        options: &SdpaOptions,
-        wanted: &StatisticsOptions,
-    ) -> Result<(Tensor, AttentionStatistics)> {
-        scaled_dot_product_attention_with_statistics(q, &self.k, &self.v, mask, options, wanted)
+    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, beside: Beside) -> Result<Attended> {
+        attend([q, &self.k, &self.v], mask, options, beside)
     }
 
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
@@ -90,7 +110,15 @@ struct FunctionKeys<'a> {
 }
 
 impl Keys for FunctionKeys<'_> {
-    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Tensor> {
+    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, beside: Beside) -> Result<Attended> {
+        let missing = match beside {
+            Beside::Nothing => None,
+            Beside::Weights => Some("weights"),
+            Beside::Statistics(_) => Some("statistics"),
+        };
+        if let Some(missing) = missing {
+            bail!("[attention_function] {missing} are asked for, which a function of the caller's does not give")
+        }
         let OwnKeys { k, v } = &self.own;
         let context = (self.function)(q, k, v, mask, options)?;
         let (b, h, t_q, _) = q.dims4()?;
@@ -103,21 +131,7 @@ impl Keys for FunctionKeys<'_> {
                 q.dtype()
             )
         }
-        Ok(context)
-    }
-
-    fn attend_with_weights(&self, _: &Tensor, _: &AttentionMask, _: &SdpaOptions) -> Result<AttentionOutput> {
-        bail!("[attention_function] weights are asked for, which a function of the caller's does not give")
-    }
-
-    fn attend_with_statistics(
-        &self,
-        _: &Tensor,
-        _: &AttentionMask,
-        _: &SdpaOptions,
-        _: &StatisticsOptions,
-    ) -> Result<(Tensor, AttentionStatistics)> {
-        bail!("[attention_function] statistics are asked for, which a function of the caller's does not give")
+        Ok(Attended::context(context))
     }
 
     fn plan(&self, _: &Tensor, _: &AttentionMask, _: &SdpaOptions) -> Result<Plan> {
@@ -140,26 +154,24 @@ impl PackedKeys<'_> {
 }
 
 impl Keys for PackedKeys<'_> {
-    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Tensor> {
-        let [q, k, v] = self.packed(q)?;
-        scaled_dot_product_attention_varlen(&q, &k, &v, self.sequences, mask, options)?.unsqueeze(0)?.transpose(1, 2)
-    }
-
-    fn attend_with_weights(&self, _: &Tensor, _: &AttentionMask, _: &SdpaOptions) -> Result<AttentionOutput> {
-        bail!("[multi_head_attention] weights (B, H, T_q, T_kv) are asked for, which packed sequences do not have")
-    }
-
-    fn attend_with_statistics(
-        &self,
-        q: &Tensor,
-        mask: &AttentionMask,
-        options: &SdpaOptions,
-        wanted: &StatisticsOptions,
-    ) -> Result<(Tensor, AttentionStatistics)> {
-        let [q, k, v] = self.packed(q)?;
-        let (context, found) =
-            scaled_dot_product_attention_varlen_with_statistics(&q, &k, &v, self.sequences, mask, options, wanted)?;
-        Ok((context.unsqueeze(0)?.transpose(1, 2)?, found.map(|found| found.unsqueeze(0))?))
+    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, beside: Beside) -> Result<Attended> {
+        let [q, k, v] = &self.packed(q)?;
+        let attended = match beside {
+            Beside::Nothing => {
+                Attended::context(scaled_dot_product_attention_varlen(q, k, v, self.sequences, mask, options)?)
+            }
+            Beside::Weights => bail!(
+                "[multi_head_attention] weights (B, H, T_q, T_kv) are asked for, which packed sequences do not have"
+            ),
+            Beside::Statistics(wanted) => Attended::with_statistics(
+                scaled_dot_product_attention_varlen_with_statistics(q, k, v, self.sequences, mask, options, wanted)?,
+            ),
+        };
+        Ok(Attended {
+            context: attended.context.unsqueeze(0)?.transpose(1, 2)?,
+            statistics: attended.statistics.map(|found| found.map(|found| found.unsqueeze(0))).transpose()?,
+            ..attended
+        })
     }
 
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {

@@ -25,7 +25,7 @@ pub use statistics::{
 };
 pub use varlen::{PackedSequences, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse};
 
-pub(crate) use keys::{Keys, OwnKeys, uncached};
+pub(crate) use keys::{Attended, Beside, Keys, OwnKeys, attend, uncached};
 pub(crate) use quantized::{QuantizedCall, QuantizedKv};
 pub(crate) use reference::{Dropout, dropout, weighted_values};
 pub(crate) use softmax::VisibleSoftmax;

@@ -4,7 +4,7 @@ use candle_core::{Device, Result, Tensor};
 
 use super::plan::{Choice, Outputs, choose};
 use super::validate::Call;
-use super::{AttentionStatistics, Plan, SdpaOptions, StatisticsOptions, cpu};
+use super::{Attended, Beside, Plan, SdpaOptions, cpu};
 use crate::mask::AttentionMask;
 use candle_attention_kernels::Tier;
 
@@ -45,15 +45,15 @@ impl<'a> QuantizedCall<'a> {
         })
     }
 
-    /// The context (B, H, T_q, D_v).
-    pub fn attend(&self) -> Result<Tensor> {
-        cpu::attend(&self.call, self.tier)
-    }
-
-    /// The context, and statistics of the weights.
-    pub fn attend_with_statistics(&self, wanted: &StatisticsOptions) -> Result<(Tensor, AttentionStatistics)> {
-        wanted.check(&self.call)?;
-        cpu::attend_with_statistics(&self.call, self.tier, wanted)
+    /// The context (B, H, T_q, D_v), and statistics of the weights where they are wanted. There are no weights.
+    pub fn attend(&self, beside: Beside) -> Result<Attended> {
+        match beside {
+            Beside::Statistics(wanted) => {
+                wanted.check(&self.call)?;
+                cpu::attend_with_statistics(&self.call, self.tier, wanted).map(Attended::with_statistics)
+            }
+            _ => cpu::attend(&self.call, self.tier).map(Attended::context),
+        }
     }
 
     pub fn plan(&self) -> Plan {

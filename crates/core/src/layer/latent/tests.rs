@@ -13,7 +13,7 @@ use crate::cache::{AttentionCache, AttentionCacheConfig};
 use crate::layer::AttentionInput;
 use crate::mask::AttentionMask;
 use crate::position::{RopeConfig, RopeStyle};
-use crate::sdpa::Backend;
+use crate::sdpa::{Backend, Beside};
 
 const CPU: Device = Device::Cpu;
 
@@ -127,7 +127,7 @@ fn check(case: &Case) -> Result<()> {
             let input = input.with_cache(&mut *cache).with_starts(&starts).with_valid_lens(&ends);
             let with_weights = {
                 let call = layer.call(input, Some(form))?.0;
-                call.keys.attend_with_weights(&call.q, &call.mask, &call.options)?.weights
+                call.keys.attend(&call.q, &call.mask, &call.options, Beside::Weights)?.weights.expect("asked for")
             };
             let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
             let input = input.with_cache(cache).with_starts(&starts).with_valid_lens(&ends);

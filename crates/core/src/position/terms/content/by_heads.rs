@@ -7,11 +7,7 @@ use candle_core::{Result, Tensor};
 
 use super::distances::DistanceTerms;
 use crate::mask::AttentionMask;
-use crate::sdpa::{
-    AttentionOutput, AttentionStatistics, Keys, Plan, SdpaOptions, StatisticsOptions, plan,
-    scaled_dot_product_attention, scaled_dot_product_attention_with_statistics,
-    scaled_dot_product_attention_with_weights,
-};
+use crate::sdpa::{Attended, Beside, Keys, Plan, SdpaOptions, attend, plan, scaled_dot_product_attention};
 
 /// The most numbers in which terms are computed at once, unless those of one key head are more: 16 MB, for them to stay
 /// in a processor's cache until they are read.
@@ -35,29 +31,18 @@ struct Part {
 }
 
 impl Keys for KeysByHeads {
-    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Tensor> {
+    /// Weights and statistics are of all heads at once.
+    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, beside: Beside) -> Result<Attended> {
+        if !matches!(beside, Beside::Nothing) {
+            let Part { q, k, v, mask, options } = self.part(q, mask, options, 0..self.k.dim(1)?)?;
+            return attend([&q, &k, &v], &mask, &options, beside);
+        }
         let contexts = self.blocks(q, options)?.into_iter().map(|heads| {
             let Part { q, k, v, mask, options } = self.part(q, mask, options, heads)?;
             scaled_dot_product_attention(&q, &k, &v, &mask, &options)?.transpose(1, 2)
         });
-        Tensor::cat(&contexts.collect::<Result<Vec<_>>>()?, 2)?.contiguous()?.transpose(1, 2)
-    }
-
-    /// All at once, as weights are.
-    fn attend_with_weights(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<AttentionOutput> {
-        let Part { q, k, v, mask, options } = self.part(q, mask, options, 0..self.k.dim(1)?)?;
-        scaled_dot_product_attention_with_weights(&q, &k, &v, &mask, &options)
-    }
-
-    fn attend_with_statistics(
-        &self,
-        q: &Tensor,
-        mask: &AttentionMask,
-        options: &SdpaOptions,
-        wanted: &StatisticsOptions,
-    ) -> Result<(Tensor, AttentionStatistics)> {
-        let Part { q, k, v, mask, options } = self.part(q, mask, options, 0..self.k.dim(1)?)?;
-        scaled_dot_product_attention_with_statistics(&q, &k, &v, &mask, &options, wanted)
+        let context = Tensor::cat(&contexts.collect::<Result<Vec<_>>>()?, 2)?.contiguous()?.transpose(1, 2)?;
+        Ok(Attended::context(context))
     }
 
     /// The path of the first heads, which is that of all.
