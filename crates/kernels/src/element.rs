@@ -2,11 +2,12 @@
 
 use half::{bf16, f16};
 
+use crate::delta::DeltaKernels;
 use crate::flash::AttentionKernels;
 use crate::linear::ProductKernels;
 
 /// f32, bf16 or f16: read as f32, written from f32. There are no other implementations.
-pub trait Element: AttentionKernels + ProductKernels {}
+pub trait Element: AttentionKernels + DeltaKernels + ProductKernels {}
 
 impl Element for f32 {}
 impl Element for bf16 {}

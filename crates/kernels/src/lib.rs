@@ -7,11 +7,13 @@ compile_error!(
 );
 
 mod cpu;
+pub mod delta;
 mod element;
 mod error;
 pub mod flash;
 pub mod linear;
 mod number;
+mod strided;
 
 pub use cpu::{Executor, Tier, TierError, Workers, for_each_task, large_page_vec};
 pub use element::Element;

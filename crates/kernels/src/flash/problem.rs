@@ -10,6 +10,7 @@ use crate::cpu::{Executor, SharedPtr};
 use crate::error::{Error, check_len};
 use crate::flash::AttentionKernels;
 use crate::number::Stored;
+pub use crate::strided::Strided;
 
 /// The order of the context in memory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -81,41 +82,6 @@ pub(super) struct Row {
     pub b: usize,
     pub head: usize,
     pub query: usize,
-}
-
-/// A strided view of a slice. A dimension whose stride is 0 is one entry, repeated.
-#[derive(Debug, Clone, Copy)]
-pub struct Strided<'a, T, const N: usize> {
-    /// The elements, the first of which is entry (0, .., 0).
-    pub data: &'a [T],
-    /// The elements from one entry to the next along each dimension.
-    pub strides: [usize; N],
-}
-
-impl<T, const N: usize> Strided<'_, T, N> {
-    /// That the slice holds every entry within `dims`, each of `width` elements.
-    pub(super) fn check(&self, what: &str, dims: [usize; N], width: usize) -> Result<(), Error> {
-        let last = dims
-            .iter()
-            .zip(&self.strides)
-            .try_fold(0usize, |last, (&dim, &stride)| last.checked_add(dim.saturating_sub(1).checked_mul(stride)?));
-        let end = last.and_then(|last| last.checked_add(width));
-        // Entries of nothing may stand anywhere.
-        if width == 0 || dims.contains(&0) || end.is_some_and(|end| end <= self.data.len()) {
-            return Ok(());
-        }
-        let (strides, found) = (self.strides, self.data.len());
-        Err(Error::Shape(format!(
-            "{what} of {dims:?} entries of {width} elements with strides {strides:?} ends past the {found} elements of its slice"
-        )))
-    }
-
-    /// The elements from an entry on, which lies within the dimensions that were checked.
-    #[inline(always)]
-    pub(super) fn at(&self, index: [usize; N]) -> *const T {
-        let offset: usize = (0..N).map(|n| index[n] * self.strides[n]).sum();
-        self.data.as_ptr().wrapping_add(offset)
-    }
 }
 
 /// Keys or values: (B, H_kv, T_kv) rows of contiguous numbers.

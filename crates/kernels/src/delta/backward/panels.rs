@@ -1,0 +1,153 @@
+//! Matrices as the kernel multiplies them.
+
+use crate::cpu::{Kernel, LeftOperand, MAX_COLUMNS, Product, Scratch, Vector, Words};
+
+/// Matrices whose columns are split into panels of the kernel: (panels, rows, panel).
+pub(super) struct Panels {
+    pub rows: usize,
+    columns: usize,
+    pub panel: usize,
+    pub words: Scratch,
+}
+
+impl Panels {
+    pub fn new<K: Kernel>(rows: usize, columns: usize) -> Self {
+        let words = Scratch::zeros(columns.div_ceil(K::PANEL) * K::PANEL * rows);
+        Self { rows, columns, panel: K::PANEL, words }
+    }
+
+    pub fn count(&self) -> usize {
+        self.columns.div_ceil(self.panel)
+    }
+
+    /// The columns of a panel.
+    pub fn len(&self, panel: usize) -> usize {
+        self.panel.min(self.columns - panel * self.panel)
+    }
+
+    /// One panel of whole vectors: rows that follow each other.
+    pub fn plain(rows: usize, columns: usize) -> Self {
+        Self { rows, columns, panel: columns, words: Scratch::zeros(rows * columns) }
+    }
+
+    pub fn at(&self, panel: usize, row: usize) -> *const f32 {
+        self.words.as_ptr().wrapping_add((panel * self.rows + row) * self.panel)
+    }
+
+    pub fn at_mut(&mut self, panel: usize, row: usize) -> *mut f32 {
+        self.words.as_mut_ptr().wrapping_add((panel * self.rows + row) * self.panel)
+    }
+
+    /// # Safety
+    /// `from` is valid for the matrix, row after row.
+    pub unsafe fn copy_rows_from(&mut self, from: *const f32) {
+        let panels = self.count();
+        for (row, panel) in (0..self.rows).flat_map(|row| (0..panels).map(move |panel| (row, panel))) {
+            // SAFETY: as this method's contract.
+            unsafe {
+                let from = from.add(row * self.columns + panel * self.panel);
+                self.at_mut(panel, row).copy_from_nonoverlapping(from, self.len(panel));
+            }
+        }
+    }
+
+    /// # Safety
+    /// `to` is valid for writes of the matrix, row after row.
+    pub unsafe fn copy_rows_to(&self, to: *mut f32) {
+        let panels = self.count();
+        for (row, panel) in (0..self.rows).flat_map(|row| (0..panels).map(move |panel| (row, panel))) {
+            // SAFETY: as this method's contract.
+            unsafe {
+                let to = to.add(row * self.columns + panel * self.panel);
+                to.copy_from_nonoverlapping(self.at(panel, row), self.len(panel));
+            }
+        }
+    }
+}
+
+/// A left operand whose rows and steps of depth are so many words apart.
+pub(super) fn left<K: Kernel>(at: *const f32, row: usize, step: usize) -> LeftOperand {
+    LeftOperand { at, group: K::ROWS * row, row, step }
+}
+
+/// What is added to `to`, a panel of `vectors` vectors, or overwrites it.
+///
+/// # Safety
+/// As [`Kernel::multiply`].
+#[inline(always)]
+pub(super) unsafe fn multiply<K: Kernel>(
+    a: LeftOperand,
+    b: *const f32,
+    c: *mut f32,
+    [rows, depth, columns]: [usize; 3],
+    adds: bool,
+) {
+    static ONES: [f32; MAX_COLUMNS] = [1.0; MAX_COLUMNS];
+    let vectors = columns.div_ceil(K::Vector::LANES);
+    let factors = adds.then_some(ONES.as_ptr());
+    // SAFETY: as this function's contract.
+    unsafe { K::multiply::<Words>(&Product { a, b, c, rows, depth, vectors, factors, has_minimums: false }) }
+}
+
+/// Rows of one matrix as columns of another, in squares of `LANES` words.
+///
+/// # Safety
+/// The processor has the tier of V; the other has the rows and columns, both rounded up to whole vectors.
+#[inline(always)]
+pub(super) unsafe fn transpose<V: Vector>(from: &Panels, to: &mut Panels) {
+    for row in (0..from.rows).step_by(V::LANES) {
+        for column in (0..from.columns).step_by(V::LANES) {
+            let square = from.at(column / from.panel, row).wrapping_add(column % from.panel);
+            let transposed = to.at_mut(row / to.panel, column).wrapping_add(row % to.panel);
+            // SAFETY: as this function's contract.
+            unsafe { V::transpose(square, from.panel, transposed, to.panel) };
+        }
+    }
+}
+
+/// The vectors of a row of panels, with their first word of each panel and its place in a plain row.
+macro_rules! for_each_vector {
+    ($panels:expr, $V:ty, |$panel:ident, $at:ident| $body:block) => {
+        for $panel in 0..$panels.count() {
+            for $at in (0..$panels.len($panel)).step_by(<$V>::LANES) {
+                $body
+            }
+        }
+    };
+}
+pub(super) use for_each_vector;
+
+/// The product of some rows of a matrix with another one, as deep as the first is wide.
+///
+/// # Safety
+/// The processor has the tier of K; the second has the depth, and the result the rows and the second's columns.
+#[inline(always)]
+pub(super) unsafe fn product<K: Kernel>(a: &Panels, rows: usize, b: &Panels, c: &mut Panels) {
+    for to in 0..b.count() {
+        for panel in 0..a.count() {
+            let (left, sizes) = (left::<K>(a.at(panel, 0), a.panel, 1), [rows, a.len(panel), b.len(to)]);
+            // SAFETY: as this function's contract.
+            unsafe { multiply::<K>(left, b.at(to, panel * a.panel), c.at_mut(to, 0), sizes, panel > 0) };
+        }
+    }
+}
+
+/// The rows of a matrix like `to`, each times what is kept of its channel.
+///
+/// # Safety
+/// The processor has the tier of V; `from` has the panels of `to`, and may be the same.
+#[inline(always)]
+pub(super) unsafe fn keep<V: Vector>(from: *const f32, kept: *const f32, to: &mut Panels) {
+    for panel in 0..to.count() {
+        for row in 0..to.rows {
+            // SAFETY: as this function's contract; a panel has whole vectors.
+            unsafe {
+                let factor = V::splat(*kept.add(row));
+                for at in (0..to.len(panel)).step_by(V::LANES) {
+                    let word = (panel * to.rows + row) * to.panel + at;
+                    V::load(from.add(word)).mul(factor).store(to.words.as_mut_ptr().add(word));
+                }
+            }
+        }
+    }
+}

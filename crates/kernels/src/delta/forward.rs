@@ -1,0 +1,433 @@
+//! The forward pass: a state is a matrix whose columns do not know of each other, so a panel of them stays in the first
+//! cache while all tokens of a block pass over it, a few at a time.
+//!
+//! Each pass over a panel adds what some tokens write to it, and reads for the tokens after them, so that a number of
+//! the state is loaded and stored once for as many tokens as registers hold sums for.
+
+use std::ops::Range;
+
+use super::Call;
+use super::chunk::Chunk;
+use super::problem::Dims;
+use super::rows::{Ahead, BLOCK, ReadRows, Rows, StoredRows};
+use crate::cpu::{Kernel, Scratch, SimdTask, Vector};
+use crate::number::{Number, store_first};
+
+/// The most heads of a task: their states of 64 KB at D 128 leave most of a second cache of 1 MB for rows.
+pub(super) const MAX_HEADS: usize = 4;
+
+/// How the tokens, the columns and the heads of a call are taken.
+#[derive(Clone, Copy)]
+pub(super) struct Shape {
+    /// Tokens of a pass.
+    pub tokens: usize,
+    /// The most passes of a block.
+    passes: usize,
+    /// Columns of a panel.
+    pub panel: usize,
+    pub panels: usize,
+    /// Heads of a task.
+    pub heads: usize,
+}
+
+/// The vectors of a panel of several tokens: for four tokens that are 16 sums, 8 updates and 2 vectors of the state in
+/// registers.
+const VECTORS: usize = 2;
+
+/// The vectors of a panel of one token: rows of 512 bytes with AVX-512, which memory is read in at its full speed.
+const VECTORS_OF_ONE: usize = 8;
+
+impl Shape {
+    pub fn new<V: Vector>(longest: usize, d_v: usize, heads: usize) -> Self {
+        let is_wide = longest == 1 && d_v.is_multiple_of(VECTORS_OF_ONE * V::LANES);
+        let panel = V::LANES * if is_wide { VECTORS_OF_ONE } else { VECTORS };
+        // A record of a channel has four words for each token, and fills a vector.
+        let tokens = if longest == 1 { 1 } else { V::LANES / 4 };
+        Self { tokens, passes: longest.min(BLOCK).div_ceil(tokens), panel, panels: d_v.div_ceil(panel), heads }
+    }
+}
+
+/// What a thread keeps.
+pub(super) struct Workspace {
+    shape: Shape,
+    rows: Rows,
+    chunk: Chunk,
+    /// For each pass and channel: what its tokens' keys and queries read, what their keys write, and what is kept.
+    records: Scratch,
+    /// The products of the chunk of each pass.
+    products: Scratch,
+    /// (heads, panels, D_k, panel).
+    state: Scratch,
+    /// (tokens, D_v), each row up to whole panels.
+    context: Scratch,
+    errors: Scratch,
+    /// The rows of the next block, of any element.
+    ahead: Scratch,
+}
+
+impl Workspace {
+    pub fn new<V: Vector>(dims: &Dims, shape: Shape) -> Self {
+        let (width, value_width) = (dims.d_k.next_multiple_of(V::LANES), shape.panels * shape.panel);
+        let tokens = shape.passes * shape.tokens;
+        Self {
+            shape,
+            rows: Rows::new(tokens, width, value_width),
+            chunk: Chunk::new(shape.tokens, width),
+            records: Scratch::zeros(shape.passes * width * V::LANES),
+            products: Scratch::zeros(shape.passes * 2 * shape.tokens * shape.tokens),
+            state: Scratch::zeros(shape.heads * dims.d_k * value_width),
+            context: Scratch::zeros(tokens * value_width),
+            errors: Scratch::zeros(tokens * value_width),
+            // Only where there is a next block.
+            ahead: Scratch::zeros(if tokens < BLOCK { 0 } else { BLOCK * (2 * dims.d_k + dims.d_v) }),
+        }
+    }
+}
+
+/// Rows of a panel in memory.
+#[derive(Clone, Copy)]
+struct Place {
+    at: *mut f32,
+    stride: usize,
+}
+
+impl Place {
+    fn at_column(self, column: usize) -> Self {
+        Self { at: self.at.wrapping_add(column), ..self }
+    }
+
+    /// # Safety
+    /// Both are valid for so many rows of so many columns.
+    unsafe fn copy_to(self, to: Place, rows: usize, columns: usize) {
+        for row in 0..rows {
+            // SAFETY: as this method's contract.
+            unsafe { to.at.add(row * to.stride).copy_from(self.at.add(row * self.stride), columns) }
+        }
+    }
+}
+
+/// Runs all tokens of some heads of a sequence, for some panels of their states, block after block. The rows of
+/// neighbouring heads are neighbours in memory: a page is looked up once for all of them.
+///
+/// # Safety
+/// The processor has the tier of K; the workspace was made for the call and as many heads.
+pub(super) unsafe fn run_heads<K: Kernel, E: Number>(
+    call: &Call<E>,
+    workspace: &mut Workspace,
+    sequence: usize,
+    heads: Range<usize>,
+    panels: Range<usize>,
+) {
+    let problem = call.problem;
+    let (Dims { h, d_k, d_v, h_v, .. }, len) = (problem.dims, problem.state_len());
+    let tokens = problem.sequences[sequence].clone();
+    // Whole panels are read and written where they are, which is half of the time of a single token.
+    let panel = workspace.shape.panel;
+    let is_direct = |columns: &Range<usize>| columns.len() == panel && !tokens.is_empty();
+    let place = |states: *mut f32, head| Place { at: states.wrapping_add((sequence * h + head) * len), stride: d_v };
+    let initial = |head| problem.states.map(|states| place(states.as_ptr().cast_mut(), head));
+    let result = |head| place(call.states.0, head);
+    // Of each block all heads.
+    let block_of = |index: usize| {
+        let first = tokens.end.min(tokens.start + index / heads.len() * BLOCK);
+        (heads.start + index % heads.len(), first..tokens.end.min(first + BLOCK))
+    };
+    let stored = |head, token| StoredRows::new(problem, (&problem.v, h_v), head, token);
+    // SAFETY: as this function's contract; states have D_k rows of D_v, and this task alone writes these columns.
+    unsafe {
+        for (head, panel) in heads.clone().flat_map(|head| panels.clone().map(move |panel| (head, panel))) {
+            let (own, columns) = (workspace.place(head - heads.start, panel, d_k), workspace.columns(panel, d_v));
+            match initial(head) {
+                Some(_) if is_direct(&columns) => (),
+                Some(state) => state.at_column(columns.start).copy_to(own, d_k, columns.len()),
+                None => own.at.write_bytes(0, d_k * own.stride),
+            }
+        }
+        for index in 0..tokens.len().div_ceil(BLOCK) * heads.len() {
+            let ((head, own), (next_head, next)) = (block_of(index), block_of(index + 1));
+            let ahead = Ahead::new(stored(next_head, next.start), next.len(), workspace.ahead.as_mut_ptr().cast());
+            // Those after the first block were copied with the block before.
+            let from = if index == 0 { stored(head, own.start) } else { ahead.to };
+            K::run_simd(ReadRows { problem, head, tokens: own.clone(), from, rows: &mut workspace.rows });
+            let saved = call.saved.as_ref().map(|saved| {
+                let block = saved.blocks[sequence] + index / heads.len();
+                saved.states.0.add((block * h + head) * len)
+            });
+            K::run_simd(Block {
+                head: head - heads.start,
+                d_k,
+                d_v,
+                has_beta: problem.beta.is_some(),
+                tokens: own.len(),
+                ahead,
+                initial: initial(head).filter(|_| own.start == tokens.start),
+                result: (own.end == tokens.end).then_some(result(head)),
+                saved,
+                panels: panels.clone(),
+                workspace,
+            });
+            K::run_simd(WriteContext { call, head, tokens: own, panels: panels.clone(), workspace });
+        }
+        for (head, panel) in heads.clone().flat_map(|head| panels.clone().map(move |panel| (head, panel))) {
+            let (own, columns) = (workspace.place(head - heads.start, panel, d_k), workspace.columns(panel, d_v));
+            if !is_direct(&columns) {
+                own.copy_to(result(head).at_column(columns.start), d_k, columns.len());
+            }
+        }
+    }
+}
+
+impl Workspace {
+    /// Where a panel of the state of one of the heads is.
+    fn place(&mut self, head: usize, panel: usize, d_k: usize) -> Place {
+        let Shape { panel: stride, panels, .. } = self.shape;
+        Place { at: self.state.as_mut_ptr().wrapping_add((head * panels + panel) * d_k * stride), stride }
+    }
+
+    fn columns(&self, panel: usize, d_v: usize) -> Range<usize> {
+        panel * self.shape.panel..d_v.min((panel + 1) * self.shape.panel)
+    }
+}
+
+/// The tokens of a block over panels of a state.
+struct Block<'a> {
+    /// One of the workspace's.
+    head: usize,
+    d_k: usize,
+    d_v: usize,
+    has_beta: bool,
+    tokens: usize,
+    /// What the next block reads.
+    ahead: Ahead,
+    /// The states before the first block and after the last.
+    initial: Option<Place>,
+    result: Option<Place>,
+    /// Where the state before the block goes, (D_k, D_v), if it is wanted.
+    saved: Option<*mut f32>,
+    panels: Range<usize>,
+    workspace: &'a mut Workspace,
+}
+
+impl SimdTask for Block<'_> {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(mut self) {
+        let Shape { tokens, panel, .. } = self.workspace.shape;
+        // SAFETY: the processor has the tier of K, and the workspace was made for this shape.
+        unsafe {
+            if tokens > 1 && const { K::Vector::LANES == 16 } {
+                self.passes::<K::Vector, 4, VECTORS>();
+            } else if tokens > 1 && const { K::Vector::LANES == 8 } {
+                self.passes::<K::Vector, 2, VECTORS>();
+            } else if panel == VECTORS * K::Vector::LANES {
+                self.passes::<K::Vector, 1, VECTORS>();
+            } else {
+                self.passes::<K::Vector, 1, VECTORS_OF_ONE>();
+            }
+        }
+    }
+}
+
+/// What the tokens of a pass read of a panel, by their keys and by their queries.
+struct Sums<V, const C: usize, const N: usize> {
+    keys: [[V; N]; C],
+    queries: [[V; N]; C],
+}
+
+impl Block<'_> {
+    /// # Safety
+    /// As [`SimdTask::run`], for the shape's C tokens and panels of N vectors.
+    #[inline(always)]
+    unsafe fn passes<V: Vector, const C: usize, const N: usize>(&mut self) {
+        let passes = self.tokens.div_ceil(C);
+        let record = self.workspace.rows.width * V::LANES;
+        // SAFETY: as this method's contract.
+        unsafe {
+            for pass in 0..passes {
+                self.record::<V, C>(pass);
+            }
+            let records = self.workspace.records.as_ptr();
+            for panel in self.panels.clone() {
+                let own = self.workspace.place(self.head, panel, self.d_k);
+                let columns = self.workspace.columns(panel, self.d_v);
+                let direct = |place: Option<Place>| {
+                    place.filter(|_| columns.len() == own.stride).map_or(own, |place| place.at_column(columns.start))
+                };
+                let (mut from, last) = (direct(self.initial), direct(self.result));
+                if let Some(saved) = self.saved {
+                    let saved = Place { at: saved, stride: self.d_v };
+                    from.copy_to(saved.at_column(columns.start), self.d_k, columns.len());
+                }
+                let nothing = [[V::splat(0.0); N]; C];
+                let mut sums = pass::<V, C, N, false, true>([from, own], self.d_k, [records; 2], &nothing);
+                for pass_index in 0..passes {
+                    if panel == self.panels.start {
+                        self.ahead.copy::<V>(pass_index * C..(pass_index + 1) * C);
+                    }
+                    let updates = self.finish::<V, C, N>(pass_index, columns.start, &sums);
+                    let writing = records.add(pass_index * record);
+                    let records = [writing, writing.wrapping_add(record)];
+                    sums = match pass_index + 1 < passes {
+                        true => pass::<V, C, N, true, true>([from, own], self.d_k, records, &updates),
+                        false => pass::<V, C, N, true, false>([from, last], self.d_k, records, &updates),
+                    };
+                    from = own;
+                }
+            }
+        }
+    }
+
+    /// The chunk of a pass, as a record for each channel.
+    ///
+    /// # Safety
+    /// As [`passes`](Self::passes).
+    #[inline(always)]
+    unsafe fn record<V: Vector, const C: usize>(&mut self, pass: usize) {
+        let Workspace { rows, chunk, records, products, .. } = &mut *self.workspace;
+        let width = rows.width;
+        // SAFETY: as this method's contract; the chunk has as many rows as a vector has lanes.
+        unsafe {
+            chunk.fill::<V>(rows, pass * C);
+            let to = records.as_mut_ptr().add(pass * width * V::LANES);
+            for at in (0..width).step_by(V::LANES) {
+                V::transpose(chunk.reading_keys().add(at), width, to.add(at * V::LANES), V::LANES);
+            }
+        }
+        let products = &mut products.words_mut()[pass * 2 * C * C..][..2 * C * C];
+        products[..C * C].copy_from_slice(chunk.key_products());
+        products[C * C..].copy_from_slice(chunk.query_products());
+    }
+
+    /// The errors of the tokens of a pass times their betas, from what they read; their contexts.
+    ///
+    /// # Safety
+    /// As [`passes`](Self::passes).
+    #[inline(always)]
+    unsafe fn finish<V: Vector, const C: usize, const N: usize>(
+        &mut self,
+        pass: usize,
+        column: usize,
+        sums: &Sums<V, C, N>,
+    ) -> [[V; N]; C] {
+        let Workspace { rows, products, context, errors, .. } = &mut *self.workspace;
+        let products = &products.words()[pass * 2 * C * C..][..2 * C * C];
+        // SAFETY: as this method's contract.
+        let mut updates = unsafe { [[V::splat(0.0); N]; C] };
+        for i in 0..C.min(self.tokens - pass * C) {
+            let token = pass * C + i;
+            for (n, column) in (column..).step_by(V::LANES).take(N).enumerate() {
+                let at = token * rows.value_width + column;
+                // SAFETY: as this method's contract; a row of a block has whole panels.
+                unsafe {
+                    let mut error = V::load(rows.values.as_ptr().add(at));
+                    if self.has_beta {
+                        error = error.sub(sums.keys[i][n]);
+                        for j in 0..i {
+                            error = updates[j][n].mul_add(V::splat(-products[i * C + j]), error);
+                        }
+                    }
+                    updates[i][n] = error.mul(V::splat(rows.beta[token]));
+                    let mut sum = sums.queries[i][n];
+                    for j in 0..=i {
+                        sum = updates[j][n].mul_add(V::splat(products[(C + i) * C + j]), sum);
+                    }
+                    sum.store(context.as_mut_ptr().add(at));
+                    if self.saved.is_some() {
+                        error.store(errors.as_mut_ptr().add(at));
+                    }
+                }
+            }
+        }
+        updates
+    }
+}
+
+/// Adds the updates of C tokens to N vectors of columns of a state, from one place to another, and then reads them for
+/// the C tokens after those. The records are those of the tokens that write and of those that read.
+///
+/// # Safety
+/// The processor has the tier of V; both places have `channels` rows of N vectors, and each record as many entries.
+#[inline(always)]
+unsafe fn pass<V: Vector, const C: usize, const N: usize, const WRITES: bool, const READS: bool>(
+    [mut from, mut to]: [Place; 2],
+    channels: usize,
+    [mut writing, mut reading]: [*const f32; 2],
+    updates: &[[V; N]; C],
+) -> Sums<V, C, N> {
+    // SAFETY: as this function's contract.
+    let nothing = unsafe { [[V::splat(0.0); N]; C] };
+    let mut sums = Sums { keys: nothing, queries: nothing };
+    for _ in 0..channels {
+        // SAFETY: as this function's contract.
+        unsafe {
+            let mut row = [V::splat(0.0); N];
+            for (n, vector) in row.iter_mut().enumerate() {
+                *vector = V::load(from.at.add(n * V::LANES));
+            }
+            if WRITES {
+                let kept = V::splat(*writing.add(3 * C));
+                for vector in &mut row {
+                    *vector = vector.mul(kept);
+                }
+                for (i, updates) in updates.iter().enumerate() {
+                    let key = V::splat(*writing.add(2 * C + i));
+                    for (vector, update) in row.iter_mut().zip(updates) {
+                        *vector = key.mul_add(*update, *vector);
+                    }
+                }
+                for (n, vector) in row.iter().enumerate() {
+                    vector.store(to.at.add(n * V::LANES));
+                }
+                to = to.at_column(to.stride);
+                writing = writing.add(V::LANES);
+            }
+            if READS {
+                for i in 0..C {
+                    let (key, query) = (V::splat(*reading.add(i)), V::splat(*reading.add(C + i)));
+                    for (n, vector) in row.iter().enumerate() {
+                        sums.keys[i][n] = key.mul_add(*vector, sums.keys[i][n]);
+                        sums.queries[i][n] = query.mul_add(*vector, sums.queries[i][n]);
+                    }
+                }
+                reading = reading.add(V::LANES);
+            }
+            from = from.at_column(from.stride);
+        }
+    }
+    sums
+}
+
+/// The contexts of a block, rounded to their type, and the errors if they are wanted.
+struct WriteContext<'a, 'b, E> {
+    call: &'a Call<'b, E>,
+    head: usize,
+    tokens: Range<usize>,
+    panels: Range<usize>,
+    workspace: &'a Workspace,
+}
+
+impl<E: Number> SimdTask for WriteContext<'_, '_, E> {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        let (Dims { t, h, d_v, .. }, lanes) = (self.call.problem.dims, K::Vector::LANES);
+        let first = self.panels.start * self.workspace.shape.panel;
+        let end = d_v.min(self.panels.end * self.workspace.shape.panel);
+        let width = self.workspace.rows.value_width;
+        for (i, token) in self.tokens.enumerate() {
+            let from = self.workspace.context.as_ptr().wrapping_add(i * width);
+            // SAFETY: the processor has the tier of K; the results have a row for each token and head, of whose columns
+            // this task has these.
+            unsafe {
+                let to = self.call.context.add((token * h + self.head) * d_v);
+                for at in (first..end).step_by(lanes) {
+                    let context = K::Vector::load(from.add(at));
+                    store_first(context, to.add(at), lanes.min(end - at));
+                }
+                if let Some(saved) = &self.call.saved {
+                    let row = (token / t * h + self.head) * t + token % t;
+                    let errors = self.workspace.errors.as_ptr().add(i * width + first);
+                    saved.errors.add(row * d_v + first).copy_from_nonoverlapping(errors, end - first);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,296 @@
+//! Linear attention: each head has a state, (D_k, D_v), which its tokens pass one after the other. A token decays the
+//! state, corrects what it has for the token's key, and reads it by its query. The design is in this package's README.
+
+mod backward;
+mod chunk;
+mod forward;
+mod problem;
+mod rows;
+#[cfg(test)]
+#[expect(clippy::single_range_in_vec_init, reason = "calls of one sequence")]
+mod tests;
+
+pub use problem::{Decay, Dims, Problem};
+
+use half::{bf16, f16};
+
+use crate::cpu::{Kernel, SharedPtr, SimdTask, Tier, Workers, dispatch_f32, for_each_task, large_page_vec};
+use crate::error::{Error, check_len, check_tier};
+use crate::number::Number;
+use crate::strided::Strided;
+use forward::{MAX_HEADS, Shape, Workspace, run_heads};
+use rows::BLOCK;
+
+/// What [`gated_delta_rule`] gives.
+#[derive(Debug, Clone, Default)]
+pub struct Output<E> {
+    /// (B, T, H, D_v).
+    pub context: Vec<E>,
+    /// The states after the last token of each sequence, (N, H, D_k, D_v).
+    pub states: Vec<f32>,
+    /// What the backward pass needs, if it was wanted.
+    pub saved: Option<Saved>,
+}
+
+/// What the backward pass needs of the forward pass: as much as the values, and a state for each 64 tokens.
+#[derive(Debug, Clone, Default)]
+pub struct Saved {
+    /// What the state lacked of the value of each token, (B, H, T, D_v).
+    errors: Vec<f32>,
+    /// The states before each block of tokens, (blocks of all sequences, H, D_k, D_v).
+    states: Vec<f32>,
+}
+
+/// A call of [`gated_delta_rule`], what it saved, and the gradients of a loss by its results.
+#[derive(Debug, Clone, Copy)]
+pub struct BackwardProblem<'a, E> {
+    /// The call, as it was.
+    pub forward: Problem<'a, E>,
+    /// What it saved.
+    pub saved: &'a Saved,
+    /// The gradient of the context, (B, H, T) rows of D_v contiguous elements.
+    pub context_grad: Strided<'a, E, 3>,
+    /// The gradient of the states after the last tokens, if they were used: (N, H, D_k, D_v).
+    pub states_grad: Option<&'a [f32]>,
+}
+
+/// Contiguous gradients. Those of queries, keys and values are those of each head of a state: what heads share is to be
+/// summed over them.
+#[derive(Debug, Clone, Default)]
+pub struct Gradients<T = Vec<f32>> {
+    /// (B, H, T, D_k).
+    pub q: T,
+    /// (B, H, T, D_k).
+    pub k: T,
+    /// (B, H, T, D_v).
+    pub v: T,
+    /// (B, H, T) or (B, H, T, D_k), as the decay; nothing without one. 0 where the logarithm is -inf.
+    pub decay: T,
+    /// (B, H, T).
+    pub beta: T,
+    /// Of the states before the first tokens, (N, H, D_k, D_v).
+    pub states: T,
+}
+
+impl<T> From<[T; 6]> for Gradients<T> {
+    fn from([q, k, v, decay, beta, states]: [T; 6]) -> Self {
+        Self { q, k, v, decay, beta, states }
+    }
+}
+
+/// A backward pass that was checked, and where its results go.
+pub struct BackwardCall<'a, E> {
+    problem: &'a Problem<'a, E>,
+    saved: &'a Saved,
+    /// The blocks before those of each sequence.
+    blocks: Vec<usize>,
+    context_grad: Strided<'a, E, 3>,
+    states_grad: Option<&'a [f32]>,
+    gradients: Gradients<SharedPtr<f32>>,
+}
+
+/// A call that was checked, and where its results go.
+pub struct Call<'a, E> {
+    problem: &'a Problem<'a, E>,
+    context: SharedPtr<E>,
+    states: SharedPtr<f32>,
+    saved: Option<SavedOutput>,
+}
+
+struct SavedOutput {
+    /// The blocks before those of each sequence.
+    blocks: Vec<usize>,
+    errors: SharedPtr<f32>,
+    states: SharedPtr<f32>,
+}
+
+/// An element whose kernels are compiled here, in this package.
+pub trait DeltaKernels: Number {
+    /// [`gated_delta_rule`], whose call nobody else can make.
+    fn gated_delta_rule(call: &Call<Self>, tier: Tier);
+    /// [`gated_delta_rule_backward`], likewise.
+    fn gated_delta_rule_backward(call: &BackwardCall<Self>, tier: Tier);
+}
+
+macro_rules! kernels {
+    ($($type:ty),*) => {
+        $(impl DeltaKernels for $type {
+            fn gated_delta_rule(call: &Call<Self>, tier: Tier) {
+                dispatch_f32(tier, Forward { call });
+            }
+
+            fn gated_delta_rule_backward(call: &BackwardCall<Self>, tier: Tier) {
+                dispatch_f32(tier, Backward { call });
+            }
+        })*
+    };
+}
+
+kernels!(f32, bf16, f16);
+
+/// Linear attention of every token of a call, by the rule that it names: with `S` the state of a head, for one token
+/// after the other
+///
+/// ```text
+/// S = exp(decay) ∘ S              where there is a decay, for the head or for each row of S
+/// e = v - Sᵀ k                    with a beta, else v
+/// S = S + k (beta e)ᵀ
+/// context = Sᵀ (scale q)
+/// ```
+///
+/// That is linear attention, its gated form (Yang et al. 2023, <https://arxiv.org/abs/2312.06635>), the delta rule, and
+/// the gated delta rule (Yang et al. 2024, <https://arxiv.org/abs/2412.06464>). It is computed in f32 whatever the
+/// elements are. The results are the same to the bit for any number of threads and whatever else is in the call.
+///
+/// # Errors
+/// [`Error::Shape`] if a slice is shorter than the dimensions need, heads do not divide H, or the sequences are not the
+/// tokens one after the other; [`Error::Tier`] if the processor lacks the tier; [`Error::Memory`] if there is none for
+/// the results.
+///
+/// ```
+/// use candle_attention_kernels::Tier;
+/// use candle_attention_kernels::delta::{Dims, Problem, gated_delta_rule};
+/// use candle_attention_kernels::flash::Strided;
+///
+/// // One head of width 1: the second token corrects what the first one wrote for the same key.
+/// let (q, k, v, beta) = ([1.0, 1.0], [1.0, 1.0], [4.0, 6.0], [1.0, 0.5]);
+/// let rows = |data| Strided { data, strides: [2, 2, 1] };
+/// let problem = Problem {
+///     dims: Dims { b: 1, t: 2, h: 1, h_q: 1, h_k: 1, h_v: 1, d_k: 1, d_v: 1 },
+///     q: rows(&q),
+///     k: rows(&k),
+///     v: rows(&v),
+///     decay: None,
+///     beta: Some(rows(&beta)),
+///     states: None,
+///     sequences: &[0..2],
+///     scale: 1.0,
+///     qk_norm: None,
+///     executor: None,
+/// };
+/// let output = gated_delta_rule::<f32>(&problem, Tier::choose(None, false)?, false)?;
+/// assert_eq!((output.context, output.states), (vec![4.0, 5.0], vec![5.0]));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn gated_delta_rule<E: DeltaKernels>(problem: &Problem<E>, tier: Tier, saves: bool) -> Result<Output<E>, Error> {
+    check_tier(tier)?;
+    problem.check()?;
+    let Dims { b, t, h, d_v, .. } = problem.dims;
+    let blocks = if saves { problem.blocks(BLOCK) } else { vec![0] };
+    let (contexts, block_heads) = (b * t * h * d_v, blocks[blocks.len() - 1].saturating_mul(h));
+    let counts = [problem.heads(), block_heads].map(|heads| heads.saturating_mul(problem.state_len()));
+    let counts = [counts[0], counts[1], if saves { contexts } else { 0 }];
+    let mut context = Ok([Vec::new()]);
+    // SAFETY: each head of each sequence writes its columns of all of them.
+    let [states, block_states, errors] = unsafe {
+        written(counts, |[states, block_states, errors]| {
+            let saved = saves.then_some(SavedOutput { blocks, errors, states: block_states });
+            context = written([contexts], |[context]| {
+                E::gated_delta_rule(&Call { problem, context, states, saved }, tier);
+            });
+        })
+    }?;
+    let [context] = context?;
+    Ok(Output { context, states, saved: saves.then_some(Saved { errors, states: block_states }) })
+}
+
+/// Vectors of so many numbers, which `write` writes.
+///
+/// # Safety
+/// It writes every number, unless there is no memory for others.
+unsafe fn written<T, const N: usize>(
+    counts: [usize; N],
+    write: impl FnOnce([SharedPtr<T>; N]),
+) -> Result<[Vec<T>; N], Error> {
+    let mut vecs = [const { Vec::new() }; N];
+    for (vec, &count) in vecs.iter_mut().zip(&counts) {
+        *vec = large_page_vec(count).ok_or_else(|| Error::Memory(format!("a result of {count} numbers")))?;
+    }
+    write(vecs.each_mut().map(|vec| SharedPtr(vec.as_mut_ptr())));
+    for (vec, &count) in vecs.iter_mut().zip(&counts) {
+        // SAFETY: as this function's contract.
+        unsafe { vec.set_len(count) };
+    }
+    Ok(vecs)
+}
+
+struct Forward<'a, 'b, E> {
+    call: &'a Call<'b, E>,
+}
+
+impl<E: Number> SimdTask for Forward<'_, '_, E> {
+    unsafe fn run<K: Kernel>(self) {
+        let problem = self.call.problem;
+        let longest = problem.sequences.iter().map(|range| range.len()).max().unwrap_or(0);
+        let (multiply_adds, bytes) = problem.work();
+        let workers = Workers::of(multiply_adds, bytes, problem.executor);
+        // How heads and columns are split over tasks changes no number.
+        let (wanted, h) = (2 * workers.count, problem.dims.h);
+        let most = if longest > BLOCK { MAX_HEADS.min(h.max(1)) } else { 1 };
+        let heads = (problem.heads() / wanted).clamp(1, most);
+        let shape = Shape::new::<K::Vector>(longest, problem.dims.d_v, heads);
+        let parts = wanted.div_ceil(problem.heads().max(1)).clamp(1, shape.panels.max(1));
+        let panels = |part: usize| part * shape.panels / parts..(part + 1) * shape.panels / parts;
+        let groups = h.div_ceil(heads);
+        let workspace = || Workspace::new::<K::Vector>(&problem.dims, shape);
+        for_each_task(problem.sequences.len() * groups * parts, workers, workspace, |workspace, task| {
+            let (group, panels) = (task / parts, panels(task % parts));
+            let first = group % groups * heads;
+            // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
+            unsafe { run_heads::<K, E>(self.call, workspace, group / groups, first..h.min(first + heads), panels) };
+        });
+    }
+}
+
+/// The gradients of a call of [`gated_delta_rule`]: as deterministic, with O(T · D) numbers in memory.
+///
+/// # Errors
+/// As [`gated_delta_rule`], and [`Error::Shape`] for what another call saved and gradients of other shapes.
+pub fn gated_delta_rule_backward<E: DeltaKernels>(
+    problem: &BackwardProblem<E>,
+    tier: Tier,
+) -> Result<Gradients, Error> {
+    check_tier(tier)?;
+    let BackwardProblem { forward: problem, saved, context_grad, states_grad } = problem;
+    problem.check()?;
+    let Dims { b, t, h, d_k, d_v, .. } = problem.dims;
+    let blocks = problem.blocks(BLOCK);
+    let (rows, states) = (b * t * h, problem.heads() * problem.state_len());
+    check_len("the saved errors", saved.errors.len(), rows * d_v)?;
+    check_len("the saved states", saved.states.len(), blocks[blocks.len() - 1] * h * problem.state_len())?;
+    context_grad.check("context_grad", [b, h, t], d_v)?;
+    states_grad.map_or(Ok(()), |gradient| check_len("states_grad", gradient.len(), states))?;
+    let decays = match problem.decay {
+        Some(Decay::Heads(_)) => rows,
+        Some(Decay::Channels(_)) => rows * d_k,
+        None => 0,
+    };
+    let counts = [rows * d_k, rows * d_k, rows * d_v, decays, rows, states];
+    let (context_grad, states_grad) = (*context_grad, *states_grad);
+    // SAFETY: each head of each sequence writes the rows of its tokens and its state.
+    let gradients = unsafe {
+        written(counts, |gradients| {
+            let gradients = gradients.into();
+            let call = BackwardCall { problem, saved, blocks, context_grad, states_grad, gradients };
+            E::gated_delta_rule_backward(&call, tier);
+        })
+    };
+    Ok(gradients?.into())
+}
+
+struct Backward<'a, 'b, E> {
+    call: &'a BackwardCall<'b, E>,
+}
+
+impl<E: Number> SimdTask for Backward<'_, '_, E> {
+    unsafe fn run<K: Kernel>(self) {
+        let problem = self.call.problem;
+        let (multiply_adds, bytes) = problem.work();
+        let workers = Workers::of(multiply_adds.saturating_mul(2), bytes, problem.executor);
+        let workspace = || backward::Workspace::new::<K>(&problem.dims);
+        for_each_task(problem.heads(), workers, workspace, |workspace, task| {
+            // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
+            unsafe { backward::run_head::<K, E>(self.call, workspace, problem.head(task)) };
+        });
+    }
+}

@@ -1,0 +1,148 @@
+//! One call: what a caller describes, and that it is sound.
+
+use std::ops::Range;
+
+use crate::cpu::Executor;
+use crate::error::{Error, check_len};
+use crate::strided::Strided;
+
+/// The dimensions of a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dims {
+    /// B: entries of the batch.
+    pub b: usize,
+    /// T: tokens of an entry.
+    pub t: usize,
+    /// H: heads, each of which has a state of its own.
+    pub h: usize,
+    /// The heads of queries, which divide H. Head h reads head h / (H / heads) of them.
+    pub h_q: usize,
+    /// The heads of keys, likewise.
+    pub h_k: usize,
+    /// The heads of values, likewise.
+    pub h_v: usize,
+    /// D_k: the width of queries and keys.
+    pub d_k: usize,
+    /// D_v: the width of values.
+    pub d_v: usize,
+}
+
+/// The logarithms of the factors that a state is multiplied with before a token, (B, H, T) entries: 0 keeps all of it,
+/// -inf nothing.
+#[derive(Debug, Clone, Copy)]
+pub enum Decay<'a> {
+    /// A number for each head.
+    Heads(Strided<'a, f32, 3>),
+    /// Rows of D_k contiguous numbers, one for each channel of the keys.
+    Channels(Strided<'a, f32, 3>),
+}
+
+/// What [`gated_delta_rule`](super::gated_delta_rule) computes.
+#[derive(Debug, Clone, Copy)]
+pub struct Problem<'a, E> {
+    /// The dimensions.
+    pub dims: Dims,
+    /// (B, H_q, T) rows of D_k contiguous elements.
+    pub q: Strided<'a, E, 3>,
+    /// (B, H_k, T) rows of D_k.
+    pub k: Strided<'a, E, 3>,
+    /// (B, H_v, T) rows of D_v.
+    pub v: Strided<'a, E, 3>,
+    /// 1 for each factor if there is none.
+    pub decay: Option<Decay<'a>>,
+    /// The rate at which a token corrects what the state has for its key, (B, H, T). Without it the value is added to
+    /// what is there.
+    pub beta: Option<Strided<'a, f32, 3>>,
+    /// The states that sequences begin with, (N, H, D_k, D_v), zeros if there are none.
+    pub states: Option<&'a [f32]>,
+    /// The N sequences: each is a range of the B·T tokens within one entry, and begins where the one before ends.
+    pub sequences: &'a [Range<usize>],
+    /// Multiplied to the queries.
+    pub scale: f32,
+    /// If given, rows of queries and keys are divided by the root of their sum of squares and this.
+    pub qk_norm: Option<f32>,
+    /// Runs the call if it is brief; rayon otherwise.
+    pub executor: Option<Executor>,
+}
+
+/// A head of a sequence.
+#[derive(Clone, Copy)]
+pub(super) struct Head {
+    pub sequence: usize,
+    pub head: usize,
+}
+
+impl<E> Problem<'_, E> {
+    pub(super) fn check(&self) -> Result<(), Error> {
+        let Dims { b, t, h, h_q, h_k, h_v, d_k, d_v } = self.dims;
+        for (name, heads) in [("queries", h_q), ("keys", h_k), ("values", h_v)] {
+            if heads == 0 && h > 0 || heads > 0 && !h.is_multiple_of(heads) {
+                return Err(Error::Shape(format!("{name} have {heads} heads, expected a divisor of {h}")));
+            }
+        }
+        self.q.check("q", [b, h_q, t], d_k)?;
+        self.k.check("k", [b, h_k, t], d_k)?;
+        self.v.check("v", [b, h_v, t], d_v)?;
+        match self.decay {
+            Some(Decay::Heads(decay)) => decay.check("decay", [b, h, t], 1)?,
+            Some(Decay::Channels(decay)) => decay.check("decay", [b, h, t], d_k)?,
+            None => (),
+        }
+        self.beta.map_or(Ok(()), |beta| beta.check("beta", [b, h, t], 1))?;
+        let too_many = || Error::Memory(format!("{:?}", self.dims));
+        let tokens = b.checked_mul(t).ok_or_else(too_many)?;
+        [h, d_k.max(d_v)].iter().try_fold(tokens, |count, &n| count.checked_mul(n)).ok_or_else(too_many)?;
+        let counts = [h, d_k, d_v, self.sequences.len()];
+        let states = counts.iter().try_fold(1usize, |count, &n| count.checked_mul(n)).ok_or_else(too_many)?;
+        self.states.map_or(Ok(()), |found| check_len("states", found.len(), states))?;
+        let mut end = 0;
+        for range in self.sequences {
+            let is_in_entry = range.is_empty() || range.start / t == (range.end - 1) / t;
+            if range.start != end || range.end < end || range.end > tokens || !is_in_entry {
+                return Err(Error::Shape(format!(
+                    "sequence {range:?} follows token {end} of {b} entries of {t}, expected one after the other"
+                )));
+            }
+            end = range.end;
+        }
+        check_len("the tokens of all sequences", end, tokens)
+    }
+
+    /// The words of a head's state.
+    pub(super) fn state_len(&self) -> usize {
+        self.dims.d_k * self.dims.d_v
+    }
+
+    /// The number of a head in (N, H).
+    pub(super) fn head_index(&self, Head { sequence, head }: Head) -> usize {
+        sequence * self.dims.h + head
+    }
+
+    /// The heads of all sequences.
+    pub(super) fn heads(&self) -> usize {
+        self.sequences.len() * self.dims.h
+    }
+
+    pub(super) fn head(&self, index: usize) -> Head {
+        Head { sequence: index / self.dims.h, head: index % self.dims.h }
+    }
+
+    /// How many blocks of `len` tokens stand before those of each sequence.
+    pub(super) fn blocks(&self, len: usize) -> Vec<usize> {
+        let mut count = 0;
+        let before = self.sequences.iter().map(|range| {
+            count += range.len().div_ceil(len);
+            count - range.len().div_ceil(len)
+        });
+        let mut before: Vec<_> = before.collect();
+        before.push(count);
+        before
+    }
+
+    /// The multiply-adds of the recurrence, and the bytes of the states.
+    pub(super) fn work(&self) -> (usize, usize) {
+        let tokens = self.dims.b * self.dims.t;
+        let product = |counts: &[usize]| counts.iter().copied().fold(1usize, usize::saturating_mul);
+        (product(&[3, tokens, self.dims.h, self.state_len()]), product(&[8, self.heads(), self.state_len()]))
+    }
+}
