@@ -23,6 +23,7 @@
 //! | --- | --- |
 //! | put attention into a model | [`MultiHeadAttention`], [`MultiHeadAttentionConfig`], [`AttentionInput`] |
 //! | call the function alone | [`scaled_dot_product_attention`], [`SdpaOptions`], and [`plan()`], which says what runs |
+//! | attend in linear time | [`GatedDeltaNet`], [`DeltaCache`], and the function [`gated_delta_rule`] |
 //! | hide keys | [`AttentionMask`]: causal, lengths, windows, prefixes, tensors |
 //! | decode token by token | [`AttentionCache`] |
 //! | load weights exported from PyTorch | [`weights::open`], [`WeightLayout`], [`hf`], [`gguf`] |
@@ -50,14 +51,15 @@
 pub use candle_attention_core::{
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AlibiConfig, AttentionCache, AttentionCacheConfig,
     AttentionFunction, AttentionInput, AttentionMask, AttentionOutput, AttentionStatistics, Backend, ContentPositions,
-    ContextNorm, DisentangledConfig, EmptyRows, GateActivation, GatePlace, GateScope, HeadShard, KvRanges, KvSource,
-    LayerNorm, LayerOutput, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention,
-    MultiHeadLatentAttentionConfig, OutputGate, OutputOrder, PackedGatedLinear, PackedLinear, PackedSequences, Plan,
-    ProjectedMemory, ProjectionModule, ProjectionModules, ProjectionPlace, QkNorm, QkNormKind, QkNormScope,
-    QueryScaling, RelativeBias, RelativeBiasConfig, RelativeEmbeddings, RmsNorm, RopeAxes, RopeAxisLayout, RopeConfig,
-    RopeScaling, RopeStyle, RotaryEmbedding, SdpaOptions, StatisticsOptions, SumFunction, TorchSeed, ValidLens,
-    WeightLayout, Windows, alibi_slopes, cpu, init, layer_norm, layer_norm_no_bias, masked_softmax, merge_attention,
-    packed_linear, packed_linear_b, packed_linear_no_bias, plan, rms_norm, rms_norm_plus_one,
+    ContextNorm, DeltaCache, DeltaInput, DeltaLayout, DeltaOptions, DisentangledConfig, EmptyRows, GateActivation,
+    GatePlace, GateScope, GatedDeltaNet, GatedDeltaNetConfig, HeadShard, KvRanges, KvSource, LayerNorm, LayerOutput,
+    MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OutputGate,
+    OutputOrder, PackedGatedLinear, PackedLinear, PackedSequences, Plan, ProjectedMemory, ProjectionModule,
+    ProjectionModules, ProjectionPlace, QkNorm, QkNormKind, QkNormScope, QueryScaling, RelativeBias,
+    RelativeBiasConfig, RelativeEmbeddings, RmsNorm, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle,
+    RotaryEmbedding, SdpaOptions, StatisticsOptions, SumFunction, TorchSeed, ValidLens, WeightLayout, Windows,
+    alibi_slopes, cpu, gated_delta_rule, gated_delta_rule_varlen, init, layer_norm, layer_norm_no_bias, masked_softmax,
+    merge_attention, packed_linear, packed_linear_b, packed_linear_no_bias, plan, rms_norm, rms_norm_plus_one,
     scaled_dot_product_attention, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse,
     scaled_dot_product_attention_varlen_with_statistics, scaled_dot_product_attention_with_lse,
     scaled_dot_product_attention_with_statistics, scaled_dot_product_attention_with_weights, untrained,

@@ -20,6 +20,7 @@ mod masks;
 mod program;
 
 mod buffers;
+mod delta;
 mod edit;
 mod gradients;
 mod layers;

@@ -20,6 +20,8 @@ macro_rules! cases {
 mod additive;
 mod cache;
 mod config;
+mod delta;
+mod delta_net;
 mod devices;
 mod extremes;
 mod files;

@@ -15,6 +15,20 @@ pub enum GateActivation {
     Sigmoid,
     /// ln(1 + e^x) (Laguna).
     Softplus,
+    /// x / (1 + e^-x) (the linear attention of Qwen3-Next).
+    Silu,
+}
+
+impl GateActivation {
+    /// Of each number, in the dtype of `xs`.
+    pub(crate) fn of(self, xs: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Sigmoid => ops::sigmoid(xs),
+            // max(x, 0) + ln(1 + e^-|x|), which does not overflow.
+            Self::Softplus => xs.relu()? + (xs.abs()?.neg()?.exp()? + 1.0)?.log()?,
+            Self::Silu => xs.silu(),
+        }
+    }
 }
 
 /// What one number of a gate multiplies.
@@ -73,12 +87,7 @@ impl OutputGate {
     /// dtype.
     pub(crate) fn apply(self, context: &Tensor, projected: &Tensor) -> Result<Tensor> {
         let dtype = accumulation_dtype(context.dtype());
-        let xs = projected.to_dtype(dtype)?;
-        let factors = match self.activation {
-            GateActivation::Sigmoid => ops::sigmoid(&xs)?,
-            // max(x, 0) + ln(1 + e^-|x|), which does not overflow.
-            GateActivation::Softplus => (xs.relu()? + (xs.abs()?.neg()?.exp()? + 1.0)?.log()?)?,
-        };
+        let factors = self.activation.of(&projected.to_dtype(dtype)?)?;
         context.to_dtype(dtype)?.broadcast_mul(&factors)?.to_dtype(context.dtype())
     }
 }

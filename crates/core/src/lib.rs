@@ -5,11 +5,12 @@
 //!
 //! The rooms of this package stand on each other in one order: what a tensor is expected to be (`base`), masks, seeded
 //! draws (`init`), the function (`sdpa`), packed products (`linear`), norms and gates, positions, the config of a
-//! layer, parameters by name (`params`), caches, and layers.
+//! layer, parameters by name (`params`), caches, layers, and linear attention (`delta`).
 
 mod base;
 mod cache;
 mod config;
+mod delta;
 mod gate;
 pub mod init;
 mod layer;
@@ -46,6 +47,10 @@ pub mod internal {
 pub use base::{HeadShard, untrained};
 pub use cache::{AttentionCache, AttentionCacheConfig};
 pub use config::{KvSource, MultiHeadAttentionConfig};
+pub use delta::{
+    DeltaCache, DeltaInput, DeltaLayout, DeltaOptions, GatedDeltaNet, GatedDeltaNetConfig, gated_delta_rule,
+    gated_delta_rule_varlen,
+};
 pub use gate::{GateActivation, GatePlace, GateScope, OutputGate};
 pub use init::TorchSeed;
 pub use layer::{

@@ -92,6 +92,10 @@ impl Array {
         self.shape.len()
     }
 
+    pub fn dim(&self, dim: usize) -> usize {
+        self.shape[dim]
+    }
+
     /// Where in `data` an entry lies; the shape's last dimensions are the index's, and a dimension of 1 broadcasts.
     pub fn place(&self, index: [usize; 4]) -> usize {
         let index = &index[4 - self.rank()..];
@@ -130,6 +134,74 @@ impl Array {
 
     pub fn tensor(&self, dtype: DType, device: &Device) -> Result<Tensor> {
         self.look(&self.leaf(dtype, device)?)
+    }
+}
+
+/// How a tensor (B, H, T, D) lies in memory.
+#[derive(Debug, Clone, Copy)]
+pub enum Layout {
+    Contiguous,
+    /// (B, T, H, D), as a projection gives it.
+    HeadsTransposed,
+    /// The first positions of a longer buffer.
+    CacheHead,
+    /// Positions from the middle of a longer buffer of transposed heads.
+    CacheMiddle,
+    /// A part of wider rows.
+    NarrowRows,
+    /// (B, H, D, T): the last dimension is not contiguous.
+    ColumnMajor,
+    /// One sequence for all.
+    OneBatch,
+    /// One head for all.
+    OneHead,
+    /// A third of (B, T, 3 · H, D), as a packed projection gives it.
+    Packed,
+    /// One vector for all positions.
+    OnePosition,
+    /// One number a vector.
+    OneColumn,
+}
+
+impl Layout {
+    pub const ALL: [Self; 11] = [
+        Self::Contiguous,
+        Self::HeadsTransposed,
+        Self::CacheHead,
+        Self::CacheMiddle,
+        Self::NarrowRows,
+        Self::ColumnMajor,
+        Self::OneBatch,
+        Self::OneHead,
+        Self::Packed,
+        Self::OnePosition,
+        Self::OneColumn,
+    ];
+
+    /// Layouts of q, k and v in which each pair stands in each two places: a Latin square, since 11 is prime.
+    pub fn triples() -> impl Iterator<Item = [Self; 3]> {
+        let count = Self::ALL.len();
+        (0..count * count).map(move |n| [n / count, n % count, (n / count + n) % count].map(|n| Self::ALL[n]))
+    }
+
+    pub fn array(self, [b, h, t, d]: [usize; 4]) -> Array {
+        match self {
+            Self::Contiguous => Array::new(&[b, h, t, d]),
+            Self::HeadsTransposed => Array::new(&[b, t, h, d]).view(View::Transpose(1, 2)),
+            Self::CacheHead => Array::new(&[b, h, t + 3, d]).view(View::Narrow { dim: 2, start: 0, len: t }),
+            Self::CacheMiddle => Array::new(&[b, t + 3, h, d])
+                .view(View::Narrow { dim: 1, start: 2, len: t })
+                .view(View::Transpose(1, 2)),
+            Self::NarrowRows => Array::new(&[b, h, t, d + 2]).view(View::Narrow { dim: 3, start: 1, len: d }),
+            Self::ColumnMajor => Array::new(&[b, h, d, t]).view(View::Transpose(2, 3)),
+            Self::OneBatch => Array::new(&[1, h, t, d]).view(View::Broadcast(vec![b, h, t, d])),
+            Self::OneHead => Array::new(&[b, 1, t, d]).view(View::Broadcast(vec![b, h, t, d])),
+            Self::Packed => Array::new(&[b, t, 3 * h, d])
+                .view(View::Narrow { dim: 2, start: h, len: h })
+                .view(View::Transpose(1, 2)),
+            Self::OnePosition => Array::new(&[b, h, 1, d]).view(View::Broadcast(vec![b, h, t, d])),
+            Self::OneColumn => Array::new(&[b, h, t, 1]).view(View::Broadcast(vec![b, h, t, d])),
+        }
     }
 }
 

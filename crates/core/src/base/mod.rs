@@ -22,7 +22,7 @@ pub use source::{SCALES, Source, has, root, whole};
 pub use training::untrained;
 
 pub(crate) use options::{Options, options};
-pub(crate) use parameters::{HeadDim, Heads, Parameter, ParameterList, Spec, Stored, frozen};
+pub(crate) use parameters::{HeadDim, Heads, Parameter, ParameterList, Spec, Stored, frozen, save};
 pub(crate) use share::Rows;
 pub(crate) use size::part;
 pub(crate) use source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, hint, linear_bias};

@@ -1,9 +1,12 @@
 //! The parameters of a layer, listed once: what loading, freezing, saving and a process's share go by.
 
-use candle_core::{Result, Tensor, bail};
+use std::collections::HashMap;
+use std::path::Path;
+
+use candle_core::{Error, Result, Tensor, bail};
 use candle_nn::Init;
 
-use super::Source;
+use super::{Source, root};
 
 /// The heads that entries of a parameter belong to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -141,6 +144,16 @@ impl ParameterList {
     pub fn named(&self) -> Result<Vec<(String, Tensor)>> {
         self.0.iter().map(|(name, parameter)| Ok((name.clone(), parameter.tensor()?))).collect()
     }
+}
+
+/// Writes tensors as a safetensors file.
+///
+/// # Errors
+/// If it cannot be written.
+pub(crate) fn save(named: Vec<(String, Tensor)>, path: &Path) -> Result<()> {
+    let tensors: HashMap<_, _> = named.into_iter().collect();
+    candle_core::safetensors::save(&tensors, path)
+        .map_err(|error| Error::msg(format!("[save] cannot write {}: {}", path.display(), root(&error))))
 }
 
 /// What a tensor holds now, in memory of its own where a variable could change it.

@@ -67,6 +67,11 @@ impl<'a> Source<'a> {
         Self { own: Some(OwnHeads { queries, keys, is_first: shard.rank() == 0 }), ..self }
     }
 
+    /// Whether it gives a process some of the heads.
+    pub(crate) fn is_sharded(&self) -> bool {
+        self.own.is_some()
+    }
+
     /// The entries of this process's heads along a dimension of `len`.
     pub(crate) fn own_range(&self, heads: Heads, len: usize) -> Range<usize> {
         match (self.own, heads) {

@@ -27,7 +27,7 @@ use candle_core::{Error, ModuleT, Result, Tensor, bail};
 use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Linear, VarBuilder};
 
-use crate::base::{Expect, HeadShard, Heads, ParameterList, Source, root};
+use crate::base::{Expect, HeadShard, Heads, ParameterList, Source, save};
 use crate::config::MultiHeadAttentionConfig;
 use crate::linear::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
 use crate::mask::AttentionMask;
@@ -408,10 +408,7 @@ impl MultiHeadAttention {
     /// # Errors
     /// As that, and if the file cannot be written.
     pub fn save(&self, path: impl AsRef<std::path::Path>, layout: WeightLayout) -> Result<()> {
-        let tensors: std::collections::HashMap<_, _> = self.state_dict(layout)?.into_iter().collect();
-        let path = path.as_ref();
-        candle_core::safetensors::save(&tensors, path)
-            .map_err(|error| Error::msg(format!("[save] cannot write {}: {}", path.display(), root(&error))))
+        save(self.state_dict(layout)?, path.as_ref())
     }
 
     fn terms(&self) -> impl Iterator<Item = &Term> {

@@ -17,7 +17,7 @@ use crate::base::{Dim, Expect, FLOATS, fits_in_memory, is_addressable};
 use candle_attention_kernels::Tier;
 use forward::{Columns, Packed, choose_tier, kernel_activation, plain};
 pub use gated::PackedGatedLinear;
-pub(crate) use projections::{ByPlace, PROJECTIONS, Piece, ProjectionRows, Queries};
+pub(crate) use projections::{ByPlace, PROJECTIONS, Piece, Projection, ProjectionRows, Queries};
 pub use projections::{ProjectionColumns, ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
 use quantized::Quantized;
 

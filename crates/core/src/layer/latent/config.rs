@@ -63,6 +63,10 @@ pub struct MultiHeadLatentAttentionConfig {
     #[default(RopeConfig::new(10_000.0).with_style(RopeStyle::Interleaved))]
     #[methods(with, get_ref)]
     rope: RopeConfig,
+    /// Whether queries and shared keys rotate; they do unless said otherwise. Kimi Linear's know no positions.
+    #[serde(default = "yes")]
+    #[default(true)]
+    rotates: bool,
     /// The factor on the scores, in place of the default of [`scale`](Self::scale).
     #[check(number::finite)]
     #[methods(with)]

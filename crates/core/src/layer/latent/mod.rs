@@ -312,11 +312,12 @@ impl MultiHeadLatentAttention {
             None => Form::Expanded,
         });
 
-        let rotation = self.rotary.at(&positions)?;
+        let rotation = cfg.rotates().then(|| self.rotary.at(&positions)).transpose()?;
+        let rotated = |xs: Tensor| rotation.as_ref().map_or_else(|| xs.contiguous(), |rotation| rotation.apply(&xs));
         let compressed = self.down.forward(&xs)?;
         let latents = self.norm.forward(&part(&compressed, 2, 0..rank)?)?;
         let keys = part(&compressed, 2, rank..rank + cfg.rope_head_dim())?.unsqueeze(2)?;
-        let rows = Tensor::cat(&[&latents, &rotation.apply(&keys)?.squeeze(2)?], 2)?.unsqueeze(1)?;
+        let rows = Tensor::cat(&[&latents, &rotated(keys)?.squeeze(2)?], 2)?.unsqueeze(1)?;
 
         let q = self.queries.forward(&xs)?.reshape((b, t, h, cfg.head_dim()))?;
         let own = part(&q, 3, 0..nope)?;
@@ -324,7 +325,7 @@ impl MultiHeadLatentAttention {
             Form::Expanded => own.contiguous()?,
             Form::Absorbed => self.up.absorb(&own)?,
         };
-        let q = Tensor::cat(&[own, rotation.apply(&part(&q, 3, nope..cfg.head_dim())?)?], 3)?.transpose(1, 2)?;
+        let q = Tensor::cat(&[own, rotated(part(&q, 3, nope..cfg.head_dim())?)?], 3)?.transpose(1, 2)?;
 
         let mask = input.mask_with(&self.mask);
         let options = input.options(cfg.dropout()).with_scale(cfg.scale());

@@ -47,7 +47,7 @@ struct Case {
 
 fn cases() -> impl Strategy<Value = Case> {
     let widths = (1..=4usize, 1..=20usize, 1..=9usize, 1..=4usize, 1..=9usize, prop::option::of(1..=7usize));
-    let options = (any::<bool>(), any::<bool>(), any::<bool>());
+    let options = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
     let call = (1..=7usize, prop::array::uniform3((0..=3usize, 5..=10usize)));
     let run = (1..=3usize, prop::collection::vec(call, 2..6), 0..6usize, 0..3usize);
     let how = (
@@ -56,7 +56,7 @@ fn cases() -> impl Strategy<Value = Case> {
         select(vec![Backend::Auto, Backend::Reference]),
     );
     (widths, options, run, how).prop_map(
-        |((h, rank, nope, pairs, value, q_rank), (bias, halves, ragged), (b, mut calls, mask, back), how)| {
+        |((h, rank, nope, pairs, value, q_rank), (bias, halves, ragged, rotates), (b, mut calls, mask, back), how)| {
             if !ragged {
                 calls.iter_mut().for_each(|(_, tokens)| *tokens = [(0, 10); 3]);
             }
@@ -67,6 +67,7 @@ fn cases() -> impl Strategy<Value = Case> {
                 .with_rope_head_dim(2 * pairs)
                 .with_value_head_dim(value)
                 .with_bias(bias)
+                .with_rotates(rotates)
                 .with_rope(RopeConfig::new(50.0).with_style(style));
             let cfg = q_rank.map_or(cfg.clone(), |rank| cfg.with_q_lora_rank(rank));
             let (q8, dtype, backend) = how;

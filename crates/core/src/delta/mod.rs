@@ -1,0 +1,159 @@
+//! Linear attention by the gated delta rule: one function for every device and dtype.
+//!
+//! Instead of keys and values, a head keeps a state of (D_k, D_v), which each token changes and each query reads. The
+//! recurrence in [`reference`](self) is the specification; a faster path has to give its numbers.
+
+mod cpu;
+mod net;
+mod reference;
+mod validate;
+
+pub use net::{DeltaCache, DeltaInput, DeltaLayout, GatedDeltaNet, GatedDeltaNetConfig};
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use macro_rules_attribute::apply;
+
+use crate::base::options;
+use crate::sdpa::{Backend, PackedSequences};
+use candle_attention_kernels::Tier;
+use validate::{Call, Dims};
+
+/// Options of [`gated_delta_rule`], built with `with_*`.
+#[apply(options)]
+#[derive(Debug, Clone, Default)]
+#[must_use]
+pub struct DeltaOptions {
+    /// The factor on the queries; 1/sqrt(D_k) unless given.
+    #[methods(with)]
+    scale: Option<f64>,
+    /// Divides each row of q and of k by `sqrt(sum of its squares + eps)`, the queries before they are scaled.
+    #[methods(with)]
+    qk_norm: Option<f64>,
+    /// Which implementation runs; [`Backend::Auto`] unless given.
+    #[methods(with)]
+    backend: Backend,
+    /// The instruction set of the fused CPU kernel, for tests and comparisons; the fastest unless given. A call fails
+    /// if the processor lacks it.
+    #[methods(with)]
+    cpu_tier: Option<Tier>,
+}
+
+/// Linear attention: each token first changes a state S (D_k, D_v) of its head, and its query then reads it.
+///
+/// ```text
+/// S = exp(decay) S                   where decay is given
+/// S = S + k vᵀ                       without beta
+/// S = S + beta k (v - Sᵀ k)ᵀ         with beta: what k already recalls is replaced by v
+/// o = scale Sᵀ q
+/// ```
+///
+/// Neither is linear attention (Katharopoulos et al., <https://arxiv.org/abs/2006.16236>), decay alone is gated (Yang
+/// et al., <https://arxiv.org/abs/2312.06635>), beta alone the delta rule (Yang et al.,
+/// <https://arxiv.org/abs/2406.06484>), and both the gated delta rule (Yang et al.,
+/// <https://arxiv.org/abs/2412.06464>).
+///
+/// Shapes: q (B, H_q, T, D_k), k (B, H_k, T, D_k) and v (B, H_v, T, D_v), in one dtype; decay (B, H_s, T), or (B, H_s,
+/// T, D_k) for a factor of each row of the state; beta (B, H_s, T); the state before the first token (B, H_s, D_k,
+/// D_v), zeros unless given. H_s is the larger of H_k and H_v, and H that of H_q and H_s. Each number of heads divides
+/// H_s, but H_q may be a multiple of it; decay and beta may have fewer than H_s heads too. Where there are n heads of
+/// something, head h of H reads head `h / (H / n)`. Any strides are accepted.
+///
+/// Gives what the queries read, (B, H, T, D_v) in q's dtype, and the state after the last token (B, H_s, D_k, D_v), in
+/// f32 whatever q's dtype is (f64 for f64), in which all is computed. `decay` is the logarithm of a factor: zero or
+/// less in every model, and -inf forgets the state. Gradients reach all of the inputs. Where the CPU's kernel runs, for
+/// f32, bf16 and f16, the first result is a view of a contiguous (B, T, H, D_v).
+///
+/// ```
+/// use candle_attention::{DeltaOptions, gated_delta_rule};
+/// use candle_core::{DType, Device, Tensor};
+/// # fn main() -> candle_core::Result<()> {
+/// let q = Tensor::randn(0f32, 1., (2, 4, 5, 16), &Device::Cpu)?;
+/// let v = Tensor::randn(0f32, 1., (2, 8, 5, 32), &Device::Cpu)?;
+/// let decay = Tensor::rand(-1f32, 0., (2, 8, 5), &Device::Cpu)?;
+/// let beta = Tensor::rand(0f32, 1., (2, 8, 5), &Device::Cpu)?;
+/// let options = DeltaOptions::default().with_qk_norm(1e-6);
+/// let (y, state) = gated_delta_rule(&q, &q, &v, Some(&decay), Some(&beta), None, &options)?;
+/// assert_eq!((y.dims(), state.dims()), ([2, 8, 5, 32].as_slice(), [2, 8, 16, 32].as_slice()));
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// For shapes, numbers of heads, dtypes or devices that do not fit together, for an option that is no finite number,
+/// for [`Backend::Fused`] where no fused path can run the call, and where the reference path runs, for more than 4,096
+/// tokens that have gradients.
+pub fn gated_delta_rule(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    decay: Option<&Tensor>,
+    beta: Option<&Tensor>,
+    state: Option<&Tensor>,
+    options: &DeltaOptions,
+) -> Result<(Tensor, Tensor)> {
+    run(&Call::new("gated_delta_rule", [q, k, v], [decay, beta, state], None, options)?)
+}
+
+/// [`gated_delta_rule`] over n sequences of different lengths, packed one after the other, each from a state of its
+/// own.
+///
+/// Shapes: q (total, H_q, D_k), k (total, H_k, D_k), v (total, H_v, D_v), decay (total, H_s) or (total, H_s, D_k), beta
+/// (total, H_s) and states (n, H_s, D_k, D_v) give (total, H, D_v) and the states after each sequence (n, H_s, D_k,
+/// D_v). The sequences have as many queries as keys.
+///
+/// ```
+/// use candle_attention::{DeltaOptions, PackedSequences, gated_delta_rule_varlen};
+/// use candle_core::{Device, Tensor};
+/// # fn main() -> candle_core::Result<()> {
+/// let sequences = PackedSequences::self_attention(vec![0, 5, 8])?;
+/// let q = Tensor::randn(0f32, 1., (8, 4, 16), &Device::Cpu)?;
+/// let options = DeltaOptions::default();
+/// let (y, states) = gated_delta_rule_varlen(&q, &q, &q, None, None, None, &sequences, &options)?;
+/// assert_eq!((y.dims(), states.dims()), ([8, 4, 16].as_slice(), [2, 4, 16, 16].as_slice()));
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// As [`gated_delta_rule`], and for sequences that have other keys than queries, or that end elsewhere than the
+/// tensors.
+#[expect(clippy::too_many_arguments, reason = "six tensors of the rule, as in every other library")]
+pub fn gated_delta_rule_varlen(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    decay: Option<&Tensor>,
+    beta: Option<&Tensor>,
+    state: Option<&Tensor>,
+    sequences: &PackedSequences,
+    options: &DeltaOptions,
+) -> Result<(Tensor, Tensor)> {
+    let call = Call::new("gated_delta_rule_varlen", [q, k, v], [decay, beta, state], Some(sequences), options)?;
+    let (y, states) = run(&call)?;
+    Ok((y.transpose(1, 2)?.squeeze(0)?.contiguous()?, states))
+}
+
+/// What the queries read, (B, H, T, D_v), and the states.
+fn run(call: &Call) -> Result<(Tensor, Tensor)> {
+    let (tier, Dims { b, h, t, d_v, .. }) = (kernel_tier(call)?, call.dims);
+    if [b, t, d_v].contains(&0) {
+        return Ok((Tensor::zeros((b, h, t, d_v), call.dtype(), call.rows[0].device())?, call.states()?));
+    }
+    tier.map_or_else(|| reference::run(call), |tier| cpu::run(call, tier))
+}
+
+/// The instruction set of the kernel that runs a call; none where the reference path does.
+fn kernel_tier(call: &Call) -> Result<Option<Tier>> {
+    let options = call.options;
+    let obstacle = match (call.rows[0].device(), call.dtype()) {
+        _ if options.backend == Backend::Reference => return Ok(None),
+        (Device::Cpu, DType::F64) => "the CPU kernel computes in f32, and the inputs are F64",
+        (Device::Cpu, dtype) => match Tier::choose(options.cpu_tier, dtype == DType::BF16) {
+            Ok(tier) => return Ok(Some(tier)),
+            Err(error) => bail!("[{}] {error}", call.op),
+        },
+        _ => "the kernel is the CPU's, and the inputs are on another device",
+    };
+    if options.backend == Backend::Fused {
+        bail!("[{}] no fused path: {obstacle}", call.op)
+    }
+    Ok(None)
+}

@@ -1,0 +1,339 @@
+//! A layer of linear attention by the gated delta rule: its parameters, and what one call computes.
+
+mod cache;
+mod config;
+mod conv;
+mod input;
+mod layout;
+
+pub use cache::DeltaCache;
+pub use config::GatedDeltaNetConfig;
+pub use input::DeltaInput;
+pub use layout::DeltaLayout;
+
+use std::ops::Range;
+use std::path::Path;
+
+use candle_core::{Error, Module, Result, Tensor};
+use candle_nn::var_builder::ShardedVarBuilder;
+use candle_nn::{Init, VarBuilder};
+
+use super::{DeltaOptions, gated_delta_rule, gated_delta_rule_varlen};
+use crate::base::{
+    HeadDim, HeadShard, Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, Stored, accumulation_dtype, frozen, save,
+};
+use crate::gate::{GateActivation, GatePlace, GateScope, OutputGate};
+use crate::linear::{PackedLinear, Piece, Projection, ProjectionRows};
+use crate::norm::RmsNorm;
+use conv::ShortConvolution;
+use layout::{BETA, DECAY, GATE, Packed};
+
+const OP: &str = "gated_delta_net";
+
+/// What every model adds to the sum of squares of a query or a key.
+const QK_EPS: f64 = 1e-6;
+
+/// The names of what follows where a gate or decays are computed from compressed inputs.
+const UP: [(usize, &str); 2] = [(GATE, "g_b_proj"), (DECAY, "f_b_proj")];
+
+/// A layer of linear attention by the gated delta rule (Yang et al., <https://arxiv.org/abs/2412.06464>), as
+/// Qwen3-Next, Qwen3.5, Kimi Linear (<https://arxiv.org/abs/2510.26692>) and OLMo Hybrid have it in the place of most
+/// of their attention.
+///
+/// Queries, keys and values pass a convolution over the last few tokens and SiLU, queries and keys are normalised, and
+/// [`gated_delta_rule`] runs over them with decays `-e^A_log softplus(x + dt_bias)` and a beta by sigmoid. Its outputs
+/// are normalised head by head, multiplied by a gate, and projected.
+///
+/// What later tokens need of earlier ones has one size, however many there were: a [`DeltaCache`] holds it between
+/// calls. The layer is a value without state itself.
+///
+/// ```
+/// use candle_attention::{DeltaCache, DeltaInput, GatedDeltaNet, GatedDeltaNetConfig};
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::VarBuilder;
+/// # fn main() -> candle_core::Result<()> {
+/// let cfg = GatedDeltaNetConfig::new(64, 4).with_num_key_heads(2).with_key_head_dim(16).with_value_head_dim(32);
+/// let net = GatedDeltaNet::new(&cfg, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+///
+/// let prompt = Tensor::randn(0f32, 1., (2, 5, 64), &Device::Cpu)?;
+/// let mut cache = DeltaCache::default();
+/// let ys = net.forward_with(DeltaInput::new(&prompt).with_cache(&mut cache))?;
+/// assert_eq!((ys.dims(), cache.len()), ([2, 5, 64].as_slice(), 5));
+/// // Two sequences, four states (16, 32), and three earlier inputs of 2 · 2 · 16 + 4 · 32 channels; f32.
+/// assert_eq!(cache.memory(), 2 * (4 * 16 * 32 + 3 * 192) * 4);
+/// # Ok(()) }
+/// ```
+///
+/// Over plain tensors on a CPU the weights of all projections of the input are packed as one ([`PackedLinear`]);
+/// variables are read in every call, so that the layer learns with them. Inputs are (B, T, E), or (T, E) for one
+/// sequence.
+#[derive(Debug, Clone)]
+pub struct GatedDeltaNet {
+    config: GatedDeltaNetConfig,
+    /// To queries, keys, values, the gate, beta and decays, or to what the gate and decays are computed from.
+    inputs: Vec<Projection>,
+    /// In the order of `UP`.
+    up: [Option<PackedLinear>; 2],
+    /// Of queries, keys and values.
+    convolutions: Vec<ShortConvolution>,
+    /// `A_log` (H,) or (1, 1, H, 1), `dt_bias` (decays,), `norm.weight` (D_v,).
+    parameters: ParameterList,
+    norm: RmsNorm,
+    out: PackedLinear,
+}
+
+impl GatedDeltaNet {
+    /// A layer with the names of [`DeltaLayout::Separate`] below the builder's prefix. A new `A_log` is uniform from 0
+    /// to ln 16, a new `dt_bias` 1.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn new(cfg: &GatedDeltaNetConfig, vb: VarBuilder) -> Result<Self> {
+        Self::load(cfg, DeltaLayout::Separate, vb)
+    }
+
+    /// A layer with the names of a layout below the builder's prefix.
+    ///
+    /// Plain tensors are read now, variables in every call, so that the layer learns with them.
+    ///
+    /// # Errors
+    /// For a config that does not fit together or that the layout cannot hold, and for a missing or misshapen tensor,
+    /// named with both shapes.
+    pub fn load(cfg: &GatedDeltaNetConfig, layout: DeltaLayout, vb: VarBuilder) -> Result<Self> {
+        Self::read(cfg, layout, None, Source::new(OP, layout, vb))
+    }
+
+    /// The heads of one process of several, from Candle's sharded builder: tensor parallelism, as
+    /// [`MultiHeadAttention::load_shard`](crate::MultiHeadAttention::load_shard) has it. The sum of what all processes
+    /// give is what the whole layer gives. [`config`](Self::config) is that of the process's own layer.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load), and for more processes than value heads.
+    pub fn load_shard(
+        cfg: &GatedDeltaNetConfig,
+        layout: DeltaLayout,
+        shard: HeadShard,
+        vb: &ShardedVarBuilder<'static>,
+    ) -> Result<Self> {
+        Self::read(cfg, layout, Some(shard), Source::sharded(OP, layout, vb))
+    }
+
+    /// All heads, or those of a shard.
+    fn read(
+        cfg: &GatedDeltaNetConfig,
+        layout: DeltaLayout,
+        shard: Option<HeadShard>,
+        mut source: Source,
+    ) -> Result<Self> {
+        cfg.validate()?;
+        source.check_dtype()?;
+        let (h, embed_dim) = (cfg.num_heads(), cfg.embed_dim());
+        let config = shard.map_or_else(|| Ok(cfg.clone()), |shard| cfg.of_shard(shard))?;
+        if let Some(shard) = shard {
+            source = source.with_shard(shard, h, cfg.num_key_heads());
+        }
+        let packed = layout.projections(cfg).or_else(|problem| source.fail(problem))?;
+        let inputs = Packed::read(&packed, cfg, &[embed_dim], LINEAR_WEIGHT, &source)?;
+        let k = cfg.conv_kernel();
+        // `nn.Conv1d`'s.
+        let bound = (k as f64).sqrt().recip();
+        let init = Init::Uniform { lo: -bound, up: bound };
+        let taps = Packed::read(&layout.stored_convolutions(cfg, &source), cfg, &[1, k], init, &source)?;
+        let up = |(name, rank): (&str, Option<usize>), width| {
+            let by_head = Some(HeadDim { heads: Heads::Query, dim: 0 });
+            let linear = rank.map(|rank| source.linear(name, (width, rank), false, by_head)?.try_into());
+            linear.transpose()
+        };
+        let width = h * cfg.value_head_dim();
+        let [norm, out] = layout.norm_and_out();
+        // Ling 3's.
+        let out = if layout == DeltaLayout::Separate && source.has("dense.weight") { "dense" } else { out };
+        let parameters = ParameterList::load(&specs(cfg, norm, &source), &source)?;
+        let by_head = Some(HeadDim { heads: Heads::Query, dim: 1 });
+        Ok(Self {
+            inputs: Projection::of_rows(&inputs.iter().collect::<Vec<_>>())?,
+            up: [up((UP[0].1, cfg.gate_rank()), width)?, up((UP[1].1, cfg.decay_rank()), cfg.num_decays())?],
+            convolutions: taps.into_iter().map(ShortConvolution::new).collect::<Result<_>>()?,
+            norm: RmsNorm::new(parameters.expect(NORM)?, cfg.norm_eps())?,
+            parameters,
+            out: source.linear(out, (embed_dim, width), false, by_head)?.try_into()?,
+            config,
+        })
+    }
+
+    /// The same layer with what its variables hold now as plain packed weights, so that nothing is tracked for
+    /// gradients: for inference after training.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn freeze(&self) -> Result<Self> {
+        let rows = |weight: &Tensor| Ok(ProjectionRows::of(Piece::whole(frozen(weight)?)));
+        let inputs: Vec<_> = self.weights()?.iter().map(rows).collect::<Result<_>>()?;
+        let [gate, decay] = &self.up;
+        let frozen = |up: &Option<PackedLinear>| up.as_ref().map(PackedLinear::freeze).transpose();
+        Ok(Self {
+            config: self.config.clone(),
+            inputs: Projection::of_rows(&inputs.iter().collect::<Vec<_>>())?,
+            up: [frozen(gate)?, frozen(decay)?],
+            convolutions: self.convolutions.iter().map(ShortConvolution::freeze).collect::<Result<_>>()?,
+            parameters: self.parameters.freeze()?,
+            norm: self.norm.freeze()?,
+            out: self.out.freeze()?,
+        })
+    }
+
+    /// What the layer was built from.
+    pub fn config(&self) -> &GatedDeltaNetConfig {
+        &self.config
+    }
+
+    /// What inputs are projected by, (rows, E).
+    fn weights(&self) -> Result<Vec<Tensor>> {
+        let linears = Projection::to_linears(&self.inputs.iter().collect::<Vec<_>>())?;
+        Ok(linears.iter().map(|linear| linear.weight().clone()).collect())
+    }
+
+    /// The layer's parameters under the names and in the shapes of a layout, as a state dict that PyTorch reads.
+    ///
+    /// # Errors
+    /// If the layout cannot hold the layer, and why; and if memory is short.
+    pub fn state_dict(&self, layout: DeltaLayout) -> Result<Vec<(String, Tensor)>> {
+        let fail = |problem: String| Error::msg(format!("[state_dict] {problem} (layout {layout})"));
+        let [norm, out] = layout.norm_and_out();
+        let taps = self.convolutions.iter().map(ShortConvolution::weight).collect::<Result<Vec<_>>>()?;
+        let inputs = layout.projections(&self.config).map_err(fail)?;
+        let mut named = Packed::join(&inputs, &self.config, &self.weights()?)?;
+        named.extend(Packed::join(&layout.convolutions(&self.config), &self.config, &taps)?);
+        let up = UP.iter().zip(&self.up).filter_map(|((_, name), up)| Some((*name, up.as_ref()?)));
+        for (name, linear) in up.chain([(out, &self.out)]) {
+            named.push((format!("{name}.weight"), linear.to_linear()?.weight().clone()));
+        }
+        let stored = |name: String| if name == NORM { format!("{norm}.weight") } else { name };
+        named.extend(self.parameters.named()?.into_iter().map(|(name, tensor)| (stored(name), tensor)));
+        Ok(named)
+    }
+
+    /// Writes [`state_dict`](Self::state_dict) as a safetensors file.
+    ///
+    /// # Errors
+    /// As that, and if the file cannot be written.
+    pub fn save(&self, path: impl AsRef<Path>, layout: DeltaLayout) -> Result<()> {
+        save(self.state_dict(layout)?, path.as_ref())
+    }
+
+    /// (B, T, E) gives (B, T, E), and (T, E) gives (T, E).
+    ///
+    /// # Errors
+    /// As [`forward_with`](Self::forward_with).
+    pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        self.forward_with(xs)
+    }
+
+    /// The layer with a cache, padding, packed sequences: (B, T, E) gives (B, T, E).
+    ///
+    /// # Errors
+    /// For an input whose shape, dtype or device does not fit the layer, for padding that does not fit it, for packed
+    /// sequences that do not fit it or come with a cache or padding, and for a cache of another layer or batch.
+    pub fn forward_with<'a>(&self, input: impl Into<DeltaInput<'a>>) -> Result<Tensor> {
+        let (cfg, mut input) = (&self.config, input.into());
+        let (xs, padding) = input.check(cfg.embed_dim(), self.out.dtype(), self.out.device())?;
+        let ((b, t, _), dtype, packed) = (xs.dims3()?, xs.dtype(), input.packed);
+        let (h, h_k, d_k, d_v) = (cfg.num_heads(), cfg.num_key_heads(), cfg.key_head_dim(), cfg.value_head_dim());
+        let before = |width| vec![b, cfg.conv_kernel() - 1, width];
+        let [q, k, v, ..] = cfg.widths().map(before);
+        let held = match &input.cache {
+            Some(cache) => cache.held(&[q, k, v, vec![b, h, d_k, d_v]], dtype, xs.device())?,
+            None => &[],
+        };
+
+        let projected = Projection::all(&self.inputs.iter().collect::<Vec<_>>(), &xs)?;
+        let (mut heads, mut tails) = (Vec::new(), Vec::new());
+        let by_head = |xs: &Tensor| if packed.is_some() { xs.squeeze(0) } else { xs.transpose(1, 2) };
+        for ((place, convolution), (h, d)) in
+            self.convolutions.iter().enumerate().zip([(h_k, d_k), (h_k, d_k), (h, d_v)])
+        {
+            let (xs, before) = (&projected[place], held.get(place));
+            heads.push(by_head(&convolution.forward(xs, before, packed)?.reshape((b, t, h, d))?)?);
+            if input.cache.is_some() {
+                tails.push(convolution.tail(xs, before, padding.as_ref().map(|padding| &*padding.tokens))?);
+            }
+        }
+        let (mut beta, mut decay) = (self.beta(&projected[BETA])?, self.decay(&projected[DECAY])?);
+        if let Some(padding) = &padding {
+            // It neither forgets nor learns.
+            (beta, decay) = (padding.hide(&beta)?, padding.hide(&decay)?);
+        }
+        let (beta, decay) = (by_head(&beta)?, by_head(&decay)?);
+        let options = DeltaOptions::default().with_qk_norm(QK_EPS).with_backend(input.backend);
+        let ([q, k, v], decay, beta) = ([&heads[0], &heads[1], &heads[2]], Some(&decay), Some(&beta));
+        let (context, state) = match packed {
+            Some(sequences) => gated_delta_rule_varlen(q, k, v, decay, beta, None, sequences, &options)?,
+            None => gated_delta_rule(q, k, v, decay, beta, held.get(3), &options)?,
+        };
+        let context = if packed.is_some() { context.unsqueeze(0)? } else { context.transpose(1, 2)? };
+
+        let gate = match &self.up[0] {
+            Some(up) => up.forward(&projected[GATE])?,
+            None => projected[GATE].clone(),
+        };
+        let activation = cfg.gate_activation();
+        let gating = OutputGate { activation, scope: GateScope::PerEntry, place: GatePlace::Own { bias: false } };
+        let context = gating.apply(&self.norm.forward(&context)?, &gate.reshape((b, t, h, d_v))?)?;
+        let residual = input.residual.map(|residual| residual.reshape(xs.shape())).transpose()?;
+        let ys = self.out.product(&context.reshape((b, t, h * d_v))?, 0..cfg.embed_dim(), residual.as_ref())?;
+        if let Some(cache) = &mut input.cache {
+            tails.push(state);
+            let tokens = padding.map_or(vec![0..t; b], |padding| padding.tokens);
+            cache.advance(tokens.iter().map(Range::len), tails);
+        }
+        ys.reshape(input.xs.shape())
+    }
+
+    /// (B, T, H), in the dtype that is computed in.
+    fn beta(&self, xs: &Tensor) -> Result<Tensor> {
+        let beta = GateActivation::Sigmoid.of(&xs.to_dtype(accumulation_dtype(xs.dtype()))?)?;
+        if self.config.doubled_beta() { beta * 2.0 } else { Ok(beta) }
+    }
+
+    /// The logarithms of decays (B, T, H), or (B, T, H, D_k) of channels, in the dtype that is computed in.
+    fn decay(&self, xs: &Tensor) -> Result<Tensor> {
+        let (cfg, dtype) = (&self.config, accumulation_dtype(xs.dtype()));
+        let xs = self.up[1].as_ref().map_or_else(|| Ok(xs.clone()), |up| up.forward(xs))?.to_dtype(dtype)?;
+        let xs = xs.broadcast_add(&self.parameters.expect(BIAS)?.to_dtype(dtype)?)?;
+        let mut rate = self.parameters.expect(RATE)?.to_dtype(dtype)?.flatten_all()?.exp()?;
+        let (b, t, decays) = xs.dims3()?;
+        let mut shape = vec![b, t, decays];
+        if cfg.decay_per_channel() {
+            (shape, rate) = (vec![b, t, cfg.num_heads(), cfg.key_head_dim()], rate.unsqueeze(1)?);
+        }
+        let xs = xs.reshape(shape)?;
+        match cfg.decay_lower_bound() {
+            Some(bound) => GateActivation::Sigmoid.of(&xs.broadcast_mul(&rate)?)? * bound,
+            None => GateActivation::Softplus.of(&xs)?.broadcast_mul(&rate.neg()?),
+        }
+    }
+}
+
+impl Module for GatedDeltaNet {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        self.forward_with(xs)
+    }
+}
+
+const RATE: &str = "A_log";
+const BIAS: &str = "dt_bias";
+const NORM: &str = "norm.weight";
+
+/// The parameters beside projections and convolutions, where the file's norm has a name of its own.
+fn specs(cfg: &GatedDeltaNetConfig, norm: &str, source: &Source) -> [Spec; 3] {
+    let (h, init) = (cfg.num_heads(), Init::Uniform { lo: 0.0, up: 16f64.ln() });
+    // Kimi Linear's is (1, 1, H, 1).
+    let is_wide =
+        source.has(RATE) && source.get(h, RATE, init).is_err() && source.get((1, 1, h, 1), RATE, init).is_ok();
+    let (shape, dim) = if is_wide { (vec![1, 1, h, 1], 2) } else { (vec![h], 0) };
+    [
+        Spec::new(RATE, shape, init).by_head(Heads::Query, dim),
+        Spec::new(BIAS, [cfg.num_decays()], Init::Const(1.0)).by_head(Heads::Query, 0),
+        Spec::new(NORM, [cfg.value_head_dim()], Init::Const(1.0)).stored(Stored::Whole(format!("{norm}.weight"))),
+    ]
+}

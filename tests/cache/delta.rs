@@ -1,0 +1,121 @@
+//! The cache of a gated delta net: what is edited between calls, and the dtypes of what it keeps.
+
+use candle_attention::{Backend, DeltaCache, DeltaInput, DeltaLayout, GatedDeltaNet, GatedDeltaNetConfig};
+use candle_core::{DType, Result, Tensor};
+use candle_nn::{VarBuilder, VarMap};
+
+use crate::CPU;
+use crate::common::{assert_close, relative_error};
+use crate::{part, wave};
+
+const E: usize = 8;
+
+fn net(dtype: DType) -> Result<GatedDeltaNet> {
+    let cfg = GatedDeltaNetConfig::new(E, 4).with_num_key_heads(2).with_key_head_dim(6).with_value_head_dim(5);
+    let vars = VarMap::new();
+    let vb = VarBuilder::from_varmap(&vars, DType::F32, &CPU);
+    GatedDeltaNet::load(&cfg, DeltaLayout::ByPart, vb)?;
+    let mut data: Vec<_> = vars.data().lock().expect("one thread").clone().into_iter().collect();
+    data.sort_by(|(one, _), (other, _)| one.cmp(other));
+    let mut tensors = std::collections::HashMap::new();
+    for (n, (name, var)) in data.into_iter().enumerate() {
+        // Far enough from zero for every part to count.
+        let own = wave(1, 1, var.elem_count(), n as f32)?.reshape(var.shape())?;
+        tensors.insert(name, own.to_dtype(dtype)?);
+    }
+    GatedDeltaNet::load(&cfg, DeltaLayout::ByPart, VarBuilder::from_tensors(tensors, dtype, &CPU))
+}
+
+fn call(net: &GatedDeltaNet, cache: &mut DeltaCache, xs: &Tensor) -> Result<Tensor> {
+    net.forward_with(DeltaInput::new(xs).with_cache(cache))
+}
+
+#[test]
+fn a_cache_goes_back_to_its_snapshots() -> Result<()> {
+    let (net, xs) = (net(DType::F32)?, wave(2, 12, E, 0.0)?);
+    let expected = net.forward(&xs)?;
+    let mut cache = DeltaCache::default();
+    assert!(cache.is_empty() && cache.lens().is_empty());
+    cache.truncate(0)?;
+    for at in [0, 3, 6, 9] {
+        let ys = call(&net, &mut cache, &part(&xs, at, 3)?)?;
+        assert_close(&ys, &part(&expected, at, 3)?, 1e-5, "a prompt in pieces");
+        cache.snapshot();
+    }
+    let memory = cache.memory();
+    for (len, then) in [(9, 3), (6, 6), (3, 1), (0, 12), (12, 0)] {
+        cache.truncate(len)?;
+        assert_eq!((cache.len(), cache.lens()), (len, if len == 0 { vec![] } else { vec![len; 2] }));
+        if then > 0 {
+            let ys = call(&net, &mut cache, &part(&xs, len, then)?)?;
+            assert_close(&ys, &part(&expected, len, then)?, 1e-5, "after going back");
+        }
+    }
+    // Later snapshots are gone with what came after them.
+    assert!(cache.truncate(9).is_err() && cache.memory() < memory);
+    cache.reset();
+    assert!(cache.is_empty() && cache.memory() == 0);
+    Ok(())
+}
+
+#[test]
+fn forks_and_beams_go_on_by_themselves() -> Result<()> {
+    let (net, xs) = (net(DType::F32)?, wave(3, 8, E, 0.0)?);
+    let mut cache = DeltaCache::default();
+    call(&net, &mut cache, &part(&xs, 0, 5)?)?;
+    cache.snapshot();
+    let fork = cache.fork()?;
+    for order in [vec![2, 0, 1], vec![1, 1], vec![0, 2, 2, 1]] {
+        let mut beams = fork.fork()?;
+        beams.reorder(&order)?;
+        let index = Tensor::from_iter(order.iter().map(|&n| n as u32), &CPU)?;
+        let own = xs.index_select(&index, 0)?;
+        let expected = part(&net.forward(&own)?, 5, 3)?;
+        for _ in 0..2 {
+            assert_close(&call(&net, &mut beams, &part(&own, 5, 3)?)?, &expected, 1e-5, "beams");
+            assert_eq!(beams.lens(), vec![8; order.len()]);
+            // Its snapshots are reordered too.
+            beams.truncate(5)?;
+        }
+    }
+    let mut beams = fork.fork()?;
+    beams.reorder(&[])?;
+    assert!(beams.is_empty());
+    // What happened to the forks is not in the first.
+    let ys = call(&net, &mut cache, &part(&xs, 5, 3)?)?;
+    assert_close(&ys, &part(&net.forward(&xs)?, 5, 3)?, 1e-5, "the first");
+    assert_eq!((cache.len(), fork.len()), (8, 5));
+    Ok(())
+}
+
+/// A call that fails leaves the cache as it was.
+#[test]
+fn errors_leave_the_cache() -> Result<()> {
+    let (net, xs) = (net(DType::F32)?, wave(2, 6, E, 0.0)?);
+    let mut cache = DeltaCache::default();
+    call(&net, &mut cache, &part(&xs, 0, 3)?)?;
+    assert!(call(&net, &mut cache, &part(&xs, 3, 3)?.narrow(0, 0, 1)?).is_err());
+    let input = || DeltaInput::new(&xs).with_backend(Backend::Reference);
+    assert!(net.forward_with(input().with_cache(&mut cache).with_valid_lens(&[7, 0])).is_err());
+    let ys = call(&net, &mut cache, &part(&xs, 3, 3)?)?;
+    assert_close(&ys, &part(&net.forward(&xs)?, 3, 3)?, 1e-5, "after errors");
+    Ok(())
+}
+
+#[test]
+fn halves_and_doubles_compute_the_same() -> Result<()> {
+    let xs = wave(2, 7, E, 0.0)?;
+    let expected = net(DType::F64)?.forward(&xs.to_dtype(DType::F64)?)?.to_dtype(DType::F32)?;
+    for (dtype, tolerance) in [(DType::F64, 1e-6), (DType::F32, 1e-5), (DType::F16, 1e-2), (DType::BF16, 6e-2)] {
+        let net = net(dtype)?;
+        let xs = xs.to_dtype(dtype)?;
+        let mut cache = DeltaCache::default();
+        let first = call(&net, &mut cache, &part(&xs, 0, 4)?)?;
+        let parts = [first, call(&net, &mut cache, &part(&xs, 4, 1)?)?, call(&net, &mut cache, &part(&xs, 5, 2)?)?];
+        let ys = Tensor::cat(&parts, 1)?;
+        assert_eq!(ys.dtype(), dtype);
+        let error = relative_error(&ys.to_dtype(DType::F32)?, &expected);
+        assert!(error <= tolerance, "{dtype:?}: off by {error:e}");
+    }
+    Ok(())
+}

@@ -1,0 +1,268 @@
+//! Random calls: a recipe is small, prints on one line and shrinks; its case holds the numbers.
+
+use attention_oracle::array::{Array, Layout, Random, round};
+use attention_oracle::delta::{Delta, Recurred};
+use candle_attention::cpu::Tier;
+use candle_attention::{Backend, DeltaOptions, PackedSequences, gated_delta_rule, gated_delta_rule_varlen};
+use candle_core::{DType, Device, Result, Tensor};
+use proptest::prelude::*;
+use proptest::sample::select;
+
+use crate::common::values;
+
+/// Of q, k and v: one head each, several, a key for several values and the other way, queries that share a state, and
+/// queries that several states share.
+const HEADS: [[usize; 3]; 9] =
+    [[1, 1, 1], [3, 3, 3], [2, 2, 4], [1, 1, 3], [4, 2, 2], [6, 1, 3], [2, 4, 1], [1, 2, 2], [4, 1, 4]];
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Decay {
+    PerHead,
+    PerChannel,
+}
+
+#[derive(Debug, Clone)]
+pub struct Recipe {
+    /// The lengths of sequences: those of packed ones, or of each entry of a batch.
+    pub lens: Vec<usize>,
+    pub is_packed: bool,
+    pub heads: [usize; 3],
+    pub d_k: usize,
+    pub d_v: usize,
+    pub decay: Option<Decay>,
+    pub has_beta: bool,
+    pub has_state: bool,
+    /// One head of decays and betas for all.
+    pub one_factor: bool,
+    pub scale: Option<f64>,
+    pub qk_norm: Option<f64>,
+    pub dtype: DType,
+    /// Of decays, betas and states.
+    pub factor_dtype: DType,
+    pub layouts: [Layout; 3],
+    pub seed: u64,
+}
+
+pub fn recipes(dtypes: &'static [DType]) -> impl Strategy<Value = Recipe> {
+    let dense = (0..=3usize, select(&[0, 1, 2, 7, 63, 64, 65, 130][..])).prop_map(|(b, t)| (vec![t; b], false));
+    let packed = proptest::collection::vec(select(&[0, 1, 5, 64, 70][..]), 0..=4).prop_map(|lens| (lens, true));
+    let dims = (select(&HEADS[..]), select(&[1, 3, 16, 33, 64][..]), select(&[0, 1, 5, 16, 40, 64][..]));
+    let decay = select(&[None, Some(Decay::PerHead), Some(Decay::PerChannel)][..]);
+    let given = (decay, any::<bool>(), any::<bool>(), proptest::bool::weighted(0.2));
+    let options = (select(&[None, Some(-0.7)][..]), select(&[None, Some(1e-6), Some(0.5)][..]));
+    let memory = (select(dtypes), select(dtypes), [(); 3].map(|()| select(&Layout::ALL[..])), any::<u64>().no_shrink());
+    (prop_oneof![dense, packed], dims, given, options, memory).prop_map(
+        |((lens, is_packed), (heads, d_k, d_v), (decay, has_beta, has_state, one_factor), (scale, qk_norm), memory)| {
+            let (dtype, factor_dtype, layouts, seed) = memory;
+            #[rustfmt::skip]
+            let recipe = Recipe { lens, is_packed, heads, d_k, d_v, decay, has_beta, has_state, one_factor, scale, qk_norm,
+                dtype, factor_dtype, layouts, seed };
+            recipe
+        },
+    )
+}
+
+impl Recipe {
+    /// The gated delta rule over a batch, from states, in f64.
+    pub fn plain(lens: Vec<usize>, heads: [usize; 3], [d_k, d_v]: [usize; 2]) -> Self {
+        Self {
+            lens,
+            is_packed: false,
+            heads,
+            d_k,
+            d_v,
+            decay: Some(Decay::PerHead),
+            has_beta: true,
+            has_state: true,
+            one_factor: false,
+            scale: None,
+            qk_norm: None,
+            dtype: DType::F64,
+            factor_dtype: DType::F64,
+            layouts: [Layout::Contiguous; 3],
+            seed: 1,
+        }
+    }
+
+    /// Keys are no longer than one, so that no rule lets states grow without end.
+    pub fn case(&self) -> Delta {
+        let Self { d_k, d_v, dtype, factor_dtype, .. } = *self;
+        let random = &mut Random::new(self.seed);
+        let (b, t) = match self.is_packed {
+            true => (1, self.lens.iter().sum()),
+            false => (self.lens.len(), self.lens.first().copied().unwrap_or(4)),
+        };
+        let [h_q, h_k, h_v] = self.heads;
+        let h_s = h_k.max(h_v);
+        let most = 1.0 / (d_k as f64).sqrt();
+        let [q, k, v] = [(h_q, d_k, 2.0), (h_k, d_k, most), (h_v, d_v, 1.0)];
+        let [q, k, v] = [(q, 0), (k, 1), (v, 2)].map(|((h, d, most), n)| {
+            self.layouts[n].array([b, h, t, d]).filled(|| round(random.between(-most, most), dtype))
+        });
+        let heads = if self.one_factor { 1 } else { h_s };
+        let decay = self.decay.map(|kind| {
+            let width = if kind == Decay::PerHead { 1 } else { d_k };
+            self.layouts[0].array([b, heads, t, width]).filled(|| round(log_factor(random), factor_dtype))
+        });
+        let beta = self.has_beta.then(|| {
+            self.layouts[1].array([b, heads, t, 1]).filled(|| match random.up_to(9) {
+                n @ 0..=2 => n as f64,
+                _ => round(random.between(0.0, 1.0), factor_dtype),
+            })
+        });
+        let n = self.lens.len();
+        let state = self.has_state.then(|| {
+            self.layouts[2].array([n, h_s, d_k, d_v]).filled(|| round(random.between(-1.0, 1.0), factor_dtype))
+        });
+        let starts = self.lens.iter().scan(0, |end, len| {
+            *end += len;
+            Some(*end - len)
+        });
+        let sequences = match self.is_packed {
+            true => starts.zip(&self.lens).map(|(start, len)| (0, start..start + len)).collect(),
+            false => (0..b).map(|entry| (entry, 0..t)).collect(),
+        };
+        let scale = self.scale.unwrap_or(1.0 / (d_k as f64).sqrt());
+        Delta { q, k, v, decay, beta, state, sequences, scale, qk_norm: self.qk_norm }
+    }
+
+    /// All that can compute the case.
+    pub fn paths(&self, device: &Device) -> Vec<DeltaOptions> {
+        let asked = |backend| DeltaOptions::default().with_backend(backend);
+        let mut paths = vec![asked(Backend::Reference), asked(Backend::Auto)];
+        if device.is_cpu() && self.dtype != DType::F64 {
+            let fused = |tier| asked(Backend::Fused).with_cpu_tier(tier);
+            paths.extend(Tier::available().into_iter().map(fused));
+        }
+        paths
+    }
+
+    /// The case on a path against the oracle's numbers.
+    pub fn check(&self, case: &Delta, expected: &Recurred, device: &Device, path: &DeltaOptions) -> Outcome {
+        let (y, state) = self.call(case, device).and_then(|call| call.run(path)).map_err(|error| error.to_string())?;
+        let wide = if self.dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let epsilon = if wide == DType::F64 { f64::EPSILON } else { f64::from(f32::EPSILON) };
+        let unit = match self.dtype {
+            DType::BF16 => 2f64.powi(-8),
+            DType::F16 => 2f64.powi(-11),
+            _ => 0.0,
+        };
+        // Each token rounds a state, and each number of a key a sum of it.
+        let of_states = (case.q.dim(2) + self.d_k + 16) as f64 * epsilon * expected.largest_state;
+        let of_ys = of_states * expected.largest_query;
+        let (b, n, t) = (case.q.dim(0), self.lens.len(), case.q.dim(2));
+        let smallest = if self.dtype == DType::F16 { 2f64.powi(-25) } else { 1e-37 };
+        compare("y", &y, (&[b, case.h(), t, self.d_v], self.dtype), &expected.y, |y| {
+            of_ys + y.abs() * unit + smallest
+        })?;
+        compare("state", &state, (&[n, case.h_s(), self.d_k, self.d_v], wide), &expected.state, |_| of_states + 1e-37)
+    }
+
+    pub fn call(&self, case: &Delta, device: &Device) -> Result<Call> {
+        self.call_of_leaves(case, device, &mut |_, tensor| Ok(tensor))
+    }
+
+    /// `leaf` may put another tensor of the same numbers in the place of each buffer, a variable say.
+    pub fn call_of_leaves(
+        &self,
+        case: &Delta,
+        device: &Device,
+        leaf: &mut dyn FnMut(&'static str, Tensor) -> Result<Tensor>,
+    ) -> Result<Call> {
+        let mut viewed = |name, xs: &Array, dtype| xs.look(&leaf(name, xs.leaf(dtype, device)?)?);
+        let in_order = |xs: Tensor| if self.is_packed { xs.squeeze(0)?.transpose(0, 1) } else { Ok(xs) };
+        let factor = |xs: Tensor, is_vector: bool| in_order(if is_vector { xs } else { xs.squeeze(3)? });
+        let per_channel = self.decay == Some(Decay::PerChannel);
+        Ok(Call {
+            q: in_order(viewed("q", &case.q, self.dtype)?)?,
+            k: in_order(viewed("k", &case.k, self.dtype)?)?,
+            v: in_order(viewed("v", &case.v, self.dtype)?)?,
+            decay: match &case.decay {
+                Some(decay) => Some(factor(viewed("decay", decay, self.factor_dtype)?, per_channel)?),
+                None => None,
+            },
+            beta: match &case.beta {
+                Some(beta) => Some(factor(viewed("beta", beta, self.factor_dtype)?, false)?),
+                None => None,
+            },
+            state: case.state.as_ref().map(|state| viewed("state", state, self.factor_dtype)).transpose()?,
+            sequences: self.is_packed.then(|| PackedSequences::from_lens(&self.lens, &self.lens)).transpose()?,
+            scale: self.scale,
+            qk_norm: self.qk_norm,
+        })
+    }
+}
+
+fn log_factor(random: &mut Random) -> f64 {
+    match random.up_to(19) {
+        0 => f64::NEG_INFINITY,
+        1 => -200.0,
+        2 | 3 => 0.0,
+        _ => random.between(-1.5, 0.0),
+    }
+}
+
+/// What differs, and where.
+pub type Outcome = std::result::Result<(), String>;
+
+/// A case as the crate takes it.
+#[derive(Clone)]
+pub struct Call {
+    pub q: Tensor,
+    pub k: Tensor,
+    pub v: Tensor,
+    pub decay: Option<Tensor>,
+    pub beta: Option<Tensor>,
+    pub state: Option<Tensor>,
+    pub sequences: Option<PackedSequences>,
+    pub scale: Option<f64>,
+    pub qk_norm: Option<f64>,
+}
+
+impl Call {
+    /// (B, H, T, D_v), of packed sequences too, and the states.
+    pub fn run(&self, path: &DeltaOptions) -> Result<(Tensor, Tensor)> {
+        let mut options = path.clone();
+        if let Some(scale) = self.scale {
+            options = options.with_scale(scale);
+        }
+        if let Some(eps) = self.qk_norm {
+            options = options.with_qk_norm(eps);
+        }
+        let Self { q, k, v, .. } = self;
+        let (decay, beta, state) = (self.decay.as_ref(), self.beta.as_ref(), self.state.as_ref());
+        match &self.sequences {
+            None => gated_delta_rule(q, k, v, decay, beta, state, &options),
+            Some(sequences) => {
+                let (y, states) = gated_delta_rule_varlen(q, k, v, decay, beta, state, sequences, &options)?;
+                Ok((y.transpose(0, 1)?.unsqueeze(0)?, states))
+            }
+        }
+    }
+
+    /// The inputs that are given.
+    pub fn inputs(&mut self) -> Vec<&mut Tensor> {
+        let factors = [&mut self.decay, &mut self.beta, &mut self.state].into_iter().flatten();
+        [&mut self.q, &mut self.k, &mut self.v].into_iter().chain(factors).collect()
+    }
+}
+
+fn compare(
+    what: &str,
+    got: &Tensor,
+    (shape, dtype): (&[usize], DType),
+    expected: &[f64],
+    tolerance: impl Fn(f64) -> f64,
+) -> Outcome {
+    if got.dims() != shape || got.dtype() != dtype {
+        return Err(format!("{what}: shape {:?} in {:?}, expected {shape:?} in {dtype:?}", got.dims(), got.dtype()));
+    }
+    for (n, (got, &expected)) in values(got).into_iter().zip(expected).enumerate() {
+        let most = tolerance(expected);
+        let is_within = (got - expected).abs() <= most;
+        if !is_within {
+            return Err(format!("{what}: entry {n} is {got}, expected {expected} to within {most:e}"));
+        }
+    }
+    Ok(())
+}
