@@ -86,6 +86,31 @@ deepseek_v2 {"attention_dropout": 2}
 llama {}
 "#;
 
+/// The same of linear attention.
+const LINEAR: &str = r#"
+llama {}
+deepseek_v3 {}
+qwen3_next {"layer_types": ["linear_attention", "full_attention"]}
+qwen3_next {"layer_types": ["linear_attention"]}
+qwen3_next {"layer_types": ["linear_attention", "conv"]}
+qwen3_next {"full_attention_interval": 2}
+qwen3_next {"full_attention_interval": 0}
+qwen3_next {"hidden_act": "gelu"}
+qwen3_next {"linear_num_value_heads": null}
+qwen3_next {"linear_num_key_heads": 5}
+qwen3_next {"linear_conv_kernel_dim": 1}
+qwen4_exp_text {"output_gate_type": "relu"}
+olmo_hybrid {"linear_key_head_dim": "wide"}
+olmo_hybrid {"hidden_size": 1}
+kimi_linear {"linear_attn_config": [4]}
+kimi_linear {"linear_attn_config": {"full_attn_layers": [2]}}
+kimi_linear {"linear_attn_config": {"full_attn_layers": "2"}}
+kimi_linear {"linear_attn_config": {"num_heads": 0}}
+bailing_hybrid {"kda_lower_bound": 1}
+bailing_hybrid {"layer_group_size": 2}
+glm5_next_text {"linear_attn_config": {"gate_lower_bound": "low"}}
+"#;
+
 /// What layer 1 of each of these is refused for.
 fn refused<T>(configs: &str, read: fn(&Value, usize) -> Result<T>) -> Vec<Case> {
     let refused = |line: &str| {
@@ -122,6 +147,27 @@ fn layers() {
         },
     };
     assert_reviewed("hf", &[refused(LAYERS, hf::attention_config), whole]);
+}
+
+#[test]
+fn linear_layers() {
+    let config = |model_type: &str| json!({"model_type": model_type});
+    let loaded = cases! {
+        "linear attention that is loaded as softmax attention" =>
+            hf::load_attention(&config("qwen3_next"), 0, weights_of(&[])),
+        "linear attention that is loaded as latent attention" =>
+            hf::load_latent_attention(&config("kimi_linear"), 0, weights_of(&[])),
+        "softmax attention of another kind" => hf::load_attention(&config("bailing_hybrid"), 5, weights_of(&[])),
+        "softmax attention that is loaded as linear" =>
+            hf::load_linear_attention(&config("qwen3_next"), 3, weights_of(&[])),
+        "nothing in the checkpoint" => hf::load_linear_attention(&config("olmo_hybrid"), 0, weights_of(&[])),
+        "quantised weights" => {
+            let quantised = json!({"quant_method": "gptq", "bits": 4});
+            let config = json!({"model_type": "qwen3_next", "quantization_config": quantised});
+            hf::load_linear_attention(&config, 0, weights_of(&[]))
+        },
+    };
+    assert_reviewed("hf_linear", &[refused(LINEAR, hf::linear_attention_config), loaded]);
 }
 
 #[test]

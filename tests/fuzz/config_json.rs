@@ -12,9 +12,11 @@ pub fn run(text: &[u8]) {
             assert!(cfg.num_heads() > 0 && cfg.head_dim() > 0, "{cfg:?}");
         }
         let _ = hf::latent_attention_config(&json, layer);
+        let _ = hf::linear_attention_config(&json, layer);
         let empty = candle_nn::VarBuilder::from_tensors(HashMap::<String, Tensor>::new(), DType::F32, &Device::Cpu);
         assert!(hf::load_attention(&json, layer, empty.clone()).is_err());
         assert!(hf::load_latent_attention(&json, layer, empty.clone()).is_err());
+        assert!(hf::load_linear_attention(&json, layer, empty.clone()).is_err());
         assert!(hf::load_relative_bias(&json, empty).is_err());
     }
 }

@@ -7,6 +7,7 @@ mod gguf;
 mod golden;
 mod integers;
 mod latent;
+mod linear;
 mod misuse;
 mod names;
 mod variants;

@@ -3,6 +3,7 @@
 python crates/compare/census/run.py                    records what is not recorded yet, asks, writes docs/architectures.md
 python crates/compare/census/run.py --only bert vit    these model types, and writes nothing
 python crates/compare/census/run.py --again            records everything anew
+python crates/compare/census/run.py --linear           model types with linear attention, and writes its part of the page
 
 It takes PyTorch, transformers (tests/hf/requirements.txt has the versions), torchvision, timm, scipy, pillow and tqdm,
 half an hour and half a gigabyte in `target/census`, where a run that was interrupted goes on. With another version of
@@ -29,6 +30,7 @@ from tqdm import tqdm
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
+import linear
 import others
 import record
 import table
@@ -45,6 +47,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="MODEL_TYPE", help="these, without writing the table")
     parser.add_argument("--again", action="store_true", help="record anew what is recorded")
+    parser.add_argument("--linear", action="store_true", help="those with linear attention, and their part of the page")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
@@ -54,7 +57,7 @@ def main():
     known = table.known()
     version = transformers.__version__
     is_other = version != others.of_the_page()
-    model_types = sorted(arguments.only or CONFIG_MAPPING.keys())
+    model_types = sorted(arguments.only or (linear.known() if arguments.linear else CONFIG_MAPPING.keys()))
     if is_other:
         model_types = [name for name in model_types if name in known]
     bar = tqdm(model_types, unit="model", disable=None)
@@ -76,11 +79,13 @@ def main():
             page.write_text(others.with_part(page.read_text()))
         return 1 if found["wrong"] else 0
     entries = table.judge(model_types, DATA, answers, known)
-    if arguments.only:
+    if arguments.linear:
+        page.write_text(linear.with_part(page.read_text(), entries))
+    elif arguments.only:
         for entry in entries:
             print(json.dumps(entry.__dict__, indent=1))
     else:
-        page.write_text(others.with_part(table.page(entries, version)))
+        page.write_text(others.with_part(linear.with_part(table.page(entries, version), entries)))
         print(json.dumps(collections.Counter(entry.verdict for entry in entries)))
     return 1 if any(entry.verdict == "wrong" for entry in entries) else 0
 
@@ -116,7 +121,7 @@ def attempt(model_type, folder, is_known):
     parts = {name: part.model_type for name, part in parts_of(tiny(config_class)).items()}
     if not classes:
         return {"failed": "transformers has no model that takes this configuration by itself", "parts": parts}
-    model = without_data(classes[0], tiny(config_class))
+    model, classes = first_made(classes, config_class)
     own = record.own_attention(model)
     if not own and not is_known:
         return {"parts": parts, "none": True}
@@ -133,6 +138,17 @@ def attempt(model_type, folder, is_known):
         changed = record_options(model_class, config_class, folder / "options") if is_known else {}
         return {"parts": parts, "cores": cores, "classes": own, "options": changed}
     return {"failed": errors[0], "parts": parts, "classes": own}
+
+
+def first_made(classes, config_class):
+    """The first model that can be made, and its class with those after it: some with a head are of a part's config."""
+    errors = []
+    for i, model_class in enumerate(classes):
+        try:
+            return without_data(model_class, tiny(config_class)), classes[i:]
+        except Exception as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def without_data(model_class, config):

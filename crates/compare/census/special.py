@@ -27,6 +27,7 @@ RESNET = {"backbone_config": {
     "layer_type": "basic", "out_features": ["stage4"],
 }}
 CONFIGS = {
+    "bailing_hybrid": {"head_dim": 12, "short_conv_kernel_size": 3, "num_mtp_layers": 0},
     "codegen": {"rotary_dim": 4, "n_head": 4, "n_embd": 32},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 0.7}, "n_heads": 6},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -63,6 +64,7 @@ CONFIGS = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": 48},
     "esmc": {"num_key_value_heads": 6, "head_dim": 8},
     "falcon_h1": {"mamba_d_ssm": 96, "mamba_n_heads": 12, "mamba_d_head": 8, "key_multiplier": 0.4},
+    "glm5_next_text": {"qk_rope_head_dim": 0, "index_topk": 4, "index_kpool": 2, "mlp_layer_types": ["dense", "dense"]},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
     "gptj": {"rotary_dim": 4},
     "conditional_detr": RESNET,
@@ -129,6 +131,14 @@ CONFIGS |= {
     },
     "swin2sr": SWIN | {"num_heads": [3, 6], "image_size": 8, "patch_size": 1},
     "swinv2": SWIN | {"num_heads": [3, 6], "pretrained_window_sizes": [0, 3]},
+}
+
+LINEAR = {"linear_num_value_heads": 6, "linear_num_key_heads": 3, "linear_key_head_dim": 12, "linear_value_head_dim": 10}
+for _name in "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text".split():
+    CONFIGS[_name] = LINEAR
+CONFIGS["qwen4_exp_text"] = LINEAR | {
+    "output_gate_type": "sigmoid", "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+    "indexer_budget": 4, "indexer_compress_ratio": 2, "hc_lowrank": 4,
 }
 
 # Sections of rotary positions on three axes, for pairs of tiny heads.

@@ -2,6 +2,7 @@
 
 import collections
 import json
+import re
 import subprocess
 import textwrap
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ class Entry:
     parts: dict = field(default_factory=dict)
     why: str = ""
     error: float = 0.0
+    # What layers of linear attention have, where there are such.
+    linear: list | None = None
 
 
 def known():
@@ -42,6 +45,18 @@ def judge(model_types, data, answers, in_table):
 
 def verdict(model_type, outcome, answers, is_known):
     entry = Entry(model_type, "refused", parts=outcome.get("parts", {}))
+    both = [model_type, f"{model_type}/options"]
+    linear = [answer for name in both for answer in answers.get(name, []) if answer["kind"] == "linear"]
+    if linear:
+        entry = compared(entry, {}, linear)
+        if entry.verdict == "wrong":
+            return entry
+        others = {name: [answer for answer in answers.get(name, []) if answer not in linear] for name in both}
+        answers = answers | others
+        # A row may be for these layers alone.
+        own = [answer.get("refused", "") for answer in others[model_type] if answer["kind"] in ("self", "defaults")]
+        is_known = not all(re.search("load_linear_attention|not supported", refused) for refused in own)
+        entry = Entry(model_type, "refused", linear=entry.has, parts=entry.parts, error=entry.error)
     if "alias" in outcome:
         entry.verdict, entry.why = "alias", outcome["alias"]
         return entry
@@ -162,7 +177,7 @@ def page(entries, version):
         others=len(by["unmade"]),
         parts=len(by["parts"]),
         none=len(by["none"]),
-        decoders=31,
+        decoders=36,
     )
     for entry in by["equal"]:
         kinds = ", ".join(entry.kinds)

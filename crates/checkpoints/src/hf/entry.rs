@@ -3,7 +3,9 @@
 use std::sync::LazyLock;
 
 use candle_attention_core::internal::did_you_mean;
-use candle_attention_core::{KvSource, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig, QkNorm};
+use candle_attention_core::{
+    GatedDeltaNetConfig, KvSource, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig, QkNorm,
+};
 use candle_core::{Result, bail};
 use serde_json::Value;
 
@@ -79,6 +81,7 @@ impl<'a> Entry<'a> {
     /// The attention of one layer.
     pub fn attention(&self, layer: usize) -> Result<MultiHeadAttentionConfig> {
         let fields = &self.fields(layer)?;
+        self.refuse_linear(fields)?;
         if self.family.latent.is_some() {
             return fields
                 .fail("attention is latent, expected a call of `latent_attention_config` or `load_latent_attention`");
@@ -108,6 +111,7 @@ impl<'a> Entry<'a> {
     /// The latent attention of one layer.
     pub fn latent_attention(&self, layer: usize) -> Result<MultiHeadLatentAttentionConfig> {
         let fields = &self.fields(layer)?;
+        self.refuse_linear(fields)?;
         let (Some(latent), Some(rope)) = (self.family.latent, &self.family.rope) else {
             return fields.fail("attention is not latent, expected a call of `attention_config` or `load_attention`");
         };
@@ -116,6 +120,46 @@ impl<'a> Entry<'a> {
         let cfg = latent.config(fields, embed_dim?, num_heads?, rope)?;
         cfg.validate()?;
         Ok(cfg)
+    }
+
+    /// Whether the attention of one layer is linear.
+    pub fn is_linear(&self, layer: usize) -> Result<bool> {
+        let fields = &self.fields(layer)?;
+        self.family.linear.map_or(Ok(false), |linear| linear.is_in(fields))
+    }
+
+    /// The linear attention of one layer.
+    pub fn linear_attention(&self, layer: usize) -> Result<GatedDeltaNetConfig> {
+        let fields = &self.fields(layer)?;
+        match self.family.linear {
+            Some(linear) if linear.is_in(fields)? => {
+                let [_, embed_dim, heads] = self.family.sizes;
+                let cfg = linear.config(fields, [embed_dim, heads])?;
+                cfg.validate()?;
+                Ok(cfg)
+            }
+            _ => {
+                let kind = if self.family.latent.is_some() { "latent_attention" } else { "attention" };
+                fields.fail(format!(
+                    "layer {layer} has no linear attention, expected a call of `{kind}_config` or `load_{kind}`"
+                ))
+            }
+        }
+    }
+
+    /// An error if the attention of a layer is linear, or of a kind that is not supported.
+    fn refuse_linear(&self, fields: &Fields) -> Result<()> {
+        let Some(linear) = self.family.linear else { return Ok(()) };
+        if linear.is_in(fields)? {
+            return fields.fail(format!(
+                "layer {} has linear attention, expected a call of `linear_attention_config` or `load_linear_attention`",
+                fields.layer
+            ));
+        }
+        match self.family.unsupported {
+            Some(kind) => fields.fail(format!("layer {} has {kind}, which is not supported", fields.layer)),
+            None => Ok(()),
+        }
     }
 
     /// The earlier layer whose keys and values a layer reads.

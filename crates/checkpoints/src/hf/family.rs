@@ -6,6 +6,7 @@ use candle_core::Result;
 use super::families::{MODEL, SIZE_NAMES};
 use super::fields::{Aliases, Fields};
 use super::latent::Latent;
+use super::linear::Linear;
 use super::names::{ModuleNames, at};
 use super::positions::Positions;
 use super::rope::Rope;
@@ -66,6 +67,8 @@ columns! {
     value_norm: bool = false,
     /// Whether each head has a logit of its own in the softmax.
     sinks: bool = false,
+    /// What the model's softmax attention is, if it is of a kind that is not supported.
+    unsupported: Option<&'static str> = None,
     /// Fields that change the numbers, and the one value that is supported, in JSON.
     only: &'static [(&'static str, &'static str)] = &[],
     /// Where a checkpoint keeps the relative bias, or DeBERTa's vectors of distances, if there is such.
@@ -98,6 +101,8 @@ columns! {
     decoder_sizes: [usize; 3],
     /// In place of most columns, for latent attention.
     latent: Latent,
+    /// Layers of linear attention among the others.
+    linear: Linear,
 }
 
 /// A change of the config by fields that no column knows.

@@ -9,18 +9,26 @@ use super::rope::Rope;
 /// The defaults of its own sizes.
 #[derive(Clone, Copy)]
 pub(super) struct Latent {
-    pub q_lora_rank: usize,
+    pub q_lora_rank: Option<usize>,
     pub kv_lora_rank: usize,
     pub nope_head_dim: usize,
     pub rope_head_dim: usize,
     /// `embed_dim / num_heads` unless given.
     pub value_head_dim: Option<usize>,
+    /// Whether queries and the shared keys know positions.
+    pub rotates: bool,
 }
 
 impl Latent {
     /// Those of DeepSeek V2 and V3.
-    pub const DEEPSEEK: Self =
-        Self { q_lora_rank: 1536, kv_lora_rank: 512, nope_head_dim: 128, rope_head_dim: 64, value_head_dim: Some(128) };
+    pub const DEEPSEEK: Self = Self {
+        q_lora_rank: Some(1536),
+        kv_lora_rank: 512,
+        nope_head_dim: 128,
+        rope_head_dim: 64,
+        value_head_dim: Some(128),
+        rotates: true,
+    };
 
     pub fn config(
         &self,
@@ -32,7 +40,9 @@ impl Latent {
         let nope = fields.get_or("qk_nope_head_dim", self.nope_head_dim)?;
         let rotated = fields.get_or("qk_rope_head_dim", self.rope_head_dim)?;
         fields.agrees("num_key_value_heads", num_heads)?;
-        fields.agrees("head_dim", rotated)?;
+        if self.rotates {
+            fields.agrees("head_dim", rotated)?;
+        }
         fields.agrees("qk_head_dim", nope.saturating_add(rotated))?;
         let rope = rope.config(fields, rotated)?;
         if !matches!(rope.scaling(), RopeScaling::None | RopeScaling::Yarn { .. }) {
@@ -50,11 +60,12 @@ impl Latent {
             .with_value_head_dim(fields.optional("v_head_dim")?.unwrap_or(value_head_dim))
             .with_bias(fields.flag("attention_bias", false)?)
             .with_rope(rope)
+            .with_rotates(self.rotates)
             // transformers ignores `rms_norm_eps` in the norms of the latents.
             .with_norm_eps(1e-6)
             .with_causal(fields.flag("is_causal", true)?)
             .with_dropout(fields.optional("attention_dropout")?.unwrap_or(0.0));
-        Ok(match fields.nullable("q_lora_rank", Some(self.q_lora_rank))? {
+        Ok(match fields.nullable("q_lora_rank", self.q_lora_rank)? {
             Some(rank) => cfg.with_q_lora_rank(rank),
             None => cfg,
         })

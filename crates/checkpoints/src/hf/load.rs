@@ -2,8 +2,9 @@
 
 use candle_attention_core::internal::has;
 use candle_attention_core::{
-    ContentPositions, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention,
-    MultiHeadLatentAttentionConfig, RelativeBias, RelativeBiasConfig, RelativeEmbeddings, WeightLayout,
+    ContentPositions, DeltaLayout, GatedDeltaNet, GatedDeltaNetConfig, MultiHeadAttention, MultiHeadAttentionConfig,
+    MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, RelativeBias, RelativeBiasConfig, RelativeEmbeddings,
+    WeightLayout,
 };
 use candle_core::{Result, bail};
 use candle_nn::VarBuilder;
@@ -11,6 +12,7 @@ use serde_json::Value;
 
 use super::entry::Entry;
 use super::family::SharedPlace;
+use super::linear::Linear;
 use super::names::{ModuleNames, load_module};
 
 impl Entry<'_> {
@@ -62,6 +64,20 @@ impl Entry<'_> {
         let cfg = self.latent_attention(layer)?;
         self.refuse_quantized()?;
         load_module(self.modules(), &self.place(layer)?, vb, |_, module| load(&cfg, module))
+    }
+
+    /// The layer of linear attention that `load` gives.
+    pub fn load_linear_with(
+        &self,
+        layer: usize,
+        vb: &VarBuilder,
+        load: impl Fn(&GatedDeltaNetConfig, DeltaLayout, &str) -> Result<GatedDeltaNet>,
+    ) -> Result<GatedDeltaNet> {
+        let cfg = self.linear_attention(layer)?;
+        self.refuse_quantized()?;
+        let Some(Linear { names, layout, .. }) = self.family.linear else { bail!("[hf] no layer is linear") };
+        let names = ModuleNames { parameter: Some("A_log"), ..names };
+        load_module([&names].into_iter(), &[layer], vb, |_, module| load(&cfg, layout, module))
     }
 
     /// The relative bias that all layers of a checkpoint share.

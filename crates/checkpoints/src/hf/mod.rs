@@ -241,12 +241,34 @@
 //! # assert_eq!(ys.dims(), [2, 7, 64]);
 //! # Ok(()) }
 //! ```
+//!
+//! # Linear attention
+//!
+//! Most layers of Qwen3-Next, Qwen3.5, Kimi Linear and OLMo Hybrid are recurrences by the gated delta rule, which are a
+//! layer of their own too: [`load_linear_attention`] and [`linear_attention_config`]. A call for a layer of the other
+//! kind is an error that names the function.
+//!
+//! ```
+//! use candle_attention::hf;
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_nn::VarBuilder;
+//! use serde_json::json;
+//! # fn main() -> candle_core::Result<()> {
+//! let config = json!({"model_type": "qwen3_next", "hidden_size": 64, "num_attention_heads": 4});
+//! let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
+//! let layer = hf::load_linear_attention(&config, 0, vb.clone())?;
+//! let ys = layer.forward(&Tensor::zeros((2, 7, 64), DType::F32, &Device::Cpu)?)?;
+//! # assert_eq!(ys.dims(), [2, 7, 64]);
+//! assert!(hf::load_attention(&config, 0, vb.clone()).is_err() && hf::load_attention(&config, 3, vb).is_ok());
+//! # Ok(()) }
+//! ```
 
 mod entry;
 mod families;
 mod family;
 mod fields;
 mod latent;
+mod linear;
 mod load;
 mod names;
 mod positions;
@@ -264,8 +286,8 @@ use serde_json::Value;
 
 use candle_attention_core::internal::whole;
 use candle_attention_core::{
-    HeadShard, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig,
-    RelativeBias,
+    GatedDeltaNet, GatedDeltaNetConfig, HeadShard, MultiHeadAttention, MultiHeadAttentionConfig,
+    MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, RelativeBias,
 };
 use entry::Entry;
 
@@ -385,6 +407,47 @@ pub fn load_latent_attention_shard(
 ) -> Result<MultiHeadLatentAttention> {
     let load = |cfg: &_, module: &str| MultiHeadLatentAttention::load_shard(cfg, shard, &vb.pp(module));
     Entry::of(json)?.load_latent_with(layer, &whole(vb), load)
+}
+
+/// Whether a layer has linear attention by the gated delta rule, for [`load_linear_attention`], among layers of softmax
+/// attention.
+///
+/// # Errors
+/// For an architecture that is not known, a layer that is not there, and a field that does not say which it is.
+pub fn is_linear_attention(json: &Value, layer: usize) -> Result<bool> {
+    Entry::of(json)?.is_linear(layer)
+}
+
+/// The config of one layer's linear attention by the gated delta rule: most layers of Qwen3-Next, Qwen3.5, Kimi Linear,
+/// OLMo Hybrid and others. `layer_types`, or what stands for it, says which layers those are.
+///
+/// # Errors
+/// As [`attention_config`], and for a layer of softmax attention.
+pub fn linear_attention_config(json: &Value, layer: usize) -> Result<GatedDeltaNetConfig> {
+    Entry::of(json)?.linear_attention(layer)
+}
+
+/// [`load_attention`] for a layer of linear attention by the gated delta rule.
+///
+/// # Errors
+/// As [`load_attention`], and for a layer of softmax attention.
+pub fn load_linear_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<GatedDeltaNet> {
+    let load = |cfg: &_, layout, module: &str| GatedDeltaNet::load(cfg, layout, vb.pp(module));
+    Entry::of(json)?.load_linear_with(layer, &vb, load)
+}
+
+/// [`load_attention_shard`] for linear attention: see [`GatedDeltaNet::load_shard`].
+///
+/// # Errors
+/// As [`load_linear_attention`] and [`GatedDeltaNet::load_shard`].
+pub fn load_linear_attention_shard(
+    json: &Value,
+    layer: usize,
+    shard: HeadShard,
+    vb: &ShardedVarBuilder<'static>,
+) -> Result<GatedDeltaNet> {
+    let load = |cfg: &_, layout, module: &str| GatedDeltaNet::load_shard(cfg, layout, shard, &vb.pp(module));
+    Entry::of(json)?.load_linear_with(layer, &whole(vb), load)
 }
 
 /// The relative bias that all layers of a stack have together, from a `config.json` and a builder at the model's root.

@@ -54,6 +54,12 @@ pub(super) fn alternates_rotary(fields: &Fields) -> Result<bool> {
     }
 }
 
+/// OLMo Hybrid: rotary positions unless their base is null, as published.
+pub(super) fn has_theta(fields: &Fields) -> Result<bool> {
+    let given = |fields: &Fields| Ok::<_, candle_core::Error>(fields.nullable("rope_theta", Some(1.0))?.is_some());
+    Ok(given(fields)? && given(&fields.section("rope_parameters")?)?)
+}
+
 /// Falcon: rotary positions unless there is ALiBi.
 pub(super) fn has_no_alibi(fields: &Fields) -> Result<bool> {
     Ok(!fields.flag("alibi", false)?)

@@ -176,15 +176,12 @@ fn repeated_kind(fields: &Fields) -> Result<Value> {
     fields.fail(format!("attention_types has kinds of {before} layers, expected one for each layer"))
 }
 
-/// Qwen 3 Next and others: every so many layers have softmax attention over all keys, the others are recurrences.
-pub(super) fn softmax_last_of_four(fields: &Fields) -> Result<Option<usize>> {
-    let n = fields.get_or("full_attention_interval", 4)?;
-    softmax_where(fields, (fields.layer + 1).is_multiple_of(n))
-}
-
 /// MiniMax: every other layer has softmax attention, with a window if there is one.
 pub(super) fn minimax(fields: &Fields) -> Result<Option<usize>> {
-    softmax_where(fields, fields.layer.is_multiple_of(2))?;
+    if fields.get("layer_types").is_none() && !fields.layer.is_multiple_of(2) {
+        return fields.fail(format!("layer {} has linear_attention, expected softmax attention", fields.layer));
+    }
+    sliding(fields, false, None)?;
     fields.nullable(SIZE, None)
 }
 
@@ -237,14 +234,6 @@ pub(super) fn recurrent_gemma(fields: &Fields) -> Result<Option<usize>> {
     let types = types.map_or(&usual[..], Vec::as_slice);
     no_window(fields, types[fields.layer % types.len()] == "attention")?;
     fields.get_or("attention_window_size", 2048).map(Some)
-}
-
-/// The window of a layer that has softmax attention by `layer_types`, or else by a rule.
-fn softmax_where(fields: &Fields, has_softmax: bool) -> Result<Option<usize>> {
-    if fields.get("layer_types").is_none() && !has_softmax {
-        return fields.fail(format!("layer {} has linear_attention, expected softmax attention", fields.layer));
-    }
-    sliding(fields, false, None)
 }
 
 /// All keys, in a layer that has any.

@@ -2,9 +2,10 @@
 
 use super::{DECODER, ENCODER, LLAMA, QKV, rms_per_head};
 use crate::hf::family::{Bias, Family, Number};
+use crate::hf::linear::Linear;
 use crate::hf::rope::{Axes, Rope, rope};
 use crate::hf::rules::GATE_IN_QUERY;
-use crate::hf::windows::{self, Window};
+use crate::hf::windows::Window;
 use candle_attention_core::{QkNormKind, RopeAxisLayout, WeightLayout};
 
 /// Time, height and width, section after section.
@@ -37,8 +38,9 @@ const QWEN3_VL: Family = LLAMA.of("qwen3_vl_text").sizes([32, 4096, 32]).grouped
     .rope(qwen3_vl(rope(500_000.0, 128_000))).qk_norm(rms_per_head(1e-6));
 const QWEN3_5: Family = QWEN3_VL.of("qwen3_5_text").sizes([32, 4096, 16]).grouped(4, 256)
     .rope(rope(10_000.0, 32_768).partial(0.25).axes(Axes(RopeAxisLayout::Interleaved, &[11, 11, 10])))
-    .qk_norm(rms_per_head(1e-6).kind(QkNormKind::RmsPlusOne)).window(Window::By(windows::softmax_last_of_four))
+    .qk_norm(rms_per_head(1e-6).kind(QkNormKind::RmsPlusOne)).linear(Linear::QWEN3_5)
     .gate(GATE_IN_QUERY);
+const QWEN3_5_MOE: Family = QWEN3_5.of("qwen3_5_moe_text").sizes([40, 2048, 16]).grouped(2, 256);
 const GLM4V: Family = DECODER.of("glm4v_text").sizes([40, 4096, 32]).kv_heads(2).head_dim_follows(true).bias(Bias::Qkv)
     .rope(glm4v(rope(10_000.0, 32_768).partial(1.0).interleaved()));
 const QWEN3_VL_IMAGES: Family = ENCODER.of("qwen3_vl_vision").sizes([27, 1152, 16])
@@ -82,7 +84,9 @@ pub(super) const ROWS: &[Family] = &[
     QWEN2_VL.of("qwen2_5_vl_text"),
     QWEN2_VL.of("qwen2_vl").section("text_config"),
     QWEN2_VL,
-    QWEN3_5.of("qwen3_5_moe_text").sizes([40, 2048, 16]).grouped(2, 256),
+    QWEN3_5.of("qwen3_5").section("text_config"),
+    QWEN3_5_MOE.of("qwen3_5_moe").section("text_config"),
+    QWEN3_5_MOE,
     QWEN3_VL_IMAGES.of("qwen3_5_moe_vision"),
     QWEN3_5,
     QWEN3_VL_IMAGES.of("qwen3_5_vision"),

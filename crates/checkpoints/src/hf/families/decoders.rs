@@ -4,6 +4,7 @@ use super::{DECODER, LLAMA, MODEL, MODERNBERT_ROPE, MODERNBERT_WINDOWED_ROPE, PA
 use super::{layer_norm, rms_per_head};
 use crate::hf::family::{Bias, Family, Heads, Number, Scale};
 use crate::hf::latent::Latent;
+use crate::hf::linear::Linear;
 use crate::hf::names::{ModuleNames, at};
 use crate::hf::rope::{Rope, Rotated, rope};
 use crate::hf::rules::{self, GATE, GATE_IN_QUERY, GATE_OF_HEADS};
@@ -135,7 +136,7 @@ pub(super) const ROWS: &[Family] = &[
         .windowed_rope(rope(500_000.0, 2048).one_for_all(true)).window(Window::Layers(ButLastOf(4), Some(4096))),
     // Most of its layers are recurrences.
     OLMO2.of("olmo_hybrid").sizes([32, 3840, 30]).qk_norm(rms_per_head(1e-6).scope(QkNormScope::Projection))
-        .rope(rope(10_000.0, 65_536)).window(Window::By(windows::softmax_last_of_four)),
+        .rope(rope(10_000.0, 65_536).layers(Rotated::If(rules::has_theta))).linear(Linear::OLMO),
     OLMO2.of("olmoe").sizes([16, 2048, 16]).rope(rope(10_000.0, 4096)).rules(&[rules::clipped]),
     DECODER.of("phi3").sizes([32, 3072, 32]).at(MODEL, "layers.{}.self_attn", QKV_PROJ)
         .rope(rope(10_000.0, 4096).partial(1.0).long_rope_only(true)).window(Window::All(None)),
@@ -168,7 +169,7 @@ const MINISTRAL_3_ROPE: &str = r#"{"rope_type": "yarn", "factor": 16, "mscale": 
 
 const QWEN3_NEXT: Family = LLAMA.of("qwen3_next").sizes([48, 2048, 16]).grouped(2, 256)
     .rope(rope(10_000.0, 32_768).partial(0.25)).qk_norm(rms_per_head(1e-6).kind(QkNormKind::RmsPlusOne))
-    .window(Window::By(windows::softmax_last_of_four)).gate(GATE_IN_QUERY);
+    .linear(Linear::QWEN3_NEXT).gate(GATE_IN_QUERY);
 
 /// Decoders of text whose context passes a gate, or whose queries are scaled by position.
 pub(super) const GATED: &[Family] = &[
@@ -221,6 +222,16 @@ pub(super) const HYBRID: &[Family] = &[
         .window(Window::By(windows::recurrent_gemma)),
 ];
 
+/// Decoders of text with linear attention in most layers, whose softmax attention is of other kinds.
+pub(super) const LINEAR: &[Family] = &[
+    DECODER.of("bailing_hybrid").sizes([42, 2560, 32]).linear(Linear::BAILING)
+        .unsupported(Some("latent attention with a gate")),
+    DECODER.of("glm5_next_text").sizes([45, 4096, 64]).linear(Linear::GLM5)
+        .unsupported(Some("attention to keys that an indexer chooses")),
+    DECODER.of("qwen4_exp_text").sizes([40, 2048, 16]).linear(Linear::QWEN4)
+        .unsupported(Some("attention to keys that an indexer chooses")),
+];
+
 /// Latent attention names its parameters itself, and those of queries differ between checkpoints.
 const NAMES: ModuleNames = ModuleNames {
     parameter: Some("kv_a_proj_with_mqa.weight"),
@@ -236,9 +247,12 @@ const fn by_flag(context: usize) -> Rope {
 }
 
 const GLM4_LITE: Latent =
-    Latent { q_lora_rank: 768, nope_head_dim: 192, value_head_dim: Some(256), ..Latent::DEEPSEEK };
-const MINICPM3: Latent =
-    Latent { q_lora_rank: 768, kv_lora_rank: 256, nope_head_dim: 64, rope_head_dim: 32, value_head_dim: None };
+    Latent { q_lora_rank: Some(768), nope_head_dim: 192, value_head_dim: Some(256), ..Latent::DEEPSEEK };
+const MINICPM3: Latent = Latent {
+    q_lora_rank: Some(768), kv_lora_rank: 256, nope_head_dim: 64, rope_head_dim: 32, value_head_dim: None,
+    ..Latent::DEEPSEEK
+};
+const KIMI_LINEAR: Latent = Latent { q_lora_rank: None, rotates: false, ..Latent::DEEPSEEK };
 
 /// Latent attention: DeepSeek's, and what is the same by other names.
 pub(super) const LATENT: &[Family] = &[
@@ -249,6 +263,8 @@ pub(super) const LATENT: &[Family] = &[
         .latent(GLM4_LITE),
     // As it is published; transformers loads it as DeepSeek V3.
     DEEPSEEK_V3.of("kimi_k2").sizes([61, 7168, 64]),
+    DEEPSEEK_V3.of("kimi_linear").sizes([27, 2304, 32]).latent(KIMI_LINEAR).linear(Linear::KIMI)
+        .only(&[("mla_use_nope", "true")]),
     DEEPSEEK_V3.of("minicpm3").sizes([62, 2560, 40]).rope(rope(10_000.0, 32_768)).latent(MINICPM3),
     DEEPSEEK_V3.of("youtu").sizes([32, 2048, 16]).rope(by_flag(131_072)),
 ];

@@ -26,7 +26,7 @@ use candle_attention_core::{QkNormKind, QkNormScope, WeightLayout};
 
 const LAYERS: &str = "num_hidden_layers";
 pub(super) const HIDDEN: &str = "hidden_size";
-const HEADS: &str = "num_attention_heads";
+pub(super) const HEADS: &str = "num_attention_heads";
 /// The usual names of the number of layers, of `embed_dim` and of `num_heads`.
 pub(super) const SIZE_NAMES: [&str; 3] = [LAYERS, HIDDEN, HEADS];
 /// T5's name of the number of its decoder's layers.
@@ -51,7 +51,8 @@ const MODERNBERT_WINDOWED_ROPE: Rope =
 
 /// Every row.
 pub(super) fn families() -> impl Iterator<Item = &'static Family> {
-    let decoders = [decoders::ROWS, decoders::GATED, decoders::HYBRID, decoders::LATENT, gemma::ROWS, gpt::ROWS];
+    let decoders =
+        [decoders::ROWS, decoders::GATED, decoders::HYBRID, decoders::LINEAR, decoders::LATENT, gemma::ROWS, gpt::ROWS];
     let others = [
         encoders::ROWS,
         encoders::BY_DISTANCE,

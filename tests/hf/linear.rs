@@ -1,0 +1,348 @@
+//! Linear attention by the gated delta rule, layer by layer against transformers: `make_linear.py` makes the numbers.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use candle_attention::{
+    Backend, DeltaCache, DeltaInput, DeltaLayout, GatedDeltaNet, HeadShard, PackedSequences, hf, untrained,
+};
+use candle_core::{DType, Result, Tensor, Var};
+use candle_nn::var_builder::ShardedSafeTensors;
+use candle_nn::{VarBuilder, VarMap};
+use serde_json::json;
+
+use crate::common::relative_error;
+use crate::golden::TOLERANCE;
+use crate::{CPU, Model};
+
+/// Gradients pass twice as many roundings, in f32 here and there.
+const OF_GRADIENTS: f64 = 2.0 * TOLERANCE;
+
+const LAYOUTS: [DeltaLayout; 3] = [DeltaLayout::Separate, DeltaLayout::ByKeyHead, DeltaLayout::ByPart];
+
+fn folder() -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/hf/linear_models")
+}
+
+fn models() -> Vec<Model> {
+    let folders = std::fs::read_dir(folder()).expect("the folder of models is there");
+    let mut folders: Vec<_> = folders.map(|entry| entry.expect("it can be listed").path()).collect();
+    folders.sort();
+    assert_eq!(folders.len(), 10);
+    folders.iter().map(|folder| Model::open(folder)).collect()
+}
+
+impl Model {
+    fn net(&self) -> Result<GatedDeltaNet> {
+        hf::load_linear_attention(&self.config, 0, self.vb())
+    }
+
+    fn close(&self, ys: &Tensor, expected: &Tensor, what: &str) {
+        self.within(TOLERANCE, ys, expected, what);
+    }
+
+    fn within(&self, tolerance: f64, ys: &Tensor, expected: &Tensor, what: &str) {
+        let error = relative_error(ys, expected);
+        assert!(error <= tolerance, "{}, {what}: off by {error:e}", self.name);
+    }
+
+    /// Those layouts that can hold the layer, of which its own is one.
+    fn layouts(&self, net: &GatedDeltaNet) -> Vec<DeltaLayout> {
+        let layouts: Vec<_> = LAYOUTS.into_iter().filter(|&layout| net.state_dict(layout).is_ok()).collect();
+        assert_eq!(layouts.len(), if net.config().gate_rank().is_some() { 1 } else { 3 }, "{}", self.name);
+        layouts
+    }
+}
+
+#[test]
+fn layers_give_the_numbers_of_transformers() -> Result<()> {
+    for model in models() {
+        let (net, xs) = (model.net()?, &model.golden["in"]);
+        model.close(&net.forward(xs)?, &model.golden["out"], "whole sequences");
+        let reference = DeltaInput::new(xs).with_backend(Backend::Reference).with_residual(xs);
+        model.close(&(net.forward_with(reference)? - xs)?, &model.golden["out"], "the reference path, and a residual");
+
+        let mask = &model.golden["attention_mask"];
+        let padded = net.forward_with(DeltaInput::new(xs).with_attention_mask(mask))?;
+        model.close(&padded, &model.golden["padded"], "padding on the left");
+    }
+    Ok(())
+}
+
+#[test]
+fn parts_with_a_cache_give_the_same() -> Result<()> {
+    for model in models() {
+        let (net, xs) = (model.net()?, &model.golden["in"]);
+        let t = xs.dim(1)?;
+        for lens in [vec![1; t], vec![4, 5], vec![2, 1, 3, 1, 2], vec![t - 1, 1], vec![0, 3, 0, 6]] {
+            for (mask, expected) in [(None, "out"), (Some(&model.golden["attention_mask"]), "padded")] {
+                let (mut cache, mut at, mut parts) = (DeltaCache::default(), 0, Vec::new());
+                for &len in &lens {
+                    let part = xs.narrow(1, at, len)?;
+                    let own_mask = mask.map(|mask| mask.narrow(1, at, len)).transpose()?;
+                    let input = DeltaInput::new(&part).with_cache(&mut cache);
+                    parts.push(net.forward_with(match &own_mask {
+                        Some(mask) => input.with_attention_mask(mask),
+                        None => input,
+                    })?);
+                    at += len;
+                }
+                parts.retain(|part| part.elem_count() > 0);
+                let what = format!("{expected} in parts {lens:?}");
+                model.close(&Tensor::cat(&parts, 1)?, &model.golden[expected], &what);
+                assert_eq!(cache.len(), t);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Ragged batches, padded on the right and on the left: each sequence has the numbers of its tokens alone.
+#[test]
+fn padding_changes_nothing_that_a_cache_keeps() -> Result<()> {
+    for model in models() {
+        let (net, xs, expected) = (model.net()?, &model.golden["in"], &model.golden["out"]);
+        let mut cache = DeltaCache::default();
+        let mut at = [0, 0];
+        for (lens, is_left) in [([4, 2], true), ([0, 3], false), ([1, 1], false), ([3, 0], false), ([1, 3], false)] {
+            let t = lens[0].max(lens[1]);
+            // Whatever stands in the place of padding.
+            let row = |n: usize| {
+                let own = xs.get(n)?.narrow(0, at[n], lens[n])?;
+                let noise = Tensor::full(f32::NAN, (t - lens[n], xs.dim(2)?), &CPU)?;
+                let parts = if is_left { [noise, own] } else { [own, noise] };
+                Tensor::cat(&parts.into_iter().filter(|part| part.elem_count() > 0).collect::<Vec<_>>(), 0)
+            };
+            let batch = Tensor::stack(&[row(0)?, row(1)?], 0)?;
+            let start = lens.map(|len| if is_left { t - len } else { 0 });
+            let mask = |n: usize| (0..t).map(move |i| u32::from(i >= start[n] && i < start[n] + lens[n]));
+            let mask = Tensor::from_iter(mask(0).chain(mask(1)), &CPU)?.reshape((2, t))?;
+            let mut other = cache.fork()?;
+            let ys = net.forward_with(DeltaInput::new(&batch).with_cache(&mut cache).with_attention_mask(&mask))?;
+            if !is_left {
+                let same = net.forward_with(DeltaInput::new(&batch).with_cache(&mut other).with_valid_lens(&lens))?;
+                assert_eq!(ys.to_vec3::<f32>()?, same.to_vec3::<f32>()?);
+            }
+            for n in (0..2).filter(|&n| lens[n] > 0) {
+                let own = ys.get(n)?.narrow(0, start[n], lens[n])?;
+                model.close(&own, &expected.get(n)?.narrow(0, at[n], lens[n])?, &format!("sequence {n} at {}", at[n]));
+                at[n] += lens[n];
+            }
+            assert_eq!(cache.lens(), at);
+        }
+        assert_eq!((at, cache.len()), ([9, 9], 9));
+    }
+    Ok(())
+}
+
+/// Each sequence begins anew, as if it were by itself.
+#[test]
+fn packed_sequences_restart() -> Result<()> {
+    for model in models() {
+        let (net, xs) = (model.net()?, model.golden["in"].flatten_to(1)?);
+        let lens = [3, 0, 6, 1, 7, 1];
+        let sequences = PackedSequences::from_lens(&lens, &lens)?;
+        let alone = (0..lens.len()).filter(|&s| lens[s] > 0).map(|s| {
+            let range = sequences.queries(s);
+            net.forward(&xs.narrow(0, range.start, range.len())?)
+        });
+        let alone = Tensor::cat(&alone.collect::<Result<Vec<_>>>()?, 0)?;
+        model.close(&net.forward_with(DeltaInput::new(&xs).with_packed(&sequences))?, &alone, "packed");
+        let tracked = Var::from_tensor(&xs)?;
+        let ys = net.forward_with(DeltaInput::new(&tracked).with_packed(&sequences))?;
+        model.close(&ys, &alone, "packed and tracked");
+        let whole = PackedSequences::self_attention(vec![0, 9, 18])?;
+        let ys = net.forward_with(DeltaInput::new(&xs).with_packed(&whole))?;
+        model.close(&ys, &model.golden["out"].flatten_to(1)?, "two whole sequences");
+    }
+    Ok(())
+}
+
+/// Of the input through plain and through learning weights, and of all weights, by PyTorch's backward pass.
+#[test]
+fn gradients_are_those_of_pytorch() -> Result<()> {
+    for model in models() {
+        let vars = VarMap::new();
+        for (name, tensor) in &model.weights {
+            vars.data().lock().expect("no panic before").insert(name.clone(), Var::from_tensor(tensor)?);
+        }
+        let learning = hf::load_linear_attention(&model.config, 0, VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
+        for net in [&model.net()?, &learning] {
+            let xs = Var::from_tensor(&model.golden["in"])?;
+            let ys = net.forward(&xs)?;
+            model.close(&ys, &model.golden["out"], "tracked");
+            let gradients = (ys * &model.golden["probe"])?.sum_all()?.backward()?;
+            let own = gradients.get(&xs).expect("a gradient");
+            model.within(OF_GRADIENTS, own, &model.golden["grad.in"], "gradient of the input");
+            if std::ptr::eq(net, &learning) {
+                assert_eq!(untrained(&gradients, &vars), Vec::<String>::new(), "{}", model.name);
+                let data = vars.data().lock().expect("no panic before");
+                for (name, expected) in
+                    model.golden.iter().filter_map(|(key, tensor)| Some((key.strip_prefix("grad.")?, tensor)))
+                {
+                    if let Some(var) = data.get(name) {
+                        model.within(OF_GRADIENTS, gradients.get(var).expect("a gradient"), expected, name);
+                    }
+                }
+            }
+        }
+        let frozen = learning.freeze()?;
+        let ys = frozen.forward(&model.golden["in"])?;
+        assert!(learning.forward(&model.golden["in"])?.track_op() && !ys.track_op());
+        model.close(&ys, &model.golden["out"], "frozen");
+        // What was frozen no longer follows its variables.
+        for var in vars.all_vars() {
+            var.set(&var.zeros_like()?)?;
+        }
+        model.close(&frozen.forward(&model.golden["in"])?, &model.golden["out"], "frozen, after training went on");
+        assert_eq!(learning.forward(&model.golden["in"])?.abs()?.max_all()?.to_scalar::<f32>()?, 0.0);
+    }
+    Ok(())
+}
+
+#[test]
+fn layers_are_saved_in_every_layout() -> Result<()> {
+    for model in models() {
+        let net = model.net()?;
+        for layout in model.layouts(&net) {
+            let tensors: HashMap<_, _> = net.state_dict(layout)?.into_iter().collect();
+            let vb = VarBuilder::from_tensors(tensors, DType::F32, &CPU);
+            assert_eq!(DeltaLayout::detect(&vb), layout);
+            let again = GatedDeltaNet::load(net.config(), layout, vb)?;
+            model.close(&again.forward(&model.golden["in"])?, &model.golden["out"], &format!("saved {layout}"));
+        }
+        // What the file has is what is saved in its layout.
+        let layout = DeltaLayout::detect(&model.vb().pp(format!("layers.0.{}", module(&model))));
+        let path =
+            std::env::temp_dir().join(format!("gated_delta_net_{}_{}.safetensors", std::process::id(), model.name));
+        net.save(&path, layout)?;
+        let saved = candle_core::safetensors::load(&path, &CPU)?;
+        std::fs::remove_file(&path)?;
+        assert_eq!(saved.len(), model.weights.len());
+        for (name, tensor) in saved {
+            let name = if model.name.starts_with("bailing") { name.replace("o_proj", "dense") } else { name };
+            let stored = &model.weights[&format!("layers.0.{}.{name}", module(&model))];
+            assert_eq!(tensor.dims(), stored.dims(), "{}, {name}", model.name);
+            assert_eq!((tensor - stored)?.abs()?.max_all()?.to_scalar::<f32>()?, 0.0, "{}, {name}", model.name);
+        }
+    }
+    Ok(())
+}
+
+/// transformers 5.23 saves the convolutions of queries, keys and values as thirds of all rows, whatever their widths.
+#[test]
+fn convolutions_are_read_in_thirds_too() -> Result<()> {
+    for mut model in models().into_iter().filter(|model| model.name.starts_with("olmo")) {
+        let names = ["q", "k", "v"].map(|part| format!("layers.0.linear_attn.{part}_conv1d.weight"));
+        let all = Tensor::cat(&names.each_ref().map(|name| model.weights[name].clone()), 0)?;
+        let thirds = all.chunk(3, 0)?;
+        assert_ne!(thirds[0].dims(), model.weights[&names[0]].dims());
+        model.weights.extend(names.into_iter().zip(thirds.iter().map(|third| third.contiguous().expect("a copy"))));
+        model.close(&model.net()?.forward(&model.golden["in"])?, &model.golden["out"], "thirds");
+        shares_sum(&model)?;
+    }
+    Ok(())
+}
+
+fn module(model: &Model) -> &str {
+    let name = model.weights.keys().next().expect("there are weights");
+    name.split('.').nth(2).expect("layers.0.module.name")
+}
+
+/// Processes with whole key heads, and with parts of one.
+#[test]
+fn shares_of_heads_sum_to_the_whole() -> Result<()> {
+    models().iter().try_for_each(shares_sum)
+}
+
+fn shares_sum(model: &Model) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("model.safetensors");
+    candle_core::safetensors::save(&model.weights, &path)?;
+    // SAFETY: nothing writes to the file after it was saved.
+    let vb = unsafe { ShardedSafeTensors::var_builder(&[path], DType::F32, &CPU)? };
+    let whole = model.net()?;
+    for world_size in 1..=whole.config().num_heads() {
+        let mut sum = model.golden["out"].zeros_like()?;
+        let mut heads = 0;
+        for shard in HeadShard::new(0, world_size)?.all() {
+            let net = hf::load_linear_attention_shard(&model.config, 0, shard, &vb)?;
+            heads += net.config().num_heads();
+            sum = (sum + net.forward(&model.golden["in"])?)?;
+        }
+        assert_eq!(heads, whole.config().num_heads());
+        model.close(&sum, &model.golden["out"], &format!("{world_size} processes"));
+    }
+    let shard = HeadShard::new(0, whole.config().num_heads() + 1)?;
+    assert!(hf::load_linear_attention_shard(&model.config, 0, shard, &vb).is_err());
+    Ok(())
+}
+
+#[test]
+fn a_layer_of_the_other_kind_is_an_error_that_names_the_function() -> Result<()> {
+    for model in models() {
+        let text = |result: Result<()>| result.expect_err("an error").to_string();
+        let error = text(hf::load_attention(&model.config, 0, model.vb()).map(|_| ()));
+        assert!(error.contains("`load_linear_attention`"), "{error}");
+        let error = text(model.net().and_then(|_| hf::load_linear_attention(&model.config, 1, model.vb()).map(|_| ())));
+        let function = if model.name == "kimi_linear" { "`load_latent_attention`" } else { "`load_attention`" };
+        assert!(error.contains(function), "{error}");
+    }
+    let llama = json!({"model_type": "llama"});
+    let error = hf::linear_attention_config(&llama, 0).expect_err("an error").to_string();
+    assert!(error.contains("[hf] llama: layer 0 has no linear attention"), "{error}");
+    Ok(())
+}
+
+/// Which layers are linear where no `layer_types` says it, and what else a config's fields say.
+#[test]
+fn configs_are_read_as_transformers_reads_them() -> Result<()> {
+    let kimi = json!({"kda_layers": [1, 2, 4], "full_attn_layers": [3], "head_dim": 6, "num_heads": 3,
+        "short_conv_kernel_size": 5});
+    let kinds = |config: serde_json::Value| {
+        let kind = |layer| if hf::linear_attention_config(&config, layer).is_ok() { "l" } else { "-" };
+        (0..8).map(kind).collect::<String>()
+    };
+    for (config, expected) in [
+        (json!({"model_type": "qwen3_next"}), "lll-lll-"),
+        (json!({"model_type": "qwen3_5_text", "full_attention_interval": 2}), "l-l-l-l-"),
+        (json!({"model_type": "olmo_hybrid"}), "lll-lll-"),
+        (json!({"model_type": "kimi_linear"}), "llll-lll"),
+        (json!({"model_type": "kimi_linear", "linear_attn_config": kimi}), "ll-lllll"),
+        (json!({"model_type": "glm5_next_text"}), "lll-lll-"),
+        (json!({"model_type": "bailing_hybrid"}), "lllll-ll"),
+        (json!({"model_type": "qwen4_exp_text"}), "lll-lll-"),
+    ] {
+        assert_eq!(kinds(config.clone()), expected, "{config}");
+    }
+    for (config, expected) in [
+        (json!({"model_type": "kimi_linear", "linear_attn_config": kimi}), "num_heads: 3"),
+        (json!({"model_type": "kimi_linear", "linear_attn_config": kimi}), "conv_kernel: 5"),
+        (json!({"model_type": "kimi_linear", "linear_attn_config": kimi}), "decay_rank: Some(6)"),
+        (json!({"model_type": "olmo_hybrid"}), "key_head_dim: 96, value_head_dim: 192"),
+        (json!({"model_type": "olmo_hybrid", "linear_key_head_dim": 64}), "value_head_dim: 128"),
+        (json!({"model_type": "glm5_next_text"}), "decay_lower_bound: Some(-5.0)"),
+        (json!({"model_type": "glm5_next_text", "linear_lower_bound": null}), "decay_lower_bound: None"),
+        (json!({"model_type": "qwen4_exp_text", "output_gate_type": "relu"}), "output_gate_type is \"relu\", expected"),
+        (json!({"model_type": "qwen3_next", "hidden_act": "gelu"}), "hidden_act is \"gelu\", which is not supported"),
+        (json!({"model_type": "qwen3_next", "layer_types": ["conv"]}), "layer_types has \"conv\" for layer 0"),
+        (json!({"model_type": "qwen3_next", "linear_num_key_heads": 5}), "num_key_heads is 5, which does not divide"),
+    ] {
+        let found = match hf::linear_attention_config(&config, 0) {
+            Ok(cfg) => format!("{cfg:?}"),
+            Err(error) => error.to_string(),
+        };
+        assert!(found.contains(expected), "{config}: {found}");
+    }
+    for model in models().iter().filter(|model| ["qwen3_5", "qwen3_5_moe"].contains(&model.name.as_str())) {
+        // A model of texts and images, as it is published.
+        let config = json!({"model_type": model.name, "text_config": model.config});
+        let renamed =
+            model.weights.iter().map(|(name, tensor)| (format!("model.language_model.{name}"), tensor.clone()));
+        let net = hf::load_linear_attention(&config, 0, crate::builder(renamed.collect()))?;
+        model.close(&net.forward(&model.golden["in"])?, &model.golden["out"], "below images");
+        let whole = json!({"model_type": model.name, "text_config": {"model_type": model.config["model_type"]}});
+        assert_eq!(hf::attention_config(&whole, 3)?, hf::attention_config(&whole["text_config"], 3)?);
+    }
+    Ok(())
+}
