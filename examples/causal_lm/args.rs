@@ -8,7 +8,7 @@ use clap::{Parser, ValueEnum};
 use crate::common::ModelArgs;
 use crate::common::page::PageArgs;
 
-/// Generates text with a decoder: Llama, Gemma, DeepSeek, GPT-OSS, GPT-2, Falcon and others.
+/// Generates text with a decoder: Llama, Gemma, DeepSeek, GPT-OSS, Qwen3.5, Falcon and others.
 ///
 /// Text goes to stdout as it is made, everything else to stderr. Prompts are given to the model as they are: a chat
 /// template is yours to apply. --model takes a GGUF file too, which has config, tokenizer and weights.
@@ -51,7 +51,7 @@ pub struct Args {
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
 
-    /// The type of cached keys and values; that of the activations unless given
+    /// The type of cached keys and values; that of the activations unless given. States of linear attention are f32
     #[arg(long, value_enum)]
     pub kv_cache: Option<KvCache>,
 

@@ -50,14 +50,15 @@ impl Files {
         Ok(SimpleTokenizer::from_file(file)?)
     }
 
-    /// The tokens that end a text: those of generation_config.json, else of config.json.
+    /// The tokens that end a text: those of generation_config.json, else of config.json, else of its text.
     pub fn end_tokens(&self, config: &Value) -> Result<Vec<u32>> {
         let generation = match self {
             Self::Folder(folder) => Some(folder.join("generation_config.json")).filter(|file| file.is_file()),
             Self::Gguf(_) => None,
         };
         let generation = generation.map_or(Ok(Value::Null), |file| read_json("causal_lm", &file))?;
-        let end = [&generation["eos_token_id"], &config["eos_token_id"]].into_iter().find(|end| !end.is_null());
+        let places = [&generation, config, &config["text_config"]].map(|json| &json["eos_token_id"]);
+        let end = places.into_iter().find(|end| !end.is_null());
         let ids = match end {
             Some(Value::Array(ids)) => ids.clone(),
             Some(id) => vec![id.clone()],

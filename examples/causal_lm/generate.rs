@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use candle_attention::AttentionCache;
 use candle_core::{Device, Result, Tensor, bail};
 
 use crate::model::CausalLm;
+use crate::model::attention::Cache;
 use crate::sampler::{Sampler, Sampling};
 
 /// How tokens are chosen, and when it ends.
@@ -36,7 +36,7 @@ pub struct Times {
 pub fn generate(
     model: &CausalLm,
     prompts: &[Vec<u32>],
-    caches: &mut [AttentionCache],
+    caches: &mut [Cache],
     options: &Options,
     mut made: impl FnMut(usize, u32) -> Result<()>,
 ) -> Result<Times> {
@@ -75,7 +75,7 @@ pub fn generate(
 }
 
 /// The logits (B, V) after each prompt, which goes through the model in chunks.
-fn prefill(model: &CausalLm, prompts: &[Vec<u32>], caches: &mut [AttentionCache], options: &Options) -> Result<Tensor> {
+fn prefill(model: &CausalLm, prompts: &[Vec<u32>], caches: &mut [Cache], options: &Options) -> Result<Tensor> {
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     let mut last = vec![None; prompts.len()];
     for first in (0..longest).step_by(options.chunk) {
@@ -94,9 +94,9 @@ fn prefill(model: &CausalLm, prompts: &[Vec<u32>], caches: &mut [AttentionCache]
 
 /// Says on stderr when a call of so many tokens first exceeds the original context of a scaling that changes its
 /// frequencies there.
-fn note_crossing(model: &CausalLm, caches: &[AttentionCache], lens: &[usize]) {
+fn note_crossing(model: &CausalLm, caches: &[Cache], lens: &[usize]) {
     let Some((original, scaling)) = model.original_context() else { return };
-    let before = caches.first().map(AttentionCache::lens).unwrap_or_default();
+    let before = caches.first().map(Cache::lens).unwrap_or_default();
     let cached = before.iter().copied().max().unwrap_or(0);
     let longest = lens.iter().enumerate().map(|(i, len)| before.get(i).unwrap_or(&0) + len).max().unwrap_or(0);
     if cached <= original && longest > original {

@@ -1,5 +1,5 @@
-//! Text from a decoder (Llama, Gemma, DeepSeek, GPT-OSS, Falcon and others: those of `model/family.rs`) on this crate's
-//! attention layer: `model/` is the model.
+//! Text from a decoder (Llama, Gemma, DeepSeek, GPT-OSS, Qwen3.5 and others: those of `model/family.rs`) on this
+//! crate's attention layer: `model/` is the model.
 //!
 //! ```sh
 //! cargo run --release --example causal_lm -- --model path/to/checkpoint --prompt "The capital of France is"

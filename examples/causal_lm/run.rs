@@ -14,7 +14,7 @@ use crate::common::with_bar;
 use crate::files::Files;
 use crate::generate::{Options, generate, padded};
 use crate::model::CausalLm;
-use crate::model::block::Attention;
+use crate::model::attention::{Attention, Cache};
 use crate::model::weights::Processes;
 use crate::sampler::Sampling;
 
@@ -117,7 +117,7 @@ fn answer(
             }
         }
     }
-    let held: usize = caches.iter().map(candle_attention::AttentionCache::memory).sum();
+    let held: usize = caches.iter().map(Cache::memory).sum();
     let rate = |tokens: usize, time: std::time::Duration| tokens as f64 / time.as_secs_f64().max(1e-9);
     Ok(format!(
         "prompt: {} tokens, {:.1} tokens/s; generation: {} tokens, {:.1} tokens/s; cache: {:.1} MiB",
@@ -130,7 +130,7 @@ fn answer(
     ))
 }
 
-/// What every layer attends to in a prompt.
+/// What every layer attends to in a prompt, of those that have weights.
 fn write_page(
     model: &CausalLm,
     prompt: &[u32],
@@ -142,8 +142,16 @@ fn write_page(
         Some(tokenizer) => texts(tokenizer, prompt),
         None => prompt.iter().map(u32::to_string).collect(),
     };
-    let heads = model.attentions().next().map_or(0, Attention::num_heads);
-    let mut page = PageOfLayers::new(&tokens.concat(), &tokens, &tokens, [model.attentions().count(), heads])?;
+    let (layers, with_weights) = (model.attentions().count(), model.attentions().filter(|of| !of.is_linear()));
+    let heads: Vec<_> = with_weights.map(Attention::num_heads).collect();
+    if heads.len() < layers {
+        let linear = layers - heads.len();
+        eprintln!(
+            "note: {linear} of {layers} layers have linear attention, which has no weights: the page has the others"
+        );
+    }
+    let shape = [heads.len(), heads.first().copied().unwrap_or(0)];
+    let mut page = PageOfLayers::new(&tokens.concat(), &tokens, &tokens, shape)?;
     let mut caches = model.caches(|config| config)?;
     let xs = model.embed(
         &Tensor::new(prompt, device)?.unsqueeze(0)?,
@@ -151,7 +159,12 @@ fn write_page(
         prompt.len(),
     )?;
     model.through_blocks(xs, |layer, attention, input| {
-        page.attend(|wanted| attention.forward_with_statistics(input.with_cache(&mut caches[layer]), wanted))
+        let input = input.with_cache(&mut caches[layer]);
+        if attention.is_linear() {
+            return attention.forward(input);
+        }
+        let name = if heads.len() < layers { format!("layer {layer} of the model") } else { String::new() };
+        page.attend(&name, |wanted| attention.forward_with_statistics(input, wanted))
     })?;
     page.write(path)
 }

@@ -51,13 +51,14 @@ impl PageOfLayers {
         Ok(Self { page: self.page.with_picture(png, grid, 1)?, ..self })
     }
 
-    /// Attends by `run`, that of the next layer, and keeps its statistics.
+    /// Attends by `run`, that of the next layer, and keeps its statistics. A name stands beside the layer's number.
     pub fn attend(
         &mut self,
+        name: &str,
         run: impl FnOnce(&StatisticsOptions) -> Result<(Tensor, AttentionStatistics)>,
     ) -> Result<Tensor> {
         let (output, statistics) = run(&self.wanted)?;
-        self.page.push_layer("", &statistics, 0)?;
+        self.page.push_layer(name, &statistics, 0)?;
         self.bar.inc(1);
         Ok(output)
     }

@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod gguf;
+mod linear;
 #[path = "../../examples/causal_lm/model/mod.rs"]
 mod model;
 #[path = "../examples/process.rs"]
@@ -26,7 +27,7 @@ fn models() -> Vec<String> {
     let mut names: Vec<_> =
         folders.map(|entry| entry.expect("it can be listed").file_name().to_string_lossy().into_owned()).collect();
     names.sort();
-    assert_eq!(names.len(), 40, "{names:?}");
+    assert_eq!(names.len(), 45, "{names:?}");
     names
 }
 
@@ -95,7 +96,7 @@ fn generation_gives_the_tokens_of_transformers() -> Result<()> {
 
 #[test]
 fn every_dtype_and_cache_runs() -> Result<()> {
-    for model in ["llama", "deepseek_v3", "gpt_oss_mxfp4"] {
+    for model in ["llama", "deepseek_v3", "gpt_oss_mxfp4", "qwen3_next"] {
         let golden = Golden::of(model)?;
         let prompt = spelled(&golden.ids[0][..7]);
         for dtype in ["f32", "bf16", "f16"] {
@@ -202,7 +203,7 @@ fn what_it_knows_is_known_to_the_library() {
     let ran = run_example("causal_lm", &["--model", unknown.path().to_str().expect("UTF-8"), "--ids", "1"]);
     let (_, known) = ran.stderr.split_once("model_type is \"rwkv\", expected one of ").expect("it names them");
     let known: Vec<_> = known.trim().split(", ").collect();
-    assert_eq!(known.len(), 31, "{known:?}");
+    assert_eq!(known.len(), 36, "{known:?}");
     for name in known {
         assert!(candle_attention::hf::architectures().any(|other| other == name), "{name}");
     }

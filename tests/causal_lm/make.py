@@ -3,7 +3,7 @@
 python tests/causal_lm/make.py [FOLDER ..]     (packages: tests/hf/requirements.txt)
 
 A folder holds `config.json` and `model.safetensors` as `save_pretrained` writes them, and `golden.safetensors`: `ids`
-(2, 11), `logits` (2, 11, V), and `greedy` (2, 6), the tokens that follow the first 7 of each row. Eager attention, f32.
+(2, T), `logits` (2, T, V), and `greedy` (2, 6), the tokens that follow the first 7 of each row. Eager attention, f32.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 ROOT = Path(__file__).resolve().parent / "models"
@@ -42,6 +42,18 @@ WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 LATENT = {
     "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "num_key_value_heads": 4,
     "n_routed_experts": 4, "moe_intermediate_size": 12,
+}
+# Key heads that serve two value heads each, in three layers of four.
+LINEAR = {
+    "num_hidden_layers": 4, "head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 6, "max_position_embeddings": 128,
+}
+AXES = {"rope_parameters": {
+    "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 1],
+    "mrope_interleaved": True,
+}}
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 10,
 }
 YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 0.7,
@@ -127,6 +139,30 @@ MODELS = {
         "model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 32, "head_dim": 6, "num_local_experts": 3,
         "num_experts_per_tok": 2, "sliding_window": 4,
     },
+    # Experts in every layer but one.
+    "qwen3_next": {**LINEAR, **EXPERTS, "mlp_only_layers": [1]},
+    "qwen3_5_text": {**LINEAR, **AXES, "tie_word_embeddings": True},
+    # Published checkpoints see as well: the text's names and config stand below those of the whole.
+    "qwen3_5_moe": {
+        "text_config": {**SIZES, **LINEAR, **AXES, **EXPERTS},
+        "vision_config": {
+            "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 16,
+            "num_position_embeddings": 4, "patch_size": 2, "rope_parameters": None,
+        },
+    },
+    # A dense layer and three of experts, latent attention without positions; as many tokens as take two chunks of 64.
+    "kimi_linear": {
+        "num_hidden_layers": 4, "max_position_embeddings": 128, "num_key_value_heads": 4, "linear_num_heads": 4,
+        "linear_head_dim": 7, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5,
+        "num_local_experts": 4, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 2, "moe_intermediate_size": 8,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"], "tokens": 70,
+    },
+    # Of which linear layers have norms before the sums, and the others behind them; as published, without positions.
+    "olmo_hybrid": {
+        "num_hidden_layers": 4, "max_position_embeddings": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 6, "tokens": 70,
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    },
 }
 
 
@@ -155,16 +191,33 @@ def store_experts(folder, quantized):
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def publish(folder, key_width=16):
+    """Stores as published what transformers saves in other pieces: the experts of Qwen3.5, which are one tensor, and the
+    convolutions of OLMo hybrid, which it cuts into thirds."""
+    tensors = load_file(folder / "model.safetensors")
+    for at in {name.split("experts.0.")[0] for name in tensors if "language_model" in name and "experts.0." in name}:
+        take = lambda part: torch.stack([tensors.pop(f"{at}experts.{i}.{part}_proj.weight") for i in range(4)])
+        gate_up = torch.cat([take("gate"), take("up")], 1)
+        tensors |= {f"{at}experts.gate_up_proj": gate_up, f"{at}experts.down_proj": take("down")}
+    for at in {name.split("q_conv1d")[0] for name in tensors if "linear_attn.q_conv1d" in name}:
+        names = [f"{at}{part}_conv1d.weight" for part in "qkv"]
+        parts = torch.cat([tensors[name] for name in names]).tensor_split([key_width, 2 * key_width])
+        tensors |= {name: part.contiguous() for name, part in zip(names, parts)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 def main():
     torch.set_num_threads(1)
     for name in sys.argv[1:] or MODELS:
         options = dict(MODELS[name])
         model_type = options.pop("model_type", name)
-        sizes = {} if "n_embd" in options else SIZES
+        tokens = options.pop("tokens", 11)
+        sizes = {} if {"n_embd", "text_config"} & options.keys() else SIZES
         torch.manual_seed(sum(map(ord, name)))
         config = AutoConfig.for_model(model_type, **{**sizes, **options})
         config._attn_implementation = "eager"
-        model = AutoModelForCausalLM.from_config(config).float().eval()
+        kind = AutoModelForImageTextToText if "text_config" in options else AutoModelForCausalLM
+        model = kind.from_config(config).float().eval()
         for parameter in model.parameters():
             # Norms and biases too are to matter; embeddings of one size keep scores and logits of one size.
             torch.nn.init.normal_(parameter, std=0.4)
@@ -172,7 +225,7 @@ def main():
             if buffer_name.endswith("e_score_correction_bias"):
                 torch.nn.init.normal_(buffer, std=0.1)
         quantized = quantize_experts(model) if name.endswith("mxfp4") else {}
-        ids = torch.randint(2, 37, (2, 11))
+        ids = torch.randint(2, 37, (2, tokens))
         with torch.no_grad():
             logits = model(ids).logits
             row = ids[:, :7]
@@ -182,6 +235,8 @@ def main():
         model.save_pretrained(folder)
         if quantized:
             store_experts(folder, quantized)
+        if name in ("qwen3_5_moe", "olmo_hybrid"):
+            publish(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)
         golden = {"ids": ids.to(torch.uint32), "logits": logits, "greedy": row[:, 7:].to(torch.uint32)}
         save_file({key: value.contiguous() for key, value in golden.items()}, folder / "golden.safetensors")

@@ -1,4 +1,4 @@
-"""Makes training.safetensors: the losses (20,) of some of `models/`, as transformers trains them from their weights.
+"""Makes training.safetensors: the losses of 20 steps, or 2, of some of `models/`, as transformers trains them from their weights.
 
 python tests/causal_lm/training.py     (packages: tests/hf/requirements.txt)
 
@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-MODELS = ["llama", "llama_tied", "gemma3_text", "gpt2", "cohere", "mixtral"]
+MODELS = ["llama", "llama_tied", "gemma3_text", "gpt2", "cohere", "mixtral", "qwen3_5_text", "olmo_hybrid"]
 STEPS = 20
+# After these, transformers in f32 is not near transformers in f64: keys are normalised, Adam divides small gradients.
+FEWER_STEPS = {"qwen3_5_text": 2, "olmo_hybrid": 2}
 
 
 def losses(folder):
@@ -22,7 +24,7 @@ def losses(folder):
     ids = load_file(folder / "golden.safetensors")["ids"].long()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     losses = []
-    for _ in range(STEPS):
+    for _ in range(FEWER_STEPS.get(folder.name, STEPS)):
         logits = model(ids, use_cache=False).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
         optimizer.zero_grad()

@@ -22,13 +22,15 @@ fn page(example: &str, args: &[&str], layers: Option<usize>) -> String {
     html
 }
 
-/// The number of layers that a checkpoint's config names.
+/// The number of layers that a checkpoint's config names, but for those of linear attention.
 fn layers(model: &str) -> Option<usize> {
     let config = std::fs::read_to_string(Path::new(model).join("config.json")).expect("a config");
     let json: serde_json::Value = serde_json::from_str(&config).expect("JSON");
     let text = json.get("text_config").unwrap_or(&json);
     let layers = ["num_hidden_layers", "n_layer", "n_layers"].iter().find_map(|key| text[*key].as_u64());
-    layers.map(|layers| layers as usize)
+    let kinds = text["layer_types"].as_array().into_iter().flatten();
+    let linear = kinds.filter(|kind| *kind == "linear_attention").count();
+    layers.map(|layers| layers as usize - linear)
 }
 
 /// The folders of a test's models.

@@ -54,14 +54,15 @@ fn spelled(ids: &[u32]) -> String {
     ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
 }
 
-/// The logits that processes write are these.
+/// The logits that processes write are these, to 1e-5 of the largest.
 fn check_logits(processes: usize, model: &Path, ids: &[Vec<u32>], expected: &Tensor) -> Result<()> {
     let file = tempfile::NamedTempFile::new()?;
     let rows: Vec<_> = ids.iter().map(|row| spelled(row)).collect();
     let rows = rows.iter().flat_map(|row| ["--ids", row.as_str()]);
     run(processes, model, &rows.chain(["--logits", file.path().to_str().expect("UTF-8")]).collect::<Vec<_>>());
     let written = candle_core::safetensors::load(file.path(), &Device::Cpu)?;
-    let difference = (&written["logits"] - expected)?.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()?;
+    let largest = |tensor: &Tensor| tensor.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
+    let difference = largest(&(&written["logits"] - expected)?)? / largest(expected)?;
     assert!(difference < 1e-5, "{processes} processes, {}: {difference}", model.display());
     Ok(())
 }
@@ -73,8 +74,8 @@ fn bytes_sent(stderr: &str) -> usize {
 }
 
 /// One of each kind: packed projections and gates, biases, learned positions, one key head, parallel blocks, norms
-/// behind the sums, experts.
-const DIVIDED: [&str; 15] = [
+/// behind the sums, experts, linear attention.
+const DIVIDED: [&str; 19] = [
     "bloom",
     "deepseek_v2_lite",
     "falcon",
@@ -84,12 +85,16 @@ const DIVIDED: [&str; 15] = [
     "gpt2",
     "gpt_oss",
     "granite",
+    "kimi_linear",
     "llama",
     "mixtral",
     "olmo2",
+    "olmo_hybrid",
     "opt",
     "phi3",
     "qwen2",
+    "qwen3_5_moe",
+    "qwen3_next",
 ];
 
 #[test]
@@ -195,11 +200,18 @@ fn what_differs_between_processes_is_said_at_the_start() {
 
 #[test]
 fn what_cannot_be_divided_is_an_error_of_a_process() {
-    let cases = [(
-        "gpt_oss_mxfp4",
-        "heads",
-        "[causal_lm] model.layers.0.mlp.experts.gate_up_proj_blocks has 1 units of 64, expected",
-    )];
+    let cases = [
+        (
+            "gpt_oss_mxfp4",
+            "heads",
+            "[causal_lm] model.layers.0.mlp.experts.gate_up_proj_blocks has 1 units of 64, expected",
+        ),
+        (
+            "qwen3_next",
+            "positions",
+            "[causal_lm] states of linear attention cannot be divided by positions, expected --divide heads",
+        ),
+    ];
     for (model, divide, message) in cases {
         let model = models().join(model);
         let args =

@@ -1,13 +1,11 @@
 //! A block: attention and an MLP, each with its norms and a residual.
 
-use candle_attention::{
-    AttentionCacheConfig, AttentionInput, AttentionStatistics, MultiHeadAttention, MultiHeadLatentAttention,
-    RopeConfig, RotaryEmbedding, StatisticsOptions, hf, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one,
-};
+use candle_attention::{RotaryEmbedding, hf, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one};
 use candle_core::{Module, Result, Tensor};
 use candle_nn::VarBuilder;
 use serde_json::Value;
 
+use super::attention::{Attention, Input};
 use super::experts::Experts;
 use super::family::{Family, MlpKind, NormKind};
 use super::mlp::{Between, LLAMA_MLP, Mlp};
@@ -19,72 +17,6 @@ pub type Norm = Box<dyn Module>;
 
 pub fn optional(norm: &Option<Norm>, xs: &Tensor) -> Result<Tensor> {
     norm.as_ref().map_or_else(|| Ok(xs.clone()), |norm| norm.forward(xs))
-}
-
-#[allow(clippy::large_enum_variant, reason = "a model has one for each block")]
-pub enum Attention {
-    MultiHead(MultiHeadAttention),
-    Latent(MultiHeadLatentAttention),
-}
-
-impl Attention {
-    /// The layer with the rotary tables of an earlier one that has the same, or with its own, which are then among
-    /// `tables`.
-    fn sharing(self, tables: &mut Vec<RotaryEmbedding>) -> Result<Self> {
-        let Some((rope, width)) = self.rope() else { return Ok(self) };
-        let known = tables.iter().find(|table| table.config() == rope && table.head_dim() == width).cloned();
-        let table = match known {
-            Some(table) => table,
-            None => {
-                tables.push(RotaryEmbedding::new(rope, width)?);
-                tables[tables.len() - 1].clone()
-            }
-        };
-        Ok(match self {
-            Self::MultiHead(attention) => Self::MultiHead(attention.with_rotary(table)?),
-            Self::Latent(attention) => Self::Latent(attention.with_rotary(table)?),
-        })
-    }
-
-    /// Rotary positions, and the width of the heads that they rotate.
-    pub fn rope(&self) -> Option<(&RopeConfig, usize)> {
-        match self {
-            Self::MultiHead(attention) => attention.config().rope().map(|rope| (rope, attention.config().head_dim())),
-            Self::Latent(attention) => Some((attention.config().rope(), attention.config().rope_head_dim())),
-        }
-    }
-
-    pub fn cache_config(&self) -> AttentionCacheConfig {
-        match self {
-            Self::MultiHead(attention) => AttentionCacheConfig::for_layer(attention.config()),
-            Self::Latent(_) => AttentionCacheConfig::new(),
-        }
-    }
-
-    pub fn forward(&self, input: AttentionInput) -> Result<Tensor> {
-        match self {
-            Self::MultiHead(attention) => attention.forward_with(input),
-            Self::Latent(attention) => attention.forward_with(input),
-        }
-    }
-
-    pub fn forward_with_statistics(
-        &self,
-        input: AttentionInput,
-        wanted: &StatisticsOptions,
-    ) -> Result<(Tensor, AttentionStatistics)> {
-        match self {
-            Self::MultiHead(attention) => attention.forward_with_statistics(input, wanted),
-            Self::Latent(attention) => attention.forward_with_statistics(input, wanted),
-        }
-    }
-
-    pub fn num_heads(&self) -> usize {
-        match self {
-            Self::MultiHead(attention) => attention.config().num_heads(),
-            Self::Latent(attention) => attention.config().num_heads(),
-        }
-    }
 }
 
 /// What follows attention.
@@ -133,22 +65,13 @@ impl Loader<'_> {
 
     /// A layer's block from a builder at its prefix.
     pub fn block(&mut self, layer: usize, at: Weights) -> Result<Block> {
-        let (share, shard) = (self.weights.share.as_ref(), self.weights.shard());
-        let is_latent = size(self.json, "kv_lora_rank").is_some();
-        let attention = match (self.weights.gguf, shard.zip(share.and_then(|share| share.vb.as_ref()))) {
-            (Some(gguf), _) => Attention::MultiHead(gguf.attention(layer, shard)?),
-            (None, Some((shard, vb))) if is_latent => {
-                Attention::Latent(hf::load_latent_attention_shard(self.json, layer, shard, vb)?)
-            }
-            (None, Some((shard, vb))) => Attention::MultiHead(hf::load_attention_shard(self.json, layer, shard, vb)?),
-            (None, None) if is_latent => {
-                Attention::Latent(hf::load_latent_attention(self.json, layer, self.weights.root())?)
-            }
-            (None, None) => Attention::MultiHead(hf::load_attention(self.json, layer, self.weights.root())?),
+        let attention = self.attention(layer)?.sharing(&mut self.tables)?;
+        let norm = |name: Option<&'static str>| {
+            let name = name.map(|name| at.first(&self.family.names_of(name)).unwrap_or(name));
+            name.map(|name| self.norm(VarBuilder::pp(&at, name))).transpose()
         };
-        let attention = attention.sharing(&mut self.tables)?;
-        let norm = |name: Option<&str>| name.map(|name| self.norm(VarBuilder::pp(&at, name))).transpose();
-        let [before_attention, after_attention, before_mlp, after_mlp] = self.family.norms;
+        let [before_attention, after_attention, before_mlp, after_mlp] =
+            if attention.is_linear() { self.family.linear_norms } else { self.family.norms };
         Ok(Block {
             before_attention: norm(before_attention)?,
             attention,
@@ -159,6 +82,29 @@ impl Loader<'_> {
             parallel: self.family.parallel,
             residual_scale: self.json["residual_multiplier"].as_f64().unwrap_or(1.0),
             others: self.weights.processes(),
+        })
+    }
+
+    /// Of the kind that the config says.
+    fn attention(&self, layer: usize) -> Result<Attention> {
+        let (share, shard) = (self.weights.share.as_ref(), self.weights.shard());
+        let (json, root) = (self.json, self.weights.root());
+        let shared = shard.zip(share.and_then(|share| share.vb.as_ref()));
+        if let Some(gguf) = self.weights.gguf {
+            return gguf.attention(layer, shard).map(Attention::MultiHead);
+        }
+        let is_latent = size(json, "kv_lora_rank").is_some();
+        Ok(match shared {
+            _ if hf::is_linear_attention(json, layer)? => Attention::Linear(match shared {
+                Some((shard, vb)) => hf::load_linear_attention_shard(json, layer, shard, vb)?,
+                None => hf::load_linear_attention(json, layer, root)?,
+            }),
+            Some((shard, vb)) if is_latent => {
+                Attention::Latent(hf::load_latent_attention_shard(json, layer, shard, vb)?)
+            }
+            Some((shard, vb)) => Attention::MultiHead(hf::load_attention_shard(json, layer, shard, vb)?),
+            None if is_latent => Attention::Latent(hf::load_latent_attention(json, layer, root)?),
+            None => Attention::MultiHead(hf::load_attention(json, layer, root)?),
         })
     }
 
@@ -173,10 +119,12 @@ impl Loader<'_> {
                 let up = vb.pp(up).transposed_linear(Divided::Outputs)?;
                 Mlp::new(up, plain, vb.pp(down).transposed_linear(Divided::Inputs)?)?
             }
-            MlpKind::Experts(load, dense_layers)
-                if layer >= size(self.json, "first_k_dense_replace").unwrap_or(dense_layers) =>
-            {
+            MlpKind::Experts(load, dense_layers) if has_experts(self.json, layer, dense_layers) => {
                 return Ok(FeedForward::Experts(load(self.json, vb, activation)?));
+            }
+            // As transformers saves Kimi Linear's.
+            MlpKind::Experts(..) if vb.contains_tensor("block_sparse_moe.down_proj.weight") => {
+                Mlp::read_gated(&vb.pp("block_sparse_moe"), LLAMA_MLP, activation)?
             }
             MlpKind::Ffn if vb.contains_tensor("ffn_gate.weight") => {
                 Mlp::gated([up("ffn_gate")?, up("ffn_up")?, down("ffn_down")?], activation)?
@@ -187,6 +135,20 @@ impl Loader<'_> {
             }
             MlpKind::Gated | MlpKind::Experts(..) => Mlp::read_gated(&vb.pp("mlp"), LLAMA_MLP, activation)?,
         }))
+    }
+}
+
+/// Whether a layer has experts, where so many layers at the beginning have none unless the config says how many.
+fn has_experts(json: &Value, layer: usize, dense_layers: usize) -> bool {
+    let is_dense = |layers: &Vec<Value>| layers.contains(&layer.into());
+    match json["mlp_layer_types"][layer].as_str() {
+        Some(kind) => kind == "sparse",
+        None => {
+            layer >= size(json, "first_k_dense_replace").unwrap_or(dense_layers)
+                && (layer + 1).is_multiple_of(size(json, "decoder_sparse_step").unwrap_or(1))
+                && size(json, "num_experts") != Some(0)
+                && !json["mlp_only_layers"].as_array().is_some_and(is_dense)
+        }
     }
 }
 
@@ -204,21 +166,14 @@ pub struct Block {
 
 impl Block {
     /// Attention is `attend` of the layer and its input.
-    pub fn forward(
-        &self,
-        xs: &Tensor,
-        attend: impl FnOnce(&Attention, AttentionInput) -> Result<Tensor>,
-    ) -> Result<Tensor> {
+    pub fn forward(&self, xs: &Tensor, attend: impl FnOnce(&Attention, Input) -> Result<Tensor>) -> Result<Tensor> {
         let normed = optional(&self.before_attention, xs)?;
-        let mut input = AttentionInput::new(&normed);
         let is_plain = self.after_attention.is_none() && self.residual_scale == 1.0;
         // In the sum over several processes it counts once.
         let adds_residual = self.others.as_ref().is_none_or(|others| others.shard().rank() == 0);
-        if is_plain && adds_residual {
-            input = input.with_residual(xs);
-        }
         let over_processes = |own: &Tensor| self.sum(own.clone());
-        let attended = self.sum(attend(&self.attention, input.with_sum(&over_processes))?)?;
+        let input = Input::new(&normed, (is_plain && adds_residual).then_some(xs), &over_processes);
+        let attended = self.sum(attend(&self.attention, input)?)?;
         let sum = if is_plain { attended } else { self.add(xs, optional(&self.after_attention, &attended)?)? };
         let mlp_input = match (&self.before_mlp, self.parallel) {
             (None, true) => normed,

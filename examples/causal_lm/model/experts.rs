@@ -12,8 +12,13 @@ use super::{mxfp4, required};
 pub struct Experts {
     router: Router,
     experts: Vec<Mlp>,
-    /// What every token goes through as well, with a weight of 1.
-    shared: Option<Mlp>,
+    shared: Option<Shared>,
+}
+
+/// What every token goes through as well, with a weight of 1, or with the sigmoid of a gate.
+struct Shared {
+    mlp: Mlp,
+    gate: Option<PackedLinear>,
 }
 
 struct Router {
@@ -48,6 +53,30 @@ impl Experts {
         Self::new(Router::softmax(json, &vb.pp("gate"))?, experts.collect::<Result<_>>()?, None)
     }
 
+    /// Qwen's since Qwen3-Next: beside a shared expert with a gate, each with weights of its own or all as one tensor.
+    pub fn qwen(json: &Value, vb: &Weights, activation: Activation) -> Result<Self> {
+        let (vb, all) = (vb.pp("mlp"), vb.pp("mlp.experts"));
+        let normalized = json["norm_topk_prob"].as_bool().unwrap_or(true);
+        let router = Router { normalized, ..Router::softmax(json, &vb.pp("gate"))? };
+        let count = 0..required(json, "num_experts")?;
+        let experts = if all.contains_tensor("gate_up_proj") {
+            let half = |i| all.own("gate_up_proj", Dimension { part: [i, 2], ..Dimension::new(1) });
+            let weights = [half(0)?, half(1)?, all.own("down_proj", Dimension::new(2))?];
+            let expert = |expert| {
+                let [gate, up, down] = weights.each_ref().map(|all| PackedLinear::new(&all.i(expert)?, None));
+                Mlp::gated([gate?, up?, down?], activation)
+            };
+            count.map(expert).collect::<Result<_>>()?
+        } else {
+            count.map(|expert| Mlp::read_gated(&all.pp(expert), LLAMA_MLP, activation)).collect::<Result<_>>()?
+        };
+        let shared = Shared {
+            mlp: Mlp::read_gated(&vb.pp("shared_expert"), LLAMA_MLP, activation)?,
+            gate: Some(vb.pp("shared_expert_gate").linear(Divided::Not)?),
+        };
+        Self::new(router, experts, Some(shared))
+    }
+
     pub fn deepseek_v2(json: &Value, vb: &Weights, activation: Activation) -> Result<Self> {
         let gate = vb.pp("mlp.gate");
         let groups = match json["topk_method"].as_str().unwrap_or("greedy") {
@@ -57,11 +86,35 @@ impl Experts {
         };
         let scale = json["routed_scaling_factor"].as_f64().unwrap_or(1.0) as f32;
         let router = Router { groups, normalized: false, scale, ..Router::softmax(json, &gate)? };
-        Self::deepseek(json, vb, activation, router)
+        Self::deepseek(json, &vb.pp("mlp"), LLAMA_MLP, activation, router)
     }
 
     pub fn deepseek_v3(json: &Value, vb: &Weights, activation: Activation) -> Result<Self> {
-        let gate = vb.pp("mlp.gate");
+        Self::deepseek_v3_below(json, &vb.pp("mlp"), LLAMA_MLP, activation)
+    }
+
+    /// DeepSeek V3's with names of its own, in the config as well.
+    pub fn kimi(json: &Value, vb: &Weights, activation: Activation) -> Result<Self> {
+        const FIELDS: [(&str, &str); 4] = [
+            ("num_experts", "n_routed_experts"),
+            ("num_experts_per_token", "num_experts_per_tok"),
+            ("num_expert_group", "n_group"),
+            ("moe_renormalize", "norm_topk_prob"),
+        ];
+        if let Some(other) = json["moe_router_activation_func"].as_str().filter(|&name| name != "sigmoid") {
+            bail!("[causal_lm] moe_router_activation_func is {other:?}, expected \"sigmoid\"")
+        }
+        let mut json = json.clone();
+        for (own, usual) in FIELDS {
+            if let Some(value) = json.get(own).cloned() {
+                json[usual] = value;
+            }
+        }
+        Self::deepseek_v3_below(&json, &vb.pp("block_sparse_moe"), ["w1", "w3", "w2"], activation)
+    }
+
+    fn deepseek_v3_below(json: &Value, vb: &Weights, names: [&str; 3], activation: Activation) -> Result<Self> {
+        let gate = vb.pp("gate");
         let correction = gate.get_unchecked_dtype("e_score_correction_bias", DType::F32)?.to_vec1()?;
         let router = Router {
             scores: ops::sigmoid,
@@ -71,15 +124,14 @@ impl Experts {
             scale: json["routed_scaling_factor"].as_f64().unwrap_or(2.5) as f32,
             ..Router::softmax(json, &gate)?
         };
-        Self::deepseek(json, vb, activation, router)
+        Self::deepseek(json, vb, names, activation, router)
     }
 
-    fn deepseek(json: &Value, vb: &Weights, activation: Activation, router: Router) -> Result<Self> {
-        let vb = vb.pp("mlp");
+    fn deepseek(json: &Value, vb: &Weights, names: [&str; 3], activation: Activation, router: Router) -> Result<Self> {
         let experts = (0..required(json, "n_routed_experts")?)
-            .map(|expert| Mlp::read_gated(&vb.pp("experts").pp(expert), LLAMA_MLP, activation));
+            .map(|expert| Mlp::read_gated(&vb.pp("experts").pp(expert), names, activation));
         let shared = Mlp::read_gated(&vb.pp("shared_experts"), LLAMA_MLP, activation)?;
-        Self::new(router, experts.collect::<Result<_>>()?, Some(shared))
+        Self::new(router, experts.collect::<Result<_>>()?, Some(Shared { mlp: shared, gate: None }))
     }
 
     /// Experts that are one tensor, stored as (in, out), with the columns of gate and up in turn.
@@ -103,9 +155,17 @@ impl Experts {
         Self::new(router, experts.collect::<Result<_>>()?, None)
     }
 
-    fn new(router: Router, experts: Vec<Mlp>, shared: Option<Mlp>) -> Result<Self> {
+    fn new(router: Router, experts: Vec<Mlp>, shared: Option<Shared>) -> Result<Self> {
         router.check(experts.len())?;
         Ok(Self { router, experts, shared })
+    }
+}
+
+impl Module for Shared {
+    fn forward(&self, tokens: &Tensor) -> Result<Tensor> {
+        let ys = self.mlp.forward(tokens)?;
+        let Some(gate) = &self.gate else { return Ok(ys) };
+        ys.broadcast_mul(&ops::sigmoid(&gate.forward(tokens)?)?)
     }
 }
 

@@ -14,6 +14,10 @@ type Norms = [Option<&'static str>; 4];
 #[derive(Clone, Copy)]
 pub struct Family {
     pub norms: Norms,
+    /// Those of blocks of linear attention.
+    pub linear_norms: Norms,
+    /// Other names that a checkpoint may have for norms.
+    pub renamed_norms: &'static [(&'static str, &'static str)],
     pub norm: NormKind,
     /// `xs + attention(xs) + mlp(xs)`: attention and the MLP have the same input, and the same norm if there is but
     /// one.
@@ -46,8 +50,8 @@ pub enum MlpKind {
     Plain(&'static str, &'static str),
     /// The same, stored as (in, out).
     Conv1d(&'static str, &'static str),
-    /// A mixture of experts, with as many [`Gated`](Self::Gated) layers before it as `first_k_dense_replace` says, or
-    /// by default.
+    /// A mixture of experts, where layers have them: unless the config says which do, all but as many
+    /// [`Gated`](Self::Gated) ones at the beginning.
     Experts(LoadExperts, usize),
 }
 use MlpKind::{Conv1d, Experts as Mixture, Ffn, Gated, Plain};
@@ -57,8 +61,12 @@ pub type LoadExperts = fn(&Value, &Weights, Activation) -> Result<Experts>;
 
 /// A block whose attention and MLP share a norm.
 const SHARED_NORM: Norms = [Some("input_layernorm"), None, None, None];
+const PRE_NORMS: Norms = [Some("input_layernorm"), None, Some("post_attention_layernorm"), None];
+const POST_NORMS: Norms = [None, Some("post_attention_layernorm"), None, Some("post_feedforward_layernorm")];
 const LLAMA: Family = Family {
-    norms: [Some("input_layernorm"), None, Some("post_attention_layernorm"), None],
+    norms: PRE_NORMS,
+    linear_norms: PRE_NORMS,
+    renamed_norms: &[],
     norm: Rms(1e-6),
     parallel: false,
     mlp: Gated,
@@ -66,6 +74,9 @@ const LLAMA: Family = Family {
     scales_embedding: false,
     logit_scale: 1.0,
 };
+/// As published, in the place of the names that transformers has for them; it saves every one by them.
+const OLMO_HYBRID_NORMS: &[(&str, &str)] =
+    &[("input_layernorm", "attention_layer_norm"), ("post_attention_layernorm", "feedforward_layer_norm")];
 const GEMMA: Family =
     Family { norm: RmsPlusOne(1e-6), scales_embedding: true, activation: "gelu_pytorch_tanh", ..LLAMA };
 const GPT2: Family = Family {
@@ -97,10 +108,13 @@ impl Family {
                     ["input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"];
                 Self { norms: norms.map(Some), norm: Rms(1.5625e-7), ..LLAMA }
             }
-            "olmo2" => {
-                let norms = [None, Some("post_attention_layernorm"), None, Some("post_feedforward_layernorm")];
-                Self { norms, norm: Rms(1e-5), ..LLAMA }
+            "olmo2" => Self { norms: POST_NORMS, norm: Rms(1e-5), ..LLAMA },
+            "olmo_hybrid" => Self { norms: POST_NORMS, renamed_norms: OLMO_HYBRID_NORMS, ..LLAMA },
+            "kimi_linear" => Self { mlp: Mixture(Experts::kimi, 1), norm: Rms(1e-5), ..LLAMA },
+            "qwen3_next" | "qwen3_5_moe_text" => {
+                Self { mlp: Mixture(Experts::qwen, 0), norm: RmsPlusOne(1e-6), ..LLAMA }
             }
+            "qwen3_5_text" => Self { norm: RmsPlusOne(1e-6), ..LLAMA },
             "cohere" | "cohere2" => {
                 Self { norms: SHARED_NORM, norm: Layer(1e-5), parallel: true, logit_scale: 0.0625, ..LLAMA }
             }
@@ -170,9 +184,15 @@ impl Family {
                 ..GPT2
             },
             other => bail!(
-                "[causal_lm] model_type is {other:?}, expected one of bloom, cohere, cohere2, deepseek_v2, deepseek_v3, falcon, gemma, gemma2, gemma3, gemma3_text, glm, glm4, gpt2, gpt_bigcode, gpt_neox, gpt_oss, gptj, granite, llama, mistral, mixtral, mpt, olmo2, opt, phi, phi3, qwen2, qwen3, smollm3, stablelm, starcoder2"
+                "[causal_lm] model_type is {other:?}, expected one of bloom, cohere, cohere2, deepseek_v2, deepseek_v3, falcon, gemma, gemma2, gemma3, gemma3_text, glm, glm4, gpt2, gpt_bigcode, gpt_neox, gpt_oss, gptj, granite, kimi_linear, llama, mistral, mixtral, mpt, olmo2, olmo_hybrid, opt, phi, phi3, qwen2, qwen3, qwen3_5_moe_text, qwen3_5_text, qwen3_next, smollm3, stablelm, starcoder2"
             ),
         })
+    }
+
+    /// The names that a checkpoint may have for a norm.
+    pub fn names_of(&self, norm: &'static str) -> Vec<&'static str> {
+        let others = self.renamed_norms.iter().filter(|(usual, _)| *usual == norm).map(|(_, other)| *other);
+        std::iter::once(norm).chain(others).collect()
     }
 
     /// The same with llama.cpp's names, which are one list for all families.

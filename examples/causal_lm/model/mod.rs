@@ -1,11 +1,12 @@
 //! A decoder: embedding, blocks of attention and MLP, norm, head.
 //!
-//! Attention is `hf::load_attention` or `hf::load_latent_attention`: projections, rotary positions, norms of queries
-//! and keys, windows, grouped heads and the cache are the layer's. What is left of a model is here, and [`Family`] has
-//! the differences between families. Names around the blocks, biases and learned positions are those of the
-//! checkpoint.
+//! Attention is `hf::load_attention`, `hf::load_latent_attention` or `hf::load_linear_attention`: projections, rotary
+//! positions, norms of queries and keys, windows, grouped heads and the cache are the layer's. What is left of a model
+//! is here, and [`Family`] has the differences between families. Names around the blocks, biases and learned positions
+//! are those of the checkpoint.
 #![allow(dead_code, reason = "each program uses a part")]
 
+pub mod attention;
 pub mod block;
 mod experts;
 mod family;
@@ -16,21 +17,20 @@ pub mod weights;
 
 use std::ops::Range;
 
-use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, MultiHeadAttention, PackedLinear, RopeScaling,
-};
+use candle_attention::{AttentionCacheConfig, AttentionMask, MultiHeadAttention, PackedLinear, RopeScaling};
 use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor, bail};
 use candle_nn::{Embedding, VarBuilder};
 use serde_json::Value;
 
-use block::{Attention, Block, Loader, Norm, optional};
+use attention::{Attention, Cache, Input};
+use block::{Block, Loader, Norm, optional};
 use family::Family;
 use gguf::Gguf;
 use weights::{Divided, Others, Weights, part_of};
 
 /// The names that families have for the base model, its embeddings, its blocks and its last norm, and for the head;
 /// the last are llama.cpp's. A checkpoint has one of each.
-const BASES: [&str; 5] = ["model", "transformer", "gpt_neox", "model.decoder", "decoder"];
+const BASES: [&str; 6] = ["model", "transformer", "gpt_neox", "model.decoder", "decoder", "model.language_model"];
 const EMBEDDINGS: &[&str] = &["embed_tokens", "wte", "word_embeddings", "embed_in", "token_embd"];
 const POSITIONS: &[&str] = &["wpe", "embed_positions", "position_embd"];
 const EMBEDDING_NORMS: &[&str] = &["word_embeddings_layernorm", "token_embd_norm"];
@@ -117,12 +117,12 @@ pub struct CausalLm {
 impl CausalLm {
     /// From a `config.json` and weights at the checkpoint's root; `loaded` is told of every block.
     pub fn load<'a>(
-        json: &Value,
+        whole: &Value,
         weights: impl Into<Weights<'a>>,
         mut loaded: impl FnMut(usize, usize),
     ) -> Result<Self> {
         // A model that sees as well keeps the text's config apart.
-        let json = json.get("text_config").filter(|text| text.is_object()).unwrap_or(json);
+        let json = whole.get("text_config").filter(|text| text.is_object()).unwrap_or(whole);
         let weights = weights.into();
         let gguf = weights.gguf;
         let family = if gguf.is_some() { Family::of(json)?.in_gguf()? } else { Family::of(json)? };
@@ -136,12 +136,13 @@ impl CausalLm {
         let inner = below.unwrap_or_else(|| weights.clone());
         let (embed, norm) = (inner.named(EMBEDDINGS)?, inner.named(LAST_NORMS)?);
         let first_norm = family.norms.iter().flatten().next().map_or("", |name| name);
-        let has_blocks = |name: &&&str| inner.contains_tensor(&format!("{name}.0.{first_norm}.weight"));
+        let has_blocks = |name: &&&str| inner.pp(name).pp(0).first(&family.names_of(first_norm)).is_some();
         let Some(block) = BLOCKS.iter().find(has_blocks) else {
             bail!("[causal_lm] the checkpoint has no {first_norm} in any of {}", BLOCKS.join(", "))
         };
         let head_name = weights.first(HEADS);
-        let (dtype, ties) = (weights.dtype(), json["tie_word_embeddings"].as_bool().unwrap_or(head_name.is_none()));
+        let ties = [whole, json].into_iter().find_map(|json| json["tie_word_embeddings"].as_bool());
+        let (dtype, ties) = (weights.dtype(), ties.unwrap_or(head_name.is_none()));
         let head_at = if ties { inner.pp(embed) } else { weights.pp(weights.named(HEADS)?) };
         let words = gguf.map_or_else(|| size(json, "vocab_size"), Gguf::vocabulary).unwrap_or(1);
         let vocabulary = Vocabulary::new(words, weights.processes(), gguf.is_some());
@@ -208,24 +209,24 @@ impl CausalLm {
         self.blocks.iter().map(|block| &block.attention)
     }
 
-    /// That of one layer, if it is no latent one.
+    /// That of one layer, if it is multi-head attention.
     pub fn attention(&self, layer: usize) -> Option<&MultiHeadAttention> {
         match self.attentions().nth(layer)? {
             Attention::MultiHead(attention) => Some(attention),
-            Attention::Latent(_) => None,
+            Attention::Latent(_) | Attention::Linear(_) => None,
         }
     }
 
-    /// A cache for each block: `config` is told the block's own.
-    pub fn caches(&self, config: impl Fn(AttentionCacheConfig) -> AttentionCacheConfig) -> Result<Vec<AttentionCache>> {
-        self.attentions().map(|attention| AttentionCache::new(&config(attention.cache_config()))).collect()
+    /// A cache for each block: `config` is told the own of each that keeps keys and values.
+    pub fn caches(&self, config: impl Fn(AttentionCacheConfig) -> AttentionCacheConfig) -> Result<Vec<Cache>> {
+        self.attentions().map(|attention| attention.cache(&config)).collect()
     }
 
     /// Token ids (B, T), of which each sequence has `lens` (all T unless given), to hidden states (B, T, E). Positions
     /// go on from what the caches hold.
-    pub fn forward(&self, ids: &Tensor, lens: Option<&[usize]>, caches: &mut [AttentionCache]) -> Result<Tensor> {
+    pub fn forward(&self, ids: &Tensor, lens: Option<&[usize]>, caches: &mut [Cache]) -> Result<Tensor> {
         let (b, t) = ids.dims2()?;
-        let before = caches.first().map(AttentionCache::lens).filter(|lens| !lens.is_empty()).unwrap_or(vec![0; b]);
+        let before = caches.first().map(Cache::lens).filter(|lens| !lens.is_empty()).unwrap_or(vec![0; b]);
         let longest = before.iter().enumerate().map(|(i, before)| before + lens.map_or(t, |lens| lens[i])).max();
         let positions: Vec<_> = before.iter().flat_map(|&before| before..before + t).collect();
         let xs = self.embed(ids, &positions, longest.unwrap_or(0))?;
@@ -269,7 +270,7 @@ impl CausalLm {
     pub fn through_blocks(
         &self,
         mut xs: Tensor,
-        mut attend: impl FnMut(usize, &Attention, AttentionInput) -> Result<Tensor>,
+        mut attend: impl FnMut(usize, &Attention, Input) -> Result<Tensor>,
     ) -> Result<Tensor> {
         for (layer, block) in self.blocks.iter().enumerate() {
             xs = block.forward(&xs, |attention, input| attend(layer, attention, input))?;
@@ -290,7 +291,7 @@ impl CausalLm {
     }
 
     /// The logits (B, V) that follow the last token of each sequence.
-    pub fn next_logits(&self, ids: &Tensor, lens: &[usize], caches: &mut [AttentionCache]) -> Result<Tensor> {
+    pub fn next_logits(&self, ids: &Tensor, lens: &[usize], caches: &mut [Cache]) -> Result<Tensor> {
         let hidden = self.forward(ids, Some(lens), caches)?;
         let last = lens.iter().enumerate().map(|(sequence, &len)| hidden.i((sequence, len.saturating_sub(1))));
         self.logits(&Tensor::stack(&last.collect::<Result<Vec<_>>>()?, 0)?)

@@ -16,8 +16,8 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 
 use candle_attention::{
-    AttentionInput, Backend, ContentPositions, KvSource, MultiHeadAttention, MultiHeadAttentionConfig, PackedSequences,
-    ProjectedMemory, RopeScaling, RopeStyle, hf,
+    AttentionInput, Backend, ContentPositions, DeltaInput, GateActivation, GatedDeltaNet, KvSource, MultiHeadAttention,
+    MultiHeadAttentionConfig, PackedSequences, ProjectedMemory, RopeScaling, RopeStyle, hf,
 };
 use candle_core::{DType, Device, Error, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
@@ -33,12 +33,19 @@ struct Args {
     /// Write the values of `model_type` that are known instead.
     #[arg(long)]
     known: bool,
+    /// Those of them that have layers of linear attention.
+    #[arg(long)]
+    linear: bool,
 }
 
 fn main() -> ExitCode {
     command_line::main(|args: Args| {
         if args.known {
             hf::architectures().for_each(|name| println!("{name}"));
+        }
+        if args.linear {
+            let is_linear = |name: &&str| hf::linear_attention_config(&json!({"model_type": name}), 0).is_ok();
+            hf::architectures().filter(is_linear).for_each(|name| println!("{name}"));
         }
         for folder in &args.folders {
             let model = Model::open(folder)?;
@@ -153,8 +160,13 @@ impl SimpleBackend for Noted {
 
 /// A layer of any kind, and what it has.
 struct Layer {
-    forward: Box<dyn Fn(AttentionInput) -> Result<Tensor>>,
+    forward: Forward,
     has: Vec<String>,
+}
+
+enum Forward {
+    Softmax(Box<dyn Fn(AttentionInput) -> Result<Tensor>>),
+    Linear(Box<GatedDeltaNet>),
 }
 
 type Load = fn(&Value, usize, VarBuilder) -> Result<Layer>;
@@ -162,7 +174,7 @@ type Load = fn(&Value, usize, VarBuilder) -> Result<Layer>;
 impl From<MultiHeadAttention> for Layer {
     fn from(layer: MultiHeadAttention) -> Self {
         let has = parts(layer.config());
-        Self { forward: Box::new(move |input| layer.forward_with(input)), has }
+        Self { forward: Forward::Softmax(Box::new(move |input| layer.forward_with(input))), has }
     }
 }
 
@@ -170,9 +182,23 @@ fn self_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<Layer> {
     if hf::latent_attention_config(json, layer).is_ok() {
         let layer = hf::load_latent_attention(json, layer, vb)?;
         let has = vec!["latent".to_string()];
-        return Ok(Layer { forward: Box::new(move |input| layer.forward_with(input)), has });
+        return Ok(Layer { forward: Forward::Softmax(Box::new(move |input| layer.forward_with(input))), has });
     }
     hf::load_attention(json, layer, vb).map(Layer::from)
+}
+
+fn linear_attention(json: &Value, layer: usize, vb: VarBuilder) -> Result<Layer> {
+    let net = hf::load_linear_attention(json, layer, vb)?;
+    let cfg = net.config();
+    let parts = [
+        (cfg.num_key_heads() < cfg.num_heads(), "grouped heads"),
+        (cfg.decay_per_channel(), "decays of channels"),
+        (cfg.decay_lower_bound().is_some(), "bounded decays"),
+        (cfg.doubled_beta(), "betas up to 2"),
+        (cfg.gate_activation() == GateActivation::Sigmoid, "a gate by sigmoid"),
+    ];
+    let has = parts.into_iter().filter(|(has, _)| *has).map(|(_, part)| part.to_string()).collect();
+    Ok(Layer { forward: Forward::Linear(Box::new(net)), has })
 }
 
 /// What a layer has beside projections, in the words of the documentation.
@@ -220,8 +246,9 @@ fn parts(cfg: &MultiHeadAttentionConfig) -> Vec<String> {
 }
 
 fn answers(model: &Model) -> Vec<Value> {
-    let kinds: [(&str, Load); 3] = [
+    let kinds: [(&str, Load); 4] = [
         ("self", self_attention),
+        ("linear", linear_attention),
         ("decoder", |json, layer, vb| hf::load_decoder_attention(json, layer, vb).map(Layer::from)),
         ("cross", |json, layer, vb| hf::load_cross_attention(json, layer, vb).map(Layer::from)),
     ];
@@ -245,7 +272,11 @@ fn answers(model: &Model) -> Vec<Value> {
             line["kind"] = json!(kind);
             line["layer"] = json!(layer);
             line["modules"] = model.calls_of(&read).iter().map(|(module, ..)| module.as_str()).collect();
-            lines.push(line);
+            // A layer of another kind.
+            let is_other = line["refused"].as_str().is_some_and(|text| text.contains("has no linear attention"));
+            if !is_other {
+                lines.push(line);
+            }
         }
     }
     lines
@@ -254,8 +285,9 @@ fn answers(model: &Model) -> Vec<Value> {
 /// Where a config of nothing but its `model_type` is another layer than one with every default written out.
 fn defaults(model: &Model) -> Vec<Value> {
     type Read = fn(&Value, usize) -> Result<String>;
-    let reads: [Read; 4] = [
+    let reads: [Read; 5] = [
         |json, layer| hf::attention_config(json, layer).map(|cfg| format!("{cfg:?}")),
+        |json, layer| hf::linear_attention_config(json, layer).map(|cfg| format!("{cfg:?}")),
         |json, layer| hf::latent_attention_config(json, layer).map(|cfg| format!("{cfg:?}")),
         |json, layer| hf::decoder_attention_config(json, layer).map(|cfg| format!("{cfg:?}")),
         |json, layer| hf::cross_attention_config(json, layer).map(|cfg| format!("{cfg:?}")),
@@ -318,7 +350,10 @@ fn answer(
         if let Some((keys, values)) = key_value {
             input = input.with_key_value(keys, values);
         }
-        let ys = (layer.forward)(input)?;
+        let ys = match &layer.forward {
+            Forward::Softmax(forward) => forward(input)?,
+            Forward::Linear(net) => net.forward_with(DeltaInput::new(&packed).with_backend(backend))?,
+        };
         let ys = if ys.elem_count() == expected.elem_count() { ys.reshape(expected.shape())? } else { ys };
         let off = largest(&(ys - expected)?)? / largest(expected)?;
         // JSON has no infinity.

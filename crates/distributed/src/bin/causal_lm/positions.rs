@@ -11,6 +11,7 @@ use candle_core::{Device, IndexOp, Result, Tensor, bail};
 use crate::args::Args;
 use crate::files::Files;
 use crate::model::CausalLm;
+use crate::model::attention::Attention;
 
 /// Goes on from one prompt of ids, greedily. The first process writes.
 pub fn run(args: &Args, device: Device, files: &Files, processes: &dyn Communicator) -> Result<()> {
@@ -22,6 +23,9 @@ pub fn run(args: &Args, device: Device, files: &Files, processes: &dyn Communica
     }
     let json = files.config()?;
     let model = CausalLm::load(&json, files.weights(args.model.dtype, &device, None)?, |_, _| {})?;
+    if model.attentions().any(Attention::is_linear) {
+        bail!("[causal_lm] states of linear attention cannot be divided by positions, expected --divide heads")
+    }
     let (order, end) = (ZigZag::new(prompt.0.len(), processes), files.end_tokens(&json)?);
     let capacity = order.positions().count() + args.max_tokens.unwrap_or(100) / processes.size() + 1;
     // This process's part of the cache of each layer.
@@ -36,7 +40,7 @@ pub fn run(args: &Args, device: Device, files: &Files, processes: &dyn Communica
             let attend = |q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions| {
                 attend(&mut caches[layer].borrow_mut(), [q, k, v], &RingAttention::new(mask, options))
             };
-            attention.forward(input.with_positions(&positions).with_function(&attend))
+            attention.forward_softmax(input.softmax()?.with_positions(&positions).with_function(&attend))
         })
     };
     let start = Instant::now();
