@@ -1,8 +1,8 @@
 //! ONNX's operators by this crate: <https://onnx.ai/onnx/operators/>.
 
 use candle_attention::{
-    AttentionMask, Backend, RopeConfig, RopeStyle, RotaryEmbedding, SdpaOptions, ValidLens,
-    scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
+    AttentionMask, Backend, DeltaOptions, RopeConfig, RopeStyle, RotaryEmbedding, SdpaOptions, ValidLens,
+    gated_delta_rule, scaled_dot_product_attention_with_lse, scaled_dot_product_attention_with_weights,
 };
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -11,6 +11,7 @@ use crate::{Answer, Case};
 pub fn answer(case: &Case, backend: Backend) -> Result<Answer> {
     match case.group.split_once(' ').map_or("", |(operator, _)| operator) {
         "RotaryEmbedding" => rotary_embedding(case),
+        "LinearAttention" => linear_attention(case, backend),
         _ => attention(case, backend),
     }
 }
@@ -111,6 +112,26 @@ fn scores(q: &Tensor, k: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -
     let (_, lse) = scaled_dot_product_attention_with_lse(q, k, k, mask, options)?;
     let weights = weights(q, k, mask, options)?.to_dtype(lse.dtype())?;
     weights.log()?.broadcast_add(&lse.unsqueeze(3)?)?.to_dtype(q.dtype())
+}
+
+/// Which rule it is follows from what is given.
+fn linear_attention(case: &Case, backend: Backend) -> Result<Answer> {
+    let [q, k, v] = [("query", "q_num_heads"), ("key", "kv_num_heads"), ("value", "kv_num_heads")]
+        .map(|(name, heads)| heads_of(case.input(name), case.count(heads)));
+    let h_s = case.count("kv_num_heads");
+    let decay = case.find("decay").map(|decay| match Some(decay.dim(2)?) == h_s {
+        true => decay.transpose(1, 2),
+        false => heads_of(decay, h_s),
+    });
+    let (decay, beta) = (decay.transpose()?, case.find("beta").map(|beta| beta.transpose(1, 2)).transpose()?);
+    let mut options = DeltaOptions::default().with_backend(backend);
+    if let Some(scale) = case.number("scale") {
+        options = options.with_scale(scale);
+    }
+    let (q, past) = (q?, case.find("past_state"));
+    let (y, state) = gated_delta_rule(&q, &k?, &v?, decay.as_ref(), beta.as_ref(), past, &options)?;
+    let (y, state) = (y.transpose(1, 2)?.flatten_from(2)?, state.to_dtype(q.dtype())?);
+    Ok(Answer::Outputs(vec![("output", y), ("present_state", state)]))
 }
 
 fn rotary_embedding(case: &Case) -> Result<Answer> {

@@ -24,6 +24,7 @@ How a case is asked, where an operator says it in other words:
 - Scores before the softmax are `ln(weights) + log-sum-exp`. A fused path has no weights; they are the reference path's.
 - A `score_mod` of FlexAttention that adds a tensor is `with_bias`; `cap · tanh(scores / cap)` is `with_softcap`.
 - A rotary embedding has no backend: both columns are one rotation, by `RotaryEmbedding::from_tables`.
+- The rule of a LinearAttention is that of the inputs it is given; its last state is rounded to the dtype of its inputs.
 - PyTorch's dropout is its own mask, drawn from its seed by `TorchSeed`. Samples are in f32, and numbered as PyTorch
   yields them. Queries without a batch beside keys with one are `broadcast_as` first.
 - A layer of an encoder or decoder is asked for its attention: with the inputs, masks and weights of the layer.

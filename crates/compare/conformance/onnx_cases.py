@@ -1,4 +1,4 @@
-"""ONNX's node cases of Attention, RotaryEmbedding and FlexAttention, with the outputs that it expects."""
+"""ONNX's node cases of Attention, LinearAttention, RotaryEmbedding and FlexAttention, with the outputs that it expects."""
 
 import numpy as np
 import onnx
@@ -12,12 +12,14 @@ INPUTS = {
     "Attention": ["Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen"],
     "RotaryEmbedding": ["X", "cos_cache", "sin_cache", "position_ids"],
     "FlexAttention": ["Q", "K", "V"],
+    "LinearAttention": ["query", "key", "value", "past_state", "decay", "beta"],
 }
 # `present_key` and `present_value` are the past followed by what is new: no attention.
 OUTPUTS = {
     "Attention": ["Y", None, None, "qk_matmul_output"],
     "RotaryEmbedding": ["Y"],
     "FlexAttention": ["Y"],
+    "LinearAttention": ["output", "present_state"],
 }
 
 
@@ -40,7 +42,7 @@ def record():
                 value = None if bias is not None else softcap(value)
             elif attribute.name == "prob_mod":
                 value = [step.op_type for step in value.node]
-            attributes[attribute.name] = value
+            attributes[attribute.name] = value.decode() if isinstance(value, bytes) else value
         versions = {opset.domain: opset.version for opset in case.model.opset_import}
         opset = f"{node.domain} {versions[node.domain]}".strip()
         cases.add(f"{node.op_type} {opset}", case.name.removeprefix("test_"), attributes, inputs, outputs)
