@@ -3,8 +3,9 @@
 //!
 //! The ways take turns in each round; a cell's time is the least, memory what a call adds to the process at its peak.
 
-#[path = "common/turns.rs"]
-mod turns;
+#[expect(dead_code, reason = "each bench uses its own part of what they share")]
+#[path = "common/mod.rs"]
+mod common;
 
 use std::collections::HashMap;
 
@@ -14,6 +15,8 @@ use candle_attention::{
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 use clap::Parser;
+
+use common::turns;
 
 #[derive(Parser)]
 struct Args {

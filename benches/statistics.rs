@@ -1,8 +1,9 @@
 //! Time and memory of statistics of attention weights beside attention without them, and beside the weights as a whole:
 //! `cargo bench --bench statistics`, and `-- --help`.
 
-#[path = "common/turns.rs"]
-mod turns;
+#[expect(dead_code, reason = "each bench uses its own part of what they share")]
+#[path = "common/mod.rs"]
+mod common;
 
 use candle_attention::{
     AttentionMask, SdpaOptions, StatisticsOptions, scaled_dot_product_attention,
@@ -10,6 +11,8 @@ use candle_attention::{
 };
 use candle_core::{DType, Device, Result, Tensor};
 use clap::Parser;
+
+use common::turns;
 
 #[derive(Parser)]
 struct Args {

@@ -8,6 +8,8 @@ pub mod inputs;
 pub mod load;
 pub mod memory;
 pub mod peak;
+pub mod peer;
 pub mod report;
 pub mod rounds;
 pub mod run;
+pub mod turns;

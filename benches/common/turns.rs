@@ -1,13 +1,11 @@
 //! Ways to compute the same that take turns: a way's time is the least of its rounds, its memory what a call adds to
 //! the process at its peak.
 
-#[path = "memory.rs"]
-#[expect(dead_code, reason = "a part is for the other benches")]
-mod memory;
-
 use std::time::{Duration, Instant};
 
 use candle_core::{Result, Tensor};
+
+use super::memory;
 
 /// A name, and a call with what it makes for itself.
 pub type Way<'a> = (&'static str, Box<dyn Fn() -> Result<Tensor> + 'a>);
@@ -16,6 +14,12 @@ pub struct Taken {
     name: &'static str,
     time: Duration,
     bytes: u64,
+}
+
+impl Taken {
+    pub fn seconds(&self) -> f64 {
+        self.time.as_secs_f64()
+    }
 }
 
 pub fn take(ways: &[Way], rounds: usize) -> Result<Vec<Taken>> {
@@ -41,8 +45,8 @@ pub fn print_header(size: &str, way: &str) {
 /// A line for each, with the time as a multiple of the first's.
 pub fn print(size: &str, taken: &[Taken]) {
     for way in taken {
-        let (ms, mib) = (way.time.as_secs_f64() * 1e3, way.bytes as f64 / f64::from(1 << 20));
-        let ratio = way.time.as_secs_f64() / taken[0].time.as_secs_f64();
+        let (ms, mib) = (way.seconds() * 1e3, way.bytes as f64 / f64::from(1 << 20));
+        let ratio = way.seconds() / taken[0].seconds();
         println!("{size:<8} {:<32} {ms:>10.2} {ratio:>10.2} {mib:>10.1}", way.name);
     }
 }

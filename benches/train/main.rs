@@ -10,7 +10,6 @@ mod cell;
 #[path = "../common/mod.rs"]
 mod common;
 mod step;
-mod torch;
 
 use std::cell::RefCell;
 use std::time::Instant;
@@ -24,16 +23,16 @@ use common::args::Args;
 use common::cell::Describe;
 use common::engine::{Engine, Entry};
 use common::memory;
+use common::peer::Peer;
 use common::report::Kind;
 use common::run::{self, Bench, Calls};
 use step::{Data, Evaluation, Step, compare};
-use torch::Torch;
 
 fn main() -> Result<()> {
     let args = Args::parse();
     let Some(cells) = run::cells(&args, "train", cells())? else { return Ok(()) };
     let torch = match args.engines.contains(&Engine::Torch) {
-        true => Torch::start(&args.python).map_err(|error| {
+        true => Peer::start(&args.python, "train/pytorch.py").map_err(|error| {
             // Without a backtrace.
             error.to_string().lines().next().unwrap_or_default().to_string()
         }),
@@ -52,7 +51,7 @@ fn main() -> Result<()> {
 }
 
 /// PyTorch, or why it is not there.
-type Peer = std::result::Result<RefCell<Torch>, String>;
+type Torch = std::result::Result<RefCell<Peer>, String>;
 
 /// A layer over variables, and one over plain tensors with their values.
 fn evaluate(bench: &mut Bench, cell: &Cell) -> Result<()> {
@@ -67,7 +66,7 @@ fn evaluate(bench: &mut Bench, cell: &Cell) -> Result<()> {
 }
 
 /// The engines' forward and backward passes.
-fn train(bench: &mut Bench, cell: &Cell, args: &Args, torch: &Peer) -> Result<()> {
+fn train(bench: &mut Bench, cell: &Cell, args: &Args, torch: &Torch) -> Result<()> {
     let data = Data::new(cell)?;
     let ours = Step::new(cell, &data, Backend::Auto)?;
     let plan = ours.plan()?.to_string();
@@ -93,7 +92,15 @@ fn train(bench: &mut Bench, cell: &Cell, args: &Args, torch: &Peer) -> Result<()
             },
             (_, Err(problem)) => Entry::Skipped(problem.clone()),
             (_, Ok(torch)) => {
-                let theirs = torch.borrow_mut().prepare(cell.to_json(), &data)?;
+                let upstream = ("upstream", data.upstream.clone());
+                let shapes = std::iter::once(&upstream).chain(&data.inputs).map(|(_, tensor)| tensor.dims());
+                let shapes: Vec<_> = shapes.collect();
+                let theirs = torch.borrow_mut().prepare(
+                    cell.to_json(),
+                    &data.inputs,
+                    std::slice::from_ref(&upstream),
+                    &shapes,
+                )?;
                 checked(cell, &results, &theirs)?;
                 Entry::Ready(Box::new(|| {
                     torch.borrow_mut().run()?;

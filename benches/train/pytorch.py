@@ -60,7 +60,7 @@ class Cell:
 def main():
     torch.set_num_threads(int(sys.argv[1]))
     cell = None
-    print(torch.__version__, flush=True)
+    print(f"PyTorch {torch.__version__}", flush=True)
     for line in sys.stdin:
         try:
             if line.strip() == "run":

@@ -10,7 +10,6 @@ mod model;
 use std::collections::HashMap;
 use std::time::Instant;
 
-use candle_attention::AttentionCache;
 use candle_core::{DType, Device, IndexOp, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 use candle_transformers::models::llama::{Cache, Config, Llama, LlamaConfig};
@@ -144,7 +143,7 @@ enum Model {
 }
 
 enum Held {
-    Ours(Vec<AttentionCache>),
+    Ours(Vec<model::attention::Cache>),
     Theirs(Cache),
 }
 

@@ -1,4 +1,4 @@
-//! PyTorch as an engine: a process beside this one, which computes when it is told to.
+//! Engines of Python: a process beside this one, which computes when it is told to.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -9,25 +9,24 @@ use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::common::{load, peak};
-use crate::step::Data;
-
-const SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/benches/train/pytorch.py");
+use super::{load, peak};
 
 /// The process, which ends with its input.
-pub struct Torch {
+pub struct Peer {
     child: Child,
     requests: Option<ChildStdin>,
     answers: BufReader<ChildStdout>,
     folder: TempDir,
 }
 
-impl Torch {
+impl Peer {
+    /// A script below `benches`, which begins with the versions of what it has.
+    ///
     /// # Errors
-    /// If there is no such Python, or no PyTorch in it.
-    pub fn start(python: &str) -> Result<Self> {
+    /// If there is no such Python, or nothing in it that the script needs.
+    pub fn start(python: &str, script: &str) -> Result<Self> {
         let mut child = Command::new(python)
-            .args([SCRIPT, &peak::threads().to_string()])
+            .args([&format!("{}/benches/{script}", env!("CARGO_MANIFEST_DIR")), &peak::threads().to_string()])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
@@ -38,21 +37,26 @@ impl Torch {
         };
         load::count_process(child.id());
         let (requests, answers) = (Some(requests), BufReader::new(answers));
-        let mut torch = Self { child, requests, answers, folder: TempDir::new()? };
-        match torch.answer()? {
-            version if version.is_empty() => bail!("{python} has no PyTorch"),
-            version => eprintln!("PyTorch {version}"),
+        let mut peer = Self { child, requests, answers, folder: TempDir::new()? };
+        match peer.answer()? {
+            version if version.is_empty() => bail!("{python} has not what {script} needs"),
+            versions => eprintln!("{versions}"),
         }
-        Ok(torch)
+        Ok(peer)
     }
 
-    /// Computes a cell once: the output, and the gradients of its inputs in their order.
+    /// Computes a cell once: results of these shapes.
     ///
     /// # Errors
-    /// What PyTorch says if it cannot.
-    pub fn prepare(&mut self, cell: Value, data: &Data) -> Result<Vec<Tensor>> {
-        let Data { inputs, upstream } = data;
-        for (name, tensor) in inputs.iter().chain([&("upstream", upstream.clone())]) {
+    /// What the engine says if it cannot.
+    pub fn prepare(
+        &mut self,
+        cell: Value,
+        inputs: &[(&str, Tensor)],
+        others: &[(&str, Tensor)],
+        results: &[&[usize]],
+    ) -> Result<Vec<Tensor>> {
+        for (name, tensor) in inputs.iter().chain(others) {
             let numbers: Vec<f32> = tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?;
             let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
             fs::write(self.folder.path().join(format!("{name}.f32")), bytes)?;
@@ -61,9 +65,8 @@ impl Torch {
         let names: Vec<&str> = inputs.iter().map(|(name, _)| *name).collect();
         let request = json!({ "folder": self.folder.path(), "cell": cell, "inputs": names });
         self.ask(&request.to_string())?;
-        let of_inputs = inputs.iter().map(|(_, tensor)| tensor.dims());
-        let dims = std::iter::once(upstream.dims()).chain(of_inputs).enumerate();
-        dims.map(|(n, dims)| read(&self.folder.path().join(format!("result{n}.f32")), dims)).collect()
+        let results = results.iter().enumerate();
+        results.map(|(n, dims)| read(&self.folder.path().join(format!("result{n}.f32")), dims)).collect()
     }
 
     /// Computes the cell of the latest [`prepare`](Self::prepare) once more.
@@ -88,7 +91,7 @@ impl Torch {
     }
 }
 
-impl Drop for Torch {
+impl Drop for Peer {
     fn drop(&mut self) {
         self.requests = None;
         let _ = self.child.wait();

@@ -1,0 +1,204 @@
+//! Linear attention by the gated delta rule: `cargo bench --bench delta -- --python PATH` for transformers' functions
+//! on PyTorch, ONNX Runtime's operator and llama.cpp's beside it, and `-- --help`.
+//!
+//! The work of a prompt counts as the three multiply-adds that the recurrence takes for each number of a state and each
+//! token. Engines take turns, their results are held against this crate's before anything is timed, and the least of
+//! their rounds counts.
+
+#[expect(dead_code, reason = "each bench uses its own part of what they share")]
+#[path = "../common/mod.rs"]
+mod common;
+
+use std::cell::{Cell, RefCell};
+
+use candle_attention::{DeltaOptions, gated_delta_rule};
+use candle_core::{DType, Device, Result, Tensor, Var, bail};
+use clap::Parser;
+use rayon::prelude::*;
+use serde_json::json;
+
+use common::peak;
+use common::peer::Peer;
+use common::turns;
+
+#[derive(Parser)]
+struct Args {
+    /// prompt, token and train.
+    #[arg(long, value_delimiter = ',', default_values = ["prompt", "token", "train"])]
+    parts: Vec<String>,
+    /// Tokens.
+    #[arg(long, default_value_t = 4096)]
+    length: usize,
+    /// Heads of values, each of which has a state.
+    #[arg(long, default_value_t = 16)]
+    heads: usize,
+    /// Heads of queries and keys.
+    #[arg(long, default_value_t = 16)]
+    key_heads: usize,
+    /// The width of a head.
+    #[arg(long, default_value_t = 128)]
+    width: usize,
+    /// Decays of each channel, as in Kimi Delta Attention.
+    #[arg(long)]
+    channels: bool,
+    #[arg(long, default_value_t = 5)]
+    rounds: usize,
+    /// The states that single tokens walk through, as layers of a model have them.
+    #[arg(long, default_value_t = 64)]
+    layers: usize,
+    /// A Python that has PyTorch and transformers, ONNX Runtime, or xllamacpp.
+    #[arg(long)]
+    python: Option<String>,
+    /// Engines of Python: torch, onnxruntime, llama.cpp.
+    #[arg(long, value_delimiter = ',', default_values = ["torch", "onnxruntime", "llama.cpp"])]
+    engines: Vec<String>,
+    /// What cargo passes.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// The inputs of a call, (B, T, H, D) in memory as a layer has them, and how they are called.
+struct Inputs {
+    tensors: Vec<(&'static str, Tensor)>,
+    options: DeltaOptions,
+}
+
+impl Inputs {
+    fn new(args: &Args, t: usize) -> Result<Self> {
+        let device = &Device::Cpu;
+        let rows = |heads| Tensor::randn(0f32, 1., (1, t, heads, args.width), device)?.transpose(1, 2);
+        let decays = if args.channels { vec![1, args.heads, t, args.width] } else { vec![1, args.heads, t] };
+        let tensors = vec![
+            ("q", rows(args.key_heads)?),
+            ("k", rows(args.key_heads)?),
+            ("v", rows(args.heads)?),
+            ("decay", Tensor::rand(-0.1f32, 0., decays, device)?),
+            ("beta", Tensor::rand(0f32, 1., (1, args.heads, t), device)?),
+            ("state", Tensor::randn(0f32, 1., (1, args.heads, args.width, args.width), device)?),
+        ];
+        Ok(Self { tensors, options: DeltaOptions::default().with_qk_norm(1e-6) })
+    }
+
+    /// By these tensors.
+    fn call(&self, tensors: &[&Tensor]) -> Result<(Tensor, Tensor)> {
+        let &[q, k, v, decay, beta, state] = tensors else { bail!("expected six inputs") };
+        gated_delta_rule(q, k, v, Some(decay), Some(beta), Some(state), &self.options)
+    }
+
+    /// The states after the tokens.
+    fn states(&self) -> Result<Tensor> {
+        Ok(self.call(&self.tensors())?.1)
+    }
+
+    fn tensors(&self) -> Vec<&Tensor> {
+        self.tensors.iter().map(|(_, tensor)| tensor).collect()
+    }
+
+    /// What is read, and gradients of q, k, v, decay and beta if a gradient of it is given.
+    fn run(&self, upstream: Option<&Tensor>) -> Result<Vec<Tensor>> {
+        let Some(upstream) = upstream else { return Ok(vec![self.call(&self.tensors())?.0]) };
+        let vars = self.tensors().into_iter().map(Var::from_tensor).collect::<Result<Vec<_>>>()?;
+        let y = self.call(&vars.iter().map(Var::as_tensor).collect::<Vec<_>>())?.0;
+        let gradients = (&y * upstream)?.sum_all()?.backward()?;
+        let of = vars.iter().take(5).map(|var| match gradients.get(var) {
+            Some(gradient) => Ok(gradient.clone()),
+            None => bail!("an input has no gradient"),
+        });
+        std::iter::once(Ok(y.detach())).chain(of).collect()
+    }
+}
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    turns::print_header("part", "engine");
+    for part in &args.parts {
+        match part.as_str() {
+            "prompt" => tokens(&args, part, false)?,
+            "train" => tokens(&args, part, true)?,
+            "token" => token(&args)?,
+            other => bail!("{other:?} is no part, expected prompt, token or train"),
+        }
+    }
+    Ok(())
+}
+
+/// A prompt, or a forward and a backward pass.
+fn tokens(args: &Args, part: &str, trains: bool) -> Result<()> {
+    let inputs = &Inputs::new(args, args.length)?;
+    let shape = [1, args.heads, args.length, args.width];
+    let upstream = &trains.then(|| Tensor::randn(0f32, 1., &shape, &Device::Cpu)).transpose()?;
+    let ours = inputs.run(upstream.as_ref())?;
+    let first = |results: Vec<Tensor>| results.into_iter().next().map_or_else(|| bail!("there is no result"), Ok);
+    let mut ways: Vec<turns::Way> = vec![("this crate", Box::new(|| first(inputs.run(upstream.as_ref())?)))];
+    for engine in args.python.iter().flat_map(|_| &args.engines) {
+        let others: Vec<_> = upstream.iter().map(|upstream| ("upstream", upstream.clone())).collect();
+        let dims: Vec<_> = ours.iter().map(Tensor::dims).collect();
+        let cell = json!({ "engine": engine, "trains": trains });
+        let prepared =
+            Peer::start(args.python.as_deref().unwrap_or_default(), "delta/peers.py").and_then(|mut peer| {
+                compare(&ours, &peer.prepare(cell, &inputs.tensors, &others, &dims)?)?;
+                Ok(RefCell::new(peer))
+            });
+        match prepared {
+            Ok(peer) => ways.push((
+                engine.clone().leak(),
+                Box::new(move || {
+                    peer.borrow_mut().run()?;
+                    Tensor::zeros(1, DType::F32, &Device::Cpu)
+                }),
+            )),
+            Err(error) => println!("{part:<8} {engine}: {}", error.to_string().lines().next().unwrap_or_default()),
+        }
+    }
+    let taken = turns::take(&ways, args.rounds)?;
+    turns::print(part, &taken);
+    if !trains {
+        let multiply_adds = (3 * args.length * args.heads * args.width * args.width) as f64;
+        let (found, peak) = (2.0 * multiply_adds / taken[0].seconds() / 1e9, peak::measure(DType::F32)?);
+        println!("{part:<8} {found:.0} GFLOP/s, {:.2} of {:.0} by {}", found / peak.gflops, peak.gflops, peak.name);
+    }
+    Ok(())
+}
+
+/// That two engines give the same, but for rounding over thousands of tokens.
+fn compare(ours: &[Tensor], theirs: &[Tensor]) -> Result<()> {
+    for (n, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
+        let largest = |xs: &Tensor| xs.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>();
+        let error = largest(&(ours - theirs)?)? / largest(ours)?;
+        if error.is_nan() || error > 1e-3 {
+            bail!("result {n} differs from this crate's by {error:.1e} of its largest number")
+        }
+    }
+    Ok(())
+}
+
+/// A token for each layer, whose states are no longer in a cache, beside a copy of these states by as many threads.
+fn token(args: &Args) -> Result<()> {
+    let layers = (0..args.layers).map(|_| Inputs::new(args, 1)).collect::<Result<Vec<_>>>()?;
+    let next = Cell::new(0);
+    let turn = || {
+        next.set((next.get() + 1) % layers.len());
+        &layers[next.get()]
+    };
+    let words = args.heads * args.width * args.width;
+    let states = layers.iter().map(|layer| layer.tensors[5].1.flatten_all()?.to_vec1::<f32>());
+    let states = states.collect::<Result<Vec<_>>>()?;
+    let copied = RefCell::new(vec![0f32; words]);
+    let copy = || {
+        next.set((next.get() + 1) % layers.len());
+        let part = words.div_ceil(peak::threads());
+        let mut copied = copied.borrow_mut();
+        let parts = copied.par_chunks_mut(part).zip(states[next.get()].par_chunks(part));
+        parts.for_each(|(to, from)| to.copy_from_slice(from));
+        Tensor::zeros(1, DType::F32, &Device::Cpu)
+    };
+    // Each way is a walk through all layers, so that rounds have the same in their caches.
+    let walk = |once: &dyn Fn() -> Result<Tensor>| (0..args.layers).try_fold(None, |_, _| once().map(Some));
+    let whole = |last: Option<Tensor>| last.map_or_else(|| bail!("expected a layer"), Ok);
+    let ways: Vec<turns::Way> = vec![
+        ("this crate", Box::new(|| whole(walk(&|| turn().states())?))),
+        ("a copy of the states", Box::new(|| whole(walk(&copy)?))),
+    ];
+    turns::print("token", &turns::take(&ways, args.rounds)?);
+    Ok(())
+}
