@@ -208,3 +208,28 @@ fn gradients_are_the_differences_of_plain_loops() {
         }
     }
 }
+
+#[test]
+fn threads_change_no_bit() {
+    // Few states whose columns are split, and many whose heads are taken together.
+    let dims = |h, t| Dims { b: 1, t, h, h_q: 1, h_k: h, h_v: h, d_k: 64, d_v: 96 };
+    for (h, t) in [(1, 300), (16, 130), (16, 1)] {
+        // Miri takes minutes for more.
+        let t = if cfg!(miri) { t.min(3) } else { t };
+        let case = Case::new(dims(h, t), vec![0..t], h > 1, true);
+        let with_threads = |threads: usize| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a small pool");
+            pool.install(|| {
+                let (forward, tier) = (case.problem(), Tier::choose(None, false).expect("there is a tier"));
+                let output = gated_delta_rule(&forward, tier, true).expect("a small call");
+                let saved = output.saved.expect("as wanted");
+                let context_grad = Strided { data: &output.context, strides: [0, 96, h * 96] };
+                let problem = BackwardProblem { forward, saved: &saved, context_grad, states_grad: None };
+                let gradients = gated_delta_rule_backward(&problem, tier).expect("a small call");
+                let numbers = [output.context.clone(), output.states, gradients.q, gradients.k, gradients.decay];
+                numbers.map(|numbers| numbers.into_iter().map(f32::to_bits).collect::<Vec<_>>())
+            })
+        };
+        assert_eq!(with_threads(1), with_threads(5), "{h} heads, {t} tokens");
+    }
+}
