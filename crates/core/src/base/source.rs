@@ -61,10 +61,17 @@ impl<'a> Source<'a> {
         Self { sharded: Some(vb.root()), ..Self::new(op, layout, whole(vb)) }
     }
 
-    /// One that gives a process its own of `h` query heads and `h_kv` key heads.
-    pub(crate) fn with_shard(self, shard: HeadShard, h: usize, h_kv: usize) -> Self {
+    /// One that gives a process of several its own of `h` query heads and `h_kv` key heads.
+    ///
+    /// # Errors
+    /// For more processes than query heads.
+    pub(crate) fn with_shard(self, shard: Option<HeadShard>, h: usize, h_kv: usize) -> Result<Self> {
+        let Some(shard) = shard else { return Ok(self) };
+        if shard.world_size() > h {
+            bail!("[{}] a world size of {} is more than the {h} heads", self.op, shard.world_size())
+        }
         let (queries, keys) = shard.shares(h, h_kv);
-        Self { own: Some(OwnHeads { queries, keys, is_first: shard.rank() == 0 }), ..self }
+        Ok(Self { own: Some(OwnHeads { queries, keys, is_first: shard.rank() == 0 }), ..self })
     }
 
     /// Whether it gives a process some of the heads.

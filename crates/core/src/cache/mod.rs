@@ -19,6 +19,8 @@ use crate::base::FLOATS;
 use crate::position::Positions;
 use buffers::{KvBuffers, KvFormat};
 
+const OP: &str = "attention_cache";
+
 /// The keys and values of the positions that one layer has seen, for one sequence or a batch of them; or the latents
 /// from which a layer computes them.
 ///
@@ -241,7 +243,7 @@ impl AttentionCache {
     /// # Errors
     /// For another number of sequences than the cache holds, and for padding that does not fit.
     pub(crate) fn new_tokens(&self, dims: (usize, usize), padding: Padding) -> Result<NewTokens> {
-        NewTokens::new(self.lens(), dims, padding)
+        NewTokens::new(OP, self.lens(), dims, padding)
     }
 
     /// The tokens of a call of `dims` (B, T) whose keys are the last that the cache holds.
@@ -367,22 +369,29 @@ pub(crate) struct NewTokens {
 
 impl NewTokens {
     /// `before` are the lengths of the sequences of the cache, empty before the first call; `dims` are (B, T).
-    pub fn new(before: Vec<usize>, dims: (usize, usize), padding: Padding) -> Result<Self> {
+    pub fn new(op: &str, before: Vec<usize>, dims: (usize, usize), padding: Padding) -> Result<Self> {
         let (b, t) = dims;
         if !before.is_empty() && before.len() != b {
-            bail!("[attention_cache] the call has {b} sequences, expected the {} that the cache holds", before.len())
+            bail!("[{op}] the call has {b} sequences, expected the {} that the cache holds", before.len())
         }
         let entries = |name, given: Option<&[usize]>, default| match given {
             None => Ok(vec![default; b]),
             Some(entries) if entries.len() != b => {
-                bail!("[attention_cache] {name} has {} entries, expected one for each of {b} sequences", entries.len())
+                bail!("[{op}] {name} has {} entries, expected one for each of {b} sequences", entries.len())
             }
             Some(entries) => match entries.iter().position(|&entry| entry > t) {
-                Some(sequence) => bail!(
-                    "[attention_cache] {name} has {} for sequence {sequence}, expected at most the call's {t}; what counts \
-                     the positions of earlier calls too is `AttentionMask::with_{name}`",
-                    entries[sequence]
-                ),
+                Some(sequence) => {
+                    let hint = match op {
+                        OP => {
+                            format!("; what counts the positions of earlier calls too is `AttentionMask::with_{name}`")
+                        }
+                        _ => String::new(),
+                    };
+                    bail!(
+                        "[{op}] {name} has {} for sequence {sequence}, expected at most the call's {t}{hint}",
+                        entries[sequence]
+                    )
+                }
                 None => Ok(entries.to_vec()),
             },
         };
@@ -391,7 +400,7 @@ impl NewTokens {
         let tokens: Vec<_> = starts.into_iter().zip(ends).map(|(start, end)| start..end).collect();
         if let Some(sequence) = tokens.iter().position(|tokens| tokens.start > tokens.end) {
             let Range { start, end } = tokens[sequence];
-            bail!("[attention_cache] the tokens of sequence {sequence} start at {start}, after their end at {end}")
+            bail!("[{op}] the tokens of sequence {sequence} start at {start}, after their end at {end}")
         }
         Ok(Self { t, before: if before.is_empty() { vec![0; b] } else { before }, tokens, given: None })
     }
@@ -411,13 +420,14 @@ impl NewTokens {
         self.tokens.iter().all(|tokens| *tokens == (0..self.t))
     }
 
-    /// Rows (B, T, width), with zeros in the place of padding, which may hold anything.
+    /// Something of tokens (B, T, ..), with zeros in the place of padding, which may hold anything.
     pub fn without_padding(&self, xs: Tensor) -> Result<Tensor> {
         if self.all_valid() {
             return Ok(xs);
         }
         let is_token = self.tokens.iter().flat_map(|tokens| (0..self.t).map(|i| u8::from(tokens.contains(&i))));
-        let is_token = Tensor::from_vec(is_token.collect(), (self.tokens.len(), self.t, 1), xs.device())?;
+        let dims = [&[self.tokens.len(), self.t][..], &vec![1; xs.rank() - 2]].concat();
+        let is_token = Tensor::from_vec(is_token.collect(), dims, xs.device())?;
         is_token.broadcast_as(xs.shape())?.where_cond(&xs, &xs.zeros_like()?)
     }
 

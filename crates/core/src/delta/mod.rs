@@ -13,7 +13,7 @@ pub use net::{DeltaCache, DeltaInput, DeltaLayout, GatedDeltaNet, GatedDeltaNetC
 use candle_core::{DType, Device, Result, Tensor, bail};
 use macro_rules_attribute::apply;
 
-use crate::base::options;
+use crate::base::{accumulation_dtype, options};
 use crate::sdpa::{Backend, PackedSequences};
 use candle_attention_kernels::Tier;
 use validate::{Call, Dims};
@@ -90,7 +90,7 @@ pub fn gated_delta_rule(
     state: Option<&Tensor>,
     options: &DeltaOptions,
 ) -> Result<(Tensor, Tensor)> {
-    run(&Call::new("gated_delta_rule", [q, k, v], [decay, beta, state], None, options)?)
+    run(Call::new("gated_delta_rule", [q, k, v], [decay, beta, state], None, options)?)
 }
 
 /// [`gated_delta_rule`] over n sequences of different lengths, packed one after the other, each from a state of its
@@ -127,22 +127,39 @@ pub fn gated_delta_rule_varlen(
     options: &DeltaOptions,
 ) -> Result<(Tensor, Tensor)> {
     let call = Call::new("gated_delta_rule_varlen", [q, k, v], [decay, beta, state], Some(sequences), options)?;
-    let (y, states) = run(&call)?;
+    let (y, states) = run(call)?;
     Ok((y.transpose(1, 2)?.squeeze(0)?.contiguous()?, states))
 }
 
 /// What the queries read, (B, H, T, D_v), and the states.
-fn run(call: &Call) -> Result<(Tensor, Tensor)> {
-    let (tier, Dims { b, h, t, d_v, .. }) = (kernel_tier(call)?, call.dims);
+fn run(call: Call) -> Result<(Tensor, Tensor)> {
+    let (tier, Dims { b, n, h, h_s, t, d_k, d_v }) = (kernel_tier(&call)?, call.dims);
     if [b, t, d_v].contains(&0) {
-        return Ok((Tensor::zeros((b, h, t, d_v), call.dtype(), call.rows[0].device())?, call.states()?));
+        let ys = Tensor::zeros((b, h, t, d_v), call.dtype(), call.rows[0].device())?;
+        let states = match &call.factors[2] {
+            // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
+            Some(states) if states.elem_count() > 0 => {
+                states.to_dtype(accumulation_dtype(call.dtype()))?.contiguous()?
+            }
+            _ => call.zero_states(h_s)?,
+        };
+        return Ok((ys, states));
     }
-    tier.map_or_else(|| reference::run(call), |tier| cpu::run(call, tier))
+    let call = call.for_all_heads()?;
+    let (ys, states) = match tier {
+        Some(tier) => cpu::run(call, tier)?,
+        None => reference::run(&call)?,
+    };
+    if h == h_s {
+        return Ok((ys, states));
+    }
+    // Heads of queries that read one state have it once each.
+    Ok((ys, states.reshape((n, h_s, h / h_s, d_k, d_v))?.narrow(2, 0, 1)?.squeeze(2)?.contiguous()?))
 }
 
 /// The instruction set of the kernel that runs a call; none where the reference path does.
 fn kernel_tier(call: &Call) -> Result<Option<Tier>> {
-    let options = call.options;
+    let options = &call.options;
     let obstacle = match (call.rows[0].device(), call.dtype()) {
         _ if options.backend == Backend::Reference => return Ok(None),
         (Device::Cpu, DType::F64) => "the CPU kernel computes in f32, and the inputs are F64",

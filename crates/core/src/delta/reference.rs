@@ -11,73 +11,46 @@ use crate::base::accumulation_dtype;
 /// by it, for which the stack of a thread has to do.
 const MOST_TRACKED: usize = 4096;
 
-/// What the queries read, (B, H, T, D_v) in q's dtype, and the states (n, H_s, D_k, D_v). There are tokens and values.
+/// What the queries read, (B, H, T, D_v) in q's dtype, and the states (n, H, D_k, D_v). There are tokens and values.
 pub(super) fn run(call: &Call) -> Result<(Tensor, Tensor)> {
-    let Dims { b, n, h, t, d_v, .. } = call.dims;
+    let (Dims { n, h, t, .. }, dtype) = (call.dims, accumulation_dtype(call.dtype()));
     if call.tracks_gradients() && t > MOST_TRACKED {
         bail!("[{}] {t} tokens have gradients, expected at most {MOST_TRACKED} on the reference path", call.op)
     }
-    let (tokens, before, mut ys) = (Tokens::new(call)?, call.states()?, Vec::with_capacity(t));
-    let after = match call.sequences {
-        None => tokens.recur(0..t, before, &mut ys)?,
+    let normed = |x: &Tensor| {
+        let x = x.to_dtype(dtype)?;
+        let Some(eps) = call.options.qk_norm else { return Ok(x) };
+        x.broadcast_div(&(x.sqr()?.sum_keepdim(D::Minus1)? + eps)?.sqrt()?)
+    };
+    let [q, k, v] = &call.rows;
+    let (q, k, v) = (rows(&(normed(q)? * call.scale)?, h)?, rows(&normed(k)?, h)?, rows(&v.to_dtype(dtype)?, h)?);
+    let [decay, beta, before] = &call.factors;
+    let decay = decay.as_ref().map(|decay| rows(&decay.exp()?, h)).transpose()?;
+    let beta = beta.as_ref().map(|beta| rows(beta, h)).transpose()?;
+    let mut ys = Vec::with_capacity(t);
+    let mut recur = |tokens: Range<usize>, mut state: Tensor| {
+        for t in tokens {
+            if let Some(decay) = &decay {
+                state = state.broadcast_mul(&decay[t].t()?)?;
+            }
+            let value = match &beta {
+                Some(beta) => (&v[t] - k[t].matmul(&state)?)?.broadcast_mul(&beta[t])?,
+                None => v[t].clone(),
+            };
+            state = (state + k[t].t()?.broadcast_mul(&value)?)?;
+            ys.push(q[t].matmul(&state)?);
+        }
+        Ok(state)
+    };
+    let before = before.clone().map_or_else(|| call.zero_states(h), Ok)?;
+    let after = match &call.sequences {
+        None => recur(0..t, before)?,
         Some(sequences) => {
-            let of_sequence = |s| tokens.recur(sequences.queries(s), before.narrow(0, s, 1)?, &mut ys);
+            let of_sequence = |s| recur(sequences.queries(s), before.narrow(0, s, 1)?);
             Tensor::cat(&(0..n).map(of_sequence).collect::<Result<Vec<_>>>()?, 0)?
         }
     };
-    Ok((Tensor::stack(&ys, 3)?.reshape((b, h, t, d_v))?.to_dtype(call.dtype())?, after))
-}
-
-/// The rows of each token, for all entries of the batch and as many heads as there are states.
-struct Tokens {
-    /// The scaled queries that read one state, (B, H_s, H / H_s, D_k).
-    q: Vec<Tensor>,
-    /// (B, H_s, 1, D_k)
-    k: Vec<Tensor>,
-    /// (B, H_s, 1, D_v)
-    v: Vec<Tensor>,
-    /// The factors of the rows of a state, (B, H_s, D_k or 1, 1).
-    decay: Option<Vec<Tensor>>,
-    /// (B, H_s, 1, 1)
-    beta: Option<Vec<Tensor>>,
-}
-
-impl Tokens {
-    fn new(call: &Call) -> Result<Self> {
-        let (Dims { b, h, h_s, d_k, .. }, dtype) = (call.dims, accumulation_dtype(call.dtype()));
-        let normed = |x: &Tensor| {
-            let x = x.to_dtype(dtype)?;
-            let Some(eps) = call.options.qk_norm else { return Ok(x) };
-            x.broadcast_div(&(x.sqr()?.sum_keepdim(D::Minus1)? + eps)?.sqrt()?)
-        };
-        let of_states = |x: &Tensor| rows(&x.to_dtype(dtype)?, h_s);
-        let ([q, k, v], [decay, beta, _]) = (&call.rows, &call.factors);
-        let q = rows(&(normed(q)? * call.scale)?, h)?.into_iter().map(|q| q.reshape((b, h_s, h / h_s, d_k)));
-        let factors = |decay: &Tensor| of_states(decay)?.into_iter().map(|decay| decay.exp()?.t()).collect();
-        Ok(Self {
-            q: q.collect::<Result<_>>()?,
-            k: rows(&normed(k)?, h_s)?,
-            v: of_states(v)?,
-            decay: decay.as_ref().map(factors).transpose()?,
-            beta: beta.as_ref().map(of_states).transpose()?,
-        })
-    }
-
-    /// The state (B, H_s, D_k, D_v) after some tokens; what their queries read, (B, H_s, H / H_s, D_v), goes to `ys`.
-    fn recur(&self, tokens: Range<usize>, mut state: Tensor, ys: &mut Vec<Tensor>) -> Result<Tensor> {
-        for t in tokens {
-            if let Some(decay) = &self.decay {
-                state = state.broadcast_mul(&decay[t])?;
-            }
-            let value = match &self.beta {
-                Some(beta) => (&self.v[t] - self.k[t].matmul(&state)?)?.broadcast_mul(&beta[t])?,
-                None => self.v[t].clone(),
-            };
-            state = (state + self.k[t].t()?.broadcast_mul(&value)?)?;
-            ys.push(self.q[t].matmul(&state)?);
-        }
-        Ok(state)
-    }
+    Ok((Tensor::cat(&ys, 2)?.to_dtype(call.dtype())?, after))
 }
 
 /// Rows (B, heads, T, D) one token after the other, for `h` heads: (B, h, 1, D) each.

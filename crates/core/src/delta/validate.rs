@@ -24,7 +24,8 @@ pub(super) struct Dims {
 }
 
 /// Arguments that were found to fit together. Those of a packed call have a batch of one.
-pub(super) struct Call<'a> {
+#[derive(Debug, Clone)]
+pub(super) struct Call {
     pub op: &'static str,
     /// q (B, H_q, T, D_k), k (B, H_k, T, D_k) and v (B, H_v, T, D_v).
     pub rows: [Tensor; 3],
@@ -33,19 +34,19 @@ pub(super) struct Call<'a> {
     pub factors: [Option<Tensor>; 3],
     pub dims: Dims,
     pub scale: f64,
-    pub sequences: Option<&'a PackedSequences>,
-    pub options: &'a DeltaOptions,
+    pub sequences: Option<PackedSequences>,
+    pub options: DeltaOptions,
 }
 
-impl<'a> Call<'a> {
+impl Call {
     /// Of q, k and v, and of decay, beta and state: tensors (B, heads, T, ..), or packed sequences and (total, heads,
     /// ..).
     pub(super) fn new(
         op: &'static str,
         rows: [&Tensor; 3],
         [decay, beta, state]: [Option<&Tensor>; 3],
-        sequences: Option<&'a PackedSequences>,
-        options: &'a DeltaOptions,
+        sequences: Option<&PackedSequences>,
+        options: &DeltaOptions,
     ) -> Result<Self> {
         let dims = dims(op, rows, [decay, beta, state], sequences)?;
         let (scale, dtype) =
@@ -64,8 +65,8 @@ impl<'a> Call<'a> {
             factors: [decay.map(factors).transpose()?, beta.map(factors).transpose()?, state.cloned()],
             dims,
             scale,
-            sequences,
-            options,
+            sequences: sequences.cloned(),
+            options: options.clone(),
         })
     }
 
@@ -77,14 +78,21 @@ impl<'a> Call<'a> {
         self.rows.iter().chain(self.factors.iter().flatten()).any(Tensor::track_op)
     }
 
-    /// The states before the first tokens, in the dtype that all is computed in.
-    pub(super) fn states(&self) -> Result<Tensor> {
-        let (Dims { n, h_s, d_k, d_v, .. }, dtype) = (self.dims, accumulation_dtype(self.dtype()));
-        match &self.factors[2] {
-            // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
-            Some(states) if states.elem_count() > 0 => states.to_dtype(dtype)?.contiguous(),
-            _ => Tensor::zeros((n, h_s, d_k, d_v), dtype, self.rows[0].device()),
+    /// The same with a decay, a beta and a state for each of H heads, in the dtype that all is computed in.
+    pub(super) fn for_all_heads(mut self) -> Result<Self> {
+        let (dtype, h) = (accumulation_dtype(self.dtype()), self.dims.h);
+        for factor in self.factors.iter_mut().flatten() {
+            *factor = with_heads(&factor.to_dtype(dtype)?, h)?;
         }
+        let states = self.factors[2].take().map(|states| states.contiguous());
+        self.factors[2] = states.transpose()?;
+        Ok(self)
+    }
+
+    /// States (n, heads, D_k, D_v) of zeros.
+    pub(super) fn zero_states(&self, heads: usize) -> Result<Tensor> {
+        let Dims { n, d_k, d_v, .. } = self.dims;
+        Tensor::zeros((n, heads, d_k, d_v), accumulation_dtype(self.dtype()), self.rows[0].device())
     }
 }
 
@@ -140,21 +148,16 @@ fn dims(
         }
     }
     if let Some(sequences) = sequences {
-        check_sequences(op, sequences, t)?;
+        if let Some(s) = (0..n).find(|&s| sequences.queries(s) != sequences.keys(s)) {
+            let (queries, keys) = (sequences.queries(s), sequences.keys(s));
+            bail!("[{op}] sequence {s} has queries {queries:?} and keys {keys:?}, expected the same")
+        }
+        let expected = sequences.total_queries();
+        if t != expected {
+            bail!("[{op}] q has {t} tokens, expected the {expected} that the sequences end with")
+        }
     }
     Ok(Dims { b, n, h, h_s, t, d_k, d_v })
-}
-
-fn check_sequences(op: &str, sequences: &PackedSequences, total: usize) -> Result<()> {
-    if let Some(s) = (0..sequences.len()).find(|&s| sequences.queries(s) != sequences.keys(s)) {
-        let (queries, keys) = (sequences.queries(s), sequences.keys(s));
-        bail!("[{op}] sequence {s} has queries {queries:?} and keys {keys:?}, expected the same")
-    }
-    let expected = sequences.total_queries();
-    if total != expected {
-        bail!("[{op}] q has {total} tokens, expected the {expected} that the sequences end with")
-    }
-    Ok(())
 }
 
 /// (B, heads, T, D) with `h` heads, of which head i is head `i / (h / heads)`.

@@ -191,10 +191,8 @@ impl MultiHeadAttention {
     ) -> Result<Self> {
         cfg.validate()?;
         let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
-        let (config, source) = match shard {
-            Some(shard) => (shard.config(cfg)?, source.with_shard(shard, h, h_kv)),
-            None => (cfg.clone(), source),
-        };
+        let config = shard.map_or_else(|| Ok(cfg.clone()), |shard| shard.config(cfg))?;
+        let source = source.with_shard(shard, h, h_kv)?;
         source.check_dtype()?;
         let projections = projections(&source)?;
         let parameters = ParameterList::load(&parameters::specs(cfg, &source)?, &source)?;

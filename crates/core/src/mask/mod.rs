@@ -123,11 +123,7 @@ impl AttentionMask {
             bail!("[from_attention_mask] expected shape (B, T_kv), found {:?}", mask.shape())
         }
         let mask = &tensors::readable(mask)?;
-        let rows = mask.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.to_vec2::<f32>()?;
-        if let Some(other) = rows.iter().flatten().find(|&&value| value != 0.0 && value != 1.0) {
-            bail!("[from_attention_mask] expected ones and zeros, found {other}")
-        }
-        let runs: Vec<_> = rows.iter().map(|row| single_run(row)).collect();
+        let runs = runs_of_ones("from_attention_mask", mask)?;
         if runs.iter().any(Option::is_none) {
             let keep = mask.ne(&mask.zeros_like()?)?.unsqueeze(1)?.unsqueeze(1)?;
             return Ok(Self::none().with(Constraint::Keep(keep)));
@@ -327,6 +323,18 @@ impl AttentionMask {
             }
         }
     }
+}
+
+/// The [`single_run`] of each row of a tokenizer's mask (B, T).
+///
+/// # Errors
+/// For a value other than 0 and 1.
+pub(crate) fn runs_of_ones(op: &str, mask: &Tensor) -> Result<Vec<Option<(usize, usize)>>> {
+    let rows = mask.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.to_vec2::<f32>()?;
+    if let Some(other) = rows.iter().flatten().find(|&&value| value != 0.0 && value != 1.0) {
+        bail!("[{op}] the attention mask has {other}, expected ones and zeros")
+    }
+    Ok(rows.iter().map(|row| single_run(row)).collect())
 }
 
 /// The start and end of the one run of ones in a row, (0, 0) for a row of zeros, `None` for several runs.

@@ -1,6 +1,6 @@
 //! What a gated delta net keeps of the tokens that it has seen.
 
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 
 use crate::base::{Dim, Expect};
 
@@ -41,8 +41,8 @@ pub struct DeltaCache {
 struct Held {
     /// Of each sequence, how many tokens.
     lens: Vec<usize>,
-    /// Of queries, keys and values (B, K - 1, C), and the states (B, H, D_k, D_v); empty before the first call.
-    tensors: Vec<Tensor>,
+    /// The last inputs of the convolution (B, K - 1, C), and the states (B, H, D_k, D_v); none before the first call.
+    tensors: Option<[Tensor; 2]>,
 }
 
 impl Held {
@@ -69,7 +69,7 @@ impl DeltaCache {
 
     /// The bytes of all that is kept, snapshots included.
     pub fn memory(&self) -> usize {
-        let tensors = [&self.now].into_iter().chain(&self.snapshots).flat_map(|held| &held.tensors);
+        let tensors = [&self.now].into_iter().chain(&self.snapshots).flat_map(|held| held.tensors.iter().flatten());
         tensors.map(|tensor| tensor.elem_count() * tensor.dtype().size_in_bytes()).sum()
     }
 
@@ -91,19 +91,16 @@ impl DeltaCache {
     /// # Errors
     /// For a length that is not 0 or the cache's own and of which no snapshot was kept. The cache is as it was then.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
-        if len != self.len() {
-            self.now = match self.snapshots.iter().find(|held| held.len() == len) {
-                Some(held) => held.clone(),
-                None if len == 0 => Held::default(),
-                None => {
-                    let kept: Vec<_> = self.snapshots.iter().map(Held::len).collect();
-                    bail!(
-                        "[delta_cache] {} tokens are to be truncated to {len}, expected 0 or a length of which a snapshot \
-                         was kept, {kept:?}: a state cannot forget its last token",
-                        self.len()
-                    )
-                }
-            };
+        let (own, kept) = (self.len(), self.snapshots.iter().map(Held::len));
+        match self.snapshots.iter().find(|held| held.len() == len) {
+            Some(held) => self.now = held.clone(),
+            None if len == own => {}
+            None if len == 0 => self.now = Held::default(),
+            None => bail!(
+                "[delta_cache] {own} tokens are to be truncated to {len}, expected 0 or a length of which a snapshot was \
+                 kept, {:?}: a state cannot forget its last token",
+                kept.collect::<Vec<_>>()
+            ),
         }
         self.snapshots.retain(|held| held.len() <= len);
         Ok(())
@@ -127,7 +124,7 @@ impl DeltaCache {
         let mut moved = self.clone();
         for held in [&mut moved.now].into_iter().chain(&mut moved.snapshots).filter(|held| !held.lens.is_empty()) {
             held.lens = sequences.iter().map(|&sequence| held.lens[sequence]).collect();
-            for tensor in &mut held.tensors {
+            for tensor in held.tensors.iter_mut().flatten() {
                 *tensor = tensor.index_select(&Tensor::new(rows.as_slice(), tensor.device())?, 0)?;
             }
         }
@@ -144,24 +141,21 @@ impl DeltaCache {
         Ok(self.clone())
     }
 
-    /// What is kept, of these shapes and of inputs in a dtype, on a device; empty before the first call.
-    pub(super) fn held(&self, shapes: &[Vec<usize>; 4], dtype: DType, device: &Device) -> Result<&[Tensor]> {
-        for (tensor, shape) in self.now.tensors.iter().zip(shapes) {
-            let shape: Vec<_> = shape.iter().map(|&size| Dim::Is(size)).collect();
-            let is_state = shape.len() == 4;
-            let name = if is_state { "states" } else { "last inputs" };
-            let expect = Expect::many("delta_cache", name, tensor).shape(&shape)?.beside("the call", device)?;
-            if !is_state {
-                expect.dtype(dtype, "the call's")?;
-            }
+    /// What is kept, if anything is, of these shapes and for a call with these inputs.
+    pub(super) fn held(&self, inputs: &[usize], states: &[usize], xs: &Tensor) -> Result<Option<&[Tensor; 2]>> {
+        if let Some([last, state]) = &self.now.tensors {
+            let expect = |name, tensor, shape: &[usize]| {
+                let shape: Vec<_> = shape.iter().map(|&size| Dim::Is(size)).collect();
+                Expect::many("delta_cache", name, tensor).shape(&shape)?.beside("the call", xs.device())
+            };
+            expect("last inputs", last, inputs)?.dtype(xs.dtype(), "the call's")?;
+            expect("states", state, states)?;
         }
-        Ok(&self.now.tensors)
+        Ok(self.now.tensors.as_ref())
     }
 
-    /// What there is after a call that brings each sequence so many tokens.
-    pub(super) fn advance(&mut self, tokens: impl IntoIterator<Item = usize>, tensors: Vec<Tensor>) {
-        let before = self.now.lens.iter().copied().chain(std::iter::repeat(0));
-        let lens = before.zip(tokens).map(|(before, tokens)| before + tokens).collect();
-        self.now = Held { lens, tensors: tensors.iter().map(Tensor::detach).collect() };
+    /// What there is after a call, in sequences of these lengths.
+    pub(super) fn advance(&mut self, lens: Vec<usize>, tensors: [Tensor; 2]) {
+        self.now = Held { lens, tensors: Some(tensors.map(|tensor| tensor.detach())) };
     }
 }

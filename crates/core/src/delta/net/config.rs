@@ -1,11 +1,13 @@
 //! What belongs to the architecture of a gated delta net.
 
+use std::ops::Range;
+
 use candle_core::{Result, bail};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use super::OP;
-use crate::base::{HeadShard, Options, number, options};
+use crate::base::{Options, number, options};
 use crate::gate::GateActivation;
 
 /// The shape and options of a [`GatedDeltaNet`](crate::GatedDeltaNet). What belongs to the data (padding, a cache) is
@@ -103,12 +105,17 @@ impl GatedDeltaNetConfig {
         self.num_key_heads.unwrap_or(self.num_heads)
     }
 
-    /// The widths of queries, keys, values, gate, beta and decay, in all heads; of the last two those of what stands
-    /// before them where they are compressed.
-    pub(super) fn widths(&self) -> [usize; 6] {
+    /// The rows of queries, keys, values, gate, beta and decay in the weights that inputs are projected by, of all
+    /// heads; of gate and decay those of what inputs are compressed to, where they are.
+    pub(super) fn rows(&self) -> [Range<usize>; 6] {
         let (h, h_k) = (self.num_heads, self.num_key_heads());
         let [keys, values] = [h_k * self.key_head_dim, h * self.value_head_dim];
-        [keys, keys, values, self.gate_rank.unwrap_or(values), h, self.decay_rank.unwrap_or(self.num_decays())]
+        let (gate, decay) = (self.gate_rank.unwrap_or(values), self.decay_rank.unwrap_or(self.num_decays()));
+        let mut end = 0;
+        [keys, keys, values, gate, h, decay].map(|rows| {
+            end += rows;
+            end - rows..end
+        })
     }
 
     /// How many decays a token has.
@@ -116,18 +123,9 @@ impl GatedDeltaNetConfig {
         self.num_heads * if self.decay_per_channel { self.key_head_dim } else { 1 }
     }
 
-    /// That of a process's own layer.
-    ///
-    /// # Errors
-    /// For more processes than value heads.
-    pub(super) fn of_shard(&self, shard: HeadShard) -> Result<Self> {
-        let (h, h_k) = (self.num_heads, self.num_key_heads());
-        if shard.world_size() > h {
-            bail!("[{OP}] a world size of {} is more than the {h} heads", shard.world_size())
-        }
-        let (own, own_keys) = shard.shares(h, h_k);
-        let num_key_heads = Some(own_keys.range(h_k).len());
-        Ok(Self { num_heads: own.range(h).len(), num_key_heads, ..self.clone() })
+    /// The same with so many value heads and key heads.
+    pub(super) fn with_heads(&self, h: usize, h_k: usize) -> Self {
+        Self { num_heads: h, num_key_heads: self.num_key_heads.map(|_| h_k), ..self.clone() }
     }
 
     /// Checks that the numbers fit together.

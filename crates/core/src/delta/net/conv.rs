@@ -2,13 +2,14 @@
 
 use std::ops::Range;
 
-use candle_core::{DType, Result, Storage, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::OP;
 use crate::base::rowwise::{Element, Rows, TASK_ELEMENTS, with_contiguous_rows};
 use crate::base::{accumulation_dtype, part};
+use crate::cache::NewTokens;
 use crate::linear::ProjectionRows;
 use crate::sdpa::PackedSequences;
 
@@ -49,95 +50,199 @@ impl ShortConvolution {
         weight.to_dtype(accumulation_dtype(weight.dtype()))?.squeeze(1)?.t()?.contiguous()
     }
 
-    /// (B, T, C) to the same, after a state (B, K - 1, C), or of packed sequences (1, total, C).
-    pub fn forward(&self, xs: &Tensor, state: Option<&Tensor>, sequences: Option<&PackedSequences>) -> Result<Tensor> {
-        let (taps, (b, t, c)) = (self.taps()?, xs.dims3()?);
+    /// Some of the channels of (B, T, C), after a state (B, K - 1, C), or of packed sequences (1, total, C), each after
+    /// zeros.
+    pub fn forward(
+        &self,
+        xs: &Tensor,
+        state: &Tensor,
+        channels: Range<usize>,
+        sequences: Option<&PackedSequences>,
+    ) -> Result<Tensor> {
+        let of_channels = |tensor: &Tensor, dim| part(tensor, dim, channels.clone());
+        let (taps, xs, state) = (of_channels(&self.taps()?, 1)?, of_channels(xs, 2)?, of_channels(state, 2)?);
+        let (b, t, _) = xs.dims3()?;
         if xs.elem_count() == 0 {
-            return Tensor::zeros((b, t, c), xs.dtype(), xs.device());
+            return Tensor::zeros(xs.shape(), xs.dtype(), xs.device());
         }
-        if xs.device().is_cpu() && !xs.track_op() && !taps.track_op() {
+        let is_tracked = xs.track_op() || taps.track_op();
+        if xs.device().is_cpu() && (xs.dtype() == DType::F32 || !is_tracked) {
             let starts: Vec<_> = match sequences {
                 Some(sequences) => (0..sequences.len()).map(|s| sequences.queries(s).start).collect(),
                 None => (0..b).map(|b| b * t).collect(),
             };
+            let (xs, state) = (with_contiguous_rows(&xs)?, state.detach().flatten_all()?);
             match xs.dtype() {
-                DType::F32 => return convolved::<f32>(xs, state, &taps, &starts),
-                DType::BF16 => return convolved::<bf16>(xs, state, &taps, &starts),
-                DType::F16 => return convolved::<f16>(xs, state, &taps, &starts),
+                DType::F32 => {
+                    return xs.apply_op2(&taps.contiguous()?, Convolve { state: state.to_vec1::<f32>()?, starts });
+                }
+                DType::BF16 => return Convolve { state: state.to_vec1::<bf16>()?, starts }.of(&xs, &taps),
+                DType::F16 => return Convolve { state: state.to_vec1::<f16>()?, starts }.of(&xs, &taps),
                 _ => {}
             }
         }
-        let Some(sequences) = sequences else { return shifted(xs, state, &taps) };
-        let one = |s| shifted(&part(xs, 1, sequences.queries(s))?, None, &taps);
+        let Some(sequences) = sequences else { return shifted(&xs, &state, &taps) };
+        let one = |s| shifted(&part(&xs, 1, sequences.queries(s))?, &state, &taps);
         let filled = (0..sequences.len()).filter(|&s| !sequences.queries(s).is_empty());
         Tensor::cat(&filled.map(one).collect::<Result<Vec<_>>>()?, 1)
     }
-
-    /// The last K - 1 of inputs (B, T, C) after a state, before the end of each sequence's tokens: the state that the
-    /// next call begins with.
-    pub fn tail(&self, xs: &Tensor, state: Option<&Tensor>, tokens: Option<&[Range<usize>]>) -> Result<Tensor> {
-        let k = self.taps()?.dim(0)?;
-        if let Some(tokens) = tokens {
-            let all = padded(xs, state, k)?;
-            let last = |(b, own): (usize, &Range<usize>)| part(&part(&all, 0, b..b + 1)?, 1, own.end..own.end + k - 1);
-            return Tensor::cat(&tokens.iter().enumerate().map(last).collect::<Result<Vec<_>>>()?, 0);
-        }
-        let all = if xs.dim(1)? < k { padded(xs, state, k)? } else { xs.clone() };
-        let end = all.dim(1)?;
-        part(&all, 1, end + 1 - k..end)?.force_contiguous()
-    }
 }
 
-/// (B, K - 1 + T, C).
-fn padded(xs: &Tensor, state: Option<&Tensor>, k: usize) -> Result<Tensor> {
-    let (b, _, c) = xs.dims3()?;
-    let state = match state {
-        Some(state) => state.clone(),
-        None => Tensor::zeros((b, k - 1, c), xs.dtype(), xs.device())?,
+/// The last of a state (B, K - 1, C) and inputs (B, T, C), as many as the state has, before the end of each sequence's
+/// tokens: the state that the next call begins with.
+pub(super) fn tail(xs: &Tensor, state: &Tensor, tokens: &NewTokens) -> Result<Tensor> {
+    let before = state.dim(1)?;
+    let last = |xs: &Tensor, state: &Tensor, end: usize| {
+        let own = part(xs, 1, end.saturating_sub(before)..end)?.force_contiguous()?;
+        if end >= before { Ok(own) } else { Tensor::cat(&[part(state, 1, end..before)?, own], 1) }
     };
-    if xs.elem_count() == 0 { Ok(state) } else { Tensor::cat(&[&state, &xs.contiguous()?], 1) }
+    if tokens.all_valid() {
+        return last(xs, state, tokens.t);
+    }
+    let of_one = |(b, own): (usize, &Range<usize>)| last(&part(xs, 0, b..b + 1)?, &part(state, 0, b..b + 1)?, own.end);
+    Tensor::cat(&tokens.tokens.iter().enumerate().map(of_one).collect::<Result<Vec<_>>>()?, 0)
 }
 
 /// In Candle's own operations, which have gradients.
-fn shifted(xs: &Tensor, state: Option<&Tensor>, taps: &Tensor) -> Result<Tensor> {
+fn shifted(xs: &Tensor, state: &Tensor, taps: &Tensor) -> Result<Tensor> {
     let (k, t) = (taps.dim(0)?, xs.dim(1)?);
-    let all = padded(xs, state, k)?.to_dtype(taps.dtype())?;
+    let all = Tensor::cat(&[state, &xs.contiguous()?], 1)?.to_dtype(taps.dtype())?;
     let tap = |i: usize| all.narrow(1, i, t)?.broadcast_mul(&taps.get(i)?);
     (1..k).try_fold(tap(0)?, |sum, i| sum + tap(i)?)?.silu()?.to_dtype(xs.dtype())
 }
 
-/// The same in one pass on a CPU, of sequences with these first tokens, counted through the batch.
-fn convolved<E: Element<Wide = f32> + WithDType>(
-    xs: &Tensor,
-    state: Option<&Tensor>,
-    taps: &Tensor,
-    starts: &[usize],
-) -> Result<Tensor> {
-    let xs = with_contiguous_rows(xs)?;
-    let (storage, layout) = xs.storage_and_layout();
-    let Storage::Cpu(storage) = &*storage else { bail!("[{OP}] inputs are not on the CPU") };
-    let (elements, rows) = (storage.as_slice::<E>()?, Rows::new(layout)?);
-    let (c, before, taps) = (rows.d, taps.dim(0)? - 1, taps.flatten_all()?.to_vec1::<f32>()?);
-    let state = state.map_or_else(|| Ok(Vec::new()), |state| state.flatten_all()?.to_vec1::<E>())?;
-    let mut ys = vec![E::default(); rows.tokens * c];
-    let one_token = |[of_rows, of_ys]: &mut [[Vec<f32>; 2]; 2], (token, ys): (usize, &mut [E])| {
-        let sequence = starts.partition_point(|&start| start <= token) - 1;
-        let at = token - starts[sequence];
-        let row = |back: usize| match at {
-            _ if at >= back => rows.heads(token - back).next().map(|row| &elements[row]),
-            _ => state.chunks_exact(c).nth(sequence * before + before + at - back),
+/// The same in one pass on a CPU.
+struct Convolve<E> {
+    /// (B, K - 1, C). Packed sequences after the first have none, which is as good as zeros.
+    state: Vec<E>,
+    /// The first token of each sequence, counted through the batch.
+    starts: Vec<usize>,
+}
+
+/// The tokens whose gradients of taps are added up before those of others.
+const TOKENS: usize = 64;
+
+/// Inputs (B, T, C) in memory, and taps (K, C).
+struct Operands<'a, E> {
+    elements: &'a [E],
+    rows: Rows,
+    taps: &'a [f32],
+}
+
+impl<E: Element<Wide = f32>> Convolve<E> {
+    fn new_rows(&self, operands: &Operands<E>) -> Vec<E> {
+        let c = operands.rows.d;
+        let mut ys = vec![E::default(); operands.rows.tokens * c];
+        let one_token = |[of_rows, of_ys]: &mut [[Vec<f32>; 2]; 2], (token, ys): (usize, &mut [E])| {
+            let sum = |_: &[f32], ys: &mut [f32]| {
+                self.sum(operands, token, ys, &mut of_rows[0]);
+                ys.iter_mut().for_each(|y| *y /= 1.0 + (-*y).exp());
+            };
+            E::map(&[], ys, sum, of_ys);
         };
-        let sum = |_: &[f32], ys: &mut [f32]| {
-            ys.fill(0.0);
-            for (back, taps) in (0..=before).rev().zip(taps.chunks_exact(c)) {
-                let row = row(back).map(|row| E::widen(row, &mut of_rows[0]));
-                ys.iter_mut().zip(row.into_iter().flatten()).zip(taps).for_each(|((y, x), tap)| *y += x * tap);
+        let least = TASK_ELEMENTS.div_ceil(c);
+        ys.par_chunks_mut(c).enumerate().with_min_len(least).for_each_init(Default::default, one_token);
+        ys
+    }
+
+    /// The input so many tokens before a token.
+    fn row<'a>(&'a self, operands: &Operands<'a, E>, token: usize, back: usize) -> Option<&'a [E]> {
+        let (c, sequence) = (operands.rows.d, self.starts.partition_point(|&start| start <= token) - 1);
+        let (at, before) = (token - self.starts[sequence], operands.taps.len() / c - 1);
+        match at {
+            _ if at >= back => operands.rows.heads(token - back).next().map(|row| &operands.elements[row]),
+            _ => self.state.chunks_exact(c).nth(sequence * before + before + at - back),
+        }
+    }
+
+    /// What SiLU takes of a token.
+    fn sum(&self, operands: &Operands<E>, token: usize, ys: &mut [f32], scratch: &mut Vec<f32>) {
+        ys.fill(0.0);
+        for (back, taps) in operands.taps.chunks_exact(ys.len()).rev().enumerate().rev() {
+            let row = self.row(operands, token, back).map(|row| E::widen(row, scratch));
+            ys.iter_mut().zip(row.into_iter().flatten()).zip(taps).for_each(|((y, x), tap)| *y += x * tap);
+        }
+    }
+}
+
+impl<E: Element<Wide = f32> + WithDType> Convolve<E> {
+    fn of(&self, xs: &Tensor, taps: &Tensor) -> Result<Tensor> {
+        let (storage, layout) = xs.storage_and_layout();
+        let Storage::Cpu(storage) = &*storage else { bail!("[{OP}] inputs are not on the CPU") };
+        let taps = taps.flatten_all()?.to_vec1::<f32>()?;
+        let operands = Operands { elements: storage.as_slice::<E>()?, rows: Rows::new(layout)?, taps: &taps };
+        Tensor::from_vec(self.new_rows(&operands), xs.shape(), xs.device())
+    }
+}
+
+impl Convolve<f32> {
+    /// The gradients of the inputs, by rows, and of the taps.
+    fn gradients(&self, operands: &Operands<f32>, gradient: &[f32]) -> (Vec<f32>, Vec<f32>) {
+        let (c, tokens) = (operands.rows.d, operands.rows.tokens);
+        let mut of_sums = gradient.to_vec();
+        let of_chunk = |(chunk, gradients): (usize, &mut [f32])| {
+            let (mut of_taps, mut sum, mut scratch) = (vec![0f32; operands.taps.len()], vec![0f32; c], Vec::new());
+            for (token, gradient) in (chunk * TOKENS..).zip(gradients.chunks_exact_mut(c)) {
+                self.sum(operands, token, &mut sum, &mut scratch);
+                for (gradient, x) in gradient.iter_mut().zip(&sum) {
+                    let sigmoid = 1.0 / (1.0 + (-x).exp());
+                    *gradient *= sigmoid * (1.0 + x * (1.0 - sigmoid));
+                }
+                for (back, of_taps) in of_taps.chunks_exact_mut(c).rev().enumerate() {
+                    let row = self.row(operands, token, back).into_iter().flatten();
+                    of_taps.iter_mut().zip(row).zip(&*gradient).for_each(|((sum, x), gradient)| *sum += x * gradient);
+                }
             }
-            ys.iter_mut().for_each(|y| *y /= 1.0 + (-*y).exp());
+            of_taps
         };
-        E::map(&[], ys, sum, of_ys);
-    };
-    let least = TASK_ELEMENTS.div_ceil(c);
-    ys.par_chunks_mut(c).enumerate().with_min_len(least).for_each_init(Default::default, one_token);
-    Tensor::from_vec(ys, xs.shape(), xs.device())
+        let of_chunks: Vec<_> = of_sums.par_chunks_mut(c * TOKENS).enumerate().map(of_chunk).collect();
+        let mut of_taps = vec![0f32; operands.taps.len()];
+        for (sum, own) in of_chunks.iter().flat_map(|own| own.iter().enumerate()) {
+            of_taps[sum] += own;
+        }
+        let mut of_xs = vec![0f32; tokens * c];
+        of_xs.par_chunks_mut(c).enumerate().for_each(|(token, of_x)| {
+            let next = self.starts.partition_point(|&start| start <= token);
+            let end = self.starts.get(next).copied().unwrap_or(tokens);
+            for (taps, of_sum) in operands.taps.chunks_exact(c).rev().zip(of_sums[token * c..end * c].chunks_exact(c)) {
+                of_x.iter_mut().zip(taps).zip(of_sum).for_each(|((x, tap), gradient)| *x += tap * gradient);
+            }
+        });
+        (of_xs, of_taps)
+    }
+}
+
+impl CustomOp2 for Convolve<f32> {
+    fn name(&self) -> &'static str {
+        "short-convolution"
+    }
+
+    fn cpu_fwd(
+        &self,
+        xs: &CpuStorage,
+        layout: &Layout,
+        taps: &CpuStorage,
+        of_taps: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let taps = &taps.as_slice::<f32>()?[of_taps.start_offset()..][..of_taps.shape().elem_count()];
+        let operands = Operands { elements: xs.as_slice::<f32>()?, rows: Rows::new(layout)?, taps };
+        Ok((CpuStorage::F32(self.new_rows(&operands)), layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        xs: &Tensor,
+        taps: &Tensor,
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let numbers = |tensor: &Tensor| tensor.flatten_all()?.to_vec1::<f32>();
+        let (of_ys, own_taps) = (numbers(gradient)?, numbers(taps)?);
+        let (storage, layout) = xs.storage_and_layout();
+        let Storage::Cpu(storage) = &*storage else { bail!("[{OP}] inputs are not on the CPU") };
+        let operands = Operands { elements: storage.as_slice::<f32>()?, rows: Rows::new(layout)?, taps: &own_taps };
+        let (of_xs, of_taps) = self.gradients(&operands, &of_ys);
+        let tensor = |numbers, like: &Tensor| Tensor::from_vec(numbers, like.shape(), like.device());
+        Ok((Some(tensor(of_xs, xs)?), Some(tensor(of_taps, taps)?)))
+    }
 }

@@ -1,12 +1,12 @@
 //! What one call of a gated delta net reads.
 
-use std::ops::Range;
-
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{DeltaCache, OP};
 use crate::base::Dim::{Any, Is, Named};
 use crate::base::{Expect, fits_in_memory};
+use crate::cache::{NewTokens, Padding};
+use crate::mask::runs_of_ones;
 use crate::sdpa::{Backend, PackedSequences};
 
 /// What one call of a [`GatedDeltaNet`](crate::GatedDeltaNet) reads besides the layer's parameters. A `&Tensor` is one
@@ -63,29 +63,12 @@ impl<'a> DeltaInput<'a> {
     }
 }
 
-/// Which positions of a call are tokens.
-pub(super) struct Padding {
-    /// (B, T), u8.
-    is_token: Tensor,
-    /// Of each sequence, where its tokens are.
-    pub tokens: Vec<Range<usize>>,
-}
-
-impl Padding {
-    /// Something of tokens (B, T, ..), with zeros in the place of padding, which may hold anything.
-    pub fn hide(&self, xs: &Tensor) -> Result<Tensor> {
-        let ones = vec![1; xs.rank() - 2];
-        let is_token = self.is_token.reshape([self.is_token.dims(), &ones].concat())?;
-        is_token.broadcast_as(xs.shape())?.where_cond(xs, &xs.zeros_like()?)
-    }
-}
-
 impl DeltaInput<'_> {
-    /// The inputs as (B, T, E) for a layer of a width, and their padding, which they have as zeros, if there is any.
+    /// The inputs as (B, T, E) for a layer of a width, with zeros in the place of padding, and which are tokens.
     ///
     /// # Errors
     /// For whatever does not fit the layer, or each other.
-    pub(super) fn check(&self, width: usize, dtype: DType, device: &Device) -> Result<(Tensor, Option<Padding>)> {
+    pub(super) fn check(&self, width: usize, dtype: DType, device: &Device) -> Result<(Tensor, NewTokens)> {
         let xs = self.xs;
         let expect = Expect::one(OP, "input", xs);
         expect.shape_of(&[&[Any("B"), Any("T"), Is(width)], &[Any("T"), Is(width)]])?;
@@ -100,9 +83,34 @@ impl DeltaInput<'_> {
         }
         let batch = if xs.rank() == 2 { xs.unsqueeze(0)? } else { xs.clone() };
         let (b, t, _) = batch.dims3()?;
-        let rows = self.token_rows(b, t)?;
+        let (mut starts, mut ends) = (Vec::new(), Vec::new());
+        let padding = match (self.attention_mask, self.valid_lens) {
+            (Some(_), Some(_)) => {
+                bail!("[{OP}] both attention_mask and valid_lens were given, expected one of the two")
+            }
+            (Some(mask), None) => {
+                Expect::one(OP, "attention_mask", mask).shape(&[Named("B", b), Named("T", t)])?;
+                for (sequence, run) in runs_of_ones(OP, mask)?.into_iter().enumerate() {
+                    let Some((start, end)) = run else {
+                        bail!(
+                            "[{OP}] attention_mask has zeros between ones in sequence {sequence}, expected one run of ones"
+                        )
+                    };
+                    starts.push(start);
+                    ends.push(end);
+                }
+                Padding { valid_lens: Some(&ends), starts: Some(&starts) }
+            }
+            (None, valid_lens) => Padding { valid_lens, starts: None },
+        };
+        let before = self.cache.as_ref().map(|cache| cache.lens()).unwrap_or_default();
+        let tokens = NewTokens::new(OP, before, (b, t), padding)?;
+        if let Some(n) = (0..b).find(|&n| tokens.before[n] > 0 && tokens.tokens[n].start > 0) {
+            bail!("[{OP}] sequence {n} has padding between its tokens and those in the cache, expected none")
+        }
         if let Some(sequences) = self.packed {
-            if xs.rank() != 2 || self.cache.is_some() || rows.is_some() {
+            let is_padded = self.attention_mask.is_some() || self.valid_lens.is_some();
+            if xs.rank() != 2 || self.cache.is_some() || is_padded {
                 bail!(
                     "[{OP}] packed sequences were given with an input {:?}, expected (total, E), no cache and no padding",
                     xs.dims()
@@ -113,48 +121,7 @@ impl DeltaInput<'_> {
                 bail!("[{OP}] the packed sequences have {found} tokens, expected the {t} of the input")
             }
         }
-        let Some(rows) = rows.filter(|rows| rows.iter().flatten().any(|&is_token| is_token != 1.0)) else {
-            return Ok((batch, None));
-        };
-        let mut tokens = Vec::with_capacity(b);
-        let before = self.cache.as_ref().map(|cache| cache.lens()).unwrap_or_default();
-        for (sequence, row) in rows.iter().enumerate() {
-            if let Some(other) = row.iter().find(|&&number| number != 0.0 && number != 1.0) {
-                bail!("[{OP}] attention_mask has {other} in sequence {sequence}, expected ones and zeros")
-            }
-            let start = row.iter().position(|&is_token| is_token == 1.0).unwrap_or(0);
-            let end = row.iter().rposition(|&is_token| is_token == 1.0).map_or(0, |last| last + 1);
-            if row[start..end].contains(&0.0) {
-                bail!("[{OP}] attention_mask has zeros between ones in sequence {sequence}, expected one run of ones")
-            }
-            if start > 0 && before.get(sequence).is_some_and(|&len| len > 0) {
-                bail!("[{OP}] sequence {sequence} has padding between its tokens and those in the cache, expected none")
-            }
-            tokens.push(start..end);
-        }
-        let padding = Padding { is_token: Tensor::new(rows, device)?.to_dtype(DType::U8)?, tokens };
-        Ok((padding.hide(&batch)?, Some(padding)))
-    }
-
-    /// Of each sequence, 1 for tokens and 0 for padding.
-    fn token_rows(&self, b: usize, t: usize) -> Result<Option<Vec<Vec<f32>>>> {
-        match (self.attention_mask, self.valid_lens) {
-            (None, None) => Ok(None),
-            (Some(_), Some(_)) => {
-                bail!("[{OP}] both attention_mask and valid_lens were given, expected one of the two")
-            }
-            (Some(mask), None) => {
-                Expect::one(OP, "attention_mask", mask).shape(&[Named("B", b), Named("T", t)])?;
-                mask.to_dtype(DType::F32)?.to_vec2().map(Some)
-            }
-            (None, Some(lens)) if lens.len() != b => {
-                bail!("[{OP}] valid_lens has {} entries, expected one for each of {b} sequences", lens.len())
-            }
-            (None, Some(lens)) => match lens.iter().find(|&&len| len > t) {
-                Some(len) => bail!("[{OP}] valid_lens has {len}, expected at most the call's {t}"),
-                None => Ok(Some(lens.iter().map(|&len| [vec![1.0; len], vec![0.0; t - len]].concat()).collect())),
-            },
-        }
+        Ok((tokens.without_padding(batch)?, tokens))
     }
 }
 

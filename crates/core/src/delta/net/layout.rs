@@ -8,7 +8,7 @@ use candle_nn::{Init, VarBuilder};
 use serde::{Deserialize, Serialize};
 
 use super::GatedDeltaNetConfig;
-use crate::base::{Heads, Rows, Source, Spec, has};
+use crate::base::{Heads, LINEAR_WEIGHT, Rows, Source, Spec, has};
 use crate::linear::{Piece, ProjectionRows};
 
 /// How a checkpoint names and packs the parameters of a [`GatedDeltaNet`](crate::GatedDeltaNet). Those that it has
@@ -41,17 +41,11 @@ impl fmt::Display for DeltaLayout {
     }
 }
 
-/// What a projection or a convolution gives: an index of [`GatedDeltaNetConfig::widths`].
-type Place = usize;
-pub(super) const GATE: Place = 3;
-pub(super) const BETA: Place = 4;
-pub(super) const DECAY: Place = 5;
-
-/// A tensor of a checkpoint: some of the rows of all places, which stand one after the other, or in turn in each of
-/// several groups.
+/// A tensor of a checkpoint: the rows of some of the parts of [`GatedDeltaNetConfig::rows`], one part after the other,
+/// or in turn in each of several groups.
 pub(super) struct Packed {
     name: &'static str,
-    rows: Range<usize>,
+    parts: Range<usize>,
     groups: usize,
 }
 
@@ -87,129 +81,103 @@ impl DeltaLayout {
             (None, true) => "f_proj",
             (None, false) => "a_proj",
         };
-        let [q, k, v, of_gate, beta, of_decay] = cfg.widths();
         Ok(match self {
             Self::Separate => {
-                let inputs = [("q_proj", q), ("k_proj", k), ("v_proj", v)];
-                Packed::in_turn(1, inputs.into_iter().chain([(gate, of_gate), ("b_proj", beta), (decay, of_decay)]))
+                Packed::all(1, &[("q_proj", 1), ("k_proj", 1), ("v_proj", 1), (gate, 1), ("b_proj", 1), (decay, 1)])
             }
-            Self::ByKeyHead => {
-                let inputs = [("in_proj_qkvz", q + k + v + of_gate), ("in_proj_ba", beta + of_decay)];
-                Packed::in_turn(cfg.num_key_heads(), inputs)
-            }
-            Self::ByPart => {
-                let inputs = [("in_proj_qkv", q + k + v), ("in_proj_z", of_gate)];
-                Packed::in_turn(1, inputs.into_iter().chain([("in_proj_b", beta), ("in_proj_a", of_decay)]))
-            }
+            Self::ByKeyHead => Packed::all(cfg.num_key_heads(), &[("in_proj_qkvz", 4), ("in_proj_ba", 2)]),
+            Self::ByPart => Packed::all(1, &[("in_proj_qkv", 3), ("in_proj_z", 1), ("in_proj_b", 1), ("in_proj_a", 1)]),
         })
     }
 
     /// The convolutions of queries, keys and values.
-    pub(super) fn convolutions(self, cfg: &GatedDeltaNetConfig) -> Vec<Packed> {
-        let [q, k, v, ..] = cfg.widths();
+    pub(super) fn convolutions(self) -> Vec<Packed> {
         match self {
-            Self::Separate => Packed::in_turn(1, CONVOLUTIONS.into_iter().zip([q, k, v])),
-            _ => Packed::in_turn(1, [("conv1d", q + k + v)]),
+            Self::Separate => Packed::all(1, &[("q_conv1d", 1), ("k_conv1d", 1), ("v_conv1d", 1)]),
+            _ => Packed::all(1, &[("conv1d", 3)]),
         }
     }
 
-    /// The same as the file has them: transformers 5 saves thirds of all rows, whatever they are.
-    pub(super) fn stored_convolutions(self, cfg: &GatedDeltaNetConfig, source: &Source) -> Vec<Packed> {
-        let ([q, k, v, ..], usual) = (cfg.widths(), self.convolutions(cfg));
-        let [name, ..] = CONVOLUTIONS;
-        let (rows, third) = (q + k + v, (q + k + v).div_ceil(3));
-        let is_like = |rows| source.pp(name).get((rows, 1, cfg.conv_kernel()), "weight", Init::Const(0.0)).is_ok();
-        if self != Self::Separate || !source.has(&format!("{name}.weight")) || is_like(q) || !is_like(third) {
-            return usual;
+    /// The taps (C, 1, K) of queries, keys and values, or this process's of them.
+    pub(super) fn read_convolutions(self, cfg: &GatedDeltaNetConfig, source: &Source) -> Result<ProjectionRows> {
+        let ([q, k, v, ..], taps) = (cfg.rows(), cfg.conv_kernel());
+        // `nn.Conv1d`'s.
+        let bound = (taps as f64).sqrt().recip();
+        let spec =
+            |name, rows| Spec::new(format!("{name}.weight"), [rows, 1, taps], Init::Uniform { lo: -bound, up: bound });
+        let (convolutions, third) = (self.convolutions(), v.end.div_ceil(3));
+        // transformers 5 saves three convolutions as thirds of all rows, whatever their widths.
+        let first = spec(convolutions[0].name, third);
+        let are_thirds = convolutions.len() == 3 && source.has(&first.name) && source.read(&first).is_ok();
+        let mut whole = ProjectionRows::default();
+        for (n, Packed { name, parts, .. }) in convolutions.into_iter().enumerate() {
+            source.refuse(&format!("{name}.bias"), "the layer has no biases")?;
+            let usual = parts.map(|part| cfg.rows()[part].len()).sum();
+            let rows = if are_thirds { third.min(v.end.saturating_sub(n * third)) } else { usual };
+            whole.push(Piece::whole(source.read(&spec(name, rows))?), false);
         }
-        Packed::in_turn(1, CONVOLUTIONS.into_iter().zip([third, third, rows.saturating_sub(2 * third)]))
+        if !source.is_sharded() {
+            return Ok(whole);
+        }
+        let (whole, mut own) = (ProjectionRows::to_linear(&[&whole])?, ProjectionRows::default());
+        for (part, rows) in [q, k, v].into_iter().enumerate() {
+            let rows = Piece::new(whole.weight().clone(), Rows { groups: 1, range: rows });
+            own.push(rows.narrow(own_rows(part, cfg, source))?, false);
+        }
+        Ok(own)
     }
 }
 
-const CONVOLUTIONS: [&str; 3] = ["q_conv1d", "k_conv1d", "v_conv1d"];
-
 impl Packed {
-    /// Tensors of so many rows, one after the other.
-    fn in_turn(groups: usize, tensors: impl IntoIterator<Item = (&'static str, usize)>) -> Vec<Self> {
+    /// Tensors of so many parts each, one after the other.
+    fn all(groups: usize, tensors: &[(&'static str, usize)]) -> Vec<Self> {
         let mut end = 0;
-        let tensor = |(name, rows)| {
-            end += rows;
-            Self { name, rows: end - rows..end, groups }
+        let tensor = |&(name, parts)| {
+            end += parts;
+            Self { name, parts: end - parts..end, groups }
         };
-        tensors.into_iter().map(tensor).collect()
+        tensors.iter().map(tensor).collect()
     }
 
-    /// The places of which it has rows: which of their rows, and where those stand in it.
-    fn parts(&self, widths: [usize; 6]) -> impl Iterator<Item = (Place, Range<usize>, Rows)> {
-        let mut end = 0;
-        widths.into_iter().enumerate().filter_map(move |(place, width)| {
-            let start = end;
-            end += width;
-            let (first, last) = (start.max(self.rows.start), end.min(self.rows.end));
-            let within = |row: usize| (row - self.rows.start) / self.groups;
-            (first < last).then(|| {
-                (place, first - start..last - start, Rows { groups: self.groups, range: within(first)..within(last) })
-            })
-        })
-    }
-
-    /// The weight (rows, ..) of each name by place, or this process's rows of it: `inner` is what stands for the dots.
-    pub fn read(
-        all: &[Self],
-        cfg: &GatedDeltaNetConfig,
-        inner: &[usize],
-        init: Init,
-        source: &Source,
-    ) -> Result<Vec<ProjectionRows>> {
-        let widths = cfg.widths();
-        let mut read: Vec<_> = widths.map(|_| ProjectionRows::default()).into();
-        for packed in all {
-            let Self { name, rows, groups } = packed;
+    /// All rows of the weight (rows, E) that inputs are projected by, or this process's.
+    pub fn read(all: &[Self], cfg: &GatedDeltaNetConfig, source: &Source) -> Result<ProjectionRows> {
+        let (rows, mut read) = (cfg.rows(), ProjectionRows::default());
+        for Self { name, parts, groups } in all {
             source.refuse(&format!("{name}.bias"), "the layer has no biases")?;
-            let spec = Spec::new(format!("{name}.weight"), [&[rows.len()], inner].concat(), init);
-            let whole = if source.is_sharded() && *groups == 1 { None } else { Some(source.read(&spec)?) };
-            for (place, own, within) in packed.parts(widths) {
-                let of_process =
-                    heads_of(place, cfg).map_or(0..widths[place], |heads| source.own_range(heads, widths[place]));
+            let (start, end) = (rows[parts.start].start, rows[parts.end - 1].end);
+            let spec = Spec::new(format!("{name}.weight"), [end - start, cfg.embed_dim()], LINEAR_WEIGHT);
+            let reads_parts = source.is_sharded() && *groups == 1;
+            let whole = if reads_parts { None } else { Some(source.read(&spec)?) };
+            for part in parts.clone() {
+                let (own, at) = (own_rows(part, cfg, source), rows[part].start - start);
                 let piece = match &whole {
-                    Some(whole) if source.is_sharded() => Piece::new(whole.clone(), within).narrow(of_process)?,
-                    Some(whole) => Piece::new(whole.clone(), within),
-                    None => {
-                        let row = |row: usize| row.clamp(own.start, own.end) - own.start + within.range.start;
-                        let own = row(of_process.start)..row(of_process.end);
-                        if own.is_empty() {
-                            continue;
-                        }
-                        Piece::whole(source.read_part(&spec, 0, own)?)
+                    Some(whole) => {
+                        let range = at / groups..(at + rows[part].len()) / groups;
+                        Piece::new(whole.clone(), Rows { groups: *groups, range }).narrow(own)?
                     }
+                    None => Piece::whole(source.read_part(&spec, 0, at + own.start..at + own.end)?),
                 };
-                read[place].push(piece, false);
+                read.push(piece, false);
             }
         }
-        read.retain(|rows| !rows.is_empty());
         Ok(read)
     }
 
-    /// The inverse of [`read`](Self::read): each tensor, of the weights of all places.
-    pub fn join(all: &[Self], cfg: &GatedDeltaNetConfig, weights: &[Tensor]) -> Result<Vec<(String, Tensor)>> {
-        let join = |packed: &Self| {
-            let part = |(place, own, within): (Place, Range<usize>, Rows)| {
-                Ok((within, weights[place].narrow(0, own.start, own.len())?))
-            };
-            let parts = packed.parts(cfg.widths()).map(part).collect::<Result<Vec<_>>>()?;
-            let parts: Vec<_> = parts.iter().map(|(rows, weight)| (rows, weight.clone())).collect();
-            Ok((format!("{}.weight", packed.name), Rows::join(&parts)?.contiguous()?))
+    /// The inverse: the tensor, of the rows of all parts.
+    pub fn of(&self, all: &Tensor, cfg: &GatedDeltaNetConfig) -> Result<(String, Tensor)> {
+        let grouped = |part: usize| {
+            let rows = cfg.rows()[part].clone();
+            let group = [&[self.groups, rows.len() / self.groups], &all.dims()[1..]].concat();
+            all.narrow(0, rows.start, rows.len())?.reshape(group)
         };
-        all.iter().map(join).collect()
+        let parts = self.parts.clone().map(grouped).collect::<Result<Vec<_>>>()?;
+        Ok((format!("{}.weight", self.name), Tensor::cat(&parts, 1)?.flatten(0, 1)?.contiguous()?))
     }
 }
 
-/// The heads that divide the rows of a place; none of what inputs are compressed to.
-fn heads_of(place: Place, cfg: &GatedDeltaNetConfig) -> Option<Heads> {
-    match place {
-        0 | 1 => Some(Heads::Key),
-        GATE if cfg.gate_rank().is_some() => None,
-        DECAY if cfg.decay_rank().is_some() => None,
-        _ => Some(Heads::Query),
-    }
+/// This process's rows of a part; all of what inputs are compressed to.
+fn own_rows(part: usize, cfg: &GatedDeltaNetConfig, source: &Source) -> Range<usize> {
+    let (rows, heads) = (cfg.rows()[part].len(), if part < 2 { Heads::Key } else { Heads::Query });
+    let is_compressed = [None, None, None, cfg.gate_rank(), None, cfg.decay_rank()][part].is_some();
+    if is_compressed { 0..rows } else { source.own_range(heads, rows) }
 }

@@ -11,7 +11,6 @@ pub use config::GatedDeltaNetConfig;
 pub use input::DeltaInput;
 pub use layout::DeltaLayout;
 
-use std::ops::Range;
 use std::path::Path;
 
 use candle_core::{Error, Module, Result, Tensor};
@@ -20,21 +19,21 @@ use candle_nn::{Init, VarBuilder};
 
 use super::{DeltaOptions, gated_delta_rule, gated_delta_rule_varlen};
 use crate::base::{
-    HeadDim, HeadShard, Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, Stored, accumulation_dtype, frozen, save,
+    HeadDim, HeadShard, Heads, ParameterList, Source, Spec, Stored, accumulation_dtype, frozen, part, save,
 };
 use crate::gate::{GateActivation, GatePlace, GateScope, OutputGate};
 use crate::linear::{PackedLinear, Piece, Projection, ProjectionRows};
 use crate::norm::RmsNorm;
-use conv::ShortConvolution;
-use layout::{BETA, DECAY, GATE, Packed};
+use conv::{ShortConvolution, tail};
+use layout::Packed;
 
 const OP: &str = "gated_delta_net";
 
 /// What every model adds to the sum of squares of a query or a key.
 const QK_EPS: f64 = 1e-6;
 
-/// The names of what follows where a gate or decays are computed from compressed inputs.
-const UP: [(usize, &str); 2] = [(GATE, "g_b_proj"), (DECAY, "f_b_proj")];
+/// What follows where the gate or decays are computed from compressed inputs.
+const UP: [&str; 2] = ["g_b_proj", "f_b_proj"];
 
 /// A layer of linear attention by the gated delta rule (Yang et al., <https://arxiv.org/abs/2412.06464>), as
 /// Qwen3-Next, Qwen3.5, Kimi Linear (<https://arxiv.org/abs/2510.26692>) and OLMo Hybrid have it in the place of most
@@ -70,12 +69,12 @@ const UP: [(usize, &str); 2] = [(GATE, "g_b_proj"), (DECAY, "f_b_proj")];
 #[derive(Debug, Clone)]
 pub struct GatedDeltaNet {
     config: GatedDeltaNetConfig,
-    /// To queries, keys, values, the gate, beta and decays, or to what the gate and decays are computed from.
-    inputs: Vec<Projection>,
+    /// To queries, keys, values, the gate, beta and decays, or to what gate and decays are computed from.
+    inputs: Projection,
     /// In the order of `UP`.
     up: [Option<PackedLinear>; 2],
     /// Of queries, keys and values.
-    convolutions: Vec<ShortConvolution>,
+    convolution: ShortConvolution,
     /// `A_log` (H,) or (1, 1, H, 1), `dt_bias` (decays,), `norm.weight` (D_v,).
     parameters: ParameterList,
     norm: RmsNorm,
@@ -119,45 +118,30 @@ impl GatedDeltaNet {
     }
 
     /// All heads, or those of a shard.
-    fn read(
-        cfg: &GatedDeltaNetConfig,
-        layout: DeltaLayout,
-        shard: Option<HeadShard>,
-        mut source: Source,
-    ) -> Result<Self> {
+    fn read(cfg: &GatedDeltaNetConfig, layout: DeltaLayout, shard: Option<HeadShard>, source: Source) -> Result<Self> {
         cfg.validate()?;
         source.check_dtype()?;
-        let (h, embed_dim) = (cfg.num_heads(), cfg.embed_dim());
-        let config = shard.map_or_else(|| Ok(cfg.clone()), |shard| cfg.of_shard(shard))?;
-        if let Some(shard) = shard {
-            source = source.with_shard(shard, h, cfg.num_key_heads());
-        }
+        let (h, h_k, embed_dim) = (cfg.num_heads(), cfg.num_key_heads(), cfg.embed_dim());
+        let source = source.with_shard(shard, h, h_k)?;
         let packed = layout.projections(cfg).or_else(|problem| source.fail(problem))?;
-        let inputs = Packed::read(&packed, cfg, &[embed_dim], LINEAR_WEIGHT, &source)?;
-        let k = cfg.conv_kernel();
-        // `nn.Conv1d`'s.
-        let bound = (k as f64).sqrt().recip();
-        let init = Init::Uniform { lo: -bound, up: bound };
-        let taps = Packed::read(&layout.stored_convolutions(cfg, &source), cfg, &[1, k], init, &source)?;
-        let up = |(name, rank): (&str, Option<usize>), width| {
-            let by_head = Some(HeadDim { heads: Heads::Query, dim: 0 });
-            let linear = rank.map(|rank| source.linear(name, (width, rank), false, by_head)?.try_into());
-            linear.transpose()
+        let inputs = Packed::read(&packed, cfg, &source)?;
+        let by_head = |dim| Some(HeadDim { heads: Heads::Query, dim });
+        let up = |name, rank: Option<usize>, width| {
+            rank.map(|rank| source.linear(name, (width, rank), false, by_head(0))?.try_into()).transpose()
         };
         let width = h * cfg.value_head_dim();
         let [norm, out] = layout.norm_and_out();
         // Ling 3's.
         let out = if layout == DeltaLayout::Separate && source.has("dense.weight") { "dense" } else { out };
         let parameters = ParameterList::load(&specs(cfg, norm, &source), &source)?;
-        let by_head = Some(HeadDim { heads: Heads::Query, dim: 1 });
         Ok(Self {
-            inputs: Projection::of_rows(&inputs.iter().collect::<Vec<_>>())?,
-            up: [up((UP[0].1, cfg.gate_rank()), width)?, up((UP[1].1, cfg.decay_rank()), cfg.num_decays())?],
-            convolutions: taps.into_iter().map(ShortConvolution::new).collect::<Result<_>>()?,
+            inputs: Projection::of_rows(&[&inputs])?.remove(0),
+            up: [up(UP[0], cfg.gate_rank(), width)?, up(UP[1], cfg.decay_rank(), cfg.num_decays())?],
+            convolution: ShortConvolution::new(layout.read_convolutions(cfg, &source)?)?,
             norm: RmsNorm::new(parameters.expect(NORM)?, cfg.norm_eps())?,
             parameters,
-            out: source.linear(out, (embed_dim, width), false, by_head)?.try_into()?,
-            config,
+            out: source.linear(out, (embed_dim, width), false, by_head(1))?.try_into()?,
+            config: cfg.with_heads(source.own_range(Heads::Query, h).len(), source.own_range(Heads::Key, h_k).len()),
         })
     }
 
@@ -167,15 +151,15 @@ impl GatedDeltaNet {
     /// # Errors
     /// If memory is short.
     pub fn freeze(&self) -> Result<Self> {
-        let rows = |weight: &Tensor| Ok(ProjectionRows::of(Piece::whole(frozen(weight)?)));
-        let inputs: Vec<_> = self.weights()?.iter().map(rows).collect::<Result<_>>()?;
+        let mut inputs = ProjectionRows::default();
+        inputs.push(Piece::whole(frozen(self.inputs.to_linear()?.weight())?), false);
         let [gate, decay] = &self.up;
         let frozen = |up: &Option<PackedLinear>| up.as_ref().map(PackedLinear::freeze).transpose();
         Ok(Self {
             config: self.config.clone(),
-            inputs: Projection::of_rows(&inputs.iter().collect::<Vec<_>>())?,
+            inputs: Projection::of_rows(&[&inputs])?.remove(0),
             up: [frozen(gate)?, frozen(decay)?],
-            convolutions: self.convolutions.iter().map(ShortConvolution::freeze).collect::<Result<_>>()?,
+            convolution: self.convolution.freeze()?,
             parameters: self.parameters.freeze()?,
             norm: self.norm.freeze()?,
             out: self.out.freeze()?,
@@ -187,24 +171,21 @@ impl GatedDeltaNet {
         &self.config
     }
 
-    /// What inputs are projected by, (rows, E).
-    fn weights(&self) -> Result<Vec<Tensor>> {
-        let linears = Projection::to_linears(&self.inputs.iter().collect::<Vec<_>>())?;
-        Ok(linears.iter().map(|linear| linear.weight().clone()).collect())
-    }
-
     /// The layer's parameters under the names and in the shapes of a layout, as a state dict that PyTorch reads.
     ///
     /// # Errors
     /// If the layout cannot hold the layer, and why; and if memory is short.
     pub fn state_dict(&self, layout: DeltaLayout) -> Result<Vec<(String, Tensor)>> {
         let fail = |problem: String| Error::msg(format!("[state_dict] {problem} (layout {layout})"));
-        let [norm, out] = layout.norm_and_out();
-        let taps = self.convolutions.iter().map(ShortConvolution::weight).collect::<Result<Vec<_>>>()?;
+        let ([norm, out], mut named) = (layout.norm_and_out(), Vec::new());
         let inputs = layout.projections(&self.config).map_err(fail)?;
-        let mut named = Packed::join(&inputs, &self.config, &self.weights()?)?;
-        named.extend(Packed::join(&layout.convolutions(&self.config), &self.config, &taps)?);
-        let up = UP.iter().zip(&self.up).filter_map(|((_, name), up)| Some((*name, up.as_ref()?)));
+        let weights = [self.inputs.to_linear()?.weight().clone(), self.convolution.weight()?];
+        for (weight, all) in weights.iter().zip([inputs, layout.convolutions()]) {
+            for packed in all {
+                named.push(packed.of(weight, &self.config)?);
+            }
+        }
+        let up = UP.iter().zip(&self.up).filter_map(|(name, up)| Some((*name, up.as_ref()?)));
         for (name, linear) in up.chain([(out, &self.out)]) {
             named.push((format!("{name}.weight"), linear.to_linear()?.weight().clone()));
         }
@@ -236,55 +217,47 @@ impl GatedDeltaNet {
     /// sequences that do not fit it or come with a cache or padding, and for a cache of another layer or batch.
     pub fn forward_with<'a>(&self, input: impl Into<DeltaInput<'a>>) -> Result<Tensor> {
         let (cfg, mut input) = (&self.config, input.into());
-        let (xs, padding) = input.check(cfg.embed_dim(), self.out.dtype(), self.out.device())?;
-        let ((b, t, _), dtype, packed) = (xs.dims3()?, xs.dtype(), input.packed);
+        let (xs, tokens) = input.check(cfg.embed_dim(), self.out.dtype(), self.out.device())?;
+        let ((b, t, _), packed) = (xs.dims3()?, input.packed);
         let (h, h_k, d_k, d_v) = (cfg.num_heads(), cfg.num_key_heads(), cfg.key_head_dim(), cfg.value_head_dim());
-        let before = |width| vec![b, cfg.conv_kernel() - 1, width];
-        let [q, k, v, ..] = cfg.widths().map(before);
+        let [of_q, of_k, of_v, of_gate, of_beta, of_decay] = cfg.rows();
+        let of_tail = [b, cfg.conv_kernel() - 1, of_v.end];
         let held = match &input.cache {
-            Some(cache) => cache.held(&[q, k, v, vec![b, h, d_k, d_v]], dtype, xs.device())?,
-            None => &[],
+            Some(cache) => cache.held(&of_tail, &[b, h, d_k, d_v], &xs)?,
+            None => None,
+        };
+        let (before, state) = match held {
+            Some([before, state]) => (before.clone(), Some(state)),
+            None => (Tensor::zeros(&of_tail, xs.dtype(), xs.device())?, None),
         };
 
-        let projected = Projection::all(&self.inputs.iter().collect::<Vec<_>>(), &xs)?;
-        let (mut heads, mut tails) = (Vec::new(), Vec::new());
+        let projected = self.inputs.forward(&xs)?;
+        let [qkv, gate, beta, decay] = [0..of_v.end, of_gate, of_beta, of_decay].map(|rows| part(&projected, 2, rows));
+        let (qkv, gate) = (qkv?, gate?);
         let by_head = |xs: &Tensor| if packed.is_some() { xs.squeeze(0) } else { xs.transpose(1, 2) };
-        for ((place, convolution), (h, d)) in
-            self.convolutions.iter().enumerate().zip([(h_k, d_k), (h_k, d_k), (h, d_v)])
-        {
-            let (xs, before) = (&projected[place], held.get(place));
-            heads.push(by_head(&convolution.forward(xs, before, packed)?.reshape((b, t, h, d))?)?);
-            if input.cache.is_some() {
-                tails.push(convolution.tail(xs, before, padding.as_ref().map(|padding| &*padding.tokens))?);
-            }
-        }
-        let (mut beta, mut decay) = (self.beta(&projected[BETA])?, self.decay(&projected[DECAY])?);
-        if let Some(padding) = &padding {
-            // It neither forgets nor learns.
-            (beta, decay) = (padding.hide(&beta)?, padding.hide(&decay)?);
-        }
-        let (beta, decay) = (by_head(&beta)?, by_head(&decay)?);
+        let convolved = |channels, h, d| {
+            by_head(&self.convolution.forward(&qkv, &before, channels, packed)?.reshape((b, t, h, d))?)
+        };
+        let [q, k, v] = [convolved(of_q, h_k, d_k)?, convolved(of_k, h_k, d_k)?, convolved(of_v, h, d_v)?];
+        // Padding neither forgets nor learns.
+        let beta = by_head(&tokens.without_padding(self.beta(&beta?)?)?)?;
+        let decay = by_head(&tokens.without_padding(self.decay(&decay?)?)?)?;
         let options = DeltaOptions::default().with_qk_norm(QK_EPS).with_backend(input.backend);
-        let ([q, k, v], decay, beta) = ([&heads[0], &heads[1], &heads[2]], Some(&decay), Some(&beta));
+        let (decay, beta) = (Some(&decay), Some(&beta));
         let (context, state) = match packed {
-            Some(sequences) => gated_delta_rule_varlen(q, k, v, decay, beta, None, sequences, &options)?,
-            None => gated_delta_rule(q, k, v, decay, beta, held.get(3), &options)?,
+            Some(sequences) => gated_delta_rule_varlen(&q, &k, &v, decay, beta, None, sequences, &options)?,
+            None => gated_delta_rule(&q, &k, &v, decay, beta, state, &options)?,
         };
         let context = if packed.is_some() { context.unsqueeze(0)? } else { context.transpose(1, 2)? };
 
-        let gate = match &self.up[0] {
-            Some(up) => up.forward(&projected[GATE])?,
-            None => projected[GATE].clone(),
-        };
+        let gate = self.up[0].as_ref().map_or_else(|| Ok(gate.clone()), |up| up.forward(&gate))?;
         let activation = cfg.gate_activation();
         let gating = OutputGate { activation, scope: GateScope::PerEntry, place: GatePlace::Own { bias: false } };
         let context = gating.apply(&self.norm.forward(&context)?, &gate.reshape((b, t, h, d_v))?)?;
         let residual = input.residual.map(|residual| residual.reshape(xs.shape())).transpose()?;
         let ys = self.out.product(&context.reshape((b, t, h * d_v))?, 0..cfg.embed_dim(), residual.as_ref())?;
         if let Some(cache) = &mut input.cache {
-            tails.push(state);
-            let tokens = padding.map_or(vec![0..t; b], |padding| padding.tokens);
-            cache.advance(tokens.iter().map(Range::len), tails);
+            cache.advance(tokens.ends().collect(), [tail(&qkv, &before, &tokens)?, state]);
         }
         ys.reshape(input.xs.shape())
     }

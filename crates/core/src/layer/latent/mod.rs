@@ -137,16 +137,11 @@ impl MultiHeadLatentAttention {
     }
 
     /// All heads, or those of a shard.
-    fn load(cfg: &MultiHeadLatentAttentionConfig, shard: Option<HeadShard>, mut source: Source) -> Result<Self> {
+    fn load(cfg: &MultiHeadLatentAttentionConfig, shard: Option<HeadShard>, source: Source) -> Result<Self> {
         cfg.validate()?;
         source.check_dtype()?;
         let (h, embed_dim, rank) = (cfg.num_heads(), cfg.embed_dim(), cfg.kv_lora_rank());
-        if let Some(shard) = shard {
-            if shard.world_size() > h {
-                bail!("[{OP}] a world size of {} is more than the {h} heads", shard.world_size())
-            }
-            source = source.with_shard(shard, h, h);
-        }
+        let source = source.with_shard(shard, h, h)?;
         let down = (rank + cfg.rope_head_dim(), embed_dim);
         let out = (embed_dim, h * cfg.value_head_dim());
         Ok(Self {

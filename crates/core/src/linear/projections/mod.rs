@@ -98,56 +98,19 @@ impl Projection {
         }
     }
 
-    /// What each gives for an input; those that share a weight are views of one product.
-    pub(crate) fn all(all: &[&Self], xs: &Tensor) -> Result<Vec<Tensor>> {
-        let mut outputs = Vec::with_capacity(all.len());
-        for run in all.chunk_by(|own, next| own.shares_weight(next)) {
-            let together = match run {
-                [Self::Columns(first), .., Self::Columns(last)] => {
-                    let range = first.range.start..last.range.end;
-                    Some((first.weight.forward_columns(xs, range.clone())?, range.start))
-                }
-                _ => None,
-            };
-            for projection in run {
-                outputs.push(match (projection, &together) {
-                    (Self::Columns(ProjectionColumns { range, .. }), Some((product, start))) => {
-                        part(product, 2, range.start - start..range.end - start)?
-                    }
-                    _ => projection.forward(xs)?,
-                });
-            }
-        }
-        Ok(outputs)
-    }
-
-    /// Each as a linear layer, with what variables hold now. Parts of one weight are views of it.
+    /// As a linear layer, with what variables hold now, and with all columns of a weight that it shares.
     ///
     /// # Errors
     /// For a module, whose weights nobody knows here, and if memory is short.
-    pub(crate) fn to_linears(all: &[&Self]) -> Result<Vec<Linear>> {
-        let mut linears = Vec::with_capacity(all.len());
-        for run in all.chunk_by(|own, next| own.shares_weight(next)) {
-            let whole = match run[0] {
-                Self::Columns(columns) => columns.weight.to_linear()?,
-                Self::Tracked(rows) => ProjectionRows::to_linear(&[rows])?,
-                Self::Module { expected, .. } => bail!(
-                    "[{OP}] the {} projection is a module of the caller's, whose weights the layer does not know",
-                    expected.place
-                ),
-            };
-            for projection in run {
-                linears.push(match projection {
-                    Self::Columns(ProjectionColumns { range, has_bias, .. }) => {
-                        let own = |tensor: &Tensor| tensor.narrow(0, range.start, range.len());
-                        let bias = whole.bias().filter(|_| *has_bias).map(own).transpose()?;
-                        Linear::new(own(whole.weight())?, bias)
-                    }
-                    _ => whole.clone(),
-                });
-            }
+    pub(crate) fn to_linear(&self) -> Result<Linear> {
+        match self {
+            Self::Columns(columns) => columns.weight.to_linear(),
+            Self::Tracked(rows) => ProjectionRows::to_linear(&[rows]),
+            Self::Module { expected, .. } => bail!(
+                "[{OP}] the {} projection is a module of the caller's, whose weights the layer does not know",
+                expected.place
+            ),
         }
-        Ok(linears)
     }
 
     fn shares_weight(&self, other: &Self) -> bool {
@@ -330,9 +293,22 @@ impl Projections {
     /// Projections of one input; those that share a weight are views of one product.
     fn project(&self, places: &[ProjectionPlace], xs: &Tensor) -> Result<ByPlace<Tensor>> {
         let mut outputs = ByPlace::default();
-        let (places, projections): (Vec<_>, Vec<_>) = present(&self.all, places).into_iter().unzip();
-        for (place, output) in places.into_iter().zip(Projection::all(&projections, xs)?) {
-            outputs[place as usize] = Some(output);
+        for run in present(&self.all, places).chunk_by(|(_, own), (_, next)| own.shares_weight(next)) {
+            let together = match run {
+                [(_, Projection::Columns(first)), .., (_, Projection::Columns(last))] => {
+                    let range = first.range.start..last.range.end;
+                    Some((first.weight.forward_columns(xs, range.clone())?, range.start))
+                }
+                _ => None,
+            };
+            for (place, projection) in run {
+                outputs[*place as usize] = Some(match (projection, &together) {
+                    (Projection::Columns(ProjectionColumns { range, .. }), Some((product, start))) => {
+                        part(product, 2, range.start - start..range.end - start)?
+                    }
+                    _ => projection.forward(xs)?,
+                });
+            }
         }
         Ok(outputs)
     }
@@ -386,9 +362,18 @@ impl Projections {
     pub(crate) fn to_linears(&self) -> Result<ByPlace<Linear>> {
         let mut linears = ByPlace::default();
         let order = [Query, Gate, Key, Value, Output];
-        let (places, projections): (Vec<_>, Vec<_>) = present(&self.all, &order).into_iter().unzip();
-        for (place, linear) in places.into_iter().zip(Projection::to_linears(&projections)?) {
-            linears[place as usize] = Some(linear);
+        for run in present(&self.all, &order).chunk_by(|(_, own), (_, next)| own.shares_weight(next)) {
+            let whole = run[0].1.to_linear()?;
+            for (place, projection) in run {
+                linears[*place as usize] = Some(match projection {
+                    Projection::Columns(ProjectionColumns { range, has_bias, .. }) => {
+                        let own = |tensor: &Tensor| tensor.narrow(0, range.start, range.len());
+                        let bias = whole.bias().filter(|_| *has_bias).map(own).transpose()?;
+                        Linear::new(own(whole.weight())?, bias)
+                    }
+                    _ => whole.clone(),
+                });
+            }
         }
         Ok(linears)
     }
