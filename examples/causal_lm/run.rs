@@ -164,7 +164,7 @@ fn write_page(
             return attention.forward(input);
         }
         let name = if heads.len() < layers { format!("layer {layer} of the model") } else { String::new() };
-        page.attend(&name, |wanted| attention.forward_with_statistics(input, wanted))
+        page.attend_named(&name, |wanted| attention.forward_with_statistics(input, wanted))
     })?;
     page.write(path)
 }

@@ -82,7 +82,7 @@ fn run(args: &Args) -> Result<String> {
     let mut page = args.page.page.as_ref().map(|_| start_page(&model, &seen, &pixels)).transpose()?;
     let mut attend = page.as_mut().map(|page| {
         |attention: &MultiHeadAttention, input: &Tensor| {
-            page.attend("", |wanted| attention.forward_with_statistics(input, wanted))
+            page.attend(|wanted| attention.forward_with_statistics(input, wanted))
         }
     });
     let attend = attend.as_mut().map(|attend| attend as &mut Attend);

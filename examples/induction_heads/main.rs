@@ -65,7 +65,7 @@ fn run(args: &Args) -> Result<()> {
         let tokens = &encoding.tokens()[0];
         let mut page = PageOfLayers::new(SENTENCE, tokens, tokens, [cfg.num_layers, HEADS])?;
         training.model.through_blocks(&encoding.ids_tensor(&Device::Cpu)?, |attention, input| {
-            page.attend("", |wanted| attention.forward_with_statistics(input, wanted))
+            page.attend(|wanted| attention.forward_with_statistics(input, wanted))
         })?;
         page.write(path)?;
     }

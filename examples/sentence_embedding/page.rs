@@ -21,7 +21,7 @@ pub fn write(
     let heads = model.attention(0).map_or(0, |attention| attention.config().num_heads());
     let mut page = PageOfLayers::new(title, &tokens, &tokens, [layers, heads])?;
     model.through_blocks(&[ids], segments, |attention, input| {
-        page.attend("", |wanted| attention.forward_with_statistics(input, wanted))
+        page.attend(|wanted| attention.forward_with_statistics(input, wanted))
     })?;
     page.write(path)
 }
