@@ -11,8 +11,9 @@ mod common;
 
 use std::cell::{Cell, RefCell};
 
-use candle_attention::{DeltaOptions, gated_delta_rule};
+use candle_attention::{DeltaLayout, DeltaOptions, GatedDeltaNet, GatedDeltaNetConfig, gated_delta_rule};
 use candle_core::{DType, Device, Result, Tensor, Var, bail};
+use candle_nn::{VarBuilder, VarMap};
 use clap::Parser;
 use rayon::prelude::*;
 use serde_json::json;
@@ -23,8 +24,8 @@ use common::turns;
 
 #[derive(Parser)]
 struct Args {
-    /// prompt, token and train.
-    #[arg(long, value_delimiter = ',', default_values = ["prompt", "token", "train"])]
+    /// prompt, token, train and layer.
+    #[arg(long, value_delimiter = ',', default_values = ["prompt", "token", "train", "layer"])]
     parts: Vec<String>,
     /// Tokens.
     #[arg(long, default_value_t = 4096)]
@@ -38,6 +39,9 @@ struct Args {
     /// The width of a head.
     #[arg(long, default_value_t = 128)]
     width: usize,
+    /// The width of a layer's input.
+    #[arg(long, default_value_t = 2048)]
+    embed_dim: usize,
     /// Decays of each channel, as in Kimi Delta Attention.
     #[arg(long)]
     channels: bool,
@@ -116,7 +120,8 @@ fn main() -> Result<()> {
             "prompt" => tokens(&args, part, false)?,
             "train" => tokens(&args, part, true)?,
             "token" => token(&args)?,
-            other => bail!("{other:?} is no part, expected prompt, token or train"),
+            "layer" => layer(&args)?,
+            other => bail!("{other:?} is no part, expected prompt, token, train or layer"),
         }
     }
     Ok(())
@@ -157,6 +162,39 @@ fn tokens(args: &Args, part: &str, trains: bool) -> Result<()> {
         let (found, peak) = (2.0 * multiply_adds / taken[0].seconds() / 1e9, peak::measure(DType::F32)?);
         println!("{part:<8} {found:.0} GFLOP/s, {:.2} of {:.0} by {}", found / peak.gflops, peak.gflops, peak.name);
     }
+    Ok(())
+}
+
+/// A layer of Qwen3-Next's form forward and backward, with gradients of its input and its parameters.
+fn layer(args: &Args) -> Result<()> {
+    let cfg = GatedDeltaNetConfig::new(args.embed_dim, args.heads).with_num_key_heads(args.key_heads);
+    let cfg = cfg.with_key_head_dim(args.width).with_value_head_dim(args.width);
+    let variables = VarMap::new();
+    let vb = VarBuilder::from_varmap(&variables, DType::F32, &Device::Cpu);
+    let net = GatedDeltaNet::load(&cfg, DeltaLayout::ByKeyHead, vb)?;
+    let xs = Var::randn(0f32, 1., (1, args.length, args.embed_dim), &Device::Cpu)?;
+    let upstream = xs.randn_like(0., 1.)?;
+    let run = || {
+        let ys = net.forward(&xs)?;
+        let gradients = (&ys * &upstream)?.sum_all()?.backward()?;
+        gradients.get(&xs).cloned().map_or_else(|| bail!("the input has no gradient"), Ok)
+    };
+    let mut ways: Vec<turns::Way> = vec![("this crate", Box::new(run))];
+    let sizes = [args.embed_dim, args.key_heads, args.heads, args.width];
+    if let Some(python) = args.python.as_deref().filter(|_| args.engines.iter().any(|engine| engine == "torch")) {
+        let mut peer = Peer::start(python, "delta/peers.py")?;
+        let cell = json!({ "engine": "layer", "trains": true, "sizes": sizes });
+        peer.prepare(cell, &[("xs", xs.as_tensor().clone())], &[("upstream", upstream.clone())], &[])?;
+        let peer = RefCell::new(peer);
+        ways.push((
+            "torch",
+            Box::new(move || {
+                peer.borrow_mut().run()?;
+                Tensor::zeros(1, DType::F32, &Device::Cpu)
+            }),
+        ));
+    }
+    turns::print("layer", &turns::take(&ways, args.rounds)?);
     Ok(())
 }
 

@@ -24,9 +24,9 @@ class Call:
         self.inputs = {name: self.read(name) for name in request["inputs"]}
         if self.trains:
             self.upstream = self.read("upstream")
-        self.run = {"torch": torch_engine, "onnxruntime": onnxruntime_engine, "llama.cpp": llama_engine}[
-            request["cell"]["engine"]
-        ](self)
+        self.sizes = request["cell"].get("sizes")
+        engines = {"torch": torch_engine, "onnxruntime": onnxruntime_engine, "llama.cpp": llama_engine}
+        self.run = (engines | {"layer": torch_layer})[request["cell"]["engine"]](self)
 
     def read(self, name):
         shape = json.loads((self.folder / f"{name}.json").read_text())
@@ -72,6 +72,27 @@ def torch_engine(call):
             return run()
 
     return without_graph
+
+
+def torch_layer(call):
+    """transformers' layer of Qwen3-Next, with random weights: the results are not those of this crate's layer."""
+    import torch
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    torch.set_num_threads(THREADS)
+    embed_dim, key_heads, heads, width = call.sizes
+    widths = {"linear_key_head_dim": width, "linear_value_head_dim": width}
+    counts = {"linear_num_key_heads": key_heads, "linear_num_value_heads": heads}
+    layer = Qwen3NextGatedDeltaNet(Qwen3NextConfig(hidden_size=embed_dim, **widths, **counts), layer_idx=0)
+    xs = torch.from_numpy(call.inputs["xs"]).requires_grad_()
+    leaves = [xs, *layer.parameters()]
+
+    def run():
+        torch.autograd.grad(layer(xs), leaves, torch.from_numpy(call.upstream))
+        return []
+
+    return run
 
 
 def normed(rows):
