@@ -12,17 +12,33 @@ use crate::{Golden, folder, run};
 const MODELS: [&str; 5] = ["kimi_linear", "olmo_hybrid", "qwen3_5_moe", "qwen3_5_text", "qwen3_next"];
 
 fn load(model: &str) -> Result<CausalLm> {
-    load_as(model, |_| {}, |name| name)
+    load_as(model, DType::F32, |_| {}, |name| name)
 }
 
-/// With another config and other names of tensors.
-fn load_as(model: &str, change: impl Fn(&mut Value), rename: impl Fn(String) -> String) -> Result<CausalLm> {
+/// In a dtype, with another config and other names of tensors.
+fn load_as(
+    model: &str,
+    dtype: DType,
+    change: impl Fn(&mut Value),
+    rename: impl Fn(String) -> String,
+) -> Result<CausalLm> {
     let config = std::fs::read_to_string(folder(model).join("config.json")).expect("a config");
     let mut config = serde_json::from_str(&config).expect("JSON");
     change(&mut config);
     let tensors = safetensors::load(folder(model).join("model.safetensors"), &Device::Cpu)?;
     let tensors = tensors.into_iter().map(|(name, tensor)| (rename(name), tensor)).collect();
-    CausalLm::load(&config, VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu), |_, _| {})
+    CausalLm::load(&config, VarBuilder::from_tensors(tensors, dtype, &Device::Cpu), |_, _| {})
+}
+
+#[test]
+fn doubles_give_the_same_logits() -> Result<()> {
+    for name in MODELS {
+        let (model, golden) = (load_as(name, DType::F64, |_| {}, |name| name)?, Golden::of(name)?);
+        let hidden =
+            model.forward(&Tensor::new(golden.ids, &Device::Cpu)?, None, &mut model.caches(|config| config)?)?;
+        assert_near(&model.logits(&hidden)?, &golden.logits, 1e-5, name);
+    }
+    Ok(())
 }
 
 #[test]
@@ -109,13 +125,13 @@ fn checkpoints_as_published_are_the_same() -> Result<()> {
         ),
     ];
     for (name, change, rename) in cases {
-        let (model, golden) = (load_as(name, change, rename)?, Golden::of(name)?);
+        let (model, golden) = (load_as(name, DType::F32, change, rename)?, Golden::of(name)?);
         let mut caches = model.caches(|config| config)?;
         let hidden = model.forward(&Tensor::new(golden.ids, &Device::Cpu)?, None, &mut caches)?;
         assert_near(&model.logits(&hidden)?, &golden.logits, 1e-5, name);
     }
     let softmax = |config: &mut Value| config["moe_router_activation_func"] = "softmax".into();
-    let Err(error) = load_as("kimi_linear", softmax, |name| name) else { bail!("expected an error") };
+    let Err(error) = load_as("kimi_linear", DType::F32, softmax, |name| name) else { bail!("expected an error") };
     assert!(error.to_string().starts_with("[causal_lm] moe_router_activation_func is \"softmax\""), "{error}");
     Ok(())
 }

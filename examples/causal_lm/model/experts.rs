@@ -230,7 +230,8 @@ impl Router {
 
     /// The scores (N, experts) of tokens (N, E), in f32, with gradients.
     fn scores(&self, tokens: &Tensor) -> Result<Tensor> {
-        (self.scores)(&self.linear.forward(&tokens.to_dtype(DType::F32)?)?)
+        let dtype = if tokens.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        (self.scores)(&self.linear.forward(&tokens.to_dtype(dtype)?)?.to_dtype(DType::F32)?)
     }
 
     /// The weights (N, experts) of scores that are 0 but for the experts of a token.
