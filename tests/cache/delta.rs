@@ -55,6 +55,32 @@ fn a_cache_goes_back_to_its_snapshots() -> Result<()> {
     assert!(cache.truncate(9).is_err() && cache.memory() < memory);
     cache.reset();
     assert!(cache.is_empty() && cache.memory() == 0);
+    // Where a shorter sequence has grown, and the longest has not.
+    let xs = part(&xs, 0, 3)?;
+    net.forward_with(DeltaInput::new(&xs).with_cache(&mut cache).with_valid_lens(&[3, 2]))?;
+    cache.snapshot();
+    net.forward_with(DeltaInput::new(&xs).with_cache(&mut cache).with_valid_lens(&[0, 1]))?;
+    cache.truncate(3)?;
+    assert_eq!(cache.lens(), [3, 2]);
+    Ok(())
+}
+
+/// The longest sequence, by which snapshots are found, need not be the one that a call continues.
+#[test]
+fn a_snapshot_holds_for_the_shorter_sequences_too() -> Result<()> {
+    let (net, xs) = (net(DType::F32)?, wave(2, 5, E, 0.0)?);
+    let mut cache = DeltaCache::default();
+    let call = |cache: &mut DeltaCache, lens: &[usize]| {
+        net.forward_with(DeltaInput::new(&xs).with_valid_lens(lens).with_cache(cache))
+    };
+    call(&mut cache, &[5, 2])?;
+    cache.snapshot();
+    let expected = call(&mut cache.fork()?, &[0, 5])?;
+    call(&mut cache, &[0, 2])?;
+    assert_eq!(cache.lens(), [5, 4]);
+    cache.truncate(5)?;
+    assert_eq!(cache.lens(), [5, 2]);
+    assert_close(&call(&mut cache, &[0, 5])?.narrow(0, 1, 1)?, &expected.narrow(0, 1, 1)?, 0.0, "again");
     Ok(())
 }
 
@@ -110,9 +136,8 @@ fn halves_and_doubles_compute_the_same() -> Result<()> {
         let net = net(dtype)?;
         let xs = xs.to_dtype(dtype)?;
         let mut cache = DeltaCache::default();
-        let first = call(&net, &mut cache, &part(&xs, 0, 4)?)?;
-        let parts = [first, call(&net, &mut cache, &part(&xs, 4, 1)?)?, call(&net, &mut cache, &part(&xs, 5, 2)?)?];
-        let ys = Tensor::cat(&parts, 1)?;
+        let mut of = |at, len| call(&net, &mut cache, &part(&xs, at, len)?);
+        let ys = Tensor::cat(&[of(0, 4)?, of(4, 1)?, of(5, 2)?], 1)?;
         assert_eq!(ys.dtype(), dtype);
         let error = relative_error(&ys.to_dtype(DType::F32)?, &expected);
         assert!(error <= tolerance, "{dtype:?}: off by {error:e}");

@@ -78,10 +78,12 @@ fn inputs() -> Result<()> {
     let masked = |rows| run(DeltaInput::new(&xs).with_attention_mask(&mask(rows)?));
     let packed =
         |lens: &[usize], xs: &Tensor| run(DeltaInput::new(xs).with_packed(&PackedSequences::from_lens(lens, lens)?));
+    let six = PackedSequences::from_lens(&[6], &[6])?;
     let huge = zeros(6).broadcast_as((1 << 40, 1 << 20, 6))?;
     let others = cases! {
         "one dimension" => run(DeltaInput::new(&zeros(6))),
         "more than fits in memory" => run(DeltaInput::new(&huge)),
+        "more sequences without tokens" => run(DeltaInput::new(&zeros(6).broadcast_as((1 << 50, 0, 6))?)),
         "twos in a mask" => masked([[1, 1, 1], [2, 1, 1]]),
         "a hole in a mask" => masked([[1, 1, 1], [1, 0, 1]]),
         "a mask and lengths" =>
@@ -92,14 +94,9 @@ fn inputs() -> Result<()> {
             with_cache(&base(), |input| run(input.with_attention_mask(&mask([[1, 1, 1], [0, 1, 1]])?))),
         "fewer packed tokens" => packed(&[3, 2], &flat),
         "packed batches" => packed(&[3, 3], &xs),
-        "packed padding" => run(
-            DeltaInput::new(&flat).with_packed(&PackedSequences::from_lens(&[6], &[6])?).with_valid_lens(&[6])
-        ),
-        "packed sequences with a cache" => run(
-            DeltaInput::new(&flat)
-                .with_packed(&PackedSequences::from_lens(&[6], &[6])?)
-                .with_cache(&mut DeltaCache::default())
-        ),
+        "packed padding" => run(DeltaInput::new(&flat).with_packed(&six).with_valid_lens(&[6])),
+        "packed sequences with a cache" =>
+            run(DeltaInput::new(&flat).with_packed(&six).with_cache(&mut DeltaCache::default())),
         "packed keys of their own" =>
             run(DeltaInput::new(&flat).with_packed(&PackedSequences::from_lens(&[6], &[5])?)),
         "a cache of other states" => with_cache(&base().with_value_head_dim(4), run),
@@ -144,6 +141,11 @@ fn caches() -> Result<()> {
         "another sequence" => cache.reorder(&[0, 2]),
     };
     assert_eq!(cache.lens(), [5, 5]);
-    assert_reviewed("delta_net_caches", &[empty, edits]);
+    let tracked = candle_core::Var::zeros((2, 3, 6), DType::F32, &Device::Cpu)?;
+    let gradients = cases! {
+        "an input with gradients" => net.forward_with(DeltaInput::new(&tracked).with_cache(&mut cache)).map(drop),
+    };
+    assert_eq!(cache.lens(), [5, 5]);
+    assert_reviewed("delta_net_caches", &[empty, edits, gradients]);
     Ok(())
 }

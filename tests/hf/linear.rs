@@ -81,10 +81,7 @@ fn parts_with_a_cache_give_the_same() -> Result<()> {
                     let part = xs.narrow(1, at, len)?;
                     let own_mask = mask.map(|mask| mask.narrow(1, at, len)).transpose()?;
                     let input = DeltaInput::new(&part).with_cache(&mut cache);
-                    parts.push(net.forward_with(match &own_mask {
-                        Some(mask) => input.with_attention_mask(mask),
-                        None => input,
-                    })?);
+                    parts.push(net.forward_with(own_mask.iter().fold(input, DeltaInput::with_attention_mask))?);
                     at += len;
                 }
                 parts.retain(|part| part.elem_count() > 0);

@@ -244,9 +244,9 @@
 //!
 //! # Linear attention
 //!
-//! Most layers of Qwen3-Next, Qwen3.5, Kimi Linear and OLMo Hybrid are recurrences by the gated delta rule, which are a
-//! layer of their own too: [`load_linear_attention`] and [`linear_attention_config`]. A call for a layer of the other
-//! kind is an error that names the function.
+//! Most layers of Qwen3-Next, Qwen3.5, Kimi Linear and OLMo Hybrid have linear attention by the gated delta rule, which
+//! is a layer of its own too: [`load_linear_attention`] and [`linear_attention_config`]. [`is_linear_attention`] says
+//! which layers have it; a call for a layer of the other kind is an error that names the right function.
 //!
 //! ```
 //! use candle_attention::hf;
@@ -409,17 +409,17 @@ pub fn load_latent_attention_shard(
     Entry::of(json)?.load_latent_with(layer, &whole(vb), load)
 }
 
-/// Whether a layer has linear attention by the gated delta rule, for [`load_linear_attention`], among layers of softmax
-/// attention.
+/// Whether a layer has linear attention by the gated delta rule, and is loaded by [`load_linear_attention`]; otherwise
+/// it has softmax attention.
 ///
 /// # Errors
-/// For an architecture that is not known, a layer that is not there, and a field that does not say which it is.
+/// For an unknown architecture, a layer that the model does not have, and a field that leaves the kind of layer open.
 pub fn is_linear_attention(json: &Value, layer: usize) -> Result<bool> {
     Entry::of(json)?.is_linear(layer)
 }
 
 /// The config of one layer's linear attention by the gated delta rule: most layers of Qwen3-Next, Qwen3.5, Kimi Linear,
-/// OLMo Hybrid and others. `layer_types`, or what stands for it, says which layers those are.
+/// OLMo Hybrid and others. `layer_types`, or the field that the model has in its place, says which layers those are.
 ///
 /// # Errors
 /// As [`attention_config`], and for a layer of softmax attention.

@@ -85,6 +85,11 @@ impl<'a> Expect<'a> {
         self.shape_of(&[expected])
     }
 
+    /// The shape of these sizes.
+    pub fn sizes(self, expected: &[usize]) -> Result<Self> {
+        self.shape(&expected.iter().map(|&size| Is(size)).collect::<Vec<_>>())
+    }
+
     /// One of several shapes.
     pub fn shape_of(self, expected: &[&[Dim]]) -> Result<Self> {
         if expected.iter().any(|dims| Dims(dims).fit(self.tensor.dims())) {

@@ -1,7 +1,7 @@
 //! Linear attention by the gated delta rule: one function for every device and dtype.
 //!
-//! Instead of keys and values, a head keeps a state of (D_k, D_v), which each token changes and each query reads. The
-//! recurrence in [`reference`](self) is the specification; a faster path has to give its numbers.
+//! Instead of keys and values, a head has a state (D_k, D_v), which each token updates and each query reads. The
+//! recurrence in `reference` is the specification; the CPU kernel is tested against it.
 
 mod cpu;
 mod net;
@@ -26,42 +26,51 @@ pub struct DeltaOptions {
     /// The factor on the queries; 1/sqrt(D_k) unless given.
     #[methods(with)]
     scale: Option<f64>,
-    /// Divides each row of q and of k by `sqrt(sum of its squares + eps)`, the queries before they are scaled.
+    /// The eps of an L2 norm of queries and keys: each row is divided by `sqrt(sum of its squares + eps)`, queries
+    /// before they are scaled. No norm unless given.
     #[methods(with)]
     qk_norm: Option<f64>,
     /// Which implementation runs; [`Backend::Auto`] unless given.
     #[methods(with)]
     backend: Backend,
-    /// The instruction set of the fused CPU kernel, for tests and comparisons; the fastest unless given. A call fails
-    /// if the processor lacks it.
+    /// The instruction set of the fused CPU kernel, for tests and comparisons; the fastest available unless given. A
+    /// call fails if the processor lacks it.
     #[methods(with)]
     cpu_tier: Option<Tier>,
 }
 
-/// Linear attention: each token first changes a state S (D_k, D_v) of its head, and its query then reads it.
+/// Linear attention by the gated delta rule: each token updates the state S (D_k, D_v) of its head, and its query then
+/// reads it. For one token after the other
 ///
 /// ```text
-/// S = exp(decay) S                   where decay is given
+/// S = exp(decay) S                   with decay
 /// S = S + k vᵀ                       without beta
-/// S = S + beta k (v - Sᵀ k)ᵀ         with beta: what k already recalls is replaced by v
+/// S = S + beta k (v - Sᵀ k)ᵀ         with beta
 /// o = scale Sᵀ q
 /// ```
 ///
-/// Neither is linear attention (Katharopoulos et al., <https://arxiv.org/abs/2006.16236>), decay alone is gated (Yang
-/// et al., <https://arxiv.org/abs/2312.06635>), beta alone the delta rule (Yang et al.,
-/// <https://arxiv.org/abs/2406.06484>), and both the gated delta rule (Yang et al.,
-/// <https://arxiv.org/abs/2412.06464>).
+/// Which of `decay` and `beta` are given decides the rule: neither is linear attention (Katharopoulos et al.,
+/// <https://arxiv.org/abs/2006.16236>), decay alone gated linear attention (Yang et al.,
+/// <https://arxiv.org/abs/2312.06635>), beta alone the delta rule (Yang et al., <https://arxiv.org/abs/2406.06484>),
+/// and both the gated delta rule (Yang et al., <https://arxiv.org/abs/2412.06464>).
 ///
-/// Shapes: q (B, H_q, T, D_k), k (B, H_k, T, D_k) and v (B, H_v, T, D_v), in one dtype; decay (B, H_s, T), or (B, H_s,
-/// T, D_k) for a factor of each row of the state; beta (B, H_s, T); the state before the first token (B, H_s, D_k,
-/// D_v), zeros unless given. H_s is the larger of H_k and H_v, and H that of H_q and H_s. Each number of heads divides
-/// H_s, but H_q may be a multiple of it; decay and beta may have fewer than H_s heads too. Where there are n heads of
-/// something, head h of H reads head `h / (H / n)`. Any strides are accepted.
+/// | input | shape | |
+/// | --- | --- | --- |
+/// | `q` | (B, H_q, T, D_k) | f32, bf16, f16 or f64 |
+/// | `k` | (B, H_k, T, D_k) | in q's dtype |
+/// | `v` | (B, H_v, T, D_v) | in q's dtype |
+/// | `decay` | (B, H_s, T), or (B, H_s, T, D_k) for a factor of each row of S | the logarithm of the factor: 0 keeps the state, -inf clears it |
+/// | `beta` | (B, H_s, T) | usually from 0 to 1, or to 2 |
+/// | `state` | (B, H_s, D_k, D_v) | before the first token; zeros unless given |
 ///
-/// Gives what the queries read, (B, H, T, D_v) in q's dtype, and the state after the last token (B, H_s, D_k, D_v), in
-/// f32 whatever q's dtype is (f64 for f64), in which all is computed. `decay` is the logarithm of a factor: zero or
-/// less in every model, and -inf forgets the state. Gradients reach all of the inputs. Where the CPU's kernel runs, for
-/// f32, bf16 and f16, the first result is a view of a contiguous (B, T, H, D_v).
+/// H_s, the number of states, is the larger of H_k and H_v. The heads of q, k, v, decay and beta may be fewer: any
+/// number that divides H_s. H_q may also be a multiple of H_s. With H the larger of H_q and H_s, head h of H reads head
+/// `h / (H / n)` of an input with n heads. Decay, beta and state may have any float dtype, and all inputs any strides.
+/// Decays above 0 and any beta are computed as the formula says, though a state may then grow beyond its dtype.
+///
+/// Returns the outputs o, (B, H, T, D_v) in q's dtype, and the state after the last token, (B, H_s, D_k, D_v), in f32,
+/// or f64 where q is; everything is computed in that dtype. Gradients reach all inputs. For f32, bf16 and f16 on the
+/// CPU a fused kernel runs, whose output is a view of a contiguous (B, T, H, D_v).
 ///
 /// ```
 /// use candle_attention::{DeltaOptions, gated_delta_rule};
@@ -78,9 +87,9 @@ pub struct DeltaOptions {
 /// ```
 ///
 /// # Errors
-/// For shapes, numbers of heads, dtypes or devices that do not fit together, for an option that is no finite number,
-/// for [`Backend::Fused`] where no fused path can run the call, and where the reference path runs, for more than 4,096
-/// tokens that have gradients.
+/// For shapes, numbers of heads, dtypes or devices that do not fit together, for a scale that is not finite or an eps
+/// that is negative or not finite, for [`Backend::Fused`] where no fused kernel can run the call, and for gradients
+/// over more than 4,096 tokens on the reference path (f64, other devices, [`Backend::Reference`]).
 pub fn gated_delta_rule(
     q: &Tensor,
     k: &Tensor,
@@ -93,12 +102,13 @@ pub fn gated_delta_rule(
     run(Call::new("gated_delta_rule", [q, k, v], [decay, beta, state], None, options)?)
 }
 
-/// [`gated_delta_rule`] over n sequences of different lengths, packed one after the other, each from a state of its
+/// [`gated_delta_rule`] over n sequences of different lengths, packed one after the other, each with a state of its
 /// own.
 ///
-/// Shapes: q (total, H_q, D_k), k (total, H_k, D_k), v (total, H_v, D_v), decay (total, H_s) or (total, H_s, D_k), beta
-/// (total, H_s) and states (n, H_s, D_k, D_v) give (total, H, D_v) and the states after each sequence (n, H_s, D_k,
-/// D_v). The sequences have as many queries as keys.
+/// q is (total, H_q, D_k), k (total, H_k, D_k), v (total, H_v, D_v), decay (total, H_s) or (total, H_s, D_k), beta
+/// (total, H_s) and state (n, H_s, D_k, D_v). Returns the outputs (total, H, D_v) and the states after the last token
+/// of each sequence, (n, H_s, D_k, D_v). The queries and the keys of a sequence are the same tokens:
+/// [`PackedSequences::self_attention`].
 ///
 /// ```
 /// use candle_attention::{DeltaOptions, PackedSequences, gated_delta_rule_varlen};
@@ -113,8 +123,8 @@ pub fn gated_delta_rule(
 /// ```
 ///
 /// # Errors
-/// As [`gated_delta_rule`], and for sequences that have other keys than queries, or that end elsewhere than the
-/// tensors.
+/// As [`gated_delta_rule`], and for sequences whose keys are not their queries' tokens, or whose total is not that of
+/// the tensors.
 #[expect(clippy::too_many_arguments, reason = "six tensors of the rule, as in every other library")]
 pub fn gated_delta_rule_varlen(
     q: &Tensor,

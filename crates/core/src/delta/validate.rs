@@ -107,10 +107,10 @@ fn dims(
         None => [&[b, Any(heads), t], row].concat(),
         Some(_) => [&[t, Any(heads)], row].concat(),
     };
-    let length = if sequences.is_some() { "total" } else { "T" };
-    Expect::one(op, "q", q).shape(&shape([Any("B"), Any(length)], "H_q", &[Any("D_k")]))?;
-    let (b, t) = if sequences.is_some() { (1, q.dim(0)?) } else { (q.dim(0)?, q.dim(2)?) };
-    let (tokens, d_k) = ([Named("B", b), Named(length, t)], q.dim(D::Minus1)?);
+    let total = sequences.map(|sequences| Named("total", sequences.total_queries()));
+    Expect::one(op, "q", q).shape(&shape([Any("B"), total.unwrap_or(Any("T"))], "H_q", &[Any("D_k")]))?;
+    let (b, t) = if total.is_some() { (1, q.dim(0)?) } else { (q.dim(0)?, q.dim(2)?) };
+    let (tokens, d_k) = ([Named("B", b), total.unwrap_or(Named("T", t))], q.dim(D::Minus1)?);
     Expect::one(op, "k", k).shape(&shape(tokens, "H_k", &[Named("D_k", d_k)]))?;
     Expect::one(op, "v", v).shape(&shape(tokens, "H_v", &[Any("D_v")]))?;
     let (of_heads, of_channels) = (shape(tokens, "H_s", &[]), shape(tokens, "H_s", &[Named("D_k", d_k)]));
@@ -147,15 +147,11 @@ fn dims(
             bail!("[{op}] q {:?} and v {:?} give tensors of {shape:?}, which do not fit in memory", q.dims(), v.dims())
         }
     }
-    if let Some(sequences) = sequences {
-        if let Some(s) = (0..n).find(|&s| sequences.queries(s) != sequences.keys(s)) {
-            let (queries, keys) = (sequences.queries(s), sequences.keys(s));
-            bail!("[{op}] sequence {s} has queries {queries:?} and keys {keys:?}, expected the same")
-        }
-        let expected = sequences.total_queries();
-        if t != expected {
-            bail!("[{op}] q has {t} tokens, expected the {expected} that the sequences end with")
-        }
+    if let Some(sequences) = sequences
+        && let Some(s) = (0..n).find(|&s| sequences.queries(s) != sequences.keys(s))
+    {
+        let (queries, keys) = (sequences.queries(s), sequences.keys(s));
+        bail!("[{op}] sequence {s} has queries {queries:?} and keys {keys:?}, expected the same")
     }
     Ok(Dims { b, n, h, h_s, t, d_k, d_v })
 }

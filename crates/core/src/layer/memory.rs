@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor, bail};
 
 use super::{AttentionInput, MultiHeadAttention, OP};
-use crate::base::{Dim, Expect, check_keys_and_values};
+use crate::base::{Expect, check_keys_and_values};
 use crate::config::KvSource;
 use crate::position::{Positions, RopeAxes, RopeConfig};
 
@@ -110,7 +110,7 @@ impl MultiHeadAttention {
             [("the memory's keys", &memory.k, cfg.head_dim()), ("the memory's values", &memory.v, cfg.value_head_dim())]
         {
             let tensor = Expect::many(OP, name, tensor);
-            tensor.shape(&[b, cfg.num_kv_heads(), rows, width].map(Dim::Is))?;
+            tensor.sizes(&[b, cfg.num_kv_heads(), rows, width])?;
             tensor.dtype(dtype, "the weights'")?.beside("the weights", device)?;
         }
         Ok(())

@@ -313,9 +313,8 @@ impl PackedLinear {
     pub(crate) fn product(&self, xs: &Tensor, columns: Range<usize>, residual: Option<&Tensor>) -> Result<Tensor> {
         self.check(xs, &columns)?;
         if let Some(residual) = residual {
-            let lead = xs.dims()[..xs.rank() - 1].iter();
-            let expected: Vec<_> = lead.chain([&columns.len()]).map(|&size| Dim::Is(size)).collect();
-            let residual = Expect::one(OP, "residual", residual).shape(&expected)?;
+            let expected = [&xs.dims()[..xs.rank() - 1], &[columns.len()]].concat();
+            let residual = Expect::one(OP, "residual", residual).sizes(&expected)?;
             residual.dtype(xs.dtype(), "the input's")?.beside("the input", xs.device())?;
         }
         let is_tracked = xs.track_op() || residual.is_some_and(Tensor::track_op);

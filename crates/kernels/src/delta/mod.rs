@@ -1,5 +1,6 @@
-//! Linear attention: each head has a state, (D_k, D_v), which its tokens pass one after the other. A token decays the
-//! state, corrects what it has for the token's key, and reads it by its query. The design is in this package's README.
+//! Linear attention: each head has a state (D_k, D_v), which its tokens update one after the other. A token decays the
+//! state, corrects the value stored for its key, and reads the state with its query. The design is in this package's
+//! README.
 
 mod backward;
 mod chunk;
@@ -28,20 +29,21 @@ pub struct Output<E> {
     pub context: Vec<E>,
     /// The states after the last token of each sequence, (N, H, D_k, D_v).
     pub states: Vec<f32>,
-    /// What the backward pass needs, if it was wanted.
+    /// What the backward pass needs, if it was asked for.
     pub saved: Option<Saved>,
 }
 
-/// What the backward pass needs of the forward pass: as much as the values, and a state for each 64 tokens.
+/// What the backward pass needs of the forward pass: D_v numbers for each token and head, and a state for each block of
+/// 64 tokens.
 #[derive(Debug, Clone, Default)]
 pub struct Saved {
-    /// What the state lacked of the value of each token, (B, H, T, D_v).
+    /// `e` of each token, the difference of its value to what the state gave for its key, (B, H, T, D_v).
     errors: Vec<f32>,
     /// The states before each block of tokens, (blocks of all sequences, H, D_k, D_v).
     states: Vec<f32>,
 }
 
-/// A call of [`gated_delta_rule`], what it saved, and the gradients of a loss by its results.
+/// A call of [`gated_delta_rule`], what it saved, and the gradients of a loss with respect to its results.
 #[derive(Debug, Clone, Copy)]
 pub struct BackwardProblem<'a, E> {
     /// The call, as it was.
@@ -54,8 +56,8 @@ pub struct BackwardProblem<'a, E> {
     pub states_grad: Option<&'a [f32]>,
 }
 
-/// Contiguous gradients. Those of queries, keys and values are those of each head of a state: what heads share is to be
-/// summed over them.
+/// Contiguous gradients. Those of queries, keys and values have all H heads: where several heads read one head of an
+/// input, the caller sums over them.
 #[derive(Debug, Clone, Default)]
 pub struct Gradients<T = Vec<f32>> {
     /// (B, H, T, D_k).
@@ -64,7 +66,7 @@ pub struct Gradients<T = Vec<f32>> {
     pub k: T,
     /// (B, H, T, D_v).
     pub v: T,
-    /// (B, H, T) or (B, H, T, D_k), as the decay; nothing without one. 0 where the logarithm is -inf.
+    /// Of the logarithms, (B, H, T) or (B, H, T, D_k) as the decay; empty without one. 0 where the logarithm is -inf.
     pub decay: T,
     /// (B, H, T).
     pub beta: T,
@@ -128,7 +130,7 @@ macro_rules! kernels {
 
 kernels!(f32, bf16, f16);
 
-/// Linear attention of every token of a call, by the rule that it names: with `S` the state of a head, for one token
+/// Linear attention. Which of decay and beta the call has decides the rule: with `S` the state of a head, for one token
 /// after the other
 ///
 /// ```text
@@ -138,9 +140,12 @@ kernels!(f32, bf16, f16);
 /// context = Sᵀ (scale q)
 /// ```
 ///
-/// That is linear attention, its gated form (Yang et al. 2023, <https://arxiv.org/abs/2312.06635>), the delta rule, and
-/// the gated delta rule (Yang et al. 2024, <https://arxiv.org/abs/2412.06464>). It is computed in f32 whatever the
-/// elements are. The results are the same to the bit for any number of threads and whatever else is in the call.
+/// Neither is linear attention, decay alone gated linear attention (Yang et al. 2023,
+/// <https://arxiv.org/abs/2312.06635>), beta alone the delta rule (Yang et al. 2024,
+/// <https://arxiv.org/abs/2406.06484>), and both the gated delta rule (Yang et al. 2024,
+/// <https://arxiv.org/abs/2412.06464>). It is computed in f32 whatever the elements are. The results of a sequence are
+/// the same to the bit for any number of threads and whatever else is in the call. With `saves`, the output has what
+/// [`gated_delta_rule_backward`] needs.
 ///
 /// # Errors
 /// [`Error::Shape`] if a slice is shorter than the dimensions need, heads do not divide H, or the sequences are not the
@@ -242,7 +247,7 @@ impl<E: Number> SimdTask for Forward<'_, '_, E> {
     }
 }
 
-/// The gradients of a call of [`gated_delta_rule`]: as deterministic, with O(T · D) numbers in memory.
+/// The gradients of a call of [`gated_delta_rule`], as deterministic as its results. Memory is O(T · D) for a head.
 ///
 /// # Errors
 /// As [`gated_delta_rule`], and [`Error::Shape`] for what another call saved and gradients of other shapes.

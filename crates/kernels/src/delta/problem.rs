@@ -1,4 +1,4 @@
-//! One call: what a caller describes, and that it is sound.
+//! The description of one call, and its checks.
 
 use std::ops::Range;
 
@@ -15,11 +15,11 @@ pub struct Dims {
     pub t: usize,
     /// H: heads, each of which has a state of its own.
     pub h: usize,
-    /// The heads of queries, which divide H. Head h reads head h / (H / heads) of them.
+    /// H_q: heads of queries, which divide H. Head h reads query head `h / (H / H_q)`.
     pub h_q: usize,
-    /// The heads of keys, likewise.
+    /// H_k: heads of keys, likewise.
     pub h_k: usize,
-    /// The heads of values, likewise.
+    /// H_v: heads of values, likewise.
     pub h_v: usize,
     /// D_k: the width of queries and keys.
     pub d_k: usize,
@@ -27,13 +27,13 @@ pub struct Dims {
     pub d_v: usize,
 }
 
-/// The logarithms of the factors that a state is multiplied with before a token, (B, H, T) entries: 0 keeps all of it,
-/// -inf nothing.
+/// The logarithms of the factors by which a token multiplies the state before its update, (B, H, T) entries: 0 keeps
+/// the state, -inf clears it.
 #[derive(Debug, Clone, Copy)]
 pub enum Decay<'a> {
-    /// A number for each head.
+    /// One number, for the whole state of the head.
     Heads(Strided<'a, f32, 3>),
-    /// Rows of D_k contiguous numbers, one for each channel of the keys.
+    /// Rows of D_k contiguous numbers, one for each row of the state.
     Channels(Strided<'a, f32, 3>),
 }
 
@@ -48,18 +48,18 @@ pub struct Problem<'a, E> {
     pub k: Strided<'a, E, 3>,
     /// (B, H_v, T) rows of D_v.
     pub v: Strided<'a, E, 3>,
-    /// 1 for each factor if there is none.
+    /// Without it all factors are 1.
     pub decay: Option<Decay<'a>>,
-    /// The rate at which a token corrects what the state has for its key, (B, H, T). Without it the value is added to
-    /// what is there.
+    /// How much of the difference between a token's value and what the state gives for its key is added, (B, H, T).
+    /// Without it the value itself is added.
     pub beta: Option<Strided<'a, f32, 3>>,
-    /// The states that sequences begin with, (N, H, D_k, D_v), zeros if there are none.
+    /// The states before the first tokens, (N, H, D_k, D_v); zeros unless given.
     pub states: Option<&'a [f32]>,
     /// The N sequences: each is a range of the B·T tokens within one entry, and begins where the one before ends.
     pub sequences: &'a [Range<usize>],
-    /// Multiplied to the queries.
+    /// The factor on the queries.
     pub scale: f32,
-    /// If given, rows of queries and keys are divided by the root of their sum of squares and this.
+    /// The eps of an L2 norm: if given, each row of queries and keys is divided by `sqrt(sum of its squares + eps)`.
     pub qk_norm: Option<f32>,
     /// Runs the call if it is brief; rayon otherwise.
     pub executor: Option<Executor>,

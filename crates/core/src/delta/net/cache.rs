@@ -1,18 +1,18 @@
-//! What a gated delta net keeps of the tokens that it has seen.
+//! The recurrent state of a gated delta net between calls.
 
 use candle_core::{Result, Tensor, bail};
 
-use crate::base::{Dim, Expect};
+use crate::base::Expect;
 
-/// What one gated delta net keeps of the tokens that it has seen, for a batch of sequences: a state for each head, and
-/// the last inputs of its convolutions. Its size does not depend on how many tokens those were.
+/// The cache of one [`GatedDeltaNet`](crate::GatedDeltaNet) for a batch of sequences: the state of each head, and the
+/// last K - 1 inputs of the convolutions. Its size does not depend on the number of tokens.
 ///
-/// A call with a cache ([`DeltaInput::with_cache`](crate::DeltaInput::with_cache)) goes on where the last one ended, so
-/// that a prompt, pieces of it and single tokens give the numbers of one call over everything. A call that fails leaves
-/// the cache as it was. What is kept is not tracked for gradients.
+/// A call with a cache ([`DeltaInput::with_cache`](crate::DeltaInput::with_cache)) continues after the last one: a
+/// prompt in pieces and single tokens give the results of one call over all tokens. A call that fails leaves the cache
+/// unchanged. A cache keeps nothing that is tracked for gradients: a call with a layer of variables is an error.
 ///
-/// A state cannot forget its last token: [`truncate`](Self::truncate) goes back to where a
-/// [`snapshot`](Self::snapshot) was kept, and to the beginning.
+/// A token cannot be removed from a state: [`truncate`](Self::truncate) returns to a [`snapshot`](Self::snapshot), or
+/// to the beginning.
 ///
 /// ```
 /// use candle_attention::{DeltaCache, DeltaInput, GatedDeltaNet, GatedDeltaNetConfig};
@@ -36,10 +36,10 @@ pub struct DeltaCache {
     snapshots: Vec<Held>,
 }
 
-/// What is kept after so many tokens. Tensors are never written to, so that a copy costs nothing.
+/// What is kept after some number of tokens. Tensors are never written to, so a clone copies no data.
 #[derive(Debug, Clone, Default)]
 struct Held {
-    /// Of each sequence, how many tokens.
+    /// The number of tokens of each sequence.
     lens: Vec<usize>,
     /// The last inputs of the convolution (B, K - 1, C), and the states (B, H, D_k, D_v); none before the first call.
     tensors: Option<[Tensor; 2]>,
@@ -78,18 +78,20 @@ impl DeltaCache {
         *self = Self::default();
     }
 
-    /// Keeps what there is now, so that [`truncate`](Self::truncate) can go back to this length. It copies nothing, but
-    /// the memory is in use until the cache goes back before it.
+    /// Keeps the present states, so that [`truncate`](Self::truncate) can return to this [`len`](Self::len), in the
+    /// place of an earlier snapshot of the same length. It copies nothing, but its memory stays in use until the cache
+    /// is truncated to a shorter length or reset.
     pub fn snapshot(&mut self) {
         let len = self.len();
         self.snapshots.retain(|held| held.len() < len);
         self.snapshots.push(self.now.clone());
     }
 
-    /// Takes back what came after the snapshot at this [`len`](Self::len), of every sequence, and later snapshots.
+    /// Returns every sequence to the snapshot at this [`len`](Self::len), and drops later snapshots. Without a snapshot
+    /// at 0, 0 is the empty cache.
     ///
     /// # Errors
-    /// For a length that is not 0 or the cache's own and of which no snapshot was kept. The cache is as it was then.
+    /// For a length without a snapshot that is neither 0 nor the present length. The cache is unchanged then.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         let (own, kept) = (self.len(), self.snapshots.iter().map(Held::len));
         match self.snapshots.iter().find(|held| held.len() == len) {
@@ -106,11 +108,11 @@ impl DeltaCache {
         Ok(())
     }
 
-    /// Makes sequence n of the batch what sequence `sequences[n]` was, as beam search does between its steps; a
-    /// sequence may come several times, or not at all. No sequences is a [`reset`](Self::reset).
+    /// Replaces sequence n of the batch by sequence `sequences[n]`, in snapshots too, as beam search does between its
+    /// steps; a sequence may be repeated or left out. An empty slice is a [`reset`](Self::reset).
     ///
     /// # Errors
-    /// For a sequence that is not there. The cache is as it was then.
+    /// For an index that the batch does not have. The cache is unchanged then.
     pub fn reorder(&mut self, sequences: &[usize]) -> Result<()> {
         let held = self.now.lens.len();
         if let Some(sequence) = sequences.iter().find(|&&sequence| sequence >= held) {
@@ -132,11 +134,10 @@ impl DeltaCache {
         Ok(())
     }
 
-    /// A second cache with the same sequences and snapshots: what is added to one is not in the other. It copies
-    /// nothing.
+    /// A second cache with the same sequences and snapshots, which continues independently. It copies nothing.
     ///
     /// # Errors
-    /// None: it is as [`AttentionCache::fork`](crate::AttentionCache::fork).
+    /// Never; the signature is that of [`AttentionCache::fork`](crate::AttentionCache::fork).
     pub fn fork(&self) -> Result<Self> {
         Ok(self.clone())
     }
@@ -144,18 +145,25 @@ impl DeltaCache {
     /// What is kept, if anything is, of these shapes and for a call with these inputs.
     pub(super) fn held(&self, inputs: &[usize], states: &[usize], xs: &Tensor) -> Result<Option<&[Tensor; 2]>> {
         if let Some([last, state]) = &self.now.tensors {
-            let expect = |name, tensor, shape: &[usize]| {
-                let shape: Vec<_> = shape.iter().map(|&size| Dim::Is(size)).collect();
-                Expect::many("delta_cache", name, tensor).shape(&shape)?.beside("the call", xs.device())
-            };
-            expect("last inputs", last, inputs)?.dtype(xs.dtype(), "the call's")?;
-            expect("states", state, states)?;
+            let last = Expect::many("delta_cache", "last inputs", last).sizes(inputs)?;
+            last.beside("the call", xs.device())?.dtype(xs.dtype(), "the call's")?;
+            Expect::many("delta_cache", "states", state).sizes(states)?.beside("the call", xs.device())?;
         }
         Ok(self.now.tensors.as_ref())
     }
 
     /// What there is after a call, in sequences of these lengths.
-    pub(super) fn advance(&mut self, lens: Vec<usize>, tensors: [Tensor; 2]) {
-        self.now = Held { lens, tensors: Some(tensors.map(|tensor| tensor.detach())) };
+    ///
+    /// # Errors
+    /// If what is to be kept is tracked for gradients, which would end here.
+    pub(super) fn advance(&mut self, lens: Vec<usize>, tensors: [Tensor; 2]) -> Result<()> {
+        if tensors.iter().any(Tensor::track_op) {
+            bail!(
+                "[delta_cache] the layer's states are tracked for gradients, which a cache cannot keep, expected a layer \
+                 after `freeze()` and an input `xs.detach()`"
+            )
+        }
+        self.now = Held { lens, tensors: Some(tensors) };
+        Ok(())
     }
 }

@@ -43,42 +43,45 @@ pub struct GatedDeltaNetConfig {
     #[methods(with)]
     num_key_heads: Option<usize>,
     /// D_k, the width of one head of queries and keys; 128 unless given.
-    #[default(128)]
+    #[serde(default = "head_dim")]
+    #[default(head_dim())]
     #[check(number::size)]
     key_head_dim: usize,
     /// D_v, the width of one value head; 128 unless given.
-    #[default(128)]
+    #[serde(default = "head_dim")]
+    #[default(head_dim())]
     #[check(number::size)]
     value_head_dim: usize,
-    /// K, the taps of the convolutions: how many tokens, its own included, a query, key or value is made from, two or
-    /// more; 4 unless given.
-    #[default(4)]
+    /// K, the kernel size of the convolutions, 2 or more: a query, key or value is computed from its own token and the
+    /// K
+    /// - 1 before it; 4 unless given.
+    #[serde(default = "conv_kernel")]
+    #[default(conv_kernel())]
     #[check(number::size)]
     conv_kernel: usize,
-    /// Whether each of the D_k rows of a state decays by itself (Kimi Linear), and not the state as a whole.
+    /// Whether each of the D_k rows of a state has a decay of its own (Kimi Linear); otherwise a head has one decay.
     #[serde(default)]
     decay_per_channel: bool,
-    /// The width that inputs are compressed to before decays are computed (Kimi Linear); without it one projection
-    /// makes them.
+    /// The rank of the projection to decays, which is then the product of two (Kimi Linear); one projection of full
+    /// rank unless given.
     #[check(number::size)]
     decay_rank: Option<usize>,
-    /// The least logarithm of a decay, below 0, and another formula for it (GLM 5, Ling 3): `bound · sigmoid(e^A_log
-    /// x)` in place of `-e^A_log softplus(x)`.
+    /// A lower bound of the decay's logarithm, below 0. The logarithm is then `bound sigmoid(e^A_log x)` in place of
+    /// `-e^A_log softplus(x)`, where x is the projected input plus `dt_bias` (GLM 5, Ling 3).
     #[check(number::finite)]
     decay_lower_bound: Option<f64>,
-    /// Whether beta is from 0 to 2 and not to 1, so that a state may change its sign (OLMo Hybrid's
+    /// Whether beta is `2 sigmoid(x)`, from 0 to 2, in place of `sigmoid(x)`, from 0 to 1 (OLMo Hybrid's
     /// `linear_allow_neg_eigval`).
     #[serde(default)]
     doubled_beta: bool,
-    /// What the gate's projection becomes before it multiplies the normalised context; SiLU unless given.
+    /// The activation of the output gate, which multiplies the normalised context; SiLU unless given.
     #[serde(default = "silu")]
     #[default(silu())]
     gate_activation: GateActivation,
-    /// The width that inputs are compressed to before the gate is computed (Kimi Linear); without it one projection
-    /// makes it.
+    /// The rank of the projection to the output gate, likewise (Kimi Linear); one projection of full rank unless given.
     #[check(number::size)]
     gate_rank: Option<usize>,
-    /// What the norm of each head's context adds to the mean square; 1e-6 unless given.
+    /// The epsilon of the RMS norm of each head's context, added to the mean square; 1e-6 unless given.
     #[serde(default = "norm_eps")]
     #[default(norm_eps())]
     #[check(number::epsilon)]
@@ -89,13 +92,21 @@ fn silu() -> GateActivation {
     GateActivation::Silu
 }
 
+fn head_dim() -> usize {
+    128
+}
+
+fn conv_kernel() -> usize {
+    4
+}
+
 fn norm_eps() -> f64 {
     1e-6
 }
 
 impl GatedDeltaNetConfig {
-    /// A layer over inputs (B, T, `embed_dim`) with `num_heads` value heads, and the options of Qwen3-Next: as many key
-    /// heads, heads of 128, convolutions of 4 taps, one decay for a state, a gate by SiLU.
+    /// A layer over inputs (B, T, `embed_dim`) with `num_heads` value heads and as many key heads, D_k and D_v of 128,
+    /// convolutions over 4 tokens, one decay for each head, and a gate with SiLU.
     pub fn new(embed_dim: usize, num_heads: usize) -> Self {
         Self { embed_dim, num_heads, ..Self::unset() }
     }
@@ -148,6 +159,20 @@ impl GatedDeltaNetConfig {
         if let Some(bound) = self.decay_lower_bound.filter(|&bound| bound >= 0.0) {
             bail!("[{OP}] decay_lower_bound is {bound:?}, expected a number below 0")
         }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::GatedDeltaNetConfig;
+
+    /// What "unless given" says holds for JSON too.
+    #[test]
+    fn json_without_options_is_the_default() -> Result<(), serde_json::Error> {
+        let cfg: GatedDeltaNetConfig = serde_json::from_str(r#"{"embed_dim": 64, "num_heads": 4}"#)?;
+        assert_eq!(cfg, GatedDeltaNetConfig::new(64, 4));
+        assert_eq!(serde_json::from_str::<GatedDeltaNetConfig>(&serde_json::to_string(&cfg)?)?, cfg);
         Ok(())
     }
 }

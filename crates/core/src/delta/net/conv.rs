@@ -1,4 +1,4 @@
-//! The short causal convolution of each channel by itself, and SiLU.
+//! The short causal convolution, depthwise, and SiLU.
 
 use std::ops::Range;
 
@@ -13,13 +13,12 @@ use crate::cache::NewTokens;
 use crate::linear::ProjectionRows;
 use crate::sdpa::PackedSequences;
 
-/// `y[t] = silu(Σ taps[i] · x[t - K + 1 + i])` of each channel, where what came before a sequence is its state, or
-/// zeros.
+/// `y[t] = silu(Σ taps[i] x[t - K + 1 + i])` of each channel. The K - 1 inputs before a call are its state, or zeros.
 #[derive(Debug, Clone)]
 pub(super) struct ShortConvolution {
     /// (C, 1, K).
     weight: ProjectionRows,
-    /// (K, C) in the dtype that is computed in, where it is no variable.
+    /// (K, C) in the accumulation dtype, unless the weight is a variable.
     taps: Option<Tensor>,
 }
 

@@ -1,16 +1,15 @@
-//! What one call of a gated delta net reads.
+//! The inputs of one call of a gated delta net.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-use super::{DeltaCache, OP};
+use super::{DeltaCache, GatedDeltaNetConfig, OP};
 use crate::base::Dim::{Any, Is, Named};
 use crate::base::{Expect, fits_in_memory};
 use crate::cache::{NewTokens, Padding};
 use crate::mask::runs_of_ones;
 use crate::sdpa::{Backend, PackedSequences};
 
-/// What one call of a [`GatedDeltaNet`](crate::GatedDeltaNet) reads besides the layer's parameters. A `&Tensor` is one
-/// call over it.
+/// The inputs of one call of a [`GatedDeltaNet`](crate::GatedDeltaNet). A `&Tensor` converts into one without options.
 #[derive(Debug)]
 #[must_use]
 pub struct DeltaInput<'a> {
@@ -30,29 +29,31 @@ impl<'a> DeltaInput<'a> {
         Self { xs, cache: None, attention_mask, valid_lens, packed: None, residual: None, backend: Backend::Auto }
     }
 
-    /// Goes on after the tokens of earlier calls, and keeps what the next call needs.
+    /// Continues after the tokens of earlier calls, and updates the cache with those of this call.
     pub fn with_cache(self, cache: &'a mut DeltaCache) -> Self {
         Self { cache: Some(cache), ..self }
     }
 
-    /// 1 for tokens and 0 for padding, (B, T), as tokenizers give it, of this call's tokens alone: those of a sequence
-    /// are one run, or none, which follows on its tokens in a cache. Padding changes nothing that a token or a cache
-    /// gets, and means nothing in the output.
+    /// Padding on either side: 1 for tokens and 0 for padding, (B, T) in any dtype, for the tokens of this call only,
+    /// without those in a cache. The ones of a row are contiguous, and there may be none; on the left there is no
+    /// padding once the sequence has tokens in the cache. Padding affects neither the outputs of tokens nor the cache.
+    /// Its own outputs have no meaning.
     pub fn with_attention_mask(self, mask: &'a Tensor) -> Self {
         Self { attention_mask: Some(mask), ..self }
     }
 
-    /// Padding on the right: of each sequence, how many of the T positions are tokens.
+    /// Padding on the right: the number of tokens of each of the B sequences, at most T.
     pub fn with_valid_lens(self, valid_lens: &'a [usize]) -> Self {
         Self { valid_lens: Some(valid_lens), ..self }
     }
 
-    /// Sequences of different lengths, one after the other in `xs` (total, E): each begins with a state of zeros.
+    /// Sequences of different lengths, one after the other in `xs` (total, E). Each begins with a state of zeros, and
+    /// there is neither a cache nor padding.
     pub fn with_packed(self, sequences: &'a PackedSequences) -> Self {
         Self { packed: Some(sequences), ..self }
     }
 
-    /// What is added to the output, of its shape, before it is rounded.
+    /// A tensor of the output's shape and dtype, which is added to it before it is rounded.
     pub fn with_residual(self, residual: &'a Tensor) -> Self {
         Self { residual: Some(residual), ..self }
     }
@@ -64,25 +65,33 @@ impl<'a> DeltaInput<'a> {
 }
 
 impl DeltaInput<'_> {
-    /// The inputs as (B, T, E) for a layer of a width, with zeros in the place of padding, and which are tokens.
+    /// The inputs as (B, T, E) for a layer, with zeros in the place of padding, and which of them are tokens.
     ///
     /// # Errors
     /// For whatever does not fit the layer, or each other.
-    pub(super) fn check(&self, width: usize, dtype: DType, device: &Device) -> Result<(Tensor, NewTokens)> {
-        let xs = self.xs;
+    pub(super) fn check(
+        &self,
+        cfg: &GatedDeltaNetConfig,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<(Tensor, NewTokens)> {
+        let (xs, width) = (self.xs, cfg.embed_dim());
         let expect = Expect::one(OP, "input", xs);
-        expect.shape_of(&[&[Any("B"), Any("T"), Is(width)], &[Any("T"), Is(width)]])?;
+        match self.packed {
+            Some(sequences) => expect.shape(&[Named("total", sequences.total_queries()), Is(width)])?,
+            None => expect.shape_of(&[&[Any("B"), Any("T"), Is(width)], &[Any("T"), Is(width)]])?,
+        };
         expect.dtype(dtype, "the weights'")?.beside("the weights", device)?;
-        if !fits_in_memory(xs.dims()) {
-            bail!("[{OP}] input has shape {:?}, which does not fit in memory", xs.dims())
-        }
         if let Some(residual) = self.residual {
-            let shape: Vec<_> = xs.dims().iter().map(|&size| Is(size)).collect();
-            let residual = Expect::one(OP, "residual", residual).shape(&shape)?;
+            let residual = Expect::one(OP, "residual", residual).sizes(xs.dims())?;
             residual.dtype(dtype, "the input's")?.beside("the input", device)?;
         }
         let batch = if xs.rank() == 2 { xs.unsqueeze(0)? } else { xs.clone() };
         let (b, t, _) = batch.dims3()?;
+        // What is projected, after what the convolutions have before it: of sequences without tokens too.
+        if !fits_in_memory(&[b, t.saturating_add(cfg.conv_kernel()), cfg.rows()[5].end]) {
+            bail!("[{OP}] input has shape {:?}, which does not fit in memory", xs.dims())
+        }
         let (mut starts, mut ends) = (Vec::new(), Vec::new());
         let padding = match (self.attention_mask, self.valid_lens) {
             (Some(_), Some(_)) => {
@@ -108,18 +117,9 @@ impl DeltaInput<'_> {
         if let Some(n) = (0..b).find(|&n| tokens.before[n] > 0 && tokens.tokens[n].start > 0) {
             bail!("[{OP}] sequence {n} has padding between its tokens and those in the cache, expected none")
         }
-        if let Some(sequences) = self.packed {
-            let is_padded = self.attention_mask.is_some() || self.valid_lens.is_some();
-            if xs.rank() != 2 || self.cache.is_some() || is_padded {
-                bail!(
-                    "[{OP}] packed sequences were given with an input {:?}, expected (total, E), no cache and no padding",
-                    xs.dims()
-                )
-            }
-            let found = sequences.total_queries();
-            if found != t {
-                bail!("[{OP}] the packed sequences have {found} tokens, expected the {t} of the input")
-            }
+        let is_padded = self.attention_mask.is_some() || self.valid_lens.is_some();
+        if self.packed.is_some() && (self.cache.is_some() || is_padded) {
+            bail!("[{OP}] packed sequences were given with a cache or with padding, expected neither")
         }
         Ok((tokens.without_padding(batch)?, tokens))
     }

@@ -11,13 +11,13 @@ use super::GatedDeltaNetConfig;
 use crate::base::{Heads, LINEAR_WEIGHT, Rows, Source, Spec, has};
 use crate::linear::{Piece, ProjectionRows};
 
-/// How a checkpoint names and packs the parameters of a [`GatedDeltaNet`](crate::GatedDeltaNet). Those that it has
-/// beside the ones of the table are `A_log` and `dt_bias`.
+/// How a checkpoint names and packs the parameters of a [`GatedDeltaNet`](crate::GatedDeltaNet). Each layout has
+/// `A_log` and `dt_bias` too.
 ///
 /// | layout | projections | convolutions | norm, output |
 /// | --- | --- | --- | --- |
-/// | separate | `q_proj`, `k_proj`, `v_proj`, `b_proj`; `a_proj`, `f_proj` where channels decay by themselves, or `f_a_proj`, `f_b_proj`; `g_proj`, or `g_a_proj`, `g_b_proj` | `q_conv1d`, `k_conv1d`, `v_conv1d` | `o_norm`, `o_proj` |
-/// | by key head | `in_proj_qkvz`, `in_proj_ba`, key head by key head with its value heads | `conv1d` | `norm`, `out_proj` |
+/// | separate | `q_proj`, `k_proj`, `v_proj`, `b_proj`; decays `a_proj`, `f_proj` with one for each channel, or `f_a_proj`, `f_b_proj` with a rank; gate `g_proj`, or `g_a_proj`, `g_b_proj` with a rank | `q_conv1d`, `k_conv1d`, `v_conv1d` | `o_norm`, `o_proj` |
+/// | by key head | `in_proj_qkvz`, `in_proj_ba`, their rows grouped by key head, with its value heads | `conv1d` | `norm`, `out_proj` |
 /// | by part | `in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a` | `conv1d` | `norm`, `out_proj` |
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

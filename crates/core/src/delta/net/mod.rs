@@ -39,12 +39,13 @@ const UP: [&str; 2] = ["g_b_proj", "f_b_proj"];
 /// Qwen3-Next, Qwen3.5, Kimi Linear (<https://arxiv.org/abs/2510.26692>) and OLMo Hybrid have it in the place of most
 /// of their attention.
 ///
-/// Queries, keys and values pass a convolution over the last few tokens and SiLU, queries and keys are normalised, and
-/// [`gated_delta_rule`] runs over them with decays `-e^A_log softplus(x + dt_bias)` and a beta by sigmoid. Its outputs
-/// are normalised head by head, multiplied by a gate, and projected.
+/// Queries, keys and values pass through a short causal convolution of each channel and SiLU, and queries and keys are
+/// divided by their length. [`gated_delta_rule`] runs over them with `decay = -e^A_log softplus(x_a + dt_bias)` and
+/// `beta = sigmoid(x_b)`, where x_a and x_b are projections of the input. Its output is normalised for each head (RMS
+/// norm), multiplied by a gate, and projected to (B, T, E).
 ///
-/// What later tokens need of earlier ones has one size, however many there were: a [`DeltaCache`] holds it between
-/// calls. The layer is a value without state itself.
+/// The layer is causal. The memory of generation does not grow with the number of tokens: a [`DeltaCache`] holds the
+/// state between calls, and the layer itself has none.
 ///
 /// ```
 /// use candle_attention::{DeltaCache, DeltaInput, GatedDeltaNet, GatedDeltaNetConfig};
@@ -63,9 +64,9 @@ const UP: [&str; 2] = ["g_b_proj", "f_b_proj"];
 /// # Ok(()) }
 /// ```
 ///
-/// Over plain tensors on a CPU the weights of all projections of the input are packed as one ([`PackedLinear`]);
-/// variables are read in every call, so that the layer learns with them. Inputs are (B, T, E), or (T, E) for one
-/// sequence.
+/// Inputs are (B, T, E), or (T, E) for one sequence, in the weights' dtype. Over plain tensors on a CPU the weights of
+/// all projections of the input are packed together ([`PackedLinear`]); variables are read in every call, so that the
+/// layer can be trained.
 #[derive(Debug, Clone)]
 pub struct GatedDeltaNet {
     config: GatedDeltaNetConfig,
@@ -93,7 +94,7 @@ impl GatedDeltaNet {
 
     /// A layer with the names of a layout below the builder's prefix.
     ///
-    /// Plain tensors are read now, variables in every call, so that the layer learns with them.
+    /// Plain tensors are read once, here; variables are read in every call, so that the layer can be trained.
     ///
     /// # Errors
     /// For a config that does not fit together or that the layout cannot hold, and for a missing or misshapen tensor,
@@ -145,8 +146,8 @@ impl GatedDeltaNet {
         })
     }
 
-    /// The same layer with what its variables hold now as plain packed weights, so that nothing is tracked for
-    /// gradients: for inference after training.
+    /// A copy of the layer for inference after training: the present values of its variables as plain packed weights,
+    /// which are not tracked for gradients.
     ///
     /// # Errors
     /// If memory is short.
@@ -174,7 +175,7 @@ impl GatedDeltaNet {
     /// The layer's parameters under the names and in the shapes of a layout, as a state dict that PyTorch reads.
     ///
     /// # Errors
-    /// If the layout cannot hold the layer, and why; and if memory is short.
+    /// If the layout cannot hold the layer, and if memory is short.
     pub fn state_dict(&self, layout: DeltaLayout) -> Result<Vec<(String, Tensor)>> {
         let fail = |problem: String| Error::msg(format!("[state_dict] {problem} (layout {layout})"));
         let ([norm, out], mut named) = (layout.norm_and_out(), Vec::new());
@@ -210,14 +211,16 @@ impl GatedDeltaNet {
         self.forward_with(xs)
     }
 
-    /// The layer with a cache, padding, packed sequences: (B, T, E) gives (B, T, E).
+    /// The layer with a cache, padding, or packed sequences: (B, T, E) gives (B, T, E), and (T, E) gives (T, E).
     ///
     /// # Errors
-    /// For an input whose shape, dtype or device does not fit the layer, for padding that does not fit it, for packed
-    /// sequences that do not fit it or come with a cache or padding, and for a cache of another layer or batch.
+    /// For an input whose shape, dtype or device does not fit the layer, for padding that does not fit the input, for
+    /// packed sequences that do not fit it or come with a cache or padding, for a cache whose shapes are those of
+    /// another layer or batch, and as [`gated_delta_rule`]: with f64 weights or on a GPU, at most 4,096 tokens have
+    /// gradients.
     pub fn forward_with<'a>(&self, input: impl Into<DeltaInput<'a>>) -> Result<Tensor> {
         let (cfg, mut input) = (&self.config, input.into());
-        let (xs, tokens) = input.check(cfg.embed_dim(), self.out.dtype(), self.out.device())?;
+        let (xs, tokens) = input.check(cfg, self.out.dtype(), self.out.device())?;
         let ((b, t, _), packed) = (xs.dims3()?, input.packed);
         let (h, h_k, d_k, d_v) = (cfg.num_heads(), cfg.num_key_heads(), cfg.key_head_dim(), cfg.value_head_dim());
         let [of_q, of_k, of_v, of_gate, of_beta, of_decay] = cfg.rows();
@@ -257,7 +260,7 @@ impl GatedDeltaNet {
         let residual = input.residual.map(|residual| residual.reshape(xs.shape())).transpose()?;
         let ys = self.out.product(&context.reshape((b, t, h * d_v))?, 0..cfg.embed_dim(), residual.as_ref())?;
         if let Some(cache) = &mut input.cache {
-            cache.advance(tokens.ends().collect(), [tail(&qkv, &before, &tokens)?, state]);
+            cache.advance(tokens.ends().collect(), [tail(&qkv, &before, &tokens)?, state])?;
         }
         ys.reshape(input.xs.shape())
     }
@@ -273,17 +276,14 @@ impl GatedDeltaNet {
         let (cfg, dtype) = (&self.config, accumulation_dtype(xs.dtype()));
         let xs = self.up[1].as_ref().map_or_else(|| Ok(xs.clone()), |up| up.forward(xs))?.to_dtype(dtype)?;
         let xs = xs.broadcast_add(&self.parameters.expect(BIAS)?.to_dtype(dtype)?)?;
-        let mut rate = self.parameters.expect(RATE)?.to_dtype(dtype)?.flatten_all()?.exp()?;
+        let rate = self.parameters.expect(RATE)?.to_dtype(dtype)?.flatten_all()?.exp()?.unsqueeze(1)?;
         let (b, t, decays) = xs.dims3()?;
-        let mut shape = vec![b, t, decays];
-        if cfg.decay_per_channel() {
-            (shape, rate) = (vec![b, t, cfg.num_heads(), cfg.key_head_dim()], rate.unsqueeze(1)?);
-        }
-        let xs = xs.reshape(shape)?;
-        match cfg.decay_lower_bound() {
-            Some(bound) => GateActivation::Sigmoid.of(&xs.broadcast_mul(&rate)?)? * bound,
-            None => GateActivation::Softplus.of(&xs)?.broadcast_mul(&rate.neg()?),
-        }
+        let xs = xs.reshape((b, t, cfg.num_heads(), decays / cfg.num_heads()))?;
+        let decay = match cfg.decay_lower_bound() {
+            Some(bound) => (GateActivation::Sigmoid.of(&xs.broadcast_mul(&rate)?)? * bound)?,
+            None => GateActivation::Softplus.of(&xs)?.broadcast_mul(&rate.neg()?)?,
+        };
+        if cfg.decay_per_channel() { Ok(decay) } else { decay.squeeze(3) }
     }
 }
 

@@ -17,7 +17,7 @@ use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use candle_nn::Linear;
 
 use super::PackedLinear;
-use crate::base::{Dim, Expect, part};
+use crate::base::{Expect, part};
 
 const OP: &str = "multi_head_attention";
 
@@ -76,7 +76,7 @@ impl ModuleOutput {
         }
         let ys = module.forward(&xs.contiguous()?)?;
         let name = format!("the output of the {} projection", self.place);
-        let output = Expect::one(OP, &name, &ys).shape(&expected.map(Dim::Is))?;
+        let output = Expect::one(OP, &name, &ys).sizes(&expected)?;
         output.dtype(self.dtype, "the weights'")?.beside("the weights", &self.device)?;
         Ok(ys)
     }
