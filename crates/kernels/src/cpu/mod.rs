@@ -37,4 +37,4 @@ pub(crate) use product::{
 pub(crate) use threads::for_each_index;
 pub use threads::{Executor, Workers, for_each_task};
 pub use tier::{Tier, TierError};
-pub(crate) use vector::{EXP2_MIN, MAX_LANES, Vector, erfc, sigmoid, tanh};
+pub(crate) use vector::{EXP2_MIN, MAX_LANES, Vector, erfc, prefetch_bytes, sigmoid, tanh};

@@ -1,6 +1,6 @@
 //! The matrix product that both halves of attention and every projection consist of.
 
-use super::vector::Vector;
+use super::vector::{Vector, prefetch_bytes};
 
 /// One product over a panel of columns. Strides and sizes count 32-bit words. B is (depth, panel) and C (rows, panel),
 /// both contiguous.
@@ -260,7 +260,8 @@ pub(crate) unsafe fn accumulate<M: MulAdd + ?Sized, B: Columns, const R: usize, 
             // vectors.
             unsafe {
                 if const { !B::IS_WORDS } {
-                    prefetch_columns::<M::Vector>(b, next.addr() - b.addr());
+                    let ahead = b.cast::<u8>().wrapping_add(PREFETCH_BYTES);
+                    prefetch_bytes::<M::Vector>(ahead, next.addr() - b.addr());
                 }
                 let mut loaded = load_columns::<M::Vector, B, N>(b, block);
                 for _ in 0..B::STEPS {
@@ -325,18 +326,6 @@ unsafe fn take_columns<V: Vector, B: Columns, const N: usize>(loaded: &mut [B::L
             *column = B::take(loaded);
         }
         columns
-    }
-}
-
-/// Prefetches what lies [`PREFETCH_BYTES`] after some bytes.
-///
-/// # Safety
-/// The processor has the tier of V.
-#[inline(always)]
-unsafe fn prefetch_columns<V: Vector>(b: *const f32, bytes: usize) {
-    for line in (0..bytes).step_by(64) {
-        // SAFETY: the processor has the tier, and an address to prefetch need not be valid.
-        unsafe { V::prefetch(b.cast::<u8>().wrapping_add(PREFETCH_BYTES + line)) };
     }
 }
 

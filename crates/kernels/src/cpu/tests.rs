@@ -5,6 +5,13 @@ mod elementary;
 mod products;
 
 use super::{Kernel, SimdTask, Tier, dispatch_bf16, dispatch_f32};
+use crate::number::Number;
+
+/// Numbers between -1 and 1 in no order.
+pub(crate) fn numbers<E: Number>(count: usize, salt: u64) -> Vec<E> {
+    let number = |n: u64| ((n + 1).wrapping_mul(salt.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1) >> 40) as f32;
+    (0..count as u64).map(|n| E::from_f32(number(n) / (1 << 23) as f32 - 1.0)).collect()
+}
 
 /// Runs the task on the kernels of every tier of this processor. The tier on which it fails is the last one that was
 /// printed.

@@ -60,6 +60,18 @@ pub trait Vector: Copy {
     unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize);
 }
 
+/// Prefetches the cache lines of some bytes, which need not be valid.
+///
+/// # Safety
+/// The processor has the tier of V.
+#[inline(always)]
+pub(crate) unsafe fn prefetch_bytes<V: Vector>(at: *const u8, bytes: usize) {
+    for line in (0..bytes).step_by(64) {
+        // SAFETY: as this function's contract.
+        unsafe { V::prefetch(at.wrapping_add(line)) };
+    }
+}
+
 /// The most lanes that a vector of any tier has.
 pub(crate) const MAX_LANES: usize = 16;
 

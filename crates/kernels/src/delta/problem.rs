@@ -127,15 +127,12 @@ impl<E> Problem<'_, E> {
         Head { sequence: index / self.dims.h, head: index % self.dims.h }
     }
 
-    /// How many blocks of `len` tokens stand before those of each sequence.
+    /// How many blocks of `len` tokens stand before those of each sequence, and last how many there are.
     pub(super) fn blocks(&self, len: usize) -> Vec<usize> {
-        let mut count = 0;
-        let before = self.sequences.iter().map(|range| {
-            count += range.len().div_ceil(len);
-            count - range.len().div_ceil(len)
-        });
-        let mut before: Vec<_> = before.collect();
-        before.push(count);
+        let mut before = vec![0];
+        for range in self.sequences {
+            before.push(before[before.len() - 1] + range.len().div_ceil(len));
+        }
         before
     }
 

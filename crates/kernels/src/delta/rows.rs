@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::problem::{Decay, Dims, Problem};
-use crate::cpu::{Kernel, Scratch, SimdTask, Vector};
+use crate::cpu::{Kernel, Scratch, SimdTask, Vector, prefetch_bytes};
 use crate::number::{Number, load_first, widen_row};
 use crate::strided::Strided;
 
@@ -105,9 +105,7 @@ impl Ahead {
                 let further = self.from.row(of, token + tokens.len());
                 // SAFETY: as this method's contract; an address to prefetch need not be valid.
                 unsafe {
-                    for line in (0..width).step_by(64) {
-                        V::prefetch(further.wrapping_add(line));
-                    }
+                    prefetch_bytes::<V>(further, width);
                     self.to.row(of, token).copy_from_nonoverlapping(self.from.row(of, token), width);
                 }
             }

@@ -5,13 +5,8 @@ use std::ops::Range;
 
 use super::{BackwardProblem, Decay, Dims, Problem, gated_delta_rule, gated_delta_rule_backward};
 use crate::cpu::Tier;
+use crate::cpu::tests::numbers;
 use crate::strided::Strided;
-
-/// Numbers between -1 and 1 in no order.
-fn numbers(count: usize, salt: u64) -> Vec<f32> {
-    let number = |n: u64| ((n + 1).wrapping_mul(salt.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1) >> 40) as f32;
-    (0..count as u64).map(|n| number(n) / (1 << 23) as f32 - 1.0).collect()
-}
 
 /// A call, whose numbers are contiguous.
 #[derive(Clone)]
@@ -32,7 +27,7 @@ impl Case {
         let Dims { b, t, h, h_q, h_k, h_v, d_k, d_v } = dims;
         let tokens = b * t;
         let decays = tokens * h * if has_channels { d_k } else { 1 };
-        let decay = numbers(decays, 4).into_iter().enumerate().map(|(n, x)| match n % 11 {
+        let decay = numbers::<f32>(decays, 4).into_iter().enumerate().map(|(n, x)| match n % 11 {
             3 => f32::NEG_INFINITY,
             5 => 0.0,
             _ => x - 1.0,
@@ -42,7 +37,7 @@ impl Case {
             numbers(tokens * h_k * d_k, 2),
             numbers(tokens * h_v * d_v, 3),
             decay.collect(),
-            numbers(tokens * h, 5).iter().map(|x| x + 1.0).collect(),
+            numbers::<f32>(tokens * h, 5).iter().map(|x| x + 1.0).collect(),
             numbers(sequences.len() * h * d_k * d_v, 6),
         ];
         let qk_norm = (d_k % 2 == 0).then_some(1e-3);

@@ -9,7 +9,7 @@ use super::heuristics::{PackedSizes, PackedWidth};
 use super::problem::{Dims, KeysValues, KvHead, ScoreInputs, StoredRows, Strided};
 use super::tile::Tile;
 use super::workspace::Workspace;
-use crate::cpu::{Kernel, LeftOperand, SimdTask, Vector};
+use crate::cpu::{Kernel, LeftOperand, SimdTask, Vector, prefetch_bytes};
 use crate::number::{Number, Stored, load_first, pack_row_pair, store_first, widen_row};
 
 /// How many rows of f32 ahead are prefetched: enough to cover the latency of memory at a row every few dozen cycles. Of
@@ -23,10 +23,8 @@ const PREFETCH_ROWS: usize = 16;
 #[inline(always)]
 pub(super) unsafe fn prefetch_row<V: Vector, E>(row: *const E, stride: usize, width: usize) {
     let ahead = row.wrapping_add(PREFETCH_ROWS * (4 / size_of::<E>()) * stride).cast::<u8>();
-    for line in (0..width * size_of::<E>()).step_by(64) {
-        // SAFETY: the processor has the tier, and an address to prefetch need not be valid.
-        unsafe { V::prefetch(ahead.wrapping_add(line)) };
-    }
+    // SAFETY: the processor has the tier.
+    unsafe { prefetch_bytes::<V>(ahead, width * size_of::<E>()) };
 }
 
 /// The keys or the values of one head.

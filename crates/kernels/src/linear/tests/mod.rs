@@ -8,16 +8,10 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 use super::{Activation, CODE_BLOCK, Codes, Epilogue, PackedWeight, Projection, Up, project, project_vec};
-use crate::cpu::tests::erfc;
+use crate::cpu::tests::{erfc, numbers};
 use crate::cpu::{Executor, Tier};
 use crate::element::Element;
 use crate::error::Error;
-
-/// Numbers between -1 and 1 in no order.
-fn numbers<E: Element>(count: usize, salt: u64) -> Vec<E> {
-    let number = |n: u64| ((n + 1).wrapping_mul(salt.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1) >> 40) as f32;
-    (0..count as u64).map(|n| E::from_f32(number(n) / (1 << 23) as f32 - 1.0)).collect()
-}
 
 #[derive(Debug, Clone)]
 struct Case {
