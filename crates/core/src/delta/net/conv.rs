@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::OP;
-use crate::base::rowwise::{Element, Rows, TASK_ELEMENTS, with_contiguous_rows};
+use crate::base::rowwise::{Element, Rows, map_heads, with_contiguous_rows};
 use crate::base::{accumulation_dtype, part};
 use crate::cache::NewTokens;
 use crate::linear::ProjectionRows;
@@ -41,50 +41,51 @@ impl ShortConvolution {
         Ok(ProjectionRows::to_linear(&[&self.weight])?.weight().clone())
     }
 
-    fn taps(&self) -> Result<Tensor> {
+    /// (K, C) in the accumulation dtype, what variables hold now.
+    pub fn taps(&self) -> Result<Tensor> {
         if let Some(taps) = &self.taps {
             return Ok(taps.clone());
         }
         let weight = self.weight()?;
         weight.to_dtype(accumulation_dtype(weight.dtype()))?.squeeze(1)?.t()?.contiguous()
     }
+}
 
-    /// Some of the channels of (B, T, C), after a state (B, K - 1, C), or of packed sequences (1, total, C), each after
-    /// zeros.
-    pub fn forward(
-        &self,
-        xs: &Tensor,
-        state: &Tensor,
-        channels: Range<usize>,
-        sequences: Option<&PackedSequences>,
-    ) -> Result<Tensor> {
-        let of_channels = |tensor: &Tensor, dim| part(tensor, dim, channels.clone());
-        let (taps, xs, state) = (of_channels(&self.taps()?, 1)?, of_channels(xs, 2)?, of_channels(state, 2)?);
-        let (b, t, _) = xs.dims3()?;
-        if xs.elem_count() == 0 {
-            return Tensor::zeros(xs.shape(), xs.dtype(), xs.device());
-        }
-        let is_tracked = xs.track_op() || taps.track_op();
-        if xs.device().is_cpu() && (xs.dtype() == DType::F32 || !is_tracked) {
-            let starts: Vec<_> = match sequences {
-                Some(sequences) => (0..sequences.len()).map(|s| sequences.queries(s).start).collect(),
-                None => (0..b).map(|b| b * t).collect(),
-            };
-            let (xs, state) = (with_contiguous_rows(&xs)?, state.detach().flatten_all()?);
-            match xs.dtype() {
-                DType::F32 => {
-                    return xs.apply_op2(&taps.contiguous()?, Convolve { state: state.to_vec1::<f32>()?, starts });
-                }
-                DType::BF16 => return Convolve { state: state.to_vec1::<bf16>()?, starts }.of(&xs, &taps),
-                DType::F16 => return Convolve { state: state.to_vec1::<f16>()?, starts }.of(&xs, &taps),
-                _ => {}
-            }
-        }
-        let Some(sequences) = sequences else { return shifted(&xs, &state, &taps) };
-        let one = |s| shifted(&part(&xs, 1, sequences.queries(s))?, &state, &taps);
-        let filled = (0..sequences.len()).filter(|&s| !sequences.queries(s).is_empty());
-        Tensor::cat(&filled.map(one).collect::<Result<Vec<_>>>()?, 1)
+/// Some of the channels of (B, T, C) by taps (K, C), after a state (B, K - 1, C), or of packed sequences (1, total, C),
+/// each after zeros.
+pub(super) fn convolve(
+    taps: &Tensor,
+    xs: &Tensor,
+    state: &Tensor,
+    channels: Range<usize>,
+    sequences: Option<&PackedSequences>,
+) -> Result<Tensor> {
+    let of_channels = |tensor: &Tensor, dim| part(tensor, dim, channels.clone());
+    let (taps, xs, state) = (of_channels(taps, 1)?, of_channels(xs, 2)?, of_channels(state, 2)?);
+    let (b, t, _) = xs.dims3()?;
+    if xs.elem_count() == 0 {
+        return Tensor::zeros(xs.shape(), xs.dtype(), xs.device());
     }
+    let is_tracked = xs.track_op() || taps.track_op();
+    if xs.device().is_cpu() && (xs.dtype() == DType::F32 || !is_tracked) {
+        let starts: Vec<_> = match sequences {
+            Some(sequences) => (0..sequences.len()).map(|s| sequences.queries(s).start).collect(),
+            None => (0..b).map(|b| b * t).collect(),
+        };
+        let (xs, state) = (with_contiguous_rows(&xs)?, state.detach().flatten_all()?);
+        match xs.dtype() {
+            DType::F32 => {
+                return xs.apply_op2(&taps.contiguous()?, Convolve { state: state.to_vec1::<f32>()?, starts });
+            }
+            DType::BF16 => return Convolve { state: state.to_vec1::<bf16>()?, starts }.of(&xs, &taps),
+            DType::F16 => return Convolve { state: state.to_vec1::<f16>()?, starts }.of(&xs, &taps),
+            _ => {}
+        }
+    }
+    let Some(sequences) = sequences else { return shifted(&xs, &state, &taps) };
+    let one = |s| shifted(&part(&xs, 1, sequences.queries(s))?, &state, &taps);
+    let filled = (0..sequences.len()).filter(|&s| !sequences.queries(s).is_empty());
+    Tensor::cat(&filled.map(one).collect::<Result<Vec<_>>>()?, 1)
 }
 
 /// The last of a state (B, K - 1, C) and inputs (B, T, C), as many as the state has, before the end of each sequence's
@@ -129,19 +130,13 @@ struct Operands<'a, E> {
 }
 
 impl<E: Element<Wide = f32>> Convolve<E> {
-    fn new_rows(&self, operands: &Operands<E>) -> Vec<E> {
-        let c = operands.rows.d;
-        let mut ys = vec![E::default(); operands.rows.tokens * c];
-        let one_token = |[of_rows, of_ys]: &mut [[Vec<f32>; 2]; 2], (token, ys): (usize, &mut [E])| {
-            let sum = |_: &[f32], ys: &mut [f32]| {
-                self.sum(operands, token, ys, &mut of_rows[0]);
+    fn new_rows(&self, operands: &Operands<E>, layout: &Layout) -> Result<Vec<E>> {
+        map_heads(operands.elements, layout, |token| {
+            move |_, _: &[f32], ys: &mut [f32]| {
+                self.sum(operands, token, ys, &mut Vec::new());
                 ys.iter_mut().for_each(|y| *y /= 1.0 + (-*y).exp());
-            };
-            E::map(&[], ys, sum, of_ys);
-        };
-        let least = TASK_ELEMENTS.div_ceil(c);
-        ys.par_chunks_mut(c).enumerate().with_min_len(least).for_each_init(Default::default, one_token);
-        ys
+            }
+        })
     }
 
     /// The input so many tokens before a token.
@@ -170,7 +165,7 @@ impl<E: Element<Wide = f32> + WithDType> Convolve<E> {
         let Storage::Cpu(storage) = &*storage else { bail!("[{OP}] inputs are not on the CPU") };
         let taps = taps.flatten_all()?.to_vec1::<f32>()?;
         let operands = Operands { elements: storage.as_slice::<E>()?, rows: Rows::new(layout)?, taps: &taps };
-        Tensor::from_vec(self.new_rows(&operands), xs.shape(), xs.device())
+        Tensor::from_vec(self.new_rows(&operands, layout)?, xs.shape(), xs.device())
     }
 }
 
@@ -225,7 +220,7 @@ impl CustomOp2 for Convolve<f32> {
     ) -> Result<(CpuStorage, Shape)> {
         let taps = &taps.as_slice::<f32>()?[of_taps.start_offset()..][..of_taps.shape().elem_count()];
         let operands = Operands { elements: xs.as_slice::<f32>()?, rows: Rows::new(layout)?, taps };
-        Ok((CpuStorage::F32(self.new_rows(&operands)), layout.shape().clone()))
+        Ok((CpuStorage::F32(self.new_rows(&operands, layout)?), layout.shape().clone()))
     }
 
     fn bwd(

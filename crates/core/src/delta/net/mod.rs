@@ -24,7 +24,7 @@ use crate::base::{
 use crate::gate::{GateActivation, GatePlace, GateScope, OutputGate};
 use crate::linear::{PackedLinear, Piece, Projection, ProjectionRows};
 use crate::norm::RmsNorm;
-use conv::{ShortConvolution, tail};
+use conv::{ShortConvolution, convolve, tail};
 use layout::Packed;
 
 const OP: &str = "gated_delta_net";
@@ -238,9 +238,9 @@ impl GatedDeltaNet {
         let [qkv, gate, beta, decay] = [0..of_v.end, of_gate, of_beta, of_decay].map(|rows| part(&projected, 2, rows));
         let (qkv, gate) = (qkv?, gate?);
         let by_head = |xs: &Tensor| if packed.is_some() { xs.squeeze(0) } else { xs.transpose(1, 2) };
-        let convolved = |channels, h, d| {
-            by_head(&self.convolution.forward(&qkv, &before, channels, packed)?.reshape((b, t, h, d))?)
-        };
+        let taps = self.convolution.taps()?;
+        let convolved =
+            |channels, h, d| by_head(&convolve(&taps, &qkv, &before, channels, packed)?.reshape((b, t, h, d))?);
         let [q, k, v] = [convolved(of_q, h_k, d_k)?, convolved(of_k, h_k, d_k)?, convolved(of_v, h, d_v)?];
         // Padding neither forgets nor learns.
         let beta = by_head(&tokens.without_padding(self.beta(&beta?)?)?)?;
