@@ -13,6 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
+from answers import serve  # noqa: E402, beside this folder
+
 THREADS = int(sys.argv[1])
 
 
@@ -183,24 +186,6 @@ def llama_engine(call):
     return run
 
 
-def main():
+if __name__ == "__main__":
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # Libraries write to stdout what is no answer.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    call = None
-    print("started", file=answers, flush=True)
-    for line in sys.stdin:
-        try:
-            if line.strip() == "run":
-                call.run()
-            else:
-                call = None
-                call = Call(json.loads(line))
-                call.write()
-            print("done", file=answers, flush=True)
-        except Exception as error:  # It is a line of the report that says why.
-            print((str(error).strip().splitlines() or [type(error).__name__])[0], file=answers, flush=True)
-
-
-main()
+    serve("started", Call)

@@ -12,6 +12,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "common"))
+from answers import serve  # noqa: E402, beside this folder
+
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
@@ -57,21 +60,6 @@ class Cell:
             tensor.detach().float().contiguous().numpy().tofile(self.folder / f"result{number}.f32")
 
 
-def main():
+if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[1]))
-    cell = None
-    print(f"PyTorch {torch.__version__}", flush=True)
-    for line in sys.stdin:
-        try:
-            if line.strip() == "run":
-                cell.run()
-            else:
-                cell = None
-                cell = Cell(json.loads(line))
-                cell.write()
-            print("done", flush=True)
-        except Exception as error:  # It is a row of the table that says why.
-            print((str(error).strip().splitlines() or [type(error).__name__])[0], flush=True)
-
-
-main()
+    serve(f"PyTorch {torch.__version__}", Cell)
