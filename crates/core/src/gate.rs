@@ -29,6 +29,24 @@ impl GateActivation {
             Self::Silu => xs.silu(),
         }
     }
+
+    /// Of one number, and its derivative.
+    pub(crate) fn with_slope(self, x: f32) -> (f32, f32) {
+        let sigmoid = 1.0 / (1.0 + (-x).exp());
+        match self {
+            Self::Sigmoid => (sigmoid, sigmoid * (1.0 - sigmoid)),
+            Self::Softplus => (x.max(0.0) + (-x.abs()).exp().ln_1p(), sigmoid),
+            Self::Silu => (x * sigmoid, sigmoid * (1.0 + x * (1.0 - sigmoid))),
+        }
+    }
+
+    /// A context (B, T, H, D_v) times the gate whose projection is (B, T, H, D_v) or (B, T, H, 1), in the context's
+    /// dtype.
+    pub(crate) fn gate(self, context: &Tensor, projected: &Tensor) -> Result<Tensor> {
+        let dtype = accumulation_dtype(context.dtype());
+        let factors = self.of(&projected.to_dtype(dtype)?)?;
+        context.to_dtype(dtype)?.broadcast_mul(&factors)?.to_dtype(context.dtype())
+    }
 }
 
 /// What one number of a gate multiplies.
@@ -81,13 +99,5 @@ impl OutputGate {
     /// The numbers of a gate for each head, whose values are `value_head_dim` wide.
     pub(crate) fn width(self, value_head_dim: usize) -> usize {
         if self.scope == GateScope::PerHead { 1 } else { value_head_dim }
-    }
-
-    /// A context (B, T, H, D_v) times the gate whose projection is (B, T, H, D_v) or (B, T, H, 1), in the context's
-    /// dtype.
-    pub(crate) fn apply(self, context: &Tensor, projected: &Tensor) -> Result<Tensor> {
-        let dtype = accumulation_dtype(context.dtype());
-        let factors = self.activation.of(&projected.to_dtype(dtype)?)?;
-        context.to_dtype(dtype)?.broadcast_mul(&factors)?.to_dtype(context.dtype())
     }
 }

@@ -151,7 +151,7 @@ impl MultiHeadAttention {
         let (b, h, t, d_v) = context.dims4()?;
         let context = context.transpose(1, 2)?;
         let gated = match (self.config.output_gate(), &call.gate) {
-            (Some(gate), Some(projected)) => gate.apply(&context, &split_heads(projected, h)?)?,
+            (Some(gate), Some(projected)) => gate.activation.gate(&context, &split_heads(projected, h)?)?,
             _ => context,
         };
         let merged = gated.reshape((b, t, h * d_v))?;

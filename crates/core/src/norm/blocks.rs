@@ -3,8 +3,10 @@
 use candle_core::{D, DType, Module, Result, Tensor, bail};
 use candle_nn::{LayerNormConfig, VarBuilder};
 
+use super::gated::GatedNorm;
 use super::{Norm, QkNormKind};
 use crate::base::{Dim, Expect, FLOATS, Parameter, Source, fits_in_memory, number};
+use crate::gate::GateActivation;
 
 const RMS: &str = "rms_norm";
 const LAYER: &str = "layer_norm";
@@ -107,6 +109,15 @@ impl RmsNorm {
     /// As [`new`](Self::new).
     pub fn plus_one(weight: Tensor, eps: f64) -> Result<Self> {
         Ok(Self(checked(RMS, QkNormKind::RmsPlusOne, eps, weight, None)?))
+    }
+
+    /// The norm of (B, T, H, D) times an activated gate of its shape and dtype.
+    pub(crate) fn forward_gated(&self, xs: &Tensor, gate: &Tensor, activation: GateActivation) -> Result<Tensor> {
+        let affine = self.0.affine()?;
+        match self.0.rows(xs, &affine) {
+            Some(norm) => GatedNorm { norm, activation }.apply(xs, &affine.factors, gate),
+            None => activation.gate(&self.forward(xs)?, gate),
+        }
     }
 
     /// The weight, (size,), without a one that is added to it.

@@ -1,6 +1,7 @@
 //! Normalisation: of queries and keys before attention, of contexts after it, and between the layers of a model.
 
 mod blocks;
+mod gated;
 mod rows;
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
@@ -302,9 +303,7 @@ impl Norm {
     /// (.., size), or (.., H, D) with weights of heads, to the same shape and dtype.
     pub(crate) fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let affine = self.affine()?;
-        let on_cpu = xs.device().is_cpu() && affine.factors.device().is_cpu();
-        if on_cpu && affine.factors.dtype() == DType::F32 && xs.dtype() != DType::F64 {
-            let rows = RowNorm { subtracts_mean: self.kind.subtracts_mean(), eps: self.eps as f32 };
+        if let Some(rows) = self.rows(xs, &affine) {
             return rows.apply(xs, &affine.factors, &affine.bias);
         }
         // Candle's fused norms have no backward pass and no f64.
@@ -318,6 +317,13 @@ impl Norm {
             (QkNormKind::Layer, Some(bias)) => ops::layer_norm(&xs.contiguous()?, &weight, &bias.tensor()?, eps),
             _ => self.differentiable(xs, &affine),
         }
+    }
+
+    /// The norm in one pass, where a CPU computes in f32.
+    fn rows(&self, xs: &Tensor, affine: &Affine) -> Option<RowNorm> {
+        let on_cpu = xs.device().is_cpu() && affine.factors.device().is_cpu();
+        let rows = RowNorm { subtracts_mean: self.kind.subtracts_mean(), eps: self.eps as f32 };
+        (on_cpu && affine.factors.dtype() == DType::F32 && xs.dtype() != DType::F64).then_some(rows)
     }
 
     /// [`forward`](Self::forward) of (B, T, width), where the mean is over all processes if the norm spans them.

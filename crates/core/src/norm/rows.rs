@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use crate::base::rowwise::{Element, Rows, TASK_ELEMENTS, map_heads, with_contiguous_rows};
 
-const OP: &str = "norm";
+pub(super) const OP: &str = "norm";
 
 /// Sums are kept in this many lanes, so that the compiler vectorises them.
 const LANES: usize = 16;
@@ -36,7 +36,7 @@ impl RowNorm {
         with_contiguous_rows(xs)?.apply_op3(weight, bias, self)
     }
 
-    fn moments(self, row: &[f32]) -> Moments {
+    pub fn moments(self, row: &[f32]) -> Moments {
         let d = row.len() as f32;
         let mean = if self.subtracts_mean { sum(row, row, |x, _| x) / d } else { 0.0 };
         let variance = sum(row, row, |x, _| (x - mean) * (x - mean)) / d;
@@ -75,7 +75,7 @@ impl RowNorm {
     }
 
     /// The gradients of rows, weight and bias, as far as these are tracked.
-    fn backward<E: Element<Wide = f32> + WithDType>(
+    pub fn backward<E: Element<Wide = f32> + WithDType>(
         self,
         [xs, weight, bias]: [&Tensor; 3],
         gradient: &Tensor,
@@ -107,14 +107,14 @@ impl RowNorm {
 
 /// What a row is normalised with.
 #[derive(Clone, Copy)]
-struct Moments {
+pub(super) struct Moments {
     mean: f32,
     /// 1 over the root of the variance.
     factor: f32,
 }
 
 impl Moments {
-    fn normed(self, x: f32) -> f32 {
+    pub fn normed(self, x: f32) -> f32 {
         (x - self.mean) * self.factor
     }
 }
@@ -126,7 +126,7 @@ struct Affine<'a> {
     bias: Option<&'a [f32]>,
 }
 
-fn parameter<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
+pub(super) fn parameter<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
     let numbers = storage.as_slice()?;
     match layout.contiguous_offsets() {
         // A view of nothing may begin anywhere.

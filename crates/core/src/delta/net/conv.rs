@@ -6,10 +6,11 @@ use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Storage, 
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::OP;
+use super::{GatedDeltaNetConfig, OP};
 use crate::base::rowwise::{Element, Rows, map_heads, with_contiguous_rows};
 use crate::base::{accumulation_dtype, part};
 use crate::cache::NewTokens;
+use crate::gate::GateActivation;
 use crate::linear::ProjectionRows;
 use crate::sdpa::PackedSequences;
 
@@ -37,8 +38,14 @@ impl ShortConvolution {
     }
 
     /// The weight (C, 1, K) that variables hold now.
-    pub fn weight(&self) -> Result<Tensor> {
+    fn weight(&self) -> Result<Tensor> {
         Ok(ProjectionRows::to_linear(&[&self.weight])?.weight().clone())
+    }
+
+    /// Those of queries, keys and values.
+    pub fn weights(&self, cfg: &GatedDeltaNetConfig) -> Result<Vec<Tensor>> {
+        let weight = self.weight()?;
+        cfg.rows()[..3].iter().map(|rows| part(&weight, 0, rows.clone())).collect()
     }
 
     /// (K, C) in the accumulation dtype, what variables hold now.
@@ -51,17 +58,13 @@ impl ShortConvolution {
     }
 }
 
-/// Some of the channels of (B, T, C) by taps (K, C), after a state (B, K - 1, C), or of packed sequences (1, total, C),
-/// each after zeros.
+/// (B, T, C) by taps (K, C), after a state (B, K - 1, C), or packed sequences (1, total, C), each after zeros.
 pub(super) fn convolve(
     taps: &Tensor,
     xs: &Tensor,
     state: &Tensor,
-    channels: Range<usize>,
     sequences: Option<&PackedSequences>,
 ) -> Result<Tensor> {
-    let of_channels = |tensor: &Tensor, dim| part(tensor, dim, channels.clone());
-    let (taps, xs, state) = (of_channels(taps, 1)?, of_channels(xs, 2)?, of_channels(state, 2)?);
     let (b, t, _) = xs.dims3()?;
     if xs.elem_count() == 0 {
         return Tensor::zeros(xs.shape(), xs.dtype(), xs.device());
@@ -72,18 +75,18 @@ pub(super) fn convolve(
             Some(sequences) => (0..sequences.len()).map(|s| sequences.queries(s).start).collect(),
             None => (0..b).map(|b| b * t).collect(),
         };
-        let (xs, state) = (with_contiguous_rows(&xs)?, state.detach().flatten_all()?);
+        let (xs, state) = (with_contiguous_rows(xs)?, state.detach().flatten_all()?);
         match xs.dtype() {
             DType::F32 => {
                 return xs.apply_op2(&taps.contiguous()?, Convolve { state: state.to_vec1::<f32>()?, starts });
             }
-            DType::BF16 => return Convolve { state: state.to_vec1::<bf16>()?, starts }.of(&xs, &taps),
-            DType::F16 => return Convolve { state: state.to_vec1::<f16>()?, starts }.of(&xs, &taps),
+            DType::BF16 => return Convolve { state: state.to_vec1::<bf16>()?, starts }.of(&xs, taps),
+            DType::F16 => return Convolve { state: state.to_vec1::<f16>()?, starts }.of(&xs, taps),
             _ => {}
         }
     }
-    let Some(sequences) = sequences else { return shifted(&xs, &state, &taps) };
-    let one = |s| shifted(&part(&xs, 1, sequences.queries(s))?, &state, &taps);
+    let Some(sequences) = sequences else { return shifted(xs, state, taps) };
+    let one = |s| shifted(&part(xs, 1, sequences.queries(s))?, state, taps);
     let filled = (0..sequences.len()).filter(|&s| !sequences.queries(s).is_empty());
     Tensor::cat(&filled.map(one).collect::<Result<Vec<_>>>()?, 1)
 }
@@ -134,7 +137,7 @@ impl<E: Element<Wide = f32>> Convolve<E> {
         map_heads(operands.elements, layout, |token| {
             move |_, _: &[f32], ys: &mut [f32]| {
                 self.sum(operands, token, ys, &mut Vec::new());
-                ys.iter_mut().for_each(|y| *y /= 1.0 + (-*y).exp());
+                ys.iter_mut().for_each(|y| *y = GateActivation::Silu.with_slope(*y).0);
             }
         })
     }
@@ -178,9 +181,8 @@ impl Convolve<f32> {
             let (mut of_taps, mut sum, mut scratch) = (vec![0f32; operands.taps.len()], vec![0f32; c], Vec::new());
             for (token, gradient) in (chunk * TOKENS..).zip(gradients.chunks_exact_mut(c)) {
                 self.sum(operands, token, &mut sum, &mut scratch);
-                for (gradient, x) in gradient.iter_mut().zip(&sum) {
-                    let sigmoid = 1.0 / (1.0 + (-x).exp());
-                    *gradient *= sigmoid * (1.0 + x * (1.0 - sigmoid));
+                for (gradient, &x) in gradient.iter_mut().zip(&sum) {
+                    *gradient *= GateActivation::Silu.with_slope(x).1;
                 }
                 for (back, of_taps) in of_taps.chunks_exact_mut(c).rev().enumerate() {
                     let row = self.row(operands, token, back).into_iter().flatten();

@@ -139,9 +139,9 @@ impl Packed {
         tensors.iter().map(tensor).collect()
     }
 
-    /// All rows of the weight (rows, E) that inputs are projected by, or this process's.
-    pub fn read(all: &[Self], cfg: &GatedDeltaNetConfig, source: &Source) -> Result<ProjectionRows> {
-        let (rows, mut read) = (cfg.rows(), ProjectionRows::default());
+    /// The rows of all parts, or this process's.
+    pub fn read(all: &[Self], cfg: &GatedDeltaNetConfig, source: &Source) -> Result<Vec<ProjectionRows>> {
+        let (rows, mut read) = (cfg.rows(), Vec::new());
         for Self { name, parts, groups } in all {
             source.refuse(&format!("{name}.bias"), "the layer has no biases")?;
             let (start, end) = (rows[parts.start].start, rows[parts.end - 1].end);
@@ -157,20 +157,19 @@ impl Packed {
                     }
                     None => Piece::whole(source.read_part(&spec, 0, at + own.start..at + own.end)?),
                 };
-                read.push(piece, false);
+                read.push(ProjectionRows::of(piece));
             }
         }
         Ok(read)
     }
 
     /// The inverse: the tensor, of the rows of all parts.
-    pub fn of(&self, all: &Tensor, cfg: &GatedDeltaNetConfig) -> Result<(String, Tensor)> {
-        let grouped = |part: usize| {
-            let rows = cfg.rows()[part].clone();
-            let group = [&[self.groups, rows.len() / self.groups], &all.dims()[1..]].concat();
-            all.narrow(0, rows.start, rows.len())?.reshape(group)
+    pub fn of(&self, all: &[Tensor]) -> Result<(String, Tensor)> {
+        let grouped = |rows: &Tensor| {
+            let dims = rows.dims();
+            rows.reshape([&[self.groups, dims[0] / self.groups], &dims[1..]].concat())
         };
-        let parts = self.parts.clone().map(grouped).collect::<Result<Vec<_>>>()?;
+        let parts = all[self.parts.clone()].iter().map(grouped).collect::<Result<Vec<_>>>()?;
         Ok((format!("{}.weight", self.name), Tensor::cat(&parts, 1)?.flatten(0, 1)?.contiguous()?))
     }
 }

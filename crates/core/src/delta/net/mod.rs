@@ -11,9 +11,10 @@ pub use config::GatedDeltaNetConfig;
 pub use input::DeltaInput;
 pub use layout::DeltaLayout;
 
+use std::ops::Range;
 use std::path::Path;
 
-use candle_core::{Error, Module, Result, Tensor};
+use candle_core::{Error, Module, Result, Tensor, bail};
 use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Init, VarBuilder};
 
@@ -21,7 +22,7 @@ use super::{DeltaOptions, gated_delta_rule, gated_delta_rule_varlen};
 use crate::base::{
     HeadDim, HeadShard, Heads, ParameterList, Source, Spec, Stored, accumulation_dtype, frozen, part, save,
 };
-use crate::gate::{GateActivation, GatePlace, GateScope, OutputGate};
+use crate::gate::GateActivation;
 use crate::linear::{PackedLinear, Piece, Projection, ProjectionRows};
 use crate::norm::RmsNorm;
 use conv::{ShortConvolution, convolve, tail};
@@ -71,7 +72,7 @@ const UP: [&str; 2] = ["g_b_proj", "f_b_proj"];
 pub struct GatedDeltaNet {
     config: GatedDeltaNetConfig,
     /// To queries, keys, values, the gate, beta and decays, or to what gate and decays are computed from.
-    inputs: Projection,
+    inputs: Vec<Projection>,
     /// In the order of `UP`.
     up: [Option<PackedLinear>; 2],
     /// Of queries, keys and values.
@@ -136,7 +137,7 @@ impl GatedDeltaNet {
         let out = if layout == DeltaLayout::Separate && source.has("dense.weight") { "dense" } else { out };
         let parameters = ParameterList::load(&specs(cfg, norm, &source), &source)?;
         Ok(Self {
-            inputs: Projection::of_rows(&[&inputs])?.remove(0),
+            inputs: Projection::of_rows(&inputs.iter().collect::<Vec<_>>())?,
             up: [up(UP[0], cfg.gate_rank(), width)?, up(UP[1], cfg.decay_rank(), cfg.num_decays())?],
             convolution: ShortConvolution::new(layout.read_convolutions(cfg, &source)?)?,
             norm: RmsNorm::new(parameters.expect(NORM)?, cfg.norm_eps())?,
@@ -152,13 +153,13 @@ impl GatedDeltaNet {
     /// # Errors
     /// If memory is short.
     pub fn freeze(&self) -> Result<Self> {
-        let mut inputs = ProjectionRows::default();
-        inputs.push(Piece::whole(frozen(self.inputs.to_linear()?.weight())?), false);
+        let rows = |weight: &Tensor| Ok(ProjectionRows::of(Piece::whole(frozen(weight)?)));
+        let inputs = self.input_weights()?.iter().map(rows).collect::<Result<Vec<_>>>()?;
         let [gate, decay] = &self.up;
         let frozen = |up: &Option<PackedLinear>| up.as_ref().map(PackedLinear::freeze).transpose();
         Ok(Self {
             config: self.config.clone(),
-            inputs: Projection::of_rows(&[&inputs])?.remove(0),
+            inputs: Projection::of_rows(&inputs.iter().collect::<Vec<_>>())?,
             up: [frozen(gate)?, frozen(decay)?],
             convolution: self.convolution.freeze()?,
             parameters: self.parameters.freeze()?,
@@ -180,10 +181,10 @@ impl GatedDeltaNet {
         let fail = |problem: String| Error::msg(format!("[state_dict] {problem} (layout {layout})"));
         let ([norm, out], mut named) = (layout.norm_and_out(), Vec::new());
         let inputs = layout.projections(&self.config).map_err(fail)?;
-        let weights = [self.inputs.to_linear()?.weight().clone(), self.convolution.weight()?];
-        for (weight, all) in weights.iter().zip([inputs, layout.convolutions()]) {
+        let weights = [self.input_weights()?, self.convolution.weights(&self.config)?];
+        for (weights, all) in weights.iter().zip([inputs, layout.convolutions()]) {
             for packed in all {
-                named.push(packed.of(weight, &self.config)?);
+                named.push(packed.of(weights)?);
             }
         }
         let up = UP.iter().zip(&self.up).filter_map(|(name, up)| Some((*name, up.as_ref()?)));
@@ -193,6 +194,11 @@ impl GatedDeltaNet {
         let stored = |name: String| if name == NORM { format!("{norm}.weight") } else { name };
         named.extend(self.parameters.named()?.into_iter().map(|(name, tensor)| (stored(name), tensor)));
         Ok(named)
+    }
+
+    /// The rows of [`GatedDeltaNetConfig::rows`], which variables hold now.
+    fn input_weights(&self) -> Result<Vec<Tensor>> {
+        Ok(Projection::to_linears(&self.inputs)?.iter().map(|linear| linear.weight().clone()).collect())
     }
 
     /// Writes [`state_dict`](Self::state_dict) as a safetensors file.
@@ -223,7 +229,7 @@ impl GatedDeltaNet {
         let (xs, tokens) = input.check(cfg, self.out.dtype(), self.out.device())?;
         let ((b, t, _), packed) = (xs.dims3()?, input.packed);
         let (h, h_k, d_k, d_v) = (cfg.num_heads(), cfg.num_key_heads(), cfg.key_head_dim(), cfg.value_head_dim());
-        let [of_q, of_k, of_v, of_gate, of_beta, of_decay] = cfg.rows();
+        let [of_q, of_k, of_v, ..] = cfg.rows();
         let of_tail = [b, cfg.conv_kernel() - 1, of_v.end];
         let held = match &input.cache {
             Some(cache) => cache.held(&of_tail, &[b, h, d_k, d_v], &xs)?,
@@ -234,17 +240,23 @@ impl GatedDeltaNet {
             None => (Tensor::zeros(&of_tail, xs.dtype(), xs.device())?, None),
         };
 
-        let projected = self.inputs.forward(&xs)?;
-        let [qkv, gate, beta, decay] = [0..of_v.end, of_gate, of_beta, of_decay].map(|rows| part(&projected, 2, rows));
-        let (qkv, gate) = (qkv?, gate?);
+        let projected = Projection::project(&self.inputs, &xs)?;
+        let [q, k, v, gate, beta, decay] = projected.as_slice() else {
+            bail!("[{OP}] there are {} projections, expected 6", projected.len())
+        };
         let by_head = |xs: &Tensor| if packed.is_some() { xs.squeeze(0) } else { xs.transpose(1, 2) };
-        let taps = self.convolution.taps()?;
-        let convolved =
-            |channels, h, d| by_head(&convolve(&taps, &qkv, &before, channels, packed)?.reshape((b, t, h, d))?);
-        let [q, k, v] = [convolved(of_q, h_k, d_k)?, convolved(of_k, h_k, d_k)?, convolved(of_v, h, d_v)?];
+        let (taps, mut tails) = (self.convolution.taps()?, Vec::new());
+        let mut convolved = |xs: &Tensor, channels: Range<usize>, h, d| {
+            let (taps, before) = (part(&taps, 1, channels.clone())?, part(&before, 2, channels)?);
+            if input.cache.is_some() {
+                tails.push(tail(xs, &before, &tokens)?);
+            }
+            by_head(&convolve(&taps, xs, &before, packed)?.reshape((b, t, h, d))?)
+        };
+        let [q, k, v] = [convolved(q, of_q, h_k, d_k)?, convolved(k, of_k, h_k, d_k)?, convolved(v, of_v, h, d_v)?];
         // Padding neither forgets nor learns.
-        let beta = by_head(&tokens.without_padding(self.beta(&beta?)?)?)?;
-        let decay = by_head(&tokens.without_padding(self.decay(&decay?)?)?)?;
+        let beta = by_head(&tokens.without_padding(self.beta(beta)?)?)?;
+        let decay = by_head(&tokens.without_padding(self.decay(decay)?)?)?;
         let options = DeltaOptions::default().with_qk_norm(QK_EPS).with_backend(input.backend);
         let (decay, beta) = (Some(&decay), Some(&beta));
         let (context, state) = match packed {
@@ -253,14 +265,12 @@ impl GatedDeltaNet {
         };
         let context = if packed.is_some() { context.unsqueeze(0)? } else { context.transpose(1, 2)? };
 
-        let gate = self.up[0].as_ref().map_or_else(|| Ok(gate.clone()), |up| up.forward(&gate))?;
-        let activation = cfg.gate_activation();
-        let gating = OutputGate { activation, scope: GateScope::PerEntry, place: GatePlace::Own { bias: false } };
-        let context = gating.apply(&self.norm.forward(&context)?, &gate.reshape((b, t, h, d_v))?)?;
+        let gate = self.up[0].as_ref().map_or_else(|| Ok(gate.clone()), |up| up.forward(gate))?;
+        let context = self.norm.forward_gated(&context, &gate.reshape((b, t, h, d_v))?, cfg.gate_activation())?;
         let residual = input.residual.map(|residual| residual.reshape(xs.shape())).transpose()?;
         let ys = self.out.product(&context.reshape((b, t, h * d_v))?, 0..cfg.embed_dim(), residual.as_ref())?;
         if let Some(cache) = &mut input.cache {
-            cache.advance(tokens.ends().collect(), [tail(&qkv, &before, &tokens)?, state])?;
+            cache.advance(tokens.ends().collect(), [Tensor::cat(&tails, 2)?, state])?;
         }
         ys.reshape(input.xs.shape())
     }

@@ -9,6 +9,7 @@ pub(crate) use rows::{Piece, ProjectionRows};
 
 use ProjectionPlace::{Gate, Key, Output, Query, Value};
 
+use std::borrow::Borrow;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -98,26 +99,60 @@ impl Projection {
         }
     }
 
-    /// As a linear layer, with what variables hold now, and with all columns of a weight that it shares.
+    /// As linear layers, with what variables hold now. Parts of one weight are views of it.
     ///
     /// # Errors
     /// For a module, whose weights nobody knows here, and if memory is short.
-    pub(crate) fn to_linear(&self) -> Result<Linear> {
-        match self {
-            Self::Columns(columns) => columns.weight.to_linear(),
-            Self::Tracked(rows) => ProjectionRows::to_linear(&[rows]),
-            Self::Module { expected, .. } => bail!(
-                "[{OP}] the {} projection is a module of the caller's, whose weights the layer does not know",
-                expected.place
-            ),
+    pub(crate) fn to_linears(all: &[impl Borrow<Self>]) -> Result<Vec<Linear>> {
+        let mut linears = Vec::with_capacity(all.len());
+        for run in all.chunk_by(|own, next| own.borrow().shares_weight(next.borrow())) {
+            let whole = match run[0].borrow() {
+                Self::Columns(columns) => columns.weight.to_linear()?,
+                Self::Tracked(rows) => ProjectionRows::to_linear(&[rows])?,
+                Self::Module { expected, .. } => bail!(
+                    "[{OP}] the {} projection is a module of the caller's, whose weights the layer does not know",
+                    expected.place
+                ),
+            };
+            for projection in run {
+                linears.push(match projection.borrow() {
+                    Self::Columns(ProjectionColumns { range, has_bias, .. }) => {
+                        let own = |tensor: &Tensor| tensor.narrow(0, range.start, range.len());
+                        let bias = whole.bias().filter(|_| *has_bias).map(own).transpose()?;
+                        Linear::new(own(whole.weight())?, bias)
+                    }
+                    _ => whole.clone(),
+                });
+            }
         }
+        Ok(linears)
+    }
+
+    fn columns(&self) -> Option<&ProjectionColumns> {
+        if let Self::Columns(columns) = self { Some(columns) } else { None }
     }
 
     fn shares_weight(&self, other: &Self) -> bool {
-        match (self, other) {
-            (Self::Columns(own), Self::Columns(other)) => Arc::ptr_eq(&own.weight, &other.weight),
-            _ => false,
+        let both = self.columns().zip(other.columns());
+        both.is_some_and(|(own, other)| Arc::ptr_eq(&own.weight, &other.weight))
+    }
+
+    /// Projections of one input; those that share a weight are views of one product.
+    pub(crate) fn project(all: &[impl Borrow<Self>], xs: &Tensor) -> Result<Vec<Tensor>> {
+        let mut outputs = Vec::with_capacity(all.len());
+        for run in all.chunk_by(|own, next| own.borrow().shares_weight(next.borrow())) {
+            let columns: Vec<_> = run.iter().filter_map(|own| own.borrow().columns()).collect();
+            let [first, .., last] = columns.as_slice() else {
+                outputs.push(run[0].borrow().forward(xs)?);
+                continue;
+            };
+            let start = first.range.start;
+            let product = first.weight.forward_columns(xs, start..last.range.end)?;
+            for ProjectionColumns { range, .. } in columns {
+                outputs.push(part(&product, 2, range.start - start..range.end - start)?);
+            }
         }
+        Ok(outputs)
     }
 
     fn as_module(&self) -> ProjectionModule {
@@ -290,27 +325,23 @@ impl Projections {
         [Query, Key].iter().any(|&place| matches!(self.all[place as usize], Some(Projection::Module { .. })))
     }
 
-    /// Projections of one input; those that share a weight are views of one product.
-    fn project(&self, places: &[ProjectionPlace], xs: &Tensor) -> Result<ByPlace<Tensor>> {
-        let mut outputs = ByPlace::default();
-        for run in present(&self.all, places).chunk_by(|(_, own), (_, next)| own.shares_weight(next)) {
-            let together = match run {
-                [(_, Projection::Columns(first)), .., (_, Projection::Columns(last))] => {
-                    let range = first.range.start..last.range.end;
-                    Some((first.weight.forward_columns(xs, range.clone())?, range.start))
-                }
-                _ => None,
-            };
-            for (place, projection) in run {
-                outputs[*place as usize] = Some(match (projection, &together) {
-                    (Projection::Columns(ProjectionColumns { range, .. }), Some((product, start))) => {
-                        part(product, 2, range.start - start..range.end - start)?
-                    }
-                    _ => projection.forward(xs)?,
-                });
-            }
+    /// What there is of the projections in these places, by place.
+    fn each<T>(
+        &self,
+        places: &[ProjectionPlace],
+        of_all: impl FnOnce(&[&Projection]) -> Result<Vec<T>>,
+    ) -> Result<ByPlace<T>> {
+        let (places, all): (Vec<_>, Vec<_>) = present(&self.all, places).into_iter().unzip();
+        let mut found = ByPlace::default();
+        for (place, own) in places.into_iter().zip(of_all(&all)?) {
+            found[place as usize] = Some(own);
         }
-        Ok(outputs)
+        Ok(found)
+    }
+
+    /// Projections of one input.
+    fn project(&self, places: &[ProjectionPlace], xs: &Tensor) -> Result<ByPlace<Tensor>> {
+        self.each(places, |all| Projection::project(all, xs))
     }
 
     /// q and the gate, and k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v), if the layer has them.
@@ -360,22 +391,7 @@ impl Projections {
     /// # Errors
     /// If a projection is a module, whose weights the layer does not know, and if memory is short.
     pub(crate) fn to_linears(&self) -> Result<ByPlace<Linear>> {
-        let mut linears = ByPlace::default();
-        let order = [Query, Gate, Key, Value, Output];
-        for run in present(&self.all, &order).chunk_by(|(_, own), (_, next)| own.shares_weight(next)) {
-            let whole = run[0].1.to_linear()?;
-            for (place, projection) in run {
-                linears[*place as usize] = Some(match projection {
-                    Projection::Columns(ProjectionColumns { range, has_bias, .. }) => {
-                        let own = |tensor: &Tensor| tensor.narrow(0, range.start, range.len());
-                        let bias = whole.bias().filter(|_| *has_bias).map(own).transpose()?;
-                        Linear::new(own(whole.weight())?, bias)
-                    }
-                    _ => whole.clone(),
-                });
-            }
-        }
-        Ok(linears)
+        self.each(&[Query, Gate, Key, Value, Output], |all| Projection::to_linears(all))
     }
 }
 

@@ -63,6 +63,11 @@ impl Piece {
 }
 
 impl ProjectionRows {
+    /// Without a bias.
+    pub(crate) fn of(weight: Piece) -> Self {
+        Self { weight: vec![weight], bias: Vec::new() }
+    }
+
     /// More rows, of the weight or of the bias.
     pub(crate) fn push(&mut self, piece: Piece, is_bias: bool) {
         if is_bias { &mut self.bias } else { &mut self.weight }.push(piece);

@@ -1,0 +1,148 @@
+//! A norm of rows times an activated gate on a CPU, in one pass, which keeps nothing but its inputs for the backward pass.
+
+use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
+use half::{bf16, f16};
+
+use super::rows::{OP, RowNorm, parameter};
+use crate::base::rowwise::{Element, Rows, map_heads, with_contiguous_rows};
+use crate::gate::GateActivation;
+
+/// `RowNorm(x) · activation(gate)` of rows (D,), without a mean or a bias, in f32 and rounded once.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct GatedNorm {
+    pub norm: RowNorm,
+    pub activation: GateActivation,
+}
+
+/// Rows in memory.
+#[derive(Clone, Copy)]
+struct View<'a, E> {
+    elements: &'a [E],
+    layout: &'a Layout,
+}
+
+impl<'a, E: WithDType> View<'a, E> {
+    fn new(storage: &'a CpuStorage, layout: &'a Layout) -> Result<Self> {
+        Ok(Self { elements: storage.as_slice()?, layout })
+    }
+}
+
+impl GatedNorm {
+    /// Views (B, T, H, D) of one shape and dtype, and a weight (D,) in f32, to a contiguous tensor. Each of the three may
+    /// be tracked for gradients.
+    pub fn apply(self, xs: &Tensor, weight: &Tensor, gate: &Tensor) -> Result<Tensor> {
+        with_contiguous_rows(xs)?.apply_op3(weight, &with_contiguous_rows(gate)?, self)
+    }
+
+    /// What `of` writes of each row of `xs`, beside the same row of `others`.
+    fn map<E: Element<Wide = f32>, const N: usize>(
+        xs: View<E>,
+        others: [View<E>; N],
+        of: impl Fn(&[f32], [&[f32]; N], &mut [f32]) + Sync,
+    ) -> Result<Vec<E>> {
+        let rows = others.iter().map(|view| Rows::new(view.layout)).collect::<Result<Vec<_>>>()?;
+        map_heads(xs.elements, xs.layout, |token| {
+            let (of, rows) = (&of, &rows);
+            move |head, xs: &[f32], ys: &mut [f32]| {
+                let mut wide: [Vec<f32>; N] = std::array::from_fn(|_| Vec::new());
+                let mut own = rows.iter().zip(&others).zip(&mut wide).filter_map(|((rows, view), wide)| {
+                    rows.heads(token).nth(head).map(|row| E::widen(&view.elements[row], wide))
+                });
+                of(xs, std::array::from_fn(|_| own.next().unwrap_or_default()), ys);
+            }
+        })
+    }
+
+    fn forward<E: Element<Wide = f32>>(self, xs: View<E>, weight: &[f32], gate: View<E>) -> Result<Vec<E>> {
+        Self::map(xs, [gate], |xs, [gate], ys| {
+            let moments = self.norm.moments(xs);
+            for (((y, &x), weight), &gate) in ys.iter_mut().zip(xs).zip(weight).zip(gate) {
+                *y = moments.normed(x) * weight * self.activation.with_slope(gate).0;
+            }
+        })
+    }
+
+    /// The gradients of rows, weight and gate.
+    fn backward<E: Element<Wide = f32> + WithDType>(
+        self,
+        [xs, weight, gate]: [&Tensor; 3],
+        gradient: &Tensor,
+    ) -> Result<[Option<Tensor>; 3]> {
+        let gradient = with_contiguous_rows(&gradient.detach())?;
+        let (of_normed, of_gate) = {
+            let read = [xs, weight, gate, &gradient].map(Tensor::storage_and_layout);
+            let [(xs, of_xs), (weight, of_weight), (gate, of_gate), (gradient, of_gradient)] = &read;
+            let (Storage::Cpu(xs), Storage::Cpu(weight), Storage::Cpu(gate), Storage::Cpu(gradient)) =
+                (&**xs, &**weight, &**gate, &**gradient)
+            else {
+                bail!("[{OP}] expected rows, weight, gate and gradient on the CPU")
+            };
+            let (xs, gate) = (View::<E>::new(xs, of_xs)?, View::new(gate, of_gate)?);
+            let (gradient, weight) = (View::new(gradient, of_gradient)?, parameter(weight, of_weight)?);
+            let of_normed = Self::map(gradient, [gate], |gradient, [gate], own| {
+                for ((own, gradient), &gate) in own.iter_mut().zip(gradient).zip(gate) {
+                    *own = gradient * self.activation.with_slope(gate).0;
+                }
+            })?;
+            let of_gate = Self::map(gate, [gradient, xs], |gate, [gradient, xs], own| {
+                let moments = self.norm.moments(xs);
+                for ((((own, &gate), gradient), &x), weight) in
+                    own.iter_mut().zip(gate).zip(gradient).zip(xs).zip(weight)
+                {
+                    *own = gradient * moments.normed(x) * weight * self.activation.with_slope(gate).1;
+                }
+            })?;
+            (of_normed, of_gate)
+        };
+        let tensor = |numbers| Tensor::from_vec(numbers, gate.shape(), gate.device());
+        let [of_xs, of_weight, _] = self.norm.backward::<E>([xs, weight, &weight.detach()], &tensor(of_normed)?)?;
+        Ok([of_xs, of_weight, gate.track_op().then(|| tensor(of_gate)).transpose()?])
+    }
+}
+
+impl CustomOp3 for GatedNorm {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(
+        &self,
+        xs: &CpuStorage,
+        layout: &Layout,
+        weight: &CpuStorage,
+        of_weight: &Layout,
+        gate: &CpuStorage,
+        of_gate: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let weight = parameter(weight, of_weight)?;
+        macro_rules! run {
+            ($kind:ident) => {
+                CpuStorage::$kind(self.forward(View::new(xs, layout)?, weight, View::new(gate, of_gate)?)?)
+            };
+        }
+        let ys = match xs {
+            CpuStorage::F32(_) => run!(F32),
+            CpuStorage::BF16(_) => run!(BF16),
+            CpuStorage::F16(_) => run!(F16),
+            _ => bail!("[{OP}] expected rows in F32, BF16 or F16"),
+        };
+        Ok((ys, layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        xs: &Tensor,
+        weight: &Tensor,
+        gate: &Tensor,
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let all = [xs, weight, gate];
+        let [xs, weight, gate] = match xs.dtype() {
+            DType::BF16 => self.backward::<bf16>(all, gradient),
+            DType::F16 => self.backward::<f16>(all, gradient),
+            _ => self.backward::<f32>(all, gradient),
+        }?;
+        Ok((xs, weight, gate))
+    }
+}
