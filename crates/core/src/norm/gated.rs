@@ -1,4 +1,4 @@
-//! A norm of rows times an activated gate on a CPU, in one pass, which keeps nothing but its inputs for the backward pass.
+//! A norm of rows times an activated gate on a CPU: one pass, which keeps only its inputs for the backward pass.
 
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
 use half::{bf16, f16};
@@ -28,8 +28,8 @@ impl<'a, E: WithDType> View<'a, E> {
 }
 
 impl GatedNorm {
-    /// Views (B, T, H, D) of one shape and dtype, and a weight (D,) in f32, to a contiguous tensor. Each of the three may
-    /// be tracked for gradients.
+    /// Views (B, T, H, D) of one shape and dtype, and a weight (D,) in f32, to a contiguous tensor. Each of the three
+    /// may be tracked for gradients.
     pub fn apply(self, xs: &Tensor, weight: &Tensor, gate: &Tensor) -> Result<Tensor> {
         with_contiguous_rows(xs)?.apply_op3(weight, &with_contiguous_rows(gate)?, self)
     }
