@@ -8,13 +8,52 @@ compile_error!(
 
 mod cpu;
 pub mod delta;
-mod element;
 mod error;
 pub mod flash;
 pub mod linear;
 mod number;
-mod strided;
 
 pub use cpu::{Executor, Tier, TierError, Workers, for_each_task, large_page_vec};
-pub use element::Element;
 pub use error::Error;
+
+use half::{bf16, f16};
+
+/// f32, bf16 or f16: read as f32, written from f32. There are no other implementations.
+pub trait Element: flash::AttentionKernels + delta::DeltaKernels + linear::ProductKernels {}
+
+impl Element for f32 {}
+impl Element for bf16 {}
+impl Element for f16 {}
+
+/// What trusts its arguments cannot be called from outside of this package. Weights are packed and unpacked like this,
+///
+/// ```
+/// use candle_attention_kernels::{Element, Error, Tier, linear::PackedWeight};
+///
+/// fn rows_of<E: Element>(rows: &[E], shape: (usize, usize), outputs: &[usize]) -> Result<Vec<E>, Error> {
+///     PackedWeight::new(rows, shape, Tier::Scalar)?.unpack_rows(outputs)
+/// }
+/// assert_eq!(rows_of(&[1f32, 2.0, 3.0, 4.0], (2, 2), &[1]), Ok(vec![3.0, 4.0]));
+/// assert!(rows_of(&[1f32, 2.0, 3.0, 4.0], (2, 2), &[1 << 40]).is_err());
+/// assert!(rows_of(&[1f32, 2.0], (2, 2), &[]).is_err());
+/// ```
+///
+/// What those methods take cannot be named, nor can the traits:
+///
+/// ```compile_fail,E0603
+/// use candle_attention_kernels::linear::Product;
+/// ```
+///
+/// ```compile_fail,E0603
+/// use candle_attention_kernels::flash::{BackwardCall, Call};
+/// ```
+///
+/// ```compile_fail,E0603
+/// use candle_attention_kernels::number::Number;
+/// ```
+///
+/// ```compile_fail,E0603
+/// use candle_attention_kernels::cpu::{SimdTask, Vector};
+/// ```
+#[cfg(doctest)]
+struct WhatIsOutOfReach;

@@ -1,4 +1,7 @@
-//! Memory for outputs, packed weights and the intermediate results of tasks.
+//! Memory for outputs, packed weights and the intermediate results of tasks, and the size of the cache that tasks fit.
+
+use std::mem::MaybeUninit;
+use std::sync::OnceLock;
 
 /// An empty vector with capacity for `count` elements, or `None` where there is no memory for them.
 ///
@@ -33,6 +36,44 @@ fn advise_large_pages(start: *mut u8, bytes: usize) {
 /// Other systems choose by themselves.
 #[cfg(not(target_os = "linux"))]
 fn advise_large_pages(_: *mut u8, _: usize) {}
+
+/// Memory for the elements of a result, which nobody has touched yet: see [`large_page_vec`].
+pub(crate) struct Unwritten<T> {
+    vec: Vec<T>,
+    count: usize,
+}
+
+impl<T> Unwritten<T> {
+    /// For as many elements as the product of `dims`, or `None` where there is no memory for them.
+    pub fn new(dims: &[usize]) -> Option<Self> {
+        let count = dims.iter().try_fold(1usize, |count, &dim| count.checked_mul(dim))?;
+        Some(Self { vec: large_page_vec(count)?, count })
+    }
+
+    pub fn elements(&mut self) -> &mut [MaybeUninit<T>] {
+        &mut self.vec.spare_capacity_mut()[..self.count]
+    }
+
+    pub fn as_mut_ptr(&mut self) -> *mut T {
+        self.vec.as_mut_ptr()
+    }
+
+    /// Writes zeros.
+    pub fn clear(&mut self)
+    where
+        T: Copy + Default,
+    {
+        self.vec.resize(self.count, T::default());
+    }
+
+    /// # Safety
+    /// Every element was written.
+    pub unsafe fn written(mut self) -> Vec<T> {
+        // SAFETY: the vector has the capacity, by `new`, and the elements, by this function's contract.
+        unsafe { self.vec.set_len(self.count) };
+        self.vec
+    }
+}
 
 /// 32-bit words that begin at a cache line.
 pub(crate) struct Scratch {
@@ -130,9 +171,44 @@ impl<T> SharedPtr<T> {
     }
 }
 
+/// Of a core whose system reports none.
+const USUAL: usize = 1 << 20;
+
+/// The bytes of a core's second cache (L2), which tasks are cut to fit: as Linux reports them for the first core, 1 MB
+/// elsewhere. Caches that several cores share (4 MB of four small cores, 16 MB of a cluster of Apple's) count for 2 MB.
+pub fn second_cache() -> usize {
+    static BYTES: OnceLock<usize> = OnceLock::new();
+    *BYTES.get_or_init(|| reported(2).unwrap_or(USUAL).clamp(256 << 10, 2 << 20))
+}
+
+/// What Linux says of the data cache of a level.
+fn reported(level: u32) -> Option<usize> {
+    if cfg!(miri) {
+        return None;
+    }
+    (0..8).find_map(|index| {
+        let read = |file: &str| {
+            std::fs::read_to_string(format!("/sys/devices/system/cpu/cpu0/cache/index{index}/{file}")).ok()
+        };
+        let is_it = read("level")?.trim() == level.to_string() && read("type")?.trim() != "Instruction";
+        is_it.then(|| bytes(&read("size")?)).flatten()
+    })
+}
+
+/// Of a size as Linux writes it: `512K`.
+fn bytes(size: &str) -> Option<usize> {
+    let size = size.trim();
+    let (digits, unit) = match size.char_indices().last()? {
+        (at, 'K') => (&size[..at], 1 << 10),
+        (at, 'M') => (&size[..at], 1 << 20),
+        _ => (size, 1),
+    };
+    digits.parse::<usize>().ok()?.checked_mul(unit)
+}
+
 #[cfg(test)]
 mod tests {
-    use super::large_page_vec;
+    use super::{bytes, large_page_vec, second_cache};
 
     #[test]
     fn vectors_of_any_size_hold_what_is_written() {
@@ -151,5 +227,16 @@ mod tests {
     fn there_is_none_for_more_than_memory() {
         assert!(large_page_vec::<u64>(usize::MAX / 8).is_none());
         assert!(large_page_vec::<u64>(usize::MAX).is_none());
+    }
+
+    #[test]
+    fn sizes_are_read_as_linux_writes_them() {
+        let cases =
+            [("512K\n", Some(512 << 10)), ("2M", Some(2 << 20)), ("49152", Some(49152)), ("", None), ("K", None)];
+        for (text, expected) in cases {
+            assert_eq!(bytes(text), expected, "{text:?}");
+        }
+        // Whatever is reported here, or nothing.
+        assert!((256 << 10..=2 << 20).contains(&second_cache()));
     }
 }

@@ -16,7 +16,6 @@ pub(crate) mod arch {
     mod neon_tile;
     pub(crate) mod scalar;
 }
-mod caches;
 mod kernel;
 mod memory;
 mod product;
@@ -26,10 +25,9 @@ mod threads;
 mod tier;
 mod vector;
 
-pub(crate) use caches::second_cache;
 pub(crate) use kernel::{Kernel, SimdTask, dispatch_bf16, dispatch_f32};
 pub use memory::large_page_vec;
-pub(crate) use memory::{Scratch, SharedPtr};
+pub(crate) use memory::{Scratch, SharedPtr, Unwritten, second_cache};
 pub use product::CODE_BLOCK;
 pub(crate) use product::{
     Bf16Pairs, CodeBlocks, ColumnBlock, Columns, F16Rows, LeftOperand, MAX_COLUMNS, Product, Words, add_products,

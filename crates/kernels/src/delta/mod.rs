@@ -18,7 +18,7 @@ use half::{bf16, f16};
 use crate::cpu::{Kernel, SharedPtr, SimdTask, Tier, Workers, dispatch_f32, for_each_task, large_page_vec};
 use crate::error::{Error, check_len, check_tier};
 use crate::number::Number;
-use crate::strided::Strided;
+use crate::number::Strided;
 use forward::{MAX_HEADS, Shape, Workspace, run_heads};
 use rows::BLOCK;
 
@@ -82,12 +82,9 @@ impl<T> From<[T; 6]> for Gradients<T> {
 
 /// A backward pass that was checked, and where its results go.
 pub struct BackwardCall<'a, E> {
-    problem: &'a Problem<'a, E>,
-    saved: &'a Saved,
+    problem: &'a BackwardProblem<'a, E>,
     /// The blocks before those of each sequence.
     blocks: Vec<usize>,
-    context_grad: Strided<'a, E, 3>,
-    states_grad: Option<&'a [f32]>,
     gradients: Gradients<SharedPtr<f32>>,
 }
 
@@ -118,11 +115,11 @@ macro_rules! kernels {
     ($($type:ty),*) => {
         $(impl DeltaKernels for $type {
             fn gated_delta_rule(call: &Call<Self>, tier: Tier) {
-                dispatch_f32(tier, Forward { call });
+                dispatch_f32(tier, call);
             }
 
             fn gated_delta_rule_backward(call: &BackwardCall<Self>, tier: Tier) {
-                dispatch_f32(tier, Backward { call });
+                dispatch_f32(tier, call);
             }
         })*
     };
@@ -219,13 +216,9 @@ unsafe fn written<T, const N: usize>(
     Ok(vecs)
 }
 
-struct Forward<'a, 'b, E> {
-    call: &'a Call<'b, E>,
-}
-
-impl<E: Number> SimdTask for Forward<'_, '_, E> {
+impl<E: Number> SimdTask for &Call<'_, E> {
     unsafe fn run<K: Kernel>(self) {
-        let problem = self.call.problem;
+        let problem = self.problem;
         let longest = problem.sequences.iter().map(|range| range.len()).max().unwrap_or(0);
         let (multiply_adds, bytes) = problem.work();
         let workers = Workers::of(multiply_adds, bytes, problem.executor);
@@ -242,7 +235,7 @@ impl<E: Number> SimdTask for Forward<'_, '_, E> {
             let (group, panels) = (task / parts, panels(task % parts));
             let first = group % groups * heads;
             // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
-            unsafe { run_heads::<K, E>(self.call, workspace, group / groups, first..h.min(first + heads), panels) };
+            unsafe { run_heads::<K, E>(self, workspace, group / groups, first..h.min(first + heads), panels) };
         });
     }
 }
@@ -256,46 +249,39 @@ pub fn gated_delta_rule_backward<E: DeltaKernels>(
     tier: Tier,
 ) -> Result<Gradients, Error> {
     check_tier(tier)?;
-    let BackwardProblem { forward: problem, saved, context_grad, states_grad } = problem;
-    problem.check()?;
-    let Dims { b, t, h, d_k, d_v, .. } = problem.dims;
-    let blocks = problem.blocks(BLOCK);
-    let (rows, states) = (b * t * h, problem.heads() * problem.state_len());
+    let BackwardProblem { forward, saved, context_grad, states_grad } = problem;
+    forward.check()?;
+    let Dims { b, t, h, d_k, d_v, .. } = forward.dims;
+    let blocks = forward.blocks(BLOCK);
+    let (rows, states) = (b * t * h, forward.heads() * forward.state_len());
     check_len("the saved errors", saved.errors.len(), rows * d_v)?;
-    check_len("the saved states", saved.states.len(), blocks[blocks.len() - 1] * h * problem.state_len())?;
+    check_len("the saved states", saved.states.len(), blocks[blocks.len() - 1] * h * forward.state_len())?;
     context_grad.check("context_grad", [b, h, t], d_v)?;
     states_grad.map_or(Ok(()), |gradient| check_len("states_grad", gradient.len(), states))?;
-    let decays = match problem.decay {
+    let decays = match forward.decay {
         Some(Decay::Heads(_)) => rows,
         Some(Decay::Channels(_)) => rows * d_k,
         None => 0,
     };
     let counts = [rows * d_k, rows * d_k, rows * d_v, decays, rows, states];
-    let (context_grad, states_grad) = (*context_grad, *states_grad);
     // SAFETY: each head of each sequence writes the rows of its tokens and its state.
     let gradients = unsafe {
         written(counts, |gradients| {
-            let gradients = gradients.into();
-            let call = BackwardCall { problem, saved, blocks, context_grad, states_grad, gradients };
-            E::gated_delta_rule_backward(&call, tier);
+            E::gated_delta_rule_backward(&BackwardCall { problem, blocks, gradients: gradients.into() }, tier);
         })
     };
     Ok(gradients?.into())
 }
 
-struct Backward<'a, 'b, E> {
-    call: &'a BackwardCall<'b, E>,
-}
-
-impl<E: Number> SimdTask for Backward<'_, '_, E> {
+impl<E: Number> SimdTask for &BackwardCall<'_, E> {
     unsafe fn run<K: Kernel>(self) {
-        let problem = self.call.problem;
+        let problem = &self.problem.forward;
         let (multiply_adds, bytes) = problem.work();
         let workers = Workers::of(multiply_adds.saturating_mul(2), bytes, problem.executor);
         let workspace = || backward::Workspace::new::<K>(&problem.dims);
         for_each_task(problem.heads(), workers, workspace, |workspace, task| {
             // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
-            unsafe { backward::run_head::<K, E>(self.call, workspace, problem.head(task)) };
+            unsafe { backward::run_head::<K, E>(self, workspace, problem.head(task)) };
         });
     }
 }

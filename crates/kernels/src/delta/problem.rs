@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::cpu::Executor;
 use crate::error::{Error, check_len};
-use crate::strided::Strided;
+use crate::number::Strided;
 
 /// The dimensions of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

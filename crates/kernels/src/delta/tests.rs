@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::{BackwardProblem, Decay, Dims, Problem, gated_delta_rule, gated_delta_rule_backward};
 use crate::cpu::Tier;
 use crate::cpu::tests::numbers;
-use crate::strided::Strided;
+use crate::number::Strided;
 
 /// A call, whose numbers are contiguous.
 #[derive(Clone)]

@@ -46,6 +46,12 @@ pub(super) fn workers<E, S>(call: &Call<E, S>, passes: usize) -> Workers {
     Workers::of(multiply_adds, product([b, h_kv, t_kv, width, size_of::<S>()]), call.executor)
 }
 
+/// The threads that a call with statistics has tasks for.
+const STATISTICS_THREADS: usize = 16;
+
+/// The scores that a task keeps, in bytes, unless those of one panel are more: what a thread has of a third cache.
+const KEPT_BYTES: usize = 8 << 20;
+
 /// How the rows and keys of each key head are split.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct TaskSplit {
@@ -56,51 +62,24 @@ pub(super) struct TaskSplit {
 }
 
 impl TaskSplit {
-    pub fn new<K: Kernel>(dims: &Dims, threads: usize) -> Self {
+    /// A call that `has_statistics` is split alike for any number of threads, since where rows are parted shows in the
+    /// last bits of the sums over them.
+    pub fn new<K: Kernel>(dims: &Dims, threads: usize, has_statistics: bool) -> Self {
         let rows = dims.rows();
-        let split_keys = rows <= KV_SPLIT_MAX_ROWS;
+        let split_keys = rows <= KV_SPLIT_MAX_ROWS && !has_statistics;
         let keys_per_chunk = if split_keys { KV_SPLIT } else { dims.t_kv };
         let key_chunks = if split_keys { dims.t_kv.div_ceil(KV_SPLIT).max(1) } else { 1 };
-        let fit = state_bytes() / (4 * PackedSizes::new::<K>(dims).row_words());
+        let mut fit = state_bytes() / (4 * PackedSizes::new::<K>(dims).row_words());
+        let threads = if has_statistics { STATISTICS_THREADS } else { threads };
+        if has_statistics {
+            fit = fit.min(KEPT_BYTES / (4 * dims.t_kv).max(1));
+        }
         let even = (dims.b * dims.h_kv * rows).saturating_mul(key_chunks).div_ceil(TASKS_PER_THREAD * threads);
         // Chunks of one length, or the last would pack all keys for few rows.
         let panels = rows.div_ceil(K::PANEL);
         let row_chunks = panels.div_ceil((fit.min(even) / K::PANEL).max(1));
         let rows_per_chunk = panels.div_ceil(row_chunks) * K::PANEL;
         Self { rows_per_chunk, row_chunks: rows.div_ceil(rows_per_chunk), keys_per_chunk, key_chunks }
-    }
-}
-
-/// How a call that has statistics is split. It does not depend on the number of threads, since where rows are parted
-/// shows in the last bits of the sums over them.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct StatisticsSplit {
-    /// The rows of a panel.
-    pub panel: usize,
-    /// The panels of a task's rows at a time.
-    pub panels: usize,
-    /// The tasks of a key head.
-    pub parts: usize,
-}
-
-/// The scores that a task keeps, in bytes, unless those of one panel are more: what a thread has of a third cache.
-const KEPT_BYTES: usize = 8 << 20;
-
-/// Tasks of a call that has statistics. Each has sums over queries of its own, T_kv for each head of its group.
-const STATISTICS_TASKS: usize = 64;
-
-/// The most bytes of all these sums, unless those of one task for each key head are more.
-const SUMS_BYTES: usize = 64 << 20;
-
-impl StatisticsSplit {
-    pub fn new<K: Kernel>(dims: &Dims) -> Self {
-        let panels = dims.rows().div_ceil(K::PANEL);
-        let sums = [dims.b, dims.h, dims.t_kv].into_iter().fold(4usize, usize::saturating_mul);
-        let most = panels.min(SUMS_BYTES / sums.max(1)).max(1);
-        let parts = (STATISTICS_TASKS / (dims.b * dims.h_kv).max(1)).clamp(1, most);
-        let rows = state_bytes() / (4 * PackedSizes::new::<K>(dims).row_words());
-        let fit = (rows / K::PANEL).min(KEPT_BYTES / (4 * K::PANEL * dims.t_kv).max(1));
-        Self { panel: K::PANEL, panels: fit.min(panels.div_ceil(parts)).max(1), parts }
     }
 }
 

@@ -2,12 +2,12 @@
 //! design is in this package's README.
 
 mod backward;
+mod chain;
 mod decode;
 mod distances;
 mod dropout;
 mod epilogue;
 mod heuristics;
-mod kernels;
 mod pack;
 mod prefill;
 mod problem;
@@ -28,7 +28,6 @@ pub(crate) use backward::{BackwardCall, run as run_backward};
 pub use backward::{BackwardProblem, Gradients, Wanted, attend_backward};
 pub use distances::DistanceBias;
 pub use dropout::{Dropout, DropoutMask, philox_keeps};
-pub use kernels::AttentionKernels;
 pub(crate) use problem::Call;
 pub use problem::{Alibi, Dims, KvRows, OutputOrder, Problem, ScoreOptions, SoftmaxStats, Strided};
 pub use statistics::{MAX_TOP, Statistics, StatisticsOptions, attend_with_statistics};
@@ -36,17 +35,21 @@ pub use statistics::{MAX_TOP, Statistics, StatisticsOptions, attend_with_statist
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 
-use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Tier, Vector, Workers, for_each_task, large_page_vec};
+use half::{bf16, f16};
+
+use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Tier, Unwritten, Vector, Workers, for_each_task};
 use crate::error::{Error, check_tier};
 use crate::number::{Number, Stored};
+use chain::Chain;
 use distances::DistanceTable;
 use epilogue::Epilogue;
-use heuristics::{StatisticsSplit, TaskSplit};
+use heuristics::TaskSplit;
 use pack::PackQueries;
 use prefill::Prefill;
-use problem::{KeysValues, KvHead, ScoreInputs, StoredRows};
-use statistics::{Observe, StatisticsOutput};
+use problem::{KeysValues, KvHead, Outputs, ScoreInputs, StoredRows};
+use statistics::Observe;
 use tile::Tile;
 use workspace::Workspace;
 
@@ -96,30 +99,21 @@ pub fn attend<E: AttentionKernels>(
     lse: Option<&mut [MaybeUninit<f32>]>,
     stats: Option<&mut [MaybeUninit<SoftmaxStats>]>,
 ) -> Result<(), Error> {
-    attend_to(problem, tier, context, lse, stats, None)
+    attend_to(problem, tier, Outputs { context, lse, stats, statistics: None })
 }
 
 /// [`attend`], and the statistics of the weights if they are wanted.
-fn attend_to<E: AttentionKernels>(
-    problem: &Problem<E>,
-    tier: Tier,
-    context: &mut [MaybeUninit<E>],
-    lse: Option<&mut [MaybeUninit<f32>]>,
-    stats: Option<&mut [MaybeUninit<SoftmaxStats>]>,
-    statistics: Option<StatisticsOutput>,
-) -> Result<(), Error> {
+fn attend_to<E: AttentionKernels>(problem: &Problem<E>, tier: Tier, outputs: Outputs<E>) -> Result<(), Error> {
     check_tier(tier)?;
     let done = match (problem.k, problem.v) {
         (KvRows::Float(k), KvRows::Float(v)) => {
             let [k, v] = [k, v].map(|rows| StoredRows { rows, scales: None });
-            let call = Call::new(problem, KeysValues { k, v }, context, lse, stats)?;
-            E::attend(&call.with_statistics(statistics), tier)
+            E::attend(&Call::new(problem, KeysValues { k, v }, outputs)?, tier)
         }
         (KvRows::Q8 { codes: k, scales: k_scales }, KvRows::Q8 { codes: v, scales: v_scales }) => {
             let k = StoredRows { rows: k, scales: Some(k_scales) };
             let v = StoredRows { rows: v, scales: Some(v_scales) };
-            let call = Call::new(problem, KeysValues { k, v }, context, lse, stats)?;
-            E::attend_q8(&call.with_statistics(statistics), tier)
+            E::attend_q8(&Call::new(problem, KeysValues { k, v }, outputs)?, tier)
         }
         _ => return Err(Error::Shape("expected keys and values that are both floats or both of 8 bits".into())),
     };
@@ -138,33 +132,56 @@ pub fn attend_vec<E: AttentionKernels>(
     stats: Option<&mut Vec<SoftmaxStats>>,
 ) -> Result<Vec<E>, Error> {
     let Dims { b, h, t_q, d_v, .. } = problem.dims;
-    let (count, queries) = (problem.context_len()?, b * h * t_q);
+    problem.context_len()?;
     let no_memory = || Error::Memory(format!("a context of {:?}", [b, h, t_q, d_v]));
-    let mut context = large_page_vec(count).ok_or_else(no_memory)?;
-    let (mut new_lse, mut new_stats) = (Vec::new(), Vec::new());
+    let mut context = Unwritten::new(&[b, h, t_q, d_v]).ok_or_else(no_memory)?;
+    let (mut new_lse, mut new_stats) = (None, None);
     if lse.is_some() {
-        new_lse.try_reserve_exact(queries).map_err(|_| no_memory())?;
+        new_lse = Some(Unwritten::new(&[b, h, t_q]).ok_or_else(no_memory)?);
     }
     if stats.is_some() {
-        new_stats.try_reserve_exact(queries).map_err(|_| no_memory())?;
+        new_stats = Some(Unwritten::new(&[b, h, t_q]).ok_or_else(no_memory)?);
     }
-    let lse_out = lse.is_some().then(|| &mut new_lse.spare_capacity_mut()[..queries]);
-    let stats_out = stats.is_some().then(|| &mut new_stats.spare_capacity_mut()[..queries]);
-    attend(problem, tier, &mut context.spare_capacity_mut()[..count], lse_out, stats_out)?;
+    let (lse_out, stats_out) = (new_lse.as_mut().map(Unwritten::elements), new_stats.as_mut().map(Unwritten::elements));
+    attend(problem, tier, context.elements(), lse_out, stats_out)?;
     // SAFETY: `attend` initialised every element of all.
-    unsafe { context.set_len(count) };
-    if let Some(lse) = lse {
-        // SAFETY: as above.
-        unsafe { new_lse.set_len(queries) };
-        *lse = new_lse;
+    unsafe {
+        lse.zip(new_lse).into_iter().for_each(|(lse, new)| *lse = new.written());
+        stats.zip(new_stats).into_iter().for_each(|(stats, new)| *stats = new.written());
+        Ok(context.written())
     }
-    if let Some(stats) = stats {
-        // SAFETY: as above.
-        unsafe { new_stats.set_len(queries) };
-        *stats = new_stats;
-    }
-    Ok(context)
 }
+
+/// An element whose kernels are compiled here, in this package: generic code would be compiled again, and perhaps
+/// without optimisation, wherever it is used. Calls are checked before they are made, and nobody else can make one.
+pub trait AttentionKernels: Number {
+    /// Attention; `None` if memory is short.
+    fn attend(call: &Call<Self>, tier: Tier) -> Option<()>;
+    /// Attention to keys and values of 8 bits.
+    fn attend_q8(call: &Call<Self, u8>, tier: Tier) -> Option<()>;
+    /// The backward pass.
+    fn attend_backward(call: &BackwardCall<Self>, tier: Tier) -> Option<()>;
+}
+
+macro_rules! attend {
+    ($($type:ty),*) => {
+        $(impl AttentionKernels for $type {
+            fn attend(call: &Call<Self>, tier: Tier) -> Option<()> {
+                run(call, tier)
+            }
+
+            fn attend_q8(call: &Call<Self, u8>, tier: Tier) -> Option<()> {
+                run(call, tier)
+            }
+
+            fn attend_backward(call: &BackwardCall<Self>, tier: Tier) -> Option<()> {
+                run_backward(call, tier)
+            }
+        })*
+    };
+}
+
+attend!(f32, bf16, f16);
 
 /// A call on a tier that the processor has. `None` where there is no memory for intermediate results.
 pub(crate) fn run<E: Number, S: Stored>(call: &Call<E, S>, tier: Tier) -> Option<()> {
@@ -203,47 +220,53 @@ unsafe fn attend_on<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> Optio
     };
     let inputs = ScoreInputs { distances: distances.as_ref(), ..call.inputs };
     let workers = heuristics::workers(call, 1);
-    if let Some(statistics) = &call.statistics {
-        let split = StatisticsSplit::new::<K>(dims);
-        let steps = KernelSteps::<K, E, S> { call, inputs, panels: split.panels, kernel: PhantomData };
-        return statistics::run(&steps, dims, statistics, split, workers);
-    }
-    let split = TaskSplit::new::<K>(dims, workers.count);
-    let panels = split.rows_per_chunk.min(dims.rows()).div_ceil(K::PANEL);
-    run_steps(&KernelSteps::<K, E, S> { call, inputs, panels, kernel: PhantomData }, &inputs, &split, workers)
+    let split = TaskSplit::new::<K>(dims, workers.count, call.statistics.is_some());
+    let heads = dims.b * dims.h_kv;
+    let chain = Chain::new(heads.checked_mul(split.row_chunks)?, heads)?;
+    run_steps(&KernelSteps::<K, E, S> { call, inputs, split, chain, kernel: PhantomData }, &inputs, &split, workers)?;
+    let is_short = call.statistics.as_ref().is_some_and(|statistics| statistics.is_short.load(Ordering::Relaxed));
+    (!is_short).then_some(())
 }
 
-/// What the tasks of a call do. The order in which they do it is compiled once for all kernels and elements.
+/// What the tasks of a call do with a chunk of the rows of a key head. The order in which they do it is compiled once
+/// for all kernels and elements.
 trait Steps: Sync {
-    /// The panels of a chunk of rows.
-    fn panels(&self) -> usize;
     fn workspace(&self) -> Workspace;
-    /// Some rows of a key head against some of its keys.
-    fn prefill(&self, workspace: &mut Workspace, kv: KvHead, rows: Range<usize>, keys: Range<usize>);
-    fn epilogue(&self, workspace: &mut Workspace, kv: KvHead, rows: Range<usize>);
-    /// The statistics of some rows after all keys, whose scores were kept: see [`Observe`].
-    fn observe(&self, workspace: &mut Workspace, kv: KvHead, rows: Range<usize>, received: &mut [f32]);
+    /// The rows against some of the keys.
+    fn prefill(&self, workspace: &mut Workspace, chunk: usize, keys: Range<usize>);
+    /// The results of the rows after all keys.
+    fn epilogue(&self, workspace: &mut Workspace, chunk: usize);
 }
 
 /// The steps of a call on a kernel whose tier the processor has.
 struct KernelSteps<'a, 'b, K, E, S> {
     call: &'a Call<'b, E, S>,
     inputs: ScoreInputs<'a>,
-    panels: usize,
+    split: TaskSplit,
+    /// The chunks of each head.
+    chain: Chain,
     kernel: PhantomData<fn() -> K>,
 }
 
+impl<K: Kernel, E, S> KernelSteps<'_, '_, K, E, S> {
+    /// The rows of a chunk, the last ones first.
+    fn chunk(&self, index: usize) -> (KvHead, Range<usize>) {
+        let (dims, split) = (&self.inputs.dims, &self.split);
+        let heads = dims.b * dims.h_kv;
+        let first = (split.row_chunks - 1 - index / heads) * split.rows_per_chunk;
+        (dims.kv_head(index % heads), first..dims.rows().min(first + split.rows_per_chunk))
+    }
+}
+
 impl<K: Kernel, E: Number, S: Stored> Steps for KernelSteps<'_, '_, K, E, S> {
-    fn panels(&self) -> usize {
-        self.panels
-    }
-
     fn workspace(&self) -> Workspace {
-        Workspace::new::<K>(&self.inputs, self.panels)
+        let panels = self.split.rows_per_chunk.min(self.inputs.dims.rows()).div_ceil(K::PANEL);
+        Workspace::new::<K>(&self.inputs, panels, self.call.statistics.is_some())
     }
 
-    fn prefill(&self, workspace: &mut Workspace, kv: KvHead, rows: Range<usize>, keys: Range<usize>) {
+    fn prefill(&self, workspace: &mut Workspace, chunk: usize, keys: Range<usize>) {
         let (Call { q, keys_values, .. }, inputs) = (self.call, &self.inputs);
+        let (kv, rows) = self.chunk(chunk);
         let tiles = &Tile::of_rows(inputs, kv, rows, K::PANEL, K::Vector::LANES);
         // SAFETY: the processor has the tier of K; the workspace was made for the call and has a panel for each tile.
         unsafe {
@@ -252,63 +275,50 @@ impl<K: Kernel, E: Number, S: Stored> Steps for KernelSteps<'_, '_, K, E, S> {
         }
     }
 
-    fn epilogue(&self, workspace: &mut Workspace, kv: KvHead, rows: Range<usize>) {
+    fn epilogue(&self, workspace: &mut Workspace, chunk: usize) {
+        let (kv, rows) = self.chunk(chunk);
+        if let Some(output) = &self.call.statistics {
+            let (inputs, chain) = (&self.inputs, &self.chain);
+            let tiles = &Tile::of_rows(inputs, kv, rows.clone(), K::PANEL, K::Vector::LANES);
+            let units = inputs.options.units(K::IS_BF16);
+            // SAFETY: as below; the workspace has the state and the scores of the tiles.
+            unsafe { K::F32::run_simd(Observe { inputs, output, workspace, kv, tiles, units, chain, task: chunk }) };
+        }
         let task = Epilogue { call: self.call, state: &mut workspace.state, kv, rows };
         // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
         unsafe { K::F32::run_simd(task) };
-    }
-
-    fn observe(&self, workspace: &mut Workspace, kv: KvHead, rows: Range<usize>, received: &mut [f32]) {
-        let (inputs, Some(output)) = (&self.inputs, &self.call.statistics) else { return };
-        let tiles = &Tile::of_rows(inputs, kv, rows, K::PANEL, K::Vector::LANES);
-        let units = inputs.options.units(K::IS_BF16);
-        // SAFETY: as above; the workspace has the state and the scores of the tiles.
-        unsafe { K::F32::run_simd(Observe { inputs, output, workspace, tiles, units, received }) };
     }
 }
 
 /// Runs the steps of every task. `None` where there is no memory for partial results.
 fn run_steps(steps: &dyn Steps, inputs: &ScoreInputs, split: &TaskSplit, workers: Workers) -> Option<()> {
-    let (dims, panels) = (&inputs.dims, steps.panels());
-    let heads = dims.b * dims.h_kv;
-    let chunk = |index: usize| -> (KvHead, Range<usize>) {
-        let first = (split.row_chunks - 1 - index / heads) * split.rows_per_chunk;
-        (dims.kv_head(index % heads), first..dims.rows().min(first + split.rows_per_chunk))
-    };
+    let dims = &inputs.dims;
     let workspace = || steps.workspace();
-    let prefill = |workspace: &mut Workspace, index: usize, keys: Range<usize>| {
-        let (kv, rows) = chunk(index);
-        steps.prefill(workspace, kv, rows, keys);
-    };
-    let epilogue = |workspace: &mut Workspace, index: usize| {
-        let (kv, rows) = chunk(index);
-        steps.epilogue(workspace, kv, rows);
-    };
-    let chunks = heads.checked_mul(split.row_chunks)?;
+    let chunks = (dims.b * dims.h_kv).checked_mul(split.row_chunks)?;
     if split.key_chunks == 1 {
-        for_each_task(chunks, workers, workspace, |workspace, index| {
-            prefill(workspace, index, 0..dims.t_kv);
-            epilogue(workspace, index);
+        for_each_task(chunks, workers, workspace, |workspace, chunk| {
+            steps.prefill(workspace, chunk, 0..dims.t_kv);
+            steps.epilogue(workspace, chunk);
         });
         return Some(());
     }
-    let state_words = workspace().state.words(panels).len();
+    let state_words = workspace().state.words().len();
     let mut partials = Scratch::try_zeros(&[chunks, split.key_chunks, state_words])?;
     let slots = SharedPtr(partials.as_mut_ptr());
     for_each_task(chunks * split.key_chunks, workers, workspace, |workspace, task| {
-        let (index, first) = (task / split.key_chunks, task % split.key_chunks * split.keys_per_chunk);
-        prefill(workspace, index, first..dims.t_kv.min(first + split.keys_per_chunk));
+        let (chunk, first) = (task / split.key_chunks, task % split.key_chunks * split.keys_per_chunk);
+        steps.prefill(workspace, chunk, first..dims.t_kv.min(first + split.keys_per_chunk));
         // SAFETY: the partial states are initialised, and each task writes one of its own.
-        unsafe { slots.slice(task * state_words, state_words) }.copy_from_slice(workspace.state.words(panels));
+        unsafe { slots.slice(task * state_words, state_words) }.copy_from_slice(workspace.state.words());
     });
     let partials = partials.words();
-    for_each_task(chunks, workers, workspace, |workspace, index| {
-        workspace.state.clear(panels);
-        let own = &partials[index * split.key_chunks * state_words..][..split.key_chunks * state_words];
+    for_each_task(chunks, workers, workspace, |workspace, chunk| {
+        workspace.state.clear();
+        let own = &partials[chunk * split.key_chunks * state_words..][..split.key_chunks * state_words];
         for partial in own.chunks_exact(state_words) {
             workspace.state.merge(partial, inputs.options.exponent_unit());
         }
-        epilogue(workspace, index);
+        steps.epilogue(workspace, chunk);
     });
     Some(())
 }

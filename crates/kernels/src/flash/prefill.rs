@@ -37,7 +37,7 @@ impl<S: Stored> SimdTask for Prefill<'_, '_, S> {
     unsafe fn run<K: Kernel>(self) {
         let Self { inputs, keys_values, workspace, kv, tiles, keys } = self;
         let units = inputs.options.units(K::IS_BF16);
-        workspace.state.clear(tiles.len());
+        workspace.state.clear();
         // SAFETY: the processor has the tier of K; the workspace was made for the call and has a panel for each tile.
         unsafe {
             let _tiles = K::configure_tiles();

@@ -10,7 +10,7 @@ use crate::cpu::{Executor, SharedPtr};
 use crate::error::{Error, check_len};
 use crate::flash::AttentionKernels;
 use crate::number::Stored;
-pub use crate::strided::Strided;
+pub use crate::number::Strided;
 
 /// The order of the context in memory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -371,6 +371,14 @@ pub(super) struct KeysValues<'a, S> {
     pub v: StoredRows<'a, S>,
 }
 
+/// Where the results of a call go.
+pub(super) struct Outputs<'a, E> {
+    pub context: &'a mut [MaybeUninit<E>],
+    pub lse: Option<&'a mut [MaybeUninit<f32>]>,
+    pub stats: Option<&'a mut [MaybeUninit<SoftmaxStats>]>,
+    pub statistics: Option<StatisticsOutput<'a>>,
+}
+
 /// A problem that was checked, and where its results go. Keys and values are stored as S.
 pub struct Call<'a, E, S = E> {
     pub(super) q: Strided<'a, E, 3>,
@@ -393,20 +401,15 @@ impl<'a, E: AttentionKernels, S: Stored> Call<'a, E, S> {
     pub(super) fn new(
         problem: &Problem<'a, E>,
         keys_values: KeysValues<'a, S>,
-        context: &'a mut [MaybeUninit<E>],
-        lse: Option<&'a mut [MaybeUninit<f32>]>,
-        stats: Option<&'a mut [MaybeUninit<SoftmaxStats>]>,
+        outputs: Outputs<'a, E>,
     ) -> Result<Self, Error> {
+        let Outputs { context, lse, stats, statistics } = outputs;
         let call = Self::on_context(problem, keys_values, context.len(), context.as_mut_ptr().cast())?;
         let queries = problem.dims.b * problem.dims.h * problem.dims.t_q;
         lse.as_ref().map_or(Ok(()), |lse| check_len("lse", lse.len(), queries))?;
         stats.as_ref().map_or(Ok(()), |stats| check_len("stats", stats.len(), queries))?;
         let lse = lse.map(|lse| SharedPtr(lse.as_mut_ptr().cast()));
-        Ok(Self { lse, stats: stats.map(|stats| SharedPtr(stats.as_mut_ptr().cast())), ..call })
-    }
-
-    pub(super) fn with_statistics(self, statistics: Option<StatisticsOutput<'a>>) -> Self {
-        Self { statistics, ..self }
+        Ok(Self { lse, stats: stats.map(|stats| SharedPtr(stats.as_mut_ptr().cast())), statistics, ..call })
     }
 
     /// A call whose context is there already, and is not written.

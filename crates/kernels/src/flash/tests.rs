@@ -16,9 +16,9 @@ use super::{
     Alibi, Dims, Dropout, DropoutMask, KvRows, OutputOrder, Problem, ScoreOptions, Strided, attend, attend_vec,
     philox_keeps,
 };
+use crate::Element;
 use crate::cpu::Tier;
 use crate::cpu::tests::numbers;
-use crate::element::Element;
 use crate::error::Error;
 
 struct Case {

@@ -2,6 +2,7 @@
 
 use super::heuristics::PackedSizes;
 use super::problem::ScoreInputs;
+use super::statistics::kept_scores;
 use crate::cpu::{Kernel, Scratch, Vector};
 
 /// What the online softmax knows of a chunk of queries after some of the keys: for each panel the sums of weighted
@@ -28,18 +29,18 @@ impl State {
     }
 
     /// The state before any key.
-    pub fn clear(&mut self, panels: usize) {
+    pub fn clear(&mut self) {
         let (stride, context) = (self.stride(), self.context * self.panel);
-        for panel in self.words.words_mut().chunks_exact_mut(stride).take(panels) {
+        for panel in self.words.words_mut().chunks_exact_mut(stride) {
             panel[..context].fill(0.0);
             panel[context..context + self.panel].fill(f32::NEG_INFINITY);
             panel[context + self.panel..].fill(0.0);
         }
     }
 
-    /// The state of some panels, to be copied.
-    pub fn words(&self, panels: usize) -> &[f32] {
-        &self.words.words()[..panels * self.stride()]
+    /// The state of all panels, to be copied.
+    pub fn words(&self) -> &[f32] {
+        self.words.words()
     }
 
     /// Merges the state of the same panels over other keys into this one. `unit` is [`ScoreUnits::exponent_unit`].
@@ -101,12 +102,12 @@ pub(super) struct Workspace {
     /// Rows on their way to being transposed.
     pub staging: Scratch,
     /// Where statistics are wanted, the scores of all keys (panels, T_kv, panel), until the sum of their weights is
-    /// known, and what is found of groups of keys.
+    /// known, and what is found of them: see [`kept_scores`]. `None` too where there is no memory for them.
     pub kept: Option<Scratch>,
 }
 
 impl Workspace {
-    pub fn new<K: Kernel>(inputs: &ScoreInputs, panels: usize) -> Self {
+    pub fn new<K: Kernel>(inputs: &ScoreInputs, panels: usize, keeps_scores: bool) -> Self {
         let sizes = PackedSizes::new::<K>(&inputs.dims);
         let (block, lanes) = (K::BLOCK, K::Vector::LANES);
         // For scores, a row of a block for each lane.
@@ -121,7 +122,7 @@ impl Workspace {
             weights: Scratch::zeros(if K::IS_BF16 { block / 2 * K::PANEL } else { 0 }),
             dropout: Scratch::zeros(if inputs.options.dropout.is_some() { block * K::PANEL } else { 0 }),
             staging: Scratch::zeros(staging),
-            kept: None,
+            kept: if keeps_scores { kept_scores(&inputs.dims, panels, K::PANEL) } else { None },
         }
     }
 }

@@ -3,8 +3,7 @@
 use half::f16;
 
 use super::PackedWeight;
-use super::format::Format;
-use super::weight::no_memory;
+use super::weight::{Format, no_memory};
 pub use crate::cpu::CODE_BLOCK;
 use crate::cpu::{Kernel, Scratch, SimdTask, Tier, dispatch_f32};
 use crate::error::{Error, check_len, check_tier};

@@ -19,9 +19,6 @@
 
 mod codes;
 mod epilogue;
-mod format;
-mod gradient;
-mod kernels;
 mod left;
 mod matrix;
 mod pack;
@@ -33,19 +30,59 @@ mod weight;
 
 pub use codes::{CODE_BLOCK, Codes};
 pub use epilogue::{Activation, Epilogue, Up};
-pub use gradient::{InputGradient, column_sums, input_gradient};
-pub use kernels::ProductKernels;
-pub use matrix::{Matrix, MatrixProduct, multiply};
+pub use matrix::{InputGradient, Matrix, MatrixProduct, column_sums, input_gradient, multiply};
 pub use weight::PackedWeight;
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use crate::cpu::{Executor, large_page_vec};
+use half::{bf16, f16};
+
+use crate::cpu::{Executor, Tier, Unwritten};
 use crate::error::{Error, check_len};
+use crate::number::Number;
 use left::Left;
+use pack::pack_weight;
 use right::Right;
-use task::Product;
+use task::{Product, run};
+use weight::unpack_rows;
+
+/// An element whose kernels are compiled here, in this package: generic code would be compiled again, and perhaps
+/// without optimisation, wherever it is used.
+pub trait ProductKernels: Number {
+    /// Initialises an output. The product was checked before it was made, and nobody else can make one.
+    fn multiply(product: &Product<Self>, output: &mut [MaybeUninit<Self>]);
+    /// [`PackedWeight::new`].
+    ///
+    /// # Errors
+    /// As there.
+    fn pack(rows: &[Self], shape: (usize, usize), tier: Tier) -> Result<PackedWeight, Error>;
+    /// [`PackedWeight::unpack_rows`].
+    ///
+    /// # Errors
+    /// As there.
+    fn unpack_rows(weight: &PackedWeight, outputs: &[usize]) -> Result<Vec<Self>, Error>;
+}
+
+macro_rules! multiply {
+    ($($type:ty),*) => {
+        $(impl ProductKernels for $type {
+            fn multiply(product: &Product<Self>, output: &mut [MaybeUninit<Self>]) {
+                run(product, output)
+            }
+
+            fn pack(rows: &[Self], shape: (usize, usize), tier: Tier) -> Result<PackedWeight, Error> {
+                pack_weight(rows, shape, tier)
+            }
+
+            fn unpack_rows(weight: &PackedWeight, outputs: &[usize]) -> Result<Vec<Self>, Error> {
+                unpack_rows(weight, outputs)
+            }
+        })*
+    };
+}
+
+multiply!(f32, bf16, f16);
 
 /// The operands of [`project`]: `xs · weightᵀ` for some of the weight's outputs, and what follows.
 #[derive(Clone, Debug)]
@@ -167,11 +204,10 @@ unsafe fn filled<X>(
 ) -> Result<Vec<X>, Error> {
     let count = output_len::<X>(rows, columns)?;
     let no_memory = || Error::Memory(format!("an output of {rows} rows of {columns}"));
-    let mut output = large_page_vec(count).ok_or_else(no_memory)?;
-    fill(&mut output.spare_capacity_mut()[..count])?;
+    let mut output = Unwritten::new(&[count]).ok_or_else(no_memory)?;
+    fill(output.elements())?;
     // SAFETY: `fill` initialised them, by this function's contract.
-    unsafe { output.set_len(count) };
-    Ok(output)
+    Ok(unsafe { output.written() })
 }
 
 /// The output of a product, (rows, columns).

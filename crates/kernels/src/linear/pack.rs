@@ -1,8 +1,7 @@
 //! Rows of a weight on their way into panels.
 
 use super::PackedWeight;
-use super::format::Format;
-use super::weight::no_memory;
+use super::weight::{Format, no_memory};
 use crate::cpu::{Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, Tier, Vector, Workers, for_each_index};
 use crate::error::{Error, check_len, check_tier};
 use crate::number::{Dtype, Number};

@@ -5,14 +5,64 @@ use std::ops::Range;
 
 use half::f16;
 
-use super::format::Format;
 use crate::cpu::{
-    Bf16Pairs, CodeBlocks, ColumnBlock, Columns, F16Rows, Kernel, Product, Scratch, SharedPtr, Tier, Vector, Words,
-    Workers, for_each_index,
+    Bf16Pairs, CODE_BLOCK, CodeBlocks, ColumnBlock, Columns, F16Rows, Kernel, Product, Scratch, SharedPtr, Tier,
+    Vector, Words, Workers, for_each_index,
 };
 use crate::error::Error;
 use crate::linear::ProductKernels;
 use crate::number::{Dtype, Number};
+
+/// How the numbers of a weight are stored.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Format {
+    /// As they are. bf16 is stored as pairs of neighbouring inputs, whether the tier multiplies them as they are or
+    /// widens them: both take one instruction.
+    Elements(Dtype),
+    /// As [`CodeBlocks`](crate::cpu::CodeBlocks).
+    Codes { bits: usize, has_minimums: bool },
+}
+
+impl fmt::Debug for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Elements(dtype) => dtype.fmt(f),
+            Self::Codes { bits, has_minimums: false } => write!(f, "codes of {bits} bits"),
+            Self::Codes { bits, has_minimums: true } => write!(f, "codes of {bits} bits with minimums"),
+        }
+    }
+}
+
+impl Format {
+    /// The type that numbers are unpacked as.
+    pub fn dtype(self) -> Dtype {
+        match self {
+            Self::Elements(dtype) => dtype,
+            Self::Codes { .. } => Dtype::F32,
+        }
+    }
+
+    /// The inputs that are stored together.
+    pub fn step(self) -> usize {
+        match self {
+            Self::Elements(Dtype::BF16) => 2,
+            Self::Elements(_) => 1,
+            Self::Codes { .. } => CODE_BLOCK,
+        }
+    }
+
+    /// The bytes of so many inputs of one output, in whole steps.
+    pub fn bytes(self, inputs: usize) -> usize {
+        match self {
+            Self::Elements(Dtype::F32) => inputs * 4,
+            Self::Elements(Dtype::BF16 | Dtype::F16) => inputs * 2,
+            Self::Codes { bits, has_minimums } => {
+                let scales = size_of::<f16>() << u32::from(has_minimums);
+                inputs / CODE_BLOCK * (scales + CODE_BLOCK * bits / 8)
+            }
+        }
+    }
+}
 
 /// A weight (out, in) as panels of outputs, for [`project`](super::project). Each panel is (in, panel), so that the
 /// sums of its outputs are the lanes of vectors, and is read from its beginning to its end, for one row of input or for

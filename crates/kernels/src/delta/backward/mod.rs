@@ -23,7 +23,7 @@ mod rows;
 use super::chunk::Chunk;
 use super::problem::{Decay, Dims, Head};
 use super::rows::{BLOCK, ReadRows, Rows, StoredRows};
-use super::{BackwardCall, Gradients, Saved};
+use super::{BackwardCall, BackwardProblem, Gradients, Saved};
 use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Vector};
 use crate::number::Number;
 use panels::{Panels, for_each_vector, keep, left, multiply, product, transpose};
@@ -98,27 +98,27 @@ impl Workspace {
 /// # Safety
 /// The processor has the tier of K; the workspace was made for the call.
 pub(super) unsafe fn run_head<K: Kernel, E: Number>(call: &BackwardCall<E>, workspace: &mut Workspace, at: Head) {
-    let problem = call.problem;
+    let BackwardProblem { forward: problem, saved, context_grad, states_grad } = call.problem;
     let (dims, len) = (problem.dims, problem.state_len());
     let tokens = problem.sequences[at.sequence].clone();
     let index = problem.head_index(at);
     let output = &call.gradients;
     // SAFETY: as this function's contract; this task alone writes the gradients of the head's rows and state.
     unsafe {
-        match call.states_grad {
+        match states_grad {
             Some(gradient) => workspace.gradient.copy_rows_from(gradient[index * len..].as_ptr()),
             None => workspace.gradient.words.words_mut().fill(0.0),
         }
         for block in (0..tokens.len().div_ceil(BLOCK)).rev() {
             let first = tokens.start + block * BLOCK;
             let tokens = first..tokens.end.min(first + BLOCK);
-            let from = StoredRows::new(problem, (&call.context_grad, dims.h), at.head, first);
+            let from = StoredRows::new(problem, (context_grad, dims.h), at.head, first);
             let rows = &mut workspace.rows;
             K::run_simd(ReadRows { problem, head: at.head, tokens: tokens.clone(), from, rows });
             let state = ((call.blocks[at.sequence] + block) * dims.h + at.head) * len;
-            workspace.states[0].copy_rows_from(call.saved.states[state..].as_ptr());
+            workspace.states[0].copy_rows_from(saved.states[state..].as_ptr());
             let row = (tokens.start / dims.t * dims.h + at.head) * dims.t + tokens.start % dims.t;
-            workspace.read_errors(call.saved, row, tokens.len(), dims.d_v);
+            workspace.read_errors(saved, row, tokens.len(), dims.d_v);
             K::run_simd(Block {
                 dims,
                 decay: problem.decay,

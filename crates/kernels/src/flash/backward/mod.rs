@@ -3,23 +3,22 @@
 //! whole.
 
 mod biases;
-mod chain;
 mod gradient;
 mod memory;
 mod rows;
 mod step;
 mod task;
 
+use super::chain::Chain;
 use super::distances::{DistanceOutput, DistanceTable};
 use super::heuristics;
 use super::problem::{Call, KeysValues, KvHead, KvRows, Problem, SoftmaxStats, StoredRows, Strided};
 use super::tile::Tile;
-use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Tier, Vector, for_each_task, large_page_vec};
+use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Tier, Unwritten, Vector, for_each_index, for_each_task};
 use crate::error::{Error, check_len, check_tier};
 use crate::flash::AttentionKernels;
 use crate::number::{Dtype, Number};
 use biases::BiasOutput;
-use chain::Chain;
 use memory::{BackwardMemory, BackwardSizes};
 use rows::{Deltas, RoundQueries};
 use task::BackwardTask;
@@ -177,35 +176,32 @@ pub fn attend_backward<E: AttentionKernels>(
     let keys = [dims.b, dims.h_kv, dims.t_kv];
     let count = |wanted: bool, [b, h, t]: [usize; 3], width: usize| if wanted { [b, h, t, width] } else { [0; 4] };
     let (q_dims, k_dims) = (count(wanted.q, [dims.b, dims.h, dims.t_q], dims.d), count(wanted.k, keys, dims.d));
-    let (mut q, mut k) = (Zeroable::<E>::new(q_dims)?, Zeroable::<E>::new(k_dims)?);
-    let mut v = Zeroable::<E>::new(count(wanted.v, keys, dims.d_v))?;
+    let (mut q, mut k) = (gradient::<E>(q_dims)?, gradient::<E>(k_dims)?);
+    let mut v = gradient::<E>(count(wanted.v, keys, dims.d_v))?;
     let is_f32 = E::DTYPE == Dtype::F32;
-    let mut wide = Zeroable::<f32>::new(if is_f32 { [0; 4] } else { q_dims })?;
-    let mut deltas = Zeroable::<f32>::new([dims.b, dims.h, dims.t_q, 1])?;
-    let mut bias = wanted.bias.map(Zeroable::<f32>::new).transpose()?;
+    let mut wide = gradient::<f32>(if is_f32 { [0; 4] } else { q_dims })?;
+    let mut deltas = gradient::<f32>([dims.b, dims.h, dims.t_q, 1])?;
+    let mut bias = wanted.bias.map(gradient::<f32>).transpose()?;
     let distance_bias = forward.scores.distance_bias.filter(|_| wanted.distances);
     let distance_dims = distance_bias.map(|bias| [bias.sequences(&dims), dims.h, bias.len, 1]);
-    let mut distances = distance_dims.map(Zeroable::<f32>::new).transpose()?;
-    bias.iter_mut().chain(&mut distances).for_each(Zeroable::clear);
+    let mut distances = distance_dims.map(gradient::<f32>).transpose()?;
+    bias.iter_mut().chain(&mut distances).for_each(Unwritten::clear);
     let [mut slopes, mut sinks] = [wanted.slopes, wanted.sinks].map(|wanted| wanted.then(|| vec![0f32; dims.h]));
-    let q_out = SharedPtr(q.vec.as_mut_ptr());
+    let q_out = SharedPtr(q.as_mut_ptr());
     let backward = BackwardCall {
         call,
         stats,
         context_grad,
         lse_grad,
         wanted,
-        deltas: SharedPtr(deltas.vec.as_mut_ptr()),
-        q_sums: SharedPtr(if is_f32 { q_out.0.cast() } else { wide.vec.as_mut_ptr() }),
+        deltas: SharedPtr(deltas.as_mut_ptr()),
+        q_sums: SharedPtr(if is_f32 { q_out.0.cast() } else { wide.as_mut_ptr() }),
         q: (wanted.q && !is_f32).then_some(q_out),
-        k: wanted.k.then_some(SharedPtr(k.vec.as_mut_ptr())),
-        v: wanted.v.then_some(SharedPtr(v.vec.as_mut_ptr())),
-        bias: bias
-            .as_mut()
-            .zip(wanted.bias)
-            .map(|(bias, shape)| BiasOutput::new(SharedPtr(bias.vec.as_mut_ptr()), shape)),
+        k: wanted.k.then_some(SharedPtr(k.as_mut_ptr())),
+        v: wanted.v.then_some(SharedPtr(v.as_mut_ptr())),
+        bias: bias.as_mut().zip(wanted.bias).map(|(bias, shape)| BiasOutput::new(SharedPtr(bias.as_mut_ptr()), shape)),
         distances: distances.as_mut().zip(distance_dims).map(|(distances, [sequences, h, len, _])| DistanceOutput {
-            at: SharedPtr(distances.vec.as_mut_ptr()),
+            at: SharedPtr(distances.as_mut_ptr()),
             of_sequence: if sequences == dims.b { h * len } else { 0 },
         }),
         slopes: slopes.as_mut().map(|slopes| SharedPtr(slopes.as_mut_ptr())),
@@ -219,15 +215,15 @@ pub fn attend_backward<E: AttentionKernels>(
         E::attend_backward(&backward, tier).ok_or_else(no_memory)?;
     }
     // SAFETY: every element was written.
-    let [q, k, v] = unsafe { [q.finish(), k.finish(), v.finish()] };
+    let [q, k, v] = unsafe { [q.written(), k.written(), v.written()] };
     Ok(Gradients {
         q: wanted.q.then_some(q),
         k: wanted.k.then_some(k),
         v: wanted.v.then_some(v),
         // SAFETY: it was cleared.
-        bias: bias.map(|bias| unsafe { bias.finish() }),
+        bias: bias.map(|bias| unsafe { bias.written() }),
         // SAFETY: likewise.
-        distances: distances.map(|distances| unsafe { distances.finish() }),
+        distances: distances.map(|distances| unsafe { distances.written() }),
         slopes,
         sinks,
     })
@@ -259,19 +255,14 @@ unsafe fn run_on<K: Kernel, E: Number>(backward: &BackwardCall<E>) -> Option<()>
     let rows = dims.b * dims.h;
     let mut sinks = vec![0f32; rows];
     let sink_sums = SharedPtr(sinks.as_mut_ptr());
-    for_each_task(
-        rows,
-        workers,
-        || (),
-        |(), index| {
-            // SAFETY: the processor has the tier of K, which includes that of its kernel for f32; each task has a sum
-            // of its own.
-            unsafe {
-                let sink = &mut *sink_sums.add(index);
-                K::F32::run_simd(Deltas { backward, b: index / dims.h, head: index % dims.h, sink });
-            }
-        },
-    );
+    for_each_index(rows, workers, &|index| {
+        // SAFETY: the processor has the tier of K, which includes that of its kernel for f32; each task has a sum of
+        // its own.
+        unsafe {
+            let sink = &mut *sink_sums.add(index);
+            K::F32::run_simd(Deltas { backward, b: index / dims.h, head: index % dims.h, sink });
+        }
+    });
 
     let sizes = BackwardSizes::new::<K>(dims);
     let (heads, chunk) = (dims.b * dims.h_kv, sizes.blocks * K::BLOCK);
@@ -310,16 +301,11 @@ unsafe fn run_on<K: Kernel, E: Number>(backward: &BackwardCall<E>) -> Option<()>
     });
 
     if let Some(to) = backward.q {
-        for_each_task(
-            rows,
-            workers,
-            || (),
-            |(), index| {
-                let count = dims.t_q * dims.d;
-                // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
-                unsafe { K::F32::run_simd(RoundQueries { backward, to, first: index * count, count }) };
-            },
-        );
+        for_each_index(rows, workers, &|index| {
+            let count = dims.t_q * dims.d;
+            // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
+            unsafe { K::F32::run_simd(RoundQueries { backward, to, first: index * count, count }) };
+        });
     }
     for (to, sums) in [(backward.slopes, slopes.words()), (backward.sinks, &sinks[..])] {
         let Some(to) = to else { continue };
@@ -353,27 +339,6 @@ fn check_wanted<E>(forward: &Problem<E>, wanted: Wanted) -> Result<(), Error> {
 }
 
 /// Memory for a gradient that is not touched yet.
-struct Zeroable<T> {
-    vec: Vec<T>,
-    count: usize,
-}
-
-impl<T: Copy + Default> Zeroable<T> {
-    fn new(dims: [usize; 4]) -> Result<Self, Error> {
-        let no_memory = || Error::Memory(format!("a gradient of {dims:?}"));
-        let count = dims.iter().try_fold(1usize, |count, &dim| count.checked_mul(dim)).ok_or_else(no_memory)?;
-        Ok(Self { vec: large_page_vec(count).ok_or_else(no_memory)?, count })
-    }
-
-    fn clear(&mut self) {
-        self.vec.resize(self.count, T::default());
-    }
-
-    /// # Safety
-    /// Every element was written.
-    unsafe fn finish(mut self) -> Vec<T> {
-        // SAFETY: the vector has the capacity, by `new`, and the elements, by this function's contract.
-        unsafe { self.vec.set_len(self.count) };
-        self.vec
-    }
+fn gradient<T>(dims: [usize; 4]) -> Result<Unwritten<T>, Error> {
+    Unwritten::new(&dims).ok_or_else(|| Error::Memory(format!("a gradient of {dims:?}")))
 }

@@ -19,11 +19,11 @@ use std::ops::Range;
 
 use super::BackwardCall;
 use super::biases::BiasGradients;
-use super::chain::Chain;
 use super::gradient::TileColumns;
 use super::memory::{BackwardMemory, ColumnPanels};
 use super::step::{KeyBlock, PackedTile, Step};
 use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, SharedPtr, SimdTask, Vector};
+use crate::flash::chain::Chain;
 use crate::flash::pack::{TileRows, pack_panel};
 use crate::flash::problem::KvHead;
 use crate::flash::tile::Tile;
@@ -95,13 +95,12 @@ impl<E: Number> SimdTask for BackwardTask<'_, '_, E> {
                 }
             }
             for block in &blocks {
-                let rows =
-                    |panels, sums| SumRows::<K> { panels, sums, keys: block.keys.clone(), kernel: Default::default() };
+                let keys = &block.keys;
                 if let Some(to) = backward.k {
-                    rows(&memory.sizes.d, block.key_sums).write(to, backward.key_row(kv));
+                    write_sums::<K, E>(&memory.sizes.d, block.key_sums, keys, to, backward.key_row(kv));
                 }
                 if let Some(to) = backward.v {
-                    rows(&memory.sizes.d_v, block.value_sums).write(to, backward.key_row(kv));
+                    write_sums::<K, E>(&memory.sizes.d_v, block.value_sums, keys, to, backward.key_row(kv));
                 }
             }
             if let Some(biases) = biases.filter(|_| !by_key.is_empty() || !by_distance.is_empty()) {
@@ -205,33 +204,29 @@ unsafe fn add_queries<K: Kernel, E: Number>(backward: &BackwardCall<E>, memory: 
     }
 }
 
-/// The sums of a block's gradients: (panels, block, panel).
-struct SumRows<'a, K> {
-    panels: &'a ColumnPanels,
+/// Writes the sums of a block's gradients (panels, block, panel) as rows, `first` being that of the head's first key.
+///
+/// # Safety
+/// The processor has the tier of K; `to` has the rows, which no other thread writes.
+#[inline(always)]
+unsafe fn write_sums<K: Kernel, E: Number>(
+    panels: &ColumnPanels,
     sums: *const f32,
-    keys: Range<usize>,
-    kernel: std::marker::PhantomData<K>,
-}
-
-impl<K: Kernel> SumRows<'_, K> {
-    /// Writes them as rows, `first` being that of the head's first key.
-    ///
-    /// # Safety
-    /// The processor has the tier of K; `to` has the rows, which no other thread writes.
-    #[inline(always)]
-    unsafe fn write<E: Number>(&self, to: SharedPtr<E>, first: usize) {
-        let lanes = K::Vector::LANES;
-        for panel in 0..self.panels.count {
-            let columns = self.panels.columns::<K>(panel);
-            for (index, key) in self.keys.clone().enumerate() {
-                let from = self.sums.wrapping_add((panel * K::BLOCK + index) * K::PANEL);
-                // SAFETY: as this method's contract.
-                unsafe {
-                    let to = to.add((first + key) * self.panels.width + columns.start);
-                    for column in (0..columns.len()).step_by(lanes) {
-                        let sum = K::Vector::load(from.add(column));
-                        store_first(sum, to.add(column), lanes.min(columns.len() - column));
-                    }
+    keys: &Range<usize>,
+    to: SharedPtr<E>,
+    first: usize,
+) {
+    let lanes = K::Vector::LANES;
+    for panel in 0..panels.count {
+        let columns = panels.columns::<K>(panel);
+        for (index, key) in keys.clone().enumerate() {
+            let from = sums.wrapping_add((panel * K::BLOCK + index) * K::PANEL);
+            // SAFETY: as this function's contract.
+            unsafe {
+                let to = to.add((first + key) * panels.width + columns.start);
+                for column in (0..columns.len()).step_by(lanes) {
+                    let sum = K::Vector::load(from.add(column));
+                    store_first(sum, to.add(column), lanes.min(columns.len() - column));
                 }
             }
         }

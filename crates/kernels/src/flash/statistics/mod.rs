@@ -7,15 +7,13 @@
 mod observe;
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
-use super::heuristics::StatisticsSplit;
-use super::workspace::Workspace;
-use super::{AttentionKernels, Dims, Problem, Steps, attend_to};
-use crate::cpu::{Scratch, SharedPtr, Tier, Workers, for_each_index, for_each_task, large_page_vec};
+use super::problem::Outputs;
+use super::{AttentionKernels, Dims, Problem, attend_to};
+use crate::cpu::{SharedPtr, Tier, Unwritten};
 use crate::error::Error;
-use observe::GROUP;
-pub(in crate::flash) use observe::Observe;
+pub(in crate::flash) use observe::{Observe, kept_scores};
 
 /// The most keys that [`StatisticsOptions::top`] may ask for: queries keep a sorted list of them.
 pub const MAX_TOP: usize = 32;
@@ -76,15 +74,14 @@ impl Statistics {
 }
 
 fn zeros<T: Copy + Default>(shape: &[usize]) -> Result<Vec<T>, Error> {
-    let no_memory = || Error::Memory(format!("statistics of {shape:?}"));
-    let count = shape.iter().try_fold(1usize, |count, &dim| count.checked_mul(dim)).ok_or_else(no_memory)?;
-    let mut vec = Vec::new();
-    vec.try_reserve_exact(count).map_err(|_| no_memory())?;
-    vec.resize(count, T::default());
-    Ok(vec)
+    let mut zeros = Unwritten::new(shape).ok_or_else(|| Error::Memory(format!("statistics of {shape:?}")))?;
+    zeros.clear();
+    // SAFETY: every element was cleared.
+    Ok(unsafe { zeros.written() })
 }
 
-/// Where the statistics of a call go. Each task writes those of its own queries.
+/// Where the statistics of a call go. Each task writes those of its own queries, and the tasks of a head take turns at
+/// what its keys receive.
 pub(super) struct StatisticsOutput<'a> {
     options: &'a StatisticsOptions,
     top_keys: SharedPtr<u32>,
@@ -92,11 +89,13 @@ pub(super) struct StatisticsOutput<'a> {
     entropy: SharedPtr<f32>,
     received: SharedPtr<f32>,
     weights: SharedPtr<f32>,
+    /// Set where there is no memory for scores.
+    pub is_short: AtomicBool,
 }
 
 /// [`attend_vec`](super::attend_vec) that also returns statistics of the weights. They are the same for any number of
-/// threads. A call takes memory for them, for several times what [`Statistics::received`] takes (64 MB at most, or once
-/// that), and for each thread for T_kv scores of the queries of a tile or, up to 8 MB, of several.
+/// threads. A call takes memory for them, and for each thread for T_kv scores of each query of a tile or, up to 8 MB,
+/// of several, and as many sums for each head of a group.
 ///
 /// # Errors
 /// As [`attend`](super::attend), and [`Error::Shape`] for more than [`MAX_TOP`] top keys, for more keys than a u32
@@ -140,52 +139,12 @@ pub fn attend_with_statistics<E: AttentionKernels>(
         entropy: SharedPtr(found.entropy.as_mut_ptr()),
         received: SharedPtr(found.received.as_mut_ptr()),
         weights: SharedPtr(found.weights.as_mut_ptr()),
+        is_short: AtomicBool::new(false),
     };
-    let mut context = large_page_vec(count).ok_or_else(|| Error::Memory(format!("a context of {count} elements")))?;
-    attend_to(problem, tier, &mut context.spare_capacity_mut()[..count], None, None, Some(output))?;
+    let mut context =
+        Unwritten::new(&[count]).ok_or_else(|| Error::Memory(format!("a context of {count} elements")))?;
+    let to = context.elements();
+    attend_to(problem, tier, Outputs { context: to, lse: None, stats: None, statistics: Some(output) })?;
     // SAFETY: `attend_to` initialised every element.
-    unsafe { context.set_len(count) };
-    Ok((context, found))
-}
-
-/// Runs the steps of every task: contexts and statistics. `None` where there is no memory for scores.
-pub(super) fn run(
-    steps: &dyn Steps,
-    dims: &Dims,
-    output: &StatisticsOutput,
-    split: StatisticsSplit,
-    workers: Workers,
-) -> Option<()> {
-    let StatisticsSplit { panel, panels, parts } = split;
-    let (heads, rows, words) = (dims.b * dims.h_kv, dims.rows(), dims.group() * dims.t_kv);
-    // Tasks of one head add to sums of their own, which are added up in their order.
-    let mut sums = Scratch::try_zeros(&[heads, parts, words])?;
-    let all_sums = SharedPtr(sums.as_mut_ptr());
-    let is_short = AtomicBool::new(false);
-    let kept = || Scratch::try_zeros(&[panels.checked_mul(dims.t_kv)?.checked_add(dims.t_kv.div_ceil(GROUP))?, panel]);
-    let workspace = || Workspace { kept: kept(), ..steps.workspace() };
-    for_each_task(heads * parts, workers, workspace, |workspace, task| {
-        if workspace.kept.is_none() {
-            return is_short.store(true, Ordering::Relaxed);
-        }
-        let (head, part) = (task % heads, task / heads);
-        // SAFETY: the sums are initialised, and each task has its own.
-        let received = unsafe { all_sums.slice((head * parts + part) * words, words) };
-        // Every so many-th chunk, since the last ones see most keys of a causal mask.
-        for first in (part * panels * panel..rows).step_by(parts * panels * panel) {
-            let (kv, own) = (dims.kv_head(head), first..rows.min(first + panels * panel));
-            steps.prefill(workspace, kv, own.clone(), 0..dims.t_kv);
-            steps.observe(workspace, kv, own.clone(), received);
-            steps.epilogue(workspace, kv, own);
-        }
-    });
-    let sums = sums.words();
-    for_each_index(heads, workers, &|head| {
-        // SAFETY: the sums received by the heads of a group stand one after the other, and are this task's.
-        let received = unsafe { output.received.slice(head * words, words) };
-        for own in sums[head * parts * words..][..parts * words].chunks_exact(words.max(1)) {
-            received.iter_mut().zip(own).for_each(|(sum, own)| *sum += own);
-        }
-    });
-    (!is_short.into_inner()).then_some(())
+    Ok((unsafe { context.written() }, found))
 }

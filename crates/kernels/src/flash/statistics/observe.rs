@@ -2,11 +2,13 @@
 
 use std::f32::consts::LN_2;
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 
 use super::{MAX_TOP, StatisticsOptions, StatisticsOutput};
 use crate::cpu::{EXP2_MIN, Kernel, MAX_COLUMNS, MAX_LANES, Scratch, SimdTask, Vector};
+use crate::flash::chain::Chain;
 use crate::flash::epilogue::with_sink;
-use crate::flash::problem::{ScoreInputs, ScoreUnits, SoftmaxStats};
+use crate::flash::problem::{Dims, KvHead, ScoreInputs, ScoreUnits, SoftmaxStats};
 use crate::flash::tile::Tile;
 use crate::flash::workspace::{PanelState, Workspace};
 
@@ -14,32 +16,53 @@ use crate::flash::workspace::{PanelState, Workspace};
 /// of every tier.
 pub(super) const GROUP: usize = MAX_LANES;
 
-/// The statistics of some tiles whose scores were kept and whose state is that after all keys.
+/// Memory for the scores of some panels (panels, T_kv, panel), then for what is found of each group of keys (groups,
+/// panel), and for sums over queries, (group, T_kv).
+pub(in crate::flash) fn kept_scores(dims: &Dims, panels: usize, panel: usize) -> Option<Scratch> {
+    let sums = dims.group().checked_mul(dims.t_kv)?.div_ceil(panel);
+    Scratch::try_zeros(&[panels.checked_mul(dims.t_kv)?.checked_add(dims.t_kv.div_ceil(GROUP) + sums)?, panel])
+}
+
+/// The statistics of some tiles of a key head whose scores were kept and whose state is that after all keys.
 pub(in crate::flash) struct Observe<'a, 'b> {
     pub inputs: &'a ScoreInputs<'b>,
     pub output: &'a StatisticsOutput<'a>,
     pub workspace: &'a mut Workspace,
+    pub kv: KvHead,
     pub tiles: &'a [Tile],
     pub units: ScoreUnits,
-    /// (group, T_kv), which are added to.
-    pub received: &'a mut [f32],
+    pub chain: &'a Chain,
+    /// The number of the task in its chain.
+    pub task: usize,
 }
 
 impl SimdTask for Observe<'_, '_> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let Self { inputs, output, workspace, tiles, units, received } = self;
-        let (panel, t_kv) = (workspace.state.panel, inputs.dims.t_kv);
-        let Some(kept) = workspace.kept.as_mut().map(Scratch::as_mut_ptr) else { return };
+        let Self { inputs, output, kv, tiles, units, chain, task, .. } = self;
+        let Workspace { state, kept, .. } = self.workspace;
+        let Some(kept) = kept else {
+            output.is_short.store(true, Ordering::Relaxed);
+            return chain.finish(task);
+        };
+        let (panel, t_kv, words) = (state.panel, inputs.dims.t_kv, inputs.dims.group() * inputs.dims.t_kv);
+        let (scores, rest) = kept.words_mut().split_at_mut(tiles.len() * t_kv * panel);
+        let (largest, sums) = rest.split_at_mut(t_kv.div_ceil(GROUP) * panel);
+        let sums = &mut sums[..words];
+        sums.fill(0.0);
         for (index, tile) in tiles.iter().enumerate() {
-            let state = workspace.state.of_panel(index);
-            // SAFETY: the processor has the tier of K; the scores of the keys that the tile sees were kept, and behind
-            // them is a row for each group of keys.
-            unsafe {
-                let (scores, largest) = (kept.add(index * t_kv * panel), kept.add(tiles.len() * t_kv * panel));
-                KeptTile { inputs, output, tile, units, scores, largest, panel }.observe::<K>(state, received);
-            }
+            let (scores, largest) = (scores[index * t_kv * panel..].as_ptr(), largest.as_mut_ptr());
+            let tile = KeptTile { inputs, output, tile, units, scores, largest, panel };
+            // SAFETY: the processor has the tier of K; the scores of the keys that the tile sees were kept, and there
+            // is a row of largest ones for each group of keys.
+            unsafe { tile.observe::<K>(state.of_panel(index), sums) };
         }
+        chain.wait_for_all(task);
+        // SAFETY: the sums received by the heads of a group stand one after the other, and the tasks that add to them
+        // take turns.
+        let received = unsafe { output.received.slice((kv.b * inputs.dims.h_kv + kv.head) * words, words) };
+        received.iter_mut().zip(sums).for_each(|(received, sum)| *received += *sum);
+        chain.finish(task);
     }
 }
 

@@ -4,8 +4,8 @@
 use half::bf16;
 
 use super::numbers;
+use crate::Element;
 use crate::cpu::Tier;
-use crate::element::Element;
 use crate::flash::{
     Alibi, BackwardProblem, Dims, OutputOrder, Problem, ScoreOptions, SoftmaxStats, Strided, Wanted, attend_backward,
     attend_vec,

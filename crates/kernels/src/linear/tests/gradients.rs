@@ -3,8 +3,8 @@
 use half::{bf16, f16};
 
 use super::numbers;
+use crate::Element;
 use crate::cpu::Tier;
-use crate::element::Element;
 use crate::error::Error;
 use crate::linear::{
     Codes, Epilogue, InputGradient, Matrix, MatrixProduct, PackedWeight, Projection, column_sums, input_gradient,

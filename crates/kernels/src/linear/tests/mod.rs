@@ -8,9 +8,9 @@ use std::ops::Range;
 use half::{bf16, f16};
 
 use super::{Activation, CODE_BLOCK, Codes, Epilogue, PackedWeight, Projection, Up, project, project_vec};
+use crate::Element;
 use crate::cpu::tests::{erfc, numbers};
 use crate::cpu::{Executor, Tier};
-use crate::element::Element;
 use crate::error::Error;
 
 #[derive(Debug, Clone)]
