@@ -12,7 +12,6 @@
 //! `docs/distributed.md` in the repository says how processes are started, what is divided, and what it costs.
 
 mod communicator;
-mod context_cache;
 #[cfg(feature = "mpi")]
 pub mod mpi;
 #[cfg(feature = "nccl")]
@@ -21,6 +20,5 @@ mod ring;
 mod zigzag;
 
 pub use communicator::{Communicator, SingleProcess, check_same};
-pub use context_cache::ContextCache;
-pub use ring::RingAttention;
+pub use ring::{ContextCache, RingAttention};
 pub use zigzag::ZigZag;

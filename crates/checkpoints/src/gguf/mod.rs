@@ -20,19 +20,16 @@
 //! packed as they are, Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 as codes of 4 or 8 bits, which loses nothing, and K-quants (Q2_K
 //! to Q6_K) are multiplied by Candle's `QMatMul`, whose inputs are rounded to 8 bits.
 
-mod header;
+mod file;
 mod metadata;
-mod weight;
 
-pub use header::read;
-pub use weight::LinearPart;
+pub use file::{LinearPart, read};
 
 use std::collections::HashMap;
 use std::io::{Read, Seek};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-use candle_core::quantized::QTensor;
 use candle_core::quantized::gguf_file::Content;
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 use candle_nn::var_builder::SimpleBackend;
@@ -40,13 +37,13 @@ use candle_nn::{Init, VarBuilder};
 use serde_json::Value;
 
 use crate::hf;
-use candle_attention_core::internal::{ProjectionColumns, Projections, is_addressable, projection_shapes, root};
+use candle_attention_core::internal::{ProjectionColumns, Projections, projection_shapes, root};
 use candle_attention_core::{
     HeadShard, MultiHeadAttention, MultiHeadAttentionConfig, PackedLinear, QkNorm, QkNormKind, RopeConfig, RopeScaling,
     RopeStyle,
 };
+use file::{File, Weight};
 use metadata::{ARCHITECTURES, Metadata};
-use weight::Weight;
 
 /// The values of `general.architecture` that are known, in alphabetical order.
 pub fn architectures() -> impl Iterator<Item = &'static str> {
@@ -275,63 +272,7 @@ fn layer_config(metadata: &Metadata, layer: usize) -> Result<MultiHeadAttentionC
 /// The tensors that divide rotary frequencies: of calls of any length, of short and of long ones.
 const ROPE_FACTORS: [&str; 3] = ["rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"];
 
-/// A file being read.
-struct File<'a, R> {
-    content: &'a Content,
-    reader: &'a mut R,
-    device: &'a Device,
-}
-
 impl<R: Read + Seek> File<'_, R> {
-    fn has(&self, name: &str) -> bool {
-        self.content.tensor_infos.contains_key(name)
-    }
-
-    fn tensor(&mut self, name: &str) -> Result<QTensor> {
-        let Some(info) = self.content.tensor_infos.get(name) else { bail!("[gguf] {name} is missing") };
-        // Candle casts the bytes of a tensor to blocks, and those of an empty one are not aligned.
-        if info.shape.dims().contains(&0) {
-            bail!("[gguf] {name} has shape {:?}, expected dimensions of at least 1", info.shape)
-        }
-        // Candle compares the size with that of the file before it makes room for it.
-        if !is_addressable(info.shape.dims()) {
-            bail!("[gguf] {name} has shape {:?}, which is too large to address", info.shape)
-        }
-        self.content
-            .tensor(self.reader, name, self.device)
-            .map_err(|error| candle_core::Error::msg(format!("[gguf] {name}: {}", root(&error))))
-    }
-
-    /// `name.weight` (out, in), and `name.bias` (out,) if there is to be one.
-    fn weight(&mut self, name: &str, (out_dim, in_dim): (usize, usize), bias: bool) -> Result<Weight> {
-        let weight = self.shaped(&format!("{name}.weight"), &[out_dim, in_dim])?;
-        let bias = match bias {
-            true => Some(self.shaped(&format!("{name}.bias"), &[out_dim])?.dequantize(self.device)?),
-            false => None,
-        };
-        Ok(Weight { weight, bias })
-    }
-
-    /// A linear layer of any shape, and its bias if the file has it.
-    fn linear(&mut self, name: &str) -> Result<Weight> {
-        let (weight, bias) = (format!("{name}.weight"), self.has(&format!("{name}.bias")));
-        match self.content.tensor_infos.get(&weight).map(|info| info.shape.dims()) {
-            Some(&[out_dim, in_dim]) => self.weight(name, (out_dim, in_dim), bias),
-            Some(found) => bail!("[gguf] {weight} has shape {found:?}, expected (out, in)"),
-            None => bail!("[gguf] {weight} is missing"),
-        }
-    }
-
-    fn shaped(&mut self, name: &str, shape: &[usize]) -> Result<QTensor> {
-        match self.content.tensor_infos.get(name) {
-            None => bail!("[gguf] {name} is missing, expected shape {shape:?}"),
-            Some(info) if info.shape.dims() != shape => {
-                bail!("[gguf] {name} has shape {:?}, expected {shape:?}", info.shape)
-            }
-            Some(_) => self.tensor(name),
-        }
-    }
-
     /// The config with the factors of rotary frequencies that the file has.
     fn with_rope_factors(
         &mut self,

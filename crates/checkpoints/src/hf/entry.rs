@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use super::families::{DECODER_LAYERS, HIDDEN, SIZE_NAMES, families};
 use super::family::{Bias, Family, Heads, Mask, Number, Scale};
-use super::fields::Fields;
+use super::fields::{Fields, with};
 
 /// A model, or its decoder's part.
 #[derive(Clone, Copy)]
@@ -292,9 +292,7 @@ impl<'a> Entry<'a> {
                 Scale::UsualTimes(Number(name, default)) => fields.optional(name)?.unwrap_or(default) / width.sqrt(),
             });
         }
-        if let Some(gate) = self.family.gate {
-            cfg = cfg.with_output_gate(gate);
-        }
+        let cfg = with(cfg, self.family.gate, MultiHeadAttentionConfig::with_output_gate);
         Ok(if self.family.sinks { cfg.with_sinks(true) } else { cfg })
     }
 

@@ -5,13 +5,11 @@ use candle_core::Result;
 
 use super::families::{MODEL, SIZE_NAMES};
 use super::fields::{Aliases, Fields};
-use super::latent::Latent;
-use super::linear::Linear;
-use super::names::{ModuleNames, at};
+use super::linear::{Latent, Linear};
+use super::load::{ModuleNames, at};
 use super::positions::Positions;
 use super::rope::Rope;
-use super::stages::Stages;
-use super::windows::Window;
+use super::windows::{Stages, Window};
 
 /// Declares a struct and its first value, in which each column has its default, and for each column a method of its
 /// name that sets it.

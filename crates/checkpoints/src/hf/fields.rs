@@ -188,6 +188,14 @@ impl<'a> Fields<'a> {
     }
 }
 
+/// A config with an option, if there is a value for it.
+pub(super) fn with<C, T>(cfg: C, value: Option<T>, set: impl FnOnce(C, T) -> C) -> C {
+    match value {
+        Some(value) => set(cfg, value),
+        None => cfg,
+    }
+}
+
 /// What a field may hold.
 pub(super) trait Field<'a>: Deserialize<'a> {
     /// For errors.

@@ -1,11 +1,16 @@
-//! Linear attention by the gated delta rule: which layers of a model have it, and their options.
+//! Linear attention by the gated delta rule: which layers of a model have it, and their options. And latent attention,
+//! DeepSeek's and what is the same by other names.
 
-use candle_attention_core::{DeltaLayout, GateActivation, GatedDeltaNetConfig as Config, WeightLayout};
 use candle_core::Result;
 
 use super::families::{HEADS, HIDDEN, MODEL};
-use super::fields::Fields;
-use super::names::{ModuleNames, at};
+use super::fields::{Fields, with};
+use super::load::{ModuleNames, at};
+use super::rope::Rope;
+use candle_attention_core::{
+    DeltaLayout, GateActivation, GatedDeltaNetConfig as Config, MultiHeadLatentAttentionConfig, RopeScaling,
+    WeightLayout,
+};
 
 /// Linear attention in some layers of a model.
 #[derive(Clone, Copy)]
@@ -132,10 +137,7 @@ fn glm5(fields: &Fields, sizes: [usize; 2]) -> Result<Config> {
     let bound = own.nullable("gate_lower_bound", bound)?;
     let is_safe = fields.has("linear_attn_config") && own.flag("safe_gate", true)?;
     let cfg = kimi(fields, sizes)?;
-    Ok(match bound.or(is_safe.then_some(-5.0)) {
-        Some(bound) => cfg.with_decay_lower_bound(bound),
-        None => cfg,
-    })
+    Ok(with(cfg, bound.or(is_safe.then_some(-5.0)), Config::with_decay_lower_bound))
 }
 
 /// Ling 3: heads of `head_dim`, unless the config says `linear_head_dim` beside it, and a bound of decays.
@@ -148,4 +150,68 @@ fn bailing(fields: &Fields, [embed_dim, heads]: [usize; 2]) -> Result<Config> {
         true => cfg.with_decay_lower_bound(fields.get_or("kda_lower_bound", -5.0)?),
         false => cfg,
     })
+}
+
+/// The defaults of its own sizes.
+#[derive(Clone, Copy)]
+pub(super) struct Latent {
+    pub q_lora_rank: Option<usize>,
+    pub kv_lora_rank: usize,
+    pub nope_head_dim: usize,
+    pub rope_head_dim: usize,
+    /// `embed_dim / num_heads` unless given.
+    pub value_head_dim: Option<usize>,
+    /// Whether queries and the shared keys know positions.
+    pub rotates: bool,
+}
+
+impl Latent {
+    /// Those of DeepSeek V2 and V3.
+    pub const DEEPSEEK: Self = Self {
+        q_lora_rank: Some(1536),
+        kv_lora_rank: 512,
+        nope_head_dim: 128,
+        rope_head_dim: 64,
+        value_head_dim: Some(128),
+        rotates: true,
+    };
+
+    pub fn config(
+        &self,
+        fields: &Fields,
+        embed_dim: usize,
+        num_heads: usize,
+        rope: &Rope,
+    ) -> Result<MultiHeadLatentAttentionConfig> {
+        let nope = fields.get_or("qk_nope_head_dim", self.nope_head_dim)?;
+        let rotated = fields.get_or("qk_rope_head_dim", self.rope_head_dim)?;
+        fields.agrees("num_key_value_heads", num_heads)?;
+        if self.rotates {
+            fields.agrees("head_dim", rotated)?;
+        }
+        fields.agrees("qk_head_dim", nope.saturating_add(rotated))?;
+        let rope = rope.config(fields, rotated)?;
+        if !matches!(rope.scaling(), RopeScaling::None | RopeScaling::Yarn { .. }) {
+            // transformers corrects the scale of the scores with any scaling, but only models with YaRN have been
+            // checked.
+            for name in ["rope_scaling", "rope_parameters"] {
+                fields.section(name)?.only("mscale_all_dim", 0)?;
+            }
+        }
+        let value_head_dim = self.value_head_dim.unwrap_or(embed_dim / num_heads);
+        let cfg = MultiHeadLatentAttentionConfig::new(embed_dim, num_heads)
+            .with_kv_lora_rank(fields.get_or("kv_lora_rank", self.kv_lora_rank)?)
+            .with_nope_head_dim(nope)
+            .with_rope_head_dim(rotated)
+            .with_value_head_dim(fields.optional("v_head_dim")?.unwrap_or(value_head_dim))
+            .with_bias(fields.flag("attention_bias", false)?)
+            .with_rope(rope)
+            .with_rotates(self.rotates)
+            // transformers ignores `rms_norm_eps` in the norms of the latents.
+            .with_norm_eps(1e-6)
+            .with_causal(fields.flag("is_causal", true)?)
+            .with_dropout(fields.optional("attention_dropout")?.unwrap_or(0.0));
+        let rank = fields.nullable("q_lora_rank", self.q_lora_rank)?;
+        Ok(with(cfg, rank, MultiHeadLatentAttentionConfig::with_q_lora_rank))
+    }
 }

@@ -267,14 +267,11 @@ mod entry;
 mod families;
 mod family;
 mod fields;
-mod latent;
 mod linear;
 mod load;
-mod names;
 mod positions;
 mod rope;
 mod rules;
-mod stages;
 #[cfg(test)]
 mod tests;
 mod windows;

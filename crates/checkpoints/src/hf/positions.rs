@@ -4,8 +4,8 @@ use candle_attention_core::{ContentPositions, DisentangledConfig, MultiHeadAtten
 use candle_core::Result;
 use serde_json::Value;
 
-use super::fields::Fields;
-use super::stages::Stages;
+use super::fields::{Fields, with};
+use super::windows::Stages;
 
 /// A kind of positions, with the defaults of its fields.
 #[derive(Clone, Copy)]
@@ -64,10 +64,7 @@ impl Positions {
             }
             Self::SegGpt => None,
         };
-        Ok(match positions {
-            Some(positions) => cfg.with_content_positions(positions),
-            None => cfg,
-        })
+        Ok(with(cfg, positions, MultiHeadAttentionConfig::with_content_positions))
     }
 }
 
@@ -163,8 +160,8 @@ impl Deberta {
         if !fields.flag("relative_attention", self.is_relative)? {
             return Ok(cfg);
         }
-        let positions = buckets.map_or(positions.clone(), |buckets| positions.with_num_buckets(buckets));
-        let positions = norm.map_or(positions.clone(), |eps| positions.with_layer_norm(eps));
+        let positions = with(positions, buckets, DisentangledConfig::with_num_buckets);
+        let positions = with(positions, norm, DisentangledConfig::with_layer_norm);
         Ok(cfg.with_content_positions(ContentPositions::Disentangled(positions)))
     }
 }

@@ -6,7 +6,7 @@ use candle_attention_core::{
 };
 use candle_core::Result;
 
-use super::fields::Fields;
+use super::fields::{Fields, with};
 use super::windows::is_fourth_from_last;
 
 /// A gate in the projection of the queries: Qwen 3 Next's.
@@ -84,18 +84,12 @@ pub(super) fn alibi_if_flag(fields: &Fields, cfg: Config) -> Result<Config> {
 
 /// `clip_qkv`.
 pub(super) fn clipped(fields: &Fields, cfg: Config) -> Result<Config> {
-    Ok(match fields.optional("clip_qkv")? {
-        Some(clip) => cfg.with_clip_qkv(clip),
-        None => cfg,
-    })
+    Ok(with(cfg, fields.optional("clip_qkv")?, Config::with_clip_qkv))
 }
 
 /// `attn_logit_softcapping`, as in Gemma 2.
 pub(super) fn softcapped(fields: &Fields, cfg: Config) -> Result<Config> {
-    Ok(match fields.nullable("attn_logit_softcapping", Some(50.0))? {
-        Some(softcap) => cfg.with_softcap(softcap),
-        None => cfg,
-    })
+    Ok(with(cfg, fields.nullable("attn_logit_softcapping", Some(50.0))?, Config::with_softcap))
 }
 
 /// BitNet: an RMS norm of the context.
@@ -131,15 +125,10 @@ pub(super) fn mpt(fields: &Fields, cfg: Config) -> Result<Config> {
         own.only(name, false)?;
     }
     own.only("alibi_bias_max", 8)?;
-    let mut cfg = cfg.with_alibi(AlibiConfig::Standard).with_dropout(own.get_or("attn_pdrop", 0.0)?);
+    let cfg = cfg.with_alibi(AlibiConfig::Standard).with_dropout(own.get_or("attn_pdrop", 0.0)?);
     // transformers treats 0 as absent.
-    if let Some(clip) = own.optional("clip_qkv")?.filter(|&clip| clip != 0.0) {
-        cfg = cfg.with_clip_qkv(clip);
-    }
-    Ok(match own.optional("softmax_scale")? {
-        Some(scale) => cfg.with_scale(scale),
-        None => cfg,
-    })
+    let cfg = with(cfg, own.optional("clip_qkv")?.filter(|&clip| clip != 0.0), Config::with_clip_qkv);
+    Ok(with(cfg, own.optional("softmax_scale")?, Config::with_scale))
 }
 
 /// GPT-2: `scale_attn_weights` and `scale_attn_by_inverse_layer_idx`.
@@ -322,10 +311,7 @@ fn widened(fields: &Fields, cfg: Config, key_heads: Option<usize>) -> Result<Con
         return Ok(cfg);
     }
     let cfg = cfg.with_head_dim(fields.get_or("global_head_dim", 512)?);
-    Ok(match key_heads {
-        Some(key_heads) => cfg.with_num_kv_heads(key_heads),
-        None => cfg,
-    })
+    Ok(with(cfg, key_heads, Config::with_num_kv_heads))
 }
 
 fn is_full(cfg: &Config) -> bool {
@@ -369,10 +355,8 @@ pub(super) fn qformer_cross(fields: &Fields, cfg: Config) -> Result<Config> {
 
 /// TrOCR: the width of the encoder's outputs.
 pub(super) fn trocr_cross(fields: &Fields, cfg: Config) -> Result<Config> {
-    Ok(match fields.optional("cross_attention_hidden_size")? {
-        Some(width) => cfg.with_key_size(width).with_value_size(width),
-        None => cfg,
-    })
+    let width = fields.optional("cross_attention_hidden_size")?;
+    Ok(with(with(cfg, width, Config::with_key_size), width, Config::with_value_size))
 }
 
 /// FastSpeech 2's decoder, whose dropout is a field of its own.

@@ -136,6 +136,24 @@ impl<'a> Expect<'a> {
     }
 }
 
+/// That keys and values, (B, T_kv, ..) each, have the queries' batch size `b` and one length; without queries, one
+/// batch size.
+pub(crate) fn check_keys_and_values(op: &str, b: Option<usize>, keys: &Tensor, values: &Tensor) -> Result<()> {
+    let ([b_k, t_k], [b_v, t_v]) = ([keys.dim(0)?, keys.dim(1)?], [values.dim(0)?, values.dim(1)?]);
+    if let Some(b) = b.filter(|&b| b != b_k) {
+        let repeat =
+            if b_k == 1 { format!("; `repeat(({b}, 1, 1))` gives one sequence to all") } else { String::new() };
+        bail!("[{op}] keys {:?} have batch size {b_k}, expected the queries' {b}{repeat}", keys.dims())
+    }
+    if b_v != b_k {
+        bail!("[{op}] values {:?} have batch size {b_v}, expected the keys' {b_k}", values.dims())
+    }
+    if t_v != t_k {
+        bail!("[{op}] values {:?} have length {t_v}, expected a value for each of {t_k} keys", values.dims())
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

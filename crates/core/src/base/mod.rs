@@ -8,22 +8,18 @@ mod options;
 mod parameters;
 pub(crate) mod rowwise;
 mod share;
-mod size;
 mod source;
-mod threads;
-mod training;
 
 pub use expect::{Dim, Expect, FLOATS, accumulation_dtype};
 pub use nearest::{did_you_mean, edits, nearest};
+pub use number::{filled, fits_in_memory, is_addressable};
+pub use parameters::untrained;
 pub use share::{HeadShard, Share};
-pub(crate) use size::check_keys_and_values;
-pub use size::{filled, fits_in_memory, is_addressable};
 pub use source::{SCALES, Source, has, root, whole};
-pub use training::untrained;
 
+pub(crate) use expect::check_keys_and_values;
 pub(crate) use options::{Options, options};
 pub(crate) use parameters::{HeadDim, Heads, Parameter, ParameterList, Spec, Stored, frozen, save};
-pub(crate) use share::Rows;
-pub(crate) use size::part;
+pub(crate) use rowwise::executor;
+pub(crate) use share::{Rows, part};
 pub(crate) use source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, hint, linear_bias};
-pub(crate) use threads::executor;

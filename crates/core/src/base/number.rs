@@ -1,4 +1,5 @@
-//! What a number that somebody sets is expected to be. Each error names the operation and the number.
+//! What a number that somebody sets is expected to be, and which sizes can be addressed and allocated. Each error
+//! names the operation and the number.
 
 use std::fmt::Debug;
 
@@ -42,4 +43,40 @@ fn check<T: Copy + Debug>(
         Some(number) => bail!("[{op}] {name} is {number:?}, expected {expected}"),
         None => Ok(()),
     }
+}
+
+/// From how many bytes on the allocator is asked before Candle is: smaller requests are not refused in practice.
+const LARGE: u64 = 1 << 32;
+
+/// Whether the bytes of a tensor of these dimensions can be addressed.
+///
+/// A dimension of 0 counts as 1: Candle computes strides and the shapes of views from products of some of the
+/// dimensions, which overflow next to a 0 too.
+pub fn is_addressable(dims: &[usize]) -> bool {
+    // The largest element has eight bytes.
+    let most = isize::MAX as usize / 8;
+    let product = dims.iter().try_fold(1usize, |product, &dim| product.checked_mul(dim.max(1)));
+    product.is_some_and(|product| product <= most)
+}
+
+/// Whether a tensor of these dimensions can be allocated. Candle aborts the program where the allocator refuses; this
+/// asks the allocator first, for one byte an element.
+pub fn fits_in_memory(dims: &[usize]) -> bool {
+    is_addressable(dims)
+        && match dims.iter().product::<usize>() {
+            count if (count as u64) < LARGE => true,
+            count => Vec::<u8>::new().try_reserve_exact(count).is_ok(),
+        }
+}
+
+/// A vector of as many elements as the dimensions have, all `value`; `None` where it cannot be allocated.
+pub fn filled<T: Clone>(dims: &[usize], value: T) -> Option<Vec<T>> {
+    if !is_addressable(dims) {
+        return None;
+    }
+    let count = dims.iter().product();
+    let mut values = Vec::new();
+    values.try_reserve_exact(count).ok()?;
+    values.resize(count, value);
+    Some(values)
 }

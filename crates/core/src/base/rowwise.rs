@@ -1,12 +1,16 @@
 //! One pass over rows on a CPU, those of queries or keys head by head, whatever their strides: what norms and rotary
-//! positions have in common.
+//! positions have in common. And the threads of brief calls.
 
-use std::ops::Range;
+use std::ops::{Deref, Range};
+use std::sync::Mutex;
 
-use candle_core::{D, Layout, Result, Tensor, bail};
+use candle_core::utils::barrier_pool;
+use candle_core::{D, Layout, Result, Storage, Tensor, WithDType, bail};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
+
+use candle_attention_kernels::Executor;
 
 /// The fewest elements that are worth a task of their own.
 pub(crate) const TASK_ELEMENTS: usize = 1 << 14;
@@ -142,4 +146,68 @@ pub(crate) fn with_contiguous_rows(tensor: &Tensor) -> Result<Tensor> {
     let is_row = tensor.dim(D::Minus1)? <= 1 || tensor.stride()[tensor.rank() - 1] == 1;
     // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
     if is_row || tensor.elem_count() == 0 { Ok(tensor.clone()) } else { tensor.contiguous() }
+}
+
+/// The result of an expression with the type of a dtype that the CPU kernels compute in; for another dtype an error of
+/// the operation, whose caller was to see to that.
+macro_rules! with_float {
+    ($op:expr, $dtype:expr, |$Float:ident| $run:expr) => {
+        match $dtype {
+            candle_core::DType::F32 => {
+                type $Float = f32;
+                $run
+            }
+            candle_core::DType::BF16 => {
+                type $Float = half::bf16;
+                $run
+            }
+            candle_core::DType::F16 => {
+                type $Float = half::f16;
+                $run
+            }
+            other => candle_core::bail!("[{}] tensors are {other:?}, expected F32, BF16 or F16", $op),
+        }
+    };
+}
+pub(crate) use with_float;
+
+/// A tensor on the CPU while its storage is read.
+pub(crate) struct Read<'a, G> {
+    storage: G,
+    pub layout: &'a Layout,
+}
+
+pub(crate) fn read(tensor: &Tensor) -> Read<'_, impl Deref<Target = Storage>> {
+    let (storage, layout) = tensor.storage_and_layout();
+    Read { storage, layout }
+}
+
+impl<G: Deref<Target = Storage>> Read<'_, G> {
+    /// All of its storage, of which the layout tells the tensor's part.
+    pub fn elements<E: WithDType>(&self) -> Result<&[E]> {
+        match &*self.storage {
+            Storage::Cpu(storage) => storage.as_slice(),
+            _ => bail!("expected a tensor on the CPU, found one on {:?}", self.storage.device().location()),
+        }
+    }
+}
+
+/// Candle's barrier pool, which runs Candle's own brief operations: its threads wait for the next call for a while
+/// before they sleep. `None` on a thread of a rayon pool, which the caller chose or is one of many that call.
+pub(crate) fn executor() -> Option<Executor> {
+    if rayon::current_thread_index().is_some() {
+        return None;
+    }
+    Some(Executor { threads: || barrier_pool().n_workers() + 1, run })
+}
+
+fn run(work: &(dyn Fn() + Sync)) {
+    static IN_USE: Mutex<()> = Mutex::new(());
+    // The pool takes one call at a time. Another thread's is left to that thread: several keep the cores busy by
+    // themselves.
+    if let Ok(_alone) = IN_USE.try_lock() {
+        // An item for each thread; one that gets two finds the work done. On a thread of the pool they run there, in
+        // turn.
+        barrier_pool().execute_chunked(barrier_pool().n_workers() + 1, |_| work());
+    }
 }

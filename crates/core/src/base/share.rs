@@ -45,7 +45,7 @@ impl HeadShard {
     /// This process's part of `len` entries that are divided in their order and as evenly as can be: inner columns of
     /// an MLP, a vocabulary. Candle's `Shard` of as many where these divide the entries.
     pub fn part_of(&self, len: usize) -> Range<usize> {
-        part(self.rank, len, self.world_size)
+        ith_of(self.rank, len, self.world_size)
     }
 
     /// The shares of the query heads and of the key heads, of which there are no fewer query heads than processes.
@@ -57,8 +57,8 @@ impl HeadShard {
             return (Share::new(keys.start * group..keys.end * group, h), Share::new(keys, h_kv));
         }
         let key = self.rank * h_kv / n;
-        let readers = part(key, n, h_kv);
-        let own = part(self.rank - readers.start, group, readers.len());
+        let readers = ith_of(key, n, h_kv);
+        let own = ith_of(self.rank - readers.start, group, readers.len());
         (Share::new(key * group + own.start..key * group + own.end, h), Share::new(key..key + 1, h_kv))
     }
 
@@ -70,7 +70,7 @@ impl HeadShard {
 }
 
 /// The entries of `len` that belong to part `i` of `of`.
-fn part(i: usize, len: usize, of: usize) -> Range<usize> {
+fn ith_of(i: usize, len: usize, of: usize) -> Range<usize> {
     (i * len).div_ceil(of)..((i + 1) * len).div_ceil(of)
 }
 
@@ -139,4 +139,15 @@ impl Rows {
             .map(|(rows, part)| part.reshape([&[rows.groups, rows.range.len()], &part.dims()[1..]].concat()));
         Tensor::cat(&grouped.collect::<Result<Vec<_>>>()?, 1)?.flatten(0, 1)
     }
+}
+
+/// `tensor.narrow` along a dimension, which an empty tensor allows too: a view of one may start past the end of its
+/// buffer, where Candle's copies panic, so that it becomes a new tensor.
+pub(crate) fn part(tensor: &Tensor, dim: usize, range: Range<usize>) -> Result<Tensor> {
+    if tensor.elem_count() > 0 {
+        return tensor.narrow(dim, range.start, range.len());
+    }
+    let mut dims = tensor.dims().to_vec();
+    dims[dim] = range.len();
+    Tensor::zeros(dims, tensor.dtype(), tensor.device())
 }

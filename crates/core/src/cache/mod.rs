@@ -2,22 +2,21 @@
 
 mod buffers;
 mod config;
-mod positions;
 mod staged;
 #[cfg(test)]
 mod tests;
 
 pub use config::AttentionCacheConfig;
 
-pub(crate) use staged::{CachedCall, Expand};
+pub(crate) use staged::{CachedCall, Expand, NewTokens, Padding};
 
 use std::ops::Range;
 
+use buffers::{KvBuffers, KvFormat};
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::base::FLOATS;
 use crate::position::Positions;
-use buffers::{KvBuffers, KvFormat};
 
 const OP: &str = "attention_cache";
 
@@ -281,37 +280,19 @@ impl AttentionCache {
         CachedCall::reading(self, new, q)
     }
 
-    /// Stages the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of a call behind what is held.
-    ///
-    /// # Errors
-    /// As [`stage_rows`](Self::stage_rows).
-    pub(crate) fn stage(&mut self, new: NewTokens, k: &Tensor, v: &Tensor) -> Result<CachedCall<'_>> {
-        self.stage_rows(new, k, Some(v), v.dim(3)?)
-    }
-
-    /// [`stage`](Self::stage) of rows whose first `d_v` columns are the values. `expansion`, if there is one, computes
-    /// the keys and values that are attended to from what the cache holds of them.
-    ///
-    /// # Errors
-    /// As [`stage_rows`](Self::stage_rows).
-    pub(crate) fn stage_latents<'c>(
-        &'c mut self,
-        new: NewTokens,
-        rows: &Tensor,
-        d_v: usize,
-        expansion: Option<&'c dyn Expand>,
-    ) -> Result<CachedCall<'c>> {
-        let mut staged = self.stage_rows(new, rows, None, d_v)?;
-        staged.expansion = expansion;
-        Ok(staged)
-    }
-
-    /// Without `own_v`, values are the first `d_v` columns of the keys.
+    /// Stages the keys (B, H_kv, T, D) and values (B, H_kv, T, D_v) of a call behind what is held. Without `own_v`,
+    /// values are the first `d_v` columns of the keys.
     ///
     /// # Errors
     /// For keys and values that do not fit each other or those before, that are tracked for gradients, and for more
     /// positions than there may be.
-    fn stage_rows(&mut self, new: NewTokens, k: &Tensor, own_v: Option<&Tensor>, d_v: usize) -> Result<CachedCall<'_>> {
+    pub(crate) fn stage(
+        &mut self,
+        new: NewTokens,
+        k: &Tensor,
+        own_v: Option<&Tensor>,
+        d_v: usize,
+    ) -> Result<CachedCall<'_>> {
         let v = own_v.unwrap_or(k);
         let ((b, h, t, _), (b_v, h_v, t_v, _)) = (k.dims4()?, v.dims4()?);
         if [b, h, t] != [b_v, h_v, t_v] || [b, t] != [new.tokens.len(), new.t] {
@@ -348,106 +329,39 @@ impl AttentionCache {
     }
 }
 
-/// The padding of a batch (B, T): sequence b has its tokens at `starts[b]..valid_lens[b]`.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Padding<'a> {
-    pub valid_lens: Option<&'a [usize]>,
-    pub starts: Option<&'a [usize]>,
-}
-
-/// The tokens of a call (B, T), checked against what the cache holds.
-#[derive(Debug, Clone)]
-pub(crate) struct NewTokens {
-    pub t: usize,
-    /// Of each sequence, its length before the call: the position of its first new token.
-    pub before: Vec<usize>,
-    /// Of each sequence, which of the T are tokens; the others are padding.
-    pub tokens: Vec<Range<usize>>,
-    /// The positions that the call was given.
-    pub given: Option<Positions>,
-}
-
-impl NewTokens {
-    /// `before` are the lengths of the sequences of the cache, empty before the first call; `dims` are (B, T).
-    pub fn new(op: &str, before: Vec<usize>, dims: (usize, usize), padding: Padding) -> Result<Self> {
-        let (b, t) = dims;
-        if !before.is_empty() && before.len() != b {
-            bail!("[{op}] the call has {b} sequences, expected the {} that the cache holds", before.len())
+impl AttentionCache {
+    /// The positions of all keys with those that a call adds, if it adds any: (T_kv,) or (B, T_kv) for the T_kv of the
+    /// longest sequence.
+    ///
+    /// # Errors
+    /// For positions of 2^24 and more.
+    pub(crate) fn key_positions(&self, added: Option<&NewTokens>) -> Result<Positions> {
+        let longest = added.map_or(self.len(), NewTokens::longest);
+        let Some(mut rows) = self.positions_with(added)? else { return Positions::starting_at(&[0], longest) };
+        if rows.iter().all(|row| *row == rows[0]) {
+            rows.truncate(1);
         }
-        let entries = |name, given: Option<&[usize]>, default| match given {
-            None => Ok(vec![default; b]),
-            Some(entries) if entries.len() != b => {
-                bail!("[{op}] {name} has {} entries, expected one for each of {b} sequences", entries.len())
+        // No query sees a key behind the end of its sequence.
+        rows.iter_mut().for_each(|row| row.resize(longest, 0));
+        Positions::of_each(rows.concat().into_iter().map(|position| position as usize).collect(), longest)
+    }
+
+    /// The position of each token of each sequence with those of a call, if any were given.
+    pub(super) fn positions_with(&self, added: Option<&NewTokens>) -> Result<Option<Vec<Vec<u32>>>> {
+        let mut rows = match (&self.positions, added) {
+            (Some(rows), _) => rows.clone(),
+            (None, Some(NewTokens { before, given: Some(_), .. })) => {
+                let places = Positions::starting_at(&[0], self.len())?;
+                before.iter().map(|&before| places.of_sequence(0)[..before].to_vec()).collect()
             }
-            Some(entries) => match entries.iter().position(|&entry| entry > t) {
-                Some(sequence) => {
-                    let hint = match op {
-                        OP => {
-                            format!("; what counts the positions of earlier calls too is `AttentionMask::with_{name}`")
-                        }
-                        _ => String::new(),
-                    };
-                    bail!(
-                        "[{op}] {name} has {} for sequence {sequence}, expected at most the call's {t}{hint}",
-                        entries[sequence]
-                    )
-                }
-                None => Ok(entries.to_vec()),
-            },
+            _ => return Ok(None),
         };
-        let ends = entries("valid_lens", padding.valid_lens, t)?;
-        let starts = entries("starts", padding.starts, 0)?;
-        let tokens: Vec<_> = starts.into_iter().zip(ends).map(|(start, end)| start..end).collect();
-        if let Some(sequence) = tokens.iter().position(|tokens| tokens.start > tokens.end) {
-            let Range { start, end } = tokens[sequence];
-            bail!("[{op}] the tokens of sequence {sequence} start at {start}, after their end at {end}")
+        if let Some(added) = added {
+            let positions = added.positions()?;
+            for (b, (row, tokens)) in rows.iter_mut().zip(&added.tokens).enumerate() {
+                row.extend(&positions.of_sequence(b)[tokens.clone()]);
+            }
         }
-        Ok(Self { t, before: if before.is_empty() { vec![0; b] } else { before }, tokens, given: None })
-    }
-
-    /// The length of each sequence with this call.
-    pub fn ends(&self) -> impl Iterator<Item = usize> {
-        self.before.iter().zip(&self.tokens).map(|(before, tokens)| before + tokens.len())
-    }
-
-    /// The length of the longest sequence with this call.
-    pub fn longest(&self) -> usize {
-        self.ends().max().unwrap_or(0)
-    }
-
-    /// Whether nothing is padding.
-    pub fn all_valid(&self) -> bool {
-        self.tokens.iter().all(|tokens| *tokens == (0..self.t))
-    }
-
-    /// Something of tokens (B, T, ..), with zeros in the place of padding, which may hold anything.
-    pub fn without_padding(&self, xs: Tensor) -> Result<Tensor> {
-        if self.all_valid() {
-            return Ok(xs);
-        }
-        let is_token = self.tokens.iter().flat_map(|tokens| (0..self.t).map(|i| u8::from(tokens.contains(&i))));
-        let dims = [&[self.tokens.len(), self.t][..], &vec![1; xs.rank() - 2]].concat();
-        let is_token = Tensor::from_vec(is_token.collect(), dims, xs.device())?;
-        is_token.broadcast_as(xs.shape())?.where_cond(&xs, &xs.zeros_like()?)
-    }
-
-    /// The positions that were given, or the place of each of the T in its sequence. Padding gets that of the nearest
-    /// token, so that it makes no sequence longer.
-    pub fn positions(&self) -> Result<Positions> {
-        if let Some(given) = &self.given {
-            return Ok(given.clone());
-        }
-        if self.all_valid() {
-            let first = self.before.first().copied().unwrap_or(0);
-            return match self.before.iter().all(|&before| before == first) {
-                true => Positions::starting_at(&[first], self.t),
-                false => Positions::starting_at(&self.before, self.t),
-            };
-        }
-        let of_sequence = |(&before, tokens): (&usize, &Range<usize>)| {
-            let (start, last) = (tokens.start, (before + tokens.len()).saturating_sub(1));
-            (0..self.t).map(move |i| (before + i.saturating_sub(start)).min(last))
-        };
-        Positions::of_each(self.before.iter().zip(&self.tokens).flat_map(of_sequence).collect(), self.t)
+        Ok(Some(rows))
     }
 }

@@ -1,5 +1,5 @@
-//! One call with a cache: its keys and values are staged, attended to, and committed if all went well; or those of an
-//! earlier layer's call are attended to.
+//! One call with a cache: its tokens are checked, its keys and values are staged, attended to, and committed if all
+//! went well; or those of an earlier layer's call are attended to.
 
 use std::cell::Cell;
 use std::fmt;
@@ -8,10 +8,115 @@ use std::ops::Range;
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::buffers::{KvBuffers, KvFormat};
-use super::{AttentionCache, NewTokens};
+use super::{AttentionCache, OP};
 use crate::base::accumulation_dtype;
 use crate::mask::{AttentionMask, Placement, RebaseDims};
-use crate::sdpa::{Attended, Beside, Keys, Plan, QuantizedCall, QuantizedKv, SdpaOptions, attend, plan};
+use crate::position::Positions;
+use crate::sdpa::{Attended, Keys, Outputs, Plan, QuantizedKv, SdpaOptions, attend, plan};
+
+/// The padding of a batch (B, T): sequence b has its tokens at `starts[b]..valid_lens[b]`.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Padding<'a> {
+    pub valid_lens: Option<&'a [usize]>,
+    pub starts: Option<&'a [usize]>,
+}
+
+/// The tokens of a call (B, T), checked against what the cache holds.
+#[derive(Debug, Clone)]
+pub(crate) struct NewTokens {
+    pub t: usize,
+    /// Of each sequence, its length before the call: the position of its first new token.
+    pub before: Vec<usize>,
+    /// Of each sequence, which of the T are tokens; the others are padding.
+    pub tokens: Vec<Range<usize>>,
+    /// The positions that the call was given.
+    pub given: Option<Positions>,
+}
+
+impl NewTokens {
+    /// `before` are the lengths of the sequences of the cache, empty before the first call; `dims` are (B, T).
+    pub fn new(op: &str, before: Vec<usize>, dims: (usize, usize), padding: Padding) -> Result<Self> {
+        let (b, t) = dims;
+        if !before.is_empty() && before.len() != b {
+            bail!("[{op}] the call has {b} sequences, expected the {} that the cache holds", before.len())
+        }
+        let entries = |name, given: Option<&[usize]>, default| match given {
+            None => Ok(vec![default; b]),
+            Some(entries) if entries.len() != b => {
+                bail!("[{op}] {name} has {} entries, expected one for each of {b} sequences", entries.len())
+            }
+            Some(entries) => match entries.iter().position(|&entry| entry > t) {
+                Some(sequence) => {
+                    let hint = match op {
+                        OP => {
+                            format!("; what counts the positions of earlier calls too is `AttentionMask::with_{name}`")
+                        }
+                        _ => String::new(),
+                    };
+                    bail!(
+                        "[{op}] {name} has {} for sequence {sequence}, expected at most the call's {t}{hint}",
+                        entries[sequence]
+                    )
+                }
+                None => Ok(entries.to_vec()),
+            },
+        };
+        let ends = entries("valid_lens", padding.valid_lens, t)?;
+        let starts = entries("starts", padding.starts, 0)?;
+        let tokens: Vec<_> = starts.into_iter().zip(ends).map(|(start, end)| start..end).collect();
+        if let Some(sequence) = tokens.iter().position(|tokens| tokens.start > tokens.end) {
+            let Range { start, end } = tokens[sequence];
+            bail!("[{op}] the tokens of sequence {sequence} start at {start}, after their end at {end}")
+        }
+        Ok(Self { t, before: if before.is_empty() { vec![0; b] } else { before }, tokens, given: None })
+    }
+
+    /// The length of each sequence with this call.
+    pub fn ends(&self) -> impl Iterator<Item = usize> {
+        self.before.iter().zip(&self.tokens).map(|(before, tokens)| before + tokens.len())
+    }
+
+    /// The length of the longest sequence with this call.
+    pub fn longest(&self) -> usize {
+        self.ends().max().unwrap_or(0)
+    }
+
+    /// Whether nothing is padding.
+    pub fn all_valid(&self) -> bool {
+        self.tokens.iter().all(|tokens| *tokens == (0..self.t))
+    }
+
+    /// Something of tokens (B, T, ..), with zeros in the place of padding, which may hold anything.
+    pub fn without_padding(&self, xs: Tensor) -> Result<Tensor> {
+        if self.all_valid() {
+            return Ok(xs);
+        }
+        let is_token = self.tokens.iter().flat_map(|tokens| (0..self.t).map(|i| u8::from(tokens.contains(&i))));
+        let dims = [&[self.tokens.len(), self.t][..], &vec![1; xs.rank() - 2]].concat();
+        let is_token = Tensor::from_vec(is_token.collect(), dims, xs.device())?;
+        is_token.broadcast_as(xs.shape())?.where_cond(&xs, &xs.zeros_like()?)
+    }
+
+    /// The positions that were given, or the place of each of the T in its sequence. Padding gets that of the nearest
+    /// token, so that it makes no sequence longer.
+    pub fn positions(&self) -> Result<Positions> {
+        if let Some(given) = &self.given {
+            return Ok(given.clone());
+        }
+        if self.all_valid() {
+            let first = self.before.first().copied().unwrap_or(0);
+            return match self.before.iter().all(|&before| before == first) {
+                true => Positions::starting_at(&[first], self.t),
+                false => Positions::starting_at(&self.before, self.t),
+            };
+        }
+        let of_sequence = |(&before, tokens): (&usize, &Range<usize>)| {
+            let (start, last) = (tokens.start, (before + tokens.len()).saturating_sub(1));
+            (0..self.t).map(move |i| (before + i.saturating_sub(start)).min(last))
+        };
+        Positions::of_each(self.before.iter().zip(&self.tokens).flat_map(of_sequence).collect(), self.t)
+    }
+}
 
 /// Computes keys and values from the rows of a cache.
 pub(crate) trait Expand: fmt::Debug {
@@ -38,7 +143,8 @@ pub(crate) struct CachedCall<'c> {
     read: HeldKv,
     /// Nothing for a call that only reads.
     append: Option<Append<'c>>,
-    pub(super) expansion: Option<&'c dyn Expand>,
+    /// What computes the keys and values that are attended to from those that the cache holds.
+    pub expansion: Option<&'c dyn Expand>,
     /// Whether a graph refers to the buffers that are read.
     in_graph: Cell<bool>,
 }
@@ -207,27 +313,27 @@ impl<'c> CachedCall<'c> {
 
 impl Keys for CachedCall<'_> {
     /// Weights are of floats, over the keys that the cache holds.
-    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, beside: Beside) -> Result<Attended> {
+    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
         let AllRows { rows, mask, options } = &self.all_rows(q, mask, options)?;
-        if !matches!(beside, Beside::Weights)
+        if outputs != Outputs::Weights
             && let Some(kv) = self.quantized(rows)?
-            && let Some(call) = QuantizedCall::new(&self.own_query(q), &kv, mask, options)?
+            && let Some(attended) = kv.attend(&self.own_query(q), mask, options, outputs)?
         {
-            return call.attend(beside);
+            return Ok(attended);
         }
         let (k, v) = self.read(rows)?;
-        let Attended { context, weights, statistics } = attend([&self.query(q)?, &k, &v], mask, options, beside)?;
-        self.in_graph.set(context.track_op());
-        let weights = weights.map(|weights| weights.to_dtype(q.dtype())).transpose()?;
-        Ok(Attended { context: context.to_dtype(q.dtype())?, weights, statistics })
+        let attended = attend(outputs, [&self.query(q)?, &k, &v], mask, options)?;
+        self.in_graph.set(attended.context.track_op());
+        let weights = attended.weights.map(|weights| weights.to_dtype(q.dtype())).transpose()?;
+        Ok(Attended { context: attended.context.to_dtype(q.dtype())?, weights, ..attended })
     }
 
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
         let AllRows { rows, mask, options } = &self.all_rows(q, mask, options)?;
         if let Some(kv) = self.quantized(rows)?
-            && let Some(call) = QuantizedCall::new(&self.own_query(q), &kv, mask, options)?
+            && let Some(plan) = kv.plan(&self.own_query(q), mask, options)?
         {
-            return Ok(call.plan());
+            return Ok(plan);
         }
         let (k, v) = self.read(rows)?;
         plan(&self.query(q)?, &k, &v, mask, options)

@@ -6,7 +6,7 @@ use super::buffers::{dequantize, quantize};
 use super::{AttentionCache, AttentionCacheConfig, CachedCall, Padding};
 use crate::init::TorchSeed;
 use crate::mask::{AttentionMask, EmptyRows};
-use crate::sdpa::{Backend, Beside, Keys, SdpaOptions, scaled_dot_product_attention};
+use crate::sdpa::{Backend, Keys, Outputs, SdpaOptions, scaled_dot_product_attention};
 use candle_attention_kernels::Tier;
 
 const B: usize = 2;
@@ -35,7 +35,7 @@ fn place(tensor: &Tensor) -> (usize, Vec<usize>) {
 
 fn stage<'c>(cache: &'c mut AttentionCache, k: &Tensor, v: &Tensor, padding: Padding) -> Result<CachedCall<'c>> {
     let new = cache.new_tokens((B, k.dim(2)?), padding)?;
-    cache.stage(new, k, v)
+    cache.stage(new, k, Some(v), v.dim(3)?)
 }
 
 /// What a call reads, after it was committed.
@@ -248,7 +248,7 @@ fn queries_that_see_nothing_may_weigh_keys_of_8_bits_alike() -> Result<()> {
     let mask = AttentionMask::none().with_valid_lens(vec![3, 0]).with_empty_rows(EmptyRows::Uniform);
     let (q, options) = (random((B, H, 5, 6))?, SdpaOptions::default());
     let expected = scaled_dot_product_attention(&q, &rounded(&k)?, &rounded(&v)?, &mask, &options)?;
-    assert_close(&staged.attend(&q, &mask, &options, Beside::Nothing)?.context, &expected, "uniform rows")
+    assert_close(&staged.attend(&q, &mask, &options, Outputs::Context)?.context, &expected, "uniform rows")
 }
 
 /// Compared with a cache of f32 whose keys and values went through 8 bits before, in which attention is one call.
@@ -280,7 +280,7 @@ fn compare(small: &CachedCall, plain: &CachedCall, slides: bool) -> Result<()> {
     for (n, mask) in masks()?.into_iter().enumerate() {
         let mask = if slides { mask.and(&window) } else { mask };
         for options in options()? {
-            let expected = match plain.attend(&q, &mask, &options, Beside::Weights) {
+            let expected = match plain.attend(&q, &mask, &options, Outputs::Weights) {
                 // Joined masks that count from different positions leave ALiBi none.
                 Err(error) if slides && error.to_string().contains("ALiBi counts") => continue,
                 expected => expected?,
@@ -290,7 +290,7 @@ fn compare(small: &CachedCall, plain: &CachedCall, slides: bool) -> Result<()> {
                 Some(_) => options.clone().with_dropout_seed(&TorchSeed::new(5)),
                 None => options.clone(),
             };
-            let found = small.attend(&q, &mask, &seeded(&options), Beside::Weights)?;
+            let found = small.attend(&q, &mask, &seeded(&options), Outputs::Weights)?;
             assert_close(&found.context, &expected.context, &format!("mask {n}, {options:?}"))?;
             let [found, weights] =
                 [&found.weights, &expected.weights].map(|weights| weights.as_ref().expect("asked for"));
@@ -299,7 +299,7 @@ fn compare(small: &CachedCall, plain: &CachedCall, slides: bool) -> Result<()> {
             for options in of_tiers.chain([options.clone().with_backend(Backend::Reference)]) {
                 let what = format!("mask {n}, {options:?}");
                 let options = seeded(&options);
-                assert_close(&small.attend(&q, &mask, &options, Beside::Nothing)?.context, &expected.context, &what)?;
+                assert_close(&small.attend(&q, &mask, &options, Outputs::Context)?.context, &expected.context, &what)?;
                 let plan = small.plan(&q, &mask, &options)?;
                 let expected = if options.backend == Backend::Auto { Backend::Fused } else { Backend::Reference };
                 assert_eq!(plan.backend, expected, "{what}: {plan}");

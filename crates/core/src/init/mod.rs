@@ -23,14 +23,12 @@
 //! The tensors are constants. To train from them, copy them into a [`VarMap`](candle_nn::VarMap): for each of its
 //! variables, `var.set(&vb.get_unchecked(name)?)` with the builder from which a model of the same names was built.
 
-mod distribution;
 mod generator;
 
 use candle_core::{DType, Device, Error, Result, Shape, Tensor, bail};
 use candle_nn::Init;
 use candle_nn::var_builder::{SimpleBackend, VarBuilder};
-use distribution::Distribution;
-use generator::Generator;
+use generator::{Distribution, Generator};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

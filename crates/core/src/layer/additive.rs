@@ -63,22 +63,19 @@ impl<'a> AdditiveInput<'a> {
     }
 
     /// A mask of one head: `keep` and `bias` broadcast to (B, 1, T_q, T_kv).
-    pub fn with_mask(mut self, mask: &'a AttentionMask) -> Self {
-        self.mask = Some(mask);
-        self
+    pub fn with_mask(self, mask: &'a AttentionMask) -> Self {
+        Self { mask: Some(mask), ..self }
     }
 
     /// Whether dropout happens.
-    pub fn with_train(mut self, train: bool) -> Self {
-        self.train = train;
-        self
+    pub fn with_train(self, train: bool) -> Self {
+        Self { train, ..self }
     }
 
     /// Draws dropout from PyTorch's generator, see
     /// [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
-    pub fn with_dropout_seed(mut self, seed: &'a TorchSeed) -> Self {
-        self.dropout_seed = Some(seed);
-        self
+    pub fn with_dropout_seed(self, seed: &'a TorchSeed) -> Self {
+        Self { dropout_seed: Some(seed), ..self }
     }
 }
 

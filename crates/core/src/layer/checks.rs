@@ -1,4 +1,4 @@
-//! What the inputs of a call have to be like.
+//! What the inputs of a call have to be like, and the positions of its queries and keys.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -7,6 +7,8 @@ use super::{AttentionInput, MultiHeadAttention, OP};
 use crate::base::{Dim, Expect, check_keys_and_values, is_addressable};
 use crate::cache::NewTokens;
 use crate::config::KvSource;
+use crate::position::{AxisPositions, Positions, RopeConfig};
+use crate::sdpa::PackedSequences;
 
 pub(super) const NO_KEYS: &str =
     "the layer has no keys and values of its own, expected an earlier layer's, `with_shared_cache` or `with_memory`";
@@ -197,17 +199,12 @@ impl MultiHeadAttention {
     }
 
     fn check_cached(&self, new_tokens: &NewTokens) -> Result<()> {
-        if self.bias_kv.is_some() {
-            bail!(
-                "[multi_head_attention] the layer has a learned key (bias_kv), which stands behind the last of a \
-                 call, not in a cache"
-            )
-        }
-        if self.config.add_zero_attn() {
-            bail!(
-                "[multi_head_attention] the layer has a key of zeros (add_zero_attn), which stands behind the last \
-                 of a call, not in a cache"
-            )
+        let appended = [
+            ("a learned key (bias_kv)", self.bias_kv.is_some()),
+            ("a key of zeros (add_zero_attn)", self.config.add_zero_attn()),
+        ];
+        if let Some((key, _)) = appended.into_iter().find(|&(_, is_there)| is_there) {
+            bail!("[multi_head_attention] the layer has {key}, which stands behind the last of a call, not in a cache")
         }
         if let Some(context_length) = self.config.context_length().filter(|&most| new_tokens.longest() > most) {
             bail!(
@@ -231,5 +228,74 @@ impl MultiHeadAttention {
             bail!("[multi_head_attention] {} are too large to address", what())
         }
         Ok(())
+    }
+}
+
+/// The positions of a call's tokens.
+pub(super) struct CallPositions {
+    pub queries: Positions,
+    /// Those of the call's own keys; `None` where they are the queries'.
+    pub keys: Option<Positions>,
+    /// Those of the calls before too; `None` where there are none.
+    pub cached: Option<Positions>,
+    /// Those by which queries and keys are rotated, where these are on several axes.
+    pub axes: Option<AxisPositions>,
+}
+
+impl CallPositions {
+    /// Those of all keys that queries may see.
+    pub fn all_keys(&self) -> &Positions {
+        self.cached.as_ref().or(self.keys.as_ref()).unwrap_or(&self.queries)
+    }
+}
+
+impl MultiHeadAttention {
+    /// `None` for a layer that has no use for positions; their shape is checked all the same.
+    pub(super) fn positions(&self, input: &AttentionInput, inputs: &Inputs) -> Result<Option<CallPositions>> {
+        let Inputs { b, t_q, t_kv, .. } = *inputs;
+        let new_tokens = inputs.new_tokens.as_ref();
+        let queries = if new_tokens.is_some() { None } else { input.given_positions((b, t_q))? };
+        let keys = input.key_positions.map(|given| Positions::from_tensor("key positions", given, b, t_kv));
+        let keys = keys.transpose()?;
+        if keys.is_some() && !input.is_cross() {
+            bail!("[multi_head_attention] key positions are given, but the keys are the queries")
+        }
+        let axes = self.axis_positions(input, inputs)?;
+        let terms_take_positions = self.terms().any(|term| term.takes_positions());
+        if self.rotary.is_none() && self.config.query_scaling().is_none() && !terms_take_positions {
+            return Ok(None);
+        }
+        let queries = match (queries, new_tokens) {
+            (None, Some(new_tokens)) => new_tokens.positions()?,
+            (Some(given), _) => given,
+            (None, None) => input.default_positions(PackedSequences::queries, t_q)?,
+        };
+        let or_default = || input.default_positions(PackedSequences::keys, t_kv);
+        let keys = input.is_cross().then(|| keys.map_or_else(or_default, Ok)).transpose()?;
+        let length = keys.iter().map(Positions::length).fold(queries.length(), usize::max);
+        if let Some(context_length) = self.config.context_length().filter(|&most| length > most) {
+            bail!("[multi_head_attention] position {} is not below the context length {context_length}", length - 1)
+        }
+        let cached = if terms_take_positions { input.cached_positions(new_tokens)? } else { None };
+        Ok(Some(CallPositions { queries, keys, cached, axes }))
+    }
+
+    fn axis_positions(&self, input: &AttentionInput, inputs: &Inputs) -> Result<Option<AxisPositions>> {
+        let given = |given: &Tensor, axes: usize| AxisPositions::from_tensor(given, axes, inputs.b, inputs.t_q);
+        match (self.config.rope().and_then(RopeConfig::axes), input.axis_positions) {
+            (None, None) => Ok(None),
+            (None, Some(_)) => {
+                bail!("[multi_head_attention] axis positions were given, but the config's rope has no axes")
+            }
+            (Some(_), Some(_)) if input.is_cross() => {
+                bail!("[multi_head_attention] axis positions were given beside keys, expected self-attention")
+            }
+            (Some(axes), Some(positions)) => given(positions, axes.sections().len()).map(Some),
+            (Some(axes), None) if axes.is_axial() => bail!(
+                "[multi_head_attention] rotary positions are on {} axes, expected a call `with_axis_positions`",
+                axes.sections().len()
+            ),
+            (Some(_), None) => Ok(None),
+        }
     }
 }

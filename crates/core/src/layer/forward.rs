@@ -2,7 +2,6 @@
 
 use candle_core::{Result, Tensor, bail};
 
-use super::call::AttentionCall;
 use super::checks::{Inputs, NO_KEYS};
 use super::heads::{Projected, split_heads};
 use super::input::KeysFrom;
@@ -10,7 +9,9 @@ use super::{AttentionInput, LayerOutput, MultiHeadAttention};
 use crate::base::accumulation_dtype;
 use crate::mask::AttentionMask;
 use crate::position::{KeysByHeads, Scores, TermCall};
-use crate::sdpa::{AttentionStatistics, Keys, OwnKeys, Plan, StatisticsOptions, uncached};
+use crate::sdpa::{
+    Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, SdpaOptions, StatisticsOptions, uncached,
+};
 
 impl MultiHeadAttention {
     /// Self-attention under the layer's own mask: (B, T, E) gives (B, T, out_dim). Training is
@@ -28,7 +29,7 @@ impl MultiHeadAttention {
     /// For inputs whose shape, dtype or device does not fit the layer or each other, more positions than the context
     /// length, a mask that does not fit, and a cache that does not take the call's keys.
     pub fn forward_with<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
-        self.call(input.into())?.finish(|context, call| self.output(context, call))
+        Ok(self.attended(input.into(), Outputs::Context)?.context)
     }
 
     /// [`forward_with`](Self::forward_with) that also returns the weights (B, H, T_q, T_kv), after dropout; (H, T_q,
@@ -37,7 +38,7 @@ impl MultiHeadAttention {
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn forward_with_weights<'a>(&self, input: impl Into<AttentionInput<'a>>) -> Result<LayerOutput> {
-        self.call(input.into())?.finish_with_weights(|context, call| self.output(context, call))
+        LayerOutput::of(self.attended(input.into(), Outputs::Weights)?)
     }
 
     /// [`forward_with`](Self::forward_with) that also returns statistics of the weights: for each query its largest
@@ -66,7 +67,11 @@ impl MultiHeadAttention {
         input: impl Into<AttentionInput<'a>>,
         wanted: &StatisticsOptions,
     ) -> Result<(Tensor, AttentionStatistics)> {
-        self.call(input.into())?.finish_with_statistics(wanted, |context, call| self.output(context, call))
+        self.attended(input.into(), Outputs::Statistics(wanted))?.with_statistics()
+    }
+
+    fn attended(&self, input: AttentionInput, outputs: Outputs) -> Result<Attended> {
+        self.call(input)?.finish(outputs, |context, call| self.output(context, call))
     }
 
     /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's projections
@@ -120,10 +125,12 @@ impl MultiHeadAttention {
             (gate, _) => gate,
         };
         let keys: Box<dyn Keys + 'a> = match (k, v, input.keys, inputs.new_tokens) {
-            (Some(k), Some(v), KeysFrom::Cache(cache), Some(new)) => Box::new(cache.stage(new, &k, &v)?),
+            (Some(k), Some(v), KeysFrom::Cache(cache), Some(new)) => {
+                Box::new(cache.stage(new, &k, Some(&v), v.dim(3)?)?)
+            }
             (Some(k), Some(v), ..) => match by_heads {
                 Some(terms) => Box::new(KeysByHeads { k, v, terms }),
-                None => uncached(OwnKeys { k, v }, input.packed, input.function.map(|given| given.0)),
+                None => uncached(OwnKeys { k, v, sequences: input.packed }, input.function.map(|given| given.0)),
             },
             (.., KeysFrom::EarlierLayer(cache), Some(new)) => {
                 let cfg = &self.config;
@@ -160,5 +167,41 @@ impl MultiHeadAttention {
             None => merged,
         };
         self.projections.output(merged, call.residual.as_ref())
+    }
+}
+
+/// The arguments of attention that a layer makes of an input.
+pub(super) struct AttentionCall<'a> {
+    /// (B, H, T_q, D), a view of (B, T_q, ..).
+    pub q: Tensor,
+    pub keys: Box<dyn Keys + 'a>,
+    pub mask: AttentionMask,
+    pub options: SdpaOptions,
+    /// Whether the input had a batch dimension.
+    pub batched: bool,
+    /// What is added to the output, (B, T_q, out_dim).
+    pub residual: Option<Tensor>,
+    /// The projection of the gate of the context, (B, T_q, H·D_v) or (B, T_q, H).
+    pub gate: Option<Tensor>,
+}
+
+impl AttentionCall<'_> {
+    /// Attends, projects the context (B, H, T_q, D_v) by `output` to (B, T_q, out_dim), and keeps the keys and values
+    /// where there is a cache. The output stands in the place of the context.
+    pub fn finish(self, outputs: Outputs, output: impl FnOnce(&Tensor, &Self) -> Result<Tensor>) -> Result<Attended> {
+        let attended = self.keys.attend(&self.q, &self.mask, &self.options, outputs)?;
+        let in_rank = |tensor| self.in_rank_of_input(tensor);
+        let finished = attended.map(|context| in_rank(output(&context, &self)?), in_rank)?;
+        self.keys.commit()?;
+        Ok(finished)
+    }
+
+    /// The path that attention takes, and why.
+    pub fn plan(&self) -> Result<Plan> {
+        self.keys.plan(&self.q, &self.mask, &self.options)
+    }
+
+    fn in_rank_of_input(&self, ys: Tensor) -> Result<Tensor> {
+        if self.batched { Ok(ys) } else { ys.squeeze(0) }
     }
 }

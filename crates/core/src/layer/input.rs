@@ -143,9 +143,8 @@ impl<'a> AttentionInput<'a> {
     }
 
     /// A mask that holds together with the layer's own. A prefix in it lifts the layer's own causal constraint too.
-    pub fn with_mask(mut self, mask: &'a AttentionMask) -> Self {
-        self.mask = Some(mask);
-        self
+    pub fn with_mask(self, mask: &'a AttentionMask) -> Self {
+        Self { mask: Some(mask), ..self }
     }
 
     /// The positions of the queries, and in self-attention of the keys, for rotary positions, relative biases and
@@ -153,15 +152,13 @@ impl<'a> AttentionInput<'a> {
     /// the left need. Unless given they are 0..T, and with a cache they continue from the length of each sequence; keys
     /// in a cache stay at the positions of their own call. They are read back from their device. A layer without these
     /// checks their shape and has no other use for them: masks and slopes count by the place of a key.
-    pub fn with_positions(mut self, positions: &'a Tensor) -> Self {
-        self.positions = Some(positions);
-        self
+    pub fn with_positions(self, positions: &'a Tensor) -> Self {
+        Self { positions: Some(positions), ..self }
     }
 
     /// The positions of the keys of cross-attention: integers (T_kv,) or (B, T_kv); 0..T_kv unless given.
-    pub fn with_key_positions(mut self, positions: &'a Tensor) -> Self {
-        self.key_positions = Some(positions);
-        self
+    pub fn with_key_positions(self, positions: &'a Tensor) -> Self {
+        Self { key_positions: Some(positions), ..self }
     }
 
     /// The positions of the tokens of self-attention on the axes of the layer's rotary positions
@@ -172,22 +169,19 @@ impl<'a> AttentionInput<'a> {
     ///
     /// Without them, a token has one position on all axes, as text has, or it is an error where axes have series of
     /// their own. What else counts positions goes by [`with_positions`](Self::with_positions).
-    pub fn with_axis_positions(mut self, positions: &'a Tensor) -> Self {
-        self.axis_positions = Some(positions);
-        self
+    pub fn with_axis_positions(self, positions: &'a Tensor) -> Self {
+        Self { axis_positions: Some(positions), ..self }
     }
 
     /// Whether dropout happens.
-    pub fn with_train(mut self, train: bool) -> Self {
-        self.train = train;
-        self
+    pub fn with_train(self, train: bool) -> Self {
+        Self { train, ..self }
     }
 
     /// Draws dropout from PyTorch's generator, see
     /// [`SdpaOptions::with_dropout_seed`](crate::SdpaOptions::with_dropout_seed).
-    pub fn with_dropout_seed(mut self, seed: &'a TorchSeed) -> Self {
-        self.dropout_seed = Some(seed);
-        self
+    pub fn with_dropout_seed(self, seed: &'a TorchSeed) -> Self {
+        Self { dropout_seed: Some(seed), ..self }
     }
 
     /// Self-attention to the positions in the cache and those of `xs`, which are added to it. Positions are counted in
@@ -267,24 +261,21 @@ impl<'a> AttentionInput<'a> {
     /// ```
     ///
     /// [`with_positions`]: Self::with_positions
-    pub fn with_packed(mut self, sequences: &'a PackedSequences) -> Self {
-        self.packed = Some(sequences);
-        self
+    pub fn with_packed(self, sequences: &'a PackedSequences) -> Self {
+        Self { packed: Some(sequences), ..self }
     }
 
     /// A residual (B, T_q, out_dim), or (T_q, out_dim), that is added to the output: in the pass of the output
     /// projection, before its sums are rounded.
-    pub fn with_residual(mut self, residual: &'a Tensor) -> Self {
-        self.residual = Some(residual);
-        self
+    pub fn with_residual(self, residual: &'a Tensor) -> Self {
+        Self { residual: Some(residual), ..self }
     }
 
     /// How the processes that share a layer's heads ([`load_shard`](crate::MultiHeadAttention::load_shard)) add up
     /// tensors: for norms of whole projections, of which each process has a part (OLMo 2). Two numbers of each token,
     /// in f32, are added up; a layer without such norms does not ask for it.
-    pub fn with_sum(mut self, sum: &'a SumFunction<'a>) -> Self {
-        self.sum = Some(Given(sum));
-        self
+    pub fn with_sum(self, sum: &'a SumFunction<'a>) -> Self {
+        Self { sum: Some(Given(sum)), ..self }
     }
 
     /// Another function in the place of [`scaled_dot_product_attention`](crate::scaled_dot_product_attention), between
@@ -305,15 +296,13 @@ impl<'a> AttentionInput<'a> {
     /// }))?;
     /// # Ok(()) }
     /// ```
-    pub fn with_function(mut self, function: &'a AttentionFunction<'a>) -> Self {
-        self.function = Some(Given(function));
-        self
+    pub fn with_function(self, function: &'a AttentionFunction<'a>) -> Self {
+        Self { function: Some(Given(function)), ..self }
     }
 
     /// Which implementation of attention runs.
-    pub fn with_backend(mut self, backend: Backend) -> Self {
-        self.backend = backend;
-        self
+    pub fn with_backend(self, backend: Backend) -> Self {
+        Self { backend, ..self }
     }
 
     /// The layer's mask and the call's: both hold, and a prefix of the call's lifts the layer's causal constraint too.

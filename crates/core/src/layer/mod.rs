@@ -1,29 +1,23 @@
 //! Layers: project, split into heads, attend, merge, project. [`forward`] is the order of a call; latent attention ends
-//! in the same [`call`].
+//! in the same [`AttentionCall`](forward::AttentionCall).
 
 mod additive;
-mod call;
 mod checks;
 mod forward;
 mod heads;
 mod input;
 mod latent;
-mod memory;
-mod parameters;
-mod positions;
 mod shard;
 #[cfg(test)]
 mod tests;
 
 pub use crate::norm::SumFunction;
 pub use additive::{AdditiveAttention, AdditiveAttentionConfig, AdditiveInput};
+pub use heads::ProjectedMemory;
 pub use input::AttentionInput;
 pub use latent::{MultiHeadLatentAttention, MultiHeadLatentAttentionConfig};
-pub use memory::ProjectedMemory;
 
-use std::sync::Arc;
-
-use candle_core::{Error, ModuleT, Result, Tensor, bail};
+use candle_core::{ModuleT, Result, Tensor, bail};
 use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Linear, VarBuilder};
 
@@ -33,7 +27,8 @@ use crate::linear::{ProjectionModule, ProjectionModules, ProjectionPlace, Projec
 use crate::mask::AttentionMask;
 use crate::norm::{Norm, QkNorms, Span};
 use crate::params::{WeightLayout, load_projections, projection_shapes, state_dict};
-use crate::position::{RelativeBias, RelativeEmbeddings, RotaryEmbedding, Term, alibi, content};
+use crate::position::{ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, ScoreTerm, Term, alibi};
+use crate::sdpa::Attended;
 use checks::Expected;
 
 const OP: &str = "multi_head_attention";
@@ -45,6 +40,13 @@ pub struct LayerOutput {
     pub output: Tensor,
     /// The weights after softmax and dropout: (B, H, T_q, T_kv); (H, T_q, T_kv) for an input (T_q, E).
     pub weights: Tensor,
+}
+
+impl LayerOutput {
+    fn of(attended: Attended) -> Result<Self> {
+        let (output, weights) = attended.with_weights()?;
+        Ok(Self { output, weights })
+    }
 }
 
 /// Multi-head attention: self or cross, of any head count down to one.
@@ -80,9 +82,11 @@ pub struct MultiHeadAttention {
     context_norm: Option<Norm>,
     rotary: Option<RotaryEmbedding>,
     /// What is added to the scores, in this order.
-    terms: Vec<Term>,
-    /// The stack's, which is the last of the terms.
-    relative_bias: Option<Term>,
+    content: Option<Term>,
+    alibi: Option<Term>,
+    /// The stack's, as is the bias.
+    relative_embeddings: Option<RelativeEmbeddings>,
+    relative_bias: Option<RelativeBias>,
     sinks: Option<Tensor>,
     bias_kv: Option<(Tensor, Tensor)>,
     mask: AttentionMask,
@@ -195,11 +199,9 @@ impl MultiHeadAttention {
         let source = source.with_shard(shard, h, h_kv)?;
         source.check_dtype()?;
         let projections = projections(&source)?;
-        let parameters = ParameterList::load(&parameters::specs(cfg, &source)?, &source)?;
+        let parameters = ParameterList::load(&shard::specs(cfg, &source)?, &source)?;
         let own = source.own_range(Heads::Query, h);
         let alibi = cfg.alibi().map(|config| alibi(config, h, own, cfg.score_scale(), source.device())).transpose()?;
-        let content = content(cfg.content_positions(), cfg.content_layer(), &source)?;
-        let terms = content.into_iter().chain(alibi).collect();
         let mut mask = if cfg.causal() { AttentionMask::causal() } else { AttentionMask::none() };
         if let Some(window) = cfg.window() {
             mask = mask.with_window(window);
@@ -216,10 +218,15 @@ impl MultiHeadAttention {
             parameters: ParameterList::default(),
             norm_spans: shard.map_or([None; 2], |shard| shard.norm_spans(cfg)),
             qk_norm: None,
-            value_norm: cfg.value_norm().map(|eps| Norm::without_weight(eps, d_v, &source)).transpose()?,
+            value_norm: match cfg.value_norm() {
+                Some(eps) => Some(Norm::without_weight(eps, d_v, source.dtype(), source.device())?),
+                None => None,
+            },
             context_norm: None,
             rotary: cfg.rope().map(|rope| RotaryEmbedding::new(rope, d)).transpose()?,
-            terms,
+            content: None,
+            alibi,
+            relative_embeddings: None,
             relative_bias: None,
             sinks: None,
             bias_kv: None,
@@ -232,18 +239,12 @@ impl MultiHeadAttention {
     ///
     /// # Errors
     /// If the tables are not those of the layer's config.
-    pub fn with_rotary(mut self, rotary: RotaryEmbedding) -> Result<Self> {
-        let d = self.config.head_dim();
+    pub fn with_rotary(self, rotary: RotaryEmbedding) -> Result<Self> {
         match self.config.rope() {
             None => bail!("[multi_head_attention] rotary tables are given, but the config has no rope"),
-            Some(rope) if rope != rotary.config() || d != rotary.head_dim() => bail!(
-                "[multi_head_attention] rotary tables are of {:?} and heads of {}, expected {rope:?} and heads of {d}",
-                rotary.config(),
-                rotary.head_dim()
-            ),
-            Some(_) => self.rotary = Some(rotary),
+            Some(rope) => rotary.check_config(OP, rope, self.config.head_dim())?,
         }
-        Ok(self)
+        Ok(Self { rotary: Some(rotary), ..self })
     }
 
     /// The same layer with the relative bias that it shares with the other layers of its stack. A layer whose config
@@ -264,7 +265,7 @@ impl MultiHeadAttention {
         }
         let weight = Expect::one(OP, "the relative bias", bias.weight());
         weight.dtype(self.projections.dtype(), "the weights'")?.beside("the weights", self.projections.device())?;
-        self.relative_bias = Some(Arc::new(bias));
+        self.relative_bias = Some(bias);
         Ok(self)
     }
 
@@ -277,16 +278,12 @@ impl MultiHeadAttention {
     pub fn with_relative_embeddings(mut self, embeddings: RelativeEmbeddings) -> Result<Self> {
         let weight = Expect::many(OP, "the relative embeddings", embeddings.weight());
         weight.dtype(self.projections.dtype(), "the weights'")?.beside("the weights", self.projections.device())?;
-        let mut is_taken = false;
-        for term in &mut self.terms {
-            if let Some(with) = term.with_embeddings(&embeddings)? {
-                (*term, is_taken) = (with, true);
-            }
-        }
-        if !is_taken {
+        if !matches!(self.config.content_positions(), Some(ContentPositions::Disentangled(_))) {
             bail!("[multi_head_attention] relative embeddings are given, but the config has no disentangled positions")
         }
-        Ok(self)
+        self.relative_embeddings = Some(embeddings);
+        let parameters = self.parameters.clone();
+        self.with_parameters(parameters)
     }
 
     /// The same layer with another module in a projection's place, made by `change` from the one that is there: an
@@ -351,11 +348,10 @@ impl MultiHeadAttention {
     /// # Errors
     /// If memory is short.
     pub fn freeze(&self) -> Result<Self> {
-        let frozen = |term: &Term| Ok::<_, Error>(term.freeze()?.unwrap_or_else(|| term.clone()));
         let layer = Self {
             projections: self.projections.freeze()?,
-            terms: self.terms.iter().map(frozen).collect::<Result<_>>()?,
-            relative_bias: self.relative_bias.as_ref().map(frozen).transpose()?,
+            relative_embeddings: self.relative_embeddings.as_ref().map(RelativeEmbeddings::freeze).transpose()?,
+            relative_bias: self.relative_bias.as_ref().map(RelativeBias::freeze).transpose()?,
             ..self.clone()
         };
         layer.with_parameters(self.parameters.freeze()?)
@@ -395,9 +391,6 @@ impl MultiHeadAttention {
     pub fn state_dict(&self, layout: WeightLayout) -> Result<Vec<(String, Tensor)>> {
         let mut tensors = state_dict(&self.config, layout, &self.projections.to_linears()?)?;
         tensors.extend(self.parameters.named()?);
-        for parameters in self.terms.iter().filter_map(|term| term.parameters()) {
-            tensors.extend(parameters.named()?);
-        }
         Ok(tensors)
     }
 
@@ -409,8 +402,9 @@ impl MultiHeadAttention {
         save(self.state_dict(layout)?, path.as_ref())
     }
 
-    fn terms(&self) -> impl Iterator<Item = &Term> {
-        self.terms.iter().chain(&self.relative_bias)
+    fn terms(&self) -> impl Iterator<Item = &dyn ScoreTerm> {
+        let bias = self.relative_bias.as_ref().map(|bias| bias as &dyn ScoreTerm);
+        [&self.content, &self.alibi].into_iter().flatten().map(|term| &**term).chain(bias)
     }
 
     /// What an input of that width has to be like.

@@ -1,4 +1,5 @@
-//! A weight in panels as one of Candle's custom operations, and the same by Candle's own.
+//! A weight in panels as one of Candle's custom operations, and the same by Candle's own; and two projections of one
+//! input, one of which gates the other.
 
 use std::fmt;
 use std::ops::Range;
@@ -6,13 +7,13 @@ use std::sync::Arc;
 
 use candle_core::backend::BackendStorage;
 use candle_core::{
-    CpuStorage, CustomOp1, CustomOp2, DType, Device, Layout, Module, Result, Shape, Storage, Tensor, WithDType, bail,
+    CpuStorage, CustomOp1, CustomOp2, DType, Device, Layout, Module, Result, Shape, Tensor, WithDType, bail,
 };
 use candle_nn::{Activation, Linear};
-use half::{bf16, f16};
 
-use super::OP;
-use super::tracked::{PackedInputGradient, rows_of, with_even_rows};
+use super::tracked::{packed_input_gradient, rows_of, with_even_rows};
+use super::{Kind, OP, PackedLinear};
+use crate::base::rowwise::{read, with_float};
 use crate::base::{executor, fits_in_memory};
 use candle_attention_kernels::linear::{self, Codes, Epilogue, Matrix, PackedWeight, Projection, Up};
 use candle_attention_kernels::{Element, Tier};
@@ -45,22 +46,16 @@ fn bias_numbers(dtype: DType, bias: Option<&Tensor>) -> Result<(Option<Vec<f32>>
 impl Packed {
     /// Packs `weight` (out, in), in f32, bf16 or f16, and `bias` (out,), on the CPU.
     pub fn new(weight: &Tensor, bias: Option<&Tensor>, tier: Tier) -> Result<Self> {
-        match weight.dtype() {
-            DType::F32 => Self::of::<f32>(weight, bias, tier),
-            DType::BF16 => Self::of::<bf16>(weight, bias, tier),
-            DType::F16 => Self::of::<f16>(weight, bias, tier),
-            dtype => bail!("[{OP}] a weight of dtype {dtype:?} is never packed"),
-        }
+        with_float!(OP, weight.dtype(), |E| Self::of::<E>(weight, bias, tier))
     }
 
     fn of<E: Element + WithDType>(weight: &Tensor, bias: Option<&Tensor>, tier: Tier) -> Result<Self> {
         let (bias, linear_dtype) = bias_numbers(weight.dtype(), bias)?;
         let weight = contiguous("weight", weight)?;
-        let (storage, layout) = weight.storage_and_layout();
-        let Storage::Cpu(storage) = &*storage else { bail!("[{OP}] weight is not on the CPU") };
-        let (elements, shape) = (storage.as_slice::<E>()?, weight.dims2()?);
+        let storage = read(&weight);
+        let (elements, shape) = (storage.elements::<E>()?, weight.dims2()?);
         // A view of nothing may begin anywhere.
-        let start = layout.start_offset().min(elements.len());
+        let start = storage.layout.start_offset().min(elements.len());
         let packed = PackedWeight::new(&elements[start..][..shape.0 * shape.1], shape, tier).map_err(kernel_error)?;
         Ok(Self { weight: packed, dtype: weight.dtype(), linear_dtype, bias })
     }
@@ -90,11 +85,7 @@ impl Packed {
 
     /// The rows of some outputs or of all, (outputs, in), in the weight's dtype.
     pub fn rows(&self, outputs: Option<&[usize]>) -> Result<Tensor> {
-        match self.dtype {
-            DType::BF16 => self.rows_of::<bf16>(outputs),
-            DType::F16 => self.rows_of::<f16>(outputs),
-            _ => self.rows_of::<f32>(outputs),
-        }
+        with_float!(OP, self.dtype, |E| self.rows_of::<E>(outputs))
     }
 
     fn rows_of<E: Element + WithDType>(&self, outputs: Option<&[usize]>) -> Result<Tensor> {
@@ -147,24 +138,16 @@ impl Columns {
     ) -> Result<(CpuStorage, Shape)> {
         let shape = with_width(layout.dims(), self.columns.len());
         let count = shape.elem_count();
-        macro_rules! run {
-            ($kind:ident, $xs:expr) => {{
-                let added = match residual {
-                    Some((CpuStorage::$kind(added), own)) => {
-                        Some(&added[own.start_offset().min(added.len())..][..count])
-                    }
-                    Some(_) => bail!("[{OP}] the residual has another dtype than the input"),
-                    None => None,
-                };
-                CpuStorage::$kind(self.run_on($xs, layout, added)?)
-            }};
-        }
-        let out = match xs {
-            CpuStorage::F32(xs) => run!(F32, xs),
-            CpuStorage::BF16(xs) => run!(BF16, xs),
-            CpuStorage::F16(xs) => run!(F16, xs),
-            other => bail!("[{OP}] input has dtype {:?}, expected F32, BF16 or F16", other.dtype()),
-        };
+        let out = with_float!(OP, xs.dtype(), |E| {
+            let added = match residual {
+                Some((added, own)) => {
+                    let added = added.as_slice::<E>()?;
+                    Some(&added[own.start_offset().min(added.len())..][..count])
+                }
+                None => None,
+            };
+            self.run_on(xs.as_slice::<E>()?, layout, added).map(E::to_cpu_storage_owned)
+        })?;
         Ok((out, shape))
     }
 
@@ -202,8 +185,7 @@ impl CustomOp1 for Columns {
         if self.activation.is_some() || self.up.is_some() {
             bail!("[{OP}] an activation in the pass of its product has no gradient")
         }
-        let op = PackedInputGradient { weight: &self.packed.weight, columns: self.columns.clone() };
-        Ok(Some(with_even_rows("gradient", gradient)?.apply_op1_no_bwd(&op)?))
+        packed_input_gradient(gradient, &self.packed.weight, self.columns.clone()).map(Some)
     }
 }
 
@@ -296,4 +278,88 @@ pub(super) fn contiguous(what: &str, tensor: &Tensor) -> Result<Tensor> {
         bail!("[{OP}] a contiguous copy of the {what} of shape {:?} does not fit in memory", tensor.dims())
     }
     tensor.contiguous()
+}
+
+const GATED: &str = "packed_gated_linear";
+
+/// `activation(gate(x)) · up(x)`: the first half of a gated feed-forward layer (SwiGLU, GeGLU), as one pass over `x`.
+///
+/// Where both are packed, a tile of the gate and the same tile of the other are multiplied out of a cache, in f32, and
+/// rounded once. Otherwise, and for an input that is tracked for gradients, it is three operations.
+///
+/// ```
+/// use candle_attention::{PackedGatedLinear, PackedLinear};
+/// use candle_core::{Device, Module, Tensor};
+/// use candle_nn::{Activation, Linear};
+/// # fn main() -> candle_core::Result<()> {
+/// let linear = || Ok::<_, candle_core::Error>(Linear::new(Tensor::randn(0f32, 1., (48, 16), &Device::Cpu)?, None));
+/// let (gate, up) = (linear()?, linear()?);
+/// let both = PackedGatedLinear::new(gate.clone().try_into()?, up.clone().try_into()?, Activation::Silu)?;
+///
+/// let xs = Tensor::randn(0f32, 1., (2, 5, 16), &Device::Cpu)?;
+/// let expected = (gate.forward(&xs)?.silu()? * up.forward(&xs)?)?;
+/// let difference = (both.forward(&xs)? - expected)?.abs()?.max_all()?.to_scalar::<f32>()?;
+/// assert!(difference < 1e-3);
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone)]
+pub struct PackedGatedLinear {
+    gate: PackedLinear,
+    up: PackedLinear,
+}
+
+impl PackedGatedLinear {
+    /// Of two projections without activations, of one shape, dtype and device.
+    ///
+    /// # Errors
+    /// For projections that differ or have activations of their own, and for an activation that
+    /// [`PackedLinear::with_activation`] does not take.
+    pub fn new(gate: PackedLinear, up: PackedLinear, activation: Activation) -> Result<Self> {
+        for (name, linear) in [("gate", &gate), ("up", &up)] {
+            if let Some(own) = linear.activation() {
+                bail!("[{GATED}] {name} has the activation {own:?} of its own, expected none")
+            }
+        }
+        let found =
+            |linear: &PackedLinear| (linear.out_dim(), linear.in_dim(), linear.dtype(), linear.device().location());
+        if found(&gate) != found(&up) {
+            bail!("[{GATED}] up is {:?}, expected the gate's {:?}", found(&up), found(&gate))
+        }
+        Ok(Self { gate: gate.with_activation(activation)?, up })
+    }
+
+    /// The same with what variables hold now, packed, and nothing tracked for gradients.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn freeze(&self) -> Result<Self> {
+        Ok(Self { gate: self.gate.freeze()?, up: self.up.freeze()? })
+    }
+
+    /// The width of the output.
+    pub fn out_dim(&self) -> usize {
+        self.gate.out_dim()
+    }
+
+    /// The width of the input.
+    pub fn in_dim(&self) -> usize {
+        self.gate.in_dim()
+    }
+}
+
+/// (.., in) gives (.., out) in the input's dtype, which is the weights', or f32 over weights in half precision.
+impl Module for PackedGatedLinear {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        let columns = 0..self.out_dim();
+        if let (Kind::Packed(gate), Kind::Packed(up), Some(activation)) =
+            (&self.gate.kind, &self.up.kind, self.gate.activation)
+            && gate.is_like(up)
+            && !xs.track_op()
+        {
+            self.gate.check(xs, &columns)?;
+            let activation = Some(kernel_activation(activation)?);
+            return Columns { packed: gate.clone(), columns, activation, up: Some(up.clone()) }.forward(xs, None);
+        }
+        self.gate.forward(xs)?.mul(&self.up.forward(xs)?)
+    }
 }

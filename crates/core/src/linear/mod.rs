@@ -1,7 +1,6 @@
 //! Projections by the CPU's own kernels.
 
 mod forward;
-mod gated;
 mod projections;
 mod quantized;
 mod tracked;
@@ -15,8 +14,8 @@ use candle_nn::{Activation, Linear, VarBuilder};
 pub(crate) use crate::base::frozen;
 use crate::base::{Dim, Expect, FLOATS, fits_in_memory, is_addressable};
 use candle_attention_kernels::Tier;
+pub use forward::PackedGatedLinear;
 use forward::{Columns, Packed, choose_tier, kernel_activation, plain};
-pub use gated::PackedGatedLinear;
 pub(crate) use projections::{ByPlace, PROJECTIONS, Piece, Projection, ProjectionRows, Queries};
 pub use projections::{ProjectionColumns, ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
 use quantized::Quantized;

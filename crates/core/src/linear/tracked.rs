@@ -1,11 +1,14 @@
 //! Products with a weight that gets gradients, as one of Candle's custom operations.
 
-use candle_core::{CpuStorage, CustomOp1, CustomOp3, D, Layout, Result, Shape, Tensor, WithDType, bail};
-use half::{bf16, f16};
+use std::ops::Range;
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp3, D, Device, Layout, Result, Shape, Tensor, WithDType, bail};
 
 use super::OP;
 use super::forward::{contiguous, kernel_error, row_stride, with_width};
 use crate::base::executor;
+use crate::base::rowwise::{read, with_float};
 use candle_attention_kernels::linear::{self, Matrix, MatrixProduct};
 use candle_attention_kernels::{Element, Tier};
 
@@ -55,18 +58,6 @@ pub(super) fn rows_of<'a, E>(data: &'a [E], layout: &Layout) -> Result<Matrix<'a
     };
     let (rows, columns) = (dims[..dims.len() - 1].iter().product(), dims[dims.len() - 1]);
     Ok(Matrix { data: &data[layout.start_offset().min(data.len())..], rows, columns, stride, is_transposed: false })
-}
-
-/// Runs a generic function with the elements of storages of one dtype.
-macro_rules! with_elements {
-    ($operation:expr, $first:expr $(, $other:expr)*) => {
-        match $first {
-            CpuStorage::F32(first) => CpuStorage::F32($operation(first $(, $other.as_slice::<f32>()?)*)?),
-            CpuStorage::BF16(first) => CpuStorage::BF16($operation(first $(, $other.as_slice::<bf16>()?)*)?),
-            CpuStorage::F16(first) => CpuStorage::F16($operation(first $(, $other.as_slice::<f16>()?)*)?),
-            _ => bail!("[{OP}] expected F32, BF16 or F16"),
-        }
-    };
 }
 
 /// `xs · weightᵀ + bias`; an empty bias adds nothing.
@@ -133,12 +124,10 @@ impl CustomOp3 for Project {
         bias: &CpuStorage,
         own: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let ys = with_elements!(
-            |xs, weight, bias| self.run((xs, xs_layout), (weight, layout), (bias, own)),
-            xs,
-            weight,
-            bias
-        );
+        let ys = with_float!(OP, xs.dtype(), |E| {
+            let (xs, weight, bias) = (xs.as_slice::<E>()?, weight.as_slice()?, bias.as_slice()?);
+            self.run((xs, xs_layout), (weight, layout), (bias, own)).map(E::to_cpu_storage_owned)
+        })?;
         Ok((ys, with_width(xs_layout.dims(), layout.dims()[0])))
     }
 
@@ -152,52 +141,33 @@ impl CustomOp3 for Project {
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let gradient = contiguous("gradient", gradient)?;
         let [of_xs, of_weight] = self.gradients(xs, weight, &gradient)?;
-        let sums = || gradient.apply_op1_no_bwd(&ColumnSums { tier: self.tier });
+        let sums = || column_sums(&gradient, self.tier);
         Ok((of_xs, of_weight, bias.track_op().then(sums).transpose()?))
     }
 }
 
-/// The sums of rows (.., width), (width,).
-struct ColumnSums {
-    tier: Tier,
+/// The sum of each column of rows (.., out), the gradient of a bias (out,).
+fn column_sums(rows: &Tensor, tier: Tier) -> Result<Tensor> {
+    let storage = read(rows);
+    with_float!(OP, rows.dtype(), |E| {
+        let rows = rows_of(storage.elements::<E>()?, storage.layout)?;
+        let sums = linear::column_sums(rows, tier, executor()).map_err(kernel_error)?;
+        let width = sums.len();
+        Tensor::from_vec(sums, width, &Device::Cpu)
+    })
 }
 
-impl CustomOp1 for ColumnSums {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(&self, rows: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let width = layout.dims()[layout.dims().len() - 1];
-        fn run<E: Element>(rows: &[E], layout: &Layout, tier: Tier) -> Result<Vec<E>> {
-            linear::column_sums(rows_of(rows, layout)?, tier, executor()).map_err(kernel_error)
-        }
-        Ok((with_elements!(|rows| run(rows, layout, self.tier), rows), width.into()))
-    }
-}
-
-/// The gradient of inputs that were multiplied with some outputs of a packed weight, which is read as it is packed.
-pub(super) struct PackedInputGradient<'a> {
-    pub weight: &'a linear::PackedWeight,
-    pub columns: std::ops::Range<usize>,
-}
-
-impl CustomOp1 for PackedInputGradient<'_> {
-    fn name(&self) -> &'static str {
-        OP
-    }
-
-    fn cpu_fwd(&self, gradient: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let shape = with_width(layout.dims(), self.weight.inputs());
-        Ok((with_elements!(|gradient| self.run(gradient, layout), gradient), shape))
-    }
-}
-
-impl PackedInputGradient<'_> {
-    fn run<E: Element>(&self, gradient: &[E], layout: &Layout) -> Result<Vec<E>> {
-        let Self { weight, ref columns } = *self;
-        let gradient = rows_of(gradient, layout)?;
-        let operands = linear::InputGradient { weight, columns: columns.clone(), gradient, executor: executor() };
-        linear::input_gradient(&operands).map_err(kernel_error)
-    }
+/// The gradient of the input of a packed weight, from that of some columns of the output.
+pub(super) fn packed_input_gradient(
+    gradient: &Tensor,
+    weight: &linear::PackedWeight,
+    columns: Range<usize>,
+) -> Result<Tensor> {
+    let gradient = with_even_rows("gradient", gradient)?;
+    let (storage, shape) = (read(&gradient), with_width(gradient.dims(), weight.inputs()));
+    with_float!(OP, gradient.dtype(), |E| {
+        let gradient = rows_of(storage.elements::<E>()?, storage.layout)?;
+        let operands = linear::InputGradient { weight, columns, gradient, executor: executor() };
+        Tensor::from_vec(linear::input_gradient(&operands).map_err(kernel_error)?, shape, &Device::Cpu)
+    })
 }

@@ -1,10 +1,10 @@
 //! A norm of rows times an activated gate on a CPU: one pass, which keeps only its inputs for the backward pass.
 
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
-use half::{bf16, f16};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, WithDType};
 
 use super::rows::{OP, RowNorm, parameter};
-use crate::base::rowwise::{Element, Rows, map_heads, with_contiguous_rows};
+use crate::base::rowwise::{Element, Rows, map_heads, read, with_contiguous_rows, with_float};
 use crate::gate::GateActivation;
 
 /// `RowNorm(x) · activation(gate)` of rows (D,), without a mean or a bias, in f32 and rounded once.
@@ -19,12 +19,6 @@ pub(super) struct GatedNorm {
 struct View<'a, E> {
     elements: &'a [E],
     layout: &'a Layout,
-}
-
-impl<'a, E: WithDType> View<'a, E> {
-    fn new(storage: &'a CpuStorage, layout: &'a Layout) -> Result<Self> {
-        Ok(Self { elements: storage.as_slice()?, layout })
-    }
 }
 
 impl GatedNorm {
@@ -70,15 +64,11 @@ impl GatedNorm {
     ) -> Result<[Option<Tensor>; 3]> {
         let gradient = with_contiguous_rows(&gradient.detach())?;
         let (of_normed, of_gate) = {
-            let read = [xs, weight, gate, &gradient].map(Tensor::storage_and_layout);
-            let [(xs, of_xs), (weight, of_weight), (gate, of_gate), (gradient, of_gradient)] = &read;
-            let (Storage::Cpu(xs), Storage::Cpu(weight), Storage::Cpu(gate), Storage::Cpu(gradient)) =
-                (&**xs, &**weight, &**gate, &**gradient)
-            else {
-                bail!("[{OP}] expected rows, weight, gate and gradient on the CPU")
-            };
-            let (xs, gate) = (View::<E>::new(xs, of_xs)?, View::new(gate, of_gate)?);
-            let (gradient, weight) = (View::new(gradient, of_gradient)?, parameter(weight, of_weight)?);
+            let [xs, gate, gradient, weight] = [xs, gate, &gradient, weight].map(read);
+            let xs = View::<E> { elements: xs.elements()?, layout: xs.layout };
+            let gate = View { elements: gate.elements()?, layout: gate.layout };
+            let gradient = View { elements: gradient.elements()?, layout: gradient.layout };
+            let weight = parameter(weight.elements()?, weight.layout)?;
             let of_normed = Self::map(gradient, [gate], |gradient, [gate], own| {
                 for ((own, gradient), &gate) in own.iter_mut().zip(gradient).zip(gate) {
                     *own = gradient * self.activation.with_slope(gate).0;
@@ -86,9 +76,8 @@ impl GatedNorm {
             })?;
             let of_gate = Self::map(gate, [gradient, xs], |gate, [gradient, xs], own| {
                 let moments = self.norm.moments(xs);
-                for ((((own, &gate), gradient), &x), weight) in
-                    own.iter_mut().zip(gate).zip(gradient).zip(xs).zip(weight)
-                {
+                let all = own.iter_mut().zip(gate).zip(gradient).zip(xs).zip(weight);
+                for ((((own, &gate), gradient), &x), weight) in all {
                     *own = gradient * moments.normed(x) * weight * self.activation.with_slope(gate).1;
                 }
             })?;
@@ -114,19 +103,13 @@ impl CustomOp3 for GatedNorm {
         gate: &CpuStorage,
         of_gate: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let weight = parameter(weight, of_weight)?;
-        macro_rules! run {
-            ($kind:ident) => {
-                CpuStorage::$kind(self.forward(View::new(xs, layout)?, weight, View::new(gate, of_gate)?)?)
-            };
-        }
-        let ys = match xs {
-            CpuStorage::F32(_) => run!(F32),
-            CpuStorage::BF16(_) => run!(BF16),
-            CpuStorage::F16(_) => run!(F16),
-            _ => bail!("[{OP}] expected rows in F32, BF16 or F16"),
-        };
-        Ok((ys, layout.shape().clone()))
+        let weight = parameter(weight.as_slice()?, of_weight)?;
+        let ys = with_float!(OP, xs.dtype(), |E| {
+            let xs = View { elements: xs.as_slice::<E>()?, layout };
+            let gate = View { elements: gate.as_slice()?, layout: of_gate };
+            self.forward(xs, weight, gate).map(E::to_cpu_storage_owned)
+        });
+        Ok((ys?, layout.shape().clone()))
     }
 
     fn bwd(
@@ -138,12 +121,8 @@ impl CustomOp3 for GatedNorm {
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let all = [xs, weight, gate];
-        let [xs, weight, gate] = match xs.dtype() {
-            DType::BF16 => self.backward::<bf16>(all, gradient),
-            DType::F16 => self.backward::<f16>(all, gradient),
-            _ => self.backward::<f32>(all, gradient),
-        }?;
-        Ok((xs, weight, gate))
+        let gradients = with_float!(OP, xs.dtype(), |E| self.backward::<E>(all, gradient));
+        Ok(gradients?.into())
     }
 }
 

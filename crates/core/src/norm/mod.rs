@@ -281,8 +281,8 @@ impl Norm {
     }
 
     /// The root mean square of rows of one width, without a parameter.
-    pub(crate) fn without_weight(eps: f64, size: usize, source: &Source) -> Result<Self> {
-        Self::new(QkNormKind::RmsNoWeight, eps, ones(size, source.dtype(), source.device())?, None)
+    pub(crate) fn without_weight(eps: f64, size: usize, dtype: DType, device: &Device) -> Result<Self> {
+        Self::new(QkNormKind::RmsNoWeight, eps, ones(size, dtype, device)?, None)
     }
 
     /// Over the parts of all processes.

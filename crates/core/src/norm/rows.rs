@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
-use half::{bf16, f16};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, WithDType, bail};
 use rayon::prelude::*;
 
-use crate::base::rowwise::{Element, Rows, TASK_ELEMENTS, map_heads, with_contiguous_rows};
+use crate::base::rowwise::{Element, Rows, TASK_ELEMENTS, map_heads, read, with_contiguous_rows, with_float};
 
 pub(super) const OP: &str = "norm";
 
@@ -44,13 +44,10 @@ impl RowNorm {
     }
 
     fn forward(self, xs: &CpuStorage, layout: &Layout, affine: Affine) -> Result<(CpuStorage, Shape)> {
-        let ys = match xs {
-            CpuStorage::F32(xs) => CpuStorage::F32(self.rows(xs, layout, affine)?),
-            CpuStorage::BF16(xs) => CpuStorage::BF16(self.rows(xs, layout, affine)?),
-            CpuStorage::F16(xs) => CpuStorage::F16(self.rows(xs, layout, affine)?),
-            _ => bail!("[{OP}] expected rows in F32, BF16 or F16"),
-        };
-        Ok((ys, layout.shape().clone()))
+        let ys = with_float!(OP, xs.dtype(), |E| self
+            .rows(xs.as_slice::<E>()?, layout, affine)
+            .map(E::to_cpu_storage_owned));
+        Ok((ys?, layout.shape().clone()))
     }
 
     fn rows<E: Element<Wide = f32>>(self, xs: &[E], layout: &Layout, affine: Affine) -> Result<Vec<E>> {
@@ -81,19 +78,14 @@ impl RowNorm {
         gradient: &Tensor,
     ) -> Result<[Option<Tensor>; 3]> {
         let gradient = with_contiguous_rows(&gradient.detach())?;
-        let [xs_read, gradient_read, weight_read] = [xs, &gradient, weight].map(Tensor::storage_and_layout);
-        let (Storage::Cpu(rows), Storage::Cpu(gradients), Storage::Cpu(numbers)) =
-            (&*xs_read.0, &*gradient_read.0, &*weight_read.0)
-        else {
-            bail!("[{OP}] expected rows, weight and gradient on the CPU")
-        };
+        let [rows, gradients, numbers] = [xs, &gradient, weight].map(read);
         let backward = Backward {
             norm: self,
-            xs: rows.as_slice::<E>()?,
-            rows: Rows::new(xs_read.1)?,
-            gradient: gradients.as_slice()?,
-            gradient_rows: Rows::new(gradient_read.1)?,
-            weight: parameter(numbers, weight_read.1)?,
+            xs: rows.elements::<E>()?,
+            rows: Rows::new(rows.layout)?,
+            gradient: gradients.elements()?,
+            gradient_rows: Rows::new(gradients.layout)?,
+            weight: parameter(numbers.elements()?, numbers.layout)?,
             wants: [weight.track_op(), bias.track_op()],
         };
         let (of_xs, [of_weight, of_bias]) = backward.run();
@@ -126,8 +118,7 @@ struct Affine<'a> {
     bias: Option<&'a [f32]>,
 }
 
-pub(super) fn parameter<'a>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {
-    let numbers = storage.as_slice()?;
+pub(super) fn parameter<'a>(numbers: &'a [f32], layout: &Layout) -> Result<&'a [f32]> {
     match layout.contiguous_offsets() {
         // A view of nothing may begin anywhere.
         Some((start, end)) if start == end => Ok(&[]),
@@ -246,7 +237,7 @@ impl CustomOp3 for RowNorm {
         bias: &CpuStorage,
         bias_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let (weight, bias) = (parameter(weight, weight_layout)?, parameter(bias, bias_layout)?);
+        let (weight, bias) = (parameter(weight.as_slice()?, weight_layout)?, parameter(bias.as_slice()?, bias_layout)?);
         self.forward(xs, layout, Affine { weight, bias: Some(bias).filter(|bias| !bias.is_empty()) })
     }
 
@@ -259,11 +250,7 @@ impl CustomOp3 for RowNorm {
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let all = [xs, weight, bias];
-        let [xs, weight, bias] = match xs.dtype() {
-            DType::BF16 => self.backward::<bf16>(all, gradient),
-            DType::F16 => self.backward::<f16>(all, gradient),
-            _ => self.backward::<f32>(all, gradient),
-        }?;
-        Ok((xs, weight, bias))
+        let gradients = with_float!(OP, xs.dtype(), |E| self.backward::<E>(all, gradient));
+        Ok(gradients?.into())
     }
 }

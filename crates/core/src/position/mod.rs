@@ -1,20 +1,30 @@
-//! Positions: rotary embeddings of queries and keys (`rope`), and what is added to scores (`terms`).
+//! Positions: rotary embeddings of queries and keys (`rope`), a factor on queries that grows with their positions, and
+//! terms of the scores beside the product of queries and keys, each in a file of its own: biases by distance, relative
+//! positions by content, places in a window.
 
-mod query_scaling;
+mod alibi;
+mod content;
+mod relative_bias;
 mod rope;
-mod terms;
 
-pub use query_scaling::QueryScaling;
+pub use alibi::{AlibiConfig, alibi_slopes};
+pub use content::{ContentPositions, DisentangledConfig, RelativeEmbeddings};
+pub use relative_bias::{RelativeBias, RelativeBiasConfig};
 pub use rope::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding};
-pub use terms::{
-    AlibiConfig, ContentPositions, DisentangledConfig, RelativeBias, RelativeBiasConfig, RelativeEmbeddings,
-    alibi_slopes,
-};
 
-pub(crate) use rope::{AxisPositions, Rotation, score_factor};
-pub(crate) use terms::{ContentLayer, KeysByHeads, Scores, Term, TermCall, alibi, content};
+pub(crate) use alibi::alibi;
+pub(crate) use content::{ContentLayer, KeysByHeads, content, content_specs};
+pub(crate) use rope::{Rotation, score_factor};
+
+use std::fmt::Debug;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::linear::Projections;
+use crate::mask::AttentionMask;
+use crate::sdpa::{PackedSequences, SdpaOptions};
 
 /// The first position that f32, in which angles are computed, cannot tell from its neighbour.
 const END: usize = 1 << 24;
@@ -108,6 +118,167 @@ impl Positions {
         &self.entries
     }
 }
+
+/// A position on each axis for each token of a call, which need not be a whole number.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct AxisPositions {
+    /// Axis by axis, and there row by row.
+    entries: Vec<f32>,
+    axes: usize,
+    t: usize,
+}
+
+impl AxisPositions {
+    /// From a tensor (A, T) or (A, B, T).
+    pub(crate) fn from_tensor(positions: &Tensor, axes: usize, b: usize, t: usize) -> Result<Self> {
+        if positions.dims() != [axes, t] && positions.dims() != [axes, b, t] {
+            bail!(
+                "[rope] axis positions have shape {:?}, expected (A, T) = [{axes}, {t}] or (A, B, T) = [{axes}, {b}, {t}]",
+                positions.dims()
+            )
+        }
+        // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
+        if positions.elem_count() == 0 {
+            return Ok(Self { entries: Vec::new(), axes, t });
+        }
+        let entries = positions.to_device(&Device::Cpu)?.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        if let Some(other) = entries.iter().find(|entry| entry.is_nan() || entry.abs() >= END as f32) {
+            bail!("[rope] axis positions hold {other}, expected numbers between ±{END}")
+        }
+        Ok(Self { entries, axes, t })
+    }
+
+    /// T.
+    pub(super) fn per_sequence(&self) -> usize {
+        self.t
+    }
+
+    /// T for all sequences, or B · T.
+    pub(super) fn rows(&self) -> usize {
+        self.entries.len() / self.axes.max(1)
+    }
+
+    pub(super) fn at(&self, axis: usize, row: usize) -> f32 {
+        self.entries[axis * self.rows() + row]
+    }
+
+    /// The largest position + 1, as whole numbers count.
+    pub(super) fn length(&self) -> usize {
+        self.entries.iter().map(|&entry| entry.max(0.0) as usize + 1).max().unwrap_or(0)
+    }
+}
+
+/// A factor on each query by its position p, `1 + beta · ln(1 + floor((p + first) / interval))`, so that the weights of
+/// long contexts stay sharp: Llama 4's attention temperature, Ministral 3 (<https://arxiv.org/abs/2501.19399>).
+///
+/// ```
+/// use candle_attention::{MultiHeadAttentionConfig, QueryScaling};
+/// let scaling = QueryScaling { beta: 0.1, interval: 8192, first: 1 };
+/// let cfg = MultiHeadAttentionConfig::new(64, 4).with_causal(true).with_query_scaling(scaling);
+/// cfg.validate().expect("the numbers fit together");
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct QueryScaling {
+    /// How fast the factor grows (`attn_scale`, `llama_4_scaling_beta`).
+    pub beta: f64,
+    /// The positions that have one factor (`floor_scale`, `original_max_position_embeddings`).
+    pub interval: usize,
+    /// The number that the first position counts as: 1 in Llama 4, 0 in Ministral 3.
+    #[serde(default)]
+    pub first: usize,
+}
+
+impl QueryScaling {
+    /// Checks the numbers.
+    ///
+    /// # Errors
+    /// Says what was expected and what was found.
+    pub fn validate(&self) -> Result<()> {
+        if !(self.beta as f32).is_finite() {
+            bail!("[query_scaling] beta is {}, expected a finite number", self.beta)
+        }
+        if self.interval == 0 || self.interval > u32::MAX as usize {
+            bail!("[query_scaling] interval is {}, expected 1 to {}", self.interval, u32::MAX)
+        }
+        if self.first > u32::MAX as usize {
+            bail!("[query_scaling] first is {}, expected at most {}", self.first, u32::MAX)
+        }
+        Ok(())
+    }
+
+    /// The factors (1, 1, T, 1), or (B, 1, T, 1) where sequences have positions of their own; `None` where all are 1.
+    pub(crate) fn factors(&self, positions: &Positions, dtype: DType, device: &Device) -> Result<Option<Tensor>> {
+        if positions.length().saturating_add(self.first) <= self.interval {
+            return Ok(None);
+        }
+        let factor = |&position: &u32| {
+            let turns = (position as usize).saturating_add(self.first) / self.interval;
+            1.0 + self.beta * (turns as f64).ln_1p()
+        };
+        let factors: Vec<f64> = positions.entries().iter().map(factor).collect();
+        let factors = Tensor::from_vec(factors, (positions.rows(), 1, positions.per_sequence(), 1), &Device::Cpu)?;
+        factors.to_dtype(dtype)?.to_device(device).map(Some)
+    }
+}
+
+/// What the scores of a call are made of. Each term of a layer changes its part.
+pub(crate) struct Scores {
+    /// (B, H, T_q, D).
+    pub q: Tensor,
+    /// The call's own keys (B, H_kv, T_kv, D); `None` where it reads those of an earlier layer.
+    pub k: Option<Tensor>,
+    pub mask: AttentionMask,
+    /// The scale is given.
+    pub options: SdpaOptions,
+    /// What is computed for a few heads at a time.
+    pub by_heads: Option<content::DistanceTerms>,
+}
+
+impl Scores {
+    /// What products of queries and keys are multiplied by.
+    fn scale(&self) -> f64 {
+        self.options.scale.unwrap_or(1.0)
+    }
+
+    /// The keys of a call whose tokens attend to each other.
+    fn own_keys(&self, call: &TermCall) -> Result<Tensor> {
+        match (&self.k, call.others) {
+            (Some(k), None) => Ok(k.clone()),
+            (_, others) => bail!(
+                "[multi_head_attention] {} were given, but relative positions by content are between the tokens of a call",
+                others.unwrap_or("keys of others")
+            ),
+        }
+    }
+}
+
+/// A call, as far as terms depend on it.
+pub(crate) struct TermCall<'a> {
+    /// Of the queries, and of all keys that they may see; for a layer with a term that takes positions.
+    pub queries: Option<&'a Positions>,
+    pub keys: Option<&'a Positions>,
+    /// Whether the caller gave positions.
+    pub has_given_positions: bool,
+    pub packed: Option<&'a PackedSequences>,
+    pub projections: &'a Projections,
+    /// What there is beside the call's own tokens, for an error.
+    pub others: Option<&'static str>,
+}
+
+/// A term of the scores.
+pub(crate) trait ScoreTerm: Debug + Send + Sync {
+    /// Adds the term to the scores of a call.
+    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()>;
+
+    /// Whether [`add`](Self::add) reads positions.
+    fn takes_positions(&self) -> bool {
+        false
+    }
+}
+
+/// A term that clones of a layer share.
+pub(crate) type Term = Arc<dyn ScoreTerm>;
 
 #[cfg(test)]
 mod tests {

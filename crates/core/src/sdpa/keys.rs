@@ -1,69 +1,21 @@
-//! What queries attend to: keys and values of their own, those of packed sequences, or others that stand elsewhere.
+//! What queries attend to: keys and values of their own, those of packed sequences, codes of 8 bits as a cache keeps
+//! them, or others that stand elsewhere.
 
 use candle_core::{Result, Tensor, bail};
 
-use super::{
-    AttentionOutput, AttentionStatistics, PackedSequences, Plan, SdpaOptions, StatisticsOptions, plan, plan_varlen,
-    scaled_dot_product_attention, scaled_dot_product_attention_varlen,
-    scaled_dot_product_attention_varlen_with_statistics, scaled_dot_product_attention_with_statistics,
-    scaled_dot_product_attention_with_weights,
-};
+use super::plan::{Choice, Outputs, choose};
+use super::validate::Call;
+use super::{Attended, PackedSequences, Plan, SdpaOptions, cpu, run};
 use crate::mask::AttentionMask;
+use candle_attention_kernels::Tier;
 
 /// A function of the arguments and with the result of
 /// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention).
 pub type AttentionFunction<'a> = dyn Fn(&Tensor, &Tensor, &Tensor, &AttentionMask, &SdpaOptions) -> Result<Tensor> + 'a;
 
-/// What is wanted beside the context.
-#[derive(Clone, Copy)]
-pub(crate) enum Beside<'a> {
-    Nothing,
-    Weights,
-    Statistics(&'a StatisticsOptions),
-}
-
-/// The context (B, H, T_q, D_v), in the order of the options, and what was wanted beside it.
-pub(crate) struct Attended {
-    pub context: Tensor,
-    /// (B, H, T_q, T_kv).
-    pub weights: Option<Tensor>,
-    /// (B, H, ..).
-    pub statistics: Option<AttentionStatistics>,
-}
-
-impl Attended {
-    pub fn context(context: Tensor) -> Self {
-        Self { context, weights: None, statistics: None }
-    }
-
-    pub fn with_statistics((context, statistics): (Tensor, AttentionStatistics)) -> Self {
-        Self { statistics: Some(statistics), ..Self::context(context) }
-    }
-}
-
-/// Attention to keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v).
-pub(crate) fn attend(
-    [q, k, v]: [&Tensor; 3],
-    mask: &AttentionMask,
-    options: &SdpaOptions,
-    beside: Beside,
-) -> Result<Attended> {
-    Ok(match beside {
-        Beside::Nothing => Attended::context(scaled_dot_product_attention(q, k, v, mask, options)?),
-        Beside::Weights => {
-            let AttentionOutput { context, weights } =
-                scaled_dot_product_attention_with_weights(q, k, v, mask, options)?;
-            Attended { weights: Some(weights), ..Attended::context(context) }
-        }
-        Beside::Statistics(wanted) => {
-            Attended::with_statistics(scaled_dot_product_attention_with_statistics(q, k, v, mask, options, wanted)?)
-        }
-    })
-}
-
 /// The keys and values of one call, to which queries (B, H, T_q, D) attend.
 pub(crate) trait Keys {
-    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, beside: Beside) -> Result<Attended>;
+    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended>;
 
     /// The path that [`attend`](Self::attend) takes, and why.
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan>;
@@ -75,51 +27,49 @@ pub(crate) trait Keys {
 }
 
 /// The keys and values of a call alone, or of packed sequences, for a function of the caller's if there is one.
-pub(crate) fn uncached<'a>(
-    own: OwnKeys,
-    packed: Option<&'a PackedSequences>,
-    function: Option<&'a AttentionFunction<'a>>,
-) -> Box<dyn Keys + 'a> {
-    match (packed, function) {
-        (Some(sequences), _) => Box::new(PackedKeys { own, sequences }),
-        (None, Some(function)) => Box::new(FunctionKeys { own, function }),
-        (None, None) => Box::new(own),
+pub(crate) fn uncached<'a>(own: OwnKeys<'a>, function: Option<&'a AttentionFunction<'a>>) -> Box<dyn Keys + 'a> {
+    match function.filter(|_| own.sequences.is_none()) {
+        Some(function) => Box::new(FunctionKeys { own, function }),
+        None => Box::new(own),
     }
 }
 
-/// Keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v).
-pub(crate) struct OwnKeys {
+/// Keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v), or those (1, H_kv, total_kv, ..) of packed sequences.
+pub(crate) struct OwnKeys<'a> {
     pub k: Tensor,
     pub v: Tensor,
+    pub sequences: Option<&'a PackedSequences>,
 }
 
-impl Keys for OwnKeys {
-    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, beside: Beside) -> Result<Attended> {
-        attend([q, &self.k, &self.v], mask, options, beside)
+impl Keys for OwnKeys<'_> {
+    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
+        let (op, qkv) = (outputs.op(self.sequences.is_some()), [q, &self.k, &self.v]);
+        run(&Call::of(op, qkv, self.sequences, mask, options)?, outputs)
     }
 
     fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-        plan(q, &self.k, &self.v, mask, options)
+        let call = Call::of("plan", [q, &self.k, &self.v], self.sequences, mask, options)?;
+        Ok(choose(&call, Outputs::Context)?.plan())
     }
 }
 
 /// The same, attended to by a function of the caller's.
 struct FunctionKeys<'a> {
-    own: OwnKeys,
+    own: OwnKeys<'a>,
     function: &'a AttentionFunction<'a>,
 }
 
 impl Keys for FunctionKeys<'_> {
-    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, beside: Beside) -> Result<Attended> {
-        let missing = match beside {
-            Beside::Nothing => None,
-            Beside::Weights => Some("weights"),
-            Beside::Statistics(_) => Some("statistics"),
+    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
+        let missing = match outputs {
+            Outputs::Context | Outputs::LogSumExp => None,
+            Outputs::Weights => Some("weights"),
+            Outputs::Statistics(_) => Some("statistics"),
         };
         if let Some(missing) = missing {
             bail!("[attention_function] {missing} are asked for, which a function of the caller's does not give")
         }
-        let OwnKeys { k, v } = &self.own;
+        let OwnKeys { k, v, .. } = &self.own;
         let context = (self.function)(q, k, v, mask, options)?;
         let (b, h, t_q, _) = q.dims4()?;
         let shape = (b, h, t_q, v.dim(3)?);
@@ -139,43 +89,52 @@ impl Keys for FunctionKeys<'_> {
     }
 }
 
-/// Keys (1, H_kv, total_kv, D) and values (1, H_kv, total_kv, D_v) of packed sequences.
-struct PackedKeys<'a> {
-    own: OwnKeys,
-    sequences: &'a PackedSequences,
+/// Keys and values whose numbers are `(code - 128) · scale`.
+pub(crate) struct QuantizedKv {
+    /// u8 codes of keys (B, H_kv, T_kv, D).
+    pub k: Tensor,
+    /// u8 codes of values (B, H_kv, T_kv, D_v).
+    pub v: Tensor,
+    /// The f32 scales of keys and of values, (B, H_kv, T_kv, 1).
+    pub scales: [Tensor; 2],
 }
 
-impl PackedKeys<'_> {
-    /// Queries, keys and values as (total, H, D).
-    fn packed(&self, q: &Tensor) -> Result<[Tensor; 3]> {
-        let [q, k, v] = [q, &self.own.k, &self.own.v].map(|tensor| tensor.squeeze(0)?.transpose(0, 1));
-        Ok([q?, k?, v?])
+impl QuantizedKv {
+    /// What a kernel gives that reads the codes as they are; `None` where no kernel does, and they have to become
+    /// floats. There are no weights.
+    ///
+    /// # Errors
+    /// As [`scaled_dot_product_attention`](super::scaled_dot_product_attention).
+    pub fn attend(
+        &self,
+        q: &Tensor,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+        outputs: Outputs,
+    ) -> Result<Option<Attended>> {
+        let Some((call, tier)) = self.call(q, mask, options)? else { return Ok(None) };
+        outputs.check(&call)?;
+        cpu::attend(&call, tier, outputs).map(Some)
     }
-}
 
-impl Keys for PackedKeys<'_> {
-    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, beside: Beside) -> Result<Attended> {
-        let [q, k, v] = &self.packed(q)?;
-        let attended = match beside {
-            Beside::Nothing => {
-                Attended::context(scaled_dot_product_attention_varlen(q, k, v, self.sequences, mask, options)?)
-            }
-            Beside::Weights => bail!(
-                "[multi_head_attention] weights (B, H, T_q, T_kv) are asked for, which packed sequences do not have"
-            ),
-            Beside::Statistics(wanted) => Attended::with_statistics(
-                scaled_dot_product_attention_varlen_with_statistics(q, k, v, self.sequences, mask, options, wanted)?,
-            ),
-        };
-        Ok(Attended {
-            context: attended.context.unsqueeze(0)?.transpose(1, 2)?,
-            statistics: attended.statistics.map(|found| found.map(|found| found.unsqueeze(0))).transpose()?,
-            ..attended
+    /// The path that [`attend`](Self::attend) takes.
+    pub fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Option<Plan>> {
+        Ok(self.call(q, mask, options)?.map(|(_, tier)| Choice::Cpu(tier).plan()))
+    }
+
+    fn call<'a>(
+        &'a self,
+        q: &Tensor,
+        mask: &'a AttentionMask,
+        options: &'a SdpaOptions,
+    ) -> Result<Option<(Call<'a>, Tier)>> {
+        if !q.device().is_cpu() {
+            return Ok(None);
+        }
+        let call = Call::quantized("scaled_dot_product_attention", q, self, mask, options)?;
+        Ok(match choose(&call, Outputs::Context)? {
+            Choice::Cpu(tier) => Some((call, tier)),
+            _ => None,
         })
-    }
-
-    fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-        let [q, k, v] = self.packed(q)?;
-        plan_varlen(&q, &k, &v, self.sequences, mask, options)
     }
 }

@@ -8,7 +8,6 @@ mod cpu;
 mod gpu;
 mod keys;
 mod plan;
-mod quantized;
 mod reference;
 mod rows;
 mod softmax;
@@ -25,18 +24,17 @@ pub use statistics::{
 };
 pub use varlen::{PackedSequences, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse};
 
-pub(crate) use keys::{Attended, Beside, Keys, OwnKeys, attend, uncached};
-pub(crate) use quantized::{QuantizedCall, QuantizedKv};
+pub(crate) use keys::{Keys, OwnKeys, QuantizedKv, uncached};
+pub(crate) use plan::Outputs;
 pub(crate) use reference::{Dropout, dropout, weighted_values};
 pub(crate) use softmax::VisibleSoftmax;
-pub(crate) use varlen::plan_varlen;
 
 use std::sync::Once;
 
 use candle_core::{Result, Tensor, bail};
 
 use crate::mask::AttentionMask;
-use plan::{Choice, Outputs};
+use plan::Choice;
 use validate::Call;
 
 /// What attention gives when the weights are asked for too.
@@ -82,8 +80,7 @@ pub fn scaled_dot_product_attention(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<Tensor> {
-    let call = Call::new("scaled_dot_product_attention", [q, k, v], mask, options)?;
-    call.in_rank_of_q(context(&call)?)
+    Ok(attend(Outputs::Context, [q, k, v], mask, options)?.context)
 }
 
 /// [`scaled_dot_product_attention`] that also returns the weights.
@@ -97,16 +94,8 @@ pub fn scaled_dot_product_attention_with_weights(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<AttentionOutput> {
-    let call = Call::new("scaled_dot_product_attention_with_weights", [q, k, v], mask, options)?;
-    plan::choose(&call, Outputs::Weights)?;
-    let attended = reference::attend(&call)?;
-    let Some(weights) = attended.weights else {
-        bail!("[{}] expected queries and keys on CUDA, where Candle has no empty tensors", call.op)
-    };
-    Ok(AttentionOutput {
-        context: call.in_rank_of_q(attended.context)?,
-        weights: call.in_rank_of_q(weights.to_dtype(q.dtype())?)?,
-    })
+    let (context, weights) = attend(Outputs::Weights, [q, k, v], mask, options)?.with_weights()?;
+    Ok(AttentionOutput { context, weights })
 }
 
 /// [`scaled_dot_product_attention`] that also returns the log-sum-exp of each query's scores: (B, H, T_q) in f32 (f64
@@ -124,31 +113,94 @@ pub fn scaled_dot_product_attention_with_lse(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<(Tensor, Tensor)> {
-    let call = Call::new("scaled_dot_product_attention_with_lse", [q, k, v], mask, options)?;
-    let (context, lse) = context_and_lse(&call)?;
-    Ok((call.in_rank_of_q(context)?, call.in_rank_of_q(lse)?))
+    attend(Outputs::LogSumExp, [q, k, v], mask, options)?.with_lse()
 }
 
-/// (B, H, T_q, D_v) in the call's order.
-fn context(call: &Call) -> Result<Tensor> {
-    let reference = || Ok(reference::attend(call)?.context);
-    match plan::choose(call, Outputs::Context)? {
+/// The context of a call, and what was wanted beside it.
+pub(crate) struct Attended {
+    /// (B, H, T_q, D_v) in the dtype of the queries, in the order of the options.
+    pub context: Tensor,
+    /// (B, H, T_q) in the dtype of the accumulation.
+    pub lse: Option<Tensor>,
+    /// (B, H, T_q, T_kv).
+    pub weights: Option<Tensor>,
+    /// (B, H, ..).
+    pub statistics: Option<AttentionStatistics>,
+}
+
+impl Attended {
+    pub fn context(context: Tensor) -> Self {
+        Self { context, lse: None, weights: None, statistics: None }
+    }
+
+    /// The same after a change of the context, and of each tensor beside it.
+    pub fn map(
+        self,
+        of_context: impl FnOnce(Tensor) -> Result<Tensor>,
+        change: impl Fn(Tensor) -> Result<Tensor>,
+    ) -> Result<Self> {
+        Ok(Self {
+            context: of_context(self.context)?,
+            lse: self.lse.map(&change).transpose()?,
+            weights: self.weights.map(&change).transpose()?,
+            statistics: self.statistics.map(|found| found.map(&change)).transpose()?,
+        })
+    }
+
+    pub fn with_lse(self) -> Result<(Tensor, Tensor)> {
+        beside(self.context, self.lse, "log-sum-exp")
+    }
+
+    pub fn with_weights(self) -> Result<(Tensor, Tensor)> {
+        beside(self.context, self.weights, "weights")
+    }
+
+    pub fn with_statistics(self) -> Result<(Tensor, AttentionStatistics)> {
+        beside(self.context, self.statistics, "statistics")
+    }
+}
+
+fn beside<T>(context: Tensor, found: Option<T>, what: &str) -> Result<(Tensor, T)> {
+    match found {
+        Some(found) => Ok((context, found)),
+        None => bail!("[scaled_dot_product_attention] attention gave no {what}"),
+    }
+}
+
+/// What is wanted of a batch, in the rank of q.
+pub(crate) fn attend(
+    outputs: Outputs,
+    qkv: [&Tensor; 3],
+    mask: &AttentionMask,
+    options: &SdpaOptions,
+) -> Result<Attended> {
+    let call = Call::new(outputs.op(false), qkv, mask, options)?;
+    let in_rank = |tensor| call.in_rank_of_q(tensor);
+    run(&call, outputs)?.map(in_rank, in_rank)
+}
+
+/// What is wanted of a call, with all dimensions.
+fn run(call: &Call, outputs: Outputs) -> Result<Attended> {
+    outputs.check(call)?;
+    let reference = || by_reference(call, outputs);
+    match plan::choose(call, outputs)? {
         Choice::Reference { .. } => reference(),
-        Choice::Cpu(tier) => cpu::attend(call, tier),
-        Choice::Gpu(plan) => or_reference(call, plan.attend(call), reference),
+        Choice::Cpu(tier) => cpu::attend(call, tier, outputs),
+        Choice::Gpu(plan) => or_reference(call, plan.attend(call).map(Attended::context), reference),
     }
 }
 
-/// The context, and the log-sum-exp (B, H, T_q).
-fn context_and_lse(call: &Call) -> Result<(Tensor, Tensor)> {
-    match plan::choose(call, Outputs::LogSumExp)? {
-        // The operations of GPUs have no log-sum-exp, and are not chosen for one.
-        Choice::Reference { .. } | Choice::Gpu(_) => {
-            let attended = reference::attend(call)?;
-            Ok((attended.context, attended.lse))
+fn by_reference(call: &Call, outputs: Outputs) -> Result<Attended> {
+    let mut attended = reference::attend(call)?;
+    let weights = attended.weights.take();
+    match outputs {
+        Outputs::Context | Outputs::LogSumExp => {}
+        Outputs::Weights => attended.weights = Some(reference::present(call, weights)?.to_dtype(call.q.dtype())?),
+        Outputs::Statistics(wanted) => {
+            attended.statistics = Some(AttentionStatistics::by_reference(call, weights, wanted)?);
         }
-        Choice::Cpu(tier) => cpu::attend_with_lse(call, tier),
     }
+    Ok(attended)
 }
 
 /// What a GPU's fused operation gave; where it failed and another path was allowed, what the reference path gives.

@@ -7,7 +7,7 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use macro_rules_attribute::apply;
 
 use super::validate::Call;
-use super::{PackedSequences, gpu};
+use super::{PackedSequences, StatisticsOptions, gpu};
 use crate::base::options;
 use crate::init::TorchSeed;
 use crate::mask::EmptyRows;
@@ -186,13 +186,39 @@ impl fmt::Display for Plan {
     }
 }
 
-/// What a caller wants next to the context.
+/// What a caller wants: the context, and one thing beside it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Outputs {
+pub(crate) enum Outputs<'a> {
     Context,
     Weights,
     LogSumExp,
-    Statistics,
+    Statistics(&'a StatisticsOptions),
+}
+
+impl Outputs<'_> {
+    /// The public function that gives them, for errors.
+    pub(super) fn op(self, is_packed: bool) -> &'static str {
+        match (self, is_packed) {
+            (Self::Context, false) => "scaled_dot_product_attention",
+            (Self::Weights, _) => "scaled_dot_product_attention_with_weights",
+            (Self::LogSumExp, false) => "scaled_dot_product_attention_with_lse",
+            (Self::Statistics(_), false) => "scaled_dot_product_attention_with_statistics",
+            (Self::Context, true) => "scaled_dot_product_attention_varlen",
+            (Self::LogSumExp, true) => "scaled_dot_product_attention_varlen_with_lse",
+            (Self::Statistics(_), true) => "scaled_dot_product_attention_varlen_with_statistics",
+        }
+    }
+
+    /// That a call can have them.
+    pub(super) fn check(self, call: &Call) -> Result<()> {
+        match self {
+            Self::Statistics(wanted) => wanted.check(call),
+            Self::Weights if call.sequences.is_some() => bail!(
+                "[multi_head_attention] weights (B, H, T_q, T_kv) are asked for, which packed sequences do not have"
+            ),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// What is going to run.
@@ -222,7 +248,7 @@ pub(super) fn choose(call: &Call, outputs: Outputs) -> Result<Choice> {
         (None, Device::Cpu) if call.q.dtype() == DType::F64 => {
             Err("the CPU kernel computes in f32, and the inputs are F64".into())
         }
-        (None, Device::Cpu) if outputs == Outputs::Statistics && tracks_gradients(call) => {
+        (None, Device::Cpu) if matches!(outputs, Outputs::Statistics(_)) && tracks_gradients(call) => {
             Err("an input is tracked for gradients, which the kernel does not have beside statistics".into())
         }
         (None, Device::Cpu) if call.scales.is_some() && tracks_gradients(call) => {

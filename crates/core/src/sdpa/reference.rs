@@ -7,24 +7,24 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::softmax::{VisibleSoftmax, scalar};
 use super::validate::{Call, Dims};
-use super::{OutputOrder, PackedSequences};
+use super::{Attended, OutputOrder, PackedSequences};
 use crate::base::{accumulation_dtype, fits_in_memory};
 use crate::init::TorchSeed;
 
-pub(super) struct Attended {
-    /// (B, H, T_q, D_v) in the dtype of the queries.
-    pub context: Tensor,
-    /// (B, H, T_q, T_kv) in the dtype of the accumulation. None of packed sequences, and none without an entry on CUDA,
-    /// where Candle has no empty tensors.
-    pub weights: Option<Tensor>,
-    /// (B, H, T_q) in the dtype of the accumulation.
-    pub lse: Tensor,
-}
-
+/// With weights in the dtype of the accumulation: none of packed sequences, and none without an entry on CUDA, where
+/// Candle has no empty tensors.
 pub(super) fn attend(call: &Call) -> Result<Attended> {
     match call.sequences {
         None => attend_batch(call),
         Some(sequences) => attend_sequences(call, sequences),
+    }
+}
+
+/// The weights that [`attend`] gave.
+pub(super) fn present(call: &Call, weights: Option<Tensor>) -> Result<Tensor> {
+    match weights {
+        Some(weights) => Ok(weights),
+        None => bail!("[{}] expected queries and keys on CUDA, where Candle has no empty tensors", call.op),
     }
 }
 
@@ -51,7 +51,7 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences) -> Result<Attend
     for own in each_sequence(packed, sequences) {
         let (_, own) = own?;
         contexts.push(own.context.transpose(1, 2)?);
-        lses.push(own.lse);
+        lses.extend(own.lse);
     }
     let dtype = accumulation_dtype(packed.q.dtype());
     let (context, lse) = match contexts.is_empty() {
@@ -61,7 +61,7 @@ fn attend_sequences(packed: &Call, sequences: &PackedSequences) -> Result<Attend
         }
         false => (Tensor::cat(&contexts, 1)?.contiguous()?, Tensor::cat(&lses, 2)?.contiguous()?),
     };
-    Ok(Attended { context: context.transpose(1, 2)?, weights: None, lse })
+    Ok(Attended { lse: Some(lse), ..Attended::context(context.transpose(1, 2)?) })
 }
 
 fn attend_batch(call: &Call) -> Result<Attended> {
@@ -98,7 +98,8 @@ fn attend_batch(call: &Call) -> Result<Attended> {
                 OutputOrder::Bthd => Tensor::zeros((b, t_q, h, d_v), call.q.dtype(), device)?.transpose(1, 2)?,
             },
             weights: if device.is_cuda() { None } else { Some(Tensor::zeros((b, h, t_q, t_kv), dtype, device)?) },
-            lse,
+            lse: Some(lse),
+            statistics: None,
         });
     }
 
@@ -129,7 +130,7 @@ fn attend_batch(call: &Call) -> Result<Attended> {
         OutputOrder::Bhtd => context.contiguous()?,
         OutputOrder::Bthd => context.transpose(1, 2)?.contiguous()?.transpose(1, 2)?,
     };
-    Ok(Attended { context, weights: Some(weights), lse })
+    Ok(Attended { lse: Some(lse), weights: Some(weights), ..Attended::context(context) })
 }
 
 /// (B, H, T, X) times (B, H_kv, X, Y): the query heads of a group are rows of one product, so that k and v are not

@@ -6,10 +6,11 @@ use candle_attention_kernels::flash::{self, MAX_TOP};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use macro_rules_attribute::apply;
 
-use super::plan::{self, Choice, Outputs};
-use super::reference::Attended;
+use super::plan::Outputs;
+use super::reference::{self, present};
 use super::validate::{Call, Dims};
-use super::{PackedSequences, SdpaOptions, cpu, reference};
+use super::varlen::attend_packed;
+use super::{PackedSequences, SdpaOptions, attend};
 use crate::base::{Options, accumulation_dtype, options};
 use crate::mask::AttentionMask;
 
@@ -115,6 +116,19 @@ impl AttentionStatistics {
         })
     }
 
+    /// Those of the weights that the reference path gave; after dropout, it gives others.
+    pub(super) fn by_reference(call: &Call, weights: Option<Tensor>, wanted: &StatisticsOptions) -> Result<Self> {
+        let drops = call.options.train && call.options.dropout > 0.0;
+        let weights = match weights.filter(|_| !drops) {
+            Some(weights) => weights,
+            None => {
+                let options = SdpaOptions { train: false, ..call.options.clone() };
+                before_dropout(&Call { options: &options, ..call.clone() })?
+            }
+        };
+        Self::of_weights(&weights.detach(), wanted)
+    }
+
     /// The specification: those of weights (B, H, T_q, T_kv), in plain loops.
     fn of_weights(weights: &Tensor, wanted: &StatisticsOptions) -> Result<Self> {
         let (b, h, t_q, t_kv) = weights.dims4()?;
@@ -177,9 +191,7 @@ pub fn scaled_dot_product_attention_with_statistics(
     options: &SdpaOptions,
     wanted: &StatisticsOptions,
 ) -> Result<(Tensor, AttentionStatistics)> {
-    let call = Call::new("scaled_dot_product_attention_with_statistics", [q, k, v], mask, options)?;
-    let (context, found) = attend(&call, wanted)?;
-    Ok((call.in_rank_of_q(context)?, found.map(|found| call.in_rank_of_q(found))?))
+    attend(Outputs::Statistics(wanted), [q, k, v], mask, options)?.with_statistics()
 }
 
 /// [`scaled_dot_product_attention_varlen`](crate::scaled_dot_product_attention_varlen) that also returns statistics of
@@ -198,50 +210,20 @@ pub fn scaled_dot_product_attention_varlen_with_statistics(
     options: &SdpaOptions,
     wanted: &StatisticsOptions,
 ) -> Result<(Tensor, AttentionStatistics)> {
-    let op = "scaled_dot_product_attention_varlen_with_statistics";
-    let (context, found) = attend(&Call::packed(op, [q, k, v], sequences, mask, options)?, wanted)?;
-    Ok((context.transpose(1, 2)?.squeeze(0)?, found.map(|found| found.squeeze(0))?))
-}
-
-/// The context (B, H, T_q, D_v) in the call's order, and statistics with all dimensions.
-pub(super) fn attend(call: &Call, wanted: &StatisticsOptions) -> Result<(Tensor, AttentionStatistics)> {
-    wanted.check(call)?;
-    match plan::choose(call, Outputs::Statistics)? {
-        Choice::Cpu(tier) => cpu::attend_with_statistics(call, tier, wanted),
-        // The operations of GPUs have no statistics, and are not chosen for them.
-        Choice::Reference { .. } | Choice::Gpu(_) => {
-            let Attended { context, weights, .. } = reference::attend(call)?;
-            let drops = call.options.train && call.options.dropout > 0.0;
-            let weights = match weights.filter(|_| !drops) {
-                Some(weights) => weights,
-                None => {
-                    let options = SdpaOptions { train: false, ..call.options.clone() };
-                    before_dropout(&Call { options: &options, ..call.clone() })?
-                }
-            };
-            Ok((context, AttentionStatistics::of_weights(&weights.detach(), wanted)?))
-        }
-    }
+    attend_packed(Outputs::Statistics(wanted), [q, k, v], sequences, mask, options)?.with_statistics()
 }
 
 /// The weights (B, H, T_q, T_kv) of a call that drops none, or (1, H, total_q, total_kv) of packed sequences.
 fn before_dropout(call: &Call) -> Result<Tensor> {
-    let Some(sequences) = call.sequences else { return weights(call, reference::attend(call)?) };
+    let Some(sequences) = call.sequences else { return present(call, reference::attend(call)?.weights) };
     let total = sequences.total_keys();
     let own = reference::each_sequence(call, sequences).map(|own| {
         let (keys, own) = own?;
-        weights(call, own)?.pad_with_zeros(3, keys.start, total - keys.end)
+        present(call, own.weights)?.pad_with_zeros(3, keys.start, total - keys.end)
     });
     let own = own.collect::<Result<Vec<_>>>()?;
     match own.is_empty() {
         true => Tensor::zeros((1, call.dims.h, 0, total), accumulation_dtype(call.q.dtype()), call.q.device()),
         false => Tensor::cat(&own, 2),
-    }
-}
-
-fn weights(call: &Call, attended: Attended) -> Result<Tensor> {
-    match attended.weights {
-        Some(weights) => Ok(weights),
-        None => bail!("[{}] expected queries and keys on CUDA, where Candle has no empty tensors", call.op),
     }
 }

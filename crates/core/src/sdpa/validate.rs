@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::quantized::QuantizedKv;
+use super::keys::QuantizedKv;
 use super::{OutputOrder, PackedSequences, SdpaOptions};
 use crate::base::{Dim, Expect, FLOATS, accumulation_dtype, is_addressable, number};
 use crate::mask::AttentionMask;
@@ -76,10 +76,7 @@ impl<'a> Call<'a> {
         Ok(self)
     }
 
-    /// A call over packed sequences: q (total_q, H, D), k (total_kv, H_kv, D), v (total_kv, H_kv, D_v), and the context
-    /// (1, H, total_q, D_v), a view of (1, total_q, H, D_v).
-    ///
-    /// The scores of all queries with all keys are never held at once.
+    /// A call over packed sequences: q (total_q, H, D), k (total_kv, H_kv, D), v (total_kv, H_kv, D_v).
     pub(super) fn packed(
         op: &'static str,
         qkv: [&Tensor; 3],
@@ -90,7 +87,22 @@ impl<'a> Call<'a> {
         let shapes = ["(total_q, H, D)", "(total_kv, H_kv, D)", "(total_kv, H_kv, D_v)"];
         check_ranks(op, qkv, 3, shapes)?;
         let [q, k, v] = qkv.map(|tensor| tensor.unsqueeze(0)?.transpose(1, 2));
-        let call = Self::checked(op, [&q?, &k?, &v?], None, mask, options)?;
+        Self::of(op, [&q?, &k?, &v?], Some(sequences), mask, options)
+    }
+
+    /// A call with all dimensions: of a batch, or of packed sequences with q (1, H, total_q, D), k (1, H_kv, total_kv,
+    /// D), v (1, H_kv, total_kv, D_v), and the context (1, H, total_q, D_v), a view of (1, total_q, H, D_v).
+    ///
+    /// The scores of all packed queries with all keys are never held at once.
+    pub(super) fn of(
+        op: &'static str,
+        qkv: [&Tensor; 3],
+        sequences: Option<&'a PackedSequences>,
+        mask: &'a AttentionMask,
+        options: &'a SdpaOptions,
+    ) -> Result<Self> {
+        let Some(sequences) = sequences else { return Self::new(op, qkv, mask, options) };
+        let call = Self::checked(op, qkv, None, mask, options)?;
         let totals = [
             ("q", call.dims.t_q, "cu_seqlens_q", sequences.total_queries()),
             ("k", call.dims.t_kv, "cu_seqlens_kv", sequences.total_keys()),

@@ -5,9 +5,9 @@ use std::ops::Range;
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
-use super::plan::{self, Outputs, Plan};
+use super::plan::Outputs;
 use super::validate::Call;
-use super::{SdpaOptions, context, context_and_lse};
+use super::{Attended, SdpaOptions, run};
 use crate::mask::AttentionMask;
 
 /// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention) over sequences of different lengths, packed
@@ -46,8 +46,7 @@ pub fn scaled_dot_product_attention_varlen(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<Tensor> {
-    let op = "scaled_dot_product_attention_varlen";
-    context(&Call::packed(op, [q, k, v], sequences, mask, options)?)?.transpose(1, 2)?.squeeze(0)
+    Ok(attend_packed(Outputs::Context, [q, k, v], sequences, mask, options)?.context)
 }
 
 /// [`scaled_dot_product_attention_varlen`] that also returns the log-sum-exp of each query's scores: (H, total_q) in
@@ -63,21 +62,19 @@ pub fn scaled_dot_product_attention_varlen_with_lse(
     mask: &AttentionMask,
     options: &SdpaOptions,
 ) -> Result<(Tensor, Tensor)> {
-    let op = "scaled_dot_product_attention_varlen_with_lse";
-    let (context, lse) = context_and_lse(&Call::packed(op, [q, k, v], sequences, mask, options)?)?;
-    Ok((context.transpose(1, 2)?.squeeze(0)?, lse.squeeze(0)?))
+    attend_packed(Outputs::LogSumExp, [q, k, v], sequences, mask, options)?.with_lse()
 }
 
-/// The backend that [`scaled_dot_product_attention_varlen`] would run for these arguments, and why.
-pub(crate) fn plan_varlen(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
+/// What is wanted of packed sequences, without B.
+pub(super) fn attend_packed(
+    outputs: Outputs,
+    qkv: [&Tensor; 3],
     sequences: &PackedSequences,
     mask: &AttentionMask,
     options: &SdpaOptions,
-) -> Result<Plan> {
-    Ok(plan::choose(&Call::packed("plan", [q, k, v], sequences, mask, options)?, Outputs::Context)?.plan())
+) -> Result<Attended> {
+    let call = Call::packed(outputs.op(true), qkv, sequences, mask, options)?;
+    run(&call, outputs)?.map(|context| context.transpose(1, 2)?.squeeze(0), |found| found.squeeze(0))
 }
 
 /// Where each sequence of a packed batch begins and ends, among the queries and among the keys.

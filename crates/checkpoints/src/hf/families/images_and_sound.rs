@@ -1,12 +1,14 @@
-//! Encoders of images, of sound, and of the texts beside them.
+//! Encoders of images, of sound, and of the texts beside them; and models whose rotary positions are on several axes.
 
-use super::{ENCODER, HEADS, HIDDEN, LAYERS, QKV, TEXT_MODEL};
+use super::{DECODER, ENCODER, HEADS, HIDDEN, LAYERS, LLAMA, QKV, TEXT_MODEL, rms_per_head};
 use crate::hf::family::{Bias, Family, Mask, Number, Scale};
 use crate::hf::fields::Aliases;
-use crate::hf::rope::rope;
-use crate::hf::rules;
-use crate::hf::windows::Window;
-use candle_attention_core::WeightLayout;
+use crate::hf::linear::Linear;
+use crate::hf::positions::{Cosine, Positions};
+use crate::hf::rope::{Axes, Rope, rope};
+use crate::hf::rules::{self, GATE_IN_QUERY};
+use crate::hf::windows::{Stages, Window};
+use candle_attention_core::{QkNormKind, RopeAxisLayout, WeightLayout};
 use candle_attention_core::weights::{PackedNaming, QkvOrder};
 
 /// The images of a model of texts and images, by themselves, and below a model of text.
@@ -160,4 +162,159 @@ pub(super) const ROWS: &[Family] = &[
     WAV2VEC2,
     CLIP_TEXTS.of("xclip_text_model"),
     VIT.of("yolos").below(&["vit.", ""]),
+];
+
+const SAM: Family = ENCODER.of("sam_vision_model")
+    .at(&["vision_encoder.", "sam.vision_encoder.", ""], "layers.{}.attn", QKV)
+    .bias(Bias::OutAndQkvIf("qkv_bias", true)).dropout(Number("attention_dropout", 0.0))
+    .positions(Positions::Grid { image: 1024 });
+
+pub(super) const IN_WINDOWS: &[Family] =
+    &[
+        SAM.of("deepseek_ocr2_sam_vision_model").below(&[
+            "model.vision_tower.sam_encoder.",
+            "vision_tower.sam_encoder.",
+            "sam_encoder.",
+            "",
+        ]),
+        SAM.of("got_ocr2_vision").below(&["model.vision_tower.", "vision_tower.", ""]),
+        SAM.of("pp_formulanet_vision")
+            .below(&["model.encoder.vision_tower.", "encoder.vision_tower.", "vision_tower.", ""])
+            .positions(Positions::Grid { image: 512 }),
+        SAM.of("sam_hq_vision_model").below(&["vision_encoder.", "sam_hq.vision_encoder.", ""]),
+        SAM,
+        SAM.of("seggpt")
+            .sizes([24, 1024, 16])
+            .dropout(Number("attention_probs_dropout_prob", 0.0))
+            .at(&["model.", ""], "encoder.layers.{}.attention", QKV)
+            .positions(Positions::SegGpt),
+        SAM.of("slanext_vision")
+            .below(&["backbone.vision_tower.", "vision_tower.", ""])
+            .positions(Positions::Grid { image: 512 }),
+        SAM.of("unlimited_ocr_sam_vision_model")
+            .at(&["model.sam_model.", "sam_model.", ""], "blocks.{}.attn", QKV)
+            .or_at(&["model.vision_tower.sam_encoder.", "vision_tower.sam_encoder.", ""], "layers.{}.attn", QKV),
+        SAM.of("vitdet")
+            .dropout(Number("attention_probs_dropout_prob", 0.0))
+            .at(&["vitdet.", "model.backbone.", "backbone.", ""], "encoder.layer.{}.attention", QKV)
+            .positions(Positions::VitDet),
+    ];
+
+const STAGES: Stages = Stages { depths: &[2, 2, 6, 2], heads: &[3, 6, 12, 24], widens: true };
+const STAGES_OF_SWIN2SR: Stages = Stages { depths: &[6; 6], heads: &[6; 6], widens: false };
+const SWIN_BLOCKS: &str = "encoder.layers.{}.blocks.{}.attention";
+
+const SWIN: Family = ENCODER.of("swin").at(&["swin.", ""], SWIN_BLOCKS, WeightLayout::Bert)
+    .or_at(&["swin.", ""], SWIN_BLOCKS, WeightLayout::Canonical).names(["depths", "embed_dim", "num_heads"])
+    .usual_names(false).sizes([0, 96, 0]).stages(STAGES).bias(Bias::OutAndQkvIf("qkv_bias", true))
+    .dropout(Number("attention_probs_dropout_prob", 0.0)).positions(Positions::Table(7));
+
+/// Encoders of images and spectrograms in windows, with a table of biases or cosine scores, whose layers stand in
+/// stages.
+pub(super) const IN_STAGES: &[Family] = &[
+    SWIN.of("clap_audio_model").names(["depths", "patch_embeds_hidden_size", "num_attention_heads"])
+        .at(&["audio_model.audio_encoder.", "audio_encoder.", ""], "layers.{}.blocks.{}.attention", WeightLayout::Bert)
+        .stages(Stages { heads: &[4, 8, 16, 32], ..STAGES }).positions(Positions::Table(8)),
+    SWIN.of("donut-swin").at(&["encoder.", "donut.", ""], SWIN_BLOCKS, WeightLayout::Bert),
+    SWIN.of("maskformer-swin").at(&["model.", ""], SWIN_BLOCKS, WeightLayout::Bert),
+    SWIN,
+    SWIN.of("swin2sr").sizes([0, 180, 0]).stages(STAGES_OF_SWIN2SR)
+        .at(&["swin2sr.", ""], "encoder.stages.{}.layers.{}.attention", WeightLayout::Bert)
+        .positions(Positions::Cosine(Cosine { image: 64, patch: 1, window: 8, stages: None })),
+    SWIN.of("swinv2").at(&["swinv2.", ""], SWIN_BLOCKS, WeightLayout::Bert)
+        .positions(Positions::Cosine(Cosine { image: 224, patch: 4, window: 7, stages: Some(STAGES) })),
+];
+
+/// Time, height and width, section after section.
+const fn qwen2_vl(rope: Rope) -> Rope {
+    rope.axes(Axes(RopeAxisLayout::Sections, &[16, 24, 24]))
+}
+
+/// The same in turns.
+const fn qwen3_vl(rope: Rope) -> Rope {
+    rope.axes(Axes(RopeAxisLayout::Interleaved, &[24, 20, 20]))
+}
+
+const fn glm4v(rope: Rope) -> Rope {
+    rope.axes(Axes(RopeAxisLayout::Sections, &[8, 12, 12]))
+}
+
+/// Rows and columns of an image, for halves of each head.
+const fn image(theta: f64) -> Rope {
+    rope(theta, 1).axes(Axes(RopeAxisLayout::Axial, &[]))
+}
+
+const PIXTRAL: &[&str] = &["vision_tower.", "", "model.vision_tower.", "vision_encoder."];
+const SAM3: &[&str] = &["detector_model.vision_encoder.backbone.", "vision_encoder.backbone.", "backbone.", ""];
+
+const VISUAL: &[&str] = &["model.visual.", "visual.", "", "thinker.visual."];
+
+const QWEN2_VL: Family = DECODER.of("qwen2_vl_text").sizes([80, 8192, 64]).kv_heads(8).head_dim_follows(true)
+    .bias(Bias::Qkv).rope(qwen2_vl(rope(1e6, 32_768))).window(Window::From(80));
+const QWEN3_VL: Family = LLAMA.of("qwen3_vl_text").sizes([32, 4096, 32]).grouped(32, 128)
+    .rope(qwen3_vl(rope(500_000.0, 128_000))).qk_norm(rms_per_head(1e-6));
+const QWEN3_5: Family = QWEN3_VL.of("qwen3_5_text").sizes([32, 4096, 16]).grouped(4, 256)
+    .rope(rope(10_000.0, 32_768).partial(0.25).axes(Axes(RopeAxisLayout::Interleaved, &[11, 11, 10])))
+    .qk_norm(rms_per_head(1e-6).kind(QkNormKind::RmsPlusOne)).linear(Linear::QWEN3_5)
+    .gate(GATE_IN_QUERY);
+const QWEN3_5_MOE: Family = QWEN3_5.of("qwen3_5_moe_text").sizes([40, 2048, 16]).grouped(2, 256);
+const GLM4V: Family = DECODER.of("glm4v_text").sizes([40, 4096, 32]).kv_heads(2).head_dim_follows(true).bias(Bias::Qkv)
+    .rope(glm4v(rope(10_000.0, 32_768).partial(1.0).interleaved()));
+const QWEN3_VL_IMAGES: Family = ENCODER.of("qwen3_vl_vision").sizes([27, 1152, 16])
+    .names(["depth", "hidden_size", "num_heads"]).at(VISUAL, "blocks.{}.attn", QKV)
+    .dropout(Number("attention_dropout", 0.0)).rope(image(10_000.0));
+const GLM4V_IMAGES: Family = QWEN3_VL_IMAGES.of("glm4v_vision").sizes([24, 1536, 12])
+    .bias(Bias::QkvIf("attention_bias", false));
+const GLM_OCR_IMAGES: Family = GLM4V_IMAGES.of("glm_ocr_vision").sizes([24, 1024, 16])
+    .bias(Bias::AllIf("attention_bias", true)).qk_norm(rms_per_head(1e-5));
+
+/// Rotary positions on several axes: decoders of text beside images and videos, and encoders of images.
+pub(super) const ON_AXES: &[Family] = &[
+    QWEN3_VL_IMAGES.of("cohere_compass_vision"),
+    Family { qk_norm: None, ..QWEN3_VL }.of("cosmos3_edge_text").sizes([28, 2048, 16]).grouped(8, 128)
+        .rope(qwen3_vl(rope(1e8, 131_072))),
+    // As published, and as transformers 5 saves it.
+    ENCODER.of("dinov3_vit").sizes([12, 384, 6])
+        .at(&["dinov3_vit.", "", "model."], "layer.{}.attention", WeightLayout::Canonical)
+        .or_at(&["dinov3_vit.model.", "dinov3_vit.", ""], "model.layer.{}.attention", WeightLayout::Canonical)
+        .rope(image(100.0))
+        .bias(Bias::Each(&[("query_bias", true), ("key_bias", false), ("value_bias", true), ("proj_bias", true)])),
+    GLM4V.of("glm4v_moe_text").sizes([46, 4096, 96]).kv_heads(8).head_dim_follows(false)
+        .bias(Bias::QkvIf("attention_bias", true)).rope(glm4v(rope(10_000.0, 65_536).partial(0.5))),
+    GLM4V,
+    GLM4V_IMAGES.of("glm4v_moe_vision"),
+    GLM4V_IMAGES,
+    GLM_OCR_IMAGES,
+    GLM_OCR_IMAGES.of("glm5_next_vision"),
+    GLM4V.of("glm_image_text").bias(Bias::QkvIf("attention_bias", true))
+        .rope(glm4v(rope(10_000.0, 131_072).partial(1.0))),
+    GLM4V.of("glm_ocr_text").sizes([16, 1024, 16]).kv_heads(8).head_dim_follows(false).bias(Bias::None),
+    QWEN2_VL.of("paddleocr_vl_text").sizes([18, 1024, 16]).grouped(2, 128).head_dim_follows(false)
+        .bias(Bias::AllIf("use_bias", false)).rope(qwen2_vl(rope(500_000.0, 131_072))).window(Window::None),
+    ENCODER.of("pixtral").sizes([24, 1024, 16]).bias(Bias::None)
+        .at(PIXTRAL, "transformer.layers.{}.attention", WeightLayout::Canonical)
+        .rope(rope(10_000.0, 1).axes(Axes(RopeAxisLayout::AxialDealt, &[]))),
+    QWEN2_VL.of("qwen2_5_omni_text").sizes([28, 3584, 28]).kv_heads(4).below(&["thinker.model.", "model.", ""])
+        .window(Window::From(28)),
+    // As published, the text's fields are those of the whole.
+    QWEN2_VL.of("qwen2_5_vl").section("text_config"),
+    QWEN2_VL.of("qwen2_5_vl_text"),
+    QWEN2_VL.of("qwen2_vl").section("text_config"),
+    QWEN2_VL,
+    QWEN3_5.of("qwen3_5").section("text_config"),
+    QWEN3_5_MOE.of("qwen3_5_moe").section("text_config"),
+    QWEN3_5_MOE,
+    QWEN3_VL_IMAGES.of("qwen3_5_moe_vision"),
+    QWEN3_5,
+    QWEN3_VL_IMAGES.of("qwen3_5_vision"),
+    QWEN3_VL.of("qwen3_omni_moe_text").sizes([28, 2048, 28]).kv_heads(4).below(&["thinker.model.", "model.", ""])
+        .rope(qwen3_vl(rope(1e6, 32_768))),
+    QWEN3_VL_IMAGES.of("qwen3_omni_moe_vision_encoder"),
+    QWEN3_VL.of("qwen3_vl_moe_text").sizes([24, 2048, 16]).kv_heads(16),
+    QWEN3_VL_IMAGES.of("qwen3_vl_moe_vision"),
+    QWEN3_VL,
+    QWEN3_VL_IMAGES,
+    QWEN3_VL_IMAGES.of("qwen4_exp_vision"),
+    ENCODER.of("sam3_vit_model").sizes([32, 1024, 16]).at(SAM3, "layers.{}.attention", WeightLayout::Canonical)
+        .rope(rope(10_000.0, 1).axes(Axes(RopeAxisLayout::Axial, &[])).interleaved()),
 ];

@@ -3,21 +3,13 @@
 //! laid out by hand, as a table is.
 
 #[rustfmt::skip]
-mod axes;
-#[rustfmt::skip]
 mod decoders;
 #[rustfmt::skip]
-mod encoder_decoders;
-#[rustfmt::skip]
 mod encoders;
-#[rustfmt::skip]
-mod gemma;
 #[rustfmt::skip]
 mod gpt;
 #[rustfmt::skip]
 mod images_and_sound;
-#[rustfmt::skip]
-mod windows;
 
 use super::family::{Bias, Family, Heads, Mask, Norm, Number};
 use super::rope::{Rope, rope};
@@ -51,16 +43,23 @@ const MODERNBERT_WINDOWED_ROPE: Rope =
 
 /// Every row.
 pub(super) fn families() -> impl Iterator<Item = &'static Family> {
-    let decoders =
-        [decoders::ROWS, decoders::GATED, decoders::HYBRID, decoders::LINEAR, decoders::LATENT, gemma::ROWS, gpt::ROWS];
+    let decoders = [
+        decoders::ROWS,
+        decoders::GATED,
+        decoders::HYBRID,
+        decoders::LINEAR,
+        decoders::LATENT,
+        decoders::GEMMAS,
+        gpt::ROWS,
+    ];
     let others = [
         encoders::ROWS,
         encoders::BY_DISTANCE,
-        axes::ROWS,
+        images_and_sound::ON_AXES,
         images_and_sound::ROWS,
-        windows::ROWS,
-        windows::IN_STAGES,
-        encoder_decoders::ROWS,
+        images_and_sound::IN_WINDOWS,
+        images_and_sound::IN_STAGES,
+        encoders::WITH_DECODERS,
     ];
     decoders.into_iter().chain(others).flatten()
 }

@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
-use half::{bf16, f16};
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, WithDType};
 use rayon::prelude::*;
 
 use super::{GatedDeltaNetConfig, OP};
-use crate::base::rowwise::{Element, Rows, map_heads, with_contiguous_rows};
+use crate::base::rowwise::{Element, Rows, map_heads, read, with_contiguous_rows, with_float};
 use crate::base::{accumulation_dtype, part};
 use crate::cache::NewTokens;
 use crate::gate::GateActivation;
@@ -69,21 +69,13 @@ pub(super) fn convolve(
     if xs.elem_count() == 0 {
         return Tensor::zeros(xs.shape(), xs.dtype(), xs.device());
     }
-    let is_tracked = xs.track_op() || taps.track_op();
-    if xs.device().is_cpu() && (xs.dtype() == DType::F32 || !is_tracked) {
-        let starts: Vec<_> = match sequences {
+    if xs.device().is_cpu() && xs.dtype() != DType::F64 {
+        let starts = match sequences {
             Some(sequences) => (0..sequences.len()).map(|s| sequences.queries(s).start).collect(),
             None => (0..b).map(|b| b * t).collect(),
         };
-        let (xs, state) = (with_contiguous_rows(xs)?, state.detach().flatten_all()?);
-        match xs.dtype() {
-            DType::F32 => {
-                return xs.apply_op2(&taps.contiguous()?, Convolve { state: state.to_vec1::<f32>()?, starts });
-            }
-            DType::BF16 => return Convolve { state: state.to_vec1::<bf16>()?, starts }.of(&xs, taps),
-            DType::F16 => return Convolve { state: state.to_vec1::<f16>()?, starts }.of(&xs, taps),
-            _ => {}
-        }
+        let convolve = Convolve { state: state.detach().flatten_all()?, starts };
+        return with_contiguous_rows(xs)?.apply_op2(&taps.contiguous()?, convolve);
     }
     let Some(sequences) = sequences else { return shifted(xs, state, taps) };
     let one = |s| shifted(&part(xs, 1, sequences.queries(s))?, state, taps);
@@ -115,9 +107,9 @@ fn shifted(xs: &Tensor, state: &Tensor, taps: &Tensor) -> Result<Tensor> {
 }
 
 /// The same in one pass on a CPU.
-struct Convolve<E> {
-    /// (B, K - 1, C). Packed sequences after the first have none, which is as good as zeros.
-    state: Vec<E>,
+struct Convolve {
+    /// (B, K - 1, C), flat. Packed sequences after the first have none, which is as good as zeros.
+    state: Tensor,
     /// The first token of each sequence, counted through the batch.
     starts: Vec<usize>,
 }
@@ -125,74 +117,76 @@ struct Convolve<E> {
 /// The tokens whose gradients of taps are added up before those of others.
 const TOKENS: usize = 64;
 
-/// Inputs (B, T, C) in memory, and taps (K, C).
+/// Inputs (B, T, C) in memory, taps (K, C), and what comes before the inputs.
 struct Operands<'a, E> {
     elements: &'a [E],
     rows: Rows,
     taps: &'a [f32],
+    state: Vec<E>,
+    starts: &'a [usize],
 }
 
-impl<E: Element<Wide = f32>> Convolve<E> {
-    fn new_rows(&self, operands: &Operands<E>, layout: &Layout) -> Result<Vec<E>> {
-        map_heads(operands.elements, layout, |token| {
+impl Convolve {
+    fn operands<'a, E: WithDType>(
+        &'a self,
+        elements: &'a [E],
+        layout: &Layout,
+        taps: &'a [f32],
+    ) -> Result<Operands<'a, E>> {
+        Ok(Operands { elements, rows: Rows::new(layout)?, taps, state: self.state.to_vec1()?, starts: &self.starts })
+    }
+}
+
+impl<E: Element<Wide = f32>> Operands<'_, E> {
+    fn outputs(&self, layout: &Layout) -> Result<Vec<E>> {
+        map_heads(self.elements, layout, |token| {
             move |_, _: &[f32], ys: &mut [f32]| {
-                self.sum(operands, token, ys, &mut Vec::new());
+                self.sum(token, ys, &mut Vec::new());
                 ys.iter_mut().for_each(|y| *y = GateActivation::Silu.with_slope(*y).0);
             }
         })
     }
 
     /// The input so many tokens before a token.
-    fn row<'a>(&'a self, operands: &Operands<'a, E>, token: usize, back: usize) -> Option<&'a [E]> {
-        let (c, sequence) = (operands.rows.d, self.starts.partition_point(|&start| start <= token) - 1);
-        let (at, before) = (token - self.starts[sequence], operands.taps.len() / c - 1);
-        match at {
-            _ if at >= back => operands.rows.heads(token - back).next().map(|row| &operands.elements[row]),
+    fn row<'s>(&'s self, token: usize, back: usize, scratch: &'s mut Vec<f32>) -> impl Iterator<Item = &'s f32> {
+        let (c, sequence) = (self.rows.d, self.starts.partition_point(|&start| start <= token) - 1);
+        let (at, before) = (token - self.starts[sequence], self.taps.len() / c - 1);
+        let row = match at {
+            _ if at >= back => self.rows.heads(token - back).next().map(|row| &self.elements[row]),
             _ => self.state.chunks_exact(c).nth(sequence * before + before + at - back),
-        }
+        };
+        row.map(|row| E::widen(row, scratch)).into_iter().flatten()
     }
 
     /// What SiLU takes of a token.
-    fn sum(&self, operands: &Operands<E>, token: usize, ys: &mut [f32], scratch: &mut Vec<f32>) {
+    fn sum(&self, token: usize, ys: &mut [f32], scratch: &mut Vec<f32>) {
         ys.fill(0.0);
-        for (back, taps) in operands.taps.chunks_exact(ys.len()).rev().enumerate().rev() {
-            let row = self.row(operands, token, back).map(|row| E::widen(row, scratch));
-            ys.iter_mut().zip(row.into_iter().flatten()).zip(taps).for_each(|((y, x), tap)| *y += x * tap);
+        for (back, taps) in self.taps.chunks_exact(ys.len()).rev().enumerate().rev() {
+            let row = self.row(token, back, scratch);
+            ys.iter_mut().zip(row).zip(taps).for_each(|((y, x), tap)| *y += x * tap);
         }
     }
-}
 
-impl<E: Element<Wide = f32> + WithDType> Convolve<E> {
-    fn of(&self, xs: &Tensor, taps: &Tensor) -> Result<Tensor> {
-        let (storage, layout) = xs.storage_and_layout();
-        let Storage::Cpu(storage) = &*storage else { bail!("[{OP}] inputs are not on the CPU") };
-        let taps = taps.flatten_all()?.to_vec1::<f32>()?;
-        let operands = Operands { elements: storage.as_slice::<E>()?, rows: Rows::new(layout)?, taps: &taps };
-        Tensor::from_vec(self.new_rows(&operands, layout)?, xs.shape(), xs.device())
-    }
-}
-
-impl Convolve<f32> {
     /// The gradients of the inputs, by rows, and of the taps.
-    fn gradients(&self, operands: &Operands<f32>, gradient: &[f32]) -> (Vec<f32>, Vec<f32>) {
-        let (c, tokens) = (operands.rows.d, operands.rows.tokens);
-        let mut of_sums = gradient.to_vec();
+    fn gradients(&self, gradient: Vec<f32>) -> (Vec<f32>, Vec<f32>) {
+        let (c, tokens) = (self.rows.d, self.rows.tokens);
+        let mut of_sums = gradient;
         let of_chunk = |(chunk, gradients): (usize, &mut [f32])| {
-            let (mut of_taps, mut sum, mut scratch) = (vec![0f32; operands.taps.len()], vec![0f32; c], Vec::new());
+            let (mut of_taps, mut sum, mut scratch) = (vec![0f32; self.taps.len()], vec![0f32; c], Vec::new());
             for (token, gradient) in (chunk * TOKENS..).zip(gradients.chunks_exact_mut(c)) {
-                self.sum(operands, token, &mut sum, &mut scratch);
+                self.sum(token, &mut sum, &mut scratch);
                 for (gradient, &x) in gradient.iter_mut().zip(&sum) {
                     *gradient *= GateActivation::Silu.with_slope(x).1;
                 }
                 for (back, of_taps) in of_taps.chunks_exact_mut(c).rev().enumerate() {
-                    let row = self.row(operands, token, back).into_iter().flatten();
+                    let row = self.row(token, back, &mut scratch);
                     of_taps.iter_mut().zip(row).zip(&*gradient).for_each(|((sum, x), gradient)| *sum += x * gradient);
                 }
             }
             of_taps
         };
         let of_chunks: Vec<_> = of_sums.par_chunks_mut(c * TOKENS).enumerate().map(of_chunk).collect();
-        let mut of_taps = vec![0f32; operands.taps.len()];
+        let mut of_taps = vec![0f32; self.taps.len()];
         for (sum, own) in of_chunks.iter().flat_map(|own| own.iter().enumerate()) {
             of_taps[sum] += own;
         }
@@ -200,7 +194,7 @@ impl Convolve<f32> {
         of_xs.par_chunks_mut(c).enumerate().for_each(|(token, of_x)| {
             let next = self.starts.partition_point(|&start| start <= token);
             let end = self.starts.get(next).copied().unwrap_or(tokens);
-            for (taps, of_sum) in operands.taps.chunks_exact(c).rev().zip(of_sums[token * c..end * c].chunks_exact(c)) {
+            for (taps, of_sum) in self.taps.chunks_exact(c).rev().zip(of_sums[token * c..end * c].chunks_exact(c)) {
                 of_x.iter_mut().zip(taps).zip(of_sum).for_each(|((x, tap), gradient)| *x += tap * gradient);
             }
         });
@@ -208,7 +202,7 @@ impl Convolve<f32> {
     }
 }
 
-impl CustomOp2 for Convolve<f32> {
+impl CustomOp2 for Convolve {
     fn name(&self) -> &'static str {
         "short-convolution"
     }
@@ -221,8 +215,10 @@ impl CustomOp2 for Convolve<f32> {
         of_taps: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let taps = &taps.as_slice::<f32>()?[of_taps.start_offset()..][..of_taps.shape().elem_count()];
-        let operands = Operands { elements: xs.as_slice::<f32>()?, rows: Rows::new(layout)?, taps };
-        Ok((CpuStorage::F32(self.new_rows(&operands, layout)?), layout.shape().clone()))
+        let ys = with_float!(OP, xs.dtype(), |E| {
+            self.operands(xs.as_slice::<E>()?, layout, taps)?.outputs(layout).map(E::to_cpu_storage_owned)
+        });
+        Ok((ys?, layout.shape().clone()))
     }
 
     fn bwd(
@@ -232,13 +228,45 @@ impl CustomOp2 for Convolve<f32> {
         _: &Tensor,
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let numbers = |tensor: &Tensor| tensor.flatten_all()?.to_vec1::<f32>();
-        let (of_ys, own_taps) = (numbers(gradient)?, numbers(taps)?);
-        let (storage, layout) = xs.storage_and_layout();
-        let Storage::Cpu(storage) = &*storage else { bail!("[{OP}] inputs are not on the CPU") };
-        let operands = Operands { elements: storage.as_slice::<f32>()?, rows: Rows::new(layout)?, taps: &own_taps };
-        let (of_xs, of_taps) = self.gradients(&operands, &of_ys);
+        let numbers = |tensor: &Tensor| tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+        let (of_ys, own_taps, inputs) = (numbers(gradient)?, numbers(taps)?, read(xs));
+        let (of_xs, of_taps) = with_float!(OP, xs.dtype(), |E| {
+            self.operands(inputs.elements::<E>()?, inputs.layout, &own_taps)?.gradients(of_ys)
+        });
         let tensor = |numbers, like: &Tensor| Tensor::from_vec(numbers, like.shape(), like.device());
-        Ok((Some(tensor(of_xs, xs)?), Some(tensor(of_taps, taps)?)))
+        Ok((Some(tensor(of_xs, xs)?.to_dtype(xs.dtype())?), Some(tensor(of_taps, taps)?)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+
+    use super::*;
+
+    /// One pass has the outputs and the gradients of Candle's own operations over f64, in every dtype, of a view.
+    #[test]
+    fn one_pass_is_what_shifted_inputs_give() -> Result<()> {
+        let random = |shape: &[usize]| Tensor::randn(0f64, 1., shape, &Device::Cpu);
+        let all = [random(&[2, 90, 7])?, random(&[3, 5])?, random(&[2, 2, 5])?, random(&[2, 90, 5])?];
+        for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 2e-2), (DType::F16, 2e-3)] {
+            let [xs, taps, state, upstream] = all.each_ref().map(|tensor| tensor.to_dtype(dtype));
+            let (xs, taps, state, upstream) = (xs?, taps?, state?, upstream?);
+            let run = |wide: DType, of_xs: DType| {
+                let var = |tensor: &Tensor, dtype| Var::from_tensor(&tensor.to_dtype(dtype)?);
+                let (xs, taps) = (var(&xs, of_xs)?, var(&taps, wide)?);
+                let ys = convolve(&taps, &xs.narrow(2, 1, 5)?, &state.to_dtype(of_xs)?, None)?;
+                let gradients = (ys.to_dtype(wide)? * upstream.to_dtype(wide)?)?.sum_all()?.backward()?;
+                let found = [&xs, &taps].map(|var| gradients.get(var).cloned().expect("a gradient"));
+                [ys].into_iter().chain(found).map(|tensor| tensor.to_dtype(DType::F64)).collect::<Result<Vec<_>>>()
+            };
+            let (own, expected) = (run(DType::F32, dtype)?, run(DType::F64, DType::F64)?);
+            for (n, (own, expected)) in own.iter().zip(&expected).enumerate() {
+                let largest = |xs: &Tensor| xs.abs()?.flatten_all()?.max(0)?.to_scalar::<f64>();
+                let error = largest(&(own - expected)?)? / largest(expected)?;
+                assert!(error <= tolerance, "{dtype:?}: result {n} is off by {error:e}");
+            }
+        }
+        Ok(())
     }
 }

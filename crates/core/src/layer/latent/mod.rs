@@ -12,8 +12,8 @@ use candle_nn::VarBuilder;
 use candle_nn::var_builder::ShardedVarBuilder;
 
 use super::LayerOutput;
-use super::call::AttentionCall;
 use super::checks::Expected;
+use super::forward::AttentionCall;
 use super::input::{AttentionInput, KeysFrom};
 use crate::base::{HeadDim, HeadShard, Heads, Source, is_addressable, part};
 use crate::cache::{Expand, NewTokens};
@@ -21,7 +21,9 @@ use crate::linear::PackedLinear;
 use crate::mask::AttentionMask;
 use crate::norm::Norm;
 use crate::position::{Positions, RotaryEmbedding};
-use crate::sdpa::{AttentionStatistics, Keys, OwnKeys, PackedSequences, Plan, StatisticsOptions, uncached};
+use crate::sdpa::{
+    Attended, AttentionStatistics, Keys, Outputs, OwnKeys, PackedSequences, Plan, StatisticsOptions, uncached,
+};
 use up::UpProjection;
 
 const OP: &str = "multi_head_latent_attention";
@@ -160,17 +162,9 @@ impl MultiHeadLatentAttention {
     ///
     /// # Errors
     /// If the tables are not those of the layer's config, over heads of `rope_head_dim`.
-    pub fn with_rotary(mut self, rotary: RotaryEmbedding) -> Result<Self> {
-        let (rope, width) = (self.config.rope(), self.config.rope_head_dim());
-        if rope != rotary.config() || width != rotary.head_dim() {
-            bail!(
-                "[{OP}] rotary tables are of {:?} and heads of {}, expected {rope:?} and heads of {width}",
-                rotary.config(),
-                rotary.head_dim()
-            )
-        }
-        self.rotary = rotary;
-        Ok(self)
+    pub fn with_rotary(self, rotary: RotaryEmbedding) -> Result<Self> {
+        rotary.check_config(OP, self.config.rope(), self.config.rope_head_dim())?;
+        Ok(Self { rotary, ..self })
     }
 
     /// The same layer with what its variables hold now as plain packed weights, so that nothing is tracked for
@@ -235,8 +229,7 @@ impl MultiHeadLatentAttention {
     /// For an input whose shape, dtype or device does not fit the layer, keys and values of their own, a mask that does
     /// not fit, and a cache that does not take the call's rows.
     pub fn forward_with<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<Tensor> {
-        let (call, form) = self.call(input.into(), None)?;
-        call.finish(|context, call| self.output(context, form, call))
+        Ok(self.attended(input.into(), Outputs::Context)?.context)
     }
 
     /// [`forward_with`](Self::forward_with) that also returns the weights (B, H, T_q, T_kv), after dropout; (H, T_q,
@@ -245,8 +238,7 @@ impl MultiHeadLatentAttention {
     /// # Errors
     /// As [`forward_with`](Self::forward_with).
     pub fn forward_with_weights<'a>(&'a self, input: impl Into<AttentionInput<'a>>) -> Result<LayerOutput> {
-        let (call, form) = self.call(input.into(), None)?;
-        call.finish_with_weights(|context, call| self.output(context, form, call))
+        LayerOutput::of(self.attended(input.into(), Outputs::Weights)?)
     }
 
     /// [`forward_with`](Self::forward_with) that also returns statistics of the weights, as
@@ -259,8 +251,12 @@ impl MultiHeadLatentAttention {
         input: impl Into<AttentionInput<'a>>,
         wanted: &StatisticsOptions,
     ) -> Result<(Tensor, AttentionStatistics)> {
-        let (call, form) = self.call(input.into(), None)?;
-        call.finish_with_statistics(wanted, |context, call| self.output(context, form, call))
+        self.attended(input.into(), Outputs::Statistics(wanted))?.with_statistics()
+    }
+
+    fn attended<'a>(&'a self, input: AttentionInput<'a>, outputs: Outputs) -> Result<Attended> {
+        let (call, form) = self.call(input, None)?;
+        call.finish(outputs, |context, call| self.output(context, form, call))
     }
 
     /// The path that [`forward_with`](Self::forward_with) takes for an input, and why. It costs the input's projections
@@ -326,13 +322,14 @@ impl MultiHeadLatentAttention {
         let options = input.options(cfg.dropout()).with_scale(cfg.scale());
         let keys: Box<dyn Keys + 'a> = match (input.keys, new_tokens, form) {
             (KeysFrom::Cache(cache), Some(new_tokens), form) => {
-                let expansion: Option<&dyn Expand> = if form == Form::Expanded { Some(&self.up) } else { None };
-                Box::new(cache.stage_latents(new_tokens, &rows, rank, expansion)?)
+                let mut staged = cache.stage(new_tokens, &rows, None, rank)?;
+                staged.expansion = if form == Form::Expanded { Some(&self.up) } else { None };
+                Box::new(staged)
             }
-            (_, _, Form::Absorbed) => Box::new(OwnKeys { v: part(&rows, 3, 0..rank)?, k: rows }),
+            (_, _, Form::Absorbed) => Box::new(OwnKeys { v: part(&rows, 3, 0..rank)?, k: rows, sequences: None }),
             (_, _, Form::Expanded) => {
                 let (k, v) = self.up.expand(&rows)?;
-                uncached(OwnKeys { k, v }, input.packed, input.function.map(|given| given.0))
+                uncached(OwnKeys { k, v, sequences: input.packed }, input.function.map(|given| given.0))
             }
         };
         Ok((AttentionCall { q, keys, mask, options, batched, residual, gate: None }, form))

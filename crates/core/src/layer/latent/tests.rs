@@ -13,7 +13,7 @@ use crate::cache::{AttentionCache, AttentionCacheConfig};
 use crate::layer::AttentionInput;
 use crate::mask::AttentionMask;
 use crate::position::{RopeConfig, RopeStyle};
-use crate::sdpa::{Backend, Beside};
+use crate::sdpa::{Backend, Outputs};
 
 const CPU: Device = Device::Cpu;
 
@@ -128,12 +128,12 @@ fn check(case: &Case) -> Result<()> {
             let input = input.with_cache(&mut *cache).with_starts(&starts).with_valid_lens(&ends);
             let with_weights = {
                 let call = layer.call(input, Some(form))?.0;
-                call.keys.attend(&call.q, &call.mask, &call.options, Beside::Weights)?.weights.expect("asked for")
+                call.keys.attend(&call.q, &call.mask, &call.options, Outputs::Weights)?.weights.expect("asked for")
             };
             let input = AttentionInput::new(&xs).with_mask(&mask).with_backend(case.backend);
             let input = input.with_cache(cache).with_starts(&starts).with_valid_lens(&ends);
             let (call, form) = layer.call(input, Some(form))?;
-            let ys = call.finish(|context, call| layer.output(context, form, call))?;
+            let ys = call.finish(Outputs::Context, |context, call| layer.output(context, form, call))?.context;
             outputs.push((ys, with_weights));
         }
         let [(expanded, expanded_weights), (absorbed, absorbed_weights)] = &outputs[..] else { unreachable!() };
@@ -162,7 +162,7 @@ fn both_forms_give_the_same_without_a_cache() -> Result<()> {
     let mut found = Vec::new();
     for form in [Form::Expanded, Form::Absorbed] {
         let (call, form) = layer.call(AttentionInput::new(&xs), Some(form))?;
-        let ys = call.finish(|context, call| layer.output(context, form, call))?;
+        let ys = call.finish(Outputs::Context, |context, call| layer.output(context, form, call))?.context;
         let gradient = ys.sqr()?.sum_all()?.backward()?.get(&xs).expect("the input is a variable").clone();
         found.push([ys, gradient]);
     }
@@ -189,10 +189,13 @@ fn the_fused_kernel_attends_to_latents_of_full_width() -> Result<()> {
             for ((backend, form), cache) in ways.into_iter().zip(&mut caches) {
                 let input = AttentionInput::new(&xs).with_backend(backend).with_cache(cache);
                 let (call, form) = layer.call(input, Some(form))?;
-                outputs.push(call.finish(|context, call| {
-                    assert_eq!(context.dims(), [2, 2, t, if form == Form::Absorbed { 512 } else { 8 }]);
-                    layer.output(context, form, call)
-                })?);
+                outputs.push(
+                    call.finish(Outputs::Context, |context, call| {
+                        assert_eq!(context.dims(), [2, 2, t, if form == Form::Absorbed { 512 } else { 8 }]);
+                        layer.output(context, form, call)
+                    })?
+                    .context,
+                );
             }
             let difference = difference(&outputs[0], &outputs[1])?;
             assert!(difference <= if dtype == DType::F32 { 1e-5 } else { 4e-2 }, "{dtype:?}: off by {difference:e}");

@@ -1,11 +1,9 @@
 //! The projections of a layer: each is columns of a product with a weight, or a module.
 
-mod modules;
-mod rows;
+mod sources;
 
-pub(crate) use modules::{ByPlace, PROJECTIONS};
-pub use modules::{ProjectionModule, ProjectionModules, ProjectionPlace};
-pub(crate) use rows::{Piece, ProjectionRows};
+pub(crate) use sources::{ByPlace, PROJECTIONS, Piece, ProjectionRows};
+pub use sources::{ProjectionModule, ProjectionModules, ProjectionPlace};
 
 use ProjectionPlace::{Gate, Key, Output, Query, Value};
 

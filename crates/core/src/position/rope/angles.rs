@@ -11,9 +11,8 @@ use candle_core::{Device, DeviceLocation, Result, Tensor, bail};
 use rayon::prelude::*;
 
 use super::RopeAxisLayout;
-use super::axes::AxisPositions;
 use super::config::{RopeConfig, RopeScaling};
-use crate::position::Positions;
+use crate::position::{AxisPositions, Positions};
 
 /// The most entries of a table, 32 MB each of cosines and of sines: positions up to 131,072 of heads of 128.
 const TABLE_ENTRIES: usize = 1 << 23;

@@ -1,10 +1,10 @@
-//! What belongs to the architecture of rotary positions.
+//! What belongs to the architecture of rotary positions, on one axis or on several: time, height and width of what
+//! images and videos show.
 
 use candle_core::{Result, bail};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use super::RopeAxes;
 use crate::base::{Options, options};
 
 /// Which two entries of a head are rotated as a pair, of the r that are rotated.
@@ -257,4 +257,101 @@ fn context(original_context: usize) -> Result<()> {
         bail!("[rope] original_context is {original_context}, expected at least 2")
     }
     Ok(())
+}
+
+/// Which axis turns a pair, and how fast.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum RopeAxisLayout {
+    /// Axis after axis, in the one series of frequencies of all pairs: Qwen2-VL, GLM-4V. Tokens of text, which have one
+    /// position on all axes, are rotated as without axes.
+    Sections,
+    /// Axes take turns in that series, and the first has what is left: Qwen3-VL.
+    Interleaved,
+    /// Axis after axis, each with a series of its own, `base^(-i/n)` for its n pairs: the images of Qwen2-VL, DINOv3.
+    Axial,
+    /// Axis after axis; the one series of all pairs is dealt out to them in turns: Pixtral.
+    AxialDealt,
+}
+
+/// Positions on several axes, each of which turns some of a head's pairs.
+///
+/// ```
+/// use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig, RopeAxes, RopeAxisLayout, RopeConfig};
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_nn::VarBuilder;
+/// # fn main() -> candle_core::Result<()> {
+/// // Heads of 16 have 8 pairs: 4 for rows of an image, 4 for columns.
+/// let axes = RopeAxes::new(vec![4, 4], RopeAxisLayout::Axial);
+/// let cfg = MultiHeadAttentionConfig::new(64, 4).with_rope(RopeConfig::new(10_000.0).with_axes(axes));
+/// let layer = MultiHeadAttention::new(&cfg, VarBuilder::zeros(DType::F32, &Device::Cpu))?;
+/// // A token of the whole image, which is not rotated, and 2 x 3 patches.
+/// let positions = Tensor::new(&[[0u32, 0, 0, 0, 1, 1, 1], [0, 0, 1, 2, 0, 1, 2]], &Device::Cpu)?;
+/// let xs = Tensor::zeros((1, 7, 64), DType::F32, &Device::Cpu)?;
+/// let ys = layer.forward_with(AttentionInput::new(&xs).with_axis_positions(&positions))?;
+/// # assert_eq!(ys.dims(), [1, 7, 64]);
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RopeAxes {
+    sections: Vec<usize>,
+    layout: RopeAxisLayout,
+}
+
+impl RopeAxes {
+    /// `sections` has the number of pairs of each axis (`mrope_section`), which are the r/2 of
+    /// [`RopeConfig::rotary_dim`](crate::RopeConfig::rotary_dim) together.
+    pub fn new(sections: Vec<usize>, layout: RopeAxisLayout) -> Self {
+        Self { sections, layout }
+    }
+
+    /// The number of pairs of each axis.
+    pub fn sections(&self) -> &[usize] {
+        &self.sections
+    }
+
+    /// Which axis turns a pair.
+    pub fn layout(&self) -> RopeAxisLayout {
+        self.layout
+    }
+
+    /// Whether a token has no angles but by its position on each axis.
+    pub(crate) fn is_axial(&self) -> bool {
+        matches!(self.layout, RopeAxisLayout::Axial | RopeAxisLayout::AxialDealt)
+    }
+
+    pub(super) fn validate(&self, pairs: usize, is_scaled: bool) -> Result<()> {
+        let Self { sections, layout } = self;
+        let count = sections.len();
+        let sum = sections.iter().fold(0usize, |sum, &section| sum.saturating_add(section));
+        if count < 2 || sections.contains(&0) || sum != pairs {
+            bail!("[rope] axes have {sections:?} pairs, expected two or more numbers whose sum is {pairs}")
+        }
+        // The last pair of each axis, where they take turns.
+        let reaches = |(axis, section): (usize, &usize)| count * (section - 1) + axis < pairs;
+        let fits = match layout {
+            RopeAxisLayout::Interleaved => sections.iter().enumerate().skip(1).all(reaches),
+            RopeAxisLayout::AxialDealt => sections.iter().enumerate().all(reaches),
+            RopeAxisLayout::Sections | RopeAxisLayout::Axial => true,
+        };
+        if !fits {
+            bail!("[rope] axes have {sections:?} pairs, which cannot take turns in {pairs}")
+        }
+        if is_scaled && self.is_axial() {
+            bail!("[rope] axes have series of their own, for which no scaling is defined")
+        }
+        Ok(())
+    }
+
+    /// The axis of each pair.
+    pub(super) fn axis_of_pairs(&self) -> Vec<usize> {
+        let count = self.sections.len();
+        if self.layout == RopeAxisLayout::Interleaved {
+            let of = |pair: usize| if pair / count < self.sections[pair % count] { pair % count } else { 0 };
+            return (0..self.sections.iter().sum()).map(of).collect();
+        }
+        self.sections.iter().enumerate().flat_map(|(axis, &section)| vec![axis; section]).collect()
+    }
 }

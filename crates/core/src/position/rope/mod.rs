@@ -1,14 +1,380 @@
 //! Rotary positions: angles by position, on one axis or several, and the rotation of heads.
 
 mod angles;
-mod axes;
 mod config;
-mod rotary;
 
-pub use axes::{RopeAxes, RopeAxisLayout};
-pub use config::{RopeConfig, RopeScaling, RopeStyle};
-pub use rotary::RotaryEmbedding;
+pub use config::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle};
 
 pub(crate) use angles::score_factor;
-pub(crate) use axes::AxisPositions;
-pub(crate) use rotary::Rotation;
+
+use std::ops::{Add, Mul, Sub};
+use std::sync::Arc;
+
+use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, bail};
+use candle_nn::rotary_emb;
+
+use crate::base::rowwise::{Element, map_heads, with_contiguous_rows};
+use crate::base::{Dim, Expect, FLOATS, accumulation_dtype, fits_in_memory};
+use crate::position::{AxisPositions, Positions};
+use angles::{Angles, Rows, Tables};
+
+/// The cosines and sines of a [`RopeConfig`] for heads of one width, and the rotation of queries and keys by them.
+///
+/// Cosines and sines are computed once, in f32, and kept in a table that grows with the positions; a clone shares it.
+/// A model makes one for all layers that have the same config:
+///
+/// ```
+/// use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig, RotaryEmbedding};
+/// use candle_core::{DType, Device};
+/// use candle_nn::{VarBuilder, VarMap};
+/// # fn main() -> candle_core::Result<()> {
+/// # let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+/// let rope = RopeConfig::new(10_000.0);
+/// let cfg = MultiHeadAttentionConfig::new(64, 4).with_causal(true).with_rope(rope.clone());
+/// let rotary = RotaryEmbedding::new(&rope, cfg.head_dim())?;
+/// let layers = (0..2).map(|i| MultiHeadAttention::new(&cfg, vb.pp(i))?.with_rotary(rotary.clone()));
+/// let layers = layers.collect::<candle_core::Result<Vec<_>>>()?;
+/// # assert_eq!(layers.len(), 2);
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone)]
+pub struct RotaryEmbedding {
+    tables: Arc<Tables>,
+}
+
+impl RotaryEmbedding {
+    /// For heads of width `head_dim`. Nothing is computed yet.
+    ///
+    /// # Errors
+    /// As [`RopeConfig::validate`].
+    pub fn new(config: &RopeConfig, head_dim: usize) -> Result<Self> {
+        config.validate(head_dim)?;
+        Ok(Self { tables: Arc::new(Tables::new(config, head_dim)) })
+    }
+
+    /// From given tables of cosines and sines, (P, r/2) each: row p is of position p, column i of the pair i of the r
+    /// entries of a head that the config rotates. They are kept in f32.
+    ///
+    /// The config says which entries are pairs; its base and scaling are not read. Of tables (P, r) that hold the same
+    /// r/2 columns twice, as most models of Hugging Face compute them, give `cos.narrow(1, 0, r / 2)?`.
+    ///
+    /// ```
+    /// use candle_attention::{RopeConfig, RotaryEmbedding};
+    /// use candle_core::{DType, Device, Tensor};
+    /// # fn main() -> candle_core::Result<()> {
+    /// let (positions, pairs) = (100, 4);
+    /// let angles = Tensor::rand(0f32, 1., (positions, pairs), &Device::Cpu)?;
+    /// let config = RopeConfig::new(10_000.0);
+    /// let rotary = RotaryEmbedding::from_tables(&config, 2 * pairs, &angles.cos()?, &angles.sin()?)?;
+    /// # let q = Tensor::zeros((1, 2, 3, 8), DType::F32, &Device::Cpu)?;
+    /// let q = rotary.apply_from(&q, 97)?;
+    /// assert!(rotary.apply_from(&q, 98).is_err()); // Position 100 is not in the tables.
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`RopeConfig::validate`], for a config with axes, and for tables of another shape or dtype, too large for
+    /// memory, or tracked for gradients, which they would not get. A position past their end is an error of the call.
+    pub fn from_tables(config: &RopeConfig, head_dim: usize, cos: &Tensor, sin: &Tensor) -> Result<Self> {
+        config.validate(head_dim)?;
+        let half = config.rotary_dim(head_dim) / 2;
+        if config.axes().is_some() {
+            bail!("[rope] tables have one row for a position, but the config has axes")
+        }
+        Expect::one("rope", "cos", cos).shape(&[Dim::Any("P"), Dim::Named("r/2", half)])?;
+        Expect::one("rope", "sin", sin).shape(&[Dim::Named("P", cos.dim(0)?), Dim::Named("r/2", half)])?;
+        if !fits_in_memory(&[cos.elem_count(), size_of::<f32>()]) {
+            bail!("[rope] tables of shape {:?} do not fit in memory", cos.dims())
+        }
+        let entries = |name: &str, table: &Tensor| -> Result<Vec<f32>> {
+            if !FLOATS.contains(&table.dtype()) || table.track_op() {
+                let tracked = if table.track_op() { " tracked for gradients" } else { "" };
+                bail!("[rope] {name} is {:?}{tracked}, expected floats that are not tracked", table.dtype())
+            }
+            if table.elem_count() == 0 { Ok(Vec::new()) } else { table.flatten_all()?.to_dtype(DType::F32)?.to_vec1() }
+        };
+        let angles = Angles::given(entries("cos", cos)?, entries("sin", sin)?, half);
+        Ok(Self { tables: Arc::new(Tables::given(config, head_dim, angles)) })
+    }
+
+    /// What the tables were made for.
+    pub fn config(&self) -> &RopeConfig {
+        &self.tables.config
+    }
+
+    /// D, the width of a head.
+    pub fn head_dim(&self) -> usize {
+        self.tables.head_dim
+    }
+
+    /// An error of `op` unless the tables were made for this config and heads of this width.
+    pub(crate) fn check_config(&self, op: &str, rope: &RopeConfig, d: usize) -> Result<()> {
+        if rope != self.config() || d != self.head_dim() {
+            bail!(
+                "[{op}] rotary tables are of {:?} and heads of {}, expected {rope:?} and heads of {d}",
+                self.config(),
+                self.head_dim()
+            )
+        }
+        Ok(())
+    }
+
+    /// Queries or keys (B, H, T, D) rotated by integer positions (T,) or (B, T), in the same shape and dtype. The
+    /// rotation is computed in f32 (f64 for f64). Differentiable.
+    ///
+    /// # Errors
+    /// For another rank, width or dtype, for a result that does not fit in memory, and for positions of another shape,
+    /// below 0, of 2^24 and more, where f32 cannot tell them apart, or past the end of given tables.
+    pub fn apply(&self, xs: &Tensor, positions: &Tensor) -> Result<Tensor> {
+        let (b, t) = self.check(xs)?;
+        self.rotate(xs, &Positions::from_tensor("positions", positions, b, t)?)
+    }
+
+    /// [`apply`](Self::apply) at the positions `offset`, `offset + 1` and so on.
+    ///
+    /// # Errors
+    /// As that.
+    pub fn apply_from(&self, xs: &Tensor, offset: usize) -> Result<Tensor> {
+        let (_, t) = self.check(xs)?;
+        self.rotate(xs, &Positions::starting_at(&[offset], t)?)
+    }
+
+    /// [`apply`](Self::apply) at positions (A, T) or (A, B, T) on the config's axes, see
+    /// [`AttentionInput::with_axis_positions`](crate::AttentionInput::with_axis_positions).
+    ///
+    /// # Errors
+    /// As that, and for a config without axes.
+    pub fn apply_on_axes(&self, xs: &Tensor, positions: &Tensor) -> Result<Tensor> {
+        let (b, t) = self.check(xs)?;
+        let Some(axes) = self.config().axes() else {
+            bail!("[rope] axis positions were given, but the config has no axes")
+        };
+        let positions = AxisPositions::from_tensor(positions, axes.sections().len(), b, t)?;
+        self.on_axes(&positions).apply(&xs.transpose(1, 2)?)?.transpose(1, 2)
+    }
+
+    fn rotate(&self, xs: &Tensor, positions: &Positions) -> Result<Tensor> {
+        self.at(positions)?.apply(&xs.transpose(1, 2)?)?.transpose(1, 2)
+    }
+
+    /// The rotation of one call, whose tensors have their sequences before their heads.
+    ///
+    /// # Errors
+    /// For a position past the end of given tables.
+    pub(crate) fn at(&self, positions: &Positions) -> Result<Rotation> {
+        Ok(self.rotation(self.tables.rows(positions)?, positions.per_sequence()))
+    }
+
+    /// The same at positions on several axes.
+    pub(crate) fn on_axes(&self, positions: &AxisPositions) -> Rotation {
+        self.rotation(self.tables.rows_on_axes(positions), positions.per_sequence())
+    }
+
+    fn rotation(&self, rows: Rows, t: usize) -> Rotation {
+        Rotation { rows, t, style: self.config().style(), inverse: false }
+    }
+
+    /// B and T.
+    fn check(&self, xs: &Tensor) -> Result<(usize, usize)> {
+        let shape = [Dim::Any("B"), Dim::Any("H"), Dim::Any("T"), Dim::Named("D", self.head_dim())];
+        Expect::many("rope", "xs", xs).shape(&shape)?.dtype_of(&FLOATS, "")?;
+        let (b, _, t, _) = xs.dims4()?;
+        if !fits_in_memory(&[xs.dims(), &[xs.dtype().size_in_bytes()]].concat()) {
+            bail!("[rope] xs of shape {:?} are too large to address or allocate", xs.dims())
+        }
+        Ok((b, t))
+    }
+}
+
+/// Which angles each token of a call is rotated by.
+#[derive(Debug, Clone)]
+pub(crate) struct Rotation {
+    rows: Rows,
+    /// T.
+    t: usize,
+    style: RopeStyle,
+    /// By the opposite angles: the backward pass.
+    inverse: bool,
+}
+
+impl Rotation {
+    /// A view (B, T, H, D) of queries or keys to a contiguous tensor of the same shape and dtype. Differentiable.
+    pub(crate) fn apply(&self, xs: &Tensor) -> Result<Tensor> {
+        if !xs.device().is_cpu() {
+            return self.on_device(xs);
+        }
+        let xs = with_contiguous_rows(xs)?;
+        if xs.track_op() { xs.apply_op1(self.clone()) } else { xs.apply_op1_no_bwd(self) }
+    }
+
+    fn run<E: Element<Wide: Number>>(&self, xs: &[E], layout: &Layout) -> Result<Vec<E>> {
+        let (b, t, ..) = layout.shape().dims4()?;
+        let Rows { angles, index } = &self.rows;
+        if layout.shape().elem_count() > 0 && (t != self.t || ![t, b * t].contains(&index.len())) {
+            bail!("[rope] there are {} positions, expected {t}, or {b} times {t}", index.len())
+        }
+        map_heads(xs, layout, |token| {
+            let angles = angles.row(index[token % index.len()] as usize);
+            move |_, head: &[E::Wide], rotated: &mut [E::Wide]| {
+                rotated.copy_from_slice(head);
+                self.rotate_pairs(rotated, angles);
+            }
+        })
+    }
+
+    /// `angles` are cosines and sines.
+    fn rotate_pairs<F: Number>(&self, head: &mut [F], angles: (&[f32], &[f32])) {
+        let (cos, sin) = angles;
+        let sign = F::from(if self.inverse { -1.0 } else { 1.0 });
+        let rotated = |x: F, y: F, cos: &f32, sin: &f32| {
+            let (cos, sin) = (F::from(*cos), sign * F::from(*sin));
+            (x * cos - y * sin, y * cos + x * sin)
+        };
+        let half = cos.len();
+        match self.style {
+            RopeStyle::Halves => {
+                let (first, second) = head[..2 * half].split_at_mut(half);
+                for (((x, y), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
+                    (*x, *y) = rotated(*x, *y, cos, sin);
+                }
+            }
+            RopeStyle::Interleaved => {
+                for ((pair, cos), sin) in head.chunks_exact_mut(2).zip(cos).zip(sin) {
+                    (pair[0], pair[1]) = rotated(pair[0], pair[1], cos, sin);
+                }
+            }
+        }
+    }
+}
+
+impl CustomOp1 for Rotation {
+    fn name(&self) -> &'static str {
+        "rotary-embedding"
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        let ys = match storage {
+            CpuStorage::F32(xs) => CpuStorage::F32(self.run(xs, layout)?),
+            CpuStorage::F64(xs) => CpuStorage::F64(self.run(xs, layout)?),
+            CpuStorage::BF16(xs) => CpuStorage::BF16(self.run(xs, layout)?),
+            CpuStorage::F16(xs) => CpuStorage::F16(self.run(xs, layout)?),
+            _ => bail!("[rope] queries or keys are no floats"),
+        };
+        Ok((ys, layout.shape().clone()))
+    }
+
+    fn bwd(&self, _arg: &Tensor, _res: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
+        Ok(Some(Self { inverse: !self.inverse, ..self.clone() }.apply(gradient)?))
+    }
+}
+
+/// f32 or f64: what a rotation is computed in.
+trait Number: Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + From<f32> {}
+
+impl Number for f32 {}
+impl Number for f64 {}
+
+impl Rotation {
+    /// As [`apply`](Self::apply), on any device. Candle's fused operations have no backward pass, so they serve where
+    /// nothing is tracked.
+    fn on_device(&self, xs: &Tensor) -> Result<Tensor> {
+        let (b, t, h, d) = xs.dims4()?;
+        if xs.elem_count() == 0 {
+            return Tensor::zeros((b, t, h, d), xs.dtype(), xs.device());
+        }
+        let (cos, sin) = self.tensors(xs)?;
+        let r = 2 * cos.dim(D::Minus1)?;
+        let inputs = xs.narrow(3, 0, r)?.transpose(1, 2)?.to_dtype(cos.dtype())?.contiguous()?;
+        let rotated = match self.style {
+            _ if xs.track_op() => self.composed(&inputs, &cos, &sin)?,
+            RopeStyle::Halves => rotary_emb::rope(&inputs, &cos, &sin)?,
+            RopeStyle::Interleaved => rotary_emb::rope_i(&inputs, &cos, &sin)?,
+        };
+        let rotated = rotated.to_dtype(xs.dtype())?.transpose(1, 2)?;
+        if r == d { rotated.contiguous() } else { Tensor::cat(&[&rotated, &xs.narrow(3, r, d - r)?], 3)?.contiguous() }
+    }
+
+    /// Cosines and sines for `xs`, (T, r/2) or (B, T, r/2), in the dtype of the computation.
+    fn tensors(&self, xs: &Tensor) -> Result<(Tensor, Tensor)> {
+        let (index, device) = (&self.rows.index, xs.device());
+        let copy = self.rows.angles.on(device)?;
+        let in_a_row = index.windows(2).all(|pair| pair[1] == pair[0] + 1);
+        let chosen = |table: &Tensor| {
+            let rows = match index.first() {
+                Some(&first) if in_a_row => table.narrow(0, first as usize, index.len())?,
+                _ => table.index_select(&Tensor::from_slice(index, index.len(), device)?, 0)?,
+            };
+            let rows = rows.to_dtype(accumulation_dtype(xs.dtype()))?;
+            let sequences = index.len() / self.t;
+            if sequences == 1 { Ok(rows) } else { rows.reshape((sequences, self.t, ())) }
+        };
+        let (cos, sin) = (chosen(&copy.cos)?, chosen(&copy.sin)?);
+        Ok((cos, if self.inverse { sin.neg()? } else { sin }))
+    }
+
+    /// (B, H, T, r), in differentiable operations.
+    fn composed(&self, xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+        let (b, h, t, r) = xs.dims4()?;
+        let heads = cos.rank() - 2;
+        let (cos, sin) = (cos.unsqueeze(heads)?, sin.unsqueeze(heads)?);
+        let rotated = |x: &Tensor, y: &Tensor| -> Result<[Tensor; 2]> {
+            let first = (x.broadcast_mul(&cos)? - y.broadcast_mul(&sin)?)?;
+            Ok([first, (y.broadcast_mul(&cos)? + x.broadcast_mul(&sin)?)?])
+        };
+        match self.style {
+            RopeStyle::Halves => {
+                let half = r / 2;
+                Tensor::cat(&rotated(&xs.narrow(3, 0, half)?, &xs.narrow(3, half, half)?)?, 3)
+            }
+            RopeStyle::Interleaved => {
+                let pairs = xs.reshape((b, h, t, r / 2, 2))?;
+                let of = |which| pairs.narrow(4, which, 1)?.squeeze(4);
+                Tensor::stack(&rotated(&of(0)?, &of(1)?)?, 4)?.reshape((b, h, t, r))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::position::Positions;
+    use candle_core::{Device, Var};
+
+    /// Candle's operations run on the CPU too: all three ways give the same numbers and gradients.
+    #[test]
+    fn every_way_to_rotate_gives_the_same() -> Result<()> {
+        let (b, t, h, d) = (2, 3, 2, 8);
+        let ragged =
+            Positions::from_tensor("positions", &Tensor::new(&[[5u32, 6, 7], [0, 0, 1]], &Device::Cpu)?, b, t)?;
+        for style in [RopeStyle::Halves, RopeStyle::Interleaved] {
+            for r in [4, 8] {
+                let config = RopeConfig::new(100.0).with_style(style).with_rotary_dim(r);
+                let rotary = RotaryEmbedding::new(&config, d)?;
+                for positions in [Positions::starting_at(&[4], t)?, ragged.clone()] {
+                    let rotation = rotary.at(&positions)?;
+                    let xs = Var::from_tensor(&Tensor::randn(0f64, 1.0, (b, t, h, d), &Device::Cpu)?)?;
+                    let weigh = Tensor::randn(0f64, 1.0, (b, t, h, d), &Device::Cpu)?;
+                    let plain = xs.as_detached_tensor();
+                    let (own, composed) = (rotation.apply(&xs)?, rotation.on_device(&xs)?);
+                    let fused = rotation.on_device(&plain)?;
+                    let gradient = |ys: &Tensor| -> Result<Tensor> {
+                        let store = ys.mul(&weigh)?.sum_all()?.backward()?;
+                        Ok(store.get(&xs).expect("xs are tracked").clone())
+                    };
+                    let pairs = [
+                        (rotation.apply(&plain)?, own.clone()),
+                        (composed.clone(), own.clone()),
+                        (fused, own.clone()),
+                        (gradient(&composed)?, gradient(&own)?),
+                    ];
+                    for (n, (found, expected)) in pairs.into_iter().enumerate() {
+                        let off = (found - expected)?.abs()?.max_all()?.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+                        assert!(off < 1e-14, "{style:?}, r = {r}, pair {n}: off by {off}");
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}

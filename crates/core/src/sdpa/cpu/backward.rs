@@ -1,10 +1,10 @@
 //! The backward pass of the fused kernel.
 
+use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, WithDType};
-use half::{bf16, f16};
 
-use super::{Flash, ScoreTensors, read};
-use crate::base::rowwise::with_contiguous_rows;
+use super::{Flash, ScoreTensors};
+use crate::base::rowwise::{read, with_contiguous_rows, with_float};
 use crate::sdpa::OutputOrder;
 use candle_attention_kernels::Element;
 use candle_attention_kernels::flash::{self, BackwardProblem, Dims, Gradients, KvRows, Strided, Wanted};
@@ -39,11 +39,7 @@ impl Flash {
         let results = Results { context, gradient, lse_gradient: None };
         let [q, k, v] = operands.map(Tensor::track_op);
         let wanted = Wanted { q, k, v, ..Default::default() };
-        let gradients = match operands[0].dtype() {
-            DType::BF16 => self.gradients::<bf16>(operands, &results, wanted)?,
-            DType::F16 => self.gradients::<f16>(operands, &results, wanted)?,
-            _ => self.gradients::<f32>(operands, &results, wanted)?,
-        };
+        let gradients = with_float!(self.op, operands[0].dtype(), |E| self.gradients::<E>(operands, &results, wanted))?;
         Ok([gradients.q, gradients.k, gradients.v])
     }
 
@@ -190,12 +186,8 @@ impl CustomOp2 for FlattenedFlash {
         _: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let (start, end) = (layout.start_offset(), layout.start_offset() + layout.shape().elem_count());
-        let results = match operands {
-            CpuStorage::F32(operands) => self.results(&operands[start..end])?,
-            CpuStorage::BF16(operands) => self.results(&operands[start..end])?,
-            CpuStorage::F16(operands) => self.results(&operands[start..end])?,
-            _ => return Err(self.flash.error("the fused CPU kernel takes F32, BF16 or F16")),
-        };
+        let results =
+            with_float!(self.flash.op, operands.dtype(), |E| self.results(&operands.as_slice::<E>()?[start..end]))?;
         let Dims { b, h, t_q, .. } = self.flash.dims;
         let count = self.flash.context_shape().elem_count() + if self.flash.lse.is_some() { b * h * t_q } else { 0 };
         Ok((results, count.into()))
@@ -217,11 +209,8 @@ impl CustomOp2 for FlattenedFlash {
             self.flash.lse.as_ref().map(|_| gradient.narrow(0, count, queries)?.to_vec1()).transpose()?;
         let (context, gradient) = (of_context(results)?, of_context(gradient)?);
         let results = Results { context: &context, gradient: &gradient, lse_gradient };
-        let (operand_gradient, tensor_gradients) = match dtype {
-            DType::BF16 => self.gradients::<bf16>(operands, &results)?,
-            DType::F16 => self.gradients::<f16>(operands, &results)?,
-            _ => self.gradients::<f32>(operands, &results)?,
-        };
+        let (operand_gradient, tensor_gradients) =
+            with_float!(self.flash.op, dtype, |E| self.gradients::<E>(operands, &results))?;
         let are_tracked = score_tensors
             .track_op()
             .then(|| Tensor::from_vec(tensor_gradients, score_tensors.shape(), score_tensors.device()));

@@ -5,12 +5,13 @@ mod backward;
 use std::ops::{Deref, Range};
 use std::sync::OnceLock;
 
+use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp3, DType, Error, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
 
 use super::rows::RowRanges;
 use super::validate::{self, Call};
-use super::{AttentionStatistics, OutputOrder, StatisticsOptions, plan, reference};
-use crate::base::rowwise::with_contiguous_rows;
+use super::{Attended, AttentionStatistics, OutputOrder, Outputs, plan, reference};
+use crate::base::rowwise::{Read, read, with_contiguous_rows, with_float};
 use crate::base::{executor, fits_in_memory};
 use backward::FlattenedFlash;
 use candle_attention_kernels::flash::{
@@ -18,73 +19,46 @@ use candle_attention_kernels::flash::{
 };
 use candle_attention_kernels::{Element, Tier};
 
-/// Context (B, H, T_q, D_v) in the call's order.
-pub(super) fn attend(call: &Call, tier: Tier) -> Result<Tensor> {
-    Ok(run(call, tier, false)?.0)
-}
-
-/// The context, and the log-sum-exp (B, H, T_q) of each query.
-pub(super) fn attend_with_lse(call: &Call, tier: Tier) -> Result<(Tensor, Tensor)> {
-    match run(call, tier, true)? {
-        (context, Some(lse)) => Ok((context, lse)),
-        (_, None) => bail!("[{}] the kernel gave no log-sum-exp", call.op),
-    }
-}
-
-/// The context, and statistics of the weights. No input is tracked for gradients.
-pub(super) fn attend_with_statistics(
-    call: &Call,
-    tier: Tier,
-    wanted: &StatisticsOptions,
-) -> Result<(Tensor, AttentionStatistics)> {
-    let observed = Observed { options: wanted.as_kernels(), found: OnceLock::new() };
-    let [q, k, v] = contiguous(call)?;
-    let flash = Flash { observed: Some(observed), ..Flash::new(call, tier, &ScoreTensors::new(call)?, false)? };
-    let context = q.apply_op3_no_bwd(&k, &v, &flash)?;
-    let Some(found) = flash.observed.and_then(|observed| observed.found.into_inner()) else {
-        bail!("[{}] the kernel gave no statistics", call.op)
-    };
-    Ok((in_order(call, context)?, AttentionStatistics::of_kernel(found, call, wanted)?))
-}
-
-fn contiguous(call: &Call) -> Result<[Tensor; 3]> {
-    Ok([with_contiguous_rows(&call.q)?, with_contiguous_rows(&call.k)?, with_contiguous_rows(&call.v)?])
-}
-
-/// The context as it lies in memory, as (B, H, T_q, D_v).
-fn in_order(call: &Call, context: Tensor) -> Result<Tensor> {
-    match call.output_order {
-        OutputOrder::Bhtd => Ok(context),
-        OutputOrder::Bthd => context.transpose(1, 2),
-    }
-}
-
-/// The context, and the log-sum-exp if it is wanted.
-fn run(call: &Call, tier: Tier, wants_lse: bool) -> Result<(Tensor, Option<Tensor>)> {
-    let validate::Dims { b, h, t_q, .. } = call.dims;
+/// What is wanted of a call. No input is tracked for gradients where it is statistics.
+pub(super) fn attend(call: &Call, tier: Tier, outputs: Outputs) -> Result<Attended> {
+    let (validate::Dims { b, h, t_q, .. }, wants_lse) = (call.dims, outputs == Outputs::LogSumExp);
     if wants_lse && !fits_in_memory(&[b, h, t_q]) {
         bail!("[{}] a log-sum-exp of {:?} does not fit in memory", call.op, [b, h, t_q])
     }
-    let [q, k, v] = contiguous(call)?;
+    let [q, k, v] = [with_contiguous_rows(&call.q)?, with_contiguous_rows(&call.k)?, with_contiguous_rows(&call.v)?];
     let score_tensors = ScoreTensors::new(call)?;
     let is_tracked = plan::tracks_gradients(call);
     if is_tracked && call.dims.is_empty() {
         // Candle has no views of nothing to take gradients apart with.
-        let attended = reference::attend(call)?;
-        return Ok((attended.context, wants_lse.then_some(attended.lse)));
+        return Ok(Attended { weights: None, ..reference::attend(call)? });
     }
     let lse = wants_lse.then(OnceLock::new);
-    let flash = Flash { lse, ..Flash::new(call, tier, &score_tensors, is_tracked)? };
-    let (context, lse) = if !is_tracked {
+    let observed = match outputs {
+        Outputs::Statistics(wanted) => Some(Observed { options: wanted.as_kernels(), found: OnceLock::new() }),
+        _ => None,
+    };
+    let flash = Flash { lse, observed, ..Flash::new(call, tier, &score_tensors, is_tracked)? };
+    let attended = if !is_tracked {
         let context = q.apply_op3_no_bwd(&k, &v, &flash)?;
         let lse = flash.lse.and_then(OnceLock::into_inner);
-        (context, lse.map(|lse| Tensor::from_vec(lse, (b, h, t_q), call.q.device())).transpose()?)
+        let found = flash.observed.and_then(|observed| observed.found.into_inner());
+        let statistics = match (found, outputs) {
+            (Some(found), Outputs::Statistics(wanted)) => Some(AttentionStatistics::of_kernel(found, call, wanted)?),
+            _ => None,
+        };
+        let lse = lse.map(|lse| Tensor::from_vec(lse, (b, h, t_q), call.q.device())).transpose()?;
+        Attended { lse, statistics, ..Attended::context(context) }
     } else if wants_lse || score_tensors.are_tracked() {
-        FlattenedFlash::attend([&q, &k, &v], &score_tensors, flash)?
+        let (context, lse) = FlattenedFlash::attend([&q, &k, &v], &score_tensors, flash)?;
+        Attended { lse, ..Attended::context(context) }
     } else {
-        (q.apply_op3(&k, &v, flash)?, None)
+        Attended::context(q.apply_op3(&k, &v, flash)?)
     };
-    Ok((in_order(call, context)?, lse))
+    // The context as it lies in memory, as (B, H, T_q, D_v).
+    match call.output_order {
+        OutputOrder::Bhtd => Ok(attended),
+        OutputOrder::Bthd => Ok(Attended { context: attended.context.transpose(1, 2)?, ..attended }),
+    }
 }
 
 /// The weights that a call drops.
@@ -339,13 +313,8 @@ impl CustomOp3 for Flash {
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let operands = [(q, q_layout), (k, k_layout), (v, v_layout)];
-        let context = match q {
-            CpuStorage::F32(_) => CpuStorage::F32(self.attend_to(operands)?),
-            CpuStorage::BF16(_) => CpuStorage::BF16(self.attend_to(operands)?),
-            CpuStorage::F16(_) => CpuStorage::F16(self.attend_to(operands)?),
-            _ => return Err(self.error("the fused CPU kernel takes F32, BF16 or F16")),
-        };
-        Ok((context, self.context_shape()))
+        let context = with_float!(self.op, q.dtype(), |E| self.attend_to::<E>(operands).map(E::to_cpu_storage_owned));
+        Ok((context?, self.context_shape()))
     }
 
     fn bwd(
@@ -360,23 +329,9 @@ impl CustomOp3 for Flash {
     }
 }
 
-/// A tensor that is being read.
-struct Read<'a, G> {
-    storage: G,
-    layout: &'a Layout,
-}
-
-fn read(tensor: &Tensor) -> Read<'_, impl Deref<Target = Storage>> {
-    let (storage, layout) = tensor.storage_and_layout();
-    Read { storage, layout }
-}
-
 impl<G: Deref<Target = Storage>> Read<'_, G> {
     fn strided<E: WithDType, const N: usize>(&self) -> Result<Strided<'_, E, N>> {
-        match &*self.storage {
-            Storage::Cpu(storage) => Ok(strided(storage.as_slice()?, self.layout)),
-            _ => bail!("expected a tensor on the CPU, found one on {:?}", self.storage.device().location()),
-        }
+        Ok(strided(self.elements()?, self.layout))
     }
 }
 

@@ -1,13 +1,11 @@
 //! The fused operations of GPUs, which are other libraries': what each computes rightly, and how a call goes to it. All
 //! else takes the reference path.
 
-mod flash_attn;
-mod metal;
+mod operations;
 #[cfg(test)]
 mod tests;
 
-pub(super) use flash_attn::FLASH_ATTN;
-pub(super) use metal::METAL;
+pub(super) use operations::{FLASH_ATTN, METAL};
 
 use std::fmt;
 use std::ops::Range;
@@ -128,8 +126,8 @@ impl Operation {
             None if self.varlen => {
                 let Dims { b, t_q, t_kv, .. } = call.dims;
                 let (cu_seqlens_q, cu_seqlens_kv) = cumulative(&bands, b * t_q, b * t_kv);
-                if cu_seqlens_q.len() > flash_attn::GRID + 1 {
-                    return refuse(flash_attn::too_many(cu_seqlens_q.len() - 1));
+                if cu_seqlens_q.len() > operations::GRID + 1 {
+                    return refuse(operations::too_many(cu_seqlens_q.len() - 1));
                 }
                 Sequences::Varlen { cu_seqlens_q, cu_seqlens_kv }
             }
@@ -144,7 +142,7 @@ impl Operation {
         let lacks = [
             (tracks_gradients(call), "has no gradients, and an input is tracked for them"),
             (outputs == Outputs::LogSumExp, "has no log-sum-exp"),
-            (outputs == Outputs::Statistics, "has no statistics of weights"),
+            (matches!(outputs, Outputs::Statistics(_)), "has no statistics of weights"),
             (options.sinks.is_some(), "has no sinks"),
             (options.distance_bias.is_some(), "takes no bias by distance"),
             (options.alibi_slopes.is_some() && !self.alibi, "has no ALiBi"),

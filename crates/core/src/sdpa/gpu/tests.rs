@@ -3,8 +3,7 @@
 
 use std::sync::Mutex;
 
-use super::flash_attn::probe_once;
-use super::metal::{BLOCK, contiguous};
+use super::operations::{BLOCK, contiguous, probe_once};
 use super::*;
 use crate::mask::ValidLens;
 use crate::sdpa::{PackedSequences, SdpaOptions};

@@ -1,12 +1,72 @@
-//! Weights as a file has them: whole, joined, and in part.
+//! A file being read: its header, its tensors, and weights as it has them, whole, joined and in part.
 
+use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::Range;
 
+use candle_core::quantized::gguf_file::Content;
 use candle_core::quantized::{QStorage, QTensor};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
 
 use candle_attention_core::PackedLinear;
-use candle_attention_core::internal::ProjectionColumns;
+use candle_attention_core::internal::{ProjectionColumns, is_addressable, root};
+
+/// A file being read.
+pub(super) struct File<'a, R> {
+    pub content: &'a Content,
+    pub reader: &'a mut R,
+    pub device: &'a Device,
+}
+
+impl<R: Read + Seek> File<'_, R> {
+    pub fn has(&self, name: &str) -> bool {
+        self.content.tensor_infos.contains_key(name)
+    }
+
+    pub fn tensor(&mut self, name: &str) -> Result<QTensor> {
+        let Some(info) = self.content.tensor_infos.get(name) else { bail!("[gguf] {name} is missing") };
+        // Candle casts the bytes of a tensor to blocks, and those of an empty one are not aligned.
+        if info.shape.dims().contains(&0) {
+            bail!("[gguf] {name} has shape {:?}, expected dimensions of at least 1", info.shape)
+        }
+        // Candle compares the size with that of the file before it makes room for it.
+        if !is_addressable(info.shape.dims()) {
+            bail!("[gguf] {name} has shape {:?}, which is too large to address", info.shape)
+        }
+        self.content
+            .tensor(self.reader, name, self.device)
+            .map_err(|error| Error::msg(format!("[gguf] {name}: {}", root(&error))))
+    }
+
+    /// `name.weight` (out, in), and `name.bias` (out,) if there is to be one.
+    pub fn weight(&mut self, name: &str, (out_dim, in_dim): (usize, usize), bias: bool) -> Result<Weight> {
+        let weight = self.shaped(&format!("{name}.weight"), &[out_dim, in_dim])?;
+        let bias = match bias {
+            true => Some(self.shaped(&format!("{name}.bias"), &[out_dim])?.dequantize(self.device)?),
+            false => None,
+        };
+        Ok(Weight { weight, bias })
+    }
+
+    /// A linear layer of any shape, and its bias if the file has it.
+    pub fn linear(&mut self, name: &str) -> Result<Weight> {
+        let (weight, bias) = (format!("{name}.weight"), self.has(&format!("{name}.bias")));
+        match self.content.tensor_infos.get(&weight).map(|info| info.shape.dims()) {
+            Some(&[out_dim, in_dim]) => self.weight(name, (out_dim, in_dim), bias),
+            Some(found) => bail!("[gguf] {weight} has shape {found:?}, expected (out, in)"),
+            None => bail!("[gguf] {weight} is missing"),
+        }
+    }
+
+    fn shaped(&mut self, name: &str, shape: &[usize]) -> Result<QTensor> {
+        match self.content.tensor_infos.get(name) {
+            None => bail!("[gguf] {name} is missing, expected shape {shape:?}"),
+            Some(info) if info.shape.dims() != shape => {
+                bail!("[gguf] {name} has shape {:?}, expected {shape:?}", info.shape)
+            }
+            Some(_) => self.tensor(name),
+        }
+    }
+}
 
 /// A part of a linear layer (out, in), for one of several processes.
 #[derive(Debug, Clone)]
@@ -108,6 +168,60 @@ impl Weight {
     pub fn columns(self) -> Result<Vec<ProjectionColumns>> {
         let part = (self.out_dim(), self.bias.is_some());
         Ok(ProjectionColumns::split(self.pack()?, [part]))
+    }
+}
+
+/// The header of a file, which everything here reads: [`Content::read`], but for a file whose `general.alignment` is 0,
+/// at which that panics.
+///
+/// # Errors
+/// For such a file, one that is no GGUF file, and one that cannot be read.
+pub fn read<R: Read + Seek>(reader: &mut R) -> Result<Content> {
+    Content::read(&mut Header { reader, next: Next::Other })
+        .map_err(|error| Error::msg(format!("[gguf] {}", root(&error))))
+}
+
+/// A file that Candle reads piece by piece: a key, the type of its value, the value.
+struct Header<'a, R> {
+    reader: &'a mut R,
+    next: Next,
+}
+
+enum Next {
+    TypeOfAlignment,
+    Alignment,
+    Other,
+}
+
+impl<R: Read> Read for Header<'_, R> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.reader.read(bytes)
+    }
+
+    fn read_exact(&mut self, bytes: &mut [u8]) -> io::Result<()> {
+        self.reader.read_exact(bytes)?;
+        let are_zeros = |bytes: &[u8]| bytes.iter().all(|&byte| byte == 0);
+        self.next = match (&self.next, &*bytes) {
+            // Candle takes zeros off the end of a key.
+            (_, key) if key.strip_prefix(b"general.alignment").is_some_and(are_zeros) => Next::TypeOfAlignment,
+            (Next::TypeOfAlignment, [_, _, _, _]) => Next::Alignment,
+            // Candle takes wider integers for no alignment.
+            (Next::Alignment, value) if value.len() <= 4 && are_zeros(value) => {
+                return Err(io::Error::other("general.alignment is 0, expected at least 1"));
+            }
+            _ => Next::Other,
+        };
+        Ok(())
+    }
+}
+
+impl<R: Seek> Seek for Header<'_, R> {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        self.reader.seek(to)
+    }
+
+    fn stream_position(&mut self) -> io::Result<u64> {
+        self.reader.stream_position()
     }
 }
 

@@ -1,5 +1,5 @@
 //! Relative positions along one axis by content: for each distance of query and key a vector, which one of the two is
-//! multiplied with.
+//! multiplied with; and attention for some heads at a time, so that there is a bias for these alone.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,10 +7,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::{D, Device, Result, Tensor, bail};
 use candle_nn::Init;
 
-use super::disentangled::{self, Disentangled};
-use super::{ContentLayer, DisentangledConfig, RelativeEmbeddings, ScoreTerm, Scores, Term, TermCall};
+use super::disentangled::Disentangled;
+use super::{ContentLayer, ScoreTerm, Scores, TermCall};
 use crate::base::{Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, Stored, accumulation_dtype, fits_in_memory};
 use crate::linear::Projections;
+use crate::mask::AttentionMask;
+use crate::sdpa::{Attended, Keys, Outputs, Plan, SdpaOptions, attend, plan, scaled_dot_product_attention};
 
 /// The parameters of a layer's [`ContentPositions`] that go by the distance of query and key.
 #[derive(Debug, Clone)]
@@ -22,7 +24,7 @@ pub(super) struct DistanceTables {
 }
 
 #[derive(Debug, Clone)]
-enum Kind {
+pub(super) enum Kind {
     TransformerXl,
     /// Keys from `left` before their query to `right` after it have vectors of their own.
     Clipped {
@@ -74,59 +76,30 @@ impl ScoreTerm for DistanceTables {
         (scores.q, scores.by_heads) = (q, Some(terms));
         Ok(())
     }
+}
 
-    fn parameters(&self) -> Option<&ParameterList> {
-        Some(&self.parameters)
-    }
+pub(super) fn transformer_xl(layer: &ContentLayer, source: &Source) -> Vec<Spec> {
+    let (h, d) = (layer.num_heads, layer.head_dim);
+    let has = |names: &&[&str; 3]| source.has(names[1]);
+    let [projection, u, v] = *TRANSFORMER_XL.iter().find(has).unwrap_or(&TRANSFORMER_XL[0]);
+    let [own_projection, own_u, own_v] = TRANSFORMER_XL[0];
+    let spec = |name: String, stored: String, shape: [usize; 2], init| {
+        Spec::new(name, shape, init).stored(Stored::Whole(stored)).by_head(Heads::Query, 0)
+    };
+    let weight = |name: &str| format!("{name}.weight");
+    vec![
+        spec(weight(own_projection), weight(projection), [h * d, layer.embed_dim], LINEAR_WEIGHT),
+        spec(own_u.into(), u.into(), [h, d], Init::Const(0.0)),
+        spec(own_v.into(), v.into(), [h, d], Init::Const(0.0)),
+    ]
+}
 
-    fn freeze(&self) -> Result<Option<Term>> {
-        let kind = match &self.kind {
-            Kind::Disentangled(vectors) => Kind::Disentangled(vectors.freeze()?),
-            kind => kind.clone(),
-        };
-        Ok(Some(Arc::new(Self::new(kind, self.parameters.freeze()?))))
-    }
-
-    fn with_embeddings(&self, embeddings: &RelativeEmbeddings) -> Result<Option<Term>> {
-        let Kind::Disentangled(vectors) = &self.kind else { return Ok(None) };
-        let kind = Kind::Disentangled(vectors.with_embeddings(embeddings)?);
-        Ok(Some(Arc::new(Self::new(kind, self.parameters.clone()))))
-    }
+pub(super) fn clipped(distances: usize, d: usize) -> Vec<Spec> {
+    vec![Spec::new(CLIPPED, [distances, d], Init::Randn { mean: 0.0, stdev: 1.0 })]
 }
 
 impl DistanceTables {
-    pub(super) fn transformer_xl(layer: ContentLayer, source: &Source) -> Result<Self> {
-        let (h, d) = (layer.num_heads, layer.head_dim);
-        let has = |names: &&[&str; 3]| source.has(names[1]);
-        let [projection, u, v] = *TRANSFORMER_XL.iter().find(has).unwrap_or(&TRANSFORMER_XL[0]);
-        let [own_projection, own_u, own_v] = TRANSFORMER_XL[0];
-        let spec = |name: String, stored: String, shape: [usize; 2], init| {
-            Spec::new(name, shape, init).stored(Stored::Whole(stored)).by_head(Heads::Query, 0)
-        };
-        let weight = |name: &str| format!("{name}.weight");
-        let specs = [
-            spec(weight(own_projection), weight(projection), [h * d, layer.embed_dim], LINEAR_WEIGHT),
-            spec(own_u.into(), u.into(), [h, d], Init::Const(0.0)),
-            spec(own_v.into(), v.into(), [h, d], Init::Const(0.0)),
-        ];
-        Ok(Self::new(Kind::TransformerXl, ParameterList::load(&specs, source)?))
-    }
-
-    pub(super) fn clipped(left: usize, right: usize, layer: ContentLayer, source: &Source) -> Result<Self> {
-        let init = Init::Randn { mean: 0.0, stdev: 1.0 };
-        let table = Spec::new(CLIPPED, [left + right + 1, layer.head_dim], init);
-        Ok(Self::new(Kind::Clipped { left, right }, ParameterList::load(&[table], source)?))
-    }
-
-    pub(super) fn disentangled(config: &DisentangledConfig, layer: ContentLayer, source: &Source) -> Result<Self> {
-        let specs = disentangled::specs(config, [layer.num_heads * layer.head_dim, layer.embed_dim], source);
-        Ok(Self::new(
-            Kind::Disentangled(Disentangled::new(config, layer.embed_dim)),
-            ParameterList::load(&specs, source)?,
-        ))
-    }
-
-    fn new(kind: Kind, parameters: ParameterList) -> Self {
+    pub(super) fn new(kind: Kind, parameters: ParameterList) -> Self {
         Self { kind, parameters, latest: Arc::default() }
     }
 
@@ -257,6 +230,74 @@ fn by_distance(vectors: &Tensor, rows: &Tensor) -> Result<Tensor> {
     let products = vectors.contiguous()?.broadcast_matmul(&rows.transpose(D::Minus2, D::Minus1)?)?;
     let shifted = products.reshape((b, h, 2 * t * t))?.narrow(2, t - 1, t * (2 * t - 1))?;
     shifted.reshape((b, h, t, 2 * t - 1))?.narrow(3, 0, t)
+}
+
+/// The most numbers in which terms are computed at once, unless those of one key head are more: 16 MB, for them to stay
+/// in a processor's cache until they are read.
+const MAX_NUMBERS: usize = 1 << 22;
+
+/// The keys and values of a call, and the terms of its scores.
+pub(crate) struct KeysByHeads {
+    /// (B, H, T, D) and (B, H, T, D_v), or with H_kv heads.
+    pub k: Tensor,
+    pub v: Tensor,
+    pub terms: DistanceTerms,
+}
+
+/// The arguments of attention for some heads.
+struct Part {
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    options: SdpaOptions,
+}
+
+impl Keys for KeysByHeads {
+    /// Weights and statistics are of all heads at once.
+    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
+        if outputs != Outputs::Context {
+            let Part { q, k, v, mask, options } = self.part(q, mask, options, 0..self.k.dim(1)?)?;
+            return attend(outputs, [&q, &k, &v], &mask, &options);
+        }
+        let contexts = self.blocks(q, options)?.into_iter().map(|heads| {
+            let Part { q, k, v, mask, options } = self.part(q, mask, options, heads)?;
+            scaled_dot_product_attention(&q, &k, &v, &mask, &options)?.transpose(1, 2)
+        });
+        let context = Tensor::cat(&contexts.collect::<Result<Vec<_>>>()?, 2)?.contiguous()?.transpose(1, 2)?;
+        Ok(Attended::context(context))
+    }
+
+    /// The path of the first heads, which is that of all.
+    fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
+        let first = self.blocks(q, options)?.into_iter().next().unwrap_or(0..0);
+        let Part { q, k, v, mask, options } = self.part(q, mask, options, first)?;
+        plan(&q, &k, &v, &mask, &options)
+    }
+}
+
+impl KeysByHeads {
+    /// Key heads that are attended to at once.
+    fn blocks(&self, q: &Tensor, options: &SdpaOptions) -> Result<Vec<Range<usize>>> {
+        let (h, h_kv) = (q.dim(1)?, self.k.dim(1)?);
+        let numbers = self.terms.numbers_of_head()?.saturating_mul(h / h_kv).max(1);
+        let size = if options.drops_by_seed() { h_kv } else { (MAX_NUMBERS / numbers).clamp(1, h_kv) };
+        Ok((0..h_kv).step_by(size).map(|start| start..h_kv.min(start + size)).collect())
+    }
+
+    fn part(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, keys: Range<usize>) -> Result<Part> {
+        let (h, h_kv) = (q.dim(1)?, self.k.dim(1)?);
+        let heads = keys.start * (h / h_kv)..keys.end * (h / h_kv);
+        let of_keys = |tensor: &Tensor| tensor.narrow(1, keys.start, keys.len());
+        let mask = mask.of_heads(heads.clone(), h)?;
+        Ok(Part {
+            q: q.narrow(1, heads.start, heads.len())?,
+            k: of_keys(&self.k)?,
+            v: of_keys(&self.v)?,
+            options: options.of_heads(&heads)?,
+            mask: mask.with_bias(&self.terms.bias(heads)?),
+        })
+    }
 }
 
 #[cfg(test)]

@@ -1,16 +1,14 @@
 //! Relative positions by content: terms of a score that depend on where the key stands from its query, and mostly on
 //! what one of the two holds.
 
-mod by_heads;
 mod disentangled;
 mod distances;
-mod grid;
-mod window;
+mod images;
 
 pub use disentangled::{DisentangledConfig, RelativeEmbeddings};
 
-pub(crate) use by_heads::KeysByHeads;
 pub(super) use distances::DistanceTerms;
+pub(crate) use distances::KeysByHeads;
 
 use std::sync::Arc;
 
@@ -18,10 +16,10 @@ use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
 use super::{ScoreTerm, Scores, Term, TermCall};
-use crate::base::Source;
-use distances::DistanceTables;
-use grid::GridTables;
-use window::WindowTables;
+use crate::base::{ParameterList, Source, Spec};
+use disentangled::Disentangled;
+use distances::{DistanceTables, Kind};
+use images::{GridTables, WindowTables};
 
 /// Terms of the scores by the place of the key from its query and, but for those of windows, by what one of the two
 /// holds, for self-attention.
@@ -194,32 +192,57 @@ fn check_window(sizes: [usize; 2]) -> Result<()> {
     }
 }
 
-/// The term of a layer, with its parameters.
+/// The parameters of such terms.
 ///
 /// # Errors
-/// For a missing or misshapen tensor, and for parameters that a config without such positions does not name.
-pub(crate) fn content(
+/// For parameters that a config without such positions does not name.
+pub(crate) fn content_specs(
     positions: Option<&ContentPositions>,
-    layer: ContentLayer,
+    layer: &ContentLayer,
     source: &Source,
-) -> Result<Option<Term>> {
-    let ContentLayer { num_heads, head_dim, .. } = layer;
+) -> Result<Vec<Spec>> {
+    let &ContentLayer { num_heads, head_dim, embed_dim, .. } = layer;
     let Some(positions) = positions else {
-        let mut names = grid::NAMES.iter().chain(&distances::PARAMETERS);
+        let mut names = images::GRID.iter().chain(&distances::PARAMETERS);
         names.try_for_each(|name| source.refuse(name, "the config has no content_positions"))?;
         WindowTables::refuse(source)?;
-        return Ok(None);
+        return Ok(Vec::new());
     };
-    Ok(Some(match *positions {
-        ContentPositions::Grid { height, width } => Arc::new(GridTables::load([height, width], head_dim, source)?),
-        ContentPositions::Window { height, width } => {
-            Arc::new(WindowTables::of_table([height, width], num_heads, source)?)
+    Ok(match *positions {
+        ContentPositions::Grid { height, width } => GridTables::specs([height, width], head_dim),
+        ContentPositions::Window { height, width } => WindowTables::table_specs([height, width], num_heads, source)?,
+        ContentPositions::CosineWindow { .. } => WindowTables::cosine_specs(num_heads, source),
+        ContentPositions::TransformerXl => distances::transformer_xl(layer, source),
+        ContentPositions::Clipped { left, right } => distances::clipped(left + right + 1, head_dim),
+        ContentPositions::Disentangled(ref config) => {
+            disentangled::specs(config, [num_heads * head_dim, embed_dim], source)
         }
+    })
+}
+
+/// The term of a layer with these parameters, and with the vectors of distances that the layers of a stack share.
+///
+/// # Errors
+/// For vectors of another shape.
+pub(crate) fn content(
+    positions: &ContentPositions,
+    layer: &ContentLayer,
+    parameters: &ParameterList,
+    embeddings: Option<&RelativeEmbeddings>,
+) -> Result<Term> {
+    let parameters = parameters.clone();
+    let distances = |kind, parameters| Arc::new(DistanceTables::new(kind, parameters));
+    Ok(match *positions {
+        ContentPositions::Grid { height, width } => Arc::new(GridTables::new([height, width], parameters)),
+        ContentPositions::Window { height, width } => Arc::new(WindowTables::of_table([height, width], parameters)),
         ContentPositions::CosineWindow { height, width, trained } => {
-            Arc::new(WindowTables::of_cosines([height, width], trained, [num_heads, head_dim], source)?)
+            let sizes = [height, width];
+            Arc::new(WindowTables::of_cosines(sizes, trained.unwrap_or(sizes), layer.head_dim, parameters)?)
         }
-        ContentPositions::TransformerXl => Arc::new(DistanceTables::transformer_xl(layer, source)?),
-        ContentPositions::Clipped { left, right } => Arc::new(DistanceTables::clipped(left, right, layer, source)?),
-        ContentPositions::Disentangled(ref config) => Arc::new(DistanceTables::disentangled(config, layer, source)?),
-    }))
+        ContentPositions::TransformerXl => distances(Kind::TransformerXl, parameters),
+        ContentPositions::Clipped { left, right } => distances(Kind::Clipped { left, right }, parameters),
+        ContentPositions::Disentangled(ref config) => {
+            distances(Kind::Disentangled(Disentangled::new(config, layer.embed_dim, embeddings)?), parameters)
+        }
+    })
 }

@@ -1,11 +1,109 @@
-//! The rows of a layer's projections, wherever a checkpoint keeps them.
+//! What a layer's projections are made from: rows of tensors, wherever a checkpoint keeps them, or modules.
 
+use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 
-use candle_core::{Result, Tensor};
+use candle_core::{Module, Result, Tensor};
 use candle_nn::Linear;
 
 use crate::base::{Rows, frozen};
+
+/// One of a layer's projections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ProjectionPlace {
+    /// (B, T_q, embed_dim) to (B, T_q, H·D).
+    Query,
+    /// (B, T_kv, key_size) to (B, T_kv, H_kv·D).
+    Key,
+    /// (B, T_kv, value_size) to (B, T_kv, H_kv·D_v).
+    Value,
+    /// (B, T_q, H·D_v) to (B, T_q, out_dim).
+    Output,
+    /// (B, T_q, embed_dim) to (B, T_q, H·D_v), or (B, T_q, H) for a gate of whole heads
+    /// ([`OutputGate`](crate::OutputGate)).
+    Gate,
+}
+
+impl ProjectionPlace {
+    /// In the order of the type.
+    pub(super) const ALL: [Self; PROJECTIONS] = [Self::Query, Self::Key, Self::Value, Self::Output, Self::Gate];
+
+    /// For errors.
+    pub(super) fn noun(self) -> String {
+        if self == Self::Gate { self.to_string() } else { format!("{self} projection") }
+    }
+}
+
+impl fmt::Display for ProjectionPlace {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str(match self {
+            Self::Query => "query",
+            Self::Key => "key",
+            Self::Value => "value",
+            Self::Output => "output",
+            Self::Gate => "gate",
+        })
+    }
+}
+
+/// How many projections a layer may have.
+pub(crate) const PROJECTIONS: usize = 5;
+
+/// What there is of something for each projection, in the order of [`ProjectionPlace`].
+pub(crate) type ByPlace<T> = [Option<T>; PROJECTIONS];
+
+/// A module in a projection's place.
+pub type ProjectionModule = Arc<dyn Module + Send + Sync>;
+
+/// Modules for all projections of a layer
+/// ([`MultiHeadAttention::from_modules`](crate::MultiHeadAttention::from_modules)), biases included.
+#[derive(Clone, Default)]
+#[must_use]
+pub struct ProjectionModules(pub(super) ByPlace<ProjectionModule>);
+
+impl ProjectionModules {
+    /// Query, key and value projections, and no output projection.
+    pub fn new(
+        query: impl Module + Send + Sync + 'static,
+        key: impl Module + Send + Sync + 'static,
+        value: impl Module + Send + Sync + 'static,
+    ) -> Self {
+        Self::of_query(query).with_key(key).with(ProjectionPlace::Value, value)
+    }
+
+    /// A query projection alone, for keys and values of an earlier layer.
+    pub fn of_query(query: impl Module + Send + Sync + 'static) -> Self {
+        Self::default().with(ProjectionPlace::Query, query)
+    }
+
+    /// With a key projection, whose output may be the values too.
+    pub fn with_key(self, key: impl Module + Send + Sync + 'static) -> Self {
+        self.with(ProjectionPlace::Key, key)
+    }
+
+    /// With an output projection.
+    pub fn with_output(self, output: impl Module + Send + Sync + 'static) -> Self {
+        self.with(ProjectionPlace::Output, output)
+    }
+
+    /// With the projection of an output gate, wherever a checkpoint may keep it.
+    pub fn with_gate(self, gate: impl Module + Send + Sync + 'static) -> Self {
+        self.with(ProjectionPlace::Gate, gate)
+    }
+
+    fn with(mut self, place: ProjectionPlace, module: impl Module + Send + Sync + 'static) -> Self {
+        self.0[place as usize] = Some(Arc::new(module));
+        self
+    }
+}
+
+impl fmt::Debug for ProjectionModules {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let places = ProjectionPlace::ALL.into_iter().filter(|&place| self.0[place as usize].is_some());
+        f.debug_tuple("ProjectionModules").field(&places.collect::<Vec<_>>()).finish()
+    }
+}
 
 /// The rows of one projection, in the order of its outputs: one tensor, one for each head, or some rows of a packed
 /// one. What variables hold is read when it is asked for.

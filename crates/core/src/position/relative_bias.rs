@@ -7,7 +7,7 @@ use candle_nn::{Init, VarBuilder};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use super::{ScoreTerm, Scores, Term, TermCall};
+use super::{ScoreTerm, Scores, TermCall};
 use crate::base::{HeadShard, Options, Source, accumulation_dtype, fits_in_memory, options};
 use crate::linear::frozen;
 use crate::position::Positions;
@@ -176,13 +176,6 @@ impl ScoreTerm for RelativeBias {
     fn takes_positions(&self) -> bool {
         true
     }
-
-    fn freeze(&self) -> Result<Option<Term>> {
-        match self.weight.track_op() {
-            true => Ok(Some(Arc::new(self.with_weight(frozen(&self.weight)?)))),
-            false => Ok(None),
-        }
-    }
 }
 
 impl RelativeBias {
@@ -219,6 +212,10 @@ impl RelativeBias {
             true => self.weight.narrow(1, heads.start, heads.len())?,
             false => share.copy(&self.weight, 1)?,
         }))
+    }
+
+    pub(crate) fn freeze(&self) -> Result<Self> {
+        if self.weight.track_op() { Ok(self.with_weight(frozen(&self.weight)?)) } else { Ok(self.clone()) }
     }
 
     fn with_weight(&self, weight: Tensor) -> Self {

@@ -1,10 +1,5 @@
 //! What belongs to the architecture of an attention layer.
 
-mod kv_source;
-mod sizes;
-
-pub use kv_source::KvSource;
-
 use candle_core::{Result, bail};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
@@ -280,6 +275,138 @@ impl MultiHeadAttentionConfig {
             }
             (Some(_), Some(_)) => Ok(()),
             _ => bail!("[{OP}] norm_after_rope is set, expected both qk_norm and rope"),
+        }
+    }
+}
+
+/// Readers of numbers and widths, with defaults filled in.
+impl MultiHeadAttentionConfig {
+    /// H_kv, the number of key and value heads.
+    pub fn num_kv_heads(&self) -> usize {
+        self.num_kv_heads.unwrap_or(self.num_heads)
+    }
+
+    /// D, the width of one query and key head.
+    pub fn head_dim(&self) -> usize {
+        let out_dim = self.out_dim.unwrap_or(self.embed_dim);
+        self.head_dim.unwrap_or_else(|| out_dim.checked_div(self.num_heads).unwrap_or(0))
+    }
+
+    /// D_v, the width of one value head.
+    pub fn value_head_dim(&self) -> usize {
+        self.value_head_dim.unwrap_or_else(|| self.head_dim())
+    }
+
+    /// The width of the layer's output.
+    pub fn out_dim(&self) -> usize {
+        match (self.out_dim, self.out_proj) {
+            (Some(out_dim), _) => out_dim,
+            (None, true) => self.embed_dim,
+            (None, false) => self.num_heads.saturating_mul(self.value_head_dim()),
+        }
+    }
+
+    /// The width of the keys' input.
+    pub fn key_size(&self) -> usize {
+        self.key_size.unwrap_or(self.embed_dim)
+    }
+
+    /// The width of the values' input.
+    pub fn value_size(&self) -> usize {
+        self.value_size.unwrap_or_else(|| self.key_size())
+    }
+
+    /// That heads divide into groups, and that widths are those of the heads together.
+    pub(super) fn validate_sizes(&self) -> Result<()> {
+        let (h, h_kv) = (self.num_heads, self.num_kv_heads());
+        if !h.is_multiple_of(h_kv) {
+            bail!("[{OP}] num_kv_heads is {h_kv}, which does not divide num_heads {h}")
+        }
+        for (name, width) in [("head_dim", self.head_dim()), ("value_head_dim", self.value_head_dim())] {
+            if h.saturating_mul(width) > u32::MAX as usize {
+                bail!("[{OP}] num_heads {h} times {name} {width} is more than {}", u32::MAX)
+            }
+        }
+        let out_dim = self.out_dim.unwrap_or(self.embed_dim);
+        if self.head_dim.is_none() && !out_dim.is_multiple_of(h) {
+            let name = if self.out_dim.is_some() { "out_dim" } else { "embed_dim" };
+            bail!("[{OP}] num_heads is {h}, which does not divide {name} {out_dim}; give head_dim")
+        }
+        if self.out_proj {
+            return Ok(());
+        }
+        let heads = h.saturating_mul(self.value_head_dim());
+        if self.out_dim() != heads {
+            bail!(
+                "[{OP}] out_dim is {}, but without an output projection the {h} heads of width {} give {heads}",
+                self.out_dim(),
+                self.value_head_dim()
+            )
+        }
+        if self.out_bias {
+            bail!("[{OP}] out_bias is set, but there is no output projection")
+        }
+        Ok(())
+    }
+}
+
+/// Where a layer's keys and values come from.
+///
+/// ```
+/// use candle_attention::{KvSource, MultiHeadAttentionConfig};
+/// let cfg = MultiHeadAttentionConfig::new(64, 4).with_causal(true).with_kv_source(KvSource::KeysAsValues);
+/// cfg.validate().expect("keys and values are of one width");
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum KvSource {
+    /// A projection of its own for each.
+    #[default]
+    Projected,
+    /// One projection for both: values are what it gives, before norms and positions of the keys (`attention_k_eq_v` of
+    /// Gemma 4).
+    KeysAsValues,
+    /// None: the layer reads what an earlier layer keeps in its
+    /// [cache](crate::AttentionInput::with_shared_cache), or has projected to a
+    /// [memory](crate::AttentionInput::with_memory) (`num_kv_shared_layers` of Gemma 3n and Gemma 4).
+    EarlierLayer,
+}
+
+impl MultiHeadAttentionConfig {
+    /// Nothing may be asked of keys and values that are not there.
+    pub(super) fn validate_kv_source(&self) -> Result<()> {
+        match self.kv_source {
+            KvSource::Projected => Ok(()),
+            KvSource::KeysAsValues => {
+                let (keys, values) = (
+                    [self.head_dim(), self.key_size(), usize::from(self.k_bias)],
+                    [self.value_head_dim(), self.value_size(), usize::from(self.v_bias)],
+                );
+                if keys != values {
+                    bail!(
+                        "[{OP}] values are the keys' projection, expected one width of heads and inputs and \
+                         a bias on both or neither, found {keys:?} for keys and {values:?} for values"
+                    )
+                }
+                Ok(())
+            }
+            KvSource::EarlierLayer => {
+                let options = [
+                    ("k_bias", self.k_bias),
+                    ("v_bias", self.v_bias),
+                    ("bias_kv", self.bias_kv),
+                    ("add_zero_attn", self.add_zero_attn),
+                    ("value_norm", self.value_norm.is_some()),
+                ];
+                match options.into_iter().find(|&(_, is_set)| is_set) {
+                    Some((name, _)) => bail!(
+                        "[{OP}] {name} is set, but keys and values are those of an earlier layer, as it \
+                         made them"
+                    ),
+                    None => Ok(()),
+                }
+            }
         }
     }
 }

@@ -135,7 +135,7 @@ impl RelativeEmbeddings {
         norm.forward(&self.weight.unsqueeze(0)?.unsqueeze(2)?)?.squeeze(2)?.squeeze(0)
     }
 
-    fn freeze(&self) -> Result<Self> {
+    pub(crate) fn freeze(&self) -> Result<Self> {
         Ok(Self { weight: frozen(&self.weight)?, norm: self.norm.as_ref().map(Norm::freeze).transpose()? })
     }
 }
@@ -144,7 +144,6 @@ impl RelativeEmbeddings {
 #[derive(Debug, Clone)]
 pub(super) struct Disentangled {
     config: DisentangledConfig,
-    embed_dim: usize,
     embeddings: Option<RelativeEmbeddings>,
 }
 
@@ -167,19 +166,14 @@ pub(super) fn specs(config: &DisentangledConfig, [outputs, inputs]: [usize; 2], 
 }
 
 impl Disentangled {
-    pub fn new(config: &DisentangledConfig, embed_dim: usize) -> Self {
-        Self { config: config.clone(), embed_dim, embeddings: None }
-    }
-
-    pub fn with_embeddings(&self, embeddings: &RelativeEmbeddings) -> Result<Self> {
-        let shape = [Dim::Named("2 · span", 2 * self.config.span()), Dim::Named("E", self.embed_dim)];
-        Expect::many("multi_head_attention", "the relative embeddings", embeddings.weight()).shape(&shape)?;
-        Ok(Self { embeddings: Some(embeddings.clone()), ..self.clone() })
-    }
-
-    pub fn freeze(&self) -> Result<Self> {
-        let embeddings = self.embeddings.as_ref().map(RelativeEmbeddings::freeze).transpose()?;
-        Ok(Self { embeddings, ..self.clone() })
+    /// # Errors
+    /// For embeddings of another shape.
+    pub fn new(config: &DisentangledConfig, embed_dim: usize, embeddings: Option<&RelativeEmbeddings>) -> Result<Self> {
+        if let Some(embeddings) = embeddings {
+            let shape = [Dim::Named("2 · span", 2 * config.span()), Dim::Named("E", embed_dim)];
+            Expect::many("multi_head_attention", "the relative embeddings", embeddings.weight()).shape(&shape)?;
+        }
+        Ok(Self { config: config.clone(), embeddings: embeddings.cloned() })
     }
 
     /// Whether [`rows`](Self::rows) depends on tensors alone, and not on modules, which may differ in a clone of the

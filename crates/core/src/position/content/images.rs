@@ -1,15 +1,96 @@
-//! Biases by the place of a key from its query in a window of an image, and cosine scores (Swin and Swin v2).
+//! Positions of patches of an image: in a grid, as part of the product of queries and keys (SAM), and in a window, as a
+//! bias and with cosine scores (Swin and Swin v2).
 
 use std::sync::{Arc, OnceLock};
 
-use candle_core::{Device, Result, Tensor, bail};
+use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::{Init, ops};
 
-use super::{ScoreTerm, Scores, Term, TermCall};
+use super::{ScoreTerm, Scores, TermCall};
 use crate::base::{
     Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, Stored, accumulation_dtype, fits_in_memory, linear_bias,
 };
 use crate::norm::Norm;
+
+/// The parameters of [`ContentPositions::Grid`](crate::ContentPositions::Grid).
+#[derive(Debug, Clone)]
+pub(super) struct GridTables {
+    /// Rows and columns of the grid.
+    sizes: [usize; 2],
+    /// (2 · rows - 1, D) and (2 · columns - 1, D), which all heads share.
+    parameters: ParameterList,
+}
+
+pub(super) const GRID: [&str; 2] = ["rel_pos_h", "rel_pos_w"];
+
+impl ScoreTerm for GridTables {
+    fn add(&self, scores: &mut Scores, call: &TermCall) -> Result<()> {
+        let [q, k] = self.widen(&scores.q, &scores.own_keys(call)?, scores.scale())?;
+        (scores.q, scores.k) = (q, Some(k));
+        Ok(())
+    }
+}
+
+impl GridTables {
+    pub(super) fn new(sizes: [usize; 2], parameters: ParameterList) -> Self {
+        Self { sizes, parameters }
+    }
+
+    pub(super) fn specs(sizes: [usize; 2], d: usize) -> Vec<Spec> {
+        let table = |axis: usize| Spec::new(GRID[axis], [2 * sizes[axis] - 1, d], Init::Const(0.0));
+        vec![table(0), table(1)]
+    }
+
+    /// Queries (B, H, T, D) and keys (B, H_kv, T, D), views of (B, T, ..), made wider: a query by its product with the
+    /// table's entry for each row and each column of keys, a key by ones at its own row and column. `scale` times the
+    /// product of the two is then the whole score.
+    fn widen(&self, q: &Tensor, k: &Tensor, scale: f64) -> Result<[Tensor; 2]> {
+        let [rows, columns] = self.sizes;
+        let (b, h, t, d) = q.dims4()?;
+        if t != rows * columns {
+            bail!("[multi_head_attention] queries have {t} tokens, expected the {rows} × {columns} of the grid")
+        }
+        let (q, k) = (q.transpose(1, 2)?.contiguous()?, k.transpose(1, 2)?);
+        let (dtype, wide) = (q.dtype(), accumulation_dtype(q.dtype()));
+        if b == 0 {
+            let wider = |x: &Tensor| Tensor::zeros((0, x.dim(2)?, t, d + rows + columns), dtype, x.device());
+            return Ok([wider(&q)?, wider(&k)?]);
+        }
+        // The kernel scales the whole product.
+        let by_rows = (q.to_dtype(wide)? / scale)?.reshape((b, rows, columns * h, d))?;
+        let by_columns = by_rows.reshape((b, rows, columns, h * d))?.transpose(1, 2)?.contiguous()?;
+        let by_columns = by_columns.reshape((b, columns, rows * h, d))?;
+        let of_rows = by_rows.broadcast_matmul(&self.of_axis(0, wide)?)?.reshape((b, t, h, rows))?;
+        let of_columns = by_columns.broadcast_matmul(&self.of_axis(1, wide)?)?;
+        let of_columns = of_columns.reshape((b, columns, rows, h * columns))?.transpose(1, 2)?.contiguous()?;
+        let of_columns = of_columns.reshape((b, t, h, columns))?;
+        let q = Tensor::cat(&[&q, &of_rows.to_dtype(dtype)?, &of_columns.to_dtype(dtype)?], D::Minus1)?;
+        let places = self.places(dtype)?.to_device(k.device())?.unsqueeze(1)?.unsqueeze(0)?;
+        let places = places.broadcast_as((b, t, k.dim(2)?, rows + columns))?.contiguous()?;
+        let k = Tensor::cat(&[&k.contiguous()?, &places], D::Minus1)?;
+        Ok([q.transpose(1, 2)?, k.transpose(1, 2)?])
+    }
+
+    /// The table's entry of each place of a query and each of a key on an axis, (n, D, n).
+    fn of_axis(&self, axis: usize, dtype: DType) -> Result<Tensor> {
+        let (n, table) = (self.sizes[axis], self.parameters.expect(GRID[axis])?);
+        let distances = (0..n).flat_map(|query| (0..n).map(move |key| (query + n - 1 - key) as u32));
+        let distances = Tensor::from_vec(distances.collect::<Vec<_>>(), n * n, table.device())?;
+        let entries = table.to_dtype(dtype)?.index_select(&distances, 0)?;
+        entries.reshape((n, n, ()))?.transpose(1, 2)?.contiguous()
+    }
+
+    /// Ones at the row and the column of each patch, (T, rows + columns).
+    fn places(&self, dtype: DType) -> Result<Tensor> {
+        let [rows, columns] = self.sizes;
+        let mut ones = vec![0f32; rows * columns * (rows + columns)];
+        for (patch, ones) in ones.chunks_exact_mut(rows + columns).enumerate() {
+            ones[patch / columns] = 1.0;
+            ones[rows + patch % columns] = 1.0;
+        }
+        Tensor::from_vec(ones, (rows * columns, rows + columns), &Device::Cpu)?.to_dtype(dtype)
+    }
+}
 
 /// The parameters of [`ContentPositions::Window`](crate::ContentPositions::Window) and
 /// [`ContentPositions::CosineWindow`](crate::ContentPositions::CosineWindow).
@@ -54,42 +135,39 @@ impl ScoreTerm for WindowTables {
         }
         Ok(())
     }
-
-    fn parameters(&self) -> Option<&ParameterList> {
-        Some(&self.parameters)
-    }
-
-    fn freeze(&self) -> Result<Option<Term>> {
-        Ok(Some(Arc::new(Self { parameters: self.parameters.freeze()?, bias: Arc::default(), ..self.clone() })))
-    }
 }
 
 impl WindowTables {
-    pub(super) fn of_table(sizes: [usize; 2], h: usize, source: &Source) -> Result<Self> {
-        let init = Init::Randn { mean: 0.0, stdev: 0.02 };
-        let table = spec(TABLE, &[places(sizes)?, h], init, source).by_head(Heads::Query, 1);
-        Ok(Self { sizes, parameters: ParameterList::load(&[table], source)?, cosine: None, bias: Arc::default() })
+    pub(super) fn of_table(sizes: [usize; 2], parameters: ParameterList) -> Self {
+        Self { sizes, parameters, cosine: None, bias: Arc::default() }
     }
 
+    /// Of cosines between heads of width `d`, for places that are scaled by the window `trained`.
     pub(super) fn of_cosines(
         sizes: [usize; 2],
-        trained: Option<[usize; 2]>,
-        heads: [usize; 2],
-        source: &Source,
+        trained: [usize; 2],
+        d: usize,
+        parameters: ParameterList,
     ) -> Result<Self> {
-        let [h, d] = heads;
+        let scale = parameters.expect(COSINE[0])?;
+        // A length of 1e-12 is the least that anything is divided by.
+        let norm = Norm::without_weight(1e-24 / d as f64, d, scale.dtype(), scale.device())?;
+        Ok(Self { cosine: Some(Cosine { trained, norm }), ..Self::of_table(sizes, parameters) })
+    }
+
+    pub(super) fn table_specs(sizes: [usize; 2], h: usize, source: &Source) -> Result<Vec<Spec>> {
+        let init = Init::Randn { mean: 0.0, stdev: 0.02 };
+        Ok(vec![spec(TABLE, &[places(sizes)?, h], init, source).by_head(Heads::Query, 1)])
+    }
+
+    pub(super) fn cosine_specs(h: usize, source: &Source) -> Vec<Spec> {
         let [scale, weight, bias, last] = COSINE;
-        let specs = [
+        vec![
             spec(scale, &[h, 1, 1], Init::Const(10f64.ln()), source).by_head(Heads::Query, 0),
             spec(weight, &[HIDDEN, 2], LINEAR_WEIGHT, source),
             spec(bias, &[HIDDEN], linear_bias(2), source),
             spec(last, &[h, HIDDEN], LINEAR_WEIGHT, source).by_head(Heads::Query, 0),
-        ];
-        // A length of 1e-12 is the least that anything is divided by.
-        let norm = Norm::without_weight(1e-24 / d as f64, d, source)?;
-        let cosine = Cosine { trained: trained.unwrap_or(sizes), norm };
-        let parameters = ParameterList::load(&specs, source)?;
-        Ok(Self { sizes, parameters, cosine: Some(cosine), bias: Arc::default() })
+        ]
     }
 
     /// An error if the file has any.
