@@ -46,12 +46,11 @@ for (const layer of [0, 1]) {
   test(`every weight of layer ${layer} under the pointer is that of the reference path`, async () => {
     await open(`hostile.html#layer=${layer}&head=1&as=map`, async (page, text) => {
       const weights = expected[layer].weights[1];
-      const { left, above, width } = await page.evaluate(() => document.getElementById("map").area);
-      const box = await page.locator("#map").boundingBox();
+      const { x, y, width } = await page.locator("#map canvas").boundingBox();
       const size = width / weights.length;
       for (const [query, row] of weights.entries()) {
         for (const [key, weight] of row.entries()) {
-          await page.mouse.move(box.x + left + (key + 0.5) * size, box.y + above + (query + 0.5) * size);
+          await page.mouse.move(x + (key + 0.5) * size, y + (query + 0.5) * size);
           const said = await text("map-readout");
           assert.ok(said.startsWith(`query ${query} “`) && said.includes(`→ key ${key} “`), said);
           const found = numbers(said.slice(said.lastIndexOf(":")))[0];
@@ -60,12 +59,10 @@ for (const layer of [0, 1]) {
         }
       }
       // The greater a weight, the darker its cell.
-      const lightness = await page.evaluate(([left, above, size]) => {
-        const map = document.getElementById("map");
+      const lightness = await page.$eval("#map canvas", (map) => {
         const { data } = map.getContext("2d").getImageData(0, 0, map.width, map.height);
-        const at = (i) => Math.round(above + Math.floor(i / 12) * size + 3) * map.width + Math.round(left + (i % 12) * size + 3);
-        return Array.from({ length: 144 }, (_, i) => data[4 * at(i)] + data[4 * at(i) + 1] + data[4 * at(i) + 2]);
-      }, [left, above, size]);
+        return Array.from({ length: data.length / 4 }, (_, i) => data[4 * i] + data[4 * i + 1] + data[4 * i + 2]);
+      });
       const flat = weights.flat();
       const known = flat.map((_, i) => i).filter((i) => layer === 0 || flat[i] > 0.2 || flat[i] === 0);
       for (const i of known) for (const j of known) if (flat[i] > flat[j] + 0.05) assert.ok(lightness[i] < lightness[j], `${i} ${j}`);
@@ -103,7 +100,7 @@ test("a link opens its view, and the address follows", async () => {
   await open("hostile.html#layer=1&head=2&token=7", async (page, text) => {
     await isVisible(page, "head");
     assert.deepEqual([await page.inputValue("#layer"), await page.inputValue("#number")], ["1", "2"]);
-    assert.match(await text("details"), /^7 “/);
+    assert.match(await text("details-lists"), /^7 “/);
     await page.evaluate(() => { location.hash = "#layer=0&head=1&token=3&key=2&as=map"; });
     await page.waitForFunction(() => document.getElementById("map-readout").textContent.startsWith("query 3 "));
     await page.evaluate(() => { location.hash = "#token=4"; });
@@ -138,6 +135,41 @@ test("keys alone lead through the views", async () => {
     await press("+", "ArrowDown", "ArrowDown", "ArrowRight");
     assert.match(await page.textContent("#map-readout"), /^query 2 .* → key 1 /);
     await press("3", "1");
+    await isVisible(page, "model");
+  });
+});
+
+test("a list made anew and another view keep the focus", async () => {
+  await open("hostile.html#layer=0&head=2&token=9", async (page) => {
+    const focused = () => page.evaluate(() => {
+      const { id, textContent } = document.activeElement;
+      return id || [...document.querySelectorAll("#details-lists button")].findIndex((button) => button.textContent === textContent);
+    });
+    await page.locator("#details-lists button").nth(1).press("Enter");
+    assert.equal(await focused(), 1, "the second key of the query that was read");
+    await page.keyboard.press("Escape");
+    assert.equal(await focused(), "map-0-2");
+    await page.keyboard.press("3");
+    assert.equal(await focused(), "token");
+    await page.locator("#token-lists button").first().press("Enter");
+    assert.equal(await focused(), "head");
+    await page.goBack();
+    await isVisible(page, "token");
+    assert.equal(await focused(), "token");
+  });
+});
+
+test("single characters can be turned off", async () => {
+  await open("hostile.html#layer=0&head=0&as=map", async (page) => {
+    await page.locator("#shortcuts").uncheck();
+    const note = await page.textContent("#map-note");
+    for (const key of ["1", "3", "+"]) await page.keyboard.press(key);
+    await isVisible(page, "head");
+    assert.equal(await page.textContent("#map-note"), note);
+    await page.locator("#shortcuts").check();
+    await page.keyboard.press("+");
+    assert.notEqual(await page.textContent("#map-note"), note);
+    await page.keyboard.press("1");
     await isVisible(page, "model");
   });
 });

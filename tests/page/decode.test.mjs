@@ -6,7 +6,7 @@ import { readFileSync } from "node:fs";
 
 const source = readFileSync(new URL("../../crates/frontend/src/plot/page/decode.js", import.meta.url), "utf8");
 const script = await import(`data:text/javascript,${encodeURIComponent(source)}`);
-const { Layer, bytesOf, overHeads, parseAddress, textOf } = script;
+const { Layer, bytesOfBase64, meanOverHeads, parseAddress, sortByWeight, textOf } = script;
 
 const shape = { heads: 1, queries: 3, keys: 4, top: 2 };
 const code = (weight) => Math.round(Math.sqrt(weight) * 65534);
@@ -22,16 +22,17 @@ const layer = new Layer(bytes(), shape, false);
 const near = (found, expected) => assert.ok(Math.abs(found - expected) < 2e-5, `${found} is not ${expected}`);
 
 test("what a query reads comes largest first, without hidden keys", () => {
-  const { entries, rest, least } = layer.reads(0, 1);
+  const reads = (query) => sortByWeight(layer.partners("query", 0, query));
+  const [entries, { sum, most }] = [reads(1), layer.othersOf(0, 1)];
   assert.deepEqual(entries.map(({ index }) => index), [2, 1]);
-  [entries[0].weight - 0.5, entries[1].weight - 0.25, rest - 0.25, least - 0.25].forEach((off) => near(off, 0));
-  assert.deepEqual(layer.reads(0, 0), { entries: [{ index: 0, weight: 1 }], rest: 0, least: 0 });
-  assert.ok(Number.isNaN(layer.reads(0, 2).entries[0].weight));
+  [entries[0].weight - 0.5, entries[1].weight - 0.25, sum - 0.25, most - 0.25].forEach((off) => near(off, 0));
+  assert.deepEqual([reads(0), layer.othersOf(0, 0)], [[{ index: 0, weight: 1 }], { sum: 0, most: 0 }]);
+  assert.ok(Number.isNaN(reads(2)[0].weight));
 });
 
 test("a key has readers, and none in another head", () => {
-  assert.deepEqual(layer.readers(0, 0).map(({ index }) => index), [0, 2]);
-  assert.deepEqual(layer.readers(0, 1).map(({ index }) => index), [1]);
+  assert.deepEqual(layer.partners("key", 0, 0).map(({ index }) => index), [0, 2]);
+  assert.deepEqual(layer.partners("key", 0, 1).map(({ index }) => index), [1]);
 });
 
 test("a weight is known, or bounded by the least of the top keys", () => {
@@ -46,11 +47,11 @@ test("a weight is known, or bounded by the least of the top keys", () => {
 });
 
 test("a cell of a map has its largest weight", () => {
-  const { rows, columns, weights } = layer.largest(0, { query: [0, 3], key: [0, 4] }, { query: 1, key: 2 });
+  const { rows, columns, weights } = layer.largest(0, [[0, 3], [0, 4]], [1, 2]);
   assert.deepEqual([rows, columns], [3, 2]);
   [1, 0, 0.25, 0.5].forEach((weight, i) => near(weights[i], weight));
   assert.ok(Number.isNaN(weights[5]));
-  const part = layer.largest(0, { query: [1, 2], key: [1, 3] }, { query: 1, key: 1 });
+  const part = layer.largest(0, [[1, 2], [1, 3]], [1, 1]);
   [0.25, 0.5].forEach((weight, i) => near(part.weights[i], weight));
 });
 
@@ -61,8 +62,8 @@ test("a head is summed up", () => {
 });
 
 test("heads are taken together by index", () => {
-  const heads = { a: [[4, 0.5]], b: [[4, 1], [2, 0.25]] };
-  const found = overHeads(["a", "b"], 5, (head, each) => heads[head].forEach((entry) => each(...entry)));
+  const heads = { a: [{ index: 4, weight: 0.5 }], b: [{ index: 4, weight: 1 }, { index: 2, weight: 0.25 }] };
+  const found = meanOverHeads(["a", "b"], (head) => heads[head]);
   assert.deepEqual(found, [{ index: 4, weight: 0.75, most: 1, head: "b" }, { index: 2, weight: 0.125, most: 0.25, head: "b" }]);
 });
 
@@ -72,7 +73,7 @@ test("a layer of another length is an error", () => {
 });
 
 test("base64, numbers and addresses are read", () => {
-  assert.deepEqual(bytesOf("AAH/"), Uint8Array.of(0, 1, 255));
+  assert.deepEqual(bytesOfBase64("AAH/"), Uint8Array.of(0, 1, 255));
   assert.deepEqual([0, 0.1234, 0.00012, NaN].map(textOf), ["0", "0.123", "1.2e-4", "not finite"]);
   const limits = { layer: 4, token: 8, as: ["lines", "map"] };
   const { found, problems } = parseAddress("#layer=3&token=8&as=map&x=1", limits);

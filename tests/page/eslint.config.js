@@ -2,8 +2,8 @@ import js from "@eslint/js";
 
 const readonly = (names) => Object.fromEntries(names.split(" ").map((name) => [name, "readonly"]));
 const ofBrowsers = readonly(
-  "DOMMatrix Image ImageData OffscreenCanvas PointerEvent URLSearchParams addEventListener atob devicePixelRatio document " +
-  "getComputedStyle getSelection history location matchMedia performance setTimeout",
+  "CSS Image ImageData OffscreenCanvas Option URLSearchParams addEventListener atob document getComputedStyle getSelection " +
+  "history location matchMedia performance setTimeout",
 );
 
 export default [

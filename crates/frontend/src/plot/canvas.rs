@@ -52,7 +52,6 @@ pub(super) fn to_png(font: Hack, size: [i32; 2], draw: impl FnOnce(&mut dyn Canv
     let mut bytes = Vec::new();
     let mut encoder = png::Encoder::new(&mut bytes, size[0].unsigned_abs(), size[1].unsigned_abs());
     encoder.set_color(png::ColorType::Rgb);
-    encoder.set_depth(png::BitDepth::Eight);
     let mut writer = encoder.write_header().map_err(failed)?;
     writer.write_image_data(&bitmap.pixels).map_err(failed)?;
     writer.finish().map_err(failed)?;

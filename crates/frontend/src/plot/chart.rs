@@ -88,10 +88,8 @@ impl LineChart {
     pub fn with_line(mut self, name: impl AsRef<str>, points: &[[f64; 2]]) -> Result<Self> {
         let name = safe(name.as_ref());
         if points.is_empty() || points.iter().flatten().any(|number| !number.is_finite() || number.abs() > 1e300) {
-            bail!(
-                "[line_chart] the line {name:?} has {} points, expected at least one, all within ±1e300",
-                points.len()
-            )
+            let count = points.len();
+            bail!("[line_chart] the line {name:?} has {count} points, expected at least one, all within ±1e300")
         }
         if let Some(pair) = points.windows(2).find(|pair| pair[0][0] > pair[1][0]) {
             bail!("[line_chart] the line {name:?} goes from x = {} back to {}", pair[0][0], pair[1][0])

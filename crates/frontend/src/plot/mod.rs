@@ -73,10 +73,9 @@ impl HeatMap {
     /// If the rank is another, the batch is larger than one (see [`HeatMap::from_batch`]), a dimension is 0, or the
     /// dtype is no float.
     pub fn new(weights: &Tensor) -> Result<Self> {
-        let weights = match *weights.dims() {
-            _ if weights.elem_count() == 0 => {
-                bail!("[heat_map] nothing to draw: the weights have shape {:?}", weights.dims())
-            }
+        let dims = weights.dims();
+        let weights = match *dims {
+            _ if weights.elem_count() == 0 => bail!("[heat_map] nothing to draw: the weights have shape {dims:?}"),
             [_, _] => weights.unsqueeze(0)?,
             [_, _, _] => weights.clone(),
             [1, _, _, _] => weights.squeeze(0)?,
@@ -84,8 +83,7 @@ impl HeatMap {
                 "[heat_map] the weights have a batch of {batch}: choose one sequence, as HeatMap::from_batch(&weights, 0) does"
             ),
             _ => bail!(
-                "[heat_map] the weights have shape {:?}; expected (T_q, T_kv), (H, T_q, T_kv) or (1, H, T_q, T_kv)",
-                weights.dims()
+                "[heat_map] the weights have shape {dims:?}; expected (T_q, T_kv), (H, T_q, T_kv) or (1, H, T_q, T_kv)"
             ),
         };
         if !weights.dtype().is_float() {
@@ -138,9 +136,8 @@ impl HeatMap {
     /// # Errors
     ///
     /// If the number of tokens is not T_q.
-    pub fn with_query_tokens<S: AsRef<str>>(mut self, tokens: &[S]) -> Result<Self> {
-        self.queries = self.queries.with_tokens(tokens)?;
-        Ok(self)
+    pub fn with_query_tokens<S: AsRef<str>>(self, tokens: &[S]) -> Result<Self> {
+        Ok(Self { queries: self.queries.with_tokens(tokens)?, ..self })
     }
 
     /// Labels the columns: T_kv tokens.
@@ -148,16 +145,14 @@ impl HeatMap {
     /// # Errors
     ///
     /// If the number of tokens is not T_kv.
-    pub fn with_key_tokens<S: AsRef<str>>(mut self, tokens: &[S]) -> Result<Self> {
-        self.keys = self.keys.with_tokens(tokens)?;
-        Ok(self)
+    pub fn with_key_tokens<S: AsRef<str>>(self, tokens: &[S]) -> Result<Self> {
+        Ok(Self { keys: self.keys.with_tokens(tokens)?, ..self })
     }
 
     /// A title above the map.
     #[must_use]
-    pub fn with_title(mut self, title: impl AsRef<str>) -> Self {
-        self.title = Some(style::safe(title.as_ref()));
-        self
+    pub fn with_title(self, title: impl AsRef<str>) -> Self {
+        Self { title: Some(style::safe(title.as_ref())), ..self }
     }
 
     /// Ends the colour scale at `max` in place of the largest weight drawn, so that maps can be compared with each
@@ -166,12 +161,11 @@ impl HeatMap {
     /// # Errors
     ///
     /// If `max` is not a finite number above 0.
-    pub fn with_scale_max(mut self, max: f64) -> Result<Self> {
+    pub fn with_scale_max(self, max: f64) -> Result<Self> {
         if !(max.is_finite() && max > 0.0) {
             bail!("[heat_map] the scale cannot end at {max}; expected a finite number above 0");
         }
-        self.scale_max = Some(max);
-        Ok(self)
+        Ok(Self { scale_max: Some(max), ..self })
     }
 
     /// Writes the map to `path` as SVG or PNG, by the extension. See [`HeatMap::to_svg`] and [`HeatMap::to_png`].
@@ -267,13 +261,12 @@ struct Axis {
 }
 
 impl Axis {
-    fn new(names: [&'static str; 2], labels: impl Iterator<Item = String>, has_tokens: bool) -> Self {
-        let labels: Vec<_> = labels.collect();
+    fn new(names: [&'static str; 2], labels: Vec<String>, has_tokens: bool) -> Self {
         Self { names, columns: labels.iter().map(|label| label.width()).max().unwrap_or(0), labels, has_tokens }
     }
 
     fn indices(names: [&'static str; 2], len: usize) -> Self {
-        Self::new(names, (0..len).map(|i| i.to_string()), false)
+        Self::new(names, (0..len).map(|i| i.to_string()).collect(), false)
     }
 
     /// With a token for each label.
@@ -282,7 +275,7 @@ impl Axis {
         if tokens.len() != self.labels.len() {
             bail!("[heat_map] {} {one} tokens for {} {many}", tokens.len(), self.labels.len());
         }
-        Ok(Self::new(self.names, tokens.iter().map(|token| style::token(token.as_ref())), true))
+        Ok(Self::new(self.names, style::tokens(tokens), true))
     }
 }
 

@@ -102,6 +102,13 @@ impl Labels {
         let stride = if axis.has_tokens { least } else { round.find(|&round| round >= least).unwrap_or(least) };
         Self { em, stride, vertical, depth: if is_key && !vertical { em + LABEL_GAP } else { length } }
     }
+
+    fn draw(&self, canvas: &mut dyn Canvas, axis: &Axis, anchor: Anchor, at: impl Fn(i32) -> [i32; 2]) {
+        let style = Style { em: self.em, anchor, vertical: self.vertical, ..TITLE };
+        for (i, text) in (0..).zip(&axis.labels).step_by(self.stride) {
+            canvas.text(text, at(i), style);
+        }
+    }
 }
 
 /// What decides on a grid.
@@ -225,6 +232,9 @@ impl<'a> Picture<'a> {
             panels.iter_mut().for_each(|panel| panel.name += &panel.of);
         }
         let tick_columns = ticks(scale.low, scale.high, 0.0).iter().map(|(_, tick)| tick.len()).max().unwrap_or(0);
+        let shortened = |axis: &Axis| {
+            Axis::new(axis.names, axis.labels.iter().map(|label| shorten(label, MAX_LABEL)).collect(), axis.has_tokens)
+        };
         let content = Content {
             queries: shortened(&map.queries),
             keys: shortened(&map.keys),
@@ -243,7 +253,8 @@ impl<'a> Picture<'a> {
             );
         };
 
-        let columns = |em| columns_in(grid.width - 2 * MARGIN, em);
+        // The terminal columns that fit between the margins: see `text_width`.
+        let columns = |em| (f64::from(grid.width - 2 * MARGIN) * 2048.0 / 1233.0 / f64::from(em)) as usize;
         let lines = |title: &String| wrap(&shorten(title, columns(TITLE.em) * MAX_TITLE_LINES), columns(TITLE.em));
         let title = map.title.as_ref().map_or(Vec::new(), lines);
         let Content { queries, keys, .. } = &content;
@@ -309,20 +320,15 @@ impl<'a> Picture<'a> {
         }
 
         if index.is_multiple_of(columns) {
-            let labels = &self.grid.query_labels;
-            let style = Style { em: labels.em, anchor: Anchor::End, ..TITLE };
-            for (i, text) in self.content.queries.labels.iter().enumerate().step_by(labels.stride) {
-                canvas.text(text, [left - LABEL_GAP, top + i as i32 * h + h / 2], style);
-            }
+            let at = |i| [left - LABEL_GAP, top + i * h + h / 2];
+            self.grid.query_labels.draw(canvas, &self.content.queries, Anchor::End, at);
         }
         // The last panel of each column, which in a grid with empty places is not always in the last row.
         if index + columns >= self.content.panels.len() {
             let labels = &self.grid.key_labels;
             let (anchor, drop) = if labels.vertical { (Anchor::End, 0) } else { (Anchor::Middle, labels.em / 2) };
-            let style = Style { em: labels.em, anchor, vertical: labels.vertical, ..TITLE };
-            for (j, text) in self.content.keys.labels.iter().enumerate().step_by(labels.stride) {
-                canvas.text(text, [left + j as i32 * w + w / 2, top + height + LABEL_GAP + drop], style);
-            }
+            labels
+                .draw(canvas, &self.content.keys, anchor, |j| [left + j * w + w / 2, top + height + LABEL_GAP + drop]);
         }
         Ok(())
     }
@@ -342,10 +348,6 @@ impl<'a> Picture<'a> {
             canvas.text(text, [x + BAR_WIDTH + LABEL_GAP, y + height - up], TICK);
         }
     }
-}
-
-fn shortened(axis: &Axis) -> Axis {
-    Axis::new(axis.names, axis.labels.iter().map(|label| shorten(label, MAX_LABEL)), axis.has_tokens)
 }
 
 /// The positions and texts of the numbers along a scale: its ends, and round numbers between that are more than `clear`
@@ -368,9 +370,4 @@ pub(super) fn ticks(low: f64, high: f64, clear: f64) -> Vec<(f64, String)> {
 /// The width of `columns` terminal columns of the embedded font: each glyph of Hack advances 1233/2048 em.
 pub(super) fn text_width(columns: usize, em: i32) -> i32 {
     (columns as f64 * f64::from(em) * 1233.0 / 2048.0).ceil() as i32
-}
-
-/// The columns that fit in `pixels`.
-fn columns_in(pixels: i32, em: i32) -> usize {
-    (f64::from(pixels.max(0)) * 2048.0 / 1233.0 / f64::from(em)) as usize
 }

@@ -137,15 +137,18 @@ pub(super) fn safe(text: &str) -> String {
     out
 }
 
-/// A token as it labels an axis: [`safe`], and with what is invisible made visible.
-pub(super) fn token(text: &str) -> String {
-    if text.is_empty() {
-        return String::from("\"\"");
-    }
-    let inner = text.trim_matches(' ');
-    let before = text.len() - text.trim_start_matches(' ').len();
-    let after = text.len() - inner.len() - before;
-    format!("{}{}{}", "␣".repeat(before), safe(inner), "␣".repeat(after))
+/// Tokens as they label an axis: [`safe`], and with what is invisible made visible.
+pub(super) fn tokens<S: AsRef<str>>(texts: &[S]) -> Vec<String> {
+    let spaces = |count| "␣".repeat(count);
+    let token = |text: &str| match text.trim_matches(' ') {
+        "" if text.is_empty() => String::from("\"\""),
+        "" => spaces(text.len()),
+        inner => {
+            let before = text.len() - text.trim_start_matches(' ').len();
+            spaces(before) + &safe(inner) + &spaces(text.len() - before - inner.len())
+        }
+    };
+    texts.iter().map(|text| token(text.as_ref())).collect()
 }
 
 /// Whether `c` moves the cursor, changes the direction of writing, is invisible, or is no character at all.
@@ -162,18 +165,14 @@ fn is_unprintable(c: char) -> bool {
         || u32::from(c) & 0xfffe == 0xfffe
 }
 
-/// The length in bytes of the longest beginning of `text` that fits in `columns`.
-fn fitting(text: &str, columns: usize) -> usize {
-    let ends = text.char_indices().map(|(start, c)| start + c.len_utf8());
-    ends.take_while(|&end| text[..end].width() <= columns).last().unwrap_or(0)
-}
-
 /// `text`, or as much of it as fits in `columns` with a `…` at the end.
 pub(super) fn shorten(text: &str, columns: usize) -> String {
     if text.width() <= columns {
         return text.to_string();
     }
-    format!("{}…", &text[..fitting(text, columns.saturating_sub(1))])
+    let ends = text.char_indices().map(|(start, c)| start + c.len_utf8());
+    let end = ends.take_while(|&end| text[..end].width() < columns.max(1)).last().unwrap_or(0);
+    format!("{}…", &text[..end])
 }
 
 /// `text` in the middle of `columns`; what is left over by an odd number goes to the right.

@@ -96,10 +96,10 @@ impl HeatMap {
     pub fn to_terminal(&self, heads: Heads, options: &TerminalOptions) -> Result<String> {
         let panels = self.panels(heads)?;
         let matrix = Matrix::plan(self, Scale::of(self, &panels)?, options)?;
-        let mut lines = self.title.as_deref().map_or(Vec::new(), |title| matrix.wrap(title));
+        let mut lines = self.title.as_deref().map_or(Vec::new(), |title| wrap(title, matrix.max_width));
         for (index, panel) in panels.iter().enumerate() {
             lines.extend((index > 0).then(String::new));
-            lines.extend(matrix.wrap(&format!("{}{}", panel.name, panel.of)));
+            lines.extend(wrap(&format!("{}{}", panel.name, panel.of), matrix.max_width));
             lines.extend(matrix.lines(&self.panel(panel)?));
         }
         lines.extend(matrix.legend());
@@ -177,10 +177,6 @@ impl<'a> Matrix<'a> {
         Ok(Self { scale, color: options.color, max_width, queries, keys, label, cell })
     }
 
-    fn wrap(&self, text: &str) -> Vec<String> {
-        wrap(text, self.max_width)
-    }
-
     /// The header and the rows of a panel, all of the same display width.
     fn lines(&self, weights: &[f64]) -> Vec<String> {
         let [queries, keys] = [&self.queries, &self.keys].map(|shown| &shown.axis.labels);
@@ -219,9 +215,9 @@ impl<'a> Matrix<'a> {
         let mut lines = if self.color == Color::None {
             let [a, b, c] = [0.25, 0.5, 0.75].map(|at| tick(low * (1.0 - at) + high * at));
             let from = if low < 0.0 { format!("from {first} ") } else { String::new() };
-            self.wrap(&format!("{from}░ to {a}, ▒ to {b}, ▓ to {c}, █ to {last}, blank is exactly 0"))
+            wrap(&format!("{from}░ to {a}, ▒ to {b}, ▓ to {c}, █ to {last}, blank is exactly 0"), self.max_width)
         } else if room < MIN_BAR {
-            self.wrap(&format!("colours from {first} to {last}"))
+            wrap(&format!("colours from {first} to {last}"), self.max_width)
         } else {
             let bar = BAR.min(room);
             let bar = (0..bar).map(|i| paint(" ", Some(i as f64 / (bar - 1) as f64), self.color));
@@ -231,7 +227,7 @@ impl<'a> Matrix<'a> {
         notes.extend(self.queries.note());
         notes.extend(self.keys.note());
         notes.extend((not_finite > 0).then(|| format!("{} not finite", count(not_finite, "weight"))));
-        lines.extend(notes.iter().chain(&self.scale.notes).flat_map(|note| self.wrap(note)));
+        lines.extend(notes.iter().chain(&self.scale.notes).flat_map(|note| wrap(note, self.max_width)));
         lines
     }
 }

@@ -30,17 +30,15 @@ impl EmbeddingConfig {
 
     /// Adds a learned vector for each of `max_positions` positions (GPT-2, BERT).
     #[must_use]
-    pub fn with_max_positions(mut self, max_positions: usize) -> Self {
-        self.max_positions = Some(max_positions);
-        self
+    pub fn with_max_positions(self, max_positions: usize) -> Self {
+        Self { max_positions: Some(max_positions), ..self }
     }
 
     /// Makes `padding_idx` the padding row, as `torch.nn.Embedding` has it: a new row starts at zero, a loaded row
     /// is used as it is, and neither gets a gradient.
     #[must_use]
-    pub fn with_padding_idx(mut self, padding_idx: usize) -> Self {
-        self.padding_idx = Some(padding_idx);
-        self
+    pub fn with_padding_idx(self, padding_idx: usize) -> Self {
+        Self { padding_idx: Some(padding_idx), ..self }
     }
 
     fn validate(&self) -> Result<()> {

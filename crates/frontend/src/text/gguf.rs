@@ -31,6 +31,9 @@ const CONTROL: i64 = 3;
 const USER_DEFINED: i64 = 4;
 const BYTE: i64 = 6;
 
+/// What is expected of a flag.
+const FLAG: &str = "true or false";
+
 /// Bytes of the tokens of SentencePiece, each counted for every length at which it may divide into two: several times
 /// those of the largest vocabularies.
 const MAX_DIVIDED: usize = 1 << 27;
@@ -68,7 +71,7 @@ pub fn gguf_tokenizer(content: &Content) -> Result<SimpleTokenizer> {
     let mut ends = [Vec::new(), Vec::new()];
     let mut special_tokens = Map::new();
     for (end, name, default) in [(0, "bos", adds_bos), (1, "eos", false)] {
-        if !metadata.flag(&format!("add_{name}_token"))?.unwrap_or(default) {
+        if !metadata.one(&format!("add_{name}_token"), FLAG, Value::to_bool)?.unwrap_or(default) {
             continue;
         }
         let id = metadata.one(&format!("{name}_token_id"), "an integer", integer)?;
@@ -154,7 +157,7 @@ fn sentence_piece(metadata: &Metadata, tokens: &[&str], types: &[i64]) -> Result
         json!({"type": "ByteFallback"}),
         json!({"type": "Fuse"}),
     ];
-    if metadata.flag("add_space_prefix")?.unwrap_or(true) {
+    if metadata.one("add_space_prefix", FLAG, Value::to_bool)?.unwrap_or(true) {
         normalizers.insert(0, json!({"type": "Prepend", "prepend": "▁"}));
         decoders.push(json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));
     }
@@ -197,10 +200,6 @@ impl<'a> Metadata<'a> {
 
     fn text(&self, key: &str) -> Result<&'a str> {
         self.required(key, self.one(key, "a text", |value| value.to_string().map(String::as_str))?)
-    }
-
-    fn flag(&self, key: &str) -> Result<Option<bool>> {
-        self.one(key, "true or false", Value::to_bool)
     }
 
     fn required<T>(&self, key: &str, found: Option<T>) -> Result<T> {

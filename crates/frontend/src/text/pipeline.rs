@@ -76,12 +76,11 @@ pub(super) fn encode(
 
 /// How many tokens of the text there may be beside the special ones.
 pub(super) fn room(max_tokens: usize, num_special: usize) -> Result<usize, TokenizerError> {
-    match max_tokens.checked_sub(num_special) {
-        None | Some(0) => invalid(format!(
-            "texts are cut at {max_tokens} tokens, expected more than the {num_special} that are added"
-        )),
-        Some(room) => Ok(room),
+    if max_tokens <= num_special {
+        let expected = format!("expected more than the {num_special} that are added");
+        return invalid(format!("texts are cut at {max_tokens} tokens, {expected}"));
     }
+    Ok(max_tokens - num_special)
 }
 
 /// A text's tokens without special ones.

@@ -247,7 +247,7 @@ impl SimpleTokenizer {
     /// # Errors
     ///
     /// If there is no padding token.
-    pub fn with_padding_side(mut self, side: PaddingSide) -> Result<Self> {
+    pub fn with_padding_side(self, side: PaddingSide) -> Result<Self> {
         let Some(params) = self.padding_params() else {
             return invalid("there is no padding token to put on a side: choose one with with_padding first");
         };
@@ -255,8 +255,7 @@ impl SimpleTokenizer {
             PaddingSide::Left => PaddingDirection::Left,
             PaddingSide::Right => PaddingDirection::Right,
         };
-        self.padding = Some(PaddingParams { direction, ..params });
-        Ok(self)
+        Ok(Self { padding: Some(PaddingParams { direction, ..params }), ..self })
     }
 
     /// Cuts the end of texts that have more than `max_tokens` tokens, special ones included;
@@ -266,10 +265,9 @@ impl SimpleTokenizer {
     /// # Errors
     ///
     /// If so many tokens leave no room beside the special ones.
-    pub fn with_truncation(mut self, max_tokens: usize) -> Result<Self> {
+    pub fn with_truncation(self, max_tokens: usize) -> Result<Self> {
         pipeline::room(max_tokens, pipeline::num_special_tokens(&self.inner, false))?;
-        self.max_tokens = Some(max_tokens);
-        Ok(self)
+        Ok(Self { max_tokens: Some(max_tokens), ..self })
     }
 
     /// The ids and tokens of `text`, with the special tokens of the file. The text "" has no ids but those.
@@ -354,17 +352,13 @@ impl SimpleTokenizer {
         let is_special = |token: &String| {
             self.inner.get_added_vocabulary().is_special_token(token) || padding.as_ref() == Some(token)
         };
-        let mut tokens = Vec::with_capacity(ids.len());
-        for (i, &id) in ids.iter().enumerate() {
-            let Some(token) = self.inner.id_to_token(id) else {
-                return invalid(format!(
-                    "id {id}, number {} of the list, is not in the vocabulary of {} words: give ids that this tokenizer \
-                     made",
-                    i + 1,
-                    self.vocab_size()
-                ));
-            };
-            tokens.push(token);
+        let mut tokens: Vec<_> = ids.iter().map_while(|&id| self.inner.id_to_token(id)).collect();
+        if let Some(id) = ids.get(tokens.len()) {
+            let (number, words) = (tokens.len() + 1, self.vocab_size());
+            return invalid(format!(
+                "id {id}, number {number} of the list, is not in the vocabulary of {words} words: give ids that this \
+                 tokenizer made"
+            ));
         }
         tokens.retain(|token| special == SpecialTokens::With || !is_special(token));
         match self.inner.get_decoder() {

@@ -1,222 +1,149 @@
 // The view of a head: tokens with lines between them, or the map, of all tokens or of the patches of a picture.
 
-const ROW = 24; // the height of a token beside the lines, as in page.css
-const photo = new Image();
+const ROW_HEIGHT = 24; // of a token beside the lines, as in page.css
 let hovered = null; // the token under the pointer, `{ side, index }`
-let zoomed = 1;
-let mapped = null; // what is on the map: see `drawMap`; `pairAt(cell)`, `press(pair)` and `move(step)` give what is chosen
-const shownFrom = { query: 0, key: 0 }; // where a zoomed map begins
-
-/** What is chosen with a token alone: a query wherever it is one. */
-const chosen = (side, index) =>
-  side === "query" || about.isSelf ? { token: index, key: null } : { token: null, key: index };
-
-/** The query and the key that a token is: both in self-attention. */
-const sidesOf = ({ side, index }) =>
-  about.isSelf ? { query: index, key: index } : { query: null, key: null, [side]: index };
 
 function buildHead() {
-  const option = (value, text) => element("option", { value }, text);
-  byId("layer").append(...about.layers.map(({ name }, layer) => option(layer, `${layer} ${name}`)));
-  byId("number").append(...range(shape.heads, (head) => option(head, head)));
-  on("layer", "change", (event) => go({ layer: Number(event.target.value) }));
-  on("number", "change", (event) => go({ head: Number(event.target.value) }));
-  on("previous", "click", () => moveHead(-1));
-  on("next", "click", () => moveHead(1));
-  on("zoom-in", "click", () => zoom(2));
-  on("zoom-out", "click", () => zoom(0.5));
-  on("lines", "scroll", drawLines);
-  for (const as of AS) on(`as-${as}`, "click", () => go({ as }));
-  const open = () => go({ view: "token" });
-  for (const side of ["query", "key"]) {
-    const choose = (index) => go(side === "query" ? { token: index, key: null } : { token: null, key: index }, true);
-    const hover = (index) => {
-      hovered = index < 0 ? null : { side, index };
-      drawLines();
-      showDetails();
-    };
-    tokenList(`list-${side}`, side, { choose, open, hover });
-  }
-  mapEvents("map", {
-    hover: (cell) => readPair(cell ? mapped.pairAt(cell) : state),
-    press: (cell) => go(mapped.press(mapped.pairAt(cell)), true),
-    move: (step) => go(mapped.move(step), true),
-    open,
-  });
+  const zoom = (factor) => go({ zoom: Math.max(1, Math.min(state.zoom * factor, Math.max(shape.queries, shape.keys) / 8)) });
+  const clicks = { previous: () => moveHead(-1), next: () => moveHead(1), "zoom-in": () => zoom(2), "zoom-out": () => zoom(0.5) };
+  for (const [id, onclick] of Object.entries(clicks)) byId(id).onclick = onclick;
+  byId("layer").append(...about.layers.map(({ name }, layer) => new Option(`${layer} ${name}`, layer)));
+  byId("number").append(...range(shape.heads, (head) => new Option(head, head)));
+  byId("layer").onchange = ({ target }) => go({ layer: Number(target.value) });
+  byId("number").onchange = ({ target }) => go({ head: Number(target.value) });
+  const hover = (token) => {
+    hovered = token;
+    drawLines();
+    showDetails();
+  };
+  const lines = byId("lines");
+  lines.onscroll = drawLines;
+  lines.onpointerover = ({ target, pointerType }) => pointerType === "mouse" && hover(target.closest(".token")?.token ?? null);
+  lines.onpointerleave = () => hover(null);
   if (!about.picture) return;
   byId("as-picture").hidden = false;
-  photo.src = `data:image/${about.picture.kind};base64,${byId("picture-data").textContent}`;
-  photo.onload = show;
-  const whose = (name, token) => element("button", { onclick: () => go({ token, key: null }, true) }, name);
-  const first = range(about.isSelf ? about.picture.leading : shape.queries, (token) => whose(named("query", token), token));
-  byId("leading").append(whose("All queries", null), ...first);
+  byId("map").style.setProperty("--photo", `url(data:image/${about.picture.kind};base64,${byId("picture-data").textContent})`);
+  const queries = range(about.isSelf ? about.picture.leading : shape.queries, (index) => [tokenName("query", index), index]);
+  byId("leading").append(...[["All queries", null], ...queries].map(([name, index]) =>
+    element("button", { onclick: () => go(only({ side: "query", index })) }, name)));
 }
 
 /** Another head, in the order of layers. */
 function moveHead(step) {
-  const at = inside(state.layer * shape.heads + state.head + step, about.layers.length * shape.heads);
-  go({ layer: Math.floor(at / shape.heads), head: at % shape.heads });
+  const index = clamp(state.layer * shape.heads + state.head + step, about.layers.length * shape.heads);
+  go({ layer: Math.floor(index / shape.heads), head: index % shape.heads });
 }
 
 function showHead() {
-  const { layer, head, token, key } = state;
+  const { layer, head, query, key, as } = state;
   [byId("layer").value, byId("number").value] = [layer, head];
-  byId("head-summary").textContent = `${capital(headName(layer, head))}: ${headText(layer, head)}.`;
-  for (const as of AS) byId(`as-${as}`).setAttribute("aria-pressed", as === state.as);
-  const hidden = { "lines-part": "map picture", "map-part": "lines", leading: "lines map", zoom: "lines picture" };
-  for (const [id, as] of Object.entries(hidden)) byId(id).hidden = as.split(" ").includes(state.as);
-  if (state.as === "lines") {
-    chooseIn(byId("list-key"), token === null ? key : null);
-    chooseIn(byId("list-query"), token);
+  setText("head-summary", `${capital(headName(layer, head))}: ${headText(layer, head)}.`);
+  for (const form of FORMS) byId(`as-${form}`).setAttribute("aria-pressed", form === as);
+  byId("head").dataset.as = as;
+  if (as === "lines") {
+    showTokens("list-query", "query", query);
+    showTokens("list-key", "key", query === null ? key : null);
     drawLines();
   } else {
-    showMap();
+    const map = as === "map" ? mapOfTokens() : mapOfPatches();
+    showMap("map", map);
+    setText("map-note", map.note);
+    pixelsOf({ weights: range(200, (x) => (x / 199) ** 2), rows: 1, columns: 200, most: 1 }, byId("scale"));
+    setText("scale-middle", (map.most / 4).toPrecision(2));
+    setText("scale-most", map.most.toPrecision(2));
   }
   showDetails();
 }
 
-/** The token that is shown: the one under the pointer, or the chosen one. */
-function shownToken() {
-  if (hovered) return hovered;
-  if (state.token !== null) return { side: "query", index: state.token };
-  return state.key === null ? null : { side: "key", index: state.key };
-}
-
-/** The lines of a token, `[query, key, weight]`. */
-function linesOf({ side, index: token }) {
-  const [layer, { head }] = [layerAt(state.layer), state];
-  if (side === "key") return layer.readers(head, token).map(({ index, weight }) => [index, token, weight]);
-  return layer.reads(head, token).entries.map(({ index, weight }) => [token, index, weight]);
-}
-
+/** Draws the lines of the token that is shown, with their weights beside the other ends, or those of all in sight. */
 function drawLines() {
-  if (state.view !== "head" || state.as !== "lines") return;
   const [width, top] = [byId("between").clientWidth, byId("lines").scrollTop];
-  const height = Math.min(byId("lines").clientHeight, Math.max(shape.queries, shape.keys) * ROW);
-  const context = fitted(byId("links"), width, height);
-  const [shown, first] = [shownToken(), Math.floor(top / ROW)];
-  const inSight = range(Math.max(0, Math.min(shape.queries - first, height / ROW + 2)), (i) => ({ side: "query", index: first + i }));
-  const lines = (shown ? [shown] : inSight).flatMap(linesOf);
-  const y = (index) => (index + 0.5) * ROW - top;
-  const accent = colour("--accent");
-  for (const [query, key, weight] of lines.reverse()) {
-    const share = Number.isFinite(weight) ? weight : 0;
-    context.strokeStyle = Number.isFinite(weight) ? accent : `rgb(${NOT_FINITE})`;
-    context.globalAlpha = Math.max(0.08, Math.sqrt(share));
-    context.lineWidth = 1 + 3 * share;
-    context.beginPath();
-    context.moveTo(0, y(query));
-    context.bezierCurveTo(width / 2, y(query), width / 2, y(key), width, y(key));
-    context.stroke();
+  const height = Math.min(byId("lines").clientHeight, Math.max(shape.queries, shape.keys) * ROW_HEIGHT);
+  const [shown, first] = [shownToken(), Math.floor(top / ROW_HEIGHT)];
+  const inSight = range(Math.max(0, Math.min(shape.queries - first, height / ROW_HEIGHT + 2)), (i) => first + i);
+  const [partner, from, to] = shown.side === "key" ? ["query", width, 0] : ["key", 0, width];
+  const y = (index) => (index + 0.5) * ROW_HEIGHT - top;
+  for (const token of byId("lines").querySelectorAll(".is-linked")) token.classList.remove("is-linked");
+  const isShown = shown.index !== null;
+  const [curves, texts] = [{}, []]; // curves that look alike are one path: there may be thousands
+  for (const token of isShown ? [shown.index] : inSight) {
+    for (const { index, weight } of sortByWeight(layerAt(state.layer).partners(shown.side, state.head, token)).reverse()) {
+      const [share, colour] = Number.isFinite(weight) ? [weight, "var(--accent)"] : [0, "#969696"];
+      const opacity = Math.max(0.08, Math.sqrt(share)).toFixed(2);
+      const look = `stroke="${colour}" stroke-width="${(1 + 3 * share).toFixed(1)}" opacity="${opacity}"`;
+      (curves[look] ??= []).push(`M${from} ${y(token)}C${width / 2} ${y(token)} ${width / 2} ${y(index)} ${to} ${y(index)}`);
+      if (!isShown) continue;
+      byId(`list-${partner}-${index}`).classList.add("is-linked");
+      if (y(index) > 0 && y(index) < height) texts.push(`<text x="${to}" y="${y(index) + 4}">${textOf(weight)}</text>`);
+    }
   }
-  byId("lines").querySelectorAll(".is-linked").forEach((token) => token.classList.remove("is-linked"));
-  if (!shown) return;
-  const isQuery = shown.side === "query";
-  Object.assign(context, { globalAlpha: 1, textAlign: isQuery ? "right" : "left" });
-  for (const [query, key, weight] of lines) {
-    byId(isQuery ? `list-key-${key}` : `list-query-${query}`).classList.add("is-linked");
-    const [x, at, size] = [isQuery ? width - 4 : 4, y(isQuery ? key : query), context.measureText(textOf(weight)).width];
-    context.fillStyle = colour("--ground");
-    context.fillRect(isQuery ? x - size - 2 : x - 2, at - 8, size + 4, 16);
-    context.fillStyle = colour("--text");
-    context.fillText(textOf(weight), x, at);
-  }
+  byId("links").style = `height: ${height}px; text-anchor: ${to ? "end" : "start"}`;
+  const paths = Object.entries(curves).map(([look, found]) => `<path ${look} d="${found.join("")}"/>`);
+  byId("links").innerHTML = [...paths, ...texts].join(""); // of numbers alone
 }
 
-function showMap() {
-  mapped = state.as === "map" ? mapOfTokens() : mapOfPatches();
-  drawMap(byId("map"), mapped);
-  const context = fitted(byId("scale"), 236, 34);
-  context.drawImage(pixelsOf({ weights: range(200, (x) => (x / 199) ** 2), rows: 1, columns: 200, most: 1 }), 10, 0, 200, 14);
-  Object.assign(context, { fillStyle: colour("--soft"), textAlign: "center" });
-  for (const at of [0, 0.5, 1]) context.fillText(at ? (at ** 2 * mapped.most).toPrecision(2) : "0", 10 + 200 * at, 25);
-  byId("map-note").textContent = mapped.note;
-  readPair(state);
-}
-
-/** The first and the end of what the map shows of a side, so that what is chosen is in sight. */
-function rangeOf(side, at) {
-  const size = Math.min(countOf(side), Math.max(8, Math.ceil(countOf(side) / zoomed)));
-  if (at !== null && (at < shownFrom[side] || at >= shownFrom[side] + size)) shownFrom[side] = at - (size >> 1);
-  shownFrom[side] = inside(shownFrom[side], countOf(side) - size + 1);
-  return [shownFrom[side], shownFrom[side] + size];
-}
-
-/** Zooms around the chosen weight, or the middle. */
-function zoom(factor) {
-  if (state.view !== "head" || state.as !== "map") return;
-  zoomed = Math.max(1, Math.min(zoomed * factor, Math.max(shape.queries, shape.keys) / 8));
-  for (const [side, at] of [["query", state.token], ["key", state.key]]) {
-    const [start, end] = mapped[side];
-    shownFrom[side] = Math.round((at ?? (start + end) / 2) - countOf(side) / zoomed / 2);
-  }
-  show();
+/** The first and the end of what the map shows of a side, around what is chosen. */
+function rangeInSight(side) {
+  const count = tokens[side].length;
+  const size = Math.min(count, Math.max(8, Math.ceil(count / state.zoom)));
+  const first = clamp(Math.round((state[side] ?? count / 2) - size / 2), count - size + 1);
+  return [first, first + size];
 }
 
 function mapOfTokens() {
-  const [layer, { head, token, key: chosenKey }] = [layerAt(state.layer), state];
-  const [query, key] = [rangeOf("query", token), rangeOf("key", chosenKey)];
-  const per = { query: Math.ceil((query[1] - query[0]) / 720), key: Math.ceil((key[1] - key[0]) / 720) };
-  const isChosen = token !== null && chosenKey !== null;
+  const [layer, ranges, counts] = [layerAt(state.layer), SIDES.map(rangeInSight), [shape.queries, shape.keys]];
+  const chosen = [state.query, state.key];
+  const perCell = ranges.map(([first, end]) => Math.ceil((end - first) / 720));
+  const start = ranges.map(([first], i) => Math.floor(((chosen[i] ?? 0) - first) / perCell[i]));
+  const labelsOf = ([first, end], i) => tokens[SIDES[i]].slice(first, end).filter((_, index) => index % perCell[i] === 0);
+  /** The pair with the largest weight in a cell. */
+  const pairAt = (cell) => {
+    const firsts = ranges.map(([first], i) => clamp(first + cell[i] * perCell[i], counts[i]));
+    const window = firsts.map((first, i) => [first, Math.min(first + perCell[i], counts[i])]);
+    let best = { pair: { query: firsts[0], key: firsts[1] }, weight: 0 };
+    layer.forEach(state.head, window, (query, key, weight) => weight > best.weight && (best = { pair: { query, key }, weight }));
+    return best.pair;
+  };
+  const [queries, keys] = ranges.map(([first, end]) => `${first} to ${end - 1}`);
   return {
-    ...layer.largest(head, { query, key }, per), query, key,
-    most: summaryOf(state.layer, head).largest || 1,
-    mark: isChosen ? [(token - query[0]) / per.query, (chosenKey - key[0]) / per.key].map(Math.floor) : null,
-    label: { row: (i) => tokenText("query", query[0] + i * per.query), column: (i) => tokenText("key", key[0] + i * per.key) },
-    note: `Queries ${query[0]} to ${query[1] - 1} go down, keys ${key[0]} to ${key[1] - 1} across. ` +
+    ...layer.largest(state.head, ranges, perCell), labels: ranges.map(labelsOf), start,
+    most: summaryOf(state.layer, state.head).largest || 1,
+    marked: chosen.includes(null) ? null : start,
+    note: `Queries ${queries} go down, keys ${keys} across. ` +
       (layer.isComplete ? "All weights are drawn." : `The ${shape.top} largest weights of each query are drawn.`) +
-      (per.query + per.key > 2 ? " A cell has the largest weight of several tokens: zoom in to tell them apart." : ""),
-    pairAt([row, column]) {
-      const [q, k] = [query[0] + row * per.query, key[0] + column * per.key];
-      let best = { token: q, key: k, weight: 0 };
-      const within = { query: [q, Math.min(query[1], q + per.query)], key: [k, Math.min(key[1], k + per.key)] };
-      layer.forEach(head, within, (token, key, weight) => weight > best.weight && (best = { token, key, weight }));
-      return { token: best.token, key: best.key };
-    },
-    press: (pair) => pair,
-    move: ([down, right]) => ({
-      token: inside((token ?? 0) + (isChosen ? down : 0), shape.queries),
-      key: inside((chosenKey ?? 0) + (isChosen ? right : 0), shape.keys),
-    }),
+      (Math.max(...perCell) > 1 ? " A cell has the largest weight of several tokens: zoom in to tell them apart." : ""),
+    describe: (cell) => describePair(cell ? pairAt(cell) : state),
+    choose: (cell) => go(pairAt(cell)),
   };
 }
 
 function mapOfPatches() {
   const { rows, columns, leading } = about.picture;
-  const patch = about.isSelf ? state.token : state.key;
-  const found = range(rows * columns, (i) => weightOf(state.token, leading + i));
+  const side = about.isSelf ? "query" : "key"; // as which a patch is chosen
+  const patch = state[side] === null ? -1 : state[side] - leading;
+  const keyAt = ([row, column]) => leading + clamp(row, rows) * columns + clamp(column, columns);
+  const layer = layerAt(state.layer);
+  const found = range(rows * columns, (i) => layer.weightAt(state.head, state.query, leading + i));
   const weights = found.map(({ weight, isBound }) => (isBound ? 0 : weight));
-  const known = layerAt(state.layer).isComplete ? "" : `: the ${shape.top} largest weights are drawn`;
+  const known = layer.isComplete ? "" : `: the ${shape.top} largest weights are drawn`;
   return {
-    rows, columns, weights, photo,
+    rows, columns, weights, isPicture: true,
     most: Math.max(...weights.filter(Number.isFinite), 0) || 1,
-    mark: patch !== null && patch >= leading ? [Math.floor((patch - leading) / columns), (patch - leading) % columns] : null,
-    note: state.token === null ? "The weight that each patch receives, in the mean over queries."
-      : `What query ${named("query", state.token)} reads${known}.`,
-    pairAt: ([row, column]) => ({ token: state.token, key: leading + row * columns + column }),
-    press: ({ key }) => chosen("key", key),
-    move: ([down, right]) => chosen("key", leading + inside((patch ?? leading) - leading + down * columns + right, rows * columns)),
+    marked: patch >= 0 ? [Math.floor(patch / columns), patch % columns] : null,
+    note: state.query === null ? "The weight that each patch receives, in the mean over queries."
+      : `What query ${tokenName("query", state.query)} reads${known}.`,
+    describe: (cell) => describePair(cell ? { query: state.query, key: keyAt(cell) } : state),
+    choose: (cell) => go(only({ side, index: keyAt(cell) })),
   };
 }
 
-/** The weight of a pair, as `Layer.weightAt` gives it; without a query, what a key receives in the mean. */
-function weightOf(query, key) {
-  if (query !== null) return layerAt(state.layer).weightAt(state.head, query, key);
-  return { weight: receivedBy(state.layer, state.head, key) / shape.queries, isBound: false };
-}
-
 /** Says which weight is under the pointer, or chosen. */
-function readPair({ token, key }) {
-  const { weight, isBound } = key === null ? {} : weightOf(token, key);
-  const query = token === null ? "all queries" : `query ${named("query", token)}`;
-  byId("map-readout").textContent = key === null ? "Point at a cell, or move with the arrow keys."
-    : `${query} → key ${named("key", key)}: ${isBound ? "at most " : ""}${textOf(weight)}`;
+function describePair({ query, key }) {
+  const { weight, isBound } = key === null ? {} : layerAt(state.layer).weightAt(state.head, query, key);
+  const reader = query === null ? "all queries" : `query ${tokenName("query", query)}`;
+  setText("map-readout", key === null ? "Point at a cell, or move with the arrow keys."
+    : `${reader} → key ${tokenName("key", key)}: ${isBound ? "at most " : ""}${textOf(weight)}`);
 }
 
 /** What the token shown reads in this head, and what reads it. */
-function showDetails() {
-  const shown = shownToken();
-  const link = element("button", { onclick: () => go({ view: "token" }) }, "This token in all heads");
-  const hint = element("p", {}, "Choose a token to see what it reads and what reads it.");
-  byId("details").replaceChildren(...(shown ? [...tokenParts(sidesOf(shown), [[state.layer, state.head]]), link] : [hint]));
-}
+const showDetails = () => showWeights("details-lists", sidesOf(shownToken()), [[state.layer, state.head]]);

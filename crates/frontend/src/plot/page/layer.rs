@@ -77,27 +77,17 @@ impl Layer {
         if let Some(key) = found.iter().find(|&&key| key as usize >= keys) {
             bail!("[page] the top keys have key {key}; expected keys below {keys}")
         }
-        match is_wide(keys) {
-            true => bytes.extend(found.iter().flat_map(|key| key.to_le_bytes())),
-            false => bytes.extend(found.iter().flat_map(|&key| (key as u16).to_le_bytes())),
-        }
+        // Two bytes hold all keys below 65,536.
+        let len = if keys > usize::from(u16::MAX) + 1 { 4 } else { 2 };
+        found.iter().for_each(|key| bytes.extend(&key.to_le_bytes()[..len]));
         let top_weights = floats(&of_sequence(top_weights, "top_weights")?, "top_weights", &[heads, queries, top])?;
-        for code in codes::<{ u16::MAX as u32 }>(&name, &top_weights) {
-            bytes.extend((code? as u16).to_le_bytes());
-        }
+        extend_with_codes::<2>(&mut bytes, &name, &top_weights)?;
         if let Some(weights) = weights {
             let weights = floats(&of_sequence(weights, "weights")?, "weights", &[heads, queries, keys])?;
-            for code in codes::<{ u8::MAX as u32 }>(&name, &weights) {
-                bytes.push(code? as u8);
-            }
+            extend_with_codes::<1>(&mut bytes, &name, &weights)?;
         }
         Ok((Self { name, bytes, has_all_weights: weights.is_some() }, shape))
     }
-}
-
-/// Whether keys take 32 bits.
-fn is_wide(keys: usize) -> bool {
-    keys > usize::from(u16::MAX) + 1
 }
 
 /// The numbers of a tensor of floats of this shape.
@@ -111,17 +101,20 @@ fn floats(tensor: &Tensor, what: &str, shape: &[usize]) -> Result<Vec<f32>> {
     tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
 }
 
-/// The square roots of weights in whole steps, which leaves small weights their digits: 0 is for 0 alone, `LAST - 1`
-/// for 1, and `LAST` for what is not finite.
-fn codes<const LAST: u32>(name: &str, weights: &[f32]) -> impl Iterator<Item = Result<u32>> {
-    weights.iter().map(move |&weight| {
+/// Appends the square roots of weights in whole steps of `SIZE` bytes, so that small weights keep their digits: 0 is
+/// for 0 alone, the last code for what is not finite, the one before it for 1.
+fn extend_with_codes<const SIZE: usize>(bytes: &mut Vec<u8>, name: &str, weights: &[f32]) -> Result<()> {
+    let last = (1u32 << (8 * SIZE)) - 1;
+    for &weight in weights {
         if weight.is_finite() && !(-ROUNDING..=1.0 + ROUNDING).contains(&weight) {
             bail!("[page] layer {name:?} has a weight of {weight}; expected weights from 0 to 1")
         }
-        Ok(match weight {
-            _ if !weight.is_finite() => LAST,
+        let code = match weight {
+            _ if !weight.is_finite() => last,
             _ if weight <= 0.0 => 0,
-            _ => ((weight.min(1.0).sqrt() * (LAST - 1) as f32).round() as u32).max(1),
-        })
-    })
+            _ => ((weight.min(1.0).sqrt() * (last - 1) as f32).round() as u32).max(1),
+        };
+        bytes.extend(&code.to_le_bytes()[..SIZE]);
+    }
+    Ok(())
 }

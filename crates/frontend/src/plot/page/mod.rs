@@ -103,9 +103,8 @@ impl Page {
     /// # Errors
     /// If layers are there whose T_q is not the number of tokens.
     pub fn with_query_tokens<S: AsRef<str>>(mut self, tokens: &[S]) -> Result<Self> {
-        self.query_tokens = Some(tokens.iter().map(|token| style::token(token.as_ref())).collect());
-        self.check(self.shape)?;
-        Ok(self)
+        self.query_tokens = Some(style::tokens(tokens));
+        self.check(self.shape).map(|()| self)
     }
 
     /// Names the keys: T_kv tokens.
@@ -113,9 +112,8 @@ impl Page {
     /// # Errors
     /// If layers are there whose T_kv is not the number of tokens.
     pub fn with_key_tokens<S: AsRef<str>>(mut self, tokens: &[S]) -> Result<Self> {
-        self.key_tokens = Some(tokens.iter().map(|token| style::token(token.as_ref())).collect());
-        self.check(self.shape)?;
-        Ok(self)
+        self.key_tokens = Some(style::tokens(tokens));
+        self.check(self.shape).map(|()| self)
     }
 
     /// Shows weights over a picture, a PNG or JPEG file: the keys are `leading` tokens, such as `[CLS]`, and after them
@@ -133,8 +131,7 @@ impl Page {
             bail!("[page] the picture has {} x {} patches, expected at least one", grid[0], grid[1])
         }
         self.picture = Some(Picture { kind, bytes: picture.to_vec(), grid, leading });
-        self.check(self.shape)?;
-        Ok(self)
+        self.check(self.shape).map(|()| self)
     }
 
     /// With the next layer: see [`Page::push_layer`].

@@ -1,112 +1,117 @@
-// What is shown and its address, and the start of the page.
+// What the page is about, what of it is shown, the address of that, keys, and the start.
 
+const VIEWS = ["model", "head", "token"];
+const START = { view: "model", layer: 0, head: 0, query: null, key: null, as: "lines", zoom: 1 };
 const about = JSON.parse(byId("about").textContent);
 const { shape } = about;
-const VIEWS = ["model", "head", "token"];
-const AS = about.picture ? ["lines", "map", "picture"] : ["lines", "map"];
-const state = { view: "model", layer: 0, head: 0, token: null, key: null, as: "lines" };
+const isEmpty = !shape.queries || !shape.keys;
+const tokens = { query: about.tokens.query, key: about.tokens.key ?? about.tokens.query };
+const FORMS = about.picture ? ["lines", "map", "picture"] : ["lines", "map"]; // what a head is shown as
+const state = { ...START };
 const layers = [];
 const summaries = {};
 
-const countOf = (side) => shape[side === "query" ? "queries" : "keys"];
-const tokenText = (side, index) => ((side === "key" && about.tokens.key) || about.tokens.query)[index];
+/** A layer, read when it is first asked for. */
+const layerAt = (index) => (layers[index] ??=
+  new Layer(bytesOfBase64(byId(`layer-${index}`).textContent), shape, about.layers[index].hasAllWeights));
+/** The sum over queries of the weight that a key has in a head. */
+const receivedBy = (layer, head, key) => layerAt(layer).received[head * shape.keys + key];
+const summaryOf = (layer, head) => (summaries[[layer, head]] ??= layerAt(layer).summary(head));
+
 /** A token with its index, held together whatever its direction of writing. */
-const named = (side, index) => (about.hasTokens[side] ? `${index} “\u2068${tokenText(side, index)}\u2069”` : `${index}`);
+const tokenName = (side, index) => (about.hasTokens[side] ? `${index} “\u2068${tokens[side][index]}\u2069”` : `${index}`);
 const counted = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
 const percent = (share) => (share > 0 && share < 0.001 ? "under 0.1\u00a0%" : `${Number((100 * share).toPrecision(2))}\u00a0%`);
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
+const layerName = (layer) => `layer ${layer}${about.layers[layer].name && ` (\u2068${about.layers[layer].name}\u2069)`}`;
+const mapOf = (layer, head) => byId(`map-${layer}-${head}`);
+const headName = (layer, head) => `${layerName(layer)}, head ${head}`;
 
-function headName(layer, head) {
-  const { name } = about.layers[layer];
-  return `layer ${layer}${name ? ` (\u2068${name}\u2069)` : ""}, head ${head}`;
+/** What is chosen with a token `{ side, index }` alone. */
+const only = ({ side, index }) => ({ query: null, key: null, [side]: index });
+/** The query and the key that a token is: both in self-attention. */
+const sidesOf = ({ side, index }) => (about.isSelf ? { query: index, key: index } : only({ side, index }));
+/** The token that is shown: the one under the pointer, or the chosen one, which has the index null where none is. */
+function shownToken() {
+  const side = state.query === null && state.key !== null ? "key" : "query";
+  return hovered ?? { side, index: state[side] };
 }
 
-/** A layer, read when it is first asked for. */
-function layerAt(index) {
-  const { hasAllWeights } = about.layers[index];
-  return (layers[index] ??= new Layer(bytesOf(byId(`layer-${index}`).textContent), shape, hasAllWeights));
-}
-
-const summaryOf = (layer, head) => (summaries[[layer, head]] ??= layerAt(layer).summary(head));
-
-/** The step of an arrow key without Shift, as rows and columns. */
-const ARROWS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
-const arrow = ({ key, shiftKey }) => (shiftKey ? undefined : ARROWS[key]);
-
-/** Changes what is shown. A move within a view replaces the address, so that Back leaves the view. */
-function go(changes, isMove = false) {
+/** Changes what is shown. Within a view the new address replaces the old one, so that Back leaves the view. */
+function go(changes) {
+  const before = state.view;
   Object.assign(state, changes);
-  const { view, layer, head, token, key, as } = state;
-  const parts = { view: view === "token" && (token ?? key) === null ? view : null };
-  if (view === "head") Object.assign(parts, { layer, head, as: as === "lines" ? null : as });
-  if (view !== "model") Object.assign(parts, { token, key });
-  const address = Object.entries(parts).flatMap(([name, value]) => (value === null ? [] : [`${name}=${value}`])).join("&");
-  history[isMove ? "replaceState" : "pushState"](null, "", `#${address}`);
+  if (state.view === "token" && state.key === null) state.query ??= 0;
+  const { view, layer, head, as, query: token, key } = state;
+  const parts = { model: {}, head: { layer, head, as, token, key }, token: { token, key } }[view];
+  const said = Object.entries(parts).filter(([, value]) => value !== null && value !== START.as);
+  history[view === before ? "replaceState" : "pushState"](null, "", `#${new URLSearchParams(said)}`);
   show();
 }
 
 /** Shows what the address says, and says what of it is not of this page. */
-function follow() {
-  const { heads, queries, keys } = shape;
-  const limits = { layer: about.layers.length, head: heads, token: queries, key: keys, view: VIEWS, as: AS };
-  const { found, problems } = parseAddress(location.hash, limits);
-  const view = "layer" in found || "head" in found ? "head" : "token" in found || "key" in found ? "token" : "model";
-  Object.assign(state, { layer: 0, head: 0, token: null, key: null, as: "lines", view }, found);
-  byId("problem").textContent = problems.length ? `The address is not of this page: ${problems.join(", ")}.` : "";
+function readAddress() {
+  const limits = { layer: about.layers.length, head: shape.heads, token: shape.queries, key: shape.keys, as: FORMS };
+  const { found: { token = null, ...found }, problems } = parseAddress(location.hash, limits);
+  const isModel = token === null && !("key" in found);
+  const view = "layer" in found || "head" in found ? "head" : isModel ? "model" : "token";
+  Object.assign(state, START, found, { view, query: token });
+  setText("problem", problems.length ? `The address is not of this page: ${problems.join(", ")}.` : "");
   show();
 }
 
 function show() {
+  const focused = document.activeElement;
   hovered = null;
   for (const view of VIEWS) {
     byId(view).hidden = view !== state.view || isEmpty;
     byId(`to-${view}`).setAttribute("aria-current", view === state.view);
   }
   if (isEmpty) return;
-  // A view's tokens are made when it is first seen: there may be thousands.
-  BUILD[state.view]?.();
-  delete BUILD[state.view];
   if (state.view === "head") showHead();
   if (state.view === "token") showToken();
+  // Where what had the focus is gone, Tab would start at the top of the page.
+  const isLost = document.activeElement === document.body || !document.activeElement.getClientRects().length;
+  if (focused !== document.body && isLost) (state.view === "model" ? mapOf(state.layer, state.head) : byId(state.view)).focus();
 }
 
-function useTheme(dark) {
-  isDark = dark;
-  document.documentElement.dataset.theme = dark ? "dark" : "light";
-  byId("theme").setAttribute("aria-pressed", dark);
+function useTheme(isDark) {
+  theme = document.documentElement.dataset.theme = isDark ? "dark" : "light";
+  byId("theme").setAttribute("aria-pressed", isDark);
   if (!isEmpty) drawModel();
   show();
 }
 
-const KEYS = {
-  1: () => go({ view: "model" }),
-  2: () => go({ view: "head" }),
-  3: () => go({ view: "token" }),
-  Escape() {
-    go({ view: state.view === "token" ? "head" : "model" });
-    if (state.view === "model") focusMap(byId(`map-${state.layer}-${state.head}`));
-  },
-  "+": () => zoom(2),
-  "-": () => zoom(0.5),
+/** Rows and columns to go down and to the right: to another token, cell or head. */
+const STEPS = {
+  ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1],
+  PageUp: [-20, 0], PageDown: [20, 0], Home: [-Infinity, 0], End: [Infinity, 0],
 };
-const BUILD = { head: buildHead, token: buildToken };
-const isEmpty = !shape.queries || !shape.keys;
-byId("title").textContent = about.title;
+
+setText("title", about.title);
 byId("empty").hidden = !isEmpty;
-if (!isEmpty) buildModel();
-for (const view of VIEWS) on(`to-${view}`, "click", () => go({ view }));
-on("theme", "click", () => useTheme(!isDark));
-for (const name of ["hashchange", "popstate"]) addEventListener(name, follow);
+buildModel();
+buildHead();
+byId("theme").onclick = () => useTheme(theme === "light");
+for (const button of document.querySelectorAll("[data-view], button[data-as]")) button.onclick = () => go({ ...button.dataset });
+for (const name of ["hashchange", "popstate"]) addEventListener(name, readAddress);
 addEventListener("resize", show);
 addEventListener("keydown", (event) => {
-  if (isEmpty || event.ctrlKey || event.metaKey || event.altKey || event.target.matches?.("select")) return;
-  const [down, right] = ARROWS[event.key] ?? [0, 0];
-  if (event.shiftKey && (down || right) && state.view === "head") moveHead(down * shape.heads + right);
-  else if (event.key in KEYS) KEYS[event.key]();
+  const { key, shiftKey, target } = event;
+  if (isEmpty || event.ctrlKey || event.metaKey || event.altKey || target.matches("select")) return;
+  const [step, enter] = [STEPS[key], target.dataset.enter];
+  // Single characters press buttons, wherever the focus is, unless the reader turned them off.
+  const button = byId("shortcuts").checked ? document.querySelector(`[aria-keyshortcuts="${CSS.escape(key)}"]`) : null;
+  if (step && !shiftKey && target.onStep) target.onStep(step);
+  else if (shiftKey && key.startsWith("Arrow") && state.view === "head") moveHead(step[0] * shape.heads + step[1]);
+  else if (key === "Enter" && VIEWS.includes(enter)) go({ view: enter });
+  else if (key === "Enter" && enter) byId(enter).focus();
+  else if (key === "Escape") go({ view: state.view === "token" ? "head" : "model" });
+  else if (button?.getClientRects().length) button.click();
   else return;
   event.preventDefault();
 });
 const scheme = matchMedia("(prefers-color-scheme: dark)");
-scheme.addEventListener("change", ({ matches }) => useTheme(matches));
-useTheme(scheme.matches);
-follow();
+scheme.onchange = () => useTheme(scheme.matches);
+scheme.onchange();
+readAddress();

@@ -2,8 +2,8 @@
 
 use std::io::{Result, Write};
 
+use base64::display::Base64Display;
 use base64::engine::general_purpose::STANDARD;
-use base64::write::EncoderWriter;
 use serde_json::json;
 
 use super::layer::Shape;
@@ -12,12 +12,11 @@ use super::{Page, Picture};
 const TEMPLATE: &str = include_str!("page.html");
 const STYLE: &str = include_str!("page.css");
 /// One script, in this order: the last file starts it.
-const SCRIPTS: [&str; 6] = [
+const SCRIPTS: [&str; 5] = [
     include_str!("decode.js"),
     include_str!("draw.js"),
     include_str!("model.js"),
     include_str!("head.js"),
-    include_str!("token.js"),
     include_str!("page.js"),
 ];
 
@@ -57,15 +56,8 @@ fn data(page: &Page, shape: &Shape, out: &mut impl Write) -> Result<()> {
     let pictures = page.picture.iter().map(|picture| (String::from("picture-data"), &picture.bytes));
     let layers = page.layers.iter().enumerate().map(|(index, layer)| (format!("layer-{index}"), &layer.bytes));
     for (id, bytes) in pictures.chain(layers) {
-        write!(out, "<script type=\"text/plain\" id=\"{id}\">")?;
-        base64(bytes, out)?;
-        writeln!(out, "</script>")?;
+        let text = Base64Display::new(bytes, &STANDARD);
+        writeln!(out, "<script type=\"text/plain\" id=\"{id}\">{text}</script>")?;
     }
     Ok(())
-}
-
-fn base64(bytes: &[u8], out: &mut impl Write) -> Result<()> {
-    let mut encoder = EncoderWriter::new(out, &STANDARD);
-    encoder.write_all(bytes)?;
-    encoder.finish().map(drop)
 }
