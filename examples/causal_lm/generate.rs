@@ -1,24 +1,15 @@
 //! Prompts through the model, and one token after the other.
 
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use candle_core::{Device, Result, Tensor, bail};
+use candle_attention::TorchSeed;
+use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_nn::ops::softmax_last_dim;
 
+use crate::args::Args;
 use crate::model::CausalLm;
 use crate::model::attention::Cache;
-use crate::sampler::{Sampler, Sampling};
-
-/// How tokens are chosen, and when it ends.
-pub struct Options {
-    pub sampling: Sampling,
-    pub seed: u64,
-    pub max_tokens: usize,
-    /// Tokens that end a sequence.
-    pub end: Vec<u32>,
-    /// Prompt tokens that go through the model at a time.
-    pub chunk: usize,
-    pub device: Device,
-}
 
 /// How long it took.
 #[derive(Debug, Default)]
@@ -29,7 +20,8 @@ pub struct Times {
     pub made: Duration,
 }
 
-/// Makes tokens after each prompt, and tells `made` of each: the sequence and the token.
+/// Makes tokens after each prompt, as the arguments say, and tells `made` of each: the sequence and the token. A
+/// sequence ends at one of the tokens `end`.
 ///
 /// # Errors
 /// For an empty prompt, and as the model.
@@ -37,49 +29,52 @@ pub fn generate(
     model: &CausalLm,
     prompts: &[Vec<u32>],
     caches: &mut [Cache],
-    options: &Options,
+    args: &Args,
+    end: &[u32],
     mut made: impl FnMut(usize, u32) -> Result<()>,
 ) -> Result<Times> {
     if let Some(empty) = prompts.iter().position(Vec::is_empty) {
         bail!("[causal_lm] prompt {} has no token", empty + 1)
     }
     let mut times = Times { prompt_tokens: prompts.iter().map(Vec::len).sum(), ..Times::default() };
-    let samplers: Vec<_> = (0..prompts.len())
-        .map(|sequence| Sampler::new(options.sampling, options.seed.wrapping_add(sequence as u64)))
-        .collect();
+    let rngs: Vec<_> = (0..prompts.len()).map(|i| TorchSeed::new(args.seed.wrapping_add(i as u64))).collect();
+    let sample = |logits: Tensor| -> Result<Vec<u32>> {
+        rngs.iter().enumerate().map(|(sequence, rng)| sample(&logits.get(sequence)?, args, rng)).collect()
+    };
     let start = Instant::now();
-    let mut next = sample(&samplers, &prefill(model, prompts, caches, options)?)?;
+    let mut next = sample(prefill(model, prompts, caches, args.chunk.get())?)?;
     times.prompt = start.elapsed();
 
     let start = Instant::now();
-    let mut goes_on = vec![options.max_tokens > 0; prompts.len()];
-    for step in 1..=options.max_tokens {
+    let max_tokens = args.max_tokens.unwrap_or(100);
+    let mut goes_on = vec![max_tokens > 0; prompts.len()];
+    for step in 1..=max_tokens {
         for (sequence, &token) in next.iter().enumerate().filter(|&(sequence, _)| goes_on[sequence]) {
             made(sequence, token)?;
             times.made_tokens += 1;
         }
         for (goes_on, token) in goes_on.iter_mut().zip(&next) {
-            *goes_on &= !options.end.contains(token);
+            *goes_on &= !end.contains(token);
         }
-        if step == options.max_tokens || !goes_on.contains(&true) {
+        if step == max_tokens || !goes_on.contains(&true) {
             break;
         }
         // A sequence that has ended brings no token.
         let lens: Vec<usize> = goes_on.iter().map(|&goes_on| usize::from(goes_on)).collect();
-        let ids = Tensor::from_vec(next, (prompts.len(), 1), &options.device)?;
+        let ids = Tensor::from_vec(next, (prompts.len(), 1), model.device())?;
         note_crossing(model, caches, &lens);
-        next = sample(&samplers, &model.next_logits(&ids, &lens, caches)?)?;
+        next = sample(model.next_logits(&ids, &lens, caches)?)?;
     }
     times.made = start.elapsed();
     Ok(times)
 }
 
-/// The logits (B, V) after each prompt, which goes through the model in chunks.
-fn prefill(model: &CausalLm, prompts: &[Vec<u32>], caches: &mut [Cache], options: &Options) -> Result<Tensor> {
+/// The logits (B, V) after each prompt, which goes through the model in chunks of so many tokens.
+fn prefill(model: &CausalLm, prompts: &[Vec<u32>], caches: &mut [Cache], chunk: usize) -> Result<Tensor> {
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     let mut last = vec![None; prompts.len()];
-    for first in (0..longest).step_by(options.chunk) {
-        let (ids, lens) = padded(prompts, first..longest.min(first + options.chunk), &options.device)?;
+    for first in (0..longest).step_by(chunk) {
+        let (ids, lens) = padded(prompts, first..longest.min(first + chunk), model.device())?;
         note_crossing(model, caches, &lens);
         let hidden = model.forward(&ids, Some(&lens), caches)?;
         for (sequence, prompt) in prompts.iter().enumerate() {
@@ -108,7 +103,7 @@ fn note_crossing(model: &CausalLm, caches: &[Cache], lens: &[usize]) {
 }
 
 /// Part of each prompt as a batch (B, T), right-padded with 0, and how many of each are tokens.
-pub fn padded(prompts: &[Vec<u32>], part: std::ops::Range<usize>, device: &Device) -> Result<(Tensor, Vec<usize>)> {
+pub fn padded(prompts: &[Vec<u32>], part: Range<usize>, device: &Device) -> Result<(Tensor, Vec<usize>)> {
     let own = |prompt: &Vec<u32>| prompt[part.start.min(prompt.len())..part.end.min(prompt.len())].to_vec();
     let own: Vec<Vec<u32>> = prompts.iter().map(own).collect();
     let lens = own.iter().map(Vec::len).collect();
@@ -120,6 +115,26 @@ pub fn padded(prompts: &[Vec<u32>], part: std::ops::Range<usize>, device: &Devic
     Ok((Tensor::from_vec(rows.collect::<Vec<_>>(), (prompts.len(), t), device)?, lens))
 }
 
-fn sample(samplers: &[Sampler], logits: &Tensor) -> Result<Vec<u32>> {
-    samplers.iter().enumerate().map(|(sequence, sampler)| sampler.sample(&logits.get(sequence)?)).collect()
+/// A token from its logits (V,): the likeliest, or with a temperature one drawn from the likeliest tokens that have the
+/// probability `top_p` together.
+fn sample(logits: &Tensor, args: &Args, rng: &TorchSeed) -> Result<u32> {
+    let (logits, top_p) = (logits.to_dtype(DType::F32)?, args.top_p.unwrap_or(1.0));
+    if args.temperature == 0.0 {
+        return logits.argmax(0)?.to_scalar();
+    }
+    let probabilities: Vec<f32> = softmax_last_dim(&(logits / args.temperature)?)?.to_vec1()?;
+    let mut candidates: Vec<_> = (0u32..).zip(probabilities).collect();
+    candidates.sort_by(|(_, a), (_, b)| b.total_cmp(a));
+    // The sum of the probabilities up to each token, to the first that reaches `top_p`.
+    let mut sum = 0.0;
+    let sums = candidates.iter().map(|&(_, p)| {
+        sum += f64::from(p);
+        sum
+    });
+    let mut sums: Vec<_> = sums.collect();
+    sums.truncate(sums.partition_point(|&sum| sum < top_p) + 1);
+    let total = sums.last().copied().unwrap_or_default();
+    let drawn = f64::from(rng.rand(1)?.to_vec1::<f32>()?[0]) * total;
+    let chosen = sums.partition_point(|&sum| sum <= drawn).min(sums.len() - 1);
+    Ok(candidates[chosen].0)
 }

@@ -12,11 +12,10 @@ use crate::args::{Args, KvCache};
 use crate::common::page::{PageOfLayers, texts};
 use crate::common::with_bar;
 use crate::files::Files;
-use crate::generate::{Options, generate, padded};
+use crate::generate::{generate, padded};
 use crate::model::CausalLm;
-use crate::model::attention::{Attention, Cache};
+use crate::model::attention::Cache;
 use crate::model::weights::Processes;
-use crate::sampler::Sampling;
 
 /// Answers the command line: of several processes, the first one writes.
 pub fn run(args: &Args, device: Device, processes: Option<Rc<dyn Processes>>) -> Result<()> {
@@ -32,27 +31,17 @@ pub fn run(args: &Args, device: Device, processes: Option<Rc<dyn Processes>>) ->
     let model = with_bar("loading", "blocks", |loaded| CausalLm::load(&json, weights, loaded))?;
 
     if let Some(path) = &args.logits {
-        write_logits(&model, &prompts, writes.then_some(path), &device)?;
+        write_logits(&model, &prompts, writes.then_some(path))?;
         if args.max_tokens.is_none() {
             return Ok(());
         }
     }
     if let Some(path) = &args.page.page {
-        write_page(&model, &prompts[0], tokenizer.as_ref(), &device, path)?;
+        write_page(&model, &prompts[0], tokenizer.as_ref(), path)?;
     }
-    let options = Options {
-        sampling: match args.temperature {
-            0.0 => Sampling::Greedy,
-            temperature => Sampling::TopP { temperature, top_p: args.top_p.unwrap_or(1.0) },
-        },
-        seed: args.seed,
-        max_tokens: args.max_tokens.unwrap_or(100),
-        end: files.end_tokens(&json)?,
-        chunk: args.chunk.get(),
-        device,
-    };
+    let end = files.end_tokens(&json)?;
     let mut out: Box<dyn Write> = if writes { Box::new(std::io::stdout().lock()) } else { Box::new(std::io::sink()) };
-    let report = answer(&model, &prompts, args, &options, tokenizer.as_ref(), &mut out)?;
+    let report = answer(&model, &prompts, args, &end, tokenizer.as_ref(), &mut out)?;
     if writes {
         eprintln!("{report}");
     }
@@ -72,7 +61,7 @@ fn answer(
     model: &CausalLm,
     prompts: &[Vec<u32>],
     args: &Args,
-    options: &Options,
+    end: &[u32],
     tokenizer: Option<&SimpleTokenizer>,
     out: &mut dyn Write,
 ) -> Result<String> {
@@ -89,10 +78,10 @@ fn answer(
     if streamed.is_some() {
         write!(out, "{}", args.prompt[0])?;
     }
-    let times = generate(model, prompts, &mut caches, options, |sequence, token| {
+    let times = generate(model, prompts, &mut caches, args, end, |sequence, token| {
         made[sequence].push(token);
         if let Some(tokenizer) = streamed
-            && !options.end.contains(&token)
+            && !end.contains(&token)
         {
             let text = continuation(tokenizer, &prompts[0], &made[0])?;
             // A character may take several tokens.
@@ -131,51 +120,43 @@ fn answer(
 }
 
 /// What every layer attends to in a prompt, of those that have weights.
-fn write_page(
-    model: &CausalLm,
-    prompt: &[u32],
-    tokenizer: Option<&SimpleTokenizer>,
-    device: &Device,
-    path: &Path,
-) -> Result<()> {
+fn write_page(model: &CausalLm, prompt: &[u32], tokenizer: Option<&SimpleTokenizer>, path: &Path) -> Result<()> {
     let tokens = match tokenizer {
         Some(tokenizer) => texts(tokenizer, prompt),
         None => prompt.iter().map(u32::to_string).collect(),
     };
-    let (layers, with_weights) = (model.attentions().count(), model.attentions().filter(|of| !of.is_linear()));
-    let heads: Vec<_> = with_weights.map(Attention::num_heads).collect();
-    if heads.len() < layers {
-        let linear = layers - heads.len();
+    let (layers, shape) = (model.blocks.attentions().count(), model.blocks.layers_and_heads());
+    let linear = layers - shape[0];
+    if linear > 0 {
         eprintln!(
             "note: {linear} of {layers} layers have linear attention, which has no weights: the page has the others"
         );
     }
-    let shape = [heads.len(), heads.first().copied().unwrap_or(0)];
     let mut page = PageOfLayers::new(&tokens.concat(), &tokens, &tokens, shape)?;
     let mut caches = model.caches(|config| config)?;
     let xs = model.embed(
-        &Tensor::new(prompt, device)?.unsqueeze(0)?,
+        &Tensor::new(prompt, model.device())?.unsqueeze(0)?,
         &(0..prompt.len()).collect::<Vec<_>>(),
         prompt.len(),
     )?;
     model.through_blocks(xs, |layer, attention, input| {
-        let input = input.with_cache(&mut caches[layer]);
+        let input = input.with_cache(&mut caches[layer])?;
         if attention.is_linear() {
             return attention.forward(input);
         }
-        let name = if heads.len() < layers { format!("layer {layer} of the model") } else { String::new() };
-        page.attend_named(&name, |wanted| attention.forward_with_statistics(input, wanted))
+        let name = if linear > 0 { format!("layer {layer} of the model") } else { String::new() };
+        page.attend(&name, |wanted| attention.forward_with_statistics(input, wanted))
     })?;
     page.write(path)
 }
 
 /// The logits of all prompt tokens as one tensor (B, T, V); of a shorter prompt, those past its end mean nothing.
-fn write_logits(model: &CausalLm, prompts: &[Vec<u32>], path: Option<&PathBuf>, device: &Device) -> Result<()> {
+fn write_logits(model: &CausalLm, prompts: &[Vec<u32>], path: Option<&PathBuf>) -> Result<()> {
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
     if longest == 0 {
         bail!("[causal_lm] no prompt has a token")
     }
-    let (ids, lens) = padded(prompts, 0..longest, device)?;
+    let (ids, lens) = padded(prompts, 0..longest, model.device())?;
     let mut caches = model.caches(|config| config)?;
     let logits = model.logits(&model.forward(&ids, Some(&lens), &mut caches)?)?;
     let Some(path) = path else { return Ok(()) };

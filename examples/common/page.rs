@@ -51,16 +51,8 @@ impl PageOfLayers {
         Ok(Self { page: self.page.with_picture(png, grid, 1)?, ..self })
     }
 
-    /// Attends by `run`, that of the next layer, and keeps its statistics.
+    /// Attends by `run`, that of the next layer, and keeps its statistics. A name stands beside the layer's number.
     pub fn attend(
-        &mut self,
-        run: impl FnOnce(&StatisticsOptions) -> Result<(Tensor, AttentionStatistics)>,
-    ) -> Result<Tensor> {
-        self.attend_named("", run)
-    }
-
-    /// The same of a layer with a name, which stands beside its number.
-    pub fn attend_named(
         &mut self,
         name: &str,
         run: impl FnOnce(&StatisticsOptions) -> Result<(Tensor, AttentionStatistics)>,

@@ -7,7 +7,9 @@ use candle_attention::text::SimpleTokenizer;
 use candle_core::{Result, bail};
 use clap::Args;
 
+use crate::common::page::{self, PageOfLayers};
 use crate::common::{read_json, read_text};
+use crate::model::Encoder;
 
 /// Characters of a text that are shown.
 const SHOWN: usize = 50;
@@ -60,6 +62,24 @@ pub fn tokenizer(folder: &Path, max_tokens: Option<usize>) -> Result<SimpleToken
         Some(max_tokens) => whole.with_truncation(max_tokens)?,
         None => whole,
     })
+}
+
+/// Runs the model over the tokens of one input, whose `segments` are empty if it is one text, and writes a page of what
+/// every layer attends to.
+pub fn write_page(
+    model: &Encoder,
+    tokenizer: &SimpleTokenizer,
+    title: &str,
+    ids: &[u32],
+    segments: &[u32],
+    path: &Path,
+) -> Result<()> {
+    let tokens = page::texts(tokenizer, ids);
+    let mut page = PageOfLayers::new(title, &tokens, &tokens, model.blocks.layers_and_heads())?;
+    model.through_blocks(&[ids], segments, |attention, input| {
+        page.attend("", |wanted| attention.forward_with_statistics(input, wanted))
+    })?;
+    page.write(path)
 }
 
 /// The beginning of a text, with what would move the cursor spelled out.

@@ -12,18 +12,16 @@ mod picture;
 mod resample;
 
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use candle_attention::MultiHeadAttention;
-use candle_core::{Error, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 use clap::Parser;
 
 use common::page::{PageArgs, PageOfLayers};
 use common::{Files, ModelArgs, read_json, with_bar};
-use model::{Attend, Encoder, Output};
+use model::{Encoder, Output};
 use picture::{Picture, Preprocessor};
-use resample::Size;
 
 const EXAMPLE: &str = "image_embedding";
 const PREPROCESSOR: &str = "preprocessor_config.json";
@@ -72,23 +70,17 @@ fn run(args: &Args) -> Result<String> {
     let model = with_bar("loading", "blocks", |loaded| Encoder::load(&config, vb, loaded))?;
 
     let original = Picture::open(&args.picture)?;
-    let seen = preprocessor.apply(&original)?;
+    let size = original.size()?;
+    let seen = preprocessor.apply(original)?;
     let (layers, width) = model.size()?;
     let layer = args.layer.unwrap_or(layers);
     if layer == 0 || layer > layers {
         bail!("[{EXAMPLE}] there is no layer {layer}, expected 1 to {layers}")
     }
     let pixels = preprocessor.pixels(&seen)?;
-    let mut page = args.page.page.as_ref().map(|_| start_page(&model, &seen, &pixels)).transpose()?;
-    let mut attend = page.as_mut().map(|page| {
-        |attention: &MultiHeadAttention, input: &Tensor| {
-            page.attend(|wanted| attention.forward_with_statistics(input, wanted))
-        }
-    });
-    let attend = attend.as_mut().map(|attend| attend as &mut Attend);
-    let Output { embedding, attention } = model.forward(&pixels, layer - 1, attend)?;
-    if let (Some(page), Some(path)) = (page, &args.page.page) {
-        page.write(path)?;
+    let Output { embedding, attention } = model.forward(&pixels, layer - 1)?;
+    if let Some(path) = &args.page.page {
+        write_page(&model, &seen, &pixels, path)?;
     }
     let (heads, rows, columns) = attention.dims3()?;
     let (weights, of) = match args.head {
@@ -96,10 +88,10 @@ fn run(args: &Args) -> Result<String> {
         Some(head @ 1..) if head <= heads => (attention.get(head - 1)?, format!("head {head} of {heads}")),
         Some(head) => bail!("[{EXAMPLE}] there is no head {head}, expected 1 to {heads}"),
     };
-    let weights = weights.flatten_all()?.to_vec1::<f32>()?;
     if let Some(path) = &args.attention {
-        seen.with_heat(&weights, Size { rows, columns }).save(path)?;
+        seen.with_heat(&weights)?.save(path)?;
     }
+    let weights = weights.flatten_all()?.to_vec1::<f32>()?;
     if let Some(path) = &args.out {
         let tensors = HashMap::from([("embedding", embedding.clone()), ("attention", attention)]);
         candle_core::safetensors::save(&tensors, path)?;
@@ -114,10 +106,10 @@ fn run(args: &Args) -> Result<String> {
          attention  of the class token in layer {layer}, {of}: {} to patches,\n           \
          most to row {}, column {} ({})\n",
         config["model_type"].as_str().unwrap_or_default(),
-        original.size.columns,
-        original.size.rows,
-        seen.size.columns,
-        seen.size.rows,
+        size.columns,
+        size.rows,
+        seen.size()?.columns,
+        seen.size()?.rows,
         embedding.dim(0)?,
         percent(weights.iter().sum()),
         most / columns + 1,
@@ -126,14 +118,16 @@ fn run(args: &Args) -> Result<String> {
     ))
 }
 
-/// A page over the picture as the model sees it.
-fn start_page(model: &Encoder, seen: &Picture, pixels: &Tensor) -> Result<PageOfLayers> {
+/// What every layer attends to, over the picture as the model sees it.
+fn write_page(model: &Encoder, seen: &Picture, pixels: &Tensor, path: &Path) -> Result<()> {
     let grid = model.grid(pixels)?;
     let place = |patch: usize| format!("row {}, column {}", patch / grid.columns + 1, patch % grid.columns + 1);
     let patches = (0..grid.rows * grid.columns).map(place);
     let tokens: Vec<_> = std::iter::once("[CLS]".to_string()).chain(patches).collect();
-    let mut png = Vec::new();
-    seen.write(&mut png).map_err(Error::wrap)?;
-    PageOfLayers::new("a picture", &tokens, &tokens, [model.size()?.0, model.heads()])?
-        .over_picture(&png, [grid.rows, grid.columns])
+    let mut page = PageOfLayers::new("a picture", &tokens, &tokens, model.blocks.layers_and_heads())?
+        .over_picture(&seen.to_png()?, [grid.rows, grid.columns])?;
+    model.through_blocks(pixels, |_, attention, input| {
+        page.attend("", |wanted| attention.forward_with_statistics(input, wanted))
+    })?;
+    page.write(path)
 }

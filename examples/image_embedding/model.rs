@@ -1,17 +1,23 @@
-//! Encoders of images on this crate's attention layer, in one file to copy.
+//! Encoders of images on this crate's attention layer: patches, blocks of attention and MLP, norms.
 //!
-//! Attention is `hf::load_attention`, whatever the architecture. What remains of a model is its patches, its norms and
-//! its MLP, and that is what stands here.
+//! The blocks are those of `common/blocks/`. What remains of a model is its patches, and that is what stands here.
 
-use candle_attention::{LayerNorm, MultiHeadAttention, PackedLinear, hf, layer_norm, packed_linear};
+#[path = "../common/blocks/mod.rs"]
+mod blocks;
+
+use candle_attention::{PackedLinear, StatisticsOptions};
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
-use candle_nn::{Activation, VarBuilder, linear_no_bias, ops};
+use candle_nn::{Linear, VarBuilder, linear_no_bias};
 use serde_json::Value;
 
 use crate::resample::{Filter, Size, resample};
+use blocks::attention::{Attention, Input};
+use blocks::family::{Family, LLAMA, MlpKind, NormKind};
+use blocks::weights::Weights;
+use blocks::{Blocks, Loader, Norm, optional};
 
-/// The names of a family's parts; a part without a name is one that it does not have.
-struct Family {
+/// The names of an architecture's parts; a part without a name is one that it does not have.
+struct Architecture {
     prefixes: &'static [&'static str],
     class: &'static str,
     patches: &'static str,
@@ -20,15 +26,12 @@ struct Family {
     interpolates: bool,
     first_norm: Option<&'static str>,
     blocks: &'static str,
-    norms: [&'static str; 2],
-    mlp: [&'static str; 2],
-    /// Factors on what attention and MLP add.
-    scales: Option<[&'static str; 2]>,
+    block: Family,
     last_norm: &'static str,
     projection: Option<&'static str>,
 }
 
-const VIT: Family = Family {
+const VIT: Architecture = Architecture {
     prefixes: &["vit.", ""],
     class: "embeddings.cls_token",
     patches: "embeddings.patch_embeddings.projection",
@@ -36,31 +39,44 @@ const VIT: Family = Family {
     interpolates: false,
     first_norm: None,
     blocks: "encoder.layer",
-    norms: ["layernorm_before", "layernorm_after"],
-    mlp: ["intermediate.dense", "output.dense"],
-    scales: None,
+    block: Family {
+        norms: [&["layernorm_before"], &[], &["layernorm_after"], &[]],
+        norm: NormKind::Layer(1e-12),
+        needs_biases: true,
+        mlp: MlpKind::Plain(["intermediate.dense", "output.dense"]),
+        activation: "gelu",
+        ..LLAMA
+    },
     last_norm: "layernorm",
     projection: None,
 };
 
-const DINOV2: Family = Family {
+const DINOV2: Architecture = Architecture {
     prefixes: &["dinov2.", ""],
     interpolates: true,
-    norms: ["norm1", "norm2"],
-    mlp: ["mlp.fc1", "mlp.fc2"],
-    scales: Some(["layer_scale1.lambda1", "layer_scale2.lambda1"]),
+    block: Family {
+        norms: [&["norm1"], &["layer_scale1"], &["norm2"], &["layer_scale2"]],
+        norm: NormKind::Layer(1e-6),
+        mlp: MlpKind::Plain(["mlp.fc1", "mlp.fc2"]),
+        ..VIT.block
+    },
     ..VIT
 };
 
-const CLIP: Family = Family {
+const CLIP: Architecture = Architecture {
     prefixes: &["vision_model.", ""],
     class: "embeddings.class_embedding",
     patches: "embeddings.patch_embedding",
     positions: "embeddings.position_embedding.weight",
     first_norm: Some("pre_layrnorm"),
     blocks: "encoder.layers",
-    norms: ["layer_norm1", "layer_norm2"],
-    mlp: ["mlp.fc1", "mlp.fc2"],
+    block: Family {
+        norms: [&["layer_norm1"], &[], &["layer_norm2"], &[]],
+        norm: NormKind::Layer(1e-5),
+        mlp: MlpKind::Plain(["mlp.fc1", "mlp.fc2"]),
+        activation: "quick_gelu",
+        ..VIT.block
+    },
     last_norm: "post_layernorm",
     projection: Some("visual_projection"),
     ..VIT
@@ -69,13 +85,6 @@ const CLIP: Family = Family {
 /// Bicubic without a mean over what a pixel covers, as PyTorch's `interpolate` has it.
 const BETWEEN: Filter = Filter { cubic: Some(-0.75), antialias: false };
 
-struct Block {
-    norms: [LayerNorm; 2],
-    attention: MultiHeadAttention,
-    mlp: [PackedLinear; 2],
-    scales: Option<[Tensor; 2]>,
-}
-
 /// What a picture has become.
 pub struct Output {
     /// (E,), or as wide as CLIP's projection.
@@ -83,9 +92,6 @@ pub struct Output {
     /// What the class token sees of each patch in one layer: (H, rows, columns).
     pub attention: Tensor,
 }
-
-/// Gives the output of a layer for an input (1, T, E).
-pub type Attend<'a> = dyn FnMut(&MultiHeadAttention, &Tensor) -> Result<Tensor> + 'a;
 
 /// An encoder of images.
 pub struct Encoder {
@@ -96,11 +102,10 @@ pub struct Encoder {
     /// (1 + N, E), that of the class token first.
     positions: Tensor,
     interpolates: bool,
-    first_norm: Option<LayerNorm>,
-    blocks: Vec<Block>,
-    activation: Box<dyn Module>,
-    last_norm: LayerNorm,
-    projection: Option<candle_nn::Linear>,
+    first_norm: Option<Norm>,
+    pub blocks: Blocks,
+    last_norm: Norm,
+    projection: Option<Linear>,
 }
 
 impl Encoder {
@@ -108,72 +113,52 @@ impl Encoder {
     ///
     /// # Errors
     /// For an architecture that is not here, an activation that Candle does not have, and a tensor that is missing.
-    pub fn load(json: &Value, vb: VarBuilder, mut loaded: impl FnMut(usize, usize)) -> Result<Self> {
+    pub fn load(json: &Value, vb: VarBuilder, loaded: impl FnMut(usize, usize)) -> Result<Self> {
         let config = if json["model_type"] == "clip" { &json["vision_config"] } else { json };
-        let family = match json["model_type"].as_str().unwrap_or_default() {
+        let own = match json["model_type"].as_str().unwrap_or_default() {
             "vit" => VIT,
             "dinov2" if config["use_swiglu_ffn"] != true => DINOV2,
             "clip" | "clip_vision_model" => CLIP,
             other => bail!("[encoder] model_type is {other:?}, expected one of clip, clip_vision_model, dinov2, vit"),
         };
-        let of = |prefix: &str| if prefix.is_empty() { vb.clone() } else { vb.pp(prefix.trim_end_matches('.')) };
-        let found = family.prefixes.iter().find(|prefix| of(prefix).contains_tensor(family.class));
-        let Some(prefix) = found else {
-            bail!("[encoder] no {} in the checkpoint, below {:?}", family.class, family.prefixes)
+        let weights = Weights::from(vb.clone());
+        let mut places = own.prefixes.iter().map(|prefix| weights.pp(prefix.trim_end_matches('.')));
+        let Some(inner) = places.find(|inner| inner.contains_tensor(own.class)) else {
+            bail!("[encoder] no {} in the checkpoint, below {:?}", own.class, own.prefixes)
         };
-        let inner = of(prefix);
         let number = |name: &str, default: usize| config[name].as_u64().map_or(default, |number| number as usize);
-        let (e, side, layers) = (number("hidden_size", 768), number("patch_size", 16), number("num_hidden_layers", 12));
-        let mlp = match family.scales {
-            Some(_) => e * number("mlp_ratio", 4),
-            None => number("intermediate_size", 3072),
-        };
-        let default = if family.interpolates { 1e-6 } else { family.first_norm.map_or(1e-12, |_| 1e-5) };
-        let eps = config["layer_norm_eps"].as_f64().unwrap_or(default);
-        let norm = |name: &str, vb: &VarBuilder| layer_norm(e, eps, vb.pp(name));
-        let patches = inner.pp(family.patches);
+        let (e, side) = (number("hidden_size", 768), number("patch_size", 16));
+        let mut loader = Loader::new("encoder", own.block, config, weights, e);
+        loader.inner_width =
+            Some(if own.interpolates { e * number("mlp_ratio", 4) } else { number("intermediate_size", 3072) });
+        let blocks = Blocks::load(&mut loader, number("num_hidden_layers", 12), &inner.pp(own.blocks), loaded)?;
+        let norm = |name: &str| loader.norm(VarBuilder::pp(&inner, name));
+        let patches = inner.pp(own.patches);
         let weight = patches.get((e, 3, side, side), "weight")?.flatten_from(1)?;
         let bias = if patches.contains_tensor("bias") { Some(patches.get(e, "bias")?) } else { None };
         let rows = (number("image_size", 224) / side).pow(2) + 1;
-        let positions = match family.first_norm {
-            Some(_) => inner.get((rows, e), family.positions)?,
-            None => inner.get((1, rows, e), family.positions)?.squeeze(0)?,
+        let positions = match own.first_norm {
+            Some(_) => inner.get((rows, e), own.positions)?,
+            None => inner.get((1, rows, e), own.positions)?.squeeze(0)?,
         };
-        let block = |layer: usize| {
-            loaded(layer, layers);
-            let at = inner.pp(family.blocks).pp(layer);
-            let scales = family
-                .scales
-                .map(|[first, second]| Ok::<_, candle_core::Error>([at.get(e, first)?, at.get(e, second)?]));
-            Ok(Block {
-                norms: [norm(family.norms[0], &at)?, norm(family.norms[1], &at)?],
-                attention: hf::load_attention(config, layer, vb.clone())?,
-                mlp: [packed_linear(e, mlp, at.pp(family.mlp[0]))?, packed_linear(mlp, e, at.pp(family.mlp[1]))?],
-                scales: scales.transpose()?,
-            })
-        };
-        let projection = family.projection.filter(|name| vb.contains_tensor(&format!("{name}.weight")));
+        let projection = own.projection.filter(|name| vb.contains_tensor(&format!("{name}.weight")));
         let width = json["projection_dim"].as_u64().unwrap_or(512) as usize;
         Ok(Self {
             patches: PackedLinear::new(&weight, bias.as_ref())?,
             side,
-            class: inner.get_unchecked(family.class)?.reshape((1, e))?,
+            class: inner.get_unchecked(own.class)?.reshape((1, e))?,
             positions,
-            interpolates: family.interpolates,
-            first_norm: family.first_norm.map(|name| norm(name, &inner)).transpose()?,
-            blocks: (0..layers).map(block).collect::<Result<_>>()?,
-            activation: activation(config["hidden_act"].as_str().unwrap_or(match family.first_norm {
-                Some(_) => "quick_gelu",
-                None => "gelu",
-            }))?,
-            last_norm: norm(family.last_norm, &inner)?,
+            interpolates: own.interpolates,
+            first_norm: own.first_norm.map(norm).transpose()?,
+            last_norm: norm(own.last_norm)?,
+            blocks,
             projection: projection.map(|name| linear_no_bias(e, width, vb.pp(name))).transpose()?,
         })
     }
 
     /// The number of blocks, and the width E.
     pub fn size(&self) -> Result<(usize, usize)> {
-        Ok((self.blocks.len(), self.class.dim(1)?))
+        Ok((self.blocks.attentions().count(), self.class.dim(1)?))
     }
 
     /// The patches of a picture, whose class token stands before them.
@@ -188,51 +173,47 @@ impl Encoder {
         Ok(Size { rows: height / side, columns: width / side })
     }
 
-    /// The number of heads of a layer.
-    pub fn heads(&self) -> usize {
-        self.blocks.first().map_or(0, |block| block.attention.config().num_heads())
-    }
-
-    /// Pixels (3, rows, columns) to the picture's vector and the attention of one layer. `attend`, if there is one,
-    /// gives the output of each layer for an input.
+    /// Pixels (3, rows, columns) to the picture's vector and the attention of one layer.
     ///
     /// # Errors
     /// For a picture whose size the model has no positions for.
-    pub fn forward(&self, pixels: &Tensor, layer: usize, mut attend: Option<&mut Attend>) -> Result<Output> {
+    pub fn forward(&self, pixels: &Tensor, layer: usize) -> Result<Output> {
+        let (grid, mut weights) = (self.grid(pixels)?, None);
+        let of_class = StatisticsOptions::default().with_weights_of(0..1, 1..1 + grid.rows * grid.columns);
+        let embedding = self.through_blocks(pixels, |i, attention, input| {
+            if i != layer {
+                return attention.forward(input);
+            }
+            let (output, statistics) = attention.forward_with_statistics(input, &of_class)?;
+            weights = statistics.weights;
+            Ok(output)
+        })?;
+        let Some(weights) = weights else {
+            bail!("[encoder] there is no layer {}, the model has {}", layer + 1, self.size()?.0)
+        };
+        let attention = weights.reshape(((), grid.rows, grid.columns))?.to_dtype(DType::F32)?;
+        Ok(Output { embedding, attention })
+    }
+
+    /// Pixels (3, rows, columns) to the picture's vector, where `attend` gives the output of a layer, by its number,
+    /// for an input.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn through_blocks(
+        &self,
+        pixels: &Tensor,
+        attend: impl FnMut(usize, &Attention, Input) -> Result<Tensor>,
+    ) -> Result<Tensor> {
         let (side, grid) = (self.side, self.grid(pixels)?);
         let pixels = pixels.to_dtype(self.class.dtype())?.to_device(self.class.device())?;
         let cut = pixels.reshape(&[3, grid.rows, side, grid.columns, side][..])?.permute((1, 3, 0, 2, 4))?;
         let patches = self.patches.forward(&cut.reshape((grid.rows * grid.columns, 3 * side * side))?)?;
-        let mut xs = (Tensor::cat(&[&self.class, &patches], 0)? + self.positions(grid)?)?.unsqueeze(0)?;
-        if let Some(norm) = &self.first_norm {
-            xs = norm.forward(&xs)?;
-        }
-        let mut attention = None;
-        for (i, block) in self.blocks.iter().enumerate() {
-            let input = block.norms[0].forward(&xs)?;
-            let mut own = None;
-            if i == layer {
-                let attended = block.attention.forward_with_weights(&input)?;
-                let weights = attended.weights.narrow(2, 0, 1)?.narrow(3, 1, grid.rows * grid.columns)?;
-                let planes = (weights.dim(1)?, grid.rows, grid.columns);
-                attention = Some(weights.reshape(planes)?.to_dtype(DType::F32)?);
-                own = Some(attended.output);
-            }
-            let ys = match (&mut attend, own) {
-                (Some(attend), _) => attend(&block.attention, &input)?,
-                (None, Some(output)) => output,
-                (None, None) => block.attention.forward(&input)?,
-            };
-            xs = block.add(&xs, ys, 0)?;
-            let hidden = self.activation.forward(&block.mlp[0].forward(&block.norms[1].forward(&xs)?)?)?;
-            xs = block.add(&xs, block.mlp[1].forward(&hidden)?, 1)?;
-        }
-        let Some(attention) = attention else {
-            bail!("[encoder] there is no layer {}, the model has {}", layer + 1, self.blocks.len())
-        };
+        let xs = (Tensor::cat(&[&self.class, &patches], 0)? + self.positions(grid)?)?.unsqueeze(0)?;
+        let xs = self.blocks.forward(optional(&self.first_norm, &xs)?, attend)?;
         let class = self.last_norm.forward(&xs.narrow(1, 0, 1)?)?.squeeze(0)?;
         let embedding = self.projection.as_ref().map_or(Ok(class.clone()), |projection| projection.forward(&class))?;
-        Ok(Output { embedding: embedding.squeeze(0)?.to_dtype(DType::F32)?, attention })
+        embedding.squeeze(0)?.to_dtype(DType::F32)
     }
 
     /// Those of the class token and of so many patches.
@@ -246,31 +227,8 @@ impl Encoder {
             bail!("[encoder] the picture has {grid} patches, expected {side} x {side}")
         }
         let planes = self.positions.narrow(0, 1, rows - 1)?.t()?.to_dtype(DType::F32)?.to_device(&Device::Cpu)?;
-        let from = Size { rows: side, columns: side };
-        let planes: Vec<Vec<f32>> = planes.to_vec2()?;
-        let between: Vec<f32> = planes.iter().flat_map(|plane| resample(plane, from, grid, BETWEEN)).collect();
-        let between = Tensor::from_vec(between, (e, grid.rows * grid.columns), &Device::Cpu)?.t()?;
+        let between = resample(&planes.reshape((e, side, side))?, grid, BETWEEN)?.flatten_from(1)?.t()?;
         let between = between.to_dtype(self.positions.dtype())?.to_device(self.positions.device())?;
         Tensor::cat(&[&self.positions.narrow(0, 0, 1)?, &between], 0)
-    }
-}
-
-impl Block {
-    /// A residual, and what was added times its factors.
-    fn add(&self, xs: &Tensor, added: Tensor, which: usize) -> Result<Tensor> {
-        match &self.scales {
-            Some(scales) => xs + added.broadcast_mul(&scales[which])?,
-            None => xs + added,
-        }
-    }
-}
-
-fn activation(name: &str) -> Result<Box<dyn Module>> {
-    if name == "quick_gelu" {
-        return Ok(Box::new(|xs: &Tensor| xs * ops::sigmoid(&(xs * 1.702)?)?));
-    }
-    match serde_json::from_value::<Activation>(name.into()) {
-        Ok(activation) => Ok(Box::new(activation)),
-        Err(_) => bail!("[encoder] the activation {name:?} is not one of Candle's"),
     }
 }

@@ -1,24 +1,20 @@
 //! Pictures: read from PNG, brought to a model's size and colours, and written with attention over them.
 
 use std::fs::File;
-use std::io::{BufReader, BufWriter, Write};
+use std::io::BufReader;
 use std::path::Path;
 
-use candle_core::{Device, Error, Result, Tensor, bail};
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use serde_json::Value;
 
 use crate::EXAMPLE;
 use crate::resample::{BICUBIC, BILINEAR, Filter, Size, resample};
 
 /// The part of a pixel's colour that attention takes at most.
-const OPACITY: f32 = 0.75;
+const OPACITY: f64 = 0.75;
 
-/// A picture in red, green and blue, from 0 to 255.
-pub struct Picture {
-    pub size: Size,
-    /// A plane for each colour.
-    planes: [Vec<f32>; 3],
-}
+/// A picture in red, green and blue, from 0 to 255: (3, rows, columns).
+pub struct Picture(Tensor);
 
 fn wrong(path: &Path, error: impl std::fmt::Display) -> Error {
     Error::Msg(format!("[{EXAMPLE}] {}: {error}", path.display()))
@@ -34,64 +30,53 @@ impl Picture {
         let mut pixels = vec![0; bytes];
         let info = reader.next_frame(&mut pixels).map_err(|error| wrong(path, error))?;
         pixels.truncate(info.buffer_size());
-        let channels = info.color_type.samples();
+        let (rows, columns) = (info.height as usize, info.width as usize);
+        let pixels = Tensor::from_vec(pixels, (rows, columns, info.color_type.samples()), &Device::Cpu)?;
+        let planes = pixels.to_dtype(DType::F32)?.permute((2, 0, 1))?;
         // Grey ones have one channel for all, and perhaps transparency.
-        let plane = |colour: usize| {
-            let channel = if channels < 3 { 0 } else { colour };
-            pixels.iter().skip(channel).step_by(channels).map(|&x| f32::from(x)).collect()
-        };
-        let size = Size { rows: info.height as usize, columns: info.width as usize };
-        Ok(Self { size, planes: [plane(0), plane(1), plane(2)] })
+        let colours = if planes.dim(0)? < 3 { 1 } else { 3 };
+        Ok(Self(planes.narrow(0, 0, colours)?.broadcast_as((3, rows, columns))?.contiguous()?))
+    }
+
+    pub fn size(&self) -> Result<Size> {
+        let (_, rows, columns) = self.0.dims3()?;
+        Ok(Size { rows, columns })
     }
 
     pub fn save(&self, path: &Path) -> Result<()> {
-        let file = File::create(path).map_err(|error| wrong(path, error))?;
-        self.write(BufWriter::new(file)).map_err(|error| wrong(path, error))
+        std::fs::write(path, self.to_png()?).map_err(|error| wrong(path, error))
     }
 
     /// As a PNG file.
-    pub fn write(&self, to: impl Write) -> std::result::Result<(), png::EncodingError> {
-        let mut encoder = png::Encoder::new(to, self.size.columns as u32, self.size.rows as u32);
+    pub fn to_png(&self) -> Result<Vec<u8>> {
+        let (Size { rows, columns }, mut file) = (self.size()?, Vec::new());
+        let mut encoder = png::Encoder::new(&mut file, columns as u32, rows as u32);
         encoder.set_color(png::ColorType::Rgb);
-        let count = self.size.rows * self.size.columns;
-        let pixels: Vec<u8> = (0..count).flat_map(|i| self.planes.each_ref().map(|plane| plane[i] as u8)).collect();
-        encoder.write_header()?.write_image_data(&pixels)
-    }
-
-    fn map(&self, size: Size, change: impl Fn(&[f32]) -> Vec<f32>) -> Self {
-        Self { size, planes: self.planes.each_ref().map(|plane| change(plane)) }
+        let pixels: Vec<u8> = self.0.permute((1, 2, 0))?.flatten_all()?.to_dtype(DType::U8)?.to_vec1()?;
+        encoder.write_header().and_then(|mut writer| writer.write_image_data(&pixels)).map_err(Error::wrap)?;
+        Ok(file)
     }
 
     /// In another size, rounded to whole colours as libraries of pictures do.
-    fn resized(&self, size: Size, filter: Filter) -> Self {
-        self.map(size, |plane| {
-            let resampled = resample(plane, self.size, size, filter);
-            resampled.into_iter().map(|x| x.round().clamp(0.0, 255.0)).collect()
-        })
+    fn resized(&self, size: Size, filter: Filter) -> Result<Self> {
+        Ok(Self(resample(&self.0, size, filter)?.round()?.clamp(0f32, 255f32)?))
     }
 
     /// The middle of it.
     fn cropped(&self, size: Size) -> Result<Self> {
-        let (Some(top), Some(left)) =
-            (self.size.rows.checked_sub(size.rows), self.size.columns.checked_sub(size.columns))
-        else {
-            bail!("[{EXAMPLE}] a picture of {} is smaller than its middle of {size}", self.size)
+        let own = self.size()?;
+        let (Some(top), Some(left)) = (own.rows.checked_sub(size.rows), own.columns.checked_sub(size.columns)) else {
+            bail!("[{EXAMPLE}] a picture of {own} is smaller than its middle of {size}")
         };
-        Ok(self.map(size, |plane| {
-            let rows = plane.chunks(self.size.columns).skip(top / 2).take(size.rows);
-            rows.flat_map(|row| row[left / 2..left / 2 + size.columns].to_vec()).collect()
-        }))
+        Ok(Self(self.0.narrow(1, top / 2, size.rows)?.narrow(2, left / 2, size.columns)?))
     }
 
     /// With weights (rows, columns) over it, from black for none to white for the largest.
-    pub fn with_heat(&self, weights: &[f32], grid: Size) -> Self {
-        let heat = resample(weights, grid, self.size, BILINEAR);
-        let most = heat.iter().copied().fold(f32::MIN_POSITIVE, f32::max);
-        let blend = |(x, heat): (&f32, &f32)| {
-            let light = 255.0 * (heat / most).clamp(0.0, 1.0);
-            (x * (1.0 - OPACITY) + light * OPACITY).round()
-        };
-        self.map(self.size, |plane| plane.iter().zip(&heat).map(blend).collect())
+    pub fn with_heat(&self, weights: &Tensor) -> Result<Self> {
+        let heat = resample(&weights.unsqueeze(0)?, self.size()?, BILINEAR)?;
+        let most = f64::from(heat.max_all()?.to_scalar::<f32>()?.max(f32::MIN_POSITIVE));
+        let light = ((heat / most)?.clamp(0f32, 1f32)? * (255.0 * OPACITY))?;
+        Ok(Self((&self.0 * (1.0 - OPACITY))?.broadcast_add(&light)?.round()?))
     }
 }
 
@@ -100,7 +85,7 @@ pub struct Preprocessor {
     /// Both sides, or the shorter one.
     resize: Option<(Resize, Filter)>,
     crop: Option<Size>,
-    scale: f32,
+    scale: f64,
     mean: [f32; 3],
     std: [f32; 3],
 }
@@ -140,7 +125,7 @@ impl Preprocessor {
         if crops && crop.is_none() {
             bail!("[{EXAMPLE}] crop_size is {}, expected height and width", json["crop_size"])
         }
-        let scale = json["rescale_factor"].as_f64().unwrap_or(1.0 / 255.0) as f32;
+        let scale = json["rescale_factor"].as_f64().unwrap_or(1.0 / 255.0);
         Ok(Self {
             resize,
             crop,
@@ -151,24 +136,23 @@ impl Preprocessor {
     }
 
     /// The picture in the model's size.
-    pub fn apply(&self, picture: &Picture) -> Result<Picture> {
-        let Size { rows, columns } = picture.size;
+    pub fn apply(&self, picture: Picture) -> Result<Picture> {
+        let Size { rows, columns } = picture.size()?;
         let resized = match &self.resize {
-            Some((Resize::To(size), filter)) => picture.resized(*size, *filter),
+            Some((Resize::To(size), filter)) => picture.resized(*size, *filter)?,
             Some((Resize::ShorterSide(side), filter)) => {
                 let other = |own: usize| side * own / rows.min(columns);
-                picture.resized(Size { rows: other(rows), columns: other(columns) }, *filter)
+                picture.resized(Size { rows: other(rows), columns: other(columns) }, *filter)?
             }
-            None => picture.map(picture.size, <[f32]>::to_vec),
+            None => picture,
         };
-        self.crop.map_or(Ok(None), |size| resized.cropped(size).map(Some)).map(|cropped| cropped.unwrap_or(resized))
+        if let Some(size) = self.crop { resized.cropped(size) } else { Ok(resized) }
     }
 
     /// A picture in the model's size as numbers (3, rows, columns).
     pub fn pixels(&self, picture: &Picture) -> Result<Tensor> {
-        let Size { rows, columns } = picture.size;
-        let planes = picture.planes.iter().zip(self.mean.iter().zip(&self.std));
-        let normal = planes.flat_map(|(plane, (mean, std))| plane.iter().map(move |x| (x * self.scale - mean) / std));
-        Tensor::from_iter(normal, &Device::Cpu)?.reshape((3, rows, columns))
+        let by_colour = |numbers: &[f32; 3]| Tensor::new(numbers, &Device::Cpu)?.reshape((3, 1, 1));
+        let scaled = (&picture.0 * self.scale)?;
+        scaled.broadcast_sub(&by_colour(&self.mean)?)?.broadcast_div(&by_colour(&self.std)?)
     }
 }

@@ -1,5 +1,7 @@
 //! Planes of numbers in another size, as PyTorch's `interpolate` gives them.
 
+use candle_core::{Device, Result, Tensor};
+
 /// How pixels between others come about.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Filter {
@@ -29,24 +31,26 @@ impl Filter {
         }
     }
 
-    /// The entries of a row of `from` that make each of `to`, and their weights.
-    fn taps(self, from: usize, to: usize) -> Vec<Vec<(usize, f32)>> {
+    /// The weights (to, from) that entries of a row have in those of another length.
+    fn weights(self, from: usize, to: usize) -> Result<Tensor> {
         let scale = from as f32 / to as f32;
         let stretch = if self.antialias { scale.max(1.0) } else { 1.0 };
-        let of = |i: usize| {
+        let mut weights = vec![0.0; to * from];
+        for (i, row) in weights.chunks_mut(from).enumerate() {
             let middle = (i as f32 + 0.5) * scale - 0.5;
             let (first, last) = (middle - self.radius() * stretch, middle + self.radius() * stretch);
-            let near = first.ceil() as i64..=last.floor() as i64;
-            let mut taps: Vec<_> = near.map(|j| (j, self.weight((j as f32 - middle) / stretch))).collect();
-            if self.antialias {
-                // What lies outside counts for nothing, and the others for more.
-                taps.retain(|(j, _)| (0..from as i64).contains(j));
-                let sum: f32 = taps.iter().map(|(_, weight)| weight).sum();
-                taps.iter_mut().for_each(|(_, weight)| *weight /= sum);
+            for j in first.ceil() as i64..=last.floor() as i64 {
+                // What lies outside is left out of a mean, and elsewhere as the last entry on its side.
+                if (0..from as i64).contains(&j) || !self.antialias {
+                    row[j.clamp(0, from as i64 - 1) as usize] += self.weight((j as f32 - middle) / stretch);
+                }
             }
-            taps.into_iter().map(|(j, weight)| (j.clamp(0, from as i64 - 1) as usize, weight)).collect()
-        };
-        (0..to).map(of).collect()
+            if self.antialias {
+                let sum: f32 = row.iter().sum();
+                row.iter_mut().for_each(|weight| *weight /= sum);
+            }
+        }
+        Tensor::from_vec(weights, (to, from), &Device::Cpu)
     }
 }
 
@@ -63,15 +67,9 @@ impl std::fmt::Display for Size {
     }
 }
 
-/// A plane in another size. Neither size is 0.
-pub fn resample(plane: &[f32], from: Size, to: Size, filter: Filter) -> Vec<f32> {
-    let sum = |taps: &[(usize, f32)], at: &dyn Fn(usize) -> f32| taps.iter().map(|&(j, weight)| weight * at(j)).sum();
-    let columns = filter.taps(from.columns, to.columns);
-    let wide: Vec<f32> = plane
-        .chunks(from.columns)
-        .flat_map(|row| columns.iter().map(|taps| sum(taps, &|j| row[j])).collect::<Vec<f32>>())
-        .collect();
-    let rows = filter.taps(from.rows, to.rows);
-    let entry = |i: usize| sum(&rows[i / to.columns], &|j| wide[j * to.columns + i % to.columns]);
-    (0..to.rows * to.columns).map(entry).collect()
+/// Planes (N, rows, columns) on the CPU in another size. Neither size is 0.
+pub fn resample(planes: &Tensor, to: Size, filter: Filter) -> Result<Tensor> {
+    let (_, rows, columns) = planes.dims3()?;
+    let wide = planes.broadcast_matmul(&filter.weights(columns, to.columns)?.t()?)?;
+    filter.weights(rows, to.rows)?.broadcast_matmul(&wide)
 }

@@ -10,7 +10,6 @@
 //! `checkpoint.safetensors`, from which `--resume` goes on; and with the feature `plot` the loss and the second layer's
 //! weights before and after.
 
-mod args;
 #[path = "../common/attention_only.rs"]
 mod attention_only;
 #[path = "../common/mod.rs"]
@@ -18,16 +17,18 @@ mod common;
 mod data;
 mod train;
 
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use candle_attention::plot::{Heads, HeatMap, TerminalOptions};
 use candle_attention::text::SimpleTokenizer;
 use candle_attention::{MultiHeadAttentionConfig, RopeConfig};
 use candle_core::{Device, Error, Result};
+use clap::Parser;
 
-use args::Args;
 use attention_only::AttentionOnlyConfig;
-use common::page::PageOfLayers;
+use common::page::{PageArgs, PageOfLayers};
 use data::WORDS;
 use train::{Measurement, Training, checkpoint};
 
@@ -35,6 +36,40 @@ use train::{Measurement, Training, checkpoint};
 const SENTENCE: &str = "the cat sat on my red mat and the dog sat on my blue book and the cat sat on my red mat";
 const WIDTH: usize = 64;
 const HEADS: usize = 2;
+
+/// Trains a transformer of two attention layers on random sequences that repeat, until an induction head forms: a head
+/// that attends to the token after the previous copy of the present one.
+#[derive(Debug, Parser)]
+#[command(name = "induction_heads")]
+struct Args {
+    /// Where the model, its checkpoints and its pictures go
+    #[arg(long, value_name = "DIR", default_value = "target/induction_heads")]
+    pub out: PathBuf,
+
+    /// Goes on from the last checkpoint in --out, which is at most --save-every steps old
+    #[arg(long)]
+    pub resume: bool,
+
+    /// The most steps of training
+    #[arg(long, value_name = "N", default_value = "3000")]
+    pub steps: NonZeroUsize,
+
+    /// The share of its weight that the best head puts on tokens after a previous copy before training ends
+    #[arg(long, value_name = "SHARE", default_value_t = 0.95)]
+    pub until: f64,
+
+    /// Steps between two checkpoints
+    #[arg(long, value_name = "N", default_value = "50")]
+    pub save_every: NonZeroUsize,
+
+    /// Of the first weights and of all sequences
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+
+    /// Of both layers after training
+    #[command(flatten)]
+    pub page: PageArgs,
+}
 
 fn main() -> ExitCode {
     common::main(|args| run(&args))
@@ -65,7 +100,7 @@ fn run(args: &Args) -> Result<()> {
         let tokens = &encoding.tokens()[0];
         let mut page = PageOfLayers::new(SENTENCE, tokens, tokens, [cfg.num_layers, HEADS])?;
         training.model.through_blocks(&encoding.ids_tensor(&Device::Cpu)?, |attention, input| {
-            page.attend(|wanted| attention.forward_with_statistics(input, wanted))
+            page.attend("", |wanted| attention.forward_with_statistics(input, wanted))
         })?;
         page.write(path)?;
     }

@@ -7,7 +7,7 @@ use candle_attention::init::TorchSeed;
 use candle_core::{D, DType, Device, Error, Result, Tensor, Var, bail, safetensors};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap, loss};
 
-use crate::args::Args;
+use crate::Args;
 use crate::attention_only::{AttentionOnly, AttentionOnlyConfig};
 use crate::data::Batch;
 

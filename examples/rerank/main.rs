@@ -9,24 +9,21 @@
 
 #[path = "../common/mod.rs"]
 mod common;
-mod head;
 #[path = "../sentence_embedding/model.rs"]
 mod model;
-#[path = "../sentence_embedding/page.rs"]
-mod page;
 #[path = "../common/texts.rs"]
 mod texts;
 
 use std::process::ExitCode;
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Module, Result, Tensor, bail};
+use candle_nn::{Linear, VarBuilder, linear};
 use clap::Parser;
 
 use common::page::PageArgs;
 use common::{Files, ModelArgs, with_bar};
-use head::Head;
 use model::Encoder;
-use texts::{TOKENIZER, TextArgs, max_tokens, shown, tokenizer};
+use texts::{TOKENIZER, TextArgs, max_tokens, shown, tokenizer, write_page};
 
 const EXAMPLE: &str = "rerank";
 
@@ -86,7 +83,7 @@ fn run(args: &Args) -> Result<String> {
     order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));
     if let (Some(path), Some(&best)) = (&args.page.page, order.first()) {
         let pair = tokenizer.encode_pair(&args.question, &passages[best])?;
-        page::write(&model, &tokenizer, &args.question, &pair.ids, &pair.type_ids, path)?;
+        write_page(&model, &tokenizer, &args.question, &pair.ids, &pair.type_ids, path)?;
     }
     let cut = most.map_or(String::new(), |most| format!(", {cut} cut at {most} tokens"));
     let model_type = config["model_type"].as_str().unwrap_or_default();
@@ -100,4 +97,48 @@ fn run(args: &Args) -> Result<String> {
         text += &format!("{score:>8.4}  {:>11.4}  {passage}\n", 1.0 / (1.0 + (-score).exp()));
     }
     Ok(text)
+}
+
+/// `out(activation(dense(x)))`, by the names of each family.
+struct Head {
+    dense: Linear,
+    /// DistilBERT's has no negative numbers, the others have a tangent.
+    is_relu: bool,
+    out: Linear,
+}
+
+/// Dense and output layers: of RoBERTa and MPNet, of DistilBERT, of BERT.
+const NAMES: [[&str; 2]; 4] = [
+    ["classifier.dense", "classifier.out_proj"],
+    ["pre_classifier", "classifier"],
+    ["bert.pooler.dense", "classifier"],
+    ["pooler.dense", "classifier"],
+];
+
+impl Head {
+    /// From a builder at the checkpoint's root, for hidden states of this width.
+    ///
+    /// # Errors
+    /// For a checkpoint without a head, or with one of several classes.
+    fn load(width: usize, vb: &VarBuilder) -> Result<Self> {
+        let weight = |name: &str| format!("{name}.weight");
+        let found = NAMES.iter().find(|names| names.iter().all(|name| vb.contains_tensor(&weight(name))));
+        let Some([dense, out]) = found else {
+            bail!(
+                "[rerank] no head in the checkpoint, looked for {}",
+                NAMES.map(|names| names.join(" with ")).join(", ")
+            )
+        };
+        let Ok(out_layer) = linear(width, 1, vb.pp(out)) else {
+            bail!("[rerank] {out} gives no single score: the checkpoint is of another kind, expected one label")
+        };
+        Ok(Self { dense: linear(width, width, vb.pp(dense))?, is_relu: *dense == "pre_classifier", out: out_layer })
+    }
+
+    /// A score for each row of hidden states (N, E).
+    fn scores(&self, hidden: &Tensor) -> Result<Vec<f32>> {
+        let xs = self.dense.forward(hidden)?;
+        let xs = if self.is_relu { xs.relu()? } else { xs.tanh()? };
+        self.out.forward(&xs)?.squeeze(1)?.to_dtype(DType::F32)?.to_vec1()
+    }
 }

@@ -10,9 +10,7 @@
 mod common;
 mod embed;
 mod model;
-mod page;
 mod recipe;
-mod report;
 #[path = "../common/texts.rs"]
 mod texts;
 
@@ -28,7 +26,10 @@ use common::{Files, ModelArgs, fetch, with_bar};
 use embed::{Embedder, Embeddings};
 use model::Encoder;
 use recipe::{EXAMPLE, Pooling, Recipe};
-use texts::{TextArgs, tokenizer};
+use texts::{TextArgs, shown, tokenizer, write_page};
+
+/// More sentences than this make a list of nearest ones, since a table of all pairs would not fit a screen.
+const TABLE: usize = 12;
 
 /// Turns sentences into vectors with an encoder of BERT's family, and shows how similar they are.
 ///
@@ -79,7 +80,7 @@ fn run(args: &Args) -> Result<String> {
 
     if let Some(path) = &args.page.page {
         let encodings = embed::tokens(&sentences[..1], 0, &tokenizer, &recipe)?;
-        page::write(&model, &tokenizer, &sentences[0], &encodings[0].ids, &[], path)?;
+        write_page(&model, &tokenizer, &sentences[0], &encodings[0].ids, &[], path)?;
     }
 
     let (layers, width) = model.size()?;
@@ -100,7 +101,7 @@ fn run(args: &Args) -> Result<String> {
         recipe.said_by,
         sentences.len(),
         vectors.dims2()?,
-        report::similarity(&vectors, &sentences)?
+        similarity(&vectors, &sentences)?
     ))
 }
 
@@ -109,4 +110,26 @@ fn write_vectors(vectors: &Tensor, sentences: &[String], path: &Path) -> Result<
     let metadata = HashMap::from([("sentences".to_string(), list)]);
     safetensors::serialize_to_file([("embeddings", vectors)], Some(metadata), path)
         .map_err(|error| Error::Msg(format!("[{EXAMPLE}] cannot write {}: {error}", path.display())))
+}
+
+/// The cosines of all pairs of vectors (N, E) as a table, or the nearest to each.
+fn similarity(vectors: &Tensor, sentences: &[String]) -> Result<String> {
+    let unit = embed::normalized(vectors)?;
+    let cosines: Vec<Vec<f32>> = unit.matmul(&unit.t()?)?.to_vec2()?;
+    let digits = sentences.len().to_string().len();
+    let rows = cosines.iter().zip(sentences).enumerate();
+    if sentences.len() > TABLE {
+        let nearest = rows.filter_map(|(i, (row, sentence))| {
+            let others = row.iter().enumerate().filter(|&(j, _)| j != i);
+            let (j, cosine) = others.max_by(|a, b| a.1.total_cmp(b.1))?;
+            Some(format!("{:>digits$}  {cosine:>7.4}  to {:>digits$}  {}\n", i + 1, j + 1, shown(sentence)))
+        });
+        return Ok(format!("the nearest to each, by cosine similarity\n{}", nearest.collect::<String>()));
+    }
+    let heads: String = (1..=sentences.len()).map(|i| format!("{i:>8}")).collect();
+    let table = rows.map(|(i, (row, sentence))| {
+        let cells: String = row.iter().map(|cosine| format!(" {cosine:>7.4}")).collect();
+        format!("{:>digits$}{cells}  {}\n", i + 1, shown(sentence))
+    });
+    Ok(format!("cosine similarity\n{:digits$}{heads}\n{}", "", table.collect::<String>()))
 }

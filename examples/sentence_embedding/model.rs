@@ -1,21 +1,26 @@
-//! Encoders of BERT's family on this crate's attention layer, in one file to copy.
+//! Encoders of BERT's family on this crate's attention layer: embeddings, blocks of attention and MLP, norms.
 //!
-//! Attention is `hf::load_attention`, whatever the architecture: its names, biases, rotary positions and bands come
-//! from `config.json`. What remains of a model is its embeddings, its norms and its MLP, and that is what stands here.
+//! The blocks are those of `common/blocks/`. What remains of a model is its embeddings, and that is what stands here.
 #![allow(dead_code, reason = "each program uses a part")]
 
+#[path = "../common/blocks/mod.rs"]
+#[allow(clippy::duplicate_mod, reason = "a program may have an encoder and a decoder")]
+mod blocks;
+
 use candle_attention::text::EmbeddingLayer;
-use candle_attention::{
-    AttentionInput, AttentionMask, LayerNorm, MultiHeadAttention, PackedGatedLinear, PackedLinear, PackedSequences, hf,
-    layer_norm, packed_linear_b,
-};
+use candle_attention::{AttentionMask, PackedSequences};
 use candle_core::{Module, Result, Tensor, bail};
-use candle_nn::{Activation, Embedding, LayerNormConfig, VarBuilder, seq};
+use candle_nn::{Embedding, VarBuilder, embedding};
 use serde_json::Value;
 
-/// Where architectures differ outside of attention: the names of their parts, and what they do without.
+use blocks::attention::{Attention, Input};
+use blocks::family::{Family, LLAMA, LLAMA_MLP, MlpKind, NormKind};
+use blocks::weights::Weights;
+use blocks::{Blocks, Loader, Norm, optional};
+
+/// Where architectures differ: the names of their parts, and what they do without.
 #[derive(Clone, Copy)]
-struct Family {
+struct Architecture {
     /// What may stand before all names: that of the model below a head, or nothing.
     prefixes: &'static [&'static str],
     words: &'static str,
@@ -25,27 +30,12 @@ struct Family {
     segments: Option<&'static str>,
     embedding_norm: &'static str,
     blocks: &'static str,
-    attention_norm: &'static str,
-    mlp: MlpNames,
-    mlp_norm: &'static str,
-    /// Of the norm behind all blocks. Then the norms of a block stand before attention and MLP, else behind the
-    /// residuals.
+    block: Family,
+    /// Of the norm behind all blocks.
     last_norm: Option<&'static str>,
-    has_norm_bias: bool,
-    has_mlp_bias: bool,
 }
 
-#[derive(Clone, Copy)]
-enum MlpNames {
-    /// `down(activation(up(x)))`.
-    Plain { up: &'static str, down: &'static str },
-    /// `down(activation(gate(x)) · up(x))`.
-    Gated { gate: &'static str, up: &'static str, down: &'static str },
-    /// The same, the rows of the gate and those of `up` as one weight.
-    Joint { gate_up: &'static str, down: &'static str },
-}
-
-const BERT: Family = Family {
+const BERT: Architecture = Architecture {
     prefixes: &["bert.", "roberta.", ""],
     words: "embeddings.word_embeddings",
     positions: Some("embeddings.position_embeddings"),
@@ -53,86 +43,91 @@ const BERT: Family = Family {
     segments: Some("embeddings.token_type_embeddings"),
     embedding_norm: "embeddings.LayerNorm",
     blocks: "encoder.layer",
-    attention_norm: "attention.output.LayerNorm",
-    mlp: MlpNames::Plain { up: "intermediate.dense", down: "output.dense" },
-    mlp_norm: "output.LayerNorm",
+    block: Family {
+        norms: [&[], &["attention.output.LayerNorm"], &[], &["output.LayerNorm"]],
+        behind_residuals: true,
+        norm: NormKind::Layer(1e-12),
+        needs_biases: true,
+        mlp: MlpKind::Plain(["intermediate.dense", "output.dense"]),
+        activation: "gelu",
+        ..LLAMA
+    },
     last_norm: None,
-    has_norm_bias: true,
-    has_mlp_bias: true,
 };
 
-const DISTILBERT: Family = Family {
-    prefixes: &["distilbert.", ""],
-    segments: None,
-    blocks: "transformer.layer",
-    attention_norm: "sa_layer_norm",
-    mlp: MlpNames::Plain { up: "ffn.lin1", down: "ffn.lin2" },
-    mlp_norm: "output_layer_norm",
-    ..BERT
-};
-
-const MPNET: Family = Family {
-    prefixes: &["mpnet.", ""],
-    counts_from_padding: true,
-    segments: None,
-    attention_norm: "attention.LayerNorm",
-    ..BERT
-};
-
-/// By the names of transformers' modules.
-const NOMIC_BERT: Family = Family {
-    prefixes: &["nomic_bert.", "bert.", ""],
-    positions: None,
-    blocks: "layers",
-    attention_norm: "post_attention_layernorm",
-    mlp: MlpNames::Gated { gate: "mlp.gate_proj", up: "mlp.up_proj", down: "mlp.down_proj" },
-    mlp_norm: "post_mlp_layernorm",
-    has_mlp_bias: false,
-    ..BERT
-};
-
-/// As it was published, and as transformers saves it.
-const PUBLISHED_NOMIC_BERT: Family = Family {
-    embedding_norm: "emb_ln",
-    blocks: "encoder.layers",
-    attention_norm: "norm1",
-    mlp: MlpNames::Gated { gate: "mlp.fc12", up: "mlp.fc11", down: "mlp.fc2" },
-    mlp_norm: "norm2",
-    ..NOMIC_BERT
-};
-
-const MODERNBERT: Family = Family {
-    prefixes: &["model.", ""],
-    words: "embeddings.tok_embeddings",
-    positions: None,
-    segments: None,
-    embedding_norm: "embeddings.norm",
-    blocks: "layers",
-    attention_norm: "attn_norm",
-    mlp: MlpNames::Joint { gate_up: "mlp.Wi", down: "mlp.Wo" },
-    mlp_norm: "mlp_norm",
-    last_norm: Some("final_norm"),
-    ..BERT
-};
-
-impl Family {
+impl Architecture {
+    /// Those that a `config.json` may mean: two for one whose checkpoints have two spellings.
     fn of(json: &Value) -> Result<Vec<Self>> {
         let flag = |key: &str| json[key].as_bool().unwrap_or(false);
         Ok(match json["model_type"].as_str().unwrap_or_default() {
             "bert" => vec![BERT],
             "roberta" | "xlm-roberta" => vec![Self { counts_from_padding: true, ..BERT }],
-            "mpnet" => vec![MPNET],
-            "distilbert" => vec![DISTILBERT],
+            "mpnet" => vec![Self {
+                prefixes: &["mpnet.", ""],
+                counts_from_padding: true,
+                segments: None,
+                block: Family { norms: [&[], &["attention.LayerNorm"], &[], &["output.LayerNorm"]], ..BERT.block },
+                ..BERT
+            }],
+            "distilbert" => vec![Self {
+                prefixes: &["distilbert.", ""],
+                segments: None,
+                blocks: "transformer.layer",
+                block: Family {
+                    norms: [&[], &["sa_layer_norm"], &[], &["output_layer_norm"]],
+                    mlp: MlpKind::Plain(["ffn.lin1", "ffn.lin2"]),
+                    ..BERT.block
+                },
+                ..BERT
+            }],
             "nomic_bert" => {
                 let other = ["prenorm", "use_rms_norm", "parallel_block", "mlp_fc1_bias", "mlp_fc2_bias"];
                 if let Some(key) = other.into_iter().find(|key| flag(key)) {
                     bail!("[encoder] {key} is true, which is not supported, expected false")
                 }
-                vec![NOMIC_BERT, PUBLISHED_NOMIC_BERT]
+                let modules = Self {
+                    prefixes: &["nomic_bert.", "bert.", ""],
+                    positions: None,
+                    blocks: "layers",
+                    block: Family {
+                        norms: [&[], &["post_attention_layernorm"], &[], &["post_mlp_layernorm"]],
+                        mlp: MlpKind::Gated("mlp", LLAMA_MLP),
+                        ..BERT.block
+                    },
+                    ..BERT
+                };
+                let published = Self {
+                    embedding_norm: "emb_ln",
+                    blocks: "encoder.layers",
+                    block: Family {
+                        norms: [&[], &["norm1"], &[], &["norm2"]],
+                        mlp: MlpKind::Gated("mlp", ["fc12", "fc11", "fc2"]),
+                        ..BERT.block
+                    },
+                    ..modules
+                };
+                vec![modules, published]
             }
-            "modernbert" => {
-                vec![Self { has_norm_bias: flag("norm_bias"), has_mlp_bias: flag("mlp_bias"), ..MODERNBERT }]
-            }
+            "modernbert" => vec![Self {
+                prefixes: &["model.", ""],
+                words: "embeddings.tok_embeddings",
+                positions: None,
+                segments: None,
+                embedding_norm: "embeddings.norm",
+                blocks: "layers",
+                block: Family {
+                    norms: [&["attn_norm"], &[], &["mlp_norm"], &[]],
+                    behind_residuals: false,
+                    // The embeddings' norm stands right before it.
+                    first_attention_norm: false,
+                    norm: NormKind::Layer(1e-5),
+                    needs_biases: false,
+                    mlp: MlpKind::Gated("mlp", ["Wi", "Wi", "Wo"]),
+                    ..BERT.block
+                },
+                last_norm: Some("final_norm"),
+                ..BERT
+            }],
             other => {
                 bail!(
                     "[encoder] model_type is {other:?}, expected one of bert, distilbert, modernbert, mpnet, nomic_bert, \
@@ -142,102 +137,22 @@ impl Family {
         })
     }
 
-    /// The family and the builder whose names the checkpoint has.
-    fn find<'a>(json: &Value, vb: &VarBuilder<'a>) -> Result<(Self, VarBuilder<'a>)> {
-        let families = Self::of(json)?;
+    /// The architecture and the weights whose names the checkpoint has.
+    fn find<'a>(json: &Value, weights: &Weights<'a>) -> Result<(Self, Weights<'a>)> {
         let mut looked = Vec::new();
-        for family in &families {
-            for prefix in family.prefixes {
-                let vb = if prefix.is_empty() { vb.clone() } else { vb.pp(prefix.trim_end_matches('.')) };
+        for architecture in Self::of(json)? {
+            for prefix in architecture.prefixes {
+                let weights = weights.pp(prefix.trim_end_matches('.'));
                 // The norm too, since it tells spellings apart; old checkpoints call its weight gamma.
-                let norm = ["weight", "gamma"].map(|name| format!("{}.{name}", family.embedding_norm));
-                let words = format!("{}.weight", family.words);
-                if vb.contains_tensor(&words) && norm.iter().any(|name| vb.contains_tensor(name)) {
-                    return Ok((*family, vb));
+                let norm = ["weight", "gamma"].map(|name| format!("{}.{name}", architecture.embedding_norm));
+                let words = format!("{}.weight", architecture.words);
+                if weights.contains_tensor(&words) && norm.iter().any(|name| weights.contains_tensor(name)) {
+                    return Ok((architecture, weights));
                 }
                 looked.push(format!("{prefix}{words} with {prefix}{}", norm[0]));
             }
         }
         bail!("[encoder] no embeddings in the checkpoint, looked for {}", looked.join(", "))
-    }
-}
-
-struct Mlp {
-    /// `activation(up(x))`, or `activation(gate(x)) · up(x)`.
-    up: Box<dyn Module>,
-    down: PackedLinear,
-}
-
-impl Mlp {
-    fn load(family: &Family, json: &Value, width: usize, vb: &VarBuilder) -> Result<Self> {
-        let inner = size(json, &["intermediate_size", "hidden_dim", "n_inner"])?;
-        let names = ["hidden_act", "hidden_activation", "activation", "activation_function"];
-        let name = names.iter().find_map(|key| json[*key].as_str()).unwrap_or("gelu");
-        let is_gated = !matches!(family.mlp, MlpNames::Plain { .. });
-        let kind = if is_gated && name == "swiglu" { "silu" } else { name };
-        let Ok(activation) = serde_json::from_value::<Activation>(kind.into()) else {
-            bail!("[encoder] the activation {name:?} is not one of Candle's")
-        };
-        let linear = |name: &str, (i, o): (usize, usize)| packed_linear_b(i, o, family.has_mlp_bias, vb.pp(name));
-        let gated = |gate, up| Ok::<_, candle_core::Error>(Box::new(PackedGatedLinear::new(gate, up, activation)?));
-        let (up, down): (Box<dyn Module>, _) = match family.mlp {
-            MlpNames::Plain { up, down } => {
-                let up = linear(up, (width, inner))?;
-                match up.clone().with_activation(activation) {
-                    Ok(up) => (Box::new(up), down),
-                    Err(_) => (Box::new(seq().add(up).add(activation)), down),
-                }
-            }
-            MlpNames::Joint { gate_up, down } => {
-                let vb = vb.pp(gate_up);
-                let weight = vb.get((2 * inner, width), "weight")?;
-                let bias = family.has_mlp_bias.then(|| vb.get(2 * inner, "bias")).transpose()?;
-                let half = |start| {
-                    let bias = bias.as_ref().map(|bias| bias.narrow(0, start, inner)).transpose()?;
-                    PackedLinear::new(&weight.narrow(0, start, inner)?, bias.as_ref())
-                };
-                (gated(half(0)?, half(inner)?)?, down)
-            }
-            MlpNames::Gated { gate, up, down } => {
-                (gated(linear(gate, (width, inner))?, linear(up, (width, inner))?)?, down)
-            }
-        };
-        Ok(Self { up, down: linear(down, (inner, width))? })
-    }
-
-    fn forward_with_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<Tensor> {
-        self.down.forward_with_residual(&self.up.forward(xs)?, residual)
-    }
-}
-
-struct Block {
-    attention: MultiHeadAttention,
-    /// ModernBERT's first block has none: the embeddings' norm stands right before it.
-    attention_norm: Option<LayerNorm>,
-    mlp: Mlp,
-    mlp_norm: LayerNorm,
-    norms_first: bool,
-}
-
-impl Block {
-    /// What attention gets.
-    fn attention_input(&self, xs: &Tensor) -> Result<Tensor> {
-        if self.norms_first { optional(&self.attention_norm, xs) } else { Ok(xs.clone()) }
-    }
-
-    /// Attention is `attend` of the layer and its input.
-    fn forward(
-        &self,
-        xs: &Tensor,
-        attend: impl FnOnce(&MultiHeadAttention, AttentionInput) -> Result<Tensor>,
-    ) -> Result<Tensor> {
-        let input = self.attention_input(xs)?;
-        let xs = attend(&self.attention, AttentionInput::new(&input).with_residual(xs))?;
-        if self.norms_first {
-            return self.mlp.forward_with_residual(&self.mlp_norm.forward(&xs)?, &xs);
-        }
-        let xs = optional(&self.attention_norm, &xs)?;
-        self.mlp_norm.forward(&self.mlp.forward_with_residual(&xs, &xs)?)
     }
 }
 
@@ -281,9 +196,9 @@ pub struct Encoder {
     positions: Option<Positions>,
     /// Of the texts that one input may have: a token of a single text is in segment 0.
     segments: Option<Embedding>,
-    embedding_norm: LayerNorm,
-    blocks: Vec<Block>,
-    last_norm: Option<LayerNorm>,
+    embedding_norm: Norm,
+    pub blocks: Blocks,
+    last_norm: Option<Norm>,
     max_tokens: Option<usize>,
 }
 
@@ -293,28 +208,20 @@ impl Encoder {
     /// # Errors
     /// For an architecture that is not here, a field or an activation that is not supported, and a tensor that is
     /// missing.
-    pub fn load(json: &Value, vb: VarBuilder, mut loaded: impl FnMut(usize, usize)) -> Result<Self> {
-        let (family, inner) = Family::find(json, &vb)?;
+    pub fn load(json: &Value, vb: VarBuilder, loaded: impl FnMut(usize, usize)) -> Result<Self> {
+        let weights = Weights::from(vb);
+        let (own, inner) = Architecture::find(json, &weights)?;
         let width = size(json, &["hidden_size", "dim", "n_embd"])?;
+        let mut loader = Loader::new("encoder", own.block, json, weights, width);
+        loader.inner_width = Some(size(json, &["intermediate_size", "hidden_dim", "n_inner"])?);
         let layers = size(json, &["num_hidden_layers", "n_layers", "n_layer"])?;
-        let number = |key: &&str| json[*key].as_f64();
-        let eps = ["layer_norm_eps", "norm_eps", "layer_norm_epsilon"].iter().find_map(number);
-        let config = LayerNormConfig {
-            eps: eps.unwrap_or(if family.last_norm.is_some() { 1e-5 } else { 1e-12 }),
-            affine: family.has_norm_bias,
-            ..LayerNormConfig::default()
-        };
-        let norm = |vb: VarBuilder| layer_norm(width, config, vb);
-        let table = |name: &str, keys: &[&str]| {
-            Ok::<_, candle_core::Error>(Embedding::new(
-                inner.pp(name).get((size(json, keys)?, width), "weight")?,
-                width,
-            ))
-        };
+        let blocks = Blocks::load(&mut loader, layers, &inner.pp(own.blocks), loaded)?;
+        let norm = |name: &str| loader.norm(VarBuilder::pp(&inner, name));
+        let table = |name: &str, keys: &[&str]| embedding(size(json, keys)?, width, VarBuilder::pp(&inner, name));
         let most = ["max_position_embeddings", "n_positions"];
-        let positions = match family.positions {
+        let positions = match own.positions {
             Some(name) => {
-                let padding = family.counts_from_padding.then(|| json["pad_token_id"].as_u64().unwrap_or(1));
+                let padding = own.counts_from_padding.then(|| json["pad_token_id"].as_u64().unwrap_or(1));
                 let Ok(padding) = padding.map(u32::try_from).transpose() else {
                     bail!("[encoder] pad_token_id {} is no token id", json["pad_token_id"])
                 };
@@ -322,70 +229,40 @@ impl Encoder {
             }
             None => None,
         };
-        let segments = match family.segments {
-            Some(name) if json["type_vocab_size"] != 0 => Some(table(name, &["type_vocab_size"])?),
-            _ => None,
-        };
-        let bias = match hf::attention_config(json, 0)?.relative_bias() {
-            Some(_) => Some(hf::load_relative_bias(json, vb.clone())?),
-            None => None,
-        };
-        let mut blocks = Vec::with_capacity(layers);
-        for layer in 0..layers {
-            let at = inner.pp(family.blocks).pp(layer);
-            let is_bare = family.last_norm.is_some() && layer == 0;
-            let attention = hf::load_attention(json, layer, vb.clone())?;
-            blocks.push(Block {
-                attention: match &bias {
-                    Some(bias) => attention.with_relative_bias(bias.clone())?,
-                    None => attention,
-                },
-                attention_norm: if is_bare { None } else { Some(norm(at.pp(family.attention_norm))?) },
-                mlp: Mlp::load(&family, json, width, &at)?,
-                mlp_norm: norm(at.pp(family.mlp_norm))?,
-                norms_first: family.last_norm.is_some(),
-            });
-            loaded(layer + 1, layers);
-        }
         let max_tokens = match &positions {
             Some(positions) => Some(positions.most()?),
             None => size(json, &most).ok(),
         };
+        let segments = match own.segments {
+            Some(name) if json["type_vocab_size"] != 0 => Some(table(name, &["type_vocab_size"])?),
+            _ => None,
+        };
         Ok(Self {
-            words: EmbeddingLayer::from_embedding(table(family.words, &["vocab_size"])?)?,
+            words: EmbeddingLayer::from_embedding(table(own.words, &["vocab_size"])?)?,
             positions,
             segments,
-            embedding_norm: norm(inner.pp(family.embedding_norm))?,
+            embedding_norm: norm(own.embedding_norm)?,
+            last_norm: own.last_norm.map(norm).transpose()?,
             blocks,
-            last_norm: family.last_norm.map(|name| norm(inner.pp(name))).transpose()?,
             max_tokens,
         })
     }
 
     /// Whether the model of a `config.json` is one of these.
     pub fn is_one(json: &Value) -> bool {
-        Family::of(json).is_ok()
-    }
-
-    /// The attention of a layer.
-    pub fn attention(&self, layer: usize) -> Option<&MultiHeadAttention> {
-        self.blocks.get(layer).map(|block| &block.attention)
+        Architecture::of(json).is_ok()
     }
 
     /// What the attention of a layer gets (B, T, E) for ids (B, T); the mask hides padding.
     pub fn attention_input(&self, ids: &Tensor, mask: &AttentionMask, layer: usize) -> Result<Tensor> {
         let texts = ids.to_vec2::<u32>()?;
         let xs = self.embed(&texts.iter().map(Vec::as_slice).collect::<Vec<_>>(), &[])?;
-        let mut xs = xs.reshape((ids.dim(0)?, ids.dim(1)?, ()))?;
-        for block in &self.blocks[..layer] {
-            xs = block.forward(&xs, |attention, input| attention.forward_with(input.with_mask(mask)))?;
-        }
-        self.blocks[layer].attention_input(&xs)
+        self.blocks.attention_input(xs.reshape((ids.dim(0)?, ids.dim(1)?, ()))?, mask, layer)
     }
 
     /// The number of blocks, and the width E.
     pub fn size(&self) -> Result<(usize, usize)> {
-        Ok((self.blocks.len(), self.words.embeddings().dim(1)?))
+        Ok((self.blocks.attentions().count(), self.words.embeddings().dim(1)?))
     }
 
     /// The most tokens of a text that the config has positions for.
@@ -400,7 +277,7 @@ impl Encoder {
 
     /// [`forward`](Self::forward) of texts whose tokens are in these segments (total,), or all in the first if empty.
     pub fn forward_in_segments(&self, texts: &[&[u32]], segments: &[u32]) -> Result<Tensor> {
-        self.through_blocks(texts, segments, |attention, input| attention.forward_with(input))
+        self.through_blocks(texts, segments, |attention, input| attention.forward(input))
     }
 
     /// The same, where `attend` gives the output of a layer for an input.
@@ -408,14 +285,13 @@ impl Encoder {
         &self,
         texts: &[&[u32]],
         segments: &[u32],
-        mut attend: impl FnMut(&MultiHeadAttention, AttentionInput) -> Result<Tensor>,
+        mut attend: impl FnMut(&Attention, Input) -> Result<Tensor>,
     ) -> Result<Tensor> {
         let lens: Vec<_> = texts.iter().map(|ids| ids.len()).collect();
         let sequences = PackedSequences::from_lens(&lens, &lens)?;
-        let mut xs = self.embed(texts, segments)?;
-        for block in &self.blocks {
-            xs = block.forward(&xs, |attention, input| attend(attention, input.with_packed(&sequences)))?;
-        }
+        let xs = self.blocks.forward(self.embed(texts, segments)?, |_, attention, input| {
+            attend(attention, Input::Softmax(input.softmax()?.with_packed(&sequences)))
+        })?;
         optional(&self.last_norm, &xs)
     }
 
@@ -437,10 +313,6 @@ impl Encoder {
         }
         self.embedding_norm.forward(&xs)
     }
-}
-
-fn optional(norm: &Option<LayerNorm>, xs: &Tensor) -> Result<Tensor> {
-    norm.as_ref().map_or_else(|| Ok(xs.clone()), |norm| norm.forward(xs))
 }
 
 /// The first of the fields that is a number above 0.

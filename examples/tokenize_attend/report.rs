@@ -80,7 +80,7 @@ impl Report {
     pub fn write_page(&self, title: &str, file: &Path) -> Result<()> {
         let heads = self.source.layer.config().num_heads();
         let mut page = PageOfLayers::new(title, &self.batch.tokens()[0], &self.keys(0)?, [1, heads])?;
-        page.attend(|wanted| self.source.layer.forward_with_statistics(&self.hidden, wanted))?;
+        page.attend("", |wanted| self.source.layer.forward_with_statistics(&self.hidden, wanted))?;
         page.write(file)
     }
 }

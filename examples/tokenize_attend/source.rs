@@ -8,7 +8,7 @@ use candle_attention::{AttentionMask, MultiHeadAttention, MultiHeadAttentionConf
 use candle_core::{Context, Device, Error, Module, Result, Tensor};
 use serde_json::{Value, from_value};
 
-use crate::args::Args;
+use crate::Args;
 use crate::attention_only::{AttentionOnly, AttentionOnlyConfig};
 use crate::common::Files;
 use crate::decoder::CausalLm;
@@ -81,10 +81,10 @@ impl Source {
             (model.attention(n).cloned(), Box::new(move |ids, _| model.attention_input(ids, n)))
         } else if Encoder::is_one(&config) {
             let model = Encoder::load(&config, vb, |_, _| {})?;
-            (model.attention(n).cloned(), Box::new(move |ids, padding| model.attention_input(ids, padding, n)))
+            (model.blocks.attention(n).cloned(), Box::new(move |ids, padding| model.attention_input(ids, padding, n)))
         } else {
             let model = CausalLm::load(&config, vb, |_, _| {})?;
-            (model.attention(n).cloned(), Box::new(move |ids, padding| model.attention_input(ids, padding, n)))
+            (model.blocks.attention(n).cloned(), Box::new(move |ids, padding| model.attention_input(ids, padding, n)))
         };
         let weights = format!("{}, layer {n}", folder.display());
         let layer = layer.with_context(|| format!("[tokenize_attend] {weights} is none of multi-head attention"))?;

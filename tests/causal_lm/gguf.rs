@@ -1,47 +1,52 @@
 //! The same models as GGUF files, which are written as llama.cpp's converter writes them.
 
-use std::collections::HashMap;
-
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value;
 use candle_core::{Device, Result, Tensor};
+use tempfile::NamedTempFile;
 
 use crate::common::assert_near;
 use crate::common::gguf::{File, of_checkpoint};
-use crate::process::{Run, run_example};
-use crate::{Golden, folder, spelled};
+use crate::process::{Checkpoint, Run};
+use crate::{Golden, checkpoint, spelled};
+
+fn on_disk(file: &File) -> Result<(NamedTempFile, Checkpoint)> {
+    let path = tempfile::Builder::new().suffix(".gguf").tempfile()?;
+    std::fs::write(&path, file.bytes()?)?;
+    let checkpoint = Checkpoint::at("causal_lm", path.path());
+    Ok((path, checkpoint))
+}
 
 fn run(file: &File, args: &[&str]) -> Result<Run> {
-    let out = tempfile::tempdir().expect("a folder");
-    let path = out.path().join("model.gguf");
-    std::fs::write(&path, file.bytes()?).expect("the file can be written");
-    Ok(run_example("causal_lm", &[&["--model", path.to_str().expect("UTF-8")], args].concat()))
+    on_disk(file).map(|(_kept, model)| model.run(args))
+}
+
+fn logits(file: &File, ids: &str) -> Result<Tensor> {
+    on_disk(file).map(|(_kept, model)| model.written("--logits", &["--ids", ids])["logits"].clone())
+}
+
+/// The GGUF file of one of the models.
+fn converted(model: &str, architecture: &str) -> Result<File> {
+    of_checkpoint(&checkpoint(model).path, architecture)
 }
 
 #[test]
 fn files_give_the_logits_and_tokens_of_their_checkpoints() -> Result<()> {
-    let out = tempfile::tempdir().expect("a folder");
     for (model, architecture) in
         [("llama_tied", "llama"), ("qwen2", "qwen2"), ("phi3", "phi3"), ("gemma3_text", "gemma3")]
     {
-        let (golden, written) = (Golden::of(model)?, out.path().join(model));
-        let ids = spelled(&golden.ids[0]);
-        let logits = ["--ids", &ids, "--logits", written.to_str().expect("UTF-8")];
-        let ran = run(&of_checkpoint(&folder(model), architecture)?, &logits)?;
-        assert_eq!(ran.code, Some(0), "{model}: {}", ran.stderr);
-        let written: HashMap<String, Tensor> = candle_core::safetensors::load(&written, &Device::Cpu)?;
-        assert_near(&written["logits"], &golden.logits.narrow(0, 0, 1)?, 1e-5, model);
-        let prompt = spelled(&golden.ids[0][..7]);
-        let made = run(&of_checkpoint(&folder(model), architecture)?, &["--ids", &prompt, "--max-tokens", "6"])?;
+        let (golden, file) = (Golden::of(model)?, converted(model, architecture)?);
+        let logits = logits(&file, &spelled(&golden.ids[0]))?;
+        assert_near(&logits, &golden.logits.narrow(0, 0, 1)?, 1e-5, model);
+        let made = run(&file, &["--ids", &spelled(&golden.ids[0][..7]), "--max-tokens", "6"])?;
         assert_eq!(made.stdout.trim(), spelled(&golden.greedy[0]), "{model}: {}", made.stderr);
     }
     Ok(())
 }
-
 /// With a vocabulary of 37 letters and digits, text says what its ids say.
 #[test]
 fn text_goes_through_the_tokenizer_of_a_file() -> Result<()> {
-    let mut file = of_checkpoint(&folder("qwen2"), "qwen2")?;
+    let mut file = converted("qwen2", "qwen2")?;
     let tokens: Vec<_> = ('a'..='z').chain('0'..='9').chain(['_']).collect();
     let list = tokens.iter().map(|token| Value::String(token.to_string())).collect();
     file.set("tokenizer.ggml.tokens", Value::Array(list));
@@ -58,8 +63,8 @@ fn text_goes_through_the_tokenizer_of_a_file() -> Result<()> {
 
 #[test]
 fn mistakes_are_said_in_a_line() -> Result<()> {
-    let file = of_checkpoint(&folder("qwen2"), "qwen2")?;
-    let mut experts = of_checkpoint(&folder("qwen2"), "qwen2")?;
+    let file = converted("qwen2", "qwen2")?;
+    let mut experts = converted("qwen2", "qwen2")?;
     experts.set("general.architecture", Value::String("mamba".into()));
     for (file, args, expected) in [
         (&file, ["--prompt", "hello"], "error: [gguf] the metadata has no tokenizer.ggml.tokens\n"),
@@ -73,8 +78,8 @@ fn mistakes_are_said_in_a_line() -> Result<()> {
         let ran = run(file, &args)?;
         assert_eq!((ran.code, ran.stderr.starts_with(expected)), (Some(1), true), "{}", ran.stderr);
     }
-    let text = run_example("causal_lm", &["--model", file!(), "--ids", "5"]);
-    assert!(text.stderr.starts_with("error: [causal_lm] cannot read") && text.stderr.lines().count() == 1);
+    let text = Checkpoint::at("causal_lm", file!()).run(&["--ids", "5"]);
+    assert!(text.error().starts_with("[causal_lm] cannot read"), "{}", text.stderr);
     Ok(())
 }
 
@@ -126,13 +131,7 @@ fn random(dtype: GgmlDType, tied: bool) -> Result<File> {
 #[test]
 fn quantized_weights_give_the_logits_of_their_numbers() -> Result<()> {
     use GgmlDType::*;
-    let out = tempfile::tempdir().expect("a folder");
-    let logits = |file: &File| {
-        let path = out.path().join("logits");
-        let ran = run(file, &["--ids", "5,7,9,11,2,3", "--logits", path.to_str().expect("UTF-8")])?;
-        assert_eq!(ran.code, Some(0), "{}", ran.stderr);
-        Ok::<_, candle_core::Error>(candle_core::safetensors::load(&path, &Device::Cpu)?["logits"].clone())
-    };
+    let ids = "5,7,9,11,2,3";
     for (dtype, tied) in
         [(F16, true), (BF16, false), (Q4_0, true), (Q4_1, false), (Q5_0, true), (Q5_1, true), (Q8_0, true)]
     {
@@ -141,7 +140,7 @@ fn quantized_weights_give_the_logits_of_their_numbers() -> Result<()> {
         for (name, weight) in &file.tensors {
             plain.add(name, &weight.dequantize(&Device::Cpu)?, F32)?;
         }
-        assert_near(&logits(&file)?, &logits(&plain)?, 1e-4, &format!("{dtype:?}"));
+        assert_near(&logits(&file, ids)?, &logits(&plain, ids)?, 1e-4, &format!("{dtype:?}"));
     }
     Ok(())
 }

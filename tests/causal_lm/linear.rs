@@ -1,13 +1,13 @@
 //! Models with linear attention in most layers: however the tokens of a text come, the logits are transformers'.
 
-use candle_core::{DType, Device, IndexOp, Result, Tensor, bail, safetensors};
+use candle_core::{DType, Device, IndexOp, Result, Tensor};
 use candle_nn::VarBuilder;
 use serde_json::{Value, json};
 
-use crate::common::assert_near;
+use crate::common::{assert_near, error_text};
 use crate::model::CausalLm;
-use crate::model::attention::Cache;
-use crate::{Golden, folder, run};
+use crate::model::attention::{Cache, Input};
+use crate::{Golden, checkpoint, run};
 
 const MODELS: [&str; 5] = ["kimi_linear", "olmo_hybrid", "qwen3_5_moe", "qwen3_5_text", "qwen3_next"];
 
@@ -22,23 +22,24 @@ fn load_as(
     change: impl Fn(&mut Value),
     rename: impl Fn(String) -> String,
 ) -> Result<CausalLm> {
-    let config = std::fs::read_to_string(folder(model).join("config.json")).expect("a config");
-    let mut config = serde_json::from_str(&config).expect("JSON");
+    let mut config = checkpoint(model).json("config.json");
     change(&mut config);
-    let tensors = safetensors::load(folder(model).join("model.safetensors"), &Device::Cpu)?;
+    let tensors = checkpoint(model).tensors("model.safetensors");
     let tensors = tensors.into_iter().map(|(name, tensor)| (rename(name), tensor)).collect();
     CausalLm::load(&config, VarBuilder::from_tensors(tensors, dtype, &Device::Cpu), |_, _| {})
 }
 
+/// The logits of whole texts are transformers'.
+fn assert_golden(model: &CausalLm, name: &str) -> Result<()> {
+    let (golden, mut caches) = (Golden::of(name)?, model.caches(|config| config)?);
+    let hidden = model.forward(&Tensor::new(golden.ids, &Device::Cpu)?, None, &mut caches)?;
+    assert_near(&model.logits(&hidden)?, &golden.logits, 1e-5, name);
+    Ok(())
+}
+
 #[test]
 fn doubles_give_the_same_logits() -> Result<()> {
-    for name in MODELS {
-        let (model, golden) = (load_as(name, DType::F64, |_| {}, |name| name)?, Golden::of(name)?);
-        let hidden =
-            model.forward(&Tensor::new(golden.ids, &Device::Cpu)?, None, &mut model.caches(|config| config)?)?;
-        assert_near(&model.logits(&hidden)?, &golden.logits, 1e-5, name);
-    }
-    Ok(())
+    MODELS.iter().try_for_each(|name| assert_golden(&load_as(name, DType::F64, |_| {}, |name| name)?, name))
 }
 
 #[test]
@@ -125,14 +126,11 @@ fn checkpoints_as_published_are_the_same() -> Result<()> {
         ),
     ];
     for (name, change, rename) in cases {
-        let (model, golden) = (load_as(name, DType::F32, change, rename)?, Golden::of(name)?);
-        let mut caches = model.caches(|config| config)?;
-        let hidden = model.forward(&Tensor::new(golden.ids, &Device::Cpu)?, None, &mut caches)?;
-        assert_near(&model.logits(&hidden)?, &golden.logits, 1e-5, name);
+        assert_golden(&load_as(name, DType::F32, change, rename)?, name)?;
     }
     let softmax = |config: &mut Value| config["moe_router_activation_func"] = "softmax".into();
-    let Err(error) = load_as("kimi_linear", DType::F32, softmax, |name| name) else { bail!("expected an error") };
-    assert!(error.to_string().starts_with("[causal_lm] moe_router_activation_func is \"softmax\""), "{error}");
+    let error = error_text(load_as("kimi_linear", DType::F32, softmax, |name| name));
+    assert!(error.starts_with("[causal_lm] moe_router_activation_func is \"softmax\""), "{error}");
     Ok(())
 }
 
@@ -163,14 +161,12 @@ fn what_linear_attention_has_not_is_said() -> Result<()> {
 
     let model = load("qwen3_next")?;
     let xs = Tensor::zeros((1, 2, 16), DType::F32, &Device::Cpu)?;
-    let refused = model.through_blocks(xs, |_, attention, input| attention.forward_softmax(input.softmax()?));
-    let Err(error) = refused else { bail!("expected an error") };
-    let expected = "[causal_lm] a layer has linear attention, expected softmax attention in all";
-    assert_eq!(error.to_string().lines().next(), Some(expected));
+    let refused = model.through_blocks(xs, |_, attention, input| attention.forward(Input::Softmax(input.softmax()?)));
+    assert_eq!(error_text(refused), "[causal_lm] a layer has linear attention, expected softmax attention in all");
     let mut caches = model.caches(|config| config)?;
     caches.reverse();
     let ids = Tensor::zeros((1, 2), DType::U32, &Device::Cpu)?;
-    let Err(error) = model.forward(&ids, None, &mut caches) else { bail!("expected an error") };
-    assert!(error.to_string().contains("a layer of linear attention got the cache of softmax attention"), "{error}");
+    let error = error_text(model.forward(&ids, None, &mut caches));
+    assert!(error.contains("a layer of linear attention got the cache of softmax attention"), "{error}");
     Ok(())
 }

@@ -5,39 +5,32 @@
 mod common;
 mod gguf;
 mod linear;
-#[path = "../../examples/causal_lm/model/mod.rs"]
+#[path = "../../examples/causal_lm/model.rs"]
 mod model;
 #[path = "../examples/process.rs"]
-#[allow(dead_code, reason = "the other examples' part")]
 mod process;
 mod training;
 
-use std::collections::HashMap;
-use std::path::{Path, PathBuf};
-
 use candle_attention::SimpleTokenizer;
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
+use serde_json::json;
 
 use common::assert_near;
-use process::{Run, run_example};
+use process::{Checkpoint, Run};
 
 /// Every folder of `models/`.
 fn models() -> Vec<String> {
-    let folders = std::fs::read_dir(folder("")).expect("the folder of models is there");
-    let mut names: Vec<_> =
-        folders.map(|entry| entry.expect("it can be listed").file_name().to_string_lossy().into_owned()).collect();
-    names.sort();
+    let names = process::names("causal_lm");
     assert_eq!(names.len(), 45, "{names:?}");
     names
 }
 
-fn folder(model: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/causal_lm/models").join(model)
+fn checkpoint(model: &str) -> Checkpoint {
+    Checkpoint::of("causal_lm", model)
 }
 
 fn run(model: &str, args: &[&str]) -> Run {
-    let folder = folder(model);
-    run_example("causal_lm", &[&["--model", folder.to_str().expect("UTF-8")], args].concat())
+    checkpoint(model).run(args)
 }
 
 struct Golden {
@@ -48,7 +41,7 @@ struct Golden {
 
 impl Golden {
     fn of(model: &str) -> Result<Self> {
-        let mut tensors = candle_core::safetensors::load(folder(model).join("golden.safetensors"), &Device::Cpu)?;
+        let mut tensors = checkpoint(model).tensors("golden.safetensors");
         let mut take = |name: &str| tensors.remove(name).expect(name);
         Ok(Self { ids: take("ids").to_vec2()?, logits: take("logits"), greedy: take("greedy").to_vec2()? })
     }
@@ -60,14 +53,10 @@ fn spelled(ids: &[u32]) -> String {
 
 #[test]
 fn logits_are_those_of_transformers() -> Result<()> {
-    let out = tempfile::tempdir().expect("a folder");
     for model in &models() {
         let golden = Golden::of(model)?;
-        let file = out.path().join(model);
-        let rows: Vec<String> = golden.ids.iter().map(|row| spelled(row)).collect();
-        let ran = run(model, &["--ids", &rows[0], "--ids", &rows[1], "--logits", file.to_str().expect("UTF-8")]);
-        assert_eq!(ran.code, Some(0), "{model}: {}", ran.stderr);
-        let written: HashMap<_, _> = candle_core::safetensors::load(&file, &Device::Cpu)?;
+        let [one, other] = [0, 1].map(|row| spelled(&golden.ids[row]));
+        let written = checkpoint(model).written("--logits", &["--ids", &one, "--ids", &other]);
         assert_near(&written["logits"], &golden.logits, 1e-5, model);
     }
     Ok(())
@@ -125,21 +114,17 @@ fn a_seed_draws_the_same_tokens_again() {
 /// With a vocabulary of `w0`, `w1` and so on, text says what its ids say, streamed or in a batch.
 #[test]
 fn text_goes_on_as_its_ids_do() -> Result<()> {
-    let (copy, words) = (tempfile::tempdir().expect("a folder"), Golden::of("llama")?.logits.dim(2)?);
-    for file in ["config.json", "model.safetensors"] {
-        std::fs::copy(folder("llama").join(file), copy.path().join(file)).expect(file);
-    }
+    let (copy, words) = (checkpoint("llama").copied(), Golden::of("llama")?.logits.dim(2)?);
     let tokenizer = SimpleTokenizer::from_words((0..words).map(|id| format!("w{id}")))?;
-    tokenizer.save(copy.path().join("tokenizer.json"))?;
-    let model = copy.path().to_str().expect("UTF-8");
+    tokenizer.save(copy.file("tokenizer.json"))?;
     for prompts in [&["5,7,9"][..], &["5,7,9", "3,4"]] {
         let spelled = |text: &str| text.split(',').map(|id| format!("w{id}")).collect::<Vec<_>>().join(" ");
         let texts: Vec<_> = prompts.iter().map(|ids| spelled(ids)).collect();
         let ids = prompts.iter().flat_map(|ids| ["--ids", ids]);
         let ids = run("llama", &ids.chain(["--max-tokens", "5"]).collect::<Vec<_>>()).stdout;
         let expected = texts.iter().zip(ids.lines()).map(|(text, made)| format!("{text} {}\n", spelled(made)));
-        let args = texts.iter().flat_map(|text| ["--prompt", text]).chain(["--model", model, "--max-tokens", "5"]);
-        let ran = run_example("causal_lm", &args.collect::<Vec<_>>());
+        let args = texts.iter().flat_map(|text| ["--prompt", text]).chain(["--max-tokens", "5"]);
+        let ran = copy.run(&args.collect::<Vec<_>>());
         assert_eq!(ran.stdout, expected.collect::<String>(), "{}", ran.stderr);
     }
     Ok(())
@@ -161,22 +146,18 @@ fn mistakes_are_said_in_a_line() {
         assert_ne!(ran.code, Some(0), "{args:?}");
         assert!(ran.stderr.contains(message), "{args:?}: {}", ran.stderr);
     }
-    let nowhere = run_example("causal_lm", &["--model", "/nowhere", "--ids", "1"]);
-    assert_eq!(nowhere.stderr.trim(), "error: [causal_lm] /nowhere has no config.json");
+    let nowhere = Checkpoint::at("causal_lm", "/nowhere").run(&["--ids", "1"]);
+    assert_eq!(nowhere.error(), "[causal_lm] /nowhere has no config.json");
 }
 
 /// Greedy tokens in half precision are luck, logits are not: the first is within what bf16 keeps.
 #[test]
 fn half_precision_is_near() -> Result<()> {
-    let out = tempfile::tempdir().expect("a folder");
     let golden = Golden::of("qwen3")?;
+    let expected = golden.logits.narrow(0, 0, 1)?.to_dtype(DType::F32)?;
     for (dtype, most) in [("f16", 2e-2), ("bf16", 0.15)] {
-        let file = out.path().join(dtype);
-        let ids = spelled(&golden.ids[0]);
-        let ran = run("qwen3", &["--ids", &ids, "--dtype", dtype, "--logits", file.to_str().expect("UTF-8")]);
-        assert_eq!(ran.code, Some(0), "{}", ran.stderr);
-        let written = candle_core::safetensors::load(&file, &Device::Cpu)?;
-        let expected = golden.logits.narrow(0, 0, 1)?.to_dtype(DType::F32)?;
+        let args = ["--ids", &spelled(&golden.ids[0]), "--dtype", dtype];
+        let written = checkpoint("qwen3").written("--logits", &args);
         assert_near(&written["logits"], &expected, most, dtype);
     }
     Ok(())
@@ -196,11 +177,9 @@ fn crossing_the_original_context_is_said_when_it_happens() {
 
 #[test]
 fn what_it_knows_is_known_to_the_library() {
-    let unknown = tempfile::tempdir().expect("a folder");
-    std::fs::write(unknown.path().join("config.json"), r#"{"model_type": "rwkv"}"#).expect("it can be written");
-    let weights = HashMap::from([("x".to_string(), Tensor::zeros(1, DType::F32, &Device::Cpu).expect("a tensor"))]);
-    candle_core::safetensors::save(&weights, unknown.path().join("model.safetensors")).expect("it can be written");
-    let ran = run_example("causal_lm", &["--model", unknown.path().to_str().expect("UTF-8"), "--ids", "1"]);
+    let unknown = checkpoint("llama").copied();
+    unknown.write("config.json", &json!({"model_type": "rwkv"}));
+    let ran = unknown.run(&["--ids", "1"]);
     let (_, known) = ran.stderr.split_once("model_type is \"rwkv\", expected one of ").expect("it names them");
     let known: Vec<_> = known.trim().split(", ").collect();
     assert_eq!(known.len(), 36, "{known:?}");

@@ -6,18 +6,17 @@ use candle_nn::{AdamW, Optimizer, ParamsAdamW, loss};
 
 use crate::common::{assert_close, max_error, variables};
 use crate::model::CausalLm;
-use crate::{Golden, folder};
+use crate::{Golden, checkpoint, process};
 
 /// Whole blocks: norms, attention of every kind and MLPs, gated and plain, with the embedding and the head.
 #[test]
 fn steps_are_those_of_transformers_and_every_variable_moves() -> Result<()> {
-    let expected = safetensors::load(folder("").join("../training.safetensors"), &Device::Cpu)?;
+    let expected = safetensors::load(process::models("causal_lm").join("../training.safetensors"), &Device::Cpu)?;
     assert_eq!(expected.len(), 8);
     for (model, expected) in expected {
-        let file = folder(&model).join("model.safetensors");
-        let (vars, vb) = variables(&file)?;
-        let config = std::fs::read_to_string(folder(&model).join("config.json")).expect("a config");
-        let lm = CausalLm::load(&serde_json::from_str(&config).expect("JSON"), vb, |_, _| {})?;
+        let checkpoint = checkpoint(&model);
+        let (vars, vb) = variables(&checkpoint.file("model.safetensors"))?;
+        let lm = CausalLm::load(&checkpoint.json("config.json"), vb, |_, _| {})?;
 
         let ids = Tensor::new(Golden::of(&model)?.ids, &Device::Cpu)?;
         let (b, t) = ids.dims2()?;
@@ -37,7 +36,7 @@ fn steps_are_those_of_transformers_and_every_variable_moves() -> Result<()> {
             optimizer.step(&gradients)?;
         }
         assert_close(&Tensor::new(losses, &Device::Cpu)?, &expected, 1e-5, &model);
-        let before = safetensors::load(file, &Device::Cpu)?;
+        let before = checkpoint.tensors("model.safetensors");
         for (name, var) in vars.data().lock().expect("one thread").iter() {
             assert!(max_error(var, &before[name]) > 0.0, "{model}: {name} has not moved");
         }

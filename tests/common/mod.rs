@@ -32,22 +32,22 @@ macro_rules! on_each_device {
 }
 
 /// What a test gives.
-pub trait Outcome {
+pub trait TestResult {
     fn pass(self);
 }
 
-impl Outcome for () {
+impl TestResult for () {
     fn pass(self) {}
 }
 
-impl Outcome for Result<()> {
+impl TestResult for Result<()> {
     fn pass(self) {
         self.expect("the calls run");
     }
 }
 
 #[track_caller]
-pub fn passed(outcome: impl Outcome) {
+pub fn passed(outcome: impl TestResult) {
     outcome.pass();
 }
 
@@ -62,6 +62,15 @@ pub fn present(kind: &str, device: Result<Device>) -> Option<Device> {
             None
         }
     }
+}
+
+/// A file below `tests/`.
+pub fn recorded(file: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests").join(file)
+}
+
+pub fn recorded_tensors(file: &str) -> Result<HashMap<String, Tensor>> {
+    candle_core::safetensors::load(recorded(file), &Device::Cpu)
 }
 
 /// The tensors of a file as variables, and a builder that gives them.
@@ -122,6 +131,31 @@ pub fn assert_near(got: &Tensor, expected: &Tensor, tolerance: f64, what: &str) 
     assert!(error <= tolerance, "{what}: off by {error:e} of the largest, more than {tolerance:e}");
 }
 
+/// What differs, and where.
+pub type Outcome = std::result::Result<(), String>;
+
+/// Numbers of a shape and a dtype, each to within a bound of its own; what is infinite or NaN has to be so.
+pub fn compare(
+    what: &str,
+    got: &Tensor,
+    (shape, dtype): (&[usize], DType),
+    expected: &[f64],
+    tolerance: impl Fn(usize) -> f64,
+) -> Outcome {
+    if got.dims() != shape || got.dtype() != dtype || got.elem_count() != expected.len() {
+        return Err(format!("{what}: shape {:?} in {:?}, expected {shape:?} in {dtype:?}", got.dims(), got.dtype()));
+    }
+    for (n, (got, &expected)) in values(got).into_iter().zip(expected).enumerate() {
+        let equal = got == expected || (got.is_nan() && expected.is_nan());
+        let most = tolerance(n);
+        let is_within = expected.is_finite() && (got - expected).abs() <= most;
+        if !equal && !is_within {
+            return Err(format!("{what}: entry {n} is {got}, expected {expected} to within {most:e}"));
+        }
+    }
+    Ok(())
+}
+
 /// The first line of an error: what a user reads when no backtrace is asked for.
 #[track_caller]
 pub fn error_text<T>(result: Result<T>) -> String {
@@ -143,6 +177,13 @@ pub struct Golden {
 
 pub fn models() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("models")
+}
+
+/// Folders of `models/` that have a config.
+pub fn systems() -> Vec<String> {
+    let folders = std::fs::read_dir(models()).expect("models/ is there");
+    let names = folders.map(|folder| folder.expect("it can be listed").file_name().into_string().expect("plain names"));
+    names.filter(|name| models().join(name).join("config.json").is_file()).collect()
 }
 
 fn data(name: &str) -> PathBuf {

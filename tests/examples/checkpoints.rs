@@ -2,11 +2,9 @@
 
 use std::collections::HashMap;
 
-use candle_core::{Device, safetensors};
-
 use crate::common::{Golden, models};
 use crate::output::{assert_close_maps, assert_first};
-use crate::process::{SENTENCE, run, shown};
+use crate::process::{Checkpoint, SENTENCE, run, shown};
 
 #[test]
 fn a_folder_with_an_embedding_gives_pytorch_numbers() {
@@ -26,11 +24,7 @@ fn every_folder_of_models_runs_or_says_why_not() {
         match run.code {
             Some(0) => assert!(run.line("output").starts_with("(1, 3, "), "{name}: {}", run.stdout),
             Some(1) => {
-                assert!(
-                    run.stderr.starts_with("error: [") && run.stderr.lines().count() == 1,
-                    "{name}: {}",
-                    run.stderr
-                );
+                assert!(run.error().starts_with('['), "{name}: {}", run.stderr);
                 // One of self-attention with weights runs.
                 let layer = &Golden::open_config(&name)["layer"];
                 let has_weights = models().join(&name).join("model.safetensors").is_file();
@@ -51,17 +45,8 @@ fn an_export_is_recognised_in_both_formats() {
     assert_eq!(from_pth.line("embedding"), "drawn, since the weights hold none");
     assert_eq!(from_pth.line("mask"), "hides later tokens", "the mask buffer says so");
     for (query, row) in from_pth.maps()[0].iter().enumerate() {
-        assert!(
-            row.iter().enumerate().all(|(key, &weight)| (weight > 0.0) == (key <= query)),
-            "query {query}: {row:?}"
-        );
+        assert!(row.iter().enumerate().all(|(key, &weight)| (weight > 0.0) == (key <= query)), "{query}: {row:?}");
     }
-}
-
-#[test]
-fn a_stack_of_heads_counts_itself() {
-    let run = shown(&[SENTENCE, "--weights", "models/book_stack/model.safetensors"]);
-    assert_eq!(run.line("output"), "(1, 6, 4), 2 heads of width 2");
 }
 
 #[test]
@@ -77,8 +62,7 @@ fn an_ambiguous_export_runs_once_its_layout_is_named() {
         std::fs::copy(models().join(name).join("model.safetensors"), &alone).expect("a copy");
         let file = ["hello world", "--weights", alone.to_str().expect("a path"), "--heads", heads];
         let refused = run(&file);
-        assert_eq!((refused.code, refused.stderr.lines().count()), (Some(1), 1), "{}", refused.stderr);
-        assert!(refused.stderr.contains(readings), "{}", refused.stderr);
+        assert!(refused.error().contains(readings), "{}", refused.stderr);
         let layout = Golden::open_config(name)["layout"].as_str().expect("a layout").to_string();
         let named = shown(&[&file[..], &["--layout", &layout]].concat());
         let known = shown(&["hello world", "--weights", &beside, "--heads", heads]);
@@ -87,10 +71,12 @@ fn an_ambiguous_export_runs_once_its_layout_is_named() {
 }
 
 #[test]
-fn an_embedding_within_the_file_is_used() {
+fn a_file_has_an_embedding_or_counts_its_heads() {
     let run = shown(&[SENTENCE, "--weights", "models/frontend_48/prefixed.safetensors", "--heads", "4"]);
     assert_first(&run, "frontend_48");
     assert_eq!(run.line("embedding"), "the file's");
+    let stack = shown(&[SENTENCE, "--weights", "models/book_stack/model.safetensors"]);
+    assert_eq!(stack.line("output"), "(1, 6, 4), 2 heads of width 2");
 }
 
 /// Two texts of different lengths, in the first layer and in one that has blocks before it.
@@ -107,23 +93,18 @@ fn a_hugging_face_checkpoint_attends_as_transformers_says() {
             let run = shown(&[&texts[..], &["--model", &folder, "--layer", &layer.to_string()]].concat());
             assert_close_maps(&run.maps(), exact, &format!("layer {layer} of {checkpoint}"));
         }
-        let refused = run(&["a", "--model", &folder, "--layer", "9"]).stderr;
-        assert_eq!(refused, format!("error: [tokenize_attend] {folder}, layer 9 is none of multi-head attention\n"));
+        let refused = run(&["a", "--model", &folder, "--layer", "9"]);
+        assert_eq!(refused.error(), format!("[tokenize_attend] {folder}, layer 9 is none of multi-head attention"));
     }
 }
 
 #[test]
 fn a_checkpoint_that_no_example_has_a_model_of_is_refused() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let tensors = HashMap::from([("a", candle_core::Tensor::zeros(1, candle_core::DType::F32, &Device::Cpu).unwrap())]);
-    safetensors::save(&tensors, folder.path().join("model.safetensors")).expect("a file");
-    std::fs::write(folder.path().join("config.json"), r#"{"model_type": "t5"}"#).expect("a file");
-    let refused = run(&["hello", "--model", folder.path().to_str().expect("a path")]);
-    assert!(
-        refused.stderr.starts_with("error: [causal_lm] model_type is \"t5\", expected one of"),
-        "{}",
-        refused.stderr
-    );
+    let copy = Checkpoint::of("causal_lm", "llama").copied();
+    copy.write("config.json", &serde_json::json!({"model_type": "t5"}));
+    let refused = run(&["hello", "--model", copy.path.to_str().expect("a path")]);
+    let message = "[causal_lm] model_type is \"t5\", expected one of";
+    assert!(refused.error().starts_with(message), "{}", refused.stderr);
 }
 
 /// As the tokenizer.json of all-MiniLM-L6-v2, which cuts and pads at 128 tokens.

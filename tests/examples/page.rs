@@ -1,8 +1,6 @@
 //! `--page` of every example that has it: each layer of each model is in the page.
 
-use std::path::Path;
-
-use crate::process::{Run, SENTENCE, run_example};
+use crate::process::{Checkpoint, Run, SENTENCE, names, run_example};
 
 /// The page that a run writes, which has so many layers.
 #[track_caller]
@@ -23,9 +21,8 @@ fn page(example: &str, args: &[&str], layers: Option<usize>) -> String {
 }
 
 /// The number of layers that a checkpoint's config names, but for those of linear attention.
-fn layers(model: &str) -> Option<usize> {
-    let config = std::fs::read_to_string(Path::new(model).join("config.json")).expect("a config");
-    let json: serde_json::Value = serde_json::from_str(&config).expect("JSON");
+fn layers(checkpoint: &Checkpoint) -> Option<usize> {
+    let json = checkpoint.json("config.json");
     let text = json.get("text_config").unwrap_or(&json);
     let layers = ["num_hidden_layers", "n_layer", "n_layers"].iter().find_map(|key| text[*key].as_u64());
     let kinds = text["layer_types"].as_array().into_iter().flatten();
@@ -33,12 +30,15 @@ fn layers(model: &str) -> Option<usize> {
     layers.map(|layers| layers as usize - linear)
 }
 
-/// The folders of a test's models.
-fn models(test: &str) -> Vec<String> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(test).join("models");
-    let folders = std::fs::read_dir(folder).expect("the folder of models is there");
-    let path = |entry: std::io::Result<std::fs::DirEntry>| entry.expect("it can be listed").path();
-    folders.map(|entry| path(entry).to_str().expect("UTF-8").to_string()).collect()
+/// Every checkpoint of an example has a page of its layers.
+fn every_checkpoint(example: &'static str, args: &[&str]) {
+    for model in names(example) {
+        let checkpoint = Checkpoint::of(example, &model);
+        let path = checkpoint.path.to_str().expect("UTF-8");
+        let is_picture = example == "image_embedding";
+        let html = page(example, &[&["--model", path], args].concat(), layers(&checkpoint).filter(|_| !is_picture));
+        assert_eq!(html.contains("id=\"picture-data\""), is_picture, "{model}");
+    }
 }
 
 #[test]
@@ -55,23 +55,14 @@ fn one_layer_has_a_page_of_its_tokens() {
 
 #[test]
 fn every_decoder_has_a_page_of_all_layers() {
-    for model in models("causal_lm") {
-        page("causal_lm", &["--model", &model, "--ids", "5,7,9,11,2", "--max-tokens", "1"], layers(&model));
-    }
+    every_checkpoint("causal_lm", &["--ids", "5,7,9,11,2", "--max-tokens", "1"]);
 }
 
 #[test]
 fn encoders_of_texts_and_pictures_have_pages() {
-    for model in models("sentence_embedding") {
-        page("sentence_embedding", &["--model", &model, "a man is eating", "another"], layers(&model));
-    }
-    for model in models("rerank") {
-        page("rerank", &["--model", &model, "what is it", "a man", "a bird"], layers(&model));
-    }
-    for model in models("image_embedding") {
-        let html = page("image_embedding", &["--model", &model, "tests/image_embedding/picture.png"], None);
-        assert!(html.contains("id=\"picture-data\""), "{model}");
-    }
+    every_checkpoint("sentence_embedding", &["a man is eating", "another"]);
+    every_checkpoint("rerank", &["what is it", "a man", "a bird"]);
+    every_checkpoint("image_embedding", &["tests/image_embedding/picture.png"]);
 }
 
 #[test]

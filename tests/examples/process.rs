@@ -1,11 +1,18 @@
-//! Building and running the examples.
+//! Building and running the examples, and the checkpoints that they read.
+#![allow(dead_code, reason = "each test file uses a part")]
 
-use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
 
+use candle_core::{Device, Tensor, safetensors};
+use serde_json::Value;
+use tempfile::TempDir;
+
 pub const SENTENCE: &str = "hello world how are you ?";
+
+pub type Tensors = HashMap<String, Tensor>;
 
 /// What a run left behind.
 pub struct Run {
@@ -72,12 +79,24 @@ pub fn run_example(example: &str, args: &[&str]) -> Run {
 /// A run of `tokenize_attend` that has to succeed.
 #[track_caller]
 pub fn shown(args: &[&str]) -> Run {
-    let run = run(args);
-    assert_eq!((run.code, run.stderr.as_str()), (Some(0), ""), "{args:?}");
-    run
+    run(args).succeeded()
 }
 
 impl Run {
+    /// It succeeded, and said nothing on stderr.
+    #[track_caller]
+    pub fn succeeded(self) -> Self {
+        assert_eq!((self.code, self.stderr.as_str()), (Some(0), ""), "{}", self.stdout);
+        self
+    }
+
+    /// The one line of an error that ended it.
+    #[track_caller]
+    pub fn error(&self) -> &str {
+        assert_eq!((self.code, self.stdout.as_str(), self.stderr.lines().count()), (Some(1), "", 1), "{}", self.stderr);
+        self.stderr.trim_end().strip_prefix("error: ").unwrap_or_else(|| panic!("{}", self.stderr))
+    }
+
     /// What is said after a name at the beginning of a line.
     #[track_caller]
     pub fn line(&self, name: &str) -> &str {
@@ -99,5 +118,105 @@ impl Run {
             rows.map(|row| row.split_whitespace().skip(1).map(cell).collect::<Result<_, _>>().expect("cells")).collect()
         };
         self.stdout.split(" heads\n").skip(1).map(map).collect()
+    }
+}
+
+/// What an example reads as its `--model`: a folder of `tests/{example}/models`, a copy of one that a test changes, or
+/// something else.
+pub struct Checkpoint {
+    example: &'static str,
+    pub path: PathBuf,
+    copy: Option<TempDir>,
+}
+
+impl Checkpoint {
+    pub fn at(example: &'static str, path: impl Into<PathBuf>) -> Self {
+        Self { example, path: path.into(), copy: None }
+    }
+
+    pub fn of(example: &'static str, model: &str) -> Self {
+        Self::at(example, models(example).join(model))
+    }
+
+    pub fn copied(self) -> Self {
+        let copy = tempfile::tempdir().expect("a folder");
+        copy_files(&self.path, copy.path());
+        Self { path: copy.path().into(), copy: Some(copy), ..self }
+    }
+
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
+    pub fn json(&self, file: &str) -> Value {
+        let text = std::fs::read_to_string(self.file(file)).unwrap_or_else(|error| panic!("{file}: {error}"));
+        serde_json::from_str(&text).expect("JSON")
+    }
+
+    pub fn write(&self, file: &str, value: &Value) {
+        assert!(self.copy.is_some(), "only a copy is changed");
+        std::fs::write(self.file(file), value.to_string()).expect(file);
+    }
+
+    pub fn edit(&self, file: &str, change: impl FnOnce(&mut Value)) {
+        let mut value = self.json(file);
+        change(&mut value);
+        self.write(file, &value);
+    }
+
+    pub fn tensors(&self, file: &str) -> Tensors {
+        safetensors::load(self.file(file), &Device::Cpu).expect(file)
+    }
+
+    pub fn edit_weights(&self, change: impl FnOnce(&mut Tensors)) {
+        assert!(self.copy.is_some(), "only a copy is changed");
+        let mut tensors = self.tensors("model.safetensors");
+        change(&mut tensors);
+        safetensors::save(&tensors, self.file("model.safetensors")).expect("weights are written");
+    }
+
+    pub fn run(&self, args: &[&str]) -> Run {
+        run_example(self.example, &[&["--model", self.path.to_str().expect("UTF-8")], args].concat())
+    }
+
+    /// The tensors that a run writes into the file which `option` names.
+    #[track_caller]
+    pub fn written(&self, option: &str, args: &[&str]) -> Tensors {
+        let out = tempfile::NamedTempFile::new().expect("a file");
+        self.run(&[args, &[option, out.path().to_str().expect("UTF-8")]].concat()).succeeded();
+        safetensors::load(out.path(), &Device::Cpu).expect("a file of safetensors")
+    }
+}
+
+/// The lines of a file of this package, but for blank ones.
+pub fn lines(file: &str) -> Vec<String> {
+    let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).expect(file);
+    text.lines().filter(|line| !line.is_empty()).map(str::to_string).collect()
+}
+
+/// The folder of the checkpoints that a test has for an example.
+pub fn models(example: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(example).join("models")
+}
+
+/// The names of these checkpoints, in order.
+pub fn names(example: &str) -> Vec<String> {
+    let folders = std::fs::read_dir(models(example)).expect("the folder of models is there");
+    let name = |entry: std::io::Result<std::fs::DirEntry>| entry.expect("it can be listed").file_name();
+    let mut names: Vec<_> = folders.map(|entry| name(entry).into_string().expect("UTF-8")).collect();
+    names.sort();
+    names
+}
+
+fn copy_files(from: &Path, to: &Path) {
+    for entry in std::fs::read_dir(from).expect("a folder") {
+        let path = entry.expect("it can be listed").path();
+        let copy = to.join(path.file_name().expect("a name"));
+        if path.is_dir() {
+            std::fs::create_dir(&copy).expect("a folder");
+            copy_files(&path, &copy);
+        } else {
+            std::fs::copy(&path, &copy).expect("a copy");
+        }
     }
 }

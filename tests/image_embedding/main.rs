@@ -6,69 +6,41 @@ mod common;
 #[allow(dead_code, reason = "the program's part")]
 mod model;
 #[path = "../examples/process.rs"]
-#[allow(dead_code, reason = "the other examples' part")]
 mod process;
 #[path = "../../examples/image_embedding/resample.rs"]
 #[allow(dead_code, reason = "the program's part")]
 mod resample;
 
-use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{BufReader, BufWriter};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use candle_attention::untrained;
 use candle_core::{Device, IndexOp, Result, Tensor};
 use common::{assert_close, relative_error, variables};
 use model::Encoder;
-use process::{Run, run_example};
-use serde_json::{Value, json};
+use process::{Checkpoint, Run, Tensors};
+use serde_json::json;
 
 const MODELS: [&str; 3] = ["vit", "dinov2", "clip"];
 const PICTURE: &str = "tests/image_embedding/picture.png";
 
-type Tensors = HashMap<String, Tensor>;
-
-fn folder(model: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/image_embedding/models").join(model)
-}
-
-fn load(path: &Path) -> Tensors {
-    candle_core::safetensors::load(path, &Device::Cpu).expect("a file of tensors")
+fn checkpoint(model: &str) -> Checkpoint {
+    Checkpoint::of("image_embedding", model)
 }
 
 fn golden(model: &str) -> Tensors {
-    load(&folder(model).join("golden.safetensors"))
+    checkpoint(model).tensors("golden.safetensors")
 }
 
-fn run(model: &Path, picture: &str, args: &[&str]) -> Run {
-    run_example("image_embedding", &[&[picture, "--model", model.to_str().expect("UTF-8")], args].concat())
+fn run(model: &str, args: &[&str]) -> Run {
+    checkpoint(model).run(&[&[PICTURE], args].concat())
 }
 
 /// What a run with these arguments writes.
 #[track_caller]
-fn tensors(model: &Path, picture: &str, args: &[&str]) -> Tensors {
-    let out = tempfile::tempdir().expect("a folder");
-    let file = out.path().join("out.safetensors");
-    let run = run(model, picture, &[args, &["--out", file.to_str().expect("UTF-8")]].concat());
-    assert_eq!((run.code, run.stderr.as_str()), (Some(0), ""), "{args:?}");
-    load(&file)
-}
-
-/// A copy of a checkpoint, to change.
-fn copy(model: &str) -> tempfile::TempDir {
-    let copy = tempfile::tempdir().expect("a folder");
-    for file in ["config.json", "preprocessor_config.json", "model.safetensors"] {
-        fs::copy(folder(model).join(file), copy.path().join(file)).expect(file);
-    }
-    copy
-}
-
-fn edit(folder: &Path, file: &str, change: impl FnOnce(&mut Value)) {
-    let path = folder.join(file);
-    let mut json = serde_json::from_str(&fs::read_to_string(&path).expect(file)).expect("JSON");
-    change(&mut json);
-    fs::write(path, json.to_string()).expect(file);
+fn tensors(model: &str, picture: &str, args: &[&str]) -> Tensors {
+    checkpoint(model).written("--out", &[&[picture], args].concat())
 }
 
 /// Size, crop, colours, positions between those of the training, and every layer's attention.
@@ -77,7 +49,7 @@ fn embeddings_and_attention_are_those_of_transformers() {
     for model in MODELS {
         let expected = golden(model);
         for layer in ["1", "2"] {
-            let got = tensors(&folder(model), PICTURE, &["--layer", layer]);
+            let got = tensors(model, PICTURE, &["--layer", layer]);
             assert!(relative_error(&got["embedding"], &expected["embedding"]) < 1e-5, "{model}");
             let attention = &expected[&format!("attention.{}", layer.parse::<usize>().expect("a number") - 1)];
             assert_close(&got["attention"], attention, 1e-5, &format!("{model}, layer {layer}"));
@@ -88,7 +60,7 @@ fn embeddings_and_attention_are_those_of_transformers() {
 #[test]
 fn half_precision_runs_and_comes_close() {
     for model in MODELS {
-        let got = tensors(&folder(model), PICTURE, &["--dtype", "bf16"]);
+        let got = tensors(model, PICTURE, &["--dtype", "bf16"]);
         let error = relative_error(&got["embedding"], &golden(model)["embedding"]);
         assert!(error > 1e-6 && error < 0.1, "{model}: {error:e}");
     }
@@ -104,14 +76,14 @@ fn a_run_says_what_it_did() {
         format!("{sum} to patches,\n           most to row {}, column {} ({largest})\n", most / 4 + 1, most % 4 + 1)
     };
     let mean = line(of(weights.mean(0).expect("heads")));
-    let run_of_all = run(&folder("dinov2"), PICTURE, &[]);
+    let run_of_all = run("dinov2", &[]);
     let head = "model      dinov2, 2 layers of width 32\n\
                 picture    52 x 40, seen as 32 x 24 in 4 x 3 patches\n\
                 embedding  (32,) of length ";
     assert!(run_of_all.stdout.starts_with(head), "{}", run_of_all.stdout);
     let attention = format!("attention  of the class token in layer 2, the mean of 4 heads: {mean}");
     assert!(run_of_all.stdout.ends_with(&attention), "{}, expected {attention}", run_of_all.stdout);
-    let third = run(&folder("dinov2"), PICTURE, &["--head", "3"]).stdout;
+    let third = run("dinov2", &["--head", "3"]).stdout;
     let expected = format!("in layer 2, head 3 of 4: {}", line(of(weights.i(2).expect("a head"))));
     assert!(third.ends_with(&expected), "{third}, expected {expected}");
 }
@@ -139,8 +111,8 @@ fn attention_is_drawn_over_the_picture_that_the_model_sees() {
     for model in MODELS {
         let out = tempfile::tempdir().expect("a folder");
         let file = out.path().join("attention.png");
-        let run = run(&folder(model), PICTURE, &["--attention", file.to_str().expect("UTF-8"), "--head", "2"]);
-        assert_eq!(run.code, Some(0), "{}", run.stderr);
+        let run = run(model, &["--attention", file.to_str().expect("UTF-8"), "--head", "2"]);
+        run.succeeded();
         let golden = golden(model);
         let (_, height, width) = golden["pixels"].dims3().expect("a picture");
         let (pixels, columns) = read_png(&file);
@@ -182,7 +154,7 @@ fn grey_pictures_and_those_with_transparency_are_read() {
     let vectors = kinds.map(|kind| {
         let path = out.path().join(format!("{kind:?}.png"));
         write_png(&path, kind, 30, &spread(kind.samples()));
-        tensors(&folder("vit"), path.to_str().expect("UTF-8"), &[]).remove("embedding").expect("a vector")
+        tensors("vit", path.to_str().expect("UTF-8"), &[]).remove("embedding").expect("a vector")
     });
     for vector in &vectors[1..] {
         assert_close(vector, &vectors[0], 0.0, "the same colours");
@@ -191,58 +163,51 @@ fn grey_pictures_and_those_with_transparency_are_read() {
 
 #[test]
 fn what_cannot_be_done_is_one_line() {
-    let said = |model: &Path, picture: &str, args: &[&str]| {
-        let run = run(model, picture, args);
-        assert_eq!((run.code, run.stdout.as_str()), (Some(1), ""), "{args:?}");
-        assert_eq!(run.stderr.lines().count(), 1, "{}", run.stderr);
-        run.stderr.trim_end().trim_start_matches("error: ").to_string()
-    };
-    let vit = folder("vit");
-    let layer = said(&vit, PICTURE, &["--layer", "3"]);
-    assert_eq!(layer, "[image_embedding] there is no layer 3, expected 1 to 2");
-    assert_eq!(said(&vit, PICTURE, &["--head", "0"]), "[image_embedding] there is no head 0, expected 1 to 4");
-    assert!(said(&vit, "Cargo.toml", &[]).starts_with("[image_embedding] Cargo.toml: "));
-    assert!(said(&vit, "nowhere.png", &[]).starts_with("[image_embedding] nowhere.png: "));
-
-    let changed = |file: &str, change: &dyn Fn(&mut Value)| {
-        let copy = copy("vit");
-        edit(copy.path(), file, change);
-        said(copy.path(), PICTURE, &[])
-    };
-    assert_eq!(
-        changed("config.json", &|config| config["model_type"] = json!("llama")),
-        "[encoder] model_type is \"llama\", expected one of clip, clip_vision_model, dinov2, vit"
-    );
-    assert!(changed("config.json", &|config| config["hidden_act"] = json!("tanhshrink")).contains("activation"));
-    let preprocessor = |change: &dyn Fn(&mut Value)| changed("preprocessor_config.json", change);
-    assert_eq!(
-        preprocessor(&|config| config["size"] = json!({"height": 40, "width": 24})),
-        "[encoder] the picture has 5 x 3 patches, expected 3 x 3"
-    );
-    assert_eq!(
-        preprocessor(&|config| config["size"] = json!({"height": 30, "width": 24})),
-        "[encoder] a picture of 30 x 24 has no whole patches of 8 x 8"
-    );
-    assert!(preprocessor(&|config| config["resample"] = json!(0)).contains("resample is 0, expected 2"));
-    assert!(preprocessor(&|config| config["size"] = json!({"longest_edge": 9})).contains("expected height and width"));
-    assert!(preprocessor(&|config| config["image_std"] = json!([1])).contains("image_std is [1], expected three"));
-    let crop = json!({"do_center_crop": true, "crop_size": 32});
-    let cropped =
-        preprocessor(&|config| config.as_object_mut().expect("one").extend(crop.as_object().expect("one").clone()));
-    assert!(cropped.contains("is smaller than its middle"), "{cropped}");
-    let bare = copy("vit");
-    fs::remove_file(bare.path().join("preprocessor_config.json")).expect("the file");
-    assert!(said(bare.path(), PICTURE, &[]).contains("cannot read"));
+    for (picture, args, message) in [
+        (PICTURE, &["--layer", "3"][..], "[image_embedding] there is no layer 3, expected 1 to 2"),
+        (PICTURE, &["--head", "0"], "[image_embedding] there is no head 0, expected 1 to 4"),
+        ("Cargo.toml", &[], "[image_embedding] Cargo.toml: "),
+        ("nowhere.png", &[], "[image_embedding] nowhere.png: "),
+    ] {
+        let run = checkpoint("vit").run(&[&[picture], args].concat());
+        // What is wrong with a file is said by another crate.
+        assert_eq!(if message.ends_with(": ") { &run.error()[..message.len()] } else { run.error() }, message);
+    }
+    let activation = "[encoder] the activation \"tanhshrink\" is not one of Candle's";
+    let model_type = "[encoder] model_type is \"llama\", expected one of clip, clip_vision_model, dinov2, vit";
+    let crop = "[image_embedding] a picture of 24 x 24 is smaller than its middle of 32 x 32";
+    let longest = "[image_embedding] size is {\"longest_edge\":9}, expected height and width";
+    for (fields, message) in [
+        (json!({"model_type": "llama"}), model_type),
+        (json!({"hidden_act": "tanhshrink"}), activation),
+        (json!({"size": {"height": 40, "width": 24}}), "[encoder] the picture has 5 x 3 patches, expected 3 x 3"),
+        (json!({"size": {"height": 30, "width": 24}}), "[encoder] a picture of 30 x 24 has no whole patches of 8 x 8"),
+        (json!({"size": {"longest_edge": 9}}), longest),
+        (json!({"resample": 0}), "[image_embedding] resample is 0, expected 2 (bilinear) or 3 (bicubic)"),
+        (json!({"image_std": [1]}), "[image_embedding] image_std is [1], expected three numbers"),
+        (json!({"do_center_crop": true, "crop_size": 32}), crop),
+    ] {
+        let copy = checkpoint("vit").copied();
+        // The fields of the model's config are none of the preprocessor's.
+        for file in ["config.json", "preprocessor_config.json"] {
+            let fields = fields.as_object().expect("fields").clone();
+            copy.edit(file, |json| json.as_object_mut().expect("an object").extend(fields));
+        }
+        assert_eq!(copy.run(&[PICTURE]).error(), message);
+    }
+    let bare = checkpoint("vit").copied();
+    fs::remove_file(bare.file("preprocessor_config.json")).expect("the file");
+    assert!(bare.run(&[PICTURE]).error().contains("cannot read"));
 }
 
 #[test]
 fn a_loss_over_embeddings_reaches_every_variable() -> Result<()> {
     for (model, side) in MODELS.into_iter().zip([24, 40, 24]) {
-        let (vars, vb) = variables(&folder(model).join("model.safetensors"))?;
-        let config = fs::read_to_string(folder(model).join("config.json")).expect("a config");
-        let encoder = Encoder::load(&serde_json::from_str(&config).expect("JSON"), vb, |_, _| {})?;
+        let checkpoint = checkpoint(model);
+        let (vars, vb) = variables(&checkpoint.file("model.safetensors"))?;
+        let encoder = Encoder::load(&checkpoint.json("config.json"), vb, |_, _| {})?;
         let pixels = Tensor::randn(0f32, 1., (3, side, side), &Device::Cpu)?;
-        let embedding = encoder.forward(&pixels, 0, None)?.embedding;
+        let embedding = encoder.forward(&pixels, 0)?.embedding;
         let mut missing = untrained(&embedding.sqr()?.sum_all()?.backward()?, &vars);
         // What is for other tasks.
         missing.retain(|name| !["pooler", "mask_token", "text", "logit_scale"].iter().any(|part| name.contains(part)));

@@ -1,60 +1,42 @@
 //! What the files of a checkpoint say, and the spellings that checkpoints have.
 
-use std::collections::HashMap;
 use std::fs;
-use std::path::Path;
 
-use candle_core::{Device, Tensor};
 use serde_json::{Value, json};
 
 use crate::common::assert_close;
-use crate::{SENTENCES, copy, golden, run, unit, vectors};
-
-fn write(folder: &Path, file: &str, value: &Value) {
-    fs::write(folder.join(file), value.to_string()).expect(file);
-}
-
-pub fn edit(folder: &Path, file: &str, change: impl FnOnce(&mut Value)) {
-    let mut value = serde_json::from_str(&fs::read_to_string(folder.join(file)).expect(file)).expect(file);
-    change(&mut value);
-    write(folder, file, &value);
-}
+use crate::process::Checkpoint;
+use crate::{SENTENCES, checkpoint, golden, unit, vectors};
 
 /// The weights under other names.
-fn rename(folder: &Path, name: impl Fn(&str) -> String) {
-    let file = folder.join("model.safetensors");
-    let tensors = candle_core::safetensors::load(&file, &Device::Cpu).expect("weights");
-    let renamed: HashMap<String, Tensor> = tensors.into_iter().map(|(key, tensor)| (name(&key), tensor)).collect();
-    fs::remove_file(&file).expect("the file");
-    candle_core::safetensors::save(&renamed, file).expect("weights are written");
+fn rename(copy: &Checkpoint, name: impl Fn(&str) -> String) {
+    copy.edit_weights(|tensors| *tensors = tensors.drain().map(|(own, tensor)| (name(&own), tensor)).collect());
 }
 
 #[test]
 fn pooling_is_by_the_first_token_where_the_checkpoint_says_so() {
-    let folder = copy("bert");
-    for pooling in [
-        json!({"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false}),
-        json!({"embedding_dimension": 16, "pooling_mode": "cls", "include_prompt": true}),
+    let copy = checkpoint("bert").copied();
+    let (first, mean) = (("cls", "first token"), ("mean", "mean over tokens"));
+    for (pooling, (name, said)) in [
+        (json!({"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false}), first),
+        (json!({"embedding_dimension": 16, "pooling_mode": "cls", "include_prompt": true}), first),
+        (json!({"pooling_mode": "mean"}), mean),
+        (json!({"word_embedding_dimension": 16}), mean),
     ] {
-        write(folder.path(), "1_Pooling/config.json", &pooling);
-        let got = vectors(folder.path(), &["--file", SENTENCES]);
-        assert_close(&got, &unit(&golden("bert", "cls")), 1e-5, &pooling.to_string());
-        let shown = run(folder.path(), &["man"]).stdout;
-        assert!(shown.contains("pooling     first token, normalised (as 1_Pooling"), "{shown}");
-    }
-    for pooling in [json!({"pooling_mode": "mean"}), json!({"word_embedding_dimension": 16})] {
-        write(folder.path(), "1_Pooling/config.json", &pooling);
-        let got = vectors(folder.path(), &["--file", SENTENCES]);
-        assert_close(&got, &unit(&golden("bert", "mean")), 1e-5, &pooling.to_string());
+        copy.write("1_Pooling/config.json", &pooling);
+        let got = vectors(&copy, &["--file", SENTENCES]);
+        assert_close(&got, &unit(&golden("bert", name)), 1e-5, &pooling.to_string());
+        let shown = copy.run(&["man"]).stdout;
+        assert!(shown.contains(&format!("pooling     {said}, normalised (as 1_Pooling")), "{shown}");
     }
 }
 
 #[test]
 fn vectors_keep_their_lengths_where_no_module_normalises() {
-    let folder = copy("roberta");
-    edit(folder.path(), "modules.json", |modules| _ = modules.as_array_mut().expect("a list").pop());
-    assert_close(&vectors(folder.path(), &["--file", SENTENCES]), &golden("roberta", "mean"), 1e-5, "means");
-    let shown = run(folder.path(), &["man"]).stdout;
+    let copy = checkpoint("roberta").copied();
+    copy.edit("modules.json", |modules| _ = modules.as_array_mut().expect("a list").pop());
+    assert_close(&vectors(&copy, &["--file", SENTENCES]), &golden("roberta", "mean"), 1e-5, "means");
+    let shown = copy.run(&["man"]).stdout;
     assert!(shown.contains("pooling     mean over tokens (as 1_Pooling/config.json and modules.json say)"), "{shown}");
 }
 
@@ -62,13 +44,13 @@ fn vectors_keep_their_lengths_where_no_module_normalises() {
 #[test]
 fn a_checkpoint_without_the_files_of_sentence_transformers_is_averaged() {
     for model in crate::MODELS {
-        let folder = copy(model);
+        let copy = checkpoint(model).copied();
         for file in ["modules.json", "sentence_bert_config.json"] {
-            fs::remove_file(folder.path().join(file)).expect(file);
+            fs::remove_file(copy.file(file)).expect(file);
         }
-        let got = vectors(folder.path(), &["--file", SENTENCES]);
+        let got = vectors(&copy, &["--file", SENTENCES]);
         assert_close(&got, &unit(&golden(model, "long")), 1e-5, model);
-        let shown = run(folder.path(), &["--file", SENTENCES]).stdout;
+        let shown = copy.run(&["--file", SENTENCES]).stdout;
         let said = "pooling     mean over tokens, normalised (assumed, since there is no modules.json)";
         assert!(shown.contains(said), "{model}: {shown}");
         assert!(shown.contains("sentences   6 of 3 to 16 tokens, 1 cut at 16"), "{model}: {shown}");
@@ -77,36 +59,36 @@ fn a_checkpoint_without_the_files_of_sentence_transformers_is_averaged() {
 
 #[test]
 fn the_length_is_that_of_the_first_file_that_has_one() {
-    let folder = copy("bert");
-    let cut = |folder: &Path| {
-        let shown = run(folder, &["--file", SENTENCES]).stdout;
+    let copy = checkpoint("bert").copied();
+    let cut = || {
+        let shown = copy.run(&["--file", SENTENCES]).stdout;
         shown.lines().find_map(|line| line.strip_prefix("sentences   6 of 3 to ").map(str::to_string)).expect("a line")
     };
-    write(folder.path(), "tokenizer_config.json", &json!({"model_max_length": 11}));
-    assert_eq!(cut(folder.path()), "12 tokens, 1 cut at 12");
-    edit(folder.path(), "sentence_bert_config.json", |settings| settings["max_seq_length"] = Value::Null);
-    assert_eq!(cut(folder.path()), "11 tokens, 1 cut at 11");
-    fs::remove_file(folder.path().join("sentence_bert_config.json")).expect("the file");
-    write(folder.path(), "tokenizer_config.json", &json!({"model_max_length": 1e30}));
-    assert_eq!(cut(folder.path()), "16 tokens, 1 cut at 16");
-    write(folder.path(), "sentence_distilbert_config.json", &json!({"max_seq_length": 9}));
-    assert_eq!(cut(folder.path()), "9 tokens, 2 cut at 9");
+    copy.write("tokenizer_config.json", &json!({"model_max_length": 11}));
+    assert_eq!(cut(), "12 tokens, 1 cut at 12");
+    copy.edit("sentence_bert_config.json", |settings| settings["max_seq_length"] = Value::Null);
+    assert_eq!(cut(), "11 tokens, 1 cut at 11");
+    fs::remove_file(copy.file("sentence_bert_config.json")).expect("the file");
+    copy.write("tokenizer_config.json", &json!({"model_max_length": 1e30}));
+    assert_eq!(cut(), "16 tokens, 1 cut at 16");
+    copy.write("sentence_distilbert_config.json", &json!({"max_seq_length": 9}));
+    assert_eq!(cut(), "9 tokens, 2 cut at 9");
 }
 
 #[test]
 fn letters_are_lowered_and_a_prompt_stands_in_front_where_the_checkpoint_says_so() {
-    let folder = copy("bert");
-    edit(folder.path(), "tokenizer.json", |tokenizer| tokenizer["normalizer"] = Value::Null);
-    let [small, large] = ["the sky", "The SKY"].map(|text| vectors(folder.path(), &[text]));
+    let copy = checkpoint("bert").copied();
+    copy.edit("tokenizer.json", |tokenizer| tokenizer["normalizer"] = Value::Null);
+    let [small, large] = ["the sky", "The SKY"].map(|text| vectors(&copy, &[text]));
     assert!(crate::common::max_error(&small, &large) > 1e-3, "letters matter to this tokenizer");
-    edit(folder.path(), "sentence_bert_config.json", |settings| settings["do_lower_case"] = true.into());
-    assert_close(&vectors(folder.path(), &["The SKY"]), &small, 1e-6, "lowered");
+    copy.edit("sentence_bert_config.json", |settings| settings["do_lower_case"] = true.into());
+    assert_close(&vectors(&copy, &["The SKY"]), &small, 1e-6, "lowered");
 
     let prompts = json!({"prompts": {"query": "a man on ", "": ""}, "default_prompt_name": "query"});
-    let expected = vectors(folder.path(), &["a man on the sky"]);
-    write(folder.path(), "config_sentence_transformers.json", &prompts);
-    assert_close(&vectors(folder.path(), &["the sky"]), &expected, 1e-6, "after the prompt");
-    let shown = run(folder.path(), &["the sky"]).stdout;
+    let expected = vectors(&copy, &["a man on the sky"]);
+    copy.write("config_sentence_transformers.json", &prompts);
+    assert_close(&vectors(&copy, &["the sky"]), &expected, 1e-6, "after the prompt");
+    let shown = copy.run(&["the sky"]).stdout;
     assert!(shown.contains("sentences   1 of 7 to 7 tokens, 0 cut at 12, each after \"a man on \""), "{shown}");
 }
 
@@ -114,8 +96,8 @@ fn letters_are_lowered_and_a_prompt_stands_in_front_where_the_checkpoint_says_so
 /// config.json has GPT-2's.
 #[test]
 fn nomic_bert_loads_with_the_config_that_was_published() {
-    let copy = copy("nomic_bert");
-    edit(copy.path(), "config.json", |config| {
+    let copy = checkpoint("nomic_bert").copied();
+    copy.edit("config.json", |config| {
         *config = json!({
             "model_type": "nomic_bert", "n_embd": 16, "n_inner": 20, "n_layer": 2, "n_head": 4, "n_positions": 16,
             "vocab_size": config["vocab_size"], "type_vocab_size": 2, "layer_norm_epsilon": 1e-12,
@@ -124,14 +106,14 @@ fn nomic_bert_loads_with_the_config_that_was_published() {
         });
     });
     let expected = unit(&golden("nomic_bert", "mean"));
-    assert_close(&vectors(copy.path(), &["--file", SENTENCES]), &expected, 1e-5, "the published config");
+    assert_close(&vectors(&copy, &["--file", SENTENCES]), &expected, 1e-5, "the published config");
 }
 
 /// The names of transformers' own modules, as `state_dict` gives them.
 #[test]
 fn nomic_bert_loads_by_the_names_of_its_modules() {
-    let copy = copy("nomic_bert");
-    rename(copy.path(), |name| {
+    let copy = checkpoint("nomic_bert").copied();
+    rename(&copy, |name| {
         let pairs = [
             ("encoder.layers", "layers"),
             ("emb_ln", "embeddings.LayerNorm"),
@@ -144,30 +126,29 @@ fn nomic_bert_loads_by_the_names_of_its_modules() {
         ];
         pairs.iter().fold(name.to_string(), |name, (published, module)| name.replace(published, module))
     });
-    let file = copy.path().join("model.safetensors");
-    let mut tensors = candle_core::safetensors::load(&file, &Device::Cpu).expect("weights");
-    for layer in 0..2 {
-        let joint = tensors.remove(&format!("layers.{layer}.attn.Wqkv.weight")).expect("one weight");
-        for (part, weight) in ["q", "k", "v"].into_iter().zip(joint.chunk(3, 0).expect("three")) {
-            tensors.insert(format!("layers.{layer}.self_attn.{part}_proj.weight"), weight.contiguous().expect("rows"));
+    copy.edit_weights(|tensors| {
+        for layer in 0..2 {
+            let joint = tensors.remove(&format!("layers.{layer}.attn.Wqkv.weight")).expect("one weight");
+            for (part, weight) in ["q", "k", "v"].into_iter().zip(joint.chunk(3, 0).expect("three")) {
+                let name = format!("layers.{layer}.self_attn.{part}_proj.weight");
+                tensors.insert(name, weight.contiguous().expect("rows"));
+            }
         }
-    }
-    fs::remove_file(&file).expect("the file");
-    candle_core::safetensors::save(&tensors, &file).expect("weights are written");
+    });
     let expected = unit(&golden("nomic_bert", "mean"));
-    assert_close(&vectors(copy.path(), &["--file", SENTENCES]), &expected, 1e-5, "the modules' names");
+    assert_close(&vectors(&copy, &["--file", SENTENCES]), &expected, 1e-5, "the modules' names");
 }
 
 /// Below a head, as `BertForMaskedLM` saves it; and with the names that norms had in TensorFlow.
 #[test]
 fn a_model_below_a_head_and_the_old_names_of_norms_load() {
     for (model, prefix) in [("bert", "bert."), ("roberta", "roberta."), ("distilbert", "distilbert.")] {
-        let copy = copy(model);
-        rename(copy.path(), |name| {
+        let copy = checkpoint(model).copied();
+        rename(&copy, |name| {
             let old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta");
             format!("{prefix}{old}")
         });
-        assert_close(&vectors(copy.path(), &["--file", SENTENCES]), &unit(&golden(model, "mean")), 1e-5, model);
+        assert_close(&vectors(&copy, &["--file", SENTENCES]), &unit(&golden(model, "mean")), 1e-5, model);
     }
 }
 
@@ -176,14 +157,14 @@ fn a_model_below_a_head_and_the_old_names_of_norms_load() {
 #[test]
 fn a_checkpoint_of_the_hub_comes_with_its_files() {
     const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
-    let (model, cache, out) = (copy("bert"), tempfile::tempdir().expect("a folder"), tempfile::tempdir().expect("one"));
-    write(model.path(), "1_Pooling/config.json", &json!({"pooling_mode": "cls"}));
+    let (model, cache) = (checkpoint("bert").copied(), tempfile::tempdir().expect("a folder"));
+    model.write("1_Pooling/config.json", &json!({"pooling_mode": "cls"}));
     let repo = cache.path().join("models--org--name");
     fs::create_dir_all(repo.join("refs")).expect("a folder");
     fs::create_dir_all(repo.join("snapshots")).expect("a folder");
     fs::write(repo.join("refs/main"), COMMIT).expect("a file");
-    fs::rename(model.path(), repo.join("snapshots").join(COMMIT)).expect("one file system");
-    let file = out.path().join("out.safetensors");
+    fs::rename(&model.path, repo.join("snapshots").join(COMMIT)).expect("one file system");
+    let file = cache.path().join("out.safetensors");
     let output = std::process::Command::new(crate::process::executable("sentence_embedding"))
         .args(["--model-id", "org/name", "--file", SENTENCES, "--out", file.to_str().expect("UTF-8")])
         .current_dir(env!("CARGO_MANIFEST_DIR"))
@@ -192,6 +173,6 @@ fn a_checkpoint_of_the_hub_comes_with_its_files() {
         .output()
         .expect("the example starts");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let tensors = candle_core::safetensors::load(&file, &Device::Cpu).expect("vectors");
+    let tensors = candle_core::safetensors::load(&file, &candle_core::Device::Cpu).expect("vectors");
     assert_close(&tensors["embeddings"], &unit(&golden("bert", "cls")), 1e-5, "the first token's");
 }

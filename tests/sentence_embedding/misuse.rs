@@ -1,18 +1,15 @@
 //! Mistakes, each said in one line.
 
 use std::fs;
-use std::path::Path;
 
-use serde_json::Value;
+use serde_json::json;
 
-use crate::checkpoints::edit;
-use crate::{copy, folder, run};
+use crate::checkpoint;
+use crate::process::Checkpoint;
 
 #[track_caller]
-fn fails(model: &Path, args: &[&str], message: &str) {
-    let run = run(model, args);
-    assert_eq!(run.code, Some(1), "{}", run.stdout);
-    assert_eq!((run.stdout.as_str(), run.stderr.trim_end()), ("", format!("error: {message}").as_str()));
+fn fails(model: &Checkpoint, args: &[&str], message: &str) {
+    assert_eq!(model.run(args).error(), message);
 }
 
 #[test]
@@ -23,7 +20,7 @@ fn a_command_line_that_says_too_little_or_nonsense_is_refused() {
         (&["man", "--model-id", "a/b"], "cannot be used with"),
         (&["man", "--dtype", "f8"], "possible values: f32, bf16, f16, f64"),
     ] {
-        let run = run(&folder("bert"), args);
+        let run = checkpoint("bert").run(args);
         assert_eq!(run.code, Some(2), "{args:?}");
         let text = run.stderr;
         assert!(text.contains(message) || (args.is_empty() && text.contains("TEXT")), "{args:?}: {text}");
@@ -32,22 +29,20 @@ fn a_command_line_that_says_too_little_or_nonsense_is_refused() {
 
 #[test]
 fn files_that_are_not_there_are_named() {
-    fails(Path::new("/nowhere"), &["man"], "[sentence_embedding] /nowhere has no config.json");
-    let copy = copy("bert");
-    let path = copy.path().display();
-    fs::write(copy.path().join("blank.txt"), "\n  \n").unwrap();
+    let nowhere = Checkpoint::at("sentence_embedding", "/nowhere");
+    fails(&nowhere, &["man"], "[sentence_embedding] /nowhere has no config.json");
+    let copy = checkpoint("bert").copied();
+    let path = copy.path.display();
+    fs::write(copy.file("blank.txt"), "\n  \n").unwrap();
     let blank = format!("{path}/blank.txt");
-    fails(copy.path(), &["--file", &blank], "[sentence_embedding] there is no text");
-    fails(
-        copy.path(),
-        &["--file", "/nowhere.txt"],
-        "[sentence_embedding] cannot read /nowhere.txt: No such file or directory (os error 2)",
-    );
+    fails(&copy, &["--file", &blank], "[sentence_embedding] there is no text");
     let absent = "No such file or directory (os error 2)";
-    fs::rename(copy.path().join("tokenizer.json"), copy.path().join("tokenizer")).unwrap();
-    fails(copy.path(), &["man"], &format!("[tokenizer] cannot read \"{path}/tokenizer.json\": {absent}"));
-    fs::remove_file(copy.path().join("1_Pooling/config.json")).unwrap();
-    fails(copy.path(), &["man"], &format!("[sentence_embedding] cannot read {path}/1_Pooling/config.json: {absent}"));
+    let message = format!("[sentence_embedding] cannot read /nowhere.txt: {absent}");
+    fails(&copy, &["--file", "/nowhere.txt"], &message);
+    fs::rename(copy.file("tokenizer.json"), copy.file("tokenizer")).unwrap();
+    fails(&copy, &["man"], &format!("[tokenizer] cannot read \"{path}/tokenizer.json\": {absent}"));
+    fs::remove_file(copy.file("1_Pooling/config.json")).unwrap();
+    fails(&copy, &["man"], &format!("[sentence_embedding] cannot read {path}/1_Pooling/config.json: {absent}"));
 }
 
 /// A checkpoint, its file, a field of it, the value that it gets, and what is said of that.
@@ -72,61 +67,55 @@ bert 1_Pooling/config.json /pooling_mode "lasttoken" => [sentence_embedding] 1_P
 fn what_a_checkpoint_asks_for_and_is_not_supported_is_named() {
     for (case, message) in CASES.trim().lines().map(|line| line.split_once(" => ").unwrap()) {
         let [model, file, field, value] = case.split(' ').collect::<Vec<_>>()[..] else { panic!("{case}") };
-        let copy = copy(model);
-        edit(copy.path(), file, |json| {
+        let copy = checkpoint(model).copied();
+        copy.edit(file, |json| {
             let (parent, key) = field.rsplit_once('/').unwrap();
             json.pointer_mut(parent).unwrap()[key] = serde_json::from_str(value).unwrap();
         });
-        fails(copy.path(), &["--file", crate::SENTENCES], message);
+        fails(&copy, &["--file", crate::SENTENCES], message);
     }
 }
 
 #[test]
 fn a_prompt_that_is_not_there_is_an_error() {
-    let copy = copy("bert");
-    let prompts = copy.path().join("config_sentence_transformers.json");
-    fs::write(&prompts, r#"{"prompts": {}, "default_prompt_name": "query"}"#).unwrap();
-    let message =
-        "[sentence_embedding] config_sentence_transformers.json has no prompt \"query\", which it names as the default";
-    fails(copy.path(), &["man"], message);
+    let (copy, file) = (checkpoint("bert").copied(), "config_sentence_transformers.json");
+    copy.write(file, &json!({"prompts": {}, "default_prompt_name": "query"}));
+    let message = format!("[sentence_embedding] {file} has no prompt \"query\", which it names as the default");
+    fails(&copy, &["man"], &message);
 }
 
 #[test]
 fn a_token_that_the_model_has_no_row_for_is_named() {
-    let copy = copy("distilbert");
-    edit(copy.path(), "tokenizer.json", |json| json["model"]["vocab"]["extra"] = 1000.into());
-    let config: Value = serde_json::from_str(&fs::read_to_string(copy.path().join("config.json")).unwrap()).unwrap();
+    let copy = checkpoint("distilbert").copied();
+    copy.edit("tokenizer.json", |json| json["model"]["vocab"]["extra"] = 1000.into());
     let message = "[embedding] id 1000 at position 1 is not below the vocabulary size";
-    fails(copy.path(), &["extra"], &format!("{message} {}", config["vocab_size"]));
+    fails(&copy, &["extra"], &format!("{message} {}", copy.json("config.json")["vocab_size"]));
 }
 
 #[test]
 fn weights_that_are_not_there_are_named() {
-    let copy = copy("bert");
-    let file = copy.path().join("model.safetensors");
-    let mut tensors = candle_core::safetensors::load(&file, &candle_core::Device::Cpu).unwrap();
-    fs::remove_file(&file).unwrap();
-    tensors.remove("encoder.layer.1.output.dense.weight").unwrap();
-    candle_core::safetensors::save(&tensors, &file).unwrap();
+    for name in ["encoder.layer.0.output.LayerNorm.bias", "encoder.layer.0.intermediate.dense.bias"] {
+        let copy = checkpoint("bert").copied();
+        copy.edit_weights(|tensors| _ = tensors.remove(name).expect(name));
+        let error = copy.run(&["man"]).error();
+        assert!(error.contains(&format!("{name} is missing")), "{error}");
+    }
+    let copy = checkpoint("bert").copied();
+    let without = |name: &str| copy.edit_weights(|tensors| _ = tensors.remove(name).expect(name));
+    without("encoder.layer.1.output.dense.weight");
     let missing = "encoder.layer.1.output.dense.weight is missing; there are \"encoder.layer.1.output.dense.bias\"";
-    fails(copy.path(), &["man"], &format!("[weights] {missing}"));
-    tensors.remove("embeddings.word_embeddings.weight").unwrap();
-    fs::remove_file(&file).unwrap();
-    candle_core::safetensors::save(&tensors, &file).unwrap();
+    fails(&copy, &["man"], &format!("[weights] {missing}"));
+    without("embeddings.word_embeddings.weight");
     let looked = ["bert.", "roberta.", ""]
         .map(|prefix| format!("{prefix}embeddings.word_embeddings.weight with {prefix}embeddings.LayerNorm.weight"));
-    fails(
-        copy.path(),
-        &["man"],
-        &format!("[encoder] no embeddings in the checkpoint, looked for {}", looked.join(", ")),
-    );
+    let message = format!("[encoder] no embeddings in the checkpoint, looked for {}", looked.join(", "));
+    fails(&copy, &["man"], &message);
 }
 
 #[cfg(not(feature = "hub"))]
 #[test]
 fn without_the_feature_the_hub_is_refused_with_the_way_to_it() {
     let run = crate::process::run_example("sentence_embedding", &["man", "--model-id", "org/name"]);
-    let expected =
-        "error: --model-id needs the hub: run again with `cargo run --features hub --example sentence_embedding ..`\n";
-    assert_eq!((run.code, run.stderr.as_str()), (Some(1), expected));
+    let way = "run again with `cargo run --features hub --example sentence_embedding ..`";
+    assert_eq!(run.error(), format!("--model-id needs the hub: {way}"));
 }

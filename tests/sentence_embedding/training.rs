@@ -5,14 +5,14 @@ use candle_core::Result;
 
 use crate::common::variables;
 use crate::model::Encoder;
-use crate::{MODELS, folder};
+use crate::{MODELS, checkpoint};
 
 #[test]
 fn every_variable_of_an_encoder_gets_a_gradient() -> Result<()> {
     for model in MODELS {
-        let (vars, vb) = variables(&folder(model).join("model.safetensors"))?;
-        let config = std::fs::read_to_string(folder(model).join("config.json")).expect("a config");
-        let encoder = Encoder::load(&serde_json::from_str(&config).expect("JSON"), vb, |_, _| {})?;
+        let checkpoint = checkpoint(model);
+        let (vars, vb) = variables(&checkpoint.file("model.safetensors"))?;
+        let encoder = Encoder::load(&checkpoint.json("config.json"), vb, |_, _| {})?;
         let hidden = encoder.forward(&[&[5, 6, 7], &[8, 9]])?;
         let mut missing = untrained(&hidden.sqr()?.sum_all()?.backward()?, &vars);
         // What stands behind the hidden states.

@@ -1,56 +1,42 @@
 //! Every architecture against transformers, and what must not change a vector.
 
-use candle_core::{IndexOp, Tensor};
+use candle_core::IndexOp;
 
 use crate::common::{assert_close, max_error};
-use crate::{MODELS, SENTENCES, folder, golden, run, sentences, unit, vectors};
+use crate::{MODELS, SENTENCES, checkpoint, golden, sentences, unit, vectors};
 
+/// Each sentence by itself and the longest beside the shortest: padding is not seen.
 #[test]
 fn vectors_are_those_of_transformers_in_batches_of_any_size() {
     for model in MODELS {
-        let expected = unit(&golden(model, "mean"));
-        for batch in ["1", "4", "32"] {
-            let got = vectors(&folder(model), &["--file", SENTENCES, "--batch", batch]);
-            assert_close(&got, &expected, 1e-5, &format!("{model}, batches of {batch}"));
+        let of_batches = |batch| vectors(&checkpoint(model), &["--file", SENTENCES, "--batch", batch]);
+        let alone = of_batches("1");
+        assert_close(&alone, &unit(&golden(model, "mean")), 1e-5, model);
+        for batch in ["4", "32"] {
+            assert_close(&of_batches(batch), &alone, 1e-6, &format!("{model}, batches of {batch}"));
         }
-    }
-}
-
-/// The longest beside the shortest, in one batch: padding is not seen.
-#[test]
-fn a_sentence_has_the_same_vector_alone_and_beside_others() {
-    let sentences = sentences();
-    for model in MODELS {
-        let together = vectors(&folder(model), &["--file", SENTENCES]);
-        for (row, sentence) in sentences.iter().enumerate() {
-            let alone = vectors(&folder(model), &[sentence]);
-            assert_close(&alone.i(0).unwrap(), &together.i(row).unwrap(), 1e-6, &format!("{model}: {sentence}"));
-        }
+        let gap = max_error(&alone.i(0).unwrap(), &alone.i(1).unwrap());
+        assert!(gap > 0.05, "{model}: the first two sentences are {gap} apart");
     }
 }
 
 #[test]
 fn arguments_come_before_the_lines_of_the_file_and_the_order_stays() {
-    let all = sentences();
-    let file = vectors(&folder("bert"), &["--file", SENTENCES]);
-    let both = vectors(&folder("bert"), &["man", "--file", SENTENCES]);
-    assert_eq!(both.dims(), [all.len() + 1, 16]);
-    assert_close(&both.narrow(0, 1, all.len()).unwrap(), &file, 1e-6, "the file's");
-    let man = all.iter().position(|sentence| sentence == "man").unwrap();
-    assert_close(&both.i(0).unwrap(), &file.i(man).unwrap(), 1e-6, "the argument's");
-}
-
-#[test]
-fn the_file_names_its_sentences_in_order() {
-    let out = tempfile::tempdir().unwrap();
-    let file = out.path().join("out.safetensors");
-    let odd = "a \"man\"\teats";
-    let run = run(&folder("bert"), &["the sky", odd, "--out", file.to_str().unwrap()]);
-    assert_eq!(run.code, Some(0), "{}", run.stderr);
+    let (file, odd) = (tempfile::NamedTempFile::new().unwrap(), "a \"man\"\teats");
+    let args = ["man", odd, "--file", SENTENCES, "--out", file.path().to_str().unwrap()];
+    checkpoint("bert").run(&args).succeeded();
     let bytes = std::fs::read(&file).unwrap();
     let (_, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
     let list = &metadata.metadata().as_ref().unwrap()["sentences"];
-    assert_eq!(serde_json::from_str::<Vec<String>>(list).unwrap(), ["the sky", odd]);
+    let expected = [vec!["man".to_string(), odd.to_string()], sentences()].concat();
+    assert_eq!(serde_json::from_str::<Vec<String>>(list).unwrap(), expected);
+
+    let both = &candle_core::safetensors::load(&file, &candle_core::Device::Cpu).unwrap()["embeddings"];
+    assert_eq!(both.dims(), [expected.len(), 16]);
+    let file = vectors(&checkpoint("bert"), &["--file", SENTENCES]);
+    assert_close(&both.narrow(0, 2, sentences().len()).unwrap(), &file, 1e-6, "the file's");
+    let man = sentences().iter().position(|sentence| sentence == "man").unwrap();
+    assert_close(&both.i(0).unwrap(), &file.i(man).unwrap(), 1e-6, "the argument's");
 }
 
 #[test]
@@ -58,7 +44,7 @@ fn half_precision_runs_and_comes_close() {
     for model in MODELS {
         let expected = unit(&golden(model, "mean"));
         for (dtype, most) in [("f16", 1e-2), ("bf16", 5e-2)] {
-            let got = vectors(&folder(model), &["--file", SENTENCES, "--dtype", dtype]);
+            let got = vectors(&checkpoint(model), &["--file", SENTENCES, "--dtype", dtype]);
             assert_eq!(got.dtype(), candle_core::DType::F32);
             let error = max_error(&got, &expected);
             assert!(error > 1e-6 && error < most, "{model} in {dtype}: {error:e}");
@@ -68,8 +54,7 @@ fn half_precision_runs_and_comes_close() {
 
 #[test]
 fn a_run_says_what_it_did_and_how_similar_the_sentences_are() {
-    let run = run(&folder("bert"), &["--file", SENTENCES]);
-    assert_eq!((run.code, run.stderr.as_str()), (Some(0), ""));
+    let run = checkpoint("bert").run(&["--file", SENTENCES]).succeeded();
     let lines: Vec<_> = run.stdout.lines().collect();
     let head = [
         "model       bert, 2 layers of width 16",
@@ -97,21 +82,11 @@ fn a_run_says_what_it_did_and_how_similar_the_sentences_are() {
 fn many_sentences_make_a_list_of_the_nearest() {
     let sentences = sentences();
     let twice: Vec<&str> = sentences.iter().chain(&sentences).map(String::as_str).collect();
-    let run = run(&folder("bert"), &[&twice[..], &["the\u{7} street"]].concat());
+    let run = checkpoint("bert").run(&[&twice[..], &["the\u{7} street"]].concat());
     let lines: Vec<_> = run.stdout.lines().skip(5).collect();
     assert_eq!(lines[0], "the nearest to each, by cosine similarity");
     assert_eq!(lines.len(), 14);
     assert_eq!(lines[1], " 1   1.0000  to  7  a man eats food");
     assert_eq!(lines[12], "12   1.0000  to  6  two men push carts through the woods");
     assert!(lines[13].starts_with("13 ") && lines[13].ends_with("  the\\u{7} street"), "{}", lines[13]);
-}
-
-/// The vector of a sentence does not depend on what it is compared with: a check of the comparison above.
-#[test]
-fn another_sentence_has_another_vector() {
-    let got = vectors(&folder("bert"), &["a man eats food", "the sky is blue"]);
-    let gap = max_error(&got.i(0).unwrap(), &got.i(1).unwrap());
-    assert!(gap > 0.05, "{gap}");
-    let norm = |row: usize| got.i(row).and_then(|v: Tensor| v.sqr()?.sum_all()?.to_scalar::<f32>()).unwrap();
-    assert!((norm(0) - 1.0).abs() < 1e-5 && (norm(1) - 1.0).abs() < 1e-5);
 }

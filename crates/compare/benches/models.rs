@@ -4,7 +4,7 @@
 //!
 //! Both read the same weights; their logits are compared before anything is timed.
 
-#[path = "../../../examples/causal_lm/model/mod.rs"]
+#[path = "../../../examples/causal_lm/model.rs"]
 mod model;
 
 use std::collections::HashMap;

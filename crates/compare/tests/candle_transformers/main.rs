@@ -8,7 +8,7 @@ mod decoders;
 mod differs;
 mod encoder;
 mod equal;
-#[path = "../../../../examples/causal_lm/model/mod.rs"]
+#[path = "../../../../examples/causal_lm/model.rs"]
 mod our_decoder;
 #[path = "../../../../examples/sentence_embedding/model.rs"]
 mod our_encoder;

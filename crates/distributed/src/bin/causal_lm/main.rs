@@ -12,13 +12,11 @@ mod common;
 mod files;
 #[path = "../../../../../examples/causal_lm/generate.rs"]
 mod generate;
-#[path = "../../../../../examples/causal_lm/model/mod.rs"]
+#[path = "../../../../../examples/causal_lm/model.rs"]
 mod model;
 mod positions;
 #[path = "../../../../../examples/causal_lm/run.rs"]
 mod run;
-#[path = "../../../../../examples/causal_lm/sampler.rs"]
-mod sampler;
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;

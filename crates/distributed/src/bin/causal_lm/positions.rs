@@ -11,7 +11,7 @@ use candle_core::{Device, IndexOp, Result, Tensor, bail};
 use crate::args::Args;
 use crate::files::Files;
 use crate::model::CausalLm;
-use crate::model::attention::Attention;
+use crate::model::attention::{Attention, Input};
 
 /// Goes on from one prompt of ids, greedily. The first process writes.
 pub fn run(args: &Args, device: Device, files: &Files, processes: &dyn Communicator) -> Result<()> {
@@ -23,13 +23,13 @@ pub fn run(args: &Args, device: Device, files: &Files, processes: &dyn Communica
     }
     let json = files.config()?;
     let model = CausalLm::load(&json, files.weights(args.model.dtype, &device, None)?, |_, _| {})?;
-    if model.attentions().any(Attention::is_linear) {
+    if model.blocks.attentions().any(Attention::is_linear) {
         bail!("[causal_lm] states of linear attention cannot be divided by positions, expected --divide heads")
     }
     let (order, end) = (ZigZag::new(prompt.0.len(), processes), files.end_tokens(&json)?);
     let capacity = order.positions().count() + args.max_tokens.unwrap_or(100) / processes.size() + 1;
     // This process's part of the cache of each layer.
-    let caches: Vec<_> = model.attentions().map(|_| RefCell::new(ContextCache::new(capacity))).collect();
+    let caches: Vec<_> = model.blocks.attentions().map(|_| RefCell::new(ContextCache::new(capacity))).collect();
 
     let forward = |ids: Vec<u32>, positions: Vec<usize>, attend: &Attend| -> Result<Tensor> {
         let ids = Tensor::new(ids, &device)?.unsqueeze(0)?;
@@ -40,7 +40,7 @@ pub fn run(args: &Args, device: Device, files: &Files, processes: &dyn Communica
             let attend = |q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions| {
                 attend(&mut caches[layer].borrow_mut(), [q, k, v], &RingAttention::new(mask, options))
             };
-            attention.forward_softmax(input.softmax()?.with_positions(&positions).with_function(&attend))
+            attention.forward(Input::Softmax(input.softmax()?.with_positions(&positions).with_function(&attend)))
         })
     };
     let start = Instant::now();

@@ -1,30 +1,24 @@
 //! A decoder: embedding, blocks of attention and MLP, norm, head.
 //!
-//! Attention is `hf::load_attention`, `hf::load_latent_attention` or `hf::load_linear_attention`: projections, rotary
-//! positions, norms of queries and keys, windows, grouped heads and the cache are the layer's. What is left of a model
-//! is here, and [`Family`] has the differences between families. Names around the blocks, biases and learned positions
-//! are those of the checkpoint.
+//! The blocks are those of `common/blocks/`, and its `family.rs` has the differences between families. Names around the
+//! blocks and learned positions are those of the checkpoint.
 #![allow(dead_code, reason = "each program uses a part")]
 
-pub mod attention;
-pub mod block;
-mod experts;
-mod family;
-pub mod gguf;
-mod mlp;
-mod mxfp4;
-pub mod weights;
+#[path = "../common/blocks/mod.rs"]
+#[allow(clippy::duplicate_mod, reason = "a program may have an encoder and a decoder")]
+mod blocks;
 
 use std::ops::Range;
 
-use candle_attention::{AttentionCacheConfig, AttentionMask, MultiHeadAttention, PackedLinear, RopeScaling};
+use candle_attention::{AttentionCacheConfig, AttentionMask, PackedLinear, RopeScaling};
 use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor, bail};
 use candle_nn::{Embedding, VarBuilder};
 use serde_json::Value;
 
 use attention::{Attention, Cache, Input};
-use block::{Block, Loader, Norm, optional};
-use family::Family;
+use blocks::family::{Family, required, size};
+pub use blocks::{Blocks, attention, gguf, weights};
+use blocks::{Loader, Norm, optional};
 use gguf::Gguf;
 use weights::{Divided, Others, Weights, part_of};
 
@@ -37,22 +31,6 @@ const EMBEDDING_NORMS: &[&str] = &["word_embeddings_layernorm", "token_embd_norm
 const BLOCKS: [&str; 4] = ["layers", "h", "blocks", "blk"];
 const LAST_NORMS: &[&str] = &["norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "output_norm"];
 const HEADS: &[&str] = &["lm_head", "embed_out", "output"];
-
-/// The embeddings of tokens.
-enum TokenEmbedding {
-    Table(Embedding),
-    /// The rows of a weight: the head's, one of a file that keeps its type, or a process's share.
-    Weight(PackedLinear),
-}
-
-impl Module for TokenEmbedding {
-    fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        match self {
-            Self::Table(table) => table.forward(ids),
-            Self::Weight(weight) => weight.weight_rows(ids),
-        }
-    }
-}
 
 /// The tokens whose embeddings and logits a process has.
 struct Vocabulary {
@@ -79,19 +57,18 @@ impl Vocabulary {
         Tensor::cat(&all.collect::<Result<Vec<_>>>()?, D::Minus1)
     }
 
-    /// The embeddings of ids (B, T) from the rows of this process's tokens.
-    fn embed(&self, rows: &TokenEmbedding, ids: &Tensor) -> Result<Tensor> {
-        let Some(others) = &self.others else { return rows.forward(ids) };
-        let mut own = Vec::new();
-        let mut rows_of = Vec::new();
+    /// The embeddings of ids (B, T), which are rows of a weight with those of this process's tokens.
+    fn embed(&self, weight: &PackedLinear, ids: &Tensor) -> Result<Tensor> {
+        let Some(others) = &self.others else { return weight.weight_rows(ids) };
+        let (mut own, mut rows) = (Vec::new(), Vec::new());
         for id in ids.flatten_all()?.to_vec1::<u32>()?.into_iter().map(|id| id as usize) {
             if id >= self.size {
                 bail!("[causal_lm] token {id} is not one of the vocabulary of {}", self.size)
             }
             own.push(if self.own.contains(&id) { 1f32 } else { 0.0 });
-            rows_of.push(if self.own.contains(&id) { (id - self.own.start) as u32 } else { 0 });
+            rows.push(if self.own.contains(&id) { (id - self.own.start) as u32 } else { 0 });
         }
-        let xs = rows.forward(&Tensor::from_vec(rows_of, ids.shape(), ids.device())?)?;
+        let xs = weight.weight_rows(&Tensor::from_vec(rows, ids.shape(), ids.device())?)?;
         let own = Tensor::from_vec(own, ids.shape(), ids.device())?.unsqueeze(2)?.to_dtype(xs.dtype())?;
         others.sum(&xs.broadcast_mul(&own)?)
     }
@@ -100,14 +77,14 @@ impl Vocabulary {
 /// A causal language model.
 pub struct CausalLm {
     vocabulary: Vocabulary,
-    embedding: TokenEmbedding,
+    embedding: PackedLinear,
     /// Of activations.
     dtype: DType,
     embedding_norm: Option<Norm>,
     /// Learned positions, and the row of position 0.
     positions: Option<(Embedding, usize)>,
     embedding_scale: f64,
-    blocks: Vec<Block>,
+    pub blocks: Blocks,
     norm: Norm,
     head: PackedLinear,
     logit_scale: f64,
@@ -116,17 +93,13 @@ pub struct CausalLm {
 
 impl CausalLm {
     /// From a `config.json` and weights at the checkpoint's root; `loaded` is told of every block.
-    pub fn load<'a>(
-        whole: &Value,
-        weights: impl Into<Weights<'a>>,
-        mut loaded: impl FnMut(usize, usize),
-    ) -> Result<Self> {
+    pub fn load<'a>(whole: &Value, weights: impl Into<Weights<'a>>, loaded: impl FnMut(usize, usize)) -> Result<Self> {
         // A model that sees as well keeps the text's config apart.
         let json = whole.get("text_config").filter(|text| text.is_object()).unwrap_or(whole);
         let weights = weights.into();
         let gguf = weights.gguf;
         let family = if gguf.is_some() { Family::of(json)?.in_gguf()? } else { Family::of(json)? };
-        let Some(layers) = ["num_hidden_layers", "n_layer", "n_layers"].iter().find_map(|key| size(json, key)) else {
+        let Ok(layers) = required(json, &["num_hidden_layers", "n_layer", "n_layers"]) else {
             bail!("[causal_lm] config.json has no number of layers")
         };
         let number = |key: &str| json[key].as_f64();
@@ -135,10 +108,9 @@ impl CausalLm {
         // A base model without a head has no prefix.
         let inner = below.unwrap_or_else(|| weights.clone());
         let (embed, norm) = (inner.named(EMBEDDINGS)?, inner.named(LAST_NORMS)?);
-        let first_norm = family.norms.iter().flatten().next().map_or("", |name| name);
-        let has_blocks = |name: &&&str| inner.pp(name).pp(0).first(&family.names_of(first_norm)).is_some();
-        let Some(block) = BLOCKS.iter().find(has_blocks) else {
-            bail!("[causal_lm] the checkpoint has no {first_norm} in any of {}", BLOCKS.join(", "))
+        let first_norm = family.norms.into_iter().find(|names| !names.is_empty()).unwrap_or_default();
+        let Some(block) = BLOCKS.iter().find(|name| inner.pp(name).pp(0).first(first_norm).is_some()) else {
+            bail!("[causal_lm] the checkpoint has no {} in any of {}", first_norm.join(" or "), BLOCKS.join(", "))
         };
         let head_name = weights.first(HEADS);
         let ties = [whole, json].into_iter().find_map(|json| json["tie_word_embeddings"].as_bool());
@@ -150,25 +122,15 @@ impl CausalLm {
         let width = head.in_dim();
         let table =
             |name: &str| Ok::<_, candle_core::Error>(Embedding::new(inner.pp(name).get_unchecked("weight")?, width));
-        let embedding = if ties {
-            TokenEmbedding::Weight(head.clone())
-        } else if gguf.is_some() || weights.share.is_some() {
-            TokenEmbedding::Weight(inner.pp(embed).linear(Divided::Outputs)?)
-        } else {
-            TokenEmbedding::Table(table(embed)?)
-        };
+        let embedding = if ties { head.clone() } else { inner.pp(embed).linear(Divided::Outputs)? };
         let positions = match inner.first(POSITIONS) {
             // The first two are padding.
             Some("embed_positions") => Some((table("embed_positions")?, 2)),
             Some(name) => Some((table(name)?, 0)),
             None => None,
         };
-        let mut loader = Loader { family, json, weights, tables: Vec::new(), width };
-        let mut blocks = Vec::with_capacity(layers);
-        for layer in 0..layers {
-            blocks.push(loader.block(layer, inner.pp(block).pp(layer))?);
-            loaded(layer + 1, layers);
-        }
+        let mut loader = Loader::new("causal_lm", family, json, weights, width);
+        let blocks = Blocks::load(&mut loader, layers, &inner.pp(block), loaded)?;
         let embedding_scale = if loader.family.scales_embedding {
             // In the dtype of the embeddings, as Gemma rounds it.
             let scale = Tensor::new((width as f64).sqrt(), &Device::Cpu)?.to_dtype(dtype)?;
@@ -197,29 +159,20 @@ impl CausalLm {
 
     /// The original context of a scaling whose frequencies change beyond it, and the scaling's name.
     pub fn original_context(&self) -> Option<(usize, &'static str)> {
-        self.attentions().find_map(|attention| match *attention.rope()?.0.scaling() {
+        self.blocks.attentions().find_map(|attention| match *attention.rope()?.0.scaling() {
             RopeScaling::Dynamic { original_context, .. } => Some((original_context, "dynamic")),
             RopeScaling::LongRope { original_context, .. } => Some((original_context, "longrope")),
             _ => None,
         })
     }
 
-    /// The attention of each layer.
-    pub fn attentions(&self) -> impl Iterator<Item = &Attention> {
-        self.blocks.iter().map(|block| &block.attention)
-    }
-
-    /// That of one layer, if it is multi-head attention.
-    pub fn attention(&self, layer: usize) -> Option<&MultiHeadAttention> {
-        match self.attentions().nth(layer)? {
-            Attention::MultiHead(attention) => Some(attention),
-            Attention::Latent(_) | Attention::Linear(_) => None,
-        }
+    pub fn device(&self) -> &Device {
+        self.head.device()
     }
 
     /// A cache for each block: `config` is told the own of each that keeps keys and values.
     pub fn caches(&self, config: impl Fn(AttentionCacheConfig) -> AttentionCacheConfig) -> Result<Vec<Cache>> {
-        self.attentions().map(|attention| attention.cache(&config)).collect()
+        self.blocks.attentions().map(|attention| attention.cache(&config)).collect()
     }
 
     /// Token ids (B, T), of which each sequence has `lens` (all T unless given), to hidden states (B, T, E). Positions
@@ -231,7 +184,7 @@ impl CausalLm {
         let positions: Vec<_> = before.iter().flat_map(|&before| before..before + t).collect();
         let xs = self.embed(ids, &positions, longest.unwrap_or(0))?;
         self.through_blocks(xs, |layer, attention, input| {
-            let input = input.with_cache(&mut caches[layer]);
+            let input = input.with_cache(&mut caches[layer])?;
             attention.forward(match lens {
                 Some(lens) => input.with_valid_lens(lens),
                 None => input,
@@ -259,23 +212,17 @@ impl CausalLm {
     /// What the attention of a layer gets (B, T, E) for ids (B, T) without a cache; the mask hides padding.
     pub fn attention_input(&self, ids: &Tensor, mask: &AttentionMask, layer: usize) -> Result<Tensor> {
         let (b, t) = ids.dims2()?;
-        let mut xs = self.embed(ids, &(0..b * t).map(|i| i % t).collect::<Vec<_>>(), t)?;
-        for block in &self.blocks[..layer] {
-            xs = block.forward(&xs, |attention, input| attention.forward(input.with_mask(mask)))?;
-        }
-        optional(&self.blocks[layer].before_attention, &xs)
+        let xs = self.embed(ids, &(0..b * t).map(|i| i % t).collect::<Vec<_>>(), t)?;
+        self.blocks.attention_input(xs, mask, layer)
     }
 
     /// Embeddings to hidden states (B, T, E), where `attend` gives the output of a layer, by its number, for an input.
     pub fn through_blocks(
         &self,
-        mut xs: Tensor,
-        mut attend: impl FnMut(usize, &Attention, Input) -> Result<Tensor>,
+        xs: Tensor,
+        attend: impl FnMut(usize, &Attention, Input) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        for (layer, block) in self.blocks.iter().enumerate() {
-            xs = block.forward(&xs, |attention, input| attend(layer, attention, input))?;
-        }
-        self.norm.forward(&xs)
+        self.norm.forward(&self.blocks.forward(xs, attend)?)
     }
 
     /// Hidden states (.., E) to logits (.., V) in f32.
@@ -296,13 +243,4 @@ impl CausalLm {
         let last = lens.iter().enumerate().map(|(sequence, &len)| hidden.i((sequence, len.saturating_sub(1))));
         self.logits(&Tensor::stack(&last.collect::<Result<Vec<_>>>()?, 0)?)
     }
-}
-
-fn size(json: &Value, key: &str) -> Option<usize> {
-    json[key].as_u64().and_then(|size| usize::try_from(size).ok())
-}
-
-fn required(json: &Value, key: &str) -> Result<usize> {
-    let Some(size) = size(json, key) else { bail!("[causal_lm] config.json has no size {key}") };
-    Ok(size)
 }

@@ -39,75 +39,61 @@ impl Cache {
 }
 
 /// What a call of a block's attention reads.
-pub struct Input<'a> {
-    xs: &'a Tensor,
-    residual: Option<&'a Tensor>,
-    sum: &'a SumFunction<'a>,
-    mask: Option<&'a AttentionMask>,
-    valid_lens: Option<&'a [usize]>,
-    cache: Option<&'a mut Cache>,
+pub enum Input<'a> {
+    Softmax(AttentionInput<'a>),
+    Linear(DeltaInput<'a>),
 }
 
 impl<'a> Input<'a> {
-    /// `sum` is over processes.
-    pub fn new(xs: &'a Tensor, residual: Option<&'a Tensor>, sum: &'a SumFunction<'a>) -> Self {
-        Self { xs, residual, sum, mask: None, valid_lens: None, cache: None }
-    }
-
     /// Of a call without a cache: padding, on the right, which linear attention needs not know of.
     pub fn with_mask(self, mask: &'a AttentionMask) -> Self {
-        Self { mask: Some(mask), ..self }
+        match self {
+            Self::Softmax(input) => Self::Softmax(input.with_mask(mask)),
+            Self::Linear(input) => Self::Linear(input),
+        }
     }
 
     /// Right padding of a call with a cache.
     pub fn with_valid_lens(self, valid_lens: &'a [usize]) -> Self {
-        Self { valid_lens: Some(valid_lens), ..self }
+        match self {
+            Self::Softmax(input) => Self::Softmax(input.with_valid_lens(valid_lens)),
+            Self::Linear(input) => Self::Linear(input.with_valid_lens(valid_lens)),
+        }
     }
 
-    pub fn with_cache(self, cache: &'a mut Cache) -> Self {
-        Self { cache: Some(cache), ..self }
+    pub fn with_cache(self, cache: &'a mut Cache) -> Result<Self> {
+        match (self, cache) {
+            (Self::Softmax(input), Cache::Softmax(cache)) => Ok(Self::Softmax(input.with_cache(cache))),
+            (Self::Linear(input), Cache::Linear(cache)) => Ok(Self::Linear(input.with_cache(cache))),
+            (Self::Softmax(_), Cache::Linear(_)) => {
+                bail!("[causal_lm] a layer of softmax attention got the cache of linear attention")
+            }
+            (Self::Linear(_), Cache::Softmax(_)) => {
+                bail!("[causal_lm] a layer of linear attention got the cache of softmax attention")
+            }
+        }
     }
 
     /// For softmax attention.
     pub fn softmax(self) -> Result<AttentionInput<'a>> {
-        let mut input = AttentionInput::new(self.xs).with_sum(self.sum);
-        if let Some(residual) = self.residual {
-            input = input.with_residual(residual);
-        }
-        if let Some(mask) = self.mask {
-            input = input.with_mask(mask);
-        }
-        if let Some(valid_lens) = self.valid_lens {
-            input = input.with_valid_lens(valid_lens);
-        }
-        match self.cache {
-            Some(Cache::Softmax(cache)) => Ok(input.with_cache(cache)),
-            Some(Cache::Linear(_)) => {
-                bail!("[causal_lm] a layer of softmax attention got the cache of linear attention")
-            }
-            None => Ok(input),
-        }
-    }
-
-    fn linear(self) -> Result<DeltaInput<'a>> {
-        let mut input = DeltaInput::new(self.xs);
-        if let Some(residual) = self.residual {
-            input = input.with_residual(residual);
-        }
-        if let Some(valid_lens) = self.valid_lens {
-            input = input.with_valid_lens(valid_lens);
-        }
-        match self.cache {
-            Some(Cache::Linear(cache)) => Ok(input.with_cache(cache)),
-            Some(Cache::Softmax(_)) => {
-                bail!("[causal_lm] a layer of linear attention got the cache of softmax attention")
-            }
-            None => Ok(input),
+        match self {
+            Self::Softmax(input) => Ok(input),
+            Self::Linear(_) => bail!("[causal_lm] a layer has linear attention, expected softmax attention in all"),
         }
     }
 }
 
 impl Attention {
+    /// What a call reads at least; `sum` is over processes.
+    pub fn input<'a>(&self, xs: &'a Tensor, residual: Option<&'a Tensor>, sum: &'a SumFunction<'a>) -> Input<'a> {
+        match (self.is_linear(), residual) {
+            (true, Some(residual)) => Input::Linear(DeltaInput::new(xs).with_residual(residual)),
+            (true, None) => Input::Linear(DeltaInput::new(xs)),
+            (false, Some(residual)) => Input::Softmax(AttentionInput::new(xs).with_sum(sum).with_residual(residual)),
+            (false, None) => Input::Softmax(AttentionInput::new(xs).with_sum(sum)),
+        }
+    }
+
     /// The layer with the rotary tables of an earlier one that has the same, or with its own, which are then among
     /// `tables`.
     pub fn sharing(self, tables: &mut Vec<RotaryEmbedding>) -> Result<Self> {
@@ -153,18 +139,13 @@ impl Attention {
     }
 
     pub fn forward(&self, input: Input) -> Result<Tensor> {
-        match self {
-            Self::Linear(net) => net.forward_with(input.linear()?),
-            _ => self.forward_softmax(input.softmax()?),
-        }
-    }
-
-    /// [`forward`](Self::forward) of a layer that has softmax attention.
-    pub fn forward_softmax(&self, input: AttentionInput) -> Result<Tensor> {
-        match self {
-            Self::MultiHead(attention) => attention.forward_with(input),
-            Self::Latent(attention) => attention.forward_with(input),
-            Self::Linear(_) => bail!("[causal_lm] a layer has linear attention, expected softmax attention in all"),
+        match (self, input) {
+            (Self::MultiHead(attention), input) => attention.forward_with(input.softmax()?),
+            (Self::Latent(attention), input) => attention.forward_with(input.softmax()?),
+            (Self::Linear(net), Input::Linear(input)) => net.forward_with(input),
+            (Self::Linear(_), Input::Softmax(_)) => {
+                bail!("[causal_lm] a layer has linear attention, expected softmax attention in all")
+            }
         }
     }
 

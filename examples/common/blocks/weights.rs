@@ -6,10 +6,11 @@ use std::rc::Rc;
 
 use candle_attention::{HeadShard, PackedLinear};
 use candle_core::{DType, Result, Tensor, bail};
-use candle_nn::VarBuilder;
 use candle_nn::var_builder::{Shard, ShardedVarBuilder};
+use candle_nn::{Activation, VarBuilder};
 
 use super::gguf::Gguf;
+use super::mlp::Mlp;
 
 /// The processes that compute a model together.
 pub trait Processes {
@@ -73,10 +74,17 @@ impl Dimension {
 pub enum Divided {
     Not,
     Outputs,
-    /// The same of two projections that are one weight of a GGUF file.
-    JointOutputs,
+    /// The first or the second half of the outputs, where two projections are one weight.
+    HalfOfOutputs(usize),
     /// The outputs of all processes are then to be added up; the first has the bias.
     Inputs,
+}
+
+impl Divided {
+    /// Part `i` of `n` equal ones of the outputs.
+    pub fn part(self) -> [usize; 2] {
+        if let Self::HalfOfOutputs(half) = self { [half, 2] } else { [0, 1] }
+    }
 }
 
 impl<'a> From<VarBuilder<'a>> for Weights<'a> {
@@ -105,17 +113,19 @@ impl<'a> Weights<'a> {
         Self { gguf: Some(gguf), ..self }
     }
 
+    /// What is below a name, which may be none.
     pub fn pp(&self, name: impl ToString) -> Self {
-        Self { vb: self.vb.pp(name), ..self.clone() }
+        let name = name.to_string();
+        Self { vb: if name.is_empty() { self.vb.clone() } else { self.vb.pp(name) }, ..self.clone() }
     }
 
     /// The first of these names below which there is a weight.
-    pub fn first(&self, names: &[&'static str]) -> Option<&'static str> {
+    pub fn first<'n>(&self, names: &[&'n str]) -> Option<&'n str> {
         names.iter().find(|name| self.contains_tensor(&format!("{name}.weight"))).copied()
     }
 
     /// The same, which has to be there.
-    pub fn named(&self, names: &[&'static str]) -> Result<&'static str> {
+    pub fn named<'n>(&self, names: &[&'n str]) -> Result<&'n str> {
         match self.first(names) {
             Some(name) => Ok(name),
             None => bail!("[causal_lm] the checkpoint has no weight below any of {}", names.join(", ")),
@@ -145,26 +155,32 @@ impl<'a> Weights<'a> {
     }
 
     fn linear_of(&self, [outputs, inputs]: [usize; 2], divided: Divided) -> Result<PackedLinear> {
+        let own_outputs = |dim: usize| Dimension { part: divided.part(), ..Dimension::new(dim) };
         let weight = match divided {
             Divided::Not => self.get_unchecked("weight")?,
-            Divided::Outputs | Divided::JointOutputs => self.own("weight", Dimension::new(outputs))?,
+            Divided::Outputs | Divided::HalfOfOutputs(_) => self.own("weight", own_outputs(outputs))?,
             Divided::Inputs => self.own("weight", Dimension::new(inputs))?,
         };
         let weight = if outputs == 0 { weight } else { weight.t()? };
         let bias = match divided {
             _ if !self.contains_tensor("bias") => None,
-            Divided::Outputs | Divided::JointOutputs => Some(self.own("bias", Dimension::new(0))?),
+            Divided::Outputs | Divided::HalfOfOutputs(_) => Some(self.own("bias", own_outputs(0))?),
             Divided::Inputs if !self.is_first() => None,
             Divided::Not | Divided::Inputs => Some(self.get(weight.dim(0)?, "bias")?),
         };
         PackedLinear::new(&weight, bias.as_ref())
     }
 
-    /// One of several projections whose outputs are one weight, as many of each.
-    pub fn joint_linear(&self, at: [usize; 2]) -> Result<PackedLinear> {
-        let rows = Dimension { part: at, ..Dimension::new(0) };
-        let bias = self.contains_tensor("bias").then(|| self.own("bias", rows)).transpose()?;
-        PackedLinear::new(&self.own("weight", rows)?, bias.as_ref())
+    /// An MLP with a gate, by the names of gate, up and down. Gate and up may be halves of one weight.
+    pub fn gated_mlp(&self, [gate, up, down]: [&str; 3], activation: Activation) -> Result<Mlp> {
+        let joint = if self.gguf.is_some() || gate == up { up } else { "gate_up_proj" };
+        let is_joint = gate == up || self.first(&[gate]).is_none() && self.first(&[joint]).is_some();
+        let [gate, up] = match is_joint {
+            true => [0, 1].map(|half| self.pp(joint).linear(Divided::HalfOfOutputs(half))),
+            false => [gate, up].map(|name| self.pp(name).linear(Divided::Outputs)),
+        };
+        let activation = if activation == Activation::Swiglu { Activation::Silu } else { activation };
+        Mlp::gated([gate?, up?, self.pp(down).linear(Divided::Inputs)?], activation)
     }
 
     /// Whether this process is the one that adds what counts once.

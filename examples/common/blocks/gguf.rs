@@ -50,19 +50,20 @@ impl Gguf {
 
     /// A linear layer, or a process's part of its outputs or of its inputs.
     pub fn linear(&self, name: &str, shard: Option<HeadShard>, divided: Divided) -> Result<PackedLinear> {
-        let mut reader = self.reader()?;
+        let (mut reader, [i, n]) = (self.reader()?, divided.part());
         let weight = self.content.tensor_infos.get(&format!("{name}.weight")).map(|info| info.shape.dims());
-        let (Some(shard), Some(&[outputs, inputs])) = (shard.filter(|shard| shard.world_size() > 1), weight) else {
-            return gguf::load_linear(&self.content, &mut reader, name, &self.device);
-        };
-        let part = match divided {
-            Divided::Not => return gguf::load_linear(&self.content, &mut reader, name, &self.device),
-            Divided::Outputs => LinearPart::Outputs(vec![part_of(shard, outputs, true)]),
-            Divided::JointOutputs => {
-                let own = part_of(shard, outputs / 2, true);
-                LinearPart::Outputs(vec![own.clone(), outputs / 2 + own.start..outputs / 2 + own.end])
+        let shard = shard.filter(|shard| shard.world_size() > 1);
+        let own = |len: usize| shard.map_or(0..len, |shard| part_of(shard, len, true));
+        let part = match (divided, weight) {
+            (Divided::Inputs, Some(&[_, inputs])) if shard.is_some() => {
+                LinearPart::Inputs { range: own(inputs), has_bias: shard.is_some_and(|shard| shard.rank() == 0) }
             }
-            Divided::Inputs => LinearPart::Inputs { range: part_of(shard, inputs, true), has_bias: shard.rank() == 0 },
+            (Divided::Outputs | Divided::HalfOfOutputs(_), Some(&[outputs, _])) if shard.is_some() || n > 1 => {
+                let (first, own) = (i * outputs / n, own(outputs / n));
+                let rows = first + own.start..first + own.end;
+                LinearPart::Outputs(vec![rows])
+            }
+            _ => return gguf::load_linear(&self.content, &mut reader, name, &self.device),
         };
         gguf::load_linear_part(&self.content, &mut reader, name, &part, &self.device)
     }

@@ -1,0 +1,238 @@
+//! Mixtures of experts: a router gives each token a few MLPs, and each of them a weight.
+
+use candle_attention::PackedLinear;
+use candle_core::{D, DType, IndexOp, Module, Result, Tensor, bail};
+use candle_nn::{Activation, ops};
+use serde_json::Value;
+
+use super::family::{LLAMA_MLP, required, size};
+use super::gpt_oss;
+use super::mlp::Mlp;
+use super::weights::{Dimension, Divided, Weights};
+
+/// What differs between families of mixtures, and neither the names in a checkpoint nor its config say.
+#[derive(Clone, Copy)]
+pub struct Mixture {
+    /// Where router and experts are, below the block.
+    pub module: &'static str,
+    pub router: &'static str,
+    /// The config's name for the number of experts.
+    pub count: &'static str,
+    /// Gate, up and down of an expert.
+    pub projections: [&'static str; 3],
+    /// What every token goes through as well, and what gives it a weight; 1 unless there is such a gate.
+    pub shared: Option<&'static str>,
+    pub shared_gate: Option<&'static str>,
+    /// Whether scores are sigmoids and corrected.
+    pub corrected: bool,
+    /// Whether the weights of a token are divided by their sum, unless the config says no.
+    pub normalizes: bool,
+    /// What weights are multiplied by, unless the config says.
+    pub scale: f64,
+    /// Layers at the beginning that have an MLP instead, unless the config says which do.
+    pub dense_layers: usize,
+}
+
+impl Mixture {
+    /// Whether a layer has experts.
+    pub fn is_in(&self, json: &Value, layer: usize) -> bool {
+        let is_dense = |layers: &Vec<Value>| layers.contains(&layer.into());
+        match json["mlp_layer_types"][layer].as_str() {
+            Some(kind) => kind == "sparse",
+            None => {
+                layer >= size(json, "first_k_dense_replace").unwrap_or(self.dense_layers)
+                    && (layer + 1).is_multiple_of(size(json, "decoder_sparse_step").unwrap_or(1))
+                    && size(json, "num_experts") != Some(0)
+                    && !json["mlp_only_layers"].as_array().is_some_and(is_dense)
+            }
+        }
+    }
+}
+
+pub struct Experts {
+    router: Router,
+    experts: Vec<Mlp>,
+    shared: Option<Mlp>,
+    shared_gate: Option<PackedLinear>,
+}
+
+struct Router {
+    linear: PackedLinear,
+    /// Added to the scores where experts are compared, and not to their weights. Scores are then sigmoids, otherwise a
+    /// softmax.
+    correction: Option<Vec<f32>>,
+    groups: Option<Groups>,
+    /// Experts of a token.
+    chosen: usize,
+    /// Whether the weights of a token are divided by their sum.
+    normalized: bool,
+    /// What weights are multiplied by.
+    scale: f64,
+}
+
+/// The experts of a token are those of a few groups only, the ones whose `best` highest scores have the largest sums.
+struct Groups {
+    /// Experts of a group.
+    size: usize,
+    /// Groups of a token.
+    chosen: usize,
+    best: usize,
+}
+
+impl Experts {
+    /// Those of a layer, from weights at its block's prefix.
+    pub fn read(mixture: &Mixture, json: &Value, block: &Weights, activation: Activation) -> Result<Self> {
+        let (weights, count) = (block.pp(mixture.module), required(json, &[mixture.count])?);
+        let all = weights.pp("experts");
+        let experts = if all.contains_tensor("gate_up_proj_bias") {
+            gpt_oss::experts(json, &all, count)?
+        } else if all.contains_tensor("gate_up_proj") {
+            stacked_experts(&all, count, activation)?
+        } else {
+            let expert = |expert| all.pp(expert).gated_mlp(mixture.projections, activation);
+            (0..count).map(expert).collect::<Result<_>>()?
+        };
+        let shared = mixture.shared.map(|name| weights.pp(name).gated_mlp(LLAMA_MLP, activation));
+        Ok(Self {
+            router: Router::read(mixture, json, &weights.pp(mixture.router), count)?,
+            experts,
+            shared: shared.transpose()?,
+            shared_gate: mixture.shared_gate.map(|name| weights.pp(name).linear(Divided::Not)).transpose()?,
+        })
+    }
+
+    /// Tokens (.., E) to (.., E), plus a residual, if there is one.
+    pub fn forward(&self, xs: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
+        let tokens = xs.flatten_to(D::Minus2)?;
+        let scores = self.router.scores(&tokens)?;
+        // The tokens of each expert, and a 1 where it is one of a token's.
+        let mut routes = vec![Vec::new(); self.experts.len()];
+        let mut chosen = vec![0f32; scores.elem_count()];
+        for (token, scores) in scores.to_vec2()?.iter().enumerate() {
+            for expert in self.router.route(scores) {
+                routes[expert].push(token as u32);
+                chosen[token * routes.len() + expert] = 1.0;
+            }
+        }
+        let chosen = Tensor::from_vec(chosen, scores.shape(), xs.device())?;
+        let weights = self.router.weights(&(scores * chosen)?)?.to_dtype(xs.dtype())?;
+        let mut ys = match &self.shared {
+            Some(shared) => shared.forward(&tokens, None)?,
+            None => tokens.zeros_like()?,
+        };
+        if let Some(gate) = &self.shared_gate {
+            ys = ys.broadcast_mul(&ops::sigmoid(&gate.forward(&tokens)?)?)?;
+        }
+        for (i, rows) in routes.into_iter().enumerate().filter(|(_, rows)| !rows.is_empty()) {
+            let rows = Tensor::new(rows, xs.device())?;
+            let weights = weights.index_select(&rows, 0)?.narrow(1, i, 1)?;
+            let own = self.experts[i].forward(&tokens.index_select(&rows, 0)?, None)?.broadcast_mul(&weights)?;
+            ys = ys.index_add(&rows, &own, 0)?;
+        }
+        let ys = ys.reshape(xs.shape())?;
+        residual.map_or(Ok(ys.clone()), |residual| residual + ys)
+    }
+}
+
+impl Router {
+    fn read(mixture: &Mixture, json: &Value, weights: &Weights, experts: usize) -> Result<Self> {
+        // The names of fields that come first are Kimi Linear's.
+        if let Some(other) = json["moe_router_activation_func"].as_str().filter(|&name| name != "sigmoid") {
+            bail!("[causal_lm] moe_router_activation_func is {other:?}, expected \"sigmoid\"")
+        }
+        let correction = || weights.get_unchecked_dtype("e_score_correction_bias", DType::F32)?.to_vec1();
+        let groups = match json["topk_method"].as_str().unwrap_or("greedy") {
+            _ if mixture.corrected => Some(Groups::read(json, experts, 2)?),
+            "greedy" => None,
+            "group_limited_greedy" => Some(Groups::read(json, experts, 1)?),
+            other => bail!("[causal_lm] topk_method is {other:?}, expected \"greedy\" or \"group_limited_greedy\""),
+        };
+        let normalizes = ["moe_renormalize", "norm_topk_prob"].iter().find_map(|name| json[*name].as_bool());
+        let router = Self {
+            linear: weights.linear(Divided::Not)?,
+            correction: mixture.corrected.then(correction).transpose()?,
+            groups,
+            chosen: required(json, &["num_experts_per_token", "num_experts_per_tok"])?,
+            normalized: mixture.normalizes && normalizes.unwrap_or(true),
+            scale: json["routed_scaling_factor"].as_f64().unwrap_or(mixture.scale),
+        };
+        router.check(experts)?;
+        Ok(router)
+    }
+
+    fn check(&self, experts: usize) -> Result<()> {
+        let corrected = self.correction.as_ref().map_or(experts, Vec::len);
+        if self.linear.out_dim() != experts || corrected != experts {
+            bail!(
+                "[causal_lm] the router has {} scores and corrects {corrected}, expected {experts}",
+                self.linear.out_dim()
+            )
+        }
+        let of_groups =
+            self.groups.as_ref().map_or(experts, |groups| groups.size.saturating_mul(groups.chosen).min(experts));
+        if self.chosen > of_groups {
+            bail!("[causal_lm] num_experts_per_tok is {}, expected at most {of_groups}", self.chosen)
+        }
+        Ok(())
+    }
+
+    /// The scores (N, experts) of tokens (N, E), in f32, with gradients.
+    fn scores(&self, tokens: &Tensor) -> Result<Tensor> {
+        let dtype = if tokens.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        let logits = self.linear.forward(&tokens.to_dtype(dtype)?)?.to_dtype(DType::F32)?;
+        if self.correction.is_some() { ops::sigmoid(&logits) } else { ops::softmax(&logits, D::Minus1) }
+    }
+
+    /// The weights (N, experts) of scores that are 0 but for the experts of a token.
+    fn weights(&self, scores: &Tensor) -> Result<Tensor> {
+        match self.normalized {
+            true => scores.broadcast_div(&scores.sum_keepdim(1)?)? * self.scale,
+            false => scores * self.scale,
+        }
+    }
+
+    /// The experts of a token with these scores.
+    fn route(&self, scores: &[f32]) -> Vec<usize> {
+        let ranks: Vec<f32> = match &self.correction {
+            Some(correction) => scores.iter().zip(correction).map(|(score, correction)| score + correction).collect(),
+            None => scores.to_vec(),
+        };
+        let mut experts = by_rank(&ranks);
+        if let Some(groups) = &self.groups {
+            let of_group = |ranks: &[f32]| by_rank(ranks).into_iter().take(groups.best).map(|i| ranks[i]).sum();
+            let sums: Vec<f32> = ranks.chunks(groups.size).map(of_group).collect();
+            let kept = &by_rank(&sums)[..groups.chosen.min(sums.len())];
+            experts.retain(|expert| kept.contains(&(expert / groups.size)));
+        }
+        experts.truncate(self.chosen);
+        experts
+    }
+}
+
+impl Groups {
+    fn read(json: &Value, experts: usize, best: usize) -> Result<Self> {
+        let groups = required(json, &["num_expert_group", "n_group"])?;
+        if groups == 0 || !experts.is_multiple_of(groups) {
+            bail!("[causal_lm] n_group is {groups}, expected a divisor of n_routed_experts, {experts}")
+        }
+        Ok(Self { size: experts / groups, chosen: required(json, &["topk_group"])?, best })
+    }
+}
+
+/// Experts of Qwen whose weights are one tensor (experts, out, in), the rows of gate before those of up.
+fn stacked_experts(all: &Weights, count: usize, activation: Activation) -> Result<Vec<Mlp>> {
+    let half = |i| all.own("gate_up_proj", Dimension { part: [i, 2], ..Dimension::new(1) });
+    let weights = [half(0)?, half(1)?, all.own("down_proj", Dimension::new(2))?];
+    let expert = |expert| {
+        let [gate, up, down] = weights.each_ref().map(|all| PackedLinear::new(&all.i(expert)?, None));
+        Mlp::gated([gate?, up?, down?], activation)
+    };
+    (0..count).map(expert).collect()
+}
+
+/// Indices in the order of their numbers, the largest first.
+fn by_rank(ranks: &[f32]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..ranks.len()).collect();
+    order.sort_by(|&a, &b| ranks[b].total_cmp(&ranks[a]));
+    order
+}
