@@ -95,7 +95,7 @@ pub struct Input {
 pub struct Output {
     /// (B, T_q, out_dim)
     pub ys: Vec<f64>,
-    /// (B, H, T_q, T_kv), or one column more with a learned key
+    /// (B, H, T_q, T_kv), or a column more for a learned key and for one of zeros
     pub weights: Vec<f64>,
 }
 
@@ -139,18 +139,21 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
         let norm = QkNorm { kind: QkNormKind::RmsNoWeight, scope: QkNormScope::PerHead, eps };
         normalise(parameters, "v_norm", norm, d_v, &mut v);
     }
-    // A learned key stands after the others, without a norm.
-    let learned = usize::from(cfg.bias_kv());
+    // A learned key and one of zeros stand after the others, without a norm.
+    let more = usize::from(cfg.bias_kv()) + usize::from(cfg.add_zero_attn());
     let append = |numbers: &Numbers, name: &str| -> Numbers {
         let width = numbers.width();
         let mut data = Vec::new();
         for sequence in 0..b {
             data.extend((0..t_kv).flat_map(|j| numbers.row(sequence * t_kv + j)));
-            if learned == 1 {
+            if cfg.bias_kv() {
                 data.extend(&parameters[name].data);
             }
+            if cfg.add_zero_attn() {
+                data.extend(vec![0.0; width]);
+            }
         }
-        Numbers { shape: vec![b, t_kv + learned, width], data }
+        Numbers { shape: vec![b, t_kv + more, width], data }
     };
 
     let window = cfg.window().map(Part::Window);
@@ -172,10 +175,11 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
             softcap: cfg.softcap(),
             alibi_slopes: slopes(cfg).map(|slopes| slopes.into_iter().map(f64::from).collect()),
             sinks: cfg.sinks().then(|| parameters["sinks"].data.clone()),
+            distance_bias: None,
         },
     };
-    if learned == 1 {
-        case = with_learned_key(case);
+    if more > 0 {
+        case = with_more_keys(case, more);
     }
     let attended = case.attend();
 
@@ -221,23 +225,13 @@ fn factor(scaling: QueryScaling, position: usize) -> f64 {
 /// (B, T, H · width) to (B, H, T, width).
 pub fn heads(numbers: &Numbers, heads: usize, width: usize) -> Array {
     let (b, t) = (numbers.shape[0], numbers.shape[1]);
-    let mut array = Array::new(&[b, heads, t, width]);
-    for (row, index) in rows(b, t) {
-        for (n, &value) in numbers.row(row).iter().enumerate() {
-            let place = array.place([index[0], n / width, index[1], n % width]);
-            array.data[place] = value;
-        }
-    }
-    array
+    Array::each([b, heads, t, width], |[b, h, i, d]| numbers.row(b * t + i)[h * width + d])
 }
 
 /// (B, H, T, D_v) to (B, T, H · D_v).
 pub fn merged(context: &[f64], [b, h, t, d_v]: [usize; 4]) -> Numbers {
-    let mut data = Vec::new();
-    for (_, [b, i]) in rows(b, t) {
-        data.extend((0..h * d_v).map(|n| context[((b * h + n / d_v) * t + i) * d_v + n % d_v]));
-    }
-    Numbers { shape: vec![b, t, h * d_v], data }
+    let by_token = Array::each([b, t, h, d_v], |[b, i, h_, d]| context[((b * h + h_) * t + i) * d_v + d]);
+    Numbers { shape: vec![b, t, h * d_v], data: by_token.data }
 }
 
 /// Slopes for the distance of query and key.
@@ -251,39 +245,21 @@ fn falcon(cfg: &MultiHeadAttentionConfig, t_q: usize, t_kv: usize) -> Option<Par
     let alibi = cfg.alibi().filter(|&alibi| *alibi == AlibiConfig::Falcon)?;
     let slopes = alibi.slopes(cfg.num_heads()).expect("few heads");
     let scale = cfg.scale().unwrap_or(1.0 / (cfg.head_dim() as f64).sqrt());
-    let mut bias = Array::new(&[cfg.num_heads(), t_q, t_kv]);
-    for (n, bias) in bias.data.iter_mut().enumerate() {
-        let slope = slopes[n / (t_q * t_kv)];
-        let product = bf16::from_f32(slope).to_f32() * bf16::from_f32((n % t_kv) as f32).to_f32();
-        *bias = bf16::from_f32(product).to_f64() * scale;
-    }
-    Some(Part::Bias(bias))
+    Some(Part::Bias(Array::each([1, cfg.num_heads(), t_q, t_kv], |[_, h, _, j]| {
+        let product = bf16::from_f32(slopes[h]).to_f32() * bf16::from_f32(j as f32).to_f32();
+        bf16::from_f32(product).to_f64() * scale
+    })))
 }
 
-/// The mask of T_kv keys written out for T_kv + 1, the last of which every query sees.
-fn with_learned_key(mut case: Case) -> Case {
+/// The mask of T_kv keys written out for `more`, which every query sees.
+fn with_more_keys(mut case: Case, more: usize) -> Case {
     let Dims { b, h, t_q, t_kv, .. } = case.dims;
-    let mut keep = Array::new(&[b, h, t_q, t_kv + 1]).filled(|| 1.0);
-    let mut bias = Array::new(&[b, h, t_q, t_kv + 1]).filled(|| 0.0);
-    for b in 0..b {
-        for h in 0..h {
-            for i in 0..t_q {
-                for j in 0..t_kv {
-                    let index = [b, h, i, j];
-                    let place = keep.place(index);
-                    keep.data[place] = f64::from(u8::from(case.sees(index)));
-                    bias.data[place] = case.bias(index);
-                }
-            }
-        }
-    }
-    case.dims.t_kv += 1;
-    case.masks = vec![Mask { alignment: Alignment::Free, parts: vec![Part::Keep(keep), Part::Bias(bias)] }];
+    let shape = [b, h, t_q, t_kv + more];
+    let keep = Array::each(shape, |index| f64::from(u8::from(index[3] >= t_kv || case.sees(index))));
+    let bias = Array::each(shape, |index| if index[3] < t_kv { case.bias(index) } else { 0.0 });
+    case.dims.t_kv += more;
+    case.masks = vec![Mask::new(Alignment::Free, [Part::Keep(keep), Part::Bias(bias)])];
     case
-}
-
-fn rows(b: usize, t: usize) -> impl Iterator<Item = (usize, [usize; 2])> {
-    (0..b * t).map(move |row| (row, [row / t, row % t]))
 }
 
 pub fn project(parameters: &Parameters, name: &str, xs: &Numbers) -> Numbers {

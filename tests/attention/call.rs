@@ -15,14 +15,12 @@ use candle_attention::{
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::array::Array;
+pub use crate::common::{Outcome, compare};
 use crate::common::{bits, values};
 use crate::oracle::{Alignment, Attended, Case, Dims, Lens, Mask, Part};
 use crate::recipe::wide;
 
 pub const CPU: Device = Device::Cpu;
-
-/// What differs, and where.
-pub type Outcome = std::result::Result<(), String>;
 
 /// A way to compute a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,6 +58,7 @@ pub enum Leaf {
     Bias(usize, usize),
     Sinks,
     Slopes,
+    Distances,
 }
 
 /// A case as the crate takes it.
@@ -166,10 +165,16 @@ impl Call {
         let mask = attention_mask(&case.masks, device, |m, p, bias| viewed(Leaf::Bias(m, p), bias, wide(dtype)))?;
         let empty_rows = if case.uniform_empty_rows { EmptyRows::Uniform } else { EmptyRows::Zero };
         let mask = mask.with_empty_rows(empty_rows);
+        let distances = case.options.distance_bias.as_ref();
+        let distances = distances.map(|biases| viewed(Leaf::Distances, biases, wide(dtype))?.squeeze(2)).transpose()?;
         let mut heads = |which: Leaf, numbers: &[f64]| {
             leaf(which, Tensor::new(numbers, &Device::Cpu)?.to_dtype(wide(dtype))?.to_device(device)?)
         };
         let mut options = reference();
+        if let Some(biases) = &distances {
+            let is_shared = biases.dim(0)? == 1;
+            options = options.with_distance_bias(&if is_shared { biases.squeeze(0)? } else { biases.clone() });
+        }
         if let Some(scale) = case.options.scale {
             options = options.with_scale(scale);
         }
@@ -375,25 +380,4 @@ impl Expected {
         let Dims { b, h, t_q, .. } = self.dims;
         compare(what, lse, (&[b, h, t_q], wide(self.dtype)), &self.attended.lse, |n| self.lse_bound(n))
     }
-}
-
-pub fn compare(
-    what: &str,
-    got: &Tensor,
-    (shape, dtype): (&[usize], DType),
-    expected: &[f64],
-    tolerance: impl Fn(usize) -> f64,
-) -> Outcome {
-    if got.dims() != shape || got.dtype() != dtype {
-        return Err(format!("{what}: shape {:?} in {:?}, expected {shape:?} in {dtype:?}", got.dims(), got.dtype()));
-    }
-    for (n, (got, &expected)) in values(got).into_iter().zip(expected).enumerate() {
-        let equal = got == expected || (got.is_nan() && expected.is_nan());
-        let within = (got - expected).abs() <= tolerance(n);
-        if !equal && !within {
-            let most = tolerance(n);
-            return Err(format!("{what}: entry {n} is {got}, expected {expected} to within {most:e}"));
-        }
-    }
-    Ok(())
 }

@@ -7,7 +7,7 @@ use candle_attention::{AttentionMask, SdpaOptions, scaled_dot_product_attention_
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::call::{Path, check, check_on};
-use crate::common::assert_close;
+use crate::common::{assert_close, error_text};
 use crate::oracle::Dims;
 use crate::recipe::{Chosen, Kind, Layout, Recipe, dtypes, for_all, recipes};
 
@@ -38,7 +38,7 @@ fn random_calls_give_the_oracles_numbers(device: &Device) {
         check_on(&case, recipe.dtype, device, &paths)
     });
     let (kinds, dtypes) = (Kind::all().len(), dtypes(device).len());
-    let expected = kinds * kinds + 2 * dtypes * kinds + 16 * dtypes;
+    let expected = kinds * kinds + 2 * dtypes * kinds + Chosen::SETS * dtypes;
     let found = drawn.take().len();
     assert!(found == expected || std::env::var_os("PROPTEST_CASES").is_some(), "{found} of {expected} are drawn");
 }
@@ -64,7 +64,7 @@ fn every_set_of_empty_sizes_gives_the_oracles_numbers(device: &Device) {
     for (bits, (n, masks)) in (0..16).flat_map(|bits| masks.iter().enumerate().map(move |masks| (bits, masks))) {
         let size = |bit: usize, size: usize| if bits & bit > 0 { 0 } else { size };
         let dims = Dims { b: size(1, 2), h: 4, h_kv: 2, t_q: size(2, 19), t_kv: size(4, 40), d: 3, d_v: size(8, 18) };
-        let (chosen, dtype) = (Chosen::set((bits + n) % 16), dtypes[n % dtypes.len()]);
+        let (chosen, dtype) = (Chosen::set((bits + n) % Chosen::SETS), dtypes[n % dtypes.len()]);
         let layouts = [Layout::HeadsTransposed, Layout::CacheHead, Layout::CacheMiddle];
         let recipe = Recipe { chosen, layouts, seed: 5, ..Recipe::plain(dims, masks.clone(), dtype) };
         assert_holds(&Recipe { uniform_empty_rows: bits % 3 == 0, ..recipe }, device);
@@ -88,6 +88,21 @@ fn additions_to_scores_come_in_any_float_dtype(device: &Device) -> Result<()> {
             assert_close(&same, &context, 0.0, &format!("{other:?} beside {dtype:?}"));
             assert_close(&same_lse, &lse, 0.0, &format!("{other:?} beside {dtype:?}"));
         }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_distance_bias_that_does_not_fit_is_an_error() -> Result<()> {
+    let x = Tensor::zeros((2, 3, 4, 8), DType::F32, &Device::Cpu)?;
+    for (shape, dtype, expected) in [
+        ([3, 8], DType::F32, "distance_bias has shape [3, 8], expected (H = 3, T_q + T_kv - 1 = 7)"),
+        ([3, 7], DType::U32, "distance_bias has dtype U32, expected F32, F16, BF16 or F64"),
+    ] {
+        let biases = Tensor::zeros(&shape, dtype, &Device::Cpu)?;
+        let options = SdpaOptions::default().with_distance_bias(&biases);
+        let found = error_text(with_lse(&x, &x, &x, &AttentionMask::none(), &options));
+        assert!(found.contains(expected), "{found}");
     }
     Ok(())
 }

@@ -14,6 +14,7 @@ use crate::isolation::{fill_unseen, vectors};
 use crate::merge::{keep_columns, options};
 use crate::oracle::{Attended, Case, Dims, Part};
 use crate::recipe::{Chosen, DTYPES, Kind, Layout, Reach, Recipe, for_all, kernel_recipes, recipes};
+use crate::threads::pool;
 
 /// What takes part in the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -156,6 +157,7 @@ fn numbers(case: &mut Case, leaf: Leaf) -> &mut Vec<f64> {
         },
         Leaf::Sinks => case.options.sinks.as_mut().expect("the case has sinks"),
         Leaf::Slopes => case.options.alibi_slopes.as_mut().expect("the case has slopes"),
+        Leaf::Distances => &mut case.options.distance_bias.as_mut().expect("the case has them").data,
     }
 }
 
@@ -204,7 +206,7 @@ fn random_gradients_equal_differences() {
     for_all(400, (recipes(&[DType::F64]), functions), |(mut recipe, function): (Recipe, Function)| {
         if let Function::Merged(..) = function {
             // Parts have distances of their own, and an empty row of a part is no empty row of the whole.
-            recipe.chosen.alibi = false;
+            (recipe.chosen.alibi, recipe.chosen.distances) = (false, false);
             recipe.uniform_empty_rows = false;
         }
         equal_differences(&recipe.case(), function, recipe.seed).unwrap_or_else(|error| Err(error.to_string()))
@@ -267,10 +269,8 @@ fn equal_those_of_the_reference_path(mut recipe: Recipe) -> Result<Outcome> {
             let largest = expected.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
             // What cancels leaves the rounding of its terms; a slope is multiplied by a distance.
             let terms = 1.0 + ((t_q * h / h_kv) as f64).sqrt() / 4.0;
-            let floor = match leaf {
-                Leaf::Slopes => 2.0 * (t_q + t_kv) as f64,
-                _ => terms * (1.0 + 0.01 * d_v as f64),
-            };
+            let terms = if *leaf == Leaf::Slopes { 2.0 * (t_q + t_kv) as f64 } else { terms };
+            let floor = terms * (1.0 + 0.01 * d_v as f64);
             let most = tolerance(&case, dtype) * (largest + floor);
             let is_off = |(got, expected): (&f64, &f64)| (got - expected).abs() > most || got.is_nan();
             if let Some(n) = gradient.iter().zip(&expected).position(is_off) {
@@ -279,8 +279,7 @@ fn equal_those_of_the_reference_path(mut recipe: Recipe) -> Result<Outcome> {
             }
         }
         for threads in [1, 2, 5].into_iter().filter(|_| seed.is_multiple_of(2)) {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
-            let again = pool.install(|| tracked.gradients(&call))?;
+            let again = pool(threads).install(|| tracked.gradients(&call))?;
             if again.iter().zip(&found).any(|((_, again), (_, found))| bits(again) != bits(found)) {
                 return Ok(Err(format!("{path:?}: {threads} threads, another gradient")));
             }
@@ -300,8 +299,7 @@ fn random_gradients_of_the_kernel_are_those_of_the_reference_path() {
 fn everything(dtype: DType) -> Recipe {
     let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 60, t_kv: 200, d: 24, d_v: 16 };
     let masks = vec![Kind::Causal, Kind::Keep(Reach::Keys), Kind::Bias(Reach::Head), Kind::Bias(Reach::Keys)];
-    let chosen = Chosen { scale: true, softcap: true, alibi: true, sinks: true };
-    Recipe { chosen, seed: 4, ..Recipe::of_kernel(dims, masks, dtype) }
+    Recipe { chosen: Chosen::ALL, seed: 4, ..Recipe::of_kernel(dims, masks, dtype) }
 }
 
 /// Neither which inputs are tracked beside one, nor a second backward pass, changes a bit of a gradient; and a result
@@ -327,32 +325,6 @@ fn what_is_tracked_alone_or_twice_gets_the_same_gradient() -> Result<()> {
                 let [twice, once] = [&twice, &once].map(|store| values(store.get(var).expect("a gradient")));
                 let most = 1e-5 * once.iter().fold(1e-3, |most: f64, x| most.max(x.abs()));
                 assert!(twice.iter().zip(&once).all(|(a, b)| (a - b).abs() < most), "{leaf:?} of several uses");
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Each sequence has the gradients that it has alone, to the bit.
-#[test]
-fn a_sequence_does_not_feel_its_batch() -> Result<()> {
-    for dtype in DTYPES {
-        let drawn = [4, 2, 2, 4].map(|h| Tensor::randn(0f32, 1.0, (3, h, 150, 24), &CPU)?.to_dtype(dtype));
-        let drawn = drawn.into_iter().collect::<Result<Vec<_>>>()?;
-        let vars = drawn[..3].iter().map(Var::from_tensor).collect::<Result<Vec<_>>>()?;
-        for path in Path::kernels() {
-            let gradients = |b: usize, count: usize| -> Result<Vec<Tensor>> {
-                let part = |x: &Tensor| x.narrow(0, b, count);
-                let call = Call::plain(&part(&vars[0])?, &part(&vars[1])?, &part(&vars[2])?, &AttentionMask::causal());
-                let store = (call.by(path).context()? * part(&drawn[3])?)?.sum_all()?.backward()?;
-                Ok(vars.iter().map(|var| store.get(var).expect("a gradient").clone()).collect())
-            };
-            let whole = gradients(0, 3)?;
-            for b in 0..3 {
-                for (alone, whole) in gradients(b, 1)?.iter().zip(&whole) {
-                    let own = |x: &Tensor| x.narrow(0, b, 1).map(|x| bits(&x));
-                    assert!(own(alone)? == own(whole)?, "{path:?}, {dtype:?}, sequence {b}");
-                }
             }
         }
     }

@@ -57,7 +57,7 @@ struct Poison {
 fn poisons(dims: Dims, dtypes: &'static [DType], of_kernel: bool) -> impl Strategy<Value = Poison> {
     use Poisoned::*;
     let of = select(&[Queries, Keys, Keys, Values, Values, Bias, Sinks, Unseen][..]);
-    let chosen = (0..16usize).prop_map(Chosen::set);
+    let chosen = (0..Chosen::SETS).prop_map(Chosen::set);
     (select(&MASKS[..]), of, select(dtypes), chosen, any::<bool>(), any::<u64>().no_shrink()).prop_map(
         move |(kinds, of, dtype, chosen, runs, seed)| {
             let layouts = [Layout::HeadsTransposed, Layout::CacheMiddle, Layout::Packed];

@@ -5,8 +5,8 @@ use candle_attention::QkNormKind::{Layer, LayerNoBias, Rms, RmsNoWeight, RmsPlus
 use candle_attention::QkNormScope::{PerHead, PerHeadWeights, Projection};
 use candle_attention::{
     AlibiConfig, AttentionInput, AttentionMask, Backend, ContextNorm, GatePlace, GateScope, MultiHeadAttention,
-    MultiHeadAttentionConfig as Config, OutputGate, QkNorm, QueryScaling, RopeConfig, RopeStyle, SdpaOptions,
-    scaled_dot_product_attention,
+    MultiHeadAttentionConfig as Config, OutputGate, QkNorm, QueryScaling, RelativeBiasConfig, RopeConfig, RopeStyle,
+    SdpaOptions, StatisticsOptions, scaled_dot_product_attention,
 };
 use candle_core::{DType, Device, ModuleT, Result, Tensor, Var};
 use candle_nn::VarBuilder;
@@ -16,6 +16,7 @@ use crate::by_hand::{Input, Numbers, forward, parameters, tensors};
 use crate::call::{Outcome, attention_mask, compare};
 use crate::common::{assert_close, values};
 use crate::oracle::{Alignment, Lens, Mask, Part};
+use crate::statistics;
 
 crate::on_each_device!(
     every_config_gives_the_numbers_of_plain_loops,
@@ -109,6 +110,8 @@ pub fn configs() -> Vec<(&'static str, Config)> {
             plain().with_key_size(7).with_value_size(5).with_output_gate(gate)
         }),
         ("learned key", grouped().with_bias_kv(true)),
+        ("key of zeros", grouped().with_add_zero_attn(true).with_bias(true).with_softcap(3.0)),
+        ("learned key and one of zeros", plain().with_bias_kv(true).with_add_zero_attn(true)),
         ("learned key, causal", plain().with_bias_kv(true).with_causal(true).with_value_head_dim(5)),
         ("cross", plain().with_key_size(7).with_value_size(5).with_bias(true)),
         ("cross with keys' width", grouped().with_key_size(7)),
@@ -191,15 +194,15 @@ fn run(cfg: &Config, sizes: [usize; 3], masks: Vec<Mask>, dtype: DType, device: 
     let [xs, keys, vs] = [&by_hand.queries, &by_hand.keys, &by_hand.values].map(|x| x.tensor(dtype, device));
     let (xs, keys, vs) = (xs?, keys?, vs?);
     let mask = attention_mask(&by_hand.mask, device, |_, _, bias| bias.tensor(dtype, device))?;
+    let shared = (&by_hand.keys.shape, &by_hand.keys.data) == (&by_hand.values.shape, &by_hand.values.data);
+    let vs = if shared { keys.clone() } else { vs };
     let call = || {
         let own = AttentionInput::new(&xs).with_mask(&mask);
-        let shared = (&by_hand.keys.shape, &by_hand.keys.data) == (&by_hand.values.shape, &by_hand.values.data);
-        let vs = if shared { &keys } else { &vs };
-        if is_self(cfg, t_q, t_kv) { own } else { own.with_key_value(&keys, vs) }
+        if is_self(cfg, t_q, t_kv) { own } else { own.with_key_value(&keys, &vs) }
     };
     let output = layer.forward_with_weights(call())?;
     let ys = layer.forward_with(call())?;
-    let columns = t_kv + usize::from(cfg.bias_kv());
+    let columns = t_kv + usize::from(cfg.bias_kv()) + usize::from(cfg.add_zero_attn());
     let largest = expected.ys.iter().fold(1.0, |most: f64, y| most.max(y.abs()));
     let most = |_| tolerance(dtype) * largest;
     let compared = [
@@ -207,6 +210,13 @@ fn run(cfg: &Config, sizes: [usize; 3], masks: Vec<Mask>, dtype: DType, device: 
         compare("forward_with_weights", &output.output, (&[b, t_q, cfg.out_dim()], dtype), &expected.ys, most),
         compare("weights", &output.weights, (&[b, h, t_q, columns], dtype), &expected.weights, most),
     ];
+    if by_hand.mask.is_empty() || dtype == DType::F32 {
+        // The memory lies in other strides, and the kernel may add in another order.
+        let memory = layer.project_memory(&keys, &vs)?;
+        let of_memory = layer.forward_with_weights(AttentionInput::new(&xs).with_memory(&memory).with_mask(&mask))?;
+        assert_close(&of_memory.output, &ys, most(0) / 10.0, "a memory");
+        assert_close(&of_memory.weights, &output.weights, tolerance(dtype) / 10.0, "weights of a memory");
+    }
     if by_hand.mask.is_empty() {
         // A residual is added as its caller would, by variables too.
         let residual = ys.ones_like()?;
@@ -214,6 +224,11 @@ fn run(cfg: &Config, sizes: [usize; 3], masks: Vec<Mask>, dtype: DType, device: 
             let added = layer.forward_with(call().with_residual(&residual))?;
             assert_close(&added, &(&ys + &residual)?, 2.0 * most(0), "a residual");
         }
+    }
+    if by_hand.mask.is_empty() && b * t_q * t_kv > 0 && [DType::F32, DType::F64].contains(&dtype) {
+        let (beside, found) = layer.forward_with_statistics(call(), &StatisticsOptions::default())?;
+        assert_close(&beside, &ys, most(0), "beside statistics");
+        statistics::assert_of(&found, &output.weights, 5.0 * tolerance(dtype), "statistics")?;
     }
     if is_self(cfg, t_q, t_kv) && by_hand.mask.is_empty() {
         for own in [layer.forward(&xs)?, layer.forward_t(&xs, false)?] {
@@ -223,11 +238,14 @@ fn run(cfg: &Config, sizes: [usize; 3], masks: Vec<Mask>, dtype: DType, device: 
     if b == 1 {
         let [xs, keys, vs] = [&xs, &keys, &vs].map(|x| x.squeeze(0));
         let (xs, keys, vs) = (xs?, keys?, vs?);
-        let single = AttentionInput::new(&xs).with_mask(&mask);
-        let single = if is_self(cfg, t_q, t_kv) { single } else { single.with_key_value(&keys, &vs) };
-        let single = layer.forward_with_weights(single)?;
-        assert_close(&single.output, &ys.squeeze(0)?, tolerance(dtype), "two dimensions are one sequence");
-        assert_close(&single.weights, &output.weights.squeeze(0)?, tolerance(dtype), "weights of two dimensions");
+        let own = || AttentionInput::new(&xs).with_mask(&mask);
+        let memory = layer.project_memory(&keys, &vs)?;
+        let plain = if is_self(cfg, t_q, t_kv) { own() } else { own().with_key_value(&keys, &vs) };
+        for single in [plain, own().with_memory(&memory)] {
+            let single = layer.forward_with_weights(single)?;
+            assert_close(&single.output, &ys.squeeze(0)?, tolerance(dtype), "two dimensions are one sequence");
+            assert_close(&single.weights, &output.weights.squeeze(0)?, tolerance(dtype), "weights of two dimensions");
+        }
     }
     Ok(compared.into_iter().collect())
 }
@@ -270,6 +288,21 @@ fn every_config_gives_the_numbers_of_plain_loops(device: &Device) {
         }
     }
     assert!(calls >= 1000 && disagree < 40, "{calls} {disagree}");
+}
+
+/// And what is left out of one has its default.
+#[test]
+fn configs_survive_json() {
+    let relative = Config::new(24, 3).with_relative_bias(RelativeBiasConfig::new(false).with_num_buckets(6));
+    for (name, cfg) in configs().into_iter().chain([("relative bias", relative)]) {
+        let text = serde_json::to_string(&cfg).expect("a config is plain data");
+        assert_eq!(serde_json::from_str::<Config>(&text).expect("the same"), cfg, "{name}");
+    }
+    let short =
+        r#"{"embed_dim": 24, "num_heads": 3, "alibi": {"bias_max": 4}, "relative_bias": {"bidirectional": true}}"#;
+    let expected = Config::new(24, 3).with_alibi(AlibiConfig::BiasMax(4.0));
+    let expected = expected.with_relative_bias(RelativeBiasConfig::new(true));
+    assert_eq!(serde_json::from_str::<Config>(short).expect("the rest has defaults"), expected);
 }
 
 /// Inputs that are one tensor are projected at once, equal copies of it apart. Sums of small whole numbers are exact in

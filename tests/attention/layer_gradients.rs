@@ -40,11 +40,19 @@ fn padding_and_bias() -> Vec<Mask> {
     vec![Mask::of(Part::ValidLens(Lens::PerQuery(vec![vec![0, 2, 3, 3], vec![4; 4]]))), Mask::of(Part::Bias(bias))]
 }
 
+/// How keys and values come to a layer.
+#[derive(Clone, Copy)]
+enum Through {
+    Call,
+    Memory,
+}
+
 /// The outputs of a layer of which some parameters and inputs are variables, and the gradients of these.
 fn backward(
     cfg: &Config,
     input: &Input,
     dtype: DType,
+    through: Through,
     tracked: impl Fn(&str) -> bool,
 ) -> Result<(Tensor, HashMap<String, Tensor>)> {
     let mut vars = HashMap::new();
@@ -62,12 +70,16 @@ fn backward(
     let layer = MultiHeadAttention::new(cfg, vb)?;
     let xs = leaf("queries", input.queries.tensor(dtype, &CPU)?)?;
     let mask = attention_mask(&input.mask, &CPU, |_, _, bias| leaf("bias", bias.tensor(dtype, &CPU)?))?;
-    let ys = if is_self(cfg, SIZES[1], SIZES[2]) {
-        layer.forward_with(AttentionInput::new(&xs).with_mask(&mask))?
-    } else {
-        let (keys, vs) = (input.keys.tensor(dtype, &CPU)?, input.values.tensor(dtype, &CPU)?);
-        let (keys, vs) = (leaf("keys", keys)?, leaf("values", vs)?);
-        layer.forward_with(AttentionInput::new(&xs).with_key_value(&keys, &vs).with_mask(&mask))?
+    let call = AttentionInput::new(&xs).with_mask(&mask);
+    let is_self = is_self(cfg, SIZES[1], SIZES[2]);
+    let (keys, vs) = match is_self {
+        true => (xs.clone(), xs.clone()),
+        false => (leaf("keys", input.keys.tensor(dtype, &CPU)?)?, leaf("values", input.values.tensor(dtype, &CPU)?)?),
+    };
+    let ys = match through {
+        Through::Memory => layer.forward_with(call.with_memory(&layer.project_memory(&keys, &vs)?))?,
+        Through::Call if is_self => layer.forward_with(call)?,
+        Through::Call => layer.forward_with(call.with_key_value(&keys, &vs))?,
     };
     if vars.is_empty() {
         return Ok((ys, HashMap::new()));
@@ -88,8 +100,10 @@ fn every_parameter_and_input_has_the_gradient_of_plain_loops() {
         for masks in [vec![], padding_and_bias()] {
             let input = input(&cfg, SIZES, masks);
             let parameters = parameters(&cfg, 3);
-            let (_, gradients) = backward(&cfg, &input, DType::F64, |_| true).expect("backward runs");
+            let [gradients, of_memory] = [Through::Call, Through::Memory]
+                .map(|through| backward(&cfg, &input, DType::F64, through, |_| true).expect("backward runs").1);
             for (which, gradient) in gradients {
+                assert_close(&of_memory[&which], &gradient, 1e-9, &format!("{name}, {which} through a memory"));
                 let gradient = values(&gradient);
                 assert!(gradient.iter().all(|entry| entry.is_finite()), "{name}, {which}: {gradient:?}");
                 let count = gradient.len();
@@ -131,9 +145,9 @@ fn what_is_tracked_alone_gets_the_same_gradient() -> Result<()> {
     for (dtype, tolerance) in [(DType::F64, 1e-11), (DType::F32, 2e-4)] {
         for (name, cfg) in configs() {
             let input = input(&cfg, SIZES, padding_and_bias());
-            let (plain, _) = backward(&cfg, &input, dtype, |_| false)?;
-            for (which, expected) in backward(&cfg, &input, dtype, |_| true)?.1 {
-                let (ys, gradients) = backward(&cfg, &input, dtype, |name| name == which)?;
+            let (plain, _) = backward(&cfg, &input, dtype, Through::Call, |_| false)?;
+            for (which, expected) in backward(&cfg, &input, dtype, Through::Call, |_| true)?.1 {
+                let (ys, gradients) = backward(&cfg, &input, dtype, Through::Call, |name| name == which)?;
                 let what = format!("{name}: {which} alone in {dtype:?}");
                 assert_close(&ys, &plain, if dtype == DType::F64 { 1e-13 } else { 1e-5 }, &what);
                 let most = values(&expected).into_iter().fold(1.0, |most: f64, entry| most.max(entry.abs()));

@@ -23,7 +23,6 @@ mod tensors;
 use attention_oracle::{array, attention as oracle};
 
 mod calls;
-mod distance_bias;
 mod dropout;
 mod gradients;
 mod isolation;

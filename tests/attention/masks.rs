@@ -56,7 +56,7 @@ fn both(recipe: &Recipe, device: &Device) -> Result<(Case, AttentionMask)> {
     Ok((case, mask))
 }
 
-/// `kv_range`, `Display` and `to_additive` against the oracle's rule for one query and one key.
+/// `kv_range`, `query_position`, `Display` and `to_additive` against the oracle's rule for one query and one key.
 fn random_masks_have_one_meaning(device: &Device) {
     let dtypes: &[DType] = if device.is_metal() { &[DType::F32] } else { &[DType::F32, DType::F64] };
     for_all(5_000, recipes(dtypes), |recipe| {
@@ -86,6 +86,10 @@ fn random_masks_have_one_meaning(device: &Device) {
                 }
                 if seen.is_empty() && range != (0..0) {
                     return Err(format!("nothing is {range:?}"));
+                }
+                let position = case.position(0, i).clamp(i64::MIN.into(), i64::MAX.into());
+                if i128::from(ranges.query_position(i)) != position {
+                    return Err(format!("query {i} stands at {}, expected {position}", ranges.query_position(i)));
                 }
                 let row: Vec<_> = (0..t_kv).map(|j| if seen.contains(&j) { "1" } else { "." }).collect();
                 drawn.push_str(&format!("{}\n", row.join(" ")));

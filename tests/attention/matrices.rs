@@ -4,20 +4,15 @@
 use candle_attention::{AttentionMask, Backend, SdpaOptions, scaled_dot_product_attention};
 use candle_core::{DType, Device, Result, Tensor};
 
-use crate::call::{Call, check};
-use crate::common::{assert_close, error_text, values};
+use crate::call::check;
+use crate::common::{error_text, values};
 use crate::oracle::Alignment::{Causal, Free, Offset, Offsets, UpperLeft};
 use crate::oracle::Lens::{PerQuery, PerSequence};
 use crate::oracle::Part::{Band, Chunk, Prefix, Starts, ValidLens, Window};
 use crate::oracle::{Case, Dims, Mask, Part};
 use crate::recipe::Recipe;
 
-crate::on_each_device!(
-    every_mask_is_what_is_drawn,
-    attention_masks_become_starts_and_lengths,
-    attention_masks_with_holes_become_keep,
-    attention_masks_come_in_any_dtype,
-);
+crate::on_each_device!(every_mask_is_what_is_drawn, attention_masks_are_rows_of_ones_and_zeros,);
 
 /// A mask, and its matrices for some numbers of queries and keys: rows from top to bottom.
 struct Drawn {
@@ -101,7 +96,8 @@ fn vocabulary() -> Vec<Drawn> {
 
 /// The oracle's rule, the intervals of keys, and what both paths compute.
 fn every_mask_is_what_is_drawn(device: &Device) -> Result<()> {
-    for Drawn { mask, oracle, matrices } in vocabulary() {
+    for (n, Drawn { mask, oracle, matrices }) in vocabulary().into_iter().enumerate() {
+        assert_eq!(mask.is_none(), n == 0, "{mask:?}");
         for matrix in matrices {
             let rows: Vec<&str> = matrix.split(' ').collect();
             let (t_q, t_kv) = (rows.len(), rows[0].len());
@@ -121,69 +117,24 @@ fn every_mask_is_what_is_drawn(device: &Device) -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn sequences_are_drawn_one_below_the_other() {
-    let mask = AttentionMask::causal().with_valid_lens(vec![3, 1]).with_starts(vec![1, 0]);
-    let drawn = mask.resolve(2, 3, 3).expect("the mask fits").to_string();
-    assert_eq!(drawn, ". . .\n. 1 .\n. 1 1\n\n1 . .\n1 . .\n1 . .\n");
-    assert!(AttentionMask::none().is_none() && !mask.is_none());
-}
-
-#[test]
-fn positions_follow_the_alignment() {
-    for (mask, (t_q, t_kv), expected) in [
-        (AttentionMask::none(), (2, 5), 4),
-        (AttentionMask::causal(), (5, 2), -2),
-        (AttentionMask::causal_upper_left(), (2, 5), 1),
-        (AttentionMask::causal_with_offset(7), (2, 5), 8),
-        (AttentionMask::causal_with_offsets([-7]), (2, 5), -6),
-    ] {
-        assert_eq!(mask.resolve(1, t_q, t_kv).expect("fits").query_position(1), expected, "{mask:?}");
-    }
-}
-
-fn attention_masks_become_starts_and_lengths(device: &Device) -> Result<()> {
-    let cases: [&[&str]; 6] =
+/// As starts and lengths, with nothing left to read from memory, where the ones of each row are beside each other.
+fn attention_masks_are_rows_of_ones_and_zeros(device: &Device) -> Result<()> {
+    let without_holes: [&[&str]; 6] =
         [&["111.", "1...", "1111"], &[".111", "...1"], &[".11.", "11.."], &["....", ".1.."], &["...."], &[]];
-    for rows in cases {
-        let ones: Vec<u8> = rows.iter().flat_map(|row| row.bytes()).map(|byte| u8::from(byte == b'1')).collect();
-        let mask = AttentionMask::from_attention_mask(&Tensor::from_vec(ones, (rows.len(), 4), device)?)?;
-        let drawn = mask.resolve(rows.len(), 1, 4)?.to_string();
-        assert_eq!(drawn.replace(' ', "").split_whitespace().collect::<Vec<_>>(), rows);
-        // Nothing is left to read from memory.
-        let text = format!("{mask:?}");
-        assert!(!text.contains("Keep") && !text.contains("Bias"), "{text}");
-    }
-    Ok(())
-}
-
-fn attention_masks_with_holes_become_keep(device: &Device) -> Result<()> {
-    let rows = Tensor::new(&[[1i64, 0, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], device)?;
-    let mask = AttentionMask::from_attention_mask(&rows)?;
-    let hidden = values(&mask.to_additive((3, 2, 1, 4), DType::F32, device)?.broadcast_as((3, 2, 1, 4))?);
-    let lowest = f64::NEG_INFINITY;
-    let expected = [[0.0, lowest, 0.0, 0.0], [lowest; 4], [0.0, 0.0, lowest, lowest]];
-    let expected: Vec<f64> = expected.iter().flat_map(|row| [row, row]).flatten().copied().collect();
-    assert_eq!(hidden, expected);
-    let x = Tensor::randn(0f32, 1., (3, 2, 4, 5), device)?;
-    let output = Call::plain(&x, &x, &x, &mask).on(Backend::Auto).with_weights()?;
-    assert_close(&output.context.narrow(0, 1, 1)?, &x.narrow(0, 1, 1)?.zeros_like()?, 0.0, "a row of zeros");
-    for (n, weight) in values(&output.weights).into_iter().enumerate() {
-        let (b, j) = (n / (2 * 4 * 4), n % 4);
-        assert_eq!(weight > 0.0, [[1, 0, 1, 1], [0; 4], [1, 1, 0, 0]][b][j] == 1, "sequence {b}, key {j}");
-    }
-    Ok(())
-}
-
-fn attention_masks_come_in_any_dtype(device: &Device) -> Result<()> {
-    for rows in [[[1u8, 1, 0], [0, 1, 1]], [[1, 0, 1], [0, 0, 0]]] {
-        let bytes = Tensor::new(&rows, device)?;
-        let written = |mask: &Tensor| -> Result<_> {
-            let mask = AttentionMask::from_attention_mask(mask)?;
-            Ok(values(&mask.to_additive((2, 1, 1, 3), DType::F32, device)?))
-        };
-        for dtype in [DType::U32, DType::I64, DType::F32, DType::F16, DType::BF16] {
-            assert_eq!(written(&bytes.to_dtype(dtype)?)?, written(&bytes)?, "{dtype:?}");
+    let with_holes: [&[&str]; 3] = [&["1.11", "....", "11.."], &["11.1"], &["....", "1.1.", "1111"]];
+    for (rows, has_holes) in
+        without_holes.map(|rows| (rows, false)).into_iter().chain(with_holes.map(|rows| (rows, true)))
+    {
+        let b = rows.len();
+        let seen: Vec<bool> = rows.iter().flat_map(|row| row.bytes()).map(|byte| byte == b'1').collect();
+        let hidden: Vec<f64> = seen.iter().map(|&seen| if seen { 0.0 } else { f64::NEG_INFINITY }).collect();
+        let ones = Tensor::from_vec(seen.into_iter().map(u8::from).collect(), (b, 4), device)?;
+        for dtype in [DType::U8, DType::U32, DType::I64, DType::F32, DType::F16, DType::BF16] {
+            let mask = AttentionMask::from_attention_mask(&ones.to_dtype(dtype)?)?;
+            let written = mask.to_additive((b, 1, 1, 4), DType::F32, device)?;
+            assert_eq!(values(&written.broadcast_as((b, 1, 1, 4))?), hidden, "{rows:?} in {dtype:?}");
+            let text = format!("{mask:?}");
+            assert!(text.contains("Keep") == has_holes && !text.contains("Bias"), "{rows:?}: {text}");
         }
     }
     Ok(())

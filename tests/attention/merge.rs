@@ -1,9 +1,10 @@
 //! Keys cut into parts, each attended alone, merge to what all keys together give.
 
 use candle_attention::{AttentionMask, EmptyRows, SdpaOptions, merge_attention};
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use proptest::prelude::*;
 
+use crate::array::Array;
 use crate::call::{CPU, Call, Expected, Outcome, Path, reference};
 use crate::oracle::{Case, Dims};
 use crate::recipe::{Recipe, dtypes, for_all, kernel_recipes, recipes, wide};
@@ -65,16 +66,15 @@ impl Split {
     }
 }
 
-fn columns<T>(case: &Case, keys: &[usize], entry: impl Fn([usize; 4]) -> T) -> Vec<T> {
+/// The columns `keys` of a matrix (B, H, T_q, T_kv).
+fn columns(case: &Case, keys: &[usize], entry: impl Fn([usize; 4]) -> f64) -> Array {
     let Dims { b, h, t_q, .. } = case.dims;
-    let rows = (0..b).flat_map(|b| (0..h).flat_map(move |h| (0..t_q).map(move |i| [b, h, i])));
-    rows.flat_map(|[b, h, i]| keys.iter().map(move |&j| [b, h, i, j])).map(entry).collect()
+    Array::each([b, h, t_q, keys.len()], |[b, h, i, n]| entry([b, h, i, keys[n]]))
 }
 
-/// The columns `keys` of the mask.
+/// Those of the mask.
 pub fn keep_columns(case: &Case, keys: &[usize], device: &Device) -> Result<Tensor> {
-    let entries = columns(case, keys, |index| u8::from(case.sees(index)));
-    Tensor::from_vec(entries, (case.dims.b, case.dims.h, case.dims.t_q, keys.len()), device)
+    columns(case, keys, |index| f64::from(u8::from(case.sees(index)))).tensor(DType::U8, device)
 }
 
 /// Scale and softcap, which belong to every part.
@@ -107,13 +107,11 @@ fn part(whole: &Call, case: &Case, keys: &[usize], with_sinks: bool) -> Result<C
         }
         None => tensor.narrow(2, 0, 0),
     };
-    let on_device = |tensor: Tensor| tensor.to_dtype(wide(dtype))?.to_device(device);
-    let bias = columns(case, keys, |index| case.bias(index));
-    let bias = Tensor::from_vec(bias, (case.dims.b, case.dims.h, case.dims.t_q, keys.len()), &CPU)?;
-    let mask = AttentionMask::none().with_keep(&keep_columns(case, keys, device)?).with_bias(&on_device(bias)?);
+    let bias = columns(case, keys, |index| case.bias(index)).tensor(wide(dtype), device)?;
+    let mask = AttentionMask::none().with_keep(&keep_columns(case, keys, device)?).with_bias(&bias);
     let mut options = options(case);
     if let Some(sinks) = case.options.sinks.as_ref().filter(|_| with_sinks) {
-        options = options.with_sinks(&on_device(Tensor::new(sinks.as_slice(), &CPU)?)?);
+        options = options.with_sinks(&Tensor::new(sinks.as_slice(), &CPU)?.to_dtype(wide(dtype))?.to_device(device)?);
     }
     Ok(Call { q: whole.q.clone(), k: take(&whole.k)?, v: take(&whole.v)?, mask, options })
 }

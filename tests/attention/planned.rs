@@ -17,12 +17,11 @@ use crate::recipe::{Chosen, DTYPES, Kind, Reach, Recipe, dtypes};
 crate::on_each_device!(what_is_planned_is_what_runs, every_tracked_input_leads_to_a_path_with_gradients);
 
 fn recipes(device: &Device) -> Vec<Recipe> {
-    let all = Chosen { scale: true, softcap: true, alibi: true, sinks: true };
     let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 3, t_kv: 5, d: 8, d_v: 8 };
     let mut recipes = Vec::new();
     for &dtype in dtypes(device) {
         for masks in [vec![], vec![vec![Kind::Causal, Kind::Keep(Reach::Keys), Kind::Bias(Reach::Square)]]] {
-            for chosen in [Chosen::default(), all] {
+            for chosen in [Chosen::default(), Chosen::ALL] {
                 recipes.push(Recipe { chosen, seed: 1, ..Recipe::plain(dims, masks.clone(), dtype) });
             }
         }

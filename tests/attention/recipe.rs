@@ -128,13 +128,19 @@ pub struct Chosen {
     pub softcap: bool,
     pub alibi: bool,
     pub sinks: bool,
+    pub distances: bool,
 }
 
 impl Chosen {
-    /// One of the 16 sets of options.
+    pub const ALL: Self = Self { scale: true, softcap: true, alibi: true, sinks: true, distances: true };
+
+    /// The number of sets of options.
+    pub const SETS: usize = 32;
+
+    /// One of them.
     pub fn set(bits: usize) -> Self {
-        let [scale, softcap, alibi, sinks] = [1, 2, 4, 8].map(|bit| bits & bit != 0);
-        Self { scale, softcap, alibi, sinks }
+        let [scale, softcap, alibi, sinks, distances] = [1, 2, 4, 8, 16].map(|bit| bits & bit != 0);
+        Self { scale, softcap, alibi, sinks, distances }
     }
 }
 
@@ -188,6 +194,12 @@ impl Recipe {
             softcap: self.chosen.softcap.then(|| heads(0.5, 6.0)[0]),
             alibi_slopes: self.chosen.alibi.then(|| heads(-0.1, 1.0)),
             sinks: self.chosen.sinks.then(|| heads(-4.0, 4.0)),
+            distance_bias: self.chosen.distances.then(|| {
+                // Of each sequence, or of all.
+                let b = if self.seed.is_multiple_of(2) { b } else { 1 };
+                let biases = self.layouts[2].array([b, h, 1, (t_q + t_kv).saturating_sub(1)]);
+                biases.uniform(&mut random, 2.0, wide(self.dtype))
+            }),
         };
         let mut case = Case { dims: self.dims, q, k, v, masks, uniform_empty_rows: self.uniform_empty_rows, options };
         if !case.positions_agree() {
@@ -262,7 +274,7 @@ pub fn dims() -> impl Strategy<Value = Dims> {
 fn recipes_of(dims: impl Strategy<Value = Dims>, dtypes: &'static [DType]) -> impl Strategy<Value = Recipe> {
     let kinds = proptest::collection::vec(select(Kind::all()), 0..=3);
     let layout = || select(&Layout::ALL[..]);
-    let chosen = (0..16usize).prop_map(Chosen::set);
+    let chosen = (0..Chosen::SETS).prop_map(Chosen::set);
     let masks = proptest::collection::vec(kinds, 0..=2);
     let layouts = [layout(), layout(), layout()];
     (dims, layouts, masks, chosen, select(dtypes), any::<u64>().no_shrink()).prop_map(

@@ -2,7 +2,7 @@
 //! call.
 
 use candle_attention::{
-    AlibiConfig, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, AttentionStatistics, Backend,
+    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, AttentionStatistics, Backend,
     ContentPositions, MultiHeadAttention, MultiHeadAttentionConfig as Config, MultiHeadLatentAttention,
     MultiHeadLatentAttentionConfig, PackedSequences, RelativeBias, RelativeBiasConfig, RopeConfig, SdpaOptions,
     StatisticsOptions, scaled_dot_product_attention_varlen_with_statistics,
@@ -16,6 +16,7 @@ use crate::common::{assert_close, error_text, values};
 use crate::oracle::{Case, Dims};
 use crate::recipe::{Recipe, dtypes, for_all, kernel_recipes, recipes, wide};
 use crate::seeded;
+use crate::tensors::{CPU, random};
 
 crate::on_each_device!(random_calls_have_the_statistics_of_the_oracles_weights);
 
@@ -118,7 +119,7 @@ fn random_calls_have_the_statistics_of_the_oracles_weights(device: &Device) {
 }
 
 /// Those of the weights (B, H, T_q, T_kv), by the reference path's definition.
-fn assert_of(found: &AttentionStatistics, weights: &Tensor, tolerance: f64, what: &str) -> Result<()> {
+pub fn assert_of(found: &AttentionStatistics, weights: &Tensor, tolerance: f64, what: &str) -> Result<()> {
     let weights = weights.to_dtype(DType::F64)?;
     let k = found.top_keys.dim(candle_core::D::Minus1)?;
     let own = weights.contiguous()?.gather(&found.top_keys, weights.rank() - 1)?;
@@ -129,10 +130,6 @@ fn assert_of(found: &AttentionStatistics, weights: &Tensor, tolerance: f64, what
     let terms = (weights.clone() * (weights + 1e-300)?.log()?)?;
     assert_close(&found.entropy, &terms.sum(terms.rank() - 1)?.neg()?, 20.0 * tolerance, what);
     Ok(())
-}
-
-fn random(shape: &[usize]) -> Result<Tensor> {
-    Tensor::randn(0f32, 1., shape, &Device::Cpu)
 }
 
 #[test]
@@ -161,42 +158,30 @@ fn packed_sequences_have_the_statistics_of_each_by_itself() -> Result<()> {
             assert_close(&part(&context, &queries)?, &own.context, 1e-5, "context");
             assert_close(&all.i((.., queries, keys))?, &own.weights, 1e-6, "weights");
         }
-        assert_close(&found.received.sum_all()?, &Tensor::new(4.0 * total_q as f64, &Device::Cpu)?, 1e-3, "all");
+        assert_close(&found.received.sum_all()?, &Tensor::new(4.0 * total_q as f64, &CPU)?, 1e-3, "all");
     }
     Ok(())
 }
 
+/// `layer` has the statistics of layers without them.
 #[test]
-fn layers_have_the_statistics_of_their_weights() -> Result<()> {
+fn terms_of_scores_count_in_statistics() -> Result<()> {
     let base = || Config::new(32, 4);
+    let buckets = RelativeBiasConfig::new(true);
+    let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &CPU);
+    let bias = RelativeBias::new(&buckets, 4, vb)?;
     let content = ContentPositions::Clipped { left: 4, right: 2 };
     let layers = [
-        base(),
-        base().with_causal(true).with_num_kv_heads(2).with_rope(RopeConfig::new(100.0)).with_window(5),
-        base().with_alibi(AlibiConfig::Falcon).with_causal(true),
-        base().with_relative_bias(RelativeBiasConfig::new(true)),
-        base().with_content_positions(content),
-        base().with_sinks(true).with_softcap(2.0).with_add_zero_attn(true),
+        seeded::layer(&base().with_relative_bias(buckets), DType::F32, &CPU)?.with_relative_bias(bias)?,
+        seeded::layer(&base().with_content_positions(content), DType::F32, &CPU)?,
     ];
-    for cfg in layers {
-        let mut layer = seeded::layer(&cfg, DType::F32, &Device::Cpu)?;
-        if let Some(buckets) = cfg.relative_bias() {
-            let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
-            layer = layer.with_relative_bias(RelativeBias::new(buckets, 4, vb)?)?;
-        }
-        for shape in [&[2, 11, 32][..], &[7, 32], &[2, 1, 32]] {
-            let xs = random(shape)?;
-            let (ys, found) = layer.forward_with_statistics(&xs, &StatisticsOptions::default())?;
-            let expected = layer.forward_with_weights(&xs)?;
-            assert_close(&ys, &expected.output, 1e-4, &format!("{cfg:?}"));
-            assert_of(&found, &expected.weights, 1e-4, &format!("{cfg:?}"))?;
-        }
-        let (keys, queries) = (random(&[2, 9, 32])?, random(&[2, 4, 32])?);
-        if cfg.relative_bias().is_none() && cfg.content_positions().is_none() && cfg.alibi().is_none() {
-            let input = || AttentionInput::new(&queries).with_key_value(&keys, &keys);
-            let (_, found) = layer.forward_with_statistics(input(), &StatisticsOptions::default())?;
-            assert_of(&found, &layer.forward_with_weights(input())?.weights, 1e-5, "cross-attention")?;
-        }
+    for (layer, shape) in layers.iter().flat_map(|layer| [&[2, 11, 32][..], &[7, 32], &[2, 1, 32]].map(|s| (layer, s)))
+    {
+        let xs = random(shape)?;
+        let (ys, found) = layer.forward_with_statistics(&xs, &StatisticsOptions::default())?;
+        let expected = layer.forward_with_weights(&xs)?;
+        assert_close(&ys, &expected.output, 1e-4, "beside statistics");
+        assert_of(&found, &expected.weights, 1e-4, &format!("{:?}", layer.config()))?;
     }
     Ok(())
 }
@@ -221,16 +206,15 @@ macro_rules! assert_with_cache {
 #[test]
 fn calls_with_a_cache_have_the_statistics_of_the_keys_that_it_holds() -> Result<()> {
     let cfg = Config::new(32, 4).with_causal(true).with_num_kv_heads(2).with_rope(RopeConfig::new(100.0));
-    let layer = seeded::layer(&cfg, DType::F32, &Device::Cpu)?;
+    let layer = seeded::layer(&cfg, DType::F32, &CPU)?;
     assert_with_cache!(&layer, AttentionCacheConfig::new(), 1e-4);
     assert_with_cache!(&layer, AttentionCacheConfig::new().with_q8(), 1e-4);
-    let windowed = seeded::layer(&cfg.with_window(4), DType::F32, &Device::Cpu)?;
+    let windowed = seeded::layer(&cfg.with_window(4), DType::F32, &CPU)?;
     assert_with_cache!(&windowed, AttentionCacheConfig::new().with_window(4), 1e-4);
 
     let cfg = MultiHeadLatentAttentionConfig::new(32, 4).with_causal(true);
     let latent =
-        MultiHeadLatentAttention::new(&cfg, VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu))?
-            .freeze()?;
+        MultiHeadLatentAttention::new(&cfg, VarBuilder::from_varmap(&VarMap::new(), DType::F32, &CPU))?.freeze()?;
     assert_with_cache!(&latent, AttentionCacheConfig::new(), 1e-4);
     let xs = random(&[2, 6, 32])?;
     let (ys, found) = latent.forward_with_statistics(&xs, &StatisticsOptions::default())?;
@@ -241,7 +225,7 @@ fn calls_with_a_cache_have_the_statistics_of_the_keys_that_it_holds() -> Result<
 
 #[test]
 fn layers_of_packed_sequences_have_statistics() -> Result<()> {
-    let layer = seeded::layer(&Config::new(32, 4).with_causal(true), DType::F32, &Device::Cpu)?;
+    let layer = seeded::layer(&Config::new(32, 4).with_causal(true), DType::F32, &CPU)?;
     let (sequences, xs) = (PackedSequences::from_lens(&[3, 8], &[3, 8])?, random(&[11, 32])?);
     let input = AttentionInput::new(&xs).with_packed(&sequences);
     let (_, found) = layer.forward_with_statistics(input, &StatisticsOptions::default())?;
@@ -296,7 +280,7 @@ fn what_has_no_statistics_is_an_error() -> Result<()> {
         text(default().with_weights_of(3..6, 0..5)),
         format!("{op} weights of queries 3..6 and keys 0..5 {expected}")
     );
-    let layer: MultiHeadAttention = seeded::layer(&Config::new(32, 4), DType::F32, &Device::Cpu)?;
+    let layer: MultiHeadAttention = seeded::layer(&Config::new(32, 4), DType::F32, &CPU)?;
     let xs = random(&[1, 5, 32])?;
     let input = AttentionInput::new(&xs).with_function(&candle_attention::scaled_dot_product_attention);
     assert_eq!(

@@ -68,7 +68,7 @@ fn all() -> Result<Vec<Work>> {
     Ok(all)
 }
 
-fn pool(threads: usize) -> ThreadPool {
+pub fn pool(threads: usize) -> ThreadPool {
     ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool")
 }
 

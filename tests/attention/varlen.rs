@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use proptest::prelude::*;
 use proptest::sample::select;
 
-use crate::call::{Call, Outcome, attention_mask};
+use crate::call::{Call, Leaf, Outcome, attention_mask};
 use crate::common::{assert_close, bits, error_text, max_error};
 use crate::oracle::{Dims, Lens, Mask, Part};
 use crate::recipe::{Chosen, Kind, Recipe, dtypes, for_all};
@@ -35,10 +35,12 @@ fn packed(dtypes: &'static [DType]) -> impl Strategy<Value = Packed> {
     let structural: Vec<_> = Kind::all().into_iter().filter(|kind| !kind.is_tensor()).collect();
     let kinds = proptest::collection::vec(select(structural), 0..=2);
     let lens = proptest::collection::vec((0..=5usize, 0..=6usize), 0..=7);
-    let options = ((0..16usize).prop_map(Chosen::set), proptest::bool::weighted(0.2), any::<u64>().no_shrink());
+    let options = ((0..Chosen::SETS).prop_map(Chosen::set), proptest::bool::weighted(0.2), any::<u64>().no_shrink());
     (lens, proptest::collection::vec(kinds, 0..=2), select(dtypes), options).prop_map(
         |(lens, masks, dtype, (chosen, uniform_empty_rows, seed))| {
-            let dims = Dims { b: lens.len(), h: H, h_kv: H_KV, t_q: 5, t_kv: 6, d: D, d_v: D_V };
+            let [t_q, t_kv] = [|lens: &(usize, usize)| lens.0, |lens: &(usize, usize)| lens.1]
+                .map(|side| lens.iter().map(side).max().unwrap_or(0));
+            let dims = Dims { b: lens.len(), h: H, h_kv: H_KV, t_q, t_kv, d: D, d_v: D_V };
             // Joined masks may count from positions that differ in one of the sequences, which leaves ALiBi none.
             let chosen = Chosen { alibi: chosen.alibi && masks.len() < 2 && masks.concat().len() < 2, ..chosen };
             Packed { lens, recipe: Recipe { chosen, uniform_empty_rows, seed, ..Recipe::plain(dims, masks, dtype) } }
@@ -69,9 +71,19 @@ impl Packed {
         Ok(mask.with_empty_rows(if uniform { EmptyRows::Uniform } else { EmptyRows::Zero }))
     }
 
-    /// The reference path: contexts and log-sum-exps to the bit, and gradients of everything in the widest dtype.
+    /// Of biases (H, T_q + T_kv - 1) for the longest queries and keys, those of one sequence.
+    fn distances_of(&self, biases: &Tensor, s: usize) -> Result<Tensor> {
+        let (t_q, t_kv) = self.lens[s];
+        biases.narrow(1, self.recipe.dims.t_q - t_q, t_q + t_kv - 1)
+    }
+
+    /// The reference path: contexts and log-sum-exps to the bit, and gradients of everything in the widest dtype. And
+    /// the kernel's contexts.
     fn check(&self, device: &Device) -> Result<Outcome> {
-        let (dtype, sequences, case) = (self.recipe.dtype, self.sequences()?, self.recipe.case());
+        let (dtype, sequences, mut case) = (self.recipe.dtype, self.sequences()?, self.recipe.case());
+        // All sequences have one table of biases by distance, and where there are none, no table is for them.
+        let biases = case.options.distance_bias.take().filter(|_| !sequences.is_empty());
+        case.options.distance_bias = biases.map(|biases| biases.of_sequence(0));
         let (total_q, total_kv) = (sequences.total_queries(), sequences.total_keys());
         let (mut vars, is_poisoned) = (Vec::new(), self.recipe.seed.is_multiple_of(5));
         for shape in [(total_q, H, D), (total_kv, H_KV, D), (total_kv, H_KV, D_V)] {
@@ -81,9 +93,13 @@ impl Packed {
             let poison = (drawn.narrow(0, last, shape.0 - last)? * f64::NAN)?;
             vars.push(Var::from_tensor(&Tensor::cat(&[drawn.narrow(0, 0, last)?, poison], 0)?)?);
         }
-        let options = Call::with_leaves(&case, dtype, device, &mut |_, leaf| {
+        let mut distances = None;
+        let options = Call::with_leaves(&case, dtype, device, &mut |which, leaf| {
             let var = Var::from_tensor(&leaf)?;
             vars.push(var.clone());
+            if which == Leaf::Distances {
+                distances = Some(var.narrow(0, 0, 1)?.squeeze(2)?.squeeze(0)?);
+            }
             Ok(var.into_inner())
         })?;
         // Sequences have no mask of dropout in common but that of everything.
@@ -100,6 +116,10 @@ impl Packed {
                 tensor.narrow(0, range.start, range.len())?.transpose(0, 1)?.unsqueeze(0)
             };
             let (q, k, v) = (own(q, sequences.queries(s))?, own(k, sequences.keys(s))?, own(v, sequences.keys(s))?);
+            let options = match &distances {
+                Some(biases) => options.clone().with_distance_bias(&self.distances_of(biases, s)?),
+                None => options.clone(),
+            };
             let (context, lse) = with_lse(&q, &k, &v, &self.mask(&case.masks, Some(s))?, &options)?;
             contexts.push(context.squeeze(0)?.transpose(0, 1)?);
             lses.push(lse.squeeze(0)?);
@@ -108,6 +128,13 @@ impl Packed {
         let alone = varlen(q, k, v, &sequences, &mask, &options)?;
         if bits(&context) != bits(&expected) || bits(&alone) != bits(&expected) || bits(&lse) != bits(&expected_lse) {
             return Ok(Err("other bits than each sequence by itself".into()));
+        }
+        if device.is_cpu() && dtype == DType::F32 && !self.recipe.uniform_empty_rows {
+            let fused = varlen(q, k, v, &sequences, &mask, &options.with_backend(Backend::Fused))?;
+            let error = max_error(&fused, &context);
+            if error > 1e-4 {
+                return Ok(Err(format!("the kernel is off by {error:e}")));
+            }
         }
         if dtype != dtypes(device)[0] || total_q == 0 || is_poisoned {
             return Ok(Ok(()));

@@ -116,17 +116,3 @@ fn gradients_are_those_of_the_call_when_its_cache_is_used_again() -> Result<()> 
     }
     Ok(())
 }
-
-#[test]
-fn gradients_go_through_a_memory() -> Result<()> {
-    let (vars, layer) = trained(&Config::new(8, 4).with_num_kv_heads(2))?;
-    let (queries, encoded) = (wave(2, 3, 8, 0.0)?, wave(2, 7, 8, 1.0)?);
-    let memory = layer.project_memory(&encoded, &encoded)?;
-    let squares = |input: AttentionInput| layer.forward_with(input)?.sqr()?.sum_all()?.backward();
-    let found = squares(AttentionInput::new(&queries).with_memory(&memory))?;
-    let expected = squares(AttentionInput::new(&queries).with_key_value(&encoded, &encoded))?;
-    for (name, var) in vars.data().lock().expect("one thread").iter() {
-        assert_close(found.get(var).expect("a gradient"), expected.get(var).expect("a gradient"), 1e-5, name);
-    }
-    Ok(())
-}

@@ -7,11 +7,17 @@
 #[path = "../attention/by_hand.rs"]
 #[allow(dead_code, reason = "only its parameters are needed")]
 mod by_hand;
+#[path = "../attention/call.rs"]
+#[allow(dead_code, reason = "only its masks are needed")]
+mod call;
 #[path = "../common/mod.rs"]
 mod common;
 #[path = "../latent/layers.rs"]
 #[allow(dead_code, reason = "only its layers are needed")]
 mod latent_layers;
+#[path = "../attention/recipe.rs"]
+#[allow(dead_code, unused_imports, reason = "only its masks are needed")]
+mod recipe;
 mod seeded;
 use attention_oracle::{array, attention as oracle};
 
@@ -24,7 +30,6 @@ mod delta;
 mod edit;
 mod gradients;
 mod layers;
-mod memory;
 mod rotary;
 mod shared;
 mod warnings;

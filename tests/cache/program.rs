@@ -118,8 +118,10 @@ impl<'a> Program<'a> {
         let (b, t) = (self.sequences.len(), call.t);
         // Nothing that the NaN of padding touches stays a number.
         let mut data = vec![f32::NAN; b * t * EMBED_DIM];
-        let given: Vec<_> = (0..b * t).map(|_| random.up_to(30) as u32).collect();
+        // For each sequence, or for all of them and in integers of 64 bits.
         let is_given = self.setup.gives_positions && random.chance(0.6);
+        let for_all = random.chance(0.3);
+        let given: Vec<_> = (0..if for_all { t } else { b * t }).map(|_| random.up_to(30) as u32).collect();
         for (n, (sequence, own)) in self.sequences.iter_mut().zip(&call.own).enumerate() {
             let own = n * t + own.start..n * t + own.end;
             let numbers = &mut data[own.start * EMBED_DIM..own.end * EMBED_DIM];
@@ -129,7 +131,7 @@ impl<'a> Program<'a> {
             let place = sequence.len() as u32;
             sequence.tokens.extend_from_slice(numbers);
             match is_given {
-                true => sequence.positions.extend_from_slice(&given[own]),
+                true => sequence.positions.extend(own.map(|at| given[at % given.len()])),
                 false => sequence.positions.extend(place..place + own.len() as u32),
             }
         }
@@ -137,7 +139,10 @@ impl<'a> Program<'a> {
         let mask = drawn.as_ref().map_or(Ok(AttentionMask::none()), |drawn| drawn.of_call(&call, device))?;
         let mask = self.setup.mask.and(&mask);
         let xs = Tensor::from_vec(data, (b, t, EMBED_DIM), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?;
-        let given = Tensor::from_vec(given, (b, t), &Device::Cpu)?;
+        let given = match for_all {
+            true => Tensor::from_vec(given, t, &Device::Cpu)?.to_dtype(DType::I64)?,
+            false => Tensor::from_vec(given, (b, t), &Device::Cpu)?,
+        };
         let [starts, ends] = [|own: &Range<usize>| own.start, |own: &Range<usize>| own.end]
             .map(|side| call.own.iter().map(side).collect::<Vec<_>>());
         let backend = if random.chance(0.25) { Backend::Reference } else { Backend::Auto };

@@ -1,14 +1,12 @@
 //! Rotary positions go on from what the cache holds of each sequence. `make.py` writes the numbers of transformers.
 
-use std::path::Path;
-
 use candle_attention::{
     AttentionCache, AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig as Config, RopeConfig, RopeScaling,
 };
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 
-use crate::common::{assert_close, error_text, values};
+use crate::common::{assert_close, error_text, recorded_tensors, values};
 use crate::{CPU, in_calls, layer, wave};
 
 /// As in `make.py`.
@@ -19,8 +17,7 @@ const CALLS: [(usize, [usize; 2]); 5] = [(5, [0, 2]), (1, [0, 0]), (1, [0, 0]), 
 /// sequence of a batch decides for all.
 #[test]
 fn scalings_by_length_give_transformers_numbers() -> Result<()> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cache/numbers.safetensors");
-    let tensors = candle_core::safetensors::load(path, &CPU)?;
+    let tensors = recorded_tensors("cache/numbers.safetensors")?;
     let factors = |step: f64| (0..4).map(|i| 1.0 + step * f64::from(i)).collect();
     let long = RopeScaling::LongRope {
         short_factor: factors(0.1),
@@ -60,30 +57,6 @@ fn scalings_by_length_give_transformers_numbers() -> Result<()> {
 
 fn config() -> Config {
     Config::new(8, 2).with_causal(true).with_rope(RopeConfig::new(100.0))
-}
-
-#[test]
-fn positions_that_are_given_go_before_those_that_are_counted() -> Result<()> {
-    let layer = layer(&config())?;
-    let (prompt, token) = (wave(2, 4, 8, 0.0)?, wave(2, 1, 8, 9.0)?);
-    let run = |at_prompt: Option<Tensor>, at_token: Option<Tensor>| -> Result<Tensor> {
-        let mut cache = AttentionCache::default();
-        let mut call = |xs: &Tensor, lens: &[usize], positions: Option<Tensor>| {
-            let input = AttentionInput::new(xs).with_cache(&mut cache).with_valid_lens(lens);
-            match &positions {
-                Some(positions) => layer.forward_with(input.with_positions(positions)),
-                None => layer.forward_with(input),
-            }
-        };
-        call(&prompt, &[4, 2], at_prompt)?;
-        call(&token, &[1, 1], at_token)
-    };
-    let counted = run(None, None)?;
-    let said = run(Some(Tensor::new(&[0i64, 1, 2, 3], &CPU)?), Some(Tensor::new(&[[4i64], [2]], &CPU)?))?;
-    assert_close(&said, &counted, 0.0, "the positions that are counted");
-    let elsewhere = run(None, Some(Tensor::new(&[9i64], &CPU)?))?;
-    assert!(values(&(elsewhere - &counted)?).iter().any(|difference| difference.abs() > 1e-3));
-    Ok(())
 }
 
 /// A sequence that has come to its end waits for the others of its batch, as padding.

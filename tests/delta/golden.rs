@@ -1,13 +1,12 @@
 //! Numbers of transformers' models and gradients of PyTorch, which `make.py` writes.
 
 use std::collections::HashMap;
-use std::path::Path;
 
 use candle_attention::{Backend, DeltaOptions};
-use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_core::{DType, Result, Tensor, Var};
 
 use crate::case::Call;
-use crate::common::assert_close;
+use crate::common::{assert_close, recorded_tensors};
 
 const BACKENDS: [Backend; 2] = [Backend::Reference, Backend::Auto];
 
@@ -15,8 +14,7 @@ struct Numbers(HashMap<String, Tensor>);
 
 impl Numbers {
     fn open() -> Result<Self> {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/delta/numbers.safetensors");
-        Ok(Self(candle_core::safetensors::load(path, &Device::Cpu)?))
+        Ok(Self(recorded_tensors("delta/numbers.safetensors")?))
     }
 
     /// In the order of the function, (B, H, T, ..).

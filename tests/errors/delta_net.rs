@@ -1,7 +1,5 @@
 //! `GatedDeltaNet`: its config, its tensors, its inputs and its cache.
 
-use candle_nn::VarMap;
-
 use crate::wrong::{Fitting, Shapes};
 use crate::*;
 
@@ -43,16 +41,9 @@ fn weights() -> Result<()> {
         "weights of integers" => GatedDeltaNet::new(&base(), VarBuilder::zeros(DType::U8, &CPU)),
     }];
     for layout in [DeltaLayout::Separate, DeltaLayout::ByKeyHead, DeltaLayout::ByPart] {
-        let variables = VarMap::new();
-        GatedDeltaNet::load(&base(), layout, VarBuilder::from_varmap(&variables, DType::F32, &CPU))?;
-        let variables = variables.data().lock().expect("one thread");
-        let shapes: Shapes = variables.iter().map(|(name, var)| (name.clone(), var.dims().to_vec())).collect();
-        let biased = |name: &String| name.ends_with(".weight") && !name.contains("norm");
-        let biases = shapes
-            .iter()
-            .filter(|(name, _)| biased(name))
-            .map(|(name, shape)| (name.replace(".weight", ".bias"), vec![shape[0]]));
-        let more: Shapes = shapes.clone().into_iter().chain(biases).collect();
+        let shapes = wrong::shapes_of_variables(|vb| GatedDeltaNet::load(&base(), layout, vb))?;
+        let biased = shapes.iter().filter(|(name, _)| name.ends_with(".weight") && !name.contains("norm"));
+        let more = biased.map(|(name, shape)| (name.replace(".weight", ".bias"), vec![shape[0]])).collect();
         let load = |shapes: &Shapes| GatedDeltaNet::load(&base(), layout, wrong::builder(shapes));
         cases.push(wrong::weights(&shapes, load));
         cases.push(wrong::surplus(&shapes, &more, load));

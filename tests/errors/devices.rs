@@ -41,11 +41,7 @@ fn check(device: &Device) -> Result<()> {
 }
 
 #[test]
-fn tensors_beside_those_on_cuda_are_named() -> Result<()> {
-    present("CUDA", Device::new_cuda(0)).map_or(Ok(()), |device| check(&device))
-}
-
-#[test]
-fn tensors_beside_those_on_metal_are_named() -> Result<()> {
-    present("Metal", Device::new_metal(0)).map_or(Ok(()), |device| check(&device))
+fn tensors_beside_those_on_another_device_are_named() -> Result<()> {
+    let devices = [("CUDA", Device::new_cuda(0)), ("Metal", Device::new_metal(0))];
+    devices.into_iter().filter_map(|(kind, device)| present(kind, device)).try_for_each(|device| check(&device))
 }

@@ -111,6 +111,18 @@ bailing_hybrid {"layer_group_size": 2}
 glm5_next_text {"linear_attn_config": {"gate_lower_bound": "low"}}
 "#;
 
+fn config(model_type: &str) -> Value {
+    json!({"model_type": model_type})
+}
+
+fn quantised(model_type: &str, method: Value) -> Value {
+    json!({"model_type": model_type, "quantization_config": method})
+}
+
+fn nothing() -> VarBuilder<'static> {
+    weights_of(&[])
+}
+
 /// What layer 1 of each of these is refused for.
 fn refused<T>(configs: &str, read: fn(&Value, usize) -> Result<T>) -> Vec<Case> {
     let refused = |line: &str| {
@@ -124,47 +136,39 @@ fn refused<T>(configs: &str, read: fn(&Value, usize) -> Result<T>) -> Vec<Case> 
 
 #[test]
 fn layers() {
-    let config = |model_type: &str| json!({"model_type": model_type});
     let whole = cases! {
         "a list" => hf::attention_config(&json!(["llama"]), 0),
         "a number for an architecture" => hf::attention_config(&json!({"model_type": 3}), 0),
         "no architecture" => hf::attention_config(&json!({"hidden_size": 8}), 0),
         "no decoder" => hf::decoder_attention_config(&config("bert"), 0),
-        "no attention to an encoder" => hf::load_cross_attention(&config("llama"), 0, weights_of(&[])),
-        "a decoder that is shorter than the encoder" => {
-            let config = json!({"model_type": "marian", "encoder_layers": 6, "decoder_layers": 2});
-            hf::decoder_attention_config(&config, 2)
-        },
+        "no attention to an encoder" => hf::load_cross_attention(&config("llama"), 0, nothing()),
+        "a decoder that is shorter than the encoder" => hf::decoder_attention_config(
+            &json!({"model_type": "marian", "encoder_layers": 6, "decoder_layers": 2}), 2),
         "a layer without cross-attention" => hf::cross_attention_config(&config("blip_2_qformer"), 1),
-        "a relative bias for each layer" => hf::load_relative_bias(&config("umt5"), weights_of(&[])),
-        "no relative bias" => hf::load_relative_bias(&config("opt"), weights_of(&[])),
-        "latent attention that is loaded" => hf::load_attention(&config("deepseek_v3"), 3, weights_of(&[])),
-        "nothing in the checkpoint" => hf::load_attention(&config("opt"), 3, weights_of(&[])),
-        "quantised weights" => {
-            let quantised = json!({"quant_method": "gptq", "bits": 4});
-            let config = json!({"model_type": "opt", "quantization_config": quantised});
-            hf::load_attention(&config, 3, weights_of(&[]))
-        },
+        "a relative bias for each layer" => hf::load_relative_bias(&config("umt5"), nothing()),
+        "no relative bias" => hf::load_relative_bias(&config("opt"), nothing()),
+        "latent attention that is loaded" => hf::load_attention(&config("deepseek_v3"), 3, nothing()),
+        "nothing in the checkpoint" => hf::load_attention(&config("opt"), 3, nothing()),
+        "quantised weights" =>
+            hf::load_attention(&quantised("opt", json!({"quant_method": "gptq", "bits": 4})), 3, nothing()),
     };
     assert_reviewed("hf", &[refused(LAYERS, hf::attention_config), whole]);
 }
 
 #[test]
 fn linear_layers() {
-    let config = |model_type: &str| json!({"model_type": model_type});
     let loaded = cases! {
         "linear attention that is loaded as softmax attention" =>
-            hf::load_attention(&config("qwen3_next"), 0, weights_of(&[])),
+            hf::load_attention(&config("qwen3_next"), 0, nothing()),
         "linear attention that is loaded as latent attention" =>
-            hf::load_latent_attention(&config("kimi_linear"), 0, weights_of(&[])),
-        "softmax attention of another kind" => hf::load_attention(&config("bailing_hybrid"), 5, weights_of(&[])),
+            hf::load_latent_attention(&config("kimi_linear"), 0, nothing()),
+        "softmax attention of another kind" => hf::load_attention(&config("bailing_hybrid"), 5, nothing()),
         "softmax attention that is loaded as linear" =>
-            hf::load_linear_attention(&config("qwen3_next"), 3, weights_of(&[])),
-        "nothing in the checkpoint" => hf::load_linear_attention(&config("olmo_hybrid"), 0, weights_of(&[])),
+            hf::load_linear_attention(&config("qwen3_next"), 3, nothing()),
+        "nothing in the checkpoint" => hf::load_linear_attention(&config("olmo_hybrid"), 0, nothing()),
         "quantised weights" => {
-            let quantised = json!({"quant_method": "gptq", "bits": 4});
-            let config = json!({"model_type": "qwen3_next", "quantization_config": quantised});
-            hf::load_linear_attention(&config, 0, weights_of(&[]))
+            let config = quantised("qwen3_next", json!({"quant_method": "gptq", "bits": 4}));
+            hf::load_linear_attention(&config, 0, nothing())
         },
     };
     assert_reviewed("hf_linear", &[refused(LINEAR, hf::linear_attention_config), loaded]);
@@ -172,12 +176,11 @@ fn linear_layers() {
 
 #[test]
 fn latent_layers() {
-    let load = |config: Value| hf::load_latent_attention(&config, 3, weights_of(&[]));
+    let load = |config: Value| hf::load_latent_attention(&config, 3, nothing());
     let loaded = cases! {
-        "attention that is not latent and is loaded" => load(json!({"model_type": "llama"})),
-        "nothing in the checkpoint" => load(json!({"model_type": "deepseek_v2"})),
-        "quantised weights" =>
-            load(json!({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "awq"}})),
+        "attention that is not latent and is loaded" => load(config("llama")),
+        "nothing in the checkpoint" => load(config("deepseek_v2")),
+        "quantised weights" => load(quantised("deepseek_v3", json!({"quant_method": "awq"}))),
     };
     assert_reviewed("hf_latent", &[refused(LATENT, hf::latent_attention_config), loaded]);
 }

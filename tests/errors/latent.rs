@@ -1,7 +1,6 @@
 //! Latent attention: its config, its tensors, its inputs, and the caches that it shares with other layers.
 
 use candle_attention::{MultiHeadLatentAttention as Latent, MultiHeadLatentAttentionConfig as LatentConfig};
-use candle_nn::VarMap;
 
 use crate::wrong::{Fitting, Shapes};
 use crate::*;
@@ -37,22 +36,14 @@ fn latent_configs() {
 
 #[test]
 fn latent_tensors() -> Result<()> {
-    let state = |cfg: LatentConfig| -> Result<Shapes> {
-        let variables = VarMap::new();
-        Latent::new(&cfg, VarBuilder::from_varmap(&variables, DType::F32, &CPU))?;
-        let variables = variables.data().lock().expect("one thread");
-        Ok(variables.iter().map(|(name, var)| (name.clone(), var.dims().to_vec())).collect())
-    };
-    let (whole, bare) = (state(base().with_bias(true))?, state(base())?);
+    let biased = base().with_bias(true);
+    let [whole, bare] = [&biased, &base()].map(|cfg| wrong::shapes_of_variables(|vb| Latent::new(cfg, vb)));
+    let (whole, bare) = (whole?, bare?);
+    let load = |cfg: &LatentConfig, shapes: &Shapes| Latent::new(cfg, wrong::builder(shapes));
+    let missing = wrong::weights(&whole, |shapes| load(&biased, shapes));
+    let surplus = wrong::surplus(&bare, &whole, |shapes| load(&base(), shapes));
     let integers = cases! { "weights of integers" => Latent::new(&base(), VarBuilder::zeros(DType::U8, &CPU)), };
-    assert_reviewed(
-        "latent_tensors",
-        &[
-            wrong::weights(&whole, |shapes| Latent::new(&base().with_bias(true), wrong::builder(shapes))),
-            wrong::surplus(&bare, &whole, |shapes| Latent::new(&base(), wrong::builder(shapes))),
-            integers,
-        ],
-    );
+    assert_reviewed("latent_tensors", &[missing, surplus, integers]);
     Ok(())
 }
 

@@ -15,11 +15,10 @@ fn config() -> Config {
 fn load(cfg: Config, world_size: usize, shapes: &Shapes) -> Result<MultiHeadAttention> {
     let tensors: HashMap<_, _> =
         shapes.iter().map(|(name, shape)| (format!("layer.{name}"), zeros(shape.as_slice()))).collect();
-    let folder = tempfile::tempdir()?;
-    let path = folder.path().join("model.safetensors");
-    candle_core::safetensors::save(&tensors, &path)?;
+    let file = tempfile::NamedTempFile::new()?;
+    candle_core::safetensors::save(&tensors, file.path())?;
     // SAFETY: nothing writes to the file after it was saved.
-    let vb = unsafe { ShardedSafeTensors::var_builder(&[path], DType::F32, &CPU)? };
+    let vb = unsafe { ShardedSafeTensors::var_builder(&[file.path()], DType::F32, &CPU)? };
     MultiHeadAttention::load_shard(&cfg, WeightLayout::Canonical, HeadShard::new(0, world_size)?, &vb.pp("layer"))
 }
 

@@ -3,6 +3,8 @@
 
 use std::collections::BTreeMap;
 
+use candle_nn::VarMap;
+
 use crate::*;
 
 /// A tensor of a call: its name, its dtype, and its dimensions as letters or numbers with spaces between.
@@ -75,6 +77,14 @@ pub fn shapes(tensors: &[(&str, &[usize])]) -> Shapes {
 
 pub fn shapes_of<'a>(tensors: impl IntoIterator<Item = &'a (String, Tensor)>) -> Shapes {
     tensors.into_iter().map(|(name, tensor)| (name.clone(), tensor.dims().to_vec())).collect()
+}
+
+/// Those of the variables that a layer makes.
+pub fn shapes_of_variables<T>(load: impl FnOnce(VarBuilder) -> Result<T>) -> Result<Shapes> {
+    let variables = VarMap::new();
+    load(VarBuilder::from_varmap(&variables, DType::F32, &CPU))?;
+    let variables = variables.data().lock().expect("one thread");
+    Ok(variables.iter().map(|(name, var)| (name.clone(), var.dims().to_vec())).collect())
 }
 
 /// A builder that has tensors of zeros of these shapes.

@@ -10,19 +10,16 @@ use candle_attention::{
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
 
-use crate::common::{Golden, assert_close, max_error, models};
+use crate::common::{Golden, assert_close, max_error, models, systems};
 use crate::{TOLERANCE, on_each_device};
 
 /// Folders of one layer each: those whose layout is one of the crate's.
 fn layers() -> Vec<String> {
-    let folders = std::fs::read_dir(models()).expect("models/ is there");
-    let names = folders.map(|folder| folder.expect("it can be listed").file_name().into_string().expect("plain names"));
     let is_layer = |name: &String| {
-        let has_config = models().join(name).join("config.json").is_file() && name != "frontend_48_train";
-        let config = if has_config { Golden::open_config(name) } else { return false };
-        config["layout"].as_str().is_some_and(|layout| layout.parse::<WeightLayout>().is_ok())
+        let layout = &Golden::open_config(name)["layout"];
+        name != "frontend_48_train" && layout.as_str().is_some_and(|layout| layout.parse::<WeightLayout>().is_ok())
     };
-    let layers: Vec<_> = names.filter(is_layer).collect();
+    let layers: Vec<_> = systems().into_iter().filter(is_layer).collect();
     assert!(layers.len() >= 30, "{layers:?}");
     layers
 }

@@ -17,89 +17,87 @@ use crate::common::gguf::File;
 use crate::common::{assert_close, error_text, relative_error, values};
 use crate::{CPU, Model};
 
-/// What the converter does to an architecture.
+/// What the converter does to the rows of queries, keys and values.
+#[derive(Clone, Copy, PartialEq)]
+enum Rows {
+    Kept,
+    Packed,
+    Permuted,
+}
+
+use Rows::{Kept, Packed, Permuted};
+
+/// An architecture as files name it, one of the models, and its rows.
 struct Converted {
     name: &'static str,
     model: &'static str,
-    packs: bool,
-    permutes: bool,
-    /// Fields of the configuration that differ, where a file cannot say what the model does.
-    edits: fn() -> Json,
+    rows: Rows,
 }
 
-const fn of(name: &'static str, model: &'static str) -> Converted {
-    Converted { name, model, packs: false, permutes: false, edits: || json!({}) }
+const fn of(name: &'static str, model: &'static str, rows: Rows) -> Converted {
+    Converted { name, model, rows }
 }
 
-impl Converted {
-    const fn packs(self) -> Self {
-        Self { packs: true, ..self }
-    }
-
-    const fn permutes(self) -> Self {
-        Self { permutes: true, ..self }
-    }
-
-    const fn edits(self, edits: fn() -> Json) -> Self {
-        Self { edits, ..self }
-    }
-}
-
-const NO_WINDOW: fn() -> Json = || json!({"use_sliding_window": false, "sliding_window": null, "layer_types": null});
-
-const CONVERTED: &[Converted] = &[
-    of("bert", "bert"),
-    of("bloom", "bloom").packs(),
-    of("chatglm", "glm").packs(),
-    of("chatglm", "glm_full_rotary"),
-    of("cohere2", "cohere2"),
-    of("command-r", "cohere"),
-    of("command-r", "cohere_qk_norm"),
-    of("falcon", "falcon_every_head").packs(),
-    of("falcon", "falcon_grouped").packs(),
-    of("falcon", "falcon_multi_query").packs(),
-    of("gemma", "gemma"),
-    of("gemma2", "gemma2").edits(|| json!({"query_pre_attn_scalar": 12})),
-    of("gemma3", "gemma3").edits(|| json!({"query_pre_attn_scalar": 12})),
-    of("glm4", "glm4"),
-    of("gpt-oss", "gpt_oss"),
-    of("gpt2", "gpt2").packs(),
-    of("gptneox", "gpt_neox").packs(),
-    of("granite", "granite").permutes(),
-    of("llama", "llama").permutes(),
-    of("llama", "llama_linear").permutes(),
-    of("llama", "llama_llama3").permutes(),
-    of("llama", "llama_yarn").permutes(),
-    of("llama", "mistral").permutes(),
-    of("llama", "mistral_full").permutes(),
-    of("llama", "mixtral").permutes(),
-    of("modern-bert", "modernbert").packs(),
-    of("mpt", "mpt").packs(),
-    of("nomic-bert", "nomic_bert").packs(),
-    of("olmo2", "olmo2"),
-    of("olmo2", "olmo2_bias"),
-    of("phi2", "phi"),
-    of("phi3", "phi3").packs(),
-    of("phi3", "phi3_longrope_long").packs(),
-    of("phi3", "phi3_longrope_short").packs(),
-    of("qwen2", "qwen2").edits(NO_WINDOW),
-    of("qwen3", "qwen3").edits(NO_WINDOW),
-    of("qwen3", "qwen3_bias"),
-    of("smollm3", "smollm3").permutes().edits(
-        || json!({"use_sliding_window": false, "sliding_window": null, "layer_types": null, "no_rope_layers": null}),
-    ),
-    of("stablelm", "stablelm"),
-    of("stablelm", "stablelm_qk_layernorm"),
-    of("starcoder", "gpt_bigcode").packs(),
-    of("starcoder2", "starcoder2"),
-    of("starcoder2", "starcoder2_no_bias"),
+const CONVERTED: [Converted; 43] = [
+    of("bert", "bert", Kept),
+    of("bloom", "bloom", Packed),
+    of("chatglm", "glm", Packed),
+    of("chatglm", "glm_full_rotary", Kept),
+    of("cohere2", "cohere2", Kept),
+    of("command-r", "cohere", Kept),
+    of("command-r", "cohere_qk_norm", Kept),
+    of("falcon", "falcon_every_head", Packed),
+    of("falcon", "falcon_grouped", Packed),
+    of("falcon", "falcon_multi_query", Packed),
+    of("gemma", "gemma", Kept),
+    of("gemma2", "gemma2", Kept),
+    of("gemma3", "gemma3", Kept),
+    of("glm4", "glm4", Kept),
+    of("gpt-oss", "gpt_oss", Kept),
+    of("gpt2", "gpt2", Packed),
+    of("gptneox", "gpt_neox", Packed),
+    of("granite", "granite", Permuted),
+    of("llama", "llama", Permuted),
+    of("llama", "llama_linear", Permuted),
+    of("llama", "llama_llama3", Permuted),
+    of("llama", "llama_yarn", Permuted),
+    of("llama", "mistral", Permuted),
+    of("llama", "mistral_full", Permuted),
+    of("llama", "mixtral", Permuted),
+    of("modern-bert", "modernbert", Packed),
+    of("mpt", "mpt", Packed),
+    of("nomic-bert", "nomic_bert", Packed),
+    of("olmo2", "olmo2", Kept),
+    of("olmo2", "olmo2_bias", Kept),
+    of("phi2", "phi", Kept),
+    of("phi3", "phi3", Packed),
+    of("phi3", "phi3_longrope_long", Packed),
+    of("phi3", "phi3_longrope_short", Packed),
+    of("qwen2", "qwen2", Kept),
+    of("qwen3", "qwen3", Kept),
+    of("qwen3", "qwen3_bias", Kept),
+    of("smollm3", "smollm3", Permuted),
+    of("stablelm", "stablelm", Kept),
+    of("stablelm", "stablelm_qk_layernorm", Kept),
+    of("starcoder", "gpt_bigcode", Packed),
+    of("starcoder2", "starcoder2", Kept),
+    of("starcoder2", "starcoder2_no_bias", Kept),
 ];
 
 impl Converted {
+    /// With other fields where a file cannot say what the model does.
     fn model(&self) -> Model {
         let mut model = Model::named(self.model);
-        for (name, value) in (self.edits)().as_object().expect("edits are an object") {
-            model.config[name] = value.clone();
+        let absent: &[&str] = match self.model {
+            "qwen2" | "qwen3" => &["sliding_window", "layer_types"],
+            "smollm3" => &["sliding_window", "layer_types", "no_rope_layers"],
+            _ => &[],
+        };
+        absent.iter().for_each(|name| model.config[*name] = Json::Null);
+        match self.model {
+            "gemma2" | "gemma3" => model.config["query_pre_attn_scalar"] = json!(12),
+            "qwen2" | "qwen3" | "smollm3" => model.config["use_sliding_window"] = json!(false),
+            _ => {}
         }
         model
     }
@@ -110,7 +108,7 @@ impl Converted {
         if let Some(norm @ QkNorm { kind: QkNormKind::RmsPlusOne, .. }) = cfg.qk_norm() {
             cfg = cfg.with_qk_norm(QkNorm { kind: QkNormKind::Rms, ..norm });
         }
-        if let Some(rope) = cfg.rope().cloned().filter(|_| self.permutes) {
+        if let Some(rope) = cfg.rope().cloned().filter(|_| self.rows == Permuted) {
             cfg = cfg.with_rope(rope.with_style(RopeStyle::Interleaved));
         }
         Ok(cfg)
@@ -120,108 +118,79 @@ impl Converted {
         let mut file = File::default();
         file.set("general.architecture", Value::String(self.name.into()));
         let layers = (0..model.layers()).map(|i| hf::attention_config(&model.config, i)).collect::<Result<Vec<_>>>()?;
-        self.metadata(model, &layers, &mut file)?;
+        for (key, value) in self.metadata(model, &layers) {
+            file.set(&format!("{}.{key}", self.name), value);
+        }
+        for (name, list) in factors(&layers[layers.len() - 1]) {
+            file.add(name, &Tensor::new(list, &CPU)?, GgmlDType::F32)?;
+        }
         for i in 0..model.layers() {
             self.tensors(&hf::load_attention(&model.config, i, model.vb())?, i, dtype, &mut file)?;
         }
         Ok(file)
     }
 
-    fn metadata(&self, model: &Model, layers: &[MultiHeadAttentionConfig], file: &mut File) -> Result<()> {
+    /// Later ones replace earlier ones.
+    fn metadata(&self, model: &Model, layers: &[MultiHeadAttentionConfig]) -> Vec<(&'static str, Value)> {
+        let size = |size: usize| Value::U32(size as u32);
+        let number = |number: f64| Value::F32(number as f32);
         let cfg = &layers[layers.len() - 1];
-        let mut size = |key: &str, size: usize| file.set(&format!("{}.{key}", self.name), Value::U32(size as u32));
-        size("block_count", layers.len());
-        size("embedding_length", cfg.embed_dim());
-        size("attention.head_count", cfg.num_heads());
-        size("attention.head_count_kv", cfg.num_kv_heads());
-        size("attention.key_length", cfg.head_dim());
-        size("attention.value_length", cfg.value_head_dim());
-        let context = model.config.get("max_position_embeddings").and_then(Json::as_u64).unwrap_or(64) as usize;
-        size("context_length", context);
+        let context = model.config.get("max_position_embeddings").and_then(Json::as_u64).unwrap_or(64);
+        let mut found = vec![
+            ("block_count", size(layers.len())),
+            ("embedding_length", size(cfg.embed_dim())),
+            ("attention.head_count", size(cfg.num_heads())),
+            ("attention.head_count_kv", size(cfg.num_kv_heads())),
+            ("attention.key_length", size(cfg.head_dim())),
+            ("attention.value_length", size(cfg.value_head_dim())),
+            ("context_length", size(context as usize)),
+        ];
         let windows: Vec<_> = layers.iter().map(|cfg| cfg.window().or(cfg.band().map(|(side, _)| 2 * side))).collect();
-        if let Some(window) = windows.iter().flatten().next() {
-            size("attention.sliding_window", *window);
-        }
+        found.extend(windows.iter().flatten().next().map(|window| ("attention.sliding_window", size(*window))));
         let windowed: Vec<_> = windows.iter().map(Option::is_some).collect();
         if windowed.contains(&true) && windowed.contains(&false) {
-            let pattern = windowed.iter().map(|&windowed| Value::Bool(windowed)).collect();
-            file.set(&format!("{}.attention.sliding_window_pattern", self.name), Value::Array(pattern));
+            let pattern = windowed.into_iter().map(Value::Bool).collect();
+            found.push(("attention.sliding_window_pattern", Value::Array(pattern)));
         }
-        let mut number = |key: &str, number: f64| {
-            file.set(&format!("{}.{key}", self.name), Value::F32(number as f32));
-        };
-        for (field, key) in [
+        let fields = [
             ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
             ("layer_norm_eps", "attention.layer_norm_epsilon"),
             ("attention_multiplier", "attention.scale"),
             ("attn_logit_softcapping", "attn_logit_softcapping"),
-        ] {
-            if let Some(value) = model.config.get(field).and_then(Json::as_f64) {
-                number(key, value);
-            }
-        }
+        ];
+        found.extend(fields.iter().filter_map(|(field, key)| Some((*key, number(model.config.get(field)?.as_f64()?)))));
         if self.name == "mpt" {
-            number("attention.scale", cfg.scale().expect("the model has one"));
-            number("attention.clamp_kqv", cfg.clip_qkv().expect("the model has one"));
-            number("attention.max_alibi_bias", 8.0);
+            found.extend([
+                ("attention.scale", number(cfg.scale().expect("the model has one"))),
+                ("attention.clamp_kqv", number(cfg.clip_qkv().expect("the model has one"))),
+                ("attention.max_alibi_bias", number(8.0)),
+            ]);
         }
-        let ropes: Vec<_> = layers.iter().map(|cfg| cfg.rope().cloned()).collect();
-        let Some(rope) = ropes.iter().flatten().last() else { return Ok(()) };
-        number("rope.freq_base", rope.base());
-        if let Some(other) = ropes.iter().flatten().find(|other| other.base() != rope.base()) {
-            number("rope.freq_base_swa", other.base());
-        }
+        let ropes: Vec<_> = layers.iter().filter_map(MultiHeadAttentionConfig::rope).collect();
+        let Some(rope) = ropes.last() else { return found };
+        found.push(("rope.freq_base", number(rope.base())));
+        let other = ropes.iter().find(|other| other.base() != rope.base());
+        found.extend(other.map(|other| ("rope.freq_base_swa", number(other.base()))));
         if self.name == "modern-bert" {
-            number("rope.freq_base", 160_000.0);
-            number("rope.freq_base_swa", 10_000.0);
+            found.extend([("rope.freq_base", number(160_000.0)), ("rope.freq_base_swa", number(10_000.0))]);
         }
-        let mut factors = |name: &str, list: Vec<f32>| {
-            let len = list.len();
-            file.add(name, &Tensor::from_vec(list, len, &CPU)?, GgmlDType::F32)
-        };
+        let kind = |name: &str| ("rope.scaling.type", Value::String(name.into()));
+        let original = |context: usize| ("rope.scaling.original_context_length", size(context));
         match rope.scaling() {
-            RopeScaling::None => {}
-            RopeScaling::Linear { factor } => {
-                file.set(&format!("{}.rope.scaling.type", self.name), Value::String("linear".into()));
-                file.set(&format!("{}.rope.scaling.factor", self.name), Value::F32(*factor as f32));
-            }
+            RopeScaling::None | RopeScaling::Llama3 { .. } => {}
+            RopeScaling::Linear { factor } => found.extend([kind("linear"), ("rope.scaling.factor", number(*factor))]),
             RopeScaling::Yarn { factor, original_context, .. } => {
-                file.set(&format!("{}.rope.scaling.type", self.name), Value::String("yarn".into()));
-                file.set(&format!("{}.rope.scaling.factor", self.name), Value::F32(*factor as f32));
-                let original = Value::U32(*original_context as u32);
-                file.set(&format!("{}.rope.scaling.original_context_length", self.name), original);
+                found.extend([kind("yarn"), ("rope.scaling.factor", number(*factor)), original(*original_context)]);
             }
-            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
-                // The converter's own loop.
-                let (r, context) = (rope.rotary_dim(cfg.head_dim()), *original_context as f64);
-                let divisor = |i: usize| {
-                    let wavelength = std::f64::consts::TAU * rope.base().powf(i as f64 / r as f64);
-                    if wavelength < context / high_freq_factor {
-                        return 1.0;
-                    }
-                    if wavelength > context / low_freq_factor {
-                        return *factor as f32;
-                    }
-                    let smooth = (context / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor);
-                    (1.0 / ((1.0 - smooth) / factor + smooth)) as f32
-                };
-                factors("rope_freqs.weight", (0..r).step_by(2).map(divisor).collect())?;
-            }
-            RopeScaling::LongRope { short_factor, long_factor, original_context, factor, .. } => {
-                let single = |list: &[f64]| list.iter().map(|&factor| factor as f32).collect();
-                factors("rope_factors_short.weight", single(short_factor))?;
-                factors("rope_factors_long.weight", single(long_factor))?;
-                let (original, scale) = (*original_context as f64, factor.expect("the context is longer"));
-                let attention = (1.0 + scale.ln() / original.ln()).sqrt();
-                let original = Value::U32(*original_context as u32);
-                file.set(&format!("{}.rope.scaling.original_context_length", self.name), original);
-                file.set(&format!("{}.rope.scaling.attn_factor", self.name), Value::F32(attention as f32));
+            RopeScaling::LongRope { original_context, factor, .. } => {
+                let scale = factor.expect("the context is longer");
+                let attention = (1.0 + scale.ln() / (*original_context as f64).ln()).sqrt();
+                found.extend([original(*original_context), ("rope.scaling.attn_factor", number(attention))]);
             }
             other => panic!("the converter knows no {other:?}"),
         }
-        let rotary_dim = rope.rotary_dim(cfg.head_dim()) as u32;
-        file.set(&format!("{}.rope.dimension_count", self.name), Value::U32(rotary_dim));
-        Ok(())
+        found.push(("rope.dimension_count", size(rope.rotary_dim(cfg.head_dim()))));
+        found
     }
 
     fn tensors(&self, layer: &MultiHeadAttention, i: usize, dtype: GgmlDType, file: &mut File) -> Result<()> {
@@ -234,7 +203,8 @@ impl Converted {
             pairs.contiguous()?.reshape(tensor.dims())
         };
         let rows = |linear: &Linear, heads: usize| {
-            let own = |tensor: &Tensor| if self.permutes { permuted(tensor, heads) } else { tensor.contiguous() };
+            let own =
+                |tensor: &Tensor| if self.rows == Permuted { permuted(tensor, heads) } else { tensor.contiguous() };
             Ok::<_, candle_core::Error>(Linear::new(own(linear.weight())?, linear.bias().map(own).transpose()?))
         };
         let (q, k) = (rows(&q, cfg.num_heads())?, rows(&k, cfg.num_kv_heads())?);
@@ -246,7 +216,7 @@ impl Converted {
                 None => Ok(()),
             }
         };
-        if self.packs {
+        if self.rows == Packed {
             let cat = |part: fn(&Linear) -> Option<&Tensor>| match [&q, &k, &v].map(part) {
                 [Some(q), Some(k), Some(v)] => Tensor::cat(&[q, k, v], 0).map(Some),
                 _ => Ok(None),
@@ -268,6 +238,34 @@ impl Converted {
             file.add(&format!("blk.{i}.{name}"), &tensor, GgmlDType::F32)?;
         }
         Ok(())
+    }
+}
+
+/// The tensors of a file that divide the frequencies of its positions.
+fn factors(cfg: &MultiHeadAttentionConfig) -> Vec<(&'static str, Vec<f32>)> {
+    let Some(rope) = cfg.rope() else { return Vec::new() };
+    match rope.scaling() {
+        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
+            // The converter's own loop.
+            let (r, context) = (rope.rotary_dim(cfg.head_dim()), *original_context as f64);
+            let divisor = |i: usize| {
+                let wavelength = std::f64::consts::TAU * rope.base().powf(i as f64 / r as f64);
+                if wavelength < context / high_freq_factor {
+                    return 1.0;
+                }
+                if wavelength > context / low_freq_factor {
+                    return *factor as f32;
+                }
+                let smooth = (context / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor);
+                (1.0 / ((1.0 - smooth) / factor + smooth)) as f32
+            };
+            vec![("rope_freqs.weight", (0..r).step_by(2).map(divisor).collect())]
+        }
+        RopeScaling::LongRope { short_factor, long_factor, .. } => {
+            let single = |list: &[f64]| list.iter().map(|&factor| factor as f32).collect();
+            vec![("rope_factors_short.weight", single(short_factor)), ("rope_factors_long.weight", single(long_factor))]
+        }
+        _ => Vec::new(),
     }
 }
 
@@ -300,8 +298,7 @@ fn layers_compute_what_the_checkpoint_does() -> Result<()> {
             assert_eq!(*layer.config(), expected, "{}, layer {i}", converted.model);
             let xs = &model.golden[&format!("layer{i}.in")];
             let ys = hf::load_attention(&model.config, i, model.vb())?.forward(xs)?;
-            let error = relative_error(&layer.forward(xs)?, &ys);
-            assert!(error <= 1e-5, "{}, layer {i}: off by {error:e}", converted.model);
+            model.assert_close(&layer.forward(xs)?, &ys, &format!("layer {i}"));
         }
         let has_factors = file.0.tensor_infos.keys().any(|name| name.starts_with("rope_"));
         match gguf::attention_config(&file.0) {
@@ -319,30 +316,27 @@ fn wide(packs: bool) -> (Converted, Model) {
     {
         model.config[name] = json!(size);
     }
-    let edits = json!({"num_hidden_layers": 1, "attention_bias": !packs, "rope_parameters": {"rope_theta": 10_000.0}});
-    edits.as_object().expect("an object").iter().for_each(|(name, value)| model.config[name] = value.clone());
+    model.config["num_hidden_layers"] = json!(1);
+    model.config["attention_bias"] = json!(!packs);
+    model.config["rope_parameters"] = json!({"rope_theta": 10_000.0});
     let numbers = |shape: &[usize], seed: f64| {
         let count = shape.iter().product::<usize>();
         (Tensor::arange(0f32, count as f32, &CPU)?.affine(0.731, seed)?.sin()? * 0.1)?.reshape(shape)
     };
-    let mut weights = vec![("o_proj", 256)];
-    weights.extend(if packs {
-        vec![("qkv_proj", 512)]
-    } else {
-        vec![("q_proj", 256), ("k_proj", 128), ("v_proj", 128)]
-    });
-    model.weights = weights
-        .iter()
-        .enumerate()
-        .flat_map(|(i, (name, rows))| {
-            let name = format!("model.layers.0.self_attn.{name}");
-            let bias = (!packs).then(|| (format!("{name}.bias"), numbers(&[*rows], 3.0 + i as f64)));
-            bias.into_iter().chain([(format!("{name}.weight"), numbers(&[*rows, 256], i as f64))])
-        })
-        .map(|(name, tensor)| (name, tensor.expect("numbers")))
-        .collect();
+    let projections: &[_] = match packs {
+        true => &[("o_proj", 256), ("qkv_proj", 512)],
+        false => &[("o_proj", 256), ("q_proj", 256), ("k_proj", 128), ("v_proj", 128)],
+    };
+    model.weights.clear();
+    for (i, &(name, rows)) in projections.iter().enumerate() {
+        let name = format!("model.layers.0.self_attn.{name}");
+        model.weights.insert(format!("{name}.weight"), numbers(&[rows, 256], i as f64).expect("numbers"));
+        if !packs {
+            model.weights.insert(format!("{name}.bias"), numbers(&[rows], 3.0 + i as f64).expect("numbers"));
+        }
+    }
     model.golden = [("layer0.in".to_string(), numbers(&[2, 7, 256], 0.5).expect("numbers"))].into();
-    (if packs { of("phi3", "phi3").packs() } else { of("llama", "llama").permutes() }, model)
+    (if packs { of("phi3", "phi3", Packed) } else { of("llama", "llama", Permuted) }, model)
 }
 
 /// Beside a layer of modules that are the file's own weights: dequantised, or Candle's product for K-quants.
@@ -360,8 +354,11 @@ fn every_type_of_weight_loads() -> Result<()> {
                 let bias = content.tensor(&mut reader, &format!("blk.0.{name}.bias"), &CPU).ok();
                 let bias = bias.map(|bias| bias.dequantize(&CPU)).transpose()?;
                 let product = QMatMul::from_arc(tensor.into())?;
-                let exact = Linear::new(product.dequantize_f16()?.to_dtype(DType::F32)?, None);
-                let exact = if is_k_quant { exact } else { Linear::new(product_weight(&product)?, None) };
+                let weight = match &product {
+                    QMatMul::QTensor(tensor) => tensor.dequantize(&CPU)?,
+                    QMatMul::Tensor(tensor) | QMatMul::TensorF16(tensor) => tensor.to_dtype(DType::F32)?,
+                };
+                let exact = Linear::new(weight, None);
                 Ok::<_, candle_core::Error>(move |xs: &Tensor| {
                     let ys = if is_k_quant { product.forward(xs)? } else { exact.forward(xs)? };
                     let ys = match &bias {
@@ -390,13 +387,6 @@ fn every_type_of_weight_loads() -> Result<()> {
         }
     }
     Ok(())
-}
-
-fn product_weight(product: &QMatMul) -> Result<Tensor> {
-    match product {
-        QMatMul::QTensor(tensor) => tensor.dequantize(&CPU),
-        QMatMul::Tensor(tensor) | QMatMul::TensorF16(tensor) => tensor.to_dtype(DType::F32),
-    }
 }
 
 #[test]

@@ -1,17 +1,11 @@
 //! What each attention module of a model gives for its input, architecture by architecture.
 
-use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, HeadShard, QkNormScope, Windows, hf,
-};
-use candle_core::{DType, Result, Tensor};
-use candle_nn::var_builder::ShardedSafeTensors;
+use candle_attention::{AttentionInput, AttentionMask, Backend, HeadShard, QkNormScope, Windows, hf};
+use candle_core::{Result, Tensor};
+use candle_nn::VarBuilder;
 use serde_json::json;
 
-use crate::common::relative_error;
 use crate::{CPU, LATENT, Model, all_models};
-
-/// The largest error, as a part of the largest number.
-pub const TOLERANCE: f64 = 1e-5;
 
 macro_rules! architectures {
     ($($name:ident),+ $(,)?) => {
@@ -83,8 +77,7 @@ fn architecture(model_type: &str) -> Result<()> {
                 let input = on_axes(&model, input.with_mask(&mask).with_backend(backend));
                 let ys = forward(&model, i, input)?;
                 let expected = tokens(&model, &model.golden[&format!("layer{i}.out")])?;
-                let error = relative_error(&tokens(&model, &ys)?, &expected);
-                assert!(error <= TOLERANCE, "{}, layer {i}, {backend:?}: off by {error:e}", model.name);
+                model.assert_close(&tokens(&model, &ys)?, &expected, &format!("layer {i}, {backend:?}"));
             }
         }
         decoder(&model)?;
@@ -97,8 +90,7 @@ fn decoder(model: &Model) -> Result<()> {
     for i in (0..).take_while(|i| model.golden.contains_key(&format!("decoder.layer{i}.in"))) {
         let golden = |name: &str| &model.golden[&name.replace("{i}", &i.to_string())];
         let close = |ys: &Tensor, name: &str, kind: &str| {
-            let error = relative_error(ys, golden(name));
-            assert!(error <= TOLERANCE, "{}, {kind} of layer {i}: off by {error:e}", model.name);
+            model.assert_close(ys, golden(name), &format!("{kind} of layer {i}"));
         };
         // Padding of the encoder's inputs.
         let mask = mask(model)?;
@@ -129,72 +121,48 @@ fn shards_sum_to_the_layer() -> Result<()> {
         if cfg.num_heads() % 2 > 0 || (cfg.num_kv_heads() % 2 > 0 && cfg.num_kv_heads() > 1) || spans {
             continue;
         }
-        let folder = tempfile::tempdir()?;
-        let path = folder.path().join("model.safetensors");
-        candle_core::safetensors::save(&model.weights, &path)?;
-        // SAFETY: nothing writes to the file after it was saved.
-        let vb = unsafe { ShardedSafeTensors::var_builder(&[path], DType::F32, &CPU)? };
-        let mask = mask(&model)?;
+        let (vb, mask) = (model.sharded()?, mask(&model)?);
         let input = || on_axes(&model, AttentionInput::new(&model.golden["layer0.in"]).with_mask(&mask));
         let of =
             |rank| hf::load_attention_shard(&model.config, 0, HeadShard::new(rank, 2)?, &vb)?.forward_with(input());
         let expected = hf::load_attention(&model.config, 0, model.vb())?.forward_with(input())?;
-        let error = relative_error(&(of(0)? + of(1)?)?, &expected);
-        assert!(error <= TOLERANCE, "{}: off by {error:e}", model.name);
+        model.assert_close(&(of(0)? + of(1)?)?, &expected, "two shares");
         shown.insert(model.model_type().to_string());
     }
     assert!(shown.len() > 25, "{shown:?}");
     Ok(())
 }
 
+/// [`forward`] gives them their keys in a memory; `tests/cache` has the same numbers from a cache that is shared.
+#[test]
+fn later_layers_have_keys_of_earlier_ones() -> Result<()> {
+    for name in ["gemma3n", "gemma4"] {
+        let model = Model::named(name);
+        let earlier = (0..4).map(|i| hf::kv_layer(&model.config, i)).collect::<Result<Vec<_>>>()?;
+        assert_eq!(earlier, [None, None, Some(0), Some(1)], "{name}");
+    }
+    Ok(())
+}
+
 pub fn forward(model: &Model, i: usize, input: AttentionInput) -> Result<Tensor> {
+    forward_from(model.vb(), model, i, input)
+}
+
+/// A layer of a model with the weights of another builder.
+pub fn forward_from(vb: VarBuilder, model: &Model, i: usize, input: AttentionInput) -> Result<Tensor> {
     if LATENT.contains(&model.model_type()) {
-        hf::load_latent_attention(&model.config, i, model.vb())?.forward_with(input)
+        hf::load_latent_attention(&model.config, i, vb)?.forward_with(input)
     } else {
-        let layer = hf::load_attention(&model.config, i, model.vb())?;
+        let layer = hf::load_attention(&model.config, i, vb.clone())?;
         match hf::kv_layer(&model.config, i)? {
             Some(earlier) => {
                 let xs = &model.golden[&format!("layer{earlier}.in")];
-                let memory = hf::load_attention(&model.config, earlier, model.vb())?.project_memory(xs, xs)?;
+                let memory = hf::load_attention(&model.config, earlier, vb)?.project_memory(xs, xs)?;
                 layer.forward_with(input.with_memory(&memory))
             }
             None => layer.forward_with(input),
         }
     }
-}
-
-/// A prompt and single tokens: layers without keys and values of their own read the caches of earlier ones.
-#[test]
-fn layers_read_what_earlier_ones_keep() -> Result<()> {
-    for name in ["gemma3n", "gemma4"] {
-        let model = Model::named(name);
-        let layers = (0..model.layers()).map(|i| hf::load_attention(&model.config, i, model.vb()));
-        let layers = layers.collect::<Result<Vec<_>>>()?;
-        let caches = layers
-            .iter()
-            .map(|layer| AttentionCache::new(&AttentionCacheConfig::for_layer(layer.config()).with_shared(true)));
-        let mut caches = caches.collect::<Result<Vec<_>>>()?;
-        let mut start = 0;
-        for t in [9, 1, 1, 2] {
-            for (i, layer) in layers.iter().enumerate() {
-                let part = |which: &str| model.golden[&format!("layer{i}.{which}")].narrow(1, start, t);
-                let xs = part("in")?.force_contiguous()?;
-                let input = AttentionInput::new(&xs);
-                let ys = layer.forward_with(match hf::kv_layer(&model.config, i)? {
-                    Some(earlier) => input.with_shared_cache(&caches[earlier]),
-                    None => input.with_cache(&mut caches[i]),
-                })?;
-                let error = relative_error(&ys, &part("out")?);
-                assert!(error <= TOLERANCE, "{name}, layer {i} at {start}: off by {error:e}");
-            }
-            start += t;
-        }
-        assert_eq!(
-            (0..4).map(|i| hf::kv_layer(&model.config, i)).collect::<Result<Vec<_>>>()?,
-            [None, None, Some(0), Some(1)]
-        );
-    }
-    Ok(())
 }
 
 /// What a caller knows beside the layer: positions on the axes of an image.
@@ -230,8 +198,7 @@ fn layers_of_a_stack_share_a_relative_bias() -> Result<()> {
     for i in 0..model.layers() {
         let layer = hf::load_attention(&model.config, i, model.vb())?.with_relative_bias(bias.clone())?;
         let ys = layer.forward_with(AttentionInput::new(&model.golden[&format!("layer{i}.in")]).with_mask(&mask))?;
-        let expected = &model.golden[&format!("layer{i}.out")];
-        assert!(relative_error(&ys, expected) <= TOLERANCE, "layer {i}");
+        model.assert_close(&ys, &model.golden[&format!("layer{i}.out")], &format!("layer {i}"));
     }
     Ok(())
 }

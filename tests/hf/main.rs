@@ -6,7 +6,6 @@ mod common;
 mod gguf;
 mod golden;
 mod integers;
-mod latent;
 mod linear;
 mod misuse;
 mod names;
@@ -15,11 +14,17 @@ mod variants;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
+use candle_nn::var_builder::{ShardedSafeTensors, ShardedVarBuilder};
 use serde_json::Value;
 
+use common::assert_near;
+
 const CPU: Device = Device::Cpu;
+
+/// The largest error, as a part of the largest number.
+const TOLERANCE: f64 = 1e-5;
 
 /// The architectures whose attention is latent.
 const LATENT: &[&str] = &["deepseek_v2", "deepseek_v3"];
@@ -58,6 +63,19 @@ impl Model {
     fn vb(&self) -> VarBuilder<'static> {
         builder(self.weights.clone())
     }
+
+    /// The weights in a file, as each of several processes reads it.
+    fn sharded(&self) -> Result<ShardedVarBuilder<'static>> {
+        let file = tempfile::NamedTempFile::new()?;
+        candle_core::safetensors::save(&self.weights, file.path())?;
+        // SAFETY: nothing writes to the file after it was saved; a mapping outlives its name.
+        unsafe { ShardedSafeTensors::var_builder(&[file.path()], DType::F32, &CPU) }
+    }
+
+    #[track_caller]
+    fn assert_close(&self, ys: &Tensor, expected: &Tensor, what: &str) {
+        assert_near(ys, expected, TOLERANCE, &format!("{}, {what}", self.name));
+    }
 }
 
 fn builder(tensors: Tensors) -> VarBuilder<'static> {
@@ -73,7 +91,11 @@ fn models() -> PathBuf {
 }
 
 fn all_models() -> Vec<Model> {
-    let folders = std::fs::read_dir(models()).expect("the folder of models is there");
+    models_in(&models())
+}
+
+fn models_in(folder: &Path) -> Vec<Model> {
+    let folders = std::fs::read_dir(folder).expect("the folder of models is there");
     let mut folders: Vec<_> = folders.map(|entry| entry.expect("it can be listed").path()).collect();
     folders.sort();
     folders.iter().map(|folder| Model::open(folder)).collect()

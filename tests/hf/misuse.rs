@@ -6,7 +6,8 @@ use candle_nn::VarBuilder;
 use serde_json::json;
 
 use crate::common::{error_text, values};
-use crate::{CPU, LATENT, Model, Tensors, builder};
+use crate::golden::forward_from;
+use crate::{CPU, Model, Tensors, builder};
 
 #[test]
 fn known_architectures_stand_in_order() {
@@ -29,9 +30,9 @@ fn float8_weights_are_read_with_their_scales_or_refused() -> Result<()> {
         model.config["quantization_config"] = json!({"quant_method": "fp8", "weight_block_size": [128, 128]});
         let (mut stored, mut exact) = (Tensors::new(), Tensors::new());
         for (name, tensor) in &model.weights {
+            stored.insert(name.clone(), tensor.clone());
+            exact.insert(name.clone(), tensor.clone());
             if !name.ends_with("weight") || tensor.rank() < 2 {
-                stored.insert(name.clone(), tensor.clone());
-                exact.insert(name.clone(), tensor.clone());
                 continue;
             }
             let weight = tensor.to_dtype(DType::F8E4M3)?;
@@ -43,13 +44,7 @@ fn float8_weights_are_read_with_their_scales_or_refused() -> Result<()> {
         let folder = tempfile::tempdir()?;
         let path = folder.path().join("model.safetensors");
         candle_core::safetensors::save(&stored, &path)?;
-        let run = |vb: VarBuilder| {
-            let input = AttentionInput::new(&model.golden["layer0.in"]);
-            match LATENT.contains(&model.model_type()) {
-                true => hf::load_latent_attention(&model.config, 0, vb)?.forward_with(input),
-                false => hf::load_attention(&model.config, 0, vb)?.forward_with(input),
-            }
-        };
+        let run = |vb| forward_from(vb, &model, 0, AttentionInput::new(&model.golden["layer0.in"]));
         let found = run(weights::open(&path, DType::F32, &CPU)?)?;
         assert_eq!(values(&found), values(&run(builder(exact))?), "{name}");
         // SAFETY: nothing writes to the file after it was saved.

@@ -1,13 +1,13 @@
 //! Where a checkpoint keeps its attention.
 
-use candle_attention::hf;
+use candle_attention::{AttentionInput, hf};
 use candle_core::{DType, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
 use serde_json::json;
 
-use crate::common::{error_text, relative_error, values};
-use crate::golden::TOLERANCE;
-use crate::{CPU, LATENT, Model, Tensors, builder};
+use crate::common::{error_text, values};
+use crate::golden::{forward, forward_from};
+use crate::{CPU, Model, Tensors, builder};
 
 /// Models below a head, which is the first part of every name.
 #[rustfmt::skip]
@@ -25,13 +25,9 @@ fn renamed(tensors: &Tensors, rename: impl Fn(&str) -> String) -> Tensors {
 fn assert_same(model: &Model, layer: usize, other: Tensors) {
     let xs = &model.golden[&format!("layer{layer}.in")];
     let [own, other] = [model.weights.clone(), other].map(|weights| {
-        let vb = builder(weights);
-        match LATENT.contains(&model.model_type()) {
-            true => hf::load_latent_attention(&model.config, layer, vb)?.forward(xs),
-            false => hf::load_attention(&model.config, layer, vb)?.forward(xs),
-        }
+        values(&forward_from(builder(weights), model, layer, AttentionInput::new(xs)).expect("its names are known"))
     });
-    assert_eq!(values(&own.expect("its own names")), values(&other.expect("the others")), "{}", model.name);
+    assert_eq!(own, other, "{}", model.name);
 }
 
 #[test]
@@ -80,7 +76,7 @@ fn a_bias_of_videomaes_keys_changes_nothing() -> Result<()> {
     let mut weights = renamed(&model.weights, |name| names.iter().fold(name.to_string(), |n, (a, b)| n.replace(a, b)));
     weights.insert(format!("{attention}.key.bias"), Tensor::arange(-16f32, 16., &CPU)?.affine(0.1, 0.)?);
     let ys = hf::load_attention(&model.config, 0, builder(weights.clone()))?.forward(&model.golden["layer0.in"])?;
-    assert!(relative_error(&ys, &model.golden["layer0.out"]) <= TOLERANCE);
+    model.assert_close(&ys, &model.golden["layer0.out"], "with a bias of keys");
 
     model.config["qv_bias"] = json!(false);
     let error = error_text(hf::load_attention(&model.config, 0, builder(weights)));
@@ -105,26 +101,28 @@ fn a_model_begins_with_fresh_variables_under_the_same_names() -> Result<()> {
 
 #[test]
 fn a_missing_tensor_is_named_where_it_belongs() {
-    let without = |name: &str, tensor: &str| {
+    for (name, tensor, op, expected) in [
+        (
+            "t5",
+            "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+            "relative_bias",
+            "[8, 4] (layout t5)",
+        ),
+        ("opt", "model.decoder.layers.0.self_attn.k_proj.bias", "multi_head_attention", "[32] (layout opt)"),
+        (
+            "deepseek_v3",
+            "model.layers.0.self_attn.kv_a_layernorm.weight",
+            "multi_head_latent_attention",
+            "[10] (layout latent)",
+        ),
+    ] {
         let mut model = Model::named(name);
         model.weights.remove(tensor).expect("the model has it");
-        model
-    };
-    let tensor = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight";
-    let model = without("t5", tensor);
-    let expected = format!("[relative_bias] {tensor} is missing, expected shape [8, 4] (layout t5)");
-    assert_eq!(error_text(hf::load_attention(&model.config, 1, model.vb())), expected);
-    assert_eq!(error_text(hf::load_relative_bias(&model.config, model.vb())), expected);
-    let tensor = "model.decoder.layers.0.self_attn.k_proj.bias";
-    let model = without("opt", tensor);
-    assert_eq!(
-        error_text(hf::load_attention(&model.config, 0, model.vb())),
-        format!("[multi_head_attention] {tensor} is missing, expected shape [32] (layout opt)")
-    );
-    let tensor = "model.layers.0.self_attn.kv_a_layernorm.weight";
-    let model = without("deepseek_v3", tensor);
-    assert_eq!(
-        error_text(hf::load_latent_attention(&model.config, 0, model.vb())),
-        format!("[multi_head_latent_attention] {tensor} is missing, expected shape [10] (layout latent)")
-    );
+        let expected = format!("[{op}] {tensor} is missing, expected shape {expected}");
+        let input = AttentionInput::new(&model.golden["layer0.in"]);
+        assert_eq!(error_text(forward(&model, usize::from(name == "t5"), input)), expected);
+        if name == "t5" {
+            assert_eq!(error_text(hf::load_relative_bias(&model.config, model.vb())), expected);
+        }
+    }
 }

@@ -6,7 +6,7 @@ use candle_attention::hf;
 use candle_core::Result;
 use serde_json::{Value, json};
 
-use crate::LATENT;
+use crate::{LATENT, Model};
 
 #[test]
 fn other_spellings_and_absent_fields_say_what_transformers_reads_in_them() -> Result<()> {
@@ -47,6 +47,15 @@ fn olmo_3_may_have_one_rope_for_all_layers() -> Result<()> {
         compare(hf::attention_config, &config(all), &config(&by_kind))?;
     }
     Ok(())
+}
+
+/// Kimi K2's config.json has a name of its own, which transformers reads as DeepSeek V3.
+#[test]
+fn kimi_k2_is_deepseek_v3() -> Result<()> {
+    let saved = Model::named("deepseek_v3").config;
+    let mut raw = saved.clone();
+    raw["model_type"] = "kimi_k2".into();
+    compare(hf::latent_attention_config, &raw, &saved)
 }
 
 /// What a reader finds in both spellings, layer by layer.

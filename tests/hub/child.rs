@@ -30,11 +30,11 @@ impl Child {
     }
 
     pub fn at(self, endpoint: &str) -> Self {
-        self.env("HF_ENDPOINT", endpoint)
+        self.with(&[("HF_ENDPOINT", endpoint)])
     }
 
-    pub fn env(mut self, name: &str, value: &str) -> Self {
-        self.0.env(name, value);
+    pub fn with(mut self, environment: &[(&str, &str)]) -> Self {
+        self.0.envs(environment.iter().copied());
         self
     }
 

@@ -215,9 +215,9 @@ const FILES: [(&str, &[u8]); 3] =
 #[test]
 fn a_model_is_downloaded_once_and_then_found_offline() -> TestResult {
     let server = Server::start("org/name", &FILES, Mood::Open)?;
-    let child = || server.child("org/name");
+    let fetch = |environment: &[_]| server.fetch("org/name", environment);
 
-    let first = child().env("HF_TOKEN", "hf_test").fetch()?;
+    let first = fetch(&[("HF_TOKEN", "hf_test")])?;
     let folder = server.home.path().join("hub/models--org--name/snapshots").join(COMMIT);
     for (path, (name, bytes)) in first.iter().zip(FILES) {
         assert_eq!(Path::new(path), folder.join(name));
@@ -233,15 +233,15 @@ fn a_model_is_downloaded_once_and_then_found_offline() -> TestResult {
     requests.push("GET /store/model.safetensors token".to_string());
     assert_eq!(server.requests(), requests);
 
-    assert_eq!(child().fetch()?, first);
+    assert_eq!(fetch(&[])?, first);
     assert_eq!(server.requests(), ["HEAD /org/name/resolve/main/config.json"]);
 
     for (variable, value) in [("HF_HUB_OFFLINE", "1"), ("HF_HUB_OFFLINE", "yes"), ("TRANSFORMERS_OFFLINE", "1")] {
-        assert_eq!(child().env(variable, value).fetch()?, first);
+        assert_eq!(fetch(&[(variable, value)])?, first);
     }
     let elsewhere = server.home.path().join("elsewhere");
     let cache = elsewhere.display().to_string();
-    let lost = child().env("HF_HUB_OFFLINE", "True").env("HF_HUB_CACHE", &cache).fetch();
+    let lost = fetch(&[("HF_HUB_OFFLINE", "True"), ("HF_HUB_CACHE", &cache)]);
     assert_fails(lost, &["config.json of org/name@main", &cache, "HF_HUB_OFFLINE is set"]);
     assert_eq!(server.requests(), [""; 0]);
     Ok(())
@@ -250,8 +250,7 @@ fn a_model_is_downloaded_once_and_then_found_offline() -> TestResult {
 #[test]
 fn a_model_that_was_renamed_is_found() -> TestResult {
     let server = Server::start("org/name", &FILES, Mood::Open)?;
-    let result = server.child("old/name").fetch();
-    assert_eq!(found(result)?, FILES.map(|(name, _)| name));
+    assert_eq!(found(server.fetch("old/name", &[]))?, FILES.map(|(name, _)| name));
     Ok(())
 }
 
@@ -259,10 +258,10 @@ fn a_model_that_was_renamed_is_found() -> TestResult {
 fn a_file_known_to_be_absent_is_not_asked_for_again() -> TestResult {
     let files = [("config.json", &b"{}"[..]), ("pytorch_model.bin", b"w")];
     let server = Server::start("name", &files, Mood::Open)?;
-    let child = || server.child("name@refs/pr/1");
-    assert_eq!(found(child().fetch())?, ["config.json", "pytorch_model.bin"]);
+    let fetch = || found(server.fetch("name@refs/pr/1", &[]));
+    assert_eq!(fetch()?, ["config.json", "pytorch_model.bin"]);
     assert_eq!(server.requests().len(), 7);
-    assert_eq!(found(child().fetch())?, ["config.json", "pytorch_model.bin"]);
+    assert_eq!(fetch()?, ["config.json", "pytorch_model.bin"]);
     assert_eq!(server.requests(), ["HEAD /name/resolve/refs%2Fpr%2F1/config.json"]);
     Ok(())
 }
@@ -272,20 +271,14 @@ fn a_further_file_is_downloaded_once_and_its_absence_remembered() -> TestResult 
     let pooling = "1_Pooling/config.json";
     let files = [("config.json", &b"{}"[..]), (pooling, b"{\"a\": 1}"), ("model.safetensors", b"w")];
     let server = Server::start("org/name", &files, Mood::Open)?;
-    let child = || {
-        let child = server.child("org/name");
-        child.env("HUB_TEST_FILES", "modules.json,1_Pooling/config.json")
-    };
-    let paths = child().fetch()?;
+    let fetch = || server.fetch("org/name", &[("HUB_TEST_FILES", "modules.json,1_Pooling/config.json")]);
+    let paths = fetch()?;
     let folder = server.home.path().join("hub/models--org--name/snapshots").join(COMMIT);
     assert_eq!(Path::new(&paths[1]), folder.join(pooling));
     assert_eq!(fs::read(&paths[1])?, b"{\"a\": 1}");
-    assert_eq!(
-        names(&paths.iter().map(Into::into).collect::<Vec<_>>()),
-        ["config.json", "config.json", "model.safetensors"]
-    );
+    assert_eq!(found(Ok(paths.clone()))?, ["config.json", "config.json", "model.safetensors"]);
     server.requests();
-    assert_eq!(child().fetch()?, paths);
+    assert_eq!(fetch()?, paths);
     assert_eq!(server.requests(), ["HEAD /org/name/resolve/main/config.json"]);
     Ok(())
 }
@@ -300,8 +293,7 @@ fn only_the_shards_of_the_tensors_wanted_are_downloaded() -> TestResult {
         ("model-00003-of-00003.safetensors", b"3"),
     ];
     let server = Server::start("org/name", &files, Mood::Open)?;
-    let child = server.child("org/name");
-    let found = found(child.env("HUB_TEST_TENSORS", "layers.01").fetch())?;
+    let found = found(server.fetch("org/name", &[("HUB_TEST_TENSORS", "layers.01")]))?;
     assert_eq!(found, ["config.json", "model-00003-of-00003.safetensors"]);
     assert!(!server.requests().iter().any(|line| line.contains("00001") || line.contains("00002")));
     Ok(())
@@ -310,14 +302,14 @@ fn only_the_shards_of_the_tensors_wanted_are_downloaded() -> TestResult {
 #[test]
 fn what_the_hub_does_not_have_is_told_apart() -> TestResult {
     let server = Server::start("org/name", &[("README.md", b"")], Mood::Open)?;
-    let ask = |model| server.child(model).fetch();
+    let ask = |model| server.fetch(model, &[]);
     assert_fails(ask("org/name"), &["config.json of org/name@main: not found", "has no such file at main"]);
     assert_fails(ask("org/name@v9"), &["config.json of org/name@v9: not found", "has no revision v9"]);
     assert_fails(ask("org/nome"), &["config.json of org/nome@main: not found", "has no model org/nome"]);
 
     let bare = Server::start("org/name", &[("config.json", b"{}")], Mood::Open)?;
-    let child = bare.child("org/name");
-    assert_fails(child.fetch(), &["model.safetensors, model.safetensors.index.json", "has no such file at main"]);
+    let result = bare.fetch("org/name", &[]);
+    assert_fails(result, &["model.safetensors, model.safetensors.index.json", "has no such file at main"]);
     Ok(())
 }
 
@@ -333,8 +325,7 @@ fn a_gated_or_private_model_says_what_is_needed() -> TestResult {
         (Mood::Refuses(502, ""), ["answered 502", "Bad Gateway", "try again later"]),
     ] {
         let server = Server::start("org/name", &FILES, mood)?;
-        let result = server.child("org/name").fetch();
-        assert_fails(result, &[&parts[..], &["config.json of org/name@main"]].concat());
+        assert_fails(server.fetch("org/name", &[]), &[&parts[..], &["config.json of org/name@main"]].concat());
     }
     Ok(())
 }
@@ -366,7 +357,7 @@ fn a_silent_hub_is_not_waited_for() -> TestResult {
     let server = Server::start("org/name", &FILES, Mood::Silent)?;
     let ask = |model| {
         let child = Child::new(home.path(), model).at(&server.endpoint);
-        child.env("HF_HUB_ETAG_TIMEOUT", "1").fetch()
+        child.with(&[("HF_HUB_ETAG_TIMEOUT", "1")]).fetch()
     };
     assert_eq!(found(ask("org/name"))?.len(), FILES.len());
     assert_fails(ask("org/other"), &["config.json of org/other@main: no answer from http://127", "in 1s"]);
@@ -376,8 +367,7 @@ fn a_silent_hub_is_not_waited_for() -> TestResult {
 #[test]
 fn a_download_that_stands_still_is_given_up() -> TestResult {
     let server = Server::start("org/name", &FILES, Mood::Stalls)?;
-    let child = server.child("org/name");
-    let result = child.env("HF_HUB_DOWNLOAD_TIMEOUT", "2").fetch();
+    let result = server.fetch("org/name", &[("HF_HUB_DOWNLOAD_TIMEOUT", "2")]);
     assert_fails(result, &["config.json of org/name@main", "stood still for 2s after 9 bytes"]);
     Ok(())
 }
@@ -385,10 +375,9 @@ fn a_download_that_stands_still_is_given_up() -> TestResult {
 #[test]
 fn the_page_of_an_error_does_not_stay_in_the_cache() -> TestResult {
     let server = Server::start("org/name", &FILES, Mood::ErrorPage)?;
-    let child = || server.child("org/name");
     let parts = ["config.json of org/name@main", "announced 18 bytes and sent 34", "not kept"];
-    assert_fails(child().fetch(), &parts);
-    let offline = child().env("HF_HUB_OFFLINE", "1").fetch();
+    assert_fails(server.fetch("org/name", &[]), &parts);
+    let offline = server.fetch("org/name", &[("HF_HUB_OFFLINE", "1")]);
     assert_fails(offline, &["config.json of org/name@main: not in the cache"]);
 
     let healed = Server::start("org/name", &FILES, Mood::Open)?;
@@ -405,10 +394,10 @@ fn offline_needs_no_certificates() -> TestResult {
     let (home, endpoint) = cut_off()?;
     let child = || {
         let child = Child::new(home.path(), "org/name").at(&endpoint);
-        child.env("SSL_CERT_FILE", "/dev/null").env("SSL_CERT_DIR", "/nowhere")
+        child.with(&[("SSL_CERT_FILE", "/dev/null"), ("SSL_CERT_DIR", "/nowhere")])
     };
     assert_fails(child().fetch(), &["org/name@main", "CA certificates"]);
-    assert_eq!(found(child().env("HF_HUB_OFFLINE", "1").fetch())?.len(), FILES.len());
+    assert_eq!(found(child().with(&[("HF_HUB_OFFLINE", "1")]).fetch())?.len(), FILES.len());
     Ok(())
 }
 
@@ -416,7 +405,7 @@ fn offline_needs_no_certificates() -> TestResult {
 fn an_endpoint_that_is_no_url_is_named() -> TestResult {
     let home = TempDir::new()?;
     for endpoint in ["", "huggingface.co", "localhost:8080", "ftp://hub", "user:secret@hub", "ftp://user:secret@hub"] {
-        let result = Child::new(home.path(), "org/name").env("HF_ENDPOINT", endpoint).fetch();
+        let result = Child::new(home.path(), "org/name").at(endpoint).fetch();
         assert!(!result.as_ref().unwrap_err().contains("secret"), "{result:?}");
         assert_fails(result, &["HF_ENDPOINT"]);
     }
@@ -436,8 +425,7 @@ fn credentials_of_the_endpoint_are_not_printed() -> TestResult {
         (&server.endpoint, "not found: http://127"),
         (&gated.endpoint, "accept its terms at http://127"),
     ] {
-        let child = Child::new(home.path(), "org/other").at(&with_credentials(endpoint));
-        let result = child.fetch();
+        let result = Child::new(home.path(), "org/other").at(&with_credentials(endpoint)).fetch();
         assert!(!result.as_ref().unwrap_err().contains("secret"), "{result:?}");
         assert_fails(result, &[part]);
     }

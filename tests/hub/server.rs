@@ -82,9 +82,9 @@ impl Server {
         Ok(Self { endpoint, home: TempDir::new()?, requests, stop, thread: Some(thread) })
     }
 
-    /// A process that fetches this model from here.
-    pub fn child(&self, model: &str) -> Child {
-        Child::new(self.home.path(), model).at(&self.endpoint)
+    /// What a process gets that fetches this model from here, with more in its environment.
+    pub fn fetch(&self, model: &str, environment: &[(&str, &str)]) -> Result<Vec<String>, String> {
+        Child::new(self.home.path(), model).at(&self.endpoint).with(environment).fetch()
     }
 
     /// The requests since the last call, as `METHOD path`, with ` token` for those that carry the token of the tests.

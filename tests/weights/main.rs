@@ -22,7 +22,7 @@ use std::collections::HashMap;
 use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
 use candle_core::{DType, Device, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
-use candle_nn::{Init, Linear, VarBuilder};
+use candle_nn::{Init, Linear, VarBuilder, VarMap};
 
 const CPU: Device = Device::Cpu;
 
@@ -85,6 +85,21 @@ fn assert_same_tensors(got: &[(String, Tensor)], expected: &HashMap<String, Tens
     for (name, tensor) in got {
         common::assert_close(tensor, &expected[name], 0.0, &format!("{what}, {name}"));
     }
+}
+
+/// `sin` of multiples of a step, in f64 before it is rounded.
+fn wave(step: f64, shape: impl Into<Shape>) -> Result<Tensor> {
+    let shape = shape.into();
+    let numbers: Vec<f32> = (0..shape.elem_count()).map(|n| (n as f64 * step).sin() as f32).collect();
+    Tensor::from_vec(numbers, shape, &CPU)
+}
+
+/// A layer of new variables, with biases or without; a stack of heads has no output projection.
+fn fresh(layout: WeightLayout, biases: bool, cfg: MultiHeadAttentionConfig) -> Result<(VarMap, MultiHeadAttention)> {
+    let (vars, stack) = (VarMap::new(), matches!(layout, WeightLayout::StackedHeads(..)));
+    let cfg = cfg.with_qkv_bias(biases).with_out_bias(biases && !stack).with_out_proj(!stack);
+    let layer = MultiHeadAttention::load(&cfg, layout, VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
+    Ok((vars, layer))
 }
 
 /// The q, k, v and, if there is one, output projection.

@@ -46,37 +46,25 @@ fn views_of_every_kind_and_dtype_have_pytorchs_values() -> Result<()> {
     Ok(())
 }
 
-fn book() -> MultiHeadAttentionConfig {
-    MultiHeadAttentionConfig::new(4, 2).with_bias(true).with_causal(true).with_context_length(6)
-}
-
-/// The layer whose tensors these are, over fixed inputs.
-fn output(vb: VarBuilder) -> Result<Tensor> {
-    let layer = MultiHeadAttention::load(&book(), WeightLayout::Book, vb)?;
-    layer.forward(&(Tensor::arange(0f32, 24f32, &CPU)?.reshape((2, 3, 4))? / 16.0)?)
-}
-
+/// Of `views.pth` the layer is the file. `nested.pth` is `torch.save({"model_state_dict": model.state_dict(),
+/// "optimizer_state_dict": ..., "epoch": ...}, path)`.
 #[test]
-fn a_layer_whose_tensors_are_views_is_detected_and_loaded() -> Result<()> {
-    let vb = weights::open(data("views.pth"), DType::F32, &CPU)?;
-    assert_eq!(WeightLayout::detect(&vb)?, WeightLayout::Book);
-    let checkpoint = Checkpoint::open(data("views.pth"))?;
-    assert_eq!(checkpoint.infer_config("", WeightLayout::Book, Some(2))?.context_length(), Some(6));
+fn a_layer_is_found_and_loaded_from_views_and_from_a_dict_in_a_dict() -> Result<()> {
+    let book = MultiHeadAttentionConfig::new(4, 2).with_bias(true).with_causal(true).with_context_length(6);
+    let xs = (Tensor::arange(0f32, 24f32, &CPU)?.reshape((2, 3, 4))? / 16.0)?;
+    let output = |vb| MultiHeadAttention::load(&book, WeightLayout::Book, vb)?.forward(&xs);
     let expected = output(VarBuilder::from_tensors(plain("views")?, DType::F32, &CPU))?;
-    assert_close(&output(vb)?, &expected, 1e-6, "from views");
-    Ok(())
-}
-
-/// `torch.save({"model_state_dict": model.state_dict(), "optimizer_state_dict": ..., "epoch": ...}, path)`
-#[test]
-fn a_state_dict_in_a_dict_is_found_below_its_key() -> Result<()> {
-    let checkpoint = Checkpoint::open(data("nested.pth"))?;
-    let prefix = "model_state_dict.blocks.0.att";
-    assert_eq!(checkpoint.attention_layers(), [prefix]);
-    assert_eq!(checkpoint.detect(prefix)?, WeightLayout::Book);
-    let vb = checkpoint.var_builder(DType::F32, &CPU)?.pp(prefix);
-    let expected = output(VarBuilder::from_tensors(plain("views")?, DType::F32, &CPU))?;
-    assert_close(&output(vb)?, &expected, 1e-6, "from a dict in a dict");
+    for (file, prefix) in [("views.pth", ""), ("nested.pth", "model_state_dict.blocks.0.att")] {
+        let checkpoint = Checkpoint::open(data(file))?;
+        assert_eq!(checkpoint.attention_layers(), [prefix]);
+        assert_eq!(checkpoint.detect(prefix)?, WeightLayout::Book);
+        let vb = weights::open(data(file), DType::F32, &CPU)?;
+        let vb = if prefix.is_empty() { vb } else { vb.pp(prefix) };
+        assert_eq!(WeightLayout::detect(&vb)?, WeightLayout::Book);
+        assert_close(&output(vb)?, &expected, 1e-6, file);
+    }
+    let views = Checkpoint::open(data("views.pth"))?;
+    assert_eq!(views.infer_config("", WeightLayout::Book, Some(2))?.context_length(), Some(6));
     Ok(())
 }
 

@@ -11,18 +11,14 @@ use candle_nn::{VarBuilder, VarMap};
 
 use crate::common::assert_close;
 use crate::grid::{CONTEXT_LENGTH, EMBED_DIM, fits, grid};
-use crate::{Bits, CPU, bits, invented, load, projections};
+use crate::{Bits, CPU, bits, invented, load, projections, wave};
 
 /// The layer over fixed inputs, each of its own width.
 fn output(layer: &MultiHeadAttention) -> Result<Tensor> {
     let cfg = layer.config();
-    let input = |t: usize, width: usize| -> Result<Tensor> {
-        let numbers = Tensor::arange(0, (2 * t * width) as i64, &CPU)?.to_dtype(DType::F32)?;
-        (numbers * 0.37)?.sin()?.reshape((2, t, width))
-    };
-    let (queries, keys, values) =
-        (input(4, EMBED_DIM)?, input(CONTEXT_LENGTH, cfg.key_size())?, input(CONTEXT_LENGTH, cfg.value_size())?);
-    layer.forward_with(AttentionInput::new(&queries).with_key_value(&keys, &values))
+    let queries = wave(0.37, (2, 4, EMBED_DIM))?;
+    let [keys, values] = [cfg.key_size(), cfg.value_size()].map(|width| wave(0.37, (2, CONTEXT_LENGTH, width)));
+    layer.forward_with(AttentionInput::new(&queries).with_key_value(&keys?, &values?))
 }
 
 /// Transposed weights are multiplied from another memory layout, which may sum in another order.

@@ -1,5 +1,6 @@
 //! A layer's heads on several processes.
 
+use std::collections::HashMap;
 use std::sync::{Barrier, Mutex};
 
 use candle_attention::{
@@ -10,35 +11,23 @@ use candle_attention::{
 };
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
-use candle_nn::var_builder::{ShardedSafeTensors, ShardedVarBuilder};
-use tempfile::TempDir;
+use candle_nn::var_builder::ShardedSafeTensors;
 
 use crate::common::{assert_close, assert_near};
 use crate::grid::{EMBED_DIM, grid, layouts_of};
 use crate::{CPU, Invented, invented};
 
-/// A file that holds these tensors below `layer.`, opened as each process opens it.
-struct File(TempDir);
-
-impl File {
-    fn new(tensors: Vec<(String, Tensor)>) -> Result<Self> {
-        let folder = tempfile::tempdir()?;
-        let tensors = tensors.into_iter().map(|(name, tensor)| (format!("layer.{name}"), tensor)).collect();
-        candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors"))?;
-        Ok(Self(folder))
-    }
-
-    fn open(&self) -> Result<ShardedVarBuilder<'static>> {
-        let paths = [self.0.path().join("model.safetensors")];
-        // SAFETY: nothing writes to the file after it was saved.
-        let vb = unsafe { ShardedSafeTensors::var_builder(&paths, DType::F32, &CPU)? };
-        Ok(vb.pp("layer"))
-    }
-}
-
-fn shards(cfg: &Config, layout: WeightLayout, world_size: usize, file: &File) -> Result<Vec<MultiHeadAttention>> {
-    let load = |rank| MultiHeadAttention::load_shard(cfg, layout, HeadShard::new(rank, world_size)?, &file.open()?);
-    (0..world_size).map(load).collect()
+/// The shares of a layer, each read from a file that holds the whole below `layer.`.
+fn shards(whole: &MultiHeadAttention, layout: WeightLayout, world_size: usize) -> Result<Vec<MultiHeadAttention>> {
+    let file = tempfile::NamedTempFile::new()?;
+    let named = |(name, tensor)| (format!("layer.{name}"), tensor);
+    candle_core::safetensors::save(&whole.state_dict(layout)?.into_iter().map(named).collect(), file.path())?;
+    // SAFETY: nothing writes to the file after it was saved.
+    let vb = unsafe { ShardedSafeTensors::var_builder(&[file.path()], DType::F32, &CPU)? }.pp("layer");
+    HeadShard::new(0, world_size)?
+        .all()
+        .map(|shard| MultiHeadAttention::load_shard(whole.config(), layout, shard, &vb))
+        .collect()
 }
 
 /// What the processes give together.
@@ -68,12 +57,11 @@ fn shards_sum_to_the_whole_in_every_layout() -> Result<()> {
         for at in [n, n / 2 + 5] {
             let layout = layouts[at % layouts.len()];
             let whole = invented(&cfg, layout)?;
-            let file = File::new(whole.state_dict(layout)?)?;
             let (queries, keys, values) = (xs(EMBED_DIM)?, xs(cfg.key_size())?, xs(cfg.value_size())?);
             let call = |layer: &MultiHeadAttention| {
                 layer.forward_with(AttentionInput::new(&queries).with_key_value(&keys, &values))
             };
-            let outputs = shards(&cfg, layout, world_size, &file)?.iter().map(call).collect::<Result<Vec<_>>>()?;
+            let outputs = shards(&whole, layout, world_size)?.iter().map(call).collect::<Result<Vec<_>>>()?;
             let what = format!("{cfg:?} as {layout} in {world_size}");
             assert_near(&together(&cfg, &outputs)?, &call(&whole)?, 1e-5, &what);
             count += 1;
@@ -118,13 +106,12 @@ fn options_by_head_are_those_of_the_shards_heads() -> Result<()> {
             None => Ok(layer),
         };
         let whole = with_bias(invented(&cfg, WeightLayout::Canonical)?, bias.clone())?;
-        let file = File::new(whole.state_dict(WeightLayout::Canonical)?)?;
         let xs = xs(EMBED_DIM)?;
         let expected = whole.forward(&xs)?;
         // A relative bias takes equal shares.
         for world_size in (1..=4).filter(|&n| n != 3 || cfg.relative_bias().is_none()) {
             let mut outputs = Vec::new();
-            for (rank, layer) in shards(&cfg, WeightLayout::Canonical, world_size, &file)?.into_iter().enumerate() {
+            for (rank, layer) in shards(&whole, WeightLayout::Canonical, world_size)?.into_iter().enumerate() {
                 let shard = HeadShard::new(rank, world_size)?;
                 let layer = with_bias(layer, bias.as_ref().map(|bias| bias.shard(shard)).transpose()?)?;
                 layer.config().validate()?;
@@ -152,8 +139,7 @@ fn options_by_head_are_those_of_the_shards_heads() -> Result<()> {
 fn whole_key_heads_are_divided() -> Result<()> {
     let cfg = Config::new(EMBED_DIM, 9).with_num_kv_heads(3).with_head_dim(4).with_causal(true);
     let whole = invented(&cfg, WeightLayout::Canonical)?;
-    let file = File::new(whole.state_dict(WeightLayout::Canonical)?)?;
-    let shards = shards(&cfg, WeightLayout::Canonical, 2, &file)?;
+    let shards = shards(&whole, WeightLayout::Canonical, 2)?;
     let heads = |layer: &MultiHeadAttention| (layer.config().num_heads(), layer.config().num_kv_heads());
     assert_eq!(shards.iter().map(heads).collect::<Vec<_>>(), [(6, 2), (3, 1)]);
 
@@ -230,8 +216,7 @@ fn norms_of_whole_projections_are_over_all_processes() -> Result<()> {
             let norm = QkNorm { kind, scope: QkNormScope::Projection, eps: 1e-5 };
             let cfg = Config::new(EMBED_DIM, h).with_num_kv_heads(h_kv).with_head_dim(4).with_qk_norm(norm);
             let whole = invented(&cfg, WeightLayout::Canonical)?;
-            let file = File::new(whole.state_dict(WeightLayout::Canonical)?)?;
-            let layers = shards(&cfg, WeightLayout::Canonical, world_size, &file)?;
+            let layers = shards(&whole, WeightLayout::Canonical, world_size)?;
             let xs = xs(EMBED_DIM)?;
             let processes = Processes { barrier: Barrier::new(world_size), parts: Mutex::default() };
             let sum = |own: &Tensor| processes.sum(own);
@@ -249,17 +234,17 @@ fn norms_of_whole_projections_are_over_all_processes() -> Result<()> {
 
 #[test]
 fn a_shard_holds_its_own_weights() -> Result<()> {
-    let cfg = Config::new(8, 4).with_num_kv_heads(2).with_bias(true);
-    let file = File::new(invented(&cfg, WeightLayout::Canonical)?.state_dict(WeightLayout::Canonical)?)?;
-    let whole: std::collections::HashMap<_, _> =
-        invented(&cfg, WeightLayout::Canonical)?.state_dict(WeightLayout::Canonical)?.into_iter().collect();
-    let layers = shards(&cfg, WeightLayout::Canonical, 4, &file)?;
-    for (rank, layer) in layers.iter().enumerate() {
-        let own: std::collections::HashMap<_, _> = layer.state_dict(WeightLayout::Canonical)?.into_iter().collect();
-        assert_close(&own["q_proj.weight"], &whole["q_proj.weight"].narrow(0, 2 * rank, 2)?, 0.0, "queries");
-        assert_close(&own["k_proj.bias"], &whole["k_proj.bias"].narrow(0, rank / 2 * 2, 2)?, 0.0, "keys");
-        assert_close(&own["o_proj.weight"], &whole["o_proj.weight"].narrow(1, 2 * rank, 2)?, 0.0, "outputs");
-        let bias = if rank == 0 { whole["o_proj.bias"].clone() } else { whole["o_proj.bias"].zeros_like()? };
+    let whole = invented(&Config::new(8, 4).with_num_kv_heads(2).with_bias(true), WeightLayout::Canonical)?;
+    let state = |layer: &MultiHeadAttention| -> Result<HashMap<_, _>> {
+        Ok(layer.state_dict(WeightLayout::Canonical)?.into_iter().collect())
+    };
+    let all = state(&whole)?;
+    for (rank, layer) in shards(&whole, WeightLayout::Canonical, 4)?.iter().enumerate() {
+        let own = state(layer)?;
+        assert_close(&own["q_proj.weight"], &all["q_proj.weight"].narrow(0, 2 * rank, 2)?, 0.0, "queries");
+        assert_close(&own["k_proj.bias"], &all["k_proj.bias"].narrow(0, rank / 2 * 2, 2)?, 0.0, "keys");
+        assert_close(&own["o_proj.weight"], &all["o_proj.weight"].narrow(1, 2 * rank, 2)?, 0.0, "outputs");
+        let bias = if rank == 0 { all["o_proj.bias"].clone() } else { all["o_proj.bias"].zeros_like()? };
         assert_close(&own["o_proj.bias"], &bias, 0.0, "the bias");
     }
     Ok(())

@@ -12,17 +12,11 @@ use candle_attention::{
 use candle_core::{DType, Module, Result, Tensor, Var, safetensors};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, SGD, VarBuilder, VarMap, linear_no_bias};
 
-use crate::CPU;
 use crate::common::{assert_close, values};
+use crate::{CPU, fresh, wave};
 
 const E: usize = 16;
 const STEPS: usize = 20;
-
-/// `sin` of multiples of a step, in f64 before it is rounded.
-fn wave(step: f64, shape: (usize, usize, usize)) -> Result<Tensor> {
-    let numbers: Vec<f32> = (0..shape.0 * shape.1 * shape.2).map(|n| (n as f64 * step).sin() as f32).collect();
-    Tensor::from_vec(numbers, shape, &CPU)
-}
 
 /// A layer over variables that begin as PyTorch's do.
 fn seeded(cfg: &MultiHeadAttentionConfig) -> Result<(HashMap<String, Var>, MultiHeadAttention)> {
@@ -71,26 +65,20 @@ fn twenty_steps_are_those_of_torch() -> Result<()> {
     })
 }
 
-fn gate(place: GatePlace) -> OutputGate {
-    OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerEntry, place }
-}
-
 /// What variables hold at the time, in every layout; steps after it change nothing.
 #[test]
 fn a_frozen_layer_is_what_training_left() -> Result<()> {
     let xs = wave(0.61, (2, 5, E))?;
     let norm = QkNorm { kind: QkNormKind::Layer, scope: QkNormScope::PerHead, eps: 1e-5 };
+    let gate = |place| OutputGate { activation: GateActivation::Sigmoid, scope: GateScope::PerEntry, place };
     for layout in ["canonical", "torch", "conv1d", "packed:Wqkv", "packed:query_key_value:by-head", "stacked:book"] {
-        let stack = layout.starts_with("stacked");
-        let cfg = MultiHeadAttentionConfig::new(E, 4).with_qkv_bias(true).with_out_bias(!stack).with_out_proj(!stack);
-        let cfg = cfg.with_qk_norm(norm).with_sinks(true);
+        let cfg = MultiHeadAttentionConfig::new(E, 4).with_qk_norm(norm).with_sinks(true);
         let cfg = match layout {
             "canonical" => cfg.with_output_gate(gate(GatePlace::Query)),
             "packed:Wqkv" => cfg.with_output_gate(gate(GatePlace::Own { bias: true })),
             _ => cfg,
         };
-        let vars = VarMap::new();
-        let layer = MultiHeadAttention::load(&cfg, layout.parse()?, VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
+        let (vars, layer) = fresh(layout.parse()?, true, cfg)?;
         let frozen = layer.freeze()?;
         let ys = layer.forward(&xs)?;
         assert!(ys.track_op() && !frozen.forward(&xs)?.track_op(), "{layout}");

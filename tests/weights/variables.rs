@@ -2,22 +2,12 @@
 
 use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
 use candle_core::{DType, Result, Tensor, Var};
-use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
+use candle_nn::{Optimizer, SGD, VarBuilder};
 
 use crate::common::{assert_close, max_error, values};
-use crate::{CPU, bits, invented, load, projections};
+use crate::{CPU, bits, fresh, invented, load, projections, wave};
 
 const E: usize = 64;
-
-fn fresh(layout: &str, bias: bool) -> Result<(VarMap, MultiHeadAttention)> {
-    let vars = VarMap::new();
-    let stack = layout.starts_with("stacked");
-    let cfg =
-        MultiHeadAttentionConfig::new(E, 4).with_qkv_bias(bias).with_out_bias(bias && !stack).with_out_proj(!stack);
-    let vb = VarBuilder::from_varmap(&vars, DType::F32, &CPU);
-    let layer = MultiHeadAttention::load(&cfg, layout.parse()?, vb)?;
-    Ok((vars, layer))
-}
 
 /// Within the bounds, and near to both of them.
 #[track_caller]
@@ -45,7 +35,7 @@ fn modules_start_as_their_own_do() -> Result<()> {
         ("raw-transposed:d2l", [0.0, 1.0], None),
         ("stacked-raw:short", [0.0, 1.0], None),
     ] {
-        let (_, layer) = fresh(layout, bias.is_some())?;
+        let (_, layer) = fresh(layout.parse()?, bias.is_some(), MultiHeadAttentionConfig::new(E, 4))?;
         for (n, own) in projections(&layer).into_iter().enumerate() {
             let [lo, up] = if layout == "torch" && n == 3 { [-linear, linear] } else { [lo, up] };
             assert_uniform(own.weight(), lo, up, layout);
@@ -57,7 +47,7 @@ fn modules_start_as_their_own_do() -> Result<()> {
         }
     }
     // GPT-2: normal with a deviation of 0.02, biases of zero.
-    let (_, layer) = fresh("conv1d", true)?;
+    let (_, layer) = fresh(WeightLayout::Conv1d, true, MultiHeadAttentionConfig::new(E, 4))?;
     for linear in projections(&layer) {
         let numbers = values(linear.weight());
         let deviation = (numbers.iter().map(|x| x * x).sum::<f64>() / numbers.len() as f64).sqrt();
@@ -70,10 +60,10 @@ fn modules_start_as_their_own_do() -> Result<()> {
 /// Self-attention learns to copy its input, in every layout: each variable gets a gradient, and a step lowers the loss.
 #[test]
 fn a_step_of_gradient_descent_lowers_the_loss() -> Result<()> {
-    let xs = (Tensor::arange(0f32, 320f32, &CPU)? * 0.61)?.sin()?.reshape((1, 5, E))?;
+    let xs = wave(0.61, (1, 5, E))?;
     for layout in WeightLayout::all() {
         let spelling = layout.to_string();
-        let (vars, layer) = fresh(&spelling, !spelling.contains("raw"))?;
+        let (vars, layer) = fresh(layout, !spelling.contains("raw"), MultiHeadAttentionConfig::new(E, 4))?;
         let loss = || -> Result<Tensor> { (layer.forward(&xs)? - &xs)?.sqr()?.mean_all() };
         let before = loss()?;
         let gradients = before.backward()?;
@@ -108,7 +98,7 @@ fn a_step_of_gradient_descent_lowers_the_loss() -> Result<()> {
 /// rows are put together.
 #[test]
 fn a_layer_follows_biases_that_are_trained_alone() -> Result<()> {
-    let xs = (Tensor::arange(0f32, 40f32, &CPU)? * 0.61)?.sin()?.reshape((1, 5, 8))?;
+    let xs = wave(0.61, (1, 5, 8))?;
     for layout in ["canonical", "torch", "packed:Wqkv", "packed:query_key_value:by-head", "stacked:book"] {
         let stack = layout.starts_with("stacked");
         let cfg = MultiHeadAttentionConfig::new(8, 4).with_qkv_bias(true).with_out_bias(!stack).with_out_proj(!stack);

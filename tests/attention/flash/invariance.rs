@@ -1,6 +1,6 @@
 //! What must not change a bit of a result: the neighbours in a batch, and the layout.
 
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, Var};
 
 use crate::call::{Call, Outcome, Path};
 use crate::common::bits;
@@ -19,12 +19,23 @@ fn forward(call: &Call) -> Result<Vec<Tensor>> {
     Ok(vec![context, lse])
 }
 
-/// Each sequence alone has the results that it has in its batch.
+/// The results, and the gradients of the queries, keys and values.
+fn with_gradients(call: &Call) -> Result<Vec<Tensor>> {
+    let vars = [&call.q, &call.k, &call.v].map(|xs| Var::from_tensor(&xs.contiguous()?));
+    let [q, k, v] = vars;
+    let (q, k, v) = (q?, k?, v?);
+    let [of_q, of_k, of_v] = [&q, &k, &v].map(|var| var.as_tensor().clone());
+    let store = Call { q: of_q, k: of_k, v: of_v, ..call.clone() }.context()?.sqr()?.sum_all()?.backward()?;
+    let gradients = [&q, &k, &v].map(|var| store.get(var).cloned().map_or_else(|| var.zeros_like(), Ok));
+    forward(call)?.into_iter().map(Ok).chain(gradients).collect()
+}
+
+/// Each sequence alone has the results and gradients that it has in its batch.
 fn is_batch_invariant(case: &Case, dtype: DType) -> Result<Outcome> {
     for path in Path::kernels() {
-        let whole = forward(&Call::fused(case, dtype)?.by(path))?;
+        let whole = with_gradients(&Call::fused(case, dtype)?.by(path))?;
         for b in 0..case.dims.b {
-            let alone = forward(&Call::fused(&case.of_sequence(b), dtype)?.by(path))?;
+            let alone = with_gradients(&Call::fused(&case.of_sequence(b), dtype)?.by(path))?;
             let own = whole.iter().map(|all| all.narrow(0, b, 1)).collect::<Result<Vec<_>>>()?;
             if let Err(difference) = same_bits(&alone, &own, &format!("{path:?}, sequence {b} alone")) {
                 return Ok(Err(difference));
@@ -55,12 +66,12 @@ fn a_decoded_token_does_not_feel_its_batch() -> Result<()> {
     Ok(())
 }
 
-/// The same numbers under other strides give the same bits.
+/// The same numbers under other strides give the same bits: rows of half precision that begin at an odd element too,
+/// where a word of two of them is not aligned.
 #[test]
 fn a_layout_does_not_change_a_bit() -> Result<()> {
-    for (dtype, (t_q, t_kv, d)) in
-        DTYPES.into_iter().flat_map(|dtype| [(1, 200, 64), (37, 70, 40), (130, 129, 17)].map(|sizes| (dtype, sizes)))
-    {
+    let sizes = [(1, 200, 64), (37, 70, 40), (130, 129, 17), (40, 300, 32), (40, 300, 128)];
+    for (dtype, (t_q, t_kv, d)) in DTYPES.into_iter().flat_map(|dtype| sizes.map(|sizes| (dtype, sizes))) {
         let dims = Dims { b: 2, h: 4, h_kv: 2, t_q, t_kv, d, d_v: d };
         for layout in Layout::ALL {
             let recipe = Recipe { layouts: [layout; 3], ..Recipe::of_kernel(dims, vec![Kind::Causal], dtype) };

@@ -1,23 +1,21 @@
 //! Gradients against PyTorch's, which `pytorch.py` writes: of every option alone and of every pair.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 
 use candle_attention::cpu::Tier;
 use candle_attention::init::TorchSeed;
 use candle_attention::{AttentionMask, Backend, merge_attention};
 use candle_core::{DType, Result, Tensor, Var};
 
-use crate::call::{CPU, Call, Path, reference};
-use crate::common::{assert_near, values};
+use crate::call::{Call, Path, reference};
+use crate::common::{assert_near, recorded_tensors, values};
 
 /// What the script wrote.
 struct Numbers(HashMap<String, Tensor>);
 
 impl Numbers {
     fn load() -> Result<Self> {
-        let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/attention/gradients/pytorch.safetensors");
-        Ok(Self(candle_core::safetensors::load(path, &CPU)?))
+        Ok(Self(recorded_tensors("attention/gradients/pytorch.safetensors")?))
     }
 
     fn input(&self, name: &str, dtype: DType) -> Result<Tensor> {

@@ -1,31 +1,12 @@
-//! Every seeded system below `models/`, replayed draw by draw.
+//! Every seeded system of `models/`, replayed draw by draw.
 
 use super::{CPU, sha256};
+use crate::common::{Golden, models, systems};
 use candle_attention::init::TorchSeed;
 use candle_core::{DType, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use serde_json::Value;
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
-
-/// Where the golden systems are: one folder each, with a `config.json`.
-fn root() -> PathBuf {
-    let default = Path::new(env!("CARGO_MANIFEST_DIR")).join("models");
-    std::env::var_os("CANDLE_ATTENTION_MODELS").map_or(default, PathBuf::from)
-}
-
-fn config(folder: &Path) -> Option<Value> {
-    let text = std::fs::read_to_string(folder.join("config.json")).ok()?;
-    Some(serde_json::from_str(&text).unwrap_or_else(|e| panic!("{}: {e}", folder.display())))
-}
-
-fn folders_below(folder: &Path, found: &mut Vec<PathBuf>) {
-    let entries = std::fs::read_dir(folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
-    for path in entries.map(|entry| entry.unwrap().path()).filter(|path| path.is_dir()) {
-        folders_below(&path, found);
-        found.push(path);
-    }
-}
 
 fn size(step: &Value, index: usize) -> usize {
     step[index].as_u64().unwrap_or_else(|| panic!("{step}: no size at {index}")) as usize
@@ -78,44 +59,35 @@ fn replay(step: &Value, vb: &VarBuilder, drawn: &mut HashMap<String, Tensor>) ->
 
 #[test]
 fn every_seeded_system_has_pytorchs_parameters_bit_for_bit() -> Result<()> {
-    let mut folders = Vec::new();
-    folders_below(&root(), &mut folders);
-    let (mut systems, mut checked) = (0, 0);
-    for folder in folders {
-        let at = folder.display();
-        let Some(config) = config(&folder) else {
-            continue;
-        };
-        let Some(draw_order) = config["draw_order"].as_array() else {
-            continue;
-        };
+    let (mut seeded, mut compared) = (0, 0);
+    for at in systems() {
+        let config = Golden::open_config(&at);
+        let Some(draw_order) = config["draw_order"].as_array() else { continue };
         let Some(seed) = config["manual_seed"].as_u64() else { panic!("{at}: a draw_order without a manual_seed") };
         let vb = TorchSeed::new(seed).var_builder(DType::F32, &CPU);
         let mut drawn = HashMap::new();
         for step in draw_order {
             replay(step, &vb, &mut drawn)?;
         }
-        let mut compared = 0;
+        let found = |name: &str| drawn.get(name).unwrap_or_else(|| panic!("{at}: {name} is not in draw_order"));
+        let before = compared;
         for (name, parameter) in config["parameters"].as_object().into_iter().flatten() {
-            let found = drawn.get(name).unwrap_or_else(|| panic!("{at}: {name} is not in draw_order"));
-            assert_eq!(serde_json::json!(found.dims()), parameter["shape"], "{at}: {name}");
-            assert_eq!(sha256(found)?, parameter["sha256_f32_le"], "{at}: {name}");
+            assert_eq!(serde_json::json!(found(name).dims()), parameter["shape"], "{at}: {name}");
+            assert_eq!(sha256(found(name))?, parameter["sha256_f32_le"], "{at}: {name}");
             compared += 1;
         }
-        let state_dict = folder.join("model.safetensors");
+        let state_dict = models().join(&at).join("model.safetensors");
         if state_dict.exists() {
             for (name, expected) in candle_core::safetensors::load(state_dict, &CPU)? {
-                let found = drawn.get(&name).unwrap_or_else(|| panic!("{at}: {name} is not in draw_order"));
-                assert_eq!(found.dims(), expected.dims(), "{at}: {name}");
-                assert_eq!(sha256(found)?, sha256(&expected)?, "{at}: {name}");
+                assert_eq!(found(&name).dims(), expected.dims(), "{at}: {name}");
+                assert_eq!(sha256(found(&name))?, sha256(&expected)?, "{at}: {name}");
                 compared += 1;
             }
         }
-        assert!(compared > 0, "{at} has a draw_order and nothing to compare with");
-        systems += 1;
-        checked += compared;
+        assert!(compared > before, "{at} has a draw_order and nothing to compare with");
+        seeded += 1;
     }
-    assert!(systems >= 15, "{systems} systems with a draw_order below {}", root().display());
-    println!("{systems} systems, {checked} comparisons");
+    assert!(seeded >= 15, "{seeded} systems with a draw_order");
+    println!("{seeded} systems, {compared} comparisons");
     Ok(())
 }

@@ -10,9 +10,9 @@ use proptest::prelude::*;
 use proptest::sample::select;
 
 use crate::array::{Array, Random, View};
-pub use crate::common::bits;
 use crate::common::property::within;
-use crate::common::values;
+pub use crate::common::{Outcome, bits};
+use crate::common::{compare, values};
 
 pub const CPU: Device = Device::Cpu;
 
@@ -27,8 +27,6 @@ pub const TYPES: [Types; 5] = [
     (DType::BF16, DType::F32),
     (DType::F16, DType::F32),
 ];
-
-pub type Outcome = std::result::Result<(), String>;
 
 /// How the input lies in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -261,21 +259,9 @@ impl Expected {
         sum + (self.ys[at].abs() + sum) * ulp + least
     }
 
-    /// Holds an output (.., out) to these numbers; what is infinite or NaN has to be so.
+    /// Holds an output (.., out) to these numbers.
     pub fn compare(&self, found: &Tensor) -> Outcome {
-        let (numbers, dtype) = (values(found), found.dtype());
-        if numbers.len() != self.ys.len() {
-            return Err(format!("{} numbers, expected {}", numbers.len(), self.ys.len()));
-        }
-        for (at, (&found, &expected)) in numbers.iter().zip(&self.ys).enumerate() {
-            let same = found == expected || (found.is_nan() && expected.is_nan());
-            let bound = self.bound(at, dtype);
-            let is_close = expected.is_finite() && (found - expected).abs() <= bound;
-            if !same && !is_close {
-                return Err(format!("output {at} is {found:e}, expected {expected:e} within {bound:e}"));
-            }
-        }
-        Ok(())
+        compare("outputs", found, (found.dims(), found.dtype()), &self.ys, |at| self.bound(at, found.dtype()))
     }
 }
 

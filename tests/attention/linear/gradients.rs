@@ -11,6 +11,7 @@ use super::case::{CPU, TYPES, bits};
 use super::followed::{ACTIVATIONS, STEPS, by_candle, followed};
 use crate::common::{assert_near, values};
 use crate::tensors::{gradients, random, variable};
+use crate::threads::pool;
 
 const INPUTS: usize = 37;
 const OUTPUTS: usize = 51;
@@ -182,7 +183,6 @@ fn threads_change_no_bit_of_a_gradient() -> Result<()> {
             let ys = frozen.forward(&PackedLinear::new(&weight, Some(&bias))?.forward(&xs)?)?;
             Ok(gradients(&ys, &[&xs, &weight, &bias])?.iter().flat_map(bits).collect())
         };
-        let pool = |threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
         let one = pool(1).install(all)?;
         assert!(one == pool(3).install(all)? && one == all()?, "{dtype:?}");
     }

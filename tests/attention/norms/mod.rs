@@ -4,11 +4,11 @@
 mod modules;
 
 use candle_attention::{LayerNorm, RmsNorm};
-use candle_core::{D, DType, Device, Module, Result, Tensor, Var, safetensors};
-use rayon::ThreadPoolBuilder;
+use candle_core::{D, DType, Device, Module, Result, Tensor, Var};
 
 use crate::array::Random;
-use crate::common::{bits, values};
+use crate::common::{bits, recorded_tensors, values};
+use crate::threads::pool;
 
 const CPU: Device = Device::Cpu;
 const EPS: f64 = 1e-5;
@@ -116,8 +116,7 @@ fn assert_like(got: &Tensor, exact: &Tensor, tolerance: f64, what: &str) {
 
 #[test]
 fn outputs_and_gradients_are_those_of_pytorch() -> Result<()> {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/attention/norms/pytorch.safetensors");
-    let numbers = safetensors::load(path, &CPU)?;
+    let numbers = recorded_tensors("attention/norms/pytorch.safetensors")?;
     for width in [1, 7, 40] {
         let own = |name: &str| numbers[&format!("{width}.{name}")].clone();
         let given = Given { leaves: [own("xs"), own("weight"), own("bias")], factors: own("factors") };
@@ -259,8 +258,7 @@ fn tracking_and_threads_change_no_bit() -> Result<()> {
             assert!(alone[1] == *expected && alone[0] == all[0], "{kind:?}, {dtype:?}: leaf {leaf}");
         }
         for threads in [1, 2, 3, 8] {
-            let pool = ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
-            assert!(pool.install(|| run([true; 3]))? == all, "{kind:?}, {dtype:?}: {threads} threads");
+            assert!(pool(threads).install(|| run([true; 3]))? == all, "{kind:?}, {dtype:?}: {threads} threads");
         }
     }
     Ok(())

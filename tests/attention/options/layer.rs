@@ -1,13 +1,13 @@
-//! The path that a layer's call takes, and a key of zeros.
+//! The path that a layer's call takes.
 
 use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, EmptyRows, MultiHeadAttention,
+    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, EmptyRows,
     MultiHeadAttentionConfig as Config, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, Plan,
 };
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result};
 use candle_nn::{VarBuilder, VarMap};
 
-use crate::common::{assert_close, error_text, values};
+use crate::common::error_text;
 use crate::seeded::layer;
 use crate::tensors::{CPU, builder, named, random};
 
@@ -71,32 +71,6 @@ fn a_plan_leaves_a_cache_as_it_is() -> Result<()> {
                 };
             }
             assert_eq!(cache.lens(), [8, 8]);
-        }
-    }
-    Ok(())
-}
-
-/// Its score is 0 and its value nothing: what a sink of 0 is, in groups of heads, under any mask, and for queries that
-/// see nothing else.
-#[test]
-fn a_key_of_zeros_is_a_sink_of_zero() -> Result<()> {
-    let cfg = Config::new(12, 4).with_num_kv_heads(2).with_bias(true).with_softcap(3.0);
-    let zeros = layer(&cfg.clone().with_add_zero_attn(true), DType::F32, &CPU)?;
-    let mut tensors = zeros.state_dict(candle_attention::WeightLayout::Canonical)?;
-    tensors.push(("sinks".into(), Tensor::zeros(4, DType::F32, &CPU)?));
-    let sinks = MultiHeadAttention::new(&cfg.with_sinks(true), builder(tensors.into_iter().collect()))?;
-    let (xs, memory) = (random((2, 5, 12))?, random((2, 7, 12))?);
-    for mask in [AttentionMask::none(), AttentionMask::causal(), AttentionMask::none().with_valid_lens(vec![0, 3])] {
-        for backend in [Backend::Auto, Backend::Reference] {
-            let input = || AttentionInput::new(&xs).with_key_value(&memory, &memory).with_mask(&mask);
-            let output = zeros.forward_with_weights(input().with_backend(backend))?;
-            assert_close(&output.output, &sinks.forward_with(input())?, 1e-5, "a sink");
-            assert_close(&output.output, &zeros.forward_with(input().with_backend(backend))?, 1e-5, "no weights");
-            assert_eq!(output.weights.dims(), [2, 4, 5, 8]);
-            assert!(values(&output.weights.sum(3)?).iter().all(|sum| (sum - 1.0).abs() < 1e-5));
-            let projected = zeros.project_memory(&memory, &memory)?;
-            let of_memory = zeros.forward_with(AttentionInput::new(&xs).with_memory(&projected).with_mask(&mask))?;
-            assert_close(&of_memory, &output.output, 1e-5, "a memory");
         }
     }
     Ok(())

@@ -2,7 +2,7 @@
 
 use candle_attention::{
     AlibiConfig, AttentionInput, Backend, MultiHeadAttention, MultiHeadAttentionConfig as Config, QkNorm, QkNormKind,
-    QkNormScope, RelativeBiasConfig, RopeConfig,
+    QkNormScope, RopeConfig,
 };
 use candle_core::Result;
 
@@ -29,26 +29,5 @@ fn layers_are_those_of_whole_models() -> Result<()> {
             assert_near(&ys, &numbers["out"], 1e-5, &format!("{name}, {backend:?}"));
         }
     }
-    Ok(())
-}
-
-#[test]
-fn options_survive_json() -> Result<()> {
-    let norm = QkNorm { kind: QkNormKind::RmsPlusOne, scope: QkNormScope::PerHeadWeights, eps: 1e-6 };
-    let cfg = Config::new(24, 3)
-        .with_qk_norm(norm)
-        .with_rope(RopeConfig::new(10_000.0))
-        .with_norm_after_rope(true)
-        .with_clip_qkv(0.1)
-        .with_band(3, 4)
-        .with_alibi(AlibiConfig::Slopes(vec![0.1, 0.2, 0.3]))
-        .with_relative_bias(RelativeBiasConfig::new(false).with_num_buckets(6));
-    let text = serde_json::to_string(&cfg).map_err(candle_core::Error::wrap)?;
-    assert_eq!(serde_json::from_str::<Config>(&text).map_err(candle_core::Error::wrap)?, cfg);
-    let short =
-        r#"{"embed_dim": 24, "num_heads": 3, "alibi": {"bias_max": 4}, "relative_bias": {"bidirectional": true}}"#;
-    let expected = Config::new(24, 3).with_alibi(AlibiConfig::BiasMax(4.0));
-    let expected = expected.with_relative_bias(RelativeBiasConfig::new(true));
-    assert_eq!(serde_json::from_str::<Config>(short).map_err(candle_core::Error::wrap)?, expected);
     Ok(())
 }

@@ -8,9 +8,9 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use serde::Deserialize;
 
-use super::{data, numbers};
+use super::numbers;
 use crate::array::Random;
-use crate::common::{assert_close, max_error, values};
+use crate::common::{assert_close, max_error, recorded, values};
 use crate::seeded::layer;
 use crate::tensors::{CPU, builder, named};
 
@@ -20,8 +20,8 @@ struct Recorded {
     calls: Vec<(usize, usize, usize)>,
 }
 
-fn recorded() -> Recorded {
-    let text = std::fs::read_to_string(data("numbers.json")).expect("the numbers are there");
+fn read() -> Recorded {
+    let text = std::fs::read_to_string(recorded("attention/options/numbers.json")).expect("the numbers are there");
     serde_json::from_str(&text).expect("they are JSON")
 }
 
@@ -31,7 +31,7 @@ fn buckets((num_buckets, max_distance, bidirectional): (usize, usize, bool)) -> 
 
 #[test]
 fn biases_are_those_of_transformers() -> Result<()> {
-    let Recorded { buckets: all, calls } = recorded();
+    let Recorded { buckets: all, calls } = read();
     for (n, case) in all.into_iter().enumerate() {
         let numbers = numbers(&format!("t5.{n}."));
         let bias = RelativeBias::new(&buckets(case), 3, builder(numbers.clone()))?;
@@ -46,7 +46,7 @@ fn biases_are_those_of_transformers() -> Result<()> {
 /// Borders between buckets lie where transformers' arithmetic in f32 puts them.
 #[test]
 fn every_distance_is_in_transformers_bucket() -> Result<()> {
-    for (n, case) in recorded().buckets.into_iter().enumerate() {
+    for (n, case) in read().buckets.into_iter().enumerate() {
         let expected = &numbers(&format!("t5.{n}."))["buckets"];
         // A bias that is its bucket's number, for a query at 900 and keys from 0 on.
         let weight = Tensor::arange(0f32, case.0 as f32, &CPU)?.unsqueeze(1)?;
@@ -100,38 +100,7 @@ fn layer_and_its_bias_give_the_numbers_of_a_mask(device: &Device) -> Result<()> 
     Ok(())
 }
 
-/// Keys stay where their call put them, whatever the positions of a later one.
-fn cached_keys_stand_at_the_positions_of_their_call(device: &Device) -> Result<()> {
-    let relative = || Config::new(12, HEADS).with_causal(true).with_relative_bias(few(true));
-    let layers = [
-        layer(&relative(), DType::F32, device)?.with_relative_bias(bias(&few(true), DType::F32, device)?)?,
-        layer(&Config::new(12, HEADS).with_causal(true).with_alibi(AlibiConfig::Falcon), DType::F32, device)?,
-    ];
-    let xs = Tensor::randn(0f32, 1.0, (2, 5, 12), device)?;
-    for (layer, positions) in layers.iter().flat_map(|layer| {
-        let all = [[[100u32, 101, 102, 103, 104]; 2], [[7, 3, 3, 0, 9], [0, 1, 2, 3, 4]], [[9, 8, 2, 3, 4]; 2]];
-        all.map(|positions| (layer, positions))
-    }) {
-        let given = Tensor::new(&positions, device)?;
-        let expected = layer.forward_with(AttentionInput::new(&xs).with_positions(&given))?;
-        for pieces in [&[5][..], &[3, 2], &[2, 1, 1, 1]] {
-            let (mut cache, mut start, mut found) = (AttentionCache::default(), 0, Vec::new());
-            for &t in pieces {
-                let (xs, own) = (xs.narrow(1, start, t)?.contiguous()?, given.narrow(1, start, t)?.contiguous()?);
-                // The last two positions are those that are counted in one case.
-                let is_counted = positions == [[9, 8, 2, 3, 4]; 2] && start == 3;
-                let input = AttentionInput::new(&xs).with_cache(&mut cache);
-                let input = if is_counted { input } else { input.with_positions(&own) };
-                found.push(layer.forward_with(input)?);
-                start += t;
-            }
-            assert_close(&Tensor::cat(&found, 1)?, &expected, 1e-5, &format!("{positions:?} in {pieces:?}"));
-        }
-    }
-    Ok(())
-}
-
-crate::on_each_device!(layer_and_its_bias_give_the_numbers_of_a_mask, cached_keys_stand_at_the_positions_of_their_call,);
+crate::on_each_device!(layer_and_its_bias_give_the_numbers_of_a_mask);
 
 /// Positions of no sequence stand beside keys that are counted for all sequences.
 #[test]

@@ -14,6 +14,7 @@ use crate::tensors::{CPU, random};
 on_each_device!(
     each_sequence_has_its_own_positions,
     queries_and_keys_of_cross_attention_have_their_own,
+    a_memory_gives_the_numbers_of_its_inputs,
     one_position_on_all_axes_is_a_position,
     a_cache_and_packed_sequences_give_the_numbers_of_one_call,
 );
@@ -67,6 +68,22 @@ fn queries_and_keys_of_cross_attention_have_their_own(device: &Device) -> Result
         assert_close(&moved, &plain, most, "both from the same");
     }
     assert!(max_error(&layer.forward_with(cross().with_positions(&at(9, 3)?))?, &plain) > 1e-3);
+    Ok(())
+}
+
+/// Whose keys are rotated once, by frequencies that may follow their length.
+fn a_memory_gives_the_numbers_of_its_inputs(device: &Device) -> Result<()> {
+    for scaling in [RopeScaling::None, RopeScaling::Dynamic { factor: 2.0, original_context: 4 }] {
+        let layer = layer(&config().with_causal(false).with_rope(rope().with_scaling(scaling)), device)?;
+        for t_q in [1, 3, 9] {
+            let [xs, keys] = [t_q, 7].map(|t| Tensor::randn(0f32, 1.0, (2, t, 24), device));
+            let (xs, keys) = (xs?, keys?);
+            let memory = layer.project_memory(&keys, &keys)?;
+            let found = layer.forward_with(AttentionInput::new(&xs).with_memory(&memory))?;
+            let expected = layer.forward_with(AttentionInput::new(&xs).with_key_value(&keys, &keys))?;
+            assert_close(&found, &expected, 1e-6, &format!("{t_q} queries"));
+        }
+    }
     Ok(())
 }
 

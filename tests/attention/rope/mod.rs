@@ -4,13 +4,12 @@
 mod layer;
 
 use std::collections::{BTreeMap, HashMap};
-use std::path::Path;
 
 use candle_attention::{RopeAxes, RopeAxisLayout, RopeConfig, RopeStyle, RotaryEmbedding};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use serde::Deserialize;
 
-use crate::common::{assert_close, values};
+use crate::common::{assert_close, recorded, values};
 use crate::on_each_device;
 use crate::tensors::{CPU, random};
 
@@ -33,10 +32,9 @@ struct Numbers {
 
 impl Numbers {
     fn open(device: &Device) -> Result<Self> {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/attention/rope");
-        let text = std::fs::read_to_string(folder.join("numbers.json"))?;
+        let text = std::fs::read_to_string(recorded("attention/rope/numbers.json"))?;
         let mut numbers: Self = serde_json::from_str(&text).map_err(candle_core::Error::wrap)?;
-        numbers.tensors = candle_core::safetensors::load(folder.join("numbers.safetensors"), device)?;
+        numbers.tensors = candle_core::safetensors::load(recorded("attention/rope/numbers.safetensors"), device)?;
         assert!(numbers.configs.len() >= 16 && numbers.calls.len() == 6);
         Ok(numbers)
     }

@@ -39,6 +39,16 @@ impl Array {
         }
     }
 
+    /// The number of each index, contiguous.
+    pub fn each(shape: [usize; 4], number: impl Fn([usize; 4]) -> f64) -> Self {
+        let [_, b, c, d] = shape;
+        let mut array = Self::new(&shape);
+        for (n, entry) in array.data.iter_mut().enumerate() {
+            *entry = number([n / (b * c * d), n / (c * d) % b, n / d % c, n % d]);
+        }
+        array
+    }
+
     pub fn view(mut self, view: View) -> Self {
         match &view {
             View::Transpose(a, b) => {

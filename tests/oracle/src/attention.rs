@@ -58,6 +58,8 @@ pub struct Options {
     pub scale: Option<f64>,
     pub softcap: Option<f64>,
     pub alibi_slopes: Option<Vec<f64>>,
+    /// A number for each distance of query and key, (B or 1, H, 1, T_q + T_kv - 1).
+    pub distance_bias: Option<Array>,
     pub sinks: Option<Vec<f64>>,
 }
 
@@ -184,7 +186,9 @@ impl Case {
     pub fn of_sequence(&self, b: usize) -> Self {
         let [q, k, v] = [&self.q, &self.k, &self.v].map(|array| array.of_sequence(b));
         let masks = self.masks.iter().map(|mask| mask.of_sequence(b)).collect();
-        Self { dims: Dims { b: 1, ..self.dims }, q, k, v, masks, ..self.clone() }
+        let mut options = self.options.clone();
+        options.distance_bias = options.distance_bias.map(|biases| biases.of_sequence(b));
+        Self { dims: Dims { b: 1, ..self.dims }, q, k, v, masks, options, ..self.clone() }
     }
 
     pub fn kv_head(&self, h: usize) -> usize {
@@ -202,12 +206,12 @@ impl Case {
     }
 
     /// Where ALiBi's distances count from: the position of the masks that speak of positions.
-    fn position(&self, b: usize, i: usize) -> i128 {
+    pub fn position(&self, b: usize, i: usize) -> i128 {
         let free = Mask { alignment: Alignment::Free, parts: Vec::new() };
         self.masks.iter().find(|mask| mask.is_relative()).unwrap_or(&free).position(&self.dims, b, i)
     }
 
-    /// ALiBi and all biases.
+    /// ALiBi and all biases, by distance or by mask.
     pub fn bias(&self, [b, h, i, j]: [usize; 4]) -> f64 {
         self.bias_terms([b, h, i, j]).into_iter().sum()
     }
@@ -219,7 +223,9 @@ impl Case {
         });
         let distance = (self.position(b, i) - j as i128).unsigned_abs() as f64;
         let alibi = self.options.alibi_slopes.iter().map(|slopes| -slopes[h] * distance);
-        alibi.chain(biases).collect()
+        let by_distance =
+            self.options.distance_bias.iter().map(|biases| biases.at([b, h, 0, self.dims.t_q - 1 - i + j]));
+        alibi.chain(by_distance).chain(biases).collect()
     }
 
     /// The score of query i and key j, given as their vectors, before the mask; and the sum of the absolute values
