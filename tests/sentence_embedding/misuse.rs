@@ -97,7 +97,8 @@ fn weights_that_are_not_there_are_named() {
     for name in ["encoder.layer.0.output.LayerNorm.bias", "encoder.layer.0.intermediate.dense.bias"] {
         let copy = checkpoint("bert").copied();
         copy.edit_weights(|tensors| _ = tensors.remove(name).expect(name));
-        let error = copy.run(&["man"]).error();
+        let run = copy.run(&["man"]);
+        let error = run.error();
         assert!(error.contains(&format!("{name} is missing")), "{error}");
     }
     let copy = checkpoint("bert").copied();
