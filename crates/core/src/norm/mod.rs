@@ -179,14 +179,16 @@ impl NormPlace {
 pub(crate) fn refuse_norms(qk_norm: Option<QkNorm>, context_norm: Option<ContextNorm>, source: &Source) -> Result<()> {
     if qk_norm.is_none() {
         for name in OF_QUERIES.into_iter().chain(OF_KEYS) {
-            for parameter in [format!("{name}.weight"), first_of_list(name)] {
+            for parameter in [format!("{name}.weight"), format!("{name}.bias"), first_of_list(name)] {
                 source.refuse(&parameter, "the config says there is no qk_norm")?;
             }
         }
     }
     if context_norm.is_none() {
         for name in OF_CONTEXT {
-            source.refuse(&format!("{name}.weight"), "the config says there is no context_norm")?;
+            for parameter in ["weight", "bias"] {
+                source.refuse(&format!("{name}.{parameter}"), "the config says there is no context_norm")?;
+            }
         }
     }
     Ok(())

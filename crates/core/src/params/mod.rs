@@ -32,7 +32,9 @@ pub(crate) fn load_projections(
     let gate_name = GATE_NAMES.into_iter().find(has_weight).unwrap_or(GATE_NAMES[0]);
     let tensors = projection_tensors(cfg, layout, gate_name).or_else(|problem| source.fail(problem))?;
     if !cfg.output_gate().is_some_and(|gate| gate.place != GatePlace::Query) {
-        source.refuse(&format!("{gate_name}.weight"), "the config says there is no such gate")?;
+        for parameter in ["weight", "bias"] {
+            source.refuse(&format!("{gate_name}.{parameter}"), "the config says there is no such gate")?;
+        }
     }
     let shapes = projection_shapes(cfg);
     let own_inputs = source.own_range(Heads::Query, shapes[ProjectionPlace::Output as usize].1);
@@ -101,7 +103,7 @@ fn bias_beside(name: &str) -> Option<String> {
 /// No layout's output projection may be there, whatever its name: without it the numbers are others.
 fn refuse_out_proj(source: &Source) -> Result<()> {
     for name in WeightLayout::output_names() {
-        for name in [format!("{name}.weight"), name.to_string()] {
+        for name in [format!("{name}.weight"), format!("{name}.bias"), name.to_string()] {
             source.refuse(&name, "the config says there is no output projection")?;
         }
     }
