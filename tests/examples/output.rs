@@ -1,7 +1,7 @@
 //! What `tokenize_attend` prints and writes.
 
 use crate::common::{Golden, values};
-use crate::process::{Run, SENTENCE, executable, run, shown};
+use crate::process::{Run, SENTENCE, executable, shown};
 
 /// The first numbers of the output against PyTorch's of a system.
 #[track_caller]
@@ -116,13 +116,13 @@ fn a_reader_that_goes_away_is_no_error() {
 fn pictures_are_written_as_svg_and_png() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = |name: &str| folder.path().join(name).to_str().expect("a UTF-8 path").to_string();
-    assert_eq!(run(&[SENTENCE, "--model", "frontend_48", "--plot", &file("heads.svg")]).code, Some(0));
+    assert_eq!(crate::process::run(&[SENTENCE, "--model", "frontend_48", "--plot", &file("heads.svg")]).code, Some(0));
     let svg = std::fs::read_to_string(file("heads.svg")).expect("the picture");
     assert!(svg.starts_with("<svg") || svg.starts_with("<?xml"), "{}", &svg[..60]);
     for caption in ["head 0", "head 3", "hello", SENTENCE] {
         assert!(svg.contains(caption), "no {caption:?} in the picture");
     }
-    assert_eq!(run(&["hello world", "--plot", &file("heads.png")]).code, Some(0));
+    assert_eq!(crate::process::run(&["hello world", "--plot", &file("heads.png")]).code, Some(0));
     let png = std::fs::read(file("heads.png")).expect("the picture");
     assert!(png.starts_with(b"\x89PNG\r\n\x1a\n"));
 }
