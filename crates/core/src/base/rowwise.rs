@@ -11,6 +11,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use candle_attention_kernels::Executor;
+use candle_attention_kernels::flash::Strided;
 
 /// The fewest elements that are worth a task of their own.
 pub(crate) const TASK_ELEMENTS: usize = 1 << 14;
@@ -190,6 +191,17 @@ impl<G: Deref<Target = Storage>> Read<'_, G> {
             _ => bail!("expected a tensor on the CPU, found one on {:?}", self.storage.device().location()),
         }
     }
+
+    pub fn strided<E: WithDType, const N: usize>(&self) -> Result<Strided<'_, E, N>> {
+        Ok(strided(self.elements()?, self.layout))
+    }
+}
+
+/// A view of the first N dimensions, in which a dimension of 1 in the layout stands for all entries.
+pub(crate) fn strided<'a, T, const N: usize>(data: &'a [T], layout: &Layout) -> Strided<'a, T, N> {
+    let stride = |n: usize| if layout.dims()[n] > 1 { layout.stride()[n] } else { 0 };
+    // A view of nothing may begin anywhere.
+    Strided { data: &data[layout.start_offset().min(data.len())..], strides: std::array::from_fn(stride) }
 }
 
 /// Candle's barrier pool, which runs Candle's own brief operations: its threads wait for the next call for a while

@@ -15,10 +15,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, WithDType};
-use half::{bf16, f16};
 
-use super::{Call, Kernel, strided};
-use crate::base::rowwise::with_contiguous_rows;
+use super::{Call, Kernel};
+use crate::base::rowwise::{read, with_contiguous_rows, with_float};
 use candle_attention_kernels::Element;
 use candle_attention_kernels::delta::{BackwardProblem, Gradients, Saved, gated_delta_rule_backward};
 
@@ -65,9 +64,9 @@ impl Pass {
         let (kernel, Call { rows, factors, dims, .. }) = (&self.kernel, &self.kernel.call);
         let context = with_contiguous_rows(&context.transpose(1, 2)?)?;
         let states = self.take(STATES).map(|states| states.flatten_all()?.to_vec1()).transpose()?;
-        let (storage, layout) = context.storage_and_layout();
+        let context = read(&context);
         let Gradients { q, k, v, decay, beta, states } = kernel.with_problem::<E, _>(|&forward| {
-            let (context_grad, states_grad) = (strided(&storage, layout)?, states.as_deref());
+            let (context_grad, states_grad) = (context.strided()?, states.as_deref());
             let problem = BackwardProblem { forward, saved: &self.saved, context_grad, states_grad };
             gated_delta_rule_backward(&problem, kernel.tier).map_err(|error| kernel.error(error))
         })?;
@@ -117,12 +116,11 @@ impl CustomOp3 for Node {
     fn bwd(
         &self, a: &Tensor, b: &Tensor, _: &Tensor, _: &Tensor, gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        match (&self.role, gradient.dtype()) {
-            (Role::Inputs(of), _) => return Ok(of.map(|of| self.pass.take(of)).into()),
-            (Role::States, _) => self.pass.put(STATES, gradient.clone()),
-            (Role::Context, DType::BF16) => self.pass.run_backward::<bf16>(gradient)?,
-            (Role::Context, DType::F16) => self.pass.run_backward::<f16>(gradient)?,
-            (Role::Context, _) => self.pass.run_backward::<f32>(gradient)?,
+        let op = self.pass.kernel.call.op;
+        match &self.role {
+            Role::Inputs(of) => return Ok(of.map(|of| self.pass.take(of)).into()),
+            Role::States => self.pass.put(STATES, gradient.clone()),
+            Role::Context => with_float!(op, gradient.dtype(), |E| self.pass.run_backward::<E>(gradient)?),
         }
         // What comes before is to have its turn.
         Ok((Some(a.zeros_like()?), Some(b.zeros_like()?), None))

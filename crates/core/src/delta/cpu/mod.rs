@@ -4,12 +4,11 @@ mod gradients;
 
 use std::ops::Range;
 
-use candle_core::{DType, Error, Layout, Result, Storage, Tensor, WithDType, bail};
-use half::{bf16, f16};
+use candle_core::{Error, Result, Tensor, WithDType};
 
 use super::validate::{Call, Dims};
 use crate::base::executor;
-use crate::base::rowwise::with_contiguous_rows;
+use crate::base::rowwise::{Read, read, with_contiguous_rows, with_float};
 use candle_attention_kernels::delta::{self, Decay, Problem};
 use candle_attention_kernels::flash::Strided;
 use candle_attention_kernels::{Element, Tier};
@@ -17,11 +16,7 @@ use candle_attention_kernels::{Element, Tier};
 /// What the queries read, (B, H, T, D_v), a view of (B, T, H, D_v), and the states (n, H, D_k, D_v).
 pub(super) fn run(call: Call, tier: Tier) -> Result<(Tensor, Tensor)> {
     let kernel = Kernel::new(call, tier)?;
-    let (ys, states) = match kernel.call.dtype() {
-        DType::BF16 => kernel.run::<bf16>()?,
-        DType::F16 => kernel.run::<f16>()?,
-        _ => kernel.run::<f32>()?,
-    };
+    let (ys, states) = with_float!(kernel.call.op, kernel.call.dtype(), |E| kernel.run::<E>()?);
     Ok((ys.transpose(1, 2)?, states))
 }
 
@@ -74,22 +69,22 @@ impl Kernel {
         let Dims { b, t, h, d_k, d_v, .. } = self.call.dims;
         let Call { rows, factors, scale, options, .. } = &self.call;
         let [h_q, h_k, h_v] = rows.each_ref().map(|row| row.dims()[1]);
-        let [q, k, v] = rows.each_ref().map(Tensor::storage_and_layout);
-        let [decay, beta, states] = factors.each_ref().map(|xs| xs.as_ref().map(Tensor::storage_and_layout));
+        let [q, k, v] = rows.each_ref().map(read);
+        let [decay, beta, states] = factors.each_ref().map(|xs| xs.as_ref().map(read));
         let decay = match &decay {
-            Some((decay, layout)) if layout.dims()[3] > 1 => Some(Decay::Channels(strided(decay, layout)?)),
-            Some((decay, layout)) => Some(Decay::Heads(strided(decay, layout)?)),
+            Some(decay) if decay.layout.dims()[3] > 1 => Some(Decay::Channels(decay.strided()?)),
+            Some(decay) => Some(Decay::Heads(decay.strided()?)),
             None => None,
         };
-        let states = states.as_ref().map(|(states, layout)| strided(states, layout)).transpose()?;
+        let states: Option<Strided<f32, 3>> = states.as_ref().map(Read::strided).transpose()?;
         let count = self.shapes()[1].iter().product();
         run(&Problem {
             dims: delta::Dims { b, t, h, h_q, h_k, h_v, d_k, d_v },
-            q: strided(&q.0, q.1)?,
-            k: strided(&k.0, k.1)?,
-            v: strided(&v.0, v.1)?,
+            q: q.strided()?,
+            k: k.strided()?,
+            v: v.strided()?,
             decay,
-            beta: beta.as_ref().map(|(beta, layout)| strided(beta, layout)).transpose()?,
+            beta: beta.as_ref().map(Read::strided).transpose()?,
             states: states.map(|states| &states.data[..count]),
             sequences: &self.sequences,
             scale: *scale as f32,
@@ -97,14 +92,4 @@ impl Kernel {
             executor: executor(),
         })
     }
-}
-
-/// A view of the rows of a tensor (B, H, T, D).
-fn strided<'a, E: WithDType>(storage: &'a Storage, layout: &Layout) -> Result<Strided<'a, E, 3>> {
-    let Storage::Cpu(storage) = storage else {
-        bail!("expected a tensor on the CPU, found one on {:?}", storage.device().location())
-    };
-    let &[of_b, of_h, of_t, _] = layout.stride() else { bail!("expected (B, H, T, D), found {:?}", layout.dims()) };
-    let data = &storage.as_slice()?[layout.start_offset()..];
-    Ok(Strided { data, strides: [of_b, of_h, of_t] })
 }

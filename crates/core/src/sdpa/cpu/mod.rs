@@ -2,16 +2,16 @@
 
 mod backward;
 
-use std::ops::{Deref, Range};
+use std::ops::Range;
 use std::sync::OnceLock;
 
 use candle_core::backend::BackendStorage;
-use candle_core::{CpuStorage, CustomOp3, DType, Error, Layout, Result, Shape, Storage, Tensor, WithDType, bail};
+use candle_core::{CpuStorage, CustomOp3, DType, Error, Layout, Result, Shape, Tensor, WithDType, bail};
 
 use super::rows::RowRanges;
 use super::validate::{self, Call};
 use super::{Attended, AttentionStatistics, OutputOrder, Outputs, plan, reference};
-use crate::base::rowwise::{Read, read, with_contiguous_rows, with_float};
+use crate::base::rowwise::{Read, read, strided, with_contiguous_rows, with_float};
 use crate::base::{executor, fits_in_memory};
 use backward::FlattenedFlash;
 use candle_attention_kernels::flash::{
@@ -327,17 +327,4 @@ impl CustomOp3 for Flash {
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         Ok(self.operand_gradients([q, k, v], context, gradient)?.into())
     }
-}
-
-impl<G: Deref<Target = Storage>> Read<'_, G> {
-    fn strided<E: WithDType, const N: usize>(&self) -> Result<Strided<'_, E, N>> {
-        Ok(strided(self.elements()?, self.layout))
-    }
-}
-
-/// A view of the first N dimensions, in which a dimension of 1 in the layout stands for all entries.
-fn strided<'a, T, const N: usize>(data: &'a [T], layout: &Layout) -> Strided<'a, T, N> {
-    let stride = |n: usize| if layout.dims()[n] > 1 { layout.stride()[n] } else { 0 };
-    // A view of nothing may begin anywhere.
-    Strided { data: &data[layout.start_offset().min(data.len())..], strides: std::array::from_fn(stride) }
 }
