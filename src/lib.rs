@@ -34,10 +34,11 @@
 //!
 //! # Packages
 //!
-//! Each knows only those before it: `candle-attention-kernels` computes over slices, `candle-attention-core` is the
-//! layer, `candle-attention-checkpoints` reads files (feature `checkpoints`), `candle-attention-frontend` has the
-//! tokenizer and the heat maps (features `text` and `plot`). This package gives their names, and has no code of its
-//! own. Without default features it is the core.
+//! Each knows only those before it: `candle-attention-kernels` computes over slices, `candle-attention-modules` has the
+//! projections and norms of layers, `candle-attention-core` is the layer, `candle-attention-delta` is linear attention
+//! (feature `linear-attention`), `candle-attention-checkpoints` reads files (feature `checkpoints`),
+//! `candle-attention-frontend` has the tokenizer and the heat maps (features `text` and `plot`). This package gives
+//! their names, and has no code of its own. Without default features it is the core and what it stands on.
 //!
 //! # Dimensions
 //!
@@ -51,18 +52,33 @@
 pub use candle_attention_core::{
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AlibiConfig, AttentionCache, AttentionCacheConfig,
     AttentionFunction, AttentionInput, AttentionMask, AttentionOutput, AttentionStatistics, Backend, ContentPositions,
-    ContextNorm, DeltaCache, DeltaInput, DeltaLayout, DeltaOptions, DisentangledConfig, EmptyRows, GateActivation,
-    GatePlace, GateScope, GatedDeltaNet, GatedDeltaNetConfig, HeadShard, KvRanges, KvSource, LayerNorm, LayerOutput,
-    MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OutputGate,
-    OutputOrder, PackedGatedLinear, PackedLinear, PackedSequences, Plan, ProjectedMemory, ProjectionModule,
-    ProjectionModules, ProjectionPlace, QkNorm, QkNormKind, QkNormScope, QueryScaling, RelativeBias,
-    RelativeBiasConfig, RelativeEmbeddings, RmsNorm, RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle,
-    RotaryEmbedding, SdpaOptions, StatisticsOptions, SumFunction, TorchSeed, ValidLens, WeightLayout, Windows,
-    alibi_slopes, cpu, gated_delta_rule, gated_delta_rule_varlen, init, layer_norm, layer_norm_no_bias, masked_softmax,
-    merge_attention, packed_linear, packed_linear_b, packed_linear_no_bias, plan, rms_norm, rms_norm_plus_one,
-    scaled_dot_product_attention, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse,
+    DisentangledConfig, EmptyRows, KvRanges, KvSource, LayerOutput, MultiHeadAttention, MultiHeadAttentionConfig,
+    MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, OutputOrder, PackedSequences, Plan, ProjectedMemory,
+    QueryScaling, RelativeBias, RelativeBiasConfig, RelativeEmbeddings, RopeAxes, RopeAxisLayout, RopeConfig,
+    RopeScaling, RopeStyle, RotaryEmbedding, SdpaOptions, StatisticsOptions, ValidLens, WeightLayout, Windows,
+    alibi_slopes, cpu, masked_softmax, merge_attention, plan, scaled_dot_product_attention,
+    scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse,
     scaled_dot_product_attention_varlen_with_statistics, scaled_dot_product_attention_with_lse,
-    scaled_dot_product_attention_with_statistics, scaled_dot_product_attention_with_weights, untrained,
+    scaled_dot_product_attention_with_statistics, scaled_dot_product_attention_with_weights,
+};
+#[cfg(feature = "linear-attention")]
+pub use candle_attention_delta::{
+    DeltaCache, DeltaInput, DeltaLayout, DeltaOptions, GatedDeltaNet, GatedDeltaNetConfig, gated_delta_rule,
+    gated_delta_rule_varlen,
+};
+pub use candle_attention_modules::{
+    base::{HeadShard, untrained},
+    gate::{GateActivation, GatePlace, GateScope, OutputGate},
+    init,
+    init::TorchSeed,
+    linear::{
+        PackedGatedLinear, PackedLinear, ProjectionModule, ProjectionModules, ProjectionPlace, packed_linear,
+        packed_linear_b, packed_linear_no_bias,
+    },
+    norm::{
+        ContextNorm, LayerNorm, QkNorm, QkNormKind, QkNormScope, RmsNorm, SumFunction, layer_norm, layer_norm_no_bias,
+        rms_norm, rms_norm_plus_one,
+    },
 };
 
 #[cfg(feature = "checkpoints")]

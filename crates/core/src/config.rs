@@ -4,10 +4,10 @@ use candle_core::{Result, bail};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use crate::base::{Options, number, options};
-use crate::gate::OutputGate;
-use crate::norm::{self, ContextNorm, QkNorm, QkNormScope};
 use crate::position::{AlibiConfig, ContentLayer, ContentPositions, QueryScaling, RelativeBiasConfig, RopeConfig};
+use candle_attention_modules::base::{Options, number, options};
+use candle_attention_modules::gate::OutputGate;
+use candle_attention_modules::norm::{self, ContextNorm, QkNorm, QkNormScope};
 
 const OP: &str = "multi_head_attention";
 

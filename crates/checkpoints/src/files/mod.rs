@@ -23,8 +23,9 @@ use serde_json::{Value, json};
 use stored::{Entry, Scale, Stored};
 
 use candle_attention_core::MultiHeadAttentionConfig;
-use candle_attention_core::internal::{SCALES, detect_with, edits, infer_config, query_weights, root};
+use candle_attention_core::internal::{detect_with, infer_config, query_weights};
 use candle_attention_core::weights::{PackedNaming, QkvOrder, WeightLayout};
+use candle_attention_modules::base::{SCALES, edits, root};
 
 /// A builder over the weights at `path`, converted to `dtype` as they are read: [`Checkpoint::open`] and
 /// [`Checkpoint::var_builder`] in one.

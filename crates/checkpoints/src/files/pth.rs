@@ -18,7 +18,7 @@ use zip::{CompressionMethod, ZipArchive};
 
 use super::pickle::{Id, MAX_NAME, Object, Pickle};
 use super::stored::{Entry, Stored, span};
-use candle_attention_core::internal::is_addressable;
+use candle_attention_modules::base::is_addressable;
 
 /// Bytes of all names and of what is said of unreadable tensors, several times those of the largest checkpoints.
 const MAX_NAMES: usize = 1 << 26;

@@ -13,7 +13,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use serde::Deserialize;
 
 use super::stored::{Entry, Stored};
-use candle_attention_core::internal::is_addressable;
+use candle_attention_modules::base::is_addressable;
 
 /// The format's own limit.
 const MAX_HEADER: u64 = 100_000_000;

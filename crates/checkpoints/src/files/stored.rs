@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 
-use candle_attention_core::internal::{filled, fits_in_memory};
+use candle_attention_modules::base::{filled, fits_in_memory};
 
 /// Elements that are read and converted at once.
 const CHUNK: usize = 1 << 20;

@@ -7,8 +7,9 @@ use candle_core::quantized::gguf_file::Content;
 use candle_core::quantized::{QStorage, QTensor};
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 
-use candle_attention_core::PackedLinear;
-use candle_attention_core::internal::{ProjectionColumns, is_addressable, root};
+use candle_attention_modules::base::{is_addressable, root};
+use candle_attention_modules::linear::PackedLinear;
+use candle_attention_modules::linear::ProjectionColumns;
 
 /// A file being read.
 pub(super) struct File<'a, R> {

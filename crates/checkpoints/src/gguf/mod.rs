@@ -37,11 +37,13 @@ use candle_nn::{Init, VarBuilder};
 use serde_json::Value;
 
 use crate::hf;
-use candle_attention_core::internal::{ProjectionColumns, Projections, projection_shapes, root};
-use candle_attention_core::{
-    HeadShard, MultiHeadAttention, MultiHeadAttentionConfig, PackedLinear, QkNorm, QkNormKind, RopeConfig, RopeScaling,
-    RopeStyle,
-};
+use candle_attention_core::internal::projection_shapes;
+use candle_attention_core::{MultiHeadAttention, MultiHeadAttentionConfig, RopeConfig, RopeScaling, RopeStyle};
+use candle_attention_modules::base::HeadShard;
+use candle_attention_modules::base::root;
+use candle_attention_modules::linear::PackedLinear;
+use candle_attention_modules::linear::{ProjectionColumns, Projections};
+use candle_attention_modules::norm::{QkNorm, QkNormKind};
 use file::{File, Weight};
 use metadata::{ARCHITECTURES, Metadata};
 
@@ -114,7 +116,7 @@ fn load<R: Read + Seek>(file: &mut File<R>, layer: usize, shard: Option<HeadShar
     let at = |name: &str| format!("blk.{layer}.{name}");
     let biases = cfg.qkv_bias();
     // The rows of this process's heads, and its columns of the output projection.
-    let shares = shard.map(|shard| shard.config(&cfg).map(|_| shard.shares(cfg.num_heads(), cfg.num_kv_heads())));
+    let shares = shard.map(|shard| cfg.for_shard(shard).map(|_| shard.shares(cfg.num_heads(), cfg.num_kv_heads())));
     let shares = shares.transpose()?;
     let own = |width: usize, of_queries: bool| match shares {
         Some((queries, keys)) => if of_queries { queries } else { keys }.range(width),

@@ -2,10 +2,10 @@
 
 use std::sync::LazyLock;
 
-use candle_attention_core::internal::did_you_mean;
-use candle_attention_core::{
-    GatedDeltaNetConfig, KvSource, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig, QkNorm,
-};
+use candle_attention_core::{KvSource, MultiHeadAttentionConfig, MultiHeadLatentAttentionConfig};
+use candle_attention_delta::GatedDeltaNetConfig;
+use candle_attention_modules::base::did_you_mean;
+use candle_attention_modules::norm::QkNorm;
 use candle_core::{Result, bail};
 use serde_json::Value;
 

@@ -1,6 +1,8 @@
 //! One row of the table of model families: what it may say, in columns.
 
-use candle_attention_core::{MultiHeadAttentionConfig, OutputGate, QkNormKind, QkNormScope, WeightLayout};
+use candle_attention_core::{MultiHeadAttentionConfig, WeightLayout};
+use candle_attention_modules::gate::OutputGate;
+use candle_attention_modules::norm::{QkNormKind, QkNormScope};
 use candle_core::Result;
 
 use super::families::{MODEL, SIZE_NAMES};

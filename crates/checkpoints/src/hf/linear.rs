@@ -7,10 +7,9 @@ use super::families::{HEADS, HIDDEN, MODEL};
 use super::fields::{Fields, with};
 use super::load::{ModuleNames, at};
 use super::rope::Rope;
-use candle_attention_core::{
-    DeltaLayout, GateActivation, GatedDeltaNetConfig as Config, MultiHeadLatentAttentionConfig, RopeScaling,
-    WeightLayout,
-};
+use candle_attention_core::{MultiHeadLatentAttentionConfig, RopeScaling, WeightLayout};
+use candle_attention_delta::{DeltaLayout, GatedDeltaNetConfig as Config};
+use candle_attention_modules::gate::GateActivation;
 
 /// Linear attention in some layers of a model.
 #[derive(Clone, Copy)]

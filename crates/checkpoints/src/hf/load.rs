@@ -7,12 +7,12 @@ use serde_json::Value;
 use super::entry::Entry;
 use super::family::SharedPlace;
 use super::linear::Linear;
-use candle_attention_core::internal::has;
 use candle_attention_core::{
-    ContentPositions, DeltaLayout, GatedDeltaNet, GatedDeltaNetConfig, MultiHeadAttention, MultiHeadAttentionConfig,
-    MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, RelativeBias, RelativeBiasConfig, RelativeEmbeddings,
-    WeightLayout,
+    ContentPositions, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention,
+    MultiHeadLatentAttentionConfig, RelativeBias, RelativeBiasConfig, RelativeEmbeddings, WeightLayout,
 };
+use candle_attention_delta::{DeltaLayout, GatedDeltaNet, GatedDeltaNetConfig};
+use candle_attention_modules::base::has;
 
 impl Entry<'_> {
     /// One layer of a checkpoint.

@@ -281,11 +281,13 @@ use candle_nn::VarBuilder;
 use candle_nn::var_builder::ShardedVarBuilder;
 use serde_json::Value;
 
-use candle_attention_core::internal::whole;
 use candle_attention_core::{
-    GatedDeltaNet, GatedDeltaNetConfig, HeadShard, MultiHeadAttention, MultiHeadAttentionConfig,
-    MultiHeadLatentAttention, MultiHeadLatentAttentionConfig, RelativeBias,
+    MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention, MultiHeadLatentAttentionConfig,
+    RelativeBias,
 };
+use candle_attention_delta::{GatedDeltaNet, GatedDeltaNetConfig};
+use candle_attention_modules::base::HeadShard;
+use candle_attention_modules::base::whole;
 use entry::Entry;
 
 /// The values of `model_type` that are known, in alphabetical order.

@@ -1,9 +1,10 @@
 //! Rules of single families, which rows of the table name where no column says what they need.
 
 use candle_attention_core::{
-    AlibiConfig, ContextNorm, GateActivation, GatePlace, GateScope, KvSource, MultiHeadAttentionConfig as Config,
-    OutputGate, QkNorm, QkNormKind, QkNormScope, QueryScaling, RopeConfig, RopeScaling, RopeStyle,
+    AlibiConfig, KvSource, MultiHeadAttentionConfig as Config, QueryScaling, RopeConfig, RopeScaling, RopeStyle,
 };
+use candle_attention_modules::gate::{GateActivation, GatePlace, GateScope, OutputGate};
+use candle_attention_modules::norm::{ContextNorm, QkNorm, QkNormKind, QkNormScope};
 use candle_core::Result;
 
 use super::fields::{Fields, with};

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use candle_core::{D, DType, Result, Tensor, bail};
 
-use crate::base::{fits_in_memory, part};
 use crate::sdpa::QuantizedKv;
+use candle_attention_modules::base::{fits_in_memory, part};
 
 /// The integer that stands for 0 in 8 bits.
 const ZERO_POINT: f64 = 128.0;

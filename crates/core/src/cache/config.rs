@@ -3,8 +3,8 @@
 use candle_core::{DType, Result, bail};
 use macro_rules_attribute::apply;
 
-use crate::base::{FLOATS, Options, options};
 use crate::config::MultiHeadAttentionConfig;
+use candle_attention_modules::base::{FLOATS, Options, options};
 
 /// The capacity at first, in positions, unless said otherwise: less than what a prompt takes.
 const FIRST_CAPACITY: usize = 256;

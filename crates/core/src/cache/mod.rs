@@ -8,15 +8,16 @@ mod tests;
 
 pub use config::AttentionCacheConfig;
 
-pub(crate) use staged::{CachedCall, Expand, NewTokens, Padding};
+pub(crate) use staged::{CachedCall, Expand};
+pub use staged::{NewTokens, Padding};
 
 use std::ops::Range;
 
 use buffers::{KvBuffers, KvFormat};
 use candle_core::{DType, Result, Tensor, bail};
 
-use crate::base::FLOATS;
 use crate::position::Positions;
+use candle_attention_modules::base::FLOATS;
 
 const OP: &str = "attention_cache";
 

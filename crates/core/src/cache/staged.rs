@@ -9,28 +9,31 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::buffers::{KvBuffers, KvFormat};
 use super::{AttentionCache, OP};
-use crate::base::accumulation_dtype;
 use crate::mask::{AttentionMask, Placement, RebaseDims};
 use crate::position::Positions;
 use crate::sdpa::{Attended, Keys, Outputs, Plan, QuantizedKv, SdpaOptions, attend, plan};
+use candle_attention_modules::base::accumulation_dtype;
 
 /// The padding of a batch (B, T): sequence b has its tokens at `starts[b]..valid_lens[b]`.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Padding<'a> {
+pub struct Padding<'a> {
+    /// The ends of the tokens; T where there are none.
     pub valid_lens: Option<&'a [usize]>,
+    /// Their starts; 0 where there are none.
     pub starts: Option<&'a [usize]>,
 }
 
 /// The tokens of a call (B, T), checked against what the cache holds.
 #[derive(Debug, Clone)]
-pub(crate) struct NewTokens {
+pub struct NewTokens {
+    /// T.
     pub t: usize,
     /// Of each sequence, its length before the call: the position of its first new token.
     pub before: Vec<usize>,
     /// Of each sequence, which of the T are tokens; the others are padding.
     pub tokens: Vec<Range<usize>>,
     /// The positions that the call was given.
-    pub given: Option<Positions>,
+    pub(crate) given: Option<Positions>,
 }
 
 impl NewTokens {
@@ -99,7 +102,7 @@ impl NewTokens {
 
     /// The positions that were given, or the place of each of the T in its sequence. Padding gets that of the nearest
     /// token, so that it makes no sequence longer.
-    pub fn positions(&self) -> Result<Positions> {
+    pub(crate) fn positions(&self) -> Result<Positions> {
         if let Some(given) = &self.given {
             return Ok(given.clone());
         }

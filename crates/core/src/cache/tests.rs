@@ -4,10 +4,10 @@ use candle_core::{DType, Device, Result, Storage, Tensor};
 
 use super::buffers::{dequantize, quantize};
 use super::{AttentionCache, AttentionCacheConfig, CachedCall, Padding};
-use crate::init::TorchSeed;
 use crate::mask::{AttentionMask, EmptyRows};
 use crate::sdpa::{Backend, Keys, Outputs, SdpaOptions, scaled_dot_product_attention};
 use candle_attention_kernels::Tier;
+use candle_attention_modules::init::TorchSeed;
 
 const B: usize = 2;
 const H_KV: usize = 3;

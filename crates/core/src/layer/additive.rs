@@ -5,12 +5,12 @@ use candle_nn::{Linear, VarBuilder};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use crate::base::{
-    Dim, Expect, Options, Source, accumulation_dtype, check_keys_and_values, fits_in_memory, number, options,
-};
-use crate::init::TorchSeed;
 use crate::mask::AttentionMask;
 use crate::sdpa::{AttentionOutput, Dropout, VisibleSoftmax, dropout, weighted_values};
+use candle_attention_modules::base::{
+    Dim, Expect, Options, Source, accumulation_dtype, check_keys_and_values, fits_in_memory, number, options,
+};
+use candle_attention_modules::init::TorchSeed;
 
 /// The shape of an [`AdditiveAttention`].
 #[apply(options)]

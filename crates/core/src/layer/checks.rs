@@ -4,11 +4,11 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::input::KeysFrom;
 use super::{AttentionInput, MultiHeadAttention, OP};
-use crate::base::{Dim, Expect, check_keys_and_values, is_addressable};
 use crate::cache::NewTokens;
 use crate::config::KvSource;
 use crate::position::{AxisPositions, Positions, RopeConfig};
 use crate::sdpa::PackedSequences;
+use candle_attention_modules::base::{Dim, Expect, check_keys_and_values, is_addressable};
 
 pub(super) const NO_KEYS: &str =
     "the layer has no keys and values of its own, expected an earlier layer's, `with_shared_cache` or `with_memory`";

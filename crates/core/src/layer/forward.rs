@@ -6,12 +6,12 @@ use super::checks::{Inputs, NO_KEYS};
 use super::heads::{Projected, split_heads};
 use super::input::KeysFrom;
 use super::{AttentionInput, LayerOutput, MultiHeadAttention};
-use crate::base::accumulation_dtype;
 use crate::mask::AttentionMask;
 use crate::position::{KeysByHeads, Scores, TermCall};
 use crate::sdpa::{
     Attended, AttentionStatistics, Keys, Outputs, OwnKeys, Plan, SdpaOptions, StatisticsOptions, uncached,
 };
+use candle_attention_modules::base::accumulation_dtype;
 
 impl MultiHeadAttention {
     /// Self-attention under the layer's own mask: (B, T, E) gives (B, T, out_dim). Training is

@@ -5,11 +5,11 @@ use candle_core::{Result, Tensor, bail};
 use super::checks::{CallPositions, Inputs};
 use super::input::{Given, KeysFrom};
 use super::{AttentionInput, MultiHeadAttention, OP};
-use crate::base::{Expect, check_keys_and_values};
 use crate::config::KvSource;
-use crate::linear::Queries;
-use crate::norm::{Norm, SumFunction};
 use crate::position::{Positions, RopeAxes, RopeConfig, Rotation};
+use candle_attention_modules::base::{Expect, check_keys_and_values};
+use candle_attention_modules::linear::Queries;
+use candle_attention_modules::norm::{Norm, SumFunction};
 
 /// Projected inputs as heads.
 pub(super) struct Projected {

@@ -8,11 +8,11 @@ use candle_core::{Result, Tensor, bail};
 
 use super::ProjectedMemory;
 use crate::cache::{AttentionCache, NewTokens, Padding};
-use crate::init::TorchSeed;
 use crate::mask::AttentionMask;
-use crate::norm::SumFunction;
 use crate::position::Positions;
 use crate::sdpa::{AttentionFunction, Backend, OutputOrder, PackedSequences, SdpaOptions};
+use candle_attention_modules::init::TorchSeed;
+use candle_attention_modules::norm::SumFunction;
 
 /// A function that can be printed.
 pub(super) struct Given<'a, F: ?Sized>(pub &'a F);

@@ -11,7 +11,6 @@ mod shard;
 #[cfg(test)]
 mod tests;
 
-pub use crate::norm::SumFunction;
 pub use additive::{AdditiveAttention, AdditiveAttentionConfig, AdditiveInput};
 pub use heads::ProjectedMemory;
 pub use input::AttentionInput;
@@ -21,14 +20,14 @@ use candle_core::{ModuleT, Result, Tensor, bail};
 use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Linear, VarBuilder};
 
-use crate::base::{Expect, HeadShard, Heads, ParameterList, Source, save};
 use crate::config::MultiHeadAttentionConfig;
-use crate::linear::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
 use crate::mask::AttentionMask;
-use crate::norm::{Norm, QkNorms, Span};
 use crate::params::{WeightLayout, load_projections, projection_shapes, state_dict};
 use crate::position::{ContentPositions, RelativeBias, RelativeEmbeddings, RotaryEmbedding, ScoreTerm, Term, alibi};
 use crate::sdpa::Attended;
+use candle_attention_modules::base::{Expect, HeadShard, Heads, ParameterList, Source, save};
+use candle_attention_modules::linear::{ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
+use candle_attention_modules::norm::{Norm, QkNorms, Span};
 use checks::Expected;
 
 const OP: &str = "multi_head_attention";
@@ -195,7 +194,7 @@ impl MultiHeadAttention {
     ) -> Result<Self> {
         cfg.validate()?;
         let (h, h_kv, d, d_v) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim(), cfg.value_head_dim());
-        let config = shard.map_or_else(|| Ok(cfg.clone()), |shard| shard.config(cfg))?;
+        let config = shard.map_or_else(|| Ok(cfg.clone()), |shard| cfg.for_shard(shard))?;
         let source = source.with_shard(shard, h, h_kv)?;
         source.check_dtype()?;
         let projections = projections(&source)?;
@@ -216,7 +215,7 @@ impl MultiHeadAttention {
             config,
             projections,
             parameters: ParameterList::default(),
-            norm_spans: shard.map_or([None; 2], |shard| shard.norm_spans(cfg)),
+            norm_spans: shard.map_or([None; 2], |shard| cfg.norm_spans(shard)),
             qk_norm: None,
             value_norm: match cfg.value_norm() {
                 Some(eps) => Some(Norm::without_weight(eps, d_v, source.dtype(), source.device())?),
@@ -365,13 +364,15 @@ impl MultiHeadAttention {
     /// The query, key, value and output projections, as they were loaded, with what variables hold now; a gate is in
     /// [`state_dict`](Self::state_dict) alone.
     ///
-    /// A layer over plain tensors on a CPU holds packed weights ([`PackedLinear`](crate::PackedLinear)), which this
-    /// copies back; those of q, k and v that read inputs of one width are views of one weight. Where values are the
-    /// keys' projection, it stands in both places.
+    /// A layer over plain tensors on a CPU holds packed weights ([`PackedLinear`]), which this copies back; those of q,
+    /// k and v that read inputs of one width are views of one weight. Where values are the keys' projection, it stands
+    /// in both places.
     ///
     /// # Errors
     /// If a projection is a module of the caller's, for a layer without projections of keys and values, and if memory
     /// is short.
+    ///
+    /// [`PackedLinear`]: candle_attention_modules::linear::PackedLinear
     pub fn projections(&self) -> Result<(Linear, Linear, Linear, Option<Linear>)> {
         let [Some(q), Some(k), v, o, _] = self.projections.to_linears()? else {
             bail!("[multi_head_attention] keys and values are those of an earlier layer, which has their projections")

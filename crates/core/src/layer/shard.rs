@@ -5,62 +5,62 @@ use candle_core::{Result, bail};
 use candle_nn::Init;
 
 use super::MultiHeadAttention;
-use crate::base::{HeadShard, Heads, ParameterList, Source, Spec};
 use crate::config::{KvSource, MultiHeadAttentionConfig};
-use crate::norm::{NormPlace, QkNorm, QkNormKind, QkNormScope, QkNorms, Span, refuse_norms};
 use crate::position::{AlibiConfig, content, content_specs};
+use candle_attention_modules::base::{HeadShard, Heads, ParameterList, Source, Spec};
+use candle_attention_modules::norm::{NormPlace, QkNorm, QkNormKind, QkNormScope, QkNorms, Span, refuse_norms};
 
-impl HeadShard {
-    /// The config of a process's own layer.
+impl MultiHeadAttentionConfig {
+    /// The config of one process's own layer.
     ///
     /// # Errors
     /// For more processes than query heads, for layer norms and norms of the context, which span all heads, and for
     /// unequal shares of a relative bias, whose heads are divided without the key heads.
     #[doc(hidden)]
-    pub fn config(&self, cfg: &MultiHeadAttentionConfig) -> Result<MultiHeadAttentionConfig> {
-        let (h, h_kv, n) = (cfg.num_heads(), cfg.num_kv_heads(), self.world_size());
+    pub fn for_shard(&self, shard: HeadShard) -> Result<Self> {
+        let (h, h_kv, n) = (self.num_heads(), self.num_kv_heads(), shard.world_size());
         if n > h {
             bail!("[multi_head_attention] a world size of {n} is more than the {h} query heads")
         }
-        if cfg.context_norm().is_some() && n > 1 {
+        if self.context_norm().is_some() && n > 1 {
             bail!("[multi_head_attention] a norm of the context spans the heads of all processes")
         }
         let subtracts_mean = |norm: QkNorm| matches!(norm.kind, QkNormKind::Layer | QkNormKind::LayerNoBias);
-        if cfg.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection && subtracts_mean(norm)) && n > 1 {
+        if self.qk_norm().is_some_and(|norm| norm.scope == QkNormScope::Projection && subtracts_mean(norm)) && n > 1 {
             bail!(
                 "[multi_head_attention] layer norms of whole projections span the heads of all processes, expected a root \
                  mean square"
             )
         }
-        if cfg.relative_bias().is_some() && self.all().any(|shard| shard.shares(h, h_kv).0.range(h).len() * n != h) {
+        if self.relative_bias().is_some() && shard.all().any(|shard| shard.shares(h, h_kv).0.range(h).len() * n != h) {
             bail!(
                 "[multi_head_attention] a world size of {n} does not divide the {h} heads of a relative bias equally, \
                  with {h_kv} key heads"
             )
         }
-        let (queries, keys) = self.shares(h, h_kv);
+        let (queries, keys) = shard.shares(h, h_kv);
         let (queries, keys) = (queries.range(h), keys.range(h_kv));
         // What follows from the number of heads is as in the whole layer.
-        let mut own = cfg
+        let mut own = self
             .clone()
-            .with_head_dim(cfg.head_dim())
-            .with_value_head_dim(cfg.value_head_dim())
-            .with_out_dim(if cfg.out_proj() { cfg.out_dim() } else { cfg.out_dim() / h * queries.len() })
-            .with_key_size(cfg.key_size())
-            .with_value_size(cfg.value_size());
-        if let Some(alibi) = cfg.alibi().filter(|&alibi| *alibi != AlibiConfig::Falcon) {
+            .with_head_dim(self.head_dim())
+            .with_value_head_dim(self.value_head_dim())
+            .with_out_dim(if self.out_proj() { self.out_dim() } else { self.out_dim() / h * queries.len() })
+            .with_key_size(self.key_size())
+            .with_value_size(self.value_size());
+        if let Some(alibi) = self.alibi().filter(|&alibi| *alibi != AlibiConfig::Falcon) {
             own = own.with_alibi(AlibiConfig::Slopes(alibi.slopes(h)?[queries.clone()].to_vec()));
         }
         Ok(own.with_heads(queries.len(), keys.len()))
     }
 
     /// What norms of whole queries and keys span, where the config has such.
-    pub(super) fn norm_spans(self, cfg: &MultiHeadAttentionConfig) -> [Option<Span>; 2] {
-        if cfg.qk_norm().is_none_or(|norm| norm.scope != QkNormScope::Projection) {
+    pub(super) fn norm_spans(&self, shard: HeadShard) -> [Option<Span>; 2] {
+        if self.qk_norm().is_none_or(|norm| norm.scope != QkNormScope::Projection) {
             return [None; 2];
         }
-        let (h, h_kv, d) = (cfg.num_heads(), cfg.num_kv_heads(), cfg.head_dim());
-        let of_keys = Span { width: h_kv * d, counts: self.is_first_of_keys(h_kv) };
+        let (h, h_kv, d) = (self.num_heads(), self.num_kv_heads(), self.head_dim());
+        let of_keys = Span { width: h_kv * d, counts: shard.is_first_of_keys(h_kv) };
         [Some(Span { width: h * d, counts: true }), Some(of_keys)]
     }
 }
@@ -143,7 +143,7 @@ mod tests {
                     let shard = HeadShard::new(rank, world_size)?;
                     let (queries, keys) = shard.shares(h, h_kv);
                     let (queries, keys) = (queries.range(h), keys.range(h_kv));
-                    let own = shard.config(&MultiHeadAttentionConfig::new(h * 2, h).with_num_kv_heads(h_kv))?;
+                    let own = MultiHeadAttentionConfig::new(h * 2, h).with_num_kv_heads(h_kv).for_shard(shard)?;
                     assert_eq!((own.num_heads(), own.num_kv_heads()), (queries.len(), keys.len()));
                     assert!(queries.start == next && !queries.is_empty(), "{h}, {h_kv}, {rank} of {world_size}");
                     next = queries.end;

@@ -325,11 +325,12 @@ impl AttentionMask {
     }
 }
 
-/// The [`single_run`] of each row of a tokenizer's mask (B, T).
+/// The start and end of the one run of ones in each row of a tokenizer's mask (B, T), (0, 0) for a row of zeros, `None`
+/// for several runs.
 ///
 /// # Errors
 /// For a value other than 0 and 1.
-pub(crate) fn runs_of_ones(op: &str, mask: &Tensor) -> Result<Vec<Option<(usize, usize)>>> {
+pub fn runs_of_ones(op: &str, mask: &Tensor) -> Result<Vec<Option<(usize, usize)>>> {
     let rows = mask.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.to_vec2::<f32>()?;
     if let Some(other) = rows.iter().flatten().find(|&&value| value != 0.0 && value != 1.0) {
         bail!("[{op}] the attention mask has {other}, expected ones and zeros")
@@ -337,7 +338,6 @@ pub(crate) fn runs_of_ones(op: &str, mask: &Tensor) -> Result<Vec<Option<(usize,
     Ok(rows.iter().map(|row| single_run(row)).collect())
 }
 
-/// The start and end of the one run of ones in a row, (0, 0) for a row of zeros, `None` for several runs.
 fn single_run(row: &[f32]) -> Option<(usize, usize)> {
     let Some(start) = row.iter().position(|&value| value == 1.0) else { return Some((0, 0)) };
     let end = row.iter().rposition(|&value| value == 1.0)? + 1;

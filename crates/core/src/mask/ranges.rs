@@ -10,7 +10,7 @@ use candle_core::{Device, Result, Tensor, bail};
 use super::constraint::{Alignment, Constraint, Placement};
 use super::tensors::{check_memory, fit};
 use super::{AttentionMask, EmptyRows};
-use crate::base::filled;
+use candle_attention_modules::base::filled;
 
 /// The structural constraints of an [`AttentionMask`] for given B, T_q and T_kv.
 ///

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::AttentionMask;
 use super::constraint::Constraint;
-use crate::base::{Expect, FLOATS, fits_in_memory, is_addressable};
+use candle_attention_modules::base::{Expect, FLOATS, fits_in_memory, is_addressable};
 
 impl AttentionMask {
     /// The mask as one tensor to add to scores: the biases, and -inf where a key is hidden. Shape broadcastable to

@@ -2,8 +2,8 @@
 
 use candle_core::{Device, Result, Tensor, bail};
 
-use crate::base::fits_in_memory;
 use crate::mask::AttentionMask;
+use candle_attention_modules::base::fits_in_memory;
 
 /// An image of height × width tokens in square windows, in which attention stays (SAM, ViTDet, Swin): they are rows of
 /// a batch for a layer. An image that windows do not divide is padded with zeros, below and on the right, which are

@@ -7,8 +7,8 @@ use candle_nn::VarBuilder;
 
 use super::layout::{Form, Kind, Orientation, PackedNaming, QkvOrder, Storage, WeightLayout};
 use super::tensors::GATE_NAMES;
-use crate::base::{has, hint, root};
 use crate::config::MultiHeadAttentionConfig;
+use candle_attention_modules::base::{has, hint, root};
 
 /// What training loops and compilers put in front of a model's names.
 const WRAPPERS: [&str; 5] = ["module", "_orig_mod", "model", "state_dict", "model_state_dict"];

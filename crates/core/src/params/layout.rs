@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use candle_core::{Error, Result};
 
-use crate::base::did_you_mean;
+use candle_attention_modules::base::did_you_mean;
 
 /// How a checkpoint lays out the projections of one attention layer.
 ///

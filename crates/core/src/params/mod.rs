@@ -14,10 +14,10 @@ use candle_nn::Linear;
 use layout::Form;
 use tensors::{GATE_NAMES, Part, heads_of, projection_tensors};
 
-use crate::base::{Heads, Source, Spec, fits_in_memory};
 use crate::config::{KvSource, MultiHeadAttentionConfig};
-use crate::gate::GatePlace;
-use crate::linear::{ByPlace, PROJECTIONS, Piece, ProjectionPlace, ProjectionRows};
+use candle_attention_modules::base::{Heads, Source, Spec, fits_in_memory};
+use candle_attention_modules::gate::GatePlace;
+use candle_attention_modules::linear::{ByPlace, PROJECTIONS, Piece, ProjectionPlace, ProjectionRows};
 
 /// The projections in any layout, or this process's part of each, where the config is the whole layer's.
 ///
@@ -51,7 +51,7 @@ pub(crate) fn load_projections(
         // Of the rows of this process's heads those that are in the tensor.
         let own_rows = |Part { place, rows, first }: &Part| {
             let own = source.own_range(heads_of(*place), shapes[*place as usize].0);
-            own.start.clamp(*first, first + rows.len()) - first..own.end.clamp(*first, first + rows.len()) - first
+            own.start.clamp(*first, first + rows.count()) - first..own.end.clamp(*first, first + rows.count()) - first
         };
         match tensor.parts.as_slice() {
             [Part { place: ProjectionPlace::Output, .. }] => {

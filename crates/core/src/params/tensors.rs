@@ -6,10 +6,10 @@ use candle_core::{Result, Tensor};
 use candle_nn::Init;
 
 use super::layout::{Form, Kind, Orientation, QkvOrder, WeightLayout};
-use crate::base::{DRAWN_THEN_ZEROED, Heads, LINEAR_WEIGHT, Rows, Source, Spec, linear_bias};
 use crate::config::{KvSource, MultiHeadAttentionConfig};
-use crate::gate::{GatePlace, OutputGate};
-use crate::linear::{PROJECTIONS, ProjectionPlace};
+use candle_attention_modules::base::{DRAWN_THEN_ZEROED, Heads, LINEAR_WEIGHT, Rows, Source, Spec, linear_bias};
+use candle_attention_modules::gate::{GatePlace, OutputGate};
+use candle_attention_modules::linear::{PROJECTIONS, ProjectionPlace};
 
 use ProjectionPlace::{Gate, Key, Output, Query, Value};
 
@@ -62,7 +62,7 @@ impl ProjectionTensor {
         let mut own = Vec::with_capacity(self.parts.len());
         for Part { place, rows, first } in &self.parts {
             let Some(whole) = of(*place) else { return Ok(None) };
-            own.push((rows, whole.narrow(0, *first, rows.len())?));
+            own.push((rows, whole.narrow(0, *first, rows.count())?));
         }
         let joined = Rows::join(&own)?;
         let stored = if self.is_transposed { joined.t()? } else { joined };
@@ -159,7 +159,7 @@ pub(super) fn projection_tensors(
                 let (rows, in_dim) = shapes[place as usize];
                 let rows = Rows::first(rows / heads);
                 let name = format!("heads.{head}.{}", names[place as usize]);
-                let parts = vec![Part { place, first: head * rows.len(), rows }];
+                let parts = vec![Part { place, first: head * rows.count(), rows }];
                 Module { name: &name, kind, parts, in_dim }.tensors(biases[place as usize])
             };
             let of_heads = move |head| [Query, Key, Value].into_iter().flat_map(move |place| of_head(place, head));
@@ -267,7 +267,7 @@ impl Module<'_> {
     }
 
     fn out_dim(&self) -> usize {
-        self.parts.iter().map(|part| part.rows.len()).sum()
+        self.parts.iter().map(|part| part.rows.count()).sum()
     }
 
     fn weight(&self) -> ProjectionTensor {

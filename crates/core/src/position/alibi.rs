@@ -8,8 +8,8 @@ use half::bf16;
 use serde::{Deserialize, Serialize};
 
 use super::{ScoreTerm, Scores, Term, TermCall};
-use crate::base::{accumulation_dtype, fits_in_memory};
 use crate::position::Positions;
+use candle_attention_modules::base::{accumulation_dtype, fits_in_memory};
 
 /// The slopes' largest exponent in the paper, and in every model but some of MPT.
 const BIAS_MAX: f64 = 8.0;

@@ -22,9 +22,9 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Result, Tensor, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::linear::Projections;
 use crate::mask::AttentionMask;
 use crate::sdpa::{PackedSequences, SdpaOptions};
+use candle_attention_modules::linear::Projections;
 
 /// The first position that f32, in which angles are computed, cannot tell from its neighbour.
 const END: usize = 1 << 24;

@@ -8,10 +8,10 @@ use macro_rules_attribute::apply;
 
 use super::validate::Call;
 use super::{PackedSequences, StatisticsOptions, gpu};
-use crate::base::options;
-use crate::init::TorchSeed;
 use crate::mask::EmptyRows;
 use candle_attention_kernels::Tier;
+use candle_attention_modules::base::options;
+use candle_attention_modules::init::TorchSeed;
 
 pub use candle_attention_kernels::flash::OutputOrder;
 

@@ -8,8 +8,8 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use super::softmax::{VisibleSoftmax, scalar};
 use super::validate::{Call, Dims};
 use super::{Attended, OutputOrder, PackedSequences};
-use crate::base::{accumulation_dtype, fits_in_memory};
-use crate::init::TorchSeed;
+use candle_attention_modules::base::{accumulation_dtype, fits_in_memory};
+use candle_attention_modules::init::TorchSeed;
 
 /// With weights in the dtype of the accumulation: none of packed sequences, and none without an entry on CUDA, where
 /// Candle has no empty tensors.

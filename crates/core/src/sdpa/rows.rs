@@ -6,7 +6,7 @@ use candle_core::{Result, bail};
 
 use super::PackedSequences;
 use super::validate::{Call, Dims};
-use crate::base::fits_in_memory;
+use candle_attention_modules::base::fits_in_memory;
 
 /// What the structural constraints of a mask leave: an interval of keys for each row of queries.
 #[derive(Debug, Default, PartialEq, Eq)]

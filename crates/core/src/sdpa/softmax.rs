@@ -2,8 +2,8 @@
 
 use candle_core::{D, Device, Result, Tensor, bail};
 
-use crate::base::{Dim, Expect, FLOATS, accumulation_dtype};
 use crate::mask::{AttentionMask, EmptyRows, ValidLens};
+use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype};
 
 /// A softmax over the last dimension that knows of hidden keys, sinks and rows that see nothing.
 #[derive(Default)]

@@ -11,8 +11,8 @@ use super::reference::{self, present};
 use super::validate::{Call, Dims};
 use super::varlen::attend_packed;
 use super::{PackedSequences, SdpaOptions, attend};
-use crate::base::{Options, accumulation_dtype, options};
 use crate::mask::AttentionMask;
+use candle_attention_modules::base::{Options, accumulation_dtype, options};
 
 /// What [`scaled_dot_product_attention_with_statistics`] is to find out, besides entropies and sums.
 ///

@@ -4,8 +4,8 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::keys::QuantizedKv;
 use super::{OutputOrder, PackedSequences, SdpaOptions};
-use crate::base::{Dim, Expect, FLOATS, accumulation_dtype, is_addressable, number};
 use crate::mask::AttentionMask;
+use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, is_addressable, number};
 
 /// The dimensions of a call, by the letters of the glossary.
 #[derive(Debug, Clone, Copy)]

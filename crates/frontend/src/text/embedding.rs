@@ -4,7 +4,7 @@ use candle_core::{D, DType, Module, Result, Tensor, bail};
 use candle_nn::{Embedding, Init, VarBuilder};
 use serde::{Deserialize, Serialize};
 
-use candle_attention_core::internal::{Dim, Expect, Source};
+use candle_attention_modules::base::{Dim, Expect, Source};
 
 /// The sizes of an [`EmbeddingLayer`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -9,7 +9,7 @@ use tokenizers::{
     PreTokenizedString, PreTokenizer, Token, Tokenizer, TruncationParams, truncate_encodings,
 };
 
-use candle_attention_core::internal::nearest;
+use candle_attention_modules::base::nearest;
 
 use super::Encoding;
 use super::error::{BoxError, TokenizerError, failed, invalid};

@@ -9,7 +9,8 @@ use crate::hf::rope::{Rope, Rotated, rope};
 use crate::hf::rules::{self, GATE, GATE_IN_QUERY, GATE_OF_HEADS};
 use crate::hf::windows::{self, Pattern::*, Window};
 use candle_attention_core::weights::{PackedNaming, QkvOrder};
-use candle_attention_core::{QkNormKind, QkNormScope, WeightLayout};
+use candle_attention_modules::norm::{QkNormKind, QkNormScope};
+use candle_attention_core::WeightLayout;
 
 /// The parameters of rotary positions that a class of transformers has by default.
 const APERTUS_ROPE: &str = r#"{"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,

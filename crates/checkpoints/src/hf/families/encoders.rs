@@ -10,7 +10,8 @@ use crate::hf::rope::{Rotated, rope};
 use crate::hf::rules;
 use crate::hf::windows::{self, Pattern::*, Window};
 use candle_attention_core::weights::{PackedNaming, QkvOrder};
-use candle_attention_core::{QkNormKind, QkNormScope, WeightLayout};
+use candle_attention_modules::norm::{QkNormKind, QkNormScope};
+use candle_attention_core::WeightLayout;
 
 const NOMIC: &[&str] = &["nomic_bert.", "bert.", ""];
 const WQKV_WO: WeightLayout = WeightLayout::Packed(PackedNaming::WqkvWo, QkvOrder::ByPart);

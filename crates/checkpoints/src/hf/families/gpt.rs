@@ -6,7 +6,8 @@ use crate::hf::rope::{Rotated, rope};
 use crate::hf::rules;
 use crate::hf::windows::{self, Window};
 use candle_attention_core::weights::{PackedNaming, QkvOrder};
-use candle_attention_core::{QkNormKind, QkNormScope, WeightLayout};
+use candle_attention_modules::norm::{QkNormKind, QkNormScope};
+use candle_attention_core::WeightLayout;
 
 const TRANSFORMER: &[&str] = &["transformer.", ""];
 const QUERY_KEY_VALUE: WeightLayout = WeightLayout::Packed(PackedNaming::QueryKeyValue, QkvOrder::ByHead);

@@ -8,7 +8,8 @@ use crate::hf::positions::{Cosine, Positions};
 use crate::hf::rope::{Axes, Rope, rope};
 use crate::hf::rules::{self, GATE_IN_QUERY};
 use crate::hf::windows::{Stages, Window};
-use candle_attention_core::{QkNormKind, RopeAxisLayout, WeightLayout};
+use candle_attention_modules::norm::QkNormKind;
+use candle_attention_core::{RopeAxisLayout, WeightLayout};
 use candle_attention_core::weights::{PackedNaming, QkvOrder};
 
 /// The images of a model of texts and images, by themselves, and below a model of text.

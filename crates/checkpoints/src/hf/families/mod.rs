@@ -13,8 +13,9 @@ mod images_and_sound;
 
 use super::family::{Bias, Family, Heads, Mask, Norm, Number};
 use super::rope::{Rope, rope};
+use candle_attention_core::WeightLayout;
 use candle_attention_core::weights::{PackedNaming, QkvOrder};
-use candle_attention_core::{QkNormKind, QkNormScope, WeightLayout};
+use candle_attention_modules::norm::{QkNormKind, QkNormScope};
 
 const LAYERS: &str = "num_hidden_layers";
 pub(super) const HIDDEN: &str = "hidden_size";

@@ -5,8 +5,8 @@ use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use super::OP;
-use crate::base::{Options, number, options};
 use crate::position::{RopeConfig, RopeStyle, score_factor};
+use candle_attention_modules::base::{Options, number, options};
 
 /// The shape and options of a [`MultiHeadLatentAttention`](crate::MultiHeadLatentAttention). What belongs to the data
 /// (lengths, padding, a cache) is given at the call.

@@ -15,15 +15,15 @@ use super::LayerOutput;
 use super::checks::Expected;
 use super::forward::AttentionCall;
 use super::input::{AttentionInput, KeysFrom};
-use crate::base::{HeadDim, HeadShard, Heads, Source, is_addressable, part};
 use crate::cache::{Expand, NewTokens};
-use crate::linear::PackedLinear;
 use crate::mask::AttentionMask;
-use crate::norm::Norm;
 use crate::position::{Positions, RotaryEmbedding};
 use crate::sdpa::{
     Attended, AttentionStatistics, Keys, Outputs, OwnKeys, PackedSequences, Plan, StatisticsOptions, uncached,
 };
+use candle_attention_modules::base::{HeadDim, HeadShard, Heads, Source, is_addressable, part};
+use candle_attention_modules::linear::PackedLinear;
+use candle_attention_modules::norm::Norm;
 use up::UpProjection;
 
 const OP: &str = "multi_head_latent_attention";

@@ -5,10 +5,10 @@ use std::sync::OnceLock;
 use candle_core::{DType, Module, Result, Tensor};
 
 use super::{MultiHeadLatentAttentionConfig, ROWS};
-use crate::base::{Source, part};
 use crate::cache::Expand;
-use crate::linear::PackedLinear;
 use candle_attention_kernels::{Workers, for_each_task};
+use candle_attention_modules::base::{Source, part};
+use candle_attention_modules::linear::PackedLinear;
 
 /// The projection `kv_b_proj` of latents to the keys and values of all heads, by its rows: for each head those of its
 /// key, then those of its value.

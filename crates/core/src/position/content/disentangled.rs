@@ -6,12 +6,12 @@ use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
 use super::distances::{DistanceRows, descending, rows_of};
-use crate::base::{
+use candle_attention_modules::base::{
     Dim, Expect, Heads, LINEAR_WEIGHT, Options, ParameterList, Source, Spec, Stored, accumulation_dtype, linear_bias,
     number, options,
 };
-use crate::linear::{Projections, frozen};
-use crate::norm::Norm;
+use candle_attention_modules::linear::{Projections, frozen};
+use candle_attention_modules::norm::Norm;
 
 /// The terms of [`ContentPositions::Disentangled`](crate::ContentPositions::Disentangled).
 ///

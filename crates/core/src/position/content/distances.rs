@@ -9,10 +9,12 @@ use candle_nn::Init;
 
 use super::disentangled::Disentangled;
 use super::{ContentLayer, ScoreTerm, Scores, TermCall};
-use crate::base::{Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, Stored, accumulation_dtype, fits_in_memory};
-use crate::linear::Projections;
 use crate::mask::AttentionMask;
 use crate::sdpa::{Attended, Keys, Outputs, Plan, SdpaOptions, attend, plan, scaled_dot_product_attention};
+use candle_attention_modules::base::{
+    Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, Stored, accumulation_dtype, fits_in_memory,
+};
+use candle_attention_modules::linear::Projections;
 
 /// The parameters of a layer's [`ContentPositions`] that go by the distance of query and key.
 #[derive(Debug, Clone)]

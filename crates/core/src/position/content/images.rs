@@ -7,10 +7,10 @@ use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::{Init, ops};
 
 use super::{ScoreTerm, Scores, TermCall};
-use crate::base::{
+use candle_attention_modules::base::{
     Heads, LINEAR_WEIGHT, ParameterList, Source, Spec, Stored, accumulation_dtype, fits_in_memory, linear_bias,
 };
-use crate::norm::Norm;
+use candle_attention_modules::norm::Norm;
 
 /// The parameters of [`ContentPositions::Grid`](crate::ContentPositions::Grid).
 #[derive(Debug, Clone)]

@@ -16,7 +16,7 @@ use candle_core::{Result, bail};
 use serde::{Deserialize, Serialize};
 
 use super::{ScoreTerm, Scores, Term, TermCall};
-use crate::base::{ParameterList, Source, Spec};
+use candle_attention_modules::base::{ParameterList, Source, Spec};
 use disentangled::Disentangled;
 use distances::{DistanceTables, Kind};
 use images::{GridTables, WindowTables};

@@ -5,7 +5,7 @@ use candle_core::{Result, bail};
 use macro_rules_attribute::apply;
 use serde::{Deserialize, Serialize};
 
-use crate::base::{Options, options};
+use candle_attention_modules::base::{Options, options};
 
 /// Which two entries of a head are rotated as a pair, of the r that are rotated.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

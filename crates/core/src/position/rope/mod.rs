@@ -13,10 +13,10 @@ use std::sync::Arc;
 use candle_core::{CpuStorage, CustomOp1, D, DType, Layout, Result, Shape, Tensor, bail};
 use candle_nn::rotary_emb;
 
-use crate::base::rowwise::{Element, map_heads, with_contiguous_rows};
-use crate::base::{Dim, Expect, FLOATS, accumulation_dtype, fits_in_memory};
 use crate::position::{AxisPositions, Positions};
 use angles::{Angles, Rows, Tables};
+use candle_attention_modules::base::rowwise::{Element, map_heads, with_contiguous_rows};
+use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, fits_in_memory};
 
 /// The cosines and sines of a [`RopeConfig`] for heads of one width, and the rotation of queries and keys by them.
 ///

@@ -4,10 +4,10 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, WithDType};
 
 use super::{Flash, ScoreTensors};
-use crate::base::rowwise::{read, with_contiguous_rows, with_float};
 use crate::sdpa::OutputOrder;
 use candle_attention_kernels::Element;
 use candle_attention_kernels::flash::{self, BackwardProblem, Dims, Gradients, KvRows, Strided, Wanted};
+use candle_attention_modules::base::rowwise::{read, with_contiguous_rows, with_float};
 
 /// The results of the forward pass that a loss was made of.
 struct Results<'a> {

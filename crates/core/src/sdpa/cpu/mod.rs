@@ -11,13 +11,13 @@ use candle_core::{CpuStorage, CustomOp3, DType, Error, Layout, Result, Shape, Te
 use super::rows::RowRanges;
 use super::validate::{self, Call};
 use super::{Attended, AttentionStatistics, OutputOrder, Outputs, plan, reference};
-use crate::base::rowwise::{Read, read, strided, with_contiguous_rows, with_float};
-use crate::base::{executor, fits_in_memory};
 use backward::FlattenedFlash;
 use candle_attention_kernels::flash::{
     self, Alibi, Dims, DistanceBias, Dropout, DropoutMask, KvRows, Problem, ScoreOptions, SoftmaxStats, Strided,
 };
 use candle_attention_kernels::{Element, Tier};
+use candle_attention_modules::base::rowwise::{Read, read, strided, with_contiguous_rows, with_float};
+use candle_attention_modules::base::{executor, fits_in_memory};
 
 /// What is wanted of a call. No input is tracked for gradients where it is statistics.
 pub(super) fn attend(call: &Call, tier: Tier, outputs: Outputs) -> Result<Attended> {

@@ -1,0 +1,272 @@
+//! The short causal convolution, depthwise, and SiLU.
+
+use std::ops::Range;
+
+use candle_core::backend::BackendStorage;
+use candle_core::{CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor, WithDType};
+use rayon::prelude::*;
+
+use super::{GatedDeltaNetConfig, OP};
+use candle_attention_core::PackedSequences;
+use candle_attention_core::internal::NewTokens;
+use candle_attention_modules::base::rowwise::{Element, Rows, map_heads, read, with_contiguous_rows, with_float};
+use candle_attention_modules::base::{accumulation_dtype, part};
+use candle_attention_modules::gate::GateActivation;
+use candle_attention_modules::linear::ProjectionRows;
+
+/// `y[t] = silu(Σ taps[i] x[t - K + 1 + i])` of each channel. The K - 1 inputs before a call are its state, or zeros.
+#[derive(Debug, Clone)]
+pub(super) struct ShortConvolution {
+    /// (C, 1, K).
+    weight: ProjectionRows,
+    /// (K, C) in the accumulation dtype, unless the weight is a variable.
+    taps: Option<Tensor>,
+}
+
+impl ShortConvolution {
+    pub fn new(weight: ProjectionRows) -> Result<Self> {
+        let mut own = Self { weight, taps: None };
+        if !own.weight.is_tracked() {
+            own.taps = Some(own.taps()?);
+        }
+        Ok(own)
+    }
+
+    /// With what variables hold now.
+    pub fn freeze(&self) -> Result<Self> {
+        Self::new(self.weight.freeze()?)
+    }
+
+    /// The weight (C, 1, K) that variables hold now.
+    fn weight(&self) -> Result<Tensor> {
+        Ok(ProjectionRows::to_linear(&[&self.weight])?.weight().clone())
+    }
+
+    /// Those of queries, keys and values.
+    pub fn weights(&self, cfg: &GatedDeltaNetConfig) -> Result<Vec<Tensor>> {
+        let weight = self.weight()?;
+        cfg.rows()[..3].iter().map(|rows| part(&weight, 0, rows.clone())).collect()
+    }
+
+    /// (K, C) in the accumulation dtype, what variables hold now.
+    pub fn taps(&self) -> Result<Tensor> {
+        if let Some(taps) = &self.taps {
+            return Ok(taps.clone());
+        }
+        let weight = self.weight()?;
+        weight.to_dtype(accumulation_dtype(weight.dtype()))?.squeeze(1)?.t()?.contiguous()
+    }
+}
+
+/// (B, T, C) by taps (K, C), after a state (B, K - 1, C), or packed sequences (1, total, C), each after zeros.
+pub(super) fn convolve(
+    taps: &Tensor,
+    xs: &Tensor,
+    state: &Tensor,
+    sequences: Option<&PackedSequences>,
+) -> Result<Tensor> {
+    let (b, t, _) = xs.dims3()?;
+    if xs.elem_count() == 0 {
+        return Tensor::zeros(xs.shape(), xs.dtype(), xs.device());
+    }
+    if xs.device().is_cpu() && xs.dtype() != DType::F64 {
+        let starts = match sequences {
+            Some(sequences) => (0..sequences.len()).map(|s| sequences.queries(s).start).collect(),
+            None => (0..b).map(|b| b * t).collect(),
+        };
+        let convolve = Convolve { state: state.detach().flatten_all()?, starts };
+        return with_contiguous_rows(xs)?.apply_op2(&taps.contiguous()?, convolve);
+    }
+    let Some(sequences) = sequences else { return shifted(xs, state, taps) };
+    let one = |s| shifted(&part(xs, 1, sequences.queries(s))?, state, taps);
+    let filled = (0..sequences.len()).filter(|&s| !sequences.queries(s).is_empty());
+    Tensor::cat(&filled.map(one).collect::<Result<Vec<_>>>()?, 1)
+}
+
+/// The last of a state (B, K - 1, C) and inputs (B, T, C), as many as the state has, before the end of each sequence's
+/// tokens: the state that the next call begins with.
+pub(super) fn tail(xs: &Tensor, state: &Tensor, tokens: &NewTokens) -> Result<Tensor> {
+    let before = state.dim(1)?;
+    let last = |xs: &Tensor, state: &Tensor, end: usize| {
+        let own = part(xs, 1, end.saturating_sub(before)..end)?.force_contiguous()?;
+        if end >= before { Ok(own) } else { Tensor::cat(&[part(state, 1, end..before)?, own], 1) }
+    };
+    if tokens.all_valid() {
+        return last(xs, state, tokens.t);
+    }
+    let of_one = |(b, own): (usize, &Range<usize>)| last(&part(xs, 0, b..b + 1)?, &part(state, 0, b..b + 1)?, own.end);
+    Tensor::cat(&tokens.tokens.iter().enumerate().map(of_one).collect::<Result<Vec<_>>>()?, 0)
+}
+
+/// In Candle's own operations, which have gradients.
+fn shifted(xs: &Tensor, state: &Tensor, taps: &Tensor) -> Result<Tensor> {
+    let (k, t) = (taps.dim(0)?, xs.dim(1)?);
+    let all = Tensor::cat(&[state, &xs.contiguous()?], 1)?.to_dtype(taps.dtype())?;
+    let tap = |i: usize| all.narrow(1, i, t)?.broadcast_mul(&taps.get(i)?);
+    (1..k).try_fold(tap(0)?, |sum, i| sum + tap(i)?)?.silu()?.to_dtype(xs.dtype())
+}
+
+/// The same in one pass on a CPU.
+struct Convolve {
+    /// (B, K - 1, C), flat. Packed sequences after the first have none, which is as good as zeros.
+    state: Tensor,
+    /// The first token of each sequence, counted through the batch.
+    starts: Vec<usize>,
+}
+
+/// The tokens whose gradients of taps are added up before those of others.
+const TOKENS: usize = 64;
+
+/// Inputs (B, T, C) in memory, taps (K, C), and what comes before the inputs.
+struct Operands<'a, E> {
+    elements: &'a [E],
+    rows: Rows,
+    taps: &'a [f32],
+    state: Vec<E>,
+    starts: &'a [usize],
+}
+
+impl Convolve {
+    fn operands<'a, E: WithDType>(
+        &'a self,
+        elements: &'a [E],
+        layout: &Layout,
+        taps: &'a [f32],
+    ) -> Result<Operands<'a, E>> {
+        Ok(Operands { elements, rows: Rows::new(layout)?, taps, state: self.state.to_vec1()?, starts: &self.starts })
+    }
+}
+
+impl<E: Element<Wide = f32>> Operands<'_, E> {
+    fn outputs(&self, layout: &Layout) -> Result<Vec<E>> {
+        map_heads(self.elements, layout, |token| {
+            move |_, _: &[f32], ys: &mut [f32]| {
+                self.sum(token, ys, &mut Vec::new());
+                ys.iter_mut().for_each(|y| *y = GateActivation::Silu.with_slope(*y).0);
+            }
+        })
+    }
+
+    /// The input so many tokens before a token.
+    fn row<'s>(&'s self, token: usize, back: usize, scratch: &'s mut Vec<f32>) -> impl Iterator<Item = &'s f32> {
+        let (c, sequence) = (self.rows.d, self.starts.partition_point(|&start| start <= token) - 1);
+        let (at, before) = (token - self.starts[sequence], self.taps.len() / c - 1);
+        let row = match at {
+            _ if at >= back => self.rows.heads(token - back).next().map(|row| &self.elements[row]),
+            _ => self.state.chunks_exact(c).nth(sequence * before + before + at - back),
+        };
+        row.map(|row| E::widen(row, scratch)).into_iter().flatten()
+    }
+
+    /// What SiLU takes of a token.
+    fn sum(&self, token: usize, ys: &mut [f32], scratch: &mut Vec<f32>) {
+        ys.fill(0.0);
+        for (back, taps) in self.taps.chunks_exact(ys.len()).rev().enumerate().rev() {
+            let row = self.row(token, back, scratch);
+            ys.iter_mut().zip(row).zip(taps).for_each(|((y, x), tap)| *y += x * tap);
+        }
+    }
+
+    /// The gradients of the inputs, by rows, and of the taps.
+    fn gradients(&self, gradient: Vec<f32>) -> (Vec<f32>, Vec<f32>) {
+        let (c, tokens) = (self.rows.d, self.rows.tokens);
+        let mut of_sums = gradient;
+        let of_chunk = |(chunk, gradients): (usize, &mut [f32])| {
+            let (mut of_taps, mut sum, mut scratch) = (vec![0f32; self.taps.len()], vec![0f32; c], Vec::new());
+            for (token, gradient) in (chunk * TOKENS..).zip(gradients.chunks_exact_mut(c)) {
+                self.sum(token, &mut sum, &mut scratch);
+                for (gradient, &x) in gradient.iter_mut().zip(&sum) {
+                    *gradient *= GateActivation::Silu.with_slope(x).1;
+                }
+                for (back, of_taps) in of_taps.chunks_exact_mut(c).rev().enumerate() {
+                    let row = self.row(token, back, &mut scratch);
+                    of_taps.iter_mut().zip(row).zip(&*gradient).for_each(|((sum, x), gradient)| *sum += x * gradient);
+                }
+            }
+            of_taps
+        };
+        let of_chunks: Vec<_> = of_sums.par_chunks_mut(c * TOKENS).enumerate().map(of_chunk).collect();
+        let mut of_taps = vec![0f32; self.taps.len()];
+        for (sum, own) in of_chunks.iter().flat_map(|own| own.iter().enumerate()) {
+            of_taps[sum] += own;
+        }
+        let mut of_xs = vec![0f32; tokens * c];
+        of_xs.par_chunks_mut(c).enumerate().for_each(|(token, of_x)| {
+            let next = self.starts.partition_point(|&start| start <= token);
+            let end = self.starts.get(next).copied().unwrap_or(tokens);
+            for (taps, of_sum) in self.taps.chunks_exact(c).rev().zip(of_sums[token * c..end * c].chunks_exact(c)) {
+                of_x.iter_mut().zip(taps).zip(of_sum).for_each(|((x, tap), gradient)| *x += tap * gradient);
+            }
+        });
+        (of_xs, of_taps)
+    }
+}
+
+impl CustomOp2 for Convolve {
+    fn name(&self) -> &'static str {
+        "short-convolution"
+    }
+
+    fn cpu_fwd(
+        &self,
+        xs: &CpuStorage,
+        layout: &Layout,
+        taps: &CpuStorage,
+        of_taps: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let taps = &taps.as_slice::<f32>()?[of_taps.start_offset()..][..of_taps.shape().elem_count()];
+        let ys = with_float!(OP, xs.dtype(), |E| {
+            self.operands(xs.as_slice::<E>()?, layout, taps)?.outputs(layout).map(E::to_cpu_storage_owned)
+        });
+        Ok((ys?, layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        xs: &Tensor,
+        taps: &Tensor,
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let numbers = |tensor: &Tensor| tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+        let (of_ys, own_taps, inputs) = (numbers(gradient)?, numbers(taps)?, read(xs));
+        let (of_xs, of_taps) = with_float!(OP, xs.dtype(), |E| {
+            self.operands(inputs.elements::<E>()?, inputs.layout, &own_taps)?.gradients(of_ys)
+        });
+        let tensor = |numbers, like: &Tensor| Tensor::from_vec(numbers, like.shape(), like.device());
+        Ok((Some(tensor(of_xs, xs)?.to_dtype(xs.dtype())?), Some(tensor(of_taps, taps)?)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+
+    use super::*;
+
+    /// One pass has the outputs and the gradients of Candle's own operations over f64, in every dtype, of a view.
+    #[test]
+    fn one_pass_is_what_shifted_inputs_give() -> Result<()> {
+        let random = |shape: &[usize]| Tensor::randn(0f64, 1., shape, &Device::Cpu);
+        let all = [random(&[2, 90, 7])?, random(&[3, 5])?, random(&[2, 2, 5])?, random(&[2, 90, 5])?];
+        for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 2e-2), (DType::F16, 2e-3)] {
+            let [xs, taps, state, upstream] = all.each_ref().map(|tensor| tensor.to_dtype(dtype));
+            let (xs, taps, state, upstream) = (xs?, taps?, state?, upstream?);
+            let run = |wide: DType, of_xs: DType| {
+                let var = |tensor: &Tensor, dtype| Var::from_tensor(&tensor.to_dtype(dtype)?);
+                let (xs, taps) = (var(&xs, of_xs)?, var(&taps, wide)?);
+                let ys = convolve(&taps, &xs.narrow(2, 1, 5)?, &state.to_dtype(of_xs)?, None)?;
+                let gradients = (ys.to_dtype(wide)? * upstream.to_dtype(wide)?)?.sum_all()?.backward()?;
+                let found = [&xs, &taps].map(|var| gradients.get(var).cloned().expect("a gradient"));
+                [ys].into_iter().chain(found).map(|tensor| tensor.to_dtype(DType::F64)).collect::<Result<Vec<_>>>()
+            };
+            let (own, expected) = (run(DType::F32, dtype)?, run(DType::F64, DType::F64)?);
+            for (n, (own, expected)) in own.iter().zip(&expected).enumerate() {
+                let largest = |xs: &Tensor| xs.abs()?.flatten_all()?.max(0)?.to_scalar::<f64>();
+                let error = largest(&(own - expected)?)? / largest(expected)?;
+                assert!(error <= tolerance, "{dtype:?}: result {n} is off by {error:e}");
+            }
+        }
+        Ok(())
+    }
+}

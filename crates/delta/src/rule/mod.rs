@@ -1,0 +1,183 @@
+//! Linear attention by the gated delta rule: one function for every device and dtype.
+//!
+//! Instead of keys and values, a head has a state (D_k, D_v), which each token updates and each query reads. The
+//! recurrence in `reference` is the specification; the CPU kernel is tested against it.
+
+mod cpu;
+mod reference;
+mod validate;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use macro_rules_attribute::apply;
+
+use candle_attention_core::{Backend, PackedSequences};
+use candle_attention_kernels::Tier;
+use candle_attention_modules::base::{accumulation_dtype, options};
+use validate::{Call, Dims};
+
+/// Options of [`gated_delta_rule`], built with `with_*`.
+#[apply(options)]
+#[derive(Debug, Clone, Default)]
+#[must_use]
+pub struct DeltaOptions {
+    /// The factor on the queries; 1/sqrt(D_k) unless given.
+    #[methods(with)]
+    scale: Option<f64>,
+    /// The eps of an L2 norm of queries and keys: each row is divided by `sqrt(sum of its squares + eps)`, queries
+    /// before they are scaled. No norm unless given.
+    #[methods(with)]
+    qk_norm: Option<f64>,
+    /// Which implementation runs; [`Backend::Auto`] unless given.
+    #[methods(with)]
+    backend: Backend,
+    /// The instruction set of the fused CPU kernel, for tests and comparisons; the fastest available unless given. A
+    /// call fails if the processor lacks it.
+    #[methods(with)]
+    cpu_tier: Option<Tier>,
+}
+
+/// Linear attention by the gated delta rule: each token updates the state S (D_k, D_v) of its head, and its query then
+/// reads it. For one token after the other
+///
+/// ```text
+/// S = exp(decay) S                   with decay
+/// S = S + k vᵀ                       without beta
+/// S = S + beta k (v - Sᵀ k)ᵀ         with beta
+/// o = scale Sᵀ q
+/// ```
+///
+/// Which of `decay` and `beta` are given decides the rule: neither is linear attention (Katharopoulos et al.,
+/// <https://arxiv.org/abs/2006.16236>), decay alone gated linear attention (Yang et al.,
+/// <https://arxiv.org/abs/2312.06635>), beta alone the delta rule (Yang et al., <https://arxiv.org/abs/2406.06484>),
+/// and both the gated delta rule (Yang et al., <https://arxiv.org/abs/2412.06464>).
+///
+/// | input | shape | |
+/// | --- | --- | --- |
+/// | `q` | (B, H_q, T, D_k) | f32, bf16, f16 or f64 |
+/// | `k` | (B, H_k, T, D_k) | in q's dtype |
+/// | `v` | (B, H_v, T, D_v) | in q's dtype |
+/// | `decay` | (B, H_s, T), or (B, H_s, T, D_k) for a factor of each row of S | the logarithm of the factor: 0 keeps the state, -inf clears it |
+/// | `beta` | (B, H_s, T) | usually from 0 to 1, or to 2 |
+/// | `state` | (B, H_s, D_k, D_v) | before the first token; zeros unless given |
+///
+/// H_s, the number of states, is the larger of H_k and H_v. The heads of q, k, v, decay and beta may be fewer: any
+/// number that divides H_s. H_q may also be a multiple of H_s. With H the larger of H_q and H_s, head h of H reads head
+/// `h / (H / n)` of an input with n heads. Decay, beta and state may have any float dtype, and all inputs any strides.
+/// Decays above 0 and any beta are computed as the formula says, though a state may then grow beyond its dtype.
+///
+/// Returns the outputs o, (B, H, T, D_v) in q's dtype, and the state after the last token, (B, H_s, D_k, D_v), in f32,
+/// or f64 where q is; everything is computed in that dtype. Gradients reach all inputs. For f32, bf16 and f16 on the
+/// CPU a fused kernel runs, whose output is a view of a contiguous (B, T, H, D_v).
+///
+/// ```
+/// use candle_attention::{DeltaOptions, gated_delta_rule};
+/// use candle_core::{DType, Device, Tensor};
+/// # fn main() -> candle_core::Result<()> {
+/// let q = Tensor::randn(0f32, 1., (2, 4, 5, 16), &Device::Cpu)?;
+/// let v = Tensor::randn(0f32, 1., (2, 8, 5, 32), &Device::Cpu)?;
+/// let decay = Tensor::rand(-1f32, 0., (2, 8, 5), &Device::Cpu)?;
+/// let beta = Tensor::rand(0f32, 1., (2, 8, 5), &Device::Cpu)?;
+/// let options = DeltaOptions::default().with_qk_norm(1e-6);
+/// let (y, state) = gated_delta_rule(&q, &q, &v, Some(&decay), Some(&beta), None, &options)?;
+/// assert_eq!((y.dims(), state.dims()), ([2, 8, 5, 32].as_slice(), [2, 8, 16, 32].as_slice()));
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// For shapes, numbers of heads, dtypes or devices that do not fit together, for a scale that is not finite or an eps
+/// that is negative or not finite, for [`Backend::Fused`] where no fused kernel can run the call, and for gradients
+/// over more than 4,096 tokens on the reference path (f64, other devices, [`Backend::Reference`]).
+pub fn gated_delta_rule(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    decay: Option<&Tensor>,
+    beta: Option<&Tensor>,
+    state: Option<&Tensor>,
+    options: &DeltaOptions,
+) -> Result<(Tensor, Tensor)> {
+    run(Call::new("gated_delta_rule", [q, k, v], [decay, beta, state], None, options)?)
+}
+
+/// [`gated_delta_rule`] over n sequences of different lengths, packed one after the other, each with a state of its
+/// own.
+///
+/// q is (total, H_q, D_k), k (total, H_k, D_k), v (total, H_v, D_v), decay (total, H_s) or (total, H_s, D_k), beta
+/// (total, H_s) and state (n, H_s, D_k, D_v). Returns the outputs (total, H, D_v) and the states after the last token
+/// of each sequence, (n, H_s, D_k, D_v). The queries and the keys of a sequence are the same tokens:
+/// [`PackedSequences::self_attention`].
+///
+/// ```
+/// use candle_attention::{DeltaOptions, PackedSequences, gated_delta_rule_varlen};
+/// use candle_core::{Device, Tensor};
+/// # fn main() -> candle_core::Result<()> {
+/// let sequences = PackedSequences::self_attention(vec![0, 5, 8])?;
+/// let q = Tensor::randn(0f32, 1., (8, 4, 16), &Device::Cpu)?;
+/// let options = DeltaOptions::default();
+/// let (y, states) = gated_delta_rule_varlen(&q, &q, &q, None, None, None, &sequences, &options)?;
+/// assert_eq!((y.dims(), states.dims()), ([8, 4, 16].as_slice(), [2, 4, 16, 16].as_slice()));
+/// # Ok(()) }
+/// ```
+///
+/// # Errors
+/// As [`gated_delta_rule`], and for sequences whose keys are not their queries' tokens, or whose total is not that of
+/// the tensors.
+#[expect(clippy::too_many_arguments, reason = "six tensors of the rule, as in every other library")]
+pub fn gated_delta_rule_varlen(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    decay: Option<&Tensor>,
+    beta: Option<&Tensor>,
+    state: Option<&Tensor>,
+    sequences: &PackedSequences,
+    options: &DeltaOptions,
+) -> Result<(Tensor, Tensor)> {
+    let call = Call::new("gated_delta_rule_varlen", [q, k, v], [decay, beta, state], Some(sequences), options)?;
+    let (y, states) = run(call)?;
+    Ok((y.transpose(1, 2)?.squeeze(0)?.contiguous()?, states))
+}
+
+/// What the queries read, (B, H, T, D_v), and the states.
+fn run(call: Call) -> Result<(Tensor, Tensor)> {
+    let (tier, Dims { b, n, h, h_s, t, d_k, d_v }) = (kernel_tier(&call)?, call.dims);
+    if [b, t, d_v].contains(&0) {
+        let ys = Tensor::zeros((b, h, t, d_v), call.dtype(), call.rows[0].device())?;
+        let states = match &call.factors[2] {
+            // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
+            Some(states) if states.elem_count() > 0 => {
+                states.to_dtype(accumulation_dtype(call.dtype()))?.contiguous()?
+            }
+            _ => call.zero_states(h_s)?,
+        };
+        return Ok((ys, states));
+    }
+    let call = call.for_all_heads()?;
+    let (ys, states) = match tier {
+        Some(tier) => cpu::run(call, tier)?,
+        None => reference::run(&call)?,
+    };
+    if h == h_s {
+        return Ok((ys, states));
+    }
+    // Heads of queries that read one state have it once each.
+    Ok((ys, states.reshape((n, h_s, h / h_s, d_k, d_v))?.narrow(2, 0, 1)?.squeeze(2)?.contiguous()?))
+}
+
+/// The instruction set of the kernel that runs a call; none where the reference path does.
+fn kernel_tier(call: &Call) -> Result<Option<Tier>> {
+    let options = &call.options;
+    let obstacle = match (call.rows[0].device(), call.dtype()) {
+        _ if options.backend == Backend::Reference => return Ok(None),
+        (Device::Cpu, DType::F64) => "the CPU kernel computes in f32, and the inputs are F64",
+        (Device::Cpu, dtype) => match Tier::choose(options.cpu_tier, dtype == DType::BF16) {
+            Ok(tier) => return Ok(Some(tier)),
+            Err(error) => bail!("[{}] {error}", call.op),
+        },
+        _ => "the kernel is the CPU's, and the inputs are on another device",
+    };
+    if options.backend == Backend::Fused {
+        bail!("[{}] no fused path: {obstacle}", call.op)
+    }
+    Ok(None)
+}

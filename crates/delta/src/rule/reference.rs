@@ -1,0 +1,73 @@
+//! The specification: the recurrence, token by token, in Candle's own operations, differentiable, on any device.
+
+use std::ops::Range;
+
+use candle_core::{D, Result, Tensor, bail};
+
+use super::validate::{Call, Dims, with_heads};
+use candle_attention_modules::base::accumulation_dtype;
+
+/// The tokens of a call that may have gradients. Candle walks back through its operations by recursion, and frees them
+/// by it, for which the stack of a thread has to do.
+const MOST_TRACKED: usize = 4096;
+
+/// What the queries read, (B, H, T, D_v) in q's dtype, and the states (n, H, D_k, D_v). There are tokens and values.
+pub(super) fn run(call: &Call) -> Result<(Tensor, Tensor)> {
+    let (Dims { n, h, t, .. }, dtype) = (call.dims, accumulation_dtype(call.dtype()));
+    if call.tracks_gradients() && t > MOST_TRACKED {
+        bail!("[{}] {t} tokens have gradients, expected at most {MOST_TRACKED} on the reference path", call.op)
+    }
+    let normed = |x: &Tensor| {
+        let x = x.to_dtype(dtype)?;
+        let Some(eps) = call.options.qk_norm else { return Ok(x) };
+        x.broadcast_div(&(x.sqr()?.sum_keepdim(D::Minus1)? + eps)?.sqrt()?)
+    };
+    let [q, k, v] = &call.rows;
+    let (q, k, v) = (rows(&(normed(q)? * call.scale)?, h)?, rows(&normed(k)?, h)?, rows(&v.to_dtype(dtype)?, h)?);
+    let [decay, beta, before] = &call.factors;
+    let decay = decay.as_ref().map(|decay| rows(&decay.exp()?, h)).transpose()?;
+    let beta = beta.as_ref().map(|beta| rows(beta, h)).transpose()?;
+    let mut ys = Vec::with_capacity(t);
+    let mut recur = |tokens: Range<usize>, mut state: Tensor| {
+        for t in tokens {
+            if let Some(decay) = &decay {
+                state = state.broadcast_mul(&decay[t].t()?)?;
+            }
+            let value = match &beta {
+                Some(beta) => (&v[t] - k[t].matmul(&state)?)?.broadcast_mul(&beta[t])?,
+                None => v[t].clone(),
+            };
+            state = (state + k[t].t()?.broadcast_mul(&value)?)?;
+            ys.push(q[t].matmul(&state)?);
+        }
+        Ok(state)
+    };
+    let before = before.clone().map_or_else(|| call.zero_states(h), Ok)?;
+    let after = match &call.sequences {
+        None => recur(0..t, before)?,
+        Some(sequences) => {
+            let of_sequence = |s| recur(sequences.queries(s), before.narrow(0, s, 1)?);
+            Tensor::cat(&(0..n).map(of_sequence).collect::<Result<Vec<_>>>()?, 0)?
+        }
+    };
+    Ok((Tensor::cat(&ys, 2)?.to_dtype(call.dtype())?, after))
+}
+
+/// Rows (B, heads, T, D) one token after the other, for `h` heads: (B, h, 1, D) each.
+fn rows(xs: &Tensor, h: usize) -> Result<Vec<Tensor>> {
+    let mut rows = Vec::with_capacity(xs.dim(2)?);
+    split(&with_heads(xs, h)?, &mut rows)?;
+    Ok(rows)
+}
+
+/// By halves: the gradient of a view is as large as what is viewed.
+fn split(xs: &Tensor, rows: &mut Vec<Tensor>) -> Result<()> {
+    match xs.dim(2)? {
+        1 => rows.push(xs.contiguous()?),
+        t => {
+            split(&xs.narrow(2, 0, t / 2)?, rows)?;
+            split(&xs.narrow(2, t / 2, t - t / 2)?, rows)?;
+        }
+    }
+    Ok(())
+}

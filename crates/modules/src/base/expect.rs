@@ -1,0 +1,194 @@
+//! What a tensor is expected to be: its shape, its dtype, and the device that it is on.
+
+use std::fmt;
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use Dim::{Any, Is, Named};
+
+/// The dtypes in which attention is computed. Candle's other floats lack what it needs: an infinity, or conversions.
+pub const FLOATS: [DType; 4] = [DType::F32, DType::F16, DType::BF16, DType::F64];
+
+/// The dtype in which scores and weights are computed.
+pub fn accumulation_dtype(dtype: DType) -> DType {
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
+}
+
+/// One dimension of an expected shape.
+#[derive(Debug, Clone, Copy)]
+pub enum Dim {
+    /// Of any size, by its name in errors. `..` in front stands for any number of dimensions.
+    Any(&'static str),
+    /// Of this size.
+    Is(usize),
+    /// Of a size that has a name, `H = 4`.
+    Named(&'static str, usize),
+}
+
+/// A shape of which some dimensions may have any size, `(B, T, 64)`.
+struct Dims<'a>(&'a [Dim]);
+
+impl Dims<'_> {
+    fn fit(&self, found: &[usize]) -> bool {
+        let (found, expected) = match self.0 {
+            [Any(".."), last @ ..] if found.len() >= last.len() => (&found[found.len() - last.len()..], last),
+            all => (found, all),
+        };
+        let fits = |(&found, expected): (&usize, &Dim)| match *expected {
+            Any(_) => true,
+            Is(size) | Named(_, size) => found == size,
+        };
+        found.len() == expected.len() && found.iter().zip(expected).all(fits)
+    }
+}
+
+impl fmt::Display for Dims<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        let dims: Vec<_> = self.0.iter().map(Dim::to_string).collect();
+        write!(f, "({}{})", dims.join(", "), if dims.len() == 1 { "," } else { "" })
+    }
+}
+
+impl fmt::Display for Dim {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Any(name) => f.write_str(name),
+            Is(size) => size.fmt(f),
+            Named(name, size) => write!(f, "{name} = {size}"),
+        }
+    }
+}
+
+/// A tensor that an operation is given, by its name in errors: each check gives it back, or an error of what was
+/// expected and what was found.
+#[derive(Clone, Copy)]
+pub struct Expect<'a> {
+    op: &'a str,
+    name: &'a str,
+    is_plural: bool,
+    tensor: &'a Tensor,
+}
+
+impl<'a> Expect<'a> {
+    /// One thing: `weight`, `input`.
+    pub fn one(op: &'a str, name: &'a str, tensor: &'a Tensor) -> Self {
+        Self { op, name, is_plural: false, tensor }
+    }
+
+    /// Several: `queries`, `ids`.
+    pub fn many(op: &'a str, name: &'a str, tensor: &'a Tensor) -> Self {
+        Self { is_plural: true, ..Self::one(op, name, tensor) }
+    }
+
+    /// The only shape.
+    pub fn shape(self, expected: &[Dim]) -> Result<Self> {
+        self.shape_of(&[expected])
+    }
+
+    /// The shape of these sizes.
+    pub fn sizes(self, expected: &[usize]) -> Result<Self> {
+        self.shape(&expected.iter().map(|&size| Is(size)).collect::<Vec<_>>())
+    }
+
+    /// One of several shapes.
+    pub fn shape_of(self, expected: &[&[Dim]]) -> Result<Self> {
+        if expected.iter().any(|dims| Dims(dims).fit(self.tensor.dims())) {
+            return Ok(self);
+        }
+        let expected: Vec<_> = expected.iter().map(|dims| Dims(dims).to_string()).collect();
+        self.fail("shape", self.tensor.dims(), expected.join(" or "))
+    }
+
+    /// The dtype of another tensor: `whose` is `the weights'`, say.
+    pub fn dtype(self, expected: DType, whose: &str) -> Result<Self> {
+        if self.tensor.dtype() == expected {
+            return Ok(self);
+        }
+        self.fail("dtype", self.tensor.dtype(), format!("{whose} {expected:?}"))
+    }
+
+    /// One of several dtypes. `beside` says in errors why these: nothing, or ` beside a weight in F16`.
+    pub fn dtype_of(self, expected: &[DType], beside: impl fmt::Display) -> Result<Self> {
+        if expected.contains(&self.tensor.dtype()) {
+            return Ok(self);
+        }
+        let mut names: Vec<_> = expected.iter().map(|dtype| format!("{dtype:?}")).collect();
+        let last = names.pop().unwrap_or_default();
+        let names = if names.is_empty() { last } else { format!("{} or {last}", names.join(", ")) };
+        self.fail("dtype", self.tensor.dtype(), format!("{names}{beside}"))
+    }
+
+    /// The device of another tensor, `the weights`, say.
+    pub fn beside(self, other: &str, device: &Device) -> Result<Self> {
+        if self.tensor.device().same_device(device) {
+            return Ok(self);
+        }
+        let Self { op, name, is_plural, tensor } = self;
+        let (are, them) = if is_plural { ("are", "them") } else { ("is", "it") };
+        let (found, expected) = (tensor.device().location(), device.location());
+        bail!("[{op}] {name} {are} on {found:?}, expected {them} beside {other} on {expected:?}")
+    }
+
+    fn fail<T>(self, what: &str, found: impl fmt::Debug, expected: String) -> Result<T> {
+        let Self { op, name, is_plural, .. } = self;
+        let have = if is_plural { "have" } else { "has" };
+        bail!("[{op}] {name} {have} {what} {found:?}, expected {expected}")
+    }
+}
+
+/// That keys and values, (B, T_kv, ..) each, have the queries' batch size `b` and one length; without queries, one
+/// batch size.
+pub fn check_keys_and_values(op: &str, b: Option<usize>, keys: &Tensor, values: &Tensor) -> Result<()> {
+    let ([b_k, t_k], [b_v, t_v]) = ([keys.dim(0)?, keys.dim(1)?], [values.dim(0)?, values.dim(1)?]);
+    if let Some(b) = b.filter(|&b| b != b_k) {
+        let repeat =
+            if b_k == 1 { format!("; `repeat(({b}, 1, 1))` gives one sequence to all") } else { String::new() };
+        bail!("[{op}] keys {:?} have batch size {b_k}, expected the queries' {b}{repeat}", keys.dims())
+    }
+    if b_v != b_k {
+        bail!("[{op}] values {:?} have batch size {b_v}, expected the keys' {b_k}", values.dims())
+    }
+    if t_v != t_k {
+        bail!("[{op}] values {:?} have length {t_v}, expected a value for each of {t_k} keys", values.dims())
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_say_what_was_expected_and_what_was_found() -> Result<()> {
+        let xs = Tensor::zeros((2, 3), DType::F32, &Device::Cpu)?;
+        let input = Expect::one("op", "input", &xs);
+        for shape in [[Any(".."), Is(3)].as_slice(), &[Any("B"), Is(3)], &[Any(".."), Any("B"), Any("T")]] {
+            input.shape(shape)?;
+        }
+        input.shape_of(&[&[Any("T")], &[Any("B"), Any("T")]])?.dtype_of(&[DType::F64, DType::F32], "")?;
+        let text = |result: Result<Expect>| result.err().expect("an error").to_string();
+        let cases = [
+            (input.shape(&[Is(2)]), "[op] input has shape [2, 3], expected (2,)"),
+            (input.shape(&[Named("H", 4)]), "[op] input has shape [2, 3], expected (H = 4,)"),
+            (input.shape(&[Any(".."), Any("B"), Is(4)]), "[op] input has shape [2, 3], expected (.., B, 4)"),
+            (
+                input.shape(&[Any(".."), Any("B"), Any("T"), Is(3)]),
+                "[op] input has shape [2, 3], expected (.., B, T, 3)",
+            ),
+            (
+                Expect::many("op", "keys", &xs).shape_of(&[&[Any("T")], &[Any("B"), Is(2)]]),
+                "[op] keys have shape [2, 3], expected (T,) or (B, 2)",
+            ),
+            (input.dtype(DType::F16, "the weight's"), "[op] input has dtype F32, expected the weight's F16"),
+            (
+                input.dtype_of(&[DType::U8, DType::U32, DType::I64], " for ids"),
+                "[op] input has dtype F32, expected U8, U32 or I64 for ids",
+            ),
+        ];
+        for (result, expected) in cases {
+            let found = text(result);
+            assert!(found.starts_with(expected), "{found}");
+        }
+        Ok(())
+    }
+}

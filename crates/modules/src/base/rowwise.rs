@@ -1,0 +1,233 @@
+//! One pass over rows on a CPU, those of queries or keys head by head, whatever their strides: what norms and rotary
+//! positions have in common. And the threads of brief calls.
+
+use std::ops::{Deref, Range};
+use std::sync::Mutex;
+
+use candle_core::utils::barrier_pool;
+use candle_core::{D, Layout, Result, Storage, Tensor, WithDType, bail};
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+use candle_attention_kernels::Executor;
+use candle_attention_kernels::flash::Strided;
+
+/// The fewest elements that are worth a task of their own.
+pub const TASK_ELEMENTS: usize = 1 << 14;
+
+/// The types that tensors hold.
+pub trait Element: Copy + Default + Send + Sync {
+    /// What they are computed with in.
+    type Wide: Copy + Default;
+
+    /// Writes to `ys` what `change` writes of a row in the wide type, all of it. `scratch` belongs to the task.
+    fn map(
+        xs: &[Self],
+        ys: &mut [Self],
+        change: impl FnOnce(&[Self::Wide], &mut [Self::Wide]),
+        scratch: &mut [Vec<Self::Wide>; 2],
+    );
+
+    /// A row in the wide type. `scratch` belongs to the task.
+    fn widen<'a>(xs: &'a [Self], scratch: &'a mut Vec<Self::Wide>) -> &'a [Self::Wide];
+}
+
+macro_rules! computed_in_own_type {
+    ($($float:ty),+) => {$(
+        impl Element for $float {
+            type Wide = Self;
+
+            fn map(xs: &[Self], ys: &mut [Self], change: impl FnOnce(&[Self], &mut [Self]), _: &mut [Vec<Self>; 2]) {
+                change(xs, ys);
+            }
+
+            fn widen<'a>(xs: &'a [Self], _: &'a mut Vec<Self>) -> &'a [Self] {
+                xs
+            }
+        }
+    )+};
+}
+
+macro_rules! computed_in_f32 {
+    ($($float:ty),+) => {$(
+        impl Element for $float {
+            type Wide = f32;
+
+            fn map(
+                xs: &[Self],
+                ys: &mut [Self],
+                change: impl FnOnce(&[f32], &mut [f32]),
+                [of_xs, of_ys]: &mut [Vec<f32>; 2],
+            ) {
+                of_ys.resize(ys.len(), 0.0);
+                change(Self::widen(xs, of_xs), of_ys);
+                ys.convert_from_f32_slice(of_ys);
+            }
+
+            fn widen<'a>(xs: &'a [Self], scratch: &'a mut Vec<f32>) -> &'a [f32] {
+                scratch.resize(xs.len(), 0.0);
+                xs.convert_to_f32_slice(scratch);
+                scratch
+            }
+        }
+    )+};
+}
+
+computed_in_own_type!(f32, f64);
+computed_in_f32!(bf16, f16);
+
+/// Where the rows (D,) of a view (B, T, H, D) are in memory. A view (B, T, D), (T, D) or (D,) has one head.
+pub struct Rows {
+    /// B · T.
+    pub tokens: usize,
+    /// The heads of a token.
+    pub h: usize,
+    /// The length of a row.
+    pub d: usize,
+    t: usize,
+    start: usize,
+    strides: [usize; 3],
+}
+
+impl Rows {
+    /// The rows of a view of one to four dimensions.
+    pub fn new(layout: &Layout) -> Result<Self> {
+        let ([b, t, h, d], strides) = match (layout.dims(), layout.stride()) {
+            (&[b, t, h, d], &[of_b, of_t, of_h, _]) => ([b, t, h, d], [of_b, of_t, of_h]),
+            (&[b, t, d], &[of_b, of_t, _]) => ([b, t, 1, d], [of_b, of_t, 0]),
+            (&[t, d], &[of_t, _]) => ([1, t, 1, d], [0, of_t, 0]),
+            (&[d], _) => ([1, 1, 1, d], [0; 3]),
+            (dims, _) => bail!("rows have shape {dims:?}, expected one to four dimensions"),
+        };
+        Ok(Self { tokens: b * t, h, d, t, start: layout.start_offset(), strides })
+    }
+
+    /// Whether no row has an element.
+    pub fn is_empty(&self) -> bool {
+        self.tokens * self.h * self.d == 0
+    }
+
+    /// Those of a token's heads.
+    pub fn heads(&self, token: usize) -> impl Iterator<Item = Range<usize>> {
+        let [of_b, of_t, of_h] = self.strides;
+        let start = self.start + token / self.t * of_b + token % self.t * of_t;
+        (0..self.h).map(move |head| start + head * of_h).map(|start| start..start + self.d)
+    }
+}
+
+/// The heads (D,) of a view (B, T, H, D) with contiguous rows, each changed by what `of_token` gives for its token,
+/// from 0 to B · T; that is called with the number of the head, the row, and the row to write.
+pub fn map_heads<E: Element, F: Fn(usize, &[E::Wide], &mut [E::Wide])>(
+    xs: &[E],
+    layout: &Layout,
+    of_token: impl Fn(usize) -> F + Sync,
+) -> Result<Vec<E>> {
+    let rows = Rows::new(layout)?;
+    let width = rows.h * rows.d;
+    let count = rows.tokens * width;
+    let mut ys = vec![E::default(); count];
+    if rows.is_empty() {
+        return Ok(ys);
+    }
+    let one_token = |scratch: &mut [Vec<E::Wide>; 2], (token, ys): (usize, &mut [E])| {
+        let change = of_token(token);
+        for ((head, own), ys) in rows.heads(token).enumerate().zip(ys.chunks_exact_mut(rows.d)) {
+            E::map(&xs[own], ys, |xs, ys| change(head, xs, ys), scratch);
+        }
+    };
+    if count <= TASK_ELEMENTS {
+        let mut scratch = Default::default();
+        ys.chunks_mut(width).enumerate().for_each(|token| one_token(&mut scratch, token));
+    } else {
+        let least = TASK_ELEMENTS.div_ceil(width);
+        ys.par_chunks_mut(width).enumerate().with_min_len(least).for_each_init(Default::default, one_token);
+    }
+    Ok(ys)
+}
+
+/// A tensor whose rows, along its last dimension, are contiguous: itself, or a copy.
+pub fn with_contiguous_rows(tensor: &Tensor) -> Result<Tensor> {
+    let is_row = tensor.dim(D::Minus1)? <= 1 || tensor.stride()[tensor.rank() - 1] == 1;
+    // A view of nothing may begin past the end of its buffer, where Candle's copies panic.
+    if is_row || tensor.elem_count() == 0 { Ok(tensor.clone()) } else { tensor.contiguous() }
+}
+
+/// The result of an expression with the type of a dtype that the CPU kernels compute in; for another dtype an error of
+/// the operation, whose caller was to see to that.
+#[macro_export]
+macro_rules! with_float {
+    ($op:expr, $dtype:expr, |$Float:ident| $run:expr) => {
+        match $dtype {
+            candle_core::DType::F32 => {
+                type $Float = f32;
+                $run
+            }
+            candle_core::DType::BF16 => {
+                type $Float = half::bf16;
+                $run
+            }
+            candle_core::DType::F16 => {
+                type $Float = half::f16;
+                $run
+            }
+            other => candle_core::bail!("[{}] tensors are {other:?}, expected F32, BF16 or F16", $op),
+        }
+    };
+}
+pub use with_float;
+
+/// A tensor on the CPU while its storage is read.
+pub struct Read<'a, G> {
+    storage: G,
+    /// Where the tensor lies in its storage.
+    pub layout: &'a Layout,
+}
+
+/// Locks the storage of a tensor for reading.
+pub fn read(tensor: &Tensor) -> Read<'_, impl Deref<Target = Storage>> {
+    let (storage, layout) = tensor.storage_and_layout();
+    Read { storage, layout }
+}
+
+impl<G: Deref<Target = Storage>> Read<'_, G> {
+    /// All of its storage, of which the layout tells the tensor's part.
+    pub fn elements<E: WithDType>(&self) -> Result<&[E]> {
+        match &*self.storage {
+            Storage::Cpu(storage) => storage.as_slice(),
+            _ => bail!("expected a tensor on the CPU, found one on {:?}", self.storage.device().location()),
+        }
+    }
+
+    /// The tensor with its strides, as kernels take it; its last dimension is contiguous.
+    pub fn strided<E: WithDType, const N: usize>(&self) -> Result<Strided<'_, E, N>> {
+        Ok(strided(self.elements()?, self.layout))
+    }
+}
+
+/// A view of the first N dimensions, in which a dimension of 1 in the layout stands for all entries.
+pub fn strided<'a, T, const N: usize>(data: &'a [T], layout: &Layout) -> Strided<'a, T, N> {
+    let stride = |n: usize| if layout.dims()[n] > 1 { layout.stride()[n] } else { 0 };
+    // A view of nothing may begin anywhere.
+    Strided { data: &data[layout.start_offset().min(data.len())..], strides: std::array::from_fn(stride) }
+}
+
+/// Candle's barrier pool, which runs Candle's own brief operations: its threads wait for the next call for a while
+/// before they sleep. `None` on a thread of a rayon pool, which the caller chose or is one of many that call.
+pub fn executor() -> Option<Executor> {
+    if rayon::current_thread_index().is_some() {
+        return None;
+    }
+    Some(Executor { threads: || barrier_pool().n_workers() + 1, run })
+}
+
+fn run(work: &(dyn Fn() + Sync)) {
+    static IN_USE: Mutex<()> = Mutex::new(());
+    // The pool takes one call at a time. Another thread's is left to that thread: several keep the cores busy by
+    // themselves.
+    if let Ok(_alone) = IN_USE.try_lock() {
+        // An item for each thread; one that gets two finds the work done. On a thread of the pool they run there, in
+        // turn.
+        barrier_pool().execute_chunked(barrier_pool().n_workers() + 1, |_| work());
+    }
+}

@@ -1,0 +1,7 @@
+#![doc = include_str!("../README.md")]
+
+pub mod base;
+pub mod gate;
+pub mod init;
+pub mod linear;
+pub mod norm;

@@ -1,0 +1,369 @@
+//! Projections by the CPU's own kernels.
+
+mod forward;
+mod projections;
+mod quantized;
+mod tracked;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Module, Result, Tensor, bail};
+use candle_nn::{Activation, Linear, VarBuilder};
+
+pub use crate::base::frozen;
+use crate::base::{Dim, Expect, FLOATS, fits_in_memory, is_addressable};
+use candle_attention_kernels::Tier;
+pub use forward::PackedGatedLinear;
+use forward::{Columns, Packed, choose_tier, kernel_activation, plain};
+pub use projections::{ByPlace, PROJECTIONS, Piece, Projection, ProjectionRows, Queries};
+pub use projections::{ProjectionColumns, ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
+use quantized::Quantized;
+
+const OP: &str = "packed_linear";
+
+/// A projection `x Wᵀ + b` that holds its weight in the order in which the CPU reads it: [`Linear`] for inference and
+/// for training.
+///
+/// On a CPU, for f32, bf16 and f16, the weight is packed once and kept as it is, never widened; products are summed in
+/// f32, the bias is added to the sum, and the output is rounded once. An output's bits depend on its own row of input
+/// alone: not on the other rows of the batch, nor on the number of threads. One row runs at the speed at which memory
+/// gives the weight, many at the speed of the processor's multiply-adds.
+///
+/// A weight or bias that is tracked for gradients - a variable, or what was computed from variables - is not packed,
+/// since training changes variables in place: each call reads what they hold then, and the thread that multiplies puts
+/// a block of the weight in order in its cache. Outputs have the same bits either way. [`freeze`](Self::freeze) packs
+/// what they hold.
+///
+/// Gradients are products of the same kind: of the input through packed and tracked weights, and of tracked weights and
+/// biases, summed in f32 whatever the dtype, with the same bits for any number of threads.
+///
+/// On another device and for f64 it is Candle's own [`Linear`] under the same name. Weights of GGUF files are packed in
+/// their own types ([`from_qtensor`](Self::from_qtensor)).
+///
+/// ```
+/// use candle_attention::PackedLinear;
+/// use candle_core::{Device, Module, Tensor};
+/// use candle_nn::Linear;
+/// # fn main() -> candle_core::Result<()> {
+/// let linear = Linear::new(Tensor::randn(0f32, 1., (24, 16), &Device::Cpu)?, None);
+/// let packed = PackedLinear::from_linear(&linear)?;
+/// let ys = packed.forward(&Tensor::randn(0f32, 1., (2, 5, 16), &Device::Cpu)?)?;
+/// assert_eq!(ys.dims(), [2, 5, 24]);
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone)]
+pub struct PackedLinear {
+    kind: Kind,
+    activation: Option<Activation>,
+}
+
+#[derive(Debug, Clone)]
+enum Kind {
+    Packed(Arc<Packed>),
+    /// Read in each call: by the CPU's kernels, where it is tracked for gradients, or by Candle's own operations.
+    Plain(Linear, Option<Tier>),
+    Quantized(Arc<Quantized>),
+}
+
+/// [`candle_nn::linear`](candle_nn::linear()), packed: `weight` (out, in) and `bias` (out,) below the builder's prefix.
+///
+/// # Errors
+/// For missing or misshapen tensors.
+pub fn packed_linear(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<PackedLinear> {
+    candle_nn::linear(in_dim, out_dim, vb)?.try_into()
+}
+
+/// [`candle_nn::linear_no_bias`](candle_nn::linear_no_bias()), packed: `weight` (out, in) below the builder's prefix.
+///
+/// # Errors
+/// For a missing or misshapen tensor.
+pub fn packed_linear_no_bias(in_dim: usize, out_dim: usize, vb: VarBuilder) -> Result<PackedLinear> {
+    candle_nn::linear_no_bias(in_dim, out_dim, vb)?.try_into()
+}
+
+/// [`packed_linear`] or [`packed_linear_no_bias`].
+///
+/// # Errors
+/// As these.
+pub fn packed_linear_b(in_dim: usize, out_dim: usize, bias: bool, vb: VarBuilder) -> Result<PackedLinear> {
+    if bias { packed_linear(in_dim, out_dim, vb) } else { packed_linear_no_bias(in_dim, out_dim, vb) }
+}
+
+impl PackedLinear {
+    /// Packs `weight` (out, in) and `bias` (out,) of one dtype and device.
+    ///
+    /// # Errors
+    /// For shapes, dtypes or devices that do not fit, and if memory is short.
+    pub fn new(weight: &Tensor, bias: Option<&Tensor>) -> Result<Self> {
+        Self::with_tier(weight, bias, None)
+    }
+
+    /// [`new`](Self::new) for a chosen instruction set instead of the fastest, for tests and comparisons.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), if the processor lacks the tier, and for a tier on another device or in f64.
+    pub fn with_tier(weight: &Tensor, bias: Option<&Tensor>, tier: Option<Tier>) -> Result<Self> {
+        let dtype = weight.dtype();
+        Expect::one(OP, "weight", weight).shape(&["out", "in"].map(Dim::Any))?.dtype_of(&FLOATS, "")?;
+        if !is_addressable(weight.dims()) {
+            bail!("[{OP}] weight has shape {:?}, which is too large to address", weight.dims())
+        }
+        if let Some(bias) = bias {
+            let bias = Expect::one(OP, "bias", bias).shape(&[Dim::Is(weight.dims()[0])])?;
+            bias.dtype(dtype, "the weight's")?.beside("the weight", weight.device())?;
+        }
+        let linear = || Linear::new(weight.clone(), bias.cloned());
+        let kind = match tier {
+            _ if weight.device().is_cpu() && dtype != DType::F64 => match choose_tier(tier, dtype)? {
+                tier if weight.track_op() || bias.is_some_and(Tensor::track_op) => Kind::Plain(linear(), Some(tier)),
+                tier => Kind::Packed(Packed::new(weight, bias, tier)?.into()),
+            },
+            Some(tier) => bail!(
+                "[{OP}] a weight in {dtype:?} on {:?} is not packed, expected no CPU tier, found {tier}",
+                weight.device().location()
+            ),
+            None => Kind::Plain(linear(), None),
+        };
+        Ok(Self { kind, activation: None })
+    }
+
+    /// Packs a [`Linear`].
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn from_linear(linear: &Linear) -> Result<Self> {
+        Self::new(linear.weight(), linear.bias())
+    }
+
+    /// The same with an activation of its outputs, which is computed while they are in a cache, in f32, before they are
+    /// rounded: [`Gelu`](Activation::Gelu) (erf), [`NewGelu`](Activation::NewGelu) and
+    /// [`GeluPytorchTanh`](Activation::GeluPytorchTanh), [`Silu`](Activation::Silu), [`Swish`](Activation::Swish) and
+    /// [`Relu`](Activation::Relu), to 5e-7 of the number that they are applied to. For an input that is tracked for
+    /// gradients it is Candle's own operation.
+    ///
+    /// ```
+    /// use candle_attention::PackedLinear;
+    /// use candle_core::{Device, Module, Tensor};
+    /// use candle_nn::{Activation, Linear};
+    /// # fn main() -> candle_core::Result<()> {
+    /// let up = Linear::new(Tensor::randn(0f32, 1., (64, 16), &Device::Cpu)?, None);
+    /// let down = Linear::new(Tensor::randn(0f32, 1., (16, 64), &Device::Cpu)?, None);
+    /// let packed_up = PackedLinear::from_linear(&up)?.with_activation(Activation::Gelu)?;
+    /// let packed_down = PackedLinear::from_linear(&down)?;
+    ///
+    /// let xs = Tensor::randn(0f32, 1., (2, 5, 16), &Device::Cpu)?;
+    /// let ys = packed_down.forward_with_residual(&packed_up.forward(&xs)?, &xs)?;
+    ///
+    /// let expected = (down.forward(&up.forward(&xs)?.gelu_erf()?)? + &xs)?;
+    /// let difference = (ys - expected)?.abs()?.max_all()?.to_scalar::<f32>()?;
+    /// assert!(difference < 1e-3);
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// For any other activation.
+    pub fn with_activation(self, activation: Activation) -> Result<Self> {
+        kernel_activation(activation)?;
+        Ok(Self { kind: self.kind, activation: Some(activation) })
+    }
+
+    /// The activation of its outputs.
+    pub fn activation(&self) -> Option<Activation> {
+        self.activation
+    }
+
+    /// The same with what variables hold now, packed, and nothing tracked for gradients: for inference after training.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn freeze(&self) -> Result<Self> {
+        let Kind::Plain(linear, tier) = &self.kind else { return Ok(self.clone()) };
+        let bias = linear.bias().map(frozen).transpose()?;
+        let packed = Self::with_tier(&frozen(linear.weight())?, bias.as_ref(), *tier)?;
+        Ok(Self { activation: self.activation, ..packed })
+    }
+
+    /// The projection as a [`Linear`] again, to the bit; its activation is no part of that. One of a quantised weight
+    /// is in f32.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn to_linear(&self) -> Result<Linear> {
+        match &self.kind {
+            Kind::Plain(linear, _) => Ok(linear.clone()),
+            Kind::Packed(packed) => packed.to_linear(),
+            Kind::Quantized(quantized) => quantized.to_linear(),
+        }
+    }
+
+    /// Rows of the weight, (out, in), in its dtype: ids (..) in u32 give (.., in). A table of embeddings that is the
+    /// weight of a head as well is held once that way.
+    ///
+    /// ```
+    /// use candle_attention::PackedLinear;
+    /// use candle_core::{Device, Tensor};
+    /// # fn main() -> candle_core::Result<()> {
+    /// let head = PackedLinear::new(&Tensor::new(&[[1f32, 2.], [3., 4.], [5., 6.]], &Device::Cpu)?, None)?;
+    /// let embedded = head.weight_rows(&Tensor::new(&[[2u32, 0]], &Device::Cpu)?)?;
+    /// assert_eq!(embedded.to_vec3::<f32>()?, [[[5., 6.], [1., 2.]]]);
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// For ids of another dtype or on another device, and those that are no outputs.
+    pub fn weight_rows(&self, ids: &Tensor) -> Result<Tensor> {
+        Expect::many(OP, "ids", ids).dtype_of(&[DType::U32], "")?.beside("the weight", self.device())?;
+        let flat: Vec<u32> = ids.flatten_all()?.to_vec1()?;
+        if let Some(id) = flat.iter().find(|&&id| id as usize >= self.out_dim()) {
+            bail!("[{OP}] id {id} is no row of the weight, expected one below {}", self.out_dim())
+        }
+        let rows = match &self.kind {
+            Kind::Packed(packed) => packed.rows(Some(&flat.iter().map(|&id| id as usize).collect::<Vec<_>>()))?,
+            Kind::Plain(linear, _) => linear.weight().index_select(&ids.flatten_all()?, 0)?,
+            Kind::Quantized(quantized) => quantized.rows(&ids.flatten_all()?)?,
+        };
+        rows.reshape([ids.dims(), &[self.in_dim()]].concat())
+    }
+
+    /// The width of the output.
+    pub fn out_dim(&self) -> usize {
+        match &self.kind {
+            Kind::Plain(linear, _) => linear.weight().dims()[0],
+            Kind::Packed(packed) => packed.shape().0,
+            Kind::Quantized(quantized) => quantized.dims()[0],
+        }
+    }
+
+    /// The width of the input.
+    pub fn in_dim(&self) -> usize {
+        match &self.kind {
+            Kind::Plain(linear, _) => linear.weight().dims()[1],
+            Kind::Packed(packed) => packed.shape().1,
+            Kind::Quantized(quantized) => quantized.dims()[1],
+        }
+    }
+
+    /// The weight's dtype; f32 of a quantised one.
+    pub fn dtype(&self) -> DType {
+        match &self.kind {
+            Kind::Plain(linear, _) => linear.weight().dtype(),
+            Kind::Packed(packed) => packed.dtype(),
+            Kind::Quantized(_) => DType::F32,
+        }
+    }
+
+    /// Where the weight is.
+    pub fn device(&self) -> &Device {
+        match &self.kind {
+            Kind::Plain(linear, _) => linear.weight().device(),
+            Kind::Packed(_) => &Device::Cpu,
+            Kind::Quantized(quantized) => quantized.device(),
+        }
+    }
+
+    /// Whether the weight is packed: on a CPU, in a type that is, and not tracked for gradients.
+    pub fn is_packed(&self) -> bool {
+        matches!(self.kind, Kind::Packed(_))
+    }
+
+    /// Some of the outputs only, with the bits that [`forward`](Module::forward) gives them: (.., in) gives
+    /// (.., `columns.len()`). Several projections of one input can share a weight that way.
+    ///
+    /// # Errors
+    /// As [`forward`](Module::forward), and for columns beyond the width of the output.
+    pub fn forward_columns(&self, xs: &Tensor, columns: Range<usize>) -> Result<Tensor> {
+        self.product(xs, columns, None)
+    }
+
+    /// [`forward`](Module::forward) plus a residual of the output's shape and dtype, which is added before the sum is
+    /// rounded: (.., in) and (.., out) give (.., out). Both may be tracked for gradients.
+    ///
+    /// # Errors
+    /// As [`forward`](Module::forward), and for a residual of another shape, dtype or device than the output's.
+    pub fn forward_with_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<Tensor> {
+        self.product(xs, 0..self.out_dim(), Some(residual))
+    }
+
+    /// That there are such columns, and that the input fits the weight.
+    fn check(&self, xs: &Tensor, columns: &Range<usize>) -> Result<()> {
+        if columns.start > columns.end || columns.end > self.out_dim() {
+            bail!("[{OP}] columns {columns:?} were asked for, expected a part of 0..{}", self.out_dim())
+        }
+        let input = Expect::one(OP, "input", xs).shape(&[Dim::Any(".."), Dim::Is(self.in_dim())])?;
+        let input = match self.dtype() {
+            dtype @ (DType::BF16 | DType::F16) => {
+                input.dtype_of(&[dtype, DType::F32], format_args!(" beside a weight in {dtype:?}"))?
+            }
+            dtype => input.dtype(dtype, "the weight's")?,
+        };
+        input.beside("the weight", self.device())?;
+        if !is_addressable(xs.dims()) {
+            bail!("[{OP}] input has shape {:?}, which is too large to address", xs.dims())
+        }
+        let rows: usize = xs.dims()[..xs.rank() - 1].iter().product();
+        if !fits_in_memory(&[rows, columns.len()]) {
+            bail!("[{OP}] an output of {rows} rows of {} does not fit in memory", columns.len())
+        }
+        Ok(())
+    }
+
+    /// Some of the outputs, with what follows.
+    pub fn product(&self, xs: &Tensor, columns: Range<usize>, residual: Option<&Tensor>) -> Result<Tensor> {
+        self.check(xs, &columns)?;
+        if let Some(residual) = residual {
+            let expected = [&xs.dims()[..xs.rank() - 1], &[columns.len()]].concat();
+            let residual = Expect::one(OP, "residual", residual).sizes(&expected)?;
+            residual.dtype(xs.dtype(), "the input's")?.beside("the input", xs.device())?;
+        }
+        let is_tracked = xs.track_op() || residual.is_some_and(Tensor::track_op);
+        let ys = match &self.kind {
+            Kind::Packed(packed) => {
+                let activation = self.activation.map(kernel_activation).transpose()?;
+                let product = Columns { packed: packed.clone(), columns, activation, up: None };
+                if !is_tracked {
+                    return product.forward(xs, residual);
+                }
+                Columns { activation: None, ..product }.forward(xs, None)?
+            }
+            Kind::Plain(linear, Some(tier)) => {
+                let own = |tensor: &Tensor| {
+                    let all = columns.len() == self.out_dim();
+                    let part = if all { tensor.clone() } else { tensor.narrow(0, columns.start, columns.len())? };
+                    part.to_dtype(xs.dtype())
+                };
+                tracked::product(xs, &own(linear.weight())?, linear.bias().map(own).transpose()?.as_ref(), *tier)?
+            }
+            Kind::Plain(linear, None) => plain(linear, xs, columns)?,
+            Kind::Quantized(quantized) => quantized.forward(xs, columns)?,
+        };
+        let ys = if let Some(activation) = self.activation { activation.forward(&ys)? } else { ys };
+        match residual {
+            Some(residual) => ys + residual,
+            None => Ok(ys),
+        }
+    }
+}
+
+/// (.., in) gives (.., out) in the input's dtype, which is the weight's, or f32 over a weight in half precision.
+impl Module for PackedLinear {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        self.forward_columns(xs, 0..self.out_dim())
+    }
+}
+
+impl TryFrom<Linear> for PackedLinear {
+    type Error = candle_core::Error;
+
+    fn try_from(linear: Linear) -> Result<Self> {
+        Self::from_linear(&linear)
+    }
+}
+
+impl TryFrom<PackedLinear> for Linear {
+    type Error = candle_core::Error;
+
+    fn try_from(packed: PackedLinear) -> Result<Self> {
+        packed.to_linear()
+    }
+}

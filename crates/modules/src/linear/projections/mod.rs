@@ -1,0 +1,408 @@
+//! The projections of a layer: each is columns of a product with a weight, or a module.
+
+mod sources;
+
+pub use sources::{ByPlace, PROJECTIONS, Piece, ProjectionRows};
+pub use sources::{ProjectionModule, ProjectionModules, ProjectionPlace};
+
+use ProjectionPlace::{Gate, Key, Output, Query, Value};
+
+use std::borrow::Borrow;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Module, Result, Tensor, bail};
+use candle_nn::Linear;
+
+use super::PackedLinear;
+use crate::base::{Expect, part};
+
+const OP: &str = "multi_head_attention";
+
+/// The order in which projections of one input lie in a weight that they share: the gate beside the query.
+const PACKED_ORDER: [ProjectionPlace; 4] = [Query, Gate, Key, Value];
+
+/// One projection, (B, T, in) to (B, T, out).
+#[derive(Clone)]
+pub enum Projection {
+    /// Columns of a weight that is packed.
+    Columns(ProjectionColumns),
+    /// Rows of variables, which each call reads.
+    Tracked(ProjectionRows),
+    /// A module of the caller's, whose output is checked.
+    Module {
+        /// What projects.
+        module: ProjectionModule,
+        /// What its output has to be like.
+        expected: ModuleOutput,
+    },
+}
+
+/// Columns of the product with a weight. Projections of one input that share the weight are views of one product.
+#[derive(Debug, Clone)]
+pub struct ProjectionColumns {
+    weight: Arc<PackedLinear>,
+    range: Range<usize>,
+    has_bias: bool,
+}
+
+impl ProjectionColumns {
+    /// Of one weight, the columns of each part, which is so many outputs and may have a bias.
+    pub fn split(weight: PackedLinear, parts: impl IntoIterator<Item = (usize, bool)>) -> Vec<Self> {
+        let (weight, mut end) = (Arc::new(weight), 0);
+        let part = |(len, has_bias)| {
+            end += len;
+            Self { weight: weight.clone(), range: end - len..end, has_bias }
+        };
+        parts.into_iter().map(part).collect()
+    }
+}
+
+/// What a module has to give.
+#[derive(Debug, Clone)]
+pub struct ModuleOutput {
+    place: ProjectionPlace,
+    width: usize,
+    dtype: DType,
+    device: Device,
+}
+
+impl ModuleOutput {
+    /// A module's output, checked; empty without a call where there is nothing to compute.
+    fn of(&self, module: &ProjectionModule, xs: &Tensor) -> Result<Tensor> {
+        let (b, t, _) = xs.dims3()?;
+        let expected = [b, t, self.width];
+        if expected.contains(&0) {
+            return Tensor::zeros(&expected, self.dtype, &self.device);
+        }
+        let ys = module.forward(&xs.contiguous()?)?;
+        let name = format!("the output of the {} projection", self.place);
+        let output = Expect::one(OP, &name, &ys).sizes(&expected)?;
+        output.dtype(self.dtype, "the weights'")?.beside("the weights", &self.device)?;
+        Ok(ys)
+    }
+}
+
+impl Projection {
+    /// Projections of inputs of one width: columns of one weight that is packed, or what training changes.
+    pub fn of_rows(all: &[&ProjectionRows]) -> Result<Vec<Self>> {
+        match all {
+            [rows] if rows.is_tracked() => Ok(vec![Self::Tracked((*rows).clone())]),
+            [_, _, ..] if all.iter().any(|rows| rows.is_tracked()) => {
+                Ok(all.chunks(1).map(Self::of_rows).collect::<Result<Vec<_>>>()?.concat())
+            }
+            _ => {
+                let parts = all.iter().map(|rows| (rows.len(), rows.has_bias()));
+                let columns = ProjectionColumns::split(ProjectionRows::to_linear(all)?.try_into()?, parts);
+                Ok(columns.into_iter().map(Self::Columns).collect())
+            }
+        }
+    }
+
+    /// As linear layers, with what variables hold now. Parts of one weight are views of it.
+    ///
+    /// # Errors
+    /// For a module, whose weights nobody knows here, and if memory is short.
+    pub fn to_linears(all: &[impl Borrow<Self>]) -> Result<Vec<Linear>> {
+        let mut linears = Vec::with_capacity(all.len());
+        for run in all.chunk_by(|own, next| own.borrow().shares_weight(next.borrow())) {
+            let whole = match run[0].borrow() {
+                Self::Columns(columns) => columns.weight.to_linear()?,
+                Self::Tracked(rows) => ProjectionRows::to_linear(&[rows])?,
+                Self::Module { expected, .. } => bail!(
+                    "[{OP}] the {} projection is a module of the caller's, whose weights the layer does not know",
+                    expected.place
+                ),
+            };
+            for projection in run {
+                linears.push(match projection.borrow() {
+                    Self::Columns(ProjectionColumns { range, has_bias, .. }) => {
+                        let own = |tensor: &Tensor| tensor.narrow(0, range.start, range.len());
+                        let bias = whole.bias().filter(|_| *has_bias).map(own).transpose()?;
+                        Linear::new(own(whole.weight())?, bias)
+                    }
+                    _ => whole.clone(),
+                });
+            }
+        }
+        Ok(linears)
+    }
+
+    fn columns(&self) -> Option<&ProjectionColumns> {
+        if let Self::Columns(columns) = self { Some(columns) } else { None }
+    }
+
+    fn shares_weight(&self, other: &Self) -> bool {
+        let both = self.columns().zip(other.columns());
+        both.is_some_and(|(own, other)| Arc::ptr_eq(&own.weight, &other.weight))
+    }
+
+    /// Projections of one input; those that share a weight are views of one product.
+    pub fn project(all: &[impl Borrow<Self>], xs: &Tensor) -> Result<Vec<Tensor>> {
+        let mut outputs = Vec::with_capacity(all.len());
+        for run in all.chunk_by(|own, next| own.borrow().shares_weight(next.borrow())) {
+            let columns: Vec<_> = run.iter().filter_map(|own| own.borrow().columns()).collect();
+            let [first, .., last] = columns.as_slice() else {
+                outputs.push(run[0].borrow().forward(xs)?);
+                continue;
+            };
+            let start = first.range.start;
+            let product = first.weight.forward_columns(xs, start..last.range.end)?;
+            for ProjectionColumns { range, .. } in columns {
+                outputs.push(part(&product, 2, range.start - start..range.end - start)?);
+            }
+        }
+        Ok(outputs)
+    }
+
+    fn as_module(&self) -> ProjectionModule {
+        match self {
+            Self::Module { module, .. } => module.clone(),
+            own => Arc::new(own.clone()),
+        }
+    }
+
+    /// Plus a residual (B, T, out), if there is one.
+    fn product(&self, xs: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
+        match (self, residual) {
+            (Self::Columns(ProjectionColumns { weight, range, .. }), _) => weight.product(xs, range.clone(), residual),
+            (Self::Tracked(rows), _) => {
+                let linear: PackedLinear = ProjectionRows::to_linear(&[rows])?.try_into()?;
+                linear.product(xs, 0..rows.len(), residual)
+            }
+            (Self::Module { module, expected }, None) => expected.of(module, xs),
+            (Self::Module { module, expected }, Some(residual)) => expected.of(module, xs)? + residual,
+        }
+    }
+}
+
+impl Module for Projection {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        self.product(xs, None)
+    }
+}
+
+impl fmt::Debug for Projection {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        match self {
+            Self::Columns(columns) => columns.fmt(f),
+            Self::Tracked(rows) => rows.fmt(f),
+            Self::Module { expected, .. } => write!(f, "a module to {expected:?}"),
+        }
+    }
+}
+
+/// The projections of a layer: of queries, and those that the config wants besides. Where there are keys and no
+/// projection of values, values are what that of keys gives.
+#[derive(Debug, Clone)]
+pub struct Projections {
+    all: ByPlace<Projection>,
+    dtype: DType,
+    device: Device,
+}
+
+/// What there is in some places.
+fn present<'a, T>(all: &'a ByPlace<T>, places: &[ProjectionPlace]) -> Vec<(ProjectionPlace, &'a T)> {
+    places.iter().filter_map(|&place| Some((place, all[place as usize].as_ref()?))).collect()
+}
+
+/// What queries' inputs are projected to.
+#[derive(Debug)]
+pub struct Queries {
+    /// (B, T_q, H·D).
+    pub q: Tensor,
+    /// (B, T_q, H·D_v) or (B, T_q, H).
+    pub gate: Option<Tensor>,
+}
+
+impl Projections {
+    /// From a checkpoint: weights are packed now, or read in each call where training changes them.
+    ///
+    /// # Errors
+    /// If there is none of queries, and if memory is short.
+    pub fn new(loaded: ByPlace<ProjectionRows>) -> Result<Self> {
+        let Some(q) = &loaded[Query as usize] else { bail!("[{OP}] expected a query projection") };
+        let (dtype, device) = (q.weight().dtype(), q.weight().device().clone());
+        Ok(Self { all: Self::pack(&loaded)?, dtype, device })
+    }
+
+    /// Those of inputs of one width are columns of one product.
+    fn pack(loaded: &ByPlace<ProjectionRows>) -> Result<ByPlace<Projection>> {
+        let mut all = ByPlace::default();
+        let width = |rows: &ProjectionRows| rows.weight().dims()[1];
+        let of_inputs = present(loaded, &PACKED_ORDER);
+        let output = present(loaded, &[Output]);
+        for run in of_inputs.chunk_by(|(_, own), (_, next)| width(own) == width(next)).chain(output.chunks(1)) {
+            let rows: Vec<_> = run.iter().map(|(_, rows)| *rows).collect();
+            for ((place, _), projection) in run.iter().zip(Projection::of_rows(&rows)?) {
+                all[*place as usize] = Some(projection);
+            }
+        }
+        Ok(all)
+    }
+
+    /// The same with what variables hold now, packed. Modules of the caller's stay as they are.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn freeze(&self) -> Result<Self> {
+        let mut frozen = ByPlace::default();
+        for (frozen, own) in frozen.iter_mut().zip(&self.all) {
+            if let Some(Projection::Tracked(rows)) = own {
+                *frozen = Some(rows.freeze()?);
+            }
+        }
+        // Together, so that those of one input are one product again.
+        let mut all = Self::pack(&frozen)?;
+        for (packed, own) in all.iter_mut().zip(&self.all).filter(|(packed, _)| packed.is_none()) {
+            *packed = own.clone();
+        }
+        Ok(Self { all, ..self.clone() })
+    }
+
+    /// Of modules with outputs of these widths, 0 for none, for inputs of a dtype on a device.
+    ///
+    /// # Errors
+    /// If the config wants a projection and there is none, or the other way around.
+    pub fn from_modules(
+        widths: [usize; PROJECTIONS],
+        modules: ProjectionModules,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        let mut all = ByPlace::default();
+        for (place, module) in ProjectionPlace::ALL.into_iter().zip(modules.0) {
+            let (width, noun) = (widths[place as usize], place.noun());
+            let expected = ModuleOutput { place, width, dtype, device: device.clone() };
+            all[place as usize] = match module {
+                None if width > 0 => bail!("[{OP}] no module was given for the {noun} that the config wants"),
+                Some(_) if width == 0 => {
+                    bail!("[{OP}] a module was given for the {noun}, but the config says there is none")
+                }
+                module => module.map(|module| Projection::Module { module, expected }),
+            };
+        }
+        Ok(Self { all, dtype, device: device.clone() })
+    }
+
+    /// Of weights that are packed, query, key, value and output, for inputs in f32.
+    pub fn of_columns(columns: Vec<ProjectionColumns>, device: &Device) -> Self {
+        let mut all = ByPlace::default();
+        for (place, columns) in all.iter_mut().zip(columns) {
+            *place = Some(Projection::Columns(columns));
+        }
+        Self { all, dtype: DType::F32, device: device.clone() }
+    }
+
+    /// The same with a module in one place, with an output of that width, made from what is there.
+    ///
+    /// # Errors
+    /// For a projection that the config does not have, and those of `change`.
+    pub fn map(
+        mut self,
+        width: usize,
+        place: ProjectionPlace,
+        change: impl FnOnce(ProjectionModule) -> Result<ProjectionModule>,
+    ) -> Result<Self> {
+        let Some(own) = &mut self.all[place as usize] else {
+            bail!("[{OP}] the config says there is no {}, so none can be changed", place.noun())
+        };
+        let expected = ModuleOutput { place, width, dtype: self.dtype, device: self.device.clone() };
+        *own = Projection::Module { module: change(own.as_module())?, expected };
+        Ok(self)
+    }
+
+    /// The dtype of the weights, or what modules were said to give.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The device of the weights, or the one that modules were said to be on.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Whether queries and keys are projected by modules of the caller's, which may change.
+    pub fn has_modules(&self) -> bool {
+        [Query, Key].iter().any(|&place| matches!(self.all[place as usize], Some(Projection::Module { .. })))
+    }
+
+    /// What there is of the projections in these places, by place.
+    fn each<T>(
+        &self,
+        places: &[ProjectionPlace],
+        of_all: impl FnOnce(&[&Projection]) -> Result<Vec<T>>,
+    ) -> Result<ByPlace<T>> {
+        let (places, all): (Vec<_>, Vec<_>) = present(&self.all, places).into_iter().unzip();
+        let mut found = ByPlace::default();
+        for (place, own) in places.into_iter().zip(of_all(&all)?) {
+            found[place as usize] = Some(own);
+        }
+        Ok(found)
+    }
+
+    /// Projections of one input.
+    fn project(&self, places: &[ProjectionPlace], xs: &Tensor) -> Result<ByPlace<Tensor>> {
+        self.each(places, |all| Projection::project(all, xs))
+    }
+
+    /// q and the gate, and k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v), if the layer has them.
+    pub fn query_key_value(
+        &self,
+        queries: &Tensor,
+        keys: &Tensor,
+        values: &Tensor,
+    ) -> Result<(Queries, Option<[Tensor; 2]>)> {
+        if queries.id() == keys.id() && keys.id() == values.id() {
+            let [q, k, v, _, gate] = self.project(&PACKED_ORDER, queries)?;
+            return Ok((Queries::new(q, gate)?, k.map(|k| [k.clone(), v.unwrap_or(k)])));
+        }
+        Ok((self.query(queries)?, self.key_value(keys, values)?))
+    }
+
+    /// q and the gate alone.
+    pub fn query(&self, queries: &Tensor) -> Result<Queries> {
+        let [q, .., gate] = self.project(&[Query, Gate], queries)?;
+        Queries::new(q, gate)
+    }
+
+    /// k (B, T_kv, H_kv·D) and v (B, T_kv, H_kv·D_v) alone, if the layer has them.
+    pub fn key_value(&self, keys: &Tensor, values: &Tensor) -> Result<Option<[Tensor; 2]>> {
+        let [_, k, v, ..] = if keys.id() == values.id() {
+            self.project(&[Key, Value], keys)?
+        } else {
+            let [_, k, ..] = self.project(&[Key], keys)?;
+            let [_, _, v, ..] = self.project(&[Value], values)?;
+            [None, k, v, None, None]
+        };
+        Ok(k.map(|k| [k.clone(), v.unwrap_or(k)]))
+    }
+
+    /// The output projection of merged heads (B, T_q, H·D_v), or the heads as they are, plus a residual of that shape.
+    pub fn output(&self, merged: Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
+        match (&self.all[Output as usize], residual) {
+            (Some(output), _) => output.product(&merged, residual),
+            (None, Some(residual)) => merged + residual,
+            (None, None) => Ok(merged),
+        }
+    }
+
+    /// As linear layers, with what variables hold now: q (H·D, E), k (H_kv·D, key_size), v (H_kv·D_v, value_size), o
+    /// (out_dim, H·D_v), gate (H·D_v or H, E). Parts of one weight are views of it.
+    ///
+    /// # Errors
+    /// If a projection is a module, whose weights the layer does not know, and if memory is short.
+    pub fn to_linears(&self) -> Result<ByPlace<Linear>> {
+        self.each(&[Query, Gate, Key, Value, Output], |all| Projection::to_linears(all))
+    }
+}
+
+impl Queries {
+    fn new(q: Option<Tensor>, gate: Option<Tensor>) -> Result<Self> {
+        match q {
+            Some(q) => Ok(Self { q, gate }),
+            None => bail!("[{OP}] expected a query projection"),
+        }
+    }
+}

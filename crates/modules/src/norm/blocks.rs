@@ -1,0 +1,237 @@
+//! The norms between the layers of a model, under candle-nn's names.
+
+use candle_core::{D, DType, Module, Result, Tensor, bail};
+use candle_nn::{LayerNormConfig, VarBuilder};
+
+use super::gated::GatedNorm;
+use super::{Norm, QkNormKind};
+use crate::base::{Dim, Expect, FLOATS, Parameter, Source, fits_in_memory, number};
+use crate::gate::GateActivation;
+
+const RMS: &str = "rms_norm";
+const LAYER: &str = "layer_norm";
+
+/// `x / sqrt(mean(x²) + eps) · weight` over the last dimension: [`candle_nn::RmsNorm`] that has gradients
+/// (<https://arxiv.org/abs/1910.07467>).
+///
+/// candle-nn's own records none for a contiguous input: whatever stands before it never learns, and nothing says so.
+///
+/// On a CPU, for f32, bf16 and f16, it is one pass over the input, of any strides, and one pass backward; rows are
+/// computed in f32 and rounded once, and gradients of weights are summed in f32, with the same bits for any number of
+/// threads. For f64 and on other devices it is Candle's own operations. A weight that is a variable is read in each
+/// call.
+///
+/// ```
+/// use candle_attention::rms_norm;
+/// use candle_core::{DType, Device, Module, Tensor, Var};
+/// use candle_nn::{VarBuilder, VarMap};
+/// # fn main() -> candle_core::Result<()> {
+/// let vars = VarMap::new();
+/// let norm = rms_norm(16, 1e-6, VarBuilder::from_varmap(&vars, DType::F32, &Device::Cpu).pp("input_layernorm"))?;
+///
+/// let below = Var::from_tensor(&Tensor::randn(0f32, 1., (2, 5, 16), &Device::Cpu)?)?;
+/// let gradients = norm.forward(&below)?.sqr()?.sum_all()?.backward()?;
+/// assert!(gradients.get(&below).is_some() && gradients.get(norm.weight()).is_some());
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone)]
+pub struct RmsNorm(Norm);
+
+/// `(x - mean(x)) / sqrt(variance(x) + eps) · weight + bias` over the last dimension, or without the bias:
+/// [`candle_nn::LayerNorm`] that has gradients (<https://arxiv.org/abs/1607.06450>).
+///
+/// candle-nn's own records none with a bias and a contiguous input. How it is computed is said at [`RmsNorm`]. On a CPU
+/// the variance is that of what is left of a row without its mean, so that rows far from zero keep their digits.
+///
+/// ```
+/// use candle_attention::LayerNorm;
+/// use candle_core::{Device, Module, Tensor};
+/// # fn main() -> candle_core::Result<()> {
+/// let (weight, bias) = (Tensor::new(&[1f32, 1.], &Device::Cpu)?, Tensor::new(&[0f32, 5.], &Device::Cpu)?);
+/// let norm = LayerNorm::new(weight, bias, 0.0)?;
+/// let ys = norm.forward(&Tensor::new(&[[1f32, 3.], [10., 2.]], &Device::Cpu)?)?;
+/// assert_eq!(ys.to_vec2::<f32>()?, [[-1., 6.], [1., 4.]]);
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone)]
+pub struct LayerNorm(Norm);
+
+/// [`candle_nn::rms_norm`](candle_nn::rms_norm()) as an [`RmsNorm`]: `weight` (size,) below the builder's prefix, also
+/// read as `gamma`.
+///
+/// # Errors
+/// For a missing or misshapen tensor, for a bias in the file, and for an `eps` that is no number of zero or more.
+pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
+    Ok(RmsNorm(load(RMS, QkNormKind::Rms, size, LayerNormConfig { affine: false, ..eps.into() }, vb)?))
+}
+
+/// [`rms_norm`] that multiplies by `1 + weight` (Gemma). A weight that is new is 0.
+///
+/// # Errors
+/// As [`rms_norm`].
+pub fn rms_norm_plus_one(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
+    Ok(RmsNorm(load(RMS, QkNormKind::RmsPlusOne, size, LayerNormConfig { affine: false, ..eps.into() }, vb)?))
+}
+
+/// [`candle_nn::layer_norm`](candle_nn::layer_norm()) as a [`LayerNorm`]: `weight` and `bias` (size,) below the builder's
+/// prefix, also read as `gamma` and `beta`. The config is candle-nn's, or `eps` alone: `affine` says whether there is a
+/// bias, and without `remove_mean` it is the norm of [`RmsNorm`].
+///
+/// # Errors
+/// For missing or misshapen tensors, for a bias in the file that the config denies, and for an `eps` that is no number
+/// of zero or more.
+pub fn layer_norm(size: usize, config: impl Into<LayerNormConfig>, vb: VarBuilder) -> Result<LayerNorm> {
+    let config = config.into();
+    let kind = if config.remove_mean { QkNormKind::Layer } else { QkNormKind::Rms };
+    Ok(LayerNorm(load(LAYER, kind, size, config, vb)?))
+}
+
+/// [`layer_norm`] without a bias.
+///
+/// # Errors
+/// As [`layer_norm`].
+pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<LayerNorm> {
+    layer_norm(size, LayerNormConfig { affine: false, ..eps.into() }, vb)
+}
+
+impl RmsNorm {
+    /// With `weight` (size,).
+    ///
+    /// # Errors
+    /// For a weight of another rank or of whole numbers, and for an `eps` that is no number of zero or more.
+    pub fn new(weight: Tensor, eps: f64) -> Result<Self> {
+        Ok(Self(checked(RMS, QkNormKind::Rms, eps, weight, None)?))
+    }
+
+    /// With `1 + weight` (size,), as Gemma keeps it: the sum is never rounded to half precision.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn plus_one(weight: Tensor, eps: f64) -> Result<Self> {
+        Ok(Self(checked(RMS, QkNormKind::RmsPlusOne, eps, weight, None)?))
+    }
+
+    /// The norm of (B, T, H, D) times an activated gate of its shape and dtype.
+    pub fn forward_gated(&self, xs: &Tensor, gate: &Tensor, activation: GateActivation) -> Result<Tensor> {
+        let affine = self.0.affine()?;
+        match self.0.rows(xs, &affine) {
+            Some(norm) => GatedNorm { norm, activation }.apply(xs, &affine.factors, gate),
+            None => activation.gate(&self.forward(xs)?, gate),
+        }
+    }
+
+    /// The weight, (size,), without a one that is added to it.
+    pub fn weight(&self) -> &Tensor {
+        self.0.weight.first()
+    }
+
+    /// What is added to the mean square.
+    pub fn eps(&self) -> f64 {
+        self.0.eps
+    }
+
+    /// The same with what variables hold now, and nothing tracked for gradients: for inference after training.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn freeze(&self) -> Result<Self> {
+        Ok(Self(self.0.freeze()?))
+    }
+}
+
+impl LayerNorm {
+    /// With `weight` and `bias` (size,) of one dtype and device.
+    ///
+    /// # Errors
+    /// For a weight of another rank or of whole numbers, for a bias that is not like it, and for an `eps` that is no
+    /// number of zero or more.
+    pub fn new(weight: Tensor, bias: Tensor, eps: f64) -> Result<Self> {
+        Ok(Self(checked(LAYER, QkNormKind::Layer, eps, weight, Some(bias))?))
+    }
+
+    /// With `weight` (size,) alone.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn new_no_bias(weight: Tensor, eps: f64) -> Result<Self> {
+        Ok(Self(checked(LAYER, QkNormKind::LayerNoBias, eps, weight, None)?))
+    }
+
+    /// The weight, (size,).
+    pub fn weight(&self) -> &Tensor {
+        self.0.weight.first()
+    }
+
+    /// The bias, (size,).
+    pub fn bias(&self) -> Option<&Tensor> {
+        self.0.bias.as_ref().map(Parameter::first)
+    }
+
+    /// What is added to the variance.
+    pub fn eps(&self) -> f64 {
+        self.0.eps
+    }
+
+    /// The same with what variables hold now, and nothing tracked for gradients: for inference after training.
+    ///
+    /// # Errors
+    /// If memory is short.
+    pub fn freeze(&self) -> Result<Self> {
+        Ok(Self(self.0.freeze()?))
+    }
+}
+
+/// (.., size) to the same shape and dtype: f32, bf16 or f16, whichever of them the weight is in, or f64 beside a weight
+/// in f64.
+impl Module for RmsNorm {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        forward(RMS, &self.0, xs)
+    }
+}
+
+/// As [`RmsNorm`].
+impl Module for LayerNorm {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        forward(LAYER, &self.0, xs)
+    }
+}
+
+fn load(op: &'static str, kind: QkNormKind, size: usize, config: LayerNormConfig, vb: VarBuilder) -> Result<Norm> {
+    number::epsilon(op, "eps", config.eps)?;
+    let source = Source::new(op, "candle-nn", vb);
+    source.check_dtype()?;
+    Norm::load(kind, config.eps, size, config.affine, &source)
+}
+
+fn checked(op: &str, kind: QkNormKind, eps: f64, weight: Tensor, bias: Option<Tensor>) -> Result<Norm> {
+    number::epsilon(op, "eps", eps)?;
+    Expect::one(op, "weight", &weight).shape(&[Dim::Any("size")])?.dtype_of(&FLOATS, "")?;
+    if !fits_in_memory(weight.dims()) {
+        bail!("[{op}] a weight of shape {:?} does not fit in memory", weight.dims())
+    }
+    if let Some(bias) = &bias {
+        let bias = Expect::one(op, "bias", bias).shape(&[Dim::Is(weight.dims()[0])])?;
+        bias.dtype(weight.dtype(), "the weight's")?.beside("the weight", weight.device())?;
+    }
+    Norm::new(kind, eps, weight.into(), bias.map(Parameter::from))
+}
+
+fn forward(op: &str, norm: &Norm, xs: &Tensor) -> Result<Tensor> {
+    let weight = norm.weight.first();
+    let expected =
+        if weight.dtype() == DType::F64 { &[DType::F64][..] } else { &[DType::F32, DType::F16, DType::BF16] };
+    let input = Expect::one(op, "input", xs).shape(&[Dim::Any(".."), Dim::Is(weight.dims()[0])])?;
+    input
+        .dtype_of(expected, format_args!(" beside a weight in {:?}", weight.dtype()))?
+        .beside("the weight", weight.device())?;
+    if !fits_in_memory(xs.dims()) {
+        bail!("[{op}] an output of shape {:?} does not fit in memory", xs.dims())
+    }
+    match xs.rank() {
+        // All rows in one dimension, which is no copy of a contiguous input.
+        rank if rank > 4 || (rank == 4 && xs.is_contiguous()) => {
+            norm.forward(&xs.flatten_to(D::Minus2)?)?.reshape(xs.shape())
+        }
+        _ => norm.forward(xs),
+    }
+}

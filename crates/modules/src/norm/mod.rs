@@ -1,0 +1,385 @@
+//! Normalisation: of queries and keys before attention, of contexts after it, and between the layers of a model.
+
+mod blocks;
+mod gated;
+mod rows;
+
+use candle_core::{D, DType, Device, Result, Tensor, bail};
+use candle_nn::{Init, ops};
+use serde::{Deserialize, Serialize};
+
+use crate::base::{Heads, Parameter, ParameterList, Source, Spec, Stored, accumulation_dtype, fits_in_memory, number};
+pub use blocks::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one};
+use rows::RowNorm;
+
+/// Which normalisation is applied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum QkNormKind {
+    /// Root mean square, a weight and no bias.
+    Rms,
+    /// Root mean square, times 1 + weight (Gemma 3).
+    RmsPlusOne,
+    /// Root mean square alone, without a weight (Llama 4).
+    RmsNoWeight,
+    /// Mean and variance, a weight and a bias.
+    Layer,
+    /// Mean and variance, a weight and no bias (Cohere, StableLM).
+    LayerNoBias,
+}
+
+/// What one normalisation spans.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum QkNormScope {
+    /// Each head by itself; the weight (D,) is shared by all heads (Qwen 3).
+    PerHead,
+    /// Each head by itself, with a weight of its own: (H, D), and (H_kv, D) for keys (Cohere, StableLM).
+    PerHeadWeights,
+    /// The whole projection, before it is split into heads (OLMo 2).
+    Projection,
+}
+
+/// Normalisation of queries and keys: parameters `q_norm.weight`, `k_norm.weight`, and `.bias` for the kind that has
+/// one. Also read under `q_layernorm` and `query_layernorm` where a file has those; StableLM's list of a norm for each
+/// head, `q_layernorm.norms.{i}.weight`, is read as one weight (H, D).
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct QkNorm {
+    /// Root mean square or layer norm.
+    pub kind: QkNormKind,
+    /// One head or the whole projection.
+    pub scope: QkNormScope,
+    /// Added to the mean square or the variance.
+    pub eps: f64,
+}
+
+/// Normalisation of the context of all heads together, before the output projection: parameter `context_norm.weight`,
+/// and `.bias` for the kind that has one. Also read as `attn_sub_norm` (BitNet) and `inner_attn_ln` (Kosmos-2).
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ContextNorm {
+    /// Root mean square or layer norm.
+    pub kind: QkNormKind,
+    /// Added to the mean square or the variance.
+    pub eps: f64,
+}
+
+impl QkNormKind {
+    /// How a weight begins.
+    fn initial_weight(self) -> Init {
+        Init::Const(if self == Self::RmsPlusOne { 0.0 } else { 1.0 })
+    }
+
+    fn subtracts_mean(self) -> bool {
+        matches!(self, Self::Layer | Self::LayerNoBias)
+    }
+}
+
+/// As a norm of one row.
+impl From<ContextNorm> for QkNorm {
+    fn from(ContextNorm { kind, eps }: ContextNorm) -> Self {
+        Self { kind, scope: QkNormScope::Projection, eps }
+    }
+}
+
+/// Checks the epsilon of the option `name`.
+pub fn check_epsilon(op: &str, name: &str, norm: Option<impl Into<QkNorm>>) -> Result<()> {
+    number::epsilon(op, &format!("eps of {name}"), norm.map(|norm| norm.into().eps))
+}
+
+const OF_CONTEXT: [&str; 3] = ["context_norm", "attn_sub_norm", "inner_attn_ln"];
+
+/// The names under which files keep the norm of queries, the first of which is the crate's own.
+const OF_QUERIES: [&str; 3] = ["q_norm", "q_layernorm", "query_layernorm"];
+const OF_KEYS: [&str; 3] = ["k_norm", "k_layernorm", "key_layernorm"];
+
+/// One of a layer's norms: where its parameters are, and what it spans.
+#[derive(Debug, Clone, Copy)]
+pub struct NormPlace {
+    norm: QkNorm,
+    names: [&'static str; 3],
+    heads: Heads,
+    /// How many heads there are, and how wide each is.
+    count: usize,
+    width: usize,
+}
+
+impl NormPlace {
+    /// H heads of width D.
+    pub fn of_queries(norm: QkNorm, h: usize, d: usize) -> Self {
+        Self { norm, names: OF_QUERIES, heads: Heads::Query, count: h, width: d }
+    }
+
+    /// H_kv heads of width D.
+    pub fn of_keys(norm: QkNorm, h_kv: usize, d: usize) -> Self {
+        Self { norm, names: OF_KEYS, heads: Heads::Key, count: h_kv, width: d }
+    }
+
+    /// H heads of width D_v together.
+    pub fn of_context(norm: ContextNorm, h: usize, d_v: usize) -> Self {
+        Self { norm: norm.into(), names: OF_CONTEXT, heads: Heads::Query, count: h, width: d_v }
+    }
+
+    fn shape(&self) -> Vec<usize> {
+        match self.norm.scope {
+            QkNormScope::Projection => vec![self.count * self.width],
+            QkNormScope::PerHeadWeights if self.norm.kind != QkNormKind::RmsNoWeight => vec![self.count, self.width],
+            QkNormScope::PerHead | QkNormScope::PerHeadWeights => vec![self.width],
+        }
+    }
+
+    /// The parameters, under the names that the file has for them.
+    pub fn specs(&self, source: &Source) -> Result<Vec<Spec>> {
+        let Self { norm, names, heads, count, .. } = *self;
+        if norm.kind == QkNormKind::RmsNoWeight {
+            return Ok(Vec::new());
+        }
+        let has = |name: &&str| source.has(&format!("{name}.weight")) || source.has(&first_of_list(name));
+        let stored = names.into_iter().find(has).unwrap_or(names[0]);
+        let is_list = norm.scope == QkNormScope::PerHeadWeights && source.has(&first_of_list(stored));
+        let list = format!("{stored}.norms");
+        if is_list {
+            source.refuse(&format!("{list}.{count}.weight"), &format!("there are {count} heads"))?;
+        }
+        let has_bias = norm.kind == QkNormKind::Layer;
+        if !has_bias {
+            let heads = (0..count).map(|head| format!("{list}.{head}"));
+            let in_list = heads.take_while(|head| is_list && source.has(&format!("{head}.weight")));
+            for module in in_list.chain([stored.to_string()]) {
+                source.refuse(&format!("{module}.bias"), "the config says there is no such bias")?;
+            }
+        }
+        let spec = |part: &'static str, init| {
+            let stored = match is_list {
+                true => Stored::List { list: list.clone(), part },
+                false => Stored::Whole(format!("{stored}.{part}")),
+            };
+            let spec = Spec::new(format!("{}.{part}", names[0]), self.shape(), init).stored(stored);
+            if norm.scope == QkNormScope::PerHead { spec } else { spec.by_head(heads, 0) }
+        };
+        let bias = has_bias.then(|| spec("bias", Init::Const(0.0)));
+        Ok([spec("weight", norm.kind.initial_weight())].into_iter().chain(bias).collect())
+    }
+
+    /// The norm, of numbers in a dtype on a device.
+    pub fn norm(&self, parameters: &ParameterList, dtype: DType, device: &Device) -> Result<Norm> {
+        let get = |part: &str| parameters.get(&format!("{}.{part}", self.names[0])).cloned();
+        let weight = match get("weight") {
+            Some(weight) => weight,
+            None => ones(self.shape()[0], dtype, device)?,
+        };
+        Norm::new(self.norm.kind, self.norm.eps, weight, get("bias"))
+    }
+}
+
+/// An error if the file has norms of queries, keys or a context that the config does not mention.
+pub fn refuse_norms(qk_norm: Option<QkNorm>, context_norm: Option<ContextNorm>, source: &Source) -> Result<()> {
+    if qk_norm.is_none() {
+        for name in OF_QUERIES.into_iter().chain(OF_KEYS) {
+            for parameter in [format!("{name}.weight"), format!("{name}.bias"), first_of_list(name)] {
+                source.refuse(&parameter, "the config says there is no qk_norm")?;
+            }
+        }
+    }
+    if context_norm.is_none() {
+        for name in OF_CONTEXT {
+            for parameter in ["weight", "bias"] {
+                source.refuse(&format!("{name}.{parameter}"), "the config says there is no context_norm")?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The factors of a norm without a weight.
+fn ones(size: usize, dtype: DType, device: &Device) -> Result<Parameter> {
+    if !fits_in_memory(&[size]) {
+        bail!("[norm] a norm of {size} entries does not fit in memory")
+    }
+    Ok(Tensor::ones(size, dtype, device)?.into())
+}
+
+fn first_of_list(name: &str) -> String {
+    format!("{name}.norms.0.weight")
+}
+
+/// The norms of a layer's queries and keys.
+#[derive(Debug, Clone)]
+pub struct QkNorms {
+    /// What each of them spans.
+    pub scope: QkNormScope,
+    /// The norm of queries.
+    pub q: Norm,
+    /// The norm of keys; none where these are an earlier layer's.
+    pub k: Option<Norm>,
+}
+
+impl QkNorms {
+    /// Whether the norms span whole projections, and so come before these are split.
+    pub fn of_projections(&self) -> bool {
+        self.scope == QkNormScope::Projection
+    }
+}
+
+/// A normalisation over the last dimension.
+#[derive(Debug, Clone)]
+pub struct Norm {
+    kind: QkNormKind,
+    eps: f64,
+    /// (size,) or (H, D).
+    weight: Parameter,
+    bias: Option<Parameter>,
+    /// Where nothing is a variable.
+    affine: Option<Affine>,
+    span: Option<Span>,
+}
+
+/// What normed numbers are multiplied by, and what is added, in the type that they are computed in; contiguous.
+#[derive(Debug, Clone)]
+struct Affine {
+    factors: Tensor,
+    /// Empty where nothing is added.
+    bias: Tensor,
+}
+
+/// What a norm spans of which this process has a part.
+#[derive(Debug, Clone, Copy)]
+pub struct Span {
+    /// Of all processes.
+    pub width: usize,
+    /// Whether this process's part counts: of those that have a part twice, one does.
+    pub counts: bool,
+}
+
+/// The sum over all processes of tensors of one shape.
+pub type SumFunction<'a> = dyn Fn(&Tensor) -> Result<Tensor> + 'a;
+
+impl Norm {
+    fn new(kind: QkNormKind, eps: f64, weight: Parameter, bias: Option<Parameter>) -> Result<Self> {
+        let mut norm = Self { kind, eps, weight, bias, affine: None, span: None };
+        if !norm.has_variables() {
+            norm.affine = Some(norm.affine()?);
+        }
+        Ok(norm)
+    }
+
+    /// Below the source's prefix: `weight`, also read as `gamma`, and `bias`, also read as `beta` (size,).
+    fn load(kind: QkNormKind, eps: f64, size: usize, has_bias: bool, source: &Source) -> Result<Self> {
+        let name = |names: [&'static str; 2]| names.into_iter().find(|name| source.has(name)).unwrap_or(names[0]);
+        let weight = source.get(size, name(["weight", "gamma"]), kind.initial_weight())?;
+        let bias = source.bias(name(["bias", "beta"]), size, has_bias, Init::Const(0.0))?;
+        Self::new(kind, eps, weight.into(), bias.map(Parameter::from))
+    }
+
+    /// The root mean square of rows of one width: the weight `name.weight` (size,).
+    pub fn rms(name: &str, size: usize, eps: f64, source: &Source) -> Result<Self> {
+        Self::load(QkNormKind::Rms, eps, size, false, &source.pp(name))
+    }
+
+    /// The mean and variance of rows of one width: `name.weight` and `name.bias` (size,).
+    pub fn layer(name: &str, size: usize, eps: f64, source: &Source) -> Result<Self> {
+        Self::load(QkNormKind::Layer, eps, size, true, &source.pp(name))
+    }
+
+    /// The root mean square of rows of one width, without a parameter.
+    pub fn without_weight(eps: f64, size: usize, dtype: DType, device: &Device) -> Result<Self> {
+        Self::new(QkNormKind::RmsNoWeight, eps, ones(size, dtype, device)?, None)
+    }
+
+    /// Over the parts of all processes.
+    pub fn over(self, span: Option<Span>) -> Self {
+        Self { span, ..self }
+    }
+
+    /// With what variables hold now.
+    pub fn freeze(&self) -> Result<Self> {
+        let bias = self.bias.as_ref().map(Parameter::freeze).transpose()?;
+        Ok(Self::new(self.kind, self.eps, self.weight.freeze()?, bias)?.over(self.span))
+    }
+
+    fn has_variables(&self) -> bool {
+        self.weight.is_tracked() || self.bias.as_ref().is_some_and(Parameter::is_tracked)
+    }
+
+    /// (.., size), or (.., H, D) with weights of heads, to the same shape and dtype.
+    pub fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        let affine = self.affine()?;
+        if let Some(rows) = self.rows(xs, &affine) {
+            return rows.apply(xs, &affine.factors, &affine.bias);
+        }
+        // Candle's fused norms have no backward pass and no f64.
+        if xs.track_op() || self.has_variables() || xs.dtype() == DType::F64 {
+            return self.differentiable(xs, &affine);
+        }
+        let (weight, eps) = (self.weight.tensor()?, self.eps as f32);
+        match (self.kind, &self.bias) {
+            _ if weight.rank() > 1 || weight.dtype() != xs.dtype() => self.differentiable(xs, &affine),
+            (QkNormKind::Rms | QkNormKind::RmsNoWeight, None) => ops::rms_norm(&xs.contiguous()?, &weight, eps),
+            (QkNormKind::Layer, Some(bias)) => ops::layer_norm(&xs.contiguous()?, &weight, &bias.tensor()?, eps),
+            _ => self.differentiable(xs, &affine),
+        }
+    }
+
+    /// The norm in one pass, where a CPU computes in f32.
+    fn rows(&self, xs: &Tensor, affine: &Affine) -> Option<RowNorm> {
+        let on_cpu = xs.device().is_cpu() && affine.factors.device().is_cpu();
+        let rows = RowNorm { subtracts_mean: self.kind.subtracts_mean(), eps: self.eps as f32 };
+        (on_cpu && affine.factors.dtype() == DType::F32 && xs.dtype() != DType::F64).then_some(rows)
+    }
+
+    /// [`forward`](Self::forward) of (B, T, width), where the mean is over all processes if the norm spans them.
+    pub fn forward_over(&self, xs: &Tensor, sum: Option<&SumFunction>) -> Result<Tensor> {
+        let Some(Span { width, counts }) = self.span else { return self.forward(xs) };
+        let Some(sum) = sum else {
+            bail!(
+                "[multi_head_attention] norms of whole projections span the heads of all processes, expected their sum in \
+                 the call, `with_sum`"
+            )
+        };
+        let dtype = accumulation_dtype(xs.dtype());
+        let wide = xs.to_dtype(dtype)?;
+        let squares = match counts {
+            true => wide.sqr()?.sum_keepdim(D::Minus1)?,
+            false => Tensor::zeros((xs.dim(0)?, xs.dim(1)?, 1), dtype, xs.device())?,
+        };
+        self.affine()?.apply(&wide, &((sum(&squares)? / width as f64)? + self.eps)?)?.to_dtype(xs.dtype())
+    }
+
+    fn differentiable(&self, xs: &Tensor, affine: &Affine) -> Result<Tensor> {
+        let size = xs.dim(D::Minus1)? as f64;
+        let mut wide = xs.to_dtype(accumulation_dtype(xs.dtype()))?;
+        if self.kind.subtracts_mean() {
+            wide = wide.broadcast_sub(&(wide.sum_keepdim(D::Minus1)? / size)?)?;
+        }
+        let mean_square = (wide.sqr()?.sum_keepdim(D::Minus1)? / size)?;
+        affine.apply(&wide, &(mean_square + self.eps)?)?.to_dtype(xs.dtype())
+    }
+
+    fn affine(&self) -> Result<Affine> {
+        if let Some(affine) = &self.affine {
+            return Ok(affine.clone());
+        }
+        let own = |parameter: &Parameter| {
+            let tensor = parameter.tensor()?;
+            tensor.to_dtype(accumulation_dtype(tensor.dtype()))?.contiguous()
+        };
+        let weight = own(&self.weight)?;
+        let bias = match &self.bias {
+            Some(bias) => own(bias)?,
+            None => Tensor::zeros(0, weight.dtype(), weight.device())?,
+        };
+        Ok(Affine { factors: if self.kind == QkNormKind::RmsPlusOne { (weight + 1.0)? } else { weight }, bias })
+    }
+}
+
+impl Affine {
+    /// Rows over the root of their `squares` (.., 1), by Candle's operations.
+    fn apply(&self, rows: &Tensor, squares: &Tensor) -> Result<Tensor> {
+        let own = |parameter: &Tensor| parameter.to_dtype(rows.dtype());
+        let normed = rows.broadcast_div(&squares.sqrt()?)?.broadcast_mul(&own(&self.factors)?)?;
+        if self.bias.elem_count() > 0 { normed.broadcast_add(&own(&self.bias)?) } else { Ok(normed) }
+    }
+}
