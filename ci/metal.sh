@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ "$(uname -s)" = Darwin ]; then
-    exec cargo clippy -p candle-attention-core -p candle-attention --lib --features metal -- -D warnings
+    exec cargo clippy -p candle-attention-core -p candle-attention -p attention-oracle --lib --features metal -- -D warnings
 fi
 repository=$PWD copy=$PWD/target/metal-check
 export CARGO_TARGET_DIR=$repository/target
@@ -30,4 +30,4 @@ TOML
 cd "$copy"
 # GNUstep's runtime names a package that Cargo.lock does not.
 cargo fetch --quiet || { echo "the feature metal is not checked: the registry cannot be reached" >&2; exit 0; }
-cargo clippy -p candle-attention-core -p candle-attention --lib --features metal -- -D warnings
+cargo clippy -p candle-attention-core -p candle-attention -p attention-oracle --lib --features metal -- -D warnings
