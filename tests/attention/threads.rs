@@ -106,7 +106,6 @@ fn random_calls_give_the_same_bits_in_pools_of_any_size() {
 fn random_projections_give_the_same_bits_in_pools_of_any_size() {
     let pools: Vec<_> = [1, 2, 3, 7].into_iter().map(pool).collect();
     for_all(24, products(), |mut product| {
-        // Large enough for several threads, packing included.
         (product.inputs, product.outputs) = (1500 + product.inputs, 600 + product.outputs);
         product.rows = product.rows.min(9);
         let case = product.case();

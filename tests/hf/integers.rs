@@ -1,5 +1,4 @@
-//! Integers of a `config.json` that no model has: an error, or a layer, in little memory. A loop over the larger ones
-//! would not end.
+//! Integers of a `config.json` that no model has, large ones too: an error, or a layer, in little memory.
 
 use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -115,7 +114,7 @@ fn called(model: &Model, config: Value, what: &str) {
 
 #[test]
 fn no_integer_of_a_model_hurts() {
-    // The first backtrace that is written reads the debug information, which takes more memory than any config.
+    // The first backtrace reads the debug information, which takes more memory than any config.
     let _ = Error::msg("").bt().to_string();
     let mut tried = 0;
     for model in all_models() {
