@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ "$(uname -s)" = Darwin ]; then
-    exec cargo clippy -p candle-attention-core -p candle-attention -p attention-oracle --lib --features metal -- -D warnings
+    exec cargo clippy --lib --features metal -- -D warnings
 fi
 repository=$PWD copy=$PWD/target/metal-check
 export CARGO_TARGET_DIR=$repository/target

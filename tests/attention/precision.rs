@@ -17,15 +17,11 @@ use serde::Deserialize;
 use crate::call::Call;
 use crate::common::values;
 
-/// How much worse than PyTorch a kernel may be. Plain Rust has no fused multiply-add on every target, and rounds a
-/// product and a sum where the others round once.
-fn most(tier: Tier) -> f64 {
-    if tier == Tier::Scalar { 1.1 * 2f64.sqrt() } else { 1.1 }
-}
-
-/// NaN exceeds everything.
+/// Whether a kernel is worse than PyTorch by more than it may be; NaN is. Plain Rust has no fused multiply-add on every
+/// target, and rounds a product and a sum where the others round once.
 fn exceeds(tier: Tier, error: f64, pytorch: f64) -> bool {
-    error.is_nan() || error > most(tier) * pytorch
+    let most = if tier == Tier::Scalar { 1.1 * 2f64.sqrt() } else { 1.1 };
+    error.is_nan() || error > most * pytorch
 }
 
 #[derive(Deserialize)]
@@ -97,17 +93,20 @@ struct LargestErrors {
 }
 
 /// Holds every tier to PyTorch's errors; `run` gives a case's exact numbers, and what a tier makes of it.
-fn compare(text: &str, run: impl Fn(&Case) -> Result<(Vec<f64>, Vec<(Tier, Tensor)>)>) -> Result<()> {
+fn compare(text: &str, run: impl Fn(&Case) -> Result<(Vec<f64>, Vec<(Tier, Tensor)>)> + Sync) -> Result<()> {
     let measured: Measured = serde_json::from_str(text).expect("the file is what it says");
     assert!(measured.cases.len() > 35, "{} cases", measured.cases.len());
+    let errors_of = |case| {
+        let (exact, results) = run(case)?;
+        Ok(results.into_iter().map(|(tier, got)| (tier, errors(&got, &exact))).collect())
+    };
+    let found: Vec<Vec<_>> = measured.cases.par_iter().map(errors_of).collect::<Result<_>>()?;
     let mut failures = Vec::new();
     let mut largest: BTreeMap<(&str, u32), LargestErrors> = BTreeMap::new();
-    for case in &measured.cases {
-        let (exact, results) = run(case)?;
+    for (case, errors) in measured.cases.iter().zip(found) {
         let family = largest.entry((&case.dtype, case.widening)).or_default();
         family.pytorch = family.pytorch.max(case.max);
-        for (tier, got) in results {
-            let (max, rms) = errors(&got, &exact);
+        for (tier, (max, rms)) in errors {
             let of_tier = family.tiers.entry(tier).or_default();
             *of_tier = if max <= *of_tier { *of_tier } else { max };
             // What rounds nothing has to be exact here too.

@@ -60,7 +60,7 @@ fn gradients<E: Element + Into<f32>>(
 fn threads_change_no_bit_of_what_heads_share() {
     let best = Tier::choose(None, false).expect("a tier");
     // Each group, and how often it runs on the best tier.
-    let groups: &[(usize, usize)] = if cfg!(miri) { &[(3, 1)] } else { &[(3, 20), (5, 20), (6, 20), (7, 20), (71, 2)] };
+    let groups: &[(usize, usize)] = if cfg!(miri) { &[(3, 1)] } else { &[(3, 10), (5, 10), (6, 10), (7, 10), (71, 2)] };
     // A call is worth several threads by its length, one of Miri's by its width.
     let (t, width) = if cfg!(miri) { (32, 32) } else { (520, 2) };
     let [one, two, four] = [1, 2, 4].map(|n| rayon::ThreadPoolBuilder::new().num_threads(n).build().expect("a pool"));
