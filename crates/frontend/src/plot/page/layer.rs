@@ -3,6 +3,7 @@
 use std::fmt;
 
 use candle_attention_core::AttentionStatistics;
+use candle_attention_modules::base::{Expect, FLOATS};
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::plot::style;
@@ -64,9 +65,7 @@ impl Layer {
         if heads == 0 || (top == 0 && queries > 0 && keys > 0) {
             bail!("[page] layer {name:?} has {shape}; expected at least one head and one top key")
         }
-        if top_keys.dtype() != DType::U32 {
-            bail!("[page] the top keys are {}; expected u32", top_keys.dtype().as_str())
-        }
+        Expect::one("page", "top_keys", &top_keys).dtype_of(&[DType::U32], "")?;
 
         let mut bytes = Vec::new();
         let received = floats(&received, "received", &[heads, keys])?;
@@ -92,12 +91,7 @@ impl Layer {
 
 /// The numbers of a tensor of floats of this shape.
 fn floats(tensor: &Tensor, what: &str, shape: &[usize]) -> Result<Vec<f32>> {
-    if tensor.dims() != shape {
-        bail!("[page] {what} has shape {:?} in each sequence; expected {shape:?}", tensor.dims())
-    }
-    if !tensor.dtype().is_float() {
-        bail!("[page] {what} is {}; expected a float dtype", tensor.dtype().as_str())
-    }
+    Expect::one("page", what, tensor).sizes(shape)?.dtype_of(&FLOATS, "")?;
     tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
 }
 
