@@ -9,8 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{ScoreTerm, Scores, TermCall};
 use crate::position::Positions;
-use candle_attention_modules::base::{HeadShard, Options, Source, accumulation_dtype, fits_in_memory, options};
-use candle_attention_modules::linear::frozen;
+use candle_attention_modules::base::{HeadShard, Options, Source, accumulation_dtype, fits_in_memory, frozen, options};
 
 /// The most biases that are kept for the next layer, 64 MB.
 const KEPT: usize = 1 << 24;

@@ -10,19 +10,15 @@ pub mod rowwise;
 mod share;
 mod source;
 
-pub use expect::{Dim, Expect, FLOATS, accumulation_dtype};
+pub use expect::{Dim, Expect, FLOATS, accumulation_dtype, check_keys_and_values};
 pub use nearest::{did_you_mean, edits, nearest};
 pub use number::{filled, fits_in_memory, is_addressable};
-pub use parameters::untrained;
-pub use share::{HeadShard, Share};
-pub use source::{SCALES, Source, has, root, whole};
+pub use options::{Options, options};
+pub use parameters::{HeadDim, Heads, Parameter, ParameterList, Spec, Stored, frozen, save, untrained};
+pub use rowwise::executor;
+pub use share::{HeadShard, Rows, Share, part};
+pub use source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, SCALES, Source, has, hint, linear_bias, root, whole};
 
-pub use expect::check_keys_and_values;
+// `options!` names it where it is used.
 #[doc(hidden)]
 pub use pastey;
-
-pub use options::{Options, options};
-pub use parameters::{HeadDim, Heads, Parameter, ParameterList, Spec, Stored, frozen, save};
-pub use rowwise::executor;
-pub use share::{Rows, part};
-pub use source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, hint, linear_bias};

@@ -11,13 +11,14 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use candle_nn::{Activation, Linear, VarBuilder};
 
-pub use crate::base::frozen;
-use crate::base::{Dim, Expect, FLOATS, fits_in_memory, is_addressable};
+use crate::base::{Dim, Expect, FLOATS, fits_in_memory, frozen, is_addressable};
 use candle_attention_kernels::Tier;
 pub use forward::PackedGatedLinear;
 use forward::{Columns, Packed, choose_tier, kernel_activation, plain};
-pub use projections::{ByPlace, PROJECTIONS, Piece, Projection, ProjectionRows, Queries};
-pub use projections::{ProjectionColumns, ProjectionModule, ProjectionModules, ProjectionPlace, Projections};
+pub use projections::{
+    ByPlace, PROJECTIONS, Piece, Projection, ProjectionColumns, ProjectionModule, ProjectionModules, ProjectionPlace,
+    ProjectionRows, Projections, Queries,
+};
 use quantized::Quantized;
 
 const OP: &str = "packed_linear";

@@ -7,10 +7,10 @@ use serde::{Deserialize, Serialize};
 
 use super::distances::{DistanceRows, descending, rows_of};
 use candle_attention_modules::base::{
-    Dim, Expect, Heads, LINEAR_WEIGHT, Options, ParameterList, Source, Spec, Stored, accumulation_dtype, linear_bias,
-    number, options,
+    Dim, Expect, Heads, LINEAR_WEIGHT, Options, ParameterList, Source, Spec, Stored, accumulation_dtype, frozen,
+    linear_bias, number, options,
 };
-use candle_attention_modules::linear::{Projections, frozen};
+use candle_attention_modules::linear::Projections;
 use candle_attention_modules::norm::Norm;
 
 /// The terms of [`ContentPositions::Disentangled`](crate::ContentPositions::Disentangled).

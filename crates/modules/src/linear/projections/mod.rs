@@ -2,8 +2,7 @@
 
 mod sources;
 
-pub use sources::{ByPlace, PROJECTIONS, Piece, ProjectionRows};
-pub use sources::{ProjectionModule, ProjectionModules, ProjectionPlace};
+pub use sources::{ByPlace, PROJECTIONS, Piece, ProjectionModule, ProjectionModules, ProjectionPlace, ProjectionRows};
 
 use ProjectionPlace::{Gate, Key, Output, Query, Value};
 
