@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::{BackwardProblem, Decay, Dims, Problem, gated_delta_rule, gated_delta_rule_backward};
+use super::{BackwardProblem, Decay, Dims, Gradients, Problem, gated_delta_rule, gated_delta_rule_backward};
 use crate::cpu::Tier;
 use crate::cpu::tests::numbers;
 use crate::number::Strided;
@@ -226,5 +226,29 @@ fn threads_change_no_bit() {
             })
         };
         assert_eq!(with_threads(1), with_threads(5), "{h} heads, {t} tokens");
+    }
+}
+
+#[test]
+fn what_is_no_number_stays_in_its_head() {
+    // Two heads on one thread, whose workspace they share; a row of values ends within a vector.
+    let dims = Dims { b: 1, t: 20, h: 2, h_q: 2, h_k: 2, h_v: 2, d_k: 8, d_v: 9 };
+    let case = Case::new(dims, vec![0..20], true, true);
+    let mut infinite = case.clone();
+    infinite.inputs[1][3] = f32::INFINITY;
+    let upstream = numbers(20 * 2 * 9, 7);
+    let second_head = |case: &Case, tier: Tier| {
+        let forward = case.problem();
+        let output = gated_delta_rule(&forward, tier, true).expect("a small call");
+        let saved = output.saved.expect("as wanted");
+        let context_grad = Strided { data: &upstream, strides: [0, 9, 18] };
+        let problem = BackwardProblem { forward, saved: &saved, context_grad, states_grad: Some(&case.inputs[5]) };
+        let gradients = gated_delta_rule_backward(&problem, tier).expect("a small call");
+        let Gradients { q, k, v, decay, beta, states } = gradients;
+        [output.states, q, k, v, decay, beta, states].map(|mut all| all.split_off(all.len() / 2))
+    };
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("a small pool");
+    for tier in Tier::available() {
+        pool.install(|| assert_eq!(second_head(&infinite, tier), second_head(&case, tier), "{tier}"));
     }
 }

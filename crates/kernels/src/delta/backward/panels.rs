@@ -38,15 +38,18 @@ impl Panels {
         self.words.as_mut_ptr().wrapping_add((panel * self.rows + row) * self.panel)
     }
 
+    /// Zeros beyond the last column, whatever was there.
+    ///
     /// # Safety
     /// `from` is valid for the matrix, row after row.
     pub unsafe fn copy_rows_from(&mut self, from: *const f32) {
         let panels = self.count();
         for (row, panel) in (0..self.rows).flat_map(|row| (0..panels).map(move |panel| (row, panel))) {
+            let (to, columns) = (self.at_mut(panel, row), self.len(panel));
             // SAFETY: as this method's contract.
             unsafe {
-                let from = from.add(row * self.columns + panel * self.panel);
-                self.at_mut(panel, row).copy_from_nonoverlapping(from, self.len(panel));
+                to.copy_from_nonoverlapping(from.add(row * self.columns + panel * self.panel), columns);
+                to.add(columns).write_bytes(0, self.panel - columns);
             }
         }
     }
