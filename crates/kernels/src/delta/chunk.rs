@@ -18,7 +18,7 @@ use crate::cpu::{MAX_LANES, Scratch, Vector};
 /// Of `tokens` tokens, which follow each other from `first` in a block.
 pub(super) struct Chunk {
     tokens: usize,
-    width: usize,
+    pub width: usize,
     /// `k_i ∘ decayed(i, start)`, then `q_i ∘ decayed(i, start)`, then `k_j ∘ decayed(end, j)`, and one row of
     /// `decayed(end, start)`.
     rows: Scratch,

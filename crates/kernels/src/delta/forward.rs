@@ -51,11 +51,8 @@ impl Shape {
 pub(super) struct Workspace {
     shape: Shape,
     rows: Rows,
-    chunk: Chunk,
-    /// For each pass and channel: what its tokens' keys and queries read, what their keys write, and what is kept.
-    records: Scratch,
-    /// The products of the chunk of each pass.
-    products: Scratch,
+    /// Of each pass.
+    chunks: Vec<Chunk>,
     /// (heads, panels, D_k, panel).
     state: Scratch,
     /// (tokens, D_v), each row up to whole panels.
@@ -72,9 +69,7 @@ impl Workspace {
         Self {
             shape,
             rows: Rows::new(tokens, width, value_width),
-            chunk: Chunk::new(shape.tokens, width),
-            records: Scratch::zeros(shape.passes * width * V::LANES),
-            products: Scratch::zeros(shape.passes * 2 * shape.tokens * shape.tokens),
+            chunks: (0..shape.passes).map(|_| Chunk::new(shape.tokens, width)).collect(),
             state: Scratch::zeros(shape.heads * dims.d_k * value_width),
             context: Scratch::zeros(tokens * value_width),
             errors: Scratch::zeros(tokens * value_width),
@@ -239,13 +234,12 @@ impl Block<'_> {
     #[inline(always)]
     unsafe fn passes<V: Vector, const C: usize, const N: usize>(&mut self) {
         let passes = self.tokens.div_ceil(C);
-        let record = self.workspace.rows.width * V::LANES;
         // SAFETY: as this method's contract.
         unsafe {
-            for pass in 0..passes {
-                self.record::<V, C>(pass);
+            let Workspace { rows, chunks, .. } = &mut *self.workspace;
+            for (pass, chunk) in chunks[..passes].iter_mut().enumerate() {
+                chunk.fill::<V>(rows, pass * C);
             }
-            let records = self.workspace.records.as_ptr();
             for panel in self.panels.clone() {
                 let own = self.workspace.place(self.head, panel, self.d_k);
                 let columns = self.workspace.columns(panel, self.d_v);
@@ -258,43 +252,23 @@ impl Block<'_> {
                     from.copy_to(saved.at_column(columns.start), self.d_k, columns.len());
                 }
                 let nothing = [[V::splat(0.0); N]; C];
-                let mut sums = pass::<V, C, N, false, true>([from, own], self.d_k, [records; 2], &nothing);
+                let chunk = &self.workspace.chunks[0];
+                let mut sums = pass::<V, C, N, false, true>([from, own], self.d_k, [chunk; 2], &nothing);
                 for pass_index in 0..passes {
                     if panel == self.panels.start {
                         self.ahead.copy::<V>(pass_index * C..(pass_index + 1) * C);
                     }
                     let updates = self.finish::<V, C, N>(pass_index, columns.start, &sums);
-                    let writing = records.add(pass_index * record);
-                    let records = [writing, writing.wrapping_add(record)];
+                    let chunks = &self.workspace.chunks;
+                    let chunks = [&chunks[pass_index], &chunks[passes.min(pass_index + 2) - 1]];
                     sums = match pass_index + 1 < passes {
-                        true => pass::<V, C, N, true, true>([from, own], self.d_k, records, &updates),
-                        false => pass::<V, C, N, true, false>([from, last], self.d_k, records, &updates),
+                        true => pass::<V, C, N, true, true>([from, own], self.d_k, chunks, &updates),
+                        false => pass::<V, C, N, true, false>([from, last], self.d_k, chunks, &updates),
                     };
                     from = own;
                 }
             }
         }
-    }
-
-    /// The chunk of a pass, as a record for each channel.
-    ///
-    /// # Safety
-    /// As [`passes`](Self::passes).
-    #[inline(always)]
-    unsafe fn record<V: Vector, const C: usize>(&mut self, pass: usize) {
-        let Workspace { rows, chunk, records, products, .. } = &mut *self.workspace;
-        let width = rows.width;
-        // SAFETY: as this method's contract; the chunk has as many rows as a vector has lanes.
-        unsafe {
-            chunk.fill::<V>(rows, pass * C);
-            let to = records.as_mut_ptr().add(pass * width * V::LANES);
-            for at in (0..width).step_by(V::LANES) {
-                V::transpose(chunk.reading_keys().add(at), width, to.add(at * V::LANES), V::LANES);
-            }
-        }
-        let products = &mut products.words_mut()[pass * 2 * C * C..][..2 * C * C];
-        products[..C * C].copy_from_slice(chunk.key_products());
-        products[C * C..].copy_from_slice(chunk.query_products());
     }
 
     /// The errors of the tokens of a pass times their betas, from what they read; their contexts.
@@ -308,8 +282,8 @@ impl Block<'_> {
         column: usize,
         sums: &Sums<V, C, N>,
     ) -> [[V; N]; C] {
-        let Workspace { rows, products, context, errors, .. } = &mut *self.workspace;
-        let products = &products.words()[pass * 2 * C * C..][..2 * C * C];
+        let Workspace { rows, chunks, context, errors, .. } = &mut *self.workspace;
+        let (key_products, query_products) = (chunks[pass].key_products(), chunks[pass].query_products());
         // SAFETY: as this method's contract.
         let mut updates = unsafe { [[V::splat(0.0); N]; C] };
         for i in 0..C.min(self.tokens - pass * C) {
@@ -322,13 +296,13 @@ impl Block<'_> {
                     if self.has_beta {
                         error = error.sub(sums.keys[i][n]);
                         for j in 0..i {
-                            error = updates[j][n].mul_add(V::splat(-products[i * C + j]), error);
+                            error = updates[j][n].mul_add(V::splat(-key_products[i * C + j]), error);
                         }
                     }
                     updates[i][n] = error.mul(V::splat(rows.beta[token]));
                     let mut sum = sums.queries[i][n];
                     for j in 0..=i {
-                        sum = updates[j][n].mul_add(V::splat(products[(C + i) * C + j]), sum);
+                        sum = updates[j][n].mul_add(V::splat(query_products[i * C + j]), sum);
                     }
                     sum.store(context.as_mut_ptr().add(at));
                     if self.saved.is_some() {
@@ -342,21 +316,23 @@ impl Block<'_> {
 }
 
 /// Adds the updates of C tokens to N vectors of columns of a state, from one place to another, and then reads them for
-/// the C tokens after those. The records are those of the tokens that write and of those that read.
+/// the C tokens after those. The chunks are those of the tokens that write and of those that read.
 ///
 /// # Safety
-/// The processor has the tier of V; both places have `channels` rows of N vectors, and each record as many entries.
+/// The processor has the tier of V; both places have `channels` rows of N vectors, and the chunks C tokens.
 #[inline(always)]
 unsafe fn pass<V: Vector, const C: usize, const N: usize, const WRITES: bool, const READS: bool>(
     [mut from, mut to]: [Place; 2],
     channels: usize,
-    [mut writing, mut reading]: [*const f32; 2],
+    [writing, reading]: [&Chunk; 2],
     updates: &[[V; N]; C],
 ) -> Sums<V, C, N> {
     // SAFETY: as this function's contract.
     let nothing = unsafe { [[V::splat(0.0); N]; C] };
     let mut sums = Sums { keys: nothing, queries: nothing };
-    for _ in 0..channels {
+    let (kept, writing_keys) = (writing.kept(), writing.writing_keys());
+    let (reading_keys, width) = (reading.reading_keys(), reading.width);
+    for d in 0..channels {
         // SAFETY: as this function's contract.
         unsafe {
             let mut row = [V::splat(0.0); N];
@@ -364,12 +340,12 @@ unsafe fn pass<V: Vector, const C: usize, const N: usize, const WRITES: bool, co
                 *vector = V::load(from.at.add(n * V::LANES));
             }
             if WRITES {
-                let kept = V::splat(*writing.add(3 * C));
+                let kept = V::splat(*kept.add(d));
                 for vector in &mut row {
                     *vector = vector.mul(kept);
                 }
                 for (i, updates) in updates.iter().enumerate() {
-                    let key = V::splat(*writing.add(2 * C + i));
+                    let key = V::splat(*writing_keys.add(i * width + d));
                     for (vector, update) in row.iter_mut().zip(updates) {
                         *vector = key.mul_add(*update, *vector);
                     }
@@ -378,17 +354,16 @@ unsafe fn pass<V: Vector, const C: usize, const N: usize, const WRITES: bool, co
                     vector.store(to.at.add(n * V::LANES));
                 }
                 to = to.at_column(to.stride);
-                writing = writing.add(V::LANES);
             }
             if READS {
                 for i in 0..C {
-                    let (key, query) = (V::splat(*reading.add(i)), V::splat(*reading.add(C + i)));
+                    let key = V::splat(*reading_keys.add(i * width + d));
+                    let query = V::splat(*reading_keys.add((C + i) * width + d));
                     for (n, vector) in row.iter().enumerate() {
                         sums.keys[i][n] = key.mul_add(*vector, sums.keys[i][n]);
                         sums.queries[i][n] = query.mul_add(*vector, sums.queries[i][n]);
                     }
                 }
-                reading = reading.add(V::LANES);
             }
             from = from.at_column(from.stride);
         }
