@@ -2,18 +2,16 @@
 //! design is in this package's README.
 
 mod backward;
-mod chain;
 mod decode;
 mod distances;
 mod dropout;
-mod epilogue;
-mod heuristics;
 mod pack;
 mod prefill;
 mod problem;
 mod scores;
 mod softmax;
 mod statistics;
+mod tasks;
 #[cfg(test)]
 #[expect(
     clippy::single_range_in_vec_init,
@@ -22,7 +20,6 @@ mod statistics;
 )]
 mod tests;
 mod tile;
-mod workspace;
 
 pub(crate) use backward::{BackwardCall, run as run_backward};
 pub use backward::{BackwardProblem, Gradients, Wanted, attend_backward};
@@ -42,16 +39,14 @@ use half::{bf16, f16};
 use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Tier, Unwritten, Vector, Workers, for_each_task};
 use crate::error::{Error, check_tier};
 use crate::number::{Number, Stored};
-use chain::Chain;
 use distances::DistanceTable;
-use epilogue::Epilogue;
-use heuristics::TaskSplit;
 use pack::PackQueries;
 use prefill::Prefill;
 use problem::{KeysValues, KvHead, Outputs, ScoreInputs, StoredRows};
+use softmax::Epilogue;
 use statistics::Observe;
+use tasks::{Chain, TaskSplit, Workspace};
 use tile::Tile;
-use workspace::Workspace;
 
 /// Attention of every query of a call, on the executor or on the threads of the current rayon pool: the context,
 /// B·H·T_q·D_v elements in the order that the problem names, the log-sum-exp of each query's scores, (B, H, T_q), if
@@ -219,7 +214,7 @@ unsafe fn attend_on<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> Optio
         None => None,
     };
     let inputs = ScoreInputs { distances: distances.as_ref(), ..call.inputs };
-    let workers = heuristics::workers(call, 1);
+    let workers = tasks::workers(call, 1);
     let split = TaskSplit::new::<K>(dims, workers.count, call.statistics.is_some());
     let heads = dims.b * dims.h_kv;
     let chain = Chain::new(heads.checked_mul(split.row_chunks)?, heads)?;

@@ -5,10 +5,9 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::heuristics::{PackedSizes, PackedWidth};
 use super::problem::{Dims, KeysValues, KvHead, ScoreInputs, StoredRows, Strided};
+use super::tasks::{PackedSizes, PackedWidth, Workspace};
 use super::tile::Tile;
-use super::workspace::Workspace;
 use crate::cpu::{Kernel, LeftOperand, SimdTask, Vector, prefetch_bytes};
 use crate::number::{Number, Stored, load_first, pack_row_pair, store_first, widen_row};
 

@@ -17,8 +17,8 @@ use super::pack::Block;
 use super::problem::{KeysValues, KvHead, ScoreInputs, ScoreUnits};
 use super::scores::TileScores;
 use super::softmax::TileSoftmax;
+use super::tasks::Workspace;
 use super::tile::{Part, Tile};
-use super::workspace::Workspace;
 use crate::cpu::{Kernel, LeftOperand, MAX_COLUMNS, Product, SimdTask, Vector, Words};
 use crate::number::{Stored, store_first};
 

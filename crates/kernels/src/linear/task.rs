@@ -1,15 +1,15 @@
-//! The loops of every product.
+//! The loops of every product, and what follows its sums while they are in a cache.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use super::epilogue::{Epilogue, Up};
-use super::left::{BLOCK, BLOCK_ROW, Left, MAX_ROWS};
-use super::right::Right;
+use super::PackedWeight;
+use super::operands::{BLOCK, BLOCK_ROW, Left, MAX_ROWS, Right};
 use crate::cpu::{
     Executor, Kernel, MAX_COLUMNS, Product as PanelProduct, Scratch, SharedPtr, SimdTask, Tier, Vector, Workers,
-    dispatch_f32, for_each_task, second_cache,
+    dispatch_f32, erfc, for_each_task, second_cache, sigmoid,
 };
+use crate::error::{Error, check_len};
 use crate::number::{Number, load_first, store_first};
 
 /// The part of the second cache that a task's sums may take, besides its inputs and a block of the weight.
@@ -229,6 +229,93 @@ impl<X: Number> Task<'_, X> {
                     }
                     store_first(sum, output.add(to), filled);
                 }
+            }
+        }
+    }
+}
+
+/// `activation(sums + bias) · (up · xs + its bias) + residual`, as much of it as there is, in f32; the result is
+/// rounded once.
+#[derive(Clone, Copy, Debug)]
+pub struct Epilogue<'a, X> {
+    /// One for each output of the weight.
+    pub bias: Option<&'a [f32]>,
+    /// Applied to each sum with its bias.
+    pub activation: Option<Activation>,
+    /// A second product of the same rows.
+    pub up: Option<Up<'a>>,
+    /// (rows, columns), as the result.
+    pub residual: Option<&'a [X]>,
+}
+
+/// The second product of a gated one.
+#[derive(Clone, Copy, Debug)]
+pub struct Up<'a> {
+    /// Of the shape, element and tier of the first weight.
+    pub weight: &'a PackedWeight,
+    /// One for each output of the weight.
+    pub bias: Option<&'a [f32]>,
+}
+
+impl<X> Default for Epilogue<'_, X> {
+    fn default() -> Self {
+        Self { bias: None, activation: None, up: None, residual: None }
+    }
+}
+
+impl<X> Epilogue<'_, X> {
+    /// That all of it fits the weight and the `count` elements of the result.
+    pub(super) fn check(&self, weight: &PackedWeight, count: usize) -> Result<(), Error> {
+        if let Some(bias) = self.bias {
+            check_len("bias", bias.len(), weight.outputs())?;
+        }
+        if let Some(Up { weight: up, bias }) = self.up {
+            if !up.is_like(weight) {
+                return Err(Error::Shape(format!("expected the up product's weight to be {weight:?}, found {up:?}")));
+            }
+            if let Some(bias) = bias {
+                check_len("the up product's bias", bias.len(), weight.outputs())?;
+            }
+        }
+        match self.residual {
+            Some(residual) => check_len("residual", residual.len(), count),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A function of each output, with the largest error on any tier. NaN stays NaN.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Activation {
+    /// `x / 2 · (1 + erf(x / √2))`, to 3e-7 of `|x|`; NaN for -inf, as `-inf · 0`.
+    Gelu,
+    /// `x / 2 · (1 + tanh(√(2/π) · (x + 0.044715 · x³)))`, to 5e-7 of `|x|`; NaN for -inf.
+    GeluTanh,
+    /// `x / (1 + exp(-x))`, to 3e-7 of `|x|`; NaN for -inf.
+    Silu,
+    /// The larger one of x and 0.
+    Relu,
+}
+
+impl Activation {
+    /// # Safety
+    /// As [`Vector`].
+    #[inline(always)]
+    pub(crate) unsafe fn apply<V: Vector>(self, x: V) -> V {
+        use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
+        // SAFETY: the processor has the tier of V, by this method's contract.
+        unsafe {
+            match self {
+                Self::Gelu => x.mul(V::splat(0.5)).mul(erfc(x.mul(V::splat(-FRAC_1_SQRT_2)))),
+                // (1 + tanh u) / 2 = sigmoid(2 u), and 2 √(2/π) = √2 · 2/√π.
+                Self::GeluTanh => {
+                    const TWICE: f32 = std::f32::consts::SQRT_2 * FRAC_2_SQRT_PI;
+                    let factor = x.mul(x).mul_add(V::splat(TWICE * 0.044715), V::splat(TWICE));
+                    x.mul(sigmoid(x.mul(factor)))
+                }
+                Self::Silu => x.mul(sigmoid(x)),
+                Self::Relu => V::splat(0.0).max(x),
             }
         }
     }

@@ -7,9 +7,8 @@ use std::arch::asm;
 use std::sync::OnceLock;
 
 use super::avx512::{Avx512, Avx512Bf16};
-use crate::cpu::kernel::{Kernel, compiled_for};
 use crate::cpu::product::Product;
-use crate::cpu::tier::cpuid;
+use crate::cpu::tier::{Kernel, compiled_for, cpuid};
 use crate::cpu::vector::Vector;
 
 pub(crate) struct Amx;

@@ -3,8 +3,8 @@
 
 use std::arch::x86_64::*;
 
-use crate::cpu::kernel::{Kernel, compiled_for};
 use crate::cpu::product::{MulAdd, Words, multiply};
+use crate::cpu::tier::{Kernel, compiled_for};
 use crate::cpu::vector::{EXP2_MIN, MAX_LANES, Vector, exp2_fraction, simd_fns};
 
 #[derive(Clone, Copy)]

@@ -2,8 +2,8 @@
 
 use half::{bf16, f16};
 
-use crate::cpu::kernel::{Kernel, SimdTask};
 use crate::cpu::product::{Columns, Product, multiply};
+use crate::cpu::tier::{Kernel, SimdTask};
 use crate::cpu::vector::{EXP2_MIN, EXP2_ROUND, MAX_LANES, Vector, exp2_fraction, simd_fns};
 
 const LANES: usize = 8;

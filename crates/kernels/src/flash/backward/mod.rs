@@ -2,26 +2,22 @@
 //! forward pass reads, from its results. Scores are computed again a tile at a time, and are never in memory as a
 //! whole.
 
-mod biases;
 mod gradient;
-mod memory;
 mod rows;
 mod step;
 mod task;
 
-use super::chain::Chain;
 use super::distances::{DistanceOutput, DistanceTable};
-use super::heuristics;
 use super::problem::{Call, KeysValues, KvHead, KvRows, Problem, SoftmaxStats, StoredRows, Strided};
+use super::tasks::{self, Chain};
 use super::tile::Tile;
 use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Tier, Unwritten, Vector, for_each_index, for_each_task};
 use crate::error::{Error, check_len, check_tier};
 use crate::flash::AttentionKernels;
 use crate::number::{Dtype, Number};
-use biases::BiasOutput;
-use memory::{BackwardMemory, BackwardSizes};
+use gradient::BiasOutput;
 use rows::{Deltas, RoundQueries};
-use task::BackwardTask;
+use task::{BackwardMemory, BackwardSizes, BackwardTask};
 
 /// A call of [`attend`](super::attend), its results, and the gradients of a loss by them.
 #[derive(Clone, Copy)]
@@ -251,7 +247,7 @@ pub(crate) fn run<E: Number>(backward: &BackwardCall<E>, tier: Tier) -> Option<(
 unsafe fn run_on<K: Kernel, E: Number>(backward: &BackwardCall<E>) -> Option<()> {
     let (inputs, wanted) = (&backward.call.inputs, &backward.wanted);
     let dims = &inputs.dims;
-    let workers = heuristics::workers(&backward.call, 3);
+    let workers = tasks::workers(&backward.call, 3);
     let rows = dims.b * dims.h;
     let mut sinks = vec![0f32; rows];
     let sink_sums = SharedPtr(sinks.as_mut_ptr());

@@ -4,9 +4,8 @@ use std::cell::OnceCell;
 use std::ops::Range;
 
 use super::BackwardCall;
-use super::biases::BiasGradients;
-use super::gradient::{TileColumns, TileGradient};
-use super::memory::{BackwardMemory, ColumnPanels};
+use super::gradient::{BiasGradients, TileColumns, TileGradient};
+use super::task::{BackwardMemory, ColumnPanels};
 use crate::cpu::{Kernel, LeftOperand, MAX_COLUMNS, Product, Vector, Words};
 use crate::flash::pack::{HeadRows, TileRows, has_non_finite, pack_columns, pack_rows};
 use crate::flash::prefill::{KeyProduct, OverKeys, ValueProduct};

@@ -15,10 +15,10 @@ mod softmax;
 
 use std::ops::Range;
 
-use super::epilogue::normalise;
-use super::heuristics::{self, KV_SPLIT};
 use super::pack::HeadRows;
 use super::problem::{Call, KeysValues, KvHead, Row, ScoreInputs, Strided};
+use super::softmax::normalise;
+use super::tasks::{self, KV_SPLIT};
 use crate::cpu::{Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector, Workers, for_each_index, for_each_task};
 use crate::number::{Number, Stored, widen_row};
 use products::{AccumulateSeen, KEY_BLOCK, RowProducts, group_rows};
@@ -50,7 +50,7 @@ pub(super) unsafe fn run<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> 
     let mut partials = Scratch::try_zeros(&[heads, key_chunks, words])?;
     let slots = SharedPtr(partials.as_mut_ptr());
     let scratch = || DecodeScratch::new(padded, dims.d, KV_SPLIT.min(dims.t_kv));
-    let workers = heuristics::workers(call, 1);
+    let workers = tasks::workers(call, 1);
     for_each_task(heads * key_chunks, workers, scratch, |scratch, task| {
         let first = task % key_chunks * KV_SPLIT;
         let kv = dims.kv_head(task / key_chunks);

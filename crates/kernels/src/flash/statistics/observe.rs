@@ -6,11 +6,10 @@ use std::sync::atomic::Ordering;
 
 use super::{MAX_TOP, StatisticsOptions, StatisticsOutput};
 use crate::cpu::{EXP2_MIN, Kernel, MAX_COLUMNS, MAX_LANES, Scratch, SimdTask, Vector};
-use crate::flash::chain::Chain;
-use crate::flash::epilogue::with_sink;
 use crate::flash::problem::{Dims, KvHead, ScoreInputs, ScoreUnits, SoftmaxStats};
+use crate::flash::softmax::with_sink;
+use crate::flash::tasks::{Chain, PanelState, Workspace};
 use crate::flash::tile::Tile;
-use crate::flash::workspace::{PanelState, Workspace};
 
 /// The keys among which the largest weight of a query is found before those of the whole are: a whole number of vectors
 /// of every tier.

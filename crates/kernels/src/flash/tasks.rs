@@ -1,0 +1,324 @@
+//! How a call is split into tasks, the memory that one works in, and the order in which they add to what they share.
+//! Every constant of the split stands here, with its reason.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::pack::column_group;
+use super::problem::{Call, Dims, ScoreInputs};
+use super::statistics::kept_scores;
+use crate::cpu::{Kernel, Scratch, Vector, Workers, second_cache};
+
+/// The state of a task's queries (packed queries and context sums) in bytes: half of the second cache, whose other half
+/// holds a block of keys and values and its scores.
+fn state_bytes() -> usize {
+    second_cache() / 2
+}
+
+/// Tasks for each thread, so that unequal ones (causal masks) even out.
+const TASKS_PER_THREAD: usize = 4;
+
+/// Up to this many rows, keys are split over tasks: there are too few rows to keep the threads busy.
+const KV_SPLIT_MAX_ROWS: usize = 256;
+
+/// What a task of the backward pass keeps of its keys: most of an L2 cache of 1 MB, whatever the processor has, since
+/// where keys are split shows in the last bits of the queries' gradients.
+const BACKWARD_STATE_BYTES: usize = 768 << 10;
+
+/// Tasks of the backward pass for each sequence, if it has the keys for them. It depends on nothing but the shape of
+/// one sequence, since where keys are split shows in the last bits of the queries' gradients.
+const BACKWARD_TASKS: usize = 16;
+
+/// The blocks of keys of a task of the backward pass, each of which keeps so many words.
+pub(super) fn backward_blocks<K: Kernel>(dims: &Dims, block_words: usize) -> usize {
+    let blocks = dims.t_kv.div_ceil(K::BLOCK);
+    let fit = BACKWARD_STATE_BYTES / (4 * block_words).max(1);
+    let most = fit.min(blocks.saturating_mul(dims.h_kv) / BACKWARD_TASKS).max(1);
+    // Chunks of one length.
+    blocks.div_ceil(blocks.div_ceil(most).max(1)).max(1)
+}
+
+/// The keys of one part then. A multiple of every block. It depends on nothing but the shape of one sequence, since
+/// where keys are split shows in the last bits of the result.
+pub(super) const KV_SPLIT: usize = 1024;
+
+/// How many threads a call is worth, which reads keys and values once and multiplies them `passes` times.
+pub(super) fn workers<E, S>(call: &Call<E, S>, passes: usize) -> Workers {
+    let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = call.inputs.dims;
+    let product = |counts: [usize; 5]| counts.into_iter().fold(1usize, usize::saturating_mul);
+    let width = d.saturating_add(d_v);
+    let multiply_adds = product([b, h, t_q, t_kv, width]).saturating_mul(passes);
+    Workers::of(multiply_adds, product([b, h_kv, t_kv, width, size_of::<S>()]), call.executor)
+}
+
+/// The threads that a call with statistics has tasks for.
+const STATISTICS_THREADS: usize = 16;
+
+/// The scores that a task keeps, in bytes, unless those of one panel are more: what a thread has of a third cache.
+const KEPT_BYTES: usize = 8 << 20;
+
+/// How the rows and keys of each key head are split.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct TaskSplit {
+    pub rows_per_chunk: usize,
+    pub row_chunks: usize,
+    pub keys_per_chunk: usize,
+    pub key_chunks: usize,
+}
+
+impl TaskSplit {
+    /// A call that `has_statistics` is split alike for any number of threads, since where rows are parted shows in the
+    /// last bits of the sums over them.
+    pub fn new<K: Kernel>(dims: &Dims, threads: usize, has_statistics: bool) -> Self {
+        let rows = dims.rows();
+        let split_keys = rows <= KV_SPLIT_MAX_ROWS && !has_statistics;
+        let keys_per_chunk = if split_keys { KV_SPLIT } else { dims.t_kv };
+        let key_chunks = if split_keys { dims.t_kv.div_ceil(KV_SPLIT).max(1) } else { 1 };
+        let mut fit = state_bytes() / (4 * PackedSizes::new::<K>(dims).row_words());
+        let threads = if has_statistics { STATISTICS_THREADS } else { threads };
+        if has_statistics {
+            fit = fit.min(KEPT_BYTES / (4 * dims.t_kv).max(1));
+        }
+        let even = (dims.b * dims.h_kv * rows).saturating_mul(key_chunks).div_ceil(TASKS_PER_THREAD * threads);
+        // Chunks of one length, or the last would pack all keys for few rows.
+        let panels = rows.div_ceil(K::PANEL);
+        let row_chunks = panels.div_ceil((fit.min(even) / K::PANEL).max(1));
+        let rows_per_chunk = panels.div_ceil(row_chunks) * K::PANEL;
+        Self { rows_per_chunk, row_chunks: rows.div_ceil(rows_per_chunk), keys_per_chunk, key_chunks }
+    }
+}
+
+/// A width, D or D_v, as packed matrices have it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PackedWidth {
+    /// In 32-bit words as the depth of a product, padded to what it takes.
+    pub words: usize,
+    /// The same, padded to whole transposed squares.
+    pub word_squares: usize,
+    /// As the rows of a product, padded to whole groups.
+    pub rows: usize,
+    /// The same, padded to whole transposed squares.
+    pub row_squares: usize,
+}
+
+impl PackedWidth {
+    pub fn new<K: Kernel>(width: usize) -> Self {
+        let lanes = K::Vector::LANES;
+        let words = width.div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH);
+        let rows = width.next_multiple_of(K::ROWS);
+        Self { words, word_squares: words.next_multiple_of(lanes), rows, row_squares: rows.next_multiple_of(lanes) }
+    }
+
+    /// The words in which [`pack_columns`](super::pack::pack_columns) writes a block of rows of this width.
+    pub fn column_words<K: Kernel>(&self) -> usize {
+        match K::ELEMENTS {
+            1 => self.rows / K::ROWS * column_group::<K>(),
+            elements => K::BLOCK / elements * self.row_squares,
+        }
+    }
+
+    /// The words on the way there.
+    pub fn staging_words<K: Kernel>(&self) -> usize {
+        let pairs = if K::IS_BF16 { K::BLOCK / 2 * self.row_squares } else { 0 };
+        pairs.max(K::Vector::LANES * self.word_squares.max(self.rows))
+    }
+}
+
+/// The sizes of packed matrices.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct PackedSizes {
+    pub d: PackedWidth,
+    pub d_v: PackedWidth,
+}
+
+impl PackedSizes {
+    pub fn new<K: Kernel>(dims: &Dims) -> Self {
+        Self { d: PackedWidth::new::<K>(dims.d), d_v: PackedWidth::new::<K>(dims.d_v) }
+    }
+
+    /// For one query of the forward pass: packed, its context, its maximum and sum.
+    pub fn row_words(&self) -> usize {
+        self.d.word_squares + self.d_v.row_squares + 2
+    }
+}
+
+/// What the online softmax knows of a chunk of queries after some of the keys: for each panel the sums of weighted
+/// values (context, panel), the largest exponent and the sum of the weights (panel).
+pub(super) struct State {
+    words: Scratch,
+    context: usize,
+    /// The columns of a panel.
+    pub panel: usize,
+}
+
+impl State {
+    pub fn new<K: Kernel>(sizes: PackedSizes, panels: usize) -> Self {
+        let panel = K::PANEL;
+        Self {
+            words: Scratch::zeros(panels * panel * (sizes.d_v.row_squares + 2)),
+            context: sizes.d_v.row_squares,
+            panel,
+        }
+    }
+
+    fn stride(&self) -> usize {
+        self.panel * (self.context + 2)
+    }
+
+    /// The state before any key.
+    pub fn clear(&mut self) {
+        let (stride, context) = (self.stride(), self.context * self.panel);
+        for panel in self.words.words_mut().chunks_exact_mut(stride) {
+            panel[..context].fill(0.0);
+            panel[context..context + self.panel].fill(f32::NEG_INFINITY);
+            panel[context + self.panel..].fill(0.0);
+        }
+    }
+
+    /// The state of all panels, to be copied.
+    pub fn words(&self) -> &[f32] {
+        self.words.words()
+    }
+
+    /// Merges the state of the same panels over other keys into this one. `unit` is [`ScoreUnits::exponent_unit`].
+    ///
+    /// [`ScoreUnits::exponent_unit`]: super::problem::ScoreUnits::exponent_unit
+    pub fn merge(&mut self, other: &[f32], unit: f32) {
+        let (stride, panel) = (self.stride(), self.panel);
+        for (mine, other) in self.words.words_mut().chunks_exact_mut(stride).zip(other.chunks_exact(stride)) {
+            for column in 0..panel {
+                let (max, sum) = (stride - 2 * panel + column, stride - panel + column);
+                let most = mine[max].max(other[max]);
+                // Where neither has seen a key, both factors are of zeros.
+                let shift = if most == f32::NEG_INFINITY { 0.0 } else { most };
+                let (keep, take) = (((mine[max] - shift) * unit).exp2(), ((other[max] - shift) * unit).exp2());
+                for at in (column..stride - 2 * panel).step_by(panel) {
+                    mine[at] = mine[at] * keep + other[at] * take;
+                }
+                mine[sum] = mine[sum] * keep + other[sum] * take;
+                mine[max] = most;
+            }
+        }
+    }
+
+    /// The state of one panel.
+    pub fn of_panel(&mut self, panel: usize) -> PanelState {
+        let (stride, context) = (self.stride(), self.context * self.panel);
+        assert!((panel + 1) * stride <= self.words.words().len(), "the state has a part for each panel");
+        // Derived from one pointer, so that each may be used after the others.
+        let first = self.words.as_mut_ptr().wrapping_add(panel * stride);
+        PanelState { context: first, max: first.wrapping_add(context), sum: first.wrapping_add(context + self.panel) }
+    }
+}
+
+/// Pointers to the state of one panel.
+#[derive(Clone, Copy)]
+pub(super) struct PanelState {
+    pub context: *mut f32,
+    pub max: *mut f32,
+    pub sum: *mut f32,
+}
+
+/// Everything a thread needs for its tasks. Its size depends on D, D_v, the tier and whether weights are dropped, up to
+/// about a megabyte and a half at D = 128, and grows with them.
+pub(super) struct Workspace {
+    pub sizes: PackedSizes,
+    /// (panels, D, panel).
+    pub queries: Scratch,
+    pub state: State,
+    /// (block, D).
+    pub keys: Scratch,
+    /// (D_v / rows, block, rows) for words of one element, (D_v, block / 2) for pairs.
+    pub values: Scratch,
+    /// (block, panel).
+    pub scores: Scratch,
+    /// (block / 2, panel), for pairs.
+    pub weights: Scratch,
+    /// (block, panel), where weights are dropped.
+    pub dropout: Scratch,
+    /// Rows on their way to being transposed.
+    pub staging: Scratch,
+    /// Where statistics are wanted, the scores of all keys (panels, T_kv, panel), until the sum of their weights is
+    /// known, and what is found of them: see [`kept_scores`]. `None` too where there is no memory for them.
+    pub kept: Option<Scratch>,
+}
+
+impl Workspace {
+    pub fn new<K: Kernel>(inputs: &ScoreInputs, panels: usize, keeps_scores: bool) -> Self {
+        let sizes = PackedSizes::new::<K>(&inputs.dims);
+        let (block, lanes) = (K::BLOCK, K::Vector::LANES);
+        // For scores, a row of a block for each lane.
+        let staging = (lanes * block).max(sizes.d.staging_words::<K>()).max(sizes.d_v.staging_words::<K>());
+        Self {
+            sizes,
+            queries: Scratch::zeros(panels * sizes.d.word_squares * K::PANEL),
+            state: State::new::<K>(sizes, panels),
+            keys: Scratch::zeros(block * sizes.d.words),
+            values: Scratch::zeros(sizes.d_v.column_words::<K>()),
+            scores: Scratch::zeros(block * K::PANEL),
+            weights: Scratch::zeros(if K::IS_BF16 { block / 2 * K::PANEL } else { 0 }),
+            dropout: Scratch::zeros(if inputs.options.dropout.is_some() { block * K::PANEL } else { 0 }),
+            staging: Scratch::zeros(staging),
+            kept: if keeps_scores { kept_scores(&inputs.dims, panels, K::PANEL) } else { None },
+        }
+    }
+}
+
+/// How far each task has come through the tiles of its rows. A task adds to what tiles share with other tasks after all
+/// tasks before it in its chain have passed the last of these tiles, so that a sum has the same order for any number of
+/// threads.
+///
+/// Tasks are started in their order and a task waits for earlier ones only, so the first of those that run never waits.
+pub(super) struct Chain {
+    passed: Vec<AtomicUsize>,
+    /// How many tasks before a task the one before it in its chain is.
+    step: usize,
+}
+
+/// The task is done.
+const DONE: usize = usize::MAX - 1;
+/// The task and all before it in its chain are done.
+const ALL_DONE: usize = usize::MAX;
+/// A thread that waits for longer lets others run.
+const SPINS: usize = 1 << 10;
+
+impl Chain {
+    /// `None` where there is no memory for so many tasks.
+    pub fn new(tasks: usize, step: usize) -> Option<Self> {
+        let mut passed = Vec::new();
+        passed.try_reserve_exact(tasks).ok()?;
+        passed.resize_with(tasks, AtomicUsize::default);
+        Some(Self { passed, step })
+    }
+
+    /// That the task has passed the tiles before this one.
+    pub fn pass(&self, task: usize, tile: usize) {
+        self.passed[task].store(tile, Ordering::Release);
+    }
+
+    pub fn finish(&self, task: usize) {
+        let before = task.checked_sub(self.step).map_or(ALL_DONE, |before| self.passed[before].load(Ordering::Acquire));
+        self.passed[task].store(if before == ALL_DONE { ALL_DONE } else { DONE }, Ordering::Release);
+    }
+
+    /// Waits until every earlier task of the chain has passed a tile.
+    pub fn wait(&self, task: usize, tile: usize) {
+        let mut next = task.checked_sub(self.step);
+        let mut spins = 0;
+        while let Some(before) = next {
+            match self.passed[before].load(Ordering::Acquire) {
+                ALL_DONE => return,
+                passed if passed > tile => next = before.checked_sub(self.step),
+                _ if spins < SPINS => {
+                    spins += 1;
+                    std::hint::spin_loop();
+                }
+                _ => std::thread::yield_now(),
+            }
+        }
+    }
+
+    /// Waits until every earlier task of the chain is done.
+    pub fn wait_for_all(&self, task: usize) {
+        self.wait(task, DONE - 1);
+    }
+}
