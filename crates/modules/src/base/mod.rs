@@ -3,22 +3,28 @@
 
 mod expect;
 mod nearest;
-pub mod number;
 mod options;
 mod parameters;
 pub mod rowwise;
-mod share;
 mod source;
 
-pub use expect::{Dim, Expect, FLOATS, accumulation_dtype, check_keys_and_values};
+pub use expect::{
+    Dim, Expect, FLOATS, accumulation_dtype, check_keys_and_values, filled, fits_in_memory, is_addressable,
+};
 pub use nearest::{did_you_mean, edits, nearest};
-pub use number::{filled, fits_in_memory, is_addressable};
 pub use options::{Options, options};
-pub use parameters::{HeadDim, Heads, Parameter, ParameterList, Spec, Stored, frozen, save, untrained};
+pub use parameters::{
+    HeadDim, HeadShard, Heads, Parameter, ParameterList, Rows, Share, Spec, Stored, frozen, part, save, untrained,
+};
 pub use rowwise::executor;
-pub use share::{HeadShard, Rows, Share, part};
 pub use source::{DRAWN_THEN_ZEROED, LINEAR_WEIGHT, SCALES, Source, has, hint, linear_bias, root, whole};
 
 // `options!` names it where it is used.
 #[doc(hidden)]
 pub use pastey;
+
+pub mod number {
+    //! What a number that somebody sets is expected to be.
+
+    pub use crate::base::expect::{above_zero, epsilon, finite, probability, size};
+}

@@ -3,7 +3,7 @@
 use candle_core::{D, DType, Module, Result, Tensor, bail};
 use candle_nn::{LayerNormConfig, VarBuilder};
 
-use super::gated::GatedNorm;
+use super::rows::GatedNorm;
 use super::{Norm, QkNormKind};
 use crate::base::{Dim, Expect, FLOATS, Parameter, Source, fits_in_memory, number};
 use crate::gate::GateActivation;

@@ -1,8 +1,9 @@
 //! Normalisation: of queries and keys before attention, of contexts after it, and between the layers of a model.
 
 mod blocks;
-mod gated;
 mod rows;
+#[cfg(test)]
+mod tests;
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 use candle_nn::{Init, ops};

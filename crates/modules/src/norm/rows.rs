@@ -1,4 +1,5 @@
-//! Norms of rows on a CPU as one of Candle's custom operations: one pass over the rows forward, and one backward.
+//! Norms of rows on a CPU as Candle's custom operations, by themselves and times an activated gate: one pass over the
+//! rows forward, which keeps only its inputs, and one backward.
 
 use std::ops::Range;
 
@@ -7,8 +8,9 @@ use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, WithDTyp
 use rayon::prelude::*;
 
 use crate::base::rowwise::{Element, Rows, TASK_ELEMENTS, map_heads, read, with_contiguous_rows, with_float};
+use crate::gate::GateActivation;
 
-pub(super) const OP: &str = "norm";
+const OP: &str = "norm";
 
 /// Sums are kept in this many lanes, so that the compiler vectorises them.
 const LANES: usize = 16;
@@ -36,7 +38,7 @@ impl RowNorm {
         with_contiguous_rows(xs)?.apply_op3(weight, bias, self)
     }
 
-    pub fn moments(self, row: &[f32]) -> Moments {
+    fn moments(self, row: &[f32]) -> Moments {
         let d = row.len() as f32;
         let mean = if self.subtracts_mean { sum(row, row, |x, _| x) / d } else { 0.0 };
         let variance = sum(row, row, |x, _| (x - mean) * (x - mean)) / d;
@@ -99,7 +101,7 @@ impl RowNorm {
 
 /// What a row is normalised with.
 #[derive(Clone, Copy)]
-pub(super) struct Moments {
+struct Moments {
     mean: f32,
     /// 1 over the root of the variance.
     factor: f32,
@@ -118,7 +120,7 @@ struct Affine<'a> {
     bias: Option<&'a [f32]>,
 }
 
-pub(super) fn parameter<'a>(numbers: &'a [f32], layout: &Layout) -> Result<&'a [f32]> {
+fn parameter<'a>(numbers: &'a [f32], layout: &Layout) -> Result<&'a [f32]> {
     match layout.contiguous_offsets() {
         // A view of nothing may begin anywhere.
         Some((start, end)) if start == end => Ok(&[]),
@@ -250,6 +252,125 @@ impl CustomOp3 for RowNorm {
         gradient: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let all = [xs, weight, bias];
+        let gradients = with_float!(OP, xs.dtype(), |E| self.backward::<E>(all, gradient));
+        Ok(gradients?.into())
+    }
+}
+
+/// `RowNorm(x) · activation(gate)` of rows (D,), without a mean or a bias, in f32 and rounded once.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct GatedNorm {
+    pub norm: RowNorm,
+    pub activation: GateActivation,
+}
+
+/// Rows in memory.
+#[derive(Clone, Copy)]
+struct View<'a, E> {
+    elements: &'a [E],
+    layout: &'a Layout,
+}
+
+impl GatedNorm {
+    /// Views (B, T, H, D) of one shape and dtype, and a weight (D,) in f32, to a contiguous tensor. Each of the three
+    /// may be tracked for gradients.
+    pub fn apply(self, xs: &Tensor, weight: &Tensor, gate: &Tensor) -> Result<Tensor> {
+        with_contiguous_rows(xs)?.apply_op3(weight, &with_contiguous_rows(gate)?, self)
+    }
+
+    /// What `of` writes of each row of `xs`, beside the same row of `others`.
+    fn map<E: Element<Wide = f32>, const N: usize>(
+        xs: View<E>,
+        others: [View<E>; N],
+        of: impl Fn(&[f32], [&[f32]; N], &mut [f32]) + Sync,
+    ) -> Result<Vec<E>> {
+        let rows = others.iter().map(|view| Rows::new(view.layout)).collect::<Result<Vec<_>>>()?;
+        map_heads(xs.elements, xs.layout, |token| {
+            let (of, rows) = (&of, &rows);
+            move |head, xs: &[f32], ys: &mut [f32]| {
+                let mut wide: [Vec<f32>; N] = std::array::from_fn(|_| Vec::new());
+                let mut own = rows.iter().zip(&others).zip(&mut wide).filter_map(|((rows, view), wide)| {
+                    rows.heads(token).nth(head).map(|row| E::widen(&view.elements[row], wide))
+                });
+                of(xs, std::array::from_fn(|_| own.next().unwrap_or_default()), ys);
+            }
+        })
+    }
+
+    fn forward<E: Element<Wide = f32>>(self, xs: View<E>, weight: &[f32], gate: View<E>) -> Result<Vec<E>> {
+        Self::map(xs, [gate], |xs, [gate], ys| {
+            let moments = self.norm.moments(xs);
+            for (((y, &x), weight), &gate) in ys.iter_mut().zip(xs).zip(weight).zip(gate) {
+                *y = moments.normed(x) * weight * self.activation.with_slope(gate).0;
+            }
+        })
+    }
+
+    /// The gradients of rows, weight and gate.
+    fn backward<E: Element<Wide = f32> + WithDType>(
+        self,
+        [xs, weight, gate]: [&Tensor; 3],
+        gradient: &Tensor,
+    ) -> Result<[Option<Tensor>; 3]> {
+        let gradient = with_contiguous_rows(&gradient.detach())?;
+        let (of_normed, of_gate) = {
+            let [xs, gate, gradient, weight] = [xs, gate, &gradient, weight].map(read);
+            let xs = View::<E> { elements: xs.elements()?, layout: xs.layout };
+            let gate = View { elements: gate.elements()?, layout: gate.layout };
+            let gradient = View { elements: gradient.elements()?, layout: gradient.layout };
+            let weight = parameter(weight.elements()?, weight.layout)?;
+            let of_normed = Self::map(gradient, [gate], |gradient, [gate], own| {
+                for ((own, gradient), &gate) in own.iter_mut().zip(gradient).zip(gate) {
+                    *own = gradient * self.activation.with_slope(gate).0;
+                }
+            })?;
+            let of_gate = Self::map(gate, [gradient, xs], |gate, [gradient, xs], own| {
+                let moments = self.norm.moments(xs);
+                let all = own.iter_mut().zip(gate).zip(gradient).zip(xs).zip(weight);
+                for ((((own, &gate), gradient), &x), weight) in all {
+                    *own = gradient * moments.normed(x) * weight * self.activation.with_slope(gate).1;
+                }
+            })?;
+            (of_normed, of_gate)
+        };
+        let tensor = |numbers| Tensor::from_vec(numbers, gate.shape(), gate.device());
+        let [of_xs, of_weight, _] = self.norm.backward::<E>([xs, weight, &weight.detach()], &tensor(of_normed)?)?;
+        Ok([of_xs, of_weight, gate.track_op().then(|| tensor(of_gate)).transpose()?])
+    }
+}
+
+impl CustomOp3 for GatedNorm {
+    fn name(&self) -> &'static str {
+        OP
+    }
+
+    fn cpu_fwd(
+        &self,
+        xs: &CpuStorage,
+        layout: &Layout,
+        weight: &CpuStorage,
+        of_weight: &Layout,
+        gate: &CpuStorage,
+        of_gate: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let weight = parameter(weight.as_slice()?, of_weight)?;
+        let ys = with_float!(OP, xs.dtype(), |E| {
+            let xs = View { elements: xs.as_slice::<E>()?, layout };
+            let gate = View { elements: gate.as_slice()?, layout: of_gate };
+            self.forward(xs, weight, gate).map(E::to_cpu_storage_owned)
+        });
+        Ok((ys?, layout.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        xs: &Tensor,
+        weight: &Tensor,
+        gate: &Tensor,
+        _: &Tensor,
+        gradient: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let all = [xs, weight, gate];
         let gradients = with_float!(OP, xs.dtype(), |E| self.backward::<E>(all, gradient));
         Ok(gradients?.into())
     }
