@@ -1,15 +1,11 @@
 //! A layer of linear attention by the gated delta rule: its parameters, and what one call computes.
 
-mod cache;
-mod config;
+mod architecture;
+mod call;
 mod conv;
-mod input;
-mod layout;
 
-pub use cache::DeltaCache;
-pub use config::GatedDeltaNetConfig;
-pub use input::DeltaInput;
-pub use layout::DeltaLayout;
+pub use architecture::{DeltaLayout, GatedDeltaNetConfig};
+pub use call::{DeltaCache, DeltaInput};
 
 use std::ops::Range;
 use std::path::Path;
@@ -19,6 +15,7 @@ use candle_nn::var_builder::ShardedVarBuilder;
 use candle_nn::{Init, VarBuilder};
 
 use crate::rule::{DeltaOptions, gated_delta_rule, gated_delta_rule_varlen};
+use architecture::Packed;
 use candle_attention_modules::base::{
     HeadDim, HeadShard, Heads, ParameterList, Source, Spec, Stored, accumulation_dtype, frozen, part, save,
 };
@@ -26,7 +23,6 @@ use candle_attention_modules::gate::GateActivation;
 use candle_attention_modules::linear::{PackedLinear, Piece, Projection, ProjectionRows};
 use candle_attention_modules::norm::RmsNorm;
 use conv::{ShortConvolution, convolve, tail};
-use layout::Packed;
 
 const OP: &str = "gated_delta_net";
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::{D, Result, Tensor, bail};
 
-use super::validate::{Call, Dims, with_heads};
+use super::{Call, Dims, with_heads};
 use candle_attention_modules::base::accumulation_dtype;
 
 /// The tokens of a call that may have gradients. Candle walks back through its operations by recursion, and frees them
