@@ -3,7 +3,6 @@
 
 mod backward;
 mod decode;
-mod distances;
 mod dropout;
 mod pack;
 mod prefill;
@@ -23,10 +22,10 @@ mod tile;
 
 pub(crate) use backward::{BackwardCall, run as run_backward};
 pub use backward::{BackwardProblem, Gradients, Wanted, attend_backward};
-pub use distances::DistanceBias;
 pub use dropout::{Dropout, DropoutMask, philox_keeps};
 pub(crate) use problem::Call;
 pub use problem::{Alibi, Dims, KvRows, OutputOrder, Problem, ScoreOptions, SoftmaxStats, Strided};
+pub use scores::DistanceBias;
 pub use statistics::{MAX_TOP, Statistics, StatisticsOptions, attend_with_statistics};
 
 use std::marker::PhantomData;
@@ -39,10 +38,10 @@ use half::{bf16, f16};
 use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Tier, Unwritten, Vector, Workers, for_each_task};
 use crate::error::{Error, check_tier};
 use crate::number::{Number, Stored};
-use distances::DistanceTable;
 use pack::PackQueries;
 use prefill::Prefill;
 use problem::{KeysValues, KvHead, Outputs, ScoreInputs, StoredRows};
+use scores::DistanceTable;
 use softmax::Epilogue;
 use statistics::Observe;
 use tasks::{Chain, TaskSplit, Workspace};

@@ -3,8 +3,8 @@
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use super::distances::{DistanceBias, DistanceTable};
 use super::dropout::Dropout;
+use super::scores::{DistanceBias, DistanceTable};
 use super::statistics::StatisticsOutput;
 use crate::cpu::{Executor, SharedPtr};
 use crate::error::{Error, check_len};

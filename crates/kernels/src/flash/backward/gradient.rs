@@ -4,9 +4,8 @@
 use std::cell::Cell;
 
 use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, SharedPtr, SimdTask, Vector};
-use crate::flash::distances::DistanceOutput;
 use crate::flash::problem::{Alibi, Dims, Row, ScoreInputs};
-use crate::flash::scores::TileScores;
+use crate::flash::scores::{DistanceOutput, TileScores};
 use crate::number::{load_first, store_first};
 
 /// What the columns of a tile bring along.

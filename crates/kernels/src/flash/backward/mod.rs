@@ -7,8 +7,8 @@ mod rows;
 mod step;
 mod task;
 
-use super::distances::{DistanceOutput, DistanceTable};
 use super::problem::{Call, KeysValues, KvHead, KvRows, Problem, SoftmaxStats, StoredRows, Strided};
+use super::scores::{DistanceOutput, DistanceTable};
 use super::tasks::{self, Chain};
 use super::tile::Tile;
 use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Tier, Unwritten, Vector, for_each_index, for_each_task};

@@ -4,8 +4,8 @@
 use std::ops::Range;
 
 use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector, tanh};
-use crate::flash::distances::DistanceBias;
 use crate::flash::problem::{Row, ScoreInputs, ScoreUnits, Strided};
+use crate::flash::scores::DistanceBias;
 use crate::flash::softmax::PARTIAL_SUMS;
 
 /// The scores (keys, R) of some rows, which become weights. R is a power of two, at most a vector.
