@@ -1,23 +1,21 @@
 //! Keys and values of the positions that a layer has seen: [`CachedCall`] is one call with a cache.
 
-mod buffers;
-mod config;
 mod staged;
+mod storage;
 #[cfg(test)]
 mod tests;
 
-pub use config::AttentionCacheConfig;
-
 pub(crate) use staged::{CachedCall, Expand};
 pub use staged::{NewTokens, Padding};
+pub use storage::AttentionCacheConfig;
 
 use std::ops::Range;
 
-use buffers::{KvBuffers, KvFormat};
 use candle_core::{DType, Result, Tensor, bail};
 
 use crate::position::Positions;
 use candle_attention_modules::base::FLOATS;
+use storage::{KvBuffers, KvFormat};
 
 const OP: &str = "attention_cache";
 

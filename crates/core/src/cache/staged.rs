@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::buffers::{KvBuffers, KvFormat};
+use super::storage::{KvBuffers, KvFormat};
 use super::{AttentionCache, OP};
 use crate::mask::{AttentionMask, Placement, RebaseDims};
 use crate::position::Positions;

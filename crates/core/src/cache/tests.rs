@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Result, Storage, Tensor};
 
-use super::buffers::{dequantize, quantize};
+use super::storage::{dequantize, quantize};
 use super::{AttentionCache, AttentionCacheConfig, CachedCall, Padding};
 use crate::mask::{AttentionMask, EmptyRows};
 use crate::sdpa::{Backend, Keys, Outputs, SdpaOptions, scaled_dot_product_attention};

@@ -2,39 +2,38 @@
 //!
 //! `softmax(scale · q kᵀ) v`, in this order: scale, softcap, bias (ALiBi, then the mask's), mask, softmax (in f32 for
 //! half-precision inputs), dropout, times v. The reference path in [`reference`](self) is the specification; a fused
-//! path has to give its numbers.
+//! path has to give its numbers. What queries attend to is a [`Keys`]: keys and values of their own, those of packed
+//! sequences, codes of 8 bits as a cache keeps them, or others that stand elsewhere.
 
 mod cpu;
 mod gpu;
-mod keys;
 mod plan;
 mod reference;
 mod rows;
-mod softmax;
 mod statistics;
+#[cfg(test)]
+mod tests;
 mod validate;
 mod varlen;
 
-pub use keys::AttentionFunction;
 pub use plan::{Backend, OutputOrder, Plan, SdpaOptions};
-pub use softmax::{masked_softmax, merge_attention};
+pub use reference::{masked_softmax, merge_attention};
 pub use statistics::{
     AttentionStatistics, StatisticsOptions, scaled_dot_product_attention_varlen_with_statistics,
     scaled_dot_product_attention_with_statistics,
 };
 pub use varlen::{PackedSequences, scaled_dot_product_attention_varlen, scaled_dot_product_attention_varlen_with_lse};
 
-pub(crate) use keys::{Keys, OwnKeys, QuantizedKv, uncached};
 pub(crate) use plan::Outputs;
-pub(crate) use reference::{Dropout, dropout, weighted_values};
-pub(crate) use softmax::VisibleSoftmax;
+pub(crate) use reference::{Dropout, VisibleSoftmax, dropout, weighted_values};
 
 use std::sync::Once;
 
 use candle_core::{Result, Tensor, bail};
 
 use crate::mask::AttentionMask;
-use plan::Choice;
+use candle_attention_kernels::Tier;
+use plan::{Choice, choose};
 use validate::Call;
 
 /// What attention gives when the weights are asked for too.
@@ -183,7 +182,7 @@ pub(crate) fn attend(
 fn run(call: &Call, outputs: Outputs) -> Result<Attended> {
     outputs.check(call)?;
     let reference = || by_reference(call, outputs);
-    match plan::choose(call, outputs)? {
+    match choose(call, outputs)? {
         Choice::Reference { .. } => reference(),
         Choice::Cpu(tier) => cpu::attend(call, tier, outputs),
         Choice::Gpu(plan) => or_reference(call, plan.attend(call).map(Attended::context), reference),
@@ -227,127 +226,135 @@ fn first_line(error: &candle_core::Error) -> String {
 /// # Errors
 /// As [`scaled_dot_product_attention`].
 pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
-    Ok(plan::choose(&Call::new("plan", [q, k, v], mask, options)?, Outputs::Context)?.plan())
+    Ok(choose(&Call::new("plan", [q, k, v], mask, options)?, Outputs::Context)?.plan())
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use candle_core::{DType, Device, Error};
-    use std::sync::atomic::{AtomicUsize, Ordering};
+/// A function of the arguments and with the result of
+/// [`scaled_dot_product_attention`](crate::scaled_dot_product_attention).
+pub type AttentionFunction<'a> = dyn Fn(&Tensor, &Tensor, &Tensor, &AttentionMask, &SdpaOptions) -> Result<Tensor> + 'a;
 
-    /// (H, T, D), (T, D) and a batch of one for k and v, against the call with all four dimensions written out.
-    #[test]
-    fn missing_dimensions_and_a_shared_batch_are_those_of_the_whole_call() -> Result<()> {
-        let draw = |dims: (usize, usize, usize, usize)| Tensor::randn(0f32, 1., dims, &Device::Cpu);
-        let mask = AttentionMask::causal();
-        for backend in [Backend::Auto, Backend::Reference] {
-            for t_q in [1, 5] {
-                let options = SdpaOptions::default().with_backend(backend);
-                let run = |q: &Tensor, k: &Tensor, v: &Tensor| -> Result<[Tensor; 5]> {
-                    let (context, lse) = scaled_dot_product_attention_with_lse(q, k, v, &mask, &options)?;
-                    let output = scaled_dot_product_attention_with_weights(q, k, v, &mask, &options)?;
-                    let plain = scaled_dot_product_attention(q, k, v, &mask, &options)?;
-                    Ok([plain, context, lse, output.context, output.weights])
-                };
-                let same = |got: [Tensor; 5], expected: [Tensor; 5]| -> Result<()> {
-                    for (got, expected) in got.iter().zip(&expected) {
-                        assert_eq!(got.dims(), expected.dims());
-                        let numbers = |x: &Tensor| x.flatten_all()?.to_vec1::<f32>();
-                        // Copies of keys are multiplied in another order than views.
-                        let pairs = numbers(got)?.into_iter().zip(numbers(expected)?);
-                        assert!(pairs.into_iter().all(|(got, expected)| (got - expected).abs() < 1e-5));
-                    }
-                    Ok(())
-                };
-                let (q, k, v) = (draw((1, 4, t_q, 8))?, draw((1, 2, 7, 8))?, draw((1, 2, 7, 6))?);
-                let without = |x: &Tensor| x.squeeze(0);
-                let whole = run(&q, &k, &v)?;
-                same(
-                    run(&without(&q)?, &without(&k)?, &without(&v)?)?,
-                    whole.map(|x| without(&x).expect("one batch")),
-                )?;
+/// The keys and values of one call, to which queries (B, H, T_q, D) attend.
+pub(crate) trait Keys {
+    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended>;
 
-                let head = |x: &Tensor| x.narrow(1, 0, 1);
-                let (q1, k1, v1) = (head(&q)?, head(&k)?, head(&v)?);
-                let whole = run(&q1, &k1, &v1)?;
-                let without = |x: &Tensor| x.squeeze(0)?.squeeze(0);
-                same(
-                    run(&without(&q1)?, &without(&k1)?, &without(&v1)?)?,
-                    whole.map(|x| without(&x).expect("one head")),
-                )?;
+    /// The path that [`attend`](Self::attend) takes, and why.
+    fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan>;
 
-                let q = draw((3, 4, t_q, 8))?;
-                let repeated = |x: &Tensor| x.repeat((3, 1, 1, 1));
-                same(run(&q, &k, &v)?, run(&q, &repeated(&k)?, &repeated(&v)?)?)?;
-                same(run(&q, &repeated(&k)?, &v)?, run(&q, &repeated(&k)?, &repeated(&v)?)?)?;
-            }
-        }
+    /// Keeps the keys and values of the call, where there is a cache: the last thing that is done.
+    fn commit(self: Box<Self>) -> Result<()> {
         Ok(())
     }
+}
 
-    /// Expanded views hold any number of heads in one number; results do not.
-    #[test]
-    fn results_that_no_memory_holds_are_errors() -> Result<()> {
-        let one = Tensor::zeros(1, DType::F32, &Device::Cpu)?;
-        let q = one.broadcast_as((1, 1 << 50, 1, 1))?;
-        for (t_kv, d_v) in [(1, 0), (0, 0), (0, 1)] {
-            let k = Tensor::zeros((1, 1, t_kv, 1), DType::F32, &Device::Cpu)?;
-            let v = Tensor::zeros((1, 1, t_kv, d_v), DType::F32, &Device::Cpu)?;
-            for backend in [Backend::Auto, Backend::Reference] {
-                let options = SdpaOptions::default().with_backend(backend);
-                let result = scaled_dot_product_attention_with_lse(&q, &k, &v, &AttentionMask::none(), &options);
-                let text = result.expect_err("too large").to_string();
-                assert!(text.contains("not fit in memory"), "{text}");
-            }
-        }
-        Ok(())
+/// The keys and values of a call alone, or of packed sequences, for a function of the caller's if there is one.
+pub(crate) fn uncached<'a>(own: OwnKeys<'a>, function: Option<&'a AttentionFunction<'a>>) -> Box<dyn Keys + 'a> {
+    match function.filter(|_| own.sequences.is_none()) {
+        Some(function) => Box::new(FunctionKeys { own, function }),
+        None => Box::new(own),
+    }
+}
+
+/// Keys (B, H_kv, T_kv, D) and values (B, H_kv, T_kv, D_v), or those (1, H_kv, total_kv, ..) of packed sequences.
+pub(crate) struct OwnKeys<'a> {
+    pub k: Tensor,
+    pub v: Tensor,
+    pub sequences: Option<&'a PackedSequences>,
+}
+
+impl Keys for OwnKeys<'_> {
+    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
+        let (op, qkv) = (outputs.op(self.sequences.is_some()), [q, &self.k, &self.v]);
+        run(&Call::of(op, qkv, self.sequences, mask, options)?, outputs)
     }
 
-    /// Counts the warnings of [`or_reference`].
-    struct Warnings(AtomicUsize);
-
-    impl log::Log for Warnings {
-        fn enabled(&self, metadata: &log::Metadata) -> bool {
-            metadata.level() == log::Level::Warn
-        }
-
-        fn log(&self, record: &log::Record) {
-            let text = record.args().to_string();
-            if self.enabled(record.metadata()) && text.contains("the fused operation failed") {
-                assert!(text.ends_with("runs instead: DriverError(CUDA_ERROR_OUT_OF_MEMORY)"), "{text}");
-                self.0.fetch_add(1, Ordering::Relaxed);
-            }
-        }
-
-        fn flush(&self) {}
+    fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Plan> {
+        let call = Call::of("plan", [q, &self.k, &self.v], self.sequences, mask, options)?;
+        Ok(choose(&call, Outputs::Context)?.plan())
     }
+}
 
-    #[test]
-    fn an_operation_that_fails_is_named_or_replaced_and_logged_once() -> Result<()> {
-        static WARNINGS: Warnings = Warnings(AtomicUsize::new(0));
-        log::set_logger(&WARNINGS).expect("no other test has a logger");
-        log::set_max_level(log::LevelFilter::Warn);
-        let q = Tensor::zeros((1, 1, 2, 8), DType::F32, &Device::Cpu)?;
-        let mask = AttentionMask::none();
-        let run = |backend, fused: Result<u8>, reference: Result<u8>| {
-            let options = SdpaOptions::default().with_backend(backend);
-            let call = Call::new("attention", [&q, &q, &q], &mask, &options)?;
-            or_reference(&call, fused, || reference)
+/// The same, attended to by a function of the caller's.
+struct FunctionKeys<'a> {
+    own: OwnKeys<'a>,
+    function: &'a AttentionFunction<'a>,
+}
+
+impl Keys for FunctionKeys<'_> {
+    fn attend(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions, outputs: Outputs) -> Result<Attended> {
+        let missing = match outputs {
+            Outputs::Context | Outputs::LogSumExp => None,
+            Outputs::Weights => Some("weights"),
+            Outputs::Statistics(_) => Some("statistics"),
         };
-        let text = |result: Result<u8>| result.expect_err("both failed").to_string();
-        let failed = || Err(Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY)\n  backtrace".into()));
-        let warnings = || WARNINGS.0.load(Ordering::Relaxed);
-        assert_eq!((run(Backend::Auto, Ok(1), Ok(2))?, warnings()), (1, 0));
-        for _ in 0..3 {
-            assert_eq!((run(Backend::Auto, failed(), Ok(2))?, warnings()), (2, 1));
+        if let Some(missing) = missing {
+            bail!("[attention_function] {missing} are asked for, which a function of the caller's does not give")
         }
-        let expected = "[attention] the fused operation failed: DriverError(CUDA_ERROR_OUT_OF_MEMORY)";
-        assert!(text(run(Backend::Fused, failed(), Ok(2))).starts_with(expected));
-        let both = text(run(Backend::Auto, failed(), Err(Error::Msg("the reference path too".into()))));
-        assert!(both.contains("after the fused operation failed: DriverError(CUDA_ERROR_OUT_OF_MEMORY)"), "{both}");
-        assert!(both.contains("the reference path too"), "{both}");
-        assert_eq!(warnings(), 1);
-        Ok(())
+        let OwnKeys { k, v, .. } = &self.own;
+        let context = (self.function)(q, k, v, mask, options)?;
+        let (b, h, t_q, _) = q.dims4()?;
+        let shape = (b, h, t_q, v.dim(3)?);
+        if context.shape() != &shape.into() || context.dtype() != q.dtype() {
+            bail!(
+                "[attention_function] the context is {:?} {:?}, expected {:?} {shape:?}",
+                context.dtype(),
+                context.dims(),
+                q.dtype()
+            )
+        }
+        Ok(Attended::context(context))
+    }
+
+    fn plan(&self, _: &Tensor, _: &AttentionMask, _: &SdpaOptions) -> Result<Plan> {
+        bail!("[attention_function] plans are asked for, which a function of the caller's does not give")
+    }
+}
+
+/// Keys and values whose numbers are `(code - 128) · scale`.
+pub(crate) struct QuantizedKv {
+    /// u8 codes of keys (B, H_kv, T_kv, D).
+    pub k: Tensor,
+    /// u8 codes of values (B, H_kv, T_kv, D_v).
+    pub v: Tensor,
+    /// The f32 scales of keys and of values, (B, H_kv, T_kv, 1).
+    pub scales: [Tensor; 2],
+}
+
+impl QuantizedKv {
+    /// What a kernel gives that reads the codes as they are; `None` where no kernel does, and they have to become
+    /// floats. There are no weights.
+    ///
+    /// # Errors
+    /// As [`scaled_dot_product_attention`].
+    pub fn attend(
+        &self,
+        q: &Tensor,
+        mask: &AttentionMask,
+        options: &SdpaOptions,
+        outputs: Outputs,
+    ) -> Result<Option<Attended>> {
+        let Some((call, tier)) = self.call(q, mask, options)? else { return Ok(None) };
+        outputs.check(&call)?;
+        cpu::attend(&call, tier, outputs).map(Some)
+    }
+
+    /// The path that [`attend`](Self::attend) takes.
+    pub fn plan(&self, q: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Option<Plan>> {
+        Ok(self.call(q, mask, options)?.map(|(_, tier)| Choice::Cpu(tier).plan()))
+    }
+
+    fn call<'a>(
+        &'a self,
+        q: &Tensor,
+        mask: &'a AttentionMask,
+        options: &'a SdpaOptions,
+    ) -> Result<Option<(Call<'a>, Tier)>> {
+        if !q.device().is_cpu() {
+            return Ok(None);
+        }
+        let call = Call::quantized("scaled_dot_product_attention", q, self, mask, options)?;
+        Ok(match choose(&call, Outputs::Context)? {
+            Choice::Cpu(tier) => Some((call, tier)),
+            _ => None,
+        })
     }
 }

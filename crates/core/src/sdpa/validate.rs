@@ -2,8 +2,7 @@
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::keys::QuantizedKv;
-use super::{OutputOrder, PackedSequences, SdpaOptions};
+use super::{OutputOrder, PackedSequences, QuantizedKv, SdpaOptions};
 use crate::mask::AttentionMask;
 use candle_attention_modules::base::{Dim, Expect, FLOATS, accumulation_dtype, is_addressable, number};
 

@@ -1,0 +1,114 @@
+//! Shapes of the function, and what it does where a path fails.
+
+use super::*;
+use candle_core::{DType, Device, Error};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// (H, T, D), (T, D) and a batch of one for k and v, against the call with all four dimensions written out.
+#[test]
+fn missing_dimensions_and_a_shared_batch_are_those_of_the_whole_call() -> Result<()> {
+    let draw = |dims: (usize, usize, usize, usize)| Tensor::randn(0f32, 1., dims, &Device::Cpu);
+    let mask = AttentionMask::causal();
+    for backend in [Backend::Auto, Backend::Reference] {
+        for t_q in [1, 5] {
+            let options = SdpaOptions::default().with_backend(backend);
+            let run = |q: &Tensor, k: &Tensor, v: &Tensor| -> Result<[Tensor; 5]> {
+                let (context, lse) = scaled_dot_product_attention_with_lse(q, k, v, &mask, &options)?;
+                let output = scaled_dot_product_attention_with_weights(q, k, v, &mask, &options)?;
+                let plain = scaled_dot_product_attention(q, k, v, &mask, &options)?;
+                Ok([plain, context, lse, output.context, output.weights])
+            };
+            let same = |got: [Tensor; 5], expected: [Tensor; 5]| -> Result<()> {
+                for (got, expected) in got.iter().zip(&expected) {
+                    assert_eq!(got.dims(), expected.dims());
+                    let numbers = |x: &Tensor| x.flatten_all()?.to_vec1::<f32>();
+                    // Copies of keys are multiplied in another order than views.
+                    let pairs = numbers(got)?.into_iter().zip(numbers(expected)?);
+                    assert!(pairs.into_iter().all(|(got, expected)| (got - expected).abs() < 1e-5));
+                }
+                Ok(())
+            };
+            let (q, k, v) = (draw((1, 4, t_q, 8))?, draw((1, 2, 7, 8))?, draw((1, 2, 7, 6))?);
+            let without = |x: &Tensor| x.squeeze(0);
+            let whole = run(&q, &k, &v)?;
+            same(run(&without(&q)?, &without(&k)?, &without(&v)?)?, whole.map(|x| without(&x).expect("one batch")))?;
+
+            let head = |x: &Tensor| x.narrow(1, 0, 1);
+            let (q1, k1, v1) = (head(&q)?, head(&k)?, head(&v)?);
+            let whole = run(&q1, &k1, &v1)?;
+            let without = |x: &Tensor| x.squeeze(0)?.squeeze(0);
+            same(run(&without(&q1)?, &without(&k1)?, &without(&v1)?)?, whole.map(|x| without(&x).expect("one head")))?;
+
+            let q = draw((3, 4, t_q, 8))?;
+            let repeated = |x: &Tensor| x.repeat((3, 1, 1, 1));
+            same(run(&q, &k, &v)?, run(&q, &repeated(&k)?, &repeated(&v)?)?)?;
+            same(run(&q, &repeated(&k)?, &v)?, run(&q, &repeated(&k)?, &repeated(&v)?)?)?;
+        }
+    }
+    Ok(())
+}
+
+/// Expanded views hold any number of heads in one number; results do not.
+#[test]
+fn results_that_no_memory_holds_are_errors() -> Result<()> {
+    let one = Tensor::zeros(1, DType::F32, &Device::Cpu)?;
+    let q = one.broadcast_as((1, 1 << 50, 1, 1))?;
+    for (t_kv, d_v) in [(1, 0), (0, 0), (0, 1)] {
+        let k = Tensor::zeros((1, 1, t_kv, 1), DType::F32, &Device::Cpu)?;
+        let v = Tensor::zeros((1, 1, t_kv, d_v), DType::F32, &Device::Cpu)?;
+        for backend in [Backend::Auto, Backend::Reference] {
+            let options = SdpaOptions::default().with_backend(backend);
+            let result = scaled_dot_product_attention_with_lse(&q, &k, &v, &AttentionMask::none(), &options);
+            let text = result.expect_err("too large").to_string();
+            assert!(text.contains("not fit in memory"), "{text}");
+        }
+    }
+    Ok(())
+}
+
+/// Counts the warnings of [`or_reference`].
+struct Warnings(AtomicUsize);
+
+impl log::Log for Warnings {
+    fn enabled(&self, metadata: &log::Metadata) -> bool {
+        metadata.level() == log::Level::Warn
+    }
+
+    fn log(&self, record: &log::Record) {
+        let text = record.args().to_string();
+        if self.enabled(record.metadata()) && text.contains("the fused operation failed") {
+            assert!(text.ends_with("runs instead: DriverError(CUDA_ERROR_OUT_OF_MEMORY)"), "{text}");
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn flush(&self) {}
+}
+
+#[test]
+fn an_operation_that_fails_is_named_or_replaced_and_logged_once() -> Result<()> {
+    static WARNINGS: Warnings = Warnings(AtomicUsize::new(0));
+    log::set_logger(&WARNINGS).expect("no other test has a logger");
+    log::set_max_level(log::LevelFilter::Warn);
+    let q = Tensor::zeros((1, 1, 2, 8), DType::F32, &Device::Cpu)?;
+    let mask = AttentionMask::none();
+    let run = |backend, fused: Result<u8>, reference: Result<u8>| {
+        let options = SdpaOptions::default().with_backend(backend);
+        let call = Call::new("attention", [&q, &q, &q], &mask, &options)?;
+        or_reference(&call, fused, || reference)
+    };
+    let text = |result: Result<u8>| result.expect_err("both failed").to_string();
+    let failed = || Err(Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY)\n  backtrace".into()));
+    let warnings = || WARNINGS.0.load(Ordering::Relaxed);
+    assert_eq!((run(Backend::Auto, Ok(1), Ok(2))?, warnings()), (1, 0));
+    for _ in 0..3 {
+        assert_eq!((run(Backend::Auto, failed(), Ok(2))?, warnings()), (2, 1));
+    }
+    let expected = "[attention] the fused operation failed: DriverError(CUDA_ERROR_OUT_OF_MEMORY)";
+    assert!(text(run(Backend::Fused, failed(), Ok(2))).starts_with(expected));
+    let both = text(run(Backend::Auto, failed(), Err(Error::Msg("the reference path too".into()))));
+    assert!(both.contains("after the fused operation failed: DriverError(CUDA_ERROR_OUT_OF_MEMORY)"), "{both}");
+    assert!(both.contains("the reference path too"), "{both}");
+    assert_eq!(warnings(), 1);
+    Ok(())
+}
