@@ -9,8 +9,7 @@ use candle_attention_modules::norm::QkNorm;
 use candle_core::{Result, bail};
 use serde_json::Value;
 
-use super::families::{DECODER_LAYERS, HIDDEN, SIZE_NAMES, families};
-use super::family::{Bias, Family, Heads, Mask, Number, Scale};
+use super::families::{Bias, DECODER_LAYERS, Family, HIDDEN, Heads, Mask, Number, SIZE_NAMES, Scale, families};
 use super::fields::{Fields, with};
 
 /// A model, or its decoder's part.

@@ -5,7 +5,7 @@ use candle_nn::VarBuilder;
 use serde_json::Value;
 
 use super::entry::Entry;
-use super::family::SharedPlace;
+use super::families::SharedPlace;
 use super::linear::Linear;
 use candle_attention_core::{
     ContentPositions, MultiHeadAttention, MultiHeadAttentionConfig, MultiHeadLatentAttention,

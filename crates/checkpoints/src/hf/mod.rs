@@ -265,7 +265,6 @@
 
 mod entry;
 mod families;
-mod family;
 mod fields;
 mod linear;
 mod load;

@@ -3,7 +3,7 @@
 use candle_core::Result;
 use serde_json::Value;
 
-use super::family::{Number, columns};
+use super::families::{Number, columns};
 use super::fields::Fields;
 use candle_attention_core::{RopeAxes, RopeAxisLayout, RopeConfig, RopeScaling, RopeStyle};
 

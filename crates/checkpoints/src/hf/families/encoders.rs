@@ -3,7 +3,7 @@
 
 use super::{DECODER, DECODER_LAYERS, ENCODER, HEADS, HIDDEN, LAYERS, LLAMA, MODEL, MODERNBERT_ROPE};
 use super::{MODERNBERT_WINDOWED_ROPE, QKV_PROJ, TEXT_MODEL, WQKV, layer_norm};
-use crate::hf::family::{Bias, Family, Heads, Mask, Number, Scale, SharedPlace};
+use super::{Bias, Family, Heads, Mask, Number, Scale, SharedPlace};
 use crate::hf::fields::Aliases;
 use crate::hf::positions::{Deberta, Positions};
 use crate::hf::rope::{Rotated, rope};

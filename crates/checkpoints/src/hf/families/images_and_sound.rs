@@ -1,7 +1,7 @@
 //! Encoders of images, of sound, and of the texts beside them; and models whose rotary positions are on several axes.
 
 use super::{DECODER, ENCODER, HEADS, HIDDEN, LAYERS, LLAMA, QKV, TEXT_MODEL, rms_per_head};
-use crate::hf::family::{Bias, Family, Mask, Number, Scale};
+use super::{Bias, Family, Mask, Number, Scale};
 use crate::hf::fields::Aliases;
 use crate::hf::linear::Linear;
 use crate::hf::positions::{Cosine, Positions};
