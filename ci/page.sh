@@ -21,8 +21,8 @@ export PAGES
 
 cd tests/page
 [ node_modules/.package-lock.json -nt package-lock.json ] || npm ci --silent --no-audit --no-fund
-# One script, in the order of write.rs, so that the linter knows what is used in another file.
-sed -nE 's/.*include_str!\("([a-z]*\.js)"\).*/\1/p' ../../crates/frontend/src/plot/page/write.rs |
+# One script, in the order of mod.rs, so that the linter knows what is used in another file.
+sed -nE 's/.*include_str!\("([a-z]*\.js)"\).*/\1/p' ../../crates/frontend/src/plot/page/mod.rs |
     sed 's|^|../../crates/frontend/src/plot/page/|' | xargs cat | npx eslint --stdin --stdin-filename page.js
 npx eslint .
 node --test --test-reporter=dot decode.test.mjs

@@ -17,7 +17,7 @@ mod canvas;
 #[cfg(feature = "plot")]
 mod chart;
 mod page;
-#[cfg_attr(not(feature = "plot"), path = "no_picture.rs")]
+#[cfg(feature = "plot")]
 mod picture;
 mod style;
 mod terminal;
@@ -293,4 +293,23 @@ fn save(
         _ => bail!("[{op}] the extension of {} is {extension:?}; expected svg or png", path.display()),
     };
     std::fs::write(path, bytes).map_err(|error| Error::Msg(format!("[{op}] cannot write {}: {error}", path.display())))
+}
+
+#[cfg(not(feature = "plot"))]
+mod picture {
+    //! What stands for pictures of heat maps in a build without the feature `plot`: an error that names it.
+
+    use candle_core::{Result, bail};
+
+    use crate::plot::{Heads, HeatMap};
+
+    pub(super) use without_feature as to_png;
+    pub(super) use without_feature as to_svg;
+
+    pub(super) fn without_feature<T>(_: &HeatMap, _: Heads) -> Result<T> {
+        bail!(
+            "[heat_map] pictures need the feature `plot` of candle-attention, as `cargo run --features plot` or `features \
+             = [\"plot\"]` in Cargo.toml gives it; `to_terminal` needs none"
+        )
+    }
 }

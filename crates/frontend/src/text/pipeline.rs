@@ -11,8 +11,7 @@ use tokenizers::{
 
 use candle_attention_modules::base::nearest;
 
-use super::Encoding;
-use super::error::{BoxError, TokenizerError, failed, invalid};
+use super::{BoxError, Encoding, TokenizerError, failed, invalid};
 
 /// Stands for the error that the BPE model should give where it leaves characters out.
 #[derive(Debug, thiserror::Error)]

@@ -15,8 +15,7 @@ use tokenizers::{
     Decoder, Model, PaddingDirection, PaddingParams, PaddingStrategy, PreTokenizerWrapper, Tokenizer, TruncationParams,
 };
 
-use super::error::{TokenizerError, failed, invalid, quoted, suggestion};
-use super::{Batch, Encoding, PaddingSide, pipeline};
+use super::{Batch, Encoding, PaddingSide, TokenizerError, failed, invalid, pipeline, quoted, suggestion};
 
 type Result<T> = std::result::Result<T, TokenizerError>;
 

@@ -1,4 +1,4 @@
-// Reads what layer.rs wrote. Nothing here touches the document, so that Node can test it.
+// Reads what mod.rs wrote. Nothing here touches the document, so that Node can test it.
 
 /** The weight of a code: the square of whole steps, so that small weights keep their digits; `last` is for NaN. */
 const weightOfCode = (code, last) => (code === last ? NaN : (code / (last - 1)) ** 2);

@@ -1,17 +1,30 @@
-//! Attention weights of a whole model as one HTML file.
+//! Attention weights of a whole model as one HTML file: the template with its style and scripts, and as data the
+//! statistics of each layer, as the bytes that `decode.js` reads.
 
-mod layer;
-mod write;
-
+use std::fmt;
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
-use candle_attention_core::AttentionStatistics;
-use candle_core::{Error, Result, bail};
+use base64::display::Base64Display;
+use base64::engine::general_purpose::STANDARD;
+use candle_core::{DType, Device, Error, Result, Tensor, bail};
+use serde_json::json;
 
 use super::style;
-use layer::{Layer, Shape};
+use candle_attention_core::AttentionStatistics;
+use candle_attention_modules::base::{Expect, FLOATS};
+
+const TEMPLATE: &str = include_str!("page.html");
+const STYLE: &str = include_str!("page.css");
+/// One script, in this order: the last file starts it.
+const SCRIPTS: [&str; 5] = [
+    include_str!("decode.js"),
+    include_str!("draw.js"),
+    include_str!("model.js"),
+    include_str!("head.js"),
+    include_str!("page.js"),
+];
 
 /// The attention of one sequence, in all heads of all layers, as one HTML file to look around in.
 ///
@@ -172,7 +185,7 @@ impl Page {
         let cannot = |error| Error::Msg(format!("[page] cannot write {}: {error}", path.display()));
         let shape = self.shape()?;
         let mut file = BufWriter::new(File::create(path).map_err(cannot)?);
-        write::html(self, shape, &mut file).and_then(|()| file.flush()).map_err(cannot)
+        html(self, shape, &mut file).and_then(|()| file.flush()).map_err(cannot)
     }
 
     /// Writes the page, in UTF-8, in many small pieces: a file wants a [`BufWriter`].
@@ -181,7 +194,7 @@ impl Page {
     /// If there is no layer, or `out` has an error.
     pub fn write_to(&self, mut out: impl Write) -> Result<()> {
         let shape = self.shape()?;
-        write::html(self, shape, &mut out).map_err(|error| Error::Msg(format!("[page] cannot write: {error}")))
+        html(self, shape, &mut out).map_err(|error| Error::Msg(format!("[page] cannot write: {error}")))
     }
 
     fn shape(&self) -> Result<&Shape> {
@@ -205,4 +218,152 @@ impl Page {
         }
         Ok(())
     }
+}
+
+/// How far a weight may leave \[0, 1\] by rounding, as in heat maps.
+const ROUNDING: f32 = 0.01;
+
+/// The size of a layer's statistics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Shape {
+    heads: usize,
+    queries: usize,
+    keys: usize,
+    /// Top keys of each query.
+    top: usize,
+}
+
+impl fmt::Display for Shape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [heads, keys, top] =
+            [(self.heads, "head"), (self.keys, "key"), (self.top, "top key")].map(|(n, noun)| style::count(n, noun));
+        let queries = if self.queries == 1 { "query" } else { "queries" };
+        write!(f, "{heads}, {} {queries}, {keys} and {top}", self.queries)
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Layer {
+    name: String,
+    /// Little-endian, in this order: received sums (H, T_kv) and entropies (H, T_q) in f32, top keys (H, T_q, k) in u16
+    /// or u32, codes of their weights in u16, and, where all weights are kept, their codes (H, T_q, T_kv) in u8.
+    bytes: Vec<u8>,
+    has_all_weights: bool,
+}
+
+impl Layer {
+    /// Sequence `b` of statistics.
+    fn new(name: String, statistics: &AttentionStatistics, b: usize) -> Result<(Self, Shape)> {
+        let AttentionStatistics { top_keys, top_weights, entropy, received, weights } = statistics;
+        let has_batch = match *top_keys.dims() {
+            [batch, _, _, _] if b >= batch => bail!("[page] sequence {b} is not below the batch size {batch}"),
+            [_, _, _, _] => true,
+            [_, _, _] if b == 0 => false,
+            [_, _, _] => bail!("[page] there is no sequence {b} in statistics without the dimension B"),
+            _ => bail!("[page] the top keys have shape {:?}; expected (B, H, T_q, k) or (H, T_q, k)", top_keys.dims()),
+        };
+        let of_sequence = |tensor: &Tensor, what: &str| match has_batch {
+            true if tensor.dims().first().is_none_or(|&batch| b >= batch) => {
+                bail!("[page] {what} of shape {:?} has no sequence {b}", tensor.dims())
+            }
+            true => tensor.get(b),
+            false => Ok(tensor.clone()),
+        };
+        let top_keys = of_sequence(top_keys, "top_keys")?;
+        let (heads, queries, top) = top_keys.dims3()?;
+        let received = of_sequence(received, "received")?;
+        let keys = received.dims().last().copied().unwrap_or_default();
+        let shape = Shape { heads, queries, keys, top };
+        if heads == 0 || (top == 0 && queries > 0 && keys > 0) {
+            bail!("[page] layer {name:?} has {shape}; expected at least one head and one top key")
+        }
+        Expect::one("page", "top_keys", &top_keys).dtype_of(&[DType::U32], "")?;
+
+        let mut bytes = Vec::new();
+        let received = floats(&received, "received", &[heads, keys])?;
+        let entropy = floats(&of_sequence(entropy, "entropy")?, "entropy", &[heads, queries])?;
+        bytes.extend(received.iter().chain(&entropy).flat_map(|number| number.to_le_bytes()));
+
+        let found = top_keys.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<u32>()?;
+        if let Some(key) = found.iter().find(|&&key| key as usize >= keys) {
+            bail!("[page] the top keys have key {key}; expected keys below {keys}")
+        }
+        // Two bytes hold all keys below 65,536.
+        let len = if keys > usize::from(u16::MAX) + 1 { 4 } else { 2 };
+        found.iter().for_each(|key| bytes.extend(&key.to_le_bytes()[..len]));
+        let top_weights = floats(&of_sequence(top_weights, "top_weights")?, "top_weights", &[heads, queries, top])?;
+        extend_with_codes::<2>(&mut bytes, &name, &top_weights)?;
+        if let Some(weights) = weights {
+            let weights = floats(&of_sequence(weights, "weights")?, "weights", &[heads, queries, keys])?;
+            extend_with_codes::<1>(&mut bytes, &name, &weights)?;
+        }
+        Ok((Self { name, bytes, has_all_weights: weights.is_some() }, shape))
+    }
+}
+
+/// The numbers of a tensor of floats of this shape.
+fn floats(tensor: &Tensor, what: &str, shape: &[usize]) -> Result<Vec<f32>> {
+    Expect::one("page", what, tensor).sizes(shape)?.dtype_of(&FLOATS, "")?;
+    tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
+}
+
+/// Appends the square roots of weights in whole steps of `SIZE` bytes, so that small weights keep their digits: 0 is
+/// for 0 alone, the last code for what is not finite, the one before it for 1.
+fn extend_with_codes<const SIZE: usize>(bytes: &mut Vec<u8>, name: &str, weights: &[f32]) -> Result<()> {
+    let last = (1u32 << (8 * SIZE)) - 1;
+    for &weight in weights {
+        if weight.is_finite() && !(-ROUNDING..=1.0 + ROUNDING).contains(&weight) {
+            bail!("[page] layer {name:?} has a weight of {weight}; expected weights from 0 to 1")
+        }
+        let code = match weight {
+            _ if !weight.is_finite() => last,
+            _ if weight <= 0.0 => 0,
+            _ => ((weight.min(1.0).sqrt() * (last - 1) as f32).round() as u32).max(1),
+        };
+        bytes.extend(&code.to_le_bytes()[..SIZE]);
+    }
+    Ok(())
+}
+
+/// The HTML file: the template with its style, data and script.
+fn html(page: &Page, shape: &Shape, out: &mut impl Write) -> io::Result<()> {
+    for line in TEMPLATE.lines() {
+        match line.trim() {
+            "{{title}}" => writeln!(out, "<title>{}</title>", page.title.replace('&', "&amp;").replace('<', "&lt;"))?,
+            "{{style}}" => out.write_all(STYLE.as_bytes())?,
+            "{{data}}" => data(page, shape, out)?,
+            "{{script}}" => SCRIPTS.iter().try_for_each(|script| out.write_all(script.as_bytes()))?,
+            _ => writeln!(out, "{line}")?,
+        }
+    }
+    Ok(())
+}
+
+/// Elements that no browser runs, read by their ids.
+fn data(page: &Page, shape: &Shape, out: &mut impl Write) -> io::Result<()> {
+    let indices = |count: usize| (0..count).map(|index| index.to_string()).collect::<Vec<_>>();
+    let tokens = |tokens: &Option<Vec<String>>, count| tokens.clone().unwrap_or_else(|| indices(count));
+    let [queries, keys] = [tokens(&page.query_tokens, shape.queries), tokens(&page.key_tokens, shape.keys)];
+    let layers = page.layers.iter().map(|layer| json!({"name": layer.name, "hasAllWeights": layer.has_all_weights}));
+    let about = json!({
+        "title": page.title,
+        "shape": {"heads": shape.heads, "queries": shape.queries, "keys": shape.keys, "top": shape.top},
+        "layers": layers.collect::<Vec<_>>(),
+        "hasTokens": {"query": page.query_tokens.is_some(), "key": page.key_tokens.is_some()},
+        "isSelf": queries == keys,
+        "tokens": {"key": if queries == keys { None } else { Some(keys) }, "query": queries},
+        "picture": page.picture.as_ref().map(|Picture { kind, grid, leading, .. }| json!({
+            "kind": kind, "rows": grid[0], "columns": grid[1], "leading": leading,
+        })),
+    });
+    // Neither `</script>` nor `<!--` may stand in a script element; JSON has `<` in strings alone.
+    let about = about.to_string().replace('<', "\\u003c");
+    writeln!(out, "<script type=\"application/json\" id=\"about\">{about}</script>")?;
+    let pictures = page.picture.iter().map(|picture| (String::from("picture-data"), &picture.bytes));
+    let layers = page.layers.iter().enumerate().map(|(index, layer)| (format!("layer-{index}"), &layer.bytes));
+    for (id, bytes) in pictures.chain(layers) {
+        let text = Base64Display::new(bytes, &STANDARD);
+        writeln!(out, "<script type=\"text/plain\" id=\"{id}\">{text}</script>")?;
+    }
+    Ok(())
 }
