@@ -17,8 +17,6 @@ pub mod mpi;
 #[cfg(feature = "nccl")]
 pub mod nccl;
 mod ring;
-mod zigzag;
 
 pub use communicator::{Communicator, SingleProcess, check_same};
-pub use ring::{ContextCache, RingAttention};
-pub use zigzag::ZigZag;
+pub use ring::{ContextCache, RingAttention, ZigZag};

@@ -1,4 +1,8 @@
-//! Attention over a sequence whose keys are on several processes, and the keys and values of one layer for decoding.
+//! Attention over a sequence whose keys are on several processes, the positions that each of them has, and the keys and
+//! values of one layer for decoding.
+
+#[cfg(test)]
+mod tests;
 
 use std::ops::Range;
 
@@ -9,7 +13,6 @@ use candle_core::{D, DType, Result, Tensor, bail};
 use candle_nn::kv_cache::KvCache;
 
 use crate::communicator::{Communicator, expect_untracked};
-use crate::zigzag::ZigZag;
 
 /// Ring attention (Liu et al. 2023, arXiv:2310.01889): each process keeps the queries of its positions, and keys and
 /// values go from process to process, the next ones while the last ones are attended to. What a query saw in each place
@@ -289,92 +292,97 @@ fn fits(k: &Tensor, v: &Tensor, t: usize) -> bool {
     [b, h, t_k, &t] == [b_v, h_v, t_v, t_k] && k.dtype() == v.dtype()
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::communicator::SingleProcess;
-    use candle_attention::{AttentionMask, SdpaOptions, scaled_dot_product_attention};
-    use candle_core::Device;
+/// A sequence in twice as many parts as there are processes, of which each process has one from the front and one from
+/// the back, so that a causal mask leaves all of them the same work:
+///
+/// ```text
+/// process  0 1 2 2 1 0
+/// part     0 1 2 3 4 5
+/// ```
+///
+/// Parts differ in length by at most one position.
+#[derive(Debug, Clone, Copy)]
+pub struct ZigZag {
+    len: usize,
+    rank: usize,
+    size: usize,
+}
 
-    /// A process that the others have left.
-    struct Alone;
-
-    impl Communicator for Alone {
-        fn rank(&self) -> usize {
-            0
-        }
-
-        fn size(&self) -> usize {
-            1
-        }
-
-        fn all_reduce_sum(&self, _: &Tensor) -> Result<Tensor> {
-            bail!("[alone] nobody answers")
-        }
-
-        fn all_gather(&self, xs: &Tensor) -> Result<Vec<Tensor>> {
-            self.all_reduce_sum(xs).map(|sum| vec![sum])
-        }
-
-        fn send_recv(&self, xs: &[Tensor], _: &[Vec<usize>], _: &mut dyn FnMut() -> Result<()>) -> Result<Vec<Tensor>> {
-            xs.iter().map(|xs| self.all_reduce_sum(xs)).collect()
-        }
-
-        fn bytes_sent(&self) -> u64 {
-            0
-        }
+impl ZigZag {
+    /// The order of a sequence of `len` positions.
+    pub fn new(len: usize, processes: &dyn Communicator) -> Self {
+        Self { len, rank: processes.rank(), size: processes.size() }
     }
 
-    fn numbers(shape: (usize, usize, usize, usize)) -> Result<Tensor> {
-        Tensor::randn(0f32, 1.0, shape, &Device::Cpu)
+    /// The positions of a process: those of its part from the front and of its part from the back.
+    pub fn parts(&self, rank: usize) -> [Range<usize>; 2] {
+        let part = |i: usize| {
+            let first = |i: usize| i * self.len / (2 * self.size);
+            first(i)..first(i + 1)
+        };
+        [part(rank), part(2 * self.size - 1 - rank)]
     }
 
-    /// Prompts and tokens that are refused, in each place that may refuse them, and between them those that are not.
-    #[test]
-    fn a_call_that_fails_leaves_the_cache_as_it_was() -> Result<()> {
-        let (prompt, all) = (5, 9);
-        let (q, k, v) = (numbers((2, 4, all, 8))?, numbers((2, 2, all, 8))?, numbers((2, 2, all, 6))?);
-        for capacity in [3, 16, 0] {
-            let mut cache = ContextCache::new(capacity);
-            let order = ZigZag::new(prompt, &SingleProcess);
-            let (own_k, own_v) = (k.narrow(2, 0, prompt)?, v.narrow(2, 0, prompt)?);
-            let wrong = [
-                own_v.narrow(0, 0, 1)?,
-                own_v.narrow(1, 0, 1)?,
-                own_v.narrow(2, 0, 3)?,
-                own_v.get(0)?,
-                own_v.to_dtype(DType::I64)?,
-            ];
-            for v in wrong {
-                let text = cache.append_prompt(&own_k, &v, &order).expect_err("other values").to_string();
-                assert!(text.starts_with("[context_cache] "), "{text}");
-                assert!(cache.is_empty());
-            }
-            cache.append_prompt(&own_k, &own_v, &order)?;
+    /// The positions of a process as runs of successive ones.
+    pub(crate) fn runs(&self, rank: usize) -> Vec<Range<usize>> {
+        let [front, back] = self.parts(rank);
+        let runs = if front.end == back.start { [front.start..back.end, 0..0] } else { [front, back] };
+        runs.into_iter().filter(|run| !run.is_empty()).collect()
+    }
 
-            let ring = RingAttention::default();
-            for at in prompt..all {
-                let [q, k, v] = [&q, &k, &v].map(|xs| xs.narrow(2, at, 1));
-                let (q, k, v) = (q?, k?, v?);
-                let (three, one) = (q.narrow(1, 0, 3)?, v.narrow(1, 0, 1)?);
-                for refused in [[&three, &k, &v], [&q, &k, &one], [&q, &one, &v], [&q.get(0)?, &k, &v]] {
-                    assert!(cache.decode(refused, &ring, &SingleProcess).is_err());
-                    assert_eq!(cache.len(), at);
-                }
-                let text = cache.decode([&q, &k, &v], &ring, &Alone).expect_err("no answer").to_string();
-                assert!(text.starts_with("[alone]"), "{text}");
-                assert_eq!(cache.len(), at);
-                cache.decode([&q, &k, &v], &ring, &SingleProcess)?;
-            }
-            let query = q.narrow(2, all - 1, 1)?;
-            let found = cache.decode([&query, &k.narrow(2, 0, 1)?, &v.narrow(2, 0, 1)?], &ring, &SingleProcess)?;
-            let with_first = |xs: &Tensor| Tensor::cat(&[xs, &xs.narrow(2, 0, 1)?], 2);
-            let (k, v) = (with_first(&k)?, with_first(&v)?);
-            let plain = (AttentionMask::none(), SdpaOptions::default());
-            let expected = scaled_dot_product_attention(&query, &k, &v, &plain.0, &plain.1)?;
-            let off = (found - expected)?.abs()?.max_all()?.to_scalar::<f32>()?;
-            assert!(off < 1e-5, "off by {off}");
+    /// The positions of all processes.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The positions of this process, in the order of its tensors.
+    pub fn positions(&self) -> impl Iterator<Item = usize> {
+        self.parts(self.rank).into_iter().flatten()
+    }
+
+    /// The number of positions of a process.
+    pub(crate) fn count(&self, rank: usize) -> usize {
+        self.parts(rank).iter().map(ExactSizeIterator::len).sum()
+    }
+
+    /// Candle has no empty tensors on CUDA.
+    pub(crate) fn check_parts(&self, xs: &Tensor) -> Result<()> {
+        if xs.device().is_cuda() && self.len < 2 * self.size {
+            bail!("[zigzag] expected at least {} positions on CUDA, found {}", 2 * self.size, self.len)
         }
         Ok(())
+    }
+
+    /// This process's part of a tensor whose dimension `dim` is the sequence.
+    ///
+    /// # Errors
+    /// If it is not as long, and on CUDA if a part is empty.
+    pub fn split(&self, xs: &Tensor, dim: usize) -> Result<Tensor> {
+        self.check_parts(xs)?;
+        if xs.dim(dim)? != self.len {
+            bail!("[zigzag] expected {} positions in dimension {dim}, found {:?}", self.len, xs.dims())
+        }
+        let [front, back] = self.parts(self.rank);
+        Tensor::cat(&[xs.narrow(dim, front.start, front.len())?, xs.narrow(dim, back.start, back.len())?], dim)
+    }
+
+    /// The inverse of [`split`](Self::split): the parts of all processes, in the order of the sequence, in each of
+    /// them.
+    ///
+    /// # Errors
+    /// If the part is not as long as this process's, and those of the processes.
+    pub fn gather(&self, own: &Tensor, dim: usize, processes: &dyn Communicator) -> Result<Tensor> {
+        let count = self.count(self.rank);
+        if own.dim(dim)? != count {
+            bail!("[zigzag] expected {count} positions in dimension {dim}, found {:?}", own.dims())
+        }
+        let longest = (0..self.size).map(|rank| self.count(rank)).max().unwrap_or(0);
+        let all = processes.all_gather(&own.pad_with_zeros(dim, 0, longest - count)?)?;
+        let part = |(rank, at): (usize, usize)| {
+            let parts = self.parts(rank);
+            all[rank].narrow(dim, at * parts[0].len(), parts[at].len())
+        };
+        let in_order = (0..self.size).map(|rank| (rank, 0)).chain((0..self.size).rev().map(|rank| (rank, 1)));
+        Tensor::cat(&in_order.map(part).collect::<Result<Vec<_>>>()?, dim)
     }
 }

@@ -1,0 +1,175 @@
+//! The example `causal_lm` in several processes: `mpirun -n 2 causal_lm --model path/to/checkpoint --prompt "..."`.
+//!
+//! The arguments are those of the example. Each process has a share of the heads, of the MLPs and of the vocabulary;
+//! with `--divide positions` it has all weights, and a share of the prompt.
+
+#[path = "../../../../examples/causal_lm/args.rs"]
+mod args;
+#[path = "../../../../examples/common/mod.rs"]
+mod common;
+#[path = "../../../../examples/causal_lm/files.rs"]
+mod files;
+#[path = "../../../../examples/causal_lm/generate.rs"]
+mod generate;
+#[path = "../../../../examples/causal_lm/model.rs"]
+mod model;
+#[path = "../../../../examples/causal_lm/run.rs"]
+mod run;
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::process::ExitCode;
+use std::rc::Rc;
+use std::time::Instant;
+
+use candle_attention::weights::Checkpoint;
+use candle_attention::{AttentionMask, HeadShard, SdpaOptions};
+use candle_attention_distributed::mpi::{self, Mpi};
+use candle_attention_distributed::{Communicator, ContextCache, RingAttention, ZigZag, check_same};
+use candle_core::{Device, IndexOp, Result, Tensor, bail};
+use clap::{Parser, ValueEnum};
+
+use args::Args;
+use common::ModelArgs;
+use files::Files;
+use model::CausalLm;
+use model::attention::{Attention, Input};
+use model::weights::Processes;
+
+/// Generates text with a decoder in the processes of an mpirun.
+#[derive(Debug, Parser)]
+#[command(name = "causal_lm")]
+struct DistributedArgs {
+    /// What is divided among the processes
+    #[arg(long, value_enum, default_value_t = Divide::Heads)]
+    divide: Divide,
+
+    #[command(flatten)]
+    model: Args,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Divide {
+    /// Weights: heads, MLPs and the vocabulary
+    Heads,
+    /// The prompt and the cache
+    Positions,
+}
+
+/// The processes of an mpirun, to the model.
+struct World(Rc<dyn Communicator>);
+
+impl Processes for World {
+    fn shard(&self) -> HeadShard {
+        HeadShard::new(self.0.rank(), self.0.size()).expect("a rank is below the number of processes")
+    }
+
+    fn sum(&self, own: &Tensor) -> Result<Tensor> {
+        self.0.all_reduce_sum(own)
+    }
+
+    fn gather(&self, own: &Tensor) -> Result<Vec<Tensor>> {
+        self.0.all_gather(own)
+    }
+}
+
+fn main() -> ExitCode {
+    common::main(|args: DistributedArgs| Ok(mpi::run(|mpi| run_in(args, mpi))))
+}
+
+fn run_in(args: DistributedArgs, mpi: &Rc<Mpi>) -> Result<()> {
+    let source = ModelArgs { model: None, ..args.model.model.clone() };
+    let arguments = DistributedArgs { model: Args { model: source, ..args.model.clone() }, ..args };
+    check_same(&**mpi, "the arguments", format!("{arguments:?}").as_bytes())?;
+    let files = Files::open(&args.model, &Device::Cpu)?;
+    check_same(&**mpi, "config.json", files.config()?.to_string().as_bytes())?;
+    let tensors = match &files {
+        Files::Folder(folder) => format!("{:?}", Checkpoint::open(folder)?.shapes().collect::<Vec<_>>()),
+        Files::Gguf(gguf) => {
+            let infos = gguf.content.tensor_infos.iter();
+            format!("{:?}", infos.map(|(name, info)| (name, &info.shape)).collect::<BTreeMap<_, _>>())
+        }
+    };
+    check_same(&**mpi, "the names and shapes of tensors", tensors.as_bytes())?;
+    let device = args.model.model.device.open_at(mpi.device_number())?;
+    let processes = mpi.for_device(&device)?;
+    match args.divide {
+        Divide::Heads => run::run(&args.model, device, Some(Rc::new(World(processes.clone()))))?,
+        Divide::Positions => run_by_positions(&args.model, device, &files, &*processes)?,
+    }
+    mpi.say(&format!("{} bytes sent", processes.bytes_sent()));
+    Ok(())
+}
+
+/// Goes on from one prompt of ids, greedily, whose positions are divided among processes that have all weights. The
+/// first process writes.
+fn run_by_positions(args: &Args, device: Device, files: &Files, processes: &dyn Communicator) -> Result<()> {
+    let [prompt] = args.ids.as_slice() else { bail!("[causal_lm] expected one --ids where positions are divided") };
+    if prompt.0.is_empty() || args.temperature != 0.0 || args.logits.is_some() || args.kv_cache.is_some() {
+        bail!(
+            "[causal_lm] expected tokens, and none of --temperature, --logits and --kv-cache where positions are divided"
+        )
+    }
+    let json = files.config()?;
+    let model = CausalLm::load(&json, files.weights(args.model.dtype, &device, None)?, |_, _| {})?;
+    if model.blocks.attentions().any(Attention::is_linear) {
+        bail!("[causal_lm] states of linear attention cannot be divided by positions, expected --divide heads")
+    }
+    let (order, end) = (ZigZag::new(prompt.0.len(), processes), files.end_tokens(&json)?);
+    let capacity = order.positions().count() + args.max_tokens.unwrap_or(100) / processes.size() + 1;
+    // This process's part of the cache of each layer.
+    let caches: Vec<_> = model.blocks.attentions().map(|_| RefCell::new(ContextCache::new(capacity))).collect();
+
+    let forward = |ids: Vec<u32>, positions: Vec<usize>, attend: &Attend| -> Result<Tensor> {
+        let ids = Tensor::new(ids, &device)?.unsqueeze(0)?;
+        let longest = positions.iter().max().map_or(0, |last| last + 1);
+        let xs = model.embed(&ids, &positions, longest)?;
+        let positions = Tensor::new(positions.into_iter().map(|at| at as u32).collect::<Vec<_>>(), &device)?;
+        model.through_blocks(xs, |layer, attention, input| {
+            let attend = |q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions| {
+                attend(&mut caches[layer].borrow_mut(), [q, k, v], &RingAttention::new(mask, options))
+            };
+            attention.forward(Input::Softmax(input.softmax()?.with_positions(&positions).with_function(&attend)))
+        })
+    };
+    let start = Instant::now();
+    let own = order.positions().map(|at| prompt.0[at]).collect();
+    let hidden = forward(own, order.positions().collect(), &|cache, [q, k, v], ring| {
+        cache.append_prompt(k, v, &order)?;
+        Ok(ring.attend([q, k, v], &order, processes)?.0)
+    })?;
+    // The first process has the last position.
+    let last = match hidden.dim(1)? {
+        0 => Tensor::zeros((1, hidden.dim(2)?), hidden.dtype(), &device)?,
+        t => hidden.i((.., t - 1))?,
+    };
+    let mut last = processes.all_gather(&last)?.swap_remove(0);
+    let prefill = start.elapsed();
+
+    let (start, mut made) = (Instant::now(), Vec::new());
+    for position in prompt.0.len().. {
+        if made.len() == args.max_tokens.unwrap_or(100) || made.last().is_some_and(|token| end.contains(token)) {
+            break;
+        }
+        let token = model.logits(&last)?.i(0)?.argmax(0)?.to_scalar::<u32>()?;
+        made.push(token);
+        last =
+            forward(vec![token], vec![position], &|cache, qkv, ring| cache.decode(qkv, ring, processes))?.i((.., 0))?;
+    }
+    if processes.rank() == 0 {
+        writeln!(std::io::stdout(), "{}", made.iter().map(u32::to_string).collect::<Vec<_>>().join(","))?;
+        let rate = |tokens: usize, seconds: f64| tokens as f64 / seconds.max(1e-9);
+        eprintln!(
+            "prompt: {} tokens, {:.1} tokens/s; generation: {} tokens, {:.1} tokens/s",
+            prompt.0.len(),
+            rate(prompt.0.len(), prefill.as_secs_f64()),
+            made.len(),
+            rate(made.len(), start.elapsed().as_secs_f64())
+        );
+    }
+    Ok(())
+}
+
+/// A layer's context from queries, keys and values.
+type Attend<'a> = dyn Fn(&mut ContextCache, [&Tensor; 3], &RingAttention) -> Result<Tensor> + 'a;
