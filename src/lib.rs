@@ -69,8 +69,7 @@ pub use candle_attention_delta::{
 pub use candle_attention_modules::{
     base::{HeadShard, untrained},
     gate::{GateActivation, GatePlace, GateScope, OutputGate},
-    init,
-    init::TorchSeed,
+    init::{self, TorchSeed},
     linear::{
         PackedGatedLinear, PackedLinear, ProjectionModule, ProjectionModules, ProjectionPlace, packed_linear,
         packed_linear_b, packed_linear_no_bias,
@@ -131,4 +130,16 @@ pub mod weights {
 }
 
 #[cfg(any(doc, doctest))]
-pub mod guide;
+pub mod guide {
+    //! Guides: documents that are read, with code that is tested. Only in the documentation.
+
+    #[doc = include_str!("../docs/pytorch.md")]
+    pub mod pytorch {}
+
+    #[doc = include_str!("../docs/candle-models.md")]
+    pub mod candle_models {}
+
+    #[cfg(doctest)]
+    #[doc = include_str!("../README.md")]
+    pub mod readme {}
+}
