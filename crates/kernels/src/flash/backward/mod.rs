@@ -3,7 +3,6 @@
 //! whole.
 
 mod gradient;
-mod rows;
 mod step;
 mod task;
 
@@ -16,7 +15,7 @@ use crate::error::{Error, check_len, check_tier};
 use crate::flash::AttentionKernels;
 use crate::number::{Dtype, Number};
 use gradient::BiasOutput;
-use rows::{Deltas, RoundQueries};
+use step::{Deltas, RoundQueries};
 use task::{BackwardMemory, BackwardSizes, BackwardTask};
 
 /// A call of [`attend`](super::attend), its results, and the gradients of a loss by them.
