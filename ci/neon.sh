@@ -70,7 +70,7 @@ else
 fi
 
 kernels=()
-for name in attention guard; do
+for name in attention delta guard; do
     [ ! -d "tests/$name" ] || kernels+=(--test "$name")
 done
 skips=()
@@ -86,7 +86,10 @@ cargo rustc -p candle-attention-kernels --lib -- -C opt-level=0
 for processor in "${processors[@]}"; do
     echo "== the kernels on $processor"
     QEMU_CPU=$processor cargo test -p candle-attention-kernels --lib
-    QEMU_CPU=$processor cargo test "${kernels[@]}" -- "${skips[@]}"
+    # Candle 0.11.1's own quantized products take dot products of bytes, which the early processor does not have.
+    own=()
+    [ "$processor" != cortex-a53 ] || own=(--skip linear::quantized)
+    QEMU_CPU=$processor cargo test "${kernels[@]}" -- "${skips[@]}" "${own[@]}"
 done
 for tier in "${tiers[@]}"; do
     echo "== everything that computes, on $tier"
