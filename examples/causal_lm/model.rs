@@ -12,23 +12,23 @@ use std::ops::Range;
 
 use candle_attention::{AttentionCacheConfig, AttentionMask, PackedLinear, RopeScaling};
 use candle_core::{D, DType, Device, IndexOp, Module, Result, Tensor, bail};
-use candle_nn::{Embedding, VarBuilder};
+use candle_nn::Embedding;
 use serde_json::Value;
 
 use attention::{Attention, Cache, Input};
-use blocks::family::{Family, required, size};
+use blocks::family::{Family, LAYERS, required, size};
 pub use blocks::{Blocks, attention, gguf, weights};
 use blocks::{Loader, Norm, optional};
 use gguf::Gguf;
-use weights::{Divided, Others, Weights, part_of};
+use weights::{OUTPUTS, Others, Weights, part_of};
 
 /// The names that families have for the base model, its embeddings, its blocks and its last norm, and for the head;
 /// the last are llama.cpp's. A checkpoint has one of each.
-const BASES: [&str; 6] = ["model", "transformer", "gpt_neox", "model.decoder", "decoder", "model.language_model"];
+const BASES: &[&str] = &["model", "transformer", "gpt_neox", "model.decoder", "decoder", "model.language_model"];
 const EMBEDDINGS: &[&str] = &["embed_tokens", "wte", "word_embeddings", "embed_in", "token_embd"];
 const POSITIONS: &[&str] = &["wpe", "embed_positions", "position_embd"];
 const EMBEDDING_NORMS: &[&str] = &["word_embeddings_layernorm", "token_embd_norm"];
-const BLOCKS: [&str; 4] = ["layers", "h", "blocks", "blk"];
+const BLOCKS: &[&str] = &["layers", "h", "blocks", "blk"];
 const LAST_NORMS: &[&str] = &["norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "output_norm"];
 const HEADS: &[&str] = &["lm_head", "embed_out", "output"];
 
@@ -81,8 +81,9 @@ pub struct CausalLm {
     /// Of activations.
     dtype: DType,
     embedding_norm: Option<Norm>,
-    /// Learned positions, and the row of position 0.
-    positions: Option<(Embedding, usize)>,
+    /// Learned ones, and the row of position 0.
+    positions: Option<Embedding>,
+    first_position: usize,
     embedding_scale: f64,
     pub blocks: Blocks,
     norm: Norm,
@@ -99,38 +100,24 @@ impl CausalLm {
         let weights = weights.into();
         let gguf = weights.gguf;
         let family = if gguf.is_some() { Family::of(json)?.in_gguf()? } else { Family::of(json)? };
-        let Ok(layers) = required(json, &["num_hidden_layers", "n_layer", "n_layers"]) else {
-            bail!("[causal_lm] config.json has no number of layers")
-        };
         let number = |key: &str| json[key].as_f64();
-        let has_embedding = |inner: &Weights| inner.first(EMBEDDINGS).is_some();
-        let below = BASES.map(|base| weights.pp(base)).into_iter().find(has_embedding);
         // A base model without a head has no prefix.
-        let inner = below.unwrap_or_else(|| weights.clone());
+        let inner = weights.below(BASES, EMBEDDINGS);
         let (embed, norm) = (inner.named(EMBEDDINGS)?, inner.named(LAST_NORMS)?);
-        let first_norm = family.norms.into_iter().find(|names| !names.is_empty()).unwrap_or_default();
-        let Some(block) = BLOCKS.iter().find(|name| inner.pp(name).pp(0).first(first_norm).is_some()) else {
-            bail!("[causal_lm] the checkpoint has no {} in any of {}", first_norm.join(" or "), BLOCKS.join(", "))
-        };
         let head_name = weights.first(HEADS);
         let ties = [whole, json].into_iter().find_map(|json| json["tie_word_embeddings"].as_bool());
         let (dtype, ties) = (weights.dtype(), ties.unwrap_or(head_name.is_none()));
         let head_at = if ties { inner.pp(embed) } else { weights.pp(weights.named(HEADS)?) };
         let words = gguf.map_or_else(|| size(json, "vocab_size"), Gguf::vocabulary).unwrap_or(1);
         let vocabulary = Vocabulary::new(words, weights.processes(), gguf.is_some());
-        let head = head_at.linear(Divided::Outputs)?;
+        let head = head_at.linear(OUTPUTS)?;
         let width = head.in_dim();
-        let table =
-            |name: &str| Ok::<_, candle_core::Error>(Embedding::new(inner.pp(name).get_unchecked("weight")?, width));
-        let embedding = if ties { head.clone() } else { inner.pp(embed).linear(Divided::Outputs)? };
-        let positions = match inner.first(POSITIONS) {
-            // The first two are padding.
-            Some("embed_positions") => Some((table("embed_positions")?, 2)),
-            Some(name) => Some((table(name)?, 0)),
-            None => None,
-        };
+        let embedding = if ties { head.clone() } else { inner.pp(embed).linear(OUTPUTS)? };
+        // The first two of OPT's are padding.
+        let first_position = if inner.first(&["embed_positions"]).is_some() { 2 } else { 0 };
         let mut loader = Loader::new("causal_lm", family, json, weights, width);
-        let blocks = Blocks::load(&mut loader, layers, &inner.pp(block), loaded)?;
+        let layers = required(json, LAYERS)?;
+        let blocks = Blocks::load(&mut loader, layers, &inner, BLOCKS, loaded)?;
         let embedding_scale = if loader.family.scales_embedding {
             // In the dtype of the embeddings, as Gemma rounds it.
             let scale = Tensor::new((width as f64).sqrt(), &Device::Cpu)?.to_dtype(dtype)?;
@@ -138,16 +125,16 @@ impl CausalLm {
         } else {
             number("embedding_multiplier").unwrap_or(1.0)
         };
-        let norm_at = |name: &str| loader.norm(VarBuilder::pp(&inner, name));
         Ok(Self {
             vocabulary,
             embedding,
             dtype,
-            embedding_norm: inner.first(EMBEDDING_NORMS).map(norm_at).transpose()?,
-            positions,
+            embedding_norm: loader.norm(&inner, EMBEDDING_NORMS)?,
+            positions: inner.first(POSITIONS).map(|name| inner.table(name)).transpose()?,
+            first_position,
             embedding_scale,
             blocks,
-            norm: norm_at(norm)?,
+            norm: loader.norm_at(&inner, norm)?,
             head,
             logit_scale: match loader.family.logit_scale {
                 1.0 => 1.0 / number("logits_scaling").unwrap_or(1.0),
@@ -200,7 +187,7 @@ impl CausalLm {
             xs = (xs * self.embedding_scale)?;
         }
         xs = optional(&self.embedding_norm, &xs)?;
-        let Some((learned, first)) = &self.positions else { return Ok(xs) };
+        let (Some(learned), first) = (&self.positions, self.first_position) else { return Ok(xs) };
         let last = learned.embeddings().dim(0)?.saturating_sub(1 + first);
         if longest > last + 1 {
             bail!("[causal_lm] {longest} positions are more than the model's {}", last + 1)

@@ -72,7 +72,7 @@ fn run(args: &Args) -> Result<String> {
     let original = Picture::open(&args.picture)?;
     let size = original.size()?;
     let seen = preprocessor.apply(original)?;
-    let (layers, width) = model.size()?;
+    let (layers, width) = (model.blocks.len(), model.blocks.width);
     let layer = args.layer.unwrap_or(layers);
     if layer == 0 || layer > layers {
         bail!("[{EXAMPLE}] there is no layer {layer}, expected 1 to {layers}")

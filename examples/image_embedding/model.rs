@@ -7,79 +7,45 @@ mod blocks;
 
 use candle_attention::{PackedLinear, StatisticsOptions};
 use candle_core::{DType, Device, Module, Result, Tensor, bail};
-use candle_nn::{Linear, VarBuilder, linear_no_bias};
+use candle_nn::VarBuilder;
 use serde_json::Value;
 
 use crate::resample::{Filter, Size, resample};
 use blocks::attention::{Attention, Input};
-use blocks::family::{Family, LLAMA, MlpKind, NormKind};
+use blocks::family::{Family, LAYERS, LLAMA, MlpKind, NormKind, required};
 use blocks::weights::Weights;
 use blocks::{Blocks, Loader, Norm, optional};
 
-/// The names of an architecture's parts; a part without a name is one that it does not have.
-struct Architecture {
-    prefixes: &'static [&'static str],
-    class: &'static str,
-    patches: &'static str,
-    positions: &'static str,
-    /// Whether pictures of other sizes than those of the training have positions between theirs.
-    interpolates: bool,
-    first_norm: Option<&'static str>,
-    blocks: &'static str,
-    block: Family,
-    last_norm: &'static str,
-    projection: Option<&'static str>,
-}
+/// The names that architectures have for the model below a head and for its parts. A checkpoint has one of each, or
+/// does without.
+const BASES: &[&str] = &["vit", "dinov2", "vision_model"];
+const CLASSES: [&str; 2] = ["embeddings.cls_token", "embeddings.class_embedding"];
+const PATCHES: &[&str] = &["embeddings.patch_embeddings.projection", "embeddings.patch_embedding"];
+const POSITIONS: [&str; 2] = ["embeddings.position_embeddings", "embeddings.position_embedding.weight"];
+const FIRST_NORMS: &[&str] = &["pre_layrnorm"];
+const BLOCKS: &[&str] = &["encoder.layer", "encoder.layers"];
+const LAST_NORMS: &[&str] = &["layernorm", "post_layernorm"];
+const PROJECTIONS: &[&str] = &["visual_projection"];
 
-const VIT: Architecture = Architecture {
-    prefixes: &["vit.", ""],
-    class: "embeddings.cls_token",
-    patches: "embeddings.patch_embeddings.projection",
-    positions: "embeddings.position_embeddings",
-    interpolates: false,
-    first_norm: None,
-    blocks: "encoder.layer",
-    block: Family {
-        norms: [&["layernorm_before"], &[], &["layernorm_after"], &[]],
-        norm: NormKind::Layer(1e-12),
-        needs_biases: true,
-        mlp: MlpKind::Plain(["intermediate.dense", "output.dense"]),
-        activation: "gelu",
-        ..LLAMA
-    },
-    last_norm: "layernorm",
-    projection: None,
+const VIT: Family = Family {
+    norms: [&["layernorm_before"], &[], &["layernorm_after"], &[]],
+    norm: NormKind::Layer(1e-12),
+    needs_biases: true,
+    mlp: MlpKind::Plain(["intermediate.dense", "output.dense"]),
+    activation: "gelu",
+    ..LLAMA
 };
-
-const DINOV2: Architecture = Architecture {
-    prefixes: &["dinov2.", ""],
-    interpolates: true,
-    block: Family {
-        norms: [&["norm1"], &["layer_scale1"], &["norm2"], &["layer_scale2"]],
-        norm: NormKind::Layer(1e-6),
-        mlp: MlpKind::Plain(["mlp.fc1", "mlp.fc2"]),
-        ..VIT.block
-    },
+const DINOV2: Family = Family {
+    norms: [&["norm1"], &["layer_scale1"], &["norm2"], &["layer_scale2"]],
+    norm: NormKind::Layer(1e-6),
+    mlp: MlpKind::Plain(["mlp.fc1", "mlp.fc2"]),
     ..VIT
 };
-
-const CLIP: Architecture = Architecture {
-    prefixes: &["vision_model.", ""],
-    class: "embeddings.class_embedding",
-    patches: "embeddings.patch_embedding",
-    positions: "embeddings.position_embedding.weight",
-    first_norm: Some("pre_layrnorm"),
-    blocks: "encoder.layers",
-    block: Family {
-        norms: [&["layer_norm1"], &[], &["layer_norm2"], &[]],
-        norm: NormKind::Layer(1e-5),
-        mlp: MlpKind::Plain(["mlp.fc1", "mlp.fc2"]),
-        activation: "quick_gelu",
-        ..VIT.block
-    },
-    last_norm: "post_layernorm",
-    projection: Some("visual_projection"),
-    ..VIT
+const CLIP: Family = Family {
+    norms: [&["layer_norm1"], &[], &["layer_norm2"], &[]],
+    norm: NormKind::Layer(1e-5),
+    activation: "quick_gelu",
+    ..DINOV2
 };
 
 /// Bicubic without a mean over what a pixel covers, as PyTorch's `interpolate` has it.
@@ -101,11 +67,12 @@ pub struct Encoder {
     class: Tensor,
     /// (1 + N, E), that of the class token first.
     positions: Tensor,
+    /// Whether pictures of other sizes than those of the training have positions between theirs.
     interpolates: bool,
     first_norm: Option<Norm>,
     pub blocks: Blocks,
     last_norm: Norm,
-    projection: Option<Linear>,
+    projection: Option<PackedLinear>,
 }
 
 impl Encoder {
@@ -115,50 +82,35 @@ impl Encoder {
     /// For an architecture that is not here, an activation that Candle does not have, and a tensor that is missing.
     pub fn load(json: &Value, vb: VarBuilder, loaded: impl FnMut(usize, usize)) -> Result<Self> {
         let config = if json["model_type"] == "clip" { &json["vision_config"] } else { json };
-        let own = match json["model_type"].as_str().unwrap_or_default() {
+        let family = match json["model_type"].as_str().unwrap_or_default() {
             "vit" => VIT,
             "dinov2" if config["use_swiglu_ffn"] != true => DINOV2,
             "clip" | "clip_vision_model" => CLIP,
             other => bail!("[encoder] model_type is {other:?}, expected one of clip, clip_vision_model, dinov2, vit"),
         };
-        let weights = Weights::from(vb.clone());
-        let mut places = own.prefixes.iter().map(|prefix| weights.pp(prefix.trim_end_matches('.')));
-        let Some(inner) = places.find(|inner| inner.contains_tensor(own.class)) else {
-            bail!("[encoder] no {} in the checkpoint, below {:?}", own.class, own.prefixes)
-        };
-        let number = |name: &str, default: usize| config[name].as_u64().map_or(default, |number| number as usize);
-        let (e, side) = (number("hidden_size", 768), number("patch_size", 16));
-        let mut loader = Loader::new("encoder", own.block, config, weights, e);
-        loader.inner_width =
-            Some(if own.interpolates { e * number("mlp_ratio", 4) } else { number("intermediate_size", 3072) });
-        let blocks = Blocks::load(&mut loader, number("num_hidden_layers", 12), &inner.pp(own.blocks), loaded)?;
-        let norm = |name: &str| loader.norm(VarBuilder::pp(&inner, name));
-        let patches = inner.pp(own.patches);
-        let weight = patches.get((e, 3, side, side), "weight")?.flatten_from(1)?;
-        let bias = if patches.contains_tensor("bias") { Some(patches.get(e, "bias")?) } else { None };
-        let rows = (number("image_size", 224) / side).pow(2) + 1;
-        let positions = match own.first_norm {
-            Some(_) => inner.get((rows, e), own.positions)?,
-            None => inner.get((1, rows, e), own.positions)?.squeeze(0)?,
-        };
-        let projection = own.projection.filter(|name| vb.contains_tensor(&format!("{name}.weight")));
-        let width = json["projection_dim"].as_u64().unwrap_or(512) as usize;
+        let weights = Weights::from(vb);
+        let inner = weights.below(BASES, PATCHES);
+        let tensor =
+            |names: [&str; 2]| inner.get_unchecked(if inner.contains_tensor(names[0]) { names[0] } else { names[1] });
+        let patches = inner.pp(inner.named(PATCHES)?);
+        let (weight, bias) = (patches.get_unchecked("weight")?, patches.contains_tensor("bias"));
+        let (width, side) = (weight.dim(0)?, weight.dim(3)?);
+        let bias = bias.then(|| patches.get(width, "bias")).transpose()?;
+        let projection = weights.first(PROJECTIONS).map(|name| weights.pp(name).linear(None));
+        let mut loader = Loader::new("encoder", family, config, weights, width);
+        let layers = required(config, LAYERS).unwrap_or(12);
+        let blocks = Blocks::load(&mut loader, layers, &inner, BLOCKS, loaded)?;
         Ok(Self {
-            patches: PackedLinear::new(&weight, bias.as_ref())?,
+            patches: PackedLinear::new(&weight.flatten_from(1)?, bias.as_ref())?,
             side,
-            class: inner.get_unchecked(own.class)?.reshape((1, e))?,
-            positions,
-            interpolates: own.interpolates,
-            first_norm: own.first_norm.map(norm).transpose()?,
-            last_norm: norm(own.last_norm)?,
+            class: tensor(CLASSES)?.reshape((1, width))?,
+            positions: tensor(POSITIONS)?.reshape(((), width))?,
+            interpolates: json["model_type"] == "dinov2",
+            first_norm: loader.norm(&inner, FIRST_NORMS)?,
+            last_norm: loader.norm_at(&inner, inner.named(LAST_NORMS)?)?,
             blocks,
-            projection: projection.map(|name| linear_no_bias(e, width, vb.pp(name))).transpose()?,
+            projection: projection.transpose()?,
         })
-    }
-
-    /// The number of blocks, and the width E.
-    pub fn size(&self) -> Result<(usize, usize)> {
-        Ok((self.blocks.attentions().count(), self.class.dim(1)?))
     }
 
     /// The patches of a picture, whose class token stands before them.
@@ -189,7 +141,7 @@ impl Encoder {
             Ok(output)
         })?;
         let Some(weights) = weights else {
-            bail!("[encoder] there is no layer {}, the model has {}", layer + 1, self.size()?.0)
+            bail!("[encoder] there is no layer {}, the model has {}", layer + 1, self.blocks.len())
         };
         let attention = weights.reshape(((), grid.rows, grid.columns))?.to_dtype(DType::F32)?;
         Ok(Output { embedding, attention })

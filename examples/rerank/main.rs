@@ -58,9 +58,9 @@ fn run(args: &Args) -> Result<String> {
     let passages = args.passages.read(EXAMPLE)?;
     let Files { folder, config, vb } = args.model.open(EXAMPLE, &[TOKENIZER])?;
     let model = with_bar("loading", "blocks", |loaded| Encoder::load(&config, vb.clone(), loaded))?;
-    let (layers, width) = model.size()?;
+    let (layers, width) = (model.blocks.len(), model.blocks.width);
     let head = Head::load(width, &vb)?;
-    let most = max_tokens(EXAMPLE, &folder, model.max_tokens())?;
+    let most = max_tokens(EXAMPLE, &folder, model.max_tokens)?;
     let tokenizer = tokenizer(&folder, most)?;
     let (mut scores, mut cut) = (Vec::with_capacity(passages.len()), 0);
     with_bar("reading", "passages", |done| {
@@ -69,7 +69,7 @@ fn run(args: &Args) -> Result<String> {
             let pairs = pairs.collect::<std::result::Result<Vec<_>, _>>()?;
             let ids: Vec<_> = pairs.iter().map(|pair| pair.ids.as_slice()).collect();
             let segments: Vec<_> = pairs.iter().flat_map(|pair| pair.type_ids.clone()).collect();
-            let hidden = model.forward_in_segments(&ids, &segments)?;
+            let hidden = model.through_blocks(&ids, &segments, |attention, input| attention.forward(input))?;
             let starts = ids.iter().scan(0, |next, ids| Some(std::mem::replace(next, *next + ids.len() as u32)));
             let starts = Tensor::from_iter(starts, hidden.device())?;
             scores.extend(head.scores(&hidden.index_select(&starts, 0)?)?);

@@ -68,7 +68,7 @@ fn run(args: &Args) -> Result<String> {
         folder = fetch(EXAMPLE, &format!("{id}@{}", commit.display()), &files)?;
     }
     let model = with_bar("loading", "blocks", |loaded| Encoder::load(&config, vb, loaded))?;
-    let recipe = Recipe::read(&folder, model.max_tokens())?;
+    let recipe = Recipe::read(&folder, model.max_tokens)?;
     let tokenizer = tokenizer(&folder, recipe.max_tokens)?;
     let batch = args.sentences.batch.get();
     let embedder = Embedder { model: &model, tokenizer: &tokenizer, recipe: &recipe, batch };
@@ -83,7 +83,7 @@ fn run(args: &Args) -> Result<String> {
         write_page(&model, &tokenizer, &sentences[0], &encodings[0].ids, &[], path)?;
     }
 
-    let (layers, width) = model.size()?;
+    let (layers, width) = (model.blocks.len(), model.blocks.width);
     let pooling = match recipe.pooling {
         Pooling::Mean => "mean over tokens",
         Pooling::Cls => "first token",

@@ -10,196 +10,85 @@ mod blocks;
 use candle_attention::text::EmbeddingLayer;
 use candle_attention::{AttentionMask, PackedSequences};
 use candle_core::{Module, Result, Tensor, bail};
-use candle_nn::{Embedding, VarBuilder, embedding};
+use candle_nn::{Embedding, VarBuilder};
 use serde_json::Value;
 
 use blocks::attention::{Attention, Input};
-use blocks::family::{Family, LLAMA, LLAMA_MLP, MlpKind, NormKind};
+use blocks::family::{Family, LAYERS, LLAMA, MlpKind, NormKind, required, size};
 use blocks::weights::Weights;
 use blocks::{Blocks, Loader, Norm, optional};
 
-/// Where architectures differ: the names of their parts, and what they do without.
-#[derive(Clone, Copy)]
-struct Architecture {
-    /// What may stand before all names: that of the model below a head, or nothing.
-    prefixes: &'static [&'static str],
-    words: &'static str,
-    positions: Option<&'static str>,
-    /// Learned positions are counted from the number after the padding token's id.
-    counts_from_padding: bool,
-    segments: Option<&'static str>,
-    embedding_norm: &'static str,
-    blocks: &'static str,
-    block: Family,
-    /// Of the norm behind all blocks.
-    last_norm: Option<&'static str>,
-}
+/// The names that architectures have for the model below a head, its embeddings and their norm, its blocks, and the
+/// norm behind them. A checkpoint has one of each, or does without.
+const BASES: &[&str] = &["bert", "roberta", "mpnet", "distilbert", "nomic_bert", "model"];
+const WORDS: &[&str] = &["embeddings.word_embeddings", "embeddings.tok_embeddings"];
+const POSITIONS: &[&str] = &["embeddings.position_embeddings"];
+const SEGMENTS: &[&str] = &["embeddings.token_type_embeddings"];
+const EMBEDDING_NORMS: &[&str] = &["embeddings.LayerNorm", "embeddings.norm", "emb_ln"];
+const BLOCKS: &[&str] = &["encoder.layer", "transformer.layer", "layers", "encoder.layers"];
+const LAST_NORMS: &[&str] = &["final_norm"];
 
-const BERT: Architecture = Architecture {
-    prefixes: &["bert.", "roberta.", ""],
-    words: "embeddings.word_embeddings",
-    positions: Some("embeddings.position_embeddings"),
-    counts_from_padding: false,
-    segments: Some("embeddings.token_type_embeddings"),
-    embedding_norm: "embeddings.LayerNorm",
-    blocks: "encoder.layer",
-    block: Family {
-        norms: [&[], &["attention.output.LayerNorm"], &[], &["output.LayerNorm"]],
-        behind_residuals: true,
-        norm: NormKind::Layer(1e-12),
-        needs_biases: true,
-        mlp: MlpKind::Plain(["intermediate.dense", "output.dense"]),
-        activation: "gelu",
-        ..LLAMA
-    },
-    last_norm: None,
+/// The norms after attention and MLP are those of BERT, MPNet, DistilBERT, and Nomic in transformers and as published.
+const BERT: Family = Family {
+    norms: [
+        &[],
+        &["attention.output.LayerNorm", "attention.LayerNorm", "sa_layer_norm", "post_attention_layernorm", "norm1"],
+        &[],
+        &["output.LayerNorm", "output_layer_norm", "post_mlp_layernorm", "norm2"],
+    ],
+    behind_residuals: true,
+    norm: NormKind::Layer(1e-12),
+    needs_biases: true,
+    mlp: MlpKind::Plain(["intermediate.dense", "output.dense"]),
+    activation: "gelu",
+    ..LLAMA
 };
 
-impl Architecture {
-    /// Those that a `config.json` may mean: two for one whose checkpoints have two spellings.
-    fn of(json: &Value) -> Result<Vec<Self>> {
-        let flag = |key: &str| json[key].as_bool().unwrap_or(false);
-        Ok(match json["model_type"].as_str().unwrap_or_default() {
-            "bert" => vec![BERT],
-            "roberta" | "xlm-roberta" => vec![Self { counts_from_padding: true, ..BERT }],
-            "mpnet" => vec![Self {
-                prefixes: &["mpnet.", ""],
-                counts_from_padding: true,
-                segments: None,
-                block: Family { norms: [&[], &["attention.LayerNorm"], &[], &["output.LayerNorm"]], ..BERT.block },
-                ..BERT
-            }],
-            "distilbert" => vec![Self {
-                prefixes: &["distilbert.", ""],
-                segments: None,
-                blocks: "transformer.layer",
-                block: Family {
-                    norms: [&[], &["sa_layer_norm"], &[], &["output_layer_norm"]],
-                    mlp: MlpKind::Plain(["ffn.lin1", "ffn.lin2"]),
-                    ..BERT.block
-                },
-                ..BERT
-            }],
-            "nomic_bert" => {
-                let other = ["prenorm", "use_rms_norm", "parallel_block", "mlp_fc1_bias", "mlp_fc2_bias"];
-                if let Some(key) = other.into_iter().find(|key| flag(key)) {
-                    bail!("[encoder] {key} is true, which is not supported, expected false")
-                }
-                let modules = Self {
-                    prefixes: &["nomic_bert.", "bert.", ""],
-                    positions: None,
-                    blocks: "layers",
-                    block: Family {
-                        norms: [&[], &["post_attention_layernorm"], &[], &["post_mlp_layernorm"]],
-                        mlp: MlpKind::Gated("mlp", LLAMA_MLP),
-                        ..BERT.block
-                    },
-                    ..BERT
-                };
-                let published = Self {
-                    embedding_norm: "emb_ln",
-                    blocks: "encoder.layers",
-                    block: Family {
-                        norms: [&[], &["norm1"], &[], &["norm2"]],
-                        mlp: MlpKind::Gated("mlp", ["fc12", "fc11", "fc2"]),
-                        ..BERT.block
-                    },
-                    ..modules
-                };
-                vec![modules, published]
+/// What blocks are, by a `config.json`.
+fn family(json: &Value) -> Result<Family> {
+    let flag = |key: &&str| json[*key].as_bool().unwrap_or(false);
+    Ok(match json["model_type"].as_str().unwrap_or_default() {
+        "bert" | "mpnet" | "roberta" | "xlm-roberta" => BERT,
+        "distilbert" => Family { mlp: MlpKind::Plain(["ffn.lin1", "ffn.lin2"]), ..BERT },
+        "nomic_bert" => {
+            let other = ["prenorm", "use_rms_norm", "parallel_block", "mlp_fc1_bias", "mlp_fc2_bias"];
+            if let Some(key) = other.into_iter().find(flag) {
+                bail!("[encoder] {key} is true, which is not supported, expected false")
             }
-            "modernbert" => vec![Self {
-                prefixes: &["model.", ""],
-                words: "embeddings.tok_embeddings",
-                positions: None,
-                segments: None,
-                embedding_norm: "embeddings.norm",
-                blocks: "layers",
-                block: Family {
-                    norms: [&["attn_norm"], &[], &["mlp_norm"], &[]],
-                    behind_residuals: false,
-                    // The embeddings' norm stands right before it.
-                    first_attention_norm: false,
-                    norm: NormKind::Layer(1e-5),
-                    needs_biases: false,
-                    mlp: MlpKind::Gated("mlp", ["Wi", "Wi", "Wo"]),
-                    ..BERT.block
-                },
-                last_norm: Some("final_norm"),
-                ..BERT
-            }],
-            other => {
-                bail!(
-                    "[encoder] model_type is {other:?}, expected one of bert, distilbert, modernbert, mpnet, nomic_bert, \
-                     roberta, xlm-roberta"
-                )
-            }
-        })
-    }
-
-    /// The architecture and the weights whose names the checkpoint has.
-    fn find<'a>(json: &Value, weights: &Weights<'a>) -> Result<(Self, Weights<'a>)> {
-        let mut looked = Vec::new();
-        for architecture in Self::of(json)? {
-            for prefix in architecture.prefixes {
-                let weights = weights.pp(prefix.trim_end_matches('.'));
-                // The norm too, since it tells spellings apart; old checkpoints call its weight gamma.
-                let norm = ["weight", "gamma"].map(|name| format!("{}.{name}", architecture.embedding_norm));
-                let words = format!("{}.weight", architecture.words);
-                if weights.contains_tensor(&words) && norm.iter().any(|name| weights.contains_tensor(name)) {
-                    return Ok((architecture, weights));
-                }
-                looked.push(format!("{prefix}{words} with {prefix}{}", norm[0]));
-            }
+            Family { mlp: MlpKind::Gated("mlp", ["fc12", "fc11", "fc2"]), ..BERT }
         }
-        bail!("[encoder] no embeddings in the checkpoint, looked for {}", looked.join(", "))
-    }
-}
-
-/// A table of learned positions.
-struct Positions {
-    table: Embedding,
-    /// The padding token, where positions are counted from the number after it and only over other tokens.
-    padding: Option<u32>,
-}
-
-impl Positions {
-    fn most(&self) -> Result<usize> {
-        Ok(self.table.embeddings().dim(0)?.saturating_sub(self.padding.map_or(0, |padding| padding as usize + 1)))
-    }
-
-    /// Of the tokens of each text, one text after the other: (total, E).
-    fn of(&self, texts: &[&[u32]]) -> Result<Tensor> {
-        let mut positions = Vec::with_capacity(texts.iter().map(|ids| ids.len()).sum());
-        for ids in texts {
-            if ids.len() > self.most()? {
-                bail!("[encoder] {} tokens are more than the model's {} positions", ids.len(), self.most()?)
-            }
-            let Some(padding) = self.padding else {
-                positions.extend(0..ids.len() as u32);
-                continue;
-            };
-            let mut last = padding;
-            positions.extend(ids.iter().map(|&id| {
-                last += u32::from(id != padding);
-                if id == padding { padding } else { last }
-            }));
+        "modernbert" => Family {
+            norms: [&["attn_norm"], &[], &["mlp_norm"], &[]],
+            // The embeddings' norm stands right before it.
+            first_attention_norm: false,
+            norm: NormKind::Layer(1e-5),
+            mlp: MlpKind::Gated("mlp", ["Wi", "Wi", "Wo"]),
+            activation: BERT.activation,
+            ..LLAMA
+        },
+        other => {
+            bail!(
+                "[encoder] model_type is {other:?}, expected one of bert, distilbert, modernbert, mpnet, nomic_bert, \
+                 roberta, xlm-roberta"
+            )
         }
-        self.table.forward(&Tensor::new(positions, self.table.embeddings().device())?)
-    }
+    })
 }
 
 /// An encoder: token ids to a hidden state of each.
 pub struct Encoder {
-    /// Which refuses ids that it has no row for.
+    /// Layers refuse ids that they have no row for.
     words: EmbeddingLayer,
-    positions: Option<Positions>,
+    positions: Option<Embedding>,
+    /// The padding token, where positions are counted from the number after it and only over other tokens.
+    padding: Option<u32>,
     /// Of the texts that one input may have: a token of a single text is in segment 0.
-    segments: Option<Embedding>,
+    segments: Option<EmbeddingLayer>,
     embedding_norm: Norm,
     pub blocks: Blocks,
     last_norm: Option<Norm>,
-    max_tokens: Option<usize>,
+    /// The most tokens of a text that there are positions for.
+    pub max_tokens: Option<usize>,
 }
 
 impl Encoder {
@@ -209,40 +98,28 @@ impl Encoder {
     /// For an architecture that is not here, a field or an activation that is not supported, and a tensor that is
     /// missing.
     pub fn load(json: &Value, vb: VarBuilder, loaded: impl FnMut(usize, usize)) -> Result<Self> {
-        let weights = Weights::from(vb);
-        let (own, inner) = Architecture::find(json, &weights)?;
-        let width = size(json, &["hidden_size", "dim", "n_embd"])?;
-        let mut loader = Loader::new("encoder", own.block, json, weights, width);
-        loader.inner_width = Some(size(json, &["intermediate_size", "hidden_dim", "n_inner"])?);
-        let layers = size(json, &["num_hidden_layers", "n_layers", "n_layer"])?;
-        let blocks = Blocks::load(&mut loader, layers, &inner.pp(own.blocks), loaded)?;
-        let norm = |name: &str| loader.norm(VarBuilder::pp(&inner, name));
-        let table = |name: &str, keys: &[&str]| embedding(size(json, keys)?, width, VarBuilder::pp(&inner, name));
-        let most = ["max_position_embeddings", "n_positions"];
-        let positions = match own.positions {
-            Some(name) => {
-                let padding = own.counts_from_padding.then(|| json["pad_token_id"].as_u64().unwrap_or(1));
-                let Ok(padding) = padding.map(u32::try_from).transpose() else {
-                    bail!("[encoder] pad_token_id {} is no token id", json["pad_token_id"])
-                };
-                Some(Positions { table: table(name, &most)?, padding })
-            }
-            None => None,
-        };
+        let (family, weights) = (family(json)?, Weights::from(vb));
+        let inner = weights.below(BASES, WORDS);
+        let table = |names| inner.first(names).map(|name| inner.table(name)).transpose();
+        let words = EmbeddingLayer::from_embedding(inner.table(inner.named(WORDS)?)?)?;
+        let mut loader = Loader::new("encoder", family, json, weights, words.embed_dim());
+        loader.inner_width = Some(required(json, &["intermediate_size", "hidden_dim", "n_inner"])?);
+        let blocks = Blocks::load(&mut loader, required(json, LAYERS)?, &inner, BLOCKS, loaded)?;
+        let positions = table(POSITIONS)?;
+        let counts_from_padding = matches!(json["model_type"].as_str(), Some("roberta" | "xlm-roberta" | "mpnet"));
+        let padding = counts_from_padding.then(|| size(json, "pad_token_id").unwrap_or(1));
+        let most = ["max_position_embeddings", "n_positions"].iter().find_map(|key| size(json, key));
         let max_tokens = match &positions {
-            Some(positions) => Some(positions.most()?),
-            None => size(json, &most).ok(),
-        };
-        let segments = match own.segments {
-            Some(name) if json["type_vocab_size"] != 0 => Some(table(name, &["type_vocab_size"])?),
-            _ => None,
+            Some(table) => Some(table.embeddings().dim(0)?.saturating_sub(padding.map_or(0, |padding| padding + 1))),
+            None => most,
         };
         Ok(Self {
-            words: EmbeddingLayer::from_embedding(table(own.words, &["vocab_size"])?)?,
+            words,
             positions,
-            segments,
-            embedding_norm: norm(own.embedding_norm)?,
-            last_norm: own.last_norm.map(norm).transpose()?,
+            padding: padding.map(|padding| padding as u32),
+            segments: table(SEGMENTS)?.map(EmbeddingLayer::from_embedding).transpose()?,
+            embedding_norm: loader.norm_at(&inner, inner.named(EMBEDDING_NORMS)?)?,
+            last_norm: loader.norm(&inner, LAST_NORMS)?,
             blocks,
             max_tokens,
         })
@@ -250,7 +127,7 @@ impl Encoder {
 
     /// Whether the model of a `config.json` is one of these.
     pub fn is_one(json: &Value) -> bool {
-        Architecture::of(json).is_ok()
+        family(json).is_ok()
     }
 
     /// What the attention of a layer gets (B, T, E) for ids (B, T); the mask hides padding.
@@ -260,27 +137,13 @@ impl Encoder {
         self.blocks.attention_input(xs.reshape((ids.dim(0)?, ids.dim(1)?, ()))?, mask, layer)
     }
 
-    /// The number of blocks, and the width E.
-    pub fn size(&self) -> Result<(usize, usize)> {
-        Ok((self.blocks.attentions().count(), self.words.embeddings().dim(1)?))
-    }
-
-    /// The most tokens of a text that the config has positions for.
-    pub fn max_tokens(&self) -> Option<usize> {
-        self.max_tokens
-    }
-
     /// The tokens of each text to their hidden states (total, E), one text after the other: there is no padding.
     pub fn forward(&self, texts: &[&[u32]]) -> Result<Tensor> {
-        self.forward_in_segments(texts, &[])
+        self.through_blocks(texts, &[], |attention, input| attention.forward(input))
     }
 
-    /// [`forward`](Self::forward) of texts whose tokens are in these segments (total,), or all in the first if empty.
-    pub fn forward_in_segments(&self, texts: &[&[u32]], segments: &[u32]) -> Result<Tensor> {
-        self.through_blocks(texts, segments, |attention, input| attention.forward(input))
-    }
-
-    /// The same, where `attend` gives the output of a layer for an input.
+    /// [`forward`](Self::forward) of texts whose tokens are in these segments (total,), or all in the first if empty,
+    /// where `attend` gives the output of a layer for an input.
     pub fn through_blocks(
         &self,
         texts: &[&[u32]],
@@ -298,28 +161,29 @@ impl Encoder {
     /// The input (total, E) of the first block.
     fn embed(&self, texts: &[&[u32]], segments: &[u32]) -> Result<Tensor> {
         let mut xs = self.words.forward(&Tensor::new(texts.concat(), self.words.embeddings().device())?)?;
-        if let Some(positions) = &self.positions {
-            xs = (xs + positions.of(texts)?)?;
-        }
-        if let Some(table) = &self.segments {
-            let (vectors, count) = (table.embeddings(), table.embeddings().dim(0)?);
-            if let Some(other) = segments.iter().find(|&&segment| segment as usize >= count) {
-                bail!("[encoder] a token is in segment {other}, expected one of {count}")
+        if let (Some(table), Some(most)) = (&self.positions, self.max_tokens) {
+            if let Some(text) = texts.iter().find(|text| text.len() > most) {
+                bail!("[encoder] {} tokens are more than the model's {most} positions", text.len())
             }
-            xs = match segments.iter().all(|&segment| segment == 0) {
-                true => xs.broadcast_add(&vectors.get(0)?)?,
-                false => (xs + table.forward(&Tensor::new(segments, vectors.device())?)?)?,
-            };
+            let positions: Vec<_> = texts.iter().flat_map(|text| self.positions_of(text)).collect();
+            xs = (xs + table.forward(&Tensor::new(positions, table.embeddings().device())?)?)?;
         }
+        xs = match &self.segments {
+            Some(table) if segments.is_empty() => xs.broadcast_add(&table.embeddings().get(0)?)?,
+            Some(table) => (xs + table.forward(&Tensor::new(segments, table.embeddings().device())?)?)?,
+            None => xs,
+        };
         self.embedding_norm.forward(&xs)
     }
-}
 
-/// The first of the fields that is a number above 0.
-fn size(json: &Value, keys: &[&str]) -> Result<usize> {
-    let size = keys.iter().find_map(|key| json[*key].as_u64()).and_then(|size| usize::try_from(size).ok());
-    match size {
-        Some(size) if size > 0 => Ok(size),
-        _ => bail!("[encoder] config.json has no {}, or it is no number above 0", keys.join(" or ")),
+    /// The rows of learned positions for the tokens of a text.
+    fn positions_of(&self, text: &[u32]) -> Vec<u32> {
+        let Some(padding) = self.padding else { return (0..text.len() as u32).collect() };
+        let mut last = padding;
+        let position = |&id: &u32| {
+            last += u32::from(id != padding);
+            if id == padding { padding } else { last }
+        };
+        text.iter().map(position).collect()
     }
 }

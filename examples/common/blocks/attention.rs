@@ -65,11 +65,10 @@ impl<'a> Input<'a> {
         match (self, cache) {
             (Self::Softmax(input), Cache::Softmax(cache)) => Ok(Self::Softmax(input.with_cache(cache))),
             (Self::Linear(input), Cache::Linear(cache)) => Ok(Self::Linear(input.with_cache(cache))),
-            (Self::Softmax(_), Cache::Linear(_)) => {
-                bail!("[causal_lm] a layer of softmax attention got the cache of linear attention")
-            }
-            (Self::Linear(_), Cache::Softmax(_)) => {
-                bail!("[causal_lm] a layer of linear attention got the cache of softmax attention")
+            (input, _) => {
+                let is_linear = matches!(input, Self::Linear(_));
+                let [own, other] = if is_linear { ["linear", "softmax"] } else { ["softmax", "linear"] };
+                bail!("[causal_lm] a layer of {own} attention got the cache of {other} attention")
             }
         }
     }
@@ -99,13 +98,8 @@ impl Attention {
     pub fn sharing(self, tables: &mut Vec<RotaryEmbedding>) -> Result<Self> {
         let Some((rope, width)) = self.rope() else { return Ok(self) };
         let known = tables.iter().find(|table| table.config() == rope && table.head_dim() == width).cloned();
-        let table = match known {
-            Some(table) => table,
-            None => {
-                tables.push(RotaryEmbedding::new(rope, width)?);
-                tables[tables.len() - 1].clone()
-            }
-        };
+        let table = known.map_or_else(|| RotaryEmbedding::new(rope, width), Ok)?;
+        tables.push(table.clone());
         Ok(match self {
             Self::MultiHead(attention) => Self::MultiHead(attention.with_rotary(table)?),
             Self::Latent(attention) => Self::Latent(attention.with_rotary(table)?),

@@ -11,7 +11,7 @@ use super::attention::{Attention, Input};
 use super::experts::Experts;
 use super::family::{Family, LLAMA_MLP, MlpKind, NormKind, PRE_NORMS, size};
 use super::mlp::Mlp;
-use super::weights::{Divided, Others, Weights};
+use super::weights::{INPUTS, OUTPUTS, Others, Weights};
 
 /// That of the family, with gradients.
 pub type Norm = Box<dyn Module>;
@@ -20,22 +20,8 @@ pub fn optional(norm: &Option<Norm>, xs: &Tensor) -> Result<Tensor> {
     norm.as_ref().map_or_else(|| Ok(xs.clone()), |norm| norm.forward(xs))
 }
 
-/// What follows attention.
-#[allow(clippy::large_enum_variant, reason = "a model has one for each block")]
-enum FeedForward {
-    Mlp(Mlp),
-    Experts(Experts),
-}
-
-impl FeedForward {
-    /// Plus a residual, if there is one.
-    fn forward(&self, xs: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
-        match self {
-            Self::Mlp(mlp) => mlp.forward(xs, residual),
-            Self::Experts(experts) => experts.forward(xs, residual),
-        }
-    }
-}
+/// What follows attention: an MLP or experts, plus a residual, if there is one.
+type FeedForward = Box<dyn Fn(&Tensor, Option<&Tensor>) -> Result<Tensor>>;
 
 /// What the blocks of a model are loaded from.
 pub struct Loader<'a> {
@@ -45,7 +31,7 @@ pub struct Loader<'a> {
     /// At the checkpoint's root.
     weights: Weights<'a>,
     /// E.
-    width: usize,
+    pub width: usize,
     /// How wide MLPs have to be within.
     pub inner_width: Option<usize>,
     /// What layers share: a relative bias, and the tables of rotary positions so far.
@@ -59,7 +45,13 @@ impl<'a> Loader<'a> {
         Self { model, family, json, weights, width, inner_width: None, bias: None, tables: Vec::new() }
     }
 
-    pub fn norm(&self, vb: VarBuilder) -> Result<Norm> {
+    /// That of the first of these names, if there is one.
+    pub fn norm(&self, weights: &Weights, names: &[&str]) -> Result<Option<Norm>> {
+        weights.first(names).map(|name| self.norm_at(weights, name)).transpose()
+    }
+
+    pub fn norm_at(&self, weights: &Weights, name: &str) -> Result<Norm> {
+        let vb = VarBuilder::pp(weights, name);
         const EPSILONS: [&str; 5] =
             ["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"];
         let given = EPSILONS.iter().find_map(|key| self.json[*key].as_f64());
@@ -91,7 +83,7 @@ impl<'a> Loader<'a> {
         };
         let norm = |names: &'static [&'static str]| {
             let name = at.first(names).or(names.first().copied());
-            name.map(|name| self.norm(VarBuilder::pp(&at, name))).transpose()
+            name.map(|name| self.norm_at(&at, name)).transpose()
         };
         let Family { norms, behind_residuals, first_attention_norm, parallel, .. } = self.family;
         let norms = if attention.is_linear() { PRE_NORMS } else { norms };
@@ -128,27 +120,34 @@ impl<'a> Loader<'a> {
     }
 
     fn mlp(&self, layer: usize, at: &Weights) -> Result<FeedForward> {
-        let name = self.family.activation_name(self.json);
-        let linear = |name: &str, divided| match self.family.mlp {
-            MlpKind::Conv1d(_) => at.pp(name).transposed_linear(divided),
-            _ if self.family.needs_biases && !at.contains_tensor(&format!("{name}.bias")) => {
+        let linear = |name: &str, divided| {
+            if self.family.needs_biases && !at.contains_tensor(&format!("{name}.bias")) {
                 bail!("[{}] {}.{name}.bias is missing, expected a bias of the MLP", self.model, at.prefix())
             }
-            _ => at.pp(name).linear(divided),
+            match self.family.mlp {
+                MlpKind::Conv1d(_) => at.pp(name).linear_of(Some(divided), true),
+                _ => at.pp(name).linear(divided),
+            }
         };
         let mlp = match &self.family.mlp {
             MlpKind::Experts(mixture) if mixture.is_in(self.json, layer) => {
-                return Ok(FeedForward::Experts(Experts::read(mixture, self.json, at, self.activation()?)?));
+                let experts = Experts::read(mixture, self.json, at, self.activation()?)?;
+                return Ok(Box::new(move |xs, residual| experts.forward(xs, residual)));
             }
             MlpKind::Experts(mixture) => {
                 // As transformers saves Kimi Linear's; published, it is Llama's.
                 let is_beside = at.contains_tensor(&format!("{}.down_proj.weight", mixture.module));
                 at.pp(if is_beside { mixture.module } else { "mlp" }).gated_mlp(LLAMA_MLP, self.activation()?)?
             }
-            MlpKind::Gated(module, names) => at.pp(module).gated_mlp(*names, self.activation()?)?,
+            MlpKind::Gated(module, names) => {
+                let at = at.pp(module);
+                // As transformers saves Nomic's.
+                let names = if at.first(&names[2..]).is_some() { *names } else { LLAMA_MLP };
+                at.gated_mlp(names, self.activation()?)?
+            }
             MlpKind::Plain([up, down]) | MlpKind::Conv1d([up, down]) => {
-                let (up, down) = (linear(up, Divided::Outputs)?, linear(down, Divided::Inputs)?);
-                match name {
+                let (up, down) = (linear(up, OUTPUTS)?, linear(down, INPUTS)?);
+                match self.family.activation_name(self.json) {
                     "quick_gelu" => Mlp::new(seq().add(up).add_fn(|xs| xs * ops::sigmoid(&(xs * 1.702)?)?), down),
                     _ => Mlp::plain([up, down], self.activation()?),
                 }
@@ -158,7 +157,7 @@ impl<'a> Loader<'a> {
             Some(expected) if mlp.inner_width() != expected => {
                 bail!("[{}] an MLP is {} wide, expected {expected}", self.model, mlp.inner_width())
             }
-            _ => Ok(FeedForward::Mlp(mlp)),
+            _ => Ok(Box::new(move |xs, residual| mlp.forward(xs, residual))),
         }
     }
 
@@ -198,7 +197,7 @@ impl Block {
             (norm, true) => optional(norm, xs)?,
             (norm, false) => optional(norm, &sum)?,
         };
-        self.add(&sum, &self.after_mlp, |residual| self.mlp.forward(&mlp_input, residual))
+        self.add(&sum, &self.after_mlp, |residual| (self.mlp)(&mlp_input, residual))
     }
 
     /// A residual plus what `branch` gives, which adds it by itself where it gets it.

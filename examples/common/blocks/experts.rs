@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::family::{LLAMA_MLP, required, size};
 use super::gpt_oss;
 use super::mlp::Mlp;
-use super::weights::{Dimension, Divided, Weights};
+use super::weights::{Divided, INPUTS, OUTPUTS, Weights};
 
 /// What differs between families of mixtures, and neither the names in a checkpoint nor its config say.
 #[derive(Clone, Copy)]
@@ -16,8 +16,6 @@ pub struct Mixture {
     /// Where router and experts are, below the block.
     pub module: &'static str,
     pub router: &'static str,
-    /// The config's name for the number of experts.
-    pub count: &'static str,
     /// Gate, up and down of an expert.
     pub projections: [&'static str; 3],
     /// What every token goes through as well, and what gives it a weight; 1 unless there is such a gate.
@@ -80,10 +78,11 @@ struct Groups {
 }
 
 impl Experts {
-    /// Those of a layer, from weights at its block's prefix.
+    /// Those of a layer, from weights at its block's prefix: as many as the router has scores.
     pub fn read(mixture: &Mixture, json: &Value, block: &Weights, activation: Activation) -> Result<Self> {
-        let (weights, count) = (block.pp(mixture.module), required(json, &[mixture.count])?);
-        let all = weights.pp("experts");
+        let weights = block.pp(mixture.module);
+        let router = Router::read(mixture, json, &weights.pp(mixture.router))?;
+        let (all, count) = (weights.pp("experts"), router.linear.out_dim());
         let experts = if all.contains_tensor("gate_up_proj_bias") {
             gpt_oss::experts(json, &all, count)?
         } else if all.contains_tensor("gate_up_proj") {
@@ -93,12 +92,8 @@ impl Experts {
             (0..count).map(expert).collect::<Result<_>>()?
         };
         let shared = mixture.shared.map(|name| weights.pp(name).gated_mlp(LLAMA_MLP, activation));
-        Ok(Self {
-            router: Router::read(mixture, json, &weights.pp(mixture.router), count)?,
-            experts,
-            shared: shared.transpose()?,
-            shared_gate: mixture.shared_gate.map(|name| weights.pp(name).linear(Divided::Not)).transpose()?,
-        })
+        let shared_gate = mixture.shared_gate.map(|name| weights.pp(name).linear(None));
+        Ok(Self { router, experts, shared: shared.transpose()?, shared_gate: shared_gate.transpose()? })
     }
 
     /// Tokens (.., E) to (.., E), plus a residual, if there is one.
@@ -135,45 +130,31 @@ impl Experts {
 }
 
 impl Router {
-    fn read(mixture: &Mixture, json: &Value, weights: &Weights, experts: usize) -> Result<Self> {
+    fn read(mixture: &Mixture, json: &Value, weights: &Weights) -> Result<Self> {
         // The names of fields that come first are Kimi Linear's.
         if let Some(other) = json["moe_router_activation_func"].as_str().filter(|&name| name != "sigmoid") {
             bail!("[causal_lm] moe_router_activation_func is {other:?}, expected \"sigmoid\"")
         }
-        let correction = || weights.get_unchecked_dtype("e_score_correction_bias", DType::F32)?.to_vec1();
+        let linear = weights.linear(None)?;
+        let experts = linear.out_dim();
         let groups = match json["topk_method"].as_str().unwrap_or("greedy") {
             _ if mixture.corrected => Some(Groups::read(json, experts, 2)?),
             "greedy" => None,
             "group_limited_greedy" => Some(Groups::read(json, experts, 1)?),
             other => bail!("[causal_lm] topk_method is {other:?}, expected \"greedy\" or \"group_limited_greedy\""),
         };
+        let correction = || {
+            weights.get_with_hints_dtype(experts, "e_score_correction_bias", Default::default(), DType::F32)?.to_vec1()
+        };
         let normalizes = ["moe_renormalize", "norm_topk_prob"].iter().find_map(|name| json[*name].as_bool());
-        let router = Self {
-            linear: weights.linear(Divided::Not)?,
+        Ok(Self {
+            linear,
             correction: mixture.corrected.then(correction).transpose()?,
             groups,
             chosen: required(json, &["num_experts_per_token", "num_experts_per_tok"])?,
             normalized: mixture.normalizes && normalizes.unwrap_or(true),
             scale: json["routed_scaling_factor"].as_f64().unwrap_or(mixture.scale),
-        };
-        router.check(experts)?;
-        Ok(router)
-    }
-
-    fn check(&self, experts: usize) -> Result<()> {
-        let corrected = self.correction.as_ref().map_or(experts, Vec::len);
-        if self.linear.out_dim() != experts || corrected != experts {
-            bail!(
-                "[causal_lm] the router has {} scores and corrects {corrected}, expected {experts}",
-                self.linear.out_dim()
-            )
-        }
-        let of_groups =
-            self.groups.as_ref().map_or(experts, |groups| groups.size.saturating_mul(groups.chosen).min(experts));
-        if self.chosen > of_groups {
-            bail!("[causal_lm] num_experts_per_tok is {}, expected at most {of_groups}", self.chosen)
-        }
-        Ok(())
+        })
     }
 
     /// The scores (N, experts) of tokens (N, E), in f32, with gradients.
@@ -221,8 +202,9 @@ impl Groups {
 
 /// Experts of Qwen whose weights are one tensor (experts, out, in), the rows of gate before those of up.
 fn stacked_experts(all: &Weights, count: usize, activation: Activation) -> Result<Vec<Mlp>> {
-    let half = |i| all.own("gate_up_proj", Dimension { part: [i, 2], ..Dimension::new(1) });
-    let weights = [half(0)?, half(1)?, all.own("down_proj", Dimension::new(2))?];
+    let own = |name, of: Divided| all.own(name, Divided { dim: 1 + of.dim, ..of });
+    let [gate, up] = [0, 1].map(|half| own("gate_up_proj", OUTPUTS.half(half)));
+    let weights = [gate?, up?, own("down_proj", INPUTS)?];
     let expert = |expert| {
         let [gate, up, down] = weights.each_ref().map(|all| PackedLinear::new(&all.i(expert)?, None));
         Mlp::gated([gate?, up?, down?], activation)

@@ -96,7 +96,6 @@ const BLOOM: Family = Family { activation: "gelu_pytorch_tanh", ..GPT_NEOX };
 const GPT_OSS: Mixture = Mixture {
     module: "mlp",
     router: "router",
-    count: "num_local_experts",
     projections: LLAMA_MLP,
     shared: None,
     shared_gate: None,
@@ -107,24 +106,13 @@ const GPT_OSS: Mixture = Mixture {
 };
 const MIXTRAL: Mixture =
     Mixture { module: "block_sparse_moe", router: "gate", projections: ["w1", "w3", "w2"], ..GPT_OSS };
-const QWEN: Mixture = Mixture {
-    router: "gate",
-    count: "num_experts",
-    shared: Some("shared_expert"),
-    shared_gate: Some("shared_expert_gate"),
-    ..GPT_OSS
-};
-const DEEPSEEK_V2: Mixture =
-    Mixture { router: "gate", count: "n_routed_experts", shared: Some("shared_experts"), normalizes: false, ..GPT_OSS };
+const QWEN: Mixture =
+    Mixture { router: "gate", shared: Some("shared_expert"), shared_gate: Some("shared_expert_gate"), ..GPT_OSS };
+const DEEPSEEK_V2: Mixture = Mixture { router: "gate", shared: Some("shared_experts"), normalizes: false, ..GPT_OSS };
 const DEEPSEEK_V3: Mixture = Mixture { corrected: true, normalizes: true, scale: 2.5, dense_layers: 3, ..DEEPSEEK_V2 };
 /// DeepSeek V3's with names of its own.
-const KIMI_LINEAR: Mixture = Mixture {
-    module: MIXTRAL.module,
-    count: "num_experts",
-    projections: MIXTRAL.projections,
-    dense_layers: 1,
-    ..DEEPSEEK_V3
-};
+const KIMI_LINEAR: Mixture =
+    Mixture { module: MIXTRAL.module, projections: MIXTRAL.projections, dense_layers: 1, ..DEEPSEEK_V3 };
 
 impl Family {
     /// The family of a `config.json`.
@@ -239,6 +227,9 @@ impl Family {
         names.iter().find_map(|key| json[*key].as_str()).unwrap_or(self.activation)
     }
 }
+
+/// The names of a config's field for the number of blocks.
+pub const LAYERS: &[&str] = &["num_hidden_layers", "n_layer", "n_layers"];
 
 /// The number of a config's field.
 pub fn size(json: &Value, key: &str) -> Option<usize> {

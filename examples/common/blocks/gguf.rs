@@ -48,17 +48,17 @@ impl Gguf {
         self.content.tensor_infos.get("token_embd.weight").and_then(|info| info.shape.dims().first().copied())
     }
 
-    /// A linear layer, or a process's part of its outputs or of its inputs.
-    pub fn linear(&self, name: &str, shard: Option<HeadShard>, divided: Divided) -> Result<PackedLinear> {
-        let (mut reader, [i, n]) = (self.reader()?, divided.part());
+    /// A linear layer, or a process's part of it.
+    pub fn linear(&self, name: &str, shard: Option<HeadShard>, divided: Option<Divided>) -> Result<PackedLinear> {
+        let mut reader = self.reader()?;
         let weight = self.content.tensor_infos.get(&format!("{name}.weight")).map(|info| info.shape.dims());
         let shard = shard.filter(|shard| shard.world_size() > 1);
         let own = |len: usize| shard.map_or(0..len, |shard| part_of(shard, len, true));
         let part = match (divided, weight) {
-            (Divided::Inputs, Some(&[_, inputs])) if shard.is_some() => {
+            (Some(Divided { dim: 1, .. }), Some(&[_, inputs])) if shard.is_some() => {
                 LinearPart::Inputs { range: own(inputs), has_bias: shard.is_some_and(|shard| shard.rank() == 0) }
             }
-            (Divided::Outputs | Divided::HalfOfOutputs(_), Some(&[outputs, _])) if shard.is_some() || n > 1 => {
+            (Some(Divided { dim: 0, part: [i, n], .. }), Some(&[outputs, _])) if shard.is_some() || n > 1 => {
                 let (first, own) = (i * outputs / n, own(outputs / n));
                 let rows = first + own.start..first + own.end;
                 LinearPart::Outputs(vec![rows])

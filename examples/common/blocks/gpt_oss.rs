@@ -3,19 +3,19 @@
 //! (<https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf>).
 
 use candle_attention::PackedLinear;
-use candle_core::{DType, Device, IndexOp, Module, Result, Tensor, bail};
+use candle_core::{DType, Device, IndexOp, Module, Result, Tensor};
 use candle_nn::ops;
 use serde_json::Value;
 
 use super::mlp::Mlp;
-use super::weights::{Dimension, Divided, Weights};
+use super::weights::{Divided, INPUTS, OUTPUTS, Weights};
 
 /// The experts of a layer.
 pub fn experts(json: &Value, all: &Weights, count: usize) -> Result<Vec<Mlp>> {
     let number = |key: &str, default| json[key].as_f64().unwrap_or(default);
     let [alpha, limit] = [number("swiglu_alpha", 1.702), number("swiglu_limit", 7.0)];
-    let gate_up = Stacked::read(all, "gate_up_proj", Divided::Outputs)?;
-    let down = Stacked::read(all, "down_proj", Divided::Inputs)?;
+    let gate_up = Stacked::read(all, "gate_up_proj", Divided { unit: 2, ..OUTPUTS })?;
+    let down = Stacked::read(all, "down_proj", INPUTS)?;
     let expert = |expert: usize| {
         let [weight, bias] = gate_up.of(expert)?;
         let every_second = |first: usize| {
@@ -56,27 +56,22 @@ struct Stacked {
 }
 
 impl Stacked {
-    /// Those of this process, of which outputs go in pairs of gate and up, and of MXFP4 in as many as a block has
-    /// inputs in the next weight.
+    /// Those of this process. Outputs are divided in units, and of MXFP4 so many of them together as a block has inputs
+    /// in the next weight.
     fn read(vb: &Weights, name: &str, divided: Divided) -> Result<Self> {
-        let blocks = format!("{name}_blocks");
-        let is_mxfp4 = vb.contains_tensor(&blocks);
-        let (outputs, inputs) = if is_mxfp4 { (1, 2) } else { (2, 1) };
-        let unit = if is_mxfp4 { 2 * BLOCK } else { 2 };
-        let of = match divided {
-            Divided::Inputs => Dimension::new(inputs),
-            _ => Dimension { unit, ..Dimension::new(outputs) },
+        let (blocks, bias) = (format!("{name}_blocks"), format!("{name}_bias"));
+        let (is_mxfp4, has_outputs) = (vb.contains_tensor(&blocks), divided.dim == OUTPUTS.dim);
+        let of = Divided {
+            dim: if is_mxfp4 { 1 + divided.dim } else { 2 - divided.dim },
+            unit: if is_mxfp4 && has_outputs { BLOCK * divided.unit } else { divided.unit },
+            ..divided
         };
-        let bytes = |name: &str| vb.own(name, Dimension { dtype: Some(DType::U8), ..of });
-        let bias = format!("{name}_bias");
+        let bytes = |name: &str| vb.own_in(DType::U8, name, of);
+        let biases = if has_outputs { vb.own(&bias, Divided { dim: 1, ..of })? } else { vb.get_unchecked(&bias)? };
         Ok(Self {
             weights: if is_mxfp4 { bytes(&blocks)? } else { vb.own(name, of)? },
             scales: is_mxfp4.then(|| bytes(&format!("{name}_scales"))).transpose()?,
-            biases: match divided {
-                Divided::Inputs if vb.is_first() => vb.get_unchecked(&bias)?,
-                Divided::Inputs => vb.get_unchecked(&bias)?.zeros_like()?,
-                _ => vb.own(&bias, Dimension { unit, ..Dimension::new(1) })?,
-            },
+            biases: if has_outputs || vb.is_first() { biases } else { biases.zeros_like()? },
         })
     }
 
@@ -96,28 +91,19 @@ impl Stacked {
 /// Numbers of MXFP4 that have one scale.
 const BLOCK: usize = 32;
 
-/// What 4 bits mean, without the sign, which is the highest bit.
-const MAGNITUDES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+/// What 4 bits mean, of which the highest is the sign.
+const NUMBERS: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
 /// MXFP4: blocks (rows, blocks, 16) and their scales (rows, blocks), both u8, give (rows, 32 blocks) in f32 on the CPU.
 /// A byte has two numbers, that of the low bits first; a scale is the exponent of 2 plus 127.
 fn dequantize(blocks: &Tensor, scales: &Tensor) -> Result<Tensor> {
-    let (rows, count) = match *blocks.dims() {
-        [rows, count, 16] if scales.dims() == [rows, count] => (rows, count),
-        _ => bail!(
-            "[causal_lm] MXFP4 blocks and scales have shapes {:?} and {:?}, expected (.., rows, blocks, 16) and (.., rows, blocks)",
-            blocks.dims(),
-            scales.dims()
-        ),
-    };
+    let (rows, count) = scales.dims2()?;
     let (bytes, scales) = (blocks.flatten_all()?.to_vec1::<u8>()?, scales.flatten_all()?.to_vec1::<u8>()?);
     let mut numbers = Vec::with_capacity(2 * bytes.len());
-    for (block, &scale) in bytes.chunks(16).zip(&scales) {
+    for (block, &scale) in bytes.chunks(BLOCK / 2).zip(&scales) {
         let scale = (f32::from(scale) - 127.0).exp2();
-        for bits in block.iter().flat_map(|byte| [byte & 15, byte >> 4]) {
-            let magnitude = scale * MAGNITUDES[usize::from(bits & 7)];
-            numbers.push(if bits & 8 == 0 { magnitude } else { -magnitude });
-        }
+        let bits = block.iter().flat_map(|byte| [byte & 15, byte >> 4]);
+        numbers.extend(bits.map(|bits| scale * NUMBERS[usize::from(bits)]));
     }
     Tensor::from_vec(numbers, (rows, BLOCK * count), &Device::Cpu)
 }

@@ -15,7 +15,7 @@ mod mlp;
 pub mod weights;
 
 use candle_attention::{AttentionMask, MultiHeadAttention};
-use candle_core::{Result, Tensor};
+use candle_core::{Result, Tensor, bail};
 
 use attention::{Attention, Input};
 use block::Block;
@@ -23,22 +23,33 @@ pub use block::{Loader, Norm, optional};
 use weights::Weights;
 
 /// The blocks of a model, one after the other.
-pub struct Blocks(Vec<Block>);
+pub struct Blocks {
+    blocks: Vec<Block>,
+    /// E.
+    pub width: usize,
+}
 
 impl Blocks {
-    /// So many, from weights below which they have numbers; `loaded` is told of every one.
+    /// So many, which have numbers below the first of these names where there are blocks; `loaded` is told of every
+    /// one.
     pub fn load(
         loader: &mut Loader,
         layers: usize,
-        at: &Weights,
+        inner: &Weights,
+        names: &[&str],
         mut loaded: impl FnMut(usize, usize),
     ) -> Result<Self> {
+        let norms = loader.family.norms.concat();
+        let mut places = names.iter().map(|name| inner.pp(name));
+        let Some(at) = places.find(|at| at.pp(0).first(&norms).is_some()) else {
+            bail!("[checkpoint] there is no {} in any of {}", norms.join(" or "), names.join(", "))
+        };
         let mut blocks = Vec::with_capacity(layers);
         for layer in 0..layers {
             blocks.push(loader.block(layer, at.pp(layer))?);
             loaded(layer + 1, layers);
         }
-        Ok(Self(blocks))
+        Ok(Self { blocks, width: loader.width })
     }
 
     /// Embeddings to hidden states, both (B, T, E), where `attend` gives the output of a layer, by its number, for an
@@ -48,7 +59,7 @@ impl Blocks {
         mut xs: Tensor,
         mut attend: impl FnMut(usize, &Attention, Input) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        for (layer, block) in self.0.iter().enumerate() {
+        for (layer, block) in self.blocks.iter().enumerate() {
             xs = block.forward(&xs, |attention, input| attend(layer, attention, input))?;
         }
         Ok(xs)
@@ -56,15 +67,20 @@ impl Blocks {
 
     /// What the attention of a layer gets for embeddings, both (B, T, E), without a cache; the mask hides padding.
     pub fn attention_input(&self, mut xs: Tensor, mask: &AttentionMask, layer: usize) -> Result<Tensor> {
-        for block in &self.0[..layer] {
+        for block in &self.blocks[..layer] {
             xs = block.forward(&xs, |attention, input| attention.forward(input.with_mask(mask)))?;
         }
-        optional(&self.0[layer].before_attention, &xs)
+        optional(&self.blocks[layer].before_attention, &xs)
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.blocks.len()
     }
 
     /// The attention of each layer.
     pub fn attentions(&self) -> impl Iterator<Item = &Attention> {
-        self.0.iter().map(|block| &block.attention)
+        self.blocks.iter().map(|block| &block.attention)
     }
 
     /// That of one layer, if it is multi-head attention.

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use candle_attention::{HeadShard, PackedLinear};
 use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::var_builder::{Shard, ShardedVarBuilder};
-use candle_nn::{Activation, VarBuilder};
+use candle_nn::{Activation, Embedding, VarBuilder};
 
 use super::gguf::Gguf;
 use super::mlp::Mlp;
@@ -51,39 +51,25 @@ pub fn part_of(shard: HeadShard, len: usize, is_gguf: bool) -> Range<usize> {
     units.start * unit..units.end * unit
 }
 
-/// A dimension of a tensor that processes divide.
+/// What processes divide of a tensor.
 #[derive(Clone, Copy)]
-pub struct Dimension {
+pub struct Divided {
     pub dim: usize,
     /// Entries that stay together.
     pub unit: usize,
     /// Part `i` of `n` equal ones that are divided each by itself.
     pub part: [usize; 2],
-    /// In which the tensor is read; that of the weights unless given.
-    pub dtype: Option<DType>,
 }
 
-impl Dimension {
-    pub fn new(dim: usize) -> Self {
-        Self { dim, unit: 1, part: [0, 1], dtype: None }
-    }
-}
-
-/// Which dimension of a weight (out, in) is divided among processes.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Divided {
-    Not,
-    Outputs,
-    /// The first or the second half of the outputs, where two projections are one weight.
-    HalfOfOutputs(usize),
-    /// The outputs of all processes are then to be added up; the first has the bias.
-    Inputs,
-}
+/// Of a weight (out, in) and its bias.
+pub const OUTPUTS: Divided = Divided { dim: 0, unit: 1, part: [0, 1] };
+/// The outputs of all processes are then to be added up; the first has the bias.
+pub const INPUTS: Divided = Divided { dim: 1, ..OUTPUTS };
 
 impl Divided {
-    /// Part `i` of `n` equal ones of the outputs.
-    pub fn part(self) -> [usize; 2] {
-        if let Self::HalfOfOutputs(half) = self { [half, 2] } else { [0, 1] }
+    /// One half of the outputs, where two projections are one weight.
+    pub fn half(self, i: usize) -> Self {
+        Self { part: [i, 2], ..self }
     }
 }
 
@@ -119,17 +105,31 @@ impl<'a> Weights<'a> {
         Self { vb: if name.is_empty() { self.vb.clone() } else { self.vb.pp(name) }, ..self.clone() }
     }
 
-    /// The first of these names below which there is a weight.
+    /// What is below the first of these names that has one of the parts, or else everything.
+    pub fn below(&self, names: &[&str], parts: &[&str]) -> Self {
+        let mut places = names.iter().map(|name| self.pp(name));
+        places.find(|place| place.first(parts).is_some()).unwrap_or_else(|| self.clone())
+    }
+
+    /// The first of these names below which there is a weight, which old checkpoints of BERT call gamma.
     pub fn first<'n>(&self, names: &[&'n str]) -> Option<&'n str> {
-        names.iter().find(|name| self.contains_tensor(&format!("{name}.weight"))).copied()
+        let has = |name: &str, weight: &str| self.contains_tensor(&format!("{name}.{weight}"));
+        names.iter().copied().find(|name| has(name, "weight") || has(name, "gamma"))
     }
 
     /// The same, which has to be there.
     pub fn named<'n>(&self, names: &[&'n str]) -> Result<&'n str> {
         match self.first(names) {
             Some(name) => Ok(name),
-            None => bail!("[causal_lm] the checkpoint has no weight below any of {}", names.join(", ")),
+            None => bail!("[checkpoint] there is no weight below any of {}", names.join(", ")),
         }
+    }
+
+    /// A table with a row for each token, position or the like.
+    pub fn table(&self, name: &str) -> Result<Embedding> {
+        let table = self.pp(name).get_unchecked("weight")?;
+        let width = table.dim(1)?;
+        Ok(Embedding::new(table, width))
     }
 
     /// Which of several processes this is.
@@ -141,32 +141,27 @@ impl<'a> Weights<'a> {
         self.share.as_ref().map(|share| share.processes.clone())
     }
 
-    /// A weight (out, in), and the bias if the checkpoint has one.
-    pub fn linear(&self, divided: Divided) -> Result<PackedLinear> {
+    /// A weight (out, in), and the bias if the checkpoint has one; both whole unless divided.
+    pub fn linear(&self, divided: impl Into<Option<Divided>>) -> Result<PackedLinear> {
         match self.gguf {
-            Some(gguf) => gguf.linear(&self.prefix(), self.shard(), divided),
-            None => self.linear_of([0, 1], divided),
+            Some(gguf) => gguf.linear(&self.prefix(), self.shard(), divided.into()),
+            None => self.linear_of(divided.into(), false),
         }
     }
 
-    /// The same of a weight that is stored as (in, out).
-    pub fn transposed_linear(&self, divided: Divided) -> Result<PackedLinear> {
-        self.linear_of([1, 0], divided)
-    }
-
-    fn linear_of(&self, [outputs, inputs]: [usize; 2], divided: Divided) -> Result<PackedLinear> {
-        let own_outputs = |dim: usize| Dimension { part: divided.part(), ..Dimension::new(dim) };
+    /// The same of a weight that may be stored as (in, out).
+    pub fn linear_of(&self, divided: Option<Divided>, is_transposed: bool) -> Result<PackedLinear> {
+        let stored = |of: Divided| if is_transposed { Divided { dim: 1 - of.dim, ..of } } else { of };
         let weight = match divided {
-            Divided::Not => self.get_unchecked("weight")?,
-            Divided::Outputs | Divided::HalfOfOutputs(_) => self.own("weight", own_outputs(outputs))?,
-            Divided::Inputs => self.own("weight", Dimension::new(inputs))?,
+            Some(of) => self.own("weight", stored(of))?,
+            None => self.get_unchecked("weight")?,
         };
-        let weight = if outputs == 0 { weight } else { weight.t()? };
+        let weight = if is_transposed { weight.t()? } else { weight };
         let bias = match divided {
             _ if !self.contains_tensor("bias") => None,
-            Divided::Outputs | Divided::HalfOfOutputs(_) => Some(self.own("bias", own_outputs(0))?),
-            Divided::Inputs if !self.is_first() => None,
-            Divided::Not | Divided::Inputs => Some(self.get(weight.dim(0)?, "bias")?),
+            Some(of) if of.dim == 0 => Some(self.own("bias", of)?),
+            Some(_) if !self.is_first() => None,
+            _ => Some(self.get(weight.dim(0)?, "bias")?),
         };
         PackedLinear::new(&weight, bias.as_ref())
     }
@@ -176,11 +171,11 @@ impl<'a> Weights<'a> {
         let joint = if self.gguf.is_some() || gate == up { up } else { "gate_up_proj" };
         let is_joint = gate == up || self.first(&[gate]).is_none() && self.first(&[joint]).is_some();
         let [gate, up] = match is_joint {
-            true => [0, 1].map(|half| self.pp(joint).linear(Divided::HalfOfOutputs(half))),
-            false => [gate, up].map(|name| self.pp(name).linear(Divided::Outputs)),
+            true => [0, 1].map(|half| self.pp(joint).linear(OUTPUTS.half(half))),
+            false => [gate, up].map(|name| self.pp(name).linear(OUTPUTS)),
         };
         let activation = if activation == Activation::Swiglu { Activation::Silu } else { activation };
-        Mlp::gated([gate?, up?, self.pp(down).linear(Divided::Inputs)?], activation)
+        Mlp::gated([gate?, up?, self.pp(down).linear(INPUTS)?], activation)
     }
 
     /// Whether this process is the one that adds what counts once.
@@ -189,9 +184,13 @@ impl<'a> Weights<'a> {
     }
 
     /// This process's share of a dimension of a tensor, all of it in one process.
-    pub fn own(&self, name: &str, of: Dimension) -> Result<Tensor> {
-        let Dimension { dim, unit, part: [i, parts], dtype } = of;
-        let dtype = dtype.unwrap_or(self.dtype());
+    pub fn own(&self, name: &str, of: Divided) -> Result<Tensor> {
+        self.own_in(self.dtype(), name, of)
+    }
+
+    /// The same in another dtype than that of the weights.
+    pub fn own_in(&self, dtype: DType, name: &str, of: Divided) -> Result<Tensor> {
+        let Divided { dim, unit, part: [i, parts] } = of;
         let share = self.share.as_ref().filter(|share| share.processes.shard().world_size() > 1);
         if let Some(Share { vb: Some(vb), processes }) = share
             && unit == 1
