@@ -31,14 +31,13 @@ const VIT: Family = Family {
     norms: [&["layernorm_before"], &[], &["layernorm_after"], &[]],
     norm: NormKind::Layer(1e-12),
     needs_biases: true,
-    mlp: MlpKind::Plain(["intermediate.dense", "output.dense"]),
+    mlp: MlpKind::Plain,
     activation: "gelu",
     ..LLAMA
 };
 const DINOV2: Family = Family {
     norms: [&["norm1"], &["layer_scale1"], &["norm2"], &["layer_scale2"]],
     norm: NormKind::Layer(1e-6),
-    mlp: MlpKind::Plain(["mlp.fc1", "mlp.fc2"]),
     ..VIT
 };
 const CLIP: Family = Family {

@@ -39,7 +39,7 @@ const BERT: Family = Family {
     behind_residuals: true,
     norm: NormKind::Layer(1e-12),
     needs_biases: true,
-    mlp: MlpKind::Plain(["intermediate.dense", "output.dense"]),
+    mlp: MlpKind::Plain,
     activation: "gelu",
     ..LLAMA
 };
@@ -48,21 +48,19 @@ const BERT: Family = Family {
 fn family(json: &Value) -> Result<Family> {
     let flag = |key: &&str| json[*key].as_bool().unwrap_or(false);
     Ok(match json["model_type"].as_str().unwrap_or_default() {
-        "bert" | "mpnet" | "roberta" | "xlm-roberta" => BERT,
-        "distilbert" => Family { mlp: MlpKind::Plain(["ffn.lin1", "ffn.lin2"]), ..BERT },
+        "bert" | "distilbert" | "mpnet" | "roberta" | "xlm-roberta" => BERT,
         "nomic_bert" => {
             let other = ["prenorm", "use_rms_norm", "parallel_block", "mlp_fc1_bias", "mlp_fc2_bias"];
             if let Some(key) = other.into_iter().find(flag) {
                 bail!("[encoder] {key} is true, which is not supported, expected false")
             }
-            Family { mlp: MlpKind::Gated("mlp", ["fc12", "fc11", "fc2"]), ..BERT }
+            Family { mlp: MlpKind::Gated, ..BERT }
         }
         "modernbert" => Family {
             norms: [&["attn_norm"], &[], &["mlp_norm"], &[]],
             // The embeddings' norm stands right before it.
             first_attention_norm: false,
             norm: NormKind::Layer(1e-5),
-            mlp: MlpKind::Gated("mlp", ["Wi", "Wi", "Wo"]),
             activation: BERT.activation,
             ..LLAMA
         },

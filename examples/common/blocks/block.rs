@@ -8,8 +8,8 @@ use candle_nn::{Activation, VarBuilder, ops, seq};
 use serde_json::Value;
 
 use super::attention::{Attention, Input};
-use super::experts::Experts;
-use super::family::{Family, LLAMA_MLP, MlpKind, NormKind, PRE_NORMS, size};
+use super::experts::{Experts, MODULES};
+use super::family::{Family, GATED_MLPS, MlpKind, NormKind, PLAIN_MLPS, PRE_NORMS, size};
 use super::mlp::Mlp;
 use super::weights::{INPUTS, OUTPUTS, Others, Weights};
 
@@ -125,7 +125,7 @@ impl<'a> Loader<'a> {
                 bail!("[{}] {}.{name}.bias is missing, expected a bias of the MLP", self.model, at.prefix())
             }
             match self.family.mlp {
-                MlpKind::Conv1d(_) => at.pp(name).linear_of(Some(divided), true),
+                MlpKind::Conv1d => at.pp(name).linear_of(Some(divided), true),
                 _ => at.pp(name).linear(divided),
             }
         };
@@ -134,18 +134,13 @@ impl<'a> Loader<'a> {
                 let experts = Experts::read(mixture, self.json, at, self.activation()?)?;
                 return Ok(Box::new(move |xs, residual| experts.forward(xs, residual)));
             }
-            MlpKind::Experts(mixture) => {
-                // As transformers saves Kimi Linear's; published, it is Llama's.
-                let is_beside = at.contains_tensor(&format!("{}.down_proj.weight", mixture.module));
-                at.pp(if is_beside { mixture.module } else { "mlp" }).gated_mlp(LLAMA_MLP, self.activation()?)?
+            MlpKind::Experts(_) | MlpKind::Gated => {
+                let place = at.below(MODULES, &GATED_MLPS.map(|[.., down]| down));
+                place.gated_mlp(self.activation()?)?
             }
-            MlpKind::Gated(module, names) => {
-                let at = at.pp(module);
-                // As transformers saves Nomic's.
-                let names = if at.first(&names[2..]).is_some() { *names } else { LLAMA_MLP };
-                at.gated_mlp(names, self.activation()?)?
-            }
-            MlpKind::Plain([up, down]) | MlpKind::Conv1d([up, down]) => {
+            MlpKind::Plain | MlpKind::Conv1d => {
+                let names = PLAIN_MLPS.into_iter().find(|names| at.first(names).is_some());
+                let [up, down] = names.unwrap_or(PLAIN_MLPS[0]);
                 let (up, down) = (linear(up, OUTPUTS)?, linear(down, INPUTS)?);
                 match self.family.activation_name(self.json) {
                     "quick_gelu" => Mlp::new(seq().add(up).add_fn(|xs| xs * ops::sigmoid(&(xs * 1.702)?)?), down),

@@ -5,24 +5,21 @@ use candle_core::{D, DType, IndexOp, Module, Result, Tensor, bail};
 use candle_nn::{Activation, ops};
 use serde_json::Value;
 
-use super::family::{LLAMA_MLP, required, size};
+use super::family::{required, size};
 use super::gpt_oss;
 use super::mlp::Mlp;
 use super::weights::{Divided, INPUTS, OUTPUTS, Weights};
 
+/// The modules that have router and experts, below a block.
+pub const MODULES: &[&str] = &["mlp", "block_sparse_moe"];
+const ROUTERS: &[&str] = &["router", "gate"];
+/// What every token goes through as well, and what gives it a weight; 1 unless there is such a gate.
+const SHARED: [&str; 2] = ["shared_expert", "shared_experts"];
+const SHARED_GATES: &[&str] = &["shared_expert_gate"];
+
 /// What differs between families of mixtures, and neither the names in a checkpoint nor its config say.
 #[derive(Clone, Copy)]
 pub struct Mixture {
-    /// Where router and experts are, below the block.
-    pub module: &'static str,
-    pub router: &'static str,
-    /// Gate, up and down of an expert.
-    pub projections: [&'static str; 3],
-    /// What every token goes through as well, and what gives it a weight; 1 unless there is such a gate.
-    pub shared: Option<&'static str>,
-    pub shared_gate: Option<&'static str>,
-    /// Whether scores are sigmoids and corrected.
-    pub corrected: bool,
     /// Whether the weights of a token are divided by their sum, unless the config says no.
     pub normalizes: bool,
     /// What weights are multiplied by, unless the config says.
@@ -80,20 +77,25 @@ struct Groups {
 impl Experts {
     /// Those of a layer, from weights at its block's prefix: as many as the router has scores.
     pub fn read(mixture: &Mixture, json: &Value, block: &Weights, activation: Activation) -> Result<Self> {
-        let weights = block.pp(mixture.module);
-        let router = Router::read(mixture, json, &weights.pp(mixture.router))?;
+        let weights = block.below(MODULES, ROUTERS);
+        let router = Router::read(mixture, json, &weights.pp(weights.named(ROUTERS)?))?;
         let (all, count) = (weights.pp("experts"), router.linear.out_dim());
         let experts = if all.contains_tensor("gate_up_proj_bias") {
             gpt_oss::experts(json, &all, count)?
         } else if all.contains_tensor("gate_up_proj") {
             stacked_experts(&all, count, activation)?
         } else {
-            let expert = |expert| all.pp(expert).gated_mlp(mixture.projections, activation);
+            let expert = |expert| all.pp(expert).gated_mlp(activation);
             (0..count).map(expert).collect::<Result<_>>()?
         };
-        let shared = mixture.shared.map(|name| weights.pp(name).gated_mlp(LLAMA_MLP, activation));
-        let shared_gate = mixture.shared_gate.map(|name| weights.pp(name).linear(None));
-        Ok(Self { router, experts, shared: shared.transpose()?, shared_gate: shared_gate.transpose()? })
+        let shared = SHARED.map(|name| weights.pp(name)).into_iter().find(|shared| shared.gated_names().is_some());
+        let shared_gate = weights.first(SHARED_GATES).map(|name| weights.pp(name).linear(None));
+        Ok(Self {
+            router,
+            experts,
+            shared: shared.map(|shared| shared.gated_mlp(activation)).transpose()?,
+            shared_gate: shared_gate.transpose()?,
+        })
     }
 
     /// Tokens (.., E) to (.., E), plus a residual, if there is one.
@@ -136,20 +138,19 @@ impl Router {
             bail!("[causal_lm] moe_router_activation_func is {other:?}, expected \"sigmoid\"")
         }
         let linear = weights.linear(None)?;
-        let experts = linear.out_dim();
+        let (experts, corrected) = (linear.out_dim(), weights.contains_tensor("e_score_correction_bias"));
+        let correction =
+            || weights.get_unchecked_dtype("e_score_correction_bias", DType::F32)?.reshape(experts)?.to_vec1();
         let groups = match json["topk_method"].as_str().unwrap_or("greedy") {
-            _ if mixture.corrected => Some(Groups::read(json, experts, 2)?),
+            _ if corrected => Some(Groups::read(json, experts, 2)?),
             "greedy" => None,
             "group_limited_greedy" => Some(Groups::read(json, experts, 1)?),
             other => bail!("[causal_lm] topk_method is {other:?}, expected \"greedy\" or \"group_limited_greedy\""),
         };
-        let correction = || {
-            weights.get_with_hints_dtype(experts, "e_score_correction_bias", Default::default(), DType::F32)?.to_vec1()
-        };
         let normalizes = ["moe_renormalize", "norm_topk_prob"].iter().find_map(|name| json[*name].as_bool());
         Ok(Self {
             linear,
-            correction: mixture.corrected.then(correction).transpose()?,
+            correction: corrected.then(correction).transpose()?,
             groups,
             chosen: required(json, &["num_experts_per_token", "num_experts_per_tok"])?,
             normalized: mixture.normalizes && normalizes.unwrap_or(true),

@@ -44,19 +44,37 @@ use NormKind::{Layer, Rms, RmsPlusOne};
 
 #[derive(Clone, Copy)]
 pub enum MlpKind {
-    /// `down(activation(gate(x)) * up(x))`: the names of gate, up and down, and that of the module above them.
-    Gated(&'static str, [&'static str; 3]),
-    /// `down(activation(up(x)))`: the names of up and down.
-    Plain([&'static str; 2]),
+    /// `down(activation(gate(x)) * up(x))`.
+    Gated,
+    /// `down(activation(up(x)))`.
+    Plain,
     /// The same, stored as (in, out).
-    Conv1d([&'static str; 2]),
+    Conv1d,
     /// Experts in some layers, in others what Llama has.
     Experts(Mixture),
 }
 use MlpKind::{Conv1d, Experts, Gated, Plain};
 
-/// Gate, up and down of Llama's MLP.
-pub const LLAMA_MLP: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
+/// The names of gate, up and down that checkpoints have: Llama's, Mixtral's, Nomic's, ModernBERT's and llama.cpp's.
+pub const GATED_MLPS: [[&str; 3]; 5] = [
+    ["gate_proj", "up_proj", "down_proj"],
+    ["w1", "w3", "w2"],
+    ["fc12", "fc11", "fc2"],
+    ["Wi", "Wi", "Wo"],
+    ["ffn_gate", "ffn_up", "ffn_down"],
+];
+/// Those of up and down.
+pub const PLAIN_MLPS: [[&str; 2]; 9] = [
+    ["mlp.c_fc", "mlp.c_proj"],
+    ["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"],
+    ["mlp.fc1", "mlp.fc2"],
+    ["mlp.fc_in", "mlp.fc_out"],
+    ["ffn.up_proj", "ffn.down_proj"],
+    ["fc1", "fc2"],
+    ["intermediate.dense", "output.dense"],
+    ["ffn.lin1", "ffn.lin2"],
+    ["ffn_up", "ffn_down"],
+];
 
 /// The second names are those of OLMo Hybrid's checkpoints.
 pub const PRE_NORMS: Norms =
@@ -74,45 +92,23 @@ pub const LLAMA: Family = Family {
     norm: Rms(1e-6),
     needs_biases: false,
     parallel: false,
-    mlp: Gated("mlp", LLAMA_MLP),
+    mlp: Gated,
     activation: "silu",
     scales_embedding: false,
     logit_scale: 1.0,
 };
 const GEMMA: Family =
     Family { norm: RmsPlusOne(1e-6), scales_embedding: true, activation: "gelu_pytorch_tanh", ..LLAMA };
-const GPT2: Family = Family {
-    norms: [&["ln_1"], &[], &["ln_2"], &[]],
-    norm: Layer(1e-5),
-    mlp: Conv1d(["mlp.c_fc", "mlp.c_proj"]),
-    activation: "gelu_new",
-    ..LLAMA
-};
-const GPT_NEOX: Family =
-    Family { norm: Layer(1e-5), mlp: Plain(["mlp.dense_h_to_4h", "mlp.dense_4h_to_h"]), activation: "gelu", ..LLAMA };
-/// BLOOM and Falcon.
+const GPT2: Family =
+    Family { norms: [&["ln_1"], &[], &["ln_2"], &[]], norm: Layer(1e-5), mlp: Conv1d, activation: "gelu_new", ..LLAMA };
+const GPT_NEOX: Family = Family { norm: Layer(1e-5), mlp: Plain, activation: "gelu", ..LLAMA };
+/// BLOOM, Falcon and StarCoder2.
 const BLOOM: Family = Family { activation: "gelu_pytorch_tanh", ..GPT_NEOX };
 
-const GPT_OSS: Mixture = Mixture {
-    module: "mlp",
-    router: "router",
-    projections: LLAMA_MLP,
-    shared: None,
-    shared_gate: None,
-    corrected: false,
-    normalizes: true,
-    scale: 1.0,
-    dense_layers: 0,
-};
-const MIXTRAL: Mixture =
-    Mixture { module: "block_sparse_moe", router: "gate", projections: ["w1", "w3", "w2"], ..GPT_OSS };
-const QWEN: Mixture =
-    Mixture { router: "gate", shared: Some("shared_expert"), shared_gate: Some("shared_expert_gate"), ..GPT_OSS };
-const DEEPSEEK_V2: Mixture = Mixture { router: "gate", shared: Some("shared_experts"), normalizes: false, ..GPT_OSS };
-const DEEPSEEK_V3: Mixture = Mixture { corrected: true, normalizes: true, scale: 2.5, dense_layers: 3, ..DEEPSEEK_V2 };
-/// DeepSeek V3's with names of its own.
-const KIMI_LINEAR: Mixture =
-    Mixture { module: MIXTRAL.module, projections: MIXTRAL.projections, dense_layers: 1, ..DEEPSEEK_V3 };
+const MIXTRAL: Mixture = Mixture { normalizes: true, scale: 1.0, dense_layers: 0 };
+const DEEPSEEK_V2: Mixture = Mixture { normalizes: false, ..MIXTRAL };
+const DEEPSEEK_V3: Mixture = Mixture { normalizes: true, scale: 2.5, dense_layers: 3 };
+const KIMI_LINEAR: Mixture = Mixture { dense_layers: 1, ..DEEPSEEK_V3 };
 
 impl Family {
     /// The family of a `config.json`.
@@ -120,8 +116,7 @@ impl Family {
         let flag = |key: &str, default: bool| json[key].as_bool().unwrap_or(default);
         Ok(match json["model_type"].as_str().unwrap_or_default() {
             "llama" | "mistral" | "qwen2" | "qwen3" | "granite" | "smollm3" => LLAMA,
-            "mixtral" => Self { mlp: Experts(MIXTRAL), norm: Rms(1e-5), ..LLAMA },
-            "gpt_oss" => Self { mlp: Experts(GPT_OSS), norm: Rms(1e-5), ..LLAMA },
+            "mixtral" | "gpt_oss" => Self { mlp: Experts(MIXTRAL), norm: Rms(1e-5), ..LLAMA },
             "deepseek_v2" => Self { mlp: Experts(DEEPSEEK_V2), ..LLAMA },
             "deepseek_v3" | "kimi_k2" => Self { mlp: Experts(DEEPSEEK_V3), ..LLAMA },
             "phi3" => Self { norm: Rms(1e-5), ..LLAMA },
@@ -134,7 +129,7 @@ impl Family {
             "olmo2" => Self { norms: POST_NORMS, norm: Rms(1e-5), ..LLAMA },
             "olmo_hybrid" => Self { norms: POST_NORMS, ..LLAMA },
             "kimi_linear" => Self { mlp: Experts(KIMI_LINEAR), norm: Rms(1e-5), ..LLAMA },
-            "qwen3_next" | "qwen3_5_moe_text" => Self { mlp: Experts(QWEN), norm: RmsPlusOne(1e-6), ..LLAMA },
+            "qwen3_next" | "qwen3_5_moe_text" => Self { mlp: Experts(MIXTRAL), norm: RmsPlusOne(1e-6), ..LLAMA },
             "qwen3_5_text" => Self { norm: RmsPlusOne(1e-6), ..LLAMA },
             "cohere" | "cohere2" => {
                 Self { norms: SHARED_NORM, norm: Layer(1e-5), parallel: true, logit_scale: 0.0625, ..LLAMA }
@@ -144,31 +139,16 @@ impl Family {
                 let norms = if parallel { SHARED_NORM } else { LLAMA.norms };
                 Self { norms, norm: Layer(1e-5), parallel, ..LLAMA }
             }
-            "starcoder2" => {
-                let (mlp, activation) = (Plain(["mlp.c_fc", "mlp.c_proj"]), "gelu_pytorch_tanh");
-                Self { norm: Layer(1e-5), mlp, activation, ..LLAMA }
-            }
-            "phi" => Self {
-                norms: SHARED_NORM,
-                norm: Layer(1e-5),
-                parallel: true,
-                mlp: Plain(["mlp.fc1", "mlp.fc2"]),
-                activation: "gelu_new",
-                ..LLAMA
-            },
+            "starcoder2" => BLOOM,
+            "phi" => Self { norms: SHARED_NORM, parallel: true, activation: "gelu_new", ..GPT_NEOX },
             "gemma" => GEMMA,
             "gemma2" | "gemma3_text" | "gemma3" => {
                 let norms = [PRE_NORMS[0], POST_NORMS[1], &["pre_feedforward_layernorm"], POST_NORMS[3]];
                 Self { norms, ..GEMMA }
             }
             "gpt2" => GPT2,
-            "gpt_bigcode" => Self { mlp: Plain(["mlp.c_fc", "mlp.c_proj"]), activation: "gelu_pytorch_tanh", ..GPT2 },
-            "gptj" => Self {
-                norms: [&["ln_1"], &[], &[], &[]],
-                parallel: true,
-                mlp: Plain(["mlp.fc_in", "mlp.fc_out"]),
-                ..GPT2
-            },
+            "gpt_bigcode" => Self { mlp: Plain, activation: "gelu_pytorch_tanh", ..GPT2 },
+            "gptj" => Self { norms: [&["ln_1"], &[], &[], &[]], parallel: true, mlp: Plain, ..GPT2 },
             "gpt_neox" => Self { parallel: flag("use_parallel_residual", true), ..GPT_NEOX },
             "bloom" if flag("apply_residual_connection_post_layernorm", false) => {
                 bail!("[causal_lm] apply_residual_connection_post_layernorm is true, which is not supported")
@@ -184,21 +164,14 @@ impl Family {
                 let parallel = grouped || parallel;
                 Self { norms, parallel, activation: "gelu", ..BLOOM }
             }
-            "mpt" => Self {
-                norms: [&["norm_1"], &[], &["norm_2"], &[]],
-                mlp: Plain(["ffn.up_proj", "ffn.down_proj"]),
-                activation: "gelu",
-                ..GPT2
-            },
+            "mpt" => Self { norms: [&["norm_1"], &[], &["norm_2"], &[]], ..GPT_NEOX },
             "opt" if !flag("do_layer_norm_before", true) || json["word_embed_proj_dim"] != json["hidden_size"] => {
                 bail!("[causal_lm] OPT with norms after attention or projected embeddings is not supported")
             }
-            "opt" => Self {
-                norms: [&["self_attn_layer_norm"], &[], &["final_layer_norm"], &[]],
-                mlp: Plain(["fc1", "fc2"]),
-                activation: "relu",
-                ..GPT2
-            },
+            "opt" => {
+                let norms: Norms = [&["self_attn_layer_norm"], &[], &["final_layer_norm"], &[]];
+                Self { norms, activation: "relu", ..GPT_NEOX }
+            }
             other => bail!(
                 "[causal_lm] model_type is {other:?}, expected one of bloom, cohere, cohere2, deepseek_v2, deepseek_v3, falcon, gemma, gemma2, gemma3, gemma3_text, glm, glm4, gpt2, gpt_bigcode, gpt_neox, gpt_oss, gptj, granite, kimi_linear, llama, mistral, mixtral, mpt, olmo2, olmo_hybrid, opt, phi, phi3, qwen2, qwen3, qwen3_5_moe_text, qwen3_5_text, qwen3_next, smollm3, stablelm, starcoder2"
             ),
@@ -208,8 +181,8 @@ impl Family {
     /// The same with llama.cpp's names, which are one list for all families.
     pub fn in_gguf(self) -> Result<Self> {
         let mlp = match self.mlp {
-            Gated(..) => Gated("", ["ffn_gate", "ffn_up", "ffn_down"]),
-            Plain(_) | Conv1d(_) => Plain(["ffn_up", "ffn_down"]),
+            Gated => Gated,
+            Plain | Conv1d => Plain,
             Experts(_) => bail!("[causal_lm] experts of GGUF files are not supported"),
         };
         if self.norms[2] == ["ln_mlp"] {

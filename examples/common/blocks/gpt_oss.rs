@@ -67,11 +67,14 @@ impl Stacked {
             ..divided
         };
         let bytes = |name: &str| vb.own_in(DType::U8, name, of);
-        let biases = if has_outputs { vb.own(&bias, Divided { dim: 1, ..of })? } else { vb.get_unchecked(&bias)? };
         Ok(Self {
             weights: if is_mxfp4 { bytes(&blocks)? } else { vb.own(name, of)? },
             scales: is_mxfp4.then(|| bytes(&format!("{name}_scales"))).transpose()?,
-            biases: if has_outputs || vb.is_first() { biases } else { biases.zeros_like()? },
+            biases: match has_outputs {
+                true => vb.own(&bias, Divided { dim: 1, ..of })?,
+                false if vb.is_first() => vb.get_unchecked(&bias)?,
+                false => vb.get_unchecked(&bias)?.zeros_like()?,
+            },
         })
     }
 

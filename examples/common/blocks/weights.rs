@@ -9,6 +9,7 @@ use candle_core::{DType, Result, Tensor, bail};
 use candle_nn::var_builder::{Shard, ShardedVarBuilder};
 use candle_nn::{Activation, Embedding, VarBuilder};
 
+use super::family::GATED_MLPS;
 use super::gguf::Gguf;
 use super::mlp::Mlp;
 
@@ -166,8 +167,14 @@ impl<'a> Weights<'a> {
         PackedLinear::new(&weight, bias.as_ref())
     }
 
-    /// An MLP with a gate, by the names of gate, up and down. Gate and up may be halves of one weight.
-    pub fn gated_mlp(&self, [gate, up, down]: [&str; 3], activation: Activation) -> Result<Mlp> {
+    /// The names of gate, up and down, if there is an MLP with a gate.
+    pub fn gated_names(&self) -> Option<[&'static str; 3]> {
+        GATED_MLPS.into_iter().find(|names| self.first(&names[2..]).is_some())
+    }
+
+    /// An MLP with a gate. Gate and up may be halves of one weight.
+    pub fn gated_mlp(&self, activation: Activation) -> Result<Mlp> {
+        let [gate, up, down] = self.gated_names().unwrap_or(GATED_MLPS[0]);
         let joint = if self.gguf.is_some() || gate == up { up } else { "gate_up_proj" };
         let is_joint = gate == up || self.first(&[gate]).is_none() && self.first(&[joint]).is_some();
         let [gate, up] = match is_joint {
