@@ -3,10 +3,9 @@
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-use clap::{Parser, ValueEnum};
+use clap::Parser;
 
 use crate::common::ModelArgs;
-use crate::common::page::PageArgs;
 
 /// Generates text with a decoder: Llama, Gemma, DeepSeek, GPT-OSS, Qwen3.5, Falcon and others.
 ///
@@ -31,29 +30,26 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     pub logits: Option<PathBuf>,
 
-    /// Of the first prompt
-    #[command(flatten)]
-    pub page: PageArgs,
-
     /// The most tokens to make of each prompt [default: 100]
     #[arg(long, value_name = "N")]
     pub max_tokens: Option<usize>,
 
     /// 0 takes the likeliest token every time
-    #[arg(long, default_value_t = 0.0, value_parser = temperature)]
+    #[arg(long, default_value_t = 0.0, value_parser = not_negative)]
     pub temperature: f64,
 
     /// Draws from the likeliest tokens that have this much probability together
-    #[arg(long, value_name = "P", requires = "temperature", value_parser = probability)]
+    #[arg(long, value_name = "P", requires = "temperature", value_parser = not_negative)]
     pub top_p: Option<f64>,
 
     /// The seed of what is drawn
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
 
-    /// The type of cached keys and values; that of the activations unless given. States of linear attention are f32
-    #[arg(long, value_enum)]
-    pub kv_cache: Option<KvCache>,
+    /// The type of cached keys and values; that of the activations unless given. q8 is eight bits and a scale for each.
+    /// States of linear attention are f32
+    #[arg(long, value_name = "TYPE", value_parser = ["f32", "bf16", "f16", "q8"])]
+    pub kv_cache: Option<String>,
 
     /// Prompt tokens that go through the model at a time
     #[arg(long, value_name = "N", default_value = "2048")]
@@ -64,30 +60,14 @@ pub struct Args {
 #[derive(Debug, Clone)]
 pub struct Ids(pub Vec<u32>);
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum KvCache {
-    F32,
-    Bf16,
-    F16,
-    /// Eight bits, and a scale for each key and value
-    Q8,
-}
-
 fn ids(text: &str) -> Result<Ids, String> {
     let id = |id: &str| id.trim().parse().map_err(|_| format!("{id:?} is no token id"));
     text.split(',').map(id).collect::<Result<_, _>>().map(Ids)
 }
 
-fn temperature(text: &str) -> Result<f64, String> {
+fn not_negative(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
-        Ok(temperature) if temperature.is_finite() && temperature >= 0.0 => Ok(temperature),
+        Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
         _ => Err("expected a number of 0 or more".into()),
-    }
-}
-
-fn probability(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(p) if p > 0.0 && p <= 1.0 => Ok(p),
-        _ => Err("expected a number above 0 and up to 1".into()),
     }
 }

@@ -10,7 +10,7 @@ use candle_nn::var_builder::ShardedSafeTensors;
 use serde_json::Value;
 
 use crate::args::Args;
-use crate::common::read_json;
+use crate::common::{read_json, read_optional};
 use crate::model::gguf::Gguf;
 use crate::model::weights::{Processes, Share, Weights};
 
@@ -28,13 +28,13 @@ impl Files {
                 )
             }
             Some(path) if path.is_file() => Ok(Self::Gguf(Gguf::open(path, device)?)),
-            _ => args.model.folder("causal_lm", &["generation_config.json"]).map(Self::Folder),
+            _ => args.model.folder(&["generation_config.json"]).map(Self::Folder),
         }
     }
 
     pub fn config(&self) -> Result<Value> {
         match self {
-            Self::Folder(folder) => read_json("causal_lm", &folder.join("config.json")),
+            Self::Folder(folder) => read_json(&folder.join("config.json")),
             Self::Gguf(gguf) => gguf::hf_config(&gguf.content),
         }
     }
@@ -53,17 +53,12 @@ impl Files {
     /// The tokens that end a text: those of generation_config.json, else of config.json, else of its text.
     pub fn end_tokens(&self, config: &Value) -> Result<Vec<u32>> {
         let generation = match self {
-            Self::Folder(folder) => Some(folder.join("generation_config.json")).filter(|file| file.is_file()),
-            Self::Gguf(_) => None,
+            Self::Folder(folder) => read_optional(&folder.join("generation_config.json"))?,
+            Self::Gguf(_) => Value::Null,
         };
-        let generation = generation.map_or(Ok(Value::Null), |file| read_json("causal_lm", &file))?;
         let places = [&generation, config, &config["text_config"]].map(|json| &json["eos_token_id"]);
-        let end = places.into_iter().find(|end| !end.is_null());
-        let ids = match end {
-            Some(Value::Array(ids)) => ids.clone(),
-            Some(id) => vec![id.clone()],
-            None => Vec::new(),
-        };
+        let end = places.into_iter().find(|end| !end.is_null()).unwrap_or(&Value::Null);
+        let ids = end.as_array().map_or(std::slice::from_ref(end), Vec::as_slice);
         Ok(ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect())
     }
 

@@ -38,53 +38,47 @@ pub fn generate(
     }
     let mut times = Times { prompt_tokens: prompts.iter().map(Vec::len).sum(), ..Times::default() };
     let rngs: Vec<_> = (0..prompts.len()).map(|i| TorchSeed::new(args.seed.wrapping_add(i as u64))).collect();
-    let sample = |logits: Tensor| -> Result<Vec<u32>> {
-        rngs.iter().enumerate().map(|(sequence, rng)| sample(&logits.get(sequence)?, args, rng)).collect()
+    let mut next_after = |rows: &[Vec<u32>]| -> Result<Vec<u32>> {
+        let logits = next_logits(model, rows, caches, args.chunk.get())?;
+        logits.iter().zip(&rngs).map(|(logits, rng)| sample(logits, args, rng)).collect()
     };
-    let start = Instant::now();
-    let mut next = sample(prefill(model, prompts, caches, args.chunk.get())?)?;
+    let (start, mut rows) = (Instant::now(), prompts.to_vec());
+    let mut next = next_after(&rows)?;
     times.prompt = start.elapsed();
 
     let start = Instant::now();
     let max_tokens = args.max_tokens.unwrap_or(100);
-    let mut goes_on = vec![max_tokens > 0; prompts.len()];
     for step in 1..=max_tokens {
-        for (sequence, &token) in next.iter().enumerate().filter(|&(sequence, _)| goes_on[sequence]) {
-            made(sequence, token)?;
+        // A sequence that has ended brings no token.
+        for (sequence, row) in rows.iter_mut().enumerate().filter(|(_, row)| !row.is_empty()) {
+            made(sequence, next[sequence])?;
             times.made_tokens += 1;
+            *row = if end.contains(&next[sequence]) { Vec::new() } else { vec![next[sequence]] };
         }
-        for (goes_on, token) in goes_on.iter_mut().zip(&next) {
-            *goes_on &= !end.contains(token);
-        }
-        if step == max_tokens || !goes_on.contains(&true) {
+        if step == max_tokens || rows.iter().all(Vec::is_empty) {
             break;
         }
-        // A sequence that has ended brings no token.
-        let lens: Vec<usize> = goes_on.iter().map(|&goes_on| usize::from(goes_on)).collect();
-        let ids = Tensor::from_vec(next, (prompts.len(), 1), model.device())?;
-        note_crossing(model, caches, &lens);
-        next = sample(model.next_logits(&ids, &lens, caches)?)?;
+        next = next_after(&rows)?;
     }
     times.made = start.elapsed();
     Ok(times)
 }
 
-/// The logits (B, V) after each prompt, which goes through the model in chunks of so many tokens.
-fn prefill(model: &CausalLm, prompts: &[Vec<u32>], caches: &mut [Cache], chunk: usize) -> Result<Tensor> {
-    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-    let mut last = vec![None; prompts.len()];
+/// The logits (V,) after the tokens of each sequence, which go through the model in chunks of so many. Those of a
+/// sequence without tokens mean nothing.
+fn next_logits(model: &CausalLm, rows: &[Vec<u32>], caches: &mut [Cache], chunk: usize) -> Result<Vec<Tensor>> {
+    let longest = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let mut last = Vec::new();
     for first in (0..longest).step_by(chunk) {
-        let (ids, lens) = padded(prompts, first..longest.min(first + chunk), model.device())?;
+        let (ids, lens) = padded(rows, first..longest.min(first + chunk), model.device())?;
         note_crossing(model, caches, &lens);
-        let hidden = model.forward(&ids, Some(&lens), caches)?;
-        for (sequence, prompt) in prompts.iter().enumerate() {
-            // The chunk that brings a prompt's last token.
-            if lens[sequence] > 0 && first + lens[sequence] == prompt.len() {
-                last[sequence] = Some(hidden.get(sequence)?.get(lens[sequence] - 1)?);
-            }
+        let logits = model.next_logits(&ids, &lens, caches)?;
+        last.resize(rows.len(), logits.get(0)?);
+        for (sequence, _) in lens.iter().enumerate().filter(|&(_, &len)| len > 0) {
+            last[sequence] = logits.get(sequence)?;
         }
     }
-    model.logits(&Tensor::stack(&last.into_iter().flatten().collect::<Vec<_>>(), 0)?)
+    Ok(last)
 }
 
 /// Says on stderr when a call of so many tokens first exceeds the original context of a scaling that changes its

@@ -8,7 +8,7 @@ use std::rc::Rc;
 use candle_attention::text::{SimpleTokenizer, SpecialTokens};
 use candle_core::{Device, Error, Result, Tensor, bail};
 
-use crate::args::{Args, KvCache};
+use crate::args::Args;
 use crate::common::page::{PageOfLayers, texts};
 use crate::common::with_bar;
 use crate::files::Files;
@@ -36,7 +36,7 @@ pub fn run(args: &Args, device: Device, processes: Option<Rc<dyn Processes>>) ->
             return Ok(());
         }
     }
-    if let Some(path) = &args.page.page {
+    if let Some(path) = &args.model.page {
         write_page(&model, &prompts[0], tokenizer.as_ref(), path)?;
     }
     let end = files.end_tokens(&json)?;
@@ -65,12 +65,12 @@ fn answer(
     tokenizer: Option<&SimpleTokenizer>,
     out: &mut dyn Write,
 ) -> Result<String> {
-    let mut caches = model.caches(|config| match args.kv_cache {
-        None => config,
-        Some(KvCache::F32) => config.with_dtype(candle_core::DType::F32),
-        Some(KvCache::Bf16) => config.with_dtype(candle_core::DType::BF16),
-        Some(KvCache::F16) => config.with_dtype(candle_core::DType::F16),
-        Some(KvCache::Q8) => config.with_q8(),
+    let dtype = args.kv_cache.as_deref().filter(|&name| name != "q8").map(str::parse).transpose();
+    let dtype = dtype.map_err(Error::wrap)?;
+    let mut caches = model.caches(|config| match (&args.kv_cache, dtype) {
+        (None, _) => config,
+        (Some(_), Some(dtype)) => config.with_dtype(dtype),
+        (Some(_), None) => config.with_q8(),
     })?;
     let mut made = vec![Vec::new(); prompts.len()];
     let streamed = tokenizer.filter(|_| prompts.len() == 1);

@@ -3,7 +3,7 @@
 
 use candle_attention::text::{EmbeddingConfig, EmbeddingLayer};
 use candle_attention::{AttentionInput, LayerNorm, MultiHeadAttention, MultiHeadAttentionConfig, layer_norm_no_bias};
-use candle_core::{Module, Result, Tensor, bail};
+use candle_core::{Module, Result, Tensor};
 use candle_nn::{Linear, VarBuilder, linear_no_bias};
 use serde::{Deserialize, Serialize};
 
@@ -18,25 +18,21 @@ pub struct AttentionOnlyConfig {
 
 /// Tokens to the logits of the tokens that follow: an embedding, blocks, a norm and a head.
 pub struct AttentionOnly {
-    pub embedding: EmbeddingLayer,
+    embedding: EmbeddingLayer,
     pub blocks: Vec<Block>,
     norm: LayerNorm,
     head: Linear,
 }
 
 /// `xs + attention(norm(xs))`.
-#[derive(Clone)]
 pub struct Block {
-    pub norm: LayerNorm,
+    norm: LayerNorm,
     pub attention: MultiHeadAttention,
 }
 
 impl AttentionOnly {
     pub fn new(cfg: &AttentionOnlyConfig, vb: VarBuilder) -> Result<Self> {
         let width = cfg.layer.embed_dim();
-        if cfg.num_layers == 0 {
-            bail!("a model needs at least one layer, found num_layers 0")
-        }
         let norm = |vb| layer_norm_no_bias(width, 1e-5, vb);
         let block = |n| {
             let vb = vb.pp("layers").pp(n);
@@ -53,28 +49,26 @@ impl AttentionOnly {
 
     /// Ids (B, T) to logits (B, T, V).
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        let xs = self.through_blocks(ids, |attention, input| attention.forward_with(input))?;
-        self.head.forward(&self.norm.forward(&xs)?)
+        let attend = |attention: &MultiHeadAttention, input: AttentionInput| attention.forward_with(input);
+        self.head.forward(&self.norm.forward(&self.through_blocks(ids, self.blocks.len(), attend)?)?)
     }
 
-    /// Ids (B, T) to hidden states (B, T, E), where `attend` gives the output of a layer for an input.
+    /// Ids (B, T) to hidden states (B, T, E) after so many blocks, where `attend` gives the output of a layer for an
+    /// input.
     pub fn through_blocks(
         &self,
         ids: &Tensor,
+        blocks: usize,
         mut attend: impl FnMut(&MultiHeadAttention, AttentionInput) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        self.blocks.iter().try_fold(self.embedding.forward(ids)?, |xs, block| {
+        self.blocks[..blocks].iter().try_fold(self.embedding.forward(ids)?, |xs, block| {
             attend(&block.attention, AttentionInput::new(&block.norm.forward(&xs)?).with_residual(&xs))
         })
     }
 
-    pub fn attention(&self, layer: usize) -> Option<&MultiHeadAttention> {
-        self.blocks.get(layer).map(|block| &block.attention)
-    }
-
     /// What the attention of a layer gets (B, T, E) for ids (B, T).
     pub fn attention_input(&self, ids: &Tensor, layer: usize) -> Result<Tensor> {
-        let xs = self.blocks[..layer].iter().try_fold(self.embedding.forward(ids)?, |xs, block| block.forward(&xs))?;
+        let xs = self.through_blocks(ids, layer, |attention, input| attention.forward_with(input))?;
         self.blocks[layer].norm.forward(&xs)
     }
 
@@ -83,11 +77,5 @@ impl AttentionOnly {
         let last = self.blocks.len() - 1;
         let input = self.attention_input(ids, last)?;
         Ok(self.blocks[last].attention.forward_with_weights(AttentionInput::new(&input))?.weights)
-    }
-}
-
-impl Module for Block {
-    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        self.attention.forward_with(AttentionInput::new(&self.norm.forward(xs)?).with_residual(xs))
     }
 }

@@ -17,7 +17,10 @@ use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::Value;
 
-/// Where a model is, and how it computes.
+/// The program's name, which stands before what it says of mistakes.
+pub const EXAMPLE: &str = env!("CARGO_CRATE_NAME");
+
+/// Where a model is, how it computes, and where what it attends to is shown.
 #[derive(Debug, Clone, Args)]
 pub struct ModelArgs {
     /// A folder with config.json, weights (safetensors or .bin) and, for text, tokenizer.json
@@ -35,6 +38,10 @@ pub struct ModelArgs {
     /// The type of weights and activations
     #[arg(long, default_value = "f32", value_parser = dtypes())]
     pub dtype: DType,
+
+    /// Writes a page to look around in what every head attends to, for several texts of the first: FILE.html
+    #[arg(long, value_name = "FILE")]
+    pub page: Option<PathBuf>,
 }
 
 fn dtypes() -> impl TypedValueParser<Value = DType> {
@@ -47,22 +54,22 @@ impl ModelArgs {
     }
 
     /// The folder of --model, or that of the hub's cache with --model-id and some more files, whose name is the commit.
-    pub fn folder(&self, example: &str, files: &[&str]) -> Result<PathBuf> {
+    pub fn folder(&self, files: &[&str]) -> Result<PathBuf> {
         let folder = match (&self.model, &self.model_id) {
             (Some(folder), _) => folder.clone(),
-            (None, Some(id)) => fetch(example, id, files)?,
-            (None, None) => bail!("[{example}] expected --model or --model-id"),
+            (None, Some(id)) => fetch(id, files)?,
+            (None, None) => bail!("[{EXAMPLE}] expected --model or --model-id"),
         };
         if !folder.join("config.json").is_file() {
-            bail!("[{example}] {} has no config.json", folder.display())
+            bail!("[{EXAMPLE}] {} has no config.json", folder.display())
         }
         Ok(folder)
     }
 
     /// What is in [`folder`](Self::folder).
-    pub fn open(&self, example: &str, files: &[&str]) -> Result<Files> {
-        let folder = self.folder(example, files)?;
-        let config = read_json(example, &folder.join("config.json"))?;
+    pub fn open(&self, files: &[&str]) -> Result<Files> {
+        let folder = self.folder(files)?;
+        let config = read_json(&folder.join("config.json"))?;
         let vb = Checkpoint::open(&folder)?.var_builder(self.dtype, &self.device.open()?)?;
         Ok(Files { folder, config, vb })
     }
@@ -108,38 +115,43 @@ impl DeviceChoice {
 
 /// A checkpoint of the hub with some more files: its folder in the cache.
 #[cfg(feature = "hub")]
-pub fn fetch(_: &str, id: &str, files: &[&str]) -> Result<PathBuf> {
+fn fetch(id: &str, files: &[&str]) -> Result<PathBuf> {
     let model = candle_attention::hub::HubModel::new(id)?;
     let files = files.iter().try_fold(model, |model, file| model.with_file(file))?.fetch()?;
     Ok(files.config.parent().unwrap_or(Path::new("")).to_path_buf())
 }
 
 #[cfg(not(feature = "hub"))]
-pub fn fetch(example: &str, _: &str, _: &[&str]) -> Result<PathBuf> {
-    bail!("--model-id needs the hub: run again with `cargo run --features hub --example {example} ..`")
+fn fetch(_: &str, _: &[&str]) -> Result<PathBuf> {
+    bail!("--model-id needs the hub: run again with `cargo run --features hub --example {EXAMPLE} ..`")
 }
 
-/// A file of text; the example's name stands before what went wrong.
-pub fn read_text(example: &str, path: &Path) -> Result<String> {
+/// A file of text.
+pub fn read_text(path: &Path) -> Result<String> {
     std::fs::read_to_string(path)
-        .map_err(|error| Error::Msg(format!("[{example}] cannot read {}: {error}", path.display())))
+        .map_err(|error| Error::Msg(format!("[{EXAMPLE}] cannot read {}: {error}", path.display())))
 }
 
-/// A file of JSON, likewise.
-pub fn read_json(example: &str, path: &Path) -> Result<Value> {
-    serde_json::from_str(&read_text(example, path)?)
-        .map_err(|error| Error::Msg(format!("[{example}] {}: {error}", path.display())))
+/// A file of JSON.
+pub fn read_json(path: &Path) -> Result<Value> {
+    serde_json::from_str(&read_text(path)?)
+        .map_err(|error| Error::Msg(format!("[{EXAMPLE}] {}: {error}", path.display())))
 }
 
-/// A bar on stderr, where that is a terminal: what is done, and how many of what.
-pub fn bar(doing: &str, of: &str) -> ProgressBar {
+/// The same, null where there is no such file.
+pub fn read_optional(path: &Path) -> Result<Value> {
+    if path.is_file() { read_json(path) } else { Ok(Value::Null) }
+}
+
+/// A bar on stderr, where that is a terminal: what is done, and how many of how many of what.
+pub fn bar(doing: &str, len: usize, of: &str) -> ProgressBar {
     let style = ProgressStyle::with_template(&format!("{doing} {{bar:40}} {{pos}}/{{len}} {of}"));
-    ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+    ProgressBar::new(len as u64).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
 /// Runs what tells how many are done of how many, with a [`bar`].
 pub fn with_bar<T>(doing: &str, of: &str, run: impl FnOnce(&mut dyn FnMut(usize, usize)) -> Result<T>) -> Result<T> {
-    let bar = bar(doing, of);
+    let bar = bar(doing, 0, of);
     let result = run(&mut |done, all| {
         bar.set_length(all as u64);
         bar.set_position(done as u64);

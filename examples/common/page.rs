@@ -1,12 +1,11 @@
 //! `--page`: what every head of every layer of a model attends to, as one HTML file.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use candle_attention::plot::Page;
 use candle_attention::text::SimpleTokenizer;
 use candle_attention::{AttentionStatistics, StatisticsOptions};
 use candle_core::{Result, Tensor};
-use clap::Args;
 use indicatif::ProgressBar;
 
 /// Weights are kept as they are up to so many in all layers together; of longer texts, those of each token's top keys.
@@ -14,13 +13,6 @@ const MOST_WEIGHTS: usize = 4 << 20;
 
 /// Characters of a text.
 const MOST_OF_TITLE: usize = 60;
-
-#[derive(Debug, Clone, Args)]
-pub struct PageArgs {
-    /// Writes a page to look around in what every head attends to: FILE.html
-    #[arg(long, value_name = "FILE")]
-    pub page: Option<PathBuf>,
-}
 
 /// A page that grows as the layers of a model run.
 pub struct PageOfLayers {
@@ -37,8 +29,7 @@ impl PageOfLayers {
         let weights = [t_kv, layers, heads].iter().fold(t_q, |product, &count| product.saturating_mul(count));
         let wanted = StatisticsOptions::default();
         let wanted = if weights <= MOST_WEIGHTS { wanted.with_weights_of(0..t_q, 0..t_kv) } else { wanted };
-        let bar = super::bar("attention", "layers");
-        bar.set_length(layers as u64);
+        let bar = super::bar("attention", layers, "layers");
         let mut title: String = text.chars().take(MOST_OF_TITLE).collect();
         if title.len() < text.len() {
             title.push('…');

@@ -8,7 +8,7 @@ use candle_core::{Result, bail};
 use clap::Args;
 
 use crate::common::page::{self, PageOfLayers};
-use crate::common::{read_json, read_text};
+use crate::common::{EXAMPLE, read_optional, read_text};
 use crate::model::Encoder;
 
 /// Characters of a text that are shown.
@@ -34,23 +34,22 @@ pub struct TextArgs {
 
 impl TextArgs {
     /// The arguments, then the lines of the file.
-    pub fn read(&self, example: &str) -> Result<Vec<String>> {
+    pub fn read(&self) -> Result<Vec<String>> {
         let mut texts = self.texts.clone();
         if let Some(path) = &self.file {
-            let text = read_text(example, path)?;
+            let text = read_text(path)?;
             texts.extend(text.lines().filter(|line| !line.trim().is_empty()).map(str::to_string));
         }
         if texts.is_empty() {
-            bail!("[{example}] there is no text")
+            bail!("[{EXAMPLE}] there is no text")
         }
         Ok(texts)
     }
 }
 
 /// The most tokens that a checkpoint's tokenizer and the positions of its model take.
-pub fn max_tokens(example: &str, folder: &Path, positions: Option<usize>) -> Result<Option<usize>> {
-    let file = folder.join(TOKENIZER);
-    let said = if file.is_file() { read_json(example, &file)?["model_max_length"].as_u64() } else { None };
+pub fn max_tokens(folder: &Path, positions: Option<usize>) -> Result<Option<usize>> {
+    let said = read_optional(&folder.join(TOKENIZER))?["model_max_length"].as_u64();
     // Where there is no limit, the file has a number of thirty digits.
     Ok(said.and_then(|most| usize::try_from(most).ok()).into_iter().chain(positions).min())
 }

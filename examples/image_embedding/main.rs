@@ -18,12 +18,11 @@ use std::process::ExitCode;
 use candle_core::{Result, Tensor, bail};
 use clap::Parser;
 
-use common::page::{PageArgs, PageOfLayers};
-use common::{Files, ModelArgs, read_json, with_bar};
+use common::page::PageOfLayers;
+use common::{EXAMPLE, Files, ModelArgs, read_json, with_bar};
 use model::{Encoder, Output};
 use picture::{Picture, Preprocessor};
 
-const EXAMPLE: &str = "image_embedding";
 const PREPROCESSOR: &str = "preprocessor_config.json";
 
 /// Turns a picture into a vector with an encoder of images (ViT, DINOv2, CLIP), and shows what its class token attends
@@ -52,9 +51,6 @@ struct Args {
     #[arg(long, value_name = "FILE")]
     attention: Option<PathBuf>,
 
-    #[command(flatten)]
-    page: PageArgs,
-
     /// Writes the embedding (E,) in f32, and the weights (H, rows, columns) of the class token to patches
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
@@ -65,8 +61,8 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<String> {
-    let Files { folder, config, vb } = args.model.open(EXAMPLE, &[PREPROCESSOR])?;
-    let preprocessor = Preprocessor::read(&read_json(EXAMPLE, &folder.join(PREPROCESSOR))?)?;
+    let Files { folder, config, vb } = args.model.open(&[PREPROCESSOR])?;
+    let preprocessor = Preprocessor::read(&read_json(&folder.join(PREPROCESSOR))?)?;
     let model = with_bar("loading", "blocks", |loaded| Encoder::load(&config, vb, loaded))?;
 
     let original = Picture::open(&args.picture)?;
@@ -79,7 +75,7 @@ fn run(args: &Args) -> Result<String> {
     }
     let pixels = preprocessor.pixels(&seen)?;
     let Output { embedding, attention } = model.forward(&pixels, layer - 1)?;
-    if let Some(path) = &args.page.page {
+    if let Some(path) = &args.model.page {
         write_page(&model, &seen, &pixels, path)?;
     }
     let (heads, rows, columns) = attention.dims3()?;

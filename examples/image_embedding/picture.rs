@@ -7,7 +7,7 @@ use std::path::Path;
 use candle_core::{DType, Device, Error, Result, Tensor, bail};
 use serde_json::Value;
 
-use crate::EXAMPLE;
+use crate::common::EXAMPLE;
 use crate::resample::{BICUBIC, BILINEAR, Filter, Size, resample};
 
 /// The part of a pixel's colour that attention takes at most.

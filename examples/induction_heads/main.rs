@@ -27,8 +27,8 @@ use candle_attention::{MultiHeadAttentionConfig, RopeConfig};
 use candle_core::{Device, Error, Result};
 use clap::Parser;
 
-use attention_only::AttentionOnlyConfig;
-use common::page::{PageArgs, PageOfLayers};
+use attention_only::{AttentionOnly, AttentionOnlyConfig};
+use common::page::PageOfLayers;
 use data::WORDS;
 use train::{Measurement, Training, checkpoint};
 
@@ -66,9 +66,9 @@ struct Args {
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
 
-    /// Of both layers after training
-    #[command(flatten)]
-    pub page: PageArgs,
+    /// Writes a page to look around in what every head attends to after training: FILE.html
+    #[arg(long, value_name = "FILE")]
+    pub page: Option<PathBuf>,
 }
 
 fn main() -> ExitCode {
@@ -82,8 +82,14 @@ fn run(args: &Args) -> Result<()> {
     std::fs::create_dir_all(&args.out)
         .map_err(|error| Error::msg(format!("--out: cannot make {}: {error}", args.out.display())))?;
 
+    let sentence = tokenizer.encode_batch(&[SENTENCE])?;
+    let (tokens, ids) = (&sentence.tokens()[0], sentence.ids_tensor(&Device::Cpu)?);
+    let heat_map = |model: &AttentionOnly, when: &str| {
+        let map = HeatMap::new(&model.attention_weights(&ids)?)?.with_tokens(tokens)?;
+        Ok::<_, Error>(map.with_title(format!("Second layer {when}")))
+    };
     let mut training = Training::new(&cfg, args.seed)?;
-    let before = heat_map(&training, &tokenizer, "before training")?;
+    let before = heat_map(&training.model, "before training")?;
     if args.resume {
         training.resume(&checkpoint(args))?;
     }
@@ -93,13 +99,11 @@ fn run(args: &Args) -> Result<()> {
     tokenizer.save(args.out.join("tokenizer.json"))?;
     let json = serde_json::to_string_pretty(&cfg).map_err(Error::wrap)?;
     std::fs::write(args.out.join("config.json"), json + "\n")?;
-    let after = heat_map(&training, &tokenizer, &format!("after {} steps", training.next_step()))?;
+    let after = heat_map(&training.model, &format!("after {} steps", training.next_step()))?;
     common::print(&format!("\n{}\n", after.to_terminal(Heads::All, &TerminalOptions::detect())?))?;
-    if let Some(path) = &args.page.page {
-        let encoding = tokenizer.encode_batch(&[SENTENCE]).map_err(Error::wrap)?;
-        let tokens = &encoding.tokens()[0];
+    if let Some(path) = &args.page {
         let mut page = PageOfLayers::new(SENTENCE, tokens, tokens, [cfg.num_layers, HEADS])?;
-        training.model.through_blocks(&encoding.ids_tensor(&Device::Cpu)?, |attention, input| {
+        training.model.through_blocks(&ids, cfg.num_layers, |attention, input| {
             page.attend("", |wanted| attention.forward_with_statistics(input, wanted))
         })?;
         page.write(path)?;
@@ -109,8 +113,7 @@ fn run(args: &Args) -> Result<()> {
 
 /// Trains until a head has formed or the steps are over.
 fn train(training: &mut Training, args: &Args) -> Result<()> {
-    let bar = common::bar("training", "steps");
-    bar.set_length(args.steps.get() as u64);
+    let bar = common::bar("training", args.steps.get(), "steps");
     let say = |text: &str| bar.suspend(|| common::print(text));
     say(" step   loss  copied  on the token after the previous copy\n")?;
     let mut step = training.next_step();
@@ -118,33 +121,26 @@ fn train(training: &mut Training, args: &Args) -> Result<()> {
     if training.history.is_empty() {
         say(&row(training.measure(step)?))?;
     }
-    let mut has_formed = training.history.last().is_some_and(|last| f64::from(last.induction) >= args.until);
-    while step < args.steps.get() && !has_formed {
+    let has_formed =
+        |history: &[Measurement]| history.last().is_some_and(|last| f64::from(last.induction) >= args.until);
+    while step < args.steps.get() && !has_formed(&training.history) {
         training.step(step)?;
         step += 1;
         bar.set_position(step as u64);
         if step.is_multiple_of(args.save_every.get()) || step == args.steps.get() {
-            let measured = training.measure(step)?;
-            has_formed = f64::from(measured.induction) >= args.until;
-            say(&row(measured))?;
+            say(&row(training.measure(step)?))?;
             training.save(&checkpoint(args), true)?;
         }
     }
     bar.finish_and_clear();
-    let end = if has_formed { "an induction head has formed" } else { "no induction head has formed yet" };
+    let end =
+        if has_formed(&training.history) { "an induction head has formed" } else { "no induction head has formed yet" };
     common::print(&format!("{end} after {step} steps\n"))
 }
 
 fn row(measured: &Measurement) -> String {
     let Measurement { step, loss, copied, induction } = measured;
     format!("{step:>5} {loss:>6.3} {:>5.1} %  {induction:.2}\n", 100.0 * copied)
-}
-
-/// The last layer's weights over a sentence.
-fn heat_map(training: &Training, tokenizer: &SimpleTokenizer, when: &str) -> Result<HeatMap> {
-    let encoding = tokenizer.encode_batch(&[SENTENCE]).map_err(Error::wrap)?;
-    let weights = training.model.attention_weights(&encoding.ids_tensor(&Device::Cpu)?)?;
-    HeatMap::new(&weights)?.with_tokens(&encoding.tokens()[0]).map(|map| map.with_title(format!("Second layer {when}")))
 }
 
 /// Draws the pictures, and says what is where.

@@ -22,7 +22,7 @@ const HISTORY: &str = "history";
 
 pub struct Training {
     pub model: AttentionOnly,
-    variables: HashMap<String, Var>,
+    variables: VarMap,
     optimizer: AdamW,
     measured: Batch,
     seed: u64,
@@ -50,12 +50,10 @@ impl Training {
         AttentionOnly::new(cfg, drawn.clone())?;
         let variables = VarMap::new();
         let model = AttentionOnly::new(cfg, VarBuilder::from_varmap(&variables, DType::F32, &DEVICE))?;
-        let variables = variables.data().lock().map_err(|_| Error::msg("the variables are lost"))?.clone();
-        for (name, variable) in &variables {
-            variable.set(&drawn.get_unchecked(name)?)?;
+        for (name, variable) in named(&variables)? {
+            variable.set(&drawn.get_unchecked(&name)?)?;
         }
-        let optimizer =
-            AdamW::new(variables.values().cloned().collect(), ParamsAdamW { lr: 0.0, ..Default::default() })?;
+        let optimizer = AdamW::new(variables.all_vars(), ParamsAdamW { lr: 0.0, ..Default::default() })?;
         let measured = Batch::draw(BATCH, seed, MEASURED)?;
         Ok(Self { model, variables, optimizer, measured, seed, warmth: 0, history: Vec::new() })
     }
@@ -65,21 +63,13 @@ impl Training {
         if !file.is_file() {
             bail!("--resume: there is no {}; run without --resume first", file.display())
         }
-        let mut tensors = safetensors::load(file, &DEVICE)?;
-        let Some(history) = tensors.remove(HISTORY) else {
+        let Some(history) = safetensors::load(file, &DEVICE)?.remove(HISTORY) else {
             bail!("--resume: {} is no checkpoint of this program: it has no {HISTORY:?}", file.display())
         };
-        for (name, variable) in &self.variables {
-            let Some(value) = tensors.get(name) else {
-                bail!("--resume: {} has no {name:?}, which the model has", file.display())
-            };
-            variable.set(value)?;
-        }
-        let row = |row: Vec<f32>| match *row {
-            [step, loss, copied, induction] => Ok(Measurement { step: step as usize, loss, copied, induction }),
-            _ => bail!("--resume: {} has a history of another form", file.display()),
-        };
-        self.history = history.to_vec2()?.into_iter().map(row).collect::<Result<_>>()?;
+        self.variables.load(file)?;
+        let row =
+            |row: Vec<f32>| Measurement { step: row[0] as usize, loss: row[1], copied: row[2], induction: row[3] };
+        self.history = history.reshape(((), 4))?.to_vec2()?.into_iter().map(row).collect();
         Ok(())
     }
 
@@ -117,8 +107,9 @@ impl Training {
     /// The parameters, and with `history` what [`resume`](Self::resume) needs. A run that is killed meanwhile leaves
     /// the file as it was.
     pub fn save(&self, file: &Path, history: bool) -> Result<()> {
-        let named = self.variables.iter().map(|(name, variable)| (name.clone(), variable.as_detached_tensor()));
-        let mut tensors: HashMap<_, _> = named.collect();
+        let parameters =
+            named(&self.variables)?.into_iter().map(|(name, variable)| (name, variable.as_detached_tensor()));
+        let mut tensors: HashMap<_, _> = parameters.collect();
         if history {
             let rows = self.history.iter().flat_map(|m| [m.step as f32, m.loss, m.copied, m.induction]);
             tensors.insert(HISTORY.into(), Tensor::from_iter(rows, &DEVICE)?.reshape(((), 4))?);
@@ -128,6 +119,10 @@ impl Training {
         std::fs::rename(&unfinished, file)?;
         Ok(())
     }
+}
+
+fn named(variables: &VarMap) -> Result<HashMap<String, Var>> {
+    Ok(variables.data().lock().map_err(|_| Error::msg("the variables are lost"))?.clone())
 }
 
 pub fn checkpoint(args: &Args) -> PathBuf {

@@ -17,15 +17,12 @@ mod texts;
 use std::process::ExitCode;
 
 use candle_core::{DType, Module, Result, Tensor, bail};
-use candle_nn::{Linear, VarBuilder, linear};
+use candle_nn::{Sequential, VarBuilder, linear, seq};
 use clap::Parser;
 
-use common::page::PageArgs;
-use common::{Files, ModelArgs, with_bar};
+use common::{EXAMPLE, Files, ModelArgs, with_bar};
 use model::Encoder;
 use texts::{TOKENIZER, TextArgs, max_tokens, shown, tokenizer, write_page};
-
-const EXAMPLE: &str = "rerank";
 
 /// Orders passages by how well they answer a question, by the score that a cross-encoder gives each pair.
 #[derive(Debug, Parser)]
@@ -44,10 +41,6 @@ struct Args {
     /// How many of the best are shown; all unless given
     #[arg(long, value_name = "N")]
     top: Option<usize>,
-
-    /// Of the question and the best passage
-    #[command(flatten)]
-    page: PageArgs,
 }
 
 fn main() -> ExitCode {
@@ -55,12 +48,12 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<String> {
-    let passages = args.passages.read(EXAMPLE)?;
-    let Files { folder, config, vb } = args.model.open(EXAMPLE, &[TOKENIZER])?;
+    let passages = args.passages.read()?;
+    let Files { folder, config, vb } = args.model.open(&[TOKENIZER])?;
     let model = with_bar("loading", "blocks", |loaded| Encoder::load(&config, vb.clone(), loaded))?;
     let (layers, width) = (model.blocks.len(), model.blocks.width);
-    let head = Head::load(width, &vb)?;
-    let most = max_tokens(EXAMPLE, &folder, model.max_tokens)?;
+    let head = head(width, &vb)?;
+    let most = max_tokens(&folder, model.max_tokens)?;
     let tokenizer = tokenizer(&folder, most)?;
     let (mut scores, mut cut) = (Vec::with_capacity(passages.len()), 0);
     with_bar("reading", "passages", |done| {
@@ -72,7 +65,8 @@ fn run(args: &Args) -> Result<String> {
             let hidden = model.through_blocks(&ids, &segments, |attention, input| attention.forward(input))?;
             let starts = ids.iter().scan(0, |next, ids| Some(std::mem::replace(next, *next + ids.len() as u32)));
             let starts = Tensor::from_iter(starts, hidden.device())?;
-            scores.extend(head.scores(&hidden.index_select(&starts, 0)?)?);
+            let own = head.forward(&hidden.index_select(&starts, 0)?)?.squeeze(1)?;
+            scores.extend(own.to_dtype(DType::F32)?.to_vec1::<f32>()?);
             cut += pairs.iter().filter(|pair| pair.num_truncated > 0).count();
             done(scores.len(), passages.len());
         }
@@ -81,7 +75,7 @@ fn run(args: &Args) -> Result<String> {
 
     let mut order: Vec<usize> = (0..passages.len()).collect();
     order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));
-    if let (Some(path), Some(&best)) = (&args.page.page, order.first()) {
+    if let (Some(path), Some(&best)) = (&args.model.page, order.first()) {
         let pair = tokenizer.encode_pair(&args.question, &passages[best])?;
         write_page(&model, &tokenizer, &args.question, &pair.ids, &pair.type_ids, path)?;
     }
@@ -99,46 +93,28 @@ fn run(args: &Args) -> Result<String> {
     Ok(text)
 }
 
-/// `out(activation(dense(x)))`, by the names of each family.
-struct Head {
-    dense: Linear,
-    /// DistilBERT's has no negative numbers, the others have a tangent.
-    is_relu: bool,
-    out: Linear,
-}
-
-/// Dense and output layers: of RoBERTa and MPNet, of DistilBERT, of BERT.
-const NAMES: [[&str; 2]; 4] = [
+/// The dense and the last layer of a head: of RoBERTa and MPNet, of DistilBERT, of BERT.
+const HEADS: [[&str; 2]; 4] = [
     ["classifier.dense", "classifier.out_proj"],
     ["pre_classifier", "classifier"],
     ["bert.pooler.dense", "classifier"],
     ["pooler.dense", "classifier"],
 ];
 
-impl Head {
-    /// From a builder at the checkpoint's root, for hidden states of this width.
-    ///
-    /// # Errors
-    /// For a checkpoint without a head, or with one of several classes.
-    fn load(width: usize, vb: &VarBuilder) -> Result<Self> {
-        let weight = |name: &str| format!("{name}.weight");
-        let found = NAMES.iter().find(|names| names.iter().all(|name| vb.contains_tensor(&weight(name))));
-        let Some([dense, out]) = found else {
-            bail!(
-                "[rerank] no head in the checkpoint, looked for {}",
-                NAMES.map(|names| names.join(" with ")).join(", ")
-            )
-        };
-        let Ok(out_layer) = linear(width, 1, vb.pp(out)) else {
-            bail!("[rerank] {out} gives no single score: the checkpoint is of another kind, expected one label")
-        };
-        Ok(Self { dense: linear(width, width, vb.pp(dense))?, is_relu: *dense == "pre_classifier", out: out_layer })
-    }
-
-    /// A score for each row of hidden states (N, E).
-    fn scores(&self, hidden: &Tensor) -> Result<Vec<f32>> {
-        let xs = self.dense.forward(hidden)?;
-        let xs = if self.is_relu { xs.relu()? } else { xs.tanh()? };
-        self.out.forward(&xs)?.squeeze(1)?.to_dtype(DType::F32)?.to_vec1()
-    }
+/// Hidden states (N, E) to scores (N, 1), from a builder at the checkpoint's root.
+///
+/// # Errors
+/// For a checkpoint without a head, or with one of several classes.
+fn head(width: usize, vb: &VarBuilder) -> Result<Sequential> {
+    let has = |name: &&str| vb.contains_tensor(&format!("{name}.weight"));
+    let Some([dense, last]) = HEADS.into_iter().find(|names| names.iter().all(has)) else {
+        let names = HEADS.map(|names| names.join(" with ")).join(", ");
+        bail!("[{EXAMPLE}] no head in the checkpoint, looked for {names}")
+    };
+    let Ok(score) = linear(width, 1, vb.pp(last)) else {
+        bail!("[{EXAMPLE}] {last} gives no single score: the checkpoint is of another kind, expected one label")
+    };
+    // DistilBERT's has no negative numbers, the others have a tangent.
+    let activation = if dense == "pre_classifier" { Tensor::relu } else { Tensor::tanh };
+    Ok(seq().add(linear(width, width, vb.pp(dense))?).add_fn(activation).add(score))
 }

@@ -21,11 +21,10 @@ use std::process::ExitCode;
 use candle_core::{Error, Result, Tensor, bail};
 use clap::Parser;
 
-use common::page::PageArgs;
-use common::{Files, ModelArgs, fetch, with_bar};
+use common::{EXAMPLE, Files, ModelArgs, with_bar};
 use embed::{Embedder, Embeddings};
 use model::Encoder;
-use recipe::{EXAMPLE, Pooling, Recipe};
+use recipe::{FILES, Pooling, Recipe};
 use texts::{TextArgs, shown, tokenizer, write_page};
 
 /// More sentences than this make a list of nearest ones, since a table of all pairs would not fit a screen.
@@ -47,10 +46,6 @@ struct Args {
     /// Writes the embeddings (N, E) in f32, in the order of the sentences, which stand in the metadata as a JSON list
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-
-    /// Of the first sentence
-    #[command(flatten)]
-    page: PageArgs,
 }
 
 fn main() -> ExitCode {
@@ -58,15 +53,8 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<String> {
-    let sentences = args.sentences.read(EXAMPLE)?;
-    let Files { mut folder, config, vb } = args.model.open(EXAMPLE, &recipe::FILES)?;
-    if let Some(id) = &args.model.model_id {
-        // The files that modules.json names, of the same commit.
-        let (id, commit) = (id.split('@').next().unwrap_or(id), folder.file_name().unwrap_or_default());
-        let files = recipe::module_files(&folder)?;
-        let files: Vec<_> = files.iter().map(String::as_str).collect();
-        folder = fetch(EXAMPLE, &format!("{id}@{}", commit.display()), &files)?;
-    }
+    let sentences = args.sentences.read()?;
+    let Files { folder, config, vb } = args.model.open(&FILES)?;
     let model = with_bar("loading", "blocks", |loaded| Encoder::load(&config, vb, loaded))?;
     let recipe = Recipe::read(&folder, model.max_tokens)?;
     let tokenizer = tokenizer(&folder, recipe.max_tokens)?;
@@ -77,10 +65,9 @@ fn run(args: &Args) -> Result<String> {
     if let Some(path) = &args.out {
         write_vectors(&vectors, &sentences, path)?;
     }
-
-    if let Some(path) = &args.page.page {
-        let encodings = embed::tokens(&sentences[..1], 0, &tokenizer, &recipe)?;
-        write_page(&model, &tokenizer, &sentences[0], &encodings[0].ids, &[], path)?;
+    if let Some(path) = &args.model.page {
+        let ids = recipe.encode(&tokenizer, &sentences[0])?.ids;
+        write_page(&model, &tokenizer, &sentences[0], &ids, &[], path)?;
     }
 
     let (layers, width) = (model.blocks.len(), model.blocks.width);

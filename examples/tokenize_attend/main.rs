@@ -25,7 +25,6 @@ use candle_core::{Error, Result, bail};
 use clap::Parser;
 
 use common::ModelArgs;
-use common::page::PageArgs;
 use report::Report;
 use source::Source;
 
@@ -62,10 +61,6 @@ struct Args {
     /// Draw the weights of each head: FILE.svg or FILE.png, for one text (needs `--features plot`)
     #[arg(long, value_name = "FILE")]
     pub plot: Option<PathBuf>,
-
-    /// Of one text
-    #[command(flatten)]
-    pub page: PageArgs,
 }
 
 fn main() -> ExitCode {
@@ -101,7 +96,7 @@ fn run(args: &Args) -> Result<String> {
 
     let report = Report { source, batch, hidden, output, times };
     let text = match &args.texts[..] {
-        [_, _, ..] if args.plot.is_some() || args.page.page.is_some() => {
+        [_, _, ..] if args.plot.is_some() || args.model.page.is_some() => {
             bail!("[tokenize_attend] --plot and --page show one text, found several")
         }
         texts => &texts[0],
@@ -109,7 +104,7 @@ fn run(args: &Args) -> Result<String> {
     if let Some(file) = &args.plot {
         report.heat_map(0)?.with_title(text).save(file, Heads::All)?;
     }
-    if let Some(file) = &args.page.page {
+    if let Some(file) = &args.model.page {
         report.write_page(text, file)?;
     }
     report.to_text()

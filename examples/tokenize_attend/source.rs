@@ -70,15 +70,16 @@ impl Source {
     fn folder(args: &Args, device: &Device) -> Result<Self> {
         let (mut model, models) = (args.model.clone(), Path::new(env!("CARGO_MANIFEST_DIR")).join("models"));
         model.model = model.model.map(|model| if model.is_dir() { model } else { models.join(model) });
-        let Files { folder, config, vb } = model.open("tokenize_attend", &[])?;
+        let Files { folder, config, vb } = model.open(&[])?;
         if config.get("layout").is_some() {
             return Self::exported(args, &folder.join("model.safetensors"), Some(config), device);
         }
         let mut n = args.layer.unwrap_or(0);
         let (layer, input): (_, Input) = if let Ok(cfg) = from_value::<AttentionOnlyConfig>(config.clone()) {
             let model = AttentionOnly::new(&cfg, vb)?;
-            n = args.layer.unwrap_or(model.blocks.len() - 1);
-            (model.attention(n).cloned(), Box::new(move |ids, _| model.attention_input(ids, n)))
+            n = args.layer.unwrap_or(model.blocks.len().saturating_sub(1));
+            let layer = model.blocks.get(n).map(|block| block.attention.clone());
+            (layer, Box::new(move |ids, _| model.attention_input(ids, n)))
         } else if Encoder::is_one(&config) {
             let model = Encoder::load(&config, vb, |_, _| {})?;
             (model.blocks.attention(n).cloned(), Box::new(move |ids, padding| model.attention_input(ids, padding, n)))
