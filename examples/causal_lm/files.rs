@@ -80,6 +80,6 @@ impl Files {
             Some(files) => Some(unsafe { ShardedSafeTensors::var_builder(&files, dtype, device)? }),
             None => None,
         };
-        Ok(weights.shared(Share { vb, processes }))
+        Ok(Weights { share: Some(Share { vb, processes }), ..weights })
     }
 }

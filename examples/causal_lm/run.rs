@@ -93,17 +93,11 @@ fn answer(
         }
         Ok(())
     })?;
-    match tokenizer {
-        Some(_) if streamed.is_some() => writeln!(out)?,
-        Some(tokenizer) => {
-            for ((text, prompt), made) in args.prompt.iter().zip(prompts).zip(&made) {
-                writeln!(out, "{text}{}", continuation(tokenizer, prompt, made)?)?;
-            }
-        }
-        None => {
-            for made in &made {
-                writeln!(out, "{}", made.iter().map(u32::to_string).collect::<Vec<_>>().join(","))?;
-            }
+    for (i, made) in made.iter().enumerate() {
+        match tokenizer {
+            Some(_) if streamed.is_some() => writeln!(out)?,
+            Some(tokenizer) => writeln!(out, "{}{}", args.prompt[i], continuation(tokenizer, &prompts[i], made)?)?,
+            None => writeln!(out, "{}", made.iter().map(u32::to_string).collect::<Vec<_>>().join(","))?,
         }
     }
     let held: usize = caches.iter().map(Cache::memory).sum();
@@ -125,7 +119,7 @@ fn write_page(model: &CausalLm, prompt: &[u32], tokenizer: Option<&SimpleTokeniz
         Some(tokenizer) => texts(tokenizer, prompt),
         None => prompt.iter().map(u32::to_string).collect(),
     };
-    let (layers, shape) = (model.blocks.attentions().count(), model.blocks.layers_and_heads());
+    let (layers, shape) = (model.blocks.len(), model.blocks.layers_and_heads());
     let linear = layers - shape[0];
     if linear > 0 {
         eprintln!(
@@ -133,14 +127,9 @@ fn write_page(model: &CausalLm, prompt: &[u32], tokenizer: Option<&SimpleTokeniz
         );
     }
     let mut page = PageOfLayers::new(&tokens.concat(), &tokens, &tokens, shape)?;
-    let mut caches = model.caches(|config| config)?;
-    let xs = model.embed(
-        &Tensor::new(prompt, model.device())?.unsqueeze(0)?,
-        &(0..prompt.len()).collect::<Vec<_>>(),
-        prompt.len(),
-    )?;
+    let positions: Vec<_> = (0..prompt.len()).collect();
+    let xs = model.embed(&Tensor::new(prompt, model.device())?.unsqueeze(0)?, &positions, prompt.len())?;
     model.through_blocks(xs, |layer, attention, input| {
-        let input = input.with_cache(&mut caches[layer])?;
         if attention.is_linear() {
             return attention.forward(input);
         }

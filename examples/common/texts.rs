@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
-use candle_attention::text::SimpleTokenizer;
+use candle_attention::text::{Encoding, SimpleTokenizer};
 use candle_core::{Result, bail};
 use clap::Args;
 
@@ -63,19 +63,17 @@ pub fn tokenizer(folder: &Path, max_tokens: Option<usize>) -> Result<SimpleToken
     })
 }
 
-/// Runs the model over the tokens of one input, whose `segments` are empty if it is one text, and writes a page of what
-/// every layer attends to.
+/// Runs the model over one input and writes a page of what every layer attends to.
 pub fn write_page(
     model: &Encoder,
     tokenizer: &SimpleTokenizer,
     title: &str,
-    ids: &[u32],
-    segments: &[u32],
+    input: &Encoding,
     path: &Path,
 ) -> Result<()> {
-    let tokens = page::texts(tokenizer, ids);
+    let tokens = page::texts(tokenizer, &input.ids);
     let mut page = PageOfLayers::new(title, &tokens, &tokens, model.blocks.layers_and_heads())?;
-    model.through_blocks(&[ids], segments, |attention, input| {
+    model.through_blocks(&[&input.ids], &input.type_ids, |attention, input| {
         page.attend("", |wanted| attention.forward_with_statistics(input, wanted))
     })?;
     page.write(path)

@@ -6,7 +6,7 @@
 mod blocks;
 
 use candle_attention::{PackedLinear, StatisticsOptions};
-use candle_core::{DType, Device, Module, Result, Tensor, bail};
+use candle_core::{Context, DType, Device, Module, Result, Tensor, bail};
 use candle_nn::VarBuilder;
 use serde_json::Value;
 
@@ -139,9 +139,7 @@ impl Encoder {
             weights = statistics.weights;
             Ok(output)
         })?;
-        let Some(weights) = weights else {
-            bail!("[encoder] there is no layer {}, the model has {}", layer + 1, self.blocks.len())
-        };
+        let weights = weights.with_context(|| format!("[encoder] there is no layer {layer}"))?;
         let attention = weights.reshape(((), grid.rows, grid.columns))?.to_dtype(DType::F32)?;
         Ok(Output { embedding, attention })
     }

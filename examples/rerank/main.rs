@@ -77,7 +77,7 @@ fn run(args: &Args) -> Result<String> {
     order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));
     if let (Some(path), Some(&best)) = (&args.model.page, order.first()) {
         let pair = tokenizer.encode_pair(&args.question, &passages[best])?;
-        write_page(&model, &tokenizer, &args.question, &pair.ids, &pair.type_ids, path)?;
+        write_page(&model, &tokenizer, &args.question, &pair, path)?;
     }
     let cut = most.map_or(String::new(), |most| format!(", {cut} cut at {most} tokens"));
     let model_type = config["model_type"].as_str().unwrap_or_default();

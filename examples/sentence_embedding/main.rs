@@ -66,8 +66,7 @@ fn run(args: &Args) -> Result<String> {
         write_vectors(&vectors, &sentences, path)?;
     }
     if let Some(path) = &args.model.page {
-        let ids = recipe.encode(&tokenizer, &sentences[0])?.ids;
-        write_page(&model, &tokenizer, &sentences[0], &ids, &[], path)?;
+        write_page(&model, &tokenizer, &sentences[0], &recipe.encode(&tokenizer, &sentences[0])?, path)?;
     }
 
     let (layers, width) = (model.blocks.len(), model.blocks.width);

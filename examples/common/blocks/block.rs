@@ -8,9 +8,8 @@ use candle_nn::{Activation, VarBuilder, ops, seq};
 use serde_json::Value;
 
 use super::attention::{Attention, Input};
-use super::experts::{Experts, MODULES};
 use super::family::{Family, GATED_MLPS, MlpKind, NormKind, PLAIN_MLPS, PRE_NORMS, size};
-use super::mlp::Mlp;
+use super::mlp::{Experts, MODULES, Mlp, ROUTERS};
 use super::weights::{INPUTS, OUTPUTS, Others, Weights};
 
 /// That of the family, with gradients.
@@ -85,17 +84,16 @@ impl<'a> Loader<'a> {
             let name = at.first(names).or(names.first().copied());
             name.map(|name| self.norm_at(&at, name)).transpose()
         };
-        let Family { norms, behind_residuals, first_attention_norm, parallel, .. } = self.family;
-        let norms = if attention.is_linear() { PRE_NORMS } else { norms };
+        let family = self.family;
+        let norms = if attention.is_linear() { PRE_NORMS } else { family.norms };
         Ok(Block {
-            before_attention: if layer == 0 && !first_attention_norm { None } else { norm(norms[0])? },
+            family,
+            before_attention: if layer == 0 && !family.first_attention_norm { None } else { norm(norms[0])? },
             attention,
             after_attention: norm(norms[1])?,
             before_mlp: norm(norms[2])?,
-            mlp: self.mlp(layer, &at)?,
+            mlp: self.mlp(&at)?,
             after_mlp: norm(norms[3])?,
-            behind_residuals,
-            parallel,
             residual_scale: self.json["residual_multiplier"].as_f64().unwrap_or(1.0),
             others: self.weights.processes(),
         })
@@ -119,7 +117,7 @@ impl<'a> Loader<'a> {
         })
     }
 
-    fn mlp(&self, layer: usize, at: &Weights) -> Result<FeedForward> {
+    fn mlp(&self, at: &Weights) -> Result<FeedForward> {
         let linear = |name: &str, divided| {
             if self.family.needs_biases && !at.contains_tensor(&format!("{name}.bias")) {
                 bail!("[{}] {}.{name}.bias is missing, expected a bias of the MLP", self.model, at.prefix())
@@ -130,8 +128,9 @@ impl<'a> Loader<'a> {
             }
         };
         let mlp = match &self.family.mlp {
-            MlpKind::Experts(mixture) if mixture.is_in(self.json, layer) => {
-                let experts = Experts::read(mixture, self.json, at, self.activation()?)?;
+            MlpKind::Experts(mixture) if at.below(MODULES, ROUTERS).first(ROUTERS).is_some() => {
+                let weights = at.below(MODULES, ROUTERS);
+                let experts = Experts::read(mixture, self.json, &weights, self.activation()?)?;
                 return Ok(Box::new(move |xs, residual| experts.forward(xs, residual)));
             }
             MlpKind::Experts(_) | MlpKind::Gated => {
@@ -167,14 +166,13 @@ impl<'a> Loader<'a> {
 }
 
 pub struct Block {
+    family: Family,
     pub before_attention: Option<Norm>,
     pub attention: Attention,
     after_attention: Option<Norm>,
     before_mlp: Option<Norm>,
     mlp: FeedForward,
     after_mlp: Option<Norm>,
-    behind_residuals: bool,
-    parallel: bool,
     residual_scale: f64,
     others: Others,
 }
@@ -187,7 +185,7 @@ impl Block {
         let sum = self.add(xs, &self.after_attention, |residual| {
             attend(&self.attention, self.attention.input(&normed, residual, &over_processes))
         })?;
-        let mlp_input = match (&self.before_mlp, self.parallel) {
+        let mlp_input = match (&self.before_mlp, self.family.parallel) {
             (None, true) => normed,
             (norm, true) => optional(norm, xs)?,
             (norm, false) => optional(norm, &sum)?,
@@ -202,7 +200,7 @@ impl Block {
         norm: &Option<Norm>,
         branch: impl FnOnce(Option<&Tensor>) -> Result<Tensor>,
     ) -> Result<Tensor> {
-        if self.residual_scale == 1.0 && (norm.is_none() || self.behind_residuals) {
+        if self.residual_scale == 1.0 && (norm.is_none() || self.family.behind_residuals) {
             // In the sum over several processes it counts once.
             let is_first = self.others.as_ref().is_none_or(|others| others.shard().rank() == 0);
             return optional(norm, &self.sum(branch(is_first.then_some(xs))?)?);

@@ -3,7 +3,7 @@
 use candle_core::{Result, bail};
 use serde_json::Value;
 
-use super::experts::Mixture;
+use super::mlp::Mixture;
 
 /// The norms of a block: before and after attention, before and after the MLP; "after" is before the residual. Each by
 /// the names that a checkpoint may have for it; a block without the norm has none.
@@ -105,10 +105,9 @@ const GPT_NEOX: Family = Family { norm: Layer(1e-5), mlp: Plain, activation: "ge
 /// BLOOM, Falcon and StarCoder2.
 const BLOOM: Family = Family { activation: "gelu_pytorch_tanh", ..GPT_NEOX };
 
-const MIXTRAL: Mixture = Mixture { normalizes: true, scale: 1.0, dense_layers: 0 };
+const MIXTRAL: Mixture = Mixture { normalizes: true, scale: 1.0 };
 const DEEPSEEK_V2: Mixture = Mixture { normalizes: false, ..MIXTRAL };
-const DEEPSEEK_V3: Mixture = Mixture { normalizes: true, scale: 2.5, dense_layers: 3 };
-const KIMI_LINEAR: Mixture = Mixture { dense_layers: 1, ..DEEPSEEK_V3 };
+const DEEPSEEK_V3: Mixture = Mixture { scale: 2.5, ..MIXTRAL };
 
 impl Family {
     /// The family of a `config.json`.
@@ -128,7 +127,7 @@ impl Family {
             }
             "olmo2" => Self { norms: POST_NORMS, norm: Rms(1e-5), ..LLAMA },
             "olmo_hybrid" => Self { norms: POST_NORMS, ..LLAMA },
-            "kimi_linear" => Self { mlp: Experts(KIMI_LINEAR), norm: Rms(1e-5), ..LLAMA },
+            "kimi_linear" => Self { mlp: Experts(DEEPSEEK_V3), norm: Rms(1e-5), ..LLAMA },
             "qwen3_next" | "qwen3_5_moe_text" => Self { mlp: Experts(MIXTRAL), norm: RmsPlusOne(1e-6), ..LLAMA },
             "qwen3_5_text" => Self { norm: RmsPlusOne(1e-6), ..LLAMA },
             "cohere" | "cohere2" => {

@@ -31,7 +31,7 @@ impl Gguf {
 
     pub fn weights(&self, dtype: DType) -> Result<Weights<'_>> {
         let vb = gguf::var_builder(self.content.clone(), self.reader()?, dtype, &self.device);
-        Ok(Weights::from(vb).of_gguf(self))
+        Ok(Weights { vb, gguf: Some(self), share: None })
     }
 
     /// A layer's attention, or some heads of it.

@@ -7,7 +7,6 @@
 
 pub mod attention;
 mod block;
-mod experts;
 pub mod family;
 pub mod gguf;
 mod gpt_oss;

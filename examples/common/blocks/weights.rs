@@ -31,7 +31,7 @@ pub type Others = Option<Rc<dyn Processes>>;
 /// A builder, and what is read instead: from a GGUF file, in the types that it has, and by one of several processes.
 #[derive(Clone)]
 pub struct Weights<'a> {
-    vb: VarBuilder<'a>,
+    pub vb: VarBuilder<'a>,
     pub gguf: Option<&'a Gguf>,
     pub share: Option<Share>,
 }
@@ -90,16 +90,6 @@ impl<'a> Deref for Weights<'a> {
 }
 
 impl<'a> Weights<'a> {
-    /// The same, of which this process reads a share only.
-    pub fn shared(self, share: Share) -> Self {
-        Self { share: Some(share), ..self }
-    }
-
-    /// The same, where the builder has llama.cpp's names.
-    pub fn of_gguf(self, gguf: &'a Gguf) -> Self {
-        Self { gguf: Some(gguf), ..self }
-    }
-
     /// What is below a name, which may be none.
     pub fn pp(&self, name: impl ToString) -> Self {
         let name = name.to_string();
