@@ -64,22 +64,22 @@ impl Files {
 
     /// What a model is loaded from; `processes` read their shares.
     pub fn weights(&self, dtype: DType, device: &Device, processes: Option<Rc<dyn Processes>>) -> Result<Weights<'_>> {
-        let (weights, files) = match self {
+        let processes = processes.filter(|processes| processes.shard().world_size() > 1);
+        let (weights, vb) = match self {
             Self::Folder(folder) => {
                 let checkpoint = Checkpoint::open(folder)?;
-                (Weights::from(checkpoint.var_builder(dtype, device)?), Some(checkpoint.safetensors().to_vec()))
+                let vb = match (&processes, checkpoint.safetensors()) {
+                    (None, _) => None,
+                    (Some(_), []) => {
+                        bail!("[causal_lm] the checkpoint has no safetensors, which processes read parts of")
+                    }
+                    // SAFETY: like every program that maps a checkpoint, this one counts on nobody writing to it.
+                    (Some(_), files) => Some(unsafe { ShardedSafeTensors::var_builder(files, dtype, device)? }),
+                };
+                (checkpoint.var_builder(dtype, device)?.into(), vb)
             }
             Self::Gguf(gguf) => (gguf.weights(dtype)?, None),
         };
-        let Some(processes) = processes else { return Ok(weights) };
-        let vb = match files {
-            Some(files) if files.is_empty() => {
-                bail!("[causal_lm] the checkpoint has no safetensors, which processes read parts of")
-            }
-            // SAFETY: like every program that maps a checkpoint, this one counts on nobody writing to it.
-            Some(files) => Some(unsafe { ShardedSafeTensors::var_builder(&files, dtype, device)? }),
-            None => None,
-        };
-        Ok(Weights { share: Some(Share { vb, processes }), ..weights })
+        Ok(Weights { share: processes.map(|processes| Share { vb, processes }), ..weights })
     }
 }

@@ -9,7 +9,6 @@ mod args;
 #[path = "../common/mod.rs"]
 mod common;
 mod files;
-mod generate;
 mod model;
 mod run;
 

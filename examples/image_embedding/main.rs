@@ -85,7 +85,7 @@ fn run(args: &Args) -> Result<String> {
         Some(head) => bail!("[{EXAMPLE}] there is no head {head}, expected 1 to {heads}"),
     };
     if let Some(path) = &args.attention {
-        seen.with_heat(&weights)?.save(path)?;
+        std::fs::write(path, seen.with_heat(&weights)?.to_png()?)?;
     }
     let weights = weights.flatten_all()?.to_vec1::<f32>()?;
     if let Some(path) = &args.out {

@@ -16,16 +16,13 @@ use blocks::family::{Family, LAYERS, LLAMA, MlpKind, NormKind, required};
 use blocks::weights::Weights;
 use blocks::{Blocks, Loader, Norm, optional};
 
-/// The names that architectures have for the model below a head and for its parts. A checkpoint has one of each, or
-/// does without.
+/// The names that architectures have for the model below a head and for its parts. A checkpoint has one of each.
 const BASES: &[&str] = &["vit", "dinov2", "vision_model"];
 const CLASSES: [&str; 2] = ["embeddings.cls_token", "embeddings.class_embedding"];
 const PATCHES: &[&str] = &["embeddings.patch_embeddings.projection", "embeddings.patch_embedding"];
 const POSITIONS: [&str; 2] = ["embeddings.position_embeddings", "embeddings.position_embedding.weight"];
-const FIRST_NORMS: &[&str] = &["pre_layrnorm"];
 const BLOCKS: &[&str] = &["encoder.layer", "encoder.layers"];
 const LAST_NORMS: &[&str] = &["layernorm", "post_layernorm"];
-const PROJECTIONS: &[&str] = &["visual_projection"];
 
 const VIT: Family = Family {
     norms: [&["layernorm_before"], &[], &["layernorm_after"], &[]],
@@ -95,7 +92,7 @@ impl Encoder {
         let (weight, bias) = (patches.get_unchecked("weight")?, patches.contains_tensor("bias"));
         let (width, side) = (weight.dim(0)?, weight.dim(3)?);
         let bias = bias.then(|| patches.get(width, "bias")).transpose()?;
-        let projection = weights.first(PROJECTIONS).map(|name| weights.pp(name).linear(None));
+        let projection = weights.first(&["visual_projection"]).map(|name| weights.pp(name).linear(None));
         let mut loader = Loader::new("encoder", family, config, weights, width);
         let layers = required(config, LAYERS).unwrap_or(12);
         let blocks = Blocks::load(&mut loader, layers, &inner, BLOCKS, loaded)?;
@@ -105,7 +102,7 @@ impl Encoder {
             class: tensor(CLASSES)?.reshape((1, width))?,
             positions: tensor(POSITIONS)?.reshape(((), width))?,
             interpolates: json["model_type"] == "dinov2",
-            first_norm: loader.norm(&inner, FIRST_NORMS)?,
+            first_norm: loader.norm(&inner, &["pre_layrnorm"])?,
             last_norm: loader.norm_at(&inner, inner.named(LAST_NORMS)?)?,
             blocks,
             projection: projection.transpose()?,

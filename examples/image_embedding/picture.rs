@@ -43,10 +43,6 @@ impl Picture {
         Ok(Size { rows, columns })
     }
 
-    pub fn save(&self, path: &Path) -> Result<()> {
-        std::fs::write(path, self.to_png()?).map_err(|error| wrong(path, error))
-    }
-
     /// As a PNG file.
     pub fn to_png(&self) -> Result<Vec<u8>> {
         let (Size { rows, columns }, mut file) = (self.size()?, Vec::new());

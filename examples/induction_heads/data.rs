@@ -25,9 +25,9 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// The same for the same seed and step, which is less than 2^32.
-    pub fn draw(size: usize, seed: u64, step: u64) -> Result<Self> {
-        let draws = TorchSeed::new((seed << 32) + step).rand((size, 1 + PERIODS[1]))?.to_vec2::<f32>()?;
+    /// The same for the same step.
+    pub fn draw(size: usize, step: u64) -> Result<Self> {
+        let draws = TorchSeed::new(step).rand((size, 1 + PERIODS[1]))?.to_vec2::<f32>()?;
         let below = |draw: f32, n: usize| (draw * n as f32) as usize;
         let mut batch = Self { tokens: Vec::new(), periods: Vec::new() };
         for row in draws {

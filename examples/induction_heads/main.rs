@@ -36,6 +36,8 @@ use train::{Measurement, Training, checkpoint};
 const SENTENCE: &str = "the cat sat on my red mat and the dog sat on my blue book and the cat sat on my red mat";
 const WIDTH: usize = 64;
 const HEADS: usize = 2;
+/// The share of its weight that the best head puts on tokens after a previous copy when training ends.
+const FORMED: f32 = 0.95;
 
 /// Trains a transformer of two attention layers on random sequences that repeat, until an induction head forms: a head
 /// that attends to the token after the previous copy of the present one.
@@ -54,17 +56,9 @@ struct Args {
     #[arg(long, value_name = "N", default_value = "3000")]
     pub steps: NonZeroUsize,
 
-    /// The share of its weight that the best head puts on tokens after a previous copy before training ends
-    #[arg(long, value_name = "SHARE", default_value_t = 0.95)]
-    pub until: f64,
-
     /// Steps between two checkpoints
     #[arg(long, value_name = "N", default_value = "50")]
     pub save_every: NonZeroUsize,
-
-    /// Of the first weights and of all sequences
-    #[arg(long, default_value_t = 0)]
-    pub seed: u64,
 
     /// Writes a page to look around in what every head attends to after training: FILE.html
     #[arg(long, value_name = "FILE")]
@@ -88,7 +82,7 @@ fn run(args: &Args) -> Result<()> {
         let map = HeatMap::new(&model.attention_weights(&ids)?)?.with_tokens(tokens)?;
         Ok::<_, Error>(map.with_title(format!("Second layer {when}")))
     };
-    let mut training = Training::new(&cfg, args.seed)?;
+    let mut training = Training::new(&cfg)?;
     let before = heat_map(&training.model, "before training")?;
     if args.resume {
         training.resume(&checkpoint(args))?;
@@ -121,8 +115,7 @@ fn train(training: &mut Training, args: &Args) -> Result<()> {
     if training.history.is_empty() {
         say(&row(training.measure(step)?))?;
     }
-    let has_formed =
-        |history: &[Measurement]| history.last().is_some_and(|last| f64::from(last.induction) >= args.until);
+    let has_formed = |history: &[Measurement]| history.last().is_some_and(|last| last.induction >= FORMED);
     while step < args.steps.get() && !has_formed(&training.history) {
         training.step(step)?;
         step += 1;

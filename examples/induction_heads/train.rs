@@ -25,7 +25,6 @@ pub struct Training {
     variables: VarMap,
     optimizer: AdamW,
     measured: Batch,
-    seed: u64,
     /// Steps since the optimiser began.
     warmth: usize,
     pub history: Vec<Measurement>,
@@ -45,8 +44,8 @@ pub struct Measurement {
 
 impl Training {
     /// With weights as PyTorch draws them.
-    pub fn new(cfg: &AttentionOnlyConfig, seed: u64) -> Result<Self> {
-        let drawn = TorchSeed::new(seed).var_builder(DType::F32, &DEVICE);
+    pub fn new(cfg: &AttentionOnlyConfig) -> Result<Self> {
+        let drawn = TorchSeed::new(0).var_builder(DType::F32, &DEVICE);
         AttentionOnly::new(cfg, drawn.clone())?;
         let variables = VarMap::new();
         let model = AttentionOnly::new(cfg, VarBuilder::from_varmap(&variables, DType::F32, &DEVICE))?;
@@ -54,8 +53,8 @@ impl Training {
             variable.set(&drawn.get_unchecked(&name)?)?;
         }
         let optimizer = AdamW::new(variables.all_vars(), ParamsAdamW { lr: 0.0, ..Default::default() })?;
-        let measured = Batch::draw(BATCH, seed, MEASURED)?;
-        Ok(Self { model, variables, optimizer, measured, seed, warmth: 0, history: Vec::new() })
+        let measured = Batch::draw(BATCH, MEASURED)?;
+        Ok(Self { model, variables, optimizer, measured, warmth: 0, history: Vec::new() })
     }
 
     /// Goes on where a checkpoint is; the moments of the optimiser begin anew.
@@ -81,7 +80,7 @@ impl Training {
     pub fn step(&mut self, step: usize) -> Result<()> {
         self.warmth += 1;
         self.optimizer.set_learning_rate(LEARNING_RATE * (self.warmth as f64 / WARM_UP as f64).min(1.0));
-        let batch = Batch::draw(BATCH, self.seed, step as u64)?;
+        let batch = Batch::draw(BATCH, step as u64)?;
         let (logits, next) = self.logits(&batch)?;
         self.optimizer.backward_step(&loss::cross_entropy(&logits, &next)?)
     }

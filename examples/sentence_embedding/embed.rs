@@ -1,11 +1,25 @@
-//! Sentences through the model in batches, and their hidden states to one vector each.
+//! Sentences through the model in batches, and their hidden states to one vector each, as the checkpoint's files of
+//! sentence-transformers say.
 
-use candle_attention::text::SimpleTokenizer;
-use candle_core::{DType, Result, Tensor};
+use std::path::Path;
+
+use candle_attention::text::{Encoding, SimpleTokenizer};
+use candle_core::{DType, Result, Tensor, bail};
 use rayon::prelude::*;
+use serde_json::Value;
 
+use crate::common::{EXAMPLE, read_json, read_optional};
 use crate::model::Encoder;
-use crate::recipe::{Pooling, Recipe};
+use crate::texts::{TOKENIZER, max_tokens};
+
+const MODULES: &str = "modules.json";
+const PROMPTS: &str = "config_sentence_transformers.json";
+/// The names that sentence-transformers has given the settings of its first module.
+const SETTINGS: [&str; 3] =
+    ["sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json"];
+/// All files of a checkpoint on the hub, none of which it needs. The pooling is the second of the modules.
+pub const FILES: [&str; 7] =
+    [MODULES, "1_Pooling/config.json", PROMPTS, TOKENIZER, SETTINGS[0], SETTINGS[1], SETTINGS[2]];
 
 /// What sentences have become.
 pub struct Embeddings {
@@ -66,4 +80,107 @@ pub fn normalized(vectors: &Tensor) -> Result<Tensor> {
     // The floor of PyTorch's `normalize`.
     let norms = vectors.sqr()?.sum_keepdim(1)?.sqrt()?.maximum(1e-12)?;
     vectors.broadcast_div(&norms)
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pooling {
+    /// The mean of the hidden states of all tokens.
+    Mean,
+    /// The hidden state of the first token.
+    Cls,
+}
+
+#[derive(Debug)]
+pub struct Recipe {
+    pub pooling: Pooling,
+    pub normalize: bool,
+    /// Where the two come from.
+    pub said_by: String,
+    /// The most tokens of a text; what is longer is cut.
+    pub max_tokens: Option<usize>,
+    pub lowercase: bool,
+    /// Stands in front of every text.
+    pub prompt: String,
+}
+
+impl Recipe {
+    /// `positions` is the most tokens that the model has positions for.
+    pub fn read(folder: &Path, positions: Option<usize>) -> Result<Self> {
+        let settings = SETTINGS.iter().map(|name| read_optional(&folder.join(name)));
+        let settings = settings.collect::<Result<Vec<_>>>()?.into_iter().find(|json| !json.is_null());
+        let settings = settings.unwrap_or(Value::Null);
+        let max_tokens = match &settings["max_seq_length"] {
+            Value::Null => max_tokens(folder, positions)?,
+            most => match most.as_u64() {
+                Some(most) if most > 0 => usize::try_from(most).ok(),
+                _ => bail!("[{EXAMPLE}] max_seq_length is {most}, expected a number of tokens"),
+            },
+        };
+        let (pooling, normalize, said_by) = steps(folder)?;
+        let lowercase = settings["do_lower_case"].as_bool().unwrap_or(false);
+        Ok(Self { pooling, normalize, said_by, max_tokens, lowercase, prompt: prompt(folder)? })
+    }
+
+    /// A sentence as tokens.
+    pub fn encode(&self, tokenizer: &SimpleTokenizer, sentence: &str) -> Result<Encoding> {
+        let text = format!("{}{sentence}", self.prompt);
+        let encoding = tokenizer.encode(&if self.lowercase { text.to_lowercase() } else { text })?;
+        if encoding.ids.is_empty() {
+            bail!("[{EXAMPLE}] {sentence:?} has no token")
+        }
+        Ok(encoding)
+    }
+}
+
+/// Pooling, normalisation, and which files say so. A module has a kind, which is the last name in the path of a Python
+/// class, and a folder.
+fn steps(folder: &Path) -> Result<(Pooling, bool, String)> {
+    let json = read_optional(&folder.join(MODULES))?;
+    let Some(modules) = json.as_array() else {
+        return Ok((Pooling::Mean, true, format!("assumed, since there is no {MODULES}")));
+    };
+    let text = |module: &'_ Value, key: &str| module[key].as_str().unwrap_or_default().to_string();
+    let classes: Vec<_> = modules.iter().map(|module| text(module, "type")).collect();
+    let kinds: Vec<_> = classes.iter().filter_map(|class| class.rsplit('.').next()).collect();
+    let normalize = match kinds[..] {
+        ["Transformer", "Pooling"] => false,
+        ["Transformer", "Pooling", "Normalize"] => true,
+        _ => {
+            bail!("[{EXAMPLE}] {MODULES} has {}, expected Transformer, Pooling and perhaps Normalize", kinds.join(", "))
+        }
+    };
+    let (beside, pooling) = (text(&modules[0], "path"), text(&modules[1], "path"));
+    if !beside.is_empty() {
+        bail!("[{EXAMPLE}] {MODULES} has its Transformer in {beside:?}, expected it beside {MODULES}")
+    }
+    let path = format!("{pooling}/config.json");
+    let pooling = pooling_of(&path, &read_json(&folder.join(&path))?)?;
+    Ok((pooling, normalize, format!("as {path} and {MODULES} say")))
+}
+
+/// The one mode of a Pooling module: by its name, or by a flag for each mode, of which that of the mean is on by
+/// default.
+fn pooling_of(path: &str, json: &Value) -> Result<Pooling> {
+    let flags = json.as_object().into_iter().flatten().filter(|(_, on)| **on == Value::Bool(true));
+    let mut modes: Vec<_> = flags.filter_map(|(key, _)| key.strip_prefix("pooling_mode_")).collect();
+    match &json["pooling_mode"] {
+        Value::Null if json["pooling_mode_mean_tokens"].is_null() => modes.push("mean_tokens"),
+        Value::Null => {}
+        mode => modes = vec![mode.as_str().unwrap_or("several modes")],
+    }
+    match modes[..] {
+        ["mean" | "mean_tokens"] => Ok(Pooling::Mean),
+        ["cls" | "cls_token"] => Ok(Pooling::Cls),
+        _ => bail!("[{EXAMPLE}] {path} pools by {}, expected mean or cls", modes.join(" and ")),
+    }
+}
+
+/// What the checkpoint puts in front of every text unless told otherwise: as a rule nothing.
+fn prompt(folder: &Path) -> Result<String> {
+    let json = read_optional(&folder.join(PROMPTS))?;
+    let Some(name) = json["default_prompt_name"].as_str() else { return Ok(String::new()) };
+    match json["prompts"][name].as_str() {
+        Some(prompt) => Ok(prompt.into()),
+        None => bail!("[{EXAMPLE}] {PROMPTS} has no prompt {name:?}, which it names as the default"),
+    }
 }

@@ -10,7 +10,6 @@
 mod common;
 mod embed;
 mod model;
-mod recipe;
 #[path = "../common/texts.rs"]
 mod texts;
 
@@ -22,9 +21,8 @@ use candle_core::{Error, Result, Tensor, bail};
 use clap::Parser;
 
 use common::{EXAMPLE, Files, ModelArgs, with_bar};
-use embed::{Embedder, Embeddings};
+use embed::{Embedder, Embeddings, FILES, Pooling, Recipe};
 use model::Encoder;
-use recipe::{FILES, Pooling, Recipe};
 use texts::{TextArgs, shown, tokenizer, write_page};
 
 /// More sentences than this make a list of nearest ones, since a table of all pairs would not fit a screen.

@@ -18,15 +18,12 @@ use blocks::family::{Family, LAYERS, LLAMA, MlpKind, NormKind, required, size};
 use blocks::weights::Weights;
 use blocks::{Blocks, Loader, Norm, optional};
 
-/// The names that architectures have for the model below a head, its embeddings and their norm, its blocks, and the
-/// norm behind them. A checkpoint has one of each, or does without.
+/// The names that architectures have for the model below a head, its embeddings and their norm, and its blocks. A
+/// checkpoint has one of each.
 const BASES: &[&str] = &["bert", "roberta", "mpnet", "distilbert", "nomic_bert", "model"];
 const WORDS: &[&str] = &["embeddings.word_embeddings", "embeddings.tok_embeddings"];
-const POSITIONS: &[&str] = &["embeddings.position_embeddings"];
-const SEGMENTS: &[&str] = &["embeddings.token_type_embeddings"];
 const EMBEDDING_NORMS: &[&str] = &["embeddings.LayerNorm", "embeddings.norm", "emb_ln"];
 const BLOCKS: &[&str] = &["encoder.layer", "transformer.layer", "layers", "encoder.layers"];
-const LAST_NORMS: &[&str] = &["final_norm"];
 
 /// The norms after attention and MLP are those of BERT, MPNet, DistilBERT, and Nomic in transformers and as published.
 const BERT: Family = Family {
@@ -98,12 +95,12 @@ impl Encoder {
     pub fn load(json: &Value, vb: VarBuilder, loaded: impl FnMut(usize, usize)) -> Result<Self> {
         let (family, weights) = (family(json)?, Weights::from(vb));
         let inner = weights.below(BASES, WORDS);
-        let table = |names| inner.first(names).map(|name| inner.table(name)).transpose();
+        let table = |name| inner.first(&[name]).map(|name| inner.table(name)).transpose();
         let words = EmbeddingLayer::from_embedding(inner.table(inner.named(WORDS)?)?)?;
         let mut loader = Loader::new("encoder", family, json, weights, words.embed_dim());
         loader.inner_width = Some(required(json, &["intermediate_size", "hidden_dim", "n_inner"])?);
         let blocks = Blocks::load(&mut loader, required(json, LAYERS)?, &inner, BLOCKS, loaded)?;
-        let positions = table(POSITIONS)?;
+        let positions = table("embeddings.position_embeddings")?;
         let counts_from_padding = matches!(json["model_type"].as_str(), Some("roberta" | "xlm-roberta" | "mpnet"));
         let padding = counts_from_padding.then(|| size(json, "pad_token_id").unwrap_or(1));
         let most = ["max_position_embeddings", "n_positions"].iter().find_map(|key| size(json, key));
@@ -115,9 +112,9 @@ impl Encoder {
             words,
             positions,
             padding: padding.map(|padding| padding as u32),
-            segments: table(SEGMENTS)?.map(EmbeddingLayer::from_embedding).transpose()?,
+            segments: table("embeddings.token_type_embeddings")?.map(EmbeddingLayer::from_embedding).transpose()?,
             embedding_norm: loader.norm_at(&inner, inner.named(EMBEDDING_NORMS)?)?,
-            last_norm: loader.norm(&inner, LAST_NORMS)?,
+            last_norm: loader.norm(&inner, &["final_norm"])?,
             blocks,
             max_tokens,
         })

@@ -37,7 +37,7 @@ impl Gguf {
     /// A layer's attention, or some heads of it.
     pub fn attention(&self, layer: usize, shard: Option<HeadShard>) -> Result<MultiHeadAttention> {
         let mut reader = self.reader()?;
-        match shard.filter(|shard| shard.world_size() > 1) {
+        match shard {
             Some(shard) => gguf::load_attention_shard(&self.content, &mut reader, layer, shard, &self.device),
             None => gguf::load_attention(&self.content, &mut reader, layer, &self.device),
         }
@@ -52,7 +52,6 @@ impl Gguf {
     pub fn linear(&self, name: &str, shard: Option<HeadShard>, divided: Option<Divided>) -> Result<PackedLinear> {
         let mut reader = self.reader()?;
         let weight = self.content.tensor_infos.get(&format!("{name}.weight")).map(|info| info.shape.dims());
-        let shard = shard.filter(|shard| shard.world_size() > 1);
         let own = |len: usize| shard.map_or(0..len, |shard| part_of(shard, len, true));
         let part = match (divided, weight) {
             (Some(Divided { dim: 1, .. }), Some(&[_, inputs])) if shard.is_some() => {

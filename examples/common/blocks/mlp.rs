@@ -53,9 +53,8 @@ impl Mlp {
 /// The modules that have router and experts, below a block. A block without a router has a single MLP there.
 pub const MODULES: &[&str] = &["mlp", "block_sparse_moe"];
 pub const ROUTERS: &[&str] = &["router", "gate"];
-/// What every token goes through as well, and what gives it a weight; 1 unless there is such a gate.
+/// What every token goes through as well, with a weight of 1 unless there is a gate that gives one.
 const SHARED: [&str; 2] = ["shared_expert", "shared_experts"];
-const SHARED_GATES: &[&str] = &["shared_expert_gate"];
 
 /// What differs between families of mixtures, and neither the names in a checkpoint nor its config say.
 #[derive(Clone, Copy)]
@@ -110,7 +109,7 @@ impl Experts {
             (0..count).map(expert).collect::<Result<_>>()?
         };
         let shared = SHARED.map(|name| weights.pp(name)).into_iter().find(|shared| shared.gated_names().is_some());
-        let shared_gate = weights.first(SHARED_GATES).map(|name| weights.pp(name).linear(None));
+        let shared_gate = weights.first(&["shared_expert_gate"]).map(|name| weights.pp(name).linear(None));
         Ok(Self {
             router,
             experts,

@@ -36,7 +36,7 @@ pub struct Weights<'a> {
     pub share: Option<Share>,
 }
 
-/// Where a process reads its share, and the others.
+/// Where one of at least two processes reads its share, and the others.
 #[derive(Clone)]
 pub struct Share {
     /// At the checkpoint's root; none of a GGUF file.
@@ -188,23 +188,19 @@ impl<'a> Weights<'a> {
     /// The same in another dtype than that of the weights.
     pub fn own_in(&self, dtype: DType, name: &str, of: Divided) -> Result<Tensor> {
         let Divided { dim, unit, part: [i, parts] } = of;
-        let share = self.share.as_ref().filter(|share| share.processes.shard().world_size() > 1);
-        if let Some(Share { vb: Some(vb), processes }) = share
+        if let Some(Share { vb: Some(vb), processes }) = &self.share
             && unit == 1
-            && dim < 2
         {
             let (rank, n) = (processes.shard().rank(), processes.shard().world_size());
             let shard = Shard { dim, rank: i * n + rank, world_size: parts * n };
-            let own = vb.get_with_hints_dtype((), &format!("{}.{name}", self.prefix()), shard, dtype);
             // Candle reads equal shares; others are cut out of the whole.
-            if own.is_ok() {
-                return own;
+            if let Ok(own) = vb.get_with_hints_dtype((), &format!("{}.{name}", self.prefix()), shard, dtype) {
+                return Ok(own);
             }
         }
         let whole = self.get_unchecked_dtype(name, dtype)?;
         let len = whole.dim(dim)? / parts;
-        let Some(share) = share else { return whole.narrow(dim, i * len, len) };
-        let shard = share.processes.shard();
+        let Some(shard) = self.shard() else { return whole.narrow(dim, i * len, len) };
         if len / unit < shard.world_size() {
             bail!(
                 "[causal_lm] {}.{name} has {} units of {unit}, expected one for each of {} processes",

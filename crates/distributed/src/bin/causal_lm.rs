@@ -9,8 +9,6 @@ mod args;
 mod common;
 #[path = "../../../../examples/causal_lm/files.rs"]
 mod files;
-#[path = "../../../../examples/causal_lm/generate.rs"]
-mod generate;
 #[path = "../../../../examples/causal_lm/model.rs"]
 mod model;
 #[path = "../../../../examples/causal_lm/run.rs"]
