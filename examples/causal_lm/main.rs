@@ -15,5 +15,5 @@ mod run;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    common::main(|args: args::Args| run::run(&args, args.model.device.open()?, None))
+    common::main(|args: args::Args| run::run(&args, args.model.device.open(0)?, None))
 }

@@ -167,15 +167,12 @@ impl CausalLm {
     pub fn forward(&self, ids: &Tensor, lens: Option<&[usize]>, caches: &mut [Cache]) -> Result<Tensor> {
         let (b, t) = ids.dims2()?;
         let before = caches.first().map(Cache::lens).filter(|lens| !lens.is_empty()).unwrap_or(vec![0; b]);
-        let longest = before.iter().enumerate().map(|(i, before)| before + lens.map_or(t, |lens| lens[i])).max();
+        let lens = lens.map_or_else(|| vec![t; b], <[usize]>::to_vec);
+        let longest = before.iter().zip(&lens).map(|(before, len)| before + len).max();
         let positions: Vec<_> = before.iter().flat_map(|&before| before..before + t).collect();
         let xs = self.embed(ids, &positions, longest.unwrap_or(0))?;
         self.through_blocks(xs, |layer, attention, input| {
-            let input = input.with_cache(&mut caches[layer])?;
-            attention.forward(match lens {
-                Some(lens) => input.with_valid_lens(lens),
-                None => input,
-            })
+            attention.forward(input.with_cache(&mut caches[layer])?.with_valid_lens(&lens))
         })
     }
 

@@ -70,7 +70,7 @@ impl ModelArgs {
     pub fn open(&self, files: &[&str]) -> Result<Files> {
         let folder = self.folder(files)?;
         let config = read_json(&folder.join("config.json"))?;
-        let vb = Checkpoint::open(&folder)?.var_builder(self.dtype, &self.device.open()?)?;
+        let vb = Checkpoint::open(&folder)?.var_builder(self.dtype, &self.device.open(0)?)?;
         Ok(Files { folder, config, vb })
     }
 }
@@ -94,12 +94,8 @@ pub enum DeviceChoice {
 }
 
 impl DeviceChoice {
-    pub fn open(self) -> Result<Device> {
-        self.open_at(0)
-    }
-
     /// The device of this number, where there are several of a kind.
-    pub fn open_at(self, n: usize) -> Result<Device> {
+    pub fn open(self, n: usize) -> Result<Device> {
         let (name, device) = match self {
             Self::Cpu => return Ok(Device::Cpu),
             Self::Auto => return Ok(Device::new_cuda(n).or_else(|_| Device::new_metal(n)).unwrap_or(Device::Cpu)),

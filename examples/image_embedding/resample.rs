@@ -16,11 +16,6 @@ pub const BILINEAR: Filter = Filter { cubic: None, antialias: true };
 pub const BICUBIC: Filter = Filter { cubic: Some(-0.5), antialias: true };
 
 impl Filter {
-    /// How far from its middle a pixel counts.
-    fn radius(self) -> f32 {
-        if self.cubic.is_some() { 2.0 } else { 1.0 }
-    }
-
     fn weight(self, distance: f32) -> f32 {
         let x = distance.abs();
         match self.cubic {
@@ -35,10 +30,12 @@ impl Filter {
     fn weights(self, from: usize, to: usize) -> Result<Tensor> {
         let scale = from as f32 / to as f32;
         let stretch = if self.antialias { scale.max(1.0) } else { 1.0 };
+        // How far from its middle a pixel counts.
+        let radius = if self.cubic.is_some() { 2.0 * stretch } else { stretch };
         let mut weights = vec![0.0; to * from];
         for (i, row) in weights.chunks_mut(from).enumerate() {
             let middle = (i as f32 + 0.5) * scale - 0.5;
-            let (first, last) = (middle - self.radius() * stretch, middle + self.radius() * stretch);
+            let (first, last) = (middle - radius, middle + radius);
             for j in first.ceil() as i64..=last.floor() as i64 {
                 // What lies outside is left out of a mean, and elsewhere as the last entry on its side.
                 if (0..from as i64).contains(&j) || !self.antialias {

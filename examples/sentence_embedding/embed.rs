@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use candle_attention::text::{Encoding, SimpleTokenizer};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{Context, DType, Result, Tensor, bail};
 use rayon::prelude::*;
 use serde_json::Value;
 
@@ -179,8 +179,7 @@ fn pooling_of(path: &str, json: &Value) -> Result<Pooling> {
 fn prompt(folder: &Path) -> Result<String> {
     let json = read_optional(&folder.join(PROMPTS))?;
     let Some(name) = json["default_prompt_name"].as_str() else { return Ok(String::new()) };
-    match json["prompts"][name].as_str() {
-        Some(prompt) => Ok(prompt.into()),
-        None => bail!("[{EXAMPLE}] {PROMPTS} has no prompt {name:?}, which it names as the default"),
-    }
+    let prompt = json["prompts"][name].as_str();
+    let missing = || format!("[{EXAMPLE}] {PROMPTS} has no prompt {name:?}, which it names as the default");
+    prompt.map(str::to_string).with_context(missing)
 }

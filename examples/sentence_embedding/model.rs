@@ -98,7 +98,6 @@ impl Encoder {
         let table = |name| inner.first(&[name]).map(|name| inner.table(name)).transpose();
         let words = EmbeddingLayer::from_embedding(inner.table(inner.named(WORDS)?)?)?;
         let mut loader = Loader::new("encoder", family, json, weights, words.embed_dim());
-        loader.inner_width = Some(required(json, &["intermediate_size", "hidden_dim", "n_inner"])?);
         let blocks = Blocks::load(&mut loader, required(json, LAYERS)?, &inner, BLOCKS, loaded)?;
         let positions = table("embeddings.position_embeddings")?;
         let counts_from_padding = matches!(json["model_type"].as_str(), Some("roberta" | "xlm-roberta" | "mpnet"));

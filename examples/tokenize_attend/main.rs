@@ -68,7 +68,7 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<String> {
-    let device = args.model.device.open()?;
+    let device = args.model.device.open(0)?;
     let (mut times, mut start) = (Vec::new(), Instant::now());
     let mut lap = |step| {
         device.synchronize()?;

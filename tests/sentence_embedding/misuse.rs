@@ -50,7 +50,6 @@ const CASES: &str = r#"
 bert config.json /model_type "llama" => [encoder] model_type is "llama", expected one of bert, distilbert, modernbert, mpnet, nomic_bert, roberta, xlm-roberta
 bert config.json /hidden_act "magic" => [encoder] the activation "magic" is not one of Candle's
 bert config.json /position_embedding_type "relative_key" => [hf] bert: position_embedding_type is "relative_key", which is not supported, expected "absolute"
-bert config.json /intermediate_size 0 => [encoder] an MLP is 20 wide, expected 0
 nomic_bert config.json /prenorm true => [encoder] prenorm is true, which is not supported, expected false
 bert sentence_bert_config.json /max_seq_length "many" => [sentence_embedding] max_seq_length is "many", expected a number of tokens
 bert sentence_bert_config.json /max_seq_length 99 => [encoder] 21 tokens are more than the model's 16 positions

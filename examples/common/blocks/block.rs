@@ -31,8 +31,6 @@ pub struct Loader<'a> {
     weights: Weights<'a>,
     /// E.
     pub width: usize,
-    /// How wide MLPs have to be within.
-    pub inner_width: Option<usize>,
     /// What layers share: a relative bias, and the tables of rotary positions so far.
     bias: Option<RelativeBias>,
     tables: Vec<RotaryEmbedding>,
@@ -41,7 +39,7 @@ pub struct Loader<'a> {
 impl<'a> Loader<'a> {
     /// For a model of this name.
     pub fn new(model: &'static str, family: Family, json: &'a Value, weights: Weights<'a>, width: usize) -> Self {
-        Self { model, family, json, weights, width, inner_width: None, bias: None, tables: Vec::new() }
+        Self { model, family, json, weights, width, bias: None, tables: Vec::new() }
     }
 
     /// That of the first of these names, if there is one.
@@ -147,12 +145,7 @@ impl<'a> Loader<'a> {
                 }
             }
         };
-        match self.inner_width {
-            Some(expected) if mlp.inner_width() != expected => {
-                bail!("[{}] an MLP is {} wide, expected {expected}", self.model, mlp.inner_width())
-            }
-            _ => Ok(Box::new(move |xs, residual| mlp.forward(xs, residual))),
-        }
+        Ok(Box::new(move |xs, residual| mlp.forward(xs, residual)))
     }
 
     /// Of MLPs.

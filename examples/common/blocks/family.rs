@@ -1,6 +1,6 @@
 //! What differs between model families outside of attention, as a table.
 
-use candle_core::{Result, bail};
+use candle_core::{Context, Result, bail};
 use serde_json::Value;
 
 use super::mlp::Mixture;
@@ -121,8 +121,7 @@ impl Family {
             "phi3" => Self { norm: Rms(1e-5), ..LLAMA },
             "glm" => Self { norm: Rms(1.5625e-7), ..LLAMA },
             "glm4" => {
-                let after = [&["post_self_attn_layernorm"][..], &["post_mlp_layernorm"]];
-                let norms = [PRE_NORMS[0], after[0], PRE_NORMS[2], after[1]];
+                let norms: Norms = [PRE_NORMS[0], &["post_self_attn_layernorm"], PRE_NORMS[2], &["post_mlp_layernorm"]];
                 Self { norms, norm: Rms(1.5625e-7), ..LLAMA }
             }
             "olmo2" => Self { norms: POST_NORMS, norm: Rms(1e-5), ..LLAMA },
@@ -154,13 +153,13 @@ impl Family {
             }
             "bloom" => BLOOM,
             "falcon" => {
-                let (grouped, parallel) = (flag("new_decoder_architecture", false), flag("parallel_attn", true));
+                let grouped = flag("new_decoder_architecture", false);
+                let parallel = grouped || flag("parallel_attn", true);
                 let norms: Norms = match json["num_ln_in_parallel_attn"].as_u64() {
                     None | Some(2) if grouped => [&["ln_attn"], &[], &["ln_mlp"], &[]],
-                    _ if grouped || parallel => SHARED_NORM,
+                    _ if parallel => SHARED_NORM,
                     _ => BLOOM.norms,
                 };
-                let parallel = grouped || parallel;
                 Self { norms, parallel, activation: "gelu", ..BLOOM }
             }
             "mpt" => Self { norms: [&["norm_1"], &[], &["norm_2"], &[]], ..GPT_NEOX },
@@ -210,8 +209,6 @@ pub fn size(json: &Value, key: &str) -> Option<usize> {
 
 /// That of the first of these fields.
 pub fn required(json: &Value, keys: &[&str]) -> Result<usize> {
-    let Some(size) = keys.iter().find_map(|key| size(json, key)) else {
-        bail!("[causal_lm] config.json has no size {}", keys.join(" or "))
-    };
-    Ok(size)
+    let size = keys.iter().find_map(|key| size(json, key));
+    size.with_context(|| format!("[causal_lm] config.json has no size {}", keys.join(" or ")))
 }

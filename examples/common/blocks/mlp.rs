@@ -36,10 +36,6 @@ impl Mlp {
         Ok(Self::new(PackedGatedLinear::new(gate, up, activation)?, down))
     }
 
-    pub fn inner_width(&self) -> usize {
-        self.down.in_dim()
-    }
-
     /// Plus a residual, if there is one.
     pub fn forward(&self, xs: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
         let hidden = self.up.forward(xs)?;

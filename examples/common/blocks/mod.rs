@@ -84,10 +84,7 @@ impl Blocks {
 
     /// That of one layer, if it is multi-head attention.
     pub fn attention(&self, layer: usize) -> Option<&MultiHeadAttention> {
-        match self.attentions().nth(layer)? {
-            Attention::MultiHead(attention) => Some(attention),
-            Attention::Latent(_) | Attention::Linear(_) => None,
-        }
+        if let Attention::MultiHead(attention) = self.attentions().nth(layer)? { Some(attention) } else { None }
     }
 
     /// How many layers have attention weights, and how many heads the first of them has.

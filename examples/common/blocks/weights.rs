@@ -5,7 +5,7 @@ use std::ops::{Deref, Range};
 use std::rc::Rc;
 
 use candle_attention::{HeadShard, PackedLinear};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{Context, DType, Result, Tensor, bail};
 use candle_nn::var_builder::{Shard, ShardedVarBuilder};
 use candle_nn::{Activation, Embedding, VarBuilder};
 
@@ -90,10 +90,9 @@ impl<'a> Deref for Weights<'a> {
 }
 
 impl<'a> Weights<'a> {
-    /// What is below a name, which may be none.
+    /// What is below a name.
     pub fn pp(&self, name: impl ToString) -> Self {
-        let name = name.to_string();
-        Self { vb: if name.is_empty() { self.vb.clone() } else { self.vb.pp(name) }, ..self.clone() }
+        Self { vb: self.vb.pp(name), ..self.clone() }
     }
 
     /// What is below the first of these names that has one of the parts, or else everything.
@@ -110,10 +109,8 @@ impl<'a> Weights<'a> {
 
     /// The same, which has to be there.
     pub fn named<'n>(&self, names: &[&'n str]) -> Result<&'n str> {
-        match self.first(names) {
-            Some(name) => Ok(name),
-            None => bail!("[checkpoint] there is no weight below any of {}", names.join(", ")),
-        }
+        let missing = || format!("[checkpoint] there is no weight below any of {}", names.join(", "));
+        self.first(names).with_context(missing)
     }
 
     /// A table with a row for each token, position or the like.

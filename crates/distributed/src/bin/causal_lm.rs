@@ -90,7 +90,7 @@ fn run_in(args: DistributedArgs, mpi: &Rc<Mpi>) -> Result<()> {
         }
     };
     check_same(&**mpi, "the names and shapes of tensors", tensors.as_bytes())?;
-    let device = args.model.model.device.open_at(mpi.device_number())?;
+    let device = args.model.model.device.open(mpi.device_number())?;
     let processes = mpi.for_device(&device)?;
     match args.divide {
         Divide::Heads => run::run(&args.model, device, Some(Rc::new(World(processes.clone()))))?,

@@ -47,7 +47,7 @@ fn main() -> ExitCode {
 fn time(args: &Args, mpi: &Rc<Mpi>) -> Result<()> {
     let &Args { positions, heads, kv_heads, head_dim, device } = args;
     check_same(&**mpi, "the arguments", format!("{args:?}").as_bytes())?;
-    let device = device.open_at(mpi.device_number())?;
+    let device = device.open(mpi.device_number())?;
     let processes = &*mpi.for_device(&device)?;
     let size = processes.size();
     if positions == 0 || !positions.is_multiple_of(2 * size) {
