@@ -3,7 +3,7 @@
 use candle_attention::{
     RelativeBias, RotaryEmbedding, hf, layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one,
 };
-use candle_core::{Module, Result, Tensor, bail};
+use candle_core::{Error, Module, Result, Tensor, bail};
 use candle_nn::{Activation, VarBuilder, ops, seq};
 use serde_json::Value;
 
@@ -125,10 +125,10 @@ impl<'a> Loader<'a> {
                 _ => at.pp(name).linear(divided),
             }
         };
+        let mixed = at.below(MODULES, ROUTERS);
         let mlp = match &self.family.mlp {
-            MlpKind::Experts(mixture) if at.below(MODULES, ROUTERS).first(ROUTERS).is_some() => {
-                let weights = at.below(MODULES, ROUTERS);
-                let experts = Experts::read(mixture, self.json, &weights, self.activation()?)?;
+            MlpKind::Experts(mixture) if mixed.first(ROUTERS).is_some() => {
+                let experts = Experts::read(mixture, self.json, &mixed, self.activation()?)?;
                 return Ok(Box::new(move |xs, residual| experts.forward(xs, residual)));
             }
             MlpKind::Experts(_) | MlpKind::Gated => {
@@ -151,10 +151,8 @@ impl<'a> Loader<'a> {
     /// Of MLPs.
     fn activation(&self) -> Result<Activation> {
         let name = self.family.activation_name(self.json);
-        match serde_json::from_value(name.into()) {
-            Ok(activation) => Ok(activation),
-            Err(_) => bail!("[{}] the activation {name:?} is not one of Candle's", self.model),
-        }
+        let unknown = |_| Error::Msg(format!("[{}] the activation {name:?} is not one of Candle's", self.model));
+        serde_json::from_value(name.into()).map_err(unknown)
     }
 }
 
