@@ -35,11 +35,11 @@ pub struct Args {
     pub max_tokens: Option<usize>,
 
     /// 0 takes the likeliest token every time
-    #[arg(long, default_value_t = 0.0, value_parser = not_negative)]
+    #[arg(long, default_value_t = 0.0, value_parser = temperature)]
     pub temperature: f64,
 
     /// Draws from the likeliest tokens that have this much probability together
-    #[arg(long, value_name = "P", requires = "temperature", value_parser = not_negative)]
+    #[arg(long, value_name = "P", requires = "temperature", value_parser = probability)]
     pub top_p: Option<f64>,
 
     /// The seed of what is drawn
@@ -65,9 +65,14 @@ fn ids(text: &str) -> Result<Ids, String> {
     text.split(',').map(id).collect::<Result<_, _>>().map(Ids)
 }
 
-fn not_negative(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(number) if number.is_finite() && number >= 0.0 => Ok(number),
-        _ => Err("expected a number of 0 or more".into()),
-    }
+fn temperature(text: &str) -> Result<f64, String> {
+    number(text, "of 0 or more", |x| (0.0..f64::INFINITY).contains(&x))
+}
+
+fn probability(text: &str) -> Result<f64, String> {
+    number(text, "above 0 and up to 1", |x| x > 0.0 && x <= 1.0)
+}
+
+fn number(text: &str, expected: &str, fits: impl Fn(f64) -> bool) -> Result<f64, String> {
+    text.parse().ok().filter(|&x| fits(x)).ok_or_else(|| format!("expected a number {expected}"))
 }

@@ -126,9 +126,7 @@ fn write_page(model: &CausalLm, prompt: &[u32], tokenizer: Option<&SimpleTokeniz
     let (layers, shape) = (model.blocks.len(), model.blocks.layers_and_heads());
     let linear = layers - shape[0];
     if linear > 0 {
-        eprintln!(
-            "note: {linear} of {layers} layers have linear attention, which has no weights: the page has the others"
-        );
+        eprintln!("note: {linear} of {layers} layers have linear attention, which has no weights, and are left out");
     }
     let mut page = PageOfLayers::new(&tokens.concat(), &tokens, &tokens, shape)?;
     let positions: Vec<_> = (0..prompt.len()).collect();

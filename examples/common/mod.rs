@@ -39,7 +39,7 @@ pub struct ModelArgs {
     #[arg(long, default_value = "f32", value_parser = dtypes())]
     pub dtype: DType,
 
-    /// Writes a page to look around in what every head attends to, for several texts of the first: FILE.html
+    /// Writes a page to look around in what every head attends to, FILE.html; of several texts, that of the first
     #[arg(long, value_name = "FILE")]
     pub page: Option<PathBuf>,
 }

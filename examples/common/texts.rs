@@ -57,10 +57,7 @@ pub fn max_tokens(folder: &Path, positions: Option<usize>) -> Result<Option<usiz
 /// A checkpoint's tokenizer; texts are cut at so many tokens.
 pub fn tokenizer(folder: &Path, max_tokens: Option<usize>) -> Result<SimpleTokenizer> {
     let whole = SimpleTokenizer::from_file(folder.join("tokenizer.json"))?;
-    Ok(match max_tokens {
-        Some(max_tokens) => whole.with_truncation(max_tokens)?,
-        None => whole,
-    })
+    Ok(if let Some(most) = max_tokens { whole.with_truncation(most)? } else { whole })
 }
 
 /// Runs the model over one input and writes a page of what every layer attends to.

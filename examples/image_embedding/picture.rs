@@ -121,11 +121,10 @@ impl Preprocessor {
         if crops && crop.is_none() {
             bail!("[{EXAMPLE}] crop_size is {}, expected height and width", json["crop_size"])
         }
-        let scale = json["rescale_factor"].as_f64().unwrap_or(1.0 / 255.0);
         Ok(Self {
             resize,
             crop,
-            scale: if flag("do_rescale") { scale } else { 1.0 },
+            scale: if flag("do_rescale") { json["rescale_factor"].as_f64().unwrap_or(1.0 / 255.0) } else { 1.0 },
             mean: colours("image_mean", 0.0)?,
             std: colours("image_std", 1.0)?,
         })

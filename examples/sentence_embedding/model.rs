@@ -95,12 +95,15 @@ impl Encoder {
     pub fn load(json: &Value, vb: VarBuilder, loaded: impl FnMut(usize, usize)) -> Result<Self> {
         let (family, weights) = (family(json)?, Weights::from(vb));
         let inner = weights.below(BASES, WORDS);
-        let table = |name| inner.first(&[name]).map(|name| inner.table(name)).transpose();
         let words = EmbeddingLayer::from_embedding(inner.table(inner.named(WORDS)?)?)?;
         let mut loader = Loader::new("encoder", family, json, weights, words.embed_dim());
         let blocks = Blocks::load(&mut loader, required(json, LAYERS)?, &inner, BLOCKS, loaded)?;
-        let positions = table("embeddings.position_embeddings")?;
-        let counts_from_padding = matches!(json["model_type"].as_str(), Some("roberta" | "xlm-roberta" | "mpnet"));
+        let model_type = json["model_type"].as_str().unwrap_or_default();
+        let table = |is_there: bool, name| is_there.then(|| inner.table(name)).transpose();
+        let is_learned = !matches!(model_type, "nomic_bert" | "modernbert");
+        let positions = table(is_learned, "embeddings.position_embeddings")?;
+        let segments = table(size(json, "type_vocab_size").is_some_and(|n| n > 0), "embeddings.token_type_embeddings")?;
+        let counts_from_padding = matches!(model_type, "roberta" | "xlm-roberta" | "mpnet");
         let padding = counts_from_padding.then(|| size(json, "pad_token_id").unwrap_or(1));
         let most = ["max_position_embeddings", "n_positions"].iter().find_map(|key| size(json, key));
         let max_tokens = match &positions {
@@ -111,7 +114,7 @@ impl Encoder {
             words,
             positions,
             padding: padding.map(|padding| padding as u32),
-            segments: table("embeddings.token_type_embeddings")?.map(EmbeddingLayer::from_embedding).transpose()?,
+            segments: segments.map(EmbeddingLayer::from_embedding).transpose()?,
             embedding_norm: loader.norm_at(&inner, inner.named(EMBEDDING_NORMS)?)?,
             last_norm: loader.norm(&inner, &["final_norm"])?,
             blocks,

@@ -93,7 +93,9 @@ fn a_token_that_the_model_has_no_row_for_is_named() {
 
 #[test]
 fn weights_that_are_not_there_are_named() {
-    for name in ["encoder.layer.0.output.LayerNorm.bias", "encoder.layer.0.intermediate.dense.bias"] {
+    let tables = ["embeddings.position_embeddings.weight", "embeddings.token_type_embeddings.weight"];
+    let biases = ["encoder.layer.0.output.LayerNorm.bias", "encoder.layer.0.intermediate.dense.bias"];
+    for name in [tables, biases].concat() {
         let copy = checkpoint("bert").copied();
         copy.edit_weights(|tensors| _ = tensors.remove(name).expect(name));
         let run = copy.run(&["man"]);
