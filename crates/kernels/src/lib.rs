@@ -45,7 +45,7 @@ impl Element for f16 {}
 /// ```
 ///
 /// ```compile_fail,E0603
-/// use candle_attention_kernels::flash::{BackwardCall, Call};
+/// use candle_attention_kernels::flash::{Call, KernelCall};
 /// ```
 ///
 /// ```compile_fail,E0603

@@ -5,10 +5,8 @@
 //! BigCrush): the key is the seed, the counter is (key / 4, query, head, sequence), and its four words are of four
 //! neighbouring keys.
 
-use std::ops::Range;
-
-use super::problem::{Dims, ScoreInputs};
-use super::tile::Tile;
+use super::problem::Dims;
+use super::scores::TileScores;
 use crate::cpu::{Kernel, MAX_LANES};
 use crate::error::{Error, check_len};
 
@@ -50,85 +48,41 @@ impl Dropout<'_> {
         check_len("dropout bits", bits.len(), count.div_ceil(8))
     }
 
-    /// What weights that are kept are multiplied by.
-    fn factor(&self) -> f32 {
-        if self.p < 1.0 { (1.0 / (1.0 - self.p)) as f32 } else { 0.0 }
-    }
-
-    /// What the weights of a tile are to be multiplied by, for some keys: (keys, panel).
+    /// Writes what the weights of a tile are to be multiplied by.
     ///
     /// # Safety
-    /// `to` takes as many panels as there are keys.
+    /// The tile has room for a factor for each score.
     #[inline(always)]
-    pub(super) unsafe fn factors<K: Kernel>(
-        &self,
-        inputs: &ScoreInputs,
-        tile: &Tile,
-        keys: Range<usize>,
-        to: *mut f32,
-    ) {
-        // SAFETY: as this method's contract.
-        unsafe {
-            match self.mask {
-                DropoutMask::Philox(seed) => self.philox_factors::<K>(seed, inputs, tile, keys, to),
-                DropoutMask::Kept(bits) => self.kept_factors::<K>(bits, inputs, tile, keys, to),
-            }
-        }
-    }
-
-    /// # Safety
-    /// As [`factors`](Self::factors).
-    #[inline(always)]
-    unsafe fn kept_factors<K: Kernel>(
-        &self,
-        bits: &[u8],
-        inputs: &ScoreInputs,
-        tile: &Tile,
-        keys: Range<usize>,
-        to: *mut f32,
-    ) {
-        let (dims, factor) = (&inputs.dims, self.factor());
-        for (column, row) in tile.rows.clone().enumerate() {
-            let row = dims.row(tile.kv, row);
-            let first = dims.row_index(row) * dims.t_kv;
-            for key in keys.clone() {
-                let at = first + key;
-                let is_kept = bits[at / 8] >> (at % 8) & 1 == 1;
-                // SAFETY: as this method's contract; a tile has at most as many rows as a panel has columns.
-                unsafe { to.add((key - keys.start) * K::PANEL + column).write(if is_kept { factor } else { 0.0 }) };
-            }
-        }
-    }
-
-    /// # Safety
-    /// As [`factors`](Self::factors).
-    #[inline(always)]
-    unsafe fn philox_factors<K: Kernel>(
-        &self,
-        seed: u64,
-        inputs: &ScoreInputs,
-        tile: &Tile,
-        keys: Range<usize>,
-        to: *mut f32,
-    ) {
-        let (threshold, factor) = (threshold(self.p), self.factor());
+    pub(super) unsafe fn factors<K: Kernel>(&self, scores: &TileScores) {
+        let (dims, tile, keys) = (&scores.inputs.dims, scores.tile, &scores.keys);
+        let factor = if self.p < 1.0 { (1.0 / (1.0 - self.p)) as f32 } else { 0.0 };
+        let threshold = if let DropoutMask::Philox(_) = self.mask { threshold(self.p) } else { 1 };
         for column in (0..tile.rows.len()).step_by(MAX_LANES) {
             let (mut queries, mut heads) = ([0u32; MAX_LANES], [0u32; MAX_LANES]);
+            // The first weight of each row among all.
+            let mut first = [0; MAX_LANES];
             for (lane, row) in (tile.rows.start + column..tile.rows.end).take(MAX_LANES).enumerate() {
-                let row = inputs.dims.row(tile.kv, row);
+                let row = dims.row(tile.kv, row);
                 (queries[lane], heads[lane]) = (row.query as u32, row.head as u32);
+                first[lane] = dims.row_index(row) * dims.t_kv;
             }
             let sequence = tile.kv.b as u32;
             for group in keys.start / 4..keys.end.div_ceil(4) {
                 let mut words = [[0; MAX_LANES]; 4];
                 for lane in 0..MAX_LANES {
-                    let counter = [group as u32, queries[lane], heads[lane], sequence];
-                    for (words, word) in words.iter_mut().zip(philox(counter, seed)) {
+                    let of_lane = match self.mask {
+                        DropoutMask::Philox(seed) => philox([group as u32, queries[lane], heads[lane], sequence], seed),
+                        DropoutMask::Kept(bits) => [0, 1, 2, 3].map(|n| {
+                            let at = first[lane] + 4 * group + n;
+                            bits.get(at / 8).map_or(0, |byte| u32::from(byte >> (at % 8) & 1))
+                        }),
+                    };
+                    for (words, word) in words.iter_mut().zip(of_lane) {
                         words[lane] = word;
                     }
                 }
                 for (key, words) in (4 * group..).zip(&words).filter(|(key, _)| keys.contains(key)) {
-                    let to = to.wrapping_add((key - keys.start) * K::PANEL + column);
+                    let to = scores.dropout.wrapping_add((key - keys.start) * K::PANEL + column);
                     for (lane, &word) in words.iter().enumerate().take(K::PANEL - column) {
                         // SAFETY: as this method's contract; the lane is one of the panel's columns.
                         unsafe { to.add(lane).write(if word >= threshold { factor } else { 0.0 }) };

@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use half::bf16;
 
-use super::problem::{Dims, KeysValues, KvHead, ScoreInputs, StoredRows, Strided};
-use super::tasks::{PackedSizes, PackedWidth, Workspace};
+use super::problem::{Dims, KvHead, ScoreInputs, StoredRows, Strided};
+use super::tasks::{PackedWidth, Workspace};
 use super::tile::Tile;
 use crate::cpu::{Kernel, LeftOperand, SimdTask, Vector, prefetch_bytes};
 use crate::number::{Number, Stored, load_first, pack_row_pair, store_first, widen_row};
@@ -26,16 +26,21 @@ pub(super) unsafe fn prefetch_row<V: Vector, E>(row: *const E, stride: usize, wi
     unsafe { prefetch_bytes::<V>(ahead, width * size_of::<E>()) };
 }
 
-/// The keys or the values of one head.
-#[derive(Clone, Copy)]
+/// The rows of some keys of one head: of the keys themselves, or of their values.
 pub(super) struct HeadRows<'a, S> {
-    pub rows: &'a StoredRows<'a, S>,
-    pub kv: KvHead,
+    rows: &'a StoredRows<'a, S>,
+    kv: KvHead,
     /// Numbers in a row.
     pub width: usize,
+    pub keys: Range<usize>,
+    non_finite: OnceCell<bool>,
 }
 
-impl<S: Stored> HeadRows<'_, S> {
+impl<'a, S: Stored> HeadRows<'a, S> {
+    pub fn new(rows: &'a StoredRows<'a, S>, kv: KvHead, keys: Range<usize>) -> Self {
+        Self { rows, kv, width: rows.width, keys, non_finite: OnceCell::new() }
+    }
+
     #[inline(always)]
     pub fn row(&self, key: usize) -> *const S {
         self.rows.row(self.kv, key)
@@ -54,7 +59,7 @@ impl<S: Stored> HeadRows<'_, S> {
     }
 
     #[inline(always)]
-    pub fn scale(&self, key: usize) -> f32 {
+    fn scale(&self, key: usize) -> f32 {
         self.rows.scale(self.kv, key)
     }
 
@@ -75,16 +80,20 @@ impl<S: Stored> HeadRows<'_, S> {
         }
     }
 
-    /// Whether a number of some keys is infinite or NaN, which a weight of zero does not silence.
+    /// Whether a number is infinite or NaN, which a weight of zero does not silence. Found out once.
     ///
     /// # Safety
     /// The processor has the tier of K; the keys belong to the call.
-    pub unsafe fn has_non_finite<K: Kernel>(&self, keys: Range<usize>) -> bool {
-        match S::IS_SCALED {
-            true => keys.clone().any(|key| !self.scale(key).is_finite()),
-            // SAFETY: as this method's contract.
-            false => unsafe { has_non_finite::<K, S>(keys.len(), self.width, &|at| Some(self.row(keys.start + at))) },
-        }
+    pub unsafe fn has_non_finite<K: Kernel>(&self) -> bool {
+        let find: &dyn Fn() -> bool = &|| match S::IS_SCALED {
+            true => self.keys.clone().any(|key| !self.scale(key).is_finite()),
+            false => {
+                let row = |at: usize| Some(self.row(self.keys.start + at));
+                // SAFETY: as this method's contract.
+                unsafe { has_non_finite::<K, S>(self.keys.len(), self.width, &row) }
+            }
+        };
+        *self.non_finite.get_or_init(find)
     }
 }
 
@@ -134,16 +143,14 @@ pub(super) const fn column_group<K: Kernel>() -> usize {
     K::ROWS * K::BLOCK + 16
 }
 
-/// One block of keys and values of one key head, packed.
+/// One block of keys and values of one key head, packed. The keys begin at a multiple of the block's length, and are
+/// fewer only at the end.
 pub(super) struct Block<'a, S> {
-    /// The keys, from a multiple of the block's length on; fewer than its length only at the end.
-    pub keys: Range<usize>,
     /// Keys are the rows of a product, D its depth.
     pub k: LeftOperand,
     /// D_v is the rows of a product, keys its depth.
     pub v: LeftOperand,
     pub values: HeadRows<'a, S>,
-    non_finite: OnceCell<bool>,
 }
 
 impl<'a, S: Stored> Block<'a, S> {
@@ -152,35 +159,22 @@ impl<'a, S: Stored> Block<'a, S> {
     /// place, its rows would share few sets of the first cache at the usual power-of-two strides.
     ///
     /// # Safety
-    /// The processor has the tier of K; `first` lies within the keys; the workspace was made for the call.
+    /// The processor has the tier of K; the keys are those of a block; the workspace was made for the call.
     #[inline(always)]
     pub unsafe fn new<K: Kernel>(
-        keys_values: &'a KeysValues<'a, S>,
-        dims: Dims,
+        [k, v]: &'a [StoredRows<'a, S>; 2],
         workspace: &mut Workspace,
         kv: KvHead,
-        first: usize,
+        keys: Range<usize>,
     ) -> Self {
-        let keys = first..dims.t_kv.min(first + K::BLOCK);
-        let rows = HeadRows { rows: &keys_values.k, kv, width: dims.d };
-        let values = HeadRows { rows: &keys_values.v, kv, width: dims.d_v };
-        let (PackedSizes { d, d_v }, staging) = (workspace.sizes, workspace.staging.as_mut_ptr());
+        let (rows, values) = (HeadRows::new(k, kv, keys.clone()), HeadRows::new(v, kv, keys));
+        let ([d, d_v], staging) = (workspace.sizes, workspace.staging.as_mut_ptr());
         // SAFETY: as this function's contract; the workspace holds a block of keys and of values.
         unsafe {
-            let k = pack_rows::<K, S>(rows, keys.clone(), workspace.keys.as_mut_ptr(), d.words);
-            let v = pack_columns::<K, S>(values, keys.clone(), workspace.values.as_mut_ptr(), staging, d_v);
-            Self { keys, k, v, values, non_finite: OnceCell::new() }
+            let k = pack_rows::<K, S>(&rows, workspace.keys.as_mut_ptr(), d.words);
+            let v = pack_columns::<K, S>(&values, workspace.values.as_mut_ptr(), staging, d_v);
+            Self { k, v, values }
         }
-    }
-
-    /// Whether some value is not finite, found out once.
-    ///
-    /// # Safety
-    /// The processor has the tier of K.
-    pub unsafe fn has_non_finite_values<K: Kernel>(&self) -> bool {
-        // SAFETY: as this method's contract; the block's keys belong to the call.
-        let find: &dyn Fn() -> bool = &|| unsafe { self.values.has_non_finite::<K>(self.keys.clone()) };
-        *self.non_finite.get_or_init(find)
     }
 }
 
@@ -189,19 +183,14 @@ impl<'a, S: Stored> Block<'a, S> {
 /// # Safety
 /// The processor has the tier of K; the rows exist; `to` takes a block of rows of `depth` words.
 #[inline(always)]
-pub(super) unsafe fn pack_rows<K: Kernel, S: Stored>(
-    rows: HeadRows<S>,
-    keys: Range<usize>,
-    to: *mut f32,
-    depth: usize,
-) -> LeftOperand {
+pub(super) unsafe fn pack_rows<K: Kernel, S: Stored>(rows: &HeadRows<S>, to: *mut f32, depth: usize) -> LeftOperand {
     // SAFETY: as this function's contract.
     unsafe {
-        for key in keys.clone() {
-            let to = to.add((key - keys.start) * depth);
+        for key in rows.keys.clone() {
+            let to = to.add((key - rows.keys.start) * depth);
             pack_row::<K, S>(rows.prefetched::<K::Vector>(key), rows.width, to, depth, rows.scale(key));
         }
-        let count = keys.end - keys.start;
+        let count = rows.keys.end - rows.keys.start;
         to.add(count * depth).write_bytes(0, (count.next_multiple_of(K::ROWS) - count) * depth);
     }
     LeftOperand { at: to, group: K::ROWS * depth, row: depth, step: 1 }
@@ -214,8 +203,7 @@ pub(super) unsafe fn pack_rows<K: Kernel, S: Stored>(
 /// [`PackedWidth::staging_words`].
 #[inline(always)]
 pub(super) unsafe fn pack_columns<K: Kernel, S: Stored>(
-    rows: HeadRows<S>,
-    keys: Range<usize>,
+    rows: &HeadRows<S>,
     to: *mut f32,
     staging: *mut f32,
     width: PackedWidth,
@@ -223,10 +211,10 @@ pub(super) unsafe fn pack_columns<K: Kernel, S: Stored>(
     // SAFETY: as this function's contract.
     unsafe {
         if K::IS_BF16 {
-            pack_column_pairs::<K, S>(rows, keys, to, staging, width);
+            pack_column_pairs::<K, S>(rows, to, staging, width);
             LeftOperand { at: to, group: K::ROWS * (K::BLOCK / 2), row: K::BLOCK / 2, step: 1 }
         } else {
-            pack_column_groups::<K, S>(rows, keys, to, staging, width);
+            pack_column_groups::<K, S>(rows, to, staging, width);
             LeftOperand { at: to, group: column_group::<K>(), row: 1, step: K::ROWS }
         }
     }
@@ -285,7 +273,7 @@ impl<E: Number> SimdTask for PackQueries<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { q, inputs, workspace, tiles } = self;
-        let (width, staging) = (workspace.sizes.d, workspace.staging.as_mut_ptr());
+        let (width, staging) = (workspace.sizes[0], workspace.staging.as_mut_ptr());
         let factor = inputs.options.units(K::IS_BF16).query;
         for (index, tile) in tiles.iter().enumerate() {
             let rows = TileRows { matrix: q, width: inputs.dims.d, dims: &inputs.dims, tile };
@@ -361,19 +349,18 @@ impl<E> TileRows<'_, E> {
 /// As there.
 #[inline(always)]
 unsafe fn pack_column_groups<K: Kernel, S: Stored>(
-    rows: HeadRows<S>,
-    keys: Range<usize>,
+    rows: &HeadRows<S>,
     to: *mut f32,
     staging: *mut f32,
     width: PackedWidth,
 ) {
     // SAFETY: as this function's contract; the staging memory holds a row.
     unsafe {
-        for key in keys.clone() {
+        for key in rows.keys.clone() {
             let row = rows.prefetched::<K::Vector>(key);
             pack_row::<K, S>(row, rows.width, staging, width.rows, rows.scale(key));
             for group in 0..width.rows / K::ROWS {
-                let to = to.add(group * column_group::<K>() + (key - keys.start) * K::ROWS);
+                let to = to.add(group * column_group::<K>() + (key - rows.keys.start) * K::ROWS);
                 std::ptr::copy_nonoverlapping(staging.add(group * K::ROWS), to, K::ROWS);
             }
         }
@@ -386,13 +373,12 @@ unsafe fn pack_column_groups<K: Kernel, S: Stored>(
 /// As there; S is bf16 or scaled.
 #[inline(always)]
 unsafe fn pack_column_pairs<K: Kernel, S: Stored>(
-    rows: HeadRows<S>,
-    keys: Range<usize>,
+    rows: &HeadRows<S>,
     to: *mut f32,
     staging: *mut f32,
     width: PackedWidth,
 ) {
-    let (padded, lanes, half) = (width.row_squares, K::Vector::LANES, K::BLOCK / 2);
+    let (padded, lanes, half, keys) = (width.row_squares, K::Vector::LANES, K::BLOCK / 2, &rows.keys);
     // SAFETY: as this function's contract; the staging memory holds half a block of rows of `padded` words.
     unsafe {
         for pair in 0..half {

@@ -14,7 +14,7 @@
 use std::ops::Range;
 
 use super::pack::Block;
-use super::problem::{KeysValues, KvHead, ScoreInputs, ScoreUnits};
+use super::problem::{KvHead, ScoreInputs, ScoreUnits, StoredRows};
 use super::scores::TileScores;
 use super::softmax::TileSoftmax;
 use super::tasks::Workspace;
@@ -25,7 +25,7 @@ use crate::number::{Stored, store_first};
 /// Tiles of one key head, whose queries are packed, against some of its keys. Leaves their state in the workspace.
 pub(super) struct Prefill<'a, 'b, S> {
     pub inputs: &'a ScoreInputs<'b>,
-    pub keys_values: &'a KeysValues<'b, S>,
+    pub keys_values: &'a [StoredRows<'b, S>; 2],
     pub workspace: &'a mut Workspace,
     pub kv: KvHead,
     pub tiles: &'a [Tile],
@@ -44,7 +44,8 @@ impl<S: Stored> SimdTask for Prefill<'_, '_, S> {
             let seen = Tile::seen_keys(tiles);
             let first_block = seen.start.max(keys.start) / K::BLOCK * K::BLOCK;
             for first in (first_block..seen.end.min(keys.end)).step_by(K::BLOCK) {
-                let block = Block::new::<K>(keys_values, inputs.dims, workspace, kv, first);
+                let keys = first..inputs.dims.t_kv.min(first + K::BLOCK);
+                let block = Block::new::<K>(keys_values, workspace, kv, keys);
                 for (index, tile) in tiles.iter().enumerate() {
                     Step { inputs, block: &block, tile, index, units }.run::<K>(workspace);
                 }
@@ -70,17 +71,17 @@ impl<S: Stored> Step<'_, '_, S> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(&self, workspace: &mut Workspace) {
         let &Self { inputs, block, tile, index, units, .. } = self;
-        let Some(overlap) = tile.overlap::<K>(&block.keys, inputs) else { return };
+        let Some(overlap) = tile.overlap::<K>(&block.values.keys, inputs) else { return };
         let (first, depth, is_masked) = (overlap.keys.start, overlap.depth, overlap.is_masked);
-        let sizes = workspace.sizes;
+        let [d, d_v] = workspace.sizes;
         let (scores, pairs) = (workspace.scores.as_mut_ptr(), workspace.weights.as_mut_ptr());
         let state = workspace.state.of_panel(index);
         let mut factors = [0f32; MAX_COLUMNS];
         // SAFETY: as this method's contract; a block has `BLOCK` rows, which is a multiple of `ROWS`.
         unsafe {
-            let queries = workspace.queries.as_ptr().add(index * sizes.d.word_squares * K::PANEL);
-            let keys = OverKeys { from: block.keys.start, first };
-            let product = KeyProduct { keys, rows: block.k, depth: sizes.d.words, columns: queries, to: scores };
+            let queries = workspace.queries.as_ptr().add(index * d.word_squares * K::PANEL);
+            let keys = OverKeys { from: block.values.keys.start, first };
+            let product = KeyProduct { keys, rows: block.k, depth: d.words, columns: queries, to: scores };
             for part in overlap.parts.iter() {
                 product.multiply::<K>(part);
             }
@@ -88,8 +89,8 @@ impl<S: Stored> Step<'_, '_, S> {
                 inputs: *inputs,
                 tile,
                 units,
-                first,
-                keys: overlap.keys.len(),
+                keys: overlap.keys.clone(),
+                rows: overlap.keys.len(),
                 is_masked,
                 scores,
                 staging: workspace.staging.as_mut_ptr(),
@@ -100,8 +101,8 @@ impl<S: Stored> Step<'_, '_, S> {
             let factors_out = factors.as_mut_ptr();
             K::run_simd(TileSoftmax { scores: tile_scores, depth, pairs, state, factors: factors_out, scores_out });
             let weights = if K::IS_BF16 { pairs } else { scores };
-            let values = ValueProduct { keys, columns: block.v, rows: sizes.d_v.rows, weights, to: state.context };
-            let only_seen = is_masked && block.has_non_finite_values::<K>();
+            let values = ValueProduct { keys, columns: block.v, rows: d_v.rows, weights, to: state.context };
+            let only_seen = is_masked && block.values.has_non_finite::<K>();
             for part in overlap.parts.iter() {
                 match only_seen {
                     true => values.add_seen::<K, S>(self, part, &factors),
@@ -196,19 +197,13 @@ impl ValueProduct {
     #[inline(always)]
     unsafe fn add_seen<K: Kernel, S: Stored>(&self, step: &Step<S>, part: &Part, factors: &[f32; MAX_COLUMNS]) {
         let &Step { inputs, tile, block, .. } = step;
-        let (kv, dims, lanes) = (tile.kv, &inputs.dims, K::Vector::LANES);
-        let d_v = dims.d_v;
+        let (d_v, lanes) = (inputs.dims.d_v, K::Vector::LANES);
         let mut sums = vec![0f32; d_v.next_multiple_of(lanes)];
-        let columns = part.vectors.start * lanes..tile.rows.len().min(part.vectors.end * lanes);
-        for column in columns {
-            let row = dims.row(kv, tile.rows.start + column);
+        for column in part.vectors.start * lanes..tile.rows.len().min(part.vectors.end * lanes) {
             sums.fill(0.0);
             // SAFETY: as this method's contract.
             unsafe {
-                for key in part.keys.clone() {
-                    if !tile.sees(column, key) || !inputs.is_kept(row, key) {
-                        continue;
-                    }
+                for key in tile.seen_by(inputs, column, &part.keys) {
                     let at = key - self.keys.first;
                     let mut weight = (*self.weights.add(at / K::ELEMENTS * K::PANEL + column)).to_bits();
                     if K::IS_BF16 {

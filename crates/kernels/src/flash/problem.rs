@@ -3,14 +3,14 @@
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
+use super::backward::BackwardCall;
 use super::dropout::Dropout;
 use super::scores::{DistanceBias, DistanceTable};
 use super::statistics::StatisticsOutput;
 use crate::cpu::{Executor, SharedPtr};
 use crate::error::{Error, check_len};
-use crate::flash::AttentionKernels;
-use crate::number::Stored;
 pub use crate::number::Strided;
+use crate::number::{Number, Stored};
 
 /// The order of the context in memory.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -283,15 +283,9 @@ impl<E> Problem<'_, E> {
             check_len("slopes", slopes.len(), h)?;
             check_len("positions", positions.len(), b * t_q)?;
         }
-        if let Some(distances) = distance_bias {
-            distances.check(&self.dims)?;
-        }
-        if let Some(bias) = bias {
-            bias.check("bias", [b, h, t_q, t_kv], 1)?;
-        }
-        if let Some(keep) = keep {
-            keep.check("keep", [b, h, t_q, t_kv], 1)?;
-        }
+        distance_bias.map_or(Ok(()), |biases| biases.check(&self.dims))?;
+        bias.map_or(Ok(()), |bias| bias.check("bias", [b, h, t_q, t_kv], 1))?;
+        keep.map_or(Ok(()), |keep| keep.check("keep", [b, h, t_q, t_kv], 1))?;
         sinks.map_or(Ok(()), |sinks| check_len("sinks", sinks.len(), h))?;
         dropout.map_or(Ok(()), |dropout| dropout.check(&self.dims))
     }
@@ -339,10 +333,12 @@ pub(super) struct StoredRows<'a, S> {
     pub rows: Strided<'a, S, 3>,
     /// Of rows that are scaled.
     pub scales: Option<Strided<'a, f32, 3>>,
+    /// D or D_v.
+    pub width: usize,
 }
 
 impl<S: Stored> StoredRows<'_, S> {
-    /// The numbers of a key, D or D_v of them.
+    /// The numbers of a key.
     #[inline(always)]
     pub fn row(&self, kv: KvHead, key: usize) -> *const S {
         self.rows.at([kv.b, kv.head, key])
@@ -364,16 +360,10 @@ impl<S: Stored> StoredRows<'_, S> {
     }
 }
 
-/// The keys and values of a call.
-#[derive(Clone, Copy)]
-pub(super) struct KeysValues<'a, S> {
-    pub k: StoredRows<'a, S>,
-    pub v: StoredRows<'a, S>,
-}
-
 /// Where the results of a call go.
 pub(super) struct Outputs<'a, E> {
-    pub context: &'a mut [MaybeUninit<E>],
+    /// Not written in a backward pass.
+    pub context: *mut [E],
     pub lse: Option<&'a mut [MaybeUninit<f32>]>,
     pub stats: Option<&'a mut [MaybeUninit<SoftmaxStats>]>,
     pub statistics: Option<StatisticsOutput<'a>>,
@@ -382,7 +372,7 @@ pub(super) struct Outputs<'a, E> {
 /// A problem that was checked, and where its results go. Keys and values are stored as S.
 pub struct Call<'a, E, S = E> {
     pub(super) q: Strided<'a, E, 3>,
-    pub(super) keys_values: KeysValues<'a, S>,
+    pub(super) keys_values: [StoredRows<'a, S>; 2],
     pub(super) inputs: ScoreInputs<'a>,
     output_order: OutputOrder,
     /// B·H·T_q rows of D_v elements.
@@ -396,47 +386,34 @@ pub struct Call<'a, E, S = E> {
     pub(super) executor: Option<Executor>,
 }
 
-impl<'a, E: AttentionKernels, S: Stored> Call<'a, E, S> {
+impl<'a, E: Number, S> Call<'a, E, S> {
     /// `keys_values` are those of the problem.
     pub(super) fn new(
         problem: &Problem<'a, E>,
-        keys_values: KeysValues<'a, S>,
+        keys_values: [StoredRows<'a, S>; 2],
         outputs: Outputs<'a, E>,
     ) -> Result<Self, Error> {
-        let Outputs { context, lse, stats, statistics } = outputs;
-        let call = Self::on_context(problem, keys_values, context.len(), context.as_mut_ptr().cast())?;
-        let queries = problem.dims.b * problem.dims.h * problem.dims.t_q;
-        lse.as_ref().map_or(Ok(()), |lse| check_len("lse", lse.len(), queries))?;
-        stats.as_ref().map_or(Ok(()), |stats| check_len("stats", stats.len(), queries))?;
-        let lse = lse.map(|lse| SharedPtr(lse.as_mut_ptr().cast()));
-        Ok(Self { lse, stats: stats.map(|stats| SharedPtr(stats.as_mut_ptr().cast())), statistics, ..call })
-    }
-
-    /// A call whose context is there already, and is not written.
-    pub(super) fn after(
-        problem: &Problem<'a, E>,
-        keys_values: KeysValues<'a, S>,
-        context: &'a [E],
-    ) -> Result<Self, Error> {
-        Self::on_context(problem, keys_values, context.len(), context.as_ptr().cast_mut())
-    }
-
-    fn on_context(
-        problem: &Problem<'a, E>,
-        keys_values: KeysValues<'a, S>,
-        len: usize,
-        context: *mut E,
-    ) -> Result<Self, Error> {
         let Problem { dims, q, ranges, scores: options, output_order, executor, .. } = *problem;
+        let Outputs { context, lse, stats, statistics } = outputs;
         let count = problem.context_len()?;
         problem.check()?;
-        check_len("context", len, count)?;
-        let (inputs, context) = (ScoreInputs { dims, ranges, options, distances: None }, SharedPtr(context));
-        Ok(Self { q, keys_values, inputs, output_order, context, lse: None, stats: None, statistics: None, executor })
+        check_len("context", context.len(), count)?;
+        let queries = dims.b * dims.h * dims.t_q;
+        lse.as_ref().map_or(Ok(()), |lse| check_len("lse", lse.len(), queries))?;
+        stats.as_ref().map_or(Ok(()), |stats| check_len("stats", stats.len(), queries))?;
+        Ok(Self {
+            q,
+            keys_values,
+            inputs: ScoreInputs { dims, ranges, options, distances: None },
+            output_order,
+            context: SharedPtr(context.cast()),
+            lse: lse.map(|lse| SharedPtr(lse.as_mut_ptr().cast())),
+            stats: stats.map(|stats| SharedPtr(stats.as_mut_ptr().cast())),
+            statistics,
+            executor,
+        })
     }
-}
 
-impl<E, S> Call<'_, E, S> {
     /// The row of the context for a query, D_v elements that are not initialised before they are written.
     #[inline(always)]
     pub(super) fn context_row(&self, row: Row) -> *mut E {
@@ -465,4 +442,12 @@ impl<E, S> Call<'_, E, S> {
             }
         }
     }
+}
+
+/// What is computed on a kernel.
+pub enum KernelCall<'a, 'b, E> {
+    Float(&'a Call<'b, E>),
+    /// With keys and values of 8 bits.
+    Q8(&'a Call<'b, E, u8>),
+    Backward(&'a BackwardCall<'b, E>),
 }

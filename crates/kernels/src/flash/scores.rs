@@ -3,41 +3,40 @@
 //!
 //! Queries are lanes: a score's key is a row of a panel, its query a column.
 
-use std::cell::Cell;
+use std::ops::Range;
 
 use super::problem::{Dims, KvHead, Row, ScoreInputs, ScoreUnits, Strided};
 use super::tile::Tile;
-use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, Scratch, SharedPtr, Vector, tanh};
+use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, Scratch, Vector, tanh};
 use crate::error::{Error, check_len};
 use crate::number::{load_first, store_first};
 
-/// The scores of one tile over some keys (keys, panel). Does not depend on the elements that they were made of, so that
+/// The scores of one tile over some keys (rows, panel). Does not depend on the elements that they were made of, so that
 /// what it does is compiled once for all of them.
 pub(super) struct TileScores<'a> {
     pub inputs: ScoreInputs<'a>,
     pub tile: &'a Tile,
     pub units: ScoreUnits,
-    /// The key of the first scores.
-    pub first: usize,
-    pub keys: usize,
-    /// Whether some query does not see some of the keys.
+    pub keys: Range<usize>,
+    /// The rows of the panel: one for each key, or of a narrow tile fewer.
+    pub rows: usize,
+    /// Whether some query does not see some of the keys, or the last row has columns of keys beyond them.
     pub is_masked: bool,
-    /// `keys` rows of a panel.
     pub scores: *mut f32,
-    /// `LANES` rows of a block.
+    /// `LANES` rows of a block. Not of a narrow tile.
     pub staging: *mut f32,
-    /// `keys` rows of a panel, where weights are dropped: takes what they are multiplied by.
+    /// As the scores, where weights are dropped: takes what they are multiplied by.
     pub dropout: *mut f32,
 }
 
-/// Replaces the scores of some keys by an expression of the score, the key (counted from the first) and the column. A
-/// closure would not be compiled for the tier.
+/// Replaces the scores of some rows of the panel by an expression of the score, the row and the column. A closure would
+/// not be compiled for the tier.
 macro_rules! for_each {
-    ($this:expr, $K:ident, $keys:expr, |$score:ident, $key:ident, $column:ident| $value:expr) => {
-        for $key in $keys {
+    ($this:expr, $K:ident, $rows:expr, |$score:ident, $row:ident, $column:ident| $value:expr) => {
+        for $row in $rows {
             for vector in 0..$this.tile.vectors {
                 let $column = vector * <$K::Vector as crate::cpu::Vector>::LANES;
-                let at = $this.scores.add($key * $K::PANEL + $column);
+                let at = $this.scores.add($row * $K::PANEL + $column);
                 let $score = $K::Vector::load(at);
                 $value.store(at);
             }
@@ -53,11 +52,12 @@ impl TileScores<'_> {
     /// The processor has the tier of K; the pointers are valid for a panel of the sizes that the fields name.
     #[inline(always)]
     pub unsafe fn finish<K: Kernel>(&self, cap_slopes: Option<*mut f32>) {
+        let options = &self.inputs.options;
         // SAFETY: as this method's contract.
         unsafe {
-            if self.inputs.options.modify_scores() {
+            if options.modify_scores() {
                 self.cap::<K>();
-                if let (Some(softcap), Some(to)) = (self.inputs.options.softcap, cap_slopes) {
+                if let (Some(softcap), Some(to)) = (options.softcap, cap_slopes) {
                     self.derive_cap::<K>(softcap, to);
                 }
                 self.add_biases::<K>();
@@ -65,18 +65,15 @@ impl TileScores<'_> {
             if self.is_masked {
                 self.mask::<K>();
             }
-            self.draw_dropout::<K>();
+            if let Some(dropout) = &options.dropout {
+                dropout.factors::<K>(self);
+            }
         }
     }
 
-    /// # Safety
-    /// As [`finish`](Self::finish).
-    #[inline(always)]
-    unsafe fn draw_dropout<K: Kernel>(&self) {
-        if let Some(dropout) = &self.inputs.options.dropout {
-            // SAFETY: as this method's contract.
-            unsafe { dropout.factors::<K>(&self.inputs, self.tile, self.first..self.first + self.keys, self.dropout) };
-        }
+    /// The keys of a row of the panel.
+    pub fn keys_of_row<K: Kernel>(&self) -> usize {
+        K::PANEL / self.tile.width
     }
 
     /// The scale and the softcap, after which scores are in natural units.
@@ -90,10 +87,10 @@ impl TileScores<'_> {
         unsafe {
             if let Some(softcap) = options.softcap {
                 let (cap, shrink) = (K::Vector::splat(softcap), K::Vector::splat(product / softcap));
-                for_each!(self, K, 0..self.keys, |score, _key, _column| tanh(score.mul(shrink)).mul(cap));
+                for_each!(self, K, 0..self.rows, |score, _row, _column| tanh(score.mul(shrink)).mul(cap));
             } else if product != 1.0 {
                 let product = K::Vector::splat(product);
-                for_each!(self, K, 0..self.keys, |score, _key, _column| score.mul(product));
+                for_each!(self, K, 0..self.rows, |score, _row, _column| score.mul(product));
             }
         }
     }
@@ -117,7 +114,7 @@ impl TileScores<'_> {
     /// The vectors of all keys.
     pub fn entries<K: Kernel>(&self) -> impl Iterator<Item = usize> + use<K> {
         let vectors = self.tile.vectors;
-        (0..self.keys).flat_map(move |key| (0..vectors).map(move |vector| key * K::PANEL + vector * K::Vector::LANES))
+        (0..self.rows).flat_map(move |row| (0..vectors).map(move |vector| row * K::PANEL + vector * K::Vector::LANES))
     }
 
     /// ALiBi and biases, in natural units.
@@ -126,23 +123,26 @@ impl TileScores<'_> {
     /// As [`finish`](Self::finish).
     #[inline(always)]
     unsafe fn add_biases<K: Kernel>(&self) {
-        let options = &self.inputs.options;
+        let (options, dims, kv) = (&self.inputs.options, &self.inputs.dims, self.tile.kv);
         // SAFETY: as this method's contract; the arrays have an element for each column.
         unsafe {
             if let Some(alibi) = &options.alibi {
                 let (mut slopes, mut positions) = ([0f32; MAX_COLUMNS], [0f32; MAX_COLUMNS]);
-                for (column, row) in self.tile.rows.clone().enumerate() {
-                    let row = self.inputs.dims.row(self.tile.kv, row);
-                    (slopes[column], positions[column]) = self.inputs.slope_and_position(alibi, row);
+                for (column, row, after) in self.tile.columns::<K>() {
+                    (slopes[column], positions[column]) = self.inputs.slope_and_position(alibi, dims.row(kv, row));
+                    positions[column] -= after as f32;
                 }
-                for_each!(self, K, 0..self.keys, |score, key, column| {
-                    let position = K::Vector::load(positions.as_ptr().add(column));
-                    let distance = position.sub(K::Vector::splat((self.first + key) as f32)).abs();
+                let keys_of_row = self.keys_of_row::<K>();
+                for_each!(self, K, 0..self.rows, |score, row, column| {
+                    let key = K::Vector::splat((self.keys.start + row * keys_of_row) as f32);
+                    let distance = K::Vector::load(positions.as_ptr().add(column)).sub(key).abs();
                     K::Vector::load(slopes.as_ptr().add(column)).mul_add(distance, score)
                 });
             }
-            if let Some(table) = self.inputs.distances {
-                self.add_distances::<K>(table);
+            match (self.inputs.distances, &options.distance_bias) {
+                (Some(table), _) => self.add_distances::<K>(table),
+                (None, Some(bias)) => self.add_distances_of_rows(bias),
+                (None, None) => {}
             }
             if let Some(bias) = &options.bias {
                 self.combine::<K, f32, true>(bias);
@@ -156,15 +156,32 @@ impl TileScores<'_> {
     unsafe fn add_distances<K: Kernel>(&self, table: &DistanceTable) {
         let words = table.of_head(&self.inputs.dims, self.tile.kv).as_ptr();
         for run in table.runs(&self.inputs.dims, self.tile, K::Vector::LANES) {
-            for key in 0..self.keys {
+            for (index, key) in self.keys.clone().enumerate() {
                 // SAFETY: as this method's contract; the table has a vector from each word of a run on.
                 unsafe {
-                    let at = self.scores.add(key * K::PANEL + run.column);
+                    let at = self.scores.add(index * K::PANEL + run.column);
                     let score: K::Vector = load_first(at.cast_const(), run.width);
-                    let bias = K::Vector::load(words.add(run.word(self.first + key)));
+                    let bias = K::Vector::load(words.add(run.word(key)));
                     store_first(score.add(bias), at, run.width);
                 }
             }
+        }
+    }
+
+    /// The same of a narrow tile, without a table.
+    ///
+    /// # Safety
+    /// As [`finish`](Self::finish).
+    unsafe fn add_distances_of_rows(&self, bias: &DistanceBias) {
+        let dims = &self.inputs.dims;
+        for (column, row) in self.tile.rows.clone().enumerate() {
+            let row = dims.row(self.tile.kv, row);
+            // The entry of the first key, and the keys that have entries.
+            let origin = bias.origin(dims, row) + self.keys.start as i64;
+            let [first, end] = [-origin, bias.len as i64 - origin].map(|key| key.clamp(0, self.keys.len() as i64));
+            let from = bias.of_row(row).as_ptr().wrapping_offset((origin + first) as isize);
+            // SAFETY: as this method's contract; the biases of the row have the entries of these keys.
+            unsafe { self.combine_row::<f32, true>(column, first as usize..end as usize, from, 1) };
         }
     }
 
@@ -174,17 +191,23 @@ impl TileScores<'_> {
     /// As [`finish`](Self::finish).
     #[inline(always)]
     unsafe fn mask<K: Kernel>(&self) {
-        let every = &self.tile.every;
+        let (every, first, keys_of_row) = (&self.tile.every, self.keys.start, self.keys_of_row::<K>());
+        // Keys that every query sees stay as they are: of a window, all but the edges.
+        let from = every.start.saturating_sub(first).div_ceil(keys_of_row).min(self.rows);
+        let to = match every.end.saturating_sub(first) {
+            keys if keys < self.keys.len() => (keys / keys_of_row).clamp(from, self.rows),
+            _ => self.rows,
+        };
         // SAFETY: as this method's contract; the bounds have an element for each column.
         unsafe {
             let hidden = K::Vector::splat(f32::NEG_INFINITY);
-            if every.start > self.first || every.end < self.first + self.keys {
-                let (starts, ends) = self.tile.bounds(self.first, self.keys);
-                // Keys that every query sees stay as they are: of a window, all but the edges.
-                let from = every.start.saturating_sub(self.first).min(self.keys);
-                let to = every.end.saturating_sub(self.first).clamp(from, self.keys);
-                for_each!(self, K, (0..from).chain(to..self.keys), |score, key, column| {
-                    let key = K::Vector::splat(key as f32);
+            for at in self.keys.len() * self.tile.width..self.rows * K::PANEL {
+                *self.scores.add(at) = f32::NEG_INFINITY;
+            }
+            if from > 0 || to < self.rows {
+                let [starts, ends] = self.tile.bounds::<K>(first, self.keys.len());
+                for_each!(self, K, (0..from).chain(to..self.rows), |score, row, column| {
+                    let key = K::Vector::splat((row * keys_of_row) as f32);
                     let after_start =
                         K::Vector::select(key.less_than(K::Vector::load(starts.as_ptr().add(column))), hidden, score);
                     K::Vector::select(key.less_than(K::Vector::load(ends.as_ptr().add(column))), after_start, hidden)
@@ -203,7 +226,18 @@ impl TileScores<'_> {
     /// As [`finish`](Self::finish); the tensor has an entry for each score.
     #[inline(always)]
     unsafe fn combine<K: Kernel, T: Copy + Into<f32>, const IS_BIAS: bool>(&self, tensor: &Strided<T, 4>) {
-        let (lanes, step) = (K::Vector::LANES, tensor.strides[3]);
+        let (lanes, step, keys) = (K::Vector::LANES, tensor.strides[3], self.keys.len());
+        let from = |row: usize| {
+            let row = self.inputs.dims.row(self.tile.kv, row);
+            tensor.at([row.b, row.head, row.query, self.keys.start])
+        };
+        if self.tile.width < K::PANEL {
+            for (column, row) in self.tile.rows.clone().enumerate() {
+                // SAFETY: as this method's contract.
+                unsafe { self.combine_row::<T, IS_BIAS>(column, 0..keys, from(row), step) };
+            }
+            return;
+        }
         let mut square = [0f32; MAX_LANES * MAX_LANES];
         for vector in 0..self.tile.vectors {
             let first_row = self.tile.rows.start + vector * lanes;
@@ -212,20 +246,18 @@ impl TileScores<'_> {
             unsafe {
                 let hidden = K::Vector::splat(f32::NEG_INFINITY);
                 for lane in 0..filled {
-                    let row = self.inputs.dims.row(self.tile.kv, first_row + lane);
-                    let from = tensor.at([row.b, row.head, row.query, self.first]);
-                    let to = self.staging.add(lane * K::BLOCK);
+                    let (from, to) = (from(first_row + lane), self.staging.add(lane * K::BLOCK));
                     if step == 1 {
-                        (0..self.keys).for_each(|key| *to.add(key) = (*from.add(key)).into());
+                        (0..keys).for_each(|key| *to.add(key) = (*from.add(key)).into());
                     } else {
-                        (0..self.keys).for_each(|key| *to.add(key) = (*from.add(key * step)).into());
+                        (0..keys).for_each(|key| *to.add(key) = (*from.add(key * step)).into());
                     }
                 }
                 // Columns without a query stay finite.
-                (filled..lanes).for_each(|lane| self.staging.add(lane * K::BLOCK).write_bytes(0, self.keys));
-                for key in (0..self.keys).step_by(lanes) {
+                (filled..lanes).for_each(|lane| self.staging.add(lane * K::BLOCK).write_bytes(0, keys));
+                for key in (0..keys).step_by(lanes) {
                     K::Vector::transpose(self.staging.add(key), K::BLOCK, square.as_mut_ptr(), lanes);
-                    for k in 0..lanes.min(self.keys - key) {
+                    for k in 0..lanes.min(keys - key) {
                         let at = self.scores.add((key + k) * K::PANEL + vector * lanes);
                         let (score, entry) = (K::Vector::load(at), K::Vector::load(square.as_ptr().add(k * lanes)));
                         let combined = match IS_BIAS {
@@ -235,6 +267,37 @@ impl TileScores<'_> {
                         combined.store(at);
                     }
                 }
+            }
+        }
+    }
+
+    /// The same for some of the keys of one row of a narrow tile, whose entries are `step` apart.
+    ///
+    /// # Safety
+    /// As [`finish`](Self::finish); there is an entry for each of the keys, which count from the first.
+    #[inline(always)]
+    unsafe fn combine_row<T: Copy + Into<f32>, const IS_BIAS: bool>(
+        &self,
+        column: usize,
+        keys: Range<usize>,
+        from: *const T,
+        step: usize,
+    ) {
+        let width = self.tile.width;
+        let combined = |score: f32, entry: T| match IS_BIAS {
+            true => score + entry.into(),
+            false if entry.into() == 0.0 => f32::NEG_INFINITY,
+            false => score,
+        };
+        // SAFETY: as this method's contract.
+        unsafe {
+            let to = self.scores.add(keys.start * width + column);
+            // Lengths and strides that the compiler knows let it use vectors.
+            if width == 1 && step == 1 {
+                (0..keys.len()).for_each(|key| *to.add(key) = combined(*to.add(key), *from.add(key)));
+            } else {
+                let at = |key: usize| to.add(key * width);
+                (0..keys.len()).for_each(|key| *at(key) = combined(*at(key), *from.add(key * step)));
             }
         }
     }
@@ -263,6 +326,12 @@ impl DistanceBias<'_> {
     /// The sequences that have biases of their own: B, or 1.
     pub(super) fn sequences(&self, dims: &Dims) -> usize {
         if self.rows.strides[0] == 0 { dims.b.min(1) } else { dims.b }
+    }
+
+    /// What the words of a key head in a [`DistanceTable`] are, from [`MAX_LANES`] on: which head of the group each is
+    /// of, and which entry.
+    pub(super) fn table_entries(&self, group: usize) -> impl Iterator<Item = (usize, usize)> {
+        (0..self.len).rev().flat_map(move |entry| (0..group).map(move |g| (g, entry)))
     }
 
     /// The biases of a row.
@@ -316,10 +385,8 @@ impl<'a> DistanceTable<'a> {
         let mut words = Scratch::try_zeros(&[heads, size])?;
         for (index, of_head) in words.words_mut().chunks_exact_mut(size).take(heads).enumerate() {
             let kv = dims.kv_head(index);
-            for g in 0..group {
-                let row = Row { b: kv.b, head: kv.head * group + g, query: 0 };
-                let places = of_head[MAX_LANES..].chunks_exact_mut(group);
-                places.zip(bias.of_row(row).iter().rev()).for_each(|(place, &value)| place[g] = value);
+            for (place, (g, entry)) in of_head[MAX_LANES..].iter_mut().zip(bias.table_entries(group)) {
+                *place = bias.of_row(Row { b: kv.b, head: kv.head * group + g, query: 0 })[entry];
             }
         }
         Some(Self { bias, group, words, heads })
@@ -357,35 +424,5 @@ impl<'a> DistanceTable<'a> {
                 }
             })
         })
-    }
-
-    /// Adds sums of gradients, a task's for the heads of a group from `row` on, to those of the entries.
-    ///
-    /// # Safety
-    /// No other thread uses the gradients of these heads.
-    pub unsafe fn add_to(&self, output: &DistanceOutput, sums: &[Cell<f32>], row: Row) {
-        let len = self.bias.len;
-        for g in 0..self.group {
-            let to = output.at.0.wrapping_add(row.b * output.of_sequence + (row.head + g) * len);
-            for (entry, sums) in (0..len).rev().zip(sums[MAX_LANES..].chunks_exact(self.group)) {
-                // SAFETY: as this method's contract; the gradient has an element for each entry of each head.
-                unsafe { *to.add(entry) += sums[g].get() };
-            }
-        }
-    }
-}
-
-/// The gradient of distance biases: (B or 1, H) rows of `len`.
-#[derive(Clone, Copy)]
-pub(super) struct DistanceOutput {
-    pub at: SharedPtr<f32>,
-    /// The elements from one sequence to the next, 0 where sequences share them.
-    pub of_sequence: usize,
-}
-
-impl DistanceOutput {
-    /// Whether sequences share gradients.
-    pub fn is_shared(&self, dims: &Dims) -> bool {
-        self.of_sequence == 0 && dims.b > 1
     }
 }

@@ -1,20 +1,21 @@
 //! From the scores of a tile to its weights: the softmax over keys that arrive block by block (Milakov and Gimelshein,
-//! <https://arxiv.org/abs/1805.02867>). And from the state that it leaves to the output: sinks, division, log-sum-exp, and
-//! the transposition to rows.
+//! <https://arxiv.org/abs/1805.02867>). And from the state that it leaves to the output: the transposition to rows, parts
+//! of the keys, sinks, division, log-sum-exp.
 //!
-//! Queries are lanes: a maximum or a sum over keys goes down the rows of a panel, and nothing is reduced across lanes.
+//! Queries are lanes: a maximum or a sum over keys goes down the rows of a panel, and nothing is reduced across lanes,
+//! but for those of a narrow tile that are of the same query.
 
 use std::f32::consts::{LN_2, LOG2_E};
 use std::ops::Range;
 
-use super::problem::{Call, KvHead, Row, ScoreInputs, SoftmaxStats};
+use super::problem::{Call, Dims, KvHead, Row, ScoreInputs, SoftmaxStats};
 use super::scores::TileScores;
 use super::tasks::{PanelState, State};
-use crate::cpu::{Kernel, MAX_LANES, SimdTask, Vector};
-use crate::number::{Number, store_first};
+use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector, Workers, for_each_index};
+use crate::number::{Number, Stored, store_first};
 
 /// Sums that a thread adds to in turn: several short sums round less than a long one.
-pub(super) const PARTIAL_SUMS: usize = 4;
+const PARTIAL_SUMS: usize = 4;
 
 /// The products of one tile with some keys (keys, panel), which become weights. Does not depend on the elements that
 /// they were made of, so that it is compiled once for all of them.
@@ -28,7 +29,7 @@ pub(super) struct TileSoftmax<'a> {
     pub state: PanelState,
     /// A panel that receives the factors by which earlier sums shrink.
     pub factors: *mut f32,
-    /// As many rows as there are keys, which receive the scores, if those are wanted.
+    /// As many rows, which receive the scores, if those are wanted.
     pub scores_out: Option<*mut f32>,
 }
 
@@ -40,7 +41,7 @@ impl SimdTask for TileSoftmax<'_> {
         unsafe {
             self.scores.finish::<K>(None);
             if let Some(scores_out) = self.scores_out {
-                self.scores.scores.cast_const().copy_to_nonoverlapping(scores_out, self.scores.keys * K::PANEL);
+                self.scores.scores.cast_const().copy_to_nonoverlapping(scores_out, self.scores.rows * K::PANEL);
             }
             match self.scores.tile.vectors {
                 1 => self.softmax::<K, 1>(0),
@@ -49,11 +50,9 @@ impl SimdTask for TileSoftmax<'_> {
                 vectors => (0..vectors).for_each(|vector| self.softmax::<K, 1>(vector)),
             }
             if const { !K::IS_BF16 } && self.drops() {
-                for key in 0..self.scores.keys {
-                    for column in (0..self.scores.tile.vectors * K::Vector::LANES).step_by(K::Vector::LANES) {
-                        let at = self.scores.scores.add(key * K::PANEL + column);
-                        self.kept::<K>(K::Vector::load(at), key, column).store(at);
-                    }
+                for at in self.scores.entries::<K>() {
+                    let to = self.scores.scores.add(at);
+                    self.kept::<K>(K::Vector::load(to), at).store(to);
                 }
             }
         }
@@ -65,14 +64,14 @@ impl TileSoftmax<'_> {
         self.scores.inputs.options.dropout.is_some()
     }
 
-    /// What is left of the weights of a key, from a column on.
+    /// What is left of a vector of weights.
     ///
     /// # Safety
     /// As [`SimdTask::run`]; weights are dropped.
     #[inline(always)]
-    unsafe fn kept<K: Kernel>(&self, weights: K::Vector, key: usize, column: usize) -> K::Vector {
+    unsafe fn kept<K: Kernel>(&self, weights: K::Vector, at: usize) -> K::Vector {
         // SAFETY: as this method's contract.
-        unsafe { weights.mul(K::Vector::load(self.scores.dropout.add(key * K::PANEL + column))) }
+        unsafe { weights.mul(K::Vector::load(self.scores.dropout.add(at))) }
     }
 
     /// The weights of N vectors of columns, from vector `first` on, and their new maxima, sums and factors.
@@ -83,17 +82,20 @@ impl TileSoftmax<'_> {
     unsafe fn softmax<K: Kernel, const N: usize>(&self, first: usize) {
         // SAFETY: as this method's contract.
         unsafe {
-            let (lanes, keys, units) = (K::Vector::LANES, self.scores.keys, self.scores.units);
+            let (lanes, rows, units) = (K::Vector::LANES, self.scores.rows, self.scores.units);
             let first_column = first * lanes;
             let column = |n: usize| first_column + n * lanes;
             let exponent = K::Vector::splat(units.exponent);
             let unit = K::Vector::splat(units.exponent_unit);
             let mut most = [K::Vector::splat(f32::NEG_INFINITY); N];
-            for key in 0..keys {
+            for row in 0..rows {
                 for (n, most) in most.iter_mut().enumerate() {
                     // A NaN is passed over here; it reaches the sum by its own exponential.
-                    *most = K::Vector::load(self.scores.scores.add(key * K::PANEL + column(n))).max(*most);
+                    *most = K::Vector::load(self.scores.scores.add(row * K::PANEL + column(n))).max(*most);
                 }
+            }
+            if self.scores.tile.width < K::PANEL {
+                self.share_largest(&mut most);
             }
             let mut shifts = most;
             for (n, shift) in shifts.iter_mut().enumerate() {
@@ -109,9 +111,9 @@ impl TileSoftmax<'_> {
             let mut weights = Weights::<K, N> { scores: self.scores.scores, first_column, exponent, shifts };
             if units.exponent_unit != 1.0 {
                 // The exponents replace the scores, in powers of two.
-                for key in 0..keys {
+                for row in 0..rows {
                     for n in 0..N {
-                        weights.exponent_of(key, n).mul(unit).store(weights.at(key, n));
+                        weights.exponent_of(row, n).mul(unit).store(weights.at(row, n));
                     }
                 }
                 weights.exponent = K::Vector::splat(1.0);
@@ -119,38 +121,35 @@ impl TileSoftmax<'_> {
             }
             let mut sums = [[K::Vector::splat(0.0); N]; PARTIAL_SUMS];
             if const { !K::IS_BF16 } {
-                let whole = keys / PARTIAL_SUMS * PARTIAL_SUMS;
+                let whole = rows / PARTIAL_SUMS * PARTIAL_SUMS;
                 for first in (0..whole).step_by(PARTIAL_SUMS) {
                     for (offset, sums) in sums.iter_mut().enumerate() {
                         weights.store_and_add(first + offset, sums);
                     }
                 }
-                for key in whole..keys {
-                    weights.store_and_add(key, &mut sums[0]);
+                for row in whole..rows {
+                    weights.store_and_add(row, &mut sums[0]);
                 }
             } else {
-                for pair in 0..keys.div_ceil(2) {
+                for pair in 0..rows.div_ceil(2) {
                     for (n, sum) in sums[0].iter_mut().enumerate() {
-                        let mut low = weights.get(2 * pair, n);
-                        let to = self.pairs.add(pair * K::PANEL + column(n));
-                        if 2 * pair + 1 < keys {
-                            let mut high = weights.get(2 * pair + 1, n);
-                            *sum = sum.add(low.add(high));
-                            if self.drops() {
-                                low = self.kept::<K>(low, 2 * pair, column(n));
-                                high = self.kept::<K>(high, 2 * pair + 1, column(n));
-                            }
-                            K::store_pairs(low, high, to);
-                        } else {
-                            *sum = sum.add(low);
-                            if self.drops() {
-                                low = self.kept::<K>(low, 2 * pair, column(n));
-                            }
-                            K::store_pairs(low, K::Vector::splat(0.0), to);
+                        let mut halves = [K::Vector::splat(0.0); 2];
+                        for (row, half) in (2 * pair..rows).zip(&mut halves) {
+                            *half = weights.get(row, n);
                         }
+                        let [low, high] = &mut halves;
+                        *sum = sum.add(low.add(*high));
+                        if self.drops() {
+                            let at = 2 * pair * K::PANEL + column(n);
+                            *low = self.kept::<K>(*low, at);
+                            if 2 * pair + 1 < rows {
+                                *high = self.kept::<K>(*high, at + K::PANEL);
+                            }
+                        }
+                        K::store_pairs(*low, *high, self.pairs.add(pair * K::PANEL + column(n)));
                     }
                 }
-                for row in keys.div_ceil(2)..self.depth {
+                for row in rows.div_ceil(2)..self.depth {
                     for n in 0..N {
                         K::Vector::splat(0.0).store(self.pairs.add(row * K::PANEL + column(n)));
                     }
@@ -161,6 +160,30 @@ impl TileSoftmax<'_> {
                 let sum = a[n].add(b[n]).add(c[n].add(d[n]));
                 let at = self.state.sum.add(column(n));
                 K::Vector::load(at).mul_add(K::Vector::load(self.factors.add(column(n))), sum).store(at);
+            }
+        }
+    }
+
+    /// Gives the columns of a query of a narrow tile the largest of their scores.
+    ///
+    /// # Safety
+    /// As [`SimdTask::run`]; the vectors are those of the panel.
+    #[inline(always)]
+    unsafe fn share_largest<V: Vector, const N: usize>(&self, largest: &mut [V; N]) {
+        let (mut columns, width) = ([f32::NEG_INFINITY; MAX_COLUMNS], self.scores.tile.width);
+        // SAFETY: as this method's contract; the array has an element for each column.
+        unsafe {
+            for (n, largest) in largest.iter().enumerate() {
+                largest.store(columns.as_mut_ptr().add(n * V::LANES));
+            }
+            for column in width..N * V::LANES {
+                columns[column % width] = columns[column % width].max(columns[column]);
+            }
+            for column in width..N * V::LANES {
+                columns[column] = columns[column % width];
+            }
+            for (n, largest) in largest.iter_mut().enumerate() {
+                *largest = V::load(columns.as_ptr().add(n * V::LANES));
             }
         }
     }
@@ -176,42 +199,42 @@ struct Weights<K: Kernel, const N: usize> {
 
 impl<K: Kernel, const N: usize> Weights<K, N> {
     #[inline(always)]
-    fn at(&self, key: usize, n: usize) -> *mut f32 {
-        self.scores.wrapping_add(key * K::PANEL + self.first_column + n * K::Vector::LANES)
+    fn at(&self, row: usize, n: usize) -> *mut f32 {
+        self.scores.wrapping_add(row * K::PANEL + self.first_column + n * K::Vector::LANES)
     }
 
-    /// The exponents of a key: scores minus the largest, in [`ScoreUnits::exponent_unit`]. A function, since a closure
+    /// The exponents of a row of the panel: scores minus the largest, in [`ScoreUnits::exponent_unit`]. A function, since a closure
     /// would not be compiled for the tier.
     ///
     /// # Safety
-    /// The processor has the tier of K; the scores have the key and the vector.
+    /// The processor has the tier of K; the scores have the row and the vector.
     #[inline(always)]
-    unsafe fn exponent_of(&self, key: usize, n: usize) -> K::Vector {
+    unsafe fn exponent_of(&self, row: usize, n: usize) -> K::Vector {
         // Two roundings: the largest score minus itself is to be 0, so that a lone key weighs 1.
         // SAFETY: as this method's contract.
-        unsafe { K::Vector::load(self.at(key, n)).mul(self.exponent).add(self.shifts[n]) }
+        unsafe { K::Vector::load(self.at(row, n)).mul(self.exponent).add(self.shifts[n]) }
     }
 
     /// # Safety
     /// As [`exponent_of`](Self::exponent_of), which is then in powers of two.
     #[inline(always)]
-    unsafe fn get(&self, key: usize, n: usize) -> K::Vector {
+    unsafe fn get(&self, row: usize, n: usize) -> K::Vector {
         // SAFETY: as this method's contract.
-        unsafe { self.exponent_of(key, n).exp2() }
+        unsafe { self.exponent_of(row, n).exp2() }
     }
 
-    /// Replaces the scores of a key by its weights, and adds them to the sums.
+    /// Replaces a row of scores by weights, and adds them to the sums.
     ///
     /// # Safety
     /// As [`get`](Self::get).
     #[inline(always)]
-    unsafe fn store_and_add(&self, key: usize, sums: &mut [K::Vector; N]) {
+    unsafe fn store_and_add(&self, row: usize, sums: &mut [K::Vector; N]) {
         for (n, sum) in sums.iter_mut().enumerate() {
             // SAFETY: as this method's contract.
             unsafe {
-                let weight = self.get(key, n);
+                let weight = self.get(row, n);
                 *sum = sum.add(weight);
-                weight.store(self.at(key, n));
+                weight.store(self.at(row, n));
             }
         }
     }
@@ -223,37 +246,122 @@ pub(super) struct Epilogue<'a, 'b, E, S> {
     pub state: &'a mut State,
     pub kv: KvHead,
     pub rows: Range<usize>,
+    /// Takes the rows where the state is that after one part of the keys, the number of which is given.
+    pub partials: Option<(&'a Partials, usize)>,
 }
 
 impl<E: Number, S> SimdTask for Epilogue<'_, '_, E, S> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let Self { call, state, kv, rows } = self;
+        let Self { call, state, kv, rows, partials } = self;
         let (lanes, dims, panel) = (K::Vector::LANES, &call.inputs.dims, state.panel);
         let mut square = [0f32; MAX_LANES * MAX_LANES];
         for first in rows.clone().step_by(lanes) {
             let column = (first - rows.start) % panel;
             let own = state.of_panel((first - rows.start) / panel);
             let filled = lanes.min(rows.end - first);
-            let mut factors = [0f32; MAX_LANES];
+            let mut factors = [1f32; MAX_LANES];
             // SAFETY: the processor has the tier of K; the state has `context` rows of a panel, a multiple of `lanes`;
             // the rows of the context are this task's.
             unsafe {
                 for (lane, factor) in factors[..filled].iter_mut().enumerate() {
                     let (max, sum) = (*own.max.add(column + lane), *own.sum.add(column + lane));
-                    *factor = normalise(call, dims.row(kv, first + lane), max, sum);
+                    match partials {
+                        Some((partials, part)) => partials.set(partials.row(kv, first + lane, part), max, sum),
+                        None => *factor = normalise(call, dims.row(kv, first + lane), max, sum),
+                    }
                 }
                 for d in (0..dims.d_v).step_by(lanes) {
-                    let from = own.context.add(d * panel + column);
+                    let (from, width) = (own.context.add(d * panel + column), lanes.min(dims.d_v - d));
                     K::Vector::transpose(from, panel, square.as_mut_ptr(), lanes);
                     for (lane, &factor) in factors[..filled].iter().enumerate() {
-                        let to = call.context_row(dims.row(kv, first + lane)).add(d);
-                        let values = K::Vector::load(square.as_ptr().add(lane * lanes));
-                        store_first::<E, _>(values.mul(K::Vector::splat(factor)), to, lanes.min(dims.d_v - d));
+                        let values = K::Vector::load(square.as_ptr().add(lane * lanes)).mul(K::Vector::splat(factor));
+                        let row = first + lane;
+                        match partials {
+                            Some((partials, part)) => store_first(values, partials.row(kv, row, part).add(d), width),
+                            None => store_first(values, call.context_row(dims.row(kv, row)).add(d), width),
+                        }
                     }
                 }
             }
         }
+    }
+}
+
+/// What is found of rows over each part of the keys, where these are split: D_v sums of weighted values, the largest
+/// exponent and the sum of the weights. Each task writes rows of its own.
+pub(super) struct Partials {
+    /// Of the memory: (B, H_kv, rows, parts, D_v + 2).
+    at: SharedPtr<f32>,
+    _memory: Scratch,
+    dims: Dims,
+    rows: usize,
+    parts: usize,
+}
+
+impl Partials {
+    /// For so many rows of each key head; `None` where there is no memory for them.
+    pub fn new(dims: &Dims, rows: usize, parts: usize) -> Option<Self> {
+        let mut memory = Scratch::try_zeros(&[dims.b * dims.h_kv, rows, parts, dims.d_v + 2])?;
+        Some(Self { at: SharedPtr(memory.as_mut_ptr()), _memory: memory, dims: *dims, rows, parts })
+    }
+
+    /// The words from one row to the next.
+    pub fn stride(&self) -> usize {
+        self.parts * (self.dims.d_v + 2)
+    }
+
+    #[inline(always)]
+    pub fn row(&self, kv: KvHead, row: usize, part: usize) -> *mut f32 {
+        let row = (kv.b * self.dims.h_kv + kv.head) * self.rows + row;
+        self.at.0.wrapping_add(row * self.stride() + part * (self.dims.d_v + 2))
+    }
+
+    /// Writes what stands behind the sums of a row.
+    ///
+    /// # Safety
+    /// The row is one of these, and no other thread uses it.
+    #[inline(always)]
+    pub unsafe fn set(&self, row: *mut f32, max: f32, sum: f32) {
+        // SAFETY: as this method's contract.
+        unsafe {
+            row.add(self.dims.d_v).write(max);
+            row.add(self.dims.d_v + 1).write(sum);
+        }
+    }
+
+    /// Merges the parts of each row of a call, in order, and writes it.
+    pub fn merge<E: Number, S: Stored>(self, call: &Call<E, S>) {
+        let (dims, rows, unit) = (&self.dims, self.dims.rows(), call.inputs.options.exponent_unit());
+        let (d_v, heads) = (dims.d_v, dims.b * dims.h_kv);
+        // Brief for most calls: it is over before another thread would have begun.
+        let sums = heads * rows * self.parts * d_v;
+        let workers = Workers::of(sums, sums.saturating_mul(size_of::<f32>()), call.executor);
+        for_each_index(heads * rows, workers, &|index| {
+            let (kv, row) = (dims.kv_head(index / rows), index % rows);
+            // SAFETY: the words are initialised, and each row is one task's.
+            let parts = unsafe { std::slice::from_raw_parts_mut(self.row(kv, row, 0), self.stride()) };
+            let most = parts.chunks_exact(d_v + 2).fold(f32::NEG_INFINITY, |most, part| most.max(part[d_v]));
+            // Where no part has seen a key, the factors are of zeros.
+            let shift = if most == f32::NEG_INFINITY { 0.0 } else { most };
+            let factor = |part: &[f32]| ((part[d_v] - shift) * unit).exp2();
+            let (whole, others) = parts.split_at_mut(d_v + 2);
+            let first = factor(whole);
+            whole.iter_mut().for_each(|sum| *sum *= first);
+            for part in others.chunks_exact(d_v + 2) {
+                let factor = factor(part);
+                whole.iter_mut().zip(part).for_each(|(sum, x)| *sum += x * factor);
+            }
+            let row = dims.row(kv, row);
+            // SAFETY: the row belongs to the call, and to this task.
+            unsafe {
+                let factor = normalise(call, row, most, whole[d_v + 1]);
+                let to = call.context_row(row);
+                for (d, &sum) in whole[..d_v].iter().enumerate() {
+                    to.add(d).write(E::from_f32(sum * factor));
+                }
+            }
+        });
     }
 }
 
@@ -273,7 +381,7 @@ pub(super) fn with_sink(inputs: &ScoreInputs, row: Row, max: f32, sum: f32) -> S
 /// # Safety
 /// The row belongs to the call, and no other thread writes its log-sum-exp.
 #[inline(always)]
-pub(super) unsafe fn normalise<E, S>(call: &Call<E, S>, row: Row, max: f32, sum: f32) -> f32 {
+pub(super) unsafe fn normalise<E: Number, S>(call: &Call<E, S>, row: Row, max: f32, sum: f32) -> f32 {
     let unit = call.inputs.options.exponent_unit();
     let SoftmaxStats { max: shift, sum: whole } = with_sink(&call.inputs, row, max, sum);
     let lse = || match (whole == 0.0, shift * (LN_2 * unit)) {

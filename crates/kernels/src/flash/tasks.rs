@@ -1,10 +1,11 @@
 //! How a call is split into tasks, the memory that one works in, and the order in which they add to what they share.
 //! Every constant of the split stands here, with its reason.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::pack::column_group;
-use super::problem::{Call, Dims, ScoreInputs};
+use super::problem::{Call, Dims, KvHead, ScoreInputs};
 use super::statistics::kept_scores;
 use crate::cpu::{Kernel, Scratch, Vector, Workers, second_cache};
 
@@ -73,7 +74,9 @@ impl TaskSplit {
         let split_keys = rows <= KV_SPLIT_MAX_ROWS && !has_statistics;
         let keys_per_chunk = if split_keys { KV_SPLIT } else { dims.t_kv };
         let key_chunks = if split_keys { dims.t_kv.div_ceil(KV_SPLIT).max(1) } else { 1 };
-        let mut fit = state_bytes() / (4 * PackedSizes::new::<K>(dims).row_words());
+        let [d, d_v] = PackedWidth::of::<K>(dims);
+        // Of a query: packed, its context, its maximum and sum.
+        let mut fit = state_bytes() / (4 * (d.word_squares + d_v.row_squares + 2));
         let threads = if has_statistics { STATISTICS_THREADS } else { threads };
         if has_statistics {
             fit = fit.min(KEPT_BYTES / (4 * dims.t_kv).max(1));
@@ -84,6 +87,14 @@ impl TaskSplit {
         let row_chunks = panels.div_ceil((fit.min(even) / K::PANEL).max(1));
         let rows_per_chunk = panels.div_ceil(row_chunks) * K::PANEL;
         Self { rows_per_chunk, row_chunks: rows.div_ceil(rows_per_chunk), keys_per_chunk, key_chunks }
+    }
+
+    /// The key head and rows of a chunk, the last rows first, and the keys of a part.
+    pub fn task(&self, dims: &Dims, chunk: usize, part: usize) -> (KvHead, [Range<usize>; 2]) {
+        let heads = dims.b * dims.h_kv;
+        let (row, key) = ((self.row_chunks - 1 - chunk / heads) * self.rows_per_chunk, part * self.keys_per_chunk);
+        let rows = row..dims.rows().min(row + self.rows_per_chunk);
+        (dims.kv_head(chunk % heads), [rows, key..dims.t_kv.min(key + self.keys_per_chunk)])
     }
 }
 
@@ -101,6 +112,11 @@ pub(super) struct PackedWidth {
 }
 
 impl PackedWidth {
+    /// Those of D and D_v.
+    pub fn of<K: Kernel>(dims: &Dims) -> [Self; 2] {
+        [dims.d, dims.d_v].map(Self::new::<K>)
+    }
+
     pub fn new<K: Kernel>(width: usize) -> Self {
         let lanes = K::Vector::LANES;
         let words = width.div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH);
@@ -123,24 +139,6 @@ impl PackedWidth {
     }
 }
 
-/// The sizes of packed matrices.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct PackedSizes {
-    pub d: PackedWidth,
-    pub d_v: PackedWidth,
-}
-
-impl PackedSizes {
-    pub fn new<K: Kernel>(dims: &Dims) -> Self {
-        Self { d: PackedWidth::new::<K>(dims.d), d_v: PackedWidth::new::<K>(dims.d_v) }
-    }
-
-    /// For one query of the forward pass: packed, its context, its maximum and sum.
-    pub fn row_words(&self) -> usize {
-        self.d.word_squares + self.d_v.row_squares + 2
-    }
-}
-
 /// What the online softmax knows of a chunk of queries after some of the keys: for each panel the sums of weighted
 /// values (context, panel), the largest exponent and the sum of the weights (panel).
 pub(super) struct State {
@@ -151,13 +149,9 @@ pub(super) struct State {
 }
 
 impl State {
-    pub fn new<K: Kernel>(sizes: PackedSizes, panels: usize) -> Self {
-        let panel = K::PANEL;
-        Self {
-            words: Scratch::zeros(panels * panel * (sizes.d_v.row_squares + 2)),
-            context: sizes.d_v.row_squares,
-            panel,
-        }
+    pub fn new<K: Kernel>(d_v: PackedWidth, panels: usize) -> Self {
+        let (panel, context) = (K::PANEL, d_v.row_squares);
+        Self { words: Scratch::zeros(panels * panel * (context + 2)), context, panel }
     }
 
     fn stride(&self) -> usize {
@@ -171,32 +165,6 @@ impl State {
             panel[..context].fill(0.0);
             panel[context..context + self.panel].fill(f32::NEG_INFINITY);
             panel[context + self.panel..].fill(0.0);
-        }
-    }
-
-    /// The state of all panels, to be copied.
-    pub fn words(&self) -> &[f32] {
-        self.words.words()
-    }
-
-    /// Merges the state of the same panels over other keys into this one. `unit` is [`ScoreUnits::exponent_unit`].
-    ///
-    /// [`ScoreUnits::exponent_unit`]: super::problem::ScoreUnits::exponent_unit
-    pub fn merge(&mut self, other: &[f32], unit: f32) {
-        let (stride, panel) = (self.stride(), self.panel);
-        for (mine, other) in self.words.words_mut().chunks_exact_mut(stride).zip(other.chunks_exact(stride)) {
-            for column in 0..panel {
-                let (max, sum) = (stride - 2 * panel + column, stride - panel + column);
-                let most = mine[max].max(other[max]);
-                // Where neither has seen a key, both factors are of zeros.
-                let shift = if most == f32::NEG_INFINITY { 0.0 } else { most };
-                let (keep, take) = (((mine[max] - shift) * unit).exp2(), ((other[max] - shift) * unit).exp2());
-                for at in (column..stride - 2 * panel).step_by(panel) {
-                    mine[at] = mine[at] * keep + other[at] * take;
-                }
-                mine[sum] = mine[sum] * keep + other[sum] * take;
-                mine[max] = most;
-            }
         }
     }
 
@@ -221,7 +189,8 @@ pub(super) struct PanelState {
 /// Everything a thread needs for its tasks. Its size depends on D, D_v, the tier and whether weights are dropped, up to
 /// about a megabyte and a half at D = 128, and grows with them.
 pub(super) struct Workspace {
-    pub sizes: PackedSizes,
+    /// Of D and D_v.
+    pub sizes: [PackedWidth; 2],
     /// (panels, D, panel).
     pub queries: Scratch,
     pub state: State,
@@ -244,16 +213,16 @@ pub(super) struct Workspace {
 
 impl Workspace {
     pub fn new<K: Kernel>(inputs: &ScoreInputs, panels: usize, keeps_scores: bool) -> Self {
-        let sizes = PackedSizes::new::<K>(&inputs.dims);
+        let sizes @ [d, d_v] = PackedWidth::of::<K>(&inputs.dims);
         let (block, lanes) = (K::BLOCK, K::Vector::LANES);
         // For scores, a row of a block for each lane.
-        let staging = (lanes * block).max(sizes.d.staging_words::<K>()).max(sizes.d_v.staging_words::<K>());
+        let staging = (lanes * block).max(d.staging_words::<K>()).max(d_v.staging_words::<K>());
         Self {
             sizes,
-            queries: Scratch::zeros(panels * sizes.d.word_squares * K::PANEL),
-            state: State::new::<K>(sizes, panels),
-            keys: Scratch::zeros(block * sizes.d.words),
-            values: Scratch::zeros(sizes.d_v.column_words::<K>()),
+            queries: Scratch::zeros(panels * d.word_squares * K::PANEL),
+            state: State::new::<K>(d_v, panels),
+            keys: Scratch::zeros(block * d.words),
+            values: Scratch::zeros(d_v.column_words::<K>()),
             scores: Scratch::zeros(block * K::PANEL),
             weights: Scratch::zeros(if K::IS_BF16 { block / 2 * K::PANEL } else { 0 }),
             dropout: Scratch::zeros(if inputs.options.dropout.is_some() { block * K::PANEL } else { 0 }),

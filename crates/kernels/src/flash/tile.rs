@@ -1,15 +1,18 @@
-//! A tile: as many query rows as a panel has columns, and the keys that they see.
+//! A tile: as many query rows as a panel has columns, or few of them several times over, and the keys that they see.
 
 use std::ops::Range;
 
 use super::problem::{KvHead, ScoreInputs};
-use crate::cpu::{Kernel, MAX_COLUMNS};
+use crate::cpu::{Kernel, MAX_COLUMNS, Vector};
 
 /// The queries of one panel.
 pub(super) struct Tile {
     pub kv: KvHead,
     /// Rows of the key head, see [`Dims::rows`](super::problem::Dims::rows).
     pub rows: Range<usize>,
+    /// The columns of one key: those of the panel, or of a narrow tile a part of them, and the next ones are those of
+    /// the next key.
+    pub width: usize,
     /// The vectors of the panel that hold a query.
     pub vectors: usize,
     /// The keys that some query sees: all within, not all of them.
@@ -74,35 +77,48 @@ impl Parts {
 }
 
 impl Tile {
-    pub fn new(inputs: &ScoreInputs, kv: KvHead, rows: Range<usize>, lanes: usize) -> Self {
+    pub fn new<K: Kernel>(inputs: &ScoreInputs, kv: KvHead, rows: Range<usize>) -> Self {
+        let vectors = rows.len().div_ceil(K::Vector::LANES);
+        Self { vectors, ..Self::narrow::<K>(inputs, kv, rows, 0..inputs.dims.t_kv, K::PANEL) }
+    }
+
+    /// Of at most `width` rows, which divides a vector, and some of the keys.
+    pub fn narrow<K: Kernel>(
+        inputs: &ScoreInputs,
+        kv: KvHead,
+        rows: Range<usize>,
+        keys: Range<usize>,
+        width: usize,
+    ) -> Self {
         // A column without a query sees no key, and does not count among those that have to see every key.
         let (mut starts, mut ends) = ([0; MAX_COLUMNS], [0; MAX_COLUMNS]);
-        let (mut first, mut end, mut every) = (usize::MAX, 0, 0..usize::MAX);
+        let (mut first, mut end, mut every) = (usize::MAX, 0, keys.clone());
         let mut seen = [NOTHING; MAX_VECTORS];
         for (column, row) in rows.clone().enumerate() {
             let range = inputs.range(inputs.dims.row(kv, row));
+            let range = range.start.max(keys.start)..range.end.min(keys.end);
             (starts[column], ends[column]) = (range.start, range.end);
             if !range.is_empty() {
                 (first, end) = (first.min(range.start), end.max(range.end));
-                let seen = &mut seen[column / lanes];
+                let seen = &mut seen[column / K::Vector::LANES];
                 *seen = seen.start.min(range.start)..seen.end.max(range.end);
             }
             every = every.start.max(range.start)..every.end.min(range.end);
         }
-        let vectors = rows.len().div_ceil(lanes);
-        Self { kv, rows, vectors, some: first.min(end)..end, every, seen, starts, ends }
+        Self { kv, rows, width, vectors: K::VECTORS, some: first.min(end)..end, every, seen, starts, ends }
     }
 
-    /// The tiles of some rows of a key head, `panel` of them each.
-    pub fn of_rows(inputs: &ScoreInputs, kv: KvHead, rows: Range<usize>, panel: usize, lanes: usize) -> Vec<Self> {
-        let tile = |first| Self::new(inputs, kv, first..rows.end.min(first + panel), lanes);
-        rows.clone().step_by(panel).map(tile).collect()
+    /// The columns of a panel that are of one of the rows, with the row and how many keys its key is after the first.
+    pub fn columns<K: Kernel>(&self) -> impl Iterator<Item = (usize, usize, usize)> {
+        let of_key = move |(after, first)| self.rows.clone().enumerate().map(move |(n, row)| (first + n, row, after));
+        (0..K::PANEL).step_by(self.width).enumerate().flat_map(of_key)
     }
 
     /// The keys from the first to the last that some query of some tiles sees.
     pub fn seen_keys(tiles: &[Self]) -> Range<usize> {
-        let start = tiles.iter().map(|tile| tile.some.start).min().unwrap_or(0);
-        start..tiles.iter().map(|tile| tile.some.end).max().unwrap_or(0)
+        let seen = tiles.iter().map(|tile| &tile.some).filter(|some| !some.is_empty());
+        let start = seen.clone().map(|some| some.start).min().unwrap_or(0);
+        start..seen.map(|some| some.end).max().unwrap_or(0)
     }
 
     /// Splits keys where the vectors that see some of them change, in multiples of `step` from the first: along the
@@ -110,7 +126,7 @@ impl Tile {
     /// left out.
     pub fn parts(&self, keys: Range<usize>, step: usize) -> Parts {
         let mut parts = Parts::NONE;
-        if self.every.start <= keys.start && keys.end <= self.every.end {
+        if self.sees_all(&keys) {
             parts.push(Part { keys, vectors: 0..self.vectors });
             return parts;
         }
@@ -136,10 +152,18 @@ impl Tile {
         parts
     }
 
-    /// Where each column begins and ends to see keys, counted from `first` and bounded by `keys`: exact in f32.
-    pub fn bounds(&self, first: usize, keys: usize) -> ([f32; MAX_COLUMNS], [f32; MAX_COLUMNS]) {
-        let within = |key: usize| key.saturating_sub(first).min(keys) as f32;
-        (self.starts.map(within), self.ends.map(within))
+    /// Where each column begins and ends to see keys, counted from `first` and bounded by `keys`: exact in f32. Of a
+    /// narrow tile, where the keys of the first columns of its row of the panel do.
+    pub fn bounds<K: Kernel>(&self, first: usize, keys: usize) -> [[f32; MAX_COLUMNS]; 2] {
+        [&self.starts, &self.ends].map(|of_rows| {
+            let mut bounds = [0f32; MAX_COLUMNS];
+            for (after, columns) in bounds[..K::PANEL].chunks_mut(self.width).enumerate() {
+                for (bound, key) in columns.iter_mut().zip(of_rows) {
+                    *bound = key.saturating_sub(first + after).min(keys) as f32;
+                }
+            }
+            bounds
+        })
     }
 
     /// What this tile and a block of keys have to do with each other, if it sees any of them.
@@ -155,7 +179,7 @@ impl Tile {
         let depth = keys.len().div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH);
         // A product over these keys reads `depth` words of them, of which those past the end weigh nothing.
         let read = (keys.start + depth * K::ELEMENTS).min(block.end);
-        let all_seen = self.every.start <= keys.start && read <= self.every.end && inputs.options.keep.is_none();
+        let all_seen = self.sees_all(&(keys.start..read)) && inputs.options.keep.is_none();
         Some(Overlap { parts: self.parts(keys.clone(), step), keys, depth, is_masked: !all_seen })
     }
 
@@ -164,8 +188,16 @@ impl Tile {
         self.starts[column] >= self.ends[column]
     }
 
-    pub fn sees(&self, column: usize, key: usize) -> bool {
-        (self.starts[column]..self.ends[column]).contains(&key)
+    /// Whether every query sees all of some keys, but for those that are not kept.
+    pub fn sees_all(&self, keys: &Range<usize>) -> bool {
+        self.every.start <= keys.start && keys.end <= self.every.end
+    }
+
+    /// Those of some keys that a row of the tile sees.
+    pub fn seen_by(&self, inputs: &ScoreInputs, column: usize, keys: &Range<usize>) -> impl Iterator<Item = usize> {
+        let row = inputs.dims.row(self.kv, self.rows.start + column);
+        let seen = keys.start.max(self.starts[column])..keys.end.min(self.ends[column]);
+        seen.filter(move |&key| inputs.is_kept(row, key))
     }
 }
 
@@ -178,7 +210,17 @@ mod tests {
         whole[..seen.len()].clone_from_slice(seen);
         let (starts, ends) = ([0; MAX_COLUMNS], [usize::MAX; MAX_COLUMNS]);
         let kv = KvHead { b: 0, head: 0 };
-        Tile { kv, rows: 0..1, vectors: seen.len(), some: 0..0, every: 0..0, seen: whole, starts, ends }
+        Tile {
+            kv,
+            rows: 0..1,
+            width: MAX_COLUMNS,
+            vectors: seen.len(),
+            some: 0..0,
+            every: 0..0,
+            seen: whole,
+            starts,
+            ends,
+        }
     }
 
     fn parts(seen: &[Range<usize>], keys: Range<usize>) -> Vec<(Range<usize>, Range<usize>)> {

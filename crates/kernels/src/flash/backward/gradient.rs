@@ -1,11 +1,9 @@
 //! From the scores of a tile to its weights and to the gradients of its scores, and of what was added to them: biases,
 //! distance biases and ALiBi's slopes.
 
-use std::cell::Cell;
-
 use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, SharedPtr, SimdTask, Vector};
-use crate::flash::problem::{Alibi, Dims, Row, ScoreInputs};
-use crate::flash::scores::{DistanceOutput, TileScores};
+use crate::flash::problem::{Alibi, Dims, Row};
+use crate::flash::scores::{DistanceTable, TileScores};
 use crate::number::{load_first, store_first};
 
 /// What the columns of a tile bring along.
@@ -28,7 +26,7 @@ pub(super) struct TileGradient<'a> {
     pub scale: f32,
     /// Takes the derivative of the softcap.
     pub slopes: *mut f32,
-    pub biases: Option<BiasGradients<'a>>,
+    pub biases: Option<BiasGradients>,
     /// For pairs of bf16, the same as words: the weights and gradients of a key, and the gradients of two keys.
     pub weight_halves: *mut f32,
     pub gradient_halves: *mut f32,
@@ -86,7 +84,7 @@ impl TileGradient<'_> {
             let (exponent, unit) = (K::Vector::splat(units.exponent), K::Vector::splat(units.exponent_unit));
             // Hidden keys have a weight of 0, and are to have a gradient of 0 whatever their values are.
             let (nothing, least) = (K::Vector::splat(0.0), K::Vector::splat(f32::MIN_POSITIVE));
-            for key in 0..self.scores.keys {
+            for key in 0..self.scores.rows {
                 let at = key * K::PANEL + column;
                 let (score, product) = (self.scores.scores.add(at), self.products.add(at));
                 let power = K::Vector::load(score).mul(exponent).sub(max).mul(unit).exp2();
@@ -138,7 +136,7 @@ impl TileGradient<'_> {
     /// As [`SimdTask::run`].
     #[inline(always)]
     unsafe fn store_words<K: Kernel>(&self) {
-        let (keys, vectors, lanes) = (self.scores.keys, self.scores.tile.vectors, K::Vector::LANES);
+        let (keys, vectors, lanes) = (self.scores.rows, self.scores.tile.vectors, K::Vector::LANES);
         let nothing = |row: usize| row >= keys;
         let rows = keys.next_multiple_of(K::MIN_ROWS);
         // SAFETY: as this method's contract; a block has `BLOCK` rows, a multiple of `MIN_ROWS` and of twice the depth.
@@ -165,7 +163,8 @@ impl TileGradient<'_> {
     }
 }
 
-/// The gradient of a bias: a contiguous tensor whose dimensions are those of the scores (B, H, T_q, T_kv), or 1.
+/// The gradient of a bias: a contiguous tensor whose dimensions are those of the scores (B, H, T_q, T_kv), or 1. Of
+/// biases by distance, which queries share, the last dimension is that of the entries.
 #[derive(Clone, Copy)]
 pub(super) struct BiasOutput {
     pub at: SharedPtr<f32>,
@@ -203,25 +202,50 @@ impl BiasOutput {
         let [b, h, query, keys] = self.strides;
         self.at.0.wrapping_add(row.b * b + row.head * h + row.query * query + key * keys)
     }
+
+    /// Adds the gradients of a tile's scores (keys, panel).
+    ///
+    /// # Safety
+    /// As [`BiasGradients::add`].
+    #[inline(always)]
+    unsafe fn add<K: Kernel>(&self, scores: &TileScores, gradients: *const f32) {
+        let (lanes, tile, dims) = (K::Vector::LANES, scores.tile, &scores.inputs.dims);
+        let mut square = [0f32; MAX_LANES * MAX_LANES];
+        for vector in 0..tile.vectors {
+            let first_row = tile.rows.start + vector * lanes;
+            for key in (0..scores.rows).step_by(lanes) {
+                let filled = lanes.min(scores.rows - key);
+                // SAFETY: as this method's contract; panels have a multiple of `lanes` rows.
+                unsafe {
+                    let from = gradients.add(key * K::PANEL + vector * lanes);
+                    K::Vector::transpose(from, K::PANEL, square.as_mut_ptr(), lanes);
+                    for (row, gradients) in (first_row..tile.rows.end).zip(square.chunks_exact(lanes)).take(lanes) {
+                        let to = self.entry(dims.row(tile.kv, row), scores.keys.start + key);
+                        if self.strides[3] == 0 {
+                            *to += gradients[..filled].iter().sum::<f32>();
+                        } else {
+                            let sum: K::Vector = load_first::<f32, _>(to, filled);
+                            store_first(sum.add(K::Vector::load(gradients.as_ptr())), to, filled);
+                        }
+                    }
+                }
+            }
+        }
+    }
 }
 
 /// Where a task adds the gradients of what was added to its scores.
 #[derive(Clone, Copy)]
-pub(super) struct BiasGradients<'a> {
+pub(super) struct BiasGradients {
+    /// If queries share entries, sums of the task.
     pub bias: Option<BiasOutput>,
-    /// Sums over the task's queries, for each head of the group and key of the task, if queries share entries.
-    pub by_key: &'a [Cell<f32>],
-    pub distances: Option<DistanceOutput>,
     /// The task's sums for the distance biases of the group, at the places of its table.
-    pub by_distance: &'a [Cell<f32>],
-    /// The first key of the task, and how many it has.
-    pub first_key: usize,
-    pub keys: usize,
-    /// Sums of the task for each head of the group, or nothing.
-    pub slopes: &'a [Cell<f32>],
+    pub distances: Option<SharedPtr<f32>>,
+    /// Sums of the task for each head of the group.
+    pub slopes: Option<SharedPtr<f32>>,
 }
 
-impl BiasGradients<'_> {
+impl BiasGradients {
     /// Adds the gradients of a tile's scores (keys, panel).
     ///
     /// # Safety
@@ -231,16 +255,14 @@ impl BiasGradients<'_> {
     pub unsafe fn add<K: Kernel>(&self, scores: &TileScores, gradients: *const f32) {
         // SAFETY: as this method's contract.
         unsafe {
-            if let Some(alibi) = scores.inputs.options.alibi.as_ref().filter(|_| !self.slopes.is_empty()) {
-                self.add_slopes::<K>(scores, alibi, gradients);
+            if let (Some(alibi), Some(slopes)) = (&scores.inputs.options.alibi, self.slopes) {
+                Self::add_slopes::<K>(slopes, scores, alibi, gradients);
             }
-            if self.distances.is_some() {
-                self.add_distances::<K>(scores, gradients);
+            if let (Some(table), Some(sums)) = (scores.inputs.distances, self.distances) {
+                Self::add_distances::<K>(sums, scores, table, gradients);
             }
-            match &self.bias {
-                Some(bias) if bias.is_summed_over_queries => self.add_by_key::<K>(scores, gradients),
-                Some(bias) => self.add_bias::<K>(bias, scores, gradients),
-                None => {}
+            if let Some(bias) = &self.bias {
+                bias.add::<K>(scores, gradients);
             }
         }
     }
@@ -250,7 +272,7 @@ impl BiasGradients<'_> {
     /// # Safety
     /// As [`add`](Self::add).
     #[inline(always)]
-    unsafe fn add_slopes<K: Kernel>(&self, scores: &TileScores, alibi: &Alibi, gradients: *const f32) {
+    unsafe fn add_slopes<K: Kernel>(slopes: SharedPtr<f32>, scores: &TileScores, alibi: &Alibi, gradients: *const f32) {
         let dims = &scores.inputs.dims;
         let mut positions = [0f32; MAX_COLUMNS];
         let rows = || scores.tile.rows.clone().map(|row| dims.row(scores.tile.kv, row));
@@ -263,16 +285,16 @@ impl BiasGradients<'_> {
             for column in (0..scores.tile.vectors * K::Vector::LANES).step_by(K::Vector::LANES) {
                 let position = K::Vector::load(positions.as_ptr().add(column));
                 let mut sum = K::Vector::splat(0.0);
-                for key in 0..scores.keys {
-                    let distance = position.sub(K::Vector::splat((scores.first + key) as f32)).abs();
-                    sum = K::Vector::load(gradients.add(key * K::PANEL + column)).mul_add(distance, sum);
+                for (index, key) in scores.keys.clone().enumerate() {
+                    let distance = position.sub(K::Vector::splat(key as f32)).abs();
+                    sum = K::Vector::load(gradients.add(index * K::PANEL + column)).mul_add(distance, sum);
                 }
                 sum.store(sums.as_mut_ptr().add(column));
             }
         }
         for (sum, row) in sums.iter().zip(rows()) {
-            let slope = &self.slopes[row.head % dims.group()];
-            slope.set(slope.get() - sum);
+            // SAFETY: as this method's contract.
+            unsafe { *slopes.add(row.head % dims.group()) -= sum };
         }
     }
 
@@ -281,78 +303,21 @@ impl BiasGradients<'_> {
     /// # Safety
     /// As [`add`](Self::add).
     #[inline(always)]
-    unsafe fn add_distances<K: Kernel>(&self, scores: &TileScores, gradients: *const f32) {
-        let Some(table) = scores.inputs.distances else { return };
-        let sums = self.by_distance.as_ptr().cast::<f32>().cast_mut();
+    unsafe fn add_distances<K: Kernel>(
+        sums: SharedPtr<f32>,
+        scores: &TileScores,
+        table: &DistanceTable,
+        gradients: *const f32,
+    ) {
         for run in table.runs(&scores.inputs.dims, scores.tile, K::Vector::LANES) {
-            for key in 0..scores.keys {
-                // SAFETY: as this method's contract; cells of the task alone, a vector from each word of a run on.
+            for (index, key) in scores.keys.clone().enumerate() {
+                // SAFETY: as this method's contract; sums of the task alone, a vector from each word of a run on.
                 unsafe {
-                    let to = sums.add(run.word(scores.first + key));
-                    let gradient: K::Vector = load_first(gradients.add(key * K::PANEL + run.column), run.width);
+                    let to = sums.add(run.word(key));
+                    let gradient: K::Vector = load_first(gradients.add(index * K::PANEL + run.column), run.width);
                     let sum: K::Vector = load_first(to.cast_const(), run.width);
                     store_first(sum.add(gradient), to, run.width);
                 }
-            }
-        }
-    }
-
-    /// # Safety
-    /// As [`add`](Self::add).
-    #[inline(always)]
-    unsafe fn add_by_key<K: Kernel>(&self, scores: &TileScores, gradients: *const f32) {
-        let dims = &scores.inputs.dims;
-        for (column, row) in scores.tile.rows.clone().enumerate() {
-            let of_head = &self.by_key[row % dims.group() * self.keys..][scores.first - self.first_key..];
-            for (key, sum) in of_head[..scores.keys].iter().enumerate() {
-                // SAFETY: as this method's contract.
-                sum.set(sum.get() + unsafe { *gradients.add(key * K::PANEL + column) });
-            }
-        }
-    }
-
-    /// # Safety
-    /// As [`add`](Self::add).
-    #[inline(always)]
-    unsafe fn add_bias<K: Kernel>(&self, bias: &BiasOutput, scores: &TileScores, gradients: *const f32) {
-        let (lanes, tile, dims) = (K::Vector::LANES, scores.tile, &scores.inputs.dims);
-        let mut square = [0f32; MAX_LANES * MAX_LANES];
-        for vector in 0..tile.vectors {
-            let first_row = tile.rows.start + vector * lanes;
-            for key in (0..scores.keys).step_by(lanes) {
-                let filled = lanes.min(scores.keys - key);
-                // SAFETY: as this method's contract; panels have a multiple of `lanes` rows.
-                unsafe {
-                    let from = gradients.add(key * K::PANEL + vector * lanes);
-                    K::Vector::transpose(from, K::PANEL, square.as_mut_ptr(), lanes);
-                    for (row, gradients) in (first_row..tile.rows.end).zip(square.chunks_exact(lanes)).take(lanes) {
-                        let to = bias.entry(dims.row(tile.kv, row), scores.first + key);
-                        if bias.strides[3] == 0 {
-                            *to += gradients[..filled].iter().sum::<f32>();
-                        } else {
-                            let sum: K::Vector = load_first::<f32, _>(to, filled);
-                            store_first(sum.add(K::Vector::load(gradients.as_ptr())), to, filled);
-                        }
-                    }
-                }
-            }
-        }
-    }
-
-    /// Adds what the task has summed to the gradients.
-    ///
-    /// # Safety
-    /// No other thread uses the entries of the heads, whose first one's row is given.
-    pub unsafe fn finish(&self, inputs: &ScoreInputs, row: Row) {
-        if let (Some(output), Some(table)) = (&self.distances, inputs.distances) {
-            // SAFETY: as this method's contract.
-            unsafe { table.add_to(output, self.by_distance, row) };
-        }
-        let Some(bias) = self.bias.filter(|bias| bias.is_summed_over_queries) else { return };
-        for (g, of_head) in self.by_key.chunks_exact(self.keys).enumerate() {
-            for (key, sum) in of_head.iter().enumerate() {
-                // SAFETY: as this method's contract; the tensor has an entry for each key of each head.
-                unsafe { *bias.entry(Row { head: row.head + g, ..row }, self.first_key + key) += sum.get() };
             }
         }
     }

@@ -6,13 +6,13 @@ mod gradient;
 mod step;
 mod task;
 
-use super::problem::{Call, KeysValues, KvHead, KvRows, Problem, SoftmaxStats, StoredRows, Strided};
-use super::scores::{DistanceOutput, DistanceTable};
+use super::problem::{Call, Dims, KernelCall, KvHead, KvRows, Outputs, Problem, SoftmaxStats, StoredRows, Strided};
+use super::scores::DistanceTable;
 use super::tasks::{self, Chain};
 use super::tile::Tile;
-use crate::cpu::{Kernel, Scratch, SharedPtr, SimdTask, Tier, Unwritten, Vector, for_each_index, for_each_task};
+use crate::cpu::{Kernel, Scratch, SharedPtr, Tier, Unwritten, for_each_index, for_each_task};
 use crate::error::{Error, check_len, check_tier};
-use crate::flash::AttentionKernels;
+use crate::flash::{AttentionKernels, zeros};
 use crate::number::{Dtype, Number};
 use gradient::BiasOutput;
 use step::{Deltas, RoundQueries};
@@ -83,10 +83,9 @@ pub struct BackwardCall<'a, E> {
     /// The sums of the queries' gradients, (B, H, T_q, D): the gradients themselves in f32.
     q_sums: SharedPtr<f32>,
     q: Option<SharedPtr<E>>,
-    k: Option<SharedPtr<E>>,
-    v: Option<SharedPtr<E>>,
+    keys_values: [Option<SharedPtr<E>>; 2],
     bias: Option<BiasOutput>,
-    distances: Option<DistanceOutput>,
+    distances: Option<BiasOutput>,
     /// (H,).
     slopes: Option<SharedPtr<f32>>,
     sinks: Option<SharedPtr<f32>>,
@@ -156,8 +155,9 @@ pub fn attend_backward<E: AttentionKernels>(
     let (KvRows::Float(k), KvRows::Float(v)) = (forward.k, forward.v) else {
         return Err(Error::Shape("expected keys and values that are floats, found some of 8 bits".into()));
     };
-    let [k, v] = [k, v].map(|rows| StoredRows { rows, scales: None });
-    let mut call = Call::after(&forward, KeysValues { k, v }, context)?;
+    let keys_values = [(k, dims.d), (v, dims.d_v)].map(|(rows, width)| StoredRows { rows, scales: None, width });
+    let outputs = Outputs { context: std::ptr::from_ref(context).cast_mut(), lse: None, stats: None, statistics: None };
+    let mut call = Call::new(&forward, keys_values, outputs)?;
     let no_memory = || Error::Memory("what attention's backward pass keeps between its steps".into());
     let table = |bias| DistanceTable::new(bias, &dims).ok_or_else(no_memory);
     let table = forward.scores.distance_bias.map(table).transpose()?;
@@ -168,21 +168,25 @@ pub fn attend_backward<E: AttentionKernels>(
     context_grad.check("context_grad", [dims.b, dims.h, dims.t_q], dims.d_v)?;
     check_wanted(&forward, wanted)?;
 
-    let keys = [dims.b, dims.h_kv, dims.t_kv];
-    let count = |wanted: bool, [b, h, t]: [usize; 3], width: usize| if wanted { [b, h, t, width] } else { [0; 4] };
-    let (q_dims, k_dims) = (count(wanted.q, [dims.b, dims.h, dims.t_q], dims.d), count(wanted.k, keys, dims.d));
-    let (mut q, mut k) = (gradient::<E>(q_dims)?, gradient::<E>(k_dims)?);
-    let mut v = gradient::<E>(count(wanted.v, keys, dims.d_v))?;
+    let Dims { b, h, h_kv, t_q, t_kv, d, d_v } = dims;
+    let operand = |wanted: bool, dims: [usize; 4]| wanted.then(|| gradient::<E>(dims)).transpose();
+    let (mut q, mut k) = (operand(wanted.q, [b, h, t_q, d])?, operand(wanted.k, [b, h_kv, t_kv, d])?);
+    let mut v = operand(wanted.v, [b, h_kv, t_kv, d_v])?;
     let is_f32 = E::DTYPE == Dtype::F32;
-    let mut wide = gradient::<f32>(if is_f32 { [0; 4] } else { q_dims })?;
-    let mut deltas = gradient::<f32>([dims.b, dims.h, dims.t_q, 1])?;
-    let mut bias = wanted.bias.map(gradient::<f32>).transpose()?;
+    let mut wide = gradient::<f32>(if wanted.q && !is_f32 { [b, h, t_q, d] } else { [0; 4] })?;
+    let mut deltas = gradient::<f32>([b, h, t_q, 1])?;
+    let added = |dims: Option<[usize; 4]>| dims.map(|dims| zeros::<f32>("a gradient", &dims)).transpose();
     let distance_bias = forward.scores.distance_bias.filter(|_| wanted.distances);
-    let distance_dims = distance_bias.map(|bias| [bias.sequences(&dims), dims.h, bias.len, 1]);
-    let mut distances = distance_dims.map(gradient::<f32>).transpose()?;
-    bias.iter_mut().chain(&mut distances).for_each(Unwritten::clear);
-    let [mut slopes, mut sinks] = [wanted.slopes, wanted.sinks].map(|wanted| wanted.then(|| vec![0f32; dims.h]));
-    let q_out = SharedPtr(q.as_mut_ptr());
+    let distance_dims = distance_bias.map(|bias| [bias.sequences(&dims), h, 1, bias.len]);
+    let of_heads = |wanted: bool| added(wanted.then_some([h, 1, 1, 1]));
+    let (mut bias, mut distances) = (added(wanted.bias)?, added(distance_dims)?);
+    let (mut slopes, mut sinks) = (of_heads(wanted.slopes)?, of_heads(wanted.sinks)?);
+    let pointer = |gradient: &mut Option<Unwritten<E>>| gradient.as_mut().map(|to| SharedPtr(to.as_mut_ptr()));
+    let added = |gradient: &mut Option<Vec<f32>>| gradient.as_mut().map(|to| SharedPtr(to.as_mut_ptr()));
+    let entries = |gradient: &mut Option<Vec<f32>>, dims: Option<[usize; 4]>| {
+        added(gradient).zip(dims).map(|(at, dims)| BiasOutput::new(at, dims))
+    };
+    let q_out = pointer(&mut q);
     let backward = BackwardCall {
         call,
         stats,
@@ -190,60 +194,28 @@ pub fn attend_backward<E: AttentionKernels>(
         lse_grad,
         wanted,
         deltas: SharedPtr(deltas.as_mut_ptr()),
-        q_sums: SharedPtr(if is_f32 { q_out.0.cast() } else { wide.as_mut_ptr() }),
-        q: (wanted.q && !is_f32).then_some(q_out),
-        k: wanted.k.then_some(SharedPtr(k.as_mut_ptr())),
-        v: wanted.v.then_some(SharedPtr(v.as_mut_ptr())),
-        bias: bias.as_mut().zip(wanted.bias).map(|(bias, shape)| BiasOutput::new(SharedPtr(bias.as_mut_ptr()), shape)),
-        distances: distances.as_mut().zip(distance_dims).map(|(distances, [sequences, h, len, _])| DistanceOutput {
-            at: SharedPtr(distances.as_mut_ptr()),
-            of_sequence: if sequences == dims.b { h * len } else { 0 },
-        }),
-        slopes: slopes.as_mut().map(|slopes| SharedPtr(slopes.as_mut_ptr())),
-        sinks: sinks.as_mut().map(|sinks| SharedPtr(sinks.as_mut_ptr())),
+        q_sums: q_out.filter(|_| is_f32).map_or(SharedPtr(wide.as_mut_ptr()), |q| SharedPtr(q.0.cast())),
+        q: q_out.filter(|_| !is_f32),
+        keys_values: [pointer(&mut k), pointer(&mut v)],
+        bias: entries(&mut bias, wanted.bias),
+        distances: entries(&mut distances, distance_dims),
+        slopes: added(&mut slopes),
+        sinks: added(&mut sinks),
     };
     if queries == 0 {
         // The other dimensions may be anything then.
-        k.clear();
-        v.clear();
+        [&mut k, &mut v].into_iter().flatten().for_each(Unwritten::clear);
     } else {
-        E::attend_backward(&backward, tier).ok_or_else(no_memory)?;
+        E::run(KernelCall::Backward(&backward), tier).ok_or_else(no_memory)?;
     }
     // SAFETY: every element was written.
-    let [q, k, v] = unsafe { [q.written(), k.written(), v.written()] };
-    Ok(Gradients {
-        q: wanted.q.then_some(q),
-        k: wanted.k.then_some(k),
-        v: wanted.v.then_some(v),
-        // SAFETY: it was cleared.
-        bias: bias.map(|bias| unsafe { bias.written() }),
-        // SAFETY: likewise.
-        distances: distances.map(|distances| unsafe { distances.written() }),
-        slopes,
-        sinks,
-    })
-}
-
-/// A call on a tier that the processor has. `None` where there is no memory for intermediate results.
-pub(crate) fn run<E: Number>(backward: &BackwardCall<E>, tier: Tier) -> Option<()> {
-    struct Backward<'a, 'b, E> {
-        backward: &'a BackwardCall<'b, E>,
-        done: &'a mut Option<()>,
-    }
-    impl<E: Number> SimdTask for Backward<'_, '_, E> {
-        unsafe fn run<K: Kernel>(self) {
-            // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
-            *self.done = unsafe { run_on::<K, E>(self.backward) };
-        }
-    }
-    let mut done = None;
-    E::dispatch(tier, Backward { backward, done: &mut done });
-    done
+    let [q, k, v] = [q, k, v].map(|gradient| gradient.map(|gradient| unsafe { gradient.written() }));
+    Ok(Gradients { q, k, v, bias, distances, slopes, sinks })
 }
 
 /// # Safety
 /// The processor has the tier of K.
-unsafe fn run_on<K: Kernel, E: Number>(backward: &BackwardCall<E>) -> Option<()> {
+pub(super) unsafe fn run_on<K: Kernel, E: Number>(backward: &BackwardCall<E>) -> Option<()> {
     let (inputs, wanted) = (&backward.call.inputs, &backward.wanted);
     let dims = &inputs.dims;
     let workers = tasks::workers(&backward.call, 3);
@@ -264,7 +236,7 @@ unsafe fn run_on<K: Kernel, E: Number>(backward: &BackwardCall<E>) -> Option<()>
     let (chunks, group, tiles) = (dims.t_kv.div_ceil(chunk), dims.group(), dims.rows().div_ceil(K::PANEL));
     let seen = |index: usize| {
         let (kv, first) = (KvHead { b: index / tiles, head: 0 }, index % tiles * K::PANEL);
-        Tile::new(inputs, kv, first..dims.rows().min(first + K::PANEL), K::Vector::LANES).some
+        Tile::new::<K>(inputs, kv, first..dims.rows().min(first + K::PANEL)).some
     };
     let seen: Vec<_> = (0..dims.b * tiles).map(seen).collect();
     // What is added to the same numbers waits for each other: tasks of the same head, or all.

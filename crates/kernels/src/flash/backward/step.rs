@@ -7,70 +7,49 @@ use std::ops::Range;
 
 use super::BackwardCall;
 use super::gradient::{BiasGradients, TileColumns, TileGradient};
-use super::task::{BackwardMemory, ColumnPanels};
-use crate::cpu::{Kernel, LeftOperand, MAX_COLUMNS, Product, SharedPtr, SimdTask, Vector, Words};
+use super::task::{BackwardMemory, BlockMemory, Side};
+use crate::cpu::{Kernel, LeftOperand, MAX_COLUMNS, Product, Scratch, SharedPtr, SimdTask, Vector, Words};
 use crate::flash::pack::{HeadRows, TileRows, has_non_finite, pack_columns, pack_rows};
 use crate::flash::prefill::{KeyProduct, OverKeys, ValueProduct};
-use crate::flash::problem::{KvHead, Row, ScoreUnits};
+use crate::flash::problem::{Row, ScoreUnits};
 use crate::flash::scores::TileScores;
 use crate::flash::tile::{Overlap, Part, Tile};
 use crate::number::{Number, load_first, store_first, widen_row};
 
 /// One block of keys and values, packed, and the sums of their gradients.
 pub(super) struct KeyBlock<'a, E> {
-    pub keys: Range<usize>,
-    k: LeftOperand,
-    v: LeftOperand,
-    k_columns: LeftOperand,
-    pub key_sums: *mut f32,
-    pub value_sums: *mut f32,
-    rows: HeadRows<'a, E>,
-    non_finite: OnceCell<bool>,
+    /// Keys and values.
+    sources: [HeadRows<'a, E>; 2],
+    rows: [LeftOperand; 2],
+    key_columns: LeftOperand,
+    pub sums: [*mut f32; 2],
 }
 
 impl<'a, E: Number> KeyBlock<'a, E> {
     /// Packs block `index` of a task.
     ///
     /// # Safety
-    /// The processor has the tier of K; `first` lies within the keys; the memory was made for the call and has the
-    /// block.
+    /// The processor has the tier of K; the keys are those of a block; the memory was made for the call and has it.
     #[inline(always)]
-    pub unsafe fn new<K: Kernel>(
-        backward: &'a BackwardCall<E>,
-        memory: &mut BackwardMemory,
-        kv: KvHead,
-        first: usize,
-        index: usize,
-    ) -> Self {
-        let call = &backward.call;
-        let (sizes, dims) = (memory.sizes, &call.inputs.dims);
-        let rows = HeadRows { rows: &call.keys_values.k, kv, width: dims.d };
-        let values = HeadRows { rows: &call.keys_values.v, kv, width: dims.d_v };
-        let keys = first..dims.t_kv.min(first + K::BLOCK);
-        let (d, d_v) = (sizes.packed.d, sizes.packed.d_v);
-        let (d_sums, d_v_sums) = (sizes.sums::<K>(&sizes.d), sizes.sums::<K>(&sizes.d_v));
+    pub unsafe fn new<K: Kernel>(sources: [HeadRows<'a, E>; 2], memory: &mut BackwardMemory, index: usize) -> Self {
+        let (sides, staging) = (&memory.sizes.sides, memory.staging.as_mut_ptr());
+        let BlockMemory { sides: block, key_columns } = &mut memory.blocks[index];
         // SAFETY: as this function's contract.
         unsafe {
-            let to = memory.keys.as_mut_ptr().add(index * K::BLOCK * d.words);
-            let k = pack_rows::<K, E>(rows, keys.clone(), to, d.words);
-            let to = memory.values.as_mut_ptr().add(index * K::BLOCK * d_v.words);
-            let v = pack_rows::<K, E>(values, keys.clone(), to, d_v.words);
-            let to = memory.key_columns.as_mut_ptr().add(index * d.column_words::<K>());
-            let k_columns = pack_columns::<K, E>(rows, keys.clone(), to, memory.staging.as_mut_ptr(), d);
-            let key_sums = memory.key_sums.as_mut_ptr().add(index * d_sums);
-            let value_sums = memory.value_sums.as_mut_ptr().add(index * d_v_sums);
-            key_sums.write_bytes(0, d_sums);
-            value_sums.write_bytes(0, d_v_sums);
-            Self { keys, k, v, k_columns, key_sums, value_sums, rows, non_finite: OnceCell::new() }
+            let key_columns = pack_columns::<K, E>(&sources[0], key_columns.as_mut_ptr(), staging, sides[0].packed);
+            let mut rows = [key_columns; 2];
+            let mut sums = [std::ptr::null_mut(); 2];
+            for (side, [of_rows, of_sums]) in block.iter_mut().enumerate() {
+                rows[side] = pack_rows::<K, E>(&sources[side], of_rows.as_mut_ptr(), sides[side].packed.words);
+                of_sums.words_mut().fill(0.0);
+                sums[side] = of_sums.as_mut_ptr();
+            }
+            Self { sources, rows, key_columns, sums }
         }
     }
 
-    /// # Safety
-    /// The processor has the tier of K.
-    unsafe fn has_non_finite_keys<K: Kernel>(&self) -> bool {
-        // SAFETY: as this method's contract; the block's keys belong to the call.
-        let find: &dyn Fn() -> bool = &|| unsafe { self.rows.has_non_finite::<K>(self.keys.clone()) };
-        *self.non_finite.get_or_init(find)
+    pub fn keys(&self) -> &Range<usize> {
+        &self.sources[0].keys
     }
 }
 
@@ -78,9 +57,8 @@ impl<'a, E: Number> KeyBlock<'a, E> {
 pub(super) struct PackedTile<'a, E> {
     pub tile: &'a Tile,
     pub columns: TileColumns,
-    pub queries: TileRows<'a, E>,
-    /// The gradients of its contexts.
-    pub contexts: TileRows<'a, E>,
+    /// Its queries, and the gradients of its contexts.
+    pub rows: [TileRows<'a, E>; 2],
     pub non_finite: OnceCell<bool>,
 }
 
@@ -94,7 +72,7 @@ impl<E: Number> PackedTile<'_, E> {
             // SAFETY: as this method's contract; the rows belong to the call.
             unsafe { has_non_finite::<K, E>(self.tile.rows.len(), rows.width, &|column| rows.row(column)) }
         };
-        let find: &dyn Fn() -> bool = &|| of(&self.queries) || of(&self.contexts);
+        let find: &dyn Fn() -> bool = &|| self.rows.iter().any(of);
         *self.non_finite.get_or_init(find)
     }
 }
@@ -105,7 +83,7 @@ pub(super) struct Step<'a, 'b, E> {
     pub block: &'a KeyBlock<'a, E>,
     pub tile: &'a PackedTile<'a, E>,
     pub units: ScoreUnits,
-    pub biases: Option<BiasGradients<'a>>,
+    pub biases: Option<BiasGradients>,
 }
 
 const ONES: [f32; MAX_COLUMNS] = [1.0; MAX_COLUMNS];
@@ -119,31 +97,28 @@ impl<E: Number> Step<'_, '_, E> {
     #[inline(always)]
     pub unsafe fn run<K: Kernel>(&self, memory: &mut BackwardMemory) {
         let &Self { backward, block, tile: packed, units, biases } = self;
-        let (call, tile, sizes, wanted) = (&backward.call, packed.tile, memory.sizes, &backward.wanted);
-        let Some(overlap) = tile.overlap::<K>(&block.keys, &call.inputs) else { return };
-        let (scores, products) = (memory.scores.as_mut_ptr(), memory.products.as_mut_ptr());
-        let over = OverKeys { from: block.keys.start, first: overlap.keys.start };
+        let (inputs, tile, sides, wanted) = (backward.call.inputs, packed.tile, memory.sizes.sides, &backward.wanted);
+        let Some(overlap) = tile.overlap::<K>(block.keys(), &inputs) else { return };
+        let keys = OverKeys { from: block.keys().start, first: overlap.keys.start };
+        let [scores, products] = memory.products.each_mut().map(Scratch::as_mut_ptr);
         // SAFETY: as this method's contract.
         unsafe {
-            let (queries, contexts) = (memory.queries.as_ptr(), memory.contexts.as_ptr());
-            let (d, d_v) = (sizes.packed.d, sizes.packed.d_v);
-            let of_scores = KeyProduct { keys: over, rows: block.k, depth: d.words, columns: queries, to: scores };
-            let of_weights =
-                KeyProduct { keys: over, rows: block.v, depth: d_v.words, columns: contexts, to: products };
             for part in overlap.parts.iter() {
-                of_scores.multiply::<K>(part);
-                of_weights.multiply::<K>(part);
+                for (side, to) in [scores, products].into_iter().enumerate() {
+                    let (depth, columns) = (sides[side].packed.words, memory.panels[side].as_ptr());
+                    KeyProduct { keys, rows: block.rows[side], depth, columns, to }.multiply::<K>(part);
+                }
             }
-            let (weight_halves, gradient_halves) =
-                (memory.weight_halves.as_mut_ptr(), memory.gradient_halves.as_mut_ptr());
+            let [weight_halves, gradient_halves] =
+                [&mut memory.weight_halves, &mut memory.gradient_halves].map(Scratch::as_mut_ptr);
             let gradient_pairs = memory.gradient_pairs.as_mut_ptr();
             K::run_simd(TileGradient {
                 scores: TileScores {
-                    inputs: call.inputs,
+                    inputs,
                     tile,
                     units,
-                    first: over.first,
-                    keys: overlap.keys.len(),
+                    keys: overlap.keys.clone(),
+                    rows: overlap.keys.len(),
                     is_masked: overlap.is_masked,
                     scores,
                     staging: memory.staging.as_mut_ptr(),
@@ -151,7 +126,7 @@ impl<E: Number> Step<'_, '_, E> {
                 },
                 products,
                 columns: &packed.columns,
-                scale: call.inputs.options.scale as f32,
+                scale: inputs.options.scale as f32,
                 slopes: memory.slopes.as_mut_ptr(),
                 biases,
                 weight_halves,
@@ -159,34 +134,25 @@ impl<E: Number> Step<'_, '_, E> {
                 gradient_pairs,
                 depth: overlap.depth,
             });
-            let query_sums = memory.query_sums.as_mut_ptr();
-            if overlap.is_masked && (block.has_non_finite_keys::<K>() || packed.has_non_finite_rows::<K>()) {
+            let is_finite = || !block.sources[0].has_non_finite::<K>() && !packed.has_non_finite_rows::<K>();
+            if overlap.is_masked && !is_finite() {
                 return self.add_seen::<K>(memory, &overlap);
             }
-            let (weights, gradients, gradient_columns) = match K::ELEMENTS {
-                1 => (scores, products, products),
-                _ => (weight_halves, gradient_halves, gradient_pairs),
+            let (gradient_columns, gradient_rows) = match K::ELEMENTS {
+                1 => (products, [products, scores]),
+                _ => (gradient_pairs, [gradient_halves, weight_halves]),
             };
-            let of_queries = ValueProduct {
-                keys: over,
-                columns: block.k_columns,
-                rows: d.rows,
-                weights: gradient_columns,
-                to: query_sums,
-            };
-            let (rows, to) = (memory.context_rows.as_ptr(), block.value_sums);
-            let of_values = RowProduct { keys: over, panels: &sizes.d_v, weights, rows, to };
-            let (rows, to) = (memory.query_rows.as_ptr(), block.key_sums);
-            let of_keys = RowProduct { keys: over, panels: &sizes.d, weights: gradients, rows, to };
+            let (rows, to) = (sides[0].packed.rows, memory.query_sums.as_mut_ptr());
+            let of_queries = ValueProduct { keys, columns: block.key_columns, rows, weights: gradient_columns, to };
             for part in overlap.parts.iter() {
                 if wanted.q {
                     of_queries.add::<K>(part, &ONES);
                 }
-                if wanted.k {
-                    of_keys.add::<K>(part);
-                }
-                if wanted.v {
-                    of_values.add::<K>(part);
+                for (side, is_wanted) in [wanted.k, wanted.v].into_iter().enumerate() {
+                    if is_wanted {
+                        let (weights, rows, to) = (gradient_rows[side], memory.rows[side].as_ptr(), block.sums[side]);
+                        RowProduct { keys, side: &sides[side], weights, rows, to }.add::<K>(part);
+                    }
                 }
             }
         }
@@ -198,7 +164,7 @@ impl<E: Number> Step<'_, '_, E> {
     /// # Safety
     /// As [`run`](Self::run), for weights and gradients that are there.
     unsafe fn add_seen<K: Kernel>(&self, memory: &mut BackwardMemory, overlap: &Overlap) {
-        let (inputs, first, sizes) = (&self.backward.call.inputs, overlap.keys.start, memory.sizes);
+        let (inputs, sides) = (&self.backward.call.inputs, memory.sizes.sides);
         let (tile, block) = (self.tile.tile, self.block);
         let widened = |row: *const E, width: usize| {
             let mut wide = vec![0f32; width];
@@ -206,27 +172,19 @@ impl<E: Number> Step<'_, '_, E> {
             unsafe { widen_row::<E, K::Vector>(row, width, wide.as_mut_ptr(), width, 1.0) };
             wide
         };
-        for column in 0..tile.rows.len() {
-            let (Some(query), Some(context)) = (self.tile.queries.row(column), self.tile.contexts.row(column)) else {
-                continue;
-            };
-            let (query, context) = (widened(query, sizes.d.width), widened(context, sizes.d_v.width));
-            let row = inputs.dims.row(tile.kv, tile.rows.start + column);
-            for key in overlap.keys.clone() {
-                if !tile.sees(column, key) || !inputs.is_kept(row, key) {
-                    continue;
-                }
-                let at = (key - first) * K::PANEL + column;
-                let (weight, gradient) = (memory.scores.words()[at], memory.products.words()[at]);
+        for column in (0..tile.rows.len()).filter(|&column| !tile.is_empty(column)) {
+            let rows = self.tile.rows.each_ref().map(|rows| rows.row(column).map(|row| widened(row, rows.width)));
+            for key in tile.seen_by(inputs, column, &overlap.keys) {
+                let at = (key - overlap.keys.start) * K::PANEL + column;
+                let [weight, gradient] = memory.products.each_ref().map(|products| products.words()[at]);
                 let sums = memory.query_sums.words_mut()[column..].iter_mut().step_by(K::PANEL);
-                for (sum, x) in sums.zip(widened(block.rows.row(key), sizes.d.width)) {
+                for (sum, x) in sums.zip(widened(block.sources[0].row(key), sides[0].width)) {
                     *sum += gradient * x;
                 }
-                let key = key - block.keys.start;
-                // SAFETY: as this method's contract; the key is one of the block's.
-                unsafe {
-                    add_row::<K>(&sizes.d, block.key_sums, key, gradient, &query);
-                    add_row::<K>(&sizes.d_v, block.value_sums, key, weight, &context);
+                for (side, factor) in [gradient, weight].into_iter().enumerate() {
+                    let Some(row) = &rows[side] else { continue };
+                    // SAFETY: as this method's contract; the key is one of the block's.
+                    unsafe { add_row::<K>(&sides[side], block.sums[side], key - block.keys().start, factor, row) };
                 }
             }
         }
@@ -237,10 +195,10 @@ impl<E: Number> Step<'_, '_, E> {
 ///
 /// # Safety
 /// The sums have the key.
-unsafe fn add_row<K: Kernel>(panels: &ColumnPanels, sums: *mut f32, key: usize, factor: f32, row: &[f32]) {
-    for panel in 0..panels.count {
+unsafe fn add_row<K: Kernel>(side: &Side, sums: *mut f32, key: usize, factor: f32, row: &[f32]) {
+    for panel in 0..side.count {
         let sums = sums.wrapping_add((panel * K::BLOCK + key) * K::PANEL);
-        for (n, &x) in row[panels.columns::<K>(panel)].iter().enumerate() {
+        for (n, &x) in row[side.columns::<K>(panel)].iter().enumerate() {
             // SAFETY: as this function's contract.
             unsafe { *sums.add(n) += factor * x };
         }
@@ -251,7 +209,7 @@ unsafe fn add_row<K: Kernel>(panels: &ColumnPanels, sums: *mut f32, key: usize, 
 /// scores with its queries. Keys are rows, queries the depth, D or D_v the columns.
 struct RowProduct<'a> {
     keys: OverKeys,
-    panels: &'a ColumnPanels,
+    side: &'a Side,
     /// (keys, panel), in words.
     weights: *const f32,
     /// (panels, panel in words, panel).
@@ -269,7 +227,7 @@ impl RowProduct<'_> {
         let start = part.vectors.start * lanes / K::ELEMENTS / K::DEPTH * K::DEPTH;
         let end = (part.vectors.end * lanes / K::ELEMENTS).next_multiple_of(K::DEPTH);
         let row = (part.keys.start - self.keys.first) * words;
-        for panel in 0..self.panels.count {
+        for panel in 0..self.side.count {
             // SAFETY: as this method's contract.
             unsafe {
                 K::multiply::<Words>(&Product {
@@ -278,7 +236,7 @@ impl RowProduct<'_> {
                     c: self.to.add((panel * K::BLOCK + part.keys.start - self.keys.from) * K::PANEL),
                     rows: part.keys.len().next_multiple_of(K::MIN_ROWS),
                     depth: end - start,
-                    vectors: self.panels.vectors(panel),
+                    vectors: self.side.vectors(panel),
                     factors: Some(ONES.as_ptr()),
                     has_minimums: false,
                 });

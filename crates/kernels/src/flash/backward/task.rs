@@ -15,16 +15,17 @@
 //! d keys and d values to the output
 //! ```
 
-use std::cell::{Cell, OnceCell};
+use std::cell::OnceCell;
 use std::ops::Range;
 
 use super::BackwardCall;
-use super::gradient::{BiasGradients, TileColumns};
+use super::gradient::{BiasGradients, BiasOutput, TileColumns};
 use super::step::{KeyBlock, PackedTile, Step};
 use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector};
-use crate::flash::pack::{TileRows, pack_panel};
-use crate::flash::problem::{Dims, KvHead, ScoreOptions};
-use crate::flash::tasks::{Chain, PackedSizes, PackedWidth, backward_blocks};
+use crate::flash::pack::{HeadRows, TileRows, pack_panel};
+use crate::flash::problem::{Dims, KvHead, Row, ScoreOptions};
+use crate::flash::scores::DistanceTable;
+use crate::flash::tasks::{Chain, PackedWidth, backward_blocks};
 use crate::flash::tile::Tile;
 use crate::number::{Number, load_first, pack_row_pair, store_first, widen_row};
 
@@ -47,64 +48,71 @@ impl<E: Number> SimdTask for BackwardTask<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
         let Self { backward, memory, kv, keys, tiles, chain, task, slopes } = self;
-        let (call, wanted, bias, distances) = (&backward.call, &backward.wanted, backward.bias, backward.distances);
+        let (call, bias, distances) = (&backward.call, backward.bias, backward.distances);
         let (inputs, units) = (&call.inputs, call.inputs.options.units(K::ELEMENTS == 2));
-        let by_key = match bias {
-            Some(bias) if bias.is_summed_over_queries => vec![Cell::new(0f32); inputs.dims.group() * keys.len()],
-            _ => Vec::new(),
+        let (group, count) = (inputs.dims.group(), keys.len());
+        // What queries share is summed by the task first.
+        let bias_sums = bias.filter(|bias| bias.is_summed_over_queries).map_or(0, |_| group * count);
+        let distance_sums = inputs.distances.filter(|_| distances.is_some()).map_or(0, DistanceTable::size);
+        let [mut bias_sums, mut distance_sums] = [bias_sums, distance_sums].map(|words| vec![0f32; words]);
+        let of_heads = bias_sums.as_mut_ptr().wrapping_sub(kv.head * group * count + keys.start);
+        let summed = BiasOutput { at: SharedPtr(of_heads), strides: [0, count, 0, 1], is_summed_over_queries: true };
+        let biases = BiasGradients {
+            bias: bias.map(|bias| if bias.is_summed_over_queries { summed } else { bias }),
+            distances: distances.map(|_| SharedPtr(distance_sums.as_mut_ptr())),
+            slopes: (!slopes.is_empty()).then(|| SharedPtr(slopes.as_mut_ptr())),
         };
-        let by_distance = match (distances, inputs.distances) {
-            (Some(_), Some(table)) => vec![Cell::new(0f32); table.size()],
-            _ => Vec::new(),
-        };
-        let biases = (bias.is_some() || distances.is_some() || !slopes.is_empty()).then(|| BiasGradients {
-            bias,
-            by_key: &by_key,
-            distances,
-            by_distance: &by_distance,
-            first_key: keys.start,
-            keys: keys.len(),
-            slopes: Cell::from_mut(slopes).as_slice_of_cells(),
-        });
+        let biases = (bias.is_some() || distances.is_some() || !slopes.is_empty()).then_some(biases);
         // Entries that other tasks add to as well, tile by tile.
         let shared = bias.filter(|bias| !bias.is_summed_over_queries);
         // SAFETY: the processor has the tier of K; the memory was made for the call, and has the task's blocks.
         unsafe {
             let _tiles = K::configure_tiles();
-            let pack = |(index, first)| KeyBlock::new::<K>(backward, memory, kv, first, index);
-            let blocks: Vec<_> = keys.clone().step_by(K::BLOCK).enumerate().map(pack).collect();
+            let mut blocks = Vec::new();
+            for (index, first) in keys.clone().step_by(K::BLOCK).enumerate() {
+                let source = |rows| HeadRows::new(rows, kv, first..keys.end.min(first + K::BLOCK));
+                blocks.push(KeyBlock::new::<K>(call.keys_values.each_ref().map(source), memory, index));
+            }
             for (index, seen) in tiles.iter().enumerate() {
                 if seen.start >= keys.end || seen.end <= keys.start {
                     continue;
                 }
                 chain.pass(task, index);
                 let first = index * K::PANEL;
-                let rows = first..inputs.dims.rows().min(first + K::PANEL);
-                let tile = Tile::new(inputs, kv, rows, K::Vector::LANES);
-                let tile = pack_tile::<K, E>(backward, memory, &tile, units.query);
+                let tile = &Tile::new::<K>(inputs, kv, first..inputs.dims.rows().min(first + K::PANEL));
+                let packed = &pack_tile::<K, E>(backward, memory, tile, units.query);
                 if let Some(bias) = shared {
-                    chain.wait(task, bias.last_sharing::<K>(&inputs.dims, tile.tile.rows.end));
+                    chain.wait(task, bias.last_sharing::<K>(&inputs.dims, tile.rows.end));
                 }
                 for block in &blocks {
-                    Step { backward, block, tile: &tile, units, biases }.run::<K>(memory);
+                    Step { backward, block, tile: packed, units, biases }.run::<K>(memory);
                 }
-                if wanted.q {
+                if backward.wanted.q {
                     chain.wait(task, index);
-                    add_queries::<K, E>(backward, memory, tile.tile);
+                    add_queries::<K, E>(backward, memory, tile);
                 }
             }
             for block in &blocks {
-                let keys = &block.keys;
-                if let Some(to) = backward.k {
-                    write_sums::<K, E>(&memory.sizes.d, block.key_sums, keys, to, backward.key_row(kv));
-                }
-                if let Some(to) = backward.v {
-                    write_sums::<K, E>(&memory.sizes.d_v, block.value_sums, keys, to, backward.key_row(kv));
+                let (first, count) = (backward.key_row(kv) + block.keys().start, block.keys().len());
+                for ((side, to), &sums) in memory.sizes.sides.iter().zip(backward.keys_values).zip(&block.sums) {
+                    if let Some(to) = to {
+                        write_sums::<K, E>(side, sums, to.add(first * side.width), count);
+                    }
                 }
             }
-            if let Some(biases) = biases.filter(|_| !by_key.is_empty() || !by_distance.is_empty()) {
+            if !bias_sums.is_empty() || !distance_sums.is_empty() {
                 chain.wait_for_all(task);
-                biases.finish(inputs, inputs.dims.row(kv, 0));
+            }
+            let row = |g: usize| Row { b: kv.b, head: kv.head * group + g, query: 0 };
+            if let Some(bias) = bias {
+                for (index, sum) in bias_sums.iter().enumerate() {
+                    *bias.entry(row(index / count), keys.start + index % count) += sum;
+                }
+            }
+            if let (Some(to), Some(from)) = (distances, inputs.options.distance_bias) {
+                for (sum, (g, entry)) in distance_sums[MAX_LANES..].iter().zip(from.table_entries(group)) {
+                    *to.entry(row(g), entry) += sum;
+                }
             }
         }
         chain.finish(task);
@@ -122,10 +130,9 @@ unsafe fn pack_tile<'a, K: Kernel, E: Number>(
     tile: &'a Tile,
     factor: f32,
 ) -> PackedTile<'a, E> {
-    let (call, sizes) = (&backward.call, memory.sizes);
-    let dims = &call.inputs.dims;
-    let contexts = TileRows { matrix: &backward.context_grad, width: dims.d_v, dims, tile };
-    let queries = TileRows { matrix: &call.q, width: dims.d, dims, tile };
+    let (call, dims) = (&backward.call, &backward.call.inputs.dims);
+    let rows = [(&call.q, dims.d), (&backward.context_grad, dims.d_v)];
+    let rows = rows.map(|(matrix, width)| TileRows { matrix, width, dims, tile });
     let mut columns =
         TileColumns { max: [0.0; MAX_COLUMNS], reciprocal: [0.0; MAX_COLUMNS], delta: [0.0; MAX_COLUMNS] };
     for column in (0..tile.rows.len()).filter(|&column| !tile.is_empty(column)) {
@@ -139,15 +146,15 @@ unsafe fn pack_tile<'a, K: Kernel, E: Number>(
     }
     // SAFETY: as this function's contract.
     unsafe {
-        let staging = memory.staging.as_mut_ptr();
-        let (d, d_v) = (sizes.packed.d, sizes.packed.d_v);
-        pack_panel::<K, E>(&queries, d, memory.queries.as_mut_ptr(), staging, factor);
-        pack_panel::<K, E>(&contexts, d_v, memory.contexts.as_mut_ptr(), staging, 1.0);
-        pack_row_panels::<K, E>(&queries, &sizes.d, memory.query_rows.as_mut_ptr());
-        pack_row_panels::<K, E>(&contexts, &sizes.d_v, memory.context_rows.as_mut_ptr());
-        memory.query_sums.as_mut_ptr().write_bytes(0, d.row_squares * K::PANEL);
+        for (side, factor) in [factor, 1.0].into_iter().enumerate() {
+            let (rows, sizes, to) = (&rows[side], &memory.sizes.sides[side], memory.panels[side].as_mut_ptr());
+            pack_panel::<K, E>(rows, sizes.packed, to, memory.staging.as_mut_ptr(), factor);
+            pack_row_panels::<K, E>(rows, sizes, memory.rows[side].as_mut_ptr());
+        }
+        let count = memory.sizes.sides[0].packed.row_squares * K::PANEL;
+        memory.query_sums.as_mut_ptr().write_bytes(0, count);
     }
-    PackedTile { tile, columns, queries, contexts, non_finite: OnceCell::new() }
+    PackedTile { tile, columns, rows, non_finite: OnceCell::new() }
 }
 
 /// The rows of a tile as the right operand of a product over queries: (panels, rows in words, panel).
@@ -155,10 +162,10 @@ unsafe fn pack_tile<'a, K: Kernel, E: Number>(
 /// # Safety
 /// The processor has the tier of K; `to` takes as many words.
 #[inline(always)]
-unsafe fn pack_row_panels<K: Kernel, E: Number>(rows: &TileRows<E>, panels: &ColumnPanels, to: *mut f32) {
+unsafe fn pack_row_panels<K: Kernel, E: Number>(rows: &TileRows<E>, side: &Side, to: *mut f32) {
     let words = K::PANEL / K::ELEMENTS;
-    for panel in 0..panels.count {
-        let columns = panels.columns::<K>(panel);
+    for panel in 0..side.count {
+        let columns = side.columns::<K>(panel);
         let width = columns.len();
         for word in 0..words {
             let part = |column: usize| rows.row(column).map(|row| row.wrapping_add(columns.start));
@@ -203,26 +210,20 @@ unsafe fn add_queries<K: Kernel, E: Number>(backward: &BackwardCall<E>, memory: 
     }
 }
 
-/// Writes the sums of a block's gradients (panels, block, panel) as rows, `first` being that of the head's first key.
+/// Writes the sums of a block's gradients (panels, block, panel) as `count` rows.
 ///
 /// # Safety
 /// The processor has the tier of K; `to` has the rows, which no other thread writes.
 #[inline(always)]
-unsafe fn write_sums<K: Kernel, E: Number>(
-    panels: &ColumnPanels,
-    sums: *const f32,
-    keys: &Range<usize>,
-    to: SharedPtr<E>,
-    first: usize,
-) {
+unsafe fn write_sums<K: Kernel, E: Number>(side: &Side, sums: *const f32, to: *mut E, count: usize) {
     let lanes = K::Vector::LANES;
-    for panel in 0..panels.count {
-        let columns = panels.columns::<K>(panel);
-        for (index, key) in keys.clone().enumerate() {
-            let from = sums.wrapping_add((panel * K::BLOCK + index) * K::PANEL);
+    for panel in 0..side.count {
+        let columns = side.columns::<K>(panel);
+        for row in 0..count {
+            let from = sums.wrapping_add((panel * K::BLOCK + row) * K::PANEL);
             // SAFETY: as this function's contract.
             unsafe {
-                let to = to.add((first + key) * panels.width + columns.start);
+                let to = to.add(row * side.width + columns.start);
                 for column in (0..columns.len()).step_by(lanes) {
                     let sum = K::Vector::load(from.add(column));
                     store_first(sum, to.add(column), lanes.min(columns.len() - column));
@@ -232,22 +233,24 @@ unsafe fn write_sums<K: Kernel, E: Number>(
     }
 }
 
-/// The columns of a matrix of rows, D or D_v wide, as panels of a product: as many vectors in each as in the others,
-/// since a panel of one vector keeps no product busy.
+/// Keys and queries, rows of D, or values and gradients of contexts, rows of D_v. Their columns make panels of a
+/// product: as many vectors in each as in the others, since a panel of one vector keeps no product busy.
 #[derive(Clone, Copy)]
-pub(super) struct ColumnPanels {
+pub(super) struct Side {
     pub width: usize,
+    pub packed: PackedWidth,
+    /// Panels.
     pub count: usize,
     /// Of all panels but the last, which may have fewer.
-    pub vectors: usize,
+    vectors: usize,
     total: usize,
 }
 
-impl ColumnPanels {
-    pub fn new<K: Kernel>(width: usize) -> Self {
+impl Side {
+    fn new<K: Kernel>(width: usize) -> Self {
         let total = width.div_ceil(K::Vector::LANES);
         let count = total.div_ceil(K::VECTORS);
-        Self { width, count, vectors: total.div_ceil(count.max(1)), total }
+        Self { width, packed: PackedWidth::new::<K>(width), count, vectors: total.div_ceil(count.max(1)), total }
     }
 
     pub fn vectors(&self, panel: usize) -> usize {
@@ -259,61 +262,48 @@ impl ColumnPanels {
         let columns = self.vectors * K::Vector::LANES;
         panel * columns..self.width.min((panel + 1) * columns)
     }
+
+    /// The words of a block: of its rows, and of the sums of their gradients, (panels, block, panel).
+    pub fn block_words<K: Kernel>(&self) -> [usize; 2] {
+        [K::BLOCK * self.packed.words, self.count * K::BLOCK * K::PANEL]
+    }
 }
 
-/// Sizes of the memory of a task, in words.
+/// Sizes of the memory of a task.
 #[derive(Clone, Copy)]
 pub(super) struct BackwardSizes {
-    pub packed: PackedSizes,
-    pub d: ColumnPanels,
-    pub d_v: ColumnPanels,
+    pub sides: [Side; 2],
     /// Blocks of keys in a task.
     pub blocks: usize,
 }
 
 impl BackwardSizes {
     pub fn new<K: Kernel>(dims: &Dims) -> Self {
-        let (packed, d, d_v) =
-            (PackedSizes::new::<K>(dims), ColumnPanels::new::<K>(dims.d), ColumnPanels::new::<K>(dims.d_v));
-        let mut sizes = Self { packed, d, d_v, blocks: 1 };
-        let PackedSizes { d, d_v } = packed;
-        let operands = K::BLOCK * (d.words + d_v.words) + d.column_words::<K>();
-        let sums = sizes.sums::<K>(&sizes.d) + sizes.sums::<K>(&sizes.d_v);
-        sizes.blocks = backward_blocks::<K>(dims, operands + sums);
-        sizes
+        let sides = [dims.d, dims.d_v].map(Side::new::<K>);
+        let words = sides.map(|side| side.block_words::<K>().iter().sum::<usize>());
+        let words = words[0] + words[1] + sides[0].packed.column_words::<K>();
+        Self { sides, blocks: backward_blocks::<K>(dims, words) }
     }
+}
 
-    /// The sums of a block's gradients: (panels, block, panel).
-    pub fn sums<K: Kernel>(&self, panels: &ColumnPanels) -> usize {
-        panels.count * K::BLOCK * K::PANEL
-    }
-
-    /// The rows of a tile as the right operand of a product: (panels, rows, panel).
-    pub fn rows<K: Kernel>(&self, panels: &ColumnPanels) -> usize {
-        panels.count * K::PANEL / K::ELEMENTS * K::PANEL
-    }
+/// Of a block: its rows and the sums of their gradients, of each side, and its keys transposed.
+pub(super) struct BlockMemory {
+    pub sides: [[Scratch; 2]; 2],
+    pub key_columns: Scratch,
 }
 
 /// Everything a thread needs for its tasks. Its size is bounded by D, D_v and the tier, and does not grow with T.
 pub(super) struct BackwardMemory {
     pub sizes: BackwardSizes,
-    /// Of each block: keys (block, D), values (block, D_v), keys transposed, sums of the gradients of keys and of
-    /// values.
-    pub keys: Scratch,
-    pub values: Scratch,
-    pub key_columns: Scratch,
-    pub key_sums: Scratch,
-    pub value_sums: Scratch,
-    /// Of a tile: queries (D, panel) and gradients of contexts (D_v, panel), and both as rows.
-    pub queries: Scratch,
-    pub contexts: Scratch,
-    pub query_rows: Scratch,
-    pub context_rows: Scratch,
+    pub blocks: Vec<BlockMemory>,
+    /// Of a tile and each side: (width, panel), and as the right operand of a product (panels, rows, panel).
+    pub panels: [Scratch; 2],
+    pub rows: [Scratch; 2],
     /// Gradients of queries: (D, panel).
     pub query_sums: Scratch,
-    /// (block, panel), which become weights and the gradients of scores.
-    pub scores: Scratch,
-    pub products: Scratch,
+    /// The products of a block and a tile of each side, (block, panel): scores, which become weights, and gradients of
+    /// weights, which become those of scores.
+    pub products: [Scratch; 2],
     /// (block, panel), with a softcap: its derivative.
     pub slopes: Scratch,
     /// (block, panel), where weights are dropped.
@@ -328,31 +318,27 @@ pub(super) struct BackwardMemory {
 
 impl BackwardMemory {
     pub fn new<K: Kernel>(sizes: BackwardSizes, options: &ScoreOptions) -> Self {
-        let PackedSizes { d, d_v } = sizes.packed;
-        let (block, blocks, scores) = (K::BLOCK, sizes.blocks, K::BLOCK * K::PANEL);
-        let panel = |width: PackedWidth| Scratch::zeros(width.word_squares * K::PANEL);
-        let halves = || Scratch::zeros(if K::IS_BF16 { scores / 2 } else { 0 });
-        let staging = (K::Vector::LANES * block).max(d.staging_words::<K>()).max(d_v.staging_words::<K>());
+        let (sides, scores) = (sizes.sides, K::BLOCK * K::PANEL);
+        let packed = sides.map(|side| side.packed);
+        let block = |_| BlockMemory {
+            sides: sides.map(|side| side.block_words::<K>().map(Scratch::zeros)),
+            key_columns: Scratch::zeros(packed[0].column_words::<K>()),
+        };
+        let if_wanted = |is_wanted: bool, words: usize| Scratch::zeros(if is_wanted { words } else { 0 });
+        let [of_keys, of_values] = packed.map(|width| width.staging_words::<K>());
         Self {
             sizes,
-            keys: Scratch::zeros(blocks * block * d.words),
-            values: Scratch::zeros(blocks * block * d_v.words),
-            key_columns: Scratch::zeros(blocks * d.column_words::<K>()),
-            key_sums: Scratch::zeros(blocks * sizes.sums::<K>(&sizes.d)),
-            value_sums: Scratch::zeros(blocks * sizes.sums::<K>(&sizes.d_v)),
-            queries: panel(d),
-            contexts: panel(d_v),
-            query_rows: Scratch::zeros(sizes.rows::<K>(&sizes.d)),
-            context_rows: Scratch::zeros(sizes.rows::<K>(&sizes.d_v)),
-            query_sums: Scratch::zeros(d.row_squares * K::PANEL),
-            scores: Scratch::zeros(scores),
-            products: Scratch::zeros(scores),
-            slopes: Scratch::zeros(if options.softcap.is_some() { scores } else { 0 }),
-            dropout: Scratch::zeros(if options.dropout.is_some() { scores } else { 0 }),
-            weight_halves: halves(),
-            gradient_halves: halves(),
-            gradient_pairs: halves(),
-            staging: Scratch::zeros(staging),
+            blocks: (0..sizes.blocks).map(block).collect(),
+            panels: packed.map(|width| Scratch::zeros(width.word_squares * K::PANEL)),
+            rows: sides.map(|side| Scratch::zeros(side.count * K::PANEL / K::ELEMENTS * K::PANEL)),
+            query_sums: Scratch::zeros(packed[0].row_squares * K::PANEL),
+            products: [scores; 2].map(Scratch::zeros),
+            slopes: if_wanted(options.softcap.is_some(), scores),
+            dropout: if_wanted(options.dropout.is_some(), scores),
+            weight_halves: if_wanted(K::IS_BF16, scores / 2),
+            gradient_halves: if_wanted(K::IS_BF16, scores / 2),
+            gradient_pairs: if_wanted(K::IS_BF16, scores / 2),
+            staging: Scratch::zeros((K::Vector::LANES * K::BLOCK).max(of_keys).max(of_values)),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Few queries against many keys: a call that waits for memory, so keys and values are read once, in order, in place.
 //!
 //! Lanes run along D, and nothing is packed. One part of the keys goes through each step as a whole, since its scores
-//! fit the first cache:
+//! fit the first cache. In the softmax lanes are those of a narrow tile, whose panel has keys side by side:
 //!
 //! ```text
 //! scores  = keys · queries          (keys, R) for each group of R rows, as many as registers hold sums for
@@ -11,18 +11,18 @@
 //! ```
 
 mod products;
-mod softmax;
 
 use std::ops::Range;
 
 use super::pack::HeadRows;
-use super::problem::{Call, KeysValues, KvHead, Row, ScoreInputs, Strided};
-use super::softmax::normalise;
-use super::tasks::{self, KV_SPLIT};
-use crate::cpu::{Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector, Workers, for_each_index, for_each_task};
+use super::problem::{Call, Dims, KvHead, ScoreInputs, StoredRows, Strided};
+use super::scores::TileScores;
+use super::softmax::{Partials, TileSoftmax};
+use super::tasks::{self, KV_SPLIT, PanelState};
+use super::tile::Tile;
+use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, Scratch, SimdTask, Vector, for_each_task};
 use crate::number::{Number, Stored, widen_row};
-use products::{AccumulateSeen, KEY_BLOCK, RowProducts, group_rows};
-use softmax::RowSoftmax;
+use products::{AccumulateSeen, KEY_BLOCK, RowProducts};
 
 /// The most rows that are decoded on any tier.
 const MAX_ROWS: usize = 16;
@@ -43,58 +43,40 @@ pub(super) const fn max_rows<K: Kernel>() -> usize {
 /// The processor has the tier of K, whose words are f32.
 pub(super) unsafe fn run<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> Option<()> {
     let dims = &call.inputs.dims;
-    let (heads, key_chunks) = (dims.b * dims.h_kv, dims.t_kv.div_ceil(KV_SPLIT).max(1));
-    // Of each part: contexts (R, D_v), maxima (R,) and sums (R,).
-    let padded = dims.rows().next_power_of_two();
-    let words = padded * (dims.d_v + 2);
-    let mut partials = Scratch::try_zeros(&[heads, key_chunks, words])?;
-    let slots = SharedPtr(partials.as_mut_ptr());
-    let scratch = || DecodeScratch::new(padded, dims.d, KV_SPLIT.min(dims.t_kv));
-    let workers = tasks::workers(call, 1);
-    for_each_task(heads * key_chunks, workers, scratch, |scratch, task| {
-        let first = task % key_chunks * KV_SPLIT;
-        let kv = dims.kv_head(task / key_chunks);
-        let seen = &SeenRows::new(&call.inputs, kv, first..dims.t_kv.min(first + KV_SPLIT));
-        let (inputs, keys_values, queries) = (&call.inputs, &call.keys_values, scratch.queries.as_mut_ptr());
-        // SAFETY: the processor has the tier of K; the scratch was made for these sizes; the partial results are
-        // initialised, and each task writes one of its own.
+    let parts = dims.t_kv.div_ceil(KV_SPLIT).max(1);
+    // Rows that fill up the last group have no query.
+    let rows = dims.rows().next_multiple_of(group_rows::<K::Vector>(dims));
+    let partials = Partials::new(dims, rows, parts)?;
+    let memory = || {
+        let scores = rows * KV_SPLIT.min(dims.t_kv) + rows * MAX_COLUMNS;
+        [rows * dims.d.next_multiple_of(MAX_LANES), scores].map(Scratch::zeros)
+    };
+    for_each_task(dims.b * dims.h_kv * parts, tasks::workers(call, 1), memory, |[queries, scores], task| {
+        let (kv, part) = (dims.kv_head(task / parts), task % parts);
+        let keys = part * KV_SPLIT..dims.t_kv.min((part + 1) * KV_SPLIT);
+        let (inputs, keys_values) = (&call.inputs, &call.keys_values);
+        // SAFETY: the processor has the tier of K; the memory was made for these sizes; each task writes parts of its
+        // own.
         unsafe {
-            K::run_simd(WidenQueries { q: &call.q, inputs, rows: &seen.rows[..seen.padded], queries });
-            let partial = slots.slice(task * words, words);
-            K::run_simd(Decode { inputs, keys_values, scratch, kv, seen, partial });
+            K::run_simd(WidenQueries { q: &call.q, inputs, kv, queries: queries.as_mut_ptr() });
+            let (queries, scores) = (queries.as_ptr(), scores.as_mut_ptr());
+            K::run_simd(Decode { inputs, keys_values, queries, scores, kv, keys, partials: (&partials, part) });
         }
     });
-    let partials = partials.words();
-    // A short sum for most calls, which is over before another thread would have begun.
-    let sums = [dims.b, dims.h, dims.t_q, key_chunks, dims.d_v].into_iter().fold(1, usize::saturating_mul);
-    let workers = Workers::of(sums, sums.saturating_mul(size_of::<f32>()), call.executor);
-    for_each_index(heads, workers, &|head| {
-        let own = &partials[head * key_chunks * words..][..key_chunks * words];
-        merge(call, dims.kv_head(head), own.chunks_exact(words));
-    });
+    partials.merge(call);
     Some(())
 }
 
-/// What a thread needs: queries (rows, D), and scores (keys, R) for each group of rows.
-struct DecodeScratch {
-    queries: Scratch,
-    scores: Scratch,
-}
-
-impl DecodeScratch {
-    fn new(rows: usize, d: usize, keys: usize) -> Self {
-        Self {
-            queries: Scratch::zeros(rows * d.next_multiple_of(MAX_LANES)),
-            scores: Scratch::zeros((keys + MAX_LANES) * rows),
-        }
-    }
+/// As many of the query rows of a key head, a power of two, as registers hold the sums of.
+fn group_rows<V: Vector>(dims: &Dims) -> usize {
+    dims.rows().next_power_of_two().min(if V::LANES == MAX_LANES { 8 } else { 4 })
 }
 
 /// Query rows in f32, times the unit of the scores, with zeros up to whole vectors.
 struct WidenQueries<'a, 'b, E> {
     q: &'a Strided<'b, E, 3>,
     inputs: &'a ScoreInputs<'b>,
-    rows: &'a [Row],
+    kv: KvHead,
     /// A row for each.
     queries: *mut f32,
 }
@@ -102,151 +84,118 @@ struct WidenQueries<'a, 'b, E> {
 impl<E: Number> SimdTask for WidenQueries<'_, '_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let (d, factor) = (self.inputs.dims.d, self.inputs.options.units(false).query);
-        let width = d.next_multiple_of(K::Vector::LANES);
-        for (r, &row) in self.rows.iter().enumerate() {
-            let from = self.q.query(row);
+        let (dims, factor) = (&self.inputs.dims, self.inputs.options.units(false).query);
+        let width = dims.d.next_multiple_of(K::Vector::LANES);
+        for row in 0..dims.rows() {
+            let from = self.q.query(dims.row(self.kv, row));
             // SAFETY: the processor has the tier of K; the row belongs to the call, and there is memory for each.
-            unsafe { widen_row::<E, K::Vector>(from, d, self.queries.add(r * width), width, factor) };
+            unsafe { widen_row::<E, K::Vector>(from, dims.d, self.queries.add(row * width), width, factor) };
         }
     }
 }
 
-/// The query rows of one key head, widened in the scratch, against a part of its keys.
+/// The query rows of one key head against a part of its keys.
 struct Decode<'a, 'b, S> {
     inputs: &'a ScoreInputs<'b>,
-    keys_values: &'a KeysValues<'b, S>,
-    scratch: &'a mut DecodeScratch,
+    keys_values: &'a [StoredRows<'b, S>; 2],
+    /// Rows in f32.
+    queries: *const f32,
+    /// Of each group of rows (keys, R), and a panel more.
+    scores: *mut f32,
     kv: KvHead,
-    seen: &'a SeenRows,
-    partial: &'a mut [f32],
-}
-
-/// The query rows of a key head, and what they see of some keys.
-struct SeenRows {
-    /// The number of rows, up to a power of two. Rows that pad it repeat the first.
-    padded: usize,
-    rows: [Row; MAX_ROWS],
-    ranges: [Range<usize>; MAX_ROWS],
-    /// The keys from the first to the last that some row sees.
     keys: Range<usize>,
-}
-
-impl SeenRows {
-    fn new(inputs: &ScoreInputs, kv: KvHead, keys: Range<usize>) -> Self {
-        let count = inputs.dims.rows();
-        let rows = std::array::from_fn(|r| inputs.dims.row(kv, if r < count { r } else { 0 }));
-        let ranges: [Range<usize>; MAX_ROWS] = rows.map(|row| {
-            let range = inputs.range(row);
-            range.start.max(keys.start)..range.end.min(keys.end)
-        });
-        let seen = ranges.iter().filter(|range| !range.is_empty());
-        let first = seen.clone().map(|range| range.start).min().unwrap_or(0);
-        let end = seen.map(|range| range.end).max().unwrap_or(0);
-        Self { padded: count.next_power_of_two(), rows, ranges, keys: first..end }
-    }
-
-    /// The context, maxima and sums of a partial result, before any key.
-    fn cleared<'p>(&self, partial: &'p mut [f32], d_v: usize) -> [&'p mut [f32]; 3] {
-        let (context, rest) = partial.split_at_mut(self.padded * d_v);
-        let (max, sum) = rest.split_at_mut(self.padded);
-        context.fill(0.0);
-        max.fill(f32::NEG_INFINITY);
-        sum.fill(0.0);
-        [context, max, sum]
-    }
-
-    /// Whether every row sees all of the keys.
-    fn is_same_for_all(&self) -> bool {
-        self.ranges[..self.padded].iter().all(|range| *range == self.keys)
-    }
+    /// Takes the results, by the number of the part.
+    partials: (&'a Partials, usize),
 }
 
 impl<S: Stored> SimdTask for Decode<'_, '_, S> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let Self { inputs, keys_values, kv, .. } = self;
-        let SeenRows { padded, keys, .. } = self.seen;
-        let [d, d_v] = [inputs.dims.d, inputs.dims.d_v];
-        let [context, max, sum] = self.seen.cleared(self.partial, d_v);
-        if keys.is_empty() {
-            return;
-        }
-        let r = group_rows::<K::Vector>(*padded);
-        let groups = padded / r;
-        let block = if groups == 1 { keys.len() } else { KEY_BLOCK };
-        let (group_queries, group_scores) = (r * d.next_multiple_of(K::Vector::LANES), (keys.len() + MAX_LANES) * r);
-        let (queries, scores) = (self.scratch.queries.as_ptr(), self.scratch.scores.as_mut_ptr());
-        let products = |keys: Range<usize>| RowProducts { keys_values, widths: [d, d_v], kv, keys, rows: r };
-        let ranges = &self.seen.ranges[..*padded];
-        let all_seen = inputs.options.keep.is_none() && self.seen.is_same_for_all();
-        // SAFETY: the processor has the tier of K; the scratch was made for these sizes.
+        // SAFETY: by the contract of `SimdTask`.
         unsafe {
-            for first in keys.clone().step_by(block) {
-                let products = products(first..keys.end.min(first + block));
-                for group in 0..groups {
-                    let scores = scores.add(group * group_scores + (first - keys.start) * r);
-                    products.scores::<K::Vector>(queries.add(group * group_queries), scores);
-                }
-            }
-            let values = HeadRows { rows: &keys_values.v, kv, width: d_v };
-            let only_seen = !all_seen && values.has_non_finite::<K>(keys.clone());
-            for group in 0..groups {
-                let own = group * r..(group + 1) * r;
-                let (rows, ranges) = (&self.seen.rows[own.clone()], &ranges[own.clone()]);
-                let (max, sum) = (&mut max[own.clone()], &mut sum[own.clone()]);
-                let scores = scores.add(group * group_scores);
-                K::run_simd(RowSoftmax { inputs: *inputs, rows, ranges, keys: keys.clone(), scores, max, sum });
-                if only_seen {
-                    let context = &mut context[own.start * d_v..own.end * d_v];
-                    let (keys, weights) = (keys.clone(), scores);
-                    K::run_simd(AccumulateSeen { inputs, values, rows, ranges, keys, weights, context });
-                }
-            }
-            for first in keys.clone().step_by(block) {
-                if only_seen {
-                    break;
-                }
-                let products = products(first..keys.end.min(first + block));
-                for group in 0..groups {
-                    let context = &mut context[group * r * d_v..][..r * d_v];
-                    let weights = scores.add(group * group_scores + (first - keys.start) * r);
-                    products.accumulate::<K::Vector>(weights, context);
-                }
+            match group_rows::<K::Vector>(&self.inputs.dims) {
+                1 => self.decode::<K, 1>(),
+                2 => self.decode::<K, 2>(),
+                8 if const { K::Vector::LANES == MAX_LANES } => self.decode::<K, 8>(),
+                _ => self.decode::<K, 4>(),
             }
         }
     }
 }
 
-/// Merges the parts of one key head, in order, and writes its rows.
-fn merge<'a, E: Number, S>(call: &Call<E, S>, kv: KvHead, parts: impl Iterator<Item = &'a [f32]> + Clone) {
-    let (dims, unit) = (&call.inputs.dims, call.inputs.options.exponent_unit());
-    let (d_v, padded) = (dims.d_v, dims.rows().next_power_of_two());
-    let mut sums = vec![0f32; d_v];
-    for r in 0..dims.rows() {
-        let row = dims.row(kv, r);
-        let parts = parts.clone().map(|part| {
-            let (context, rest) = part.split_at(padded * d_v);
-            (&context[r * d_v..(r + 1) * d_v], rest[r], rest[padded + r])
-        });
-        let most = parts.clone().fold(f32::NEG_INFINITY, |most, (_, max, _)| most.max(max));
-        // Where no part has seen a key, the factors are of zeros.
-        let shift = if most == f32::NEG_INFINITY { 0.0 } else { most };
-        let mut total = 0.0;
-        sums.fill(0.0);
-        for (context, max, sum) in parts {
-            let factor = ((max - shift) * unit).exp2();
-            total += sum * factor;
-            for (sum, value) in sums.iter_mut().zip(context) {
-                *sum += value * factor;
-            }
-        }
-        // SAFETY: the row belongs to the call, and this head's rows to this task.
+impl<S: Stored> Decode<'_, '_, S> {
+    /// In groups of R rows.
+    ///
+    /// # Safety
+    /// The processor has the tier of K; the memory was made for the call's sizes.
+    #[inline(always)]
+    unsafe fn decode<K: Kernel, const R: usize>(&self) {
+        let &Self { inputs, keys_values, kv, partials: (partials, part), .. } = self;
+        let dims = &inputs.dims;
+        let tile = |first: usize| {
+            let rows = first..dims.rows().min(first + R);
+            Tile::narrow::<K>(inputs, kv, rows, self.keys.clone(), R)
+        };
+        let tiles: Vec<_> = (0..dims.rows()).step_by(R).map(tile).collect();
+        let keys = Tile::seen_keys(&tiles);
+        let block = if tiles.len() == 1 { keys.len().max(1) } else { KEY_BLOCK };
+        let queries = |group: usize| self.queries.wrapping_add(group * R * dims.d.next_multiple_of(K::Vector::LANES));
+        let scores = |group: usize, key: usize| {
+            self.scores.wrapping_add(group * (keys.len() * R + MAX_COLUMNS) + (key - keys.start) * R)
+        };
+        let products = |first: usize| RowProducts::<S, R> {
+            keys_values,
+            kv,
+            keys: first..keys.end.min(first + block),
+            stride: partials.stride(),
+        };
+        let context = |group: usize| partials.row(kv, group * R, part);
+        let sees_all = inputs.options.keep.is_none() && tiles.iter().all(|tile| tile.sees_all(&keys));
+        // SAFETY: as this method's contract.
         unsafe {
-            let whole = normalise(call, row, most, total);
-            let to = call.context_row(row);
-            for (d, &sum) in sums.iter().enumerate() {
-                to.add(d).write(E::from_f32(sum * whole));
+            for first in keys.clone().step_by(block) {
+                for group in 0..tiles.len() {
+                    products(first).scores::<K::Vector>(queries(group), scores(group, first));
+                }
+            }
+            let values = &HeadRows::new(&keys_values[1], kv, keys.clone());
+            let only_seen = !sees_all && values.has_non_finite::<K>();
+            for (group, tile) in tiles.iter().enumerate() {
+                let rows = (keys.len() * R).div_ceil(K::PANEL);
+                let (mut max, mut sum) = ([f32::NEG_INFINITY; MAX_COLUMNS], [0f32; MAX_COLUMNS]);
+                let mut factors = [0f32; MAX_COLUMNS];
+                let nothing = std::ptr::null_mut();
+                K::run_simd(TileSoftmax {
+                    scores: TileScores {
+                        inputs: *inputs,
+                        tile,
+                        units: inputs.options.units(false),
+                        keys: keys.clone(),
+                        rows,
+                        is_masked: !sees_all || rows * K::PANEL != keys.len() * R,
+                        scores: scores(group, keys.start),
+                        staging: nothing,
+                        dropout: nothing,
+                    },
+                    depth: rows,
+                    pairs: nothing,
+                    state: PanelState { context: nothing, max: max.as_mut_ptr(), sum: sum.as_mut_ptr() },
+                    factors: factors.as_mut_ptr(),
+                    scores_out: None,
+                });
+                for r in 0..R {
+                    let sum = sum[r..K::PANEL].iter().step_by(R).sum();
+                    partials.set(context(group).add(r * partials.stride()), max[r], sum);
+                }
+                if only_seen {
+                    let (weights, context, stride) = (scores(group, keys.start), context(group), partials.stride());
+                    K::run_simd(AccumulateSeen { inputs, values, tile, weights, context, stride });
+                }
+            }
+            for first in keys.clone().step_by(block).filter(|_| !only_seen) {
+                for group in 0..tiles.len() {
+                    products(first).accumulate::<K::Vector>(scores(group, first), context(group));
+                }
             }
         }
     }

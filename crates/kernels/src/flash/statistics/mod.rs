@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::atomic::AtomicBool;
 
 use super::problem::Outputs;
-use super::{AttentionKernels, Dims, Problem, attend_to};
+use super::{AttentionKernels, Dims, Problem, attend_to, zeros};
 use crate::cpu::{SharedPtr, Tier, Unwritten};
 use crate::error::Error;
 pub(in crate::flash) use observe::{Observe, kept_scores};
@@ -64,20 +64,13 @@ impl Statistics {
         }
         let (top, weights) = ([b, h, t_q, (*top).min(t_kv)], [b, h, rows.len(), columns.len()]);
         Ok(Self {
-            top_keys: zeros(&top)?,
-            top_weights: zeros(&top)?,
-            entropy: zeros(&[b, h, t_q])?,
-            received: zeros(&[b, h, t_kv])?,
-            weights: zeros(&weights)?,
+            top_keys: zeros("statistics", &top)?,
+            top_weights: zeros("statistics", &top)?,
+            entropy: zeros("statistics", &[b, h, t_q])?,
+            received: zeros("statistics", &[b, h, t_kv])?,
+            weights: zeros("statistics", &weights)?,
         })
     }
-}
-
-fn zeros<T: Copy + Default>(shape: &[usize]) -> Result<Vec<T>, Error> {
-    let mut zeros = Unwritten::new(shape).ok_or_else(|| Error::Memory(format!("statistics of {shape:?}")))?;
-    zeros.clear();
-    // SAFETY: every element was cleared.
-    Ok(unsafe { zeros.written() })
 }
 
 /// Where the statistics of a call go. Each task writes those of its own queries, and the tasks of a head take turns at
@@ -143,7 +136,7 @@ pub fn attend_with_statistics<E: AttentionKernels>(
     };
     let mut context =
         Unwritten::new(&[count]).ok_or_else(|| Error::Memory(format!("a context of {count} elements")))?;
-    let to = context.elements();
+    let to = std::ptr::slice_from_raw_parts_mut(context.as_mut_ptr(), count);
     attend_to(problem, tier, Outputs { context: to, lse: None, stats: None, statistics: Some(output) })?;
     // SAFETY: `attend_to` initialised every element.
     Ok((unsafe { context.written() }, found))
