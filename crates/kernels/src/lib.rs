@@ -41,10 +41,6 @@ impl Element for f16 {}
 /// What those methods take cannot be named, nor can the traits:
 ///
 /// ```compile_fail,E0603
-/// use candle_attention_kernels::linear::Product;
-/// ```
-///
-/// ```compile_fail,E0603
 /// use candle_attention_kernels::flash::{Call, KernelCall};
 /// ```
 ///

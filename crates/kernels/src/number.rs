@@ -2,16 +2,8 @@
 
 use half::{bf16, f16};
 
-use crate::cpu::{MAX_LANES, SimdTask, Tier, Vector, dispatch_bf16, dispatch_f32};
+use crate::cpu::{Format, MAX_LANES, SimdTask, Tier, Vector, dispatch_bf16, dispatch_f32};
 use crate::error::Error;
-
-/// The type of an element.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Dtype {
-    F32,
-    BF16,
-    F16,
-}
 
 /// What the kernels read as f32: elements, and keys and values of 8 bits.
 pub trait Stored: Copy + Default + Send + Sync + 'static {
@@ -39,7 +31,8 @@ impl Stored for u8 {
 /// Whoever is generic over [`Element`](crate::Element) can name these methods. Those that trust what they are given are
 /// `unsafe`, or take what nobody else can make.
 pub trait Number: Stored {
-    const DTYPE: Dtype;
+    /// How panels hold it.
+    const FORMAT: Format;
 
     fn from_f32(x: f32) -> Self;
 
@@ -52,7 +45,7 @@ pub trait Number: Stored {
 }
 
 macro_rules! number {
-    ($type:ty, $dtype:ident, $load:ident, $store:ident, $from_f32:expr, $dispatch:path) => {
+    ($type:ty, $format:ident, $load:ident, $store:ident, $from_f32:expr, $dispatch:path) => {
         impl Stored for $type {
             const IS_SCALED: bool = false;
 
@@ -64,7 +57,7 @@ macro_rules! number {
         }
 
         impl Number for $type {
-            const DTYPE: Dtype = Dtype::$dtype;
+            const FORMAT: Format = Format::$format;
 
             #[inline(always)]
             fn from_f32(x: f32) -> Self {
@@ -165,19 +158,13 @@ pub(crate) unsafe fn pack_row_pair<E>(
     let to: *mut u32 = to.cast();
     // SAFETY: as this function's contract.
     unsafe {
-        match (low, high) {
-            (Some(low), Some(high)) => {
-                for d in 0..width {
-                    *to.add(d) = u32::from(*low.cast::<u16>().add(d)) | u32::from(*high.cast::<u16>().add(d)) << 16;
-                }
-            }
-            (Some(row), None) | (None, Some(row)) => {
-                let shift = if low.is_some() { 0 } else { 16 };
-                for d in 0..width {
-                    *to.add(d) = u32::from(*row.cast::<u16>().add(d)) << shift;
-                }
-            }
-            (None, None) => to.write_bytes(0, width),
+        let Some(any) = low.or(high) else { return to.write_bytes(0, padded) };
+        // What is read of the other row in the place of a missing one does not count.
+        let rows = [low, high].map(|row| row.unwrap_or(any).cast::<u16>());
+        let kept = [low, high].map(|row| if row.is_some() { u16::MAX } else { 0 });
+        for d in 0..width {
+            let [low, high] = [0, 1].map(|half| u32::from(*rows[half].add(d) & kept[half]));
+            *to.add(d) = low | high << 16;
         }
         to.add(width).write_bytes(0, padded - width);
     }

@@ -127,16 +127,16 @@ fn share<'s>(scope: &rayon::Scope<'s>, others: usize, work: &'s (dyn Fn() + Sync
 pub fn large_page_vec<T>(count: usize) -> Option<Vec<T>> {
     let mut vec: Vec<T> = Vec::new();
     vec.try_reserve_exact(count).ok()?;
+    // Other systems choose by themselves.
+    #[cfg(target_os = "linux")]
     advise_large_pages(vec.as_mut_ptr().cast(), vec.capacity() * size_of::<T>());
     Some(vec)
 }
 
-/// The bytes of a large page, which begins at a multiple of them.
-#[cfg(target_os = "linux")]
-const LARGE_PAGE: usize = 2 << 20;
-
 #[cfg(target_os = "linux")]
 fn advise_large_pages(start: *mut u8, bytes: usize) {
+    // A large page begins at a multiple of its bytes.
+    const LARGE_PAGE: usize = 2 << 20;
     // A smaller allocation may hold no whole page.
     if cfg!(miri) || bytes < 2 * LARGE_PAGE {
         return;
@@ -147,10 +147,6 @@ fn advise_large_pages(start: *mut u8, bytes: usize) {
     // cannot follow it returns an error and goes on with small pages.
     unsafe { libc::madvise(start.wrapping_add(before).cast(), bytes, libc::MADV_HUGEPAGE) };
 }
-
-/// Other systems choose by themselves.
-#[cfg(not(target_os = "linux"))]
-fn advise_large_pages(_: *mut u8, _: usize) {}
 
 /// Memory for the elements of a result, which nobody has touched yet: see [`large_page_vec`].
 pub(crate) struct Unwritten<T> {
@@ -210,10 +206,8 @@ impl Scratch {
     /// Zeros for as many words as the product of `counts`, or `None` where there is no memory for them.
     pub fn try_zeros(counts: &[usize]) -> Option<Self> {
         let words = counts.iter().try_fold(1usize, |words, &count| words.checked_mul(count))?;
-        let mut lines = Vec::new();
-        lines.try_reserve_exact(words.div_ceil(WORDS)).ok()?;
-        lines.resize(words.div_ceil(WORDS), Line([0.0; WORDS]));
-        Some(Self { lines })
+        // SAFETY: zeros are written to all of them.
+        unsafe { Self::written(words, &|to| to.write_bytes(0, words)) }
     }
 
     /// Words that `write` fills, without zeroing them before; `None` where there is no memory for them.

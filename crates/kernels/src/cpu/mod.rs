@@ -25,7 +25,8 @@ pub use machine::{Executor, Workers, for_each_task, large_page_vec};
 pub(crate) use machine::{Scratch, SharedPtr, Unwritten, for_each_index, second_cache};
 pub use product::CODE_BLOCK;
 pub(crate) use product::{
-    Bf16Pairs, CodeBlocks, ColumnBlock, Columns, F16Rows, LeftOperand, MAX_COLUMNS, Product, Words, add_products,
+    Bf16Pairs, CodeBlocks, ColumnBlock, Columns, F16Rows, Format, LeftOperand, MAX_COLUMNS, Product, Words,
+    add_products,
 };
 pub(crate) use tier::{Kernel, SimdTask, dispatch_bf16, dispatch_f32};
 pub use tier::{Tier, TierError};

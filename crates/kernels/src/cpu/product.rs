@@ -1,5 +1,11 @@
 //! The matrix product that both halves of attention and every projection consist of.
 
+use std::fmt;
+use std::marker::PhantomData;
+
+use half::f16;
+
+use super::tier::{Kernel, SimdTask};
 use super::vector::{Vector, prefetch_bytes};
 
 /// One product over a panel of columns. Strides and sizes count 32-bit words. B is (depth, panel) and C (rows, panel),
@@ -14,8 +20,8 @@ pub struct Product {
     pub vectors: usize,
     /// A factor for each column of what C held, or nothing if C is to be overwritten.
     pub factors: Option<*const f32>,
-    /// Whether B's [`CodeBlocks`] have minimums.
-    pub has_minimums: bool,
+    /// How B is stored. Words of two elements are always multiplied as they are.
+    pub format: Format,
 }
 
 /// (rows, depth) in groups of [`ROWS`](super::Kernel::ROWS) rows, the last of which may be short: row r of group g begins
@@ -39,6 +45,61 @@ impl LeftOperand {
 /// The most columns that a panel of any kernel has.
 pub(crate) const MAX_COLUMNS: usize = 64;
 
+/// The inputs of a weight of codes that share a scale and a minimum.
+pub const CODE_BLOCK: usize = 32;
+
+/// How the numbers of a panel are stored.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    F32,
+    /// As pairs of neighbouring steps of the depth, whether the tier multiplies them as they are or widens them: both
+    /// take one instruction.
+    BF16,
+    F16,
+    /// As [`CodeBlocks`].
+    Codes {
+        bits: usize,
+        has_minimums: bool,
+    },
+}
+
+impl fmt::Debug for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::F32 => f.write_str("F32"),
+            Self::BF16 => f.write_str("BF16"),
+            Self::F16 => f.write_str("F16"),
+            Self::Codes { bits, has_minimums: false } => write!(f, "codes of {bits} bits"),
+            Self::Codes { bits, has_minimums: true } => write!(f, "codes of {bits} bits with minimums"),
+        }
+    }
+}
+
+impl Format {
+    /// The steps of depth that are stored together.
+    pub fn step(self) -> usize {
+        match self {
+            Self::BF16 => Bf16Pairs::BLOCK,
+            Self::F32 | Self::F16 => 1,
+            Self::Codes { .. } => CODE_BLOCK,
+        }
+    }
+
+    /// The bytes of so many steps of one column, whole ones.
+    pub fn bytes(self, steps: usize) -> usize {
+        match self {
+            Self::F32 => steps * size_of::<f32>(),
+            Self::BF16 | Self::F16 => steps * size_of::<f16>(),
+            Self::Codes { bits, .. } => steps / CODE_BLOCK * (self.scales() * size_of::<f16>() + CODE_BLOCK * bits / 8),
+        }
+    }
+
+    /// The f16 that a column has before its steps: a scale, and a minimum if there are any.
+    pub fn scales(self) -> usize {
+        if let Self::Codes { has_minimums, .. } = self { 1 + usize::from(has_minimums) } else { 0 }
+    }
+}
+
 /// The steps of depth that share the scales of a panel.
 #[derive(Clone, Copy)]
 pub struct ColumnBlock {
@@ -46,39 +107,46 @@ pub struct ColumnBlock {
     pub at: *const f32,
     /// The columns of the panel.
     pub panel: usize,
-    pub has_minimums: bool,
+    /// The f16 that each of them has before its steps.
+    pub scales: usize,
 }
 
-/// How the columns of B are stored. `Product::b` points to them.
+impl ColumnBlock {
+    /// The address of its numbers.
+    #[inline(always)]
+    pub fn numbers(&self) -> *const f32 {
+        self.at.wrapping_byte_add(self.scales * self.panel * size_of::<f16>())
+    }
+}
+
+/// How the columns of B are stored.
 pub trait Columns {
     /// The steps of depth that a register holds.
     const STEPS: usize = 1;
     /// The steps of depth that are stored together; the depth of a product is a multiple.
     const BLOCK: usize = Self::STEPS;
+    /// The bytes that these steps take of a column.
+    const BYTES: usize = size_of::<f32>();
+    /// Whether a block begins with scales.
+    const HAS_SCALES: bool = Self::BLOCK > Self::STEPS;
     /// Whether the columns are words that are multiplied as they are.
     const IS_WORDS: bool = false;
 
-    /// `STEPS` steps of a vector of columns.
-    type Loaded<V: Vector>: Copy;
-
-    /// The address of a block's numbers.
-    fn numbers(block: ColumnBlock) -> *const f32 {
-        block.at
-    }
-
+    /// `STEPS` steps of a vector of columns, in as many of the vectors as that takes.
+    ///
     /// # Safety
     /// As [`Vector::load`], for `STEPS` steps of the block from a column on.
-    unsafe fn load<V: Vector>(b: *const f32, block: ColumnBlock, column: usize) -> Self::Loaded<V>;
+    unsafe fn load<V: Vector>(b: *const f32, block: &ColumnBlock, column: usize) -> [V; 3];
 
     /// The first of the steps that are left.
     ///
     /// # Safety
     /// As [`Vector`].
-    unsafe fn take<V: Vector>(loaded: &mut Self::Loaded<V>) -> V;
-
-    /// The address `STEPS` steps on, in a panel of so many columns.
-    fn next(b: *const f32, panel: usize) -> *const f32 {
-        b.wrapping_add(panel)
+    #[inline(always)]
+    unsafe fn take<V: Vector>(loaded: &mut [V; 3]) -> V {
+        let [first, second, _] = *loaded;
+        loaded[0] = second;
+        first
     }
 }
 
@@ -87,17 +155,11 @@ pub(crate) struct Words;
 
 impl Columns for Words {
     const IS_WORDS: bool = true;
-    type Loaded<V: Vector> = V;
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, _: ColumnBlock, column: usize) -> V {
+    unsafe fn load<V: Vector>(b: *const f32, _: &ColumnBlock, column: usize) -> [V; 3] {
         // SAFETY: the panel holds a vector of words from this column on.
-        unsafe { V::load(b.add(column)) }
-    }
-
-    #[inline(always)]
-    unsafe fn take<V: Vector>(loaded: &mut V) -> V {
-        *loaded
+        unsafe { [V::load(b.add(column)); 3] }
     }
 }
 
@@ -106,17 +168,12 @@ pub(crate) struct Bf16Pairs;
 
 impl Columns for Bf16Pairs {
     const STEPS: usize = 2;
-    type Loaded<V: Vector> = (V, V);
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, _: ColumnBlock, column: usize) -> (V, V) {
+    unsafe fn load<V: Vector>(b: *const f32, _: &ColumnBlock, column: usize) -> [V; 3] {
         // SAFETY: the panel holds a vector of pairs from this column on.
-        unsafe { V::load_pairs(b.add(column)) }
-    }
-
-    #[inline(always)]
-    unsafe fn take<V: Vector>(loaded: &mut (V, V)) -> V {
-        std::mem::replace(&mut loaded.0, loaded.1)
+        let (low, high) = unsafe { V::load_pairs(b.add(column)) };
+        [low, high, high]
     }
 }
 
@@ -124,112 +181,47 @@ impl Columns for Bf16Pairs {
 pub(crate) struct F16Rows;
 
 impl Columns for F16Rows {
-    type Loaded<V: Vector> = V;
+    const BYTES: usize = size_of::<f16>();
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, _: ColumnBlock, column: usize) -> V {
+    unsafe fn load<V: Vector>(b: *const f32, _: &ColumnBlock, column: usize) -> [V; 3] {
         // SAFETY: the panel holds a vector of f16 from this column on.
-        unsafe { V::load_f16(b.cast::<u16>().add(column)) }
-    }
-
-    #[inline(always)]
-    unsafe fn take<V: Vector>(loaded: &mut V) -> V {
-        *loaded
-    }
-
-    #[inline(always)]
-    fn next(b: *const f32, panel: usize) -> *const f32 {
-        b.cast::<u16>().wrapping_add(panel).cast()
+        unsafe { [V::load_f16(b.cast::<u16>().add(column)); 3] }
     }
 }
-
-/// The inputs of a weight of codes that share a scale and a minimum.
-pub const CODE_BLOCK: usize = 32;
 
 /// Blocks of unsigned codes of 4 or 8 bits: the scales of a panel in f16, its minimums in f16 if there are any, and
 /// then words of the codes of neighbouring steps, the first one lowest. A number is `code · scale + minimum`, rounded
 /// once, where blocks without minimums have `-2^(BITS - 1) · scale` in their place, for codes on both sides of zero.
 pub(crate) struct CodeBlocks<const BITS: u32>;
 
-/// Codes of a vector of columns, the next ones lowest.
-#[derive(Clone, Copy)]
-pub struct LoadedCodes<V> {
-    codes: V,
-    scale: V,
-    minimum: V,
-}
-
 impl<const BITS: u32> Columns for CodeBlocks<BITS> {
     const STEPS: usize = 32 / BITS as usize;
     const BLOCK: usize = CODE_BLOCK;
-    type Loaded<V: Vector> = LoadedCodes<V>;
 
     #[inline(always)]
-    fn numbers(block: ColumnBlock) -> *const f32 {
-        block.at.cast::<u16>().wrapping_add(block.panel << u32::from(block.has_minimums)).cast()
-    }
-
-    #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, block: ColumnBlock, column: usize) -> LoadedCodes<V> {
+    unsafe fn load<V: Vector>(b: *const f32, block: &ColumnBlock, column: usize) -> [V; 3] {
         let scales = block.at.cast::<u16>().wrapping_add(column);
         // SAFETY: the block holds a vector of f16 from this column on, and another one if it has minimums; the panel
         // holds a vector of words.
         unsafe {
             let scale = V::load_f16(scales);
-            let minimum = match block.has_minimums {
-                true => V::load_f16(scales.add(block.panel)),
-                false => scale.mul(V::splat(-((1 << (BITS - 1)) as f32))),
+            let minimum = match block.scales {
+                2 => V::load_f16(scales.add(block.panel)),
+                _ => scale.mul(V::splat(-((1 << (BITS - 1)) as f32))),
             };
-            LoadedCodes { codes: V::load(b.add(column)), scale, minimum }
+            [V::load(b.add(column)), scale, minimum]
         }
     }
 
     #[inline(always)]
-    unsafe fn take<V: Vector>(loaded: &mut LoadedCodes<V>) -> V {
+    unsafe fn take<V: Vector>([codes, scale, minimum]: &mut [V; 3]) -> V {
         // SAFETY: the processor has the tier of V.
         unsafe {
             let code;
-            (code, loaded.codes) = loaded.codes.take_bits::<BITS>();
-            code.mul_add(loaded.scale, loaded.minimum)
+            (code, *codes) = codes.take_bits::<BITS>();
+            code.mul_add(*scale, *minimum)
         }
-    }
-}
-
-/// How a tier multiplies two words and adds.
-pub(crate) trait MulAdd {
-    type Vector: Vector;
-
-    /// `sum + a · b`, over both elements of a word where there are two.
-    ///
-    /// # Safety
-    /// The processor has the tier.
-    unsafe fn mul_add(sum: Self::Vector, a: Self::Vector, b: Self::Vector) -> Self::Vector;
-
-    /// Adds the products of `R` rows, whose first word is at `a`, with the columns of B to `sums`. A tier writes its
-    /// own where the compiler keeps the sums elsewhere than in registers.
-    ///
-    /// # Safety
-    /// The processor has the tier, and the product's pointers are valid for R rows from `a` on.
-    #[inline(always)]
-    unsafe fn accumulate<B: Columns, const R: usize, const N: usize>(
-        sums: &mut [[Self::Vector; N]; R],
-        product: &Product,
-        a: *const f32,
-        panel: usize,
-    ) {
-        // SAFETY: as this method's contract.
-        unsafe { accumulate::<Self, B, R, N>(sums, product, a, panel) }
-    }
-}
-
-/// Vectors of f32 multiply and add by themselves.
-impl<V: Vector> MulAdd for V {
-    type Vector = V;
-
-    #[inline(always)]
-    unsafe fn mul_add(sum: V, a: V, b: V) -> V {
-        // SAFETY: the processor has the tier, by the contract of `MulAdd`.
-        unsafe { Vector::mul_add(a, b, sum) }
     }
 }
 
@@ -239,37 +231,63 @@ impl<V: Vector> MulAdd for V {
 /// ours`).
 const PREFETCH_BYTES: usize = 6 << 10;
 
-/// [`MulAdd::accumulate`] in plain loops.
+/// A product as a task of a kernel, with B stored as its parameter says.
+pub(super) struct Multiply<'a, B> {
+    product: &'a Product,
+    columns: PhantomData<B>,
+}
+
+impl<'a, B> Multiply<'a, B> {
+    pub fn of(product: &'a Product) -> Self {
+        Self { product, columns: PhantomData }
+    }
+}
+
+impl<B: Columns> SimdTask for Multiply<'_, B> {
+    #[inline(always)]
+    unsafe fn run<K: Kernel>(self) {
+        // SAFETY: the product is valid for the kernel, by the contract of `Kernel::multiply`.
+        unsafe { K::multiply_columns::<B>(self.product) }
+    }
+}
+
+/// Adds the products of R rows, whose first word is at `a`, with N vectors of the columns of B to the sums.
 ///
 /// # Safety
-/// As there.
+/// The processor has the tier; A has R rows of `depth` words from `a` on, and B as many rows of N vectors.
 #[inline(always)]
-pub(crate) unsafe fn accumulate<M: MulAdd + ?Sized, B: Columns, const R: usize, const N: usize>(
-    sums: &mut [[M::Vector; N]; R],
+unsafe fn accumulate<K: Kernel, B: Columns, const R: usize, const N: usize>(
+    sums: &mut [[K::Vector; N]; R],
     product: &Product,
     mut a: *const f32,
-    panel: usize,
 ) {
-    let mut b = product.b;
-    for _ in 0..product.depth / B::BLOCK {
-        let block = ColumnBlock { at: b, panel, has_minimums: product.has_minimums };
-        b = B::numbers(block);
-        for _ in 0..B::BLOCK / B::STEPS {
-            let next = B::next(b, panel);
-            // SAFETY: the processor has the tier; A has R rows of `depth` words from `a` on, and B as many rows of N
-            // vectors.
-            unsafe {
+    // SAFETY: as this function's contract.
+    unsafe {
+        if const { B::IS_WORDS } && K::accumulate_words(sums.as_flattened_mut(), product, a) {
+            return;
+        }
+        let (mut b, scales) = (product.b, if const { B::HAS_SCALES } { product.format.scales() } else { 0 });
+        for _ in 0..product.depth / B::BLOCK {
+            let block = ColumnBlock { at: b, panel: K::PANEL, scales };
+            b = block.numbers();
+            for _ in 0..B::BLOCK / B::STEPS {
                 if const { !B::IS_WORDS } {
-                    let ahead = b.cast::<u8>().wrapping_add(PREFETCH_BYTES);
-                    prefetch_bytes::<M::Vector>(ahead, next.addr() - b.addr());
+                    prefetch_bytes::<K::Vector>(b.cast::<u8>().wrapping_add(PREFETCH_BYTES), B::BYTES * K::PANEL);
                 }
-                let mut loaded = load_columns::<M::Vector, B, N>(b, block);
+                let mut loaded = [B::load(b, &block, 0); N];
+                for (n, loaded) in loaded.iter_mut().enumerate().skip(1) {
+                    *loaded = B::load(b, &block, n * K::Vector::LANES);
+                }
                 for _ in 0..B::STEPS {
-                    add_products::<M, R, N>(sums, a, product.a.row, &take_columns::<M::Vector, B, N>(&mut loaded));
+                    let mut columns = [K::Vector::splat(0.0); N];
+                    for (column, loaded) in columns.iter_mut().zip(loaded.iter_mut()) {
+                        *column = B::take(loaded);
+                    }
+                    add_products::<K, R, N>(sums, a, product.a.row, &columns);
                     a = a.wrapping_add(product.a.step);
                 }
+                b = b.wrapping_byte_add(B::BYTES * K::PANEL);
             }
-            b = next;
         }
     }
 }
@@ -279,161 +297,94 @@ pub(crate) unsafe fn accumulate<M: MulAdd + ?Sized, B: Columns, const R: usize, 
 /// # Safety
 /// The processor has the tier, and the words are valid.
 #[inline(always)]
-pub(crate) unsafe fn add_products<M: MulAdd + ?Sized, const R: usize, const N: usize>(
-    sums: &mut [[M::Vector; N]; R],
+pub(crate) unsafe fn add_products<K: Kernel, const R: usize, const N: usize>(
+    sums: &mut [[K::Vector; N]; R],
     mut words: *const f32,
     row: usize,
-    columns: &[M::Vector; N],
+    columns: &[K::Vector; N],
 ) {
     for sums in sums.iter_mut() {
         // SAFETY: as this function's contract.
         unsafe {
-            let word = M::Vector::splat(*words);
+            let word = K::Vector::splat(*words);
             for (sum, &column) in sums.iter_mut().zip(columns.iter()) {
-                *sum = M::mul_add(*sum, word, column);
+                *sum = K::add_product(*sum, word, column);
             }
         }
         words = words.wrapping_add(row);
     }
 }
 
-/// `STEPS` steps of N vectors of columns.
-///
-/// # Safety
-/// As [`Columns::load`].
-#[inline(always)]
-unsafe fn load_columns<V: Vector, B: Columns, const N: usize>(b: *const f32, block: ColumnBlock) -> [B::Loaded<V>; N] {
-    // SAFETY: as this function's contract.
-    unsafe {
-        let mut loaded = [B::load::<V>(b, block, 0); N];
-        for (n, loaded) in loaded.iter_mut().enumerate().skip(1) {
-            *loaded = B::load(b, block, n * V::LANES);
-        }
-        loaded
-    }
-}
-
-/// The first of the steps that are left, of each vector.
-///
-/// # Safety
-/// As [`Columns::take`].
-#[inline(always)]
-unsafe fn take_columns<V: Vector, B: Columns, const N: usize>(loaded: &mut [B::Loaded<V>; N]) -> [V; N] {
-    // SAFETY: as this function's contract.
-    unsafe {
-        let mut columns = [V::splat(0.0); N];
-        for (column, loaded) in columns.iter_mut().zip(loaded.iter_mut()) {
-            *column = B::take(loaded);
-        }
-        columns
-    }
-}
-
-/// [`Kernel::multiply`](super::Kernel::multiply) by multiply-adds in registers, for panels of up to `VECTORS` vectors.
+/// [`Kernel::multiply`] by multiply-adds in registers, of the rows from one on that begins a group.
 ///
 /// A tile of `ROWS × VECTORS` sums stays in registers; each step of the depth loads `VECTORS` vectors of B and
 /// broadcasts `ROWS` words of A. Three vectors by eight rows are 24 sums, which hide the latency of two multiply-adds a
 /// cycle, with 11 loads for 24 multiply-adds.
 ///
 /// # Safety
-/// The processor has the tier, and the product's pointers are valid for its sizes.
+/// As [`Kernel::multiply`].
 #[inline(always)]
-pub(crate) unsafe fn multiply<M: MulAdd, B: Columns, const ROWS: usize, const VECTORS: usize>(product: &Product) {
-    let whole = product.rows / ROWS * ROWS;
-    for row in (0..whole).step_by(ROWS) {
-        // SAFETY: as this function's contract; `row + ROWS` rows exist.
-        unsafe { tile_rows::<M, B, ROWS, VECTORS>(product, row, product.a.at.add(row / ROWS * product.a.group)) };
-    }
-    if whole < product.rows {
-        // SAFETY: as this function's contract.
-        unsafe { remaining_rows::<M, B, ROWS, VECTORS>(product) };
-    }
-}
-
-/// The rows of a product beyond the last whole group, fewer than eight.
-///
-/// # Safety
-/// As [`multiply`].
-#[inline(always)]
-pub(super) unsafe fn remaining_rows<M: MulAdd, B: Columns, const ROWS: usize, const VECTORS: usize>(product: &Product) {
-    let (mut row, rest) = (product.rows / ROWS * ROWS, product.rows % ROWS);
-    let mut a = product.a.at.wrapping_add(row / ROWS * product.a.group);
-    for rows in [4, 2, 1] {
-        if rest & rows == 0 {
-            continue;
-        }
+pub(super) unsafe fn multiply_rows<K: Kernel, B: Columns>(product: &Product, mut row: usize) {
+    while row < product.rows {
+        // A whole group, or a power of two of its last rows.
+        let rows = K::ROWS.min(1 << (product.rows - row).ilog2());
+        let a = row / K::ROWS * product.a.group + row % K::ROWS * product.a.row;
         // SAFETY: as this function's contract; `row + rows` rows exist.
         unsafe {
+            let (a, c) = (product.a.at.add(a), product.c.add(row * K::PANEL));
             match rows {
-                4 if const { ROWS > 4 } => tile_rows::<M, B, 4, VECTORS>(product, row, a),
-                2 if const { ROWS > 2 } => tile_rows::<M, B, 2, VECTORS>(product, row, a),
-                _ => tile_rows::<M, B, 1, VECTORS>(product, row, a),
+                8 if const { K::ROWS >= 8 } => tile_rows::<K, B, 8>(product, a, c),
+                4 if const { K::ROWS >= 4 } => tile_rows::<K, B, 4>(product, a, c),
+                2 => tile_rows::<K, B, 2>(product, a, c),
+                _ => tile_rows::<K, B, 1>(product, a, c),
             }
         }
-        (row, a) = (row + rows, a.wrapping_add(rows * product.a.row));
+        row += rows;
     }
 }
 
-/// `R` rows from `row`, whose first word of A is at `a`.
+/// `R` rows, the first of which begins at `a` and `c`.
 ///
 /// # Safety
-/// As [`multiply`]; the rows exist.
+/// As [`multiply_rows`]; the rows exist.
 #[inline(always)]
-unsafe fn tile_rows<M: MulAdd, B: Columns, const R: usize, const VECTORS: usize>(
-    product: &Product,
-    row: usize,
-    a: *const f32,
-) {
+unsafe fn tile_rows<K: Kernel, B: Columns, const R: usize>(product: &Product, a: *const f32, c: *mut f32) {
     // SAFETY: as this function's contract.
     unsafe {
         match product.vectors {
-            1 => tile::<M, B, R, 1, VECTORS>(product, row, a),
-            2 if const { VECTORS > 2 } => tile::<M, B, R, 2, VECTORS>(product, row, a),
-            _ => tile::<M, B, R, VECTORS, VECTORS>(product, row, a),
+            1 => tile::<K, B, R, 1>(product, a, c),
+            3 if const { K::VECTORS >= 3 } => tile::<K, B, R, 3>(product, a, c),
+            _ => tile::<K, B, R, 2>(product, a, c),
         }
-    }
-}
-
-/// # Safety
-/// As [`tile_rows`]; the product has N vectors.
-#[inline(always)]
-unsafe fn tile<M: MulAdd, B: Columns, const R: usize, const N: usize, const VECTORS: usize>(
-    product: &Product,
-    row: usize,
-    a: *const f32,
-) {
-    // SAFETY: the processor has the tier; C has R rows of a panel from `row` on, and the factors a panel.
-    unsafe {
-        let panel = VECTORS * M::Vector::LANES;
-        let c = product.c.add(row * panel);
-        let mut sums = [[M::Vector::splat(0.0); N]; R];
-        M::accumulate::<B, R, N>(&mut sums, product, a, panel);
-        store_sums(&sums, product, c, panel);
     }
 }
 
 /// Writes the sums of R rows by N vectors to C, or adds what was there times the factors.
 ///
 /// # Safety
-/// The processor has the tier; `c` has R rows of a panel, and the factors N vectors.
+/// As [`tile_rows`]; the product has N vectors.
 #[inline(always)]
-unsafe fn store_sums<V: Vector, const R: usize, const N: usize>(
-    sums: &[[V; N]; R],
+unsafe fn tile<K: Kernel, B: Columns, const R: usize, const N: usize>(
     product: &Product,
+    a: *const f32,
     mut c: *mut f32,
-    panel: usize,
 ) {
-    for sums in sums.iter() {
-        for (n, &sum) in sums.iter().enumerate() {
-            // SAFETY: as this function's contract.
-            unsafe {
-                let at = c.add(n * V::LANES);
+    // SAFETY: the processor has the tier; C has R rows of a panel, and the factors a panel.
+    unsafe {
+        let mut sums = [[K::Vector::splat(0.0); N]; R];
+        accumulate::<K, B, R, N>(&mut sums, product, a);
+        for sums in sums.iter() {
+            for (n, &sum) in sums.iter().enumerate() {
+                let at = c.add(n * K::Vector::LANES);
                 match product.factors {
                     None => sum.store(at),
-                    Some(factors) => V::load(at).mul_add(V::load(factors.add(n * V::LANES)), sum).store(at),
+                    Some(factors) => {
+                        let factors = K::Vector::load(factors.add(n * K::Vector::LANES));
+                        K::Vector::load(at).mul_add(factors, sum).store(at);
+                    }
                 }
             }
+            c = c.wrapping_add(K::PANEL);
         }
-        c = c.wrapping_add(panel);
     }
 }

@@ -18,11 +18,12 @@ pub(crate) fn numbers<E: Number>(count: usize, salt: u64) -> Vec<E> {
 fn on_every_tier<T: SimdTask>(task: impl Fn() -> T) {
     struct Compiled<T>(T);
     impl<T: SimdTask> SimdTask for Compiled<T> {
+        #[inline(always)]
         unsafe fn run<K: Kernel>(self) {
             // SAFETY: the processor has the tier of K; tiles are configured for as long as the task runs.
             unsafe {
                 let _tiles = K::configure_tiles();
-                K::run_simd(self.0);
+                self.0.run::<K>();
             }
         }
     }

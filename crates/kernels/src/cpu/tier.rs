@@ -5,7 +5,7 @@ use std::str::FromStr;
 use std::sync::OnceLock;
 
 use super::arch;
-use super::product::{Columns, Product};
+use super::product::{Bf16Pairs, CodeBlocks, Columns, F16Rows, Format, Multiply, Product, Words, multiply_rows};
 use super::vector::Vector;
 
 /// An instruction set that the CPU kernels are compiled for.
@@ -84,19 +84,16 @@ impl Tier {
         // Once: a virtual machine answers what processor it has by a trap, and the projections of a token ask each
         // time.
         static FASTEST: OnceLock<[Tier; 2]> = OnceLock::new();
-        let fastest =
-            FASTEST.get_or_init(|| [false, true].map(|is_bf16| Self::fastest_of(&Self::available(), is_bf16)));
-        fastest[usize::from(is_bf16)]
-    }
-
-    fn fastest_of(available: &[Self], is_bf16: bool) -> Self {
-        let worth = |tier: &&Self| match tier {
-            // Beside bf16 they are NEON and AVX-512.
-            Self::NeonBf16 | Self::Avx512Bf16 | Self::Amx if !is_bf16 => false,
-            Self::Avx512Bf16 => !has_slow_dot_products(),
-            _ => true,
+        let of = |is_bf16: bool| {
+            let worth = |tier: &Self| match tier {
+                // Beside bf16 they are NEON and AVX-512.
+                Self::NeonBf16 | Self::Avx512Bf16 | Self::Amx if !is_bf16 => false,
+                Self::Avx512Bf16 => !has_slow_dot_products(),
+                _ => true,
+            };
+            Self::available().into_iter().rfind(worth).unwrap_or(Self::Scalar)
         };
-        available.iter().rev().find(worth).copied().unwrap_or(Self::Scalar)
+        FASTEST.get_or_init(|| [false, true].map(of))[usize::from(is_bf16)]
     }
 }
 
@@ -142,15 +139,7 @@ fn names(tiers: &[Tier]) -> String {
 
 impl fmt::Display for Tier {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Scalar => "scalar",
-            Self::Neon => "neon",
-            Self::NeonBf16 => "neonbf16",
-            Self::Avx2 => "avx2",
-            Self::Avx512 => "avx512",
-            Self::Avx512Bf16 => "avx512bf16",
-            Self::Amx => "amx",
-        })
+        f.pad(&format!("{self:?}").to_lowercase())
     }
 }
 
@@ -202,14 +191,10 @@ fn has_slow_dot_products() -> bool {
 ///
 /// # Safety
 /// Every method needs a processor that has the tier's instructions.
-pub trait Kernel {
-    /// The tier's vector of f32.
+pub trait Kernel: Sized {
+    /// The tier's vector of f32, which is its kernel for words of one f32, or that of the tier that shares it. A
+    /// processor that has the tier has that kernel's too.
     type Vector: Vector;
-    /// The tier's kernel for words of one f32: itself, or the one that shares its vectors. A processor that has the
-    /// tier has that kernel's too.
-    type F32: Kernel<Vector = Self::Vector>;
-    /// What [`configure_tiles`](Self::configure_tiles) returns.
-    type Tiles;
     /// Elements in a word: 1 for f32, 2 for bf16.
     const ELEMENTS: usize;
     /// Whether a word is a pair of bf16. A branch on one constant, as this one or a `const` block, that is not taken is
@@ -229,28 +214,14 @@ pub trait Kernel {
     /// The keys that are scored before the next softmax; a multiple of `ROWS`, and of `DEPTH` words.
     const BLOCK: usize = 128;
 
-    /// Two vectors as pairs of bf16, `low` in the lower half of each word.
-    ///
-    /// # Safety
-    /// The processor has the tier, and `to` is valid for writes of a vector of words.
-    unsafe fn store_pairs(_low: Self::Vector, _high: Self::Vector, _to: *mut f32) {
-        unreachable!("a word of this kernel is one element")
-    }
-
-    /// A vector as bf16, one after the other: half as many words.
-    ///
-    /// # Safety
-    /// The processor has the tier, and `to` is valid for writes of half a vector of words.
-    unsafe fn store_halves(_vector: Self::Vector, _to: *mut f32) {
-        unreachable!("a word of this kernel is one element")
-    }
-
     /// Sets up tile registers for products on this thread, until the result is dropped. Tasks that call
     /// [`multiply`](Self::multiply) do this first.
     ///
     /// # Safety
     /// The processor has the tier.
-    unsafe fn configure_tiles() -> Self::Tiles;
+    unsafe fn configure_tiles() -> Option<Tiles> {
+        None
+    }
 
     /// Runs a task in a function that is compiled for the tier's instructions.
     ///
@@ -258,12 +229,64 @@ pub trait Kernel {
     /// The processor has the tier.
     unsafe fn run_simd(task: impl SimdTask);
 
-    /// `C = A B`, or `C = C · factors + A B`. B is [`Words`](super::Words) where a word is two elements, else it may be
-    /// narrower and is widened while it is loaded.
+    /// `sum + a · b`, over both elements of a word where there are two.
+    ///
+    /// # Safety
+    /// The processor has the tier.
+    #[inline(always)]
+    unsafe fn add_product(sum: Self::Vector, a: Self::Vector, b: Self::Vector) -> Self::Vector {
+        // SAFETY: as this method's contract.
+        unsafe { a.mul_add(b, sum) }
+    }
+
+    /// Adds the products of rows of A, from `a` on, with the words of B to a tile of sums, for a tier that has its own
+    /// loop for as many, where the compiler keeps the sums elsewhere than in registers. Whether it has.
+    ///
+    /// # Safety
+    /// The processor has the tier, and the product's pointers are valid for the tile.
+    #[inline(always)]
+    unsafe fn accumulate_words(_sums: &mut [Self::Vector], _product: &Product, _a: *const f32) -> bool {
+        false
+    }
+
+    /// [`multiply`](Self::multiply), in a function that is compiled for the tier.
+    ///
+    /// # Safety
+    /// As there.
+    #[inline(always)]
+    unsafe fn multiply_columns<B: Columns>(product: &Product) {
+        // SAFETY: as this method's contract.
+        unsafe { multiply_rows::<Self, B>(product, 0) }
+    }
+
+    /// `C = A B`, or `C = C · factors + A B`.
     ///
     /// # Safety
     /// The processor has the tier, its tiles are configured, and the product's pointers are valid for its sizes.
-    unsafe fn multiply<B: Columns>(product: &Product);
+    unsafe fn multiply(product: &Product) {
+        // SAFETY: as this method's contract.
+        unsafe {
+            match product.format {
+                _ if const { Self::IS_BF16 } => Self::run_simd(Multiply::<Words>::of(product)),
+                Format::F32 => Self::run_simd(Multiply::<Words>::of(product)),
+                Format::BF16 => Self::run_simd(Multiply::<Bf16Pairs>::of(product)),
+                Format::F16 => Self::run_simd(Multiply::<F16Rows>::of(product)),
+                Format::Codes { bits: 4, .. } => Self::run_simd(Multiply::<CodeBlocks<4>>::of(product)),
+                Format::Codes { .. } => Self::run_simd(Multiply::<CodeBlocks<8>>::of(product)),
+            }
+        }
+    }
+}
+
+/// Tile registers that are set up, and how they are given back.
+#[allow(dead_code, reason = "few processors have any")]
+pub struct Tiles(pub(super) unsafe fn());
+
+impl Drop for Tiles {
+    fn drop(&mut self) {
+        // SAFETY: they were set up.
+        unsafe { (self.0)() }
+    }
 }
 
 /// Work that is written once and compiled for each kernel. `run` is `#[inline(always)]` where it computes, so that it
@@ -274,11 +297,11 @@ pub trait SimdTask {
     unsafe fn run<K: Kernel>(self);
 }
 
-/// What every [`Kernel`] of a set of instructions has: functions that are compiled for them. `run_simd` is not inlined,
-/// so that a task is compiled once, wherever it is started.
+/// What every [`Kernel`] of a set of instructions has: a function that is compiled for them. It is not inlined, so that
+/// a task is compiled once, wherever it is started.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 macro_rules! compiled_for {
-    ($features:literal, |$product:ident, $columns:ident| $multiply:expr) => {
+    ($features:literal) => {
         unsafe fn run_simd(task: impl crate::cpu::SimdTask) {
             #[inline(never)]
             #[target_feature(enable = $features)]
@@ -288,16 +311,6 @@ macro_rules! compiled_for {
             }
             // SAFETY: the processor has the tier, by the contract of `run_simd`.
             unsafe { compiled::<Self>(task) }
-        }
-
-        unsafe fn multiply<B: crate::cpu::Columns>($product: &crate::cpu::Product) {
-            #[target_feature(enable = $features)]
-            unsafe fn compiled<$columns: crate::cpu::Columns>($product: &crate::cpu::Product) {
-                // SAFETY: by the contract of `multiply`, for whose tier this function is compiled.
-                unsafe { $multiply }
-            }
-            // SAFETY: the processor has the tier and the product is valid, by the contract of `multiply`.
-            unsafe { compiled::<B>($product) }
         }
     };
 }
@@ -313,13 +326,13 @@ pub(crate) fn dispatch_f32(tier: Tier, task: impl SimdTask) {
     // SAFETY: the processor has the tier, and each of the wider ones includes what its match arm runs.
     unsafe {
         match tier {
-            Tier::Scalar => task.run::<arch::scalar::Scalar>(),
+            Tier::Scalar => arch::scalar::Scalar::run_simd(task),
             #[cfg(target_arch = "x86_64")]
-            Tier::Avx2 => task.run::<arch::avx2::Avx2>(),
+            Tier::Avx2 => arch::avx2::Avx2::run_simd(task),
             #[cfg(target_arch = "x86_64")]
-            Tier::Avx512 | Tier::Avx512Bf16 | Tier::Amx => task.run::<arch::avx512::Avx512>(),
+            Tier::Avx512 | Tier::Avx512Bf16 | Tier::Amx => arch::avx512::Avx512::run_simd(task),
             #[cfg(target_arch = "aarch64")]
-            Tier::Neon | Tier::NeonBf16 => task.run::<arch::neon::Neon>(),
+            Tier::Neon | Tier::NeonBf16 => arch::neon::Neon::run_simd(task),
             _ => unreachable!("tiers of other processors are not available"),
         }
     }
@@ -334,13 +347,13 @@ pub(crate) fn dispatch_bf16(tier: Tier, task: impl SimdTask) {
     match tier {
         // SAFETY: the processor has the tier.
         #[cfg(target_arch = "x86_64")]
-        Tier::Avx512Bf16 => unsafe { task.run::<arch::avx512::Avx512Bf16>() },
+        Tier::Avx512Bf16 => unsafe { arch::avx512::Avx512Bf16::run_simd(task) },
         // SAFETY: the processor has the tier.
         #[cfg(target_arch = "x86_64")]
-        Tier::Amx => unsafe { task.run::<arch::amx::Amx>() },
+        Tier::Amx => unsafe { arch::amx::Amx::run_simd(task) },
         // SAFETY: the processor has the tier.
         #[cfg(target_arch = "aarch64")]
-        Tier::NeonBf16 => unsafe { task.run::<arch::neon::NeonBf16>() },
+        Tier::NeonBf16 => unsafe { arch::neon::NeonBf16::run_simd(task) },
         _ => dispatch_f32(tier, task),
     }
 }

@@ -1,11 +1,13 @@
 //! What an algorithm may do with a vector register of f32.
 
-/// A vector of [`LANES`](Vector::LANES) f32.
+use super::tier::Kernel;
+
+/// A vector of [`LANES`](Vector::LANES) f32, and the kernel for words of one f32.
 ///
 /// # Safety
 /// Every method needs a processor that has the tier's instructions, and belongs (inlined) into a function compiled for
 /// them. A pointer must be valid for `LANES` elements; none has to be aligned.
-pub trait Vector: Copy {
+pub trait Vector: Copy + Kernel<Vector = Self> {
     /// The f32 in a vector, at most [`MAX_LANES`].
     const LANES: usize;
     /// A truth value for each lane.
@@ -26,6 +28,14 @@ pub trait Vector: Copy {
     /// Rounded to the nearest, ties to even.
     unsafe fn store_bf16(self, to: *mut u16);
     unsafe fn store_f16(self, to: *mut u16);
+    /// With another vector as pairs of bf16, this one in the lower half of each word, for tiers that multiply them.
+    unsafe fn store_pairs(self, _high: Self, _to: *mut f32) {
+        unreachable!("this tier multiplies no pairs")
+    }
+    /// As bf16 for tiers that multiply them: half as many words.
+    unsafe fn store_halves(self, _to: *mut f32) {
+        unreachable!("this tier multiplies no pairs")
+    }
 
     unsafe fn add(self, other: Self) -> Self;
     unsafe fn sub(self, other: Self) -> Self;
@@ -48,7 +58,7 @@ pub trait Vector: Copy {
     /// 2 to the power `self`, for `self` up to 127, to 3e-7 of itself, four ulp at most: 0 below the smallest normal
     /// number, NaN for NaN.
     ///
-    /// `2^x = 2^n · 2^f`, n the nearest integer and f within ±½, which [`exp2_fraction`] takes.
+    /// `2^x = 2^n · 2^f`, n the nearest integer and f within ±½, of which it is a polynomial ([`EXP2`]).
     unsafe fn exp2(self) -> Self;
 
     /// Prefetches the cache line at an address, which need not be valid.
@@ -88,22 +98,23 @@ macro_rules! simd_fns {
 }
 pub(super) use simd_fns;
 
-/// The powers of ln 2 over factorials, moved so that the largest relative error over ±½ is the smallest: 9.1e-8 for the
+/// 2^x for x within ±½: the powers of ln 2 over factorials, moved so that the largest relative error over ±½ is the smallest: 9.1e-8 for the
 /// polynomial of degree 5, 1.5 times the rounding error of f32. The first is 1, so that 2^0 is 1: running sums that
 /// keep their maximum are multiplied by it block after block, and would drift.
-const EXP2: [f32; 6] = [1.0, std::f32::consts::LN_2, 0.240_222_42, 0.055_507_336, 0.009_671_513, 0.001_326_472_7];
+pub(super) const EXP2: [f32; 6] =
+    [1.0, std::f32::consts::LN_2, 0.240_222_42, 0.055_507_336, 0.009_671_513, 0.001_326_472_7];
 
-/// 2 to the power of a fraction within ±½.
+/// The sum of coefficients times the powers of x, the constant one first.
 ///
 /// # Safety
 /// As [`Vector`].
 #[inline(always)]
-pub(crate) unsafe fn exp2_fraction<V: Vector>(f: V) -> V {
+pub(crate) unsafe fn polynomial<V: Vector, const N: usize>(x: V, coefficients: &[f32; N]) -> V {
     // SAFETY: the processor has the tier of V.
     unsafe {
-        let mut sum = V::splat(EXP2[5]);
-        for &coefficient in EXP2[..5].iter().rev() {
-            sum = sum.mul_add(f, V::splat(coefficient));
+        let mut sum = V::splat(coefficients[N - 1]);
+        for &coefficient in coefficients[..N - 1].iter().rev() {
+            sum = sum.mul_add(x, V::splat(coefficient));
         }
         sum
     }
@@ -127,11 +138,7 @@ pub(crate) unsafe fn tanh<V: Vector>(x: V) -> V {
     // SAFETY: the processor has the tier of V.
     unsafe {
         let square = x.mul(x);
-        let mut polynomial = V::splat(NEAR_ZERO[4]);
-        for &coefficient in NEAR_ZERO[..4].iter().rev() {
-            polynomial = polynomial.mul_add(square, V::splat(coefficient));
-        }
-        let near = polynomial.mul(square).mul_add(x, x);
+        let near = polynomial(square, &NEAR_ZERO).mul(square).mul_add(x, x);
         let magnitude = x.abs();
         let e = magnitude.mul(V::splat(-2.0 * std::f32::consts::LOG2_E)).exp2();
         let one = V::splat(1.0);
@@ -180,19 +187,11 @@ pub(crate) unsafe fn erfc<V: Vector>(x: V) -> V {
     // SAFETY: the processor has the tier of V.
     unsafe {
         let square = x.mul(x);
-        let mut near = V::splat(NEAR_ZERO[5]);
-        for &coefficient in NEAR_ZERO[..5].iter().rev() {
-            near = near.mul_add(square, V::splat(coefficient));
-        }
         let one = V::splat(1.0);
-        let near = one.sub(near.mul_add(x, x));
+        let near = one.sub(polynomial(square, &NEAR_ZERO).mul_add(x, x));
 
         let magnitude = x.abs();
-        let mut logarithm = V::splat(LOGARITHM[6]);
-        for &coefficient in LOGARITHM[..6].iter().rev() {
-            logarithm = logarithm.mul_add(magnitude, V::splat(coefficient));
-        }
-        let logarithm = logarithm.mul_add(magnitude, V::splat(0.0).sub(magnitude));
+        let logarithm = polynomial(magnitude, &LOGARITHM).mul_add(magnitude, V::splat(0.0).sub(magnitude));
         let tail = logarithm.mul(V::splat(std::f32::consts::LOG2_E)).exp2();
         let far = V::select(x.less_than(V::splat(0.0)), V::splat(2.0).sub(tail), tail);
         V::select(V::splat(0.927_734_4).less_than(magnitude), far, near)

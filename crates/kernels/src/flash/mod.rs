@@ -198,7 +198,7 @@ unsafe fn attend_on<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> Optio
     let is_decoded = call.inputs.options.dropout.is_none() && call.statistics.is_none();
     if is_decoded && dims.rows() <= decode::max_rows::<K>() {
         // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
-        return unsafe { decode::run::<K::F32, E, S>(call) };
+        return unsafe { decode::run::<K::Vector, E, S>(call) };
     }
     let distances = match call.inputs.options.distance_bias {
         Some(bias) => Some(DistanceTable::new(bias, dims)?),
@@ -230,9 +230,9 @@ unsafe fn attend_on<K: Kernel, E: Number, S: Stored>(call: &Call<E, S>) -> Optio
             K::run_simd(Prefill { inputs, keys_values, workspace, kv, tiles, keys });
             if let Some(output) = &call.statistics {
                 let units = inputs.options.units(K::IS_BF16);
-                K::F32::run_simd(Observe { inputs, output, workspace, kv, tiles, units, chain, task });
+                K::Vector::run_simd(Observe { inputs, output, workspace, kv, tiles, units, chain, task });
             }
-            K::F32::run_simd(Epilogue { call, state: &mut workspace.state, kv, rows, partials });
+            K::Vector::run_simd(Epilogue { call, state: &mut workspace.state, kv, rows, partials });
         }
     });
     if let Some(partials) = partials {

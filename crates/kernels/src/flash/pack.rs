@@ -133,7 +133,7 @@ pub(super) unsafe fn has_non_finite<K: Kernel, S: Stored>(
     }
     let mut found = false;
     // SAFETY: as this function's contract; the tier includes that of its kernel for f32.
-    unsafe { K::F32::run_simd(Find { count, width, row, found: &mut found }) };
+    unsafe { K::Vector::run_simd(Find { count, width, row, found: &mut found }) };
     found
 }
 
@@ -397,7 +397,7 @@ unsafe fn pack_column_pairs<K: Kernel, S: Stored>(
                         let n = lanes.min(rows.width - d);
                         let (low, high): (K::Vector, K::Vector) =
                             (load_first(low.add(d), n), load_first(high.add(d), n));
-                        K::store_pairs(low.mul(low_scale), high.mul(high_scale), to.add(d));
+                        low.mul(low_scale).store_pairs(high.mul(high_scale), to.add(d));
                     }
                     to.add(rows.width).write_bytes(0, padded - rows.width);
                 }

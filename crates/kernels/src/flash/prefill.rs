@@ -19,7 +19,7 @@ use super::scores::TileScores;
 use super::softmax::TileSoftmax;
 use super::tasks::Workspace;
 use super::tile::{Part, Tile};
-use crate::cpu::{Kernel, LeftOperand, MAX_COLUMNS, Product, SimdTask, Vector, Words};
+use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, Product, SimdTask, Vector};
 use crate::number::{Stored, store_first};
 
 /// Tiles of one key head, whose queries are packed, against some of its keys. Leaves their state in the workspace.
@@ -142,7 +142,7 @@ impl KeyProduct {
         let column = part.vectors.start * K::Vector::LANES;
         // SAFETY: as this method's contract; a block has `BLOCK` rows, which is a multiple of `ROWS`.
         unsafe {
-            K::multiply::<Words>(&Product {
+            K::multiply(&Product {
                 a: self.rows.offset((part.keys.start - self.keys.from) * self.rows.row),
                 b: self.columns.add(column),
                 c: self.to.add((part.keys.start - self.keys.first) * K::PANEL + column),
@@ -150,7 +150,7 @@ impl KeyProduct {
                 depth: self.depth,
                 vectors: part.vectors.len(),
                 factors: None,
-                has_minimums: false,
+                format: Format::F32,
             });
         }
     }
@@ -175,7 +175,7 @@ impl ValueProduct {
         let column = part.vectors.start * K::Vector::LANES;
         // SAFETY: as this method's contract.
         unsafe {
-            K::multiply::<Words>(&Product {
+            K::multiply(&Product {
                 a: self.columns.offset((part.keys.start - self.keys.from) / K::ELEMENTS * self.columns.step),
                 b: self.weights.add((part.keys.start - self.keys.first) / K::ELEMENTS * K::PANEL + column),
                 c: self.to.add(column),
@@ -183,7 +183,7 @@ impl ValueProduct {
                 depth: part.keys.len().div_ceil(K::ELEMENTS).next_multiple_of(K::DEPTH),
                 vectors: part.vectors.len(),
                 factors: Some(factors.as_ptr().add(column)),
-                has_minimums: false,
+                format: Format::F32,
             });
         }
     }

@@ -146,7 +146,7 @@ impl TileSoftmax<'_> {
                                 *high = self.kept::<K>(*high, at + K::PANEL);
                             }
                         }
-                        K::store_pairs(*low, *high, self.pairs.add(pair * K::PANEL + column(n)));
+                        low.store_pairs(*high, self.pairs.add(pair * K::PANEL + column(n)));
                     }
                 }
                 for row in rows.div_ceil(2)..self.depth {

@@ -1,11 +1,12 @@
 //! The operands of a product on their way to the kernel: the left one into words, the right one into panels.
 
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use super::Matrix;
 use super::weight::PackedWeight;
-use crate::cpu::{Kernel, LeftOperand, MAX_LANES, Product, Vector, Words};
-use crate::number::{Dtype, Number, pack_row_pair, widen_row};
+use crate::cpu::{Format, Kernel, MAX_LANES, Product as PanelProduct, Tier, Vector};
+use crate::error::{Error, check_tier};
+use crate::number::{Number, Strided, pack_row_pair, widen_row};
 
 /// The words of depth of a block: with 48 columns 37 KB of the right operand, which the second cache holds beside the
 /// rest. The sums are read and written once a block. Rounding errors grow with the sum that is being added to, so that
@@ -17,129 +18,160 @@ pub const BLOCK_ROW: usize = BLOCK + 16;
 /// The most rows of a task: 160 KB of copied words.
 pub const MAX_ROWS: usize = 192;
 
+/// LANES by LANES words.
+pub type Square = [f32; MAX_LANES * MAX_LANES];
+
+/// A matrix (rows, columns) in memory. The element of row r and column c is at `r * stride + c`, or at `c * stride + r`
+/// where it is transposed.
+#[derive(Clone, Copy, Debug)]
+pub struct Matrix<'a, X> {
+    /// From the first element on.
+    pub data: &'a [X],
+    /// The rows.
+    pub rows: usize,
+    /// The columns.
+    pub columns: usize,
+    /// The elements from the beginning of one row to the next, or of one column where columns are contiguous.
+    pub stride: usize,
+    /// Whether columns are contiguous, and not rows.
+    pub is_transposed: bool,
+}
+
+impl<X> Matrix<'_, X> {
+    /// The other way round.
+    pub fn t(self) -> Self {
+        Self { rows: self.columns, columns: self.rows, is_transposed: !self.is_transposed, ..self }
+    }
+
+    /// That it lies within its slice.
+    pub(super) fn check(&self, name: &str) -> Result<(), Error> {
+        let Self { data, rows, columns, stride, is_transposed } = *self;
+        let (lines, width) = if is_transposed { (columns, rows) } else { (rows, columns) };
+        Strided { data, strides: [stride] }.check(name, [lines], width)
+    }
+}
+
+impl<X: Number> Matrix<'_, X> {
+    /// A square of f32 of an untransposed matrix where it is, from an entry on, if all of it exists.
+    fn square_in_place(&self, row: usize, column: usize, size: usize) -> Option<*const f32> {
+        let is_whole = row < self.rows && self.rows - row >= size && column + size <= self.columns;
+        let at = self.data.as_ptr().wrapping_add(row.wrapping_mul(self.stride)).wrapping_add(column);
+        (is_whole && X::FORMAT == Format::F32).then_some(at.cast())
+    }
+
+    /// Some elements of a row of an untransposed matrix as words of so many `elements`, with zeros for what does not
+    /// exist.
+    ///
+    /// # Safety
+    /// The processor has the tier of V, and `to` takes the words.
+    #[inline(always)]
+    unsafe fn copy_part<V: Vector>(&self, row: usize, part: Range<usize>, elements: usize, to: *mut f32) {
+        let columns = if row < self.rows { self.columns } else { 0 };
+        let start = part.start.min(columns);
+        let (width, padded) = (part.end.min(columns) - start, part.len());
+        let from = self.data.as_ptr().wrapping_add(row.wrapping_mul(self.stride)).wrapping_add(start);
+        // SAFETY: as this method's contract; what is read belongs to the matrix.
+        unsafe {
+            if elements * size_of::<X>() < size_of::<f32>() {
+                return widen_row::<X, V>(from, width, to, padded, 1.0);
+            }
+            // The length is known to the compiler.
+            if width == padded && width == V::LANES * elements {
+                return V::load(from.cast()).store(to);
+            }
+            std::ptr::copy_nonoverlapping(from, to.cast(), width);
+            to.cast::<X>().add(width).write_bytes(0, padded - width);
+        }
+    }
+
+    /// The words of one step of the depth for some columns of an untransposed matrix: of one row, or of a pair of rows;
+    /// zeros where there are none, and up to a whole vector.
+    ///
+    /// # Safety
+    /// The processor has the tier of K; the columns exist, and `to` takes them.
+    #[inline(always)]
+    unsafe fn copy_step<K: Kernel>(&self, row: usize, columns: Range<usize>, to: *mut f32) {
+        let (width, padded) = (columns.len(), columns.len().next_multiple_of(K::Vector::LANES));
+        let at = |row: usize| self.data.as_ptr().wrapping_add(row * self.stride + columns.start);
+        let from = |row: usize| (row < self.rows).then(|| at(row));
+        // SAFETY: as this method's contract; words of two elements are pairs of X.
+        unsafe {
+            match from(row) {
+                low if const { K::IS_BF16 } => pack_row_pair(low, from(row.wrapping_add(1)), width, to, padded),
+                Some(row) => widen_row::<X, K::Vector>(row, width, to, padded, 1.0),
+                None => to.write_bytes(0, padded),
+            }
+        }
+    }
+
+    /// A square of words of an untransposed matrix, the other way round: so many `elements` of a row are one word, and
+    /// `to` has a vector of rows for each, the words of the next ones `stride` further. What does not exist is zeros.
+    ///
+    /// # Safety
+    /// The processor has the tier of V, and `to` takes the square.
+    #[inline(always)]
+    pub(super) unsafe fn transpose<V: Vector>(&self, at: [usize; 2], elements: usize, to: *mut f32, stride: usize) {
+        let ([row, column], lanes) = (at, V::LANES);
+        // SAFETY: as this method's contract.
+        unsafe {
+            if let Some(from) = self.square_in_place(row, column, lanes) {
+                return V::transpose(from, self.stride, to, stride);
+            }
+            let mut square = MaybeUninit::<Square>::uninit();
+            let words: *mut f32 = square.as_mut_ptr().cast();
+            for at in 0..lanes {
+                self.copy_part::<V>(row + at, column..column + lanes * elements, elements, words.add(at * lanes));
+            }
+            V::transpose(words, lanes, to, stride);
+        }
+    }
+}
+
 /// A matrix (rows, depth), behind `lead` columns of zeros that are nowhere in memory.
-#[derive(Clone, Copy)]
 pub struct Left<'a, X> {
-    pub matrix: Matrix<'a, X>,
+    pub matrix: &'a Matrix<'a, X>,
     pub lead: usize,
 }
 
 impl<X: Number> Left<'_, X> {
-    /// The elements of depth.
-    pub fn depth(&self) -> usize {
-        self.lead + self.matrix.columns
-    }
-
-    /// The order in which [`copy`](Self::copy) leaves a block that begins at `at`.
-    pub fn operand<K: Kernel>(&self, at: *const f32) -> LeftOperand {
-        let (row, step) = if self.matrix.is_transposed && !K::IS_BF16 { (1, K::ROWS) } else { (BLOCK_ROW, 1) };
-        LeftOperand { at, group: K::ROWS * BLOCK_ROW, row, step }
-    }
-
     /// Copies some rows' elements from `first` on to (rows, [`BLOCK_ROW`]) words, with zeros beyond the last element
     /// and below the last row.
     ///
     /// # Safety
-    /// The processor has the tier of K; the rows belong to the matrix, the block begins within its padded depth, and
-    /// `to` is valid for the rows as a multiple of `K::MIN_ROWS`, or of `K::ROWS` where columns are contiguous.
+    /// The processor has the tier of K; the rows belong to the matrix, and `to` is valid for them as a multiple of
+    /// `K::MIN_ROWS`, or of a vector where columns are contiguous.
     #[inline(always)]
     pub unsafe fn copy<K: Kernel>(&self, rows: &Range<usize>, first: usize, steps: usize, to: *mut f32) {
-        // SAFETY: as this method's contract.
+        let (matrix, lead, lanes) = (self.matrix, self.lead, K::Vector::LANES);
+        // SAFETY: as this method's contract; a row takes whole squares.
         unsafe {
-            if !self.matrix.is_transposed {
-                self.copy_rows::<K>(rows, first, steps, to);
-                let (filled, padded) = (rows.len(), rows.len().next_multiple_of(K::MIN_ROWS));
-                to.add(filled * BLOCK_ROW).write_bytes(0, (padded - filled) * BLOCK_ROW);
-            } else if K::IS_BF16 {
-                self.copy_column_pairs::<K>(rows, first, steps, to);
-            } else {
-                self.copy_columns::<K>(rows, first, steps, to);
-            }
-        }
-    }
-
-    /// # Safety
-    /// As [`copy`](Self::copy).
-    #[inline(always)]
-    unsafe fn copy_rows<K: Kernel>(&self, rows: &Range<usize>, first: usize, steps: usize, to: *mut f32) {
-        let (Matrix { data, stride, columns, .. }, count) = (self.matrix, steps * K::ELEMENTS);
-        let lead = self.lead.saturating_sub(first).min(count);
-        let start = first.saturating_sub(self.lead).min(columns);
-        let width = (count - lead).min(columns - start);
-        // SAFETY: as this method's contract; words of two elements are pairs of X.
-        unsafe {
-            for row in rows.clone() {
-                let (from, to) = (data.as_ptr().add(row * stride + start), to.add((row - rows.start) * BLOCK_ROW));
-                if const { !K::IS_BF16 } {
-                    to.write_bytes(0, lead);
-                    widen_row::<X, K::Vector>(from, width, to.add(lead), count - lead, 1.0);
-                    continue;
+            if !matrix.is_transposed {
+                let (count, start) = (steps * K::ELEMENTS, first.saturating_sub(lead));
+                let zeros = lead.saturating_sub(first).min(count);
+                for row in rows.clone() {
+                    let to = to.add((row - rows.start) * BLOCK_ROW);
+                    to.write_bytes(0, zeros.div_ceil(K::ELEMENTS));
+                    let to = to.byte_add(zeros * size_of::<f32>() / K::ELEMENTS);
+                    matrix.copy_part::<K::Vector>(row, start..start + count - zeros, K::ELEMENTS, to);
                 }
-                let to: *mut X = to.cast();
-                to.write_bytes(0, lead);
-                std::ptr::copy_nonoverlapping(from, to.add(lead), width);
-                to.add(lead + width).write_bytes(0, count - lead - width);
+                let padded = rows.len().next_multiple_of(K::MIN_ROWS);
+                to.add(rows.len() * BLOCK_ROW).write_bytes(0, (padded - rows.len()) * BLOCK_ROW);
+                return;
             }
-        }
-    }
-
-    /// Words whose rows are contiguous in memory, in groups of `K::ROWS` rows.
-    ///
-    /// # Safety
-    /// As [`copy`](Self::copy).
-    #[inline(always)]
-    unsafe fn copy_columns<K: Kernel>(&self, rows: &Range<usize>, first: usize, steps: usize, to: *mut f32) {
-        let (Matrix { data, stride, columns, .. }, lead) = (self.matrix, self.lead);
-        let padded = rows.len().next_multiple_of(K::ROWS);
-        let mut wide = [0f32; MAX_ROWS];
-        let wide = wide.as_mut_ptr();
-        // SAFETY: as this method's contract; a task has at most `MAX_ROWS` rows.
-        unsafe {
-            for step in 0..steps {
-                let mut words = wide.cast_const();
-                if (lead..lead + columns).contains(&(first + step)) {
-                    let from = data.as_ptr().add((first + step - lead) * stride + rows.start);
-                    if const { matches!(X::DTYPE, Dtype::F32) } && padded == rows.len() {
-                        words = from.cast();
-                    } else {
-                        widen_row::<X, K::Vector>(from, rows.len(), wide, padded, 1.0);
-                    }
-                } else {
-                    wide.write_bytes(0, padded);
-                }
-                for group in 0..padded / K::ROWS {
-                    let to = to.add(group * K::ROWS * BLOCK_ROW + step * K::ROWS);
-                    std::ptr::copy_nonoverlapping(words.add(group * K::ROWS), to, K::ROWS);
-                }
-            }
-        }
-    }
-
-    /// Pairs of bf16 of neighbouring columns whose rows are contiguous in memory, transposed to rows.
-    ///
-    /// # Safety
-    /// As [`copy`](Self::copy); X has 16 bits.
-    #[inline(always)]
-    unsafe fn copy_column_pairs<K: Kernel>(&self, rows: &Range<usize>, first: usize, steps: usize, to: *mut f32) {
-        let (Matrix { data, stride, columns, .. }, lead, lanes) = (self.matrix, self.lead, K::Vector::LANES);
-        let (mut pairs, mut words) = ([0f32; MAX_LANES * MAX_LANES], [0f32; MAX_LANES * MAX_LANES]);
-        // SAFETY: as this method's contract; the squares hold LANES by LANES words.
-        unsafe {
-            for row in (0..rows.len()).step_by(lanes) {
-                let filled = lanes.min(rows.len() - row);
+            let (lines, mut square): (_, Square) = (matrix.t(), [0.0; _]);
+            for row in rows.clone().step_by(lanes) {
                 for step in (0..steps).step_by(lanes) {
-                    for at in 0..lanes {
-                        let column = |half: usize| {
-                            let column = (first + 2 * (step + at) + half).checked_sub(lead)?;
-                            (column < columns).then(|| data.as_ptr().add(column * stride + rows.start + row))
-                        };
-                        pack_row_pair(column(0), column(1), filled, pairs.as_mut_ptr().add(at * lanes), lanes);
+                    let to = to.add((row - rows.start) * BLOCK_ROW + step);
+                    let first = (first + step * K::ELEMENTS).wrapping_sub(lead);
+                    if let Some(from) = lines.square_in_place(first, row, lanes) {
+                        K::Vector::transpose(from, lines.stride, to, BLOCK_ROW);
+                        continue;
                     }
-                    K::Vector::transpose(pairs.as_ptr(), lanes, words.as_mut_ptr(), lanes);
-                    let kept = filled.next_multiple_of(K::MIN_ROWS);
-                    for (index, words) in words.chunks_exact(lanes).take(kept).enumerate() {
-                        K::Vector::load(words.as_ptr()).store(to.add((row + index) * BLOCK_ROW + step));
+                    for (at, words) in square.chunks_exact_mut(lanes).take(lanes).enumerate() {
+                        let line = first.wrapping_add(at * K::ELEMENTS);
+                        lines.copy_step::<K>(line, row..rows.end.min(row + lanes), words.as_mut_ptr());
                     }
+                    K::Vector::transpose(square.as_ptr(), lanes, to, BLOCK_ROW);
                 }
             }
         }
@@ -148,74 +180,105 @@ impl<X: Number> Left<'_, X> {
 
 /// A matrix (depth, columns). A weight in panels is read in place where it can be; of everything else a block of a
 /// panel at a time is copied, for all rows of a task, which is some hundredths of their products.
-#[derive(Clone, Copy)]
+#[derive(Clone, Debug)]
 pub enum Right<'a, X> {
-    /// (in, out) of a weight (out, in).
-    Weight(&'a PackedWeight),
-    /// Some of the outputs of a weight, by its inputs: the other way round. Its depth begins at [`depth_start`].
-    Transposed { weight: &'a PackedWeight, first: usize, end: usize },
-    /// Elements in memory.
-    Matrix(Matrix<'a, X>),
+    /// Some outputs of a weight (out, in), of any element: (in, columns).
+    Weight(&'a PackedWeight, Range<usize>),
+    /// The same the other way round, (columns, in), which gives the gradient of the weight's inputs.
+    Transposed(&'a PackedWeight, Range<usize>),
+    /// Elements in memory, and what multiplies them.
+    Matrix(Matrix<'a, X>, Tier),
 }
 
-/// LANES by LANES words.
-type Square = [f32; MAX_LANES * MAX_LANES];
-
-/// The output with which the depth begins where outputs are the depth: a multiple of every vector of pairs.
-pub fn depth_start(first_output: usize) -> usize {
-    first_output / (2 * MAX_LANES) * (2 * MAX_LANES)
-}
-
-impl<X: Number> Right<'_, X> {
-    /// The columns of the whole operand.
-    pub fn columns(&self) -> usize {
+impl<X> Right<'_, X> {
+    /// That it is what it says.
+    pub(super) fn check(&self) -> Result<(), Error> {
+        check_tier(self.tier())?;
         match self {
-            Self::Weight(weight) => weight.outputs(),
-            Self::Transposed { weight, .. } => weight.inputs(),
-            Self::Matrix(matrix) => matrix.columns,
+            Self::Matrix(matrix, _) => matrix.check("the right operand"),
+            Self::Weight(weight, columns) | Self::Transposed(weight, columns)
+                if columns.start > columns.end || columns.end > weight.outputs() =>
+            {
+                let outputs = weight.outputs();
+                Err(Error::Shape(format!("expected columns within {outputs} outputs, found {columns:?}")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// What multiplies it.
+    pub(super) fn tier(&self) -> Tier {
+        match self {
+            Self::Weight(weight, _) | Self::Transposed(weight, _) => weight.tier(),
+            Self::Matrix(_, tier) => *tier,
+        }
+    }
+
+    /// Whether a tier that has products of bf16 takes them.
+    pub(super) fn is_bf16(&self) -> bool {
+        match self {
+            Self::Weight(weight, _) | Self::Transposed(weight, _) => weight.is_bf16(),
+            Self::Matrix(..) => true,
+        }
+    }
+
+    /// The depth, and the columns of the whole operand.
+    pub(super) fn shape(&self) -> (usize, usize) {
+        match self {
+            Self::Weight(weight, _) => (weight.inputs(), weight.outputs()),
+            Self::Transposed(weight, outputs) => (outputs.len(), weight.inputs()),
+            Self::Matrix(matrix, _) => (matrix.rows, matrix.columns),
+        }
+    }
+
+    /// The columns that are computed.
+    pub(super) fn wanted(&self) -> Range<usize> {
+        if let Self::Weight(_, columns) = self { columns.clone() } else { 0..self.shape().1 }
+    }
+
+    /// The elements of depth before the first one that counts: outputs begin with a multiple of every vector of pairs
+    /// where they are the depth.
+    pub(super) fn lead(&self) -> usize {
+        match self {
+            Self::Transposed(_, outputs) if !outputs.is_empty() => outputs.start % (2 * MAX_LANES),
+            _ => 0,
         }
     }
 
     /// The columns of a panel.
-    pub fn panel<K: Kernel>(&self) -> usize {
-        if let Self::Weight(weight) = self { weight.panel } else { K::PANEL }
+    pub(super) fn panel<K: Kernel>(&self) -> usize {
+        if let Self::Weight(weight, _) = self { weight.panel } else { K::PANEL }
     }
 
     /// The columns of one of the panels.
-    pub fn columns_of<K: Kernel>(&self, panel: usize) -> Range<usize> {
+    pub(super) fn columns_of<K: Kernel>(&self, panel: usize) -> Range<usize> {
         let width = self.panel::<K>();
-        panel * width..self.columns().min((panel + 1) * width)
+        panel * width..self.shape().1.min((panel + 1) * width)
     }
 
-    /// The elements of depth with the zeros at its end.
-    pub fn padded<K: Kernel>(&self) -> usize {
-        let depth = match *self {
-            Self::Weight(weight) => return weight.padded,
-            Self::Transposed { first, end, .. } => end - depth_start(first),
-            Self::Matrix(matrix) => matrix.rows,
-        };
-        depth.next_multiple_of(K::ELEMENTS * K::Vector::LANES.max(K::DEPTH))
-    }
-
-    /// Whether a product with so many rows reads a copy.
-    pub fn is_copied<K: Kernel>(&self, rows: usize) -> bool {
-        if let Self::Weight(weight) = self { weight.is_widened::<K>(rows) } else { true }
-    }
-
-    /// Whether blocks of codes have minimums.
-    pub fn has_minimums(&self) -> bool {
-        if let Self::Weight(weight) = self { weight.has_minimums() } else { false }
-    }
-
-    /// The bytes that a product with so many columns reads.
-    pub fn bytes(&self, columns: usize) -> usize {
-        match *self {
-            Self::Weight(weight) => weight.bytes(columns),
-            Self::Transposed { weight, first, end } => weight.bytes(end - first),
-            Self::Matrix(matrix) => matrix.rows * columns * size_of::<X>(),
+    /// The elements of depth with the zeros around them.
+    pub(super) fn padded<K: Kernel>(&self) -> usize {
+        match self {
+            Self::Weight(weight, _) => weight.padded,
+            _ => (self.lead() + self.shape().0).next_multiple_of(K::ELEMENTS * K::Vector::LANES.max(K::DEPTH)),
         }
     }
 
+    /// Whether a product with so many rows reads a copy.
+    pub(super) fn is_copied<K: Kernel>(&self, rows: usize) -> bool {
+        if let Self::Weight(weight, _) = self { weight.is_widened::<K>(rows) } else { true }
+    }
+
+    /// The bytes that a product reads.
+    pub(super) fn bytes(&self) -> usize {
+        match self {
+            Self::Weight(weight, columns) | Self::Transposed(weight, columns) => weight.bytes(columns.len()),
+            Self::Matrix(matrix, _) => matrix.rows * matrix.columns * size_of::<X>(),
+        }
+    }
+}
+
+impl<X: Number> Right<'_, X> {
     /// A product with the `product.depth` words of a panel's depth that begin at the element `first`; `copy` takes as
     /// many rows of [`K::PANEL`](Kernel::PANEL) where the operand [`is_copied`](Self::is_copied).
     ///
@@ -223,136 +286,74 @@ impl<X: Number> Right<'_, X> {
     /// As [`Kernel::multiply`] but for B; the panel exists; the words lie within the padded depth, and begin at a
     /// multiple of [`BLOCK`] words.
     #[inline(always)]
-    pub unsafe fn multiply<K: Kernel>(&self, panel: usize, first: usize, copy: *mut f32, mut product: Product) {
-        let (column, steps) = (panel * K::PANEL, product.depth);
+    pub(super) unsafe fn multiply<K: Kernel>(
+        &self,
+        panel: usize,
+        first: usize,
+        copy: *mut f32,
+        mut product: PanelProduct,
+    ) {
+        let (columns, steps) = (self.columns_of::<K>(panel), product.depth);
         debug_assert!(steps <= BLOCK);
         // SAFETY: as this method's contract.
         unsafe {
             match self {
-                Self::Weight(weight) => return weight.multiply::<K>(panel, first, copy, product),
-                &Self::Transposed { weight, first: start, end } => {
-                    for at in (0..steps).step_by(K::Vector::LANES) {
-                        let output = depth_start(start) + first + at * K::ELEMENTS;
-                        for column in (column..weight.inputs().min(column + K::PANEL)).step_by(K::Vector::LANES) {
-                            let to = copy.add(at * K::PANEL + column % K::PANEL);
-                            transpose_weight::<K>(weight, &(start..end), output, column, to);
-                        }
-                    }
-                }
-                Self::Matrix(matrix) if matrix.is_transposed => {
-                    for column in (column..matrix.columns.min(column + K::PANEL)).step_by(K::Vector::LANES) {
-                        for at in (0..steps).step_by(K::Vector::LANES) {
-                            let to = copy.add(at * K::PANEL + column % K::PANEL);
-                            transpose_rows::<K, X>(matrix, column, first + at * K::ELEMENTS, to);
-                        }
-                    }
-                }
-                Self::Matrix(matrix) => {
+                Self::Weight(weight, _) => return weight.multiply::<K>(panel, first, copy, product),
+                Self::Matrix(matrix, _) if !matrix.is_transposed => {
                     for at in 0..steps {
-                        copy_row::<K, X>(matrix, first + at * K::ELEMENTS, column, copy.add(at * K::PANEL));
+                        let to = copy.add(at * K::PANEL);
+                        matrix.copy_step::<K>(first + at * K::ELEMENTS, columns.clone(), to);
+                    }
+                }
+                _ => {
+                    for at in (0..steps).step_by(K::Vector::LANES) {
+                        let first = first + at * K::ELEMENTS;
+                        for column in columns.clone().step_by(K::Vector::LANES) {
+                            let to = copy.add(at * K::PANEL + column % K::PANEL);
+                            self.transpose::<K>(first, column, to);
+                        }
                     }
                 }
             }
             product.b = copy;
-            K::multiply::<Words>(&product);
+            K::multiply(&product);
         }
     }
-}
 
-/// The words of one step of the depth, for a panel of columns from `column`: one row of a matrix, or a pair of rows.
-///
-/// # Safety
-/// The processor has the tier of K; the column belongs to the matrix, and `to` takes a panel.
-#[inline(always)]
-unsafe fn copy_row<K: Kernel, X: Number>(matrix: &Matrix<X>, row: usize, column: usize, to: *mut f32) {
-    let lanes = K::Vector::LANES;
-    let width = K::PANEL.min(matrix.columns - column);
-    let from = |row: usize| matrix.data.as_ptr().wrapping_add(row * matrix.stride + column);
-    // SAFETY: as this function's contract; rows and columns that are read belong to the matrix.
-    unsafe {
-        if row >= matrix.rows {
-            to.write_bytes(0, K::PANEL);
-        } else if const { !K::IS_BF16 } {
-            widen_row::<X, K::Vector>(from(row), width, to, width.next_multiple_of(lanes), 1.0);
-        } else {
-            let high = (row + 1 < matrix.rows).then(|| from(row + 1));
-            pack_row_pair(Some(from(row)), high, width, to, width.next_multiple_of(lanes));
-        }
-    }
-}
-
-/// A square of words: the columns from `column` of a matrix whose columns are contiguous, and the depth from `first`.
-///
-/// # Safety
-/// The processor has the tier of K; the column belongs to the matrix, and `to` takes a square, whose rows are a panel
-/// apart.
-#[inline(always)]
-unsafe fn transpose_rows<K: Kernel, X: Number>(matrix: &Matrix<X>, column: usize, first: usize, to: *mut f32) {
-    let lanes = K::Vector::LANES;
-    let (columns, depth) = (lanes.min(matrix.columns - column), lanes * K::ELEMENTS);
-    let width = depth.min(matrix.rows.saturating_sub(first));
-    // SAFETY: as this function's contract; what is read belongs to the matrix.
-    unsafe {
-        let from = matrix.data.as_ptr().wrapping_add(column * matrix.stride + first);
-        if const { matches!(X::DTYPE, Dtype::F32) } && (columns, width) == (lanes, depth) {
-            return K::Vector::transpose(from.cast(), matrix.stride, to, K::PANEL);
-        }
-        let mut square: Square = [0.0; _];
-        for at in 0..columns {
-            let (from, to) = (from.wrapping_add(at * matrix.stride), square.as_mut_ptr().add(at * lanes));
-            if const { !K::IS_BF16 } {
-                widen_row::<X, K::Vector>(from, width, to, width, 1.0);
-            } else if width == depth {
-                // The length is known to the compiler.
-                std::ptr::copy_nonoverlapping(from, to.cast(), lanes * K::ELEMENTS);
-            } else {
-                std::ptr::copy_nonoverlapping(from, to.cast(), width);
-            }
-        }
-        K::Vector::transpose(square.as_ptr(), lanes, to, K::PANEL);
-    }
-}
-
-/// A square of words of a weight the other way round: columns are its inputs from `input`, the depth its outputs from
-/// `first`, of which those outside of `outputs` are zeros.
-///
-/// # Safety
-/// The processor has the tier of K; the input and the outputs' panel belong to the weight, `input` and `first` are
-/// multiples of a vector of words, and `to` takes a square, whose rows are a panel apart.
-#[inline(always)]
-unsafe fn transpose_weight<K: Kernel>(
-    weight: &PackedWeight,
-    outputs: &Range<usize>,
-    first: usize,
-    input: usize,
-    to: *mut f32,
-) {
-    let lanes = K::Vector::LANES;
-    let (mut square, mut pairs): (Square, [f32; 2 * MAX_LANES * MAX_LANES]) = ([0.0; _], [0.0; _]);
-    let (rows, stride) = if K::IS_BF16 { (pairs.as_mut_ptr(), lanes) } else { (to, K::PANEL) };
-    // SAFETY: as this function's contract; the squares take what is written to them.
-    unsafe {
-        for output in (first..first + K::ELEMENTS * lanes).step_by(lanes) {
-            let rows = rows.add((output - first) * stride);
-            if let Some(from) = weight.square_in_place(output, input, lanes) {
-                K::Vector::transpose(from, weight.panel, rows, stride);
-            } else if output < weight.outputs() {
-                let inputs = input..weight.padded.min(input + lanes);
-                square[inputs.len() * lanes..].fill(0.0);
-                let (panel, column) = (output / weight.panel, output % weight.panel);
-                weight.widen::<K::Vector>(panel, column..column + lanes, inputs, square.as_mut_ptr(), lanes);
-                K::Vector::transpose(square.as_ptr(), lanes, rows, stride);
-            }
-            for at in 0..lanes {
-                if !outputs.contains(&(output + at)) {
+    /// A square of words that are contiguous along the depth, from an element of the depth and a column on.
+    ///
+    /// # Safety
+    /// The processor has the tier of K; the column exists, both are multiples of a vector of words, and `to` takes the
+    /// square, whose rows are a panel apart.
+    #[inline(always)]
+    unsafe fn transpose<K: Kernel>(&self, first: usize, column: usize, to: *mut f32) {
+        let lanes = K::Vector::LANES;
+        // SAFETY: as this method's contract; the squares take what is written to them.
+        unsafe {
+            let (weight, outputs) = match self {
+                Self::Matrix(matrix, _) => {
+                    return matrix.t().transpose::<K::Vector>([column, first], K::ELEMENTS, to, K::PANEL);
+                }
+                Self::Weight(weight, outputs) | Self::Transposed(weight, outputs) => (weight, outputs),
+            };
+            let (mut square, mut pairs): (Square, [f32; 2 * MAX_LANES * MAX_LANES]) = ([0.0; _], [0.0; _]);
+            let (rows, stride) = if K::IS_BF16 { (pairs.as_mut_ptr(), lanes) } else { (to, K::PANEL) };
+            let first = outputs.start - self.lead() + first;
+            for output in (first..first + K::ELEMENTS * lanes).step_by(lanes) {
+                let rows = rows.add((output - first) * stride);
+                if output < weight.outputs() {
+                    let (from, from_stride) = weight.square::<K::Vector>(output, column, &mut square);
+                    K::Vector::transpose(from, from_stride, rows, stride);
+                }
+                for at in (0..lanes).filter(|at| !outputs.contains(&(output + at))) {
                     rows.add(at * stride).write_bytes(0, lanes);
                 }
             }
-        }
-        if K::IS_BF16 {
-            for (at, rows) in pairs[..2 * lanes * lanes].chunks_exact(2 * lanes).enumerate() {
-                let (low, high) = (K::Vector::load(rows.as_ptr()), K::Vector::load(rows.as_ptr().add(lanes)));
-                K::store_pairs(low, high, to.add(at * K::PANEL));
+            if K::IS_BF16 {
+                for (at, rows) in pairs[..2 * lanes * lanes].chunks_exact(2 * lanes).enumerate() {
+                    let (low, high) = (K::Vector::load(rows.as_ptr()), K::Vector::load(rows.as_ptr().add(lanes)));
+                    low.store_pairs(high, to.add(at * K::PANEL));
+                }
             }
         }
     }

@@ -3,150 +3,108 @@
 use half::f16;
 
 use super::PackedWeight;
-use super::weight::{Format, no_memory};
+use super::operands::{Matrix, Square};
+use super::weight::no_memory;
 use crate::cpu::{
-    CODE_BLOCK, Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, Tier, Vector, Workers, dispatch_f32, for_each_index,
+    CODE_BLOCK, Format, Kernel, Scratch, SharedPtr, SimdTask, Tier, Vector, Workers, dispatch_bf16, dispatch_f32,
+    for_each_index,
 };
 use crate::error::{Error, check_len, check_tier};
-use crate::number::{Dtype, Number};
+use crate::number::Number;
 
 /// [`PackedWeight::new`], compiled once.
 pub(super) fn pack_weight<E: Number>(rows: &[E], shape: (usize, usize), tier: Tier) -> Result<PackedWeight, Error> {
-    struct Pack<'a, E> {
-        rows: &'a [E],
-        weight: PackedWeight,
-        packed: &'a mut Option<PackedWeight>,
-    }
-    impl<E: Number> SimdTask for Pack<'_, E> {
-        unsafe fn run<K: Kernel>(self) {
-            let Self { rows, weight, packed } = self;
-            // Steps are whole, and a tier may take more.
-            let (inputs, panel) = (weight.inputs, K::PANEL);
-            let padded = inputs.next_multiple_of((K::ELEMENTS * K::DEPTH).max(weight.format.step()));
-            let outputs = panel * inputs;
-            *packed = PackedWeight { panel, padded, ..weight }.fill(&|index, to| {
-                let rows = &rows[index * outputs..rows.len().min((index + 1) * outputs)];
-                // SAFETY: the processor has the tier of K, which includes that of its kernel for f32; the panel is
-                // this task's.
-                unsafe { K::F32::run_simd(PackPanel { rows, inputs, to, padded, panel }) };
-            });
-        }
-    }
     let (outputs, inputs) = shape;
-    let no_memory = || no_memory(outputs, inputs);
-    check_tier(tier)?;
-    check_len("the weight", rows.len(), outputs.checked_mul(inputs).ok_or_else(no_memory)?)?;
-    let (words, format) = (Scratch::zeros(0), Format::Elements(E::DTYPE));
-    let weight = PackedWeight { words, format, tier, inputs, outputs, panel: 0, padded: 0 };
-    let mut packed = None;
-    E::dispatch(tier, Pack { rows, weight, packed: &mut packed });
-    packed.ok_or_else(no_memory)
+    check_len("the weight", rows.len(), outputs.checked_mul(inputs).ok_or_else(|| no_memory(outputs, inputs))?)?;
+    let rows = Matrix { data: rows, rows: outputs, columns: inputs, stride: inputs, is_transposed: false };
+    // SAFETY: a task writes its whole panel.
+    unsafe {
+        PackedWeight::written(E::FORMAT, shape, tier, &|weight, index, to| {
+            dispatch_f32(tier, PackPanel { rows, weight, index, to });
+        })
+    }
 }
 
 impl PackedWeight {
-    /// Calls `write` for every panel with its words, all of which it initialises. `None` where there is no memory for
-    /// them.
-    pub(super) fn fill(mut self, write: &(dyn Fn(usize, *mut f32) + Sync)) -> Option<Self> {
-        let Self { inputs, outputs, panel, padded, .. } = self;
-        let panels = outputs.div_ceil(panel);
-        panels.checked_mul(padded)?.checked_mul(panel)?.checked_mul(size_of::<f32>())?;
-        let words = self.format.bytes(padded) * panel / size_of::<f32>();
-        let tasks = if words == 0 { 0 } else { panels };
+    /// A weight whose panels `write` fills, each by its index.
+    ///
+    /// # Safety
+    /// It writes all words of a panel.
+    unsafe fn written(
+        format: Format,
+        (outputs, inputs): (usize, usize),
+        tier: Tier,
+        write: &(dyn Fn(&Self, usize, *mut f32) + Sync),
+    ) -> Result<Self, Error> {
+        /// Takes what the panels of a tier are like.
+        struct Layout<'a>(&'a mut PackedWeight);
+        impl SimdTask for Layout<'_> {
+            unsafe fn run<K: Kernel>(self) {
+                let PackedWeight { panel, padded, inputs, format, .. } = self.0;
+                // Steps are whole, and a tier may take more.
+                (*panel, *padded) = (K::PANEL, inputs.next_multiple_of((K::ELEMENTS * K::DEPTH).max(format.step())));
+            }
+        }
+        check_tier(tier)?;
+        let mut weight = Self { words: Scratch::zeros(0), format, tier, inputs, outputs, panel: 0, padded: 0 };
+        match weight.is_bf16() {
+            true => dispatch_bf16(tier, Layout(&mut weight)),
+            false => dispatch_f32(tier, Layout(&mut weight)),
+        }
+        let (panels, own) = (outputs.div_ceil(weight.panel), &weight);
+        let words = format.bytes(weight.padded) * weight.panel / size_of::<f32>();
         let write_all = |to: *mut f32| {
-            let to = SharedPtr(to);
+            let (to, tasks) = (SharedPtr(to), if words == 0 { 0 } else { panels });
             for_each_index(tasks, Workers::of(outputs * inputs, 0, None), &|index| {
                 // SAFETY: there are as many panels.
-                write(index, unsafe { to.add(index * words) });
+                write(own, index, unsafe { to.add(index * words) });
             });
         };
-        // SAFETY: every panel is written from its beginning to its end.
-        self.words = unsafe { Scratch::written(panels * words, &write_all) }?;
-        Some(self)
+        // SAFETY: every panel is written, by this function's contract.
+        let packed = panels.checked_mul(words).and_then(|words| unsafe { Scratch::written(words, &write_all) });
+        weight.words = packed.ok_or_else(|| no_memory(outputs, inputs))?;
+        Ok(weight)
     }
 }
 
 /// Copies the rows of one panel into it: [`Vector::LANES`] rows and as many words of each at a time are transposed, so
 /// that memory is read and written in whole cache lines. What the panel has beyond the rows and their inputs becomes
 /// zeros.
-pub(super) struct PackPanel<'a, E> {
-    /// At most a panel of rows, of `inputs` each.
-    pub rows: &'a [E],
-    pub inputs: usize,
+struct PackPanel<'a, E> {
+    /// (out, in).
+    rows: Matrix<'a, E>,
+    weight: &'a PackedWeight,
+    index: usize,
     /// (padded, panel); pairs of neighbouring inputs are the words of bf16.
-    pub to: *mut f32,
-    pub padded: usize,
-    pub panel: usize,
+    to: *mut f32,
 }
-
-/// LANES by LANES words.
-type Square = [f32; MAX_LANES * MAX_LANES];
 
 impl<E: Number> SimdTask for PackPanel<'_, E> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(self) {
-        let lanes = K::Vector::LANES;
-        let steps = lanes * (size_of::<f32>() / size_of::<E>());
-        let (mut rows, mut words): (Square, Square) = ([0.0; _], [0.0; _]);
-        for column in (0..self.panel).step_by(lanes) {
-            for first in (0..self.padded).step_by(steps) {
-                // SAFETY: the processor has the tier of K; the columns and the inputs from `first` begin within the
-                // panel.
+        let Self { rows, weight: &PackedWeight { panel, padded, .. }, index, to } = self;
+        let (lanes, of_word, mut square): (_, _, Square) =
+            (K::Vector::LANES, size_of::<f32>() / size_of::<E>(), [0.0; _]);
+        for column in (0..panel).step_by(lanes) {
+            for first in (0..padded).step_by(lanes * of_word) {
+                let filled = (padded - first).div_ceil(of_word);
+                // SAFETY: the processor has the tier of K; columns and inputs below `padded` lie in the panel.
                 unsafe {
-                    self.read::<K>(column, first, &mut rows);
-                    K::Vector::transpose(rows.as_ptr(), lanes, words.as_mut_ptr(), lanes);
-                    self.write::<K>(column, first, &words);
-                }
-            }
-        }
-    }
-}
-
-impl<E: Number> PackPanel<'_, E> {
-    /// LANES rows from `column`, as many words of each from the input `first`.
-    #[inline(always)]
-    fn read<K: Kernel>(&self, column: usize, first: usize, square: &mut Square) {
-        let steps = K::Vector::LANES * (size_of::<f32>() / size_of::<E>());
-        let filled = steps.min(self.inputs.saturating_sub(first));
-        for row in 0..K::Vector::LANES {
-            // SAFETY: the row's part of the square lies in it, and so does every element that is read in the rows.
-            unsafe {
-                let to = square.as_mut_ptr().cast::<E>().add(row * steps);
-                let from = (column + row) * self.inputs + first;
-                if from + filled > self.rows.len() {
-                    to.write_bytes(0, steps);
-                } else if filled == steps {
-                    // The length is known to the compiler.
-                    std::ptr::copy_nonoverlapping(self.rows.as_ptr().add(from), to, steps);
-                } else {
-                    std::ptr::copy_nonoverlapping(self.rows.as_ptr().add(from), to, filled);
-                    to.add(filled).write_bytes(0, steps - filled);
-                }
-            }
-        }
-    }
-
-    /// The words of LANES columns from `column`, of the inputs from `first` on.
-    ///
-    /// # Safety
-    /// The processor has the tier of K; the columns and the first input lie in the panel.
-    #[inline(always)]
-    unsafe fn write<K: Kernel>(&self, column: usize, first: usize, square: &Square) {
-        let lanes = K::Vector::LANES;
-        let of_word = size_of::<f32>() / size_of::<E>();
-        let filled = lanes.min((self.padded - first).div_ceil(of_word));
-        for word in 0..filled {
-            let (input, columns) = (first + word * of_word, square.as_ptr().wrapping_add(word * lanes));
-            // SAFETY: as this method's contract; inputs below `padded` are rows of the panel.
-            unsafe {
-                if const { !matches!(E::DTYPE, Dtype::F16) } {
-                    K::Vector::load(columns).store(self.to.add(input / of_word * self.panel + column));
-                    continue;
-                }
-                // The lower halves are one row, the upper ones the next.
-                let to = self.to.cast::<u16>().add(input * self.panel + column);
-                for half in 0..2.min(self.padded - input) {
-                    for at in 0..lanes {
-                        *to.add(half * self.panel + at) = *columns.cast::<u16>().add(2 * at + half);
+                    let at = [index * panel + column, first];
+                    rows.transpose::<K::Vector>(at, of_word, square.as_mut_ptr(), lanes);
+                    for (word, words) in square.chunks_exact(lanes).take(lanes.min(filled)).enumerate() {
+                        let input = first + word * of_word;
+                        if const { !matches!(E::FORMAT, Format::F16) } {
+                            K::Vector::load(words.as_ptr()).store(to.add(input / of_word * panel + column));
+                            continue;
+                        }
+                        // The lower halves are one row, the upper ones the next.
+                        for (half, input) in (input..padded.min(input + of_word)).enumerate() {
+                            let to = to.cast::<u16>().add(input * panel + column);
+                            for (at, word) in words.iter().enumerate() {
+                                *to.add(at) = (word.to_bits() >> (16 * half)) as u16;
+                            }
+                        }
                     }
                 }
             }
@@ -193,31 +151,17 @@ impl PackedWeight {
     /// [`new`](Self::new).
     pub fn from_codes(codes: &Codes, shape: (usize, usize), tier: Tier) -> Result<Self, Error> {
         let (outputs, inputs) = shape;
-        check_tier(tier)?;
         codes.check(outputs, inputs)?;
         let format = Format::Codes { bits: codes.bits, has_minimums: codes.minimums.is_some() };
-        let mut panel = 0;
-        dispatch_f32(tier, ReadPanel(&mut panel));
-        let words = format.bytes(inputs) * panel / size_of::<u16>();
-        let weight = Self { words: Scratch::zeros(0), format, tier, inputs, outputs, panel, padded: inputs };
-        let packed = weight.fill(&|index, to| {
-            // SAFETY: the words of a panel are this task's; they were not initialised before.
-            let own = unsafe {
+        // SAFETY: a task clears its whole panel first.
+        unsafe {
+            Self::written(format, shape, tier, &|&Self { panel, .. }, index, to| {
+                let words = format.bytes(inputs) * panel / size_of::<u16>();
                 to.cast::<u16>().write_bytes(0, words);
-                std::slice::from_raw_parts_mut(to.cast(), words)
-            };
-            codes.pack_panel(own, index * panel..outputs.min((index + 1) * panel), inputs, panel);
-        });
-        packed.ok_or_else(|| no_memory(outputs, inputs))
-    }
-}
-
-/// Takes the outputs of a tier's panel.
-struct ReadPanel<'a>(&'a mut usize);
-
-impl SimdTask for ReadPanel<'_> {
-    unsafe fn run<K: Kernel>(self) {
-        *self.0 = K::PANEL;
+                let own = std::slice::from_raw_parts_mut(to.cast(), words);
+                codes.pack_panel(own, index * panel..outputs.min((index + 1) * panel), inputs, panel);
+            })
+        }
     }
 }
 

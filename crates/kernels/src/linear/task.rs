@@ -3,10 +3,10 @@
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use super::PackedWeight;
 use super::operands::{BLOCK, BLOCK_ROW, Left, MAX_ROWS, Right};
+use super::{PackedWeight, Product};
 use crate::cpu::{
-    Executor, Kernel, MAX_COLUMNS, Product as PanelProduct, Scratch, SharedPtr, SimdTask, Tier, Vector, Workers,
+    Format, Kernel, LeftOperand, MAX_COLUMNS, Product as PanelProduct, Scratch, SharedPtr, SimdTask, Vector, Workers,
     dispatch_f32, erfc, for_each_task, second_cache, sigmoid,
 };
 use crate::error::{Error, check_len};
@@ -20,50 +20,42 @@ const LEFT_WORDS: usize = 8 << 10;
 /// A thread should find this many tasks, so that the last one is short.
 const TASKS_PER_THREAD: usize = 8;
 
-/// `left · right` for some of the columns, and what follows; all sizes fit.
-pub struct Product<'a, X> {
-    pub(super) left: Left<'a, X>,
-    /// The operand on the right, and that of the epilogue's second product.
-    pub(super) rights: &'a [Right<'a, X>],
-    pub(super) columns: Range<usize>,
-    pub(super) epilogue: Epilogue<'a, X>,
-    pub(super) executor: Option<Executor>,
-    pub(super) tier: Tier,
+/// [`multiply`](super::multiply), compiled once.
+pub(super) fn run<X: Number>(product: &Product<X>, output: &mut [MaybeUninit<X>]) -> Result<(), Error> {
+    check_len("output", output.len(), product.check()?)?;
+    if output.is_empty() {
+        return Ok(());
+    }
+    let right = &product.right;
+    let up = product.epilogue.up.map(|up| Right::Weight(up.weight, right.wanted()));
+    let rights: Vec<_> = [Some(right.clone()), up].into_iter().flatten().collect();
+    let run = Run { product, rights: &rights, output: SharedPtr(output.as_mut_ptr().cast()) };
+    match right.is_bf16() {
+        true => X::dispatch(right.tier(), run),
+        false => dispatch_f32(right.tier(), run),
+    }
+    Ok(())
 }
 
-/// Initialises the output, (rows, columns).
-pub(super) fn run<X: Number>(product: &Product<X>, output: &mut [MaybeUninit<X>]) {
-    let output = SharedPtr(output.as_mut_ptr().cast());
-    if product.left.matrix.rows == 0 || product.columns.is_empty() {
-        return;
-    }
-    let is_bf16 = match product.rights[0] {
-        Right::Weight(weight) | Right::Transposed { weight, .. } => weight.is_bf16(),
-        Right::Matrix(_) => true,
-    };
-    match is_bf16 {
-        true => X::dispatch(product.tier, Run { product, output }),
-        false => dispatch_f32(product.tier, Run { product, output }),
-    }
-}
-
+/// A call, all of whose sizes fit.
 struct Run<'a, X> {
     product: &'a Product<'a, X>,
+    /// The operand on the right, and that of the epilogue's second product.
+    rights: &'a [Right<'a, X>],
     output: SharedPtr<X>,
 }
 
 impl<X: Number> SimdTask for Run<'_, X> {
     unsafe fn run<K: Kernel>(self) {
-        let Self { product, output } = self;
-        let Product { left, rights, columns, executor, .. } = product;
-        let right = &rights[0];
-        let (rows, width) = (left.matrix.rows, right.panel::<K>());
+        let (Product { left, executor, .. }, rights) = (self.product, self.rights);
+        let (right, rows) = (&rights[0], left.rows);
+        let (columns, width) = (right.wanted(), right.panel::<K>());
         let panels = columns.start / width..columns.end.div_ceil(width);
-        let products = rows.saturating_mul(columns.len()).saturating_mul(left.depth()).saturating_mul(rights.len());
-        let workers = Workers::of(products, rights.len() * right.bytes(columns.len()), *executor);
+        let products = rows.saturating_mul(columns.len()).saturating_mul(left.columns).saturating_mul(rights.len());
+        let workers = Workers::of(products, rights.len() * right.bytes(), *executor);
         let split = TaskSplit::new::<K>(rows, panels.len(), rights.len(), workers.count);
-        let multiple = if left.matrix.is_transposed { K::ROWS } else { K::MIN_ROWS };
-        let most_rows = split.rows.min(rows.next_multiple_of(multiple));
+        let multiple = if left.is_transposed { K::Vector::LANES } else { K::MIN_ROWS };
+        let most_rows = split.rows.min(rows).next_multiple_of(multiple);
         let blocks = blocks_together(most_rows, right.padded::<K>() / K::ELEMENTS);
         let block_words = most_rows * BLOCK_ROW;
         let scratch = || TaskScratch {
@@ -76,16 +68,10 @@ impl<X: Number> SimdTask for Run<'_, X> {
         for_each_task(split.row_chunks * split.panel_chunks, workers, scratch, |scratch, index| {
             // Tasks of the same panels follow each other, and find them in a cache.
             let (row, panel) = (index % split.row_chunks * split.rows, index / split.row_chunks * split.panels);
-            let first = panels.start + panel;
-            let task = Task::<X> {
-                product,
-                output,
-                rows: row..rows.min(row + split.rows),
-                panels: first..panels.end.min(first + split.panels),
-                scratch,
-            };
+            let (rows, first) = (row..rows.min(row + split.rows), panels.start + panel);
+            let panels = first..panels.end.min(first + split.panels);
             // SAFETY: the processor has the tier of K, by the contract of `SimdTask`.
-            unsafe { K::run_simd(task) };
+            unsafe { K::run_simd(Task { run: &self, rows, panels, scratch }) };
         });
     }
 }
@@ -132,8 +118,7 @@ struct TaskScratch {
 }
 
 struct Task<'a, X> {
-    product: &'a Product<'a, X>,
-    output: SharedPtr<X>,
+    run: &'a Run<'a, X>,
     rows: Range<usize>,
     panels: Range<usize>,
     scratch: &'a mut TaskScratch,
@@ -142,9 +127,9 @@ struct Task<'a, X> {
 impl<X: Number> SimdTask for Task<'_, X> {
     #[inline(always)]
     unsafe fn run<K: Kernel>(mut self) {
-        let Self { product, rows: ref own, ref panels, ref mut scratch, .. } = self;
+        let Self { run: Run { product, rights, .. }, rows: ref own, ref panels, ref mut scratch } = self;
         let rows = own.len().next_multiple_of(K::MIN_ROWS);
-        let depth = product.rights[0].padded::<K>() / K::ELEMENTS;
+        let depth = rights[0].padded::<K>() / K::ELEMENTS;
         let ones = [1f32; MAX_COLUMNS];
         let sums = scratch.sums.as_mut_ptr();
         if depth == 0 {
@@ -152,31 +137,33 @@ impl<X: Number> SimdTask for Task<'_, X> {
         }
         let panel_words = rows * K::PANEL;
         let right_words = panels.len() * panel_words;
+        let left = Left { matrix: &product.left, lead: rights[0].lead() };
         // SAFETY: the processor has the tier of K; the scratch was made for these sizes, and each operand has these
         // panels.
         unsafe {
             let _tiles = K::configure_tiles();
             let (to, right_copy) = (scratch.left.as_mut_ptr(), scratch.right.as_mut_ptr());
-            let (left, together) = (product.left.operand::<K>(to), scratch.blocks * BLOCK);
+            let copied = LeftOperand { at: to, group: K::ROWS * BLOCK_ROW, row: BLOCK_ROW, step: 1 };
+            let together = scratch.blocks * BLOCK;
             for start in (0..depth).step_by(together) {
                 let blocks = (start..depth.min(start + together)).step_by(BLOCK);
                 let steps = |first: usize| BLOCK.min(depth - first);
                 let words_before = |first: usize| (first - start) / BLOCK * scratch.block_words;
                 for first in blocks.clone() {
-                    product.left.copy::<K>(own, first * K::ELEMENTS, steps(first), to.add(words_before(first)));
+                    left.copy::<K>(own, first * K::ELEMENTS, steps(first), to.add(words_before(first)));
                 }
                 for (index, panel) in panels.clone().enumerate() {
-                    for (at, right) in product.rights.iter().enumerate() {
+                    for (at, right) in rights.iter().enumerate() {
                         for first in blocks.clone() {
                             let block = PanelProduct {
-                                a: left.offset(words_before(first)),
+                                a: copied.offset(words_before(first)),
                                 b: std::ptr::null(),
                                 c: sums.add(at * right_words + index * panel_words),
                                 rows,
                                 depth: steps(first),
                                 vectors: right.columns_of::<K>(panel).len().div_ceil(K::Vector::LANES),
                                 factors: (first > 0).then_some(ones.as_ptr()),
-                                has_minimums: right.has_minimums(),
+                                format: Format::F32,
                             };
                             right.multiply::<K>(panel, first * K::ELEMENTS, right_copy, block);
                         }
@@ -199,8 +186,8 @@ impl<X: Number> Task<'_, X> {
     /// As [`SimdTask::run`]; nobody else writes these rows and columns.
     #[inline(always)]
     unsafe fn write<K: Kernel>(&self, panel: usize, sums: *const f32, up: *const f32) {
-        let Self { product: Product { rights, columns, epilogue, .. }, output, rows, .. } = self;
-        let own = rights[0].columns_of::<K>(panel);
+        let Self { run: Run { product: Product { right, epilogue, .. }, output, .. }, rows, .. } = self;
+        let (own, columns) = (right.columns_of::<K>(panel), right.wanted());
         let (start, end) = (own.start.max(columns.start), own.end.min(columns.end));
         for row in rows.clone() {
             for column in (start..end).step_by(K::Vector::LANES) {
@@ -264,17 +251,20 @@ impl<X> Default for Epilogue<'_, X> {
 }
 
 impl<X> Epilogue<'_, X> {
-    /// That all of it fits the weight and the `count` elements of the result.
-    pub(super) fn check(&self, weight: &PackedWeight, count: usize) -> Result<(), Error> {
+    /// That all of it fits the right operand, of so many columns, and the `count` elements of the result.
+    pub(super) fn check(&self, right: &Right<X>, columns: usize, count: usize) -> Result<(), Error> {
         if let Some(bias) = self.bias {
-            check_len("bias", bias.len(), weight.outputs())?;
+            check_len("bias", bias.len(), columns)?;
         }
         if let Some(Up { weight: up, bias }) = self.up {
+            let Right::Weight(weight, _) = right else {
+                return Err(Error::Shape("expected a packed weight beside that of the up product".into()));
+            };
             if !up.is_like(weight) {
                 return Err(Error::Shape(format!("expected the up product's weight to be {weight:?}, found {up:?}")));
             }
             if let Some(bias) = bias {
-                check_len("the up product's bias", bias.len(), weight.outputs())?;
+                check_len("the up product's bias", bias.len(), columns)?;
             }
         }
         match self.residual {

@@ -5,66 +5,16 @@ use std::ops::Range;
 
 use half::f16;
 
+use super::operands::Square;
 use crate::cpu::{
-    Bf16Pairs, CODE_BLOCK, CodeBlocks, ColumnBlock, Columns, F16Rows, Kernel, Product, Scratch, SharedPtr, Tier,
-    Vector, Words, Workers, for_each_index,
+    Bf16Pairs, CodeBlocks, ColumnBlock, Columns, F16Rows, Format, Kernel, Product as PanelProduct, Scratch, SharedPtr,
+    Tier, Vector, Words, Workers, for_each_index,
 };
 use crate::error::Error;
 use crate::linear::ProductKernels;
-use crate::number::{Dtype, Number};
+use crate::number::Number;
 
-/// How the numbers of a weight are stored.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Format {
-    /// As they are. bf16 is stored as pairs of neighbouring inputs, whether the tier multiplies them as they are or
-    /// widens them: both take one instruction.
-    Elements(Dtype),
-    /// As [`CodeBlocks`](crate::cpu::CodeBlocks).
-    Codes { bits: usize, has_minimums: bool },
-}
-
-impl fmt::Debug for Format {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Elements(dtype) => dtype.fmt(f),
-            Self::Codes { bits, has_minimums: false } => write!(f, "codes of {bits} bits"),
-            Self::Codes { bits, has_minimums: true } => write!(f, "codes of {bits} bits with minimums"),
-        }
-    }
-}
-
-impl Format {
-    /// The type that numbers are unpacked as.
-    pub fn dtype(self) -> Dtype {
-        match self {
-            Self::Elements(dtype) => dtype,
-            Self::Codes { .. } => Dtype::F32,
-        }
-    }
-
-    /// The inputs that are stored together.
-    pub fn step(self) -> usize {
-        match self {
-            Self::Elements(Dtype::BF16) => 2,
-            Self::Elements(_) => 1,
-            Self::Codes { .. } => CODE_BLOCK,
-        }
-    }
-
-    /// The bytes of so many inputs of one output, in whole steps.
-    pub fn bytes(self, inputs: usize) -> usize {
-        match self {
-            Self::Elements(Dtype::F32) => inputs * 4,
-            Self::Elements(Dtype::BF16 | Dtype::F16) => inputs * 2,
-            Self::Codes { bits, has_minimums } => {
-                let scales = size_of::<f16>() << u32::from(has_minimums);
-                inputs / CODE_BLOCK * (scales + CODE_BLOCK * bits / 8)
-            }
-        }
-    }
-}
-
-/// A weight (out, in) as panels of outputs, for [`project`](super::project). Each panel is (in, panel), so that the
+/// A weight (out, in) as panels of outputs, for [`multiply`](super::multiply). Each panel is (in, panel), so that the
 /// sums of its outputs are the lanes of vectors, and is read from its beginning to its end, for one row of input or for
 /// thousands.
 pub struct PackedWeight {
@@ -143,12 +93,7 @@ impl PackedWeight {
     }
 
     pub(super) fn is_bf16(&self) -> bool {
-        self.format == Format::Elements(Dtype::BF16)
-    }
-
-    /// Whether its blocks of codes have minimums.
-    pub(super) fn has_minimums(&self) -> bool {
-        matches!(self.format, Format::Codes { has_minimums: true, .. })
+        self.format == Format::BF16
     }
 
     /// Whether it is stored as the other one, so that one can be the other's [`Up`](super::Up).
@@ -171,7 +116,7 @@ impl PackedWeight {
     /// Whether products with so many rows take words that were widened before.
     pub(super) fn is_widened<K: Kernel>(&self, rows: usize) -> bool {
         let is_few = rows <= 2 * K::ROWS && self.panel == K::PANEL;
-        !K::IS_BF16 && self.format != Format::Elements(Dtype::F32) && !is_few
+        !K::IS_BF16 && self.format != Format::F32 && !is_few
     }
 
     /// A product with `product.depth` words of inputs from `first` of a panel. Words of the kernel's own are read in
@@ -187,52 +132,40 @@ impl PackedWeight {
         panel: usize,
         first: usize,
         widened: *mut f32,
-        mut product: Product,
+        mut product: PanelProduct,
     ) {
-        product.b = self.at(panel, first);
         // SAFETY: as this method's contract; the panel's inputs from `first` on are valid for the depth of the product.
         unsafe {
+            (product.b, product.format) = (self.at(panel, first), self.format);
             if self.is_widened::<K>(product.rows) {
-                self.widen::<K::Vector>(panel, 0..self.panel, first..first + product.depth, widened, K::PANEL);
-                product.b = widened;
-                return K::multiply::<Words>(&product);
+                self.widen::<K::Vector>(panel, 0..self.panel, first..first + product.depth, (widened, K::PANEL));
+                (product.b, product.format) = (widened, Format::F32);
             }
-            match self.format {
-                Format::Elements(Dtype::F32) => K::multiply::<Words>(&product),
-                // Pairs that the kernel multiplies.
-                Format::Elements(Dtype::BF16) if K::IS_BF16 => K::multiply::<Words>(&product),
-                Format::Elements(Dtype::BF16) => K::F32::multiply::<Bf16Pairs>(&product),
-                Format::Elements(Dtype::F16) => K::F32::multiply::<F16Rows>(&product),
-                Format::Codes { bits: 4, .. } => K::F32::multiply::<CodeBlocks<4>>(&product),
-                Format::Codes { .. } => K::F32::multiply::<CodeBlocks<8>>(&product),
-            }
+            K::multiply(&product);
         }
     }
 
-    /// Some inputs of some columns of a panel as f32, each `stride` words after the one before.
+    /// Some inputs of some columns of a panel as f32, each as many words after the one before.
     ///
     /// # Safety
     /// The processor has the tier of V; the inputs lie within [`padded`](Self::padded), the columns are whole vectors
     /// of the panel, and `to` takes them.
     #[inline(always)]
-    pub(super) unsafe fn widen<V: Vector>(
+    unsafe fn widen<V: Vector>(
         &self,
         panel: usize,
         columns: Range<usize>,
         inputs: Range<usize>,
-        to: *mut f32,
-        stride: usize,
+        to: (*mut f32, usize),
     ) {
         // SAFETY: as this method's contract.
         unsafe {
             match self.format {
-                Format::Elements(Dtype::F32) => self.widen_columns::<V, Words>(panel, columns, inputs, to, stride),
-                Format::Elements(Dtype::BF16) => self.widen_columns::<V, Bf16Pairs>(panel, columns, inputs, to, stride),
-                Format::Elements(Dtype::F16) => self.widen_columns::<V, F16Rows>(panel, columns, inputs, to, stride),
-                Format::Codes { bits: 4, .. } => {
-                    self.widen_columns::<V, CodeBlocks<4>>(panel, columns, inputs, to, stride);
-                }
-                Format::Codes { .. } => self.widen_columns::<V, CodeBlocks<8>>(panel, columns, inputs, to, stride),
+                Format::F32 => self.widen_columns::<V, Words>(panel, columns, inputs, to),
+                Format::BF16 => self.widen_columns::<V, Bf16Pairs>(panel, columns, inputs, to),
+                Format::F16 => self.widen_columns::<V, F16Rows>(panel, columns, inputs, to),
+                Format::Codes { bits: 4, .. } => self.widen_columns::<V, CodeBlocks<4>>(panel, columns, inputs, to),
+                Format::Codes { .. } => self.widen_columns::<V, CodeBlocks<8>>(panel, columns, inputs, to),
             }
         }
     }
@@ -245,18 +178,17 @@ impl PackedWeight {
         panel: usize,
         columns: Range<usize>,
         inputs: Range<usize>,
-        to: *mut f32,
-        stride: usize,
+        (to, stride): (*mut f32, usize),
     ) {
         for first in (inputs.start / B::BLOCK * B::BLOCK..inputs.end).step_by(B::BLOCK) {
-            let block = ColumnBlock { at: self.at(panel, first), panel: self.panel, has_minimums: self.has_minimums() };
+            let block = ColumnBlock { at: self.at(panel, first), panel: self.panel, scales: self.format.scales() };
             for column in columns.clone().step_by(V::LANES) {
                 let to = to.wrapping_add(column - columns.start);
-                let mut words = B::numbers(block);
+                let mut words = block.numbers();
                 for step in (first..first + B::BLOCK).step_by(B::STEPS) {
                     // SAFETY: as this method's contract; the block lies within the panel.
                     unsafe {
-                        let mut loaded = B::load::<V>(words, block, column);
+                        let mut loaded = B::load::<V>(words, &block, column);
                         for input in step..step + B::STEPS {
                             let numbers = B::take(&mut loaded);
                             if inputs.contains(&input) {
@@ -264,18 +196,33 @@ impl PackedWeight {
                             }
                         }
                     }
-                    words = B::next(words, self.panel);
+                    words = words.wrapping_byte_add(B::BYTES * self.panel);
                 }
             }
         }
     }
 
-    /// A square of f32 where it is, inputs from `input` on by outputs from `output` on, its rows a panel apart; `None`
-    /// where its words are others, or some are missing.
-    pub(super) fn square_in_place(&self, output: usize, input: usize, size: usize) -> Option<*const f32> {
-        let is_f32 = self.format == Format::Elements(Dtype::F32);
-        let is_whole = is_f32 && output < self.outputs && input + size <= self.padded;
-        is_whole.then(|| self.at(output / self.panel, input).wrapping_add(output % self.panel))
+    /// A square of f32, inputs from `input` on by outputs from `output` on, and the words from one of its rows to the
+    /// next: where it is, or `widened` with zeros for what is missing.
+    ///
+    /// # Safety
+    /// The processor has the tier of V; the output exists, and both are multiples of a vector.
+    #[inline(always)]
+    pub(super) unsafe fn square<V: Vector>(
+        &self,
+        output: usize,
+        input: usize,
+        widened: &mut Square,
+    ) -> (*const f32, usize) {
+        let (panel, column) = (output / self.panel, output % self.panel);
+        if self.format == Format::F32 && input + V::LANES <= self.padded {
+            return (self.at(panel, input).wrapping_add(column), self.panel);
+        }
+        let inputs = input..self.padded.min(input + V::LANES);
+        widened[inputs.len() * V::LANES..].fill(0.0);
+        // SAFETY: as this method's contract.
+        unsafe { self.widen::<V>(panel, column..column + V::LANES, inputs, (widened.as_mut_ptr(), V::LANES)) };
+        (widened.as_ptr(), V::LANES)
     }
 }
 
@@ -286,8 +233,9 @@ pub(super) fn no_memory(outputs: usize, inputs: usize) -> Error {
 /// [`PackedWeight::unpack_rows`], compiled once.
 pub(super) fn unpack_rows<E: Number>(weight: &PackedWeight, outputs: &[usize]) -> Result<Vec<E>, Error> {
     let &PackedWeight { inputs, format, .. } = weight;
-    if E::DTYPE != format.dtype() {
-        return Err(Error::Shape(format!("expected a weight of {:?}, found {format:?}", E::DTYPE)));
+    let unpacked = if format.scales() > 0 { Format::F32 } else { format };
+    if E::FORMAT != unpacked {
+        return Err(Error::Shape(format!("expected a weight of {:?}, found {format:?}", E::FORMAT)));
     }
     if let Some(output) = outputs.iter().find(|&&output| output >= weight.outputs) {
         return Err(Error::Shape(format!("expected outputs below {}, found {output}", weight.outputs)));
@@ -315,26 +263,23 @@ impl PackedWeight {
             let at = self.at(panel, index * self.format.step());
             // SAFETY: the step's numbers lie within the panel, by this method's contract.
             unsafe {
-                match self.format {
-                    Format::Elements(_) => {
-                        let own = at.cast::<E>().add(column * self.format.step());
-                        numbers.iter_mut().enumerate().for_each(|(at, number)| *number = *own.add(at));
-                    }
-                    Format::Codes { bits, has_minimums } => {
-                        let scales = at.cast::<f16>().add(column);
-                        let scale = (*scales).to_f32();
-                        let minimum = match has_minimums {
-                            true => (*scales.add(self.panel)).to_f32(),
-                            false => scale * -f32::from(1u8 << (bits - 1)),
-                        };
-                        let words = at.cast::<f16>().add(self.panel << u32::from(has_minimums)).cast::<u32>();
-                        for (at, number) in numbers.iter_mut().enumerate() {
-                            let word = *words.add(at * bits / 32 * self.panel + column);
-                            let code = word >> (at * bits % 32) & ((1 << bits) - 1);
-                            // The product is exact.
-                            *number = E::from_f32(code as f32 * scale + minimum);
-                        }
-                    }
+                let Format::Codes { bits, has_minimums } = self.format else {
+                    let own = at.cast::<E>().add(column * self.format.step());
+                    numbers.iter_mut().enumerate().for_each(|(at, number)| *number = *own.add(at));
+                    continue;
+                };
+                let scales = at.cast::<f16>().add(column);
+                let scale = (*scales).to_f32();
+                let minimum = match has_minimums {
+                    true => (*scales.add(self.panel)).to_f32(),
+                    false => scale * -f32::from(1u8 << (bits - 1)),
+                };
+                let words = at.cast::<f16>().add(self.format.scales() * self.panel).cast::<u32>();
+                for (at, number) in numbers.iter_mut().enumerate() {
+                    let word = *words.add(at * bits / 32 * self.panel + column);
+                    let code = word >> (at * bits % 32) & ((1 << bits) - 1);
+                    // The product is exact.
+                    *number = E::from_f32(code as f32 * scale + minimum);
                 }
             }
         }

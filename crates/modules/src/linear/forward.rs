@@ -15,7 +15,7 @@ use super::tracked::{packed_input_gradient, rows_of, with_even_rows};
 use super::{Kind, OP, PackedLinear};
 use crate::base::rowwise::{read, with_float};
 use crate::base::{executor, fits_in_memory};
-use candle_attention_kernels::linear::{self, Codes, Epilogue, Matrix, PackedWeight, Projection, Up};
+use candle_attention_kernels::linear::{self, Codes, Epilogue, PackedWeight, Product, Right, Up};
 use candle_attention_kernels::{Element, Tier};
 
 /// The instruction set of products with a weight: one in particular, or the fastest.
@@ -153,13 +153,9 @@ impl Columns {
 
     fn run_on<X: Element>(&self, xs: &[X], layout: &Layout, residual: Option<&[X]>) -> Result<Vec<X>> {
         let Packed { weight, bias, .. } = &*self.packed;
-        let Matrix { data: xs, rows, stride: xs_row, .. } = rows_of(xs, layout)?;
-        let projection = Projection {
-            weight,
-            xs,
-            xs_row,
-            rows,
-            columns: self.columns.clone(),
+        let product = Product {
+            left: rows_of(xs, layout)?,
+            right: Right::Weight(weight, self.columns.clone()),
             epilogue: Epilogue {
                 bias: bias.as_deref(),
                 activation: self.activation,
@@ -168,7 +164,7 @@ impl Columns {
             },
             executor: executor(),
         };
-        linear::project_vec(&projection).map_err(kernel_error)
+        linear::multiply_vec(&product).map_err(kernel_error)
     }
 }
 

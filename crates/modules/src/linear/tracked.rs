@@ -9,7 +9,7 @@ use super::OP;
 use super::forward::{contiguous, kernel_error, row_stride, with_width};
 use crate::base::executor;
 use crate::base::rowwise::{read, with_float};
-use candle_attention_kernels::linear::{self, Matrix, MatrixProduct};
+use candle_attention_kernels::linear::{self, Epilogue, Matrix, Product, Right};
 use candle_attention_kernels::{Element, Tier};
 
 /// `xs · weightᵀ + bias` of inputs (.., in), a weight (out, in) and a bias (out,) of one dtype, each of which may be
@@ -81,11 +81,11 @@ impl Project {
             _ => rows_of(xs, xs_layout).ok(),
         };
         let Some(left) = left else { bail!("[{OP}] the input has no contiguous lines") };
-        linear::multiply(&MatrixProduct {
+        let bias = Some(bias.as_slice()).filter(|bias| !bias.is_empty());
+        linear::multiply_vec(&Product {
             left,
-            right: weight.t(),
-            bias: Some(bias.as_slice()).filter(|bias| !bias.is_empty()),
-            tier: self.tier,
+            right: Right::Matrix(weight.t(), self.tier),
+            epilogue: Epilogue { bias, ..Default::default() },
             executor: executor(),
         })
         .map_err(kernel_error)
@@ -166,8 +166,9 @@ pub(super) fn packed_input_gradient(
     let gradient = with_even_rows("gradient", gradient)?;
     let (storage, shape) = (read(&gradient), with_width(gradient.dims(), weight.inputs()));
     with_float!(OP, gradient.dtype(), |E| {
-        let gradient = rows_of(storage.elements::<E>()?, storage.layout)?;
-        let operands = linear::InputGradient { weight, columns, gradient, executor: executor() };
-        Tensor::from_vec(linear::input_gradient(&operands).map_err(kernel_error)?, shape, &Device::Cpu)
+        let left = rows_of(storage.elements::<E>()?, storage.layout)?;
+        let right = Right::Transposed(weight, columns);
+        let product = Product { left, right, epilogue: Epilogue::default(), executor: executor() };
+        Tensor::from_vec(linear::multiply_vec(&product).map_err(kernel_error)?, shape, &Device::Cpu)
     })
 }

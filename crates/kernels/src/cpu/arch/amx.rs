@@ -6,9 +6,9 @@
 use std::arch::asm;
 use std::sync::OnceLock;
 
-use super::avx512::{Avx512, Avx512Bf16};
-use crate::cpu::product::Product;
-use crate::cpu::tier::{Kernel, compiled_for, cpuid};
+use super::avx512::Avx512;
+use crate::cpu::product::{Columns, Product};
+use crate::cpu::tier::{Kernel, Tiles, compiled_for, cpuid};
 use crate::cpu::vector::Vector;
 
 pub(crate) struct Amx;
@@ -33,23 +33,10 @@ fn has_amx_bf16() -> bool {
 /// Linux hands out the tiles' state on request, once for the process and its threads.
 #[cfg(target_os = "linux")]
 fn request() -> bool {
-    const ARCH_PRCTL: i64 = 158;
-    const ARCH_REQ_XCOMP_PERM: i64 = 0x1023;
-    const XFEATURE_XTILEDATA: i64 = 18;
-    let answer: i64;
-    // SAFETY: a system call that reads no memory of ours; the kernel overwrites rcx and r11.
-    unsafe {
-        asm!(
-            "syscall",
-            inlateout("rax") ARCH_PRCTL => answer,
-            in("rdi") ARCH_REQ_XCOMP_PERM,
-            in("rsi") XFEATURE_XTILEDATA,
-            lateout("rcx") _,
-            lateout("r11") _,
-            options(nostack),
-        );
-    }
-    answer == 0
+    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+    const XFEATURE_XTILEDATA: libc::c_long = 18;
+    // SAFETY: a system call that reads no memory of ours.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
 }
 
 #[cfg(not(target_os = "linux"))]
@@ -76,24 +63,11 @@ static WHOLE_TILES: TileConfig = TileConfig {
     rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
 };
 
-/// Configures the tiles for as long as it lives.
-pub(crate) struct Tiles;
-
-impl Tiles {
-    /// # Safety
-    /// AMX was granted.
-    unsafe fn configure() -> Self {
-        // SAFETY: AMX was granted, by this function's contract, and the configuration is 64 bytes.
-        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const WHOLE_TILES, options(nostack, readonly)) };
-        Self
-    }
-}
-
-impl Drop for Tiles {
-    fn drop(&mut self) {
-        // SAFETY: AMX was granted, or there would be no `Tiles`.
-        unsafe { asm!("tilerelease", options(nostack, nomem)) };
-    }
+/// # Safety
+/// AMX was granted.
+unsafe fn release() {
+    // SAFETY: AMX was granted, by this function's contract.
+    unsafe { asm!("tilerelease", options(nostack, nomem)) };
 }
 
 macro_rules! tile {
@@ -172,31 +146,6 @@ unsafe fn block_16_by_16(product: &Product, row: usize, column: usize) {
     }
 }
 
-/// # Safety
-/// As [`Kernel::multiply`].
-#[target_feature(enable = "avx512f")]
-unsafe fn multiply(product: &Product) {
-    // SAFETY: as this function's contract; rows are a multiple of a tile's, and the factors are a panel.
-    unsafe {
-        if let Some(factors) = product.factors {
-            scale_columns(product, factors);
-        }
-        let mut row = 0;
-        if product.vectors == 2 {
-            while row + 2 * TILE <= product.rows {
-                block_32_by_32(product, row);
-                row += 2 * TILE;
-            }
-        }
-        while row < product.rows {
-            for vector in 0..product.vectors {
-                block_16_by_16(product, row, vector * TILE);
-            }
-            row += TILE;
-        }
-    }
-}
-
 /// `C · factors`, unless all factors are 1: tiles cannot be scaled.
 ///
 /// # Safety
@@ -220,8 +169,6 @@ unsafe fn scale_columns(product: &Product, factors: *const f32) {
 
 impl Kernel for Amx {
     type Vector = Avx512;
-    type F32 = Avx512;
-    type Tiles = Tiles;
     const ELEMENTS: usize = 2;
     const ROWS: usize = TILE;
     const MIN_ROWS: usize = TILE;
@@ -229,25 +176,34 @@ impl Kernel for Amx {
     const VECTORS: usize = 2;
     const BLOCK: usize = 256;
 
-    #[inline(always)]
-    unsafe fn store_pairs(low: Avx512, high: Avx512, to: *mut f32) {
-        // SAFETY: as this method's contract; the tier includes AVX-512 with BF16.
-        unsafe { Avx512Bf16::store_pairs(low, high, to) }
+    unsafe fn configure_tiles() -> Option<Tiles> {
+        // SAFETY: the processor has the tier, which includes that AMX was granted; the configuration is 64 bytes.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const WHOLE_TILES, options(nostack, readonly)) };
+        Some(Tiles(release))
     }
+
+    compiled_for!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c");
 
     #[inline(always)]
-    unsafe fn store_halves(vector: Avx512, to: *mut f32) {
-        // SAFETY: as this method's contract; the tier includes AVX-512 with BF16.
-        unsafe { Avx512Bf16::store_halves(vector, to) }
+    unsafe fn multiply_columns<B: Columns>(product: &Product) {
+        // SAFETY: as this method's contract; rows are a multiple of a tile's, and the factors are a panel.
+        unsafe {
+            if let Some(factors) = product.factors {
+                scale_columns(product, factors);
+            }
+            let mut row = 0;
+            if product.vectors == 2 {
+                while row + 2 * TILE <= product.rows {
+                    block_32_by_32(product, row);
+                    row += 2 * TILE;
+                }
+            }
+            while row < product.rows {
+                for vector in 0..product.vectors {
+                    block_16_by_16(product, row, vector * TILE);
+                }
+                row += TILE;
+            }
+        }
     }
-
-    unsafe fn configure_tiles() -> Tiles {
-        // SAFETY: the processor has the tier, which includes that AMX was granted.
-        unsafe { Tiles::configure() }
-    }
-
-    compiled_for!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c", |product, B| {
-        assert!(B::IS_WORDS, "columns of this kernel are pairs of bf16");
-        multiply(product)
-    });
 }

@@ -3,29 +3,12 @@
 use std::arch::asm;
 use std::arch::x86_64::*;
 
-use crate::cpu::product::{Columns, MulAdd, Product, accumulate, multiply};
+use crate::cpu::product::Product;
 use crate::cpu::tier::{Kernel, compiled_for};
-use crate::cpu::vector::{EXP2_MIN, EXP2_ROUND, MAX_LANES, Vector, exp2_fraction, simd_fns};
+use crate::cpu::vector::{EXP2, EXP2_MIN, EXP2_ROUND, MAX_LANES, Vector, polynomial, simd_fns};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(__m256);
-
-/// Eight bf16 of eight f32, in the lower half of each 32-bit lane: rounded to nearest even, NaN kept a NaN.
-///
-/// # Safety
-/// The processor has AVX2.
-#[inline(always)]
-unsafe fn bf16_words(x: __m256) -> __m256i {
-    // SAFETY: the processor has AVX2, by this function's contract.
-    unsafe {
-        let bits = _mm256_castps_si256(x);
-        let odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-        let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-        let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
-        let is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-        _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16)
-    }
-}
 
 impl Vector for Avx2 {
     const LANES: usize = 8;
@@ -55,7 +38,13 @@ impl Vector for Avx2 {
         }
         fn load_f16(from: *const u16) -> Self { Self(_mm256_cvtph_ps(_mm_loadu_si128(from.cast()))) }
         fn store_bf16(self, to: *mut u16) {
-            let words = bf16_words(self.0);
+            // Rounded to nearest even, NaN kept a NaN.
+            let bits = _mm256_castps_si256(self.0);
+            let odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+            let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+            let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x0040_0000));
+            let is_nan = _mm256_castps_si256(_mm256_cmp_ps(self.0, self.0, _CMP_UNORD_Q));
+            let words = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
             let packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0b1000);
             _mm_storeu_si128(to.cast(), _mm256_castsi256_si128(packed));
         }
@@ -90,7 +79,7 @@ impl Vector for Avx2 {
             let f = _mm256_sub_ps(self.0, _mm256_sub_ps(shifted, round));
             let whole = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23));
             let vanishes = _mm256_cmp_ps(self.0, least, _CMP_LT_OQ);
-            Self(_mm256_andnot_ps(vanishes, _mm256_mul_ps(exp2_fraction(Self(f)).0, whole)))
+            Self(_mm256_andnot_ps(vanishes, _mm256_mul_ps(polynomial(Self(f), &EXP2).0, whole)))
         }
         fn prefetch(at: *const u8) { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
         fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
@@ -117,40 +106,11 @@ impl Vector for Avx2 {
     }
 }
 
-/// Multiply-adds of f32, with the whole tile in assembly.
-struct Fma;
-
-impl MulAdd for Fma {
-    type Vector = Avx2;
-
-    #[inline(always)]
-    unsafe fn mul_add(sum: Avx2, a: Avx2, b: Avx2) -> Avx2 {
-        // SAFETY: the processor has the tier, by the contract of `MulAdd`.
-        unsafe { a.mul_add(b, sum) }
-    }
-
-    #[inline(always)]
-    unsafe fn accumulate<B: Columns, const R: usize, const N: usize>(
-        sums: &mut [[Avx2; N]; R],
-        product: &Product,
-        a: *const f32,
-        panel: usize,
-    ) {
-        // SAFETY: as this method's contract; the assembly takes twelve sums and a depth of one at least.
-        unsafe {
-            if B::IS_WORDS && (R, N) == (4, 3) && product.depth > 0 {
-                return four_rows_by_three(sums.as_flattened_mut(), product, a);
-            }
-            accumulate::<Self, B, R, N>(sums, product, a, panel);
-        }
-    }
-}
-
 /// The whole tile, whose twelve sums, three columns and broadcast word are all sixteen registers. The compiler would
 /// keep one sum in memory, and wait for it in every step: 42 % of the peak instead of 87 % on a Zen 4.
 ///
 /// # Safety
-/// As [`MulAdd::accumulate`]; twelve sums, and a depth of one at least.
+/// As [`Kernel::accumulate_words`]; twelve sums, and a depth of one at least.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn four_rows_by_three(sums: &mut [Avx2], product: &Product, a: *const f32) {
@@ -212,14 +172,20 @@ unsafe fn four_rows_by_three(sums: &mut [Avx2], product: &Product, a: *const f32
 
 impl Kernel for Avx2 {
     type Vector = Self;
-    type F32 = Self;
-    type Tiles = ();
     const ELEMENTS: usize = 1;
     const ROWS: usize = 4;
     // Twelve sums, three columns and a broadcast word are all sixteen registers.
     const VECTORS: usize = 3;
 
-    unsafe fn configure_tiles() {}
+    compiled_for!("avx2,fma,f16c");
 
-    compiled_for!("avx2,fma,f16c", |product, B| multiply::<Fma, B, 4, 3>(product));
+    #[inline(always)]
+    unsafe fn accumulate_words(sums: &mut [Self], product: &Product, a: *const f32) -> bool {
+        let is_whole = sums.len() == Self::ROWS * Self::VECTORS && product.depth > 0;
+        if is_whole {
+            // SAFETY: as this method's contract.
+            unsafe { four_rows_by_three(sums, product, a) };
+        }
+        is_whole
+    }
 }

@@ -3,29 +3,11 @@
 
 use std::arch::x86_64::*;
 
-use crate::cpu::product::{MulAdd, Words, multiply};
 use crate::cpu::tier::{Kernel, compiled_for};
-use crate::cpu::vector::{EXP2_MIN, MAX_LANES, Vector, exp2_fraction, simd_fns};
+use crate::cpu::vector::{EXP2, EXP2_MIN, MAX_LANES, Vector, polynomial, simd_fns};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512(__m512);
-
-/// Sixteen bf16 of sixteen f32, in the lower half of each 32-bit lane: rounded to nearest even, NaN kept a NaN.
-///
-/// # Safety
-/// The processor has AVX-512.
-#[inline(always)]
-unsafe fn bf16_words(x: __m512) -> __m512i {
-    // SAFETY: the processor has AVX-512, by this function's contract.
-    unsafe {
-        let bits = _mm512_castps_si512(x);
-        let odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-        let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-        let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
-        let is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-        _mm512_srli_epi32(_mm512_mask_blend_epi32(is_nan, rounded, quiet), 16)
-    }
-}
 
 /// The sums of neighbouring 128-bit quarters, those of `a` first.
 ///
@@ -72,9 +54,37 @@ impl Vector for Avx512 {
             (Self(lowest), Self(_mm512_castsi512_ps(_mm512_srli_epi32::<BITS>(words))))
         }
         fn load_f16(from: *const u16) -> Self { Self(_mm512_cvtph_ps(_mm256_loadu_si256(from.cast()))) }
-        fn store_bf16(self, to: *mut u16) { _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(bf16_words(self.0))) }
+        fn store_bf16(self, to: *mut u16) {
+            // Rounded to nearest even, NaN kept a NaN.
+            let bits = _mm512_castps_si512(self.0);
+            let odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+            let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+            let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
+            let is_nan = _mm512_cmp_ps_mask(self.0, self.0, _CMP_UNORD_Q);
+            let words = _mm512_srli_epi32(_mm512_mask_blend_epi32(is_nan, rounded, quiet), 16);
+            _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(words));
+        }
         fn store_f16(self, to: *mut u16) {
             _mm256_storeu_si256(to.cast(), _mm512_cvtps_ph(self.0, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
+        }
+        fn store_pairs(self, high: Self, to: *mut f32) {
+            const INTERLEAVE: [u16; 32] = {
+                let mut order = [0; 32];
+                let mut i = 0;
+                while i < 16 {
+                    (order[2 * i], order[2 * i + 1]) = (i as u16, 16 + i as u16);
+                    i += 1;
+                }
+                order
+            };
+            // Both types of the transmutation are 512 bits of any content.
+            let concatenated = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high.0, self.0));
+            let order = _mm512_loadu_si512(INTERLEAVE.as_ptr().cast());
+            _mm512_storeu_si512(to.cast(), _mm512_permutexvar_epi16(order, concatenated));
+        }
+        fn store_halves(self, to: *mut f32) {
+            // As above, 256 bits.
+            _mm256_storeu_si256(to.cast(), std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(self.0)));
         }
 
         fn add(self, other: Self) -> Self { Self(_mm512_add_ps(self.0, other.0)) }
@@ -108,7 +118,7 @@ impl Vector for Avx512 {
             let f = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEAREST_INT }>(self.0);
             let n = _mm512_sub_ps(self.0, f);
             let stays = _mm512_cmp_ps_mask(self.0, _mm512_set1_ps(EXP2_MIN), _CMP_NLT_UQ);
-            Self(_mm512_maskz_scalef_ps(stays, exp2_fraction(Self(f)).0, n))
+            Self(_mm512_maskz_scalef_ps(stays, polynomial(Self(f), &EXP2).0, n))
         }
         fn prefetch(at: *const u8) { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
         fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
@@ -133,18 +143,11 @@ impl Vector for Avx512 {
                 let odd = _mm512_shuffle_f32x4(fours[c], fours[4 + c], 0b11_01_11_01);
                 let even_below = _mm512_shuffle_f32x4(fours[8 + c], fours[12 + c], 0b10_00_10_00);
                 let odd_below = _mm512_shuffle_f32x4(fours[8 + c], fours[12 + c], 0b11_01_11_01);
-                let store = |column: usize, a, b, order: bool| {
-                    let whole = if order {
-                        _mm512_shuffle_f32x4(a, b, 0b11_01_11_01)
-                    } else {
-                        _mm512_shuffle_f32x4(a, b, 0b10_00_10_00)
-                    };
-                    _mm512_storeu_ps(to.add(column * to_stride), whole);
-                };
-                store(c, even, even_below, false);
-                store(4 + c, odd, odd_below, false);
-                store(8 + c, even, even_below, true);
-                store(12 + c, odd, odd_below, true);
+                for (column, above, below) in [(c, even, even_below), (4 + c, odd, odd_below)] {
+                    let to = to.add(column * to_stride);
+                    _mm512_storeu_ps(to, _mm512_shuffle_f32x4(above, below, 0b10_00_10_00));
+                    _mm512_storeu_ps(to.add(8 * to_stride), _mm512_shuffle_f32x4(above, below, 0b11_01_11_01));
+                }
             }
         }
     }
@@ -152,75 +155,30 @@ impl Vector for Avx512 {
 
 impl Kernel for Avx512 {
     type Vector = Self;
-    type F32 = Self;
-    type Tiles = ();
     const ELEMENTS: usize = 1;
     const ROWS: usize = 8;
     const VECTORS: usize = 3;
 
-    unsafe fn configure_tiles() {}
-
-    compiled_for!("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c", |product, B| multiply::<Avx512, B, 8, 3>(
-        product
-    ));
+    compiled_for!("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c");
 }
 
 /// The kernel for pairs of bf16.
 pub(crate) struct Avx512Bf16;
 
-impl MulAdd for Avx512Bf16 {
+impl Kernel for Avx512Bf16 {
     type Vector = Avx512;
+    const ELEMENTS: usize = 2;
+    const ROWS: usize = 8;
+    const VECTORS: usize = 3;
+
+    compiled_for!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c");
 
     #[inline(always)]
-    unsafe fn mul_add(sum: Avx512, a: Avx512, b: Avx512) -> Avx512 {
+    unsafe fn add_product(sum: Avx512, a: Avx512, b: Avx512) -> Avx512 {
         // SAFETY: the processor has the tier; both types are 512 bits of any content.
         unsafe {
             let pairs = |words: Avx512| std::mem::transmute::<__m512, __m512bh>(words.0);
             Avx512(_mm512_dpbf16_ps(sum.0, pairs(a), pairs(b)))
         }
     }
-}
-
-impl Kernel for Avx512Bf16 {
-    type Vector = Avx512;
-    type F32 = Avx512;
-    type Tiles = ();
-    const ELEMENTS: usize = 2;
-    const ROWS: usize = 8;
-    const VECTORS: usize = 3;
-
-    #[inline(always)]
-    unsafe fn store_pairs(low: Avx512, high: Avx512, to: *mut f32) {
-        const INTERLEAVE: [u16; 32] = {
-            let mut order = [0; 32];
-            let mut i = 0;
-            while i < 16 {
-                (order[2 * i], order[2 * i + 1]) = (i as u16, 16 + i as u16);
-                i += 1;
-            }
-            order
-        };
-        // SAFETY: as this method's contract; both types of the transmutation are 512 bits of any content.
-        unsafe {
-            let concatenated = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high.0, low.0));
-            let order = _mm512_loadu_si512(INTERLEAVE.as_ptr().cast());
-            _mm512_storeu_si512(to.cast(), _mm512_permutexvar_epi16(order, concatenated));
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn store_halves(vector: Avx512, to: *mut f32) {
-        // SAFETY: as this method's contract; both types of the transmutation are 256 bits of any content.
-        unsafe {
-            let halves = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(vector.0));
-            _mm256_storeu_si256(to.cast(), halves);
-        }
-    }
-
-    unsafe fn configure_tiles() {}
-
-    compiled_for!("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c", |product, B| {
-        assert!(B::IS_WORDS, "columns of this kernel are pairs of bf16");
-        multiply::<Avx512Bf16, Words, 8, 3>(product)
-    });
 }

@@ -8,33 +8,12 @@
 use std::arch::aarch64::*;
 use std::arch::asm;
 
-use crate::cpu::product::{MulAdd, Product, Words, multiply, remaining_rows};
+use crate::cpu::product::{Columns, Product, multiply_rows};
 use crate::cpu::tier::{Kernel, compiled_for};
-use crate::cpu::vector::{EXP2_MIN, EXP2_ROUND, MAX_LANES, Vector, exp2_fraction, simd_fns};
+use crate::cpu::vector::{EXP2, EXP2_MIN, EXP2_ROUND, MAX_LANES, Vector, polynomial, simd_fns};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Neon(float32x4_t);
-
-/// Rows `r` and `r + 1`, then `r` and `r + 2` trade places.
-///
-/// # Safety
-/// As [`Vector::transpose`].
-#[inline(always)]
-unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
-    // SAFETY: as this function's contract.
-    unsafe {
-        let row = |r: usize| vld1q_f32(from.add(r * from_stride));
-        let (a, b, c, d) = (row(0), row(1), row(2), row(3));
-        let even = |x, y| vreinterpretq_f64_f32(vtrn1q_f32(x, y));
-        let odd = |x, y| vreinterpretq_f64_f32(vtrn2q_f32(x, y));
-        let (above, below) = ([even(a, b), odd(a, b)], [even(c, d), odd(c, d)]);
-        for column in 0..2 {
-            let (x, y) = (above[column], below[column]);
-            vst1q_f32(to.add(column * to_stride), vreinterpretq_f32_f64(vzip1q_f64(x, y)));
-            vst1q_f32(to.add((2 + column) * to_stride), vreinterpretq_f32_f64(vzip2q_f64(x, y)));
-        }
-    }
-}
 
 impl Vector for Neon {
     const LANES: usize = 4;
@@ -69,6 +48,21 @@ impl Vector for Neon {
             vst1_u16(to, vshrn_n_u32::<16>(vbslq_u32(is_number, rounded, quiet)));
         }
         fn store_f16(self, to: *mut u16) { vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32(self.0))) }
+        fn store_halves(self, to: *mut f32) { self.store_bf16(to.cast()) }
+        fn store_pairs(self, high: Self, to: *mut f32) {
+            // Eight bf16 are four words.
+            let mut pairs = self.0;
+            asm!(
+                ".arch_extension bf16",
+                "bfcvtn {low:v}.4h, {low:v}.4s",
+                "bfcvtn {high:v}.4h, {high:v}.4s",
+                "zip1 {low:v}.8h, {low:v}.8h, {high:v}.8h",
+                low = inout(vreg) pairs,
+                high = inout(vreg) high.0 => _,
+                options(pure, nomem, nostack, preserves_flags),
+            );
+            vst1q_f32(to, pairs);
+        }
 
         fn add(self, other: Self) -> Self { Self(vaddq_f32(self.0, other.0)) }
         fn sub(self, other: Self) -> Self { Self(vsubq_f32(self.0, other.0)) }
@@ -89,12 +83,22 @@ impl Vector for Neon {
             let shifted = vaddq_f32(vmaxq_f32(self.0, least), round);
             let f = vsubq_f32(self.0, vsubq_f32(shifted, round));
             let whole = vreinterpretq_f32_u32(vshlq_n_u32::<23>(vreinterpretq_u32_f32(shifted)));
-            let scaled = vreinterpretq_u32_f32(vmulq_f32(exp2_fraction(Self(f)).0, whole));
+            let scaled = vreinterpretq_u32_f32(vmulq_f32(polynomial(Self(f), &EXP2).0, whole));
             Self(vreinterpretq_f32_u32(vbicq_u32(scaled, vcltq_f32(self.0, least))))
         }
         fn prefetch(at: *const u8) { asm!("prfm pldl1keep, [{}]", in(reg) at, options(nostack, readonly, preserves_flags)) }
         fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
-            transpose(from, from_stride, to, to_stride)
+            // Rows `r` and `r + 1`, then `r` and `r + 2` trade places.
+            let row = |r: usize| vld1q_f32(from.add(r * from_stride));
+            let (a, b, c, d) = (row(0), row(1), row(2), row(3));
+            let even = |x, y| vreinterpretq_f64_f32(vtrn1q_f32(x, y));
+            let odd = |x, y| vreinterpretq_f64_f32(vtrn2q_f32(x, y));
+            let (above, below) = ([even(a, b), odd(a, b)], [even(c, d), odd(c, d)]);
+            for column in 0..2 {
+                let (x, y) = (above[column], below[column]);
+                vst1q_f32(to.add(column * to_stride), vreinterpretq_f32_f64(vzip1q_f64(x, y)));
+                vst1q_f32(to.add((2 + column) * to_stride), vreinterpretq_f32_f64(vzip2q_f64(x, y)));
+            }
         }
     }
 }
@@ -111,18 +115,22 @@ impl ByLane for Neon {
 /// would save is the widening of each block, and weights would be rounded to f16 for it.
 impl Kernel for Neon {
     type Vector = Self;
-    type F32 = Self;
-    type Tiles = ();
     const ELEMENTS: usize = 1;
     const ROWS: usize = ROWS;
     const VECTORS: usize = VECTORS;
 
-    unsafe fn configure_tiles() {}
+    compiled_for!("neon");
 
-    compiled_for!("neon", |product, B| match B::IS_WORDS {
-        true => multiply_by_lane::<Neon>(product),
-        false => multiply::<Neon, B, ROWS, VECTORS>(product),
-    });
+    #[inline(always)]
+    unsafe fn multiply_columns<B: Columns>(product: &Product) {
+        // SAFETY: as this method's contract.
+        unsafe {
+            if const { B::IS_WORDS } {
+                return multiply_by_lane::<Neon, B>(product);
+            }
+            multiply_rows::<Neon, B>(product, 0);
+        }
+    }
 }
 
 /// The kernel for pairs of bf16: a word of two elements is multiplied and added in one instruction.
@@ -135,16 +143,6 @@ impl Kernel for Neon {
 /// The intrinsics are not stable. `.arch_extension` lets the instructions pass where a build without optimisation
 /// leaves a closure outside of the functions that are compiled for the tier.
 pub(crate) struct NeonBf16;
-
-impl MulAdd for NeonBf16 {
-    type Vector = Neon;
-
-    #[inline(always)]
-    unsafe fn mul_add(sum: Neon, a: Neon, b: Neon) -> Neon {
-        // SAFETY: the processor has the tier; a splat has its word in every lane, so in lane 0.
-        Neon(unsafe { Self::mul_add_lane::<0>(sum.0, b.0, a.0) })
-    }
-}
 
 impl ByLane for NeonBf16 {
     #[inline(always)]
@@ -167,42 +165,23 @@ impl ByLane for NeonBf16 {
 
 impl Kernel for NeonBf16 {
     type Vector = Neon;
-    type F32 = Neon;
-    type Tiles = ();
     const ELEMENTS: usize = 2;
     const ROWS: usize = ROWS;
     const VECTORS: usize = VECTORS;
 
+    compiled_for!("neon,bf16");
+
     #[inline(always)]
-    unsafe fn store_halves(vector: Neon, to: *mut f32) {
+    unsafe fn add_product(sum: Neon, a: Neon, b: Neon) -> Neon {
+        // SAFETY: the processor has the tier; a splat has its word in every lane, so in lane 0.
+        Neon(unsafe { Self::mul_add_lane::<0>(sum.0, b.0, a.0) })
+    }
+
+    #[inline(always)]
+    unsafe fn multiply_columns<B: Columns>(product: &Product) {
         // SAFETY: as this method's contract.
-        unsafe { vector.store_bf16(to.cast()) }
+        unsafe { multiply_by_lane::<NeonBf16, B>(product) }
     }
-
-    #[inline(always)]
-    unsafe fn store_pairs(low: Neon, high: Neon, to: *mut f32) {
-        // SAFETY: the processor has the tier; eight bf16 are four words, which `to` takes.
-        unsafe {
-            let mut pairs = low.0;
-            asm!(
-                ".arch_extension bf16",
-                "bfcvtn {low:v}.4h, {low:v}.4s",
-                "bfcvtn {high:v}.4h, {high:v}.4s",
-                "zip1 {low:v}.8h, {low:v}.8h, {high:v}.8h",
-                low = inout(vreg) pairs,
-                high = inout(vreg) high.0 => _,
-                options(pure, nomem, nostack, preserves_flags),
-            );
-            vst1q_f32(to, pairs);
-        }
-    }
-
-    unsafe fn configure_tiles() {}
-
-    compiled_for!("neon,bf16", |product, B| {
-        assert!(B::IS_WORDS, "columns of this kernel are pairs of bf16");
-        multiply_by_lane::<NeonBf16>(product)
-    });
 }
 
 /// Eight rows by three vectors are 24 sums, which hide the latency of four multiply-adds a cycle; three or four words
@@ -214,7 +193,7 @@ const LANES: usize = 4;
 const PANEL: usize = VECTORS * LANES;
 
 /// How a tier multiplies words and adds.
-trait ByLane: MulAdd {
+trait ByLane: Kernel {
     /// `sum + a[LANE] · b`, over both elements of a word where there are two.
     ///
     /// # Safety
@@ -229,7 +208,7 @@ type Sums<const N: usize> = [[float32x4_t; ROWS]; N];
 /// # Safety
 /// As there.
 #[inline(always)]
-unsafe fn multiply_by_lane<M: ByLane>(product: &Product) {
+unsafe fn multiply_by_lane<M: ByLane, B: Columns>(product: &Product) {
     let whole = product.rows / ROWS * ROWS;
     for row in (0..whole).step_by(ROWS) {
         // SAFETY: as this function's contract; `row + ROWS` rows exist.
@@ -241,10 +220,8 @@ unsafe fn multiply_by_lane<M: ByLane>(product: &Product) {
             }
         }
     }
-    if whole < product.rows {
-        // SAFETY: as this function's contract.
-        unsafe { remaining_rows::<M, Words, ROWS, VECTORS>(product) };
-    }
+    // SAFETY: as this function's contract.
+    unsafe { multiply_rows::<M, B>(product, whole) };
 }
 
 /// The eight rows from `row`, for N vectors of the panel.

@@ -2,9 +2,8 @@
 
 use half::{bf16, f16};
 
-use crate::cpu::product::{Columns, Product, multiply};
 use crate::cpu::tier::{Kernel, SimdTask};
-use crate::cpu::vector::{EXP2_MIN, EXP2_ROUND, MAX_LANES, Vector, exp2_fraction, simd_fns};
+use crate::cpu::vector::{EXP2, EXP2_MIN, EXP2_ROUND, MAX_LANES, Vector, polynomial, simd_fns};
 
 const LANES: usize = 8;
 
@@ -94,7 +93,7 @@ impl Vector for Scalar {
         fn exp2(self) -> Self {
             let shifted = self.map(|x| if x < EXP2_MIN { EXP2_MIN } else { x } + EXP2_ROUND);
             let f = self.zip(shifted, |x, shifted| x - (shifted - EXP2_ROUND));
-            let scaled = exp2_fraction(f).zip(shifted, |power, shifted| power * f32::from_bits(shifted.to_bits() << 23));
+            let scaled = polynomial(f, &EXP2).zip(shifted, |power, shifted| power * f32::from_bits(shifted.to_bits() << 23));
             self.zip(scaled, |x, scaled| if x < EXP2_MIN { 0.0 } else { scaled })
         }
         fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
@@ -109,22 +108,13 @@ impl Vector for Scalar {
 
 impl Kernel for Scalar {
     type Vector = Self;
-    type F32 = Self;
-    type Tiles = ();
     const ELEMENTS: usize = 1;
     const ROWS: usize = 2;
     const VECTORS: usize = 2;
-
-    unsafe fn configure_tiles() {}
 
     #[inline(never)]
     unsafe fn run_simd(task: impl SimdTask) {
         // SAFETY: every processor has the scalar tier.
         unsafe { task.run::<Self>() }
-    }
-
-    unsafe fn multiply<B: Columns>(product: &Product) {
-        // SAFETY: the product's pointers are valid, by the contract of this method.
-        unsafe { multiply::<Self, B, 2, 2>(product) }
     }
 }

@@ -133,7 +133,7 @@ impl SimdTask for Pairs {
             // SAFETY: the processor has the tier of K; chunks and words are vectors.
             unsafe {
                 let [low, high] = [low, high].map(|chunk| K::Vector::load(chunk.as_ptr()));
-                K::store_pairs(low, high, words.as_mut_ptr());
+                low.store_pairs(high, words.as_mut_ptr());
             }
             for (lane, word) in words.iter().enumerate() {
                 let bits = word.to_bits();

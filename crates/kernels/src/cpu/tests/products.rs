@@ -3,7 +3,7 @@
 use half::bf16;
 
 use super::{Sequence, on_every_tier};
-use crate::cpu::{Kernel, LeftOperand, Product, SimdTask, Vector, Words};
+use crate::cpu::{Format, Kernel, LeftOperand, Product, SimdTask, Vector};
 
 /// A word of one or two elements.
 fn word<K: Kernel>(elements: [f32; 2]) -> f32 {
@@ -71,10 +71,10 @@ impl Case {
             depth,
             vectors,
             factors: accumulates.then_some(factors.as_ptr()),
-            has_minimums: false,
+            format: Format::F32,
         };
         // SAFETY: the processor has the tier of K; the matrices have these sizes.
-        unsafe { K::multiply::<Words>(&product) };
+        unsafe { K::multiply(&product) };
         for row in 0..rows {
             for column in 0..panel {
                 let (got, old) = (f64::from(c[row * panel + column]), f64::from(before[row * panel + column]));

@@ -1,6 +1,6 @@
 //! Matrices as the kernel multiplies them.
 
-use crate::cpu::{Kernel, LeftOperand, MAX_COLUMNS, Product, Scratch, Vector, Words};
+use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, Product, Scratch, Vector};
 
 /// Matrices whose columns are split into panels of the kernel: (panels, rows, panel).
 pub(super) struct Panels {
@@ -89,7 +89,7 @@ pub(super) unsafe fn multiply<K: Kernel>(
     let vectors = columns.div_ceil(K::Vector::LANES);
     let factors = adds.then_some(ONES.as_ptr());
     // SAFETY: as this function's contract.
-    unsafe { K::multiply::<Words>(&Product { a, b, c, rows, depth, vectors, factors, has_minimums: false }) }
+    unsafe { K::multiply(&Product { a, b, c, rows, depth, vectors, factors, format: Format::F32 }) }
 }
 
 /// Rows of one matrix as columns of another, in squares of `LANES` words.

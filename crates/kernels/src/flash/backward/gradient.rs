@@ -152,11 +152,11 @@ impl TileGradient<'_> {
                             *gradient = K::Vector::load(self.products.add(row * K::PANEL + column));
                         }
                         let at = (row * K::PANEL + column) / 2;
-                        K::store_halves(weight, self.weight_halves.add(at));
-                        K::store_halves(*gradient, self.gradient_halves.add(at));
+                        weight.store_halves(self.weight_halves.add(at));
+                        gradient.store_halves(self.gradient_halves.add(at));
                     }
                     let [low, high] = gradients;
-                    K::store_pairs(low, high, self.gradient_pairs.add(pair * K::PANEL + column));
+                    low.store_pairs(high, self.gradient_pairs.add(pair * K::PANEL + column));
                 }
             }
         }

@@ -10,10 +10,10 @@ use super::problem::{Call, Dims, KernelCall, KvHead, KvRows, Outputs, Problem, S
 use super::scores::DistanceTable;
 use super::tasks::{self, Chain};
 use super::tile::Tile;
-use crate::cpu::{Kernel, Scratch, SharedPtr, Tier, Unwritten, for_each_index, for_each_task};
+use crate::cpu::{Format, Kernel, Scratch, SharedPtr, Tier, Unwritten, for_each_index, for_each_task};
 use crate::error::{Error, check_len, check_tier};
 use crate::flash::{AttentionKernels, zeros};
-use crate::number::{Dtype, Number};
+use crate::number::Number;
 use gradient::BiasOutput;
 use step::{Deltas, RoundQueries};
 use task::{BackwardMemory, BackwardSizes, BackwardTask};
@@ -172,7 +172,7 @@ pub fn attend_backward<E: AttentionKernels>(
     let operand = |wanted: bool, dims: [usize; 4]| wanted.then(|| gradient::<E>(dims)).transpose();
     let (mut q, mut k) = (operand(wanted.q, [b, h, t_q, d])?, operand(wanted.k, [b, h_kv, t_kv, d])?);
     let mut v = operand(wanted.v, [b, h_kv, t_kv, d_v])?;
-    let is_f32 = E::DTYPE == Dtype::F32;
+    let is_f32 = E::FORMAT == Format::F32;
     let mut wide = gradient::<f32>(if wanted.q && !is_f32 { [b, h, t_q, d] } else { [0; 4] })?;
     let mut deltas = gradient::<f32>([b, h, t_q, 1])?;
     let added = |dims: Option<[usize; 4]>| dims.map(|dims| zeros::<f32>("a gradient", &dims)).transpose();
@@ -227,7 +227,7 @@ pub(super) unsafe fn run_on<K: Kernel, E: Number>(backward: &BackwardCall<E>) ->
         // its own.
         unsafe {
             let sink = &mut *sink_sums.add(index);
-            K::F32::run_simd(Deltas { backward, b: index / dims.h, head: index % dims.h, sink });
+            K::Vector::run_simd(Deltas { backward, b: index / dims.h, head: index % dims.h, sink });
         }
     });
 
@@ -271,7 +271,7 @@ pub(super) unsafe fn run_on<K: Kernel, E: Number>(backward: &BackwardCall<E>) ->
         for_each_index(rows, workers, &|index| {
             let count = dims.t_q * dims.d;
             // SAFETY: the processor has the tier of K, which includes that of its kernel for f32.
-            unsafe { K::F32::run_simd(RoundQueries { backward, to, first: index * count, count }) };
+            unsafe { K::Vector::run_simd(RoundQueries { backward, to, first: index * count, count }) };
         });
     }
     for (to, sums) in [(backward.slopes, slopes.words()), (backward.sinks, &sinks[..])] {

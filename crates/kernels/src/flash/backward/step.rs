@@ -8,7 +8,7 @@ use std::ops::Range;
 use super::BackwardCall;
 use super::gradient::{BiasGradients, TileColumns, TileGradient};
 use super::task::{BackwardMemory, BlockMemory, Side};
-use crate::cpu::{Kernel, LeftOperand, MAX_COLUMNS, Product, Scratch, SharedPtr, SimdTask, Vector, Words};
+use crate::cpu::{Format, Kernel, LeftOperand, MAX_COLUMNS, Product, Scratch, SharedPtr, SimdTask, Vector};
 use crate::flash::pack::{HeadRows, TileRows, has_non_finite, pack_columns, pack_rows};
 use crate::flash::prefill::{KeyProduct, OverKeys, ValueProduct};
 use crate::flash::problem::{Row, ScoreUnits};
@@ -230,7 +230,7 @@ impl RowProduct<'_> {
         for panel in 0..self.side.count {
             // SAFETY: as this method's contract.
             unsafe {
-                K::multiply::<Words>(&Product {
+                K::multiply(&Product {
                     a: LeftOperand { at: self.weights.add(row + start), group: K::ROWS * words, row: words, step: 1 },
                     b: self.rows.add((panel * words + start) * K::PANEL),
                     c: self.to.add((panel * K::BLOCK + part.keys.start - self.keys.from) * K::PANEL),
@@ -238,7 +238,7 @@ impl RowProduct<'_> {
                     depth: end - start,
                     vectors: self.side.vectors(panel),
                     factors: Some(ONES.as_ptr()),
-                    has_minimums: false,
+                    format: Format::F32,
                 });
             }
         }

@@ -2,14 +2,11 @@
 
 use half::{bf16, f16};
 
-use super::numbers;
+use super::{numbers, rows_of};
 use crate::Element;
 use crate::cpu::Tier;
 use crate::error::Error;
-use crate::linear::{
-    Codes, Epilogue, InputGradient, Matrix, MatrixProduct, PackedWeight, Projection, column_sums, input_gradient,
-    multiply, project_vec,
-};
+use crate::linear::{Codes, Epilogue, Matrix, PackedWeight, Product, Right, column_sums, multiply_vec};
 
 fn tiers() -> Vec<Tier> {
     // Interpreted, a product takes seconds.
@@ -35,6 +32,10 @@ fn at<X: Element + Into<f32>>(matrix: &Matrix<X>, row: usize, column: usize) -> 
     let (line, at) = if matrix.is_transposed { (column, row) } else { (row, column) };
     let number: f32 = matrix.data[line * matrix.stride + at].into();
     f64::from(number)
+}
+
+fn with_bias<'a, X>(left: Matrix<'a, X>, right: Right<'a, X>, bias: Option<&'a [f32]>) -> Product<'a, X> {
+    Product { left, right, epilogue: Epilogue { bias, ..Default::default() }, executor: None }
 }
 
 /// The largest difference from plain loops in f64, relative to the sum of the magnitudes.
@@ -67,8 +68,7 @@ fn check_orders<X: Element + Into<f32>>(tier: Tier, most: f64) {
             let left = matrix(&a, rows, depth, order % 2 == 1);
             let right = matrix(&b, depth, columns, order / 2 == 1);
             let bias = (order > 0).then_some(&bias[..]);
-            let product = MatrixProduct { left, right, bias, tier, executor: None };
-            let found = multiply(&product).expect("memory");
+            let found = multiply_vec(&with_bias(left, Right::Matrix(right, tier), bias)).expect("memory");
             let off = difference(&found, &left, &right, bias);
             assert!(off < most, "{tier}: {rows} {depth} {columns}, order {order}, is off by {off:e}");
         }
@@ -94,19 +94,21 @@ fn check_input_gradient<W: Element + Into<f32>, X: Element + Into<f32>>(tier: Ti
                 *number = W::from_f32(if n % 2 == 0 { f32::NAN } else { f32::INFINITY });
             }
             let packed = PackedWeight::new(&around, (outputs, inputs), tier).expect("memory");
-            let data = numbers::<X>(rows * (columns.len() + 3), 2);
-            let gradient = matrix(&data, rows, columns.len(), false);
-            let operands = InputGradient { weight: &packed, columns: columns.clone(), gradient, executor: None };
-            let found = input_gradient(&operands).expect("memory");
-            let right = Matrix {
-                data: &weight[columns.start * inputs..],
-                rows: columns.len(),
-                columns: inputs,
-                stride: inputs,
-                is_transposed: false,
-            };
-            let off = difference(&found, &gradient, &right, None);
-            assert!(off < most, "{tier}: {rows} {outputs} {inputs}, columns {columns:?}, is off by {off:e}");
+            let data = numbers::<X>(rows.max(columns.len()) * (rows.max(columns.len()) + 3), 2);
+            for is_transposed in [false, true] {
+                let gradient = matrix(&data, rows, columns.len(), is_transposed);
+                let product = with_bias(gradient, Right::Transposed(&packed, columns.clone()), None);
+                let found = multiply_vec(&product).expect("memory");
+                let right = Matrix {
+                    data: &weight[columns.start * inputs..],
+                    rows: columns.len(),
+                    columns: inputs,
+                    stride: inputs,
+                    is_transposed: false,
+                };
+                let off = difference(&found, &gradient, &right, None);
+                assert!(off < most, "{tier}: {rows} {outputs} {inputs}, columns {columns:?}, is off by {off:e}");
+            }
         }
     }
 }
@@ -132,8 +134,8 @@ fn the_gradient_of_no_columns_is_zeros() {
             [0, 7, 33, 40].into_iter().flat_map(|at| [0, 1 << 20, usize::MAX].map(|stride| (at, stride)))
         {
             let gradient = Matrix { data: &[], rows, columns: 0, stride, is_transposed: false };
-            let operands = InputGradient { weight: &packed, columns: at..at, gradient, executor: None };
-            let found: Vec<X> = input_gradient(&operands).expect("memory");
+            let product = with_bias(gradient, Right::Transposed(&packed, at..at), None);
+            let found: Vec<X> = multiply_vec(&product).expect("memory");
             let zeros = found.iter().all(|&x| x.into() == 0.0);
             assert!(found.len() == rows * inputs && zeros, "{tier}: from {at}, {stride} apart");
         }
@@ -158,8 +160,8 @@ fn codes_give_the_gradient_of_the_numbers_that_they_stand_for() {
             let packed = PackedWeight::from_codes(&codes, (outputs, inputs), tier).expect("memory");
             let weight = packed.unpack::<f32>().expect("memory");
             let gradient = matrix(&data, rows, outputs, false);
-            let operands = InputGradient { weight: &packed, columns: 0..outputs, gradient, executor: None };
-            let found = input_gradient(&operands).expect("memory");
+            let product = with_bias(gradient, Right::Transposed(&packed, 0..outputs), None);
+            let found = multiply_vec(&product).expect("memory");
             let right = Matrix { data: &weight, rows: outputs, columns: inputs, stride: inputs, is_transposed: false };
             let off = difference(&found, &gradient, &right, None);
             assert!(off < 1e-6, "{tier}: {codes:?} is off by {off:e}");
@@ -175,19 +177,14 @@ fn a_weight_gives_the_same_bits_packed_and_not() {
         let (xs, weight) = (numbers::<X>(rows * inputs, 1), numbers::<X>(outputs * inputs, 2));
         let bias = numbers::<f32>(outputs, 3);
         let packed = PackedWeight::new(&weight, (outputs, inputs), tier).expect("memory");
-        let projection = Projection {
-            weight: &packed,
-            xs: &xs,
-            xs_row: inputs,
-            rows,
-            columns: 0..outputs,
-            epilogue: Epilogue { bias: Some(&bias), ..Default::default() },
-            executor: None,
-        };
-        let matrix = |data, rows| Matrix { data, rows, columns: inputs, stride: inputs, is_transposed: false };
-        let (left, right) = (matrix(&xs, rows), matrix(&weight, outputs).t());
-        let product = MatrixProduct { left, right, bias: Some(&bias), tier, executor: None };
-        assert_eq!(multiply(&product).expect("memory"), project_vec(&projection).expect("memory"), "{tier}");
+        // Columns of the left operand's own are read the other way round, and give the same bits too.
+        let columns: Vec<X> = (0..inputs * rows).map(|n| xs[n % rows * inputs + n / rows]).collect();
+        let product = |left, right| multiply_vec(&with_bias(left, right, Some(&bias))).expect("memory");
+        let expected = product(rows_of(&xs, inputs), Right::Weight(&packed, 0..outputs));
+        let right = Right::Matrix(rows_of(&weight, inputs).t(), tier);
+        assert_eq!(product(rows_of(&xs, inputs), right.clone()), expected, "{tier}");
+        assert_eq!(product(rows_of(&columns, rows).t(), right), expected, "{tier}");
+        assert_eq!(product(rows_of(&columns, rows).t(), Right::Weight(&packed, 0..outputs)), expected, "{tier}");
     }
     for tier in tiers() {
         check::<f32>(tier);
@@ -211,19 +208,15 @@ fn columns_are_summed_in_f32() {
 fn operands_that_do_not_fit_are_errors() {
     let data = [0f32; 6];
     let matrix = |rows, columns, stride| Matrix { data: &data, rows, columns, stride, is_transposed: false };
-    let product = |left, right| {
-        let bias = None;
-        multiply(&MatrixProduct { left, right, bias, tier: Tier::Scalar, executor: None }).map(|_| ())
-    };
+    let product = |left, right| multiply_vec(&with_bias(left, Right::Matrix(right, Tier::Scalar), None)).map(|_| ());
     let shape = |result: Result<(), Error>| matches!(result, Err(Error::Shape(_)));
     assert!(product(matrix(2, 3, 3), matrix(3, 2, 2)).is_ok());
     assert!(shape(product(matrix(2, 3, 3), matrix(2, 3, 3))));
     assert!(shape(product(matrix(2, 3, 4), matrix(3, 2, 2))));
     assert!(shape(product(matrix(2, 3, usize::MAX), matrix(3, 2, 2))));
     let packed = PackedWeight::new(&data, (2, 3), Tier::Scalar).expect("memory");
-    let gradient = |columns, gradient| {
-        input_gradient(&InputGradient { weight: &packed, columns, gradient, executor: None }).map(|_| ())
-    };
+    let gradient =
+        |columns, gradient| multiply_vec(&with_bias(gradient, Right::Transposed(&packed, columns), None)).map(|_| ());
     assert!(gradient(0..2, matrix(3, 2, 2)).is_ok());
     assert!(shape(gradient(1..3, matrix(3, 2, 2))));
     assert!(shape(gradient(0..1, matrix(3, 2, 2))));

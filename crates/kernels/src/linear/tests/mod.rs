@@ -7,7 +7,9 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::{Activation, CODE_BLOCK, Codes, Epilogue, PackedWeight, Projection, Up, project, project_vec};
+use super::{
+    Activation, CODE_BLOCK, Codes, Epilogue, Matrix, PackedWeight, Product, Right, Up, multiply, multiply_vec,
+};
 use crate::Element;
 use crate::cpu::tests::{erfc, numbers};
 use crate::cpu::{Executor, Tier};
@@ -34,16 +36,10 @@ impl Case {
         let bias: Option<Vec<f32>> = bias.then(|| numbers(outputs, 3));
         let packed = PackedWeight::new(&weight, (outputs, inputs), tier).expect("memory");
         assert!(packed.unpack::<W>().expect("memory") == weight, "{tier}: {self:?} is not unpacked as it was");
-        let projection = Projection {
-            weight: &packed,
-            xs: &xs,
-            xs_row,
-            rows,
-            columns: columns.clone(),
-            epilogue: Epilogue { bias: bias.as_deref(), ..Default::default() },
-            executor: None,
-        };
-        let out = project_vec(&projection).expect("memory");
+        let left = Matrix { data: &xs[..], rows, columns: inputs, stride: xs_row, is_transposed: false };
+        let right = Right::Weight(&packed, columns.clone());
+        let epilogue = Epilogue { bias: bias.as_deref(), ..Default::default() };
+        let out = multiply_vec(&Product { left, right, epilogue, executor: None }).expect("memory");
         assert_eq!(out.len(), rows * columns.len());
         let number = |x: f32| f64::from(x);
         let entry = |(at, &found): (usize, &X)| {
@@ -57,6 +53,11 @@ impl Case {
         };
         out.iter().enumerate().map(entry).fold(0.0, f64::max)
     }
+}
+
+/// Rows one after the other.
+fn rows_of<X>(data: &[X], columns: usize) -> Matrix<'_, X> {
+    Matrix { data, rows: data.len() / columns, columns, stride: columns, is_transposed: false }
 }
 
 fn case(rows: usize, inputs: usize, outputs: usize) -> Case {
@@ -122,9 +123,8 @@ fn check_epilogues<W: Element, X: Element + Into<f32>>(tier: Tier, most: f64) {
     let wide_xs: Vec<f32> = xs.iter().map(|&x| x.into()).collect();
     let plain = [0, 1].map(|at| {
         let epilogue = Epilogue { bias: Some(&biases[at][..]), ..Default::default() };
-        let (weight, xs) = (&weights[at], &wide_xs);
-        let columns = columns.clone();
-        project_vec(&Projection { weight, xs, xs_row: inputs, rows, columns, epilogue, executor: None }).expect("fits")
+        let (left, right) = (rows_of(&wide_xs, inputs), Right::Weight(&weights[at], columns.clone()));
+        multiply_vec(&Product { left, right, epilogue, executor: None }).expect("fits")
     });
     let three = Executor {
         threads: || 3,
@@ -146,17 +146,9 @@ fn check_epilogues<W: Element, X: Element + Into<f32>>(tier: Tier, most: f64) {
                 up: is_gated.then_some(Up { weight: &weights[1], bias: Some(&biases[1]) }),
                 residual: is_added.then_some(&residual[..]),
             };
-            let columns = columns.clone();
-            let projection = Projection {
-                weight: &weights[0],
-                xs: &xs,
-                xs_row: inputs,
-                rows,
-                columns,
-                epilogue,
-                executor: Some(three),
-            };
-            for (at, &found) in project_vec(&projection).expect("fits").iter().enumerate() {
+            let (left, right) = (rows_of(&xs, inputs), Right::Weight(&weights[0], columns.clone()));
+            let product = Product { left, right, epilogue, executor: Some(three) };
+            for (at, &found) in multiply_vec(&product).expect("fits").iter().enumerate() {
                 let up = if is_gated { number(plain[1][at]) } else { 1.0 };
                 let added = if is_added { number(residual[at].into()) } else { 0.0 };
                 let sum = number(plain[0][at]);
@@ -225,9 +217,8 @@ fn codes_give_the_bits_of_their_numbers() {
                             up: is_gated.then_some(Up { weight: up, bias: None }),
                             residual: None,
                         };
-                        let columns = columns.clone();
-                        let (xs, xs_row) = (&xs[..], inputs);
-                        project_vec(&Projection { weight, xs, xs_row, rows, columns, epilogue, executor: None })
+                        let (left, right) = (rows_of(&xs, inputs), Right::Weight(weight, columns.clone()));
+                        multiply_vec(&Product { left, right, epilogue, executor: None })
                     };
                     for is_gated in [false, true] {
                         let (found, expected) = (product(&packed, is_gated), product(&plain, is_gated));
@@ -282,44 +273,63 @@ fn sizes_that_do_not_fit_are_errors() {
     let weight = PackedWeight::new(&rows, (3, 2), Tier::Scalar).expect("a small weight");
     let other = PackedWeight::new(&rows, (2, 3), Tier::Scalar).expect("a small weight");
     let epilogue = Epilogue::default();
-    let good = Projection { weight: &weight, xs: &rows, xs_row: 2, rows: 3, columns: 0..3, epilogue, executor: None };
-    let with = |epilogue: Epilogue<'static, f32>| Projection { epilogue, ..good.clone() };
-    assert_eq!(project_vec(&good).expect("a good call").len(), 9);
+    let left = rows_of(&rows, 2);
+    let good = Product { left, right: Right::Weight(&weight, 0..3), epilogue, executor: None };
+    let with = |epilogue: Epilogue<'static, f32>| Product { epilogue, ..good.clone() };
+    let up = |weight, bias| Epilogue { up: Some(Up { weight, bias }), ..epilogue };
+    let of_columns = |columns| Product { right: Right::Weight(&weight, columns), ..good.clone() };
+    let transposed = Right::Transposed(&weight, 0..2);
+    let matrix = |matrix: Matrix<'static, f32>| Product { right: Right::Matrix(matrix, Tier::Scalar), ..good.clone() };
+    assert_eq!(multiply_vec(&good).expect("a good call").len(), 9);
     let (start, end) = (2, 1);
     let cases = [
-        (Projection { columns: 1..4, ..good.clone() }, "expected columns within 3 outputs, found 1..4"),
-        (Projection { columns: start..end, ..good.clone() }, "expected columns within 3 outputs, found 2..1"),
+        (of_columns(1..4), "expected columns within 3 outputs, found 1..4"),
+        (of_columns(start..end), "expected columns within 3 outputs, found 2..1"),
         (with(Epilogue { bias: Some(&[1.0, 2.0]), ..epilogue }), "bias has 2 elements, expected 3"),
         (with(Epilogue { residual: Some(&[1.0, 2.0]), ..epilogue }), "residual has 2 elements, expected 9"),
         (
-            Projection {
-                epilogue: Epilogue { up: Some(Up { weight: &other, bias: None }), ..epilogue },
-                ..good.clone()
-            },
+            Product { epilogue: up(&other, None), ..good.clone() },
             "expected the up product's weight to be 3 x 2, F32, scalar, found 2 x 3, F32, scalar",
         ),
         (
-            Projection {
-                epilogue: Epilogue { up: Some(Up { weight: &weight, bias: Some(&rows) }), ..epilogue },
-                ..good.clone()
-            },
+            Product { epilogue: up(&weight, Some(&rows)), ..good.clone() },
             "the up product's bias has 6 elements, expected 3",
         ),
-        (Projection { rows: 4, ..good.clone() }, "expected 4 rows of 2 elements, 2 apart, found 6 elements"),
-        (Projection { xs_row: 3, ..good.clone() }, "expected 3 rows of 2 elements, 3 apart, found 6 elements"),
         (
-            Projection { rows: usize::MAX, xs_row: 0, ..good.clone() },
+            Product { right: transposed, epilogue: up(&weight, None), ..good.clone() },
+            "expected a packed weight beside that of the up product",
+        ),
+        (
+            Product { left: Matrix { rows: 4, ..left }, ..good.clone() },
+            "the left operand of [4] entries of 2 elements with strides [2] ends past the 6 elements of its slice",
+        ),
+        (
+            Product { left: Matrix { stride: 3, ..left }, ..good.clone() },
+            "the left operand of [3] entries of 2 elements with strides [3] ends past the 6 elements of its slice",
+        ),
+        (
+            matrix(Matrix { data: &[1.0, 2.0, 3.0], rows: 2, columns: 2, stride: 2, is_transposed: true }),
+            "the right operand of [2] entries of 2 elements with strides [2] ends past the 3 elements of its slice",
+        ),
+        (
+            matrix(Matrix { data: &[1.0, 2.0, 3.0], rows: 3, columns: 1, stride: 1, is_transposed: false }),
+            "expected a depth of 3, found 2",
+        ),
+        (
+            Product { left: Matrix { rows: usize::MAX, stride: 0, ..left }, ..good.clone() },
             &format!("an output of {} rows of 3 does not fit in memory", usize::MAX),
         ),
     ];
-    for (projection, expected) in cases {
-        assert_eq!(project_vec(&projection).expect_err(expected).to_string(), expected);
+    for (product, expected) in cases {
+        assert_eq!(multiply_vec(&product).expect_err(expected).to_string(), expected);
     }
-    let error = project(&good, &mut Box::new_uninit_slice(8)).expect_err("too short");
+    let error = multiply(&good, &mut Box::new_uninit_slice(8)).expect_err("too short");
     assert_eq!(error.to_string(), "output has 8 elements, expected 9");
     let error = PackedWeight::new(&rows, (2, 2), Tier::Scalar).expect_err("a wrong shape");
     assert_eq!(error.to_string(), "the weight has 6 elements, expected 4");
     assert_eq!(weight.unpack::<bf16>().expect_err("f32").to_string(), "expected a weight of BF16, found F32");
     let missing = Tier::ALL.into_iter().find(|tier| !tier.is_available()).expect("of another processor");
     assert!(matches!(PackedWeight::new(&rows, (3, 2), missing), Err(Error::Tier(_))));
+    let of_missing = Product { right: Right::Matrix(rows_of(&rows, 3), missing), ..good };
+    assert!(matches!(multiply_vec(&of_missing), Err(Error::Tier(_))));
 }
