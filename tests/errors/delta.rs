@@ -1,84 +1,101 @@
-//! `gated_delta_rule`, for batches and for packed sequences.
+//! The gated delta rule and `GatedDeltaNet`: its config, its tensors, its inputs and its cache.
 
-use crate::wrong::Fitting;
+use serde::Deserialize;
+
+use crate::cache::Edit;
+use crate::words::{Of, Packed, Tensors, backend, builder, dtype, with};
 use crate::*;
 
-const F32: DType = DType::F32;
+pub const SUBJECTS: &[(&str, Subject)] = &[("delta rule", run::<Rule>), ("delta net", run::<NetCall>)];
 
-/// Of q, k, v, decay, beta and the state.
-fn rule(tensors: &[Tensor], options: &DeltaOptions) -> Result<(Tensor, Tensor)> {
-    let [q, k, v, decay, beta, state] = tensors else { panic!("six tensors") };
-    gated_delta_rule(q, k, v, Some(decay), Some(beta), Some(state), options)
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Rule {
+    q: Tensors,
+    k: Tensors,
+    v: Tensors,
+    decay: Option<Tensors>,
+    beta: Option<Tensors>,
+    state: Option<Tensors>,
+    packed: Option<Packed>,
+    scale: Option<Of<f64>>,
+    qk_norm: Option<Of<f64>>,
+    backend: Option<String>,
 }
 
-fn varlen(tensors: &[Tensor], sequences: &PackedSequences) -> Result<(Tensor, Tensor)> {
-    let [q, k, v, decay, beta, state] = tensors else { panic!("six tensors") };
-    gated_delta_rule_varlen(q, k, v, Some(decay), Some(beta), Some(state), sequences, &DeltaOptions::default())
+impl Call for Rule {
+    fn call(self) -> Result<String> {
+        let options = with(DeltaOptions::default(), self.scale, |options, Of(scale)| options.with_scale(scale));
+        let options = with(options, self.qk_norm, |options, Of(eps)| options.with_qk_norm(eps));
+        let options = options.with_backend(backend(&self.backend));
+        let (q, k, v) = (&self.q, &self.k, &self.v);
+        let [decay, beta, state] = [&self.decay, &self.beta, &self.state].map(Option::as_deref);
+        match self.packed {
+            Some(packed) => gated_delta_rule_varlen(q, k, v, decay, beta, state, &packed.build()?, &options),
+            None => gated_delta_rule(q, k, v, decay, beta, state, &options),
+        }
+        .map(accepted)
+    }
 }
 
-#[test]
-fn tensors() -> Result<()> {
-    let dims: [Fitting; 6] = [
-        ("q", F32, "B K T D"),
-        ("k", F32, "B K T D"),
-        ("v", F32, "B H T V"),
-        ("decay", F32, "B H T"),
-        ("beta", F32, "B H T"),
-        ("state", F32, "B H D V"),
-    ];
-    let wrong = wrong::tensors("B 2 K 2 H 4 T 3 D 8 V 6", &dims, |tensors| rule(tensors, &DeltaOptions::default()));
-    let packed: [Fitting; 6] = [
-        ("q", F32, "T K D"),
-        ("k", F32, "T K D"),
-        ("v", F32, "T H V"),
-        ("decay", F32, "T H D"),
-        ("beta", F32, "T H"),
-        ("state", F32, "N H D V"),
-    ];
-    let sequences = PackedSequences::self_attention(vec![0, 2, 5])?;
-    let of_packed = wrong::tensors("N 2 K 2 H 4 T 5 D 8 V 6", &packed, |tensors| varlen(tensors, &sequences));
-    let all = packed.map(|(_, dtype, dims)| {
-        let sizes = dims.split(' ').map(|dim| ["T", "N", "K", "H", "D", "V"].iter().position(|of| *of == dim));
-        of(dtype, sizes.map(|at| [5, 2, 2, 4, 8, 6][at.expect("a letter")]).collect::<Vec<_>>())
-    });
-    let lengths = cases! {
-        "other keys than queries" => varlen(&all, &PackedSequences::new(vec![0, 2, 5], vec![0, 3, 5])?),
-        "fewer tokens than there are" => varlen(&all, &PackedSequences::self_attention(vec![0, 2, 4])?),
-    };
-    let dtypes = each("all in", [DType::I64, DType::F8E4M3], |dtype| {
-        let xs = of(dtype, (1, 2, 5, 4));
-        gated_delta_rule(&xs, &xs, &xs, None, None, None, &DeltaOptions::default())
-    });
-    let one = zeros(1);
-    let heads = each("heads of q, k and v", [[3, 2, 4], [6, 4, 4], [2, 3, 4], [4, 0, 0]], |heads| {
-        let [q, k, v] = heads.map(|h| zeros((1, h, 5, 4)));
-        gated_delta_rule(&q, &k, &v, None, None, None, &DeltaOptions::default())
-    });
-    let sizes = each("sizes of q", [[1, 1 << 50, 1, 1], [1, 1, 1 << 50, 1], [1 << 50, 1, 1, 1]], |dims| {
-        let q = one.broadcast_as(&dims[..])?;
-        gated_delta_rule(&q, &q, &q, None, None, None, &DeltaOptions::default())
-    });
-    assert_reviewed("delta_tensors", &[wrong, of_packed, lengths, dtypes, heads, sizes]);
-    Ok(())
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NetCall {
+    config: Of<GatedDeltaNetConfig>,
+    layout: Option<Of<DeltaLayout>>,
+    dtype: Option<String>,
+    #[serde(default)]
+    weights: Value,
+    xs: Tensors,
+    residual: Option<Tensors>,
+    attention_mask: Option<Tensors>,
+    valid_lens: Option<Vec<usize>>,
+    packed: Option<Packed>,
+    /// The calls that came before; of the first there is a snapshot.
+    cache: Option<Vec<NetCall>>,
+    /// What is done to the cache in the place of a call.
+    edit: Option<Edit>,
+    /// The layout that the weights are saved in.
+    saved: Option<Of<DeltaLayout>>,
 }
 
-#[test]
-fn options_of_a_call() {
-    let with = |dtype, options: DeltaOptions| {
-        let xs = of(dtype, (1, 2, 5, 4));
-        gated_delta_rule(&xs, &xs, &xs, None, None, None, &options)
-    };
-    let numbers = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e39];
-    let scales = each("scale", numbers, |scale| with(F32, DeltaOptions::default().with_scale(scale)));
-    let norms = each("qk_norm", [-1e-6, f64::NAN, f64::INFINITY, 1e39], |eps| {
-        with(F32, DeltaOptions::default().with_qk_norm(eps))
-    });
-    let fused = each("a fused kernel for", [DType::F64], |dtype| {
-        with(dtype, DeltaOptions::default().with_backend(Backend::Fused))
-    });
-    let gradients = each("gradients of so many tokens", [4097], |t| {
-        let q = candle_core::Var::from_tensor(&of(DType::F64, (1, 1, t, 2)))?;
-        gated_delta_rule(&q, &q, &q, None, None, None, &DeltaOptions::default())
-    });
-    assert_reviewed("delta_options", &[scales, norms, fused, gradients]);
+impl NetCall {
+    fn run(&self, cache: Option<&mut DeltaCache>) -> Result<()> {
+        let (Of(config), vb) = (&self.config, builder(&self.weights, dtype(&self.dtype))?);
+        let net = match self.layout {
+            Some(Of(layout)) => GatedDeltaNet::load(config, layout, vb)?,
+            None => GatedDeltaNet::new(config, vb)?,
+        };
+        if let Some(Of(layout)) = self.saved {
+            return net.state_dict(layout).map(drop);
+        }
+        let packed = self.packed.as_ref().map(Packed::build).transpose()?;
+        let input = with(DeltaInput::new(&self.xs), self.residual.as_deref(), DeltaInput::with_residual);
+        let input = with(input, self.attention_mask.as_deref(), DeltaInput::with_attention_mask);
+        let input = with(input, self.valid_lens.as_deref(), DeltaInput::with_valid_lens);
+        let input = with(input, packed.as_ref(), DeltaInput::with_packed);
+        net.forward_with(with(input, cache, DeltaInput::with_cache)).map(drop)
+    }
+}
+
+impl Call for NetCall {
+    fn call(self) -> Result<String> {
+        let Some(before) = &self.cache else { return self.run(None).map(accepted) };
+        let mut cache = DeltaCache::default();
+        for (n, call) in before.iter().enumerate() {
+            call.run(Some(&mut cache))?;
+            if n == 0 {
+                cache.snapshot();
+            }
+        }
+        let lens = cache.lens();
+        let outcome = match &self.edit {
+            Some(Edit::Truncate(len)) => cache.truncate(*len),
+            Some(Edit::Reorder(sequences)) => cache.reorder(sequences),
+            Some(Edit::TruncateTo(_)) => panic!("a state has one length to be truncated to"),
+            None => self.run(Some(&mut cache)),
+        };
+        assert!(outcome.is_ok() || cache.lens() == lens);
+        outcome.map(accepted)
+    }
 }

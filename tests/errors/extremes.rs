@@ -4,16 +4,9 @@
 use candle_attention::init::TorchSeed;
 use candle_core::Module;
 
+use crate::cache::numbers;
 use crate::common::assert_close;
 use crate::*;
-
-/// Distinct numbers of both signs.
-fn numbers(shape: impl Into<Shape>) -> Tensor {
-    let shape = shape.into();
-    let count = shape.elem_count() as i64;
-    let numbers = Tensor::arange(0, count, &CPU).and_then(|n| (n.to_dtype(DType::F32)? * 0.7)?.sin()?.reshape(shape));
-    numbers.expect("numbers of any shape")
-}
 
 fn attend(q: &Tensor, k: &Tensor, v: &Tensor, mask: &AttentionMask, options: &SdpaOptions) -> Result<Tensor> {
     scaled_dot_product_attention(q, k, v, mask, options)
@@ -35,19 +28,6 @@ fn additive_attention_over_sizes_of_zero_gives_empty_results_or_zeros() -> Resul
     let scores = masked_softmax(&zeros((2, 3, 0)), Some(&vec![4, 0].into()), EmptyRows::Uniform)?;
     assert_eq!(scores.dims(), [2, 3, 0]);
     Ok(())
-}
-
-/// Tensors without elements whose other sizes are too large to address.
-#[test]
-fn empty_tensors_beyond_counting_are_refused() {
-    let heads = each("queries, keys and values", [[usize::MAX, 1, 0, 4], [0, 2, 1 << 31, 1 << 30]], |dims| {
-        let q = zeros(&dims);
-        attend(&q, &q, &q, &AttentionMask::causal(), &SdpaOptions::default())
-    });
-    let tokens = each("tokens", [[usize::MAX, 0, 4], [0, 1 << 60, 4]], |dims| {
-        MultiHeadAttention::new(&Config::new(4, 2), any_weights())?.forward(&zeros(&dims))
-    });
-    assert_reviewed("empty_tensors", &[heads, tokens]);
 }
 
 /// Of what `tests/attention` lays out in one way only: slopes, sinks and lengths, and the layer's input.

@@ -1,9 +1,25 @@
 //! Files that are not what they should be.
 
 use candle_attention::weights::{self, Checkpoint};
+use serde::Deserialize;
 
 use crate::common::models;
 use crate::*;
+
+pub const SUBJECTS: &[(&str, Subject)] = &[
+    ("file", run::<Bytes>),
+    ("safetensors header", |line, _| {
+        let (bytes, header) = line.split_once(' ').expect("how many bytes stand behind it");
+        read("damaged.safetensors", &safetensors(header, bytes.parse().expect("a number")))
+    }),
+    ("index", |line, _| {
+        file("sharded/one.safetensors", &valid());
+        file("sharded/one.bin", &valid());
+        file("sharded/model.safetensors.index.json", line.as_bytes());
+        Checkpoint::open(DIR.path().join("sharded")).map(accepted)
+    }),
+    ("file calls", |line, _| named(CALLS, line)),
+];
 
 /// A safetensors file with this header and so many bytes behind it.
 pub fn safetensors(header: &str, bytes: usize) -> Vec<u8> {
@@ -18,105 +34,61 @@ pub fn valid() -> Vec<u8> {
     std::fs::read(models().join("book_mha/model.safetensors")).expect("models/ is there")
 }
 
-fn open(bytes: &[u8]) -> Result<Checkpoint> {
-    Checkpoint::open(file("damaged.safetensors", bytes))
+/// A file of this name and these bytes, and all of its tensors.
+pub fn read(name: &str, bytes: &[u8]) -> Result<String> {
+    let checkpoint = Checkpoint::open(file(name, bytes))?;
+    let vb = checkpoint.var_builder(DType::F32, &CPU)?;
+    checkpoint.shapes().try_for_each(|(name, shape)| vb.get(shape, name).map(drop)).map(accepted)
 }
 
-#[test]
-fn files_of_other_kinds() {
-    let bytes: [&[u8]; 4] = [
-        b"",
-        b"Hello, how are you?",
-        b"<!DOCTYPE html><html><body>Not found</body></html>",
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n",
-    ];
-    let kinds = bytes.map(|bytes| {
-        case(String::from_utf8_lossy(bytes).replace('\n', " "), || Checkpoint::open(file("kind", bytes)).map(drop))
-    });
-    let one = safetensors(r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#, 4);
-    let files = cases! {
-        "a file that is not there" => weights::open(DIR.path().join("nothing.safetensors"), DType::F32, &CPU),
-        "no files" => Checkpoint::from_files::<&str>(&[]),
-        "a folder without weights" => {
-            let readme = file("folder/README.md", b"");
-            Checkpoint::open(readme.parent().expect("a folder"))
-        },
-        "the same file twice" => Checkpoint::from_files(&[file("once.safetensors", &one), file("twice.safetensors", &one)]),
-        "a part of Meta's Llama" => {
-            let part = std::fs::read(models().join("book_mha/model.pth"))?;
-            file("parts/consolidated.00.pth", &part);
-            file("parts/consolidated.01.pth", &part);
-            Checkpoint::open(DIR.path().join("parts"))
-        },
-        "a .pth file among shards" =>
-            Checkpoint::from_files(&[file("first.safetensors", &valid()), models().join("book_mha/model.pth")]),
-    };
-    assert_reviewed("files", &[kinds.into(), files]);
+/// A letter for each byte.
+pub fn bytes(text: &str) -> Vec<u8> {
+    text.chars().map(|letter| u8::try_from(u32::from(letter)).expect("a byte")).collect()
 }
 
-#[test]
-fn safetensors_files() {
-    let valid = valid();
-    let damaged = cases! {
-        "a truncated file" => open(&valid[..valid.len() - 1]),
-        "a truncated header" => open(&valid[..40]),
-        "bytes behind the last tensor" => open(&[valid.as_slice(), &[0]].concat()),
-        "a header longer than the file" => open(b"\xe8\x03\0\0\0\0\0\0{}"),
-        "a header longer than any" => open(b"\xff\xff\xff\xff\xff\xff\xff\xff{}"),
-        "weights as truth values" => {
-            let header = r#"{"q_proj.weight":{"dtype":"BOOL","shape":[2,2],"data_offsets":[0,4]}}"#;
-            let vb = weights::open(file("bool", &safetensors(header, 4)), DType::F32, &CPU)?;
-            MultiHeadAttention::new(&Config::new(2, 1), vb)
-        },
-        "weights of four bits" => {
-            let header = r#"{"Wq.weight":{"dtype":"F4","shape":[2,2],"data_offsets":[0,2]}}"#;
-            let vb = weights::open(file("four_bits", &safetensors(header, 2)), DType::F32, &CPU)?;
-            MultiHeadAttention::load(&Config::new(2, 1), WeightLayout::Short, vb)
-        },
-    };
-    let headers = [
-        (0, r#"{"a": }"#),
-        (0, r#"{"a": [1, 2]}"#),
-        (4, r#"{"a":{"dtype":"F31","shape":[1],"data_offsets":[0,4]}}"#),
-        (4, r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#),
-        (
-            6,
-            r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":{"dtype":"F32","shape":[1],"data_offsets":[2,6]}}"#,
-        ),
-        (
-            8,
-            r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}"#,
-        ),
-        (4, r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}"#),
-        (8, r#"{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}"#),
-        (8, r#"{"a":{"dtype":"F32","shape":[18446744073709551615,2],"data_offsets":[0,8]}}"#),
-        (0, r#"{"a":{"dtype":"F32","shape":[0,18446744073709551615,2],"data_offsets":[0,0]}}"#),
-    ];
-    let headers = headers.map(|(bytes, header)| case(header, || open(&safetensors(header, bytes)).map(drop)));
-    assert_reviewed("safetensors", &[damaged, headers.into()]);
+/// The first bytes of a file of `models/`, or all of them and more, or bytes.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Bytes {
+    name: String,
+    of: Option<String>,
+    first: Option<usize>,
+    #[serde(default)]
+    more: String,
 }
 
-#[test]
-fn indices_of_shards() {
-    let indices = [
-        "weights",
-        "{}",
-        r#"{"weight_map": {}}"#,
-        r#"{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}"#,
-    ];
-    // Above the folder, at the root of the machine, of another format, without a name, the folder above.
-    let shards = ["../one.safetensors", "/etc/passwd", "one.bin", "", ".."];
-    let sharded = |index: &str| {
-        file("sharded/one.safetensors", &valid());
-        file("sharded/one.bin", &valid());
-        file("sharded/model.safetensors.index.json", index.as_bytes());
-        Checkpoint::open(DIR.path().join("sharded"))
-    };
-    assert_reviewed(
-        "shards",
-        &[
-            indices.map(|index| case(index, || sharded(index).map(drop))).into(),
-            each("the shard", shards, |shard| sharded(&format!(r#"{{"weight_map": {{"a": "{shard}"}}}}"#))),
-        ],
-    );
+impl Call for Bytes {
+    fn call(self) -> Result<String> {
+        let whole = self.of.map_or(Ok(Vec::new()), |path| std::fs::read(models().join(path)))?;
+        let first = &whole[..self.first.unwrap_or(whole.len())];
+        read(&self.name, &[first, &bytes(&self.more)].concat())
+    }
 }
+
+/// A layer whose query weight is in a dtype that layers do not have.
+fn odd(query: &str, dtype: &str, bytes: usize, layout: WeightLayout) -> Result<MultiHeadAttention> {
+    let header = format!(r#"{{"{query}":{{"dtype":"{dtype}","shape":[2,2],"data_offsets":[0,{bytes}]}}}}"#);
+    let vb = weights::open(file(dtype, &safetensors(&header, bytes)), DType::F32, &CPU)?;
+    MultiHeadAttention::load(&Config::new(2, 1), layout, vb)
+}
+
+fn one(name: &str) -> PathBuf {
+    file(name, &safetensors(r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#, 4))
+}
+
+const CALLS: &[Named] = calls! {
+    "a file that is not there" => weights::open(DIR.path().join("nothing.safetensors"), DType::F32, &CPU),
+    "no files" => Checkpoint::from_files::<&str>(&[]),
+    "a folder without weights" => Checkpoint::open(file("folder/README.md", b"").parent().expect("a folder")),
+    "the same file twice" => Checkpoint::from_files(&[one("once.safetensors"), one("twice.safetensors")]),
+    "a part of Meta's Llama" => {
+        let part = std::fs::read(models().join("book_mha/model.pth"))?;
+        file("parts/consolidated.00.pth", &part);
+        file("parts/consolidated.01.pth", &part);
+        Checkpoint::open(DIR.path().join("parts"))
+    },
+    "a .pth file among shards" =>
+        Checkpoint::from_files(&[file("first.safetensors", &valid()), models().join("book_mha/model.pth")]),
+    "weights as truth values" => odd("q_proj.weight", "BOOL", 4, WeightLayout::Canonical),
+    "weights of four bits" => odd("Wq.weight", "F4", 2, WeightLayout::Short),
+};

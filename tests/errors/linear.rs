@@ -1,22 +1,80 @@
-//! Weights, inputs and columns that do not fit a [`PackedLinear`].
+//! Weights, inputs and columns that do not fit a [`PackedLinear`], an [`RmsNorm`] or a [`LayerNorm`].
 
 use candle_attention::cpu::Tier;
+use candle_core::Module;
 use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{Module, Var};
 use candle_nn::Activation;
+use serde::Deserialize;
 
 use crate::common::{error_text, present};
-use crate::wrong::Fitting;
+use crate::words::{Of, Tensors};
 use crate::*;
+
+pub const SUBJECTS: &[(&str, Subject)] =
+    &[("linear", run::<Product>), ("norm", run::<Norm>), ("linear calls", |line, _| named(CALLS, line))];
 
 const F32: DType = DType::F32;
 
-fn ones(shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
-    Tensor::ones(shape, dtype, &CPU)
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Product {
+    weight: Tensors,
+    bias: Option<Tensors>,
+    /// Whether it is on the scalar tier.
+    #[serde(default)]
+    scalar: bool,
+    activation: Option<Activation>,
+    /// The up product that this is the gate of.
+    up: Option<Box<Product>>,
+    xs: Tensors,
+    residual: Option<Tensors>,
+    columns: Option<[usize; 2]>,
 }
 
-fn var(shape: (usize, usize)) -> Result<Tensor> {
-    Ok(Var::ones(shape, F32, &CPU)?.into_inner())
+impl Product {
+    fn build(&self) -> Result<PackedLinear> {
+        let tier = self.scalar.then_some(Tier::Scalar);
+        let linear = PackedLinear::with_tier(&self.weight, self.bias.as_deref(), tier)?;
+        self.activation.map_or(Ok(linear.clone()), |activation| linear.with_activation(activation))
+    }
+}
+
+impl Call for Product {
+    fn call(self) -> Result<String> {
+        let (linear, xs) = (self.build()?, &self.xs);
+        match (&self.up, &self.residual, self.columns) {
+            (Some(up), ..) => PackedGatedLinear::new(linear, up.build()?, Activation::Silu)?.forward(xs),
+            (_, Some(residual), _) => linear.forward_with_residual(xs, residual),
+            (_, _, Some([start, end])) => linear.forward_columns(xs, start..end),
+            _ => linear.forward(xs),
+        }
+        .map(accepted)
+    }
+}
+
+/// By the root mean square, or a layer norm where it has a bias.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Norm {
+    weight: Tensors,
+    bias: Option<Tensors>,
+    eps: Of<f64>,
+    xs: Tensors,
+}
+
+impl Call for Norm {
+    fn call(self) -> Result<String> {
+        let (weight, Of(eps)) = ((*self.weight).clone(), self.eps);
+        match self.bias {
+            Some(bias) => LayerNorm::new(weight, (*bias).clone(), eps)?.forward(&self.xs),
+            None => RmsNorm::new(weight, eps)?.forward(&self.xs),
+        }
+        .map(accepted)
+    }
+}
+
+fn ones(shape: impl Into<Shape>, dtype: DType) -> Result<Tensor> {
+    Tensor::ones(shape, dtype, &CPU)
 }
 
 /// A weight (3, 4) and a bias.
@@ -24,80 +82,41 @@ fn packed(dtype: DType) -> Result<PackedLinear> {
     PackedLinear::new(&ones((3, 4), dtype)?, Some(&ones(3, dtype)?))
 }
 
-#[test]
-fn weights_and_inputs() {
-    let dims: [Fitting; 4] = [("weight", F32, "O I"), ("bias", F32, "O"), ("xs", F32, "N I"), ("residual", F32, "N O")];
-    let wrong = wrong::tensors("O 3 I 4 N 2", &dims, |tensors| {
-        PackedLinear::new(&tensors[0], Some(&tensors[1]))?.forward_with_residual(&tensors[2], &tensors[3])
-    });
-    let plain = wrong::tensors("I 4 N 2", &[("xs", F32, "N I")], |xs| packed(F32)?.forward(&xs[0]));
-    let dtypes = [(DType::BF16, DType::F16), (DType::F16, DType::BF16), (DType::BF16, DType::F64), (DType::F64, F32)];
-    let load =
-        |prefix, width| packed_linear(width, 6, weights_of(&[("up.weight", &[6, 4]), ("up.bias", &[6])]).pp(prefix));
-    let gated = |gate: Result<PackedLinear>, up| PackedGatedLinear::new(gate?, up, Activation::Silu);
-    let others = cases! {
-        "a tier for f64" => PackedLinear::with_tier(&ones((3, 4), DType::F64)?, None, Some(Tier::Scalar)),
-        "a file without the weight" => load("down", 4),
-        "a file with another weight" => load("up", 5),
-        "columns of variables" => PackedLinear::new(&var((3, 4))?, None)?.forward_columns(&ones((2, 4), F32)?, 2..7),
-        "a gate with an activation" => gated(packed(F32)?.with_activation(Activation::Relu), packed(F32)?),
-        "an up product of another shape" => gated(packed(F32), PackedLinear::new(&ones((4, 4), F32)?, None)?),
-        "an up product of another dtype" => gated(packed(F32), packed(DType::BF16)?),
-        "a gated input that is too narrow" => gated(packed(F32), packed(F32)?)?.forward(&ones((2, 3), F32)?),
-    };
-    assert_reviewed(
-        "linear",
-        &[
-            wrong,
-            plain,
-            each("a weight and an input in", dtypes, |(weight, xs)| packed(weight)?.forward(&ones((2, 4), xs)?)),
-            each("columns", [(1, 4), (4, 4), (2, 1)], |(start, end)| {
-                packed(F32)?.forward_columns(&ones((2, 4), F32)?, start..end)
-            }),
-            each("", [Activation::Mish, Activation::Swiglu], |activation| packed(F32)?.with_activation(activation)),
-            others,
-        ],
-    );
+fn quantized(shape: &[usize], bias: Option<Tensor>) -> Result<PackedLinear> {
+    PackedLinear::from_qtensor(QTensor::quantize(&ones(shape, F32)?, GgmlDType::Q8_0)?, bias.as_ref())
 }
 
-#[test]
-fn quantized_weights() {
-    let quantized = |shape: &[usize], bias: Option<Tensor>| {
-        PackedLinear::from_qtensor(QTensor::quantize(&ones(shape, F32)?, GgmlDType::Q8_0)?, bias.as_ref())
-    };
-    let rows = |ids: &[i64], dtype| packed(F32)?.weight_rows(&Tensor::new(ids, &CPU)?.to_dtype(dtype)?);
-    let cases = cases! {
-        "rank 1" => quantized(&[32], None),
-        "rank 3" => quantized(&[1, 3, 32], None),
-        "a bias as long as the input" => quantized(&[3, 32], Some(of(F32, 32))),
-        "a bias of another dtype" => quantized(&[3, 32], Some(of(DType::F16, 3))),
-        "rows by ids of 64 bits" => rows(&[0, 1], DType::I64),
-        "a row past the end" => rows(&[2, 3], DType::U32),
-    };
-    assert_reviewed("linear_quantized", &[cases]);
+fn rows(ids: &[i64], dtype: DType) -> Result<Tensor> {
+    packed(F32)?.weight_rows(&Tensor::new(ids, &CPU)?.to_dtype(dtype)?)
 }
 
-#[test]
-fn sizes() {
-    const HUGE: usize = 1 << 40;
-    // A view that pretends to be larger than any memory.
-    let view = |dims: &[usize], dtype| ones(vec![1; dims.len()], dtype)?.broadcast_as(dims);
-    let empty = |rows, columns| Tensor::zeros((rows, columns), F32, &CPU);
-    let wide = |weight: Result<Tensor>| {
-        PackedLinear::new(&weight?, None)?.forward_columns(&view(&[1 << 30, 1 << 20], F32)?, 1..2)
-    };
-    let cases = cases! {
-        "a weight beyond counting" => PackedLinear::new(&view(&[HUGE, HUGE], F32)?, None),
-        "a weight beyond memory" => PackedLinear::new(&view(&[1 << 24, HUGE >> 8], DType::BF16)?, None),
-        "an empty weight beyond counting" => PackedLinear::new(&empty(0, usize::MAX)?, None),
-        "a bias beyond memory" => PackedLinear::new(&empty(1 << 56, 0)?, Some(&view(&[1 << 56], F32)?)),
-        "an input beyond counting" => packed(F32)?.forward(&ones(4, F32)?.broadcast_as((HUGE, HUGE, 4))?),
-        "an output beyond memory" => packed(F32)?.forward(&ones(4, F32)?.broadcast_as((1 << 54, 4))?),
-        "a copy of an input beyond memory" => wide(ones((3, 1 << 20), F32)),
-        "a copy of an input for variables" => wide(var((3, 1 << 20))),
-    };
-    assert_reviewed("linear_sizes", &[cases]);
+fn linears() -> VarBuilder<'static> {
+    weights_of(&[("up.weight", &[6, 4]), ("up.bias", &[6])])
 }
+
+fn norms() -> VarBuilder<'static> {
+    weights_of(&[("norm.weight", &[4]), ("norm.bias", &[4]), ("old.gamma", &[4])])
+}
+
+const CALLS: &[Named] = calls! {
+    "a linear layer's file without the weight" => packed_linear(4, 6, linears().pp("down")),
+    "a linear layer's file with another weight" => packed_linear(5, 6, linears().pp("up")),
+    "a quantised weight of rank 1" => quantized(&[32], None),
+    "a quantised weight of rank 3" => quantized(&[1, 3, 32], None),
+    "a quantised weight with a bias as long as the input" => quantized(&[3, 32], Some(zeros(32))),
+    "a quantised weight with a bias of another dtype" => quantized(&[3, 32], Some(of(DType::F16, 3))),
+    "rows by ids of 64 bits" => rows(&[0, 1], DType::I64),
+    "a row past the end" => rows(&[2, 3], DType::U32),
+    "a layer norm without a bias and with an eps that is no number" => LayerNorm::new_no_bias(zeros(4), f64::NAN),
+    "a layer norm without a bias and with a weight of whole numbers" => LayerNorm::new_no_bias(of(DType::U32, 4), 1e-5),
+    "a norm's file without the weight" => rms_norm(4, 1e-6, norms().pp("other")),
+    "a norm's file with another weight" => layer_norm(5, 1e-5, norms().pp("norm")),
+    "a norm's file without the bias" => layer_norm(4, 1e-5, norms().pp("old")),
+    "a norm's bias that would be lost" => layer_norm_no_bias(4, 1e-5, norms().pp("norm")),
+    "a bias of a norm that has none" => rms_norm(4, 1e-6, norms().pp("norm")),
+    "a norm's builder of whole numbers" => rms_norm(4, 1e-6, VarBuilder::zeros(DType::U8, &CPU)),
+    "a norm's weight that no memory holds" => rms_norm(usize::MAX, 1e-6, variables()),
+};
 
 /// A weight of no inputs has no entries, however many outputs: packing it takes no time.
 #[test]

@@ -1,27 +1,28 @@
 //! Whatever a caller gets wrong is an error that says what was expected and what was found; nothing panics, and nothing
 //! wrong is accepted in silence.
 //!
-//! The files of `texts/` hold the text of every error. Where texts change on purpose, `UPDATE_EXPECT=1 cargo test
-//! --test errors` writes them anew; the change to the files is what there is to review.
+//! The files of `texts/` have the calls, and what is said of each:
+//!
+//! ```text
+//! > layer {"config": {"embed_dim": 8, "num_heads": 4}, "xs": "1 3 8"}
+//! {"config": {"window": 0}}
+//!     [multi_head_attention] window is 0, expected at least 1
+//! ```
+//!
+//! A heading names one of [`SUBJECTS`] and a call of it. A line below has what is other in a call, as a JSON merge
+//! patch; `each tensor` and `each weight` stand for many lines (`wrong.rs`). Where the heading has no call, a line is
+//! whatever its subject reads. `words.rs` and the subjects say how a call is written.
+//!
+//! Where texts change on purpose, `UPDATE_EXPECT=1 cargo test --test errors` writes them anew; the change to the files
+//! is what there is to review.
 
 #[path = "../common/mod.rs"]
 mod common;
 
-/// Calls that have to fail, by what is wrong with them.
-macro_rules! cases {
-    ($($name:literal => $call:expr,)*) => {
-        vec![$(crate::case($name, || {
-            let _ = $call?;
-            Ok(())
-        })),*]
-    };
-}
-
 mod additive;
 mod cache;
-mod config;
+mod checkpoint;
 mod delta;
-mod delta_net;
 mod devices;
 mod extremes;
 mod files;
@@ -29,75 +30,165 @@ mod function;
 mod fuzz;
 mod gguf;
 mod hf;
-mod latent;
 mod layer;
 mod linear;
-mod masks;
 mod modules;
-mod norms;
-mod plot;
 mod pth;
 mod rope;
 mod shards;
-mod tensors;
 mod text;
+mod words;
 mod wrong;
 
-use std::fmt::Debug;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::LazyLock;
 
 // What every module of these tests uses.
 use candle_attention::MultiHeadAttentionConfig as Config;
 use candle_attention::*;
-use candle_core::{DType, Device, Result, Shape, Tensor};
+use candle_core::{DType, Device, Error, Result, Shape, Tensor};
 use candle_nn::VarBuilder;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
 use tempfile::TempDir;
 
 const CPU: Device = Device::Cpu;
 
-/// What is wrong, and what is said of it.
-type Case = (String, String);
+/// What is called with a line, and its JSON over that of the heading.
+type Subject = fn(&str, &Value) -> Result<String>;
 
-/// A call that has to fail.
-fn case(name: impl Into<String>, call: impl FnOnce() -> Result<()>) -> Case {
-    let (name, text) = outcome(name, call);
-    assert!(text != ACCEPTED, "{name}: no error");
-    (name, text)
+const SUBJECTS: &[&[(&str, Subject)]] = &[
+    additive::SUBJECTS,
+    cache::SUBJECTS,
+    checkpoint::SUBJECTS,
+    delta::SUBJECTS,
+    files::SUBJECTS,
+    function::SUBJECTS,
+    gguf::SUBJECTS,
+    hf::SUBJECTS,
+    layer::SUBJECTS,
+    linear::SUBJECTS,
+    modules::SUBJECTS,
+    pth::SUBJECTS,
+    rope::SUBJECTS,
+    shards::SUBJECTS,
+    text::SUBJECTS,
+];
+
+/// A call that is all JSON.
+trait Call: DeserializeOwned {
+    fn call(self) -> Result<String>;
 }
+
+fn run<C: Call>(_: &str, json: &Value) -> Result<String> {
+    serde_json::from_value::<C>(json.clone()).map_err(Error::wrap)?.call()
+}
+
+/// Calls that are not data, by the lines that stand for them.
+type Named = (&'static str, fn() -> Result<()>);
+
+fn named(calls: &[Named], line: &str) -> Result<String> {
+    calls.iter().find(|(name, _)| *name == line).expect("the line names a call").1().map(accepted)
+}
+
+/// [`Named`] calls.
+macro_rules! calls {
+    ($($name:literal => $call:expr,)*) => {
+        &[$(($name, || {
+            let _ = $call?;
+            Ok(())
+        })),*]
+    };
+}
+use calls;
 
 const ACCEPTED: &str = "accepted";
 
-/// The first line of the error that a call gives, if it gives one, with DIR for the folder of [`file`], ROOT for that
-/// of the package, and `…` for what the operating system or the tokenizers crate says.
-fn outcome(name: impl Into<String>, call: impl FnOnce() -> Result<()>) -> Case {
-    let name = name.into();
-    let Err(error) = call() else { return (name, ACCEPTED.into()) };
-    let text = error.to_string();
+fn accepted<T>(_: T) -> String {
+    ACCEPTED.into()
+}
+
+struct Heading {
+    subject: Subject,
+    call: Option<wrong::Fitting>,
+}
+
+impl Heading {
+    fn new(line: &str) -> Self {
+        let (name, call) = line.split_once(" {").map_or((line, None), |(name, _)| (name, Some(&line[name.len()..])));
+        let subject = SUBJECTS.iter().copied().flatten().find(|(known, _)| *known == name);
+        let (_, subject) = subject.unwrap_or_else(|| panic!("no subject {name}"));
+        let call = call.map(|call| wrong::Fitting::new(serde_json::from_str(call).expect("the heading is JSON")));
+        Self { subject: *subject, call }
+    }
+
+    fn said(&self, line: &str) -> Vec<String> {
+        let Some(fitting) = &self.call else { return vec![text_of((self.subject)(line, &Value::Null))] };
+        let said = |call: Value| text_of((self.subject)(line, &call));
+        match line {
+            "each tensor" => wrong::tensors(fitting, said),
+            "each weight" => wrong::weights(fitting, said),
+            _ => {
+                let patch = serde_json::from_str(line).unwrap_or_else(|error| panic!("{line}: {error}"));
+                vec![said(merged(fitting.whole(), patch))]
+            }
+        }
+    }
+}
+
+/// A JSON merge patch: fields are replaced, and taken away by null.
+fn merged(call: Value, patch: Value) -> Value {
+    match (call, patch) {
+        (Value::Object(mut call), Value::Object(patch)) => {
+            for (name, field) in patch {
+                match field {
+                    Value::Null => drop(call.remove(&name)),
+                    _ => {
+                        let own = call.remove(&name).unwrap_or_default();
+                        call.insert(name, merged(own, field));
+                    }
+                }
+            }
+            call.into()
+        }
+        (_, patch) => patch,
+    }
+}
+
+/// What a call gives, or the first line of its error: with DIR for the folder of [`file`], ROOT for that of the
+/// package, and `…` for what the operating system or the tokenizers crate says, and for the instruction set.
+fn text_of(outcome: Result<String>) -> String {
+    let text = outcome.unwrap_or_else(|error| error.to_string());
     let text = text.lines().next().unwrap_or_default();
     let text = text.replace(&DIR.path().display().to_string(), "DIR").replace(env!("CARGO_MANIFEST_DIR"), "ROOT");
     let of_system = text.split_once(" (os error ").and_then(|(said, _)| said.rsplit_once(": "));
     match of_system.or(text.split_once(": ").filter(|(said, _)| said.ends_with("tokenizer.json that can be used"))) {
-        Some((said, _)) => (name, format!("{said}: …")),
-        None => (name, text),
+        Some((said, _)) => format!("{said}: …"),
+        None => match text.split_once("the CPU kernel, ") {
+            Some((said, _)) => format!("{said}the CPU kernel, …"),
+            None => text,
+        },
     }
 }
 
-/// The same call with each of these values, which has to fail.
-fn each<V: Debug, T>(what: &str, values: impl IntoIterator<Item = V>, call: impl Fn(V) -> Result<T>) -> Vec<Case> {
-    values.into_iter().map(|value| case(format!("{what} {value:?}"), || call(value).map(drop))).collect()
-}
-
-/// The same call with each of these values, some of which may do.
-fn sweep<V: Debug, T>(what: &str, values: impl IntoIterator<Item = V>, call: impl Fn(V) -> Result<T>) -> Vec<Case> {
-    values.into_iter().map(|value| outcome(format!("{what} {value:?}"), || call(value).map(drop))).collect()
-}
-
-/// Compares the texts with those of a file.
-fn assert_reviewed(file: &str, cases: &[Vec<Case>]) {
-    let texts: String = cases.iter().flatten().map(|(name, text)| format!("{name}\n    {text}\n")).collect();
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/errors/texts").join(file).with_extension("txt");
-    expect_test::expect_file![file].assert_eq(&texts);
+#[test]
+fn every_text_is_the_one_that_was_reviewed() {
+    let files = std::fs::read_dir(common::recorded("errors/texts")).expect("the texts are there");
+    for file in files.map(|file| file.expect("it can be listed").path()) {
+        let (mut said, mut heading) = (String::new(), None);
+        let written = std::fs::read_to_string(&file).expect("a file of texts");
+        for line in written.lines().filter(|line| !line.starts_with("    ")) {
+            said += &format!("{line}\n");
+            match line.strip_prefix("> ") {
+                Some(line) => heading = Some(Heading::new(line)),
+                None => {
+                    let heading = heading.as_ref().expect("a heading comes first");
+                    heading.said(line).iter().for_each(|text| said += &format!("    {text}\n"));
+                }
+            }
+        }
+        expect_test::expect_file![file].assert_eq(&said);
+    }
 }
 
 static DIR: LazyLock<TempDir> = LazyLock::new(|| tempfile::tempdir().expect("a temporary folder"));
@@ -114,8 +205,13 @@ fn zeros(shape: impl Into<Shape>) -> Tensor {
     of(DType::F32, shape)
 }
 
+/// A view of one zero, if memory is short.
 fn of(dtype: DType, shape: impl Into<Shape>) -> Tensor {
-    Tensor::zeros(shape, DType::F32, &CPU).and_then(|zeros| zeros.to_dtype(dtype)).expect("zeros have every dtype")
+    let shape = shape.into();
+    let is_large = shape.dims().iter().map(|&size| size as f64).product::<f64>() > 1e7;
+    let stored = if is_large { vec![1; shape.rank()].into() } else { shape.clone() };
+    let zeros = Tensor::zeros(stored, DType::F32, &CPU).and_then(|zeros| zeros.to_dtype(dtype)?.broadcast_as(shape));
+    zeros.expect("zeros have every dtype")
 }
 
 /// A checkpoint that has a tensor of zeros for every name.
@@ -132,13 +228,4 @@ fn weights_of(shapes: &[(&str, &[usize])]) -> VarBuilder<'static> {
 /// Variables that are made as they are asked for.
 fn variables() -> VarBuilder<'static> {
     VarBuilder::from_varmap(&candle_nn::VarMap::new(), DType::F32, &CPU)
-}
-
-/// A layer of seeded weights.
-fn layer(cfg: Config) -> Result<MultiHeadAttention> {
-    layer_in(DType::F32, cfg)
-}
-
-fn layer_in(dtype: DType, cfg: Config) -> Result<MultiHeadAttention> {
-    MultiHeadAttention::new(&cfg, TorchSeed::new(3).var_builder(dtype, &CPU))
 }

@@ -1,24 +1,67 @@
 //! One thing wrong at a time: the tensors of a call that fits, each of another shape or dtype in turn, and the tensors
 //! of a checkpoint, each missing or of another shape.
 
-use std::collections::BTreeMap;
+use serde_json::{Map, Value, json};
 
-use candle_nn::VarMap;
-
+use crate::words::dtype_and_shape;
 use crate::*;
 
-/// A tensor of a call: its name, its dtype, and its dimensions as letters or numbers with spaces between.
-pub type Fitting<'a> = (&'a str, DType, &'a str);
-
-/// The sizes of letters, as in `B 2 T 3`.
-fn sizes(text: &str) -> BTreeMap<&str, usize> {
-    let words: Vec<_> = text.split(' ').collect();
-    words.chunks(2).map(|pair| (pair[0], pair[1].parse().expect("a size"))).collect()
+/// A call that fits. Sizes of its tensors may be letters, which `sizes` has: `{"sizes": {"T": 3}, "xs": "1 T 8"}`.
+pub struct Fitting {
+    call: Value,
+    sizes: Map<String, Value>,
 }
 
-fn shape(dims: &str, sizes: &BTreeMap<&str, usize>) -> Vec<usize> {
-    let size = |dim: &str| sizes.get(dim).copied().unwrap_or_else(|| dim.parse().expect("a letter or a size"));
-    dims.split_whitespace().map(size).collect()
+impl Fitting {
+    pub fn new(mut call: Value) -> Self {
+        let sizes = call.as_object_mut().and_then(|call| call.remove("sizes"));
+        Self { call, sizes: sizes.and_then(|sizes| sizes.as_object().cloned()).unwrap_or_default() }
+    }
+
+    /// With numbers for letters.
+    pub fn whole(&self) -> Value {
+        let mut call = self.call.clone();
+        for (place, text) in self.tensors() {
+            let words = text.split(' ').map(|word| self.sizes.get(word).map_or(word.to_string(), Value::to_string));
+            put(&mut call, &place, words.collect::<Vec<_>>().join(" "));
+        }
+        call
+    }
+
+    /// The places of its tensors and their texts. What stands in these fields belongs to a layer.
+    fn tensors(&self) -> Vec<(String, String)> {
+        fn find(json: &Value, place: &str, letters: &Map<String, Value>, found: &mut Vec<(String, String)>) {
+            let is_size = |word: &str| letters.contains_key(word) || dtype_and_shape(word).is_some();
+            match json {
+                Value::String(text) if text.split(' ').all(is_size) => found.push((place.into(), text.clone())),
+                Value::Object(fields) => {
+                    for (name, field) in
+                        fields.iter().filter(|(name, _)| !["config", "weights"].contains(&name.as_str()))
+                    {
+                        find(field, &format!("{place}/{name}"), letters, found);
+                    }
+                }
+                Value::Array(list) => {
+                    let entries = list.iter().enumerate();
+                    entries.for_each(|(i, entry)| find(entry, &format!("{place}/{i}"), letters, found));
+                }
+                _ => {}
+            }
+        }
+        let mut found = Vec::new();
+        find(&self.call, "", &self.sizes, &mut found);
+        found.sort();
+        found
+    }
+}
+
+fn put(call: &mut Value, place: &str, text: String) {
+    *call.pointer_mut(place).expect("a tensor stands there") = text.into();
+}
+
+fn text((dtype, shape): (DType, &[usize])) -> String {
+    let sizes = shape.iter().map(|size| format!(" {size}"));
+    format!("{}{}", dtype.as_str(), sizes.collect::<String>())
 }
 
 /// Other shapes: none, without the first dimension, with one more, and with each dimension empty or larger by one.
@@ -37,92 +80,57 @@ fn other_shapes(shape: &[usize]) -> Vec<Vec<usize>> {
 }
 
 /// What is said where one tensor has another shape or dtype, or one size is another for all tensors that have it.
-pub fn tensors<T>(of_letters: &str, fitting: &[Fitting], call: impl Fn(&[Tensor]) -> Result<T>) -> Vec<Case> {
-    let fitting_sizes = sizes(of_letters);
-    let make = |sizes: &BTreeMap<&str, usize>| -> Vec<Tensor> {
-        fitting.iter().map(|(_, dtype, dims)| of(*dtype, shape(dims, sizes))).collect()
-    };
-    let whole = make(&fitting_sizes);
-    call(&whole).expect("the call fits");
-    let mut cases = Vec::new();
-    for (at, (name, dtype, _)) in fitting.iter().enumerate() {
-        let mut with = |what: String, tensor: Tensor| {
-            let mut tensors = whole.clone();
-            tensors[at] = tensor;
-            cases.push(outcome(format!("{name} {what}"), || call(&tensors).map(drop)));
+pub fn tensors(fitting: &Fitting, said: impl Fn(Value) -> String) -> Vec<String> {
+    let whole = fitting.whole();
+    assert_eq!(said(whole.clone()), ACCEPTED, "{whole}");
+    let mut texts = Vec::new();
+    let tensors = fitting.tensors();
+    for (place, _) in &tensors {
+        let own = whole.pointer(place).and_then(Value::as_str).expect("a tensor stands there");
+        let (dtype, shape) = dtype_and_shape(own).expect("a tensor");
+        let mut with = |what: String, dtype: DType, shape: &[usize]| {
+            let mut call = whole.clone();
+            put(&mut call, place, text((dtype, shape)));
+            texts.push(format!("{} {what}: {}", &place[1..], said(call)));
         };
-        for shape in other_shapes(whole[at].dims()) {
-            with(format!("{shape:?}"), of(*dtype, Shape::from(shape)));
+        for other in other_shapes(&shape) {
+            with(format!("{other:?}"), dtype, &other);
         }
-        for other in [DType::F16, DType::F64, DType::I64].into_iter().filter(|other| other != dtype) {
-            with(format!("in {other:?}"), of(other, whole[at].shape().clone()));
-        }
-    }
-    for (letter, size) in &fitting_sizes {
-        let shared = fitting.iter().filter(|(_, _, dims)| dims.split(' ').any(|dim| dim == *letter)).count() > 1;
-        for other in [0, size + 1].into_iter().filter(|_| shared) {
-            let tensors = make(&fitting_sizes.clone().into_iter().chain([(*letter, other)]).collect());
-            cases.push(outcome(format!("{letter} {other}"), || call(&tensors).map(drop)));
+        for other in [DType::F16, DType::F64, DType::I64].into_iter().filter(|other| *other != dtype) {
+            with(format!("in {other:?}"), other, &shape);
         }
     }
-    cases
-}
-
-/// A checkpoint: the shapes of tensors by name.
-pub type Shapes = BTreeMap<String, Vec<usize>>;
-
-pub fn shapes(tensors: &[(&str, &[usize])]) -> Shapes {
-    tensors.iter().map(|(name, shape)| (name.to_string(), shape.to_vec())).collect()
-}
-
-pub fn shapes_of<'a>(tensors: impl IntoIterator<Item = &'a (String, Tensor)>) -> Shapes {
-    tensors.into_iter().map(|(name, tensor)| (name.clone(), tensor.dims().to_vec())).collect()
-}
-
-/// Those of the variables that a layer makes.
-pub fn shapes_of_variables<T>(load: impl FnOnce(VarBuilder) -> Result<T>) -> Result<Shapes> {
-    let variables = VarMap::new();
-    load(VarBuilder::from_varmap(&variables, DType::F32, &CPU))?;
-    let variables = variables.data().lock().expect("one thread");
-    Ok(variables.iter().map(|(name, var)| (name.clone(), var.dims().to_vec())).collect())
-}
-
-/// A builder that has tensors of zeros of these shapes.
-pub fn builder(shapes: &Shapes) -> VarBuilder<'static> {
-    let tensors = shapes.iter().map(|(name, shape)| (name.clone(), of(DType::F32, shape.as_slice()))).collect();
-    VarBuilder::from_tensors(tensors, DType::F32, &CPU)
+    for (letter, size) in &fitting.sizes {
+        let shared = tensors.iter().filter(|(_, text)| text.split(' ').any(|word| word == letter)).count() > 1;
+        for other in [0, size.as_u64().expect("a size") + 1].into_iter().filter(|_| shared) {
+            let mut sizes = fitting.sizes.clone();
+            sizes.insert(letter.clone(), other.into());
+            let call = Fitting { call: fitting.call.clone(), sizes }.whole();
+            texts.push(format!("{letter} {other}: {}", said(call)));
+        }
+    }
+    texts
 }
 
 /// What is said of a checkpoint in which one tensor is missing, or has another shape.
-pub fn weights<T>(fitting: &Shapes, load: impl Fn(&Shapes) -> Result<T>) -> Vec<Case> {
-    load(fitting).expect("the checkpoint fits");
-    let mut cases = Vec::new();
-    for (name, shape) in fitting {
-        let mut others = fitting.clone();
-        others.remove(name);
-        cases.push(outcome(format!("no {name}"), || load(&others).map(drop)));
+pub fn weights(fitting: &Fitting, said: impl Fn(Value) -> String) -> Vec<String> {
+    let whole = fitting.whole();
+    assert_eq!(said(whole.clone()), ACCEPTED, "{whole}");
+    let mut texts = Vec::new();
+    let mut names: Vec<_> = whole["weights"].as_object().expect("names and shapes").iter().collect();
+    names.sort_by_key(|(name, _)| *name);
+    for (name, own) in names {
+        let with = |text: Value| said(merged(whole.clone(), json!({"weights": {name: text}})));
+        texts.push(format!("no {name}: {}", with(Value::Null)));
+        let (dtype, shape) = own.as_str().and_then(dtype_and_shape).expect("a tensor");
         let larger = shape.iter().map(|size| size + 1).collect();
         let transposed = shape.iter().rev().copied().collect();
         let rows = shape[..shape.len().saturating_sub(1)].to_vec();
-        let mut shapes = vec![larger, transposed, rows, vec![]];
-        shapes.dedup();
-        for other in shapes {
-            if other != *shape {
-                others.insert(name.clone(), other.clone());
-                cases.push(outcome(format!("{name} {other:?}"), || load(&others).map(drop)));
-            }
+        let mut others: Vec<Vec<usize>> = vec![larger, transposed, rows, vec![]];
+        others.dedup();
+        for other in others.into_iter().filter(|other| *other != shape) {
+            texts.push(format!("{name} {other:?}: {}", with(text((dtype, &other)).into())));
         }
     }
-    cases
-}
-
-/// What is said of a checkpoint with one tensor more.
-pub fn surplus<T>(fitting: &Shapes, more: &Shapes, load: impl Fn(&Shapes) -> Result<T>) -> Vec<Case> {
-    let surplus = more.iter().filter(|(name, _)| !fitting.contains_key(*name));
-    let with = |(name, shape): (&String, &Vec<usize>)| {
-        let mut all = fitting.clone();
-        all.insert(name.clone(), shape.clone());
-        outcome(format!("{name} too"), || load(&all).map(drop))
-    };
-    surplus.map(with).collect()
+    texts
 }
