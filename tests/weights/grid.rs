@@ -100,8 +100,3 @@ pub fn fits(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> bool {
         _ => true,
     }
 }
-
-/// The layouts that have a place for all of a layer's parameters.
-pub fn layouts_of(cfg: &MultiHeadAttentionConfig) -> Vec<WeightLayout> {
-    WeightLayout::all().into_iter().filter(|&layout| fits(cfg, layout)).collect()
-}

@@ -6,8 +6,7 @@ use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayou
 use candle_core::{CpuStorage, DType, Result, Storage, Tensor};
 use candle_nn::VarBuilder;
 
-use crate::grid::{grid, layouts_of};
-use crate::{CPU, invented, load};
+use crate::{CPU, invented};
 
 /// Where a tensor's buffer lies, where in it the tensor begins, and how long it is.
 fn place(tensor: &Tensor) -> (usize, usize, usize) {
@@ -21,43 +20,37 @@ fn place(tensor: &Tensor) -> (usize, usize, usize) {
 }
 
 /// Projections of one input lie one after the other in one buffer that holds nothing else, whatever layout they came
-/// from; biases too, with zeros where there is none.
-#[test]
-fn every_layout_is_loaded_into_one_weight() -> Result<()> {
-    let mut runs = [0; 4];
-    // The rows of a gate would lie between those of queries and keys.
-    for cfg in grid().into_iter().filter(|cfg| cfg.output_gate().is_none()).step_by(7) {
-        let canonical = invented(&cfg, WeightLayout::Canonical)?;
-        for layout in layouts_of(&cfg) {
-            let what = format!("{layout}, {cfg:?}");
-            let (q, k, v, _) = load(&cfg, layout, &canonical.state_dict(layout)?)?.projections()?;
-            let of_inputs = [(cfg.embed_dim(), q), (cfg.key_size(), k), (cfg.value_size(), v)];
-            for ((_, linear), bias) in of_inputs.iter().zip(cfg.qkv_bias()) {
-                assert_eq!(linear.bias().is_some(), bias, "{what}");
-            }
-            let mut buffers = Vec::new();
-            for joined in of_inputs.chunk_by(|(one, _), (other, _)| one == other) {
-                runs[joined.len()] += 1;
-                let (buffer, _, len) = place(joined[0].1.weight());
-                buffers.push(buffer);
-                let rows: usize = joined.iter().map(|(_, linear)| linear.weight().dims()[0]).sum();
-                let (mut row, width) = (0, joined[0].0);
-                for (_, linear) in joined {
-                    assert!(linear.weight().is_contiguous(), "{what}");
-                    assert_eq!(place(linear.weight()), (buffer, row * width, len), "{what}");
-                    if let Some(bias) = linear.bias().filter(|_| joined.len() > 1) {
-                        let (_, start, len) = place(bias);
-                        assert_eq!((start, len), (row, rows), "{what}");
-                    }
-                    row += linear.weight().dim(0)?;
-                }
-                assert!(joined.len() == 1 || len == rows * width, "{what}");
-            }
-            buffers.dedup();
-            assert_eq!(buffers.len(), of_inputs.chunk_by(|(one, _), (other, _)| one == other).count(), "{what}");
-        }
+/// from; biases too, with zeros where there is none. The rows of a gate would lie between those of queries and keys.
+pub fn assert_joined(layer: &MultiHeadAttention, what: &str) -> Result<()> {
+    let cfg = layer.config();
+    if cfg.output_gate().is_some() {
+        return Ok(());
     }
-    assert!(runs[1..].iter().all(|&count| count > 100), "{runs:?}");
+    let (q, k, v, _) = layer.projections()?;
+    let of_inputs = [(cfg.embed_dim(), q), (cfg.key_size(), k), (cfg.value_size(), v)];
+    for ((_, linear), bias) in of_inputs.iter().zip(cfg.qkv_bias()) {
+        assert_eq!(linear.bias().is_some(), bias, "{what}");
+    }
+    let mut buffers = Vec::new();
+    for joined in of_inputs.chunk_by(|(one, _), (other, _)| one == other) {
+        let (buffer, _, len) = place(joined[0].1.weight());
+        buffers.push(buffer);
+        let rows: usize = joined.iter().map(|(_, linear)| linear.weight().dims()[0]).sum();
+        let (mut row, width) = (0, joined[0].0);
+        for (_, linear) in joined {
+            assert!(linear.weight().is_contiguous(), "{what}");
+            assert_eq!(place(linear.weight()), (buffer, row * width, len), "{what}");
+            if let Some(bias) = linear.bias().filter(|_| joined.len() > 1) {
+                let (_, start, len) = place(bias);
+                assert_eq!((start, len), (row, rows), "{what}");
+            }
+            row += linear.weight().dim(0)?;
+        }
+        assert!(joined.len() == 1 || len == rows * width, "{what}");
+    }
+    let count = buffers.len();
+    buffers.dedup();
+    assert_eq!(buffers.len(), count, "{what}");
     Ok(())
 }
 

@@ -2,14 +2,12 @@
 
 use std::collections::HashMap;
 
+use candle_attention::WeightLayout;
 use candle_attention::weights::{self, Checkpoint};
-use candle_attention::{HeadShard, MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
 use candle_core::{DType, Result, Tensor};
-use candle_nn::VarBuilder;
-use candle_nn::var_builder::ShardedSafeTensors;
 
 use crate::common::{assert_close, error_text, models};
-use crate::{CPU, invented, wave};
+use crate::{CPU, wave};
 
 #[test]
 fn a_file_that_is_truncated_after_it_was_opened_is_an_error() -> Result<()> {
@@ -36,9 +34,15 @@ fn large_tensors_are_read_whole_and_mapped_ones_are_the_same() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("model.safetensors");
     let large = wave(0.61, (1031, 2053))?;
-    let stored = [("f32", large.clone()), ("bf16", large.to_dtype(DType::BF16)?), ("none", large.narrow(0, 0, 0)?)];
+    let in_half = |dtype| large.to_dtype(dtype);
+    let stored = [
+        ("f32", large.clone()),
+        ("bf16", in_half(DType::BF16)?),
+        ("f16", in_half(DType::F16)?),
+        ("none", large.narrow(0, 0, 0)?),
+    ];
     candle_core::safetensors::save(&HashMap::from(stored.clone()), &path)?;
-    for dtype in [DType::F32, DType::F16, DType::F64] {
+    for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64] {
         let read = weights::open(&path, dtype, &CPU)?;
         // SAFETY: nobody changes the file of this test.
         let mapped = unsafe { weights::open_mmaped(&path, dtype, &CPU)? };
@@ -114,104 +118,6 @@ fn float8_weights_are_multiplied_by_their_scales() -> Result<()> {
     let stored = weights::open(&path, DType::F8E4M3, &CPU)?.get((300, 260), "none.weight")?;
     assert_eq!(stored.dtype(), DType::F8E4M3);
     assert_close(&stored.to_dtype(DType::F32)?, &exact, 0.0, "as it is stored");
-    Ok(())
-}
-
-/// `tests/hf` has the numbers of a layer from float8.
-#[test]
-fn builders_that_know_nothing_of_scales_are_refused() -> Result<()> {
-    let file = tempfile::NamedTempFile::new()?;
-    let cfg = MultiHeadAttentionConfig::new(8, 2);
-    let mut stored = HashMap::new();
-    for (name, tensor) in invented(&cfg, WeightLayout::Canonical)?.state_dict(WeightLayout::Canonical)? {
-        stored.insert(format!("{name}_scale_inv"), Tensor::new(0.25f32, &CPU)?);
-        stored.insert(name, tensor.to_dtype(DType::F8E4M3)?);
-    }
-    candle_core::safetensors::save(&stored, file.path())?;
-    // SAFETY: nobody changes the file of this test.
-    let candle = unsafe { VarBuilder::from_mmaped_safetensors(&[file.path()], DType::F32, &CPU)? };
-    // SAFETY: as above.
-    let sharded = unsafe { ShardedSafeTensors::var_builder(&[file.path()], DType::F32, &CPU)? };
-    let shard = MultiHeadAttention::load_shard(&cfg, WeightLayout::Canonical, HeadShard::new(0, 2)?, &sharded);
-    for refused in [MultiHeadAttention::new(&cfg, candle), shard] {
-        assert_eq!(
-            error_text(refused),
-            "[multi_head_attention] q_proj.weight is to be multiplied by q_proj.weight_scale_inv, which this builder does not do; that of weights::open does (layout canonical)"
-        );
-    }
-    Ok(())
-}
-
-/// The names next to a tensor that is missing, and the layers where nothing is next to it.
-#[test]
-fn errors_about_names_say_what_is_there() -> Result<()> {
-    let folder = tempfile::tempdir()?;
-    let cfg = MultiHeadAttentionConfig::new(8, 2);
-    let layer = invented(&cfg, WeightLayout::Canonical)?.state_dict(WeightLayout::Book)?;
-    for (wrapper, what) in [("module.", "model"), ("_orig_mod.", "model"), ("state_dict.module.", "model"), ("", "net")]
-    {
-        let path = folder.path().join("model.safetensors");
-        let full_name = |name: &str| format!("{wrapper}{what}.layers.0.attn.{name}");
-        let tensors: HashMap<_, _> = layer.iter().map(|(name, tensor)| (full_name(name), tensor.clone())).collect();
-        candle_core::safetensors::save(&tensors, &path)?;
-        let at = full_name("").trim_end_matches('.').to_string();
-        let (checkpoint, vb) = (Checkpoint::open(&path)?, weights::open(&path, DType::F32, &CPU)?);
-        assert_eq!(checkpoint.attention_layers(), [at.as_str()]);
-        // A builder that lists no names, which is asked for the prefixes that are usual.
-        let candle = VarBuilder::from_tensors(tensors, DType::F32, &CPU);
-        let wrong = "model.layers.0.attn";
-        for error in [
-            error_text(checkpoint.detect(wrong)),
-            error_text(WeightLayout::detect(&vb.pp(wrong))),
-            error_text(WeightLayout::detect(&candle.pp(wrong))),
-        ] {
-            if wrapper.is_empty() {
-                continue;
-            }
-            assert!(error.ends_with(&format!("; they are below {at:?}, from the root of the file")), "{error}");
-        }
-        for error in [error_text(checkpoint.detect("")), error_text(WeightLayout::detect(&vb))] {
-            assert!(error.ends_with(&format!("; attention weights are below {at:?}")), "{error}");
-        }
-        let error = error_text(MultiHeadAttention::new(&cfg, vb.pp(&at)));
-        let expected = format!(
-            "[multi_head_attention] {at}.q_proj.weight is missing, expected shape [8, 8] (layout canonical); there are \"{at}."
-        );
-        assert!(
-            error.starts_with(&expected) && error.contains(&format!("{:?}", full_name("out_proj.weight"))),
-            "{error}"
-        );
-    }
-    Ok(())
-}
-
-/// Without its name, a file in which two layouts are possible is decided by the config.json next to it.
-#[test]
-fn the_config_next_to_a_checkpoint_decides_between_two_readings() -> Result<()> {
-    let folder = tempfile::tempdir()?;
-    let cfg = MultiHeadAttentionConfig::new(8, 2);
-    for (naming, models) in [
-        ("query_key_value", [("gpt_neox", "by-head"), ("bloom", "by-head"), ("chatglm", "by-part"), ("unknown", "")]),
-        ("c_attn", [("gpt_bigcode", "by-head"), ("falcon", "by-head"), ("gpt2", ""), ("", "")]),
-    ] {
-        let path = folder.path().join("model.safetensors");
-        invented(&cfg, WeightLayout::Canonical)?.save(&path, format!("packed:{naming}").parse()?)?;
-        for (model_type, order) in models {
-            let config = serde_json::json!({ "model_type": model_type });
-            std::fs::write(folder.path().join("config.json"), config.to_string())?;
-            let detected = Checkpoint::open(&path)?.detect("");
-            match order {
-                "by-head" => assert_eq!(detected?.to_string(), format!("packed:{naming}:by-head"), "{model_type}"),
-                "by-part" => assert_eq!(detected?.to_string(), format!("packed:{naming}"), "{model_type}"),
-                _ => {
-                    let error = error_text(detected);
-                    let users = if naming == "c_attn" { "nanoGPT" } else { "ChatGLM" };
-                    assert!(error.contains(&format!("`packed:{naming}` ({users}) or as `packed:{naming}:by-head` (")));
-                    assert!(error.ends_with("; name the one meant"), "{error}");
-                }
-            }
-        }
-    }
     Ok(())
 }
 

