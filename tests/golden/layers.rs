@@ -2,7 +2,7 @@
 
 use candle_attention::init::TorchSeed;
 use candle_attention::text::{EmbeddingConfig, EmbeddingLayer};
-use candle_attention::weights::{self, Checkpoint};
+use candle_attention::weights;
 use candle_attention::{
     AdditiveAttention, AdditiveAttentionConfig, AdditiveInput, AttentionInput, AttentionMask, EmptyRows, LayerOutput,
     MultiHeadAttention, MultiHeadAttentionConfig, ValidLens, WeightLayout,
@@ -10,7 +10,7 @@ use candle_attention::{
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_nn::VarBuilder;
 
-use crate::common::{Golden, assert_close, max_error, models, systems};
+use crate::common::{Golden, assert_close, max_error, systems};
 use crate::{TOLERANCE, on_each_device};
 
 /// Folders of one layer each: those whose layout is one of the crate's.
@@ -236,41 +236,4 @@ fn frontend_48_train_drops_what_pytorch_drops() -> Result<()> {
         "no dropout outside training",
     );
     Ok(())
-}
-
-/// f32, f16 and bf16 files into each of the three, also below a prefix.
-#[test]
-fn files_of_any_float_load_into_any_float() -> Result<()> {
-    let golden = Golden::open("frontend_48");
-    let cfg: MultiHeadAttentionConfig = config(&golden);
-    let folder = models().join("frontend_48");
-    let whole = weights::open(folder.join("model.safetensors"), DType::F32, &Device::Cpu)?;
-    let exact = whole.get((48, 48), "q_proj.weight")?;
-    for (file, prefix, stored) in [
-        ("model.safetensors", "", DType::F32),
-        ("model-f16.safetensors", "", DType::F16),
-        ("model-bf16.safetensors", "", DType::BF16),
-        ("prefixed.safetensors", "model.layers.0.self_attn", DType::F32),
-    ] {
-        for dtype in [DType::F32, DType::F16, DType::BF16] {
-            let vb = weights::open(folder.join(file), dtype, &Device::Cpu)?;
-            let vb = if prefix.is_empty() { vb } else { vb.pp(prefix) };
-            let layout = WeightLayout::detect(&vb)?;
-            let layer = MultiHeadAttention::load(&cfg, layout, vb)?;
-            let expected: Tensor = exact.to_dtype(stored)?.to_dtype(dtype)?;
-            assert_eq!(layer.projections()?.0.weight().dtype(), dtype);
-            assert_close(layer.projections()?.0.weight(), &expected, 0.0, &format!("{file} as {dtype:?}"));
-        }
-    }
-    let checkpoint = Checkpoint::open(folder.join("prefixed.safetensors"))?;
-    assert_eq!(checkpoint.attention_layers(), ["model.layers.0.self_attn"]);
-    Ok(())
-}
-
-/// The context that the layer of a folder gives, for folders that are one.
-pub fn computed(folder: &str, case: &str) -> Option<Result<Tensor>> {
-    layers()
-        .iter()
-        .any(|name| name == folder)
-        .then(|| Ok(System::open(folder, DType::F32, &Device::Cpu)?.run(case)?.output))
 }

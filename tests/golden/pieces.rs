@@ -42,25 +42,24 @@ fn assert_golden(output: &AttentionOutput, golden: &Golden, case: &str) -> Resul
     Ok(())
 }
 
-fn qkv_2x2(golden: &Golden) -> Result<[Tensor; 3]> {
-    let [q, k, v] = ["q", "k", "v"].map(|name| heads(golden.get("main", name)));
-    Ok([q?, k?, v?])
-}
-
-fn shiny_sun(golden: &Golden) -> Result<(Tensor, AttentionOutput)> {
-    let x = heads(golden.get("main", "x"))?;
-    let output = attend(&x.narrow(2, 1, 1)?, &x, &x, &AttentionMask::none(), Some(1.0))?;
-    Ok((x, output))
-}
-
 #[test]
-fn small_examples_have_their_weights_and_contexts() -> Result<()> {
+fn small_examples_have_their_scores_weights_and_contexts() -> Result<()> {
     let (sun, golden) = (Golden::open("shiny_sun"), Golden::open("qkv_2x2"));
-    assert_golden(&shiny_sun(&sun)?.1, &sun, "main")?;
+    let x = heads(sun.get("main", "x"))?;
+    let output = attend(&x.narrow(2, 1, 1)?, &x, &x, &AttentionMask::none(), Some(1.0))?;
+    assert_golden(&output, &sun, "main")?;
+    // The tutorial lists the weighted embeddings component by component.
+    let weighted = output.weights.t()?.broadcast_mul(&x)?.t()?.squeeze(0)?.squeeze(0)?;
+    assert_close(&weighted, sun.get("main", "weighted"), TOLERANCE, "weighted");
     let x = heads(sun.get("all_queries", "x"))?;
     let context = attend(&x, &x, &x, &AttentionMask::none(), Some(1.0))?.context;
     assert_close(&context.squeeze(0)?.squeeze(0)?, sun.get("all_queries", "expected_f64"), TOLERANCE, "all queries");
-    let [q, k, v] = qkv_2x2(&golden)?;
+    let [q, k, v] = ["q", "k", "v"].map(|name| heads(golden.get("main", name)));
+    let (q, k, v) = (q?, k?, v?);
+    for (name, scale) in [("scores", 1.0), ("scaled", 0.5f64.sqrt())] {
+        let scores = scores(&q, &k, scale)?.squeeze(0)?.squeeze(0)?;
+        assert_close(&scores, golden.get("main", name), TOLERANCE, name);
+    }
     assert_golden(&attend(&q, &k, &v, &AttentionMask::none(), None)?, &golden, "main")
 }
 
@@ -86,30 +85,6 @@ fn batched_matmul_equals_the_heads_one_by_one() -> Result<()> {
         assert_close(&scores(&one, &one, 1.0)?, &all.narrow(1, head, 1)?, 0.0, "one head");
     }
     Ok(())
-}
-
-/// What the crate computes for a folder's tensor, for the numbers that tutorials print.
-pub fn computed(folder: &str, tensor: &str) -> Result<Tensor> {
-    let golden = Golden::open(folder);
-    match (folder, tensor) {
-        ("batched_matmul", _) => scores(golden.get("main", "a"), golden.get("main", "a"), 1.0),
-        ("qkv_2x2", _) => {
-            let [q, k, v] = qkv_2x2(&golden)?;
-            let output = attend(&q, &k, &v, &AttentionMask::none(), None)?;
-            match tensor {
-                "scores" => scores(&q, &k, 1.0),
-                "scaled" => scores(&q, &k, 0.5f64.sqrt()),
-                "attn_weights" => Ok(output.weights),
-                _ => Ok(output.context),
-            }
-        }
-        // The tutorial lists the weighted embeddings component by component.
-        (_, "weighted") => {
-            let (x, output) = shiny_sun(&golden)?;
-            output.weights.t()?.broadcast_mul(&x)?.t()
-        }
-        _ => Ok(shiny_sun(&golden)?.1.context),
-    }
 }
 
 /// The triangle that was meant, both as a bias and as the causal mask; `0 · -inf` never arises.
