@@ -6,7 +6,7 @@ use candle_nn::{VarBuilder, VarMap};
 use serde_json::json;
 
 use crate::common::{error_text, values};
-use crate::golden::{forward, forward_from};
+use crate::golden::forward_from;
 use crate::{CPU, Model, Tensors, builder};
 
 /// Models below a head, which is the first part of every name.
@@ -97,32 +97,4 @@ fn a_model_begins_with_fresh_variables_under_the_same_names() -> Result<()> {
         .flat_map(|name| ["bias", "weight"].map(|kind| format!("bert.encoder.layer.1.attention.{name}.{kind}")));
     assert_eq!(names, expected.collect());
     Ok(())
-}
-
-#[test]
-fn a_missing_tensor_is_named_where_it_belongs() {
-    for (name, tensor, op, expected) in [
-        (
-            "t5",
-            "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
-            "relative_bias",
-            "[8, 4] (layout t5)",
-        ),
-        ("opt", "model.decoder.layers.0.self_attn.k_proj.bias", "multi_head_attention", "[32] (layout opt)"),
-        (
-            "deepseek_v3",
-            "model.layers.0.self_attn.kv_a_layernorm.weight",
-            "multi_head_latent_attention",
-            "[10] (layout latent)",
-        ),
-    ] {
-        let mut model = Model::named(name);
-        model.weights.remove(tensor).expect("the model has it");
-        let expected = format!("[{op}] {tensor} is missing, expected shape {expected}");
-        let input = AttentionInput::new(&model.golden["layer0.in"]);
-        assert_eq!(error_text(forward(&model, usize::from(name == "t5"), input)), expected);
-        if name == "t5" {
-            assert_eq!(error_text(hf::load_relative_bias(&model.config, model.vb())), expected);
-        }
-    }
 }
