@@ -1,7 +1,6 @@
 //! Options of the layer, against transformers: `make.py` writes the numbers.
 
 mod content;
-mod layer;
 mod models;
 mod modules;
 mod norms;

@@ -144,7 +144,7 @@ fn an_adapter_gives_the_numbers_of_merged_weights_and_its_own_gradient() -> Resu
 
 /// `joint` is a layout of one weight, if the config has one.
 fn adapted(cfg: &Config, joint: Option<WeightLayout>, all_places: &[&[usize]]) -> Result<()> {
-    let xs = random(&[2, 5, 16])?;
+    let xs = Var::from_tensor(&random(&[2, 5, 16])?)?;
     let plain = weights(cfg)?;
     let variables = |tensors: &Tensors| -> Result<VarMap> {
         let vars = VarMap::new();
@@ -183,7 +183,7 @@ fn adapted(cfg: &Config, joint: Option<WeightLayout>, all_places: &[&[usize]]) -
             assert_near(&found, &expected, 1e-5, &format!("layer {n}, places {places:?}"));
             let gradients = found.sqr()?.sum_all()?.backward()?;
             for (place, down, up) in &adapters {
-                for var in [down, up] {
+                for var in [down, up, &xs] {
                     let gradient = gradients.get(var).expect("a gradient");
                     assert!(values(gradient).iter().any(|&x| x != 0.0), "layer {n}, place {place}");
                 }
