@@ -7,59 +7,17 @@ use candle_core::Module;
 use candle_nn::Embedding;
 use serde::Deserialize;
 
-use crate::words::{Of, Tensors, builder, dtype};
+use crate::words::{Of, Tensors, builder, dtype, dtype_and_shape};
 use crate::*;
 
 pub const SUBJECTS: &[(&str, Subject)] = &[
-    ("tokenizer", run::<Words>),
     ("embedding", run::<Embedded>),
-    ("heat map", run::<Drawn>),
+    ("heat map", |line, _| {
+        let (dtype, shape) = dtype_and_shape(line).expect("a dtype and a shape");
+        HeatMap::new(&of(dtype, shape)).map(accepted)
+    }),
     ("text calls", |line, _| named(CALLS, line)),
 ];
-
-/// A tokenizer, and what it is asked.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Words {
-    words: Vec<String>,
-    padding: Option<String>,
-    unknown: Option<String>,
-    #[serde(default)]
-    left: bool,
-    encode: Option<String>,
-    batch: Option<Vec<String>>,
-    decode: Option<Vec<u32>>,
-    #[serde(default)]
-    without_special: bool,
-}
-
-impl Call for Words {
-    fn call(self) -> Result<String> {
-        let mut tokenizer = SimpleTokenizer::from_words(self.words)?;
-        if let Some(padding) = self.padding {
-            tokenizer = tokenizer.with_padding(&padding)?;
-        }
-        if let Some(unknown) = self.unknown {
-            tokenizer = tokenizer.with_unknown(&unknown)?;
-        }
-        if self.left {
-            tokenizer = tokenizer.with_padding_side(PaddingSide::Left)?;
-        }
-        if let Some(text) = self.encode {
-            tokenizer.encode(&text)?;
-        }
-        if let Some(texts) = self.batch {
-            let batch = tokenizer.encode_batch(&texts.iter().map(String::as_str).collect::<Vec<_>>())?;
-            batch.valid_lens()?;
-        }
-        match self.decode {
-            Some(ids) if self.without_special => tokenizer.decode_with(&ids, SpecialTokens::Without)?,
-            Some(ids) => tokenizer.decode(&ids)?,
-            None => String::new(),
-        };
-        Ok(accepted(tokenizer))
-    }
-}
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -83,44 +41,22 @@ impl Call for Embedded {
     }
 }
 
-/// The words of a heat map of the mean of heads, or of one head.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Drawn {
-    weights: Tensors,
-    /// Of which this sequence is drawn.
-    sequence: Option<usize>,
-    head: Option<usize>,
-    queries: Option<Vec<String>>,
-    keys: Option<Vec<String>>,
-    tokens: Option<Vec<String>>,
-    scale_max: Option<Of<f64>>,
-    max_width: Option<usize>,
-    max_rows: Option<usize>,
+fn seven() -> Result<SimpleTokenizer> {
+    Ok(SimpleTokenizer::from_words(["<pad>", "hello", "world", "how", "are", "you", "?"])?)
 }
 
-impl Call for Drawn {
-    fn call(self) -> Result<String> {
-        let mut map = match self.sequence {
-            Some(sequence) => HeatMap::from_batch(&self.weights, sequence)?,
-            None => HeatMap::new(&self.weights)?,
-        };
-        if let Some(tokens) = self.queries {
-            map = map.with_query_tokens(&tokens)?;
-        }
-        if let Some(tokens) = self.keys {
-            map = map.with_key_tokens(&tokens)?;
-        }
-        if let Some(tokens) = self.tokens {
-            map = map.with_tokens(&tokens)?;
-        }
-        if let Some(Of(end)) = self.scale_max {
-            map = map.with_scale_max(end)?;
-        }
-        let options =
-            TerminalOptions { max_width: self.max_width, max_rows: self.max_rows, ..TerminalOptions::default() };
-        map.to_terminal(self.head.map_or(Heads::Mean, Heads::One), &options).map(accepted)
-    }
+fn two() -> Result<SimpleTokenizer> {
+    Ok(SimpleTokenizer::from_words(["hello", "world"])?)
+}
+
+/// 16 heads, 2 queries, 3 keys.
+fn map() -> Result<HeatMap> {
+    HeatMap::new(&zeros((16, 2, 3)))
+}
+
+fn drawn(max_width: Option<usize>, max_rows: Option<usize>) -> Result<String> {
+    let map = HeatMap::new(&zeros((2, 2)))?.with_tokens(&["hello", "world"])?;
+    map.to_terminal(Heads::Mean, &TerminalOptions { max_width, max_rows, ..TerminalOptions::default() })
 }
 
 fn wrap(table: Tensor, width: usize) -> Result<EmbeddingLayer> {
@@ -136,6 +72,37 @@ const CALLS: &[Named] = calls! {
     "a table with a batch" => wrap(zeros((1, 7, 3)), 3),
     "a table of ids" => wrap(of(DType::U32, (7, 3)), 3),
     "a table of no words" => wrap(zeros((0, 3)), 3),
+    "a word that is nearly another" => seven()?.encode("hello wrld"),
+    "a word in capitals" => seven()?.encode("Hello"),
+    "a word with punctuation" => seven()?.encode("hello world how are you?"),
+    "a word of another language" => seven()?.encode("我爱自然"),
+    "no words" => SimpleTokenizer::from_words(Vec::<String>::new()),
+    "an empty word" => SimpleTokenizer::from_words(["a", ""]),
+    "a word twice" => SimpleTokenizer::from_words(["a", "b", "a"]),
+    "an unknown word of a batch" => seven()?.encode_batch(&["hello", "how zzzzz"]),
+    "no texts" => seven()?.encode_batch::<&str>(&[]),
+    "texts of different lengths without a padding token" => two()?.encode_batch(&["hello", "hello world"]),
+    "a padding token that is nearly a word" => seven()?.with_padding("[PAD]"),
+    "a padding token that is no word" => two()?.with_padding("[PAD]"),
+    "an unknown token that is no word" => two()?.with_unknown("<unk>"),
+    "a padding side without a padding token" => two()?.with_padding_side(PaddingSide::Left),
+    "lengths of a batch that is padded on the left" =>
+        seven()?.with_padding_side(PaddingSide::Left)?.encode_batch(&["how"])?.valid_lens(),
+    "an id that is no word's" => seven()?.decode(&[1, 7]),
+    "an id that is no word's, without special tokens" => seven()?.decode_with(&[1, 0, 7], SpecialTokens::Without),
+    "a sequence out of range" => HeatMap::from_batch(&zeros((2, 2, 3, 3)), 2),
+    "a batch of rank 3" => HeatMap::from_batch(&zeros((2, 3, 3)), 0),
+    "a head out of range" => map()?.to_terminal(Heads::One(16), &TerminalOptions::default()),
+    "too few query tokens" => map()?.with_query_tokens(&["a"]),
+    "too many key tokens" => map()?.with_key_tokens(&["a"; 4]),
+    "one list of tokens for two lengths" => map()?.with_tokens(&["a", "b"]),
+    "a scale that ends at zero" => map()?.with_scale_max(0.0),
+    "a scale that ends below zero" => map()?.with_scale_max(-1.0),
+    "a scale that ends at no number" => map()?.with_scale_max(f64::NAN),
+    "a scale without an end" => map()?.with_scale_max(f64::INFINITY),
+    "too few columns" => drawn(Some(9), None),
+    "no columns" => drawn(Some(0), None),
+    "no rows" => drawn(None, Some(0)),
     "an unknown token in a BPE file" => {
         let model = br#"{"model": {"type": "BPE", "vocab": {"<unk>": 0, "a": 1}, "merges": []}}"#;
         SimpleTokenizer::from_bytes(model)?.with_unknown("<unk>")
