@@ -179,6 +179,8 @@ fn every_text_is_the_one_that_was_reviewed() {
         let written = std::fs::read_to_string(&file).expect("a file of texts");
         for line in written.lines().filter(|line| !line.starts_with("    ")) {
             said += &format!("{line}\n");
+            // Where a call panics, the last line is its own.
+            println!("{}: {line}", file.display());
             match line.strip_prefix("> ") {
                 Some(line) => heading = Some(Heading::new(line)),
                 None => {

@@ -9,11 +9,6 @@ use crate::common::{error_text, values};
 use crate::golden::forward_from;
 use crate::{CPU, Model, Tensors, builder};
 
-#[test]
-fn known_architectures_stand_in_order() {
-    assert!(hf::architectures().is_sorted());
-}
-
 /// Experts are quantised alone.
 #[test]
 fn quantised_experts_do_not_matter() {
