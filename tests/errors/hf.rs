@@ -7,47 +7,38 @@ use crate::common::recorded;
 use crate::*;
 
 pub const SUBJECTS: &[(&str, Subject)] = &[
-    ("hf::attention_config", |line, _| of_layer(line, |config, i| shown(hf::attention_config(config, i)))),
-    ("hf::latent_attention_config", |line, _| {
-        of_layer(line, |config, i| shown(hf::latent_attention_config(config, i)))
-    }),
-    ("hf::linear_attention_config", |line, _| {
-        of_layer(line, |config, i| shown(hf::linear_attention_config(config, i)))
-    }),
-    ("hf::decoder_attention_config", |line, _| {
-        of_layer(line, |config, i| shown(hf::decoder_attention_config(config, i)))
-    }),
-    ("hf::cross_attention_config", |line, _| of_layer(line, |config, i| shown(hf::cross_attention_config(config, i)))),
-    ("hf::load_attention", |line, _| {
-        of_layer(line, |config, i| hf::load_attention(config, i, nothing()).map(accepted))
-    }),
-    ("hf::load_latent_attention", |line, _| {
-        of_layer(line, |config, i| hf::load_latent_attention(config, i, nothing()).map(accepted))
-    }),
-    ("hf::load_linear_attention", |line, _| {
-        of_layer(line, |config, i| hf::load_linear_attention(config, i, nothing()).map(accepted))
-    }),
-    ("hf::load_cross_attention", |line, _| {
-        of_layer(line, |config, i| hf::load_cross_attention(config, i, nothing()).map(accepted))
-    }),
-    ("hf::load_relative_bias", |line, _| {
-        of_layer(line, |config, _| hf::load_relative_bias(config, nothing()).map(accepted))
-    }),
+    ("hf::attention_config", |line, _| config(line, hf::attention_config)),
+    ("hf::latent_attention_config", |line, _| config(line, hf::latent_attention_config)),
+    ("hf::linear_attention_config", |line, _| config(line, hf::linear_attention_config)),
+    ("hf::decoder_attention_config", |line, _| config(line, hf::decoder_attention_config)),
+    ("hf::cross_attention_config", |line, _| config(line, hf::cross_attention_config)),
+    ("hf::load_attention", |line, _| loaded(line, hf::load_attention)),
+    ("hf::load_latent_attention", |line, _| loaded(line, hf::load_latent_attention)),
+    ("hf::load_linear_attention", |line, _| loaded(line, hf::load_linear_attention)),
+    ("hf::load_cross_attention", |line, _| loaded(line, hf::load_cross_attention)),
+    ("hf::load_relative_bias", |line, _| loaded(line, |config, _, vb| hf::load_relative_bias(config, vb))),
     ("without a tensor", without),
     ("linear layers of the first eight", |line, _| {
-        of_layer(line, |config, _| {
-            Ok(format!("{:?}", (0..8).filter(|&i| hf::linear_attention_config(config, i).is_ok()).collect::<Vec<_>>()))
+        config(line, |config, _| {
+            Ok((0..8).filter(|&i| hf::linear_attention_config(config, i).is_ok()).collect::<Vec<_>>())
         })
     }),
 ];
 
-fn shown(config: Result<impl std::fmt::Debug>) -> Result<String> {
-    config.map(|config| format!("{config:?}"))
+fn config<T: std::fmt::Debug>(line: &str, read: fn(&Value, usize) -> Result<T>) -> Result<String> {
+    let (config, layer) = layer_of(line)?;
+    Ok(format!("{:?}", read(&config, layer)?))
 }
 
-/// The layer of a line, layer 1 unless it says another: `3 opt {}` is layer 3 of a config of the architecture `opt`
-/// with these fields.
-fn of_layer(line: &str, read: impl Fn(&Value, usize) -> Result<String>) -> Result<String> {
+/// From a checkpoint without tensors.
+fn loaded<T>(line: &str, load: fn(&Value, usize, VarBuilder) -> Result<T>) -> Result<String> {
+    let (config, layer) = layer_of(line)?;
+    load(&config, layer, weights_of(&[])).map(accepted)
+}
+
+/// The config of a line and the layer, layer 1 unless it says another: `3 opt {}` is layer 3 of a config of the
+/// architecture `opt` with these fields.
+fn layer_of(line: &str) -> Result<(Value, usize)> {
     let (words, fields) = line.split_at(line.find(['{', '[']).expect("a config"));
     let mut config: Value = serde_json::from_str(fields).map_err(Error::wrap)?;
     let mut layer = 1;
@@ -57,7 +48,7 @@ fn of_layer(line: &str, read: impl Fn(&Value, usize) -> Result<String>) -> Resul
             Err(_) => config["model_type"] = json!(word),
         }
     }
-    read(&config, layer)
+    Ok((config, layer))
 }
 
 /// A layer of a folder of `tests/hf/models` without one of its tensors, as in `opt 0 k_proj.bias`.
@@ -72,8 +63,4 @@ fn without(line: &str, _: &Value) -> Result<String> {
         Ok(_) => hf::load_latent_attention(&config, layer, vb).map(accepted),
         Err(_) => hf::load_attention(&config, layer, vb).map(accepted),
     }
-}
-
-fn nothing() -> VarBuilder<'static> {
-    weights_of(&[])
 }
