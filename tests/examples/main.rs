@@ -1,11 +1,23 @@
-//! The examples, run as a user runs them: real processes, their output and their exit codes.
+//! The examples, run as a user runs them: real processes, their output and their exit codes. `tests/{example}/models`
+//! has the checkpoints that they are given.
 
-mod checkpoints;
 #[path = "../common/mod.rs"]
 mod common;
-mod induction_heads;
-mod misuse;
-mod output;
+#[path = "../../examples/causal_lm/model.rs"]
+mod decoder;
+#[path = "../../examples/sentence_embedding/model.rs"]
+mod encoder;
+mod gguf;
+mod golden;
+#[path = "../../examples/image_embedding/model.rs"]
+#[allow(dead_code, clippy::duplicate_mod, reason = "the program's part, and the blocks of all three")]
+mod images;
 mod page;
 mod process;
-mod swap_in_candle_model;
+#[path = "../../examples/image_embedding/resample.rs"]
+#[allow(dead_code, reason = "the program's part")]
+mod resample;
+mod sessions;
+mod steps;
+mod tokens;
+mod training;

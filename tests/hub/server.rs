@@ -1,19 +1,12 @@
 //! A hub on this machine, as small as hf-hub's downloads allow: one model, a thread, no keep-alive.
 
-use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use tempfile::TempDir;
-
-use crate::child::Child;
-
-/// The commit that all branches of the model are at.
-pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
+use crate::child::COMMIT;
 
 /// What the hub does when it is asked for a file that it has.
 #[derive(Clone, Copy, PartialEq)]
@@ -30,160 +23,132 @@ pub enum Mood {
     ErrorPage,
 }
 
-/// A running server; it ends when dropped.
+/// A server of `files` as the model `org/name`, at the revisions `main`, `refs/pr/1` and [`COMMIT`]. A model `old/name`
+/// has been renamed to `org/name`.
 pub struct Server {
     pub endpoint: String,
-    /// Where its callers have their cache.
-    pub home: TempDir,
-    requests: Arc<Mutex<Vec<String>>>,
-    stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
-}
-
-#[derive(Clone)]
-struct Hub {
-    endpoint: String,
-    model: String,
-    files: BTreeMap<String, Vec<u8>>,
-    mood: Mood,
-    stop: Arc<AtomicBool>,
+    pub mood: Mutex<Mood>,
+    files: Vec<(&'static str, &'static [u8])>,
+    /// As `METHOD path`, with ` token` for those that carry the token of the tests.
+    requests: Mutex<Vec<String>>,
+    stopped: AtomicBool,
 }
 
 impl Server {
-    /// Serves `files` as `model`, at the revisions `main`, `refs/pr/1` and [`COMMIT`]. A model `old/name` has been
-    /// renamed to `org/name`.
-    pub fn start(model: &str, files: &[(&str, &[u8])], mood: Mood) -> std::io::Result<Self> {
-        let listener = TcpListener::bind("127.0.0.1:0")?;
-        listener.set_nonblocking(true)?;
-        let endpoint = format!("http://{}", listener.local_addr()?);
-        let requests = Arc::new(Mutex::new(Vec::new()));
-        let stop = Arc::new(AtomicBool::new(false));
-        let hub = Hub {
-            endpoint: endpoint.clone(),
-            model: model.to_string(),
-            files: files.iter().map(|(name, bytes)| (name.to_string(), bytes.to_vec())).collect(),
-            mood,
-            stop: stop.clone(),
-        };
-        let log = requests.clone();
-        let thread = std::thread::spawn(move || {
+    pub fn start(files: &[(&'static str, &'static [u8])]) -> Arc<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        listener.set_nonblocking(true).expect("a listener");
+        let server = Arc::new(Self {
+            endpoint: format!("http://{}", listener.local_addr().expect("an address")),
+            mood: Mutex::new(Mood::Open),
+            files: files.to_vec(),
+            requests: Mutex::default(),
+            stopped: AtomicBool::new(false),
+        });
+        let own = server.clone();
+        std::thread::spawn(move || {
             // A test that hangs ends with its server, at the latest.
             let end = Instant::now() + Duration::from_secs(120);
-            while !hub.stop.load(Ordering::Relaxed) && Instant::now() < end {
+            while !own.stopped.load(Ordering::Relaxed) && Instant::now() < end {
                 match listener.accept() {
                     Ok((stream, _)) => {
-                        let (hub, log) = (hub.clone(), log.clone());
-                        std::thread::spawn(move || hub.answer(stream, &log));
+                        let own = own.clone();
+                        std::thread::spawn(move || own.answer(&stream));
                     }
                     Err(_) => std::thread::sleep(Duration::from_millis(2)),
                 }
             }
         });
-        Ok(Self { endpoint, home: TempDir::new()?, requests, stop, thread: Some(thread) })
+        server
     }
 
-    /// What a process gets that fetches this model from here, with more in its environment.
-    pub fn fetch(&self, model: &str, environment: &[(&str, &str)]) -> Result<Vec<String>, String> {
-        Child::new(self.home.path(), model).at(&self.endpoint).with(environment).fetch()
+    /// From soon on nobody listens any more.
+    pub fn stop(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
+        while TcpStream::connect(&self.endpoint["http://".len()..]).is_ok() {
+            std::thread::sleep(Duration::from_millis(2));
+        }
     }
 
-    /// The requests since the last call, as `METHOD path`, with ` token` for those that carry the token of the tests.
+    /// The requests since the last call.
     pub fn requests(&self) -> Vec<String> {
-        std::mem::take(&mut self.requests.lock().unwrap())
+        std::mem::take(&mut self.requests.lock().expect("requests"))
     }
-}
 
-impl Drop for Server {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
-        if let Some(thread) = self.thread.take() {
-            thread.join().unwrap();
-        }
-    }
-}
-
-impl Hub {
-    fn answer(&self, stream: TcpStream, log: &Mutex<Vec<String>>) {
-        stream.set_nonblocking(false).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
-        let mut lines = BufReader::new(&stream).lines();
-        let Some(Ok(request)) = lines.next() else {
-            return;
+    /// The other side may be gone, which is none of the server's business.
+    fn answer(&self, mut stream: &TcpStream) -> std::io::Result<()> {
+        stream.set_nonblocking(false)?;
+        stream.set_read_timeout(Some(Duration::from_secs(10)))?;
+        let lines = BufReader::new(stream).lines().map_while(Result::ok).take_while(|line| !line.is_empty());
+        let lines: Vec<_> = lines.collect();
+        let Some([method, path]) =
+            lines.first().and_then(|line| line.split(' ').collect::<Vec<_>>().first_chunk::<2>().copied())
+        else {
+            return Ok(());
         };
-        let headers: Vec<String> =
-            lines.map_while(Result::ok).take_while(|line| !line.is_empty()).map(|line| line.to_lowercase()).collect();
-        let mut words = request.split(' ');
-        let (method, path) = (words.next().unwrap(), words.next().unwrap());
-        let token = headers.iter().any(|line| line == "authorization: bearer hf_test");
-        log.lock().unwrap().push(format!("{method} {path}{}", if token { " token" } else { "" }));
-        // The other side may be gone, which is none of the server's business.
-        let _ = self.reply(&stream, method, path, &headers);
-    }
-
-    fn reply(&self, mut stream: &TcpStream, method: &str, path: &str, headers: &[String]) -> std::io::Result<()> {
-        let mut head = |status: &str, rest: &str, length: usize| {
-            write!(stream, "HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {length}\r\n{rest}\r\n")
+        let token = if lines.iter().any(|line| line.eq_ignore_ascii_case("authorization: bearer hf_test")) {
+            " token"
+        } else {
+            ""
         };
-        match self.mood {
+        self.requests.lock().expect("requests").push(format!("{method} {path}{token}"));
+
+        let mood = *self.mood.lock().expect("a mood");
+        let (status, headers, body) = match mood {
             Mood::Silent => return self.wait(),
-            Mood::Refuses(status, code) => {
-                return head(&format!("{status} No"), &format!("X-Error-Code: {code}\r\n"), 0);
+            Mood::Refuses(status, code) => (format!("{status} No"), format!("X-Error-Code: {code}\r\n"), &b""[..]),
+            Mood::ErrorPage if method == "GET" => {
+                ("403 Forbidden".into(), String::new(), &b"<html>this link has expired</html>"[..])
             }
-            Mood::Open | Mood::Stalls | Mood::ErrorPage => {}
+            _ => self.reply(path, &lines),
+        };
+        let length = body.len();
+        write!(stream, "HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {length}\r\n{headers}\r\n")?;
+        match (method, mood) {
+            ("HEAD", _) => Ok(()),
+            (_, Mood::Stalls) => stream.write_all(&body[..length / 2]).and_then(|()| self.wait()),
+            _ => stream.write_all(body),
         }
-        if path == format!("/api/models/{}", self.model) {
-            head("200 OK", "", 2)?;
-            return stream.write_all(b"{}");
-        }
+    }
+
+    /// Status, headers and body of what there is.
+    fn reply(&self, path: &str, asked: &[String]) -> (String, String, &[u8]) {
+        let none = &b""[..];
+        let bytes = |file: &str| self.files.iter().find(|(name, _)| *name == file).map(|(_, bytes)| *bytes);
         if let Some(rest) = path.strip_prefix("/old/") {
-            return head("307 Temporary Redirect", &format!("Location: /org/{rest}\r\n"), 0);
+            return ("307 Temporary Redirect".into(), format!("Location: /org/{rest}\r\n"), none);
         }
-        if let Some(bytes) = path.strip_prefix("/store/").and_then(|file| self.files.get(file)) {
-            head("200 OK", "", bytes.len())?;
-            return stream.write_all(bytes);
+        // A model may have no organisation.
+        let path = path.replacen("/org/name", "/name", 1);
+        if let Some(bytes) = path.strip_prefix("/store/").and_then(bytes) {
+            return ("200 OK".into(), String::new(), bytes);
         }
-        let file = ["main", "refs%2Fpr%2F1", COMMIT]
-            .iter()
-            .find_map(|revision| path.strip_prefix(&format!("/{}/resolve/{revision}/", self.model)));
+        let revisions = ["main", "refs%2Fpr%2F1", COMMIT];
+        let file = revisions.iter().find_map(|revision| path.strip_prefix(&format!("/name/resolve/{revision}/")));
         let Some(file) = file else {
-            return head("404 Not Found", "", 0);
+            let status = if path == "/api/models/name" { "200 OK" } else { "404 Not Found" };
+            return (status.into(), String::new(), if path == "/api/models/name" { b"{}" } else { none });
         };
         let commit = format!("X-Repo-Commit: {COMMIT}\r\n");
-        let Some(bytes) = self.files.get(file) else {
-            return head("404 Not Found", &format!("{commit}X-Error-Code: EntryNotFound\r\n"), 0);
+        let Some(bytes) = bytes(file) else {
+            return ("404 Not Found".into(), format!("{commit}X-Error-Code: EntryNotFound\r\n"), none);
         };
         let etag = format!("\"etag-of-{file}\"");
-        let rest = format!("{commit}ETag: {etag}\r\n");
-        if headers.contains(&format!("if-none-match: {etag}")) {
-            return head("304 Not Modified", &rest, 0);
+        let headers = format!("{commit}ETag: {etag}\r\n");
+        if asked.iter().any(|line| line.eq_ignore_ascii_case(&format!("if-none-match: {etag}"))) {
+            return ("304 Not Modified".into(), headers, none);
         }
         if file.ends_with(".safetensors") {
             // Large files are elsewhere: the hub says how large, and where.
             let (size, endpoint) = (bytes.len(), &self.endpoint);
             let linked = format!("X-Linked-Size: {size}\r\nX-Linked-ETag: {etag}\r\n");
-            return head("302 Found", &format!("{commit}{linked}Location: {endpoint}/store/{file}\r\n"), 0);
+            return ("302 Found".into(), format!("{commit}{linked}Location: {endpoint}/store/{file}\r\n"), none);
         }
-        match (method, self.mood) {
-            ("HEAD", _) => head("200 OK", &rest, bytes.len()),
-            (_, Mood::ErrorPage) => {
-                let page = b"<html>this link has expired</html>";
-                head("403 Forbidden", "", page.len())?;
-                stream.write_all(page)
-            }
-            (_, Mood::Stalls) => {
-                head("200 OK", &rest, bytes.len())?;
-                stream.write_all(&bytes[..bytes.len() / 2])?;
-                self.wait()
-            }
-            _ => {
-                head("200 OK", &rest, bytes.len())?;
-                stream.write_all(bytes)
-            }
-        }
+        ("200 OK".into(), headers, bytes)
     }
 
     fn wait(&self) -> std::io::Result<()> {
-        while !self.stop.load(Ordering::Relaxed) {
+        while !self.stopped.load(Ordering::Relaxed) {
             std::thread::sleep(Duration::from_millis(5));
         }
         Ok(())

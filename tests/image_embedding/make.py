@@ -1,4 +1,4 @@
-"""Makes `picture.png` and `models/`: tiny random encoders of images, and what transformers gives for the picture.
+"""Makes `picture.png`, `kinds/` and `models/`: tiny random encoders of images, and what transformers gives for the picture.
 
 python tests/image_embedding/make.py     (packages: tests/hf/requirements.txt)
 
@@ -67,10 +67,18 @@ def write_png(path, planes):
     rows = planes.permute(1, 2, 0).contiguous()
     data = b"".join(b"\0" + bytes(row.flatten().tolist()) for row in rows)
     chunk = lambda kind, data: struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-    header = struct.pack(">IIBBBBB", planes.shape[2], planes.shape[1], 8, 2, 0, 0, 0)
+    kind = {1: 0, 2: 4, 3: 2, 4: 6}[len(planes)]
+    header = struct.pack(">IIBBBBB", planes.shape[2], planes.shape[1], 8, kind, 0, 0, 0)
     path.write_bytes(
         b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(data, 9)) + chunk(b"IEND", b"")
     )
+
+
+def write_kinds(folder):
+    """One grey picture in the kinds that a PNG has, with and without transparency."""
+    grey = (torch.arange(26 * 30) * 37 % 251).to(torch.uint8).reshape(1, 26, 30)
+    for name, planes in {"grey": [grey], "grey_alpha": [grey, grey // 2], "rgb": [grey] * 3, "rgba": [grey] * 3 + [grey // 2]}.items():
+        write_png(folder / f"{name}.png", torch.cat(planes))
 
 
 def pixels(planes, settings):
@@ -101,6 +109,7 @@ def main():
     torch.set_num_threads(1)
     planes = picture()
     write_png(HERE / "picture.png", planes)
+    write_kinds(HERE / "kinds")
     for name, (model_class, config, settings) in MODELS.items():
         torch.manual_seed(sum(map(ord, name)))
         model = model_class._from_config(config, attn_implementation="eager").float().eval()

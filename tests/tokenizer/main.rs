@@ -1,14 +1,15 @@
 //! `SimpleTokenizer`: words to ids and back.
 
-mod batches;
 mod documents;
-mod files;
 mod properties;
+mod reviewed;
 
-use candle_attention::text::{SimpleTokenizer, SpecialTokens, Split, TokenizerError};
-use serde_json::Value;
+use candle_attention::AttentionMask;
+use candle_attention::text::{PaddingSide, SimpleTokenizer, TokenizerError};
+use candle_core::{DType, Device, Tensor};
+use serde_json::{Value, json};
 
-use documents::{letters, load, special};
+use documents::{file, load, named};
 
 const WORDS: [&str; 7] = ["<pad>", "hello", "world", "how", "are", "you", "?"];
 
@@ -50,25 +51,11 @@ fn the_golden_cases_hold() {
     assert!(cases.len() >= 7);
     for case in cases {
         match tokenizer.encode(case["text"].as_str().unwrap()) {
-            Ok(encoding) => assert_eq!(serde_json::json!(encoding.ids), case["ids"], "{case}"),
+            Ok(encoding) => assert_eq!(json!(encoding.ids), case["ids"], "{case}"),
             Err(TokenizerError::UnknownWord { word, .. }) => assert_eq!(word, case["token"], "{case}"),
             Err(other) => panic!("{case}: {other}"),
         }
     }
-}
-
-#[test]
-fn words_become_ids_and_tokens_and_back() {
-    let encoding = tutorial().encode("hello world").unwrap();
-    assert_eq!((encoding.ids, encoding.tokens), (vec![1, 2], vec!["hello".to_owned(), "world".to_owned()]));
-    assert_eq!(ids(&words(&["b", "a"]), "a b"), [1, 0]);
-    for text in ["", " ", "\n\t\u{3000}"] {
-        let encoding = tutorial().encode(text).unwrap();
-        assert!(encoding.ids.is_empty() && encoding.tokens.is_empty());
-    }
-    assert_eq!(tutorial().decode(&[]).unwrap(), "");
-    assert_eq!(tutorial().decode(&[1, 0, 0]).unwrap(), "hello <pad> <pad>");
-    assert_eq!(tutorial().decode_with(&[1, 0, 0], SpecialTokens::Without).unwrap(), "hello");
 }
 
 #[test]
@@ -89,72 +76,28 @@ fn white_space_is_pythons() {
     assert!(ids(&tokenizer, &white.iter().collect::<String>()).is_empty());
 }
 
+/// A long word is cut in the message and whole in the error; of a batch, the first text that fails is named.
 #[test]
-fn punctuation_can_be_words_of_their_own() {
-    let tokenizer = tutorial().with_split(Split::Punctuation);
-    assert_eq!(ids(&tokenizer, "hello world how are you?"), ids(&tutorial(), "hello world how are you ?"));
-    assert_eq!(ids(&tokenizer, "you??\x1fyou ?"), [5, 6, 6, 5, 6]);
-    assert!(message(tokenizer.encode("<pad>")).contains("word 1, \"<\""));
-    let tokenizer = words(&["我", "，", "$"]).with_split(Split::Punctuation);
-    assert_eq!(ids(&tokenizer, "我，我$"), [0, 1, 0, 2]);
-    assert!(tokenizer.with_split(Split::Whitespace).encode("我，我").is_err());
-}
-
-#[test]
-fn unknown_words_name_their_place_and_their_neighbours() {
-    let near = |vocab: &[&str], text: &str| match words(vocab).encode(text).unwrap_err() {
-        TokenizerError::UnknownWord { word, position, nearest, vocabulary, .. } => {
-            assert_eq!(vocabulary, vocab);
-            (word, position, nearest)
+fn an_unknown_word_is_told_with_its_place() {
+    let long = "x".repeat(100_000);
+    match tutorial().encode(&format!("you {long}")).unwrap_err() {
+        TokenizerError::UnknownWord { word, position, vocabulary, .. } => {
+            assert_eq!((word, position, vocabulary), (long.clone(), 1, WORDS.map(String::from).to_vec()));
         }
         other => panic!("{other}"),
-    };
-    let vocab = ["Hallo", "hello", "hell", "help", "jelly", "zoo"];
-    let nearest = ["hello", "Hallo", "hell"].map(String::from).to_vec();
-    assert_eq!(near(&vocab, "zoo Hello"), ("Hello".to_owned(), 1, nearest));
-    // Swapped letters are one edit.
-    assert_eq!(near(&["ba", "cd"], "ab").2, ["ba"]);
-    // A long word is cut in the message and whole in the error.
-    let long = "x".repeat(100_000);
-    assert_eq!(near(&WORDS, &long).0, long);
-    assert!(message(tutorial().encode(&long)).len() < 300);
-}
-
-#[test]
-fn unknown_words_are_errors_unless_a_word_is_chosen_for_them() {
-    for word in ["<unk>", "[UNK]"] {
-        let tokenizer = words(&["a", word]);
-        assert!(message(tokenizer.encode("x")).contains("word 1, \"x\""));
-        assert_eq!(tokenizer.unknown_token(), None);
-        let tokenizer = tokenizer.with_unknown(word).unwrap();
-        let encoding = tokenizer.encode("a x a").unwrap();
-        assert_eq!((encoding.ids, encoding.tokens), (vec![0, 1, 0], ["a", word, "a"].map(String::from).to_vec()));
-        assert_eq!(tokenizer.unknown_token(), Some(word));
     }
+    assert!(message(tutorial().encode(&long)).len() < 300);
+    let texts: Vec<_> = (0..100).map(|i| if i < 40 { "hello" } else { "you you?" }).collect();
+    let error = tutorial().encode_batch(&texts).unwrap_err();
+    assert!(matches!(error, TokenizerError::InBatch { index: 40, .. }), "{error}");
 }
 
 #[test]
 fn the_vocabulary_can_be_looked_up() {
     let tokenizer = tutorial();
-    assert_eq!(tokenizer.vocab_size(), 7);
     assert_eq!((tokenizer.token_to_id("world"), tokenizer.token_to_id("World")), (Some(2), None));
     assert_eq!((tokenizer.id_to_token(6).as_deref(), tokenizer.id_to_token(7)), (Some("?"), None));
-    assert_eq!(tokenizer.words(), WORDS);
-    let with_added = load(letters(), serde_json::json!({"added_tokens": [special(7, "<extra>"), special(1, "[CLS]")]}));
-    assert_eq!(with_added.vocab_size(), 8);
-    assert_eq!(with_added.words(), ["[PAD]", "[CLS]", "[SEP]", "a", "b", "c", "d", "<extra>"]);
-    assert_eq!(ids(&with_added, "a<extra>b"), [3, 7, 4]);
-}
-
-#[test]
-fn the_words_of_texts_can_be_the_vocabulary() {
-    let texts = ["the cat sat on the mat", "", "a\u{3000}mat <pad>"];
-    let tokenizer = SimpleTokenizer::from_texts(&texts, Split::Whitespace).unwrap();
-    assert_eq!(tokenizer.words(), ["<pad>", "the", "cat", "sat", "on", "mat", "a"]);
-    assert_eq!(ids(&tokenizer, texts[0]), [1, 2, 3, 4, 1, 5]);
-    let tokenizer = SimpleTokenizer::from_texts(&["you?"], Split::Punctuation).unwrap();
-    assert_eq!(ids(&tokenizer, "?you"), [2, 1]);
-    assert_eq!(SimpleTokenizer::from_texts::<&str>(&[], Split::Whitespace).unwrap().vocab_size(), 1);
+    assert_eq!(tokenizer.decode(&[]).unwrap(), "");
 }
 
 #[test]
@@ -176,4 +119,42 @@ fn it_passes_between_threads_and_through_candles_result_and_shows_no_vocabulary(
     assert!(text.starts_with("[tokenizer] word 2, \"you?\", is not in the vocabulary"), "{text}");
     let debug = format!("{tokenizer:?}");
     assert!(debug.contains("vocab_size: 7") && !debug.contains("hello"), "{debug}");
+}
+
+/// On either side, what transformers' attention mask of the same batch is.
+#[test]
+fn a_batch_gives_its_ids_and_the_mask_of_its_padding() {
+    for side in [PaddingSide::Right, PaddingSide::Left] {
+        let tokenizer = tutorial().with_padding_side(side).unwrap();
+        let batch = tokenizer.encode_batch(&["hello", "how are you", ""]).unwrap();
+        let tensor = batch.ids_tensor(&Device::Cpu).unwrap();
+        assert_eq!((tensor.dtype(), tensor.to_vec2::<u32>().unwrap().as_slice()), (DType::U32, batch.ids()));
+        assert_eq!((batch.batch_size(), batch.seq_len()), (3, 3));
+        let ones =
+            batch.tokens().iter().map(|row| row.iter().map(|token| u8::from(token != "<pad>")).collect::<Vec<_>>());
+        let ones = Tensor::new(ones.collect::<Vec<_>>(), &Device::Cpu).unwrap();
+        let expected = AttentionMask::from_attention_mask(&ones).unwrap();
+        let drawn = |mask: &AttentionMask| mask.resolve(3, 2, 3).unwrap().to_string();
+        assert_eq!(drawn(&batch.mask()), drawn(&expected), "{side:?}");
+        let other = batch.mask().resolve(3, 1, 4).unwrap_err().to_string();
+        assert!(other.starts_with("[attention_mask] the attention mask has 3 columns, expected"), "{other}");
+    }
+    let empty = tutorial().encode_batch(&["", " "]).unwrap();
+    assert_eq!(empty.ids_tensor(&Device::Cpu).unwrap().dims(), [2, 0]);
+}
+
+#[test]
+fn faults_on_which_the_crate_panics_are_errors() {
+    let mut undefined = named("cls_and_sep");
+    undefined["special_tokens"].as_object_mut().unwrap().remove("[SEP]");
+    let mut second = named("cls_and_sep");
+    second["single"][1]["Sequence"]["id"] = json!("B");
+    for post_processor in [undefined, second] {
+        let error = message(SimpleTokenizer::from_bytes(file("letters", json!({"post_processor": post_processor}))));
+        assert!(error.contains("its post-processor cannot be applied"), "{error}");
+    }
+    let strip = load("letters", json!({"decoder": {"type": "Strip", "content": "a", "start": 0, "stop": 2}}));
+    let error = message(strip.decode(&[3]));
+    let start = "[tokenizer] the file's tokenizer failed to decode: the tokenizers crate panicked: ";
+    assert!(error.starts_with(start), "{error}");
 }

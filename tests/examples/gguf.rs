@@ -1,0 +1,94 @@
+//! The same models as GGUF files, which are written as llama.cpp's converter writes them.
+
+use candle_core::quantized::GgmlDType;
+use candle_core::quantized::gguf_file::Value;
+use candle_core::{Device, Result, Tensor, safetensors};
+use tempfile::NamedTempFile;
+
+use crate::common::assert_near;
+use crate::common::gguf::{File, of_checkpoint};
+use crate::golden::{Golden, spelled};
+use crate::process::Checkpoint;
+
+/// The GGUF file of one of the models.
+fn converted(model: &str, architecture: &str) -> Result<File> {
+    of_checkpoint(&Checkpoint::of("causal_lm", model).path, architecture)
+}
+
+fn on_disk(file: &File) -> Result<(NamedTempFile, Checkpoint)> {
+    let path = tempfile::Builder::new().suffix(".gguf").tempfile()?;
+    std::fs::write(&path, file.bytes()?)?;
+    let checkpoint = Checkpoint { example: "causal_lm", path: path.path().into() };
+    Ok((path, checkpoint))
+}
+
+fn logits(file: &File, ids: &str) -> Result<Tensor> {
+    let (_kept, model) = on_disk(file)?;
+    Ok(safetensors::load_buffer(&model.written("--logits", &["--ids", ids]), &Device::Cpu)?["logits"].clone())
+}
+
+#[test]
+fn files_give_the_logits_and_tokens_of_their_checkpoints() -> Result<()> {
+    for (model, architecture) in
+        [("llama_tied", "llama"), ("qwen2", "qwen2"), ("phi3", "phi3"), ("gemma3_text", "gemma3")]
+    {
+        let (golden, file) = (Golden::of(&Checkpoint::of("causal_lm", model))?, converted(model, architecture)?);
+        let logits = logits(&file, &spelled(&golden.ids[0]))?;
+        assert_near(&logits, &golden.logits.narrow(0, 0, 1)?, 1e-5, model);
+        let made = on_disk(&file)?.1.printed(&["--ids", &spelled(&golden.ids[0][..7]), "--max-tokens", "6"]);
+        assert_eq!(made.trim(), spelled(&golden.greedy[0]), "{model}");
+    }
+    Ok(())
+}
+
+/// With a vocabulary of 37 letters and digits, text says what its ids say.
+#[test]
+fn text_goes_through_the_tokenizer_of_a_file() -> Result<()> {
+    let mut file = converted("qwen2", "qwen2")?;
+    let tokens: Vec<_> = ('a'..='z').chain('0'..='9').chain(['_']).collect();
+    let list = tokens.iter().map(|token| Value::String(token.to_string())).collect();
+    file.set("tokenizer.ggml.tokens", Value::Array(list));
+    file.set("tokenizer.ggml.merges", Value::Array(Vec::new()));
+    for (key, text) in [("model", "gpt2"), ("pre", "qwen2")] {
+        file.set(&format!("tokenizer.ggml.{key}"), Value::String(text.into()));
+    }
+    let (_kept, model) = on_disk(&file)?;
+    let ids = model.printed(&["--ids", "5,7,9", "--max-tokens", "5"]);
+    let made: String = ids.trim().split(',').map(|id| tokens[id.parse::<usize>().expect("an id")]).collect();
+    assert_eq!(model.printed(&["--prompt", "fhj", "--max-tokens", "5"]), format!("fhj{made}\n"));
+    Ok(())
+}
+
+/// A llama, eight times as wide as that of the checkpoint, in a type whose blocks are too wide for it.
+fn wide(dtype: GgmlDType, tied: bool) -> Result<File> {
+    let mut file = converted(if tied { "llama_tied" } else { "llama" }, "llama")?;
+    for (key, size) in [("embedding_length", 128), ("feed_forward_length", 160), ("attention.key_length", 32)] {
+        file.set(&format!("llama.{key}"), Value::U32(size));
+    }
+    for (name, tensor) in std::mem::take(&mut file.tensors) {
+        let tensor = tensor.dequantize(&Device::Cpu)?;
+        let (wide, dtype) = match tensor.rank() {
+            1 => (tensor.repeat(8)?, GgmlDType::F32),
+            _ if name.starts_with("token_embd") || name.starts_with("output") => (tensor.repeat((1, 8))?, dtype),
+            _ => ((tensor / 8.0)?.repeat((8, 8))?, dtype),
+        };
+        file.add(&name, &wide, dtype)?;
+    }
+    Ok(file)
+}
+
+#[test]
+fn quantized_weights_give_the_logits_of_their_numbers() -> Result<()> {
+    use GgmlDType::*;
+    for (dtype, tied) in
+        [(F16, true), (BF16, false), (Q4_0, true), (Q4_1, false), (Q5_0, true), (Q5_1, true), (Q8_0, true)]
+    {
+        let (file, mut plain) = (wide(dtype, tied)?, wide(F32, tied)?);
+        for (name, weight) in &file.tensors {
+            plain.add(name, &weight.dequantize(&Device::Cpu)?, F32)?;
+        }
+        let ids = "5,7,9,11,2,3";
+        assert_near(&logits(&file, ids)?, &logits(&plain, ids)?, 1e-4, &format!("{dtype:?}"));
+    }
+    Ok(())
+}

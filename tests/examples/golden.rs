@@ -1,0 +1,175 @@
+//! The checkpoints of `tests/{example}/models` against transformers, whose numbers each folder's `make.py` writes.
+
+use std::io::Cursor;
+
+use candle_core::{DType, Device, IndexOp, Result, Tensor, safetensors};
+
+use crate::common::relative_error;
+use crate::process::{Checkpoint, command, run};
+
+const EXAMPLES: [(&str, usize); 4] =
+    [("causal_lm", 45), ("image_embedding", 3), ("rerank", 4), ("sentence_embedding", 7)];
+const SENTENCES: &str = "tests/sentence_embedding/sentences.txt";
+const PICTURE: &str = "tests/image_embedding/picture.png";
+
+/// Two texts, and what a decoder makes of them.
+pub struct Golden {
+    pub ids: Vec<Vec<u32>>,
+    pub logits: Tensor,
+    pub greedy: Vec<Vec<u32>>,
+}
+
+impl Golden {
+    pub fn of(model: &Checkpoint) -> Result<Self> {
+        let mut tensors = model.tensors("golden.safetensors");
+        let mut take = |name: &str| tensors.remove(name).expect(name);
+        Ok(Self { ids: take("ids").to_vec2()?, logits: take("logits"), greedy: take("greedy").to_vec2()? })
+    }
+}
+
+pub fn spelled(ids: &[u32]) -> String {
+    ids.iter().map(u32::to_string).collect::<Vec<_>>().join(",")
+}
+
+/// What an example gives, and what transformers gives.
+fn pairs(model: &Checkpoint, options: &[&str]) -> Result<Vec<[Tensor; 2]>> {
+    let golden = model.tensors("golden.safetensors");
+    let written = |option: &str, args: &[&str]| {
+        safetensors::load_buffer(&model.written(option, &[args, options].concat()), &Device::Cpu)
+    };
+    Ok(match model.example {
+        "causal_lm" => {
+            let [one, other] = [0, 1].map(|row| golden["ids"].i(row).and_then(|ids| ids.to_vec1()));
+            let written = written("--logits", &["--ids", &spelled(&one?), "--ids", &spelled(&other?)])?;
+            vec![[written["logits"].clone(), golden["logits"].clone()]]
+        }
+        "sentence_embedding" => {
+            let mean = golden["mean"].to_dtype(DType::F64)?;
+            let unit = mean.broadcast_div(&mean.sqr()?.sum_keepdim(1)?.sqrt()?)?;
+            vec![[written("--out", &["--file", SENTENCES])?["embeddings"].clone(), unit]]
+        }
+        "rerank" => {
+            let question = ["someone plays guitar in the rain", "--file", SENTENCES];
+            let printed = model.printed(&[&question, options].concat());
+            let scores = printed.lines().skip(4).map(|row| row[..8].trim().parse::<f32>().expect("a score"));
+            vec![[Tensor::from_iter(scores, &Device::Cpu)?, golden["scores"].sort_last_dim(false)?.0]]
+        }
+        _ => {
+            let [first, last] = ["1", "2"].map(|layer| written("--out", &[PICTURE, "--layer", layer]));
+            let pair = |of: &Result<_>, own: &str, name: &str| {
+                let of: &std::collections::HashMap<_, Tensor> = of.as_ref().expect("tensors");
+                [of[own].clone(), golden[name].clone()]
+            };
+            vec![
+                pair(&first, "attention", "attention.0"),
+                pair(&last, "attention", "attention.1"),
+                pair(&last, "embedding", "embedding"),
+            ]
+        }
+    })
+}
+
+#[test]
+fn examples_give_what_transformers_gives() -> Result<()> {
+    for (example, count) in EXAMPLES {
+        let models = Checkpoint::all(example);
+        assert_eq!(models.len(), count, "{example}");
+        for model in &models {
+            // Of halves, a token between two experts may go to the other one.
+            let has_experts = model.config().to_string().contains("experts");
+            let dtypes = [("f32", 1e-5), ("f64", 1e-5), ("f16", 2e-2), ("bf16", 0.2)];
+            for &(dtype, most) in &dtypes[..if has_experts { 2 } else { 4 }] {
+                for [got, expected] in pairs(model, &["--dtype", dtype])? {
+                    let error = relative_error(&got.to_dtype(DType::F64)?, &expected);
+                    // Scores are printed with four digits.
+                    let most = if example == "rerank" { f64::max(most, 1e-4) } else { most };
+                    assert!(error <= most, "{model} in {dtype}: off by {error:e} of the largest");
+                    assert!(error > 1e-6 || most < 1e-3, "{model} in {dtype}: {error:e}, as good as f32");
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Alone, as a batch of one length, and as a batch of two; in one piece and in chunks that no length is a multiple of.
+#[test]
+fn generation_gives_the_tokens_of_transformers() -> Result<()> {
+    for model in Checkpoint::all("causal_lm") {
+        let golden = Golden::of(&model)?;
+        let [one, other] = [0, 1].map(|row| spelled(&golden.ids[row][..7]));
+        let [made, others] = [0, 1].map(|row| spelled(&golden.greedy[row]));
+        let shorter = spelled(&golden.ids[1][..3]);
+        for (prompts, chunk, expected) in [
+            (&[&one][..], "2048", &[Some(&made)][..]),
+            (&[&one, &other], "2048", &[Some(&made), Some(&others)]),
+            (&[&one, &other], "3", &[Some(&made), Some(&others)]),
+            (&[&shorter, &one], "4", &[None, Some(&made)]),
+        ] {
+            let prompts = prompts.iter().flat_map(|ids| ["--ids", ids]);
+            let printed = model.printed(&prompts.chain(["--max-tokens", "6", "--chunk", chunk]).collect::<Vec<_>>());
+            let lines: Vec<_> = printed.lines().collect();
+            assert_eq!(lines.len(), expected.len(), "{model}");
+            for (line, expected) in lines.iter().zip(expected) {
+                assert!(expected.is_none_or(|expected| line == expected), "{model}: {printed}, expected {expected:?}");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_dtype_and_cache_makes_tokens() {
+    for model in ["llama", "deepseek_v3", "gpt_oss_mxfp4", "qwen3_next"] {
+        for dtype in ["f32", "bf16", "f16"] {
+            for cache in ["f32", "bf16", "f16", "q8"] {
+                let args = ["--ids", "5,7,9,11,2,3,8", "--max-tokens", "4", "--dtype", dtype, "--kv-cache", cache];
+                let made = Checkpoint::of("causal_lm", model).printed(&args);
+                assert_eq!(made.trim().split(',').count(), 4, "{model}, {dtype}, {cache}: {made}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_no_decoder_here_is_told_those_that_are_which_the_library_knows() {
+    let mut command = command("causal_lm");
+    command.args(["--model", "tests/sentence_embedding/models/bert", "--ids", "1"]);
+    let said = run(command).stderr;
+    let (_, known) = said.split_once("model_type is \"bert\", expected one of ").expect("it names them");
+    let known: Vec<_> = known.trim().split(", ").collect();
+    assert_eq!(known.len(), 36, "{known:?}");
+    for name in known {
+        assert!(candle_attention::hf::architectures().any(|other| other == name), "{name}");
+    }
+}
+
+#[test]
+fn vectors_are_written_with_their_sentences() {
+    let args = ["man", "a \"man\"\teats", "the sky"];
+    let bytes = Checkpoint::of("sentence_embedding", "bert").written("--out", &args);
+    let (_, metadata) = ::safetensors::SafeTensors::read_metadata(&bytes).expect("a file of safetensors");
+    let list = &metadata.metadata().as_ref().expect("metadata")["sentences"];
+    assert_eq!(serde_json::from_str::<Vec<String>>(list).expect("a list"), args);
+}
+
+/// Where the class token looks, the picture is lightest.
+#[test]
+fn attention_is_drawn_over_the_picture_that_the_model_sees() -> Result<()> {
+    for model in Checkpoint::all("image_embedding") {
+        let png = model.written("--attention", &[PICTURE, "--head", "2"]);
+        let mut reader = png::Decoder::new(Cursor::new(png)).read_info().expect("a PNG");
+        let mut pixels = vec![0; reader.output_buffer_size().expect("a small picture")];
+        let info = reader.next_frame(&mut pixels).expect("pixels");
+        let golden = model.tensors("golden.safetensors");
+        let (_, rows, columns) = golden["pixels"].dims3()?;
+        assert_eq!((info.height as usize, info.width as usize), (rows, columns), "{model}");
+        let pixels = Tensor::from_vec(pixels, (rows / 8, 8, columns / 8, 8, 3), &Device::Cpu)?.to_dtype(DType::F32)?;
+        // The light of each patch's middle.
+        let light = pixels.narrow(1, 3, 2)?.narrow(3, 3, 2)?.sum((1, 3, 4))?.flatten_all()?.to_vec1::<f32>()?;
+        let weights = golden["attention.1"].i(1)?.flatten_all()?;
+        let [most, least] = [weights.argmax(0)?, weights.argmin(0)?].map(|patch| patch.to_scalar::<u32>());
+        assert!(light[most? as usize] > light[least? as usize] + 500.0, "{model}: {light:?}");
+    }
+    Ok(())
+}

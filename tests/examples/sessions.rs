@@ -1,0 +1,176 @@
+//! What programs print and say: each file of `sessions/` is a text of lines that are done in turn, with what came of
+//! them. `UPDATE_EXPECT=1 cargo test --test examples` writes what comes of them now.
+//!
+//! ```text
+//! + FROM                 the folder DIR is a copy of a folder
+//! + FROM TO              there is a copy of a file or folder in DIR
+//! - FILE                 a file of DIR is gone
+//! - FILE KEY             a key of a JSON file of DIR is gone
+//! = FILE /POINTER JSON   a JSON file of DIR has a value; `.` is all of it
+//! ~ PART OTHER ..        in the names of tensors in DIR, where ^ stands before each: a part is another, or several,
+//!                        which share the rows, or the tensors are gone
+//! $ PROGRAM ARGUMENT ..  an example runs; what has spaces is written as a JSON string
+//! | what it prints, then what it says on stderr after an exclamation mark, then its code unless 0
+//! ```
+
+use std::path::Path;
+use std::process::Command;
+
+use candle_core::{Device, safetensors};
+use rayon::prelude::*;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::process::{self, Run, Tensors};
+
+#[test]
+fn programs_print_what_was_reviewed() {
+    let files = std::fs::read_dir("tests/examples/sessions").expect("the folder is there");
+    let mut files: Vec<_> = files.map(|file| file.expect("it can be listed").path()).collect();
+    files.retain(|path| path.is_file());
+    files.par_iter().for_each(|path| assert_reviewed(path));
+}
+
+#[test]
+fn what_features_change_is_printed_as_reviewed() {
+    for (file, runs) in [
+        ("hub", cfg!(feature = "hub")),
+        ("no_hub", cfg!(not(feature = "hub"))),
+        ("plot", cfg!(feature = "plot")),
+        ("no_plot", cfg!(not(feature = "plot"))),
+        ("no_device", cfg!(not(any(feature = "cuda", feature = "flash-attn", feature = "metal")))),
+    ] {
+        if runs {
+            assert_reviewed(&Path::new("tests/examples/sessions/features").join(file).with_extension("txt"));
+        }
+    }
+}
+
+fn assert_reviewed(file: &Path) {
+    let script = std::fs::read_to_string(file).expect("a text");
+    let found = Session(tempfile::tempdir().expect("a folder")).answer(&script);
+    if !is_near(&script, &found) {
+        expect_test::expect_file![Path::new(env!("CARGO_MANIFEST_DIR")).join(file)].assert_eq(&found);
+    }
+}
+
+/// Whether texts are the same but for numbers that differ by one in their last digit, and the shades of those.
+fn is_near(expected: &str, found: &str) -> bool {
+    let number = |word: &str| {
+        let digits = word.trim_matches(|c: char| !c.is_ascii_digit() && c != '.' && c != '-');
+        let (_, decimals) = digits.split_once('.')?;
+        Some((digits.parse::<f64>().ok()?, decimals.len() as i32))
+    };
+    let is_near = |(a, b): (&str, &str)| match (number(a), number(b)) {
+        _ if a == b => true,
+        (Some((a, digits)), Some((b, others))) => digits == others && (a - b).abs() < 1.5 * 0.1f64.powi(digits),
+        _ => false,
+    };
+    let words = |text: &'_ str| text.split([' ', '\n']).count();
+    words(expected) == words(found) && expected.split([' ', '\n']).zip(found.split([' ', '\n'])).all(is_near)
+}
+
+/// What is separated by spaces, and JSON strings.
+fn words(mut line: &str) -> Vec<String> {
+    let mut words = Vec::new();
+    while !line.is_empty() {
+        let mut json = serde_json::Deserializer::from_str(line).into_iter::<String>();
+        let (word, end) = match json.next() {
+            Some(Ok(word)) => (word, json.byte_offset()),
+            _ => line.find(' ').map_or((line.to_string(), line.len()), |end| (line[..end].to_string(), end)),
+        };
+        words.push(word);
+        line = line[end..].trim_start();
+    }
+    words
+}
+
+/// The folder DIR.
+struct Session(TempDir);
+
+impl Session {
+    /// The script with what comes of it.
+    fn answer(&self, script: &str) -> String {
+        let mut text = String::new();
+        for line in script.lines().filter(|line| !line.starts_with(['|', '!', '('])) {
+            text += &format!("{line}\n");
+            let dir = self.0.path();
+            let parts = words(&line.replace("DIR", dir.to_str().expect("UTF-8")));
+            let parts: Vec<_> = parts.iter().map(String::as_str).collect();
+            match parts[..] {
+                ["$", program, ref args @ ..] => {
+                    let mut command = process::command(program);
+                    command.args(args).env("HF_HUB_OFFLINE", "1").env("HF_HUB_CACHE", dir);
+                    text += &self.said(command);
+                }
+                ["+", from] => {
+                    std::fs::remove_dir_all(dir).and_then(|()| std::fs::create_dir(dir)).expect("an empty folder");
+                    process::copy(Path::new(from), dir).expect(line);
+                }
+                ["+", from, to] => process::copy(Path::new(from), &dir.join(to)).expect(line),
+                ["-", file] => std::fs::remove_file(dir.join(file)).expect(line),
+                ["-", file, key] => {
+                    self.edit(file, |json| _ = json.as_object_mut().expect(line).remove(key).expect(line))
+                }
+                ["=", file, pointer, ..] => self.set(file, pointer, line.splitn(4, ' ').last().unwrap_or_default()),
+                ["~", part, ref others @ ..] => self.rename(part, others),
+                _ => assert!(parts.is_empty() || parts[0] == "#", "{line}"),
+            }
+        }
+        text
+    }
+
+    fn edit(&self, file: &str, change: impl FnOnce(&mut Value)) {
+        let path = self.0.path().join(file);
+        let text = std::fs::read_to_string(&path).unwrap_or("{}".into());
+        let mut json = serde_json::from_str(&text).expect(file);
+        change(&mut json);
+        std::fs::write(path, json.to_string()).expect(file);
+    }
+
+    fn set(&self, file: &str, pointer: &str, value: &str) {
+        let value = serde_json::from_str(value).expect(value);
+        self.edit(file, |json| match (json.pointer_mut(pointer), pointer.rsplit_once('/')) {
+            (Some(place), _) => *place = value,
+            (None, Some((parent, key))) => json.pointer_mut(parent).expect(pointer)[key] = value,
+            (None, None) => *json = value,
+        });
+    }
+
+    fn rename(&self, part: &str, others: &[&str]) {
+        let file = self.0.path().join("model.safetensors");
+        let mut tensors = Tensors::new();
+        for (name, tensor) in safetensors::load(&file, &Device::Cpu).expect("weights") {
+            let name = format!("^{name}");
+            let others = if name.contains(part) { others } else { &[part][..] };
+            let parts = tensor.chunk(others.len().max(1), 0).expect("rows that can be shared");
+            let parts = others.iter().zip(parts).map(|(other, rows)| (name.replace(part, other), rows));
+            tensors.extend(parts.map(|(name, rows)| (name.replace('^', ""), rows.contiguous().expect("memory"))));
+        }
+        safetensors::save(&tensors, file).expect("weights are written");
+    }
+
+    /// What a run prints and says. What other machines or runs give otherwise is `…`.
+    fn said(&self, command: Command) -> String {
+        let Run { code, stdout, stderr } = process::run(command);
+        let said = |mark: &str, text: &str| -> String {
+            let text = text.replace(self.0.path().to_str().expect("UTF-8"), "DIR");
+            let text = text.replace(env!("CARGO_MANIFEST_DIR"), "ROOT");
+            text.lines().map(|line| format!("{}\n", format!("{mark} {}", stable(line)).trim_end())).collect()
+        };
+        let end = if code == Some(0) { String::new() } else { format!("({})\n", code.unwrap_or(-1)) };
+        format!("{}{}{end}", said("|", &stdout), said("!", &stderr))
+    }
+}
+
+fn stable(line: &str) -> String {
+    if let Some((said, _)) = line.split_once(" (os error ") {
+        return said.rsplit_once(": ").map_or(line.to_string(), |(said, _)| format!("{said}: …"));
+    }
+    let is_timed = line.starts_with("times ") || line.contains(" tokens/s");
+    let word = |word: &str| match word.trim_end_matches([',', ';']).parse::<f64>() {
+        Ok(_) if word.contains("e-") || (is_timed && word.contains('.')) => "…".to_string(),
+        _ => word.to_string(),
+    };
+    line.split(' ').map(word).collect::<Vec<_>>().join(" ")
+}
