@@ -199,7 +199,8 @@ impl ValueProduct {
         let &Step { inputs, tile, block, .. } = step;
         let (d_v, lanes) = (inputs.dims.d_v, K::Vector::LANES);
         let mut sums = vec![0f32; d_v.next_multiple_of(lanes)];
-        for column in part.vectors.start * lanes..tile.rows.len().min(part.vectors.end * lanes) {
+        let end = tile.rows.len().min(part.vectors.end * lanes);
+        for (column, &factor) in factors.iter().enumerate().take(end).skip(part.vectors.start * lanes) {
             sums.fill(0.0);
             // SAFETY: as this method's contract.
             unsafe {
@@ -212,7 +213,7 @@ impl ValueProduct {
                     }
                     block.values.add::<K::Vector>(key, f32::from_bits(weight), &mut sums);
                 }
-                let factor = K::Vector::splat(factors[column]);
+                let factor = K::Vector::splat(factor);
                 for (d, &sum) in sums[..d_v].iter().enumerate() {
                     let at = self.to.add(d * K::PANEL + column);
                     store_first(K::Vector::splat(*at).mul_add(factor, K::Vector::splat(sum)), at, 1);

@@ -60,7 +60,7 @@ impl<E: Number> SimdTask for BackwardTask<'_, '_, E> {
         let biases = BiasGradients {
             bias: bias.map(|bias| if bias.is_summed_over_queries { summed } else { bias }),
             distances: distances.map(|_| SharedPtr(distance_sums.as_mut_ptr())),
-            slopes: (!slopes.is_empty()).then(|| SharedPtr(slopes.as_mut_ptr())),
+            slopes: (!slopes.is_empty()).then_some(SharedPtr(slopes.as_mut_ptr())),
         };
         let biases = (bias.is_some() || distances.is_some() || !slopes.is_empty()).then_some(biases);
         // Entries that other tasks add to as well, tile by tile.
