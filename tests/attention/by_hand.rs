@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, HashMap};
 
 use candle_attention::{
-    AlibiConfig, GateActivation, GatePlace, GateScope, MultiHeadAttention, MultiHeadAttentionConfig, OutputGate,
-    QkNorm, QkNormKind, QkNormScope, QueryScaling, RopeConfig, RopeStyle,
+    AlibiConfig, GateActivation, GatePlace, GateScope, MultiHeadAttention, MultiHeadAttentionConfig,
+    MultiHeadLatentAttentionConfig, OutputGate, QkNorm, QkNormKind, QkNormScope, QueryScaling, RopeConfig, RopeStyle,
 };
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{VarBuilder, VarMap};
@@ -41,37 +41,17 @@ impl Numbers {
 
 pub type Parameters = HashMap<String, Numbers>;
 
-/// Random numbers for every parameter that a layer of this config asks for, which are those that the config names.
+/// Random numbers for every parameter that a layer of this config asks for.
 pub fn parameters(cfg: &MultiHeadAttentionConfig, seed: u64) -> Parameters {
-    let (asked, mut random) = (VarMap::new(), Random::new(seed));
+    let asked = VarMap::new();
     MultiHeadAttention::new(cfg, VarBuilder::from_varmap(&asked, DType::F32, &Device::Cpu)).expect("a valid config");
-    let asked: BTreeMap<_, _> = asked.data().lock().expect("one thread").clone().into_iter().collect();
-    let [q_bias, k_bias, v_bias] = cfg.qkv_bias();
-    let (norm, of_context) = (cfg.qk_norm().map(|norm| norm.kind), cfg.context_norm().map(|norm| norm.kind));
-    let gate_bias = cfg.output_gate().and_then(|gate| match gate.place {
-        GatePlace::Own { bias } => Some(bias),
-        _ => None,
-    });
-    for (name, is_named) in [
-        ("q_proj.bias", q_bias),
-        ("k_proj.bias", k_bias),
-        ("v_proj.bias", v_bias),
-        ("o_proj.weight", cfg.out_proj()),
-        ("o_proj.bias", cfg.out_proj() && cfg.out_bias()),
-        ("gate_proj.weight", gate_bias.is_some()),
-        ("gate_proj.bias", gate_bias == Some(true)),
-        ("q_norm.weight", norm.is_some_and(|kind| kind != QkNormKind::RmsNoWeight)),
-        ("k_norm.weight", norm.is_some_and(|kind| kind != QkNormKind::RmsNoWeight)),
-        ("q_norm.bias", norm == Some(QkNormKind::Layer)),
-        ("k_norm.bias", norm == Some(QkNormKind::Layer)),
-        ("context_norm.weight", of_context.is_some()),
-        ("context_norm.bias", of_context == Some(QkNormKind::Layer)),
-        ("bias_k", cfg.bias_kv()),
-        ("bias_v", cfg.bias_kv()),
-        ("sinks", cfg.sinks()),
-    ] {
-        assert_eq!(asked.contains_key(name), is_named, "{name} of {cfg:?}");
-    }
+    drawn(&asked, seed)
+}
+
+/// For every variable, in the order of their names.
+pub fn drawn(asked: &VarMap, seed: u64) -> Parameters {
+    let (asked, mut random) = (asked.data().lock().expect("one thread").clone(), Random::new(seed));
+    let asked: BTreeMap<_, _> = asked.into_iter().collect();
     asked.into_iter().map(|(name, var)| (name, Numbers::random(var.dims(), &mut random))).collect()
 }
 
@@ -92,6 +72,7 @@ pub struct Input {
     pub mask: Vec<Mask>,
 }
 
+#[derive(Debug, Clone)]
 pub struct Output {
     /// (B, T_q, out_dim)
     pub ys: Vec<f64>,
@@ -203,6 +184,49 @@ pub fn forward(cfg: &MultiHeadAttentionConfig, parameters: &Parameters, input: &
     Output { ys: ys.data, weights: attended.weights }
 }
 
+/// A layer of latents.
+pub fn forward_latent(cfg: &MultiHeadLatentAttentionConfig, parameters: &Parameters, input: &Input) -> Output {
+    let (xs, h, d, d_v) = (&input.queries, cfg.num_heads(), cfg.head_dim(), cfg.value_head_dim());
+    let (b, t, nope, rope) = (xs.shape[0], xs.shape[1], cfg.nope_head_dim(), cfg.rope_head_dim());
+    let normalise = |name: &str, mut xs: Numbers| {
+        let norm = QkNorm { kind: QkNormKind::Rms, scope: QkNormScope::Projection, eps: cfg.norm_eps() };
+        self::normalise(parameters, name, norm, xs.width(), &mut xs);
+        xs
+    };
+    let queries = match cfg.q_lora_rank() {
+        None => project(parameters, "q_proj", xs),
+        Some(_) => {
+            let compressed = project(parameters, "q_a_proj", xs);
+            project(parameters, "q_b_proj", &normalise("q_a_layernorm", compressed))
+        }
+    };
+    let [latents, mut k_rope] = split(&project(parameters, "kv_a_proj_with_mqa", xs), [cfg.kv_lora_rank(), rope]);
+    let [k_nope, v] = split(&project(parameters, "kv_b_proj", &normalise("kv_a_layernorm", latents)), [nope, d_v]);
+    let [q_nope, mut q_rope] = split(&queries, [nope, rope]);
+    rotate(cfg.rope(), rope, &mut q_rope);
+    rotate(cfg.rope(), rope, &mut k_rope);
+    // The rotated key is that of every head.
+    k_rope.data = k_rope.data.chunks(rope).flat_map(|row| row.repeat(h)).collect();
+    let join = |first: &Numbers, second: &Numbers| {
+        let pairs = first.data.chunks(nope).zip(second.data.chunks(rope));
+        let data = pairs.flat_map(|(first, second)| [first, second].concat()).collect();
+        heads(&Numbers { shape: vec![b, t, h * d], data }, h, d)
+    };
+    let own = Mask::new(if cfg.causal() { Alignment::Causal } else { Alignment::Free }, []);
+    let attended = Case {
+        dims: Dims { b, h, h_kv: h, t_q: t, t_kv: t, d, d_v },
+        q: join(&q_nope, &q_rope),
+        k: join(&k_nope, &k_rope),
+        v: heads(&v, h, d_v),
+        masks: std::iter::once(own).chain(input.mask.iter().cloned()).collect(),
+        uniform_empty_rows: false,
+        options: Options { scale: Some(cfg.scale()), ..Options::default() },
+    }
+    .attend();
+    let ys = project(parameters, "o_proj", &merged(&attended.context, [b, h, t, d_v]));
+    Output { ys: ys.data, weights: attended.weights }
+}
+
 fn gate_width(gate: OutputGate, d_v: usize) -> usize {
     if gate.scope == GateScope::PerHead { 1 } else { d_v }
 }
@@ -223,13 +247,13 @@ fn factor(scaling: QueryScaling, position: usize) -> f64 {
 }
 
 /// (B, T, H · width) to (B, H, T, width).
-pub fn heads(numbers: &Numbers, heads: usize, width: usize) -> Array {
+fn heads(numbers: &Numbers, heads: usize, width: usize) -> Array {
     let (b, t) = (numbers.shape[0], numbers.shape[1]);
     Array::each([b, heads, t, width], |[b, h, i, d]| numbers.row(b * t + i)[h * width + d])
 }
 
 /// (B, H, T, D_v) to (B, T, H · D_v).
-pub fn merged(context: &[f64], [b, h, t, d_v]: [usize; 4]) -> Numbers {
+fn merged(context: &[f64], [b, h, t, d_v]: [usize; 4]) -> Numbers {
     let by_token = Array::each([b, t, h, d_v], |[b, i, h_, d]| context[((b * h + h_) * t + i) * d_v + d]);
     Numbers { shape: vec![b, t, h * d_v], data: by_token.data }
 }
@@ -262,7 +286,7 @@ fn with_more_keys(mut case: Case, more: usize) -> Case {
     case
 }
 
-pub fn project(parameters: &Parameters, name: &str, xs: &Numbers) -> Numbers {
+fn project(parameters: &Parameters, name: &str, xs: &Numbers) -> Numbers {
     let weight = &parameters[&format!("{name}.weight")];
     let bias = parameters.get(&format!("{name}.bias"));
     let mut data = Vec::new();
@@ -275,7 +299,7 @@ pub fn project(parameters: &Parameters, name: &str, xs: &Numbers) -> Numbers {
     Numbers { shape: vec![xs.shape[0], xs.shape[1], weight.shape[0]], data }
 }
 
-pub fn normalise(parameters: &Parameters, name: &str, norm: QkNorm, d: usize, xs: &mut Numbers) {
+fn normalise(parameters: &Parameters, name: &str, norm: QkNorm, d: usize, xs: &mut Numbers) {
     let (width, span) = (xs.width(), if norm.scope == QkNormScope::Projection { xs.width() } else { d });
     let ones = vec![1.0; width];
     let weight = parameters.get(&format!("{name}.weight")).map_or(&ones, |weight| &weight.data);
@@ -297,7 +321,7 @@ pub fn normalise(parameters: &Parameters, name: &str, norm: QkNorm, d: usize, xs
 }
 
 /// By positions 0..T, with angles, cosines and sines rounded to f32.
-pub fn rotate(rope: &RopeConfig, d: usize, xs: &mut Numbers) {
+fn rotate(rope: &RopeConfig, d: usize, xs: &mut Numbers) {
     let (t, width) = (xs.shape[1], xs.width());
     let r = rope.rotary_dim(d);
     for (n, head) in xs.data.chunks_mut(d).enumerate() {

@@ -15,8 +15,7 @@ use candle_attention::{
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::array::Array;
-pub use crate::common::{Outcome, compare};
-use crate::common::{bits, values};
+use crate::common::{bits, compare, values};
 use crate::oracle::{Alignment, Attended, Case, Dims, Lens, Mask, Part};
 use crate::recipe::wide;
 
@@ -46,19 +45,6 @@ impl Path {
             false => vec![Self::REFERENCE, Self::Asked(Backend::Auto)],
         }
     }
-}
-
-/// The numbers of a case that gradients can flow into.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Leaf {
-    Q,
-    K,
-    V,
-    /// The part of a mask.
-    Bias(usize, usize),
-    Sinks,
-    Slopes,
-    Distances,
 }
 
 /// A case as the crate takes it.
@@ -149,26 +135,27 @@ impl Call {
         Self::with_leaves(case, dtype, device, &mut |_, tensor| Ok(tensor))
     }
 
-    /// `leaf` may put another tensor of the same numbers in the place of each buffer, a variable say.
+    /// `leaf` may put another tensor of the same numbers in the place of each buffer that can have a gradient.
     pub fn with_leaves(
         case: &Case,
         dtype: DType,
         device: &Device,
-        leaf: &mut dyn FnMut(Leaf, Tensor) -> Result<Tensor>,
+        leaf: &mut dyn FnMut(&str, Tensor) -> Result<Tensor>,
     ) -> Result<Self> {
-        let mut viewed = |which: Leaf, array: &Array, dtype: DType| -> Result<Tensor> {
-            array.look(&leaf(which, array.leaf(dtype, device)?)?)
+        let mut viewed = |name: &str, array: &Array, dtype: DType| -> Result<Tensor> {
+            array.look(&leaf(name, array.leaf(dtype, device)?)?)
         };
-        let q = viewed(Leaf::Q, &case.q, dtype)?;
-        let k = viewed(Leaf::K, &case.k, dtype)?;
-        let v = viewed(Leaf::V, &case.v, dtype)?;
-        let mask = attention_mask(&case.masks, device, |m, p, bias| viewed(Leaf::Bias(m, p), bias, wide(dtype)))?;
+        let q = viewed("q", &case.q, dtype)?;
+        let k = viewed("k", &case.k, dtype)?;
+        let v = viewed("v", &case.v, dtype)?;
+        let mask =
+            attention_mask(&case.masks, device, |m, p, bias| viewed(&format!("bias {m} {p}"), bias, wide(dtype)))?;
         let empty_rows = if case.uniform_empty_rows { EmptyRows::Uniform } else { EmptyRows::Zero };
         let mask = mask.with_empty_rows(empty_rows);
         let distances = case.options.distance_bias.as_ref();
-        let distances = distances.map(|biases| viewed(Leaf::Distances, biases, wide(dtype))?.squeeze(2)).transpose()?;
-        let mut heads = |which: Leaf, numbers: &[f64]| {
-            leaf(which, Tensor::new(numbers, &Device::Cpu)?.to_dtype(wide(dtype))?.to_device(device)?)
+        let distances = distances.map(|biases| viewed("distances", biases, wide(dtype))?.squeeze(2)).transpose()?;
+        let mut heads = |name: &str, numbers: &[f64]| {
+            leaf(name, Tensor::new(numbers, &Device::Cpu)?.to_dtype(wide(dtype))?.to_device(device)?)
         };
         let mut options = reference();
         if let Some(biases) = &distances {
@@ -182,10 +169,10 @@ impl Call {
             options = options.with_softcap(softcap);
         }
         if let Some(slopes) = &case.options.alibi_slopes {
-            options = options.with_alibi_slopes(&heads(Leaf::Slopes, slopes)?);
+            options = options.with_alibi_slopes(&heads("slopes", slopes)?);
         }
         if let Some(sinks) = &case.options.sinks {
-            options = options.with_sinks(&heads(Leaf::Sinks, sinks)?);
+            options = options.with_sinks(&heads("sinks", sinks)?);
         }
         Ok(Self { q, k, v, mask, options })
     }
@@ -236,16 +223,16 @@ pub fn reference() -> SdpaOptions {
 }
 
 /// A case against the oracle on every path that can compute it.
-pub fn check(case: &Case, dtype: DType, device: &Device) -> Outcome {
+pub fn check(case: &Case, dtype: DType, device: &Device) -> Result<()> {
     check_on(case, dtype, device, &Path::of(case, dtype, device))
 }
 
 /// On the CPU's kernel alone, since the reference path takes long for large cases.
-pub fn check_kernel(case: &Case, dtype: DType) -> Outcome {
+pub fn check_kernel(case: &Case, dtype: DType) -> Result<()> {
     check_on(case, dtype, &CPU, &Path::kernels())
 }
 
-pub fn check_on(case: &Case, dtype: DType, device: &Device, paths: &[Path]) -> Outcome {
+pub fn check_on(case: &Case, dtype: DType, device: &Device, paths: &[Path]) -> Result<()> {
     let expected = Expected::new(case, dtype);
     for &path in paths {
         let run = || -> Result<_> {
@@ -260,8 +247,8 @@ pub fn check_on(case: &Case, dtype: DType, device: &Device, paths: &[Path]) -> O
             }
             call.by(path).results()
         };
-        let outcome = run().map_err(|error| error.to_string()).and_then(|results| expected.check(case, &results));
-        outcome.map_err(|difference| format!("{path:?}: {difference}"))?;
+        let outcome = run().and_then(|results| expected.check(case, &results));
+        outcome.map_err(|difference| difference.context(format!("{path:?}")))?;
     }
     Ok(())
 }
@@ -278,13 +265,6 @@ pub struct Results {
     pub lse: Tensor,
     /// Of paths that have them.
     pub weights: Option<Tensor>,
-}
-
-impl Results {
-    /// The bits of each result.
-    pub fn bits(&self) -> Vec<Vec<u64>> {
-        [&self.context, &self.lse].into_iter().chain(&self.weights).map(bits).collect()
-    }
 }
 
 /// The oracle's numbers, and how far each result may be off them.
@@ -323,7 +303,7 @@ impl Expected {
         self
     }
 
-    pub fn check(&self, case: &Case, results: &Results) -> Outcome {
+    pub fn check(&self, case: &Case, results: &Results) -> Result<()> {
         let fused = if results.ran == Backend::Fused { &self.clone().fused(case) } else { self };
         fused.context("context", &results.context)?;
         fused.lse("lse", &results.lse)?;
@@ -344,7 +324,7 @@ impl Expected {
         if lse.is_finite() { sum + self.epsilon * lse.abs() } else { sum }
     }
 
-    pub fn context(&self, what: &str, context: &Tensor) -> Outcome {
+    pub fn context(&self, what: &str, context: &Tensor) -> Result<()> {
         let Dims { b, h, t_q, d_v, .. } = self.dims;
         compare(what, context, (&[b, h, t_q, d_v], self.dtype), &self.attended.context, |n| {
             let share = self.share_bound(n / d_v) + self.rounded_weights;
@@ -354,7 +334,7 @@ impl Expected {
 
     /// A share of the whole errs as a log-sum-exp does, and in half precision each part's context was rounded before;
     /// so it is in each of several `stages`.
-    pub fn merged_context(&self, what: &str, context: &Tensor, stages: f64) -> Outcome {
+    pub fn merged_context(&self, what: &str, context: &Tensor, stages: f64) -> Result<()> {
         let Dims { b, h, t_q, d_v, .. } = self.dims;
         compare(what, context, (&[b, h, t_q, d_v], self.dtype), &self.attended.context, |n| {
             let row = n / d_v;
@@ -365,7 +345,7 @@ impl Expected {
     }
 
     /// What a hidden key weighs in a row of NaN says nothing.
-    pub fn weights(&self, what: &str, weights: &Tensor) -> Outcome {
+    pub fn weights(&self, what: &str, weights: &Tensor) -> Result<()> {
         let Dims { b, h, t_q, t_kv, .. } = self.dims;
         let expected = self.attended.weights.iter().zip(values(weights)).enumerate();
         let is_nan = |n: usize| self.attended.lse[n / t_kv].is_nan();
@@ -376,7 +356,7 @@ impl Expected {
         })
     }
 
-    pub fn lse(&self, what: &str, lse: &Tensor) -> Outcome {
+    pub fn lse(&self, what: &str, lse: &Tensor) -> Result<()> {
         let Dims { b, h, t_q, .. } = self.dims;
         compare(what, lse, (&[b, h, t_q], wide(self.dtype)), &self.attended.lse, |n| self.lse_bound(n))
     }

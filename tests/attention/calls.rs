@@ -3,17 +3,12 @@
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 
-use candle_attention::{AttentionMask, SdpaOptions, scaled_dot_product_attention_with_lse as with_lse};
-use candle_core::{DType, Device, Result, Tensor};
+use candle_attention::scaled_dot_product_attention_with_lse as with_lse;
 
-use crate::call::{Path, check, check_on};
-use crate::common::{assert_close, error_text};
-use crate::oracle::Dims;
-use crate::recipe::{Chosen, Kind, Layout, Recipe, dtypes, for_all, recipes};
+use crate::*;
 
 crate::on_each_device!(
     random_calls_give_the_oracles_numbers,
-    every_pair_of_layouts_gives_the_oracles_numbers,
     every_set_of_empty_sizes_gives_the_oracles_numbers,
     additions_to_scores_come_in_any_float_dtype,
 );
@@ -46,15 +41,6 @@ fn random_calls_give_the_oracles_numbers(device: &Device) {
 #[track_caller]
 fn assert_holds(recipe: &Recipe, device: &Device) {
     check(&recipe.case(), recipe.dtype, device).unwrap_or_else(|difference| panic!("{difference}\n{recipe:?}"));
-}
-
-/// At sizes around those of the kernel's vectors.
-fn every_pair_of_layouts_gives_the_oracles_numbers(device: &Device) {
-    let (dims, dtypes) = (Dims { b: 2, h: 4, h_kv: 2, t_q: 9, t_kv: 21, d: 17, d_v: 16 }, dtypes(device));
-    for (n, layouts) in Layout::triples().enumerate() {
-        let recipe = Recipe::plain(dims, vec![vec![Kind::Causal]], dtypes[n % dtypes.len()]);
-        assert_holds(&Recipe { layouts, seed: n as u64, ..recipe }, device);
-    }
 }
 
 /// Under each constraint, with another set of options and another dtype each time.

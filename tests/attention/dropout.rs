@@ -1,13 +1,6 @@
 //! Dropout on the weights: when, how much, and from which source.
 
-use candle_attention::init::TorchSeed;
-use candle_attention::{AttentionOutput, SdpaOptions};
-use candle_core::{DType, Device, Result, Tensor};
-
-use crate::call::{Call, reference};
-use crate::common::{assert_close, values};
-use crate::oracle::Dims;
-use crate::recipe::{Kind, Recipe, dtypes};
+use crate::*;
 
 crate::on_each_device!(
     training_drops_a_share_and_scales_the_rest,

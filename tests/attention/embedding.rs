@@ -1,11 +1,10 @@
 //! `EmbeddingLayer`: ids to vectors, how the tables begin, and where gradients go.
 
 use candle_attention::text::{EmbeddingConfig, EmbeddingLayer, SimpleTokenizer};
-use candle_core::{DType, IndexOp, Module, NdArray, Result, Tensor, Var};
-use candle_nn::{Embedding, VarBuilder, VarMap};
+use candle_core::NdArray;
+use candle_nn::Embedding;
 
-use crate::common::{assert_close, values};
-use crate::tensors::{CPU, builder, named};
+use crate::*;
 
 /// Row i of a (rows, 3) table is [10 i, 10 i + 1, 10 i + 2].
 fn table(rows: usize) -> Result<Tensor> {
@@ -168,9 +167,7 @@ fn the_padding_row_begins_at_zero_and_stays_as_it_is() -> Result<()> {
 #[test]
 fn a_configuration_survives_json_and_may_leave_options_out() {
     let full = EmbeddingConfig::new(7, 3).with_max_positions(4).with_padding_idx(0);
-    let json = serde_json::to_string(&full).expect("JSON");
-    assert_eq!(serde_json::from_str::<EmbeddingConfig>(&json).expect("a config"), full);
+    survives_json(&full);
     let short = r#"{"vocab_size":7,"embed_dim":3}"#;
-    assert_eq!(serde_json::from_str::<EmbeddingConfig>(short).expect("a config"), EmbeddingConfig::new(7, 3));
-    assert_eq!(serde_json::to_string(&EmbeddingConfig::new(7, 3)).expect("JSON"), short);
+    assert_eq!(survives_json(&EmbeddingConfig::new(7, 3)), short);
 }

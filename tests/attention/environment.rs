@@ -2,13 +2,7 @@
 
 use std::process::Command;
 
-use candle_attention::PackedLinear;
-use candle_attention::cpu::Tier;
-use candle_core::{Result, Tensor};
-
-use crate::call::{CPU, Call, has_word};
-use crate::oracle::Dims;
-use crate::recipe::{DTYPES, Recipe};
+use crate::*;
 
 const VARIABLE: &str = "CANDLE_ATTENTION_CPU";
 

@@ -1,37 +1,10 @@
 //! Every parameter of a layer gets a gradient, and it is the right one.
 
-use std::collections::HashMap;
+use crate::by_hand::{Input, Parameters};
+use crate::registry::{Kind, configs};
+use crate::*;
 
-use candle_attention::{AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig as Config};
-use candle_core::{DType, Result, Tensor, Var};
-use candle_nn::{VarBuilder, VarMap};
-
-use crate::array::{Array, Random};
-use crate::by_hand::{Input, Parameters, forward, parameters};
-use crate::call::attention_mask;
-use crate::common::{assert_close, values};
-use crate::layer::{configs, input, is_self};
-use crate::oracle::{Lens, Mask, Part};
-use crate::recipe::dtypes;
-use crate::tensors::{CPU, named};
-
-const STEP: f64 = 1e-5;
-const TOLERANCE: f64 = 1e-6;
 const SIZES: [usize; 3] = [2, 4, 4];
-
-/// A factor for each output, so that the gradient differs in every entry.
-fn factor(n: usize) -> f64 {
-    ((n as f64 + 1.0) * 1.7).sin()
-}
-
-fn loss(cfg: &Config, parameters: &Parameters, input: &Input) -> f64 {
-    forward(cfg, parameters, input).ys.into_iter().enumerate().map(|(n, y)| factor(n) * y).sum()
-}
-
-fn loss_of(ys: &Tensor) -> Result<Tensor> {
-    let factors: Vec<f64> = (0..ys.elem_count()).map(factor).collect();
-    Tensor::from_vec(factors, ys.shape(), &CPU)?.to_dtype(ys.dtype())?.mul(ys)?.sum_all()
-}
 
 /// Lengths under which the first sequence is padded and its first query sees nothing, and a bias.
 fn padding_and_bias() -> Vec<Mask> {
@@ -41,142 +14,115 @@ fn padding_and_bias() -> Vec<Mask> {
 }
 
 /// How keys and values come to a layer.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 enum Through {
     Call,
     Memory,
 }
 
-/// The outputs of a layer of which some parameters and inputs are variables, and the gradients of these.
-fn backward(
-    cfg: &Config,
-    input: &Input,
-    dtype: DType,
-    through: Through,
-    tracked: impl Fn(&str) -> bool,
-) -> Result<(Tensor, HashMap<String, Tensor>)> {
-    let mut vars = HashMap::new();
-    let mut leaf = |name: &str, tensor: Tensor| -> Result<Tensor> {
-        if !tracked(name) {
-            return Ok(tensor);
-        }
-        let var = Var::from_tensor(&tensor)?;
-        vars.insert(name.to_string(), var.clone());
-        Ok(var.into_inner())
-    };
-    let parameters = parameters(cfg, 3).into_iter();
-    let parameters = parameters.map(|(name, numbers)| Ok((name.clone(), leaf(&name, numbers.tensor(dtype, &CPU)?)?)));
-    let vb = VarBuilder::from_tensors(parameters.collect::<Result<_>>()?, dtype, &CPU);
-    let layer = MultiHeadAttention::new(cfg, vb)?;
-    let xs = leaf("queries", input.queries.tensor(dtype, &CPU)?)?;
-    let mask = attention_mask(&input.mask, &CPU, |_, _, bias| leaf("bias", bias.tensor(dtype, &CPU)?))?;
-    let call = AttentionInput::new(&xs).with_mask(&mask);
-    let is_self = is_self(cfg, SIZES[1], SIZES[2]);
-    let (keys, vs) = match is_self {
-        true => (xs.clone(), xs.clone()),
-        false => (leaf("keys", input.keys.tensor(dtype, &CPU)?)?, leaf("values", input.values.tensor(dtype, &CPU)?)?),
-    };
-    let ys = match through {
-        Through::Memory => layer.forward_with(call.with_memory(&layer.project_memory(&keys, &vs)?))?,
-        Through::Call if is_self => layer.forward_with(call)?,
-        Through::Call => layer.forward_with(call.with_key_value(&keys, &vs))?,
-    };
-    if vars.is_empty() {
-        return Ok((ys, HashMap::new()));
+/// A call of a layer.
+#[derive(Clone)]
+struct Call {
+    kind: Kind,
+    parameters: Parameters,
+    input: Input,
+}
+
+impl Call {
+    fn new(kind: &Kind, masks: Vec<Mask>) -> Self {
+        Self { kind: kind.clone(), parameters: kind.parameters(3), input: kind.input(SIZES, masks) }
     }
-    let store = loss_of(&ys)?.backward()?;
-    let gradient = |(name, var): (String, Var)| {
-        let gradient = store.get(&var).unwrap_or_else(|| panic!("{name} has no gradient")).clone();
-        assert_eq!(gradient.dims(), var.dims(), "{name}");
-        (name, gradient)
-    };
-    Ok((ys, vars.into_iter().map(gradient).collect()))
+
+    fn is_self(&self) -> bool {
+        self.kind.is_self(SIZES[1], SIZES[2])
+    }
+}
+
+impl Operation for Call {
+    type Way = (DType, Through);
+
+    fn run(&self, &(dtype, through): &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
+        let parameters = self.parameters.iter();
+        let parameters =
+            parameters.map(|(name, numbers)| Ok((name.clone(), leaf(name, numbers.tensor(dtype, &CPU)?)?)));
+        let layer = self.kind.layer(VarBuilder::from_tensors(parameters.collect::<Result<_>>()?, dtype, &CPU))?;
+        let Input { queries, keys, values, mask } = &self.input;
+        let xs = leaf("queries", queries.tensor(dtype, &CPU)?)?;
+        let mask = attention_mask(mask, &CPU, |_, _, bias| leaf("bias", bias.tensor(dtype, &CPU)?))?;
+        let (keys, vs) = match self.is_self() {
+            true => (xs.clone(), xs.clone()),
+            false => (leaf("keys", keys.tensor(dtype, &CPU)?)?, leaf("values", values.tensor(dtype, &CPU)?)?),
+        };
+        let memory = layer.as_multi_head().filter(|_| through == Through::Memory);
+        let memory = memory.map(|layer| layer.project_memory(&keys, &vs)).transpose()?;
+        let call = AttentionInput::new(&xs).with_mask(&mask);
+        Ok(vec![layer.run(match &memory {
+            Some(memory) => call.with_memory(memory),
+            None if self.is_self() => call,
+            None => call.with_key_value(&keys, &vs),
+        })?])
+    }
+}
+
+impl Exact for Call {
+    fn buffers(&mut self) -> Vec<(String, &mut Vec<f64>)> {
+        let (is_self, Input { queries, keys, values, mask }) = (self.is_self(), &mut self.input);
+        let inputs = [("queries", queries), ("keys", keys), ("values", values)].into_iter();
+        let inputs = inputs.take(if is_self { 1 } else { 3 }).map(|(name, x)| (name.to_string(), &mut x.data));
+        let biases = mask.iter_mut().flat_map(|mask| &mut mask.parts).filter_map(|part| match part {
+            Part::Bias(bias) => Some(("bias".to_string(), &mut bias.data)),
+            _ => None,
+        });
+        self.parameters.iter_mut().map(|(name, x)| (name.clone(), &mut x.data)).chain(inputs).chain(biases).collect()
+    }
+
+    fn exact(&self) -> Vec<f64> {
+        let mut input = self.input.clone();
+        if self.is_self() {
+            (input.keys, input.values) = (input.queries.clone(), input.queries.clone());
+        }
+        self.kind.by_hand(&self.parameters, &input).ys
+    }
 }
 
 #[test]
-fn every_parameter_and_input_has_the_gradient_of_plain_loops() {
-    let mut probes = 0;
-    for (name, cfg) in configs() {
+fn every_parameter_and_input_has_the_slopes_of_plain_loops() -> Result<()> {
+    for (name, kind) in configs() {
         for masks in [vec![], padding_and_bias()] {
-            let input = input(&cfg, SIZES, masks);
-            let parameters = parameters(&cfg, 3);
-            let [gradients, of_memory] = [Through::Call, Through::Memory]
-                .map(|through| backward(&cfg, &input, DType::F64, through, |_| true).expect("backward runs").1);
-            for (which, gradient) in gradients {
-                assert_close(&of_memory[&which], &gradient, 1e-9, &format!("{name}, {which} through a memory"));
-                let gradient = values(&gradient);
-                assert!(gradient.iter().all(|entry| entry.is_finite()), "{name}, {which}: {gradient:?}");
-                let count = gradient.len();
-                for n in [0, count / 3, count / 2, count - 1] {
-                    let loss_at = |step: f64| {
-                        let (mut parameters, mut input) = (parameters.clone(), input.clone());
-                        match which.as_str() {
-                            "queries" => {
-                                input.queries.data[n] += step;
-                                if is_self(&cfg, SIZES[1], SIZES[2]) {
-                                    (input.keys, input.values) = (input.queries.clone(), input.queries.clone());
-                                }
-                            }
-                            "keys" => input.keys.data[n] += step,
-                            "values" => input.values.data[n] += step,
-                            "bias" => {
-                                let Part::Bias(bias) = &mut input.mask[1].parts[0] else { panic!("no bias") };
-                                bias.data[n] += step;
-                            }
-                            _ => parameters.get_mut(&which).expect("a parameter").data[n] += step,
-                        }
-                        loss(&cfg, &parameters, &input)
-                    };
-                    let difference = (loss_at(STEP) - loss_at(-STEP)) / (2.0 * STEP);
-                    let close = (gradient[n] - difference).abs() <= TOLERANCE * (1.0 + difference.abs());
-                    assert!(close, "{name}: {which}, entry {n} is {}, expected {difference}", gradient[n]);
-                    probes += 1;
-                }
-            }
-        }
-    }
-    assert!(probes > 1000, "{probes}");
-}
-
-/// Where one tensor alone is tracked, the outputs stay as they are and it still gets its gradient: no fused step, and
-/// no product for q, k and v at once, swallows it.
-#[test]
-fn what_is_tracked_alone_gets_the_same_gradient() -> Result<()> {
-    for (dtype, tolerance) in [(DType::F64, 1e-11), (DType::F32, 2e-4)] {
-        for (name, cfg) in configs() {
-            let input = input(&cfg, SIZES, padding_and_bias());
-            let (plain, _) = backward(&cfg, &input, dtype, Through::Call, |_| false)?;
-            for (which, expected) in backward(&cfg, &input, dtype, Through::Call, |_| true)?.1 {
-                let (ys, gradients) = backward(&cfg, &input, dtype, Through::Call, |name| name == which)?;
-                let what = format!("{name}: {which} alone in {dtype:?}");
-                assert_close(&ys, &plain, if dtype == DType::F64 { 1e-13 } else { 1e-5 }, &what);
-                let most = values(&expected).into_iter().fold(1.0, |most: f64, entry| most.max(entry.abs()));
-                assert_close(&gradients[&which], &expected, tolerance * most, &what);
-            }
+            let call = Call::new(&kind, masks);
+            has_slopes(&call, &(DType::F64, Through::Call), 1e-6, 4).map_err(|error| error.context(name))?;
+            let [plain, of_memory] =
+                [Through::Call, Through::Memory].map(|through| backward(&call, &(DType::F64, through), |_| true));
+            are_near(&of_memory?, &plain?, |_, _| 1e-9).map_err(|error| error.context(name))?;
         }
     }
     Ok(())
 }
 
-/// In every dtype that trains, over the variables that a layer asks for. A bias of keys alone moves all scores of a
-/// query together, so its gradient is zero there but for rounding.
+/// No fused step, and no product for q, k and v at once, swallows a gradient.
+#[test]
+fn what_is_tracked_alone_gets_the_same_gradient() -> Result<()> {
+    for (dtype, most) in [(DType::F64, [1e-13, 1e-11]), (DType::F32, [1e-5, 2e-4])] {
+        for (name, kind) in configs() {
+            let call = Call::new(&kind, padding_and_bias());
+            is_tracked_alone(&call, &(dtype, Through::Call), most).map_err(|error| error.context(name))?;
+        }
+    }
+    Ok(())
+}
+
+/// A bias of keys alone moves all scores of a query together, so its gradient is zero there but for rounding.
 #[test]
 fn every_parameter_gets_a_gradient_in_every_dtype() -> Result<()> {
-    for &dtype in dtypes(&CPU) {
-        for (name, cfg) in configs() {
-            let varmap = VarMap::new();
-            let layer = MultiHeadAttention::new(&cfg, VarBuilder::from_varmap(&varmap, dtype, &CPU))?;
-            let input = input(&cfg, SIZES, vec![]);
-            let [xs, keys, vs] = [&input.queries, &input.keys, &input.values].map(|x| x.tensor(dtype, &CPU));
-            let (xs, keys, vs) = (xs?, keys?, vs?);
-            let ys = layer.forward_with(AttentionInput::new(&xs).with_key_value(&keys, &vs))?;
-            let store = loss_of(&ys)?.backward()?;
-            for (parameter, var) in named(&varmap) {
-                let what = format!("{name}: {parameter} in {dtype:?}");
-                let gradient = values(store.get(&var).unwrap_or_else(|| panic!("{what}")));
-                let some = gradient.iter().any(|&entry| entry != 0.0) || parameter == "k_proj.bias";
-                assert!(some && gradient.iter().all(|entry| entry.is_finite()), "{what}");
-            }
+    for (name, kind) in configs() {
+        let call = Call::new(&kind, vec![]);
+        let exact = backward(&call, &(DType::F64, Through::Call), |_| true)?;
+        for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::F16, 0.05), (DType::BF16, 0.4)] {
+            let found = backward(&call, &(dtype, Through::Call), |_| true)?;
+            are_near(&found, &exact, |_, largest| tolerance * largest.max(1.0))
+                .map_err(|error| error.context(format!("{name} in {dtype:?}")))?;
+            let zeros = found.iter().filter(|(_, found)| values(found).iter().all(|&entry| entry == 0.0));
+            assert!(zeros.into_iter().all(|(parameter, _)| parameter == "k_proj.bias"), "{name} in {dtype:?}");
         }
     }
     Ok(())

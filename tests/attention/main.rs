@@ -1,5 +1,5 @@
 //! Everything that computes, as a sceptic would test it: the reference path and the fused kernel against an oracle of
-//! plain loops, layers against themselves in plain loops, projections against f64, and options against transformers'
+//! plain loops, the gated delta rule and layers likewise, projections against f64, and options against transformers'
 //! numbers. The kernels run on every tier that this processor has; tiers that it lacks are named as skipped.
 //!
 //! Properties draw a fixed number of random cases from a fixed seed. `PROPTEST_CASES` sets another number for every
@@ -15,14 +15,33 @@ mod common;
 #[path = "../cache/seeded.rs"]
 mod seeded;
 
-// What the tests stand on: the oracle, random calls, the comparison, the layer in plain loops, and drawn tensors.
+// What the tests stand on: the oracle, random calls, the comparison, layers and the same in plain loops, drawn tensors,
+// and what operations have in common.
 mod by_hand;
 mod call;
+mod operation;
 mod recipe;
+mod registry;
 mod tensors;
 use attention_oracle::{array, attention as oracle};
 
+// What each module begins with.
+use array::{Array, Layout, Random, View, round};
+use call::{CPU, Call, Expected, Path, attention_mask, check, check_kernel, check_on, has_word, reference};
+use candle_attention::cpu::Tier;
+use candle_attention::{MultiHeadAttentionConfig as Config, MultiHeadLatentAttentionConfig as LatentConfig, *};
+use candle_core::{DType, Device, IndexOp, Module, Result, Tensor, Var, bail};
+use candle_nn::{Activation, Linear, VarBuilder, VarMap};
+use common::*;
+use operation::*;
+use oracle::{Alignment, Case, Dims, Lens, Mask, Options, Part};
+use proptest::prelude::*;
+use proptest::sample::select;
+use recipe::{Chosen, DTYPES, Kind, LENGTHS, Reach, Recipe, WIDTHS, dtypes, for_all, kernel_recipes, recipes, wide};
+use tensors::*;
+
 mod calls;
+mod delta;
 mod dropout;
 mod gradients;
 mod isolation;

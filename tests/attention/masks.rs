@@ -1,13 +1,8 @@
 //! What masks mean for any numbers: one rule for a query and a key, however it is asked for.
 
-use candle_attention::{AttentionMask, EmptyRows, ValidLens, scaled_dot_product_attention_with_weights as attend};
-use candle_core::{DType, Device, Result, Tensor};
+use candle_attention::scaled_dot_product_attention_with_weights as attend;
 
-use crate::array::Random;
-use crate::call::{Call, reference};
-use crate::common::{error_text, values};
-use crate::oracle::{Alignment, Case, Dims, Lens, Mask, Options, Part};
-use crate::recipe::{Recipe, for_all, recipes};
+use crate::*;
 
 crate::on_each_device!(
     random_masks_have_one_meaning,
@@ -61,12 +56,9 @@ fn random_masks_have_one_meaning(device: &Device) {
     let dtypes: &[DType] = if device.is_metal() { &[DType::F32] } else { &[DType::F32, DType::F64] };
     for_all(5_000, recipes(dtypes), |recipe| {
         let dims @ Dims { b, h, t_q, t_kv, .. } = recipe.dims;
-        let run = || -> Result<_> {
-            let (case, mask) = both(&recipe, device)?;
-            let additive = mask.to_additive((b, h, t_q, t_kv), recipe.dtype, device)?;
-            Ok((case, mask.resolve(b, t_q, t_kv)?, values(&additive.broadcast_as((b, h, t_q, t_kv))?)))
-        };
-        let (case, ranges, additive) = run().map_err(|error| error.to_string())?;
+        let (case, mask) = both(&recipe, device)?;
+        let additive = mask.to_additive((b, h, t_q, t_kv), recipe.dtype, device)?;
+        let (ranges, additive) = (mask.resolve(b, t_q, t_kv)?, values(&additive.broadcast_as((b, h, t_q, t_kv))?));
         let mut structural = case.clone();
         structural
             .masks
@@ -82,14 +74,14 @@ fn random_masks_have_one_meaning(device: &Device) {
                 let seen: Vec<usize> = (0..t_kv).filter(|&j| structural.sees([b, 0, i, j])).collect();
                 let range = ranges.kv_range(b, i);
                 if range.clone().collect::<Vec<_>>() != seen {
-                    return Err(format!("query {i} of {b} sees {seen:?}, not {range:?}"));
+                    bail!("query {i} of {b} sees {seen:?}, not {range:?}");
                 }
                 if seen.is_empty() && range != (0..0) {
-                    return Err(format!("nothing is {range:?}"));
+                    bail!("nothing is {range:?}");
                 }
                 let position = case.position(0, i).clamp(i64::MIN.into(), i64::MAX.into());
                 if i128::from(ranges.query_position(i)) != position {
-                    return Err(format!("query {i} stands at {}, expected {position}", ranges.query_position(i)));
+                    bail!("query {i} stands at {}, expected {position}", ranges.query_position(i));
                 }
                 let row: Vec<_> = (0..t_kv).map(|j| if seen.contains(&j) { "1" } else { "." }).collect();
                 drawn.push_str(&format!("{}\n", row.join(" ")));
@@ -99,12 +91,12 @@ fn random_masks_have_one_meaning(device: &Device) {
                 let got = entries.next().expect("an entry for each");
                 let close = (got - expected).abs() <= 1e-6 * (1.0 + expected.abs());
                 if got != expected && !close {
-                    return Err(format!("to_additive has {got} at {index:?}, expected {expected}"));
+                    bail!("to_additive has {got} at {index:?}, expected {expected}");
                 }
             }
         }
         if ranges.to_string() != drawn || ranges.kv_range(b, 0) != (0..0) || ranges.kv_range(0, t_q) != (0..0) {
-            return Err(format!("drawn as\n{ranges}expected\n{drawn}for {dims:?}"));
+            bail!("drawn as\n{ranges}expected\n{drawn}for {dims:?}");
         }
         Ok(())
     });
@@ -118,31 +110,27 @@ fn joining_masks_commutes() {
     for_all(2_000, (recipes(&[DType::F64]), recipes(&[DType::F64])), |(one, other)| {
         let other = Recipe { dims: one.dims, dtype: one.dtype, ..other };
         let Dims { b, h, t_q, t_kv, .. } = one.dims;
-        let compare = || -> Result<_> {
-            let (one, other) = (both(&one, &device)?.1, both(&other, &device)?.1);
-            let written = |mask: &AttentionMask| -> Result<_> {
-                let additive = mask.to_additive((b, h, t_q, t_kv), DType::F64, &device)?;
-                let additive = values(&additive.broadcast_as((b, h, t_q, t_kv))?);
-                // Sums of the same biases in another order.
-                let rounded: Vec<_> = additive.into_iter().map(|bias| (bias * 1e9).round()).collect();
-                Ok((rounded, mask.resolve(b, t_q, t_kv)?.to_string(), mask.empty_rows()))
-            };
-            let none = AttentionMask::none();
-            let uniform = [&one, &other].iter().any(|mask| mask.empty_rows() == EmptyRows::Uniform);
-            Ok([
-                ("is uniform if either is", (one.and(&other).empty_rows() == EmptyRows::Uniform) == uniform),
-                ("commutes", written(&one.and(&other))? == written(&other.and(&one))?),
-                ("associates", written(&one.and(&other.and(&one)))? == written(&one.and(&other).and(&one))?),
-                ("with nothing on the right", written(&one.and(&none))? == written(&one)?),
-                ("with nothing on the left", written(&none.and(&one))? == written(&one)?),
-                (
-                    "with itself",
-                    one.and(&one).resolve(b, t_q, t_kv)?.to_string() == one.resolve(b, t_q, t_kv)?.to_string(),
-                ),
-            ])
+        let (one, other) = (both(&one, &device)?.1, both(&other, &device)?.1);
+        let written = |mask: &AttentionMask| -> Result<_> {
+            let additive = mask.to_additive((b, h, t_q, t_kv), DType::F64, &device)?;
+            let additive = values(&additive.broadcast_as((b, h, t_q, t_kv))?);
+            // Sums of the same biases in another order.
+            let rounded: Vec<_> = additive.into_iter().map(|bias| (bias * 1e9).round()).collect();
+            Ok((rounded, mask.resolve(b, t_q, t_kv)?.to_string(), mask.empty_rows()))
         };
-        match compare().map_err(|error| error.to_string())?.into_iter().find(|(_, holds)| !holds) {
-            Some((what, _)) => Err(format!("`and` {what}: no")),
+        let drawn = |mask: &AttentionMask| mask.resolve(b, t_q, t_kv).map(|ranges| ranges.to_string());
+        let none = AttentionMask::none();
+        let uniform = [&one, &other].iter().any(|mask| mask.empty_rows() == EmptyRows::Uniform);
+        let properties = [
+            ("is uniform if either is", (one.and(&other).empty_rows() == EmptyRows::Uniform) == uniform),
+            ("commutes", written(&one.and(&other))? == written(&other.and(&one))?),
+            ("associates", written(&one.and(&other.and(&one)))? == written(&one.and(&other).and(&one))?),
+            ("with nothing on the right", written(&one.and(&none))? == written(&one)?),
+            ("with nothing on the left", written(&none.and(&one))? == written(&one)?),
+            ("with itself", drawn(&one.and(&one))? == drawn(&one)?),
+        ];
+        match properties.into_iter().find(|(_, holds)| !holds) {
+            Some((what, _)) => bail!("`and` {what}: no"),
             None => Ok(()),
         }
     });

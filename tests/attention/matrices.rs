@@ -1,16 +1,10 @@
 //! The vocabulary of masks: each as a user writes it, as the oracle has it, and drawn as a matrix of a row for each
 //! query, with `1` for a key that it sees.
 
-use candle_attention::{AttentionMask, Backend, SdpaOptions, scaled_dot_product_attention};
-use candle_core::{DType, Device, Result, Tensor};
-
-use crate::call::check;
-use crate::common::{error_text, values};
 use crate::oracle::Alignment::{Causal, Free, Offset, Offsets, UpperLeft};
 use crate::oracle::Lens::{PerQuery, PerSequence};
 use crate::oracle::Part::{Band, Chunk, Prefix, Starts, ValidLens, Window};
-use crate::oracle::{Case, Dims, Mask, Part};
-use crate::recipe::Recipe;
+use crate::*;
 
 crate::on_each_device!(every_mask_is_what_is_drawn, attention_masks_are_rows_of_ones_and_zeros,);
 

@@ -1,13 +1,6 @@
 //! Keys cut into parts, each attended alone, merge to what all keys together give.
 
-use candle_attention::{AttentionMask, EmptyRows, SdpaOptions, merge_attention};
-use candle_core::{DType, Device, Result, Tensor};
-use proptest::prelude::*;
-
-use crate::array::Array;
-use crate::call::{CPU, Call, Expected, Outcome, Path, reference};
-use crate::oracle::{Case, Dims};
-use crate::recipe::{Recipe, dtypes, for_all, kernel_recipes, recipes, wide};
+use crate::*;
 
 crate::on_each_device!(random_parts_merge_to_the_whole);
 
@@ -37,7 +30,7 @@ fn splits(recipes: impl Strategy<Value = Recipe>) -> impl Strategy<Value = Split
 
 impl Split {
     /// At once, and in two stages, as a tree of machines would do it.
-    fn check(&self, device: &Device, path: Path) -> Result<Outcome> {
+    fn check(&self, device: &Device, path: Path) -> Result<()> {
         let Self { recipe, parts, sinks_in, assigned } = self;
         let mut case = recipe.case();
         let whole = Call::new(&case, recipe.dtype, device)?;
@@ -61,8 +54,8 @@ impl Split {
             expected.merged_context("context", context, stages)?;
             expected.lse("lse", lse)
         };
-        let at_once = compare(&merge_attention(&parts)?, 1.0).map_err(|error| format!("{path:?}, at once: {error}"));
-        Ok(at_once.and_then(|()| compare(&in_stages, 2.0).map_err(|error| format!("{path:?}, in stages: {error}"))))
+        compare(&merge_attention(&parts)?, 1.0).map_err(|error| error.context(format!("{path:?}, at once")))?;
+        compare(&in_stages, 2.0).map_err(|error| error.context(format!("{path:?}, in stages")))
     }
 }
 
@@ -117,16 +110,13 @@ fn part(whole: &Call, case: &Case, keys: &[usize], with_sinks: bool) -> Result<C
 }
 
 fn random_parts_merge_to_the_whole(device: &Device) {
-    for_all(2_000, splits(recipes(dtypes(device))), |split| {
-        split.check(device, Path::REFERENCE).unwrap_or_else(|error| Err(error.to_string()))
-    });
+    for_all(2_000, splits(recipes(dtypes(device))), |split| split.check(device, Path::REFERENCE));
 }
 
 /// Some of which have no keys.
 #[test]
 fn random_parts_of_the_kernel_merge_to_the_whole() {
     for_all(64, splits(kernel_recipes()), |split| {
-        let check = |path| split.check(&CPU, path).unwrap_or_else(|error| Err(error.to_string()));
-        Path::kernels().into_iter().try_for_each(check)
+        Path::kernels().into_iter().try_for_each(|path| split.check(&CPU, path))
     });
 }

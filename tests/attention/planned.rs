@@ -4,15 +4,7 @@
 
 use std::io::Write;
 
-use candle_attention::cpu::Tier;
-use candle_attention::init::TorchSeed;
-use candle_attention::{AttentionMask, Backend, EmptyRows};
-use candle_core::{DType, Device, Result, Tensor, Var};
-
-use crate::call::Call;
-use crate::common::{error_text, max_error};
-use crate::oracle::Dims;
-use crate::recipe::{Chosen, DTYPES, Kind, Reach, Recipe, dtypes};
+use crate::*;
 
 crate::on_each_device!(what_is_planned_is_what_runs, every_tracked_input_leads_to_a_path_with_gradients);
 
@@ -115,19 +107,6 @@ fn every_tracked_input_leads_to_a_path_with_gradients(device: &Device) -> Result
 fn of_kernel(dtype: DType) -> Call {
     let dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 5, t_kv: 9, d: 16, d_v: 8 };
     Call::fused(&Recipe::of_kernel(dims, vec![Kind::Causal], dtype).case(), dtype).expect("tensors")
-}
-
-#[test]
-fn auto_runs_the_kernel_and_weights_come_from_the_reference_path() -> Result<()> {
-    for dtype in DTYPES {
-        let call = of_kernel(dtype);
-        let (auto, fused) = (call.on(Backend::Auto).with_lse()?, call.with_lse()?);
-        let (got, expected) = (call.on(Backend::Auto).with_weights()?, call.on_reference().with_weights()?);
-        let pairs =
-            [(auto.0, fused.0), (auto.1, fused.1), (got.weights, expected.weights), (got.context, expected.context)];
-        assert!(pairs.iter().all(|(one, other)| max_error(one, other) == 0.0), "{dtype:?}");
-    }
-    Ok(())
 }
 
 #[test]

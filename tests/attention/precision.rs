@@ -7,15 +7,10 @@
 use std::collections::BTreeMap;
 
 use attention_oracle::attention::{exact_attention, exact_linear};
-use candle_attention::cpu::Tier;
-use candle_attention::init::TorchSeed;
-use candle_attention::{AttentionMask, PackedLinear};
-use candle_core::{DType, Module, Result, Tensor};
 use rayon::prelude::*;
 use serde::Deserialize;
 
-use crate::call::Call;
-use crate::common::values;
+use crate::*;
 
 /// Whether a kernel is worse than PyTorch by more than it may be; NaN is. Plain Rust has no fused multiply-add on every
 /// target, and rounds a product and a sum where the others round once.

@@ -1,22 +1,9 @@
 //! Statistics of weights: on every path against the oracle's weights, and in layers against the weights of the same
 //! call.
 
-use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, AttentionStatistics, Backend,
-    ContentPositions, MultiHeadAttention, MultiHeadAttentionConfig as Config, MultiHeadLatentAttention,
-    MultiHeadLatentAttentionConfig, PackedSequences, RelativeBias, RelativeBiasConfig, RopeConfig, SdpaOptions,
-    StatisticsOptions, scaled_dot_product_attention_varlen_with_statistics,
-    scaled_dot_product_attention_with_statistics, scaled_dot_product_attention_with_weights,
-};
-use candle_core::{DType, Device, IndexOp, Result, Tensor, Var};
-use candle_nn::{VarBuilder, VarMap};
-
-use crate::call::{Call, Expected, Outcome, Path};
-use crate::common::{assert_close, error_text, values};
-use crate::oracle::{Case, Dims};
-use crate::recipe::{Recipe, dtypes, for_all, kernel_recipes, recipes, wide};
+use crate::registry::Kind;
 use crate::seeded;
-use crate::tensors::{CPU, random};
+use crate::*;
 
 crate::on_each_device!(random_calls_have_the_statistics_of_the_oracles_weights);
 
@@ -30,12 +17,10 @@ fn wanted(recipe: &Recipe) -> StatisticsOptions {
     }
 }
 
-fn check(recipe: &Recipe, case: &Case, path: Path, device: &Device) -> Outcome {
-    let run = || -> Result<_> {
-        let Call { q, k, v, mask, options } = Call::new(case, recipe.dtype, device)?.by(path);
-        scaled_dot_product_attention_with_statistics(&q, &k, &v, &mask, &options, &wanted(recipe))
-    };
-    let (context, found) = run().map_err(|error| error.to_string())?;
+fn check(recipe: &Recipe, case: &Case, path: Path, device: &Device) -> Result<()> {
+    let Call { q, k, v, mask, options } = Call::new(case, recipe.dtype, device)?.by(path);
+    let wanted = wanted(recipe);
+    let (context, found) = scaled_dot_product_attention_with_statistics(&q, &k, &v, &mask, &options, &wanted)?;
     let expected = Expected::new(case, recipe.dtype);
     let expected = if matches!(path, Path::Kernel(_)) { expected.fused(case) } else { expected };
     expected.context("context", &context)?;
@@ -43,13 +28,13 @@ fn check(recipe: &Recipe, case: &Case, path: Path, device: &Device) -> Outcome {
 }
 
 /// Each number errs as the weights do that it was made of.
-fn statistics(expected: &Expected, recipe: &Recipe, found: &AttentionStatistics) -> Outcome {
+fn statistics(expected: &Expected, recipe: &Recipe, found: &AttentionStatistics) -> Result<()> {
     let Dims { b, h, t_q, t_kv, .. } = recipe.dims;
     let options = wanted(recipe);
     let k = options.top_keys().min(t_kv);
     let shape = |tensor: &Tensor, expected: &[usize], dtype: DType| match (tensor.dims(), tensor.dtype()) {
         found if found == (expected, dtype) => Ok(values(tensor)),
-        found => Err(format!("{found:?}, expected {expected:?} in {dtype:?}")),
+        found => bail!("{found:?}, expected {expected:?} in {dtype:?}"),
     };
     let float = wide(recipe.dtype);
     let top_keys = shape(&found.top_keys, &[b, h, t_q, k], DType::U32)?;
@@ -58,7 +43,7 @@ fn statistics(expected: &Expected, recipe: &Recipe, found: &AttentionStatistics)
     let received = shape(&found.received, &[b, h, t_kv], float)?;
     let near = |what: &str, found: f64, exact: f64, bound: f64| match (found - exact).abs() <= bound {
         true => Ok(()),
-        false => Err(format!("{what} is {found}, expected {exact} to within {bound:e}")),
+        false => bail!("{what} is {found}, expected {exact} to within {bound:e}"),
     };
 
     let (mut sums, mut bounds) = (vec![0.0; b * h * t_kv], vec![0.0; b * h * t_kv]);
@@ -81,7 +66,7 @@ fn statistics(expected: &Expected, recipe: &Recipe, found: &AttentionStatistics)
             near("a top weight", weight, sorted[n], bound(sorted[n]))?;
             near("the weight of a top key", weight, weights[key as usize], bound(weights[key as usize]))?;
             if keys[..n].contains(&key) {
-                return Err(format!("a key comes twice in {keys:?}"));
+                bail!("a key comes twice in {keys:?}");
             }
         }
     }
@@ -90,7 +75,7 @@ fn statistics(expected: &Expected, recipe: &Recipe, found: &AttentionStatistics)
     }
     let n = recipe.seed as usize % 3;
     let Some(window) = &found.weights else {
-        return if n == 0 { Ok(()) } else { Err("weights were asked for".into()) };
+        return if n == 0 { Ok(()) } else { bail!("weights were asked for") };
     };
     let (first, columns) = (t_q / (n + 1), t_kv.div_ceil(n));
     let window = shape(window, &[b, h, t_q - first, columns], float)?;
@@ -111,7 +96,7 @@ fn random_calls_have_the_statistics_of_the_oracles_weights(device: &Device) {
         let other = paths[recipe.seed as usize % paths.len()];
         let paths = if small { vec![Path::REFERENCE, other] } else { vec![*paths.last().unwrap_or(&other)] };
         paths.into_iter().try_for_each(|path| {
-            check(recipe, &case, path, device).map_err(|difference| format!("{path:?}: {difference}"))
+            check(recipe, &case, path, device).map_err(|difference| difference.context(format!("{path:?}")))
         })
     };
     for_all(1_500, recipes(dtypes(device)), |recipe| check_path(&recipe, true));
@@ -166,61 +151,45 @@ fn packed_sequences_have_the_statistics_of_each_by_itself() -> Result<()> {
 /// `layer` has the statistics of layers without them.
 #[test]
 fn terms_of_scores_count_in_statistics() -> Result<()> {
-    let base = || Config::new(32, 4);
-    let buckets = RelativeBiasConfig::new(true);
-    let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &CPU);
-    let bias = RelativeBias::new(&buckets, 4, vb)?;
     let content = ContentPositions::Clipped { left: 4, right: 2 };
-    let layers = [
-        seeded::layer(&base().with_relative_bias(buckets), DType::F32, &CPU)?.with_relative_bias(bias)?,
-        seeded::layer(&base().with_content_positions(content), DType::F32, &CPU)?,
-    ];
-    for (layer, shape) in layers.iter().flat_map(|layer| [&[2, 11, 32][..], &[7, 32], &[2, 1, 32]].map(|s| (layer, s)))
-    {
-        let xs = random(shape)?;
-        let (ys, found) = layer.forward_with_statistics(&xs, &StatisticsOptions::default())?;
-        let expected = layer.forward_with_weights(&xs)?;
-        assert_close(&ys, &expected.output, 1e-4, "beside statistics");
-        assert_of(&found, &expected.weights, 1e-4, &format!("{:?}", layer.config()))?;
+    let relative = Config::new(32, 4).with_relative_bias(RelativeBiasConfig::new(true));
+    for kind in [relative, Config::new(32, 4).with_content_positions(content)].map(Kind::MultiHead) {
+        let layer = kind.of_parameters(&kind.parameters(3), DType::F32, &CPU)?;
+        for shape in [&[2, 11, 32][..], &[7, 32], &[2, 1, 32]] {
+            let (xs, wanted) = (random(shape)?, StatisticsOptions::default());
+            let (ys, found) = layer.run_with_statistics(AttentionInput::new(&xs), &wanted)?;
+            let expected = layer.run_with_weights(AttentionInput::new(&xs))?;
+            assert_close(&ys, &expected.output, 1e-4, "beside statistics");
+            assert_of(&found, &expected.weights, 1e-4, &format!("{kind:?}"))?;
+        }
     }
     Ok(())
-}
-
-/// A layer of either kind, its outputs and weights in calls with a cache.
-macro_rules! assert_with_cache {
-    ($layer:expr, $cache:expr, $tolerance:expr) => {{
-        let (layer, mut caches) = ($layer, [AttentionCache::new(&$cache)?, AttentionCache::new(&$cache)?]);
-        for t in [9, 1, 3, 1] {
-            let xs = random(&[2, t, 32])?;
-            let [one, other] = caches.each_mut();
-            let wanted = StatisticsOptions::default().with_top_keys(3);
-            let (ys, found) = layer.forward_with_statistics(AttentionInput::new(&xs).with_cache(one), &wanted)?;
-            let expected = layer.forward_with_weights(AttentionInput::new(&xs).with_cache(other))?;
-            assert_close(&ys, &expected.output, $tolerance, "a call with a cache");
-            assert_of(&found, &expected.weights, $tolerance, "a call with a cache")?;
-            assert_eq!(one.lens(), other.lens());
-        }
-    }};
 }
 
 #[test]
 fn calls_with_a_cache_have_the_statistics_of_the_keys_that_it_holds() -> Result<()> {
     let cfg = Config::new(32, 4).with_causal(true).with_num_kv_heads(2).with_rope(RopeConfig::new(100.0));
-    let layer = seeded::layer(&cfg, DType::F32, &CPU)?;
-    assert_with_cache!(&layer, AttentionCacheConfig::new(), 1e-4);
-    assert_with_cache!(&layer, AttentionCacheConfig::new().with_q8(), 1e-4);
-    let windowed = seeded::layer(&cfg.with_window(4), DType::F32, &CPU)?;
-    assert_with_cache!(&windowed, AttentionCacheConfig::new().with_window(4), 1e-4);
-
-    let cfg = MultiHeadLatentAttentionConfig::new(32, 4).with_causal(true);
-    let latent =
-        MultiHeadLatentAttention::new(&cfg, VarBuilder::from_varmap(&VarMap::new(), DType::F32, &CPU))?.freeze()?;
-    assert_with_cache!(&latent, AttentionCacheConfig::new(), 1e-4);
-    let xs = random(&[2, 6, 32])?;
-    let (ys, found) = latent.forward_with_statistics(&xs, &StatisticsOptions::default())?;
-    let expected = latent.forward_with_weights(&xs)?;
-    assert_close(&ys, &expected.output, 1e-5, "latent attention");
-    assert_of(&found, &expected.weights, 1e-5, "latent attention")
+    let latent = MultiHeadLatentAttentionConfig::new(32, 4).with_causal(true);
+    for (kind, cache) in [
+        (Kind::MultiHead(cfg.clone()), AttentionCacheConfig::new()),
+        (Kind::MultiHead(cfg.clone()), AttentionCacheConfig::new().with_q8()),
+        (Kind::MultiHead(cfg.with_window(4)), AttentionCacheConfig::new().with_window(4)),
+        (Kind::Latent(latent), AttentionCacheConfig::new()),
+    ] {
+        let layer = kind.layer(TorchSeed::new(3).var_builder(DType::F32, &CPU))?;
+        let mut caches = [AttentionCache::new(&cache)?, AttentionCache::new(&cache)?];
+        for t in [9, 1, 3, 1] {
+            let xs = random(&[2, t, 32])?;
+            let [one, other] = caches.each_mut();
+            let wanted = StatisticsOptions::default().with_top_keys(3);
+            let (ys, found) = layer.run_with_statistics(AttentionInput::new(&xs).with_cache(one), &wanted)?;
+            let expected = layer.run_with_weights(AttentionInput::new(&xs).with_cache(other))?;
+            assert_close(&ys, &expected.output, 1e-4, "a call with a cache");
+            assert_of(&found, &expected.weights, 1e-4, "a call with a cache")?;
+            assert_eq!(one.lens(), other.lens());
+        }
+    }
+    Ok(())
 }
 
 #[test]

@@ -2,8 +2,9 @@
 
 use std::collections::HashMap;
 
-use candle_core::{DType, Result, Shape, Tensor, Var};
-use candle_nn::{VarBuilder, VarMap};
+use candle_core::Shape;
+
+use crate::*;
 
 pub use crate::call::CPU;
 

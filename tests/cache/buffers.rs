@@ -1,15 +1,7 @@
 //! What a cache holds, what a call with it allocates, and what it gives back of the batch.
 
-use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionInput, MultiHeadAttentionConfig as Config,
-    MultiHeadLatentAttentionConfig as LatentConfig,
-};
-use candle_core::{DType, Result, Tensor};
-
-use crate::array::Random;
 use crate::common::allocations::{self, Counting};
-use crate::common::{assert_close, values};
-use crate::{CPU, in_calls, latent_layers, layer, part, wave};
+use crate::*;
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
@@ -75,12 +67,11 @@ fn numbers_of_8_bits_stay_so() -> Result<()> {
 #[test]
 fn a_cache_holds_a_latent_and_a_key_for_each_token() -> Result<()> {
     let cfg = LatentConfig::new(8, 4).with_kv_lora_rank(10).with_rope_head_dim(6);
-    let parameters = latent_layers::parameters(&cfg, &mut Random::new(12));
-    let layer = latent_layers::layer(&cfg, &parameters, DType::F32, &CPU)?;
+    let layer = latents(cfg, DType::F32, &CPU)?;
     let new = || AttentionCacheConfig::new().with_capacity(32);
     for (config, bytes) in [(new(), 16 * 4), (new().with_dtype(DType::BF16), 16 * 2), (new().with_q8(), 16 + 4)] {
         let mut cache = AttentionCache::new(&config)?;
-        in_calls(&layer, &mut cache, &wave(2, 3, 8, 0.0)?, &[3])?;
+        in_calls(&*layer, &mut cache, &wave(2, 3, 8, 0.0)?, &[3])?;
         assert_eq!((cache.capacity(), cache.memory()), (32, 2 * 32 * bytes));
     }
     Ok(())

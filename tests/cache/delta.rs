@@ -1,12 +1,6 @@
 //! The cache of a gated delta net: what is edited between calls, and the dtypes of what it keeps.
 
-use candle_attention::{Backend, DeltaCache, DeltaInput, DeltaLayout, GatedDeltaNet, GatedDeltaNetConfig};
-use candle_core::{DType, Result, Tensor};
-use candle_nn::{VarBuilder, VarMap};
-
-use crate::CPU;
-use crate::common::{assert_close, relative_error};
-use crate::{part, wave};
+use crate::*;
 
 const E: usize = 8;
 

@@ -1,11 +1,6 @@
 //! Edits that the property does not come by: what lies where, and how far a window goes back.
 
-use candle_attention::{AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, MultiHeadAttentionConfig};
-use candle_core::{DType, Result, Tensor};
-
-use crate::array::Random;
-use crate::common::{assert_close, error_text, values};
-use crate::{in_calls, latent_layers, layer, part, wave};
+use crate::*;
 
 fn base() -> MultiHeadAttentionConfig {
     MultiHeadAttentionConfig::new(8, 4).with_num_kv_heads(2).with_causal(true)
@@ -92,19 +87,17 @@ fn a_key_that_was_dropped_and_is_seen_is_an_error() -> Result<()> {
 /// tests/errors has the same of other layers.
 #[test]
 fn a_call_of_latents_that_fails_leaves_the_cache_as_it_was() -> Result<()> {
-    let random = &mut Random::new(15);
-    let cfg = latent_layers::config_of(4, random);
-    let layer = latent_layers::layer(&cfg, &latent_layers::parameters(&cfg, random), DType::F32, &crate::CPU)?;
+    let layer = latents(latent_of(4, &mut Random::new(15)), DType::F32, &CPU)?;
     let xs = wave(1, 3, 4, 0.0)?;
     let mut caches = [AttentionCache::default(), AttentionCache::default()];
     for cache in &mut caches {
-        in_calls(&layer, cache, &xs, &[3])?;
+        in_calls(&*layer, cache, &xs, &[3])?;
     }
     let wrong = AttentionMask::none().with_valid_lens(vec![1, 2]);
-    let failed = layer.forward_with(AttentionInput::new(&xs).with_mask(&wrong).with_cache(&mut caches[0]));
+    let failed = layer.run(AttentionInput::new(&xs).with_mask(&wrong).with_cache(&mut caches[0]));
     assert!(error_text(failed).starts_with("[attention_mask]"));
     assert_eq!(caches[0].lens(), [3]);
-    let [first, second] = caches.each_mut().map(|cache| in_calls(&layer, cache, &xs, &[3]));
+    let [first, second] = caches.each_mut().map(|cache| in_calls(&*layer, cache, &xs, &[3]));
     assert_eq!(values(&first?), values(&second?));
     Ok(())
 }

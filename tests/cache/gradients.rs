@@ -1,14 +1,6 @@
 //! Gradients that pass no cached key stay; those that would are an error, or are left out on request.
 
-use candle_attention::{
-    AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, KvSource, MultiHeadAttention,
-    MultiHeadAttentionConfig as Config,
-};
-use candle_core::{DType, Result, Tensor, Var};
-use candle_nn::{VarBuilder, VarMap};
-
-use crate::common::{assert_close, values};
-use crate::{CPU, in_calls, layer, wave};
+use crate::*;
 
 fn config() -> Config {
     Config::new(8, 4).with_num_kv_heads(2).with_causal(true).with_context_length(9)
@@ -37,6 +29,36 @@ fn a_detached_cache_takes_variables() -> Result<()> {
         let tracked = vars.iter().filter(|(_, var)| gradients.get(var).is_some());
         assert_eq!(tracked.map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["o_proj.weight"]);
         assert!(values(&ys).iter().any(|&y| y != 0.0));
+    }
+    Ok(())
+}
+
+/// What a variable is set to shows in the next call, of a prompt or of a token: a detached cache, of which no gradient
+/// is asked, leaves generation to the fused kernel.
+#[test]
+fn variables_are_read_in_every_call() -> Result<()> {
+    let latent = LatentConfig::new(8, 2).with_q_lora_rank(4).with_kv_lora_rank(6).with_rope_head_dim(2).with_bias(true);
+    for kind in [Kind::MultiHead(config()), Kind::Latent(latent)] {
+        let (vars, xs) = (VarMap::new(), wave(1, 4, 8, 0.0)?);
+        let layer = kind.layer(VarBuilder::from_varmap(&vars, DType::F32, &CPU))?;
+        let mut before = layer.run(AttentionInput::new(&xs))?;
+        for var in vars.all_vars() {
+            var.set(&var.affine(1.5, 0.1)?)?;
+            let after = layer.run(AttentionInput::new(&xs))?;
+            assert!(max_error(&after, &before) > 1e-4, "{kind:?}");
+            for pieces in [&[4][..], &[1; 4], &[2, 1, 1]] {
+                let mut cache = AttentionCache::new(&AttentionCacheConfig::new().with_detached(true))?;
+                let mut at = 0;
+                let decoded = pieces.iter().map(|&t| {
+                    let xs = part(&xs, at, t)?;
+                    at += t;
+                    layer.run(AttentionInput::new(&xs).with_backend(Backend::Fused).with_cache(&mut cache))
+                });
+                let decoded = Tensor::cat(&decoded.collect::<Result<Vec<_>>>()?, 1)?;
+                assert_close(&decoded, &after, 1e-5, &format!("{kind:?}"));
+            }
+            before = after;
+        }
     }
     Ok(())
 }

@@ -1,17 +1,7 @@
 //! The property over layers, caches, dtypes and masks.
 
-use candle_attention::{
-    AlibiConfig, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, GateActivation,
-    GatePlace, GateScope, MultiHeadAttentionConfig as Config, MultiHeadLatentAttentionConfig as LatentConfig,
-    OutputGate, QkNorm, QkNormKind, QkNormScope, QueryScaling, RelativeBiasConfig, RopeConfig, RopeScaling, RopeStyle,
-};
-use candle_core::{DType, Device, Result};
-
-use crate::array::Random;
-use crate::common::assert_close;
-use crate::latent_layers as latent;
 use crate::program::{EMBED_DIM, Program, Setup, cases, difference, tolerance};
-use crate::{CPU, Layer, in_calls, layer, layer_on, wave};
+use crate::*;
 
 fn base() -> Config {
     Config::new(EMBED_DIM, 4).with_causal(true)
@@ -164,8 +154,7 @@ fn latents_go_on_from_what_they_were_made(device: &Device) {
     let (none, windowed) = (AttentionMask::none(), AttentionMask::causal().with_window(4));
     for seed in 0..cases(20) {
         let random = &mut Random::new(seed);
-        let cfg = latent::config_of(EMBED_DIM, random);
-        let parameters = latent::parameters(&cfg, random);
+        let cfg = latent_of(EMBED_DIM, random);
         for (cache, dtype) in [
             (growing(), DType::F32),
             (growing().with_capacity(0), DType::F64),
@@ -179,12 +168,12 @@ fn latents_go_on_from_what_they_were_made(device: &Device) {
             if dtype == DType::F64 && device.is_metal() {
                 continue;
             }
-            let layer = latent::layer(&cfg, &parameters, dtype, device).expect("the config fits");
+            let layer = latents(cfg.clone(), dtype, device).expect("the config fits");
             let back = cache.window().map(|window| window - 4);
             let mask = if back.is_some() { &windowed } else { &none };
             let gives_positions = seed % 2 == 0;
             let setup =
-                Setup { layer: &layer, cache: &cache, dtype, device, mask, back, gives_positions, draws_masks: false };
+                Setup { layer: &*layer, cache: &cache, dtype, device, mask, back, gives_positions, draws_masks: false };
             // A random layer's scale of the scores can be large, which makes more of what 8 bits lose.
             let most = if cache.q8() { 8e-2 } else { tolerance(dtype, &cache) };
             assert_holds(setup, 12, 2, most, &format!("{cfg:?}, {cache:?}"));
@@ -243,15 +232,14 @@ fn long_sequences_give_the_numbers_of_one_call() -> Result<()> {
 
 /// A long prompt behind another one, and then single tokens: each the other way.
 fn long_calls_of_latents_and_short_ones_go_on_from_each_other(device: &Device) -> Result<()> {
-    let random = &mut Random::new(13);
     let cfg = LatentConfig::new(16, 3).with_q_lora_rank(8).with_kv_lora_rank(48).with_nope_head_dim(16);
     let cfg = cfg.with_rope_head_dim(8).with_value_head_dim(16);
     let rope = RopeConfig::new(50.0).with_scaling(yarn(Some(0.7)));
     for cfg in [cfg.clone(), cfg.with_rope(rope)] {
-        let layer = latent::layer(&cfg, &latent::parameters(&cfg, random), DType::F32, device)?;
+        let layer = latents(cfg, DType::F32, device)?;
         let xs = wave(2, 201, 16, 0.0)?.to_device(device)?;
-        let expected = layer.forward_with(AttentionInput::new(&xs).with_backend(Backend::Reference))?;
-        let ys = in_calls(&layer, &mut AttentionCache::default(), &xs, &[100, 1, 1, 90, 1, 7, 1])?;
+        let expected = layer.run(AttentionInput::new(&xs).with_backend(Backend::Reference))?;
+        let ys = in_calls(&*layer, &mut AttentionCache::default(), &xs, &[100, 1, 1, 90, 1, 7, 1])?;
         assert_close(&ys, &expected, 2e-5, "in calls");
     }
     Ok(())

@@ -12,12 +12,12 @@ mod by_hand;
 mod call;
 #[path = "../common/mod.rs"]
 mod common;
-#[path = "../latent/layers.rs"]
-#[allow(dead_code, reason = "only its layers are needed")]
-mod latent_layers;
 #[path = "../attention/recipe.rs"]
 #[allow(dead_code, unused_imports, reason = "only its masks are needed")]
 mod recipe;
+#[path = "../attention/registry.rs"]
+#[allow(dead_code, reason = "only its layers are needed")]
+mod registry;
 mod seeded;
 use attention_oracle::{array, attention as oracle};
 
@@ -34,35 +34,25 @@ mod rotary;
 mod shared;
 mod warnings;
 
-use candle_attention::init::TorchSeed;
-use candle_attention::{
-    AttentionCache, AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig as Config, MultiHeadLatentAttention,
-    RelativeBias,
-};
-use candle_core::{DType, Device, Result, Tensor};
+// What each module begins with.
+use array::{Array, Random};
+use candle_attention::{MultiHeadAttentionConfig as Config, MultiHeadLatentAttentionConfig as LatentConfig, *};
+use candle_core::{DType, Device, IndexOp, Result, Tensor, Var};
+use candle_nn::{Linear, VarBuilder, VarMap};
+use common::*;
+use oracle::{Alignment, Dims, Lens, Mask, Part};
+use registry::{Kind, Layer, latent_of};
 
 const CPU: Device = Device::Cpu;
-
-/// Either kind of layer.
-trait Layer {
-    fn run(&self, input: AttentionInput) -> Result<Tensor>;
-}
-
-impl Layer for MultiHeadAttention {
-    fn run(&self, input: AttentionInput) -> Result<Tensor> {
-        self.forward_with(input)
-    }
-}
-
-impl Layer for MultiHeadLatentAttention {
-    fn run(&self, input: AttentionInput) -> Result<Tensor> {
-        self.forward_with(input)
-    }
-}
 
 /// A layer of random weights that are plain tensors, with a bias where the config has one.
 fn layer(cfg: &Config) -> Result<MultiHeadAttention> {
     layer_on(cfg, DType::F32, &CPU)
+}
+
+fn latents(cfg: LatentConfig, dtype: DType, device: &Device) -> Result<Box<dyn Layer>> {
+    let kind = Kind::Latent(cfg);
+    kind.of_parameters(&kind.parameters(12), dtype, device)
 }
 
 fn layer_on(cfg: &Config, dtype: DType, device: &Device) -> Result<MultiHeadAttention> {

@@ -1,13 +1,9 @@
 //! Random masks of a call. A caller's mask counts the positions of each sequence, whatever the cache holds of them.
 
-use candle_attention::AttentionMask;
-use candle_core::{DType, Device, Result};
-
-use crate::array::{Array, Random};
 use crate::call::attention_mask;
-use crate::oracle::{Alignment, Dims, Lens, Mask, Part};
 use crate::program::Call;
 use crate::recipe::{Kind, Reach, Recipe};
+use crate::*;
 
 const KINDS: [&[Kind]; 10] = [
     &[Kind::ValidLens],

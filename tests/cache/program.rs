@@ -3,13 +3,8 @@
 
 use std::ops::Range;
 
-use candle_attention::{AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend};
-use candle_core::{DType, Device, IndexOp, Result, Tensor};
-
-use crate::Layer;
-use crate::array::Random;
-use crate::common::{max_error, values};
 use crate::masks::Drawn;
+use crate::*;
 
 pub const EMBED_DIM: usize = 12;
 

@@ -1,13 +1,6 @@
 //! Rotary positions go on from what the cache holds of each sequence. `make.py` writes the numbers of transformers.
 
-use candle_attention::{
-    AttentionCache, AttentionInput, MultiHeadAttention, MultiHeadAttentionConfig as Config, RopeConfig, RopeScaling,
-};
-use candle_core::{DType, Result, Tensor};
-use candle_nn::VarBuilder;
-
-use crate::common::{assert_close, error_text, recorded_tensors, values};
-use crate::{CPU, in_calls, layer, wave};
+use crate::*;
 
 /// As in `make.py`.
 const ORIGINAL: usize = 6;

@@ -2,17 +2,7 @@
 
 use std::collections::HashMap;
 
-use candle_attention::init::TorchSeed;
-use candle_attention::{
-    AlibiConfig, AttentionCache, AttentionCacheConfig, AttentionInput, AttentionMask, Backend, GateActivation,
-    GatePlace, GateScope, KvSource, MultiHeadAttention, MultiHeadAttentionConfig as Config, OutputGate,
-    ProjectionModules, QkNorm, QkNormKind, QkNormScope, RelativeBias, RelativeBiasConfig, RopeConfig, WeightLayout,
-};
-use candle_core::{DType, Result, Tensor};
-use candle_nn::{Linear, VarBuilder};
-
-use crate::common::{assert_close, error_text};
-use crate::{CPU, in_calls, part, wave};
+use crate::*;
 
 const T: usize = 23;
 

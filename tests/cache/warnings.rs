@@ -3,14 +3,7 @@
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use candle_attention::init::TorchSeed;
-use candle_attention::{
-    AttentionCache, AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig as Config,
-    MultiHeadLatentAttention, MultiHeadLatentAttentionConfig as LatentConfig,
-};
-use candle_core::{DType, Device, Result, Tensor};
-
-use crate::Layer;
+use crate::*;
 
 /// Tells a process that it is a child, and the layer that it tries.
 const ASKED: &str = "CACHE_TEST_WARNINGS";
@@ -49,15 +42,12 @@ fn child() -> Result<()> {
     let Ok(asked) = std::env::var(ASKED) else { return Ok(()) };
     log::set_logger(&Counter).expect("no other test has a logger");
     log::set_max_level(log::LevelFilter::Warn);
-    let vb = || TorchSeed::new(1).var_builder(DType::F32, &Device::Cpu);
     let layer = |causal: bool| -> Result<Box<dyn Layer>> {
-        Ok(match asked.as_str() {
-            "latent" => {
-                let cfg = LatentConfig::new(8, 2).with_kv_lora_rank(4).with_rope_head_dim(2).with_causal(causal);
-                Box::new(MultiHeadLatentAttention::new(&cfg, vb())?)
-            }
-            _ => Box::new(MultiHeadAttention::new(&Config::new(8, 2).with_causal(causal), vb())?),
-        })
+        let latent = || LatentConfig::new(8, 2).with_kv_lora_rank(4).with_rope_head_dim(2).with_causal(causal);
+        let is_latent = asked == "latent";
+        let kind =
+            if is_latent { Kind::Latent(latent()) } else { Kind::MultiHead(Config::new(8, 2).with_causal(causal)) };
+        kind.layer(TorchSeed::new(1).var_builder(DType::F32, &Device::Cpu))
     };
     let none = AttentionMask::none();
     assert_eq!(warnings(&*layer(true)?, &none)?, 0, "a causal layer");

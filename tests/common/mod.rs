@@ -6,11 +6,14 @@ pub mod gguf;
 pub mod property;
 
 use std::collections::HashMap;
+use std::fmt::Debug;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_core::{DType, Device, Result, Tensor, Var, bail};
 use candle_nn::{VarBuilder, VarMap};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 /// One test function for each device: `on_each_device!(name)` runs `fn name(&Device)`, which gives nothing or a
 /// `Result<()>`, on the CPU, on CUDA and on Metal, and says so where a device is absent.
@@ -131,9 +134,6 @@ pub fn assert_near(got: &Tensor, expected: &Tensor, tolerance: f64, what: &str) 
     assert!(error <= tolerance, "{what}: off by {error:e} of the largest, more than {tolerance:e}");
 }
 
-/// What differs, and where.
-pub type Outcome = std::result::Result<(), String>;
-
 /// Numbers of a shape and a dtype, each to within a bound of its own; what is infinite or NaN has to be so.
 pub fn compare(
     what: &str,
@@ -141,19 +141,27 @@ pub fn compare(
     (shape, dtype): (&[usize], DType),
     expected: &[f64],
     tolerance: impl Fn(usize) -> f64,
-) -> Outcome {
+) -> Result<()> {
     if got.dims() != shape || got.dtype() != dtype || got.elem_count() != expected.len() {
-        return Err(format!("{what}: shape {:?} in {:?}, expected {shape:?} in {dtype:?}", got.dims(), got.dtype()));
+        bail!("{what}: shape {:?} in {:?}, expected {shape:?} in {dtype:?}", got.dims(), got.dtype());
     }
     for (n, (got, &expected)) in values(got).into_iter().zip(expected).enumerate() {
         let equal = got == expected || (got.is_nan() && expected.is_nan());
         let most = tolerance(n);
         let is_within = expected.is_finite() && (got - expected).abs() <= most;
         if !equal && !is_within {
-            return Err(format!("{what}: entry {n} is {got}, expected {expected} to within {most:e}"));
+            bail!("{what}: entry {n} is {got}, expected {expected} to within {most:e}");
         }
     }
     Ok(())
+}
+
+/// A config gives the same one through JSON, whose text this is.
+#[track_caller]
+pub fn survives_json<T: Serialize + DeserializeOwned + PartialEq + Debug>(config: &T) -> String {
+    let text = serde_json::to_string(config).expect("a config is plain data");
+    assert_eq!(serde_json::from_str::<T>(&text).expect("the same"), *config);
+    text
 }
 
 /// The first line of an error: what a user reads when no backtrace is asked for.

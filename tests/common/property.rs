@@ -6,7 +6,7 @@ use proptest::test_runner::{Config, RngSeed, TestRunner};
 /// Runs a property over `cases` draws, or as many as `PROPTEST_CASES` says, from the seed that `PROPTEST_RNG_SEED`
 /// says.
 #[track_caller]
-pub fn for_all<S: Strategy>(cases: u32, strategy: S, test: impl Fn(S::Value) -> Result<(), String>) {
+pub fn for_all<S: Strategy>(cases: u32, strategy: S, test: impl Fn(S::Value) -> candle_core::Result<()>) {
     let from_environment = Config::default();
     let given = std::env::var_os("PROPTEST_CASES").is_some();
     let rng_seed = match from_environment.rng_seed {
@@ -15,7 +15,8 @@ pub fn for_all<S: Strategy>(cases: u32, strategy: S, test: impl Fn(S::Value) -> 
     };
     let cases = if given { from_environment.cases } else { cases };
     let config = Config { cases, rng_seed, failure_persistence: None, ..from_environment };
-    let outcome = TestRunner::new(config).run(&strategy, |value| test(value).map_err(TestCaseError::fail));
+    let outcome = TestRunner::new(config)
+        .run(&strategy, |value| test(value).map_err(|error| TestCaseError::fail(error.to_string())));
     if let Err(error) = outcome {
         panic!("{error}\nto run it again: PROPTEST_CASES={cases} PROPTEST_RNG_SEED={rng_seed}");
     }

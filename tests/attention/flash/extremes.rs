@@ -1,50 +1,8 @@
-//! Rows that see nothing, and numbers at the ends of their range.
+//! Numbers at the ends of their range.
 
-use candle_attention::AttentionMask;
-use candle_attention::cpu::Tier;
-use candle_core::{DType, Device, Result, Tensor};
-
-use crate::array::{Array, round};
-use crate::call::{CPU, Call, Path, check, check_kernel};
-use crate::common::values;
-use crate::oracle::Lens::{PerQuery, PerSequence};
-use crate::oracle::{Case, Dims, Mask, Part};
-use crate::recipe::{Chosen, DTYPES, Kind, Recipe};
+use crate::*;
 
 const DIMS: Dims = Dims { b: 2, h: 4, h_kv: 2, t_q: 35, t_kv: 67, d: 16, d_v: 24 };
-
-/// Rows that see nothing, by each way to hide, between rows that see something: zeros, and -inf or the sink alone.
-#[test]
-fn empty_rows_are_zeros() {
-    let every = |n: usize, other: usize| (0..DIMS.t_q).map(|i| if i % n == 0 { 0 } else { other }).collect::<Vec<_>>();
-    let alternating = |hidden: f64, seen: f64| {
-        let mut rows = 1..;
-        let mut hides = move || rows.next().is_some_and(|i| i % 3 == 0 || (17..=33).contains(&i));
-        Array::new(&[DIMS.t_q, 1]).filled(move || if hides() { hidden } else { seen })
-    };
-    let lowest = f64::NEG_INFINITY;
-    for part in [
-        Part::ValidLens(PerSequence(vec![0, 40])),
-        Part::Starts(PerSequence(vec![DIMS.t_kv, 3])),
-        Part::ValidLens(PerQuery(vec![every(2, 66), every(1, 0)])),
-        Part::Keep(alternating(0.0, 1.0)),
-        Part::Bias(alternating(lowest, -1.0)),
-        Part::Keep(Array::new(&[]).filled(|| 0.0)),
-        Part::Bias(Array::new(&[]).filled(|| lowest)),
-        Part::Bias(Array::new(&[DIMS.t_q, DIMS.t_kv]).filled(|| lowest)),
-    ] {
-        for dtype in DTYPES {
-            for [sinks, alibi] in [[false, false], [true, false], [true, true]] {
-                let chosen = Chosen { sinks, alibi, ..Chosen::default() };
-                let mut case = Recipe { chosen, ..Recipe::of_kernel(DIMS, vec![], dtype) }.case();
-                case.masks.push(Mask::of(part.clone()));
-                let empty = case.attend().lse.iter().filter(|&&lse| lse == lowest).count();
-                assert!(sinks || empty > 10, "{part:?} leaves rows empty");
-                check_kernel(&case, dtype).unwrap_or_else(|error| panic!("{error}: {part:?}, {dtype:?}, {sinks}"));
-            }
-        }
-    }
-}
 
 /// What differs from plain numbers and leaves finite results.
 #[derive(Debug, Clone, Default)]

@@ -1,17 +1,12 @@
 //! What must not change a bit of a result: the neighbours in a batch, and the layout.
 
-use candle_core::{DType, Result, Tensor, Var};
+use crate::*;
 
-use crate::call::{Call, Outcome, Path};
-use crate::common::bits;
-use crate::oracle::{Case, Dims};
-use crate::recipe::{DTYPES, Kind, Layout, Recipe, for_all, kernel_recipes};
-
-fn same_bits(one: &[Tensor], other: &[Tensor], what: &str) -> Outcome {
-    match one.iter().map(bits).eq(other.iter().map(bits)) {
-        true => Ok(()),
-        false => Err(format!("{what}: other bits")),
+fn same_bits(one: &[Tensor], other: &[Tensor], what: &str) -> Result<()> {
+    if !one.iter().map(bits).eq(other.iter().map(bits)) {
+        bail!("{what}: other bits");
     }
+    Ok(())
 }
 
 fn forward(call: &Call) -> Result<Vec<Tensor>> {
@@ -31,25 +26,23 @@ fn with_gradients(call: &Call) -> Result<Vec<Tensor>> {
 }
 
 /// Each sequence alone has the results and gradients that it has in its batch.
-fn is_batch_invariant(case: &Case, dtype: DType) -> Result<Outcome> {
+fn is_batch_invariant(case: &Case, dtype: DType) -> Result<()> {
     for path in Path::kernels() {
         let whole = with_gradients(&Call::fused(case, dtype)?.by(path))?;
         for b in 0..case.dims.b {
             let alone = with_gradients(&Call::fused(&case.of_sequence(b), dtype)?.by(path))?;
             let own = whole.iter().map(|all| all.narrow(0, b, 1)).collect::<Result<Vec<_>>>()?;
-            if let Err(difference) = same_bits(&alone, &own, &format!("{path:?}, sequence {b} alone")) {
-                return Ok(Err(difference));
-            }
+            same_bits(&alone, &own, &format!("{path:?}, sequence {b} alone"))?;
         }
     }
-    Ok(Ok(()))
+    Ok(())
 }
 
 #[test]
 fn a_sequence_does_not_feel_its_batch() {
     for_all(64, kernel_recipes(), |mut recipe| {
         recipe.dims.b = 3;
-        is_batch_invariant(&recipe.case(), recipe.dtype).unwrap_or_else(|error| Err(error.to_string()))
+        is_batch_invariant(&recipe.case(), recipe.dtype)
     });
 }
 
@@ -59,8 +52,7 @@ fn a_decoded_token_does_not_feel_its_batch() -> Result<()> {
     for (b, h, h_kv, t_q, t_kv) in [(2, 8, 1, 1, 4100), (5, 4, 2, 1, 1030), (16, 1, 1, 2, 300), (2, 1, 1, 1, 9000)] {
         for dtype in DTYPES {
             let recipe = Recipe::of_kernel(Dims { b, h, h_kv, t_q, t_kv, d: 64, d_v: 64 }, vec![Kind::Causal], dtype);
-            let outcome = is_batch_invariant(&recipe.case(), dtype)?;
-            outcome.unwrap_or_else(|difference| panic!("{difference}\n{recipe:?}"));
+            is_batch_invariant(&recipe.case(), dtype).map_err(|error| error.context(format!("{recipe:?}")))?;
         }
     }
     Ok(())
@@ -81,7 +73,7 @@ fn a_layout_does_not_change_a_bit() -> Result<()> {
             for path in Path::kernels() {
                 let (viewed, packed) = (forward(&viewed.by(path))?, forward(&packed.by(path))?);
                 let what = format!("{path:?}: {layout:?} against contiguous tensors, {dtype:?}, {t_q} × {t_kv} × {d}");
-                same_bits(&viewed, &packed, &what).unwrap_or_else(|difference| panic!("{difference}"));
+                same_bits(&viewed, &packed, &what)?;
             }
         }
     }

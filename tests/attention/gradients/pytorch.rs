@@ -2,13 +2,7 @@
 
 use std::collections::HashMap;
 
-use candle_attention::cpu::Tier;
-use candle_attention::init::TorchSeed;
-use candle_attention::{AttentionMask, Backend, merge_attention};
-use candle_core::{DType, Result, Tensor, Var};
-
-use crate::call::{Call, Path, reference};
-use crate::common::{assert_near, recorded_tensors, values};
+use crate::*;
 
 /// What the script wrote.
 struct Numbers(HashMap<String, Tensor>);
@@ -28,38 +22,68 @@ impl Numbers {
     }
 }
 
-/// A case of the script, with a variable for everything that it tracks.
+/// A case of the script.
 struct Case<'a> {
-    call: Call,
-    leaves: Vec<(&'a str, Var)>,
+    numbers: &'a Numbers,
+    name: &'a str,
     /// Of the context and, where it takes part, of the log-sum-exp in the loss.
-    factors: (Tensor, Option<Tensor>),
+    factors: Vec<f64>,
 }
 
 impl<'a> Case<'a> {
-    fn new(numbers: &Numbers, name: &'a str, dtype: DType) -> Result<Self> {
-        let mut leaves = Vec::new();
-        let mut leaf = |name: &'a str, tensor: Tensor| -> Result<Tensor> {
-            let var = Var::from_tensor(&tensor.contiguous()?)?;
-            leaves.push((name, var.clone()));
-            Ok(var.into_inner())
-        };
-        let has = |option: &str| name.split('+').any(|each| each == option);
-        let heads = if has("ungrouped") { 4 } else { 2 - usize::from(has("one_key_head")) };
-        let width = if has("narrow_values") { 3 } else { 4 };
-        let q = leaf("q", numbers.input("q", dtype)?)?;
-        let k = leaf("k", numbers.input("k", dtype)?.narrow(1, 0, heads)?)?;
-        let v = leaf("v", numbers.input("v", dtype)?.narrow(1, 0, heads)?.narrow(3, 0, width)?)?;
+    fn new(numbers: &'a Numbers, name: &'a str) -> Result<Self> {
+        let mut case = Self { numbers, name, factors: Vec::new() };
+        case.factors = values(&numbers.input("context", DType::F64)?.narrow(3, 0, case.width())?);
+        if case.has("lse") {
+            case.factors.extend(values(&numbers.input("lse", DType::F64)?));
+        }
+        Ok(case)
+    }
+
+    fn has(&self, option: &str) -> bool {
+        self.name.split('+').any(|each| each == option)
+    }
+
+    fn width(&self) -> usize {
+        if self.has("narrow_values") { 3 } else { 4 }
+    }
+
+    /// Each tracked tensor has a gradient, near the part of `expected` that is its own.
+    fn check(&self, way: &<Self as Operation>::Way, expected: &Tensor, tolerance: f64) -> Result<()> {
+        let (found, mut start) = (backward(self, way, |_| true)?, 0);
+        let tracked = self.name.split('+').filter(|option| found.contains_key(*option));
+        for leaf in ["q", "k", "v"].into_iter().chain(tracked) {
+            let gradient = &found[leaf];
+            let expected = expected.narrow(0, start, gradient.elem_count())?.reshape(gradient.shape())?;
+            assert_near(gradient, &expected, tolerance, &format!("{}, {leaf} by {way:?}", self.name));
+            start += gradient.elem_count();
+        }
+        assert_eq!(start, expected.elem_count(), "{}: as many numbers as PyTorch's", self.name);
+        Ok(())
+    }
+}
+
+impl Operation for Case<'_> {
+    /// In one call, or with keys cut in two, whose parts have gradients of their log-sum-exp too.
+    type Way = (DType, Path, bool);
+
+    fn run(&self, &(dtype, path, is_cut): &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
+        let mut leaf = |name: &str, tensor: Tensor| leaf(name, tensor.contiguous()?);
+        let input = |name: &str| self.numbers.input(name, dtype);
+        let heads = if self.has("ungrouped") { 4 } else { 2 - usize::from(self.has("one_key_head")) };
+        let q = leaf("q", input("q")?)?;
+        let k = leaf("k", input("k")?.narrow(1, 0, heads)?)?;
+        let v = leaf("v", input("v")?.narrow(1, 0, heads)?.narrow(3, 0, self.width())?)?;
         let (mut mask, mut options) = (AttentionMask::none(), reference());
-        for option in name.split('+') {
-            let mut tracked = || leaf(option, numbers.input(option, dtype)?);
+        for option in self.name.split('+') {
+            let mut tracked = || leaf(option, input(option)?);
             match option {
                 "causal" => mask = mask.and(&AttentionMask::causal()),
                 "window" => mask = mask.and(&AttentionMask::causal().with_window(3)),
                 "band" => mask = mask.with_band(2, 1),
                 "prefix" => mask = mask.and(&AttentionMask::causal().with_prefix(vec![5, 2])),
                 "lens" => mask = mask.with_valid_lens(vec![6, 3]),
-                "keep" => mask = mask.with_keep(&numbers.input(option, DType::U8)?),
+                "keep" => mask = mask.with_keep(&self.numbers.input(option, DType::U8)?),
                 "bias_heads" | "bias_keys" => mask = mask.with_bias(&tracked()?),
                 "alibi" => options = options.with_alibi_slopes(&tracked()?),
                 "sinks" => options = options.with_sinks(&tracked()?),
@@ -69,79 +93,42 @@ impl<'a> Case<'a> {
                 other => panic!("{other} is no option"),
             }
         }
-        let of_lse = if has("lse") { Some(numbers.input("lse", dtype)?) } else { None };
-        let factors = (numbers.input("context", dtype)?.narrow(3, 0, width)?, of_lse);
-        Ok(Self { call: Call { q, k, v, mask, options }, leaves, factors })
+        let call = Call { q, k, v, mask, options }.by(path);
+        let part = |start: usize, len: usize| {
+            let (k, v) = (call.k.narrow(2, start, len)?, call.v.narrow(2, start, len)?);
+            Call { k, v, ..call.clone() }.with_lse()
+        };
+        let both = || if is_cut { merge_attention(&[part(0, 4)?, part(4, 2)?]) } else { call.with_lse() };
+        Ok(match self.has("lse") {
+            false if !is_cut => vec![call.context()?],
+            false => vec![both()?.0],
+            true => both().map(|(context, lse)| vec![context, lse])?,
+        })
     }
 
-    /// A row that sees nothing has a log-sum-exp of -inf, which stays out of the loss.
-    fn loss(&self, context: &Tensor, lse: Option<&Tensor>) -> Result<Tensor> {
-        let loss = (context * &self.factors.0)?.sum_all()?;
-        let (Some(lse), Some(factors)) = (lse, &self.factors.1) else { return Ok(loss) };
-        let finite = lse.detach().gt(f64::NEG_INFINITY)?.where_cond(lse, &lse.zeros_like()?)?;
-        loss + (finite * factors)?.sum_all()?
+    fn factor(&self, n: usize) -> f64 {
+        self.factors[n]
     }
-
-    /// Each tracked tensor has a gradient, near the part of `expected` that is its own.
-    fn check(&self, loss: &Tensor, expected: &Tensor, tolerance: f64, what: &str) -> Result<()> {
-        let (store, mut start) = (loss.backward()?, 0);
-        for (leaf, var) in &self.leaves {
-            let what = format!("{what}, {leaf}");
-            let gradient = store.get(var).unwrap_or_else(|| panic!("{what}: no gradient"));
-            assert_eq!((gradient.dims(), gradient.dtype()), (var.dims(), var.dtype()), "{what}");
-            let expected = expected.narrow(0, start, var.elem_count())?.reshape(var.shape())?;
-            assert_near(gradient, &expected, tolerance, &what);
-            start += var.elem_count();
-        }
-        assert_eq!(start, expected.elem_count(), "{what}: as many numbers as PyTorch's");
-        Ok(())
-    }
-}
-
-fn run(call: &Call, case: &Case) -> Result<Tensor> {
-    if case.factors.1.is_none() {
-        return case.loss(&call.context()?, None);
-    }
-    let (context, lse) = call.with_lse()?;
-    case.loss(&context, Some(&lse))
 }
 
 #[test]
 fn every_option_and_every_pair_has_pytorchs_gradients() -> Result<()> {
-    let numbers = Numbers::load()?;
-    let mut count = 0;
+    let (numbers, mut count) = (Numbers::load()?, 0);
     for (name, expected) in numbers.cases() {
-        let case = Case::new(&numbers, name, DType::F64)?;
+        let case = Case::new(&numbers, name)?;
         // What is stored in f32 is rounded to it.
         let tolerance = if expected.dtype() == DType::F64 { 1e-12 } else { 6e-8 };
-        case.check(&run(&case.call, &case)?, expected, tolerance, &format!("{name} in f64"))?;
-
-        let case = Case::new(&numbers, name, DType::F32)?;
+        case.check(&(DType::F64, Path::REFERENCE, false), expected, tolerance)?;
         for path in Path::kernels().into_iter().chain([Path::REFERENCE]) {
-            case.check(&run(&case.call.by(path), &case)?, expected, 1e-5, &format!("{name} by {path:?}"))?;
+            case.check(&(DType::F32, path, false), expected, 1e-5)?;
         }
         count += 1;
     }
     assert_eq!(count, 1 + 16 + 13 * 12 / 2 + 1, "plain, each option, each pair of 13, and most of them at once");
-    Ok(())
-}
-
-/// Keys cut in two, whose parts have gradients of their log-sum-exp too.
-#[test]
-fn merged_parts_have_pytorchs_gradients_of_the_whole() -> Result<()> {
-    let numbers = Numbers::load()?;
     for name in ["plain", "lse", "softcap+lse", "ungrouped", "narrow_values"] {
-        for (dtype, backend, tolerance) in [(DType::F64, Backend::Reference, 6e-8), (DType::F32, Backend::Fused, 1e-5)]
-        {
-            let case = Case::new(&numbers, name, dtype)?;
-            let part = |start: usize, len: usize| {
-                let Call { k, v, .. } = &case.call;
-                let (k, v) = (k.narrow(2, start, len)?, v.narrow(2, start, len)?);
-                Call { k, v, ..case.call.on(backend) }.with_lse()
-            };
-            let (context, lse) = merge_attention(&[part(0, 4)?, part(4, 2)?])?;
-            case.check(&case.loss(&context, Some(&lse))?, &numbers.0[name], tolerance, &format!("{name}, merged"))?;
-        }
+        let case = Case::new(&numbers, name)?;
+        case.check(&(DType::F64, Path::REFERENCE, true), &numbers.0[name], 6e-8)?;
+        case.check(&(DType::F32, Path::Asked(Backend::Fused), true), &numbers.0[name], 1e-5)?;
     }
     Ok(())
 }

@@ -1,14 +1,7 @@
 //! Beside Candle's `Linear`: made from a `VarBuilder`, and converted to and fro.
 
-use candle_attention::cpu::Tier;
-use candle_attention::{PackedLinear, packed_linear, packed_linear_b, packed_linear_no_bias};
-use candle_core::{DType, Module, Result, Tensor, Var};
-use candle_nn::{Linear, VarBuilder, VarMap};
-
-use crate::array::Random;
-use crate::common::{assert_close, values};
 use crate::linear::case::{CPU, Product, TYPES, bits};
-use crate::tensors::random;
+use crate::*;
 
 #[test]
 fn tensors_are_packed_in_the_builders_dtype() -> Result<()> {

@@ -5,13 +5,14 @@ use std::ops::Range;
 use attention_oracle::attention::linear_with_sizes;
 use candle_attention::PackedLinear;
 use candle_attention::cpu::Tier;
-use candle_core::{DType, Device, Error, Module, Result, Tensor, bail};
+use candle_core::{DType, Device, Module, Result, Tensor, bail};
 use proptest::prelude::*;
 use proptest::sample::select;
 
-use crate::array::{Array, Random, View};
+pub use crate::array::Layout;
+use crate::array::{Array, Random};
+pub use crate::common::bits;
 use crate::common::property::within;
-pub use crate::common::{Outcome, bits};
 use crate::common::{compare, values};
 
 pub const CPU: Device = Device::Cpu;
@@ -28,78 +29,8 @@ pub const TYPES: [Types; 5] = [
     (DType::F16, DType::F32),
 ];
 
-/// How the input lies in memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Layout {
-    Contiguous,
-    /// Columns in the middle of wider rows.
-    Wider,
-    /// Every third row, as one head of several.
-    EveryThird,
-    /// (a, b, in) of (b, a, in).
-    LeadingTransposed,
-    /// (rows, in) of (in, rows).
-    ColumnMajor,
-    /// One row, again and again.
-    OneRow,
-    /// (a, b, in) of (1, b, in).
-    LeadingBroadcast,
-    /// (a, 2, b, in).
-    RankFour,
-    /// (in,), if there is one row.
-    RankOne,
-}
-
-impl Layout {
-    pub const ALL: [Self; 9] = {
-        use Layout::*;
-        [Contiguous, Wider, EveryThird, LeadingTransposed, ColumnMajor, OneRow, LeadingBroadcast, RankFour, RankOne]
-    };
-
-    /// An array of NaN as a view of about so many rows of `width`: as many as the layout allows, one at least.
-    fn array(self, rows: usize, width: usize) -> Array {
-        let narrow = |dim, start, len| View::Narrow { dim, start, len };
-        let a = [5, 3, 2].into_iter().find(|a| rows.is_multiple_of(*a)).unwrap_or(1);
-        let b = rows / a;
-        match self {
-            Self::Contiguous => Array::new(&[rows, width]),
-            Self::Wider => Array::new(&[rows, width + 5]).view(narrow(1, 3, width)),
-            Self::EveryThird => Array::new(&[rows, 3, width]).view(narrow(1, 1, 1)),
-            Self::LeadingTransposed => Array::new(&[b, a, width]).view(View::Transpose(0, 1)),
-            Self::ColumnMajor => Array::new(&[width, rows]).view(View::Transpose(0, 1)),
-            Self::OneRow => Array::new(&[1, width]).view(View::Broadcast(vec![rows, width])),
-            Self::LeadingBroadcast => Array::new(&[1, b, width]).view(View::Broadcast(vec![a, b, width])),
-            Self::RankFour if rows.is_multiple_of(2 * a) => Array::new(&[a, 2, b / 2, width]),
-            Self::RankFour => Array::new(&[a, 1, b, width]),
-            Self::RankOne if rows == 1 => Array::new(&[width]),
-            Self::RankOne => Array::new(&[rows, 1, width]),
-        }
-    }
-}
-
-/// How the weight lies in memory before it is packed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WeightLayout {
-    Contiguous,
-    /// (out, in) of (in, out), as GPT-2 has it.
-    Transposed,
-    /// Rows of a wider and longer matrix, as a part of a packed projection.
-    Part,
-}
-
-impl WeightLayout {
-    pub const ALL: [Self; 3] = [Self::Contiguous, Self::Transposed, Self::Part];
-
-    fn array(self, outputs: usize, inputs: usize) -> Array {
-        match self {
-            Self::Contiguous => Array::new(&[outputs, inputs]),
-            Self::Transposed => Array::new(&[inputs, outputs]).view(View::Transpose(0, 1)),
-            Self::Part => Array::new(&[outputs + 2, inputs + 3])
-                .view(View::Narrow { dim: 0, start: 1, len: outputs })
-                .view(View::Narrow { dim: 1, start: 2, len: inputs }),
-        }
-    }
-}
+/// How the weight lies in memory before it is packed: GPT-2 has it transposed, and a packed projection has parts.
+pub const OF_WEIGHTS: [Layout; 4] = [Layout::Contiguous, Layout::ColumnMajor, Layout::CacheMiddle, Layout::NarrowRows];
 
 /// What a case is made of.
 #[derive(Debug, Clone)]
@@ -109,8 +40,10 @@ pub struct Product {
     pub inputs: usize,
     pub outputs: usize,
     pub bias: bool,
+    /// Of the input, whose dimensions are that many; one is enough for one row.
+    pub rank: usize,
     pub layout: Layout,
-    pub weight_layout: WeightLayout,
+    pub of_weight: Layout,
     /// Where some of the rows and of the columns begin and end, as fractions of all.
     pub part: (f64, f64),
     /// The largest entry of the weight.
@@ -126,8 +59,9 @@ impl Product {
             inputs,
             outputs,
             bias: (rows + outputs).is_multiple_of(2),
+            rank: 2,
             layout: Layout::Contiguous,
-            weight_layout: WeightLayout::Contiguous,
+            of_weight: Layout::Contiguous,
             part: (0.3, 0.8),
             size: 1.0,
             seed: (rows * 10_000 + inputs * 100 + outputs) as u64,
@@ -139,12 +73,16 @@ impl Product {
         let mut random = Random::new(self.seed);
         let (of_weight, of_input) = self.types;
         let mut filled = |array: Array, most, dtype| array.uniform(&mut random, most, dtype);
-        let bias = self.bias.then(|| filled(Array::new(&[self.outputs]), 2.0 * self.size, of_weight));
+        let divisor = |n: usize| [5, 3, 2].into_iter().find(|d| n.is_multiple_of(*d)).unwrap_or(1);
+        let h = if self.rank > 2 { divisor(self.rows) } else { 1 };
+        let b = if self.rank > 3 { divisor(self.rows / h) } else { 1 };
+        let xs = self.layout.array([b, h, self.rows / (b * h), self.inputs]);
         Case {
             types: self.types,
-            weight: filled(self.weight_layout.array(self.outputs, self.inputs), self.size, of_weight),
-            bias,
-            xs: filled(self.layout.array(self.rows, self.inputs), 1.0, of_input),
+            rank: if self.rows == 1 { self.rank } else { self.rank.max(2) },
+            bias: self.bias.then(|| filled(Array::new(&[self.outputs]), 2.0 * self.size, of_weight)),
+            weight: filled(self.of_weight.array([1, 1, self.outputs, self.inputs]), self.size, of_weight),
+            xs: filled(xs, 1.0, of_input),
         }
     }
 
@@ -180,20 +118,12 @@ pub fn products() -> impl Strategy<Value = Product> {
         let fits = |sizes: [usize; 3]| sizes.iter().product::<usize>() <= most;
         within([rows, inputs, outputs], [&ROWS, &INPUTS, &OUTPUTS], first, fits)
     });
-    let layouts = (select(&Layout::ALL[..]), select(&WeightLayout::ALL[..]));
+    let layouts = (1..=4usize, select(&Layout::ALL[..]), select(&OF_WEIGHTS[..]));
     let numbers = (any::<bool>(), (0.0..=1.0, 0.0..=1.0), select(&[1.0, 1.0, 1.0, 1.0 / 64.0, 16.0][..]));
     (select(&TYPES[..]), sizes, layouts, numbers, any::<u64>().no_shrink()).prop_map(
-        |(types, [rows, inputs, outputs], (layout, weight_layout), (bias, part, size), seed)| Product {
-            types,
-            rows,
-            inputs,
-            outputs,
-            bias,
-            layout,
-            weight_layout,
-            part,
-            size,
-            seed,
+        |(types, [rows, inputs, outputs], (rank, layout, of_weight), (bias, part, size), seed)| {
+            let plain = Product::plain(types, rows, (inputs, outputs));
+            Product { bias, rank, layout, of_weight, part, size, seed, ..plain }
         },
     )
 }
@@ -202,8 +132,11 @@ pub fn products() -> impl Strategy<Value = Product> {
 #[derive(Debug, Clone)]
 pub struct Case {
     pub types: Types,
+    rank: usize,
+    /// (1, 1, out, in)
     pub weight: Array,
     pub bias: Option<Array>,
+    /// (.., .., .., in)
     pub xs: Array,
 }
 
@@ -216,9 +149,21 @@ pub struct Expected {
 
 impl Case {
     pub fn tensors(&self) -> Result<(Tensor, Option<Tensor>, Tensor)> {
-        let (of_weight, of_input) = self.types;
-        let bias = self.bias.as_ref().map(|bias| bias.tensor(of_weight, &CPU)).transpose()?;
-        Ok((self.weight.tensor(of_weight, &CPU)?, bias, self.xs.tensor(of_input, &CPU)?))
+        self.tensors_of(self.types, &mut |_, tensor| Ok(tensor))
+    }
+
+    /// `leaf` may put another tensor of the same numbers in the place of each buffer.
+    pub fn tensors_of(
+        &self,
+        (of_weight, of_input): Types,
+        leaf: &mut dyn FnMut(&str, Tensor) -> Result<Tensor>,
+    ) -> Result<(Tensor, Option<Tensor>, Tensor)> {
+        let mut of_rank = |name: &str, array: &Array, dtype: DType, rank: usize| {
+            let whole = array.look(&leaf(name, array.leaf(dtype, &CPU)?)?);
+            (rank..array.rank()).try_fold(whole?, |tensor, _| tensor.squeeze(0))
+        };
+        let bias = self.bias.as_ref().map(|bias| of_rank("bias", bias, of_weight, 1)).transpose()?;
+        Ok((of_rank("weight", &self.weight, of_weight, 2)?, bias, of_rank("xs", &self.xs, of_input, self.rank)?))
     }
 
     pub fn packed(&self, tier: Tier) -> Result<PackedLinear> {
@@ -227,11 +172,7 @@ impl Case {
     }
 
     pub fn input(&self) -> Result<Tensor> {
-        self.xs.tensor(self.types.1, &CPU)
-    }
-
-    pub fn forward(&self, tier: Tier) -> Result<Tensor> {
-        self.packed(tier)?.forward(&self.input()?)
+        Ok(self.tensors()?.2)
     }
 
     pub fn expected(&self) -> Result<Expected> {
@@ -260,23 +201,19 @@ impl Expected {
     }
 
     /// Holds an output (.., out) to these numbers.
-    pub fn compare(&self, found: &Tensor) -> Outcome {
+    pub fn compare(&self, found: &Tensor) -> Result<()> {
         compare("outputs", found, (found.dims(), found.dtype()), &self.ys, |at| self.bound(at, found.dtype()))
     }
 }
 
 /// The whole product to f64; to the bit, some of its columns, from the whole weight and from one of their own, the
 /// product of a copy of the input, and of rows alone; and the weight that comes back. On every tier.
-pub fn check(product: &Product) -> Outcome {
-    let run = || -> Result<()> {
-        let case = product.case();
-        let expected = case.expected()?;
-        for tier in Tier::available() {
-            check_tier(product, &case, &expected, tier).map_err(|error| Error::msg(format!("{tier}: {error}")))?;
-        }
-        Ok(())
-    };
-    run().map_err(|error| error.to_string())
+pub fn check(product: &Product) -> Result<()> {
+    let case = product.case();
+    let expected = case.expected()?;
+    Tier::available().into_iter().try_for_each(|tier| {
+        check_tier(product, &case, &expected, tier).map_err(|error| error.context(tier.to_string()))
+    })
 }
 
 fn check_tier(product: &Product, case: &Case, expected: &Expected, tier: Tier) -> Result<()> {
@@ -288,7 +225,7 @@ fn check_tier(product: &Product, case: &Case, expected: &Expected, tier: Tier) -
     if ys.dims() != dims || ys.dtype() != xs.dtype() || !ys.is_contiguous() {
         bail!("{ys:?}, expected {dims:?}");
     }
-    expected.compare(&ys).map_err(Error::msg)?;
+    expected.compare(&ys)?;
 
     let columns = product.some(product.outputs);
     let (some, narrowed) =

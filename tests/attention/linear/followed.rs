@@ -1,13 +1,7 @@
 //! What follows a product in its pass - an activation, a gate, a residual - against Candle's own operations after it.
 
-use candle_attention::cpu::Tier;
-use candle_attention::{PackedGatedLinear, PackedLinear};
-use candle_core::{DType, Module, Result, Tensor};
-use candle_nn::Activation;
-
-use crate::common::{assert_close, bits};
-use crate::linear::case::{CPU, Layout, Product, TYPES};
-use crate::tensors::random;
+use crate::linear::case::{Layout, Product, TYPES};
+use crate::*;
 
 pub const ACTIVATIONS: [Activation; 6] = [
     Activation::Gelu,
@@ -58,9 +52,10 @@ fn every_size_and_layout_on_every_tier() -> Result<()> {
         TYPES.into_iter().flat_map(|types| sizes.map(|sizes| (types, sizes))).enumerate()
     {
         let (layout, activation) = (Layout::ALL[n % Layout::ALL.len()], ACTIVATIONS[n % ACTIVATIONS.len()]);
-        let product = Product { layout, size: 0.2, ..Product::plain(types, rows, (inputs, outputs)) };
+        let rank = 1 + n % 4;
+        let product = Product { layout, rank, size: 0.2, ..Product::plain(types, rows, (inputs, outputs)) };
         let (weight, bias, xs) = product.case().tensors()?;
-        let other = (Product { seed: 5, ..product.clone() }).case().weight.tensor(types.0, &CPU)?;
+        let (other, ..) = (Product { seed: 5, ..product.clone() }).case().tensors()?;
         // Candle rounds after each operation, the product alone at its end.
         let tolerance = match types.1 {
             DType::BF16 => 0.1,

@@ -2,16 +2,9 @@
 
 use std::ops::Range;
 
-use candle_attention::cpu::Tier;
-use candle_attention::{PackedGatedLinear, PackedLinear};
-use candle_core::{DType, Module, Result, Tensor, Var};
-use candle_nn::Activation;
-
-use super::case::{CPU, TYPES, bits};
+use super::case::{Case, Layout, OF_WEIGHTS, Product, TYPES, bits, products};
 use super::followed::{ACTIVATIONS, STEPS, by_candle, followed};
-use crate::common::{assert_near, values};
-use crate::tensors::{gradients, random, variable};
-use crate::threads::pool;
+use crate::*;
 
 const INPUTS: usize = 37;
 const OUTPUTS: usize = 51;
@@ -26,96 +19,107 @@ fn tolerance(dtype: DType) -> f64 {
     }
 }
 
-/// xs (.., in), weight (out, in) and bias, by Candle's own operations.
-fn candles([xs, weight, bias]: [&Tensor; 3], columns: Range<usize>) -> Result<Tensor> {
-    let rows = xs.reshape(((), INPUTS))?;
-    rows.matmul(&weight.t()?)?.broadcast_add(bias)?.narrow(1, columns.start, columns.len())
+/// Some columns of a product.
+#[derive(Clone)]
+pub struct Projection {
+    pub case: Case,
+    columns: Range<usize>,
 }
 
-/// All three, or one alone: beside weights that are plain, and so packed, and beside a plain input. Of all columns and
-/// of some, on every tier; and what is tracked gives the bits of packed weights.
+impl Projection {
+    /// All columns.
+    pub fn of(case: Case) -> Self {
+        Self { columns: 0..case.weight.dim(2), case }
+    }
+}
+
+impl Operation for Projection {
+    /// A tier, or Candle's own operations in f64.
+    type Way = Option<Tier>;
+
+    fn run(&self, tier: &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
+        let types = if tier.is_some() { self.case.types } else { (DType::F64, DType::F64) };
+        let ((weight, bias, xs), columns) = (self.case.tensors_of(types, leaf)?, self.columns.clone());
+        let Some(tier) = *tier else {
+            let (weight, mut dims) = (weight.narrow(0, columns.start, columns.len())?, xs.dims().to_vec());
+            let ys = xs.reshape(((), self.case.xs.dim(3)))?.matmul(&weight.t()?)?;
+            let ys = match bias {
+                Some(bias) => ys.broadcast_add(&bias.narrow(0, columns.start, columns.len())?)?,
+                None => ys,
+            };
+            dims[xs.rank() - 1] = columns.len();
+            return Ok(vec![ys.reshape(dims)?]);
+        };
+        let linear = PackedLinear::with_tier(&weight, bias.as_ref(), Some(tier))?;
+        let is_trained = weight.track_op() || bias.is_some_and(|bias| bias.track_op());
+        assert_eq!(linear.is_packed(), !is_trained);
+        let ys = linear.forward_columns(&xs, columns.clone())?;
+        if is_trained {
+            // Half precision under f32 is widened first, and then summed in the same order.
+            let frozen = linear.freeze()?;
+            assert!(frozen.is_packed() && bits(&ys) == bits(&frozen.forward_columns(&xs, columns)?), "{tier}");
+        }
+        Ok(vec![ys])
+    }
+}
+
+impl Exact for Projection {
+    fn buffers(&mut self) -> Vec<(String, &mut Vec<f64>)> {
+        let Case { weight, bias, xs, .. } = &mut self.case;
+        let all = [("weight", Some(weight)), ("bias", bias.as_mut()), ("xs", Some(xs))];
+        all.into_iter().filter_map(|(name, array)| Some((name.to_string(), &mut array?.data))).collect()
+    }
+
+    fn exact(&self) -> Vec<f64> {
+        let (ys, outputs) = (self.case.expected().expect("tensors").ys, self.case.weight.dim(2));
+        ys.chunks(outputs.max(1)).flat_map(|row| row[self.columns.clone()].to_vec()).collect()
+    }
+}
+
+/// What is tracked: all three, or one alone beside weights that are plain, and so packed, and beside a plain input.
+const TRACKED: [&[&str]; 4] = [&["xs", "weight", "bias"], &["xs"], &["weight"], &["bias"]];
+
+/// Of all columns and of some, on every tier, of views of variables of every layout.
 #[test]
 fn whatever_is_tracked_has_the_gradient_of_f64() -> Result<()> {
-    for (of_weight, of_input) in TYPES {
-        for dims in [vec![INPUTS], vec![1, INPUTS], vec![2, 1, 3, INPUTS], vec![7, INPUTS], vec![2, 300, INPUTS]] {
-            let all = [(&dims[..], of_input), (&[OUTPUTS, INPUTS], of_weight), (&[OUTPUTS], of_weight)];
-            let drawn = all.map(|(shape, dtype)| (random(shape)? * 0.5)?.to_dtype(of_weight)?.to_dtype(dtype));
-            let [xs, weight, bias] = drawn;
-            let drawn = [xs?, weight?, bias?];
-            for tracked in [[true; 3], [true, false, false], [false, true, false], [false, false, true]] {
-                let leaf = |n: usize, tensor: Tensor| match tracked[n] {
-                    true => Ok(Var::from_tensor(&tensor)?.into_inner()),
-                    false => Ok(tensor),
-                };
-                let of = |dtype: Option<DType>| -> Result<Vec<Tensor>> {
-                    let cast =
-                        |(n, tensor): (usize, &Tensor)| leaf(n, tensor.to_dtype(dtype.unwrap_or(tensor.dtype()))?);
-                    drawn.iter().enumerate().map(cast).collect()
-                };
-                let some = |leaves: &[Tensor]| -> Vec<Tensor> {
-                    leaves.iter().zip(tracked).filter(|(_, tracked)| *tracked).map(|(leaf, _)| leaf.clone()).collect()
-                };
-                let (leaves, wide) = (of(None)?, of(Some(DType::F64))?);
-                for columns in [0..OUTPUTS, 8..42] {
-                    let exact = candles([&wide[0], &wide[1], &wide[2]], columns.clone())?;
-                    let expected = gradients(&exact, &some(&wide).iter().collect::<Vec<_>>())?;
-                    for tier in Tier::available() {
-                        let linear = PackedLinear::with_tier(&leaves[1], Some(&leaves[2]), Some(tier))?;
-                        assert_eq!(linear.is_packed(), tracked == [true, false, false]);
-                        let ys = linear.forward_columns(&leaves[0], columns.clone())?;
-                        // Half precision under f32 is widened first, and then summed in the same order.
-                        let frozen = linear.freeze()?;
-                        assert!(frozen.is_packed() && ys.track_op());
-                        assert!(bits(&ys) == bits(&frozen.forward_columns(&leaves[0], columns.clone())?), "{tier}");
-                        let found = gradients(&ys, &some(&leaves).iter().collect::<Vec<_>>())?;
-                        for (found, expected) in found.iter().zip(&expected) {
-                            let what = format!("{tier}: {of_weight:?} for {of_input:?} {dims:?}, {tracked:?}");
-                            assert_near(found, expected, tolerance(of_weight), &what);
-                        }
-                    }
-                }
+    for (n, types) in TYPES.into_iter().enumerate() {
+        // Of rows that repeat one, Candle adds up the gradients in half precision.
+        let few = [1, 6, 7].into_iter().flat_map(|rows| Layout::ALL.map(|layout| (rows, layout)));
+        let many = [Layout::Contiguous, Layout::HeadsTransposed, Layout::NarrowRows].map(|layout| (600, layout));
+        for (m, (rows, layout)) in few.chain(many).enumerate() {
+            let (rank, of_weight) = (1 + (n + m) % 4, OF_WEIGHTS[(n + m / 4) % 4]);
+            let plain = Product::plain(types, rows, (INPUTS, OUTPUTS));
+            let product = Product { rank, layout, of_weight, bias: true, ..plain };
+            let columns = if m % 2 == 0 { 0..OUTPUTS } else { 8..42 };
+            let call = Projection { columns, ..Projection::of(product.case()) };
+            let expected = backward(&call, &None, |_| true)?;
+            for (tier, tracked) in Tier::available().into_iter().flat_map(|tier| TRACKED.map(|names| (tier, names))) {
+                let found = backward(&call, &Some(tier), |name| tracked.contains(&name))?;
+                are_near(&found, &expected, |_, largest| tolerance(types.0) * largest)
+                    .map_err(|error| error.context(format!("{tier}: {tracked:?} of {product:?}")))?;
             }
         }
     }
     Ok(())
 }
 
-/// A view of a variable, or what is computed from it.
-type Make = fn(&Tensor) -> Result<Tensor>;
-
-/// Inputs of any strides; weights transposed as GPT-2 has them, parts of a whole, merged from adapters: a gradient
-/// reaches the variable below.
+/// Beside random ones a large one, whose rows and columns are all split.
 #[test]
-fn views_of_variables_and_what_is_computed_from_them_have_gradients() -> Result<()> {
-    let scaled: Make = |var| var.broadcast_mul(&var.sqr()?.sum_keepdim(1)?.sqrt()?.recip()?);
-    let plain: Make = |var| Ok(var.clone());
-    let (weight, xs) = ([OUTPUTS, INPUTS], [4, 3, INPUTS + 5]);
-    let makes: [(&[usize], Make, &[usize], Make); 8] = [
-        (&xs, |xs| xs.narrow(2, 2, INPUTS), &weight, plain),
-        (&xs, |xs| xs.narrow(2, 2, INPUTS)?.transpose(0, 1), &weight, plain),
-        (&xs, |xs| xs.get_on_dim(1, 1)?.narrow(1, 0, INPUTS), &weight, plain),
-        // Rows that are one row get the sum.
-        (&[1, INPUTS], |xs| xs.broadcast_as((6, INPUTS)), &weight, plain),
-        (&[2, 9, INPUTS], plain, &[INPUTS, OUTPUTS], |var| var.t()),
-        (&[2, 9, INPUTS], plain, &[OUTPUTS + 9, INPUTS + 3], |var| var.narrow(0, 4, OUTPUTS)?.narrow(1, 2, INPUTS)),
-        (&[2, 9, INPUTS], plain, &weight, |var| Tensor::ones((OUTPUTS, INPUTS), var.dtype(), &CPU)? + (var * 0.5)?),
-        (&[2, 9, INPUTS], plain, &weight, scaled),
-    ];
-    let bias = random(OUTPUTS)?;
-    for (n, (shape, of_xs, of_weight, make)) in makes.into_iter().enumerate() {
-        let (var, weight) = (variable(shape)?, variable(of_weight)?);
-        let leaves = [var.as_tensor(), weight.as_tensor()];
-        let (xs, made) = (of_xs(&var)?, make(&weight)?);
-        let expected = gradients(&candles([&xs.contiguous()?, &made, &bias], 0..OUTPUTS)?, &leaves)?;
-        for (found, expected) in
-            gradients(&PackedLinear::new(&made, Some(&bias))?.forward(&xs)?, &leaves)?.iter().zip(&expected)
-        {
-            assert_near(found, expected, 1e-5, &format!("view {n}"));
-        }
-        let frozen = PackedLinear::new(&made.detach(), Some(&bias))?.forward(&xs)?;
-        assert_near(&gradients(&frozen, &leaves[..1])?[0], &expected[0], 1e-5, &format!("view {n}, packed"));
-    }
-    Ok(())
+fn random_projections_keep_their_bits_in_pools_of_any_size() {
+    let pools: Vec<_> = [1, 2, 3, 7].into_iter().map(pool).collect();
+    let check = |product: &Product| {
+        let call = Projection::of(product.case());
+        Tier::available()
+            .into_iter()
+            .flat_map(|tier| [(tier, TRACKED[0]), (tier, TRACKED[1])])
+            .try_for_each(|(tier, tracked)| is_the_same_in(&pools, &call, &Some(tier), |name| tracked.contains(&name)))
+    };
+    for_all(24, products(), |mut product| {
+        (product.inputs, product.outputs) = (1500 + product.inputs, 600 + product.outputs);
+        product.rows = product.rows.min(9);
+        check(&product)
+    });
+    TYPES.into_iter().for_each(|types| check(&Product::plain(types, 1200, (130, 200))).expect("the same bits"));
 }
 
 /// An activation, a residual and a gate: of all that is tracked, over packed weights and over variables.
@@ -169,23 +173,6 @@ fn a_projection_follows_its_variables_and_a_frozen_one_does_not() -> Result<()> 
     }
     assert!(!frozen.forward(&xs)?.track_op() && !frozen_gated.forward(&xs)?.track_op());
     assert_eq!(bits(&frozen.freeze()?.forward(&xs)?), bits(&frozen.forward(&xs)?), "frozen twice");
-    Ok(())
-}
-
-#[test]
-fn threads_change_no_bit_of_a_gradient() -> Result<()> {
-    for dtype in [DType::F32, DType::BF16, DType::F16] {
-        let [xs, weight, bias] = [&[3, 400, 130][..], &[200, 130], &[200]]
-            .map(|shape| Var::from_tensor(&(random(shape)? * 0.5)?.to_dtype(dtype)?));
-        let (xs, weight, bias) = (xs?, weight?, bias?);
-        let frozen = PackedLinear::new(&random((130, 200))?.to_dtype(dtype)?, None)?;
-        let all = || -> Result<Vec<u64>> {
-            let ys = frozen.forward(&PackedLinear::new(&weight, Some(&bias))?.forward(&xs)?)?;
-            Ok(gradients(&ys, &[&xs, &weight, &bias])?.iter().flat_map(bits).collect())
-        };
-        let one = pool(1).install(all)?;
-        assert!(one == pool(3).install(all)? && one == all()?, "{dtype:?}");
-    }
     Ok(())
 }
 

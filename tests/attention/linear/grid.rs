@@ -1,11 +1,7 @@
 //! Every size, type and layout, on every tier: at random, and each size of one kind once.
 
-use candle_attention::PackedLinear;
-use candle_attention::cpu::Tier;
-use candle_core::{Module, Result, Tensor};
-
-use crate::common::property::for_all;
-use crate::linear::case::{CPU, INPUTS, Layout, OUTPUTS, Product, ROWS, TYPES, WeightLayout, check, products};
+use crate::linear::case::{CPU, INPUTS, Layout, OF_WEIGHTS, OUTPUTS, Product, ROWS, TYPES, check, products};
+use crate::*;
 
 #[track_caller]
 fn assert_holds(product: &Product) {
@@ -40,14 +36,13 @@ fn every_pair_of_inputs_and_outputs() {
     }
 }
 
+/// And every number of dimensions.
 #[test]
 fn every_pair_of_layouts_in_every_type() {
-    for layout in Layout::ALL {
-        for weight_layout in WeightLayout::ALL {
-            for types in TYPES {
-                for rows in [1, 2, 7, 30] {
-                    assert_holds(&Product { layout, weight_layout, ..Product::plain(types, rows, (19, 50)) });
-                }
+    for (layout, of_weight) in Layout::ALL.into_iter().flat_map(|layout| OF_WEIGHTS.map(|other| (layout, other))) {
+        for (types, rows) in TYPES.into_iter().flat_map(|types| [1, 2, 7, 30].map(|rows| (types, rows))) {
+            for rank in 1..=4 {
+                assert_holds(&Product { rank, layout, of_weight, ..Product::plain(types, rows, (19, 50)) });
             }
         }
     }
@@ -67,28 +62,18 @@ fn every_range_of_columns() {
     }
 }
 
-/// A few products of a model's size, which fill every task and every worker.
-#[test]
-fn large_products_agree_with_f64() {
-    for types in TYPES {
-        for (rows, inputs, outputs) in [(1, 2048, 1536), (19, 1030, 1000), (193, 300, 777)] {
-            assert_holds(&Product::plain(types, rows, (inputs, outputs)));
-        }
-    }
-}
-
 /// Sums of nothing are the bias or zeros; no rows and no outputs give nothing.
 #[test]
 fn every_set_of_empty_sizes() {
     for types in TYPES {
         for sizes in [[1, 0, 5], [6, 0, 5], [0, 4, 5], [3, 4, 0], [0, 0, 5], [3, 0, 0], [0, 0, 0]] {
-            for layout in Layout::ALL {
-                for weight_layout in WeightLayout::ALL {
-                    for bias in [false, true] {
-                        let [rows, inputs, outputs] = sizes;
-                        let plain = Product::plain(types, rows, (inputs, outputs));
-                        assert_holds(&Product { bias, layout, weight_layout, ..plain });
-                    }
+            for (layout, of_weight) in
+                Layout::ALL.into_iter().flat_map(|layout| OF_WEIGHTS.map(|other| (layout, other)))
+            {
+                for (bias, rank) in [(false, 2), (true, 3), (true, 4)] {
+                    let [rows, inputs, outputs] = sizes;
+                    let plain = Product::plain(types, rows, (inputs, outputs));
+                    assert_holds(&Product { bias, rank, layout, of_weight, ..plain });
                 }
             }
         }

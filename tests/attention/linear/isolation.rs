@@ -1,12 +1,8 @@
 //! What is not a number reaches its own row, or its own column, and nobody else.
 
-use candle_attention::cpu::Tier;
-use candle_core::Result;
-use proptest::prelude::*;
-use proptest::sample::select;
-
-use crate::common::property::for_all;
-use crate::linear::case::{Outcome, Product, TYPES, bits};
+use crate::linear::case::{Case, Product, TYPES};
+use crate::linear::gradients::Projection;
+use crate::*;
 
 /// One number of a product, as fractions of its row and column.
 #[derive(Debug, Clone)]
@@ -32,46 +28,20 @@ fn poisons() -> impl Strategy<Value = Vec<Poison>> {
     proptest::collection::vec((of, (at(), at()), value).prop_map(|(of, at, value)| Poison { of, at, value }), 1..=3)
 }
 
-/// What a number reaches is what plain loops give, and the rest has the bits that it had.
-fn check(product: &Product, poisons: &[Poison]) -> Result<Outcome> {
-    let (case, mut poisoned) = (product.case(), product.case());
-    let (mut rows, mut columns) = (vec![false; product.rows], vec![false; product.outputs]);
-    let place = |fraction: f64, count: usize| (fraction * (count - 1) as f64).round() as usize;
+/// A case with these numbers in it.
+fn poisoned(product: &Product, poisons: &[Poison]) -> Case {
+    let (place, mut case) = (|part: f64, count: usize| (part * (count - 1) as f64).round() as usize, product.case());
     for Poison { of, at, value } in poisons {
-        let input = place(at.1, product.inputs);
-        let column = place(at.0, product.outputs);
-        match of {
-            Operand::Input => {
-                let row = place(at.0, product.rows);
-                rows[row] = true;
-                let at = poisoned.xs.place([0, 0, row, input]);
-                poisoned.xs.data[at] = *value;
-            }
-            Operand::Weight => {
-                columns[column] = true;
-                let at = poisoned.weight.place([0, 0, column, input]);
-                poisoned.weight.data[at] = *value;
-            }
-            Operand::Bias => {
-                columns[column] = true;
-                poisoned.bias.as_mut().expect("a bias").data[column] = *value;
-            }
-        }
+        let (input, column) = (place(at.1, product.inputs), place(at.0, product.outputs));
+        let (array, index) = match of {
+            Operand::Input => (&mut case.xs, [0, 0, place(at.0, product.rows), input]),
+            Operand::Weight => (&mut case.weight, [0, 0, column, input]),
+            Operand::Bias => (case.bias.as_mut().expect("a bias"), [0, 0, 0, column]),
+        };
+        let at = array.place(index);
+        array.data[at] = *value;
     }
-    let expected = poisoned.expected()?;
-    for tier in Tier::available() {
-        let (clean, ys) = (bits(&case.forward(tier)?), poisoned.forward(tier)?);
-        if let Err(difference) = expected.compare(&ys) {
-            return Ok(Err(format!("{tier}: {difference}")));
-        }
-        for (n, (found, clean)) in bits(&ys).into_iter().zip(clean).enumerate() {
-            let (row, column) = (n / product.outputs, n % product.outputs);
-            if found != clean && !rows[row] && !columns[column] {
-                return Ok(Err(format!("{tier}: row {row}, column {column} changes")));
-            }
-        }
-    }
-    Ok(Ok(()))
+    case
 }
 
 /// Sizes that leave something over everywhere: tiles of rows, vectors, panels and blocks.
@@ -80,6 +50,8 @@ fn what_is_no_number_reaches_only_its_row_or_column() {
     let sizes = select(&[(1, 9, 19), (5, 261, 50), (21, 67, 97), (195, 33, 13)][..]);
     for_all(400, (select(&TYPES[..]), sizes, poisons()), |(types, (rows, inputs, outputs), poisons)| {
         let product = Product { bias: true, ..Product::plain(types, rows, (inputs, outputs)) };
-        check(&product, &poisons).unwrap_or_else(|error| Err(error.to_string()))
+        let [clean, spoilt] = [product.case(), poisoned(&product, &poisons)].map(Projection::of);
+        let (expected, tiers) = (spoilt.case.expected()?, Tier::available().into_iter().map(Some).collect::<Vec<_>>());
+        isolates([&clean, &spoilt], &tiers, |_, results| expected.compare(&results[0]))
     });
 }

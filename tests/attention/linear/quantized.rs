@@ -1,14 +1,10 @@
 //! Weights in the types of GGUF files, beside their dequantised numbers.
 
-use candle_attention::{PackedGatedLinear, PackedLinear};
 use candle_core::quantized::GgmlDType::*;
 use candle_core::quantized::{GgmlDType, QMatMul, QStorage, QTensor};
-use candle_core::{DType, Module, Result, Tensor};
-use candle_nn::{Activation, Linear};
 
-use crate::common::{assert_close, values};
 use crate::linear::case::{CPU, bits};
-use crate::tensors::{gradients, random, variable};
+use crate::*;
 
 const BLOCKS: [GgmlDType; 5] = [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0];
 const K_QUANTS: [GgmlDType; 5] = [Q2K, Q3K, Q4K, Q5K, Q6K];

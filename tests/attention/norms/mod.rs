@@ -3,14 +3,8 @@
 
 mod modules;
 
-use candle_attention::{LayerNorm, RmsNorm};
-use candle_core::{D, DType, Device, Module, Result, Tensor, Var};
+use crate::*;
 
-use crate::array::Random;
-use crate::common::{bits, recorded_tensors, values};
-use crate::threads::pool;
-
-const CPU: Device = Device::Cpu;
 const EPS: f64 = 1e-5;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,77 +17,63 @@ enum Kind {
 
 const KINDS: [Kind; 4] = [Kind::Rms, Kind::PlusOne, Kind::Layer, Kind::LayerNoBias];
 
-impl Kind {
-    fn norm(self, [weight, bias]: [&Tensor; 2]) -> Result<Box<dyn Module>> {
-        let weight = weight.clone();
-        Ok(match self {
-            Self::Rms => Box::new(RmsNorm::new(weight, EPS)?),
-            Self::PlusOne => Box::new(RmsNorm::plus_one(weight, EPS)?),
-            Self::Layer => Box::new(LayerNorm::new(weight, bias.clone(), EPS)?),
-            Self::LayerNoBias => Box::new(LayerNorm::new_no_bias(weight, EPS)?),
-        })
-    }
+/// A call of a norm.
+#[derive(Debug, Clone)]
+struct Norm {
+    kind: Kind,
+    xs: Array,
+    weight: Array,
+    bias: Array,
+    /// In the loss, if they are given.
+    factors: Option<Vec<f64>>,
 }
 
-type View = fn(&Tensor) -> Result<Tensor>;
-
-const WHOLE: View = |xs| Ok(xs.clone());
-
-/// xs, weight and bias, and the factors of the outputs in the loss.
-#[derive(Clone)]
-struct Given {
-    leaves: [Tensor; 3],
-    factors: Tensor,
-}
-
-impl Given {
+impl Norm {
     /// Drawn numbers, with a row of zeros at the end.
-    fn drawn(shape: &[usize], view: View) -> Result<Self> {
-        let mut random = Random::new(17);
-        let mut draw = |shape: &[usize], zeros: usize| {
-            let count = shape.iter().product::<usize>();
-            let drawn = (0..count).map(|n| if n + zeros < count { random.between(-2.0, 2.0) as f32 } else { 0.0 });
-            Tensor::from_vec(drawn.collect::<Vec<_>>(), shape, &CPU)
+    fn drawn(kind: Kind, xs: Array) -> Self {
+        let (random, width) = (&mut Random::new(17), xs.dim(xs.rank() - 1));
+        let mut xs = xs.uniform(random, 2.0, DType::F32);
+        xs.data.iter_mut().rev().take(width).for_each(|x| *x = 0.0);
+        let [weight, bias] = [(); 2].map(|()| Array::new(&[width]).uniform(random, 2.0, DType::F32));
+        Self { kind, xs, weight, bias, factors: None }
+    }
+
+    fn all(&self, dtypes: [DType; 2]) -> Result<Named> {
+        backward(self, &dtypes, |_| true)
+    }
+
+    /// Held to f64, but for a part of the largest number, or of 1.
+    fn check(&self, dtypes: [DType; 2], tolerance: impl Fn(DType) -> f64) -> Result<()> {
+        let rounded = |array: &Array, dtype| array.clone().rounded(dtype);
+        let [xs, weight, bias] =
+            [(&self.xs, 0), (&self.weight, 1), (&self.bias, 1)].map(|(x, n)| rounded(x, dtypes[n]));
+        let call = Self { xs, weight, bias, ..self.clone() };
+        let (found, exact) = (call.all(dtypes)?, call.all([DType::F64; 2])?);
+        are_near(&found, &exact, |name, largest| tolerance(found[name].dtype()) * largest.max(1.0))
+            .map_err(|error| error.context(format!("{:?} of {:?} in {dtypes:?}", self.kind, self.xs)))
+    }
+}
+
+impl Operation for Norm {
+    /// The dtypes of the inputs and of the weights.
+    type Way = [DType; 2];
+
+    fn run(&self, &[of_xs, of_weight]: &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
+        let mut look = |name, array: &Array, dtype| array.look(&leaf(name, array.leaf(dtype, &Device::Cpu)?)?);
+        let (xs, weight) = (look("xs", &self.xs, of_xs)?, look("weight", &self.weight, of_weight)?);
+        let norm: Box<dyn Module> = match self.kind {
+            Kind::Rms => Box::new(RmsNorm::new(weight, EPS)?),
+            Kind::PlusOne => Box::new(RmsNorm::plus_one(weight, EPS)?),
+            Kind::Layer => Box::new(LayerNorm::new(weight, look("bias", &self.bias, of_weight)?, EPS)?),
+            Kind::LayerNoBias => Box::new(LayerNorm::new_no_bias(weight, EPS)?),
         };
-        let xs = draw(shape, shape[shape.len() - 1])?;
-        let seen = view(&xs)?;
-        let width = [seen.dim(D::Minus1)?];
-        Ok(Self { leaves: [xs, draw(&width, 0)?, draw(&width, 0)?], factors: draw(seen.dims(), 0)? })
+        let ys = norm.forward(&xs)?;
+        assert!(ys.is_contiguous() && ys.dtype() == xs.dtype(), "{:?}", self.kind);
+        Ok(vec![ys])
     }
 
-    fn to_dtype(&self, dtype: DType) -> Result<Self> {
-        let [xs, weight, bias] = self.leaves.each_ref().map(|leaf| leaf.to_dtype(dtype));
-        Ok(Self { leaves: [xs?, weight?, bias?], factors: self.factors.to_dtype(dtype)? })
-    }
-
-    /// The outputs, and the gradients of those of xs, weight and bias that are variables; a norm without a bias has
-    /// two.
-    fn run(&self, kind: Kind, view: View, are_vars: [bool; 3]) -> Result<Vec<Tensor>> {
-        let mut given = self.clone();
-        for (leaf, is_var) in given.leaves.iter_mut().zip(are_vars) {
-            if is_var {
-                *leaf = Var::from_tensor(leaf)?.into_inner();
-            }
-        }
-        let [xs, weight, bias] = &given.leaves;
-        let ys = kind.norm([weight, bias])?.forward(&view(xs)?)?;
-        assert!(ys.is_contiguous() && ys.dtype() == xs.dtype(), "{kind:?}");
-        let mut tensors = vec![ys.detach()];
-        if are_vars == [false; 3] {
-            return Ok(tensors);
-        }
-        let store = (&ys * &given.factors)?.sum_all()?.backward()?;
-        let used = if kind == Kind::Layer { 3 } else { 2 };
-        for (n, leaf) in given.leaves.iter().enumerate().take(used).filter(|(n, _)| are_vars[*n]) {
-            let gradient = match store.get(leaf) {
-                // Candle's operations on nothing are left out of its graphs.
-                None if ys.elem_count() == 0 => leaf.zeros_like()?,
-                gradient => gradient.unwrap_or_else(|| panic!("{kind:?}: leaf {n} has no gradient")).clone(),
-            };
-            assert_eq!((gradient.dims(), gradient.dtype()), (leaf.dims(), leaf.dtype()), "{kind:?}: leaf {n}");
-            tensors.push(gradient);
-        }
-        Ok(tensors)
+    fn factor(&self, n: usize) -> f64 {
+        self.factors.as_ref().map_or_else(|| factor(n), |factors| factors[n])
     }
 }
 
@@ -105,44 +85,42 @@ fn errors(got: &Tensor, exact: &Tensor) -> [f64; 2] {
     [differences.iter().copied().fold(0.0, f64::max), (squares / differences.len().max(1) as f64).sqrt()]
 }
 
-/// Equal but for a part of the largest number, or of 1.
-#[track_caller]
-fn assert_like(got: &Tensor, exact: &Tensor, tolerance: f64, what: &str) {
-    assert_eq!(got.dims(), exact.dims(), "{what}");
-    let largest = values(exact).into_iter().fold(1.0, |most: f64, number| most.max(number.abs()));
-    let [error, _] = errors(got, exact);
-    assert!(error <= tolerance * largest, "{what}: off by {error:e} where the largest is {largest}");
-}
-
 #[test]
 fn outputs_and_gradients_are_those_of_pytorch() -> Result<()> {
     let numbers = recorded_tensors("attention/norms/pytorch.safetensors")?;
     for width in [1, 7, 40] {
-        let own = |name: &str| numbers[&format!("{width}.{name}")].clone();
-        let given = Given { leaves: [own("xs"), own("weight"), own("bias")], factors: own("factors") };
+        let own = |name: &str| {
+            let tensor = &numbers[&format!("{width}.{name}")];
+            let mut numbers = values(tensor).into_iter();
+            Array::new(tensor.dims()).filled(|| numbers.next().expect("a number for each entry"))
+        };
+        let (xs, weight, bias, factors) = (own("xs"), own("weight"), own("bias"), Some(own("factors").data));
         for (kind, name) in [(Kind::Rms, "rms"), (Kind::Layer, "layer"), (Kind::LayerNoBias, "layer_no_bias")] {
-            let run = |dtype| given.to_dtype(dtype)?.run(kind, WHOLE, [true; 3]);
-            let torchs = |dtype: &str, like: &[Tensor]| {
+            let (xs, weight, bias, factors) = (xs.clone(), weight.clone(), bias.clone(), factors.clone());
+            let given = Norm { kind, xs, weight, bias, factors };
+            let torchs = |dtype: &str, like: &Named| -> Result<Named> {
                 let (flat, mut start) = (&numbers[&format!("{name}.{width}.{dtype}")], 0);
-                let part = |tensor: &Tensor| {
+                let part = |name: &str| {
+                    let tensor = &like[name];
                     start += tensor.elem_count();
-                    flat.narrow(0, start - tensor.elem_count(), tensor.elem_count())?.reshape(tensor.shape())
+                    let own = flat.narrow(0, start - tensor.elem_count(), tensor.elem_count())?;
+                    Ok((name.to_string(), own.reshape(tensor.shape())?))
                 };
-                let parts = like.iter().map(part).collect::<Result<Vec<_>>>();
+                let names = ["result 0", "xs", "weight", "bias"].into_iter().filter(|name| like.contains_key(*name));
+                let parts = names.map(part).collect::<Result<_>>();
                 assert_eq!(start, flat.elem_count(), "{name}: as many numbers as PyTorch's");
                 parts
             };
-            let what = |dtype: &str, n: usize| format!("{name}, {width} wide, {dtype}, {n}");
-            let ours = run(DType::F64)?;
+            let ours = given.all([DType::F64; 2])?;
             let exact = torchs("f64", &ours)?;
-            for (n, (ours, exact)) in ours.iter().zip(&exact).enumerate() {
-                assert_like(ours, exact, 1e-12, &what("f64", n));
-            }
+            are_near(&ours, &exact, |_, largest| 1e-12 * largest.max(1.0))?;
             for (dtype, name) in [(DType::F32, "f32"), (DType::BF16, "bf16"), (DType::F16, "f16")] {
-                let ours = run(dtype)?;
-                for (n, ((ours, theirs), exact)) in ours.iter().zip(torchs(name, &ours)?).zip(&exact).enumerate() {
-                    for (own, theirs) in errors(ours, exact).into_iter().zip(errors(&theirs, exact)) {
-                        assert!(own <= 1.1 * theirs + 1e-5, "{}: {own:e} beside {theirs:e}", what(name, n));
+                let ours = given.all([dtype; 2])?;
+                let theirs = torchs(name, &ours)?;
+                for (what, exact) in &exact {
+                    for (own, theirs) in errors(&ours[what], exact).into_iter().zip(errors(&theirs[what], exact)) {
+                        let is_near = own <= 1.1 * theirs + 1e-5;
+                        assert!(is_near, "{kind:?}, {width} wide, {name}, {what}: {own:e} beside {theirs:e}");
                     }
                 }
             }
@@ -154,18 +132,15 @@ fn outputs_and_gradients_are_those_of_pytorch() -> Result<()> {
 /// In f64, so that all else may be held to f64.
 #[test]
 fn a_weight_of_plus_one_is_a_weight_and_one() -> Result<()> {
-    let given = Given::drawn(&[3, 9], WHOLE)?.to_dtype(DType::F64)?;
-    let mut more = given.clone();
-    more.leaves[1] = (&more.leaves[1] + 1.0)?;
-    let found = given.run(Kind::PlusOne, WHOLE, [true; 3])?;
-    for (found, expected) in found.iter().zip(&more.run(Kind::Rms, WHOLE, [true; 3])?) {
-        assert_like(found, expected, 1e-12, "1 + weight");
-    }
-    Ok(())
+    let given = Norm::drawn(Kind::PlusOne, Array::new(&[3, 9]));
+    let mut more = Norm { kind: Kind::Rms, ..given.clone() };
+    more.weight.data.iter_mut().for_each(|weight| *weight += 1.0);
+    let [found, expected] = [given, more].map(|norm| norm.all([DType::F64; 2]));
+    are_near(&found?, &expected?, |_, largest| 1e-12 * largest.max(1.0))
 }
 
 /// Shapes of every rank, widths around the lanes of a sum, several tasks, nothing at all, and views of any strides.
-fn inputs() -> Vec<(Vec<usize>, View)> {
+fn inputs() -> Vec<Array> {
     let shapes: [&[usize]; 14] = [
         &[5],
         &[3, 16],
@@ -182,25 +157,17 @@ fn inputs() -> Vec<(Vec<usize>, View)> {
         &[300, 64],
         &[90, 576],
     ];
-    let views: [(&[usize], View); 6] = [
-        (&[2, 5, 4, 8], |xs| xs.transpose(1, 2)),
-        (&[7, 5, 3], |xs| xs.permute((1, 2, 0))),
-        (&[4, 6], |xs| xs.t()),
-        (&[3, 4, 10], |xs| xs.narrow(2, 2, 7)?.narrow(1, 1, 2)),
-        (&[1, 3, 5], |xs| xs.broadcast_as((4, 3, 5))),
-        (&[2, 3, 2, 2, 6], |xs| xs.transpose(1, 3)),
+    use View::{Broadcast, Narrow, Transpose};
+    let views: [(&[usize], &[View]); 6] = [
+        (&[2, 5, 4, 8], &[Transpose(1, 2)]),
+        (&[7, 5, 3], &[Transpose(0, 1), Transpose(1, 2)]),
+        (&[4, 6], &[Transpose(0, 1)]),
+        (&[3, 4, 10], &[Narrow { dim: 2, start: 2, len: 7 }, Narrow { dim: 1, start: 1, len: 2 }]),
+        (&[1, 3, 5], &[Broadcast(vec![4, 3, 5])]),
+        (&[2, 3, 2, 2, 6], &[Transpose(1, 3)]),
     ];
-    let inputs = shapes.map(|shape| (shape, WHOLE)).into_iter().chain(views);
-    inputs.map(|(shape, view)| (shape.to_vec(), view)).collect()
-}
-
-fn assert_those_of_f64(given: &Given, kind: Kind, view: View, tolerance: impl Fn(DType) -> f64) -> Result<()> {
-    let exact = given.to_dtype(DType::F64)?.run(kind, view, [true; 3])?;
-    for (n, (found, exact)) in given.run(kind, view, [true; 3])?.iter().zip(&exact).enumerate() {
-        let what = format!("{kind:?}, {:?}, {:?}: {n}", given.leaves[0], given.leaves[1].dtype());
-        assert_like(found, exact, tolerance(found.dtype()), &what);
-    }
-    Ok(())
+    let view = |(shape, views): (&[usize], &[View])| views.iter().cloned().fold(Array::new(shape), Array::view);
+    shapes.into_iter().map(Array::new).chain(views.map(view)).collect()
 }
 
 #[test]
@@ -211,9 +178,9 @@ fn any_input_has_the_outputs_and_gradients_of_f64() -> Result<()> {
         DType::F16 => 1.0 / 512.0,
         _ => 5e-5,
     };
-    for ((shape, view), kind) in inputs().into_iter().flat_map(|input| KINDS.map(|kind| (input.clone(), kind))) {
+    for (xs, kind) in inputs().into_iter().flat_map(|xs| KINDS.map(|kind| (xs.clone(), kind))) {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
-            assert_those_of_f64(&Given::drawn(&shape, view)?.to_dtype(dtype)?, kind, view, tolerance)?;
+            Norm::drawn(kind, xs.clone()).check([dtype; 2], tolerance)?;
         }
     }
     Ok(())
@@ -222,12 +189,9 @@ fn any_input_has_the_outputs_and_gradients_of_f64() -> Result<()> {
 /// A weight in f32 beside inputs in half precision, and the other way round.
 #[test]
 fn weights_of_another_precision_are_read_as_they_are() -> Result<()> {
-    for (of_xs, of_weight) in [(DType::BF16, DType::F32), (DType::F16, DType::F32), (DType::F32, DType::BF16)] {
-        let (mut given, weights) = (Given::drawn(&[3, 21], WHOLE)?.to_dtype(of_xs)?, Given::drawn(&[3, 21], WHOLE)?);
-        let [_, weight, bias] = weights.to_dtype(of_weight)?.leaves;
-        given.leaves = [given.leaves[0].clone(), weight, bias];
+    for dtypes in [[DType::BF16, DType::F32], [DType::F16, DType::F32], [DType::F32, DType::BF16]] {
         let tolerance = |dtype| if dtype == DType::F32 { 1e-5 } else { 1.0 / 128.0 };
-        KINDS.into_iter().try_for_each(|kind| assert_those_of_f64(&given, kind, WHOLE, tolerance))?;
+        KINDS.into_iter().try_for_each(|kind| Norm::drawn(kind, Array::new(&[3, 21])).check(dtypes, tolerance))?;
     }
     Ok(())
 }
@@ -236,30 +200,23 @@ fn weights_of_another_precision_are_read_as_they_are() -> Result<()> {
 /// the mean by 0.001.
 #[test]
 fn a_layer_norm_keeps_its_digits_beside_a_large_mean() -> Result<()> {
-    let mut given = Given::drawn(&[4, 24], WHOLE)?;
-    // Whole numbers are exact in f32.
-    given.leaves[0] = ((&given.leaves[0] * 10.0)?.round()? + 30_000.0)?;
-    [Kind::Layer, Kind::LayerNoBias].into_iter().try_for_each(|kind| assert_those_of_f64(&given, kind, WHOLE, |_| 1e-3))
+    [Kind::Layer, Kind::LayerNoBias].into_iter().try_for_each(|kind| {
+        let mut norm = Norm::drawn(kind, Array::new(&[4, 24]));
+        // Whole numbers are exact in f32.
+        norm.xs.data.iter_mut().for_each(|x| *x = (*x * 10.0).round() + 30_000.0);
+        norm.check([DType::F32; 2], |_| 1e-3)
+    })
 }
 
-/// Nothing that is tracked alone loses its gradient, tracking changes no output, and the bits are the same for any
-/// number of threads.
 #[test]
 fn tracking_and_threads_change_no_bit() -> Result<()> {
+    let pools: Vec<_> = [1, 2, 3, 8].into_iter().map(pool).collect();
     for (dtype, kind) in
         [DType::F32, DType::BF16, DType::F64].into_iter().flat_map(|dtype| KINDS.map(|kind| (dtype, kind)))
     {
-        let given = Given::drawn(&[2, 350, 200], WHOLE)?.to_dtype(dtype)?;
-        let run = |are_vars| -> Result<Vec<_>> { Ok(given.run(kind, WHOLE, are_vars)?.iter().map(bits).collect()) };
-        let all = run([true; 3])?;
-        assert!(run([false; 3])?[0] == all[0], "{kind:?}, {dtype:?}");
-        for (leaf, expected) in all[1..].iter().enumerate() {
-            let alone = run([0, 1, 2].map(|n| n == leaf))?;
-            assert!(alone[1] == *expected && alone[0] == all[0], "{kind:?}, {dtype:?}: leaf {leaf}");
-        }
-        for threads in [1, 2, 3, 8] {
-            assert!(pool(threads).install(|| run([true; 3]))? == all, "{kind:?}, {dtype:?}: {threads} threads");
-        }
+        let norm = Norm::drawn(kind, Array::new(&[2, 350, 200]));
+        is_tracked_alone(&norm, &[dtype; 2], [0.0; 2])?;
+        is_the_same_in(&pools, &norm, &[dtype; 2], |_| true)?;
     }
     Ok(())
 }

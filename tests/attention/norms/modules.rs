@@ -1,11 +1,9 @@
 //! Norms as modules: candle-nn's constructors and names, and variables.
 
-use candle_attention::{layer_norm, layer_norm_no_bias, rms_norm, rms_norm_plus_one, untrained};
-use candle_core::{DType, Module, Result, Tensor};
-use candle_nn::{AdamW, LayerNormConfig, Optimizer, ParamsAdamW, VarBuilder, VarMap, linear_no_bias};
+use candle_nn::{AdamW, LayerNormConfig, Optimizer, ParamsAdamW, linear_no_bias};
 
-use crate::common::{assert_close, max_error};
-use crate::tensors::{self, CPU, named, random};
+use crate::tensors;
+use crate::*;
 
 const WIDTH: usize = 12;
 

@@ -1,15 +1,8 @@
 //! Rotary positions in the layer.
 
-use candle_attention::{
-    AttentionCache, AttentionInput, AttentionMask, MultiHeadAttention, MultiHeadAttentionConfig as Config,
-    PackedSequences, RopeAxes, RopeConfig, RopeScaling, RopeStyle, RotaryEmbedding, TorchSeed,
-};
-use candle_core::{DType, Device, IndexOp, Result, Tensor};
-
 use super::layouts;
-use crate::common::{assert_close, error_text, max_error};
-use crate::on_each_device;
-use crate::tensors::{CPU, random};
+use crate::registry::Kind;
+use crate::*;
 
 on_each_device!(
     each_sequence_has_its_own_positions,
@@ -39,18 +32,21 @@ fn with_axes(axes: RopeAxes, scaling: RopeScaling, device: &Device) -> Result<Mu
 
 /// Three sequences of 6, 4 and 1 tokens, padded on the left to 6.
 fn each_sequence_has_its_own_positions(device: &Device) -> Result<()> {
-    let (layer, xs) = (layer(&config(), device)?, Tensor::randn(0f32, 1.0, (3, 6, 24), device)?);
-    let ones = Tensor::new(&[[1u8, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]], device)?;
-    let positions = Tensor::new(&[[0i64, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3], [0, 0, 0, 0, 0, 0]], device)?;
-    let mask = AttentionMask::from_attention_mask(&ones)?;
-    let ys = layer.forward_with(AttentionInput::new(&xs).with_mask(&mask).with_positions(&positions))?;
-    for (b, length) in [(0, 6), (1, 4), (2, 1)] {
-        let own = |xs: &Tensor| xs.narrow(0, b, 1)?.narrow(1, 6 - length, length);
-        assert_close(&own(&ys)?, &layer.forward(&own(&xs)?)?, 2e-6, &format!("sequence {b}"));
+    for kind in [Kind::MultiHead(config()), Kind::Latent(LatentConfig::new(24, 4))] {
+        let layer = kind.layer(TorchSeed::new(3).var_builder(DType::F32, device))?;
+        let (xs, run) = (Tensor::randn(0f32, 1.0, (3, 6, 24), device)?, |xs: &Tensor| layer.run(xs.into()));
+        let ones = Tensor::new(&[[1u8, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]], device)?;
+        let positions = Tensor::new(&[[0i64, 1, 2, 3, 4, 5], [0, 0, 0, 1, 2, 3], [0, 0, 0, 0, 0, 0]], device)?;
+        let mask = AttentionMask::from_attention_mask(&ones)?;
+        let ys = layer.run(AttentionInput::new(&xs).with_mask(&mask).with_positions(&positions))?;
+        for (b, length) in [(0, 6), (1, 4), (2, 1)] {
+            let own = |xs: &Tensor| xs.narrow(0, b, 1)?.narrow(1, 6 - length, length);
+            assert_close(&own(&ys)?, &run(&own(&xs)?)?, 2e-6, &format!("sequence {b}"));
+        }
+        let own = Tensor::arange(0u32, 6, device)?;
+        let given = layer.run(AttentionInput::new(&xs).with_positions(&own))?;
+        assert_close(&given, &run(&xs)?, 0.0, "0..T unless given");
     }
-    let own = Tensor::arange(0u32, 6, device)?;
-    let given = layer.forward_with(AttentionInput::new(&xs).with_positions(&own))?;
-    assert_close(&given, &layer.forward(&xs)?, 0.0, "0..T unless given");
     Ok(())
 }
 
@@ -132,6 +128,10 @@ fn layers_share_tables() -> Result<()> {
     let shared = |of: &RopeConfig, d: usize, cfg: &Config| layer(cfg, &CPU)?.with_rotary(RotaryEmbedding::new(of, d)?);
     let own = layer(&config(), &CPU)?.forward(&xs)?;
     assert_close(&shared(&rope(), 6, &config())?.forward(&xs)?, &own, 0.0, "the same tables");
+    let of_latents = LatentConfig::new(24, 4);
+    let latents = MultiHeadLatentAttention::new(&of_latents, TorchSeed::new(3).var_builder(DType::F32, &CPU))?;
+    let tables = RotaryEmbedding::new(of_latents.rope(), of_latents.rope_head_dim())?;
+    assert_close(&latents.clone().with_rotary(tables)?.forward(&xs)?, &latents.forward(&xs)?, 0.0, "latents");
     // The angles of base 7, by whose tables a layer of another base goes.
     let of_seven = RopeConfig::new(7.0).with_style(RopeStyle::Interleaved).with_rotary_dim(4);
     let angles = Tensor::arange(0f32, 5.0, &CPU)?.unsqueeze(1)?;

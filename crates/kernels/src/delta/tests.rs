@@ -1,5 +1,5 @@
-//! The kernel alone, without tensors, beside plain loops: small enough for Miri. `tests/delta` holds every tier to the
-//! oracle.
+//! The kernel alone, without tensors, beside plain loops: small enough for Miri. `tests/attention/delta` holds every
+//! tier to the oracle.
 
 use std::ops::Range;
 

@@ -2,11 +2,8 @@
 
 use std::collections::HashMap;
 
-use candle_attention::{Backend, DeltaOptions};
-use candle_core::{DType, Result, Tensor, Var};
-
-use crate::case::Call;
-use crate::common::{assert_close, recorded_tensors};
+use super::case::Call;
+use crate::*;
 
 const BACKENDS: [Backend; 2] = [Backend::Reference, Backend::Auto];
 
@@ -14,7 +11,7 @@ struct Numbers(HashMap<String, Tensor>);
 
 impl Numbers {
     fn open() -> Result<Self> {
-        Ok(Self(recorded_tensors("delta/numbers.safetensors")?))
+        Ok(Self(recorded_tensors("attention/delta/numbers.safetensors")?))
     }
 
     /// In the order of the function, (B, H, T, ..).

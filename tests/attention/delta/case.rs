@@ -1,14 +1,8 @@
 //! Random calls: a recipe is small, prints on one line and shrinks; its case holds the numbers.
 
-use attention_oracle::array::{Array, Layout, Random, round};
 use attention_oracle::delta::{Delta, Recurred};
-use candle_attention::cpu::Tier;
-use candle_attention::{Backend, DeltaOptions, PackedSequences, gated_delta_rule, gated_delta_rule_varlen};
-use candle_core::{DType, Device, Result, Tensor};
-use proptest::prelude::*;
-use proptest::sample::select;
 
-use crate::common::{Outcome, compare};
+use crate::*;
 
 /// Of q, k and v: one head each, several, a key for several values and the other way, queries that share a state, and
 /// queries that several states share.
@@ -138,8 +132,8 @@ impl Recipe {
     }
 
     /// The case on a path against the oracle's numbers.
-    pub fn check(&self, case: &Delta, expected: &Recurred, device: &Device, path: &DeltaOptions) -> Outcome {
-        let (y, state) = self.call(case, device).and_then(|call| call.run(path)).map_err(|error| error.to_string())?;
+    pub fn check(&self, case: &Delta, expected: &Recurred, device: &Device, path: &DeltaOptions) -> Result<()> {
+        let (y, state) = self.call(case, device)?.run(path)?;
         let wide = if self.dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let epsilon = if wide == DType::F64 { f64::EPSILON } else { f64::from(f32::EPSILON) };
         let unit = match self.dtype {
@@ -167,13 +161,8 @@ impl Recipe {
     }
 
     /// `leaf` may put another tensor of the same numbers in the place of each buffer, a variable say.
-    pub fn call_of_leaves(
-        &self,
-        case: &Delta,
-        device: &Device,
-        leaf: &mut dyn FnMut(&'static str, Tensor) -> Result<Tensor>,
-    ) -> Result<Call> {
-        let mut viewed = |name, xs: &Array, dtype| xs.look(&leaf(name, xs.leaf(dtype, device)?)?);
+    pub fn call_of_leaves(&self, case: &Delta, device: &Device, leaf: Leaf) -> Result<Call> {
+        let mut viewed = |name: &str, xs: &Array, dtype| xs.look(&leaf(name, xs.leaf(dtype, device)?)?);
         let in_order = |xs: Tensor| if self.is_packed { xs.squeeze(0)?.transpose(0, 1) } else { Ok(xs) };
         let factor = |xs: Tensor, is_vector: bool| in_order(if is_vector { xs } else { xs.squeeze(3)? });
         let per_channel = self.decay == Some(Decay::PerChannel);
@@ -194,6 +183,51 @@ impl Recipe {
             scale: self.scale,
             qk_norm: self.qk_norm,
         })
+    }
+}
+
+/// A recipe, its numbers, and which of the results counts: y, the states or both.
+#[derive(Clone)]
+pub struct Rule {
+    pub recipe: Recipe,
+    pub case: Delta,
+    pub only: Option<usize>,
+}
+
+impl Rule {
+    pub fn of(recipe: Recipe) -> Self {
+        Self { case: recipe.case(), recipe, only: None }
+    }
+
+    fn counted<T>(&self, y: T, state: T) -> Vec<T> {
+        let both = [y, state].into_iter().enumerate();
+        both.filter(|(n, _)| self.only.is_none_or(|only| only == *n)).map(|(_, result)| result).collect()
+    }
+}
+
+impl Operation for Rule {
+    /// In f64, or in the dtypes of the recipe.
+    type Way = (bool, DeltaOptions);
+
+    fn run(&self, (is_wide, options): &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
+        let wide = Recipe { dtype: DType::F64, factor_dtype: DType::F64, ..self.recipe.clone() };
+        let recipe = if *is_wide { &wide } else { &self.recipe };
+        let (y, state) = recipe.call_of_leaves(&self.case, &Device::Cpu, leaf)?.run(options)?;
+        Ok(self.counted(y, state))
+    }
+}
+
+impl Exact for Rule {
+    fn buffers(&mut self) -> Vec<(String, &mut Vec<f64>)> {
+        let Delta { q, k, v, decay, beta, state, .. } = &mut self.case;
+        let given = [("decay", decay.as_mut()), ("beta", beta.as_mut()), ("state", state.as_mut())];
+        let all = [("q", Some(q)), ("k", Some(k)), ("v", Some(v))].into_iter().chain(given);
+        all.filter_map(|(name, array)| Some((name.to_string(), &mut array?.data))).collect()
+    }
+
+    fn exact(&self) -> Vec<f64> {
+        let recurred = self.case.recur();
+        self.counted(recurred.y, recurred.state).concat()
     }
 }
 
@@ -239,11 +273,5 @@ impl Call {
                 Ok((y.transpose(0, 1)?.unsqueeze(0)?, states))
             }
         }
-    }
-
-    /// The inputs that are given.
-    pub fn inputs(&mut self) -> Vec<&mut Tensor> {
-        let factors = [&mut self.decay, &mut self.beta, &mut self.state].into_iter().flatten();
-        [&mut self.q, &mut self.k, &mut self.v].into_iter().chain(factors).collect()
     }
 }

@@ -1,6 +1,6 @@
 """Linear attention in transformers, and gradients of its recurrence in PyTorch: writes numbers.safetensors beside itself.
 
-    python tests/delta/make.py          needs torch, transformers, safetensors
+    python tests/attention/delta/make.py          needs torch, transformers, safetensors
 """
 
 import os

@@ -1,0 +1,68 @@
+//! Gradients of every input: the reference path's against the slopes of the oracle's numbers, the kernels' against the
+//! reference path's.
+
+use super::case::{Decay, Recipe, Rule};
+use crate::*;
+
+/// Each rule, grouping and kind of decay, dense and packed, with norms and without, in layouts of every kind.
+fn recipes(lens: [&[usize]; 2], dims: [usize; 2]) -> Vec<Recipe> {
+    let mut recipes = Vec::new();
+    for (n, heads) in [[2, 2, 2], [2, 2, 4], [4, 2, 2], [2, 4, 1]].into_iter().enumerate() {
+        for decay in [None, Some(Decay::PerHead), Some(Decay::PerChannel)] {
+            for (m, has_beta) in [false, true].into_iter().enumerate() {
+                let is_packed = (n + m) % 2 == 1;
+                let plain = Recipe::plain(lens[usize::from(is_packed)].to_vec(), heads, dims);
+                let (seed, qk_norm) = (recipes.len() as u64, has_beta.then_some(0.3));
+                let layouts = [0, 3, 7].map(|at| Layout::ALL[(recipes.len() + at) % Layout::ALL.len()]);
+                let (has_state, one_factor) = (n != 1, n == 3);
+                let plain = Recipe { decay, has_beta, has_state, layouts, ..plain };
+                recipes.push(Recipe { is_packed, one_factor, qk_norm, seed, ..plain });
+            }
+        }
+    }
+    recipes
+}
+
+#[test]
+fn the_reference_path_has_the_slopes_of_the_oracle() -> Result<()> {
+    let reference = (true, DeltaOptions::default().with_backend(Backend::Reference));
+    let mut forgets = 0;
+    for recipe in recipes([&[5, 5], &[2, 0, 5, 1]], [3, 2]) {
+        let call = Rule::of(recipe);
+        forgets += call.case.decay.iter().flat_map(|decay| &decay.data).filter(|decay| decay.is_infinite()).count();
+        has_slopes(&call, &reference, 1e-7, usize::MAX).map_err(|error| error.context(format!("{:?}", call.recipe)))?;
+    }
+    assert!(forgets > 0, "no decay is -inf");
+    Ok(())
+}
+
+/// Over more tokens than one block of a kernel has, by both results and by one of them. Neither what is tracked beside
+/// an input nor threads change a bit.
+#[test]
+fn kernels_have_the_gradients_of_the_reference_path() -> Result<()> {
+    let pools: Vec<_> = [1, 3].into_iter().map(pool).collect();
+    for (n, recipe) in recipes([&[70, 70], &[64, 0, 65, 1]], [5, 7]).into_iter().enumerate() {
+        for (dtype, tolerance) in [(DType::F32, 2e-5), (DType::BF16, 2f64.powi(-7)), (DType::F16, 2f64.powi(-10))] {
+            let call = Rule::of(Recipe { dtype, factor_dtype: DType::F32, ..recipe.clone() });
+            let mut paths = call.recipe.paths(&Device::Cpu).into_iter().map(|path| (false, path));
+            let reference = paths.next().expect("the reference path");
+            let check = |only: Option<usize>, path: &(bool, DeltaOptions)| -> Result<()> {
+                let call = Rule { only, ..call.clone() };
+                let [found, expected] = [path, &reference].map(|path| backward(&call, path, |_| true));
+                are_near(&found?, &expected?, |_, largest| tolerance * largest)?;
+                if n % 6 > 0 {
+                    return Ok(());
+                }
+                is_tracked_alone(&call, path, [0.0; 2])?;
+                is_the_same_in(&pools, &call, path, |_| true)
+            };
+            for path in paths {
+                for only in if n % 6 > 0 { &[None][..] } else { &[None, Some(0), Some(1)] } {
+                    check(*only, &path)
+                        .map_err(|error| error.context(format!("{only:?} of {:?} on {path:?}", call.recipe)))?;
+                }
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,7 @@
+//! The gated delta rule: every path against an oracle of plain loops, gradients against the slopes of the oracle's
+//! numbers, and both against PyTorch and transformers.
+
+mod calls;
+mod case;
+mod golden;
+mod gradients;

@@ -1,0 +1,292 @@
+//! The layers: of either kind, one for each thing that a config can say, and how they are called.
+
+use candle_attention::GateActivation::{Sigmoid, Softplus};
+use candle_attention::QkNormKind::{Layer as LayerNorm, LayerNoBias, Rms, RmsNoWeight, RmsPlusOne};
+use candle_attention::QkNormScope::{PerHead, PerHeadWeights, Projection};
+use candle_attention::{
+    AlibiConfig, AttentionInput, AttentionStatistics, ContextNorm, GatePlace, GateScope, LayerOutput,
+    MultiHeadAttention, MultiHeadAttentionConfig as Config, MultiHeadLatentAttention,
+    MultiHeadLatentAttentionConfig as LatentConfig, OutputGate, QkNorm, QueryScaling, RelativeBias, RopeConfig,
+    RopeStyle, StatisticsOptions,
+};
+use candle_core::{DType, Device, ModuleT, Result, Tensor};
+use candle_nn::{VarBuilder, VarMap};
+
+use crate::array::Random;
+use crate::by_hand::{self, Input, Numbers, Output, Parameters, drawn, tensors};
+use crate::oracle::Mask;
+
+/// What layers of both kinds do.
+pub trait Layer {
+    fn run(&self, input: AttentionInput) -> Result<Tensor>;
+
+    fn run_with_weights(&self, input: AttentionInput) -> Result<LayerOutput>;
+
+    fn run_with_statistics(
+        &self,
+        input: AttentionInput,
+        wanted: &StatisticsOptions,
+    ) -> Result<(Tensor, AttentionStatistics)>;
+
+    fn run_in_training(&self, xs: &Tensor, train: bool) -> Result<Tensor>;
+
+    fn frozen(&self) -> Result<Box<dyn Layer>>;
+
+    fn as_multi_head(&self) -> Option<&MultiHeadAttention> {
+        None
+    }
+}
+
+macro_rules! impl_layer {
+    ($layer:ty, $($more:tt)*) => {
+        impl Layer for $layer {
+            fn run(&self, input: AttentionInput) -> Result<Tensor> {
+                self.forward_with(input)
+            }
+
+            fn run_with_weights(&self, input: AttentionInput) -> Result<LayerOutput> {
+                self.forward_with_weights(input)
+            }
+
+            fn run_with_statistics(
+                &self,
+                input: AttentionInput,
+                wanted: &StatisticsOptions,
+            ) -> Result<(Tensor, AttentionStatistics)> {
+                self.forward_with_statistics(input, wanted)
+            }
+
+            fn run_in_training(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
+                self.forward_t(xs, train)
+            }
+
+            fn frozen(&self) -> Result<Box<dyn Layer>> {
+                Ok(Box::new(self.freeze()?))
+            }
+
+            $($more)*
+        }
+    };
+}
+
+impl_layer!(
+    MultiHeadAttention,
+    fn as_multi_head(&self) -> Option<&MultiHeadAttention> {
+        Some(self)
+    }
+);
+impl_layer!(MultiHeadLatentAttention,);
+
+#[derive(Debug, Clone)]
+#[allow(clippy::large_enum_variant, reason = "there are few of them")]
+pub enum Kind {
+    MultiHead(Config),
+    Latent(LatentConfig),
+}
+
+impl Kind {
+    /// With a relative bias where the config has one.
+    pub fn layer(&self, vb: VarBuilder) -> Result<Box<dyn Layer>> {
+        let cfg = match self {
+            Self::Latent(cfg) => return Ok(Box::new(MultiHeadLatentAttention::new(cfg, vb)?)),
+            Self::MultiHead(cfg) => cfg,
+        };
+        let layer = MultiHeadAttention::new(cfg, vb.clone())?;
+        Ok(Box::new(match cfg.relative_bias() {
+            Some(buckets) => layer.with_relative_bias(RelativeBias::new(buckets, cfg.num_heads(), vb)?)?,
+            None => layer,
+        }))
+    }
+
+    /// Random numbers for every parameter that a layer asks for.
+    pub fn parameters(&self, seed: u64) -> Parameters {
+        let asked = VarMap::new();
+        self.layer(VarBuilder::from_varmap(&asked, DType::F32, &Device::Cpu)).expect("a valid config");
+        drawn(&asked, seed)
+    }
+
+    /// Over plain tensors.
+    pub fn of_parameters(&self, parameters: &Parameters, dtype: DType, device: &Device) -> Result<Box<dyn Layer>> {
+        self.layer(VarBuilder::from_tensors(tensors(parameters, dtype, device)?, dtype, device))
+    }
+
+    pub fn by_hand(&self, parameters: &Parameters, input: &Input) -> Output {
+        match self {
+            Self::MultiHead(cfg) => by_hand::forward(cfg, parameters, input),
+            Self::Latent(cfg) => by_hand::forward_latent(cfg, parameters, input),
+        }
+    }
+
+    pub fn num_heads(&self) -> usize {
+        match self {
+            Self::MultiHead(cfg) => cfg.num_heads(),
+            Self::Latent(cfg) => cfg.num_heads(),
+        }
+    }
+
+    /// Of queries, keys, values and outputs.
+    pub fn widths(&self) -> [usize; 4] {
+        match self {
+            Self::MultiHead(cfg) => [cfg.embed_dim(), cfg.key_size(), cfg.value_size(), cfg.out_dim()],
+            Self::Latent(cfg) => [cfg.embed_dim(); 4],
+        }
+    }
+
+    /// Keys that every query sees beside those that it is given.
+    pub fn more_keys(&self) -> usize {
+        match self {
+            Self::MultiHead(cfg) => usize::from(cfg.bias_kv()) + usize::from(cfg.add_zero_attn()),
+            Self::Latent(_) => 0,
+        }
+    }
+
+    /// Whether a call with so many queries and keys is one of self-attention.
+    pub fn is_self(&self, t_q: usize, t_kv: usize) -> bool {
+        let [width, of_keys, of_values, _] = self.widths();
+        t_q == t_kv && [of_keys, of_values] == [width; 2]
+    }
+
+    /// Self-attention where keys and values have the queries' width and length, cross-attention elsewhere: to one
+    /// sequence of keys and values if there are more of them than queries.
+    pub fn input(&self, [b, t_q, t_kv]: [usize; 3], mask: Vec<Mask>) -> Input {
+        let (mut random, [width, of_keys, of_values, _]) = (Random::new(17), self.widths());
+        let queries = Numbers::random(&[b, t_q, width], &mut random);
+        if self.is_self(t_q, t_kv) {
+            return Input { keys: queries.clone(), values: queries.clone(), queries, mask };
+        }
+        let keys = Numbers::random(&[b, t_kv, of_keys], &mut random);
+        let values = if t_kv > t_q && of_keys == of_values {
+            keys.clone()
+        } else {
+            Numbers::random(&[b, t_kv, of_values], &mut random)
+        };
+        Input { queries, keys, values, mask }
+    }
+}
+
+/// A layer of latents with small, uneven widths.
+pub fn latent_of(embed_dim: usize, random: &mut Random) -> LatentConfig {
+    let style = if random.chance(0.5) { RopeStyle::Halves } else { RopeStyle::Interleaved };
+    let mut cfg = LatentConfig::new(embed_dim, 1 + random.up_to(3))
+        .with_kv_lora_rank(1 + random.up_to(17))
+        .with_nope_head_dim(1 + random.up_to(7))
+        .with_rope_head_dim(2 + 2 * random.up_to(2))
+        .with_value_head_dim(1 + random.up_to(7))
+        .with_bias(random.chance(0.5))
+        .with_rope(RopeConfig::new(100.0).with_style(style));
+    if random.chance(0.6) {
+        cfg = cfg.with_q_lora_rank(1 + random.up_to(7));
+    }
+    if random.chance(0.3) {
+        cfg = cfg.with_scale(random.between(0.1, 2.0)).with_norm_eps(0.1);
+    }
+    cfg
+}
+
+/// Of both kinds.
+pub fn configs() -> Vec<(&'static str, Kind)> {
+    let latent = || LatentConfig::new(5, 2).with_kv_lora_rank(6).with_nope_head_dim(3).with_rope_head_dim(2);
+    let latent = || latent().with_value_head_dim(3).with_bias(true);
+    let latents = [("latents", latent()), ("latents of compressed queries", latent().with_q_lora_rank(4))];
+    let latents = latents.into_iter().map(|(name, cfg)| (name, Kind::Latent(cfg)));
+    multi_head().into_iter().map(|(name, cfg)| (name, Kind::MultiHead(cfg))).chain(latents).collect()
+}
+
+/// One config for each thing that a config can say, and some that say several.
+fn multi_head() -> Vec<(&'static str, Config)> {
+    let (plain, grouped) = (|| Config::new(12, 4), || Config::new(12, 4).with_num_kv_heads(2));
+    let norm = |kind, scope| plain().with_causal(true).with_qk_norm(QkNorm { kind, scope, eps: 1e-5 });
+    let of_context = |kind| ContextNorm { kind, eps: 1e-5 };
+    let gate = |activation, scope, place| OutputGate { activation, scope, place };
+    let (own, biased) = (GatePlace::Own { bias: false }, GatePlace::Own { bias: true });
+    let scaled = |first| QueryScaling { beta: 0.7, interval: 2, first };
+    let interleaved = || RopeConfig::new(100.0).with_style(RopeStyle::Interleaved).with_rotary_dim(4);
+    let slopes = AlibiConfig::Slopes(vec![0.5, 0.0, -0.25, 2.0]);
+    let all = Config::new(10, 6).with_num_kv_heads(3).with_head_dim(4).with_value_head_dim(3).with_out_dim(11);
+    let all = all.with_bias(true).with_causal(true).with_window(3).with_softcap(2.0).with_scale(0.8).with_sinks(true);
+    let all = all.with_qk_norm(QkNorm { kind: Rms, scope: PerHead, eps: 1e-6 });
+    vec![
+        ("plain", plain()),
+        ("one head", Config::new(5, 1)),
+        ("grouped", grouped()),
+        ("one key head", plain().with_num_kv_heads(1)),
+        ("biases", plain().with_bias(true)),
+        ("query bias", plain().with_q_bias(true)),
+        ("key bias", plain().with_k_bias(true)),
+        ("value bias", plain().with_v_bias(true)),
+        ("out bias", plain().with_out_bias(true)),
+        ("no out projection", grouped().with_out_proj(false).with_qkv_bias(true)),
+        ("head_dim", grouped().with_head_dim(5)),
+        ("value_head_dim", grouped().with_value_head_dim(7)),
+        ("value_head_dim without out projection", plain().with_value_head_dim(2).with_out_proj(false)),
+        ("out_dim", plain().with_out_dim(8).with_bias(true)),
+        ("causal", plain().with_causal(true)),
+        ("window", plain().with_window(2)),
+        ("causal window", grouped().with_causal(true).with_window(2)),
+        ("softcap", plain().with_softcap(0.7)),
+        ("scale", plain().with_scale(-1.3)),
+        ("sinks", grouped().with_sinks(true).with_causal(true)),
+        ("rms norm of heads", norm(Rms, PerHead)),
+        ("rms norm of projections", norm(Rms, Projection).with_num_kv_heads(2)),
+        ("layer norm of heads", norm(LayerNorm, PerHead).with_num_kv_heads(2)),
+        ("layer norm of projections", norm(LayerNorm, Projection)),
+        ("norm of heads, 1 + weight", norm(RmsPlusOne, PerHead)),
+        ("norm of projections, 1 + weight", norm(RmsPlusOne, Projection)),
+        ("layer norm without bias", norm(LayerNoBias, PerHead)),
+        ("a layer norm for each head", norm(LayerNoBias, PerHeadWeights).with_num_kv_heads(2)),
+        ("a biased layer norm for each head", norm(LayerNorm, PerHeadWeights).with_num_kv_heads(1)),
+        ("norm without a weight", norm(RmsNoWeight, PerHead)),
+        ("norm of projections without a weight", norm(RmsNoWeight, Projection)),
+        ("norm of values", grouped().with_value_head_dim(5).with_value_norm(1e-5).with_v_bias(true)),
+        ("norm of the context", grouped().with_value_head_dim(5).with_context_norm(of_context(Rms))),
+        ("clip", plain().with_bias(true).with_clip_qkv(0.4)),
+        ("clip after a norm", norm(Rms, Projection).with_clip_qkv(0.3)),
+        ("clip before a norm", norm(Rms, PerHead).with_clip_qkv(0.3)),
+        ("clip and a learned key", plain().with_bias_kv(true).with_clip_qkv(0.3)),
+        ("band", grouped().with_band(1, 2)),
+        ("causal band", plain().with_causal(true).with_band(2, 9).with_window(2)),
+        ("chunk", grouped().with_chunk(2)),
+        ("causal chunk", plain().with_causal(true).with_chunk(3)),
+        ("alibi", Config::new(12, 6).with_causal(true).with_alibi(AlibiConfig::Standard)),
+        ("alibi on both sides", Config::new(12, 3).with_alibi(AlibiConfig::BiasMax(3.0))),
+        ("alibi in a window", grouped().with_alibi(slopes).with_window(2)),
+        ("alibi of Falcon", Config::new(12, 6).with_causal(true).with_alibi(AlibiConfig::Falcon)),
+        ("alibi of Falcon, scaled", grouped().with_alibi(AlibiConfig::Falcon).with_scale(0.9).with_softcap(2.0)),
+        ("rope", grouped().with_head_dim(6).with_causal(true).with_rope(RopeConfig::new(10_000.0))),
+        ("rope, cross", plain().with_head_dim(6).with_key_size(7).with_causal(true).with_rope(RopeConfig::new(100.0))),
+        ("rope of pairs", plain().with_head_dim(6).with_rope(interleaved())),
+        ("rope before norms", norm(Rms, PerHead).with_head_dim(4).with_rope(interleaved()).with_norm_after_rope(true)),
+        ("rope after norms", norm(Rms, PerHead).with_head_dim(4).with_rope(interleaved())),
+        ("scaled queries", grouped().with_causal(true).with_query_scaling(scaled(0))),
+        ("rope and scaled queries", plain().with_head_dim(6).with_rope(interleaved()).with_query_scaling(scaled(1))),
+        ("gate", grouped().with_output_gate(gate(Sigmoid, GateScope::PerEntry, own))),
+        ("gate of heads", plain().with_value_head_dim(5).with_output_gate(gate(Softplus, GateScope::PerHead, biased))),
+        (
+            "layer norm of a gated context",
+            plain().with_context_norm(of_context(LayerNorm)).with_output_gate(gate(
+                Sigmoid,
+                GateScope::PerEntry,
+                biased,
+            )),
+        ),
+        ("gate beside the query", {
+            let gate = gate(Sigmoid, GateScope::PerEntry, GatePlace::Query);
+            grouped().with_value_head_dim(5).with_bias(true).with_output_gate(gate)
+        }),
+        ("gate of heads beside the query", {
+            plain().with_out_proj(false).with_output_gate(gate(Softplus, GateScope::PerHead, GatePlace::Query))
+        }),
+        ("gate, cross", {
+            let gate = gate(Softplus, GateScope::PerEntry, own);
+            plain().with_key_size(7).with_value_size(5).with_output_gate(gate)
+        }),
+        ("learned key", grouped().with_bias_kv(true)),
+        ("key of zeros", grouped().with_add_zero_attn(true).with_bias(true).with_softcap(3.0)),
+        ("learned key and one of zeros", plain().with_bias_kv(true).with_add_zero_attn(true)),
+        ("learned key, causal", plain().with_bias_kv(true).with_causal(true).with_value_head_dim(5)),
+        ("cross", plain().with_key_size(7).with_value_size(5).with_bias(true)),
+        ("cross with keys' width", grouped().with_key_size(7)),
+        ("cross with values' width", plain().with_value_size(9).with_bias_kv(true)),
+        ("all at once", all.with_rope(RopeConfig::new(5_000.0).with_rotary_dim(2))),
+    ]
+}
