@@ -1,11 +1,11 @@
 //! `TorchSeed` as the backend of a `VarBuilder`.
 
-use super::{CPU, STANDARD_NORMAL, message, sha256};
-use candle_attention::init::TorchSeed;
-use candle_core::{DType, Result};
 use candle_nn::Init;
 use candle_nn::init::{DEFAULT_KAIMING_NORMAL, DEFAULT_KAIMING_UNIFORM, FanInOut, NonLinearity, NormalOrUniform};
 use candle_nn::var_builder::SimpleBackend;
+
+use super::{STANDARD_NORMAL, message, sha256};
+use crate::*;
 
 #[test]
 fn hints_are_read_as_pytorchs_initialisers() -> Result<()> {

@@ -1,9 +1,9 @@
 //! The draws themselves: `torch.rand`, `torch.randn`, dropout masks, and the seed.
 
-use super::{CPU, STANDARD_NORMAL, message, sha256, sha256_of_bytes};
-use candle_attention::init::TorchSeed;
-use candle_core::{DType, Result};
 use candle_nn::Init;
+
+use super::{STANDARD_NORMAL, message, sha256, sha256_of_bytes};
+use crate::*;
 
 #[test]
 fn randn_of_any_size_is_torch_randn() -> Result<()> {

@@ -1,12 +1,12 @@
 //! Every seeded system of `models/`, replayed draw by draw.
 
-use super::{CPU, sha256};
-use crate::common::{Golden, models, systems};
-use candle_attention::init::TorchSeed;
-use candle_core::{DType, Result, Tensor};
-use candle_nn::{Init, VarBuilder};
-use serde_json::Value;
 use std::collections::HashMap;
+
+use candle_nn::Init;
+use serde_json::Value;
+
+use super::sha256;
+use crate::*;
 
 fn size(step: &Value, index: usize) -> usize {
     step[index].as_u64().unwrap_or_else(|| panic!("{step}: no size at {index}")) as usize

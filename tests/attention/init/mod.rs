@@ -4,11 +4,11 @@ mod backend;
 mod draws;
 mod golden;
 
-use candle_core::{Device, Result, Tensor};
 use candle_nn::Init;
 use sha2::{Digest, Sha256};
 
-const CPU: Device = Device::Cpu;
+use crate::*;
+
 const STANDARD_NORMAL: Init = Init::Randn { mean: 0.0, stdev: 1.0 };
 
 /// SHA-256 of the elements in row-major order as little-endian f32.
