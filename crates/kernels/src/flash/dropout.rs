@@ -69,16 +69,22 @@ impl Dropout<'_> {
             let sequence = tile.kv.b as u32;
             for group in keys.start / 4..keys.end.div_ceil(4) {
                 let mut words = [[0; MAX_LANES]; 4];
-                for lane in 0..MAX_LANES {
-                    let of_lane = match self.mask {
-                        DropoutMask::Philox(seed) => philox([group as u32, queries[lane], heads[lane], sequence], seed),
-                        DropoutMask::Kept(bits) => [0, 1, 2, 3].map(|n| {
-                            let at = first[lane] + 4 * group + n;
-                            bits.get(at / 8).map_or(0, |byte| u32::from(byte >> (at % 8) & 1))
-                        }),
-                    };
-                    for (words, word) in words.iter_mut().zip(of_lane) {
-                        words[lane] = word;
+                match self.mask {
+                    DropoutMask::Philox(seed) => {
+                        for lane in 0..MAX_LANES {
+                            let counter = [group as u32, queries[lane], heads[lane], sequence];
+                            for (words, word) in words.iter_mut().zip(philox(counter, seed)) {
+                                words[lane] = word;
+                            }
+                        }
+                    }
+                    DropoutMask::Kept(bits) => {
+                        for (n, words) in words.iter_mut().enumerate() {
+                            for (word, first) in words.iter_mut().zip(first) {
+                                let at = first + 4 * group + n;
+                                *word = bits.get(at / 8).map_or(0, |byte| u32::from(byte >> (at % 8) & 1));
+                            }
+                        }
                     }
                 }
                 for (key, words) in (4 * group..).zip(&words).filter(|(key, _)| keys.contains(key)) {

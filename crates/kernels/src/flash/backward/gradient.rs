@@ -213,14 +213,19 @@ impl BiasOutput {
         let mut square = [0f32; MAX_LANES * MAX_LANES];
         for vector in 0..tile.vectors {
             let first_row = tile.rows.start + vector * lanes;
+            let rows = first_row..tile.rows.end.min(first_row + lanes);
+            let mut entries = [std::ptr::null_mut(); MAX_LANES];
+            for (entry, row) in entries.iter_mut().zip(rows.clone()) {
+                *entry = self.entry(dims.row(tile.kv, row), scores.keys.start);
+            }
             for key in (0..scores.rows).step_by(lanes) {
                 let filled = lanes.min(scores.rows - key);
                 // SAFETY: as this method's contract; panels have a multiple of `lanes` rows.
                 unsafe {
                     let from = gradients.add(key * K::PANEL + vector * lanes);
                     K::Vector::transpose(from, K::PANEL, square.as_mut_ptr(), lanes);
-                    for (row, gradients) in (first_row..tile.rows.end).zip(square.chunks_exact(lanes)).take(lanes) {
-                        let to = self.entry(dims.row(tile.kv, row), scores.keys.start + key);
+                    for (entry, gradients) in entries[..rows.len()].iter().zip(square.chunks_exact(lanes)) {
+                        let to: *mut f32 = entry.wrapping_add(key * self.strides[3]);
                         if self.strides[3] == 0 {
                             *to += gradients[..filled].iter().sum::<f32>();
                         } else {

@@ -147,6 +147,7 @@ impl<S: Stored> Decode<'_, '_, S> {
             keys_values,
             kv,
             keys: first..keys.end.min(first + block),
+            widths: [dims.d, dims.d_v],
             stride: partials.stride(),
         };
         let context = |group: usize| partials.row(kv, group * R, part);

@@ -17,6 +17,8 @@ pub(super) struct RowProducts<'a, 'b, S, const R: usize> {
     pub keys_values: &'a [StoredRows<'b, S>; 2],
     pub kv: KvHead,
     pub keys: Range<usize>,
+    /// D and D_v.
+    pub widths: [usize; 2],
     /// The words from one row's context to the next.
     pub stride: usize,
 }
@@ -31,7 +33,7 @@ impl<S: Stored, const R: usize> RowProducts<'_, '_, S, R> {
     pub unsafe fn scores<V: Vector>(&self, queries: *const f32, scores: *mut f32) {
         let (rows, keys, lanes) = (&self.keys_values[0], &self.keys, V::LANES);
         let (d, whole, together, start) =
-            (rows.width, rows.width / lanes * lanes, lanes / R, rows.row(self.kv, keys.start));
+            (self.widths[0], self.widths[0] / lanes * lanes, lanes / R, rows.row(self.kv, keys.start));
         // SAFETY: as this method's contract; the rows and keys belong to the call, and their rows have D elements.
         unsafe {
             for first in (0..keys.len()).step_by(together) {
@@ -61,7 +63,7 @@ impl<S: Stored, const R: usize> RowProducts<'_, '_, S, R> {
         for (k, key) in keys[..count].iter_mut().enumerate() {
             *key = key.wrapping_add((first + k).min(self.keys.len() - 1) * stride);
             // SAFETY: as this method's contract.
-            unsafe { prefetch_row::<V, S>(*key, stride, self.keys_values[0].width) };
+            unsafe { prefetch_row::<V, S>(*key, stride, self.widths[0]) };
         }
         keys
     }
@@ -79,7 +81,7 @@ impl<S: Stored, const R: usize> RowProducts<'_, '_, S, R> {
         queries: *const f32,
     ) {
         let (at, filled) = (elements.start, elements.end - elements.start);
-        let width = self.keys_values[0].width.next_multiple_of(V::LANES);
+        let width = self.widths[0].next_multiple_of(V::LANES);
         for (k, sums) in sums[..V::LANES].chunks_exact_mut(R).enumerate() {
             // SAFETY: as this method's contract.
             unsafe {
@@ -131,7 +133,7 @@ impl<S: Stored, const R: usize> RowProducts<'_, '_, S, R> {
     /// As [`accumulate`](Self::accumulate), of as many keys as weights.
     #[inline(always)]
     unsafe fn accumulate_keys<V: Vector>(&self, keys: &Range<usize>, weights: *const f32, context: *mut f32) {
-        let (d_v, lanes, mut d) = (self.keys_values[1].width, V::LANES, 0);
+        let (d_v, lanes, mut d) = (self.widths[1], V::LANES, 0);
         // SAFETY: as this method's contract; `d` counts whole vectors within D_v, then the rest of it.
         unsafe {
             // Eight sums hide the latency of a multiply-add; registers for sixteen halve the loads of weights.
@@ -165,7 +167,7 @@ impl<S: Stored, const R: usize> RowProducts<'_, '_, S, R> {
         d: usize,
     ) {
         let (rows, lanes) = (&self.keys_values[1], V::LANES);
-        let filled = if const { N == 1 } { lanes.min(rows.width - d) } else { lanes };
+        let filled = if const { N == 1 } { lanes.min(self.widths[1] - d) } else { lanes };
         let (mut from, stride) = (rows.row(self.kv, keys.start).wrapping_add(d), rows.stride());
         // SAFETY: as this method's contract.
         unsafe {

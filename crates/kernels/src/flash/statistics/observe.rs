@@ -1,6 +1,5 @@
 //! From the scores of a tile, which were kept, to the statistics of its weights.
 
-use std::cmp::Ordering::Equal;
 use std::f32::consts::LN_2;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -52,10 +51,10 @@ impl SimdTask for Observe<'_, '_> {
         sums.fill(0.0);
         for (index, tile) in tiles.iter().enumerate() {
             let (scores, largest) = (scores[index * t_kv * panel..].as_ptr(), largest.as_mut_ptr());
-            let state = state.of_panel(index);
+            let tile = KeptTile { inputs, output, tile, units, scores, largest, panel };
             // SAFETY: the processor has the tier of K; the scores of the keys that the tile sees were kept, and there
             // is a row of largest ones for each group of keys.
-            unsafe { KeptTile { inputs, output, tile, units, scores, largest, panel, state }.observe::<K>(sums) };
+            unsafe { tile.observe::<K>(state.of_panel(index), sums) };
         }
         chain.wait_for_all(task);
         // SAFETY: the sums received by the heads of a group stand one after the other, and the tasks that add to them
@@ -76,7 +75,6 @@ struct KeptTile<'a, 'b> {
     /// The largest score in each group of keys, (groups, panel).
     largest: *mut f32,
     panel: usize,
-    state: PanelState,
 }
 
 /// What scores become weights by, for each column: what is added to exponents, and the factor from powers to weights;
@@ -84,6 +82,8 @@ struct KeptTile<'a, 'b> {
 struct Columns {
     shifts: [f32; MAX_COLUMNS],
     factors: [f32; MAX_COLUMNS],
+    /// Whether all powers are numbers, those of columns without a query too.
+    are_finite: bool,
     /// `-Σ w ln w`, where every `ln w` is that of the factor.
     entropy: [f32; MAX_COLUMNS],
     /// The sums of powers times their exponents, of which the rest of the entropy is made.
@@ -100,9 +100,9 @@ impl KeptTile<'_, '_> {
     /// # Safety
     /// The processor has the tier of K; the scores of the keys that the tile sees were kept.
     #[inline(always)]
-    unsafe fn observe<K: Kernel>(&self, received: &mut [f32]) {
+    unsafe fn observe<K: Kernel>(&self, state: PanelState, received: &mut [f32]) {
         let t_kv = self.inputs.dims.t_kv;
-        let mut columns = self.columns();
+        let mut columns = self.columns(state);
         let of_head = self.factors_of_heads(&columns);
         let mut powers = [[0f32; MAX_COLUMNS]; GROUP];
         for group in 0..self.tile.some.len().div_ceil(GROUP) {
@@ -111,7 +111,7 @@ impl KeptTile<'_, '_> {
             unsafe {
                 self.weigh::<K>(group, &mut columns, &mut powers);
                 for (head, of_head) in of_head.iter().enumerate() {
-                    let sums = sums_of_keys::<K>(&powers, of_head, self.tile.vectors);
+                    let sums = sums_of_keys::<K>(&powers, of_head, self.tile.vectors, columns.are_finite);
                     let received = &mut received[head * t_kv..][keys.clone()];
                     received.iter_mut().zip(sums).for_each(|(received, sum)| *received += sum);
                 }
@@ -127,13 +127,15 @@ impl KeptTile<'_, '_> {
         first..self.tile.some.end.min(first + GROUP)
     }
 
-    fn columns(&self) -> Columns {
+    fn columns(&self, state: PanelState) -> Columns {
         let zeros = [0f32; MAX_COLUMNS];
         let top = [[f32::NEG_INFINITY; MAX_COLUMNS]; MAX_TOP];
-        let mut columns = Columns { shifts: zeros, factors: zeros, entropy: zeros, exponents: zeros, top };
+        let mut columns =
+            Columns { shifts: zeros, factors: zeros, are_finite: true, entropy: zeros, exponents: zeros, top };
         for column in 0..self.panel {
             // SAFETY: the state has an element for each column.
-            let (max, sum) = unsafe { (*self.state.max.add(column), *self.state.sum.add(column)) };
+            let (max, sum) = unsafe { (*state.max.add(column), *state.sum.add(column)) };
+            columns.are_finite &= sum.is_finite();
             let row = self.tile.rows.start + column;
             // A column without a query weighs nothing, but has powers that are to be finite.
             let whole = match row < self.tile.rows.end {
@@ -173,16 +175,13 @@ impl KeptTile<'_, '_> {
             // SAFETY: as this method's contract; the arrays have an element for each column.
             unsafe {
                 let shift = K::Vector::load(columns.shifts.as_ptr().add(column));
-                // Columns of no query may have powers that are no numbers too, which a factor of 0 would not undo.
-                let sum = K::Vector::load(self.state.sum.add(column));
-                let is_finite = sum.abs().less_than(K::Vector::splat(f32::INFINITY));
                 let mut exponents = K::Vector::load(columns.exponents.as_ptr().add(column));
                 let mut largest = K::Vector::splat(f32::NEG_INFINITY);
                 for (key, powers) in self.keys_of(group).zip(powers.iter_mut()) {
                     let score = K::Vector::load(self.scores.add(key * self.panel + column));
                     largest = score.max(largest);
                     let exponent = self.exponent(score, shift);
-                    let power = K::Vector::select(is_finite, exponent.exp2(), K::Vector::splat(0.0));
+                    let power = exponent.exp2();
                     power.store(powers.as_mut_ptr().add(column));
                     // Not 0 · inf of what weighs nothing.
                     exponents = power.mul_add(exponent.max(K::Vector::splat(EXP2_MIN)), exponents);
@@ -239,7 +238,8 @@ impl KeptTile<'_, '_> {
             let row = self.inputs.dims.row(self.tile.kv, self.tile.rows.start + column);
             self.inputs.dims.row_index(row)
         };
-        let (count, k) = (self.tile.rows.len(), self.k());
+        let count = self.tile.rows.len();
+        let k = self.k();
         // SAFETY: as this method's contract; the results are initialised.
         unsafe {
             for column in 0..count {
@@ -249,27 +249,25 @@ impl KeptTile<'_, '_> {
             if k == 0 {
                 return;
             }
-            for (column, mut found) in self.find_top(&columns.top[k - 1][..count]).into_iter().enumerate() {
-                // Keys are found from the lowest on, and the order of equal scores stays.
-                found.sort_by(|(one, _), (other, _)| other.partial_cmp(one).unwrap_or(Equal));
-                found.truncate(k);
-                // All weights of a query are NaN if one of its scores is.
+            let top = |column: usize| Top {
+                keys: self.output.top_keys.slice(index(column) * k, k),
+                scores: self.output.top_weights.slice(index(column) * k, k),
+                count: 0,
+            };
+            let mut all: Vec<_> = (0..count).map(top).collect();
+            self.find_top(&columns.top[k - 1][..count], &mut all);
+            for (column, top) in all.into_iter().enumerate() {
                 if columns.factors[column].is_nan() {
-                    found.clear();
+                    top.fill_with_nan();
+                    continue;
                 }
-                let mut weights = [f32::NEG_INFINITY; MAX_TOP];
-                weights.iter_mut().zip(&found).for_each(|(weight, (score, _))| *weight = *score);
-                for weights in weights.chunks_exact_mut(K::Vector::LANES) {
-                    let shift = K::Vector::splat(columns.shifts[column]);
-                    let power = self.exponent(K::Vector::load(weights.as_ptr()), shift).exp2();
-                    power.mul(K::Vector::splat(columns.factors[column])).store(weights.as_mut_ptr());
-                }
-                self.output.top_weights.slice(index(column) * k, k).copy_from_slice(&weights[..k]);
-                // Where weights are 0, the lowest of the other keys.
-                found.truncate(weights.iter().take_while(|weight| **weight != 0.0).count());
-                let others = (0..).filter(|key| found.iter().all(|(_, other)| other != key));
-                let keys = found.iter().map(|(_, key)| *key).chain(others);
-                self.output.top_keys.slice(index(column) * k, k).iter_mut().zip(keys).for_each(|(to, key)| *to = key);
+                let shift = K::Vector::splat(columns.shifts[column]);
+                let factor = K::Vector::splat(columns.factors[column]);
+                top.finish(|score| {
+                    let mut lanes = [0f32; MAX_LANES];
+                    self.exponent(K::Vector::splat(score), shift).exp2().mul(factor).store(lanes.as_mut_ptr());
+                    lanes[0]
+                });
             }
         }
     }
@@ -284,32 +282,72 @@ impl KeptTile<'_, '_> {
         unsafe { scores.mul(V::splat(self.units.exponent)).add(shifts).mul(V::splat(self.units.exponent_unit)) }
     }
 
-    /// The largest scores of each column and their keys. `least` is the k-th largest of those that groups have: k scores
+    /// The keys of the largest scores of each column. `least` is the k-th largest of those that groups have: k scores
     /// are at least that, and few others.
     ///
     /// # Safety
     /// As [`observe`](Self::observe).
     #[inline(always)]
-    unsafe fn find_top(&self, least: &[f32]) -> Vec<Vec<(f32, u32)>> {
-        let mut found = vec![Vec::new(); least.len()];
+    unsafe fn find_top(&self, least: &[f32], all: &mut [Top]) {
         for group in 0..self.tile.some.len().div_ceil(GROUP) {
             // SAFETY: as this method's contract.
             let largest = unsafe { std::slice::from_raw_parts(self.largest.add(group * self.panel), least.len()) };
             if !largest.iter().zip(least).fold(false, |found, (largest, least)| found | (largest >= least)) {
                 continue;
             }
-            for (column, found) in found.iter_mut().enumerate().filter(|(column, _)| largest[*column] >= least[*column])
-            {
+            for (column, top) in all.iter_mut().enumerate().filter(|(column, _)| largest[*column] >= least[*column]) {
                 for key in self.keys_of(group) {
                     // SAFETY: as this method's contract.
                     let score = unsafe { *self.scores.add(key * self.panel + column) };
-                    if score >= least[column] && score > f32::NEG_INFINITY {
-                        found.push((score, key as u32));
+                    if score >= least[column] {
+                        top.offer(key as u32, score);
                     }
                 }
             }
         }
-        found
+    }
+}
+
+/// The largest scores of a query, and their keys.
+struct Top<'a> {
+    keys: &'a mut [u32],
+    /// Of which `count` are scores.
+    scores: &'a mut [f32],
+    count: usize,
+}
+
+impl Top<'_> {
+    /// Keys are offered from the lowest on, so that of two alike the lower one comes first.
+    #[inline(always)]
+    fn offer(&mut self, key: u32, score: f32) {
+        let Self { keys, scores, count } = self;
+        if score == f32::NEG_INFINITY || *count == keys.len() && score <= scores[*count - 1] {
+            return;
+        }
+        let mut at = (*count).min(keys.len() - 1);
+        while at > 0 && scores[at - 1] < score {
+            (scores[at], keys[at]) = (scores[at - 1], keys[at - 1]);
+            at -= 1;
+        }
+        (scores[at], keys[at]) = (score, key);
+        *count = (*count + 1).min(keys.len());
+    }
+
+    /// All weights of a query are NaN if one of its scores is.
+    fn fill_with_nan(self) {
+        self.scores.fill(f32::NAN);
+        (0..).zip(self.keys).for_each(|(lowest, key)| *key = lowest);
+    }
+
+    /// Scores become weights, and those that are 0 the weights of the lowest other keys.
+    #[inline(always)]
+    fn finish(self, weigh: impl Fn(f32) -> f32) {
+        let Self { keys, scores: weights, count } = self;
+        weights[..count].iter_mut().for_each(|weight| *weight = weigh(*weight));
+        let count = weights[..count].iter().filter(|weight| **weight != 0.0).count();
+        let (found, others) = keys.split_at_mut(count);
+        let mut lowest = (0..).filter(|key| !found.contains(key));
+        others.iter_mut().for_each(|key| *key = lowest.next().unwrap_or(0));
     }
 }
 
@@ -318,16 +356,27 @@ impl KeptTile<'_, '_> {
 /// # Safety
 /// The processor has the tier of K.
 #[inline(always)]
-unsafe fn sums_of_keys<K: Kernel>(powers: &Powers, factors: &[f32; MAX_COLUMNS], vectors: usize) -> [f32; GROUP] {
+unsafe fn sums_of_keys<K: Kernel>(
+    powers: &Powers,
+    factors: &[f32; MAX_COLUMNS],
+    vectors: usize,
+    are_finite: bool,
+) -> [f32; GROUP] {
     let mut found = [0f32; GROUP];
     for (powers, found) in powers.chunks_exact(K::Vector::LANES).zip(found.chunks_exact_mut(K::Vector::LANES)) {
         // SAFETY: as this function's contract; the arrays have an element for each column.
         unsafe {
             let mut sums = [K::Vector::splat(0.0); MAX_LANES];
             for column in (0..vectors).map(|vector| vector * K::Vector::LANES) {
-                let factor = K::Vector::load(factors.as_ptr().add(column));
+                let (factor, zero) = (K::Vector::load(factors.as_ptr().add(column)), K::Vector::splat(0.0));
+                // Columns of other heads, and of no query, may have powers that are no numbers, which 0 does not undo.
+                let is_left_out = factor.abs().less_than(K::Vector::splat(f32::MIN_POSITIVE));
                 for (powers, sum) in powers.iter().zip(&mut sums) {
-                    *sum = K::Vector::load(powers.as_ptr().add(column)).mul_add(factor, *sum);
+                    let mut power = K::Vector::load(powers.as_ptr().add(column));
+                    if !are_finite {
+                        power = K::Vector::select(is_left_out, zero, power);
+                    }
+                    *sum = power.mul_add(factor, *sum);
                 }
             }
             K::Vector::sum_each(&sums).store(found.as_mut_ptr());
