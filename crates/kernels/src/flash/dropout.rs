@@ -54,7 +54,9 @@ impl Dropout<'_> {
     /// The tile has room for a factor for each score.
     #[inline(always)]
     pub(super) unsafe fn factors<K: Kernel>(&self, scores: &TileScores) {
-        let (dims, tile, keys) = (&scores.inputs.dims, scores.tile, &scores.keys);
+        // Copies, since what is written might be what references lead to.
+        let (dims, tile, keys, to) = (scores.inputs.dims, scores.tile, scores.keys.clone(), scores.dropout);
+        let mask = self.mask;
         let factor = if self.p < 1.0 { (1.0 / (1.0 - self.p)) as f32 } else { 0.0 };
         let threshold = if let DropoutMask::Philox(_) = self.mask { threshold(self.p) } else { 1 };
         for column in (0..tile.rows.len()).step_by(MAX_LANES) {
@@ -69,7 +71,7 @@ impl Dropout<'_> {
             let sequence = tile.kv.b as u32;
             for group in keys.start / 4..keys.end.div_ceil(4) {
                 let mut words = [[0; MAX_LANES]; 4];
-                match self.mask {
+                match mask {
                     DropoutMask::Philox(seed) => {
                         for lane in 0..MAX_LANES {
                             let counter = [group as u32, queries[lane], heads[lane], sequence];
@@ -88,7 +90,7 @@ impl Dropout<'_> {
                     }
                 }
                 for (key, words) in (4 * group..).zip(&words).filter(|(key, _)| keys.contains(key)) {
-                    let to = scores.dropout.wrapping_add((key - keys.start) * K::PANEL + column);
+                    let to = to.wrapping_add((key - keys.start) * K::PANEL + column);
                     for (lane, &word) in words.iter().enumerate().take(K::PANEL - column) {
                         // SAFETY: as this method's contract; the lane is one of the panel's columns.
                         unsafe { to.add(lane).write(if word >= threshold { factor } else { 0.0 }) };

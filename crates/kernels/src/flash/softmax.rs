@@ -203,8 +203,8 @@ impl<K: Kernel, const N: usize> Weights<K, N> {
         self.scores.wrapping_add(row * K::PANEL + self.first_column + n * K::Vector::LANES)
     }
 
-    /// The exponents of a row of the panel: scores minus the largest, in [`ScoreUnits::exponent_unit`]. A function, since a closure
-    /// would not be compiled for the tier.
+    /// The exponents of a row of the panel: scores minus the largest, in [`ScoreUnits::exponent_unit`]. A function,
+    /// since a closure would not be compiled for the tier.
     ///
     /// # Safety
     /// The processor has the tier of K; the scores have the row and the vector.
