@@ -90,13 +90,16 @@ impl Format {
         match self {
             Self::F32 => steps * size_of::<f32>(),
             Self::BF16 | Self::F16 => steps * size_of::<f16>(),
-            Self::Codes { bits, .. } => steps / CODE_BLOCK * (self.scales() * size_of::<f16>() + CODE_BLOCK * bits / 8),
+            Self::Codes { bits, has_minimums } => {
+                let scales = size_of::<f16>() << u32::from(has_minimums);
+                steps / CODE_BLOCK * (scales + CODE_BLOCK * bits / 8)
+            }
         }
     }
 
-    /// The f16 that a column has before its steps: a scale, and a minimum if there are any.
-    pub fn scales(self) -> usize {
-        if let Self::Codes { has_minimums, .. } = self { 1 + usize::from(has_minimums) } else { 0 }
+    /// Whether each scale has a minimum beside it.
+    pub fn has_minimums(self) -> bool {
+        matches!(self, Self::Codes { has_minimums: true, .. })
     }
 }
 
@@ -107,16 +110,7 @@ pub struct ColumnBlock {
     pub at: *const f32,
     /// The columns of the panel.
     pub panel: usize,
-    /// The f16 that each of them has before its steps.
-    pub scales: usize,
-}
-
-impl ColumnBlock {
-    /// The address of its numbers.
-    #[inline(always)]
-    pub fn numbers(&self) -> *const f32 {
-        self.at.wrapping_byte_add(self.scales * self.panel * size_of::<f16>())
-    }
+    pub has_minimums: bool,
 }
 
 /// How the columns of B are stored.
@@ -127,27 +121,26 @@ pub trait Columns {
     const BLOCK: usize = Self::STEPS;
     /// The bytes that these steps take of a column.
     const BYTES: usize = size_of::<f32>();
-    /// Whether a block begins with scales.
-    const HAS_SCALES: bool = Self::BLOCK > Self::STEPS;
     /// Whether the columns are words that are multiplied as they are.
     const IS_WORDS: bool = false;
 
-    /// `STEPS` steps of a vector of columns, in as many of the vectors as that takes.
-    ///
+    /// The address of a block's numbers.
+    fn numbers(block: &ColumnBlock) -> *const f32 {
+        block.at
+    }
+
+    /// `STEPS` steps of a vector of columns.
+    type Loaded<V: Vector>: Copy;
+
     /// # Safety
     /// As [`Vector::load`], for `STEPS` steps of the block from a column on.
-    unsafe fn load<V: Vector>(b: *const f32, block: &ColumnBlock, column: usize) -> [V; 3];
+    unsafe fn load<V: Vector>(b: *const f32, block: &ColumnBlock, column: usize) -> Self::Loaded<V>;
 
     /// The first of the steps that are left.
     ///
     /// # Safety
     /// As [`Vector`].
-    #[inline(always)]
-    unsafe fn take<V: Vector>(loaded: &mut [V; 3]) -> V {
-        let [first, second, _] = *loaded;
-        loaded[0] = second;
-        first
-    }
+    unsafe fn take<V: Vector>(loaded: &mut Self::Loaded<V>) -> V;
 }
 
 /// Words as the kernel multiplies them.
@@ -155,11 +148,17 @@ pub(crate) struct Words;
 
 impl Columns for Words {
     const IS_WORDS: bool = true;
+    type Loaded<V: Vector> = V;
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, _: &ColumnBlock, column: usize) -> [V; 3] {
+    unsafe fn load<V: Vector>(b: *const f32, _: &ColumnBlock, column: usize) -> V {
         // SAFETY: the panel holds a vector of words from this column on.
-        unsafe { [V::load(b.add(column)); 3] }
+        unsafe { V::load(b.add(column)) }
+    }
+
+    #[inline(always)]
+    unsafe fn take<V: Vector>(loaded: &mut V) -> V {
+        *loaded
     }
 }
 
@@ -168,12 +167,17 @@ pub(crate) struct Bf16Pairs;
 
 impl Columns for Bf16Pairs {
     const STEPS: usize = 2;
+    type Loaded<V: Vector> = (V, V);
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, _: &ColumnBlock, column: usize) -> [V; 3] {
+    unsafe fn load<V: Vector>(b: *const f32, _: &ColumnBlock, column: usize) -> (V, V) {
         // SAFETY: the panel holds a vector of pairs from this column on.
-        let (low, high) = unsafe { V::load_pairs(b.add(column)) };
-        [low, high, high]
+        unsafe { V::load_pairs(b.add(column)) }
+    }
+
+    #[inline(always)]
+    unsafe fn take<V: Vector>(loaded: &mut (V, V)) -> V {
+        std::mem::replace(&mut loaded.0, loaded.1)
     }
 }
 
@@ -182,11 +186,17 @@ pub(crate) struct F16Rows;
 
 impl Columns for F16Rows {
     const BYTES: usize = size_of::<f16>();
+    type Loaded<V: Vector> = V;
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, _: &ColumnBlock, column: usize) -> [V; 3] {
+    unsafe fn load<V: Vector>(b: *const f32, _: &ColumnBlock, column: usize) -> V {
         // SAFETY: the panel holds a vector of f16 from this column on.
-        unsafe { [V::load_f16(b.cast::<u16>().add(column)); 3] }
+        unsafe { V::load_f16(b.cast::<u16>().add(column)) }
+    }
+
+    #[inline(always)]
+    unsafe fn take<V: Vector>(loaded: &mut V) -> V {
+        *loaded
     }
 }
 
@@ -195,32 +205,46 @@ impl Columns for F16Rows {
 /// once, where blocks without minimums have `-2^(BITS - 1) · scale` in their place, for codes on both sides of zero.
 pub(crate) struct CodeBlocks<const BITS: u32>;
 
+/// Codes of a vector of columns, the next ones lowest.
+#[derive(Clone, Copy)]
+pub struct LoadedCodes<V> {
+    codes: V,
+    scale: V,
+    minimum: V,
+}
+
 impl<const BITS: u32> Columns for CodeBlocks<BITS> {
     const STEPS: usize = 32 / BITS as usize;
     const BLOCK: usize = CODE_BLOCK;
+    type Loaded<V: Vector> = LoadedCodes<V>;
 
     #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, block: &ColumnBlock, column: usize) -> [V; 3] {
+    fn numbers(block: &ColumnBlock) -> *const f32 {
+        block.at.cast::<u16>().wrapping_add(block.panel << u32::from(block.has_minimums)).cast()
+    }
+
+    #[inline(always)]
+    unsafe fn load<V: Vector>(b: *const f32, block: &ColumnBlock, column: usize) -> LoadedCodes<V> {
         let scales = block.at.cast::<u16>().wrapping_add(column);
         // SAFETY: the block holds a vector of f16 from this column on, and another one if it has minimums; the panel
         // holds a vector of words.
         unsafe {
             let scale = V::load_f16(scales);
-            let minimum = match block.scales {
-                2 => V::load_f16(scales.add(block.panel)),
-                _ => scale.mul(V::splat(-((1 << (BITS - 1)) as f32))),
+            let minimum = match block.has_minimums {
+                true => V::load_f16(scales.add(block.panel)),
+                false => scale.mul(V::splat(-((1 << (BITS - 1)) as f32))),
             };
-            [V::load(b.add(column)), scale, minimum]
+            LoadedCodes { codes: V::load(b.add(column)), scale, minimum }
         }
     }
 
     #[inline(always)]
-    unsafe fn take<V: Vector>([codes, scale, minimum]: &mut [V; 3]) -> V {
+    unsafe fn take<V: Vector>(loaded: &mut LoadedCodes<V>) -> V {
         // SAFETY: the processor has the tier of V.
         unsafe {
             let code;
-            (code, *codes) = codes.take_bits::<BITS>();
-            code.mul_add(*scale, *minimum)
+            (code, loaded.codes) = loaded.codes.take_bits::<BITS>();
+            code.mul_add(loaded.scale, loaded.minimum)
         }
     }
 }
@@ -266,10 +290,10 @@ unsafe fn accumulate<K: Kernel, B: Columns, const R: usize, const N: usize>(
         if const { B::IS_WORDS } && K::accumulate_words(sums.as_flattened_mut(), product, a) {
             return;
         }
-        let (mut b, scales) = (product.b, if const { B::HAS_SCALES } { product.format.scales() } else { 0 });
+        let (mut b, has_minimums) = (product.b, product.format.has_minimums());
         for _ in 0..product.depth / B::BLOCK {
-            let block = ColumnBlock { at: b, panel: K::PANEL, scales };
-            b = block.numbers();
+            let block = ColumnBlock { at: b, panel: K::PANEL, has_minimums };
+            b = B::numbers(&block);
             for _ in 0..B::BLOCK / B::STEPS {
                 if const { !B::IS_WORDS } {
                     prefetch_bytes::<K::Vector>(b.cast::<u8>().wrapping_add(PREFETCH_BYTES), B::BYTES * K::PANEL);
@@ -325,21 +349,31 @@ pub(crate) unsafe fn add_products<K: Kernel, const R: usize, const N: usize>(
 /// As [`Kernel::multiply`].
 #[inline(always)]
 pub(super) unsafe fn multiply_rows<K: Kernel, B: Columns>(product: &Product, mut row: usize) {
-    while row < product.rows {
-        // A whole group, or a power of two of its last rows.
-        let rows = K::ROWS.min(1 << (product.rows - row).ilog2());
-        let a = row / K::ROWS * product.a.group + row % K::ROWS * product.a.row;
-        // SAFETY: as this function's contract; `row + rows` rows exist.
-        unsafe {
-            let (a, c) = (product.a.at.add(a), product.c.add(row * K::PANEL));
+    let whole = product.rows / K::ROWS * K::ROWS;
+    // SAFETY: as this function's contract; the rows of each tile exist.
+    unsafe {
+        while row < whole {
+            let (a, c) = (product.a.at.add(row / K::ROWS * product.a.group), product.c.add(row * K::PANEL));
+            match K::ROWS {
+                8 => tile_rows::<K, B, 8>(product, a, c),
+                4 => tile_rows::<K, B, 4>(product, a, c),
+                _ => tile_rows::<K, B, 2>(product, a, c),
+            }
+            row += K::ROWS;
+        }
+        let (mut a, rest) = (product.a.at.wrapping_add(whole / K::ROWS * product.a.group), product.rows - whole);
+        for rows in [4, 2, 1] {
+            if rest & rows == 0 {
+                continue;
+            }
+            let c = product.c.add(row * K::PANEL);
             match rows {
-                8 if const { K::ROWS >= 8 } => tile_rows::<K, B, 8>(product, a, c),
-                4 if const { K::ROWS >= 4 } => tile_rows::<K, B, 4>(product, a, c),
-                2 => tile_rows::<K, B, 2>(product, a, c),
+                4 if const { K::ROWS > 4 } => tile_rows::<K, B, 4>(product, a, c),
+                2 if const { K::ROWS > 2 } => tile_rows::<K, B, 2>(product, a, c),
                 _ => tile_rows::<K, B, 1>(product, a, c),
             }
+            (row, a) = (row + rows, a.wrapping_add(rows * product.a.row));
         }
-        row += rows;
     }
 }
 

@@ -181,10 +181,11 @@ impl PackedWeight {
         (to, stride): (*mut f32, usize),
     ) {
         for first in (inputs.start / B::BLOCK * B::BLOCK..inputs.end).step_by(B::BLOCK) {
-            let block = ColumnBlock { at: self.at(panel, first), panel: self.panel, scales: self.format.scales() };
+            let block =
+                ColumnBlock { at: self.at(panel, first), panel: self.panel, has_minimums: self.format.has_minimums() };
             for column in columns.clone().step_by(V::LANES) {
                 let to = to.wrapping_add(column - columns.start);
-                let mut words = block.numbers();
+                let mut words = B::numbers(&block);
                 for step in (first..first + B::BLOCK).step_by(B::STEPS) {
                     // SAFETY: as this method's contract; the block lies within the panel.
                     unsafe {
@@ -233,7 +234,7 @@ pub(super) fn no_memory(outputs: usize, inputs: usize) -> Error {
 /// [`PackedWeight::unpack_rows`], compiled once.
 pub(super) fn unpack_rows<E: Number>(weight: &PackedWeight, outputs: &[usize]) -> Result<Vec<E>, Error> {
     let &PackedWeight { inputs, format, .. } = weight;
-    let unpacked = if format.scales() > 0 { Format::F32 } else { format };
+    let unpacked = if let Format::Codes { .. } = format { Format::F32 } else { format };
     if E::FORMAT != unpacked {
         return Err(Error::Shape(format!("expected a weight of {:?}, found {format:?}", E::FORMAT)));
     }
@@ -274,7 +275,7 @@ impl PackedWeight {
                     true => (*scales.add(self.panel)).to_f32(),
                     false => scale * -f32::from(1u8 << (bits - 1)),
                 };
-                let words = at.cast::<f16>().add(self.format.scales() * self.panel).cast::<u32>();
+                let words = at.cast::<f16>().add(self.panel << u32::from(has_minimums)).cast::<u32>();
                 for (at, number) in numbers.iter_mut().enumerate() {
                     let word = *words.add(at * bits / 32 * self.panel + column);
                     let code = word >> (at * bits % 32) & ((1 << bits) - 1);
