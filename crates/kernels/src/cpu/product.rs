@@ -143,17 +143,20 @@ pub trait Columns {
     unsafe fn take<V: Vector>(loaded: &mut Self::Loaded<V>) -> V;
 }
 
-/// Words as the kernel multiplies them.
-pub(crate) struct Words;
+/// Rows of numbers of so many bytes: words as the kernel multiplies them, or f16.
+pub(crate) struct Rows<const BYTES: usize>;
+pub(crate) type Words = Rows<4>;
+pub(crate) type F16Rows = Rows<2>;
 
-impl Columns for Words {
-    const IS_WORDS: bool = true;
+impl<const BYTES: usize> Columns for Rows<BYTES> {
+    const BYTES: usize = BYTES;
+    const IS_WORDS: bool = BYTES == 4;
     type Loaded<V: Vector> = V;
 
     #[inline(always)]
     unsafe fn load<V: Vector>(b: *const f32, _: &ColumnBlock, column: usize) -> V {
-        // SAFETY: the panel holds a vector of words from this column on.
-        unsafe { V::load(b.add(column)) }
+        // SAFETY: the panel holds a vector of words, or of f16, from this column on.
+        unsafe { if Self::IS_WORDS { V::load(b.add(column)) } else { V::load_f16(b.cast::<u16>().add(column)) } }
     }
 
     #[inline(always)]
@@ -178,25 +181,6 @@ impl Columns for Bf16Pairs {
     #[inline(always)]
     unsafe fn take<V: Vector>(loaded: &mut (V, V)) -> V {
         std::mem::replace(&mut loaded.0, loaded.1)
-    }
-}
-
-/// Rows of f16.
-pub(crate) struct F16Rows;
-
-impl Columns for F16Rows {
-    const BYTES: usize = size_of::<f16>();
-    type Loaded<V: Vector> = V;
-
-    #[inline(always)]
-    unsafe fn load<V: Vector>(b: *const f32, _: &ColumnBlock, column: usize) -> V {
-        // SAFETY: the panel holds a vector of f16 from this column on.
-        unsafe { V::load_f16(b.cast::<u16>().add(column)) }
-    }
-
-    #[inline(always)]
-    unsafe fn take<V: Vector>(loaded: &mut V) -> V {
-        *loaded
     }
 }
 

@@ -15,10 +15,9 @@ pub use problem::{Decay, Dims, Problem};
 
 use half::{bf16, f16};
 
-use crate::cpu::{Kernel, SharedPtr, SimdTask, Tier, Workers, dispatch_f32, for_each_task, large_page_vec};
+use crate::cpu::{Kernel, SharedPtr, SimdTask, Tier, Unwritten, Workers, dispatch_f32, for_each_task};
 use crate::error::{Error, check_len, check_tier};
-use crate::number::Number;
-use crate::number::Strided;
+use crate::number::{Number, Strided};
 use forward::{MAX_HEADS, Shape, Workspace, run_heads};
 use rows::BLOCK;
 
@@ -182,38 +181,21 @@ pub fn gated_delta_rule<E: DeltaKernels>(problem: &Problem<E>, tier: Tier, saves
     let (contexts, block_heads) = (b * t * h * d_v, blocks[blocks.len() - 1].saturating_mul(h));
     let counts = [problem.heads(), block_heads].map(|heads| heads.saturating_mul(problem.state_len()));
     let counts = [counts[0], counts[1], if saves { contexts } else { 0 }];
-    let mut context = Ok([Vec::new()]);
-    // SAFETY: each head of each sequence writes its columns of all of them.
-    let [states, block_states, errors] = unsafe {
-        written(counts, |[states, block_states, errors]| {
-            let saved = saves.then_some(SavedOutput { blocks, errors, states: block_states });
-            context = written([contexts], |[context]| {
-                E::gated_delta_rule(&Call { problem, context, states, saved }, tier);
-            });
-        })
-    }?;
-    let [context] = context?;
-    Ok(Output { context, states, saved: saves.then_some(Saved { errors, states: block_states }) })
+    let (mut context, [states, block_states, errors]) = (unwritten::<E>(contexts)?, counts.map(unwritten::<f32>));
+    let (mut states, mut block_states, mut errors) = (states?, block_states?, errors?);
+    let pointer = |of: &mut Unwritten<f32>| SharedPtr(of.as_mut_ptr());
+    let saved = SavedOutput { blocks, errors: pointer(&mut errors), states: pointer(&mut block_states) };
+    let (context_to, saved) = (SharedPtr(context.as_mut_ptr()), saves.then_some(saved));
+    E::gated_delta_rule(&Call { problem, context: context_to, states: pointer(&mut states), saved }, tier);
+    // SAFETY: each head of each sequence wrote its columns of all of them.
+    unsafe {
+        let saved = Saved { errors: errors.written(), states: block_states.written() };
+        Ok(Output { context: context.written(), states: states.written(), saved: saves.then_some(saved) })
+    }
 }
 
-/// Vectors of so many numbers, which `write` writes.
-///
-/// # Safety
-/// It writes every number, unless there is no memory for others.
-unsafe fn written<T, const N: usize>(
-    counts: [usize; N],
-    write: impl FnOnce([SharedPtr<T>; N]),
-) -> Result<[Vec<T>; N], Error> {
-    let mut vecs = [const { Vec::new() }; N];
-    for (vec, &count) in vecs.iter_mut().zip(&counts) {
-        *vec = large_page_vec(count).ok_or_else(|| Error::Memory(format!("a result of {count} numbers")))?;
-    }
-    write(vecs.each_mut().map(|vec| SharedPtr(vec.as_mut_ptr())));
-    for (vec, &count) in vecs.iter_mut().zip(&counts) {
-        // SAFETY: as this function's contract.
-        unsafe { vec.set_len(count) };
-    }
-    Ok(vecs)
+fn unwritten<T>(count: usize) -> Result<Unwritten<T>, Error> {
+    Unwritten::new(&[count]).ok_or_else(|| Error::Memory(format!("a result of {count} numbers")))
 }
 
 impl<E: Number> SimdTask for &Call<'_, E> {
@@ -264,13 +246,12 @@ pub fn gated_delta_rule_backward<E: DeltaKernels>(
         None => 0,
     };
     let counts = [rows * d_k, rows * d_k, rows * d_v, decays, rows, states];
-    // SAFETY: each head of each sequence writes the rows of its tokens and its state.
-    let gradients = unsafe {
-        written(counts, |gradients| {
-            E::gated_delta_rule_backward(&BackwardCall { problem, blocks, gradients: gradients.into() }, tier);
-        })
-    };
-    Ok(gradients?.into())
+    let [q, k, v, decay, beta, states] = counts.map(unwritten::<f32>);
+    let mut all = [q?, k?, v?, decay?, beta?, states?];
+    let gradients = all.each_mut().map(|of| SharedPtr(of.as_mut_ptr())).into();
+    E::gated_delta_rule_backward(&BackwardCall { problem, blocks, gradients }, tier);
+    // SAFETY: each head of each sequence wrote the rows of its tokens and its state.
+    Ok(all.map(|of| unsafe { of.written() }).into())
 }
 
 impl<E: Number> SimdTask for &BackwardCall<'_, E> {

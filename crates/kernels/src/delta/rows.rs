@@ -4,8 +4,7 @@ use std::ops::Range;
 
 use super::problem::{Decay, Dims, Problem};
 use crate::cpu::{Kernel, Scratch, SimdTask, Vector, prefetch_bytes};
-use crate::number::Strided;
-use crate::number::{Number, load_first, widen_row};
+use crate::number::{Number, Strided, load_first, widen_row};
 
 /// The tokens whose rows are read at once. What the backward pass needs of the states is kept for the first of each
 /// block.
