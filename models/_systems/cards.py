@@ -46,19 +46,19 @@ itself.
 
 | system | folder | test |
 | --- | --- | --- |
-| "Hello shiny sun", attention without weights | `shiny_sun` | `golden::pieces::shiny_sun_attends_without_weights` |
-| softmax(QKᵀ/√2)V on 2 × 2 | `qkv_2x2` | `golden::pieces::qkv_2x2_gives_weights_and_context` |
+| "Hello shiny sun", attention without weights | `shiny_sun` | `golden::pieces::small_examples_have_their_scores_weights_and_contexts` |
+| softmax(QKᵀ/√2)V on 2 × 2 | `qkv_2x2` | `golden::pieces::small_examples_have_their_scores_weights_and_contexts` |
 | scores of all heads as one product | `batched_matmul` | `golden::pieces::batched_matmul_equals_the_heads_one_by_one` |
 | the causal mask as an additive triangle | `additive_mask` | `golden::pieces::additive_mask_is_the_causal_mask` |
 | dropout of weights | `dropout`, `frontend_48_train` | `golden::pieces::dropout_keeps_what_pytorch_keeps`, `golden::layers::frontend_48_train_drops_what_pytorch_drops` |
-| single heads (Raschka, ch. 3) | `book_self_attention_v1`, `_v2`, `book_causal` | `golden::layers::book_*` |
-| stacks of heads | `book_stack`, `_bias`, `_exercise32`, `short_stack`, `short_stack_raw` | `golden::layers::*_stack*` |
-| one projection split into heads | `book_mha`, `_bias`, `_unmasked`, `short_mha` | `golden::layers::*_mha*` |
-| `torch.nn.MultiheadAttention` | `torch_mha`, `_kdim`, `_bias_kv` | `golden::layers::torch_mha*` |
-| Dive into Deep Learning | `d2l_mha_100`, `_sizes`, `_sizes_bias`, `d2l_additive`, `d2l_dot_product`, `d2l_masked_softmax`, `d2l_transpose_qkv` | `golden::layers::d2l_*`, `golden::pieces::d2l_*` |
-| tokenizer, embedding and attention | `frontend_tokenizer`, `_embedding`, `frontend_48`, `frontend_1536` | `tokenizer`, `golden::layers::frontend_*` |
-| grouped and single key heads | `gqa_48`, `mqa_48` | `golden::layers::gqa_48`, `mqa_48` |
-| layouts of GPT-2, Phi-3, MPT, GPT-NeoX, Falcon, BERT | `gpt2_conv1d`, `packed_*`, `bert_self` | `golden::layers::*` |
+| single heads (Raschka, ch. 3) | `book_self_attention_v1`, `_v2`, `book_causal` | `golden::layers::every_layer_gives_pytorchs_numbers` |
+| stacks of heads | `book_stack`, `_bias`, `_exercise32`, `short_stack`, `short_stack_raw` | `golden::layers::every_layer_gives_pytorchs_numbers` |
+| one projection split into heads | `book_mha`, `_bias`, `_unmasked`, `short_mha` | `golden::layers::every_layer_gives_pytorchs_numbers` |
+| `torch.nn.MultiheadAttention` | `torch_mha`, `_kdim`, `_bias_kv` | `golden::layers::every_layer_gives_pytorchs_numbers` |
+| Dive into Deep Learning | `d2l_mha_100`, `_sizes`, `_sizes_bias`, `d2l_additive`, `d2l_dot_product`, `d2l_masked_softmax`, `d2l_transpose_qkv` | `golden::layers::every_layer_gives_pytorchs_numbers`, `golden::pieces::d2l_*` |
+| tokenizer, embedding and attention | `frontend_tokenizer`, `_embedding`, `frontend_48`, `frontend_1536` | `tokenizer`, `golden::layers::frontend_*`, `golden::layers::every_layer_gives_pytorchs_numbers` |
+| grouped and single key heads | `gqa_48`, `mqa_48` | `golden::layers::every_layer_gives_pytorchs_numbers` |
+| layouts of GPT-2, Phi-3, MPT, GPT-NeoX, Falcon, BERT | `gpt2_conv1d`, `packed_*`, `bert_self` | `golden::layers::every_layer_gives_pytorchs_numbers` |
 | a layout with two readings | `raw_square` | `weights::folders::every_folder_is_detected_inferred_and_written_as_it_was_read` |
 | seeded initialisation, every parameter bit for bit | all with a `manual_seed` | `init` |
 | what the tutorials print, to their digits | `printed_numbers.json` | `golden::printed` |
