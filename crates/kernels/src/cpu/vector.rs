@@ -98,9 +98,9 @@ macro_rules! simd_fns {
 }
 pub(super) use simd_fns;
 
-/// 2^x for x within ±½: the powers of ln 2 over factorials, moved so that the largest relative error over ±½ is the smallest: 9.1e-8 for the
-/// polynomial of degree 5, 1.5 times the rounding error of f32. The first is 1, so that 2^0 is 1: running sums that
-/// keep their maximum are multiplied by it block after block, and would drift.
+/// 2^x for x within ±½: the powers of ln 2 over factorials, moved so that the largest relative error over ±½ is the
+/// smallest: 9.1e-8 for the polynomial of degree 5, 1.5 times the rounding error of f32. The first is 1, so that 2^0 is
+/// 1: running sums that keep their maximum are multiplied by it block after block, and would drift.
 pub(super) const EXP2: [f32; 6] =
     [1.0, std::f32::consts::LN_2, 0.240_222_42, 0.055_507_336, 0.009_671_513, 0.001_326_472_7];
 
