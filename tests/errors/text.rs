@@ -1,8 +1,8 @@
-//! Words and vocabularies that do not fit, ids, tables and positions that do not fit an [`EmbeddingLayer`], and
-//! weights, labels and limits that no heat map can be drawn with.
+//! Words that do not fit a vocabulary (`tests/tokenizer` has more), ids, tables and positions that do not fit an
+//! [`EmbeddingLayer`], and weights, labels and limits that no heat map can be drawn with.
 
 use candle_attention::plot::{Heads, HeatMap, TerminalOptions};
-use candle_attention::text::{EmbeddingConfig, EmbeddingLayer, PaddingSide, SimpleTokenizer, SpecialTokens};
+use candle_attention::text::{EmbeddingConfig, EmbeddingLayer, SimpleTokenizer, SpecialTokens};
 use candle_core::Module;
 use candle_nn::Embedding;
 use serde::Deserialize;
@@ -45,10 +45,6 @@ fn seven() -> Result<SimpleTokenizer> {
     Ok(SimpleTokenizer::from_words(["<pad>", "hello", "world", "how", "are", "you", "?"])?)
 }
 
-fn two() -> Result<SimpleTokenizer> {
-    Ok(SimpleTokenizer::from_words(["hello", "world"])?)
-}
-
 /// 16 heads, 2 queries, 3 keys.
 fn map() -> Result<HeatMap> {
     HeatMap::new(&zeros((16, 2, 3)))
@@ -72,22 +68,7 @@ const CALLS: &[Named] = calls! {
     "a table with a batch" => wrap(zeros((1, 7, 3)), 3),
     "a table of ids" => wrap(of(DType::U32, (7, 3)), 3),
     "a table of no words" => wrap(zeros((0, 3)), 3),
-    "a word that is nearly another" => seven()?.encode("hello wrld"),
-    "a word in capitals" => seven()?.encode("Hello"),
-    "a word with punctuation" => seven()?.encode("hello world how are you?"),
-    "a word of another language" => seven()?.encode("我爱自然"),
-    "no words" => SimpleTokenizer::from_words(Vec::<String>::new()),
-    "an empty word" => SimpleTokenizer::from_words(["a", ""]),
-    "a word twice" => SimpleTokenizer::from_words(["a", "b", "a"]),
     "an unknown word of a batch" => seven()?.encode_batch(&["hello", "how zzzzz"]),
-    "no texts" => seven()?.encode_batch::<&str>(&[]),
-    "texts of different lengths without a padding token" => two()?.encode_batch(&["hello", "hello world"]),
-    "a padding token that is nearly a word" => seven()?.with_padding("[PAD]"),
-    "a padding token that is no word" => two()?.with_padding("[PAD]"),
-    "an unknown token that is no word" => two()?.with_unknown("<unk>"),
-    "a padding side without a padding token" => two()?.with_padding_side(PaddingSide::Left),
-    "lengths of a batch that is padded on the left" =>
-        seven()?.with_padding_side(PaddingSide::Left)?.encode_batch(&["how"])?.valid_lens(),
     "an id that is no word's" => seven()?.decode(&[1, 7]),
     "an id that is no word's, without special tokens" => seven()?.decode_with(&[1, 0, 7], SpecialTokens::Without),
     "a sequence out of range" => HeatMap::from_batch(&zeros((2, 2, 3, 3)), 2),
@@ -103,10 +84,6 @@ const CALLS: &[Named] = calls! {
     "too few columns" => drawn(Some(9), None),
     "no columns" => drawn(Some(0), None),
     "no rows" => drawn(None, Some(0)),
-    "an unknown token in a BPE file" => {
-        let model = br#"{"model": {"type": "BPE", "vocab": {"<unk>": 0, "a": 1}, "merges": []}}"#;
-        SimpleTokenizer::from_bytes(model)?.with_unknown("<unk>")
-    },
     "a tokenizer saved into no folder" =>
         SimpleTokenizer::from_words(["a"])?.save(DIR.path().join("missing/tokenizer.json")),
     "a tokenizer that is not there" => SimpleTokenizer::from_file(DIR.path().join("nothing.json")),

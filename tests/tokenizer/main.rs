@@ -1,6 +1,5 @@
 //! `SimpleTokenizer`: words to ids and back.
 
-mod documents;
 mod properties;
 mod reviewed;
 
@@ -8,8 +7,6 @@ use candle_attention::AttentionMask;
 use candle_attention::text::{PaddingSide, SimpleTokenizer, TokenizerError};
 use candle_core::{DType, Device, Tensor};
 use serde_json::{Value, json};
-
-use documents::{file, load, named};
 
 const WORDS: [&str; 7] = ["<pad>", "hello", "world", "how", "are", "you", "?"];
 
@@ -141,20 +138,4 @@ fn a_batch_gives_its_ids_and_the_mask_of_its_padding() {
     }
     let empty = tutorial().encode_batch(&["", " "]).unwrap();
     assert_eq!(empty.ids_tensor(&Device::Cpu).unwrap().dims(), [2, 0]);
-}
-
-#[test]
-fn faults_on_which_the_crate_panics_are_errors() {
-    let mut undefined = named("cls_and_sep");
-    undefined["special_tokens"].as_object_mut().unwrap().remove("[SEP]");
-    let mut second = named("cls_and_sep");
-    second["single"][1]["Sequence"]["id"] = json!("B");
-    for post_processor in [undefined, second] {
-        let error = message(SimpleTokenizer::from_bytes(file("letters", json!({"post_processor": post_processor}))));
-        assert!(error.contains("its post-processor cannot be applied"), "{error}");
-    }
-    let strip = load("letters", json!({"decoder": {"type": "Strip", "content": "a", "start": 0, "stop": 2}}));
-    let error = message(strip.decode(&[3]));
-    let start = "[tokenizer] the file's tokenizer failed to decode: the tokenizers crate panicked: ";
-    assert!(error.starts_with(start), "{error}");
 }
