@@ -1,34 +1,9 @@
-//! `docs/conformance.md`.
+//! `docs/conformance.md`, whose head, above the first project, is written by hand.
 
 use std::fmt::Write;
 use std::path::PathBuf;
 
 use crate::{Case, Judge, Verdict, root};
-
-const HEAD: &str = "# Conformance
-
-The cases by which other projects test attention, on both paths of this crate.
-`python crates/compare/conformance/run.py` records them from the packages in
-`crates/compare/conformance/requirements.txt`. `cargo test --test conformance` runs them, without Python, and fails
-where one is wrong or this page does not say what it found.
-
-Equal means: off by no more than 1e-5 of the largest number of the output; in f16 1e-3 and in bf16 1/64, as ONNX's own
-runner allows. A case is wrong if any of its outputs is off by more, or if it gives an error.
-
-How a case is asked, where an operator says it in other words:
-
-- Heads side by side, (B, T, H · D), are `reshape` and `transpose`; a past is `Tensor::cat` before the keys.
-- A causal mask counts from the past, or from `nonpad_kv_seqlen - T_q` in each sequence: `causal_with_offsets`. A window
-  from `left` keys before a query to `right` after it is `causal_with_offsets` moved by `right`, with
-  `with_window(left + right + 1)`.
-- Scores before the softmax are `ln(weights) + log-sum-exp`. A fused path has no weights; they are the reference path's.
-- A `score_mod` of FlexAttention that adds a tensor is `with_bias`; `cap · tanh(scores / cap)` is `with_softcap`.
-- A rotary embedding has no backend: both columns are one rotation, by `RotaryEmbedding::from_tables`.
-- The rule of a LinearAttention is that of the inputs it is given; its last state is rounded to the dtype of its inputs.
-- PyTorch's dropout is its own mask, drawn from its seed by `TorchSeed`. Samples are in f32, and numbered as PyTorch
-  yields them. Queries without a batch beside keys with one are `broadcast_as` first.
-- A layer of an encoder or decoder is asked for its attention: with the inputs, masks and weights of the layer.
-";
 
 pub struct Page {
     text: String,
@@ -36,7 +11,9 @@ pub struct Page {
 
 impl Page {
     pub fn new() -> Self {
-        Self { text: HEAD.into() }
+        let written = std::fs::read_to_string(Self::path()).expect("the page is there");
+        let (head, _) = written.split_once("\n## ").expect("a part for each project");
+        Self { text: head.into() }
     }
 
     pub fn add(&mut self, judge: &Judge, verdicts: Vec<(&Case, [Verdict; 2])>) {
@@ -70,12 +47,8 @@ impl Page {
     }
 
     pub fn assert_written(&self) {
-        let written = std::fs::read_to_string(Self::path()).unwrap_or_default();
-        assert!(
-            written == self.text,
-            "docs/conformance.md says something else than\n{}UPDATE_CONFORMANCE=1 writes it",
-            self.text
-        );
+        let (written, text) = (std::fs::read_to_string(Self::path()).expect("the page is there"), &self.text);
+        assert!(written == *text, "docs/conformance.md is another than\n{text}UPDATE_CONFORMANCE=1 writes it");
     }
 
     fn path() -> PathBuf {
