@@ -7,24 +7,7 @@ use serde_json::json;
 
 use crate::{CPU, LATENT, Model, all_models};
 
-macro_rules! architectures {
-    ($($name:ident),+ $(,)?) => {
-        const SHOWN: &[&str] = &[$(stringify!($name)),+];
-        $( #[test] fn $name() -> Result<()> { architecture(stringify!($name)) } )+
-    };
-}
-
-architectures! {
-    afmoe, albert, beit, bert, bitnet, blip_vision_model, bloom, clip_text_model, cohere, cohere2, deberta_v2,
-    deepseek_v2, deepseek_v3, dinov3_vit, distilbert, exaone4, falcon, gemma, gemma2, gemma3, gemma3_text,
-    gemma3n_text, gemma4_text, glm, glm4, gpt2, gpt_bigcode, gpt_neo, gpt_neox, gpt_oss, gptj, granite, granite_swa,
-    hunyuan_v1_dense, kosmos_2_text_model, laguna, llama, llama4_text, marian, ministral3, mistral, mixtral,
-    modernbert, moshi, mpnet, mpt, nomic_bert, olmo2, olmoe, opt, parakeet_encoder, phi, phi3, qwen2, qwen2_vl_text,
-    qwen3, qwen3_next, qwen3_vl_text, rf_detr_dinov2, roberta, roformer, sam_vision_model, smollm3, stablelm,
-    starcoder2, swin, swinv2, t5, umt5, videomae, vit, vitdet, wav2vec2_bert, wav2vec2_conformer, whisper,
-}
-
-/// A model for each here, or else in the census of `compare/census`, whose page says that they are equal.
+/// In the census of `compare/census`, whose page says so.
 #[test]
 fn every_architecture_is_equal() {
     let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/architectures.md")).expect("a page");
@@ -37,25 +20,13 @@ fn every_architecture_is_equal() {
     for name in hf::architectures().filter(|&name| name != "kimi_k2") {
         assert!(equal.contains(&format!("| `{name}` |")), "{name} is not in the census");
     }
-    for model in all_models() {
-        assert!(SHOWN.contains(&test_name(&model).as_str()), "{} has no test", model.name);
-    }
     assert!(!page.contains("## Wrong"));
-}
-
-pub fn models_of(model_type: &str) -> Vec<Model> {
-    all_models().into_iter().filter(|model| test_name(model) == model_type).collect()
-}
-
-/// The `model_type` as a name in Rust.
-fn test_name(model: &Model) -> String {
-    model.model_type().replace('-', "_")
 }
 
 /// Gemma 3's text, as it stands in models that read images too.
 fn below_images() -> Vec<Model> {
     let below = |prefix| {
-        models_of("gemma3_text").into_iter().map(move |mut model| {
+        all_models().into_iter().filter(|model| model.model_type() == "gemma3_text").map(move |mut model| {
             model.config = json!({"model_type": "gemma3", "text_config": model.config});
             let renamed = model.weights.drain().map(|(name, tensor)| (name.replacen("model.", prefix, 1), tensor));
             model.weights = renamed.collect();
@@ -65,11 +36,12 @@ fn below_images() -> Vec<Model> {
     ["model.language_model.", "language_model.model.", "language_model."].into_iter().flat_map(below).collect()
 }
 
-/// Every layer of every model of an architecture, by both backends.
-fn architecture(model_type: &str) -> Result<()> {
-    let models = if model_type == "gemma3" { below_images() } else { models_of(model_type) };
-    assert!(!models.is_empty(), "no model of {model_type}");
-    for model in models {
+/// By both backends.
+#[test]
+fn layers_give_the_numbers_of_transformers() -> Result<()> {
+    let below_images = below_images();
+    assert!(!below_images.is_empty());
+    for model in all_models().into_iter().chain(below_images) {
         for i in 0..model.layers() {
             let shifts = model.config.get("depths").is_some() && i == 1;
             let mask = if shifts { Windows::new([4, 4], 2)?.with_shift(1)?.mask(2, &CPU)? } else { mask(&model)? };
