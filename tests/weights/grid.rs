@@ -54,7 +54,8 @@ pub fn grid() -> Vec<MultiHeadAttentionConfig> {
             place: places[n % 3],
         };
         all.push(match all.len() % 6 {
-            0 => cfg,
+            0 if n % 4 == 0 => cfg.with_causal(true),
+            0 => cfg.with_context_length(CONTEXT_LENGTH),
             1 => cfg.with_causal(true).with_context_length(CONTEXT_LENGTH),
             2 => cfg.with_qk_norm(norm(QkNormKind::Rms, QkNormScope::PerHead)).with_sinks(true),
             3 => cfg.with_qk_norm(norm(QkNormKind::Layer, QkNormScope::Projection)),

@@ -5,7 +5,6 @@ mod common;
 
 mod folders;
 mod grid;
-mod mask_buffer;
 mod one_weight;
 mod pth;
 mod reading;

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use candle_attention::weights::{Checkpoint, Storage};
+use candle_attention::weights::{Checkpoint, Naming, Storage};
 use candle_attention::{
     AttentionInput, GatePlace, MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout, weights,
 };
@@ -33,6 +33,18 @@ fn tolerance(layout: WeightLayout) -> f64 {
     }
 }
 
+/// The persistent masks of the book's modules: of causal layers, with a length, and in no other layout.
+fn masks(cfg: &MultiHeadAttentionConfig, layout: WeightLayout) -> Vec<String> {
+    match layout {
+        _ if !cfg.causal() || cfg.context_length().is_none() => vec![],
+        WeightLayout::Book | WeightLayout::Short => vec!["mask".into()],
+        WeightLayout::StackedHeads(Naming::Book | Naming::Short, _) => {
+            (0..cfg.num_heads()).map(|i| format!("heads.{i}.mask")).collect()
+        }
+        _ => vec![],
+    }
+}
+
 #[test]
 fn every_config_comes_back_from_every_layout_that_can_hold_it() -> Result<()> {
     let layouts = WeightLayout::all();
@@ -53,6 +65,8 @@ fn every_config_comes_back_from_every_layout_that_can_hold_it() -> Result<()> {
                 continue;
             };
             held += 1;
+            let of_f32 = written.iter().filter(|(name, mask)| name.contains("mask") && mask.dtype() == DType::F32);
+            assert_eq!(of_f32.map(|(name, _)| name.clone()).collect::<Vec<_>>(), masks(&cfg, layout), "{what}");
             let read = load(&cfg, layout, &written)?;
             assert_eq!(bits(&read)?, expected, "{what}");
             for (read, written) in projections(&read).into_iter().zip(projections(&layer)) {
