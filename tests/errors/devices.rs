@@ -1,5 +1,8 @@
 //! Tensors on different devices. On a machine with one device these tests say that they were skipped.
 
+use candle_attention::cpu::Tier;
+use candle_core::Module;
+
 use crate::common::{error_text, present};
 use crate::*;
 
@@ -23,6 +26,9 @@ fn check(device: &Device) -> Result<()> {
     let mask = |what| format!("[attention_mask] {what} is on {here:?}, expected it beside the queries on {there:?}");
     let of_layer =
         |what| format!("[multi_head_attention] {what} are on {here:?}, expected them beside the weights on {there:?}");
+    let (weight, xs_of_4) = (zeros((3, 4)), zeros((2, 4)));
+    let elsewhere = PackedLinear::new(&weight.to_device(device)?, None)?;
+    let input = |one, other| format!("[packed_linear] input is on {one:?}, expected it beside the weight on {other:?}");
     for (found, expected) in [
         (attend(&kv, &kv, &none, options()), sdpa("k")),
         (attend(&k, &kv, &none, options()), sdpa("v")),
@@ -34,9 +40,23 @@ fn check(device: &Device) -> Result<()> {
         (error_text(layer.forward(&xs)), of_layer("queries")),
         (cross(&xs, &ys), of_layer("keys")),
         (cross(&ys, &xs), of_layer("values")),
+        (error_text(elsewhere.forward(&xs_of_4)), input(here, there)),
+        (error_text(PackedLinear::new(&weight, None)?.forward(&xs_of_4.to_device(device)?)), input(there, here)),
+        (
+            error_text(PackedLinear::new(&weight.to_device(device)?, Some(&zeros(3)))),
+            format!("[packed_linear] bias is F32 on {here:?}, expected the weight's F32 on {there:?}"),
+        ),
+        (
+            error_text(PackedLinear::with_tier(&weight.to_device(device)?, None, Some(Tier::Scalar))),
+            format!("[packed_linear] a weight in F32 on {there:?} is not packed, expected no CPU tier, found scalar"),
+        ),
     ] {
         assert_eq!(found, expected);
     }
+    assert!(!elsewhere.is_packed());
+    let ones = Tensor::ones((2, 4), DType::F32, device)?;
+    let product = PackedLinear::new(&ones, None)?.forward(&ones)?;
+    assert_eq!(product.to_vec2::<f32>()?, [[4.0; 2]; 2]);
     Ok(())
 }
 

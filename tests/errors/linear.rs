@@ -6,7 +6,7 @@ use candle_core::quantized::{GgmlDType, QTensor};
 use candle_nn::Activation;
 use serde::Deserialize;
 
-use crate::common::{error_text, present};
+use crate::common::error_text;
 use crate::words::{Of, Tensors};
 use crate::*;
 
@@ -136,35 +136,6 @@ fn a_tier_that_the_processor_lacks_is_named() -> Result<()> {
             let text = error_text(PackedLinear::with_tier(&ones((3, 4), dtype)?, None, Some(tier)));
             assert_eq!(text, lacks.clone() + &available.join(", "));
         }
-    }
-    Ok(())
-}
-
-/// On a machine with one device these say that they were skipped.
-#[test]
-fn devices() -> Result<()> {
-    for (kind, device) in [("CUDA", Device::new_cuda(0)), ("Metal", Device::new_metal(0))] {
-        let Some(device) = present(kind, device) else { continue };
-        let (here, there) = (CPU.location(), device.location());
-        let (weight, xs) = (ones((3, 4), F32)?.to_device(&device)?, ones((2, 4), F32)?);
-        let (elsewhere, xs_there) = (PackedLinear::new(&weight, None)?, xs.to_device(&device)?);
-        let is_on = |one, other| format!("input is on {one:?}, expected it beside the weight on {other:?}");
-        for (text, expected) in [
-            (
-                error_text(PackedLinear::new(&weight, Some(&ones(3, F32)?))),
-                format!("bias is F32 on {here:?}, expected the weight's F32 on {there:?}"),
-            ),
-            (error_text(elsewhere.forward(&xs)), is_on(here, there)),
-            (error_text(packed(F32)?.forward(&xs_there)), is_on(there, here)),
-            (
-                error_text(PackedLinear::with_tier(&weight, None, Some(Tier::Scalar))),
-                format!("a weight in F32 on {there:?} is not packed, expected no CPU tier, found scalar"),
-            ),
-        ] {
-            assert_eq!(text, format!("[packed_linear] {expected}"));
-        }
-        assert!(!elsewhere.is_packed());
-        assert_eq!(elsewhere.forward(&xs_there)?.to_vec2::<f32>()?, [[4.0; 3]; 2]);
     }
     Ok(())
 }
