@@ -183,42 +183,25 @@ fn bytes_are_those_of_the_formula() -> Result<()> {
 }
 
 #[test]
-fn what_differs_between_processes_is_said_at_the_start() {
+fn what_differs_or_cannot_be_divided_is_an_error() {
     let model = |name: &str| models().join(name).to_str().expect("UTF-8").to_string();
     let (llama, qwen2) = (model("llama"), model("qwen2"));
-    let (one, other) = (["-n", "1", PROGRAM, "--model", &llama, "--ids", "5,7"], ["-n", "1", PROGRAM, "--model"]);
-    let cases: [(&[&str], &str); 2] =
-        [(&[&qwen2, "--ids", "5,7"], "config.json"), (&[&llama, "--ids", "5,8"], "the arguments")];
-    for (args, what) in cases {
-        let ran = mpirun(&[&one[..], &[":"], &other, args].concat());
-        let said = String::from_utf8_lossy(&ran.stderr);
-        let expected =
-            format!("[distributed] expected {what} to be the same in all processes, found another in process 1");
-        assert!(!ran.status.success() && said.contains(&expected), "{said}");
-    }
-}
-
-#[test]
-fn what_cannot_be_divided_is_an_error_of_a_process() {
-    let cases = [
-        (
-            "gpt_oss_mxfp4",
-            "heads",
-            "[causal_lm] model.layers.0.mlp.experts.gate_up_proj_blocks has 1 units of 64, expected",
-        ),
-        (
-            "qwen3_next",
-            "positions",
-            "[causal_lm] states of linear attention cannot be divided by positions, expected --divide heads",
-        ),
-    ];
-    for (model, divide, message) in cases {
-        let model = models().join(model);
-        let args =
-            ["-n", "2", PROGRAM, "--model", model.to_str().expect("UTF-8"), "--divide", divide, "--ids", "5,7,9"];
+    let (mxfp4, qwen3_next) = (model("gpt_oss_mxfp4"), model("qwen3_next"));
+    let both = ["-n", "2", PROGRAM, "--ids", "5,7,9", "--model"];
+    let beside = ["-n", "1", PROGRAM, "--model", &llama, "--ids", "5,7", ":", "-n", "1", PROGRAM];
+    let another = "[distributed] expected {} to be the same in all processes, found another in process 1";
+    let (config, arguments) = (another.replace("{}", "config.json"), another.replace("{}", "the arguments"));
+    let of = |message: &str| format!("of 2: error: {message}");
+    let units = "[causal_lm] model.layers.0.mlp.experts.gate_up_proj_blocks has 1 units of 64, expected";
+    let states = "[causal_lm] states of linear attention cannot be divided by positions, expected --divide heads";
+    for (args, expected) in [
+        ([&beside[..], &["--model", &qwen2, "--ids", "5,7"]].concat(), config),
+        ([&beside[..], &["--model", &llama, "--ids", "5,8"]].concat(), arguments),
+        ([&both[..], &[&mxfp4, "--divide", "heads"]].concat(), of(units)),
+        ([&both[..], &[&qwen3_next, "--divide", "positions"]].concat(), of(states)),
+    ] {
         let ran = mpirun(&args);
         let said = String::from_utf8_lossy(&ran.stderr);
-        let named = (0..2).any(|rank| said.contains(&format!("process {rank} of 2: error: {message}")));
-        assert!(!ran.status.success() && named, "{said}");
+        assert!(!ran.status.success() && said.contains(&expected), "{said}");
     }
 }

@@ -12,16 +12,16 @@ use candle_attention_distributed::{Communicator, ContextCache, RingAttention, Si
 use candle_core::{DType, Device, Result, Tensor, Var, bail};
 use candle_nn::VarBuilder;
 
-/// What tells a process of a test that `mpirun` started it.
+/// What tells a process that `mpirun` started it, and its case.
 const STARTED: &str = "CANDLE_ATTENTION_TEST_PROCESS";
 
-/// Runs a test of this file in `processes`.
-fn mpirun(processes: usize, test: &str) -> Output {
+/// Runs a case in `processes`.
+fn mpirun(processes: usize, case: &str) -> Output {
     Command::new("mpirun")
         .args(["--oversubscribe", "-n", &processes.to_string()])
         .arg(std::env::current_exe().expect("this test has a path"))
-        .args(["--exact", "--nocapture", test])
-        .env(STARTED, "")
+        .args(["--exact", "--nocapture", "cases"])
+        .env(STARTED, case)
         .envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1"), ("RAYON_NUM_THREADS", "1")])
         .output()
         .expect("mpirun is installed: libopenmpi-dev and openmpi-bin on Debian")
@@ -42,43 +42,57 @@ fn numbers_of_processes() -> Vec<usize> {
     [1, 2, 4].into_iter().filter(|&processes| processes <= most).collect()
 }
 
-/// What each process of a test does.
-type InProcess = fn(&dyn Communicator, &Device) -> Result<()>;
+/// What each process does, and what stderr says where all of them have to end because of one.
+type Case = (&'static str, fn(&dyn Communicator, &Device) -> Result<()>, Option<&'static [&'static str]>);
 
-/// Runs the test of this name in 1, 2 and 4 processes, which all have to succeed.
-fn in_every_number(name: &str, test: InProcess) {
-    if std::env::var_os(STARTED).is_some() {
-        return in_a_process(test);
-    }
-    for processes in numbers_of_processes() {
-        let ran = mpirun(processes, name);
-        let said = String::from_utf8_lossy(&ran.stdout);
-        assert!(ran.status.success(), "{processes} processes: {said}\n{}", String::from_utf8_lossy(&ran.stderr));
-        assert_eq!(said.matches("1 passed").count(), processes, "{said}");
-    }
-}
+const CASES: [Case; 8] = [
+    ("collectives", collectives, None),
+    ("ring attention", ring_attention_is_attention_over_all_keys, None),
+    ("gradients", gradients_are_right_or_an_error, None),
+    ("a layer", a_layer_over_the_ring_decodes_as_one_process_does, None),
+    ("an error", one_fails, Some(&["process 1 of 3: error: [test] one process fails"])),
+    ("a panic", one_panics, Some(&["process 2 of 3: error: it panicked"])),
+    ("a kill", one_is_killed, Some(&["process rank 1", "exited on signal 9"])),
+    (
+        "another config",
+        one_differs,
+        Some(&[
+            "expected config.json to be the same in all processes, found another in process 1, 2 than in process 0",
+        ]),
+    ),
+];
 
-/// Runs it in 3 processes, all of which have to end because of one; stderr says all of this.
-fn failing(name: &str, expected: &[&str], test: InProcess) {
-    if std::env::var_os(STARTED).is_some() {
-        return in_a_process(test);
+/// In 1, 2 and 4 processes, which all have to succeed; one of 3 fails.
+#[test]
+fn cases() {
+    if let Ok(started) = std::env::var(STARTED) {
+        let (_, case, _) = CASES.iter().find(|(name, ..)| *name == started).expect("a case");
+        let ended = run(|mpi| {
+            let device = match gpus() {
+                0 => Device::Cpu,
+                _ => Device::new_cuda(mpi.device_number())?,
+            };
+            case(&*mpi.for_device(&device)?, &device)
+        });
+        return assert_eq!(ended, std::process::ExitCode::SUCCESS);
     }
-    if numbers_of_processes().contains(&4) {
-        let ran = mpirun(3, name);
-        let said = String::from_utf8_lossy(&ran.stderr);
-        assert!(!ran.status.success() && expected.iter().all(|text| said.contains(text)), "{said}");
-    }
-}
-
-fn in_a_process(test: InProcess) {
-    let ended = run(|mpi| {
-        let device = match gpus() {
-            0 => Device::Cpu,
-            _ => Device::new_cuda(mpi.device_number())?,
+    let numbers = numbers_of_processes();
+    for (name, _, failure) in CASES {
+        let numbers = match failure {
+            Some(_) if !numbers.contains(&4) => &[][..],
+            Some(_) => &[3],
+            None => &numbers,
         };
-        test(&*mpi.for_device(&device)?, &device)
-    });
-    assert_eq!(ended, std::process::ExitCode::SUCCESS);
+        for &processes in numbers {
+            let ran = mpirun(processes, name);
+            let [out, error] = [&ran.stdout, &ran.stderr].map(|said| String::from_utf8_lossy(said));
+            let as_expected = match failure {
+                Some(texts) => !ran.status.success() && texts.iter().all(|text| error.contains(text)),
+                None => ran.status.success() && out.matches("1 passed").count() == processes,
+            };
+            assert!(as_expected, "{name} in {processes} processes: {out}\n{error}");
+        }
+    }
 }
 
 /// Numbers that are the same in every process.
@@ -99,198 +113,184 @@ fn difference(a: &Tensor, b: &Tensor) -> Result<f32> {
     (a - b)?.abs()?.flatten_all()?.max(0)?.to_scalar()
 }
 
-#[test]
-fn collectives() {
-    in_every_number("collectives", |processes, device| {
-        let (rank, size) = (processes.rank(), processes.size());
-        for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U32, DType::I64] {
-            // Every second row, which is no contiguous tensor.
-            let own = |rank: usize| {
-                let rows = Tensor::arange(0u32, 12, device)?.reshape((3, 4))?.t()?.contiguous()?.t()?;
-                (rows + rank as f64)?.to_dtype(dtype)
-            };
-            let mut expected = own(0)?;
-            for other in 1..size {
-                expected = (expected + own(other)?)?;
-            }
-            let as_f64 = |xs: &Tensor| xs.to_dtype(DType::F64)?.to_vec2::<f64>();
-            assert_eq!(as_f64(&processes.all_reduce_sum(&own(rank)?)?)?, as_f64(&expected)?);
-            for (other, gathered) in processes.all_gather(&own(rank)?)?.iter().enumerate() {
-                assert_eq!((as_f64(gathered)?, gathered.dtype()), (as_f64(&own(other)?)?, dtype));
-            }
-            // Process r sends r + 1 rows.
-            let rows = |rank: usize| Tensor::full(rank as f64, (rank + 1, 2), device)?.to_dtype(dtype);
-            let (before, mut computed) = ((rank + size - 1) % size, false);
-            let received = processes.send_recv(&[rows(rank)?], &[vec![before + 1, 2]], &mut || {
-                computed = true;
-                Ok(())
-            })?;
-            assert!(computed && as_f64(&received[0])? == as_f64(&rows(before)?)?);
+fn collectives(processes: &dyn Communicator, device: &Device) -> Result<()> {
+    let (rank, size) = (processes.rank(), processes.size());
+    for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U32, DType::I64] {
+        // Every second row, which is no contiguous tensor.
+        let own = |rank: usize| {
+            let rows = Tensor::arange(0u32, 12, device)?.reshape((3, 4))?.t()?.contiguous()?.t()?;
+            (rows + rank as f64)?.to_dtype(dtype)
+        };
+        let mut expected = own(0)?;
+        for other in 1..size {
+            expected = (expected + own(other)?)?;
         }
-        let text = processes.all_reduce_sum(&Tensor::zeros(2, DType::U8, device)?).expect_err("bytes").to_string();
-        assert!(text.contains("of U8, expected F32"), "{text}");
+        let as_f64 = |xs: &Tensor| xs.to_dtype(DType::F64)?.to_vec2::<f64>();
+        assert_eq!(as_f64(&processes.all_reduce_sum(&own(rank)?)?)?, as_f64(&expected)?);
+        for (other, gathered) in processes.all_gather(&own(rank)?)?.iter().enumerate() {
+            assert_eq!((as_f64(gathered)?, gathered.dtype()), (as_f64(&own(other)?)?, dtype));
+        }
+        // Process r sends r + 1 rows.
+        let rows = |rank: usize| Tensor::full(rank as f64, (rank + 1, 2), device)?.to_dtype(dtype);
+        let (before, mut computed) = ((rank + size - 1) % size, false);
+        let received = processes.send_recv(&[rows(rank)?], &[vec![before + 1, 2]], &mut || {
+            computed = true;
+            Ok(())
+        })?;
+        assert!(computed && as_f64(&received[0])? == as_f64(&rows(before)?)?);
+    }
+    let text = processes.all_reduce_sum(&Tensor::zeros(2, DType::U8, device)?).expect_err("bytes").to_string();
+    assert!(text.contains("of U8, expected F32"), "{text}");
 
-        let before = processes.bytes_sent();
-        processes.all_reduce_sum(&Tensor::zeros((3, 5), DType::F32, device)?)?;
-        processes.all_gather(&Tensor::zeros(7, DType::BF16, device)?)?;
-        assert_eq!(processes.bytes_sent() - before, if size > 1 { 60 + 14 } else { 0 });
-        check_same(processes, "a word", b"word")
-    });
+    let before = processes.bytes_sent();
+    processes.all_reduce_sum(&Tensor::zeros((3, 5), DType::F32, device)?)?;
+    processes.all_gather(&Tensor::zeros(7, DType::BF16, device)?)?;
+    assert_eq!(processes.bytes_sent() - before, if size > 1 { 60 + 14 } else { 0 });
+    check_same(processes, "a word", b"word")
 }
 
-#[test]
-fn ring_attention_is_attention_over_all_keys() {
-    in_every_number("ring_attention_is_attention_over_all_keys", |processes, device| {
-        let [none, causal] = [AttentionMask::none(), AttentionMask::causal()];
-        let softcap = SdpaOptions::default().with_scale(0.3).with_softcap(5.0);
-        let slopes = Tensor::new(&[0.5f32, 0.25, 0.125, 0.0625], device)?;
-        let sinks = Tensor::new(&[0.5f32, -1.0, 2.0, 0.0], device)?;
-        let plain = SdpaOptions::default();
-        let cases = [
-            (256, causal.clone(), softcap.clone()),
-            (256, none.clone(), softcap.clone()),
-            (131, causal.clone(), softcap.clone()),
-            (5, causal.clone(), softcap),
-            (64, causal.clone().with_window(9), plain.clone()),
-            (67, causal.clone().with_window(40), plain.clone().with_sinks(&sinks)),
-            (64, causal.clone().with_chunk(12), plain.clone()),
-            (64, none.clone().with_band(3, 11), plain.clone()),
-            (64, causal.clone().with_valid_lens(vec![64, 33]).with_starts(vec![3, 0]), plain.clone()),
-            (64, causal.clone(), plain.clone().with_alibi_slopes(&slopes)),
-            (64, none.clone(), plain.clone().with_alibi_slopes(&slopes).with_sinks(&sinks)),
-            (64, AttentionMask::causal_with_offset(2), plain.clone()),
-            // Positions whose own keys are hidden have their sinks, and a process may have no position.
-            (8, none.clone().with_valid_lens(vec![5, 0]), plain.clone().with_sinks(&sinks)),
-            (9, causal.clone().with_starts(vec![4, 9]), plain.clone().with_sinks(&sinks)),
-            (1, none.clone(), plain.clone().with_sinks(&sinks)),
-        ];
-        for (seed, (t, mask, options)) in cases.into_iter().enumerate() {
-            let seed = seed as u32 + 1;
-            let (q, k, v) = (
-                numbers((2, 4, t, 16), seed, device)?,
-                numbers((2, 2, t, 16), seed + 5, device)?,
-                numbers((2, 2, t, 8), seed + 9, device)?,
-            );
-            let (expected, expected_lse) = scaled_dot_product_attention_with_lse(&q, &k, &v, &mask, &options)?;
+fn ring_attention_is_attention_over_all_keys(processes: &dyn Communicator, device: &Device) -> Result<()> {
+    let [none, causal] = [AttentionMask::none(), AttentionMask::causal()];
+    let softcap = SdpaOptions::default().with_scale(0.3).with_softcap(5.0);
+    let slopes = Tensor::new(&[0.5f32, 0.25, 0.125, 0.0625], device)?;
+    let sinks = Tensor::new(&[0.5f32, -1.0, 2.0, 0.0], device)?;
+    let plain = SdpaOptions::default();
+    let cases = [
+        (256, causal.clone(), softcap.clone()),
+        (256, none.clone(), softcap.clone()),
+        (131, causal.clone(), softcap.clone()),
+        (5, causal.clone(), softcap),
+        (64, causal.clone().with_window(9), plain.clone()),
+        (67, causal.clone().with_window(40), plain.clone().with_sinks(&sinks)),
+        (64, causal.clone().with_chunk(12), plain.clone()),
+        (64, none.clone().with_band(3, 11), plain.clone()),
+        (64, causal.clone().with_valid_lens(vec![64, 33]).with_starts(vec![3, 0]), plain.clone()),
+        (64, causal.clone(), plain.clone().with_alibi_slopes(&slopes)),
+        (64, none.clone(), plain.clone().with_alibi_slopes(&slopes).with_sinks(&sinks)),
+        (64, AttentionMask::causal_with_offset(2), plain.clone()),
+        // Positions whose own keys are hidden have their sinks, and a process may have no position.
+        (8, none.clone().with_valid_lens(vec![5, 0]), plain.clone().with_sinks(&sinks)),
+        (9, causal.clone().with_starts(vec![4, 9]), plain.clone().with_sinks(&sinks)),
+        (1, none.clone(), plain.clone().with_sinks(&sinks)),
+    ];
+    for (seed, (t, mask, options)) in cases.into_iter().enumerate() {
+        let seed = seed as u32 + 1;
+        let (q, k, v) = (
+            numbers((2, 4, t, 16), seed, device)?,
+            numbers((2, 2, t, 16), seed + 5, device)?,
+            numbers((2, 2, t, 8), seed + 9, device)?,
+        );
+        let (expected, expected_lse) = scaled_dot_product_attention_with_lse(&q, &k, &v, &mask, &options)?;
 
-            let order = ZigZag::new(t, processes);
-            if device.is_cuda() && t < 2 * processes.size() {
-                let text = order.split(&q, 2).expect_err("empty parts").to_string();
-                let expected =
-                    format!("[zigzag] expected at least {} positions on CUDA, found {t}", 2 * processes.size());
-                assert!(text.starts_with(&expected), "{text}");
-                continue;
-            }
-            let [own_q, own_k, own_v] = [order.split(&q, 2)?, order.split(&k, 2)?, order.split(&v, 2)?];
-            let ring = RingAttention::new(&mask, &options);
-            let before = processes.bytes_sent();
-            let (context, lse) = ring.attend([&own_q, &own_k, &own_v], &order, processes)?;
-            if t == 256 {
-                // Keys and values of a process's positions, once to each of the others.
-                let size = processes.size();
-                let bytes = (size - 1) * 2 * 2 * t / size * (16 + 8) * 4;
-                assert_eq!(processes.bytes_sent() - before, bytes as u64);
-            }
-            let (again, _) = ring.attend([&own_q, &own_k, &own_v], &order, processes)?;
-            assert_eq!(difference(&context, &again)?, 0.0, "the same bits every time");
-
-            let (context, lse) = (order.gather(&context, 2, processes)?, order.gather(&lse, 2, processes)?);
-            let most = if processes.size() == 1 { 0.0 } else { 1e-5 };
-            assert!(difference(&context, &expected)? <= most, "{t}, {mask:?}, {options:?}");
-            // A query that sees no key has a log-sum-exp of -inf.
-            let [lse, expected_lse] = [lse, expected_lse].map(|lse| lse.clamp(-1e3f32, 1e3f32));
-            assert!(difference(&lse?, &expected_lse?)? <= most, "{t}, {mask:?}, {options:?}");
+        let order = ZigZag::new(t, processes);
+        if device.is_cuda() && t < 2 * processes.size() {
+            let text = order.split(&q, 2).expect_err("empty parts").to_string();
+            let expected = format!("[zigzag] expected at least {} positions on CUDA, found {t}", 2 * processes.size());
+            assert!(text.starts_with(&expected), "{text}");
+            continue;
         }
-        let order = ZigZag::new(8, processes);
-        let q = Tensor::zeros((1, 1, 9, 4), DType::F32, device)?;
-        let biased =
-            RingAttention::new(&AttentionMask::none().with_bias(&Tensor::zeros(1, DType::F32, device)?), &plain);
-        let own = order.split(&Tensor::zeros((1, 1, 8, 4), DType::F32, device)?, 2)?;
-        let text = biased.attend([&own, &own, &own], &order, processes).expect_err("a bias").to_string();
-        assert!(text.starts_with("[attention_mask] the mask has a bias tensor"), "{text}");
-        let text = RingAttention::default().attend([&q, &q, &q], &order, processes).expect_err("too long").to_string();
-        assert!(text.starts_with("[ring_attention] expected (B, H, "), "{text}");
-        Ok(())
-    });
+        let [own_q, own_k, own_v] = [order.split(&q, 2)?, order.split(&k, 2)?, order.split(&v, 2)?];
+        let ring = RingAttention::new(&mask, &options);
+        let before = processes.bytes_sent();
+        let (context, lse) = ring.attend([&own_q, &own_k, &own_v], &order, processes)?;
+        if t == 256 {
+            // Keys and values of a process's positions, once to each of the others.
+            let size = processes.size();
+            let bytes = (size - 1) * 2 * 2 * t / size * (16 + 8) * 4;
+            assert_eq!(processes.bytes_sent() - before, bytes as u64);
+        }
+        let (again, _) = ring.attend([&own_q, &own_k, &own_v], &order, processes)?;
+        assert_eq!(difference(&context, &again)?, 0.0, "the same bits every time");
+
+        let (context, lse) = (order.gather(&context, 2, processes)?, order.gather(&lse, 2, processes)?);
+        let most = if processes.size() == 1 { 0.0 } else { 1e-5 };
+        assert!(difference(&context, &expected)? <= most, "{t}, {mask:?}, {options:?}");
+        // A query that sees no key has a log-sum-exp of -inf.
+        let [lse, expected_lse] = [lse, expected_lse].map(|lse| lse.clamp(-1e3f32, 1e3f32));
+        assert!(difference(&lse?, &expected_lse?)? <= most, "{t}, {mask:?}, {options:?}");
+    }
+    let order = ZigZag::new(8, processes);
+    let q = Tensor::zeros((1, 1, 9, 4), DType::F32, device)?;
+    let biased = RingAttention::new(&AttentionMask::none().with_bias(&Tensor::zeros(1, DType::F32, device)?), &plain);
+    let own = order.split(&Tensor::zeros((1, 1, 8, 4), DType::F32, device)?, 2)?;
+    let text = biased.attend([&own, &own, &own], &order, processes).expect_err("a bias").to_string();
+    assert!(text.starts_with("[attention_mask] the mask has a bias tensor"), "{text}");
+    let text = RingAttention::default().attend([&q, &q, &q], &order, processes).expect_err("too long").to_string();
+    assert!(text.starts_with("[ring_attention] expected (B, H, "), "{text}");
+    Ok(())
 }
 
 /// What would be lost is an error; what stays in its process has its gradients.
-#[test]
-fn gradients_are_right_or_an_error() {
+fn gradients_are_right_or_an_error(processes: &dyn Communicator, device: &Device) -> Result<()> {
     #[track_caller]
     fn assert_refused<T>(result: Result<T>, op: &str) {
         let text = result.err().expect("a tracked tensor").to_string();
         let expected = format!("[{op}] a tensor [1, 2, ");
         assert!(text.starts_with(&expected) && text.contains("detach()") && text.contains("freeze()"), "{text}");
     }
-    in_every_number("gradients_are_right_or_an_error", |processes, device| {
-        let library = if device.is_cuda() { "nccl" } else { "mpi" };
-        let order = ZigZag::new(24, processes);
-        let sinks = Tensor::new(&[0.5f32, -1.0], device)?;
-        let (mask, options) = (AttentionMask::causal().with_window(5), SdpaOptions::default().with_sinks(&sinks));
-        let (ring, alone) = (RingAttention::new(&mask, &options), processes.size() == 1);
-        let whole = [1, 2, 3].map(|seed| Var::from_tensor(&numbers((1, 2, 24, 4), seed, device)?));
-        let [q, k, v] = whole.into_iter().collect::<Result<Vec<_>>>()?.try_into().expect("three");
-        let (expected, _) = scaled_dot_product_attention_with_lse(&q, &k, &v, &mask, &options)?;
-        let expected = expected.sqr()?.sum_all()?.backward()?;
+    let library = if device.is_cuda() { "nccl" } else { "mpi" };
+    let order = ZigZag::new(24, processes);
+    let sinks = Tensor::new(&[0.5f32, -1.0], device)?;
+    let (mask, options) = (AttentionMask::causal().with_window(5), SdpaOptions::default().with_sinks(&sinks));
+    let (ring, alone) = (RingAttention::new(&mask, &options), processes.size() == 1);
+    let whole = [1, 2, 3].map(|seed| Var::from_tensor(&numbers((1, 2, 24, 4), seed, device)?));
+    let [q, k, v] = whole.into_iter().collect::<Result<Vec<_>>>()?.try_into().expect("three");
+    let (expected, _) = scaled_dot_product_attention_with_lse(&q, &k, &v, &mask, &options)?;
+    let expected = expected.sqr()?.sum_all()?.backward()?;
 
-        let own = |xs: &Tensor| order.split(xs, 2);
-        let tracked = [own(&q)?, own(&k)?, own(&v)?];
-        let plain = tracked.each_ref().map(Tensor::detach);
-        for of in 0..3 {
-            let mut qkv = plain.each_ref();
-            qkv[of] = &tracked[of];
-            let attended = ring.attend(qkv, &order, processes);
-            if of > 0 && !alone {
-                assert_refused(attended, "ring_attention");
-                continue;
-            }
-            let gradients = attended?.0.sqr()?.sum_all()?.backward()?;
-            let xs = [&q, &k, &v][of];
-            let [found, expected] = [&gradients, &expected].map(|all| all.get(xs).expect("a gradient"));
-            assert!(difference(&own(found)?, &own(expected)?)? < 1e-5, "{of}");
+    let own = |xs: &Tensor| order.split(xs, 2);
+    let tracked = [own(&q)?, own(&k)?, own(&v)?];
+    let plain = tracked.each_ref().map(Tensor::detach);
+    for of in 0..3 {
+        let mut qkv = plain.each_ref();
+        qkv[of] = &tracked[of];
+        let attended = ring.attend(qkv, &order, processes);
+        if of > 0 && !alone {
+            assert_refused(attended, "ring_attention");
+            continue;
         }
+        let gradients = attended?.0.sqr()?.sum_all()?.backward()?;
+        let xs = [&q, &k, &v][of];
+        let [found, expected] = [&gradients, &expected].map(|all| all.get(xs).expect("a gradient"));
+        assert!(difference(&own(found)?, &own(expected)?)? < 1e-5, "{of}");
+    }
 
-        let xs = &tracked[0];
-        assert_refused(processes.all_reduce_sum(xs), library);
-        assert_refused(processes.all_reduce_sum(&xs.to_dtype(DType::BF16)?), library);
-        assert_refused(processes.all_gather(xs), library);
-        let shapes = [xs.dims().to_vec()];
-        assert_refused(processes.send_recv(std::slice::from_ref(xs), &shapes, &mut || Ok(())), library);
-        assert_refused(order.gather(xs, 2, processes), library);
-        // Integers have no gradients.
-        assert_eq!(processes.all_gather(&xs.argmax(3)?)?.len(), processes.size());
+    let xs = &tracked[0];
+    assert_refused(processes.all_reduce_sum(xs), library);
+    assert_refused(processes.all_reduce_sum(&xs.to_dtype(DType::BF16)?), library);
+    assert_refused(processes.all_gather(xs), library);
+    let shapes = [xs.dims().to_vec()];
+    assert_refused(processes.send_recv(std::slice::from_ref(xs), &shapes, &mut || Ok(())), library);
+    assert_refused(order.gather(xs, 2, processes), library);
+    // Integers have no gradients.
+    assert_eq!(processes.all_gather(&xs.argmax(3)?)?.len(), processes.size());
 
-        let mut cache = ContextCache::new(8);
-        assert_refused(cache.append_prompt(&plain[1], &tracked[2], &order), "context_cache");
-        assert_refused(cache.append_prompt(&tracked[1], &plain[2], &order), "context_cache");
-        cache.append_prompt(&plain[1], &plain[2], &order)?;
-        let token = tracked.each_ref().map(|xs| xs.narrow(2, 0, 1));
-        let [q, k, v] = token.into_iter().collect::<Result<Vec<_>>>()?.try_into().expect("three");
-        assert_refused(cache.decode([&q, &k.detach(), &v.detach()], &ring, processes), "context_cache");
-        assert_refused(cache.decode([&q.detach(), &k, &v.detach()], &ring, processes), "context_cache");
-        assert_refused(cache.decode([&q.detach(), &k.detach(), &v], &ring, processes), "context_cache");
-        cache.decode([&q.detach(), &k.detach(), &v.detach()], &ring, processes)?;
-        assert_eq!(SingleProcess.all_reduce_sum(xs)?.id(), xs.id());
-        Ok(())
-    });
+    let mut cache = ContextCache::new(8);
+    assert_refused(cache.append_prompt(&plain[1], &tracked[2], &order), "context_cache");
+    assert_refused(cache.append_prompt(&tracked[1], &plain[2], &order), "context_cache");
+    cache.append_prompt(&plain[1], &plain[2], &order)?;
+    let token = tracked.each_ref().map(|xs| xs.narrow(2, 0, 1));
+    let [q, k, v] = token.into_iter().collect::<Result<Vec<_>>>()?.try_into().expect("three");
+    assert_refused(cache.decode([&q, &k.detach(), &v.detach()], &ring, processes), "context_cache");
+    assert_refused(cache.decode([&q.detach(), &k, &v.detach()], &ring, processes), "context_cache");
+    assert_refused(cache.decode([&q.detach(), &k.detach(), &v], &ring, processes), "context_cache");
+    cache.decode([&q.detach(), &k.detach(), &v.detach()], &ring, processes)?;
+    assert_eq!(SingleProcess.all_reduce_sum(xs)?.id(), xs.id());
+    Ok(())
 }
 
 /// Layers with grouped heads: a prompt through the ring, and tokens after it one by one.
-#[test]
-fn a_layer_over_the_ring_decodes_as_one_process_does() {
-    in_every_number("a_layer_over_the_ring_decodes_as_one_process_does", |processes, device| {
-        let grouped = || MultiHeadAttentionConfig::new(64, 4).with_num_kv_heads(2).with_causal(true);
-        let rotary = || grouped().with_rope(RopeConfig::new(1e4));
-        let configs = [
-            rotary(),
-            rotary().with_window(7),
-            rotary().with_chunk(10).with_scale(0.2),
-            rotary().with_window(40).with_sinks(true),
-            grouped().with_alibi(AlibiConfig::Standard).with_sinks(true),
-        ];
-        configs.iter().try_for_each(|cfg| prompt_and_tokens(cfg, processes, device))
-    });
+fn a_layer_over_the_ring_decodes_as_one_process_does(processes: &dyn Communicator, device: &Device) -> Result<()> {
+    let grouped = || MultiHeadAttentionConfig::new(64, 4).with_num_kv_heads(2).with_causal(true);
+    let rotary = || grouped().with_rope(RopeConfig::new(1e4));
+    let configs = [
+        rotary(),
+        rotary().with_window(7),
+        rotary().with_chunk(10).with_scale(0.2),
+        rotary().with_window(40).with_sinks(true),
+        grouped().with_alibi(AlibiConfig::Standard).with_sinks(true),
+    ];
+    configs.iter().try_for_each(|cfg| prompt_and_tokens(cfg, processes, device))
 }
 
 fn prompt_and_tokens(cfg: &MultiHeadAttentionConfig, processes: &dyn Communicator, device: &Device) -> Result<()> {
@@ -336,47 +336,29 @@ fn prompt_and_tokens(cfg: &MultiHeadAttentionConfig, processes: &dyn Communicato
     Ok(())
 }
 
-#[test]
-fn a_failure_ends_all_processes() {
-    failing(
-        "a_failure_ends_all_processes",
-        &["process 1 of 3: error: [test] one process fails"],
-        |processes, device| {
-            if processes.rank() == 1 {
-                bail!("[test] one process fails")
-            }
-            // The others wait for it.
-            processes.all_reduce_sum(&Tensor::zeros(1, DType::F32, device)?).map(drop)
-        },
-    );
+fn one_fails(processes: &dyn Communicator, device: &Device) -> Result<()> {
+    if processes.rank() == 1 {
+        bail!("[test] one process fails")
+    }
+    // The others wait for it.
+    processes.all_reduce_sum(&Tensor::zeros(1, DType::F32, device)?).map(drop)
 }
 
-#[test]
-fn a_panic_ends_all_processes() {
-    failing("a_panic_ends_all_processes", &["process 2 of 3: error: it panicked"], |processes, device| {
-        assert!(processes.rank() != 2);
-        processes.all_gather(&Tensor::zeros(1, DType::F32, device)?).map(drop)
-    });
+fn one_panics(processes: &dyn Communicator, device: &Device) -> Result<()> {
+    assert!(processes.rank() != 2);
+    processes.all_gather(&Tensor::zeros(1, DType::F32, device)?).map(drop)
 }
 
-#[test]
-fn a_kill_ends_all_processes() {
-    failing("a_kill_ends_all_processes", &["process rank 1", "exited on signal 9"], |processes, device| {
-        if processes.rank() == 1 {
-            Command::new("kill").args(["-9", &std::process::id().to_string()]).status()?;
-        }
-        let zeros = [Tensor::zeros(1, DType::F32, device)?];
-        processes.send_recv(&zeros, &[vec![1]], &mut || Ok(())).map(drop)?;
-        processes.all_reduce_sum(&zeros[0]).map(drop)
-    });
+fn one_is_killed(processes: &dyn Communicator, device: &Device) -> Result<()> {
+    if processes.rank() == 1 {
+        Command::new("kill").args(["-9", &std::process::id().to_string()]).status()?;
+    }
+    let zeros = [Tensor::zeros(1, DType::F32, device)?];
+    processes.send_recv(&zeros, &[vec![1]], &mut || Ok(())).map(drop)?;
+    processes.all_reduce_sum(&zeros[0]).map(drop)
 }
 
-#[test]
-fn what_differs_is_found_and_named() {
-    let expected =
-        "expected config.json to be the same in all processes, found another in process 1, 2 than in process 0";
-    failing("what_differs_is_found_and_named", &[expected], |processes, _| {
-        let config = if processes.rank() == 0 { "{}" } else { "{\"heads\": 2}" };
-        check_same(processes, "config.json", config.as_bytes())
-    });
+fn one_differs(processes: &dyn Communicator, _: &Device) -> Result<()> {
+    let config = if processes.rank() == 0 { "{}" } else { "{\"heads\": 2}" };
+    check_same(processes, "config.json", config.as_bytes())
 }
