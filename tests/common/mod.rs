@@ -11,6 +11,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Result, Tensor, Var, bail};
+use candle_nn::var_builder::{ShardedSafeTensors, ShardedVarBuilder};
 use candle_nn::{VarBuilder, VarMap};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -85,6 +86,14 @@ pub fn variables(path: &Path) -> Result<(VarMap, VarBuilder<'static>)> {
         vars.data().lock().expect("one thread").insert(name, var);
     }
     Ok((vars, VarBuilder::from_tensors(tensors, DType::F32, &Device::Cpu)))
+}
+
+/// These tensors in a file, as each of several processes reads it.
+pub fn sharded(tensors: &HashMap<String, Tensor>) -> Result<ShardedVarBuilder<'static>> {
+    let file = tempfile::NamedTempFile::new()?;
+    candle_core::safetensors::save(tensors, file.path())?;
+    // SAFETY: nothing writes to the file after it was saved; a mapping outlives its name.
+    unsafe { ShardedSafeTensors::var_builder(&[file.path()], DType::F32, &Device::Cpu) }
 }
 
 /// All entries as f64, in order; converted on the CPU, since Metal has no f64.

@@ -1,10 +1,10 @@
 //! Layers whose heads cannot be divided among processes, and files that hold no such layer.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
-use candle_nn::var_builder::ShardedSafeTensors;
 use serde::Deserialize;
 
+use crate::common::sharded;
 use crate::words::{Of, Tensors};
 use crate::*;
 
@@ -22,12 +22,8 @@ struct Share {
 
 impl Call for Share {
     fn call(self) -> Result<String> {
-        let tensors: HashMap<_, _> =
-            self.weights.iter().map(|(name, tensor)| (format!("layer.{name}"), (**tensor).clone())).collect();
-        let file = tempfile::NamedTempFile::new()?;
-        candle_core::safetensors::save(&tensors, file.path())?;
-        // SAFETY: nothing writes to the file after it was saved.
-        let vb = unsafe { ShardedSafeTensors::var_builder(&[file.path()], DType::F32, &CPU)? }.pp("layer");
+        let tensors = self.weights.iter().map(|(name, tensor)| (format!("layer.{name}"), (**tensor).clone()));
+        let vb = sharded(&tensors.collect())?.pp("layer");
         let shard = HeadShard::new(0, self.processes)?;
         let layer = MultiHeadAttention::load_shard(&self.config.0, WeightLayout::Canonical, shard, &vb)?;
         self.xs.map_or(Ok(()), |xs| layer.forward(&xs).map(drop)).map(accepted)

@@ -94,7 +94,7 @@ fn shards_sum_to_the_layer() -> Result<()> {
         if cfg.num_heads() % 2 > 0 || (cfg.num_kv_heads() % 2 > 0 && cfg.num_kv_heads() > 1) || spans {
             continue;
         }
-        let (vb, mask) = (model.sharded()?, mask(&model)?);
+        let (vb, mask) = (crate::common::sharded(&model.weights)?, mask(&model)?);
         let input = || on_axes(&model, AttentionInput::new(&model.golden["layer0.in"]).with_mask(&mask));
         let of =
             |rank| hf::load_attention_shard(&model.config, 0, HeadShard::new(rank, 2)?, &vb)?.forward_with(input());
@@ -106,22 +106,12 @@ fn shards_sum_to_the_layer() -> Result<()> {
     Ok(())
 }
 
-/// [`forward`] gives them their keys in a memory; `tests/cache` has the same numbers from a cache that is shared.
-#[test]
-fn later_layers_have_keys_of_earlier_ones() -> Result<()> {
-    for name in ["gemma3n", "gemma4"] {
-        let model = Model::named(name);
-        let earlier = (0..4).map(|i| hf::kv_layer(&model.config, i)).collect::<Result<Vec<_>>>()?;
-        assert_eq!(earlier, [None, None, Some(0), Some(1)], "{name}");
-    }
-    Ok(())
-}
-
 pub fn forward(model: &Model, i: usize, input: AttentionInput) -> Result<Tensor> {
     forward_from(model.vb(), model, i, input)
 }
 
-/// A layer of a model with the weights of another builder.
+/// A layer of a model with the weights of another builder. Layers with the keys of earlier ones have them in a memory;
+/// `tests/cache` has the same numbers from a cache that is shared.
 pub fn forward_from(vb: VarBuilder, model: &Model, i: usize, input: AttentionInput) -> Result<Tensor> {
     if LATENT.contains(&model.model_type()) {
         hf::load_latent_attention(&model.config, i, vb)?.forward_with(input)

@@ -8,7 +8,7 @@ use candle_nn::{VarBuilder, VarMap};
 use serde_json::json;
 use std::collections::HashMap;
 
-use crate::common::{assert_close, assert_near};
+use crate::common::{assert_close, assert_near, sharded};
 use crate::{CPU, Model, TOLERANCE, models_in};
 
 /// Gradients pass twice as many roundings, in f32 here and there.
@@ -219,7 +219,7 @@ fn shares_of_heads_sum_to_the_whole() -> Result<()> {
 }
 
 fn shares_sum(model: &Model) -> Result<()> {
-    let (vb, whole) = (model.sharded()?, model.net()?);
+    let (vb, whole) = (sharded(&model.weights)?, model.net()?);
     for world_size in 1..=whole.config().num_heads() {
         let mut sum = model.golden["out"].zeros_like()?;
         let mut heads = 0;

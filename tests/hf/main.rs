@@ -14,9 +14,8 @@ mod variants;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
-use candle_nn::var_builder::{ShardedSafeTensors, ShardedVarBuilder};
 use serde_json::Value;
 
 use common::assert_near;
@@ -62,14 +61,6 @@ impl Model {
 
     fn vb(&self) -> VarBuilder<'static> {
         builder(self.weights.clone())
-    }
-
-    /// The weights in a file, as each of several processes reads it.
-    fn sharded(&self) -> Result<ShardedVarBuilder<'static>> {
-        let file = tempfile::NamedTempFile::new()?;
-        candle_core::safetensors::save(&self.weights, file.path())?;
-        // SAFETY: nothing writes to the file after it was saved; a mapping outlives its name.
-        unsafe { ShardedSafeTensors::var_builder(&[file.path()], DType::F32, &CPU) }
     }
 
     #[track_caller]

@@ -1,6 +1,6 @@
 //! Configurations of quantised weights; tests/errors has the texts of errors.
 
-use candle_attention::{AttentionInput, hf, weights};
+use candle_attention::{AttentionInput, weights};
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 use serde_json::json;
@@ -8,14 +8,6 @@ use serde_json::json;
 use crate::common::{error_text, values};
 use crate::golden::forward_from;
 use crate::{CPU, Model, Tensors, builder};
-
-/// Experts are quantised alone.
-#[test]
-fn quantised_experts_do_not_matter() {
-    let mut model = Model::named("opt");
-    model.config["quantization_config"] = json!({"quant_method": "mxfp4"});
-    assert!(hf::load_attention(&model.config, 0, model.vb()).is_ok());
-}
 
 /// A float8 checkpoint gives the layer of its weights times their scales, or an error where a builder ignores scales.
 #[test]

@@ -1,7 +1,7 @@
 //! `.pth` files of `torch.save`, against the same tensors in safetensors; `tests/data/make.py` makes both.
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use candle_attention::weights::{self, Checkpoint};
 use candle_attention::{MultiHeadAttention, MultiHeadAttentionConfig, WeightLayout};
@@ -9,10 +9,10 @@ use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
 
 use crate::CPU;
-use crate::common::{assert_close, error_text, models};
+use crate::common::{assert_close, error_text, models, recorded};
 
 fn data(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
+    recorded("data").join(name)
 }
 
 /// The tensors that `plain.safetensors` has of a file.

@@ -35,7 +35,7 @@ fn write(folder: &Path) -> Result<Vec<(String, Tensor)>> {
 }
 
 #[test]
-fn shards_are_one_checkpoint() -> Result<()> {
+fn shards_are_one_checkpoint_whatever_their_order() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let tensors = write(folder.path())?;
     let checkpoint = Checkpoint::open(folder.path())?;
@@ -56,18 +56,11 @@ fn shards_are_one_checkpoint() -> Result<()> {
         let expected = crate::load(&cfg(), layout, &of_layer.collect::<Vec<_>>())?;
         assert_eq!(bits(&read)?, bits(&expected)?, "{prefix}");
     }
-    Ok(())
-}
 
-#[test]
-fn files_are_given_in_any_order_and_whole_files_come_first() -> Result<()> {
-    let folder = tempfile::tempdir()?;
-    write(folder.path())?;
     let file = |i: usize| folder.path().join(format!("model-0000{i}-of-00003.safetensors"));
-    let (one, other) = (Checkpoint::from_files(&[file(3), file(1), file(2)])?, Checkpoint::open(folder.path())?);
-    assert_eq!(one.shapes().collect::<Vec<_>>(), other.shapes().collect::<Vec<_>>());
-    // Where a whole file lies beside an index, it is the checkpoint.
+    assert_eq!(Checkpoint::from_files(&[file(3), file(1), file(2)])?.shapes().collect::<Vec<_>>(), names);
+    // A whole file beside an index is the checkpoint.
     std::fs::copy(file(1), folder.path().join("model.safetensors"))?;
-    assert!(Checkpoint::open(folder.path())?.shapes().count() < other.shapes().count());
+    assert!(Checkpoint::open(folder.path())?.shapes().count() < names.len());
     Ok(())
 }

@@ -10,19 +10,15 @@ use candle_attention::{
 };
 use candle_core::{DType, Result, Tensor};
 use candle_nn::VarBuilder;
-use candle_nn::var_builder::ShardedSafeTensors;
 
-use crate::common::assert_near;
+use crate::common::{assert_near, sharded};
 use crate::grid::EMBED_DIM;
 use crate::{CPU, Invented, invented};
 
 /// The shares of a layer, each read from a file that holds the whole below `layer.`.
 fn shards(whole: &MultiHeadAttention, layout: WeightLayout, world_size: usize) -> Result<Vec<MultiHeadAttention>> {
-    let file = tempfile::NamedTempFile::new()?;
-    let named = |(name, tensor)| (format!("layer.{name}"), tensor);
-    candle_core::safetensors::save(&whole.state_dict(layout)?.into_iter().map(named).collect(), file.path())?;
-    // SAFETY: nothing writes to the file after it was saved.
-    let vb = unsafe { ShardedSafeTensors::var_builder(&[file.path()], DType::F32, &CPU)? }.pp("layer");
+    let named = whole.state_dict(layout)?.into_iter().map(|(name, tensor)| (format!("layer.{name}"), tensor));
+    let vb = sharded(&named.collect())?.pp("layer");
     HeadShard::new(0, world_size)?
         .all()
         .map(|shard| MultiHeadAttention::load_shard(whole.config(), layout, shard, &vb))
