@@ -10,8 +10,8 @@ use crate::golden::forward_from;
 use crate::{CPU, Model, Tensors, builder};
 
 /// Models below a head, which is the first part of every name.
-const HEADS: &str = "bert bloom deepseek_v2_lite deepseek_v3 distilbert falcon_grouped gemma3 gpt2 gpt_bigcode gpt_neox \
-    gpt_oss gptj llama modernbert mpt opt phi phi3 roberta";
+const HEADS: &str = "bert bloom deepseek_v2_lite deepseek_v3 distilbert falcon_grouped gemma3 gpt2 gpt_bigcode \
+    gpt_neox gpt_oss gptj llama modernbert mpt opt phi phi3 roberta";
 
 fn renamed(tensors: &Tensors, rename: impl Fn(&str) -> String) -> Tensors {
     tensors.iter().map(|(name, tensor)| (rename(name), tensor.clone())).collect()
