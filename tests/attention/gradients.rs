@@ -4,7 +4,6 @@
 mod pytorch;
 
 use crate::isolation::{fill_unseen, vectors};
-use crate::merge::{keep_columns, options};
 use crate::*;
 
 /// What the results are.
@@ -49,22 +48,16 @@ impl Attention {
         let Dims { b, h, t_q, t_kv, .. } = self.case.dims;
         let ends = [0, first.min(second), first.max(second), t_kv].map(|end| end.min(t_kv));
         let part = |n: usize| {
-            let (start, len) = (ends[n], ends[n + 1] - ends[n]);
-            let keys: Vec<usize> = (start..start + len).collect();
-            let mut mask = AttentionMask::none().with_keep(&keep_columns(&self.case, &keys, &CPU)?);
-            let mut options: SdpaOptions = options(&self.case);
-            for (m, p, part) in parts(&self.case) {
-                if let Part::Bias(array) = part {
-                    let whole = array.look(&leaves[&format!("bias {m} {p}")])?.broadcast_as((b, h, t_q, t_kv))?;
-                    mask = mask.with_bias(&whole.narrow(3, start, len)?);
-                }
-            }
+            let keys: Vec<usize> = (ends[n]..ends[n + 1]).collect();
+            let of = |(m, p, part): (usize, usize, &Part)| match part {
+                Part::Bias(array) => Some(array.look(&leaves[&format!("bias {m} {p}")])),
+                _ => None,
+            };
+            let own = |bias: Result<Tensor>| bias?.broadcast_as((b, h, t_q, t_kv))?.narrow(3, ends[n], keys.len());
+            let biases = parts(&self.case).filter_map(of).map(own).collect::<Result<Vec<_>>>()?;
             // In the part in the middle, which may have no keys.
-            if let Some(sinks) = leaves.get("sinks").filter(|_| n == 1) {
-                options = options.with_sinks(sinks);
-            }
-            let (k, v) = (call.k.narrow(2, start, len)?, call.v.narrow(2, start, len)?);
-            Call { q: call.q.clone(), k, v, mask, options }.with_lse()
+            let sinks = leaves.get("sinks").filter(|_| n == 1);
+            crate::merge::part(call, &self.case, &keys, (&biases, sinks))?.with_lse()
         };
         merge_attention(&(0..3).map(part).collect::<Result<Vec<_>>>()?)
     }

@@ -33,10 +33,15 @@ impl Split {
     fn check(&self, device: &Device, path: Path) -> Result<()> {
         let Self { recipe, parts, sinks_in, assigned } = self;
         let mut case = recipe.case();
-        let whole = Call::new(&case, recipe.dtype, device)?;
+        let mut sinks = None;
+        let whole = Call::with_leaves(&case, recipe.dtype, device, &mut |name, leaf| {
+            sinks = if name == "sinks" { Some(leaf.clone()) } else { sinks.take() };
+            Ok(leaf)
+        })?;
         let part = |n: usize| {
             let keys: Vec<usize> = (0..case.dims.t_kv).filter(|&j| assigned[j] == n).collect();
-            let mut part = part(&whole, &case, &keys, n == *sinks_in)?;
+            let bias = columns(&case, &keys, |index| case.bias(index)).tensor(wide(recipe.dtype), device)?;
+            let mut part = part(&whole, &case, &keys, (&[bias], sinks.as_ref().filter(|_| n == *sinks_in)))?;
             // The mean of a part's keys must not enter the whole's; with a sink it would, which no merge can tell.
             if recipe.uniform_empty_rows && case.options.sinks.is_none() {
                 part.mask = part.mask.with_empty_rows(EmptyRows::Uniform);
@@ -65,13 +70,8 @@ fn columns(case: &Case, keys: &[usize], entry: impl Fn([usize; 4]) -> f64) -> Ar
     Array::each([b, h, t_q, keys.len()], |[b, h, i, n]| entry([b, h, i, keys[n]]))
 }
 
-/// Those of the mask.
-pub fn keep_columns(case: &Case, keys: &[usize], device: &Device) -> Result<Tensor> {
-    columns(case, keys, |index| f64::from(u8::from(case.sees(index)))).tensor(DType::U8, device)
-}
-
 /// Scale and softcap, which belong to every part.
-pub fn options(case: &Case) -> SdpaOptions {
+fn options(case: &Case) -> SdpaOptions {
     let mut options = reference();
     if let Some(scale) = case.options.scale {
         options = options.with_scale(scale);
@@ -82,9 +82,9 @@ pub fn options(case: &Case) -> SdpaOptions {
     options
 }
 
-/// These keys of a call as a call of their own. What is hidden and added is written out, since
-/// positions, and ALiBi's distances, count in the whole.
-fn part(whole: &Call, case: &Case, keys: &[usize], with_sinks: bool) -> Result<Call> {
+/// These keys of a call as a call of their own, with biases and sinks. What is hidden is written out, and what is added
+/// has to be, since positions, and ALiBi's distances, count in the whole.
+pub fn part(whole: &Call, case: &Case, keys: &[usize], (biases, sinks): (&[Tensor], Option<&Tensor>)) -> Result<Call> {
     let (dtype, device) = (whole.q.dtype(), whole.q.device());
     let in_order = keys.windows(2).all(|pair| pair[1] == pair[0] + 1);
     let take = |tensor: &Tensor| match keys.first() {
@@ -100,12 +100,9 @@ fn part(whole: &Call, case: &Case, keys: &[usize], with_sinks: bool) -> Result<C
         }
         None => tensor.narrow(2, 0, 0),
     };
-    let bias = columns(case, keys, |index| case.bias(index)).tensor(wide(dtype), device)?;
-    let mask = AttentionMask::none().with_keep(&keep_columns(case, keys, device)?).with_bias(&bias);
-    let mut options = options(case);
-    if let Some(sinks) = case.options.sinks.as_ref().filter(|_| with_sinks) {
-        options = options.with_sinks(&Tensor::new(sinks.as_slice(), &CPU)?.to_dtype(wide(dtype))?.to_device(device)?);
-    }
+    let keep = columns(case, keys, |index| f64::from(u8::from(case.sees(index)))).tensor(DType::U8, device)?;
+    let mask = biases.iter().fold(AttentionMask::none().with_keep(&keep), |mask, bias| mask.with_bias(bias));
+    let options = sinks.map_or(options(case), |sinks| options(case).with_sinks(sinks));
     Ok(Call { q: whole.q.clone(), k: take(&whole.k)?, v: take(&whole.v)?, mask, options })
 }
 

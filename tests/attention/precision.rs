@@ -71,13 +71,13 @@ fn checksum(tensor: &Tensor) -> Result<u64> {
 }
 
 /// Maximum and root mean square of the differences.
-fn errors(got: &Tensor, exact: &[f64]) -> (f64, f64) {
+pub fn errors(got: &Tensor, exact: &[f64]) -> [f64; 2] {
     let got = values(got);
     let differences = || got.iter().zip(exact).map(|(got, exact)| (got - exact).abs());
     let squares: f64 = differences().map(|difference| difference * difference).sum();
     // Unlike f64::max, this keeps a NaN.
     let largest = differences().fold(0.0, |most: f64, difference| if difference <= most { most } else { difference });
-    (largest, (squares / exact.len() as f64).sqrt())
+    [largest, (squares / exact.len() as f64).sqrt()]
 }
 
 /// The largest errors of the cases of one dtype and deviation.
@@ -101,7 +101,7 @@ fn compare(text: &str, run: impl Fn(&Case) -> Result<(Vec<f64>, Vec<(Tier, Tenso
     for (case, errors) in measured.cases.iter().zip(found) {
         let family = largest.entry((&case.dtype, case.widening)).or_default();
         family.pytorch = family.pytorch.max(case.max);
-        for (tier, (max, rms)) in errors {
+        for (tier, [max, rms]) in errors {
             let of_tier = family.tiers.entry(tier).or_default();
             *of_tier = if max <= *of_tier { *of_tier } else { max };
             // What rounds nothing has to be exact here too.

@@ -32,60 +32,53 @@ fn statistics(expected: &Expected, recipe: &Recipe, found: &AttentionStatistics)
     let Dims { b, h, t_q, t_kv, .. } = recipe.dims;
     let options = wanted(recipe);
     let k = options.top_keys().min(t_kv);
-    let shape = |tensor: &Tensor, expected: &[usize], dtype: DType| match (tensor.dims(), tensor.dtype()) {
-        found if found == (expected, dtype) => Ok(values(tensor)),
-        found => bail!("{found:?}, expected {expected:?} in {dtype:?}"),
-    };
-    let float = wide(recipe.dtype);
-    let top_keys = shape(&found.top_keys, &[b, h, t_q, k], DType::U32)?;
-    let top_weights = shape(&found.top_weights, &[b, h, t_q, k], float)?;
-    let entropy = shape(&found.entropy, &[b, h, t_q], float)?;
-    let received = shape(&found.received, &[b, h, t_kv], float)?;
-    let near = |what: &str, found: f64, exact: f64, bound: f64| match (found - exact).abs() <= bound {
-        true => Ok(()),
-        false => bail!("{what} is {found}, expected {exact} to within {bound:e}"),
-    };
+    let (float, rows) = (wide(recipe.dtype), b * h * t_q);
+    let top_shape = [b, h, t_q, k];
+    if (found.top_keys.dims(), found.top_keys.dtype()) != (&top_shape[..], DType::U32) {
+        bail!("{:?}, expected {top_shape:?} in U32", found.top_keys);
+    }
+    let weights = &expected.attended.weights;
+    let bound = |at: usize| weights[at] * expected.share_bound(at / t_kv) + 1e-37;
 
-    let (mut sums, mut bounds) = (vec![0.0; b * h * t_kv], vec![0.0; b * h * t_kv]);
-    for row in 0..b * h * t_q {
-        let weights = &expected.attended.weights[row * t_kv..][..t_kv];
-        let share = expected.share_bound(row);
-        let bound = |weight: f64| weight * share + 1e-37;
-        for (key, &weight) in weights.iter().enumerate() {
-            sums[row / t_q * t_kv + key] += weight;
-            bounds[row / t_q * t_kv + key] += bound(weight) + t_q as f64 * weight * f64::from(f32::EPSILON);
+    let (mut sums, mut of_sums) = (vec![0.0; b * h * t_kv], vec![0.0; b * h * t_kv]);
+    let (mut entropy, mut of_entropy, mut sorted, mut of_keys) = (vec![], vec![], vec![], vec![]);
+    let top_keys = values(&found.top_keys);
+    for row in 0..rows {
+        let mut order: Vec<usize> = (row * t_kv..(row + 1) * t_kv).collect();
+        for &at in &order {
+            let key = row / t_q * t_kv + at % t_kv;
+            sums[key] += weights[at];
+            of_sums[key] += bound(at) + t_q as f64 * weights[at] * f64::from(f32::EPSILON);
         }
-        let logarithms = || weights.iter().filter(|weight| **weight > 0.0).map(|weight| (weight, weight.ln()));
-        let most: f64 = logarithms().map(|(weight, ln)| bound(*weight) * (2.0 + 2.0 * ln.abs())).sum();
-        near("entropy", entropy[row], logarithms().map(|(weight, ln)| -weight * ln).sum(), most + 1e-6 * share)?;
-
-        let mut sorted = weights.to_vec();
-        sorted.sort_by(|one, other| other.total_cmp(one));
+        let logarithms = || order.iter().filter(|at| weights[**at] > 0.0).map(|&at| (at, weights[at].ln()));
+        entropy.push(logarithms().map(|(at, ln)| -weights[at] * ln).sum());
+        let most: f64 = logarithms().map(|(at, ln)| bound(at) * (2.0 + 2.0 * ln.abs())).sum();
+        of_entropy.push(most + 1e-6 * expected.share_bound(row));
+        order.sort_by(|one, other| weights[*other].total_cmp(&weights[*one]));
+        sorted.extend_from_slice(&order[..k]);
         let keys = &top_keys[row * k..][..k];
-        for (n, (&key, &weight)) in keys.iter().zip(&top_weights[row * k..]).enumerate() {
-            near("a top weight", weight, sorted[n], bound(sorted[n]))?;
-            near("the weight of a top key", weight, weights[key as usize], bound(weights[key as usize]))?;
-            if keys[..n].contains(&key) {
-                bail!("a key comes twice in {keys:?}");
-            }
+        of_keys.extend(keys.iter().map(|&key| row * t_kv + key as usize));
+        if let Some(n) = (0..k).find(|&n| keys[..n].contains(&keys[n])) {
+            bail!("a key comes twice in {keys:?}: {}", keys[n]);
         }
     }
-    for ((found, sum), bound) in received.iter().zip(sums).zip(bounds) {
-        near("a sum", *found, sum, bound)?;
-    }
+    // The weights at these places.
+    let are = |what: &str, found: &Tensor, shape: &[usize], places: &[usize]| {
+        let exact: Vec<_> = places.iter().map(|&at| weights[at]).collect();
+        compare(what, found, (shape, float), &exact, |n| bound(places[n]))
+    };
+    are("top weights", &found.top_weights, &top_shape, &sorted)?;
+    are("the weights of top keys", &found.top_weights, &top_shape, &of_keys)?;
+    compare("entropies", &found.entropy, (&[b, h, t_q], float), &entropy, |n| of_entropy[n])?;
+    compare("sums", &found.received, (&[b, h, t_kv], float), &sums, |n| of_sums[n])?;
     let n = recipe.seed as usize % 3;
     let Some(window) = &found.weights else {
         return if n == 0 { Ok(()) } else { bail!("weights were asked for") };
     };
     let (first, columns) = (t_q / (n + 1), t_kv.div_ceil(n));
-    let window = shape(window, &[b, h, t_q - first, columns], float)?;
-    for (at, found) in window.into_iter().enumerate() {
-        let (rest, key) = (at / columns, at % columns);
-        let row = rest / (t_q - first) * t_q + first + rest % (t_q - first);
-        let exact = expected.attended.weights[row * t_kv + key];
-        near("a weight", found, exact, exact * expected.share_bound(row) + 1e-37)?;
-    }
-    Ok(())
+    let rows = (0..rows).filter(|row| row % t_q >= first);
+    let places: Vec<_> = rows.flat_map(|row| row * t_kv..row * t_kv + columns).collect();
+    are("weights", window, &[b, h, t_q - first, columns], &places)
 }
 
 fn random_calls_have_the_statistics_of_the_oracles_weights(device: &Device) {

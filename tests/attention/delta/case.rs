@@ -90,9 +90,8 @@ impl Recipe {
         let h_s = h_k.max(h_v);
         let most = 1.0 / (d_k as f64).sqrt();
         let [q, k, v] = [(h_q, d_k, 2.0), (h_k, d_k, most), (h_v, d_v, 1.0)];
-        let [q, k, v] = [(q, 0), (k, 1), (v, 2)].map(|((h, d, most), n)| {
-            self.layouts[n].array([b, h, t, d]).filled(|| round(random.between(-most, most), dtype))
-        });
+        let [q, k, v] = [(q, 0), (k, 1), (v, 2)]
+            .map(|((h, d, most), n)| self.layouts[n].array([b, h, t, d]).uniform(random, most, dtype));
         let heads = if self.one_factor { 1 } else { h_s };
         let decay = self.decay.map(|kind| {
             let width = if kind == Decay::PerHead { 1 } else { d_k };
@@ -105,9 +104,8 @@ impl Recipe {
             })
         });
         let n = self.lens.len();
-        let state = self.has_state.then(|| {
-            self.layouts[2].array([n, h_s, d_k, d_v]).filled(|| round(random.between(-1.0, 1.0), factor_dtype))
-        });
+        let state =
+            self.has_state.then(|| self.layouts[2].array([n, h_s, d_k, d_v]).uniform(random, 1.0, factor_dtype));
         let starts = self.lens.iter().scan(0, |end, len| {
             *end += len;
             Some(*end - len)
@@ -133,7 +131,7 @@ impl Recipe {
 
     /// The case on a path against the oracle's numbers.
     pub fn check(&self, case: &Delta, expected: &Recurred, device: &Device, path: &DeltaOptions) -> Result<()> {
-        let (y, state) = self.call(case, device)?.run(path)?;
+        let (y, state) = self.call(case, device, &mut |_, tensor| Ok(tensor))?.run(path)?;
         let wide = if self.dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let epsilon = if wide == DType::F64 { f64::EPSILON } else { f64::from(f32::EPSILON) };
         let unit = match self.dtype {
@@ -156,29 +154,24 @@ impl Recipe {
         })
     }
 
-    pub fn call(&self, case: &Delta, device: &Device) -> Result<Call> {
-        self.call_of_leaves(case, device, &mut |_, tensor| Ok(tensor))
-    }
-
     /// `leaf` may put another tensor of the same numbers in the place of each buffer, a variable say.
-    pub fn call_of_leaves(&self, case: &Delta, device: &Device, leaf: Leaf) -> Result<Call> {
+    fn call(&self, case: &Delta, device: &Device, leaf: Leaf) -> Result<Call> {
         let mut viewed = |name: &str, xs: &Array, dtype| xs.look(&leaf(name, xs.leaf(dtype, device)?)?);
         let in_order = |xs: Tensor| if self.is_packed { xs.squeeze(0)?.transpose(0, 1) } else { Ok(xs) };
         let factor = |xs: Tensor, is_vector: bool| in_order(if is_vector { xs } else { xs.squeeze(3)? });
         let per_channel = self.decay == Some(Decay::PerChannel);
+        let q = in_order(viewed("q", &case.q, self.dtype)?)?;
+        let k = in_order(viewed("k", &case.k, self.dtype)?)?;
+        let v = in_order(viewed("v", &case.v, self.dtype)?)?;
+        let mut given =
+            |name: &str, xs: &Option<Array>| xs.as_ref().map(|xs| viewed(name, xs, self.factor_dtype)).transpose();
         Ok(Call {
-            q: in_order(viewed("q", &case.q, self.dtype)?)?,
-            k: in_order(viewed("k", &case.k, self.dtype)?)?,
-            v: in_order(viewed("v", &case.v, self.dtype)?)?,
-            decay: match &case.decay {
-                Some(decay) => Some(factor(viewed("decay", decay, self.factor_dtype)?, per_channel)?),
-                None => None,
-            },
-            beta: match &case.beta {
-                Some(beta) => Some(factor(viewed("beta", beta, self.factor_dtype)?, false)?),
-                None => None,
-            },
-            state: case.state.as_ref().map(|state| viewed("state", state, self.factor_dtype)).transpose()?,
+            q,
+            k,
+            v,
+            decay: given("decay", &case.decay)?.map(|decay| factor(decay, per_channel)).transpose()?,
+            beta: given("beta", &case.beta)?.map(|beta| factor(beta, false)).transpose()?,
+            state: given("state", &case.state)?,
             sequences: self.is_packed.then(|| PackedSequences::from_lens(&self.lens, &self.lens)).transpose()?,
             scale: self.scale,
             qk_norm: self.qk_norm,
@@ -212,7 +205,7 @@ impl Operation for Rule {
     fn run(&self, (is_wide, options): &Self::Way, leaf: Leaf) -> Result<Vec<Tensor>> {
         let wide = Recipe { dtype: DType::F64, factor_dtype: DType::F64, ..self.recipe.clone() };
         let recipe = if *is_wide { &wide } else { &self.recipe };
-        let (y, state) = recipe.call_of_leaves(&self.case, &Device::Cpu, leaf)?.run(options)?;
+        let (y, state) = recipe.call(&self.case, &Device::Cpu, leaf)?.run(options)?;
         Ok(self.counted(y, state))
     }
 }

@@ -3,6 +3,7 @@
 
 mod modules;
 
+use crate::precision::errors;
 use crate::*;
 
 const EPS: f64 = 1e-5;
@@ -77,14 +78,6 @@ impl Operation for Norm {
     }
 }
 
-/// The largest difference, and the root of the mean square.
-fn errors(got: &Tensor, exact: &Tensor) -> [f64; 2] {
-    let differences: Vec<f64> = values(got).iter().zip(values(exact)).map(|(a, b)| (a - b).abs()).collect();
-    assert!(differences.iter().all(|x| x.is_finite()) && got.elem_count() == exact.elem_count());
-    let squares = differences.iter().map(|x| x * x).sum::<f64>();
-    [differences.iter().copied().fold(0.0, f64::max), (squares / differences.len().max(1) as f64).sqrt()]
-}
-
 #[test]
 fn outputs_and_gradients_are_those_of_pytorch() -> Result<()> {
     let numbers = recorded_tensors("attention/norms/pytorch.safetensors")?;
@@ -118,7 +111,8 @@ fn outputs_and_gradients_are_those_of_pytorch() -> Result<()> {
                 let ours = given.all([dtype; 2])?;
                 let theirs = torchs(name, &ours)?;
                 for (what, exact) in &exact {
-                    for (own, theirs) in errors(&ours[what], exact).into_iter().zip(errors(&theirs[what], exact)) {
+                    let [own, theirs] = [&ours, &theirs].map(|found| errors(&found[what], &values(exact)));
+                    for (own, theirs) in own.into_iter().zip(theirs) {
                         let is_near = own <= 1.1 * theirs + 1e-5;
                         assert!(is_near, "{kind:?}, {width} wide, {name}, {what}: {own:e} beside {theirs:e}");
                     }

@@ -1,14 +1,7 @@
 //! Attention modules of whole models.
 
-use candle_attention::{
-    AlibiConfig, AttentionInput, Backend, MultiHeadAttention, MultiHeadAttentionConfig as Config, QkNorm, QkNormKind,
-    QkNormScope, RopeConfig,
-};
-use candle_core::Result;
-
 use super::numbers;
-use crate::common::assert_near;
-use crate::tensors::builder;
+use crate::*;
 
 #[test]
 fn layers_are_those_of_whole_models() -> Result<()> {

@@ -2,18 +2,12 @@
 
 use std::sync::Arc;
 
-use candle_attention::{
-    AttentionCache, AttentionInput, AttentionMask, GateActivation, GatePlace, GateScope, MultiHeadAttention,
-    MultiHeadAttentionConfig as Config, OutputGate, ProjectionModules, ProjectionPlace, QkNorm, QkNormKind,
-    QkNormScope, RopeConfig, WeightLayout,
-};
+use candle_core::Error;
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
-use candle_core::{DType, Error, Module, Result, Tensor, Var};
-use candle_nn::{Linear, VarBuilder, VarMap};
 
 use crate::by_hand::{parameters, tensors};
-use crate::common::{assert_near, error_text, values};
-use crate::tensors::{CPU, Tensors, builder};
+use crate::registry::Kind;
+use crate::*;
 
 const PLACES: [ProjectionPlace; 5] = [
     ProjectionPlace::Query,
@@ -51,31 +45,6 @@ fn random(dims: &[usize]) -> Result<Tensor> {
     Tensor::randn(0f32, 0.1, dims, &CPU)
 }
 
-/// Queries and, where their widths are others, keys and values of one call.
-struct Inputs {
-    queries: Tensor,
-    crossed: Option<(Tensor, Tensor)>,
-}
-
-impl Inputs {
-    fn new(cfg: &Config) -> Result<Self> {
-        let widths = [cfg.key_size(), cfg.value_size()];
-        let of = |width: usize| random(&[2, 7, width]);
-        let keys = of(widths[0])?;
-        let values = if widths[0] == widths[1] { keys.clone() } else { of(widths[1])? };
-        let crossed = (widths != [cfg.embed_dim(); 2]).then_some((keys, values));
-        Ok(Self { queries: of(cfg.embed_dim())?, crossed })
-    }
-
-    fn call(&self) -> AttentionInput<'_> {
-        let input = AttentionInput::new(&self.queries);
-        match &self.crossed {
-            Some((keys, values)) => input.with_key_value(keys, values),
-            None => input,
-        }
-    }
-}
-
 /// A layer over quantised weights, and the layer over the numbers that they stand for.
 fn quantized(cfg: &Config, dtype: GgmlDType) -> Result<[MultiHeadAttention; 2]> {
     let mut plain = weights(cfg)?;
@@ -102,16 +71,24 @@ fn a_quantised_layer_gives_the_numbers_of_its_weights() -> Result<()> {
     for cfg in configs() {
         for (dtype, tolerance) in [(GgmlDType::F32, 1e-5), (GgmlDType::Q8_0, 0.03), (GgmlDType::Q4_0, 0.03)] {
             let [layer, plain] = quantized(&cfg, dtype)?;
-            let (inputs, what) = (Inputs::new(&cfg)?, format!("{cfg:?} in {dtype:?}"));
-            let expected = plain.forward_with_weights(inputs.call())?.output;
-            assert_near(&layer.forward_with_weights(inputs.call())?.output, &expected, tolerance, &what);
-            assert_near(&layer.forward_with(inputs.call())?, &expected, tolerance, &what);
-            if let Some((keys, values)) = &inputs.crossed {
-                let memory = layer.project_memory(keys, values)?;
-                let found = layer.forward_with(AttentionInput::new(&inputs.queries).with_memory(&memory))?;
+            let (kind, what) = (Kind::MultiHead(cfg.clone()), format!("{cfg:?} in {dtype:?}"));
+            let [width, of_keys, of_values, _] = kind.widths();
+            let (xs, keys) = (&random(&[2, 7, width])?, random(&[2, 7, of_keys])?);
+            let vs = if of_keys == of_values { keys.clone() } else { random(&[2, 7, of_values])? };
+            let is_self = kind.is_self(7, 7);
+            let call = || {
+                let own = AttentionInput::new(xs);
+                if is_self { own } else { own.with_key_value(&keys, &vs) }
+            };
+            let expected = plain.forward_with_weights(call())?.output;
+            assert_near(&layer.forward_with_weights(call())?.output, &expected, tolerance, &what);
+            assert_near(&layer.forward_with(call())?, &expected, tolerance, &what);
+            if !is_self {
+                let memory = layer.project_memory(&keys, &vs)?;
+                let found = layer.forward_with(AttentionInput::new(xs).with_memory(&memory))?;
                 assert_near(&found, &expected, tolerance, &what);
             }
-            let (xs, mut cache) = (&inputs.queries, AttentionCache::default());
+            let mut cache = AttentionCache::default();
             for (start, t) in [(0, 3), (3, 1), (4, 3)].into_iter().filter(|_| cfg.causal()) {
                 let own = |all: &Tensor| all.narrow(1, start, t)?.force_contiguous();
                 let found = layer.forward_with(AttentionInput::new(&own(xs)?).with_cache(&mut cache))?;

@@ -2,15 +2,8 @@
 
 use std::collections::HashMap;
 
-use candle_attention::{
-    MultiHeadAttention, MultiHeadAttentionConfig as Config, QkNorm, QkNormKind, QkNormScope, WeightLayout,
-};
-use candle_core::{DType, Result};
-use candle_nn::{VarBuilder, VarMap};
-
 use crate::by_hand::{parameters, tensors};
-use crate::common::{assert_close, max_error};
-use crate::tensors::{CPU, Tensors, builder, named, random};
+use crate::*;
 
 fn config(kind: QkNormKind, scope: QkNormScope) -> Config {
     Config::new(12, 4).with_num_kv_heads(2).with_causal(true).with_qk_norm(QkNorm { kind, scope, eps: 1e-5 })

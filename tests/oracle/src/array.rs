@@ -188,12 +188,6 @@ impl Layout {
         Self::OneColumn,
     ];
 
-    /// Layouts of q, k and v in which each pair stands in each two places: a Latin square, since 11 is prime.
-    pub fn triples() -> impl Iterator<Item = [Self; 3]> {
-        let count = Self::ALL.len();
-        (0..count * count).map(move |n| [n / count, n % count, (n / count + n) % count].map(|n| Self::ALL[n]))
-    }
-
     pub fn array(self, [b, h, t, d]: [usize; 4]) -> Array {
         match self {
             Self::Contiguous => Array::new(&[b, h, t, d]),
