@@ -11,7 +11,7 @@ use candle_nn::{VarBuilder, VarMap};
 use half::bf16;
 
 use crate::array::{Array, Random};
-use crate::oracle::{Alignment, Case, Dims, Mask, Options, Part};
+use crate::oracle::{Alignment, Case, Dims, Mask, Options, Part, exact_linear};
 
 /// A parameter or an input: its shape, and its numbers in row-major order.
 #[derive(Debug, Clone)]
@@ -288,14 +288,9 @@ fn with_more_keys(mut case: Case, more: usize) -> Case {
 
 fn project(parameters: &Parameters, name: &str, xs: &Numbers) -> Numbers {
     let weight = &parameters[&format!("{name}.weight")];
-    let bias = parameters.get(&format!("{name}.bias"));
-    let mut data = Vec::new();
-    for row in 0..xs.shape[0] * xs.shape[1] {
-        for output in 0..weight.shape[0] {
-            let dot: f64 = weight.row(output).iter().zip(xs.row(row)).map(|(w, x)| w * x).sum();
-            data.push(dot + bias.map_or(0.0, |bias| bias.data[output]));
-        }
-    }
+    let zeros = vec![0.0; weight.shape[0]];
+    let bias = parameters.get(&format!("{name}.bias")).map_or(&zeros, |bias| &bias.data);
+    let data = xs.data.chunks(xs.width()).flat_map(|row| exact_linear(row, &weight.data, bias)).collect();
     Numbers { shape: vec![xs.shape[0], xs.shape[1], weight.shape[0]], data }
 }
 

@@ -1,5 +1,7 @@
 //! A layer over packed sequences, against the layer over each sequence by itself.
 
+use std::ops::Range;
+
 use crate::by_hand::{Numbers, Parameters};
 use crate::registry::{Kind, Layer, configs};
 use crate::seeded::layer;
@@ -30,12 +32,8 @@ fn one_by_one(sequences: &PackedSequences, run: impl Fn(usize) -> Result<Tensor>
     Tensor::cat(&with_queries.map(run).collect::<Result<Vec<_>>>()?, 0)
 }
 
-fn queries_of(xs: &Tensor, sequences: &PackedSequences, s: usize) -> Result<Tensor> {
-    xs.narrow(0, sequences.queries(s).start, sequences.queries(s).len())
-}
-
-fn keys_of(xs: &Tensor, sequences: &PackedSequences, s: usize) -> Result<Tensor> {
-    xs.narrow(0, sequences.keys(s).start, sequences.keys(s).len())
+fn part_of(xs: &Tensor, rows: &Range<usize>) -> Result<Tensor> {
+    xs.narrow(0, rows.start, rows.len())
 }
 
 /// T5's relative bias, of which each sequence has the part from distance 0 on.
@@ -73,8 +71,8 @@ impl Operation for Call {
             let own_len = |s: usize| sequences.keys(s).len().saturating_sub(1);
             let lens: Vec<_> = of.map_or(0..sequences.len(), |s| s..s + 1).map(own_len).collect();
             let mask = AttentionMask::none().with_valid_lens(lens);
-            let part = |xs: &Tensor| of.map_or(Ok(xs.clone()), |s| keys_of(xs, &sequences, s));
-            let xs = of.map_or(Ok(xs.clone()), |s| queries_of(&xs, &sequences, s))?;
+            let part = |xs: &Tensor| of.map_or(Ok(xs.clone()), |s| part_of(xs, &sequences.keys(s)));
+            let xs = of.map_or(Ok(xs.clone()), |s| part_of(&xs, &sequences.queries(s)))?;
             let call = AttentionInput::new(&xs).with_mask(&mask).with_backend(backend);
             let call = if of.is_some() { call } else { call.with_packed(&sequences) };
             match &cross {
@@ -141,7 +139,7 @@ fn positions_start_anew_in_each_sequence_or_are_given(device: &Device) -> Result
     let positions = Tensor::arange(20u32, 33, device)?.affine(-3.0, 100.0)?;
     let ys = layer.forward_with(call().with_positions(&positions))?;
     let expected = one_by_one(&sequences, |s| {
-        let (xs, positions) = (queries_of(&xs, &sequences, s)?, queries_of(&positions, &sequences, s)?);
+        let (xs, positions) = (part_of(&xs, &sequences.queries(s))?, part_of(&positions, &sequences.queries(s))?);
         layer.forward_with(AttentionInput::new(&xs).with_positions(&positions))
     })?;
     assert_close(&ys, &expected, 2e-5, "positions of the caller");

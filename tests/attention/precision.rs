@@ -80,13 +80,6 @@ pub fn errors(got: &Tensor, exact: &[f64]) -> [f64; 2] {
     [largest, (squares / exact.len() as f64).sqrt()]
 }
 
-/// The largest errors of the cases of one dtype and deviation.
-#[derive(Default)]
-struct LargestErrors {
-    pytorch: f64,
-    tiers: BTreeMap<Tier, f64>,
-}
-
 /// Holds every tier to PyTorch's errors; `run` gives a case's exact numbers, and what a tier makes of it.
 fn compare(text: &str, run: impl Fn(&Case) -> Result<(Vec<f64>, Vec<(Tier, Tensor)>)> + Sync) -> Result<()> {
     let measured: Measured = serde_json::from_str(text).expect("the file is what it says");
@@ -97,25 +90,23 @@ fn compare(text: &str, run: impl Fn(&Case) -> Result<(Vec<f64>, Vec<(Tier, Tenso
     };
     let found: Vec<Vec<_>> = measured.cases.par_iter().map(errors_of).collect::<Result<_>>()?;
     let mut failures = Vec::new();
-    let mut largest: BTreeMap<(&str, u32), LargestErrors> = BTreeMap::new();
+    // Of a tier and of PyTorch in the cases of one dtype and deviation.
+    let mut largest: BTreeMap<(&str, u32, Tier), [f64; 2]> = BTreeMap::new();
     for (case, errors) in measured.cases.iter().zip(found) {
-        let family = largest.entry((&case.dtype, case.widening)).or_default();
-        family.pytorch = family.pytorch.max(case.max);
         for (tier, [max, rms]) in errors {
-            let of_tier = family.tiers.entry(tier).or_default();
+            let [of_tier, of_pytorch] = largest.entry((&case.dtype, case.widening, tier)).or_default();
             *of_tier = if max <= *of_tier { *of_tier } else { max };
+            *of_pytorch = of_pytorch.max(case.max);
             // What rounds nothing has to be exact here too.
             if exceeds(tier, rms, case.rms) {
                 failures.push(format!("{tier}: {}: rms {rms:e}, PyTorch's {:e}", case.name(), case.rms));
             }
         }
     }
-    for ((dtype, widening), LargestErrors { pytorch, tiers }) in largest {
-        for (tier, max) in tiers {
-            println!("{dtype}, scores of deviation {widening}, {tier}: at most {max:.2e}, PyTorch {pytorch:.2e}");
-            if exceeds(tier, max, pytorch) {
-                failures.push(format!("{tier}: {dtype}, deviation {widening}: maximum {max:e}, PyTorch's {pytorch:e}"));
-            }
+    for ((dtype, widening, tier), [max, pytorch]) in largest {
+        println!("{dtype}, scores of deviation {widening}, {tier}: at most {max:.2e}, PyTorch {pytorch:.2e}");
+        if exceeds(tier, max, pytorch) {
+            failures.push(format!("{tier}: {dtype}, deviation {widening}: maximum {max:e}, PyTorch's {pytorch:e}"));
         }
     }
     assert!(failures.is_empty(), "{} of the comparisons:\n{}", failures.len(), failures.join("\n"));

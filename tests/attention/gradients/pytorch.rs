@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use crate::precision::errors;
 use crate::*;
 
 /// What the script wrote.
@@ -142,11 +143,11 @@ fn bf16_gradients_err_less_than_pytorchs() -> Result<()> {
     for t in [512, 2048] {
         let seed = TorchSeed::new(t as u64);
         let drawn = (0..4).map(|_| seed.randn((1, 2, t, 64))?.to_dtype(DType::BF16)).collect::<Result<Vec<_>>>()?;
-        let gradients = |dtype: DType, change: &dyn Fn(Call) -> Call| -> Result<Vec<Vec<f64>>> {
+        let gradients = |dtype: DType, change: &dyn Fn(Call) -> Call| -> Result<Vec<Tensor>> {
             let vars = drawn[..3].iter().map(|x| Var::from_tensor(&x.to_dtype(dtype)?)).collect::<Result<Vec<_>>>()?;
             let call = change(Call::plain(&vars[0], &vars[1], &vars[2], &AttentionMask::causal()));
             let store = (call.context()? * drawn[3].to_dtype(dtype)?)?.sum_all()?.backward()?;
-            Ok(vars.iter().map(|var| values(store.get(var).expect("a gradient"))).collect())
+            Ok(vars.iter().map(|var| store.get(var).expect("a gradient").clone()).collect())
         };
         let exact = gradients(DType::F64, &|call| call.on_reference())?;
         let pytorch = numbers.0[&format!("bf16.{t}")].to_vec2::<f64>()?;
@@ -154,10 +155,10 @@ fn bf16_gradients_err_less_than_pytorchs() -> Result<()> {
             let got = gradients(DType::BF16, &|call| call.on_tier(tier))?;
             for (n, leaf) in ["q", "k", "v"].into_iter().enumerate() {
                 let [_, of_pytorch, _, of_rounding] = pytorch[n][..] else { panic!("four columns") };
-                let squares: f64 = got[n].iter().zip(&exact[n]).map(|(got, exact)| (got - exact).powi(2)).sum();
-                assert!(squares.is_finite(), "{leaf}, T {t}, {tier}: {squares}");
-                let beyond = |squares: f64| (squares - of_rounding * of_rounding).max(0.0).sqrt();
-                let ratio = beyond(squares / exact[n].len() as f64) / beyond(of_pytorch * of_pytorch);
+                let [_, own] = errors(&got[n], &values(&exact[n]));
+                assert!(own.is_finite(), "{leaf}, T {t}, {tier}: {own}");
+                let beyond = |rms: f64| (rms * rms - of_rounding * of_rounding).max(0.0).sqrt();
+                let ratio = beyond(own) / beyond(of_pytorch);
                 println!("{leaf}, T {t}, {tier}: {ratio:.3} of PyTorch's error beyond rounding");
                 let in_bf16 = matches!(tier, Tier::NeonBf16 | Tier::Avx512Bf16 | Tier::Amx);
                 let most = if leaf == "q" && in_bf16 { 1.1 } else { 0.5 };
