@@ -2,15 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_attention::{
-    AttentionInput, AttentionMask, Backend, ContentPositions, DisentangledConfig, MultiHeadAttention,
-    MultiHeadAttentionConfig as Config, ProjectionPlace, RelativeEmbeddings, WeightLayout, Windows,
-};
-use candle_core::{DType, Result, Tensor, Var};
-use candle_nn::{VarBuilder, VarMap};
-
-use crate::common::{assert_close, max_error, relative_error, values};
-use crate::tensors::{CPU, Tensors, builder, named, random};
+use crate::*;
 
 const HEADS: usize = 4;
 const HEIGHT: usize = 3;
