@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::child::COMMIT;
 
 /// What the hub does when it is asked for a file that it has.
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Mood {
     /// It gives it.
     Open,
