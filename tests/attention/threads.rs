@@ -53,6 +53,25 @@ fn all_with_results() -> Result<(Vec<Work>, Vec<Vec<u64>>)> {
     Ok((all, expected))
 }
 
+/// Threads of the caller's that begin together.
+#[test]
+fn many_threads_call_at_once() -> Result<()> {
+    let (all, expected) = all_with_results()?;
+    let start = std::sync::Barrier::new(8);
+    std::thread::scope(|scope| {
+        for caller in 0..8 {
+            let (all, expected, start) = (&all, &expected, &start);
+            scope.spawn(move || {
+                start.wait();
+                for n in (caller..all.len()).step_by(3) {
+                    assert!(all[n].run() == expected[n], "caller {caller}: {}", all[n].name);
+                }
+            });
+        }
+    });
+    Ok(())
+}
+
 /// Calls nested in parallel loops of somebody else's pool, where a worker that waits may pick up another call: scratch
 /// memory of a thread must not be in use twice.
 #[test]

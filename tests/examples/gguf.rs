@@ -8,7 +8,7 @@ use tempfile::NamedTempFile;
 use crate::common::assert_near;
 use crate::common::gguf::{File, of_checkpoint};
 use crate::golden::{Golden, spelled};
-use crate::process::Checkpoint;
+use crate::process::{self, Checkpoint, Run};
 
 /// The GGUF file of one of the models.
 fn converted(model: &str, architecture: &str) -> Result<File> {
@@ -56,6 +56,11 @@ fn text_goes_through_the_tokenizer_of_a_file() -> Result<()> {
     let ids = model.printed(&["--ids", "5,7,9", "--max-tokens", "5"]);
     let made: String = ids.trim().split(',').map(|id| tokens[id.parse::<usize>().expect("an id")]).collect();
     assert_eq!(model.printed(&["--prompt", "fhj", "--max-tokens", "5"]), format!("fhj{made}\n"));
+
+    let mut other = process::command("causal_lm");
+    other.arg("--model").arg(&model.path).args(["--ids", "5", "--dtype", "bf16"]);
+    let (Run { code, stderr, .. }, said) = (process::run(other), "a GGUF file has its own types of weights");
+    assert!(code == Some(1) && stderr.starts_with(&format!("error: [causal_lm] {said}")), "{stderr}");
     Ok(())
 }
 
