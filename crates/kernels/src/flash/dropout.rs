@@ -54,11 +54,7 @@ impl Dropout<'_> {
     /// The tile has room for a factor for each score.
     #[inline(always)]
     pub(super) unsafe fn factors<K: Kernel>(&self, scores: &TileScores) {
-        // Copies, since what is written might be what references lead to.
-        let (dims, tile, keys, to) = (scores.inputs.dims, scores.tile, scores.keys.clone(), scores.dropout);
-        let mask = self.mask;
-        let factor = if self.p < 1.0 { (1.0 / (1.0 - self.p)) as f32 } else { 0.0 };
-        let threshold = if let DropoutMask::Philox(_) = self.mask { threshold(self.p) } else { 1 };
+        let (dims, tile) = (scores.inputs.dims, scores.tile);
         for column in (0..tile.rows.len()).step_by(MAX_LANES) {
             let (mut queries, mut heads) = ([0u32; MAX_LANES], [0u32; MAX_LANES]);
             // The first weight of each row among all.
@@ -68,33 +64,47 @@ impl Dropout<'_> {
                 (queries[lane], heads[lane]) = (row.query as u32, row.head as u32);
                 first[lane] = dims.row_index(row) * dims.t_kv;
             }
-            let sequence = tile.kv.b as u32;
-            for group in keys.start / 4..keys.end.div_ceil(4) {
-                let mut words = [[0; MAX_LANES]; 4];
-                match mask {
-                    DropoutMask::Philox(seed) => {
-                        for lane in 0..MAX_LANES {
-                            let counter = [group as u32, queries[lane], heads[lane], sequence];
-                            for (words, word) in words.iter_mut().zip(philox(counter, seed)) {
-                                words[lane] = word;
-                            }
-                        }
-                    }
-                    DropoutMask::Kept(bits) => {
-                        for (n, words) in words.iter_mut().enumerate() {
-                            for (word, first) in words.iter_mut().zip(first) {
-                                let at = first + 4 * group + n;
-                                *word = bits.get(at / 8).map_or(0, |byte| u32::from(byte >> (at % 8) & 1));
-                            }
-                        }
-                    }
+            // A loop for each kind of mask: a branch within one would cost as much as some rounds of Philox.
+            // SAFETY: as this method's contract.
+            unsafe {
+                match self.mask {
+                    DropoutMask::Philox(seed) => self.write::<K>(scores, column, |group, lane| {
+                        philox([group as u32, queries[lane], heads[lane], tile.kv.b as u32], seed)
+                    }),
+                    DropoutMask::Kept(bits) => self.write::<K>(scores, column, |group, lane| {
+                        [0, 1, 2, 3].map(|n| {
+                            let at = first[lane] + 4 * group + n;
+                            bits.get(at / 8).map_or(0, |byte| u32::from(byte >> (at % 8) & 1))
+                        })
+                    }),
                 }
-                for (key, words) in (4 * group..).zip(&words).filter(|(key, _)| keys.contains(key)) {
-                    let to = to.wrapping_add((key - keys.start) * K::PANEL + column);
-                    for (lane, &word) in words.iter().enumerate().take(K::PANEL - column) {
-                        // SAFETY: as this method's contract; the lane is one of the panel's columns.
-                        unsafe { to.add(lane).write(if word >= threshold { factor } else { 0.0 }) };
-                    }
+            }
+        }
+    }
+
+    /// Writes a vector of columns from the words of each group of four keys and each lane: those below the threshold
+    /// are of weights that are dropped.
+    ///
+    /// # Safety
+    /// As [`factors`](Self::factors).
+    #[inline(always)]
+    unsafe fn write<K: Kernel>(&self, scores: &TileScores, column: usize, words: impl Fn(usize, usize) -> [u32; 4]) {
+        // Copies, since what is written might be what references lead to.
+        let (keys, to) = (scores.keys.clone(), scores.dropout);
+        let factor = if self.p < 1.0 { (1.0 / (1.0 - self.p)) as f32 } else { 0.0 };
+        let threshold = if let DropoutMask::Philox(_) = self.mask { threshold(self.p) } else { 1 };
+        for group in keys.start / 4..keys.end.div_ceil(4) {
+            let mut of_keys = [[0; MAX_LANES]; 4];
+            for lane in 0..MAX_LANES {
+                for (words, word) in of_keys.iter_mut().zip(words(group, lane)) {
+                    words[lane] = word;
+                }
+            }
+            for (key, words) in (4 * group..).zip(&of_keys).filter(|(key, _)| keys.contains(key)) {
+                let to = to.wrapping_add((key - keys.start) * K::PANEL + column);
+                for (lane, &word) in words.iter().enumerate().take(K::PANEL - column) {
+                    // SAFETY: as this method's contract; the lane is one of the panel's columns.
+                    unsafe { to.add(lane).write(if word >= threshold { factor } else { 0.0 }) };
                 }
             }
         }

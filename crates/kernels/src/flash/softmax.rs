@@ -11,7 +11,7 @@ use std::ops::Range;
 use super::problem::{Call, Dims, KvHead, Row, ScoreInputs, SoftmaxStats};
 use super::scores::TileScores;
 use super::tasks::{PanelState, State};
-use crate::cpu::{Kernel, MAX_COLUMNS, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector, Workers, for_each_index};
+use crate::cpu::{Kernel, MAX_LANES, Scratch, SharedPtr, SimdTask, Vector, Workers, for_each_index};
 use crate::number::{Number, Stored, store_first};
 
 /// Sums that a thread adds to in turn: several short sums round less than a long one.
@@ -170,21 +170,22 @@ impl TileSoftmax<'_> {
     /// As [`SimdTask::run`]; the vectors are those of the panel.
     #[inline(always)]
     unsafe fn share_largest<V: Vector, const N: usize>(&self, largest: &mut [V; N]) {
-        let (mut columns, width) = ([f32::NEG_INFINITY; MAX_COLUMNS], self.scores.tile.width);
-        // SAFETY: as this method's contract; the array has an element for each column.
+        let (mut columns, mut most) = ([f32::NEG_INFINITY; MAX_LANES], largest[0]);
+        // SAFETY: as this method's contract; the array has an element for each lane.
         unsafe {
-            for (n, largest) in largest.iter().enumerate() {
-                largest.store(columns.as_mut_ptr().add(n * V::LANES));
+            largest.iter().for_each(|largest| most = most.max(*largest));
+            most.store(columns.as_mut_ptr());
+            let mut width = V::LANES;
+            while width > self.scores.tile.width {
+                width /= 2;
+                for column in 0..width {
+                    columns[column] = columns[column].max(columns[width + column]);
+                }
             }
-            for column in width..N * V::LANES {
-                columns[column % width] = columns[column % width].max(columns[column]);
+            for column in width..V::LANES {
+                columns[column] = columns[column - width];
             }
-            for column in width..N * V::LANES {
-                columns[column] = columns[column % width];
-            }
-            for (n, largest) in largest.iter_mut().enumerate() {
-                *largest = V::load(columns.as_ptr().add(n * V::LANES));
-            }
+            largest.fill(V::load(columns.as_ptr()));
         }
     }
 }

@@ -21,8 +21,8 @@ pub(super) struct Tile {
     pub every: Range<usize>,
     /// The keys that some query of each vector sees.
     seen: [Range<usize>; MAX_VECTORS],
-    starts: [usize; MAX_COLUMNS],
-    ends: [usize; MAX_COLUMNS],
+    /// The keys that each query sees.
+    ranges: Vec<Range<usize>>,
 }
 
 /// A block's keys from about the first that a tile sees to the last.
@@ -90,22 +90,21 @@ impl Tile {
         keys: Range<usize>,
         width: usize,
     ) -> Self {
-        // A column without a query sees no key, and does not count among those that have to see every key.
-        let (mut starts, mut ends) = ([0; MAX_COLUMNS], [0; MAX_COLUMNS]);
+        let mut ranges = Vec::with_capacity(rows.len());
         let (mut first, mut end, mut every) = (usize::MAX, 0, keys.clone());
         let mut seen = [NOTHING; MAX_VECTORS];
         for (column, row) in rows.clone().enumerate() {
             let range = inputs.range(inputs.dims.row(kv, row));
             let range = range.start.max(keys.start)..range.end.min(keys.end);
-            (starts[column], ends[column]) = (range.start, range.end);
             if !range.is_empty() {
                 (first, end) = (first.min(range.start), end.max(range.end));
                 let seen = &mut seen[column / K::Vector::LANES];
                 *seen = seen.start.min(range.start)..seen.end.max(range.end);
             }
             every = every.start.max(range.start)..every.end.min(range.end);
+            ranges.push(range);
         }
-        Self { kv, rows, width, vectors: K::VECTORS, some: first.min(end)..end, every, seen, starts, ends }
+        Self { kv, rows, width, vectors: K::VECTORS, some: first.min(end)..end, every, seen, ranges }
     }
 
     /// The columns of a panel that are of one of the rows, with the row and how many keys its key is after the first.
@@ -155,15 +154,14 @@ impl Tile {
     /// Where each column begins and ends to see keys, counted from `first` and bounded by `keys`: exact in f32. Of a
     /// narrow tile, where the keys of the first columns of its row of the panel do.
     pub fn bounds<K: Kernel>(&self, first: usize, keys: usize) -> [[f32; MAX_COLUMNS]; 2] {
-        [&self.starts, &self.ends].map(|of_rows| {
-            let mut bounds = [0f32; MAX_COLUMNS];
-            for (after, columns) in bounds[..K::PANEL].chunks_mut(self.width).enumerate() {
-                for (bound, key) in columns.iter_mut().zip(of_rows) {
-                    *bound = key.saturating_sub(first + after).min(keys) as f32;
-                }
-            }
-            bounds
-        })
+        // A column without a query sees no key.
+        let mut bounds = [[0f32; MAX_COLUMNS]; 2];
+        for (column, row, after) in self.columns::<K>() {
+            let seen = &self.ranges[row - self.rows.start];
+            bounds[0][column] = seen.start.saturating_sub(first + after).min(keys) as f32;
+            bounds[1][column] = seen.end.saturating_sub(first + after).min(keys) as f32;
+        }
+        bounds
     }
 
     /// What this tile and a block of keys have to do with each other, if it sees any of them.
@@ -185,7 +183,7 @@ impl Tile {
 
     /// Whether a column has no query, or one that sees no key.
     pub fn is_empty(&self, column: usize) -> bool {
-        self.starts[column] >= self.ends[column]
+        self.ranges.get(column).is_none_or(Range::is_empty)
     }
 
     /// Whether every query sees all of some keys, but for those that are not kept.
@@ -195,9 +193,8 @@ impl Tile {
 
     /// Those of some keys that a row of the tile sees.
     pub fn seen_by(&self, inputs: &ScoreInputs, column: usize, keys: &Range<usize>) -> impl Iterator<Item = usize> {
-        let row = inputs.dims.row(self.kv, self.rows.start + column);
-        let seen = keys.start.max(self.starts[column])..keys.end.min(self.ends[column]);
-        seen.filter(move |&key| inputs.is_kept(row, key))
+        let (row, seen) = (inputs.dims.row(self.kv, self.rows.start + column), &self.ranges[column]);
+        (keys.start.max(seen.start)..keys.end.min(seen.end)).filter(move |&key| inputs.is_kept(row, key))
     }
 }
 
@@ -208,7 +205,6 @@ mod tests {
     fn tile(seen: &[Range<usize>]) -> Tile {
         let mut whole = [NOTHING; MAX_VECTORS];
         whole[..seen.len()].clone_from_slice(seen);
-        let (starts, ends) = ([0; MAX_COLUMNS], [usize::MAX; MAX_COLUMNS]);
         let kv = KvHead { b: 0, head: 0 };
         Tile {
             kv,
@@ -218,8 +214,7 @@ mod tests {
             some: 0..0,
             every: 0..0,
             seen: whole,
-            starts,
-            ends,
+            ranges: Vec::new(),
         }
     }
 

@@ -151,7 +151,9 @@ impl<S: Stored> Decode<'_, '_, S> {
             stride: partials.stride(),
         };
         let context = |group: usize| partials.row(kv, group * R, part);
-        let sees_all = inputs.options.keep.is_none() && tiles.iter().all(|tile| tile.sees_all(&keys));
+        // The keys that every row sees.
+        let every = if inputs.options.keep.is_some() { 0..0 } else { keys.clone() };
+        let every = tiles.iter().fold(every, |all, tile| all.start.max(tile.every.start)..all.end.min(tile.every.end));
         // SAFETY: as this method's contract.
         unsafe {
             for first in keys.clone().step_by(block) {
@@ -159,8 +161,10 @@ impl<S: Stored> Decode<'_, '_, S> {
                     products(first).scores::<K::Vector>(queries(group), scores(group, first));
                 }
             }
-            let values = &HeadRows::new(&keys_values[1], kv, keys.clone());
-            let only_seen = !sees_all && values.has_non_finite::<K>();
+            let values = |keys: Range<usize>| HeadRows::new(&keys_values[1], kv, keys);
+            // A weight of zero does not silence what is not finite. Most calls hide no key, or few.
+            let hidden = [keys.start..every.start.min(keys.end), every.end.max(keys.start)..keys.end];
+            let only_seen = hidden.into_iter().any(|keys| values(keys).has_non_finite::<K>());
             for (group, tile) in tiles.iter().enumerate() {
                 let rows = (keys.len() * R).div_ceil(K::PANEL);
                 let (mut max, mut sum) = ([f32::NEG_INFINITY; MAX_COLUMNS], [0f32; MAX_COLUMNS]);
@@ -173,7 +177,7 @@ impl<S: Stored> Decode<'_, '_, S> {
                         units: inputs.options.units(false),
                         keys: keys.clone(),
                         rows,
-                        is_masked: !sees_all || rows * K::PANEL != keys.len() * R,
+                        is_masked: every != keys || rows * K::PANEL != keys.len() * R,
                         scores: scores(group, keys.start),
                         staging: nothing,
                         dropout: nothing,
@@ -190,6 +194,7 @@ impl<S: Stored> Decode<'_, '_, S> {
                 }
                 if only_seen {
                     let (weights, context, stride) = (scores(group, keys.start), context(group), partials.stride());
+                    let values = values(keys.clone());
                     K::run_simd(AccumulateSeen { inputs, values, tile, weights, context, stride });
                 }
             }

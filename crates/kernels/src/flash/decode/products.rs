@@ -173,7 +173,7 @@ impl<S: Stored, const R: usize> RowProducts<'_, '_, S, R> {
         unsafe {
             // Sums of a few keys each, and not one over all of them, which would round more.
             let mut sums = [[V::splat(0.0); N]; R];
-            for _ in keys.clone() {
+            for _ in 0..keys.len() {
                 prefetch_row::<V, S>(from, stride, N * lanes);
                 add_products::<V, R, N>(&mut sums, weights, 1, &load_vectors(from, filled));
                 (from, weights) = (from.wrapping_add(stride), weights.add(R));
@@ -210,7 +210,7 @@ unsafe fn load_vectors<S: Stored, V: Vector, const N: usize>(from: *const S, fil
 /// it sees and no others.
 pub(super) struct AccumulateSeen<'a, 'b, S> {
     pub inputs: &'a ScoreInputs<'b>,
-    pub values: &'a HeadRows<'a, S>,
+    pub values: HeadRows<'a, S>,
     pub tile: &'a Tile,
     /// (keys, R).
     pub weights: *const f32,
