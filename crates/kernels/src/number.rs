@@ -139,7 +139,7 @@ pub(crate) unsafe fn widen_row<E: Stored, V: Vector>(
             let rest: V = load_first(from.add(whole), width - whole);
             store_first(rest.mul(factor), to.add(whole), width - whole);
         }
-        to.add(width).write_bytes(0, padded - width);
+        (width..padded).for_each(|at| to.add(at).write(0.0));
     }
 }
 
@@ -202,5 +202,27 @@ impl<T, const N: usize> Strided<'_, T, N> {
     pub(crate) fn at(&self, index: [usize; N]) -> *const T {
         let offset: usize = (0..N).map(|n| index[n] * self.strides[n]).sum();
         self.data.as_ptr().wrapping_add(offset)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::pack_row_pair;
+
+    #[test]
+    fn a_missing_row_of_a_pair_is_zeros() {
+        let [low, high] = [[1u16, 2, 0xffff], [3, 4, 0x8000]];
+        for (rows, expected) in [
+            ([Some(&low), Some(&high)], [0x0003_0001, 0x0004_0002, 0x8000_ffff]),
+            ([Some(&low), None], [1, 2, 0xffff]),
+            ([None, Some(&high)], [0x0003_0000, 0x0004_0000, 0x8000_0000]),
+            ([None, None], [0; 3]),
+        ] {
+            let [low, high] = rows.map(|row| row.map(|row| row.as_ptr()));
+            let mut words = [1f32; 5];
+            // SAFETY: the rows have three elements, and there are five words.
+            unsafe { pack_row_pair(low, high, 3, words.as_mut_ptr(), 5) };
+            assert_eq!(words.map(f32::to_bits), [expected[0], expected[1], expected[2], 0, 0]);
+        }
     }
 }

@@ -98,6 +98,7 @@ impl<X: Number> Matrix<'_, X> {
         unsafe {
             match from(row) {
                 low if const { K::IS_BF16 } => pack_row_pair(low, from(row.wrapping_add(1)), width, to, padded),
+                Some(row) if width == K::Vector::LANES => X::load::<K::Vector>(row).store(to),
                 Some(row) => widen_row::<X, K::Vector>(row, width, to, padded, 1.0),
                 None => to.write_bytes(0, padded),
             }
