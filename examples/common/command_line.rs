@@ -15,7 +15,8 @@ pub fn main<A: Parser, T: Termination>(run: impl FnOnce(A) -> Result<T>) -> Exit
         }
         Err(mistake) => {
             let text = mistake.to_string();
-            let summary: Vec<_> = text.lines().take_while(|line| !line.starts_with("Usage")).map(str::trim).collect();
+            let is_summary = |line: &&str| !line.starts_with("Usage") && !line.starts_with("For more information");
+            let summary: Vec<_> = text.lines().take_while(is_summary).map(str::trim).collect();
             eprintln!("{}; see --help", summary.join(" ").trim_end());
             return ExitCode::from(2);
         }

@@ -36,16 +36,13 @@ pub struct ModelArgs {
     pub device: DeviceChoice,
 
     /// The type of weights and activations
-    #[arg(long, default_value = "f32", value_parser = dtypes())]
+    #[arg(long, default_value = "f32")]
+    #[arg(value_parser = PossibleValuesParser::new(["f32", "bf16", "f16", "f64"]).try_map(|name| name.parse::<DType>()))]
     pub dtype: DType,
 
     /// Writes a page to look around in what every head attends to, FILE.html; of several texts, that of the first
     #[arg(long, value_name = "FILE")]
     pub page: Option<PathBuf>,
-}
-
-fn dtypes() -> impl TypedValueParser<Value = DType> {
-    PossibleValuesParser::new(["f32", "bf16", "f16", "f64"]).try_map(|name| name.parse::<DType>())
 }
 
 impl ModelArgs {

@@ -52,6 +52,7 @@ struct Args {
 
     /// How --weights names its parameters, where detection finds two readings
     #[arg(long, value_name = "LAYOUT", requires = "weights")]
+    #[arg(value_parser = |name: &str| name.parse::<WeightLayout>().map_err(|error| common::one_line(&error)))]
     pub layout: Option<WeightLayout>,
 
     /// Which attention layer, from 0; the first unless given, of a model that is attention alone the last
