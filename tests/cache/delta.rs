@@ -6,18 +6,7 @@ const E: usize = 8;
 
 fn net(dtype: DType) -> Result<GatedDeltaNet> {
     let cfg = GatedDeltaNetConfig::new(E, 4).with_num_key_heads(2).with_key_head_dim(6).with_value_head_dim(5);
-    let vars = VarMap::new();
-    let vb = VarBuilder::from_varmap(&vars, DType::F32, &CPU);
-    GatedDeltaNet::load(&cfg, DeltaLayout::ByPart, vb)?;
-    let mut data: Vec<_> = vars.data().lock().expect("one thread").clone().into_iter().collect();
-    data.sort_by(|(one, _), (other, _)| one.cmp(other));
-    let mut tensors = std::collections::HashMap::new();
-    for (n, (name, var)) in data.into_iter().enumerate() {
-        // Far enough from zero for every part to count.
-        let own = wave(1, 1, var.elem_count(), n as f32)?.reshape(var.shape())?;
-        tensors.insert(name, own.to_dtype(dtype)?);
-    }
-    GatedDeltaNet::load(&cfg, DeltaLayout::ByPart, VarBuilder::from_tensors(tensors, dtype, &CPU))
+    GatedDeltaNet::load(&cfg, DeltaLayout::ByPart, TorchSeed::new(3).var_builder(dtype, &CPU))
 }
 
 fn call(net: &GatedDeltaNet, cache: &mut DeltaCache, xs: &Tensor) -> Result<Tensor> {
@@ -49,13 +38,6 @@ fn a_cache_goes_back_to_its_snapshots() -> Result<()> {
     assert!(cache.truncate(9).is_err() && cache.memory() < memory);
     cache.reset();
     assert!(cache.is_empty() && cache.memory() == 0);
-    // Where a shorter sequence has grown, and the longest has not.
-    let xs = part(&xs, 0, 3)?;
-    net.forward_with(DeltaInput::new(&xs).with_cache(&mut cache).with_valid_lens(&[3, 2]))?;
-    cache.snapshot();
-    net.forward_with(DeltaInput::new(&xs).with_cache(&mut cache).with_valid_lens(&[0, 1]))?;
-    cache.truncate(3)?;
-    assert_eq!(cache.lens(), [3, 2]);
     Ok(())
 }
 
@@ -105,20 +87,6 @@ fn forks_and_beams_go_on_by_themselves() -> Result<()> {
     let ys = call(&net, &mut cache, &part(&xs, 5, 3)?)?;
     assert_close(&ys, &part(&net.forward(&xs)?, 5, 3)?, 1e-5, "the first");
     assert_eq!((cache.len(), fork.len()), (8, 5));
-    Ok(())
-}
-
-/// A call that fails leaves the cache as it was.
-#[test]
-fn errors_leave_the_cache() -> Result<()> {
-    let (net, xs) = (net(DType::F32)?, wave(2, 6, E, 0.0)?);
-    let mut cache = DeltaCache::default();
-    call(&net, &mut cache, &part(&xs, 0, 3)?)?;
-    assert!(call(&net, &mut cache, &part(&xs, 3, 3)?.narrow(0, 0, 1)?).is_err());
-    let input = || DeltaInput::new(&xs).with_backend(Backend::Reference);
-    assert!(net.forward_with(input().with_cache(&mut cache).with_valid_lens(&[7, 0])).is_err());
-    let ys = call(&net, &mut cache, &part(&xs, 3, 3)?)?;
-    assert_close(&ys, &part(&net.forward(&xs)?, 3, 3)?, 1e-5, "after errors");
     Ok(())
 }
 

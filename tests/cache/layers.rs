@@ -129,7 +129,7 @@ fn sequences_go_on_from_what_they_were_made(device: &Device) {
         for (cfg, cache) in setups {
             let layer = layer_on(&cfg, DType::F32, device).expect("the config fits");
             let setup = Setup { gives_positions, ..of(&layer, (&cfg, &cache), &none, device) };
-            assert_holds(setup, 12, 25, tolerance(DType::F32, &cache), &format!("{cfg:?}, {cache:?}"));
+            assert_holds(setup, 12, 12, tolerance(DType::F32, &cache), &format!("{cfg:?}, {cache:?}"));
         }
     }
 }
@@ -146,13 +146,13 @@ fn masks_count_the_positions_of_each_sequence(device: &Device) {
     ] {
         let layer = layer_on(&cfg, DType::F32, device).expect("the config fits");
         let setup = Setup { draws_masks: true, ..of(&layer, (&cfg, &cache), &none, device) };
-        assert_holds(setup, 8, 60, tolerance(DType::F32, &cache), &format!("{cfg:?}, {cache:?}"));
+        assert_holds(setup, 8, 40, tolerance(DType::F32, &cache), &format!("{cfg:?}, {cache:?}"));
     }
 }
 
 fn latents_go_on_from_what_they_were_made(device: &Device) {
     let (none, windowed) = (AttentionMask::none(), AttentionMask::causal().with_window(4));
-    for seed in 0..cases(20) {
+    for seed in 0..cases(14) {
         let random = &mut Random::new(seed);
         let cfg = latent_of(EMBED_DIM, random);
         for (cache, dtype) in [
@@ -212,13 +212,13 @@ fn long_sequences_give_the_numbers_of_one_call() -> Result<()> {
     for (cfg, cache) in [
         (grouped(), growing()),
         (grouped(), growing().with_q8()),
-        (grouped().with_sinks(true).with_window(700), growing().with_q8()),
+        (grouped().with_sinks(true).with_window(500), growing().with_q8()),
         (grouped().with_window(100), sliding(100)),
-        (grouped().with_window(1100), sliding(1100)),
-        (grouped().with_window(1100), sliding(1100).with_q8()),
+        (grouped().with_window(600), sliding(600)),
+        (grouped().with_window(600), sliding(600).with_q8()),
     ] {
         let layer = layer(&cfg)?;
-        for (b, prompt, single) in [(1, &[1500, 700][..], 40), (2, &[90], 300)] {
+        for (b, prompt, single) in [(1, &[900, 400][..], 40), (2, &[90], 300)] {
             let pieces = [prompt, &vec![1; single]].concat();
             let xs = wave(b, pieces.iter().sum(), EMBED_DIM, 0.0)?;
             let ys = in_calls(&layer, &mut AttentionCache::new(&cache)?, &xs, &pieces)?;

@@ -27,7 +27,6 @@ mod program;
 
 mod buffers;
 mod delta;
-mod edit;
 mod gradients;
 mod layers;
 mod rotary;

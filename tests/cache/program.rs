@@ -185,7 +185,7 @@ impl<'a> Program<'a> {
     fn truncate(&mut self, random: &mut Random) -> Result<()> {
         let len = |sequence: &Sequence| {
             let least = self.least(sequence);
-            least + random.up_to(sequence.len() - least)
+            if random.chance(0.1) { 0 } else { least + random.up_to(sequence.len() - least) }
         };
         let lens: Vec<_> = self.sequences.iter().map(len).collect();
         let one = lens.iter().copied().max().unwrap_or(0);

@@ -2,7 +2,6 @@
 //! gives what the ordinary case would, or an error; never a panic.
 
 use candle_attention::init::TorchSeed;
-use candle_core::Module;
 
 use crate::cache::numbers;
 use crate::common::assert_close;
@@ -83,14 +82,5 @@ fn every_builder_gives_every_layout_and_gives_it_again() -> Result<()> {
             }
         }
     }
-    Ok(())
-}
-
-/// `Module` is not there for a reason; a reference to a layer still fits a function that takes a closure.
-#[test]
-fn a_layer_is_called_as_a_closure() -> Result<()> {
-    let layer = MultiHeadAttention::new(&Config::new(8, 2), any_weights())?;
-    let forward = |xs: &Tensor| layer.forward(xs);
-    assert_eq!(forward.forward(&numbers((1, 3, 8)))?.dims(), [1, 3, 8]);
     Ok(())
 }
