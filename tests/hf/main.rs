@@ -7,7 +7,6 @@ mod gguf;
 mod golden;
 mod integers;
 mod linear;
-mod misuse;
 mod names;
 mod variants;
 
